@@ -1,0 +1,1 @@
+//! The CPU as a device: worker pool and vectorised math.

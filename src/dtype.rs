@@ -1,0 +1,202 @@
+//! Element types: what a tensor's bytes mean.
+
+use std::fmt;
+
+use bytemuck::{CheckedBitPattern, NoUninit};
+use half::{bf16, f16};
+
+/// The type of a tensor's elements in storage.
+///
+/// `F16` and `BF16` are storage types: arithmetic on them is done in f32 and rounded to nearest even when stored.
+/// Integers and `Bool` (one byte, 0 or 1) compute as i64 and wrap when stored.
+///
+/// ```
+/// use claystone::DType;
+/// assert_eq!(DType::BF16.size(), 2);
+/// assert_eq!("f16".parse::<DType>().unwrap(), DType::F16);
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum DType {
+    /// 32-bit IEEE float, the default.
+    F32,
+    /// 16-bit IEEE float (5 bits of exponent).
+    F16,
+    /// The upper 16 bits of an f32.
+    BF16,
+    /// 64-bit IEEE float.
+    F64,
+    /// 64-bit signed integer: labels and indices.
+    I64,
+    /// 32-bit signed integer.
+    I32,
+    /// 8-bit unsigned integer.
+    U8,
+    /// 32-bit unsigned integer.
+    U32,
+    /// One byte, 0 or 1: what comparisons give.
+    Bool,
+}
+
+impl DType {
+    /// Every dtype, once.
+    pub const ALL: [DType; 9] =
+        [DType::F32, DType::F16, DType::BF16, DType::F64, DType::I64, DType::I32, DType::U8, DType::U32, DType::Bool];
+
+    /// Bytes an element takes in storage.
+    pub const fn size(self) -> usize {
+        match self {
+            DType::F64 | DType::I64 => 8,
+            DType::F32 | DType::I32 | DType::U32 => 4,
+            DType::F16 | DType::BF16 => 2,
+            DType::U8 | DType::Bool => 1,
+        }
+    }
+
+    /// Whether it is one of the four floating-point types.
+    pub const fn is_float(self) -> bool {
+        matches!(self, DType::F32 | DType::F16 | DType::BF16 | DType::F64)
+    }
+
+    /// The name used in messages, kernels and on the command line: `f32`, `bf16`, `bool`, ...
+    pub const fn name(self) -> &'static str {
+        match self {
+            DType::F32 => "f32",
+            DType::F16 => "f16",
+            DType::BF16 => "bf16",
+            DType::F64 => "f64",
+            DType::I64 => "i64",
+            DType::I32 => "i32",
+            DType::U8 => "u8",
+            DType::U32 => "u32",
+            DType::Bool => "bool",
+        }
+    }
+
+    /// The type arithmetic on this dtype is done in.
+    pub(crate) const fn compute(self) -> Compute {
+        match self {
+            DType::F32 | DType::F16 | DType::BF16 => Compute::F32,
+            DType::F64 => Compute::F64,
+            _ => Compute::I64,
+        }
+    }
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl std::str::FromStr for DType {
+    type Err = crate::Error;
+
+    fn from_str(s: &str) -> crate::Result<DType> {
+        DType::ALL.into_iter().find(|d| d.name() == s).ok_or_else(|| {
+            let names: Vec<_> = DType::ALL.iter().map(|d| d.name()).collect();
+            crate::Error::invalid("dtype", format!("'{s}' is not one of {}", names.join(", ")))
+        })
+    }
+}
+
+/// The three types arithmetic is done in, on every device. Ordered: operands of several meet in the greatest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) enum Compute {
+    I64,
+    F32,
+    F64,
+}
+
+impl Compute {
+    /// The type's name in OpenCL C.
+    pub(crate) const fn cl_name(self) -> &'static str {
+        match self {
+            Compute::I64 => "long",
+            Compute::F32 => "float",
+            Compute::F64 => "double",
+        }
+    }
+
+    /// The dtype that stores it exactly.
+    pub(crate) const fn dtype(self) -> DType {
+        match self {
+            Compute::I64 => DType::I64,
+            Compute::F32 => DType::F32,
+            Compute::F64 => DType::F64,
+        }
+    }
+}
+
+mod sealed {
+    pub trait Sealed {}
+}
+
+/// A Rust type that can be a tensor's element. Sealed: one for each [`DType`].
+pub trait Element:
+    sealed::Sealed
+    + NoUninit
+    + CheckedBitPattern
+    + PartialEq
+    + PartialOrd
+    + Send
+    + Sync
+    + fmt::Debug
+    + fmt::Display
+    + 'static
+{
+    /// The dtype whose elements have this type.
+    const DTYPE: DType;
+}
+
+macro_rules! elements {
+    ($($t:ty => $d:ident),* $(,)?) => { $(
+        impl sealed::Sealed for $t {}
+        impl Element for $t {
+            const DTYPE: DType = DType::$d;
+        }
+    )* };
+}
+
+elements!(f32 => F32, f16 => F16, bf16 => BF16, f64 => F64, i64 => I64, i32 => I32, u8 => U8, u32 => U32, bool => Bool);
+
+/// A number given on the host: `2.0`, `3`, `true`. Converted to the tensor's dtype where it is used.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Scalar {
+    /// From any float.
+    Float(f64),
+    /// From any integer or bool.
+    Int(i64),
+}
+
+impl Scalar {
+    /// The value as f64.
+    pub fn to_f64(self) -> f64 {
+        match self {
+            Scalar::Float(x) => x,
+            Scalar::Int(i) => i as f64,
+        }
+    }
+
+    /// The value as i64, saturating, truncated towards zero; NaN gives 0 (Rust's `as`).
+    pub fn to_i64(self) -> i64 {
+        match self {
+            Scalar::Float(x) => x as i64,
+            Scalar::Int(i) => i,
+        }
+    }
+}
+
+macro_rules! scalars {
+    ($($t:ty => $v:ident($e:expr)),* $(,)?) => { $(
+        impl From<$t> for Scalar {
+            fn from(x: $t) -> Scalar {
+                let f: fn($t) -> _ = $e;
+                Scalar::$v(f(x))
+            }
+        }
+    )* };
+}
+
+scalars!(f64 => Float(|x| x), f32 => Float(f64::from), f16 => Float(f64::from), bf16 => Float(f64::from),
+    i64 => Int(|x| x), i32 => Int(i64::from), u32 => Int(i64::from), u8 => Int(i64::from), bool => Int(i64::from));

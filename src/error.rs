@@ -1,0 +1,72 @@
+//! The one error type of the crate.
+//!
+//! Every fallible method returns [`Result`]. A message is one sentence that names the operation, what it was given
+//! (shapes, dtypes, devices) and what to do about it. After any error every other tensor still holds its values.
+
+use crate::{DType, Device, tensor::Shape};
+
+/// `Result` with claystone's [`Error`].
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// What went wrong, with the operation's name and what it was given.
+///
+/// ```
+/// use claystone::{Device, Error, Tensor};
+/// let a = Tensor::zeros(&[2, 3], Device::Cpu)?;
+/// let b = Tensor::zeros(&[4], Device::Cpu)?;
+/// assert!(matches!(a.add(&b), Err(Error::ShapeMismatch { op: "add", .. })));
+/// # Ok::<(), Error>(())
+/// ```
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// Two shapes do not go together in this operation.
+    #[error("{op}: shapes {lhs} and {rhs} do not go together: {hint}")]
+    ShapeMismatch { op: &'static str, lhs: Shape, rhs: Shape, hint: &'static str },
+    /// A dimension does not exist in a tensor of this rank.
+    #[error("{op}: dimension {dim} is out of range for a tensor of rank {rank}: give one in -{rank}..{rank}")]
+    DimOutOfRange { op: &'static str, dim: isize, rank: usize },
+    /// An index does not exist in a dimension of this size.
+    #[error("{op}: index {index} is out of range for a dimension of size {size}")]
+    IndexOutOfRange { op: &'static str, index: i64, size: usize },
+    /// Two operands have different dtypes; claystone converts nothing silently.
+    #[error("{op}: dtypes {lhs} and {rhs} differ: convert one with .to_dtype()")]
+    DTypeMismatch { op: &'static str, lhs: DType, rhs: DType },
+    /// The operation is not defined for this dtype.
+    #[error("{op}: dtype {dtype} is not supported: it takes {expected}")]
+    UnsupportedDType { op: &'static str, dtype: DType, expected: &'static str },
+    /// Two operands live on different devices.
+    #[error("{op}: tensors are on {lhs} and {rhs}: bring one over with .to_device()")]
+    DeviceMismatch { op: &'static str, lhs: Device, rhs: Device },
+    /// The device asked for is not there.
+    #[error("{device} is not available: {reason}")]
+    NoDevice { device: Device, reason: String },
+    /// The device, after giving back everything cached, cannot hold the allocation.
+    #[error("{device} is out of memory: tried to allocate {requested} bytes; {detail}")]
+    OutOfMemory { device: Device, requested: usize, detail: String },
+    /// An integer was divided by zero.
+    #[error("{op}: integer division by zero: divide floats, or mask the zeros first")]
+    DivisionByZero { op: &'static str },
+    /// An OpenCL call failed.
+    #[error("{device}: {call} failed with {code}{detail}")]
+    OpenCl { device: Device, call: &'static str, code: &'static str, detail: String },
+    /// An OpenCL program did not compile.
+    #[error("{device}: kernel {kernel} does not compile:\n{log}")]
+    Build { device: Device, kernel: String, log: String },
+    /// The device has faulted; nothing can run on it in this process any more.
+    #[error("{device} is lost after a device fault ({cause}): restart the process to use it again")]
+    DeviceLost { device: Device, cause: String },
+    /// A gradient cannot be computed, or an in-place change would make one wrong.
+    #[error("{op}: {reason}")]
+    Autograd { op: &'static str, reason: String },
+    /// An argument makes no sense; the sentence says which and why.
+    #[error("{op}: {reason}")]
+    Invalid { op: &'static str, reason: String },
+}
+
+impl Error {
+    /// Shorthand for [`Error::Invalid`].
+    pub(crate) fn invalid(op: &'static str, reason: impl Into<String>) -> Error {
+        Error::Invalid { op, reason: reason.into() }
+    }
+}
