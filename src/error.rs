@@ -5,8 +5,8 @@
 
 use crate::{DType, Device, tensor::Shape};
 
-/// `Result` with claystone's [`Error`].
-pub type Result<T> = std::result::Result<T, Error>;
+/// `Result` with claystone's [`Error`], unless another is named.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// What went wrong, with the operation's name and what it was given.
 ///

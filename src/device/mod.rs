@@ -1,11 +1,33 @@
 //! Where work runs.
+//!
+//! A [`Device`] is a plain name: the host's processor, or an OpenCL device by its index. Naming one opens nothing; the
+//! first tensor on it does, and it stays open as long as the process lives. No OpenCL at all is a normal state:
+//! [`Device::all`] is then just the CPU, and asking for an OpenCL device gives an error that says what to install.
+//!
+//! Work on a device is asynchronous: an operation returns when it is submitted, in order with everything before it.
+//! Reading values, cloning and [`Device::synchronize`] wait. This room knows queues and programs, never tensors.
 
+use std::cell::Cell;
 use std::fmt;
 
+use crate::{Error, Result};
+
 pub mod cpu;
+mod info;
 pub(crate) mod opencl;
 
+pub use info::{DeviceInfo, DeviceKind};
+
 /// A place where tensors live and work runs. A plain name: nothing is opened until it is used.
+///
+/// ```
+/// use claystone::Device;
+/// let device: Device = "opencl:1".parse()?;
+/// assert_eq!(device, Device::OpenCL(1));
+/// assert_eq!(Device::Cpu.to_string(), "cpu");
+/// assert!(Device::all().contains(&Device::Cpu));
+/// # Ok::<(), claystone::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Device {
     /// The host's processor and memory.
@@ -14,11 +36,132 @@ pub enum Device {
     OpenCL(usize),
 }
 
+impl Device {
+    /// Every device: the OpenCL devices in order of their index (discrete GPUs, integrated GPUs, accelerators, CPUs),
+    /// then the CPU.
+    ///
+    /// The environment variable `CLAYSTONE_DEVICES` chooses and orders the OpenCL devices: a list, separated by commas,
+    /// of `platform:index` (as the drivers count them) or of parts of names. `CLAYSTONE_DEVICES=0:1,nvidia` takes the
+    /// first platform's second device, then everything by NVIDIA; `CLAYSTONE_DEVICES=none`, as nothing has that name,
+    /// takes none. It is read once.
+    pub fn all() -> Vec<Device> {
+        (0..opencl::count()).map(Device::OpenCL).chain([Device::Cpu]).collect()
+    }
+
+    /// The first of [`Device::all`]: the first OpenCL device where there is one, otherwise the CPU.
+    pub fn best() -> Device {
+        if opencl::count() > 0 { Device::OpenCL(0) } else { Device::Cpu }
+    }
+
+    /// Whether the device exists and has not been lost to a fault. Opens nothing.
+    pub fn is_available(&self) -> bool {
+        match *self {
+            Device::Cpu => true,
+            Device::OpenCL(i) => opencl::is_available(i),
+        }
+    }
+
+    /// What the device is and has. Opens nothing.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] if it is not there.
+    pub fn info(&self) -> Result<DeviceInfo> {
+        match *self {
+            Device::Cpu => Ok(info::cpu().clone()),
+            Device::OpenCL(i) => opencl::info(i).cloned(),
+        }
+    }
+
+    /// Waits until everything submitted to the device so far is done. The CPU is never behind.
+    ///
+    /// # Errors
+    /// What a kernel found wrong with its operands meanwhile (an index out of range, an integer division by zero),
+    /// [`Error::DeviceLost`] after a fault, [`Error::NoDevice`] if the device is not there.
+    pub fn synchronize(&self) -> Result<()> {
+        match *self {
+            Device::Cpu => Ok(()),
+            Device::OpenCL(i) => match opencl::opened(i) {
+                Some(device) => device.finish(),
+                None => opencl::info(i).map(|_| ()),
+            },
+        }
+    }
+}
+
 impl fmt::Display for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Device::Cpu => f.pad("cpu"),
             Device::OpenCL(i) => f.pad(&format!("opencl:{i}")),
         }
+    }
+}
+
+/// Reads what Display prints: `cpu`, `opencl:0`; `opencl` alone is `opencl:0`. Case does not matter.
+impl std::str::FromStr for Device {
+    type Err = Error;
+
+    fn from_str(s: &str) -> Result<Device> {
+        let lower = s.trim().to_ascii_lowercase();
+        let index = |i: &str| i.bytes().all(|b| b.is_ascii_digit()).then(|| i.parse().ok()).flatten();
+        match lower.split_once(':') {
+            None if lower == "cpu" => Some(Device::Cpu),
+            None if lower == "opencl" => Some(Device::OpenCL(0)),
+            Some(("opencl", i)) => index(i).map(Device::OpenCL),
+            _ => None,
+        }
+        .ok_or_else(|| Error::invalid("device", format!("'{s}' is no device: write cpu, or opencl:0, opencl:1, ...")))
+    }
+}
+
+thread_local! {
+    static LAUNCHES: Cell<u64> = const { Cell::new(0) };
+}
+
+/// Counts one for [`count_launches`]: every kernel launch, and every operation on the CPU.
+pub(crate) fn count_launch() {
+    LAUNCHES.set(LAUNCHES.get() + 1);
+}
+
+/// Runs `f` and counts what this thread launched inside it: kernels on OpenCL devices, and operations on the CPU, which
+/// count as one each. Copies, fills, reads and writes are not launches. What an optimisation saved is best asserted.
+///
+/// ```
+/// let (sum, launches) = claystone::device::count_launches(|| 1 + 1);
+/// assert_eq!((sum, launches), (2, 0));
+/// ```
+pub fn count_launches<R>(f: impl FnOnce() -> R) -> (R, u64) {
+    let before = LAUNCHES.get();
+    let result = f();
+    (result, LAUNCHES.get() - before)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names() {
+        for device in [Device::Cpu, Device::OpenCL(0), Device::OpenCL(17)] {
+            assert_eq!(device.to_string().parse::<Device>().unwrap(), device);
+        }
+        assert_eq!("OpenCL:2".parse::<Device>().unwrap(), Device::OpenCL(2));
+        assert_eq!("opencl".parse::<Device>().unwrap(), Device::OpenCL(0));
+        assert_eq!(format!("{:>5}", Device::Cpu), "  cpu");
+        for bad in ["", "gpu", "cpu:0", "opencl:", "opencl:-1", "opencl:+1", "opencl:x", "opencl:99999999999999999999"]
+        {
+            let error = bad.parse::<Device>().unwrap_err().to_string();
+            assert!(error.contains("opencl:0"), "{bad}: {error}");
+        }
+    }
+
+    #[test]
+    fn launches_are_counted_by_thread_and_nest() {
+        let ((_, inner), outer) = count_launches(|| {
+            count_launch();
+            std::thread::spawn(count_launch).join().unwrap();
+            count_launches(count_launch)
+        });
+        assert_eq!((inner, outer), (1, 2));
     }
 }

@@ -1,1 +1,60 @@
 //! OpenCL devices.
+//!
+//! [`discovery`] finds them; [`open`] makes a device usable: one context, one in-order queue behind one lock, both kept
+//! for the life of the process. Work is submitted under the lock and waited for outside it, so a thread that waits
+//! never stops another from submitting. [`program`] builds kernels and keeps them on disk, [`launch`] runs them,
+//! [`transfer`] moves bytes. [`driver`] is the only file that owns raw handles.
+
+mod context;
+mod discovery;
+mod driver;
+mod errors;
+mod fault;
+mod launch;
+mod program;
+#[cfg(test)]
+mod tests;
+mod transfer;
+
+pub(crate) use context::ClDevice;
+pub(crate) use driver::{ClBuffer, ClKernel};
+pub(crate) use errors::{ClError, Class};
+pub(crate) use fault::Fault;
+pub(crate) use launch::Arg;
+
+use crate::Result;
+use crate::device::DeviceInfo;
+
+/// The device of this index in [`Device::all`](crate::Device::all)'s order, opened at first use.
+pub(crate) fn open(index: usize) -> Result<&'static ClDevice> {
+    let found = discovery::find(index)?;
+    if let Some(device) = found.opened.get() {
+        return Ok(device);
+    }
+    let _one_at_a_time = found.opening.lock().unwrap_or_else(|poison| poison.into_inner());
+    if let Some(device) = found.opened.get() {
+        return Ok(device);
+    }
+    let device: &'static ClDevice = Box::leak(Box::new(ClDevice::open(index, found)?));
+    Ok(found.opened.get_or_init(|| device))
+}
+
+/// How many OpenCL devices there are.
+pub(crate) fn count() -> usize {
+    discovery::discovery().devices.len()
+}
+
+/// A device's properties, without opening it.
+pub(crate) fn info(index: usize) -> Result<&'static DeviceInfo> {
+    Ok(&discovery::find(index)?.info)
+}
+
+/// Whether the device exists and has not been lost.
+pub(crate) fn is_available(index: usize) -> bool {
+    discovery::find(index).is_ok_and(|found| found.opened.get().is_none_or(|device| !device.is_lost()))
+}
+
+/// The device, if anything has used it yet.
+pub(crate) fn opened(index: usize) -> Option<&'static ClDevice> {
+    discovery::find(index).ok()?.opened.get().copied()
+}

@@ -1,0 +1,153 @@
+//! What a device says about itself.
+
+use std::fmt;
+use std::sync::OnceLock;
+
+/// What a device is: the order in which [`Device::all`](crate::Device::all) lists OpenCL devices is that of the kinds
+/// with memory of their own first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum DeviceKind {
+    /// A processor: the host itself, or an OpenCL device such as PoCL's that runs on it.
+    Cpu,
+    /// A GPU with memory of its own.
+    DiscreteGpu,
+    /// A GPU that shares the host's memory.
+    IntegratedGpu,
+    /// Anything else that computes.
+    Accelerator,
+}
+
+impl fmt::Display for DeviceKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            DeviceKind::Cpu => "processor",
+            DeviceKind::DiscreteGpu => "discrete GPU",
+            DeviceKind::IntegratedGpu => "integrated GPU",
+            DeviceKind::Accelerator => "accelerator",
+        })
+    }
+}
+
+/// What [`Device::info`](crate::Device::info) tells. Display prints it as a small table.
+///
+/// ```
+/// let info = claystone::Device::best().info()?;
+/// println!("{info}");
+/// assert!(info.compute_units > 0);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DeviceInfo {
+    /// The model.
+    pub name: String,
+    /// Who makes it.
+    pub vendor: String,
+    /// The driver's version.
+    pub driver: String,
+    /// What sort of device it is.
+    pub kind: DeviceKind,
+    /// Compute units: multiprocessors of a GPU, threads of a processor.
+    pub compute_units: usize,
+    /// Memory in bytes; 0 where it could not be found out.
+    pub memory: u64,
+    /// The largest single buffer, in bytes, that the driver promises.
+    pub largest_buffer: u64,
+    /// Alignment of the start of a buffer, in bytes.
+    pub base_alignment: usize,
+    /// Whether kernels may compute in 16-bit floats (`cl_khr_fp16`). Tensors of f16 work without.
+    pub fp16: bool,
+    /// Whether it has 64-bit floats.
+    pub fp64: bool,
+    /// Whether it shares the host's memory.
+    pub unified_memory: bool,
+    /// Memory shared by a work-group, in bytes.
+    pub local_memory: usize,
+    /// The largest work-group, in work-items.
+    pub max_work_group: usize,
+}
+
+impl fmt::Display for DeviceInfo {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let yes = |b: bool| if b { "yes" } else { "no" };
+        writeln!(f, "{} ({})", self.name, self.kind)?;
+        writeln!(f, "  vendor          {}", self.vendor)?;
+        writeln!(f, "  driver          {}", self.driver)?;
+        writeln!(f, "  compute units   {}", self.compute_units)?;
+        writeln!(f, "  memory          {}", size(self.memory))?;
+        writeln!(f, "  largest buffer  {}", size(self.largest_buffer))?;
+        writeln!(f, "  base alignment  {} bytes", self.base_alignment)?;
+        writeln!(f, "  local memory    {}", size(self.local_memory as u64))?;
+        writeln!(f, "  work-group      {} work-items", self.max_work_group)?;
+        let (fp16, fp64, unified) = (yes(self.fp16), yes(self.fp64), yes(self.unified_memory));
+        write!(f, "  fp16 {fp16}, fp64 {fp64}, unified memory {unified}")
+    }
+}
+
+/// Bytes as a person reads them: `139.8 GiB`.
+fn size(bytes: u64) -> String {
+    const UNITS: [&str; 5] = ["bytes", "KiB", "MiB", "GiB", "TiB"];
+    let unit = (0..UNITS.len() - 1).take_while(|&u| bytes >> (10 * (u + 1)) > 0).count();
+    match unit {
+        0 => format!("{bytes} bytes"),
+        _ => format!("{:.1} {}", bytes as f64 / (1u64 << (10 * unit)) as f64, UNITS[unit]),
+    }
+}
+
+/// The host.
+pub(super) fn cpu() -> &'static DeviceInfo {
+    static INFO: OnceLock<DeviceInfo> = OnceLock::new();
+    INFO.get_or_init(|| {
+        let read = |path| std::fs::read_to_string(path).unwrap_or_default();
+        let (cpuinfo, meminfo) = (read("/proc/cpuinfo"), read("/proc/meminfo"));
+        let memory = field(&meminfo, "MemTotal").and_then(|kib| kib.split(' ').next()?.parse::<u64>().ok());
+        let memory = memory.unwrap_or(0) * 1024;
+        DeviceInfo {
+            name: field(&cpuinfo, "model name").unwrap_or(std::env::consts::ARCH).to_owned(),
+            vendor: field(&cpuinfo, "vendor_id").unwrap_or("unknown").to_owned(),
+            driver: concat!("claystone ", env!("CARGO_PKG_VERSION")).to_owned(),
+            kind: DeviceKind::Cpu,
+            compute_units: super::cpu::threads(),
+            memory,
+            largest_buffer: memory,
+            base_alignment: 64,
+            fp16: false,
+            fp64: true,
+            unified_memory: true,
+            local_memory: 0,
+            max_work_group: 1,
+        }
+    })
+}
+
+/// The value of the first `name : value` line.
+fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
+    let mut lines = text.lines().filter_map(|l| l.split_once(':'));
+    lines.find(|(key, _)| key.trim() == name).map(|(_, value)| value.trim()).filter(|v| !v.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes() {
+        for (bytes, text) in
+            [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.0 KiB"), (48 << 10, "48.0 KiB"), (3 << 39, "1.5 TiB")]
+        {
+            assert_eq!(size(bytes), text);
+        }
+        assert_eq!(size(u64::MAX), "16777216.0 TiB");
+    }
+
+    #[test]
+    fn the_host_describes_itself() {
+        let text = cpu().to_string();
+        for part in ["processor", "compute units", "fp64 yes"] {
+            assert!(text.contains(part), "{text}");
+        }
+        assert_eq!(field("a : 1\nb\t: two words\n", "b"), Some("two words"));
+        assert_eq!(field("a : 1\n", "c"), None);
+    }
+}

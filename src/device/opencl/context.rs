@@ -1,0 +1,298 @@
+//! An opened device: its context, its queue and what it remembers.
+
+use std::ffi::{CStr, c_char, c_void};
+use std::ptr;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+
+use opencl3::memory::{CL_MEM_READ_WRITE, CL_MIGRATE_MEM_OBJECT_CONTENT_UNDEFINED};
+use opencl3::types::{cl_command_queue, cl_context, cl_device_id};
+
+use super::discovery::Found;
+use super::driver::{ClBuffer, Event, call, create};
+use super::errors::{ClError, Class};
+use super::fault;
+use super::program::Programs;
+use crate::device::{Device, DeviceInfo};
+use crate::{Error, Result};
+
+/// An open OpenCL device: one context, one in-order queue. Lives as long as the process.
+pub(crate) struct ClDevice {
+    device: Device,
+    pub(super) found: &'static Found,
+    pub(super) context: cl_context,
+    queue: Mutex<Queue>,
+    pub(super) programs: Programs,
+    pub(super) fault: ClBuffer,
+    /// Whether a kernel that may record a fault was launched since the fault buffer was last read.
+    pub(super) may_have_fault: AtomicBool,
+    calls: &'static AtomicU64,
+    driver_text: &'static DriverText,
+    lost: OnceLock<String>,
+}
+
+/// The queue and what is counted under its lock.
+pub(super) struct Queue {
+    pub raw: cl_command_queue,
+    /// Launches since the last flush.
+    pub unflushed: u32,
+    /// Launches since `checkpoint` was taken.
+    pub since_checkpoint: u32,
+    /// An earlier launch to wait for when the queue has grown too long behind it.
+    pub checkpoint: Option<Event>,
+}
+
+// SAFETY: contexts and queues are process-wide objects that OpenCL's thread-safe functions take. They are never
+// released, and commands are put on the queue only under its lock.
+unsafe impl Send for ClDevice {}
+// SAFETY: as above.
+unsafe impl Sync for ClDevice {}
+// SAFETY: as above.
+unsafe impl Send for Queue {}
+
+/// The last thing the driver said through the context's callback.
+type DriverText = Mutex<String>;
+
+extern "C" fn notify(text: *const c_char, _: *const c_void, _: usize, user: *mut c_void) {
+    if text.is_null() || user.is_null() {
+        return;
+    }
+    // SAFETY: `user` is the leaked DriverText given at clCreateContext, `text` a string that lives during the call.
+    let (slot, text) = unsafe { (&*user.cast::<DriverText>(), CStr::from_ptr(text)) };
+    let text = text.to_string_lossy();
+    tracing::warn!(%text, "OpenCL driver");
+    *slot.lock().unwrap_or_else(PoisonError::into_inner) = text.into_owned();
+}
+
+impl ClDevice {
+    /// Creates the context, the queue and the fault buffer.
+    pub(super) fn open(index: usize, found: &'static Found) -> Result<ClDevice> {
+        let device = Device::OpenCL(index);
+        let driver_text: &'static DriverText = Box::leak(Box::default());
+        let failed =
+            |e: ClError| Error::OpenCl { device, call: e.call, code: e.name(), detail: detail(&e, driver_text) };
+        let properties = [opencl3::context::context::CL_CONTEXT_PLATFORM as isize, found.platform as isize, 0];
+        let user = ptr::from_ref(driver_text).cast_mut().cast();
+        let context =
+            create!(clCreateContext(properties.as_ptr(), 1, &found.id, Some(notify), user)).map_err(failed)?;
+        let queue = create!(clCreateCommandQueue(context, found.id, 0)).map_err(failed)?;
+        let calls: &'static AtomicU64 = Box::leak(Box::default());
+        let fault = create_buffer(context, fault::BYTES, calls).map_err(failed)?;
+        let opened = ClDevice {
+            device,
+            found,
+            context,
+            queue: Mutex::new(Queue { raw: queue, unflushed: 0, since_checkpoint: 0, checkpoint: None }),
+            programs: Programs::default(),
+            fault,
+            may_have_fault: AtomicBool::new(false),
+            calls,
+            driver_text,
+            lost: OnceLock::new(),
+        };
+        opened.write_words(&[0; 4])?;
+        tracing::debug!(%device, name = opened.info().name, "opened");
+        Ok(opened)
+    }
+
+    /// Its name in the public interface.
+    pub(crate) fn device(&self) -> Device {
+        self.device
+    }
+
+    /// What the driver says it is.
+    pub(crate) fn info(&self) -> &DeviceInfo {
+        &self.found.info
+    }
+
+    pub(super) fn id(&self) -> cl_device_id {
+        self.found.id
+    }
+
+    /// A buffer of `bytes` (not zero). The driver may give it memory only when it is first used: see
+    /// [`commit`](Self::commit).
+    pub(crate) fn create_buffer(&self, bytes: usize) -> Result<ClBuffer, ClError> {
+        self.alive("clCreateBuffer")?;
+        create_buffer(self.context, bytes, self.calls).map_err(|e| self.settle(e))
+    }
+
+    /// Makes the driver give the buffer its memory now, so that running out shows here. What it contains afterwards is
+    /// unspecified.
+    pub(crate) fn commit(&self, buffer: &ClBuffer) -> Result<(), ClError> {
+        self.alive("clEnqueueMigrateMemObjects")?;
+        let mem = buffer.mem();
+        let undefined = CL_MIGRATE_MEM_OBJECT_CONTENT_UNDEFINED;
+        let migrated = self.submit_and_wait(|q, event| {
+            call!(clEnqueueMigrateMemObjects(q.raw, 1, &mem, undefined, 0, ptr::null(), event))
+        });
+        match migrated {
+            // An OpenCL 1.1 driver has no such function: a write touches the buffer as well.
+            Err(e) if matches!(e.code, -2001 | -59) => {
+                let byte = [0u8];
+                self.submit_and_wait(|q, event| {
+                    call!(clEnqueueWriteBuffer(q.raw, mem, 0, 0, 1, byte.as_ptr().cast(), 0, ptr::null(), event))
+                })
+            }
+            other => other,
+        }
+    }
+
+    /// Waits for everything submitted so far.
+    ///
+    /// # Errors
+    /// What a kernel recorded in the fault buffer, or a lost device.
+    pub(crate) fn finish(&self) -> Result<()> {
+        self.check_lost()?;
+        let mut words = [0i32; 4];
+        let faulty = self.may_have_fault.swap(false, Relaxed);
+        if faulty {
+            let fault = self.fault.mem();
+            let to = words.as_mut_ptr().cast();
+            self.submit_and_wait(|q, event| {
+                call!(clEnqueueReadBuffer(q.raw, fault, 0, 0, fault::BYTES, to, 0, ptr::null(), event))
+            })
+            .map_err(|e| self.error(e))?;
+        } else {
+            // A marker rather than clFinish: that one would have to hold the lock, or race with other threads.
+            self.wait_for_marker().map_err(|e| self.error(e))?;
+        }
+        self.report(words)
+    }
+
+    fn wait_for_marker(&self) -> Result<(), ClError> {
+        self.submit_and_wait(|q, event| match call!(clEnqueueMarkerWithWaitList(q.raw, 0, ptr::null(), event)) {
+            Err(e) if e.code == -2001 => call!(clEnqueueMarker(q.raw, event)),
+            other => other,
+        })
+    }
+
+    /// Makes sure that the device starts on what has been submitted.
+    pub(crate) fn flush(&self) {
+        let mut queue = self.lock();
+        queue.unflushed = 0;
+        let _ = call!(clFlush(queue.raw));
+    }
+
+    /// Buffers created and released so far: what a steady state must not do.
+    pub(crate) fn driver_calls(&self) -> u64 {
+        self.calls.load(Relaxed)
+    }
+
+    /// Whether the device has faulted: everything but dropping gives [`Error::DeviceLost`] then.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.lost.get().is_some()
+    }
+
+    /// An error for the caller, with the code's name and what the driver had to say.
+    pub(crate) fn error(&self, e: ClError) -> Error {
+        if e.classify() == Class::Lost {
+            let cause = self.lost.get_or_init(|| format!("{}: {}{}", e.call, e.name(), detail(&e, self.driver_text)));
+            return Error::DeviceLost { device: self.device, cause: cause.clone() };
+        }
+        Error::OpenCl { device: self.device, call: e.call, code: e.name(), detail: detail(&e, self.driver_text) }
+    }
+
+    /// An error once the device is lost.
+    pub(super) fn check_lost(&self) -> Result<()> {
+        match self.lost.get() {
+            None => Ok(()),
+            Some(cause) => Err(Error::DeviceLost { device: self.device, cause: cause.clone() }),
+        }
+    }
+
+    /// [`check_lost`](Self::check_lost) for the calls that return a [`ClError`].
+    fn alive(&self, call: &'static str) -> Result<(), ClError> {
+        if self.is_lost() { Err(ClError { lost: true, ..ClError::new(call, -36) }) } else { Ok(()) }
+    }
+
+    /// Decides whether a failure means that the device is lost. Not under the queue lock.
+    pub(super) fn settle(&self, mut e: ClError) -> ClError {
+        e.lost = e.is_fatal() || e.is_suspicious() && !self.answers();
+        if e.lost {
+            self.lost.get_or_init(|| format!("{}: {}{}", e.call, e.name(), detail(&e, self.driver_text)));
+            tracing::error!(device = %self.device, call = e.call, code = e.name(), "device lost");
+        }
+        e
+    }
+
+    /// Whether sixteen bytes can still be read. A device that has only run out of something answers, a dead one never.
+    fn answers(&self) -> bool {
+        let mut words = [0i32; 4];
+        let (queue, to) = (self.lock(), words.as_mut_ptr().cast());
+        let read = call!(clEnqueueReadBuffer(
+            queue.raw,
+            self.fault.mem(),
+            1,
+            0,
+            fault::BYTES,
+            to,
+            0,
+            ptr::null(),
+            ptr::null_mut()
+        ));
+        read.is_ok()
+    }
+
+    /// The queue; whoever panicked while holding it left nothing half done that matters.
+    pub(super) fn lock(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Submits commands under the lock, the last of which fills in the event, and waits for it outside the lock.
+    /// The queue is in order, so all of them are done then.
+    pub(super) fn submit_and_wait(
+        &self,
+        submit: impl FnOnce(&mut Queue, *mut opencl3::types::cl_event) -> Result<(), ClError>,
+    ) -> Result<(), ClError> {
+        let mut raw = ptr::null_mut();
+        let submitted = {
+            let mut queue = self.lock();
+            let submitted = submit(&mut queue, &mut raw);
+            queue.unflushed = 0;
+            // Even after a failure: what did get onto the queue may be writing to the caller's memory.
+            let flushed = call!(clFlush(queue.raw));
+            if submitted.is_err() {
+                let _ = call!(clFinish(queue.raw));
+            }
+            submitted.and(flushed)
+        };
+        let event = (!raw.is_null()).then(|| Event(raw));
+        let waited = event.map_or(Ok(()), |e| e.wait());
+        submitted.and(waited).map_err(|e| self.settle(e))
+    }
+
+    /// Overwrites the fault buffer.
+    pub(super) fn write_words(&self, words: &[i32; 4]) -> Result<()> {
+        let fault = self.fault.mem();
+        self.submit_and_wait(|q, event| {
+            let from = words.as_ptr().cast();
+            call!(clEnqueueWriteBuffer(q.raw, fault, 0, 0, fault::BYTES, from, 0, ptr::null(), event))
+        })
+        .map_err(|e| self.error(e))
+    }
+
+    /// Pretends that the device has faulted.
+    #[cfg(test)]
+    pub(crate) fn lose(&self, cause: &str) {
+        let _ = self.lost.set(cause.into());
+    }
+}
+
+fn create_buffer(context: cl_context, bytes: usize, calls: &'static AtomicU64) -> Result<ClBuffer, ClError> {
+    let mem = create!(clCreateBuffer(context, CL_MEM_READ_WRITE, bytes, ptr::null_mut()))?;
+    calls.fetch_add(1, Relaxed);
+    Ok(ClBuffer::new(mem, bytes, calls))
+}
+
+/// What follows the code's name in a message: the number where it has no name, and the driver's own words.
+fn detail(e: &ClError, text: &DriverText) -> String {
+    let text = std::mem::take(&mut *text.lock().unwrap_or_else(PoisonError::into_inner));
+    let mut detail = String::new();
+    if e.name() == "UNKNOWN_ERROR" {
+        detail = format!(" ({})", e.code);
+    }
+    if !text.is_empty() {
+        detail = format!("{detail}: {}", text.trim());
+    }
+    detail
+}

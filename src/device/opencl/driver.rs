@@ -1,0 +1,172 @@
+//! The thin line between Rust and the driver: the function table, and one owning type for each kind of handle.
+//!
+//! Calls go straight to cl3's table of functions that it finds in libOpenCL when the first one is made. The wrappers
+//! above it ask for an event on every command and panic when a release fails, which after a device fault, or while the
+//! process ends, it does; the handles here release themselves and ignore what the driver says to that.
+
+use std::ffi::c_void;
+use std::ptr;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use cl3::OpenClRuntime;
+use opencl3::types::{cl_event, cl_kernel, cl_mem, cl_program};
+
+use super::errors::ClError;
+
+/// The loaded library, or -2000 when there is none.
+pub(super) fn runtime() -> Result<&'static OpenClRuntime, ClError> {
+    cl3::load_library().as_ref().map_err(|_| ClError::new("dlopen", -2000))
+}
+
+/// Calls a function that returns its status: `call!(clFinish(queue))` gives `Result<(), ClError>`.
+macro_rules! call {
+    ($name:ident($($arg:expr),* $(,)?)) => {
+        $crate::device::opencl::driver::runtime().and_then(|table| match table.$name($($arg),*) {
+            Some(0) => Ok(()),
+            Some(code) => Err($crate::device::opencl::errors::ClError::new(stringify!($name), code)),
+            None => Err($crate::device::opencl::errors::ClError::new(stringify!($name), -2001)),
+        })
+    };
+}
+
+/// Calls a function that returns a handle and its status through a last pointer: `create!(clCreateKernel(p, name))`.
+macro_rules! create {
+    ($name:ident($($arg:expr),* $(,)?)) => {{
+        let mut code = 0;
+        $crate::device::opencl::driver::runtime().and_then(|table| match table.$name($($arg,)* &mut code) {
+            Some(handle) if code == 0 && !handle.is_null() => Ok(handle),
+            Some(_) => Err($crate::device::opencl::errors::ClError::new(stringify!($name), if code == 0 { -30 } else { code })),
+            None => Err($crate::device::opencl::errors::ClError::new(stringify!($name), -2001)),
+        })
+    }};
+}
+pub(super) use {call, create};
+
+/// Device memory. Released on drop, when the driver has finished every command that uses it.
+#[derive(Debug)]
+pub(crate) struct ClBuffer {
+    mem: cl_mem,
+    bytes: usize,
+    calls: &'static AtomicU64,
+}
+
+impl ClBuffer {
+    /// Takes over `mem`; `calls` counts its release.
+    pub(super) fn new(mem: cl_mem, bytes: usize, calls: &'static AtomicU64) -> ClBuffer {
+        ClBuffer { mem, bytes, calls }
+    }
+
+    /// Size in bytes.
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    pub(super) fn mem(&self) -> cl_mem {
+        self.mem
+    }
+}
+
+impl Drop for ClBuffer {
+    fn drop(&mut self) {
+        self.calls.fetch_add(1, Relaxed);
+        let _ = call!(clReleaseMemObject(self.mem));
+    }
+}
+
+/// A kernel object. Its arguments are set only under its device's queue lock, so it may be shared.
+#[derive(Debug)]
+pub(crate) struct ClKernel {
+    kernel: cl_kernel,
+    name: &'static str,
+    args: usize,
+    max_work_group: usize,
+}
+
+impl ClKernel {
+    pub(super) fn new(kernel: cl_kernel, name: &'static str) -> ClKernel {
+        ClKernel { kernel, name, args: 0, max_work_group: 0 }
+    }
+
+    pub(super) fn with_limits(mut self, args: usize, max_work_group: usize) -> ClKernel {
+        (self.args, self.max_work_group) = (args, max_work_group);
+        self
+    }
+
+    /// What messages call it.
+    pub(crate) fn name(&self) -> &'static str {
+        self.name
+    }
+
+    /// How many arguments it declares.
+    pub(crate) fn arg_count(&self) -> usize {
+        self.args
+    }
+
+    /// The largest work-group this kernel can run in, on its device.
+    pub(crate) fn max_work_group(&self) -> usize {
+        self.max_work_group
+    }
+
+    pub(super) fn raw(&self) -> cl_kernel {
+        self.kernel
+    }
+}
+
+impl Drop for ClKernel {
+    fn drop(&mut self) {
+        let _ = call!(clReleaseKernel(self.kernel));
+    }
+}
+
+/// A built program.
+#[derive(Debug)]
+pub(super) struct Program(pub cl_program);
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        let _ = call!(clReleaseProgram(self.0));
+    }
+}
+
+/// A command that can be waited for.
+#[derive(Debug)]
+pub(super) struct Event(pub cl_event);
+
+impl Event {
+    /// Blocks until the command is done. The code is the command's own where the driver tells it.
+    pub(super) fn wait(&self) -> Result<(), ClError> {
+        const EXECUTION_STATUS: u32 = opencl3::event::CL_EVENT_COMMAND_EXECUTION_STATUS;
+        let Err(error) = call!(clWaitForEvents(1, &self.0)) else { return Ok(()) };
+        let mut status = 0i32;
+        let asked = call!(clGetEventInfo(
+            self.0,
+            EXECUTION_STATUS,
+            size_of::<i32>(),
+            ptr::from_mut(&mut status).cast::<c_void>(),
+            ptr::null_mut()
+        ));
+        Err(if asked.is_ok() && status < 0 { ClError::new(error.call, status) } else { error })
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        let _ = call!(clReleaseEvent(self.0));
+    }
+}
+
+// SAFETY: OpenCL objects belong to the process, not to a thread, and OpenCL's functions are thread-safe, with the one
+// exception of clSetKernelArg on one kernel: that one is called only under the queue lock of the kernel's device.
+unsafe impl Send for ClBuffer {}
+// SAFETY: as above.
+unsafe impl Sync for ClBuffer {}
+// SAFETY: as above.
+unsafe impl Send for ClKernel {}
+// SAFETY: as above.
+unsafe impl Sync for ClKernel {}
+// SAFETY: as above.
+unsafe impl Send for Program {}
+// SAFETY: as above.
+unsafe impl Sync for Program {}
+// SAFETY: as above.
+unsafe impl Send for Event {}

@@ -1,0 +1,130 @@
+//! Running kernels: the hot path of everything on an OpenCL device.
+
+use std::ffi::c_void;
+use std::ptr;
+use std::sync::atomic::Ordering::Relaxed;
+
+use super::driver::{ClBuffer, ClKernel, Event, call};
+use super::errors::ClError;
+use super::{ClDevice, context::Queue};
+use crate::device::count_launch;
+use crate::{Error, Result};
+
+/// A kernel's argument. A closed set, so that its size is always the one OpenCL C gives the type.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Arg<'a> {
+    /// `__global` memory.
+    Buffer(&'a ClBuffer),
+    I32(i32),
+    U32(u32),
+    I64(i64),
+    U64(u64),
+    F32(f32),
+    F64(f64),
+    /// A struct by value, laid out as OpenCL C lays it out.
+    Bytes(&'a [u8]),
+    /// `__local` memory of so many bytes.
+    Local(usize),
+}
+
+/// Launches between two flushes: the device starts early, and a flush is not paid for each.
+const FLUSH_EVERY: u32 = 16;
+/// The queue never holds more than about twice this many launches: drivers slow down, or run out of memory, when it
+/// grows without bound.
+const CHECKPOINT_EVERY: u32 = 1024;
+
+impl ClDevice {
+    /// Runs a kernel over at least `global` work-items (rounded up to whole groups of `local`; the kernel checks its
+    /// bounds). Returns as soon as it is submitted. Nothing at all runs, and nothing is counted, if `global` has a zero.
+    ///
+    /// # Errors
+    /// A wrong number of arguments, a group larger than the kernel can have, and everything the driver refuses.
+    pub(crate) fn launch(&self, kernel: &ClKernel, args: &[Arg<'_>], global: &[usize], local: &[usize]) -> Result<()> {
+        self.check_lost()?;
+        let dims = global.len();
+        let bug = |reason: String| Err(Error::invalid(kernel.name(), reason));
+        if dims == 0 || dims > 3 || dims != local.len() || local.contains(&0) {
+            return bug(format!("cannot launch over {global:?} in groups of {local:?}"));
+        }
+        // Fewer arguments would leave the last launch's in place.
+        if args.len() != kernel.arg_count() {
+            return bug(format!("the kernel takes {} arguments, not {}", kernel.arg_count(), args.len()));
+        }
+        if local.iter().product::<usize>() > kernel.max_work_group() {
+            return bug(format!("groups of {local:?} exceed the kernel's {} work-items", kernel.max_work_group()));
+        }
+        if global.contains(&0) {
+            return Ok(());
+        }
+        let mut whole = [1usize; 3];
+        for d in 0..dims {
+            whole[d] = match global[d].checked_next_multiple_of(local[d]) {
+                Some(n) => n,
+                None => return bug(format!("{global:?} work-items are too many")),
+            };
+        }
+        if args.iter().any(|a| matches!(a, Arg::Buffer(b) if ptr::eq(*b, self.fault_buffer()))) {
+            self.may_have_fault.store(true, Relaxed);
+        }
+        let behind = {
+            let mut queue = self.lock();
+            enqueue(&mut queue, kernel, args, &whole[..dims], local)
+        };
+        count_launch();
+        behind.and_then(|event| event.map_or(Ok(()), |e| e.wait())).map_err(|e| self.error(self.settle(e)))
+    }
+}
+
+/// Sets the arguments and enqueues, as one step under the lock. Gives the launch to wait for if the queue is too long.
+fn enqueue(
+    queue: &mut Queue,
+    kernel: &ClKernel,
+    args: &[Arg<'_>],
+    global: &[usize],
+    local: &[usize],
+) -> Result<Option<Event>, ClError> {
+    for (i, arg) in args.iter().enumerate() {
+        set_arg(kernel, i as u32, arg)?;
+    }
+    queue.since_checkpoint += 1;
+    let checkpoint = queue.since_checkpoint >= CHECKPOINT_EVERY;
+    let mut raw = ptr::null_mut();
+    call!(clEnqueueNDRangeKernel(
+        queue.raw,
+        kernel.raw(),
+        global.len() as u32,
+        ptr::null(),
+        global.as_ptr(),
+        local.as_ptr(),
+        0,
+        ptr::null(),
+        if checkpoint { &mut raw } else { ptr::null_mut() }
+    ))?;
+    queue.unflushed += 1;
+    if queue.unflushed >= FLUSH_EVERY || checkpoint {
+        queue.unflushed = 0;
+        call!(clFlush(queue.raw))?;
+    }
+    if checkpoint {
+        queue.since_checkpoint = 0;
+        return Ok(queue.checkpoint.replace(Event(raw)));
+    }
+    Ok(None)
+}
+
+fn set_arg(kernel: &ClKernel, index: u32, arg: &Arg<'_>) -> Result<(), ClError> {
+    fn value<T: Copy>(kernel: &ClKernel, index: u32, x: T) -> Result<(), ClError> {
+        call!(clSetKernelArg(kernel.raw(), index, size_of::<T>(), ptr::from_ref(&x).cast::<c_void>()))
+    }
+    match *arg {
+        Arg::Buffer(b) => value(kernel, index, b.mem()),
+        Arg::I32(x) => value(kernel, index, x),
+        Arg::U32(x) => value(kernel, index, x),
+        Arg::I64(x) => value(kernel, index, x),
+        Arg::U64(x) => value(kernel, index, x),
+        Arg::F32(x) => value(kernel, index, x),
+        Arg::F64(x) => value(kernel, index, x),
+        Arg::Bytes(b) => call!(clSetKernelArg(kernel.raw(), index, b.len(), b.as_ptr().cast())),
+        Arg::Local(n) => call!(clSetKernelArg(kernel.raw(), index, n, ptr::null())),
+    }
+}

@@ -1,0 +1,261 @@
+//! Building kernels, once a process, and keeping the result on disk for the next.
+//!
+//! A program is named by the SHA-256 of everything that its binary depends on: the device, its driver, the source, the
+//! options and this crate's version. Binaries lie in `CLAYSTONE_CACHE_DIR`, else in `$XDG_CACHE_HOME/claystone`, else in
+//! `~/.cache/claystone`; `CLAYSTONE_CACHE_DIR=off` keeps none. The disk is a convenience: whatever goes wrong with it,
+//! the program is built from source.
+
+use std::collections::HashMap;
+use std::ffi::{CString, c_void};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::{fs, io, process, ptr};
+
+use opencl3::kernel::{CL_KERNEL_NUM_ARGS, CL_KERNEL_WORK_GROUP_SIZE};
+use opencl3::program::{CL_PROGRAM_BINARIES, CL_PROGRAM_BINARY_SIZES, CL_PROGRAM_BUILD_LOG};
+use sha2::{Digest, Sha256};
+
+use super::ClDevice;
+use super::driver::{ClKernel, Program, call, create};
+use super::errors::ClError;
+use crate::device::DeviceKind;
+use crate::{Error, Result};
+
+type Key = [u8; 32];
+/// A program, or nothing yet. The lock is held while building, so that a second thread waits for the first's result.
+type Slot = Arc<Mutex<Option<Arc<Program>>>>;
+
+/// The programs of one device.
+#[derive(Default)]
+pub(super) struct Programs {
+    built: Mutex<HashMap<Key, Slot>>,
+    from_source: AtomicU64,
+    from_disk: AtomicU64,
+}
+
+impl ClDevice {
+    /// A kernel: `entry` of the program in `source`, which is built unless this process or an earlier one has.
+    /// `HAS_F64` is defined where the device has doubles, `IS_CPU` where it is a processor. Every call makes a new
+    /// kernel object; keep it.
+    ///
+    /// # Errors
+    /// [`Error::Build`] with the compiler's log; `name` is what it calls the kernel.
+    pub(crate) fn build(&self, name: &'static str, source: &str, entry: &str) -> Result<ClKernel> {
+        self.build_cached(name, source, entry, cache_dir().as_deref())
+    }
+
+    /// [`build`](Self::build) with the cache in a given place.
+    pub(super) fn build_cached(
+        &self,
+        name: &'static str,
+        source: &str,
+        entry: &str,
+        dir: Option<&Path>,
+    ) -> Result<ClKernel> {
+        self.check_lost()?;
+        let options = self.build_options();
+        let key = self.key(source, &options);
+        let slot = Arc::clone(lock(&self.programs.built).entry(key).or_default());
+        let program = {
+            let mut slot = lock(&slot);
+            match &*slot {
+                Some(program) => Arc::clone(program),
+                None => {
+                    let file = dir.map(|d| d.join(format!("{}.clbin", hex(&key))));
+                    let program = Arc::new(self.obtain(name, source, &options, file.as_deref())?);
+                    Arc::clone(slot.insert(program))
+                }
+            }
+        };
+        self.kernel(&program, name, entry).map_err(|e| match e.code {
+            // CL_INVALID_KERNEL_NAME
+            -46 => Error::Build {
+                device: self.device(),
+                kernel: name.into(),
+                log: format!("the program has no kernel named {entry}"),
+            },
+            _ => self.error(self.settle(e)),
+        })
+    }
+
+    /// Programs this process has built from source, and loaded from disk, on this device.
+    pub(crate) fn builds(&self) -> (u64, u64) {
+        (self.programs.from_source.load(Relaxed), self.programs.from_disk.load(Relaxed))
+    }
+
+    fn build_options(&self) -> String {
+        let mut options = String::new();
+        if self.found.opencl_c >= (1, 2) {
+            options += "-cl-std=CL1.2 ";
+        }
+        if self.info().fp64 {
+            options += "-DHAS_F64 ";
+        }
+        if self.info().kind == DeviceKind::Cpu {
+            options += "-DIS_CPU ";
+        }
+        options
+    }
+
+    fn key(&self, source: &str, options: &str) -> Key {
+        let info = self.info();
+        let parts = [
+            env!("CARGO_PKG_VERSION"),
+            &info.name,
+            &info.vendor,
+            &info.driver,
+            &self.found.platform_version,
+            options,
+            source,
+        ];
+        let mut hash = Sha256::new();
+        for part in parts {
+            hash.update((part.len() as u64).to_le_bytes());
+            hash.update(part);
+        }
+        hash.finalize().into()
+    }
+
+    /// From the file if it is there and whole, otherwise from source, and then into the file.
+    fn obtain(&self, name: &str, source: &str, options: &str, file: Option<&Path>) -> Result<Program> {
+        if let Some(program) = file.and_then(|f| self.load(f, options)) {
+            self.programs.from_disk.fetch_add(1, Relaxed);
+            return Ok(program);
+        }
+        let started = std::time::Instant::now();
+        let program = self.compile(name, source, options)?;
+        self.programs.from_source.fetch_add(1, Relaxed);
+        tracing::debug!(kernel = name, device = %self.device(), took = ?started.elapsed(), "built from source");
+        if let Some(file) = file {
+            let saved = binary(&program)
+                .map_err(|e| e.name().to_owned())
+                .and_then(|b| save(file, &b).map_err(|e| e.to_string()));
+            if let Err(cause) = saved {
+                tracing::debug!(?file, cause, "program not kept on disk");
+            }
+        }
+        Ok(program)
+    }
+
+    fn compile(&self, name: &str, source: &str, options: &str) -> Result<Program> {
+        let text = CString::new(source).map_err(|_| Error::invalid("build", "the source contains a zero byte"))?;
+        let (line, len) = (text.as_ptr(), source.len());
+        let program = create!(clCreateProgramWithSource(self.context, 1, &line, &len))
+            .map(Program)
+            .map_err(|e| self.error(self.settle(e)))?;
+        match self.build_program(&program, options) {
+            Ok(()) => Ok(program),
+            // CL_BUILD_PROGRAM_FAILURE, CL_INVALID_BUILD_OPTIONS; some drivers give others, with a log.
+            Err(e) => match self.log(&program) {
+                log if matches!(e.code, -11 | -43) || !log.is_empty() => {
+                    let log = if log.is_empty() { format!("{} (the driver gave no log)", e.name()) } else { log };
+                    Err(Error::Build { device: self.device(), kernel: name.into(), log })
+                }
+                _ => Err(self.error(self.settle(e))),
+            },
+        }
+    }
+
+    fn build_program(&self, program: &Program, options: &str) -> Result<(), ClError> {
+        let options = CString::new(options).unwrap_or_default();
+        call!(clBuildProgram(program.0, 1, &self.id(), options.as_ptr(), None, ptr::null_mut()))
+    }
+
+    fn log(&self, program: &Program) -> String {
+        let mut n = 0;
+        let what = CL_PROGRAM_BUILD_LOG;
+        if call!(clGetProgramBuildInfo(program.0, self.id(), what, 0, ptr::null_mut(), &mut n)).is_err() {
+            return String::new();
+        }
+        let mut bytes = vec![0u8; n];
+        let to = bytes.as_mut_ptr().cast();
+        let _ = call!(clGetProgramBuildInfo(program.0, self.id(), what, n, to, ptr::null_mut()));
+        String::from_utf8_lossy(&bytes).trim_matches(|c: char| c == '\0' || c.is_whitespace()).to_owned()
+    }
+
+    /// The program in a file; a file that is damaged, or that the driver refuses, is removed.
+    fn load(&self, file: &Path, options: &str) -> Option<Program> {
+        let bytes = fs::read(file).ok()?;
+        let program = unseal(&bytes).and_then(|binary| {
+            let (mut status, len, start) = (0, binary.len(), binary.as_ptr());
+            let program = create!(clCreateProgramWithBinary(self.context, 1, &self.id(), &len, &start, &mut status));
+            let program = Program(program.ok()?);
+            (status == 0 && self.build_program(&program, options).is_ok()).then_some(program)
+        });
+        if program.is_none() {
+            tracing::debug!(?file, "cached program refused");
+            let _ = fs::remove_file(file);
+        }
+        program
+    }
+
+    fn kernel(&self, program: &Program, name: &'static str, entry: &str) -> Result<ClKernel, ClError> {
+        let entry = CString::new(entry).map_err(|_| ClError::new("clCreateKernel", -46))?;
+        let raw = create!(clCreateKernel(program.0, entry.as_ptr()))?;
+        // Owned from here on, so that it is released if a query fails.
+        let kernel = ClKernel::new(raw, name);
+        let (mut args, mut group) = (0u32, 0usize);
+        let to = ptr::from_mut(&mut args).cast::<c_void>();
+        call!(clGetKernelInfo(raw, CL_KERNEL_NUM_ARGS, size_of::<u32>(), to, ptr::null_mut()))?;
+        let (to, size) = (ptr::from_mut(&mut group).cast::<c_void>(), size_of::<usize>());
+        call!(clGetKernelWorkGroupInfo(raw, self.id(), CL_KERNEL_WORK_GROUP_SIZE, size, to, ptr::null_mut()))?;
+        Ok(kernel.with_limits(args as usize, group))
+    }
+}
+
+/// The device binary of a program built for one device.
+fn binary(program: &Program) -> Result<Vec<u8>, ClError> {
+    let mut size = 0usize;
+    let to = ptr::from_mut(&mut size).cast();
+    call!(clGetProgramInfo(program.0, CL_PROGRAM_BINARY_SIZES, size_of::<usize>(), to, ptr::null_mut()))?;
+    let mut bytes = vec![0u8; size];
+    let mut start = bytes.as_mut_ptr();
+    let to = ptr::from_mut(&mut start).cast();
+    call!(clGetProgramInfo(program.0, CL_PROGRAM_BINARIES, size_of::<*mut u8>(), to, ptr::null_mut()))?;
+    Ok(bytes)
+}
+
+/// Where binaries are kept.
+fn cache_dir() -> Option<PathBuf> {
+    cache_dir_from(|name| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from))
+}
+
+fn cache_dir_from(var: impl Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
+    match var("CLAYSTONE_CACHE_DIR") {
+        Some(dir) if dir.as_os_str() == "off" => None,
+        Some(dir) => Some(dir),
+        None => var("XDG_CACHE_HOME").or_else(|| Some(var("HOME")?.join(".cache"))).map(|d| d.join("claystone")),
+    }
+}
+
+/// Before the binary in its file: what it is, and a checksum, for a driver given a damaged binary may crash.
+const MAGIC: &[u8; 16] = b"claystone binary";
+
+fn unseal(file: &[u8]) -> Option<&[u8]> {
+    let (sum, binary) = file.strip_prefix(MAGIC)?.split_first_chunk::<32>()?;
+    (!binary.is_empty() && Sha256::digest(binary)[..] == sum[..]).then_some(binary)
+}
+
+/// Writes a file that other processes see whole or not at all.
+fn save(file: &Path, binary: &[u8]) -> io::Result<()> {
+    static SERIAL: AtomicU64 = AtomicU64::new(0);
+    if let Some(dir) = file.parent() {
+        fs::create_dir_all(dir)?;
+    }
+    let temporary = file.with_extension(format!("{}-{}.tmp", process::id(), SERIAL.fetch_add(1, Relaxed)));
+    let bytes = [&MAGIC[..], &Sha256::digest(binary)[..], binary].concat();
+    let written = fs::write(&temporary, bytes).and_then(|()| fs::rename(&temporary, file));
+    if written.is_err() {
+        let _ = fs::remove_file(&temporary);
+    }
+    written
+}
+
+fn hex(key: &Key) -> String {
+    key.iter().map(|b| format!("{b:02x}")).collect()
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

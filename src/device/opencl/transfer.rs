@@ -1,0 +1,181 @@
+//! Moving bytes: to and from the host, and within the device.
+
+use std::ptr;
+use std::sync::atomic::Ordering::Relaxed;
+
+use super::context::Queue;
+use super::driver::{ClBuffer, call};
+use super::errors::ClError;
+use super::{ClDevice, fault};
+use crate::{Error, Result};
+
+/// Fills in one command stay below this: NVIDIA's driver has hung at 2 GiB.
+const FILL_CHUNK: usize = 1 << 30;
+/// The temporary of an overlapping copy is at most this large.
+const OVERLAP_CHUNK: usize = 16 << 20;
+
+impl ClDevice {
+    /// Copies bytes from one buffer to another, or within one, also where the two ranges overlap.
+    /// Returns when it is submitted, or with `blocking` when it is done.
+    ///
+    /// # Errors
+    /// A range beyond its buffer; when blocking, also what a kernel recorded as a fault.
+    pub(crate) fn copy(
+        &self,
+        src: &ClBuffer,
+        src_off: usize,
+        dst: &ClBuffer,
+        dst_off: usize,
+        bytes: usize,
+        blocking: bool,
+    ) -> Result<()> {
+        self.check_lost()?;
+        in_range("copy", src, src_off, bytes)?;
+        in_range("copy", dst, dst_off, bytes)?;
+        let same = src.mem() == dst.mem();
+        if bytes > 0 && !(same && src_off == dst_off) {
+            let copied = if same && src_off.abs_diff(dst_off) < bytes {
+                self.copy_overlapping(src, src_off, dst_off, bytes)
+            } else {
+                copy(&mut self.lock(), src, src_off, dst, dst_off, bytes)
+            };
+            copied.map_err(|e| self.error(self.settle(e)))?;
+        }
+        if blocking { self.finish() } else { Ok(()) }
+    }
+
+    /// In pieces, in the order in which none overwrites what a later one reads. A piece is as long as the ranges are
+    /// apart; where that is short it goes through a temporary buffer.
+    fn copy_overlapping(&self, buffer: &ClBuffer, src: usize, dst: usize, bytes: usize) -> Result<(), ClError> {
+        let apart = src.abs_diff(dst);
+        let direct = apart >= OVERLAP_CHUNK || bytes / apart <= 2;
+        let piece = if direct { apart } else { bytes.min(OVERLAP_CHUNK) };
+        let temporary = if direct { None } else { Some(self.create_buffer(piece)?) };
+        let mut queue = self.lock();
+        let mut done = 0;
+        while done < bytes {
+            let n = piece.min(bytes - done);
+            // Moving up: start from the end.
+            let at = if dst > src { bytes - done - n } else { done };
+            match &temporary {
+                None => copy(&mut queue, buffer, src + at, buffer, dst + at, n)?,
+                Some(t) => {
+                    copy(&mut queue, buffer, src + at, t, 0, n)?;
+                    copy(&mut queue, t, 0, buffer, dst + at, n)?;
+                }
+            }
+            done += n;
+        }
+        drop(queue);
+        Ok(())
+    }
+
+    /// Reads bytes to the host and waits for them.
+    ///
+    /// # Errors
+    /// A range beyond the buffer, and what a kernel recorded as a fault.
+    pub(crate) fn read(&self, src: &ClBuffer, off: usize, dst: &mut [u8]) -> Result<()> {
+        self.check_lost()?;
+        in_range("read", src, off, dst.len())?;
+        if dst.is_empty() {
+            return Ok(());
+        }
+        let mut words = [0i32; 4];
+        let faulty = self.may_have_fault.swap(false, Relaxed);
+        let (to, words_to) = (dst.as_mut_ptr().cast(), words.as_mut_ptr().cast());
+        self.submit_and_wait(|q, event| {
+            let last = if faulty { ptr::null_mut() } else { event };
+            call!(clEnqueueReadBuffer(q.raw, src.mem(), 0, off, dst.len(), to, 0, ptr::null(), last))?;
+            if faulty {
+                let fault = self.fault.mem();
+                call!(clEnqueueReadBuffer(q.raw, fault, 0, 0, fault::BYTES, words_to, 0, ptr::null(), event))?;
+            }
+            Ok(())
+        })
+        .map_err(|e| self.error(e))?;
+        self.report(words)
+    }
+
+    /// Writes bytes from the host, and returns when `src` may be reused.
+    ///
+    /// # Errors
+    /// A range beyond the buffer.
+    pub(crate) fn write(&self, src: &[u8], dst: &ClBuffer, off: usize) -> Result<()> {
+        self.check_lost()?;
+        in_range("write", dst, off, src.len())?;
+        if src.is_empty() {
+            return Ok(());
+        }
+        let from = src.as_ptr().cast();
+        self.submit_and_wait(|q, event| {
+            call!(clEnqueueWriteBuffer(q.raw, dst.mem(), 0, off, src.len(), from, 0, ptr::null(), event))
+        })
+        .map_err(|e| self.error(e))
+    }
+
+    /// Sets bytes to zero.
+    ///
+    /// # Errors
+    /// A range beyond the buffer.
+    pub(crate) fn fill_zero(&self, dst: &ClBuffer, off: usize, bytes: usize) -> Result<()> {
+        self.fill(dst, off, bytes, &[0])
+    }
+
+    /// Repeats a pattern of 1, 2, 4, 8 or 16 bytes. `off` and `bytes` are multiples of its length.
+    ///
+    /// # Errors
+    /// A range beyond the buffer, or one that is no multiple of the pattern.
+    pub(crate) fn fill(&self, dst: &ClBuffer, off: usize, bytes: usize, pattern: &[u8]) -> Result<()> {
+        self.check_lost()?;
+        in_range("fill", dst, off, bytes)?;
+        let n = pattern.len();
+        if !matches!(n, 1 | 2 | 4 | 8 | 16) || off % n != 0 || bytes % n != 0 {
+            return Err(Error::invalid("fill", format!("cannot repeat {n} bytes over {bytes} bytes at {off}")));
+        }
+        if bytes == 0 {
+            return Ok(());
+        }
+        // Drivers that fill pattern by pattern are faster with a long one.
+        let mut wide = [0u8; 16];
+        wide.chunks_exact_mut(n).for_each(|c| c.copy_from_slice(pattern));
+        let n = if off % 16 == 0 && bytes % 16 == 0 { 16 } else { n };
+        let filled = {
+            let queue = self.lock();
+            (0..bytes).step_by(FILL_CHUNK).try_for_each(|at| {
+                let (at, len) = (off + at, FILL_CHUNK.min(bytes - at));
+                let (mem, from) = (dst.mem(), wide.as_ptr().cast());
+                call!(clEnqueueFillBuffer(queue.raw, mem, from, n, at, len, 0, ptr::null(), ptr::null_mut()))
+            })
+        };
+        match filled {
+            // An OpenCL 1.1 driver cannot fill.
+            Err(e) if e.code == -2001 => {
+                let block = pattern.repeat((1usize << 20).min(bytes) / pattern.len());
+                (0..bytes)
+                    .step_by(block.len())
+                    .try_for_each(|at| self.write(&block[..block.len().min(bytes - at)], dst, off + at))
+            }
+            other => other.map_err(|e| self.error(self.settle(e))),
+        }
+    }
+}
+
+fn copy(
+    q: &mut Queue,
+    src: &ClBuffer,
+    src_off: usize,
+    dst: &ClBuffer,
+    dst_off: usize,
+    n: usize,
+) -> Result<(), ClError> {
+    let (from, to) = (src.mem(), dst.mem());
+    call!(clEnqueueCopyBuffer(q.raw, from, to, src_off, dst_off, n, 0, ptr::null(), ptr::null_mut()))
+}
+
+/// The caller's mistake, found before the driver sees it.
+fn in_range(op: &'static str, buffer: &ClBuffer, off: usize, bytes: usize) -> Result<()> {
+    if off.checked_add(bytes).is_some_and(|end| end <= buffer.bytes()) {
+        return Ok(());
+    }
+    Err(Error::invalid(op, format!("{bytes} bytes at {off} are beyond a buffer of {} bytes", buffer.bytes())))
+}
