@@ -11,6 +11,9 @@
 //! release every unused segment, ask for the usual segment and then for the smallest that would do, try what the other
 //! pool has left over, and only then report [`Error::OutOfMemory`] with the numbers that explain it.
 
+#[cfg(test)]
+mod tests;
+
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 

@@ -25,6 +25,7 @@ pub(super) struct Sim {
 #[derive(Debug, Default)]
 struct SimState {
     committed: u64,
+    others: u64,
     calls: Vec<Call>,
     create_failures: Vec<Failure>,
     commit_failures: Vec<Failure>,
@@ -52,6 +53,11 @@ impl Sim {
     /// Bytes committed now.
     pub(super) fn committed(&self) -> u64 {
         self.with(|s| s.committed)
+    }
+
+    /// Bytes that other processes hold: `capacity` does not tell.
+    pub(super) fn set_others(&self, bytes: u64) {
+        self.with(|s| s.others = bytes);
     }
 
     pub(super) fn fail_next_create(&self, failure: Failure) {
@@ -97,7 +103,7 @@ impl Driver for Sim {
     }
 
     fn capacity(&self) -> u64 {
-        self.capacity * 2 // the device says more than it can give, as devices do
+        self.capacity
     }
 
     fn largest_segment(&self) -> usize {
@@ -123,7 +129,7 @@ impl Driver for Sim {
             if let Some(failure) = s.commit_failures.pop() {
                 return Err(failure);
             }
-            if s.committed + memory.size as u64 > self.capacity {
+            if s.committed + s.others + memory.size as u64 > self.capacity {
                 return Err(Failure::OutOfMemory);
             }
             s.committed += memory.size as u64;
