@@ -1,11 +1,15 @@
 //! Getting at the bytes: host slices under their locks, and transfers between any two storages.
 
+use std::ops::Range;
 use std::sync::{PoisonError, RwLockReadGuard, RwLockWriteGuard};
 
 use smallvec::SmallVec;
 
 use super::{Allocation, Home, Storage};
 use crate::{Device, Error, Result};
+
+/// Copies between devices go through a host buffer of at most this size.
+const STAGING: usize = 16 << 20;
 
 /// Held while slices of an allocation exist.
 enum Guard<'a> {
@@ -34,8 +38,9 @@ pub(crate) fn with_host<R>(
         let lock = match &allocation.home {
             Home::Host(home) => &home.lock,
             Home::Empty => continue,
-            #[allow(unreachable_patterns)]
-            _ => return Err(Error::invalid("with_host", format!("storage is on {}", allocation.device()))),
+            Home::OpenCl(_) => {
+                return Err(Error::invalid("with_host", format!("storage is on {}", allocation.device())));
+            }
         };
         if let Some((_, last_write)) = last.filter(|(last, _)| std::ptr::eq(*last, allocation)) {
             if write || last_write {
@@ -74,73 +79,94 @@ pub(crate) fn with_host<R>(
 impl Storage {
     /// Copies bytes `offset..offset + dst.len()` to the host. Waits for the device.
     pub(crate) fn read(&self, offset: usize, dst: &mut [u8]) -> Result<()> {
-        self.check("read", offset, dst.len())?;
+        let range = self.range("read", offset, dst.len())?;
         if dst.is_empty() {
             return Ok(());
         }
-        match self.device() {
-            Device::Cpu => with_host(&[self], &[], |r, _| dst.copy_from_slice(&r[0][offset..offset + dst.len()])),
-            Device::OpenCL(_) => Err(Error::invalid("storage", "OpenCL transfers come with the OpenCL driver")),
+        if self.device() == Device::Cpu {
+            return with_host(&[self], &[], |r, _| dst.copy_from_slice(&r[0][range]));
         }
+        let from = self.cl()?;
+        from.device.read(from.buffer, from.offset + offset, dst)
     }
 
     /// Copies `src` from the host to bytes `offset..offset + src.len()`. `src` may be reused when it returns.
     pub(crate) fn write(&self, offset: usize, src: &[u8]) -> Result<()> {
-        self.check("write", offset, src.len())?;
+        let range = self.range("write", offset, src.len())?;
         if src.is_empty() {
             return Ok(());
         }
-        match self.device() {
-            Device::Cpu => with_host(&[], &[self], |_, w| w[0][offset..offset + src.len()].copy_from_slice(src)),
-            Device::OpenCL(_) => Err(Error::invalid("storage", "OpenCL transfers come with the OpenCL driver")),
+        if self.device() == Device::Cpu {
+            return with_host(&[], &[self], |_, w| w[0][range].copy_from_slice(src));
         }
+        let to = self.cl()?;
+        to.device.write(src, to.buffer, to.offset + offset)
     }
 
     /// Copies `bytes` bytes of `src` (which may be this storage, and may overlap) from `src_offset` to `offset`: on one
-    /// device directly, waiting only if `blocking`; between devices through the host.
+    /// device directly, waiting only if `blocking`; between devices through the host, always waiting.
     pub(crate) fn copy_from(
         &self,
         offset: usize,
         src: &Storage,
         src_offset: usize,
         bytes: usize,
-        _blocking: bool,
+        blocking: bool,
     ) -> Result<()> {
-        self.check("copy", offset, bytes)?;
-        src.check("copy", src_offset, bytes)?;
+        let (to, from) = (self.range("copy", offset, bytes)?, src.range("copy", src_offset, bytes)?);
         if bytes == 0 {
             return Ok(());
         }
-        let (to, from) = (offset..offset + bytes, src_offset..src_offset + bytes);
         match (self.device(), src.device()) {
             (Device::Cpu, Device::Cpu) if self.ptr_eq(src) => {
                 with_host(&[], &[self], |_, w| w[0].copy_within(from, offset))
             }
             (Device::Cpu, Device::Cpu) => with_host(&[src], &[self], |r, w| w[0][to].copy_from_slice(&r[0][from])),
-            _ => Err(Error::invalid("storage", "OpenCL transfers come with the OpenCL driver")),
+            (Device::Cpu, _) => with_host(&[], &[self], |_, w| src.read(src_offset, &mut w[0][to]))?,
+            (_, Device::Cpu) => with_host(&[src], &[], |r, _| self.write(offset, &r[0][from]))?,
+            (here, there) if here == there => {
+                let (to, from) = (self.cl()?, src.cl()?);
+                let (to_offset, from_offset) = (to.offset + offset, from.offset + src_offset);
+                to.device.copy(from.buffer, from_offset, to.buffer, to_offset, bytes, blocking)
+            }
+            _ => {
+                let mut staging = vec![0; bytes.min(STAGING)];
+                (0..bytes).step_by(STAGING).try_for_each(|at| {
+                    let part = &mut staging[..STAGING.min(bytes - at)];
+                    src.read(src_offset + at, part)?;
+                    self.write(offset + at, part)
+                })
+            }
         }
     }
 
-    /// Repeats `pattern` over bytes `offset..offset + bytes`. Its length divides `bytes`.
+    /// Repeats `pattern`, of 1, 2, 4, 8 or 16 bytes, over bytes `offset..offset + bytes`, both multiples of its length.
     pub(crate) fn fill(&self, offset: usize, bytes: usize, pattern: &[u8]) -> Result<()> {
-        self.check("fill", offset, bytes)?;
-        if pattern.is_empty() || !bytes.is_multiple_of(pattern.len()) {
-            return Err(Error::invalid("fill", format!("{bytes} bytes are no multiple of {}", pattern.len())));
+        let range = self.range("fill", offset, bytes)?;
+        let n = pattern.len();
+        if !matches!(n, 1 | 2 | 4 | 8 | 16) || !offset.is_multiple_of(n) || !bytes.is_multiple_of(n) {
+            return Err(Error::invalid("fill", format!("cannot repeat {n} bytes over {bytes} bytes at {offset}")));
         }
         if bytes == 0 {
             return Ok(());
         }
-        match self.device() {
-            Device::Cpu => with_host(&[], &[self], |_, w| repeat(&mut w[0][offset..offset + bytes], pattern)),
-            Device::OpenCL(_) => Err(Error::invalid("storage", "OpenCL transfers come with the OpenCL driver")),
+        if self.device() == Device::Cpu {
+            return with_host(&[], &[self], |_, w| repeat(&mut w[0][range], pattern));
         }
+        let to = self.cl()?;
+        // The block's padding is ours: filling it as well keeps to the wide stores of the driver.
+        let to_the_end = offset.is_multiple_of(16) && range.end == self.nbytes();
+        let bytes = if to_the_end { bytes.next_multiple_of(16) } else { bytes };
+        to.device.fill(to.buffer, to.offset + offset, bytes, pattern)
     }
 
-    fn check(&self, op: &'static str, offset: usize, bytes: usize) -> Result<()> {
-        if offset.checked_add(bytes).is_some_and(|end| end <= self.nbytes()) {
-            return Ok(());
+    fn range(&self, op: &'static str, offset: usize, bytes: usize) -> Result<Range<usize>> {
+        match offset.checked_add(bytes) {
+            Some(end) if end <= self.nbytes() => Ok(offset..end),
+            _ => {
+                Err(Error::invalid(op, format!("{bytes} bytes at {offset} are not in a storage of {}", self.nbytes())))
+            }
         }
-        Err(Error::invalid(op, format!("{bytes} bytes from byte {offset} are not in a storage of {}", self.nbytes())))
     }
 }
 

@@ -14,6 +14,7 @@ mod blocks;
 mod caching;
 mod driver;
 mod host;
+mod opencl;
 mod registry;
 #[cfg(test)]
 mod sim;
@@ -28,12 +29,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, RwLock};
 
 pub(crate) use access::with_host;
+pub(crate) use opencl::ClPlace;
 pub use stats::{DeviceStats, PoolStats, Stat};
 
 use crate::{Device, Element, Error, Result};
 use caching::{CachingAllocator, Place};
 use driver::Driver;
 use host::{Host, HostMemory};
+use opencl::OpenCl;
 
 /// A handle on bytes of one device. Cloning makes another handle on the same bytes.
 ///
@@ -73,7 +76,7 @@ impl Storage {
         let home = match device {
             _ if bytes == 0 => Home::Empty,
             Device::Cpu => Home::Host(HostHome::lease(registry::host(), bytes)?),
-            Device::OpenCL(_) => return Err(Error::NoDevice { device, reason: "no OpenCL yet".into() }),
+            Device::OpenCL(index) => Home::OpenCl(Lease::new(registry::opencl(index)?, bytes)?),
         };
         Ok(Storage::new(device, bytes, home))
     }
@@ -93,6 +96,18 @@ impl Storage {
             _ => Home::Host(HostHome::adopt(HostMemory::from_vec(v))),
         };
         Storage::new(Device::Cpu, bytes, home)
+    }
+
+    /// The buffer and the offset to enqueue work on. Empty storages have none, nor need it: callers launch nothing.
+    pub(crate) fn cl(&self) -> Result<ClPlace<'_>> {
+        match &self.0.home {
+            Home::OpenCl(lease) => Ok(ClPlace {
+                device: lease.allocator.driver().cl(),
+                buffer: lease.place.memory(),
+                offset: lease.place.offset(),
+            }),
+            _ => Err(Error::invalid("storage", format!("{self:?} are not in OpenCL memory"))),
+        }
     }
 
     fn new(device: Device, size: usize, home: Home) -> Storage {
@@ -134,6 +149,7 @@ enum Home {
     /// Nowhere: there are none.
     Empty,
     Host(HostHome),
+    OpenCl(Lease<OpenCl>),
 }
 
 impl Allocation {
@@ -165,6 +181,7 @@ impl Allocation {
                 Owner::Allocator(lease) => Some((lease.place.segment(), lease.place.offset())),
                 Owner::Adopted(_) => None,
             },
+            Home::OpenCl(lease) => Some((lease.place.segment(), lease.place.offset())),
         }
     }
 
