@@ -3,9 +3,11 @@
 use std::ops::Range;
 use std::sync::{PoisonError, RwLockReadGuard, RwLockWriteGuard};
 
+use rayon::prelude::*;
 use smallvec::SmallVec;
 
 use super::{Allocation, Home, Storage};
+use crate::device::cpu;
 use crate::{Device, Error, Result};
 
 /// Copies between devices go through a host buffer of at most this size.
@@ -84,7 +86,7 @@ impl Storage {
             return Ok(());
         }
         if self.device() == Device::Cpu {
-            return with_host(&[self], &[], |r, _| dst.copy_from_slice(&r[0][range]));
+            return with_host(&[self], &[], |r, _| copy(dst, &r[0][range]));
         }
         let from = self.cl()?;
         from.device.read(from.buffer, from.offset + offset, dst)
@@ -97,7 +99,7 @@ impl Storage {
             return Ok(());
         }
         if self.device() == Device::Cpu {
-            return with_host(&[], &[self], |_, w| w[0][range].copy_from_slice(src));
+            return with_host(&[], &[self], |_, w| copy(&mut w[0][range], src));
         }
         let to = self.cl()?;
         to.device.write(src, to.buffer, to.offset + offset)
@@ -121,7 +123,7 @@ impl Storage {
             (Device::Cpu, Device::Cpu) if self.ptr_eq(src) => {
                 with_host(&[], &[self], |_, w| w[0].copy_within(from, offset))
             }
-            (Device::Cpu, Device::Cpu) => with_host(&[src], &[self], |r, w| w[0][to].copy_from_slice(&r[0][from])),
+            (Device::Cpu, Device::Cpu) => with_host(&[src], &[self], |r, w| copy(&mut w[0][to], &r[0][from])),
             (Device::Cpu, _) => with_host(&[], &[self], |_, w| src.read(src_offset, &mut w[0][to]))?,
             (_, Device::Cpu) => with_host(&[src], &[], |r, _| self.write(offset, &r[0][from]))?,
             (here, there) if here == there => {
@@ -151,7 +153,7 @@ impl Storage {
             return Ok(());
         }
         if self.device() == Device::Cpu {
-            return with_host(&[], &[self], |_, w| repeat(&mut w[0][range], pattern));
+            return with_host(&[], &[self], |_, w| fill(&mut w[0][range], pattern));
         }
         let to = self.cl()?;
         // The block's padding is ours: filling it as well keeps to the wide stores of the driver.
@@ -170,8 +172,28 @@ impl Storage {
     }
 }
 
+/// Large copies and fills are shared out in pieces of this size, from [`PARALLEL`] bytes on.
+const PIECE: usize = 1 << 20;
+const PARALLEL: usize = 8 * PIECE;
+
+/// Copies between slices of one length, large ones with all threads of the pool.
+fn copy(dst: &mut [u8], src: &[u8]) {
+    if dst.len() < PARALLEL {
+        return dst.copy_from_slice(src);
+    }
+    cpu::run(|| dst.par_chunks_mut(PIECE).zip(src.par_chunks(PIECE)).for_each(|(d, s)| d.copy_from_slice(s)));
+}
+
+/// Repeats a pattern whose length divides [`PIECE`].
+fn fill(dst: &mut [u8], pattern: &[u8]) {
+    if dst.len() < PARALLEL {
+        return fill_piece(dst, pattern);
+    }
+    cpu::run(|| dst.par_chunks_mut(PIECE).for_each(|d| fill_piece(d, pattern)));
+}
+
 /// Fills by doubling what is filled already, at the speed of memcpy.
-fn repeat(dst: &mut [u8], pattern: &[u8]) {
+fn fill_piece(dst: &mut [u8], pattern: &[u8]) {
     if pattern.iter().all(|&b| b == pattern[0]) {
         return dst.fill(pattern[0]);
     }

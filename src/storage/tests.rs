@@ -97,6 +97,9 @@ fn fills_touch_exactly_what_they_are_told() {
             }
         }
         assert_eq!(contents(&neighbour), bytes(512, 6));
+        let large = Storage::alloc(device, (9 << 20) + 4).unwrap();
+        large.fill(0, large.nbytes(), &[1, 2, 3, 4]).unwrap();
+        assert!(contents(&large).chunks_exact(4).all(|c| c == [1, 2, 3, 4]), "{device}");
         for (offset, bytes, pattern) in [(0, 4, &[][..]), (0, 6, &[1; 4]), (2, 4, &[1; 4]), (0, 12, &[1; 3])] {
             assert!(matches!(s.fill(offset, bytes, pattern), Err(Error::Invalid { .. })));
         }
@@ -145,9 +148,15 @@ fn too_much_is_an_error_and_harms_nobody() {
         }
         assert!(contents(&s) == data);
     }
+}
+
+#[test]
+#[cfg(not(miri))] // looks for drivers
+fn a_device_that_is_not_there_is_an_error() {
     let missing = Device::OpenCL(usize::MAX);
     assert!(matches!(Storage::alloc(missing, 4), Err(Error::NoDevice { .. })));
     assert!(matches!(missing.memory_stats(), Err(Error::NoDevice { .. })));
+    assert!(matches!(missing.empty_cache(), Err(Error::NoDevice { .. })));
 }
 
 #[test]
