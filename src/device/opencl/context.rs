@@ -2,7 +2,7 @@
 
 use std::ffi::{CStr, c_char, c_void};
 use std::ptr;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use opencl3::memory::{CL_MEM_READ_WRITE, CL_MIGRATE_MEM_OBJECT_CONTENT_UNDEFINED};
@@ -11,7 +11,7 @@ use opencl3::types::{cl_command_queue, cl_context, cl_device_id};
 use super::discovery::Found;
 use super::driver::{ClBuffer, Event, call, create};
 use super::errors::{ClError, Class};
-use super::fault;
+use super::fault::{Slot, Slots, Words};
 use super::program::Programs;
 use crate::device::{Device, DeviceInfo};
 use crate::{Error, Result};
@@ -23,9 +23,7 @@ pub(crate) struct ClDevice {
     pub(super) context: cl_context,
     queue: Mutex<Queue>,
     pub(super) programs: Programs,
-    pub(super) fault: ClBuffer,
-    /// Whether a kernel that may record a fault was launched since the fault buffer was last read.
-    pub(super) may_have_fault: AtomicBool,
+    pub(super) faults: Slots,
     calls: &'static AtomicU64,
     driver_text: &'static DriverText,
     lost: OnceLock<String>,
@@ -65,7 +63,7 @@ extern "C" fn notify(text: *const c_char, _: *const c_void, _: usize, user: *mut
 }
 
 impl ClDevice {
-    /// Creates the context, the queue and the fault buffer.
+    /// Creates the context, the queue and the first fault slot.
     pub(super) fn open(index: usize, found: &'static Found) -> Result<ClDevice> {
         let device = Device::OpenCL(index);
         let driver_text: &'static DriverText = Box::leak(Box::default());
@@ -77,20 +75,19 @@ impl ClDevice {
             create!(clCreateContext(properties.as_ptr(), 1, &found.id, Some(notify), user)).map_err(failed)?;
         let queue = create!(clCreateCommandQueue(context, found.id, 0)).map_err(failed)?;
         let calls: &'static AtomicU64 = Box::leak(Box::default());
-        let fault = create_buffer(context, fault::BYTES, calls).map_err(failed)?;
+        let faults = Slots::new(context).map_err(failed)?;
         let opened = ClDevice {
             device,
             found,
             context,
             queue: Mutex::new(Queue { raw: queue, unflushed: 0, since_checkpoint: 0, checkpoint: None }),
             programs: Programs::default(),
-            fault,
-            may_have_fault: AtomicBool::new(false),
+            faults,
             calls,
             driver_text,
             lost: OnceLock::new(),
         };
-        opened.write_words(&[0; 4])?;
+        opened.write_words(opened.faults.shared(), &[0; 4])?;
         tracing::debug!(%device, name = opened.info().name, "opened");
         Ok(opened)
     }
@@ -140,30 +137,22 @@ impl ClDevice {
     /// Waits for everything submitted so far.
     ///
     /// # Errors
-    /// What a kernel recorded in the fault buffer, or a lost device.
+    /// What a kernel of this thread, or of one that has ended, recorded as a fault, or a lost device.
     pub(crate) fn finish(&self) -> Result<()> {
         self.check_lost()?;
-        let mut words = [0i32; 4];
-        let faulty = self.may_have_fault.swap(false, Relaxed);
-        if faulty {
-            let fault = self.fault.mem();
-            let to = words.as_mut_ptr().cast();
-            self.submit_and_wait(|q, event| {
-                call!(clEnqueueReadBuffer(q.raw, fault, 0, 0, fault::BYTES, to, 0, ptr::null(), event))
-            })
-            .map_err(|e| self.error(e))?;
-        } else {
-            // A marker rather than clFinish: that one would have to hold the lock, or race with other threads.
-            self.wait_for_marker().map_err(|e| self.error(e))?;
-        }
-        self.report(words)
-    }
-
-    fn wait_for_marker(&self) -> Result<(), ClError> {
-        self.submit_and_wait(|q, event| match call!(clEnqueueMarkerWithWaitList(q.raw, 0, ptr::null(), event)) {
-            Err(e) if e.code == -2001 => call!(clEnqueueMarker(q.raw, event)),
-            other => other,
+        let slots = self.slots_to_finish();
+        let mut words: Vec<Words> = vec![[0; 4]; slots.len()];
+        self.submit_and_wait(|q, event| {
+            slots.iter().zip(&mut words).try_for_each(|(slot, words)| slot.enqueue_read(q, words))?;
+            // A marker rather than clFinish: that one would hold the lock while it waits.
+            match call!(clEnqueueMarkerWithWaitList(q.raw, 0, ptr::null(), event)) {
+                Err(e) if e.code == -2001 => call!(clEnqueueMarker(q.raw, event)),
+                other => other,
+            }
         })
+        .map_err(|e| self.error(e))?;
+        // Every slot is cleared, the first fault is told.
+        slots.iter().zip(words).map(|(slot, words)| self.report(slot, words)).fold(Ok(()), Result::and)
     }
 
     /// Makes sure that the device starts on what has been submitted.
@@ -217,20 +206,10 @@ impl ClDevice {
 
     /// Whether sixteen bytes can still be read. A device that has only run out of something answers, a dead one never.
     fn answers(&self) -> bool {
-        let mut words = [0i32; 4];
+        let mut words: Words = [0; 4];
         let (queue, to) = (self.lock(), words.as_mut_ptr().cast());
-        let read = call!(clEnqueueReadBuffer(
-            queue.raw,
-            self.fault.mem(),
-            1,
-            0,
-            fault::BYTES,
-            to,
-            0,
-            ptr::null(),
-            ptr::null_mut()
-        ));
-        read.is_ok()
+        let (mem, n, none) = (self.faults.shared().buffer().mem(), size_of::<Words>(), ptr::null_mut());
+        call!(clEnqueueReadBuffer(queue.raw, mem, 1, 0, n, to, 0, ptr::null(), none)).is_ok()
     }
 
     /// The queue; whoever panicked while holding it left nothing half done that matters.
@@ -261,24 +240,18 @@ impl ClDevice {
         submitted.and(waited).map_err(|e| self.settle(e))
     }
 
-    /// Overwrites the fault buffer.
-    pub(super) fn write_words(&self, words: &[i32; 4]) -> Result<()> {
-        let fault = self.fault.mem();
+    /// Overwrites a fault slot.
+    pub(super) fn write_words(&self, slot: &Slot, words: &Words) -> Result<()> {
+        let (mem, from) = (slot.buffer().mem(), words.as_ptr().cast());
         self.submit_and_wait(|q, event| {
-            let from = words.as_ptr().cast();
-            call!(clEnqueueWriteBuffer(q.raw, fault, 0, 0, fault::BYTES, from, 0, ptr::null(), event))
+            call!(clEnqueueWriteBuffer(q.raw, mem, 0, 0, size_of::<Words>(), from, 0, ptr::null(), event))
         })
         .map_err(|e| self.error(e))
     }
-
-    /// Pretends that the device has faulted.
-    #[cfg(test)]
-    pub(crate) fn lose(&self, cause: &str) {
-        let _ = self.lost.set(cause.into());
-    }
 }
 
-fn create_buffer(context: cl_context, bytes: usize, calls: &'static AtomicU64) -> Result<ClBuffer, ClError> {
+/// A buffer whose creation and release `calls` counts.
+pub(super) fn create_buffer(context: cl_context, bytes: usize, calls: &'static AtomicU64) -> Result<ClBuffer, ClError> {
     let mem = create!(clCreateBuffer(context, CL_MEM_READ_WRITE, bytes, ptr::null_mut()))?;
     calls.fetch_add(1, Relaxed);
     Ok(ClBuffer::new(mem, bytes, calls))

@@ -1,9 +1,19 @@
 //! Errors that kernels find: a bad index, an integer division by zero.
 //!
 //! A kernel cannot return an error, and asking after every launch would make each one wait. So a kernel records the
-//! first fault in four words of device memory, and whoever waits for the device anyway reads them too.
+//! first fault in four words of device memory, and whoever waits for the device anyway reads them too, if a kernel that
+//! has them was launched. Every thread has words of its own: one thread's bad index never fails another's read.
 
-use super::{ClBuffer, ClDevice};
+use std::cell::RefCell;
+use std::ptr;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::{Mutex, PoisonError};
+
+use opencl3::types::{cl_context, cl_event};
+
+use super::context::{Queue, create_buffer};
+use super::driver::call;
+use super::{Arg, ClBuffer, ClDevice, ClError};
 use crate::{Error, Result};
 
 /// What word 0 of the fault buffer says.
@@ -18,36 +28,152 @@ pub(crate) enum Fault {
     Label = 3,
 }
 
-/// Bytes of the fault buffer: code, index (low and high word), size of the dimension.
-pub(super) const BYTES: usize = 16;
+/// Code, index (low and high word), size of the dimension.
+pub(super) type Words = [i32; 4];
+
+/// The words of one thread.
+pub(super) struct Slot {
+    buffer: ClBuffer,
+    /// Whether a kernel that may record a fault here was launched since it was last read. Under the queue's lock.
+    pending: AtomicBool,
+}
+
+type Idle = Mutex<Vec<&'static Slot>>;
+
+/// The slots of one device.
+pub(super) struct Slots {
+    /// For a thread that cannot have its own.
+    shared: &'static Slot,
+    /// Slots whose threads have ended.
+    idle: &'static Idle,
+}
+
+/// A thread's hold on a slot; its end makes the slot idle.
+struct Mine {
+    idle: &'static Idle,
+    slot: &'static Slot,
+}
+
+impl Drop for Mine {
+    fn drop(&mut self) {
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner).push(self.slot);
+    }
+}
+
+thread_local! {
+    static MINE: RefCell<Vec<Mine>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Slots are few and live as long as the process: they are not counted as driver calls.
+static UNCOUNTED: AtomicU64 = AtomicU64::new(0);
+
+impl Slots {
+    pub(super) fn new(context: cl_context) -> Result<Slots, ClError> {
+        Ok(Slots { shared: Slot::new(context)?, idle: Box::leak(Box::default()) })
+    }
+
+    /// The slot this thread has, or the shared one.
+    fn current(&self) -> &'static Slot {
+        let find =
+            |mine: &RefCell<Vec<Mine>>| mine.borrow().iter().find(|m| ptr::eq(m.idle, self.idle)).map(|m| m.slot);
+        MINE.try_with(find).ok().flatten().unwrap_or(self.shared)
+    }
+
+    /// The slot this thread has, or an idle one, or a new one. Not under the queue's lock.
+    fn claim(&self, device: &ClDevice) -> &'static Slot {
+        let find = |mine: &RefCell<Vec<Mine>>| {
+            let mut mine = mine.borrow_mut();
+            if let Some(m) = mine.iter().find(|m| ptr::eq(m.idle, self.idle)) {
+                return Some(m.slot);
+            }
+            // Not one with a fault that its thread never asked about.
+            let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+            let clean = idle.iter().position(|s| !s.pending.load(Relaxed)).map(|i| idle.swap_remove(i));
+            drop(idle);
+            let slot = clean.or_else(|| {
+                let slot = Slot::new(device.context).ok()?;
+                device.write_words(slot, &[0; 4]).ok()?;
+                Some(slot)
+            })?;
+            mine.push(Mine { idle: self.idle, slot });
+            Some(slot)
+        };
+        MINE.try_with(find).ok().flatten().unwrap_or(self.shared)
+    }
+
+    pub(super) fn shared(&self) -> &'static Slot {
+        self.shared
+    }
+}
+
+impl Slot {
+    fn new(context: cl_context) -> Result<&'static Slot, ClError> {
+        let buffer = create_buffer(context, size_of::<Words>(), &UNCOUNTED)?;
+        Ok(Box::leak(Box::new(Slot { buffer, pending: AtomicBool::new(false) })))
+    }
+
+    pub(super) fn buffer(&self) -> &ClBuffer {
+        &self.buffer
+    }
+
+    /// Enqueues a read of the words, if there is anything to read.
+    pub(super) fn enqueue_read(&self, queue: &mut Queue, words: &mut Words) -> Result<(), ClError> {
+        if !self.pending.swap(false, Relaxed) {
+            return Ok(());
+        }
+        let (mem, to) = (self.buffer.mem(), words.as_mut_ptr().cast());
+        let none: *mut cl_event = ptr::null_mut();
+        call!(clEnqueueReadBuffer(queue.raw, mem, 0, 0, size_of::<Words>(), to, 0, ptr::null(), none))
+    }
+}
 
 /// The error that the words record, if any.
-pub(super) fn decode(words: [i32; 4]) -> Option<Error> {
+fn decode(words: Words) -> Option<Error> {
     let index = i64::from(words[2]) << 32 | i64::from(words[1] as u32);
     let size = words[3] as u32 as usize;
     let out_of_range = |op| Error::IndexOutOfRange { op, index, size };
     match words[0] {
         0 => None,
-        2 => Some(Error::DivisionByZero { op: "div" }),
-        3 => Some(out_of_range("cross_entropy")),
+        code if code == Fault::DivisionByZero as i32 => Some(Error::DivisionByZero { op: "div" }),
+        code if code == Fault::Label as i32 => Some(out_of_range("cross_entropy")),
         _ => Some(out_of_range("gather")),
     }
 }
 
 impl ClDevice {
-    /// Four words `{code, index low, index high, size}` of device memory, all zero until a kernel that is given this
-    /// buffer records a [`Fault`]: the first one wins, by `atomic_cmpxchg` on word 0. It comes back as the error of
-    /// the next read, blocking copy or finish, and the words are zero again.
+    /// Four words `{code, index low, index high, size}` of device memory, this thread's own, all zero until a kernel
+    /// that is given this buffer records a [`Fault`]: the first one wins, by `atomic_cmpxchg` on word 0. It comes back
+    /// as the error of this thread's next read, blocking copy or finish, and the words are zero again. If the thread
+    /// ends before, the next finish on any thread reports it.
     pub(crate) fn fault_buffer(&self) -> &ClBuffer {
-        &self.fault
+        &self.faults.claim(self).buffer
     }
 
-    /// Turns what was read from the fault buffer into a result, and clears the buffer when something was there.
-    pub(super) fn report(&self, words: [i32; 4]) -> Result<()> {
+    /// The slot to read when this thread waits.
+    pub(super) fn slot(&self) -> &'static Slot {
+        self.faults.current()
+    }
+
+    /// This thread's slot and those that ended threads left with something to read.
+    pub(super) fn slots_to_finish(&self) -> Vec<&'static Slot> {
+        let idle = self.faults.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        idle.iter().copied().filter(|s| s.pending.load(Relaxed)).chain([self.slot()]).collect()
+    }
+
+    /// Notes, under the queue's lock, that a kernel with these arguments was launched.
+    pub(super) fn note_fault_args(&self, args: &[Arg<'_>]) {
+        let slot = self.slot();
+        if args.iter().any(|a| matches!(a, Arg::Buffer(b) if ptr::eq(*b, &slot.buffer))) {
+            slot.pending.store(true, Relaxed);
+        }
+    }
+
+    /// Turns what was read from a slot into a result, and clears the slot when something was there.
+    pub(super) fn report(&self, slot: &Slot, words: Words) -> Result<()> {
         match decode(words) {
             None => Ok(()),
             Some(error) => {
-                self.write_words(&[0; 4])?;
+                self.write_words(slot, &[0; 4])?;
                 Err(error)
             }
         }
@@ -61,15 +187,11 @@ mod tests {
     #[test]
     fn words_become_errors() {
         assert!(decode([0, 5, 5, 5]).is_none());
-        assert!(matches!(decode([1, -3, -1, 10,]), Some(Error::IndexOutOfRange { index: -3, size: 10, .. })));
-        assert!(matches!(
-            decode([1, 7, 1, -1]),
-            Some(Error::IndexOutOfRange { index: 0x1_0000_0007, size: 0xffff_ffff, .. })
-        ));
-        assert!(matches!(decode([Fault::DivisionByZero as i32, 0, 0, 0]), Some(Error::DivisionByZero { .. })));
-        assert!(matches!(
-            decode([Fault::Label as i32, 12, 0, 10]),
-            Some(Error::IndexOutOfRange { op: "cross_entropy", index: 12, .. })
-        ));
+        assert!(matches!(decode([1, -3, -1, 10]), Some(Error::IndexOutOfRange { index: -3, size: 10, .. })));
+        let wide = decode([Fault::Index as i32, 7, 1, -1]);
+        assert!(matches!(wide, Some(Error::IndexOutOfRange { index: 0x1_0000_0007, size: 0xffff_ffff, .. })));
+        assert!(matches!(decode([2, 0, 0, 0]), Some(Error::DivisionByZero { .. })));
+        let label = decode([Fault::Label as i32, 12, 0, 10]);
+        assert!(matches!(label, Some(Error::IndexOutOfRange { op: "cross_entropy", index: 12, size: 10 })));
     }
 }

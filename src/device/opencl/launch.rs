@@ -2,7 +2,6 @@
 
 use std::ffi::c_void;
 use std::ptr;
-use std::sync::atomic::Ordering::Relaxed;
 
 use super::driver::{ClBuffer, ClKernel, Event, call};
 use super::errors::ClError;
@@ -63,12 +62,11 @@ impl ClDevice {
                 None => return bug(format!("{global:?} work-items are too many")),
             };
         }
-        if args.iter().any(|a| matches!(a, Arg::Buffer(b) if ptr::eq(*b, self.fault_buffer()))) {
-            self.may_have_fault.store(true, Relaxed);
-        }
         let behind = {
             let mut queue = self.lock();
-            enqueue(&mut queue, kernel, args, &whole[..dims], local)
+            let launched = enqueue(&mut queue, kernel, args, &whole[..dims], local);
+            self.note_fault_args(args);
+            launched
         };
         count_launch();
         behind.and_then(|event| event.map_or(Ok(()), |e| e.wait())).map_err(|e| self.error(self.settle(e)))

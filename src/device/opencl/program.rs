@@ -79,8 +79,9 @@ impl ClDevice {
         })
     }
 
-    /// Programs this process has built from source, and loaded from disk, on this device.
-    pub(crate) fn builds(&self) -> (u64, u64) {
+    /// Programs built from source, and loaded from disk, on this device so far.
+    #[cfg(test)]
+    pub(super) fn builds(&self) -> (u64, u64) {
         (self.programs.from_source.load(Relaxed), self.programs.from_disk.load(Relaxed))
     }
 
@@ -232,6 +233,10 @@ fn cache_dir_from(var: impl Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
 /// Before the binary in its file: what it is, and a checksum, for a driver given a damaged binary may crash.
 const MAGIC: &[u8; 16] = b"claystone binary";
 
+pub(super) fn seal(binary: &[u8]) -> Vec<u8> {
+    [&MAGIC[..], &Sha256::digest(binary)[..], binary].concat()
+}
+
 fn unseal(file: &[u8]) -> Option<&[u8]> {
     let (sum, binary) = file.strip_prefix(MAGIC)?.split_first_chunk::<32>()?;
     (!binary.is_empty() && Sha256::digest(binary)[..] == sum[..]).then_some(binary)
@@ -244,8 +249,7 @@ fn save(file: &Path, binary: &[u8]) -> io::Result<()> {
         fs::create_dir_all(dir)?;
     }
     let temporary = file.with_extension(format!("{}-{}.tmp", process::id(), SERIAL.fetch_add(1, Relaxed)));
-    let bytes = [&MAGIC[..], &Sha256::digest(binary)[..], binary].concat();
-    let written = fs::write(&temporary, bytes).and_then(|()| fs::rename(&temporary, file));
+    let written = fs::write(&temporary, seal(binary)).and_then(|()| fs::rename(&temporary, file));
     if written.is_err() {
         let _ = fs::remove_file(&temporary);
     }

@@ -1,1 +1,426 @@
+//! The room against real drivers, on every device present. On a machine without OpenCL these have nothing to run on.
 
+use std::fs;
+use std::sync::Barrier;
+
+use super::*;
+use crate::Error;
+use crate::device::count_launches;
+
+fn devices() -> Vec<&'static ClDevice> {
+    (0..count()).map(|i| open(i).unwrap()).collect()
+}
+
+fn buffer(device: &ClDevice, bytes: &[u8]) -> ClBuffer {
+    let buffer = device.create_buffer(bytes.len()).unwrap();
+    device.commit(&buffer).unwrap();
+    device.write(bytes, &buffer, 0).unwrap();
+    buffer
+}
+
+fn contents(device: &ClDevice, buffer: &ClBuffer) -> Vec<u8> {
+    let mut bytes = vec![0xee; buffer.bytes()];
+    device.read(buffer, 0, &mut bytes).unwrap();
+    bytes
+}
+
+fn pattern(n: usize) -> Vec<u8> {
+    (0..n).map(|i| (i * 7 + i / 251) as u8).collect()
+}
+
+/// `y[i] = a * x[i] + b`, in ints.
+const AXB: &str = "__kernel void axb(__global const int* x, __global int* y, ulong n, int a, int b) {
+    size_t i = get_global_id(0);
+    if (i < n) y[i] = a * x[i] + b;
+}";
+
+fn axb(device: &ClDevice, kernel: &ClKernel, x: &ClBuffer, y: &ClBuffer, a: i32, b: i32) -> crate::Result<()> {
+    let n = (x.bytes() / 4) as u64;
+    let args = [Arg::Buffer(x), Arg::Buffer(y), Arg::U64(n), Arg::I32(a), Arg::I32(b)];
+    device.launch(kernel, &args, &[n as usize], &[64])
+}
+
+#[test]
+fn opening_gives_one_device_an_index() {
+    for (i, device) in devices().into_iter().enumerate() {
+        assert!(std::ptr::eq(device, open(i).unwrap()));
+        assert_eq!(device.device(), crate::Device::OpenCL(i));
+        assert!(device.info().compute_units > 0 && device.info().base_alignment.is_power_of_two());
+        assert!(device.info().base_alignment <= 4096, "in bytes, not bits");
+    }
+    let Err(Error::NoDevice { reason, .. }) = open(count() + 3) else { panic!("no such device") };
+    assert!(count() == 0 || reason.contains("opencl:0"), "{reason}");
+}
+
+#[test]
+fn bytes_survive_a_round_trip() {
+    for device in devices() {
+        for n in [1, 3, 15, 16, 17, 4096, 1_000_003] {
+            let bytes = pattern(n);
+            let b = buffer(device, &bytes);
+            assert_eq!(contents(device, &b), bytes);
+            let mut middle = vec![0; n / 2];
+            device.read(&b, n / 3, &mut middle).unwrap();
+            assert_eq!(middle, bytes[n / 3..n / 3 + n / 2]);
+            device.write(&[9], &b, n - 1).unwrap();
+            assert_eq!(contents(device, &b)[n - 1], 9);
+            device.write(&[], &b, n).unwrap();
+            device.read(&b, n, &mut []).unwrap();
+        }
+    }
+}
+
+#[test]
+fn copies_within_and_between_buffers() {
+    for device in devices() {
+        for n in [1, 64, 1000, 100_003] {
+            let (a, b) = (buffer(device, &pattern(n)), buffer(device, &vec![1; n]));
+            device.copy(&a, n / 4, &b, n / 2, n / 2, true).unwrap();
+            let mut expected = vec![1; n];
+            expected[n / 2..n / 2 * 2].copy_from_slice(&pattern(n)[n / 4..n / 4 + n / 2]);
+            assert_eq!(contents(device, &b), expected);
+            // Overlapping: up and down, by one byte, by many, by nothing, in few pieces and in many.
+            for (src, dst) in [(0, 1), (1, 0), (0, n / 3), (n / 3, 0), (n / 2, n / 2), (0, n / 50), (n / 50, 0)] {
+                let len = n - src.max(dst);
+                let a = buffer(device, &pattern(n));
+                let mut expected = pattern(n);
+                expected.copy_within(src..src + len, dst);
+                device.copy(&a, src, &a, dst, len, false).unwrap();
+                assert_eq!(contents(device, &a), expected, "{n} bytes: {len} from {src} to {dst}");
+            }
+        }
+    }
+}
+
+#[test]
+fn overlapping_copies_longer_than_the_temporary() {
+    let n = 40 << 20;
+    for device in devices() {
+        for (src, dst) in [(0, 5), (5, 0), (0, 17 << 20), (17 << 20, 0)] {
+            let a = buffer(device, &pattern(n));
+            let mut expected = pattern(n);
+            let len = n - src.max(dst);
+            expected.copy_within(src..src + len, dst);
+            device.copy(&a, src, &a, dst, len, false).unwrap();
+            assert!(contents(device, &a) == expected, "from {src} to {dst}");
+        }
+    }
+}
+
+#[test]
+fn fills_repeat_their_pattern() {
+    for device in devices() {
+        for width in [1, 2, 4, 8, 16] {
+            for (off, bytes) in [(0, 4096), (16, 32), (width, width * 5), (3 * width, 0)] {
+                let b = buffer(device, &pattern(4096));
+                let p: Vec<u8> = (1..=width as u8).collect();
+                device.fill(&b, off, bytes, &p).unwrap();
+                let mut expected = pattern(4096);
+                expected[off..off + bytes].chunks_exact_mut(width).for_each(|c| c.copy_from_slice(&p));
+                assert_eq!(contents(device, &b), expected, "{width} bytes over {bytes} at {off}");
+            }
+        }
+        let b = buffer(device, &pattern(33));
+        device.fill_zero(&b, 1, 31).unwrap();
+        assert_eq!(contents(device, &b)[1..32], [0; 31]);
+        assert_ne!(contents(device, &b)[32], 0);
+        assert!(device.fill(&b, 0, 6, &[1, 2, 3]).is_err());
+        assert!(device.fill(&b, 2, 8, &[1, 2, 3, 4]).is_err());
+    }
+}
+
+#[test]
+fn ranges_beyond_a_buffer_are_refused() {
+    for device in devices() {
+        let (a, b) = (buffer(device, &[1; 8]), buffer(device, &[2; 4]));
+        assert!(device.write(&[0; 5], &b, 0).is_err());
+        assert!(device.read(&b, 4, &mut [0]).is_err());
+        assert!(device.read(&b, usize::MAX, &mut [0]).is_err());
+        assert!(device.copy(&a, 0, &b, 0, 8, true).is_err());
+        assert!(device.copy(&a, 5, &b, 0, 4, true).is_err());
+        assert!(device.fill_zero(&b, 1, 4).is_err());
+        assert_eq!(contents(device, &b), [2; 4]);
+    }
+}
+
+#[test]
+fn launches_compute_and_are_counted() {
+    for device in devices() {
+        let kernel = device.build("axb", AXB, "axb").unwrap();
+        assert_eq!((kernel.name(), kernel.arg_count()), ("axb", 5));
+        for n in [1usize, 63, 64, 65, 10_007] {
+            let ints: Vec<i32> = (0..n as i32).collect();
+            let (x, y) = (buffer(device, bytemuck::cast_slice(&ints)), buffer(device, &vec![0; n * 4]));
+            let (_, launches) = count_launches(|| axb(device, &kernel, &x, &y, 3, -1).unwrap());
+            assert_eq!(launches, 1);
+            let expected: Vec<i32> = ints.iter().map(|i| 3 * i - 1).collect();
+            assert_eq!(contents(device, &y), bytemuck::cast_slice::<i32, u8>(&expected));
+        }
+        let x = buffer(device, &[0; 4]);
+        let five = [Arg::Buffer(&x), Arg::Buffer(&x), Arg::U64(1), Arg::I32(0), Arg::I32(0)];
+        let empty = count_launches(|| device.launch(&kernel, &five, &[0], &[64]).unwrap());
+        assert_eq!(empty.1, 0, "nothing to do, nothing launched");
+        assert!(device.launch(&kernel, &five[..4], &[1], &[1]).is_err(), "an argument is missing");
+        assert!(device.launch(&kernel, &five, &[1, 1], &[1]).is_err());
+        assert!(device.launch(&kernel, &five, &[1], &[0]).is_err());
+        assert!(device.launch(&kernel, &five, &[usize::MAX], &[64]).is_err());
+        assert!(device.launch(&kernel, &five, &[1], &[kernel.max_work_group() + 1]).is_err());
+    }
+}
+
+#[test]
+fn every_kind_of_argument_arrives() {
+    const SOURCE: &str = "typedef struct { long a; int b; float c; } S;
+    __kernel void kinds(__global long* out, int i, uint u, long l, ulong ul, float f, S s, __local int* tmp) {
+        tmp[get_local_id(0)] = (int)get_local_id(0);
+        barrier(CLK_LOCAL_MEM_FENCE);
+        if (get_global_id(0) != 0 || get_global_id(1) != 0) return;
+        long v[10] = { i, u, l, (long)ul, (long)(f * 4), s.a, s.b, (long)(s.c * 4), tmp[7], get_global_size(1) };
+        for (int k = 0; k < 10; ++k) out[k] = v[k];
+    }";
+    for device in devices() {
+        let kernel = device.build("kinds", SOURCE, "kinds").unwrap();
+        let out = buffer(device, &[0; 80]);
+        let mut s = Vec::new();
+        s.extend((-9i64).to_ne_bytes());
+        s.extend(77i32.to_ne_bytes());
+        s.extend(2.25f32.to_ne_bytes());
+        let args = [
+            Arg::Buffer(&out),
+            Arg::I32(-1),
+            Arg::U32(u32::MAX),
+            Arg::I64(i64::MIN),
+            Arg::U64(1 << 63),
+            Arg::F32(-1.5),
+            Arg::Bytes(&s),
+            Arg::Local(32),
+        ];
+        device.launch(&kernel, &args, &[5, 3], &[8, 1]).unwrap();
+        let mut got = [0i64; 10];
+        device.read(&out, 0, bytemuck::cast_slice_mut(&mut got)).unwrap();
+        assert_eq!(got, [-1, u32::MAX.into(), i64::MIN, i64::MIN, -6, -9, 77, 9, 7, 3]);
+    }
+}
+
+#[test]
+fn doubles_arrive_where_there_are_any() {
+    const SOURCE: &str = "
+    #ifdef HAS_F64
+    #pragma OPENCL EXTENSION cl_khr_fp64 : enable
+    __kernel void square(__global double* out, double x) { out[0] = x * x; }
+    #endif";
+    for device in devices().into_iter().filter(|d| d.info().fp64) {
+        let kernel = device.build("square", SOURCE, "square").unwrap();
+        let out = buffer(device, &[0; 8]);
+        device.launch(&kernel, &[Arg::Buffer(&out), Arg::F64(1.1)], &[1], &[1]).unwrap();
+        assert_eq!(contents(device, &out), (1.1f64 * 1.1).to_ne_bytes());
+    }
+}
+
+/// More launches than the queue may hold, in order, each on top of the last.
+#[test]
+fn long_queues_stay_in_order() {
+    for device in devices() {
+        let kernel = device.build("axb", AXB, "axb").unwrap();
+        let x = buffer(device, bytemuck::cast_slice(&[0i32; 64]));
+        for _ in 0..2500 {
+            axb(device, &kernel, &x, &x, 1, 1).unwrap();
+        }
+        device.flush();
+        assert_eq!(contents(device, &x), bytemuck::cast_slice::<i32, u8>(&[2500; 64]));
+    }
+}
+
+#[test]
+fn eight_threads_share_a_device() {
+    for device in devices() {
+        let shared = device.build("axb", AXB, "axb").unwrap();
+        let start = Barrier::new(8);
+        std::thread::scope(|scope| {
+            for t in 0..8i32 {
+                let (shared, start) = (&shared, &start);
+                scope.spawn(move || {
+                    start.wait();
+                    for round in 0..25 {
+                        let n = 1 + (t * 131 + round * 17) as usize % 3000;
+                        let ints: Vec<i32> = (0..n as i32).map(|i| i ^ t).collect();
+                        let (x, y) = (buffer(device, bytemuck::cast_slice(&ints)), buffer(device, &vec![0; n * 4]));
+                        // The same kernel object from all threads: arguments must not mix.
+                        axb(device, shared, &x, &y, t, round).unwrap();
+                        let z = device.create_buffer(n * 4).unwrap();
+                        device.copy(&y, 0, &z, 0, n * 4, round % 2 == 0).unwrap();
+                        let expected: Vec<i32> = ints.iter().map(|i| t * i + round).collect();
+                        assert_eq!(contents(device, &z), bytemuck::cast_slice::<i32, u8>(&expected));
+                    }
+                });
+            }
+        });
+    }
+}
+
+#[test]
+fn a_build_failure_carries_the_log() {
+    for device in devices() {
+        let source = "__kernel void broken(__global int* x) { x[0] = no_such_name; }";
+        let Err(error) = device.build("broken", source, "broken") else { panic!("it builds") };
+        let Error::Build { kernel, log, .. } = &error else { panic!("{error}") };
+        assert_eq!(kernel, "broken");
+        assert!(log.contains("no_such_name"), "{log}");
+        assert!(matches!(device.build("axb", AXB, "other"), Err(Error::Build { .. })), "no such entry");
+        assert!(matches!(device.build("axb", "a\0b", "axb"), Err(Error::Invalid { .. })));
+        device.build("axb", AXB, "axb").expect("the device is none the worse");
+    }
+}
+
+#[test]
+fn programs_come_back_from_disk() {
+    for i in 0..count() {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path().join("made/on/demand");
+        let source = format!("__kernel void answer(__global int* x) {{ x[0] = 42; }} // {i}");
+        // A device of its own knows no programs, as a new process.
+        let fresh = || ClDevice::open(i, discovery::find(i).unwrap()).unwrap();
+        let built = |device: &ClDevice| {
+            let kernel = device.build_cached("answer", &source, "answer", Some(&dir)).unwrap();
+            let out = buffer(device, &[0; 4]);
+            device.launch(&kernel, &[Arg::Buffer(&out)], &[1], &[1]).unwrap();
+            assert_eq!(contents(device, &out), 42i32.to_ne_bytes());
+            device.builds()
+        };
+        assert_eq!(built(&fresh()), (1, 0), "from source");
+        let files: Vec<_> = fs::read_dir(&dir).unwrap().map(|f| f.unwrap().path()).collect();
+        assert_eq!(files.len(), 1, "one file, no temporary");
+        let whole = fs::read(&files[0]).unwrap();
+        assert_eq!(built(&fresh()), (0, 1), "from disk");
+
+        // Cut short, with a flipped bit, empty, and whole but no binary that a driver could take.
+        let mut flipped = whole.clone();
+        flipped[whole.len() / 2] ^= 1;
+        let refused = program::seal(b"this is no program");
+        let damaged = [&whole[..whole.len() - 1], &whole[..20], &flipped, &[], &refused];
+        for bytes in damaged {
+            fs::write(&files[0], bytes).unwrap();
+            let device = fresh();
+            assert_eq!(built(&device), (1, 0), "from source");
+            assert_eq!(built(&device), (1, 0), "then from memory");
+            assert_eq!(built(&fresh()), (0, 1), "and the file is whole again");
+        }
+    }
+}
+
+#[test]
+fn a_disk_that_cannot_be_written_stops_nothing() {
+    for device in devices() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        // A directory inside a file.
+        let dir = file.path().join("cache");
+        device.build_cached("axb", &format!("{AXB} // no disk"), "axb", Some(&dir)).unwrap();
+        device.build_cached("axb", &format!("{AXB} // no cache"), "axb", None).unwrap();
+    }
+}
+
+const FAULTY: &str = "__kernel void check(__global const int* x, int n, int code, volatile __global int* fault) {
+    int i = x[get_global_id(0)];
+    if ((i < 0 || i >= n) && atomic_cmpxchg(fault, 0, code) == 0) {
+        fault[1] = i; fault[2] = i < 0 ? -1 : 0; fault[3] = n;
+    }
+}";
+
+#[test]
+fn faults_come_back_once_to_the_thread_that_made_them() {
+    for device in devices() {
+        let kernel = device.build("check", FAULTY, "check").unwrap();
+        let check = |index: i32, code: Fault| {
+            let x = buffer(device, &index.to_ne_bytes());
+            let args = [Arg::Buffer(&x), Arg::I32(10), Arg::I32(code as i32), Arg::Buffer(device.fault_buffer())];
+            device.launch(&kernel, &args, &[1], &[1]).unwrap();
+            x
+        };
+        let x = check(9, Fault::Index);
+        assert_eq!(contents(device, &x), 9i32.to_ne_bytes());
+        let x = check(-2, Fault::Index);
+        let error = device.read(&x, 0, &mut [0; 4]).unwrap_err();
+        assert!(matches!(error, Error::IndexOutOfRange { index: -2, size: 10, .. }), "{error}");
+        device.read(&x, 0, &mut [0; 4]).expect("told once");
+
+        check(10, Fault::DivisionByZero);
+        // Another thread's read is not disturbed.
+        std::thread::scope(|s| _ = s.spawn(|| contents(device, &x)));
+        assert!(matches!(device.finish(), Err(Error::DivisionByZero { .. })));
+        device.finish().unwrap();
+
+        check(11, Fault::Label);
+        let y = buffer(device, &[0; 4]);
+        let error = device.copy(&x, 0, &y, 0, 4, true).unwrap_err();
+        assert!(matches!(error, Error::IndexOutOfRange { op: "cross_entropy", index: 11, .. }));
+        device.copy(&x, 0, &y, 0, 4, true).unwrap();
+    }
+}
+
+#[test]
+fn a_fault_outlives_its_thread() {
+    for device in devices() {
+        let kernel = device.build("check", FAULTY, "check").unwrap();
+        let x = buffer(device, &99i32.to_ne_bytes());
+        std::thread::spawn({
+            move || {
+                let args = [Arg::Buffer(&x), Arg::I32(10), Arg::I32(1), Arg::Buffer(device.fault_buffer())];
+                device.launch(&kernel, &args, &[1], &[1]).unwrap();
+            }
+        })
+        .join()
+        .unwrap();
+        // Some other test's finish may have been told instead; either way nothing is left.
+        let told = device.finish();
+        assert!(matches!(told, Ok(()) | Err(Error::IndexOutOfRange { index: 99, .. })), "{told:?}");
+        device.finish().unwrap();
+    }
+}
+
+#[test]
+fn buffers_are_counted() {
+    let Some(device) = devices().pop() else { return };
+    let before = device.driver_calls();
+    drop(buffer(device, &[1; 16]));
+    assert!(device.driver_calls() >= before + 2);
+}
+
+#[test]
+fn sizes_no_device_has_are_errors_and_others_keep_their_values() {
+    for device in devices() {
+        let b = buffer(device, &pattern(100));
+        let error = device.create_buffer(1 << 60).unwrap_err();
+        assert!(matches!(error.classify(), Class::TooBig | Class::OutOfMemory), "{}", error.name());
+        assert!(matches!(device.error(error), Error::OpenCl { call: "clCreateBuffer", .. }));
+        assert_eq!(contents(device, &b), pattern(100));
+        assert!(!device.is_lost());
+    }
+}
+
+/// A device of its own, opened a second time, for what no other test may see.
+#[test]
+fn a_lost_device_stays_lost() {
+    let Ok(found) = discovery::find(0) else { return };
+    let device = ClDevice::open(0, found).unwrap();
+    let kernel = device.build("axb", AXB, "axb").unwrap();
+    let b = buffer(&device, &[1; 8]);
+    assert_eq!(device.settle(ClError::new("clFinish", -5)).classify(), Class::OutOfMemory, "it still answers");
+    assert!(!device.is_lost());
+    assert_eq!(device.settle(ClError::new("clFinish", -9999)).classify(), Class::Lost);
+    assert!(device.is_lost());
+    let lost = |e: Error| {
+        assert!(matches!(e, Error::DeviceLost { .. }), "{e}");
+        assert!(e.to_string().contains("clFinish") && e.to_string().contains("-9999"), "{e}");
+    };
+    lost(device.finish().unwrap_err());
+    lost(device.read(&b, 0, &mut [0; 8]).unwrap_err());
+    lost(device.write(&[0; 8], &b, 0).unwrap_err());
+    lost(device.fill_zero(&b, 0, 8).unwrap_err());
+    lost(device.copy(&b, 0, &b, 4, 4, true).unwrap_err());
+    lost(axb(&device, &kernel, &b, &b, 1, 1).unwrap_err());
+    lost(device.build("axb", AXB, "axb").unwrap_err());
+    assert_eq!(device.create_buffer(8).unwrap_err().classify(), Class::Lost);
+    assert_eq!(device.commit(&b).unwrap_err().classify(), Class::Lost);
+    lost(device.error(device.commit(&b).unwrap_err()));
+    drop((b, kernel));
+}

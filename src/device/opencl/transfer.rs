@@ -1,12 +1,11 @@
 //! Moving bytes: to and from the host, and within the device.
 
 use std::ptr;
-use std::sync::atomic::Ordering::Relaxed;
 
+use super::ClDevice;
 use super::context::Queue;
 use super::driver::{ClBuffer, call};
 use super::errors::ClError;
-use super::{ClDevice, fault};
 use crate::{Error, Result};
 
 /// Fills in one command stay below this: NVIDIA's driver has hung at 2 GiB.
@@ -80,20 +79,15 @@ impl ClDevice {
         if dst.is_empty() {
             return Ok(());
         }
-        let mut words = [0i32; 4];
-        let faulty = self.may_have_fault.swap(false, Relaxed);
-        let (to, words_to) = (dst.as_mut_ptr().cast(), words.as_mut_ptr().cast());
+        let (slot, mut words) = (self.slot(), [0; 4]);
+        let to = dst.as_mut_ptr().cast();
         self.submit_and_wait(|q, event| {
-            let last = if faulty { ptr::null_mut() } else { event };
-            call!(clEnqueueReadBuffer(q.raw, src.mem(), 0, off, dst.len(), to, 0, ptr::null(), last))?;
-            if faulty {
-                let fault = self.fault.mem();
-                call!(clEnqueueReadBuffer(q.raw, fault, 0, 0, fault::BYTES, words_to, 0, ptr::null(), event))?;
-            }
-            Ok(())
+            // The faults first: the event is then that of the last command.
+            slot.enqueue_read(q, &mut words)?;
+            call!(clEnqueueReadBuffer(q.raw, src.mem(), 0, off, dst.len(), to, 0, ptr::null(), event))
         })
         .map_err(|e| self.error(e))?;
-        self.report(words)
+        self.report(slot, words)
     }
 
     /// Writes bytes from the host, and returns when `src` may be reused.
