@@ -1,0 +1,203 @@
+// What every kernel starts with: storage types, conversions, the primitives of formulas, random numbers.
+// HAS_F64 is defined by the host where the device computes in double.
+
+#ifdef HAS_F64
+#pragma OPENCL EXTENSION cl_khr_fp64 : enable
+#endif
+#pragma OPENCL FP_CONTRACT OFF
+
+#define CAT_(a, b) a##b
+#define CAT(a, b) CAT_(a, b)
+
+// Codes in word 0 of the fault buffer; the first fault stays.
+#define FAULT_DIVISION 2
+
+void fault_record(__global int* fault, int code)
+{
+    atomic_cmpxchg((volatile __global int*)fault, 0, code);
+}
+
+// ---- storage types: f16 and bf16 are bits, bool is a byte of 0 or 1 ----
+
+typedef float f32_t;
+typedef ushort f16_t;
+typedef ushort bf16_t;
+typedef long i64_t;
+typedef int i32_t;
+typedef uchar u8_t;
+typedef uint u32_t;
+typedef uchar bool_t;
+
+float load_f32(const __global f32_t* p, ulong i) { return p[i]; }
+float load_f16(const __global f16_t* p, ulong i) { return vload_half(i, (const __global half*)p); }
+float load_bf16(const __global bf16_t* p, ulong i) { return as_float((uint)p[i] << 16); }
+long load_i64(const __global i64_t* p, ulong i) { return p[i]; }
+long load_i32(const __global i32_t* p, ulong i) { return p[i]; }
+long load_u8(const __global u8_t* p, ulong i) { return p[i]; }
+long load_u32(const __global u32_t* p, ulong i) { return p[i]; }
+long load_bool(const __global bool_t* p, ulong i) { return p[i] != 0; }
+
+// Nearest, ties to even; a NaN stays one although its payload is cut.
+ushort bf16_from_float(float v)
+{
+    uint u = as_uint(v);
+    return v != v ? (ushort)((u >> 16) | 0x40) : (ushort)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+}
+
+// Saturating, towards zero, 0 for NaN.
+long long_from_float(float v)
+{
+    return v != v ? 0 : v >= 9223372036854775808.0f ? LONG_MAX : v <= -9223372036854775808.0f ? LONG_MIN : (long)v;
+}
+
+// f64 goes to the half types through f32, on the CPU too.
+#define STORES_FROM_FLOAT(C, T, TO_LONG)                                                                             \
+    void store_f32_##C(__global f32_t* p, ulong i, T v) { p[i] = (float)v; }                                         \
+    void store_f16_##C(__global f16_t* p, ulong i, T v) { vstore_half_rte((float)v, i, (__global half*)p); }         \
+    void store_bf16_##C(__global bf16_t* p, ulong i, T v) { p[i] = bf16_from_float((float)v); }                      \
+    void store_i64_##C(__global i64_t* p, ulong i, T v) { p[i] = TO_LONG(v); }                                       \
+    void store_i32_##C(__global i32_t* p, ulong i, T v) { p[i] = (int)clamp(TO_LONG(v), (long)INT_MIN, (long)INT_MAX); } \
+    void store_u8_##C(__global u8_t* p, ulong i, T v) { p[i] = (uchar)clamp(TO_LONG(v), 0L, (long)UCHAR_MAX); }      \
+    void store_u32_##C(__global u32_t* p, ulong i, T v) { p[i] = (uint)clamp(TO_LONG(v), 0L, (long)UINT_MAX); }      \
+    void store_bool_##C(__global bool_t* p, ulong i, T v) { p[i] = v != 0; }
+
+STORES_FROM_FLOAT(F32, float, long_from_float)
+
+void store_f32_I64(__global f32_t* p, ulong i, long v) { p[i] = (float)v; }
+void store_f16_I64(__global f16_t* p, ulong i, long v) { vstore_half_rte((float)v, i, (__global half*)p); }
+void store_bf16_I64(__global bf16_t* p, ulong i, long v) { p[i] = bf16_from_float((float)v); }
+void store_i64_I64(__global i64_t* p, ulong i, long v) { p[i] = v; }
+void store_i32_I64(__global i32_t* p, ulong i, long v) { p[i] = (int)v; }
+void store_u8_I64(__global u8_t* p, ulong i, long v) { p[i] = (uchar)v; }
+void store_u32_I64(__global u32_t* p, ulong i, long v) { p[i] = (uint)v; }
+void store_bool_I64(__global bool_t* p, ulong i, long v) { p[i] = v != 0; }
+
+#ifdef HAS_F64
+typedef double f64_t;
+
+double load_f64(const __global f64_t* p, ulong i) { return p[i]; }
+
+long long_from_double(double v)
+{
+    return v != v ? 0 : v >= 9223372036854775808.0 ? LONG_MAX : v <= -9223372036854775808.0 ? LONG_MIN : (long)v;
+}
+
+STORES_FROM_FLOAT(F64, double, long_from_double)
+void store_f64_F32(__global f64_t* p, ulong i, float v) { p[i] = v; }
+void store_f64_F64(__global f64_t* p, ulong i, double v) { p[i] = v; }
+void store_f64_I64(__global f64_t* p, ulong i, long v) { p[i] = (double)v; }
+#endif
+
+// ---- primitives that are not built in ----
+
+#define FLOAT_PRIMITIVES(T)                                                                                          \
+    T max_##T(T a, T b) { return a > b || a != a ? a : b; }                                                          \
+    T min_##T(T a, T b) { return a < b || a != a ? a : b; }                                                          \
+    T sigmoid_##T(T x)                                                                                               \
+    {                                                                                                                \
+        T e = exp(-fabs(x));                                                                                         \
+        return (x < 0 ? e : (T)1) / (1 + e);                                                                         \
+    }
+
+FLOAT_PRIMITIVES(float)
+#ifdef HAS_F64
+FLOAT_PRIMITIVES(double)
+#endif
+
+// Integers wrap; signed overflow is only defined through unsigned.
+long max_long(long a, long b) { return a > b ? a : b; }
+long min_long(long a, long b) { return a < b ? a : b; }
+long neg_long(long x) { return (long)(0UL - (ulong)x); }
+long abs_long(long x) { return x < 0 ? neg_long(x) : x; }
+long add_long(long a, long b) { return (long)((ulong)a + (ulong)b); }
+long sub_long(long a, long b) { return (long)((ulong)a - (ulong)b); }
+long mul_long(long a, long b) { return (long)((ulong)a * (ulong)b); }
+
+long div_long(long a, long b, __global int* fault)
+{
+    if (b == 0) fault_record(fault, FAULT_DIVISION);
+    return b == 0 ? 0 : b == -1 ? neg_long(a) : a / b;
+}
+
+long rem_long(long a, long b, __global int* fault)
+{
+    if (b == 0) fault_record(fault, FAULT_DIVISION);
+    return b == 0 || b == -1 ? 0 : a % b;
+}
+
+// By squaring; a negative power is 0 unless the base is 1 or -1.
+long pow_long(long a, long b)
+{
+    if (b < 0) return a == 1 ? 1 : a == -1 ? 1 - 2 * (b & 1) : 0;
+    ulong base = (ulong)a, power = 1;
+    for (; b > 0; b >>= 1) {
+        if (b & 1) power *= base;
+        base *= base;
+    }
+    return (long)power;
+}
+
+// ---- random numbers: see ops/philox.rs, whose bits these are ----
+
+uint4 philox_block(ulong key, ulong stream, ulong block)
+{
+    uint4 x = (uint4)((uint)block, (uint)(block >> 32), (uint)stream, (uint)(stream >> 32));
+    uint k0 = (uint)key, k1 = (uint)(key >> 32);
+    for (int round = 0; round < 10; round++) {
+        uint a_lo = 0xD2511F53u * x.x, a_hi = mul_hi(0xD2511F53u, x.x);
+        uint b_lo = 0xCD9E8D57u * x.z, b_hi = mul_hi(0xCD9E8D57u, x.z);
+        x = (uint4)(b_hi ^ x.y ^ k0, b_lo, a_hi ^ x.w ^ k1, a_lo);
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    return x;
+}
+
+uint random_bits(ulong key, ulong stream, ulong index)
+{
+    uint4 x = philox_block(key, stream, index >> 2);
+    uint2 pair = index & 2 ? x.zw : x.xy;
+    return index & 1 ? pair.y : pair.x;
+}
+
+float random_uniform(ulong key, ulong stream, ulong index)
+{
+    return (float)(random_bits(key, stream, index) >> 8) * (1.0f / 16777216.0f);
+}
+
+// Additions, subtractions and multiplications only, in this order: exact everywhere.
+float random_normal(ulong key, ulong stream, ulong index)
+{
+    uint4 words = philox_block(key, stream, index >> 2);
+    uint2 pair = index & 2 ? words.zw : words.xy;
+
+    // t = -2 ln(u)
+    uint bits = as_uint((float)((pair.x >> 8) + 1u)) - 0x3F400000u;
+    float e = (float)(bits >> 23);
+    float z = as_float((bits & 0x007FFFFFu) + 0x3F400000u) - 1.0f;
+    float p = 0x1.340c12p-5f;
+    p = (p * z - 0x1.74feecp-4f) * z + 0x1.df1c26p-4f;
+    p = (p * z - 0x1.04adap-3f) * z + 0x1.24639p-3f;
+    p = (p * z - 0x1.5519d2p-3f) * z + 0x1.999764p-3f;
+    p = (p * z - 0x1.00006ep-2f) * z + 0x1.55555ap-2f;
+    float ln = z + (z * z * z * p - 0.5f * z * z);
+    float t = -2.0f * (ln + (e - 24.0f) * 0x1.62e43p-1f);
+
+    // r = sqrt(t)
+    float y = as_float(0x5F3759DFu - (as_uint(t) >> 1));
+    float half_t = 0.5f * t;
+    for (int i = 0; i < 3; i++) y = y * (1.5f - half_t * y * y);
+    float r = t * y;
+
+    // cosine for the even element of a pair, sine for the odd
+    uint n = pair.y >> 8;
+    uint quarter = (n + 0x00200000u) >> 22;
+    float x = (float)(int)(n - (quarter << 22)) * 0x1.921fb6p-22f;
+    float w = x * x;
+    float s = x * w * ((-0x1.9951fap-13f * w + 0x1.110774p-7f) * w - 0x1.555546p-3f) + x;
+    float c = w * w * ((0x1.99e816p-16f * w - 0x1.6c0c28p-10f) * w + 0x1.55554ap-5f) - 0.5f * w + 1.0f;
+    uint odd = (uint)index & 1u;
+    float v = ((quarter + odd) & 1u) ? s : c;
+    uint negative = odd ? quarter & 2u : (quarter + 1u) & 2u;
+    return r * (negative ? -v : v);
+}

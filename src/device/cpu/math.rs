@@ -1,0 +1,379 @@
+//! f32 functions that the compiler can put in vector lanes.
+//!
+//! The standard library's `exp`, `tanh` and so on are calls, one element each, and a loop over them does not vectorise.
+//! These have no branch (only selections) and no call: a range reduction and a polynomial, its coefficients fitted for
+//! least maximal relative error and rounded to f32. Only + - * / sqrt and bit operations are used, never a fused
+//! multiply-add, so the results are the same on every processor.
+//!
+//! The error against f64, in units in the last place, is below 1 for `exp`, `log`, `log1p` and `pow`, below 2 for
+//! `expm1`, `sin`, `cos`, `tanh`, `erf` and `atan`, and below 3 for `sigmoid` (the tests assert it over every exponent,
+//! subnormal numbers too). NaN, infinities and signed zeros are as in C99.
+
+use std::f32::consts::{LOG2_E, PI};
+
+/// Adding and subtracting it rounds an f32 below 2²² to an integer, which is then in the low bits.
+const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23
+const LN2_HI: f32 = 0.693_145_75; // 16 bits: an exponent times it is exact
+const LN2_LO: f32 = 1.428_606_8e-6;
+
+/// `c[0] + x (c[1] + x (c[2] + ...))`
+#[inline(always)]
+fn poly<const N: usize>(x: f32, c: [f32; N]) -> f32 {
+    let mut sum = c[N - 1];
+    for i in (0..N - 1).rev() {
+        sum = sum * x + c[i];
+    }
+    sum
+}
+
+#[inline(always)]
+fn poly64<const N: usize>(x: f64, c: [f64; N]) -> f64 {
+    let mut sum = c[N - 1];
+    for i in (0..N - 1).rev() {
+        sum = sum * x + c[i];
+    }
+    sum
+}
+
+/// 2 to the power of n, n in -126..=127.
+#[inline(always)]
+fn power_of_two(n: i32) -> f32 {
+    f32::from_bits((n.wrapping_add(127) as u32) << 23)
+}
+
+/// x within the bounds; NaN stays.
+#[inline(always)]
+fn bounded(x: f32, low: f32, high: f32) -> f32 {
+    let x = if x < low { low } else { x };
+    if x > high { high } else { x }
+}
+
+/// x = n ln 2 + r: (n, r) with |r| <= ln 2 / 2.
+#[inline(always)]
+fn reduce_exp(x: f32) -> (i32, f32) {
+    let t = x * LOG2_E + ROUND;
+    let n = t - ROUND;
+    ((t.to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32), (x - n * LN2_HI) - n * LN2_LO)
+}
+
+/// `e^x`
+#[inline(always)]
+pub(crate) fn exp(x: f32) -> f32 {
+    let (n, r) = reduce_exp(bounded(x, -105.0, 89.0));
+    let y = r * r * poly(r, [0.499_999_94, 0.166_665_167, 0.041_668_281, 0.008_369_249_29, 0.001_382_077_93]) + r + 1.0;
+    // in two halves: one power of two would leave the range at both ends
+    let half = n >> 1;
+    y * power_of_two(half) * power_of_two(n.wrapping_sub(half))
+}
+
+/// `e^x - 1`
+#[inline(always)]
+pub(crate) fn expm1(x: f32) -> f32 {
+    const C: [f32; 6] = [0.5, 0.166_666_657, 0.041_666_485_4, 0.008_333_541_45, 0.001_393_322_83, 0.000_197_669_942];
+    let (n, r) = reduce_exp(bounded(x, -18.0, 89.0));
+    let p = r * r * poly(r, C) + r; // e^r - 1
+    // 2^n p + (2^n - 1), halved against overflow
+    let scale = power_of_two(n.wrapping_sub(1));
+    let y = (scale * p + (scale - 0.5)) * 2.0;
+    if x.abs() < 1e-7 { x } else { y } // keeps -0 and subnormals
+}
+
+/// `log(1 + z) - z + z² / 2` for z in [-1/4, 1/2].
+#[inline(always)]
+fn log_tail(z: f32) -> f32 {
+    const C: [f32; 9] = [
+        0.333_333_403,
+        -0.250_001_639,
+        0.199_995_786,
+        -0.166_553_155,
+        0.142_768_025,
+        -0.127_284_288,
+        0.116_970_204,
+        -0.091_063_424_9,
+        0.037_603_411_3,
+    ];
+    z * z * z * poly(z, C)
+}
+
+/// `log(1 + z)` for z in [-1/4, 1/2].
+#[inline(always)]
+pub(crate) fn log_near_one(z: f32) -> f32 {
+    z + (log_tail(z) - 0.5 * z * z)
+}
+
+/// `log(x) + correction`, x not negative; infinities are the caller's.
+#[inline(always)]
+fn log_plus(x: f32, correction: f32) -> f32 {
+    let subnormal = x < f32::MIN_POSITIVE;
+    let scaled = if subnormal { x * 8_388_608.0 } else { x };
+    // x = 2^e (1 + z), 1 + z in [3/4, 3/2)
+    let bits = (scaled.to_bits() as i32).wrapping_sub(0x3F40_0000);
+    let e = (bits >> 23) as f32 - if subnormal { 23.0 } else { 0.0 };
+    let z = f32::from_bits((bits & 0x007F_FFFF).wrapping_add(0x3F40_0000) as u32) - 1.0;
+    e * LN2_HI + (z + (log_tail(z) - 0.5 * z * z + (e * LN2_LO + correction)))
+}
+
+/// The natural logarithm: -inf at 0, NaN below.
+#[inline(always)]
+pub(crate) fn log(x: f32) -> f32 {
+    let y = log_plus(x, 0.0);
+    let y = if x == 0.0 { f32::NEG_INFINITY } else { y };
+    let y = if x < 0.0 { f32::NAN } else { y };
+    if x < f32::INFINITY { y } else { x } // NaN and infinity
+}
+
+/// `log(1 + x)`: -inf at -1, NaN below.
+#[inline(always)]
+pub(crate) fn log1p(x: f32) -> f32 {
+    let u = 1.0 + x;
+    let lost = if x > 1.0 { 1.0 - (u - x) } else { x - (u - 1.0) }; // what the addition rounded off
+    let y = log_plus(u, lost / u);
+    let y = if x.abs() < 1e-7 { x } else { y }; // keeps -0 and subnormals
+    let y = if x == -1.0 { f32::NEG_INFINITY } else { y };
+    let y = if x < -1.0 { f32::NAN } else { y };
+    if x < f32::INFINITY { y } else { x }
+}
+
+/// Up to here [`sin`] and [`cos`] hold; beyond, reducing the angle takes more digits of pi: use f64's functions.
+pub(crate) const TRIG_LIMIT: f32 = 1e6;
+
+/// x = q pi/2 + r, |r| <= pi/4: sine and cosine of r, and q. In f64, where the reduction is exact enough.
+#[inline(always)]
+fn sin_cos(x: f32) -> (f32, f32, i32) {
+    const ROUND: f64 = 6_755_399_441_055_744.0; // 1.5 * 2^52
+    const HALF_PI_HI: f64 = 1.570_796_326_734_125_6; // 33 bits: up to 2^20 times it is exact
+    const HALF_PI_LO: f64 = 6.077_100_506_506_192e-11;
+    let wide = f64::from(x);
+    let t = wide * std::f64::consts::FRAC_2_PI + ROUND;
+    let n = t - ROUND;
+    let r = ((wide - n * HALF_PI_HI) - n * HALF_PI_LO) as f32;
+    (sin_small(r), cos_small(r), t.to_bits() as i32)
+}
+
+/// `sin(x)` for |x| <= pi/4.
+#[inline(always)]
+pub(crate) fn sin_small(x: f32) -> f32 {
+    let z = x * x;
+    x * z * poly(z, [-0.166_666_552, 0.008_332_187_31, -0.000_195_179_091]) + x
+}
+
+/// `cos(x)` for |x| <= pi/4.
+#[inline(always)]
+pub(crate) fn cos_small(x: f32) -> f32 {
+    let z = x * x;
+    z * z * poly(z, [0.041_666_645_6, -0.001_388_730_95, 2.443_233_64e-5]) - 0.5 * z + 1.0
+}
+
+/// The sine of x in radians, |x| <= [`TRIG_LIMIT`].
+#[inline(always)]
+pub(crate) fn sin(x: f32) -> f32 {
+    let (s, c, q) = sin_cos(x);
+    let y = if q & 1 == 0 { s } else { c };
+    let y = f32::from_bits(y.to_bits() ^ ((q as u32 & 2) << 30));
+    if x == 0.0 { x } else { y } // keeps -0
+}
+
+/// The cosine of x in radians, |x| <= [`TRIG_LIMIT`].
+#[inline(always)]
+pub(crate) fn cos(x: f32) -> f32 {
+    let (s, c, q) = sin_cos(x);
+    let y = if q & 1 == 0 { c } else { s };
+    f32::from_bits(y.to_bits() ^ ((q.wrapping_add(1) as u32 & 2) << 30))
+}
+
+/// The hyperbolic tangent.
+#[inline(always)]
+pub(crate) fn tanh(x: f32) -> f32 {
+    const C: [f32; 5] = [-0.333_332_807, 0.133_314_103, -0.053_737_118_8, 0.020_630_667, -0.005_695_544_18];
+    let a = x.abs();
+    let z = x * x;
+    let small = a * z * poly(z, C) + a;
+    let large = 1.0 - 2.0 / (exp(2.0 * a) + 1.0);
+    (if a < 0.625 { small } else { large }).copysign(x)
+}
+
+/// The logistic function `1 / (1 + e^-x)`.
+#[inline(always)]
+pub(crate) fn sigmoid(x: f32) -> f32 {
+    // through e^-|x|, so that nothing overflows and small results keep their digits
+    let e = exp(-x.abs());
+    (if x < 0.0 { e } else { 1.0 }) / (1.0 + e)
+}
+
+/// The error function.
+#[inline(always)]
+pub(crate) fn erf(x: f32) -> f32 {
+    const SMALL: [f32; 6] =
+        [0.128_379_151, -0.376_124_799, 0.112_816_207, -0.026_758_747_2, 0.004_981_028_38, -0.000_592_711_44];
+    // -log(1 - erf(a)) for a in [0.93, 4]
+    const LARGE: [f32; 7] = [
+        0.000_208_307_247,
+        1.127_623_56,
+        0.637_269_735,
+        0.103_854_969,
+        -0.022_190_053,
+        0.003_033_985_85,
+        -0.000_194_997_92,
+    ];
+    let a = bounded(x.abs(), 0.0, 4.0);
+    let small = x * poly(x * x, SMALL) + x;
+    let large = (1.0 - exp(-poly(a, LARGE))).copysign(x);
+    if a < 0.9375 { small } else { large }
+}
+
+/// The arc tangent.
+#[inline(always)]
+pub(crate) fn atan(x: f32) -> f32 {
+    const C: [f32; 9] = [
+        -0.333_332_986,
+        0.199_985_31,
+        -0.142_640_471,
+        0.109_511_115,
+        -0.084_001_541_1,
+        0.057_898_681_6,
+        -0.031_116_915_9,
+        0.010_880_827_9,
+        -0.001_785_859,
+    ];
+    const HALF_PI_LO: f32 = -4.371_139e-8; // pi/2 - FRAC_PI_2
+    let a = x.abs();
+    let steep = a > 1.0;
+    let t = if steep { 1.0 / a } else { a };
+    let z = t * t;
+    let y = t * z * poly(z, C) + t;
+    let y = if steep { PI / 2.0 - (y - HALF_PI_LO) } else { y };
+    y.copysign(x)
+}
+
+/// a to the power of b, through f64.
+#[inline(always)]
+pub(crate) fn pow(a: f32, b: f32) -> f32 {
+    const ROUND: f64 = 6_755_399_441_055_744.0; // 1.5 * 2^52
+    let magnitude = a.abs();
+    // log2: magnitude = 2^e m, m in [0.75, 1.5); log(m) = 2 atanh(s), s = (m - 1) / (m + 1)
+    let bits = f64::from(magnitude).to_bits().wrapping_sub(0x3FE8_0000_0000_0000);
+    let e = f64::from((bits >> 32) as i32 >> 20);
+    let m = f64::from_bits((bits & 0x000F_FFFF_FFFF_FFFF).wrapping_add(0x3FE8_0000_0000_0000));
+    let s = (m - 1.0) / (m + 1.0);
+    let series = poly64(s * s, [1.0, 1.0 / 3.0, 1.0 / 5.0, 1.0 / 7.0, 1.0 / 9.0, 1.0 / 11.0, 1.0 / 13.0, 1.0 / 15.0]);
+    let log2 = e + 2.0 * std::f64::consts::LOG2_E * s * series;
+    let log2 = if magnitude == 0.0 { f64::NEG_INFINITY } else { log2 };
+    let log2 = if magnitude < f32::INFINITY { log2 } else { f64::from(magnitude) };
+
+    // exp2
+    let t = f64::from(b) * log2;
+    let t = if t < -200.0 { -200.0 } else { t };
+    let t = if t > 200.0 { 200.0 } else { t };
+    let shifted = t + ROUND;
+    let r = (t - (shifted - ROUND)) * std::f64::consts::LN_2;
+    let scale = f64::from_bits((shifted.to_bits().wrapping_sub(ROUND.to_bits()).wrapping_add(1023)) << 52);
+    #[rustfmt::skip]
+    let e_r = poly64(r, [1.0, 1.0, 1.0 / 2.0, 1.0 / 6.0, 1.0 / 24.0, 1.0 / 120.0, 1.0 / 720.0, 1.0 / 5040.0,
+        1.0 / 40320.0, 1.0 / 362880.0]);
+    let y = (e_r * scale) as f32;
+
+    // C99's special cases
+    let integer = b.trunc() == b;
+    let odd = integer && (b * 0.5).trunc() * 2.0 != b;
+    let y = if a.is_sign_negative() && odd { -y } else { y };
+    let y = if a < 0.0 && !integer && magnitude < f32::INFINITY { f32::NAN } else { y };
+    let one = a == 1.0 || b == 0.0 || (magnitude == 1.0 && b.abs() == f32::INFINITY);
+    if one { 1.0 } else { y }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The distance from the f32 nearest to the right answer, in units of its last place.
+    fn ulps(got: f32, right: f64) -> f64 {
+        let nearest = right as f32;
+        if got.is_nan() || nearest.is_nan() {
+            return if got.is_nan() && nearest.is_nan() { 0.0 } else { f64::INFINITY };
+        }
+        if got.is_infinite() || nearest.is_infinite() {
+            // rounding just beyond the largest number is one unit away from it
+            let bits = |x: f32| i64::from(x.to_bits());
+            return if got == nearest { 0.0 } else { (bits(got) - bits(nearest)).abs() as f64 };
+        }
+        let exponent = (f64::from(nearest.abs().max(f32::MIN_POSITIVE)).to_bits() >> 52) as i32 - 1023;
+        (f64::from(got) - right).abs() / 2f64.powi(exponent - 23)
+    }
+
+    /// Bit patterns of every exponent and sign, and the special values.
+    fn samples() -> impl Iterator<Item = f32> {
+        let special = [0.0, -0.0, 1.0, -1.0, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, f32::MAX, f32::MIN_POSITIVE];
+        special.into_iter().chain((0..u32::MAX / 4001).map(|i| f32::from_bits(i * 4001)))
+    }
+
+    /// Evenly spaced numbers.
+    fn dense(low: f32, high: f32) -> impl Iterator<Item = f32> {
+        (0..=400_000).map(move |i| low + (high - low) * (i as f32 / 400_000.0))
+    }
+
+    fn check(name: &str, f: fn(f32) -> f32, right: fn(f64) -> f64, bound: f64, low: f32, high: f32) {
+        let mut worst = (0.0, 0.0);
+        for x in samples().chain(dense(low, high)) {
+            let (got, expected) = (f(x), right(f64::from(x)));
+            let error = ulps(got, expected);
+            if error > worst.0 {
+                worst = (error, x);
+            }
+            if got == 0.0 && expected == 0.0 {
+                assert_eq!(got.is_sign_negative(), expected.is_sign_negative(), "{name}({x})");
+            }
+        }
+        println!("{name}: {:.2} ulp at {:e}", worst.0, worst.1);
+        assert!(worst.0 <= bound, "{name}: {} ulp at {:e}", worst.0, worst.1);
+    }
+
+    #[test]
+    fn within_the_stated_units_in_the_last_place() {
+        check("exp", exp, f64::exp, 1.0, -104.0, 89.0);
+        check("expm1", expm1, f64::exp_m1, 2.0, -2.0, 2.0);
+        check("log", log, f64::ln, 1.0, 0.5, 2.0);
+        check("log1p", log1p, f64::ln_1p, 1.0, -0.9, 2.0);
+        check("tanh", tanh, f64::tanh, 2.0, -2.0, 2.0);
+        check("erf", erf, libm::erf, 2.0, -4.5, 4.5);
+        check("atan", atan, f64::atan, 2.0, -4.0, 4.0);
+        check("sigmoid", sigmoid, |x| 1.0 / (1.0 + (-x).exp()), 3.0, -20.0, 20.0);
+    }
+
+    #[test]
+    fn angles_up_to_the_limit() {
+        let within = |f: fn(f32) -> f32, x: f32| if x.abs() <= TRIG_LIMIT { f(x) } else { f32::NAN };
+        for (name, f, right) in [("sin", sin as fn(f32) -> f32, f64::sin as fn(f64) -> f64), ("cos", cos, f64::cos)] {
+            let mut worst: (f64, f32) = (0.0, 0.0);
+            let multiples = (0..600_000).map(|i| i as f32 * std::f32::consts::FRAC_PI_2);
+            for x in samples().chain(dense(-10.0, 10.0)).chain(multiples).filter(|x| x.abs() <= TRIG_LIMIT) {
+                let error = ulps(within(f, x), right(f64::from(x)));
+                worst = if error > worst.0 { (error, x) } else { worst };
+            }
+            println!("{name}: {:.2} ulp at {:e}", worst.0, worst.1);
+            assert!(worst.0 <= 2.0, "{name}: {} ulp at {:e}", worst.0, worst.1);
+        }
+        assert!(sin(f32::NAN).is_nan() && cos(f32::NAN).is_nan());
+        assert!(sin(-0.0).is_sign_negative());
+    }
+
+    #[test]
+    fn powers() {
+        let mut worst: (f64, f32, f32) = (0.0, 0.0, 0.0);
+        let specials = [0.0, 0.5, 1.0, 2.0, 3.0, 1e9, 16_777_217.0, f32::INFINITY, f32::MAX, 1e-40];
+        let signed: Vec<f32> = specials.iter().flat_map(|&x| [x, -x]).chain([f32::NAN]).collect();
+        let special = signed.iter().flat_map(|&a| signed.iter().map(move |&b| (a, b)));
+        let patterns = |k: u32| (0..400u32).map(move |i| f32::from_bits(i.wrapping_mul(10_737_419).wrapping_add(k)));
+        let wild = patterns(1).flat_map(|a| patterns(77).map(move |b| (a, b)));
+        let tame = (1..1000).flat_map(|i| (-200..200).map(move |j| (i as f32 * 0.01, j as f32 * 0.11)));
+        for (a, b) in special.chain(wild).chain(tame) {
+            let right = f64::from(a).powf(f64::from(b));
+            let error = ulps(pow(a, b), right);
+            worst = if error > worst.0 { (error, a, b) } else { worst };
+            if right == 0.0 {
+                assert_eq!(pow(a, b).is_sign_negative(), right.is_sign_negative(), "pow({a}, {b})");
+            }
+        }
+        println!("pow: {:.2} ulp at {:e}, {:e}", worst.0, worst.1, worst.2);
+        assert!(worst.0 <= 1.0, "pow: {worst:?}");
+    }
+}

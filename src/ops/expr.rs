@@ -1,0 +1,531 @@
+//! Formulas as values: what an elementwise operation computes.
+//!
+//! An [`Expr`] is an immutable graph over a few leaves (tensor elements, run-time scalars, constants, random numbers)
+//! and about thirty primitives. It is written with ordinary operators and methods, shared freely, compared by
+//! structure, and read three ways: evaluated in tiles on the CPU, printed as OpenCL C, and differentiated.
+//!
+//! Comparisons give 1 and 0. A formula is evaluated in one type throughout (f32, f64, or i64 for integers); `max` and
+//! `min` give NaN when either side is NaN, as PyTorch's do. `select` evaluates both of its branches.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::hash::{Hash, Hasher};
+use std::ops;
+use std::sync::Arc;
+
+use smallvec::{SmallVec, smallvec};
+
+/// A formula over tensor elements, see the [module](self).
+///
+/// ```
+/// use claystone::ops::Expr;
+/// let x = Expr::input(0);
+/// let silu = &x * x.sigmoid();
+/// assert_eq!(silu, Expr::input(0) * Expr::input(0).sigmoid()); // by structure
+/// assert!(silu.uses_input(0) && !silu.uses_input(1));
+/// ```
+#[derive(Clone)]
+pub struct Expr(Arc<Node>);
+
+struct Node {
+    hash: u64,
+    op: Op,
+    args: Args<Expr>,
+}
+
+/// The operands of a node: none for a leaf, at most three.
+pub(crate) type Args<T> = SmallVec<[T; 3]>;
+
+/// What a node is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Op {
+    Leaf(Leaf),
+    Unary(Unary),
+    Binary(Binary),
+    /// `args[0] != 0 ? args[1] : args[2]`
+    Select,
+}
+
+/// Where values come from.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Leaf {
+    Input(usize),
+    Scalar(usize),
+    Const(f64),
+    Uniform(usize),
+    Normal(usize),
+    Bits(usize),
+}
+
+impl Leaf {
+    /// A unique pair for hashing and equality: constants differ by their bits, every NaN is the same.
+    fn key(self) -> (u8, u64) {
+        match self {
+            Leaf::Input(i) => (0, i as u64),
+            Leaf::Scalar(i) => (1, i as u64),
+            Leaf::Const(c) if c.is_nan() => (2, f64::NAN.to_bits()),
+            Leaf::Const(c) => (2, c.to_bits()),
+            Leaf::Uniform(i) => (3, i as u64),
+            Leaf::Normal(i) => (4, i as u64),
+            Leaf::Bits(i) => (5, i as u64),
+        }
+    }
+}
+
+impl PartialEq for Leaf {
+    fn eq(&self, other: &Leaf) -> bool {
+        self.key() == other.key()
+    }
+}
+impl Eq for Leaf {}
+impl Hash for Leaf {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.key().hash(state);
+    }
+}
+
+/// Primitives of one operand.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub(crate) enum Unary {
+    Neg,
+    Abs,
+    Floor,
+    Ceil,
+    Round,
+    Trunc,
+    Sqrt,
+    Exp,
+    Log,
+    Expm1,
+    Log1p,
+    Sin,
+    Cos,
+    Tanh,
+    Erf,
+    Atan,
+    Sigmoid,
+}
+
+impl Unary {
+    /// Whether integers have to be converted to floats first.
+    pub(crate) fn needs_float(self) -> bool {
+        use Unary::*;
+        !matches!(self, Neg | Abs | Floor | Ceil | Round | Trunc)
+    }
+
+    /// The value in f64: how constants are folded.
+    pub(crate) fn eval(self, x: f64) -> f64 {
+        match self {
+            Unary::Neg => -x,
+            Unary::Abs => x.abs(),
+            Unary::Floor => x.floor(),
+            Unary::Ceil => x.ceil(),
+            Unary::Round => x.round_ties_even(),
+            Unary::Trunc => x.trunc(),
+            Unary::Sqrt => x.sqrt(),
+            Unary::Exp => x.exp(),
+            Unary::Log => x.ln(),
+            Unary::Expm1 => x.exp_m1(),
+            Unary::Log1p => x.ln_1p(),
+            Unary::Sin => x.sin(),
+            Unary::Cos => x.cos(),
+            Unary::Tanh => x.tanh(),
+            Unary::Erf => libm::erf(x),
+            Unary::Atan => x.atan(),
+            Unary::Sigmoid => 1.0 / (1.0 + (-x).exp()),
+        }
+    }
+}
+
+/// Primitives of two operands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub(crate) enum Binary {
+    Add,
+    Sub,
+    Mul,
+    Div,
+    /// Truncated: the result has the sign of the dividend (C's `fmod` and `%`).
+    Rem,
+    Pow,
+    Max,
+    Min,
+    Lt,
+    Le,
+    Eq,
+}
+
+impl Binary {
+    /// Whether an integer divisor of zero is an error.
+    pub(crate) fn divides(self) -> bool {
+        matches!(self, Binary::Div | Binary::Rem)
+    }
+
+    /// The value in f64: how constants are folded.
+    pub(crate) fn eval(self, a: f64, b: f64) -> f64 {
+        match self {
+            Binary::Add => a + b,
+            Binary::Sub => a - b,
+            Binary::Mul => a * b,
+            Binary::Div => a / b,
+            Binary::Rem => a % b,
+            Binary::Pow => a.powf(b),
+            Binary::Max if a.is_nan() || a > b => a,
+            Binary::Max => b,
+            Binary::Min if a.is_nan() || a < b => a,
+            Binary::Min => b,
+            Binary::Lt => (a < b) as u8 as f64,
+            Binary::Le => (a <= b) as u8 as f64,
+            Binary::Eq => (a == b) as u8 as f64,
+        }
+    }
+}
+
+/// Leaves.
+impl Expr {
+    /// The element of the `i`-th operand.
+    pub fn input(i: usize) -> Expr {
+        Expr::leaf(Leaf::Input(i))
+    }
+
+    /// The `i`-th scalar argument, given when the formula is run: a learning rate costs no new kernel.
+    pub fn scalar(i: usize) -> Expr {
+        Expr::leaf(Leaf::Scalar(i))
+    }
+
+    /// A constant, written into the kernel.
+    pub fn constant(c: f64) -> Expr {
+        Expr::leaf(Leaf::Const(c))
+    }
+
+    /// A random number in [0, 1), a multiple of 2⁻²⁴, from the `i`-th seed and the element's index: the same on every
+    /// device and in f32 and f64.
+    pub fn uniform(i: usize) -> Expr {
+        Expr::leaf(Leaf::Uniform(i))
+    }
+
+    /// A random number of the standard normal distribution from the `i`-th seed and the element's index: the same on
+    /// every device and in f32 and f64 (it is computed in f32).
+    pub fn normal(i: usize) -> Expr {
+        Expr::leaf(Leaf::Normal(i))
+    }
+
+    /// 32 random bits as a number in 0..2³² (rounded where the formula is evaluated in f32).
+    pub fn bits(i: usize) -> Expr {
+        Expr::leaf(Leaf::Bits(i))
+    }
+
+    fn leaf(leaf: Leaf) -> Expr {
+        Expr::node(Op::Leaf(leaf), Args::new())
+    }
+
+    fn node(op: Op, args: Args<Expr>) -> Expr {
+        let (tag, payload) = match op {
+            Op::Leaf(l) => l.key(),
+            Op::Unary(u) => (6, u as u64),
+            Op::Binary(b) => (7, b as u64),
+            Op::Select => (8, 0),
+        };
+        let hash = args.iter().fold(mix(u64::from(tag) + 1, payload), |h, a| mix(h, a.0.hash));
+        Expr(Arc::new(Node { hash, op, args }))
+    }
+}
+
+/// One step of a hash that depends on nothing but its arguments (splitmix64's finaliser).
+fn mix(h: u64, x: u64) -> u64 {
+    let z = h.rotate_left(17).wrapping_add(x).wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// Construction with the simplifications that change no value: constants are folded (in f64), `x + 0`, `x * 1`,
+/// `x - 0`, `x / 1`, `-(-x)`, `pow` by 0, 1, 2, 3 and 1/2, and a selection between equals. `x * 0` stays: NaN and
+/// infinity must come through it. (`x + 0` keeps the sign of a negative zero.)
+impl Expr {
+    pub(crate) fn unary(op: Unary, x: Expr) -> Expr {
+        if let Some(c) = x.as_const() {
+            return Expr::constant(op.eval(c));
+        }
+        match (op, x.op()) {
+            (Unary::Neg, Op::Unary(Unary::Neg)) => x.args()[0].clone(),
+            _ => Expr::node(Op::Unary(op), smallvec![x]),
+        }
+    }
+
+    pub(crate) fn binary(op: Binary, a: Expr, b: Expr) -> Expr {
+        match (op, a.as_const(), b.as_const()) {
+            (_, Some(x), Some(y)) => Expr::constant(op.eval(x, y)),
+            (Binary::Add, Some(0.0), _) | (Binary::Mul, Some(1.0), _) => b,
+            (Binary::Add | Binary::Sub, _, Some(0.0)) => a,
+            (Binary::Mul | Binary::Div | Binary::Pow, _, Some(1.0)) => a,
+            (Binary::Mul, Some(-1.0), _) => -b,
+            (Binary::Mul | Binary::Div, _, Some(-1.0)) => -a,
+            (Binary::Pow, _, Some(0.0)) => Expr::constant(1.0),
+            (Binary::Pow, _, Some(2.0)) => a.square(),
+            (Binary::Pow, _, Some(3.0)) => a.square() * a,
+            (Binary::Pow, _, Some(0.5)) => a.sqrt(),
+            _ => Expr::node(Op::Binary(op), smallvec![a, b]),
+        }
+    }
+
+    /// `a` where this is not zero, else `b`. Both are evaluated.
+    pub fn select(&self, a: impl Into<Expr>, b: impl Into<Expr>) -> Expr {
+        let (a, b) = (a.into(), b.into());
+        match self.as_const() {
+            Some(0.0) => b,
+            Some(_) => a,
+            None if a == b => a,
+            None => Expr::node(Op::Select, smallvec![self.clone(), a, b]),
+        }
+    }
+
+    pub(crate) fn op(&self) -> Op {
+        self.0.op
+    }
+
+    pub(crate) fn args(&self) -> &[Expr] {
+        &self.0.args
+    }
+
+    /// The value of a constant.
+    pub fn as_const(&self) -> Option<f64> {
+        match self.0.op {
+            Op::Leaf(Leaf::Const(c)) => Some(c),
+            _ => None,
+        }
+    }
+}
+
+/// Questions about a formula.
+impl Expr {
+    /// Whether the formula reads its `i`-th operand.
+    pub fn uses_input(&self, i: usize) -> bool {
+        Dag::new(std::slice::from_ref(self)).leaves().any(|l| l == Leaf::Input(i))
+    }
+
+    /// Whether the formula draws random numbers from the `i`-th seed.
+    pub fn uses_seed(&self, i: usize) -> bool {
+        Dag::new(std::slice::from_ref(self))
+            .leaves()
+            .any(|l| matches!(l, Leaf::Uniform(j) | Leaf::Normal(j) | Leaf::Bits(j) if i == j))
+    }
+
+    /// How many operands the formula takes: one more than the greatest index of an input.
+    pub fn arity(&self) -> usize {
+        Dag::new(std::slice::from_ref(self)).arity()
+    }
+}
+
+/// Formulas as one numbered list: every node once (equal ones share a number), operands before users.
+///
+/// Linear in the number of distinct nodes, and without recursion, however deep or shared the formulas are.
+pub(crate) struct Dag {
+    pub(crate) nodes: Vec<DagNode>,
+    pub(crate) roots: Vec<usize>,
+}
+
+pub(crate) struct DagNode {
+    pub(crate) expr: Expr,
+    pub(crate) args: Args<usize>,
+}
+
+impl Dag {
+    pub(crate) fn new(roots: &[Expr]) -> Dag {
+        let mut nodes: Vec<DagNode> = Vec::new();
+        let mut by_address: HashMap<*const Node, usize> = HashMap::new();
+        let mut by_structure: HashMap<(Op, Args<usize>), usize> = HashMap::new();
+        let mut stack: Vec<(&Expr, usize)> = roots.iter().rev().map(|r| (r, 0)).collect();
+        while let Some((expr, visited)) = stack.pop() {
+            let address = Arc::as_ptr(&expr.0);
+            if by_address.contains_key(&address) {
+                continue;
+            }
+            if let Some(arg) = expr.args().get(visited) {
+                stack.push((expr, visited + 1));
+                stack.push((arg, 0));
+                continue;
+            }
+            let args: Args<usize> = expr.args().iter().map(|a| by_address[&Arc::as_ptr(&a.0)]).collect();
+            let number = *by_structure.entry((expr.op(), args)).or_insert_with_key(|(_, args)| {
+                nodes.push(DagNode { expr: expr.clone(), args: args.clone() });
+                nodes.len() - 1
+            });
+            by_address.insert(address, number);
+        }
+        let roots = roots.iter().map(|r| by_address[&Arc::as_ptr(&r.0)]).collect();
+        Dag { nodes, roots }
+    }
+
+    pub(crate) fn leaves(&self) -> impl Iterator<Item = Leaf> + '_ {
+        self.nodes.iter().filter_map(|n| match n.expr.op() {
+            Op::Leaf(l) => Some(l),
+            _ => None,
+        })
+    }
+
+    /// One more than the greatest index of an input.
+    pub(crate) fn arity(&self) -> usize {
+        self.leaves().filter_map(|l| if let Leaf::Input(i) = l { Some(i + 1) } else { None }).max().unwrap_or(0)
+    }
+}
+
+impl PartialEq for Expr {
+    fn eq(&self, other: &Expr) -> bool {
+        if Arc::ptr_eq(&self.0, &other.0) {
+            return true;
+        }
+        if self.0.hash != other.0.hash || self.0.op != other.0.op {
+            return false;
+        }
+        let dag = Dag::new(&[self.clone(), other.clone()]);
+        dag.roots[0] == dag.roots[1]
+    }
+}
+impl Eq for Expr {}
+
+impl Hash for Expr {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        state.write_u64(self.0.hash);
+    }
+}
+
+impl Drop for Node {
+    /// Long chains are taken apart in a loop: the default would recurse once a node.
+    fn drop(&mut self) {
+        let mut orphans = std::mem::take(&mut self.args).into_vec();
+        while let Some(Expr(node)) = orphans.pop() {
+            if let Some(mut node) = Arc::into_inner(node) {
+                orphans.extend(std::mem::take(&mut node.args));
+            }
+        }
+    }
+}
+
+impl fmt::Debug for Expr {
+    /// The formula as a list of assignments, one a distinct node: sharing keeps it short.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let dag = Dag::new(std::slice::from_ref(self));
+        for (i, n) in dag.nodes.iter().enumerate() {
+            let sep = if i == 0 { "" } else { "; " };
+            match n.expr.op() {
+                Op::Leaf(l) => write!(f, "{sep}v{i} = {l:?}")?,
+                Op::Unary(u) => write!(f, "{sep}v{i} = {u:?}(v{})", n.args[0])?,
+                Op::Binary(b) => write!(f, "{sep}v{i} = {b:?}(v{}, v{})", n.args[0], n.args[1])?,
+                Op::Select => write!(f, "{sep}v{i} = v{} ? v{} : v{}", n.args[0], n.args[1], n.args[2])?,
+            }
+        }
+        Ok(())
+    }
+}
+
+impl From<f64> for Expr {
+    fn from(c: f64) -> Expr {
+        Expr::constant(c)
+    }
+}
+impl From<&Expr> for Expr {
+    fn from(e: &Expr) -> Expr {
+        e.clone()
+    }
+}
+
+macro_rules! operators {
+    ($($trait:ident $method:ident => $op:ident;)*) => { $(
+        operators!(@ $trait $method $op, Expr, Expr);
+        operators!(@ $trait $method $op, Expr, &Expr);
+        operators!(@ $trait $method $op, &Expr, Expr);
+        operators!(@ $trait $method $op, &Expr, &Expr);
+        operators!(@ $trait $method $op, Expr, f64);
+        operators!(@ $trait $method $op, &Expr, f64);
+        operators!(@ $trait $method $op, f64, Expr);
+        operators!(@ $trait $method $op, f64, &Expr);
+    )* };
+    (@ $trait:ident $method:ident $op:ident, $lhs:ty, $rhs:ty) => {
+        impl ops::$trait<$rhs> for $lhs {
+            type Output = Expr;
+            fn $method(self, rhs: $rhs) -> Expr {
+                Expr::binary(Binary::$op, self.into(), rhs.into())
+            }
+        }
+    };
+}
+
+operators! {
+    Add add => Add;
+    Sub sub => Sub;
+    Mul mul => Mul;
+    Div div => Div;
+    Rem rem => Rem;
+}
+
+impl ops::Neg for Expr {
+    type Output = Expr;
+    fn neg(self) -> Expr {
+        Expr::unary(Unary::Neg, self)
+    }
+}
+impl ops::Neg for &Expr {
+    type Output = Expr;
+    fn neg(self) -> Expr {
+        -self.clone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn equality_is_structural_and_hashes_agree() {
+        let f = |x: Expr| (&x * 2.0 + 1.0).exp() / x;
+        let (a, b) = (f(Expr::input(0)), f(Expr::input(0)));
+        assert_eq!(a, b);
+        assert_eq!(a.0.hash, b.0.hash);
+        assert_ne!(a, f(Expr::input(1)));
+        assert_ne!(Expr::constant(0.0), Expr::constant(-0.0));
+        assert_eq!(Expr::constant(f64::NAN), Expr::constant(-f64::NAN));
+    }
+
+    #[test]
+    fn shared_and_deep_formulas_are_linear() {
+        let doubled = |mut e: Expr| {
+            for _ in 0..200 {
+                e = (&e + &e).sin(); // 2^200 paths, 401 nodes
+            }
+            e
+        };
+        let (a, b) = (doubled(Expr::input(0)), doubled(Expr::input(0)));
+        assert_eq!(a, b);
+        assert_eq!(Dag::new(&[a, b]).nodes.len(), 401);
+
+        let mut deep = Expr::input(3);
+        for _ in 0..300_000 {
+            deep = deep.sin();
+        }
+        assert_eq!(deep.arity(), 4);
+        drop(deep); // no recursion
+    }
+
+    #[test]
+    fn simplifications() {
+        let x = Expr::input(0);
+        for e in [&x + 0.0, 0.0 + &x, &x - 0.0, &x * 1.0, 1.0 * &x, &x / 1.0, -(-&x), x.pow(1.0)] {
+            assert_eq!(e, x);
+        }
+        assert_eq!(x.pow(2.0), &x * &x);
+        assert_eq!(Expr::constant(2.0) * 3.0 + 1.0, Expr::constant(7.0));
+        assert_eq!(x.lt(0.0).select(&x, &x), x);
+        assert_ne!(&x * 0.0, Expr::constant(0.0)); // NaN must come through
+    }
+
+    #[test]
+    fn questions() {
+        let e = Expr::input(2) + Expr::uniform(1);
+        assert_eq!(e.arity(), 3);
+        assert!(e.uses_input(2) && !e.uses_input(0));
+        assert!(e.uses_seed(1) && !e.uses_seed(0));
+        assert_eq!(Expr::constant(1.0).arity(), 0);
+    }
+}

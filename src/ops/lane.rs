@@ -1,0 +1,200 @@
+//! The three types formulas are evaluated in on the CPU, and every primitive on one element of them.
+
+use super::expr::{Binary, Unary};
+use crate::device::cpu::math;
+use crate::{Compute, Scalar};
+
+/// A type formulas are evaluated in: f32, f64, or i64 for integers, which wrap.
+///
+/// The functions of floats are never called on integers (see [`Program::needs_float`]); there they give their operand.
+#[rustfmt::skip]
+pub(crate) trait Lane: bytemuck::Pod + PartialOrd + Send + Sync + std::fmt::Debug {
+    const COMPUTE: Compute;
+
+    fn from_f32(x: f32) -> Self;
+    fn from_f64(x: f64) -> Self;
+    fn from_i32(x: i32) -> Self;
+    fn from_i64(x: i64) -> Self;
+    fn from_scalar(x: Scalar) -> Self;
+    fn to_f32(self) -> f32;
+    fn to_f64(self) -> f64;
+    fn to_i64(self) -> i64;
+    fn to_i32(self) -> i32;
+    fn to_u32(self) -> u32;
+    fn to_u8(self) -> u8;
+    fn is_true(self) -> bool;
+    fn truth(b: bool) -> Self;
+
+    fn neg(self) -> Self;
+    fn abs(self) -> Self;
+    fn add(self, b: Self) -> Self;
+    fn sub(self, b: Self) -> Self;
+    fn mul(self, b: Self) -> Self;
+    fn div(self, b: Self) -> Self;
+    fn rem(self, b: Self) -> Self;
+    fn pow(self, b: Self) -> Self;
+    fn max(self, b: Self) -> Self;
+    fn min(self, b: Self) -> Self;
+
+    fn floor(self) -> Self { self }
+    fn ceil(self) -> Self { self }
+    fn round(self) -> Self { self }
+    fn trunc(self) -> Self { self }
+    fn sqrt(self) -> Self { self }
+    fn exp(self) -> Self { self }
+    fn log(self) -> Self { self }
+    fn expm1(self) -> Self { self }
+    fn log1p(self) -> Self { self }
+    fn sin(self) -> Self { self }
+    fn cos(self) -> Self { self }
+    fn is_huge_angle(self) -> bool { false }
+    fn tanh(self) -> Self { self }
+    fn erf(self) -> Self { self }
+    fn atan(self) -> Self { self }
+    fn sigmoid(self) -> Self { self }
+}
+
+macro_rules! methods {
+    ($($name:ident($self:ident $(, $arg:ident)?) -> $ret:ty = $e:expr;)*) => { $(
+        #[inline(always)]
+        fn $name($self $(, $arg: Self)?) -> $ret { $e }
+    )* };
+}
+
+macro_rules! conversions {
+    ($t:ident, $compute:ident, $scalar:ident) => {
+        const COMPUTE: Compute = Compute::$compute;
+
+        #[inline(always)]
+        fn from_f32(x: f32) -> Self {
+            x as $t
+        }
+        #[inline(always)]
+        fn from_f64(x: f64) -> Self {
+            x as $t
+        }
+        #[inline(always)]
+        fn from_i32(x: i32) -> Self {
+            x as $t
+        }
+        #[inline(always)]
+        fn from_i64(x: i64) -> Self {
+            x as $t
+        }
+        #[inline(always)]
+        fn from_scalar(x: Scalar) -> Self {
+            x.$scalar() as $t
+        }
+        #[inline(always)]
+        fn truth(b: bool) -> Self {
+            u8::from(b) as $t
+        }
+        methods! {
+            to_f32(self) -> f32 = self as f32;
+            to_f64(self) -> f64 = self as f64;
+            to_i64(self) -> i64 = self as i64;
+            to_i32(self) -> i32 = self as i32;
+            to_u32(self) -> u32 = self as u32;
+            to_u8(self) -> u8 = self as u8;
+            is_true(self) -> bool = self != (0 as $t);
+        }
+    };
+}
+
+macro_rules! float_arithmetic {
+    ($t:ident) => {
+        methods! {
+            neg(self) -> Self = -self;
+            abs(self) -> Self = $t::abs(self);
+            add(self, b) -> Self = self + b;
+            sub(self, b) -> Self = self - b;
+            mul(self, b) -> Self = self * b;
+            div(self, b) -> Self = self / b;
+            rem(self, b) -> Self = self % b;
+            // as selections: `b` where it is NaN, because the comparison is then false
+            max(self, b) -> Self = if self > b || self.is_nan() { self } else { b };
+            min(self, b) -> Self = if self < b || self.is_nan() { self } else { b };
+            floor(self) -> Self = $t::floor(self);
+            ceil(self) -> Self = $t::ceil(self);
+            round(self) -> Self = $t::round_ties_even(self);
+            trunc(self) -> Self = $t::trunc(self);
+            sqrt(self) -> Self = $t::sqrt(self);
+        }
+    };
+}
+
+#[rustfmt::skip]
+impl Lane for f32 {
+    conversions!(f32, F32, to_f64);
+    float_arithmetic!(f32);
+    methods! {
+        exp(self) -> f32 = math::exp(self);
+        log(self) -> f32 = math::log(self);
+        expm1(self) -> f32 = math::expm1(self);
+        log1p(self) -> f32 = math::log1p(self);
+        sin(self) -> f32 = math::sin(self);
+        cos(self) -> f32 = math::cos(self);
+        is_huge_angle(self) -> bool = f32::abs(self) > math::TRIG_LIMIT;
+        tanh(self) -> f32 = math::tanh(self);
+        erf(self) -> f32 = math::erf(self);
+        atan(self) -> f32 = math::atan(self);
+        sigmoid(self) -> f32 = math::sigmoid(self);
+        pow(self, b) -> f32 = math::pow(self, b);
+    }
+}
+
+#[rustfmt::skip]
+impl Lane for f64 {
+    conversions!(f64, F64, to_f64);
+    float_arithmetic!(f64);
+    methods! {
+        exp(self) -> f64 = Unary::Exp.eval(self);
+        log(self) -> f64 = Unary::Log.eval(self);
+        expm1(self) -> f64 = Unary::Expm1.eval(self);
+        log1p(self) -> f64 = Unary::Log1p.eval(self);
+        sin(self) -> f64 = Unary::Sin.eval(self);
+        cos(self) -> f64 = Unary::Cos.eval(self);
+        tanh(self) -> f64 = Unary::Tanh.eval(self);
+        erf(self) -> f64 = Unary::Erf.eval(self);
+        atan(self) -> f64 = Unary::Atan.eval(self);
+        sigmoid(self) -> f64 = Unary::Sigmoid.eval(self);
+        pow(self, b) -> f64 = Binary::Pow.eval(self, b);
+    }
+}
+
+#[rustfmt::skip]
+impl Lane for i64 {
+    conversions!(i64, I64, to_i64);
+    methods! {
+        neg(self) -> i64 = self.wrapping_neg();
+        abs(self) -> i64 = self.wrapping_abs();
+        add(self, b) -> i64 = self.wrapping_add(b);
+        sub(self, b) -> i64 = self.wrapping_sub(b);
+        mul(self, b) -> i64 = self.wrapping_mul(b);
+        div(self, b) -> i64 = if b == 0 { 0 } else { self.wrapping_div(b) };
+        rem(self, b) -> i64 = if b == 0 { 0 } else { self.wrapping_rem(b) };
+        max(self, b) -> i64 = Ord::max(self, b);
+        min(self, b) -> i64 = Ord::min(self, b);
+        pow(self, b) -> i64 = integer_power(self, b);
+    }
+}
+
+/// By squaring, wrapping. A negative power is the truncated quotient: 0 unless the base is 1 or -1.
+fn integer_power(mut base: i64, exponent: i64) -> i64 {
+    if exponent < 0 {
+        return match base {
+            1 => 1,
+            -1 => 1 - 2 * (exponent & 1),
+            _ => 0,
+        };
+    }
+    let (mut power, mut e) = (1i64, exponent);
+    while e > 0 {
+        if e & 1 == 1 {
+            power = power.wrapping_mul(base);
+        }
+        base = base.wrapping_mul(base);
+        e >>= 1;
+    }
+    power
+}

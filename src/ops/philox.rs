@@ -1,0 +1,194 @@
+//! Counter-based random numbers: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
+//!
+//! An element's number is a function of the seed and the element's index alone, so any number of threads on any device
+//! give the same tensor. Element `e` takes lane `e % 4` of the block whose counter is `e / 4` and the seed's stream.
+//!
+//! Normals come in pairs from two lanes by Box and Muller's method, in f32, from integer operations and additions,
+//! subtractions and multiplications only. Those are rounded exactly everywhere (division, square root and the library's
+//! functions are not), so the bits are the same on every device; `kernels/prelude.cl` repeats it step by step.
+
+use crate::device::cpu::math::{cos_small, log_near_one, sin_small};
+
+/// Which random numbers: `key` is the user's seed, `stream` counts the draws made from it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct Seed {
+    /// The user's seed.
+    pub key: u64,
+    /// Which draw from it.
+    pub stream: u64,
+}
+
+const ROUNDS: usize = 10;
+const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
+const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
+
+/// Blocks computed side by side, so that the compiler can put them in vector lanes.
+const WIDE: usize = 8;
+
+/// The four words of one block.
+#[inline(always)]
+fn block(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
+    let ([mut x0, mut x1, mut x2, mut x3], [mut k0, mut k1]) = (counter, key);
+    for _ in 0..ROUNDS {
+        let a = u64::from(MULTIPLIERS[0]) * u64::from(x0);
+        let b = u64::from(MULTIPLIERS[1]) * u64::from(x2);
+        (x0, x1, x2, x3) = ((b >> 32) as u32 ^ x1 ^ k0, b as u32, (a >> 32) as u32 ^ x3 ^ k1, a as u32);
+        k0 = k0.wrapping_add(WEYL[0]);
+        k1 = k1.wrapping_add(WEYL[1]);
+    }
+    [x0, x1, x2, x3]
+}
+
+impl Seed {
+    #[inline(always)]
+    fn block(self, index: u64) -> [u32; 4] {
+        let words = |x: u64| [x as u32, (x >> 32) as u32];
+        let ([c0, c1], [c2, c3]) = (words(index), words(self.stream));
+        block([c0, c1, c2, c3], words(self.key))
+    }
+
+    /// Calls `f(i, value)` for the elements `first + i`, `i` in `0..len`, with `value = finish(block)[lane]`.
+    #[inline(always)]
+    fn each<T: Copy + Default>(
+        self,
+        first: u64,
+        len: usize,
+        finish: impl Fn([u32; 4]) -> [T; 4],
+        mut f: impl FnMut(usize, T),
+    ) {
+        let skip = (first % 4) as usize;
+        let blocks = (skip + len).div_ceil(4);
+        for base in (0..blocks).step_by(WIDE) {
+            let mut wide = [[T::default(); 4]; WIDE];
+            for (k, out) in wide.iter_mut().enumerate() {
+                *out = finish(self.block((first / 4).wrapping_add((base + k) as u64)));
+            }
+            let values = wide.as_flattened();
+            let from = if base == 0 { skip } else { 0 };
+            let to = values.len().min(skip + len - 4 * base);
+            for (k, &value) in values[from..to].iter().enumerate() {
+                f(4 * base + from + k - skip, value);
+            }
+        }
+    }
+
+    /// The bits of the elements `first..first + out.len()`.
+    #[inline(always)]
+    pub(crate) fn bits<C>(self, first: u64, out: &mut [C], convert: impl Fn(u32) -> C) {
+        self.each(first, out.len(), |b| b, |i, bits| out[i] = convert(bits));
+    }
+
+    /// Uniform numbers in [0, 1), multiples of 2⁻²⁴.
+    #[inline(always)]
+    pub(crate) fn uniform<C>(self, first: u64, out: &mut [C], convert: impl Fn(f32) -> C) {
+        self.each(first, out.len(), |b| b, |i, bits| out[i] = convert(unit(bits)));
+    }
+
+    /// Normal numbers.
+    #[inline(always)]
+    pub(crate) fn normal<C>(self, first: u64, out: &mut [C], convert: impl Fn(f32) -> C) {
+        let pairs = |[a, b, c, d]: [u32; 4]| {
+            let ([x, y], [z, w]) = (normal_pair(a, b), normal_pair(c, d));
+            [x, y, z, w]
+        };
+        self.each(first, out.len(), pairs, |i, x| out[i] = convert(x));
+    }
+}
+
+#[inline(always)]
+fn unit(bits: u32) -> f32 {
+    (bits >> 8) as f32 * (1.0 / 16_777_216.0)
+}
+
+/// Two independent normal numbers from two words. Every operation here is rounded exactly, none is fused.
+#[inline(always)]
+fn normal_pair(a: u32, b: u32) -> [f32; 2] {
+    // t = -2 ln(u), u = n / 2^24 in (0, 1]: n = m * 2^e with m in [0.75, 1.5)
+    let n = ((a >> 8) + 1) as f32;
+    let bits = n.to_bits().wrapping_sub(0x3F40_0000);
+    let e = (bits >> 23) as f32;
+    let z = f32::from_bits((bits & 0x007F_FFFF).wrapping_add(0x3F40_0000)) - 1.0;
+    let t = -2.0 * (log_near_one(z) + (e - 24.0) * std::f32::consts::LN_2);
+
+    // r = sqrt(t) = t * rsqrt(t): an estimate from the exponent, improved by Newton's method
+    let mut y = f32::from_bits(0x5F37_59DFu32.wrapping_sub(t.to_bits() >> 1));
+    let half = 0.5 * t;
+    for _ in 0..3 {
+        y = y * (1.5 - half * y * y);
+    }
+    let r = t * y;
+
+    // the angle 2 pi n / 2^24: the nearest quarter turn, and what is left of it in [-pi/4, pi/4]
+    let n = b >> 8;
+    let quarter = (n + 0x0020_0000) >> 22;
+    let left = n.wrapping_sub(quarter << 22) as i32 as f32;
+    let x = left * (std::f32::consts::FRAC_PI_2 / 4_194_304.0);
+    let (s, c) = (sin_small(x), cos_small(x));
+    let (c, s) = if quarter & 1 == 0 { (c, s) } else { (s, c) };
+    let c = if (quarter + 1) & 2 == 0 { c } else { -c };
+    let s = if quarter & 2 == 0 { s } else { -s };
+    [r * c, r * s]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn known_answers() {
+        // the reference implementation's vectors for philox4x32, 10 rounds
+        let all = u32::MAX;
+        assert_eq!(block([0; 4], [0; 2]), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
+        assert_eq!(block([all; 4], [all; 2]), [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]);
+        assert_eq!(
+            block([0x243f_6a88, 0x85a3_08d3, 0x1319_8a2e, 0x0370_7344], [0xa409_3822, 0x299f_31d0]),
+            [0xd16c_fe09, 0x94fd_cceb, 0x5001_e420, 0x2412_6ea1]
+        );
+    }
+
+    #[test]
+    fn every_window_sees_the_same_numbers() {
+        let seed = Seed { key: 0x0123_4567_89ab_cdef, stream: 7 << 33 };
+        let mut all = vec![0; 200];
+        seed.bits(0, &mut all, |b| b);
+        for first in 0..70 {
+            for len in [0, 1, 2, 3, 4, 5, 31, 32, 33, 100] {
+                let mut part = vec![0; len];
+                seed.bits(first as u64, &mut part, |b| b);
+                assert_eq!(part, all[first..first + len], "{first} {len}");
+            }
+        }
+        let mut far = [0; 8]; // the counter's upper word
+        seed.bits(1 << 40, &mut far, |b| b);
+        assert_eq!(far[..4], block([0, 1 << 6, 0, 14], [0x89ab_cdef, 0x0123_4567]));
+    }
+
+    #[test]
+    fn normals_follow_their_formula_and_distribution() {
+        let seed = Seed { key: 42, stream: 0 };
+        let n = 400_000;
+        let (mut bits, mut x) = (vec![0; n], vec![0.0; n]);
+        seed.bits(0, &mut bits, |b| b);
+        seed.normal(0, &mut x, |x| x);
+        for (b, x) in bits.chunks(2).zip(x.chunks(2)) {
+            let u = ((b[0] >> 8) + 1) as f64 / 16_777_216.0;
+            let angle = std::f64::consts::TAU * f64::from(b[1] >> 8) / 16_777_216.0;
+            let r = (-2.0 * u.ln()).sqrt();
+            for (x, y) in x.iter().zip([r * angle.cos(), r * angle.sin()]) {
+                assert!((f64::from(*x) - y).abs() <= 1e-6 * r.max(0.1), "{x} {y}");
+            }
+        }
+        let moment = |p: i32| x.iter().map(|&x| f64::from(x).powi(p)).sum::<f64>() / n as f64;
+        assert!(moment(1).abs() < 0.01 && (moment(2) - 1.0).abs() < 0.01);
+        assert!(moment(3).abs() < 0.03 && (moment(4) - 3.0).abs() < 0.06);
+    }
+
+    #[test]
+    fn extreme_words_give_finite_normals() {
+        for a in [0, 255, 256, u32::MAX, u32::MAX - 255, 0x7fff_ffff, 0x8000_0000] {
+            for b in [0, 0x1fff_ff00, 0x2000_0000, 0x6000_0000, 0xdfff_ffff, 0xe000_0000, u32::MAX] {
+                assert!(normal_pair(a, b).iter().all(|x| x.abs() < 6.0), "{a} {b}");
+            }
+        }
+    }
+}

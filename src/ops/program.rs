@@ -1,0 +1,218 @@
+//! Formulas made ready to run: one straight list of steps for one or several results.
+//!
+//! Equal parts are computed once. For the CPU each step writes a tile of elements into a register or straight into a
+//! result; operands are named in place, so an input is never copied, and a register is used again as soon as its value
+//! is dead. The OpenCL reader ([`source`](super::source)) leaves registers to its compiler.
+
+use std::hash::{Hash, Hasher};
+
+use super::expr::{Args, Dag, Expr, Leaf, Op};
+use crate::Compute;
+
+/// Where a step finds an operand.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Value {
+    Input(usize),
+    Scalar(usize),
+    Const(f64),
+    Register(usize),
+    Output(usize),
+}
+
+/// What a step does.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Action {
+    /// Of a formula: a primitive, or random numbers (never an input, a scalar or a constant).
+    Compute(Op),
+    /// A result that is a leaf, or the same as another result.
+    Copy,
+}
+
+/// One primitive over a tile of elements.
+#[derive(Debug)]
+pub(crate) struct Step {
+    pub(crate) action: Action,
+    pub(crate) args: Args<Value>,
+    /// A register or an output, never one of `args`.
+    pub(crate) dst: Value,
+}
+
+/// Formulas ready to run. Two programs of equal formulas are equal.
+#[derive(Debug)]
+pub(crate) struct Program {
+    exprs: Box<[Expr]>,
+    pub(crate) steps: Vec<Step>,
+    pub(crate) registers: usize,
+    inputs: usize,
+    scalars: usize,
+    seeds: usize,
+    needs_float: bool,
+    divides: bool,
+}
+
+impl Program {
+    /// A program whose `j`-th result is `exprs[j]`.
+    pub(crate) fn new(exprs: &[Expr]) -> Program {
+        let dag = Dag::new(exprs);
+        let count = |f: fn(Leaf) -> Option<usize>| dag.leaves().filter_map(f).map(|i| i + 1).max().unwrap_or(0);
+        let ops = || dag.nodes.iter().map(|n| n.expr.op());
+        let (steps, registers) = schedule(&dag);
+        Program {
+            exprs: exprs.into(),
+            steps,
+            registers,
+            inputs: dag.arity(),
+            scalars: count(|l| if let Leaf::Scalar(i) = l { Some(i) } else { None }),
+            seeds: count(|l| match l {
+                Leaf::Uniform(i) | Leaf::Normal(i) | Leaf::Bits(i) => Some(i),
+                _ => None,
+            }),
+            needs_float: ops().any(op_needs_float),
+            divides: ops().any(|op| matches!(op, Op::Binary(b) if b.divides())),
+        }
+    }
+
+    /// The formulas it computes.
+    pub(crate) fn exprs(&self) -> &[Expr] {
+        &self.exprs
+    }
+
+    /// How many operands, scalar arguments, seeds and results it has.
+    pub(crate) fn inputs(&self) -> usize {
+        self.inputs
+    }
+    pub(crate) fn scalars(&self) -> usize {
+        self.scalars
+    }
+    pub(crate) fn seeds(&self) -> usize {
+        self.seeds
+    }
+    pub(crate) fn outputs(&self) -> usize {
+        self.exprs.len()
+    }
+
+    /// Whether integer operands have to be converted to floats first: it takes roots, exponentials and the like, draws
+    /// uniform or normal numbers, or has a constant that is no integer.
+    pub(crate) fn needs_float(&self) -> bool {
+        self.needs_float
+    }
+
+    /// Whether a run in this type can meet an integer division by zero.
+    pub(crate) fn can_fault(&self, compute: Compute) -> bool {
+        self.divides && compute == Compute::I64
+    }
+}
+
+impl PartialEq for Program {
+    fn eq(&self, other: &Program) -> bool {
+        self.exprs == other.exprs
+    }
+}
+impl Eq for Program {}
+impl Hash for Program {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.exprs.hash(state);
+    }
+}
+
+fn op_needs_float(op: Op) -> bool {
+    match op {
+        Op::Unary(u) => u.needs_float(),
+        Op::Leaf(Leaf::Const(c)) => c.trunc() != c || c.abs() > 9e15,
+        Op::Leaf(Leaf::Uniform(_) | Leaf::Normal(_)) => true,
+        _ => false,
+    }
+}
+
+/// Puts the nodes in order and gives each a place; returns the number of registers too.
+fn schedule(dag: &Dag) -> (Vec<Step>, usize) {
+    let mut last_use = vec![0; dag.nodes.len()];
+    for (i, node) in dag.nodes.iter().enumerate() {
+        node.args.iter().for_each(|&a| last_use[a] = i);
+    }
+
+    let mut steps = Vec::new();
+    let mut places: Vec<Value> = Vec::with_capacity(dag.nodes.len());
+    let (mut free, mut registers) = (Vec::new(), 0);
+    for (i, node) in dag.nodes.iter().enumerate() {
+        let op = node.expr.op();
+        let place = match op {
+            Op::Leaf(Leaf::Input(k)) => Value::Input(k),
+            Op::Leaf(Leaf::Scalar(k)) => Value::Scalar(k),
+            Op::Leaf(Leaf::Const(c)) => Value::Const(c),
+            _ => {
+                let dst = match dag.roots.iter().position(|&r| r == i) {
+                    Some(j) => Value::Output(j),
+                    None => Value::Register(free.pop().unwrap_or_else(|| {
+                        registers += 1;
+                        registers - 1
+                    })),
+                };
+                let args = node.args.iter().map(|&a| places[a]).collect();
+                steps.push(Step { action: Action::Compute(op), args, dst });
+                // after `dst` was chosen: a step never writes where it reads
+                for (k, &a) in node.args.iter().enumerate() {
+                    if let Value::Register(r) = places[a]
+                        && last_use[a] == i
+                        && !node.args[..k].contains(&a)
+                    {
+                        free.push(r);
+                    }
+                }
+                dst
+            }
+        };
+        places.push(place);
+    }
+    for (j, &root) in dag.roots.iter().enumerate() {
+        if places[root] != Value::Output(j) {
+            steps.push(Step {
+                action: Action::Copy,
+                args: [places[root]].into_iter().collect(),
+                dst: Value::Output(j),
+            });
+        }
+    }
+    (steps, registers)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn registers_are_used_again() {
+        let x = Expr::input(0);
+        let mut e = x.clone();
+        for i in 0..50 {
+            e = (&e + (i as f64 + 0.5)).sin() * &x;
+        }
+        let p = Program::new(&[e]);
+        assert_eq!(p.steps.len(), 150);
+        assert!(p.registers <= 2, "{}", p.registers);
+        for s in &p.steps {
+            assert!(!s.args.contains(&s.dst));
+        }
+    }
+
+    #[test]
+    fn common_parts_and_results_that_are_leaves() {
+        let (a, b) = (Expr::input(0), Expr::input(1));
+        let p = Program::new(&[(&a + &b).exp(), (&a + &b).exp() * 2.0, b.clone(), (&a + &b).exp()]);
+        assert_eq!(p.steps.len(), 5); // add, exp, mul and two copies
+        assert_eq!((p.inputs(), p.outputs(), p.scalars(), p.seeds()), (2, 4, 0, 0));
+        assert_eq!(p, Program::new(p.exprs()));
+    }
+
+    #[test]
+    fn what_integers_need() {
+        let (a, b) = (Expr::input(0), Expr::input(1));
+        assert!(!Program::new(&[a.floor_divide(&b)]).needs_float());
+        assert!(Program::new(&[a.floor_divide(&b)]).can_fault(Compute::I64));
+        assert!(!Program::new(&[a.floor_divide(&b)]).can_fault(Compute::F32));
+        assert!(Program::new(&[&a * 0.5]).needs_float());
+        assert!(Program::new(&[a.exp()]).needs_float());
+        assert!(!Program::new(&[Expr::bits(0)]).needs_float());
+        assert!(Program::new(&[a.is_inf()]).needs_float());
+    }
+}

@@ -1,0 +1,390 @@
+//! Formulas on the CPU: a program is run over a tile of elements, one primitive at a time.
+//!
+//! A tile's registers stay in the first-level cache, and the loop over a primitive is compiled for the vector units
+//! the processor turns out to have. Inputs are slices read in place, or one number for the whole tile; whatever is
+//! computed from such numbers alone is computed once a tile.
+
+use pulp::Arch;
+
+use super::expr::{Binary, Leaf, Op, Unary};
+use super::lane::Lane;
+use super::philox::Seed;
+use super::program::{Action, Program, Value};
+use crate::{Compute, Scalar};
+
+/// Elements in a tile: 2 KiB of f32.
+pub(crate) const TILE: usize = 512;
+
+/// One operand of a tile.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum TileIn<'a, C> {
+    /// An element each.
+    Slice(&'a [C]),
+    /// The same for all.
+    Scalar(C),
+}
+
+/// What a program is run on.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Tile<'a, C> {
+    /// One for each input, slices at least `len` long.
+    pub(crate) inputs: &'a [TileIn<'a, C>],
+    pub(crate) scalars: &'a [Scalar],
+    pub(crate) seeds: &'a [Seed],
+    /// The index of the tile's first element: what random numbers depend on.
+    pub(crate) first: u64,
+    /// At most [`TILE`].
+    pub(crate) len: usize,
+}
+
+/// Registers, kept from tile to tile.
+pub(crate) struct Scratch<C> {
+    arch: Arch,
+    registers: Vec<Register<C>>,
+}
+
+struct Register<C> {
+    data: Vec<C>,
+    /// The value of all elements, where they are known to be the same; `data` is then not used.
+    uniform: Option<C>,
+}
+
+impl<C: Lane> Scratch<C> {
+    pub(crate) fn new() -> Scratch<C> {
+        Scratch { arch: Arch::new(), registers: Vec::new() }
+    }
+}
+
+impl Program {
+    /// Runs the program over a tile; `outs[j]` (`len` long) receives the `j`-th result.
+    ///
+    /// Returns whether an integer was divided by zero, which gives 0. The program must not need floats where `C` is
+    /// i64.
+    pub(crate) fn eval_tile<C: Lane>(
+        &self,
+        tile: &Tile<'_, C>,
+        scratch: &mut Scratch<C>,
+        outs: &mut [&mut [C]],
+    ) -> bool {
+        debug_assert!(C::COMPUTE != Compute::I64 || !self.needs_float());
+        debug_assert!(tile.len <= TILE && outs.len() == self.outputs());
+        let mut divided_by_zero = false;
+        while scratch.registers.len() < self.registers {
+            scratch.registers.push(Register { data: vec![C::from_f64(0.0); TILE], uniform: None });
+        }
+        for step in &self.steps {
+            // the destination is taken out, so that the operands can be borrowed beside it
+            let (mut register, output): (Vec<C>, &mut [C]) = match step.dst {
+                Value::Register(r) => (std::mem::take(&mut scratch.registers[r].data), &mut []),
+                Value::Output(j) => (Vec::new(), std::mem::take(&mut outs[j])),
+                _ => unreachable!("steps write registers and outputs"),
+            };
+            let dst = if output.is_empty() { &mut register[..] } else { &mut *output };
+            let dst = &mut dst[..tile.len];
+
+            let registers = &scratch.registers;
+            let operand = |i: usize| match step.args[i] {
+                Value::Input(k) => match tile.inputs[k] {
+                    TileIn::Slice(s) => TileIn::Slice(&s[..tile.len]),
+                    scalar => scalar,
+                },
+                Value::Scalar(k) => TileIn::Scalar(C::from_scalar(tile.scalars[k])),
+                Value::Const(c) => TileIn::Scalar(C::from_f64(c)),
+                Value::Register(r) => match registers[r].uniform {
+                    Some(x) => TileIn::Scalar(x),
+                    None => TileIn::Slice(&registers[r].data[..tile.len]),
+                },
+                Value::Output(j) => TileIn::Slice(&outs[j][..tile.len]),
+            };
+            let arch = scratch.arch;
+            let uniform = match step.action {
+                Action::Copy => copy(operand(0), dst),
+                Action::Compute(Op::Leaf(leaf)) => random(arch, leaf, tile.seeds, tile.first, dst),
+                Action::Compute(Op::Unary(op)) => unary(arch, op, operand(0), dst),
+                Action::Compute(Op::Binary(op)) => {
+                    let (a, b) = (operand(0), operand(1));
+                    divided_by_zero |= op.divides() && C::COMPUTE == Compute::I64 && has_zero(b);
+                    binary(arch, op, a, b, dst)
+                }
+                Action::Compute(Op::Select) => select(arch, operand(0), operand(1), operand(2), dst),
+            };
+
+            match step.dst {
+                Value::Output(j) => {
+                    if let Some(x) = uniform {
+                        dst.fill(x);
+                    }
+                    outs[j] = output;
+                }
+                Value::Register(r) => scratch.registers[r] = Register { data: register, uniform },
+                _ => {}
+            }
+        }
+        divided_by_zero
+    }
+}
+
+fn has_zero<C: Lane>(x: TileIn<'_, C>) -> bool {
+    match x {
+        TileIn::Slice(s) => s.iter().any(|&x| !x.is_true()),
+        TileIn::Scalar(x) => !x.is_true(),
+    }
+}
+
+// Each of the following fills `dst`, or returns the one value that all elements have.
+
+fn copy<C: Lane>(a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
+    match a {
+        TileIn::Slice(a) => dst.copy_from_slice(a),
+        TileIn::Scalar(x) => return Some(x),
+    }
+    None
+}
+
+fn random<C: Lane>(arch: Arch, leaf: Leaf, seeds: &[Seed], first: u64, dst: &mut [C]) -> Option<C> {
+    arch.dispatch(|| match leaf {
+        Leaf::Uniform(i) => seeds[i].uniform(first, dst, C::from_f32),
+        Leaf::Normal(i) => seeds[i].normal(first, dst, C::from_f32),
+        Leaf::Bits(i) => seeds[i].bits(first, dst, |b| C::from_i64(i64::from(b))),
+        _ => unreachable!("other leaves are operands"),
+    });
+    None
+}
+
+#[inline(always)]
+fn map<C: Lane>(arch: Arch, a: TileIn<'_, C>, dst: &mut [C], f: impl Fn(C) -> C) -> Option<C> {
+    match a {
+        TileIn::Slice(a) => arch.dispatch(|| dst.iter_mut().zip(a).for_each(|(d, &x)| *d = f(x))),
+        TileIn::Scalar(x) => return Some(f(x)),
+    }
+    None
+}
+
+#[inline(always)]
+fn map2<C: Lane>(arch: Arch, a: TileIn<'_, C>, b: TileIn<'_, C>, dst: &mut [C], f: impl Fn(C, C) -> C) -> Option<C> {
+    use TileIn::{Scalar, Slice};
+    match (a, b) {
+        (Slice(a), Slice(b)) => {
+            arch.dispatch(|| dst.iter_mut().zip(a).zip(b).for_each(|((d, &x), &y)| *d = f(x, y)));
+        }
+        (Slice(a), Scalar(y)) => arch.dispatch(|| dst.iter_mut().zip(a).for_each(|(d, &x)| *d = f(x, y))),
+        (Scalar(x), Slice(b)) => arch.dispatch(|| dst.iter_mut().zip(b).for_each(|(d, &y)| *d = f(x, y))),
+        (Scalar(x), Scalar(y)) => return Some(f(x, y)),
+    }
+    None
+}
+
+fn unary<C: Lane>(arch: Arch, op: Unary, a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
+    match op {
+        Unary::Neg => map(arch, a, dst, |x| x.neg()),
+        Unary::Abs => map(arch, a, dst, |x| x.abs()),
+        Unary::Floor => map(arch, a, dst, |x| x.floor()),
+        Unary::Ceil => map(arch, a, dst, |x| x.ceil()),
+        Unary::Round => map(arch, a, dst, |x| x.round()),
+        Unary::Trunc => map(arch, a, dst, |x| x.trunc()),
+        Unary::Sqrt => map(arch, a, dst, |x| x.sqrt()),
+        Unary::Exp => map(arch, a, dst, |x| x.exp()),
+        Unary::Log => map(arch, a, dst, |x| x.log()),
+        Unary::Expm1 => map(arch, a, dst, |x| x.expm1()),
+        Unary::Log1p => map(arch, a, dst, |x| x.log1p()),
+        Unary::Sin => periodic(arch, a, dst, |x| x.sin(), f64::sin),
+        Unary::Cos => periodic(arch, a, dst, |x| x.cos(), f64::cos),
+        Unary::Tanh => map(arch, a, dst, |x| x.tanh()),
+        Unary::Erf => map(arch, a, dst, |x| x.erf()),
+        Unary::Atan => map(arch, a, dst, |x| x.atan()),
+        Unary::Sigmoid => map(arch, a, dst, |x| x.sigmoid()),
+    }
+}
+
+/// Sine and cosine: `f` for all, and f64's function again for the few arguments too large for `f`.
+#[inline(always)]
+fn periodic<C: Lane>(
+    arch: Arch,
+    a: TileIn<'_, C>,
+    dst: &mut [C],
+    f: impl Fn(C) -> C,
+    exact: fn(f64) -> f64,
+) -> Option<C> {
+    let exactly = |x: C| C::from_f64(exact(x.to_f64()));
+    match a {
+        TileIn::Scalar(x) => Some(exactly(x)),
+        TileIn::Slice(a) => {
+            map(arch, TileIn::Slice(a), dst, f);
+            if a.iter().any(|x| x.is_huge_angle()) {
+                dst.iter_mut().zip(a).filter(|(_, x)| x.is_huge_angle()).for_each(|(d, &x)| *d = exactly(x));
+            }
+            None
+        }
+    }
+}
+
+fn binary<C: Lane>(arch: Arch, op: Binary, a: TileIn<'_, C>, b: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
+    match op {
+        Binary::Add => map2(arch, a, b, dst, |x, y| x.add(y)),
+        Binary::Sub => map2(arch, a, b, dst, |x, y| x.sub(y)),
+        Binary::Mul => map2(arch, a, b, dst, |x, y| x.mul(y)),
+        Binary::Div => map2(arch, a, b, dst, |x, y| x.div(y)),
+        Binary::Rem => map2(arch, a, b, dst, |x, y| x.rem(y)),
+        Binary::Pow => map2(arch, a, b, dst, |x, y| x.pow(y)),
+        Binary::Max => map2(arch, a, b, dst, |x, y| x.max(y)),
+        Binary::Min => map2(arch, a, b, dst, |x, y| x.min(y)),
+        Binary::Lt => map2(arch, a, b, dst, |x, y| C::truth(x < y)),
+        Binary::Le => map2(arch, a, b, dst, |x, y| C::truth(x <= y)),
+        Binary::Eq => map2(arch, a, b, dst, |x, y| C::truth(x == y)),
+    }
+}
+
+fn select<C: Lane>(arch: Arch, c: TileIn<'_, C>, a: TileIn<'_, C>, b: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
+    use TileIn::{Scalar, Slice};
+    let Slice(c) = c else {
+        let Scalar(c) = c else { unreachable!() };
+        return copy(if c.is_true() { a } else { b }, dst);
+    };
+    let dst = dst.iter_mut().zip(c);
+    match (a, b) {
+        (Slice(a), Slice(b)) => {
+            arch.dispatch(|| dst.zip(a).zip(b).for_each(|(((d, c), &x), &y)| *d = if c.is_true() { x } else { y }));
+        }
+        (Slice(a), Scalar(y)) => {
+            arch.dispatch(|| dst.zip(a).for_each(|((d, c), &x)| *d = if c.is_true() { x } else { y }));
+        }
+        (Scalar(x), Slice(b)) => {
+            arch.dispatch(|| dst.zip(b).for_each(|((d, c), &y)| *d = if c.is_true() { x } else { y }));
+        }
+        (Scalar(x), Scalar(y)) => {
+            arch.dispatch(|| dst.for_each(|(d, c)| *d = if c.is_true() { x } else { y }));
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::Expr;
+
+    /// The formulas over columns of inputs, in tiles; results and whether an integer was divided by zero.
+    fn run<C: Lane>(exprs: &[Expr], inputs: &[&[C]], scalars: &[Scalar], seeds: &[Seed]) -> (Vec<Vec<C>>, bool) {
+        let program = Program::new(exprs);
+        let len = inputs.first().map_or(1000, |x| x.len());
+        let mut outs = vec![vec![C::from_i32(77); len]; exprs.len()];
+        let (mut scratch, mut fault) = (Scratch::new(), false);
+        for first in (0..len).step_by(TILE) {
+            let n = TILE.min(len - first);
+            let tile_inputs: Vec<_> = inputs.iter().map(|x| TileIn::Slice(&x[first..])).collect();
+            let tile = Tile { inputs: &tile_inputs, scalars, seeds, first: first as u64, len: n };
+            let mut slices: Vec<&mut [C]> = outs.iter_mut().map(|o| &mut o[first..first + n]).collect();
+            fault |= program.eval_tile(&tile, &mut scratch, &mut slices);
+        }
+        (outs, fault)
+    }
+
+    #[test]
+    fn several_results_scalars_and_uniform_parts() {
+        let (a, b, s) = (Expr::input(0), Expr::input(1), Expr::scalar(0));
+        let exprs = [&a * (1.0 - &s) + &b * &s, a.clone(), s.sqrt() + 1.0, (&a + &b).max(&a), a.clone()];
+        for len in [0, 1, 5, TILE - 1, TILE, TILE + 1, 1607] {
+            let x: Vec<f64> = (0..len).map(|i| i as f64).collect();
+            let y: Vec<f64> = (0..len).map(|i| 100.0 - i as f64).collect();
+            let (outs, _) = run(&exprs, &[&x, &y], &[Scalar::Float(0.25)], &[]);
+            for i in 0..len {
+                let (x, y) = (x[i], y[i]);
+                let expected = [x * 0.75 + y * 0.25, x, 1.5, f64::max(x + y, x), x];
+                assert_eq!([0, 1, 2, 3, 4].map(|j: usize| outs[j][i]), expected);
+            }
+        }
+    }
+
+    #[test]
+    fn broadcast_operands_take_every_form() {
+        let (a, b, c) = (Expr::input(0), Expr::input(1), Expr::input(2));
+        let program = Program::new(&[a.lt(&b).select(&c, &a - &b), &a * 2.0, b.sin()]);
+        let columns = [[1.0, 5.0, 3.0, f64::NAN], [2.0; 4], [7.0, 8.0, 9.0, 10.0]];
+        for mask in 0..8 {
+            let input = |k: usize| match mask >> k & 1 {
+                0 => TileIn::Slice(&columns[k][..]),
+                _ => TileIn::Scalar(columns[k][1]),
+            };
+            let inputs = [input(0), input(1), input(2)];
+            let tile = Tile { inputs: &inputs, scalars: &[], seeds: &[], first: 0, len: 4 };
+            let (mut x, mut y, mut z) = ([0.0; 4], [0.0; 4], [0.0; 4]);
+            program.eval_tile(&tile, &mut Scratch::new(), &mut [&mut x, &mut y, &mut z]);
+            for i in 0..4 {
+                let [a, b, c] = [0, 1, 2].map(|k| if mask >> k & 1 == 0 { columns[k][i] } else { columns[k][1] });
+                let expected = if a < b { c } else { a - b };
+                assert!(x[i] == expected || (x[i].is_nan() && expected.is_nan()), "{mask} {i}");
+                assert!(y[i] == 2.0 * a || a.is_nan());
+                assert_eq!(z[i], b.sin());
+            }
+        }
+    }
+
+    #[test]
+    fn not_a_number_comes_through_max_and_min() {
+        let (a, b) = (Expr::input(0), Expr::input(1));
+        let nan = f32::NAN;
+        let (outs, _) = run::<f32>(
+            &[a.max(&b), a.min(&b), a.relu(), a.clamp(0.0, 1.0)],
+            &[&[nan, 1.0, nan, 2.0], &[1.0, nan, nan, 3.0]],
+            &[],
+            &[],
+        );
+        for out in &outs[..2] {
+            assert!(out[..3].iter().all(|x| x.is_nan()));
+        }
+        assert_eq!((outs[0][3], outs[1][3]), (3.0, 2.0));
+        assert!(outs[2][0].is_nan() && outs[3][2].is_nan());
+    }
+
+    #[test]
+    fn integers_wrap_and_report_division_by_zero() {
+        let (a, b) = (Expr::input(0), Expr::input(1));
+        let exprs = [&a / &b, &a % &b, a.remainder(&b), a.floor_divide(&b), &a * &b, a.pow(&b)];
+        let xs = [7, -7, 7, -7, i64::MIN, 0, 5, -1, i64::MAX];
+        let ys = [2, 2, -2, -2, -1, 3, -1, -3, 2];
+        let (outs, fault) = run::<i64>(&exprs, &[&xs, &ys], &[], &[]);
+        assert!(!fault);
+        for i in 0..xs.len() {
+            let (x, y) = (xs[i], ys[i]);
+            assert_eq!(outs[0][i], x.wrapping_div(y));
+            assert_eq!(outs[1][i], x.wrapping_rem(y));
+            let r = i128::from(x) % i128::from(y);
+            let python = if r != 0 && (r < 0) != (y < 0) { r + i128::from(y) } else { r };
+            assert_eq!(i128::from(outs[2][i]), python);
+            assert_eq!(outs[4][i], x.wrapping_mul(y));
+        }
+        assert_eq!(outs[3][..4], [3, -4, -4, 3]);
+        assert_eq!(outs[5], [49, 49, 0, 0, 0, 0, 0, -1, 1]);
+
+        let (outs, fault) = run::<i64>(&exprs[..2], &[&[1, 2, 3], &[1, 0, 2]], &[], &[]);
+        assert!(fault);
+        assert_eq!(outs, [[1, 0, 1], [0, 0, 1]]);
+    }
+
+    #[test]
+    fn random_leaves_depend_on_the_index_alone() {
+        let seeds = [Seed { key: 1, stream: 2 }, Seed { key: 1, stream: 3 }];
+        let exprs = [Expr::uniform(0), Expr::normal(1), Expr::bits(0)];
+        let (f, _) = run::<f32>(&exprs, &[], &[], &seeds);
+        let (d, _) = run::<f64>(&exprs, &[], &[], &seeds);
+        let (l, _) = run::<i64>(&exprs[2..], &[], &[], &seeds);
+        for i in 0..1000 {
+            assert_eq!(f64::from(f[0][i]), d[0][i]);
+            assert_eq!(f64::from(f[1][i]), d[1][i]);
+            assert_eq!(d[2][i], l[0][i] as f64);
+            assert_eq!(d[0][i], (l[0][i] >> 8) as f64 / 16_777_216.0);
+            assert!((0.0..1.0).contains(&d[0][i]));
+        }
+        assert_ne!(f[0][..10], f[1][..10]);
+    }
+
+    #[test]
+    fn large_angles() {
+        let x: Vec<f32> = (0..600).map(|i| if i % 7 == 0 { 1e30 + i as f32 * 1e28 } else { i as f32 }).collect();
+        let (outs, _) = run::<f32>(&[Expr::input(0).sin(), Expr::input(0).cos()], &[&x], &[], &[]);
+        for (i, &x) in x.iter().enumerate() {
+            assert!((f64::from(outs[0][i]) - f64::from(x).sin()).abs() < 1e-6, "{x}");
+            assert!((f64::from(outs[1][i]) - f64::from(x).cos()).abs() < 1e-6, "{x}");
+        }
+    }
+}
