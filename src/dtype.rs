@@ -136,7 +136,7 @@ mod sealed {
 pub trait Element:
     sealed::Sealed
     + NoUninit
-    + CheckedBitPattern
+    + CheckedBitPattern<Bits: NoUninit>
     + PartialEq
     + PartialOrd
     + Send
@@ -185,6 +185,49 @@ impl Scalar {
             Scalar::Int(i) => i,
         }
     }
+
+    /// The bytes of one element of `dtype` with this value, into `out`, which has just that size. As kernels store it:
+    /// halves are rounded from f32, floats saturate to integers, integers wrap, what is not 0 is true.
+    pub(crate) fn encode(self, dtype: DType, out: &mut [u8]) {
+        macro_rules! int {
+            ($t:ty) => {
+                out.copy_from_slice(bytemuck::bytes_of(&match self {
+                    Scalar::Float(x) => x as $t,
+                    Scalar::Int(i) => i as $t,
+                }))
+            };
+        }
+        let x = self.to_f64();
+        match dtype {
+            DType::F32 => out.copy_from_slice(bytemuck::bytes_of(&(x as f32))),
+            DType::F16 => out.copy_from_slice(bytemuck::bytes_of(&f16::from_f32(x as f32))),
+            DType::BF16 => out.copy_from_slice(bytemuck::bytes_of(&bf16::from_f32(x as f32))),
+            DType::F64 => out.copy_from_slice(bytemuck::bytes_of(&x)),
+            DType::I64 => int!(i64),
+            DType::I32 => int!(i32),
+            DType::U8 => int!(u8),
+            DType::U32 => int!(u32),
+            DType::Bool => out[0] = u8::from(x != 0.0),
+        }
+    }
+
+    /// The value of one element of `dtype`: what [`Scalar::encode`] wrote.
+    pub(crate) fn decode(dtype: DType, bytes: &[u8]) -> Scalar {
+        fn read<T: bytemuck::AnyBitPattern>(bytes: &[u8]) -> T {
+            bytemuck::pod_read_unaligned(bytes)
+        }
+        match dtype {
+            DType::F32 => read::<f32>(bytes).into(),
+            DType::F16 => read::<f16>(bytes).into(),
+            DType::BF16 => read::<bf16>(bytes).into(),
+            DType::F64 => read::<f64>(bytes).into(),
+            DType::I64 => read::<i64>(bytes).into(),
+            DType::I32 => read::<i32>(bytes).into(),
+            DType::U8 => read::<u8>(bytes).into(),
+            DType::U32 => read::<u32>(bytes).into(),
+            DType::Bool => (bytes[0] != 0).into(),
+        }
+    }
 }
 
 macro_rules! scalars {
@@ -200,3 +243,28 @@ macro_rules! scalars {
 
 scalars!(f64 => Float(|x| x), f32 => Float(f64::from), f16 => Float(f64::from), bf16 => Float(f64::from),
     i64 => Int(|x| x), i32 => Int(i64::from), u32 => Int(i64::from), u8 => Int(i64::from), bool => Int(i64::from));
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn scalars_are_stored_as_kernels_store_them() {
+        let stored = |x: Scalar, dtype: DType| {
+            let mut bytes = [0; 8];
+            x.encode(dtype, &mut bytes[..dtype.size()]);
+            Scalar::decode(dtype, &bytes[..dtype.size()])
+        };
+        assert_eq!(stored(300.7.into(), DType::U8), Scalar::Int(255));
+        assert_eq!(stored(300.into(), DType::U8), Scalar::Int(44));
+        assert_eq!(stored((-1.5).into(), DType::I32), Scalar::Int(-1));
+        assert_eq!(stored(f64::NAN.into(), DType::I64), Scalar::Int(0));
+        assert_eq!(stored(f64::NAN.into(), DType::Bool), Scalar::Int(1));
+        assert_eq!(stored(0.1.into(), DType::F16), Scalar::Float(0.0999755859375));
+        assert_eq!(stored(1e6.into(), DType::F16), Scalar::Float(f64::INFINITY));
+        for dtype in DType::ALL {
+            assert_eq!(stored(1.into(), dtype).to_f64(), 1.0);
+            assert_eq!(stored(0.into(), dtype).to_f64(), 0.0);
+        }
+    }
+}

@@ -3,4 +3,4 @@
 pub(crate) mod layout;
 pub(crate) mod shape;
 
-pub use shape::Shape;
+pub use shape::{NewShape, Shape};

@@ -133,3 +133,123 @@ impl FromIterator<usize> for Shape {
         Shape(dims.into_iter().collect())
     }
 }
+
+/// Sizes for [`Tensor::reshape`](crate::Tensor::reshape) and its kin, where one may be -1: whatever is left. Made from
+/// whatever makes a [`Shape`], and from slices and arrays of signed integers.
+///
+/// ```
+/// use claystone::{Device, Tensor};
+/// let a = Tensor::zeros(&[6, 4], Device::Cpu)?;
+/// assert_eq!(a.reshape([-1, 8])?.shape().dims(), &[3, 8]);
+/// assert_eq!(a.reshape(a.numel())?.shape().dims(), &[24]);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct NewShape(Dims<isize>);
+
+impl NewShape {
+    pub(crate) fn sizes(&self) -> &[isize] {
+        &self.0
+    }
+
+    /// The shape of `numel` elements that is meant.
+    pub(crate) fn resolve(&self, op: &'static str, numel: usize) -> Result<Shape> {
+        let error = || Error::invalid(op, format!("{numel} elements do not fill the sizes {:?}", self.0));
+        let known: Shape = self.0.iter().filter(|&&d| d != -1).map(|&d| d.max(0) as usize).collect();
+        let holes = self.0.len() - known.rank();
+        if self.0.iter().any(|&d| d < -1) || holes > 1 {
+            return Err(Error::invalid(op, format!("of the sizes {:?} only one may be unknown, written -1", self.0)));
+        }
+        let rest = match (holes, known.numel()) {
+            (0, n) if n == numel => 1,
+            (1, n) if n > 0 && numel.is_multiple_of(n) => numel / n,
+            _ => return Err(error()),
+        };
+        Ok(self.0.iter().map(|&d| if d == -1 { rest } else { d as usize }).collect())
+    }
+}
+
+/// Any integer as a size: what does not fit saturates, and fits nothing.
+fn size<T: TryInto<isize>>(d: T) -> isize {
+    d.try_into().unwrap_or(isize::MAX)
+}
+
+impl From<&Shape> for NewShape {
+    fn from(shape: &Shape) -> NewShape {
+        NewShape(shape.0.iter().map(|&d| size(d)).collect())
+    }
+}
+
+impl From<Shape> for NewShape {
+    fn from(shape: Shape) -> NewShape {
+        NewShape::from(&shape)
+    }
+}
+
+impl From<()> for NewShape {
+    fn from(_: ()) -> NewShape {
+        NewShape(Dims::new())
+    }
+}
+
+macro_rules! new_shapes {
+    ($($t:ty),*) => { $(
+        impl From<$t> for NewShape {
+            fn from(d: $t) -> NewShape {
+                NewShape([size(d)].into_iter().collect())
+            }
+        }
+
+        impl From<&[$t]> for NewShape {
+            fn from(dims: &[$t]) -> NewShape {
+                NewShape(dims.iter().map(|&d| size(d)).collect())
+            }
+        }
+
+        impl From<Vec<$t>> for NewShape {
+            fn from(dims: Vec<$t>) -> NewShape {
+                NewShape::from(&dims[..])
+            }
+        }
+
+        impl<const N: usize> From<[$t; N]> for NewShape {
+            fn from(dims: [$t; N]) -> NewShape {
+                NewShape::from(&dims[..])
+            }
+        }
+
+        impl<const N: usize> From<&[$t; N]> for NewShape {
+            fn from(dims: &[$t; N]) -> NewShape {
+                NewShape::from(&dims[..])
+            }
+        }
+    )* };
+}
+
+// i32 is what a bare literal becomes where several types would do.
+new_shapes!(usize, isize, i32, i64);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_size_may_be_left_open() {
+        let resolve = |dims: &[isize], numel| NewShape::from(dims).resolve("reshape", numel).map(|s| s.dims().to_vec());
+        assert_eq!(resolve(&[2, -1], 6).unwrap(), [2, 3]);
+        assert_eq!(resolve(&[-1], 0).unwrap(), [0]);
+        assert_eq!(resolve(&[-1, 3], 0).unwrap(), [0, 3]);
+        assert_eq!(resolve(&[], 1).unwrap(), [0usize; 0]);
+        for (dims, numel) in [
+            (&[-1, -1][..], 4),
+            (&[-2, 2], 4),
+            (&[4, -1], 6),
+            (&[0, -1], 0),
+            (&[3], 4),
+            (&[], 0),
+            (&[isize::MAX, isize::MAX], 1),
+        ] {
+            assert!(resolve(dims, numel).is_err(), "{dims:?} {numel}");
+        }
+    }
+}
