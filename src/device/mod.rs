@@ -12,7 +12,7 @@ use std::fmt;
 
 use crate::{Error, Result};
 
-pub mod cpu;
+pub(crate) mod cpu;
 mod info;
 pub(crate) mod opencl;
 

@@ -139,8 +139,12 @@ impl ClDevice {
     /// # Errors
     /// What a kernel of this thread, or of one that has ended, recorded as a fault, or a lost device.
     pub(crate) fn finish(&self) -> Result<()> {
+        self.wait_and_report(&self.slots_to_finish())
+    }
+
+    /// Waits for everything submitted so far, and reports the faults in these slots.
+    pub(super) fn wait_and_report(&self, slots: &[&'static Slot]) -> Result<()> {
         self.check_lost()?;
-        let slots = self.slots_to_finish();
         let mut words: Vec<Words> = vec![[0; 4]; slots.len()];
         self.submit_and_wait(|q, event| {
             slots.iter().zip(&mut words).try_for_each(|(slot, words)| slot.enqueue_read(q, words))?;

@@ -18,7 +18,7 @@ impl ClDevice {
     /// Returns when it is submitted, or with `blocking` when it is done.
     ///
     /// # Errors
-    /// A range beyond its buffer; when blocking, also what a kernel recorded as a fault.
+    /// A range beyond its buffer; when blocking, also what a kernel of this thread recorded as a fault.
     pub(crate) fn copy(
         &self,
         src: &ClBuffer,
@@ -40,7 +40,7 @@ impl ClDevice {
             };
             copied.map_err(|e| self.error(self.settle(e)))?;
         }
-        if blocking { self.finish() } else { Ok(()) }
+        if blocking { self.wait_and_report(&[self.slot()]) } else { Ok(()) }
     }
 
     /// In pieces, in the order in which none overwrites what a later one reads. A piece is as long as the ranges are
@@ -72,7 +72,7 @@ impl ClDevice {
     /// Reads bytes to the host and waits for them.
     ///
     /// # Errors
-    /// A range beyond the buffer, and what a kernel recorded as a fault.
+    /// A range beyond the buffer, and what a kernel of this thread recorded as a fault.
     pub(crate) fn read(&self, src: &ClBuffer, off: usize, dst: &mut [u8]) -> Result<()> {
         self.check_lost()?;
         in_range("read", src, off, dst.len())?;
