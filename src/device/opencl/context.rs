@@ -69,7 +69,7 @@ impl ClDevice {
         let driver_text: &'static DriverText = Box::leak(Box::default());
         let failed =
             |e: ClError| Error::OpenCl { device, call: e.call, code: e.name(), detail: detail(&e, driver_text) };
-        let properties = [opencl3::context::context::CL_CONTEXT_PLATFORM as isize, found.platform as isize, 0];
+        let properties = [opencl3::context::context::CL_CONTEXT_PLATFORM, found.platform as isize, 0];
         let user = ptr::from_ref(driver_text).cast_mut().cast();
         let context =
             create!(clCreateContext(properties.as_ptr(), 1, &found.id, Some(notify), user)).map_err(failed)?;
