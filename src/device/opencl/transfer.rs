@@ -123,7 +123,7 @@ impl ClDevice {
         self.check_lost()?;
         in_range("fill", dst, off, bytes)?;
         let n = pattern.len();
-        if !matches!(n, 1 | 2 | 4 | 8 | 16) || off % n != 0 || bytes % n != 0 {
+        if !matches!(n, 1 | 2 | 4 | 8 | 16) || !off.is_multiple_of(n) || !bytes.is_multiple_of(n) {
             return Err(Error::invalid("fill", format!("cannot repeat {n} bytes over {bytes} bytes at {off}")));
         }
         if bytes == 0 {
@@ -132,7 +132,7 @@ impl ClDevice {
         // Drivers that fill pattern by pattern are faster with a long one.
         let mut wide = [0u8; 16];
         wide.chunks_exact_mut(n).for_each(|c| c.copy_from_slice(pattern));
-        let n = if off % 16 == 0 && bytes % 16 == 0 { 16 } else { n };
+        let n = if off.is_multiple_of(16) && bytes.is_multiple_of(16) { 16 } else { n };
         let filled = {
             let queue = self.lock();
             (0..bytes).step_by(FILL_CHUNK).try_for_each(|at| {
