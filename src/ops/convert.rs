@@ -3,8 +3,8 @@
 //! The rules are Rust's `as`: floats to integers saturate and truncate, NaN gives 0; integers wrap; anything that is not
 //! 0 is `true`. f16 and bf16 round to nearest even and are reached through f32. `kernels/prelude.cl` does the same.
 
+use half::f16;
 use half::slice::HalfFloatSliceExt;
-use half::{bf16, f16};
 
 use super::lane::Lane;
 use crate::DType;
@@ -104,6 +104,8 @@ fn bf16_bits(x: f32) -> u16 {
 
 #[cfg(test)]
 mod tests {
+    use half::bf16;
+
     use super::*;
 
     /// Numbers at every edge of the conversions.

@@ -15,3 +15,6 @@ pub(crate) mod tiles;
 
 pub use expr::Expr;
 pub use philox::Seed;
+
+#[cfg(test)]
+mod device_tests;
