@@ -237,6 +237,20 @@ impl Expr {
         ((1.0 - self) / (1.0 + self)).sqrt().atan() * 2.0
     }
 
+    /// The angle of the point (`x`, self), in radians.
+    pub fn atan2(&self, x: impl Into<Expr>) -> Expr {
+        let x = x.into();
+        let ratio = (self.eq(0.0) * x.eq(0.0)).select(0.0, self / &x);
+        ratio.atan() + x.lt(0.0).select(self.lt(0.0).select(-PI, PI), 0.0)
+    }
+
+    /// `log(exp(x) + exp(other))` without overflow.
+    pub fn logaddexp(&self, other: impl Into<Expr>) -> Expr {
+        let other = other.into();
+        let greater = self.max(&other);
+        greater.is_inf().select(&greater, &greater + (-(self - other).abs()).exp().log1p())
+    }
+
     /// The hyperbolic sine.
     pub fn sinh(&self) -> Expr {
         (self.expm1() - (-self).expm1()) * 0.5
@@ -282,6 +296,17 @@ impl Expr {
     /// x above 0, `alpha * (exp(x) - 1)` below.
     pub fn elu(&self, alpha: impl Into<Expr>) -> Expr {
         self.gt(0.0).select(self, alpha.into() * self.expm1())
+    }
+
+    /// [`elu`](Expr::elu) with the constants that keep mean and variance (Klambauer et al., 2017).
+    pub fn selu(&self) -> Expr {
+        1.0507009873554805 * self.elu(1.6732632423543772)
+    }
+
+    /// x between the bounds; unlike [`clamp`](Expr::clamp)'s, the derivative is 0 on both.
+    pub fn hardtanh(&self, low: impl Into<Expr>, high: impl Into<Expr>) -> Expr {
+        let (low, high) = (low.into(), high.into());
+        self.le(&low).select(&low, high.le(self).select(&high, self))
     }
 
     /// x times the normal distribution's cumulative function, through `erf`.

@@ -6,7 +6,7 @@ use crate::{Compute, Scalar};
 
 /// A type formulas are evaluated in: f32, f64, or i64 for integers, which wrap.
 ///
-/// The functions of floats are never called on integers (see [`Program::needs_float`]); there they give their operand.
+/// The functions of floats are never called on integers (see [`needs_float`](super::program::Program::needs_float)); there they give their operand.
 #[rustfmt::skip]
 pub(crate) trait Lane: bytemuck::Pod + PartialOrd + Send + Sync + std::fmt::Debug {
     const COMPUTE: Compute;

@@ -9,12 +9,18 @@ pub mod expr;
 mod formulas;
 pub(crate) mod lane;
 pub(crate) mod philox;
+mod primitives;
 pub(crate) mod program;
+#[macro_use]
+mod rows;
 pub(crate) mod source;
+#[macro_use]
+pub mod table;
 pub(crate) mod tiles;
 
 pub use expr::Expr;
 pub use philox::Seed;
+pub use table::{Accepts, Output, ROWS, Row};
 
 #[cfg(test)]
 mod device_tests;

@@ -1,0 +1,280 @@
+//! The rows. Each is
+//!
+//! ```text
+//! /// What it computes. PyTorch: `its_name`.
+//! name (operands; scalar arguments = a value to test with) + name_in_place_: accepts -> output
+//!     { the formula, of expressions } { the closed form, of f64 } on [a range for each operand]
+//!     masks [operands that are masks] derivative [one for each operand, where the symbolic one will not do];
+//! ```
+
+/// Calls a macro with all rows.
+macro_rules! rows {
+    ($callback:ident) => {
+        $callback! {
+            // ---- arithmetic ----
+            /// The sum. PyTorch: `add`.
+            add (x, other) + add_: Any -> Same { x + other } { x + other } on [-3.0..3.0, -3.0..3.0];
+            /// The difference. PyTorch: `sub`.
+            sub (x, other) + sub_: Any -> Same { x - other } { x - other } on [-3.0..3.0, -3.0..3.0];
+            /// The product. PyTorch: `mul`.
+            mul (x, other) + mul_: Any -> Same { x * other } { x * other } on [-3.0..3.0, -3.0..3.0];
+            /// The quotient; of integers truncated, and a divisor of 0 is an error. PyTorch: `div`, for integers with
+            /// `rounding_mode='trunc'`.
+            div (x, other) + div_: Any -> Same { x / other } { x / other } on [-3.0..3.0, 0.5..3.0];
+            /// The remainder with the sign of x; an integer divisor of 0 is an error. PyTorch: `fmod`.
+            rem (x, other) + rem_: Any -> Same { x % other } { x % other } on [-3.0..3.0, 0.7..2.0];
+            /// The remainder with the sign of the divisor; an integer divisor of 0 is an error. PyTorch: `remainder`.
+            remainder (x, other) + remainder_: Any -> Same
+                { x.remainder(other) } { x - other * (x / other).floor() } on [-3.0..3.0, 0.7..2.0];
+            /// The quotient rounded down; an integer divisor of 0 is an error. PyTorch: `floor_divide`.
+            floor_divide (x, other) + floor_divide_: Any -> Same
+                { x.floor_divide(other) } { (x / other).floor() } on [-3.0..3.0, 0.7..2.0];
+            /// x to the power of the other. Integers wrap; a negative power of one is 0 unless its base is 1 or -1.
+            /// PyTorch: `pow`.
+            pow (x, exponent) + pow_: Any -> Same { x.pow(exponent) } { x.powf(exponent) } on [0.2..3.0, -2.0..2.0];
+            /// The greater of the two; NaN if either is. PyTorch: `maximum`.
+            maximum (x, other) + maximum_: Any -> Same { x.max(other) } { x.max(other) } on [-3.0..3.0, -3.0..3.0];
+            /// The lesser of the two; NaN if either is. PyTorch: `minimum`.
+            minimum (x, other) + minimum_: Any -> Same { x.min(other) } { x.min(other) } on [-3.0..3.0, -3.0..3.0];
+            /// The sum with a number. PyTorch: `add`.
+            add_scalar (x; value = 1.25) + add_scalar_: Any -> Same { x + value } { x + value } on [-3.0..3.0];
+            /// The difference with a number. PyTorch: `sub`.
+            sub_scalar (x; value = 1.25) + sub_scalar_: Any -> Same { x - value } { x - value } on [-3.0..3.0];
+            /// The product with a number. PyTorch: `mul`.
+            mul_scalar (x; value = -1.25) + mul_scalar_: Any -> Same { x * value } { x * value } on [-3.0..3.0];
+            /// The quotient by a number; of integers truncated, and 0 is an error. PyTorch: `div`.
+            div_scalar (x; value = 1.25) + div_scalar_: Any -> Same { x / value } { x / value } on [-3.0..3.0];
+            /// x to the power of a number. PyTorch: `pow`.
+            pow_scalar (x; exponent = 2.5) + pow_scalar_: Any -> Same
+                { x.pow(exponent) } { x.powf(exponent) } on [0.2..3.0];
+            /// `value - x`. PyTorch: `rsub`.
+            rsub_scalar (x; value = 1.25): Any -> Same { value - x } { value - x } on [-3.0..3.0];
+            /// `value / x`. PyTorch: `value / x`.
+            rdiv_scalar (x; value = 1.25): Any -> Same { value / x } { value / x } on [0.5..3.0];
+            /// `x * scale + shift`.
+            affine (x; scale = -1.5, shift = 0.5) + affine_: Any -> Same
+                { x * scale + shift } { x * scale + shift } on [-3.0..3.0];
+            /// `x + value * a * b`. PyTorch: `addcmul`.
+            addcmul (x, a, b; value = -0.7) + addcmul_: Any -> Same
+                { x + value * a * b } { x + value * a * b } on [-3.0..3.0, -3.0..3.0, -3.0..3.0];
+            /// `x + value * a / b`. PyTorch: `addcdiv`.
+            addcdiv (x, a, b; value = -0.7) + addcdiv_: Any -> Same
+                { x + value * a / b } { x + value * a / b } on [-3.0..3.0, -3.0..3.0, 0.5..3.0];
+            /// `x + weight * (end - x)`. PyTorch: `lerp`.
+            lerp (x, end; weight = 0.3) + lerp_: Float -> Same
+                { x.lerp(end, weight) } { x + weight * (end - x) } on [-3.0..3.0, -3.0..3.0];
+            /// `sqrt(x² + other²)` without overflow on the way. PyTorch: `hypot`.
+            hypot (x, other): Float -> Same { x.hypot(other) } { x.hypot(other) } on [-3.0..3.0, -3.0..3.0]
+                derivative [x / x.hypot(other), other / x.hypot(other)];
+            /// The angle of the point (x, y), y being this tensor, in radians. PyTorch: `atan2`.
+            atan2 (y, x): Float -> Same { y.atan2(x) } { y.atan2(x) } on [-3.0..3.0, -3.0..3.0]
+                derivative [x / (x.square() + y.square()), -y / (x.square() + y.square())];
+            /// `log(exp(x) + exp(other))` without overflow. PyTorch: `logaddexp`.
+            logaddexp (x, other): Float -> Same
+                { x.logaddexp(other) } { (x.exp() + other.exp()).ln() } on [-3.0..3.0, -3.0..3.0];
+            /// `x * log(other)`, 0 where x is 0. PyTorch: `xlogy`.
+            xlogy (x, other): Float -> Same
+                { x.eq(0.0).select(0.0, x * other.log()) } { x * other.ln() } on [-3.0..3.0, 0.2..3.0];
+
+            // ---- one operand ----
+            /// `-x`. PyTorch: `neg`.
+            neg (x) + neg_: Any -> Same { -x } { -x } on [-3.0..3.0];
+            /// `|x|`. PyTorch: `abs`.
+            abs (x) + abs_: Any -> Same { x.abs() } { x.abs() } on [-3.0..3.0];
+            /// -1, 0 or 1. PyTorch: `sign`.
+            sign (x) + sign_: Any -> Same { x.sign() } { x.signum() } on [-3.0..3.0];
+            /// `x²`. PyTorch: `square`.
+            square (x) + square_: Any -> Same { x.square() } { x * x } on [-3.0..3.0];
+            /// `1 / x`. PyTorch: `reciprocal`.
+            reciprocal (x) + reciprocal_: Float -> Same { x.recip() } { 1.0 / x } on [0.4..3.0];
+            /// The square root. PyTorch: `sqrt`.
+            sqrt (x) + sqrt_: Float -> Same { x.sqrt() } { x.sqrt() } on [0.1..9.0];
+            /// `1 / sqrt(x)`. PyTorch: `rsqrt`.
+            rsqrt (x) + rsqrt_: Float -> Same { x.rsqrt() } { 1.0 / x.sqrt() } on [0.1..9.0];
+            /// The greatest integer not above x. PyTorch: `floor`.
+            floor (x) + floor_: Any -> Same { x.floor() } { x.floor() } on [-3.0..3.0];
+            /// The least integer not below x. PyTorch: `ceil`.
+            ceil (x) + ceil_: Any -> Same { x.ceil() } { x.ceil() } on [-3.0..3.0];
+            /// The nearest integer, ties to even. PyTorch: `round`.
+            round (x) + round_: Any -> Same { x.round() } { x.round_ties_even() } on [-3.0..3.0];
+            /// x without its fraction. PyTorch: `trunc`.
+            trunc (x) + trunc_: Any -> Same { x.trunc() } { x.trunc() } on [-3.0..3.0];
+            /// x without its integer part. PyTorch: `frac`.
+            frac (x) + frac_: Any -> Same { x.frac() } { x.fract() } on [-3.0..3.0];
+
+            // ---- exponentials and logarithms ----
+            /// e to the power of x. PyTorch: `exp`.
+            exp (x) + exp_: Float -> Same { x.exp() } { x.exp() } on [-4.0..4.0];
+            /// 2 to the power of x. PyTorch: `exp2`.
+            exp2 (x) + exp2_: Float -> Same { x.exp2() } { x.exp2() } on [-4.0..4.0];
+            /// `exp(x) - 1`, exact near 0. PyTorch: `expm1`.
+            expm1 (x) + expm1_: Float -> Same { x.expm1() } { x.exp_m1() } on [-4.0..4.0];
+            /// The natural logarithm. PyTorch: `log`.
+            log (x) + log_: Float -> Same { x.log() } { x.ln() } on [0.1..9.0];
+            /// The logarithm to base 2. PyTorch: `log2`.
+            log2 (x) + log2_: Float -> Same { x.log2() } { x.log2() } on [0.1..9.0];
+            /// The logarithm to base 10. PyTorch: `log10`.
+            log10 (x) + log10_: Float -> Same { x.log10() } { x.log10() } on [0.1..9.0];
+            /// `log(1 + x)`, exact near 0. PyTorch: `log1p`.
+            log1p (x) + log1p_: Float -> Same { x.log1p() } { x.ln_1p() } on [-0.8..9.0];
+
+            // ---- trigonometry ----
+            /// The sine, x in radians. PyTorch: `sin`.
+            sin (x) + sin_: Float -> Same { x.sin() } { x.sin() } on [-7.0..7.0];
+            /// The cosine, x in radians. PyTorch: `cos`.
+            cos (x) + cos_: Float -> Same { x.cos() } { x.cos() } on [-7.0..7.0];
+            /// The tangent, x in radians. PyTorch: `tan`.
+            tan (x) + tan_: Float -> Same { x.tan() } { x.tan() } on [-1.3..1.3];
+            /// The arc sine, in radians. PyTorch: `asin`.
+            asin (x) + asin_: Float -> Same { x.asin() } { x.asin() } on [-0.95..0.95]
+                derivative [((1.0 - x) * (1.0 + x)).rsqrt()];
+            /// The arc cosine, in radians. PyTorch: `acos`.
+            acos (x) + acos_: Float -> Same { x.acos() } { x.acos() } on [-0.95..0.95]
+                derivative [-((1.0 - x) * (1.0 + x)).rsqrt()];
+            /// The arc tangent, in radians. PyTorch: `atan`.
+            atan (x) + atan_: Float -> Same { x.atan() } { x.atan() } on [-7.0..7.0];
+            /// The hyperbolic sine. PyTorch: `sinh`.
+            sinh (x) + sinh_: Float -> Same { x.sinh() } { x.sinh() } on [-4.0..4.0];
+            /// The hyperbolic cosine. PyTorch: `cosh`.
+            cosh (x) + cosh_: Float -> Same { x.cosh() } { x.cosh() } on [-4.0..4.0];
+            /// The hyperbolic tangent. PyTorch: `tanh`.
+            tanh (x) + tanh_: Float -> Same { x.tanh() } { x.tanh() } on [-4.0..4.0];
+            /// The inverse hyperbolic sine. PyTorch: `asinh`.
+            asinh (x) + asinh_: Float -> Same { x.asinh() } { x.asinh() } on [-4.0..4.0]
+                derivative [(x.square() + 1.0).rsqrt()];
+            /// The inverse hyperbolic cosine. PyTorch: `acosh`.
+            acosh (x) + acosh_: Float -> Same { x.acosh() } { x.acosh() } on [1.1..9.0]
+                derivative [((x - 1.0) * (x + 1.0)).rsqrt()];
+            /// The inverse hyperbolic tangent. PyTorch: `atanh`.
+            atanh (x) + atanh_: Float -> Same { x.atanh() } { x.atanh() } on [-0.9..0.9]
+                derivative [((1.0 - x) * (1.0 + x)).recip()];
+            /// The error function. PyTorch: `erf`.
+            erf (x) + erf_: Float -> Same { x.erf() } { libm::erf(x) } on [-3.0..3.0];
+
+            // ---- bounds and choices ----
+            /// x, but not below min nor above max. PyTorch: `clamp`.
+            clamp (x; min = -1.0, max = 1.5) + clamp_: Any -> Same
+                { x.clamp(min, max) } { x.max(min).min(max) } on [-3.0..3.0];
+            /// x, but not below min. PyTorch: `clamp_min`.
+            clamp_min (x; min = 0.5) + clamp_min_: Any -> Same
+                { x.lt(min).select(min, x) } { x.max(min) } on [-3.0..3.0];
+            /// x, but not above max. PyTorch: `clamp_max`.
+            clamp_max (x; max = 0.5) + clamp_max_: Any -> Same
+                { max.lt(x).select(max, x) } { x.min(max) } on [-3.0..3.0];
+            /// a where this tensor is not 0, else b. PyTorch: `where(mask, a, b)`.
+            where_cond (mask, a, b): Any -> Same
+                { mask.select(a, b) } { if mask != 0.0 { a } else { b } } on [-1.0..1.0, -3.0..3.0, -3.0..3.0]
+                masks [0];
+            /// x where the mask is 0, else the value. PyTorch: `masked_fill`.
+            masked_fill (x, mask; value = 7.0) + masked_fill_: Any -> Same
+                { mask.select(value, x) } { if mask != 0.0 { value } else { x } } on [-3.0..3.0, -1.0..1.0] masks [1];
+
+            // ---- activations ----
+            /// The logistic function `1 / (1 + exp(-x))`. PyTorch: `sigmoid`.
+            sigmoid (x) + sigmoid_: Float -> Same { x.sigmoid() } { 1.0 / (1.0 + (-x).exp()) } on [-5.0..5.0];
+            /// `log(sigmoid(x))` without overflow. PyTorch: `logsigmoid`.
+            logsigmoid (x): Float -> Same { x.logsigmoid() } { -(1.0 + (-x).exp()).ln() } on [-5.0..5.0];
+            /// `max(x, 0)`. PyTorch: `relu`.
+            relu (x) + relu_: Any -> Same { x.relu() } { x.max(0.0) } on [-3.0..3.0];
+            /// `min(max(x, 0), 6)`. PyTorch: `relu6`.
+            relu6 (x) + relu6_: Any -> Same { x.hardtanh(0.0, 6.0) } { x.clamp(0.0, 6.0) } on [-3.0..9.0];
+            /// x above 0, `slope * x` below. PyTorch: `leaky_relu`.
+            leaky_relu (x; slope = 0.1) + leaky_relu_: Float -> Same
+                { x.leaky_relu(slope) } { if x > 0.0 { x } else { slope * x } } on [-3.0..3.0];
+            /// x above 0, `weight * x` below. PyTorch: `prelu`.
+            prelu (x, weight): Float -> Same
+                { x.leaky_relu(weight) } { if x > 0.0 { x } else { weight * x } } on [-3.0..3.0, -1.0..1.0];
+            /// x above 0, `alpha * (exp(x) - 1)` below. PyTorch: `elu`.
+            elu (x; alpha = 1.3) + elu_: Float -> Same
+                { x.elu(alpha) } { if x > 0.0 { x } else { alpha * x.exp_m1() } } on [-3.0..3.0];
+            /// ELU scaled to keep mean and variance. PyTorch: `selu`.
+            selu (x) + selu_: Float -> Same { x.selu() }
+                { 1.0507009873554805 * if x > 0.0 { x } else { 1.6732632423543772 * x.exp_m1() } } on [-3.0..3.0];
+            /// x above 0, `alpha * (exp(x / alpha) - 1)` below. PyTorch: `celu`.
+            celu (x; alpha = 1.3) + celu_: Float -> Same
+                { x.gt(0.0).select(x, alpha * (x / alpha).expm1()) }
+                { if x > 0.0 { x } else { alpha * (x / alpha).exp_m1() } } on [-3.0..3.0];
+            /// x times the normal distribution's cumulative function. PyTorch: `gelu`.
+            gelu (x): Float -> Same { x.gelu() } { 0.5 * x * (1.0 + libm::erf(x / 2f64.sqrt())) } on [-4.0..4.0];
+            /// GELU approximated through tanh. PyTorch: `gelu` with `approximate='tanh'`.
+            gelu_tanh (x): Float -> Same { x.gelu_tanh() }
+                { 0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x)).tanh()) }
+                on [-4.0..4.0];
+            /// `x * sigmoid(x)`. PyTorch: `silu`.
+            silu (x) + silu_: Float -> Same { x.silu() } { x / (1.0 + (-x).exp()) } on [-5.0..5.0];
+            /// `x * tanh(softplus(x))`. PyTorch: `mish`.
+            mish (x) + mish_: Float -> Same { x * x.softplus().tanh() } { x * x.exp().ln_1p().tanh() } on [-5.0..5.0];
+            /// `log(1 + exp(x))`, and x itself above 20. PyTorch: `softplus`.
+            softplus (x): Float -> Same { x.softplus() } { if x > 20.0 { x } else { x.exp().ln_1p() } } on [-5.0..25.0];
+            /// `x / (1 + |x|)`. PyTorch: `softsign`.
+            softsign (x): Float -> Same { x / (1.0 + x.abs()) } { x / (1.0 + x.abs()) } on [-3.0..3.0];
+            /// x between the bounds; the gradient is 0 on them. PyTorch: `hardtanh`.
+            hardtanh (x; min = -1.0, max = 1.5) + hardtanh_: Any -> Same
+                { x.hardtanh(min, max) } { x.max(min).min(max) } on [-3.0..3.0];
+            /// `min(max(x / 6 + 1/2, 0), 1)`. PyTorch: `hardsigmoid`.
+            hardsigmoid (x) + hardsigmoid_: Float -> Same
+                { (x + 3.0).hardtanh(0.0, 6.0) / 6.0 } { ((x + 3.0) / 6.0).clamp(0.0, 1.0) } on [-5.0..5.0];
+            /// `x * hardsigmoid(x)`. PyTorch: `hardswish`.
+            hardswish (x) + hardswish_: Float -> Same
+                { x * (x + 3.0).hardtanh(0.0, 6.0) / 6.0 } { x * ((x + 3.0) / 6.0).clamp(0.0, 1.0) } on [-5.0..5.0];
+            /// `x - tanh(x)`. PyTorch: `tanhshrink`.
+            tanhshrink (x): Float -> Same { x - x.tanh() } { x - x.tanh() } on [-3.0..3.0]
+                derivative [x.tanh().square()];
+            /// x moved towards 0 by lambda, 0 within it. PyTorch: `softshrink`.
+            softshrink (x; lambda = 0.5): Float -> Same
+                { x.gt(lambda).select(x - lambda, x.lt(-lambda).select(x + lambda, 0.0)) }
+                { x.signum() * (x.abs() - lambda).max(0.0) } on [-3.0..3.0];
+            /// x, and 0 where |x| is at most lambda. PyTorch: `hardshrink`.
+            hardshrink (x; lambda = 0.5): Float -> Same
+                { x.abs().le(lambda).select(0.0, x) } { if x.abs() > lambda { x } else { 0.0 } } on [-3.0..3.0];
+            /// x where it is above the threshold, else the value. PyTorch: `threshold`.
+            threshold (x; threshold_at = 0.3, value = -2.0) + threshold_: Any -> Same
+                { x.le(threshold_at).select(value, x) } { if x > threshold_at { x } else { value } } on [-3.0..3.0];
+
+            // ---- comparisons ----
+            /// Whether the two are equal. PyTorch: `eq`.
+            eq (x, other): Any -> Bool { x.eq(other) } { (x == other) as u8 as f64 } on [-3.0..3.0, -3.0..3.0];
+            /// Whether the two differ. PyTorch: `ne`.
+            ne (x, other): Any -> Bool { x.ne(other) } { (x != other) as u8 as f64 } on [-3.0..3.0, -3.0..3.0];
+            /// Whether x is less. PyTorch: `lt`.
+            lt (x, other): Any -> Bool { x.lt(other) } { (x < other) as u8 as f64 } on [-3.0..3.0, -3.0..3.0];
+            /// Whether x is less or equal. PyTorch: `le`.
+            le (x, other): Any -> Bool { x.le(other) } { (x <= other) as u8 as f64 } on [-3.0..3.0, -3.0..3.0];
+            /// Whether x is greater. PyTorch: `gt`.
+            gt (x, other): Any -> Bool { x.gt(other) } { (x > other) as u8 as f64 } on [-3.0..3.0, -3.0..3.0];
+            /// Whether x is greater or equal. PyTorch: `ge`.
+            ge (x, other): Any -> Bool { x.ge(other) } { (x >= other) as u8 as f64 } on [-3.0..3.0, -3.0..3.0];
+            /// Whether x equals a number. PyTorch: `eq`.
+            eq_scalar (x; value = 0.5): Any -> Bool { x.eq(value) } { (x == value) as u8 as f64 } on [-3.0..3.0];
+            /// Whether x differs from a number. PyTorch: `ne`.
+            ne_scalar (x; value = 0.5): Any -> Bool { x.ne(value) } { (x != value) as u8 as f64 } on [-3.0..3.0];
+            /// Whether x is less than a number. PyTorch: `lt`.
+            lt_scalar (x; value = 0.5): Any -> Bool { x.lt(value) } { (x < value) as u8 as f64 } on [-3.0..3.0];
+            /// Whether x is less than or equal to a number. PyTorch: `le`.
+            le_scalar (x; value = 0.5): Any -> Bool { x.le(value) } { (x <= value) as u8 as f64 } on [-3.0..3.0];
+            /// Whether x is greater than a number. PyTorch: `gt`.
+            gt_scalar (x; value = 0.5): Any -> Bool { x.gt(value) } { (x > value) as u8 as f64 } on [-3.0..3.0];
+            /// Whether x is greater than or equal to a number. PyTorch: `ge`.
+            ge_scalar (x; value = 0.5): Any -> Bool { x.ge(value) } { (x >= value) as u8 as f64 } on [-3.0..3.0];
+
+            // ---- logic and kinds of numbers ----
+            /// Whether both are not 0. PyTorch: `logical_and`.
+            logical_and (x, other): Any -> Bool
+                { x.and(other) } { (x != 0.0 && other != 0.0) as u8 as f64 } on [-1.0..1.0, -1.0..1.0];
+            /// Whether either is not 0. PyTorch: `logical_or`.
+            logical_or (x, other): Any -> Bool
+                { x.or(other) } { (x != 0.0 || other != 0.0) as u8 as f64 } on [-1.0..1.0, -1.0..1.0];
+            /// Whether exactly one is not 0. PyTorch: `logical_xor`.
+            logical_xor (x, other): Any -> Bool
+                { x.xor(other) } { ((x != 0.0) != (other != 0.0)) as u8 as f64 } on [-1.0..1.0, -1.0..1.0];
+            /// Whether x is 0. PyTorch: `logical_not`.
+            logical_not (x): Any -> Bool { x.not() } { (x == 0.0) as u8 as f64 } on [-1.0..1.0];
+            /// Whether x is NaN. PyTorch: `isnan`.
+            isnan (x): Any -> Bool { x.is_nan() } { x.is_nan() as u8 as f64 } on [-3.0..3.0];
+            /// Whether x is infinite. PyTorch: `isinf`.
+            isinf (x): Float -> Bool { x.is_inf() } { x.is_infinite() as u8 as f64 } on [-3.0..3.0];
+            /// Whether x is neither infinite nor NaN. PyTorch: `isfinite`.
+            isfinite (x): Float -> Bool { x.is_finite() } { x.is_finite() as u8 as f64 } on [-3.0..3.0];
+        }
+    };
+}
