@@ -83,19 +83,16 @@ impl<D: Driver> CachingAllocator<D> {
     /// A block of at least `requested > 0` bytes.
     pub(crate) fn alloc(&self, requested: usize) -> Result<Place<D::Memory>> {
         debug_assert!(requested > 0, "empty storages have no block");
-        let largest = self.driver.largest_segment();
-        let Some((size, segment)) = round_size(requested).and_then(|size| Some((size, segment_size(size)?))) else {
+        let sizes = round_size(requested).and_then(|size| Some((size, segment_size(size)?)));
+        let Some((size, segment)) = sizes.filter(|&(size, _)| size as u64 <= self.driver.capacity()) else {
             return Err(self.too_large(requested));
         };
-        if size > largest {
-            return Err(self.too_large(requested));
-        }
-        let (pool, segment) = (Pool::of(size), segment.min(largest).max(size));
+        let (pool, segment) = (Pool::of(size), segment.min(self.driver.largest_segment()).max(size));
         let mut state = self.lock();
         if let Some(place) = state.take(pool, size, requested) {
             return Ok(place);
         }
-        if self.grow(&mut state, pool, segment)? {
+        if self.grow(&mut state, pool, segment, requested)? {
             return Ok(state.take(pool, size, requested).expect("a new segment holds what it was made for"));
         }
         if size as u64 > state.limit {
@@ -110,7 +107,7 @@ impl<D: Driver> CachingAllocator<D> {
         }
         state.release_unused();
         for bytes in [segment, size] {
-            if self.grow(&mut state, pool, bytes)? {
+            if self.grow(&mut state, pool, bytes, requested)? {
                 return Ok(state.take(pool, size, requested).expect("a new segment holds what it was made for"));
             }
         }
@@ -131,7 +128,7 @@ impl<D: Driver> CachingAllocator<D> {
     }
 
     /// Adds a segment; false where the device or the limit has no room for it.
-    fn grow(&self, state: &mut State<D::Memory>, pool: Pool, bytes: usize) -> Result<bool> {
+    fn grow(&self, state: &mut State<D::Memory>, pool: Pool, bytes: usize, requested: usize) -> Result<bool> {
         if state.stats.reserved_bytes.current.saturating_add(bytes as u64) > state.limit {
             return Ok(false);
         }
@@ -139,6 +136,7 @@ impl<D: Driver> CachingAllocator<D> {
         match made {
             Ok(memory) => state.add_segment(pool, bytes, memory),
             Err(Failure::OutOfMemory) => return Ok(false),
+            Err(Failure::TooBig) => return Err(self.too_large(requested)),
             Err(Failure::Other(error)) => return Err(error),
         }
         tracing::debug!(device = %self.driver.device(), bytes, "segment made");
@@ -146,8 +144,8 @@ impl<D: Driver> CachingAllocator<D> {
     }
 
     fn too_large(&self, requested: usize) -> Error {
-        let largest = self.driver.largest_segment();
-        let detail = format!("the largest buffer this device allows is {largest} bytes");
+        let (capacity, largest) = (self.driver.capacity(), self.driver.largest_segment());
+        let detail = format!("the device has {capacity}, and promises buffers of up to {largest}");
         Error::OutOfMemory { device: self.driver.device(), requested, detail }
     }
 

@@ -7,6 +7,8 @@ use crate::{Device, Error};
 pub(crate) enum Failure {
     /// Out of memory: giving something back may help.
     OutOfMemory,
+    /// No segment can be that large, however empty the device is.
+    TooBig,
     /// Anything else: goes to the caller as it is.
     Other(Error),
 }
@@ -23,7 +25,7 @@ pub(crate) trait Driver: Send + Sync {
     fn device(&self) -> Device;
     /// Bytes the device has.
     fn capacity(&self) -> u64;
-    /// The largest segment it gives.
+    /// The largest segment it promises. It may give larger ones: some drivers state a quarter of what they can.
     fn largest_segment(&self) -> usize;
     /// Makes a segment. The device may be lazy: nothing is promised before [`commit`](Driver::commit).
     fn create(&self, bytes: usize) -> Result<Self::Memory, Failure>;

@@ -31,8 +31,8 @@ impl OpenCl {
 
     fn failure(&self, error: ClError) -> Failure {
         match error.classify() {
-            // Too big for now: a smaller segment may do.
-            Class::OutOfMemory | Class::TooBig => Failure::OutOfMemory,
+            Class::OutOfMemory => Failure::OutOfMemory,
+            Class::TooBig => Failure::TooBig,
             Class::Lost | Class::Other => Failure::Other(self.device.error(error)),
         }
     }

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::driver::{Driver, Failure};
-use crate::{Device, Error};
+use crate::Device;
 
 /// A call of the allocator, with the size of the segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -117,7 +117,7 @@ impl Driver for Sim {
                 return Err(failure);
             }
             if bytes > self.largest {
-                return Err(Failure::Other(Error::invalid("create", "larger than the largest")));
+                return Err(Failure::TooBig);
             }
             Ok(SimMemory { size: bytes, committed: Mutex::new(false), sim: self.clone() })
         })

@@ -200,12 +200,17 @@ fn absurd_sizes_never_reach_the_driver() {
     let (sim, allocator) = device(GIB);
     let cached = allocator.alloc(1).unwrap();
     let before = sim.calls();
-    for bytes in [usize::MAX, usize::MAX - 510, usize::MAX - 3 * MIB, isize::MAX as usize, GIB, GIB / 2 + 1] {
+    for bytes in [usize::MAX, usize::MAX - 510, usize::MAX - 3 * MIB, isize::MAX as usize, GIB + 1, 2 * GIB] {
         let Err(Error::OutOfMemory { requested, detail, .. }) = allocator.alloc(bytes) else { panic!("{bytes}") };
         assert_eq!(requested, bytes);
         assert!(detail.contains(&(GIB / 2).to_string()), "{detail}");
     }
     assert_eq!(sim.calls(), before);
+    // Between the largest buffer promised and all there is, the driver decides: at once, the cache is kept.
+    allocator.give_back(allocator.alloc(12 * MIB).unwrap());
+    let Err(Error::OutOfMemory { detail, .. }) = allocator.alloc(GIB / 2 + 1) else { panic!("too big") };
+    assert!(detail.contains(&(GIB / 2).to_string()), "{detail}");
+    assert_eq!(sim.calls().split_off(before.len() + 2), [Call::Create(GIB / 2 + 512)]);
     allocator.give_back(cached);
     check(&sim, &allocator);
 }
