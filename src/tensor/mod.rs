@@ -1,6 +1,115 @@
-//! Shapes, strides and an offset over a storage.
+//! Tensors: shape, strides and an offset over a [`Storage`] that views share.
+//!
+//! A [`Tensor`] is a small handle: which bytes (`storage`), how to walk them (shape, strides, offset in elements), what they
+//! mean (`dtype`) and, while a graph is recorded, which node made it. Views ([`Tensor::transpose`], [`Tensor::narrow`],
+//! [`Tensor::i`], ...) make a new handle on the same storage and touch no device. [`Clone`] copies the elements;
+//! [`Tensor::shallow_clone`] copies the handle.
+//!
+//! One file a subject: `shape` and `layout` are pure arithmetic, `create` makes tensors, `view` and `index` look at them
+//! differently, `convert` moves them between dtypes, devices and ndarray, `display` prints them.
+
+use std::sync::Arc;
+
+use crate::{DType, Device, Result, autograd::Node, storage::Storage};
 
 pub(crate) mod layout;
 pub(crate) mod shape;
 
-pub use shape::{NewShape, Shape};
+pub(crate) use layout::Layout;
+pub(crate) use shape::Dims;
+pub use shape::Shape;
+
+/// A multi-dimensional array on a device.
+///
+/// `Send + Sync`; methods take `&self`, in-place ones too (their names end in `_`): a tensor is a view of shared storage.
+///
+/// ```
+/// use claystone::{Device, Tensor};
+/// let a = Tensor::zeros(&[3, 4], Device::Cpu)?;
+/// let row = a.narrow(0, 1, 1)?; // a view: no copy
+/// row.fill_(2.0)?;
+/// assert_eq!(a.sum((), false)?.item::<f32>()?, 8.0);
+/// assert!(a.shares_storage(&row) && !a.shares_storage(&a.clone()));
+/// # Ok::<(), claystone::Error>(())
+/// ```
+pub struct Tensor {
+    pub(crate) storage: Storage,
+    pub(crate) layout: Layout,
+    pub(crate) dtype: DType,
+    pub(crate) node: Option<Arc<Node>>,
+}
+
+impl Tensor {
+    /// A new contiguous tensor whose elements are whatever the memory held; every caller writes them all.
+    pub(crate) fn empty_like_shape(shape: impl Into<Shape>, dtype: DType, device: Device) -> Result<Tensor> {
+        let shape = shape.into();
+        let storage = Storage::alloc(device, shape.numel().saturating_mul(dtype.size()))?;
+        Ok(Tensor { storage, layout: Layout::contiguous(shape), dtype, node: None })
+    }
+
+    /// Another handle on the same storage and the same place in the graph (tch's word). Free.
+    pub fn shallow_clone(&self) -> Tensor {
+        Tensor { node: self.node.clone(), ..self.detach() }
+    }
+
+    /// The same storage outside the graph: changes are shared, gradients do not flow (PyTorch's `detach`).
+    pub fn detach(&self) -> Tensor {
+        self.with_layout(self.layout.clone())
+    }
+
+    /// The same storage walked differently, outside the graph.
+    pub(crate) fn with_layout(&self, layout: Layout) -> Tensor {
+        Tensor { storage: self.storage.clone(), layout, dtype: self.dtype, node: None }
+    }
+
+    /// The sizes of the dimensions.
+    pub fn shape(&self) -> &Shape {
+        &self.layout.shape
+    }
+
+    /// Elements to step over for one step along each dimension; zero where broadcast, negative where flipped.
+    pub fn strides(&self) -> &[isize] {
+        &self.layout.strides
+    }
+
+    /// Elements of the storage before the first one.
+    pub fn offset(&self) -> usize {
+        self.layout.offset
+    }
+
+    /// The element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Where the storage is.
+    pub fn device(&self) -> Device {
+        self.storage.device()
+    }
+
+    /// How many elements: the product of the shape.
+    pub fn numel(&self) -> usize {
+        self.layout.numel()
+    }
+
+    /// How many dimensions.
+    pub fn rank(&self) -> usize {
+        self.layout.shape.rank()
+    }
+
+    /// Whether the elements lie one after another in row-major order.
+    pub fn is_contiguous(&self) -> bool {
+        self.layout.is_contiguous()
+    }
+
+    /// The bytes beneath, which views share.
+    pub fn storage(&self) -> &Storage {
+        &self.storage
+    }
+
+    /// Whether a change of one may be seen through the other: both are views of the same allocation.
+    /// Empty tensors share nothing.
+    pub fn shares_storage(&self, other: &Tensor) -> bool {
+        self.storage.ptr_eq(&other.storage)
+    }
+}
