@@ -57,6 +57,11 @@ impl Node {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The operation whose result this is.
+    pub(crate) fn op(&self) -> &'static str {
+        self.op
+    }
+
     fn is_leaf(&self) -> bool {
         matches!(*self.state(), State::Leaf { .. })
     }

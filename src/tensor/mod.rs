@@ -12,12 +12,21 @@ use std::sync::Arc;
 
 use crate::{DType, Device, Result, autograd::Node, storage::Storage};
 
+mod convert;
+mod create;
+mod display;
+mod index;
 pub(crate) mod layout;
+mod operators;
+mod options;
 pub(crate) mod shape;
+mod view;
 
+pub use index::{Index, Indices};
 pub(crate) use layout::Layout;
+pub use options::TensorOptions;
 pub(crate) use shape::Dims;
-pub use shape::Shape;
+pub use shape::{NewShape, Shape};
 
 /// A multi-dimensional array on a device.
 ///

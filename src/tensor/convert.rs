@@ -1,0 +1,99 @@
+//! Out to the host, and over to another device. (Dtypes are converted in `ops::copy`.)
+
+use std::any::Any;
+
+use bytemuck::Zeroable;
+use ndarray::{ArrayD, IxDyn};
+
+use crate::autograd::record_unary;
+use crate::{DType, Device, Element, Error, Result, Tensor};
+
+impl Tensor {
+    /// The elements in row-major order. Waits for the device.
+    ///
+    /// # Errors
+    /// [`Error::DTypeMismatch`] where `T` is not this tensor's element type.
+    pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
+        self.read_out("to_vec")
+    }
+
+    /// The elements as an ndarray array of this shape. Waits for the device.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let a = Tensor::eye(2, Device::Cpu)?;
+    /// assert_eq!(a.to_ndarray::<f32>()?, ndarray::array![[1.0, 0.0], [0.0, 1.0]].into_dyn());
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Tensor::to_vec`].
+    pub fn to_ndarray<T: Element>(&self) -> Result<ArrayD<T>> {
+        let op = "to_ndarray";
+        let values = self.read_out(op)?;
+        ArrayD::from_shape_vec(IxDyn(self.shape().dims()), values).map_err(|e| Error::invalid(op, e.to_string()))
+    }
+
+    /// The only element (PyTorch's `item`). Waits for the device.
+    ///
+    /// # Errors
+    /// A tensor of another number of elements than one; as [`Tensor::to_vec`].
+    pub fn item<T: Element>(&self) -> Result<T> {
+        match self.numel() {
+            1 => Ok(self.read_out("item")?[0]),
+            n => Err(Error::invalid("item", format!("a tensor of shape {} has {n} elements, not one", self.shape()))),
+        }
+    }
+
+    fn read_out<T: Element>(&self, op: &'static str) -> Result<Vec<T>> {
+        if T::DTYPE != self.dtype {
+            return Err(Error::DTypeMismatch { op, lhs: self.dtype, rhs: T::DTYPE });
+        }
+        let mut bits = vec![T::Bits::zeroed(); self.numel()];
+        self.read_bytes(bytemuck::cast_slice_mut(&mut bits))?;
+        // Where every pattern is valid `Bits` is `T` itself, and the vector is handed on as it is.
+        let bits = match (Box::new(bits) as Box<dyn Any>).downcast::<Vec<T>>() {
+            Ok(values) => return Ok(*values),
+            Err(bits) => bits.downcast::<Vec<T::Bits>>().unwrap_or_default(),
+        };
+        match bytemuck::checked::try_cast_slice::<T::Bits, T>(&bits) {
+            Ok(values) => Ok(values.to_vec()),
+            Err(_) => Err(Error::invalid(op, format!("the storage holds bytes that are no {}", self.dtype))),
+        }
+    }
+
+    /// The bytes of the elements in row-major order into `out`, which has just their size.
+    pub(super) fn read_bytes(&self, out: &mut [u8]) -> Result<()> {
+        let source = self.detach().contiguous()?;
+        source.storage.read(source.layout.offset * self.dtype.size(), out)
+    }
+
+    /// This tensor on `device`: itself where it is there already, otherwise a contiguous copy of exactly its elements
+    /// (PyTorch's `to`). Differentiable: the gradient goes back.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`], [`Error::OutOfMemory`] and device failures.
+    pub fn to_device(&self, device: Device) -> Result<Tensor> {
+        let home = self.device();
+        if device == home {
+            return Ok(self.shallow_clone());
+        }
+        let source = self.detach().contiguous()?;
+        let out = Tensor::empty_like_shape(self.shape(), self.dtype, device)?;
+        let size = self.dtype.size();
+        out.storage.copy_from(0, &source.storage, source.layout.offset * size, self.numel() * size, true)?;
+        Ok(record_unary("to_device", out, self, move |grad| grad.to_device(home)))
+    }
+
+    /// [`Tensor::to_dtype`] and [`Tensor::to_device`], in the order that transfers fewer bytes.
+    ///
+    /// # Errors
+    /// As those two.
+    pub fn to(&self, dtype: DType, device: Device) -> Result<Tensor> {
+        if dtype.size() < self.dtype.size() {
+            self.to_dtype(dtype)?.to_device(device)
+        } else {
+            self.to_device(device)?.to_dtype(dtype)
+        }
+    }
+}

@@ -1,0 +1,233 @@
+//! New tensors: constants, sequences and the host's values. (Random ones are in `ops::random`.)
+
+use ndarray::{Array, ArrayBase, Data, Dimension};
+
+use super::Layout;
+use super::options::TensorOptions;
+use crate::storage::Storage;
+use crate::{DType, Device, Element, Error, Result, Scalar, Shape, Tensor};
+
+/// Constants and sequences.
+impl Tensor {
+    /// Elements whose values nobody has chosen (PyTorch's `empty`): to be written before they are read.
+    pub fn empty(shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
+        let options = options.into();
+        match options.dtype {
+            // Not every byte is a bool.
+            DType::Bool => Tensor::zeros(shape, options),
+            dtype => Tensor::empty_like_shape(shape, dtype, options.device),
+        }
+    }
+
+    /// Zeros (PyTorch's `zeros`); `false` for bool.
+    pub fn zeros(shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
+        let TensorOptions { dtype, device } = options.into();
+        let layout = Layout::contiguous(shape.into());
+        let storage = Storage::alloc_zeroed(device, layout.numel().saturating_mul(dtype.size()))?;
+        Ok(Tensor { storage, layout, dtype, node: None })
+    }
+
+    /// Ones (PyTorch's `ones`); `true` for bool.
+    pub fn ones(shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
+        Tensor::full(shape, 1, options)
+    }
+
+    /// `value` everywhere (PyTorch's `full`, but f32 unless said).
+    ///
+    /// Converted to the dtype as Rust's `as` does: floats too large for an integer saturate, integers wrap.
+    ///
+    /// ```
+    /// use claystone::{DType, Device, Tensor};
+    /// let a = Tensor::full(&[2, 2], 7, (DType::I64, Device::Cpu))?;
+    /// assert_eq!(a.to_vec::<i64>()?, [7; 4]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// A value that is not whole for a dtype of integers.
+    pub fn full(
+        shape: impl Into<Shape>,
+        value: impl Into<Scalar>,
+        options: impl Into<TensorOptions>,
+    ) -> Result<Tensor> {
+        let TensorOptions { dtype, device } = options.into();
+        let value = value.into();
+        if !dtype.is_float() && value.to_f64().fract() != 0.0 {
+            return Err(Error::invalid("full", format!("{} is not whole and the tensor is {dtype}", value.to_f64())));
+        }
+        let out = Tensor::empty_like_shape(shape, dtype, device)?;
+        let mut pattern = [0; 8];
+        let pattern = &mut pattern[..dtype.size()];
+        value.encode(dtype, pattern);
+        out.storage.fill(0, out.storage.nbytes(), pattern)?;
+        Ok(out)
+    }
+
+    /// `start`, `start + step`, ... up to but not including `end`, in one dimension (PyTorch's `arange`, but f32 unless
+    /// said). Each value is `start + i * step`, computed in f64, or in i64 where all three are integers.
+    ///
+    /// # Errors
+    /// A step that is zero, points away from `end`, or a number that is not finite.
+    pub fn arange(
+        start: impl Into<Scalar>,
+        end: impl Into<Scalar>,
+        step: impl Into<Scalar>,
+        options: impl Into<TensorOptions>,
+    ) -> Result<Tensor> {
+        let (start, end, step) = (start.into(), end.into(), step.into());
+        let op = "arange";
+        let error = || {
+            let [a, b, s] = [start, end, step].map(Scalar::to_f64);
+            Error::invalid(op, format!("no steps of {s} lead from {a} to {b}"))
+        };
+        if let (Scalar::Int(a), Scalar::Int(b), Scalar::Int(s)) = (start, end, step) {
+            let span = i128::from(b) - i128::from(a);
+            if s == 0 || span.signum() * i128::from(s.signum()) < 0 {
+                return Err(error());
+            }
+            let count = span.unsigned_abs().div_ceil(u128::from(s.unsigned_abs()));
+            let value = |i: usize| Scalar::Int(a.wrapping_add(s.wrapping_mul(i as i64)));
+            return Tensor::sequence(op, usize::try_from(count).unwrap_or(usize::MAX), options.into(), value);
+        }
+        let [a, b, s] = [start, end, step].map(Scalar::to_f64);
+        let count = ((b - a) / s).ceil();
+        if !(s.is_finite() && count.is_finite() && count >= 0.0) {
+            return Err(error());
+        }
+        let value = |i: usize| Scalar::Float(a + s * i as f64);
+        Tensor::sequence(op, count as usize, options.into(), value)
+    }
+
+    /// `n` values evenly from `start` to `end`, both included, in one dimension (PyTorch's `linspace`).
+    pub fn linspace(start: f64, end: f64, n: usize, options: impl Into<TensorOptions>) -> Result<Tensor> {
+        let step = if n > 1 { (end - start) / (n - 1) as f64 } else { 0.0 };
+        // Counted from the nearer end, so that both are exact.
+        let value = |i: usize| {
+            Scalar::Float(if i < n.div_ceil(2) { start + step * i as f64 } else { end - step * (n - 1 - i) as f64 })
+        };
+        Tensor::sequence("linspace", n, options.into(), value)
+    }
+
+    /// The identity matrix of `n` rows (PyTorch's `eye`).
+    pub fn eye(n: usize, options: impl Into<TensorOptions>) -> Result<Tensor> {
+        let out = Tensor::zeros([n, n], options)?;
+        out.diagonal(0, 0, 1)?.fill_(1)?;
+        Ok(out)
+    }
+
+    /// Values computed on the host, then written in one go.
+    fn sequence(
+        op: &'static str,
+        n: usize,
+        TensorOptions { dtype, device }: TensorOptions,
+        value: impl Fn(usize) -> Scalar,
+    ) -> Result<Tensor> {
+        let out = Tensor::empty_like_shape(n, dtype, device)?;
+        let mut bytes = Vec::new();
+        let size = out.storage.nbytes();
+        bytes.try_reserve_exact(size).map_err(|_| Error::OutOfMemory {
+            device: Device::Cpu,
+            requested: size,
+            detail: format!("{op} computes its values on the host"),
+        })?;
+        bytes.resize(size, 0);
+        for (i, element) in bytes.chunks_exact_mut(dtype.size()).enumerate() {
+            value(i).encode(dtype, element);
+        }
+        out.storage.write(0, &bytes)?;
+        Ok(out)
+    }
+
+    /// [`Tensor::empty`] of this tensor's shape, dtype and device.
+    pub fn empty_like(&self) -> Result<Tensor> {
+        Tensor::empty(self.shape(), self)
+    }
+
+    /// [`Tensor::zeros`] of this tensor's shape, dtype and device.
+    pub fn zeros_like(&self) -> Result<Tensor> {
+        Tensor::zeros(self.shape(), self)
+    }
+
+    /// [`Tensor::ones`] of this tensor's shape, dtype and device.
+    pub fn ones_like(&self) -> Result<Tensor> {
+        Tensor::ones(self.shape(), self)
+    }
+
+    /// [`Tensor::full`] of this tensor's shape, dtype and device.
+    pub fn full_like(&self, value: impl Into<Scalar>) -> Result<Tensor> {
+        Tensor::full(self.shape(), value, self)
+    }
+}
+
+/// The host's values. The dtype is that of the elements.
+impl Tensor {
+    /// A copy of `values`, in row-major order.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let a = Tensor::from_slice(&[1f32, 2.0, 3.0, 4.0], &[2, 2], Device::Cpu)?;
+    /// assert_eq!(a.i((1, 0))?.item::<f32>()?, 3.0);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// A shape of another number of elements.
+    pub fn from_slice<T: Element>(values: &[T], shape: impl Into<Shape>, device: Device) -> Result<Tensor> {
+        let shape = fits("from_slice", values.len(), shape.into())?;
+        let out = Tensor::empty_like_shape(shape, T::DTYPE, device)?;
+        out.storage.write(0, bytemuck::cast_slice(values))?;
+        Ok(out)
+    }
+
+    /// `values` in row-major order; on [`Device::Cpu`] the tensor owns the vector, nothing is copied.
+    ///
+    /// # Errors
+    /// A shape of another number of elements.
+    pub fn from_vec<T: Element>(values: Vec<T>, shape: impl Into<Shape>, device: Device) -> Result<Tensor> {
+        match device {
+            Device::Cpu => {
+                let layout = Layout::contiguous(fits("from_vec", values.len(), shape.into())?);
+                Ok(Tensor { storage: Storage::adopt(values), layout, dtype: T::DTYPE, node: None })
+            }
+            _ => Tensor::from_slice(&values, shape, device),
+        }
+    }
+
+    /// The elements of an ndarray array; on [`Device::Cpu`] the tensor owns them, nothing is copied, whatever the strides.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let a = Tensor::from_ndarray(ndarray::array![[1i64, 2], [3, 4]], Device::Cpu)?;
+    /// assert_eq!(a.shape().dims(), &[2, 2]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    pub fn from_ndarray<T: Element, D: Dimension>(array: Array<T, D>, device: Device) -> Result<Tensor> {
+        if device != Device::Cpu || array.is_empty() {
+            return Tensor::from_ndarray_view(&array, device);
+        }
+        let (shape, strides) = (Shape::from(array.shape()), array.strides().iter().copied().collect());
+        let (values, offset) = array.into_raw_vec_and_offset();
+        let layout = Layout { shape, strides, offset: offset.unwrap_or(0) };
+        Ok(Tensor { storage: Storage::adopt(values), layout, dtype: T::DTYPE, node: None })
+    }
+
+    /// A copy of the elements of any ndarray array or view.
+    pub fn from_ndarray_view<T, S, D>(array: &ArrayBase<S, D>, device: Device) -> Result<Tensor>
+    where
+        T: Element,
+        S: Data<Elem = T>,
+        D: Dimension,
+    {
+        match array.as_slice() {
+            Some(values) => Tensor::from_slice(values, array.shape(), device),
+            None => Tensor::from_vec(array.iter().copied().collect(), array.shape(), device),
+        }
+    }
+}
+
+fn fits(op: &'static str, given: usize, shape: Shape) -> Result<Shape> {
+    if shape.numel() == given {
+        return Ok(shape);
+    }
+    Err(Error::invalid(op, format!("{given} values were given for shape {shape}, which has {}", shape.numel())))
+}

@@ -1,0 +1,271 @@
+//! Indexing with `.i(...)`, and putting tensors together.
+
+use std::borrow::Borrow;
+use std::ops::{Range, RangeFrom, RangeFull, RangeInclusive, RangeTo, RangeToInclusive};
+
+use smallvec::SmallVec;
+
+use super::Layout;
+use crate::autograd::{is_tracked, record};
+use crate::{Error, Result, Shape, Tensor};
+
+/// What [`Tensor::i`] does with a dimension. Made from integers and ranges.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Index {
+    /// One index; the dimension goes. Negative indexes count from the end.
+    At(isize),
+    /// Indexes from `start` up to `end`, or to the last; negative ends count from the end.
+    Range {
+        /// The first index.
+        start: isize,
+        /// One past the last index.
+        end: Option<isize>,
+    },
+    /// A new dimension of size 1 (NumPy's `newaxis`).
+    NewAxis,
+    /// All dimensions that are not mentioned (Python's `...`). At the end it may be left out.
+    Ellipsis,
+}
+
+impl From<RangeFull> for Index {
+    fn from(_: RangeFull) -> Index {
+        Index::Range { start: 0, end: None }
+    }
+}
+
+/// What [`Tensor::i`] takes: an integer, a range, [`Index`], a tuple of up to six of them, an array or a slice.
+pub trait Indices {
+    /// One item for each dimension, outermost first.
+    fn indices(self) -> SmallVec<[Index; 6]>;
+}
+
+macro_rules! integers {
+    ($($t:ty),*) => { $(
+        impl From<$t> for Index {
+            fn from(i: $t) -> Index {
+                Index::At(place(i))
+            }
+        }
+
+        impl From<Range<$t>> for Index {
+            fn from(r: Range<$t>) -> Index {
+                Index::Range { start: place(r.start), end: Some(place(r.end)) }
+            }
+        }
+
+        impl From<RangeFrom<$t>> for Index {
+            fn from(r: RangeFrom<$t>) -> Index {
+                Index::Range { start: place(r.start), end: None }
+            }
+        }
+
+        impl From<RangeTo<$t>> for Index {
+            fn from(r: RangeTo<$t>) -> Index {
+                Index::Range { start: 0, end: Some(place(r.end)) }
+            }
+        }
+
+        impl From<RangeInclusive<$t>> for Index {
+            fn from(r: RangeInclusive<$t>) -> Index {
+                Index::Range { start: place(*r.start()), end: after(place(*r.end())) }
+            }
+        }
+
+        impl From<RangeToInclusive<$t>> for Index {
+            fn from(r: RangeToInclusive<$t>) -> Index {
+                Index::Range { start: 0, end: after(place(r.end)) }
+            }
+        }
+
+        single!($t, Range<$t>, RangeFrom<$t>, RangeTo<$t>, RangeInclusive<$t>, RangeToInclusive<$t>);
+    )* };
+}
+
+macro_rules! single {
+    ($($t:ty),*) => { $(
+        impl Indices for $t {
+            fn indices(self) -> SmallVec<[Index; 6]> {
+                [self.into()].into_iter().collect()
+            }
+        }
+    )* };
+}
+
+macro_rules! tuples {
+    ($($t:ident)*) => {
+        impl<$($t: Into<Index>),*> Indices for ($($t,)*) {
+            #[allow(non_snake_case)]
+            fn indices(self) -> SmallVec<[Index; 6]> {
+                let ($($t,)*) = self;
+                [$($t.into()),*].into_iter().collect()
+            }
+        }
+    };
+}
+
+/// Any integer as an index: what does not fit saturates, and is out of range.
+fn place<T: TryInto<isize>>(i: T) -> isize {
+    i.try_into().unwrap_or(isize::MAX)
+}
+
+/// The exclusive end after an inclusive one; after the last element (-1) there is none.
+fn after(end: isize) -> Option<isize> {
+    if end == -1 { None } else { Some(end.saturating_add(1)) }
+}
+
+// i32 is what a bare literal becomes where several types would do.
+integers!(usize, isize, i32, i64);
+single!(RangeFull, Index);
+tuples!(A);
+tuples!(A B);
+tuples!(A B C);
+tuples!(A B C D);
+tuples!(A B C D E);
+tuples!(A B C D E F);
+
+impl<T: Into<Index>, const N: usize> Indices for [T; N] {
+    fn indices(self) -> SmallVec<[Index; 6]> {
+        self.into_iter().map(Into::into).collect()
+    }
+}
+
+impl Indices for &[Index] {
+    fn indices(self) -> SmallVec<[Index; 6]> {
+        SmallVec::from_slice(self)
+    }
+}
+
+fn indexed(op: &'static str, layout: &Layout, items: &[Index]) -> Result<Layout> {
+    let rank = layout.shape.rank();
+    let used = items.iter().filter(|i| matches!(i, Index::At(_) | Index::Range { .. })).count();
+    let ellipses = items.iter().filter(|&&i| i == Index::Ellipsis).count();
+    if used > rank || ellipses > 1 {
+        let reason = format!("{used} indexes and {ellipses} ellipses do not go with a tensor of shape {}", layout.shape);
+        return Err(Error::invalid(op, reason));
+    }
+    let mut layout = layout.clone();
+    let mut dim = 0;
+    for item in items {
+        match *item {
+            Index::At(i) => {
+                layout = layout.select(op, dim, i)?;
+                continue;
+            }
+            Index::Range { start, end } => {
+                let size = layout.shape.dims()[dim];
+                let from_front = |i: isize| if i < 0 { i.saturating_add_unsigned(size) } else { i };
+                let (first, last) = (from_front(start), end.map_or(size as isize, from_front));
+                if first < 0 || last < first || last as usize > size {
+                    let end = end.map_or(String::new(), |e| e.to_string());
+                    let reason = format!("the range {start}..{end} does not lie in dimension {dim} of size {size}");
+                    return Err(Error::invalid(op, reason));
+                }
+                layout = layout.narrow(op, dim, first as usize, (last - first) as usize)?;
+            }
+            Index::NewAxis => layout = layout.insert(dim),
+            Index::Ellipsis => {
+                dim += rank - used;
+                continue;
+            }
+        }
+        dim += 1;
+    }
+    Ok(layout)
+}
+
+impl Tensor {
+    /// A view by index, as Python's `[...]`: an integer takes one index of its dimension, a range some, `..` all;
+    /// dimensions not mentioned are taken whole.
+    ///
+    /// ```
+    /// use claystone::{Device, Index, Tensor};
+    /// let a = Tensor::arange(0, 24, 1, Device::Cpu)?.reshape([2, 3, 4])?;
+    /// assert_eq!(a.i(1)?.shape().dims(), &[3, 4]);
+    /// assert_eq!(a.i((0, .., 1..3))?.shape().dims(), &[3, 2]);
+    /// assert_eq!(a.i((Index::Ellipsis, -1))?.shape().dims(), &[2, 3]);
+    /// assert_eq!(a.i((.., Index::NewAxis, ..=1))?.shape().dims(), &[2, 1, 2, 4]);
+    /// assert_eq!(a.i([1, 2, 3])?.item::<f32>()?, 23.0);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::IndexOutOfRange`]; a range that does not lie in its dimension ([`Tensor::slice`] clamps, as Python does);
+    /// more indexes than dimensions.
+    pub fn i(&self, indices: impl Indices) -> Result<Tensor> {
+        let items = indices.indices();
+        self.picked("i", move |layout| indexed("i", layout, &items))
+    }
+
+    /// Tensors one after another along dimension `dim`, in which alone their shapes may differ (PyTorch's `cat`).
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let a = Tensor::zeros(&[2, 3], Device::Cpu)?;
+    /// let b = Tensor::ones(&[1, 3], Device::Cpu)?;
+    /// assert_eq!(Tensor::cat(&[&a, &b], 0)?.shape().dims(), &[3, 3]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// No tensor at all; tensors of different dtypes, on different devices, or whose other sizes differ.
+    pub fn cat<T: Borrow<Tensor>>(tensors: &[T], dim: isize) -> Result<Tensor> {
+        let tensors: SmallVec<[&Tensor; 4]> = tensors.iter().map(Borrow::borrow).collect();
+        join("cat", &tensors, dim)
+    }
+
+    /// Tensors of one shape along a new dimension, which is dimension `dim` of the result (PyTorch's `stack`).
+    ///
+    /// # Errors
+    /// No tensor at all; tensors of different shapes or dtypes, or on different devices.
+    pub fn stack<T: Borrow<Tensor>>(tensors: &[T], dim: isize) -> Result<Tensor> {
+        let op = "stack";
+        let first = tensors.first().map(Borrow::borrow).ok_or_else(|| Error::invalid(op, "there is no tensor"))?;
+        if let Some(t) = tensors.iter().map(Borrow::borrow).find(|t| t.shape() != first.shape()) {
+            let (lhs, rhs) = (first.shape().clone(), t.shape().clone());
+            return Err(Error::ShapeMismatch { op, lhs, rhs, hint: "they must be equal" });
+        }
+        let rows = tensors.iter().map(|t| t.borrow().unsqueeze(dim)).collect::<Result<SmallVec<[Tensor; 4]>>>()?;
+        join(op, &rows.iter().collect::<SmallVec<[&Tensor; 4]>>(), dim)
+    }
+}
+
+fn join(op: &'static str, tensors: &[&Tensor], dim: isize) -> Result<Tensor> {
+    let first = *tensors.first().ok_or_else(|| Error::invalid(op, "there is no tensor"))?;
+    let d = first.shape().dim(op, dim)?;
+    let mut dims = SmallVec::<[usize; 6]>::from_slice(first.shape().dims());
+    let mut sizes = SmallVec::<[usize; 4]>::new();
+    dims[d] = 0;
+    for t in tensors {
+        let others = |s: &Shape| s.dims().iter().enumerate().all(|(i, &n)| i == d || dims[i] == n);
+        if t.rank() != first.rank() || !others(t.shape()) {
+            let (lhs, rhs) = (first.shape().clone(), t.shape().clone());
+            return Err(Error::ShapeMismatch { op, lhs, rhs, hint: "only the joined dimension may differ" });
+        }
+        if t.dtype() != first.dtype() {
+            return Err(Error::DTypeMismatch { op, lhs: first.dtype(), rhs: t.dtype() });
+        }
+        if t.device() != first.device() {
+            return Err(Error::DeviceMismatch { op, lhs: first.device(), rhs: t.device() });
+        }
+        sizes.push(t.shape().dims()[d]);
+    }
+    dims[d] = sizes.iter().fold(0, |a, &n| a.saturating_add(n));
+    let out = Tensor::empty_like_shape(&dims[..], first.dtype(), first.device())?;
+    let mut start = 0;
+    for (t, &n) in tensors.iter().zip(&sizes) {
+        out.with_layout(out.layout.narrow(op, d, start, n)?).copy_(&t.detach())?;
+        start += n;
+    }
+    if !is_tracked(tensors) {
+        return Ok(out);
+    }
+    Ok(record(op, out, tensors, move |ctx| {
+        let grad = ctx.grad()?;
+        let mut start = 0;
+        let mut piece = |(i, n): (usize, usize)| {
+            start += n;
+            ctx.needs(i).then(|| grad.narrow(d as isize, start - n, n)).transpose()
+        };
+        sizes.into_iter().enumerate().map(&mut piece).collect()
+    }))
+}

@@ -1,0 +1,40 @@
+//! What a new tensor is made of, where it is not said by its values.
+
+use crate::{DType, Device, Tensor};
+
+/// The dtype and device of a new tensor. Creating methods take `impl Into<TensorOptions>`: a device, a dtype and a device,
+/// or a tensor to be like. f32 unless said.
+///
+/// ```
+/// use claystone::{DType, Device, Tensor, TensorOptions};
+/// let a = Tensor::zeros(&[2], Device::Cpu)?;
+/// assert_eq!(a.dtype(), DType::F32);
+/// let b = Tensor::ones(&[2], (DType::F16, Device::Cpu))?;
+/// assert_eq!(TensorOptions::from(&b), TensorOptions { dtype: DType::F16, device: Device::Cpu });
+/// # Ok::<(), claystone::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct TensorOptions {
+    /// The element type.
+    pub dtype: DType,
+    /// Where the elements are.
+    pub device: Device,
+}
+
+impl From<Device> for TensorOptions {
+    fn from(device: Device) -> TensorOptions {
+        TensorOptions { dtype: DType::F32, device }
+    }
+}
+
+impl From<(DType, Device)> for TensorOptions {
+    fn from((dtype, device): (DType, Device)) -> TensorOptions {
+        TensorOptions { dtype, device }
+    }
+}
+
+impl From<&Tensor> for TensorOptions {
+    fn from(tensor: &Tensor) -> TensorOptions {
+        TensorOptions { dtype: tensor.dtype(), device: tensor.device() }
+    }
+}

@@ -1,0 +1,299 @@
+//! Views: the same storage with another shape, other strides, another offset.
+//!
+//! No view touches a device, and every one is differentiable. What gives each element once carries its gradient back by the
+//! opposite view; what gives some of them fills the rest with zeros; what repeats them ([`Tensor::expand`]) sums.
+
+use smallvec::SmallVec;
+
+use super::shape::{Dims, NewShape};
+use super::{Layout, Shape};
+use crate::autograd::record_unary;
+use crate::{Error, Result, Tensor};
+
+impl Tensor {
+    /// The view `layout`, which has every element once; `back` brings a gradient back to this tensor's shape.
+    fn rearranged(
+        &self,
+        op: &'static str,
+        layout: Layout,
+        back: impl FnOnce(Tensor) -> Result<Tensor> + Send + 'static,
+    ) -> Tensor {
+        record_unary(op, self.with_layout(layout), self, back)
+    }
+
+    /// The view that `pick` makes of this layout, which has each element at most once: the gradient of the others is zero.
+    pub(super) fn picked(
+        &self,
+        op: &'static str,
+        pick: impl Fn(&Layout) -> Result<Layout> + Send + 'static,
+    ) -> Result<Tensor> {
+        let out = self.with_layout(pick(&self.layout)?);
+        let shape = self.shape().clone();
+        Ok(record_unary(op, out, self, move |grad| {
+            let whole = Tensor::zeros(shape, &grad)?;
+            whole.with_layout(pick(&whole.layout)?).copy_(&grad)?;
+            Ok(whole)
+        }))
+    }
+
+    /// The elements in another shape, in the same row-major order (PyTorch's `reshape`). One size may be -1: whatever is
+    /// left. A view where the strides can express it, otherwise a contiguous copy; [`Tensor::shares_storage`] tells.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let a = Tensor::arange(0, 6, 1, Device::Cpu)?.reshape([2, -1])?;
+    /// assert_eq!(a.shape().dims(), &[2, 3]);
+    /// assert_eq!(a.t()?.reshape(6)?.to_vec::<f32>()?, [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Sizes whose product is not the number of elements.
+    pub fn reshape(&self, shape: impl Into<NewShape>) -> Result<Tensor> {
+        let shape = shape.into().resolve("reshape", self.numel())?;
+        match self.viewed("reshape", &shape) {
+            Some(view) => Ok(view),
+            None => self.contiguous()?.reshape(shape),
+        }
+    }
+
+    /// As [`Tensor::reshape`], but always a view (PyTorch's `view`).
+    ///
+    /// # Errors
+    /// Sizes whose product is not the number of elements, or that these strides cannot express.
+    pub fn view(&self, shape: impl Into<NewShape>) -> Result<Tensor> {
+        let shape = shape.into().resolve("view", self.numel())?;
+        self.viewed("view", &shape).ok_or_else(|| {
+            let reason = format!(
+                "a tensor of shape {} and strides {:?} cannot be seen as {shape} without a copy: use .reshape()",
+                self.shape(),
+                self.strides()
+            );
+            Error::invalid("view", reason)
+        })
+    }
+
+    fn viewed(&self, op: &'static str, shape: &Shape) -> Option<Tensor> {
+        let old = self.shape().clone();
+        Some(self.rearranged(op, self.layout.reshape(shape)?, move |grad| grad.reshape(old)))
+    }
+
+    /// Dimensions `a` and `b` exchanged (PyTorch's `transpose`).
+    pub fn transpose(&self, a: isize, b: isize) -> Result<Tensor> {
+        let op = "transpose";
+        let (i, j) = (self.shape().dim(op, a)?, self.shape().dim(op, b)?);
+        Ok(self.rearranged(op, self.layout.transpose(i, j), move |grad| grad.transpose(a, b)))
+    }
+
+    /// A matrix transposed; a vector or a scalar as it is (PyTorch's `t`).
+    ///
+    /// # Errors
+    /// More than two dimensions: say which with [`Tensor::transpose`].
+    pub fn t(&self) -> Result<Tensor> {
+        match self.rank() {
+            0 | 1 => Ok(self.shallow_clone()),
+            2 => self.transpose(0, 1),
+            rank => Err(Error::invalid("t", format!("a tensor of rank {rank} is no matrix: use .transpose(a, b)"))),
+        }
+    }
+
+    /// The dimensions in another order: dimension `dims[i]` becomes dimension `i` (PyTorch's `permute`).
+    ///
+    /// # Errors
+    /// `dims` that do not name every dimension once.
+    pub fn permute(&self, dims: &[isize]) -> Result<Tensor> {
+        let op = "permute";
+        let order = dims.iter().map(|&d| self.shape().dim(op, d)).collect::<Result<Dims>>()?;
+        let mut back: Dims<isize> = SmallVec::from_elem(-1, self.rank());
+        order.iter().enumerate().for_each(|(i, &d)| back[d] = i as isize);
+        if order.len() != self.rank() || back.contains(&-1) {
+            let reason = format!("{dims:?} does not name each of the {} dimensions once", self.rank());
+            return Err(Error::invalid(op, reason));
+        }
+        Ok(self.rearranged(op, self.layout.permute(&order), move |grad| grad.permute(&back)))
+    }
+
+    /// Dimension `source` moved to place `destination`, the others in their order (PyTorch's `movedim`).
+    pub fn movedim(&self, source: isize, destination: isize) -> Result<Tensor> {
+        let op = "movedim";
+        let (from, to) = (self.shape().dim(op, source)?, self.shape().dim(op, destination)?);
+        let mut order: Dims<isize> = (0..self.rank() as isize).collect();
+        let dim = order.remove(from);
+        order.insert(to, dim);
+        self.permute(&order)
+    }
+
+    /// Indexes `start..start + len` of dimension `dim` (PyTorch's `narrow`).
+    ///
+    /// # Errors
+    /// A range that does not fit in the dimension; [`Tensor::slice`] clamps instead.
+    pub fn narrow(&self, dim: isize, start: usize, len: usize) -> Result<Tensor> {
+        let op = "narrow";
+        let dim = self.shape().dim(op, dim)?;
+        self.picked(op, move |l| l.narrow(op, dim, start, len))
+    }
+
+    /// Python's `[start:end:step]` in dimension `dim`: negative ends count from the end, ends beyond it are clamped, None
+    /// is all the way, a negative step walks backwards.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let a = Tensor::arange(0, 5, 1, Device::Cpu)?;
+    /// assert_eq!(a.slice(0, -2, None, 1)?.to_vec::<f32>()?, [3.0, 4.0]);
+    /// assert_eq!(a.slice(0, None, None, -2)?.to_vec::<f32>()?, [4.0, 2.0, 0.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// A step of zero.
+    pub fn slice(
+        &self,
+        dim: isize,
+        start: impl Into<Option<isize>>,
+        end: impl Into<Option<isize>>,
+        step: isize,
+    ) -> Result<Tensor> {
+        let op = "slice";
+        let (dim, ends) = (self.shape().dim(op, dim)?, (start.into(), end.into()));
+        self.picked(op, move |l| l.slice(op, dim, ends, step))
+    }
+
+    /// Index `index` of dimension `dim`, which goes (PyTorch's `select`). Negative indexes count from the end.
+    pub fn select(&self, dim: isize, index: isize) -> Result<Tensor> {
+        let op = "select";
+        let dim = self.shape().dim(op, dim)?;
+        self.picked(op, move |l| l.select(op, dim, index))
+    }
+
+    /// One tensor for each index of dimension `dim`, which goes (PyTorch's `unbind`).
+    pub fn unbind(&self, dim: isize) -> Result<Vec<Tensor>> {
+        let d = self.shape().dim("unbind", dim)?;
+        (0..self.shape().dims()[d] as isize).map(|i| self.select(dim, i)).collect()
+    }
+
+    /// Pieces of `size` along dimension `dim`, the last as small as is left (PyTorch's `split`).
+    ///
+    /// # Errors
+    /// A size of zero.
+    pub fn split(&self, size: usize, dim: isize) -> Result<Vec<Tensor>> {
+        let whole = self.shape().dims()[self.shape().dim("split", dim)?];
+        if size == 0 {
+            return Err(Error::invalid("split", "pieces of size 0 never reach the end"));
+        }
+        // An empty dimension is one empty piece.
+        (0..whole.max(1)).step_by(size).map(|i| self.narrow(dim, i, size.min(whole - i))).collect()
+    }
+
+    /// At most `chunks` pieces of one size along dimension `dim`, the last as small as is left (PyTorch's `chunk`).
+    ///
+    /// # Errors
+    /// Zero chunks.
+    pub fn chunk(&self, chunks: usize, dim: isize) -> Result<Vec<Tensor>> {
+        let whole = self.shape().dims()[self.shape().dim("chunk", dim)?];
+        if chunks == 0 {
+            return Err(Error::invalid("chunk", "nothing can be cut into 0 chunks"));
+        }
+        self.split(whole.div_ceil(chunks).max(1), dim)
+    }
+
+    /// Without dimension `dim` if its size is 1, otherwise as it is (PyTorch's `squeeze`).
+    pub fn squeeze(&self, dim: isize) -> Result<Tensor> {
+        let d = self.shape().dim("squeeze", dim)?;
+        if self.shape().dims()[d] != 1 {
+            return Ok(self.shallow_clone());
+        }
+        Ok(self.rearranged("squeeze", self.layout.remove(d), move |grad| grad.unsqueeze(d as isize)))
+    }
+
+    /// Without all dimensions of size 1.
+    pub fn squeeze_all(&self) -> Result<Tensor> {
+        let kept: Shape = self.shape().dims().iter().copied().filter(|&d| d != 1).collect();
+        self.view(kept)
+    }
+
+    /// With a dimension of size 1 in place `dim` of the result (PyTorch's `unsqueeze`).
+    pub fn unsqueeze(&self, dim: isize) -> Result<Tensor> {
+        let rank = self.rank() + 1;
+        let d = if dim < 0 { dim + rank as isize } else { dim };
+        if !(0..rank as isize).contains(&d) {
+            return Err(Error::DimOutOfRange { op: "unsqueeze", dim, rank });
+        }
+        Ok(self.rearranged("unsqueeze", self.layout.insert(d as usize), move |grad| grad.squeeze(d)))
+    }
+
+    /// Dimensions of size 1 stretched to `shape`, which may have more dimensions in front; -1 keeps a size (PyTorch's
+    /// `expand`). The repeated elements are the same bytes. The gradient is the sum over the repetitions.
+    ///
+    /// # Errors
+    /// [`Error::ShapeMismatch`] where another size than 1 would change.
+    pub fn expand(&self, shape: impl Into<NewShape>) -> Result<Tensor> {
+        self.expanded("expand", &shape.into())
+    }
+
+    /// [`Tensor::expand`] by NumPy's name.
+    pub fn broadcast_to(&self, shape: impl Into<NewShape>) -> Result<Tensor> {
+        self.expanded("broadcast_to", &shape.into())
+    }
+
+    fn expanded(&self, op: &'static str, new: &NewShape) -> Result<Tensor> {
+        let old = self.shape().dims();
+        // The size that size `i` of the result is stretched from, if there is one.
+        let source = |i: usize| (i + old.len()).checked_sub(new.sizes().len()).map(|j| old[j]);
+        let size = |(i, &d): (usize, &isize)| match (d, source(i)) {
+            (-1, Some(size)) => Some(size),
+            (d, None | Some(1)) if d >= 0 => Some(d as usize),
+            (d, Some(size)) if d >= 0 && d as usize == size => Some(size),
+            _ => None,
+        };
+        let shape: Option<Shape> = new.sizes().iter().enumerate().map(size).collect::<Option<Dims>>().map(Shape::from_iter);
+        let Some(shape) = shape.filter(|s| s.rank() >= self.rank()) else {
+            let rhs = new.sizes().iter().map(|&d| d.max(0) as usize).collect();
+            let hint = "aligned at the last dimension, only sizes of 1 can be stretched";
+            return Err(Error::ShapeMismatch { op, lhs: self.shape().clone(), rhs, hint });
+        };
+        let old = self.shape().clone();
+        Ok(record_unary(op, self.with_layout(self.layout.broadcast_to(&shape)), self, move |grad| grad.sum_to(&old)))
+    }
+
+    /// Dimensions `start` to `end`, both included, as one (PyTorch's `flatten`); a scalar becomes `[1]`. A view where the
+    /// strides can express it, otherwise a copy.
+    pub fn flatten(&self, start: isize, end: isize) -> Result<Tensor> {
+        let op = "flatten";
+        if self.rank() == 0 {
+            return self.unsqueeze(0);
+        }
+        let (a, b) = (self.shape().dim(op, start)?, self.shape().dim(op, end)?);
+        let dims = self.shape().dims();
+        if a > b {
+            return Err(Error::invalid(op, format!("dimension {start} comes after dimension {end}")));
+        }
+        let joined = Shape::from(&dims[a..=b]).numel();
+        self.reshape(dims[..a].iter().copied().chain([joined]).chain(dims[b + 1..].iter().copied()).collect::<Shape>())
+    }
+
+    /// Dimension `dim` as several of the given sizes, one of which may be -1 (PyTorch's `unflatten`).
+    pub fn unflatten(&self, dim: isize, sizes: impl Into<NewShape>) -> Result<Tensor> {
+        let op = "unflatten";
+        let d = self.shape().dim(op, dim)?;
+        let dims = self.shape().dims();
+        let inner = sizes.into().resolve(op, dims[d])?;
+        self.view(dims[..d].iter().chain(inner.dims()).chain(&dims[d + 1..]).copied().collect::<Shape>())
+    }
+
+    /// Dimension `dim` backwards: a view with a negative stride (PyTorch's `flip` copies).
+    pub fn flip(&self, dim: isize) -> Result<Tensor> {
+        let d = self.shape().dim("flip", dim)?;
+        Ok(self.rearranged("flip", self.layout.flip(d), move |grad| grad.flip(dim)))
+    }
+
+    /// The elements whose index in dimension `b` is `shift` above the one in dimension `a`, as a new last dimension in
+    /// place of both (PyTorch's `diagonal`).
+    pub fn diagonal(&self, shift: isize, a: isize, b: isize) -> Result<Tensor> {
+        let op = "diagonal";
+        let (i, j) = (self.shape().dim(op, a)?, self.shape().dim(op, b)?);
+        if i == j {
+            return Err(Error::invalid(op, format!("a diagonal needs two dimensions, and {a} and {b} are one")));
+        }
+        self.picked(op, move |l| Ok(l.diagonal(shift, i, j)))
+    }
+}
