@@ -75,7 +75,7 @@ impl Tensor {
         }
         match &self.node {
             Some(node) if !self.is_leaf() => all.push(format!("grad_fn=<{}>", node.op())),
-            Some(_) => all.push("requires_grad=true".into()),
+            Some(_) => all.push("requires_grad=True".into()),
             None => {}
         }
         all
