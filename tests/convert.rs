@@ -117,7 +117,8 @@ fn ndarray_of_any_layout() {
 #[test]
 fn the_wrong_type_is_an_error_that_names_both() {
     let t = iota(&[2], Device::Cpu);
-    for error in [t.to_vec::<i64>().err(), t.to_ndarray::<i64>().err(), t.narrow(0, 0, 1).unwrap().item::<i64>().err()] {
+    for error in [t.to_vec::<i64>().err(), t.to_ndarray::<i64>().err(), t.narrow(0, 0, 1).unwrap().item::<i64>().err()]
+    {
         let message = error.unwrap().to_string();
         assert!(message.contains("f32") && message.contains("i64"), "{message}");
     }

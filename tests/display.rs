@@ -110,10 +110,7 @@ fn dtypes_and_other_suffixes() {
     assert_eq!(empty(&[2, 0], DType::F32), "tensor([], size=(2, 0))");
     assert_eq!(empty(&[0, 3], DType::Bool), "tensor([], size=(0, 3), dtype=bool)");
     let i64s = Tensor::from_slice(&[i64::MIN, 0, i64::MAX], 3, cpu).unwrap();
-    assert_eq!(
-        i64s.to_string(),
-        "tensor([-9223372036854775808,                    0,  9223372036854775807])"
-    );
+    assert_eq!(i64s.to_string(), "tensor([-9223372036854775808,                    0,  9223372036854775807])");
     let halves = Tensor::full(&[9], 0.1, (DType::F16, cpu)).unwrap();
     assert_eq!(
         halves.to_string(),
@@ -144,7 +141,10 @@ fn large_tensors_show_their_edges() {
     );
     // A dimension of six is shown whole, one of seven is not.
     let tall = iota(&[200, 6], Device::Cpu).narrow(0, 0, 200).unwrap();
-    assert_eq!(tall.to_string().lines().next().unwrap(), "tensor([[0.0000e+00, 1.0000e+00, 2.0000e+00, 3.0000e+00, 4.0000e+00, 5.0000e+00],");
+    assert_eq!(
+        tall.to_string().lines().next().unwrap(),
+        "tensor([[0.0000e+00, 1.0000e+00, 2.0000e+00, 3.0000e+00, 4.0000e+00, 5.0000e+00],"
+    );
     let wide = iota(&[2, 501], Device::Cpu);
     assert_eq!(
         wide.to_string(),

@@ -52,8 +52,10 @@ fn views_share_storage_and_agree_with_their_copies() {
             let place = |index: Vec<usize>| {
                 v.offset() as isize + index.iter().zip(v.strides()).map(|(&i, s)| i as isize * s).sum::<isize>()
             };
-            let expected: Vec<f32> =
-                ndarray::indices(v.shape().dims()).into_iter().map(|index| place(index.slice().to_vec()) as f32).collect();
+            let expected: Vec<f32> = ndarray::indices(v.shape().dims())
+                .into_iter()
+                .map(|index| place(index.slice().to_vec()) as f32)
+                .collect();
             assert_eq!(vec(&v), expected, "view {i}");
         }
     });

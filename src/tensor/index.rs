@@ -140,7 +140,8 @@ fn indexed(op: &'static str, layout: &Layout, items: &[Index]) -> Result<Layout>
     let used = items.iter().filter(|i| matches!(i, Index::At(_) | Index::Range { .. })).count();
     let ellipses = items.iter().filter(|&&i| i == Index::Ellipsis).count();
     if used > rank || ellipses > 1 {
-        let reason = format!("{used} indexes and {ellipses} ellipses do not go with a tensor of shape {}", layout.shape);
+        let reason =
+            format!("{used} indexes and {ellipses} ellipses do not go with a tensor of shape {}", layout.shape);
         return Err(Error::invalid(op, reason));
     }
     let mut layout = layout.clone();

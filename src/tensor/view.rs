@@ -245,7 +245,8 @@ impl Tensor {
             (d, Some(size)) if d >= 0 && d as usize == size => Some(size),
             _ => None,
         };
-        let shape: Option<Shape> = new.sizes().iter().enumerate().map(size).collect::<Option<Dims>>().map(Shape::from_iter);
+        let shape: Option<Shape> =
+            new.sizes().iter().enumerate().map(size).collect::<Option<Dims>>().map(Shape::from_iter);
         let Some(shape) = shape.filter(|s| s.rank() >= self.rank()) else {
             let rhs = new.sizes().iter().map(|&d| d.max(0) as usize).collect();
             let hint = "aligned at the last dimension, only sizes of 1 can be stretched";
