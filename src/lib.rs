@@ -5,13 +5,16 @@
 mod dtype;
 mod error;
 
+pub mod autograd;
 pub mod device;
 pub mod ops;
 pub mod storage;
 pub mod tensor;
 
+pub use autograd::{is_grad_enabled, no_grad};
 pub use device::Device;
 pub(crate) use dtype::Compute;
 pub use dtype::{DType, Element, Scalar};
 pub use error::{Error, Result};
-pub use tensor::Shape;
+pub use ops::manual_seed;
+pub use tensor::{Shape, Tensor};

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use super::{Gradients, Node, State, no_grad};
+use super::{Node, State, no_grad};
 use crate::{DType, Device, Error, Result, Shape, Tensor};
 
 /// What an operation's backward is given.

@@ -1,26 +1,62 @@
 //! What is computed.
 //!
 //! An elementwise operation is a formula, an [`Expr`]: one row of a table. From it come the loop over tiles on the CPU,
-//! the OpenCL kernel, the gradient, the tests and the documentation.
+//! the OpenCL kernel, the gradient, the tests and the documentation. `elementwise` launches formulas over broadcast and
+//! strided tensors; `copy` and `random` are formulas too. The other files are one kernel family each, beside its template
+//! in `kernels/`.
 
+use crate::{DType, Device, Error, Result, Tensor};
+
+mod collapse;
 pub(crate) mod convert;
+mod copy;
+mod cpu_map;
 mod derivative;
 pub mod expr;
 mod formulas;
+mod kernels;
 pub(crate) mod lane;
+mod opencl_map;
 pub(crate) mod philox;
 mod primitives;
 pub(crate) mod program;
 #[macro_use]
 mod rows;
+mod random;
+mod shim;
 pub(crate) mod source;
 #[macro_use]
 pub mod table;
+mod elementwise;
 pub(crate) mod tiles;
 
+pub(crate) use collapse::Walk;
+pub(crate) use elementwise::{Params, apply, apply_into};
 pub use expr::Expr;
+pub(crate) use kernels::{KernelKey, kernel};
+pub(crate) use opencl_map::scalar_arg;
 pub use philox::Seed;
 pub use table::{Accepts, Output, ROWS, Row};
 
+pub use random::manual_seed;
+
 #[cfg(test)]
 mod device_tests;
+
+/// The one device of all inputs.
+pub(crate) fn same_device(op: &'static str, inputs: &[&Tensor]) -> Result<Device> {
+    let device = inputs[0].device();
+    match inputs.iter().find(|t| t.device() != device) {
+        Some(t) => Err(Error::DeviceMismatch { op, lhs: device, rhs: t.device() }),
+        None => Ok(device),
+    }
+}
+
+/// The one dtype of all inputs.
+pub(crate) fn same_dtype(op: &'static str, inputs: &[&Tensor]) -> Result<DType> {
+    let dtype = inputs[0].dtype;
+    match inputs.iter().find(|t| t.dtype != dtype) {
+        Some(t) => Err(Error::DTypeMismatch { op, lhs: dtype, rhs: t.dtype }),
+        None => Ok(dtype),
+    }
+}

@@ -4,7 +4,9 @@
 //! result; operands are named in place, so an input is never copied, and a register is used again as soon as its value
 //! is dead. The OpenCL reader ([`source`](super::source)) leaves registers to its compiler.
 
+use std::collections::HashMap;
 use std::hash::{Hash, Hasher};
+use std::sync::{Arc, LazyLock, PoisonError, RwLock};
 
 use super::expr::{Args, Dag, Expr, Leaf, Op};
 use crate::Compute;
@@ -47,6 +49,7 @@ pub(crate) struct Program {
     scalars: usize,
     seeds: usize,
     needs_float: bool,
+    uses_bits: bool,
     divides: bool,
 }
 
@@ -68,8 +71,20 @@ impl Program {
                 _ => None,
             }),
             needs_float: ops().any(op_needs_float),
+            uses_bits: ops().any(|op| matches!(op, Op::Leaf(Leaf::Bits(_)))),
             divides: ops().any(|op| matches!(op, Op::Binary(b) if b.divides())),
         }
+    }
+
+    /// The program of these formulas, scheduled once a process. Formulas are few: numbers that change are scalars.
+    pub(crate) fn of(exprs: &[Expr]) -> Arc<Program> {
+        type Cache = RwLock<HashMap<Box<[Expr]>, Arc<Program>>>;
+        static CACHE: LazyLock<Cache> = LazyLock::new(Cache::default);
+        if let Some(program) = CACHE.read().unwrap_or_else(PoisonError::into_inner).get(exprs) {
+            return program.clone();
+        }
+        let mut cache = CACHE.write().unwrap_or_else(PoisonError::into_inner);
+        cache.entry(exprs.into()).or_insert_with(|| Arc::new(Program::new(exprs))).clone()
     }
 
     /// The formulas it computes.
@@ -95,6 +110,11 @@ impl Program {
     /// uniform or normal numbers, or has a constant that is no integer.
     pub(crate) fn needs_float(&self) -> bool {
         self.needs_float
+    }
+
+    /// Whether it draws raw random bits, which only integers hold.
+    pub(crate) fn uses_bits(&self) -> bool {
+        self.uses_bits
     }
 
     /// Whether a run in this type can meet an integer division by zero.

@@ -1,0 +1,103 @@
+//! The fully connected layer.
+
+use super::Module;
+use crate::tensor::TensorOptions;
+use crate::{Result, Tensor, ops::Expr};
+
+/// What a layer applies to its result, inside the same launch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Activation {
+    /// `max(x, 0)`.
+    Relu,
+    /// The Gaussian error linear unit, exact.
+    Gelu,
+    /// `x * sigmoid(x)`.
+    Silu,
+    /// `1 / (1 + exp(-x))`.
+    Sigmoid,
+    /// The hyperbolic tangent.
+    Tanh,
+}
+
+impl Activation {
+    /// The formula, the same as in the table of operations.
+    pub fn expr(self, x: &Expr) -> Expr {
+        match self {
+            Activation::Relu => x.relu(),
+            Activation::Gelu => x.gelu(),
+            Activation::Silu => x.silu(),
+            Activation::Sigmoid => x.sigmoid(),
+            Activation::Tanh => x.tanh(),
+        }
+    }
+}
+
+/// `activation(x @ weight^T + bias)`: weight `[out, in]`, bias `[out]` (PyTorch's `nn.Linear`). One launch forward.
+///
+/// ```
+/// use claystone::{DType, Device, Tensor, nn::{Linear, Module}};
+/// let layer = Linear::new(3, 2, (DType::BF16, Device::Cpu))?;
+/// let y = layer.forward(&Tensor::ones(&[4, 3], (DType::BF16, Device::Cpu))?)?;
+/// assert_eq!((y.shape().dims(), y.dtype()), (&[4, 2][..], DType::BF16));
+/// # Ok::<(), claystone::Error>(())
+/// ```
+pub struct Linear {
+    weight: Tensor,
+    bias: Option<Tensor>,
+    activation: Option<Activation>,
+}
+
+impl Linear {
+    /// A layer of `inputs` to `outputs` features with a bias; weight and bias uniform in ±1/√inputs, as PyTorch's.
+    ///
+    /// # Errors
+    /// [`crate::Error::UnsupportedDType`] for dtypes that are no floats; [`crate::Error::OutOfMemory`].
+    pub fn new(inputs: usize, outputs: usize, options: impl Into<TensorOptions>) -> Result<Linear> {
+        let options = options.into();
+        let bound = 1.0 / (inputs.max(1) as f64).sqrt();
+        let uniform = |shape: &[usize]| -> Result<Tensor> {
+            let t = Tensor::rand(shape, options)?;
+            Tensor::map_into(&[&t], &[bound.into()], &[&t], |x, s| vec![(&x[0] * 2.0 - 1.0) * &s[0]])?;
+            t.requires_grad_(true)
+        };
+        Ok(Linear { weight: uniform(&[outputs, inputs])?, bias: Some(uniform(&[outputs])?), activation: None })
+    }
+
+    /// Without the bias.
+    pub fn without_bias(self) -> Linear {
+        Linear { bias: None, ..self }
+    }
+
+    /// With `activation` applied to the result in the same launch.
+    pub fn with_activation(self, activation: Activation) -> Linear {
+        Linear { activation: Some(activation), ..self }
+    }
+
+    /// The weight, `[outputs, inputs]`.
+    pub fn weight(&self) -> &Tensor {
+        &self.weight
+    }
+
+    /// The bias, `[outputs]`.
+    pub fn bias(&self) -> Option<&Tensor> {
+        self.bias.as_ref()
+    }
+}
+
+impl Module for Linear {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        match self.activation {
+            None => x.linear(&self.weight, self.bias.as_ref()),
+            Some(activation) => x.linear_map(&self.weight, self.bias.as_ref(), |z| activation.expr(z)),
+        }
+    }
+
+    fn parameters(&self) -> Vec<&Tensor> {
+        std::iter::once(&self.weight).chain(&self.bias).collect()
+    }
+
+    fn parameters_mut(&mut self) -> Vec<&mut Tensor> {
+        std::iter::once(&mut self.weight).chain(&mut self.bias).collect()
+    }
+}

@@ -1,0 +1,97 @@
+//! Layers in a row, and the one layer that behaves differently in training.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::Module;
+use crate::{Error, Result, Tensor};
+
+/// Layers applied one after another (PyTorch's `nn.Sequential`).
+///
+/// ```
+/// use claystone::{Device, Tensor, nn::{Activation, Linear, Module, Sequential}};
+/// let net = Sequential::new()
+///     .push(Linear::new(4, 8, Device::Cpu)?.with_activation(Activation::Relu))
+///     .push(Linear::new(8, 2, Device::Cpu)?);
+/// assert_eq!(net.forward(&Tensor::zeros(&[5, 4], Device::Cpu)?)?.shape().dims(), [5, 2]);
+/// assert_eq!(net.parameter_count(), 4 * 8 + 8 + 8 * 2 + 2);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+#[derive(Default)]
+pub struct Sequential {
+    layers: Vec<Box<dyn Module>>,
+}
+
+impl Sequential {
+    /// No layers: the identity.
+    pub fn new() -> Sequential {
+        Sequential::default()
+    }
+
+    /// With `layer` after the others.
+    pub fn push(mut self, layer: impl Module + 'static) -> Sequential {
+        self.layers.push(Box::new(layer));
+        self
+    }
+}
+
+impl Module for Sequential {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.layers.iter().try_fold(x.shallow_clone(), |x, layer| layer.forward(&x))
+    }
+
+    fn parameters(&self) -> Vec<&Tensor> {
+        self.layers.iter().flat_map(|l| l.parameters()).collect()
+    }
+
+    fn parameters_mut(&mut self) -> Vec<&mut Tensor> {
+        self.layers.iter_mut().flat_map(|l| l.parameters_mut()).collect()
+    }
+}
+
+/// Zeros elements with probability `p` in training and does nothing in evaluation (PyTorch's `nn.Dropout`).
+///
+/// ```
+/// use claystone::{Device, Tensor, nn::{Dropout, Module}};
+/// let dropout = Dropout::new(0.5)?;
+/// let x = Tensor::ones(&[100], Device::Cpu)?;
+/// assert!(dropout.forward(&x)?.to_vec::<f32>()?.iter().all(|&v| v == 0.0 || v == 2.0));
+/// dropout.set_training(false);
+/// assert!(dropout.forward(&x)?.shares_storage(&x));
+/// # Ok::<(), claystone::Error>(())
+/// ```
+pub struct Dropout {
+    p: f64,
+    training: AtomicBool,
+}
+
+impl Dropout {
+    /// Dropout with probability `p`, in training mode.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where `p` is not in `0.0..1.0`.
+    pub fn new(p: f64) -> Result<Dropout> {
+        if !(0.0..1.0).contains(&p) {
+            return Err(Error::invalid("Dropout::new", format!("the probability {p} is not in 0.0..1.0")));
+        }
+        Ok(Dropout { p, training: AtomicBool::new(true) })
+    }
+
+    /// Switches between training and evaluation.
+    pub fn set_training(&self, training: bool) {
+        self.training.store(training, Ordering::Relaxed);
+    }
+}
+
+impl Module for Dropout {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        if self.training.load(Ordering::Relaxed) { x.dropout(self.p) } else { Ok(x.shallow_clone()) }
+    }
+
+    fn parameters(&self) -> Vec<&Tensor> {
+        Vec::new()
+    }
+
+    fn parameters_mut(&mut self) -> Vec<&mut Tensor> {
+        Vec::new()
+    }
+}

@@ -1,0 +1,130 @@
+//! Fewer dimensions for the same walk: what strided kernels and tile loops pay for each dimension, once.
+
+use smallvec::SmallVec;
+
+use crate::tensor::{Dims, Shape};
+
+/// A walk over the elements of one shape by several operands, in row-major order, with as few dimensions as they allow.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Walk {
+    pub(crate) dims: Dims,
+    /// Strides in elements, one list an operand, each as long as `dims`.
+    pub(crate) strides: SmallVec<[Dims<isize>; 4]>,
+}
+
+impl Walk {
+    /// Leaves out dimensions of size 1 and merges neighbours that every operand steps through evenly.
+    pub(crate) fn new<'a>(shape: &Shape, operands: impl IntoIterator<Item = &'a [isize]>) -> Walk {
+        let operands: SmallVec<[&[isize]; 6]> = operands.into_iter().collect();
+        let mut dims = Dims::new();
+        let mut strides: SmallVec<[Dims<isize>; 4]> = SmallVec::from_elem(Dims::new(), operands.len());
+        for (d, &size) in shape.dims().iter().enumerate().filter(|(_, size)| **size != 1) {
+            let merges =
+                operands.iter().zip(&strides).all(|(s, kept)| kept.last().is_some_and(|&k| k == s[d] * size as isize));
+            match dims.last_mut() {
+                Some(last) if merges => {
+                    *last *= size;
+                    operands.iter().zip(&mut strides).for_each(|(s, kept)| *kept.last_mut().expect("as dims") = s[d]);
+                }
+                _ => {
+                    dims.push(size);
+                    operands.iter().zip(&mut strides).for_each(|(s, kept)| kept.push(s[d]));
+                }
+            }
+        }
+        Walk { dims, strides }
+    }
+
+    /// Whether operand `k` lies in one piece, in order.
+    pub(crate) fn is_contiguous(&self, k: usize) -> bool {
+        self.dims.is_empty() || (self.dims.len() == 1 && self.strides[k][0] == 1)
+    }
+
+    /// Calls `f(position in the run, element offset of each operand, length)` for the runs along the last dimension that
+    /// make up elements `first..first + len`.
+    pub(crate) fn runs(&self, first: usize, len: usize, mut f: impl FnMut(usize, &[isize], usize)) {
+        let Some((&inner, outer)) = self.dims.split_last() else {
+            let zeros: SmallVec<[isize; 8]> = SmallVec::from_elem(0, self.strides.len());
+            return f(0, &zeros, len);
+        };
+        let mut index: Dims = SmallVec::from_elem(0, outer.len());
+        let mut rest = first / inner;
+        for (i, &size) in index.iter_mut().zip(outer).rev() {
+            *i = rest % size;
+            rest /= size;
+        }
+        let mut column = first % inner;
+        let mut done = 0;
+        while done < len {
+            let run = (inner - column).min(len - done);
+            let offsets: SmallVec<[isize; 8]> = self
+                .strides
+                .iter()
+                .map(|s| {
+                    let last = s[outer.len()] * column as isize;
+                    s.iter().zip(&index).fold(last, |sum, (&s, &i)| sum + s * i as isize)
+                })
+                .collect();
+            f(done, &offsets, run);
+            done += run;
+            column = 0;
+            for (i, &size) in index.iter_mut().zip(outer).rev() {
+                *i += 1;
+                if *i < size {
+                    break;
+                }
+                *i = 0;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn contiguous_operands_become_one_dimension() {
+        let walk = Walk::new(&Shape::from([2, 3, 4]), [&[12, 4, 1][..], &[12, 4, 1]]);
+        assert_eq!(walk.dims[..], [24]);
+        assert!(walk.is_contiguous(0) && walk.is_contiguous(1));
+    }
+
+    #[test]
+    fn a_broadcast_row_keeps_two() {
+        let walk = Walk::new(&Shape::from([2, 3, 4]), [&[12, 4, 1][..], &[0, 0, 1]]);
+        assert_eq!(walk.dims[..], [6, 4]);
+        assert_eq!(walk.strides[1][..], [0, 1]);
+        assert!(!walk.is_contiguous(0), "rows of 4");
+    }
+
+    #[test]
+    fn size_one_and_scalars_vanish() {
+        assert!(Walk::new(&Shape::from([1, 1]), [&[7, 9][..]]).dims.is_empty());
+        assert_eq!(Walk::new(&Shape::from([5, 1, 2]), [&[0, 3, 0][..]]).dims[..], [10]);
+    }
+
+    #[test]
+    fn runs_visit_every_element_once_from_any_start() {
+        let shape = Shape::from([3, 2, 5]);
+        let strides = [20isize, -7, 3];
+        let walk = Walk::new(&shape, [&strides[..]]);
+        let mut want = Vec::new();
+        for i in 0..3 {
+            for j in 0..2 {
+                for k in 0..5 {
+                    want.push(20 * i - 7 * j + 3 * k);
+                }
+            }
+        }
+        for first in 0..30 {
+            for len in 0..=30 - first {
+                let mut got = vec![isize::MIN; len];
+                walk.runs(first, len, |at, offsets, n| {
+                    (0..n).for_each(|i| got[at + i] = offsets[0] + 3 * i as isize);
+                });
+                assert_eq!(got, want[first..first + len]);
+            }
+        }
+    }
+}

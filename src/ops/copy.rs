@@ -1,0 +1,148 @@
+//! Copies: between layouts, dtypes and tensors. A strided or converting copy is the expression `x`.
+
+use super::elementwise::{self, Params};
+use super::expr::Expr;
+use crate::autograd;
+use crate::{DType, Error, Result, Scalar, Tensor};
+
+fn identity() -> [Expr; 1] {
+    [Expr::input(0)]
+}
+
+impl Tensor {
+    /// A deep copy: a new contiguous tensor of this shape that shares nothing, the fallible form of [`Clone`].
+    ///
+    /// Contiguous elements (a view with an offset too) are copied by one blocking `clEnqueueCopyBuffer` of exactly their
+    /// bytes, strided ones by one kernel into an allocation of exactly the viewed elements. Differentiable.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let a = Tensor::arange(0, 6, 1, Device::Cpu)?.reshape([2, 3])?;
+    /// let b = a.t()?.try_clone()?;
+    /// assert_eq!(b.to_vec::<f32>()?, [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]);
+    /// assert!(b.is_contiguous() && !b.shares_storage(&a));
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] and device failures.
+    pub fn try_clone(&self) -> Result<Tensor> {
+        Ok(autograd::record_unary("clone", self.try_clone_untracked()?, self, Ok))
+    }
+
+    pub(crate) fn try_clone_untracked(&self) -> Result<Tensor> {
+        let size = self.dtype.size();
+        if self.is_contiguous() {
+            let out = Tensor::empty_like_shape(self.shape(), self.dtype, self.device())?;
+            let bytes = self.numel() * size;
+            out.storage.copy_from(0, &self.storage, self.layout.offset * size, bytes, true)?;
+            return Ok(out);
+        }
+        let out = self.cast(self.dtype)?;
+        self.device().synchronize()?;
+        Ok(out)
+    }
+
+    /// These elements in row-major order: this tensor itself where they already are, otherwise a copy (one launch).
+    /// No operation of this crate needs it; it is there for code that hands bytes to somebody else. Differentiable.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] and device failures.
+    pub fn contiguous(&self) -> Result<Tensor> {
+        if self.is_contiguous() {
+            return Ok(self.shallow_clone());
+        }
+        Ok(autograd::record_unary("contiguous", self.cast(self.dtype)?, self, Ok))
+    }
+
+    /// These elements converted to `dtype`, in a new tensor; this tensor itself where it has that dtype. Differentiable
+    /// between floats.
+    ///
+    /// Conversions are Rust's `as`: floats to integers truncate towards zero and saturate, NaN gives 0, integers wrap,
+    /// halves round to nearest even; to bool, everything but 0 is true.
+    ///
+    /// ```
+    /// use claystone::{DType, Device, Tensor};
+    /// let t = Tensor::from_slice(&[1.5f32, -2.5, 300.0], 3, Device::Cpu)?;
+    /// assert_eq!(t.to_dtype(DType::U8)?.to_vec::<u8>()?, [1, 0, 255]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`]; a device without double precision cannot convert f64.
+    pub fn to_dtype(&self, dtype: DType) -> Result<Tensor> {
+        if dtype == self.dtype {
+            return Ok(self.shallow_clone());
+        }
+        let out = self.cast(dtype)?;
+        let from = self.dtype;
+        if !dtype.is_float() {
+            return Ok(out);
+        }
+        Ok(autograd::record_unary("to_dtype", out, self, move |grad| grad.to_dtype(from)))
+    }
+
+    /// A contiguous copy of any dtype, outside the graph.
+    pub(crate) fn cast(&self, dtype: DType) -> Result<Tensor> {
+        Ok(elementwise::apply("copy", &[self], Params::default(), &identity(), &[dtype])?.remove(0))
+    }
+
+    /// Copies `src` into this tensor, broadcast to its shape and converted to its dtype; both on one device. In place.
+    ///
+    /// # Errors
+    /// [`Error::ShapeMismatch`], [`Error::DeviceMismatch`]; [`Error::Autograd`] where either is tracked;
+    /// [`Error::Invalid`] into an expanded view.
+    pub fn copy_(&self, src: &Tensor) -> Result<&Tensor> {
+        let op = "copy_";
+        autograd::check_in_place(op, self, &[src])?;
+        let plain = self.dtype == src.dtype
+            && self.shape() == src.shape()
+            && self.is_contiguous()
+            && src.is_contiguous()
+            && self.device() == src.device();
+        if !plain {
+            elementwise::apply_into(op, &[src], Params::default(), &identity(), &[self])?;
+            return Ok(self);
+        }
+        let size = self.dtype.size();
+        let (to, from) = (self.layout.offset * size, src.layout.offset * size);
+        self.storage.copy_from(to, &src.storage, from, self.numel() * size, false)?;
+        self.storage.bump_version();
+        Ok(self)
+    }
+
+    /// Sets every element to `value`, converted to the dtype. In place.
+    ///
+    /// # Errors
+    /// [`Error::Autograd`] where the tensor is tracked; [`Error::Invalid`] on an expanded view.
+    pub fn fill_(&self, value: impl Into<Scalar>) -> Result<&Tensor> {
+        let op = "fill_";
+        autograd::check_in_place(op, self, &[])?;
+        let scalars = [value.into()];
+        if !self.dtype.is_float() && scalars[0].to_f64().fract() != 0.0 {
+            let reason = format!("{} is not whole and the tensor is {}", scalars[0].to_f64(), self.dtype);
+            return Err(Error::invalid(op, reason));
+        }
+        elementwise::apply_into(op, &[], Params { scalars: &scalars, seeds: &[] }, &[Expr::scalar(0)], &[self])?;
+        Ok(self)
+    }
+
+    /// Sets every element to zero. In place.
+    ///
+    /// # Errors
+    /// As [`Tensor::fill_`].
+    pub fn zero_(&self) -> Result<&Tensor> {
+        self.fill_(0)
+    }
+}
+
+impl Clone for Tensor {
+    /// A deep copy with its own storage; see [`Tensor::try_clone`]. [`Tensor::shallow_clone`] shares instead.
+    ///
+    /// # Panics
+    /// When the device is out of memory or lost; [`Tensor::try_clone`] gives the error instead.
+    #[track_caller]
+    fn clone(&self) -> Tensor {
+        self.try_clone().unwrap_or_else(|e| panic!("{e}"))
+    }
+}

@@ -1,0 +1,366 @@
+//! Elementwise launches: expressions of any number of tensors, broadcast and strided, to any number of outputs at once.
+//!
+//! [`apply`] makes new tensors, [`apply_into`] writes into existing ones (any strides, in place too). Both are blind to
+//! autograd; [`apply_row`] and [`Tensor::map`] record what they compute and differentiate the expression itself.
+
+use smallvec::SmallVec;
+
+use super::collapse::Walk;
+use super::expr::Expr;
+use super::philox::Seed;
+use super::program::Program;
+use super::table::{Accepts, Output, Row};
+use super::{cpu_map, opencl_map, same_device};
+use crate::autograd::{self, Saved};
+use crate::device::opencl::ClBuffer;
+use crate::{Compute, DType, Device, Error, Result, Scalar, Shape, Tensor};
+
+/// One launch, checked and ready to run on any device.
+pub(super) struct Launch<'a> {
+    pub(super) op: &'static str,
+    pub(super) inputs: &'a [Tensor],
+    pub(super) outputs: &'a [&'a Tensor],
+    pub(super) scalars: &'a [Scalar],
+    pub(super) seeds: &'a [Seed],
+    pub(super) program: &'a Program,
+    pub(super) compute: Compute,
+    /// Operands are the inputs, then the outputs.
+    pub(super) walk: Walk,
+}
+
+/// What an expression reads besides tensors.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Params<'a> {
+    pub(crate) scalars: &'a [Scalar],
+    pub(crate) seeds: &'a [Seed],
+}
+
+/// Computes `exprs` over `inputs`, broadcast together, into new contiguous tensors of dtypes `out`. One launch.
+pub(crate) fn apply(
+    op: &'static str,
+    inputs: &[&Tensor],
+    params: Params,
+    exprs: &[Expr],
+    out: &[DType],
+) -> Result<SmallVec<[Tensor; 2]>> {
+    let device = same_device(op, inputs)?;
+    let shape = broadcast_shape(op, inputs)?;
+    let made =
+        out.iter().map(|&t| Tensor::empty_like_shape(&shape, t, device)).collect::<Result<SmallVec<[Tensor; 2]>>>()?;
+    apply_into(op, inputs, params, exprs, &made.iter().collect::<SmallVec<[&Tensor; 2]>>())?;
+    Ok(made)
+}
+
+/// Computes `exprs` over `inputs`, broadcast to the outputs' shape, into `outputs`. One launch, more where an input
+/// overlaps an output without being the same view of it. The caller has checked autograd.
+pub(crate) fn apply_into(
+    op: &'static str,
+    inputs: &[&Tensor],
+    params: Params,
+    exprs: &[Expr],
+    outputs: &[&Tensor],
+) -> Result<()> {
+    let shape = outputs[0].shape();
+    let device = outputs[0].device();
+    for t in inputs {
+        if t.device() != device {
+            return Err(Error::DeviceMismatch { op, lhs: device, rhs: t.device() });
+        }
+        if &shape.broadcast(op, t.shape())? != shape {
+            let hint = "the result does not fit the tensor written to";
+            return Err(Error::ShapeMismatch { op, lhs: shape.clone(), rhs: t.shape().clone(), hint });
+        }
+    }
+    for out in outputs {
+        if out.layout.may_alias_itself() {
+            let reason = format!(
+                "the tensor written to has strides {:?}, so several of its elements are one: write to a clone()",
+                out.strides()
+            );
+            return Err(Error::invalid(op, reason));
+        }
+    }
+    if shape.numel() == 0 {
+        return Ok(());
+    }
+    let program = Program::of(exprs);
+    let compute = compute_type(&program, inputs, outputs);
+    let inputs = inputs
+        .iter()
+        .map(|t| {
+            let view = t.with_layout(t.layout.broadcast_to(shape));
+            if outputs.iter().any(|out| overlaps(&view, out)) { t.try_clone_untracked() } else { Ok(view) }
+        })
+        .map(|t| t.map(|t| t.with_layout(t.layout.broadcast_to(shape))))
+        .collect::<Result<SmallVec<[Tensor; 4]>>>()?;
+    let strides = inputs.iter().map(Tensor::strides).chain(outputs.iter().map(|t| t.strides()));
+    let walk = Walk::new(shape, strides);
+    let launch = Launch {
+        op,
+        inputs: &inputs,
+        outputs,
+        scalars: params.scalars,
+        seeds: params.seeds,
+        program: &program,
+        compute,
+        walk,
+    };
+    match device {
+        Device::Cpu => cpu_map::run(&launch)?,
+        Device::OpenCL(_) => opencl_map::run(&launch)?,
+    }
+    outputs.iter().for_each(|t| t.storage.bump_version());
+    Ok(())
+}
+
+/// The type to compute in: the widest an input has, at least f32 where a primitive needs floats; without inputs, the outputs'.
+fn compute_type(program: &Program, inputs: &[&Tensor], outputs: &[&Tensor]) -> Compute {
+    let operands = if inputs.is_empty() { outputs } else { inputs };
+    let widest = operands.iter().map(|t| t.dtype.compute()).max().unwrap_or(Compute::F32);
+    if program.uses_bits() {
+        Compute::I64
+    } else if program.needs_float() {
+        widest.max(Compute::F32)
+    } else {
+        widest
+    }
+}
+
+/// Whether writing `out` element by element could change elements of `input` that are still to be read.
+fn overlaps(input: &Tensor, out: &Tensor) -> bool {
+    if !input.shares_storage(out) || (input.layout == out.layout && input.dtype == out.dtype) {
+        return false;
+    }
+    // The CPU hands out a storage either for reading or for writing: there even disjoint parts count as overlapping.
+    if input.device() == Device::Cpu {
+        return true;
+    }
+    let bytes = |t: &Tensor| t.layout.bounds().map(|(lo, hi)| (lo * t.dtype.size(), (hi + 1) * t.dtype.size()));
+    match (bytes(input), bytes(out)) {
+        (Some((a, b)), Some((c, d))) => a < d && c < b,
+        _ => false,
+    }
+}
+
+pub(super) fn broadcast_shape(op: &'static str, inputs: &[&Tensor]) -> Result<Shape> {
+    inputs.iter().try_fold(Shape::default(), |shape, t| shape.broadcast(op, t.shape()))
+}
+
+/// Checks what a row says about its inputs: one dtype for all but masks, whole scalars for integers. Gives the dtype of
+/// the result.
+fn check_row(row: &Row, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<DType> {
+    let op = row.name;
+    let mut operands = inputs.iter().enumerate().filter(|(i, _)| !row.masks.contains(i)).map(|(_, t)| t.dtype);
+    let dtype = operands.next().unwrap_or(inputs[0].dtype);
+    if let Some(rhs) = operands.find(|t| *t != dtype) {
+        return Err(Error::DTypeMismatch { op, lhs: dtype, rhs });
+    }
+    if dtype.is_float() {
+        return Ok(if row.output == Output::Bool { DType::Bool } else { dtype });
+    }
+    if row.accepts == Accepts::Any
+        && let Some(s) = scalars.iter().find(|s| s.to_f64().fract() != 0.0)
+    {
+        let reason =
+            format!("the scalar {} is not whole and the tensor is {dtype}: convert with .to_dtype()", s.to_f64());
+        return Err(Error::invalid(op, reason));
+    }
+    Ok(match (row.output, row.accepts) {
+        (Output::Bool, _) => DType::Bool,
+        (Output::Same, Accepts::Any) => dtype,
+        (Output::Same, Accepts::Float) => DType::F32,
+    })
+}
+
+/// A table row on tensors: what every generated method calls. Recorded where an input is tracked.
+pub(crate) fn apply_row(row: &'static Row, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<Tensor> {
+    same_device(row.name, inputs)?;
+    let dtype = check_row(row, inputs, scalars)?;
+    let params = Params { scalars, seeds: &[] };
+    apply_tracked(row.name, inputs, params, row.expr(), dtype, |i| row.derivatives()[i].clone())
+}
+
+/// The in-place form: the result goes into the row's first input.
+pub(crate) fn apply_row_(row: &'static Row, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<()> {
+    same_device(row.name, inputs)?;
+    let (target, others) = (inputs[0], &inputs[1..]);
+    let dtype = check_row(row, inputs, scalars)?;
+    if dtype != target.dtype {
+        let expected = "floats: in place it cannot change the dtype";
+        return Err(Error::UnsupportedDType { op: row.name, dtype: target.dtype, expected });
+    }
+    autograd::check_in_place(row.name, target, others)?;
+    let params = Params { scalars, seeds: &[] };
+    apply_into(row.name, inputs, params, std::slice::from_ref(row.expr()), &[target])
+}
+
+rows!(methods);
+
+/// One expression, recorded where an input is tracked: its gradient is the expression's derivative (by each input),
+/// computed for all inputs in one launch.
+pub(super) fn apply_tracked(
+    op: &'static str,
+    inputs: &[&Tensor],
+    params: Params,
+    expr: &Expr,
+    dtype: DType,
+    derivative: impl Fn(usize) -> Expr,
+) -> Result<Tensor> {
+    let out = apply(op, inputs, params, std::slice::from_ref(expr), &[dtype])?.remove(0);
+    if !autograd::is_tracked(inputs) || !dtype.is_float() {
+        return Ok(out);
+    }
+    let derivatives: SmallVec<[Option<Expr>; 3]> =
+        inputs.iter().enumerate().map(|(i, t)| t.node.as_ref().map(|_| derivative(i))).collect();
+    // An input that no derivative mentions is not kept alive.
+    let used = |i: usize| derivatives.iter().flatten().any(|d| d.uses_input(i));
+    let saved: SmallVec<[Option<Saved>; 3]> =
+        inputs.iter().enumerate().map(|(i, t)| used(i).then(|| Saved::new(t))).collect();
+    let layouts: SmallVec<[(Shape, DType); 3]> = inputs.iter().map(|t| (t.shape().clone(), t.dtype)).collect();
+    let scalars: SmallVec<[Scalar; 2]> = SmallVec::from_slice(params.scalars);
+    let seeds: SmallVec<[Seed; 1]> = SmallVec::from_slice(params.seeds);
+    Ok(autograd::record(op, out, inputs, move |ctx| {
+        let grad = ctx.grad()?;
+        let saved =
+            saved.into_iter().map(|s| s.map(|s| s.unpack(op)).transpose()).collect::<Result<SmallVec<[_; 3]>>>()?;
+        // The gradient is the last operand; it also stands in for the inputs that nobody reads.
+        let operands: SmallVec<[&Tensor; 4]> =
+            saved.iter().map(|s| s.as_ref().unwrap_or(&grad)).chain(std::iter::once(&grad)).collect();
+        let upstream = Expr::input(layouts.len());
+        let mut exprs: SmallVec<[Expr; 2]> = SmallVec::new();
+        let mut targets: SmallVec<[(usize, Tensor); 2]> = SmallVec::new();
+        let mut gradients: autograd::Gradients = SmallVec::from_elem(None, 0);
+        gradients.resize_with(layouts.len(), || None);
+        for (i, derivative) in derivatives.iter().enumerate() {
+            let Some(derivative) = derivative else { continue };
+            let (shape, dtype) = &layouts[i];
+            match derivative.as_const() {
+                Some(0.0) => {}
+                Some(1.0) if *dtype == grad.dtype => gradients[i] = Some(grad.sum_to(shape)?),
+                _ => {
+                    let slot = if shape == grad.shape() { ctx.slot(i) } else { None };
+                    let target = match slot {
+                        Some(slot) => slot,
+                        None => Tensor::empty_like_shape(grad.shape(), *dtype, grad.device())?,
+                    };
+                    exprs.push(&upstream * derivative);
+                    targets.push((i, target));
+                }
+            }
+        }
+        if !exprs.is_empty() {
+            let outs: SmallVec<[&Tensor; 2]> = targets.iter().map(|(_, t)| t).collect();
+            apply_into(op, &operands, Params { scalars: &scalars, seeds: &seeds }, &exprs, &outs)?;
+        }
+        for (i, target) in targets {
+            gradients[i] = Some(target.sum_to(&layouts[i].0)?);
+        }
+        Ok(gradients)
+    }))
+}
+
+impl Tensor {
+    /// An elementwise operation of your own: `f` gets one [`Expr`] for each input and builds the formula; the result is
+    /// computed in one launch, on any device, broadcast and strided as any other operation, and is differentiable.
+    ///
+    /// The result has the dtype of the first input. Constants in the formula are compiled in: a number that changes
+    /// from call to call is better a one-element tensor.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let a = Tensor::from_slice(&[3f32, 5.0], 2, Device::Cpu)?;
+    /// let b = Tensor::from_slice(&[4f32, 12.0], 2, Device::Cpu)?;
+    /// let hypotenuse = Tensor::map(&[&a, &b], |e| (&e[0] * &e[0] + &e[1] * &e[1]).sqrt())?;
+    /// assert_eq!(hypotenuse.to_vec::<f32>()?, [5.0, 13.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Inputs on different devices, of different dtypes or with shapes that do not broadcast; no input at all; an
+    /// expression over an input that is not there.
+    pub fn map(inputs: &[&Tensor], f: impl FnOnce(&[Expr]) -> Expr) -> Result<Tensor> {
+        let op = "map";
+        let Some(first) = inputs.first() else {
+            return Err(Error::invalid(op, "it needs at least one input"));
+        };
+        if let Some(t) = inputs.iter().find(|t| t.dtype != first.dtype) {
+            return Err(Error::DTypeMismatch { op, lhs: first.dtype, rhs: t.dtype });
+        }
+        let leaves: Vec<Expr> = (0..inputs.len()).map(Expr::input).collect();
+        let expr = f(&leaves);
+        let program = Program::of(std::slice::from_ref(&expr));
+        if program.inputs() > inputs.len() || program.scalars() > 0 || program.seeds() > 0 {
+            let reason = format!(
+                "the expression reads more than the {} inputs it was given: build it from the arguments of the closure",
+                inputs.len()
+            );
+            return Err(Error::invalid(op, reason));
+        }
+        if program.needs_float() && !first.dtype.is_float() {
+            return Err(Error::UnsupportedDType { op, dtype: first.dtype, expected: "floats for this expression" });
+        }
+        apply_tracked(op, inputs, Params::default(), &expr, first.dtype, |i| expr.diff(i))
+    }
+
+    /// The in-place form of [`Tensor::map`], with several results and run-time scalars: `f` gets an [`Expr`] for each
+    /// input and for each scalar and gives one formula for each output. All are computed in one launch, so an output may
+    /// also be an input: an optimiser's step is one call. Inputs may differ in dtype; they meet in the widest.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let x = Tensor::ones(&[3], Device::Cpu)?;
+    /// let v = Tensor::full(&[3], 0.5, Device::Cpu)?;
+    /// Tensor::map_into(&[&x, &v], &[0.1.into()], &[&x, &v], |e, s| {
+    ///     let v = &e[1] - &s[0] * &e[0];
+    ///     vec![&e[0] + &v, v]
+    /// })?;
+    /// assert!((v.to_vec::<f32>()?[0] - 0.4).abs() < 1e-6 && (x.to_vec::<f32>()?[0] - 1.4).abs() < 1e-6);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Shapes that do not broadcast to the outputs', outputs of different shapes or that are one another's views,
+    /// different devices, tracked tensors (outside [`crate::no_grad`]), a wrong number of formulas.
+    pub fn map_into(
+        inputs: &[&Tensor],
+        scalars: &[Scalar],
+        outputs: &[&Tensor],
+        f: impl FnOnce(&[Expr], &[Expr]) -> Vec<Expr>,
+    ) -> Result<()> {
+        let op = "map_into";
+        let Some(first) = outputs.first() else {
+            return Err(Error::invalid(op, "it needs at least one output"));
+        };
+        for (i, out) in outputs.iter().enumerate() {
+            autograd::check_in_place(op, out, inputs)?;
+            if out.shape() != first.shape() {
+                let hint = "all outputs have one shape";
+                return Err(Error::ShapeMismatch { op, lhs: first.shape().clone(), rhs: out.shape().clone(), hint });
+            }
+            if out.device() != first.device() {
+                return Err(Error::DeviceMismatch { op, lhs: first.device(), rhs: out.device() });
+            }
+            if outputs[..i].iter().any(|o| o.shares_storage(out)) {
+                return Err(Error::invalid(op, "two outputs are views of the same storage: write them one by one"));
+            }
+        }
+        let leaves: Vec<Expr> = (0..inputs.len()).map(Expr::input).collect();
+        let numbers: Vec<Expr> = (0..scalars.len()).map(Expr::scalar).collect();
+        let exprs = f(&leaves, &numbers);
+        if exprs.len() != outputs.len() {
+            let reason = format!("{} formulas for {} outputs", exprs.len(), outputs.len());
+            return Err(Error::invalid(op, reason));
+        }
+        let program = Program::of(&exprs);
+        if program.inputs() > inputs.len() || program.scalars() > scalars.len() || program.seeds() > 0 {
+            return Err(Error::invalid(op, "a formula reads more than the inputs and scalars given"));
+        }
+        apply_into(op, inputs, Params { scalars, seeds: &[] }, &exprs, outputs)
+    }
+
+    /// Where a kernel finds this tensor's first element: the buffer, and elements from its start.
+    pub(crate) fn place(&self) -> Result<(&ClBuffer, u64)> {
+        let place = self.storage.cl()?;
+        Ok((place.buffer, (place.offset / self.dtype.size() + self.layout.offset) as u64))
+    }
+}

@@ -1,0 +1,40 @@
+//! Compiled kernels by what they compute: built at first use, found by a hash lookup ever after.
+
+use std::collections::HashMap;
+use std::sync::{Arc, LazyLock, PoisonError, RwLock};
+
+use smallvec::SmallVec;
+
+use super::expr::Expr;
+use crate::device::opencl::{ClDevice, ClKernel};
+use crate::{Device, Result};
+
+/// What tells one kernel of a device from another: the template, the numbers that fill it in, the expressions inside.
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub(crate) struct KernelKey {
+    pub(crate) template: &'static str,
+    pub(crate) params: SmallVec<[u64; 8]>,
+    pub(crate) exprs: SmallVec<[Expr; 2]>,
+}
+
+/// OpenCL C common to every kernel: storage types, loads and stores, random bits.
+const PRELUDE: &str = include_str!("../../kernels/prelude.cl");
+
+/// The kernel of this key, from the cache or built from `source` (without the prelude); `entry` is its name there.
+pub(crate) fn kernel(
+    device: &'static ClDevice,
+    key: KernelKey,
+    entry: &str,
+    source: impl FnOnce() -> String,
+) -> Result<Arc<ClKernel>> {
+    type Cache = RwLock<HashMap<(Device, KernelKey), Arc<ClKernel>>>;
+    static CACHE: LazyLock<Cache> = LazyLock::new(Cache::default);
+    let key = (device.device(), key);
+    if let Some(kernel) = CACHE.read().unwrap_or_else(PoisonError::into_inner).get(&key) {
+        return Ok(kernel.clone());
+    }
+    // Built outside the lock: a build takes up to a second. Two threads may build the same kernel; one of them is kept.
+    let built = device.build(key.1.template, &format!("{PRELUDE}\n{}", source()), entry)?;
+    let mut cache = CACHE.write().unwrap_or_else(PoisonError::into_inner);
+    Ok(cache.entry(key).or_insert_with(|| Arc::new(built)).clone())
+}

@@ -1,0 +1,115 @@
+//! Parameters and gradients in flat buffers.
+
+use crate::{DType, Device, Error, Result, Tensor, no_grad};
+
+/// Parameters rehomed as views of one buffer, gradients of another.
+pub(super) struct Flat {
+    /// In the parameters' dtype; what the model's views look at.
+    params: Tensor,
+    grads: Tensor,
+    /// f32 copies of half-precision parameters, which the steps accumulate into.
+    master: Option<Tensor>,
+    /// The parameters, in order, with where each starts in the buffers.
+    views: Vec<(Tensor, usize)>,
+}
+
+/// The consecutive parameters one launch updates, as views of the flat buffers.
+pub(super) struct Run {
+    /// Where the run starts and how many elements it has: for the optimiser's own flat state.
+    pub(super) start: usize,
+    pub(super) len: usize,
+    /// What the step reads and writes: the master weights where there are any.
+    pub(super) weights: Tensor,
+    pub(super) grads: Tensor,
+    /// The half-precision copy of the weights to write too.
+    pub(super) rounded: Option<Tensor>,
+}
+
+impl Flat {
+    /// Moves `parameters` (leaves that require a gradient, of one float dtype, on one device) into a flat buffer.
+    pub(super) fn new(op: &'static str, parameters: Vec<&mut Tensor>) -> Result<Flat> {
+        let Some(first) = parameters.first() else {
+            return Err(Error::invalid(op, "there are no parameters"));
+        };
+        let (dtype, device) = (first.dtype(), first.device());
+        for p in &parameters {
+            if !p.requires_grad() || !p.is_leaf() {
+                let reason = format!("a parameter of shape {} is no leaf that requires a gradient", p.shape());
+                return Err(Error::Autograd { op, reason });
+            }
+            if p.dtype() != dtype {
+                return Err(Error::DTypeMismatch { op, lhs: dtype, rhs: p.dtype() });
+            }
+            if p.device() != device {
+                return Err(Error::DeviceMismatch { op, lhs: device, rhs: p.device() });
+            }
+        }
+        let total: usize = parameters.iter().map(|p| p.numel()).sum();
+        let params = Tensor::zeros(total, (dtype, device))?;
+        let grads = Tensor::zeros(total, (dtype, device))?;
+        // Everything that can fail comes first: on an error the model keeps the parameters it had.
+        let mut views = Vec::with_capacity(parameters.len());
+        let mut start = 0;
+        for p in &parameters {
+            let place = |flat: &Tensor| flat.narrow(0, start, p.numel())?.view(p.shape());
+            let view = place(&params)?;
+            no_grad(|| view.copy_(p))?;
+            let view = view.requires_grad_(true)?;
+            view.set_grad_slot(place(&grads)?);
+            views.push((view, start));
+            start += p.numel();
+        }
+        let master = if dtype.size() < 4 { Some(params.to_dtype(DType::F32)?) } else { None };
+        for (p, (view, _)) in parameters.into_iter().zip(&views) {
+            *p = view.shallow_clone();
+        }
+        Ok(Flat { params, grads, master, views })
+    }
+
+    /// A flat buffer of zeros for the optimiser's state, in the dtype steps are computed in.
+    pub(super) fn state(&self) -> Result<Tensor> {
+        let dtype = self.master.as_ref().map_or(self.params.dtype(), Tensor::dtype);
+        Tensor::zeros(self.params.numel(), (dtype, self.device()))
+    }
+
+    fn device(&self) -> Device {
+        self.params.device()
+    }
+
+    pub(super) fn zero_grad(&self) {
+        self.views.iter().for_each(|(p, _)| p.zero_grad());
+    }
+
+    /// The longest stretches of parameters that have a gradient: one for all, unless some were not reached by backward.
+    pub(super) fn runs(&self) -> Result<Vec<Run>> {
+        let mut spans: Vec<(usize, usize)> = Vec::new();
+        for (p, start) in &self.views {
+            let Some(grad) = p.grad() else { continue };
+            if !p.grad_in_slot() {
+                self.grads.narrow(0, *start, p.numel())?.view(p.shape())?.copy_(&grad)?;
+            }
+            match spans.last_mut() {
+                Some((s, len)) if *s + *len == *start => *len += p.numel(),
+                _ => spans.push((*start, p.numel())),
+            }
+        }
+        let run = |(start, len): (usize, usize)| -> Result<Run> {
+            let part = |flat: &Tensor| flat.narrow(0, start, len);
+            let params = part(&self.params)?;
+            let (weights, rounded) = match &self.master {
+                Some(master) => (part(master)?, Some(params)),
+                None => (params, None),
+            };
+            Ok(Run { start, len, weights, grads: part(&self.grads)?, rounded })
+        };
+        spans.into_iter().map(run).collect()
+    }
+}
+
+/// Checks that a hyperparameter lies in `range`, by the name users gave it.
+pub(super) fn check(op: &'static str, name: &str, value: f64, range: std::ops::Range<f64>) -> Result<()> {
+    if range.contains(&value) {
+        return Ok(());
+    }
+    Err(Error::invalid(op, format!("{name} is {value}, it must be at least {} and below {}", range.start, range.end)))
+}
