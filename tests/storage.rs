@@ -40,7 +40,7 @@ fn memory_goes_back_when_the_last_view_is_dropped() -> claystone::Result<()> {
     let _turn = turn();
     for device in Device::all() {
         let before = stats(device);
-        let base = Tensor::full(&[30, 40], 2.0, device)?;
+        let base = Tensor::full([30, 40], 2.0, device)?;
         let s = stats(device);
         assert_eq!(s.allocated_bytes.current - before.allocated_bytes.current, 5120, "4800 bytes are 5120 in blocks");
         assert_eq!(s.requested_bytes.current - before.requested_bytes.current, 4800);
@@ -62,8 +62,8 @@ fn a_steady_state_asks_the_driver_for_nothing() -> claystone::Result<()> {
     let _turn = turn();
     for device in Device::all() {
         let step = || -> claystone::Result<()> {
-            let a = Tensor::ones(&[300, 301], device)?;
-            let b = Tensor::zeros(&[2000, 700], (DType::F16, device))?;
+            let a = Tensor::ones([300, 301], device)?;
+            let b = Tensor::zeros([2000, 700], (DType::F16, device))?;
             assert_eq!(a.clone().to_vec::<f32>()?, vec![1.0; 300 * 301]);
             assert_eq!(b.clone().numel(), 1_400_000);
             Ok(())
@@ -80,11 +80,11 @@ fn a_steady_state_asks_the_driver_for_nothing() -> claystone::Result<()> {
 
 /// Allocates until it may not, and checks that the error says so, that nothing else suffers and that it ends.
 fn exhaust(device: Device, piece: usize, most: usize) -> claystone::Result<()> {
-    let witness = Tensor::full(&[1000], 7.0, device)?;
+    let witness = Tensor::full([1000], 7.0, device)?;
     let before = stats(device);
     let mut held = Vec::new();
     let error = loop {
-        match Tensor::full(&[piece], 1_i64, (DType::U8, device)) {
+        match Tensor::full([piece], 1_i64, (DType::U8, device)) {
             Ok(t) => held.push(t),
             Err(e) => break e,
         }
@@ -98,7 +98,7 @@ fn exhaust(device: Device, piece: usize, most: usize) -> claystone::Result<()> {
     assert_eq!(witness.to_vec::<f32>()?, [7.0; 1000]);
     assert!(!held.is_empty());
     held.pop();
-    let again = Tensor::full(&[piece], 3_i64, (DType::U8, device))?;
+    let again = Tensor::full([piece], 3_i64, (DType::U8, device))?;
     device.synchronize()?;
     drop((again, held));
     assert_eq!(allocated(device), before.allocated_bytes.current, "{device}");
@@ -134,7 +134,7 @@ fn more_than_could_ever_be_is_an_error() -> claystone::Result<()> {
     for device in Device::all() {
         let before = stats(device);
         for n in [1_usize << 45, 1 << 58, usize::MAX / 8] {
-            assert!(Tensor::empty(&[n], device).is_err(), "{device}: {n}");
+            assert!(Tensor::empty([n], device).is_err(), "{device}: {n}");
         }
         assert_eq!(allocated(device), before.allocated_bytes.current);
         assert_eq!(
@@ -151,7 +151,7 @@ fn empty_tensors_take_nothing() -> claystone::Result<()> {
     let _turn = turn();
     for device in Device::all() {
         let before = stats(device);
-        let t = Tensor::zeros(&[3, 0, 2], device)?;
+        let t = Tensor::zeros([3, 0, 2], device)?;
         assert_eq!((t.storage().nbytes(), t.to_vec::<f32>()?.len()), (0, 0));
         assert_eq!(t.storage().allocation().segment(), None);
         assert_eq!(stats(device), before);
@@ -165,7 +165,7 @@ fn an_emptied_cache_holds_only_what_is_used() -> claystone::Result<()> {
     for device in Device::all() {
         device.empty_cache()?;
         let before = stats(device);
-        drop(Tensor::ones(&[7 * MIB], device)?);
+        drop(Tensor::ones([7 * MIB], device)?);
         assert_eq!(stats(device).reserved_bytes.current - before.reserved_bytes.current, 28 * MIB as u64);
         device.reset_peak_stats()?;
         device.empty_cache()?;
@@ -195,7 +195,7 @@ fn threads_share_a_device_and_leave_nothing() {
                     let (here, there) = (devices[(t + round) % devices.len()], devices[t % devices.len()]);
                     let n = 1 + (t * 7919 + round * 6367) % 40_000;
                     let value = (t * 100 + round) as f32;
-                    let a = Tensor::full(&[n], f64::from(value), here).unwrap();
+                    let a = Tensor::full([n], f64::from(value), here).unwrap();
                     let b = a.clone();
                     drop(a);
                     let c = b.to_device(there).unwrap();
