@@ -243,11 +243,15 @@ impl Blocks {
     }
 }
 
+/// A block as tests see it: segment, offset, size, requested.
+#[cfg(test)]
+pub(super) type Seen = (SegmentId, usize, usize, usize);
+
 #[cfg(test)]
 impl Blocks {
     /// Panics unless blocks tile their segments, links agree, no two free neighbours exist and the free sets hold
-    /// exactly the free blocks. Returns the (segment, offset, size, requested) of all blocks in address order.
-    pub(super) fn check(&self) -> Vec<(SegmentId, usize, usize, usize)> {
+    /// exactly the free blocks. Returns all blocks in address order.
+    pub(super) fn check(&self) -> Vec<Seen> {
         let vacant: BTreeSet<_> = self.vacant.iter().copied().collect();
         assert_eq!(vacant.len(), self.vacant.len(), "a place is vacant once");
         let live = (0..self.table.len() as BlockId).filter(|id| !vacant.contains(id));
@@ -258,7 +262,7 @@ impl Blocks {
                 let b = self.table[id as usize];
                 assert!(!vacant.contains(&id), "a linked block is live");
                 assert_eq!((b.prev, b.offset), (prev, offset), "blocks tile their segment");
-                assert!(b.size > 0 && b.size % MIN_BLOCK == 0 && b.requested <= b.size);
+                assert!(b.size > 0 && b.size.is_multiple_of(MIN_BLOCK) && b.requested <= b.size);
                 assert_eq!((b.segment, b.pool), (self.table[first as usize].segment, self.table[first as usize].pool));
                 assert!(!(prev_free && b.is_free()), "free neighbours are merged");
                 let (pool, key) = self.key(id);

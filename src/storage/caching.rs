@@ -17,6 +17,8 @@ mod tests;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+#[cfg(test)]
+use super::blocks::Seen;
 use super::blocks::{BlockId, Blocks, Pool, SegmentId, round_size, segment_size};
 use super::driver::{Driver, Failure};
 use super::stats::DeviceStats;
@@ -231,18 +233,17 @@ impl<M> State<M> {
 #[cfg(test)]
 impl<D: Driver> CachingAllocator<D> {
     /// Checks the table of blocks and that the statistics say what is there; returns all blocks.
-    pub(crate) fn check(&self) -> Vec<(SegmentId, usize, usize, usize)> {
+    pub(super) fn check(&self) -> Vec<Seen> {
         let state = self.lock();
         let blocks = state.blocks.check();
         let s = state.stats;
-        let sum =
-            |f: &dyn Fn(&(SegmentId, usize, usize, usize)) -> usize| blocks.iter().map(|b| f(b) as u64).sum::<u64>();
+        let sum = |f: &dyn Fn(&Seen) -> usize| blocks.iter().map(|b| f(b) as u64).sum::<u64>();
         assert_eq!(s.reserved_bytes.current, sum(&|b| b.2));
         assert_eq!(s.segment.current, state.segments.len() as u64);
         assert_eq!(s.allocated_bytes.current, sum(&|b| if b.3 > 0 { b.2 } else { 0 }));
         assert_eq!(s.requested_bytes.current, sum(&|b| b.3));
         assert_eq!(s.allocation.current, sum(&|b| usize::from(b.3 > 0)));
-        let whole = |b: &(SegmentId, usize, usize, usize)| blocks.iter().filter(|o| o.0 == b.0).count() == 1;
+        let whole = |b: &Seen| blocks.iter().filter(|o| o.0 == b.0).count() == 1;
         assert_eq!(s.inactive_split.current, sum(&|b| usize::from(b.3 == 0 && !whole(b))));
         assert_eq!(s.inactive_split_bytes.current, sum(&|b| if b.3 == 0 && !whole(b) { b.2 } else { 0 }));
         blocks

@@ -39,7 +39,7 @@ fn what_is_written_is_read_through_every_handle() {
             let a = Storage::alloc_zeroed(device, n).unwrap();
             assert!(contents(&a).iter().all(|&b| b == 0), "{device} {n}");
             let b = a.clone();
-            assert!(a.ptr_eq(&b) && !a.is_unique() && a.allocation().offset() % 512 == 0);
+            assert!(a.ptr_eq(&b) && !a.is_unique() && a.allocation().offset().is_multiple_of(512));
             let data = bytes(n, 1);
             a.write(n / 2, &data[n / 2..]).unwrap();
             drop(a);
@@ -211,8 +211,8 @@ fn slices_are_exact_aligned_and_refused_when_they_would_alias() {
     with_host(&[&a, &empty, &a], &[&b, &empty, &empty], |r, w| {
         assert_eq!(r.iter().map(|s| s.len()).collect::<Vec<_>>(), [700, 0, 700]);
         assert_eq!(w.iter().map(|s| s.len()).collect::<Vec<_>>(), [4, 0, 0]);
-        assert!(r.iter().all(|s| s.as_ptr().addr() % 64 == 0));
-        assert!(w.iter().all(|s| s.as_ptr().addr() % 64 == 0));
+        assert!(r.iter().all(|s| s.as_ptr().addr().is_multiple_of(64)));
+        assert!(w.iter().all(|s| s.as_ptr().addr().is_multiple_of(64)));
         assert!(bytemuck::cast_slice_mut::<u8, f64>(w[1]).is_empty());
     })
     .unwrap();
