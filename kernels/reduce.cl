@@ -1,0 +1,272 @@
+// Reductions over any dims of a strided tensor. The host gives: A (input dtype), B (output dtype), ACC and ACC_NAME (the
+// type of the sum: float, double, long and F32, F64, I64), one of OP_SUM OP_PROD OP_MAX OP_MIN, ARG for argmax and argmin,
+// NONZERO where elements count as 0 or 1, NK and NR (ranks), IDX. Output o of slice s is element o * slices + s; slices
+// above 1 are partial results that a second launch reduces (for ARG: PARTIAL writes and PAIRS reads values with indices).
+
+WALK(Kept, NK)
+WALK(Reduced, NR)
+
+#ifdef OP_SUM
+#define NEUTRAL ((ACC)0)
+#define COMBINE(a, b) ((a) + (b))
+#elif defined(OP_PROD)
+#define NEUTRAL ((ACC)1)
+#define COMBINE(a, b) ((a) * (b))
+#elif defined(OP_MAX)
+#define NEUTRAL LOWEST
+#define BEATS(a, b) ((a) > (b))
+#else
+#define NEUTRAL HIGHEST
+#define BEATS(a, b) ((a) < (b))
+#endif
+// A NaN beats everything and stays. The same text serves vectors: ?: selects lane by lane there.
+#ifndef COMBINE
+#define COMBINE(a, b) ((BEATS(a, b) | ((a) != (a))) ? (a) : (b))
+#endif
+
+#ifdef NONZERO
+#define ELEMENT(v) ((ACC)((v) != 0))
+#define ELEMENT16(v) (convert_long16((v) != 0) & 1L)
+#else
+#define ELEMENT(v) ((ACC)(v))
+#define ELEMENT16(v) (v)
+#endif
+
+#ifdef ARG
+typedef struct {
+    ACC v;
+    long i;
+} Acc;
+inline Acc pair(ACC v, long i) {
+    Acc a;
+    a.v = v;
+    a.i = i;
+    return a;
+}
+inline Acc neutral(void) { return pair(NEUTRAL, LONG_MAX); }
+// The better one, the first among equals; the first NaN before everything.
+inline Acc combine(Acc a, Acc b) {
+    const int a_nan = a.v != a.v, b_nan = b.v != b.v;
+    const int equal = (a_nan && b_nan) || a.v == b.v;
+    const int stay = equal ? a.i <= b.i : (a_nan || (!b_nan && BEATS(a.v, b.v)));
+    return stay ? a : b;
+}
+#else
+typedef ACC Acc;
+inline Acc neutral(void) { return NEUTRAL; }
+inline Acc combine(Acc a, Acc b) { return COMBINE(a, b); }
+#endif
+
+// Element `at`, which has index r among the reduced; and what becomes of result o.
+#ifdef PAIRS
+typedef Acc In;
+#define GET(at, r) (x[x_at + (at)])
+#else
+typedef CAT(A, _t) In;
+#ifdef ARG
+#define GET(at, r) pair(ELEMENT(CAT(load_, A)(x, x_at + (at))), r)
+#else
+#define GET(at, r) ELEMENT(CAT(load_, A)(x, x_at + (at)))
+#endif
+#endif
+#ifdef PARTIAL
+typedef Acc Out;
+#define PUT(o, a) y[y_at + (o)] = (a)
+#else
+typedef CAT(B, _t) Out;
+#ifdef ARG
+#define PUT(o, a) CAT(CAT(store_, B), _I64)(y, y_at + (o), (a).i)
+#elif defined(OP_SUM)
+#define PUT(o, a) CAT(CAT(CAT(store_, B), _), ACC_NAME)(y, y_at + (o), (a) / divisor)
+#else
+#define PUT(o, a) CAT(CAT(CAT(store_, B), _), ACC_NAME)(y, y_at + (o), a)
+#endif
+#endif
+
+#define PARAMETERS                                                                                                     \
+    __global const In *x, ulong x_at, __global Out *y, ulong y_at, Kept kept, Reduced reduced, ulong outs_, ulong n_,  \
+        ulong chunk_, uint slices, ACC divisor
+
+#ifndef IS_CPU
+// A group has `lanes` work-items for each of GROUP / lanes outputs. Neighbouring work-items are neighbouring lanes, or
+// neighbouring outputs (`by_column`): whichever are neighbours in memory.
+__kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void reduce(PARAMETERS, uint by_column, uint lanes) {
+    const IDX outs = (IDX)outs_, n = (IDX)n_, chunk = (IDX)chunk_;
+    const uint lid = get_local_id(0), per = GROUP / lanes;
+    const uint lane = by_column ? lid / per : lid % lanes;
+    const uint step = by_column ? per : 1;
+    const IDX group = (IDX)get_group_id(0), slice = group % slices;
+    const IDX o = group / slices * per + (by_column ? lid % per : lid / lanes);
+    Acc total = neutral();
+    if (o < outs) {
+        const long base = at_Kept(&kept, o);
+        const IDX end = min(slice * chunk + chunk, n);
+        IDX r = slice * chunk + lane;
+        // Four chains hide the latency of loads; blocks keep the running sum's rounding small.
+        while (r < end) {
+            Acc a = neutral(), b = neutral(), c = neutral(), d = neutral();
+            uint k = 0;
+            for (; k < 32 && r + 3 * lanes < end; ++k, r += 4 * lanes) {
+                a = combine(a, GET(base + at_Reduced(&reduced, r), r));
+                b = combine(b, GET(base + at_Reduced(&reduced, r + lanes), r + lanes));
+                c = combine(c, GET(base + at_Reduced(&reduced, r + 2 * lanes), r + 2 * lanes));
+                d = combine(d, GET(base + at_Reduced(&reduced, r + 3 * lanes), r + 3 * lanes));
+            }
+            if (k < 32)
+                for (; r < end; r += lanes)
+                    a = combine(a, GET(base + at_Reduced(&reduced, r), r));
+            total = combine(total, combine(combine(a, b), combine(c, d)));
+        }
+    }
+    __local Acc scratch[GROUP];
+    scratch[lid] = total;
+    for (uint s = lanes / 2; s > 0; s /= 2) {
+        barrier(CLK_LOCAL_MEM_FENCE);
+        if (lane < s)
+            scratch[lid] = combine(scratch[lid], scratch[lid + s * step]);
+    }
+    if (lane == 0 && o < outs) {
+        const Acc result = scratch[lid];
+        PUT(o * slices + slice, result);
+    }
+}
+#else
+// Processors: a work-item has one output of one slice, or sixteen neighbouring columns (`by_column`); sixteen
+// accumulators at a time, no local memory.
+#ifndef PAIRS
+typedef CAT(ACC, 16) Acc16;
+#ifdef ARG
+// Lane by lane: the best so far, and the step it came from (-1: none yet).
+typedef struct {
+    Acc16 v;
+    STEP16 from;
+} Wide;
+inline Wide neutral16(void) {
+    Wide w;
+    w.v = (Acc16)(NEUTRAL);
+    w.from = (STEP16)(-1);
+    return w;
+}
+inline Wide combine16(Wide w, Acc16 v, long step) {
+    const STEP16 better = BEATS(v, w.v) | ((v != v) & (w.v == w.v)) | (w.from < 0);
+    w.v = better ? v : w.v;
+    w.from = better ? (STEP16)(step) : w.from;
+    return w;
+}
+#else
+typedef Acc16 Wide;
+inline Wide neutral16(void) { return (Acc16)(NEUTRAL); }
+inline Wide combine16(Wide w, Acc16 v, long step) { return COMBINE(w, v); }
+#endif
+#define GET16(at) ELEMENT16(CAT(load16_, A)(x, x_at + (at)))
+
+// The sixteen lanes of w, where step s of lane k has index first + s * by + k * lane.
+inline void lanes_of(Wide w, long first, long by, long lane, Acc *out) {
+#ifdef ARG
+    ACC v[16];
+    STEP from[16];
+    vstore16(w.v, 0, v);
+    vstore16(w.from, 0, from);
+    for (int k = 0; k < 16; ++k)
+        out[k] = from[k] < 0 ? neutral() : pair(v[k], first + (long)from[k] * by + k * lane);
+#else
+    vstore16(w, 0, out);
+#endif
+}
+#endif
+
+// The reduction of n elements `stride` apart; the first has index r.
+inline Acc run(__global const In *x, ulong x_at, long at, IDX n, long stride, long r) {
+    Acc total = neutral();
+    IDX i = 0;
+#ifndef PAIRS
+    if (stride == 1 && n >= 32) {
+        // Blocks keep the running sums' rounding small.
+        while (i + 32 <= n) {
+            const IDX first = i;
+            Wide a = neutral16(), b = neutral16();
+            for (uint k = 0; k < 64 && i + 32 <= n; ++k, i += 32) {
+                a = combine16(a, GET16(at + i), k);
+                b = combine16(b, GET16(at + i + 16), k);
+            }
+            Acc lanes[32];
+            lanes_of(a, r + first, 32, 1, lanes);
+            lanes_of(b, r + first + 16, 32, 1, lanes + 16);
+            for (int s = 16; s > 0; s /= 2)
+                for (int k = 0; k < s; ++k)
+                    lanes[k] = combine(lanes[k], lanes[k + s]);
+            total = combine(total, lanes[0]);
+        }
+    }
+#endif
+    while (i < n) {
+        Acc a = neutral(), b = neutral();
+        uint k = 0;
+        for (; k < 64 && i + 2 <= n; ++k, i += 2) {
+            a = combine(a, GET(at + (long)i * stride, r + (long)i));
+            b = combine(b, GET(at + (long)(i + 1) * stride, r + (long)i + 1));
+        }
+        if (k < 64 && i < n) {
+            a = combine(a, GET(at + (long)i * stride, r + (long)i));
+            ++i;
+        }
+        total = combine(total, combine(a, b));
+    }
+    return total;
+}
+
+// The reduction of positions [r, end) of one output, in runs along the innermost dim.
+inline Acc line(__global const In *x, ulong x_at, long base, const Reduced *reduced, IDX r, IDX end) {
+    const IDX inner = (IDX)reduced->size[NR - 1];
+    Acc total = neutral();
+    while (r < end) {
+        const IDX n = min(inner - r % inner, end - r);
+        const long at = base + at_Reduced(reduced, r);
+        total = combine(total, run(x, x_at, at, n, reduced->stride[NR - 1], (long)r));
+        r += n;
+    }
+    return total;
+}
+
+__kernel void reduce(PARAMETERS, uint by_column) {
+    const IDX outs = (IDX)outs_, n = (IDX)n_, chunk = (IDX)chunk_;
+    const IDX item = (IDX)get_global_id(0) / slices, slice = (IDX)get_global_id(0) % slices;
+    const IDX start = slice * chunk, end = min(start + chunk, n);
+    if (!by_column) {
+        if (item < outs) {
+            const Acc result = line(x, x_at, at_Kept(&kept, item), &reduced, start, end);
+            PUT(item * slices + slice, result);
+        }
+        return;
+    }
+#ifndef PAIRS
+    const IDX columns = (IDX)kept.size[NK - 1], blocks = (columns + 15) / 16;
+    const IDX column = item % blocks * 16, o = item / blocks * columns + column;
+    if (o >= outs)
+        return;
+    const long base = at_Kept(&kept, o);
+    if (column + 16 > columns) {
+        for (IDX k = 0; column + k < columns; ++k) {
+            const Acc result = line(x, x_at, base + (long)k, &reduced, start, end);
+            PUT((o + k) * slices + slice, result);
+        }
+        return;
+    }
+    Acc total[16];
+    for (int k = 0; k < 16; ++k)
+        total[k] = neutral();
+    for (IDX r = start; r < end;) {
+        const IDX first = r;
+        Wide w = neutral16();
+        for (; r < end && r < first + 64; ++r)
+            w = combine16(w, GET16(base + at_Reduced(&reduced, r)), (long)(r - first));
+        Acc lanes[16];
+        lanes_of(w, (long)first, 1, 0, lanes);
+        for (int k = 0; k < 16; ++k)
+            total[k] = combine(total[k], lanes[k]);
+    }
+    for (int k = 0; k < 16; ++k)
+        PUT((o + k) * slices + slice, total[k]);
+#endif
+}
+#endif

@@ -1,0 +1,265 @@
+// Kernels that see a whole row at once: softmax and its kin along any dim, and cross-entropy, which gives the loss and the
+// gradient in one launch. The host gives: A (dtype), ACC and ACC_NAME (float F32, double F64), NK (rank of the rows), IDX,
+// one of SOFTMAX LOG_SOFTMAX LOGSUMEXP SOFTMAX_GRAD LOG_SOFTMAX_GRAD CROSS_ENTROPY; for the last also T (the labels' dtype)
+// and WITH_GRAD. GPUs: `lanes` work-items a row, as in reduce.cl. Processors: one work-item a row, or run of rows.
+
+// Where a row starts in each of three tensors.
+typedef struct {
+    ulong size[NK];
+    long x[NK], y[NK], z[NK];
+} Rows;
+typedef struct {
+    long x, y, z;
+} At;
+inline At at_rows(const Rows *d, IDX i) {
+    At at = {0, 0, 0};
+    for (int k = NK - 1; k >= 0; --k) {
+        const long r = (long)NEXT(i, d->size, k);
+        at.x += r * d->x[k];
+        at.y += r * d->y[k];
+        at.z += r * d->z[k];
+    }
+    return at;
+}
+
+typedef __global const CAT(A, _t) *In;
+typedef __global CAT(A, _t) *Out;
+#define LOAD CAT(load_, A)
+#define STORE CAT(CAT(CAT(store_, A), _), ACC_NAME)
+#define LARGER(a, b) ((((a) > (b)) | ((a) != (a))) ? (a) : (b))
+#define PLUS(a, b) ((a) + (b))
+
+#ifdef IS_CPU
+typedef CAT(ACC, 16) Acc16;
+#define LOAD16 CAT(load16_, A)
+#define STORE16 CAT(store16_, A)
+#define WIDE(stride_is_one) if (stride_is_one) for (; i + 16 <= n; i += 16)
+#define FOLD(OP, v)
+#define ACROSS(OP, v)                                                                                                  \
+    const CAT(ACC, 8) v##_8 = OP(v.lo, v.hi);                                                                           \
+    const CAT(ACC, 4) v##_4 = OP(v##_8.lo, v##_8.hi);                                                                     \
+    const CAT(ACC, 2) v##_2 = OP(v##_4.lo, v##_4.hi);                                                                     \
+    const ACC v##_1 = OP(v##_2.lo, v##_2.hi)
+#else
+// All lanes of a row get the row's total. Every work-item of the group must come here.
+#define FOLD(OP, v)                                                                                                    \
+    barrier(CLK_LOCAL_MEM_FENCE);                                                                                      \
+    scratch[lid] = v;                                                                                                  \
+    for (uint s = lanes / 2; s > 0; s /= 2) {                                                                          \
+        barrier(CLK_LOCAL_MEM_FENCE);                                                                                  \
+        if (lane < s)                                                                                                  \
+            scratch[lid] = OP(scratch[lid], scratch[lid + s * step]);                                                  \
+    }                                                                                                                  \
+    barrier(CLK_LOCAL_MEM_FENCE);                                                                                      \
+    v = scratch[lid - lane * step]
+#endif
+
+inline ACC largest(In x, ulong at, IDX n, long stride, uint lane, uint lanes) {
+    ACC m = -INFINITY;
+    IDX i = lane;
+#ifdef IS_CPU
+    Acc16 w = -INFINITY;
+    WIDE(stride == 1) {
+        const Acc16 v = LOAD16(x, at + i);
+        w = LARGER(v, w);
+    }
+    ACROSS(LARGER, w);
+    m = w_1;
+#endif
+    for (; i < n; i += lanes) {
+        const ACC v = LOAD(x, at + (long)i * stride);
+        m = LARGER(v, m);
+    }
+    return m;
+}
+
+inline ACC sum_exp(In x, ulong at, IDX n, long stride, ACC m, uint lane, uint lanes) {
+    ACC s = 0;
+    IDX i = lane;
+#ifdef IS_CPU
+    Acc16 w = 0;
+    WIDE(stride == 1) w += exp(LOAD16(x, at + i) - m);
+    ACROSS(PLUS, w);
+    s = w_1;
+#endif
+    for (; i < n; i += lanes)
+        s += exp(LOAD(x, at + (long)i * stride) - m);
+    return s;
+}
+
+#ifdef CROSS_ENTROPY
+// loss[row] = logsumexp(x) - x[label] and grad = (softmax(x) - onehot) / count, both 0 where the label is `ignore`.
+// `known` is the count, or 0 to count the labels that are not ignored. With `mean`, group g writes the sum of its losses
+// divided by the count to loss[g]; otherwise every row writes its own.
+__kernel
+#ifndef IS_CPU
+    __attribute__((reqd_work_group_size(GROUP, 1, 1)))
+#endif
+    void
+    row(In x, ulong x_at, __global const CAT(T, _t) *label, ulong label_at, long label_stride, Out grad, ulong grad_at,
+        __global CAT(B, _t) *loss, ulong loss_at, volatile __global int *word, ulong rows_, ulong n_, long row_stride,
+        long stride, long ignore, ulong known, uint mean, uint lanes) {
+    const IDX rows = (IDX)rows_, n = (IDX)n_;
+#ifdef IS_CPU
+    const uint lid = 0, lane = 0, per = 1;
+    const IDX group = (IDX)get_global_id(0), groups = (IDX)get_global_size(0);
+    const IDX chunk = (rows + groups - 1) / groups;
+    const IDX first = group * chunk, end = min(first + chunk, rows), by = 1;
+#else
+    const uint lid = get_local_id(0), lane = lid % lanes, per = GROUP / lanes, step = 1;
+    const IDX group = (IDX)get_group_id(0), groups = (IDX)get_num_groups(0);
+    const IDX first = group * per, end = rows, by = groups * per;
+    __local ACC scratch[GROUP];
+#endif
+    ACC count = (ACC)known;
+    if (known == 0) {
+#ifdef IS_CPU
+        for (IDX r = 0; r < rows; ++r)
+            count += CAT(load_, T)(label, label_at + (long)r * label_stride) != ignore;
+#else
+        for (IDX r = lid; r < rows; r += GROUP)
+            count += CAT(load_, T)(label, label_at + (long)r * label_stride) != ignore;
+        {
+            const uint lanes = GROUP, lane = lid;
+            FOLD(PLUS, count);
+        }
+#endif
+    }
+    ACC total = 0;
+    for (IDX top = first; top < end; top += by) {
+        const IDX r = top + lid / lanes;
+        const bool inside = r < end;
+        const ulong at = x_at + (inside ? (long)r * row_stride : 0);
+        const long target = inside ? CAT(load_, T)(label, label_at + (long)r * label_stride) : ignore;
+        const bool counts = target != ignore, valid = target >= 0 && target < (long)n;
+        ACC m = inside ? largest(x, at, n, stride, lane, lanes) : 0;
+        FOLD(LARGER, m);
+        ACC s = inside ? sum_exp(x, at, n, stride, m, lane, lanes) : 0;
+        FOLD(PLUS, s);
+        const ACC lse = m + log(s);
+        ACC l = 0;
+        if (counts) {
+            l = NAN;
+            if (valid)
+                l = lse - LOAD(x, at + target * stride);
+            else if (lane == 0)
+                record(word, 3, target, n);
+        }
+        if (lane == 0 && inside) {
+            total += l;
+            if (!mean)
+                CAT(CAT(CAT(store_, B), _), ACC_NAME)(loss, loss_at + r, l);
+        }
+#ifdef WITH_GRAD
+        if (inside) {
+            const ulong to = grad_at + (ulong)r * n;
+            const ACC scale = counts && valid ? 1 / count : 0;
+            IDX i = lane;
+            if (scale == 0) {
+                for (; i < n; i += lanes)
+                    STORE(grad, to + i, (ACC)0);
+            }
+#ifdef IS_CPU
+            WIDE(stride == 1) STORE16(grad, to + i, exp(LOAD16(x, at + i) - lse) * scale);
+#endif
+            for (; i < n; i += lanes)
+                STORE(grad, to + i, (exp(LOAD(x, at + (long)i * stride) - lse) - (ACC)(i == target)) * scale);
+#ifdef IS_CPU
+            // The wide loop left the label's own 1 out.
+            if (scale != 0)
+                STORE(grad, to + target, (exp(LOAD(x, at + target * stride) - lse) - 1) * scale);
+#endif
+        }
+#endif
+    }
+    if (mean) {
+#ifndef IS_CPU
+        const uint lanes = GROUP, lane = lid;
+        FOLD(PLUS, total);
+#endif
+        if (lid == 0)
+            CAT(CAT(CAT(store_, B), _), ACC_NAME)(loss, loss_at + group, total / count);
+    }
+}
+#else
+
+__kernel
+#ifndef IS_CPU
+    __attribute__((reqd_work_group_size(GROUP, 1, 1)))
+#endif
+    void
+    row(In x, ulong x_at, Out y, ulong y_at, In z, ulong z_at, Rows rows, ulong count_, ulong n_, long xs, long ys, long zs,
+        uint by_column, uint lanes) {
+    const IDX count = (IDX)count_, n = (IDX)n_;
+#ifdef IS_CPU
+    const uint lane = 0;
+    const IDX r = (IDX)get_global_id(0);
+    if (r >= count)
+        return;
+#else
+    const uint lid = get_local_id(0), per = GROUP / lanes;
+    const uint lane = by_column ? lid / per : lid % lanes;
+    const uint step = by_column ? per : 1;
+    const IDX r = (IDX)get_group_id(0) * per + (by_column ? lid % per : lid / lanes);
+    __local ACC scratch[GROUP];
+#endif
+    // Work-items past the last row see an empty row, and come to every barrier.
+    const IDX stop = r < count ? n : 0;
+    const At at = at_rows(&rows, r < count ? r : 0);
+    const ulong xa = x_at + at.x, ya = y_at + at.y, za = z_at + at.z;
+    IDX i = lane;
+#if defined(SOFTMAX) || defined(LOG_SOFTMAX) || defined(LOGSUMEXP)
+    ACC m = largest(x, xa, stop, xs, lane, lanes);
+    FOLD(LARGER, m);
+#ifdef LOGSUMEXP
+    // An infinite row is its own answer: inf - inf would be NaN.
+    if (isinf(m))
+        m = 0;
+#endif
+    ACC s = sum_exp(x, xa, stop, xs, m, lane, lanes);
+    FOLD(PLUS, s);
+#ifdef LOGSUMEXP
+    if (lane == 0 && r < count)
+        STORE(y, ya, m + log(s));
+#else
+#ifdef SOFTMAX
+    const ACC scale = 1 / s;
+#define RESULT(v) (exp((v) - m) * scale)
+#else
+    const ACC log_s = log(s);
+#define RESULT(v) ((v) - m - log_s)
+#endif
+#ifdef IS_CPU
+    WIDE(xs == 1 && ys == 1) STORE16(y, ya + i, RESULT(LOAD16(x, xa + i)));
+#endif
+    for (; i < stop; i += lanes)
+        STORE(y, ya + (long)i * ys, RESULT(LOAD(x, xa + (long)i * xs)));
+#endif
+#else
+    // x is the forward's result, z the gradient of it.
+    ACC s = 0;
+#ifdef SOFTMAX_GRAD
+#define TERM(v, g) ((g) * (v))
+#define RESULT(v, g) (((g) - s) * (v))
+#else
+#define TERM(v, g) (g)
+#define RESULT(v, g) ((g) - exp(v) * s)
+#endif
+#ifdef IS_CPU
+    Acc16 w = 0;
+    WIDE(xs == 1 && zs == 1) w += TERM(LOAD16(x, xa + i), LOAD16(z, za + i));
+    ACROSS(PLUS, w);
+    s = w_1;
+#endif
+    for (; i < stop; i += lanes)
+        s += TERM(LOAD(x, xa + (long)i * xs), LOAD(z, za + (long)i * zs));
+    FOLD(PLUS, s);
+    i = lane;
+#ifdef IS_CPU
+    WIDE(xs == 1 && ys == 1 && zs == 1) STORE16(y, ya + i, RESULT(LOAD16(x, xa + i), LOAD16(z, za + i)));
+#endif
+    for (; i < stop; i += lanes)
+        STORE(y, ya + (long)i * ys, RESULT(LOAD(x, xa + (long)i * xs), LOAD(z, za + (long)i * zs)));
+#endif
+}
+#endif

@@ -1,0 +1,53 @@
+// Comes after the prelude and before reduce.cl, row.cl and gather.cl: strided positions, 16-wide loads, faults.
+// IDX is uint where every count fits in 31 bits (64-bit division is slow on GPUs), else ulong.
+
+// Takes the index along dim k (from the innermost to 0) off the linear position i. No division for the outermost.
+#define NEXT(i, size, k) ((k) == 0 ? (i) : next_index(&(i), (IDX)(size)[k]))
+inline IDX next_index(IDX *i, IDX n) {
+    const IDX q = *i / n, r = *i - q * n;
+    *i = q;
+    return r;
+}
+
+// Dims with their strides: `at_NAME(d, i)` is the element offset of position i.
+#define WALK(NAME, N)                                                                                                  \
+    typedef struct {                                                                                                   \
+        ulong size[N];                                                                                                 \
+        long stride[N];                                                                                                \
+    } NAME;                                                                                                            \
+    inline long CAT(at_, NAME)(const NAME *d, IDX i) {                                                                 \
+        long at = 0;                                                                                                   \
+        for (int k = N - 1; k >= 0; --k)                                                                               \
+            at += (long)NEXT(i, d->size, k) * d->stride[k];                                                            \
+        return at;                                                                                                     \
+    }
+
+// Sixteen neighbours in the compute type. PoCL vectorises no loop inside a work-item, so its kernels say it themselves.
+#ifdef IS_CPU
+#define load16_f32(p, i) vload16(0, (p) + (i))
+#define load16_f64(p, i) vload16(0, (p) + (i))
+#define load16_f16(p, i) vload_half16(0, (const __global half *)((p) + (i)))
+#define load16_bf16(p, i) as_float16(convert_uint16(vload16(0, (p) + (i))) << 16)
+#define load16_i64(p, i) vload16(0, (p) + (i))
+#define load16_i32(p, i) convert_long16(vload16(0, (p) + (i)))
+#define load16_u32(p, i) convert_long16(vload16(0, (p) + (i)))
+#define load16_u8(p, i) convert_long16(vload16(0, (p) + (i)))
+#define load16_bool(p, i) convert_long16(vload16(0, (p) + (i)))
+#define store16_f32(p, i, v) vstore16(v, 0, (p) + (i))
+#define store16_f64(p, i, v) vstore16(v, 0, (p) + (i))
+#define store16_f16(p, i, v) vstore_half16_rte(v, 0, (__global half *)((p) + (i)))
+inline void store16_bf16(__global bf16_t *p, ulong i, float16 v) {
+    const uint16 u = as_uint16(v);
+    const uint16 r = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+    vstore16(convert_ushort16(v != v ? (u >> 16) | 0x40u : r), 0, p + i);
+}
+#endif
+
+// Tells the host of a bad index at its next wait: {code, low half, high half, size}; the first to come wins.
+inline void record(volatile __global int *word, int code, long index, ulong size) {
+    if (atomic_cmpxchg(word, 0, code) == 0) {
+        word[1] = (int)(index & 0xffffffffL);
+        word[2] = (int)(index >> 32);
+        word[3] = (int)min(size, (ulong)0x7fffffff);
+    }
+}
