@@ -88,17 +88,22 @@ inline ACC sum_exp(In x, ulong at, IDX n, long stride, ACC m, uint lane, uint la
 }
 
 #ifdef CROSS_ENTROPY
+#define COUNT_HERE 0
+#define COUNT_ONE 1
+#define COUNT_GIVEN 2
+
 // loss[row] = logsumexp(x) - x[label] and grad = (softmax(x) - onehot) / count, both 0 where the label is `ignore`.
-// `known` is the count, or 0 to count the labels that are not ignored. With `mean`, group g writes the sum of its losses
-// divided by the count to loss[g]; otherwise every row writes its own.
+// The count of labels that are not ignored: 1 with COUNT_ONE (no mean is wanted), counted[0] with COUNT_GIVEN, else every
+// group counts for itself. With `sums`, group g writes the sum of its losses divided by the count to loss[g]; otherwise
+// every row writes its own.
 __kernel
 #ifndef IS_CPU
     __attribute__((reqd_work_group_size(GROUP, 1, 1)))
 #endif
     void
     row(In x, ulong x_at, __global const CAT(T, _t) *label, ulong label_at, long label_stride, Out grad, ulong grad_at,
-        __global CAT(B, _t) *loss, ulong loss_at, volatile __global int *word, ulong rows_, ulong n_, long row_stride,
-        long stride, long ignore, ulong known, uint mean, uint lanes) {
+        __global CAT(B, _t) *loss, ulong loss_at, __global const long *counted, ulong counted_at, volatile __global int *word,
+        ulong rows_, ulong n_, long row_stride, long stride, long ignore, uint counting, uint sums, uint lanes) {
     const IDX rows = (IDX)rows_, n = (IDX)n_;
 #ifdef IS_CPU
     const uint lid = 0, lane = 0, per = 1;
@@ -111,8 +116,10 @@ __kernel
     const IDX first = group * per, end = rows, by = groups * per;
     __local ACC scratch[GROUP];
 #endif
-    ACC count = (ACC)known;
-    if (known == 0) {
+    ACC count = counting == COUNT_ONE ? 1 : 0;
+    if (counting == COUNT_GIVEN) {
+        count = (ACC)counted[counted_at];
+    } else if (counting == COUNT_HERE) {
 #ifdef IS_CPU
         for (IDX r = 0; r < rows; ++r)
             count += CAT(load_, T)(label, label_at + (long)r * label_stride) != ignore;
@@ -147,7 +154,7 @@ __kernel
         }
         if (lane == 0 && inside) {
             total += l;
-            if (!mean)
+            if (!sums)
                 CAT(CAT(CAT(store_, B), _), ACC_NAME)(loss, loss_at + r, l);
         }
 #ifdef WITH_GRAD
@@ -172,7 +179,7 @@ __kernel
         }
 #endif
     }
-    if (mean) {
+    if (sums) {
 #ifndef IS_CPU
         const uint lanes = GROUP, lane = lid;
         FOLD(PLUS, total);

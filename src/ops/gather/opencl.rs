@@ -1,0 +1,146 @@
+//! Indices on OpenCL: `kernels/gather.cl`.
+
+use smallvec::SmallVec;
+
+use super::Indexed;
+use crate::device::DeviceKind;
+use crate::device::opencl::{self, Arg, ClDevice};
+use crate::ops::collapse::Walk;
+use crate::ops::kernels::{KernelKey, kernel};
+use crate::ops::reduce::opencl::{WALK, is_wide};
+use crate::tensor::Layout;
+use crate::{Device, Result, Tensor};
+
+const TEMPLATE: &str = include_str!("../../../kernels/gather.cl");
+
+/// Work-items a group.
+const LOCAL: usize = 64;
+/// Most index reads of one scatter, over all of its ranges: bounds what splitting the destination costs.
+const READS: usize = 1 << 31;
+
+fn device(t: &Tensor) -> Result<&'static ClDevice> {
+    let Device::OpenCL(index) = t.device() else { unreachable!("called for OpenCL only") };
+    opencl::open(index)
+}
+
+/// A walk as the kernels' structs have it: sizes, then the strides of each operand.
+fn words(walk: &Walk) -> SmallVec<[i64; 32]> {
+    if walk.dims.is_empty() {
+        return std::iter::once(1).chain(walk.strides.iter().map(|_| 0)).collect();
+    }
+    walk.dims.iter().map(|&d| d as i64).chain(walk.strides.iter().flatten().map(|&s| s as i64)).collect()
+}
+
+fn index_type(wide: bool) -> &'static str {
+    if wide { "ulong" } else { "uint" }
+}
+
+pub(super) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
+    let device = device(out)?;
+    let walk = Walk::new(&g.x_layout.shape, [&g.x_layout.strides[..], &g.index_layout.strides[..]]);
+    let (rank, count, size) = (walk.dims.len().max(1), out.numel(), out.dtype.size());
+    let wide = is_wide([count]);
+    let params = SmallVec::from_slice(&[size as u64, g.index.dtype as u64, rank as u64, wide as u64]);
+    let key = KernelKey { template: "gather", params, exprs: SmallVec::new() };
+    let kernel = kernel(device, key, "gather", || {
+        let v = ["uchar", "ushort", "uint", "ulong"][size.ilog2() as usize];
+        let (t, idx) = (g.index.dtype, index_type(wide));
+        format!("#define GATHER\n#define V {v}\n#define T {t}\n#define NK {rank}\n#define IDX {idx}\n{WALK}{TEMPLATE}")
+    })?;
+    let ((x, x_at), (index, index_at), (y, y_at)) = (g.x.place()?, g.index.place()?, out.place()?);
+    let words = words(&walk);
+    let args = [
+        Arg::Buffer(x),
+        Arg::U64(x_at - g.x.layout.offset as u64 + g.x_layout.offset as u64),
+        Arg::Buffer(index),
+        Arg::U64(index_at - g.index.layout.offset as u64 + g.index_layout.offset as u64),
+        Arg::Buffer(y),
+        Arg::U64(y_at),
+        Arg::Buffer(device.fault_buffer()),
+        Arg::Bytes(bytemuck::cast_slice(&words)),
+        Arg::U64(count as u64),
+        Arg::U64(g.size as u64),
+        Arg::I64(g.step as i64),
+    ];
+    device.launch(&kernel, &args, &[count], &[LOCAL])
+}
+
+pub(super) fn scatter_add(g: &Indexed, target: &Tensor, layout: &Layout, d: usize) -> Result<()> {
+    let device = device(target)?;
+    // Columns: everything but the dim.
+    let drop_dim = |strides: &[isize]| -> SmallVec<[isize; 6]> {
+        strides.iter().enumerate().filter(|(i, _)| *i != d).map(|(_, &s)| s).collect()
+    };
+    let shape = g.x_layout.shape.dims().iter().enumerate().filter(|(i, _)| *i != d).map(|(_, &n)| n).collect();
+    let strides = [&g.x_layout, &g.index_layout, layout].map(|l| drop_dim(&l.strides));
+    let walk = Walk::new(&shape, strides.iter().map(|s| &s[..]));
+    let (columns, count, rank) = (shape.numel(), g.x_layout.shape.dims()[d], walk.dims.len().max(1));
+    let units = device.info().compute_units.max(1);
+    // Enough work-items to fill the device, as far as the repeated reading of indices pays.
+    let (block, fill, local) = match device.info().kind {
+        DeviceKind::Cpu => (columns.clamp(1, 64), 2 * units, 1),
+        _ => (1, units * 1024, LOCAL),
+    };
+    let blocks = columns.div_ceil(block);
+    let most = (READS / (columns * count).max(1)).clamp(1, g.size);
+    let span = g.size.div_ceil((fill / blocks).clamp(1, most));
+    let parts = g.size.div_ceil(span);
+    let wide = is_wide([columns, count, blocks * parts]);
+    let acc = target.dtype.compute();
+    let params = [target.dtype as u64, g.index.dtype as u64, rank as u64, wide as u64];
+    let key = KernelKey { template: "scatter_add", params: SmallVec::from_slice(&params), exprs: SmallVec::new() };
+    let kernel = kernel(device, key, "scatter_add", || {
+        let (a, t, name, idx) = (target.dtype, g.index.dtype, acc.cl_name(), index_type(wide));
+        format!(
+            "#define SCATTER_ADD\n#define A {a}\n#define ACC {name}\n#define ACC_NAME {acc:?}\n#define T {t}\n\
+             #define NK {rank}\n#define IDX {idx}\n{WALK}{TEMPLATE}"
+        )
+    })?;
+    let ((x, x_at), (index, index_at), (y, y_at)) = (g.x.place()?, g.index.place()?, target.place()?);
+    let words = words(&walk);
+    let args = [
+        Arg::Buffer(x),
+        Arg::U64(x_at - g.x.layout.offset as u64 + g.x_layout.offset as u64),
+        Arg::Buffer(index),
+        Arg::U64(index_at - g.index.layout.offset as u64 + g.index_layout.offset as u64),
+        Arg::Buffer(y),
+        Arg::U64(y_at),
+        Arg::Buffer(device.fault_buffer()),
+        Arg::Bytes(bytemuck::cast_slice(&words)),
+        Arg::U64(columns as u64),
+        Arg::U64(count as u64),
+        Arg::U64(g.size as u64),
+        Arg::I64(g.x_layout.strides[d] as i64),
+        Arg::I64(g.index_layout.strides[d] as i64),
+        Arg::I64(g.step as i64),
+        Arg::U32(parts as u32),
+        Arg::U64(span as u64),
+        Arg::U32(block as u32),
+    ];
+    device.launch(&kernel, &args, &[blocks * parts], &[local])
+}
+
+pub(super) fn one_hot(t: &Tensor, out: &Tensor, classes: usize) -> Result<()> {
+    let device = device(t)?;
+    let walk = Walk::new(t.shape(), [t.strides()]);
+    let (rank, count) = (walk.dims.len().max(1), out.numel());
+    let wide = is_wide([count]);
+    let params = SmallVec::from_slice(&[t.dtype as u64, rank as u64, wide as u64]);
+    let kernel = kernel(device, KernelKey { template: "one_hot", params, exprs: SmallVec::new() }, "one_hot", || {
+        let (t, idx) = (t.dtype, index_type(wide));
+        format!("#define ONE_HOT\n#define T {t}\n#define NK {rank}\n#define IDX {idx}\n{WALK}{TEMPLATE}")
+    })?;
+    let ((index, index_at), (y, y_at)) = (t.place()?, out.place()?);
+    let words = words(&walk);
+    let args = [
+        Arg::Buffer(index),
+        Arg::U64(index_at),
+        Arg::Buffer(y),
+        Arg::U64(y_at),
+        Arg::Buffer(device.fault_buffer()),
+        Arg::Bytes(bytemuck::cast_slice(&words)),
+        Arg::U64(count as u64),
+        Arg::U64(classes as u64),
+    ];
+    device.launch(&kernel, &args, &[count], &[LOCAL])
+}

@@ -1,0 +1,292 @@
+//! Reductions on the CPU: tiles converted to the accumulator's type, sixteen accumulators, slices of fixed length, so that
+//! the result does not depend on the number of threads.
+
+use rayon::prelude::*;
+
+use super::Reduction;
+use super::plan::Plan;
+use crate::device::{count_launch, cpu};
+use crate::ops::convert::{load_tile, store_tile};
+use crate::ops::lane::Lane;
+use crate::ops::tiles::TILE;
+use crate::storage::with_host;
+use crate::{Compute, DType, Result, Tensor};
+
+/// Elements a slice of one result has: partial results keep rounding small and give threads work.
+const SLICE: usize = 1 << 16;
+/// Rows a slice of columns has.
+const ROWS: usize = 1 << 10;
+/// Elements a job of the pool reduces: enough to hide what handing it over costs.
+const JOB: usize = 1 << 15;
+const LANES: usize = 16;
+
+pub(super) fn run(op: Reduction, t: &Tensor, plan: &Plan, out: &Tensor) -> Result<()> {
+    count_launch();
+    with_host(&[&t.storage], &[&out.storage], |reads, writes| {
+        let (bytes, to) = (reads[0], &mut *writes[0]);
+        let start = out.layout.offset;
+        match (t.dtype.compute(), op.nonzero()) {
+            (Compute::F32, false) => run_as::<f32>(op, t.dtype, bytes, plan, load::<f32>, out.dtype, to, start),
+            (Compute::F64, false) => run_as::<f64>(op, t.dtype, bytes, plan, load::<f64>, out.dtype, to, start),
+            (Compute::I64, false) => run_as::<i64>(op, t.dtype, bytes, plan, load::<i64>, out.dtype, to, start),
+            (Compute::F64, true) => run_as::<i64>(op, t.dtype, bytes, plan, truth::<f64>, out.dtype, to, start),
+            (Compute::F32, true) => run_as::<i64>(op, t.dtype, bytes, plan, truth::<f32>, out.dtype, to, start),
+            (Compute::I64, true) => run_as::<i64>(op, t.dtype, bytes, plan, truth::<i64>, out.dtype, to, start),
+        }
+    })
+}
+
+/// Loads elements `start`, `start + stride`, .. as the accumulator's type.
+type Load<S> = fn(DType, &[u8], isize, isize, &mut [S]);
+
+fn load<S: Lane>(dtype: DType, bytes: &[u8], start: isize, stride: isize, out: &mut [S]) {
+    load_tile(dtype, bytes, start as _, stride, out);
+}
+
+/// 1 for elements that are not zero (NaN among them).
+fn truth<C: Lane>(dtype: DType, bytes: &[u8], start: isize, stride: isize, out: &mut [i64]) {
+    let mut values = [C::from_i32(0); TILE];
+    let values = &mut values[..out.len()];
+    load_tile(dtype, bytes, start as _, stride, values);
+    out.iter_mut().zip(values).for_each(|(o, v)| *o = i64::from(v.is_true()));
+}
+
+/// How two partial results become one.
+trait Combine {
+    fn neutral<S: Lane>() -> S;
+    fn combine<S: Lane>(a: S, b: S) -> S;
+}
+
+macro_rules! combines {
+    ($($name:ident: $neutral:expr, $method:ident;)*) => { $(
+        struct $name;
+        impl Combine for $name {
+            fn neutral<S: Lane>() -> S {
+                S::from_f64($neutral)
+            }
+            #[inline(always)]
+            fn combine<S: Lane>(a: S, b: S) -> S {
+                a.$method(b)
+            }
+        }
+    )* };
+}
+
+// An infinity becomes the least or greatest integer.
+combines! {
+    Add: 0.0, add;
+    Mul: 1.0, mul;
+    Max: f64::NEG_INFINITY, max;
+    Min: f64::INFINITY, min;
+}
+
+#[allow(clippy::too_many_arguments)]
+fn run_as<S: Lane>(
+    op: Reduction,
+    dtype: DType,
+    bytes: &[u8],
+    plan: &Plan,
+    load: Load<S>,
+    out_dtype: DType,
+    out: &mut [u8],
+    start: usize,
+) {
+    let source = Source { dtype, bytes, plan, load };
+    use Reduction::*;
+    if op.is_arg() {
+        let store = |found: Vec<i64>| store_tile(out_dtype, &found, out, start as _, 1);
+        return store(if op == ArgMax { source.arg::<Max>() } else { source.arg::<Min>() });
+    }
+    let mut results = match op {
+        Sum | Mean | Count => source.reduce::<Add>(),
+        Prod => source.reduce::<Mul>(),
+        Max | Any => source.reduce::<self::Max>(),
+        Min | All => source.reduce::<self::Min>(),
+        ArgMax | ArgMin => unreachable!("above"),
+    };
+    if op == Mean {
+        let n = S::from_i64(plan.n as i64);
+        results.iter_mut().for_each(|r| *r = r.div(n));
+    }
+    store_tile(out_dtype, &results, out, start as _, 1);
+}
+
+struct Source<'a, S> {
+    dtype: DType,
+    bytes: &'a [u8],
+    plan: &'a Plan,
+    load: Load<S>,
+}
+
+impl<S: Lane> Source<'_, S> {
+    /// Every result, in order.
+    fn reduce<K: Combine>(&self) -> Vec<S> {
+        let plan = self.plan;
+        if plan.by_column() && plan.kept.inner().0 >= 8 {
+            return self.columns::<K>();
+        }
+        let slices = plan.n.div_ceil(SLICE);
+        let partial = self.items(plan.outs * slices, SLICE.min(plan.n), |item| {
+            let (o, slice) = (item / slices, item % slices);
+            self.line::<K>(o, slice * SLICE, plan.n.min((slice + 1) * SLICE))
+        });
+        merge::<K, S>(partial, plan.outs, slices)
+    }
+
+    /// `f(item)` for every item, on all threads where there is enough to do.
+    fn items<R: Send>(&self, count: usize, cost: usize, f: impl Fn(usize) -> R + Sync) -> Vec<R> {
+        if count * cost <= JOB {
+            return (0..count).map(f).collect();
+        }
+        let least = (JOB / cost.max(1)).max(1);
+        cpu::run(|| (0..count).into_par_iter().with_min_len(least).map(f).collect())
+    }
+
+    /// The reduction of positions `r..end` of result `o`.
+    fn line<K: Combine>(&self, o: usize, mut r: usize, end: usize) -> S {
+        let base = self.plan.start as isize + self.plan.kept.run(o, 1).0;
+        let mut tile = [K::neutral(); TILE];
+        let mut total = K::neutral();
+        let stride = self.plan.reduced.inner().1;
+        while r < end {
+            let mut filled = 0;
+            while filled < TILE && r < end {
+                let (at, n) = self.plan.reduced.run(r, (end - r).min(TILE - filled));
+                (self.load)(self.dtype, self.bytes, base + at, stride, &mut tile[filled..filled + n]);
+                filled += n;
+                r += n;
+            }
+            total = K::combine(total, fold::<K, S>(&tile[..filled]));
+        }
+        total
+    }
+
+    /// Results that are neighbours in memory, a tile of them at a time.
+    fn columns<K: Combine>(&self) -> Vec<S> {
+        let plan = self.plan;
+        let (columns, across) = plan.kept.inner();
+        let (blocks, slices) = (columns.div_ceil(TILE), plan.n.div_ceil(ROWS));
+        let outer = plan.outs / columns;
+        let cost = columns.min(TILE) * ROWS.min(plan.n);
+        let parts: Vec<Vec<S>> = self.items(outer * blocks * slices, cost, |item| {
+            let (block, slice) = (item / slices, item % slices);
+            let (first, o) = (block % blocks * TILE, block / blocks * columns);
+            let width = TILE.min(columns - first);
+            let base = plan.start as isize + plan.kept.run(o + first, 1).0;
+            let mut total = vec![K::neutral(); width];
+            let mut tile = [K::neutral(); TILE];
+            let tile = &mut tile[..width];
+            for top in (slice * ROWS..plan.n.min((slice + 1) * ROWS)).step_by(64) {
+                let mut sums = [K::neutral(); TILE];
+                let sums = &mut sums[..width];
+                for r in top..plan.n.min((slice + 1) * ROWS).min(top + 64) {
+                    (self.load)(self.dtype, self.bytes, base + plan.reduced.run(r, 1).0, across, tile);
+                    combine_all::<K, S>(sums, tile);
+                }
+                combine_all::<K, S>(&mut total, sums);
+            }
+            total
+        });
+        let mut parts = parts.into_iter();
+        let mut out = Vec::with_capacity(plan.outs);
+        for _ in 0..outer * blocks {
+            let mut total = parts.next().expect("a slice at least");
+            for _ in 1..slices {
+                combine_all::<K, S>(&mut total, &parts.next().expect("all slices"));
+            }
+            out.extend(total);
+        }
+        out
+    }
+
+    /// The position of every result's first greatest (or least) element, of its first NaN where it has one.
+    fn arg<K: Combine>(&self) -> Vec<i64> {
+        let plan = self.plan;
+        let slices = plan.n.div_ceil(SLICE);
+        let partial = self.items(plan.outs * slices, SLICE.min(plan.n), |item| {
+            let (o, slice) = (item / slices, item % slices);
+            self.arg_line::<K>(o, slice * SLICE, plan.n.min((slice + 1) * SLICE))
+        });
+        let first = |found: &[(S, usize)]| {
+            found.iter().copied().reduce(|a, b| if stays::<K, S>(a.0, b.0) { a } else { b }).map_or(0, |a| a.1 as i64)
+        };
+        partial.chunks(slices).map(first).collect()
+    }
+
+    fn arg_line<K: Combine>(&self, o: usize, mut r: usize, end: usize) -> (S, usize) {
+        let base = self.plan.start as isize + self.plan.kept.run(o, 1).0;
+        let stride = self.plan.reduced.inner().1;
+        let mut tile = [K::neutral::<S>(); TILE];
+        let mut best = None;
+        while r < end {
+            let (at, n) = self.plan.reduced.run(r, (end - r).min(TILE));
+            let tile = &mut tile[..n];
+            (self.load)(self.dtype, self.bytes, base + at, stride, tile);
+            let value = fold::<K, S>(tile);
+            if best.is_none_or(|(b, _)| !stays::<K, S>(b, value)) {
+                let same = |v: &S| *v == value || (is_nan(*v) && is_nan(value));
+                best = Some((value, r + tile.iter().position(same).unwrap_or(0)));
+            }
+            r += n;
+        }
+        best.unwrap_or((K::neutral(), r))
+    }
+}
+
+fn is_nan<S: Lane>(v: S) -> bool {
+    v.partial_cmp(&v).is_none()
+}
+
+/// Whether the earlier `a` is kept beside the later `b`: as good, or NaN.
+fn stays<K: Combine, S: Lane>(a: S, b: S) -> bool {
+    is_nan(a) || (!is_nan(b) && K::combine(a, b) == a)
+}
+
+fn combine_all<K: Combine, S: Lane>(to: &mut [S], from: &[S]) {
+    pulp::Arch::new().dispatch(
+        #[inline(always)]
+        || to.iter_mut().zip(from).for_each(|(a, b)| *a = K::combine(*a, *b)),
+    );
+}
+
+/// One value of a tile.
+fn fold<K: Combine, S: Lane>(tile: &[S]) -> S {
+    pulp::Arch::new().dispatch(
+        #[inline(always)]
+        || {
+            let mut lanes = [K::neutral::<S>(); LANES];
+            let (whole, rest) = tile.as_chunks::<LANES>();
+            for chunk in whole {
+                for (a, b) in lanes.iter_mut().zip(chunk) {
+                    *a = K::combine(*a, *b);
+                }
+            }
+            for (a, b) in lanes.iter_mut().zip(rest) {
+                *a = K::combine(*a, *b);
+            }
+            let mut half = LANES / 2;
+            while half > 0 {
+                for i in 0..half {
+                    lanes[i] = K::combine(lanes[i], lanes[i + half]);
+                }
+                half /= 2;
+            }
+            lanes[0]
+        },
+    )
+}
+
+/// Pairwise over the slices of each result.
+fn merge<K: Combine, S: Lane>(mut partial: Vec<S>, outs: usize, slices: usize) -> Vec<S> {
+    for own in partial.chunks_mut(slices) {
+        let mut n = slices;
+        while n > 1 {
+            let half = n.div_ceil(2);
+            for i in 0..n - half {
+                own[i] = K::combine(own[i], own[i + half]);
+            }
+            n = half;
+        }
+    }
+    (0..outs).map(|o| partial[o * slices]).collect()
+}

@@ -1,0 +1,222 @@
+//! Reductions on OpenCL: which of `kernels/reduce.cl`'s ways to go, and whether in one stage or two.
+
+use smallvec::SmallVec;
+
+use super::plan::{Axes, Plan};
+use super::Reduction;
+use crate::device::DeviceKind;
+use crate::device::opencl::{self, Arg, ClBuffer, ClDevice};
+use crate::ops::kernels::{KernelKey, kernel};
+use crate::{Compute, DType, Device, Result, Scalar, Tensor};
+
+pub(in crate::ops) const WALK: &str = include_str!("../../../kernels/walk.cl");
+const TEMPLATE: &str = include_str!("../../../kernels/reduce.cl");
+
+/// Work-items a group on GPUs.
+pub(in crate::ops) fn group_size(device: &ClDevice) -> usize {
+    let most = device.info().max_work_group.clamp(1, 256);
+    1 << most.ilog2()
+}
+
+/// Counts that fit in 31 bits are computed in 32: their divisions are several times faster.
+pub(in crate::ops) fn is_wide(counts: impl IntoIterator<Item = usize>) -> bool {
+    counts.into_iter().any(|n| n >= 1 << 31)
+}
+
+/// What a launch reads and writes in the stages of an argmax: elements, or partial results.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    Whole,
+    First,
+    Second,
+}
+
+pub(super) fn run(op: Reduction, t: &Tensor, plan: &Plan, out: &Tensor) -> Result<()> {
+    let Device::OpenCL(index) = t.device() else { unreachable!("called for OpenCL only") };
+    let device = opencl::open(index)?;
+    let acc = op.accumulator(t.dtype);
+    let way = Way::choose(device, plan);
+    let divisor = if op == Reduction::Mean { plan.n } else { 1 };
+    let (x, y) = ((t.place()?.0, t.place()?.1 - t.layout.offset as u64 + plan.start as u64), out.place()?);
+    let launch = |kind: &Kind, x, y, plan: &Plan, way: &Way, divisor: usize| -> Result<()> {
+        kind.launch(device, x, y, plan, way, divisor)
+    };
+    let first = Kind { op, input: t.dtype, output: out.dtype, acc, stage: Stage::Whole };
+    if way.slices == 1 {
+        return launch(&first, x, y, plan, &way, divisor);
+    }
+    // Partial results: of the accumulator's type, or 16 bytes with value and index.
+    let count = plan.outs * way.slices;
+    let (stage, partial) = match op.is_arg() {
+        true => (Stage::First, Tensor::empty_like_shape(2 * count, DType::I64, t.device())?),
+        false => (Stage::Whole, Tensor::empty_like_shape(count, acc.dtype(), t.device())?),
+    };
+    let (buffer, at) = partial.place()?;
+    let middle = (buffer, if op.is_arg() { at / 2 } else { at });
+    let first_op = if op == Reduction::Mean { Reduction::Sum } else { op };
+    launch(&Kind { op: first_op, output: acc.dtype(), stage, ..first }, x, middle, plan, &way, 1)?;
+    let rest = Plan {
+        start: 0,
+        kept: Axes::one(plan.outs, way.slices as isize),
+        reduced: Axes::one(way.slices, 1),
+        outs: plan.outs,
+        n: way.slices,
+    };
+    let stage = if op.is_arg() { Stage::Second } else { Stage::Whole };
+    let second = Kind { op: op.second(), input: acc.dtype(), stage, ..first };
+    let way = Way { slices: 1, chunk: rest.n, ..Way::choose(device, &rest) };
+    launch(&second, middle, y, &rest, &way, divisor)
+}
+
+/// How a launch is spread over the device.
+struct Way {
+    by_column: bool,
+    /// Work-items that share a result (GPUs).
+    lanes: usize,
+    /// Partial results of a result, of `chunk` elements each.
+    slices: usize,
+    chunk: usize,
+    global: usize,
+    local: usize,
+}
+
+impl Way {
+    fn choose(device: &ClDevice, plan: &Plan) -> Way {
+        let units = device.info().compute_units.max(1);
+        let (outs, n) = (plan.outs, plan.n);
+        if device.info().kind == DeviceKind::Cpu {
+            // Sixteen columns a work-item, where they are neighbours; a result otherwise.
+            let (columns, across) = plan.kept.inner();
+            let by_column = plan.by_column() && across == 1 && columns >= 16;
+            let items = if by_column { outs / columns * columns.div_ceil(16) } else { outs };
+            let enough = if by_column { 4096 } else { 32768 };
+            let wanted = if items >= 2 * units || n <= enough { 1 } else { (4 * units).div_ceil(items) };
+            let (slices, chunk) = cut(n, wanted, enough / 4, 32);
+            let global = items * slices;
+            // Groups cost something when there are thousands; few items are better spread one by one.
+            let local = if global >= 64 * 8 * units { 64 } else { 1 };
+            return Way { by_column, lanes: 1, slices, chunk, global, local };
+        }
+        let group = group_size(device);
+        let by_column = plan.by_column();
+        let lanes = lanes(group, by_column, n, plan.kept.inner().0, |columns| outs.div_ceil(columns) >= 2 * units);
+        let groups = outs.div_ceil(group / lanes);
+        let wanted = if groups >= 2 * units || n <= 128 * lanes { 1 } else { (8 * units).div_ceil(groups) };
+        let (slices, chunk) = cut(n, wanted, 16 * lanes, 4 * lanes);
+        Way { by_column, lanes, slices, chunk, global: groups * slices * group, local: group }
+    }
+}
+
+/// Work-items of a group of `group` that share a row of n elements. `by_column`: rows that are neighbours are read
+/// together, at least 8 (a sector of memory), more while there are groups `enough`.
+pub(in crate::ops) fn lanes(
+    group: usize,
+    by_column: bool,
+    n: usize,
+    columns: usize,
+    enough: impl Fn(usize) -> bool,
+) -> usize {
+    let most = n.next_power_of_two().min(group);
+    if !by_column {
+        return n.div_ceil(4).next_power_of_two().max(32).min(most);
+    }
+    let mut together = columns.next_power_of_two().min(32);
+    while together > 8 && !enough(together) {
+        together /= 2;
+    }
+    (group / together).clamp(1, most)
+}
+
+/// n elements in at most `wanted` slices of at least `least`, multiples of `unit`: their number and length.
+fn cut(n: usize, wanted: usize, least: usize, unit: usize) -> (usize, usize) {
+    if wanted <= 1 {
+        return (1, n);
+    }
+    let chunk = n.div_ceil(wanted.min(4096)).max(least).next_multiple_of(unit);
+    (n.div_ceil(chunk), chunk)
+}
+
+/// What tells one reduction kernel from another, ranks aside.
+#[derive(Clone, Copy)]
+struct Kind {
+    op: Reduction,
+    input: DType,
+    output: DType,
+    acc: Compute,
+    stage: Stage,
+}
+
+impl Kind {
+    fn launch(
+        &self,
+        device: &'static ClDevice,
+        x: (&ClBuffer, u64),
+        y: (&ClBuffer, u64),
+        plan: &Plan,
+        way: &Way,
+        divisor: usize,
+    ) -> Result<()> {
+        let (kept, reduced) = (plan.kept.words(), plan.reduced.words());
+        let wide = is_wide([plan.n, plan.outs * way.slices * 16, way.global]);
+        let group = group_size(device);
+        let params = [
+            self.op.combination() as u64,
+            self.input as u64,
+            self.output as u64,
+            self.acc as u64,
+            self.op.is_arg() as u64 | (self.op.nonzero() as u64) << 1 | (wide as u64) << 2 | (self.stage as u64) << 3,
+            plan.kept.rank() as u64,
+            plan.reduced.rank() as u64,
+        ];
+        let key = KernelKey { template: "reduce", params: SmallVec::from_slice(&params), exprs: SmallVec::new() };
+        let kernel = kernel(device, key, "reduce", || self.source(plan, wide, group))?;
+        let divisor = match self.acc {
+            Compute::I64 => Arg::I64(divisor as i64),
+            Compute::F32 => Arg::F32(divisor as f32),
+            Compute::F64 => Arg::F64(divisor as f64),
+        };
+        let mut args: SmallVec<[Arg; 16]> = SmallVec::from_slice(&[
+            Arg::Buffer(x.0),
+            Arg::U64(x.1),
+            Arg::Buffer(y.0),
+            Arg::U64(y.1),
+            Arg::Bytes(bytemuck::cast_slice(&kept)),
+            Arg::Bytes(bytemuck::cast_slice(&reduced)),
+            Arg::U64(plan.outs as u64),
+            Arg::U64(plan.n as u64),
+            Arg::U64(way.chunk as u64),
+            Arg::U32(way.slices as u32),
+            divisor,
+            Arg::U32(way.by_column.into()),
+        ]);
+        if device.info().kind != DeviceKind::Cpu {
+            args.push(Arg::U32(way.lanes as u32));
+        }
+        device.launch(&kernel, &args, &[way.global], &[way.local])
+    }
+
+    fn source(&self, plan: &Plan, wide: bool, group: usize) -> String {
+        let integer = self.acc == Compute::I64;
+        let flag = |on: bool, name: &str| if on { format!("#define {name}\n") } else { String::new() };
+        format!(
+            "#define A {}\n#define B {}\n#define ACC {}\n#define ACC_NAME {:?}\n#define NK {}\n#define NR {}\n\
+             #define IDX {}\n#define GROUP {group}\n#define OP_{}\n#define LOWEST {}\n#define HIGHEST {}\n\
+             #define STEP {step}\n#define STEP16 {step}16\n{}{}{}{}{WALK}{TEMPLATE}",
+            self.input,
+            self.output,
+            self.acc.cl_name(),
+            self.acc,
+            plan.kept.rank(),
+            plan.reduced.rank(),
+            if wide { "ulong" } else { "uint" },
+            ["SUM", "PROD", "MAX", "MIN"][self.op.combination() as usize],
+            if integer { "LONG_MIN" } else { "-INFINITY" },
+            if integer { "LONG_MAX" } else { "INFINITY" },
+            flag(self.op.is_arg(), "ARG"),
+            flag(self.op.nonzero(), "NONZERO"),
+            flag(self.stage == Stage::First, "PARTIAL"),
+            flag(self.stage == Stage::Second, "PAIRS"),
+            step = if self.acc == Compute::F32 { "int" } else { "long" },
+        )
+    }
+}

@@ -1,0 +1,290 @@
+//! Operations that see a whole row at once: softmax and its kin along any dim, and cross-entropy.
+//!
+//! One launch each, on strided input, with the row's maximum taken out first so that no logit overflows. Cross-entropy
+//! computes the gradient of its logits in the same launch as the loss, while the row is at hand; backward then hands it
+//! over, and launches nothing at all where the loss is what `backward()` starts from.
+
+use smallvec::SmallVec;
+
+use super::collapse::Walk;
+use super::elementwise::{Params, apply};
+use super::expr::Expr;
+use super::{reduce, same_device};
+use crate::autograd::{self, Saved};
+use crate::tensor::{Dims, Layout};
+use crate::{DType, Device, Error, Result, Shape, Tensor};
+
+mod cpu;
+mod opencl;
+
+/// What a row becomes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum RowOp {
+    Softmax,
+    LogSoftmax,
+    LogSumExp,
+    /// Of the result and its gradient.
+    SoftmaxGrad,
+    LogSoftmaxGrad,
+}
+
+/// Rows of n elements: where each starts in up to three operands, and the step along a row in each.
+#[derive(Debug)]
+struct Rows {
+    walk: Walk,
+    n: usize,
+    steps: [isize; 3],
+}
+
+impl Rows {
+    /// Rows of `shape` along dim d.
+    fn new(shape: &Shape, d: usize, operands: [&[isize]; 3]) -> Rows {
+        let without = |s: &[isize]| -> Dims<isize> {
+            s.iter().enumerate().filter(|(i, _)| *i != d).map(|(_, &s)| s).collect()
+        };
+        let rest: Shape = shape.dims().iter().enumerate().filter(|(i, _)| *i != d).map(|(_, &n)| n).collect();
+        let starts = operands.map(without);
+        let walk = Walk::new(&rest, starts.iter().map(|s| &s[..]));
+        Rows { walk, n: shape.dims()[d], steps: operands.map(|s| s[d]) }
+    }
+
+    fn count(&self) -> usize {
+        self.walk.dims.iter().product()
+    }
+}
+
+fn floats(op: &'static str, t: &Tensor) -> Result<()> {
+    match t.dtype.is_float() {
+        true => Ok(()),
+        false => Err(Error::UnsupportedDType { op, dtype: t.dtype, expected: "floats" }),
+    }
+}
+
+/// The row operation along dim d of `x` (and `z`, of its shape), outside the graph.
+fn along(kind: RowOp, x: &Tensor, z: Option<&Tensor>, d: usize) -> Result<Tensor> {
+    let z = z.unwrap_or(x);
+    let whole = kind != RowOp::LogSumExp;
+    let shape: Shape = match whole {
+        true => x.shape().clone(),
+        false => x.shape().dims().iter().enumerate().map(|(i, &n)| if i == d { 1 } else { n }).collect(),
+    };
+    let out = Tensor::empty_like_shape(shape, x.dtype, x.device())?;
+    if out.numel() == 0 {
+        return Ok(out);
+    }
+    if x.numel() == 0 {
+        out.fill_(f64::NEG_INFINITY)?;
+        return Ok(out);
+    }
+    let rows = Rows::new(x.shape(), d, [x.strides(), out.strides(), z.strides()]);
+    match x.device() {
+        Device::Cpu => cpu::run(kind, x, z, &out, d, &rows)?,
+        Device::OpenCL(_) => opencl::run(kind, x, z, &out, &rows)?,
+    }
+    out.storage.bump_version();
+    Ok(out)
+}
+
+/// A scalar has one row of one element.
+fn at_least_1d(t: &Tensor) -> Tensor {
+    match t.rank() {
+        0 => t.with_layout(Layout { shape: Shape::from(1), strides: Dims::from_slice(&[0]), offset: t.layout.offset }),
+        _ => t.detach(),
+    }
+}
+
+impl Tensor {
+    /// `exp(x) / sum(exp(x))` along `dim` (PyTorch's `softmax`); floats. Differentiable, one launch either way.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let p = Tensor::from_slice(&[0f32, f32::NEG_INFINITY, 0.0], 3, Device::Cpu)?.softmax(-1)?;
+    /// assert_eq!(p.to_vec::<f32>()?, [0.5, 0.0, 0.5]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::DimOutOfRange`], [`Error::UnsupportedDType`] for integers and bool, [`Error::OutOfMemory`].
+    pub fn softmax(&self, dim: isize) -> Result<Tensor> {
+        self.normalised("softmax", RowOp::Softmax, RowOp::SoftmaxGrad, dim)
+    }
+
+    /// `x - logsumexp(x)` along `dim` (PyTorch's `log_softmax`); floats. Differentiable, one launch either way.
+    ///
+    /// # Errors
+    /// As [`Tensor::softmax`].
+    pub fn log_softmax(&self, dim: isize) -> Result<Tensor> {
+        self.normalised("log_softmax", RowOp::LogSoftmax, RowOp::LogSoftmaxGrad, dim)
+    }
+
+    fn normalised(&self, op: &'static str, forward: RowOp, backward: RowOp, dim: isize) -> Result<Tensor> {
+        floats(op, self)?;
+        let x = at_least_1d(self);
+        let d = x.shape().dim(op, dim)?;
+        let out = along(forward, &x, None, d)?;
+        let out = out.with_layout(Layout::contiguous(self.shape().clone()));
+        if !autograd::is_tracked(&[self]) {
+            return Ok(out);
+        }
+        let saved = Saved::new(&out);
+        let shape = self.shape().clone();
+        Ok(autograd::record_unary(op, out, self, move |grad| {
+            let grad = along(backward, &at_least_1d(&saved.unpack(op)?), Some(&at_least_1d(&grad)), d)?;
+            Ok(grad.with_layout(Layout::contiguous(shape)))
+        }))
+    }
+
+    /// `log(sum(exp(x)))` along `dim` (PyTorch's `logsumexp`), without overflow; floats. Of nothing it is -inf.
+    /// `keepdim` leaves the dim in place with size 1. Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::softmax`].
+    pub fn logsumexp(&self, dim: isize, keepdim: bool) -> Result<Tensor> {
+        let op = "logsumexp";
+        floats(op, self)?;
+        let x = at_least_1d(self);
+        let d = x.shape().dim(op, dim)?;
+        let kept = along(RowOp::LogSumExp, &x, None, d)?;
+        let mut shape = self.shape().dims().to_vec();
+        match keepdim {
+            _ if self.rank() == 0 => {}
+            true => shape[d] = 1,
+            false => drop(shape.remove(d)),
+        }
+        let out = kept.with_layout(Layout::contiguous(shape.into()));
+        if !autograd::is_tracked(&[self]) {
+            return Ok(out);
+        }
+        let (x, result) = (Saved::new(&x), Saved::new(&kept));
+        let shape = self.shape().clone();
+        Ok(autograd::record_unary(op, out, self, move |grad| {
+            let (x, result) = (x.unpack(op)?, result.unpack(op)?);
+            let grad = grad.contiguous()?;
+            let grad = grad.with_layout(Layout { offset: grad.layout.offset, ..result.layout.clone() });
+            // exp(x - result) is the softmax; an infinite result has no finite gradient, as in PyTorch.
+            let weight = [(Expr::input(0) - Expr::input(1)).exp() * Expr::input(2)];
+            let grad = apply(op, &[&x, &result, &grad], Params::default(), &weight, &[x.dtype])?.remove(0);
+            Ok(grad.with_layout(Layout::contiguous(shape)))
+        }))
+    }
+
+    /// The mean over rows of `-log_softmax(logits)[label]`: [`Tensor::cross_entropy_with`] its defaults.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let logits = Tensor::zeros(&[2, 4], Device::Cpu)?.requires_grad_(true)?;
+    /// let labels = Tensor::from_slice(&[3i64, 0], 2, Device::Cpu)?;
+    /// let loss = logits.cross_entropy(&labels)?;
+    /// assert!((loss.item::<f32>()? - 4f32.ln()).abs() < 1e-6);
+    /// loss.backward()?;
+    /// assert_eq!(logits.grad().unwrap().to_vec::<f32>()?[3], (0.25 - 1.0) / 2.0);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Tensor::cross_entropy_with`].
+    pub fn cross_entropy(&self, labels: &Tensor) -> Result<Tensor> {
+        self.cross_entropy_with(labels, CrossEntropy::default())
+    }
+
+    /// Cross-entropy of logits `[N, C]` and class labels `[N]` (i64, i32, u32 or u8), PyTorch's `cross_entropy`: a scalar,
+    /// or `[N]` with [`LossReduction::None`], of the logits' dtype. The mean is over the rows whose label is not
+    /// `ignore_index`; of none it is NaN. Differentiable in the logits.
+    ///
+    /// One launch gives losses and gradient, at most one more their sum. Losses are accumulated in f32 (f64 for f64).
+    ///
+    /// # Errors
+    /// [`Error::ShapeMismatch`], [`Error::UnsupportedDType`], [`Error::DeviceMismatch`]. [`Error::IndexOutOfRange`] for a
+    /// label outside `0..C`: on the CPU at once; on OpenCL from the next call of this thread that waits for the device
+    /// (reading a value, `synchronize`), until which the loss is NaN and the row's gradient zero.
+    pub fn cross_entropy_with(&self, labels: &Tensor, options: CrossEntropy) -> Result<Tensor> {
+        let op = "cross_entropy";
+        floats(op, self)?;
+        same_device(op, &[self, labels])?;
+        if labels.dtype.is_float() || labels.dtype == DType::Bool {
+            let expected = "i64 class labels (or another integer type)";
+            return Err(Error::UnsupportedDType { op, dtype: labels.dtype, expected });
+        }
+        if self.rank() != 2 || labels.rank() != 1 || self.shape().dims()[0] != labels.numel() {
+            let hint = "logits are [N, C] and labels [N]";
+            return Err(Error::ShapeMismatch { op, lhs: self.shape().clone(), rhs: labels.shape().clone(), hint });
+        }
+        let tracked = autograd::is_tracked(&[self]);
+        let grad = match tracked {
+            true => Some(Tensor::empty_like_shape(self.shape(), self.dtype, self.device())?),
+            false => None,
+        };
+        let out = match (self.numel(), self.device()) {
+            (0, _) => nothing(self, labels, options.reduction)?,
+            (_, Device::Cpu) => cpu::cross_entropy(self, labels, options, grad.as_ref())?,
+            (_, Device::OpenCL(_)) => opencl::cross_entropy(self, labels, options, grad.as_ref())?,
+        };
+        let Some(saved) = grad else { return Ok(out) };
+        let saved = Saved::new(&saved);
+        Ok(autograd::record(op, out, &[self], move |ctx| {
+            let saved = saved.unpack(op)?;
+            let grad = match ctx.grad_unless_one() {
+                None => saved,
+                Some(grad) => {
+                    // One upstream number for all rows, or one a row.
+                    let step = if grad.rank() == 0 { 0 } else { grad.strides()[0] };
+                    let shape = saved.shape().clone();
+                    let strides = Dims::from_slice(&[step, 0]);
+                    let grad = grad.with_layout(Layout { shape, strides, offset: grad.layout.offset });
+                    let product = [Expr::input(0) * Expr::input(1)];
+                    apply(op, &[&saved, &grad], Params::default(), &product, &[saved.dtype])?.remove(0)
+                }
+            };
+            Ok(SmallVec::from_iter([Some(grad)]))
+        }))
+    }
+}
+
+/// The loss where there are no logits: no rows, or rows without a class, where every label is out of range.
+fn nothing(logits: &Tensor, labels: &Tensor, reduction: LossReduction) -> Result<Tensor> {
+    if labels.numel() > 0 {
+        return Err(Error::invalid("cross_entropy", "the logits have no class (shape [N, 0])"));
+    }
+    let options = (logits.dtype, logits.device());
+    match reduction {
+        LossReduction::Mean => Tensor::full((), f64::NAN, options),
+        LossReduction::Sum => Tensor::zeros((), options),
+        LossReduction::None => Tensor::zeros(0, options),
+    }
+}
+
+/// What becomes of the losses of single rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum LossReduction {
+    /// Their mean, over those that count.
+    #[default]
+    Mean,
+    /// Their sum.
+    Sum,
+    /// Nothing: one loss a row.
+    None,
+}
+
+/// How [`Tensor::cross_entropy_with`] computes its loss.
+///
+/// ```
+/// use claystone::{CrossEntropy, Device, LossReduction, Tensor};
+/// let options = CrossEntropy { reduction: LossReduction::Sum, ..CrossEntropy::default() };
+/// let labels = Tensor::from_slice(&[1i64, -100], 2, Device::Cpu)?;
+/// let loss = Tensor::zeros(&[2, 4], Device::Cpu)?.cross_entropy_with(&labels, options)?;
+/// assert!((loss.item::<f32>()? - 4f32.ln()).abs() < 1e-6);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct CrossEntropy {
+    /// Mean, sum or none.
+    pub reduction: LossReduction,
+    /// Rows with this label have loss and gradient 0 and do not count in the mean; -100, as in PyTorch.
+    pub ignore_index: i64,
+}
+
+impl Default for CrossEntropy {
+    fn default() -> CrossEntropy {
+        CrossEntropy { reduction: LossReduction::Mean, ignore_index: -100 }
+    }
+}

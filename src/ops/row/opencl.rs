@@ -1,0 +1,159 @@
+//! Row operations on OpenCL: `kernels/row.cl`.
+
+use smallvec::SmallVec;
+
+use super::{CrossEntropy, LossReduction, RowOp, Rows};
+use crate::device::DeviceKind;
+use crate::device::opencl::{self, Arg, ClDevice};
+use crate::ops::elementwise::{Params, apply};
+use crate::ops::expr::Expr;
+use crate::ops::kernels::{KernelKey, kernel};
+use crate::ops::reduce;
+use crate::ops::reduce::opencl::{WALK, group_size, is_wide, lanes};
+use crate::{DType, Device, Result, Scalar, Tensor};
+
+const TEMPLATE: &str = include_str!("../../../kernels/row.cl");
+
+/// Up to so many labels, every group counts for itself those that are not ignored: cheaper than a launch.
+const COUNTED: usize = 1 << 16;
+
+fn device(t: &Tensor) -> Result<&'static ClDevice> {
+    let Device::OpenCL(index) = t.device() else { unreachable!("called for OpenCL only") };
+    opencl::open(index)
+}
+
+fn defines(t: &Tensor, rank: usize, wide: bool, group: usize) -> String {
+    let acc = t.dtype.compute();
+    let (name, index) = (acc.cl_name(), if wide { "ulong" } else { "uint" });
+    let a = t.dtype;
+    format!("#define A {a}\n#define ACC {name}\n#define ACC_NAME {acc:?}\n#define NK {rank}\n#define IDX {index}\n#define GROUP {group}\n")
+}
+
+pub(super) fn run(kind: RowOp, x: &Tensor, z: &Tensor, out: &Tensor, rows: &Rows) -> Result<()> {
+    let device = device(x)?;
+    let (count, n, rank) = (rows.count(), rows.n, rows.walk.dims.len().max(1));
+    let group = group_size(device);
+    // Neighbouring rows are read together where they lie closer than the elements of one.
+    let across = rows.walk.strides[0].last().copied().unwrap_or(0).unsigned_abs();
+    let by_column = count > 1 && n > 1 && across != 0 && across < rows.steps[0].unsigned_abs();
+    let columns = rows.walk.dims.last().copied().unwrap_or(1);
+    let units = device.info().compute_units.max(1);
+    let lanes = lanes(group, by_column, n, columns, |together| count.div_ceil(together) >= 2 * units);
+    let (lanes, global, local) = match device.info().kind {
+        DeviceKind::Cpu => (1, count, if count >= 64 * 8 * units { 64 } else { 1 }),
+        _ => (lanes, count.div_ceil(group / lanes) * group, group),
+    };
+    let wide = is_wide([n, global]);
+    let params = SmallVec::from_slice(&[kind as u64, x.dtype as u64, rank as u64, wide as u64]);
+    let kernel = kernel(device, KernelKey { template: "row", params, exprs: SmallVec::new() }, "row", || {
+        let name = match kind {
+            RowOp::Softmax => "SOFTMAX",
+            RowOp::LogSoftmax => "LOG_SOFTMAX",
+            RowOp::LogSumExp => "LOGSUMEXP",
+            RowOp::SoftmaxGrad => "SOFTMAX_GRAD",
+            RowOp::LogSoftmaxGrad => "LOG_SOFTMAX_GRAD",
+        };
+        format!("{}#define {name}\n{WALK}{TEMPLATE}", defines(x, rank, wide, group))
+    })?;
+    let mut words: SmallVec<[i64; 24]> = rows.walk.dims.iter().map(|&d| d as i64).collect();
+    words.extend(rows.walk.strides.iter().flatten().map(|&s| s as i64));
+    if rows.walk.dims.is_empty() {
+        words.extend([1, 0, 0, 0]);
+    }
+    let ((x, x_at), (y, y_at), (z, z_at)) = (x.place()?, out.place()?, z.place()?);
+    let [xs, ys, zs] = rows.steps.map(|s| Arg::I64(s as i64));
+    let args = [
+        Arg::Buffer(x),
+        Arg::U64(x_at),
+        Arg::Buffer(y),
+        Arg::U64(y_at),
+        Arg::Buffer(z),
+        Arg::U64(z_at),
+        Arg::Bytes(bytemuck::cast_slice(&words)),
+        Arg::U64(count as u64),
+        Arg::U64(n as u64),
+        xs,
+        ys,
+        zs,
+        Arg::U32(by_column.into()),
+        Arg::U32(lanes as u32),
+    ];
+    device.launch(&kernel, &args, &[global], &[local])
+}
+
+pub(super) fn cross_entropy(x: &Tensor, labels: &Tensor, options: CrossEntropy, grad: Option<&Tensor>) -> Result<Tensor> {
+    let device = device(x)?;
+    let op = "cross_entropy";
+    let (rows, n) = (x.shape().dims()[0], x.shape().dims()[1]);
+    let group = group_size(device);
+    let units = device.info().compute_units.max(1);
+    let lanes = lanes(group, false, n, 1, |_| true);
+    // Small batches in one group, which then gives the loss itself.
+    let (groups, lanes, local) = match device.info().kind {
+        DeviceKind::Cpu => (if rows * n <= 1 << 13 { 1 } else { rows.min(4 * units) }, 1, 1),
+        _ if rows * n <= 16 * group => (1, lanes, group),
+        _ => (rows.div_ceil(group / lanes).min(4 * units), lanes, group),
+    };
+    let each = options.reduction == LossReduction::None;
+    let loss = match (each, groups) {
+        (true, _) => Tensor::empty_like_shape(rows, x.dtype, x.device())?,
+        (false, 1) => Tensor::empty_like_shape((), x.dtype, x.device())?,
+        (false, _) => Tensor::empty_like_shape(groups, x.dtype.compute().dtype(), x.device())?,
+    };
+    let wide = is_wide([rows, n, groups * local]);
+    let params = [x.dtype as u64, labels.dtype as u64, loss.dtype as u64, grad.is_some() as u64, wide as u64];
+    let key = KernelKey { template: "cross_entropy", params: SmallVec::from_slice(&params), exprs: SmallVec::new() };
+    let kernel = kernel(device, key, "row", || {
+        let gradient = if grad.is_some() { "#define WITH_GRAD\n" } else { "" };
+        let (b, t) = (loss.dtype, labels.dtype);
+        format!(
+            "{}#define B {b}\n#define T {t}\n#define CROSS_ENTROPY\n{gradient}{WALK}{TEMPLATE}",
+            defines(x, 1, wide, group)
+        )
+    })?;
+    let counted = match options.reduction {
+        LossReduction::Mean if rows > COUNTED => Some(count(op, labels, options.ignore_index)?),
+        _ => None,
+    };
+    let counting = match options.reduction {
+        LossReduction::Mean => if counted.is_some() { 2 } else { 0 },
+        _ => 1,
+    };
+    // What the kernel does not touch still has to be some buffer.
+    let ((x_buffer, x_at), (label, label_at), (to, to_at)) = (x.place()?, labels.place()?, loss.place()?);
+    let (grad, grad_at) = grad.unwrap_or(&loss).place()?;
+    let (counted, counted_at) = counted.as_ref().unwrap_or(&loss).place()?;
+    let args = [
+        Arg::Buffer(x_buffer),
+        Arg::U64(x_at),
+        Arg::Buffer(label),
+        Arg::U64(label_at),
+        Arg::I64(labels.strides()[0] as i64),
+        Arg::Buffer(grad),
+        Arg::U64(grad_at),
+        Arg::Buffer(to),
+        Arg::U64(to_at),
+        Arg::Buffer(counted),
+        Arg::U64(counted_at),
+        Arg::Buffer(device.fault_buffer()),
+        Arg::U64(rows as u64),
+        Arg::U64(n as u64),
+        Arg::I64(x.strides()[0] as i64),
+        Arg::I64(x.strides()[1] as i64),
+        Arg::I64(options.ignore_index),
+        Arg::U32(counting),
+        Arg::U32(u32::from(!each)),
+        Arg::U32(lanes as u32),
+    ];
+    device.launch(&kernel, &args, &[groups * local], &[local])?;
+    loss.storage.bump_version();
+    if each || groups == 1 { Ok(loss) } else { reduce::sum_all(op, &loss, x.dtype) }
+}
+
+/// How many labels are not ignored, on the device.
+fn count(op: &'static str, labels: &Tensor, ignore: i64) -> Result<Tensor> {
+    let params = Params { scalars: &[Scalar::Int(ignore)], seeds: &[] };
+    let kept = [Expr::input(0).ne(Expr::scalar(0))];
+    let kept = apply(op, &[labels], params, &kept, &[DType::Bool])?.remove(0);
+    reduce::sum_all(op, &kept, DType::I64)
+}
