@@ -16,6 +16,7 @@ use crate::{Compute, DType, Device, Error, Result, Scalar, Shape, Tensor};
 mod cpu;
 pub(in crate::ops) mod opencl;
 mod plan;
+mod statistics;
 
 use plan::Plan;
 

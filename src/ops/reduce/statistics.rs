@@ -1,0 +1,67 @@
+//! What is composed of reductions: variance, standard deviation, norm.
+
+use super::ReduceDims;
+use crate::autograd::{self, Saved};
+use crate::ops::elementwise::{Params, apply};
+use crate::ops::expr::Expr;
+use crate::tensor::Layout;
+use crate::{Error, Result, Tensor};
+
+impl Tensor {
+    /// The variance over `dims`: squared deviations from the mean, summed and divided by their number less `correction`
+    /// (PyTorch's `var`, whose default correction is 1; 0 is the population's). Differentiable.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let t = Tensor::from_slice(&[1f32, 2.0, 3.0, 4.0], 4, Device::Cpu)?;
+    /// assert_eq!(t.var((), 0, false)?.item::<f32>()?, 1.25);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Tensor::mean`].
+    pub fn var(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<Tensor> {
+        let dims = dims.into();
+        let mask = dims.mask("var", self.shape())?;
+        let n: usize = self.shape().dims().iter().zip(&mask).filter(|(_, r)| **r).map(|(&d, _)| d).product();
+        let deviations = self.sub(&self.mean(dims.clone(), true)?)?;
+        deviations.mul(&deviations)?.sum(dims, keepdim)?.div_scalar(n.saturating_sub(correction) as f64)
+    }
+
+    /// The square root of [`Tensor::var`] (PyTorch's `std`). Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::mean`].
+    pub fn std(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<Tensor> {
+        self.var(dims, correction, keepdim)?.sqrt()
+    }
+
+    /// The Euclidean norm over `dims` (PyTorch's `linalg.vector_norm`). Differentiable; at 0 the gradient is 0.
+    ///
+    /// # Errors
+    /// As [`Tensor::sum`]; [`Error::UnsupportedDType`] for integers and bool.
+    pub fn norm(&self, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<Tensor> {
+        let op = "norm";
+        if !self.dtype.is_float() {
+            return Err(Error::UnsupportedDType { op, dtype: self.dtype, expected: "floats" });
+        }
+        let dims = dims.into();
+        let mask = dims.mask(op, self.shape())?;
+        let x = self.detach();
+        let squares = x.mul(&x)?;
+        let kept = squares.sum(dims, true)?.sqrt()?;
+        let shape = super::reduced_shape(self.shape(), &mask, keepdim);
+        let out = kept.with_layout(Layout::contiguous(shape));
+        if !autograd::is_tracked(&[self]) {
+            return Ok(out);
+        }
+        let (x, norm) = (Saved::new(&x), Saved::new(&kept));
+        Ok(autograd::record_unary(op, out, self, move |grad| {
+            let (x, norm) = (x.unpack(op)?, norm.unpack(op)?);
+            let grad = super::spread(&grad, x.shape(), &mask, keepdim);
+            let norm_ = Expr::input(1);
+            let slope = norm_.eq(0.0).select(0.0, Expr::input(0) / &norm_);
+            Ok(apply(op, &[&x, &norm, &grad], Params::default(), &[slope * Expr::input(2)], &[x.dtype])?.remove(0))
+        }))
+    }
+}
