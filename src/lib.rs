@@ -16,5 +16,5 @@ pub use device::Device;
 pub(crate) use dtype::Compute;
 pub use dtype::{DType, Element, Scalar};
 pub use error::{Error, Result};
-pub use ops::manual_seed;
+pub use ops::{CrossEntropy, LossReduction, ReduceDims, manual_seed};
 pub use tensor::{Shape, Tensor};

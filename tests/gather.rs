@@ -42,7 +42,7 @@ fn index_select_of_any_dim_and_strides() {
         let base = iota(&[4, 5, 6], device);
         for x in [
             base.shallow_clone(),
-            base.permute([2, 0, 1]).unwrap(),
+            base.permute(&[2, 0, 1]).unwrap(),
             base.narrow(1, 1, 3).unwrap(),
             base.narrow(0, 2, 1).unwrap().expand([4, 5, 6]).unwrap(),
         ] {

@@ -1,7 +1,7 @@
 //! Reductions over any dims, against plain loops in f64.
 
 mod common;
-use claystone::{DType, Device, Error, Tensor, autograd::gradcheck, count_launches};
+use claystone::{DType, Device, Error, Tensor, autograd::gradcheck, device::count_launches};
 use common::each_device;
 use half::{bf16, f16};
 use ndarray::{ArrayD, Axis, IxDyn};
@@ -137,7 +137,7 @@ fn any_strides_offset_and_broadcast() {
         let row = numbers(&[34], DType::F32, device);
         let views = [
             base.transpose(0, 2).unwrap(),
-            base.permute([1, 2, 0]).unwrap(),
+            base.permute(&[1, 2, 0]).unwrap(),
             base.narrow(2, 3, 17).unwrap(),
             base.narrow(1, 5, 1).unwrap().narrow(0, 1, 4).unwrap(),
             row.expand([6, 20, 34]).unwrap(),
@@ -148,7 +148,7 @@ fn any_strides_offset_and_broadcast() {
                 check(view, dims, "view");
             }
         }
-        let deep = numbers(&[2, 3, 2, 3, 2, 3, 2], DType::F32, device).permute([6, 1, 4, 3, 2, 5, 0]).unwrap();
+        let deep = numbers(&[2, 3, 2, 3, 2, 3, 2], DType::F32, device).permute(&[6, 1, 4, 3, 2, 5, 0]).unwrap();
         check(&deep, &[0, 2, 5], "seven dims");
     });
 }

@@ -1,7 +1,7 @@
 //! Softmax, log-softmax, logsumexp and cross-entropy along any dim, against f64.
 
 mod common;
-use claystone::{CrossEntropy, DType, Device, Error, LossReduction, Tensor, autograd::gradcheck, count_launches};
+use claystone::{CrossEntropy, DType, Device, Error, LossReduction, Tensor, autograd::gradcheck, device::count_launches};
 use common::each_device;
 
 /// Numbers between -4 and 4.

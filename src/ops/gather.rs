@@ -98,7 +98,8 @@ fn scatter(
     if matches!(target.dtype, DType::F16 | DType::BF16) {
         let (wide, from) = (target.cast(DType::F32)?, source.0.with_layout(source.1).cast(DType::F32)?);
         scatter(op, &wide, d, index, (&from, from.layout.clone()))?;
-        return autograd::no_grad(|| target.detach().copy_(&wide));
+        target.detach().copy_(&wide)?;
+        return Ok(());
     }
     // The CPU locks a storage either for reading or for writing.
     let copies = [index.0, source.0].map(|t| t.shares_storage(target));
@@ -234,12 +235,13 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::scatter_add`]; [`Error::Autograd`] where a tensor is tracked; [`Error::Invalid`] into an expanded view.
-    pub fn scatter_add_(&self, dim: isize, index: &Tensor, source: &Tensor) -> Result<()> {
+    pub fn scatter_add_(&self, dim: isize, index: &Tensor, source: &Tensor) -> Result<&Tensor> {
         let op = "scatter_add_";
         let d = self.check_scatter(op, dim, index, source)?;
         autograd::check_in_place(op, self, &[source])?;
         let layout = Layout { shape: index.shape().clone(), ..source.layout.clone() };
-        scatter(op, self, d, (index, index.layout.clone()), (source, layout))
+        scatter(op, self, d, (index, index.layout.clone()), (source, layout))?;
+        Ok(self)
     }
 
     /// A copy of this tensor with slice i of `source` added to slice `index[i]` along `dim` (PyTorch's `index_add`); equal
@@ -260,11 +262,12 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::index_add`]; [`Error::Autograd`] where a tensor is tracked; [`Error::Invalid`] into an expanded view.
-    pub fn index_add_(&self, dim: isize, index: &Tensor, source: &Tensor) -> Result<()> {
+    pub fn index_add_(&self, dim: isize, index: &Tensor, source: &Tensor) -> Result<&Tensor> {
         let op = "index_add_";
         let d = self.check_index_add(op, dim, index, source)?;
         autograd::check_in_place(op, self, &[source])?;
-        scatter(op, self, d, (index, along(index, d, source.shape())), (source, source.layout.clone()))
+        scatter(op, self, d, (index, along(index, d, source.shape())), (source, source.layout.clone()))?;
+        Ok(self)
     }
 
     fn check_scatter(&self, op: &'static str, dim: isize, index: &Tensor, source: &Tensor) -> Result<usize> {

@@ -14,16 +14,18 @@ mod cpu_map;
 mod derivative;
 pub mod expr;
 mod formulas;
+mod gather;
 mod kernels;
 pub(crate) mod lane;
 mod opencl_map;
 pub(crate) mod philox;
 mod primitives;
 pub(crate) mod program;
+pub(crate) mod reduce;
+mod row;
 #[macro_use]
 mod rows;
 mod random;
-mod shim;
 pub(crate) mod source;
 #[macro_use]
 pub mod table;
@@ -39,6 +41,8 @@ pub use philox::Seed;
 pub use table::{Accepts, Output, ROWS, Row};
 
 pub use random::manual_seed;
+pub use reduce::ReduceDims;
+pub use row::{CrossEntropy, LossReduction};
 
 #[cfg(test)]
 mod device_tests;

@@ -190,7 +190,7 @@ fn reduce(
     };
     match of_nothing {
         _ if out.numel() == 0 => return Ok(out),
-        Some(value) => out.fill_(value)?,
+        Some(value) => drop(out.fill_(value)?),
         None => {
             let plan = Plan::new(&t.layout, mask, kind.is_arg());
             match t.device() {

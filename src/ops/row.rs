@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 use super::collapse::Walk;
 use super::elementwise::{Params, apply};
 use super::expr::Expr;
-use super::{reduce, same_device};
+use super::same_device;
 use crate::autograd::{self, Saved};
 use crate::tensor::{Dims, Layout};
 use crate::{DType, Device, Error, Result, Shape, Tensor};

@@ -94,8 +94,8 @@ fn run_as<S: Lane>(
     let source = Source { dtype, bytes, plan, load };
     use Reduction::*;
     if op.is_arg() {
-        let store = |found: Vec<i64>| store_tile(out_dtype, &found, out, start as _, 1);
-        return store(if op == ArgMax { source.arg::<Max>() } else { source.arg::<Min>() });
+        let found = if op == ArgMax { source.arg::<self::Max>() } else { source.arg::<self::Min>() };
+        return store_tile(out_dtype, &found, out, start as _, 1);
     }
     let mut results = match op {
         Sum | Mean | Count => source.reduce::<Add>(),
@@ -134,7 +134,7 @@ impl<S: Lane> Source<'_, S> {
     }
 
     /// `f(item)` for every item, on all threads where there is enough to do.
-    fn items<R: Send>(&self, count: usize, cost: usize, f: impl Fn(usize) -> R + Sync) -> Vec<R> {
+    fn items<R: Send>(&self, count: usize, cost: usize, f: impl Fn(usize) -> R + Send + Sync) -> Vec<R> {
         if count * cost <= JOB {
             return (0..count).map(f).collect();
         }

@@ -2,12 +2,12 @@
 
 use smallvec::SmallVec;
 
-use super::plan::{Axes, Plan};
 use super::Reduction;
+use super::plan::{Axes, Plan};
 use crate::device::DeviceKind;
 use crate::device::opencl::{self, Arg, ClBuffer, ClDevice};
 use crate::ops::kernels::{KernelKey, kernel};
-use crate::{Compute, DType, Device, Result, Scalar, Tensor};
+use crate::{Compute, DType, Device, Result, Tensor};
 
 pub(in crate::ops) const WALK: &str = include_str!("../../../kernels/walk.cl");
 const TEMPLATE: &str = include_str!("../../../kernels/reduce.cl");
