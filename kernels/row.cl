@@ -132,7 +132,9 @@ __kernel
         }
 #endif
     }
-    ACC total = 0;
+    // Losses are added up in blocks: thousands in one chain would round too often.
+    ACC total = 0, block = 0;
+    uint blocked = 0;
     for (IDX top = first; top < end; top += by) {
         const IDX r = top + lid / lanes;
         const bool inside = r < end;
@@ -153,7 +155,11 @@ __kernel
                 record(word, 3, target, n);
         }
         if (lane == 0 && inside) {
-            total += l;
+            block += l;
+            if (++blocked % 64 == 0) {
+                total += block;
+                block = 0;
+            }
             if (!sums)
                 CAT(CAT(CAT(store_, B), _), ACC_NAME)(loss, loss_at + r, l);
         }
@@ -180,6 +186,7 @@ __kernel
 #endif
     }
     if (sums) {
+        total += block;
 #ifndef IS_CPU
         const uint lanes = GROUP, lane = lid;
         FOLD(PLUS, total);
