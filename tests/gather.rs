@@ -116,7 +116,7 @@ fn embedding_and_empty_indices() {
         assert_eq!(table.embedding(&index(&[2], &[], device)).unwrap().shape().dims(), [3]);
         let none = table.index_select(1, &index(&[], &[0], device)).unwrap();
         assert_eq!(none.shape().dims(), [5, 0]);
-        let empty = Tensor::zeros(&[0, 3], device).unwrap();
+        let empty = Tensor::zeros([0, 3], device).unwrap();
         assert_eq!(empty.index_select(1, &index(&[2, 2], &[2], device)).unwrap().numel(), 0);
     });
 }
@@ -129,7 +129,7 @@ fn an_index_out_of_range_is_an_error_and_harms_nothing() {
             let i = index(&[0, bad, 1], &[3], device);
             let error = x.index_select(1, &i).and_then(|t| t.to_vec::<f32>()).unwrap_err();
             assert!(matches!(error, Error::IndexOutOfRange { index, size: 4, .. } if index == bad), "{error}");
-            let source = Tensor::ones(&[3, 3], device).unwrap();
+            let source = Tensor::ones([3, 3], device).unwrap();
             let error = x.index_add(1, &i, &source).and_then(|t| t.to_vec::<f32>()).unwrap_err();
             assert!(matches!(error, Error::IndexOutOfRange { index, size: 4, .. } if index == bad), "{error}");
             let error = i.one_hot(4).and_then(|t| t.to_vec::<i64>()).unwrap_err();
@@ -174,7 +174,7 @@ fn in_place_through_views() {
         let base = iota(&[4, 6], device);
         let view = base.t().unwrap().narrow(0, 1, 4).unwrap();
         let i = index(&[3, 0, 3], &[3], device);
-        let source = Tensor::ones(&[3, 4], device).unwrap();
+        let source = Tensor::ones([3, 4], device).unwrap();
         let want = view.index_add(0, &i, &source).unwrap();
         view.index_add_(0, &i, &source).unwrap();
         assert_eq!(vec(&view), vec(&want));
@@ -184,7 +184,7 @@ fn in_place_through_views() {
         x.index_add_(0, &index(&[0, 0, 1], &[3], device), &x).unwrap();
         assert_eq!(vec(&x), [1.0, 3.0, 2.0]);
         let expanded = iota(&[1, 3], device).expand([2, 3]).unwrap();
-        let error = expanded.scatter_add_(1, &index(&[0, 1], &[2, 1], device), &Tensor::ones(&[2, 1], device).unwrap());
+        let error = expanded.scatter_add_(1, &index(&[0, 1], &[2, 1], device), &Tensor::ones([2, 1], device).unwrap());
         assert!(matches!(error, Err(Error::Invalid { .. })));
     });
 }
@@ -194,8 +194,8 @@ fn other_dtypes_add_too_and_halves_round_once() {
     each_device(|device| {
         let ones = index(&[0; 3000], &[3000], device);
         for dtype in [DType::F16, DType::BF16, DType::F64, DType::I64, DType::I32, DType::U32] {
-            let x = Tensor::zeros(&[2], (dtype, device)).unwrap();
-            let source = Tensor::ones(&[3000], (dtype, device)).unwrap();
+            let x = Tensor::zeros([2], (dtype, device)).unwrap();
+            let source = Tensor::ones([3000], (dtype, device)).unwrap();
             let got = x.index_add(0, &ones, &source).unwrap().to_dtype(DType::F64).unwrap().to_vec::<f64>().unwrap();
             assert!((got[0] - 3000.0).abs() <= 8.0 && got[1] == 0.0, "{dtype}: {got:?}");
         }
@@ -205,7 +205,8 @@ fn other_dtypes_add_too_and_halves_round_once() {
 #[test]
 fn gradients() {
     each_device(|device| {
-        let x = Tensor::from_slice(&(0..12).map(|i| f64::from(i * 5 % 12) / 7.0).collect::<Vec<_>>(), [3, 4], device).unwrap();
+        let x = Tensor::from_slice(&(0..12).map(|i| f64::from(i * 5 % 12) / 7.0).collect::<Vec<_>>(), [3, 4], device)
+            .unwrap();
         let i = index(&[1, 1, 3, 0, 1], &[5], device);
         let square = |t: Tensor| t.mul(&t)?.sum((), false);
         gradcheck(|x| square(x[0].index_select(1, &i)?), &[x.shallow_clone()], 1e-6).unwrap();
@@ -227,7 +228,7 @@ fn gradients() {
 fn halves_have_gradients() {
     each_device(|device| {
         for dtype in [DType::F16, DType::BF16] {
-            let x = Tensor::zeros(&[3, 2], (dtype, device)).unwrap().requires_grad_(true).unwrap();
+            let x = Tensor::zeros([3, 2], (dtype, device)).unwrap().requires_grad_(true).unwrap();
             let rows = x.embedding(&index(&[1, 1, 2], &[3], device)).unwrap();
             rows.sum((), false).unwrap().backward().unwrap();
             let grad = x.grad().unwrap();

@@ -122,7 +122,9 @@ fn sizes_around_the_edges() {
 #[test]
 fn few_results_of_many_elements_take_two_stages() {
     each_device(|device| {
-        for (shape, dims) in [(&[200_003][..], &[0][..]), (&[2, 100_003], &[1]), (&[70_001, 3], &[0]), (&[20_011, 19], &[0])] {
+        for (shape, dims) in
+            [(&[200_003][..], &[0][..]), (&[2, 100_003], &[1]), (&[70_001, 3], &[0]), (&[20_011, 19], &[0])]
+        {
             check(&numbers(shape, DType::F32, device), dims, "long");
             let t = numbers(shape, DType::I64, device);
             assert_eq!(t.sum((), false).unwrap().item::<i64>().unwrap() as f64, array(&t).sum());
@@ -165,7 +167,11 @@ fn nan_and_infinities() {
                     values[n - 1] = special[1];
                     let t = Tensor::from_slice(&values, n, device).unwrap().to_dtype(dtype).unwrap();
                     check(&t, &[0], "special");
-                    check(&t.unsqueeze(1).unwrap().expand([n, 20]).unwrap().contiguous().unwrap(), &[0], "special columns");
+                    check(
+                        &t.unsqueeze(1).unwrap().expand([n, 20]).unwrap().contiguous().unwrap(),
+                        &[0],
+                        "special columns",
+                    );
                 }
                 let all = Tensor::full(n, -inf, (dtype, device)).unwrap();
                 check(&all, &[0], "all -inf");
@@ -177,7 +183,7 @@ fn nan_and_infinities() {
 #[test]
 fn empty_dims() {
     each_device(|device| {
-        let t = Tensor::zeros(&[0, 3], device).unwrap();
+        let t = Tensor::zeros([0, 3], device).unwrap();
         assert_eq!(t.sum(0, false).unwrap().to_vec::<f32>().unwrap(), [0.0; 3]);
         assert_eq!(t.prod((), false).unwrap().item::<f32>().unwrap(), 1.0);
         assert!(t.mean((), false).unwrap().item::<f32>().unwrap().is_nan());
@@ -188,7 +194,7 @@ fn empty_dims() {
         for error in [t.max(0, false), t.min((), false), t.argmax(0, false), t.argmin((), true)] {
             assert!(matches!(error, Err(Error::Invalid { .. })), "{error:?}");
         }
-        assert_eq!(vec![0u8; 0], Tensor::zeros(&[0], (DType::U8, device)).unwrap().to_vec::<u8>().unwrap());
+        assert_eq!(vec![0u8; 0], Tensor::zeros([0], (DType::U8, device)).unwrap().to_vec::<u8>().unwrap());
     });
 }
 
@@ -214,9 +220,9 @@ fn products_and_their_dtypes() {
 #[test]
 fn halves_accumulate_in_f32() {
     each_device(|device| {
-        let ones = Tensor::ones(&[2, 40_000], (DType::F16, device)).unwrap();
+        let ones = Tensor::ones([2, 40_000], (DType::F16, device)).unwrap();
         assert_eq!(ones.sum(1, false).unwrap().to_vec::<f16>().unwrap(), [f16::from_f32(40_000.0); 2]);
-        let ones = Tensor::ones(&[40_000, 17], (DType::BF16, device)).unwrap();
+        let ones = Tensor::ones([40_000, 17], (DType::BF16, device)).unwrap();
         assert_eq!(ones.sum(0, false).unwrap().to_vec::<bf16>().unwrap()[16], bf16::from_f32(40_000.0));
         assert_eq!(ones.mean((), false).unwrap().item::<bf16>().unwrap(), bf16::ONE);
     });
@@ -241,14 +247,14 @@ fn a_sum_of_ten_million_is_good_to_a_millionth_and_the_same_twice() {
 fn launches() {
     each_device(|device| {
         for (shape, dim) in [([64, 128], 0), ([4096, 128], 0), ([4096, 10], 0), ([4096, 1000], 0), ([1000, 64], 1)] {
-            let t = Tensor::ones(&shape, device).unwrap();
+            let t = Tensor::ones(shape, device).unwrap();
             let (sum, launches) = count_launches(|| t.sum(dim, false).unwrap());
             assert_eq!(launches, 1, "{shape:?} over {dim} on {device}");
             assert_eq!(sum.to_vec::<f32>().unwrap()[1], shape[dim as usize] as f32);
         }
-        let t = Tensor::ones(&[4_000_000], device).unwrap();
+        let t = Tensor::ones([4_000_000], device).unwrap();
         assert!(count_launches(|| t.sum((), false).unwrap()).1 <= 2);
-        let x = Tensor::ones(&[8, 8], device).unwrap().requires_grad_(true).unwrap();
+        let x = Tensor::ones([8, 8], device).unwrap().requires_grad_(true).unwrap();
         let loss = x.sum((), false).unwrap();
         assert!(count_launches(|| loss.backward().unwrap()).1 <= 2, "ones, and the leaf's own copy");
     });
@@ -256,7 +262,7 @@ fn launches() {
 
 #[test]
 fn bad_dims_are_errors() {
-    let t = Tensor::zeros(&[2, 3], Device::Cpu).unwrap();
+    let t = Tensor::zeros([2, 3], Device::Cpu).unwrap();
     assert!(matches!(t.sum(2, false), Err(Error::DimOutOfRange { op: "sum", dim: 2, rank: 2 })));
     assert!(matches!(t.max([0, -3], false), Err(Error::DimOutOfRange { .. })));
     assert!(matches!(t.mean([1, -1], false), Err(Error::Invalid { op: "mean", .. })));
@@ -327,7 +333,7 @@ fn ties_share_the_gradient_and_the_norm_of_nothing_has_none() {
         let x = Tensor::from_slice(&[1f32, 3.0, 3.0, 2.0], 4, device).unwrap().requires_grad_(true).unwrap();
         x.max((), false).unwrap().backward().unwrap();
         assert_eq!(x.grad().unwrap().to_vec::<f32>().unwrap(), [0.0, 0.5, 0.5, 0.0]);
-        let zero = Tensor::zeros(&[3], device).unwrap().requires_grad_(true).unwrap();
+        let zero = Tensor::zeros([3], device).unwrap().requires_grad_(true).unwrap();
         zero.norm((), false).unwrap().backward().unwrap();
         assert_eq!(zero.grad().unwrap().to_vec::<f32>().unwrap(), [0.0; 3]);
     });

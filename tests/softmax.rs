@@ -1,7 +1,9 @@
 //! Softmax, log-softmax, logsumexp and cross-entropy along any dim, against f64.
 
 mod common;
-use claystone::{CrossEntropy, DType, Device, Error, LossReduction, Tensor, autograd::gradcheck, device::count_launches};
+use claystone::{
+    CrossEntropy, DType, Device, Error, LossReduction, Tensor, autograd::gradcheck, device::count_launches,
+};
 use common::each_device;
 
 /// Numbers between -4 and 4.
@@ -21,7 +23,7 @@ fn by_row(t: &Tensor, d: usize, f: impl Fn(&mut [f64])) -> Vec<f64> {
     let dims = t.shape().dims();
     let inner: usize = dims[d + 1..].iter().product();
     let n = dims[d];
-    for start in (0..all.len()).filter(|i| i / inner % n == 0) {
+    for start in (0..all.len()).filter(|i| (i / inner).is_multiple_of(n)) {
         let mut row: Vec<f64> = (0..n).map(|i| all[start + i * inner]).collect();
         f(&mut row);
         (0..n).for_each(|i| all[start + i * inner] = row[i]);
@@ -106,7 +108,7 @@ fn sizes_around_the_edges() {
         check(&logits(&[2, 40_000], DType::F32, device), 1);
         assert_eq!(Tensor::full((), 3.0, device).unwrap().softmax(0).unwrap().item::<f32>().unwrap(), 1.0);
         assert_eq!(Tensor::full((), 3.0, device).unwrap().logsumexp(-1, false).unwrap().item::<f32>().unwrap(), 3.0);
-        let empty = Tensor::zeros(&[2, 0], device).unwrap();
+        let empty = Tensor::zeros([2, 0], device).unwrap();
         assert_eq!(empty.softmax(1).unwrap().numel(), 0);
         assert_eq!(empty.logsumexp(1, false).unwrap().to_vec::<f32>().unwrap(), [f32::NEG_INFINITY; 2]);
         assert_eq!(empty.logsumexp(0, false).unwrap().shape().dims(), [0]);
@@ -178,7 +180,10 @@ fn cross_entropy_and_its_gradient() {
             for (n, classes) in [(1, 1), (2, 10), (5, 16), (64, 10), (65, 33), (300, 100), (3, 1000), (1000, 7)] {
                 let eps = tolerance(dtype);
                 let whole = logits(&[classes + 2, n + 1], dtype, device);
-                for x in [logits(&[n, classes], dtype, device), whole.narrow(0, 1, classes).unwrap().narrow(1, 1, n).unwrap().t().unwrap()] {
+                for x in [
+                    logits(&[n, classes], dtype, device),
+                    whole.narrow(0, 1, classes).unwrap().narrow(1, 1, n).unwrap().t().unwrap(),
+                ] {
                     let x = x.requires_grad_(true).unwrap();
                     let labels = labels(n, classes, device);
                     let (losses, grad) = entropy(&x, &labels, -100);
@@ -234,8 +239,8 @@ fn cross_entropy_of_nothing() {
         assert!(loss.item::<f32>().unwrap().is_nan());
         loss.backward().unwrap();
         assert_eq!(values(&x.grad().unwrap()), [0.0; 12]);
-        let empty = Tensor::zeros(&[0, 4], device).unwrap();
-        let labels = Tensor::zeros(&[0], (DType::I64, device)).unwrap();
+        let empty = Tensor::zeros([0, 4], device).unwrap();
+        let labels = Tensor::zeros([0], (DType::I64, device)).unwrap();
         assert!(empty.cross_entropy(&labels).unwrap().item::<f32>().unwrap().is_nan());
     });
 }
@@ -260,7 +265,10 @@ fn a_label_out_of_range_is_an_error_and_harms_nothing() {
         for bad in [4i64, -1, i64::MAX] {
             let labels = Tensor::from_slice(&[0, bad, 1], 3, device).unwrap();
             let error = x.cross_entropy(&labels).and_then(|loss| loss.item::<f32>()).unwrap_err();
-            assert!(matches!(error, Error::IndexOutOfRange { op: "cross_entropy", index, size: 4 } if index == bad), "{error}");
+            assert!(
+                matches!(error, Error::IndexOutOfRange { op: "cross_entropy", index, size: 4 } if index == bad),
+                "{error}"
+            );
             assert_eq!(values(&x), before);
         }
     });

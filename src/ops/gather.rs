@@ -371,8 +371,8 @@ impl Tensor {
 
 /// Whether an index of shape `index` goes with a tensor of shape `of` along d.
 fn fits(op: &'static str, index: &Shape, of: &Shape, d: usize) -> Result<()> {
-    let small = index.rank() == of.rank()
-        && index.dims().iter().zip(of.dims()).enumerate().all(|(i, (a, b))| i == d || a <= b);
+    let small =
+        index.rank() == of.rank() && index.dims().iter().zip(of.dims()).enumerate().all(|(i, (a, b))| i == d || a <= b);
     if small {
         return Ok(());
     }

@@ -306,13 +306,8 @@ impl Tensor {
                 // d/dx = the product of the others: zeros are counted and left out of the product.
                 let (x0, one) = (Expr::input(0), Expr::constant(1.0));
                 let is_zero = x0.eq(0.0);
-                let made = apply(
-                    op,
-                    &[&x],
-                    Params::default(),
-                    &[is_zero.select(&one, &x0), is_zero],
-                    &[dtype, DType::Bool],
-                )?;
+                let made =
+                    apply(op, &[&x], Params::default(), &[is_zero.select(&one, &x0), is_zero], &[dtype, DType::Bool])?;
                 let product = reduce(op, Reduction::Prod, &made[0], &mask, true, dtype, None)?;
                 let zeros = reduce(op, Reduction::Sum, &made[1], &mask, true, DType::I64, None)?;
                 let grad = spread(&ctx.grad()?, x.shape(), &mask, keepdim);

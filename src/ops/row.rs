@@ -39,9 +39,8 @@ struct Rows {
 impl Rows {
     /// Rows of `shape` along dim d.
     fn new(shape: &Shape, d: usize, operands: [&[isize]; 3]) -> Rows {
-        let without = |s: &[isize]| -> Dims<isize> {
-            s.iter().enumerate().filter(|(i, _)| *i != d).map(|(_, &s)| s).collect()
-        };
+        let without =
+            |s: &[isize]| -> Dims<isize> { s.iter().enumerate().filter(|(i, _)| *i != d).map(|(_, &s)| s).collect() };
         let rest: Shape = shape.dims().iter().enumerate().filter(|(i, _)| *i != d).map(|(_, &n)| n).collect();
         let starts = operands.map(without);
         let walk = Walk::new(&rest, starts.iter().map(|s| &s[..]));

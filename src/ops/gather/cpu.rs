@@ -105,10 +105,8 @@ pub(super) fn scatter_add(g: &Indexed, target: &Tensor, layout: &Layout) -> Resu
 
 /// One thread, in row-major order: additions to one element must not meet.
 fn add_as<C: Lane>(g: &Indexed, target: &Tensor, layout: &Layout, reads: &[&[u8]], to: &mut [u8]) {
-    let walk = Walk::new(
-        &g.x_layout.shape,
-        [&g.x_layout.strides[..], &g.index_layout.strides[..], &layout.strides[..]],
-    );
+    let walk =
+        Walk::new(&g.x_layout.shape, [&g.x_layout.strides[..], &g.index_layout.strides[..], &layout.strides[..]]);
     let steps = [0, 1, 2].map(|k| walk.strides[k].last().copied().unwrap_or(0));
     let (mut source, mut sums, mut indices) = ([C::from_i32(0); TILE], [C::from_i32(0); TILE], [0i64; TILE]);
     let dtype = target.dtype;

@@ -17,7 +17,15 @@ const BLOCK: usize = 64;
 pub(super) fn run(kind: RowOp, x: &Tensor, z: &Tensor, out: &Tensor, d: usize, rows: &Rows) -> Result<()> {
     count_launch();
     with_host(&[&x.storage, &z.storage], &[&out.storage], |reads, writes| {
-        let job = Job { kind, x, z, bytes: [reads[0], reads[1]], out, rows, inner: out.shape().dims()[d + 1..].iter().product() };
+        let job = Job {
+            kind,
+            x,
+            z,
+            bytes: [reads[0], reads[1]],
+            out,
+            rows,
+            inner: out.shape().dims()[d + 1..].iter().product(),
+        };
         let start = out.layout.offset * out.dtype.size();
         let to = &mut writes[0][start..][..out.numel() * out.dtype.size()];
         match x.dtype.compute() {
@@ -138,7 +146,12 @@ fn lanes<C: Lane>(mut values: impl Iterator<Item = C>, neutral: C, f: impl Fn(C,
     lanes.into_iter().reduce(&f).unwrap_or(neutral)
 }
 
-pub(super) fn cross_entropy(x: &Tensor, labels: &Tensor, options: CrossEntropy, grad: Option<&Tensor>) -> Result<Tensor> {
+pub(super) fn cross_entropy(
+    x: &Tensor,
+    labels: &Tensor,
+    options: CrossEntropy,
+    grad: Option<&Tensor>,
+) -> Result<Tensor> {
     count_launch();
     let shape = if options.reduction == LossReduction::None { labels.shape().clone() } else { ().into() };
     let out = Tensor::empty_like_shape(shape, x.dtype, x.device())?;

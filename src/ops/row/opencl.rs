@@ -26,7 +26,9 @@ fn defines(t: &Tensor, rank: usize, wide: bool, group: usize) -> String {
     let acc = t.dtype.compute();
     let (name, index) = (acc.cl_name(), if wide { "ulong" } else { "uint" });
     let a = t.dtype;
-    format!("#define A {a}\n#define ACC {name}\n#define ACC_NAME {acc:?}\n#define NK {rank}\n#define IDX {index}\n#define GROUP {group}\n")
+    format!(
+        "#define A {a}\n#define ACC {name}\n#define ACC_NAME {acc:?}\n#define NK {rank}\n#define IDX {index}\n#define GROUP {group}\n"
+    )
 }
 
 pub(super) fn run(kind: RowOp, x: &Tensor, z: &Tensor, out: &Tensor, rows: &Rows) -> Result<()> {
@@ -81,7 +83,12 @@ pub(super) fn run(kind: RowOp, x: &Tensor, z: &Tensor, out: &Tensor, rows: &Rows
     device.launch(&kernel, &args, &[global], &[local])
 }
 
-pub(super) fn cross_entropy(x: &Tensor, labels: &Tensor, options: CrossEntropy, grad: Option<&Tensor>) -> Result<Tensor> {
+pub(super) fn cross_entropy(
+    x: &Tensor,
+    labels: &Tensor,
+    options: CrossEntropy,
+    grad: Option<&Tensor>,
+) -> Result<Tensor> {
     let device = device(x)?;
     let op = "cross_entropy";
     let (rows, n) = (x.shape().dims()[0], x.shape().dims()[1]);
@@ -116,7 +123,13 @@ pub(super) fn cross_entropy(x: &Tensor, labels: &Tensor, options: CrossEntropy, 
         _ => None,
     };
     let counting = match options.reduction {
-        LossReduction::Mean => if counted.is_some() { 2 } else { 0 },
+        LossReduction::Mean => {
+            if counted.is_some() {
+                2
+            } else {
+                0
+            }
+        }
         _ => 1,
     };
     // What the kernel does not touch still has to be some buffer.
