@@ -4,8 +4,9 @@
 //! that pool, which may need the very lock that it holds; a caller of [`run`] therefore only sleeps until its work is
 //! done, whichever pool it may itself belong to.
 
-pub(crate) mod math;
 
+pub(crate) mod gemm;
+pub(crate) mod math;
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};

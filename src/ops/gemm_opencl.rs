@@ -1,0 +1,243 @@
+//! Matrix products on OpenCL: `kernels/gemm.cl` with the sizes and the epilogue that suit the device and the problem.
+
+use std::fmt::Write;
+
+use smallvec::SmallVec;
+
+use super::gemm::{Gemm, Operand, Plan};
+use super::kernels::{KernelKey, kernel};
+use super::opencl_map::scalar_arg;
+use super::program::Program;
+use crate::device::opencl::{self, Arg};
+use crate::device::{DeviceInfo, DeviceKind};
+use crate::tensor::Layout;
+use crate::{Compute, DType, Device, Error, Result, Shape, Tensor};
+
+const TEMPLATE: &str = include_str!("../../kernels/gemm.cl");
+
+/// Work-items a group of the tiled kernel.
+const THREADS: usize = 256;
+
+/// A kernel of the template and its sizes; see there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Variant {
+    Tiled { m: usize, n: usize, k: usize, items: usize, a_along_k: bool, b_along_k: bool },
+    Panel { rows: usize, vectors: usize, width: usize, unit: bool },
+    Dot { rows: usize, cols: usize, width: usize },
+}
+
+impl Variant {
+    /// Rows and columns of the result that a work-group (tiled) or a work-item (the others) computes.
+    fn tile(self) -> (usize, usize) {
+        match self {
+            Variant::Tiled { m, n, .. } => (m, n),
+            Variant::Panel { rows, vectors, width, .. } => (rows, vectors * width),
+            Variant::Dot { rows, cols, .. } => (rows, cols),
+        }
+    }
+
+    fn local(self) -> usize {
+        if matches!(self, Variant::Tiled { .. }) { THREADS } else { 1 }
+    }
+
+    /// One number that tells it from every other.
+    fn key(self) -> u64 {
+        let [kind, a, b, c, flags] = match self {
+            Variant::Tiled { m, n, k, items, a_along_k, b_along_k } => {
+                [1, m << 8 | n, k, items, (a_along_k as usize) << 1 | b_along_k as usize]
+            }
+            Variant::Panel { rows, vectors, width, unit } => [2, rows, vectors, width, unit as usize],
+            Variant::Dot { rows, cols, width } => [3, rows, cols, width, 0],
+        };
+        (kind << 56 | a << 32 | b << 20 | c << 8 | flags) as u64
+    }
+
+    fn defines(self) -> String {
+        match self {
+            Variant::Tiled { m, n, k, items, a_along_k, b_along_k } => format!(
+                "#define TILED\n#define TILE_M {m}\n#define TILE_N {n}\n#define TILE_K {k}\n#define MI {items}\n\
+                 #define NI {items}\n#define A_ALONG_K {}\n#define B_ALONG_K {}\n",
+                a_along_k as u8, b_along_k as u8
+            ),
+            Variant::Panel { rows, vectors, width, unit } => format!(
+                "#define PANEL\n#define MR {rows}\n#define NV {vectors}\n#define W {width}\n#define B_UNIT {}\n",
+                unit as u8
+            ),
+            Variant::Dot { rows, cols, width } => {
+                format!("#define DOT\n#define MR {rows}\n#define NR {cols}\n#define W {width}\n")
+            }
+        }
+    }
+}
+
+pub(super) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<()> {
+    let Device::OpenCL(index) = outs[0].device() else { unreachable!("called for OpenCL only") };
+    let device = opencl::open(index)?;
+    let operands: SmallVec<[&Tensor; 6]> = [g.a, g.b].into_iter().chain(outs).chain(g.extras.iter().copied()).collect();
+    if !device.info().fp64 && operands.iter().any(|t| t.dtype == DType::F64) {
+        let expected = "f32, f16 or bf16 on this device, which has no double precision";
+        return Err(Error::UnsupportedDType { op: g.op, dtype: DType::F64, expected });
+    }
+    let others: SmallVec<[Layout; 4]> = operands[2..].iter().map(|t| t.layout.broadcast_to(shape)).collect();
+    let others: SmallVec<[&Layout; 4]> = others.iter().collect();
+    let plan = Plan::new(&g.a.layout, &g.b.layout, shape, &others);
+    let compute = g.compute();
+    let (plan, variant, flipped) = choose(plan, compute, device.info());
+    let (a, b) = if flipped { (g.b, g.a) } else { (g.a, g.b) };
+
+    let program = Program::new(g.epilogue);
+    let mut params: SmallVec<[u64; 8]> = SmallVec::from_slice(&[variant.key(), plan.batch.len() as u64]);
+    params.extend([a, b].into_iter().chain(operands[2..].iter().copied()).map(|t| t.dtype as u64));
+    let key = KernelKey { template: "gemm", params, exprs: g.epilogue.iter().cloned().collect() };
+    let kernel = kernel(device, key, "gemm", || {
+        let types = operands[2..].iter().map(|t| t.dtype).collect::<SmallVec<[DType; 4]>>();
+        source(&program, compute, variant, plan.batch.len(), [a.dtype, b.dtype], &types, outs.len())
+    })?;
+
+    // A matrix without elements has no memory; it is not read either.
+    let memory = [a, b].map(|t| if t.numel() == 0 { &outs[0] } else { t });
+    let ((buffer_a, at_a), (buffer_b, at_b)) = (memory[0].place()?, memory[1].place()?);
+    let mut numbers: SmallVec<[i64; 64]> = SmallVec::new();
+    numbers.extend([plan.m, plan.n, plan.k].map(|x| x as i64));
+    for (at, t) in [(at_a, &plan.a), (at_b, &plan.b)] {
+        numbers.extend([at as i64, t.row as i64, t.col as i64]);
+    }
+    numbers.extend(plan.batch.iter().map(|&d| d as i64));
+    let strides = |t: &Operand| t.batch.iter().map(|&s| s as i64).collect::<SmallVec<[i64; 6]>>();
+    numbers.extend(strides(&plan.a));
+    numbers.extend(strides(&plan.b));
+    let mut buffers: SmallVec<[Arg; 12]> = SmallVec::new();
+    for (t, operand) in operands[2..].iter().zip(&plan.others) {
+        let (buffer, at) = t.place()?;
+        buffers.push(Arg::Buffer(buffer));
+        numbers.extend([at as i64, operand.row as i64, operand.col as i64]);
+        numbers.extend(strides(operand));
+    }
+    let mut args: SmallVec<[Arg; 16]> = SmallVec::new();
+    args.extend([Arg::Buffer(buffer_a), Arg::Buffer(buffer_b), Arg::Bytes(bytemuck::cast_slice(&numbers))]);
+    args.extend(buffers);
+    args.extend(g.scalars.iter().take(program.scalars()).map(|&s| scalar_arg(compute, s)));
+    if program.can_fault(compute) {
+        args.push(Arg::Buffer(device.fault_buffer()));
+    }
+    let (rows, cols) = variant.tile();
+    let tiles = plan.m.div_ceil(rows) * plan.n.div_ceil(cols) * plan.count();
+    device.launch(&kernel, &args, &[tiles * variant.local()], &[variant.local()])
+}
+
+/// The kernel for this device and problem, and the plan the way round it wants it: (plan, kernel, whether transposed).
+fn choose(plan: Plan, compute: Compute, info: &DeviceInfo) -> (Plan, Variant, bool) {
+    let big = info.max_work_group >= THREADS && info.local_memory >= 24 << 10;
+    if info.kind != DeviceKind::Cpu && big { tiled(plan, compute, info) } else { vectors(plan, compute) }
+}
+
+/// The largest tiles of which every compute unit gets one.
+fn tiled(plan: Plan, compute: Compute, info: &DeviceInfo) -> (Plan, Variant, bool) {
+    // Neighbouring work-items write neighbouring columns.
+    let flip = plan.others[0].col.abs() != 1 && plan.others[0].row.abs() == 1;
+    let plan = if flip { plan.transposed() } else { plan };
+    let wide = compute != Compute::F32;
+    let busy = |tile: usize| {
+        plan.m.div_ceil(tile) * plan.n.div_ceil(tile) * plan.count() >= info.compute_units.max(1)
+    };
+    let (tile, k, items) = match () {
+        _ if !wide && busy(128) => (128, 16, 8),
+        _ if busy(64) => (64, if wide { 16 } else { 32 }, 4),
+        _ => (32, if wide { 32 } else { 64 }, 4),
+    };
+    let a_along_k = plan.a.col.abs() == 1 || plan.a.row.abs() > plan.a.col.abs();
+    let b_along_k = plan.b.col.abs() != 1 && plan.b.row.abs() == 1;
+    (plan, Variant::Tiled { m: tile, n: tile, k, items, a_along_k, b_along_k }, flip)
+}
+
+/// Vectors along whichever direction is contiguous.
+fn vectors(plan: Plan, compute: Compute) -> (Plan, Variant, bool) {
+    let width = if compute == Compute::F32 { 16 } else { 8 };
+    let registers = many_registers();
+    let panel = |plan: Plan, flipped: bool, unit: bool| {
+        let rows = match (plan.m, registers) {
+            (1, _) => 1,
+            (_, true) => 8,
+            (_, false) => 6,
+        };
+        let vectors = if registers { 2 } else { 1 };
+        (plan, Variant::Panel { rows, vectors, width, unit: unit && compute != Compute::I64 }, flipped)
+    };
+    let whole = width * if registers { 2 } else { 1 };
+    let (b_cols, a_rows) = (plan.b.col == 1, plan.a.row == 1);
+    let along_k = (plan.a.col == 1 && plan.b.row == 1) || plan.k == 1;
+    match () {
+        _ if b_cols && plan.n >= whole => panel(plan, false, true),
+        _ if a_rows && plan.m >= whole => panel(plan.transposed(), true, true),
+        _ if along_k && compute != Compute::I64 => {
+            let flip = plan.n == 1 && plan.m > 1;
+            let plan = if flip { plan.transposed() } else { plan };
+            let (rows, cols) = if registers { (4, 4) } else { (2, 2) };
+            let rows = if plan.m == 1 { 1 } else { rows };
+            (plan, Variant::Dot { rows, cols, width }, flip)
+        }
+        _ if plan.n < plan.m && plan.n < whole => panel(plan.transposed(), true, a_rows),
+        _ => panel(plan, false, b_cols),
+    }
+}
+
+/// Whether a CPU device has registers for 16 vectors of 64 bytes. An OpenCL CPU is the host.
+fn many_registers() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return std::arch::is_x86_feature_detected!("avx512f");
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
+/// What comes before the template: types, sizes, and the epilogue with its operands.
+fn source(
+    program: &Program,
+    compute: Compute,
+    variant: Variant,
+    batch: usize,
+    [a, b]: [DType; 2],
+    others: &[DType],
+    outs: usize,
+) -> String {
+    let c = compute.cl_name();
+    let acc = if compute == Compute::I64 { "ulong" } else { c };
+    let (first, step) = (9 + 3 * batch, 3 + batch);
+    let mut operands = String::new();
+    let mut places = String::new();
+    let mut call: Vec<String> = vec![format!("({c})(value)")];
+    let mut stores = String::new();
+    // Writing to a String cannot fail.
+    for (i, t) in others.iter().enumerate() {
+        let at = first + i * step;
+        let constant = if i < outs { "" } else { "const " };
+        let _ = write!(operands, ", {constant}__global {t}_t* p{i}");
+        let _ = write!(places, "const long at{i} = p.v[{at}] + batch_offset(p, z, {}); ", at + 3);
+        let element = format!("at{i} + (i) * p.v[{}] + (j) * p.v[{}]", at + 1, at + 2);
+        if i < outs {
+            let _ = write!(stores, "store_{t}_{compute:?}(p{i}, {element}, y{i}); ");
+        } else {
+            call.push(format!("({c})load_{t}(p{i}, {element})"));
+        }
+    }
+    call.truncate(program.inputs());
+    for i in 0..program.scalars() {
+        let _ = write!(operands, ", const {c} s{i}");
+        call.push(format!("s{i}"));
+    }
+    if program.can_fault(compute) {
+        operands.push_str(", __global int* fault");
+        call.push("fault".into());
+    }
+    call.extend((0..outs).map(|i| format!("&y{i}")));
+    let results: Vec<String> = (0..outs).map(|i| format!("y{i}")).collect();
+    format!(
+        "#define A {a}\n#define B {b}\n#define ACC {acc}\n#define BATCH {batch}\n#define PARAMS {}\n{}\
+         #define OPERANDS {operands}\n#define PLACES(z) {places}\n\
+         #define FINISH(i, j, value) {{ {c} {}; epilogue({}); {stores}}}\n{}\n{TEMPLATE}",
+        first + others.len() * step,
+        variant.defines(),
+        results.join(", "),
+        call.join(", "),
+        program.emit(compute, "epilogue"),
+    )
+}

@@ -1,0 +1,251 @@
+//! Matrix products: [`Tensor::matmul`], [`Tensor::linear`] and their gradients.
+//!
+//! A gradient of a product is a product of transposed views, written straight into the optimiser's flat gradient
+//! where one offers a slot. A layer, `f(x wᵀ + b)`, is one launch; backward multiplies by the slope of `f` in one
+//! launch and shares the result between the three gradients, a launch each.
+
+use smallvec::{SmallVec, smallvec};
+
+use super::elementwise::{self, Params};
+use super::expr::Expr;
+use super::gemm::Gemm;
+use super::program::Program;
+use super::{reduce, same_dtype};
+use crate::autograd::{self, Gradients, Saved};
+use crate::tensor::{Dims, Layout};
+use crate::{Error, Result, Shape, Tensor};
+
+impl Tensor {
+    /// The matrix product (PyTorch's `matmul`).
+    ///
+    /// `[.., m, k]` times `[.., k, n]` gives `[.., m, n]`, the dimensions before broadcast together. A vector on the left
+    /// is a row, on the right a column, and that dimension is left out of the result; two vectors give a scalar. Any
+    /// strides on either side, one launch, no copies.
+    ///
+    /// All dtypes, the same on both sides: floats up to f32 are summed in f32, f64 in f64, integers (wrapping) in i64.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let a = Tensor::arange(0, 6, 1, Device::Cpu)?.reshape([2, 3])?;
+    /// assert_eq!(a.matmul(&a.t()?)?.to_vec::<f32>()?, [5.0, 14.0, 14.0, 50.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::ShapeMismatch`] where the inner sizes differ, the others do not broadcast, or a side is a scalar;
+    /// [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
+    pub fn matmul(&self, rhs: &Tensor) -> Result<Tensor> {
+        let op = "matmul";
+        same_dtype(op, &[self, rhs])?;
+        if self.rank() == 0 || rhs.rank() == 0 {
+            let hint = "both need at least one dimension";
+            return Err(Error::ShapeMismatch { op, lhs: self.shape().clone(), rhs: rhs.shape().clone(), hint });
+        }
+        let (row, column) = (self.rank() == 1, rhs.rank() == 1);
+        let a = if row { with_dim(self, 0) } else { self.detach() };
+        let b = if column { with_dim(rhs, 1) } else { rhs.detach() };
+        let mut out = product(op, &a, &b, None)?;
+        if column {
+            out = without_dim(&out, out.rank() - 1);
+        }
+        if row {
+            out = without_dim(&out, out.rank() - 1 - usize::from(!column));
+        }
+        if !autograd::is_tracked(&[self, rhs]) {
+            return Ok(out);
+        }
+        let (shape_a, shape_b) = (a.shape().clone(), b.shape().clone());
+        let saved_a = rhs.requires_grad().then(|| Saved::new(&a));
+        let saved_b = self.requires_grad().then(|| Saved::new(&b));
+        Ok(autograd::record(op, out, &[self, rhs], move |ctx| {
+            let mut grad = ctx.grad()?;
+            if row {
+                grad = with_dim(&grad, grad.rank() - usize::from(!column));
+            }
+            if column {
+                grad = with_dim(&grad, grad.rank());
+            }
+            let mut gradients: Gradients = smallvec![None, None];
+            if let Some(b) = saved_b {
+                let slot = ctx.slot(0).map(|s| if row { with_dim(&s, 0) } else { s });
+                let da = product_onto(op, &grad, &swapped(&b.unpack(op)?), &shape_a, slot)?;
+                gradients[0] = Some(if row { without_dim(&da, 0) } else { da });
+            }
+            if let Some(a) = saved_a {
+                let slot = ctx.slot(1).map(|s| if column { with_dim(&s, 1) } else { s });
+                let db = product_onto(op, &swapped(&a.unpack(op)?), &grad, &shape_b, slot)?;
+                gradients[1] = Some(if column { without_dim(&db, 1) } else { db });
+            }
+            Ok(gradients)
+        }))
+    }
+
+    /// A fully connected layer, `x wᵀ + b` (PyTorch's `linear`): x is `[.., in]`, `weight` `[out, in]`, `bias` `[out]`, the
+    /// result `[.., out]`. One launch. All of one float dtype.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let x = Tensor::ones(&[5, 3], Device::Cpu)?;
+    /// let (w, b) = (Tensor::ones(&[2, 3], Device::Cpu)?, Tensor::ones(&[2], Device::Cpu)?);
+    /// assert_eq!(x.linear(&w, Some(&b))?.to_vec::<f32>()?, [4.0; 10]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::ShapeMismatch`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
+    pub fn linear(&self, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        layer(self, weight, bias, None)
+    }
+
+    /// [`Tensor::linear`] and a formula applied to its result, all in one launch: `f(x wᵀ + b)`. Where a gradient will
+    /// be computed, the same launch keeps `x wᵀ + b` for it.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let x = Tensor::ones(&[1, 3], Device::Cpu)?;
+    /// let w = Tensor::linspace(-1.0, 1.5, 6, Device::Cpu)?.reshape([2, 3])?;
+    /// assert_eq!(x.linear_map(&w, None, |z| z.relu())?.to_vec::<f32>()?, [0.0, 3.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Tensor::linear`]; [`Error::Invalid`] where `f` reads anything but its argument.
+    pub fn linear_map(&self, weight: &Tensor, bias: Option<&Tensor>, f: impl Fn(&Expr) -> Expr) -> Result<Tensor> {
+        let plain = Program::new(&[f(&Expr::input(0))]);
+        if plain.inputs() > 1 || plain.scalars() > 0 || plain.seeds() > 0 {
+            return Err(Error::invalid("linear_map", "the formula reads more than its argument"));
+        }
+        layer(self, weight, bias, Some(&f))
+    }
+}
+
+/// `f(x wᵀ + b)`, recorded.
+fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&Expr) -> Expr>) -> Result<Tensor> {
+    let op = "linear";
+    let inputs: SmallVec<[&Tensor; 3]> = [x, weight].into_iter().chain(bias).collect();
+    let dtype = same_dtype(op, &inputs)?;
+    let mismatch = |rhs: &Tensor, hint| Error::ShapeMismatch { op, lhs: x.shape().clone(), rhs: rhs.shape().clone(), hint };
+    if weight.rank() != 2 || x.shape().dims().last() != weight.shape().dims().last() {
+        return Err(mismatch(weight, "the input is [.., in] and the weight [out, in]"));
+    }
+    if let Some(b) = bias
+        && b.shape().dims() != &weight.shape().dims()[..1]
+    {
+        return Err(mismatch(b, "the bias is [out]"));
+    }
+    let tracked = autograd::is_tracked(&inputs);
+    let vector = x.rank() == 1;
+    let rows = if vector { with_dim(x, 0) } else { x.detach() };
+
+    let sum = if bias.is_some() { Expr::input(0) + Expr::input(1) } else { Expr::input(0) };
+    let mut results: SmallVec<[Expr; 2]> = smallvec![f.map_or_else(|| sum.clone(), |f| f(&sum))];
+    if tracked && f.is_some() {
+        results.push(sum);
+    }
+    let outs = Gemm {
+        op,
+        a: &rows,
+        b: &swapped(weight),
+        epilogue: &results,
+        extras: bias.as_slice(),
+        scalars: &[],
+        out: None,
+        dtypes: &[dtype, dtype][..results.len()],
+    }
+    .run()?;
+    let mut outs = outs.into_iter().map(|t| if vector { without_dim(&t, 0) } else { t });
+    let (Some(out), before) = (outs.next(), outs.next()) else { unreachable!("a result an expression") };
+    if !tracked {
+        return Ok(out);
+    }
+    let shape = rows.shape().clone();
+    let saved_x = weight.requires_grad().then(|| Saved::new(&rows));
+    let saved_w = x.requires_grad().then(|| Saved::new(weight));
+    // The slope where the sum is the second operand of the product with the gradient.
+    let slope = f.zip(before).map(|(f, t)| (f(&Expr::input(1)).diff(1), Saved::new(&t)));
+    let (weight_shape, biased) = (weight.shape().clone(), bias.is_some());
+    Ok(autograd::record(op, out, &inputs, move |ctx| {
+        let mut grad = ctx.grad()?;
+        if let Some((slope, before)) = slope {
+            let inputs = [&grad, &before.unpack(op)?];
+            grad = elementwise::apply(op, &inputs, Params::default(), &[Expr::input(0) * slope], &[dtype])?.remove(0);
+        }
+        if vector {
+            grad = with_dim(&grad, 0);
+        }
+        let bias_grad = match biased && ctx.needs(2) {
+            true => {
+                let rows: Dims<isize> = (0..grad.rank() as isize - 1).collect();
+                Some(reduce::sum_into(op, &grad, &rows[..], false, ctx.slot(2))?)
+            }
+            false => None,
+        };
+        let weight_grad = match saved_x {
+            Some(x) => Some(product_onto(op, &swapped(&grad), &x.unpack(op)?, &weight_shape, ctx.slot(1))?),
+            None => None,
+        };
+        let x_grad = match saved_w {
+            Some(w) => {
+                let slot = ctx.slot(0).map(|s| if vector { with_dim(&s, 0) } else { s });
+                let dx = product_onto(op, &grad, &w.unpack(op)?, &shape, slot)?;
+                Some(if vector { without_dim(&dx, 0) } else { dx })
+            }
+            None => None,
+        };
+        let mut gradients: Gradients = smallvec![x_grad, weight_grad];
+        if biased {
+            gradients.push(bias_grad);
+        }
+        Ok(gradients)
+    }))
+}
+
+/// The plain product, in `out` if it can be.
+fn product(op: &'static str, a: &Tensor, b: &Tensor, out: Option<Tensor>) -> Result<Tensor> {
+    let g = Gemm { op, a, b, epilogue: &[Expr::input(0)], extras: &[], scalars: &[], out, dtypes: &[a.dtype] };
+    Ok(g.run()?.remove(0))
+}
+
+/// The product summed over the batch dimensions that an operand of shape `target` was broadcast along: its gradient.
+fn product_onto(op: &'static str, a: &Tensor, b: &Tensor, target: &Shape, slot: Option<Tensor>) -> Result<Tensor> {
+    let batch = Shape::from(&a.shape().dims()[..a.rank() - 2])
+        .broadcast(op, &Shape::from(&b.shape().dims()[..b.rank() - 2]))?;
+    let kept = &target.dims()[..target.rank() - 2];
+    if batch.dims() == kept {
+        return product(op, a, b, slot);
+    }
+    // A matrix used by every one of a batch: batch and inner dimension are one long sum, if the strides allow.
+    if kept.is_empty()
+        && let (Some(a), Some(b)) = (merged(&swapped(a), &batch), merged(b, &batch))
+    {
+        return product(op, &swapped(&a), &b, slot);
+    }
+    let missing = batch.rank() - kept.len();
+    let stretched = |d: usize| d < missing || (kept[d - missing] == 1 && batch.dims()[d] != 1);
+    let dims: Dims<isize> = (0..batch.rank()).filter(|&d| stretched(d)).map(|d| d as isize).collect();
+    let fits = dims.len() == missing; // then what is left has the target's shape
+    let sum = reduce::sum_into(op, &product(op, a, b, None)?, &dims[..], false, slot.filter(|_| fits))?;
+    Ok(if fits { sum } else { sum.with_layout(Layout::contiguous(target.clone())) })
+}
+
+/// `[batch.., r, c]` as one matrix of all rows, where one stride reaches them all.
+fn merged(t: &Tensor, batch: &Shape) -> Option<Tensor> {
+    let [outer @ .., rows, cols] = t.shape().dims() else { return None };
+    let whole = outer == batch.dims();
+    whole.then(|| t.layout.reshape(&Shape::from([batch.numel() * rows, *cols])))?.map(|layout| t.with_layout(layout))
+}
+
+/// The last two dimensions exchanged, outside the graph.
+fn swapped(t: &Tensor) -> Tensor {
+    t.with_layout(t.layout.transpose(t.rank() - 2, t.rank() - 1))
+}
+
+/// A dimension of size 1 put in before `dim`, outside the graph.
+fn with_dim(t: &Tensor, dim: usize) -> Tensor {
+    t.with_layout(t.layout.insert(dim))
+}
+
+/// A dimension of size 1 taken out, outside the graph.
+fn without_dim(t: &Tensor, dim: usize) -> Tensor {
+    t.with_layout(t.layout.remove(dim))
+}
