@@ -172,6 +172,28 @@ fn check_row(row: &Row, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<DType>
     })
 }
 
+impl Row {
+    /// The operation on `inputs`, one for each operand, and `scalars`: what the method of its name does.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor, ops::ROWS};
+    /// let relu = ROWS.iter().find(|row| row.name == "relu").unwrap();
+    /// let x = Tensor::from_slice(&[-1f32, 2.0], 2, Device::Cpu)?;
+    /// assert_eq!(relu.apply(&[&x], &[])?.to_vec::<f32>()?, [0.0, 2.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of the method; [`Error::Invalid`] for a wrong number of inputs or scalars.
+    pub fn apply(&'static self, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<Tensor> {
+        if (inputs.len(), scalars.len()) != (self.arity, self.samples.len()) {
+            let reason = format!("it takes {} tensors and {} scalars", self.arity, self.samples.len());
+            return Err(Error::invalid(self.name, reason));
+        }
+        apply_row(self, inputs, scalars)
+    }
+}
+
 /// A table row on tensors: what every generated method calls. Recorded where an input is tracked.
 pub(crate) fn apply_row(row: &'static Row, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<Tensor> {
     same_device(row.name, inputs)?;

@@ -3,10 +3,19 @@
 
 use claystone::{Device, Tensor};
 
+/// Every device that is there. The test command promises OpenCL devices: then none is a failure, not a smaller test.
+#[track_caller]
+pub fn devices() -> Vec<Device> {
+    let all = Device::all();
+    let promised = std::env::var_os("CLAYSTONE_REQUIRE_OPENCL").is_some();
+    assert!(all.len() > 1 || !promised, "CLAYSTONE_REQUIRE_OPENCL is set and there is no OpenCL device");
+    all
+}
+
 /// Runs `f` on every device that is there.
 #[track_caller]
 pub fn each_device(f: impl Fn(Device)) {
-    for device in Device::all() {
+    for device in devices() {
         println!("on {device}"); // shown when the test fails
         f(device);
     }
