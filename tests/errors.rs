@@ -1,0 +1,148 @@
+//! Bad input gives one clear error from a method, and every other tensor still holds its values.
+
+mod common;
+
+use claystone::{DType, Device, Error, Result, Tensor};
+use common::{each_device, iota};
+
+/// Runs `bad`, expects its error to mention all of `words`, and checks that a bystander is unharmed.
+#[track_caller]
+fn refused<T>(device: Device, words: &[&str], bad: impl FnOnce() -> Result<T>) -> Error {
+    let bystander = iota(&[5, 7], device);
+    let error = bad().err().expect("an error");
+    let message = error.to_string();
+    for word in words {
+        assert!(message.contains(word), "'{message}' does not mention '{word}'");
+    }
+    assert!(message.lines().next().unwrap().len() < 500, "{message}");
+    let values = bystander.to_vec::<f32>().unwrap();
+    assert!(values.iter().enumerate().all(|(i, &x)| x == i as f32), "a bystander lost its values on {device}");
+    let sum = bystander.add(&bystander).unwrap().sum((), false).unwrap().item::<f32>().unwrap();
+    assert_eq!(sum, 35.0 * 34.0, "{device} no longer computes");
+    error
+}
+
+#[test]
+fn shapes_that_do_not_go_together() {
+    each_device(|d| {
+        let (a, b) = (iota(&[2, 3], d), iota(&[4], d));
+        refused(d, &["add", "[2, 3]", "[4]"], || a.add(&b));
+        refused(d, &["add", "[2, 3]"], || a.narrow(0, 0, 1)?.add_(&a).map(|_| ()));
+        refused(d, &["matmul", "[2, 3]"], || a.matmul(&a));
+        refused(d, &["reshape", "[2, 3]"], || a.reshape([4, 2]));
+        refused(d, &["mse_loss"], || a.mse_loss(&b));
+    });
+}
+
+#[test]
+fn dimensions_and_indices_out_of_range() {
+    each_device(|d| {
+        let a = iota(&[2, 3], d);
+        refused(d, &["transpose", "dimension 2", "rank 2"], || a.transpose(0, 2));
+        refused(d, &["sum", "dimension -3"], || a.sum(-3, false));
+        refused(d, &["narrow"], || a.narrow(1, 2, 2));
+        refused(d, &["softmax", "dimension 5"], || a.softmax(5));
+        let index = Tensor::from_slice(&[0i64, 2], 2, d).unwrap();
+        refused(d, &["index 2", "size 2"], || a.index_select(0, &index)?.to_vec::<f32>());
+        let negative = Tensor::from_slice(&[-1i64, 0], 2, d).unwrap();
+        refused(d, &["index -1", "size 2"], || a.index_select(0, &negative)?.to_vec::<f32>());
+        let labels = Tensor::from_slice(&[0i64, 3], 2, d).unwrap();
+        refused(d, &["3"], || a.cross_entropy(&labels)?.item::<f32>());
+    });
+}
+
+#[test]
+fn dtypes_that_differ_or_do_not_fit() {
+    each_device(|d| {
+        let (a, b) = (iota(&[3], d), Tensor::ones(&[3], (DType::F16, d)).unwrap());
+        let e = refused(d, &["mul", "f32", "f16", "to_dtype"], || a.mul(&b));
+        assert!(matches!(e, Error::DTypeMismatch { lhs: DType::F32, rhs: DType::F16, .. }));
+        refused(d, &["f32", "f64"], || a.to_vec::<f64>());
+        let ints = Tensor::ones(&[3], (DType::I64, d)).unwrap();
+        refused(d, &["requires_grad_", "i64"], || ints.detach().requires_grad_(true));
+        refused(d, &["add_scalar", "0.5", "i64"], || ints.add_scalar(0.5));
+        refused(d, &["mean", "i64"], || ints.mean((), false));
+        refused(d, &["exp", "i64"], || ints.exp_().map(|_| ()));
+        refused(d, &["rand", "i32"], || Tensor::rand(&[2], (DType::I32, d)));
+    });
+}
+
+#[test]
+fn devices_that_are_not_there_or_differ() {
+    let missing = Device::OpenCL(77);
+    for e in [Tensor::zeros(&[2], missing).err(), Tensor::rand(&[2], missing).err(), missing.info().err()] {
+        assert!(matches!(e, Some(Error::NoDevice { .. })), "{e:?}");
+    }
+    each_device(|d| {
+        if d == Device::Cpu {
+            return;
+        }
+        let (a, b) = (iota(&[3], d), iota(&[3], Device::Cpu));
+        refused(d, &["add", "cpu", &d.to_string(), "to_device"], || a.add(&b));
+        refused(d, &["matmul", "cpu"], || iota(&[3, 3], d).matmul(&iota(&[3, 3], Device::Cpu)));
+        refused(d, &["copy_", "cpu"], || a.copy_(&b).map(|_| ()));
+    });
+}
+
+#[test]
+fn more_memory_than_the_device_has() {
+    each_device(|d| {
+        for shape in [vec![1usize << 46], vec![usize::MAX, usize::MAX], vec![1 << 31, 1 << 31]] {
+            let words = ["out of memory", &d.to_string()];
+            let e = refused(d, &words, || Tensor::zeros(shape.clone(), d));
+            assert!(matches!(e, Error::OutOfMemory { .. }), "{e:?}");
+            refused(d, &words, || iota(&[1], d).expand(shape.clone())?.try_clone());
+        }
+    });
+}
+
+#[test]
+fn integer_division_by_zero() {
+    each_device(|d| {
+        for dtype in [DType::I64, DType::I32, DType::U8, DType::U32] {
+            let a = Tensor::full(&[100], 7, (dtype, d)).unwrap();
+            let b = Tensor::ones(&[100], (dtype, d)).unwrap();
+            b.narrow(0, 63, 1).unwrap().fill_(0).unwrap();
+            refused(d, &["division by zero"], || a.div(&b)?.to_dtype(DType::I64)?.to_vec::<i64>());
+            refused(d, &["division by zero"], || a.rem(&b)?.to_dtype(DType::I64)?.to_vec::<i64>());
+            refused(d, &["division by zero"], || a.div_scalar(0)?.to_dtype(DType::I64)?.to_vec::<i64>());
+            assert_eq!(a.div_scalar(2).unwrap().to_dtype(DType::I64).unwrap().to_vec::<i64>().unwrap(), [3; 100]);
+        }
+        let a = iota(&[2], d);
+        assert_eq!(a.div_scalar(0).unwrap().to_vec::<f32>().unwrap()[1], f32::INFINITY, "floats divide by zero");
+    });
+}
+
+#[test]
+fn in_place_into_elements_that_are_one() {
+    each_device(|d| {
+        let a = iota(&[1, 3], d);
+        refused(d, &["strides", "clone"], || a.expand([4, 3])?.fill_(1).map(|_| ()));
+    });
+}
+
+#[test]
+fn overlapping_in_place_operands_behave_as_if_read_first() {
+    each_device(|d| {
+        let a = iota(&[6], d);
+        a.narrow(0, 1, 5).unwrap().copy_(&a.narrow(0, 0, 5).unwrap()).unwrap();
+        assert_eq!(a.to_vec::<f32>().unwrap(), [0.0, 0.0, 1.0, 2.0, 3.0, 4.0]);
+        let m = iota(&[3, 3], d);
+        m.add_(&m.t().unwrap()).unwrap();
+        assert_eq!(m.to_vec::<f32>().unwrap(), [0.0, 4.0, 8.0, 4.0, 8.0, 12.0, 8.0, 12.0, 16.0]);
+        let f = iota(&[4], d);
+        f.copy_(&f.flip(0).unwrap()).unwrap();
+        assert_eq!(f.to_vec::<f32>().unwrap(), [3.0, 2.0, 1.0, 0.0]);
+    });
+}
+
+#[test]
+fn expressions_that_make_no_sense() {
+    use claystone::ops::Expr;
+    each_device(|d| {
+        let a = iota(&[3], d);
+        refused(d, &["map", "closure"], || Tensor::map(&[&a], |_| Expr::input(3)));
+        refused(d, &["map"], || Tensor::map(&[], |_| Expr::constant(1.0)));
+        refused(d, &["map_into", "2 formulas"], || Tensor::map_into(&[&a], &[], &[&a], |e, _| vec![e[0].clone(); 2]));
+    });
+}
