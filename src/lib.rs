@@ -1,13 +1,47 @@
-//! claystone: the tensor storage layer for machine learning on OpenCL.
+//! The tensor storage layer for machine learning on OpenCL.
+//!
+//! [`Tensor`]s are views of [`storage::Storage`] in device memory that a caching allocator hands out; `clone` copies on the
+//! device, views share, and host and device exchange data through ndarray, f16 and bf16 included. The same code runs on
+//! every OpenCL 1.2 device and, where there is none, on the CPU.
+//!
+//! ```
+//! use claystone::{Device, Tensor};
+//! # fn main() -> claystone::Result<()> {
+//! let device = Device::best(); // the first GPU, else any OpenCL device, else the CPU
+//! let x = Tensor::rand(&[3, 4], device)?;
+//! let row = x.i(1)?; // a view: no copy
+//! row.fill_(2.0)?; // seen through x
+//! let copy = x.clone(); // memory of its own, one copy on the device
+//! assert!(row.shares_storage(&x) && !copy.shares_storage(&x));
+//!
+//! let w = Tensor::randn(&[4, 2], device)?.requires_grad_(true)?;
+//! x.matmul(&w)?.tanh()?.mean((), false)?.backward()?;
+//! println!("{}", w.grad().expect("w took part"));
+//! println!("{}", device.memory_stats()?); // what the allocator holds
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # The rooms
+//!
+//! - [`device`]: where work runs. Discovery, queues, programs, launches; the CPU's worker pool and vectorised math.
+//! - [`storage`]: who owns the bytes. The caching allocator, its statistics, transfers.
+//! - [`tensor`]: shapes, strides and an offset over a storage. Creation, views, conversion, display.
+//! - [`ops`]: what is computed. The table of expressions and the kernels it drives.
+//! - [`autograd`]: gradients. [`nn`] and [`optim`]: layers, losses and optimisers made of the above.
+//!
+//! Methods return [`Result`]: one sentence with the operation, the shapes or dtypes and what to do. The operators
+//! `+ - * /` on tensors panic with the same sentence.
 #![warn(missing_docs)]
-#![allow(dead_code, missing_docs)] // while the rooms are being built
 
 mod dtype;
 mod error;
 
 pub mod autograd;
 pub mod device;
+pub mod nn;
 pub mod ops;
+pub mod optim;
 pub mod storage;
 pub mod tensor;
 
@@ -16,5 +50,5 @@ pub use device::Device;
 pub(crate) use dtype::Compute;
 pub use dtype::{DType, Element, Scalar};
 pub use error::{Error, Result};
-pub use ops::{CrossEntropy, LossReduction, ReduceDims, manual_seed};
-pub use tensor::{Shape, Tensor};
+pub use ops::{CrossEntropy, Expr, LossReduction, ReduceDims, manual_seed};
+pub use tensor::{Shape, Tensor, TensorOptions};

@@ -291,7 +291,8 @@ fn linear_is_a_product_and_a_sum() {
 fn a_formula_after_a_layer() {
     each_device(|device| {
         for dtype in floats(device) {
-            let (x, w, b) = (whole(&[5, 6], dtype, device), whole(&[40, 6], dtype, device), whole(&[40], dtype, device));
+            let (x, w, b) =
+                (whole(&[5, 6], dtype, device), whole(&[40, 6], dtype, device), whole(&[40], dtype, device));
             let plain = x.linear(&w, Some(&b)).unwrap();
             let got = x.linear_map(&w, Some(&b), |z| z.relu() * 0.5).unwrap();
             assert_eq!(f64s(&got), f64s(&plain).mapv(|v| v.max(0.0) * 0.5));

@@ -260,7 +260,9 @@ pub(super) fn apply_tracked(
                 Some(0.0) => {}
                 Some(1.0) if *dtype == grad.dtype => gradients[i] = Some(grad.sum_to(shape)?),
                 _ => {
+                    // One launch writes each storage once: of two slots in one flat buffer only the first is taken.
                     let slot = if shape == grad.shape() { ctx.slot(i) } else { None };
+                    let slot = slot.filter(|s| targets.iter().all(|(_, t): &(usize, Tensor)| !t.shares_storage(s)));
                     let target = match slot {
                         Some(slot) => slot,
                         None => Tensor::empty_like_shape(grad.shape(), *dtype, grad.device())?,

@@ -137,9 +137,7 @@ fn tiled(plan: Plan, compute: Compute, info: &DeviceInfo) -> (Plan, Variant, boo
     let flip = plan.others[0].col.abs() != 1 && plan.others[0].row.abs() == 1;
     let plan = if flip { plan.transposed() } else { plan };
     let wide = compute != Compute::F32;
-    let busy = |tile: usize| {
-        plan.m.div_ceil(tile) * plan.n.div_ceil(tile) * plan.count() >= info.compute_units.max(1)
-    };
+    let busy = |tile: usize| plan.m.div_ceil(tile) * plan.n.div_ceil(tile) * plan.count() >= info.compute_units.max(1);
     let (tile, k, items) = match () {
         _ if !wide && busy(128) => (128, 16, 8),
         _ if busy(64) => (64, if wide { 16 } else { 32 }, 4),

@@ -124,7 +124,8 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&
     let op = "linear";
     let inputs: SmallVec<[&Tensor; 3]> = [x, weight].into_iter().chain(bias).collect();
     let dtype = same_dtype(op, &inputs)?;
-    let mismatch = |rhs: &Tensor, hint| Error::ShapeMismatch { op, lhs: x.shape().clone(), rhs: rhs.shape().clone(), hint };
+    let mismatch =
+        |rhs: &Tensor, hint| Error::ShapeMismatch { op, lhs: x.shape().clone(), rhs: rhs.shape().clone(), hint };
     if weight.rank() != 2 || x.shape().dims().last() != weight.shape().dims().last() {
         return Err(mismatch(weight, "the input is [.., in] and the weight [out, in]"));
     }

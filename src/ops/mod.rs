@@ -36,11 +36,7 @@ pub mod table;
 mod elementwise;
 pub(crate) mod tiles;
 
-pub(crate) use collapse::Walk;
-pub(crate) use elementwise::{Params, apply, apply_into};
 pub use expr::Expr;
-pub(crate) use kernels::{KernelKey, kernel};
-pub(crate) use opencl_map::scalar_arg;
 pub use philox::Seed;
 pub use table::{Accepts, Output, ROWS, Row};
 

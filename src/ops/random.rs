@@ -113,7 +113,7 @@ impl Tensor {
         next_seed().bits(0, &mut words, i64::from);
         for i in (1..n).rev() {
             let bits = (words[2 * i] as u64) << 32 | words[2 * i + 1] as u64;
-            order.swap(i, (u128::from(bits) * (i as u128 + 1) >> 64) as usize);
+            order.swap(i, ((u128::from(bits) * (i as u128 + 1)) >> 64) as usize);
         }
         Tensor::from_vec(order, n, device)
     }

@@ -1,7 +1,7 @@
 //! Adam with decoupled weight decay.
 
-use super::flat::{Flat, check};
 use super::Optimizer;
+use super::flat::{Flat, check};
 use crate::{Result, Tensor, no_grad};
 
 /// Hyperparameters of [`AdamW`], with PyTorch's defaults.

@@ -1,7 +1,7 @@
 //! Stochastic gradient descent.
 
-use super::flat::{Flat, check};
 use super::Optimizer;
+use super::flat::{Flat, check};
 use crate::{Result, Tensor, no_grad};
 
 /// Hyperparameters of [`Sgd`], with PyTorch's defaults except that `lr` is 0.01.

@@ -153,8 +153,9 @@ impl NewShape {
     }
 
     /// The shape of `numel` elements that is meant.
-    pub(crate) fn resolve(&self, op: &'static str, numel: usize) -> Result<Shape> {
-        let error = || Error::invalid(op, format!("{numel} elements do not fill the sizes {:?}", self.0));
+    pub(crate) fn resolve(&self, op: &'static str, from: &dyn fmt::Display, numel: usize) -> Result<Shape> {
+        let error =
+            || Error::invalid(op, format!("{from} holds {numel} elements, which do not fill the sizes {:?}", self.0));
         let known: Shape = self.0.iter().filter(|&&d| d != -1).map(|&d| d.max(0) as usize).collect();
         let holes = self.0.len() - known.rank();
         if self.0.iter().any(|&d| d < -1) || holes > 1 {
@@ -235,7 +236,9 @@ mod tests {
 
     #[test]
     fn one_size_may_be_left_open() {
-        let resolve = |dims: &[isize], numel| NewShape::from(dims).resolve("reshape", numel).map(|s| s.dims().to_vec());
+        let resolve = |dims: &[isize], numel| {
+            NewShape::from(dims).resolve("reshape", &"a test", numel).map(|s| s.dims().to_vec())
+        };
         assert_eq!(resolve(&[2, -1], 6).unwrap(), [2, 3]);
         assert_eq!(resolve(&[-1], 0).unwrap(), [0]);
         assert_eq!(resolve(&[-1, 3], 0).unwrap(), [0, 3]);

@@ -50,7 +50,7 @@ impl Tensor {
     /// # Errors
     /// Sizes whose product is not the number of elements.
     pub fn reshape(&self, shape: impl Into<NewShape>) -> Result<Tensor> {
-        let shape = shape.into().resolve("reshape", self.numel())?;
+        let shape = shape.into().resolve("reshape", &format_args!("shape {}", self.shape()), self.numel())?;
         match self.viewed("reshape", &shape) {
             Some(view) => Ok(view),
             None => self.contiguous()?.reshape(shape),
@@ -62,7 +62,7 @@ impl Tensor {
     /// # Errors
     /// Sizes whose product is not the number of elements, or that these strides cannot express.
     pub fn view(&self, shape: impl Into<NewShape>) -> Result<Tensor> {
-        let shape = shape.into().resolve("view", self.numel())?;
+        let shape = shape.into().resolve("view", &format_args!("shape {}", self.shape()), self.numel())?;
         self.viewed("view", &shape).ok_or_else(|| {
             let reason = format!(
                 "a tensor of shape {} and strides {:?} cannot be seen as {shape} without a copy: use .reshape()",
@@ -277,7 +277,7 @@ impl Tensor {
         let op = "unflatten";
         let d = self.shape().dim(op, dim)?;
         let dims = self.shape().dims();
-        let inner = sizes.into().resolve(op, dims[d])?;
+        let inner = sizes.into().resolve(op, &format_args!("dimension {d}"), dims[d])?;
         self.view(dims[..d].iter().chain(inner.dims()).chain(&dims[d + 1..]).copied().collect::<Shape>())
     }
 

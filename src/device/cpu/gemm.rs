@@ -71,7 +71,10 @@ pub(crate) fn gemm<T: Real>(
     }
     let inputs_fit = k == 0 || (a.1.fits(m, k, a.0.len()) && b.1.fits(k, n, b.0.len()));
     if !inputs_fit || !out.1.fits(m, n, out.0.len()) || !out.1.is_injective(m, n) {
-        return Err(Error::invalid("gemm", format!("{m} x {k} x {n} does not lie in its memory: {:?}", (out.1, a.1, b.1))));
+        return Err(Error::invalid(
+            "gemm",
+            format!("{m} x {k} x {n} does not lie in its memory: {:?}", (out.1, a.1, b.1)),
+        ));
     }
     if k == 0 {
         for i in 0..m {

@@ -4,7 +4,6 @@
 //! that pool, which may need the very lock that it holds; a caller of [`run`] therefore only sleeps until its work is
 //! done, whichever pool it may itself belong to.
 
-
 pub(crate) mod gemm;
 pub(crate) mod math;
 use std::cell::Cell;
