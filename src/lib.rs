@@ -51,4 +51,4 @@ pub(crate) use dtype::Compute;
 pub use dtype::{DType, Element, Scalar};
 pub use error::{Error, Result};
 pub use ops::{CrossEntropy, Expr, LossReduction, ReduceDims, manual_seed};
-pub use tensor::{Shape, Tensor, TensorOptions};
+pub use tensor::{Index, Indices, NewShape, Shape, Tensor, TensorOptions};

@@ -319,7 +319,7 @@ fn gradients() {
         if !floats(device).any(|t| t == DType::F64) {
             return;
         }
-        let leaf = |shape: &[usize]| whole(shape, DType::F64, device).mul(0.3).unwrap();
+        let leaf = |shape: &[usize]| whole(shape, DType::F64, device).mul_scalar(0.3).unwrap();
         let weighted = |t: Tensor| -> Result<Tensor> { t.mul(&t)?.sum((), false) };
         for (a, b) in [
             (&[3, 4][..], &[4, 2][..]),
