@@ -1,10 +1,17 @@
 // Reductions over any dims of a strided tensor. The host gives: A (input dtype), B (output dtype), ACC and ACC_NAME (the
 // type of the sum: float, double, long and F32, F64, I64), one of OP_SUM OP_PROD OP_MAX OP_MIN, ARG for argmax and argmin,
-// NONZERO where elements count as 0 or 1, NK and NR (ranks), IDX. Output o of slice s is element o * slices + s; slices
-// above 1 are partial results that a second launch reduces (for ARG: PARTIAL writes and PAIRS reads values with indices).
+// NONZERO where elements count as 0 or 1, INTEGERS where ACC is long, NK and NR (ranks), IDX. Output o of slice s is element
+// o * slices + s; slices above 1 are partial results that a second launch reduces (for ARG: PARTIAL writes and PAIRS reads
+// values with indices).
 
 WALK(Kept, NK)
 WALK(Reduced, NR)
+
+#ifdef INTEGERS
+#define IS_NAN(v) 0
+#else
+#define IS_NAN(v) ((v) != (v))
+#endif
 
 #ifdef OP_SUM
 #define NEUTRAL ((ACC)0)
@@ -21,7 +28,7 @@ WALK(Reduced, NR)
 #endif
 // A NaN beats everything and stays. The same text serves vectors: ?: selects lane by lane there.
 #ifndef COMBINE
-#define COMBINE(a, b) ((BEATS(a, b) | ((a) != (a))) ? (a) : (b))
+#define COMBINE(a, b) ((BEATS(a, b) | IS_NAN(a)) ? (a) : (b))
 #endif
 
 #ifdef NONZERO
@@ -46,7 +53,7 @@ inline Acc pair(ACC v, long i) {
 inline Acc neutral(void) { return pair(NEUTRAL, LONG_MAX); }
 // The better one, the first among equals; the first NaN before everything.
 inline Acc combine(Acc a, Acc b) {
-    const int a_nan = a.v != a.v, b_nan = b.v != b.v;
+    const int a_nan = IS_NAN(a.v), b_nan = IS_NAN(b.v);
     const int equal = (a_nan && b_nan) || a.v == b.v;
     const int stay = equal ? a.i <= b.i : (a_nan || (!b_nan && BEATS(a.v, b.v)));
     return stay ? a : b;
@@ -148,7 +155,7 @@ inline Wide neutral16(void) {
     return w;
 }
 inline Wide combine16(Wide w, Acc16 v, long step) {
-    const STEP16 better = BEATS(v, w.v) | ((v != v) & (w.v == w.v)) | (w.from < 0);
+    const STEP16 better = BEATS(v, w.v) | (IS_NAN(v) & !IS_NAN(w.v)) | (w.from < 0);
     w.v = better ? v : w.v;
     w.from = better ? (STEP16)(step) : w.from;
     return w;

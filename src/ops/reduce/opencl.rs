@@ -201,7 +201,7 @@ impl Kind {
         format!(
             "#define A {}\n#define B {}\n#define ACC {}\n#define ACC_NAME {:?}\n#define NK {}\n#define NR {}\n\
              #define IDX {}\n#define GROUP {group}\n#define OP_{}\n#define LOWEST {}\n#define HIGHEST {}\n\
-             #define STEP {step}\n#define STEP16 {step}16\n{}{}{}{}{WALK}{TEMPLATE}",
+             #define STEP {step}\n#define STEP16 {step}16\n{}{}{}{}{}{WALK}{TEMPLATE}",
             self.input,
             self.output,
             self.acc.cl_name(),
@@ -212,6 +212,7 @@ impl Kind {
             ["SUM", "PROD", "MAX", "MIN"][self.op.combination() as usize],
             if integer { "LONG_MIN" } else { "-INFINITY" },
             if integer { "LONG_MAX" } else { "INFINITY" },
+            flag(integer, "INTEGERS"),
             flag(self.op.is_arg(), "ARG"),
             flag(self.op.nonzero(), "NONZERO"),
             flag(self.stage == Stage::First, "PARTIAL"),
