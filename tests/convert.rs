@@ -9,8 +9,8 @@ use ndarray::{Array1, Array2, Axis, ShapeBuilder, array, s};
 #[test]
 fn constants_and_sequences() {
     each_device(|device| {
-        assert_eq!(vec(&Tensor::zeros(&[2, 2], device).unwrap()), [0.0; 4]);
-        assert_eq!(vec(&Tensor::ones(&[3], device).unwrap()), [1.0; 3]);
+        assert_eq!(vec(&Tensor::zeros([2, 2], device).unwrap()), [0.0; 4]);
+        assert_eq!(vec(&Tensor::ones([3], device).unwrap()), [1.0; 3]);
         assert_eq!(vec(&Tensor::full((), -2.5, device).unwrap()), [-2.5]);
         assert_eq!(vec(&Tensor::eye(3, device).unwrap()), [1., 0., 0., 0., 1., 0., 0., 0., 1.]);
         assert_eq!(vec(&Tensor::arange(1.0, 2.0, 0.25, device).unwrap()), [1.0, 1.25, 1.5, 1.75]);
@@ -26,15 +26,15 @@ fn constants_and_sequences() {
             assert_eq!((t.to_vec::<f64>().unwrap()[0], t.to_vec::<f64>().unwrap()[6]), (-0.1, 0.1));
         }
         for dtype in DType::ALL {
-            let one = Tensor::ones(&[2], (dtype, device)).unwrap();
+            let one = Tensor::ones([2], (dtype, device)).unwrap();
             assert_eq!((one.dtype(), one.device()), (dtype, device));
             assert!(one.zeros_like().unwrap().to_string().contains(if dtype == DType::Bool { "False" } else { "0" }));
             assert_eq!(one.full_like(0).unwrap().to_string(), one.zeros_like().unwrap().to_string());
             assert_eq!(one.ones_like().unwrap().to_string(), one.to_string());
-            assert_eq!(Tensor::empty(&[2, 0], (dtype, device)).unwrap().numel(), 0);
+            assert_eq!(Tensor::empty([2, 0], (dtype, device)).unwrap().numel(), 0);
             assert_eq!(one.empty_like().unwrap().shape(), one.shape());
         }
-        assert!(Tensor::empty(&[100], (DType::Bool, device)).unwrap().to_vec::<bool>().is_ok());
+        assert!(Tensor::empty([100], (DType::Bool, device)).unwrap().to_vec::<bool>().is_ok());
     });
 }
 
@@ -47,15 +47,15 @@ fn bad_constants_are_errors() {
         Tensor::arange(0.0, f64::INFINITY, 1.0, cpu),
         Tensor::arange(0.0, f64::NAN, 1.0, cpu),
         Tensor::arange(0.0, 1.0, 0.0, cpu),
-        Tensor::full(&[2], 0.5, (DType::I64, cpu)),
+        Tensor::full([2], 0.5, (DType::I64, cpu)),
         Tensor::from_slice(&[1f32; 5], &[2, 3], cpu),
         Tensor::from_vec(vec![1f32; 5], &[2, 3], cpu),
     ] {
         assert!(matches!(error, Err(Error::Invalid { .. })), "{error:?}");
     }
-    assert!(matches!(Tensor::zeros(&[usize::MAX, 3], cpu), Err(Error::OutOfMemory { .. })));
+    assert!(matches!(Tensor::zeros([usize::MAX, 3], cpu), Err(Error::OutOfMemory { .. })));
     assert!(matches!(Tensor::arange(0, i64::MAX, 1, cpu), Err(Error::OutOfMemory { .. })));
-    assert!(matches!(Tensor::zeros(&[2], Device::OpenCL(99)), Err(Error::NoDevice { .. })));
+    assert!(matches!(Tensor::zeros([2], Device::OpenCL(99)), Err(Error::NoDevice { .. })));
 }
 
 fn round_trip<T: Element>(values: &[T], device: Device) {
@@ -139,7 +139,7 @@ fn between_devices() {
             assert_eq!((narrow.dtype(), narrow.device()), (DType::U8, to));
             assert_eq!(narrow.to_vec::<u8>().unwrap(), (0..35).collect::<Vec<u8>>());
             assert_eq!(narrow.to(DType::I32, from).unwrap().to_vec::<i32>().unwrap(), (0..35).collect::<Vec<i32>>());
-            assert_eq!(Tensor::zeros(&[0, 2], from).unwrap().to_device(to).unwrap().shape().dims(), [0, 2]);
+            assert_eq!(Tensor::zeros([0, 2], from).unwrap().to_device(to).unwrap().shape().dims(), [0, 2]);
             let leaf = iota(&[3], from).requires_grad_(true).unwrap();
             let there = leaf.to_device(to).unwrap();
             there.mul(&there).unwrap().sum((), false).unwrap().backward().unwrap();
@@ -161,7 +161,7 @@ fn cat_and_stack() -> Result<()> {
         assert_eq!(s.shape().dims(), [2, 2, 3]);
         assert_eq!(vec(&s), [0., 1., 2., 3., 4., 5., 3., 4., 5., 0., 1., 2.]);
         assert_eq!(Tensor::stack(&[&a, &a], -1).unwrap().shape().dims(), [2, 3, 2]);
-        assert_eq!(Tensor::cat(&[&a, &Tensor::zeros(&[2, 0], device).unwrap()], 1).unwrap().shape().dims(), [2, 3]);
+        assert_eq!(Tensor::cat(&[&a, &Tensor::zeros([2, 0], device).unwrap()], 1).unwrap().shape().dims(), [2, 3]);
     });
     assert!(matches!(Tensor::cat(&[&a, &b], 0), Err(Error::ShapeMismatch { op: "cat", .. })));
     assert!(matches!(Tensor::stack(&[&a, &b], 0), Err(Error::ShapeMismatch { op: "stack", .. })));

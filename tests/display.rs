@@ -105,19 +105,19 @@ fn dtypes_and_other_suffixes() {
     assert_eq!(of(DType::U8), "tensor([[1, 0],\n        [0, 1]], dtype=u8)");
     assert_eq!(of(DType::Bool), "tensor([[ True, False],\n        [False,  True]])");
     let empty = |shape: &[usize], dtype| Tensor::zeros(shape, (dtype, cpu)).unwrap().to_string();
-    assert_eq!(empty(&[0], DType::F32), "tensor([])");
-    assert_eq!(empty(&[0], DType::I64), "tensor([], dtype=i64)");
-    assert_eq!(empty(&[2, 0], DType::F32), "tensor([], size=(2, 0))");
-    assert_eq!(empty(&[0, 3], DType::Bool), "tensor([], size=(0, 3), dtype=bool)");
+    assert_eq!(empty([0], DType::F32), "tensor([])");
+    assert_eq!(empty([0], DType::I64), "tensor([], dtype=i64)");
+    assert_eq!(empty([2, 0], DType::F32), "tensor([], size=(2, 0))");
+    assert_eq!(empty([0, 3], DType::Bool), "tensor([], size=(0, 3), dtype=bool)");
     let i64s = Tensor::from_slice(&[i64::MIN, 0, i64::MAX], 3, cpu).unwrap();
     assert_eq!(i64s.to_string(), "tensor([-9223372036854775808,                    0,  9223372036854775807])");
-    let halves = Tensor::full(&[9], 0.1, (DType::F16, cpu)).unwrap();
+    let halves = Tensor::full([9], 0.1, (DType::F16, cpu)).unwrap();
     assert_eq!(
         halves.to_string(),
         "tensor([0.1000, 0.1000, 0.1000, 0.1000, 0.1000, 0.1000, 0.1000, 0.1000, 0.1000],\n       dtype=f16)",
         "a suffix that does not fit goes to the next line"
     );
-    let leaf = Tensor::ones(&[1], cpu).unwrap().requires_grad_(true).unwrap();
+    let leaf = Tensor::ones([1], cpu).unwrap().requires_grad_(true).unwrap();
     assert_eq!(leaf.to_string(), "tensor([1.], requires_grad=True)");
     assert_eq!(leaf.reshape(()).unwrap().to_string(), "tensor(1., grad_fn=<reshape>)");
 }
@@ -133,7 +133,7 @@ fn large_tensors_show_their_edges() {
     );
     let row = "[0., 0., 0.,  ..., 0., 0., 0.]";
     assert_eq!(
-        Tensor::zeros(&[1000, 1000], Device::Cpu).unwrap().to_string(),
+        Tensor::zeros([1000, 1000], Device::Cpu).unwrap().to_string(),
         format!(
             "tensor([{row_},\n        {row},\n        {row},\n        ...,\n        {row},\n        {row},\n        {row}])",
             row_ = format_args!("[{}", &row[1..])
@@ -151,7 +151,7 @@ fn large_tensors_show_their_edges() {
         "tensor([[0.0000e+00, 1.0000e+00, 2.0000e+00,  ..., 4.9800e+02, 4.9900e+02,\n         5.0000e+02],\n        \
          [5.0100e+02, 5.0200e+02, 5.0300e+02,  ..., 9.9900e+02, 1.0000e+03,\n         1.0010e+03]])"
     );
-    let blocks = Tensor::ones(&[7, 1, 200], Device::Cpu).unwrap();
+    let blocks = Tensor::ones([7, 1, 200], Device::Cpu).unwrap();
     let ones = "[[1., 1., 1.,  ..., 1., 1., 1.]]";
     let three = [ones; 3].join(",\n\n        ");
     assert_eq!(blocks.to_string(), format!("tensor([{three},\n\n        ...,\n\n        {three}])"));
