@@ -105,10 +105,10 @@ fn dtypes_and_other_suffixes() {
     assert_eq!(of(DType::U8), "tensor([[1, 0],\n        [0, 1]], dtype=u8)");
     assert_eq!(of(DType::Bool), "tensor([[ True, False],\n        [False,  True]])");
     let empty = |shape: &[usize], dtype| Tensor::zeros(shape, (dtype, cpu)).unwrap().to_string();
-    assert_eq!(empty([0], DType::F32), "tensor([])");
-    assert_eq!(empty([0], DType::I64), "tensor([], dtype=i64)");
-    assert_eq!(empty([2, 0], DType::F32), "tensor([], size=(2, 0))");
-    assert_eq!(empty([0, 3], DType::Bool), "tensor([], size=(0, 3), dtype=bool)");
+    assert_eq!(empty(&[0], DType::F32), "tensor([])");
+    assert_eq!(empty(&[0], DType::I64), "tensor([], dtype=i64)");
+    assert_eq!(empty(&[2, 0], DType::F32), "tensor([], size=(2, 0))");
+    assert_eq!(empty(&[0, 3], DType::Bool), "tensor([], size=(0, 3), dtype=bool)");
     let i64s = Tensor::from_slice(&[i64::MIN, 0, i64::MAX], 3, cpu).unwrap();
     assert_eq!(i64s.to_string(), "tensor([-9223372036854775808,                    0,  9223372036854775807])");
     let halves = Tensor::full([9], 0.1, (DType::F16, cpu)).unwrap();
