@@ -48,8 +48,8 @@ fn bad_constants_are_errors() {
         Tensor::arange(0.0, f64::NAN, 1.0, cpu),
         Tensor::arange(0.0, 1.0, 0.0, cpu),
         Tensor::full([2], 0.5, (DType::I64, cpu)),
-        Tensor::from_slice(&[1f32; 5], &[2, 3], cpu),
-        Tensor::from_vec(vec![1f32; 5], &[2, 3], cpu),
+        Tensor::from_slice(&[1f32; 5], [2, 3], cpu),
+        Tensor::from_vec(vec![1f32; 5], [2, 3], cpu),
     ] {
         assert!(matches!(error, Err(Error::Invalid { .. })), "{error:?}");
     }
@@ -59,7 +59,7 @@ fn bad_constants_are_errors() {
 }
 
 fn round_trip<T: Element>(values: &[T], device: Device) {
-    let t = match Tensor::from_slice(values, &[values.len()], device) {
+    let t = match Tensor::from_slice(values, [values.len()], device) {
         Err(Error::UnsupportedDType { .. }) => return,
         t => t.unwrap(),
     };
