@@ -1,0 +1,100 @@
+//! What the examples share: the device argument, progress bars and plots as PNG.
+#![allow(dead_code)] // each example uses its part
+
+use std::error::Error;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use claystone::Device;
+use indicatif::{ProgressBar, ProgressStyle};
+use plotters::prelude::*;
+use plotters::style::register_font;
+
+/// What `main` returns.
+pub type Outcome = Result<(), Box<dyn Error>>;
+
+/// Reads `cpu`, `opencl:N` or `best`.
+pub fn device(name: &str) -> Result<Device, claystone::Error> {
+    if name == "best" { Ok(Device::best()) } else { name.parse() }
+}
+
+/// Says where the work will run.
+pub fn announce(device: Device) -> claystone::Result<()> {
+    let info = device.info()?;
+    println!("device {device}: {} ({} compute units)", info.name.trim(), info.compute_units);
+    Ok(())
+}
+
+/// A bar of `steps` steps on stderr; nothing where stderr is not a terminal.
+pub fn progress(steps: usize) -> ProgressBar {
+    let style = "{elapsed_precise} {bar:40} {pos}/{len} {msg}";
+    ProgressBar::new(steps as u64).with_style(ProgressStyle::with_template(style).expect("the template is valid"))
+}
+
+/// Where a figure goes: `target/NAME` in the crate's folder, or in the current one where that is gone.
+pub fn figure(name: &str) -> std::io::Result<PathBuf> {
+    let manifest = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let folder = if manifest.is_dir() { manifest.join("target") } else { PathBuf::from("target") };
+    std::fs::create_dir_all(&folder)?;
+    Ok(folder.join(name))
+}
+
+/// The colour of series `i`: readable on white and distinct without red against green.
+pub fn colour(i: usize) -> RGBColor {
+    [RGBColor(0, 90, 160), RGBColor(230, 130, 0), RGBColor(0, 150, 110), RGBColor(170, 60, 140), RGBColor(90, 90, 90)]
+        [i % 5]
+}
+
+/// A white picture of `size` pixels, written to `path` by `present`. Text is in a font that the program brings along.
+pub fn canvas(
+    path: &Path,
+    size: (u32, u32),
+) -> Result<DrawingArea<BitMapBackend<'_>, plotters::coord::Shift>, Box<dyn Error>> {
+    register_font("sans-serif", FontStyle::Normal, epaint_default_fonts::UBUNTU_LIGHT)
+        .map_err(|_| "the font is broken")?;
+    let area = BitMapBackend::new(path, size).into_drawing_area();
+    area.fill(&WHITE)?;
+    Ok(area)
+}
+
+/// One curve of a plot.
+pub struct Curve {
+    pub name: String,
+    pub points: Vec<(f64, f64)>,
+}
+
+/// The least and greatest of some values, for an axis.
+pub fn span(values: impl Iterator<Item = f64>) -> Range<f64> {
+    let (lo, hi) = values.fold((f64::MAX, f64::MIN), |(lo, hi), v| (lo.min(v), hi.max(v)));
+    if lo < hi { lo..hi } else { lo - 1.0..lo + 1.0 }
+}
+
+/// Draws curves over linear axes with a legend. Labels are `(title, x axis, y axis)`.
+pub fn plot(path: &Path, labels: (&str, &str, &str), curves: &[Curve]) -> Outcome {
+    let area = canvas(path, (720, 420))?;
+    let points = || curves.iter().flat_map(|c| c.points.iter());
+    let top = span(points().map(|p| p.1)).end;
+    let mut chart = ChartBuilder::on(&area)
+        .caption(labels.0, ("sans-serif", 20))
+        .margin(12)
+        .x_label_area_size(40)
+        .y_label_area_size(52)
+        .build_cartesian_2d(span(points().map(|p| p.0)), 0.0..top * 1.05)?;
+    chart
+        .configure_mesh()
+        .x_label_formatter(&|x| format!("{x:.0}"))
+        .x_desc(labels.1)
+        .y_desc(labels.2)
+        .light_line_style(WHITE)
+        .draw()?;
+    for (i, curve) in curves.iter().enumerate() {
+        let style = colour(i).stroke_width(2);
+        chart
+            .draw_series(LineSeries::new(curve.points.iter().copied(), style))?
+            .label(&curve.name)
+            .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], style));
+    }
+    chart.configure_series_labels().background_style(WHITE.mix(0.8)).border_style(BLACK.mix(0.3)).draw()?;
+    area.present()?;
+    Ok(())
+}

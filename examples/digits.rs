@@ -1,0 +1,149 @@
+//! Trains a small network to read handwritten digits: 64 pixels in, two hidden layers of 128 and 64, ten classes out.
+//!
+//! `cargo run --release --example digits -- --help`
+
+mod common;
+
+use std::error::Error;
+use std::time::Instant;
+
+use clap::Parser;
+use claystone::nn::{Activation, Linear, Module, Sequential};
+use claystone::optim::{AdamW, AdamWConfig, Optimizer};
+use claystone::{DType, Device, Tensor, no_grad};
+use common::Curve;
+
+/// Reads handwritten digits: an MLP 64-128-64-10 trained on 1,437 images, tested on 360 it never saw.
+#[derive(Parser)]
+struct Args {
+    /// Where to run: cpu, opencl:N or best
+    #[arg(long, default_value = "best", value_parser = common::device)]
+    device: Device,
+    /// How parameters and activations are stored: f32, f16 or bf16 (the optimiser keeps f32 master weights)
+    #[arg(long, default_value = "f32")]
+    dtype: DType,
+    /// Passes over the training set
+    #[arg(long, default_value_t = 40)]
+    epochs: usize,
+    /// Images a step
+    #[arg(long, default_value_t = 64)]
+    batch: usize,
+    /// Learning rate of AdamW
+    #[arg(long, default_value_t = 2e-3)]
+    lr: f64,
+    /// Seed of the initial weights and of the order of the images
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+}
+
+/// The data set: an image a row, pixels scaled to 0..1.
+const DATA: &[u8] = include_bytes!("data/digits.csv.gz");
+const PIXELS: usize = 64;
+const HELD_OUT: usize = 360;
+/// The split into training and test set does not depend on `--seed`.
+const SPLIT_SEED: u64 = 20;
+
+/// Images and labels, on the device.
+struct Set {
+    images: Tensor,
+    labels: Tensor,
+}
+
+impl Set {
+    /// The rows of `order`, in that order: two gather kernels.
+    fn select(&self, order: &Tensor) -> claystone::Result<Set> {
+        Ok(Set { images: self.images.index_select(0, order)?, labels: self.labels.index_select(0, order)? })
+    }
+
+    /// Row `from` and the `len` after it: views, nothing is copied.
+    fn batch(&self, from: usize, len: usize) -> claystone::Result<Set> {
+        Ok(Set { images: self.images.narrow(0, from, len)?, labels: self.labels.narrow(0, from, len)? })
+    }
+
+    fn len(&self) -> usize {
+        self.labels.numel()
+    }
+}
+
+fn load(device: Device, dtype: DType) -> Result<Set, Box<dyn Error>> {
+    let mut reader = csv::ReaderBuilder::new().has_headers(false).from_reader(flate2::read::GzDecoder::new(DATA));
+    let (mut pixels, mut labels) = (Vec::<f32>::new(), Vec::<i64>::new());
+    for row in reader.deserialize() {
+        let row: Vec<u8> = row?;
+        let (&label, image) = row.split_last().ok_or("an empty row")?;
+        pixels.extend(image.iter().map(|&p| f32::from(p) / 16.0));
+        labels.push(i64::from(label));
+    }
+    Ok(Set {
+        images: Tensor::from_slice(&pixels, [labels.len(), PIXELS], device)?.to_dtype(dtype)?,
+        labels: Tensor::from_slice(&labels, [labels.len()], device)?,
+    })
+}
+
+/// The part of a set that the network reads right.
+fn accuracy(net: &Sequential, set: &Set) -> claystone::Result<f64> {
+    let guess = no_grad(|| net.forward(&set.images)?.argmax(1, false))?;
+    let right = guess.eq(&set.labels)?.to_dtype(DType::F32)?.sum((), false)?.item::<f32>()?;
+    Ok(f64::from(right) / set.len() as f64)
+}
+
+fn main() -> common::Outcome {
+    let args = Args::parse();
+    common::announce(args.device)?;
+    let all = load(args.device, args.dtype)?;
+    claystone::manual_seed(SPLIT_SEED);
+    let order = Tensor::randperm(all.len(), args.device)?;
+    let test = all.select(&order.narrow(0, 0, HELD_OUT)?)?;
+    let train = all.select(&order.narrow(0, HELD_OUT, all.len() - HELD_OUT)?)?;
+
+    claystone::manual_seed(args.seed);
+    let options = (args.dtype, args.device);
+    let mut net = Sequential::new(vec![
+        Linear::new(PIXELS, 128, options)?.with_activation(Activation::Relu),
+        Linear::new(128, 64, options)?.with_activation(Activation::Relu),
+        Linear::new(64, 10, options)?,
+    ]);
+    let mut adam = AdamW::new(net.parameters_mut(), AdamWConfig { lr: args.lr, ..Default::default() })?;
+    println!(
+        "training on {} images in {}, {} epochs of minibatches of {}; {HELD_OUT} images held out",
+        train.len(),
+        args.dtype,
+        args.epochs,
+        args.batch
+    );
+
+    let (start, bar) = (Instant::now(), common::progress(args.epochs));
+    let mut curves = ["training loss", "test error"].map(|name| Curve { name: name.into(), points: Vec::new() });
+    for epoch in 1..=args.epochs {
+        let shuffled = train.select(&Tensor::randperm(train.len(), args.device)?)?;
+        let mut losses = Vec::new();
+        for from in (0..train.len()).step_by(args.batch) {
+            let batch = shuffled.batch(from, args.batch.min(train.len() - from))?;
+            let loss = net.forward(&batch.images)?.cross_entropy(&batch.labels)?;
+            loss.backward()?;
+            adam.step()?;
+            adam.zero_grad();
+            losses.push(loss.detach());
+        }
+        // The queue has run ahead until here: reading a number waits for the device, so it is done once an epoch.
+        let losses = Tensor::stack(&losses, 0)?.to_dtype(DType::F64)?.to_vec::<f64>()?;
+        let mean = losses.iter().sum::<f64>() / losses.len() as f64;
+        let error = 1.0 - accuracy(&net, &test)?;
+        curves[0].points.push((epoch as f64, mean));
+        curves[1].points.push((epoch as f64, error));
+        bar.set_message(format!("loss {mean:.4}  test error {:.1} %", 100.0 * error));
+        bar.inc(1);
+        if epoch % 10 == 0 || epoch == args.epochs {
+            bar.suspend(|| println!("epoch {epoch:3}  loss {mean:.4}  test error {:.1} %", 100.0 * error));
+        }
+    }
+    bar.finish_and_clear();
+
+    println!("trained in {:.1} s", start.elapsed().as_secs_f64());
+    let figure = common::figure("digits.png")?;
+    let title = format!("handwritten digits, MLP 64-128-64-10, {} on {}", args.dtype, args.device);
+    common::plot(&figure, (&title, "epoch", "loss (cross entropy), error"), &curves)?;
+    println!("loss curve in {}", figure.display());
+    println!("test accuracy {:.3}", accuracy(&net, &test)?);
+    Ok(())
+}

@@ -1,0 +1,209 @@
+//! How fast tensors are cloned and moved, over sizes, beside the host's memcpy and the driver's own calls.
+//!
+//! `cargo run --release --example throughput -- --help`
+
+#[path = "../common/mod.rs"]
+mod common;
+mod driver;
+mod measure;
+mod report;
+
+use std::error::Error;
+use std::time::Duration;
+
+use clap::Parser;
+use claystone::{Device, Tensor};
+use driver::Driver;
+use measure::{Case, Line, Meter};
+
+/// Measures deep clones, copies, transfers and strided copies of f32 tensors from 4 KiB up, on each device.
+#[derive(Parser)]
+struct Args {
+    /// Where to run: cpu, opencl:N, best or all
+    #[arg(long, default_value = "all", value_parser = devices)]
+    device: Devices,
+    /// The greatest size, as 4K, 64M or 1G; less where memory does not allow it
+    #[arg(long, default_value = "1G", value_parser = size)]
+    max: usize,
+    /// Seconds of samples a case
+    #[arg(long, default_value_t = 0.2)]
+    seconds: f64,
+    /// Prints a JSON line a measurement, no tables and no plot
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Clone)]
+struct Devices(Vec<Device>);
+
+fn devices(name: &str) -> Result<Devices, claystone::Error> {
+    if name == "all" { Ok(Devices(Device::all())) } else { common::device(name).map(|d| Devices(vec![d])) }
+}
+
+fn size(text: &str) -> Result<usize, String> {
+    let (digits, unit) = text.split_at(text.trim_end_matches(|c: char| c.is_ascii_alphabetic()).len());
+    let shift = match unit {
+        "" => 0,
+        "K" | "k" => 10,
+        "M" => 20,
+        "G" => 30,
+        _ => return Err(format!("'{unit}' is not K, M or G")),
+    };
+    let number: usize = digits.parse().map_err(|_| format!("'{text}' is not a size such as 64M"))?;
+    number.checked_mul(1 << shift).ok_or_else(|| format!("{text} is too much"))
+}
+
+type Outcome<T> = Result<T, Box<dyn Error>>;
+
+/// The value at index `i` of every tensor that is moved around.
+fn value(i: usize) -> f32 {
+    (i % 1009) as f32 / 1009.0 - 0.5
+}
+
+/// Fails unless `get(i)` is what it should be at a few places.
+fn check(
+    case: &str,
+    len: usize,
+    mut get: impl FnMut(usize) -> Outcome<f32>,
+    want: impl Fn(usize) -> f32,
+) -> Outcome<()> {
+    for i in [0, len / 3, len / 2, len - 1] {
+        let (got, want) = (get(i)?, want(i));
+        if got != want {
+            return Err(format!("{case}: element {i} of {len} is {got}, not {want}").into());
+        }
+    }
+    Ok(())
+}
+
+fn element(tensor: &Tensor, i: usize) -> Outcome<f32> {
+    Ok(tensor.flatten(0, -1)?.narrow(0, i, 1)?.item::<f32>()?)
+}
+
+/// The library's own cases on one device.
+fn library(meter: &Meter, device: Device, host: &[f32]) -> Outcome<Vec<Line>> {
+    let (len, size) = (host.len(), size_of_val(host));
+    let case = |name, moved| Case { peer: "claystone", name, size, moved };
+    let (wait, done) = (|| Ok(device.synchronize()?), || Ok(())); // a clone and what reaches the host have waited
+    let mut lines = Vec::new();
+
+    let a = Tensor::from_slice(host, [len], device)?;
+    let copy = a.try_clone()?;
+    check("clone", len, |i| element(&copy, i), value)?;
+    assert!(!copy.shares_storage(&a), "a clone has its own storage");
+    lines.push(meter.time(case("clone", 2 * size), false, || Ok(drop(a.try_clone()?)), done)?);
+
+    copy.zero_()?;
+    copy.copy_(&a)?;
+    check("clone_into", len, |i| element(&copy, i), value)?;
+    lines.push(meter.time(case("clone_into", 2 * size), true, || Ok(copy.copy_(&a)?), wait)?);
+    drop(copy);
+
+    let side = len.isqrt();
+    let turned = a.reshape([side, side])?.t()?;
+    check("transpose_copy", len, |i| element(&turned.contiguous()?, i), |i| value(i % side * side + i / side))?;
+    lines.push(meter.time(case("transpose_copy", 2 * size), true, || Ok(drop(turned.contiguous()?)), wait)?);
+    drop(turned);
+
+    if device != Device::Cpu {
+        let here = Tensor::from_slice(host, [len], Device::Cpu)?;
+        check("h2d", len, |i| element(&here.to_device(device)?, i), value)?;
+        lines.push(meter.time(case("h2d", size), false, || Ok(drop(here.to_device(device)?)), wait)?);
+        check("d2h", len, |i| element(&a.to_device(Device::Cpu)?, i), value)?;
+        lines.push(meter.time(case("d2h", size), false, || Ok(drop(a.to_device(Device::Cpu)?)), done)?);
+    }
+    Ok(lines)
+}
+
+/// The driver's calls on the same device: a copy between two ready buffers, and transfers from and to pageable and
+/// pinned host memory.
+fn bare(meter: &Meter, driver: &Driver, host: &[f32]) -> Outcome<Vec<Line>> {
+    let (len, size) = (host.len(), size_of_val(host));
+    let case = |name, moved| Case { peer: "driver", name, size, moved };
+    let bytes: &[u8] = bytemuck::cast_slice(host);
+    let float = |bytes: &[u8], i: usize| Ok(f32::from_ne_bytes(bytes[4 * i..4 * i + 4].try_into()?));
+    let done = || Ok(());
+    let mut lines = Vec::new();
+    let (mut a, mut b) = (driver.buffer(size)?, driver.buffer(size)?);
+    let mut back = vec![0u8; size];
+
+    lines.push(meter.time(case("h2d", size), false, || driver.write(bytes, &mut a), done)?);
+    driver.copy(&a, &b, size)?;
+    driver.read(&b, &mut back)?;
+    check("driver", len, |i| float(&back, i), value)?;
+    lines.push(meter.time(case("d2h", size), false, || driver.read(&a, &mut back), done)?);
+    lines.push(meter.time(case("clone_raw", 2 * size), true, || driver.copy(&a, &b, size), || driver.finish())?);
+
+    let mut pinned = driver.pinned(size)?;
+    pinned.bytes().copy_from_slice(bytes);
+    lines.push(meter.time(case("h2d_pinned", size), false, || driver.write(pinned.bytes(), &mut b), done)?);
+    lines.push(meter.time(case("d2h_pinned", size), false, || driver.read(&b, pinned.bytes()), done)?);
+    check("pinned", len, |i| float(pinned.bytes(), i), value)?;
+    Ok(lines)
+}
+
+/// The host's memcpy, on one thread.
+fn memcpy(meter: &Meter, host: &[f32]) -> Outcome<Line> {
+    let mut to = vec![0f32; host.len()];
+    let case = Case { peer: "host", name: "memcpy", size: size_of_val(host), moved: 2 * size_of_val(host) };
+    let copy = || {
+        to.copy_from_slice(host);
+        std::hint::black_box(&mut to);
+        Ok(())
+    };
+    meter.time(case, false, copy, || Ok(()))
+}
+
+/// Everything at one size.
+fn measure(meter: &Meter, device: Device, driver: Option<&Driver>, size: usize) -> Outcome<Vec<Line>> {
+    let host: Vec<f32> = (0..size / 4).map(value).collect();
+    let mut lines = library(meter, device, &host)?;
+    device.empty_cache()?;
+    Device::Cpu.empty_cache()?;
+    if let Some(driver) = driver {
+        lines.extend(bare(meter, driver, &host)?);
+    }
+    lines.push(memcpy(meter, &host)?);
+    Ok(lines)
+}
+
+fn main() -> common::Outcome {
+    let args = Args::parse();
+    let names = Device::all().into_iter().map(|d| Ok((d, d.info()?.name))).collect::<claystone::Result<Vec<_>>>()?;
+    for &device in &args.device.0 {
+        let info = device.info()?;
+        let driver = if device == Device::Cpu {
+            None
+        } else {
+            // Devices of one name are told apart by their order.
+            let before = names.iter().take_while(|(d, _)| *d != device).filter(|(_, name)| *name == info.name).count();
+            Some(Driver::open(&info.name, before)?)
+        };
+        // A tensor, its copies, the driver's buffers and, on the host, their sources: eight times the size at most.
+        let room = info.memory.min(Device::Cpu.info()?.memory) / 8;
+        let largest = args.max.min(room as usize).min(info.largest_buffer as usize);
+        let sizes: Vec<usize> = (0..10).map(|i| 4096 << (2 * i)).take_while(|&s| s <= largest).collect();
+        let meter = Meter { budget: Duration::from_secs_f64(args.seconds), device: info.name.trim().to_owned() };
+        if !args.json {
+            common::announce(device)?;
+        }
+        let bar = common::progress(sizes.len());
+        let mut lines = Vec::new();
+        for &size in &sizes {
+            bar.set_message(report::bytes(size));
+            let measured = measure(&meter, device, driver.as_ref(), size)?;
+            if args.json {
+                bar.suspend(|| measured.iter().for_each(|line| println!("{}", line.json())));
+            }
+            lines.extend(measured);
+            bar.inc(1);
+        }
+        bar.finish_and_clear();
+        if !args.json {
+            report::table(device, &sizes, &lines);
+            report::draw(device, &meter.device, &sizes, &lines)?;
+            report::summary(&sizes, &lines);
+        }
+    }
+    Ok(())
+}

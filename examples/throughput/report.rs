@@ -1,0 +1,133 @@
+//! The table, the plot and the closing figure of a device.
+
+use claystone::Device;
+use plotters::prelude::*;
+
+use crate::common;
+use crate::measure::Line;
+
+/// 4096 as `4 KiB`.
+pub fn bytes(n: usize) -> String {
+    match n.ilog2() / 10 {
+        0 => format!("{n} B"),
+        i => format!("{} {}iB", n >> (10 * i.min(3)), ["K", "M", "G"][i.min(3) as usize - 1]),
+    }
+}
+
+/// Columns: heading, peer, case.
+const HOST: &[(&str, &str, &str)] = &[
+    ("clone", "claystone", "clone"),
+    ("copy_", "claystone", "clone_into"),
+    ("strided", "claystone", "transpose_copy"),
+    ("memcpy", "host", "memcpy"),
+];
+const OPENCL: &[(&str, &str, &str)] = &[
+    ("clone", "claystone", "clone"),
+    ("copy_", "claystone", "clone_into"),
+    ("driver", "driver", "clone_raw"),
+    ("strided", "claystone", "transpose_copy"),
+    ("to dev", "claystone", "h2d"),
+    ("driver", "driver", "h2d"),
+    ("pinned", "driver", "h2d_pinned"),
+    ("to host", "claystone", "d2h"),
+    ("driver", "driver", "d2h"),
+    ("pinned", "driver", "d2h_pinned"),
+    ("memcpy", "host", "memcpy"),
+];
+
+fn columns(device: Device) -> &'static [(&'static str, &'static str, &'static str)] {
+    if device == Device::Cpu { HOST } else { OPENCL }
+}
+
+fn find<'a>(lines: &'a [Line], peer: &str, case: &str, size: usize) -> Option<&'a Line> {
+    lines.iter().find(|l| (l.case.peer, l.case.name, l.case.size) == (peer, case, size))
+}
+
+/// The rate of a clone over that of clEnqueueCopyBuffer and clFinish on two ready buffers.
+fn ratio(lines: &[Line], size: usize) -> Option<f64> {
+    Some(find(lines, "claystone", "clone", size)?.rate() / find(lines, "driver", "clone_raw", size)?.rate())
+}
+
+/// Prints GB/s, a row a size.
+pub fn table(device: Device, sizes: &[usize], lines: &[Line]) {
+    println!("GB/s (clone, copy_, strided and memcpy: bytes read + written; transfers: bytes moved), medians");
+    print!("{:>8}", "size");
+    columns(device).iter().for_each(|(heading, ..)| print!(" {heading:>8}"));
+    println!("{}", if device == Device::Cpu { "" } else { "  clone/driver" });
+    for &size in sizes {
+        print!("{:>8}", bytes(size));
+        for (_, peer, case) in columns(device) {
+            match find(lines, peer, case, size).map(Line::rate) {
+                Some(rate) if rate < 10.0 => print!(" {rate:>8.2}"),
+                Some(rate) => print!(" {rate:>8.1}"),
+                None => print!(" {:>8}", "-"),
+            }
+        }
+        println!("{}", ratio(lines, size).map_or(String::new(), |r| format!("  {r:>12.2}")));
+    }
+}
+
+/// Prints what the device comes to, in a line.
+pub fn summary(sizes: &[usize], lines: &[Line]) {
+    let Some(&size) = sizes.last() else { return };
+    let Some(clone) = find(lines, "claystone", "clone", size) else { return };
+    let beside = match (ratio(lines, size), find(lines, "host", "memcpy", size)) {
+        (Some(ratio), _) => format!(", {ratio:.2} of the driver's own copy"),
+        (None, Some(memcpy)) => format!(", {:.2} of memcpy on one thread", clone.rate() / memcpy.rate()),
+        (None, None) => String::new(),
+    };
+    println!("clone of {}: {:.1} GB/s{beside}\n", bytes(size), clone.rate());
+}
+
+/// Writes the curves as `target/throughput-DEVICE.png`.
+pub fn draw(device: Device, name: &str, sizes: &[usize], lines: &[Line]) -> common::Outcome {
+    let (Some(&least), Some(&most)) = (sizes.first(), sizes.last()) else { return Ok(()) };
+    let path = common::figure(&format!("throughput-{}.png", device.to_string().replace(':', "")))?;
+    let rates = common::span(lines.iter().map(Line::rate));
+    let area = common::canvas(&path, (860, 480))?;
+    let mut chart = ChartBuilder::on(&area)
+        .caption(format!("copies and transfers on {name}"), ("sans-serif", 20))
+        .margin(12)
+        .x_label_area_size(40)
+        .y_label_area_size(56)
+        .build_cartesian_2d(
+            (least as f64..most as f64 * 1.01).log_scale(),
+            (rates.start * 0.8..rates.end * 1.3).log_scale(),
+        )?;
+    chart
+        .configure_mesh()
+        .x_desc("size of the tensor")
+        .y_desc("GB/s")
+        .x_label_formatter(&|x| bytes(*x as usize))
+        .light_line_style(WHITE)
+        .draw()?;
+    let curves: &[(&str, &str, &str)] = &[
+        ("clone", "claystone", "clone"),
+        ("clEnqueueCopyBuffer", "driver", "clone_raw"),
+        ("strided copy", "claystone", "transpose_copy"),
+        ("to device", "claystone", "h2d"),
+        ("to host", "claystone", "d2h"),
+        ("host memcpy", "host", "memcpy"),
+    ];
+    for (i, (name, peer, case)) in curves.iter().enumerate() {
+        let points: Vec<_> =
+            sizes.iter().filter_map(|&s| Some((s as f64, find(lines, peer, case, s)?.rate()))).collect();
+        if points.is_empty() {
+            continue;
+        }
+        let style = common::colour(i).stroke_width(if i < 2 { 3 } else { 2 });
+        chart
+            .draw_series(LineSeries::new(points, style))?
+            .label(*name)
+            .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], style));
+    }
+    chart
+        .configure_series_labels()
+        .position(SeriesLabelPosition::LowerRight)
+        .background_style(WHITE.mix(0.8))
+        .border_style(BLACK.mix(0.3))
+        .draw()?;
+    area.present()?;
+    println!("plot in {}", path.display());
+    Ok(())
+}

@@ -1,0 +1,173 @@
+//! Tiny shapes through every family of kernels. `scripts/test` runs this file a second time under Oclgrind, which then
+//! finds accesses out of bounds, data races between work-items and wrong use of the API; what the kernels compute is
+//! compared with the CPU device here, whatever OpenCL device runs it.
+
+use claystone::nn::{Activation, Linear, Module, Sequential};
+use claystone::optim::{AdamW, AdamWConfig, Optimizer, Sgd, SgdConfig};
+use claystone::{DType, Device, Result, Tensor, manual_seed};
+
+/// Small sizes around the edges of vectors, work-groups and tiles.
+const SIZES: [usize; 6] = [1, 2, 15, 16, 17, 33];
+const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+
+fn devices() -> Vec<Device> {
+    let devices: Vec<Device> = Device::all().into_iter().filter(|&d| d != Device::Cpu).collect();
+    if std::env::var_os("CLAYSTONE_EXPECT_OCLGRIND").is_some() {
+        assert_eq!(devices.len(), 1, "Oclgrind is one device");
+        let name = devices[0].info().unwrap().name;
+        assert!(name.contains("Oclgrind"), "this runs on {name}, not under Oclgrind");
+    }
+    if std::env::var_os("CLAYSTONE_REQUIRE_OPENCL").is_some() {
+        assert!(!devices.is_empty(), "no OpenCL device");
+    }
+    devices
+}
+
+/// Runs `f` on each OpenCL device and on the CPU with the same seed; the results have to agree.
+fn agree(tolerance: f64, f: impl Fn(Device) -> Result<Vec<Tensor>>) {
+    let run = |device| {
+        manual_seed(3);
+        let tensors = f(device).unwrap();
+        tensors.iter().map(|t| t.to_dtype(DType::F64).unwrap().to_vec::<f64>().unwrap()).collect::<Vec<_>>()
+    };
+    let want = run(Device::Cpu);
+    for device in devices() {
+        for (i, (got, want)) in run(device).iter().zip(&want).enumerate() {
+            assert_eq!(got.len(), want.len());
+            for (g, w) in got.iter().zip(want) {
+                let same = g == w || (g.is_nan() && w.is_nan()) || (g - w).abs() <= tolerance * (1.0 + w.abs());
+                assert!(same, "result {i} on {device}: {g}, on the CPU {w}");
+            }
+        }
+    }
+}
+
+fn numbers(n: usize, dtype: DType, device: Device) -> Result<Tensor> {
+    let values: Vec<f32> = (0..n).map(|i| (i * 37 % 19) as f32 / 8.0 - 1.0).collect();
+    // Converted on the host, so that both devices start from the same bits.
+    Tensor::from_slice(&values, n, Device::Cpu)?.to_dtype(dtype)?.to_device(device)
+}
+
+#[test]
+fn elementwise() {
+    for n in SIZES {
+        for dtype in FLOATS {
+            agree(1e-2, |device| {
+                let (a, b) = (numbers(n, dtype, device)?, numbers(n, dtype, device)?.flip(0)?);
+                let row = numbers(2 * n, dtype, device)?.reshape([2, n])?;
+                Ok(vec![
+                    a.add(&b)?,
+                    a.mul(&row)?,
+                    row.t()?.contiguous()?.exp()?,
+                    a.gt(&b)?,
+                    a.narrow(0, n / 2, n - n / 2)?.tanh()?,
+                ])
+            });
+        }
+    }
+}
+
+#[test]
+fn conversions_and_copies() {
+    agree(1e-6, |device| {
+        let a = numbers(17, DType::F32, device)?;
+        let mut out = Vec::new();
+        for dtype in DType::ALL {
+            let converted = a.to_dtype(dtype)?;
+            let target = Tensor::zeros([3, 17], (dtype, device))?;
+            target.narrow(0, 1, 1)?.copy_(&converted)?;
+            out.extend([
+                converted.narrow(0, 3, 9)?.clone(),
+                target.t()?.contiguous()?,
+                Tensor::full(5, 3, (dtype, device))?,
+            ]);
+        }
+        Ok(out)
+    });
+}
+
+#[test]
+fn reductions_and_rows() {
+    for n in SIZES {
+        for dtype in FLOATS {
+            agree(1e-2, |device| {
+                let a = numbers(3 * n * 2, dtype, device)?.reshape([3, n, 2])?;
+                let rows = a.select(2, 1)?;
+                Ok(vec![
+                    a.sum((), false)?,
+                    a.sum(1, false)?,
+                    a.mean(0, true)?,
+                    a.max(1, false)?,
+                    a.argmax(1, false)?,
+                    rows.softmax(1)?,
+                    rows.log_softmax(-1)?,
+                ])
+            });
+        }
+    }
+}
+
+#[test]
+fn products() {
+    for (m, k, n) in [(1, 1, 1), (3, 5, 2), (17, 16, 15), (33, 17, 20)] {
+        for dtype in FLOATS {
+            agree(2e-2, |device| {
+                let a = numbers(m * k, dtype, device)?.reshape([m, k])?;
+                let b = numbers(n * k, dtype, device)?.reshape([n, k])?;
+                let batch = numbers(2 * m * k, dtype, device)?.reshape([2, m, k])?;
+                Ok(vec![a.matmul(&b.t()?)?, b.matmul(&a.t()?)?, batch.matmul(&b.t()?)?])
+            });
+        }
+    }
+}
+
+#[test]
+fn gathers() {
+    agree(0.0, |device| {
+        let a = numbers(35, DType::F32, device)?.reshape([7, 5])?;
+        let rows = Tensor::from_slice(&[6i64, 0, 3, 3], 4, device)?;
+        let index = Tensor::from_slice(&[4i64, 0, 1, 2, 3, 4, 0], [7, 1], device)?;
+        Ok(vec![a.index_select(0, &rows)?, a.index_select(1, &rows.narrow(0, 1, 3)?)?, a.gather(1, &index)?])
+    });
+}
+
+#[test]
+fn random_numbers() {
+    agree(1e-5, |device| {
+        Ok(vec![
+            Tensor::rand([3, 7], device)?,
+            Tensor::randn(33, device)?,
+            Tensor::randint(-3, 9, 17, (DType::I64, device))?,
+            Tensor::ones(20, device)?.dropout(0.5)?,
+        ])
+    });
+}
+
+#[test]
+fn training_steps() {
+    for dtype in FLOATS {
+        agree(5e-2, |device| {
+            let mut net = Sequential::new(vec![
+                Linear::new(5, 7, (dtype, device))?.with_activation(Activation::Relu),
+                Linear::new(7, 3, (dtype, device))?,
+            ]);
+            let x = numbers(20, dtype, device)?.reshape([4, 5])?;
+            let y = Tensor::from_slice(&[0i64, 2, 1, 2], 4, device)?;
+            let mut losses = Vec::new();
+            let mut optimizers: [Box<dyn Optimizer>; 2] = [
+                Box::new(Sgd::new(net.parameters_mut(), SgdConfig { lr: 0.1, momentum: 0.9, ..Default::default() })?),
+                Box::new(AdamW::new(net.parameters_mut(), AdamWConfig { lr: 0.01, ..Default::default() })?),
+            ];
+            for optimizer in &mut optimizers {
+                for _ in 0..2 {
+                    optimizer.zero_grad();
+                    let loss = net.forward(&x)?.cross_entropy(&y)?;
+                    loss.backward()?;
+                    optimizer.step()?;
+                    losses.push(loss.detach());
+                }
+            }
+            Ok(losses)
+        });
+    }
+}
