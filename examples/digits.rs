@@ -98,11 +98,10 @@ fn main() -> common::Outcome {
 
     claystone::manual_seed(args.seed);
     let options = (args.dtype, args.device);
-    let mut net = Sequential::new(vec![
-        Linear::new(PIXELS, 128, options)?.with_activation(Activation::Relu),
-        Linear::new(128, 64, options)?.with_activation(Activation::Relu),
-        Linear::new(64, 10, options)?,
-    ]);
+    let mut net = Sequential::new()
+        .push(Linear::new(PIXELS, 128, options)?.with_activation(Activation::Relu))
+        .push(Linear::new(128, 64, options)?.with_activation(Activation::Relu))
+        .push(Linear::new(64, 10, options)?);
     let mut adam = AdamW::new(net.parameters_mut(), AdamWConfig { lr: args.lr, ..Default::default() })?;
     println!(
         "training on {} images in {}, {} epochs of minibatches of {}; {HELD_OUT} images held out",

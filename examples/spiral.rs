@@ -62,11 +62,10 @@ fn main() -> common::Outcome {
     let y = Tensor::from_slice(&arms, [arms.len()], args.device)?;
 
     let options = (DType::F32, args.device);
-    let mut net = Sequential::new(vec![
-        Linear::new(2, 64, options)?.with_activation(Activation::Relu),
-        Linear::new(64, 64, options)?.with_activation(Activation::Relu),
-        Linear::new(64, ARMS, options)?,
-    ]);
+    let mut net = Sequential::new()
+        .push(Linear::new(2, 64, options)?.with_activation(Activation::Relu))
+        .push(Linear::new(64, 64, options)?.with_activation(Activation::Relu))
+        .push(Linear::new(64, ARMS, options)?);
     let mut adam = AdamW::new(net.parameters_mut(), AdamWConfig { lr: args.lr, ..Default::default() })?;
     println!("{ARMS} spirals of {} points, {} steps on all of them", args.points, args.steps);
 

@@ -147,10 +147,9 @@ fn random_numbers() {
 fn training_steps() {
     for dtype in FLOATS {
         agree(5e-2, |device| {
-            let mut net = Sequential::new(vec![
-                Linear::new(5, 7, (dtype, device))?.with_activation(Activation::Relu),
-                Linear::new(7, 3, (dtype, device))?,
-            ]);
+            let mut net = Sequential::new()
+                .push(Linear::new(5, 7, (dtype, device))?.with_activation(Activation::Relu))
+                .push(Linear::new(7, 3, (dtype, device))?);
             let x = numbers(20, dtype, device)?.reshape([4, 5])?;
             let y = Tensor::from_slice(&[0i64, 2, 1, 2], 4, device)?;
             let mut losses = Vec::new();
