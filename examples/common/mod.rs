@@ -39,10 +39,12 @@ pub fn figure(name: &str) -> std::io::Result<PathBuf> {
     Ok(folder.join(name))
 }
 
-/// The colour of series `i`: readable on white and distinct without red against green.
+/// The colour of series `i`: readable on white, distinct without red against green.
 pub fn colour(i: usize) -> RGBColor {
-    [RGBColor(0, 90, 160), RGBColor(230, 130, 0), RGBColor(0, 150, 110), RGBColor(170, 60, 140), RGBColor(90, 90, 90)]
-        [i % 5]
+    const COLOURS: [(u8, u8, u8); 6] =
+        [(0, 90, 160), (230, 130, 0), (0, 150, 110), (170, 60, 140), (90, 90, 90), (90, 180, 230)];
+    let (r, g, b) = COLOURS[i % COLOURS.len()];
+    RGBColor(r, g, b)
 }
 
 /// A white picture of `size` pixels, written to `path` by `present`. Text is in a font that the program brings along.

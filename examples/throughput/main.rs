@@ -96,7 +96,12 @@ fn library(meter: &Meter, device: Device, host: &[f32]) -> Outcome<Vec<Line>> {
     copy.zero_()?;
     copy.copy_(&a)?;
     check("clone_into", len, |i| element(&copy, i), value)?;
-    lines.push(meter.time(case("clone_into", 2 * size), true, || Ok(copy.copy_(&a)?), wait)?);
+    lines.push(meter.time(
+        case("clone_into", 2 * size),
+        true,
+        || copy.copy_(&a).map(|_| ()).map_err(Into::into),
+        wait,
+    )?);
     drop(copy);
 
     let side = len.isqrt();

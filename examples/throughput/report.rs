@@ -81,52 +81,48 @@ pub fn summary(sizes: &[usize], lines: &[Line]) {
 
 /// Writes the curves as `target/throughput-DEVICE.png`.
 pub fn draw(device: Device, name: &str, sizes: &[usize], lines: &[Line]) -> common::Outcome {
+    const CURVES: [(&str, &str, &str); 6] = [
+        ("clone", "claystone", "clone"),
+        ("driver's copy", "driver", "clone_raw"),
+        ("strided copy", "claystone", "transpose_copy"),
+        ("to device", "claystone", "h2d"),
+        ("to host", "claystone", "d2h"),
+        ("host's memcpy", "host", "memcpy"),
+    ];
     let (Some(&least), Some(&most)) = (sizes.first(), sizes.last()) else { return Ok(()) };
     let path = common::figure(&format!("throughput-{}.png", device.to_string().replace(':', "")))?;
+    let (area, legend) = common::canvas(&path, (900, 460))?.split_horizontally(740);
     let rates = common::span(lines.iter().map(Line::rate));
-    let area = common::canvas(&path, (860, 480))?;
+    let exponent = |size: usize| f64::from(size.ilog2());
     let mut chart = ChartBuilder::on(&area)
         .caption(format!("copies and transfers on {name}"), ("sans-serif", 20))
         .margin(12)
         .x_label_area_size(40)
         .y_label_area_size(56)
         .build_cartesian_2d(
-            (least as f64..most as f64 * 1.01).log_scale(),
+            exponent(least)..exponent(most).max(exponent(least) + 1.0),
             (rates.start * 0.8..rates.end * 1.3).log_scale(),
         )?;
     chart
         .configure_mesh()
+        .x_labels(sizes.len())
         .x_desc("size of the tensor")
         .y_desc("GB/s")
-        .x_label_formatter(&|x| bytes(*x as usize))
+        .x_label_formatter(&|x| bytes(1 << *x as u32))
         .light_line_style(WHITE)
         .draw()?;
-    let curves: &[(&str, &str, &str)] = &[
-        ("clone", "claystone", "clone"),
-        ("clEnqueueCopyBuffer", "driver", "clone_raw"),
-        ("strided copy", "claystone", "transpose_copy"),
-        ("to device", "claystone", "h2d"),
-        ("to host", "claystone", "d2h"),
-        ("host memcpy", "host", "memcpy"),
-    ];
-    for (i, (name, peer, case)) in curves.iter().enumerate() {
-        let points: Vec<_> =
-            sizes.iter().filter_map(|&s| Some((s as f64, find(lines, peer, case, s)?.rate()))).collect();
-        if points.is_empty() {
-            continue;
+    let mut height = 60;
+    for (i, (name, peer, case)) in CURVES.iter().enumerate() {
+        let rate = |&size: &usize| Some((exponent(size), find(lines, peer, case, size)?.rate()));
+        let points: Vec<_> = sizes.iter().filter_map(rate).collect();
+        if !points.is_empty() {
+            let style = common::colour(i).stroke_width(if i < 2 { 3 } else { 2 });
+            chart.draw_series(LineSeries::new(points, style))?;
+            legend.draw(&PathElement::new([(4, height + 8), (26, height + 8)], style))?;
+            legend.draw(&Text::new(*name, (34, height), ("sans-serif", 16)))?;
+            height += 24;
         }
-        let style = common::colour(i).stroke_width(if i < 2 { 3 } else { 2 });
-        chart
-            .draw_series(LineSeries::new(points, style))?
-            .label(*name)
-            .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], style));
     }
-    chart
-        .configure_series_labels()
-        .position(SeriesLabelPosition::LowerRight)
-        .background_style(WHITE.mix(0.8))
-        .border_style(BLACK.mix(0.3))
-        .draw()?;
     area.present()?;
     println!("plot in {}", path.display());
     Ok(())
