@@ -26,10 +26,10 @@ struct Args {
     #[arg(long, default_value_t = 40)]
     epochs: usize,
     /// Images a step
-    #[arg(long, default_value_t = 64)]
+    #[arg(long, default_value_t = 32)]
     batch: usize,
     /// Learning rate of AdamW
-    #[arg(long, default_value_t = 2e-3)]
+    #[arg(long, default_value_t = 5e-3)]
     lr: f64,
     /// Seed of the initial weights and of the order of the images
     #[arg(long, default_value_t = 1)]
