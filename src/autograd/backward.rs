@@ -225,7 +225,11 @@ fn settle(total: Option<&Tensor>, slot: Option<&Tensor>, grad: Gradient) -> Resu
             Ok(slot.shallow_clone())
         }
         // A gradient that others can see (an expanded view, the caller's own tensor) becomes the leaf's own.
-        (None, None) if !grad.storage.is_unique() || !grad.is_contiguous() => grad.try_clone(),
+        (None, None) if !grad.storage.is_unique() || !grad.is_contiguous() => {
+            let own = Tensor::empty_like_shape(grad.shape(), grad.dtype, grad.device())?;
+            own.copy_(&grad)?;
+            Ok(own)
+        }
         (None, _) => Ok(grad),
     }
 }

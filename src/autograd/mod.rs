@@ -37,6 +37,7 @@ pub(crate) struct Node {
     state: Mutex<State>,
 }
 
+#[expect(clippy::large_enum_variant, reason = "leaves are few and live long")]
 enum State {
     /// `slot` is where an optimiser wants the gradient written: a view of its flat gradient buffer.
     Leaf {
@@ -211,7 +212,8 @@ impl Tensor {
     }
 
     /// The gradient collected so far, of this tensor's shape and dtype; None before the first [`Tensor::backward`], for
-    /// tensors that are no leaf, and after [`Tensor::zero_grad`].
+    /// tensors that are no leaf, and after [`Tensor::zero_grad`]. The handle shares its storage: the next backward may
+    /// write there, so keep a `clone()`.
     pub fn grad(&self) -> Option<Tensor> {
         match &*self.node.as_ref()?.state() {
             State::Leaf { grad, .. } => grad.as_ref().map(Tensor::shallow_clone),
