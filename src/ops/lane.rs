@@ -15,6 +15,7 @@ pub(crate) trait Lane: bytemuck::Pod + PartialOrd + Send + Sync + std::fmt::Debu
     fn from_f64(x: f64) -> Self;
     fn from_i32(x: i32) -> Self;
     fn from_i64(x: i64) -> Self;
+    fn from_u32(x: u32) -> Self;
     fn from_scalar(x: Scalar) -> Self;
     fn to_f32(self) -> f32;
     fn to_f64(self) -> f64;
@@ -78,6 +79,10 @@ macro_rules! conversions {
             x as $t
         }
         #[inline(always)]
+        fn from_u32(x: u32) -> Self {
+            x as $t
+        }
+        #[inline(always)]
         fn from_i64(x: i64) -> Self {
             x as $t
         }
@@ -87,7 +92,7 @@ macro_rules! conversions {
         }
         #[inline(always)]
         fn truth(b: bool) -> Self {
-            u8::from(b) as $t
+            if b { 1 as $t } else { 0 as $t }
         }
         methods! {
             to_f32(self) -> f32 = self as f32;

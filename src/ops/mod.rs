@@ -12,6 +12,7 @@ pub(crate) mod convert;
 mod copy;
 mod cpu_map;
 mod derivative;
+mod elementwise;
 pub mod expr;
 mod formulas;
 mod gather;
@@ -25,15 +26,12 @@ mod opencl_map;
 pub(crate) mod philox;
 mod primitives;
 pub(crate) mod program;
+mod random;
 pub(crate) mod reduce;
 mod row;
-#[macro_use]
 mod rows;
-mod random;
 pub(crate) mod source;
-#[macro_use]
 pub mod table;
-mod elementwise;
 pub(crate) mod tiles;
 
 pub use expr::Expr;

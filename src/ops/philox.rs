@@ -7,6 +7,10 @@
 //! subtractions and multiplications only. Those are rounded exactly everywhere (division, square root and the library's
 //! functions are not), so the bits are the same on every device; `kernels/prelude.cl` repeats it step by step.
 
+use std::marker::PhantomData;
+
+use pulp::{Arch, Simd, WithSimd};
+
 use crate::device::cpu::math::{cos_small, log_near_one, sin_small};
 
 /// Which random numbers: `key` is the user's seed, `stream` counts the draws made from it.
@@ -22,13 +26,12 @@ const ROUNDS: usize = 10;
 const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 
-/// Blocks computed side by side, so that the compiler can put them in vector lanes.
-const WIDE: usize = 8;
+/// Blocks computed side by side, in the lanes of vector registers.
+const WIDE: usize = 32;
 
 /// The four words of one block.
 #[inline(always)]
-fn block(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
-    let ([mut x0, mut x1, mut x2, mut x3], [mut k0, mut k1]) = (counter, key);
+fn block([mut x0, mut x1, mut x2, mut x3]: [u32; 4], [mut k0, mut k1]: [u32; 2]) -> [u32; 4] {
     for _ in 0..ROUNDS {
         let a = u64::from(MULTIPLIERS[0]) * u64::from(x0);
         let b = u64::from(MULTIPLIERS[1]) * u64::from(x2);
@@ -39,65 +42,95 @@ fn block(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
     [x0, x1, x2, x3]
 }
 
+/// The numbers of four elements from the words of their block.
+pub(crate) trait Draw {
+    type Number: Copy + Default;
+    fn draw(words: [u32; 4]) -> [Self::Number; 4];
+}
+
+/// The bits as they are.
+pub(crate) struct Bits;
+/// Uniform numbers in [0, 1), multiples of 2⁻²⁴.
+pub(crate) struct Uniform;
+/// Normal numbers.
+pub(crate) struct Normal;
+
+impl Draw for Bits {
+    type Number = u32;
+
+    #[inline(always)]
+    fn draw(words: [u32; 4]) -> [u32; 4] {
+        words
+    }
+}
+
+impl Draw for Uniform {
+    type Number = f32;
+
+    #[inline(always)]
+    fn draw(words: [u32; 4]) -> [f32; 4] {
+        words.map(|bits| (bits >> 8) as f32 * (1.0 / 16_777_216.0))
+    }
+}
+
+impl Draw for Normal {
+    type Number = f32;
+
+    #[inline(always)]
+    fn draw([a, b, c, d]: [u32; 4]) -> [f32; 4] {
+        let ([x, y], [z, w]) = (normal_pair(a, b), normal_pair(c, d));
+        [x, y, z, w]
+    }
+}
+
 impl Seed {
-    #[inline(always)]
-    fn block(self, index: u64) -> [u32; 4] {
-        let words = |x: u64| [x as u32, (x >> 32) as u32];
-        let ([c0, c1], [c2, c3]) = (words(index), words(self.stream));
-        block([c0, c1, c2, c3], words(self.key))
+    /// Fills `out` with the numbers of the elements from `first` on.
+    pub(crate) fn fill<D: Draw, C>(self, arch: Arch, first: u64, out: &mut [C], convert: impl Fn(D::Number) -> C) {
+        arch.dispatch(Fill::<C, D, _> { seed: self, first, out, convert, draw: PhantomData });
     }
+}
 
-    /// Calls `f(i, value)` for the elements `first + i`, `i` in `0..len`, with `value = finish(block)[lane]`.
+struct Fill<'a, C, D, F> {
+    seed: Seed,
+    first: u64,
+    out: &'a mut [C],
+    convert: F,
+    draw: PhantomData<D>,
+}
+
+impl<C, D: Draw, F: Fn(D::Number) -> C> WithSimd for Fill<'_, C, D, F> {
+    type Output = ();
+
     #[inline(always)]
-    fn each<T: Copy + Default>(
-        self,
-        first: u64,
-        len: usize,
-        finish: impl Fn([u32; 4]) -> [T; 4],
-        mut f: impl FnMut(usize, T),
-    ) {
-        let skip = (first % 4) as usize;
-        let blocks = (skip + len).div_ceil(4);
-        for base in (0..blocks).step_by(WIDE) {
-            let mut wide = [[T::default(); 4]; WIDE];
-            for (k, out) in wide.iter_mut().enumerate() {
-                *out = finish(self.block((first / 4).wrapping_add((base + k) as u64)));
+    fn with_simd<S: Simd>(self, _: S) {
+        let (key, stream) = (words(self.seed.key), words(self.seed.stream));
+        let (mut out, group) = (self.out, 4 * WIDE as u64);
+        let mut start = self.first / group * WIDE as u64; // aligned, so that the low words do not carry
+        let mut skip = (self.first % group) as usize;
+        while !out.is_empty() {
+            let [low, high] = words(start);
+            let mut lanes = [[D::Number::default(); WIDE]; 4];
+            let [x, y, z, w] = &mut lanes;
+            for i in 0..WIDE {
+                [x[i], y[i], z[i], w[i]] = D::draw(block([low | i as u32, high, stream[0], stream[1]], key));
             }
-            let values = wide.as_flattened();
-            let from = if base == 0 { skip } else { 0 };
-            let to = values.len().min(skip + len - 4 * base);
-            for (k, &value) in values[from..to].iter().enumerate() {
-                f(4 * base + from + k - skip, value);
+            let n = (4 * WIDE - skip).min(out.len());
+            let (now, rest) = out.split_at_mut(n);
+            if n == 4 * WIDE {
+                for (i, four) in now.chunks_exact_mut(4).enumerate() {
+                    (0..4).for_each(|k| four[k] = (self.convert)(lanes[k][i]));
+                }
+            } else {
+                now.iter_mut().zip(skip..).for_each(|(o, e)| *o = (self.convert)(lanes[e % 4][e / 4]));
             }
+            (out, skip, start) = (rest, 0, start.wrapping_add(WIDE as u64));
         }
-    }
-
-    /// The bits of the elements `first..first + out.len()`.
-    #[inline(always)]
-    pub(crate) fn bits<C>(self, first: u64, out: &mut [C], convert: impl Fn(u32) -> C) {
-        self.each(first, out.len(), |b| b, |i, bits| out[i] = convert(bits));
-    }
-
-    /// Uniform numbers in [0, 1), multiples of 2⁻²⁴.
-    #[inline(always)]
-    pub(crate) fn uniform<C>(self, first: u64, out: &mut [C], convert: impl Fn(f32) -> C) {
-        self.each(first, out.len(), |b| b, |i, bits| out[i] = convert(unit(bits)));
-    }
-
-    /// Normal numbers.
-    #[inline(always)]
-    pub(crate) fn normal<C>(self, first: u64, out: &mut [C], convert: impl Fn(f32) -> C) {
-        let pairs = |[a, b, c, d]: [u32; 4]| {
-            let ([x, y], [z, w]) = (normal_pair(a, b), normal_pair(c, d));
-            [x, y, z, w]
-        };
-        self.each(first, out.len(), pairs, |i, x| out[i] = convert(x));
     }
 }
 
 #[inline(always)]
-fn unit(bits: u32) -> f32 {
-    (bits >> 8) as f32 * (1.0 / 16_777_216.0)
+fn words(x: u64) -> [u32; 2] {
+    [x as u32, (x >> 32) as u32]
 }
 
 /// Two independent normal numbers from two words. Every operation here is rounded exactly, none is fused.
@@ -150,16 +183,16 @@ mod tests {
     fn every_window_sees_the_same_numbers() {
         let seed = Seed { key: 0x0123_4567_89ab_cdef, stream: 7 << 33 };
         let mut all = vec![0; 200];
-        seed.bits(0, &mut all, |b| b);
+        seed.fill::<Bits, _>(Arch::new(), 0, &mut all, |b| b);
         for first in 0..70 {
             for len in [0, 1, 2, 3, 4, 5, 31, 32, 33, 100] {
                 let mut part = vec![0; len];
-                seed.bits(first as u64, &mut part, |b| b);
+                seed.fill::<Bits, _>(Arch::new(), first as u64, &mut part, |b| b);
                 assert_eq!(part, all[first..first + len], "{first} {len}");
             }
         }
         let mut far = [0; 8]; // the counter's upper word
-        seed.bits(1 << 40, &mut far, |b| b);
+        seed.fill::<Bits, _>(Arch::new(), 1 << 40, &mut far, |b| b);
         assert_eq!(far[..4], block([0, 1 << 6, 0, 14], [0x89ab_cdef, 0x0123_4567]));
     }
 
@@ -168,8 +201,8 @@ mod tests {
         let seed = Seed { key: 42, stream: 0 };
         let n = 400_000;
         let (mut bits, mut x) = (vec![0; n], vec![0.0; n]);
-        seed.bits(0, &mut bits, |b| b);
-        seed.normal(0, &mut x, |x| x);
+        seed.fill::<Bits, _>(Arch::new(), 0, &mut bits, |b| b);
+        seed.fill::<Normal, _>(Arch::new(), 0, &mut x, |x| x);
         for (b, x) in bits.chunks(2).zip(x.chunks(2)) {
             let u = ((b[0] >> 8) + 1) as f64 / 16_777_216.0;
             let angle = std::f64::consts::TAU * f64::from(b[1] >> 8) / 16_777_216.0;

@@ -278,3 +278,5 @@ macro_rules! rows {
         }
     };
 }
+
+pub(crate) use rows;

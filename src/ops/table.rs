@@ -8,6 +8,7 @@ use std::fmt;
 use std::sync::OnceLock;
 
 use super::expr::Expr;
+use super::rows::rows;
 
 /// What a row makes of its operands' dtype.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -155,7 +156,7 @@ macro_rules! derivative {
 
 rows!(define);
 
-/// Makes the methods of `Tensor`: `rows!(methods);` after `apply_row` and `apply_row_`.
+/// Makes the methods of `Tensor`: `rows!(methods);` beside `apply_row` and `apply_row_`.
 macro_rules! methods {
     ($(
         $(#[doc = $doc:literal])+
@@ -202,11 +203,13 @@ macro_rules! methods {
     };
 }
 
+pub(crate) use methods;
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ops::Seed;
     use crate::ops::lane::Lane;
+    use crate::ops::philox::{Seed, Uniform};
     use crate::ops::program::Program;
     use crate::ops::tiles::{Scratch, TILE, Tile, TileIn};
 
@@ -214,7 +217,7 @@ mod tests {
     fn points(row: &Row) -> Vec<Vec<f64>> {
         let column = |(k, &(low, high)): (usize, &(f64, f64))| {
             let mut u = vec![0.0; TILE];
-            Seed { key: 7, stream: k as u64 }.uniform(0, &mut u, f64::from);
+            Seed { key: 7, stream: k as u64 }.fill::<Uniform, _>(pulp::Arch::new(), 0, &mut u, f64::from);
             u.iter().map(|u| f64::from((low + u * (high - low)) as f32)).collect()
         };
         row.domain.iter().enumerate().map(column).collect()

@@ -4,11 +4,13 @@
 //! the processor turns out to have. Inputs are slices read in place, or one number for the whole tile; whatever is
 //! computed from such numbers alone is computed once a tile.
 
-use pulp::Arch;
+use std::marker::PhantomData;
+
+use pulp::{Arch, Simd, WithSimd};
 
 use super::expr::{Binary, Leaf, Op, Unary};
 use super::lane::Lane;
-use super::philox::Seed;
+use super::philox::{Bits, Normal, Seed, Uniform};
 use super::program::{Action, Program, Value};
 use crate::{Compute, Scalar};
 
@@ -142,120 +144,159 @@ fn copy<C: Lane>(a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
 }
 
 fn random<C: Lane>(arch: Arch, leaf: Leaf, seeds: &[Seed], first: u64, dst: &mut [C]) -> Option<C> {
-    arch.dispatch(|| match leaf {
-        Leaf::Uniform(i) => seeds[i].uniform(first, dst, C::from_f32),
-        Leaf::Normal(i) => seeds[i].normal(first, dst, C::from_f32),
-        Leaf::Bits(i) => seeds[i].bits(first, dst, |b| C::from_i64(i64::from(b))),
+    match leaf {
+        Leaf::Uniform(i) => seeds[i].fill::<Uniform, C>(arch, first, dst, C::from_f32),
+        Leaf::Normal(i) => seeds[i].fill::<Normal, C>(arch, first, dst, C::from_f32),
+        Leaf::Bits(i) => seeds[i].fill::<Bits, C>(arch, first, dst, C::from_u32),
         _ => unreachable!("other leaves are operands"),
-    });
-    None
-}
-
-#[inline(always)]
-fn map<C: Lane>(arch: Arch, a: TileIn<'_, C>, dst: &mut [C], f: impl Fn(C) -> C) -> Option<C> {
-    match a {
-        TileIn::Slice(a) => arch.dispatch(|| dst.iter_mut().zip(a).for_each(|(d, &x)| *d = f(x))),
-        TileIn::Scalar(x) => return Some(f(x)),
     }
     None
 }
 
+/// A primitive on one element of each operand. A type, not a closure: its method is certain to be inlined into the
+/// loop that is compiled for the vector units, and code that is not does not use them.
+trait Function<X, C> {
+    fn call(x: X) -> C;
+}
+
+struct Loop<'a, C, I, F> {
+    dst: &'a mut [C],
+    args: I,
+    function: PhantomData<F>,
+}
+
+impl<C, I: Iterator, F: Function<I::Item, C>> WithSimd for Loop<'_, C, I, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        for (d, x) in self.dst.iter_mut().zip(self.args) {
+            *d = F::call(x);
+        }
+    }
+}
+
 #[inline(always)]
-fn map2<C: Lane>(arch: Arch, a: TileIn<'_, C>, b: TileIn<'_, C>, dst: &mut [C], f: impl Fn(C, C) -> C) -> Option<C> {
+fn run<C, I: Iterator, F: Function<I::Item, C>>(arch: Arch, dst: &mut [C], args: I) -> Option<C> {
+    arch.dispatch(Loop::<C, I, F> { dst, args, function: PhantomData });
+    None
+}
+
+#[inline(always)]
+fn map<C: Lane, F: Function<C, C>>(arch: Arch, a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
+    match a {
+        TileIn::Slice(a) => run::<C, _, F>(arch, dst, a.iter().copied()),
+        TileIn::Scalar(x) => Some(F::call(x)),
+    }
+}
+
+#[inline(always)]
+fn map2<C: Lane, F: Function<(C, C), C>>(arch: Arch, a: TileIn<'_, C>, b: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
     use TileIn::{Scalar, Slice};
     match (a, b) {
-        (Slice(a), Slice(b)) => {
-            arch.dispatch(|| dst.iter_mut().zip(a).zip(b).for_each(|((d, &x), &y)| *d = f(x, y)));
-        }
-        (Slice(a), Scalar(y)) => arch.dispatch(|| dst.iter_mut().zip(a).for_each(|(d, &x)| *d = f(x, y))),
-        (Scalar(x), Slice(b)) => arch.dispatch(|| dst.iter_mut().zip(b).for_each(|(d, &y)| *d = f(x, y))),
-        (Scalar(x), Scalar(y)) => return Some(f(x, y)),
+        (Slice(a), Slice(b)) => run::<C, _, F>(arch, dst, a.iter().copied().zip(b.iter().copied())),
+        (Slice(a), Scalar(y)) => run::<C, _, F>(arch, dst, a.iter().map(|&x| (x, y))),
+        (Scalar(x), Slice(b)) => run::<C, _, F>(arch, dst, b.iter().map(|&y| (x, y))),
+        (Scalar(x), Scalar(y)) => Some(F::call((x, y))),
     }
-    None
 }
 
 fn unary<C: Lane>(arch: Arch, op: Unary, a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
+    macro_rules! each {
+        ($method:ident) => {{
+            struct F;
+            impl<C: Lane> Function<C, C> for F {
+                #[inline(always)]
+                fn call(x: C) -> C {
+                    x.$method()
+                }
+            }
+            map::<C, F>(arch, a, dst)
+        }};
+    }
     match op {
-        Unary::Neg => map(arch, a, dst, |x| x.neg()),
-        Unary::Abs => map(arch, a, dst, |x| x.abs()),
-        Unary::Floor => map(arch, a, dst, |x| x.floor()),
-        Unary::Ceil => map(arch, a, dst, |x| x.ceil()),
-        Unary::Round => map(arch, a, dst, |x| x.round()),
-        Unary::Trunc => map(arch, a, dst, |x| x.trunc()),
-        Unary::Sqrt => map(arch, a, dst, |x| x.sqrt()),
-        Unary::Exp => map(arch, a, dst, |x| x.exp()),
-        Unary::Log => map(arch, a, dst, |x| x.log()),
-        Unary::Expm1 => map(arch, a, dst, |x| x.expm1()),
-        Unary::Log1p => map(arch, a, dst, |x| x.log1p()),
-        Unary::Sin => periodic(arch, a, dst, |x| x.sin(), f64::sin),
-        Unary::Cos => periodic(arch, a, dst, |x| x.cos(), f64::cos),
-        Unary::Tanh => map(arch, a, dst, |x| x.tanh()),
-        Unary::Erf => map(arch, a, dst, |x| x.erf()),
-        Unary::Atan => map(arch, a, dst, |x| x.atan()),
-        Unary::Sigmoid => map(arch, a, dst, |x| x.sigmoid()),
+        Unary::Neg => each!(neg),
+        Unary::Abs => each!(abs),
+        Unary::Floor => each!(floor),
+        Unary::Ceil => each!(ceil),
+        Unary::Round => each!(round),
+        Unary::Trunc => each!(trunc),
+        Unary::Sqrt => each!(sqrt),
+        Unary::Exp => each!(exp),
+        Unary::Log => each!(log),
+        Unary::Expm1 => each!(expm1),
+        Unary::Log1p => each!(log1p),
+        Unary::Sin => large_angles(each!(sin), a, dst, f64::sin),
+        Unary::Cos => large_angles(each!(cos), a, dst, f64::cos),
+        Unary::Tanh => each!(tanh),
+        Unary::Erf => each!(erf),
+        Unary::Atan => each!(atan),
+        Unary::Sigmoid => each!(sigmoid),
     }
 }
 
-/// Sine and cosine: `f` for all, and f64's function again for the few arguments too large for `f`.
-#[inline(always)]
-fn periodic<C: Lane>(
-    arch: Arch,
-    a: TileIn<'_, C>,
-    dst: &mut [C],
-    f: impl Fn(C) -> C,
-    exact: fn(f64) -> f64,
-) -> Option<C> {
+/// Mends what `sin` and `cos` made of the few arguments that are too large for them, through f64's functions.
+fn large_angles<C: Lane>(made: Option<C>, a: TileIn<'_, C>, dst: &mut [C], exact: fn(f64) -> f64) -> Option<C> {
     let exactly = |x: C| C::from_f64(exact(x.to_f64()));
     match a {
-        TileIn::Scalar(x) => Some(exactly(x)),
-        TileIn::Slice(a) => {
-            map(arch, TileIn::Slice(a), dst, f);
-            if a.iter().any(|x| x.is_huge_angle()) {
-                dst.iter_mut().zip(a).filter(|(_, x)| x.is_huge_angle()).for_each(|(d, &x)| *d = exactly(x));
-            }
-            None
+        TileIn::Scalar(x) if x.is_huge_angle() => return Some(exactly(x)),
+        TileIn::Slice(a) if a.iter().any(|x| x.is_huge_angle()) => {
+            dst.iter_mut().zip(a).filter(|(_, x)| x.is_huge_angle()).for_each(|(d, &x)| *d = exactly(x));
         }
+        _ => {}
     }
+    made
 }
 
 fn binary<C: Lane>(arch: Arch, op: Binary, a: TileIn<'_, C>, b: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
+    macro_rules! each {
+        ($x:ident, $y:ident => $e:expr) => {{
+            struct F;
+            impl<C: Lane> Function<(C, C), C> for F {
+                #[inline(always)]
+                fn call(($x, $y): (C, C)) -> C {
+                    $e
+                }
+            }
+            map2::<C, F>(arch, a, b, dst)
+        }};
+    }
     match op {
-        Binary::Add => map2(arch, a, b, dst, |x, y| x.add(y)),
-        Binary::Sub => map2(arch, a, b, dst, |x, y| x.sub(y)),
-        Binary::Mul => map2(arch, a, b, dst, |x, y| x.mul(y)),
-        Binary::Div => map2(arch, a, b, dst, |x, y| x.div(y)),
-        Binary::Rem => map2(arch, a, b, dst, |x, y| x.rem(y)),
-        Binary::Pow => map2(arch, a, b, dst, |x, y| x.pow(y)),
-        Binary::Max => map2(arch, a, b, dst, |x, y| x.max(y)),
-        Binary::Min => map2(arch, a, b, dst, |x, y| x.min(y)),
-        Binary::Lt => map2(arch, a, b, dst, |x, y| C::truth(x < y)),
-        Binary::Le => map2(arch, a, b, dst, |x, y| C::truth(x <= y)),
-        Binary::Eq => map2(arch, a, b, dst, |x, y| C::truth(x == y)),
+        Binary::Add => each!(x, y => x.add(y)),
+        Binary::Sub => each!(x, y => x.sub(y)),
+        Binary::Mul => each!(x, y => x.mul(y)),
+        Binary::Div => each!(x, y => x.div(y)),
+        Binary::Rem => each!(x, y => x.rem(y)),
+        Binary::Pow => each!(x, y => x.pow(y)),
+        Binary::Max => each!(x, y => x.max(y)),
+        Binary::Min => each!(x, y => x.min(y)),
+        Binary::Lt => each!(x, y => C::truth(x < y)),
+        Binary::Le => each!(x, y => C::truth(x <= y)),
+        Binary::Eq => each!(x, y => C::truth(x == y)),
     }
 }
 
 fn select<C: Lane>(arch: Arch, c: TileIn<'_, C>, a: TileIn<'_, C>, b: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
     use TileIn::{Scalar, Slice};
-    let Slice(c) = c else {
-        let Scalar(c) = c else { unreachable!() };
-        return copy(if c.is_true() { a } else { b }, dst);
-    };
-    let dst = dst.iter_mut().zip(c);
-    match (a, b) {
-        (Slice(a), Slice(b)) => {
-            arch.dispatch(|| dst.zip(a).zip(b).for_each(|(((d, c), &x), &y)| *d = if c.is_true() { x } else { y }));
-        }
-        (Slice(a), Scalar(y)) => {
-            arch.dispatch(|| dst.zip(a).for_each(|((d, c), &x)| *d = if c.is_true() { x } else { y }));
-        }
-        (Scalar(x), Slice(b)) => {
-            arch.dispatch(|| dst.zip(b).for_each(|((d, c), &y)| *d = if c.is_true() { x } else { y }));
-        }
-        (Scalar(x), Scalar(y)) => {
-            arch.dispatch(|| dst.for_each(|(d, c)| *d = if c.is_true() { x } else { y }));
+    struct F;
+    impl<C: Lane> Function<(C, C, C), C> for F {
+        #[inline(always)]
+        fn call((c, x, y): (C, C, C)) -> C {
+            if c.is_true() { x } else { y }
         }
     }
-    None
+    let c = match c {
+        Slice(c) => c.iter().copied(),
+        Scalar(c) => return copy(if c.is_true() { a } else { b }, dst),
+    };
+    match (a, b) {
+        (Slice(a), Slice(b)) => {
+            run::<C, _, F>(arch, dst, c.zip(a.iter().copied()).zip(b.iter().copied()).map(|((c, x), y)| (c, x, y)))
+        }
+        (Slice(a), Scalar(y)) => run::<C, _, F>(arch, dst, c.zip(a.iter().copied()).map(|(c, x)| (c, x, y))),
+        (Scalar(x), Slice(b)) => run::<C, _, F>(arch, dst, c.zip(b.iter().copied()).map(|(c, y)| (c, x, y))),
+        (Scalar(x), Scalar(y)) => run::<C, _, F>(arch, dst, c.map(|c| (c, x, y))),
+    }
 }
 
 #[cfg(test)]

@@ -9,6 +9,8 @@
 //! `expm1`, `sin`, `cos`, `tanh`, `erf` and `atan`, and below 3 for `sigmoid` (the tests assert it over every exponent,
 //! subnormal numbers too). NaN, infinities and signed zeros are as in C99.
 
+#![allow(clippy::excessive_precision)] // nine digits name an f32 exactly; clippy would cut some to eight
+
 use std::f32::consts::{LOG2_E, PI};
 
 /// Adding and subtracting it rounds an f32 below 2²² to an integer, which is then in the low bits.
