@@ -2,9 +2,9 @@
 
 use super::convert::store_tile;
 use super::expr::{Binary, Unary};
+use super::kernels::PRELUDE;
 use super::lane::Lane;
 use super::program::Program;
-use super::source::PRELUDE;
 use super::tiles::{Scratch, TILE, Tile, TileIn};
 use super::{Expr, Seed};
 use crate::device::opencl::{self, Arg, ClBuffer, ClDevice};

@@ -18,7 +18,7 @@ pub(crate) struct KernelKey {
 }
 
 /// OpenCL C common to every kernel: storage types, loads and stores, random bits.
-const PRELUDE: &str = include_str!("../../kernels/prelude.cl");
+pub(super) const PRELUDE: &str = include_str!("../../kernels/prelude.cl");
 
 /// The kernel of this key, from the cache or built from `source` (without the prelude); `entry` is its name there.
 pub(crate) fn kernel(

@@ -85,8 +85,8 @@ impl Draw for Normal {
 
 impl Seed {
     /// Fills `out` with the numbers of the elements from `first` on.
-    pub(crate) fn fill<D: Draw, C>(self, arch: Arch, first: u64, out: &mut [C], convert: impl Fn(D::Number) -> C) {
-        arch.dispatch(Fill::<C, D, _> { seed: self, first, out, convert, draw: PhantomData });
+    pub(crate) fn fill<D: Draw, C>(self, first: u64, out: &mut [C], convert: impl Fn(D::Number) -> C) {
+        Arch::new().dispatch(Fill::<C, D, _> { seed: self, first, out, convert, draw: PhantomData });
     }
 }
 
@@ -183,16 +183,16 @@ mod tests {
     fn every_window_sees_the_same_numbers() {
         let seed = Seed { key: 0x0123_4567_89ab_cdef, stream: 7 << 33 };
         let mut all = vec![0; 200];
-        seed.fill::<Bits, _>(Arch::new(), 0, &mut all, |b| b);
+        seed.fill::<Bits, _>(0, &mut all, |b| b);
         for first in 0..70 {
             for len in [0, 1, 2, 3, 4, 5, 31, 32, 33, 100] {
                 let mut part = vec![0; len];
-                seed.fill::<Bits, _>(Arch::new(), first as u64, &mut part, |b| b);
+                seed.fill::<Bits, _>(first as u64, &mut part, |b| b);
                 assert_eq!(part, all[first..first + len], "{first} {len}");
             }
         }
         let mut far = [0; 8]; // the counter's upper word
-        seed.fill::<Bits, _>(Arch::new(), 1 << 40, &mut far, |b| b);
+        seed.fill::<Bits, _>(1 << 40, &mut far, |b| b);
         assert_eq!(far[..4], block([0, 1 << 6, 0, 14], [0x89ab_cdef, 0x0123_4567]));
     }
 
@@ -201,8 +201,8 @@ mod tests {
         let seed = Seed { key: 42, stream: 0 };
         let n = 400_000;
         let (mut bits, mut x) = (vec![0; n], vec![0.0; n]);
-        seed.fill::<Bits, _>(Arch::new(), 0, &mut bits, |b| b);
-        seed.fill::<Normal, _>(Arch::new(), 0, &mut x, |x| x);
+        seed.fill::<Bits, _>(0, &mut bits, |b| b);
+        seed.fill::<Normal, _>(0, &mut x, |x| x);
         for (b, x) in bits.chunks(2).zip(x.chunks(2)) {
             let u = ((b[0] >> 8) + 1) as f64 / 16_777_216.0;
             let angle = std::f64::consts::TAU * f64::from(b[1] >> 8) / 16_777_216.0;

@@ -7,7 +7,7 @@ use std::sync::{Mutex, PoisonError};
 
 use super::elementwise::{self, Params};
 use super::expr::Expr;
-use super::philox::Seed;
+use super::philox::{Bits, Seed};
 use crate::tensor::TensorOptions;
 use crate::{DType, Error, Result, Scalar, Shape, Tensor};
 
@@ -110,7 +110,7 @@ impl Tensor {
     pub fn randperm(n: usize, device: crate::Device) -> Result<Tensor> {
         let mut order: Vec<i64> = (0..n as i64).collect();
         let mut words = vec![0i64; 2 * n];
-        next_seed().bits(0, &mut words, i64::from);
+        next_seed().fill::<Bits, _>(0, &mut words, i64::from);
         for i in (1..n).rev() {
             let bits = (words[2 * i] as u64) << 32 | words[2 * i + 1] as u64;
             order.swap(i, ((u128::from(bits) * (i as u128 + 1)) >> 64) as usize);

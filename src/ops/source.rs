@@ -9,9 +9,6 @@ use super::expr::{Args, Binary, Dag, Leaf, Op, Unary};
 use super::program::Program;
 use crate::Compute;
 
-/// What every kernel's source starts with: storage types, conversions, random numbers.
-pub(crate) const PRELUDE: &str = include_str!("../../kernels/prelude.cl");
-
 impl Program {
     /// A function `void name(inputs, scalars, seeds, index, fault, outputs)` in OpenCL C (after `prelude.cl`):
     ///

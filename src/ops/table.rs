@@ -30,6 +30,9 @@ pub enum Accepts {
     Float,
 }
 
+/// Made of the operands and the scalar arguments.
+type Formula<T> = fn(&[Expr], &[Expr]) -> T;
+
 /// One elementwise operation.
 #[non_exhaustive]
 pub struct Row {
@@ -52,8 +55,8 @@ pub struct Row {
     pub domain: &'static [(f64, f64)],
     /// The operation in f64 on one element of each operand and the scalar arguments, written without [`Expr`].
     pub reference: fn(&[f64], &[f64]) -> f64,
-    formula: fn(&[Expr], &[Expr]) -> Expr,
-    derivative: Option<fn(&[Expr], &[Expr]) -> Vec<Expr>>,
+    formula: Formula<Expr>,
+    derivative: Option<Formula<Vec<Expr>>>,
     made: OnceLock<Made>,
 }
 
@@ -217,7 +220,7 @@ mod tests {
     fn points(row: &Row) -> Vec<Vec<f64>> {
         let column = |(k, &(low, high)): (usize, &(f64, f64))| {
             let mut u = vec![0.0; TILE];
-            Seed { key: 7, stream: k as u64 }.fill::<Uniform, _>(pulp::Arch::new(), 0, &mut u, f64::from);
+            Seed { key: 7, stream: k as u64 }.fill::<Uniform, _>(0, &mut u, f64::from);
             u.iter().map(|u| f64::from((low + u * (high - low)) as f32)).collect()
         };
         row.domain.iter().enumerate().map(column).collect()

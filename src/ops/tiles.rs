@@ -101,7 +101,7 @@ impl Program {
             let arch = scratch.arch;
             let uniform = match step.action {
                 Action::Copy => copy(operand(0), dst),
-                Action::Compute(Op::Leaf(leaf)) => random(arch, leaf, tile.seeds, tile.first, dst),
+                Action::Compute(Op::Leaf(leaf)) => random(leaf, tile.seeds, tile.first, dst),
                 Action::Compute(Op::Unary(op)) => unary(arch, op, operand(0), dst),
                 Action::Compute(Op::Binary(op)) => {
                     let (a, b) = (operand(0), operand(1));
@@ -143,11 +143,11 @@ fn copy<C: Lane>(a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
     None
 }
 
-fn random<C: Lane>(arch: Arch, leaf: Leaf, seeds: &[Seed], first: u64, dst: &mut [C]) -> Option<C> {
+fn random<C: Lane>(leaf: Leaf, seeds: &[Seed], first: u64, dst: &mut [C]) -> Option<C> {
     match leaf {
-        Leaf::Uniform(i) => seeds[i].fill::<Uniform, C>(arch, first, dst, C::from_f32),
-        Leaf::Normal(i) => seeds[i].fill::<Normal, C>(arch, first, dst, C::from_f32),
-        Leaf::Bits(i) => seeds[i].fill::<Bits, C>(arch, first, dst, C::from_u32),
+        Leaf::Uniform(i) => seeds[i].fill::<Uniform, C>(first, dst, C::from_f32),
+        Leaf::Normal(i) => seeds[i].fill::<Normal, C>(first, dst, C::from_f32),
+        Leaf::Bits(i) => seeds[i].fill::<Bits, C>(first, dst, C::from_u32),
         _ => unreachable!("other leaves are operands"),
     }
     None
