@@ -20,7 +20,7 @@ fn after(device: Device, step: &str, note: &str) -> claystone::Result<()> {
     let s = device.memory_stats()?;
     println!("{step}");
     println!(
-        "    {} live allocations: {} bytes asked for, {} handed out, {} held from the driver",
+        "    live allocations {}: {} bytes asked for, {} handed out, {} held from the driver",
         s.allocation.current, s.requested_bytes.current, s.allocated_bytes.current, s.reserved_bytes.current
     );
     println!("    {note}\n");

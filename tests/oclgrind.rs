@@ -2,6 +2,8 @@
 //! finds accesses out of bounds, data races between work-items and wrong use of the API; what the kernels compute is
 //! compared with the CPU device here, whatever OpenCL device runs it.
 
+use std::sync::{Mutex, PoisonError};
+
 use claystone::nn::{Activation, Linear, Module, Sequential};
 use claystone::optim::{AdamW, AdamWConfig, Optimizer, Sgd, SgdConfig};
 use claystone::{DType, Device, Result, Tensor, manual_seed};
@@ -26,6 +28,9 @@ fn devices() -> Vec<Device> {
 /// Runs `f` on each OpenCL device and on the CPU with the same seed; the results have to agree.
 fn agree(tolerance: f64, f: impl Fn(Device) -> Result<Vec<Tensor>>) {
     let run = |device| {
+        // The seed is the process's: one test at a time.
+        static SEED: Mutex<()> = Mutex::new(());
+        let _alone = SEED.lock().unwrap_or_else(PoisonError::into_inner);
         manual_seed(3);
         let tensors = f(device).unwrap();
         tensors.iter().map(|t| t.to_dtype(DType::F64).unwrap().to_vec::<f64>().unwrap()).collect::<Vec<_>>()

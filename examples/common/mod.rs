@@ -71,17 +71,18 @@ pub fn span(values: impl Iterator<Item = f64>) -> Range<f64> {
     if lo < hi { lo..hi } else { lo - 1.0..lo + 1.0 }
 }
 
-/// Draws curves over linear axes with a legend. Labels are `(title, x axis, y axis)`.
+/// Draws curves over a logarithmic y axis, with a legend. Labels are `(title, x axis, y axis)`.
 pub fn plot(path: &Path, labels: (&str, &str, &str), curves: &[Curve]) -> Outcome {
     let area = canvas(path, (720, 420))?;
     let points = || curves.iter().flat_map(|c| c.points.iter());
-    let top = span(points().map(|p| p.1)).end;
+    let heights = span(points().map(|p| p.1).filter(|&y| y > 0.0));
+    let floor = heights.start * 0.8; // where a 0 is drawn
     let mut chart = ChartBuilder::on(&area)
         .caption(labels.0, ("sans-serif", 20))
         .margin(12)
         .x_label_area_size(40)
         .y_label_area_size(52)
-        .build_cartesian_2d(span(points().map(|p| p.0)), 0.0..top * 1.05)?;
+        .build_cartesian_2d(span(points().map(|p| p.0)), (floor..heights.end * 1.3).log_scale())?;
     chart
         .configure_mesh()
         .x_label_formatter(&|x| format!("{x:.0}"))
@@ -92,11 +93,16 @@ pub fn plot(path: &Path, labels: (&str, &str, &str), curves: &[Curve]) -> Outcom
     for (i, curve) in curves.iter().enumerate() {
         let style = colour(i).stroke_width(2);
         chart
-            .draw_series(LineSeries::new(curve.points.iter().copied(), style))?
+            .draw_series(LineSeries::new(curve.points.iter().map(|&(x, y)| (x, y.max(floor))), style))?
             .label(&curve.name)
             .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], style));
     }
-    chart.configure_series_labels().background_style(WHITE.mix(0.8)).border_style(BLACK.mix(0.3)).draw()?;
+    chart
+        .configure_series_labels()
+        .position(SeriesLabelPosition::UpperRight)
+        .background_style(WHITE.mix(0.8))
+        .border_style(BLACK.mix(0.3))
+        .draw()?;
     area.present()?;
     Ok(())
 }
