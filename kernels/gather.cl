@@ -23,7 +23,7 @@ __kernel void gather(__global const V *x, ulong x_at, __global const CAT(T, _t) 
         y[y_at + p] = x[x_at + at * stride];
     } else {
         y[y_at + p] = 0;
-        record(word, 1, at, size);
+        fault_record(word, FAULT_INDEX, at, size);
     }
 }
 #endif
@@ -61,7 +61,7 @@ __kernel void scatter_add(__global const CAT(A, _t) *x, ulong x_at, __global con
                 const ACC sum = CAT(load_, A)(y, ya) + CAT(load_, A)(x, xa + (long)j * xs);
                 CAT(CAT(CAT(store_, A), _), ACC_NAME)(y, ya, sum);
             } else if (part == 0 && (at < 0 || at >= (long)size)) {
-                record(word, 1, at, size);
+                fault_record(word, FAULT_INDEX, at, size);
             }
         }
     }
@@ -85,6 +85,6 @@ __kernel void one_hot(__global const CAT(T, _t) *index, ulong index_at, __global
     const long at = CAT(load_, T)(index, index_at);
     y[y_at + p] = at == (long)c;
     if (c == 0 && (at < 0 || at >= (long)classes))
-        record(word, 1, at, classes);
+        fault_record(word, FAULT_INDEX, at, classes);
 }
 #endif

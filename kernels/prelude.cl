@@ -9,12 +9,15 @@
 #define CAT_(a, b) a##b
 #define CAT(a, b) CAT_(a, b)
 
-// Codes in word 0 of the fault buffer; the first fault stays.
-#define FAULT_DIVISION 2
-
-void fault_record(__global int* fault, int code)
+// Tells the host at its next wait what is wrong: {code, low half of the index, high half, size of its dimension}.
+// The codes FAULT_... are the host's. The first fault stays.
+void fault_record(volatile __global int* fault, int code, long index, ulong size)
 {
-    atomic_cmpxchg((volatile __global int*)fault, 0, code);
+    if (atomic_cmpxchg(fault, 0, code) == 0) {
+        fault[1] = (int)(index & 0xffffffffL);
+        fault[2] = (int)(index >> 32);
+        fault[3] = (int)min(size, (ulong)0x7fffffff);
+    }
 }
 
 // ---- storage types: f16 and bf16 are bits, bool is a byte of 0 or 1 ----
@@ -120,13 +123,13 @@ long mul_long(long a, long b) { return (long)((ulong)a * (ulong)b); }
 
 long div_long(long a, long b, __global int* fault)
 {
-    if (b == 0) fault_record(fault, FAULT_DIVISION);
+    if (b == 0) fault_record(fault, FAULT_DIVISION, 0, 0);
     return b == 0 ? 0 : b == -1 ? neg_long(a) : a / b;
 }
 
 long rem_long(long a, long b, __global int* fault)
 {
-    if (b == 0) fault_record(fault, FAULT_DIVISION);
+    if (b == 0) fault_record(fault, FAULT_DIVISION, 0, 0);
     return b == 0 || b == -1 ? 0 : a % b;
 }
 

@@ -152,7 +152,7 @@ __kernel
             if (valid)
                 l = lse - LOAD(x, at + target * stride);
             else if (lane == 0)
-                record(word, 3, target, n);
+                fault_record(word, FAULT_LABEL, target, n);
         }
         if (lane == 0 && inside) {
             block += l;

@@ -1,4 +1,4 @@
-// Comes after the prelude and before reduce.cl, row.cl and gather.cl: strided positions, 16-wide loads, faults.
+// Comes after the prelude and before reduce.cl, row.cl and gather.cl: strided positions, 16-wide loads.
 // IDX is uint where every count fits in 31 bits (64-bit division is slow on GPUs), else ulong.
 
 // Takes the index along dim k (from the innermost to 0) off the linear position i. No division for the outermost.
@@ -42,12 +42,3 @@ inline void store16_bf16(__global bf16_t *p, ulong i, float16 v) {
     vstore16(convert_ushort16(v != v ? (u >> 16) | 0x40u : r), 0, p + i);
 }
 #endif
-
-// Tells the host of a bad index at its next wait: {code, low half, high half, size}; the first to come wins.
-inline void record(volatile __global int *word, int code, long index, ulong size) {
-    if (atomic_cmpxchg(word, 0, code) == 0) {
-        word[1] = (int)(index & 0xffffffffL);
-        word[2] = (int)(index >> 32);
-        word[3] = (int)min(size, (ulong)0x7fffffff);
-    }
-}

@@ -19,6 +19,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// ```
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
+#[allow(missing_docs)] // of the fields: `op` is the method's name, and each message shows what the others are
 pub enum Error {
     /// Two shapes do not go together in this operation.
     #[error("{op}: shapes {lhs} and {rhs} do not go together: {hint}")]

@@ -91,31 +91,26 @@ fn library(meter: &Meter, device: Device, host: &[f32]) -> Outcome<Vec<Line>> {
     let copy = a.try_clone()?;
     check("clone", len, |i| element(&copy, i), value)?;
     assert!(!copy.shares_storage(&a), "a clone has its own storage");
-    lines.push(meter.time(case("clone", 2 * size), false, || Ok(drop(a.try_clone()?)), done)?);
+    lines.push(meter.time(case("clone", 2 * size), false, || a.try_clone(), done)?);
 
     copy.zero_()?;
     copy.copy_(&a)?;
     check("clone_into", len, |i| element(&copy, i), value)?;
-    lines.push(meter.time(
-        case("clone_into", 2 * size),
-        true,
-        || copy.copy_(&a).map(|_| ()).map_err(Into::into),
-        wait,
-    )?);
+    lines.push(meter.time(case("clone_into", 2 * size), true, || copy.copy_(&a), wait)?);
     drop(copy);
 
     let side = len.isqrt();
     let turned = a.reshape([side, side])?.t()?;
     check("transpose_copy", len, |i| element(&turned.contiguous()?, i), |i| value(i % side * side + i / side))?;
-    lines.push(meter.time(case("transpose_copy", 2 * size), true, || Ok(drop(turned.contiguous()?)), wait)?);
+    lines.push(meter.time(case("transpose_copy", 2 * size), true, || turned.contiguous(), wait)?);
     drop(turned);
 
     if device != Device::Cpu {
         let here = Tensor::from_slice(host, [len], Device::Cpu)?;
         check("h2d", len, |i| element(&here.to_device(device)?, i), value)?;
-        lines.push(meter.time(case("h2d", size), false, || Ok(drop(here.to_device(device)?)), wait)?);
+        lines.push(meter.time(case("h2d", size), false, || here.to_device(device), wait)?);
         check("d2h", len, |i| element(&a.to_device(Device::Cpu)?, i), value)?;
-        lines.push(meter.time(case("d2h", size), false, || Ok(drop(a.to_device(Device::Cpu)?)), done)?);
+        lines.push(meter.time(case("d2h", size), false, || a.to_device(Device::Cpu), done)?);
     }
     Ok(lines)
 }
@@ -154,7 +149,7 @@ fn memcpy(meter: &Meter, host: &[f32]) -> Outcome<Line> {
     let copy = || {
         to.copy_from_slice(host);
         std::hint::black_box(&mut to);
-        Ok(())
+        Outcome::Ok(())
     };
     meter.time(case, false, copy, || Ok(()))
 }

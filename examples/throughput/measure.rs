@@ -1,5 +1,6 @@
 //! Timing: many samples of a case, their median, and the line that reports it.
 
+use std::error::Error;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
@@ -65,13 +66,16 @@ pub struct Meter {
 
 impl Meter {
     /// Times `call` followed by `wait`; where `pipeline`, also many calls before one wait.
-    pub fn time(
+    pub fn time<T, E>(
         &self,
         case: Case,
         pipeline: bool,
-        mut call: impl FnMut() -> Outcome<()>,
+        mut call: impl FnMut() -> Result<T, E>,
         wait: impl Fn() -> Outcome<()>,
-    ) -> Outcome<Line> {
+    ) -> Outcome<Line>
+    where
+        Box<dyn Error>: From<E>,
+    {
         let mut sample = |calls: usize, budget: Duration| {
             let (start, mut times) = (Instant::now(), Vec::new());
             while times.len() < 3 || (start.elapsed() < budget && times.len() < 5000) {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use super::{Node, State, no_grad};
+use super::{Leaf, Node, State, no_grad};
 use crate::{DType, Device, Error, Result, Shape, Tensor};
 
 /// What an operation's backward is given.
@@ -161,9 +161,8 @@ fn walk(root: Arc<Node>, gradient: Gradient) -> Result<()> {
     while let Some(Pending(node)) = heap.pop() {
         let Some(grad) = gradients.remove(&node.seq) else { continue };
         let backward = match &mut *node.state() {
-            State::Leaf { grad: total, slot } => {
-                let sum = settle(total.as_ref(), slot.as_ref(), grad)?;
-                *total = Some(sum);
+            State::Leaf(leaf) => {
+                leaf.grad = Some(settle(leaf, grad)?);
                 continue;
             }
             state => match std::mem::replace(state, State::Consumed) {
@@ -203,19 +202,19 @@ fn free_slot(inputs: &[Option<Arc<Node>>], i: usize, gradients: &HashMap<u64, Gr
     let node = inputs[i].as_ref()?;
     let taken = gradients.contains_key(&node.seq) || inputs[..i].iter().flatten().any(|n| n.seq == node.seq);
     match &*node.state() {
-        State::Leaf { grad: None, slot: Some(slot) } if !taken => Some(slot.shallow_clone()),
+        State::Leaf(leaf) if !taken && leaf.grad.is_none() => leaf.slot.as_ref().map(Tensor::shallow_clone),
         _ => None,
     }
 }
 
 /// What a leaf holds after `grad` has arrived: in its slot if it has one.
-fn settle(total: Option<&Tensor>, slot: Option<&Tensor>, grad: Gradient) -> Result<Tensor> {
+fn settle(leaf: &Leaf, grad: Gradient) -> Result<Tensor> {
     let in_slot = matches!(grad, Gradient::Tensor { in_slot: true, .. });
     let grad = match grad {
         Gradient::Tensor { tensor, .. } => tensor,
         one => one.tensor()?,
     };
-    match (total, slot) {
+    match (&leaf.grad, &leaf.slot) {
         (Some(total), _) => {
             total.add_(&grad)?;
             Ok(total.shallow_clone())

@@ -39,13 +39,18 @@ pub(crate) struct Node {
 
 #[expect(clippy::large_enum_variant, reason = "leaves are few and live long")]
 enum State {
-    /// `slot` is where an optimiser wants the gradient written: a view of its flat gradient buffer.
-    Leaf {
-        grad: Option<Tensor>,
-        slot: Option<Tensor>,
-    },
+    /// Boxed, because most nodes are operations.
+    Leaf(Box<Leaf>),
     Operation(BackwardFn),
     Consumed,
+}
+
+/// What a leaf collects.
+#[derive(Default)]
+struct Leaf {
+    grad: Option<Tensor>,
+    /// Where an optimiser wants the gradient written: a view of its flat gradient buffer.
+    slot: Option<Tensor>,
 }
 
 impl Node {
@@ -64,7 +69,7 @@ impl Node {
     }
 
     fn is_leaf(&self) -> bool {
-        matches!(*self.state(), State::Leaf { .. })
+        matches!(*self.state(), State::Leaf(_))
     }
 }
 
@@ -197,7 +202,7 @@ impl Tensor {
             }
             _ => {}
         }
-        let leaf = || Node::new("leaf", SmallVec::new(), State::Leaf { grad: None, slot: None });
+        let leaf = || Node::new("leaf", SmallVec::new(), State::Leaf(Box::default()));
         Ok(Tensor { node: requires_grad.then(leaf), ..self })
     }
 
@@ -216,7 +221,7 @@ impl Tensor {
     /// write there, so keep a `clone()`.
     pub fn grad(&self) -> Option<Tensor> {
         match &*self.node.as_ref()?.state() {
-            State::Leaf { grad, .. } => grad.as_ref().map(Tensor::shallow_clone),
+            State::Leaf(leaf) => leaf.grad.as_ref().map(Tensor::shallow_clone),
             _ => None,
         }
     }
@@ -224,28 +229,27 @@ impl Tensor {
     /// Forgets the gradient; the next backward moves a new one in (PyTorch's `zero_grad(set_to_none=True)`).
     pub fn zero_grad(&self) {
         if let Some(node) = &self.node
-            && let State::Leaf { grad, .. } = &mut *node.state()
+            && let State::Leaf(leaf) = &mut *node.state()
         {
-            *grad = None;
+            leaf.grad = None;
         }
     }
 
     /// Where backward is to write this leaf's gradient: a view of an optimiser's flat buffer, of the leaf's shape.
     pub(crate) fn set_grad_slot(&self, view: Tensor) {
         if let Some(node) = &self.node
-            && let State::Leaf { slot, .. } = &mut *node.state()
+            && let State::Leaf(leaf) = &mut *node.state()
         {
-            *slot = Some(view);
+            leaf.slot = Some(view);
         }
     }
 
     /// Whether the collected gradient lies in the slot.
     pub(crate) fn grad_in_slot(&self) -> bool {
         let Some(node) = &self.node else { return false };
-        match &*node.state() {
-            State::Leaf { grad: Some(grad), slot: Some(slot) } => {
-                grad.shares_storage(slot) && grad.layout == slot.layout
-            }
+        let State::Leaf(leaf) = &*node.state() else { return false };
+        match (&leaf.grad, &leaf.slot) {
+            (Some(grad), Some(slot)) => grad.shares_storage(slot) && grad.layout == slot.layout,
             _ => false,
         }
     }

@@ -2,7 +2,7 @@
 
 use super::convert::store_tile;
 use super::expr::{Binary, Unary};
-use super::kernels::PRELUDE;
+use super::kernels::with_prelude;
 use super::lane::Lane;
 use super::program::Program;
 use super::tiles::{Scratch, TILE, Tile, TileIn};
@@ -49,7 +49,7 @@ fn on_device<C: Lane>(
     call.extend(program.can_fault(C::COMPUTE).then(|| "fault".into()));
     call.extend((0..n).map(|j| format!("o + {j}")));
     let source = format!(
-        "{PRELUDE}{}
+        "{}
         __kernel void k(__global const {c}* x, __global const ulong* seeds, __global {c}* out, ulong len, \
                         __global int* fault) {{
             ulong i = get_global_id(0);
@@ -61,7 +61,7 @@ fn on_device<C: Lane>(
         program.emit(C::COMPUTE, "f"),
         call.join(", ")
     );
-    let kernel = device.build("test", &source, "k")?;
+    let kernel = device.build("test", &with_prelude(&source), "k")?;
     let seeds: Vec<u64> = seeds.iter().flat_map(|s| [s.key, s.stream]).chain([0]).collect();
     let columns = inputs.concat().into_iter().chain([C::from_i32(0)]).collect::<Vec<_>>();
     let (x, s) = (buffer(device, bytemuck::cast_slice(&columns)), buffer(device, bytemuck::cast_slice(&seeds)));
@@ -162,7 +162,8 @@ fn floating_point_primitives_agree() {
 
 #[test]
 fn integer_primitives_are_equal() {
-    let exprs: Vec<Expr> = all_primitives().into_iter().filter(|e| !Program::new(&[e.clone()]).needs_float()).collect();
+    let exprs: Vec<Expr> =
+        all_primitives().into_iter().filter(|e| !Program::new(std::slice::from_ref(e)).needs_float()).collect();
     assert!(exprs.len() >= 17);
     let program = Program::new(&exprs);
     let values = [0, 1, -1, 2, -2, 7, -7, 1000, i64::MAX, i64::MIN, 1 << 40, -(1 << 33) + 1, 63];
@@ -208,8 +209,7 @@ fn stored_and_loaded<C: Lane>(device: &ClDevice, dtype: DType, values: &[C]) -> 
     let class = ["I64", "F32", "F64"][C::COMPUTE as usize];
     let natural = dtype.compute();
     let source = format!(
-        "{PRELUDE}
-        __kernel void k(__global const {}* x, __global {dtype}_t* p, __global {}* y, ulong n) {{
+        "__kernel void k(__global const {}* x, __global {dtype}_t* p, __global {}* y, ulong n) {{
             ulong i = get_global_id(0);
             if (i >= n) return;
             store_{dtype}_{class}(p, i, x[i]);
@@ -222,7 +222,7 @@ fn stored_and_loaded<C: Lane>(device: &ClDevice, dtype: DType, values: &[C]) -> 
     let (mut stored, mut loaded) = (vec![0; n * dtype.size()], vec![0; n * natural.dtype().size()]);
     let x = buffer(device, bytemuck::cast_slice(values));
     let (p, y) = (buffer(device, &stored), buffer(device, &loaded));
-    let kernel = device.build("test", &source, "k").unwrap();
+    let kernel = device.build("test", &with_prelude(&source), "k").unwrap();
     let args = [Arg::Buffer(&x), Arg::Buffer(&p), Arg::Buffer(&y), Arg::U64(n as u64)];
     device.launch(&kernel, &args, &[n], &[64]).unwrap();
     device.read(&p, 0, &mut stored).unwrap();

@@ -6,7 +6,7 @@ use std::sync::{Arc, LazyLock, PoisonError, RwLock};
 use smallvec::SmallVec;
 
 use super::expr::Expr;
-use crate::device::opencl::{ClDevice, ClKernel};
+use crate::device::opencl::{ClDevice, ClKernel, Fault};
 use crate::{Device, Result};
 
 /// What tells one kernel of a device from another: the template, the numbers that fill it in, the expressions inside.
@@ -17,8 +17,12 @@ pub(crate) struct KernelKey {
     pub(crate) exprs: SmallVec<[Expr; 2]>,
 }
 
-/// OpenCL C common to every kernel: storage types, loads and stores, random bits.
-pub(super) const PRELUDE: &str = include_str!("../../kernels/prelude.cl");
+/// `source` after what is common to every kernel: fault codes, storage types, loads and stores, random bits.
+pub(super) fn with_prelude(source: &str) -> String {
+    let codes = [("INDEX", Fault::Index), ("DIVISION", Fault::DivisionByZero), ("LABEL", Fault::Label)]
+        .map(|(name, fault)| format!("#define FAULT_{name} {}\n", fault as i32));
+    [&codes.concat(), include_str!("../../kernels/prelude.cl"), "\n", source].concat()
+}
 
 /// The kernel of this key, from the cache or built from `source` (without the prelude); `entry` is its name there.
 pub(crate) fn kernel(
@@ -34,7 +38,7 @@ pub(crate) fn kernel(
         return Ok(kernel.clone());
     }
     // Built outside the lock: a build takes up to a second. Two threads may build the same kernel; one of them is kept.
-    let built = device.build(key.1.template, &format!("{PRELUDE}\n{}", source()), entry)?;
+    let built = device.build(key.1.template, &with_prelude(&source()), entry)?;
     let mut cache = CACHE.write().unwrap_or_else(PoisonError::into_inner);
     Ok(cache.entry(key).or_insert_with(|| Arc::new(built)).clone())
 }

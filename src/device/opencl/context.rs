@@ -2,7 +2,6 @@
 
 use std::ffi::{CStr, c_char, c_void};
 use std::ptr;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use opencl3::memory::{CL_MEM_READ_WRITE, CL_MIGRATE_MEM_OBJECT_CONTENT_UNDEFINED};
@@ -24,7 +23,6 @@ pub(crate) struct ClDevice {
     queue: Mutex<Queue>,
     pub(super) programs: Programs,
     pub(super) faults: Slots,
-    calls: &'static AtomicU64,
     driver_text: &'static DriverText,
     lost: OnceLock<String>,
 }
@@ -74,7 +72,6 @@ impl ClDevice {
         let context =
             create!(clCreateContext(properties.as_ptr(), 1, &found.id, Some(notify), user)).map_err(failed)?;
         let queue = create!(clCreateCommandQueue(context, found.id, 0)).map_err(failed)?;
-        let calls: &'static AtomicU64 = Box::leak(Box::default());
         let faults = Slots::new(context).map_err(failed)?;
         let opened = ClDevice {
             device,
@@ -83,7 +80,6 @@ impl ClDevice {
             queue: Mutex::new(Queue { raw: queue, unflushed: 0, since_checkpoint: 0, checkpoint: None }),
             programs: Programs::default(),
             faults,
-            calls,
             driver_text,
             lost: OnceLock::new(),
         };
@@ -110,7 +106,7 @@ impl ClDevice {
     /// [`commit`](Self::commit).
     pub(crate) fn create_buffer(&self, bytes: usize) -> Result<ClBuffer, ClError> {
         self.alive("clCreateBuffer")?;
-        create_buffer(self.context, bytes, self.calls).map_err(|e| self.settle(e))
+        create_buffer(self.context, bytes).map_err(|e| self.settle(e))
     }
 
     /// Makes the driver give the buffer its memory now, so that running out shows here. What it contains afterwards is
@@ -157,18 +153,6 @@ impl ClDevice {
         .map_err(|e| self.error(e))?;
         // Every slot is cleared, the first fault is told.
         slots.iter().zip(words).map(|(slot, words)| self.report(slot, words)).fold(Ok(()), Result::and)
-    }
-
-    /// Makes sure that the device starts on what has been submitted.
-    pub(crate) fn flush(&self) {
-        let mut queue = self.lock();
-        queue.unflushed = 0;
-        let _ = call!(clFlush(queue.raw));
-    }
-
-    /// Buffers created and released so far: what a steady state must not do.
-    pub(crate) fn driver_calls(&self) -> u64 {
-        self.calls.load(Relaxed)
     }
 
     /// Whether the device has faulted: everything but dropping gives [`Error::DeviceLost`] then.
@@ -254,11 +238,9 @@ impl ClDevice {
     }
 }
 
-/// A buffer whose creation and release `calls` counts.
-pub(super) fn create_buffer(context: cl_context, bytes: usize, calls: &'static AtomicU64) -> Result<ClBuffer, ClError> {
+pub(super) fn create_buffer(context: cl_context, bytes: usize) -> Result<ClBuffer, ClError> {
     let mem = create!(clCreateBuffer(context, CL_MEM_READ_WRITE, bytes, ptr::null_mut()))?;
-    calls.fetch_add(1, Relaxed);
-    Ok(ClBuffer::new(mem, bytes, calls))
+    Ok(ClBuffer::new(mem, bytes))
 }
 
 /// What follows the code's name in a message: the number where it has no name, and the driver's own words.

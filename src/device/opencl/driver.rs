@@ -6,7 +6,6 @@
 
 use std::ffi::c_void;
 use std::ptr;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use cl3::OpenClRuntime;
 use opencl3::types::{cl_event, cl_kernel, cl_mem, cl_program};
@@ -47,13 +46,12 @@ pub(super) use {call, create};
 pub(crate) struct ClBuffer {
     mem: cl_mem,
     bytes: usize,
-    calls: &'static AtomicU64,
 }
 
 impl ClBuffer {
-    /// Takes over `mem`; `calls` counts its release.
-    pub(super) fn new(mem: cl_mem, bytes: usize, calls: &'static AtomicU64) -> ClBuffer {
-        ClBuffer { mem, bytes, calls }
+    /// Takes over `mem`.
+    pub(super) fn new(mem: cl_mem, bytes: usize) -> ClBuffer {
+        ClBuffer { mem, bytes }
     }
 
     /// Size in bytes.
@@ -68,7 +66,6 @@ impl ClBuffer {
 
 impl Drop for ClBuffer {
     fn drop(&mut self) {
-        self.calls.fetch_add(1, Relaxed);
         let _ = call!(clReleaseMemObject(self.mem));
     }
 }

@@ -6,7 +6,7 @@
 
 use std::cell::RefCell;
 use std::ptr;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 
 use opencl3::types::{cl_context, cl_event};
@@ -16,7 +16,7 @@ use super::driver::call;
 use super::{Arg, ClBuffer, ClDevice, ClError};
 use crate::{Error, Result};
 
-/// What word 0 of the fault buffer says.
+/// What word 0 of the fault buffer says. Kernels know the codes as `FAULT_INDEX`, `FAULT_DIVISION` and `FAULT_LABEL`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(i32)]
 pub(crate) enum Fault {
@@ -64,9 +64,6 @@ thread_local! {
     static MINE: RefCell<Vec<Mine>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Slots are few and live as long as the process: they are not counted as driver calls.
-static UNCOUNTED: AtomicU64 = AtomicU64::new(0);
-
 impl Slots {
     pub(super) fn new(context: cl_context) -> Result<Slots, ClError> {
         Ok(Slots { shared: Slot::new(context)?, idle: Box::leak(Box::default()) })
@@ -108,7 +105,7 @@ impl Slots {
 
 impl Slot {
     fn new(context: cl_context) -> Result<&'static Slot, ClError> {
-        let buffer = create_buffer(context, size_of::<Words>(), &UNCOUNTED)?;
+        let buffer = create_buffer(context, size_of::<Words>())?;
         Ok(Box::leak(Box::new(Slot { buffer, pending: AtomicBool::new(false) })))
     }
 

@@ -14,7 +14,6 @@ use crate::{Error, Result};
 pub(crate) enum Arg<'a> {
     /// `__global` memory.
     Buffer(&'a ClBuffer),
-    I32(i32),
     U32(u32),
     I64(i64),
     U64(u64),
@@ -22,8 +21,6 @@ pub(crate) enum Arg<'a> {
     F64(f64),
     /// A struct by value, laid out as OpenCL C lays it out.
     Bytes(&'a [u8]),
-    /// `__local` memory of so many bytes.
-    Local(usize),
 }
 
 /// Launches between two flushes: the device starts early, and a flush is not paid for each.
@@ -116,13 +113,11 @@ fn set_arg(kernel: &ClKernel, index: u32, arg: &Arg<'_>) -> Result<(), ClError> 
     }
     match *arg {
         Arg::Buffer(b) => value(kernel, index, b.mem()),
-        Arg::I32(x) => value(kernel, index, x),
         Arg::U32(x) => value(kernel, index, x),
         Arg::I64(x) => value(kernel, index, x),
         Arg::U64(x) => value(kernel, index, x),
         Arg::F32(x) => value(kernel, index, x),
         Arg::F64(x) => value(kernel, index, x),
         Arg::Bytes(b) => call!(clSetKernelArg(kernel.raw(), index, b.len(), b.as_ptr().cast())),
-        Arg::Local(n) => call!(clSetKernelArg(kernel.raw(), index, n, ptr::null())),
     }
 }

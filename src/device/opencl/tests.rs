@@ -36,7 +36,7 @@ const AXB: &str = "__kernel void axb(__global const int* x, __global int* y, ulo
 
 fn axb(device: &ClDevice, kernel: &ClKernel, x: &ClBuffer, y: &ClBuffer, a: i32, b: i32) -> crate::Result<()> {
     let n = (x.bytes() / 4) as u64;
-    let args = [Arg::Buffer(x), Arg::Buffer(y), Arg::U64(n), Arg::I32(a), Arg::I32(b)];
+    let args = [Arg::Buffer(x), Arg::Buffer(y), Arg::U64(n), Arg::U32(a as u32), Arg::U32(b as u32)];
     device.launch(kernel, &args, &[n as usize], &[64])
 }
 
@@ -121,7 +121,7 @@ fn fills_repeat_their_pattern() {
             }
         }
         let b = buffer(device, &pattern(33));
-        device.fill_zero(&b, 1, 31).unwrap();
+        device.fill(&b, 1, 31, &[0]).unwrap();
         assert_eq!(contents(device, &b)[1..32], [0; 31]);
         assert_ne!(contents(device, &b)[32], 0);
         assert!(device.fill(&b, 0, 6, &[1, 2, 3]).is_err());
@@ -138,7 +138,7 @@ fn ranges_beyond_a_buffer_are_refused() {
         assert!(device.read(&b, usize::MAX, &mut [0]).is_err());
         assert!(device.copy(&a, 0, &b, 0, 8, true).is_err());
         assert!(device.copy(&a, 5, &b, 0, 4, true).is_err());
-        assert!(device.fill_zero(&b, 1, 4).is_err());
+        assert!(device.fill(&b, 1, 4, &[0]).is_err());
         assert_eq!(contents(device, &b), [2; 4]);
     }
 }
@@ -157,7 +157,7 @@ fn launches_compute_and_are_counted() {
             assert_eq!(contents(device, &y), bytemuck::cast_slice::<i32, u8>(&expected));
         }
         let x = buffer(device, &[0; 4]);
-        let five = [Arg::Buffer(&x), Arg::Buffer(&x), Arg::U64(1), Arg::I32(0), Arg::I32(0)];
+        let five = [Arg::Buffer(&x), Arg::Buffer(&x), Arg::U64(1), Arg::U32(0), Arg::U32(0)];
         let empty = count_launches(|| device.launch(&kernel, &five, &[0], &[64]).unwrap());
         assert_eq!(empty.1, 0, "nothing to do, nothing launched");
         assert!(device.launch(&kernel, &five[..4], &[1], &[1]).is_err(), "an argument is missing");
@@ -171,34 +171,30 @@ fn launches_compute_and_are_counted() {
 #[test]
 fn every_kind_of_argument_arrives() {
     const SOURCE: &str = "typedef struct { long a; int b; float c; } S;
-    __kernel void kinds(__global long* out, int i, uint u, long l, ulong ul, float f, S s, __local int* tmp) {
-        tmp[get_local_id(0)] = (int)get_local_id(0);
-        barrier(CLK_LOCAL_MEM_FENCE);
+    __kernel void kinds(__global long* out, uint u, long l, ulong ul, float f, S s) {
         if (get_global_id(0) != 0 || get_global_id(1) != 0) return;
-        long v[10] = { i, u, l, (long)ul, (long)(f * 4), s.a, s.b, (long)(s.c * 4), tmp[7], get_global_size(1) };
-        for (int k = 0; k < 10; ++k) out[k] = v[k];
+        long v[8] = { u, l, (long)ul, (long)(f * 4), s.a, s.b, (long)(s.c * 4), get_global_size(1) };
+        for (int k = 0; k < 8; ++k) out[k] = v[k];
     }";
     for device in devices() {
         let kernel = device.build("kinds", SOURCE, "kinds").unwrap();
-        let out = buffer(device, &[0; 80]);
+        let out = buffer(device, &[0; 64]);
         let mut s = Vec::new();
         s.extend((-9i64).to_ne_bytes());
         s.extend(77i32.to_ne_bytes());
         s.extend(2.25f32.to_ne_bytes());
         let args = [
             Arg::Buffer(&out),
-            Arg::I32(-1),
             Arg::U32(u32::MAX),
             Arg::I64(i64::MIN),
             Arg::U64(1 << 63),
             Arg::F32(-1.5),
             Arg::Bytes(&s),
-            Arg::Local(32),
         ];
         device.launch(&kernel, &args, &[5, 3], &[8, 1]).unwrap();
-        let mut got = [0i64; 10];
+        let mut got = [0i64; 8];
         device.read(&out, 0, bytemuck::cast_slice_mut(&mut got)).unwrap();
-        assert_eq!(got, [-1, u32::MAX.into(), i64::MIN, i64::MIN, -6, -9, 77, 9, 7, 3]);
+        assert_eq!(got, [u32::MAX.into(), i64::MIN, i64::MIN, -6, -9, 77, 9, 3]);
     }
 }
 
@@ -226,7 +222,6 @@ fn long_queues_stay_in_order() {
         for _ in 0..2500 {
             axb(device, &kernel, &x, &x, 1, 1).unwrap();
         }
-        device.flush();
         assert_eq!(contents(device, &x), bytemuck::cast_slice::<i32, u8>(&[2500; 64]));
     }
 }
@@ -332,7 +327,7 @@ fn faults_come_back_once_to_the_thread_that_made_them() {
         let kernel = device.build("check", FAULTY, "check").unwrap();
         let check = |index: i32, code: Fault| {
             let x = buffer(device, &index.to_ne_bytes());
-            let args = [Arg::Buffer(&x), Arg::I32(10), Arg::I32(code as i32), Arg::Buffer(device.fault_buffer())];
+            let args = [Arg::Buffer(&x), Arg::U32(10), Arg::U32(code as u32), Arg::Buffer(device.fault_buffer())];
             device.launch(&kernel, &args, &[1], &[1]).unwrap();
             x
         };
@@ -365,7 +360,8 @@ fn a_fault_outlives_its_thread() {
         let kernel = device.build("check", FAULTY, "check").unwrap();
         let x = buffer(device, &99i32.to_ne_bytes());
         let launch = || {
-            let args = [Arg::Buffer(&x), Arg::I32(10), Arg::I32(1), Arg::Buffer(device.fault_buffer())];
+            let args =
+                [Arg::Buffer(&x), Arg::U32(10), Arg::U32(Fault::Index as u32), Arg::Buffer(device.fault_buffer())];
             device.launch(&kernel, &args, &[1], &[1]).unwrap();
         };
         std::thread::scope(|s| s.spawn(launch).join().unwrap());
@@ -373,14 +369,6 @@ fn a_fault_outlives_its_thread() {
         assert!(matches!(device.finish(), Err(Error::IndexOutOfRange { index: 99, .. })));
         device.finish().unwrap();
     }
-}
-
-#[test]
-fn buffers_are_counted() {
-    let Some(device) = devices().pop() else { return };
-    let before = device.driver_calls();
-    drop(buffer(device, &[1; 16]));
-    assert!(device.driver_calls() >= before + 2);
 }
 
 #[test]
@@ -413,7 +401,7 @@ fn a_lost_device_stays_lost() {
     lost(device.finish().unwrap_err());
     lost(device.read(&b, 0, &mut [0; 8]).unwrap_err());
     lost(device.write(&[0; 8], &b, 0).unwrap_err());
-    lost(device.fill_zero(&b, 0, 8).unwrap_err());
+    lost(device.fill(&b, 0, 8, &[0]).unwrap_err());
     lost(device.copy(&b, 0, &b, 4, 4, true).unwrap_err());
     lost(axb(&device, &kernel, &b, &b, 1, 1).unwrap_err());
     lost(device.build("axb", AXB, "axb").unwrap_err());

@@ -107,14 +107,6 @@ impl ClDevice {
         .map_err(|e| self.error(e))
     }
 
-    /// Sets bytes to zero.
-    ///
-    /// # Errors
-    /// A range beyond the buffer.
-    pub(crate) fn fill_zero(&self, dst: &ClBuffer, off: usize, bytes: usize) -> Result<()> {
-        self.fill(dst, off, bytes, &[0])
-    }
-
     /// Repeats a pattern of 1, 2, 4, 8 or 16 bytes. `off` and `bytes` are multiples of its length.
     ///
     /// # Errors
