@@ -54,8 +54,8 @@ inline Acc neutral(void) { return pair(NEUTRAL, LONG_MAX); }
 // The better one, the first among equals; the first NaN before everything.
 inline Acc combine(Acc a, Acc b) {
     const int a_nan = IS_NAN(a.v), b_nan = IS_NAN(b.v);
-    const int equal = (a_nan && b_nan) || a.v == b.v;
-    const int stay = equal ? a.i <= b.i : (a_nan || (!b_nan && BEATS(a.v, b.v)));
+    const int equal = (a_nan & b_nan) | (a.v == b.v);
+    const int stay = equal ? a.i <= b.i : a_nan | (!b_nan & BEATS(a.v, b.v));
     return stay ? a : b;
 }
 #else
