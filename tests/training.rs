@@ -2,11 +2,19 @@
 
 mod common;
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
 use claystone::device::count_launches;
 use claystone::nn::{Activation, Linear, Module, Sequential};
 use claystone::optim::{AdamW, AdamWConfig, Optimizer, Sgd, SgdConfig};
 use claystone::{DType, Device, Result, Tensor, manual_seed};
 use common::{devices, each_device};
+
+/// The random generator is the process's: tests that draw from it take turns.
+fn take_turn() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 fn mlp(options: (DType, Device)) -> Sequential {
     Sequential::new()
@@ -37,6 +45,7 @@ fn step(net: &Sequential, optimizer: &mut dyn Optimizer, x: &Tensor, y: &Tensor)
 
 #[test]
 fn a_step_of_a_two_layer_mlp_takes_at_most_11_launches_and_no_new_memory() {
+    let _turn = take_turn();
     each_device(|device| {
         manual_seed(1);
         let mut net = mlp((DType::F32, device));
@@ -59,6 +68,7 @@ fn a_step_of_a_two_layer_mlp_takes_at_most_11_launches_and_no_new_memory() {
 
 #[test]
 fn an_optimiser_step_is_one_launch() {
+    let _turn = take_turn();
     each_device(|device| {
         for dtype in [DType::F32, DType::F16, DType::BF16] {
             let (x, y) = batch((dtype, device));
@@ -88,9 +98,9 @@ fn losses(device: Device, adamw: bool) -> Vec<f64> {
         .collect()
 }
 
-/// One test for both: the random generator is the process's, and these draw in step with their seed.
 #[test]
 fn the_first_20_losses_agree_between_devices() {
+    let _turn = take_turn();
     for adamw in [false, true] {
         let want = losses(Device::Cpu, adamw);
         for device in devices() {
