@@ -224,11 +224,7 @@ fn settle(leaf: &Leaf, grad: Gradient) -> Result<Tensor> {
             Ok(slot.shallow_clone())
         }
         // A gradient that others can see (an expanded view, the caller's own tensor) becomes the leaf's own.
-        (None, None) if !grad.storage.is_unique() || !grad.is_contiguous() => {
-            let own = Tensor::empty_like_shape(grad.shape(), grad.dtype, grad.device())?;
-            own.copy_(&grad)?;
-            Ok(own)
-        }
+        (None, None) if !grad.storage.is_unique() || !grad.is_contiguous() => grad.copied(false),
         (None, _) => Ok(grad),
     }
 }

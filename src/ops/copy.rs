@@ -27,19 +27,22 @@ impl Tensor {
     /// # Errors
     /// [`Error::OutOfMemory`] and device failures.
     pub fn try_clone(&self) -> Result<Tensor> {
-        Ok(autograd::record_unary("clone", self.try_clone_untracked()?, self, Ok))
+        Ok(autograd::record_unary("clone", self.copied(true)?, self, Ok))
     }
 
-    pub(crate) fn try_clone_untracked(&self) -> Result<Tensor> {
+    /// A deep copy outside the graph; without `blocking` it is only enqueued, which is all that later operations need.
+    pub(crate) fn copied(&self, blocking: bool) -> Result<Tensor> {
         let size = self.dtype.size();
         if self.is_contiguous() {
             let out = Tensor::empty_like_shape(self.shape(), self.dtype, self.device())?;
             let bytes = self.numel() * size;
-            out.storage.copy_from(0, &self.storage, self.layout.offset * size, bytes, true)?;
+            out.storage.copy_from(0, &self.storage, self.layout.offset * size, bytes, blocking)?;
             return Ok(out);
         }
         let out = self.cast(self.dtype)?;
-        self.device().synchronize()?;
+        if blocking {
+            self.device().synchronize()?;
+        }
         Ok(out)
     }
 

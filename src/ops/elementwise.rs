@@ -90,9 +90,12 @@ pub(crate) fn apply_into(
         .iter()
         .map(|t| {
             let view = t.with_layout(t.layout.broadcast_to(shape));
-            if outputs.iter().any(|out| overlaps(&view, out)) { t.try_clone_untracked() } else { Ok(view) }
+            if !outputs.iter().any(|out| overlaps(&view, out)) {
+                return Ok(view);
+            }
+            let copy = t.copied(false)?;
+            Ok(copy.with_layout(copy.layout.broadcast_to(shape)))
         })
-        .map(|t| t.map(|t| t.with_layout(t.layout.broadcast_to(shape))))
         .collect::<Result<SmallVec<[Tensor; 4]>>>()?;
     let strides = inputs.iter().map(Tensor::strides).chain(outputs.iter().map(|t| t.strides()));
     let walk = Walk::new(shape, strides);
@@ -312,8 +315,8 @@ impl Tensor {
             return Err(Error::DTypeMismatch { op, lhs: first.dtype, rhs: t.dtype });
         }
         let leaves: Vec<Expr> = (0..inputs.len()).map(Expr::input).collect();
-        let expr = f(&leaves);
-        let program = Program::of(std::slice::from_ref(&expr));
+        let program = Program::of(&[f(&leaves)]);
+        let expr = &program.exprs()[0];
         if program.inputs() > inputs.len() || program.scalars() > 0 || program.seeds() > 0 {
             let reason = format!(
                 "the expression reads more than the {} inputs it was given: build it from the arguments of the closure",
@@ -324,7 +327,7 @@ impl Tensor {
         if program.needs_float() && !first.dtype.is_float() {
             return Err(Error::UnsupportedDType { op, dtype: first.dtype, expected: "floats for this expression" });
         }
-        apply_tracked(op, inputs, Params::default(), &expr, first.dtype, |i| expr.diff(i))
+        apply_tracked(op, inputs, Params::default(), expr, first.dtype, |i| expr.diff(i))
     }
 
     /// The in-place form of [`Tensor::map`], with several results and run-time scalars: `f` gets an [`Expr`] for each
@@ -380,7 +383,7 @@ impl Tensor {
         if program.inputs() > inputs.len() || program.scalars() > scalars.len() || program.seeds() > 0 {
             return Err(Error::invalid(op, "a formula reads more than the inputs and scalars given"));
         }
-        apply_into(op, inputs, Params { scalars, seeds: &[] }, &exprs, outputs)
+        apply_into(op, inputs, Params { scalars, seeds: &[] }, program.exprs(), outputs)
     }
 
     /// Where a kernel finds this tensor's first element: the buffer, and elements from its start.

@@ -31,6 +31,8 @@ pub struct Expr(Arc<Node>);
 
 struct Node {
     hash: u64,
+    /// Bit i: the formula reads operand i; the last bit stands for all from 63 on. Asked on every launch.
+    reads: u64,
     op: Op,
     args: Args<Expr>,
 }
@@ -84,8 +86,17 @@ impl Expr {
             Op::Select => (8, 0),
         };
         let hash = args.iter().fold(mix(u64::from(tag) + 1, payload), |h, a| mix(h, a.0.hash));
-        Expr(Arc::new(Node { hash, op, args }))
+        let reads = match op {
+            Op::Leaf(Leaf::Input(i)) => read_bit(i),
+            _ => args.iter().fold(0, |reads, a| reads | a.0.reads),
+        };
+        Expr(Arc::new(Node { hash, reads, op, args }))
     }
+}
+
+/// The bit of operand i in [`Node::reads`].
+fn read_bit(i: usize) -> u64 {
+    1 << i.min(63)
 }
 
 /// One step of a hash that depends on nothing but its arguments (splitmix64's finaliser).
@@ -158,7 +169,8 @@ impl Expr {
 impl Expr {
     /// Whether the formula reads its `i`-th operand.
     pub fn uses_input(&self, i: usize) -> bool {
-        Dag::new(std::slice::from_ref(self)).leaves().any(|l| l == Leaf::Input(i))
+        let may = self.0.reads & read_bit(i) != 0;
+        may && (i < 63 || Dag::new(std::slice::from_ref(self)).leaves().any(|l| l == Leaf::Input(i)))
     }
 
     /// Whether the formula draws random numbers from the `i`-th seed.
@@ -228,17 +240,33 @@ impl Dag {
 }
 
 impl PartialEq for Expr {
+    /// Kernels are looked up by formula on every launch: small ones are compared where they are. What is shared deeply
+    /// has too many paths to follow and is numbered first.
     fn eq(&self, other: &Expr) -> bool {
-        if Arc::ptr_eq(&self.0, &other.0) {
-            return true;
-        }
-        if self.0.hash != other.0.hash || self.0.op != other.0.op {
-            return false;
-        }
-        let dag = Dag::new(&[self.clone(), other.clone()]);
-        dag.roots[0] == dag.roots[1]
+        same(self, other, &mut 64).unwrap_or_else(|| {
+            let dag = Dag::new(&[self.clone(), other.clone()]);
+            dag.roots[0] == dag.roots[1]
+        })
     }
 }
+
+/// Whether two formulas are equal, if looking at `budget` nodes is enough to tell.
+fn same(a: &Expr, b: &Expr, budget: &mut u32) -> Option<bool> {
+    if Arc::ptr_eq(&a.0, &b.0) {
+        return Some(true);
+    }
+    if a.0.hash != b.0.hash || a.0.op != b.0.op {
+        return Some(false);
+    }
+    *budget = budget.checked_sub(1)?;
+    for (a, b) in a.args().iter().zip(b.args()) {
+        if !same(a, b, budget)? {
+            return Some(false);
+        }
+    }
+    Some(true)
+}
+
 impl Eq for Expr {}
 
 impl Hash for Expr {
@@ -381,6 +409,8 @@ mod tests {
         let e = Expr::input(2) + Expr::uniform(1);
         assert_eq!(e.arity(), 3);
         assert!(e.uses_input(2) && !e.uses_input(0));
+        let far = Expr::input(70).exp() * Expr::input(62);
+        assert!(far.uses_input(70) && far.uses_input(62) && !far.uses_input(63) && !far.uses_input(71));
         assert!(e.uses_seed(1) && !e.uses_seed(0));
         assert_eq!(Expr::constant(1.0).arity(), 0);
     }

@@ -85,10 +85,10 @@ pub(super) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<()> {
     let (plan, variant, flipped) = choose(plan, compute, device.info());
     let (a, b) = if flipped { (g.b, g.a) } else { (g.a, g.b) };
 
-    let program = Program::new(g.epilogue);
+    let program = Program::of(g.epilogue);
     let mut params: SmallVec<[u64; 8]> = SmallVec::from_slice(&[variant.key(), plan.batch.len() as u64]);
     params.extend([a, b].into_iter().chain(operands[2..].iter().copied()).map(|t| t.dtype as u64));
-    let key = KernelKey { template: "gemm", params, exprs: g.epilogue.iter().cloned().collect() };
+    let key = KernelKey { template: "gemm", params, exprs: SmallVec::from(program.exprs()) };
     let kernel = kernel(device, key, "gemm", || {
         let types = operands[2..].iter().map(|t| t.dtype).collect::<SmallVec<[DType; 4]>>();
         source(&program, compute, variant, plan.batch.len(), [a.dtype, b.dtype], &types, outs.len())

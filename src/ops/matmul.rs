@@ -111,7 +111,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::linear`]; [`Error::Invalid`] where `f` reads anything but its argument.
     pub fn linear_map(&self, weight: &Tensor, bias: Option<&Tensor>, f: impl Fn(&Expr) -> Expr) -> Result<Tensor> {
-        let plain = Program::new(&[f(&Expr::input(0))]);
+        let plain = Program::of(&[f(&Expr::input(0))]);
         if plain.inputs() > 1 || plain.scalars() > 0 || plain.seeds() > 0 {
             return Err(Error::invalid("linear_map", "the formula reads more than its argument"));
         }
