@@ -185,3 +185,15 @@ fn what_does_not_exist_is_refused_and_nothing_changes() {
     shape(t.broadcast_to([1, 3]));
     assert_eq!(vec(&t), [0., 1., 2., 3., 4., 5.]);
 }
+
+#[test]
+fn views_of_nothing_hold_nothing() {
+    each_device(|d| {
+        let rows = Tensor::zeros(&[0, 5], d).unwrap();
+        for view in [rows.select(1, 4), rows.flip(1), rows.narrow(1, 3, 2), rows.slice(1, 2, None, 2)] {
+            assert_eq!(view.unwrap().try_clone().unwrap().to_vec::<f32>().unwrap(), [0f32; 0]);
+        }
+        let diagonal = Tensor::zeros(&[3, 3, 0], d).unwrap().diagonal(1, 0, 1).unwrap();
+        assert_eq!(diagonal.to_vec::<f32>().unwrap(), [0f32; 0]);
+    });
+}

@@ -49,8 +49,10 @@ impl Tensor {
         if T::DTYPE != self.dtype {
             return Err(Error::DTypeMismatch { op, lhs: self.dtype, rhs: T::DTYPE });
         }
-        let mut bits = vec![T::Bits::zeroed(); self.numel()];
-        self.read_bytes(bytemuck::cast_slice_mut(&mut bits))?;
+        // First, for it fails where no memory has room for an expanded tensor's elements; a vector would panic.
+        let source = self.detach().contiguous()?;
+        let mut bits = vec![T::Bits::zeroed(); source.numel()];
+        source.read_bytes(bytemuck::cast_slice_mut(&mut bits))?;
         // Where every pattern is valid `Bits` is `T` itself, and the vector is handed on as it is.
         let bits = match (Box::new(bits) as Box<dyn Any>).downcast::<Vec<T>>() {
             Ok(values) => return Ok(*values),

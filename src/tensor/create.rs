@@ -23,7 +23,7 @@ impl Tensor {
     pub fn zeros(shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
         let TensorOptions { dtype, device } = options.into();
         let layout = Layout::contiguous(shape.into());
-        let storage = Storage::alloc_zeroed(device, layout.numel().saturating_mul(dtype.size()))?;
+        let storage = Storage::alloc_zeroed(device, layout.shape.bytes(dtype.size()))?;
         Ok(Tensor { storage, layout, dtype, node: None })
     }
 
@@ -90,10 +90,11 @@ impl Tensor {
             return Tensor::sequence(op, usize::try_from(count).unwrap_or(usize::MAX), options.into(), value);
         }
         let [a, b, s] = [start, end, step].map(Scalar::to_f64);
-        let count = ((b - a) / s).ceil();
-        if !(s.is_finite() && count.is_finite() && count >= 0.0) {
+        let steps = (b - a) / s;
+        if !(s.is_finite() && steps.is_finite() && steps >= 0.0) {
             return Err(error());
         }
+        let count = steps.ceil();
         let value = |i: usize| Scalar::Float(a + s * i as f64);
         Tensor::sequence(op, count as usize, options.into(), value)
     }
@@ -227,7 +228,7 @@ impl Tensor {
 
 fn fits(op: &'static str, given: usize, shape: Shape) -> Result<Shape> {
     if shape.numel() == given {
-        return Ok(shape);
+        return shape.checked(op);
     }
     Err(Error::invalid(op, format!("{given} values were given for shape {shape}, which has {}", shape.numel())))
 }

@@ -128,8 +128,8 @@ impl Layout {
         let mut axes = self.axes();
         let stride = axes[dim].1;
         axes[dim] = (len, if len > 1 { stride * step } else { stride });
-        // An empty pick keeps the offset: its start may lie one past the end.
-        let skip = if len == 0 { 0 } else { start as isize * stride };
+        // What is empty keeps the offset: there is no element to point to, and perhaps no storage.
+        let skip = if len == 0 || self.numel() == 0 { 0 } else { start as isize * stride };
         Layout::from_axes(axes, self.offset.wrapping_add_signed(skip))
     }
 
@@ -187,7 +187,7 @@ impl Layout {
         let ((rows, down), (columns, right)) = (axes[a], axes[b]);
         let (top, left) = (shift.min(0).unsigned_abs(), shift.max(0).unsigned_abs());
         let len = rows.saturating_sub(top).min(columns.saturating_sub(left));
-        let skip = if len == 0 { 0 } else { top as isize * down + left as isize * right };
+        let skip = if len == 0 || self.numel() == 0 { 0 } else { top as isize * down + left as isize * right };
         axes.remove(a.max(b));
         axes.remove(a.min(b));
         axes.push((len, down.saturating_add(right)));

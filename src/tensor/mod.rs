@@ -52,7 +52,7 @@ impl Tensor {
     /// A new contiguous tensor whose elements are whatever the memory held; every caller writes them all.
     pub(crate) fn empty_like_shape(shape: impl Into<Shape>, dtype: DType, device: Device) -> Result<Tensor> {
         let shape = shape.into();
-        let storage = Storage::alloc(device, shape.numel().saturating_mul(dtype.size()))?;
+        let storage = Storage::alloc(device, shape.bytes(dtype.size()))?;
         Ok(Tensor { storage, layout: Layout::contiguous(shape), dtype, node: None })
     }
 

@@ -37,6 +37,24 @@ impl Shape {
         if self.0.contains(&0) { 0 } else { self.0.iter().fold(1usize, |a, &d| a.saturating_mul(d)) }
     }
 
+    /// Whether strides and offsets can be computed in isize, though a size of 0 may hide how large the others are.
+    fn is_addressable(&self) -> bool {
+        self.0.iter().try_fold(1isize, |a, &d| a.checked_mul(isize::try_from(d.max(1)).ok()?)).is_some()
+    }
+
+    /// This shape, or an error where its sizes are too large to compute with.
+    pub(crate) fn checked(self, op: &'static str) -> Result<Shape> {
+        if self.is_addressable() {
+            return Ok(self);
+        }
+        Err(Error::invalid(op, format!("the sizes of shape {self} multiply to more than a tensor can have")))
+    }
+
+    /// Bytes of that many elements of `size` bytes; for sizes too large to compute with more than any device has.
+    pub(crate) fn bytes(&self, size: usize) -> usize {
+        if self.is_addressable() { self.numel().saturating_mul(size) } else { usize::MAX }
+    }
+
     /// Row-major strides in elements.
     pub(crate) fn contiguous_strides(&self) -> Dims<isize> {
         let mut strides: Dims<isize> = SmallVec::from_elem(0, self.rank());
@@ -166,7 +184,7 @@ impl NewShape {
             (1, n) if n > 0 && numel.is_multiple_of(n) => numel / n,
             _ => return Err(error()),
         };
-        Ok(self.0.iter().map(|&d| if d == -1 { rest } else { d as usize }).collect())
+        self.0.iter().map(|&d| if d == -1 { rest } else { d as usize }).collect::<Shape>().checked(op)
     }
 }
 

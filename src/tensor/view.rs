@@ -252,7 +252,7 @@ impl Tensor {
             let hint = "aligned at the last dimension, only sizes of 1 can be stretched";
             return Err(Error::ShapeMismatch { op, lhs: self.shape().clone(), rhs, hint });
         };
-        let old = self.shape().clone();
+        let (old, shape) = (self.shape().clone(), shape.checked(op)?);
         Ok(record_unary(op, self.with_layout(self.layout.broadcast_to(&shape)), self, move |grad| grad.sum_to(&old)))
     }
 
