@@ -227,3 +227,28 @@ fn backward_says_what_is_wrong() {
     assert!(view.fill_(0).map(|_| ()).unwrap_err().to_string().contains("no_grad"));
     assert_eq!(x.to_vec::<f32>().unwrap(), [1.0; 2]);
 }
+
+/// An optimiser's gradient buffer is lent to one backward at a time.
+#[test]
+fn threads_may_add_to_the_same_gradients() {
+    each_device(|d| {
+        let mut w = Tensor::ones(20_000, d).unwrap().requires_grad_(true).unwrap();
+        let _sgd = Sgd::new(vec![&mut w], SgdConfig::default()).unwrap();
+        for round in 0..20 {
+            w.zero_grad();
+            let both = std::sync::Barrier::new(2);
+            std::thread::scope(|scope| {
+                for factor in [1.0, 2.0] {
+                    let (w, both) = (&w, &both);
+                    scope.spawn(move || {
+                        let loss = w.mul_scalar(factor).unwrap().sum((), false).unwrap();
+                        both.wait();
+                        loss.backward().unwrap();
+                    });
+                }
+            });
+            let grad = w.grad().unwrap().to_vec::<f32>().unwrap();
+            assert!(grad.iter().all(|g| *g == 3.0), "round {round} on {d}");
+        }
+    });
+}

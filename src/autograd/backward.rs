@@ -162,7 +162,9 @@ fn walk(root: Arc<Node>, gradient: Gradient) -> Result<()> {
         let Some(grad) = gradients.remove(&node.seq) else { continue };
         let backward = match &mut *node.state() {
             State::Leaf(leaf) => {
+                let in_slot = matches!(grad, Gradient::Tensor { in_slot: true, .. });
                 leaf.grad = Some(settle(leaf, grad)?);
+                leaf.lent &= !in_slot;
                 continue;
             }
             state => match std::mem::replace(state, State::Consumed) {
@@ -182,8 +184,16 @@ fn walk(root: Arc<Node>, gradient: Gradient) -> Result<()> {
         let results = backward(&mut Context { grad, needs, slots })?;
         debug_assert_eq!(results.len(), node.inputs.len(), "{}: one gradient an input", node.op);
         for ((input, result), offered) in node.inputs.iter().zip(results).zip(offered) {
-            let (Some(input), Some(result)) = (input, result) else { continue };
-            let in_slot = offered.is_some_and(|s| s.shares_storage(&result) && s.layout == result.layout);
+            let Some(input) = input else { continue };
+            let is_slot = |s: &Tensor| result.as_ref().is_some_and(|r| s.shares_storage(r) && s.layout == r.layout);
+            let in_slot = offered.as_ref().is_some_and(is_slot);
+            if offered.is_some()
+                && !in_slot
+                && let State::Leaf(leaf) = &mut *input.state()
+            {
+                leaf.lent = false;
+            }
+            let Some(result) = result else { continue };
             let sum = match gradients.remove(&input.seq) {
                 Some(first) => first.add(result)?,
                 None => {
@@ -197,12 +207,15 @@ fn walk(root: Arc<Node>, gradient: Gradient) -> Result<()> {
     Ok(())
 }
 
-/// The slot of input `i` if it is a leaf that has one, holds no gradient yet and was offered to nobody else.
+/// Lends the slot of input `i` if it is a leaf that has one, holds no gradient yet and was offered to nobody else.
 fn free_slot(inputs: &[Option<Arc<Node>>], i: usize, gradients: &HashMap<u64, Gradient>) -> Option<Tensor> {
     let node = inputs[i].as_ref()?;
     let taken = gradients.contains_key(&node.seq) || inputs[..i].iter().flatten().any(|n| n.seq == node.seq);
-    match &*node.state() {
-        State::Leaf(leaf) if !taken && leaf.grad.is_none() => leaf.slot.as_ref().map(Tensor::shallow_clone),
+    match &mut *node.state() {
+        State::Leaf(leaf) if !taken && !leaf.lent && leaf.grad.is_none() => {
+            leaf.lent = leaf.slot.is_some();
+            leaf.slot.as_ref().map(Tensor::shallow_clone)
+        }
         _ => None,
     }
 }
@@ -214,7 +227,7 @@ fn settle(leaf: &Leaf, grad: Gradient) -> Result<Tensor> {
         Gradient::Tensor { tensor, .. } => tensor,
         one => one.tensor()?,
     };
-    match (&leaf.grad, &leaf.slot) {
+    match (&leaf.grad, leaf.slot.as_ref().filter(|_| in_slot || !leaf.lent)) {
         (Some(total), _) => {
             total.add_(&grad)?;
             Ok(total.shallow_clone())

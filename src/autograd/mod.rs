@@ -51,6 +51,8 @@ struct Leaf {
     grad: Option<Tensor>,
     /// Where an optimiser wants the gradient written: a view of its flat gradient buffer.
     slot: Option<Tensor>,
+    /// Whether a backward may be writing to the slot: that of another thread then keeps away.
+    lent: bool,
 }
 
 impl Node {
@@ -232,6 +234,7 @@ impl Tensor {
             && let State::Leaf(leaf) = &mut *node.state()
         {
             leaf.grad = None;
+            leaf.lent = false; // where a backward failed
         }
     }
 

@@ -44,6 +44,15 @@ impl Flat {
                 return Err(Error::DeviceMismatch { op, lhs: device, rhs: p.device() });
             }
         }
+        for (i, p) in parameters.iter().enumerate().filter(|(_, p)| p.numel() > 0) {
+            if parameters[..i].iter().any(|q| q.shares_storage(p) && q.offset() == p.offset()) {
+                let reason = format!(
+                    "a parameter of shape {} is given twice, and would be two afterwards: use one tensor in both places",
+                    p.shape()
+                );
+                return Err(Error::invalid(op, reason));
+            }
+        }
         let total: usize = parameters.iter().map(|p| p.numel()).sum();
         let params = Tensor::zeros(total, (dtype, device))?;
         let grads = Tensor::zeros(total, (dtype, device))?;
