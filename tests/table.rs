@@ -5,7 +5,7 @@ mod common;
 
 use claystone::ops::{Output, ROWS, Row};
 use claystone::{DType, Device, Result, Scalar, Tensor};
-use common::devices;
+use common::{devices, each_device};
 
 const HEIGHT: usize = 7;
 const WIDTH: usize = 13;
@@ -158,4 +158,17 @@ fn every_other_row() {
 #[test]
 fn and_the_rest() {
     check(1);
+}
+
+#[test]
+fn a_mask_of_floats_leaves_integers_exact() {
+    each_device(|d| {
+        let odd = (1i64 << 53) + 1; // no float has it
+        let a = Tensor::full(&[2], odd, (DType::I64, d)).unwrap();
+        let mask = Tensor::from_slice(&[0.25f32, 0.0], 2, d).unwrap();
+        assert_eq!(mask.where_cond(&a, &a.neg().unwrap()).unwrap().to_vec::<i64>().unwrap(), [odd, -odd]);
+        assert_eq!(a.masked_fill(&mask, 3).unwrap().to_vec::<i64>().unwrap(), [3, odd]);
+        a.masked_fill_(&mask, 3).unwrap();
+        assert_eq!(a.to_vec::<i64>().unwrap(), [3, odd]);
+    });
 }

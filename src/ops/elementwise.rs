@@ -176,6 +176,12 @@ fn check_row(row: &Row, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<DType>
     })
 }
 
+/// A mask of floats beside integers: computed in floats, large ones would be rounded.
+fn rounding_mask(row: &Row, inputs: &[&Tensor]) -> Option<usize> {
+    let integers = |i: &usize| !row.masks.contains(i) && !inputs[*i].dtype.is_float();
+    row.masks.iter().copied().find(|&m| inputs[m].dtype.is_float() && (0..inputs.len()).any(|i| integers(&i)))
+}
+
 impl Row {
     /// The operation on `inputs`, one for each operand, and `scalars`: what the method of its name does.
     ///
@@ -202,6 +208,12 @@ impl Row {
 pub(crate) fn apply_row(row: &'static Row, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<Tensor> {
     same_device(row.name, inputs)?;
     let dtype = check_row(row, inputs, scalars)?;
+    if let Some(m) = rounding_mask(row, inputs) {
+        let mask = inputs[m].cast(DType::Bool)?;
+        let mut inputs = SmallVec::<[&Tensor; 3]>::from_slice(inputs);
+        inputs[m] = &mask;
+        return apply_row(row, &inputs, scalars);
+    }
     let params = Params { scalars, seeds: &[] };
     apply_tracked(row.name, inputs, params, row.expr(), dtype, |i| row.derivatives()[i].clone())
 }
@@ -216,6 +228,12 @@ pub(crate) fn apply_row_(row: &'static Row, inputs: &[&Tensor], scalars: &[Scala
         return Err(Error::UnsupportedDType { op: row.name, dtype: target.dtype, expected });
     }
     autograd::check_in_place(row.name, target, others)?;
+    if let Some(m) = rounding_mask(row, inputs) {
+        let mask = inputs[m].cast(DType::Bool)?;
+        let mut inputs = SmallVec::<[&Tensor; 3]>::from_slice(inputs);
+        inputs[m] = &mask;
+        return apply_row_(row, &inputs, scalars);
+    }
     let params = Params { scalars, seeds: &[] };
     apply_into(row.name, inputs, params, std::slice::from_ref(row.expr()), &[target])
 }

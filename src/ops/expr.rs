@@ -235,7 +235,10 @@ impl Dag {
 
     /// One more than the greatest index of an input.
     pub(crate) fn arity(&self) -> usize {
-        self.leaves().filter_map(|l| if let Leaf::Input(i) = l { Some(i + 1) } else { None }).max().unwrap_or(0)
+        self.leaves()
+            .filter_map(|l| if let Leaf::Input(i) = l { Some(i.saturating_add(1)) } else { None })
+            .max()
+            .unwrap_or(0)
     }
 }
 

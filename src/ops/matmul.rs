@@ -109,11 +109,16 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// As [`Tensor::linear`]; [`Error::Invalid`] where `f` reads anything but its argument.
+    /// As [`Tensor::linear`]; [`Error::Invalid`] where `f` reads anything but its argument, and
+    /// [`Error::UnsupportedDType`] where it needs floats and the tensors are not.
     pub fn linear_map(&self, weight: &Tensor, bias: Option<&Tensor>, f: impl Fn(&Expr) -> Expr) -> Result<Tensor> {
         let plain = Program::of(&[f(&Expr::input(0))]);
         if plain.inputs() > 1 || plain.scalars() > 0 || plain.seeds() > 0 {
             return Err(Error::invalid("linear_map", "the formula reads more than its argument"));
+        }
+        if plain.needs_float() && !self.dtype.is_float() {
+            let expected = "floats for this formula";
+            return Err(Error::UnsupportedDType { op: "linear_map", dtype: self.dtype, expected });
         }
         layer(self, weight, bias, Some(&f))
     }

@@ -56,7 +56,8 @@ impl Program {
     /// A program whose `j`-th result is `exprs[j]`.
     pub(crate) fn new(exprs: &[Expr]) -> Program {
         let dag = Dag::new(exprs);
-        let count = |f: fn(Leaf) -> Option<usize>| dag.leaves().filter_map(f).map(|i| i + 1).max().unwrap_or(0);
+        let count =
+            |f: fn(Leaf) -> Option<usize>| dag.leaves().filter_map(f).map(|i| i.saturating_add(1)).max().unwrap_or(0);
         let ops = || dag.nodes.iter().map(|n| n.expr.op());
         let (steps, registers) = schedule(&dag);
         Program {
