@@ -264,3 +264,16 @@ fn shapes_that_do_not_go_together() {
     let doubles = iota(&[2, 4], Device::Cpu).to_dtype(DType::F64).unwrap();
     assert!(matches!(x.index_add(0, &i, &doubles), Err(Error::DTypeMismatch { .. })));
 }
+
+#[test]
+fn an_empty_dimension_has_no_index_in_range() {
+    each_device(|d| {
+        let table = Tensor::zeros(&[0, 3], d).unwrap();
+        let index = Tensor::from_slice(&[7i64, 1], 2, d).unwrap();
+        let out_of_range = |r: claystone::Result<Tensor>| {
+            assert!(matches!(r, Err(claystone::Error::IndexOutOfRange { index: 7, size: 0, .. })), "on {d}");
+        };
+        out_of_range(table.index_select(0, &index));
+        out_of_range(table.index_add(0, &index, &Tensor::ones(&[2, 3], d).unwrap()));
+    });
+}

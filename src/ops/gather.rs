@@ -61,11 +61,18 @@ impl Indexed<'_> {
         if out.numel() > 0 {
             match out.device() {
                 Device::Cpu => cpu::gather(self, &out)?,
+                Device::OpenCL(_) if self.size == 0 => return Err(self.nowhere()?),
                 Device::OpenCL(_) => opencl::gather(self, &out)?,
             }
             out.storage.bump_version();
         }
         Ok(out)
+    }
+
+    /// The error for an empty dim, which has no memory for a kernel to look at: the first index is out of range.
+    fn nowhere(&self) -> Result<Error> {
+        let indices = self.index.with_layout(self.index_layout.clone()).cast(DType::I64)?.to_vec::<i64>()?;
+        Ok(Error::IndexOutOfRange { op: self.op, index: indices[0], size: 0 })
     }
 
     /// Adds to `target`, whose positions outside dim d are the shape's.
@@ -80,6 +87,7 @@ impl Indexed<'_> {
         let (layout, _) = without(target, d, &self.x_layout.shape);
         match target.device() {
             Device::Cpu => cpu::scatter_add(self, target, &layout)?,
+            Device::OpenCL(_) if self.size == 0 => return Err(self.nowhere()?),
             Device::OpenCL(_) => opencl::scatter_add(self, target, &layout, d)?,
         }
         target.storage.bump_version();
