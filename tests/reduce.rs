@@ -355,3 +355,17 @@ fn ndarray_agrees_on_axes() {
     let want = array(&t).sum_axis(Axis(1));
     assert_eq!(t.sum(1, false).unwrap().to_ndarray::<f64>().unwrap(), want);
 }
+
+#[test]
+fn squares_of_halves_do_not_overflow() {
+    each_device(|d| {
+        let x = Tensor::from_slice(&[-300f32, 300.0], 2, d).unwrap().requires_grad_(true).unwrap();
+        let half = x.to_dtype(DType::F16).unwrap();
+        let value = |t: Tensor| t.to_dtype(DType::F32).unwrap().item::<f32>().unwrap();
+        assert_eq!(value(half.std((), 0, false).unwrap()), 300.0);
+        assert_eq!(value(half.norm((), false).unwrap()), 424.25);
+        half.norm((), false).unwrap().backward().unwrap();
+        let grad = x.grad().unwrap().to_vec::<f32>().unwrap();
+        assert!((grad[0] + 0.5f32.sqrt()).abs() < 1e-3 && (grad[1] - 0.5f32.sqrt()).abs() < 1e-3, "{grad:?}");
+    });
+}

@@ -5,7 +5,7 @@ use crate::autograd::{self, Saved};
 use crate::ops::elementwise::{Params, apply};
 use crate::ops::expr::Expr;
 use crate::tensor::Layout;
-use crate::{Error, Result, Tensor};
+use crate::{DType, Error, Result, Tensor};
 
 impl Tensor {
     /// The variance over `dims`: squared deviations from the mean, summed and divided by their number less `correction`
@@ -22,6 +22,10 @@ impl Tensor {
     /// As [`Tensor::mean`].
     pub fn var(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<Tensor> {
         let dims = dims.into();
+        // The square of a half overflows at 256.
+        if matches!(self.dtype, DType::F16 | DType::BF16) {
+            return self.to_dtype(DType::F32)?.var(dims, correction, keepdim)?.to_dtype(self.dtype);
+        }
         let mask = dims.mask("var", self.shape())?;
         let n: usize = self.shape().dims().iter().zip(&mask).filter(|(_, r)| **r).map(|(&d, _)| d).product();
         let deviations = self.sub(&self.mean(dims.clone(), true)?)?;
@@ -33,6 +37,9 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::mean`].
     pub fn std(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<Tensor> {
+        if matches!(self.dtype, DType::F16 | DType::BF16) {
+            return self.to_dtype(DType::F32)?.std(dims, correction, keepdim)?.to_dtype(self.dtype);
+        }
         self.var(dims, correction, keepdim)?.sqrt()
     }
 
@@ -44,6 +51,9 @@ impl Tensor {
         let op = "norm";
         if !self.dtype.is_float() {
             return Err(Error::UnsupportedDType { op, dtype: self.dtype, expected: "floats" });
+        }
+        if matches!(self.dtype, DType::F16 | DType::BF16) {
+            return self.to_dtype(DType::F32)?.norm(dims, keepdim)?.to_dtype(self.dtype);
         }
         let dims = dims.into();
         let mask = dims.mask(op, self.shape())?;
