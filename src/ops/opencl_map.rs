@@ -44,7 +44,8 @@ pub(super) fn run(launch: &Launch) -> Result<()> {
         .collect();
     let strided = access.contains(&Access::Strided);
     let count = launch.outputs[0].numel();
-    let wide = count >= u32::MAX as usize;
+    // With room for the last group's positions past the end: were they to wrap, an in-place result would be computed twice.
+    let wide = count >= u32::MAX as usize - 4 * LOCAL;
     let per_item = if device.info().kind == DeviceKind::Cpu { 1 } else { 4 };
 
     let mut params: SmallVec<[u64; 8]> = SmallVec::new();
