@@ -108,14 +108,25 @@ impl Tensor {
     /// # Errors
     /// [`Error::OutOfMemory`].
     pub fn randperm(n: usize, device: crate::Device) -> Result<Tensor> {
-        let mut order: Vec<i64> = (0..n as i64).collect();
-        let mut words = vec![0i64; 2 * n];
-        next_seed().fill::<Bits, _>(0, &mut words, i64::from);
-        for i in (1..n).rev() {
-            let bits = (words[2 * i] as u64) << 32 | words[2 * i + 1] as u64;
-            order.swap(i, ((u128::from(bits) * (i as u128 + 1)) >> 64) as usize);
+        const BLOCK: usize = 512;
+        let out = Tensor::empty_like_shape(n, DType::I64, device)?; // fails where n is too large
+        let mut order: Vec<i64> = Vec::new();
+        order.try_reserve_exact(n).map_err(|_| Error::OutOfMemory {
+            device: crate::Device::Cpu,
+            requested: out.storage.nbytes(),
+            detail: "randperm shuffles on the host".into(),
+        })?;
+        order.extend(0..n as i64);
+        let (seed, mut words) = (next_seed(), [0i64; 2 * BLOCK]);
+        for first in (0..n).step_by(BLOCK).rev() {
+            seed.fill::<Bits, _>(2 * first as u64, &mut words, i64::from);
+            for i in (first.max(1)..n.min(first + BLOCK)).rev() {
+                let (high, low) = (words[2 * (i - first)] as u64, words[2 * (i - first) + 1] as u64);
+                order.swap(i, ((u128::from(high << 32 | low) * (i as u128 + 1)) >> 64) as usize);
+            }
         }
-        Tensor::from_vec(order, n, device)
+        out.storage.write(0, bytemuck::cast_slice(&order))?;
+        Ok(out)
     }
 
     /// Sets elements to zero with probability `p` and scales the others by `1 / (1 - p)` (PyTorch's `dropout` in
