@@ -5,6 +5,8 @@ use std::fmt;
 use bytemuck::{CheckedBitPattern, NoUninit};
 use half::{bf16, f16};
 
+use crate::{Error, Result};
+
 /// The type of a tensor's elements in storage.
 ///
 /// `F16` and `BF16` are storage types: arithmetic on them is done in f32 and rounded to nearest even when stored.
@@ -73,6 +75,11 @@ impl DType {
         }
     }
 
+    /// An error for integers and bool, in an operation that is defined on floats only.
+    pub(crate) fn check_float(self, op: &'static str) -> Result<()> {
+        if self.is_float() { Ok(()) } else { Err(Error::UnsupportedDType { op, dtype: self, expected: "floats" }) }
+    }
+
     /// The type arithmetic on this dtype is done in.
     pub(crate) const fn compute(self) -> Compute {
         match self {
@@ -90,12 +97,12 @@ impl fmt::Display for DType {
 }
 
 impl std::str::FromStr for DType {
-    type Err = crate::Error;
+    type Err = Error;
 
-    fn from_str(s: &str) -> crate::Result<DType> {
+    fn from_str(s: &str) -> Result<DType> {
         DType::ALL.into_iter().find(|d| d.name() == s).ok_or_else(|| {
             let names: Vec<_> = DType::ALL.iter().map(|d| d.name()).collect();
-            crate::Error::invalid("dtype", format!("'{s}' is not one of {}", names.join(", ")))
+            Error::invalid("dtype", format!("'{s}' is not one of {}", names.join(", ")))
         })
     }
 }
@@ -184,6 +191,15 @@ impl Scalar {
             Scalar::Float(x) => x as i64,
             Scalar::Int(i) => i,
         }
+    }
+
+    /// An error where it would lose its fraction: a number that is not whole, for a dtype of integers.
+    pub(crate) fn check_whole(self, op: &'static str, dtype: DType) -> Result<()> {
+        let x = self.to_f64();
+        if dtype.is_float() || x.fract() == 0.0 {
+            return Ok(());
+        }
+        Err(Error::invalid(op, format!("{x} is not whole and the tensor is {dtype}: convert it with .to_dtype()")))
     }
 
     /// The bytes of one element of `dtype` with this value, into `out`, which has just that size. As kernels store it:

@@ -37,7 +37,6 @@ pub(crate) struct Node {
     state: Mutex<State>,
 }
 
-#[expect(clippy::large_enum_variant, reason = "leaves are few and live long")]
 enum State {
     /// Boxed, because most nodes are operations.
     Leaf(Box<Leaf>),
@@ -199,9 +198,7 @@ impl Tensor {
                 return Err(Error::Autograd { op, reason: reason.into() });
             }
             Some(_) if requires_grad => return Ok(self),
-            None if requires_grad && !self.dtype.is_float() => {
-                return Err(Error::UnsupportedDType { op, dtype: self.dtype, expected: "floats" });
-            }
+            None if requires_grad => self.dtype.check_float(op)?,
             _ => {}
         }
         let leaf = || Node::new("leaf", SmallVec::new(), State::Leaf(Box::default()));

@@ -3,7 +3,7 @@
 use super::elementwise::{self, Params};
 use super::expr::Expr;
 use crate::autograd;
-use crate::{DType, Error, Result, Scalar, Tensor};
+use crate::{DType, Result, Scalar, Tensor};
 
 fn identity() -> [Expr; 1] {
     [Expr::input(0)]
@@ -25,7 +25,7 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] and device failures.
+    /// [`crate::Error::OutOfMemory`] and device failures.
     pub fn try_clone(&self) -> Result<Tensor> {
         Ok(autograd::record_unary("clone", self.copied(true)?, self, Ok))
     }
@@ -50,7 +50,7 @@ impl Tensor {
     /// No operation of this crate needs it; it is there for code that hands bytes to somebody else. Differentiable.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] and device failures.
+    /// [`crate::Error::OutOfMemory`] and device failures.
     pub fn contiguous(&self) -> Result<Tensor> {
         if self.is_contiguous() {
             return Ok(self.shallow_clone());
@@ -72,7 +72,7 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`]; a device without double precision cannot convert f64.
+    /// [`crate::Error::OutOfMemory`]; a device without double precision cannot convert f64.
     pub fn to_dtype(&self, dtype: DType) -> Result<Tensor> {
         if dtype == self.dtype {
             return Ok(self.shallow_clone());
@@ -93,8 +93,8 @@ impl Tensor {
     /// Copies `src` into this tensor, broadcast to its shape and converted to its dtype; both on one device. In place.
     ///
     /// # Errors
-    /// [`Error::ShapeMismatch`], [`Error::DeviceMismatch`]; [`Error::Autograd`] where either is tracked;
-    /// [`Error::Invalid`] into an expanded view.
+    /// [`crate::Error::ShapeMismatch`], [`crate::Error::DeviceMismatch`]; [`crate::Error::Autograd`] where either is
+    /// tracked; [`crate::Error::Invalid`] into an expanded view.
     pub fn copy_(&self, src: &Tensor) -> Result<&Tensor> {
         let op = "copy_";
         autograd::check_in_place(op, self, &[src])?;
@@ -117,15 +117,12 @@ impl Tensor {
     /// Sets every element to `value`, converted to the dtype. In place.
     ///
     /// # Errors
-    /// [`Error::Autograd`] where the tensor is tracked; [`Error::Invalid`] on an expanded view.
+    /// [`crate::Error::Autograd`] where the tensor is tracked; [`crate::Error::Invalid`] on an expanded view.
     pub fn fill_(&self, value: impl Into<Scalar>) -> Result<&Tensor> {
         let op = "fill_";
         autograd::check_in_place(op, self, &[])?;
         let scalars = [value.into()];
-        if !self.dtype.is_float() && scalars[0].to_f64().fract() != 0.0 {
-            let reason = format!("{} is not whole and the tensor is {}", scalars[0].to_f64(), self.dtype);
-            return Err(Error::invalid(op, reason));
-        }
+        scalars[0].check_whole(op, self.dtype)?;
         elementwise::apply_into(op, &[], Params { scalars: &scalars, seeds: &[] }, &[Expr::scalar(0)], &[self])?;
         Ok(self)
     }

@@ -13,7 +13,7 @@ use super::rows::rows;
 use super::table::{Accepts, Output, Row, methods};
 use super::{cpu_map, opencl_map, same_device};
 use crate::autograd::{self, Saved};
-use crate::device::opencl::ClBuffer;
+use crate::device::opencl::{self, ClBuffer, ClDevice};
 use crate::{Compute, DType, Device, Error, Result, Scalar, Shape, Tensor};
 
 /// One launch, checked and ready to run on any device.
@@ -162,12 +162,8 @@ fn check_row(row: &Row, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<DType>
     if dtype.is_float() {
         return Ok(if row.output == Output::Bool { DType::Bool } else { dtype });
     }
-    if row.accepts == Accepts::Any
-        && let Some(s) = scalars.iter().find(|s| s.to_f64().fract() != 0.0)
-    {
-        let reason =
-            format!("the scalar {} is not whole and the tensor is {dtype}: convert with .to_dtype()", s.to_f64());
-        return Err(Error::invalid(op, reason));
+    if row.accepts == Accepts::Any {
+        scalars.iter().try_for_each(|s| s.check_whole(op, dtype))?;
     }
     Ok(match (row.output, row.accepts) {
         (Output::Bool, _) => DType::Bool,
@@ -402,6 +398,12 @@ impl Tensor {
             return Err(Error::invalid(op, "a formula reads more than the inputs and scalars given"));
         }
         apply_into(op, inputs, Params { scalars, seeds: &[] }, program.exprs(), outputs)
+    }
+
+    /// The open device that launches of this tensor go to. For OpenCL only: the CPU's have been sent elsewhere.
+    pub(crate) fn cl_device(&self) -> Result<&'static ClDevice> {
+        let Device::OpenCL(index) = self.device() else { unreachable!("called for OpenCL only") };
+        opencl::open(index)
     }
 
     /// Where a kernel finds this tensor's first element: the buffer, and elements from its start.

@@ -8,10 +8,10 @@ use super::gemm::{Gemm, Operand, Plan};
 use super::kernels::{KernelKey, kernel};
 use super::opencl_map::scalar_arg;
 use super::program::Program;
-use crate::device::opencl::{self, Arg};
+use crate::device::opencl::Arg;
 use crate::device::{DeviceInfo, DeviceKind};
 use crate::tensor::Layout;
-use crate::{Compute, DType, Device, Error, Result, Shape, Tensor};
+use crate::{Compute, DType, Error, Result, Shape, Tensor};
 
 const TEMPLATE: &str = include_str!("../../kernels/gemm.cl");
 
@@ -71,8 +71,7 @@ impl Variant {
 }
 
 pub(super) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<()> {
-    let Device::OpenCL(index) = outs[0].device() else { unreachable!("called for OpenCL only") };
-    let device = opencl::open(index)?;
+    let device = outs[0].cl_device()?;
     let operands: SmallVec<[&Tensor; 6]> = [g.a, g.b].into_iter().chain(outs).chain(g.extras.iter().copied()).collect();
     if !device.info().fp64 && operands.iter().any(|t| t.dtype == DType::F64) {
         let expected = "f32, f16 or bf16 on this device, which has no double precision";
@@ -248,6 +247,8 @@ mod tests {
     use std::cell::Cell;
 
     use super::*;
+    use crate::Device;
+    use crate::device::opencl;
     use crate::ops::Expr;
 
     thread_local! {

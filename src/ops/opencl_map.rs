@@ -7,8 +7,8 @@ use smallvec::SmallVec;
 use super::elementwise::Launch;
 use super::kernels::{KernelKey, kernel};
 use crate::device::DeviceKind;
-use crate::device::opencl::{self, Arg};
-use crate::{Compute, DType, Device, Result, Tensor};
+use crate::device::opencl::Arg;
+use crate::{Compute, DType, Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../kernels/elementwise.cl");
 
@@ -27,8 +27,7 @@ enum Access {
 }
 
 pub(super) fn run(launch: &Launch) -> Result<()> {
-    let Device::OpenCL(index) = launch.outputs[0].device() else { unreachable!("called for OpenCL only") };
-    let device = opencl::open(index)?;
+    let device = launch.outputs[0].cl_device()?;
     let walk = &launch.walk;
     let operands: SmallVec<[&Tensor; 6]> = launch.inputs.iter().chain(launch.outputs.iter().copied()).collect();
     // An input that the expressions never read is not passed.

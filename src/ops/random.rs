@@ -42,13 +42,6 @@ fn generate(op: &'static str, shape: Shape, options: TensorOptions, scalars: &[S
     Ok(out)
 }
 
-fn floats_only(op: &'static str, options: TensorOptions) -> Result<()> {
-    if options.dtype.is_float() {
-        return Ok(());
-    }
-    Err(Error::UnsupportedDType { op, dtype: options.dtype, expected: "floats" })
-}
-
 impl Tensor {
     /// Uniform in [0, 1), never 1 in any dtype (PyTorch's `rand`). One launch.
     ///
@@ -56,7 +49,7 @@ impl Tensor {
     /// [`Error::UnsupportedDType`] for integers and bool; [`Error::OutOfMemory`].
     pub fn rand(shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
         let options = options.into();
-        floats_only("rand", options)?;
+        options.dtype.check_float("rand")?;
         // Halves keep as many bits as they have: rounding could give 1.
         let uniform = Expr::uniform(0);
         let expr = match options.dtype {
@@ -73,7 +66,7 @@ impl Tensor {
     /// As [`Tensor::rand`].
     pub fn randn(shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
         let options = options.into();
-        floats_only("randn", options)?;
+        options.dtype.check_float("randn")?;
         generate("randn", shape.into(), options, &[], Expr::normal(0))
     }
 
@@ -139,9 +132,7 @@ impl Tensor {
         if !(0.0..1.0).contains(&p) {
             return Err(Error::invalid(op, format!("the probability {p} is not in 0.0..1.0")));
         }
-        if !self.dtype.is_float() {
-            return Err(Error::UnsupportedDType { op, dtype: self.dtype, expected: "floats" });
-        }
+        self.dtype.check_float(op)?;
         let expr = Expr::uniform(0).lt(Expr::scalar(0)).select(0.0, Expr::input(0) * Expr::scalar(1));
         let scalars = [Scalar::Float(p), Scalar::Float(1.0 / (1.0 - p))];
         let params = Params { scalars: &scalars, seeds: &[next_seed()] };

@@ -52,13 +52,6 @@ impl Rows {
     }
 }
 
-fn floats(op: &'static str, t: &Tensor) -> Result<()> {
-    match t.dtype.is_float() {
-        true => Ok(()),
-        false => Err(Error::UnsupportedDType { op, dtype: t.dtype, expected: "floats" }),
-    }
-}
-
 /// The row operation along dim d of `x` (and `z`, of its shape), outside the graph.
 fn along(kind: RowOp, x: &Tensor, z: Option<&Tensor>, d: usize) -> Result<Tensor> {
     let z = z.unwrap_or(x);
@@ -117,7 +110,7 @@ impl Tensor {
     }
 
     fn normalised(&self, op: &'static str, forward: RowOp, backward: RowOp, dim: isize) -> Result<Tensor> {
-        floats(op, self)?;
+        self.dtype.check_float(op)?;
         let x = at_least_1d(self);
         let d = x.shape().dim(op, dim)?;
         let out = along(forward, &x, None, d)?;
@@ -140,7 +133,7 @@ impl Tensor {
     /// As [`Tensor::softmax`].
     pub fn logsumexp(&self, dim: isize, keepdim: bool) -> Result<Tensor> {
         let op = "logsumexp";
-        floats(op, self)?;
+        self.dtype.check_float(op)?;
         let x = at_least_1d(self);
         let d = x.shape().dim(op, dim)?;
         let kept = along(RowOp::LogSumExp, &x, None, d)?;
@@ -198,7 +191,7 @@ impl Tensor {
     /// (reading a value, `synchronize`), until which the loss is NaN and the row's gradient zero.
     pub fn cross_entropy_with(&self, labels: &Tensor, options: CrossEntropy) -> Result<Tensor> {
         let op = "cross_entropy";
-        floats(op, self)?;
+        self.dtype.check_float(op)?;
         same_device(op, &[self, labels])?;
         if labels.dtype.is_float() || labels.dtype == DType::Bool {
             let expected = "i64 class labels (or another integer type)";

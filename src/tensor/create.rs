@@ -52,9 +52,7 @@ impl Tensor {
     ) -> Result<Tensor> {
         let TensorOptions { dtype, device } = options.into();
         let value = value.into();
-        if !dtype.is_float() && value.to_f64().fract() != 0.0 {
-            return Err(Error::invalid("full", format!("{} is not whole and the tensor is {dtype}", value.to_f64())));
-        }
+        value.check_whole("full", dtype)?;
         let out = Tensor::empty_like_shape(shape, dtype, device)?;
         let mut pattern = [0; 8];
         let pattern = &mut pattern[..dtype.size()];

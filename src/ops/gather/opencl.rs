@@ -4,12 +4,12 @@ use smallvec::SmallVec;
 
 use super::Indexed;
 use crate::device::DeviceKind;
-use crate::device::opencl::{self, Arg, ClDevice};
+use crate::device::opencl::Arg;
 use crate::ops::collapse::Walk;
 use crate::ops::kernels::{KernelKey, kernel};
 use crate::ops::reduce::opencl::{WALK, is_wide};
 use crate::tensor::Layout;
-use crate::{Device, Result, Tensor};
+use crate::{Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/gather.cl");
 
@@ -17,11 +17,6 @@ const TEMPLATE: &str = include_str!("../../../kernels/gather.cl");
 const LOCAL: usize = 64;
 /// Most index reads of one scatter, over all of its ranges: bounds what splitting the destination costs.
 const READS: usize = 1 << 31;
-
-fn device(t: &Tensor) -> Result<&'static ClDevice> {
-    let Device::OpenCL(index) = t.device() else { unreachable!("called for OpenCL only") };
-    opencl::open(index)
-}
 
 /// A walk as the kernels' structs have it: sizes, then the strides of each operand.
 fn words(walk: &Walk) -> SmallVec<[i64; 32]> {
@@ -36,7 +31,7 @@ fn index_type(wide: bool) -> &'static str {
 }
 
 pub(super) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
-    let device = device(out)?;
+    let device = out.cl_device()?;
     let walk = Walk::new(&g.x_layout.shape, [&g.x_layout.strides[..], &g.index_layout.strides[..]]);
     let (rank, count, size) = (walk.dims.len().max(1), out.numel(), out.dtype.size());
     let wide = is_wide([count]);
@@ -66,7 +61,7 @@ pub(super) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
 }
 
 pub(super) fn scatter_add(g: &Indexed, target: &Tensor, layout: &Layout, d: usize) -> Result<()> {
-    let device = device(target)?;
+    let device = target.cl_device()?;
     // Columns: everything but the dim.
     let drop_dim = |strides: &[isize]| -> SmallVec<[isize; 6]> {
         strides.iter().enumerate().filter(|(i, _)| *i != d).map(|(_, &s)| s).collect()
@@ -121,7 +116,7 @@ pub(super) fn scatter_add(g: &Indexed, target: &Tensor, layout: &Layout, d: usiz
 }
 
 pub(super) fn one_hot(t: &Tensor, out: &Tensor, classes: usize) -> Result<()> {
-    let device = device(t)?;
+    let device = t.cl_device()?;
     let walk = Walk::new(t.shape(), [t.strides()]);
     let (rank, count) = (walk.dims.len().max(1), out.numel());
     let wide = is_wide([count]);

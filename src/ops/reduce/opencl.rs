@@ -5,9 +5,9 @@ use smallvec::SmallVec;
 use super::Reduction;
 use super::plan::{Axes, Plan};
 use crate::device::DeviceKind;
-use crate::device::opencl::{self, Arg, ClBuffer, ClDevice};
+use crate::device::opencl::{Arg, ClBuffer, ClDevice};
 use crate::ops::kernels::{KernelKey, kernel};
-use crate::{Compute, DType, Device, Result, Tensor};
+use crate::{Compute, DType, Result, Tensor};
 
 pub(in crate::ops) const WALK: &str = include_str!("../../../kernels/walk.cl");
 const TEMPLATE: &str = include_str!("../../../kernels/reduce.cl");
@@ -32,8 +32,7 @@ enum Stage {
 }
 
 pub(super) fn run(op: Reduction, t: &Tensor, plan: &Plan, out: &Tensor) -> Result<()> {
-    let Device::OpenCL(index) = t.device() else { unreachable!("called for OpenCL only") };
-    let device = opencl::open(index)?;
+    let device = t.cl_device()?;
     let acc = op.accumulator(t.dtype);
     let way = Way::choose(device, plan);
     let divisor = if op == Reduction::Mean { plan.n } else { 1 };

@@ -5,7 +5,7 @@ use crate::autograd::{self, Saved};
 use crate::ops::elementwise::{Params, apply};
 use crate::ops::expr::Expr;
 use crate::tensor::Layout;
-use crate::{DType, Error, Result, Tensor};
+use crate::{DType, Result, Tensor};
 
 impl Tensor {
     /// The variance over `dims`: squared deviations from the mean, summed and divided by their number less `correction`
@@ -46,12 +46,10 @@ impl Tensor {
     /// The Euclidean norm over `dims` (PyTorch's `linalg.vector_norm`). Differentiable; at 0 the gradient is 0.
     ///
     /// # Errors
-    /// As [`Tensor::sum`]; [`Error::UnsupportedDType`] for integers and bool.
+    /// As [`Tensor::sum`]; [`crate::Error::UnsupportedDType`] for integers and bool.
     pub fn norm(&self, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<Tensor> {
         let op = "norm";
-        if !self.dtype.is_float() {
-            return Err(Error::UnsupportedDType { op, dtype: self.dtype, expected: "floats" });
-        }
+        self.dtype.check_float(op)?;
         if matches!(self.dtype, DType::F16 | DType::BF16) {
             return self.to_dtype(DType::F32)?.norm(dims, keepdim)?.to_dtype(self.dtype);
         }

@@ -4,23 +4,18 @@ use smallvec::SmallVec;
 
 use super::{CrossEntropy, LossReduction, RowOp, Rows};
 use crate::device::DeviceKind;
-use crate::device::opencl::{self, Arg, ClDevice};
+use crate::device::opencl::Arg;
 use crate::ops::elementwise::{Params, apply};
 use crate::ops::expr::Expr;
 use crate::ops::kernels::{KernelKey, kernel};
 use crate::ops::reduce;
 use crate::ops::reduce::opencl::{WALK, group_size, is_wide, lanes};
-use crate::{DType, Device, Result, Scalar, Tensor};
+use crate::{DType, Result, Scalar, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/row.cl");
 
 /// Up to so many labels, every group counts for itself those that are not ignored: cheaper than a launch.
 const COUNTED: usize = 1 << 16;
-
-fn device(t: &Tensor) -> Result<&'static ClDevice> {
-    let Device::OpenCL(index) = t.device() else { unreachable!("called for OpenCL only") };
-    opencl::open(index)
-}
 
 fn defines(t: &Tensor, rank: usize, wide: bool, group: usize) -> String {
     let acc = t.dtype.compute();
@@ -32,7 +27,7 @@ fn defines(t: &Tensor, rank: usize, wide: bool, group: usize) -> String {
 }
 
 pub(super) fn run(kind: RowOp, x: &Tensor, z: &Tensor, out: &Tensor, rows: &Rows) -> Result<()> {
-    let device = device(x)?;
+    let device = x.cl_device()?;
     let (count, n, rank) = (rows.count(), rows.n, rows.walk.dims.len().max(1));
     let group = group_size(device);
     // Neighbouring rows are read together where they lie closer than the elements of one.
@@ -89,7 +84,7 @@ pub(super) fn cross_entropy(
     options: CrossEntropy,
     grad: Option<&Tensor>,
 ) -> Result<Tensor> {
-    let device = device(x)?;
+    let device = x.cl_device()?;
     let op = "cross_entropy";
     let (rows, n) = (x.shape().dims()[0], x.shape().dims()[1]);
     let group = group_size(device);
