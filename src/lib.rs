@@ -52,3 +52,8 @@ pub use dtype::{DType, Element, Scalar};
 pub use error::{Error, Result};
 pub use ops::{CrossEntropy, Expr, LossReduction, ReduceDims, manual_seed};
 pub use tensor::{Index, Indices, NewShape, Shape, Tensor, TensorOptions};
+
+/// The README's example runs as a doctest.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
