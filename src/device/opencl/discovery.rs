@@ -1,8 +1,10 @@
 //! Which OpenCL devices there are, and in which order.
 //!
 //! Every platform is asked once, at first use. Discrete GPUs come first, then integrated ones, other accelerators and
-//! CPUs; devices of a kind stay in the drivers' order. `CLAYSTONE_DEVICES` chooses and orders them itself.
+//! CPUs; of a kind the one with more compute units first, equals in the drivers' order. `CLAYSTONE_DEVICES` chooses and
+//! orders them itself.
 
+use std::cmp::Reverse;
 use std::ffi::c_void;
 use std::fmt::Write as _;
 use std::ptr;
@@ -94,7 +96,7 @@ fn discover(choice: &str) -> Discovery {
             }
         }
     }
-    devices.sort_by_key(|f| (rank(f.info.kind), f.place));
+    devices.sort_by_key(|f| (rank(f.info.kind), Reverse(f.info.compute_units), f.place));
     if devices.is_empty() {
         return none(format!(
             "{} OpenCL platform(s), but none has a usable device{skipped}: {INSTALL}",
