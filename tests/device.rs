@@ -100,11 +100,15 @@ fn no_opencl_library_is_a_normal_state() {
 
 #[test]
 fn a_loader_without_drivers_is_a_normal_state() {
-    if said(&listed_with(&[]), "name=").is_empty() {
+    let usual = listed_with(&[]);
+    if said(&usual, "name=").is_empty() {
         return; // perhaps no loader either: the test above
     }
     let empty = tempfile::tempdir().unwrap();
     let text = listed_with(&[("OCL_ICD_VENDORS", empty.path().to_str().unwrap())]);
+    if said(&text, "name=") == said(&usual, "name=") {
+        return; // a loader that does not take its drivers from there: NVIDIA's images have one
+    }
     assert_eq!(said(&text, "all="), ["[Cpu]"], "{text}");
     let errors = said(&text, "error=");
     assert!(errors[0].contains("/etc/OpenCL/vendors") && errors[0].contains("pocl-opencl-icd"), "{}", errors[0]);
