@@ -10,6 +10,9 @@ use crate::{DType, Device, Element, Error, Result, Scalar, Shape, Tensor};
 /// Constants and sequences.
 impl Tensor {
     /// Elements whose values nobody has chosen (PyTorch's `empty`): to be written before they are read.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] and [`Error::OutOfMemory`].
     pub fn empty(shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
         let options = options.into();
         match options.dtype {
@@ -20,6 +23,17 @@ impl Tensor {
     }
 
     /// Zeros (PyTorch's `zeros`); `false` for bool.
+    ///
+    /// ```
+    /// use claystone::{DType, Device, Tensor};
+    /// let a = Tensor::zeros(&[3, 4], Device::Cpu)?; // f32 unless said
+    /// let b = Tensor::zeros(&[3, 4], (DType::F16, Device::Cpu))?;
+    /// assert_eq!((a.storage().nbytes(), b.storage().nbytes()), (48, 24));
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] and [`Error::OutOfMemory`].
     pub fn zeros(shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
         let TensorOptions { dtype, device } = options.into();
         let layout = Layout::contiguous(shape.into());
@@ -28,6 +42,9 @@ impl Tensor {
     }
 
     /// Ones (PyTorch's `ones`); `true` for bool.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] and [`Error::OutOfMemory`].
     pub fn ones(shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
         Tensor::full(shape, 1, options)
     }
@@ -44,7 +61,7 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// A value that is not whole for a dtype of integers.
+    /// [`Error::Invalid`] for a value that is not whole in a dtype of integers, [`Error::NoDevice`], [`Error::OutOfMemory`].
     pub fn full(
         shape: impl Into<Shape>,
         value: impl Into<Scalar>,
@@ -65,7 +82,8 @@ impl Tensor {
     /// said). Each value is `start + i * step`, computed in f64, or in i64 where all three are integers.
     ///
     /// # Errors
-    /// A step that is zero, points away from `end`, or a number that is not finite.
+    /// [`Error::Invalid`] for a step that is zero or points away from `end` and for numbers that are not finite;
+    /// [`Error::NoDevice`], [`Error::OutOfMemory`].
     pub fn arange(
         start: impl Into<Scalar>,
         end: impl Into<Scalar>,
@@ -98,6 +116,9 @@ impl Tensor {
     }
 
     /// `n` values evenly from `start` to `end`, both included, in one dimension (PyTorch's `linspace`).
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] and [`Error::OutOfMemory`].
     pub fn linspace(start: f64, end: f64, n: usize, options: impl Into<TensorOptions>) -> Result<Tensor> {
         let step = if n > 1 { (end - start) / (n - 1) as f64 } else { 0.0 };
         // Counted from the nearer end, so that both are exact.
@@ -108,6 +129,9 @@ impl Tensor {
     }
 
     /// The identity matrix of `n` rows (PyTorch's `eye`).
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] and [`Error::OutOfMemory`].
     pub fn eye(n: usize, options: impl Into<TensorOptions>) -> Result<Tensor> {
         let out = Tensor::zeros([n, n], options)?;
         out.diagonal(0, 0, 1)?.fill_(1)?;
@@ -138,21 +162,33 @@ impl Tensor {
     }
 
     /// [`Tensor::empty`] of this tensor's shape, dtype and device.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
     pub fn empty_like(&self) -> Result<Tensor> {
         Tensor::empty(self.shape(), self)
     }
 
     /// [`Tensor::zeros`] of this tensor's shape, dtype and device.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
     pub fn zeros_like(&self) -> Result<Tensor> {
         Tensor::zeros(self.shape(), self)
     }
 
     /// [`Tensor::ones`] of this tensor's shape, dtype and device.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
     pub fn ones_like(&self) -> Result<Tensor> {
         Tensor::ones(self.shape(), self)
     }
 
     /// [`Tensor::full`] of this tensor's shape, dtype and device.
+    ///
+    /// # Errors
+    /// As [`Tensor::full`].
     pub fn full_like(&self, value: impl Into<Scalar>) -> Result<Tensor> {
         Tensor::full(self.shape(), value, self)
     }
@@ -170,7 +206,7 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// A shape of another number of elements.
+    /// [`Error::Invalid`] for a shape of another number of elements, [`Error::NoDevice`], [`Error::OutOfMemory`].
     pub fn from_slice<T: Element>(values: &[T], shape: impl Into<Shape>, device: Device) -> Result<Tensor> {
         let shape = fits("from_slice", values.len(), shape.into())?;
         let out = Tensor::empty_like_shape(shape, T::DTYPE, device)?;
@@ -181,7 +217,7 @@ impl Tensor {
     /// `values` in row-major order; on [`Device::Cpu`] the tensor owns the vector, nothing is copied.
     ///
     /// # Errors
-    /// A shape of another number of elements.
+    /// [`Error::Invalid`] for a shape of another number of elements, [`Error::NoDevice`], [`Error::OutOfMemory`].
     pub fn from_vec<T: Element>(values: Vec<T>, shape: impl Into<Shape>, device: Device) -> Result<Tensor> {
         match device {
             Device::Cpu => {

@@ -79,6 +79,18 @@ impl Tensor {
     }
 
     /// Dimensions `a` and `b` exchanged (PyTorch's `transpose`).
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let a = Tensor::arange(0, 6, 1, Device::Cpu)?.reshape([2, 3])?;
+    /// let b = a.transpose(0, -1)?;
+    /// assert_eq!((b.shape().dims(), b.strides()), (&[3, 2][..], &[1, 3][..]));
+    /// assert!(b.shares_storage(&a));
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::DimOutOfRange`].
     pub fn transpose(&self, a: isize, b: isize) -> Result<Tensor> {
         let op = "transpose";
         let (i, j) = (self.shape().dim(op, a)?, self.shape().dim(op, b)?);
@@ -98,6 +110,13 @@ impl Tensor {
     }
 
     /// The dimensions in another order: dimension `dims[i]` becomes dimension `i` (PyTorch's `permute`).
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let a = Tensor::arange(0, 6, 1, Device::Cpu)?.reshape([2, 3])?;
+    /// assert_eq!(a.permute(&[1, 0])?.shape().dims(), &[3, 2]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
     ///
     /// # Errors
     /// `dims` that do not name every dimension once.
@@ -124,6 +143,13 @@ impl Tensor {
     }
 
     /// Indexes `start..start + len` of dimension `dim` (PyTorch's `narrow`).
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let a = Tensor::arange(0, 6, 1, Device::Cpu)?.reshape([2, 3])?;
+    /// assert_eq!(a.narrow(1, 1, 2)?.to_vec::<f32>()?, [1.0, 2.0, 4.0, 5.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
     ///
     /// # Errors
     /// A range that does not fit in the dimension; [`Tensor::slice`] clamps instead.
@@ -224,6 +250,14 @@ impl Tensor {
     /// Dimensions of size 1 stretched to `shape`, which may have more dimensions in front; -1 keeps a size (PyTorch's
     /// `expand`). The repeated elements are the same bytes. The gradient is the sum over the repetitions.
     ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let a = Tensor::arange(0, 6, 1, Device::Cpu)?.reshape([2, 3])?;
+    /// let b = a.unsqueeze(0)?.expand([4, -1, -1])?;
+    /// assert_eq!((b.shape().dims(), b.strides()), (&[4, 2, 3][..], &[0, 3, 1][..]));
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
     /// # Errors
     /// [`Error::ShapeMismatch`] where another size than 1 would change.
     pub fn expand(&self, shape: impl Into<NewShape>) -> Result<Tensor> {
@@ -258,6 +292,16 @@ impl Tensor {
 
     /// Dimensions `start` to `end`, both included, as one (PyTorch's `flatten`); a scalar becomes `[1]`. A view where the
     /// strides can express it, otherwise a copy.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let a = Tensor::arange(0, 6, 1, Device::Cpu)?.reshape([2, 3])?;
+    /// assert_eq!(a.flatten(0, -1)?.shape().dims(), &[6]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::DimOutOfRange`].
     pub fn flatten(&self, start: isize, end: isize) -> Result<Tensor> {
         let op = "flatten";
         if self.rank() == 0 {
