@@ -174,3 +174,33 @@ fn cat_and_stack() -> Result<()> {
     let weights = f64s(&iota(&[2, 2, 3], Device::Cpu))?;
     gradcheck(|x| Tensor::stack(x, 1)?.mul(&weights)?.sum((), false), &[f64s(&a)?, f64s(&a)?], 1e-6)
 }
+
+/// Large enough for the blocked copy of the CPU and for several work-groups; sizes around its blocks.
+#[test]
+fn transposed_copies_of_any_order() {
+    each_device(|device| {
+        for shape in [[31usize, 4, 67], [65, 33, 32], [2, 129, 63], [5, 1, 1000]] {
+            let n: usize = shape.iter().product();
+            for dtype in [DType::F32, DType::U8, DType::BF16, DType::I64] {
+                let values: Vec<i64> = (0..n as i64).map(|i| i * 7 % 251).collect();
+                let padded = Tensor::zeros([n + 3], (dtype, device)).unwrap();
+                let values_t = Tensor::from_slice(&values, n, device).unwrap();
+                padded.narrow(0, 3, n).unwrap().copy_(&values_t).unwrap();
+                let whole = padded.narrow(0, 3, n).unwrap().view(shape).unwrap();
+                let reference = ndarray::ArrayD::from_shape_vec(&shape[..], values).unwrap();
+                for order in [[0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]] {
+                    let axes = order.map(|d: usize| d as isize);
+                    let copy = whole.permute(&axes).unwrap().flip(0).unwrap().contiguous().unwrap();
+                    let got = copy.to_dtype(DType::I64).unwrap().to_vec::<i64>().unwrap();
+                    let mut want = reference.view().permuted_axes(&order[..]);
+                    want.invert_axis(ndarray::Axis(0));
+                    assert_eq!(
+                        got,
+                        want.iter().copied().collect::<Vec<_>>(),
+                        "{dtype} {shape:?} {order:?} on {device}"
+                    );
+                }
+            }
+        }
+    });
+}

@@ -35,9 +35,14 @@ impl Walk {
         Walk { dims, strides }
     }
 
-    /// Whether operand `k` lies in one piece, in order.
+    /// Whether operand `k` lies in one piece, in order: element `e` of the walk is its element `e`.
     pub(crate) fn is_contiguous(&self, k: usize) -> bool {
-        self.dims.is_empty() || (self.dims.len() == 1 && self.strides[k][0] == 1)
+        let mut step = 1;
+        self.dims.iter().zip(&self.strides[k]).rev().all(|(&size, &stride)| {
+            let next = stride == step;
+            step *= size as isize;
+            next
+        })
     }
 
     /// Calls `f(position in the run, element offset of each operand, length)` for the runs along the last dimension that
@@ -95,7 +100,7 @@ mod tests {
         let walk = Walk::new(&Shape::from([2, 3, 4]), [&[12, 4, 1][..], &[0, 0, 1]]);
         assert_eq!(walk.dims[..], [6, 4]);
         assert_eq!(walk.strides[1][..], [0, 1]);
-        assert!(!walk.is_contiguous(0), "rows of 4");
+        assert!(walk.is_contiguous(0) && !walk.is_contiguous(1));
     }
 
     #[test]

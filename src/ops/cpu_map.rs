@@ -4,6 +4,7 @@ use rayon::prelude::*;
 use smallvec::SmallVec;
 
 use super::convert::{load_tile, store_tile};
+use super::cpu_transpose::Transpose;
 use super::elementwise::Launch;
 use super::lane::Lane;
 use super::tiles::{Scratch, TILE, Tile, TileIn};
@@ -45,6 +46,11 @@ pub(super) fn run(launch: &Launch) -> Result<()> {
         })
         .collect();
     let writes: SmallVec<[&Storage; 2]> = launch.outputs.iter().map(|t| &t.storage).collect();
+    if let Some(transpose) = Transpose::of(launch) {
+        let out = launch.outputs[0];
+        let range = out.layout.offset * out.dtype.size()..(out.layout.offset + out.numel()) * out.dtype.size();
+        return with_host(&reads, &writes, |reads, writes| transpose.run(reads[0], &mut writes[0][range]));
+    }
     let divided_by_zero = with_host(&reads, &writes, |reads, writes| match launch.compute {
         Compute::F32 => run_as::<f32>(launch, &sources, reads, writes),
         Compute::F64 => run_as::<f64>(launch, &sources, reads, writes),

@@ -11,6 +11,7 @@ mod collapse;
 pub(crate) mod convert;
 mod copy;
 mod cpu_map;
+mod cpu_transpose;
 mod derivative;
 mod elementwise;
 pub mod expr;
