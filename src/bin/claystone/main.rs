@@ -1,0 +1,2 @@
+//! The `claystone` program.
+fn main() {}
