@@ -15,8 +15,10 @@ use crate::{Error, Result};
 pub(crate) mod cpu;
 mod info;
 pub(crate) mod opencl;
+mod stream;
 
 pub use info::{DeviceInfo, DeviceKind};
+pub use stream::StreamId;
 
 /// A place where tensors live and work runs. A plain name: nothing is opened until it is used.
 ///

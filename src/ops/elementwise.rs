@@ -409,6 +409,6 @@ impl Tensor {
     /// Where a kernel finds this tensor's first element: the buffer, and elements from its start.
     pub(crate) fn place(&self) -> Result<(&ClBuffer, u64)> {
         let place = self.storage.cl()?;
-        Ok((place.buffer, (place.offset / self.dtype.size() + self.layout.offset) as u64))
+        Ok((place.buffer(), (place.offset() / self.dtype.size() + self.layout.offset) as u64))
     }
 }

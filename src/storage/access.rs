@@ -6,12 +6,34 @@ use std::sync::{PoisonError, RwLockReadGuard, RwLockWriteGuard};
 use rayon::prelude::*;
 use smallvec::SmallVec;
 
-use super::{Allocation, Home, Storage};
+use super::driver::MemoryKind;
+use super::{Allocation, Home, Place, Storage};
 use crate::device::cpu;
+use crate::device::opencl::{ClBuffer, ClDevice};
 use crate::{Device, Error, Result};
 
 /// Copies between devices go through a host buffer of at most this size.
 const STAGING: usize = 16 << 20;
+
+/// Where a storage's bytes are in OpenCL memory. They stay there as long as this lives: until the work is enqueued.
+pub(crate) struct ClPlace<'a> {
+    /// The open device.
+    pub(crate) device: &'static ClDevice,
+    buffer: &'a ClBuffer,
+    place: Place<'a>,
+}
+
+impl<'a> ClPlace<'a> {
+    /// The segment.
+    pub(crate) fn buffer(&self) -> &'a ClBuffer {
+        self.buffer
+    }
+
+    /// The block's first byte in it: a multiple of 512.
+    pub(crate) fn offset(&self) -> usize {
+        self.place.offset()
+    }
+}
 
 /// Held while slices of an allocation exist.
 enum Guard<'a> {
@@ -37,12 +59,11 @@ pub(crate) fn with_host<R>(
     let mut guards: SmallVec<[Guard; 8]> = SmallVec::new();
     let mut last: Option<(&Allocation, bool)> = None;
     for &(allocation, write) in &order {
-        let lock = match &allocation.home {
-            Home::Host(home) => &home.lock,
-            Home::Empty => continue,
-            Home::OpenCl(_) => {
-                return Err(Error::invalid("with_host", format!("storage is on {}", allocation.device())));
+        let Some(lock) = allocation.host_lock() else {
+            if matches!(allocation.home, Home::Empty) {
+                continue;
             }
+            return Err(Error::invalid("with_host", format!("storage is on {}", allocation.device())));
         };
         if let Some((_, last_write)) = last.filter(|(last, _)| std::ptr::eq(*last, allocation)) {
             if write || last_write {
@@ -79,6 +100,17 @@ pub(crate) fn with_host<R>(
 }
 
 impl Storage {
+    /// The buffer and the offset to enqueue work on. Empty storages have none, nor need it: callers launch nothing.
+    pub(crate) fn cl(&self) -> Result<ClPlace<'_>> {
+        if let Home::OpenCl(device, lease) = &self.allocation().home {
+            let place = lease.block.place();
+            if let MemoryKind::OpenCl(buffer) = &place.segment().memory().0 {
+                return Ok(ClPlace { device, buffer, place });
+            }
+        }
+        Err(Error::invalid("storage", format!("{self:?} are not in OpenCL memory")))
+    }
+
     /// Copies bytes `offset..offset + dst.len()` to the host. Waits for the device.
     pub(crate) fn read(&self, offset: usize, dst: &mut [u8]) -> Result<()> {
         let range = self.range("read", offset, dst.len())?;
@@ -89,7 +121,7 @@ impl Storage {
             return with_host(&[self], &[], |r, _| copy(dst, &r[0][range]));
         }
         let from = self.cl()?;
-        from.device.read(from.buffer, from.offset + offset, dst)
+        from.device.read(from.buffer(), from.offset() + offset, dst)
     }
 
     /// Copies `src` from the host to bytes `offset..offset + src.len()`. `src` may be reused when it returns.
@@ -102,7 +134,7 @@ impl Storage {
             return with_host(&[], &[self], |_, w| copy(&mut w[0][range], src));
         }
         let to = self.cl()?;
-        to.device.write(src, to.buffer, to.offset + offset)
+        to.device.write(src, to.buffer(), to.offset() + offset)
     }
 
     /// Copies `bytes` bytes of `src` (which may be this storage, and may overlap) from `src_offset` to `offset`: on one
@@ -128,8 +160,8 @@ impl Storage {
             (_, Device::Cpu) => with_host(&[src], &[], |r, _| self.write(offset, &r[0][from]))?,
             (here, there) if here == there => {
                 let (to, from) = (self.cl()?, src.cl()?);
-                let (to_offset, from_offset) = (to.offset + offset, from.offset + src_offset);
-                to.device.copy(from.buffer, from_offset, to.buffer, to_offset, bytes, blocking)
+                let (to_offset, from_offset) = (to.offset() + offset, from.offset() + src_offset);
+                to.device.copy(from.buffer(), from_offset, to.buffer(), to_offset, bytes, blocking)
             }
             _ => {
                 let mut staging = vec![0; bytes.min(STAGING)];
@@ -159,7 +191,7 @@ impl Storage {
         // The block's padding is ours: filling it as well keeps to the wide stores of the driver.
         let to_the_end = offset.is_multiple_of(16) && range.end == self.nbytes();
         let bytes = if to_the_end { bytes.next_multiple_of(16) } else { bytes };
-        to.device.fill(to.buffer, to.offset + offset, bytes, pattern)
+        to.device.fill(to.buffer(), to.offset() + offset, bytes, pattern)
     }
 
     fn range(&self, op: &'static str, offset: usize, bytes: usize) -> Result<Range<usize>> {

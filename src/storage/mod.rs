@@ -4,20 +4,16 @@
 //! caching allocator when the last handle is dropped. Tensors that are views of each other hold the same storage. This
 //! room knows bytes, never shapes.
 //!
-//! From the ground up: a driver gives out segments of a device's memory (`driver`; `host` and `opencl` are the two that
-//! run, a third simulates a device for tests). `blocks` cuts segments into blocks and merges them again. `caching` is
-//! the allocator over both: it decides when to ask the driver, what to do when there is no more, and counts everything
-//! ([`DeviceStats`]). `registry` has one allocator a device. `access` lets the rest of the crate at the bytes.
+//! From the ground up: a [`Driver`] makes segments of a device's memory. An [`Allocator`] hands out [`Block`]s of them:
+//! [`CachingAllocator`] unless told otherwise. `registry` has one allocator a device. `access` lets the rest of the crate
+//! at the bytes.
 
 mod access;
+mod allocator;
 mod blocks;
 mod caching;
-mod driver;
-mod host;
-mod opencl;
+pub(crate) mod driver;
 mod registry;
-#[cfg(test)]
-mod sim;
 mod stats;
 #[cfg(test)]
 mod tests;
@@ -29,14 +25,17 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, RwLock};
 
 pub(crate) use access::with_host;
-pub(crate) use opencl::ClPlace;
+pub use allocator::{Allocator, Block, Place, Segment};
+pub use caching::CachingAllocator;
+pub use driver::{At, Call, Driver, Failure, Marker, Memory, Sim, SimOptions};
+pub use registry::{allocator, driver, set_allocator};
 pub use stats::{DeviceStats, PoolStats, Stat};
 
-use crate::{Device, Element, Error, Result};
-use caching::{CachingAllocator, Place};
-use driver::Driver;
-use host::{Host, HostMemory};
-use opencl::OpenCl;
+use crate::device::StreamId;
+use crate::device::opencl::{self, ClDevice};
+use crate::{Device, Element, Result};
+use driver::MemoryKind;
+use driver::host::HostMemory;
 
 /// A handle on bytes of one device. Cloning makes another handle on the same bytes.
 ///
@@ -75,8 +74,8 @@ impl Storage {
     pub(crate) fn alloc(device: Device, bytes: usize) -> Result<Storage> {
         let home = match device {
             _ if bytes == 0 => Home::Empty,
-            Device::Cpu => Home::Host(HostHome::lease(registry::host(), bytes)?),
-            Device::OpenCL(index) => Home::OpenCl(Lease::new(registry::opencl(index)?, bytes)?),
+            Device::Cpu => Home::Host(Lease::new(device, bytes)?),
+            Device::OpenCL(index) => Home::OpenCl(opencl::open(index)?, Lease::new(device, bytes)?),
         };
         Ok(Storage::new(device, bytes, home))
     }
@@ -93,21 +92,9 @@ impl Storage {
         let bytes = size_of_val(v.as_slice());
         let home = match bytes {
             0 => Home::Empty,
-            _ => Home::Host(HostHome::adopt(HostMemory::from_vec(v))),
+            _ => Home::Adopted(Adopted { lock: RwLock::new(()), memory: HostMemory::from_vec(v) }),
         };
         Storage::new(Device::Cpu, bytes, home)
-    }
-
-    /// The buffer and the offset to enqueue work on. Empty storages have none, nor need it: callers launch nothing.
-    pub(crate) fn cl(&self) -> Result<ClPlace<'_>> {
-        match &self.0.home {
-            Home::OpenCl(lease) => Ok(ClPlace {
-                device: lease.allocator.driver().cl(),
-                buffer: lease.place.memory(),
-                offset: lease.place.offset(),
-            }),
-            _ => Err(Error::invalid("storage", format!("{self:?} are not in OpenCL memory"))),
-        }
     }
 
     fn new(device: Device, size: usize, home: Home) -> Storage {
@@ -148,8 +135,16 @@ pub struct Allocation {
 enum Home {
     /// Nowhere: there are none.
     Empty,
-    Host(HostHome),
-    OpenCl(Lease<OpenCl>),
+    Host(Lease),
+    /// Host memory that came with a vector.
+    Adopted(Adopted),
+    OpenCl(&'static ClDevice, Lease),
+}
+
+/// Bytes taken over from the host. The lock is held while slices of them exist.
+struct Adopted {
+    lock: RwLock<()>,
+    memory: HostMemory,
 }
 
 impl Allocation {
@@ -163,33 +158,46 @@ impl Allocation {
         self.size
     }
 
-    /// The allocator's number of the segment the block lies in; `None` for an empty allocation and for one that was
-    /// taken over from the host.
+    /// The number of the segment the block lies in; `None` for an empty allocation and for one that was taken over from
+    /// the host. Compaction may change it.
     pub fn segment(&self) -> Option<u64> {
-        self.place().map(|(segment, _)| segment)
+        self.block().map(|block| block.place().segment().id())
     }
 
-    /// Where in the segment the block begins, in bytes; 0 where there is no segment.
+    /// Where in the segment the block begins, in bytes; 0 where there is no segment. Compaction may change it.
     pub fn offset(&self) -> usize {
-        self.place().map_or(0, |(_, offset)| offset)
+        self.block().map_or(0, |block| block.place().offset())
     }
 
-    fn place(&self) -> Option<(u64, usize)> {
+    /// The block; `None` for an empty allocation and for one that was taken over from the host.
+    pub fn block(&self) -> Option<&Block> {
         match &self.home {
-            Home::Empty => None,
-            Home::Host(home) => match &home.owner {
-                Owner::Allocator(lease) => Some((lease.place.segment(), lease.place.offset())),
-                Owner::Adopted(_) => None,
-            },
-            Home::OpenCl(lease) => Some((lease.place.segment(), lease.place.offset())),
+            Home::Empty | Home::Adopted(_) => None,
+            Home::Host(lease) | Home::OpenCl(_, lease) => Some(&lease.block),
         }
     }
 
-    /// The first byte and the number of bytes in host memory; no bytes, aligned all the same, elsewhere.
-    fn host_range(&self) -> (NonNull<u8>, usize) {
+    /// What is locked while slices of the bytes exist; `None` where there are none in host memory.
+    fn host_lock(&self) -> Option<&RwLock<()>> {
         match &self.home {
-            Home::Host(home) => (home.start, self.size),
-            _ => (NonNull::<Aligned>::dangling().cast(), 0),
+            Home::Host(lease) => Some(&lease.block.slot().lock),
+            Home::Adopted(adopted) => Some(&adopted.lock),
+            Home::Empty | Home::OpenCl(..) => None,
+        }
+    }
+
+    /// The first byte and the number of bytes in host memory; no bytes, aligned all the same, elsewhere. Valid as long
+    /// as the host lock is held.
+    fn host_range(&self) -> (NonNull<u8>, usize) {
+        let nowhere = (NonNull::<Aligned>::dangling().cast(), 0);
+        match &self.home {
+            Home::Host(lease) => match &lease.block.segment().memory().0 {
+                // SAFETY: an allocator's blocks lie inside their segment.
+                MemoryKind::Host(m) => (unsafe { m.start().add(lease.block.offset()) }, self.size),
+                _ => nowhere, // set_allocator lets no other driver's allocator in
+            },
+            Home::Adopted(adopted) => (adopted.memory.start(), self.size),
+            Home::Empty | Home::OpenCl(..) => nowhere,
         }
     }
 }
@@ -197,10 +205,8 @@ impl Allocation {
 impl fmt::Debug for Allocation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} bytes on {}", self.size, self.device)?;
-        match self.place() {
-            Some((segment, offset)) => write!(f, " at segment {segment} + {offset}"),
-            None => Ok(()),
-        }
+        let Some(place) = self.block().map(Block::place) else { return Ok(()) };
+        write!(f, " at segment {} + {}", place.segment().id(), place.offset())
     }
 }
 
@@ -208,54 +214,35 @@ impl fmt::Debug for Allocation {
 #[repr(align(512))]
 struct Aligned;
 
-/// Bytes in host memory. The lock is held while slices of them exist: safe code may read and write views of one
-/// storage from many threads.
-struct HostHome {
-    lock: RwLock<()>,
-    start: NonNull<u8>,
-    owner: Owner,
-}
-
-enum Owner {
-    Allocator(Lease<Host>),
-    Adopted(#[expect(dead_code, reason = "kept alive")] HostMemory),
-}
-
-// SAFETY: the bytes `start` points to are owned through `owner`, which is Send and Sync; references to them are made
-// only with `lock` held.
-unsafe impl Send for HostHome {}
-// SAFETY: as above.
-unsafe impl Sync for HostHome {}
-
-impl HostHome {
-    fn lease(allocator: &'static CachingAllocator<Host>, bytes: usize) -> Result<HostHome> {
-        let lease = Lease::new(allocator, bytes)?;
-        // SAFETY: the allocator's blocks lie inside their segment.
-        let start = unsafe { lease.place.memory().start().add(lease.place.offset()) };
-        Ok(HostHome { lock: RwLock::new(()), start, owner: Owner::Allocator(lease) })
-    }
-
-    fn adopt(memory: HostMemory) -> HostHome {
-        HostHome { lock: RwLock::new(()), start: memory.start(), owner: Owner::Adopted(memory) }
-    }
-}
-
 /// A block that goes back to its allocator on drop.
-struct Lease<D: Driver + 'static> {
-    place: ManuallyDrop<Place<D::Memory>>,
-    allocator: &'static CachingAllocator<D>,
+struct Lease {
+    block: ManuallyDrop<Block>,
+    allocator: &'static dyn Allocator,
 }
 
-impl<D: Driver> Lease<D> {
-    fn new(allocator: &'static CachingAllocator<D>, bytes: usize) -> Result<Lease<D>> {
-        Ok(Lease { place: ManuallyDrop::new(allocator.alloc(bytes)?), allocator })
+impl Lease {
+    fn new(device: Device, bytes: usize) -> Result<Lease> {
+        let allocator = registry::of(device)?;
+        let block = allocator.allocate(bytes, StreamId::DEFAULT)?;
+        // A user's own allocator is not trusted with this: the bytes are about to be read and written.
+        let fits = block.requested() >= bytes
+            && matches!(
+                (device, &block.segment().memory().0),
+                (Device::Cpu, MemoryKind::Host(_)) | (Device::OpenCL(_), MemoryKind::OpenCl(_))
+            );
+        if !fits {
+            let reason = format!("{allocator:?} gave {block:?} for {bytes} bytes on {device}");
+            allocator.deallocate(block);
+            return Err(crate::Error::invalid("allocate", reason));
+        }
+        Ok(Lease { block: ManuallyDrop::new(block), allocator: &**allocator })
     }
 }
 
-impl<D: Driver> Drop for Lease<D> {
+impl Drop for Lease {
     fn drop(&mut self) {
         // SAFETY: taken once, here, and not used again.
-        let place = unsafe { ManuallyDrop::take(&mut self.place) };
-        self.allocator.give_back(place);
+        let block = unsafe { ManuallyDrop::take(&mut self.block) };
+        self.allocator.deallocate(block);
     }
 }

@@ -1,38 +1,94 @@
 //! One allocator a device for the whole process: made on first use, never taken down.
 
-use std::sync::{OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, PoisonError, RwLock};
 
-use super::caching::{CachingAllocator, Manage};
-use super::host::Host;
-use super::opencl::OpenCl;
+use super::allocator::Allocator;
+use super::caching::CachingAllocator;
+use super::driver::host::Host;
+use super::driver::opencl::OpenCl;
+use super::driver::{Driver, DynDriver};
 use crate::device::opencl;
-use crate::{Device, Result};
+use crate::{Device, Error, Result};
 
-/// The CPU device's allocator.
-pub(super) fn host() -> &'static CachingAllocator<Host> {
-    static HOST: OnceLock<CachingAllocator<Host>> = OnceLock::new();
-    HOST.get_or_init(|| CachingAllocator::new(Host::new()))
+/// What is known of a device. Both live as long as the process: blocks keep plain references to their allocator.
+#[derive(Clone, Copy, Default)]
+struct Entry {
+    driver: Option<&'static DynDriver>,
+    allocator: Option<&'static Arc<dyn Allocator>>,
 }
 
-/// An OpenCL device's allocator; opens the device.
-pub(super) fn opencl(index: usize) -> Result<&'static CachingAllocator<OpenCl>> {
-    static OPENCL: RwLock<Vec<Option<&'static CachingAllocator<OpenCl>>>> = RwLock::new(Vec::new());
-    let known = OPENCL.read().unwrap_or_else(PoisonError::into_inner).get(index).copied().flatten();
-    if let Some(allocator) = known {
+/// The CPU first, then the OpenCL devices by index.
+static TABLE: RwLock<Vec<Entry>> = RwLock::new(Vec::new());
+
+fn index(device: Device) -> usize {
+    match device {
+        Device::Cpu => 0,
+        Device::OpenCL(index) => index + 1,
+    }
+}
+
+fn entry(device: Device) -> Entry {
+    TABLE.read().unwrap_or_else(PoisonError::into_inner).get(index(device)).copied().unwrap_or_default()
+}
+
+fn change<R>(device: Device, f: impl FnOnce(&mut Entry) -> R) -> R {
+    let mut table = TABLE.write().unwrap_or_else(PoisonError::into_inner);
+    if table.len() <= index(device) {
+        table.resize(index(device) + 1, Entry::default());
+    }
+    f(&mut table[index(device)])
+}
+
+fn leak<T>(value: T) -> &'static T {
+    Box::leak(Box::new(value))
+}
+
+/// The driver of a device's memory: what allocators of a user's own are built on. Opens the device.
+///
+/// # Errors
+/// [`Error::NoDevice`] where the device is not there.
+pub fn driver(device: Device) -> Result<Arc<dyn Driver>> {
+    if let Some(driver) = entry(device).driver {
+        return Ok(Arc::clone(driver));
+    }
+    let driver: DynDriver = match device {
+        Device::Cpu => Arc::new(Host::new()),
+        // Fails for an index that is none, before the table grows to hold it.
+        Device::OpenCL(index) => Arc::new(OpenCl::new(opencl::open(index)?)),
+    };
+    Ok(change(device, |entry| Arc::clone(entry.driver.get_or_insert_with(|| leak(driver)))))
+}
+
+/// The allocator of a device: what tensors made on it get their memory from.
+///
+/// # Errors
+/// [`Error::NoDevice`] where the device is not there.
+pub fn allocator(device: Device) -> Result<Arc<dyn Allocator>> {
+    of(device).map(Arc::clone)
+}
+
+/// Makes `allocator` the one that hands out `device`'s memory from now on. What earlier ones handed out goes back to them.
+/// The allocator stays alive as long as the process.
+///
+/// # Errors
+/// [`Error::Invalid`] where it is another device's.
+pub fn set_allocator(device: Device, allocator: Arc<dyn Allocator>) -> Result<()> {
+    if allocator.device() != device {
+        let reason = format!("{allocator:?} hands out memory of {}, not of {device}", allocator.device());
+        return Err(Error::invalid("set_allocator", reason));
+    }
+    driver(device)?;
+    let allocator = leak(allocator);
+    change(device, |entry| entry.allocator = Some(allocator));
+    Ok(())
+}
+
+/// The allocator of a device, without counting a reference.
+pub(super) fn of(device: Device) -> Result<&'static Arc<dyn Allocator>> {
+    if let Some(allocator) = entry(device).allocator {
         return Ok(allocator);
     }
-    let device = opencl::open(index)?; // fails for an index that is none, before the table grows to hold it
-    let mut table = OPENCL.write().unwrap_or_else(PoisonError::into_inner);
-    if table.len() <= index {
-        table.resize(index + 1, None);
-    }
-    Ok(table[index].get_or_insert_with(|| Box::leak(Box::new(CachingAllocator::new(OpenCl::new(device))))))
-}
-
-/// The allocator of any device, to be asked and told.
-pub(super) fn of(device: Device) -> Result<&'static dyn Manage> {
-    Ok(match device {
-        Device::Cpu => host(),
-        Device::OpenCL(index) => opencl(index)?,
-    })
+    let driver = driver(device)?;
+    let make = || leak(Arc::new(CachingAllocator::new(driver)) as Arc<dyn Allocator>);
+    Ok(change(device, |entry| *entry.allocator.get_or_insert_with(make)))
 }

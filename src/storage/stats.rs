@@ -5,7 +5,7 @@ use std::ops::Deref;
 
 use super::blocks::{Block, Pool, Split};
 use super::registry;
-use crate::{Device, Result};
+use crate::{Device, Error, Result};
 
 /// A quantity over time.
 ///
@@ -107,7 +107,7 @@ pub struct DeviceStats {
     pub large_pool: PoolStats,
     /// Times the driver ran out and the allocator gave back what it had cached and tried again.
     pub num_alloc_retries: u64,
-    /// Times that did not help: [`Error::OutOfMemory`](crate::Error::OutOfMemory) was returned.
+    /// Times that did not help: [`Error::OutOfMemory`] was returned.
     pub num_ooms: u64,
     /// Segments made by the driver.
     pub num_device_alloc: u64,
@@ -208,7 +208,7 @@ impl Device {
     /// What the allocator of this device holds and has done (`torch.cuda.memory_stats`).
     ///
     /// # Errors
-    /// [`Error::NoDevice`](crate::Error::NoDevice) where the device is not there; likewise below.
+    /// [`Error::NoDevice`] where the device is not there; likewise below.
     pub fn memory_stats(&self) -> Result<DeviceStats> {
         Ok(registry::of(*self)?.stats())
     }
@@ -228,16 +228,19 @@ impl Device {
 
     /// Gives every segment that nothing uses back to the driver (`torch.cuda.empty_cache`).
     pub fn empty_cache(&self) -> Result<()> {
-        registry::of(*self)?.empty_cache();
-        Ok(())
+        registry::of(*self)?.empty_cache()
     }
 
     /// Lets the allocator hold at most this part, 0 to 1, of the device's memory
     /// (`torch.cuda.set_per_process_memory_fraction`). What it holds already it keeps.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) for a fraction outside 0 to 1.
+    /// [`Error::Invalid`] for a fraction outside 0 to 1.
     pub fn set_memory_fraction(&self, fraction: f64) -> Result<()> {
-        registry::of(*self)?.set_memory_fraction(fraction)
+        if !(0.0..=1.0).contains(&fraction) {
+            return Err(Error::invalid("set_memory_fraction", format!("{fraction} is not between 0 and 1")));
+        }
+        let capacity = registry::driver(*self)?.capacity();
+        registry::of(*self)?.set_memory_limit((capacity as f64 * fraction) as u64)
     }
 }

@@ -1,0 +1,293 @@
+//! The trait of allocators, and the handles they give out.
+
+use std::fmt;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
+
+use super::driver::Memory;
+use super::stats::DeviceStats;
+use crate::device::StreamId;
+use crate::{Device, Error, Result};
+
+/// One piece of device memory that a driver made, and that blocks are parts of.
+#[derive(Debug)]
+pub struct Segment {
+    id: u64,
+    address: u64,
+    bytes: usize,
+    memory: Memory,
+}
+
+/// Segments begin at multiples of this in the space of [`Segment::address`].
+const ADDRESS_STEP: u64 = 2 << 20;
+
+impl Segment {
+    /// Takes over `memory` of `bytes` bytes.
+    pub fn new(memory: Memory, bytes: usize) -> Segment {
+        static NEXT_ID: AtomicU64 = AtomicU64::new(0);
+        static NEXT_ADDRESS: AtomicU64 = AtomicU64::new(1 << 32);
+        let span = (bytes as u64).next_multiple_of(ADDRESS_STEP).max(ADDRESS_STEP);
+        Segment { id: NEXT_ID.fetch_add(1, Relaxed), address: NEXT_ADDRESS.fetch_add(span, Relaxed), bytes, memory }
+    }
+
+    /// Its number: unique in the process, growing with age.
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// Where snapshots show it: an address of our own making, as OpenCL buffers have none. Segments never overlap.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// Size in bytes.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// The driver's memory.
+    pub fn memory(&self) -> &Memory {
+        &self.memory
+    }
+}
+
+/// Where a block is now. Readers of `lock` keep it there; who moves it, or writes host bytes, holds it for writing.
+pub(crate) struct Slot {
+    pub(crate) lock: RwLock<()>,
+    segment: AtomicPtr<Segment>,
+    offset: AtomicUsize,
+    requested: AtomicUsize,
+    exported: AtomicBool,
+    /// Whether a stream other than its own has used it: freeing must wait for that one too.
+    pub(crate) recorded: AtomicBool,
+}
+
+impl Slot {
+    pub(crate) const fn vacant() -> Slot {
+        Slot {
+            lock: RwLock::new(()),
+            segment: AtomicPtr::new(std::ptr::null_mut()),
+            offset: AtomicUsize::new(0),
+            requested: AtomicUsize::new(0),
+            exported: AtomicBool::new(false),
+            recorded: AtomicBool::new(false),
+        }
+    }
+
+    /// Points the slot at a new place.
+    ///
+    /// # Safety
+    /// The segment outlives every [`Block`] with this slot. Where such a block is in use already, `lock` is held for
+    /// writing and the place has the block's size and contents.
+    pub(crate) unsafe fn set_place(&self, segment: &Arc<Segment>, offset: usize) {
+        self.segment.store(Arc::as_ptr(segment).cast_mut(), Relaxed);
+        self.offset.store(offset, Relaxed);
+    }
+
+    pub(crate) fn requested(&self) -> usize {
+        self.requested.load(Relaxed)
+    }
+
+    pub(crate) fn set_requested(&self, bytes: usize) {
+        self.requested.store(bytes, Relaxed);
+    }
+
+    /// Whether the block may never move again.
+    pub(crate) fn is_exported(&self) -> bool {
+        self.exported.load(Relaxed)
+    }
+
+    /// Back to the state of a block that nobody has seen.
+    pub(crate) fn reset(&self) {
+        self.exported.store(false, Relaxed);
+        self.recorded.store(false, Relaxed);
+    }
+
+    /// The right to move the block, unless someone is using it at this moment.
+    pub(crate) fn try_write(&self) -> Option<RwLockWriteGuard<'_, ()>> {
+        match self.lock.try_write() {
+            Ok(guard) => Some(guard),
+            Err(TryLockError::Poisoned(poison)) => Some(poison.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+}
+
+/// A block handed out by an [`Allocator`]: the right to use its bytes until it is given back with
+/// [`Allocator::deallocate`], which takes it by value: it can be given back once and not used after.
+///
+/// A block dropped without that stays allocated for good.
+#[must_use = "a block that is dropped stays allocated: give it back with Allocator::deallocate"]
+pub struct Block {
+    slot: NonNull<Slot>,
+    /// Where the slot lives if no allocator's table has it.
+    own: Option<Box<Own>>,
+    /// The allocator it came from, the entry in its table and the size class: that one's own business.
+    pub(crate) owner: u32,
+    pub(crate) id: u32,
+    pub(crate) arena: u32,
+    size: usize,
+}
+
+struct Own {
+    slot: Slot,
+    _segment: Arc<Segment>,
+}
+
+// SAFETY: a block owns its bytes; its slot is atomics and a lock, and lives until the block is given back.
+unsafe impl Send for Block {}
+// SAFETY: as above: a shared block gives out nothing but what its slot's lock guards.
+unsafe impl Sync for Block {}
+
+impl Block {
+    /// A block at `offset` in a segment, for allocators of a user's own: `size` bytes are taken, `requested` of them
+    /// were asked for. The block keeps the segment alive.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where the range is not inside the segment.
+    ///
+    /// # Safety
+    /// No other live block has any of these bytes, and nothing else writes to them while the block lives.
+    pub unsafe fn new(segment: &Arc<Segment>, offset: usize, size: usize, requested: usize) -> Result<Block> {
+        if requested > size || offset.checked_add(size).is_none_or(|end| end > segment.bytes) {
+            let all = segment.bytes;
+            let range = format!("{requested} of {size} bytes at {offset} are not in a segment of {all}");
+            return Err(Error::invalid("Block::new", range));
+        }
+        let own = Box::new(Own { slot: Slot::vacant(), _segment: Arc::clone(segment) });
+        // SAFETY: `own` keeps the segment as long as the block lives.
+        unsafe { own.slot.set_place(segment, offset) };
+        own.slot.set_requested(requested);
+        let slot = NonNull::from(&own.slot);
+        Ok(Block { slot, own: Some(own), owner: u32::MAX, id: 0, arena: 0, size })
+    }
+
+    /// A block whose slot is in an allocator's table.
+    ///
+    /// # Safety
+    /// The slot, and the segment it points to, live until the block is given back, or for good.
+    pub(crate) unsafe fn of_table(slot: NonNull<Slot>, owner: u32, id: u32, arena: u32, size: usize) -> Block {
+        Block { slot, own: None, owner, id, arena, size }
+    }
+
+    /// Bytes the block takes: the request rounded up.
+    pub fn size(&self) -> usize {
+        self.size
+    }
+
+    /// Bytes that were asked for.
+    pub fn requested(&self) -> usize {
+        self.slot().requested()
+    }
+
+    /// Where the block is. It stays there as long as the place is held.
+    pub fn place(&self) -> Place<'_> {
+        let guard = self.slot().lock.read().unwrap_or_else(PoisonError::into_inner);
+        Place { segment: self.segment(), offset: self.slot().offset.load(Relaxed), _guard: guard }
+    }
+
+    /// Makes the block stay where it is for good: its memory was handed out by address or `cl_mem`.
+    pub fn export(&self) {
+        let _still = self.place(); // a move under way is done first
+        self.slot().exported.store(true, Relaxed);
+    }
+
+    pub(crate) fn slot(&self) -> &Slot {
+        // SAFETY: whoever made the block has promised that the slot lives as long.
+        unsafe { self.slot.as_ref() }
+    }
+
+    pub(crate) fn slot_ptr(&self) -> NonNull<Slot> {
+        self.slot
+    }
+
+    /// Valid while the slot's lock is held, or while nothing moves.
+    pub(crate) fn segment(&self) -> &Segment {
+        // SAFETY: set_place was called before the block was made; its caller promised that the segment outlives it.
+        unsafe { &*self.slot().segment.load(Relaxed) }
+    }
+
+    /// Valid while the slot's lock is held.
+    pub(crate) fn offset(&self) -> usize {
+        self.slot().offset.load(Relaxed)
+    }
+}
+
+impl fmt::Debug for Block {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let place = self.place();
+        write!(f, "{} bytes at segment {} + {}", self.size, place.segment.id, place.offset)
+    }
+}
+
+/// Where a block is, and a hold on it there.
+pub struct Place<'a> {
+    segment: &'a Segment,
+    offset: usize,
+    _guard: RwLockReadGuard<'a, ()>,
+}
+
+impl<'a> Place<'a> {
+    /// The segment the block is part of.
+    pub fn segment(&self) -> &'a Segment {
+        self.segment
+    }
+
+    /// The block's first byte in it.
+    pub fn offset(&self) -> usize {
+        self.offset
+    }
+}
+
+/// Hands out blocks of one device's memory.
+///
+/// Three come with the crate: [`CachingAllocator`](super::CachingAllocator), [`PoolAllocator`](super::PoolAllocator) and
+/// [`DirectAllocator`](super::DirectAllocator). One of a user's own is put in place with
+/// [`set_allocator`](super::set_allocator); one that wraps another, to count or limit or log, needs no unsafe code.
+pub trait Allocator: Send + Sync + fmt::Debug {
+    /// The device whose memory it hands out.
+    fn device(&self) -> Device;
+
+    /// A block of at least `bytes > 0` bytes with unspecified contents, to be used by work on `stream`.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] when all that could be given back has been; whatever the driver reports.
+    fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block>;
+
+    /// Takes a block back. Work on its stream may still be using it: whoever gets it next on that stream comes after.
+    fn deallocate(&self, block: Block);
+
+    /// Notes that work on `stream` uses the block as well: when given back it is not reused before that work is done
+    /// (`torch.Tensor.record_stream`).
+    fn record_stream(&self, block: &Block, stream: StreamId);
+
+    /// What it holds and has done.
+    fn stats(&self) -> DeviceStats;
+    /// Sets every peak to the current value.
+    fn reset_peak_stats(&self);
+    /// Sets the sums of increases and decreases and the counts of events to zero.
+    fn reset_accumulated_stats(&self);
+
+    /// Gives everything cached and unused back to the driver.
+    fn empty_cache(&self) -> Result<()>;
+
+    /// Holds at most this many bytes from now on; what it holds already it keeps.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where the allocator cannot.
+    fn set_memory_limit(&self, _bytes: u64) -> Result<()> {
+        Err(Error::invalid("set_memory_limit", format!("{self:?} cannot limit what it holds")))
+    }
+
+    /// Gives unused memory back until at most `keep` bytes are held, waiting for nothing; says how many bytes went back.
+    fn trim(&self, _keep: u64) -> Result<u64> {
+        Ok(0)
+    }
+
+    /// Moves blocks together, copying at most `budget` bytes, and gives back what that frees; says how many bytes went
+    /// back.
+    fn compact(&self, _budget: u64) -> Result<u64> {
+        Ok(0)
+    }
+}

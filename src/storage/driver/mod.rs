@@ -1,0 +1,137 @@
+//! What an allocator asks of a device's memory.
+//!
+//! A [`Driver`] makes segments, commits and releases them, orders streams after one another, and moves bytes. Three
+//! exist: the host's memory, an OpenCL device's, and [`Sim`], a device without bytes on which every property of an
+//! allocator can be shown. Allocators never hold a lock of theirs over a call of a driver.
+
+pub(crate) mod host;
+pub(crate) mod opencl;
+mod sim;
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::device::StreamId;
+use crate::device::opencl::ClBuffer;
+use crate::{Device, Error, Result};
+use host::HostMemory;
+pub use sim::{Call, Sim, SimOptions};
+use sim::{SimMarker, SimMemory};
+
+/// Why a driver could not make or commit a segment: OpenCL's codes, told apart.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub enum Failure {
+    /// The device's memory is full (`CL_MEM_OBJECT_ALLOCATION_FAILURE`, -4): giving something back may help.
+    DeviceMemory,
+    /// The device lacks some resource (`CL_OUT_OF_RESOURCES`, -5), usually memory: giving something back may help.
+    Resources,
+    /// The host's memory is full (`CL_OUT_OF_HOST_MEMORY`, -6): giving something back may help.
+    HostMemory,
+    /// No segment can be that large, however empty the device is (`CL_INVALID_BUFFER_SIZE`, -61).
+    TooBig,
+    /// Anything else: goes to the caller as it is.
+    Other(Error),
+}
+
+impl Failure {
+    /// What ran out, for messages; `None` for what giving memory back cannot mend.
+    pub fn ran_out(&self) -> Option<&'static str> {
+        match self {
+            Failure::DeviceMemory => Some("the device's memory (-4)"),
+            Failure::Resources => Some("the device's resources (-5)"),
+            Failure::HostMemory => Some("the host's memory (-6)"),
+            Failure::TooBig | Failure::Other(_) => None,
+        }
+    }
+}
+
+/// An owned piece of a device's memory. Released on drop, ignoring errors.
+pub struct Memory(pub(crate) MemoryKind);
+
+pub(crate) enum MemoryKind {
+    Host(HostMemory),
+    OpenCl(ClBuffer),
+    Sim(SimMemory),
+}
+
+impl fmt::Debug for Memory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match &self.0 {
+            MemoryKind::Host(_) => "host memory",
+            MemoryKind::OpenCl(_) => "an OpenCL buffer",
+            MemoryKind::Sim(_) => "simulated memory",
+        })
+    }
+}
+
+/// A point in a stream's work that can be asked about and waited for. Cloning makes another handle on it.
+#[derive(Clone)]
+pub struct Marker(pub(crate) MarkerKind);
+
+#[derive(Clone)]
+pub(crate) enum MarkerKind {
+    /// Nothing to wait for.
+    Done,
+    Sim(SimMarker),
+}
+
+impl fmt::Debug for Marker {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Marker")
+    }
+}
+
+/// A place in a piece of memory: bytes from its start.
+pub type At<'a> = (&'a Memory, usize);
+
+/// A device's memory as allocators see it.
+pub trait Driver: Send + Sync + fmt::Debug {
+    /// The device whose memory this is.
+    fn device(&self) -> Device;
+    /// Bytes the device has.
+    fn capacity(&self) -> u64;
+    /// The largest segment it promises, in bytes. It may give larger ones: some state a quarter of what they can.
+    fn largest_segment(&self) -> usize;
+    /// Blocks begin at multiples of this many bytes, a power of two.
+    fn alignment(&self) -> usize {
+        512
+    }
+
+    /// Makes a segment. The device may be lazy: nothing is promised before [`commit`](Driver::commit).
+    fn create(&self, bytes: usize) -> Result<Memory, Failure>;
+    /// Makes the device find the memory now, so that running out is reported here and not at some later launch.
+    fn commit(&self, memory: &Memory) -> Result<(), Failure>;
+
+    /// Reserves addresses for a segment that grows in place, all of it uncommitted; `None` where the device cannot.
+    fn reserve(&self, _bytes: usize) -> Option<Memory> {
+        None
+    }
+    /// Commits bytes `from..to` of reserved memory.
+    fn extend(&self, _memory: &Memory, _from: usize, _to: usize) -> Result<(), Failure> {
+        Err(Failure::TooBig)
+    }
+    /// Gives bytes `from..to` of reserved memory back; the addresses stay reserved.
+    fn shrink(&self, _memory: &Memory, _from: usize, _to: usize) {}
+
+    /// Waits for all work of all streams.
+    fn synchronize(&self) -> Result<()>;
+    /// A marker after everything submitted to the stream so far, which is flushed.
+    fn record(&self, stream: StreamId) -> Result<Marker>;
+    /// Whether the work before the marker is done, or has failed for good.
+    fn is_done(&self, marker: &Marker) -> bool;
+    /// Blocks until the work before the marker is done.
+    fn wait(&self, marker: &Marker) -> Result<()>;
+    /// Makes what is submitted to `stream` from now on wait, on the device, for the marker.
+    fn stream_waits(&self, stream: StreamId, marker: &Marker) -> Result<()>;
+
+    /// Copies bytes in the order of `stream`. The ranges do not overlap.
+    fn copy(&self, stream: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()>;
+    /// Reads bytes to the host, after all work of the default stream. Waits.
+    fn read(&self, from: At<'_>, to: &mut [u8]) -> Result<()>;
+    /// Writes bytes from the host. Waits.
+    fn write(&self, from: &[u8], to: At<'_>) -> Result<()>;
+}
+
+/// The driver of a device, shared.
+pub type DynDriver = Arc<dyn Driver>;

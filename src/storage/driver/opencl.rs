@@ -1,0 +1,104 @@
+//! OpenCL memory: a segment is one buffer, a block an offset into it.
+
+use std::fmt;
+
+use super::{At, Driver, Failure, Marker, MarkerKind, Memory, MemoryKind};
+use crate::device::StreamId;
+use crate::device::opencl::{ClBuffer, ClDevice, ClError, Class};
+use crate::{Device, Error, Result};
+
+/// An OpenCL device's driver.
+pub(crate) struct OpenCl {
+    device: &'static ClDevice,
+}
+
+impl fmt::Debug for OpenCl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}'s memory", self.device.device())
+    }
+}
+
+impl OpenCl {
+    pub(crate) fn new(device: &'static ClDevice) -> OpenCl {
+        OpenCl { device }
+    }
+
+    fn failure(&self, error: ClError) -> Failure {
+        match error.classify() {
+            Class::OutOfMemory => match error.code {
+                -4 => Failure::DeviceMemory,
+                -6 => Failure::HostMemory,
+                _ => Failure::Resources,
+            },
+            Class::TooBig => Failure::TooBig,
+            Class::Lost | Class::Other => Failure::Other(self.device.error(error)),
+        }
+    }
+}
+
+impl Driver for OpenCl {
+    fn device(&self) -> Device {
+        self.device.device()
+    }
+
+    fn capacity(&self) -> u64 {
+        known(self.device.info().memory)
+    }
+
+    fn largest_segment(&self) -> usize {
+        usize::try_from(known(self.device.info().largest_buffer)).unwrap_or(usize::MAX)
+    }
+
+    fn create(&self, bytes: usize) -> Result<Memory, Failure> {
+        let buffer = self.device.create_buffer(bytes).map_err(|e| self.failure(e))?;
+        Ok(Memory(MemoryKind::OpenCl(buffer)))
+    }
+
+    fn commit(&self, memory: &Memory) -> Result<(), Failure> {
+        self.device.commit(buffer(memory).map_err(Failure::Other)?).map_err(|e| self.failure(e))
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        self.device.finish()
+    }
+
+    fn record(&self, _: StreamId) -> Result<Marker> {
+        Ok(Marker(MarkerKind::Done)) // one queue, in order
+    }
+
+    fn is_done(&self, _: &Marker) -> bool {
+        true
+    }
+
+    fn wait(&self, _: &Marker) -> Result<()> {
+        Ok(())
+    }
+
+    fn stream_waits(&self, _: StreamId, _: &Marker) -> Result<()> {
+        Ok(())
+    }
+
+    fn copy(&self, _: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()> {
+        self.device.copy(buffer(from.0)?, from.1, buffer(to.0)?, to.1, bytes, false)
+    }
+
+    fn read(&self, from: At<'_>, to: &mut [u8]) -> Result<()> {
+        self.device.read(buffer(from.0)?, from.1, to)
+    }
+
+    fn write(&self, from: &[u8], to: At<'_>) -> Result<()> {
+        self.device.write(from, buffer(to.0)?, to.1)
+    }
+}
+
+fn buffer(memory: &Memory) -> Result<&ClBuffer> {
+    match &memory.0 {
+        MemoryKind::OpenCl(buffer) => Ok(buffer),
+        _ => Err(Error::invalid("driver", format!("{memory:?} is not an OpenCL buffer"))),
+    }
+}
+
+/// Devices that cannot tell say 0.
+fn known(bytes: u64) -> u64 {
+    if bytes == 0 { u64::MAX } else { bytes }
+}
