@@ -117,6 +117,10 @@ impl Storage {
     }
 }
 
+// Locks that a panic has poisoned are taken all the same: bytes are never half a value.
+impl std::panic::UnwindSafe for Storage {}
+impl std::panic::RefUnwindSafe for Storage {}
+
 impl fmt::Debug for Storage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.fmt(f)

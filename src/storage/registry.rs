@@ -23,7 +23,7 @@ static TABLE: RwLock<Vec<Entry>> = RwLock::new(Vec::new());
 fn index(device: Device) -> usize {
     match device {
         Device::Cpu => 0,
-        Device::OpenCL(index) => index + 1,
+        Device::OpenCL(index) => index.saturating_add(1), // no table is that long
     }
 }
 

@@ -171,8 +171,8 @@ fn a_place_is_for_opencl_and_slices_for_the_host() {
             _ => {
                 assert!(with_host(&[&s], &[], |_, _| ()).is_err());
                 let place = s.cl().unwrap();
-                assert_eq!((place.device.device(), place.offset), (device, s.allocation().offset()));
-                assert!(place.offset + 10 <= place.buffer.bytes());
+                assert_eq!((place.device.device(), place.offset()), (device, s.allocation().offset()));
+                assert!(place.offset() + 10 <= place.buffer().bytes());
             }
         }
         assert!(format!("{s:?}").starts_with(&format!("10 bytes on {device} at segment ")), "{s:?}");
