@@ -5,13 +5,14 @@
 //! room knows bytes, never shapes.
 //!
 //! From the ground up: a [`Driver`] makes segments of a device's memory. An [`Allocator`] hands out [`Block`]s of them:
-//! [`CachingAllocator`] unless told otherwise. `registry` has one allocator a device. `access` lets the rest of the crate
-//! at the bytes.
+//! [`CachingAllocator`] unless told otherwise. [`Config`] is what they can be told. `registry` has one allocator a device.
+//! `access` lets the rest of the crate at the bytes.
 
 mod access;
 mod allocator;
 mod blocks;
 mod caching;
+mod config;
 pub(crate) mod driver;
 mod registry;
 mod stats;
@@ -27,6 +28,7 @@ use std::sync::{Arc, RwLock};
 pub(crate) use access::with_host;
 pub use allocator::{Allocator, Block, Place, Segment};
 pub use caching::CachingAllocator;
+pub use config::{Backend, Config, ConfigKey, SegmentSizes};
 pub use driver::{At, Call, Driver, Failure, Marker, Memory, Sim, SimOptions};
 pub use registry::{allocator, driver, set_allocator};
 pub use stats::{DeviceStats, PoolStats, Stat};

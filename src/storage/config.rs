@@ -1,0 +1,264 @@
+//! What the allocators can be told: every key of `CLAYSTONE_ALLOC_CONF`.
+//!
+//! [`Config::KEYS`] is the one table of keys: parsing, printing, checking and the list in error messages all come from
+//! its rows. Keys that PyTorch has keep PyTorch's name, default, range and syntax (`PYTORCH_ALLOC_CONF`).
+
+mod keys;
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+pub use keys::ConfigKey;
+use keys::{NO_MEANING, list};
+
+use crate::{Error, Result};
+
+/// What errors call the place of a mistake.
+const OP: &str = "CLAYSTONE_ALLOC_CONF";
+
+/// Sizes from 1 MiB to 64 GiB, a power of two each, can be rounded differently.
+const INTERVALS: usize = 16;
+const MIB: usize = 1 << 20;
+
+/// Which allocator a device has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum Backend {
+    /// Segments cut into blocks, and everything this crate knows about reusing them (PyTorch's `native`).
+    #[default]
+    Caching,
+    /// Whole buffers kept and reused by size, never split, as MNN does.
+    Pool,
+    /// One buffer from the driver an allocation.
+    Direct,
+}
+
+/// How large the caching allocator makes a new segment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum SegmentSizes {
+    /// By what has been asked for so far: few bytes are left over and few segments are made.
+    #[default]
+    Adaptive,
+    /// As PyTorch: 2 MiB for requests up to 1 MiB, [`Config::large_segment_size`] below 10 MiB, beyond that the
+    /// request rounded up to 2 MiB.
+    PyTorch,
+}
+
+/// Everything that can be set about a device's allocator, parsed from text or written as a struct.
+///
+/// The text is `key:value,key:value`, as in PyTorch's `PYTORCH_ALLOC_CONF`: whitespace is dropped, booleans are exactly
+/// `True` or `False`, sizes are whole numbers in the unit that the key's name ends in. [`Config::KEYS`] lists the keys.
+/// Display prints what differs from the default, in a form that parses back to the same. Inside, sizes are bytes, and
+/// `usize::MAX` stands for no limit.
+///
+/// ```
+/// use claystone::storage::{Backend, Config};
+/// let config: Config = "backend:caching, max_split_size_mb:128, expandable_segments:True".parse()?;
+/// assert_eq!(config.max_split_size, 128 << 20);
+/// assert_eq!(config.to_string(), "max_split_size_mb:128,expandable_segments:True");
+/// assert_eq!(Config { backend: Backend::Direct, ..Config::default() }.to_string(), "backend:direct");
+///
+/// let error = "max_split_size_mb:2".parse::<Config>().unwrap_err().to_string();
+/// assert!(error.contains("max_split_size_mb") && error.contains("20 or more"));
+/// # Ok::<(), claystone::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq)]
+pub struct Config {
+    /// Which allocator.
+    pub backend: Backend,
+    /// Blocks of at least this many bytes are never split (PyTorch's `max_split_size_mb`).
+    pub max_split_size: usize,
+    /// A request of at least [`max_split_size`](Config::max_split_size) takes a cached block that is at most this many
+    /// bytes larger (PyTorch's `max_non_split_rounding_mb`).
+    pub max_non_split_rounding: usize,
+    /// Bytes of a segment for requests between 1 and 10 MiB (PyTorch's `large_segment_size_mb`).
+    pub large_segment_size: usize,
+    /// Into how many parts each power of two is divided to round sizes up to; 0 and 1 round to the alignment only.
+    /// Entry `i` is for sizes from `1 << i` MiB to the next power of two; the first serves all smaller sizes as well,
+    /// the last all larger ones (PyTorch's `roundup_power2_divisions`).
+    pub roundup_power2_divisions: [usize; INTERVALS],
+    /// Above this part of the allowed memory, unused segments are given back oldest first; 0 is off. Needs a memory
+    /// fraction below 1 or a memory limit (PyTorch's `garbage_collection_threshold`).
+    pub garbage_collection_threshold: f64,
+    /// The part, 0 to 1, of the device's memory that segments may take (PyTorch's `per_process_memory_fraction`).
+    pub per_process_memory_fraction: f64,
+    /// The CPU device's segments are one reservation that grows page by page (PyTorch's `expandable_segments`).
+    pub expandable_segments: bool,
+    /// A thread of its own asks whether transfers from pinned memory are done (PyTorch's
+    /// `pinned_use_background_threads`).
+    pub pinned_use_background_threads: bool,
+    /// Bytes of pinned memory taken once and never given back; 0 is none (PyTorch's `pinned_reserve_segment_size_mb`).
+    pub pinned_reserve_segment_size: usize,
+    /// The most bytes that segments may take, whatever the fraction says.
+    pub memory_limit: usize,
+    /// How large new segments are.
+    pub segments: SegmentSizes,
+    /// A block freed on one stream may serve another, which waits for the first on the device.
+    pub cross_stream_reuse: bool,
+    /// Live blocks are moved together before an allocation fails.
+    pub compaction: bool,
+    /// The most bytes to move at a time; 0 is no bound.
+    pub compaction_budget: usize,
+    /// Bytes of often used sizes that a thread keeps for itself; 0 is off.
+    pub thread_cache: usize,
+    /// Segments unused for this long go back to the driver; zero is off.
+    pub decay: Duration,
+    /// New allocations are all zeros.
+    pub zero_fill: bool,
+    /// New allocations are filled with junk, so that reading what was never written shows.
+    pub junk_fill: bool,
+    /// Debugging: guard bytes behind every block and poison in freed ones, checked when a block is freed or reused.
+    pub guard_bytes: bool,
+    /// The pool backend reuses a buffer of at most this many times the request; 1 or more.
+    pub pool_overfit: f64,
+    /// The CPU device takes memory of the NUMA node that asks, where libnuma is there.
+    pub numa_local: bool,
+}
+
+impl Default for Config {
+    fn default() -> Config {
+        Config {
+            backend: Backend::Caching,
+            max_split_size: usize::MAX,
+            max_non_split_rounding: 20 * MIB,
+            large_segment_size: 20 * MIB,
+            roundup_power2_divisions: [0; INTERVALS],
+            garbage_collection_threshold: 0.0,
+            per_process_memory_fraction: 1.0,
+            expandable_segments: false,
+            pinned_use_background_threads: false,
+            pinned_reserve_segment_size: 0,
+            memory_limit: usize::MAX,
+            segments: SegmentSizes::Adaptive,
+            cross_stream_reuse: true,
+            compaction: true,
+            compaction_budget: 0,
+            thread_cache: MIB,
+            decay: Duration::from_secs(10),
+            zero_fill: false,
+            junk_fill: false,
+            guard_bytes: false,
+            pool_overfit: 2.0,
+            numa_local: true,
+        }
+    }
+}
+
+impl Config {
+    /// Every key, in the order in which Display prints them.
+    ///
+    /// ```
+    /// use claystone::storage::Config;
+    /// for key in Config::KEYS {
+    ///     println!("{key}"); // name, default, what it may be, what it does
+    /// }
+    /// ```
+    pub const KEYS: &'static [ConfigKey] = keys::KEYS;
+
+    /// What the environment says: `CLAYSTONE_ALLOC_CONF`, and `CLAYSTONE_NO_CACHING=1`, which makes the backend
+    /// `direct` whatever the former says (PyTorch's `PYTORCH_NO_CUDA_MEMORY_CACHING`).
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] that names the key, the value and what is allowed.
+    pub fn from_env() -> Result<Config> {
+        let read = |name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned());
+        Config::from_vars(read(OP).as_deref(), read("CLAYSTONE_NO_CACHING").as_deref())
+    }
+
+    fn from_vars(conf: Option<&str>, no_caching: Option<&str>) -> Result<Config> {
+        let mut config: Config = conf.unwrap_or_default().parse()?;
+        match no_caching {
+            None | Some("" | "0") => {}
+            Some("1") => config.backend = Backend::Direct,
+            Some(other) => {
+                return Err(Error::invalid("CLAYSTONE_NO_CACHING", format!("'{other}' is neither 0 nor 1")));
+            }
+        }
+        Ok(config)
+    }
+
+    /// Whether a configuration written as a struct could also have been written as text: every value in its range, and
+    /// a whole number of the key's unit. Parsed ones are.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] that names the key, the value and what is allowed.
+    pub fn check(&self) -> Result<()> {
+        Config::KEYS.iter().filter(|key| key.value(self) != key.default_value()).try_for_each(|key| {
+            let mut read = self.clone();
+            key.set(&mut read, &key.value(self))
+        })
+    }
+
+    /// The size of the block that serves a request: at least `alignment` bytes and a multiple of it (a power of two),
+    /// and where [`roundup_power2_divisions`](Config::roundup_power2_divisions) divides the request's power of two, a
+    /// whole number of those parts. `None` where that is beyond `usize`. PyTorch's `round_size`.
+    ///
+    /// ```
+    /// use claystone::storage::Config;
+    /// let plain = Config::default();
+    /// assert_eq!((plain.round_size(1, 512), plain.round_size(1200, 512)), (Some(512), Some(1536)));
+    /// // Quarters of 4 MiB are a MiB; those of 1024 bytes would be less than the alignment.
+    /// let quarters: Config = "roundup_power2_divisions:4".parse()?;
+    /// assert_eq!(quarters.round_size(1200, 512), Some(1536));
+    /// assert_eq!(quarters.round_size((4 << 20) + 1, 512), Some(5 << 20));
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    pub fn round_size(&self, bytes: usize, alignment: usize) -> Option<usize> {
+        if bytes < alignment {
+            return Some(alignment);
+        }
+        let log2 = bytes.checked_ilog2()?;
+        let interval = (log2.saturating_sub(MIB.ilog2()) as usize).min(INTERVALS - 1);
+        let divisions = self.roundup_power2_divisions[interval];
+        let rounded = match divisions {
+            0 | 1 => bytes,
+            _ if bytes <= alignment.saturating_mul(divisions) => bytes,
+            _ => bytes.checked_next_multiple_of((1 << log2) / divisions)?,
+        };
+        rounded.checked_next_multiple_of(alignment)
+    }
+}
+
+/// Prints what differs from the default; nothing at all for the default.
+impl fmt::Display for Config {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let changed: Vec<String> = (Config::KEYS.iter())
+            .map(|key| (key, key.value(self)))
+            .filter(|(key, value)| *value != key.default_value())
+            .map(|(key, value)| format!("{}:{value}", key.name))
+            .collect();
+        f.pad(&changed.join(","))
+    }
+}
+
+impl FromStr for Config {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Config> {
+        let text: String = text.chars().filter(|c| !c.is_whitespace()).collect();
+        let mut config = Config::default();
+        let mut seen: Vec<&str> = Vec::new();
+        for item in list(&text) {
+            let Some((name, value)) = item.split_once(':') else {
+                return Err(Error::invalid(OP, format!("'{item}' has no value: write key:value,key:value")));
+            };
+            if let Some((_, why)) = NO_MEANING.iter().find(|(key, _)| *key == name) {
+                return Err(Error::invalid(OP, format!("{name} has no meaning here, as {why}: leave it out")));
+            }
+            let Some(key) = Config::KEYS.iter().find(|key| key.name == name) else {
+                let known: Vec<&str> = Config::KEYS.iter().map(|key| key.name).collect();
+                return Err(Error::invalid(OP, format!("unknown key '{name}': the keys are {}", known.join(", "))));
+            };
+            if seen.contains(&name) {
+                return Err(Error::invalid(OP, format!("{name} is there twice, again as '{value}': give it once")));
+            }
+            seen.push(name);
+            key.set(&mut config, value)?;
+        }
+        Ok(config)
+    }
+}
