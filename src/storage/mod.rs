@@ -14,6 +14,7 @@ mod blocks;
 mod caching;
 mod config;
 pub(crate) mod driver;
+pub mod plan;
 mod registry;
 mod stats;
 #[cfg(test)]
