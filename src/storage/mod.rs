@@ -14,6 +14,7 @@ mod blocks;
 mod caching;
 mod config;
 pub(crate) mod driver;
+mod pinned;
 pub mod plan;
 mod registry;
 mod stats;
@@ -31,6 +32,7 @@ pub use allocator::{Allocator, Block, Place, Segment};
 pub use caching::CachingAllocator;
 pub use config::{Backend, Config, ConfigKey, SegmentSizes};
 pub use driver::{At, Call, Driver, Failure, Marker, Memory, Sim, SimOptions};
+pub use pinned::{DurationStat, PinnedStats};
 pub use registry::{allocator, driver, set_allocator};
 pub use stats::{DeviceStats, PoolStats, Stat};
 

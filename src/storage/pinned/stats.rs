@@ -1,0 +1,195 @@
+//! What a pool of pinned memory holds and has done: PyTorch's `HostStats` under PyTorch's names.
+//!
+//! A block given back with an event stays active until the event is done and then leaves with its own size, whichever
+//! way it goes: there is one place that counts it out.
+
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+use crate::storage::Stat;
+
+/// Times of calls to the driver, in microseconds.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct DurationStat {
+    /// Of all calls together.
+    pub total: u64,
+    /// The longest; 0 before the first call.
+    pub max: u64,
+    /// The shortest; 0 before the first call.
+    pub min: u64,
+    /// How many there were.
+    pub count: u64,
+    /// The mean, rounded down; 0 before the first call.
+    pub avg: u64,
+}
+
+/// The pinned host memory of a device, as [`Device::pinned_memory_stats`](crate::Device::pinned_memory_stats) gives it
+/// (`torch.cuda.host_memory_stats`).
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PinnedStats {
+    /// Blocks in use, by a caller or by a transfer not yet done.
+    pub active_requests: Stat,
+    /// Bytes of those blocks.
+    pub active_bytes: Stat,
+    /// Pieces of memory held from the driver, in use or not.
+    pub allocations: Stat,
+    /// Bytes of those pieces.
+    pub allocated_bytes: Stat,
+    /// Time the driver took to make pieces.
+    pub host_alloc_time: DurationStat,
+    /// Time it took to release them.
+    pub host_free_time: DurationStat,
+    /// Pieces made by the driver.
+    pub num_host_alloc: u64,
+    /// Pieces given back to the driver.
+    pub num_host_free: u64,
+}
+
+impl fmt::Display for PinnedStats {
+    /// Current and peak, a line each.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{:<16} {:>15} {:>15}", "pinned", "current", "peak")?;
+        for (name, stat) in [
+            ("requests", self.active_requests),
+            ("active bytes", self.active_bytes),
+            ("allocations", self.allocations),
+            ("allocated bytes", self.allocated_bytes),
+        ] {
+            writeln!(f, "{name:<16} {:>15} {:>15}", stat.current, stat.peak)?;
+        }
+        let (made, freed) = (self.host_alloc_time, self.host_free_time);
+        write!(
+            f,
+            "driver: {} made in {} us, {} given back in {} us",
+            self.num_host_alloc, made.total, self.num_host_free, freed.total
+        )
+    }
+}
+
+/// [`PinnedStats`] while they are counted: threads meet here without a lock.
+#[derive(Default)]
+pub(super) struct Counters {
+    active_requests: Counter,
+    active_bytes: Counter,
+    allocations: Counter,
+    allocated_bytes: Counter,
+    host_alloc_time: Durations,
+    host_free_time: Durations,
+}
+
+impl Counters {
+    /// A block is handed out.
+    pub(super) fn taken(&self, bytes: usize) {
+        self.active_requests.increase(1);
+        self.active_bytes.increase(bytes as u64);
+    }
+
+    /// A block is free again.
+    pub(super) fn returned(&self, bytes: usize) {
+        self.active_requests.decrease(1);
+        self.active_bytes.decrease(bytes as u64);
+    }
+
+    /// The driver made a piece.
+    pub(super) fn made(&self, bytes: usize, took: Duration) {
+        self.allocations.increase(1);
+        self.allocated_bytes.increase(bytes as u64);
+        self.host_alloc_time.add(took);
+    }
+
+    /// The driver took one back.
+    pub(super) fn released(&self, bytes: usize, took: Duration) {
+        self.allocations.decrease(1);
+        self.allocated_bytes.decrease(bytes as u64);
+        self.host_free_time.add(took);
+    }
+
+    pub(super) fn read(&self) -> PinnedStats {
+        let (host_alloc_time, host_free_time) = (self.host_alloc_time.read(), self.host_free_time.read());
+        PinnedStats {
+            active_requests: self.active_requests.read(),
+            active_bytes: self.active_bytes.read(),
+            allocations: self.allocations.read(),
+            allocated_bytes: self.allocated_bytes.read(),
+            host_alloc_time,
+            host_free_time,
+            num_host_alloc: host_alloc_time.count,
+            num_host_free: host_free_time.count,
+        }
+    }
+
+    fn all(&self) -> [&Counter; 4] {
+        [&self.active_requests, &self.active_bytes, &self.allocations, &self.allocated_bytes]
+    }
+
+    pub(super) fn reset_peak(&self) {
+        self.all().iter().for_each(|c| c.peak.store(c.current.load(Relaxed), Relaxed));
+    }
+
+    pub(super) fn reset_accumulated(&self) {
+        for counter in self.all() {
+            counter.allocated.store(0, Relaxed);
+            counter.freed.store(0, Relaxed);
+        }
+        self.host_alloc_time.reset();
+        self.host_free_time.reset();
+    }
+}
+
+#[derive(Default)]
+struct Counter {
+    current: AtomicU64,
+    peak: AtomicU64,
+    allocated: AtomicU64,
+    freed: AtomicU64,
+}
+
+impl Counter {
+    fn increase(&self, by: u64) {
+        self.allocated.fetch_add(by, Relaxed);
+        self.peak.fetch_max(self.current.fetch_add(by, Relaxed) + by, Relaxed);
+    }
+
+    fn decrease(&self, by: u64) {
+        self.freed.fetch_add(by, Relaxed);
+        self.current.fetch_sub(by, Relaxed);
+    }
+
+    fn read(&self) -> Stat {
+        let [current, peak, allocated, freed] =
+            [&self.current, &self.peak, &self.allocated, &self.freed].map(|n| n.load(Relaxed));
+        Stat { current, peak, allocated, freed }
+    }
+}
+
+#[derive(Default)]
+struct Durations {
+    total: AtomicU64,
+    max: AtomicU64,
+    /// Stored as one more than the shortest, so that 0 is none yet.
+    min_and_one: AtomicU64,
+    count: AtomicU64,
+}
+
+impl Durations {
+    fn add(&self, took: Duration) {
+        let us = took.as_micros() as u64;
+        self.total.fetch_add(us, Relaxed);
+        self.max.fetch_max(us, Relaxed);
+        let shorter = |min: u64| (min == 0 || us + 1 < min).then_some(us + 1);
+        let _ = self.min_and_one.fetch_update(Relaxed, Relaxed, shorter);
+        self.count.fetch_add(1, Relaxed);
+    }
+
+    fn read(&self) -> DurationStat {
+        let [total, max, min, count] =
+            [&self.total, &self.max, &self.min_and_one, &self.count].map(|n| n.load(Relaxed));
+        DurationStat { total, max, min: min.saturating_sub(1), count, avg: total.checked_div(count).unwrap_or(0) }
+    }
+
+    fn reset(&self) {
+        [&self.total, &self.max, &self.min_and_one, &self.count].iter().for_each(|n| n.store(0, Relaxed));
+    }
+}
