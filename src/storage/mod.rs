@@ -14,6 +14,7 @@ mod blocks;
 mod caching;
 mod config;
 pub(crate) mod driver;
+mod history;
 #[allow(dead_code)] // until transfers take it up
 mod pinned;
 pub mod plan;
@@ -33,6 +34,11 @@ pub use allocator::{Allocator, Block, Place, Segment};
 pub use caching::CachingAllocator;
 pub use config::{Backend, Config, ConfigKey, SegmentSizes};
 pub use driver::{At, Call, Driver, Failure, Marker, Memory, Sim, SimOptions};
+pub use history::{
+    Annotation, BlockInfo, BlockState, Context, ContextLevel, CsvAction, CsvEvent, CsvLog, Fragmentation, Frame,
+    FreeSpace, History, HistoryOptions, Recording, SegmentInfo, SegmentType, Setting, Snapshot, Stage, TraceAction,
+    TraceEntry, annotate, annotations, with_context,
+};
 pub use pinned::{DurationStat, PinnedStats};
 pub use registry::{allocator, driver, set_allocator};
 pub use stats::{DeviceStats, PoolStats, Stat};

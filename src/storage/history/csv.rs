@@ -1,0 +1,178 @@
+//! RMM's log of allocations: what its `logging_resource_adaptor` writes and its replay benchmark reads.
+
+use std::cell::Cell;
+use std::io::{BufRead, BufReader, BufWriter, Read, Write};
+use std::str::FromStr;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use super::now_us;
+use crate::{Error, Result};
+
+const HEADER: &str = "Thread,Time,Action,Pointer,Size,Stream";
+const COLUMNS: usize = 6;
+
+/// What happened, in RMM's words.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum CsvAction {
+    /// `allocate`
+    Allocate,
+    /// `free`
+    Free,
+    /// `allocate failure`: there is no pointer, and no memory came of it.
+    AllocateFailure,
+}
+
+impl CsvAction {
+    const ALL: [CsvAction; 3] = [CsvAction::Allocate, CsvAction::Free, CsvAction::AllocateFailure];
+
+    /// The word in the file.
+    pub fn name(self) -> &'static str {
+        match self {
+            CsvAction::Allocate => "allocate",
+            CsvAction::Free => "free",
+            CsvAction::AllocateFailure => "allocate failure",
+        }
+    }
+}
+
+/// A line of the log.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CsvEvent {
+    /// A number for the thread.
+    pub thread: u64,
+    /// Microseconds since midnight, UTC.
+    pub time_us: u64,
+    /// What happened.
+    pub action: CsvAction,
+    /// The block's address.
+    pub addr: u64,
+    /// Its size in bytes.
+    pub bytes: u64,
+    /// The stream.
+    pub stream: u64,
+}
+
+/// Writes events in RMM's format; buffered, and flushed when dropped.
+///
+/// ```
+/// use claystone::storage::{CsvAction, CsvLog};
+/// let log = CsvLog::new(std::io::stdout())?;
+/// log.log(CsvAction::Allocate, 0x20_0000, 512, 0)?;
+/// log.log(CsvAction::Free, 0x20_0000, 512, 0)?;
+/// # Ok::<(), claystone::Error>(())
+/// ```
+pub struct CsvLog<W: Write + Send>(Mutex<BufWriter<W>>);
+
+impl<W: Write + Send> CsvLog<W> {
+    /// Begins a log with the line of column names.
+    ///
+    /// # Errors
+    /// When `writer` fails.
+    pub fn new(writer: W) -> Result<CsvLog<W>> {
+        let mut writer = BufWriter::new(writer);
+        writeln!(writer, "{HEADER}").map_err(unwritten)?;
+        Ok(CsvLog(Mutex::new(writer)))
+    }
+
+    /// Writes an event of the calling thread, now. Lines are in the order of the calls.
+    ///
+    /// # Errors
+    /// When the writer fails.
+    pub fn log(&self, action: CsvAction, addr: u64, bytes: u64, stream: u32) -> Result<()> {
+        let mut writer = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let (thread, us) = (thread_number(), now_us());
+        let (s, us) = (us / 1_000_000, us % 1_000_000);
+        let (h, m, s) = (s / 3600 % 24, s / 60 % 60, s % 60);
+        let action = action.name();
+        writeln!(writer, "{thread},{h:02}:{m:02}:{s:02}.{us:06},{action},{addr:#x},{bytes},{stream:#x}")
+            .map_err(unwritten)
+    }
+
+    /// Writes what is buffered.
+    ///
+    /// # Errors
+    /// When the writer fails.
+    pub fn flush(&self) -> Result<()> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).flush().map_err(unwritten)
+    }
+}
+
+fn unwritten(e: std::io::Error) -> Error {
+    Error::invalid("csv log", format!("it cannot be written: {e}"))
+}
+
+/// Threads in the order in which they first log.
+fn thread_number() -> u64 {
+    static COUNT: AtomicU64 = AtomicU64::new(1);
+    thread_local! {
+        static NUMBER: Cell<u64> = const { Cell::new(0) };
+    }
+    let number = NUMBER.try_with(|n| {
+        if n.get() == 0 {
+            n.set(COUNT.fetch_add(1, Ordering::Relaxed));
+        }
+        n.get()
+    });
+    number.unwrap_or(0)
+}
+
+impl CsvEvent {
+    /// Reads a log of [`CsvLog`] or of RMM.
+    ///
+    /// # Errors
+    /// When reading fails, or a line is not of this format: the message says which.
+    pub fn read_all(reader: impl Read) -> Result<Vec<CsvEvent>> {
+        let mut events = Vec::new();
+        for (index, line) in BufReader::new(reader).lines().enumerate() {
+            let line = line.map_err(|e| Error::invalid("csv log", format!("it cannot be read: {e}")))?;
+            match line.trim() {
+                "" => (),
+                header if index == 0 && header == HEADER => (),
+                line => {
+                    let fault = |what| Error::invalid("csv log", format!("line {}: {what}", index + 1));
+                    events.push(line.parse().map_err(fault)?);
+                }
+            }
+        }
+        Ok(events)
+    }
+}
+
+impl FromStr for CsvEvent {
+    type Err = String;
+
+    /// Reads a line; the error says what is wrong with it.
+    fn from_str(line: &str) -> Result<CsvEvent, String> {
+        let columns: Vec<&str> = line.split(',').map(str::trim).collect();
+        let &[thread, time, action, addr, bytes, stream] = columns.as_slice() else {
+            return Err(format!("it has {} columns, not the {COLUMNS} of {HEADER}", columns.len()));
+        };
+        let known = CsvAction::ALL.into_iter().find(|a| a.name() == action);
+        Ok(CsvEvent {
+            thread: thread.parse().map_err(|_| format!("thread {thread:?} is not a number"))?,
+            time_us: microseconds(time).ok_or_else(|| format!("time {time:?} is not like 23:59:59.999999"))?,
+            action: known.ok_or_else(|| format!("action {action:?} is not one of allocate, free, allocate failure"))?,
+            addr: hexadecimal(addr).ok_or_else(|| format!("pointer {addr:?} is not a hexadecimal number"))?,
+            bytes: bytes.parse().map_err(|_| format!("size {bytes:?} is not a number"))?,
+            stream: hexadecimal(stream).ok_or_else(|| format!("stream {stream:?} is not a hexadecimal number"))?,
+        })
+    }
+}
+
+/// With or without 0x, as RMM's own reader has it. glibc prints the null pointer as (nil).
+fn hexadecimal(text: &str) -> Option<u64> {
+    match text {
+        "(nil)" => Some(0),
+        _ => u64::from_str_radix(text.strip_prefix("0x").unwrap_or(text), 16).ok(),
+    }
+}
+
+/// Of a time of day: RMM writes the microseconds behind a point or a colon, by its version.
+fn microseconds(text: &str) -> Option<u64> {
+    let parts: Vec<u64> = text.split([':', '.']).map(|part| part.parse().ok()).collect::<Option<_>>()?;
+    match parts[..] {
+        [h @ 0..24, m @ 0..60, s @ 0..=60, us @ 0..1_000_000] => Some(((h * 60 + m) * 60 + s) * 1_000_000 + us),
+        _ => None,
+    }
+}

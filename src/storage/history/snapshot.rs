@@ -1,0 +1,445 @@
+//! An allocator's state at one moment, in the schema of PyTorch's `torch.cuda.memory._snapshot()`.
+//!
+//! PyTorch's viewer reads few of pickle's instructions, and no integer of more than 8 bytes: every integer here is
+//! written as an i64.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde::ser::{SerializeMap, SerializeStruct};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+use crate::{Error, Result};
+
+/// The segments and blocks of some allocators, and the events that led there.
+///
+/// ```
+/// use claystone::storage::{BlockInfo, BlockState, SegmentInfo, SegmentType, Snapshot};
+/// let block = |address, size, state| BlockInfo { address, size, requested_size: size, state, frames: vec![] };
+/// let segment = SegmentInfo {
+///     device: 0,
+///     address: 2 << 20,
+///     total_size: 2 << 20,
+///     stream: 0,
+///     segment_type: SegmentType::Small,
+///     segment_pool_id: (0, 0),
+///     is_expandable: false,
+///     frames: vec![],
+///     blocks: vec![
+///         block(2 << 20, 1 << 20, BlockState::ActiveAllocated),
+///         block(3 << 20, 1 << 20, BlockState::Inactive),
+///     ],
+/// };
+/// let snapshot = Snapshot { segments: vec![segment], ..Default::default() };
+/// snapshot.check()?;
+/// assert_eq!(snapshot.fragmentation().all.utilisation(), 0.5);
+/// assert_eq!(Snapshot::from_pickle(&snapshot.to_pickle()?)?, snapshot);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Snapshot {
+    /// All segments, each device's in the order of their addresses.
+    pub segments: Vec<SegmentInfo>,
+    /// The events recorded on each device, oldest first: the index is the device's number.
+    #[serde(default)]
+    pub device_traces: Vec<Vec<TraceEntry>>,
+    /// The configuration, by the names of its keys.
+    #[serde(default)]
+    pub allocator_settings: BTreeMap<String, Setting>,
+    /// Begins and ends of the spans given to [`annotate`](super::annotate).
+    #[serde(default)]
+    pub external_annotations: Vec<Annotation>,
+}
+
+/// A piece of memory that the driver gave out in one.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+pub struct SegmentInfo {
+    /// The device's number: the index into [`Snapshot::device_traces`].
+    #[serde(deserialize_with = "int::deserialize")]
+    pub device: u32,
+    /// Its first byte's. Where a device has no addresses these are made up: no two segments of a device overlap.
+    #[serde(deserialize_with = "int::deserialize")]
+    pub address: u64,
+    /// Its size in bytes.
+    #[serde(deserialize_with = "int::deserialize")]
+    pub total_size: u64,
+    /// The stream it was allocated on.
+    #[serde(deserialize_with = "int::deserialize")]
+    pub stream: u64,
+    /// The pool it belongs to.
+    #[serde(default)]
+    pub segment_type: SegmentType,
+    /// The private pool it belongs to; (0, 0) is none.
+    #[serde(default)]
+    pub segment_pool_id: (i64, i64),
+    /// Whether it is part of a reservation, and grows and shrinks by pages.
+    #[serde(default)]
+    pub is_expandable: bool,
+    /// Where it was allocated.
+    #[serde(default)]
+    pub frames: Vec<Frame>,
+    /// Its blocks: each begins where the one before ends.
+    pub blocks: Vec<BlockInfo>,
+}
+
+impl SegmentInfo {
+    /// The bytes of blocks in use.
+    pub fn allocated_size(&self) -> u64 {
+        self.sum(|b| b.state == BlockState::ActiveAllocated, |b| b.size)
+    }
+
+    /// The bytes of blocks in use, or waiting for another stream to be done with them.
+    pub fn active_size(&self) -> u64 {
+        self.sum(|b| b.state != BlockState::Inactive, |b| b.size)
+    }
+
+    /// What was asked for of the bytes in [`active_size`](SegmentInfo::active_size).
+    pub fn requested_size(&self) -> u64 {
+        self.sum(|b| b.state != BlockState::Inactive, |b| b.requested_size)
+    }
+
+    fn sum(&self, which: impl Fn(&&BlockInfo) -> bool, size: impl Fn(&BlockInfo) -> u64) -> u64 {
+        self.blocks.iter().filter(which).map(size).fold(0, u64::saturating_add)
+    }
+}
+
+impl Serialize for SegmentInfo {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut s = serializer.serialize_struct("SegmentInfo", 12)?;
+        s.serialize_field("device", &Int(self.device.into()))?;
+        s.serialize_field("address", &Int(self.address))?;
+        s.serialize_field("total_size", &Int(self.total_size))?;
+        s.serialize_field("stream", &Int(self.stream))?;
+        s.serialize_field("segment_type", &self.segment_type)?;
+        s.serialize_field("segment_pool_id", &self.segment_pool_id)?;
+        s.serialize_field("is_expandable", &self.is_expandable)?;
+        s.serialize_field("allocated_size", &Int(self.allocated_size()))?;
+        s.serialize_field("active_size", &Int(self.active_size()))?;
+        s.serialize_field("requested_size", &Int(self.requested_size()))?;
+        s.serialize_field("frames", &self.frames)?;
+        s.serialize_field("blocks", &self.blocks)?;
+        s.end()
+    }
+}
+
+/// Which requests a segment serves.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum SegmentType {
+    /// Those of up to 1 MiB.
+    Small,
+    /// The others.
+    #[default]
+    Large,
+}
+
+/// A run of bytes of a segment.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct BlockInfo {
+    /// Its first byte's.
+    #[serde(default, with = "int")] // absent from PyTorch's before 2.1; loading fills it in
+    pub address: u64,
+    /// Its size in bytes.
+    #[serde(with = "int")]
+    pub size: u64,
+    /// What was asked for, in bytes; of no meaning for a free block.
+    #[serde(with = "int")]
+    pub requested_size: u64,
+    /// Whether it is in use.
+    pub state: BlockState,
+    /// Where it was allocated.
+    #[serde(default)]
+    pub frames: Vec<Frame>,
+}
+
+/// Whether a block is in use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum BlockState {
+    /// In use.
+    ActiveAllocated,
+    /// Freed, but another stream may still use it.
+    #[serde(alias = "active_awaiting_free")]
+    ActivePendingFree,
+    /// Free.
+    Inactive,
+}
+
+/// An event.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(from = "TraceEntryFields")]
+pub struct TraceEntry {
+    /// What happened.
+    pub action: TraceAction,
+    /// The address of the block or of the segment; 0 for a snapshot; for an [`Oom`](TraceAction::Oom) the number of
+    /// bytes that were free on the device.
+    pub addr: u64,
+    /// Bytes: requested, for blocks and an [`Oom`](TraceAction::Oom); of the segment; in use, for a snapshot.
+    pub size: u64,
+    /// The stream of the block or segment.
+    pub stream: u64,
+    /// When, in microseconds since 1970.
+    pub time_us: u64,
+    /// Where in the program, the innermost first.
+    pub frames: Vec<Frame>,
+    /// The names given to [`with_context`](super::with_context), joined by slashes; empty for none.
+    pub compile_context: String,
+}
+
+/// What PyTorch writes where there is no compile context.
+const NO_CONTEXT: &str = "N/A";
+
+/// Either address or, when out of memory, bytes free: as they are written.
+#[derive(Deserialize)]
+struct TraceEntryFields {
+    action: TraceAction,
+    #[serde(default, with = "int")]
+    addr: u64,
+    #[serde(default, with = "int")]
+    device_free: u64,
+    #[serde(with = "int")]
+    size: u64,
+    #[serde(default, with = "int")]
+    stream: u64,
+    #[serde(default, with = "int")]
+    time_us: u64,
+    #[serde(default)]
+    frames: Vec<Frame>,
+    #[serde(default)]
+    compile_context: Option<String>,
+}
+
+impl From<TraceEntryFields> for TraceEntry {
+    fn from(f: TraceEntryFields) -> TraceEntry {
+        TraceEntry {
+            action: f.action,
+            addr: if f.action == TraceAction::Oom { f.device_free } else { f.addr },
+            size: f.size,
+            stream: f.stream,
+            time_us: f.time_us,
+            frames: f.frames,
+            compile_context: f.compile_context.filter(|c| c != NO_CONTEXT).unwrap_or_default(),
+        }
+    }
+}
+
+impl Serialize for TraceEntry {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(Some(7))?;
+        map.serialize_entry("action", &self.action)?;
+        let addr = if self.action == TraceAction::Oom { "device_free" } else { "addr" };
+        map.serialize_entry(addr, &Int(self.addr))?;
+        map.serialize_entry("size", &Int(self.size))?;
+        map.serialize_entry("stream", &Int(self.stream))?;
+        map.serialize_entry("time_us", &Int(self.time_us))?;
+        map.serialize_entry("frames", &self.frames)?;
+        let context = if self.compile_context.is_empty() { NO_CONTEXT } else { &self.compile_context };
+        map.serialize_entry("compile_context", context)?;
+        map.end()
+    }
+}
+
+/// What happened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TraceAction {
+    /// A block was given out.
+    Alloc,
+    /// A block was given back. Another stream may still use it.
+    FreeRequested,
+    /// A block given back is free.
+    FreeCompleted,
+    /// The driver gave a segment.
+    SegmentAlloc,
+    /// A segment went back to the driver.
+    SegmentFree,
+    /// Pages of a reservation were committed.
+    SegmentMap,
+    /// Pages of a reservation were decommitted.
+    SegmentUnmap,
+    /// A snapshot was taken.
+    Snapshot,
+    /// An allocation failed for want of memory.
+    Oom,
+}
+
+/// A place in a program.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Frame {
+    /// The source file; empty for a name given to [`with_context`](super::with_context).
+    pub filename: String,
+    /// The line; 0 where there is no file.
+    #[serde(with = "int")]
+    pub line: u32,
+    /// The function's name, or the name given.
+    pub name: String,
+}
+
+/// The begin or the end of a span.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Annotation {
+    /// The span's name.
+    pub name: String,
+    /// Which of its ends.
+    pub stage: Stage,
+    /// The device's number.
+    #[serde(with = "int")]
+    pub device: u32,
+    /// When, in microseconds since 1970.
+    #[serde(with = "int")]
+    pub time_us: u64,
+}
+
+/// An end of a span.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "UPPERCASE")]
+pub enum Stage {
+    /// Its begin.
+    Start,
+    /// Its end.
+    End,
+}
+
+/// The value of a setting: integers are i64, because of the viewer.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Setting {
+    /// `True` or `False`.
+    Bool(bool),
+    /// A number of bytes or of anything else.
+    Int(i64),
+    /// A fraction.
+    Float(f64),
+    /// Text.
+    Text(String),
+    /// Values by index.
+    List(Vec<Setting>),
+    /// Values by name.
+    Map(BTreeMap<String, Setting>),
+    /// Not set.
+    None,
+}
+
+impl Snapshot {
+    /// Python's pickle of it, protocol 3: opens in PyTorch's memory viewer.
+    ///
+    /// # Errors
+    /// When a number does not fit in an i64.
+    pub fn to_pickle(&self) -> Result<Vec<u8>> {
+        serde_pickle::to_vec(self, Default::default()).map_err(|e| unwritable(&e))
+    }
+
+    /// The same as JSON, which newer versions of the viewer open too.
+    ///
+    /// # Errors
+    /// When a number does not fit in an i64.
+    pub fn to_json(&self) -> Result<String> {
+        serde_json::to_string(self).map_err(|e| unwritable(&e))
+    }
+
+    /// Reads a pickle of [`to_pickle`](Snapshot::to_pickle) or of PyTorch. What claystone has no field for is ignored.
+    ///
+    /// # Errors
+    /// When it is no pickle, or not of a snapshot.
+    pub fn from_pickle(bytes: &[u8]) -> Result<Snapshot> {
+        let options = serde_pickle::DeOptions::new().replace_unresolved_globals();
+        serde_pickle::from_slice(bytes, options).map(Snapshot::complete).map_err(|e| unreadable("pickle", &e))
+    }
+
+    /// Reads JSON of [`to_json`](Snapshot::to_json), or of PyTorch's snapshot dumped as JSON.
+    ///
+    /// # Errors
+    /// When it is no JSON, or not of a snapshot.
+    pub fn from_json(text: &str) -> Result<Snapshot> {
+        serde_json::from_str(text).map(Snapshot::complete).map_err(|e| unreadable("JSON", &e))
+    }
+
+    /// Writes a file: a pickle if the name ends in `.pickle` or `.pkl`, JSON if in `.json`.
+    ///
+    /// # Errors
+    /// When the name has another ending or the file cannot be written.
+    pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
+        let path = path.as_ref();
+        let bytes = match Format::of("save", path)? {
+            Format::Pickle => self.to_pickle()?,
+            Format::Json => self.to_json()?.into_bytes(),
+        };
+        std::fs::write(path, bytes).map_err(|e| Error::invalid("save", format!("{}: {e}", path.display())))
+    }
+
+    /// Reads a file that [`save`](Snapshot::save) or PyTorch's `_dump_snapshot` wrote, by the ending of its name.
+    ///
+    /// # Errors
+    /// When the name has another ending, the file cannot be read, or is not of a snapshot.
+    pub fn load(path: impl AsRef<Path>) -> Result<Snapshot> {
+        let path = path.as_ref();
+        let unread = |e: &dyn std::fmt::Display| Error::invalid("load", format!("{}: {e}", path.display()));
+        match Format::of("load", path)? {
+            Format::Pickle => Snapshot::from_pickle(&std::fs::read(path).map_err(|e| unread(&e))?),
+            Format::Json => Snapshot::from_json(&std::fs::read_to_string(path).map_err(|e| unread(&e))?),
+        }
+    }
+
+    /// Gives addresses to the blocks of old snapshots, which have none.
+    fn complete(mut self) -> Snapshot {
+        for segment in &mut self.segments {
+            if segment.address != 0 && segment.blocks.iter().all(|b| b.address == 0) {
+                let mut address = segment.address;
+                for block in &mut segment.blocks {
+                    block.address = address;
+                    address = address.saturating_add(block.size);
+                }
+            }
+        }
+        self
+    }
+}
+
+enum Format {
+    Pickle,
+    Json,
+}
+
+impl Format {
+    fn of(op: &'static str, path: &Path) -> Result<Format> {
+        match path.extension().and_then(|e| e.to_str()) {
+            Some("pickle" | "pkl") => Ok(Format::Pickle),
+            Some("json") => Ok(Format::Json),
+            _ => Err(Error::invalid(op, format!("{} must end in .pickle, .pkl or .json", path.display()))),
+        }
+    }
+}
+
+fn unwritable(e: &dyn std::fmt::Display) -> Error {
+    Error::invalid("snapshot", format!("it cannot be written: {e}"))
+}
+
+fn unreadable(what: &str, e: &dyn std::fmt::Display) -> Error {
+    Error::invalid("snapshot", format!("this is not the {what} of a snapshot: {e}"))
+}
+
+/// Written as an i64.
+struct Int(u64);
+
+impl Serialize for Int {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        int::serialize(&self.0, serializer)
+    }
+}
+
+/// Unsigned integers in Rust that are i64 in files.
+mod int {
+    use super::*;
+
+    pub fn serialize<T: Copy + Into<u64>, S: Serializer>(value: &T, serializer: S) -> Result<S::Ok, S::Error> {
+        let value: u64 = (*value).into();
+        let value = i64::try_from(value)
+            .map_err(|_| serde::ser::Error::custom(format_args!("{value} does not fit in 63 bits")))?;
+        serializer.serialize_i64(value)
+    }
+
+    pub fn deserialize<'de, T: TryFrom<i64>, D: Deserializer<'de>>(deserializer: D) -> Result<T, D::Error> {
+        let value = i64::deserialize(deserializer)?;
+        T::try_from(value).map_err(|_| serde::de::Error::custom(format_args!("{value} is out of range")))
+    }
+}
