@@ -1,0 +1,171 @@
+//! The simulated device's memory: what is committed, and its tags.
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+use super::queue::Span;
+use super::{Call, Failure, Memory, MemoryKind, Sim, SimOptions, State};
+use crate::{Error, Result};
+
+/// A segment of the simulated device, as its driver hands it out.
+pub(crate) struct SimMemory {
+    pub(super) id: u64,
+    pub(super) size: usize,
+    pub(super) sim: Sim,
+}
+
+impl SimMemory {
+    /// Whether `from..to` are whole pages of it.
+    pub(super) fn check_pages(&self, op: &'static str, page: usize, from: usize, to: usize) -> Result<()> {
+        let whole = |at: usize| at == self.size || at.checked_rem(page) == Some(0);
+        if from <= to && to <= self.size && whole(from) && whole(to) {
+            return Ok(());
+        }
+        let all = self.size;
+        Err(Error::invalid(op, format!("{from}..{to} are not whole pages of {page} in a reservation of {all} bytes")))
+    }
+}
+
+impl Drop for SimMemory {
+    fn drop(&mut self) {
+        self.sim.call(Call::Release(self.size), |s| {
+            s.finish_uses(Span { piece: self.id, first: 0, end: usize::MAX });
+            s.pieces.release(self.id);
+        });
+    }
+}
+
+impl Sim {
+    /// New memory, nothing of it committed.
+    pub(super) fn make(&self, s: &mut State, size: usize, reserved: bool) -> Memory {
+        let SimOptions { page, contents, alignment, .. } = self.0.options;
+        let page = if reserved { page } else { size.max(1) };
+        let tags = if contents { size.div_ceil(alignment) } else { 0 };
+        let piece = Piece { size, page, reserved, committed: vec![false; size.div_ceil(page)], tags: vec![0; tags] };
+        Memory(MemoryKind::Sim(SimMemory { id: s.pieces.add(piece), size, sim: self.clone() }))
+    }
+
+    /// Commits bytes, unless it is to fail.
+    pub(super) fn find(&self, s: &mut State, m: &SimMemory, from: usize, to: usize) -> Result<(), Failure> {
+        let room = self.room(s);
+        s.commit_failures.pop_front().map_or_else(|| s.pieces.commit(m.id, &(from..to), room), Err)
+    }
+}
+
+/// All memory there is, by number.
+#[derive(Default)]
+pub(super) struct Pieces {
+    pieces: HashMap<u64, Piece>,
+    next: u64,
+    committed: u64,
+    late_commits: u64,
+}
+
+/// A segment is one page; reserved memory has many.
+struct Piece {
+    size: usize,
+    page: usize,
+    /// Whether it is reserved: nothing commits it but an extension.
+    reserved: bool,
+    committed: Vec<bool>,
+    /// One a granule; none where contents are not kept.
+    tags: Vec<u32>,
+}
+
+impl Piece {
+    /// The pages that a range of bytes is on, and the bytes of each.
+    fn pages(&self, range: &Range<usize>) -> impl Iterator<Item = (usize, u64)> + use<> {
+        let (size, page) = (self.size, self.page);
+        let end = if range.is_empty() { 0 } else { range.end.min(size).div_ceil(page) };
+        (range.start / page..end).map(move |i| (i, page.min(size - i * page) as u64))
+    }
+}
+
+impl Pieces {
+    pub(super) fn len(&self) -> usize {
+        self.pieces.len()
+    }
+
+    pub(super) fn committed(&self) -> u64 {
+        self.committed
+    }
+
+    pub(super) fn late_commits(&self) -> u64 {
+        self.late_commits
+    }
+
+    fn add(&mut self, piece: Piece) -> u64 {
+        self.next += 1;
+        self.pieces.insert(self.next, piece);
+        self.next
+    }
+
+    fn release(&mut self, id: u64) {
+        self.decommit(id, &(0..usize::MAX), usize::MAX);
+        self.pieces.remove(&id);
+    }
+
+    pub(super) fn is_reserved(&self, id: u64) -> bool {
+        self.pieces[&id].reserved
+    }
+
+    /// Bytes of the range's pages that are not committed.
+    pub(super) fn missing(&self, id: u64, range: &Range<usize>) -> u64 {
+        let piece = &self.pieces[&id];
+        piece.pages(range).filter(|&(i, _)| !piece.committed[i]).map(|(_, bytes)| bytes).sum()
+    }
+
+    /// Commits the range's pages if no more than `room` bytes are then committed in all.
+    fn commit(&mut self, id: u64, range: &Range<usize>, room: u64) -> Result<(), Failure> {
+        let missing = self.missing(id, range);
+        if missing > 0 && self.committed + missing > room {
+            return Err(Failure::DeviceMemory);
+        }
+        let Some(piece) = self.pieces.get_mut(&id) else { return Ok(()) };
+        piece.pages(range).for_each(|(i, _)| piece.committed[i] = true);
+        self.committed += missing;
+        Ok(())
+    }
+
+    /// As `commit`, because work was enqueued.
+    pub(super) fn commit_late(&mut self, id: u64, range: &Range<usize>, room: u64) -> Result<(), Failure> {
+        self.commit(id, range, room)?;
+        self.late_commits += 1;
+        Ok(())
+    }
+
+    pub(super) fn decommit(&mut self, id: u64, range: &Range<usize>, granule: usize) {
+        let Some(piece) = self.pieces.get_mut(&id) else { return };
+        for (i, bytes) in piece.pages(range) {
+            self.committed -= if std::mem::take(&mut piece.committed[i]) { bytes } else { 0 };
+        }
+        let (first, end) = (range.start / granule, range.end.div_ceil(granule).min(piece.tags.len()));
+        piece.tags[first.min(end)..end].fill(0);
+    }
+
+    /// The tags of a span; none where contents are not kept.
+    pub(super) fn tags(&self, span: Span) -> &[u32] {
+        let tags = &self.pieces[&span.piece].tags;
+        &tags[span.first.min(tags.len())..span.end.min(tags.len())]
+    }
+
+    pub(super) fn tags_mut(&mut self, span: Span) -> &mut [u32] {
+        let tags = self.pieces.get_mut(&span.piece).map_or(&mut [][..], |piece| &mut piece.tags);
+        let n = tags.len();
+        &mut tags[span.first.min(n)..span.end.min(n)]
+    }
+
+    pub(super) fn read(&self, span: Span, granule: usize, to: &mut [u8]) {
+        for (bytes, tag) in to.chunks_mut(granule).zip(self.tags(span)) {
+            bytes.iter_mut().zip(tag.to_le_bytes().into_iter().cycle()).for_each(|(to, from)| *to = from);
+        }
+    }
+
+    pub(super) fn write(&mut self, span: Span, granule: usize, from: &[u8]) {
+        for (bytes, tag) in from.chunks(granule).zip(self.tags_mut(span)) {
+            let mut le = tag.to_le_bytes(); // a granule cut short keeps what is not written
+            le.iter_mut().zip(bytes).for_each(|(to, from)| *to = *from);
+            *tag = u32::from_le_bytes(le);
+        }
+    }
+}

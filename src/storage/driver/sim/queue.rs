@@ -1,0 +1,175 @@
+//! The simulated device's streams: queues of commands, run in order each, and in any order between them.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+use super::State;
+use crate::device::StreamId;
+
+/// Granules `first..end` of a piece of memory.
+#[derive(Clone, Copy)]
+pub(super) struct Span {
+    pub(super) piece: u64,
+    pub(super) first: usize,
+    pub(super) end: usize,
+}
+
+impl Span {
+    pub(super) fn overlaps(&self, other: &Span) -> bool {
+        self.piece == other.piece && self.first < other.end && other.first < self.end
+    }
+}
+
+impl fmt::Debug for Span {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "memory {} granules {}..{}", self.piece, self.first, self.end)
+    }
+}
+
+/// A point in a stream. The device's lock orders all that is done with it.
+#[derive(Clone)]
+pub(crate) struct SimMarker {
+    stream: StreamId,
+    done: Arc<AtomicBool>,
+}
+
+impl SimMarker {
+    pub(super) fn new(stream: StreamId) -> SimMarker {
+        SimMarker { stream, done: Arc::default() }
+    }
+
+    pub(super) fn is_done(&self) -> bool {
+        self.done.load(Relaxed)
+    }
+}
+
+/// What a stream does next.
+pub(super) enum Command {
+    Write(Span, u32),
+    Check(Span, u32),
+    Copy(Span, Span),
+    Mark(SimMarker),
+    Wait(SimMarker),
+}
+
+impl Command {
+    fn uses(&self, span: &Span) -> bool {
+        match self {
+            Command::Write(at, _) | Command::Check(at, _) => at.overlaps(span),
+            Command::Copy(from, to) => from.overlaps(span) || to.overlaps(span),
+            Command::Mark(_) | Command::Wait(_) => false,
+        }
+    }
+}
+
+impl State {
+    pub(super) fn execute(&mut self, stream: StreamId, command: Command) {
+        match command {
+            Command::Write(span, tag) => self.pieces.tags_mut(span).fill(tag),
+            Command::Check(span, want) => {
+                if let Some((i, found)) = self.pieces.tags(span).iter().enumerate().find(|&(_, &tag)| tag != want) {
+                    let at = span.first + i;
+                    let index = stream.index();
+                    self.violations.push(format!("stream {index}, {span:?}: granule {at} has tag {found}, not {want}"));
+                }
+            }
+            Command::Copy(from, to) => {
+                let tags = self.pieces.tags(from).to_vec();
+                self.pieces.tags_mut(to).copy_from_slice(&tags);
+            }
+            Command::Mark(marker) => marker.done.store(true, Relaxed),
+            Command::Wait(_) => {} // `step` has seen to it
+        }
+    }
+
+    /// The marker that the stream's next command waits for.
+    fn blocked_on(&self, stream: StreamId) -> Option<&SimMarker> {
+        match self.streams.get(&stream)?.front()? {
+            Command::Wait(marker) if !marker.is_done() => Some(marker),
+            _ => None,
+        }
+    }
+
+    /// Runs a stream's next command; false where there is none, or it waits.
+    pub(super) fn step(&mut self, stream: StreamId) -> bool {
+        if self.blocked_on(stream).is_some() {
+            return false;
+        }
+        match self.streams.get_mut(&stream).and_then(|queue| queue.pop_front()) {
+            Some(command) => self.execute(stream, command),
+            None => return false,
+        }
+        true
+    }
+
+    /// Runs a stream's next command, and first what it waits for.
+    fn force(&mut self, stream: StreamId) -> bool {
+        if let Some(marker) = self.blocked_on(stream) {
+            let marker = marker.clone();
+            self.finish(marker);
+        }
+        self.step(stream)
+    }
+
+    /// Runs everything before the marker.
+    ///
+    /// # Panics
+    /// If streams wait for each other in a circle, or for a marker of another device.
+    pub(super) fn finish(&mut self, marker: SimMarker) {
+        let mut needed = vec![marker];
+        while let Some(marker) = needed.last() {
+            if marker.is_done() {
+                needed.pop();
+                continue;
+            }
+            let stream = marker.stream;
+            if let Some(next) = self.blocked_on(stream) {
+                let circle = needed.iter().any(|marker| Arc::ptr_eq(&marker.done, &next.done));
+                assert!(!circle, "deadlock: streams of the simulated device wait for each other");
+                let next = next.clone();
+                needed.push(next);
+            } else {
+                let ran = self.step(stream);
+                assert!(ran, "deadlock: nothing on stream {} will reach the marker waited for", stream.index());
+            }
+        }
+    }
+
+    /// Runs a stream to its end.
+    pub(super) fn finish_stream(&mut self, stream: StreamId) {
+        while self.force(stream) {}
+    }
+
+    /// Runs everything, stream by stream.
+    pub(super) fn finish_all(&mut self) {
+        let streams: Vec<StreamId> = self.streams.keys().copied().collect();
+        streams.into_iter().for_each(|stream| self.finish_stream(stream));
+    }
+
+    /// Runs what is queued up to the last use of these bytes; a stall if there is any.
+    pub(super) fn finish_uses(&mut self, span: Span) {
+        let uses = |queue: &VecDeque<Command>| queue.iter().rev().any(|command| command.uses(&span));
+        let streams: Vec<StreamId> =
+            self.streams.iter().filter(|(_, queue)| uses(queue)).map(|(&stream, _)| stream).collect();
+        self.stalls += u64::from(!streams.is_empty());
+        for stream in streams {
+            while self.streams.get(&stream).is_some_and(uses) && self.force(stream) {}
+        }
+    }
+
+    /// Runs up to 16 commands of streams chosen by `seed` (splitmix64).
+    pub(super) fn run_some(&mut self, seed: u64) -> usize {
+        let mut state = seed;
+        let mut random = |n: usize| {
+            state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
+            let z = (state ^ (state >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+            let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+            ((z ^ (z >> 31)) % n as u64) as usize
+        };
+        let streams: Vec<StreamId> = self.streams.keys().copied().collect();
+        let tries = if streams.is_empty() { 0 } else { random(17) };
+        (0..tries).filter(|_| self.step(streams[random(streams.len())])).count()
+    }
+}
