@@ -3,7 +3,7 @@
 use std::fmt;
 use std::ops::Deref;
 
-use super::blocks::{Block, Pool, Split};
+use super::caching::Kind;
 use super::registry;
 use crate::{Device, Error, Result};
 
@@ -33,6 +33,13 @@ impl Stat {
     pub(super) fn decrease(&mut self, by: u64) {
         self.current -= by;
         self.freed += by;
+    }
+
+    fn fold(&mut self, delta: &Delta) {
+        self.peak = self.peak.max(self.current.saturating_add_signed(delta.highest));
+        self.current = self.current.saturating_add_signed(delta.change);
+        self.allocated += delta.increases;
+        self.freed += delta.increases.saturating_add_signed(-delta.change);
     }
 
     fn change(&mut self, by: i64) {
@@ -109,10 +116,18 @@ pub struct DeviceStats {
     pub num_alloc_retries: u64,
     /// Times that did not help: [`Error::OutOfMemory`] was returned.
     pub num_ooms: u64,
+    /// Times the allocator waited for all streams because memory ran out.
+    pub num_sync_all_streams: u64,
     /// Segments made by the driver.
     pub num_device_alloc: u64,
     /// Segments given back to the driver.
     pub num_device_free: u64,
+    /// Blocks from this size on are never split (`max_split_size_mb`), in bytes.
+    pub max_split_size: u64,
+    /// Allocations of at least `max_split_size`.
+    pub oversize_allocations: Stat,
+    /// Segments of at least `max_split_size`.
+    pub oversize_segments: Stat,
 }
 
 impl Deref for DeviceStats {
@@ -123,51 +138,134 @@ impl Deref for DeviceStats {
     }
 }
 
+/// What a change did to the free parts of split segments.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Split {
+    pub(super) blocks: i64,
+    pub(super) bytes: i64,
+}
+
+/// A quantity that changed somewhere else for a while: by how much in the end, at most, and upwards in all.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Delta {
+    change: i64,
+    highest: i64,
+    increases: u64,
+}
+
+impl Delta {
+    pub(super) fn increase(&mut self, by: usize) {
+        self.change += by as i64;
+        self.highest = self.highest.max(self.change);
+        self.increases += by as u64;
+    }
+
+    pub(super) fn decrease(&mut self, by: usize) {
+        self.change -= by as i64;
+    }
+}
+
+/// What a thread's cache did to allocations while the allocator was not looking.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Deltas {
+    pub(super) count: Delta,
+    pub(super) bytes: Delta,
+    pub(super) requested: Delta,
+}
+
 impl DeviceStats {
-    fn each(&mut self, pool: Pool, change: impl Fn(&mut PoolStats)) {
+    fn each(&mut self, kind: Kind, change: impl Fn(&mut PoolStats)) {
         change(&mut self.total);
-        match pool {
-            Pool::Small => change(&mut self.small_pool),
-            Pool::Large => change(&mut self.large_pool),
+        match kind {
+            Kind::Small => change(&mut self.small_pool),
+            Kind::Large => change(&mut self.large_pool),
         }
     }
 
-    pub(super) fn block_taken(&mut self, block: &Block, split: Split) {
-        self.each(block.pool, |s| {
+    /// A free block was handed out.
+    pub(super) fn block_taken(&mut self, kind: Kind, size: usize, requested: usize, split: Split) {
+        self.each(kind, |s| {
             s.allocation.increase(1);
             s.active.increase(1);
-            s.allocated_bytes.increase(block.size as u64);
-            s.active_bytes.increase(block.size as u64);
-            s.requested_bytes.increase(block.requested as u64);
+            s.allocated_bytes.increase(size as u64);
+            s.active_bytes.increase(size as u64);
+            s.requested_bytes.increase(requested as u64);
             s.split(split);
         });
     }
 
-    pub(super) fn block_given_back(&mut self, block: &Block, split: Split) {
-        self.each(block.pool, |s| {
+    /// A block was given back and is free.
+    pub(super) fn block_given_back(&mut self, kind: Kind, size: usize, requested: usize, split: Split) {
+        self.block_pending(kind, size, requested);
+        self.block_settled(kind, size, split);
+    }
+
+    /// A block was given back, but a stream may still use it.
+    pub(super) fn block_pending(&mut self, kind: Kind, size: usize, requested: usize) {
+        self.each(kind, |s| {
             s.allocation.decrease(1);
+            s.allocated_bytes.decrease(size as u64);
+            s.requested_bytes.decrease(requested as u64);
+        });
+    }
+
+    /// No stream uses a block that was given back any more.
+    pub(super) fn block_settled(&mut self, kind: Kind, size: usize, split: Split) {
+        self.each(kind, |s| {
             s.active.decrease(1);
-            s.allocated_bytes.decrease(block.size as u64);
-            s.active_bytes.decrease(block.size as u64);
-            s.requested_bytes.decrease(block.requested as u64);
+            s.active_bytes.decrease(size as u64);
             s.split(split);
         });
     }
 
-    pub(super) fn segment_made(&mut self, pool: Pool, size: usize) {
+    /// A pending block was handed out again.
+    pub(super) fn pending_taken(&mut self, kind: Kind, size: usize, requested: usize) {
+        self.each(kind, |s| {
+            s.allocation.increase(1);
+            s.allocated_bytes.increase(size as u64);
+            s.requested_bytes.increase(requested as u64);
+        });
+    }
+
+    /// Free blocks were merged, or became parts of split segments.
+    pub(super) fn split_changed(&mut self, kind: Kind, split: Split) {
+        self.each(kind, |s| s.split(split));
+    }
+
+    /// What a thread's cache did. It caches small blocks only.
+    pub(super) fn fold(&mut self, deltas: &Deltas) {
+        self.each(Kind::Small, |s| {
+            for (stat, delta) in [
+                (&mut s.allocation, &deltas.count),
+                (&mut s.active, &deltas.count),
+                (&mut s.allocated_bytes, &deltas.bytes),
+                (&mut s.active_bytes, &deltas.bytes),
+                (&mut s.requested_bytes, &deltas.requested),
+            ] {
+                stat.fold(delta);
+            }
+        });
+    }
+
+    pub(super) fn segment_made(&mut self, kind: Kind, size: usize) {
         self.num_device_alloc += 1;
-        self.each(pool, |s| {
+        self.each(kind, |s| {
             s.segment.increase(1);
             s.reserved_bytes.increase(size as u64);
         });
     }
 
-    pub(super) fn segment_released(&mut self, pool: Pool, size: usize) {
+    pub(super) fn segment_released(&mut self, kind: Kind, size: usize) {
         self.num_device_free += 1;
-        self.each(pool, |s| {
+        self.each(kind, |s| {
             s.segment.decrease(1);
             s.reserved_bytes.decrease(size as u64);
         });
+    }
+
+    /// A segment that grows in place became larger or smaller.
+    pub(super) fn segment_resized(&mut self, kind: Kind, by: i64) {
+        self.each(kind, |s| s.reserved_bytes.change(by));
     }
 
     pub(super) fn reset_peak(&mut self) {
@@ -180,7 +278,8 @@ impl DeviceStats {
         for pool in [&mut self.total, &mut self.small_pool, &mut self.large_pool] {
             pool.all_mut().into_iter().for_each(|stat| (stat.allocated, stat.freed) = (0, 0));
         }
-        (self.num_alloc_retries, self.num_ooms, self.num_device_alloc, self.num_device_free) = (0, 0, 0, 0);
+        (self.num_alloc_retries, self.num_ooms, self.num_sync_all_streams) = (0, 0, 0);
+        (self.num_device_alloc, self.num_device_free) = (0, 0);
     }
 }
 

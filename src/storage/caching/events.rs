@@ -1,0 +1,214 @@
+//! Blocks that streams other than their own have used.
+//!
+//! Such a block, given back, is pending until the work those streams had at that moment is done. Each stream has a
+//! queue of its own, so that one that is slow delays nobody else's blocks.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+
+use smallvec::SmallVec;
+
+use super::super::allocator::Block;
+use super::super::driver::Marker;
+use super::{CachingAllocator, Core, Request};
+use crate::Result;
+use crate::device::StreamId;
+use std::sync::atomic::Ordering::Relaxed;
+
+type Streams = SmallVec<[StreamId; 2]>;
+
+/// Pending blocks, by the streams they wait for.
+#[derive(Debug, Default)]
+pub(super) struct Pending {
+    /// Streams that used live blocks.
+    used: HashMap<u32, Streams>,
+    queues: BTreeMap<StreamId, VecDeque<(Marker, u32)>>,
+    /// Markers each pending block still waits for.
+    waiting: HashMap<u32, usize>,
+}
+
+impl Pending {
+    pub(super) fn is_empty(&self) -> bool {
+        self.waiting.is_empty()
+    }
+
+    /// Pending blocks.
+    pub(super) fn blocks(&self) -> impl Iterator<Item = u32> + '_ {
+        self.waiting.keys().copied()
+    }
+
+    fn add(&mut self, id: u32, markers: &[(StreamId, Marker)]) {
+        self.waiting.insert(id, markers.len());
+        for (stream, marker) in markers {
+            self.queues.entry(*stream).or_default().push_back((marker.clone(), id));
+        }
+    }
+
+    /// The oldest marker of every stream.
+    fn heads(&self) -> Vec<(StreamId, Marker, u32)> {
+        let head = |(stream, queue): (&StreamId, &VecDeque<(Marker, u32)>)| {
+            queue.front().map(|(marker, id)| (*stream, marker.clone(), *id))
+        };
+        self.queues.iter().filter_map(head).collect()
+    }
+
+    /// Removes a stream's oldest marker, if it is still that of this block; gives the block if it waits for no more.
+    fn pop(&mut self, stream: StreamId, id: u32) -> Option<u32> {
+        let queue = self.queues.get_mut(&stream)?;
+        queue.pop_front_if(|head| head.1 == id)?;
+        if queue.is_empty() {
+            self.queues.remove(&stream);
+        }
+        let left = self.waiting.get_mut(&id)?;
+        *left -= 1;
+        (*left == 0).then(|| self.waiting.remove(&id)).flatten().map(|_| id)
+    }
+
+    /// Takes a block out, with the markers it still waits for.
+    pub(super) fn take(&mut self, id: u32) -> Vec<Marker> {
+        self.waiting.remove(&id);
+        let mut markers = Vec::new();
+        for queue in self.queues.values_mut() {
+            queue.retain(|(marker, other)| {
+                if *other == id {
+                    markers.push(marker.clone());
+                }
+                *other != id
+            });
+        }
+        self.queues.retain(|_, queue| !queue.is_empty());
+        markers
+    }
+}
+
+impl CachingAllocator {
+    /// Remembers that `stream` uses the block.
+    pub(super) fn note_stream(&self, block: &Block, stream: StreamId) {
+        let mut core = self.lock();
+        let home = core.heap.arenas[core.heap.table[block.id as usize].arena as usize].stream;
+        if block.owner != self.number || stream == home {
+            return;
+        }
+        let streams = core.pending.used.entry(block.id).or_default();
+        if !streams.contains(&stream) {
+            streams.push(stream);
+        }
+        block.slot().recorded.store(true, Relaxed);
+    }
+
+    /// Takes back a block that other streams have used: it is pending until they are done.
+    pub(super) fn deallocate_recorded(&self, block: Block, requested: usize) {
+        let streams = self.lock().pending.used.remove(&block.id).unwrap_or_default();
+        let marker = |stream: StreamId| Some((stream, self.driver.record(stream).ok()?));
+        let markers: Option<SmallVec<[_; 2]>> = streams.into_iter().map(marker).collect();
+        let markers = match markers {
+            Some(markers) => markers,
+            None => {
+                // A stream that takes no commands: the device is lost, or wait for all of it.
+                let _ = self.driver.synchronize();
+                SmallVec::new()
+            }
+        };
+        let mut core = self.lock_folded();
+        if markers.is_empty() {
+            return core.heap.give_back(block.id, requested);
+        }
+        core.heap.give_back_pending(block.id, requested);
+        core.pending.add(block.id, &markers);
+    }
+
+    /// Frees pending blocks whose streams are done; with `wait`, waits for all of them. Says whether any became free.
+    pub(super) fn settle_events(&self, wait: bool) -> Result<bool> {
+        let mut settled = false;
+        loop {
+            let heads = self.lock().pending.heads();
+            let done: Vec<_> = heads
+                .into_iter()
+                .map(|(stream, marker, id)| {
+                    let done = if wait { self.driver.wait(&marker).map(|()| true)? } else { self.driver.is_done(&marker) };
+                    Ok((stream, id, done))
+                })
+                .collect::<Result<_>>()?;
+            let done: Vec<_> = done.into_iter().filter(|(_, _, done)| *done).collect();
+            if done.is_empty() {
+                return Ok(settled);
+            }
+            let mut core = self.lock();
+            for (stream, id, _) in done {
+                if let Some(id) = core.pending.pop(stream, id) {
+                    core.heap.settle(id);
+                    settled = true;
+                }
+            }
+        }
+    }
+
+    /// Reuses a block that another stream, or a pending one that any stream, may still be using, behind a wait on the
+    /// device.
+    pub(super) fn take_with_wait(&self, request: &Request) -> Result<Option<Block>> {
+        let (block, markers, streams) = {
+            let mut core = self.lock_folded();
+            if !core.heap.rules.config.cross_stream_reuse {
+                return Ok(None);
+            }
+            if let Some((block, from)) = core.take_from_other_stream(self.number, request) {
+                (block, Vec::new(), vec![from])
+            } else if let Some((block, markers, from)) = core.take_pending(self.number, request) {
+                let streams = if from == request.stream { vec![] } else { vec![from] };
+                (block, markers, streams)
+            } else {
+                return Ok(None);
+            }
+        };
+        let waits = || -> Result<()> {
+            for marker in markers {
+                self.driver.stream_waits(request.stream, &marker)?;
+            }
+            for stream in streams {
+                self.driver.stream_waits(request.stream, &self.driver.record(stream)?)?;
+            }
+            Ok(())
+        };
+        if let Err(error) = waits() {
+            // Not waited for: free only when the whole device is done, which a lost one is at once.
+            let _ = self.driver.synchronize();
+            let requested = block.requested();
+            self.lock_folded().heap.give_back(block.id, requested);
+            return Err(error);
+        }
+        Ok(Some(block))
+    }
+}
+
+impl Core {
+    /// Takes a free block of another stream's; it belongs to the request's stream from now on.
+    fn take_from_other_stream(&mut self, owner: u32, request: &Request) -> Option<(Block, StreamId)> {
+        let others = |heap: &super::Heap, arena: &u32| {
+            let arena = &heap.arenas[*arena as usize];
+            arena.pool == request.pool && arena.kind == request.kind && arena.stream != request.stream
+        };
+        let arenas = (0..self.heap.arenas.len() as u32).filter(|arena| others(&self.heap, arena));
+        let candidates = arenas.filter_map(|arena| self.heap.find(arena, request.size, true));
+        let id = candidates.min_by_key(|&id| self.heap.table[id as usize].size)?;
+        let from = self.heap.arenas[self.heap.table[id as usize].arena as usize].stream;
+        self.heap.take(id, request.size, request.bytes);
+        self.heap.table[id as usize].arena = self.heap.arena(request.pool, request.stream, request.kind);
+        Some((self.block(owner, id, request.bytes), from))
+    }
+
+    /// Takes a pending block, with the markers that its new owner has to wait for and the stream it belonged to.
+    fn take_pending(&mut self, owner: u32, request: &Request) -> Option<(Block, Vec<Marker>, StreamId)> {
+        let heap = &self.heap;
+        let fits = |&id: &u32| {
+            let entry = heap.table[id as usize];
+            let arena = &heap.arenas[entry.arena as usize];
+            let same = arena.pool == request.pool && arena.kind == request.kind && entry.size >= request.size;
+            same && heap.rules.may_serve(request.kind, entry.size, request.size)
+        };
+        let id = self.pending.blocks().filter(fits).min_by_key(|&id| (heap.table[id as usize].size, id))?;
+        let from = heap.arenas[heap.table[id as usize].arena as usize].stream;
+        let markers = self.pending.take(id);
+        self.heap.take_pending(id, request.bytes);
+        self.heap.table[id as usize].arena = self.heap.arena(request.pool, request.stream, request.kind);
+        Some((self.block(owner, id, request.bytes), markers, from))
+    }
+}

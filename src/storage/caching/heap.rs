@@ -1,0 +1,378 @@
+//! Segments cut into blocks: which bytes are taken, which are free, who lies beside whom.
+//!
+//! Pure bookkeeping: no driver, no clock, no lock. The blocks of a segment tile it: a doubly linked list in address
+//! order in which no two free neighbours belong to the same arena. An arena is what a request searches: a memory pool,
+//! a stream, small or large. Free blocks lie in their arena's [`Bins`], those that are a whole segment apart from those
+//! that are part of one: a segment that nothing uses can be given back, so it is touched last.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use super::super::allocator::Segment;
+use super::super::stats::{DeviceStats, Split};
+use super::bins::Bins;
+use super::policy::{Kind, Rules};
+use crate::device::StreamId;
+
+/// No block, no segment.
+pub(super) const NONE: u32 = u32::MAX;
+
+/// What a block is doing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Use {
+    /// Nothing: it is in its arena's bins.
+    Free,
+    /// Handed out (or waiting in a thread's cache to be handed out again).
+    Live,
+    /// Given back, but a stream may still be using it.
+    Pending,
+    /// Not a block: a vacant place in the table.
+    Vacant,
+}
+
+/// A block: a run of bytes of one segment.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Entry {
+    pub(super) segment: u32,
+    pub(super) arena: u32,
+    pub(super) prev: u32,
+    pub(super) next: u32,
+    pub(super) bin_prev: u32,
+    pub(super) bin_next: u32,
+    pub(super) offset: usize,
+    pub(super) size: usize,
+    pub(super) usage: Use,
+}
+
+impl Entry {
+    pub(super) const VACANT: Entry = Entry {
+        segment: NONE,
+        arena: NONE,
+        prev: NONE,
+        next: NONE,
+        bin_prev: NONE,
+        bin_next: NONE,
+        offset: 0,
+        size: 0,
+        usage: Use::Vacant,
+    };
+
+    /// Whether the block is all of its segment.
+    pub(super) fn is_whole(&self) -> bool {
+        self.prev == NONE && self.next == NONE
+    }
+}
+
+/// A segment and what is known of it.
+#[derive(Debug)]
+pub(super) struct Held {
+    pub(super) segment: Arc<Segment>,
+    /// Bytes that are committed: all of them, but for a segment that grows in place.
+    pub(super) size: usize,
+    pub(super) kind: Kind,
+    pub(super) pool: u32,
+    /// The stream it was made for.
+    pub(super) stream: StreamId,
+    pub(super) first: u32,
+    /// Ticks and milliseconds when it last became wholly free.
+    pub(super) idle_since: (u64, u64),
+}
+
+/// What one kind of request searches.
+#[derive(Debug)]
+pub(super) struct Arena {
+    pub(super) pool: u32,
+    pub(super) stream: StreamId,
+    pub(super) kind: Kind,
+    pub(super) partial: Bins,
+    pub(super) whole: Bins,
+}
+
+/// All segments and blocks of an allocator, and the statistics over them.
+#[derive(Debug)]
+pub(super) struct Heap {
+    pub(super) rules: Rules,
+    pub(super) table: Vec<Entry>,
+    vacant: Vec<u32>,
+    pub(super) segments: Vec<Option<Held>>,
+    vacant_segments: Vec<u32>,
+    pub(super) arenas: Vec<Arena>,
+    arena_of: HashMap<(u32, StreamId, Kind), u32>,
+    pub(super) stats: DeviceStats,
+    /// Searches so far: the clock of garbage collection.
+    pub(super) ticks: u64,
+    /// Milliseconds since the allocator was made, as its owner last said.
+    pub(super) now: u64,
+}
+
+impl Heap {
+    pub(super) fn new(rules: Rules) -> Heap {
+        let mut heap = Heap {
+            rules,
+            table: Vec::new(),
+            vacant: Vec::new(),
+            segments: Vec::new(),
+            vacant_segments: Vec::new(),
+            arenas: Vec::new(),
+            arena_of: HashMap::new(),
+            stats: DeviceStats::default(),
+            ticks: 0,
+            now: 0,
+        };
+        for kind in [Kind::Small, Kind::Large] {
+            heap.arena(0, StreamId::DEFAULT, kind);
+        }
+        heap
+    }
+
+    /// The arena of a pool, a stream and a kind; the default pool's on the default stream are 0 and 1.
+    pub(super) fn arena(&mut self, pool: u32, stream: StreamId, kind: Kind) -> u32 {
+        if let Some(&arena) = self.arena_of.get(&(pool, stream, kind)) {
+            return arena;
+        }
+        let shift = self.rules.alignment.trailing_zeros();
+        let arena = self.arenas.len() as u32;
+        self.arenas.push(Arena { pool, stream, kind, partial: Bins::new(shift), whole: Bins::new(shift) });
+        self.arena_of.insert((pool, stream, kind), arena);
+        arena
+    }
+
+    /// Adds a segment as one free block of the arena.
+    pub(super) fn add_segment(&mut self, segment: Arc<Segment>, size: usize, arena: u32) -> u32 {
+        let Arena { pool, stream, kind, .. } = self.arenas[arena as usize];
+        let at = self.vacant_segments.pop().unwrap_or_else(|| {
+            self.segments.push(None);
+            self.segments.len() as u32 - 1
+        });
+        let id = self.insert(Entry { segment: at, arena, offset: 0, size, usage: Use::Free, ..Entry::VACANT });
+        let idle_since = (self.ticks, self.now);
+        self.segments[at as usize] = Some(Held { segment, size, kind, pool, stream, first: id, idle_since });
+        self.stats.segment_made(kind, size);
+        self.put_free(id, &mut Split::default());
+        id
+    }
+
+    /// Takes a free block that is a whole segment out of the table: the segment is the caller's to release.
+    pub(super) fn remove_segment(&mut self, id: u32) -> Arc<Segment> {
+        let entry = self.table[id as usize];
+        debug_assert!(entry.usage == Use::Free && entry.is_whole());
+        self.take_free(id, &mut Split::default());
+        self.vacate(id);
+        let held = self.segments[entry.segment as usize].take().expect("a block's segment is held");
+        self.vacant_segments.push(entry.segment);
+        self.stats.segment_released(held.kind, held.size);
+        held.segment
+    }
+
+    /// The held segment of a block.
+    pub(super) fn held(&self, id: u32) -> &Held {
+        let segment = self.table[id as usize].segment;
+        self.segments[segment as usize].as_ref().expect("a block's segment is held")
+    }
+
+    /// A free block of the arena for `size` bytes, by constant-time search, or by an exhaustive one. Does not take it.
+    pub(super) fn find(&self, arena: u32, size: usize, exhaustive: bool) -> Option<u32> {
+        let arena = &self.arenas[arena as usize];
+        let search = |bins: &Bins| match exhaustive {
+            false => bins.find(&self.table, size),
+            true => bins.find_best(&self.table, size),
+        };
+        let allowed = |&id: &u32| self.rules.may_serve(arena.kind, self.table[id as usize].size, size);
+        search(&arena.partial).filter(allowed).or_else(|| search(&arena.whole).filter(allowed))
+    }
+
+    /// Hands out a free block found for `size` bytes: splits off what is left.
+    pub(super) fn take(&mut self, id: u32, size: usize, requested: usize) {
+        let mut split = Split::default();
+        self.take_free(id, &mut split);
+        let found = self.table[id as usize];
+        let arena = &self.arenas[found.arena as usize];
+        let (kind, pool) = (arena.kind, arena.pool);
+        if self.rules.splits(kind, pool, found.size, size) {
+            self.split(id, size, &mut split);
+        }
+        self.table[id as usize].usage = Use::Live;
+        self.stats.block_taken(kind, self.table[id as usize].size, requested, split);
+    }
+
+    /// Cuts a block that is in no bin in two; the rest becomes a free block.
+    fn split(&mut self, id: u32, size: usize, split: &mut Split) {
+        let found = self.table[id as usize];
+        let (offset, remaining) = (found.offset + size, found.size - size);
+        let rest = self.insert(Entry { offset, size: remaining, prev: id, usage: Use::Free, ..found });
+        if found.next != NONE {
+            self.table[found.next as usize].prev = rest;
+        }
+        self.table[id as usize].next = rest;
+        self.table[id as usize].size = size;
+        self.put_free(rest, split);
+    }
+
+    /// Gives a block back that no other stream uses.
+    pub(super) fn give_back(&mut self, id: u32, requested: usize) {
+        let Entry { size, arena, .. } = self.table[id as usize];
+        let split = self.set_free(id);
+        self.stats.block_given_back(self.arenas[arena as usize].kind, size, requested, split);
+    }
+
+    /// Gives a block back that another stream may be using: it counts as active until [`settle`](Self::settle).
+    pub(super) fn give_back_pending(&mut self, id: u32, requested: usize) {
+        let Entry { size, arena, .. } = self.table[id as usize];
+        self.table[id as usize].usage = Use::Pending;
+        self.stats.block_pending(self.arenas[arena as usize].kind, size, requested);
+    }
+
+    /// Makes a pending block free.
+    pub(super) fn settle(&mut self, id: u32) {
+        let Entry { size, arena, .. } = self.table[id as usize];
+        let split = self.set_free(id);
+        self.stats.block_settled(self.arenas[arena as usize].kind, size, split);
+    }
+
+    /// Hands out a pending block as it is: its new owner waits for its streams.
+    pub(super) fn take_pending(&mut self, id: u32, requested: usize) {
+        let Entry { size, arena, .. } = self.table[id as usize];
+        self.table[id as usize].usage = Use::Live;
+        self.stats.pending_taken(self.arenas[arena as usize].kind, size, requested);
+    }
+
+    /// Moves a free block to another arena of the same pool and merges it there.
+    pub(super) fn rehome(&mut self, id: u32, arena: u32) {
+        let mut split = Split::default();
+        self.take_free(id, &mut split);
+        self.table[id as usize].arena = arena;
+        let merged = self.merge(id, &mut split);
+        self.put_free(merged, &mut split);
+        self.stats.split_changed(self.arenas[arena as usize].kind, split);
+    }
+
+    /// Lengthens a segment that grows in place by `bytes`, which join its last block if that is free. Gives the block.
+    pub(super) fn extend(&mut self, segment: u32, bytes: usize) -> u32 {
+        let held = self.segments[segment as usize].as_mut().expect("an extended segment is held");
+        let (kind, first, offset) = (held.kind, held.first, held.size);
+        held.size += bytes;
+        let (pool, stream) = (held.pool, held.stream);
+        let arena = self.arena(pool, stream, kind);
+        let mut last = first;
+        while self.table[last as usize].next != NONE {
+            last = self.table[last as usize].next;
+        }
+        self.stats.segment_resized(kind, bytes as i64);
+        let mut split = Split::default();
+        let id = self.insert(Entry { segment, arena, offset, size: bytes, usage: Use::Free, prev: last, ..Entry::VACANT });
+        // Until now the last block may have been the whole segment: it changes bins.
+        let was_free = self.table[last as usize].usage == Use::Free;
+        if was_free {
+            self.take_free(last, &mut split);
+        }
+        self.table[last as usize].next = id;
+        if was_free {
+            self.put_free(last, &mut split);
+        }
+        let merged = self.merge(id, &mut split);
+        self.put_free(merged, &mut split);
+        self.stats.split_changed(kind, split);
+        merged
+    }
+
+    /// Free blocks that are whole segments of a pool, of both kinds and all streams.
+    pub(super) fn whole_blocks(&self, pool: u32) -> Vec<u32> {
+        let arenas = self.arenas.iter().filter(|a| a.pool == pool);
+        arenas.flat_map(|a| a.whole.blocks(&self.table)).collect()
+    }
+
+    /// The largest free block of a pool.
+    pub(super) fn largest_free(&self, pool: u32) -> usize {
+        let arenas = self.arenas.iter().filter(|a| a.pool == pool);
+        arenas.map(|a| a.partial.largest(&self.table).max(a.whole.largest(&self.table))).max().unwrap_or(0)
+    }
+
+    /// Blocks of a segment in address order.
+    pub(super) fn blocks_of(&self, segment: u32) -> impl Iterator<Item = u32> + '_ {
+        let first = self.segments[segment as usize].as_ref().map(|held| held.first);
+        std::iter::successors(first, |&id| Some(self.table[id as usize].next).filter(|&next| next != NONE))
+    }
+
+    fn set_free(&mut self, id: u32) -> Split {
+        let mut split = Split::default();
+        self.table[id as usize].usage = Use::Free;
+        let merged = self.merge(id, &mut split);
+        self.put_free(merged, &mut split);
+        split
+    }
+
+    /// Joins a free block that is in no bin with its free neighbours of the same arena.
+    fn merge(&mut self, id: u32, split: &mut Split) -> u32 {
+        let Entry { prev, next, arena, .. } = self.table[id as usize];
+        let joins = |heap: &Heap, other: u32| {
+            other != NONE && {
+                let other = heap.table[other as usize];
+                other.usage == Use::Free && other.arena == arena
+            }
+        };
+        if joins(self, next) {
+            self.take_free(next, split);
+            self.absorb_next(id);
+        }
+        if !joins(self, prev) {
+            return id;
+        }
+        self.take_free(prev, split);
+        self.absorb_next(prev);
+        prev
+    }
+
+    fn put_free(&mut self, id: u32, split: &mut Split) {
+        let entry = self.table[id as usize];
+        let arena = &mut self.arenas[entry.arena as usize];
+        if entry.is_whole() {
+            arena.whole.insert(&mut self.table, id);
+            if let Some(held) = &mut self.segments[entry.segment as usize] {
+                held.idle_since = (self.ticks, self.now);
+            }
+        } else {
+            arena.partial.insert(&mut self.table, id);
+            split.blocks += 1;
+            split.bytes += entry.size as i64;
+        }
+    }
+
+    fn take_free(&mut self, id: u32, split: &mut Split) {
+        let entry = self.table[id as usize];
+        let arena = &mut self.arenas[entry.arena as usize];
+        if entry.is_whole() {
+            arena.whole.remove(&mut self.table, id);
+        } else {
+            arena.partial.remove(&mut self.table, id);
+            split.blocks -= 1;
+            split.bytes -= entry.size as i64;
+        }
+    }
+
+    /// Joins a block with the one after it, which leaves the table.
+    fn absorb_next(&mut self, id: u32) {
+        let gone = self.table[id as usize].next;
+        let Entry { size, next, .. } = self.table[gone as usize];
+        let block = &mut self.table[id as usize];
+        block.size += size;
+        block.next = next;
+        if next != NONE {
+            self.table[next as usize].prev = id;
+        }
+        self.vacate(gone);
+    }
+
+    fn vacate(&mut self, id: u32) {
+        self.table[id as usize].usage = Use::Vacant;
+        self.vacant.push(id);
+    }
+
+    fn insert(&mut self, entry: Entry) -> u32 {
+        if let Some(id) = self.vacant.pop() {
+            self.table[id as usize] = entry;
+            return id;
+        }
+        self.table.push(entry);
+        u32::try_from(self.table.len() - 1).ok().filter(|&id| id != NONE).expect("fewer than 2^32 blocks fit in memory")
+    }
+}

@@ -1,0 +1,276 @@
+//! The caching allocator: a device's memory, taken in segments and handed out in blocks.
+//!
+//! Asking a driver for memory is slow (tens of microseconds, and giving it back waits for the device), so memory comes
+//! in segments, is cut into blocks, and a block given back waits here for the next request. The ideas are those of
+//! PyTorch's CUDA allocator; the search takes constant time ([`bins`]), the segments follow the need ([`policy`]), and
+//! the ladder climbed when nothing fits searches again after every rung ([`ladder`]).
+//!
+//! A block belongs to the stream it was allocated on. Given back, it may be reused there at once, though work that uses
+//! it may still be queued: whatever the next owner enqueues comes after. On another stream it is reused only behind a
+//! wait on the device.
+//!
+//! No call of the driver, no wait and no callback happens under the lock.
+
+mod bins;
+mod cache;
+mod events;
+mod grow;
+mod heap;
+mod ladder;
+mod policy;
+mod slots;
+mod sync;
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use super::allocator::{Allocator, Block};
+use super::config::Config;
+use super::driver::Driver;
+use super::stats::{DeviceStats, Split};
+use crate::device::StreamId;
+use crate::{Device, Error, Result};
+use cache::{Cached, PRIVATE, ThreadCaches};
+use events::Pending;
+use heap::Heap;
+pub(super) use policy::Kind;
+use policy::Rules;
+use slots::Slots;
+
+/// The default allocator of every device: PyTorch's caching allocator, rebuilt for devices without virtual memory.
+///
+/// ```
+/// use std::sync::Arc;
+/// use claystone::device::StreamId;
+/// use claystone::storage::{Allocator, CachingAllocator, Config, Sim, SimOptions};
+/// let device = Sim::new(SimOptions::default());
+/// let allocator = CachingAllocator::new(Arc::new(device.clone()), Config::default())?;
+/// let block = allocator.allocate(1000, StreamId::DEFAULT)?;
+/// assert_eq!((block.size(), block.requested()), (1024, 1000));
+/// allocator.deallocate(block);
+/// let calls = device.call_count();
+/// let again = allocator.allocate(900, StreamId::DEFAULT)?; // from the cache
+/// assert_eq!(device.call_count(), calls);
+/// allocator.deallocate(again);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+pub struct CachingAllocator {
+    driver: Arc<dyn Driver>,
+    number: u32,
+    core: Mutex<Core>,
+    caches: ThreadCaches,
+    started: Instant,
+}
+
+/// What the lock guards.
+struct Core {
+    heap: Heap,
+    slots: Slots,
+    /// Blocks given back that streams may still be using.
+    pending: Pending,
+    /// The most bytes of segments to hold, and the bytes of those being made outside the lock.
+    limit: u64,
+    making: u64,
+    growth: grow::Growth,
+}
+
+/// What is asked for, and where to look for it.
+#[derive(Debug, Clone, Copy)]
+struct Request {
+    bytes: usize,
+    size: usize,
+    kind: Kind,
+    pool: u32,
+    stream: StreamId,
+}
+
+impl fmt::Debug for CachingAllocator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "the caching allocator of {}", self.driver.device())
+    }
+}
+
+impl CachingAllocator {
+    /// An allocator over this driver's memory.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where the configuration contradicts itself.
+    pub fn new(driver: Arc<dyn Driver>, config: Config) -> Result<CachingAllocator> {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        config.check()?;
+        let alignment = driver.alignment();
+        let fraction = (driver.capacity() as f64 * config.per_process_memory_fraction) as u64;
+        let caches = ThreadCaches::new(config.thread_cache, alignment);
+        let limit = driver.capacity().min(fraction).min(config.memory_limit as u64);
+        let mut heap = Heap::new(Rules::new(config, alignment));
+        heap.stats.max_split_size = heap.rules.config.max_split_size as u64;
+        let core = Core {
+            heap,
+            slots: Slots::default(),
+            pending: Pending::default(),
+            limit,
+            making: 0,
+            growth: grow::Growth::default(),
+        };
+        let number = NUMBER.fetch_add(1, Relaxed);
+        Ok(CachingAllocator { driver, number, core: Mutex::new(core), caches, started: Instant::now() })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Core> {
+        self.core.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The lock, for one who is about to change statistics: what this thread's cache did comes first, so that peaks are
+    /// those of the order in which things happened.
+    fn lock_folded(&self) -> MutexGuard<'_, Core> {
+        let deltas = self.caches.deltas();
+        let mut core = self.lock();
+        if let Some(deltas) = deltas {
+            core.heap.stats.fold(&deltas);
+        }
+        core
+    }
+
+    /// Gives what all threads have cached back to the bins.
+    fn drain_caches(&self) -> MutexGuard<'_, Core> {
+        let (ids, deltas) = self.caches.drain();
+        let mut core = self.lock();
+        deltas.iter().for_each(|deltas| core.heap.stats.fold(deltas));
+        ids.into_iter().for_each(|id| core.heap.uncache(id));
+        core
+    }
+
+    /// Milliseconds since the allocator was made.
+    fn now(&self) -> u64 {
+        self.started.elapsed().as_millis() as u64
+    }
+
+    fn too_large(&self, requested: usize) -> Error {
+        let (capacity, largest) = (self.driver.capacity(), self.driver.largest_segment());
+        let detail = format!("the device has {capacity}, and promises buffers of up to {largest}");
+        Error::OutOfMemory { device: self.driver.device(), requested, detail }
+    }
+}
+
+impl Core {
+    /// The handle on an entry that was just taken.
+    fn block(&mut self, owner: u32, id: u32, requested: usize) -> Block {
+        let (entry, held) = (self.heap.table[id as usize], self.heap.held(id));
+        let slot = self.slots.of(id);
+        // SAFETY: slots of the table live as long as the allocator, or for good. Nobody has this entry's block, so
+        // nobody reads the slot; the segment is held as long as a block of it is live.
+        let block = unsafe {
+            slot.as_ref().set_place(&held.segment, entry.offset);
+            Block::of_table(slot, owner, id, entry.arena | if held.pool > 0 { PRIVATE } else { 0 }, entry.size)
+        };
+        block.slot().reset();
+        block.slot().set_requested(requested);
+        block
+    }
+}
+
+impl Allocator for CachingAllocator {
+    fn device(&self) -> Device {
+        self.driver.device()
+    }
+
+    fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block> {
+        let size = match self.caches_size(bytes) {
+            Some(size) if size as u64 <= self.driver.capacity() => size,
+            _ => return Err(self.too_large(bytes)),
+        };
+        let (kind, pool) = (Kind::of(size), 0);
+        if pool == 0
+            && kind == Kind::Small
+            && stream == StreamId::DEFAULT
+            && let Some(Cached { slot, id }) = self.caches.get(0, size, bytes)
+        {
+            // SAFETY: the entry is live in the table, and its slot's place was set when it was.
+            let block = unsafe { Block::of_table(slot, self.number, id, 0, size) };
+            block.slot().reset();
+            block.slot().set_requested(bytes);
+            return Ok(block);
+        }
+        let request = Request { bytes, size, kind, pool, stream };
+        let mut core = self.lock_folded();
+        if core.pending.is_empty()
+            && let Some(block) = core.search(self.number, &request, false)
+        {
+            return Ok(block);
+        }
+        drop(core);
+        self.climb(&request)
+    }
+
+    fn deallocate(&self, block: Block) {
+        if block.owner != self.number {
+            // Whoever handed it out still counts it; nothing here may touch it.
+            tracing::error!(allocator = ?self, ?block, "a block was given back to an allocator that is not its own");
+            return;
+        }
+        let requested = block.slot().requested();
+        if block.slot().recorded.load(Relaxed) {
+            return self.deallocate_recorded(block, requested);
+        }
+        let cached = Cached { slot: block.slot_ptr(), id: block.id };
+        if !self.caches.put(cached, block.arena, block.size(), requested) {
+            self.lock_folded().heap.give_back(block.id, requested);
+        }
+    }
+
+    fn record_stream(&self, block: &Block, stream: StreamId) {
+        self.note_stream(block, stream);
+    }
+
+    fn stats(&self) -> DeviceStats {
+        self.drain_caches().heap.stats
+    }
+
+    fn reset_peak_stats(&self) {
+        self.drain_caches().heap.stats.reset_peak();
+    }
+
+    fn reset_accumulated_stats(&self) {
+        self.drain_caches().heap.stats.reset_accumulated();
+    }
+
+    fn empty_cache(&self) -> Result<()> {
+        drop(self.drain_caches());
+        self.settle_events(true)?;
+        let unused = self.lock().remove_unused();
+        drop(unused); // outside the lock: releasing waits for the device
+        Ok(())
+    }
+
+    fn set_memory_limit(&self, bytes: u64) -> Result<()> {
+        self.lock().limit = bytes.min(self.driver.capacity());
+        Ok(())
+    }
+}
+
+impl Drop for CachingAllocator {
+    fn drop(&mut self) {
+        drop(self.drain_caches());
+        let _ = self.settle_events(true);
+        let core = self.core.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if core.heap.stats.allocation.current > 0 {
+            // Blocks are still out there, with pointers to slots and segments: those stay for good.
+            tracing::warn!(blocks = core.heap.stats.allocation.current, "an allocator was dropped before its blocks");
+            std::mem::forget(std::mem::take(&mut core.slots));
+            std::mem::forget(std::mem::take(&mut core.heap.segments));
+        }
+    }
+}
+
+impl Heap {
+    /// A block leaves a thread's cache: to the statistics it was free already.
+    fn uncache(&mut self, id: u32) {
+        let kind = self.arenas[self.table[id as usize].arena as usize].kind;
+        let split: Split = self.set_free(id);
+        self.stats.split_changed(kind, split);
+    }
+}

@@ -1,0 +1,110 @@
+//! How large, how small, from where: the numbers behind every decision, and nothing else.
+
+use super::super::config::{Config, Segments};
+
+const MIB: usize = 1 << 20;
+/// Requests up to this size are small.
+const SMALL: usize = MIB;
+/// PyTorch's segments: shared ones of these sizes, own ones in steps.
+const SMALL_SEGMENT: usize = 2 * MIB;
+const MIN_OWN_SEGMENT: usize = 10 * MIB;
+const SEGMENT_STEP: usize = 2 * MIB;
+/// A new segment is at least this part of what is reserved, up to the size of a large segment: a program makes few
+/// segments, and never reserves much more than it needs.
+const GROWTH: usize = 16;
+/// A segment that nothing uses serves only requests of at least this part of it, in percent: a smaller one would keep
+/// all of it from being given back.
+const WORTH_OPENING: usize = 75;
+
+/// Small and large requests live apart, so that short-lived small ones do not pin large segments.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(in crate::storage) enum Kind {
+    Small,
+    Large,
+}
+
+impl Kind {
+    /// The kind of a rounded size.
+    pub(super) fn of(size: usize) -> Kind {
+        if size <= SMALL { Kind::Small } else { Kind::Large }
+    }
+
+    pub(super) fn other(self) -> Kind {
+        match self {
+            Kind::Small => Kind::Large,
+            Kind::Large => Kind::Small,
+        }
+    }
+}
+
+/// The rules of one allocator: its configuration and its device's alignment.
+#[derive(Debug, Clone)]
+pub(super) struct Rules {
+    pub(super) alignment: usize,
+    pub(super) config: Config,
+    /// Memory pools whose segments are never split.
+    pub(super) unsplit_pools: Vec<u32>,
+}
+
+impl Rules {
+    pub(super) fn new(config: Config, alignment: usize) -> Rules {
+        Rules { alignment, config, unsplit_pools: Vec::new() }
+    }
+
+    pub(super) fn is_adaptive(&self) -> bool {
+        self.config.segments == Segments::Adaptive
+    }
+
+    /// Bytes a request takes; `None` where that overflows.
+    pub(super) fn round_size(&self, bytes: usize) -> Option<usize> {
+        self.config.round_size(bytes, self.alignment)
+    }
+
+    /// Whether a free block of `block` bytes may serve a request of `size`: blocks too large to be split are kept for
+    /// requests that need them.
+    pub(super) fn may_serve(&self, kind: Kind, block: usize, size: usize) -> bool {
+        let max = self.config.max_split_size;
+        if kind == Kind::Small || block < max {
+            return true;
+        }
+        // An oversize block serves only oversize requests, and not ones much smaller than itself.
+        size >= max && block - size <= self.config.max_non_split_rounding
+    }
+
+    /// Whether an unused segment of `block` bytes may be opened for a request of `size` rather than a new one made.
+    pub(super) fn worth_opening(&self, block: usize, size: usize) -> bool {
+        !self.is_adaptive() || size >= block / 100 * WORTH_OPENING
+    }
+
+    /// Whether what remains of a block is worth keeping as a block of its own.
+    pub(super) fn splits(&self, kind: Kind, pool: u32, block: usize, size: usize) -> bool {
+        let remaining = block - size;
+        if self.unsplit_pools.contains(&pool) {
+            return false;
+        }
+        match kind {
+            Kind::Small => remaining >= self.alignment,
+            Kind::Large if size >= self.config.max_split_size => false,
+            Kind::Large if self.is_adaptive() => remaining >= self.alignment,
+            Kind::Large => remaining > SMALL,
+        }
+    }
+
+    /// The size of a new segment for a rounded request, when `reserved` bytes are held already.
+    pub(super) fn segment_size(&self, size: usize, reserved: u64) -> Option<usize> {
+        let large = self.config.large_segment_size;
+        if self.is_adaptive() {
+            let share = usize::try_from(reserved).unwrap_or(usize::MAX) / GROWTH;
+            let cap = if size <= SMALL { SMALL_SEGMENT } else { large };
+            let step = if share >= SEGMENT_STEP { SEGMENT_STEP } else { self.alignment };
+            return size.max(share.min(cap)).checked_next_multiple_of(step);
+        }
+        if size <= SMALL {
+            Some(SMALL_SEGMENT)
+        } else if size < MIN_OWN_SEGMENT.max(large / 2) {
+            Some(large)
+        } else {
+            size.checked_next_multiple_of(SEGMENT_STEP)
+        }
+    }
+}
