@@ -10,7 +10,6 @@
 
 mod access;
 mod allocator;
-mod blocks;
 mod caching;
 mod config;
 pub(crate) mod driver;

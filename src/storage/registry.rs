@@ -4,6 +4,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 
 use super::allocator::Allocator;
 use super::caching::CachingAllocator;
+use super::config::Config;
 use super::driver::host::Host;
 use super::driver::opencl::OpenCl;
 use super::driver::{Driver, DynDriver};
@@ -89,6 +90,6 @@ pub(super) fn of(device: Device) -> Result<&'static Arc<dyn Allocator>> {
         return Ok(allocator);
     }
     let driver = driver(device)?;
-    let make = || leak(Arc::new(CachingAllocator::new(driver)) as Arc<dyn Allocator>);
-    Ok(change(device, |entry| *entry.allocator.get_or_insert_with(make)))
+    let made: Arc<dyn Allocator> = Arc::new(CachingAllocator::new(driver, Config::from_env()?)?);
+    Ok(change(device, |entry| *entry.allocator.get_or_insert_with(|| leak(made))))
 }

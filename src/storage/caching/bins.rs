@@ -43,6 +43,11 @@ impl Bins {
         self.levels == 0
     }
 
+    /// The class of a size in bytes.
+    pub(super) fn class_of(&self, size: usize) -> (usize, usize) {
+        class((size >> self.shift) as u64)
+    }
+
     /// Adds a block.
     pub(super) fn insert(&mut self, table: &mut [Entry], id: u32) {
         if self.heads.is_empty() {
@@ -167,7 +172,8 @@ mod tests {
 
     #[test]
     fn what_fits_is_found_and_the_best_of_a_few_preferred() {
-        let mut table: Vec<Entry> = [640, 64, 130, 128, 129, 1 << 20].map(|size| Entry { size, ..Entry::VACANT }).into();
+        let mut table: Vec<Entry> =
+            [640, 64, 130, 128, 129, 1 << 20].map(|size| Entry { size, ..Entry::VACANT }).into();
         let mut bins = Bins::new(0);
         (0..6).for_each(|id| bins.insert(&mut table, id));
         for (size, want) in [(1, 64), (64, 64), (65, 128), (129, 129), (130, 130), (131, 640), (641, 1 << 20)] {

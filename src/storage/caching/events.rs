@@ -9,6 +9,7 @@ use smallvec::SmallVec;
 
 use super::super::allocator::Block;
 use super::super::driver::Marker;
+use super::heap::{Heap, Search};
 use super::{CachingAllocator, Core, Request};
 use crate::Result;
 use crate::device::StreamId;
@@ -124,7 +125,8 @@ impl CachingAllocator {
             let done: Vec<_> = heads
                 .into_iter()
                 .map(|(stream, marker, id)| {
-                    let done = if wait { self.driver.wait(&marker).map(|()| true)? } else { self.driver.is_done(&marker) };
+                    let done =
+                        if wait { self.driver.wait(&marker).map(|()| true)? } else { self.driver.is_done(&marker) };
                     Ok((stream, id, done))
                 })
                 .collect::<Result<_>>()?;
@@ -182,15 +184,15 @@ impl CachingAllocator {
 impl Core {
     /// Takes a free block of another stream's; it belongs to the request's stream from now on.
     fn take_from_other_stream(&mut self, owner: u32, request: &Request) -> Option<(Block, StreamId)> {
-        let others = |heap: &super::Heap, arena: &u32| {
+        let others = |heap: &Heap, arena: &u32| {
             let arena = &heap.arenas[*arena as usize];
             arena.pool == request.pool && arena.kind == request.kind && arena.stream != request.stream
         };
         let arenas = (0..self.heap.arenas.len() as u32).filter(|arena| others(&self.heap, arena));
-        let candidates = arenas.filter_map(|arena| self.heap.find(arena, request.size, true));
+        let candidates = arenas.filter_map(|arena| self.heap.find(arena, request.size, Search::Thorough, usize::MAX));
         let id = candidates.min_by_key(|&id| self.heap.table[id as usize].size)?;
         let from = self.heap.arenas[self.heap.table[id as usize].arena as usize].stream;
-        self.heap.take(id, request.size, request.bytes);
+        let id = self.heap.take(id, request.size, request.bytes);
         self.heap.table[id as usize].arena = self.heap.arena(request.pool, request.stream, request.kind);
         Some((self.block(owner, id, request.bytes), from))
     }

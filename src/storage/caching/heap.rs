@@ -17,6 +17,15 @@ use crate::device::StreamId;
 /// No block, no segment.
 pub(super) const NONE: u32 = u32::MAX;
 
+/// How hard to look for a block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Search {
+    /// In constant time: a block of the request's own size class may be missed.
+    Quick,
+    /// For the best fit.
+    Thorough,
+}
+
 /// What a block is doing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Use {
@@ -91,7 +100,9 @@ pub(super) struct Arena {
 /// All segments and blocks of an allocator, and the statistics over them.
 #[derive(Debug)]
 pub(super) struct Heap {
-    pub(super) rules: Rules,
+    pub(super) rules: Arc<Rules>,
+    /// Memory pools whose blocks are never split.
+    pub(super) unsplit_pools: Vec<u32>,
     pub(super) table: Vec<Entry>,
     vacant: Vec<u32>,
     pub(super) segments: Vec<Option<Held>>,
@@ -106,9 +117,10 @@ pub(super) struct Heap {
 }
 
 impl Heap {
-    pub(super) fn new(rules: Rules) -> Heap {
+    pub(super) fn new(rules: Arc<Rules>) -> Heap {
         let mut heap = Heap {
             rules,
+            unsplit_pools: Vec::new(),
             table: Vec::new(),
             vacant: Vec::new(),
             segments: Vec::new(),
@@ -170,33 +182,47 @@ impl Heap {
         self.segments[segment as usize].as_ref().expect("a block's segment is held")
     }
 
-    /// A free block of the arena for `size` bytes, by constant-time search, or by an exhaustive one. Does not take it.
-    pub(super) fn find(&self, arena: u32, size: usize, exhaustive: bool) -> Option<u32> {
+    /// A free block of the arena for `size` bytes, which is not taken yet. Unused segments larger than `most_to_open` are
+    /// left alone.
+    pub(super) fn find(&self, arena: u32, size: usize, search: Search, most_to_open: usize) -> Option<u32> {
         let arena = &self.arenas[arena as usize];
-        let search = |bins: &Bins| match exhaustive {
-            false => bins.find(&self.table, size),
-            true => bins.find_best(&self.table, size),
+        let bytes = |id: u32| self.table[id as usize].size;
+        let look = |bins: &Bins| match search {
+            Search::Quick => bins.find(&self.table, size),
+            Search::Thorough => bins.find_best(&self.table, size),
         };
-        let allowed = |&id: &u32| self.rules.may_serve(arena.kind, self.table[id as usize].size, size);
-        search(&arena.partial).filter(allowed).or_else(|| search(&arena.whole).filter(allowed))
+        let allowed = |&id: &u32| self.rules.may_serve(arena.kind, bytes(id), size);
+        let part = look(&arena.partial).filter(allowed);
+        let whole = look(&arena.whole).filter(allowed).filter(|&id| bytes(id) <= most_to_open);
+        match (part, whole) {
+            (Some(part), Some(whole)) if arena.whole.class_of(bytes(whole)) > arena.whole.class_of(bytes(part)) => {
+                Some(part)
+            }
+            (part, whole) => whole.or(part),
+        }
     }
 
-    /// Hands out a free block found for `size` bytes: splits off what is left.
-    pub(super) fn take(&mut self, id: u32, size: usize, requested: usize) {
+    /// Hands out a free block found for `size` bytes: splits off what is left. Gives the entry of what is handed out.
+    pub(super) fn take(&mut self, id: u32, size: usize, requested: usize) -> u32 {
         let mut split = Split::default();
         self.take_free(id, &mut split);
         let found = self.table[id as usize];
         let arena = &self.arenas[found.arena as usize];
         let (kind, pool) = (arena.kind, arena.pool);
-        if self.rules.splits(kind, pool, found.size, size) {
-            self.split(id, size, &mut split);
+        let mut taken = id;
+        if !self.unsplit_pools.contains(&pool) && self.rules.splits(kind, found.size, size) {
+            let high = found.offset > 0 && self.rules.is_adaptive();
+            // From both ends of a segment, so that what is left over stays in one piece between them.
+            taken = self.split(id, if high { found.size - size } else { size }, high);
+            self.put_free(if high { id } else { self.table[id as usize].next }, &mut split);
         }
-        self.table[id as usize].usage = Use::Live;
-        self.stats.block_taken(kind, self.table[id as usize].size, requested, split);
+        self.table[taken as usize].usage = Use::Live;
+        self.stats.block_taken(kind, self.table[taken as usize].size, requested, split);
+        taken
     }
 
-    /// Cuts a block that is in no bin in two; the rest becomes a free block.
-    fn split(&mut self, id: u32, size: usize, split: &mut Split) {
+    /// Cuts a block that is in no bin after `size` bytes. Gives the second part if `high`, else the first.
+    fn split(&mut self, id: u32, size: usize, high: bool) -> u32 {
         let found = self.table[id as usize];
         let (offset, remaining) = (found.offset + size, found.size - size);
         let rest = self.insert(Entry { offset, size: remaining, prev: id, usage: Use::Free, ..found });
@@ -205,7 +231,7 @@ impl Heap {
         }
         self.table[id as usize].next = rest;
         self.table[id as usize].size = size;
-        self.put_free(rest, split);
+        if high { rest } else { id }
     }
 
     /// Gives a block back that no other stream uses.
@@ -259,7 +285,8 @@ impl Heap {
         }
         self.stats.segment_resized(kind, bytes as i64);
         let mut split = Split::default();
-        let id = self.insert(Entry { segment, arena, offset, size: bytes, usage: Use::Free, prev: last, ..Entry::VACANT });
+        let id =
+            self.insert(Entry { segment, arena, offset, size: bytes, usage: Use::Free, prev: last, ..Entry::VACANT });
         // Until now the last block may have been the whole segment: it changes bins.
         let was_free = self.table[last as usize].usage == Use::Free;
         if was_free {
@@ -273,6 +300,12 @@ impl Heap {
         self.put_free(merged, &mut split);
         self.stats.split_changed(kind, split);
         merged
+    }
+
+    /// Some free block of an arena.
+    pub(super) fn any_free(&self, arena: u32) -> Option<u32> {
+        let arena = &self.arenas[arena as usize];
+        arena.partial.blocks(&self.table).chain(arena.whole.blocks(&self.table)).next()
     }
 
     /// Free blocks that are whole segments of a pool, of both kinds and all streams.
@@ -293,7 +326,7 @@ impl Heap {
         std::iter::successors(first, |&id| Some(self.table[id as usize].next).filter(|&next| next != NONE))
     }
 
-    fn set_free(&mut self, id: u32) -> Split {
+    pub(super) fn set_free(&mut self, id: u32) -> Split {
         let mut split = Split::default();
         self.table[id as usize].usage = Use::Free;
         let merged = self.merge(id, &mut split);

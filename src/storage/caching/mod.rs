@@ -20,8 +20,6 @@ mod ladder;
 mod policy;
 mod slots;
 mod sync;
-#[cfg(test)]
-mod tests;
 
 use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
@@ -36,7 +34,7 @@ use crate::device::StreamId;
 use crate::{Device, Error, Result};
 use cache::{Cached, PRIVATE, ThreadCaches};
 use events::Pending;
-use heap::Heap;
+use heap::{Heap, Search};
 pub(super) use policy::Kind;
 use policy::Rules;
 use slots::Slots;
@@ -61,6 +59,7 @@ use slots::Slots;
 pub struct CachingAllocator {
     driver: Arc<dyn Driver>,
     number: u32,
+    rules: Arc<Rules>,
     core: Mutex<Core>,
     caches: ThreadCaches,
     started: Instant,
@@ -106,8 +105,9 @@ impl CachingAllocator {
         let fraction = (driver.capacity() as f64 * config.per_process_memory_fraction) as u64;
         let caches = ThreadCaches::new(config.thread_cache, alignment);
         let limit = driver.capacity().min(fraction).min(config.memory_limit as u64);
-        let mut heap = Heap::new(Rules::new(config, alignment));
-        heap.stats.max_split_size = heap.rules.config.max_split_size as u64;
+        let rules = Arc::new(Rules { alignment, config });
+        let mut heap = Heap::new(Arc::clone(&rules));
+        heap.stats.max_split_size = rules.config.max_split_size as u64;
         let core = Core {
             heap,
             slots: Slots::default(),
@@ -117,7 +117,7 @@ impl CachingAllocator {
             growth: grow::Growth::default(),
         };
         let number = NUMBER.fetch_add(1, Relaxed);
-        Ok(CachingAllocator { driver, number, core: Mutex::new(core), caches, started: Instant::now() })
+        Ok(CachingAllocator { driver, number, rules, core: Mutex::new(core), caches, started: Instant::now() })
     }
 
     fn lock(&self) -> MutexGuard<'_, Core> {
@@ -157,6 +157,12 @@ impl CachingAllocator {
 }
 
 impl Core {
+    /// Counts a request, whatever comes of it.
+    fn see(&mut self, request: &Request) {
+        self.heap.ticks += 1;
+        self.growth.see(self.heap.stats.active_bytes.current + request.size as u64, self.heap.ticks);
+    }
+
     /// The handle on an entry that was just taken.
     fn block(&mut self, owner: u32, id: u32, requested: usize) -> Block {
         let (entry, held) = (self.heap.table[id as usize], self.heap.held(id));
@@ -179,7 +185,7 @@ impl Allocator for CachingAllocator {
     }
 
     fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block> {
-        let size = match self.caches_size(bytes) {
+        let size = match self.rules.round_size(bytes) {
             Some(size) if size as u64 <= self.driver.capacity() => size,
             _ => return Err(self.too_large(bytes)),
         };
@@ -197,8 +203,9 @@ impl Allocator for CachingAllocator {
         }
         let request = Request { bytes, size, kind, pool, stream };
         let mut core = self.lock_folded();
+        core.see(&request);
         if core.pending.is_empty()
-            && let Some(block) = core.search(self.number, &request, false)
+            && let Some(block) = core.search(self.number, &request, Search::Quick, false)
         {
             return Ok(block);
         }
@@ -241,7 +248,11 @@ impl Allocator for CachingAllocator {
     fn empty_cache(&self) -> Result<()> {
         drop(self.drain_caches());
         self.settle_events(true)?;
-        let unused = self.lock().remove_unused();
+        let unused = {
+            let mut core = self.lock();
+            core.growth.forget();
+            core.remove_unused()
+        };
         drop(unused); // outside the lock: releasing waits for the device
         Ok(())
     }
@@ -274,3 +285,6 @@ impl Heap {
         self.stats.split_changed(kind, split);
     }
 }
+
+#[cfg(test)]
+mod tests;

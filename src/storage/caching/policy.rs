@@ -1,6 +1,6 @@
 //! How large, how small, from where: the numbers behind every decision, and nothing else.
 
-use super::super::config::{Config, Segments};
+use super::super::config::{Config, SegmentSizes};
 
 const MIB: usize = 1 << 20;
 /// Requests up to this size are small.
@@ -12,9 +12,6 @@ const SEGMENT_STEP: usize = 2 * MIB;
 /// A new segment is at least this part of what is reserved, up to the size of a large segment: a program makes few
 /// segments, and never reserves much more than it needs.
 const GROWTH: usize = 16;
-/// A segment that nothing uses serves only requests of at least this part of it, in percent: a smaller one would keep
-/// all of it from being given back.
-const WORTH_OPENING: usize = 75;
 
 /// Small and large requests live apart, so that short-lived small ones do not pin large segments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -42,17 +39,11 @@ impl Kind {
 pub(super) struct Rules {
     pub(super) alignment: usize,
     pub(super) config: Config,
-    /// Memory pools whose segments are never split.
-    pub(super) unsplit_pools: Vec<u32>,
 }
 
 impl Rules {
-    pub(super) fn new(config: Config, alignment: usize) -> Rules {
-        Rules { alignment, config, unsplit_pools: Vec::new() }
-    }
-
     pub(super) fn is_adaptive(&self) -> bool {
-        self.config.segments == Segments::Adaptive
+        self.config.segments == SegmentSizes::Adaptive
     }
 
     /// Bytes a request takes; `None` where that overflows.
@@ -71,17 +62,9 @@ impl Rules {
         size >= max && block - size <= self.config.max_non_split_rounding
     }
 
-    /// Whether an unused segment of `block` bytes may be opened for a request of `size` rather than a new one made.
-    pub(super) fn worth_opening(&self, block: usize, size: usize) -> bool {
-        !self.is_adaptive() || size >= block / 100 * WORTH_OPENING
-    }
-
     /// Whether what remains of a block is worth keeping as a block of its own.
-    pub(super) fn splits(&self, kind: Kind, pool: u32, block: usize, size: usize) -> bool {
+    pub(super) fn splits(&self, kind: Kind, block: usize, size: usize) -> bool {
         let remaining = block - size;
-        if self.unsplit_pools.contains(&pool) {
-            return false;
-        }
         match kind {
             Kind::Small => remaining >= self.alignment,
             Kind::Large if size >= self.config.max_split_size => false,
@@ -96,8 +79,7 @@ impl Rules {
         if self.is_adaptive() {
             let share = usize::try_from(reserved).unwrap_or(usize::MAX) / GROWTH;
             let cap = if size <= SMALL { SMALL_SEGMENT } else { large };
-            let step = if share >= SEGMENT_STEP { SEGMENT_STEP } else { self.alignment };
-            return size.max(share.min(cap)).checked_next_multiple_of(step);
+            return Some(size.max(share.min(cap) / self.alignment * self.alignment));
         }
         if size <= SMALL {
             Some(SMALL_SEGMENT)

@@ -1,0 +1,66 @@
+//! The allocator on the simulated device: no bytes, no clock.
+
+use super::heap::{NONE, Use};
+use super::*;
+use crate::storage::{Sim, SimOptions};
+
+const MIB: usize = 1 << 20;
+
+fn device(capacity: u64, config: &str) -> (Sim, CachingAllocator) {
+    let options = SimOptions { capacity, record_calls: true, ..SimOptions::default() };
+    let sim = Sim::new(options);
+    let allocator = CachingAllocator::new(Arc::new(sim.clone()), config.parse().unwrap()).unwrap();
+    (sim, allocator)
+}
+
+impl CachingAllocator {
+    /// Panics unless blocks tile their segments, no two free neighbours of an arena exist, the bins hold exactly the
+    /// free blocks, and the statistics say what is there.
+    pub(in crate::storage) fn check(&self) {
+        let core = self.drain_caches();
+        let heap = &core.heap;
+        let (mut reserved, mut active, mut inactive, mut blocks) = (0, 0, 0, 0);
+        for (at, held) in heap.segments.iter().enumerate().filter_map(|(at, held)| Some((at, held.as_ref()?))) {
+            let (mut offset, mut prev, mut free_arena) = (0, NONE, NONE);
+            for id in heap.blocks_of(at as u32) {
+                let entry = heap.table[id as usize];
+                assert_eq!((entry.segment, entry.prev, entry.offset), (at as u32, prev, offset), "blocks tile");
+                assert!(entry.size > 0 && entry.size.is_multiple_of(heap.rules.alignment));
+                let free = entry.usage == Use::Free;
+                assert!(!(free && entry.arena == free_arena), "free neighbours are merged");
+                let arena = &heap.arenas[entry.arena as usize];
+                let bins = if entry.is_whole() { &arena.whole } else { &arena.partial };
+                assert_eq!(bins.blocks(&heap.table).any(|other| other == id), free, "bins hold the free blocks");
+                active += if free { 0 } else { entry.size };
+                inactive += if free && !entry.is_whole() { entry.size } else { 0 };
+                (offset, prev) = (offset + entry.size, id);
+                free_arena = if free { entry.arena } else { NONE };
+                blocks += 1;
+            }
+            assert_eq!(offset, held.size);
+            reserved += held.size;
+        }
+        assert_eq!(blocks, heap.table.iter().filter(|entry| entry.usage != Use::Vacant).count());
+        let s = heap.stats;
+        assert_eq!(s.reserved_bytes.current, reserved as u64);
+        assert_eq!(s.active_bytes.current, active as u64);
+        assert_eq!(s.inactive_split_bytes.current, inactive as u64);
+    }
+}
+
+#[test]
+fn a_cached_pair_calls_no_driver() {
+    let (sim, allocator) = device(1 << 30, "");
+    for bytes in [1, 512, 513, MIB, MIB + 1, 30 * MIB] {
+        let block = allocator.allocate(bytes, StreamId::DEFAULT).unwrap();
+        assert_eq!(block.requested(), bytes);
+        allocator.check();
+        allocator.deallocate(block);
+        let calls = sim.call_count();
+        allocator.deallocate(allocator.allocate(bytes, StreamId::DEFAULT).unwrap());
+        assert_eq!(sim.call_count(), calls, "{bytes}");
+        allocator.check();
+    }
+    allocator.empty_cache().unwrap();
+    assert_eq!(sim.committed(), 0);
+}
