@@ -46,7 +46,7 @@ pub mod storage;
 pub mod tensor;
 
 pub use autograd::{is_grad_enabled, no_grad};
-pub use device::Device;
+pub use device::{Device, Stream, with_stream};
 pub(crate) use dtype::Compute;
 pub use dtype::{DType, Element, Scalar};
 pub use error::{Error, Result};

@@ -4,8 +4,9 @@
 //! first tensor on it does, and it stays open as long as the process lives. No OpenCL at all is a normal state:
 //! [`Device::all`] is then just the CPU, and asking for an OpenCL device gives an error that says what to install.
 //!
-//! Work on a device is asynchronous: an operation returns when it is submitted, in order with everything before it.
-//! Reading values, cloning and [`Device::synchronize`] wait. This room knows queues and programs, never tensors.
+//! Work on a device is asynchronous: an operation returns when it is submitted, in order with everything before it on
+//! the same [`Stream`]. Reading values, cloning and [`Device::synchronize`] wait. This room knows queues and programs,
+//! never tensors.
 
 use std::cell::Cell;
 use std::fmt;
@@ -15,10 +16,10 @@ use crate::{Error, Result};
 pub(crate) mod cpu;
 mod info;
 pub(crate) mod opencl;
-mod stream;
+pub(crate) mod stream;
 
 pub use info::{DeviceInfo, DeviceKind};
-pub use stream::StreamId;
+pub use stream::{Event, Stream, StreamId, with_stream};
 
 /// A place where tensors live and work runs. A plain name: nothing is opened until it is used.
 ///
@@ -74,7 +75,7 @@ impl Device {
         }
     }
 
-    /// Waits until everything submitted to the device so far is done. The CPU is never behind.
+    /// Waits until everything submitted to the device so far, on every stream, is done. The CPU is never behind.
     ///
     /// # Errors
     /// What a kernel found wrong with its operands meanwhile (an index out of range, an integer division by zero),

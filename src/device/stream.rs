@@ -1,15 +1,283 @@
-//! Streams: queues of work that run in order each, and side by side.
+//! Streams: lines of work on one device, each in order, none ordered behind another unless told.
+//!
+//! Every thread submits to its current stream, the device's default one unless inside [`with_stream`]. Two streams may
+//! overlap; [`Stream::wait_stream`] and [`Stream::wait_event`] put the work of one behind that of another without the
+//! host waiting. The names and rules are those of `torch.cuda.Stream` and `torch.cuda.Event`.
 
-/// Names a stream of a device.
+use std::cell::RefCell;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::opencl::{self, ClDevice, ClEvent};
+use crate::{Device, Error, Result};
+
+/// Streams of one device at a time.
+pub(super) const MAX_STREAMS: usize = 1024;
+
+/// Names a stream of one device: what a block of memory remembers of the stream it belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct StreamId(pub(crate) u32);
 
 impl StreamId {
-    /// The stream every device has, where work goes unless told otherwise.
+    /// The stream every device has.
     pub const DEFAULT: StreamId = StreamId(0);
 
-    /// Its number: small, 0 for the default stream.
+    /// A small number: 0 for the default stream. Numbers of streams that are gone are given again.
     pub fn index(self) -> usize {
         self.0 as usize
     }
+}
+
+/// Hands out ids: those given back first, the latest foremost, so that memory cached for one is used again soon.
+#[derive(Debug)]
+pub(super) struct Ids {
+    next: u32,
+    idle: Vec<StreamId>,
+}
+
+impl Ids {
+    /// Ids from `first` on.
+    pub(super) const fn from(first: u32) -> Ids {
+        Ids { next: first, idle: Vec::new() }
+    }
+
+    /// An id nobody has. One that nobody ever had is given to `make` first.
+    pub(super) fn take(&mut self, make: impl FnOnce(StreamId) -> Result<()>) -> Result<StreamId> {
+        if let Some(id) = self.idle.pop() {
+            return Ok(id);
+        }
+        let id = StreamId(self.next);
+        if id.index() >= MAX_STREAMS {
+            let reason = format!("a device has at most {MAX_STREAMS} streams at a time: drop some, or share them");
+            return Err(Error::invalid("Stream::new", reason));
+        }
+        make(id)?;
+        self.next += 1;
+        Ok(id)
+    }
+
+    pub(super) fn give_back(&mut self, id: StreamId) {
+        self.idle.push(id);
+    }
+}
+
+/// The ids of the CPU's streams.
+static CPU: Mutex<Ids> = Mutex::new(Ids::from(1));
+
+/// A line of work on a device: what is submitted to it runs in order. PyTorch's `torch.cuda.Stream`.
+///
+/// A handle: clones are the same stream. When the last one is dropped, what was submitted still runs; the queue behind
+/// it then serves the next [`Stream::new`].
+///
+/// **Memory.** A tensor belongs to the stream on which it was made. Before another stream uses it, that one must wait
+/// for the first ([`wait_stream`](Stream::wait_stream)); and as the tensor's memory is given to the next tensor of the
+/// first stream as soon as it is dropped, the use on the second has to be announced (`Storage::record_stream`), unless
+/// the tensor is kept until the first stream has in turn waited for the second.
+///
+/// On the CPU work is done when the call returns: streams are names, always idle.
+///
+/// ```
+/// use claystone::{Device, Stream, Tensor, with_stream};
+/// let device = Device::best();
+/// let x = Tensor::full(&[1000], 2.0, device)?; // on the default stream
+/// let side = Stream::new(device)?;
+/// side.wait_stream(&Stream::current(device)?)?; // x is made before it is used
+/// let y = with_stream(&side, || x.mul(&x))?;
+/// Stream::current(device)?.wait_stream(&side)?; // y is made before it is used
+/// assert_eq!(y.to_vec::<f32>()?, [4.0; 1000]);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Stream(Arc<Inner>);
+
+#[derive(Debug, PartialEq, Eq, Hash)]
+struct Inner {
+    device: Device,
+    id: StreamId,
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        match self.device {
+            _ if self.id == StreamId::DEFAULT => {}
+            Device::Cpu => CPU.lock().unwrap_or_else(PoisonError::into_inner).give_back(self.id),
+            Device::OpenCL(i) => _ = opencl::opened(i).map(|device| device.give_stream_back(self.id)),
+        }
+    }
+}
+
+impl Stream {
+    /// A stream of its own: nobody else submits to it, and nothing orders it with others.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] if the device is not there, [`Error::Invalid`] if it has 1,024 streams already, and what the
+    /// driver refuses.
+    pub fn new(device: Device) -> Result<Stream> {
+        let id = match device {
+            Device::Cpu => CPU.lock().unwrap_or_else(PoisonError::into_inner).take(|_| Ok(()))?,
+            Device::OpenCL(i) => opencl::open(i)?.take_stream()?,
+        };
+        Ok(Stream(Arc::new(Inner { device, id })))
+    }
+
+    /// The stream every device has, which all threads use unless told otherwise.
+    /// PyTorch's `torch.cuda.default_stream`.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] if the device is not there.
+    pub fn default_stream(device: Device) -> Result<Stream> {
+        device.info()?;
+        Ok(Stream(Arc::new(Inner { device, id: StreamId::DEFAULT })))
+    }
+
+    /// The stream to which this thread's work on the device goes: that of the innermost [`with_stream`], else the
+    /// default one. PyTorch's `torch.cuda.current_stream`.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] if the device is not there.
+    pub fn current(device: Device) -> Result<Stream> {
+        let mine = CURRENT.try_with(|stack| find(&stack.borrow(), device).cloned()).ok().flatten();
+        mine.map_or_else(|| Stream::default_stream(device), Ok)
+    }
+
+    /// The device.
+    pub fn device(&self) -> Device {
+        self.0.device
+    }
+
+    /// Which of the device's streams it is.
+    pub fn id(&self) -> StreamId {
+        self.0.id
+    }
+
+    /// Waits until everything submitted to the stream so far is done.
+    ///
+    /// # Errors
+    /// What a kernel that this thread submitted to the stream found wrong with its operands (an index out of range, an
+    /// integer division by zero), [`Error::DeviceLost`] after a fault.
+    pub fn synchronize(&self) -> Result<()> {
+        self.cl()?.map_or(Ok(()), |cl| cl.finish_stream(self.id()))
+    }
+
+    /// Whether everything submitted to the stream is done. Does not wait. PyTorch's `query`, CUDA's `cudaStreamQuery`.
+    ///
+    /// # Errors
+    /// [`Error::DeviceLost`] after a fault.
+    pub fn is_idle(&self) -> Result<bool> {
+        self.cl()?.map_or(Ok(true), |cl| cl.is_idle(self.id()))
+    }
+
+    /// An event that is done when everything submitted to the stream so far is.
+    ///
+    /// # Errors
+    /// What the driver refuses, [`Error::DeviceLost`] after a fault.
+    pub fn record_event(&self) -> Result<Event> {
+        let event = self.cl()?.map(|cl| cl.record(self.id())).transpose()?.map(Arc::new);
+        Ok(Event { device: self.device(), event })
+    }
+
+    /// Holds back everything submitted to the stream from now on until the event is done. The host does not wait,
+    /// unless the event is another device's: these share no events.
+    ///
+    /// # Errors
+    /// What the driver refuses, [`Error::DeviceLost`] after a fault.
+    pub fn wait_event(&self, event: &Event) -> Result<()> {
+        match (self.cl()?, &event.event) {
+            (Some(cl), Some(there)) if self.device() == event.device => cl.stream_waits(self.id(), there),
+            _ => event.synchronize(),
+        }
+    }
+
+    /// Holds back everything submitted to the stream from now on until what was submitted to `other` so far is done.
+    /// The host does not wait, unless `other` is another device's.
+    ///
+    /// # Errors
+    /// What the driver refuses, [`Error::DeviceLost`] after a fault.
+    pub fn wait_stream(&self, other: &Stream) -> Result<()> {
+        if self == other { Ok(()) } else { self.wait_event(&other.record_event()?) }
+    }
+
+    fn cl(&self) -> Result<Option<&'static ClDevice>> {
+        cl(self.device())
+    }
+}
+
+/// The open device; none for the CPU.
+fn cl(device: Device) -> Result<Option<&'static ClDevice>> {
+    match device {
+        Device::Cpu => Ok(None),
+        Device::OpenCL(i) => opencl::open(i).map(Some),
+    }
+}
+
+/// A point in a stream's work. PyTorch's `torch.cuda.Event`, without timing.
+#[derive(Debug, Clone)]
+pub struct Event {
+    device: Device,
+    /// None on the CPU, where everything is done already.
+    event: Option<Arc<ClEvent>>,
+}
+
+impl Event {
+    /// Whether everything before the event is done. Does not wait. PyTorch's `query`.
+    ///
+    /// # Errors
+    /// A command that failed, [`Error::DeviceLost`] after a fault.
+    pub fn is_done(&self) -> Result<bool> {
+        self.ask(true, ClDevice::query)
+    }
+
+    /// Waits until everything before the event is done.
+    ///
+    /// # Errors
+    /// A command that failed, [`Error::DeviceLost`] after a fault.
+    pub fn synchronize(&self) -> Result<()> {
+        self.ask((), ClDevice::wait)
+    }
+
+    fn ask<R>(&self, done: R, ask: impl FnOnce(&ClDevice, &ClEvent) -> Result<R>) -> Result<R> {
+        match (cl(self.device)?, &self.event) {
+            (Some(cl), Some(event)) => ask(cl, event),
+            _ => Ok(done),
+        }
+    }
+}
+
+thread_local! {
+    /// The streams of the [`with_stream`]s that this thread is in.
+    static CURRENT: RefCell<Vec<Stream>> = const { RefCell::new(Vec::new()) };
+}
+
+/// The innermost of the device.
+fn find(stack: &[Stream], device: Device) -> Option<&Stream> {
+    stack.iter().rev().find(|stream| stream.device() == device)
+}
+
+/// The id of the stream to which this thread's work on the device goes. A few ns: every allocation asks.
+pub(crate) fn current_id(device: Device) -> StreamId {
+    let mine = CURRENT.try_with(|stack| find(&stack.borrow(), device).map(Stream::id)).ok().flatten();
+    mine.unwrap_or(StreamId::DEFAULT)
+}
+
+/// Runs `f` with `stream` as this thread's current stream of its device; other devices keep theirs. Afterwards, also
+/// after a panic, it is the stream that it was before. Waits for nothing. PyTorch's `torch.cuda.stream`.
+///
+/// ```
+/// use claystone::{Device, Stream, with_stream};
+/// let stream = Stream::new(Device::Cpu)?;
+/// with_stream(&stream, || assert_eq!(Stream::current(Device::Cpu).unwrap(), stream));
+/// assert_ne!(Stream::current(Device::Cpu)?, stream);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+pub fn with_stream<R>(stream: &Stream, f: impl FnOnce() -> R) -> R {
+    struct Restore;
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            // The handle is dropped when the stack is no longer borrowed.
+            let _last = CURRENT.try_with(|stack| stack.borrow_mut().pop());
+        }
+    }
+    // A thread that is ending has no streams of its own any more.
+    let entered = CURRENT.try_with(|stack| stack.borrow_mut().push(stream.clone()));
+    let _restore = entered.is_ok().then_some(Restore);
+    f()
 }

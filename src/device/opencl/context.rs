@@ -1,50 +1,37 @@
-//! An opened device: its context, its queue and what it remembers.
+//! An opened device: its context, its queues and what it remembers.
 
 use std::ffi::{CStr, c_char, c_void};
 use std::ptr;
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use opencl3::memory::{CL_MEM_READ_WRITE, CL_MIGRATE_MEM_OBJECT_CONTENT_UNDEFINED};
-use opencl3::types::{cl_command_queue, cl_context, cl_device_id};
+use opencl3::types::{cl_context, cl_device_id};
 
 use super::discovery::Found;
-use super::driver::{ClBuffer, Event, call, create};
+use super::driver::{ClBuffer, call, create};
 use super::errors::{ClError, Class};
 use super::fault::{Slot, Slots, Words};
 use super::program::Programs;
-use crate::device::{Device, DeviceInfo};
+use super::queues::{Queues, SERVICE};
+use crate::device::{Device, DeviceInfo, StreamId};
 use crate::{Error, Result};
 
-/// An open OpenCL device: one context, one in-order queue. Lives as long as the process.
+/// An open OpenCL device: one context, one in-order queue a stream. Lives as long as the process.
 pub(crate) struct ClDevice {
     device: Device,
     pub(super) found: &'static Found,
     pub(super) context: cl_context,
-    queue: Mutex<Queue>,
+    pub(super) queues: Queues,
     pub(super) programs: Programs,
     pub(super) faults: Slots,
     driver_text: &'static DriverText,
     lost: OnceLock<String>,
 }
 
-/// The queue and what is counted under its lock.
-pub(super) struct Queue {
-    pub raw: cl_command_queue,
-    /// Launches since the last flush.
-    pub unflushed: u32,
-    /// Launches since `checkpoint` was taken.
-    pub since_checkpoint: u32,
-    /// An earlier launch to wait for when the queue has grown too long behind it.
-    pub checkpoint: Option<Event>,
-}
-
-// SAFETY: contexts and queues are process-wide objects that OpenCL's thread-safe functions take. They are never
-// released, and commands are put on the queue only under its lock.
+// SAFETY: a context is a process-wide object that OpenCL's thread-safe functions take. It is never released.
 unsafe impl Send for ClDevice {}
 // SAFETY: as above.
 unsafe impl Sync for ClDevice {}
-// SAFETY: as above.
-unsafe impl Send for Queue {}
 
 /// The last thing the driver said through the context's callback.
 type DriverText = Mutex<String>;
@@ -61,7 +48,7 @@ extern "C" fn notify(text: *const c_char, _: *const c_void, _: usize, user: *mut
 }
 
 impl ClDevice {
-    /// Creates the context, the queue and the first fault slot.
+    /// Creates the context, the first queues and the first fault slot.
     pub(super) fn open(index: usize, found: &'static Found) -> Result<ClDevice> {
         let device = Device::OpenCL(index);
         let driver_text: &'static DriverText = Box::leak(Box::default());
@@ -71,13 +58,13 @@ impl ClDevice {
         let user = ptr::from_ref(driver_text).cast_mut().cast();
         let context =
             create!(clCreateContext(properties.as_ptr(), 1, &found.id, Some(notify), user)).map_err(failed)?;
-        let queue = create!(clCreateCommandQueue(context, found.id, 0)).map_err(failed)?;
+        let queues = Queues::new(context, found.id).map_err(failed)?;
         let faults = Slots::new(context).map_err(failed)?;
         let opened = ClDevice {
             device,
             found,
             context,
-            queue: Mutex::new(Queue { raw: queue, unflushed: 0, since_checkpoint: 0, checkpoint: None }),
+            queues,
             programs: Programs::default(),
             faults,
             driver_text,
@@ -115,14 +102,14 @@ impl ClDevice {
         self.alive("clEnqueueMigrateMemObjects")?;
         let mem = buffer.mem();
         let undefined = CL_MIGRATE_MEM_OBJECT_CONTENT_UNDEFINED;
-        let migrated = self.submit_and_wait(|q, event| {
+        let migrated = self.submit_and_wait(SERVICE, |q, event| {
             call!(clEnqueueMigrateMemObjects(q.raw, 1, &mem, undefined, 0, ptr::null(), event))
         });
         match migrated {
             // An OpenCL 1.1 driver has no such function: a write touches the buffer as well.
-            Err(e) if matches!(e.code, -2001 | -59) => {
+            Err(e) if e.is_missing() => {
                 let byte = [0u8];
-                self.submit_and_wait(|q, event| {
+                self.submit_and_wait(SERVICE, |q, event| {
                     call!(clEnqueueWriteBuffer(q.raw, mem, 0, 0, 1, byte.as_ptr().cast(), 0, ptr::null(), event))
                 })
             }
@@ -130,25 +117,14 @@ impl ClDevice {
         }
     }
 
-    /// Waits for everything submitted so far.
-    ///
-    /// # Errors
-    /// What a kernel of this thread, or of one that has ended, recorded as a fault, or a lost device.
-    pub(crate) fn finish(&self) -> Result<()> {
-        self.wait_and_report(&self.slots_to_finish())
-    }
-
-    /// Waits for everything submitted so far, and reports the faults in these slots.
-    pub(super) fn wait_and_report(&self, slots: &[&'static Slot]) -> Result<()> {
+    /// Waits for everything submitted to the stream so far, and reports the faults in these slots.
+    pub(super) fn wait_and_report(&self, stream: StreamId, slots: &[&'static Slot]) -> Result<()> {
         self.check_lost()?;
         let mut words: Vec<Words> = vec![[0; 4]; slots.len()];
-        self.submit_and_wait(|q, event| {
+        self.submit_and_wait(stream, |q, event| {
             slots.iter().zip(&mut words).try_for_each(|(slot, words)| slot.enqueue_read(q, words))?;
             // A marker rather than clFinish: that one would hold the lock while it waits.
-            match call!(clEnqueueMarkerWithWaitList(q.raw, 0, ptr::null(), event)) {
-                Err(e) if e.code == -2001 => call!(clEnqueueMarker(q.raw, event)),
-                other => other,
-            }
+            q.marker(event)
         })
         .map_err(|e| self.error(e))?;
         // Every slot is cleared, the first fault is told.
@@ -178,7 +154,7 @@ impl ClDevice {
     }
 
     /// [`check_lost`](Self::check_lost) for the calls that return a [`ClError`].
-    fn alive(&self, call: &'static str) -> Result<(), ClError> {
+    pub(super) fn alive(&self, call: &'static str) -> Result<(), ClError> {
         if self.is_lost() { Err(ClError { lost: true, ..ClError::new(call, -36) }) } else { Ok(()) }
     }
 
@@ -195,43 +171,15 @@ impl ClDevice {
     /// Whether sixteen bytes can still be read. A device that has only run out of something answers, a dead one never.
     fn answers(&self) -> bool {
         let mut words: Words = [0; 4];
-        let (queue, to) = (self.lock(), words.as_mut_ptr().cast());
+        let (queue, to) = (self.lock(self.current_stream()), words.as_mut_ptr().cast());
         let (mem, n, none) = (self.faults.shared().buffer().mem(), size_of::<Words>(), ptr::null_mut());
         call!(clEnqueueReadBuffer(queue.raw, mem, 1, 0, n, to, 0, ptr::null(), none)).is_ok()
-    }
-
-    /// The queue; whoever panicked while holding it left nothing half done that matters.
-    pub(super) fn lock(&self) -> MutexGuard<'_, Queue> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Submits commands under the lock, the last of which fills in the event, and waits for it outside the lock.
-    /// The queue is in order, so all of them are done then.
-    pub(super) fn submit_and_wait(
-        &self,
-        submit: impl FnOnce(&mut Queue, *mut opencl3::types::cl_event) -> Result<(), ClError>,
-    ) -> Result<(), ClError> {
-        let mut raw = ptr::null_mut();
-        let submitted = {
-            let mut queue = self.lock();
-            let submitted = submit(&mut queue, &mut raw);
-            queue.unflushed = 0;
-            // Even after a failure: what did get onto the queue may be writing to the caller's memory.
-            let flushed = call!(clFlush(queue.raw));
-            if submitted.is_err() {
-                let _ = call!(clFinish(queue.raw));
-            }
-            submitted.and(flushed)
-        };
-        let event = (!raw.is_null()).then(|| Event(raw));
-        let waited = event.map_or(Ok(()), |e| e.wait());
-        submitted.and(waited).map_err(|e| self.settle(e))
     }
 
     /// Overwrites a fault slot.
     pub(super) fn write_words(&self, slot: &Slot, words: &Words) -> Result<()> {
         let (mem, from) = (slot.buffer().mem(), words.as_ptr().cast());
-        self.submit_and_wait(|q, event| {
+        self.submit_and_wait(self.current_stream(), |q, event| {
             call!(clEnqueueWriteBuffer(q.raw, mem, 0, 0, size_of::<Words>(), from, 0, ptr::null(), event))
         })
         .map_err(|e| self.error(e))

@@ -8,6 +8,7 @@ use std::ffi::c_void;
 use std::ptr;
 
 use cl3::OpenClRuntime;
+use opencl3::event::{CL_COMPLETE, CL_EVENT_COMMAND_EXECUTION_STATUS};
 use opencl3::types::{cl_event, cl_kernel, cl_mem, cl_program};
 
 use super::errors::ClError;
@@ -127,26 +128,42 @@ impl Drop for Program {
 
 /// A command that can be waited for.
 #[derive(Debug)]
-pub(super) struct Event(pub cl_event);
+pub(crate) struct ClEvent(pub(super) cl_event);
 
-impl Event {
+impl ClEvent {
     /// Blocks until the command is done. The code is the command's own where the driver tells it.
     pub(super) fn wait(&self) -> Result<(), ClError> {
-        const EXECUTION_STATUS: u32 = opencl3::event::CL_EVENT_COMMAND_EXECUTION_STATUS;
         let Err(error) = call!(clWaitForEvents(1, &self.0)) else { return Ok(()) };
+        Err(match self.status() {
+            Ok(status) if status < 0 => ClError::new(error.call, status),
+            _ => error,
+        })
+    }
+
+    /// Whether the command is done; the error it ended with, if it did.
+    pub(super) fn query(&self) -> Result<bool, ClError> {
+        match self.status()? {
+            code @ ..0 => Err(ClError::new("clGetEventInfo", code)),
+            status => Ok(status == CL_COMPLETE),
+        }
+    }
+
+    /// Whether the command is over: done, or failed, or on a device that does not answer for it any more.
+    #[allow(dead_code)] // until the allocator takes it up
+    pub(crate) fn is_done(&self) -> bool {
+        self.query().unwrap_or(true)
+    }
+
+    /// How far the command is; an error's code if it failed.
+    fn status(&self) -> Result<i32, ClError> {
         let mut status = 0i32;
-        let asked = call!(clGetEventInfo(
-            self.0,
-            EXECUTION_STATUS,
-            size_of::<i32>(),
-            ptr::from_mut(&mut status).cast::<c_void>(),
-            ptr::null_mut()
-        ));
-        Err(if asked.is_ok() && status < 0 { ClError::new(error.call, status) } else { error })
+        let to = ptr::from_mut(&mut status).cast::<c_void>();
+        call!(clGetEventInfo(self.0, CL_EVENT_COMMAND_EXECUTION_STATUS, size_of::<i32>(), to, ptr::null_mut()))?;
+        Ok(status)
     }
 }
 
-impl Drop for Event {
+impl Drop for ClEvent {
     fn drop(&mut self) {
         let _ = call!(clReleaseEvent(self.0));
     }
@@ -166,4 +183,6 @@ unsafe impl Send for Program {}
 // SAFETY: as above.
 unsafe impl Sync for Program {}
 // SAFETY: as above.
-unsafe impl Send for Event {}
+unsafe impl Send for ClEvent {}
+// SAFETY: as above.
+unsafe impl Sync for ClEvent {}

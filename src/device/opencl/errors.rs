@@ -50,6 +50,11 @@ impl ClError {
         }
     }
 
+    /// The driver has no such function (-2001: nor the loader; -59: an OpenCL 1.1 device behind a newer loader).
+    pub(super) fn is_missing(&self) -> bool {
+        matches!(self.code, -2001 | -59)
+    }
+
     /// Codes that a queue which has worked before gives only after a fault: the queue or the context is gone
     /// (-36, -34), the context was terminated (-1121), the kernel was (-1108), or NVIDIA's -9999.
     pub(super) fn is_fatal(&self) -> bool {

@@ -2,18 +2,19 @@
 //!
 //! A kernel cannot return an error, and asking after every launch would make each one wait. So a kernel records the
 //! first fault in four words of device memory, and whoever waits for the device anyway reads them too, if a kernel that
-//! has them was launched. Every thread has words of its own: one thread's bad index never fails another's read.
+//! has them was launched, on whichever stream: the read is ordered behind it. Every thread has words of its own: one thread's bad index never fails another's read.
 
 use std::cell::RefCell;
 use std::ptr;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use opencl3::types::{cl_context, cl_event};
 
-use super::context::{Queue, create_buffer};
+use super::context::create_buffer;
 use super::driver::call;
+use super::queues::Locked;
 use super::{Arg, ClBuffer, ClDevice, ClError};
+use crate::device::StreamId;
 use crate::{Error, Result};
 
 /// What word 0 of the fault buffer says. Kernels know the codes as `FAULT_INDEX`, `FAULT_DIVISION` and `FAULT_LABEL`.
@@ -34,8 +35,9 @@ pub(super) type Words = [i32; 4];
 /// The words of one thread.
 pub(super) struct Slot {
     buffer: ClBuffer,
-    /// Whether a kernel that may record a fault here was launched since it was last read. Under the queue's lock.
-    pending: AtomicBool,
+    /// The streams on which a kernel that may record a fault here was launched since it was last read. Changed under
+    /// the queues' lock.
+    pending: Mutex<Vec<StreamId>>,
 }
 
 type Idle = Mutex<Vec<&'static Slot>>;
@@ -76,7 +78,7 @@ impl Slots {
         MINE.try_with(find).ok().flatten().unwrap_or(self.shared)
     }
 
-    /// The slot this thread has, or an idle one, or a new one. Not under the queue's lock.
+    /// The slot this thread has, or an idle one, or a new one. Not under the queues' lock.
     fn claim(&self, device: &ClDevice) -> &'static Slot {
         let find = |mine: &RefCell<Vec<Mine>>| {
             let mut mine = mine.borrow_mut();
@@ -85,7 +87,7 @@ impl Slots {
             }
             // Not one with a fault that its thread never asked about.
             let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
-            let clean = idle.iter().position(|s| !s.pending.load(Relaxed)).map(|i| idle.swap_remove(i));
+            let clean = idle.iter().position(|s| !s.is_pending()).map(|i| idle.swap_remove(i));
             drop(idle);
             let slot = clean.or_else(|| {
                 let slot = Slot::new(device.context).ok()?;
@@ -106,18 +108,33 @@ impl Slots {
 impl Slot {
     fn new(context: cl_context) -> Result<&'static Slot, ClError> {
         let buffer = create_buffer(context, size_of::<Words>())?;
-        Ok(Box::leak(Box::new(Slot { buffer, pending: AtomicBool::new(false) })))
+        Ok(Box::leak(Box::new(Slot { buffer, pending: Mutex::default() })))
     }
 
     pub(super) fn buffer(&self) -> &ClBuffer {
         &self.buffer
     }
 
-    /// Enqueues a read of the words, if there is anything to read.
-    pub(super) fn enqueue_read(&self, queue: &mut Queue, words: &mut Words) -> Result<(), ClError> {
-        if !self.pending.swap(false, Relaxed) {
+    fn pending(&self) -> MutexGuard<'_, Vec<StreamId>> {
+        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_pending(&self) -> bool {
+        !self.pending().is_empty()
+    }
+
+    /// Whether there may be something to read once this stream is done.
+    pub(super) fn is_pending_on(&self, stream: StreamId) -> bool {
+        self.pending().contains(&stream)
+    }
+
+    /// Enqueues a read of the words, if there is anything to read, behind all kernels that may write them.
+    pub(super) fn enqueue_read(&self, queue: &mut Locked<'_>, words: &mut Words) -> Result<(), ClError> {
+        let writers = std::mem::take(&mut *self.pending());
+        if writers.is_empty() {
             return Ok(());
         }
+        queue.after(&writers)?;
         let (mem, to) = (self.buffer.mem(), words.as_mut_ptr().cast());
         let none: *mut cl_event = ptr::null_mut();
         call!(clEnqueueReadBuffer(queue.raw, mem, 0, 0, size_of::<Words>(), to, 0, ptr::null(), none))
@@ -154,14 +171,17 @@ impl ClDevice {
     /// This thread's slot and those that ended threads left with something to read.
     pub(super) fn slots_to_finish(&self) -> Vec<&'static Slot> {
         let idle = self.faults.idle.lock().unwrap_or_else(PoisonError::into_inner);
-        idle.iter().copied().filter(|s| s.pending.load(Relaxed)).chain([self.slot()]).collect()
+        idle.iter().copied().filter(|s| s.is_pending()).chain([self.slot()]).collect()
     }
 
-    /// Notes, under the queue's lock, that a kernel with these arguments was launched.
-    pub(super) fn note_fault_args(&self, args: &[Arg<'_>]) {
+    /// Notes, under the queues' lock, that a kernel with these arguments was launched.
+    pub(super) fn note_fault_args(&self, stream: StreamId, args: &[Arg<'_>]) {
         let slot = self.slot();
         if args.iter().any(|a| matches!(a, Arg::Buffer(b) if ptr::eq(*b, &slot.buffer))) {
-            slot.pending.store(true, Relaxed);
+            let mut pending = slot.pending();
+            if !pending.contains(&stream) {
+                pending.push(stream);
+            }
         }
     }
 

@@ -3,9 +3,9 @@
 use std::ffi::c_void;
 use std::ptr;
 
-use super::driver::{ClBuffer, ClKernel, Event, call};
+use super::driver::{ClBuffer, ClEvent, ClKernel, call};
 use super::errors::ClError;
-use super::{ClDevice, context::Queue};
+use super::{ClDevice, queues::Queue};
 use crate::device::count_launch;
 use crate::{Error, Result};
 
@@ -31,7 +31,7 @@ const CHECKPOINT_EVERY: u32 = 1024;
 
 impl ClDevice {
     /// Runs a kernel over at least `global` work-items (rounded up to whole groups of `local`; the kernel checks its
-    /// bounds). Returns as soon as it is submitted. Nothing at all runs, and nothing is counted, if `global` has a zero.
+    /// bounds), on this thread's current stream. Returns as soon as it is submitted. Nothing at all runs, and nothing is counted, if `global` has a zero.
     ///
     /// # Errors
     /// A wrong number of arguments, a group larger than the kernel can have, and everything the driver refuses.
@@ -60,9 +60,10 @@ impl ClDevice {
             };
         }
         let behind = {
-            let mut queue = self.lock();
+            let stream = self.current_stream();
+            let mut queue = self.lock(stream);
             let launched = enqueue(&mut queue, kernel, args, &whole[..dims], local);
-            self.note_fault_args(args);
+            self.note_fault_args(stream, args);
             launched
         };
         count_launch();
@@ -77,7 +78,7 @@ fn enqueue(
     args: &[Arg<'_>],
     global: &[usize],
     local: &[usize],
-) -> Result<Option<Event>, ClError> {
+) -> Result<Option<ClEvent>, ClError> {
     for (i, arg) in args.iter().enumerate() {
         set_arg(kernel, i as u32, arg)?;
     }
@@ -97,12 +98,11 @@ fn enqueue(
     ))?;
     queue.unflushed += 1;
     if queue.unflushed >= FLUSH_EVERY || checkpoint {
-        queue.unflushed = 0;
-        call!(clFlush(queue.raw))?;
+        queue.flush()?;
     }
     if checkpoint {
         queue.since_checkpoint = 0;
-        return Ok(queue.checkpoint.replace(Event(raw)));
+        return Ok(queue.checkpoint.replace(ClEvent(raw)));
     }
     Ok(None)
 }

@@ -1,9 +1,10 @@
 //! OpenCL devices.
 //!
-//! [`discovery`] finds them; [`open`] makes a device usable: one context, one in-order queue behind one lock, both kept
-//! for the life of the process. Work is submitted under the lock and waited for outside it, so a thread that waits
-//! never stops another from submitting. [`program`] builds kernels and keeps them on disk, [`launch`] runs them,
-//! [`transfer`] moves bytes. [`driver`] is the only file that owns raw handles.
+//! [`discovery`] finds them; [`open`] makes a device usable: one context and one in-order queue a stream, kept for the
+//! life of the process. Work is submitted under the device's one lock and waited for outside it, so a thread that waits
+//! never stops another from submitting: see [`queues`]. [`program`] builds kernels and keeps them on disk, [`launch`]
+//! runs them, [`transfer`] moves bytes, through [`pinned`] memory where it is to be fast. [`driver`] is the only file
+//! that owns raw handles.
 
 mod context;
 mod discovery;
@@ -11,16 +12,21 @@ mod driver;
 mod errors;
 mod fault;
 mod launch;
+#[allow(dead_code)] // until the pool of pinned memory takes it up
+mod pinned;
 mod program;
+mod queues;
 #[cfg(test)]
 mod tests;
 mod transfer;
 
 pub(crate) use context::ClDevice;
-pub(crate) use driver::{ClBuffer, ClKernel};
+pub(crate) use driver::{ClBuffer, ClEvent, ClKernel};
 pub(crate) use errors::{ClError, Class};
 pub(crate) use fault::Fault;
 pub(crate) use launch::Arg;
+#[allow(unused_imports)] // as above
+pub(crate) use pinned::ClPinned;
 
 use crate::Result;
 use crate::device::DeviceInfo;

@@ -3,9 +3,10 @@
 use std::ptr;
 
 use super::ClDevice;
-use super::context::Queue;
 use super::driver::{ClBuffer, call};
 use super::errors::ClError;
+use super::queues::Queue;
+use crate::device::StreamId;
 use crate::{Error, Result};
 
 /// Fills in one command stay below this: NVIDIA's driver has hung at 2 GiB.
@@ -28,29 +29,54 @@ impl ClDevice {
         bytes: usize,
         blocking: bool,
     ) -> Result<()> {
+        let stream = self.current_stream();
+        self.copy_on(stream, src, src_off, dst, dst_off, bytes)?;
+        if blocking { self.wait_and_report(stream, &[self.slot()]) } else { Ok(()) }
+    }
+
+    /// [`copy`](Self::copy) on a given stream, returning when it is submitted.
+    ///
+    /// # Errors
+    /// A range beyond its buffer.
+    pub(crate) fn copy_on(
+        &self,
+        stream: StreamId,
+        src: &ClBuffer,
+        src_off: usize,
+        dst: &ClBuffer,
+        dst_off: usize,
+        bytes: usize,
+    ) -> Result<()> {
         self.check_lost()?;
         in_range("copy", src, src_off, bytes)?;
         in_range("copy", dst, dst_off, bytes)?;
         let same = src.mem() == dst.mem();
-        if bytes > 0 && !(same && src_off == dst_off) {
-            let copied = if same && src_off.abs_diff(dst_off) < bytes {
-                self.copy_overlapping(src, src_off, dst_off, bytes)
-            } else {
-                copy(&mut self.lock(), src, src_off, dst, dst_off, bytes)
-            };
-            copied.map_err(|e| self.error(self.settle(e)))?;
+        if bytes == 0 || same && src_off == dst_off {
+            return Ok(());
         }
-        if blocking { self.wait_and_report(&[self.slot()]) } else { Ok(()) }
+        let copied = if same && src_off.abs_diff(dst_off) < bytes {
+            self.copy_overlapping(stream, src, src_off, dst_off, bytes)
+        } else {
+            copy(&mut self.lock(stream), src, src_off, dst, dst_off, bytes)
+        };
+        copied.map_err(|e| self.error(self.settle(e)))
     }
 
     /// In pieces, in the order in which none overwrites what a later one reads. A piece is as long as the ranges are
     /// apart; where that is short it goes through a temporary buffer.
-    fn copy_overlapping(&self, buffer: &ClBuffer, src: usize, dst: usize, bytes: usize) -> Result<(), ClError> {
+    fn copy_overlapping(
+        &self,
+        stream: StreamId,
+        buffer: &ClBuffer,
+        src: usize,
+        dst: usize,
+        bytes: usize,
+    ) -> Result<(), ClError> {
         let apart = src.abs_diff(dst);
         let direct = apart >= OVERLAP_CHUNK || bytes / apart <= 2;
         let piece = if direct { apart } else { bytes.min(OVERLAP_CHUNK) };
         let temporary = if direct { None } else { Some(self.create_buffer(piece)?) };
-        let mut queue = self.lock();
+        let mut queue = self.lock(stream);
         let mut done = 0;
         while done < bytes {
             let n = piece.min(bytes - done);
@@ -81,7 +107,7 @@ impl ClDevice {
         }
         let (slot, mut words) = (self.slot(), [0; 4]);
         let to = dst.as_mut_ptr().cast();
-        self.submit_and_wait(|q, event| {
+        self.submit_and_wait(self.current_stream(), |q, event| {
             // The faults first: the event is then that of the last command.
             slot.enqueue_read(q, &mut words)?;
             call!(clEnqueueReadBuffer(q.raw, src.mem(), 0, off, dst.len(), to, 0, ptr::null(), event))
@@ -101,7 +127,7 @@ impl ClDevice {
             return Ok(());
         }
         let from = src.as_ptr().cast();
-        self.submit_and_wait(|q, event| {
+        self.submit_and_wait(self.current_stream(), |q, event| {
             call!(clEnqueueWriteBuffer(q.raw, dst.mem(), 0, off, src.len(), from, 0, ptr::null(), event))
         })
         .map_err(|e| self.error(e))
@@ -126,7 +152,7 @@ impl ClDevice {
         wide.chunks_exact_mut(n).for_each(|c| c.copy_from_slice(pattern));
         let n = if off.is_multiple_of(16) && bytes.is_multiple_of(16) { 16 } else { n };
         let filled = {
-            let queue = self.lock();
+            let queue = self.lock(self.current_stream());
             (0..bytes).step_by(FILL_CHUNK).try_for_each(|at| {
                 let (at, len) = (off + at, FILL_CHUNK.min(bytes - at));
                 let (mem, from) = (dst.mem(), wide.as_ptr().cast());

@@ -1,0 +1,318 @@
+//! A device's queues, one in-order queue a stream, and the events between them.
+//!
+//! One lock covers all queues of a device, since kernel objects are shared and setting arguments and enqueueing must be
+//! one step. Queues are never released: a stream that nobody holds any more leaves its queue to the next.
+
+use std::ops::{Deref, DerefMut};
+use std::ptr;
+use std::sync::atomic::{AtomicU64, Ordering::AcqRel, Ordering::Acquire};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use opencl3::types::{cl_command_queue, cl_context, cl_device_id, cl_event};
+
+use super::ClDevice;
+use super::driver::{ClEvent, call, create};
+use super::errors::ClError;
+use crate::Result;
+use crate::device::stream::{self, Ids, MAX_STREAMS, StreamId};
+
+/// The queue for what waits on the host and orders nothing, such as committing memory: no stream's, so that it never
+/// waits behind a stream's work.
+pub(super) const SERVICE: StreamId = StreamId(1);
+
+/// A queue and what is counted under the lock.
+pub(super) struct Queue {
+    pub raw: cl_command_queue,
+    /// Launches since the last flush.
+    pub unflushed: u32,
+    /// Launches since `checkpoint` was taken.
+    pub since_checkpoint: u32,
+    /// An earlier launch to wait for when the queue has grown too long behind it.
+    pub checkpoint: Option<ClEvent>,
+    /// The last answer sought by `is_idle`: what had been submitted then, and the event behind it.
+    probe: Option<(u64, ClEvent)>,
+}
+
+// SAFETY: a queue is a process-wide object that OpenCL's thread-safe functions take; it is never released.
+unsafe impl Send for Queue {}
+
+impl Queue {
+    fn new(raw: cl_command_queue) -> Queue {
+        Queue { raw, unflushed: 0, since_checkpoint: 0, checkpoint: None, probe: None }
+    }
+
+    /// Makes sure that the device starts on what was enqueued.
+    pub(super) fn flush(&mut self) -> Result<(), ClError> {
+        self.unflushed = 0;
+        call!(clFlush(self.raw))
+    }
+
+    /// Enqueues a marker: its event is done when everything before it is.
+    pub(super) fn marker(&self, event: *mut cl_event) -> Result<(), ClError> {
+        match call!(clEnqueueMarkerWithWaitList(self.raw, 0, ptr::null(), event)) {
+            Err(e) if e.is_missing() => call!(clEnqueueMarker(self.raw, event)),
+            other => other,
+        }
+    }
+
+    /// A marker that another queue may wait for: nothing else promises that this queue ever gets there.
+    fn mark(&mut self) -> Result<ClEvent, ClError> {
+        let mut raw = ptr::null_mut();
+        self.marker(&mut raw)?;
+        let event = ClEvent(raw);
+        self.flush()?;
+        Ok(event)
+    }
+
+    /// Holds back everything enqueued later until the event is done.
+    fn barrier(&self, event: &ClEvent) -> Result<(), ClError> {
+        match call!(clEnqueueBarrierWithWaitList(self.raw, 1, &event.0, ptr::null_mut())) {
+            Err(e) if e.is_missing() => {
+                let mut raw = event.0;
+                call!(clEnqueueWaitForEvents(self.raw, 1, &mut raw))
+            }
+            other => other,
+        }
+    }
+}
+
+/// How far a stream is. Written under the lock, read without it.
+#[derive(Default)]
+struct Progress {
+    /// Grows with everything that is enqueued, markers aside.
+    submitted: AtomicU64,
+    /// What `submitted` was at the last point that is known to be reached.
+    finished: AtomicU64,
+}
+
+/// The queues of one device, by stream.
+pub(super) struct Queues {
+    all: Mutex<Vec<Queue>>,
+    ids: Mutex<Ids>,
+    progress: Box<[Progress]>,
+}
+
+/// The queues, locked for submitting to one of them, which it stands for.
+pub(super) struct Locked<'a> {
+    queues: MutexGuard<'a, Vec<Queue>>,
+    at: usize,
+}
+
+impl Deref for Locked<'_> {
+    type Target = Queue;
+
+    fn deref(&self) -> &Queue {
+        &self.queues[self.at]
+    }
+}
+
+impl DerefMut for Locked<'_> {
+    fn deref_mut(&mut self) -> &mut Queue {
+        &mut self.queues[self.at]
+    }
+}
+
+impl Locked<'_> {
+    /// Orders what is enqueued next behind everything on these streams so far.
+    pub(super) fn after(&mut self, streams: &[StreamId]) -> Result<(), ClError> {
+        for other in streams.iter().map(|s| s.index()).filter(|&other| other != self.at) {
+            let event = self.queues[other].mark()?;
+            self.barrier(&event)?;
+        }
+        Ok(())
+    }
+}
+
+impl Queues {
+    /// The default stream's queue and the service queue.
+    pub(super) fn new(context: cl_context, id: cl_device_id) -> Result<Queues, ClError> {
+        let all = [new_queue(context, id)?, new_queue(context, id)?];
+        let progress = (0..MAX_STREAMS).map(|_| Progress::default()).collect();
+        Ok(Queues { all: Mutex::new(all.into()), ids: Mutex::new(Ids::from(SERVICE.0 + 1)), progress })
+    }
+
+    /// Whoever panicked while holding the lock left nothing half done that matters.
+    fn lock(&self) -> MutexGuard<'_, Vec<Queue>> {
+        self.all.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn progress(&self, stream: StreamId) -> &Progress {
+        &self.progress[stream.index()]
+    }
+
+    fn is_finished(&self, stream: StreamId) -> bool {
+        let progress = self.progress(stream);
+        progress.finished.load(Acquire) == progress.submitted.load(Acquire)
+    }
+
+    fn finished(&self, stream: StreamId, submitted: u64) {
+        self.progress(stream).finished.fetch_max(submitted, AcqRel);
+    }
+}
+
+fn new_queue(context: cl_context, id: cl_device_id) -> Result<Queue, ClError> {
+    create!(clCreateCommandQueue(context, id, 0)).map(Queue::new)
+}
+
+impl ClDevice {
+    /// The stream that this thread's work goes to.
+    pub(crate) fn current_stream(&self) -> StreamId {
+        stream::current_id(self.device())
+    }
+
+    /// A number that has grown whenever anything but a marker was enqueued to the stream. What is counted when
+    /// [`record`](Self::record) is called is covered by its event. Reads an atomic.
+    pub(crate) fn submitted(&self, stream: StreamId) -> u64 {
+        self.queues.progress(stream).submitted.load(Acquire)
+    }
+
+    /// The queue of a stream, to submit something to it.
+    pub(super) fn lock(&self, stream: StreamId) -> Locked<'_> {
+        let queues = self.queues.lock();
+        self.queues.progress(stream).submitted.fetch_add(1, AcqRel);
+        Locked { queues, at: stream.index() }
+    }
+
+    /// Submits commands to a stream under the lock, the last of which fills in the event, and waits for it outside the
+    /// lock. The queue is in order, so all of them are done then.
+    pub(super) fn submit_and_wait(
+        &self,
+        stream: StreamId,
+        submit: impl FnOnce(&mut Locked<'_>, *mut cl_event) -> Result<(), ClError>,
+    ) -> Result<(), ClError> {
+        let mut raw = ptr::null_mut();
+        let (submitted, count) = {
+            let mut queue = self.lock(stream);
+            let submitted = submit(&mut queue, &mut raw);
+            // Even after a failure: what did get onto the queue may be writing to the caller's memory.
+            let flushed = queue.flush();
+            if submitted.is_err() {
+                let _ = call!(clFinish(queue.raw));
+            }
+            (submitted.and(flushed), self.submitted(stream))
+        };
+        let event = (!raw.is_null()).then(|| ClEvent(raw));
+        let waited = event.map_or(Ok(()), |e| e.wait());
+        submitted.and(waited).map_err(|e| self.settle(e))?;
+        self.queues.finished(stream, count);
+        Ok(())
+    }
+
+    /// An event that is done when everything submitted to the stream so far is. Other streams may wait for it.
+    ///
+    /// # Errors
+    /// What the driver refuses, or a lost device.
+    pub(crate) fn record(&self, stream: StreamId) -> Result<ClEvent> {
+        self.check_lost()?;
+        let marked = self.queues.lock()[stream.index()].mark();
+        marked.map_err(|e| self.error(self.settle(e)))
+    }
+
+    /// Blocks until the event is done.
+    ///
+    /// # Errors
+    /// A failed command, or a lost device.
+    pub(crate) fn wait(&self, event: &ClEvent) -> Result<()> {
+        self.check_lost()?;
+        event.wait().map_err(|e| self.error(self.settle(e)))
+    }
+
+    /// Whether the event is done.
+    ///
+    /// # Errors
+    /// A failed command, or a lost device.
+    pub(crate) fn query(&self, event: &ClEvent) -> Result<bool> {
+        self.check_lost()?;
+        event.query().map_err(|e| self.error(self.settle(e)))
+    }
+
+    /// Holds back what is submitted to the stream from now on until the event is done. The host does not wait.
+    ///
+    /// # Errors
+    /// What the driver refuses, or a lost device.
+    pub(crate) fn stream_waits(&self, stream: StreamId, event: &ClEvent) -> Result<()> {
+        self.check_lost()?;
+        let enqueued = self.lock(stream).barrier(event);
+        enqueued.map_err(|e| self.error(self.settle(e)))
+    }
+
+    /// Waits for everything submitted so far, on every stream.
+    ///
+    /// # Errors
+    /// What a kernel of this thread, or of one that has ended, recorded as a fault, or a lost device.
+    pub(crate) fn finish(&self) -> Result<()> {
+        self.check_lost()?;
+        let here = self.current_stream();
+        let marks: Result<Vec<_>, ClError> = {
+            let mut queues = self.queues.lock();
+            let streams = (0u32..).map(StreamId).zip(queues.iter_mut());
+            let busy = streams.filter(|(stream, _)| *stream != here && !self.queues.is_finished(*stream));
+            busy.map(|(stream, queue)| Ok((stream, self.submitted(stream), queue.mark()?))).collect()
+        };
+        let marks = marks.map_err(|e| self.error(self.settle(e)))?;
+        let reported = self.wait_and_report(here, &self.slots_to_finish());
+        for (stream, submitted, event) in marks {
+            self.wait(&event)?;
+            self.queues.finished(stream, submitted);
+        }
+        reported
+    }
+
+    /// Waits for everything submitted to one stream.
+    ///
+    /// # Errors
+    /// What a kernel of this thread on this stream recorded as a fault, or a lost device.
+    pub(crate) fn finish_stream(&self, stream: StreamId) -> Result<()> {
+        let slot = self.slot();
+        if slot.is_pending_on(stream) {
+            self.wait_and_report(stream, &[slot])
+        } else {
+            self.wait_and_report(stream, &[])
+        }
+    }
+
+    /// Whether everything submitted to the stream is done.
+    ///
+    /// # Errors
+    /// A failed command, or a lost device.
+    pub(crate) fn is_idle(&self, stream: StreamId) -> Result<bool> {
+        self.check_lost()?;
+        if self.queues.is_finished(stream) {
+            return Ok(true);
+        }
+        let asked = {
+            let (queue, submitted) = (&mut self.queues.lock()[stream.index()], self.submitted(stream));
+            // One marker until something else is submitted: a new one would hardly ever be done at once.
+            let known = queue.probe.take().filter(|(at, _)| *at == submitted);
+            known.map_or_else(|| queue.mark(), |(_, event)| Ok(event)).and_then(|event| {
+                let done = event.query()?;
+                queue.probe = Some((submitted, event)).filter(|_| !done);
+                Ok((done, submitted))
+            })
+        };
+        let (done, submitted) = asked.map_err(|e| self.error(self.settle(e)))?;
+        if done {
+            self.queues.finished(stream, submitted);
+        }
+        Ok(done)
+    }
+
+    /// A stream nobody holds, with a queue of its own.
+    ///
+    /// # Errors
+    /// What the driver refuses, too many streams, or a lost device.
+    pub(crate) fn take_stream(&self) -> Result<StreamId> {
+        self.check_lost()?;
+        self.queues.ids.lock().unwrap_or_else(PoisonError::into_inner).take(|_| {
+            let queue = new_queue(self.context, self.id()).map_err(|e| self.error(self.settle(e)))?;
+            self.queues.lock().push(queue);
+            Ok(())
+        })
+    }
+
+    /// Takes a stream back. What it still has to do gets done.
+    pub(crate) fn give_stream_back(&self, stream: StreamId) {
+        let _ = self.queues.lock()[stream.index()].flush();
+        self.queues.ids.lock().unwrap_or_else(PoisonError::into_inner).give_back(stream);
+    }
+}
