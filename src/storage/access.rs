@@ -7,7 +7,7 @@ use rayon::prelude::*;
 use smallvec::SmallVec;
 
 use super::driver::MemoryKind;
-use super::{Allocation, Home, Place, Storage};
+use super::{Allocation, Home, Place, Storage, staging};
 use crate::device::cpu;
 use crate::device::opencl::{ClBuffer, ClDevice};
 use crate::{Device, Error, Result};
@@ -121,7 +121,7 @@ impl Storage {
             return with_host(&[self], &[], |r, _| copy(dst, &r[0][range]));
         }
         let from = self.cl()?;
-        from.device.read(from.buffer(), from.offset() + offset, dst)
+        staging::read(from.device, from.buffer(), from.offset() + offset, dst)
     }
 
     /// Copies `src` from the host to bytes `offset..offset + src.len()`. `src` may be reused when it returns.
@@ -134,7 +134,7 @@ impl Storage {
             return with_host(&[], &[self], |_, w| copy(&mut w[0][range], src));
         }
         let to = self.cl()?;
-        to.device.write(src, to.buffer(), to.offset() + offset)
+        staging::write(to.device, src, to.buffer(), to.offset() + offset)
     }
 
     /// Copies `bytes` bytes of `src` (which may be this storage, and may overlap) from `src_offset` to `offset`: on one

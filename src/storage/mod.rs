@@ -14,10 +14,10 @@ mod caching;
 mod config;
 pub(crate) mod driver;
 mod history;
-#[allow(dead_code)] // until transfers take it up
 mod pinned;
 pub mod plan;
 mod registry;
+mod staging;
 mod stats;
 #[cfg(test)]
 mod tests;

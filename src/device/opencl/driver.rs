@@ -149,7 +149,6 @@ impl ClEvent {
     }
 
     /// Whether the command is over: done, or failed, or on a device that does not answer for it any more.
-    #[allow(dead_code)] // until the allocator takes it up
     pub(crate) fn is_done(&self) -> bool {
         self.query().unwrap_or(true)
     }

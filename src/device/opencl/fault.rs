@@ -163,6 +163,12 @@ impl ClDevice {
         &self.faults.claim(self).buffer
     }
 
+    /// Reports what a kernel of this thread found wrong; waits only if one that could was launched.
+    pub(crate) fn report_faults(&self) -> Result<()> {
+        let slot = self.slot();
+        if slot.is_pending() { self.wait_and_report(self.current_stream(), &[slot]) } else { Ok(()) }
+    }
+
     /// The slot to read when this thread waits.
     pub(super) fn slot(&self) -> &'static Slot {
         self.faults.current()

@@ -6,13 +6,13 @@
 //! runs them, [`transfer`] moves bytes, through [`pinned`] memory where it is to be fast. [`driver`] is the only file
 //! that owns raw handles.
 
+mod background;
 mod context;
 mod discovery;
 mod driver;
 mod errors;
 mod fault;
 mod launch;
-#[allow(dead_code)] // until the pool of pinned memory takes it up
 mod pinned;
 mod program;
 mod queues;
@@ -25,7 +25,6 @@ pub(crate) use driver::{ClBuffer, ClEvent, ClKernel};
 pub(crate) use errors::{ClError, Class};
 pub(crate) use fault::Fault;
 pub(crate) use launch::Arg;
-#[allow(unused_imports)] // as above
 pub(crate) use pinned::ClPinned;
 
 use crate::Result;

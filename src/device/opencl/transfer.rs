@@ -185,7 +185,7 @@ fn copy(
 }
 
 /// The caller's mistake, found before the driver sees it.
-fn in_range(op: &'static str, buffer: &ClBuffer, off: usize, bytes: usize) -> Result<()> {
+pub(super) fn in_range(op: &'static str, buffer: &ClBuffer, off: usize, bytes: usize) -> Result<()> {
     if off.checked_add(bytes).is_some_and(|end| end <= buffer.bytes()) {
         return Ok(());
     }

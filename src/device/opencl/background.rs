@@ -1,0 +1,72 @@
+//! Transfers that do not wait: the device carries them out while the host does something else.
+
+use std::ptr::{self, NonNull};
+
+use opencl3::types::cl_event;
+
+use super::driver::{ClEvent, call};
+use super::queues::Locked;
+use super::transfer::in_range;
+use super::{ClBuffer, ClDevice, ClError};
+use crate::Result;
+
+impl ClDevice {
+    /// Starts reading `bytes` bytes of a buffer to the host; they are there when the event is done. Faults are not
+    /// asked about: see [`report_faults`](Self::report_faults).
+    ///
+    /// # Errors
+    /// A range beyond the buffer.
+    ///
+    /// # Safety
+    /// Until the event is done, `to..to + bytes` stays valid for writes and nobody else touches it.
+    pub(crate) unsafe fn start_read(
+        &self,
+        src: &ClBuffer,
+        off: usize,
+        to: NonNull<u8>,
+        bytes: usize,
+    ) -> Result<ClEvent> {
+        in_range("read", src, off, bytes)?;
+        let to = to.as_ptr().cast();
+        self.start(|q, event| call!(clEnqueueReadBuffer(q.raw, src.mem(), 0, off, bytes, to, 0, ptr::null(), event)))
+    }
+
+    /// Starts writing `bytes` bytes from the host to a buffer; they may be changed when the event is done.
+    ///
+    /// # Errors
+    /// A range beyond the buffer.
+    ///
+    /// # Safety
+    /// Until the event is done, `from..from + bytes` stays valid for reads and nobody writes to it.
+    pub(crate) unsafe fn start_write(
+        &self,
+        from: NonNull<u8>,
+        dst: &ClBuffer,
+        off: usize,
+        bytes: usize,
+    ) -> Result<ClEvent> {
+        in_range("write", dst, off, bytes)?;
+        let from = from.as_ptr().cast_const().cast();
+        self.start(|q, event| call!(clEnqueueWriteBuffer(q.raw, dst.mem(), 0, off, bytes, from, 0, ptr::null(), event)))
+    }
+
+    /// Submits a command that fills in the event. After an error nothing of it uses the caller's memory any more.
+    fn start(&self, submit: impl FnOnce(&mut Locked<'_>, *mut cl_event) -> Result<(), ClError>) -> Result<ClEvent> {
+        self.check_lost()?;
+        let mut raw = ptr::null_mut();
+        let submitted = {
+            let mut queue = self.lock(self.current_stream());
+            submit(&mut queue, &mut raw).and_then(|()| queue.flush())
+        };
+        let event = (!raw.is_null()).then(|| ClEvent(raw));
+        match (submitted, event) {
+            (Ok(()), Some(event)) => Ok(event),
+            (failed, event) => {
+                // A failed flush does not take the command off the queue.
+                let waited = event.map_or(Ok(()), |event| event.wait());
+                let no_event = ClError::new("clEnqueueReadBuffer", -58);
+                Err(self.error(self.settle(failed.and(waited).err().unwrap_or(no_event))))
+            }
+        }
+    }
+}

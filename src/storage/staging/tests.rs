@@ -1,0 +1,166 @@
+//! On every OpenCL device there is, those that would not be staged for included.
+
+use super::*;
+use crate::storage::Storage;
+use crate::{Error, Tensor};
+
+fn devices() -> Vec<&'static ClDevice> {
+    (0..opencl::count()).map(|i| opencl::open(i).unwrap()).collect()
+}
+
+/// A pool of its own, so that its counts are those of one test.
+fn new_pool(device: &'static ClDevice, cap: usize) -> &'static Pool {
+    Box::leak(Box::new(PinnedPool::new(Source(device), 0, Budget::new(cap))))
+}
+
+fn ring(pool: &'static Pool, device: &'static ClDevice, slice: usize, total: usize) -> Ring {
+    Ring::new(pool, device, slice, total).expect("there is pinned memory")
+}
+
+fn pattern(n: usize, seed: usize) -> Vec<u8> {
+    (0..n).map(|i| (i.wrapping_mul(31) ^ (i >> 8).wrapping_mul(17) ^ seed) as u8).collect()
+}
+
+fn holding(device: Device, data: &[u8]) -> Storage {
+    let s = Storage::alloc(device, data.len()).unwrap();
+    let place = s.cl().unwrap();
+    place.device.write(data, place.buffer(), place.offset()).unwrap();
+    drop(place);
+    s
+}
+
+/// Every length around the slices' boundaries and the ring's end, at odd offsets, against plain transfers.
+#[test]
+fn staged_and_plain_transfers_agree() {
+    const SLICE: usize = 4096;
+    for device in devices() {
+        let pool = new_pool(device, 1 << 20);
+        for chunks in 0..=2 * RING {
+            for (more, off) in [(1, 0), (SLICE - 1, 1), (SLICE, 511), (SLICE / 2 + 3, 4097)] {
+                let n = chunks * SLICE + more;
+                let whole = pattern(n + off + 5, chunks);
+                let storage = holding(device.device(), &whole);
+                let place = storage.cl().unwrap();
+                let mut read = vec![0xee; n];
+                ring(pool, device, SLICE, n).read(place.buffer(), place.offset() + off, &mut read).unwrap();
+                assert_eq!(read, whole[off..off + n], "{n} bytes at {off} read");
+
+                let fresh = pattern(n, !chunks);
+                ring(pool, device, SLICE, n).write(&fresh, place.buffer(), place.offset() + off).unwrap();
+                let mut after = vec![0; whole.len()];
+                device.read(place.buffer(), place.offset(), &mut after).unwrap();
+                assert_eq!(after[..off], whole[..off], "before the {n} bytes at {off}");
+                assert_eq!(after[off..off + n], fresh, "{n} bytes at {off} written");
+                assert_eq!(after[off + n..], whole[off + n..], "behind the {n} bytes at {off}");
+            }
+        }
+        let stats = pool.stats();
+        assert_eq!((stats.num_host_alloc, stats.active_requests.current), (RING as u64, 0), "made once, and reused");
+        assert_eq!(stats.allocated_bytes.current, (RING * SLICE) as u64);
+        pool.empty_cache();
+        assert_eq!((pool.stats().allocations.current, pool.stats().num_host_free), (0, RING as u64));
+    }
+}
+
+#[test]
+fn slices_large_enough_for_many_threads_to_copy() {
+    for device in devices() {
+        let pool = new_pool(device, 16 << 20);
+        let (slice, n) = ((1 << 20) + 512, (9 << 20) + 77);
+        let data = pattern(n, 9);
+        let storage = Storage::alloc(device.device(), n).unwrap();
+        let place = storage.cl().unwrap();
+        ring(pool, device, slice, n).write(&data, place.buffer(), place.offset()).unwrap();
+        let mut read = vec![0; n];
+        ring(pool, device, slice, n).read(place.buffer(), place.offset(), &mut read).unwrap();
+        assert!(read == data);
+    }
+}
+
+#[test]
+fn threads_share_a_pool() {
+    for device in devices() {
+        let pool = new_pool(device, 1 << 20);
+        std::thread::scope(|scope| {
+            for thread in 0..6 {
+                scope.spawn(move || {
+                    for round in 0..8 {
+                        let n = 10_000 * thread + 777 * round + 1;
+                        let data = pattern(n, thread ^ round);
+                        let storage = Storage::alloc(device.device(), n).unwrap();
+                        let place = storage.cl().unwrap();
+                        ring(pool, device, 8192, n).write(&data, place.buffer(), place.offset()).unwrap();
+                        let mut read = vec![0; n];
+                        ring(pool, device, 8192, n).read(place.buffer(), place.offset(), &mut read).unwrap();
+                        assert_eq!(read, data, "thread {thread}, round {round}");
+                    }
+                });
+            }
+        });
+        assert_eq!(pool.stats().active_requests.current, 0);
+    }
+}
+
+#[test]
+fn faults_are_reported_by_a_staged_read() {
+    for device in devices() {
+        let pool = new_pool(device, 1 << 20);
+        let ones = Tensor::ones(&[3000], (crate::DType::I32, device.device())).unwrap();
+        let zeros = ones.sub(&ones).unwrap();
+        let quotient = ones.div(&zeros).unwrap();
+        let read = |tensor: &Tensor| {
+            let place = tensor.storage().cl().unwrap();
+            let mut bytes = vec![0; 12_000];
+            ring(pool, device, 4096, 12_000).read(place.buffer(), place.offset(), &mut bytes).map(|()| bytes)
+        };
+        let error = read(&quotient).unwrap_err();
+        assert!(matches!(error, Error::DivisionByZero { .. }), "{error}");
+        assert_eq!(read(&ones).unwrap(), [1, 0, 0, 0].repeat(3000), "it is told once");
+    }
+}
+
+#[test]
+fn a_range_beyond_the_buffer_is_an_error_and_gives_the_slices_back() {
+    for device in devices() {
+        let pool = new_pool(device, 1 << 20);
+        let buffer = device.create_buffer(20_000).unwrap();
+        let mut bytes = vec![0; 20_000];
+        let error = ring(pool, device, 4096, 20_000).read(&buffer, 1, &mut bytes).unwrap_err();
+        assert!(matches!(error, Error::Invalid { op: "read", .. }), "{error}");
+        let error = ring(pool, device, 4096, 20_000).write(&bytes, &buffer, 1).unwrap_err();
+        assert!(matches!(error, Error::Invalid { op: "write", .. }), "{error}");
+        device.finish().unwrap();
+        assert!(!pool.poll(), "their transfers are done");
+        assert_eq!(pool.stats().active_bytes.current, 0);
+    }
+}
+
+#[test]
+fn without_pinned_memory_the_plain_way_is_taken() {
+    for device in devices() {
+        assert!(Ring::new(new_pool(device, 4096), device, 4096, 8192).is_none(), "one slice is no ring");
+        assert!(Ring::new(new_pool(device, 4096), device, 4096, 4000).is_some(), "unless one is enough");
+        assert!(Ring::new(new_pool(device, 0), device, 4096, 4000).is_none());
+        let info = device.info();
+        let staged = !info.unified_memory && info.kind != DeviceKind::Cpu;
+        for (bytes, slice) in [(1 << 20, None), (4 << 20, Some(1 << 20)), (1 << 30, Some(8 << 20))] {
+            assert_eq!(slice_size(device, bytes), slice.filter(|_| staged));
+        }
+    }
+}
+
+#[test]
+fn statistics_of_devices_that_need_no_pinned_memory() {
+    assert_eq!(Device::Cpu.pinned_memory_stats().unwrap(), PinnedStats::default());
+    let nowhere = Device::OpenCL(opencl::count() + 3);
+    assert!(matches!(nowhere.pinned_memory_stats(), Err(Error::NoDevice { .. })));
+    assert!(matches!(nowhere.empty_pinned_cache(), Err(Error::NoDevice { .. })));
+    for device in devices() {
+        let device = device.device();
+        device.empty_pinned_cache().unwrap();
+        device.reset_peak_pinned_memory_stats().unwrap();
+        device.reset_accumulated_pinned_memory_stats().unwrap();
+        let shown = device.pinned_memory_stats().unwrap().to_string();
+        assert!(shown.contains("active bytes") && shown.contains("made in"), "{shown}");
+    }
+}
