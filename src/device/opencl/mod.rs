@@ -17,6 +17,8 @@ mod pinned;
 mod program;
 mod queues;
 #[cfg(test)]
+mod stream_tests;
+#[cfg(test)]
 mod tests;
 mod transfer;
 

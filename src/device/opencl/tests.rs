@@ -7,24 +7,24 @@ use super::*;
 use crate::Error;
 use crate::device::count_launches;
 
-fn devices() -> Vec<&'static ClDevice> {
+pub(super) fn devices() -> Vec<&'static ClDevice> {
     (0..count()).map(|i| open(i).unwrap()).collect()
 }
 
-fn buffer(device: &ClDevice, bytes: &[u8]) -> ClBuffer {
+pub(super) fn buffer(device: &ClDevice, bytes: &[u8]) -> ClBuffer {
     let buffer = device.create_buffer(bytes.len()).unwrap();
     device.commit(&buffer).unwrap();
     device.write(bytes, &buffer, 0).unwrap();
     buffer
 }
 
-fn contents(device: &ClDevice, buffer: &ClBuffer) -> Vec<u8> {
+pub(super) fn contents(device: &ClDevice, buffer: &ClBuffer) -> Vec<u8> {
     let mut bytes = vec![0xee; buffer.bytes()];
     device.read(buffer, 0, &mut bytes).unwrap();
     bytes
 }
 
-fn pattern(n: usize) -> Vec<u8> {
+pub(super) fn pattern(n: usize) -> Vec<u8> {
     (0..n).map(|i| (i * 7 + i / 251) as u8).collect()
 }
 
@@ -34,7 +34,18 @@ const AXB: &str = "__kernel void axb(__global const int* x, __global int* y, ulo
     if (i < n) y[i] = a * x[i] + b;
 }";
 
-fn axb(device: &ClDevice, kernel: &ClKernel, x: &ClBuffer, y: &ClBuffer, a: i32, b: i32) -> crate::Result<()> {
+pub(super) fn axb_kernel(device: &ClDevice) -> ClKernel {
+    device.build("axb", AXB, "axb").unwrap()
+}
+
+pub(super) fn axb(
+    device: &ClDevice,
+    kernel: &ClKernel,
+    x: &ClBuffer,
+    y: &ClBuffer,
+    a: i32,
+    b: i32,
+) -> crate::Result<()> {
     let n = (x.bytes() / 4) as u64;
     let args = [Arg::Buffer(x), Arg::Buffer(y), Arg::U64(n), Arg::U32(a as u32), Arg::U32(b as u32)];
     device.launch(kernel, &args, &[n as usize], &[64])
@@ -146,7 +157,7 @@ fn ranges_beyond_a_buffer_are_refused() {
 #[test]
 fn launches_compute_and_are_counted() {
     for device in devices() {
-        let kernel = device.build("axb", AXB, "axb").unwrap();
+        let kernel = axb_kernel(device);
         assert_eq!((kernel.name(), kernel.arg_count()), ("axb", 5));
         for n in [1usize, 63, 64, 65, 10_007] {
             let ints: Vec<i32> = (0..n as i32).collect();
@@ -217,7 +228,7 @@ fn doubles_arrive_where_there_are_any() {
 #[test]
 fn long_queues_stay_in_order() {
     for device in devices() {
-        let kernel = device.build("axb", AXB, "axb").unwrap();
+        let kernel = axb_kernel(device);
         let x = buffer(device, bytemuck::cast_slice(&[0i32; 64]));
         for _ in 0..2500 {
             axb(device, &kernel, &x, &x, 1, 1).unwrap();
@@ -229,7 +240,7 @@ fn long_queues_stay_in_order() {
 #[test]
 fn eight_threads_share_a_device() {
     for device in devices() {
-        let shared = device.build("axb", AXB, "axb").unwrap();
+        let shared = axb_kernel(device);
         let start = Barrier::new(8);
         std::thread::scope(|scope| {
             for t in 0..8i32 {
@@ -314,7 +325,8 @@ fn a_disk_that_cannot_be_written_stops_nothing() {
     }
 }
 
-const FAULTY: &str = "__kernel void check(__global const int* x, int n, int code, volatile __global int* fault) {
+pub(super) const FAULTY: &str =
+    "__kernel void check(__global const int* x, int n, int code, volatile __global int* fault) {
     int i = x[get_global_id(0)];
     if ((i < 0 || i >= n) && atomic_cmpxchg(fault, 0, code) == 0) {
         fault[1] = i; fault[2] = i < 0 ? -1 : 0; fault[3] = n;
@@ -389,7 +401,7 @@ fn sizes_no_device_has_are_errors_and_others_keep_their_values() {
 fn a_lost_device_stays_lost() {
     let Ok(found) = discovery::find(0) else { return };
     let device = ClDevice::open(0, found).unwrap();
-    let kernel = device.build("axb", AXB, "axb").unwrap();
+    let kernel = axb_kernel(&device);
     let b = buffer(&device, &[1; 8]);
     assert_eq!(device.settle(ClError::new("clFinish", -5)).classify(), Class::OutOfMemory, "it still answers");
     assert!(!device.is_lost());

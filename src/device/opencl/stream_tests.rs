@@ -1,0 +1,254 @@
+//! Streams, events, faults across streams and pinned memory, on every device present.
+
+use std::sync::Barrier;
+
+use super::tests::{FAULTY, axb, axb_kernel, buffer, contents, devices, pattern};
+use super::*;
+use crate::device::stream::{Stream, StreamId, with_stream};
+use crate::{Error, Result};
+
+/// Some work: `times` launches that each add one to every element.
+fn add_ones(device: &ClDevice, x: &ClBuffer, times: i32) {
+    let kernel = axb_kernel(device);
+    (0..times).for_each(|_| axb(device, &kernel, x, x, 1, 1).unwrap());
+}
+
+fn ints(device: &ClDevice, value: i32) -> ClBuffer {
+    buffer(device, bytemuck::cast_slice(&[value; 5000]))
+}
+
+fn assert_ints(device: &ClDevice, x: &ClBuffer, value: i32) {
+    assert_eq!(contents(device, x), bytemuck::cast_slice::<i32, u8>(&[value; 5000]));
+}
+
+#[test]
+fn a_stream_waits_for_another_back_and_forth() {
+    for device in devices() {
+        let (a, b) = (Stream::new(device.device()).unwrap(), Stream::new(device.device()).unwrap());
+        assert_ne!(a.id(), b.id());
+        let x = ints(device, 0);
+        for _ in 0..20 {
+            with_stream(&a, || add_ones(device, &x, 5));
+            b.wait_stream(&a).unwrap();
+            with_stream(&b, || add_ones(device, &x, 3));
+            a.wait_stream(&b).unwrap();
+        }
+        // A copy on the other stream, behind an event.
+        let y = ints(device, 7);
+        let event = device.record(a.id()).unwrap();
+        device.stream_waits(b.id(), &event).unwrap();
+        device.copy_on(b.id(), &x, 0, &y, 0, x.bytes()).unwrap();
+        with_stream(&b, || assert_ints(device, &y, 160));
+    }
+}
+
+#[test]
+fn events_are_done_when_what_is_before_them_is() {
+    for device in devices() {
+        let stream = Stream::new(device.device()).unwrap();
+        let x = ints(device, 0);
+        assert!(device.record(StreamId::DEFAULT).is_ok(), "on whatever is there");
+        with_stream(&stream, || add_ones(device, &x, 50));
+        let event = device.record(stream.id()).unwrap();
+        device.wait(&event).unwrap();
+        assert!(event.is_done() && device.query(&event).unwrap());
+        // On another stream, with no order but the event's.
+        assert_ints(device, &x, 50);
+
+        let public = stream.record_event().unwrap();
+        while !public.is_done().unwrap() {
+            std::thread::yield_now();
+        }
+        public.synchronize().unwrap();
+    }
+}
+
+#[test]
+fn a_stream_is_idle_in_the_end_without_anyone_waiting() {
+    for device in devices() {
+        let stream = Stream::new(device.device()).unwrap();
+        stream.synchronize().unwrap();
+        assert!(stream.is_idle().unwrap());
+        let x = ints(device, 0);
+        for _ in 0..3 {
+            with_stream(&stream, || add_ones(device, &x, 40));
+            while !stream.is_idle().unwrap() {
+                std::thread::yield_now();
+            }
+        }
+        assert_ints(device, &x, 120);
+        assert!(stream.is_idle().unwrap());
+    }
+}
+
+#[test]
+fn submissions_are_counted_by_stream() {
+    for device in devices() {
+        let (a, b) = (Stream::new(device.device()).unwrap(), Stream::new(device.device()).unwrap());
+        let count = || (device.submitted(a.id()), device.submitted(b.id()));
+        let (x, y) = (ints(device, 0), ints(device, 0));
+        let mut last = count();
+        let work: [&dyn Fn() -> Result<()>; 5] = [
+            &|| device.fill(&x, 0, 16, &[0]),
+            &|| device.copy(&x, 0, &y, 0, 16, false),
+            &|| device.write(&[0; 4], &x, 0),
+            &|| device.read(&x, 0, &mut [0; 4]),
+            &|| axb(device, &axb_kernel(device), &x, &x, 1, 0),
+        ];
+        for submit in work {
+            with_stream(&a, submit).unwrap();
+            let now = count();
+            assert!(now.0 > last.0 && now.1 == last.1);
+            last = now;
+        }
+        let event = device.record(a.id()).unwrap();
+        assert_eq!(count(), last, "a marker is no work");
+        device.stream_waits(b.id(), &event).unwrap();
+        assert!(device.submitted(b.id()) > last.1);
+        device.finish().unwrap();
+    }
+}
+
+#[test]
+fn finishing_a_device_finishes_every_stream() {
+    for device in devices() {
+        let streams: Vec<Stream> = (0..4).map(|_| Stream::new(device.device()).unwrap()).collect();
+        let buffers: Vec<ClBuffer> = streams.iter().map(|_| ints(device, 0)).collect();
+        for (stream, x) in streams.iter().zip(&buffers) {
+            with_stream(stream, || add_ones(device, x, 30));
+        }
+        device.finish().unwrap();
+        // Read on the default stream, which nothing orders behind the others.
+        buffers.iter().for_each(|x| assert_ints(device, x, 30));
+        assert!(streams.iter().all(|s| s.is_idle().unwrap()));
+    }
+}
+
+#[test]
+fn a_dropped_streams_work_is_done_and_its_queue_serves_the_next() {
+    for device in devices() {
+        let x = ints(device, 0);
+        let stream = Stream::new(device.device()).unwrap();
+        let id = stream.id();
+        let other = stream.clone();
+        with_stream(&stream, || {
+            drop(other);
+            add_ones(device, &x, 3);
+        });
+        let event = device.record(id).unwrap();
+        with_stream(&stream, || add_ones(device, &x, 3)); // fewer than make a flush
+        drop(stream);
+        device.wait(&event).unwrap();
+        device.finish().unwrap();
+        assert_ints(device, &x, 6);
+        // Other tests take streams meanwhile, so which one comes next is open; but ids do not run out.
+        for _ in 0..3000 {
+            Stream::new(device.device()).unwrap();
+        }
+    }
+}
+
+#[test]
+fn threads_with_a_stream_each_share_kernels() {
+    for device in devices() {
+        let kernel = axb_kernel(device);
+        let start = Barrier::new(8);
+        std::thread::scope(|scope| {
+            for t in 0..8 {
+                let (kernel, start) = (&kernel, &start);
+                scope.spawn(move || {
+                    let stream = Stream::new(device.device()).unwrap();
+                    start.wait();
+                    with_stream(&stream, || {
+                        for round in 0..25 {
+                            let (x, y) = (ints(device, round), ints(device, 0));
+                            axb(device, kernel, &x, &y, t, 1).unwrap();
+                            axb(device, kernel, &y, &x, 2, t).unwrap();
+                            assert_ints(device, &x, 2 * (t * round + 1) + t);
+                        }
+                    });
+                });
+            }
+        });
+    }
+}
+
+/// Launches, on the current stream, a check of `index` against a size of 10, behind work that takes a while.
+fn check(device: &ClDevice, kernel: &ClKernel, index: i32) -> ClBuffer {
+    let (slow, x) = (ints(device, 0), buffer(device, &index.to_ne_bytes()));
+    add_ones(device, &slow, 20);
+    let args = [Arg::Buffer(&x), Arg::U32(10), Arg::U32(Fault::Index as u32), Arg::Buffer(device.fault_buffer())];
+    device.launch(kernel, &args, &[1], &[1]).unwrap();
+    x
+}
+
+#[track_caller]
+fn assert_fault<T>(result: Result<T>, bad: i64) {
+    let Err(error) = result else { panic!("no fault told") };
+    assert!(matches!(error, Error::IndexOutOfRange { index, size: 10, .. } if index == bad), "{error}");
+}
+
+#[test]
+fn faults_on_any_stream_of_the_thread_are_told_once() {
+    for device in devices() {
+        let kernel = device.build("check", FAULTY, "check").unwrap();
+        let (a, b) = (Stream::new(device.device()).unwrap(), Stream::new(device.device()).unwrap());
+        let fine = ints(device, 1);
+        let read = || device.read(&fine, 0, &mut [0; 4]);
+
+        with_stream(&a, || check(device, &kernel, 99));
+        assert_fault(read(), 99); // on the default stream
+        read().expect("told once");
+
+        with_stream(&a, || check(device, &kernel, -5));
+        assert_fault(with_stream(&b, || device.copy(&fine, 0, &fine, 400, 4, true)), -5);
+        with_stream(&a, read).expect("told once");
+
+        // Right on one stream, wrong on the other, whichever comes last.
+        with_stream(&a, || check(device, &kernel, 3));
+        with_stream(&b, || check(device, &kernel, 10));
+        assert_fault(device.finish(), 10);
+        with_stream(&b, || check(device, &kernel, 11));
+        with_stream(&a, || check(device, &kernel, 3));
+        assert_fault(with_stream(&a, read), 11);
+
+        // A stream tells its own.
+        with_stream(&a, || check(device, &kernel, 12));
+        b.synchronize().expect("it was not on this stream");
+        assert_fault(a.synchronize(), 12);
+        device.finish().expect("told once");
+
+        // Another thread's wait is not disturbed.
+        with_stream(&a, || check(device, &kernel, 13));
+        std::thread::scope(|s| s.spawn(|| with_stream(&a, read)).join().unwrap()).expect("another thread's");
+        assert_fault(with_stream(&b, read), 13);
+    }
+}
+
+#[test]
+fn pinned_memory_is_read_and_written_through_its_pointer() {
+    for device in devices() {
+        for n in [1, 4096, 1_000_003] {
+            let pinned = device.create_pinned(n).unwrap();
+            assert_eq!(pinned.bytes(), n);
+            // SAFETY: `n` bytes, mapped for reading and writing until `pinned` is dropped; no transfer is under way, and
+            // this is the only slice of them. They are initialised below before anything reads them.
+            let bytes = unsafe {
+                pinned.start().write_bytes(0, n);
+                std::slice::from_raw_parts_mut(pinned.start().as_ptr(), n)
+            };
+            bytes.copy_from_slice(&pattern(n));
+            let x = device.create_buffer(n).unwrap();
+            device.write(bytes, &x, 0).unwrap();
+            assert_eq!(contents(device, &x), pattern(n));
+            bytes.fill(0);
+            device.read(&x, 0, bytes).unwrap();
+            assert_eq!(bytes, pattern(n));
+        }
+        // From any thread; and what cannot be is an error.
+        let pinned = device.create_pinned(64).unwrap();
+        std::thread::spawn(move || drop(pinned)).join().unwrap();
+        assert!(device.create_pinned(0).is_err());
+        assert!(!device.is_lost());
+    }
+}

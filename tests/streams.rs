@@ -1,0 +1,159 @@
+//! Streams: what is ordered is right, events complete, the current stream nests, and faults are told across streams.
+//!
+//! Tensors that a stream may still use are kept until it is done: giving their memory to another stream is the
+//! allocator's matter.
+
+mod common;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use claystone::device::StreamId;
+use claystone::{Device, Error, Stream, Tensor, with_stream};
+use common::{each_device, iota, vec};
+
+#[test]
+fn two_streams_in_turn() {
+    each_device(|d| {
+        let (a, b) = (Stream::new(d).unwrap(), Stream::new(d).unwrap());
+        let main = Stream::current(d).unwrap();
+        let x = iota(&[10_000], d);
+        a.wait_stream(&main).unwrap();
+        let mut kept = vec![x.shallow_clone()];
+        let mut last = x;
+        for _ in 0..10 {
+            let doubled = with_stream(&a, || last.mul_scalar(2)).unwrap();
+            b.wait_stream(&a).unwrap();
+            last = with_stream(&b, || doubled.add_scalar(-1)).unwrap();
+            a.wait_event(&b.record_event().unwrap()).unwrap();
+            kept.extend([doubled, last.shallow_clone()]);
+        }
+        main.wait_stream(&b).unwrap();
+        let want: Vec<f32> = (0..10_000).map(|i| ((i << 10) - 1023) as f32).collect();
+        assert_eq!(vec(&last), want);
+        d.synchronize().unwrap();
+    });
+}
+
+#[test]
+fn events_and_streams_complete() {
+    each_device(|d| {
+        let stream = Stream::new(d).unwrap();
+        let before = stream.record_event().unwrap();
+        let x = Tensor::zeros(&[100_000], d).unwrap();
+        stream.wait_stream(&Stream::current(d).unwrap()).unwrap();
+        with_stream(&stream, || (0..30).for_each(|_| _ = x.add_scalar_(1).unwrap()));
+        let event = stream.record_event().unwrap();
+        event.clone().synchronize().unwrap();
+        assert!(event.is_done().unwrap() && before.is_done().unwrap(), "in order");
+        assert_eq!(vec(&x), [30.0; 100_000]);
+        stream.synchronize().unwrap();
+        assert!(stream.is_idle().unwrap());
+    });
+}
+
+#[test]
+fn the_current_stream_nests_and_survives_a_panic() {
+    each_device(|d| {
+        let (a, b) = (Stream::new(d).unwrap(), Stream::new(d).unwrap());
+        let current = || Stream::current(d).unwrap();
+        let default = Stream::default_stream(d).unwrap();
+        assert_eq!((current(), default.id(), default.device()), (default.clone(), StreamId::DEFAULT, d));
+        assert!(a != b && a != default && a.id().index() > 0);
+        let result = with_stream(&a, || {
+            assert_eq!(current(), a);
+            with_stream(&b, || assert_eq!(current(), b));
+            with_stream(&default, || assert_eq!(current(), default));
+            with_stream(&a, || assert_eq!(current(), a));
+            let panicked = catch_unwind(AssertUnwindSafe(|| with_stream(&b, || panic!("on purpose"))));
+            assert!(panicked.is_err());
+            assert_eq!(current(), a);
+            std::thread::scope(|s| s.spawn(|| assert_eq!(current(), default)).join().unwrap());
+            17
+        });
+        assert_eq!((result, current()), (17, default));
+    });
+}
+
+#[test]
+fn devices_have_current_streams_of_their_own() {
+    let streams: Vec<Stream> = common::devices().into_iter().map(|d| Stream::new(d).unwrap()).collect();
+    for stream in &streams {
+        with_stream(stream, || {
+            for other in &streams {
+                let current = Stream::current(other.device()).unwrap();
+                assert_eq!(current == *other, stream == other, "{stream:?} and {other:?}");
+                // Across devices the host waits.
+                other.wait_stream(stream).unwrap();
+            }
+        });
+    }
+}
+
+#[test]
+fn a_device_that_is_not_there_has_no_streams() {
+    let missing = Device::OpenCL(77);
+    for result in [Stream::new(missing), Stream::default_stream(missing), Stream::current(missing)] {
+        assert!(matches!(result, Err(Error::NoDevice { .. })), "{result:?}");
+    }
+}
+
+#[test]
+fn there_are_only_so_many_streams_and_dropped_ones_come_back() {
+    let mut held = Vec::new();
+    let error = loop {
+        match Stream::new(Device::Cpu) {
+            Ok(stream) => held.push(stream),
+            Err(error) => break error.to_string(),
+        }
+        assert!(held.len() <= 1024);
+    };
+    assert!(error.contains("1024"), "{error}");
+    let last = held.pop().unwrap().id();
+    assert_eq!(Stream::new(Device::Cpu).unwrap().id(), last, "the latest to come back is the first to go");
+}
+
+#[test]
+fn many_threads_each_on_a_stream() {
+    each_device(|d| {
+        std::thread::scope(|scope| {
+            for t in 0..8usize {
+                scope.spawn(move || {
+                    let stream = Stream::new(d).unwrap();
+                    with_stream(&stream, || {
+                        let x = iota(&[3000 + t], d);
+                        let mut all = vec![x.add_scalar(t as i64).unwrap()];
+                        for _ in 0..10 {
+                            all.push(all.last().unwrap().add(&x).unwrap());
+                        }
+                        let want: Vec<f32> = (0..3000 + t).map(|i| (11 * i + t) as f32).collect();
+                        assert_eq!(vec(all.last().unwrap()), want, "thread {t} on {d}");
+                        stream.synchronize().unwrap();
+                    });
+                });
+            }
+        });
+    });
+}
+
+#[test]
+fn faults_are_told_on_whichever_stream_waits_next() {
+    each_device(|d| {
+        if d == Device::Cpu {
+            return; // there the operation itself returns the error
+        }
+        let side = Stream::new(d).unwrap();
+        let bad = Tensor::from_slice(&[1i64, 9], 2, d).unwrap();
+        let x = iota(&[4, 3], d);
+        let y = with_stream(&side, || x.index_select(0, &bad)).unwrap();
+        let main = Stream::current(d).unwrap();
+        main.wait_stream(&side).unwrap();
+        let told = y.to_vec::<f32>();
+        assert!(matches!(told, Err(Error::IndexOutOfRange { index: 9, size: 4, .. })), "{told:?}");
+        assert_eq!(vec(&x).len(), 12, "told once");
+
+        let z = with_stream(&side, || x.index_select(0, &bad)).unwrap();
+        assert!(matches!(side.synchronize(), Err(Error::IndexOutOfRange { index: 9, .. })));
+        d.synchronize().unwrap();
+        drop(z);
+    });
+}
