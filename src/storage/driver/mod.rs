@@ -12,7 +12,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::device::StreamId;
-use crate::device::opencl::ClBuffer;
+use crate::device::opencl::{ClBuffer, ClEvent};
 use crate::{Device, Error, Result};
 use host::HostMemory;
 pub use sim::{Call, Sim, SimOptions};
@@ -73,6 +73,7 @@ pub struct Marker(pub(crate) MarkerKind);
 pub(crate) enum MarkerKind {
     /// Nothing to wait for.
     Done,
+    OpenCl(Arc<ClEvent>),
     Sim(SimMarker),
 }
 

@@ -1,10 +1,11 @@
 //! OpenCL memory: a segment is one buffer, a block an offset into it.
 
 use std::fmt;
+use std::sync::Arc;
 
 use super::{At, Driver, Failure, Marker, MarkerKind, Memory, MemoryKind};
 use crate::device::StreamId;
-use crate::device::opencl::{ClBuffer, ClDevice, ClError, Class};
+use crate::device::opencl::{ClBuffer, ClDevice, ClError, ClEvent, Class};
 use crate::{Device, Error, Result};
 
 /// An OpenCL device's driver.
@@ -62,24 +63,25 @@ impl Driver for OpenCl {
         self.device.finish()
     }
 
-    fn record(&self, _: StreamId) -> Result<Marker> {
-        Ok(Marker(MarkerKind::Done)) // one queue, in order
+    fn record(&self, stream: StreamId) -> Result<Marker> {
+        let event = self.device.record(stream)?;
+        Ok(Marker(MarkerKind::OpenCl(Arc::new(event))))
     }
 
-    fn is_done(&self, _: &Marker) -> bool {
-        true
+    fn is_done(&self, marker: &Marker) -> bool {
+        event(marker).is_none_or(ClEvent::is_done)
     }
 
-    fn wait(&self, _: &Marker) -> Result<()> {
-        Ok(())
+    fn wait(&self, marker: &Marker) -> Result<()> {
+        event(marker).map_or(Ok(()), |event| self.device.wait(event))
     }
 
-    fn stream_waits(&self, _: StreamId, _: &Marker) -> Result<()> {
-        Ok(())
+    fn stream_waits(&self, stream: StreamId, marker: &Marker) -> Result<()> {
+        event(marker).map_or(Ok(()), |event| self.device.stream_waits(stream, event))
     }
 
-    fn copy(&self, _: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()> {
-        self.device.copy(buffer(from.0)?, from.1, buffer(to.0)?, to.1, bytes, false)
+    fn copy(&self, stream: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()> {
+        self.device.copy_on(stream, buffer(from.0)?, from.1, buffer(to.0)?, to.1, bytes)
     }
 
     fn read(&self, from: At<'_>, to: &mut [u8]) -> Result<()> {
@@ -95,6 +97,13 @@ fn buffer(memory: &Memory) -> Result<&ClBuffer> {
     match &memory.0 {
         MemoryKind::OpenCl(buffer) => Ok(buffer),
         _ => Err(Error::invalid("driver", format!("{memory:?} is not an OpenCL buffer"))),
+    }
+}
+
+fn event(marker: &Marker) -> Option<&ClEvent> {
+    match &marker.0 {
+        MarkerKind::OpenCl(event) => Some(event),
+        _ => None,
     }
 }
 
