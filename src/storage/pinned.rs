@@ -147,7 +147,7 @@ impl<S: PinnedSource> PinnedPool<S> {
 
     /// Makes blocks whose transfers are done free again; whether others are still flying.
     pub(crate) fn poll(&self) -> bool {
-        (0..self.classes.len()).fold(false, |flying, class| self.poll_class(class) || flying)
+        (0..self.classes.len()).filter(|class| self.poll_class(*class)).count() > 0 // every class is asked
     }
 
     /// What the pool holds and has done.

@@ -1,9 +1,9 @@
 //! Large transfers between the host and a device with memory of its own.
 //!
-//! From ordinary memory a driver transfers at a third of the bus's speed or less, since it copies to pinned memory of its
-//! own with one thread. Here all threads of the CPU's pool copy, a slice at a time, into one of a few pinned slices,
-//! while the device transfers the slices before it. What the caller sees is the same: the call returns when everything
-//! is where it should be.
+//! From ordinary memory a driver transfers at a third of the bus's speed or less, since it copies to pinned memory of
+//! its own with one thread. Here all threads of the CPU's pool copy, a slice at a time, into one of a few pinned
+//! slices, while the device transfers the slices before it. What the caller sees is the same: the call returns when
+//! everything is where it should be.
 
 #[cfg(test)]
 mod tests;
@@ -230,8 +230,8 @@ fn copy(dst: &mut [u8], src: &[u8]) {
 
 /// Pinned host memory: what large transfers to and from a device with memory of its own go through.
 impl Device {
-    /// The pinned memory held for this device's transfers (`torch.cuda.host_memory_stats`): all zeros for the CPU, and for
-    /// devices that share the host's memory, which need none.
+    /// The pinned memory held for this device's transfers (`torch.cuda.host_memory_stats`): all zeros for the CPU, and
+    /// for devices that share the host's memory, which need none.
     ///
     /// ```
     /// use claystone::Device;

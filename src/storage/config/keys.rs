@@ -102,7 +102,7 @@ pub(super) const KEYS: &[ConfigKey] = &[
     },
     ConfigKey {
         name: "roundup_power2_divisions",
-        allowed: "a power of two, or a list [64:8,256:4,>:1] of sizes in MiB, powers of two each (> is all larger), and \
+        allowed: "a power of two, or a list [64:8,256:4,>:1] of sizes in MiB, powers of two (> is all larger), and \
                   divisions, powers of two or 0",
         doc: "sizes are rounded up to one of so many parts of a power of two",
         parse: |c, v| put(&mut c.roundup_power2_divisions, divisions(v)),
@@ -111,7 +111,7 @@ pub(super) const KEYS: &[ConfigKey] = &[
     ConfigKey {
         name: "garbage_collection_threshold",
         allowed: "a number above 0 and below 1",
-        doc: "above this part of the allowed memory unused segments go back, oldest first (needs a fraction or a limit)",
+        doc: "above this part of the allowed memory unused segments go back (needs a fraction or a limit)",
         parse: |c, v| put(&mut c.garbage_collection_threshold, number(v, 0.0..=1.0).filter(|x| *x > 0.0 && *x < 1.0)),
         print: |c| c.garbage_collection_threshold.to_string(),
     },
