@@ -4,7 +4,9 @@
 //! repeats tells: [`place`] takes the lifetimes of all its blocks and finds offsets for them in one arena that is as
 //! small as a search of under a second makes it, often exactly the peak of live bytes.
 
+mod exact;
 mod greedy;
+mod orders;
 mod search;
 
 pub use search::{Lifetime, Placement, place};

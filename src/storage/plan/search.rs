@@ -1,9 +1,10 @@
 //! The offline search: offsets for blocks whose lifetimes are known, in an arena as small as it can make it.
 
-use std::cmp::Reverse;
 use std::time::{Duration, Instant};
 
+use super::exact::{Blocks, within};
 use super::greedy::best_fit;
+use super::orders::{self, Random, Ranking};
 
 /// When a block lives and how large it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -41,6 +42,9 @@ pub(super) struct Item {
 /// Finds offsets, multiples of `alignment` bytes, such that blocks alive at the same time never overlap, in as small an
 /// arena as it can within `budget`.
 ///
+/// It stops early once the arena is the peak of live bytes, or after a fixed number of steps, which is what ends it with
+/// a budget of a second: the plan is then the same every time. A budget of zero is one greedy pass.
+///
 /// ```
 /// use claystone::storage::plan::{Lifetime, place};
 /// use std::time::Duration;
@@ -57,24 +61,95 @@ pub fn place(lifetimes: &[Lifetime], alignment: u64, budget: Duration) -> Placem
     let clock = Instant::now();
     let unit = alignment.max(1);
     let items = sections(lifetimes, unit);
-    let lower_bound = live(&items).into_iter().max().unwrap_or(0);
-    let mut best: Option<(u64, Vec<u64>)> = None;
-    for order in orders(&items) {
-        let offsets = best_fit(&items, &order);
-        let arena = arena(&items, &offsets);
-        if best.as_ref().is_none_or(|(smallest, _)| arena < *smallest) {
-            best = Some((arena, offsets));
+    let live = live(&items);
+    let lower_bound = live.iter().copied().max().unwrap_or(0);
+    let mut offsets = vec![0; items.len()];
+    let mut goal = lower_bound;
+    for part in parts(&items) {
+        let mut inside: Vec<Item> = part.iter().map(|&index| items[index].clone()).collect();
+        let from = inside.iter().map(|item| item.start).min().unwrap_or(0);
+        for item in &mut inside {
+            item.start -= from;
+            item.end -= from;
         }
-        if best.as_ref().is_some_and(|(arena, _)| *arena == lower_bound) || clock.elapsed() >= budget {
-            break;
+        let found = best(&inside, &live[from..], goal, &|| clock.elapsed() >= budget);
+        goal = goal.max(arena(&inside, &found));
+        for (&index, offset) in part.iter().zip(found) {
+            offsets[index] = offset;
         }
     }
-    let (arena, offsets) = best.unwrap_or_default();
     Placement {
-        offsets: offsets.into_iter().map(|offset| offset * unit).collect(),
-        arena: arena * unit,
+        offsets: offsets.iter().map(|offset| offset * unit).collect(),
+        arena: arena(&items, &offsets) * unit,
         lower_bound: lower_bound * unit,
     }
+}
+
+/// The most blocks of one part that are searched for: the tables of the search grow with the square, and with so many
+/// one pass already takes long.
+const MOST_SEARCHED: usize = 2000;
+/// Steps of backtracking for one part: under half a second with some 200 blocks. What ends a search when time does not.
+const STEPS: u64 = 250_000;
+/// Steps of the shortest tries. Their cost is heavy-tailed: many short tries find more than a few long ones.
+const STEPS_A_TRY: u64 = 1500;
+/// Capacities tried, in eighths of the way from the goal to the best so far: all of it first, then from easy to hard.
+const EIGHTHS: [u64; 5] = [0, 6, 4, 2, 1];
+
+/// The best offsets found for `items`; those whose arena is at most `goal` are good enough.
+fn best(items: &[Item], live: &[u64], goal: u64, out_of_time: &dyn Fn() -> bool) -> Vec<u64> {
+    let mut best = (u64::MAX, Vec::new());
+    for order in orders::greedy(items) {
+        let offsets = best_fit(items, &order);
+        let arena = arena(items, &offsets);
+        if arena < best.0 {
+            best = (arena, offsets);
+        }
+        if best.0 <= goal || out_of_time() {
+            return best.1;
+        }
+    }
+    if items.len() > MOST_SEARCHED {
+        return best.1;
+    }
+    let blocks = Blocks::new(items);
+    let ranking = Ranking::new(items, live);
+    let mut random = Random::new();
+    let mut steps = STEPS;
+    for round in 0u32.. {
+        let noise = if round == 0 { 0.0 } else { 0.1 * f64::from(1 + round % 3) };
+        // 1, 2, 1, 4, 1, 2, 1, 8, ... times the shortest: in Luby's manner.
+        let most = STEPS_A_TRY << (round + 1).trailing_zeros();
+        for (eighths, by) in EIGHTHS.iter().flat_map(|eighths| Ranking::ORDERS.map(|by| (eighths, by))) {
+            if steps == 0 || best.0 <= goal || out_of_time() {
+                return best.1;
+            }
+            let capacity = goal + (best.0 - goal) / 8 * eighths + (best.0 - goal) % 8 * eighths / 8;
+            let allowed = most.min(steps);
+            let mut unused = allowed;
+            if let Some(offsets) = within(&blocks, capacity, &ranking.order(by, noise, &mut random), &mut unused) {
+                best = (arena(items, &offsets), offsets);
+            }
+            // A search that never came to its first step counts as one, so that the loop ends.
+            steps = steps.saturating_sub((allowed - unused).max(1));
+        }
+    }
+    best.1
+}
+
+/// The blocks in groups that share no section with each other, by time.
+fn parts(items: &[Item]) -> Vec<Vec<usize>> {
+    let mut by_start: Vec<usize> = (0..items.len()).filter(|&index| items[index].size > 0).collect();
+    by_start.sort_by_key(|&index| items[index].start);
+    let mut parts: Vec<Vec<usize>> = Vec::new();
+    let mut end = 0;
+    for index in by_start {
+        match parts.last_mut() {
+            Some(part) if items[index].start < end => part.push(index),
+            _ => parts.push(vec![index]),
+        }
+        end = end.max(items[index].end);
+    }
+    parts
 }
 
 /// The same blocks with time cut into sections: a new one begins where a block starts after another has ended. The
@@ -82,11 +157,11 @@ pub fn place(lifetimes: &[Lifetime], alignment: u64, budget: Duration) -> Placem
 fn sections(lifetimes: &[Lifetime], unit: u64) -> Vec<Item> {
     let mut items: Vec<Item> =
         lifetimes.iter().map(|block| Item { start: 0, end: 0, size: block.bytes.div_ceil(unit) }).collect();
-    let mut events: Vec<(u64, bool, usize)> = Vec::with_capacity(2 * items.len()); // time, whether it starts, block
+    let mut events: Vec<(u128, bool, usize)> = Vec::with_capacity(2 * items.len()); // time, whether it starts, block
     for (index, block) in lifetimes.iter().enumerate() {
-        let start = block.start.min(u64::MAX - 1);
+        let start = u128::from(block.start);
         events.push((start, true, index));
-        events.push((block.end.max(start + 1), false, index));
+        events.push((u128::from(block.end).max(start + 1), false, index));
     }
     events.sort_unstable();
     let (mut section, mut ended) = (0, false);
@@ -124,24 +199,10 @@ fn arena(items: &[Item], offsets: &[u64]) -> u64 {
     items.iter().zip(offsets).map(|(item, offset)| offset + item.size).max().unwrap_or(0)
 }
 
-/// Orders worth a pass: largest first, largest area first, longest first, by start.
-fn orders(items: &[Item]) -> [Vec<usize>; 4] {
-    let length = |item: &Item| (item.end - item.start) as u64;
-    let sorted = |key: &dyn Fn(&Item) -> (u64, u64)| {
-        let mut order: Vec<usize> = (0..items.len()).collect();
-        order.sort_by_key(|&index| Reverse(key(&items[index])));
-        order
-    };
-    [
-        sorted(&|item| (item.size, length(item))),
-        sorted(&|item| (item.size.saturating_mul(length(item)), item.size)),
-        sorted(&|item| (length(item), item.size)),
-        sorted(&|item| (u64::MAX - item.start as u64, item.size)),
-    ]
-}
-
 #[cfg(test)]
 mod tests {
+    use std::collections::HashMap;
+
     use super::*;
     use proptest::prelude::*;
 
@@ -179,5 +240,86 @@ mod tests {
         fn blocks_alive_together_are_apart(blocks in lifetimes(80), alignment in prop::sample::select(vec![1, 16, 512])) {
             check(&blocks, alignment, &place(&blocks, alignment, Duration::from_millis(20)));
         }
+    }
+
+    /// A recorded trace: `a ID BYTES` and `f ID` lines. What is not freed lives to the end.
+    fn trace(name: &str) -> Vec<Lifetime> {
+        let path = format!("{}/tests/data/traces/{name}.trace", env!("CARGO_MANIFEST_DIR"));
+        let text = std::fs::read_to_string(path).unwrap();
+        let mut blocks: Vec<Lifetime> = Vec::new();
+        let mut by_id = HashMap::new();
+        for (time, line) in (0..).zip(text.lines()) {
+            match line.split(' ').collect::<Vec<_>>()[..] {
+                ["a", id, bytes] => {
+                    by_id.insert(id, blocks.len());
+                    blocks.push(Lifetime { start: time, end: u64::MAX, bytes: bytes.parse().unwrap() });
+                }
+                ["f", id] => blocks[by_id.remove(id).unwrap()].end = time,
+                _ => panic!("{name}: {line}"),
+            }
+        }
+        blocks
+    }
+
+    fn utilisation(name: &str, alignment: u64) -> f64 {
+        let blocks = trace(name);
+        let plan = place(&blocks, alignment, Duration::from_secs(600)); // steps end it
+        check(&blocks, alignment, &plan);
+        plan.lower_bound as f64 / plan.arena as f64
+    }
+
+    #[test]
+    fn recorded_networks_need_no_more_than_their_peak() {
+        assert_eq!(utilisation("mnn_1", 1), 1.0);
+        assert_eq!(utilisation("mnn_2", 512), 1.0);
+    }
+
+    #[test]
+    fn hard_traces_are_packed_to_nine_tenths() {
+        let each = ["A", "B", "C", "D", "E", "F"].map(|name| utilisation(&format!("minimalloc_{name}"), 512));
+        assert!(each.iter().sum::<f64>() / 6.0 >= 0.9, "{each:?}");
+    }
+
+    /// The smallest arena there is, over every assignment of offsets up to `most`.
+    fn exhaustive(blocks: &[Lifetime], offsets: &mut Vec<u64>, most: u64) -> u64 {
+        let at = offsets.len();
+        if at == blocks.len() {
+            return blocks.iter().zip(offsets).map(|(block, offset)| *offset + block.bytes).max().unwrap_or(0);
+        }
+        let mut smallest = u64::MAX;
+        for offset in 0..=most {
+            let free = (0..at).all(|other| {
+                let (a, b) = (blocks[at], blocks[other]);
+                let together = a.start < b.end && b.start < a.end;
+                !together || offset + a.bytes <= offsets[other] || offsets[other] + b.bytes <= offset
+            });
+            if free {
+                offsets.push(offset);
+                smallest = smallest.min(exhaustive(blocks, offsets, most));
+                offsets.pop();
+            }
+        }
+        smallest
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn small_cases_are_optimal(blocks in prop::collection::vec((0u64..6, 1u64..4, 1u64..4), 1..6)) {
+            let one = |&(start, length, bytes): &(u64, u64, u64)| Lifetime { start, end: start + length, bytes };
+            let blocks: Vec<Lifetime> = blocks.iter().map(one).collect();
+            let plan = place(&blocks, 1, Duration::from_secs(600));
+            check(&blocks, 1, &plan);
+            prop_assert_eq!(plan.arena, exhaustive(&blocks, &mut Vec::new(), 9));
+        }
+    }
+
+    #[test]
+    fn nothing_and_extremes() {
+        let none = place(&[], 0, Duration::ZERO);
+        assert_eq!(none, Placement { offsets: vec![], arena: 0, lower_bound: 0 });
+        let ends = [(u64::MAX, u64::MAX, 8), (0, u64::MAX, 4), (5, 2, 0)];
+        let blocks = ends.map(|(start, end, bytes)| Lifetime { start, end, bytes });
+        assert_eq!(place(&blocks, 4, Duration::ZERO).arena, 8);
     }
 }
