@@ -1,0 +1,185 @@
+//! What is written, read back by others: a small unpickler of the instructions that PyTorch's viewer knows, and Python.
+
+use std::process::Command;
+
+use serde_json::{Map, Value, json};
+
+use super::*;
+
+/// Reads a pickle as PyTorch's `MemoryViz.js` does, which fails on every other instruction, on integers of more than 8
+/// bytes, and on lists appended to in batches larger than the arguments a call may have.
+fn unpickle(mut bytes: &[u8]) -> Value {
+    fn take<'a>(bytes: &mut &'a [u8], n: usize) -> &'a [u8] {
+        let (head, tail) = bytes.split_at(n);
+        *bytes = tail;
+        head
+    }
+    fn int(bytes: &[u8]) -> i64 {
+        let sign = if bytes.last().is_some_and(|b| *b >= 0x80) { 0xff } else { 0 };
+        let mut wide = [sign; 8];
+        wide[..bytes.len()].copy_from_slice(bytes);
+        i64::from_le_bytes(wide)
+    }
+    assert_eq!(take(&mut bytes, 1), [0x80], "PROTO");
+    assert!((2..=4).contains(&take(&mut bytes, 1)[0]));
+    let (mut stack, mut marks) = (Vec::<Value>::new(), Vec::new());
+    loop {
+        match take(&mut bytes, 1)[0] {
+            b'.' => break,
+            b'(' => marks.push(stack.len()),
+            b'N' => stack.push(Value::Null),
+            0x88 => stack.push(true.into()),
+            0x89 => stack.push(false.into()),
+            b'J' => stack.push(int(take(&mut bytes, 4)).into()),
+            0x8a => {
+                let n = take(&mut bytes, 1)[0] as usize;
+                assert!(n <= 8, "an integer of {n} bytes");
+                stack.push(int(take(&mut bytes, n)).into());
+            }
+            b'G' => stack.push(f64::from_be_bytes(take(&mut bytes, 8).try_into().unwrap()).into()),
+            b'X' => {
+                let n = u32::from_le_bytes(take(&mut bytes, 4).try_into().unwrap()) as usize;
+                stack.push(std::str::from_utf8(take(&mut bytes, n)).unwrap().into());
+            }
+            b']' => stack.push(json!([])),
+            b'}' => stack.push(json!({})),
+            b't' => {
+                let items = stack.split_off(marks.pop().unwrap());
+                stack.push(items.into());
+            }
+            b'e' => {
+                let items = stack.split_off(marks.pop().unwrap());
+                assert!(items.len() <= 1000, "{} items in one batch", items.len());
+                stack.last_mut().unwrap().as_array_mut().unwrap().extend(items);
+            }
+            b'u' => {
+                let items = stack.split_off(marks.pop().unwrap());
+                let map: &mut Map<_, _> = stack.last_mut().unwrap().as_object_mut().unwrap();
+                for pair in items.chunks(2) {
+                    let old = map.insert(pair[0].as_str().unwrap().to_owned(), pair[1].clone());
+                    assert_eq!(old, None, "{} is there twice", pair[0]);
+                }
+            }
+            opcode => panic!("the viewer does not know the instruction {:?}", opcode as char),
+        }
+    }
+    assert!(bytes.is_empty() && stack.len() == 1 && marks.is_empty());
+    stack.pop().unwrap()
+}
+
+/// More than two batches of entries, names in several scripts, addresses past 2^31, all fields filled.
+fn rich() -> Result<Snapshot> {
+    let toy = with_context("προς τα εμπρός", || {
+        let mut toy = Toy::new(5000)?;
+        for i in 0..1500 {
+            toy.alloc(513 + i, u64::from(i as u32 % 3));
+            toy.free(i as usize, i % 3 > 0);
+        }
+        Result::Ok(toy)
+    })?;
+    toy.history.record(TraceAction::Oom, 5 << 30, 6 << 30, 2);
+    toy.history.record(TraceAction::Snapshot, 0, 0, 0);
+    annotate("後退 🦀 \"quoted\" \\ \n", || ());
+    let snapshot = toy.snapshot();
+    assert!(snapshot.device_traces[0].len() > 2000 && !snapshot.external_annotations.is_empty());
+    Ok(snapshot)
+}
+
+fn keys(value: &Value) -> Vec<&str> {
+    value.as_object().unwrap().keys().map(String::as_str).collect()
+}
+
+#[test]
+fn is_what_the_viewer_reads() -> Result<()> {
+    let snapshot = rich()?;
+    let value = unpickle(&snapshot.to_pickle()?);
+    assert_eq!(value, serde_json::from_str::<Value>(&snapshot.to_json()?).unwrap());
+
+    // The names and types of PyTorch, written out once more.
+    assert_eq!(keys(&value), ["allocator_settings", "device_traces", "external_annotations", "segments"]);
+    for segment in value["segments"].as_array().unwrap() {
+        let ints = ["active_size", "address", "allocated_size", "device", "requested_size", "stream", "total_size"];
+        assert!(ints.iter().all(|key| segment[key].is_i64()), "{segment}");
+        assert!(["small", "large"].contains(&segment["segment_type"].as_str().unwrap()));
+        assert_eq!(segment["segment_pool_id"].as_array().unwrap().len(), 2);
+        assert!(segment["is_expandable"].is_boolean() && segment["frames"].is_array());
+        let sum = |states: &[&str], key: &str| -> i64 {
+            let blocks = segment["blocks"].as_array().unwrap().iter();
+            blocks.filter(|b| states.contains(&b["state"].as_str().unwrap())).map(|b| b[key].as_i64().unwrap()).sum()
+        };
+        let (all, active) =
+            (["active_allocated", "active_pending_free", "inactive"], ["active_allocated", "active_pending_free"]);
+        assert_eq!(segment["total_size"], sum(&all, "size"));
+        assert_eq!(segment["active_size"], sum(&active, "size"));
+        assert_eq!(segment["requested_size"], sum(&active, "requested_size"));
+        assert_eq!(segment["allocated_size"], sum(&["active_allocated"], "size"));
+        for block in segment["blocks"].as_array().unwrap() {
+            assert_eq!(keys(block), ["address", "frames", "requested_size", "size", "state"]);
+        }
+    }
+    for entry in value["device_traces"][0].as_array().unwrap() {
+        let addr = if entry["action"] == "oom" { "device_free" } else { "addr" };
+        assert!([addr, "size", "stream", "time_us"].iter().all(|key| entry[key].is_i64()), "{entry}");
+        assert_eq!(entry.as_object().unwrap().len(), 7, "no category, no other: {entry}");
+    }
+    let first = &value["device_traces"][0][0];
+    assert_eq!(first["frames"], json!([{"filename": "", "line": 0, "name": "προς τα εμπρός"}]));
+    assert_eq!(first["compile_context"], "προς τα εμπρός");
+    assert_eq!(value["device_traces"][0].as_array().unwrap().last().unwrap()["compile_context"], "N/A");
+    let spans = value["external_annotations"].as_array().unwrap();
+    assert!(spans.iter().any(|a| a["stage"] == "START") && spans.iter().any(|a| a["stage"] == "END"));
+    Ok(())
+}
+
+#[test]
+fn too_large_is_an_error() -> Result<()> {
+    let mut snapshot = Toy::after(10, &[(0, 1)])?.snapshot();
+    snapshot.segments[0].address = 1 << 63;
+    assert!(snapshot.to_pickle().is_err() && snapshot.to_json().is_err() && snapshot.check().is_err());
+    Ok(())
+}
+
+#[test]
+fn files() -> Result<()> {
+    let (dir, snapshot) = (tempfile::tempdir().unwrap(), rich()?);
+    for name in ["a.pickle", "a.pkl", "a.json"] {
+        snapshot.save(dir.path().join(name))?;
+        assert_eq!(Snapshot::load(dir.path().join(name))?, snapshot);
+    }
+    assert!(snapshot.save(dir.path().join("a.txt")).is_err());
+    assert!(Snapshot::load(dir.path().join("none.json")).is_err());
+    std::fs::write(dir.path().join("bad.pickle"), b"\x80\x03}(").unwrap();
+    std::fs::write(dir.path().join("bad.json"), b"{\"segments\": 3}").unwrap();
+    assert!(Snapshot::load(dir.path().join("bad.pickle")).is_err());
+    assert!(Snapshot::load(dir.path().join("bad.json")).is_err());
+
+    // Python's own pickle and json agree on them, where there is a Python.
+    let script = "import json, pickle, sys\n\
+        a = pickle.load(open(sys.argv[1] + '/a.pickle', 'rb'))\n\
+        assert all(type(s['segment_pool_id']) is tuple and len(s['segment_pool_id']) == 2 for s in a['segments'])\n\
+        assert json.loads(json.dumps(a)) == json.load(open(sys.argv[1] + '/a.json'))";
+    if let Ok(output) = Command::new("python3").arg("-c").arg(script).arg(dir.path()).output() {
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+    Ok(())
+}
+
+/// A snapshot that Python's pickle wrote (protocol 4: memo, short strings, integers of 5 to 7 bytes) with what PyTorch
+/// has and claystone has not, and without what old versions of it lack.
+#[test]
+fn reads_pytorchs() -> Result<()> {
+    let snapshot = Snapshot::from_pickle(include_bytes!("pytorch.pickle"))?;
+    snapshot.check()?;
+    let [segment] = &snapshot.segments[..] else { panic!("{snapshot:?}") };
+    assert_eq!((segment.address, segment.total_size), (0x7f12_3400_0000, 2 << 20));
+    assert_eq!(segment.segment_pool_id, (0, 0));
+    assert_eq!(segment.blocks[1].address, 0x7f12_3400_0400, "filled in");
+    assert_eq!(segment.blocks[1].state, BlockState::ActivePendingFree, "by its old name");
+    let frame = Frame { filename: "train.py".into(), line: 12, name: "step".into() };
+    assert_eq!(segment.blocks[0].frames, std::slice::from_ref(&frame));
+    let trace = &snapshot.device_traces[0];
+    assert_eq!(trace[1].frames, [frame]);
+    assert_eq!((trace[3].action, trace[3].addr), (TraceAction::Oom, 5 << 30));
+    assert_eq!(snapshot.allocator_settings["max_split_size"], Setting::Int(-1));
+    Ok(())
+}
