@@ -99,9 +99,9 @@ impl ThreadCaches {
         ThreadCaches { shards: (0..SHARDS).map(|_| shard()).collect(), most: AtomicUsize::new(most), alignment }
     }
 
-    /// Whether blocks of this arena and size are cached at all.
+    /// Whether blocks of this arena and size are cached at all: small ones of the default stream.
     fn takes(&self, arena: u32, size: usize) -> bool {
-        arena & (PRIVATE | 1) == 0 && size <= self.most.load(Relaxed) / 4
+        arena == 0 && size <= self.most.load(Relaxed) / 4
     }
 
     fn bucket(&self, arena: u32, size: usize) -> usize {

@@ -17,12 +17,22 @@ use std::sync::atomic::Ordering::Relaxed;
 
 type Streams = SmallVec<[StreamId; 2]>;
 
+/// A block that waits for a marker. The ticket is never given twice: the block may settle, be reused and wait again.
+#[derive(Debug)]
+struct Waiting {
+    marker: Marker,
+    id: u32,
+    ticket: u64,
+}
+
 /// Pending blocks, by the streams they wait for.
 #[derive(Debug, Default)]
 pub(super) struct Pending {
     /// Streams that used live blocks.
     used: HashMap<u32, Streams>,
-    queues: BTreeMap<StreamId, VecDeque<(Marker, u32)>>,
+    queues: BTreeMap<StreamId, VecDeque<Waiting>>,
+    /// The next ticket.
+    tickets: u64,
     /// Markers each pending block still waits for.
     waiting: HashMap<u32, usize>,
 }
@@ -40,22 +50,24 @@ impl Pending {
     fn add(&mut self, id: u32, markers: &[(StreamId, Marker)]) {
         self.waiting.insert(id, markers.len());
         for (stream, marker) in markers {
-            self.queues.entry(*stream).or_default().push_back((marker.clone(), id));
+            let waiting = Waiting { marker: marker.clone(), id, ticket: self.tickets };
+            self.tickets += 1;
+            self.queues.entry(*stream).or_default().push_back(waiting);
         }
     }
 
-    /// The oldest marker of every stream.
-    fn heads(&self) -> Vec<(StreamId, Marker, u32)> {
-        let head = |(stream, queue): (&StreamId, &VecDeque<(Marker, u32)>)| {
-            queue.front().map(|(marker, id)| (*stream, marker.clone(), *id))
+    /// The oldest marker of every stream, with its ticket.
+    fn heads(&self) -> Vec<(StreamId, Marker, u64)> {
+        let head = |(stream, queue): (&StreamId, &VecDeque<Waiting>)| {
+            queue.front().map(|head| (*stream, head.marker.clone(), head.ticket))
         };
         self.queues.iter().filter_map(head).collect()
     }
 
-    /// Removes a stream's oldest marker, if it is still that of this block; gives the block if it waits for no more.
-    fn pop(&mut self, stream: StreamId, id: u32) -> Option<u32> {
+    /// Removes a stream's oldest marker, if it is still that of this ticket; gives the block if it waits for no more.
+    fn pop(&mut self, stream: StreamId, ticket: u64) -> Option<u32> {
         let queue = self.queues.get_mut(&stream)?;
-        queue.pop_front_if(|head| head.1 == id)?;
+        let id = queue.pop_front_if(|head| head.ticket == ticket)?.id;
         if queue.is_empty() {
             self.queues.remove(&stream);
         }
@@ -69,11 +81,11 @@ impl Pending {
         self.waiting.remove(&id);
         let mut markers = Vec::new();
         for queue in self.queues.values_mut() {
-            queue.retain(|(marker, other)| {
-                if *other == id {
-                    markers.push(marker.clone());
+            queue.retain(|waiting| {
+                if waiting.id == id {
+                    markers.push(waiting.marker.clone());
                 }
-                *other != id
+                waiting.id != id
             });
         }
         self.queues.retain(|_, queue| !queue.is_empty());
@@ -84,9 +96,12 @@ impl Pending {
 impl CachingAllocator {
     /// Remembers that `stream` uses the block.
     pub(super) fn note_stream(&self, block: &Block, stream: StreamId) {
+        if block.owner != self.number {
+            return; // its number means nothing here
+        }
         let mut core = self.lock();
         let home = core.heap.arenas[core.heap.table[block.id as usize].arena as usize].stream;
-        if block.owner != self.number || stream == home {
+        if stream == home {
             return;
         }
         let streams = core.pending.used.entry(block.id).or_default();
@@ -124,10 +139,10 @@ impl CachingAllocator {
             let heads = self.lock().pending.heads();
             let done: Vec<_> = heads
                 .into_iter()
-                .map(|(stream, marker, id)| {
+                .map(|(stream, marker, ticket)| {
                     let done =
                         if wait { self.driver.wait(&marker).map(|()| true)? } else { self.driver.is_done(&marker) };
-                    Ok((stream, id, done))
+                    Ok((stream, ticket, done))
                 })
                 .collect::<Result<_>>()?;
             let done: Vec<_> = done.into_iter().filter(|(_, _, done)| *done).collect();
@@ -135,8 +150,8 @@ impl CachingAllocator {
                 return Ok(settled);
             }
             let mut core = self.lock();
-            for (stream, id, _) in done {
-                if let Some(id) = core.pending.pop(stream, id) {
+            for (stream, ticket, _) in done {
+                if let Some(id) = core.pending.pop(stream, ticket) {
                     core.heap.settle(id);
                     settled = true;
                 }

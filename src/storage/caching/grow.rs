@@ -171,13 +171,7 @@ impl Core {
             });
         }
         self.growth.recycled += unused.len() as u64;
-        unused.into_iter().map(|id| self.heap.remove_segment(id)).collect()
-    }
-
-    /// Takes every unused segment out of the table.
-    pub(super) fn remove_unused(&mut self) -> Vec<Arc<Segment>> {
-        let unused = self.heap.whole_blocks(0);
-        unused.into_iter().map(|id| self.heap.remove_segment(id)).collect()
+        unused.into_iter().map(|id| self.heap.remove_segment(self.heap.table[id as usize].segment)).collect()
     }
 
     fn collect(&mut self, size: u64) -> Vec<Arc<Segment>> {
@@ -199,7 +193,7 @@ impl Core {
             for id in unused {
                 if left > 0 {
                     left = left.saturating_sub(self.heap.table[id as usize].size as u64);
-                    freed.push(self.heap.remove_segment(id));
+                    freed.push(self.heap.remove_segment(self.heap.table[id as usize].segment));
                 }
             }
         }

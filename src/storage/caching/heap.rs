@@ -110,6 +110,8 @@ pub(super) struct Heap {
     pub(super) arenas: Vec<Arena>,
     arena_of: HashMap<(u32, StreamId, Kind), u32>,
     pub(super) stats: DeviceStats,
+    /// Blocks given back so far: each with work behind it that may not be done.
+    pub(super) given_back: u64,
     /// Searches so far: the clock of garbage collection.
     pub(super) ticks: u64,
     /// Milliseconds since the allocator was made, as its owner last said.
@@ -128,6 +130,7 @@ impl Heap {
             arenas: Vec::new(),
             arena_of: HashMap::new(),
             stats: DeviceStats::default(),
+            given_back: 0,
             ticks: 0,
             now: 0,
         };
@@ -164,16 +167,28 @@ impl Heap {
         id
     }
 
-    /// Takes a free block that is a whole segment out of the table: the segment is the caller's to release.
-    pub(super) fn remove_segment(&mut self, id: u32) -> Arc<Segment> {
-        let entry = self.table[id as usize];
-        debug_assert!(entry.usage == Use::Free && entry.is_whole());
-        self.take_free(id, &mut Split::default());
-        self.vacate(id);
-        let held = self.segments[entry.segment as usize].take().expect("a block's segment is held");
-        self.vacant_segments.push(entry.segment);
+    /// Takes a segment whose blocks are all free out of the table: it is the caller's to release.
+    pub(super) fn remove_segment(&mut self, segment: u32) -> Arc<Segment> {
+        let mut split = Split::default();
+        let blocks: Vec<u32> = self.blocks_of(segment).collect();
+        blocks.iter().for_each(|&id| self.take_free(id, &mut split));
+        blocks.into_iter().for_each(|id| self.vacate(id));
+        let held = self.segments[segment as usize].take().expect("a removed segment is held");
+        self.vacant_segments.push(segment);
+        self.stats.split_changed(held.kind, split);
         self.stats.segment_released(held.kind, held.size);
         held.segment
+    }
+
+    /// Takes every segment of a pool whose blocks are all free out of the table, even where they are several streams'
+    /// and so were not merged.
+    pub(super) fn remove_unused(&mut self, pool: u32) -> Vec<Arc<Segment>> {
+        let unused = |&at: &u32| {
+            let of_pool = self.segments[at as usize].as_ref().is_some_and(|held| held.pool == pool);
+            of_pool && self.blocks_of(at).all(|id| self.table[id as usize].usage == Use::Free)
+        };
+        let unused: Vec<u32> = (0..self.segments.len() as u32).filter(unused).collect();
+        unused.into_iter().map(|at| self.remove_segment(at)).collect()
     }
 
     /// The held segment of a block.
@@ -236,6 +251,7 @@ impl Heap {
 
     /// Gives a block back that no other stream uses.
     pub(super) fn give_back(&mut self, id: u32, requested: usize) {
+        self.given_back += 1;
         let Entry { size, arena, .. } = self.table[id as usize];
         let split = self.set_free(id);
         self.stats.block_given_back(self.arenas[arena as usize].kind, size, requested, split);
@@ -243,6 +259,7 @@ impl Heap {
 
     /// Gives a block back that another stream may be using: it counts as active until [`settle`](Self::settle).
     pub(super) fn give_back_pending(&mut self, id: u32, requested: usize) {
+        self.given_back += 1;
         let Entry { size, arena, .. } = self.table[id as usize];
         self.table[id as usize].usage = Use::Pending;
         self.stats.block_pending(self.arenas[arena as usize].kind, size, requested);

@@ -38,6 +38,9 @@ const LADDER: [Rung; 8] = [
     Rung::OtherKind,
 ];
 
+/// Waits for all streams before giving up on their blocks, which other threads keep giving back.
+const WAITS: usize = 4;
+
 impl CachingAllocator {
     /// Finds memory for a request that the bins did not serve at once.
     pub(super) fn climb(&self, request: &Request) -> Result<Block> {
@@ -64,28 +67,38 @@ impl CachingAllocator {
             Rung::OtherStreams => return self.take_with_wait(request),
             Rung::Collect => self.collect(request),
             Rung::Grow => return self.grow(request, false, failure),
-            Rung::Wait => {
-                self.driver.synchronize()?;
-                self.settle_events(true)?;
-                let mut core = self.drain_caches();
-                core.heap.stats.num_alloc_retries += 1;
-                core.heap.stats.num_sync_all_streams += 1;
-                core.unite_streams(request);
-            }
+            Rung::Wait => self.wait_for_streams(request)?,
             Rung::Release => {
-                let unused = self.lock().remove_unused();
+                let unused = self.lock().heap.remove_unused(0);
                 drop(unused);
                 return self.grow(request, true, failure);
             }
             Rung::OtherKind => {
-                let mut other = *request;
-                other.kind = request.kind.other();
-                let mut core = self.lock_folded();
-                core.unite_streams(&other);
-                return Ok(core.search(self.number, &other, Search::Thorough, true));
+                let other = Request { kind: request.kind.other(), ..*request };
+                return Ok(self.lock_folded().search(self.number, &other, Search::Thorough, true));
             }
         }
         Ok(None)
+    }
+
+    /// Waits for all streams, and makes their free blocks the request's. If a block was given back meanwhile, its work
+    /// may not be done: then the wait was for nothing, and there is another, a few times.
+    fn wait_for_streams(&self, request: &Request) -> Result<()> {
+        for _ in 0..WAITS {
+            let given_back = self.drain_caches().heap.given_back;
+            self.driver.synchronize()?;
+            self.settle_events(true)?;
+            let mut core = self.lock();
+            if core.heap.given_back == given_back {
+                core.unite_streams(request);
+                core.unite_streams(&Request { kind: request.kind.other(), ..*request });
+                break;
+            }
+        }
+        let mut core = self.lock();
+        core.heap.stats.num_alloc_retries += 1;
+        core.heap.stats.num_sync_all_streams += 1;
+        Ok(())
     }
 
     fn out_of_memory(&self, request: &Request, failure: Option<Failure>) -> Error {
@@ -125,7 +138,7 @@ impl Core {
         self.heap.rules.segment_size(request.size, reserved).unwrap_or(request.size)
     }
 
-    /// After all streams have been waited for: makes their free blocks this request's, merged where they touch.
+    /// After the work of all blocks given back has been waited for: makes their free blocks this request's, merged where they touch.
     fn unite_streams(&mut self, request: &Request) {
         let home = self.heap.arena(request.pool, request.stream, request.kind);
         let others: Vec<u32> = (0..self.heap.arenas.len() as u32)

@@ -251,7 +251,7 @@ impl Allocator for CachingAllocator {
         let unused = {
             let mut core = self.lock();
             core.growth.forget();
-            core.remove_unused()
+            core.heap.remove_unused(0)
         };
         drop(unused); // outside the lock: releasing waits for the device
         Ok(())
@@ -280,6 +280,7 @@ impl Drop for CachingAllocator {
 impl Heap {
     /// A block leaves a thread's cache: to the statistics it was free already.
     fn uncache(&mut self, id: u32) {
+        self.given_back += 1;
         let kind = self.arenas[self.table[id as usize].arena as usize].kind;
         let split: Split = self.set_free(id);
         self.stats.split_changed(kind, split);

@@ -1,5 +1,7 @@
 //! The allocator on the simulated device: no bytes, no clock.
 
+mod properties;
+
 use super::heap::{NONE, Use};
 use super::*;
 use crate::storage::{Sim, SimOptions};
@@ -19,7 +21,8 @@ impl CachingAllocator {
     pub(in crate::storage) fn check(&self) {
         let core = self.drain_caches();
         let heap = &core.heap;
-        let (mut reserved, mut active, mut inactive, mut blocks) = (0, 0, 0, 0);
+        let binned = properties::binned(heap);
+        let (mut reserved, mut active, mut inactive, mut blocks, mut free_blocks) = (0, 0, 0, 0, 0);
         for (at, held) in heap.segments.iter().enumerate().filter_map(|(at, held)| Some((at, held.as_ref()?))) {
             let (mut offset, mut prev, mut free_arena) = (0, NONE, NONE);
             for id in heap.blocks_of(at as u32) {
@@ -28,9 +31,9 @@ impl CachingAllocator {
                 assert!(entry.size > 0 && entry.size.is_multiple_of(heap.rules.alignment));
                 let free = entry.usage == Use::Free;
                 assert!(!(free && entry.arena == free_arena), "free neighbours are merged");
-                let arena = &heap.arenas[entry.arena as usize];
-                let bins = if entry.is_whole() { &arena.whole } else { &arena.partial };
-                assert_eq!(bins.blocks(&heap.table).any(|other| other == id), free, "bins hold the free blocks");
+                let in_bins = binned.contains(&(entry.arena, entry.is_whole(), id));
+                assert_eq!(in_bins, free, "bins hold the free blocks");
+                free_blocks += usize::from(free);
                 active += if free { 0 } else { entry.size };
                 inactive += if free && !entry.is_whole() { entry.size } else { 0 };
                 (offset, prev) = (offset + entry.size, id);
@@ -40,6 +43,7 @@ impl CachingAllocator {
             assert_eq!(offset, held.size);
             reserved += held.size;
         }
+        assert_eq!(free_blocks, binned.len(), "bins hold nothing else");
         assert_eq!(blocks, heap.table.iter().filter(|entry| entry.usage != Use::Vacant).count());
         let s = heap.stats;
         assert_eq!(s.reserved_bytes.current, reserved as u64);

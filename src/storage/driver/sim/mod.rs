@@ -103,6 +103,7 @@ struct State {
     calls: Vec<Call>,
     violations: Vec<String>,
     stalls: u64,
+    copied: u64,
     create_failures: VecDeque<Failure>,
     commit_failures: VecDeque<Failure>,
     enqueue_failures: VecDeque<Failure>,
@@ -153,6 +154,11 @@ impl Sim {
         self.with(|s| s.stalls)
     }
 
+    /// Bytes copied on the device or read to the host so far.
+    pub fn bytes_copied(&self) -> u64 {
+        self.with(|s| s.copied)
+    }
+
     /// What work found that should not be: a sentence each, oldest first. Empty for a correct allocator.
     pub fn violations(&self) -> Vec<String> {
         self.with(|s| s.violations.clone())
@@ -176,6 +182,11 @@ impl Sim {
     /// The next work that touches memory not yet committed fails so when it is enqueued.
     pub fn fail_next_enqueue(&self, failure: Failure) {
         self.with(|s| s.enqueue_failures.push_back(failure));
+    }
+
+    /// Failures lined up that have not happened yet.
+    pub fn failures_left(&self) -> usize {
+        self.with(|s| s.create_failures.len() + s.commit_failures.len() + s.enqueue_failures.len())
     }
 
     /// Takes back every failure that has not happened yet.
@@ -440,6 +451,7 @@ impl Driver for Sim {
             }
             self.touch(s, from)?;
             self.touch(s, to)?;
+            s.copied += bytes as u64;
             self.submit(s, stream, Command::Copy(from, to));
             Ok(())
         })
@@ -450,6 +462,7 @@ impl Driver for Sim {
         let span = self.span(from, to.len())?;
         self.call(Call::Read(to.len()), |s| {
             self.touch(s, span)?;
+            s.copied += to.len() as u64;
             s.finish_stream(StreamId::DEFAULT);
             s.pieces.read(span, self.granule(), to);
             Ok(())

@@ -1,0 +1,115 @@
+//! Thousands of random operations on a simulated device, with everything that must hold checked between them.
+//!
+//! A run that fails is shrunk to the few operations that matter and printed; proptest keeps its seed for the next run.
+
+mod model;
+mod ops;
+mod threads;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use proptest::prelude::any;
+use proptest::test_runner::{Config as Cases, FileFailurePersistence, TestCaseError, TestRunner};
+
+use model::World;
+pub(super) use model::binned;
+use ops::Op;
+
+/// One kind of device and allocator.
+#[derive(Debug, Clone, Copy)]
+struct Setup {
+    config: &'static str,
+    capacity: u64,
+    asynchronous: bool,
+    page: usize,
+    /// Operations between checks: looking at statistics empties the threads' caches.
+    every: usize,
+    /// Whether live blocks are moved together before an allocation fails.
+    compacts: bool,
+}
+
+const SETUP: Setup = Setup { config: "", capacity: 64 << 20, asynchronous: true, page: 0, every: 1, compacts: false };
+
+const OPERATIONS: usize = if cfg!(miri) { 150 } else { 10_000 };
+
+fn run(setup: Setup, ops: &[Op]) -> Result<(), String> {
+    let result = catch_unwind(AssertUnwindSafe(|| {
+        let mut world = World::new(setup);
+        for (i, &op) in ops.iter().enumerate() {
+            world.apply(op).map_err(|why| format!("operation {i}: {why}"))?;
+            if i % setup.every == 0 {
+                world.check().map_err(|why| format!("after operation {i}, {op:?}: {why}"))?;
+            }
+        }
+        world.finish().map_err(|why| format!("at the end: {why}"))
+    }));
+    result.unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<String>().cloned();
+        Err(text.or_else(|| panic.downcast_ref::<&str>().map(|s| s.to_string())).unwrap_or_default())
+    })
+}
+
+/// A reason without the numbers in it: shrinking is not to wander off to another failure.
+fn kind(why: &str) -> String {
+    let what = why.split_once(": ").map_or(why, |(_, what)| what);
+    what.chars().filter(|c| !c.is_ascii_digit()).take(40).collect()
+}
+
+/// Runs a few cases; panics with the shortest list of operations that fails.
+#[track_caller]
+fn holds(setup: Setup) {
+    let persistence = FileFailurePersistence::WithSource("regressions");
+    let config = Cases {
+        cases: if cfg!(miri) { 1 } else { 2 },
+        max_shrink_iters: 0, // seeds do not shrink: operations do, below
+        source_file: Some(file!()),
+        failure_persistence: if cfg!(miri) { None } else { Some(Box::new(persistence)) },
+        ..Cases::default()
+    };
+    let result = TestRunner::new(config).run(&any::<u64>(), |seed| {
+        let ops = ops::generate(seed, OPERATIONS, setup.capacity);
+        let Err(why) = run(setup, &ops) else { return Ok(()) };
+        let ops = ops::shrink(ops, 600, |ops| run(setup, ops).is_err_and(|other| kind(&other) == kind(&why)));
+        let shortest = run(setup, &ops).err().unwrap_or_default();
+        let list: String = ops.iter().map(|op| format!("    {op:?}\n")).collect();
+        Err(TestCaseError::fail(format!(
+            "{why}\nshrunk to {} operations: {shortest}\n{setup:?}, seed {seed}\n{list}",
+            ops.len()
+        )))
+    });
+    if let Err(error) = result {
+        panic!("{error}");
+    }
+}
+
+#[test]
+fn with_defaults() {
+    holds(SETUP);
+}
+
+#[test]
+fn on_a_device_that_is_always_idle() {
+    holds(Setup { asynchronous: false, capacity: 256 << 20, ..SETUP });
+}
+
+#[test]
+fn with_thread_caches_seldom_disturbed() {
+    holds(Setup { every: 97, config: "thread_cache_kb:4096", ..SETUP });
+}
+
+#[test]
+fn with_segments_as_pytorch_makes_them() {
+    holds(Setup { config: "segments:pytorch", capacity: 128 << 20, ..SETUP });
+}
+
+#[test]
+fn without_reuse_across_streams() {
+    holds(Setup { config: "cross_stream_reuse:False", ..SETUP });
+}
+
+#[test]
+fn with_garbage_collection_of_a_fraction_and_blocks_that_are_not_split() {
+    let config = "per_process_memory_fraction:0.75,garbage_collection_threshold:0.6,max_split_size_mb:20,\
+                  roundup_power2_divisions:4";
+    holds(Setup { config, capacity: 160 << 20, ..SETUP });
+}

@@ -1,0 +1,142 @@
+//! What a program may do to an allocator and its device, at random.
+
+/// One thing that happens. Blocks are named by a number modulo those alive, so that any list of operations makes sense.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Op {
+    Allocate {
+        bytes: usize,
+        stream: u32,
+    },
+    Free {
+        block: usize,
+    },
+    /// A stream other than the block's own reads it.
+    Share {
+        block: usize,
+        stream: u32,
+    },
+    /// The block's own stream reads it.
+    Check {
+        block: usize,
+    },
+    /// The device runs some of what is queued.
+    Run {
+        seed: u64,
+    },
+    Synchronize,
+    EmptyCache,
+    Trim {
+        keep: u64,
+    },
+    Compact {
+        budget: u64,
+    },
+    Limit {
+        bytes: u64,
+    },
+    /// Other programs take device memory.
+    Others {
+        bytes: u64,
+    },
+    FailCreate {
+        code: i32,
+    },
+    FailCommit {
+        code: i32,
+    },
+    FailEnqueue {
+        code: i32,
+    },
+    ResetPeaks,
+    ResetSums,
+}
+
+/// Random numbers from a seed: splitmix64.
+#[derive(Debug, Clone)]
+pub(super) struct Random(pub(super) u64);
+
+impl Random {
+    pub(super) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    pub(super) fn below(&mut self, n: u64) -> u64 {
+        self.next() % n
+    }
+
+    /// Log-uniform from 1 to `most`.
+    pub(super) fn size(&mut self, most: usize) -> usize {
+        let unit = (self.next() >> 11) as f64 / (1_u64 << 53) as f64;
+        ((most as f64).powf(unit) as usize).clamp(1, most)
+    }
+}
+
+/// `n` operations on a device of `capacity` bytes: spells of mostly allocating and of mostly freeing, so that the device
+/// runs full and empty many times.
+pub(super) fn generate(seed: u64, n: usize, capacity: u64) -> Vec<Op> {
+    let mut random = Random(seed);
+    let favourites: Vec<usize> = (0..8).map(|_| random.size(1 << 18)).collect();
+    let mut allocating = 50;
+    (0..n)
+        .map(|i| {
+            if i % 256 == 0 {
+                allocating = 30 + random.below(45);
+            }
+            let block = random.below(1 << 20) as usize;
+            let stream = random.below(3) as u32;
+            match random.below(1000) {
+                0..620 if random.below(100) >= allocating => Op::Free { block },
+                0..620 if random.below(10) < 3 => Op::Allocate { bytes: favourites[block % 8], stream },
+                0..620 => Op::Allocate { bytes: random.size(32 << 20), stream },
+                620..720 => Op::Share { block, stream },
+                720..800 => Op::Check { block },
+                800..940 => Op::Run { seed: random.next() },
+                940..943 => Op::Synchronize,
+                943..946 => Op::EmptyCache,
+                946..953 => Op::Trim { keep: random.below(capacity) },
+                953..960 => Op::Compact { budget: random.size(capacity as usize) as u64 },
+                960..965 => Op::Limit { bytes: capacity / 4 + random.below(capacity) },
+                965..970 => Op::Others { bytes: random.below(3).saturating_sub(1) * random.below(capacity / 2) },
+                970..980 => Op::FailCreate { code: -4 - random.below(3) as i32 },
+                980..990 => Op::FailCommit { code: -4 - random.below(3) as i32 },
+                990..994 => Op::FailEnqueue { code: -4 - random.below(3) as i32 },
+                994..997 => Op::ResetPeaks,
+                _ => Op::ResetSums,
+            }
+        })
+        .collect()
+}
+
+/// The fewest of these operations for which `fails` still holds, found by leaving out ever smaller parts.
+pub(super) fn shrink(mut ops: Vec<Op>, mut attempts: usize, fails: impl Fn(&[Op]) -> bool) -> Vec<Op> {
+    let mut part = ops.len() / 2;
+    while part > 0 {
+        let (mut at, before) = (0, ops.len());
+        while at < ops.len() && attempts > 0 {
+            let end = (at + part).min(ops.len());
+            let without: Vec<Op> = ops[..at].iter().chain(&ops[end..]).copied().collect();
+            attempts -= 1;
+            if fails(&without) {
+                ops = without;
+            } else {
+                at = end;
+            }
+        }
+        if part == 1 && (ops.len() == before || attempts == 0) {
+            break;
+        }
+        part = (part / 2).max(1);
+    }
+    ops
+}
+
+#[test]
+fn shrinking_keeps_what_matters() {
+    let ops: Vec<Op> = (0..1000).map(|block| Op::Free { block }).collect();
+    let needed = [Op::Free { block: 17 }, Op::Free { block: 18 }, Op::Free { block: 700 }];
+    let found = shrink(ops, 1000, |ops| needed.iter().all(|op| ops.contains(op)));
+    assert_eq!(found, needed);
+}
