@@ -11,6 +11,7 @@
 mod check;
 mod context;
 mod csv;
+mod pickle;
 mod snapshot;
 mod summary;
 #[cfg(test)]

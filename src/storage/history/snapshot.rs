@@ -9,6 +9,7 @@ use std::path::Path;
 use serde::ser::{SerializeMap, SerializeStruct};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
+use super::pickle;
 use crate::{Error, Result};
 
 /// The segments and blocks of some allocators, and the events that led there.
@@ -342,8 +343,8 @@ impl Snapshot {
     /// # Errors
     /// When it is no pickle, or not of a snapshot.
     pub fn from_pickle(bytes: &[u8]) -> Result<Snapshot> {
-        let options = serde_pickle::DeOptions::new().replace_unresolved_globals();
-        serde_pickle::from_slice(bytes, options).map(Snapshot::complete).map_err(|e| unreadable("pickle", &e))
+        let value = pickle::read(bytes).map_err(|e| unreadable("pickle", &e))?;
+        serde_json::from_value(value).map(Snapshot::complete).map_err(|e| unreadable("pickle", &e))
     }
 
     /// Reads JSON of [`to_json`](Snapshot::to_json), or of PyTorch's snapshot dumped as JSON.

@@ -183,3 +183,15 @@ fn reads_pytorchs() -> Result<()> {
     assert_eq!(snapshot.allocator_settings["max_split_size"], Setting::Int(-1));
     Ok(())
 }
+
+proptest::proptest! {
+    /// Damaged files are errors, or other snapshots: never a panic.
+    #[test]
+    fn damage_is_survived(at in 0_usize..1000, byte: u8, cut in 0_usize..1100) {
+        let mut bytes = include_bytes!("pytorch.pickle").to_vec();
+        let at = at % bytes.len();
+        bytes[at] = byte;
+        bytes.truncate(cut);
+        _ = Snapshot::from_pickle(&bytes).map(|s| (s.check(), s.to_string(), s.to_pickle()));
+    }
+}
