@@ -41,10 +41,10 @@ impl FreeSpace {
     }
 
     fn add(&mut self, segment: &SegmentInfo) {
-        self.reserved += segment.total_size;
-        self.requested += segment.requested_size();
+        self.reserved = self.reserved.saturating_add(segment.total_size);
+        self.requested = self.requested.saturating_add(segment.requested_size());
         for block in segment.blocks.iter().filter(|b| b.state == BlockState::Inactive) {
-            self.total_free += block.size;
+            self.total_free = self.total_free.saturating_add(block.size);
             self.largest_free = self.largest_free.max(block.size);
         }
     }
@@ -138,7 +138,7 @@ fn map(segment: &SegmentInfo) -> String {
         let start = block.address.saturating_sub(segment.address);
         let end = start.saturating_add(block.size);
         for (cell, used) in (0..).zip(&mut used) {
-            *used += end.min(bound(cell + 1)).saturating_sub(start.max(bound(cell)));
+            *used = u64::saturating_add(*used, end.min(bound(cell + 1)).saturating_sub(start.max(bound(cell))));
         }
     }
     let draw = |(cell, used): (u64, &u64)| match *used {
@@ -153,8 +153,8 @@ fn map(segment: &SegmentInfo) -> String {
 fn size(bytes: u64) -> String {
     match bytes {
         0..=1024 => format!("{bytes} B"),
-        ..=1_048_576 => format!("{:.2} KiB", bytes as f64 / 1024.0),
-        ..=1_073_741_824 => format!("{:.2} MiB", bytes as f64 / 1_048_576.0),
+        1025..=1_048_576 => format!("{:.2} KiB", bytes as f64 / 1024.0),
+        1_048_577..=1_073_741_824 => format!("{:.2} MiB", bytes as f64 / 1_048_576.0),
         _ => format!("{:.2} GiB", bytes as f64 / 1_073_741_824.0),
     }
 }
