@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
 
 use super::driver::Memory;
@@ -114,6 +114,12 @@ impl Slot {
     }
 }
 
+/// A number for an allocator to know its blocks by, as their `owner`.
+pub(super) fn owner_number() -> u32 {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    NEXT.fetch_add(1, Relaxed)
+}
+
 /// A block handed out by an [`Allocator`]: the right to use its bytes until it is given back with
 /// [`Allocator::deallocate`], which takes it by value: it can be given back once and not used after.
 ///
@@ -191,6 +197,16 @@ impl Block {
     pub fn export(&self) {
         let _still = self.place(); // a move under way is done first
         self.slot().exported.store(true, Relaxed);
+    }
+
+    /// Whether the block is not that of the allocator with this number, which then says so: whoever handed it out still
+    /// counts it, and nobody else may touch it.
+    pub(super) fn is_foreign(&self, allocator: &dyn Allocator, number: u32) -> bool {
+        let foreign = self.owner != number;
+        if foreign {
+            tracing::error!(?allocator, block = ?self, "a block was given back to an allocator that is not its own");
+        }
+        foreign
     }
 
     pub(crate) fn slot(&self) -> &Slot {

@@ -193,6 +193,12 @@ impl Config {
         })
     }
 
+    /// The most bytes of segments to hold of a device that has so many.
+    pub(super) fn limit(&self, capacity: u64) -> u64 {
+        let fraction = (capacity as f64 * self.per_process_memory_fraction) as u64;
+        capacity.min(fraction).min(self.memory_limit as u64)
+    }
+
     /// The size of the block that serves a request: at least `alignment` bytes and a multiple of it (a power of two),
     /// and where [`roundup_power2_divisions`](Config::roundup_power2_divisions) divides the request's power of two, a
     /// whole number of those parts. `None` where that is beyond `usize`. PyTorch's `round_size`.

@@ -12,15 +12,18 @@ mod access;
 mod allocator;
 mod caching;
 mod config;
+mod direct;
 pub(crate) mod driver;
 mod history;
 mod pinned;
 pub mod plan;
+mod pool;
 mod registry;
 mod staging;
 mod stats;
 #[cfg(test)]
 mod tests;
+mod whole;
 
 use std::fmt;
 use std::mem::ManuallyDrop;
@@ -32,6 +35,7 @@ pub(crate) use access::with_host;
 pub use allocator::{Allocator, Block, Place, Segment};
 pub use caching::CachingAllocator;
 pub use config::{Backend, Config, ConfigKey, SegmentSizes};
+pub use direct::DirectAllocator;
 pub use driver::{At, Call, Driver, Failure, Marker, Memory, Sim, SimOptions};
 pub use history::{
     Annotation, BlockInfo, BlockState, Context, ContextLevel, CsvAction, CsvEvent, CsvLog, Fragmentation, Frame,
@@ -39,7 +43,8 @@ pub use history::{
     TraceEntry, annotate, annotations, with_context,
 };
 pub use pinned::{DurationStat, PinnedStats};
-pub use registry::{allocator, driver, set_allocator};
+pub use pool::{PoolAllocator, StorageType};
+pub use registry::{allocator, build_allocator, driver, set_allocator};
 pub use stats::{DeviceStats, PoolStats, Stat};
 
 use crate::device::StreamId;

@@ -1,13 +1,15 @@
 //! One allocator a device for the whole process: made on first use, never taken down.
 
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 
 use super::allocator::Allocator;
 use super::caching::CachingAllocator;
-use super::config::Config;
+use super::config::{Backend, Config};
+use super::direct::DirectAllocator;
 use super::driver::host::Host;
 use super::driver::opencl::OpenCl;
 use super::driver::{Driver, DynDriver};
+use super::pool::PoolAllocator;
 use crate::device::opencl;
 use crate::{Device, Error, Result};
 
@@ -42,6 +44,32 @@ fn change<R>(device: Device, f: impl FnOnce(&mut Entry) -> R) -> R {
 
 fn leak<T>(value: T) -> &'static T {
     Box::leak(Box::new(value))
+}
+
+/// What the environment says, read when the first device is used.
+fn config() -> Result<Config> {
+    static CONFIG: OnceLock<Result<Config>> = OnceLock::new();
+    CONFIG.get_or_init(Config::from_env).clone()
+}
+
+/// The allocator that a configuration's `backend` names, over any driver's memory.
+///
+/// ```
+/// use std::sync::Arc;
+/// use claystone::storage::{Sim, SimOptions, build_allocator};
+/// let pool = build_allocator(Arc::new(Sim::new(SimOptions::default())), "backend:pool".parse()?)?;
+/// assert_eq!(format!("{pool:?}"), "the pool allocator of opencl:99");
+/// # Ok::<(), claystone::Error>(())
+/// ```
+///
+/// # Errors
+/// [`Error::Invalid`] where the configuration contradicts itself.
+pub fn build_allocator(driver: Arc<dyn Driver>, config: Config) -> Result<Arc<dyn Allocator>> {
+    Ok(match config.backend {
+        Backend::Caching => Arc::new(CachingAllocator::new(driver, config)?),
+        Backend::Pool => Arc::new(PoolAllocator::new(driver, config)?),
+        Backend::Direct => Arc::new(DirectAllocator::new(driver, config)?),
+    })
 }
 
 /// The driver of a device's memory: what allocators of a user's own are built on. Opens the device.
@@ -90,6 +118,6 @@ pub(super) fn of(device: Device) -> Result<&'static Arc<dyn Allocator>> {
         return Ok(allocator);
     }
     let driver = driver(device)?;
-    let made: Arc<dyn Allocator> = Arc::new(CachingAllocator::new(driver, Config::from_env()?)?);
+    let made = build_allocator(driver, config()?)?;
     Ok(change(device, |entry| *entry.allocator.get_or_insert_with(|| leak(made))))
 }

@@ -22,11 +22,11 @@ mod slots;
 mod sync;
 
 use std::fmt;
-use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use super::allocator::{Allocator, Block};
+use super::allocator::{Allocator, Block, owner_number};
 use super::config::Config;
 use super::driver::Driver;
 use super::stats::{DeviceStats, Split};
@@ -99,12 +99,10 @@ impl CachingAllocator {
     /// # Errors
     /// [`Error::Invalid`] where the configuration contradicts itself.
     pub fn new(driver: Arc<dyn Driver>, config: Config) -> Result<CachingAllocator> {
-        static NUMBER: AtomicU32 = AtomicU32::new(0);
         config.check()?;
         let alignment = driver.alignment();
-        let fraction = (driver.capacity() as f64 * config.per_process_memory_fraction) as u64;
         let caches = ThreadCaches::new(config.thread_cache, alignment);
-        let limit = driver.capacity().min(fraction).min(config.memory_limit as u64);
+        let limit = config.limit(driver.capacity());
         let rules = Arc::new(Rules { alignment, config });
         let mut heap = Heap::new(Arc::clone(&rules));
         heap.stats.max_split_size = rules.config.max_split_size as u64;
@@ -116,7 +114,7 @@ impl CachingAllocator {
             making: 0,
             growth: grow::Growth::default(),
         };
-        let number = NUMBER.fetch_add(1, Relaxed);
+        let number = owner_number();
         Ok(CachingAllocator { driver, number, rules, core: Mutex::new(core), caches, started: Instant::now() })
     }
 
@@ -214,9 +212,7 @@ impl Allocator for CachingAllocator {
     }
 
     fn deallocate(&self, block: Block) {
-        if block.owner != self.number {
-            // Whoever handed it out still counts it; nothing here may touch it.
-            tracing::error!(allocator = ?self, ?block, "a block was given back to an allocator that is not its own");
+        if block.is_foreign(self, self.number) {
             return;
         }
         let requested = block.slot().requested();

@@ -22,7 +22,7 @@ pub(in crate::storage) enum Kind {
 
 impl Kind {
     /// The kind of a rounded size.
-    pub(super) fn of(size: usize) -> Kind {
+    pub(in crate::storage) fn of(size: usize) -> Kind {
         if size <= SMALL { Kind::Small } else { Kind::Large }
     }
 

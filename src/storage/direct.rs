@@ -1,0 +1,136 @@
+//! The direct allocator: a segment an allocation, and nothing kept.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::allocator::{Allocator, Block, Segment, owner_number};
+use super::config::Config;
+use super::driver::Driver;
+use super::stats::DeviceStats;
+use super::whole::{Books, Unused, make, segment_size};
+use crate::device::StreamId;
+use crate::{Device, Result};
+
+/// Asks the driver for every allocation and gives each back when it is freed (PyTorch under
+/// `PYTORCH_NO_CUDA_MEMORY_CACHING`): slow, and the right thing for finding out who holds what, or for sharing a device.
+///
+/// What is reserved is what is allocated: there is no cache to empty. Streams need no care either: a driver keeps a
+/// buffer that was given back until the work that uses it is done. That also is why a full device is waited for once,
+/// before the error: buffers given back may only then be gone.
+///
+/// ```
+/// use std::sync::Arc;
+/// use claystone::device::StreamId;
+/// use claystone::storage::{Allocator, Config, DirectAllocator, Sim, SimOptions};
+/// let device = Sim::new(SimOptions::default());
+/// let allocator = DirectAllocator::new(Arc::new(device.clone()), Config::default())?;
+/// let block = allocator.allocate(1000, StreamId::DEFAULT)?;
+/// assert_eq!((device.committed(), allocator.stats().reserved_bytes.current), (1024, 1024));
+/// allocator.deallocate(block);
+/// assert_eq!((device.committed(), allocator.stats().reserved_bytes.current), (0, 0));
+/// # Ok::<(), claystone::Error>(())
+/// ```
+pub struct DirectAllocator {
+    driver: Arc<dyn Driver>,
+    number: u32,
+    books: Mutex<Books>,
+}
+
+impl DirectAllocator {
+    /// An allocator over this driver's memory. Of the configuration, the limits count.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) where the configuration contradicts itself.
+    pub fn new(driver: Arc<dyn Driver>, config: Config) -> Result<DirectAllocator> {
+        config.check()?;
+        let books = Mutex::new(Books::new(&*driver, &config));
+        Ok(DirectAllocator { driver, number: owner_number(), books })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Books> {
+        self.books.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A new segment, or why there is none.
+    fn grow(&self, size: usize, requested: usize) -> Result<Result<Arc<Segment>, &'static str>> {
+        if let Some(why) = self.lock().begin(size) {
+            return Ok(Err(why));
+        }
+        let made = make(&*self.driver, size, requested);
+        self.lock().end(size, matches!(made, Ok(Ok(_))));
+        made
+    }
+}
+
+impl fmt::Debug for DirectAllocator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "the direct allocator of {}", self.driver.device())
+    }
+}
+
+impl Allocator for DirectAllocator {
+    fn device(&self) -> Device {
+        self.driver.device()
+    }
+
+    fn allocate(&self, bytes: usize, _: StreamId) -> Result<Block> {
+        let size = segment_size(&*self.driver, bytes)?;
+        let mut made = self.grow(size, bytes)?;
+        if made.is_err() && size as u64 <= self.lock().limit {
+            self.driver.synchronize()?;
+            let mut books = self.lock();
+            books.stats.num_alloc_retries += 1;
+            books.stats.num_sync_all_streams += 1;
+            drop(books);
+            made = self.grow(size, bytes)?;
+        }
+        let mut books = self.lock();
+        match made {
+            Ok(segment) => {
+                // SAFETY: the segment is new and nobody else's.
+                let mut block = unsafe { Block::new(&segment, 0, size, bytes) }?;
+                block.owner = self.number;
+                books.taken(size, bytes);
+                Ok(block)
+            }
+            Err(why) => Err(books.out_of_memory(bytes, why, Unused::default())),
+        }
+    }
+
+    fn deallocate(&self, block: Block) {
+        if block.is_foreign(self, self.number) {
+            return;
+        }
+        let (size, requested) = (block.size(), block.requested());
+        drop(block); // the last share of the segment: the driver has it back before the books say so
+        let mut books = self.lock();
+        books.given_back(size, requested);
+        books.released(size);
+    }
+
+    fn record_stream(&self, _: &Block, _: StreamId) {}
+
+    fn stats(&self) -> DeviceStats {
+        self.lock().stats
+    }
+
+    fn reset_peak_stats(&self) {
+        self.lock().stats.reset_peak();
+    }
+
+    fn reset_accumulated_stats(&self) {
+        self.lock().stats.reset_accumulated();
+    }
+
+    fn empty_cache(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn set_memory_limit(&self, bytes: u64) -> Result<()> {
+        self.lock().limit = bytes.min(self.driver.capacity());
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests;

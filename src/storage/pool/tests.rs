@@ -1,0 +1,346 @@
+use std::thread;
+
+use super::*;
+use crate::Error;
+use crate::storage::{Call, Failure, Sim, SimOptions};
+
+const STREAM: StreamId = StreamId::DEFAULT;
+const KIB: usize = 1 << 10;
+
+fn pool_of(sim: &Sim, conf: &str) -> PoolAllocator {
+    PoolAllocator::new(Arc::new(sim.clone()), conf.parse().unwrap()).unwrap()
+}
+
+fn device(capacity: usize) -> (Sim, PoolAllocator) {
+    let sim = Sim::new(SimOptions { capacity: capacity as u64, record_calls: true, ..SimOptions::default() });
+    let pool = pool_of(&sim, "");
+    (sim, pool)
+}
+
+/// A device whose streams run only when told to, and that checks contents.
+fn slow_device() -> (Sim, PoolAllocator) {
+    let options = SimOptions { asynchronous: true, contents: true, record_calls: true, ..SimOptions::default() };
+    let sim = Sim::new(options);
+    let pool = pool_of(&sim, "");
+    (sim, pool)
+}
+
+fn segment(block: &Block) -> u64 {
+    block.place().segment().id()
+}
+
+/// Allocates, notes where, and frees.
+fn visit(pool: &PoolAllocator, bytes: usize, stream: StreamId, kind: StorageType) -> u64 {
+    let block = pool.allocate_kind(bytes, stream, kind).unwrap();
+    let at = segment(&block);
+    pool.deallocate(block);
+    at
+}
+
+#[test]
+fn the_smallest_buffer_that_fits_is_reused_whole() {
+    let (sim, pool) = device(1 << 30);
+    let blocks = [8, 4, 6, 4].map(|k| pool.allocate(k * KIB, STREAM).unwrap());
+    let [eight, four, six, four_too] = blocks.each_ref().map(segment);
+    blocks.into_iter().for_each(|block| pool.deallocate(block));
+    let again = [5, 3, 4, 4].map(|k| pool.allocate(k * KIB, STREAM).unwrap());
+    assert_eq!(again.each_ref().map(segment), [six, four, four_too, eight]);
+    assert_eq!(again.each_ref().map(Block::size), [6, 4, 4, 8].map(|k| k * KIB));
+    assert!(again.iter().all(|block| block.place().offset() == 0));
+    let stats = pool.stats();
+    assert_eq!((stats.num_device_alloc, sim.live_segments()), (4, 4));
+    assert_eq!(stats.requested_bytes.current, 16 * KIB as u64);
+    assert_eq!((stats.allocated_bytes.current, stats.reserved_bytes.current), (22 * KIB as u64, 22 * KIB as u64));
+    again.into_iter().for_each(|block| pool.deallocate(block));
+    assert_eq!((pool.stats().allocated_bytes.current, pool.stats().reserved_bytes.current), (0, 22 * KIB as u64));
+    pool.empty_cache().unwrap();
+    assert_eq!((pool.stats().reserved_bytes.current, sim.live_segments(), sim.committed()), (0, 0, 0));
+}
+
+#[test]
+fn over_fit_is_bounded() {
+    let (sim, pool) = device(1 << 30);
+    let large = visit(&pool, 64 * KIB, STREAM, StorageType::Dynamic);
+    assert_eq!(visit(&pool, 32 * KIB, STREAM, StorageType::Dynamic), large, "twice the request");
+    assert_ne!(visit(&pool, 32 * KIB - 512, STREAM, StorageType::Dynamic), large, "more than that");
+    let greedy = pool_of(&sim, "pool_overfit:1000000");
+    let large = visit(&greedy, 64 * KIB, STREAM, StorageType::Dynamic);
+    assert_eq!(visit(&greedy, 1, STREAM, StorageType::Dynamic), large, "MNN's own rule");
+    let exact = pool_of(&sim, "pool_overfit:1");
+    let large = visit(&exact, 64 * KIB, STREAM, StorageType::Dynamic);
+    assert_ne!(visit(&exact, 63 * KIB, STREAM, StorageType::Dynamic), large);
+    assert_eq!(visit(&exact, 64 * KIB - 1, STREAM, StorageType::Dynamic), large, "the same size when rounded");
+}
+
+#[test]
+fn kinds_of_request_share_as_in_mnn() {
+    use StorageType::*;
+    let (_, pool) = device(1 << 30);
+    let weights = visit(&pool, KIB, STREAM, Static);
+    let result = visit(&pool, KIB, STREAM, Dynamic);
+    assert_ne!(result, weights, "the pools are apart");
+    assert_eq!(visit(&pool, KIB, STREAM, Static), weights, "static buffers serve static requests");
+    let separate = visit(&pool, KIB, STREAM, DynamicSeparate);
+    assert!(separate != result && separate != weights, "one that nobody had");
+    assert_ne!(visit(&pool, KIB, STREAM, DynamicSeparate), separate, "each time");
+    let held = [0; 3].map(|_| pool.allocate(KIB, STREAM).unwrap());
+    assert!(held.iter().any(|block| segment(block) == separate), "once given back it is like any other");
+    assert_eq!(pool.stats().num_device_alloc, 4);
+    held.into_iter().for_each(|block| pool.deallocate(block));
+}
+
+#[test]
+fn a_released_buffer_is_the_drivers_at_once() {
+    let (sim, pool) = device(1 << 30);
+    let [kept, released] = [0; 2].map(|_| pool.allocate(KIB, STREAM).unwrap());
+    pool.release(released);
+    assert_eq!((sim.live_segments(), pool.stats().reserved_bytes.current), (1, KIB as u64));
+    assert_eq!((pool.stats().num_device_free, pool.stats().allocation.current), (1, 1));
+    pool.deallocate(kept);
+}
+
+#[test]
+fn the_device_runs_out_and_what_is_unused_makes_room() {
+    let (sim, pool) = device(100 * KIB);
+    let [a, b, c] = [16, 32, 48].map(|k| pool.allocate(k * KIB, STREAM).unwrap());
+    [a, b, c].into_iter().for_each(|block| pool.deallocate(block));
+    // None is within twice 4 KiB (16 is more): one is enough, and the smallest goes.
+    let small = pool.allocate(6 * KIB, STREAM).unwrap();
+    assert_eq!(
+        sim.calls().iter().filter(|call| matches!(call, Call::Release(_))).collect::<Vec<_>>(),
+        [&Call::Release(16 * KIB)]
+    );
+    // No single one is enough: all go.
+    let large = pool.allocate(90 * KIB, STREAM).unwrap();
+    assert_eq!((sim.live_segments(), sim.committed()), (2, 96 * KIB as u64));
+    let stats = pool.stats();
+    assert_eq!((stats.num_alloc_retries, stats.num_ooms), (0, 0), "without waiting for the device");
+    // Nothing is left to give back.
+    let Error::OutOfMemory { requested, detail, .. } = pool.allocate(8 * KIB, STREAM).unwrap_err() else {
+        panic!("another error");
+    };
+    assert_eq!(requested, 8 * KIB);
+    for part in ["98304 are allocated and 98304 reserved", "capacity of 102400", "no room"] {
+        assert!(detail.contains(part), "{detail}");
+    }
+    assert_eq!((pool.stats().num_alloc_retries, pool.stats().num_ooms), (1, 1));
+    [small, large].into_iter().for_each(|block| pool.deallocate(block));
+    pool.deallocate(pool.allocate(100 * KIB, STREAM).unwrap());
+}
+
+#[test]
+fn the_error_says_what_was_given_back_in_vain() {
+    let (sim, pool) = device(100 * KIB);
+    [16, 32].map(|k| pool.allocate(k * KIB, STREAM).unwrap()).into_iter().for_each(|block| pool.deallocate(block));
+    sim.set_others(90 * KIB as u64);
+    let error = pool.allocate(60 * KIB, STREAM).unwrap_err().to_string();
+    assert!(error.contains("49152 in unused buffers, the largest of 32768, were given back"), "{error}");
+}
+
+#[test]
+fn failures_of_every_code_are_mended() {
+    let (sim, pool) = device(1 << 30);
+    for failure in [Failure::DeviceMemory, Failure::Resources, Failure::HostMemory] {
+        for n in 1..=4 {
+            (0..n).for_each(|_| sim.fail_next_create(failure.clone()));
+            pool.release(pool.allocate(KIB, STREAM).unwrap());
+            (0..n).for_each(|_| sim.fail_next_commit(failure.clone()));
+            pool.release(pool.allocate(KIB, STREAM).unwrap());
+        }
+        (0..5).for_each(|_| sim.fail_next_create(failure.clone()));
+        let error = pool.allocate(KIB, STREAM).unwrap_err().to_string();
+        assert!(error.contains(failure.ran_out().unwrap()), "{error}");
+    }
+    sim.fail_next_commit(Failure::TooBig);
+    assert!(matches!(pool.allocate(KIB, STREAM), Err(Error::OutOfMemory { .. })));
+    sim.fail_next_commit(Failure::Other(Error::invalid("clEnqueue", "lost")));
+    assert!(matches!(pool.allocate(KIB, STREAM), Err(Error::Invalid { .. })));
+    assert!(matches!(pool.allocate(usize::MAX, STREAM), Err(Error::OutOfMemory { .. })));
+    assert_eq!((pool.stats().reserved_bytes.current, sim.live_segments(), sim.committed()), (0, 0, 0));
+}
+
+#[test]
+fn what_others_give_back_during_the_wait_is_found() {
+    let (sim, pool) = device(10 * KIB);
+    let pool = Arc::new(pool);
+    let block = pool.allocate(8 * KIB, STREAM).unwrap();
+    let at = segment(&block);
+    let other = Arc::clone(&pool);
+    sim.at_synchronize(move || other.deallocate(block));
+    let block = pool.allocate(6 * KIB, STREAM).unwrap();
+    assert_eq!((segment(&block), pool.stats().num_sync_all_streams), (at, 1));
+    // And where what comes back does not fit, it still makes room.
+    let other = Arc::clone(&pool);
+    sim.at_synchronize(move || other.deallocate(block));
+    let block = pool.allocate(10 * KIB, STREAM).unwrap();
+    pool.deallocate(block);
+}
+
+#[test]
+fn a_limit_is_kept() {
+    let (sim, pool) = device(1 << 30);
+    pool.set_memory_limit(10 * KIB as u64).unwrap();
+    let block = pool.allocate(8 * KIB, STREAM).unwrap();
+    let error = pool.allocate(4 * KIB, STREAM).unwrap_err().to_string();
+    assert!(error.contains("10240 are allowed"), "{error}");
+    pool.deallocate(block);
+    let block = pool.allocate(2 * KIB, STREAM).unwrap(); // 8 KiB are too large, but go to make room
+    let block_too = pool.allocate(8 * KIB, STREAM).unwrap();
+    assert_eq!(sim.committed(), 10 * KIB as u64);
+    [block, block_too].into_iter().for_each(|block| pool.deallocate(block));
+    let calls = sim.call_count();
+    assert!(pool.allocate(11 * KIB, STREAM).is_err());
+    assert_eq!(
+        (sim.call_count(), pool.stats().reserved_bytes.current),
+        (calls, 10 * KIB as u64),
+        "nothing is given up"
+    );
+}
+
+#[test]
+fn another_streams_buffer_is_reused_behind_a_wait_on_the_device() {
+    let (sim, pool) = slow_device();
+    let (one, two) = (sim.stream(1), sim.stream(2));
+    let block = pool.allocate(KIB, one).unwrap();
+    let at = segment(&block);
+    sim.write_tag(one, &block, 7).unwrap();
+    sim.check_tag(one, &block, 7).unwrap();
+    pool.deallocate(block);
+    let block = pool.allocate(KIB, two).unwrap();
+    assert_eq!(segment(&block), at);
+    sim.write_tag(two, &block, 8).unwrap();
+    assert!(!sim.step(two), "the second stream waits for the first");
+    assert!(!sim.calls().iter().any(|call| matches!(call, Call::Synchronize | Call::Wait)), "and the host for nobody");
+    // It is the second stream's now: there it is reused at once.
+    pool.deallocate(block);
+    let calls = sim.call_count();
+    let block = pool.allocate(KIB, two).unwrap();
+    assert_eq!((segment(&block), sim.call_count()), (at, calls));
+    sim.synchronize().unwrap();
+    assert_eq!(sim.violations(), Vec::<String>::new());
+    pool.deallocate(block);
+    let apart = pool_of(&sim, "cross_stream_reuse:False");
+    assert_ne!(
+        visit(&apart, KIB, one, StorageType::Dynamic),
+        visit(&apart, KIB, two, StorageType::Dynamic),
+        "unless streams are to be kept apart"
+    );
+}
+
+#[test]
+fn a_stream_prefers_its_own_buffers() {
+    let (sim, pool) = slow_device();
+    let (one, two) = (sim.stream(1), sim.stream(2));
+    let (a, b) = (pool.allocate(2 * KIB, one).unwrap(), pool.allocate(KIB, two).unwrap());
+    let own = segment(&a);
+    [a, b].into_iter().for_each(|block| pool.deallocate(block));
+    let calls = sim.call_count();
+    assert_eq!((visit(&pool, KIB, one, StorageType::Dynamic), sim.call_count()), (own, calls));
+}
+
+#[test]
+fn recorded_streams_are_waited_for() {
+    let (sim, pool) = slow_device();
+    let (one, two, three) = (sim.stream(1), sim.stream(2), sim.stream(3));
+    let block = pool.allocate(KIB, one).unwrap();
+    let at = segment(&block);
+    sim.write_tag(one, &block, 5).unwrap();
+    sim.synchronize().unwrap();
+    for stream in [two, three, two, one] {
+        sim.check_tag(stream, &block, 5).unwrap();
+        pool.record_stream(&block, stream);
+    }
+    pool.deallocate(block);
+    let waits = || sim.calls().iter().filter(|call| **call == Call::StreamWaits).count();
+    let block = pool.allocate(KIB, one).unwrap();
+    assert_eq!((segment(&block), waits()), (at, 2), "both others, once each");
+    sim.write_tag(one, &block, 6).unwrap();
+    sim.run(one, 10); // as far as it goes without the others
+    sim.synchronize().unwrap();
+    assert_eq!(sim.violations(), Vec::<String>::new());
+    pool.deallocate(block);
+    pool.deallocate(pool.allocate(KIB, one).unwrap());
+    assert_eq!(waits(), 2, "they have been waited for");
+}
+
+#[test]
+fn trimming_gives_back_the_oldest() {
+    let (sim, pool) = device(1 << 30);
+    for block in [4, 8, 16].map(|k| pool.allocate(k * KIB, STREAM).unwrap()) {
+        pool.deallocate(block);
+    }
+    assert_eq!(pool.trim(28 * KIB as u64).unwrap(), 0);
+    assert_eq!(pool.trim(24 * KIB as u64).unwrap(), 4 * KIB as u64);
+    assert_eq!(pool.trim(20 * KIB as u64).unwrap(), 8 * KIB as u64);
+    assert_eq!((pool.trim(0).unwrap(), sim.live_segments()), (16 * KIB as u64, 0));
+}
+
+#[test]
+fn trimming_leaves_what_queued_work_may_use() {
+    let (sim, pool) = slow_device();
+    let block = pool.allocate(4 * KIB, STREAM).unwrap();
+    sim.write_tag(STREAM, &block, 1).unwrap();
+    pool.deallocate(block);
+    assert_eq!((pool.trim(0).unwrap(), sim.stalls(), sim.live_segments()), (0, 0, 1));
+}
+
+#[test]
+fn statistics_add_up_under_threads() {
+    let sim = Sim::new(SimOptions { capacity: 3 << 20, asynchronous: true, contents: true, ..SimOptions::default() });
+    let pool = pool_of(&sim, "");
+    thread::scope(|s| {
+        for thread in 0..4u32 {
+            let (sim, pool) = (&sim, &pool);
+            s.spawn(move || {
+                let mut held: Vec<(Block, u32)> = Vec::new();
+                let mut random = fastrand(thread + 1);
+                for i in 0..500u32 {
+                    let stream = sim.stream(random(3));
+                    if random(2) == 0 && !held.is_empty() {
+                        let (block, tag) = held.swap_remove(random(held.len() as u32) as usize);
+                        // Work on another stream comes after the write, as a user has to see to.
+                        sim.stream_waits(stream, &sim.record(sim.stream(tag >> 24)).unwrap()).unwrap();
+                        sim.check_tag(stream, &block, tag).unwrap();
+                        pool.record_stream(&block, stream);
+                        pool.deallocate(block);
+                    } else if let Ok(block) = pool.allocate(1 + random(200_000) as usize, stream) {
+                        let tag = (stream.index() as u32) << 24 | thread << 16 | i;
+                        sim.write_tag(stream, &block, tag).unwrap();
+                        held.push((block, tag));
+                    }
+                    sim.run_some(u64::from(i));
+                }
+                held.into_iter().for_each(|(block, _)| pool.deallocate(block));
+            });
+        }
+    });
+    sim.synchronize().unwrap();
+    assert_eq!((sim.violations(), sim.late_commits()), (Vec::<String>::new(), 0));
+    let stats = pool.stats();
+    assert_eq!(stats.reserved_bytes.current, sim.committed());
+    assert_eq!(stats.segment.current, sim.live_segments() as u64);
+    assert_eq!(stats.num_device_alloc - stats.num_device_free, stats.segment.current);
+    for (total, small, large) in [
+        (stats.reserved_bytes, stats.small_pool.reserved_bytes, stats.large_pool.reserved_bytes),
+        (stats.allocated_bytes, stats.small_pool.allocated_bytes, stats.large_pool.allocated_bytes),
+        (stats.allocation, stats.small_pool.allocation, stats.large_pool.allocation),
+    ] {
+        assert_eq!(total.current, small.current + large.current);
+        assert_eq!(total.allocated - total.freed, total.current);
+    }
+    assert_eq!((stats.allocated_bytes.current, stats.active.current, stats.requested_bytes.current), (0, 0, 0));
+    assert!(stats.allocated_bytes.peak <= stats.reserved_bytes.peak && stats.reserved_bytes.peak <= 3 << 20);
+    pool.empty_cache().unwrap();
+    assert_eq!(sim.live_segments(), 0);
+}
+
+/// Small random numbers below a bound.
+fn fastrand(seed: u32) -> impl FnMut(u32) -> u32 {
+    let mut state = seed.wrapping_mul(0x9E37_79B9) | 1;
+    move |below| {
+        state ^= state << 13;
+        state ^= state >> 17;
+        state ^= state << 5;
+        state % below
+    }
+}

@@ -1,0 +1,234 @@
+//! The three allocators under tensors, one of a user's own, and the environment that chooses. Allocators are the whole
+//! process's: each test runs in a process of its own, the test binary again with only the test of its name.
+
+mod common;
+
+use std::process::{Command, Output};
+use std::sync::{Arc, Mutex};
+
+use claystone::device::StreamId;
+use claystone::storage::{self, Allocator, Block, Config, DeviceStats};
+use claystone::{Device, Error, Result, Tensor};
+
+/// Runs a test of this file in a new process with these variables.
+fn child(test: &str, vars: &[(&str, &str)]) -> Output {
+    Command::new(std::env::current_exe().unwrap())
+        .args([test, "--exact", "--nocapture"])
+        .env_remove("CLAYSTONE_ALLOC_CONF")
+        .env_remove("CLAYSTONE_NO_CACHING")
+        .env("CLAYSTONE_CHILD", "1")
+        .envs(vars.iter().copied())
+        .output()
+        .unwrap()
+}
+
+#[track_caller]
+fn passes_alone(test: &str, vars: &[(&str, &str)]) -> String {
+    let output = child(test, vars);
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{vars:?}\n{text}{}", String::from_utf8_lossy(&output.stderr));
+    text
+}
+
+fn is_child() -> bool {
+    std::env::var_os("CLAYSTONE_CHILD").is_some()
+}
+
+/// Sums that need several intermediate results, all freed again.
+fn work(device: Device) {
+    let x = common::iota(&[64, 64], device);
+    for _ in 0..3 {
+        let y = x.mul(&x).unwrap().add(&x).unwrap().sum().unwrap();
+        let n = 4096.0f64;
+        let expected = (n - 1.0) * n * (2.0 * n - 1.0) / 6.0 + n * (n - 1.0) / 2.0;
+        let got = f64::from(common::vec(&y)[0]);
+        assert!((got / expected - 1.0).abs() < 1e-5, "{got} is not {expected}");
+    }
+}
+
+/// What must hold of any allocator's statistics when nothing is in use.
+fn check_idle(device: Device) -> DeviceStats {
+    let stats = device.memory_stats().unwrap();
+    assert_eq!(stats.allocated_bytes.current, 0, "{stats}");
+    assert_eq!(stats.allocation.allocated, stats.allocation.freed);
+    assert_eq!(stats.num_device_alloc - stats.num_device_free, stats.segment.current);
+    assert_eq!(stats.reserved_bytes.allocated - stats.reserved_bytes.freed, stats.reserved_bytes.current);
+    assert!(stats.requested_bytes.peak >= 3 * 64 * 64 * 4 && stats.requested_bytes.peak <= stats.reserved_bytes.peak);
+    stats
+}
+
+/// In a child: works on every device and prints which allocator it had, and how many segments were made and are held.
+#[test]
+fn tensors_work() {
+    common::each_device(|device| {
+        work(device);
+        let stats = check_idle(device);
+        println!("allocator= {:?}", storage::allocator(device).unwrap());
+        println!("segments= {} {}", stats.num_device_alloc, stats.segment.current);
+        device.empty_cache().unwrap();
+        assert_eq!(device.memory_stats().unwrap().reserved_bytes.current, 0);
+    });
+}
+
+#[test]
+fn the_environment_chooses_the_allocator() {
+    if is_child() {
+        return;
+    }
+    for (name, vars) in [
+        ("caching", &[][..]),
+        ("caching", &[("CLAYSTONE_ALLOC_CONF", ""), ("CLAYSTONE_NO_CACHING", "0")]),
+        ("caching", &[("CLAYSTONE_ALLOC_CONF", "backend:caching")]),
+        ("pool", &[("CLAYSTONE_ALLOC_CONF", "backend:pool, pool_overfit:1.5")]),
+        ("direct", &[("CLAYSTONE_ALLOC_CONF", "backend:direct")]),
+        ("direct", &[("CLAYSTONE_ALLOC_CONF", "backend:pool"), ("CLAYSTONE_NO_CACHING", "1")]),
+    ] {
+        let text = passes_alone("tensors_work", vars);
+        let said = |what: &str| {
+            text.lines().filter_map(|l| l.split_once(what).map(|(_, rest)| rest.to_owned())).collect::<Vec<_>>()
+        };
+        let allocators = said("allocator= ");
+        assert_eq!(allocators.len(), common::devices().len());
+        assert!(allocators.iter().all(|a| a.starts_with(&format!("the {name} allocator of "))), "{text}");
+        for counts in said("segments= ") {
+            let (made, held) =
+                counts.split_once(' ').map(|(m, h)| (m.parse::<u64>().unwrap(), h.parse::<u64>().unwrap())).unwrap();
+            match name {
+                "direct" => assert!(made >= 10 && held == 0, "{counts}"),
+                _ => assert!(made < 10 && held > 0, "{counts}"),
+            }
+        }
+    }
+}
+
+/// In a child with a bad environment: prints the error of every first use.
+#[test]
+fn first_uses() {
+    if !is_child() {
+        return;
+    }
+    for device in common::devices() {
+        for error in [
+            Tensor::zeros(&[3], device).err(),
+            device.memory_stats().err(),
+            device.empty_cache().err(),
+            storage::allocator(device).err(),
+        ] {
+            assert!(matches!(&error, Some(Error::Invalid { .. })), "{error:?}");
+            println!("error= {}", error.unwrap());
+        }
+        assert!(Tensor::zeros(&[0], device).is_ok(), "an empty tensor needs no allocator");
+    }
+}
+
+#[test]
+fn a_bad_environment_is_an_error_at_the_first_use() {
+    if is_child() {
+        return;
+    }
+    for (vars, part) in [
+        (("CLAYSTONE_ALLOC_CONF", "backend:mallocs"), "mallocs"),
+        (("CLAYSTONE_ALLOC_CONF", "no_such_key:1"), "no_such_key"),
+        (("CLAYSTONE_ALLOC_CONF", "backend"), "key:value"),
+        (("CLAYSTONE_ALLOC_CONF", "pool_overfit:0.5"), "pool_overfit"),
+        (("CLAYSTONE_NO_CACHING", "yes"), "CLAYSTONE_NO_CACHING"),
+    ] {
+        let text = passes_alone("first_uses", &[vars]);
+        let errors: Vec<&str> = text.lines().filter_map(|l| l.split_once("error= ").map(|(_, e)| e)).collect();
+        assert_eq!(errors.len(), 4 * common::devices().len(), "{text}");
+        assert!(errors.iter().all(|error| error.contains(part)), "{text}");
+    }
+}
+
+/// Writes down what goes through it to another allocator.
+#[derive(Debug)]
+struct Logging {
+    inner: Arc<dyn Allocator>,
+    log: Arc<Mutex<Vec<(char, usize)>>>,
+}
+
+impl Allocator for Logging {
+    fn device(&self) -> Device {
+        self.inner.device()
+    }
+
+    fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block> {
+        let block = self.inner.allocate(bytes, stream)?;
+        self.log.lock().unwrap().push(('a', bytes));
+        Ok(block)
+    }
+
+    fn deallocate(&self, block: Block) {
+        self.log.lock().unwrap().push(('f', block.requested()));
+        self.inner.deallocate(block);
+    }
+
+    fn record_stream(&self, block: &Block, stream: StreamId) {
+        self.inner.record_stream(block, stream);
+    }
+
+    fn stats(&self) -> DeviceStats {
+        self.inner.stats()
+    }
+
+    fn reset_peak_stats(&self) {
+        self.inner.reset_peak_stats();
+    }
+
+    fn reset_accumulated_stats(&self) {
+        self.inner.reset_accumulated_stats();
+    }
+
+    fn empty_cache(&self) -> Result<()> {
+        self.inner.empty_cache()
+    }
+}
+
+/// In a child: replaces the allocators of every device one after another, under live tensors.
+#[test]
+fn allocators_can_be_replaced() {
+    if !is_child() {
+        passes_alone("allocators_can_be_replaced", &[]);
+        return;
+    }
+    common::each_device(|device| {
+        let first = common::iota(&[100], device); // of the default allocator
+        for backend in ["direct", "pool", "caching"] {
+            let config: Config = format!("backend:{backend}").parse().unwrap();
+            let inner = storage::build_allocator(storage::driver(device).unwrap(), config).unwrap();
+            let log = Arc::<Mutex<Vec<(char, usize)>>>::default();
+            let logging = Logging { inner: Arc::clone(&inner), log: Arc::clone(&log) };
+            storage::set_allocator(device, Arc::new(logging)).unwrap();
+            let kept = first.mul(&first).unwrap();
+            work(device);
+            assert_eq!(common::vec(&kept)[99], 9801.0);
+            drop(kept);
+            check_idle(device);
+            let log = log.lock().unwrap();
+            let (taken, freed): (Vec<_>, Vec<_>) = log.iter().partition(|(what, _)| *what == 'a');
+            let sum = |list: &[(char, usize)]| list.iter().map(|(_, bytes)| bytes).sum::<usize>();
+            assert!(taken.contains(&('a', 400)) && taken.len() == freed.len() && sum(&taken) == sum(&freed));
+            assert_eq!(inner.stats().allocation.allocated, taken.len() as u64);
+        }
+        assert_eq!(common::vec(&first)[99], 99.0);
+    });
+}
+
+#[test]
+fn an_allocator_of_another_device_is_refused() {
+    for device in common::devices() {
+        let theirs = match device {
+            Device::Cpu => Device::OpenCL(99),
+            Device::OpenCL(_) => Device::Cpu,
+        };
+        let Ok(driver) = storage::driver(theirs) else { continue };
+        let allocator = storage::build_allocator(driver, Config::default()).unwrap();
+        let error = storage::set_allocator(device, allocator).unwrap_err().to_string();
+        assert!(error.contains(&theirs.to_string()) && error.contains(&device.to_string()), "{error}");
+    }
+    // A simulated device's allocator claims a device that is not there.
+    let sim = Arc::new(storage::Sim::new(storage::SimOptions::default()));
+    let allocator = storage::build_allocator(sim, Config::default()).unwrap();
+    assert!(matches!(storage::set_allocator(Device::OpenCL(99), allocator.clone()), Err(Error::NoDevice { .. })));
+    assert!(matches!(storage::set_allocator(Device::Cpu, allocator), Err(Error::Invalid { .. })));
+}
