@@ -38,7 +38,7 @@ fn is_child() -> bool {
 fn work(device: Device) {
     let x = common::iota(&[64, 64], device);
     for _ in 0..3 {
-        let y = x.mul(&x).unwrap().add(&x).unwrap().sum().unwrap();
+        let y = x.mul(&x).unwrap().add(&x).unwrap().sum((), false).unwrap();
         let n = 4096.0f64;
         let expected = (n - 1.0) * n * (2.0 * n - 1.0) / 6.0 + n * (n - 1.0) / 2.0;
         let got = f64::from(common::vec(&y)[0]);
@@ -53,7 +53,7 @@ fn check_idle(device: Device) -> DeviceStats {
     assert_eq!(stats.allocation.allocated, stats.allocation.freed);
     assert_eq!(stats.num_device_alloc - stats.num_device_free, stats.segment.current);
     assert_eq!(stats.reserved_bytes.allocated - stats.reserved_bytes.freed, stats.reserved_bytes.current);
-    assert!(stats.requested_bytes.peak >= 3 * 64 * 64 * 4 && stats.requested_bytes.peak <= stats.reserved_bytes.peak);
+    assert!(stats.requested_bytes.peak >= 2 * 64 * 64 * 4 && stats.requested_bytes.peak <= stats.reserved_bytes.peak);
     stats
 }
 
@@ -94,8 +94,8 @@ fn the_environment_chooses_the_allocator() {
             let (made, held) =
                 counts.split_once(' ').map(|(m, h)| (m.parse::<u64>().unwrap(), h.parse::<u64>().unwrap())).unwrap();
             match name {
-                "direct" => assert!(made >= 10 && held == 0, "{counts}"),
-                _ => assert!(made < 10 && held > 0, "{counts}"),
+                "direct" => assert!(made >= 9 && held == 0, "{counts}"),
+                _ => assert!(made < 9 && held > 0, "{counts}"),
             }
         }
     }
