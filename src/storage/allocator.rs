@@ -1,11 +1,13 @@
 //! The trait of allocators, and the handles they give out.
 
+use std::any::Any;
 use std::fmt;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
 
 use super::driver::Memory;
+use super::registry;
 use super::stats::DeviceStats;
 use crate::device::StreamId;
 use crate::{Device, Error, Result};
@@ -261,7 +263,7 @@ impl<'a> Place<'a> {
 /// Three come with the crate: [`CachingAllocator`](super::CachingAllocator), [`PoolAllocator`](super::PoolAllocator) and
 /// [`DirectAllocator`](super::DirectAllocator). One of a user's own is put in place with
 /// [`set_allocator`](super::set_allocator); one that wraps another, to count or limit or log, needs no unsafe code.
-pub trait Allocator: Send + Sync + fmt::Debug {
+pub trait Allocator: Any + Send + Sync + fmt::Debug {
     /// The device whose memory it hands out.
     fn device(&self) -> Device;
 
@@ -294,6 +296,21 @@ pub trait Allocator: Send + Sync + fmt::Debug {
     /// [`Error::Invalid`] where the allocator cannot.
     fn set_memory_limit(&self, _bytes: u64) -> Result<()> {
         Err(Error::invalid("set_memory_limit", format!("{self:?} cannot limit what it holds")))
+    }
+
+    /// Holds at most this part, 0 to 1, of the device's memory from now on, within [`set_memory_limit`]'s bound; what it
+    /// holds already it keeps.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where the fraction is outside 0 to 1, or the allocator cannot.
+    ///
+    /// [`set_memory_limit`]: Allocator::set_memory_limit
+    fn set_memory_fraction(&self, fraction: f64) -> Result<()> {
+        if !(0.0..=1.0).contains(&fraction) {
+            return Err(Error::invalid("set_memory_fraction", format!("{fraction} is not between 0 and 1")));
+        }
+        let capacity = registry::driver(self.device())?.capacity();
+        self.set_memory_limit((capacity as f64 * fraction) as u64)
     }
 
     /// Gives unused memory back until at most `keep` bytes are held, waiting for nothing; says how many bytes went back.

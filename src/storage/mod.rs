@@ -33,7 +33,10 @@ use std::sync::{Arc, RwLock};
 
 pub(crate) use access::with_host;
 pub use allocator::{Allocator, Block, Place, Segment};
-pub use caching::CachingAllocator;
+pub use caching::{
+    CachingAllocator, MemPool, MemPoolOptions, MemPoolStats, OutOfMemoryEvent, PoolCheckpoint, Registration,
+    use_mem_pool,
+};
 pub use config::{Backend, Config, ConfigKey, SegmentSizes};
 pub use direct::DirectAllocator;
 pub use driver::{At, Call, Driver, Failure, Marker, Memory, Sim, SimOptions};

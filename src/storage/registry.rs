@@ -1,5 +1,6 @@
 //! One allocator a device for the whole process: made on first use, never taken down.
 
+use std::any::Any;
 use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 
 use super::allocator::Allocator;
@@ -94,6 +95,13 @@ pub fn driver(device: Device) -> Result<Arc<dyn Driver>> {
 /// [`Error::NoDevice`] where the device is not there.
 pub fn allocator(device: Device) -> Result<Arc<dyn Allocator>> {
     of(device).map(Arc::clone)
+}
+
+/// The allocator of a device, if it is a caching one; `op` asks for it.
+pub(super) fn caching(device: Device, op: &'static str) -> Result<Arc<CachingAllocator>> {
+    let allocator: Arc<dyn Any + Send + Sync> = allocator(device)?;
+    let other = |_| Error::invalid(op, format!("the allocator of {device} is not a caching one"));
+    allocator.downcast::<CachingAllocator>().map_err(other)
 }
 
 /// Makes `allocator` the one that hands out `device`'s memory from now on. What earlier ones handed out goes back to them.

@@ -5,7 +5,7 @@ use std::ops::Deref;
 
 use super::caching::Kind;
 use super::registry;
-use crate::{Device, Error, Result};
+use crate::{Device, Result};
 
 /// A quantity over time.
 ///
@@ -192,6 +192,14 @@ impl DeviceStats {
             s.requested_bytes.increase(requested as u64);
             s.split(split);
         });
+        self.oversize(size, |s| &mut s.oversize_allocations, 1);
+    }
+
+    /// A block or segment of this size came or went: counted if it is too large to be split.
+    fn oversize(&mut self, size: usize, stat: fn(&mut DeviceStats) -> &mut Stat, by: i64) {
+        if size as u64 >= self.max_split_size {
+            stat(self).change(by);
+        }
     }
 
     /// A block was given back and is free.
@@ -207,6 +215,7 @@ impl DeviceStats {
             s.allocated_bytes.decrease(size as u64);
             s.requested_bytes.decrease(requested as u64);
         });
+        self.oversize(size, |s| &mut s.oversize_allocations, -1);
     }
 
     /// No stream uses a block that was given back any more.
@@ -225,6 +234,7 @@ impl DeviceStats {
             s.allocated_bytes.increase(size as u64);
             s.requested_bytes.increase(requested as u64);
         });
+        self.oversize(size, |s| &mut s.oversize_allocations, 1);
     }
 
     /// Free blocks were merged, or became parts of split segments.
@@ -253,6 +263,7 @@ impl DeviceStats {
             s.segment.increase(1);
             s.reserved_bytes.increase(size as u64);
         });
+        self.oversize(size, |s| &mut s.oversize_segments, 1);
     }
 
     pub(super) fn segment_released(&mut self, kind: Kind, size: usize) {
@@ -261,6 +272,7 @@ impl DeviceStats {
             s.segment.decrease(1);
             s.reserved_bytes.decrease(size as u64);
         });
+        self.oversize(size, |s| &mut s.oversize_segments, -1);
     }
 
     /// A segment that grows in place became larger or smaller.
@@ -272,11 +284,17 @@ impl DeviceStats {
         for pool in [&mut self.total, &mut self.small_pool, &mut self.large_pool] {
             pool.all_mut().into_iter().for_each(|stat| stat.peak = stat.current);
         }
+        for stat in [&mut self.oversize_allocations, &mut self.oversize_segments] {
+            stat.peak = stat.current;
+        }
     }
 
     pub(super) fn reset_accumulated(&mut self) {
         for pool in [&mut self.total, &mut self.small_pool, &mut self.large_pool] {
             pool.all_mut().into_iter().for_each(|stat| (stat.allocated, stat.freed) = (0, 0));
+        }
+        for stat in [&mut self.oversize_allocations, &mut self.oversize_segments] {
+            (stat.allocated, stat.freed) = (0, 0);
         }
         (self.num_alloc_retries, self.num_ooms, self.num_sync_all_streams) = (0, 0, 0);
         (self.num_device_alloc, self.num_device_free) = (0, 0);
@@ -336,10 +354,15 @@ impl Device {
     /// # Errors
     /// [`Error::Invalid`] for a fraction outside 0 to 1.
     pub fn set_memory_fraction(&self, fraction: f64) -> Result<()> {
-        if !(0.0..=1.0).contains(&fraction) {
-            return Err(Error::invalid("set_memory_fraction", format!("{fraction} is not between 0 and 1")));
-        }
-        let capacity = registry::driver(*self)?.capacity();
-        registry::of(*self)?.set_memory_limit((capacity as f64 * fraction) as u64)
+        registry::of(*self)?.set_memory_fraction(fraction)
+    }
+
+    /// Lets the allocator hold at most this many bytes, whatever the fraction allows. Of what it holds already, unused
+    /// memory goes back with the next allocation.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where the device's allocator cannot limit itself.
+    pub fn set_memory_limit(&self, bytes: u64) -> Result<()> {
+        registry::of(*self)?.set_memory_limit(bytes)
     }
 }

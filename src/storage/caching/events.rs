@@ -15,7 +15,7 @@ use crate::Result;
 use crate::device::StreamId;
 use std::sync::atomic::Ordering::Relaxed;
 
-type Streams = SmallVec<[StreamId; 2]>;
+pub(super) type Streams = SmallVec<[StreamId; 2]>;
 
 /// A block that waits for a marker. The ticket is never given twice: the block may settle, be reused and wait again.
 #[derive(Debug)]
@@ -45,6 +45,16 @@ impl Pending {
     /// Pending blocks.
     pub(super) fn blocks(&self) -> impl Iterator<Item = u32> + '_ {
         self.waiting.keys().copied()
+    }
+
+    /// Other streams that used a live block.
+    pub(super) fn users(&self, id: u32) -> Streams {
+        self.used.get(&id).cloned().unwrap_or_default()
+    }
+
+    /// A live block's users are done.
+    pub(super) fn forget(&mut self, id: u32) {
+        self.used.remove(&id);
     }
 
     fn add(&mut self, id: u32, markers: &[(StreamId, Marker)]) {

@@ -1,6 +1,6 @@
 //! Making segments, and giving them back.
 
-use std::sync::Arc;
+use std::sync::{Arc, MutexGuard};
 
 use super::super::allocator::{Block, Segment};
 use super::super::driver::Failure;
@@ -113,13 +113,33 @@ impl CachingAllocator {
                 tracing::debug!(device = %self.driver.device(), bytes, "segment made");
                 Ok(Some(block))
             }
-            Err(Failure::TooBig) => Err(self.too_large(request.bytes)),
+            // No news: one of just the size may be possible.
+            Err(Failure::TooBig) if bytes > request.size => Ok(None),
             Err(Failure::Other(error)) => Err(error),
             Err(other) => {
                 *failure = Some(other);
                 Ok(None)
             }
         }
+    }
+
+    /// What PyTorch does first where `max_split_size_mb` is set: blocks too large to be split serve few requests, so the
+    /// smallest unused one that covers the request goes back, or else the largest ones that together do.
+    pub(super) fn release_oversize(&self, request: &Request) -> bool {
+        let released = self.lock().take_oversize(request.size);
+        !released.is_empty()
+    }
+
+    /// Gives unused segments back until a limit that was lowered below what is held is met again, or none is left.
+    pub(super) fn shed<'a>(&'a self, core: MutexGuard<'a, Core>) -> MutexGuard<'a, Core> {
+        drop(core);
+        let mut core = self.drain_caches();
+        core.limits.exceeded = false;
+        let excess = core.heap.stats.reserved_bytes.current.saturating_sub(core.limit());
+        let unused = core.remove_to_spare(excess, |core| core.heap.whole_blocks(0));
+        drop(core);
+        drop(unused);
+        self.lock()
     }
 
     /// PyTorch's garbage collection: where a threshold is set and passed, gives back the unused large segments that have
@@ -134,8 +154,9 @@ impl Core {
     /// Bytes for a new segment that the limit allows; `None` if not even the request fits.
     fn segment_size(&self, request: &Request, exact: bool, largest: usize) -> Option<usize> {
         let reserved = self.heap.stats.reserved_bytes.current + self.making;
-        let room = usize::try_from(self.limit.saturating_sub(reserved)).unwrap_or(usize::MAX);
-        if exact {
+        let room = usize::try_from(self.limit().saturating_sub(reserved)).unwrap_or(usize::MAX);
+        let own = self.heap.rules.is_adaptive() && self.heap.unsplit_pools.contains(&request.pool);
+        if exact || own {
             return Some(request.size).filter(|&size| size <= room);
         }
         let usual = self.heap.rules.segment_size(request.size, reserved)?;
@@ -171,13 +192,42 @@ impl Core {
             });
         }
         self.growth.recycled += unused.len() as u64;
-        unused.into_iter().map(|id| self.heap.remove_segment(self.heap.table[id as usize].segment)).collect()
+        unused.into_iter().map(|id| self.heap.remove_whole(id)).collect()
+    }
+
+    /// Takes unused segments out of the table, the largest first, until they have `bytes` bytes.
+    fn remove_to_spare(&mut self, bytes: u64, candidates: impl Fn(&Core) -> Vec<u32>) -> Vec<Arc<Segment>> {
+        let mut unused = candidates(self);
+        unused.sort_unstable_by_key(|&id| std::cmp::Reverse((self.heap.table[id as usize].size, id)));
+        let (mut left, mut removed) = (bytes, Vec::new());
+        for id in unused {
+            if left > 0 {
+                left = left.saturating_sub(self.heap.table[id as usize].size as u64);
+                removed.push(self.heap.remove_whole(id));
+            }
+        }
+        removed
+    }
+
+    fn take_oversize(&mut self, size: usize) -> Vec<Arc<Segment>> {
+        let max = self.heap.rules.config.max_split_size;
+        let bytes = |core: &Core, id: u32| core.heap.table[id as usize].size;
+        let oversize = |core: &Core| {
+            let mut unused = core.heap.whole_blocks(0);
+            unused.retain(|&id| bytes(core, id) >= max);
+            unused
+        };
+        let enough = oversize(self).into_iter().filter(|&id| bytes(self, id) >= size);
+        match enough.min_by_key(|&id| (bytes(self, id), id)) {
+            Some(id) => vec![self.heap.remove_whole(id)],
+            None => self.remove_to_spare(size as u64, oversize),
+        }
     }
 
     fn collect(&mut self, size: u64) -> Vec<Arc<Segment>> {
         let threshold = self.heap.rules.config.garbage_collection_threshold;
         let reserved = self.heap.stats.reserved_bytes.current;
-        let most = (self.limit as f64 * threshold) as u64;
+        let most = (self.limit() as f64 * threshold) as u64;
         if threshold == 0.0 || reserved + size <= most {
             return Vec::new();
         }
@@ -193,7 +243,7 @@ impl Core {
             for id in unused {
                 if left > 0 {
                     left = left.saturating_sub(self.heap.table[id as usize].size as u64);
-                    freed.push(self.heap.remove_segment(self.heap.table[id as usize].segment));
+                    freed.push(self.heap.remove_whole(id));
                 }
             }
         }

@@ -108,6 +108,7 @@ pub(super) struct Heap {
     pub(super) segments: Vec<Option<Held>>,
     vacant_segments: Vec<u32>,
     pub(super) arenas: Vec<Arena>,
+    vacant_arenas: Vec<u32>,
     arena_of: HashMap<(u32, StreamId, Kind), u32>,
     pub(super) stats: DeviceStats,
     /// Blocks given back so far: each with work behind it that may not be done.
@@ -128,6 +129,7 @@ impl Heap {
             segments: Vec::new(),
             vacant_segments: Vec::new(),
             arenas: Vec::new(),
+            vacant_arenas: Vec::new(),
             arena_of: HashMap::new(),
             stats: DeviceStats::default(),
             given_back: 0,
@@ -146,10 +148,22 @@ impl Heap {
             return arena;
         }
         let shift = self.rules.alignment.trailing_zeros();
-        let arena = self.arenas.len() as u32;
-        self.arenas.push(Arena { pool, stream, kind, partial: Bins::new(shift), whole: Bins::new(shift) });
+        let made = Arena { pool, stream, kind, partial: Bins::new(shift), whole: Bins::new(shift) };
+        let arena = self.vacant_arenas.pop().unwrap_or(self.arenas.len() as u32);
+        match self.arenas.get_mut(arena as usize) {
+            Some(vacant) => *vacant = made,
+            None => self.arenas.push(made),
+        }
         self.arena_of.insert((pool, stream, kind), arena);
         arena
+    }
+
+    /// Takes an arena that no block belongs to out of use; its number serves another.
+    pub(super) fn retire_arena(&mut self, at: u32) {
+        let arena = &mut self.arenas[at as usize];
+        self.arena_of.remove(&(arena.pool, arena.stream, arena.kind));
+        arena.pool = NONE;
+        self.vacant_arenas.push(at);
     }
 
     /// Adds a segment as one free block of the arena.
@@ -178,6 +192,11 @@ impl Heap {
         self.stats.split_changed(held.kind, split);
         self.stats.segment_released(held.kind, held.size);
         held.segment
+    }
+
+    /// Takes the segment of a free block that is all of it out of the table.
+    pub(super) fn remove_whole(&mut self, id: u32) -> Arc<Segment> {
+        self.remove_segment(self.table[id as usize].segment)
     }
 
     /// Takes every segment of a pool whose blocks are all free out of the table, even where they are several streams'
@@ -234,6 +253,42 @@ impl Heap {
         self.table[taken as usize].usage = Use::Live;
         self.stats.block_taken(kind, self.table[taken as usize].size, requested, split);
         taken
+    }
+
+    /// Hands out `size` bytes at `offset`, which adjoining free blocks of one segment, given in order, cover. The block
+    /// belongs to `arena` from now on. Gives it and the streams that the parts belonged to.
+    pub(super) fn take_at(
+        &mut self,
+        parts: &[u32],
+        (offset, size): (usize, usize),
+        arena: u32,
+        requested: usize,
+    ) -> (u32, Vec<StreamId>) {
+        let (mut split, mut streams, mut taken) = (Split::default(), Vec::new(), NONE);
+        for &part in parts {
+            self.take_free(part, &mut split);
+            let found = self.table[part as usize];
+            streams.push(self.arenas[found.arena as usize].stream);
+            let mut inside = part;
+            if found.offset < offset {
+                inside = self.split(part, offset - found.offset, true);
+                self.put_free(part, &mut split);
+            }
+            let Entry { offset: start, size: length, .. } = self.table[inside as usize];
+            if start + length > offset + size {
+                self.split(inside, offset + size - start, false);
+                self.put_free(self.table[inside as usize].next, &mut split);
+            }
+            self.table[inside as usize].usage = Use::Live;
+            if taken == NONE {
+                taken = inside;
+            } else {
+                self.absorb_next(taken);
+            }
+        }
+        self.table[taken as usize].arena = arena;
+        self.stats.block_taken(self.arenas[arena as usize].kind, size, requested, split);
+        (taken, streams)
     }
 
     /// Cuts a block that is in no bin after `size` bytes. Gives the second part if `high`, else the first.

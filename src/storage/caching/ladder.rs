@@ -1,10 +1,10 @@
 //! What to do when nothing fits, one rung after another; after every rung the bins are searched again.
 
-use super::super::allocator::{Allocator, Block};
+use super::super::allocator::Block;
 use super::super::driver::Failure;
 use super::heap::Search;
-use super::{CachingAllocator, Core, Request};
-use crate::{Error, Result};
+use super::{CachingAllocator, Core, Kind, Request};
+use crate::Result;
 
 /// The rungs, from the cheapest to the dearest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -19,23 +19,32 @@ enum Rung {
     Collect,
     /// Make a segment of the usual size.
     Grow,
+    /// Ask the user's callbacks for memory.
+    Callbacks,
+    /// Give back unused segments too large to be split, where `max_split_size_mb` is set, and try that again.
+    Oversize,
     /// Wait for all streams, so that every pending block is free and streams do not matter.
     Wait,
     /// Give every unused segment back, and make one of just the size.
     Release,
-    /// Take what the other kind of pool has left over.
+    /// Take what the other kind of request has left over.
     OtherKind,
+    /// Take what memory pools that lend have free.
+    Lenders,
 }
 
-const LADDER: [Rung; 8] = [
+const LADDER: [Rung; 11] = [
     Rung::Events,
     Rung::ThreadCaches,
     Rung::OtherStreams,
     Rung::Collect,
     Rung::Grow,
+    Rung::Callbacks,
+    Rung::Oversize,
     Rung::Wait,
     Rung::Release,
     Rung::OtherKind,
+    Rung::Lenders,
 ];
 
 /// Waits for all streams before giving up on their blocks, which other threads keep giving back.
@@ -67,7 +76,20 @@ impl CachingAllocator {
             Rung::OtherStreams => return self.take_with_wait(request),
             Rung::Collect => self.collect(request),
             Rung::Grow => return self.grow(request, false, failure),
+            Rung::Callbacks => {
+                if self.ask_for_memory() {
+                    self.settle_events(false)?;
+                    drop(self.drain_caches());
+                }
+            }
+            Rung::Oversize => {
+                if self.rules.config.max_split_size < usize::MAX && self.release_oversize(request) {
+                    return self.grow(request, false, failure);
+                }
+            }
             Rung::Wait => self.wait_for_streams(request)?,
+            // The driver makes no segment as large as the request, however much memory is free: the cache is kept.
+            Rung::Release if matches!(failure, Some(Failure::TooBig)) => {}
             Rung::Release => {
                 let unused = self.lock().heap.remove_unused(0);
                 drop(unused);
@@ -76,6 +98,17 @@ impl CachingAllocator {
             Rung::OtherKind => {
                 let other = Request { kind: request.kind.other(), ..*request };
                 return Ok(self.lock_folded().search(self.number, &other, Search::Thorough, true));
+            }
+            Rung::Lenders => {
+                let mut core = self.lock_folded();
+                for pool in core.lenders(request).collect::<Vec<_>>() {
+                    for kind in [request.kind, request.kind.other()] {
+                        let lent = Request { pool, kind, ..*request };
+                        if let Some(block) = core.search(self.number, &lent, Search::Thorough, true) {
+                            return Ok(Some(block));
+                        }
+                    }
+                }
             }
         }
         Ok(None)
@@ -90,8 +123,10 @@ impl CachingAllocator {
             self.settle_events(true)?;
             let mut core = self.lock();
             if core.heap.given_back == given_back {
-                core.unite_streams(request);
-                core.unite_streams(&Request { kind: request.kind.other(), ..*request });
+                let pools = core.lenders(request).chain([request.pool]).collect::<Vec<_>>();
+                for (pool, kind) in pools.into_iter().flat_map(|pool| [(pool, Kind::Small), (pool, Kind::Large)]) {
+                    core.unite_streams(&Request { pool, kind, ..*request });
+                }
                 break;
             }
         }
@@ -99,25 +134,6 @@ impl CachingAllocator {
         core.heap.stats.num_alloc_retries += 1;
         core.heap.stats.num_sync_all_streams += 1;
         Ok(())
-    }
-
-    fn out_of_memory(&self, request: &Request, failure: Option<Failure>) -> Error {
-        let mut core = self.lock();
-        core.heap.stats.num_ooms += 1;
-        let stats = &core.heap.stats;
-        let (allocated, reserved) = (stats.allocated_bytes.current, stats.reserved_bytes.current);
-        let (capacity, largest) = (self.driver.capacity(), core.heap.largest_free(0));
-        let mut detail = format!("{allocated} are allocated and {reserved} reserved of a capacity of {capacity}");
-        if core.limit < capacity {
-            detail += &format!(", of which {} are allowed", core.limit);
-        }
-        if reserved > allocated {
-            detail += &format!("; the largest free block has {largest}");
-        }
-        if let Some(what) = failure.as_ref().and_then(Failure::ran_out) {
-            detail += &format!("; the driver ran out of {what}");
-        }
-        Error::OutOfMemory { device: self.device(), requested: request.bytes, detail }
     }
 }
 
@@ -130,6 +146,12 @@ impl Core {
         let id = self.heap.find(arena, request.size, search, most)?;
         let id = self.heap.take(id, request.size, request.bytes);
         Some(self.block(owner, id, request.bytes))
+    }
+
+    /// Other memory pools that lend to a request that would fail.
+    fn lenders(&self, request: &Request) -> impl Iterator<Item = u32> {
+        let others = self.pools.iter().filter(|(id, options)| options.use_on_oom && **id != request.pool);
+        others.map(|(&id, _)| id)
     }
 
     /// The size of a segment that would be made for the request.

@@ -16,11 +16,15 @@ mod cache;
 mod events;
 mod grow;
 mod heap;
+mod hooks;
 mod ladder;
+mod mempool;
 mod policy;
+mod report;
 mod slots;
 mod sync;
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -35,6 +39,9 @@ use crate::{Device, Error, Result};
 use cache::{Cached, PRIVATE, ThreadCaches};
 use events::Pending;
 use heap::{Heap, Search};
+use hooks::Hooks;
+pub use hooks::{OutOfMemoryEvent, Registration};
+pub use mempool::{MemPool, MemPoolOptions, MemPoolStats, PoolCheckpoint, use_mem_pool};
 pub(super) use policy::Kind;
 use policy::Rules;
 use slots::Slots;
@@ -62,6 +69,7 @@ pub struct CachingAllocator {
     rules: Arc<Rules>,
     core: Mutex<Core>,
     caches: ThreadCaches,
+    hooks: Hooks,
     started: Instant,
 }
 
@@ -71,10 +79,21 @@ struct Core {
     slots: Slots,
     /// Blocks given back that streams may still be using.
     pending: Pending,
-    /// The most bytes of segments to hold, and the bytes of those being made outside the lock.
-    limit: u64,
+    /// Memory pools other than the default one that have handles.
+    pools: BTreeMap<u32, MemPoolOptions>,
+    limits: Limits,
+    /// Bytes of segments being made outside the lock.
     making: u64,
     growth: grow::Growth,
+}
+
+/// The most bytes of segments to hold: each bound holds whatever the other says.
+#[derive(Debug, Clone, Copy)]
+struct Limits {
+    fraction: u64,
+    bytes: u64,
+    /// A bound was lowered below what was held then.
+    exceeded: bool,
 }
 
 /// What is asked for, and where to look for it.
@@ -101,8 +120,9 @@ impl CachingAllocator {
     pub fn new(driver: Arc<dyn Driver>, config: Config) -> Result<CachingAllocator> {
         config.check()?;
         let alignment = driver.alignment();
+        let fraction = part_of(driver.capacity(), config.per_process_memory_fraction);
         let caches = ThreadCaches::new(config.thread_cache, alignment);
-        let limit = config.limit(driver.capacity());
+        let limits = Limits { fraction, bytes: config.memory_limit as u64, exceeded: false };
         let rules = Arc::new(Rules { alignment, config });
         let mut heap = Heap::new(Arc::clone(&rules));
         heap.stats.max_split_size = rules.config.max_split_size as u64;
@@ -110,12 +130,14 @@ impl CachingAllocator {
             heap,
             slots: Slots::default(),
             pending: Pending::default(),
-            limit,
+            pools: BTreeMap::new(),
+            limits,
             making: 0,
             growth: grow::Growth::default(),
         };
         let number = owner_number();
-        Ok(CachingAllocator { driver, number, rules, core: Mutex::new(core), caches, started: Instant::now() })
+        let (core, hooks, started) = (Mutex::new(core), Hooks::default(), Instant::now());
+        Ok(CachingAllocator { driver, number, rules, core, caches, hooks, started })
     }
 
     fn lock(&self) -> MutexGuard<'_, Core> {
@@ -146,15 +168,19 @@ impl CachingAllocator {
     fn now(&self) -> u64 {
         self.started.elapsed().as_millis() as u64
     }
-
-    fn too_large(&self, requested: usize) -> Error {
-        let (capacity, largest) = (self.driver.capacity(), self.driver.largest_segment());
-        let detail = format!("the device has {capacity}, and promises buffers of up to {largest}");
-        Error::OutOfMemory { device: self.driver.device(), requested, detail }
-    }
 }
 
 impl Core {
+    /// The most bytes of segments to hold.
+    fn limit(&self) -> u64 {
+        self.limits.fraction.min(self.limits.bytes)
+    }
+
+    fn set_limits(&mut self, set: impl FnOnce(&mut Limits)) {
+        set(&mut self.limits);
+        self.limits.exceeded = self.heap.stats.reserved_bytes.current > self.limit();
+    }
+
     /// Counts a request, whatever comes of it.
     fn see(&mut self, request: &Request) {
         self.heap.ticks += 1;
@@ -187,7 +213,7 @@ impl Allocator for CachingAllocator {
             Some(size) if size as u64 <= self.driver.capacity() => size,
             _ => return Err(self.too_large(bytes)),
         };
-        let (kind, pool) = (Kind::of(size), 0);
+        let (kind, pool) = (Kind::of(size), mempool::routed(self.number));
         if pool == 0
             && kind == Kind::Small
             && stream == StreamId::DEFAULT
@@ -202,6 +228,9 @@ impl Allocator for CachingAllocator {
         let request = Request { bytes, size, kind, pool, stream };
         let mut core = self.lock_folded();
         core.see(&request);
+        if core.limits.exceeded {
+            core = self.shed(core);
+        }
         if core.pending.is_empty()
             && let Some(block) = core.search(self.number, &request, Search::Quick, false)
         {
@@ -254,7 +283,15 @@ impl Allocator for CachingAllocator {
     }
 
     fn set_memory_limit(&self, bytes: u64) -> Result<()> {
-        self.lock().limit = bytes.min(self.driver.capacity());
+        self.lock().set_limits(|limits| limits.bytes = bytes);
+        Ok(())
+    }
+
+    fn set_memory_fraction(&self, fraction: f64) -> Result<()> {
+        if !(0.0..=1.0).contains(&fraction) {
+            return Err(Error::invalid("set_memory_fraction", format!("{fraction} is not between 0 and 1")));
+        }
+        self.lock().set_limits(|limits| limits.fraction = part_of(self.driver.capacity(), fraction));
         Ok(())
     }
 }
@@ -271,6 +308,11 @@ impl Drop for CachingAllocator {
             std::mem::forget(std::mem::take(&mut core.heap.segments));
         }
     }
+}
+
+/// A fraction of a device's memory; all of it, exactly, for 1.
+fn part_of(capacity: u64, fraction: f64) -> u64 {
+    if fraction == 1.0 { capacity } else { (capacity as f64 * fraction) as u64 }
 }
 
 impl Heap {

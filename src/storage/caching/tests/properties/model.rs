@@ -34,6 +34,8 @@ pub(super) struct World {
     allocator: CachingAllocator,
     live: Vec<Live>,
     next_tag: u32,
+    /// The most to hold by the fraction, and with the limit.
+    fraction: u64,
     limit: u64,
     others: u64,
     /// The greatest allocation count, allocated and requested bytes since the last reset, as the user sees them.
@@ -80,8 +82,8 @@ impl World {
         };
         let sim = Sim::new(options);
         let config: Config = setup.config.parse().unwrap();
-        let limit = (setup.capacity as f64 * config.per_process_memory_fraction) as u64;
-        let limit = limit.min(config.memory_limit as u64);
+        let fraction = (setup.capacity as f64 * config.per_process_memory_fraction) as u64;
+        let limit = fraction.min(config.memory_limit as u64);
         let allocator = CachingAllocator::new(Arc::new(sim.clone()), config).unwrap();
         let stats = allocator.stats();
         World {
@@ -90,6 +92,7 @@ impl World {
             allocator,
             live: Vec::new(),
             next_tag: 1,
+            fraction,
             limit,
             others: 0,
             peaks: [0; 3],
@@ -131,7 +134,7 @@ impl World {
             }
             Op::Compact { budget } => self.compact(budget)?,
             Op::Limit { bytes } => {
-                self.limit = bytes.min(self.setup.capacity);
+                self.limit = bytes.min(self.fraction);
                 self.allocator.set_memory_limit(bytes).map_err(say)?;
             }
             Op::Others { bytes } => {

@@ -1,5 +1,7 @@
 //! The allocator on the simulated device: no bytes, no clock.
 
+mod ladder;
+mod mempool;
 mod properties;
 
 use super::heap::{NONE, Use};

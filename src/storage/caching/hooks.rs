@@ -1,0 +1,135 @@
+//! What others want to know, or can do, when memory runs short.
+
+use std::cell::Cell;
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::CachingAllocator;
+use crate::Device;
+
+type FreeMemory = dyn Fn() -> bool + Send + Sync;
+type Observer = dyn Fn(&OutOfMemoryEvent) + Send + Sync;
+
+/// An allocation that failed for want of memory, as observers see it: just before the error is returned.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct OutOfMemoryEvent {
+    /// The device that is full.
+    pub device: Device,
+    /// Bytes asked for.
+    pub requested: usize,
+    /// Bytes of segments the allocator may hold in all: the device's memory, or its limit.
+    pub allowed: u64,
+    /// Bytes of the device's memory that this allocator has not taken. Others may have: OpenCL cannot tell.
+    pub device_free: u64,
+}
+
+/// Keeps a callback in place. Dropping it removes the callback; a call under way is not waited for.
+#[must_use = "dropping it removes the callback"]
+pub struct Registration(Option<Box<dyn FnOnce() + Send + Sync>>);
+
+impl fmt::Debug for Registration {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Registration")
+    }
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        if let Some(remove) = self.0.take() {
+            remove();
+        }
+    }
+}
+
+/// Callbacks in the order in which they were added.
+struct List<F: ?Sized>(Arc<Mutex<Vec<Arc<F>>>>);
+
+impl<F: ?Sized> Default for List<F> {
+    fn default() -> List<F> {
+        List(Arc::default())
+    }
+}
+
+impl<F: ?Sized + Send + Sync + 'static> List<F> {
+    fn add(&self, hook: Arc<F>) -> Registration {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(&hook));
+        let list = Arc::downgrade(&self.0);
+        Registration(Some(Box::new(move || {
+            let Some(list) = list.upgrade() else { return };
+            // Dropped after the lock: what a callback holds may want this list when it goes.
+            let mut hooks = list.lock().unwrap_or_else(PoisonError::into_inner);
+            let removed = hooks.iter().position(|other| Arc::ptr_eq(other, &hook)).map(|at| hooks.remove(at));
+            drop(hooks);
+            drop((removed, hook));
+        })))
+    }
+
+    fn all(&self) -> Vec<Arc<F>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+/// The callbacks of one allocator.
+#[derive(Default)]
+pub(super) struct Hooks {
+    free_memory: List<FreeMemory>,
+    observers: List<Observer>,
+}
+
+thread_local!(static INSIDE: Cell<bool> = const { Cell::new(false) });
+
+/// Runs `f`, unless this thread is inside of such a call already: a callback that allocates, and fails, calls none.
+fn outermost<R>(f: impl FnOnce() -> R) -> Option<R> {
+    struct Reset;
+    impl Drop for Reset {
+        fn drop(&mut self) {
+            INSIDE.set(false);
+        }
+    }
+    if INSIDE.replace(true) {
+        return None;
+    }
+    let _reset = Reset;
+    Some(f())
+}
+
+impl CachingAllocator {
+    /// Has `free` called when the device, or the limit, has no room for an allocation: it may drop what it can spare,
+    /// and says whether it did (PyTorch's `FreeMemoryCallback`). The allocator looks for memory again after that.
+    ///
+    /// It is called by the thread that allocates, with no lock of the allocator held, and may allocate itself.
+    pub fn add_free_memory_callback(&self, free: Box<dyn Fn() -> bool + Send + Sync>) -> Registration {
+        self.hooks.free_memory.add(Arc::from(free))
+    }
+
+    /// Has `observe` called when an allocation fails for want of memory, before the error is returned (PyTorch's
+    /// `attachOutOfMemoryObserver`).
+    ///
+    /// It is called by the thread that allocates, with no lock of the allocator held: it may ask for statistics, take a
+    /// snapshot, or allocate.
+    pub fn add_oom_observer(&self, observe: Box<dyn Fn(&OutOfMemoryEvent) + Send + Sync>) -> Registration {
+        self.hooks.observers.add(Arc::from(observe))
+    }
+
+    /// Calls every free-memory callback; says whether any freed something.
+    pub(super) fn ask_for_memory(&self) -> bool {
+        let callbacks = self.hooks.free_memory.all();
+        !callbacks.is_empty()
+            && outermost(|| callbacks.iter().fold(false, |freed, free| free() || freed)).unwrap_or(false)
+    }
+
+    pub(super) fn tell_observers(&self, requested: usize) {
+        let observers = self.hooks.observers.all();
+        if observers.is_empty() {
+            return;
+        }
+        let (allowed, reserved) = {
+            let core = self.lock();
+            (core.limit(), core.heap.stats.reserved_bytes.current)
+        };
+        let device_free = self.driver.capacity().saturating_sub(reserved);
+        let event = OutOfMemoryEvent { device: self.driver.device(), requested, allowed, device_free };
+        outermost(|| observers.iter().for_each(|observe| observe(&event)));
+    }
+}

@@ -1,0 +1,190 @@
+//! The text of an out-of-memory error: what there is, who has it, and what would help.
+
+use std::fmt;
+
+use super::super::driver::Failure;
+use super::super::stats::DeviceStats;
+use super::mempool::MemPoolStats;
+use super::{CachingAllocator, Request};
+use crate::Error;
+
+/// Bytes for people (KiB, MiB, GiB, two decimals) and, in brackets, exactly.
+pub(super) fn exact(bytes: u64) -> String {
+    match Human(bytes) {
+        short @ Human(0..=1024) => short.to_string(),
+        short => format!("{short} ({bytes} bytes)"),
+    }
+}
+
+struct Human(u64);
+
+impl fmt::Display for Human {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let bytes = self.0 as f64;
+        match self.0 {
+            0..=1024 => write!(f, "{} bytes", self.0),
+            0..=0x10_0000 => write!(f, "{:.2} KiB", bytes / 1024.0),
+            0..=0x4000_0000 => write!(f, "{:.2} MiB", bytes / f64::from(1 << 20)),
+            _ => write!(f, "{:.2} GiB", bytes / f64::from(1 << 30)),
+        }
+    }
+}
+
+/// Everything the text is made of.
+struct Report {
+    requested: u64,
+    size: u64,
+    pool: u32,
+    capacity: u64,
+    limit: u64,
+    stats: DeviceStats,
+    /// Every pool by number, the default one first, and whether others may borrow from it.
+    pools: Vec<(u32, MemPoolStats, bool)>,
+    ran_out: Option<&'static str>,
+    /// Whether these are possible and off.
+    could_expand: bool,
+    could_compact: bool,
+    could_keep_whole: bool,
+}
+
+impl CachingAllocator {
+    /// Gives up: counts, tells the observers, and explains.
+    pub(super) fn out_of_memory(&self, request: &Request, failure: Option<Failure>) -> Error {
+        let config = &self.rules.config;
+        let report = {
+            let mut core = self.lock_folded();
+            core.heap.stats.num_ooms += 1;
+            let mut pools = vec![(0, core.heap.pool_stats(0), true)];
+            pools.extend(core.pools.iter().map(|(&id, options)| (id, core.heap.pool_stats(id), options.use_on_oom)));
+            Report {
+                requested: request.bytes as u64,
+                size: request.size as u64,
+                pool: request.pool,
+                capacity: self.driver.capacity(),
+                limit: core.limit(),
+                stats: core.heap.stats,
+                pools,
+                ran_out: failure.as_ref().and_then(Failure::ran_out),
+                could_expand: !config.expandable_segments,
+                could_compact: !config.compaction,
+                could_keep_whole: config.max_split_size == usize::MAX,
+            }
+        };
+        // Asked only now: whether a device can reserve is found by trying.
+        let could_expand = report.could_expand && self.driver.reserve(request.size).is_some();
+        self.tell_observers(request.bytes);
+        if matches!(failure, Some(Failure::TooBig)) {
+            return self.too_large(request.bytes);
+        }
+        let detail = Report { could_expand, ..report }.to_string();
+        Error::OutOfMemory { device: self.driver.device(), requested: request.bytes, detail }
+    }
+
+    /// The error for more than the device could ever hold in one piece.
+    pub(super) fn too_large(&self, requested: usize) -> Error {
+        let (capacity, largest) = (self.driver.capacity(), self.driver.largest_segment());
+        let (capacity, largest) = (exact(capacity), exact(largest as u64));
+        let detail = format!("the device has {capacity}, and promises buffers of up to {largest}");
+        Error::OutOfMemory { device: self.driver.device(), requested, detail }
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (allocated, reserved) = (self.stats.allocated_bytes.current, self.stats.reserved_bytes.current);
+        let active = self.stats.active_bytes.current;
+        write!(f, "that is {}", Human(self.requested))?;
+        if self.pool > 0 {
+            write!(f, " from memory pool {}", self.pool)?;
+        }
+        match self.capacity {
+            u64::MAX => write!(f, ". The device does not say how much it has")?,
+            capacity => write!(f, ". The device has a total capacity of {}", exact(capacity))?,
+        }
+        if self.limit < self.capacity {
+            write!(f, ", of which {} are allowed", exact(self.limit))?;
+        }
+        write!(f, ". Of {} reserved, {} are allocated", exact(reserved), exact(allocated))?;
+        if active > allocated {
+            write!(f, ", {} are given back but still in use by streams", exact(active - allocated))?;
+        }
+        let private = || self.pools.iter().filter(|(id, stats, _)| *id > 0 && stats.reserved_bytes > 0);
+        write!(f, ", and {} are unallocated", exact(reserved - active))?;
+        let largest = self.pools.iter().find(|(id, ..)| *id == self.pool).map_or(0, |(_, stats, _)| stats.largest_free);
+        if largest > 0 {
+            write!(f, "; the largest free block has {}", exact(largest))?;
+        }
+        if private().next().is_some() {
+            let sum: u64 = private().map(|(_, stats, _)| stats.allocated_bytes).sum();
+            write!(f, ". In private pools {} are allocated", exact(sum))?;
+            for (id, stats, _) in private() {
+                let (allocated, reserved) = (exact(stats.allocated_bytes), exact(stats.reserved_bytes));
+                write!(f, "; pool {id}: {allocated} of {reserved}, the largest free block has ")?;
+                f.write_str(&exact(stats.largest_free))?;
+            }
+        }
+        if let Some(what) = self.ran_out {
+            write!(f, ". The driver ran out of {what}")?;
+        }
+        self.advise(f)
+    }
+}
+
+impl Report {
+    /// Only what could have made this allocation succeed.
+    fn advise(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (id, stats, lends) in &self.pools {
+            if *id != self.pool && stats.largest_free >= self.size && !(*lends && *id > 0) {
+                let largest = exact(stats.largest_free);
+                match id {
+                    0 => write!(f, ". The default pool has a free block of {largest}: empty_cache gives it back")?,
+                    _ => write!(
+                        f,
+                        ". Memory pool {id} has a free block of {largest}: empty its cache, or make it with use_on_oom"
+                    )?,
+                }
+            }
+        }
+        let reserved = self.stats.reserved_bytes.current;
+        if self.ran_out.is_none() && self.limit < self.capacity && reserved + self.size <= self.capacity {
+            write!(f, ". The limit, not the device, says no: a higher memory fraction or limit would help")?;
+        }
+        if reserved - self.stats.active_bytes.current < self.size {
+            return Ok(()); // no way of arranging what is unallocated would do
+        }
+        let mut cures = Vec::new();
+        if self.could_compact {
+            cures.push("compaction:True");
+        }
+        if self.could_expand {
+            cures.push("expandable_segments:True");
+        }
+        if self.could_keep_whole && self.stats.inactive_split_bytes.current >= self.size {
+            cures.push("a max_split_size_mb");
+        }
+        if cures.is_empty() {
+            return Ok(());
+        }
+        let cures = cures.join(" or ");
+        write!(f, ". What is unallocated would suffice in one piece: set {cures} in CLAYSTONE_ALLOC_CONF")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_for_people_and_exact() {
+        for (bytes, want) in [
+            (0, "0 bytes"),
+            (1024, "1024 bytes"),
+            (1025, "1.00 KiB (1025 bytes)"),
+            (1 << 20, "1024.00 KiB (1048576 bytes)"),
+            (20_000_000, "19.07 MiB (20000000 bytes)"),
+            (3 << 30, "3.00 GiB (3221225472 bytes)"),
+        ] {
+            assert_eq!(exact(bytes), want);
+        }
+    }
+}

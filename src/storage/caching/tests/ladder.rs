@@ -1,0 +1,1 @@
+//! The rungs, the callbacks and the error.
