@@ -1,2 +1,48 @@
-//! The `claystone` program.
-fn main() {}
+//! The `claystone` program: what allocators do with a trace, what devices there are.
+
+mod devices;
+mod measure;
+mod min_capacity;
+mod plan;
+mod replay;
+mod report;
+mod trace;
+
+use std::io::{self, ErrorKind};
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Looks at memory: replays what a program allocated against claystone's allocators, and lists devices.
+#[derive(Parser)]
+#[command(version, after_help = "Examples:
+  claystone replay step.trace                  what the default allocator makes of a trace
+  claystone replay --help                      the formats it reads, the columns it prints
+  claystone devices                            what there is to run on")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    Replay(replay::Args),
+    /// List the devices, with their memory and driver
+    Devices,
+}
+
+fn main() -> ExitCode {
+    let done = match Cli::parse().command {
+        Command::Replay(args) => replay::run(&args, &mut io::stdout()),
+        Command::Devices => devices::run(&mut io::stdout()),
+    };
+    match done {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE, // each failure has been reported
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => ExitCode::SUCCESS, // whoever reads has seen enough
+        Err(error) => {
+            eprintln!("claystone: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}

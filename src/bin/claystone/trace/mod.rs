@@ -1,0 +1,188 @@
+//! Traces: what a program allocated and freed, in order, read from any of three kinds of file.
+
+mod rmm;
+mod snapshot;
+#[cfg(test)]
+mod tests;
+mod text;
+
+use std::collections::HashMap;
+use std::fmt::Display;
+use std::path::Path;
+
+/// What the program reads, for error messages.
+const FORMATS: &str = "lines 'a ID BYTES' and 'f ID', RMM's CSV log, or a memory snapshot (PyTorch's or claystone's, \
+                       pickle or JSON)";
+
+/// One step of a trace. Blocks are numbered from 0 in the order in which they are allocated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Event {
+    Allocate { block: usize, bytes: usize, stream: usize },
+    Free { block: usize },
+}
+
+/// A valid sequence of events: every block is allocated once, with at least one byte, and freed at most once.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Trace {
+    pub name: String,
+    pub events: Vec<Event>,
+    /// How many blocks it allocates.
+    pub blocks: usize,
+    /// The most bytes that were live at a time.
+    pub peak_requested: u64,
+    /// The largest request.
+    pub largest: usize,
+    /// How many streams it names; events have their index.
+    pub streams: usize,
+}
+
+/// From `start` (included) to `end` (not included), as indices of events, a block of `bytes` is live.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Life {
+    pub start: usize,
+    pub end: usize,
+    pub bytes: usize,
+}
+
+impl Trace {
+    /// The traces in a file: one, or one a device of a snapshot. The error says which file, and where in it.
+    pub fn open(path: &Path) -> Result<Vec<Trace>, String> {
+        let name = path.display().to_string();
+        let bytes = std::fs::read(path).map_err(|error| format!("{name}: {error}"))?;
+        Trace::read(&bytes, &name).map_err(|fault| match fault.line {
+            0 => format!("{name}: {}", fault.what),
+            line => format!("{name}:{line}: {}", fault.what),
+        })
+    }
+
+    /// Reads a file's bytes, whatever their format.
+    fn read(bytes: &[u8], name: &str) -> Result<Vec<Trace>, Fault> {
+        let unknown = || format!("not a trace: those are {FORMATS}");
+        if bytes.first() == Some(&snapshot::PICKLE) {
+            return snapshot::read_pickle(bytes, name);
+        }
+        let text = std::str::from_utf8(bytes).map_err(|_| unknown())?;
+        let text = text.strip_prefix('\u{feff}').unwrap_or(text);
+        let lines = text.lines().map(str::trim).zip(1..);
+        match lines.clone().find(|(line, _)| !line.is_empty() && !line.starts_with('#')) {
+            Some((line, _)) if line.starts_with('{') => snapshot::read_json(text, name),
+            Some((line, _)) if rmm::is_header(line) => Ok(vec![rmm::read(text, name)?]),
+            Some((line, _)) if text::is_event(line) => Ok(vec![text::read(text, name)?]),
+            Some((_, number)) => Err(Fault::at(number, unknown())),
+            None => Err(Fault::from(unknown())),
+        }
+    }
+
+    /// When each block is live.
+    pub fn lives(&self) -> Vec<Life> {
+        let mut lives = Vec::with_capacity(self.blocks);
+        for (now, event) in self.events.iter().enumerate() {
+            match *event {
+                Event::Allocate { bytes, .. } => lives.push(Life { start: now, end: self.events.len(), bytes }),
+                Event::Free { block } => lives[block].end = now,
+            }
+        }
+        lives
+    }
+}
+
+/// What is wrong with a trace, and in which line (0: none in particular).
+#[derive(Debug, PartialEq, Eq)]
+struct Fault {
+    line: usize,
+    what: String,
+}
+
+impl Fault {
+    fn at(line: usize, what: impl Into<String>) -> Fault {
+        Fault { line, what: what.into() }
+    }
+}
+
+impl From<String> for Fault {
+    fn from(what: String) -> Fault {
+        Fault { line: 0, what }
+    }
+}
+
+/// Builds a trace, event by event, from names of blocks that are free to be used again once the block is freed.
+#[derive(Default)]
+struct Builder {
+    events: Vec<Event>,
+    /// What became of each name.
+    names: HashMap<u64, State>,
+    streams: HashMap<String, usize>,
+    blocks: usize,
+    /// Bytes of the live blocks.
+    live: u64,
+    peak: u64,
+    largest: usize,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum State {
+    Live { block: usize, bytes: usize },
+    /// Allocated with no bytes: no allocator need know.
+    Empty,
+    Freed,
+}
+
+impl Builder {
+    /// Whether a block has this name now.
+    fn is_live(&self, name: u64) -> bool {
+        !matches!(self.names.get(&name), None | Some(State::Freed))
+    }
+
+    /// `shown` is the name as the file has it.
+    fn allocate(&mut self, name: u64, bytes: usize, stream: &str, shown: impl Display) -> Result<(), String> {
+        if self.is_live(name) {
+            return Err(format!("{shown} is allocated again, though it was not freed"));
+        }
+        if bytes == 0 {
+            self.names.insert(name, State::Empty);
+            return Ok(());
+        }
+        let live = self.live.checked_add(bytes as u64).filter(|&live| live <= i64::MAX as u64);
+        self.live = live.ok_or_else(|| format!("{shown} of {bytes} bytes: no device has that much memory"))?;
+        self.peak = self.peak.max(self.live);
+        self.largest = self.largest.max(bytes);
+        let stream = match self.streams.get(stream) {
+            Some(&index) => index,
+            None => {
+                self.streams.insert(stream.to_owned(), self.streams.len());
+                self.streams.len() - 1
+            }
+        };
+        self.names.insert(name, State::Live { block: self.blocks, bytes });
+        self.events.push(Event::Allocate { block: self.blocks, bytes, stream });
+        self.blocks += 1;
+        Ok(())
+    }
+
+    fn free(&mut self, name: u64, shown: impl Display) -> Result<(), String> {
+        match self.names.insert(name, State::Freed) {
+            Some(State::Live { block, bytes }) => {
+                self.live -= bytes as u64;
+                self.events.push(Event::Free { block });
+            }
+            Some(State::Empty) => {}
+            Some(State::Freed) => return Err(format!("{shown} is freed twice")),
+            None => return Err(format!("{shown} is freed, but was never allocated")),
+        }
+        Ok(())
+    }
+
+    fn finish(self, name: &str) -> Result<Trace, String> {
+        if self.blocks == 0 {
+            return Err("nothing is allocated in it".to_owned());
+        }
+        Ok(Trace {
+            name: name.to_owned(),
+            events: self.events,
+            blocks: self.blocks,
+            peak_requested: self.peak,
+            largest: self.largest,
+            streams: self.streams.len(),
+        })
+    }
+}
