@@ -7,8 +7,11 @@ mod tests;
 mod text;
 
 use std::collections::HashMap;
-use std::fmt::Display;
+use std::fmt::{self, Display};
 use std::path::Path;
+
+use claystone::storage::Snapshot;
+use claystone::storage::plan::Lifetime;
 
 /// What the program reads, for error messages.
 const FORMATS: &str = "lines 'a ID BYTES' and 'f ID', RMM's CSV log, or a memory snapshot (PyTorch's or claystone's, \
@@ -36,13 +39,8 @@ pub struct Trace {
     pub streams: usize,
 }
 
-/// From `start` (included) to `end` (not included), as indices of events, a block of `bytes` is live.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Life {
-    pub start: usize,
-    pub end: usize,
-    pub bytes: usize,
-}
+/// The first byte of a pickle of protocol 2 or later.
+const PICKLE: u8 = 0x80;
 
 impl Trace {
     /// The traces in a file: one, or one a device of a snapshot. The error says which file, and where in it.
@@ -58,31 +56,40 @@ impl Trace {
     /// Reads a file's bytes, whatever their format.
     fn read(bytes: &[u8], name: &str) -> Result<Vec<Trace>, Fault> {
         let unknown = || format!("not a trace: those are {FORMATS}");
-        if bytes.first() == Some(&snapshot::PICKLE) {
-            return snapshot::read_pickle(bytes, name);
+        let bad = |error: claystone::Error| Fault::from(error.to_string());
+        if bytes.first() == Some(&PICKLE) {
+            return snapshot::read(&Snapshot::from_pickle(bytes).map_err(bad)?, name);
         }
         let text = std::str::from_utf8(bytes).map_err(|_| unknown())?;
         let text = text.strip_prefix('\u{feff}').unwrap_or(text);
         let lines = text.lines().map(str::trim).zip(1..);
         match lines.clone().find(|(line, _)| !line.is_empty() && !line.starts_with('#')) {
-            Some((line, _)) if line.starts_with('{') => snapshot::read_json(text, name),
-            Some((line, _)) if rmm::is_header(line) => Ok(vec![rmm::read(text, name)?]),
+            Some((line, _)) if line.starts_with('{') => snapshot::read(&Snapshot::from_json(text).map_err(bad)?, name),
+            Some((line, _)) if rmm::is_log(line) => Ok(vec![rmm::read(text, name)?]),
             Some((line, _)) if text::is_event(line) => Ok(vec![text::read(text, name)?]),
             Some((_, number)) => Err(Fault::at(number, unknown())),
             None => Err(Fault::from(unknown())),
         }
     }
 
-    /// When each block is live.
-    pub fn lives(&self) -> Vec<Life> {
+    /// When each block is live, in indices of events.
+    pub fn lifetimes(&self) -> Vec<Lifetime> {
         let mut lives = Vec::with_capacity(self.blocks);
-        for (now, event) in self.events.iter().enumerate() {
+        for (now, event) in (0..).zip(&self.events) {
             match *event {
-                Event::Allocate { bytes, .. } => lives.push(Life { start: now, end: self.events.len(), bytes }),
+                Event::Allocate { bytes, .. } => {
+                    lives.push(Lifetime { start: now, end: self.events.len() as u64, bytes: bytes as u64 });
+                }
                 Event::Free { block } => lives[block].end = now,
             }
         }
         lives
+    }
+
+    /// The smallest block that it was made for: 512 bytes, as everywhere, or 1 if every request is less, as then its
+    /// sizes are not bytes but some unit of their own.
+    pub fn alignment(&self) -> usize {
+        if self.largest < 512 { 1 } else { 512 }
     }
 }
 
@@ -105,13 +112,25 @@ impl From<String> for Fault {
     }
 }
 
+/// The most bytes that may be live: what the simulated device has.
+const MOST: u64 = 1 << 50;
+
+/// An address as errors show it.
+struct Hex(u64);
+
+impl Display for Hex {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "block {:#x}", self.0)
+    }
+}
+
 /// Builds a trace, event by event, from names of blocks that are free to be used again once the block is freed.
 #[derive(Default)]
 struct Builder {
     events: Vec<Event>,
     /// What became of each name.
     names: HashMap<u64, State>,
-    streams: HashMap<String, usize>,
+    streams: HashMap<u64, usize>,
     blocks: usize,
     /// Bytes of the live blocks.
     live: u64,
@@ -134,7 +153,7 @@ impl Builder {
     }
 
     /// `shown` is the name as the file has it.
-    fn allocate(&mut self, name: u64, bytes: usize, stream: &str, shown: impl Display) -> Result<(), String> {
+    fn allocate(&mut self, name: u64, bytes: u64, stream: u64, shown: impl Display) -> Result<(), String> {
         if self.is_live(name) {
             return Err(format!("{shown} is allocated again, though it was not freed"));
         }
@@ -142,17 +161,15 @@ impl Builder {
             self.names.insert(name, State::Empty);
             return Ok(());
         }
-        let live = self.live.checked_add(bytes as u64).filter(|&live| live <= i64::MAX as u64);
-        self.live = live.ok_or_else(|| format!("{shown} of {bytes} bytes: no device has that much memory"))?;
+        let (live, size) = (self.live.checked_add(bytes), usize::try_from(bytes));
+        let (Some(live @ ..=MOST), Ok(bytes)) = (live, size) else {
+            return Err(format!("{shown} has {bytes} bytes: no device has that much memory"));
+        };
+        self.live = live;
         self.peak = self.peak.max(self.live);
         self.largest = self.largest.max(bytes);
-        let stream = match self.streams.get(stream) {
-            Some(&index) => index,
-            None => {
-                self.streams.insert(stream.to_owned(), self.streams.len());
-                self.streams.len() - 1
-            }
-        };
+        let streams = self.streams.len();
+        let stream = *self.streams.entry(stream).or_insert(streams);
         self.names.insert(name, State::Live { block: self.blocks, bytes });
         self.events.push(Event::Allocate { block: self.blocks, bytes, stream });
         self.blocks += 1;

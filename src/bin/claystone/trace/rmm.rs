@@ -1,73 +1,35 @@
-//! The log of RMM's `logging_resource_adaptor`: CSV with the columns `Thread,Time,Action,Pointer,Size,Stream`.
+//! The log of RMM's `logging_resource_adaptor`, or of claystone's `CsvLog`.
 
-use csv::{ReaderBuilder, StringRecord, Trim};
+use claystone::storage::{CsvAction, CsvEvent};
 
-use super::{Builder, Fault, Trace};
+use super::{Builder, Fault, Hex, Trace};
 
-/// Whether a line is the header of such a log. Columns may come in any order; those not named here are not read.
-pub(super) fn is_header(line: &str) -> bool {
-    ["Action", "Pointer", "Size"].iter().all(|column| line.split(',').any(|cell| cell.trim() == *column))
-}
+const HEADER: &str = "Thread,Time,Action,Pointer,Size,Stream";
 
-struct Columns {
-    action: usize,
-    pointer: usize,
-    size: usize,
-    stream: Option<usize>,
+/// Whether a line is the header of such a log, or where that was cut off, a line of it.
+pub(super) fn is_log(line: &str) -> bool {
+    line == HEADER || line.parse::<CsvEvent>().is_ok()
 }
 
 pub(super) fn read(text: &str, name: &str) -> Result<Trace, Fault> {
-    let fault = |error: csv::Error| {
-        let line = error.position().map_or(0, |position| position.line() as usize);
-        Fault::at(line, format!("not CSV: {error}"))
-    };
-    let mut reader = ReaderBuilder::new().flexible(true).trim(Trim::All).comment(Some(b'#')).from_reader(text.as_bytes());
-    let header = reader.headers().map_err(fault)?;
-    let column = |name| header.iter().position(|cell| cell == name);
-    let needed = |name| column(name).ok_or_else(|| format!("the header has no column {name}"));
-    let columns = Columns {
-        action: needed("Action")?,
-        pointer: needed("Pointer")?,
-        size: needed("Size")?,
-        stream: column("Stream"),
-    };
     let mut trace = Builder::default();
-    for record in reader.records() {
-        let record = record.map_err(fault)?;
-        let line = record.position().map_or(0, |position| position.line() as usize);
-        event(&mut trace, &columns, &record).map_err(|what| Fault::at(line, what))?;
+    let mut begun = false;
+    for (line, number) in text.lines().map(str::trim).zip(1..) {
+        let skip = line.is_empty() || line.starts_with('#') || (!begun && line == HEADER);
+        if !skip {
+            begun = true;
+            event(&mut trace, line).map_err(|what| Fault::at(number, what))?;
+        }
     }
     Ok(trace.finish(name)?)
 }
 
-fn event(trace: &mut Builder, columns: &Columns, record: &StringRecord) -> Result<(), String> {
-    let cell = |index: usize, name| record.get(index).ok_or_else(|| format!("the row has no column {name}"));
-    let action = cell(columns.action, "Action")?;
-    if action == "allocate failure" {
-        return Ok(());
+fn event(trace: &mut Builder, line: &str) -> Result<(), String> {
+    let event: CsvEvent = line.parse()?;
+    match event.action {
+        _ if event.addr == 0 => Ok(()), // the null pointer stands for no bytes
+        CsvAction::Allocate => trace.allocate(event.addr, event.bytes, event.stream, Hex(event.addr)),
+        CsvAction::Free => trace.free(event.addr, Hex(event.addr)),
+        CsvAction::AllocateFailure => Ok(()),
     }
-    let shown = cell(columns.pointer, "Pointer")?;
-    let pointer = pointer(shown)?;
-    if pointer == 0 {
-        return Ok(()); // the null pointer stands for no bytes
-    }
-    match action {
-        "allocate" => {
-            let bytes = cell(columns.size, "Size")?;
-            let bytes = bytes.parse().map_err(|_| format!("'{bytes}' is not a number of bytes"))?;
-            let stream = columns.stream.and_then(|index| record.get(index)).unwrap_or_default();
-            trace.allocate(pointer, bytes, stream, shown)
-        }
-        "free" => trace.free(pointer, shown),
-        _ => Err(format!("'{action}' is not an action: those are allocate, free and allocate failure")),
-    }
-}
-
-/// Pointers are hexadecimal, with 0x or without; glibc prints the null pointer as `(nil)`.
-fn pointer(text: &str) -> Result<u64, String> {
-    if text == "(nil)" {
-        return Ok(0);
-    }
-    let digits = text.strip_prefix("0x").unwrap_or(text);
-    u64::from_str_radix(digits, 16).map_err(|_| format!("'{text}' is not a pointer"))
 }

@@ -1,137 +1,64 @@
-//! Memory snapshots with history, as PyTorch's `torch.cuda.memory._snapshot()` pickles them and claystone writes them.
+//! Memory snapshots with history, as PyTorch's `torch.cuda.memory._snapshot()` and claystone's `Snapshot` have them.
 //!
 //! A snapshot has the last events of each device and the segments as they are at the end. Blocks that were live before
-//! the first event are not among the events: they are those that are freed without having been allocated, and those
-//! that are live in the segments without an event. They are allocated first.
+//! the first event are not allocated by any: they are those that are freed without, and those that are live in the
+//! segments without. They are allocated first.
 
 use std::collections::HashSet;
 
-use serde::Deserialize;
+use claystone::storage::{BlockState, Snapshot, TraceAction, TraceEntry};
 
-use super::{Builder, Fault, Trace};
+use super::{Builder, Fault, Hex, Trace};
 
-/// The first byte of a pickle of protocol 2 or later.
-pub(super) const PICKLE: u8 = 0x80;
-
-#[derive(Deserialize)]
-struct Snapshot {
-    #[serde(default)]
-    segments: Vec<Segment>,
-    /// A list of events for each device.
-    #[serde(default)]
-    device_traces: Vec<Vec<Entry>>,
-}
-
-#[derive(Deserialize)]
-struct Segment {
-    #[serde(default)]
-    device: usize,
-    address: u64,
-    #[serde(default)]
-    stream: i64,
-    blocks: Vec<Block>,
-}
-
-#[derive(Deserialize)]
-struct Block {
-    size: usize,
-    /// Absent in snapshots of older versions, as is the address.
-    requested_size: Option<usize>,
-    address: Option<u64>,
-    state: String,
-}
-
-#[derive(Deserialize)]
-struct Entry {
-    action: String,
-    /// Absent where the action is `oom`.
-    #[serde(default)]
-    addr: u64,
-    #[serde(default)]
-    size: usize,
-    #[serde(default)]
-    stream: i64,
-}
-
-pub(super) fn read_pickle(bytes: &[u8], name: &str) -> Result<Vec<Trace>, Fault> {
-    // Objects of classes that only Python knows are no part of what is read.
-    let options = serde_pickle::DeOptions::new().decode_strings().replace_unresolved_globals();
-    let snapshot = serde_pickle::from_slice(bytes, options);
-    let snapshot: Snapshot = snapshot.map_err(|error| format!("not a pickled memory snapshot: {error}"))?;
-    snapshot.traces(name)
-}
-
-pub(super) fn read_json(text: &str, name: &str) -> Result<Vec<Trace>, Fault> {
-    let snapshot: Snapshot = serde_json::from_str(text)
-        .map_err(|error| Fault::at(error.line(), format!("not a memory snapshot in JSON: {error}")))?;
-    snapshot.traces(name)
-}
-
-impl Snapshot {
-    /// One trace a device with events, or where none has any, with live blocks.
-    fn traces(&self, name: &str) -> Result<Vec<Trace>, Fault> {
-        let mut devices: Vec<usize> = (0..self.device_traces.len()).collect();
-        devices.retain(|&device| !self.device_traces[device].is_empty());
-        if devices.is_empty() {
-            devices = self.segments.iter().map(|segment| segment.device).collect();
-            devices.sort_unstable();
-            devices.dedup();
-        }
-        if devices.is_empty() {
-            return Err(Fault::from("the snapshot has neither events nor segments".to_owned()));
-        }
-        let one = devices.len() == 1;
-        let name = |device| if one { name.to_owned() } else { format!("{name} (device {device})") };
-        devices.iter().map(|&device| self.trace(device, &name(device))).collect()
+/// One trace a device with events, or where none has any, with live blocks.
+pub(super) fn read(snapshot: &Snapshot, name: &str) -> Result<Vec<Trace>, Fault> {
+    let mut devices: Vec<u32> = (0..).zip(&snapshot.device_traces).filter(|(_, t)| !t.is_empty()).map(|(d, _)| d).collect();
+    if devices.is_empty() {
+        devices = snapshot.segments.iter().map(|segment| segment.device).collect();
+        devices.sort_unstable();
+        devices.dedup();
     }
+    if devices.is_empty() {
+        return Err(Fault::from("the snapshot has neither events nor segments".to_owned()));
+    }
+    let one = devices.len() == 1;
+    let name = |device| if one { name.to_owned() } else { format!("{name} (device {device})") };
+    devices.iter().map(|&device| trace(snapshot, device, name(device))).collect()
+}
 
-    fn trace(&self, device: usize, name: &str) -> Result<Trace, Fault> {
-        let events = self.device_traces.get(device).map_or(&[][..], Vec::as_slice);
-        let steps = steps(events);
-        let mut trace = Builder::default();
-        for before in self.alive_before(device, &steps) {
-            trace.allocate(before.address, before.bytes, &before.stream.to_string(), Hex(before.address))?;
+fn trace(snapshot: &Snapshot, device: u32, name: String) -> Result<Trace, Fault> {
+    let steps = steps(snapshot.device_traces.get(device as usize).map_or(&[][..], Vec::as_slice));
+    let mut trace = Builder::default();
+    for Of { address, bytes, stream } in alive_before(snapshot, device, &steps) {
+        trace.allocate(address, bytes, stream, Hex(address))?;
+    }
+    for Step { index, frees, of: Of { address, bytes, stream } } in steps {
+        let done = match frees {
+            false => trace.allocate(address, bytes, stream, Hex(address)),
+            true => trace.free(address, Hex(address)),
+        };
+        done.map_err(|what| Fault::from(format!("device_traces[{device}][{index}]: {what}")))?;
+    }
+    Ok(trace.finish(&name)?)
+}
+
+/// The blocks that were live before the first step, each once.
+fn alive_before(snapshot: &Snapshot, device: u32, steps: &[Step]) -> Vec<Of> {
+    let mut before = Vec::new();
+    let mut met = HashSet::new(); // only the first step of an address can tell of the time before
+    for step in steps {
+        if met.insert(step.of.address) && step.frees {
+            before.push(step.of);
         }
-        for step in steps {
-            let place = |what| Fault::from(format!("device_traces[{device}][{}]: {what}", step.index));
-            let Of { address, bytes, stream } = step.of;
-            match step.frees {
-                false => trace.allocate(address, bytes, &stream.to_string(), Hex(address)).map_err(place)?,
-                true => trace.free(address, Hex(address)).map_err(place)?,
+    }
+    for segment in snapshot.segments.iter().filter(|segment| segment.device == device) {
+        for block in segment.blocks.iter().filter(|block| block.state == BlockState::ActiveAllocated) {
+            if met.insert(block.address) {
+                before.push(Of { address: block.address, bytes: block.requested_size, stream: segment.stream });
             }
         }
-        Ok(trace.finish(name)?)
     }
-
-    /// The blocks that were live before the first step, each once.
-    fn alive_before(&self, device: usize, steps: &[Step]) -> Vec<Of> {
-        let (mut allocated, mut before) = (HashSet::new(), Vec::new());
-        // Addresses whose first step has been seen: only that one can tell of the time before.
-        let mut met = HashSet::new();
-        for step in steps {
-            if step.frees {
-                if met.insert(step.of.address) {
-                    before.push(step.of);
-                }
-                allocated.remove(&step.of.address);
-            } else {
-                met.insert(step.of.address);
-                allocated.insert(step.of.address);
-            }
-        }
-        for segment in self.segments.iter().filter(|segment| segment.device == device) {
-            let mut next = segment.address;
-            for block in &segment.blocks {
-                let address = block.address.unwrap_or(next);
-                next = address.saturating_add(block.size as u64);
-                if block.state == "active_allocated" && !allocated.contains(&address) && met.insert(address) {
-                    let bytes = block.requested_size.unwrap_or(block.size);
-                    before.push(Of { address, bytes, stream: segment.stream });
-                }
-            }
-        }
-        before
-    }
+    before
 }
 
 /// What the program did, leaving out what the allocator did.
@@ -145,36 +72,26 @@ struct Step {
 #[derive(Clone, Copy)]
 struct Of {
     address: u64,
-    bytes: usize,
-    stream: i64,
+    bytes: u64,
+    stream: u64,
 }
 
 /// A block is freed when its owner asks (`free_requested`). The completion that follows, at once or when other streams
-/// are done, is a step only where the request is not in the list and the block was live in it.
-fn steps(events: &[Entry]) -> Vec<Step> {
+/// are done, is a step only where the request came before the first event.
+fn steps(events: &[TraceEntry]) -> Vec<Step> {
     let mut requested = HashSet::new();
     let mut steps = Vec::new();
     for (index, entry) in events.iter().enumerate() {
-        let frees = match entry.action.as_str() {
-            "alloc" => false,
-            "free_requested" => true,
-            "free_completed" if !requested.remove(&entry.addr) => true,
+        let frees = match entry.action {
+            TraceAction::Alloc => false,
+            TraceAction::FreeRequested => {
+                requested.insert(entry.addr);
+                true
+            }
+            TraceAction::FreeCompleted if !requested.remove(&entry.addr) => true,
             _ => continue,
         };
-        if entry.action == "free_requested" {
-            requested.insert(entry.addr);
-        }
-        let of = Of { address: entry.addr, bytes: entry.size, stream: entry.stream };
-        steps.push(Step { index, frees, of });
+        steps.push(Step { index, frees, of: Of { address: entry.addr, bytes: entry.size, stream: entry.stream } });
     }
     steps
-}
-
-/// An address as errors show it.
-struct Hex(u64);
-
-impl std::fmt::Display for Hex {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "block {:#x}", self.0)
-    }
 }

@@ -22,7 +22,7 @@ fn event(trace: &mut Builder, line: &str) -> Result<(), String> {
         [] => Ok(()),
         ["a", id, bytes] => {
             let size = bytes.parse().map_err(|_| format!("'{bytes}' is not a number of bytes"))?;
-            trace.allocate(number(id)?, size, "", format_args!("block {id}"))
+            trace.allocate(number(id)?, size, 0, format_args!("block {id}"))
         }
         ["f", id] => trace.free(number(id)?, format_args!("block {id}")),
         _ => Err(format!("'{}' is neither 'a ID BYTES' nor 'f ID'", words.join(" "))),

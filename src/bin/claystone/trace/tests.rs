@@ -1,0 +1,250 @@
+//! Readers: what they make of each format, and of what is none.
+
+use claystone::storage::{
+    BlockInfo, BlockState, SegmentInfo, SegmentType, Snapshot, TraceAction, TraceEntry,
+};
+use proptest::prelude::*;
+
+use super::*;
+
+fn one(text: &str) -> Trace {
+    let traces = Trace::read(text.as_bytes(), "t").unwrap();
+    assert_eq!(traces.len(), 1);
+    traces.into_iter().next().unwrap()
+}
+
+/// The line and the message of what is wrong.
+fn fault(bytes: impl AsRef<[u8]>) -> (usize, String) {
+    let fault = Trace::read(bytes.as_ref(), "t").unwrap_err();
+    (fault.line, fault.what)
+}
+
+const fn a(block: usize, bytes: usize) -> Event {
+    Event::Allocate { block, bytes, stream: 0 }
+}
+
+const fn f(block: usize) -> Event {
+    Event::Free { block }
+}
+
+/// What `EVENTS` are in each format: blocks 0 and 1 overlap, the name of 0 is used again for 2, which stays.
+const EVENTS: [Event; 5] = [a(0, 1000), a(1, 600), f(0), a(2, 300), f(1)];
+const TEXT: &str = "# a step\n\na 7 1000\n  a 8 600 # bytes\nf 7\na 9 0\na 7 300\nf 9\nf 8\n";
+const CSV: &str = "Thread,Time,Action,Pointer,Size,Stream
+1,10:05:43.000001,allocate,0x7f10,1000,0x0
+1,10:05:43:000002,allocate,0x7f20,600,0x0
+2,10:05:43.000003,free,0x7f10,1000,0x0
+2,10:05:43.000004,allocate failure,0x0,99999999,0x0
+
+2,10:05:43.000005,allocate,7f10,300,0x0
+1,10:05:43.000006,free,(nil),0,0x0
+1,10:05:43.000007,free,0x7f20,600,0x0
+";
+
+fn entry(action: TraceAction, addr: u64, size: u64) -> TraceEntry {
+    TraceEntry { action, addr, size, stream: 0, time_us: 0, frames: vec![], compile_context: String::new() }
+}
+
+fn snapshot(entries: Vec<TraceEntry>, live: &[(u64, u64)]) -> Snapshot {
+    let block = |&(address, requested_size): &(u64, u64)| BlockInfo {
+        address,
+        size: 1024,
+        requested_size,
+        state: BlockState::ActiveAllocated,
+        frames: vec![],
+    };
+    let segment = SegmentInfo {
+        device: 0,
+        address: live.first().map_or(0, |block| block.0),
+        total_size: 1024 * live.len() as u64,
+        stream: 0,
+        segment_type: SegmentType::Small,
+        segment_pool_id: (0, 0),
+        is_expandable: false,
+        frames: vec![],
+        blocks: live.iter().map(block).collect(),
+    };
+    Snapshot { segments: vec![segment], device_traces: vec![entries], ..Default::default() }
+}
+
+fn from_snapshot(snapshot: &Snapshot) -> Trace {
+    let traces = Trace::read(&snapshot.to_pickle().unwrap(), "t").unwrap();
+    assert_eq!(traces, Trace::read(snapshot.to_json().unwrap().as_bytes(), "t").unwrap());
+    assert_eq!(traces.len(), 1);
+    traces.into_iter().next().unwrap()
+}
+
+#[test]
+fn every_format_gives_the_same_trace() {
+    use TraceAction::{Alloc, FreeCompleted, FreeRequested, SegmentAlloc};
+    let text = one(TEXT);
+    assert_eq!(text.events, EVENTS);
+    assert_eq!((text.blocks, text.peak_requested, text.largest, text.streams), (3, 1600, 1000, 1));
+    assert_eq!(one(CSV), text);
+    let entries = vec![
+        entry(SegmentAlloc, 4096, 2 << 20),
+        entry(Alloc, 4096, 1000),
+        entry(Alloc, 8192, 600),
+        entry(FreeRequested, 4096, 1000),
+        entry(FreeCompleted, 4096, 1000),
+        entry(Alloc, 4096, 300),
+        entry(FreeRequested, 8192, 600), // still in use by another stream
+    ];
+    assert_eq!(from_snapshot(&snapshot(entries, &[(4096, 300)])), text);
+}
+
+#[test]
+fn blocks_from_before_a_snapshots_first_event_come_first() {
+    use TraceAction::{Alloc, FreeCompleted, FreeRequested};
+    let entries = vec![
+        entry(FreeCompleted, 1024, 111), // asked for before
+        entry(Alloc, 1024, 50),
+        entry(FreeRequested, 2048, 222),
+        entry(FreeCompleted, 2048, 222),
+        entry(FreeRequested, 1024, 50),
+        entry(FreeCompleted, 1024, 50),
+    ];
+    let trace = from_snapshot(&snapshot(entries, &[(4096, 333)]));
+    assert_eq!(trace.events, [a(0, 111), a(1, 222), a(2, 333), f(0), a(3, 50), f(1), f(3)]);
+    // Without a history there are the live blocks alone.
+    let trace = from_snapshot(&snapshot(vec![], &[(4096, 5), (5120, 6)]));
+    assert_eq!(trace.events, [a(0, 5), a(1, 6)]);
+}
+
+#[test]
+fn a_snapshot_of_two_devices_is_two_traces() {
+    let mut both = snapshot(vec![entry(TraceAction::Alloc, 0, 7)], &[]);
+    both.device_traces.push(vec![entry(TraceAction::Alloc, 0, 8)]);
+    let traces = Trace::read(&both.to_pickle().unwrap(), "t").unwrap();
+    let seen: Vec<_> = traces.iter().map(|t| (t.name.as_str(), t.events[0])).collect();
+    assert_eq!(seen, [("t (device 0)", a(0, 7)), ("t (device 1)", a(0, 8))]);
+}
+
+#[test]
+fn streams_are_numbered_as_they_come() {
+    let line = |stream, pointer| format!("1,0:0:0.0,allocate,{pointer},8,{stream}\n");
+    let log = format!("{}{}{}", line("0x7fa0", 1), line("0", 2), line("0x7fa0", 3));
+    let streams: Vec<usize> = (one(&log).events.iter())
+        .map(|event| match event {
+            Event::Allocate { stream, .. } => *stream,
+            Event::Free { .. } => unreachable!("nothing is freed"),
+        })
+        .collect();
+    assert_eq!(streams, [0, 1, 0]);
+}
+
+#[test]
+fn lifetimes_are_those_of_the_events() {
+    let lives: Vec<_> = one(TEXT).lifetimes().iter().map(|l| (l.start, l.end, l.bytes)).collect();
+    assert_eq!(lives, [(0, 2, 1000), (1, 4, 600), (3, 5, 300)]);
+}
+
+#[test]
+fn sizes_below_a_block_are_units_of_their_own() {
+    assert_eq!((one("a 0 511").alignment(), one("a 0 10\na 1 512").alignment()), (1, 512));
+}
+
+#[test]
+fn a_bad_line_is_named() {
+    let says = |text: &str, line, what: &str| {
+        let (at, message) = fault(text);
+        assert!(at == line && message.contains(what), "{text:?}: {at}: {message}");
+    };
+    says("a 1 5\nf 1\n# twice\nf 1", 4, "block 1 is freed twice");
+    says("a 1 5\nf 2", 2, "block 2 is freed, but was never allocated");
+    says("a 1 5\na 1 5", 2, "block 1 is allocated again, though it was not freed");
+    says("a 1 5\na 2 x", 2, "'x' is not a number of bytes");
+    says("a 1 -5", 1, "'-5' is not a number of bytes");
+    says("a one 5", 1, "'one' is not the number of a block");
+    says("a 1 5\nb 1", 2, "'b 1' is neither 'a ID BYTES' nor 'f ID'");
+    says("a 1 5 6", 1, "neither");
+    says("a 1 18446744073709551615", 1, "no device has that much");
+    says(&format!("a 1 {MOST}\na 2 1"), 2, "no device has that much");
+    says("a 1 0\nf 1\n", 0, "nothing is allocated");
+    let log = |row: &str| format!("{CSV}{row}\n");
+    says(&log("1,10:05:43.1,free,0x7f20,600,0x0"), 9, "block 0x7f20 is freed twice");
+    says(&log("1,10:05:43.1,free,0xbad,600,0x0"), 9, "block 0xbad is freed, but was never allocated");
+    says(&log("1,10:05:43.1,allocate,0x7f10,1,0x0"), 9, "block 0x7f10 is allocated again");
+    says(&log("1,10:05:43.1,realloc,0x7f10,1,0x0"), 9, "\"realloc\"");
+    says(&log("1,10:05:43.1,free,0x7f10"), 9, "4 columns");
+    says(&log("1,10:05:43.1,allocate,pointer,1,0x0"), 9, "\"pointer\"");
+}
+
+#[test]
+fn what_is_no_trace_is_told_what_is_read() {
+    for bytes in [&b""[..], b"\n# nothing\n", b"hello\n", b"PK\x03\x04\xff", b"\xff\xfe"] {
+        let (_, what) = fault(bytes);
+        assert!(what.contains("'a ID BYTES'") && what.contains("RMM") && what.contains("snapshot"), "{what}");
+    }
+    assert_eq!(fault("# comment\n\nhello\n").0, 3);
+    assert!(fault(b"\x80\x04").1.contains("pickle"));
+    assert!(fault("{\"segments\":").1.contains("JSON"));
+    assert!(fault("{\"segments\":[]}").1.contains("neither events nor segments"));
+    let twice = vec![entry(TraceAction::Alloc, 512, 7), entry(TraceAction::Alloc, 512, 7)];
+    let what = fault(snapshot(twice, &[]).to_pickle().unwrap()).1;
+    assert!(what.starts_with("device_traces[0][1]: block 0x200 is allocated again"), "{what}");
+}
+
+/// Every block is allocated before it is freed and freed at most once, and the peak is that of the events.
+fn check(trace: &Trace) {
+    let (mut live, mut sum, mut peak) = (vec![], 0, 0);
+    for event in &trace.events {
+        match *event {
+            Event::Allocate { block, bytes, stream } => {
+                assert!(block == live.len() && bytes > 0 && stream < trace.streams);
+                live.push(Some(bytes));
+                sum += bytes as u64;
+            }
+            Event::Free { block } => sum -= live[block].take().expect("live") as u64,
+        }
+        peak = peak.max(sum);
+    }
+    assert_eq!((live.len(), peak), (trace.blocks, trace.peak_requested));
+}
+
+/// Lines that are often right, in either format.
+fn line() -> impl Strategy<Value = String> {
+    prop_oneof![
+        4 => (0..8u8, any::<u32>()).prop_map(|(id, bytes)| format!("a {id} {bytes}")),
+        4 => (0..8u8).prop_map(|id| format!("f {id}")),
+        1 => (0..8u8, 0..999u32).prop_map(|(p, n)| format!("1,1:2:3.4,allocate,0x{p},{n},0x{p}")),
+        1 => (0..8u8).prop_map(|p| format!("1,1:2:3.4,free,0x{p},0,0x0")),
+        1 => Just("Thread,Time,Action,Pointer,Size,Stream".to_owned()),
+        1 => any::<String>(),
+    ]
+}
+
+proptest! {
+    #[test]
+    fn no_lines_make_a_reader_panic(lines in prop::collection::vec(line(), 0..40)) {
+        if let Ok(traces) = Trace::read(lines.join("\n").as_bytes(), "t") {
+            traces.iter().for_each(check);
+        }
+    }
+
+    #[test]
+    fn no_bytes_make_a_reader_panic(start in prop_oneof![Just(&b""[..]), Just(b"\x80\x03"), Just(b"{")],
+                                    bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+        let _ = Trace::read(&[start, &bytes].concat(), "t");
+    }
+
+    #[test]
+    fn no_snapshot_makes_a_reader_panic(
+        events in prop::collection::vec((0..4u8, 0..6u64, 0..3u64), 0..30),
+        live in prop::collection::vec(0..9u64, 0..4),
+        (at, byte) in (any::<prop::sample::Index>(), any::<u8>()),
+    ) {
+        use TraceAction::{Alloc, FreeCompleted, FreeRequested, Oom};
+        let entries = events.iter().map(|&(kind, addr, size)| {
+            entry([Alloc, FreeRequested, FreeCompleted, Oom][kind as usize], addr, size)
+        });
+        let blocks: Vec<_> = live.iter().map(|&addr| (addr, addr)).collect();
+        let mut pickle = snapshot(entries.collect(), &blocks).to_pickle().unwrap();
+        if let Ok(traces) = Trace::read(&pickle, "t") {
+            traces.iter().for_each(check);
+        }
+        let at = at.index(pickle.len());
+        pickle[at] = byte; // damaged
+        let _ = Trace::read(&pickle, "t");
+    }
+}
