@@ -15,10 +15,13 @@ use clap::{Parser, Subcommand};
 
 /// Looks at memory: replays what a program allocated against claystone's allocators, and lists devices.
 #[derive(Parser)]
-#[command(version, after_help = "Examples:
+#[command(
+    version,
+    after_help = "Examples:
   claystone replay step.trace                  what the default allocator makes of a trace
   claystone replay --help                      the formats it reads, the columns it prints
-  claystone devices                            what there is to run on")]
+  claystone devices                            what there is to run on"
+)]
 struct Cli {
     #[command(subcommand)]
     command: Command,

@@ -140,7 +140,10 @@ struct Builder {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum State {
-    Live { block: usize, bytes: usize },
+    Live {
+        block: usize,
+        bytes: usize,
+    },
     /// Allocated with no bytes: no allocator need know.
     Empty,
     Freed,

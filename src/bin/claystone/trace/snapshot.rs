@@ -12,7 +12,8 @@ use super::{Builder, Fault, Hex, Trace};
 
 /// One trace a device with events, or where none has any, with live blocks.
 pub(super) fn read(snapshot: &Snapshot, name: &str) -> Result<Vec<Trace>, Fault> {
-    let mut devices: Vec<u32> = (0..).zip(&snapshot.device_traces).filter(|(_, t)| !t.is_empty()).map(|(d, _)| d).collect();
+    let mut devices: Vec<u32> =
+        (0..).zip(&snapshot.device_traces).filter(|(_, t)| !t.is_empty()).map(|(d, _)| d).collect();
     if devices.is_empty() {
         devices = snapshot.segments.iter().map(|segment| segment.device).collect();
         devices.sort_unstable();

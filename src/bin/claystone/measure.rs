@@ -1,0 +1,166 @@
+//! Replays one trace against one allocator and counts.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use claystone::Error;
+use claystone::device::{Stream, StreamId};
+use claystone::storage::{self, Allocator, Backend, Block, CachingAllocator, Config, Sim, SimOptions};
+
+use crate::replay::Driver;
+use crate::trace::{Event, Trace};
+
+/// What to replay against.
+pub struct Setup {
+    pub config: Config,
+    pub driver: Driver,
+    /// Bytes; `None` is no limit.
+    pub capacity: Option<u64>,
+    /// Of the simulated device.
+    pub alignment: usize,
+}
+
+/// What a replay took.
+pub struct Measured {
+    pub peak_reserved: u64,
+    /// The most at a time.
+    pub segments: u64,
+    pub driver_calls: u64,
+    /// `None` where memory ran out in a later pass than those that had to survive.
+    pub ns_per_pair: Option<f64>,
+    /// Of the device that it ran on.
+    pub alignment: usize,
+}
+
+/// How long, and in how many passes at most, the time of a pair is measured.
+const TIMED: Duration = Duration::from_millis(30);
+const TIMED_PASSES: usize = 1000;
+
+/// The figures after `passes` passes, and the time of further ones.
+pub fn measure(setup: &Setup, trace: &Trace, passes: u32) -> Result<Measured, String> {
+    let mut run = Run::new(setup, trace).map_err(|error| error.to_string())?;
+    run.passes(passes).map_err(|failed| failed.to_string())?;
+    let stats = run.allocator.stats();
+    let driver_calls = match &run.sim {
+        Some(sim) => sim.call_count(),
+        None => stats.num_device_alloc + stats.num_device_free,
+    };
+    Ok(Measured {
+        peak_reserved: stats.reserved_bytes.peak,
+        segments: stats.segment.peak,
+        driver_calls,
+        ns_per_pair: run.ns_per_pair(),
+        alignment: run.alignment,
+    })
+}
+
+/// Whether a simulated device of this capacity survives so many passes, and what was reserved there.
+///
+/// # Errors
+/// When something else than memory is wanting.
+pub fn survives(setup: &Setup, trace: &Trace, passes: u32, capacity: Option<u64>) -> Result<Option<u64>, String> {
+    let setup = Setup { config: setup.config.clone(), capacity, ..*setup };
+    let mut run = Run::new(&setup, trace).map_err(|error| error.to_string())?;
+    match run.passes(passes) {
+        Ok(()) => Ok(Some(run.allocator.stats().reserved_bytes.peak)),
+        Err(Failed { error: Error::OutOfMemory { .. }, .. }) => Ok(None),
+        Err(failed) => Err(failed.to_string()),
+    }
+}
+
+/// An allocator on a device, and a trace to run through it.
+struct Run<'a> {
+    trace: &'a Trace,
+    /// The blocks that are live.
+    blocks: Vec<Option<Block>>,
+    streams: Vec<StreamId>,
+    /// Which of them exist as long as these do.
+    _streams: Vec<Stream>,
+    allocator: Arc<dyn Allocator>,
+    sim: Option<Sim>,
+    alignment: usize,
+}
+
+/// An allocation that failed.
+struct Failed {
+    pass: u32,
+    block: usize,
+    error: Error,
+}
+
+impl std::fmt::Display for Failed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "allocation {} of pass {} failed: {}", self.block + 1, self.pass + 1, self.error)
+    }
+}
+
+impl<'a> Run<'a> {
+    fn new(setup: &Setup, trace: &'a Trace) -> Result<Run<'a>, Error> {
+        let mut config = setup.config.clone();
+        let (mut sim, mut own) = (None, Vec::new());
+        let (driver, streams): (Arc<dyn storage::Driver>, _) = match setup.driver {
+            Driver::Sim => {
+                let default = SimOptions { alignment: setup.alignment, ..SimOptions::default() };
+                let capacity = setup.capacity.unwrap_or(default.capacity);
+                let device = sim.insert(Sim::new(SimOptions { capacity, ..default }));
+                (Arc::new(device.clone()), (0..trace.streams as u32).map(|index| device.stream(index)).collect())
+            }
+            Driver::Real(device) => {
+                own.push(Stream::default_stream(device)?);
+                for _ in 1..trace.streams {
+                    own.push(Stream::new(device)?);
+                }
+                let limit = setup.capacity.and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(usize::MAX);
+                config.memory_limit = config.memory_limit.min(limit);
+                (storage::driver(device)?, own.iter().map(Stream::id).collect())
+            }
+        };
+        let alignment = driver.alignment();
+        let allocator: Arc<dyn Allocator> = match config.backend {
+            Backend::Caching => Arc::new(CachingAllocator::new(driver, config)?),
+            other => unimplemented!("{other:?}"),
+        };
+        let blocks = std::iter::repeat_with(|| None).take(trace.blocks).collect();
+        Ok(Run { trace, blocks, streams, _streams: own, allocator, sim, alignment })
+    }
+
+    fn passes(&mut self, passes: u32) -> Result<(), Failed> {
+        (0..passes).try_for_each(|pass| self.pass().map_err(|(block, error)| Failed { pass, block, error }))
+    }
+
+    /// Once through the trace. What is live at the end is freed, also when an allocation, which is named, fails.
+    fn pass(&mut self) -> Result<(), (usize, Error)> {
+        let trace = self.trace;
+        let done = trace.events.iter().try_for_each(|event| match *event {
+            Event::Allocate { block, bytes, stream } => {
+                let made = self.allocator.allocate(bytes, self.streams[stream]);
+                made.map(|made| self.blocks[block] = Some(made)).map_err(|error| (block, error))
+            }
+            Event::Free { block } => {
+                if let Some(block) = self.blocks[block].take() {
+                    self.allocator.deallocate(block);
+                }
+                Ok(())
+            }
+        });
+        self.free_all();
+        done
+    }
+
+    fn free_all(&mut self) {
+        self.blocks.iter_mut().filter_map(Option::take).for_each(|block| self.allocator.deallocate(block));
+    }
+
+    /// Nanoseconds of an allocation and a release: the median of passes.
+    fn ns_per_pair(&mut self) -> Option<f64> {
+        let begin = Instant::now();
+        let mut times = Vec::new();
+        while times.is_empty() || (begin.elapsed() < TIMED && times.len() < TIMED_PASSES) {
+            let start = Instant::now();
+            self.pass().ok()?;
+            times.push(start.elapsed());
+        }
+        times.sort_unstable();
+        Some(times[times.len() / 2].as_nanos() as f64 / self.trace.blocks as f64)
+    }
+}

@@ -1,0 +1,83 @@
+//! The smallest device on which a trace runs.
+
+use crate::measure::{Setup, survives};
+use crate::trace::Trace;
+
+/// How many larger capacities are tried before an answer is believed.
+const PROBES: u64 = 16;
+
+/// The smallest capacity, to within 0.1 % of the peak requested, of a simulated device that survives `passes` passes.
+///
+/// Binary search takes for granted that more memory never hurts. No allocator promises that: capacities between the
+/// answer and what an uncapped run reserved are tried too, and above one that fails the search begins again.
+pub fn min_capacity(setup: &Setup, trace: &Trace, passes: u32) -> Result<u64, String> {
+    let survives = |capacity| Ok::<bool, String>(survives(setup, trace, passes, Some(capacity))?.is_some());
+    let enough = crate::measure::survives(setup, trace, passes, None)?.ok_or("no device is large enough")?;
+    search(trace.peak_requested, enough, survives)
+}
+
+/// `least` may survive and nothing below can; `enough` is where the search for one that survives begins.
+fn search(least: u64, enough: u64, mut survives: impl FnMut(u64) -> Result<bool, String>) -> Result<u64, String> {
+    let mut most = enough.max(least);
+    while !survives(most)? {
+        most = most.checked_mul(2).ok_or("no device is large enough")?;
+    }
+    let close = (least / 1000).max(1);
+    let (mut fails, mut answer) = (least.saturating_sub(1), most);
+    loop {
+        while answer - fails > close && answer > least {
+            // The peak itself comes first: what needs no more is told exactly.
+            let middle = if fails < least { least } else { fails + (answer - fails) / 2 };
+            match survives(middle)? {
+                true => answer = middle,
+                false => fails = middle,
+            }
+        }
+        // From above, so that the capacity tried before one that fails is known to survive.
+        let step = (most - answer) / PROBES;
+        let (mut above, mut gap) = (most, None);
+        for capacity in (1..PROBES).rev().map(|probe| answer + probe * step).filter(|_| step > 0) {
+            if !survives(capacity)? {
+                gap = Some(capacity);
+                break;
+            }
+            above = capacity;
+        }
+        match gap {
+            Some(capacity) => (fails, answer) = (capacity, above),
+            None => return Ok(answer),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::search;
+
+    fn found(least: u64, enough: u64, survives: impl Fn(u64) -> bool) -> u64 {
+        search(least, enough, |capacity| Ok(survives(capacity))).unwrap()
+    }
+
+    #[test]
+    fn the_answer_is_within_a_thousandth() {
+        for threshold in [1_000_000, 1_000_001, 1_234_567, 2_999_999, 3_000_000] {
+            let answer = found(1_000_000, 3_000_000, |capacity| capacity >= threshold);
+            assert!((threshold..=threshold + 1000).contains(&answer), "{threshold}: {answer}");
+        }
+        assert_eq!(found(1_000_000, 3_000_000, |_| true), 1_000_000);
+        assert_eq!(found(10, 40, |capacity| capacity >= 17), 17);
+    }
+
+    #[test]
+    fn an_uncapped_run_may_have_reserved_too_little() {
+        let answer = found(1000, 1000, |capacity| capacity >= 5000);
+        assert!((5000..=5001).contains(&answer), "{answer}");
+    }
+
+    #[test]
+    fn a_gap_above_is_found() {
+        let survives = |capacity| capacity >= 1_100_000 && !(2_000_000..2_300_000).contains(&capacity);
+        let answer = found(1_000_000, 3_000_000, survives);
+        assert!((2_300_000..=2_301_000).contains(&answer), "{answer}");
+    }
+}

@@ -1,0 +1,248 @@
+//! `claystone replay`: its arguments, and what is done with them.
+
+use std::io::{self, IsTerminal, Write};
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use clap::ValueEnum;
+use claystone::Device;
+use claystone::storage::{Backend, Config};
+
+use crate::measure::{Setup, measure};
+use crate::min_capacity::min_capacity;
+use crate::plan::planned;
+use crate::report::{self, Row};
+use crate::trace::Trace;
+
+/// Replay allocation traces against an allocator and print what it reserved for them
+#[derive(clap::Args)]
+#[command(long_about = "Replays allocation traces against an allocator and prints what it reserved for them.
+
+Without --driver the device is simulated: memory is counted and nothing else, so any trace runs anywhere.
+
+Files, told apart by their contents:
+  text      'a ID BYTES' allocates, 'f ID' frees; blank lines and # comments are skipped
+  CSV       the log of RMM's logging adaptor: Thread,Time,Action,Pointer,Size,Stream
+  snapshot  a pickle (or JSON) of PyTorch's torch.cuda.memory._dump_snapshot or of claystone, with its history;
+            blocks older than the history are allocated first; each device with events is a trace of its own
+Blocks live at the end are freed there, so a trace can be repeated.
+
+A trace whose every request is below 512 bytes is in units of its own, not in bytes, and is replayed at
+alignment 1 unless --alignment says otherwise.
+
+Columns (sizes in MiB; --json has bytes):
+  requested   the most bytes that were live at a time
+  reserved    the most bytes the allocator held from the device
+  used        requested / reserved
+  segments    the most pieces of memory it held
+  calls       driver calls: memory made, committed and given back, copies, waits; on a real device, memory made and
+              given back
+  ns/pair     time of an allocation and its release, the median of many passes after the counted ones
+  planned     --plan: the arena that holds all blocks when their lifetimes are known beforehand, and how much is used
+  capacity    --min-capacity: the smallest device that the trace runs on, and that as a multiple of requested")]
+#[command(after_long_help = "Examples:
+  claystone replay step.trace                                   the default allocator
+  claystone replay *.trace --backend all                        the three side by side
+  claystone replay log.csv --config segments:pytorch            with PyTorch's segment sizes
+  claystone replay snapshot.pickle --plan --min-capacity        how much memory it needs at best
+  claystone replay step.trace --capacity 700MiB --passes 100    does it fit, again and again?
+  claystone replay step.trace --driver opencl:0                 on a real device
+  claystone replay *.trace --json | jq .utilisation             for programs")]
+pub struct Args {
+    /// Files to replay
+    #[arg(required = true, value_name = "TRACE")]
+    traces: Vec<PathBuf>,
+    /// The allocator, or all of them; otherwise what --config says [default: caching]
+    #[arg(long)]
+    backend: Option<Choice>,
+    /// Settings of the allocator, as in CLAYSTONE_ALLOC_CONF
+    #[arg(long, value_name = "KEY:VALUE,...", default_value = "", hide_default_value = true)]
+    config: Config,
+    /// The device: sim, cpu or opencl:N
+    #[arg(long, default_value = "sim")]
+    driver: Driver,
+    /// Passes before the figures are read; of --min-capacity, passes to survive [default: 1, and 3]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    passes: Option<u32>,
+    /// Memory of the simulated device, or limit on a real one: bytes, or with KiB, MiB or GiB [default: no limit]
+    #[arg(long, value_name = "BYTES", value_parser = bytes)]
+    capacity: Option<u64>,
+    /// Alignment of blocks on the simulated device, a power of two [default: 512]
+    #[arg(long, value_name = "BYTES", value_parser = alignment)]
+    alignment: Option<usize>,
+    /// Also place the blocks offline, in a search of up to a second
+    #[arg(long)]
+    plan: bool,
+    /// Also search for the smallest simulated device that survives the passes, to within 0.1 %
+    #[arg(long)]
+    min_capacity: bool,
+    /// Print an object a line instead of a table
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Choice {
+    Caching,
+    Pool,
+    Direct,
+    All,
+}
+
+impl Choice {
+    fn backends(self) -> &'static [Backend] {
+        match self {
+            Choice::Caching => &[Backend::Caching],
+            Choice::Pool => &[Backend::Pool],
+            Choice::Direct => &[Backend::Direct],
+            Choice::All => &[Backend::Caching, Backend::Pool, Backend::Direct],
+        }
+    }
+}
+
+/// What runs below the allocator.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Driver {
+    Sim,
+    Real(Device),
+}
+
+impl FromStr for Driver {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Driver, String> {
+        match text {
+            "sim" => Ok(Driver::Sim),
+            _ => text.parse().map(Driver::Real).map_err(|_| "it is sim, cpu or opencl:N".to_owned()),
+        }
+    }
+}
+
+/// A number of bytes, or of KiB, MiB or GiB.
+fn bytes(text: &str) -> Result<u64, String> {
+    let split = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(split);
+    let unit = match unit.trim() {
+        "" | "B" => 1,
+        "KiB" => 1 << 10,
+        "MiB" => 1 << 20,
+        "GiB" => 1 << 30,
+        _ => return Err("write bytes, or a whole number with KiB, MiB or GiB".to_owned()),
+    };
+    let number: u64 = number.parse().map_err(|_| "it does not begin with a number".to_owned())?;
+    number.checked_mul(unit).ok_or_else(|| "no device has that much memory".to_owned())
+}
+
+fn alignment(text: &str) -> Result<usize, String> {
+    let number = text.parse().ok().filter(|n: &usize| n.is_power_of_two() && *n <= 1 << 30);
+    number.ok_or_else(|| "it is a power of two, of at most 1 GiB".to_owned())
+}
+
+/// Replays everything; false where something could not be, of which standard error tells.
+///
+/// # Errors
+/// Only those of writing.
+pub fn run(args: &Args, out: &mut impl Write) -> io::Result<bool> {
+    if let Err(what) = args.check() {
+        eprintln!("claystone replay: {what}");
+        return Ok(false);
+    }
+    let mut rows = Vec::new();
+    let mut good = true;
+    for path in &args.traces {
+        let traces = Trace::open(path).unwrap_or_else(|what| {
+            eprintln!("claystone replay: {what}");
+            good = false;
+            Vec::new()
+        });
+        for (trace, &backend) in traces.iter().flat_map(|trace| args.backends().iter().map(move |b| (trace, b))) {
+            match args.row(trace, backend) {
+                Ok(row) if args.json => {
+                    serde_json::to_writer(&mut *out, &row)?;
+                    writeln!(out)?;
+                }
+                Ok(row) => {
+                    rows.push(row);
+                    if io::stderr().is_terminal() && args.min_capacity {
+                        eprint!("\r{} done", rows.len()); // the search takes a while
+                    }
+                }
+                Err(what) => {
+                    eprintln!("claystone replay: {}: {}: {what}", trace.name, report::name(backend));
+                    good = false;
+                }
+            }
+        }
+    }
+    if !rows.is_empty() {
+        report::table(&rows, out)?;
+    }
+    Ok(good)
+}
+
+impl Args {
+    fn check(&self) -> Result<(), &'static str> {
+        match self.driver {
+            Driver::Sim => Ok(()),
+            Driver::Real(_) if self.min_capacity => {
+                Err("--min-capacity needs the simulated device: leave out --driver")
+            }
+            Driver::Real(_) if self.alignment.is_some() => {
+                Err("--alignment is the simulated device's: a real one has its own")
+            }
+            Driver::Real(_) => Ok(()),
+        }
+    }
+
+    fn backends(&self) -> &[Backend] {
+        match self.backend {
+            Some(choice) => choice.backends(),
+            None => std::slice::from_ref(&self.config.backend),
+        }
+    }
+
+    /// Everything about one trace under one allocator.
+    fn row(&self, trace: &Trace, backend: Backend) -> Result<Row, String> {
+        let setup = Setup {
+            config: Config { backend, ..self.config.clone() },
+            driver: self.driver,
+            capacity: self.capacity,
+            alignment: self.alignment.unwrap_or_else(|| trace.alignment()),
+        };
+        let measured = measure(&setup, trace, self.passes.unwrap_or(1))?;
+        let min_capacity = match self.min_capacity {
+            true => Some(min_capacity(&setup, trace, self.passes.unwrap_or(3))?),
+            false => None,
+        };
+        let planned = if self.plan { Some(planned(trace, measured.alignment)?) } else { None };
+        Ok(Row::new(trace, backend, &measured, planned, min_capacity))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_have_units() {
+        assert_eq!(bytes("700"), Ok(700));
+        assert_eq!((bytes("3KiB"), bytes("3 MiB"), bytes("2GiB")), (Ok(3 << 10), Ok(3 << 20), Ok(2 << 30)));
+        for bad in ["", "MiB", "-1", "1.5MiB", "1MB", "99999999999999999999", "99999999999GiB"] {
+            assert!(bytes(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn alignments_are_powers_of_two() {
+        assert_eq!((alignment("1"), alignment("512")), (Ok(1), Ok(512)));
+        for bad in ["0", "3", "x", "-1", "4294967296"] {
+            assert!(alignment(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn drivers_are_devices_or_simulated() {
+        assert!("sim".parse() == Ok(Driver::Sim) && "opencl:1".parse() == Ok(Driver::Real(Device::OpenCL(1))));
+        assert!("cpu".parse() == Ok(Driver::Real(Device::Cpu)) && "cuda".parse::<Driver>().is_err());
+    }
+}
