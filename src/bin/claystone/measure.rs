@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use claystone::Error;
 use claystone::device::{Stream, StreamId};
-use claystone::storage::{self, Allocator, Backend, Block, CachingAllocator, Config, Sim, SimOptions};
+use claystone::storage::{self, Allocator, Block, Config, Sim, SimOptions};
 
 use crate::replay::Driver;
 use crate::trace::{Event, Trace};
@@ -116,10 +116,7 @@ impl<'a> Run<'a> {
             }
         };
         let alignment = driver.alignment();
-        let allocator: Arc<dyn Allocator> = match config.backend {
-            Backend::Caching => Arc::new(CachingAllocator::new(driver, config)?),
-            other => unimplemented!("{other:?}"),
-        };
+        let allocator = storage::build_allocator(driver, config)?;
         let blocks = std::iter::repeat_with(|| None).take(trace.blocks).collect();
         Ok(Run { trace, blocks, streams, _streams: own, allocator, sim, alignment })
     }

@@ -99,7 +99,11 @@ const HEADER: [&str; 12] = [
     "",
 ];
 
+/// What would show as nothing is shown in bytes.
 fn mib(bytes: u64) -> String {
+    if bytes < 10 << 10 {
+        return format!("{bytes} B");
+    }
     format!("{:.2}", bytes as f64 / f64::from(1 << 20))
 }
 
@@ -149,7 +153,6 @@ fn means(rows: &[Row], backend: &str) -> Option<Vec<String>> {
     cells[0] = "mean".to_owned();
     cells[1] = backend.to_owned();
     cells[4] = mean(&|row| Some(row.utilisation)).map(percent).unwrap_or_default();
-    cells[7] = mean(&|row| row.ns_per_pair).map(|ns| format!("{ns:.0}")).unwrap_or_default();
     cells[9] = mean(&Row::used_of_plan).map(percent).unwrap_or_default();
     cells[11] = mean(&Row::of_requested).map(|times| format!("{times:.3}x")).unwrap_or_default();
     Some(cells)
