@@ -77,7 +77,8 @@ impl Pending {
     /// Removes a stream's oldest marker, if it is still that of this ticket; gives the block if it waits for no more.
     fn pop(&mut self, stream: StreamId, ticket: u64) -> Option<u32> {
         let queue = self.queues.get_mut(&stream)?;
-        let id = queue.pop_front_if(|head| head.ticket == ticket)?.id;
+        let id = queue.front().filter(|head| head.ticket == ticket)?.id;
+        queue.pop_front();
         if queue.is_empty() {
             self.queues.remove(&stream);
         }

@@ -192,11 +192,13 @@ fn reserved_memory_grows_and_shrinks_by_pages() {
         |offset| sim.write_tag_at(StreamId::DEFAULT, (&a, offset), GRANULE, 5),
         |offset, tag| sim.check_tag_at(StreamId::DEFAULT, (&a, offset), GRANULE, tag).unwrap(),
     );
-    (tag(page).unwrap(), tag(2 * page).unwrap());
+    tag(page).unwrap();
+    tag(2 * page).unwrap();
     sim.shrink(&a, 0, 2 * page);
     assert_eq!(sim.committed(), page as u64 + GRANULE as u64);
     sim.extend(&a, page, 2 * page).unwrap();
-    (check(page, 0), check(2 * page, 5)); // what was given back is lost, the rest is not
+    check(page, 0); // what was given back is lost
+    check(2 * page, 5); // the rest is not
     assert_eq!(sim.violations(), [""; 0]);
     assert!(tag(0).is_err()); // a fault, not a late commit
     assert_eq!((sim.violations().len(), sim.late_commits()), (1, 0));
@@ -245,8 +247,10 @@ fn calls_are_counted_and_recorded_when_asked_for() {
         sim.copy(StreamId::DEFAULT, (&a, 0), (&a, 512), 512).unwrap();
         let marker = sim.record(StreamId::DEFAULT).unwrap();
         assert!(!sim.is_done(&marker));
-        (sim.wait(&marker).unwrap(), sim.stream_waits(StreamId::DEFAULT, &marker).unwrap());
-        (sim.read((&a, 0), &mut [0; 3]).unwrap(), sim.write(&[0; 4], (&a, 0)).unwrap());
+        sim.wait(&marker).unwrap();
+        sim.stream_waits(StreamId::DEFAULT, &marker).unwrap();
+        sim.read((&a, 0), &mut [0; 3]).unwrap();
+        sim.write(&[0; 4], (&a, 0)).unwrap();
         drop(a);
         let b = sim.reserve(2048).unwrap();
         sim.extend(&b, 0, 1024).unwrap();
