@@ -55,12 +55,12 @@ fn kind(why: &str) -> String {
     what.chars().filter(|c| !c.is_ascii_digit()).take(40).collect()
 }
 
-/// Runs a few cases; panics with the shortest list of operations that fails.
+/// Runs a case, or `PROPTEST_CASES`; panics with the shortest list of operations that fails.
 #[track_caller]
 fn holds(setup: Setup) {
     let persistence = FileFailurePersistence::WithSource("regressions");
     let config = Cases {
-        cases: if cfg!(miri) { 1 } else { 2 },
+        cases: std::env::var("PROPTEST_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(1),
         max_shrink_iters: 0, // seeds do not shrink: operations do, below
         source_file: Some(file!()),
         failure_persistence: if cfg!(miri) { None } else { Some(Box::new(persistence)) },

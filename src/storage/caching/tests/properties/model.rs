@@ -42,7 +42,7 @@ pub(super) struct World {
     peaks: [u64; 3],
     /// What was current when the sums were last set to zero.
     bases: Vec<u64>,
-    /// Whether the operation under way may change what is counted without being counted (other programs' memory).
+    /// As last looked at.
     stats: DeviceStats,
 }
 
@@ -138,8 +138,8 @@ impl World {
                 self.allocator.set_memory_limit(bytes).map_err(say)?;
             }
             Op::Others { bytes } => {
-                self.others = bytes;
-                self.sim.set_others(bytes);
+                self.others = bytes.min(self.setup.capacity - self.sim.committed()); // what is taken stays ours
+                self.sim.set_others(self.others);
             }
             Op::FailCreate { code } => self.sim.fail_next_create(failure(code)),
             Op::FailCommit { code } => self.sim.fail_next_commit(failure(code)),
