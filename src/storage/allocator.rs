@@ -211,6 +211,19 @@ impl Block {
         foreign
     }
 
+    /// As [`export`](Block::export); gives the segment, so that parts of the block can be handed out as blocks.
+    pub(crate) fn export_segment(&self) -> Arc<Segment> {
+        self.export();
+        let place = self.place();
+        let segment = std::ptr::from_ref(place.segment());
+        // SAFETY: set_place took the pointer from an Arc, which whoever made the block keeps as long as the block lives;
+        // the place is held meanwhile. The new Arc is the one counted here.
+        unsafe {
+            Arc::increment_strong_count(segment);
+            Arc::from_raw(segment)
+        }
+    }
+
     pub(crate) fn slot(&self) -> &Slot {
         // SAFETY: whoever made the block has promised that the slot lives as long.
         unsafe { self.slot.as_ref() }
@@ -266,6 +279,11 @@ impl<'a> Place<'a> {
 pub trait Allocator: Any + Send + Sync + fmt::Debug {
     /// The device whose memory it hands out.
     fn device(&self) -> Device;
+
+    /// Blocks begin at multiples of this many bytes, a power of two: its driver's.
+    fn alignment(&self) -> usize {
+        512
+    }
 
     /// A block of at least `bytes > 0` bytes with unspecified contents, to be used by work on `stream`.
     ///

@@ -73,6 +73,10 @@ impl Allocator for DirectAllocator {
         self.driver.device()
     }
 
+    fn alignment(&self) -> usize {
+        self.driver.alignment()
+    }
+
     fn allocate(&self, bytes: usize, _: StreamId) -> Result<Block> {
         let size = segment_size(&*self.driver, bytes)?;
         let mut made = self.grow(size, bytes)?;

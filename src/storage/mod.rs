@@ -19,6 +19,7 @@ mod pinned;
 pub mod plan;
 mod pool;
 mod registry;
+mod scope;
 mod staging;
 mod stats;
 #[cfg(test)]
@@ -50,8 +51,8 @@ pub use pool::{PoolAllocator, StorageType};
 pub use registry::{allocator, build_allocator, driver, set_allocator};
 pub use stats::{DeviceStats, PoolStats, Stat};
 
-use crate::device::StreamId;
 use crate::device::opencl::{self, ClDevice};
+use crate::device::stream;
 use crate::{Device, Element, Result};
 use driver::MemoryKind;
 use driver::host::HostMemory;
@@ -240,13 +241,32 @@ struct Aligned;
 /// A block that goes back to its allocator on drop.
 struct Lease {
     block: ManuallyDrop<Block>,
-    allocator: &'static dyn Allocator,
+    from: From,
+}
+
+/// The allocator a block is from: its device's own, or one that was in force where it was made.
+enum From {
+    Device(&'static dyn Allocator),
+    Scope(Arc<dyn Allocator>),
+}
+
+impl From {
+    fn allocator(&self) -> &dyn Allocator {
+        match self {
+            From::Device(allocator) => *allocator,
+            From::Scope(allocator) => &**allocator,
+        }
+    }
 }
 
 impl Lease {
     fn new(device: Device, bytes: usize) -> Result<Lease> {
-        let allocator = registry::of(device)?;
-        let block = allocator.allocate(bytes, StreamId::DEFAULT)?;
+        let from = match scope::allocator(device) {
+            Some(allocator) => From::Scope(allocator),
+            None => From::Device(&**registry::of(device)?),
+        };
+        let allocator = from.allocator();
+        let block = allocator.allocate(bytes, stream::current_id(device))?;
         // A user's own allocator is not trusted with this: the bytes are about to be read and written.
         let fits = block.requested() >= bytes
             && matches!(
@@ -258,7 +278,7 @@ impl Lease {
             allocator.deallocate(block);
             return Err(crate::Error::invalid("allocate", reason));
         }
-        Ok(Lease { block: ManuallyDrop::new(block), allocator: &**allocator })
+        Ok(Lease { block: ManuallyDrop::new(block), from })
     }
 }
 
@@ -266,6 +286,6 @@ impl Drop for Lease {
     fn drop(&mut self) {
         // SAFETY: taken once, here, and not used again.
         let block = unsafe { ManuallyDrop::take(&mut self.block) };
-        self.allocator.deallocate(block);
+        self.from.allocator().deallocate(block);
     }
 }

@@ -254,6 +254,10 @@ impl Allocator for PoolAllocator {
         self.driver.device()
     }
 
+    fn alignment(&self) -> usize {
+        self.driver.alignment()
+    }
+
     fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block> {
         self.allocate_kind(bytes, stream, StorageType::Dynamic)
     }

@@ -208,6 +208,10 @@ impl Allocator for CachingAllocator {
         self.driver.device()
     }
 
+    fn alignment(&self) -> usize {
+        self.rules.alignment
+    }
+
     fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block> {
         let size = match self.rules.round_size(bytes) {
             Some(size) if size as u64 <= self.driver.capacity() => size,

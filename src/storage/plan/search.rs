@@ -72,7 +72,7 @@ pub fn place(lifetimes: &[Lifetime], alignment: u64, budget: Duration) -> Placem
             item.start -= from;
             item.end -= from;
         }
-        let found = best(&inside, &live[from..], goal, &|| clock.elapsed() >= budget);
+        let found = best(&inside, &live[from..], goal, &|| budget.saturating_sub(clock.elapsed()));
         goal = goal.max(arena(&inside, &found));
         for (&index, offset) in part.iter().zip(found) {
             offsets[index] = offset;
@@ -95,16 +95,19 @@ const STEPS_A_TRY: u64 = 1500;
 /// Capacities tried, in eighths of the way from the goal to the best so far: all of it first, then from easy to hard.
 const EIGHTHS: [u64; 5] = [0, 6, 4, 2, 1];
 
-/// The best offsets found for `items`; those whose arena is at most `goal` are good enough.
-fn best(items: &[Item], live: &[u64], goal: u64, out_of_time: &dyn Fn() -> bool) -> Vec<u64> {
+/// The best offsets found for `items` in the time that is `left`; those whose arena is at most `goal` are good enough.
+fn best(items: &[Item], live: &[u64], goal: u64, left: &dyn Fn() -> Duration) -> Vec<u64> {
     let mut best = (u64::MAX, Vec::new());
     for order in orders::greedy(items) {
+        let before = left();
         let offsets = best_fit(items, &order);
         let arena = arena(items, &offsets);
         if arena < best.0 {
             best = (arena, offsets);
         }
-        if best.0 <= goal || out_of_time() {
+        // The next pass takes as long as this one did.
+        let after = left();
+        if best.0 <= goal || after <= before - after {
             return best.1;
         }
     }
@@ -120,7 +123,7 @@ fn best(items: &[Item], live: &[u64], goal: u64, out_of_time: &dyn Fn() -> bool)
         // 1, 2, 1, 4, 1, 2, 1, 8, ... times the shortest: in Luby's manner.
         let most = STEPS_A_TRY << (round + 1).trailing_zeros();
         for (eighths, by) in EIGHTHS.iter().flat_map(|eighths| Ranking::ORDERS.map(|by| (eighths, by))) {
-            if steps == 0 || best.0 <= goal || out_of_time() {
+            if steps == 0 || best.0 <= goal || left().is_zero() {
                 return best.1;
             }
             let capacity = goal + (best.0 - goal) / 8 * eighths + (best.0 - goal) % 8 * eighths / 8;
