@@ -1,7 +1,6 @@
 //! Streams: what is ordered is right, events complete, the current stream nests, and faults are told across streams.
 //!
-//! Tensors that a stream may still use are kept until it is done: giving their memory to another stream is the
-//! allocator's matter.
+//! Memory is given to the next tensor behind whatever still uses it.
 
 mod common;
 
@@ -155,5 +154,76 @@ fn faults_are_told_on_whichever_stream_waits_next() {
         assert!(matches!(side.synchronize(), Err(Error::IndexOutOfRange { index: 9, .. })));
         d.synchronize().unwrap();
         drop(z);
+    });
+}
+
+#[test]
+fn recorded_memory_is_not_reused_too_early() {
+    each_device(|d| {
+        let (a, b) = (Stream::new(d).unwrap(), Stream::new(d).unwrap());
+        let n = 300_000;
+        let slow = with_stream(&b, || Tensor::zeros(&[n], d)).unwrap();
+        let mut results = Vec::new();
+        for round in 0..20i64 {
+            let x = with_stream(&a, || Tensor::full(&[n], round, d)).unwrap();
+            b.wait_stream(&a).unwrap();
+            let y = with_stream(&b, || {
+                (0..5).for_each(|_| _ = slow.add_scalar_(1).unwrap());
+                x.add_scalar(1).unwrap()
+            });
+            x.record_stream(&b).unwrap();
+            x.record_stream(&a).unwrap(); // its own: nothing new
+            drop(x);
+            let z = with_stream(&a, || Tensor::full(&[n], -1, d)).unwrap(); // in x's memory, were it free
+            results.push((round, y, z));
+        }
+        let main = Stream::current(d).unwrap();
+        main.wait_stream(&a).unwrap();
+        main.wait_stream(&b).unwrap();
+        for (round, y, z) in &results {
+            let first = (round + 1) as f32;
+            assert!(vec(y).iter().all(|&v| v == first), "round {round} on {d}");
+            assert!(vec(z).iter().all(|&v| v == -1.0), "round {round} on {d}");
+        }
+        assert_eq!(vec(&slow), vec![100.0; n]);
+        for (_, y, z) in &results {
+            y.record_stream(&main).unwrap();
+            z.record_stream(&main).unwrap();
+        }
+    });
+}
+
+#[test]
+fn only_streams_of_the_same_device_are_recorded() {
+    let devices = common::devices();
+    for &here in &devices {
+        for &there in &devices {
+            let recorded = iota(&[3], here).record_stream(&Stream::new(there).unwrap());
+            match recorded {
+                Ok(()) => assert_eq!(here, there),
+                Err(error) => {
+                    assert!(matches!(error, Error::DeviceMismatch { lhs, rhs, .. } if (lhs, rhs) == (here, there)))
+                }
+            }
+        }
+        let nothing = Tensor::zeros(&[0], here).unwrap();
+        nothing.record_stream(&Stream::default_stream(here).unwrap()).unwrap();
+    }
+}
+
+#[test]
+fn exported_memory_has_a_place_on_opencl_only() {
+    each_device(|d| {
+        let x = iota(&[1000], d);
+        match x.storage().export_cl() {
+            Ok((mem, offset)) => {
+                assert!(d != Device::Cpu && !mem.is_null() && offset % 512 == 0);
+                assert_eq!(x.storage().export_cl().unwrap(), (mem, offset), "it stays");
+                assert_eq!(x.narrow(0, 10, 5).unwrap().storage().export_cl().unwrap(), (mem, offset), "views share it");
+            }
+            Err(error) => assert!(d == Device::Cpu && matches!(error, Error::Invalid { .. }), "{error}"),
+        }
+        assert!(matches!(Tensor::zeros(&[0], d).unwrap().storage().export_cl(), Err(Error::Invalid { .. })));
+        assert_eq!(vec(&x)[999], 999.0);
     });
 }

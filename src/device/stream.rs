@@ -70,8 +70,8 @@ static CPU: Mutex<Ids> = Mutex::new(Ids::from(1));
 ///
 /// **Memory.** A tensor belongs to the stream on which it was made. Before another stream uses it, that one must wait
 /// for the first ([`wait_stream`](Stream::wait_stream)); and as the tensor's memory is given to the next tensor of the
-/// first stream as soon as it is dropped, the use on the second has to be announced (`Storage::record_stream`), unless
-/// the tensor is kept until the first stream has in turn waited for the second.
+/// first stream as soon as it is dropped, the use on the second has to be announced
+/// ([`Tensor::record_stream`](crate::Tensor::record_stream)), unless the tensor is kept until the first stream has in turn waited for the second.
 ///
 /// On the CPU work is done when the call returns: streams are names, always idle.
 ///

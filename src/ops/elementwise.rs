@@ -7,13 +7,14 @@ use smallvec::SmallVec;
 
 use super::collapse::Walk;
 use super::expr::Expr;
+use super::kernels::Placed;
 use super::philox::Seed;
 use super::program::Program;
 use super::rows::rows;
 use super::table::{Accepts, Output, Row, methods};
 use super::{cpu_map, opencl_map, same_device};
 use crate::autograd::{self, Saved};
-use crate::device::opencl::{self, ClBuffer, ClDevice};
+use crate::device::opencl::{self, ClDevice};
 use crate::{Compute, DType, Device, Error, Result, Scalar, Shape, Tensor};
 
 /// One launch, checked and ready to run on any device.
@@ -406,9 +407,11 @@ impl Tensor {
         opencl::open(index)
     }
 
-    /// Where a kernel finds this tensor's first element: the buffer, and elements from its start.
-    pub(crate) fn place(&self) -> Result<(&ClBuffer, u64)> {
+    /// Where a kernel finds this tensor, held there until the launch. To be asked for last: what is held cannot be moved
+    /// to make room for an allocation.
+    pub(crate) fn place(&self) -> Result<Placed<'_>> {
         let place = self.storage.cl()?;
-        Ok((place.buffer(), (place.offset() / self.dtype.size() + self.layout.offset) as u64))
+        let start = place.offset() / self.dtype.size();
+        Ok(Placed { place, start, first: self.layout.offset })
     }
 }

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use smallvec::SmallVec;
 
 use super::gemm::{Gemm, Operand, Plan};
-use super::kernels::{KernelKey, kernel};
+use super::kernels::{KernelKey, Placed, kernel};
 use super::opencl_map::scalar_arg;
 use super::program::Program;
 use crate::device::opencl::Arg;
@@ -95,26 +95,24 @@ pub(super) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<()> {
 
     // A matrix without elements has no memory; it is not read either.
     let memory = [a, b].map(|t| if t.numel() == 0 { &outs[0] } else { t });
-    let ((buffer_a, at_a), (buffer_b, at_b)) = (memory[0].place()?, memory[1].place()?);
+    let (place_a, place_b) = (memory[0].place()?, memory[1].place()?);
+    let others = operands[2..].iter().map(|t| t.place()).collect::<Result<SmallVec<[Placed; 4]>>>()?;
     let mut numbers: SmallVec<[i64; 64]> = SmallVec::new();
     numbers.extend([plan.m, plan.n, plan.k].map(|x| x as i64));
-    for (at, t) in [(at_a, &plan.a), (at_b, &plan.b)] {
-        numbers.extend([at as i64, t.row as i64, t.col as i64]);
+    for (at, t) in [(&place_a, &plan.a), (&place_b, &plan.b)] {
+        numbers.extend([at.first_element() as i64, t.row as i64, t.col as i64]);
     }
     numbers.extend(plan.batch.iter().map(|&d| d as i64));
     let strides = |t: &Operand| t.batch.iter().map(|&s| s as i64).collect::<SmallVec<[i64; 6]>>();
     numbers.extend(strides(&plan.a));
     numbers.extend(strides(&plan.b));
-    let mut buffers: SmallVec<[Arg; 12]> = SmallVec::new();
-    for (t, operand) in operands[2..].iter().zip(&plan.others) {
-        let (buffer, at) = t.place()?;
-        buffers.push(Arg::Buffer(buffer));
-        numbers.extend([at as i64, operand.row as i64, operand.col as i64]);
+    for (at, operand) in others.iter().zip(&plan.others) {
+        numbers.extend([at.first_element() as i64, operand.row as i64, operand.col as i64]);
         numbers.extend(strides(operand));
     }
     let mut args: SmallVec<[Arg; 16]> = SmallVec::new();
-    args.extend([Arg::Buffer(buffer_a), Arg::Buffer(buffer_b), Arg::Bytes(bytemuck::cast_slice(&numbers))]);
-    args.extend(buffers);
+    args.extend([place_a.buffer(), place_b.buffer(), Arg::Bytes(bytemuck::cast_slice(&numbers))]);
+    args.extend(others.iter().map(Placed::buffer));
     args.extend(g.scalars.iter().take(program.scalars()).map(|&s| scalar_arg(compute, s)));
     if program.can_fault(compute) {
         args.push(Arg::Buffer(device.fault_buffer()));

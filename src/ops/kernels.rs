@@ -6,7 +6,8 @@ use std::sync::{Arc, LazyLock, PoisonError, RwLock};
 use smallvec::SmallVec;
 
 use super::expr::Expr;
-use crate::device::opencl::{ClDevice, ClKernel, Fault};
+use crate::device::opencl::{Arg, ClDevice, ClKernel, Fault};
+use crate::storage::ClPlace;
 use crate::{Device, Result};
 
 /// What tells one kernel of a device from another: the template, the numbers that fill it in, the expressions inside.
@@ -41,4 +42,35 @@ pub(crate) fn kernel(
     let built = device.build(key.1.template, &with_prelude(&source()), entry)?;
     let mut cache = CACHE.write().unwrap_or_else(PoisonError::into_inner);
     Ok(cache.entry(key).or_insert_with(|| Arc::new(built)).clone())
+}
+
+/// Where a kernel finds a tensor. Its memory stays there as long as this lives; the arguments of a launch borrow from it,
+/// so it lives until they are enqueued.
+pub(crate) struct Placed<'a> {
+    pub(super) place: ClPlace<'a>,
+    /// Elements from the buffer's start to the storage's, and on to the tensor's first.
+    pub(super) start: usize,
+    pub(super) first: usize,
+}
+
+impl Placed<'_> {
+    /// The buffer.
+    pub(crate) fn buffer(&self) -> Arg<'_> {
+        Arg::Buffer(self.place.buffer())
+    }
+
+    /// Elements from the buffer's start to the tensor's first.
+    pub(crate) fn first_element(&self) -> usize {
+        self.start + self.first
+    }
+
+    /// The same as an argument.
+    pub(crate) fn offset(&self) -> Arg<'_> {
+        Arg::U64(self.first_element() as u64)
+    }
+
+    /// The same tensor from another element of its storage on.
+    pub(crate) fn from(self, first: usize) -> Self {
+        Placed { first, ..self }
+    }
 }

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use smallvec::SmallVec;
 
 use super::elementwise::Launch;
-use super::kernels::{KernelKey, kernel};
+use super::kernels::{KernelKey, Placed, kernel};
 use crate::device::DeviceKind;
 use crate::device::opencl::Arg;
 use crate::{Compute, DType, Result, Tensor};
@@ -70,11 +70,9 @@ pub(super) fn run(launch: &Launch) -> Result<()> {
         layout.extend(walk.dims.iter().map(|&d| d as i64));
         layout.extend(walk.strides.iter().flatten().map(|&s| s as i64));
     }
-    let mut args: SmallVec<[Arg; 24]> = SmallVec::new();
-    for (t, _) in operands.iter().zip(&used).filter(|(_, used)| **used) {
-        let (buffer, offset) = t.place()?;
-        args.extend([Arg::Buffer(buffer), Arg::U64(offset)]);
-    }
+    let read = operands.iter().zip(&used).filter(|(_, used)| **used);
+    let places = read.map(|(t, _)| t.place()).collect::<Result<SmallVec<[Placed; 6]>>>()?;
+    let mut args: SmallVec<[Arg; 24]> = places.iter().flat_map(|p| [p.buffer(), p.offset()]).collect();
     if strided {
         args.push(Arg::Bytes(bytemuck::cast_slice(&layout)));
     }

@@ -23,9 +23,9 @@ pub(crate) struct ClPlace<'a> {
     place: Place<'a>,
 }
 
-impl<'a> ClPlace<'a> {
-    /// The segment.
-    pub(crate) fn buffer(&self) -> &'a ClBuffer {
+impl ClPlace<'_> {
+    /// The segment. Borrowed from the place, so that what uses it cannot outlive the hold.
+    pub(crate) fn buffer(&self) -> &ClBuffer {
         self.buffer
     }
 
@@ -104,7 +104,7 @@ impl Storage {
     pub(crate) fn cl(&self) -> Result<ClPlace<'_>> {
         if let Home::OpenCl(device, lease) = &self.allocation().home {
             let place = lease.block.place();
-            if let MemoryKind::OpenCl(buffer) = &place.segment().memory().0 {
+            if let MemoryKind::OpenCl(buffer) = &lease.block.segment().memory().0 {
                 return Ok(ClPlace { device, buffer, place });
             }
         }

@@ -190,6 +190,9 @@ impl Block {
     }
 
     /// Where the block is. It stays there as long as the place is held.
+    ///
+    /// A thread may hold several places of one block. Reading a lock twice is a deadlock only behind a writer that waits,
+    /// and none does: who moves a block only tries, and who writes host bytes locks each block once.
     pub fn place(&self) -> Place<'_> {
         let guard = self.slot().lock.read().unwrap_or_else(PoisonError::into_inner);
         Place { segment: self.segment(), offset: self.slot().offset.load(Relaxed), _guard: guard }
@@ -259,9 +262,9 @@ pub struct Place<'a> {
     _guard: RwLockReadGuard<'a, ()>,
 }
 
-impl<'a> Place<'a> {
-    /// The segment the block is part of.
-    pub fn segment(&self) -> &'a Segment {
+impl Place<'_> {
+    /// The segment the block is part of. Once the place is let go, the block may move and its segment go back.
+    pub fn segment(&self) -> &Segment {
         self.segment
     }
 

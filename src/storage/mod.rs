@@ -26,13 +26,14 @@ mod stats;
 mod tests;
 mod whole;
 
+use std::ffi::c_void;
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, RwLock};
 
-pub(crate) use access::with_host;
+pub(crate) use access::{ClPlace, with_host};
 pub use allocator::{Allocator, Block, Place, Segment};
 pub use caching::{
     CachingAllocator, MemPool, MemPoolOptions, MemPoolStats, OutOfMemoryEvent, PoolCheckpoint, Registration,
@@ -52,8 +53,8 @@ pub use registry::{allocator, build_allocator, driver, set_allocator};
 pub use stats::{DeviceStats, PoolStats, Stat};
 
 use crate::device::opencl::{self, ClDevice};
-use crate::device::stream;
-use crate::{Device, Element, Result};
+use crate::device::{Stream, StreamId, stream};
+use crate::{Device, Element, Error, Result};
 use driver::MemoryKind;
 use driver::host::HostMemory;
 
@@ -88,6 +89,43 @@ impl Storage {
     /// The allocation that owns the bytes.
     pub fn allocation(&self) -> &Allocation {
         &self.0
+    }
+
+    /// Announces that work on `stream` uses the bytes: once given back they are not reused before what was submitted to
+    /// it until then is done. Needed for a stream other than the one the storage was made on, unless the storage is kept
+    /// until its own stream has waited for that one. `torch.Tensor.record_stream`.
+    ///
+    /// It orders nothing: the stream has to [wait](Stream::wait_stream) for what fills the storage. On the CPU, where work
+    /// is done when the call returns, there is nothing to announce.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMismatch`] for a stream of another device.
+    pub fn record_stream(&self, stream: &Stream) -> Result<()> {
+        if stream.device() != self.device() {
+            return Err(Error::DeviceMismatch { op: "record_stream", lhs: self.device(), rhs: stream.device() });
+        }
+        if let Home::OpenCl(_, lease) = &self.0.home {
+            lease.from.allocator().record_stream(&lease.block, stream.id());
+        }
+        Ok(())
+    }
+
+    /// The `cl_mem` the bytes are in, and the byte in it where they begin, for work enqueued by other code. From now on
+    /// the storage never moves.
+    ///
+    /// The `cl_mem` is not retained for the caller: it is valid while the storage lives, and so long must it live as
+    /// anything enqueued elsewhere uses the bytes. It may be larger than the storage; the rest is other storages'. It
+    /// belongs to the context that `CL_MEM_CONTEXT` names. Queues of other code are ordered with nothing here:
+    /// [`Stream::synchronize`] before they use the bytes, and their `clFinish` before the next use here.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where there is no such buffer: on the CPU, and for zero bytes.
+    pub fn export_cl(&self) -> Result<(*mut c_void, usize)> {
+        let place = self.cl()?;
+        if let Some(block) = self.0.block() {
+            block.export();
+        }
+        Ok((place.buffer().mem(), place.offset()))
     }
 
     /// `bytes` bytes with unspecified (but initialised) contents. Zero bytes touch no driver.
@@ -266,17 +304,19 @@ impl Lease {
             None => From::Device(&**registry::of(device)?),
         };
         let allocator = from.allocator();
-        let block = allocator.allocate(bytes, stream::current_id(device))?;
+        // Host memory belongs to no stream: work on the CPU is done when the call returns.
+        let stream = if device == Device::Cpu { StreamId::DEFAULT } else { stream::current_id(device) };
+        let block = allocator.allocate(bytes, stream)?;
         // A user's own allocator is not trusted with this: the bytes are about to be read and written.
         let fits = block.requested() >= bytes
             && matches!(
-                (device, &block.segment().memory().0),
+                (device, &block.place().segment().memory().0),
                 (Device::Cpu, MemoryKind::Host(_)) | (Device::OpenCL(_), MemoryKind::OpenCl(_))
             );
         if !fits {
             let reason = format!("{allocator:?} gave {block:?} for {bytes} bytes on {device}");
             allocator.deallocate(block);
-            return Err(crate::Error::invalid("allocate", reason));
+            return Err(Error::invalid("allocate", reason));
         }
         Ok(Lease { block: ManuallyDrop::new(block), from })
     }

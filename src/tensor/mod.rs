@@ -10,7 +10,7 @@
 
 use std::sync::Arc;
 
-use crate::{DType, Device, Result, autograd::Node, storage::Storage};
+use crate::{DType, Device, Result, Stream, autograd::Node, storage::Storage};
 
 mod convert;
 mod create;
@@ -114,6 +114,30 @@ impl Tensor {
     /// The bytes beneath, which views share.
     pub fn storage(&self) -> &Storage {
         &self.storage
+    }
+
+    /// Announces that work on `stream`, not the one the tensor was made on, uses it: its memory is not given to another
+    /// tensor before what was submitted to `stream` until the last handle was dropped is done.
+    /// `torch.Tensor.record_stream`; see [`Storage::record_stream`].
+    ///
+    /// ```
+    /// use claystone::{Device, Stream, Tensor, with_stream};
+    /// let device = Device::best();
+    /// let side = Stream::new(device)?;
+    /// let x = Tensor::full(&[1000], 3.0, device)?;
+    /// side.wait_stream(&Stream::current(device)?)?;
+    /// let y = with_stream(&side, || x.mul(&x))?;
+    /// x.record_stream(&side)?;
+    /// drop(x); // the side stream may still be reading it
+    /// Stream::current(device)?.wait_stream(&side)?;
+    /// assert_eq!(y.to_vec::<f32>()?, [9.0; 1000]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::DeviceMismatch`](crate::Error::DeviceMismatch) for a stream of another device.
+    pub fn record_stream(&self, stream: &Stream) -> Result<()> {
+        self.storage.record_stream(stream)
     }
 
     /// Whether a change of one may be seen through the other: both are views of the same allocation.

@@ -60,7 +60,7 @@ impl ClBuffer {
         self.bytes
     }
 
-    pub(super) fn mem(&self) -> cl_mem {
+    pub(crate) fn mem(&self) -> cl_mem {
         self.mem
     }
 }

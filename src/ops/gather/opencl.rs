@@ -42,15 +42,16 @@ pub(super) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
         let (t, idx) = (g.index.dtype, index_type(wide));
         format!("#define GATHER\n#define V {v}\n#define T {t}\n#define NK {rank}\n#define IDX {idx}\n{WALK}{TEMPLATE}")
     })?;
-    let ((x, x_at), (index, index_at), (y, y_at)) = (g.x.place()?, g.index.place()?, out.place()?);
     let words = words(&walk);
+    let (x, index) = (g.x.place()?.from(g.x_layout.offset), g.index.place()?.from(g.index_layout.offset));
+    let y = out.place()?;
     let args = [
-        Arg::Buffer(x),
-        Arg::U64(x_at - g.x.layout.offset as u64 + g.x_layout.offset as u64),
-        Arg::Buffer(index),
-        Arg::U64(index_at - g.index.layout.offset as u64 + g.index_layout.offset as u64),
-        Arg::Buffer(y),
-        Arg::U64(y_at),
+        x.buffer(),
+        x.offset(),
+        index.buffer(),
+        index.offset(),
+        y.buffer(),
+        y.offset(),
         Arg::Buffer(device.fault_buffer()),
         Arg::Bytes(bytemuck::cast_slice(&words)),
         Arg::U64(count as u64),
@@ -91,15 +92,16 @@ pub(super) fn scatter_add(g: &Indexed, target: &Tensor, layout: &Layout, d: usiz
              #define NK {rank}\n#define IDX {idx}\n{WALK}{TEMPLATE}"
         )
     })?;
-    let ((x, x_at), (index, index_at), (y, y_at)) = (g.x.place()?, g.index.place()?, target.place()?);
     let words = words(&walk);
+    let (x, index) = (g.x.place()?.from(g.x_layout.offset), g.index.place()?.from(g.index_layout.offset));
+    let y = target.place()?;
     let args = [
-        Arg::Buffer(x),
-        Arg::U64(x_at - g.x.layout.offset as u64 + g.x_layout.offset as u64),
-        Arg::Buffer(index),
-        Arg::U64(index_at - g.index.layout.offset as u64 + g.index_layout.offset as u64),
-        Arg::Buffer(y),
-        Arg::U64(y_at),
+        x.buffer(),
+        x.offset(),
+        index.buffer(),
+        index.offset(),
+        y.buffer(),
+        y.offset(),
         Arg::Buffer(device.fault_buffer()),
         Arg::Bytes(bytemuck::cast_slice(&words)),
         Arg::U64(columns as u64),
@@ -125,13 +127,13 @@ pub(super) fn one_hot(t: &Tensor, out: &Tensor, classes: usize) -> Result<()> {
         let (t, idx) = (t.dtype, index_type(wide));
         format!("#define ONE_HOT\n#define T {t}\n#define NK {rank}\n#define IDX {idx}\n{WALK}{TEMPLATE}")
     })?;
-    let ((index, index_at), (y, y_at)) = (t.place()?, out.place()?);
     let words = words(&walk);
+    let (index, y) = (t.place()?, out.place()?);
     let args = [
-        Arg::Buffer(index),
-        Arg::U64(index_at),
-        Arg::Buffer(y),
-        Arg::U64(y_at),
+        index.buffer(),
+        index.offset(),
+        y.buffer(),
+        y.offset(),
         Arg::Buffer(device.fault_buffer()),
         Arg::Bytes(bytemuck::cast_slice(&words)),
         Arg::U64(count as u64),

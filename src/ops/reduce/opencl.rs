@@ -5,7 +5,7 @@ use smallvec::SmallVec;
 use super::Reduction;
 use super::plan::{Axes, Plan};
 use crate::device::DeviceKind;
-use crate::device::opencl::{Arg, ClBuffer, ClDevice};
+use crate::device::opencl::{Arg, ClDevice};
 use crate::ops::kernels::{KernelKey, kernel};
 use crate::{Compute, DType, Result, Tensor};
 
@@ -36,13 +36,9 @@ pub(super) fn run(op: Reduction, t: &Tensor, plan: &Plan, out: &Tensor) -> Resul
     let acc = op.accumulator(t.dtype);
     let way = Way::choose(device, plan);
     let divisor = if op == Reduction::Mean { plan.n } else { 1 };
-    let (x, y) = ((t.place()?.0, t.place()?.1 - t.layout.offset as u64 + plan.start as u64), out.place()?);
-    let launch = |kind: &Kind, x, y, plan: &Plan, way: &Way, divisor: usize| -> Result<()> {
-        kind.launch(device, x, y, plan, way, divisor)
-    };
     let first = Kind { op, input: t.dtype, output: out.dtype, acc, stage: Stage::Whole };
     if way.slices == 1 {
-        return launch(&first, x, y, plan, &way, divisor);
+        return first.launch(device, t, out, plan, &way, divisor);
     }
     // Partial results: of the accumulator's type, or 16 bytes with value and index.
     let count = plan.outs * way.slices;
@@ -50,10 +46,8 @@ pub(super) fn run(op: Reduction, t: &Tensor, plan: &Plan, out: &Tensor) -> Resul
         true => (Stage::First, Tensor::empty_like_shape(2 * count, DType::I64, t.device())?),
         false => (Stage::Whole, Tensor::empty_like_shape(count, acc.dtype(), t.device())?),
     };
-    let (buffer, at) = partial.place()?;
-    let middle = (buffer, if op.is_arg() { at / 2 } else { at });
     let first_op = if op == Reduction::Mean { Reduction::Sum } else { op };
-    launch(&Kind { op: first_op, output: acc.dtype(), stage, ..first }, x, middle, plan, &way, 1)?;
+    Kind { op: first_op, output: acc.dtype(), stage, ..first }.launch(device, t, &partial, plan, &way, 1)?;
     let rest = Plan {
         start: 0,
         kept: Axes::one(plan.outs, way.slices as isize),
@@ -64,7 +58,7 @@ pub(super) fn run(op: Reduction, t: &Tensor, plan: &Plan, out: &Tensor) -> Resul
     let stage = if op.is_arg() { Stage::Second } else { Stage::Whole };
     let second = Kind { op: op.second(), input: acc.dtype(), stage, ..first };
     let way = Way { slices: 1, chunk: rest.n, ..Way::choose(device, &rest) };
-    launch(&second, middle, y, &rest, &way, divisor)
+    second.launch(device, &partial, out, &rest, &way, divisor)
 }
 
 /// How a launch is spread over the device.
@@ -149,8 +143,8 @@ impl Kind {
     fn launch(
         &self,
         device: &'static ClDevice,
-        x: (&ClBuffer, u64),
-        y: (&ClBuffer, u64),
+        x: &Tensor,
+        y: &Tensor,
         plan: &Plan,
         way: &Way,
         divisor: usize,
@@ -174,11 +168,16 @@ impl Kind {
             Compute::F32 => Arg::F32(divisor as f32),
             Compute::F64 => Arg::F64(divisor as f64),
         };
+        // Pairs are 16 bytes, two elements of the tensor that holds them.
+        let elements = |pairs: bool| if pairs { 2 } else { 1 };
+        let (x, y) = (x.place()?.from(plan.start), y.place()?);
+        let x_at = x.first_element() / elements(self.stage == Stage::Second);
+        let y_at = y.first_element() / elements(self.stage == Stage::First);
         let mut args: SmallVec<[Arg; 16]> = SmallVec::from_slice(&[
-            Arg::Buffer(x.0),
-            Arg::U64(x.1),
-            Arg::Buffer(y.0),
-            Arg::U64(y.1),
+            x.buffer(),
+            Arg::U64(x_at as u64),
+            y.buffer(),
+            Arg::U64(y_at as u64),
             Arg::Bytes(bytemuck::cast_slice(&kept)),
             Arg::Bytes(bytemuck::cast_slice(&reduced)),
             Arg::U64(plan.outs as u64),

@@ -57,15 +57,15 @@ pub(super) fn run(kind: RowOp, x: &Tensor, z: &Tensor, out: &Tensor, rows: &Rows
     if rows.walk.dims.is_empty() {
         words.extend([1, 0, 0, 0]);
     }
-    let ((x, x_at), (y, y_at), (z, z_at)) = (x.place()?, out.place()?, z.place()?);
+    let (x, y, z) = (x.place()?, out.place()?, z.place()?);
     let [xs, ys, zs] = rows.steps.map(|s| Arg::I64(s as i64));
     let args = [
-        Arg::Buffer(x),
-        Arg::U64(x_at),
-        Arg::Buffer(y),
-        Arg::U64(y_at),
-        Arg::Buffer(z),
-        Arg::U64(z_at),
+        x.buffer(),
+        x.offset(),
+        y.buffer(),
+        y.offset(),
+        z.buffer(),
+        z.offset(),
         Arg::Bytes(bytemuck::cast_slice(&words)),
         Arg::U64(count as u64),
         Arg::U64(n as u64),
@@ -128,21 +128,21 @@ pub(super) fn cross_entropy(
         _ => 1,
     };
     // What the kernel does not touch still has to be some buffer.
-    let ((x_buffer, x_at), (label, label_at), (to, to_at)) = (x.place()?, labels.place()?, loss.place()?);
-    let (grad, grad_at) = grad.unwrap_or(&loss).place()?;
-    let (counted, counted_at) = counted.as_ref().unwrap_or(&loss).place()?;
+    let counted = counted.as_ref().unwrap_or(&loss);
+    let [from, label, grad, to, counted] = [x, labels, grad.unwrap_or(&loss), &loss, counted].map(Tensor::place);
+    let (from, label, grad, to, counted) = (from?, label?, grad?, to?, counted?);
     let args = [
-        Arg::Buffer(x_buffer),
-        Arg::U64(x_at),
-        Arg::Buffer(label),
-        Arg::U64(label_at),
+        from.buffer(),
+        from.offset(),
+        label.buffer(),
+        label.offset(),
         Arg::I64(labels.strides()[0] as i64),
-        Arg::Buffer(grad),
-        Arg::U64(grad_at),
-        Arg::Buffer(to),
-        Arg::U64(to_at),
-        Arg::Buffer(counted),
-        Arg::U64(counted_at),
+        grad.buffer(),
+        grad.offset(),
+        to.buffer(),
+        to.offset(),
+        counted.buffer(),
+        counted.offset(),
         Arg::Buffer(device.fault_buffer()),
         Arg::U64(rows as u64),
         Arg::U64(n as u64),
@@ -153,7 +153,9 @@ pub(super) fn cross_entropy(
         Arg::U32(u32::from(!each)),
         Arg::U32(lanes as u32),
     ];
-    device.launch(&kernel, &args, &[groups * local], &[local])?;
+    let launched = device.launch(&kernel, &args, &[groups * local], &[local]);
+    drop((from, label, grad, to, counted));
+    launched?;
     loss.storage.bump_version();
     if each || groups == 1 { Ok(loss) } else { reduce::sum_all(op, &loss, x.dtype) }
 }
