@@ -55,6 +55,7 @@ impl Segment {
 }
 
 /// Where a block is now. Readers of `lock` keep it there; who moves it, or writes host bytes, holds it for writing.
+#[repr(align(64))] // neighbours are other threads' blocks
 pub(crate) struct Slot {
     pub(crate) lock: RwLock<()>,
     segment: AtomicPtr<Segment>,

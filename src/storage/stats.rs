@@ -35,14 +35,14 @@ impl Stat {
         self.freed += by;
     }
 
-    fn fold(&mut self, delta: &Delta) {
+    pub(super) fn fold(&mut self, delta: &Delta) {
         self.peak = self.peak.max(self.current.saturating_add_signed(delta.highest));
         self.current = self.current.saturating_add_signed(delta.change);
         self.allocated += delta.increases;
         self.freed += delta.increases.saturating_add_signed(-delta.change);
     }
 
-    fn change(&mut self, by: i64) {
+    pub(super) fn change(&mut self, by: i64) {
         if by >= 0 { self.increase(by.unsigned_abs()) } else { self.decrease(by.unsigned_abs()) }
     }
 }
@@ -86,9 +86,13 @@ impl PoolStats {
         ]
     }
 
-    fn split(&mut self, split: Split) {
-        self.inactive_split.change(split.blocks);
-        self.inactive_split_bytes.change(split.bytes);
+    pub(super) fn split(&mut self, split: Split) {
+        if split.blocks != 0 {
+            self.inactive_split.change(split.blocks);
+        }
+        if split.bytes != 0 {
+            self.inactive_split_bytes.change(split.bytes);
+        }
     }
 }
 
@@ -196,7 +200,7 @@ impl DeviceStats {
     }
 
     /// A block or segment of this size came or went: counted if it is too large to be split.
-    fn oversize(&mut self, size: usize, stat: fn(&mut DeviceStats) -> &mut Stat, by: i64) {
+    pub(super) fn oversize(&mut self, size: usize, stat: fn(&mut DeviceStats) -> &mut Stat, by: i64) {
         if size as u64 >= self.max_split_size {
             stat(self).change(by);
         }
@@ -227,36 +231,6 @@ impl DeviceStats {
         });
     }
 
-    /// A pending block was handed out again.
-    pub(super) fn pending_taken(&mut self, kind: Kind, size: usize, requested: usize) {
-        self.each(kind, |s| {
-            s.allocation.increase(1);
-            s.allocated_bytes.increase(size as u64);
-            s.requested_bytes.increase(requested as u64);
-        });
-        self.oversize(size, |s| &mut s.oversize_allocations, 1);
-    }
-
-    /// Free blocks were merged, or became parts of split segments.
-    pub(super) fn split_changed(&mut self, kind: Kind, split: Split) {
-        self.each(kind, |s| s.split(split));
-    }
-
-    /// What a thread's cache did. It caches small blocks only.
-    pub(super) fn fold(&mut self, deltas: &Deltas) {
-        self.each(Kind::Small, |s| {
-            for (stat, delta) in [
-                (&mut s.allocation, &deltas.count),
-                (&mut s.active, &deltas.count),
-                (&mut s.allocated_bytes, &deltas.bytes),
-                (&mut s.active_bytes, &deltas.bytes),
-                (&mut s.requested_bytes, &deltas.requested),
-            ] {
-                stat.fold(delta);
-            }
-        });
-    }
-
     pub(super) fn segment_made(&mut self, kind: Kind, size: usize) {
         self.num_device_alloc += 1;
         self.each(kind, |s| {
@@ -273,11 +247,6 @@ impl DeviceStats {
             s.reserved_bytes.decrease(size as u64);
         });
         self.oversize(size, |s| &mut s.oversize_segments, -1);
-    }
-
-    /// A segment that grows in place became larger or smaller.
-    pub(super) fn segment_resized(&mut self, kind: Kind, by: i64) {
-        self.each(kind, |s| s.reserved_bytes.change(by));
     }
 
     pub(super) fn reset_peak(&mut self) {

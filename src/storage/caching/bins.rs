@@ -12,7 +12,7 @@ const SUBS: usize = 1 << SUB_BITS;
 /// Powers of two from 2^5 units on, and the exact sizes below.
 const LEVELS: usize = 48;
 /// Blocks looked at in a class for a better fit than the first.
-const LOOKS: usize = 8;
+const LOOKS: usize = 4;
 
 /// The free blocks of one kind.
 #[derive(Debug)]
@@ -132,8 +132,15 @@ impl Bins {
     }
 
     fn best_of(&self, table: &[Entry], level: usize, sub: usize, size: usize) -> Option<u32> {
-        let fits = |&id: &u32| table[id as usize].size >= size;
-        self.class_blocks(table, level, sub).take(LOOKS).filter(fits).min_by_key(|&id| table[id as usize].size)
+        let (mut id, mut best, mut best_size) = (self.heads[level * SUBS + sub], NONE, usize::MAX);
+        for _ in 0..LOOKS {
+            let Some(entry) = table.get(id as usize) else { break };
+            if entry.size >= size && entry.size < best_size {
+                (best, best_size) = (id, entry.size);
+            }
+            id = entry.bin_next;
+        }
+        (best != NONE).then_some(best)
     }
 
     /// The first class after this one that has blocks.

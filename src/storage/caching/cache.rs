@@ -7,6 +7,8 @@
 use std::array;
 use std::cell::Cell;
 
+use smallvec::SmallVec;
+
 use super::super::allocator::Slot;
 use super::super::stats::Deltas;
 use super::sync::{AtomicBool, AtomicUsize, Mutex, Ordering::Relaxed, lock};
@@ -14,6 +16,8 @@ use std::ptr::NonNull;
 
 const SHARDS: usize = if cfg!(loom) { 2 } else { 64 };
 const BUCKETS: usize = if cfg!(loom) { 1 } else { 32 };
+/// Requests for other sizes after which a bucket changes to the last one.
+const PATIENCE: usize = 16;
 /// Blocks of one size.
 const DEPTH: usize = if cfg!(loom) { 1 } else { 8 };
 /// Arenas of private memory pools have this bit in [`Block::arena`](super::super::Block); large kinds the lowest.
@@ -31,8 +35,6 @@ unsafe impl Send for Cached {}
 
 #[derive(Debug, Default)]
 struct Bucket {
-    arena: u32,
-    size: usize,
     blocks: [Option<Cached>; DEPTH],
     count: usize,
 }
@@ -49,9 +51,17 @@ struct Contents {
 #[derive(Debug)]
 struct Shard {
     contents: Mutex<Contents>,
+    /// What the buckets are for, read without the lock: most requests are for something else. Written by requests that
+    /// found nothing, so a size is cached once it has been asked for and not before.
+    keys: [AtomicUsize; BUCKETS],
+    /// Requests for something else than a full bucket is for, since it last served one.
+    misses: [AtomicUsize; BUCKETS],
     /// Whether there are deltas to fold.
     dirty: AtomicBool,
 }
+
+/// Entries of blocks that leave a cache.
+pub(super) type Evicted = SmallVec<[u32; DEPTH]>;
 
 /// The caches of one allocator.
 #[derive(Debug)]
@@ -94,6 +104,8 @@ impl ThreadCaches {
                 bytes: 0,
                 deltas: Deltas::default(),
             }),
+            keys: array::from_fn(|_| AtomicUsize::new(0)),
+            misses: array::from_fn(|_| AtomicUsize::new(0)),
             dirty: AtomicBool::new(false),
         };
         ThreadCaches { shards: (0..SHARDS).map(|_| shard()).collect(), most: AtomicUsize::new(most), alignment }
@@ -104,8 +116,10 @@ impl ThreadCaches {
         arena == 0 && size <= self.most.load(Relaxed) / 4
     }
 
-    fn bucket(&self, arena: u32, size: usize) -> usize {
-        ((size / self.alignment) ^ (arena as usize) << 3) % BUCKETS
+    /// The bucket of a size, and the number that says it is for this size and arena.
+    fn key(&self, arena: u32, size: usize) -> (usize, usize) {
+        let units = size / self.alignment;
+        ((units ^ (arena as usize) << 3) % BUCKETS, units << 32 | arena as usize)
     }
 
     /// Turns the caches on (to this many bytes) or off (0). What they hold stays until they are drained.
@@ -113,25 +127,49 @@ impl ThreadCaches {
         self.most.store(bytes, Relaxed);
     }
 
-    /// A block of exactly this size that this thread freed, now handed out for `requested` bytes.
-    pub(super) fn get(&self, arena: u32, size: usize, requested: usize) -> Option<Cached> {
+    /// A block of exactly this size that this thread freed, now handed out for `requested` bytes. Where there is none,
+    /// blocks of a size that is no longer asked for may come out instead: they are the caller's to give back.
+    pub(super) fn get(&self, arena: u32, size: usize, requested: usize) -> Result<Cached, Evicted> {
         if !self.takes(arena, size) {
-            return None;
+            return Err(Evicted::new());
         }
         let shard = &self.shards[index()];
+        let (at, key) = self.key(arena, size);
+        if shard.keys[at].load(Relaxed) != key {
+            return Err(self.miss(shard, at, key));
+        }
         let mut contents = lock(&shard.contents);
-        let bucket = &mut contents.buckets[self.bucket(arena, size)];
-        if bucket.count == 0 || bucket.size != size || bucket.arena != arena {
-            return None;
+        let bucket = &mut contents.buckets[at];
+        if bucket.count == 0 || shard.keys[at].load(Relaxed) != key {
+            return Err(Evicted::new());
         }
         bucket.count -= 1;
-        let cached = bucket.blocks[bucket.count].take();
+        let cached = bucket.blocks[bucket.count].take().ok_or_else(Evicted::new)?;
         contents.bytes -= size;
         contents.deltas.count.increase(1);
         contents.deltas.bytes.increase(size);
         contents.deltas.requested.increase(requested);
+        shard.misses[at].store(0, Relaxed);
         shard.dirty.store(true, Relaxed);
-        cached
+        Ok(cached)
+    }
+
+    /// A request found its bucket to be another size's. After enough of them the bucket is this one's.
+    fn miss(&self, shard: &Shard, at: usize, key: usize) -> Evicted {
+        let misses = shard.misses[at].load(Relaxed);
+        shard.misses[at].store(misses + 1, Relaxed);
+        if misses < PATIENCE && shard.keys[at].load(Relaxed) != 0 {
+            return Evicted::new();
+        }
+        let mut contents = lock(&shard.contents);
+        let old = shard.keys[at].load(Relaxed);
+        let bucket = &mut contents.buckets[at];
+        let count = std::mem::take(&mut bucket.count);
+        let evicted: Evicted = bucket.blocks[..count].iter_mut().filter_map(|b| b.take()).map(|b| b.id).collect();
+        contents.bytes -= (old >> 32) * self.alignment * evicted.len();
+        shard.keys[at].store(key, Relaxed);
+        shard.misses[at].store(0, Relaxed);
+        evicted
     }
 
     /// Keeps a block that was handed out for `requested` bytes; false where there is no room.
@@ -140,16 +178,17 @@ impl ThreadCaches {
             return false;
         }
         let shard = &self.shards[index()];
+        let (at, key) = self.key(arena, size);
+        if shard.keys[at].load(Relaxed) != key {
+            return false;
+        }
         let mut contents = lock(&shard.contents);
-        if contents.bytes + size > self.most.load(Relaxed) {
+        let bucket = &mut contents.buckets[at];
+        let full = bucket.count == DEPTH || shard.keys[at].load(Relaxed) != key;
+        if full || contents.bytes + size > self.most.load(Relaxed) {
             return false;
         }
-        let bucket = &mut contents.buckets[self.bucket(arena, size)];
-        if bucket.count == 0 {
-            (bucket.arena, bucket.size) = (arena, size);
-        } else if bucket.count == DEPTH || bucket.size != size || bucket.arena != arena {
-            return false;
-        }
+        let bucket = &mut contents.buckets[at];
         bucket.blocks[bucket.count] = Some(cached);
         bucket.count += 1;
         contents.bytes += size;

@@ -136,8 +136,8 @@ impl CachingAllocator {
             }
         };
         let mut core = self.lock_folded();
-        if markers.is_empty() {
-            return core.heap.give_back(block.id, requested);
+        if markers.is_empty() || core.moving.contains_key(&block.id) {
+            return core.give_back(block.id, requested); // what moves has been waited for
         }
         core.heap.give_back_pending(block.id, requested);
         core.pending.add(block.id, &markers);

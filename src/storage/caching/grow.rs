@@ -54,9 +54,14 @@ impl Growth {
         self.peak = self.peak.max(active);
     }
 
-    /// The largest unused segment to open for a request whose new segment would have `segment` bytes.
-    pub(super) fn most_to_open(&self, segment: usize) -> usize {
-        if self.steady { usize::MAX } else { segment.saturating_add(segment / 2) }
+    /// Whether the need has been seen.
+    pub(super) fn is_steady(&self) -> bool {
+        self.steady
+    }
+
+    /// The largest unused segment to open while it has not, for a request whose new segment would have `segment` bytes.
+    pub(super) fn most_to_open(segment: usize) -> usize {
+        segment.saturating_add(segment / 2)
     }
 
     /// How many bytes of unused segments to give back before `bytes` more are reserved.

@@ -9,8 +9,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::super::allocator::Segment;
-use super::super::stats::{DeviceStats, Split};
+use super::super::stats::Split;
 use super::bins::Bins;
+use super::counters::Counters;
 use super::policy::{Kind, Rules};
 use crate::device::StreamId;
 
@@ -35,6 +36,8 @@ pub(super) enum Use {
     Live,
     /// Given back, but a stream may still be using it.
     Pending,
+    /// Nothing, but out of the bins: its segment is being compacted.
+    Held,
     /// Not a block: a vacant place in the table.
     Vacant,
 }
@@ -106,11 +109,11 @@ pub(super) struct Heap {
     pub(super) table: Vec<Entry>,
     vacant: Vec<u32>,
     pub(super) segments: Vec<Option<Held>>,
-    vacant_segments: Vec<u32>,
+    pub(super) vacant_segments: Vec<u32>,
     pub(super) arenas: Vec<Arena>,
     vacant_arenas: Vec<u32>,
     arena_of: HashMap<(u32, StreamId, Kind), u32>,
-    pub(super) stats: DeviceStats,
+    pub(super) stats: Counters,
     /// Blocks given back so far: each with work behind it that may not be done.
     pub(super) given_back: u64,
     /// Searches so far: the clock of garbage collection.
@@ -131,7 +134,7 @@ impl Heap {
             arenas: Vec::new(),
             vacant_arenas: Vec::new(),
             arena_of: HashMap::new(),
-            stats: DeviceStats::default(),
+            stats: Counters::default(),
             given_back: 0,
             ticks: 0,
             now: 0,
@@ -144,6 +147,9 @@ impl Heap {
 
     /// The arena of a pool, a stream and a kind; the default pool's on the default stream are 0 and 1.
     pub(super) fn arena(&mut self, pool: u32, stream: StreamId, kind: Kind) -> u32 {
+        if pool == 0 && stream == StreamId::DEFAULT && self.arenas.len() >= 2 {
+            return kind as u32; // almost every request's
+        }
         if let Some(&arena) = self.arena_of.get(&(pool, stream, kind)) {
             return arena;
         }
@@ -251,7 +257,7 @@ impl Heap {
             self.put_free(if high { id } else { self.table[id as usize].next }, &mut split);
         }
         self.table[taken as usize].usage = Use::Live;
-        self.stats.block_taken(kind, self.table[taken as usize].size, requested, split);
+        self.stats.taken(kind, self.table[taken as usize].size, requested, split);
         taken
     }
 
@@ -309,7 +315,7 @@ impl Heap {
         self.given_back += 1;
         let Entry { size, arena, .. } = self.table[id as usize];
         let split = self.set_free(id);
-        self.stats.block_given_back(self.arenas[arena as usize].kind, size, requested, split);
+        self.stats.given_back(self.arenas[arena as usize].kind, size, requested, split);
     }
 
     /// Gives a block back that another stream may be using: it counts as active until [`settle`](Self::settle).
@@ -317,21 +323,21 @@ impl Heap {
         self.given_back += 1;
         let Entry { size, arena, .. } = self.table[id as usize];
         self.table[id as usize].usage = Use::Pending;
-        self.stats.block_pending(self.arenas[arena as usize].kind, size, requested);
+        self.stats.pending(self.arenas[arena as usize].kind, size, requested);
     }
 
     /// Makes a pending block free.
     pub(super) fn settle(&mut self, id: u32) {
         let Entry { size, arena, .. } = self.table[id as usize];
         let split = self.set_free(id);
-        self.stats.block_settled(self.arenas[arena as usize].kind, size, split);
+        self.stats.settled(self.arenas[arena as usize].kind, size, split);
     }
 
     /// Hands out a pending block as it is: its new owner waits for its streams.
     pub(super) fn take_pending(&mut self, id: u32, requested: usize) {
         let Entry { size, arena, .. } = self.table[id as usize];
         self.table[id as usize].usage = Use::Live;
-        self.stats.pending_taken(self.arenas[arena as usize].kind, size, requested);
+        self.stats.retaken(self.arenas[arena as usize].kind, size, requested);
     }
 
     /// Moves a free block to another arena of the same pool and merges it there.
@@ -442,7 +448,7 @@ impl Heap {
         }
     }
 
-    fn take_free(&mut self, id: u32, split: &mut Split) {
+    pub(super) fn take_free(&mut self, id: u32, split: &mut Split) {
         let entry = self.table[id as usize];
         let arena = &mut self.arenas[entry.arena as usize];
         if entry.is_whole() {
@@ -467,12 +473,12 @@ impl Heap {
         self.vacate(gone);
     }
 
-    fn vacate(&mut self, id: u32) {
+    pub(super) fn vacate(&mut self, id: u32) {
         self.table[id as usize].usage = Use::Vacant;
         self.vacant.push(id);
     }
 
-    fn insert(&mut self, entry: Entry) -> u32 {
+    pub(super) fn insert(&mut self, entry: Entry) -> u32 {
         if let Some(id) = self.vacant.pop() {
             self.table[id as usize] = entry;
             return id;

@@ -2,6 +2,7 @@
 
 use super::super::allocator::Block;
 use super::super::driver::Failure;
+use super::grow::Growth;
 use super::heap::Search;
 use super::{CachingAllocator, Core, Kind, Request};
 use crate::Result;
@@ -31,9 +32,11 @@ enum Rung {
     OtherKind,
     /// Take what memory pools that lend have free.
     Lenders,
+    /// Move live blocks together.
+    Compact,
 }
 
-const LADDER: [Rung; 11] = [
+const LADDER: [Rung; 12] = [
     Rung::Events,
     Rung::ThreadCaches,
     Rung::OtherStreams,
@@ -45,6 +48,7 @@ const LADDER: [Rung; 11] = [
     Rung::Release,
     Rung::OtherKind,
     Rung::Lenders,
+    Rung::Compact,
 ];
 
 /// Waits for all streams before giving up on their blocks, which other threads keep giving back.
@@ -87,7 +91,12 @@ impl CachingAllocator {
                     return self.grow(request, false, failure);
                 }
             }
-            Rung::Wait => self.wait_for_streams(request)?,
+            Rung::Wait => {
+                self.wait_for_streams(request)?;
+                let mut core = self.lock();
+                core.heap.stats.num_alloc_retries += 1;
+                core.heap.stats.num_sync_all_streams += 1;
+            }
             // The driver makes no segment as large as the request, however much memory is free: the cache is kept.
             Rung::Release if matches!(failure, Some(Failure::TooBig)) => {}
             Rung::Release => {
@@ -95,6 +104,7 @@ impl CachingAllocator {
                 drop(unused);
                 return self.grow(request, true, failure);
             }
+            Rung::Compact => return self.compact_for(request, failure),
             Rung::OtherKind => {
                 let other = Request { kind: request.kind.other(), ..*request };
                 return Ok(self.lock_folded().search(self.number, &other, Search::Thorough, true));
@@ -116,7 +126,7 @@ impl CachingAllocator {
 
     /// Waits for all streams, and makes their free blocks the request's. If a block was given back meanwhile, its work
     /// may not be done: then the wait was for nothing, and there is another, a few times.
-    fn wait_for_streams(&self, request: &Request) -> Result<()> {
+    pub(super) fn wait_for_streams(&self, request: &Request) -> Result<()> {
         for _ in 0..WAITS {
             let given_back = self.drain_caches().heap.given_back;
             self.driver.synchronize()?;
@@ -130,9 +140,6 @@ impl CachingAllocator {
                 break;
             }
         }
-        let mut core = self.lock();
-        core.heap.stats.num_alloc_retries += 1;
-        core.heap.stats.num_sync_all_streams += 1;
         Ok(())
     }
 }
@@ -141,8 +148,8 @@ impl Core {
     /// A free block of the request's arena, taken. With `any`, even one that the policy would rather not cut up.
     pub(super) fn search(&mut self, owner: u32, request: &Request, search: Search, any: bool) -> Option<Block> {
         let arena = self.heap.arena(request.pool, request.stream, request.kind);
-        let adaptive = self.heap.rules.is_adaptive();
-        let most = if adaptive && !any { self.growth.most_to_open(self.usual_segment(request)) } else { usize::MAX };
+        let choosy = !any && self.heap.rules.is_adaptive() && !self.growth.is_steady();
+        let most = if choosy { Growth::most_to_open(self.usual_segment(request)) } else { usize::MAX };
         let id = self.heap.find(arena, request.size, search, most)?;
         let id = self.heap.take(id, request.size, request.bytes);
         Some(self.block(owner, id, request.bytes))
@@ -161,7 +168,7 @@ impl Core {
     }
 
     /// After the work of all blocks given back has been waited for: makes their free blocks this request's, merged where they touch.
-    fn unite_streams(&mut self, request: &Request) {
+    pub(super) fn unite_streams(&mut self, request: &Request) {
         let home = self.heap.arena(request.pool, request.stream, request.kind);
         let others: Vec<u32> = (0..self.heap.arenas.len() as u32)
             .filter(|&at| {

@@ -13,6 +13,8 @@
 
 mod bins;
 mod cache;
+mod compact;
+mod counters;
 mod events;
 mod grow;
 mod heap;
@@ -24,7 +26,7 @@ mod report;
 mod slots;
 mod sync;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -36,7 +38,8 @@ use super::driver::Driver;
 use super::stats::{DeviceStats, Split};
 use crate::device::StreamId;
 use crate::{Device, Error, Result};
-use cache::{Cached, PRIVATE, ThreadCaches};
+use cache::{Cached, Evicted, PRIVATE, ThreadCaches};
+use compact::Then;
 use events::Pending;
 use heap::{Heap, Search};
 use hooks::Hooks;
@@ -70,6 +73,8 @@ pub struct CachingAllocator {
     core: Mutex<Core>,
     caches: ThreadCaches,
     hooks: Hooks,
+    /// Held by who compacts: one thread at a time. Not the allocator's lock: others allocate and free meanwhile.
+    compacting: Mutex<()>,
     started: Instant,
 }
 
@@ -85,6 +90,8 @@ struct Core {
     /// Bytes of segments being made outside the lock.
     making: u64,
     growth: grow::Growth,
+    /// Blocks of segments under compaction, and what has happened to them meanwhile.
+    moving: HashMap<u32, Then>,
 }
 
 /// The most bytes of segments to hold: each bound holds whatever the other says.
@@ -134,10 +141,19 @@ impl CachingAllocator {
             limits,
             making: 0,
             growth: grow::Growth::default(),
+            moving: HashMap::new(),
         };
         let number = owner_number();
-        let (core, hooks, started) = (Mutex::new(core), Hooks::default(), Instant::now());
-        Ok(CachingAllocator { driver, number, rules, core, caches, hooks, started })
+        Ok(CachingAllocator {
+            driver,
+            number,
+            rules,
+            core: Mutex::new(core),
+            caches,
+            hooks: Hooks::default(),
+            compacting: Mutex::new(()),
+            started: Instant::now(),
+        })
     }
 
     fn lock(&self) -> MutexGuard<'_, Core> {
@@ -160,7 +176,7 @@ impl CachingAllocator {
         let (ids, deltas) = self.caches.drain();
         let mut core = self.lock();
         deltas.iter().for_each(|deltas| core.heap.stats.fold(deltas));
-        ids.into_iter().for_each(|id| core.heap.uncache(id));
+        ids.into_iter().for_each(|id| core.uncache(id));
         core
     }
 
@@ -181,10 +197,26 @@ impl Core {
         self.limits.exceeded = self.heap.stats.reserved_bytes.current > self.limit();
     }
 
+    /// Takes back a block that no other stream uses; one on the move when it has arrived.
+    fn give_back(&mut self, id: u32, requested: usize) {
+        match self.moving.get_mut(&id) {
+            Some(then) => *then = Then::GiveBack(requested),
+            None => self.heap.give_back(id, requested),
+        }
+    }
+
+    /// A block leaves a thread's cache.
+    fn uncache(&mut self, id: u32) {
+        match self.moving.get_mut(&id) {
+            Some(then) => *then = Then::Uncache,
+            None => self.heap.uncache(id),
+        }
+    }
+
     /// Counts a request, whatever comes of it.
     fn see(&mut self, request: &Request) {
         self.heap.ticks += 1;
-        self.growth.see(self.heap.stats.active_bytes.current + request.size as u64, self.heap.ticks);
+        self.growth.see(self.heap.stats.active_bytes() + request.size as u64, self.heap.ticks);
     }
 
     /// The handle on an entry that was just taken.
@@ -218,19 +250,22 @@ impl Allocator for CachingAllocator {
             _ => return Err(self.too_large(bytes)),
         };
         let (kind, pool) = (Kind::of(size), mempool::routed(self.number));
-        if pool == 0
-            && kind == Kind::Small
-            && stream == StreamId::DEFAULT
-            && let Some(Cached { slot, id }) = self.caches.get(0, size, bytes)
-        {
-            // SAFETY: the entry is live in the table, and its slot's place was set when it was.
-            let block = unsafe { Block::of_table(slot, self.number, id, 0, size) };
-            block.slot().reset();
-            block.slot().set_requested(bytes);
-            return Ok(block);
+        let mut evicted = Evicted::new();
+        if pool == 0 && kind == Kind::Small && stream == StreamId::DEFAULT {
+            match self.caches.get(0, size, bytes) {
+                Ok(Cached { slot, id }) => {
+                    // SAFETY: the entry is live in the table, and its slot's place was set when it was.
+                    let block = unsafe { Block::of_table(slot, self.number, id, 0, size) };
+                    block.slot().reset();
+                    block.slot().set_requested(bytes);
+                    return Ok(block);
+                }
+                Err(others) => evicted = others,
+            }
         }
         let request = Request { bytes, size, kind, pool, stream };
         let mut core = self.lock_folded();
+        evicted.into_iter().for_each(|id| core.uncache(id));
         core.see(&request);
         if core.limits.exceeded {
             core = self.shed(core);
@@ -254,7 +289,7 @@ impl Allocator for CachingAllocator {
         }
         let cached = Cached { slot: block.slot_ptr(), id: block.id };
         if !self.caches.put(cached, block.arena, block.size(), requested) {
-            self.lock_folded().heap.give_back(block.id, requested);
+            self.lock_folded().give_back(block.id, requested);
         }
     }
 
@@ -263,7 +298,7 @@ impl Allocator for CachingAllocator {
     }
 
     fn stats(&self) -> DeviceStats {
-        self.drain_caches().heap.stats
+        self.drain_caches().heap.stats.stats()
     }
 
     fn reset_peak_stats(&self) {
@@ -297,6 +332,10 @@ impl Allocator for CachingAllocator {
         }
         self.lock().set_limits(|limits| limits.fraction = part_of(self.driver.capacity(), fraction));
         Ok(())
+    }
+
+    fn compact(&self, budget: u64) -> Result<u64> {
+        self.compact_all(budget)
     }
 }
 

@@ -62,7 +62,7 @@ impl CachingAllocator {
                 pool: request.pool,
                 capacity: self.driver.capacity(),
                 limit: core.limit(),
-                stats: core.heap.stats,
+                stats: core.heap.stats.stats(),
                 pools,
                 ran_out: failure.as_ref().and_then(Failure::ran_out),
                 could_expand: !config.expandable_segments,

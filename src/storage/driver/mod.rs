@@ -53,6 +53,14 @@ pub(crate) enum MemoryKind {
     Host(HostMemory),
     OpenCl(ClBuffer),
     Sim(SimMemory),
+    /// Given back while its blocks were elsewhere.
+    Gone,
+}
+
+impl Memory {
+    pub(crate) fn gone() -> Memory {
+        Memory(MemoryKind::Gone)
+    }
 }
 
 impl fmt::Debug for Memory {
@@ -61,6 +69,7 @@ impl fmt::Debug for Memory {
             MemoryKind::Host(_) => "host memory",
             MemoryKind::OpenCl(_) => "an OpenCL buffer",
             MemoryKind::Sim(_) => "simulated memory",
+            MemoryKind::Gone => "no memory",
         })
     }
 }
@@ -115,6 +124,9 @@ pub trait Driver: Send + Sync + fmt::Debug {
     /// Gives bytes `from..to` of reserved memory back; the addresses stay reserved.
     fn shrink(&self, _memory: &Memory, _from: usize, _to: usize) {}
 
+    /// Bytes that live blocks had are lost: nothing on the device can be relied on any more.
+    fn give_up(&self, _cause: &str) {}
+
     /// Waits for all work of all streams.
     fn synchronize(&self) -> Result<()>;
     /// A marker after everything submitted to the stream so far, which is flushed.
@@ -126,7 +138,7 @@ pub trait Driver: Send + Sync + fmt::Debug {
     /// Makes what is submitted to `stream` from now on wait, on the device, for the marker.
     fn stream_waits(&self, stream: StreamId, marker: &Marker) -> Result<()>;
 
-    /// Copies bytes in the order of `stream`. The ranges do not overlap.
+    /// Copies bytes in the order of `stream`. Within one memory the ranges may overlap.
     fn copy(&self, stream: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()>;
     /// Reads bytes to the host, after all work of the default stream. Waits.
     fn read(&self, from: At<'_>, to: &mut [u8]) -> Result<()>;

@@ -47,7 +47,7 @@ impl CachingAllocator {
         }
         assert_eq!(free_blocks, binned.len(), "bins hold nothing else");
         assert_eq!(blocks, heap.table.iter().filter(|entry| entry.usage != Use::Vacant).count());
-        let s = heap.stats;
+        let s = heap.stats.stats();
         assert_eq!(s.reserved_bytes.current, reserved as u64);
         assert_eq!(s.active_bytes.current, active as u64);
         assert_eq!(s.inactive_split_bytes.current, inactive as u64);

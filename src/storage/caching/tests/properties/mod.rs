@@ -28,7 +28,7 @@ struct Setup {
     compacts: bool,
 }
 
-const SETUP: Setup = Setup { config: "", capacity: 64 << 20, asynchronous: true, page: 0, every: 1, compacts: false };
+const SETUP: Setup = Setup { config: "", capacity: 64 << 20, asynchronous: true, page: 0, every: 1, compacts: true };
 
 const OPERATIONS: usize = if cfg!(miri) { 150 } else { 10_000 };
 
@@ -105,6 +105,11 @@ fn with_segments_as_pytorch_makes_them() {
 #[test]
 fn without_reuse_across_streams() {
     holds(Setup { config: "cross_stream_reuse:False", ..SETUP });
+}
+
+#[test]
+fn without_compaction() {
+    holds(Setup { config: "compaction:False", compacts: false, ..SETUP });
 }
 
 #[test]

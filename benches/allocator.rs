@@ -1,0 +1,140 @@
+//! What a cached allocation costs: pairs of allocate and free on the simulated driver, beside `offset-allocator`.
+//!
+//! `cargo bench --bench allocator` prints a table; `-- --json` prints one object a line.
+
+use std::hint::black_box;
+use std::sync::Arc;
+use std::time::Instant;
+
+use claystone::device::StreamId;
+use claystone::storage::{Allocator, Block, CachingAllocator, Config, Sim, SimOptions};
+
+/// Times are medians over this many rounds.
+const ROUNDS: usize = 15;
+const PAIRS: usize = 100_000;
+
+/// Sizes log-uniform in 512 B..16 MiB, the same for everybody.
+struct Sizes(u64);
+
+impl Sizes {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.0 >> 11
+    }
+
+    fn size(&mut self) -> usize {
+        let uniform = self.next() as f64 / (1u64 << 53) as f64;
+        (512.0 * (uniform * f64::from(16 << 20 >> 9).ln()).exp()) as usize
+    }
+
+    fn below(&mut self, n: usize) -> usize {
+        (self.next() % n as u64) as usize
+    }
+}
+
+fn allocator() -> Arc<CachingAllocator> {
+    let sim = Sim::new(SimOptions::default());
+    Arc::new(CachingAllocator::new(Arc::new(sim), Config::default()).expect("the default configuration is right"))
+}
+
+fn allocate(allocator: &CachingAllocator, bytes: usize) -> Block {
+    allocator.allocate(bytes, StreamId::DEFAULT).expect("the simulated device is never full")
+}
+
+/// The median of ns a pair over the rounds; `round` does [`PAIRS`] pairs.
+fn median(mut round: impl FnMut()) -> f64 {
+    (0..3).for_each(|_| round());
+    let mut times: Vec<f64> = (0..ROUNDS)
+        .map(|_| {
+            let start = Instant::now();
+            round();
+            start.elapsed().as_nanos() as f64 / PAIRS as f64
+        })
+        .collect();
+    times.sort_by(f64::total_cmp);
+    times[ROUNDS / 2]
+}
+
+fn same_size(bytes: usize) -> f64 {
+    let allocator = allocator();
+    median(|| {
+        for _ in 0..PAIRS {
+            allocator.deallocate(black_box(allocate(&allocator, black_box(bytes))));
+        }
+    })
+}
+
+/// Frees a random one of `live` blocks and allocates another of a random size.
+fn random(live: usize) -> f64 {
+    let allocator = allocator();
+    let mut sizes = Sizes(1);
+    let mut blocks: Vec<Block> = (0..live).map(|_| allocate(&allocator, sizes.size())).collect();
+    let choices: Vec<(usize, usize)> = (0..PAIRS).map(|_| (sizes.below(live), sizes.size())).collect();
+    let round = || {
+        for &(at, bytes) in &choices {
+            allocator.deallocate(blocks.swap_remove(at));
+            blocks.push(allocate(&allocator, bytes));
+        }
+    };
+    let time = median(round);
+    blocks.into_iter().for_each(|block| allocator.deallocate(block));
+    time
+}
+
+fn random_peer(live: usize) -> f64 {
+    let mut peer = offset_allocator::Allocator::<u32>::with_max_allocs(u32::MAX >> 1, 1 << 20);
+    let mut sizes = Sizes(1);
+    let units = |bytes: usize| (bytes / 512) as u32;
+    let mut blocks: Vec<_> = (0..live).map(|_| peer.allocate(units(sizes.size())).expect("room")).collect();
+    let choices: Vec<(usize, usize)> = (0..PAIRS).map(|_| (sizes.below(live), sizes.size())).collect();
+    median(|| {
+        for &(at, bytes) in &choices {
+            peer.free(blocks.swap_remove(at));
+            blocks.push(peer.allocate(units(bytes)).expect("room"));
+        }
+    })
+}
+
+/// Pairs a second that `threads` threads do together with blocks of one size each.
+fn together(threads: usize) -> f64 {
+    let allocator = allocator();
+    let run = || {
+        let start = Instant::now();
+        std::thread::scope(|scope| {
+            for thread in 0..threads {
+                let allocator = &allocator;
+                scope.spawn(move || {
+                    for _ in 0..10 * PAIRS {
+                        allocator.deallocate(black_box(allocate(allocator, black_box(4096 << thread % 4))));
+                    }
+                });
+            }
+        });
+        (threads * 10 * PAIRS) as f64 / start.elapsed().as_secs_f64()
+    };
+    let mut rates: Vec<f64> = (0..ROUNDS).map(|_| run()).collect();
+    rates.sort_by(f64::total_cmp);
+    rates[ROUNDS / 2]
+}
+
+fn main() {
+    let json = std::env::args().any(|arg| arg == "--json");
+    let mut rows: Vec<(String, f64, &str)> = Vec::new();
+    for (name, bytes) in [("4 KiB", 4096), ("1 MiB", 1 << 20), ("64 MiB", 64 << 20)] {
+        rows.push((format!("same size, {name}"), same_size(bytes), "ns a pair"));
+    }
+    for live in [64, 1024, 16_384] {
+        rows.push((format!("random sizes, {live} live"), random(live), "ns a pair"));
+        rows.push((format!("random sizes, {live} live, offset-allocator"), random_peer(live), "ns a pair"));
+    }
+    let one = together(1);
+    rows.push(("one thread".into(), one / 1e6, "million pairs a second"));
+    rows.push(("two threads".into(), together(2) / 1e6, "million pairs a second"));
+    rows.push(("two threads to one".into(), together(2) / one, "times"));
+    for (name, value, unit) in rows {
+        match json {
+            true => println!("{{\"name\":\"{name}\",\"value\":{value:.2},\"unit\":\"{unit}\"}}"),
+            false => println!("{name:<48} {value:>10.1} {unit}"),
+        }
+    }
+}
