@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 
 use claystone::device::StreamId;
 use claystone::storage::{self, Allocator, Block, Config, DeviceStats};
-use claystone::{Device, Error, Result, Tensor};
+use claystone::{DType, Device, Error, Result, Tensor};
 
 /// Runs a test of this file in a new process with these variables.
 fn child(test: &str, vars: &[(&str, &str)]) -> Output {
@@ -231,4 +231,84 @@ fn an_allocator_of_another_device_is_refused() {
     let allocator = storage::build_allocator(sim, Config::default()).unwrap();
     assert!(matches!(storage::set_allocator(Device::OpenCL(99), allocator.clone()), Err(Error::NoDevice { .. })));
     assert!(matches!(storage::set_allocator(Device::Cpu, allocator), Err(Error::Invalid { .. })));
+}
+
+/// In a child: what is in a tensor that nobody has filled.
+#[test]
+fn new_tensors_hold() {
+    if !is_child() {
+        return;
+    }
+    common::each_device(|device| {
+        for n in [1, 7, 1000, 3 << 20] {
+            for _ in 0..2 {
+                let bytes = Tensor::empty(&[n], (DType::U8, device)).unwrap().to_vec::<u8>().unwrap();
+                let expected: &[u8] = match std::env::var("CLAYSTONE_ALLOC_CONF").unwrap().as_str() {
+                    "zero_fill:True" => &[0],
+                    _ => &[0xef, 0xbe, 0xed, 0x7f],
+                };
+                // Bytes after the last whole pattern are its first.
+                let whole = n - n % 8;
+                assert!(bytes[..whole].iter().zip(expected.iter().cycle()).all(|(a, b)| a == b), "{n} on {device}");
+                assert!(bytes[whole..].iter().all(|byte| *byte == expected[0]));
+                let dirty = Tensor::ones(&[n], (DType::U8, device)).unwrap();
+                assert_eq!(dirty.to_vec::<u8>().unwrap()[n - 1], 1); // the next one may get these bytes
+            }
+        }
+        let floats = Tensor::empty(&[5], (DType::F64, device)).unwrap().to_vec::<f64>().unwrap();
+        let zero = std::env::var("CLAYSTONE_ALLOC_CONF").unwrap() == "zero_fill:True";
+        assert!(floats.iter().all(|x| if zero { *x == 0.0 } else { x.is_nan() }), "{floats:?}");
+    });
+}
+
+#[test]
+fn new_tensors_can_be_filled_with_zeros_or_junk() {
+    if is_child() {
+        return;
+    }
+    for conf in ["zero_fill:True", "junk_fill:True"] {
+        passes_alone("new_tensors_hold", &[("CLAYSTONE_ALLOC_CONF", conf)]);
+    }
+}
+
+/// In a child with guards: what the crate does keeps inside its blocks.
+#[test]
+fn guards_are_whole() {
+    if !is_child() {
+        return;
+    }
+    common::each_device(|device| {
+        work(device);
+        for n in [1, 3, 5, 17, 1001] {
+            let x = common::iota(&[n], device);
+            for dtype in [DType::U8, DType::F16, DType::F64, DType::I64] {
+                let y = x.to_dtype(dtype).unwrap();
+                let y = Tensor::cat(&[y.clone(), Tensor::ones(&[n], (dtype, device)).unwrap()], 0).unwrap();
+                assert_eq!(y.to_dtype(DType::F32).unwrap().to_vec::<f32>().unwrap()[2 * n - 1], 1.0);
+            }
+            let outer = x.reshape(&[n, 1]).unwrap().matmul(&x.reshape(&[1, n]).unwrap()).unwrap();
+            assert_eq!(common::vec(&outer)[n * n - 1], ((n - 1) * (n - 1)) as f32);
+        }
+        assert_eq!(device.guard_violations().unwrap(), 0, "on {device}");
+        // And a write that does not.
+        let allocator = storage::allocator(device).unwrap();
+        let block = allocator.allocate(100, StreamId::DEFAULT).unwrap();
+        let place = block.place();
+        let driver = storage::driver(device).unwrap();
+        driver.write(&[0], (place.segment().memory(), place.offset() + 112)).unwrap();
+        drop(place);
+        allocator.deallocate(block);
+        assert_eq!(device.guard_violations().unwrap(), 1);
+    });
+}
+
+#[test]
+fn guards_find_writes_beyond_a_block() {
+    if is_child() {
+        return;
+    }
+    for backend in ["direct", "pool", "caching"] {
+        let conf = format!("guard_bytes:True,backend:{backend}");
+        passes_alone("guards_are_whole", &[("CLAYSTONE_ALLOC_CONF", &conf)]);
+    }
 }

@@ -141,7 +141,13 @@ pub struct Block {
 
 struct Own {
     slot: Slot,
-    _segment: Arc<Segment>,
+    holder: Holder,
+}
+
+/// What keeps the bytes there.
+enum Holder {
+    Segment(#[expect(dead_code, reason = "held")] Arc<Segment>),
+    Whole(Block),
 }
 
 // SAFETY: a block owns its bytes; its slot is atomics and a lock, and lives until the block is given back.
@@ -164,12 +170,49 @@ impl Block {
             let range = format!("{requested} of {size} bytes at {offset} are not in a segment of {all}");
             return Err(Error::invalid("Block::new", range));
         }
-        let own = Box::new(Own { slot: Slot::vacant(), _segment: Arc::clone(segment) });
+        let own = Box::new(Own { slot: Slot::vacant(), holder: Holder::Segment(Arc::clone(segment)) });
         // SAFETY: `own` keeps the segment as long as the block lives.
         unsafe { own.slot.set_place(segment, offset) };
         own.slot.set_requested(requested);
         let slot = NonNull::from(&own.slot);
         Ok(Block { slot, own: Some(own), owner: u32::MAX, id: 0, arena: 0, size })
+    }
+
+    /// A block of `size` bytes of this one, which from now on stays where it is. For allocators that wrap others: the part
+    /// holds the whole, and [`into_whole`](Block::into_whole) takes it out again.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where the range is not inside; this block then stays allocated.
+    pub(super) fn into_part(self, offset: usize, size: usize, requested: usize) -> Result<Block> {
+        if requested > size || offset.checked_add(size).is_none_or(|end| end > self.size) {
+            let range = format!("{requested} of {size} bytes at {offset} are not in a block of {}", self.size);
+            return Err(Error::invalid("Block::into_part", range));
+        }
+        self.export();
+        let slot = Slot::vacant();
+        // The segment outlives the whole, which the part holds.
+        slot.segment.store(self.slot().segment.load(Relaxed), Relaxed);
+        slot.offset.store(self.offset() + offset, Relaxed);
+        slot.set_requested(requested);
+        let own = Box::new(Own { slot, holder: Holder::Whole(self) });
+        let slot = NonNull::from(&own.slot);
+        Ok(Block { slot, own: Some(own), owner: u32::MAX, id: 0, arena: 0, size })
+    }
+
+    /// The block of which this is a part.
+    pub(super) fn whole(&self) -> Option<&Block> {
+        match &self.own.as_ref()?.holder {
+            Holder::Whole(block) => Some(block),
+            Holder::Segment(_) => None,
+        }
+    }
+
+    /// As [`whole`](Block::whole), ending this one.
+    pub(super) fn into_whole(self) -> Option<Block> {
+        match self.own?.holder {
+            Holder::Whole(block) => Some(block),
+            Holder::Segment(_) => None,
+        }
     }
 
     /// A block whose slot is in an allocator's table.
@@ -333,6 +376,12 @@ pub trait Allocator: Any + Send + Sync + fmt::Debug {
         }
         let capacity = registry::driver(self.device())?.capacity();
         self.set_memory_limit((capacity as f64 * fraction) as u64)
+    }
+
+    /// How many blocks were found to have been written around, by a debugging allocator that looks
+    /// ([`GuardAllocator`](super::GuardAllocator)).
+    fn guard_violations(&self) -> u64 {
+        0
     }
 
     /// Gives unused memory back until at most `keep` bytes are held, waiting for nothing; says how many bytes went back.

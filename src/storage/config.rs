@@ -111,11 +111,11 @@ pub struct Config {
     pub zero_fill: bool,
     /// New allocations are filled with junk, so that reading what was never written shows.
     pub junk_fill: bool,
-    /// Debugging: guard bytes behind every block and poison in freed ones, checked when a block is freed or reused.
+    /// Debugging: guard bytes around every block, looked at when it is freed, and poison in freed ones.
     pub guard_bytes: bool,
     /// The pool backend reuses a buffer of at most this many times the request; 1 or more.
     pub pool_overfit: f64,
-    /// The CPU device takes memory of the NUMA node that asks, where libnuma is there.
+    /// The CPU device's large segments prefer the memory of the NUMA node whose thread asks for them, on Linux.
     pub numa_local: bool,
 }
 
@@ -197,6 +197,15 @@ impl Config {
     pub(super) fn limit(&self, capacity: u64) -> u64 {
         let fraction = (capacity as f64 * self.per_process_memory_fraction) as u64;
         capacity.min(fraction).min(self.memory_limit as u64)
+    }
+
+    /// What new storages are filled with, if anything. Junk is PyTorch's: not a number as `f32` and as `f64`.
+    pub(super) fn fill_pattern(&self) -> Option<[u8; 8]> {
+        match self {
+            Config { zero_fill: true, .. } => Some([0; 8]),
+            Config { junk_fill: true, .. } => Some(0x7fed_beef_7fed_beefu64.to_le_bytes()),
+            _ => None,
+        }
     }
 
     /// The size of the block that serves a request: at least `alignment` bytes and a multiple of it (a power of two),

@@ -80,7 +80,7 @@ impl Allocator for DirectAllocator {
     fn allocate(&self, bytes: usize, _: StreamId) -> Result<Block> {
         let size = segment_size(&*self.driver, bytes)?;
         let mut made = self.grow(size, bytes)?;
-        if made.is_err() && size as u64 <= self.lock().limit {
+        if made.is_err() && size as u64 <= self.lock().limit() {
             self.driver.synchronize()?;
             let mut books = self.lock();
             books.stats.num_alloc_retries += 1;
@@ -131,8 +131,12 @@ impl Allocator for DirectAllocator {
     }
 
     fn set_memory_limit(&self, bytes: u64) -> Result<()> {
-        self.lock().limit = bytes.min(self.driver.capacity());
+        self.lock().set_limit(bytes);
         Ok(())
+    }
+
+    fn set_memory_fraction(&self, fraction: f64) -> Result<()> {
+        self.lock().set_fraction(fraction)
     }
 }
 

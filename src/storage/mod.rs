@@ -14,6 +14,7 @@ mod caching;
 mod config;
 mod direct;
 pub(crate) mod driver;
+mod guard;
 mod history;
 mod pinned;
 pub mod plan;
@@ -42,6 +43,7 @@ pub use caching::{
 pub use config::{Backend, Config, ConfigKey, SegmentSizes};
 pub use direct::DirectAllocator;
 pub use driver::{At, Call, Driver, Failure, Marker, Memory, Sim, SimOptions};
+pub use guard::GuardAllocator;
 pub use history::{
     Annotation, BlockInfo, BlockState, Context, ContextLevel, CsvAction, CsvEvent, CsvLog, Fragmentation, Frame,
     FreeSpace, History, HistoryOptions, Recording, SegmentInfo, SegmentType, Setting, Snapshot, Stage, TraceAction,
@@ -128,21 +130,34 @@ impl Storage {
         Ok((place.buffer().mem(), place.offset()))
     }
 
-    /// `bytes` bytes with unspecified (but initialised) contents. Zero bytes touch no driver.
+    /// `bytes` bytes with unspecified (but initialised) contents, unless the configuration asks for some. Zero bytes touch
+    /// no driver.
     pub(crate) fn alloc(device: Device, bytes: usize) -> Result<Storage> {
+        let storage = Storage::raw(device, bytes)?;
+        if bytes > 0
+            && let Some(pattern) = registry::config()?.fill_pattern()
+        {
+            let whole = bytes - bytes % pattern.len();
+            storage.fill(0, whole, &pattern)?;
+            storage.fill(whole, bytes - whole, &pattern[..1])?;
+        }
+        Ok(storage)
+    }
+
+    /// `bytes` zero bytes.
+    pub(crate) fn alloc_zeroed(device: Device, bytes: usize) -> Result<Storage> {
+        let storage = Storage::raw(device, bytes)?;
+        storage.fill(0, bytes, &[0])?;
+        Ok(storage)
+    }
+
+    fn raw(device: Device, bytes: usize) -> Result<Storage> {
         let home = match device {
             _ if bytes == 0 => Home::Empty,
             Device::Cpu => Home::Host(Lease::new(device, bytes)?),
             Device::OpenCL(index) => Home::OpenCl(opencl::open(index)?, Lease::new(device, bytes)?),
         };
         Ok(Storage::new(device, bytes, home))
-    }
-
-    /// `bytes` zero bytes.
-    pub(crate) fn alloc_zeroed(device: Device, bytes: usize) -> Result<Storage> {
-        let storage = Storage::alloc(device, bytes)?;
-        storage.fill(0, bytes, &[0])?;
-        Ok(storage)
     }
 
     /// A storage on the CPU device that owns the vector's elements where they are. The allocator does not count it.

@@ -138,7 +138,7 @@ impl PoolAllocator {
         };
         let mut unused = Unused::default();
         // What is beyond the limit by itself, nothing given back makes room for.
-        let hopeless = request.size as u64 > self.lock().books.limit;
+        let hopeless = request.size as u64 > self.lock().books.limit();
         for rung in LADDER.into_iter().filter(|_| !hopeless) {
             let gone = match rung {
                 Rung::GiveBackOne => self.lock().remove_one(request.size),
@@ -300,8 +300,12 @@ impl Allocator for PoolAllocator {
     }
 
     fn set_memory_limit(&self, bytes: u64) -> Result<()> {
-        self.lock().books.limit = bytes.min(self.driver.capacity());
+        self.lock().books.set_limit(bytes);
         Ok(())
+    }
+
+    fn set_memory_fraction(&self, fraction: f64) -> Result<()> {
+        self.lock().books.set_fraction(fraction)
     }
 
     /// Oldest first; those that work may still use stay, as drivers would wait for it.

@@ -10,6 +10,7 @@ use super::direct::DirectAllocator;
 use super::driver::host::Host;
 use super::driver::opencl::OpenCl;
 use super::driver::{Driver, DynDriver};
+use super::guard::GuardAllocator;
 use super::pool::PoolAllocator;
 use crate::device::opencl;
 use crate::{Device, Error, Result};
@@ -48,12 +49,13 @@ fn leak<T>(value: T) -> &'static T {
 }
 
 /// What the environment says, read when the first device is used.
-fn config() -> Result<Config> {
+pub(super) fn config() -> Result<&'static Config> {
     static CONFIG: OnceLock<Result<Config>> = OnceLock::new();
-    CONFIG.get_or_init(Config::from_env).clone()
+    CONFIG.get_or_init(Config::from_env).as_ref().map_err(Error::clone)
 }
 
-/// The allocator that a configuration's `backend` names, over any driver's memory.
+/// The allocator that a configuration's `backend` names, over any driver's memory; behind a [`GuardAllocator`] with
+/// `guard_bytes`.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -66,11 +68,13 @@ fn config() -> Result<Config> {
 /// # Errors
 /// [`Error::Invalid`] where the configuration contradicts itself.
 pub fn build_allocator(driver: Arc<dyn Driver>, config: Config) -> Result<Arc<dyn Allocator>> {
-    Ok(match config.backend {
+    let (guarded, below) = (config.guard_bytes, Arc::clone(&driver));
+    let allocator: Arc<dyn Allocator> = match config.backend {
         Backend::Caching => Arc::new(CachingAllocator::new(driver, config)?),
         Backend::Pool => Arc::new(PoolAllocator::new(driver, config)?),
         Backend::Direct => Arc::new(DirectAllocator::new(driver, config)?),
-    })
+    };
+    Ok(if guarded { Arc::new(GuardAllocator::new(allocator, below)) } else { allocator })
 }
 
 /// The driver of a device's memory: what allocators of a user's own are built on. Opens the device.
@@ -82,7 +86,7 @@ pub fn driver(device: Device) -> Result<Arc<dyn Driver>> {
         return Ok(Arc::clone(driver));
     }
     let driver: DynDriver = match device {
-        Device::Cpu => Arc::new(Host::new()),
+        Device::Cpu => Arc::new(Host::new(config()?)),
         // Fails for an index that is none, before the table grows to hold it.
         Device::OpenCL(index) => Arc::new(OpenCl::new(opencl::open(index)?)),
     };
@@ -126,6 +130,6 @@ pub(super) fn of(device: Device) -> Result<&'static Arc<dyn Allocator>> {
         return Ok(allocator);
     }
     let driver = driver(device)?;
-    let made = build_allocator(driver, config()?)?;
+    let made = build_allocator(driver, config()?.clone())?;
     Ok(change(device, |entry| *entry.allocator.get_or_insert_with(|| leak(made))))
 }

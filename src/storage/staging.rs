@@ -91,7 +91,7 @@ fn pool(device: &'static ClDevice) -> &'static Pool {
 fn budget() -> &'static Arc<Budget> {
     static BUDGET: OnceLock<Arc<Budget>> = OnceLock::new();
     BUDGET.get_or_init(|| {
-        let memory = Host::new().capacity();
+        let memory = Host::new(&Config::default()).capacity();
         let part = if memory == u64::MAX { PINNED_UNKNOWN } else { memory / PINNED_PART };
         Budget::new(usize::try_from(part).unwrap_or(usize::MAX))
     })

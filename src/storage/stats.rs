@@ -312,6 +312,11 @@ impl Device {
         Ok(())
     }
 
+    /// How many blocks were found to have been written around, where `guard_bytes` has them looked at; 0 elsewhere.
+    pub fn guard_violations(&self) -> Result<u64> {
+        Ok(registry::of(*self)?.guard_violations())
+    }
+
     /// Gives every segment that nothing uses back to the driver (`torch.cuda.empty_cache`).
     pub fn empty_cache(&self) -> Result<()> {
         registry::of(*self)?.empty_cache()

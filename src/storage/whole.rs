@@ -15,8 +15,9 @@ pub(super) struct Books {
     device: Device,
     capacity: u64,
     pub(super) stats: DeviceStats,
-    /// The most bytes of segments to hold.
-    pub(super) limit: u64,
+    /// The most bytes of segments to hold, as a number and as a part of the capacity.
+    most: u64,
+    part: u64,
     /// Bytes of segments being made outside the lock.
     making: u64,
 }
@@ -24,13 +25,31 @@ pub(super) struct Books {
 impl Books {
     pub(super) fn new(driver: &dyn Driver, config: &Config) -> Books {
         let (device, capacity) = (driver.device(), driver.capacity());
-        Books { device, capacity, stats: DeviceStats::default(), limit: config.limit(capacity), making: 0 }
+        let (stats, most) = (DeviceStats::default(), config.limit(capacity));
+        Books { device, capacity, stats, most, part: capacity, making: 0 }
+    }
+
+    /// The most bytes of segments to hold.
+    pub(super) fn limit(&self) -> u64 {
+        self.most.min(self.part)
+    }
+
+    pub(super) fn set_limit(&mut self, bytes: u64) {
+        self.most = bytes.min(self.capacity);
+    }
+
+    pub(super) fn set_fraction(&mut self, fraction: f64) -> Result<()> {
+        if !(0.0..=1.0).contains(&fraction) {
+            return Err(Error::invalid("set_memory_fraction", format!("{fraction} is not between 0 and 1")));
+        }
+        self.part = (self.capacity as f64 * fraction) as u64;
+        Ok(())
     }
 
     /// Makes room under the limit for a segment about to be made; says so if there is none.
     pub(super) fn begin(&mut self, size: usize) -> Option<&'static str> {
         let held = self.stats.reserved_bytes.current + self.making;
-        if held.saturating_add(size as u64) > self.limit {
+        if held.saturating_add(size as u64) > self.limit() {
             return Some("there is no room for it");
         }
         self.making += size as u64;
@@ -64,8 +83,8 @@ impl Books {
         let (allocated, reserved) = (self.stats.allocated_bytes.current, self.stats.reserved_bytes.current);
         let capacity = self.capacity;
         let mut detail = format!("{allocated} are allocated and {reserved} reserved of a capacity of {capacity}");
-        if self.limit < capacity {
-            detail += &format!(", of which {} are allowed", self.limit);
+        if self.limit() < capacity {
+            detail += &format!(", of which {} are allowed", self.limit());
         }
         if unused.bytes > 0 {
             let Unused { bytes, largest } = unused;

@@ -212,7 +212,7 @@ pub(super) const KEYS: &[ConfigKey] = &[
     ConfigKey {
         name: "guard_bytes",
         allowed: BOOL,
-        doc: "debugging: guard bytes behind every block, poison in freed ones, both checked",
+        doc: "debugging: guard bytes around every block, looked at when it is freed, and poison in freed ones",
         parse: |c, v| put(&mut c.guard_bytes, boolean(v)),
         print: |c| show_bool(c.guard_bytes),
     },
@@ -226,7 +226,7 @@ pub(super) const KEYS: &[ConfigKey] = &[
     ConfigKey {
         name: "numa_local",
         allowed: BOOL,
-        doc: "the CPU device takes memory of the NUMA node that asks, where libnuma is there",
+        doc: "the CPU device's large segments prefer the NUMA node that asks for them, on Linux",
         parse: |c, v| put(&mut c.numa_local, boolean(v)),
         print: |c| show_bool(c.numa_local),
     },

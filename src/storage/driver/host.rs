@@ -1,4 +1,14 @@
 //! Host memory: the CPU device's segments, and vectors taken over from their owners.
+//!
+//! Small segments come from the global allocator. On Linux large ones are mapped from the kernel, in huge pages where it
+//! has them; and addresses can be reserved that get memory page by page and give it back so. On machines with several
+//! NUMA nodes a mapped segment prefers the memory of the node whose thread asked for it, through the system call that
+//! libnuma would make.
+
+#[cfg_attr(not(all(target_os = "linux", not(miri))), path = "host/no_map.rs")]
+mod map;
+#[cfg(test)]
+mod tests;
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::mem::ManuallyDrop;
@@ -6,20 +16,27 @@ use std::ptr::NonNull;
 
 use super::{At, Driver, Failure, Marker, MarkerKind, Memory, MemoryKind};
 use crate::device::StreamId;
+use crate::storage::Config;
 use crate::{Device, Element, Error, Result};
+use map::{HUGE, Mapping};
 
 /// What segments are aligned to.
 const ALIGNMENT: usize = 512;
 
-/// An owned run of initialised host memory.
+/// An owned run of host memory, initialised wherever it is committed: all of it, unless it was reserved.
 #[derive(Debug)]
 pub(crate) struct HostMemory {
-    /// Where the allocation begins and how it was made.
-    base: NonNull<u8>,
-    layout: Layout,
+    origin: Origin,
     /// Where the usable, aligned bytes begin, and how many there are.
     start: NonNull<u8>,
     bytes: usize,
+}
+
+#[derive(Debug)]
+enum Origin {
+    /// The global allocator: where the allocation begins and how it was made.
+    Heap(NonNull<u8>, Layout),
+    Mapped(Mapping),
 }
 
 // SAFETY: it owns its bytes as a `Box<[u8]>` does and gives out no reference to them itself.
@@ -37,7 +54,11 @@ impl HostMemory {
         let slack = base.addr().get().next_multiple_of(ALIGNMENT) - base.addr().get();
         // SAFETY: slack < ALIGNMENT, so `start` and the `bytes` after it lie inside the allocation.
         let start = unsafe { base.add(slack) };
-        Some(HostMemory { base, layout, start, bytes })
+        Some(HostMemory { origin: Origin::Heap(base, layout), start, bytes })
+    }
+
+    fn mapped(mapping: Mapping, bytes: usize) -> HostMemory {
+        HostMemory { start: mapping.start(), origin: Origin::Mapped(mapping), bytes }
     }
 
     /// Takes over the elements of a vector, where they are.
@@ -48,7 +69,14 @@ impl HostMemory {
         // SAFETY: a vector's pointer is never null. The vector is forgotten, its elements are Copy (nothing to drop),
         // and its memory came from the global allocator with exactly this layout: `drop` may return it.
         let base = unsafe { NonNull::new_unchecked(v.as_mut_ptr().cast::<u8>()) };
-        HostMemory { base, layout, start: base, bytes }
+        HostMemory { origin: Origin::Heap(base, layout), start: base, bytes }
+    }
+
+    fn is_committed(&self, from: usize, to: usize) -> bool {
+        match &self.origin {
+            Origin::Heap(..) => true,
+            Origin::Mapped(mapping) => mapping.is_committed(from, to),
+        }
     }
 
     /// The first usable byte. Memory stays where it is until dropped.
@@ -59,9 +87,11 @@ impl HostMemory {
 
 impl Drop for HostMemory {
     fn drop(&mut self) {
-        if self.layout.size() > 0 {
+        if let Origin::Heap(base, layout) = self.origin
+            && layout.size() > 0
+        {
             // SAFETY: allocated with this layout by the global allocator, and owned.
-            unsafe { dealloc(self.base.as_ptr(), self.layout) }
+            unsafe { dealloc(base.as_ptr(), layout) }
         }
     }
 }
@@ -70,13 +100,14 @@ impl Drop for HostMemory {
 #[derive(Debug)]
 pub(crate) struct Host {
     capacity: u64,
+    numa_local: bool,
 }
 
 impl Host {
     /// As much memory as the machine (or the container it runs in) has: Linux promises more than it has and kills
     /// who believes it, so segments beyond that are refused.
-    pub(crate) fn new() -> Host {
-        Host { capacity: physical_memory().unwrap_or(u64::MAX) }
+    pub(crate) fn new(config: &Config) -> Host {
+        Host { capacity: physical_memory().unwrap_or(u64::MAX), numa_local: config.numa_local }
     }
 }
 
@@ -94,11 +125,46 @@ impl Driver for Host {
     }
 
     fn create(&self, bytes: usize) -> Result<Memory, Failure> {
-        HostMemory::zeroed(bytes).map(|m| Memory(MemoryKind::Host(m))).ok_or(Failure::HostMemory)
+        let mapped = if bytes >= HUGE { Mapping::committed(bytes, self.numa_local) } else { None };
+        let memory = match mapped {
+            Some(mapping) => Some(HostMemory::mapped(mapping, bytes)),
+            None => HostMemory::zeroed(bytes),
+        };
+        memory.map(|m| Memory(MemoryKind::Host(m))).ok_or(Failure::HostMemory)
     }
 
     fn commit(&self, _: &Memory) -> Result<(), Failure> {
         Ok(()) // pages come at first touch; `capacity` is what keeps the promise
+    }
+
+    fn page(&self) -> usize {
+        map::page()
+    }
+
+    fn reserve(&self, bytes: usize) -> Option<Memory> {
+        let mapping = Mapping::reserved(bytes, self.numa_local)?;
+        Some(Memory(MemoryKind::Host(HostMemory::mapped(mapping, bytes))))
+    }
+
+    fn extend(&self, memory: &Memory, from: usize, to: usize) -> Result<(), Failure> {
+        match &memory.0 {
+            MemoryKind::Host(HostMemory { origin: Origin::Mapped(mapping), bytes, .. })
+                if from <= to && to <= *bytes =>
+            {
+                if mapping.extend(from, to) {
+                    Ok(())
+                } else {
+                    Err(Failure::HostMemory)
+                }
+            }
+            _ => Err(Failure::Other(Error::invalid("extend", format!("{from}..{to} are not in reserved host memory")))),
+        }
+    }
+
+    fn shrink(&self, memory: &Memory, from: usize, to: usize) {
+        if let MemoryKind::Host(HostMemory { origin: Origin::Mapped(mapping), .. }) = &memory.0 {
+            mapping.shrink(from, to);
+        }
     }
 
     fn synchronize(&self) -> Result<()> {
@@ -123,8 +189,8 @@ impl Driver for Host {
 
     fn copy(&self, _: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()> {
         let (from, to) = (bytes_at(from, bytes)?, bytes_at(to, bytes)?);
-        // SAFETY: both ranges are inside their memory (checked); the allocator, which alone calls this, owns them and
-        // holds the locks of the blocks they belong to.
+        // SAFETY: both ranges are inside their memory and committed (checked); the allocator, which alone calls this,
+        // owns them, decommits nothing that is in a block, and holds the locks of the blocks they belong to.
         unsafe { std::ptr::copy(from.as_ptr(), to.as_ptr(), bytes) }
         Ok(())
     }
@@ -146,8 +212,8 @@ impl Driver for Host {
 
 /// The first of `bytes` bytes of host memory.
 fn bytes_at((memory, offset): At<'_>, bytes: usize) -> Result<NonNull<u8>> {
-    match &memory.0 {
-        MemoryKind::Host(m) if offset.checked_add(bytes).is_some_and(|end| end <= m.bytes) => {
+    match (&memory.0, offset.checked_add(bytes)) {
+        (MemoryKind::Host(m), Some(end)) if end <= m.bytes && m.is_committed(offset, end) => {
             // SAFETY: inside the memory.
             Ok(unsafe { m.start.add(offset) })
         }

@@ -113,6 +113,11 @@ pub trait Driver: Send + Sync + fmt::Debug {
     /// Makes the device find the memory now, so that running out is reported here and not at some later launch.
     fn commit(&self, memory: &Memory) -> Result<(), Failure>;
 
+    /// Reserved memory is committed and given back in multiples of this many bytes, a power of two; 0 where the device
+    /// cannot reserve.
+    fn page(&self) -> usize {
+        0
+    }
     /// Reserves addresses for a segment that grows in place, all of it uncommitted; `None` where the device cannot.
     fn reserve(&self, _bytes: usize) -> Option<Memory> {
         None

@@ -198,6 +198,21 @@ fn a_limit_is_kept() {
 }
 
 #[test]
+fn a_fraction_holds_besides_the_limit() {
+    let (_, pool) = device(100 * KIB);
+    pool.set_memory_limit(80 * KIB as u64).unwrap();
+    pool.set_memory_fraction(0.5).unwrap();
+    assert!(pool.allocate(51 * KIB, STREAM).is_err());
+    pool.deallocate(pool.allocate(50 * KIB, STREAM).unwrap());
+    pool.set_memory_fraction(1.0).unwrap();
+    assert!(pool.allocate(81 * KIB, STREAM).is_err());
+    pool.deallocate(pool.allocate(80 * KIB, STREAM).unwrap());
+    for bad in [-0.1, 1.1, f64::NAN] {
+        assert!(matches!(pool.set_memory_fraction(bad), Err(Error::Invalid { .. })));
+    }
+}
+
+#[test]
 fn another_streams_buffer_is_reused_behind_a_wait_on_the_device() {
     let (sim, pool) = slow_device();
     let (one, two) = (sim.stream(1), sim.stream(2));

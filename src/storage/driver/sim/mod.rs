@@ -381,6 +381,10 @@ impl Driver for Sim {
         self.call(Call::Commit(m.size), |s| self.find(s, m, 0, m.size))
     }
 
+    fn page(&self) -> usize {
+        self.0.options.page
+    }
+
     fn reserve(&self, bytes: usize) -> Option<Memory> {
         (self.0.options.page > 0).then(|| self.call(Call::Reserve(bytes), |s| self.make(s, bytes, true)))
     }

@@ -1,0 +1,244 @@
+//! Memory straight from the kernel: large segments, and addresses reserved before there is memory behind them.
+
+use std::collections::BTreeMap;
+use std::ptr::NonNull;
+use std::sync::{OnceLock, PoisonError, RwLock};
+
+use libc::{MADV_DONTNEED, MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_NORESERVE, MAP_PRIVATE, PROT_NONE, PROT_READ, PROT_WRITE};
+
+/// From this size on (x86's and Arm's usual huge page) segments are mapped, and huge pages asked for: one fault instead
+/// of 512.
+pub(super) const HUGE: usize = 2 << 20;
+
+/// A run of the process's addresses, some of it with memory: zeros until written.
+#[derive(Debug)]
+pub(super) struct Mapping {
+    start: NonNull<u8>,
+    /// Whole pages.
+    bytes: usize,
+    numa_local: bool,
+    /// Where memory may be touched.
+    committed: RwLock<Ranges>,
+}
+
+impl Mapping {
+    /// Addresses, and memory behind all of them.
+    pub(super) fn committed(bytes: usize, numa_local: bool) -> Option<Mapping> {
+        let mapping = Mapping::map(bytes, PROT_READ | PROT_WRITE, 0, numa_local)?;
+        mapping.advise(0, mapping.bytes);
+        mapping.ranges_mut(|ranges| ranges.insert(0, mapping.bytes));
+        Some(mapping)
+    }
+
+    /// Addresses and nothing else: neither memory nor the promise of any.
+    pub(super) fn reserved(bytes: usize, numa_local: bool) -> Option<Mapping> {
+        Mapping::map(bytes, PROT_NONE, MAP_NORESERVE, numa_local)
+    }
+
+    fn map(bytes: usize, access: i32, flags: i32, numa_local: bool) -> Option<Mapping> {
+        let bytes = bytes.checked_next_multiple_of(page())?;
+        let flags = MAP_PRIVATE | MAP_ANONYMOUS | flags;
+        // SAFETY: a new mapping at an address of the kernel's choice: nothing that exists is touched.
+        let start = unsafe { libc::mmap(std::ptr::null_mut(), bytes, access, flags, -1, 0) };
+        if start == libc::MAP_FAILED {
+            return None;
+        }
+        Some(Mapping { start: NonNull::new(start.cast())?, bytes, numa_local, committed: RwLock::default() })
+    }
+
+    pub(super) fn start(&self) -> NonNull<u8> {
+        self.start
+    }
+
+    /// Makes the pages of `from..to` usable; false where the kernel has no memory for them or the range is not inside.
+    pub(super) fn extend(&self, from: usize, to: usize) -> bool {
+        let (from, to) = (from / page() * page(), to.next_multiple_of(page()));
+        if from >= to || to > self.bytes {
+            return from == to;
+        }
+        self.ranges_mut(|committed| {
+            if !self.protect(from, to, PROT_READ | PROT_WRITE) {
+                return false;
+            }
+            self.advise(from, to);
+            committed.insert(from, to);
+            true
+        })
+    }
+
+    /// Gives the memory of the pages that lie inside `from..to` back. They read as zeros when committed again.
+    pub(super) fn shrink(&self, from: usize, to: usize) {
+        let (from, to) = (from.next_multiple_of(page()), to.min(self.bytes) / page() * page());
+        if from >= to {
+            return;
+        }
+        self.ranges_mut(|committed| {
+            committed.remove(from, to);
+            // SAFETY: whole pages inside our mapping, that nobody may touch any more.
+            unsafe { libc::madvise(self.at(from), to - from, MADV_DONTNEED) };
+            self.protect(from, to, PROT_NONE);
+        });
+    }
+
+    /// Whether there is memory behind all of `from..to`.
+    pub(super) fn is_committed(&self, from: usize, to: usize) -> bool {
+        self.committed.read().unwrap_or_else(PoisonError::into_inner).contains(from, to)
+    }
+
+    fn ranges_mut<R>(&self, f: impl FnOnce(&mut Ranges) -> R) -> R {
+        f(&mut self.committed.write().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn at(&self, offset: usize) -> *mut libc::c_void {
+        self.start.as_ptr().wrapping_add(offset).cast()
+    }
+
+    fn protect(&self, from: usize, to: usize, access: i32) -> bool {
+        // SAFETY: whole pages inside our mapping. Those that become inaccessible are in no block: the allocator says so.
+        unsafe { libc::mprotect(self.at(from), to - from, access) == 0 }
+    }
+
+    /// How the pages are to be found when they are touched. The kernel is free to do otherwise.
+    fn advise(&self, from: usize, to: usize) {
+        if to - from >= HUGE {
+            // SAFETY: whole pages inside our mapping; changes nothing but how they are found.
+            unsafe { libc::madvise(self.at(from), to - from, MADV_HUGEPAGE) };
+        }
+        if self.numa_local && several_nodes() {
+            self.prefer(here(), from, to);
+        }
+    }
+
+    /// Prefers a node's memory for pages not yet touched; another's serves when that one is full.
+    fn prefer(&self, node: usize, from: usize, to: usize) -> bool {
+        let mut nodes = [0u64; 16]; // the kernel's largest number of nodes, 1,024
+        let Some(word) = nodes.get_mut(node / 64) else { return false };
+        *word = 1 << (node % 64);
+        let (mode, bits) = (libc::MPOL_PREFERRED as usize, nodes.len() * 64 + 1); // the kernel reads one bit less
+        // SAFETY: whole pages inside our mapping, and as many bits of nodes as are said; contents stay.
+        unsafe { libc::syscall(libc::SYS_mbind, self.at(from), to - from, mode, nodes.as_ptr(), bits, 0usize) == 0 }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: our own mapping, whole; nothing outlives its owner that could point into it.
+        unsafe { libc::munmap(self.at(0), self.bytes) };
+    }
+}
+
+/// Bytes of the kernel's pages, a power of two.
+pub(super) fn page() -> usize {
+    static PAGE: OnceLock<usize> = OnceLock::new();
+    *PAGE.get_or_init(|| {
+        // SAFETY: only asks.
+        usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(4096)
+    })
+}
+
+/// Whether memory can be near or far at all.
+fn several_nodes() -> bool {
+    static SEVERAL: OnceLock<bool> = OnceLock::new();
+    *SEVERAL.get_or_init(|| {
+        let online = std::fs::read_to_string("/sys/devices/system/node/online").unwrap_or_default();
+        online.contains(['-', ','])
+    })
+}
+
+/// The node of the processor that runs this thread.
+fn here() -> usize {
+    let mut node = 0u32;
+    let nothing = std::ptr::null_mut::<u32>();
+    // SAFETY: writes one u32, to `node`; the other two pointers may be null.
+    unsafe { libc::syscall(libc::SYS_getcpu, nothing, &raw mut node, nothing) };
+    node as usize
+}
+
+/// Disjoint, non-touching ranges of bytes: begin to end.
+#[derive(Debug, Default)]
+pub(super) struct Ranges(BTreeMap<usize, usize>);
+
+impl Ranges {
+    fn insert(&mut self, mut from: usize, mut to: usize) {
+        let touching = self.0.range(..=to).rev().take_while(|(_, end)| **end >= from);
+        for (start, end) in touching.map(|(start, end)| (*start, *end)).collect::<Vec<_>>() {
+            self.0.remove(&start);
+            (from, to) = (from.min(start), to.max(end));
+        }
+        self.0.insert(from, to);
+    }
+
+    fn remove(&mut self, from: usize, to: usize) {
+        let cut = self.0.range(..to).rev().take_while(|(_, end)| **end > from);
+        for (start, end) in cut.map(|(start, end)| (*start, *end)).collect::<Vec<_>>() {
+            self.0.remove(&start);
+            let left = [(start, from), (to, end)];
+            self.0.extend(left.into_iter().filter(|(start, end)| start < end));
+        }
+    }
+
+    fn contains(&self, from: usize, to: usize) -> bool {
+        from >= to || self.0.range(..=from).next_back().is_some_and(|(_, end)| *end >= to)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Asks get_mempolicy for an address's policy.
+    const MPOL_F_ADDR: usize = 1 << 1;
+
+    #[test]
+    fn ranges_are_those_of_a_bitmap() {
+        let (mut ranges, mut bits) = (Ranges::default(), [false; 32]);
+        let mut state = 1u32;
+        let mut random = |below: usize| {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 16) as usize % below
+        };
+        for _ in 0..2000 {
+            let from = random(31);
+            let to = from + 1 + random(32 - from);
+            let add = random(2) == 0;
+            if add {
+                ranges.insert(from, to)
+            } else {
+                ranges.remove(from, to)
+            }
+            bits[from..to].fill(add);
+            for a in 0..32 {
+                for b in a..=32 {
+                    assert_eq!(ranges.contains(a, b), bits[a..b].iter().all(|bit| *bit), "{a}..{b} of {ranges:?}");
+                }
+            }
+            let edges = bits.windows(2).filter(|w| !w[0] && w[1]).count() + usize::from(bits[0]);
+            assert_eq!(ranges.0.len(), edges, "merged where they touch");
+        }
+    }
+
+    #[test]
+    fn a_node_can_be_preferred() {
+        let mapping = Mapping::committed(4 * page(), false).unwrap();
+        if !mapping.prefer(here(), page(), 3 * page()) {
+            let error = std::io::Error::last_os_error();
+            // Containers may forbid the call, kernels may lack it: then memory comes from wherever.
+            assert!(matches!(error.raw_os_error(), Some(libc::EPERM | libc::ENOSYS)), "{error}");
+            return;
+        }
+        let policy = |offset| {
+            let (mut mode, none) = (-1i32, std::ptr::null_mut::<u64>());
+            // SAFETY: asks for the policy of an address of ours, into `mode`.
+            let done = unsafe {
+                libc::syscall(libc::SYS_get_mempolicy, &raw mut mode, none, 0usize, mapping.at(offset), MPOL_F_ADDR)
+            };
+            assert_eq!(done, 0, "{}", std::io::Error::last_os_error());
+            mode
+        };
+        assert_eq!([0, 1, 2, 3].map(|i| policy(i * page())), {
+            let (there, elsewhere) = (libc::MPOL_PREFERRED, libc::MPOL_DEFAULT);
+            [elsewhere, there, there, elsewhere]
+        });
+        assert!(!mapping.prefer(1024, 0, page()), "no such node");
+    }
+}

@@ -1,0 +1,123 @@
+use super::*;
+
+fn host() -> Host {
+    Host::new(&Config::default())
+}
+
+fn address(memory: &Memory) -> usize {
+    match &memory.0 {
+        MemoryKind::Host(m) => m.start().addr().get(),
+        _ => panic!("the host makes host memory"),
+    }
+}
+
+#[test]
+fn segments_of_every_size_are_aligned_zeroed_and_keep_what_is_written() {
+    let host = host();
+    for bytes in [1, 511, 4096, HUGE.min(1 << 21) - 1, 1 << 21, (5 << 20) + 3] {
+        let memory = host.create(bytes).unwrap();
+        host.commit(&memory).unwrap();
+        assert_eq!(address(&memory) % ALIGNMENT, 0);
+        let mut read = vec![1; bytes];
+        host.read((&memory, 0), &mut read).unwrap();
+        assert!(read.iter().all(|byte| *byte == 0), "{bytes}");
+        let written: Vec<u8> = (0..bytes).map(|i| (i % 251) as u8).collect();
+        host.write(&written, (&memory, 0)).unwrap();
+        host.copy(StreamId::DEFAULT, (&memory, 0), (&memory, bytes / 2), bytes / 4).unwrap();
+        host.read((&memory, 0), &mut read).unwrap();
+        assert_eq!(read[..bytes / 2], written[..bytes / 2]);
+        assert_eq!(read[bytes / 2..][..bytes / 4], written[..bytes / 4]);
+        assert!(host.read((&memory, 1), &mut read).is_err() && host.read((&memory, usize::MAX), &mut read).is_err());
+    }
+}
+
+#[test]
+fn more_than_there_are_addresses_is_an_error() {
+    let host = host();
+    assert!(matches!(host.create(host.largest_segment()), Err(Failure::HostMemory)));
+    assert!(matches!(host.create(usize::MAX), Err(Failure::HostMemory)));
+    assert!(host.reserve(usize::MAX).is_none() && host.reserve(usize::MAX / 4).is_none());
+}
+
+#[test]
+fn ordinary_memory_cannot_grow() {
+    let host = host();
+    let memory = host.create(1000).unwrap();
+    assert!(matches!(host.extend(&memory, 0, 1000), Err(Failure::Other(Error::Invalid { .. }))));
+    host.shrink(&memory, 0, 1000);
+    host.write(&[1; 1000], (&memory, 0)).unwrap();
+}
+
+#[cfg(all(target_os = "linux", not(miri)))]
+mod reserved {
+    use super::*;
+
+    /// Bytes of the pages of this range that have memory, as the kernel counts them.
+    fn resident(memory: &Memory, from: usize, to: usize) -> usize {
+        let page = host().page();
+        let mut pages = vec![0u8; (to - from) / page];
+        let start = std::ptr::without_provenance_mut(address(memory) + from);
+        // SAFETY: asks about addresses, and writes a byte a page.
+        assert_eq!(unsafe { libc::mincore(start, to - from, pages.as_mut_ptr()) }, 0);
+        pages.iter().filter(|page| *page & 1 == 1).count() * page
+    }
+
+    #[test]
+    fn reserved_memory_is_committed_and_given_back_page_by_page() {
+        let (host, page) = (host(), host().page());
+        let all = 64 << 30; // more than the machine has: only addresses
+        let memory = host.reserve(all).unwrap();
+        assert_eq!(address(&memory) % page, 0);
+        let mut byte = [1];
+        assert!(host.read((&memory, 0), &mut byte).is_err(), "nothing is committed");
+        host.extend(&memory, 0, 4 * page).unwrap();
+        assert_eq!(resident(&memory, 0, 4 * page), 0, "nor is there memory before it is touched");
+        host.write(&vec![7; 4 * page], (&memory, 0)).unwrap();
+        assert_eq!(resident(&memory, 0, 4 * page), 4 * page);
+        assert!(host.write(&[7], (&memory, 4 * page)).is_err());
+        // It grows in place, and keeps what it has.
+        host.extend(&memory, 4 * page, 8 * page).unwrap();
+        host.write(&[9], (&memory, 8 * page - 1)).unwrap();
+        host.read((&memory, 4 * page - 1), &mut byte).unwrap();
+        assert_eq!(byte, [7]);
+        // What is given back has no memory, and is zero when it comes again.
+        host.shrink(&memory, page, 3 * page);
+        assert_eq!(resident(&memory, page, 3 * page), 0);
+        assert!(
+            host.read((&memory, page), &mut byte).is_err() && host.read((&memory, 3 * page - 1), &mut byte).is_err()
+        );
+        let mut two = vec![0; page + 1];
+        assert!(host.read((&memory, 0), &mut two).is_err(), "half of it");
+        host.read((&memory, 3 * page), &mut byte).unwrap();
+        assert_eq!(byte, [7]);
+        host.extend(&memory, page, 3 * page).unwrap();
+        host.read((&memory, page), &mut byte).unwrap();
+        assert_eq!(byte, [0]);
+        // Partly used pages: all of them are committed, none of them is given back.
+        host.extend(&memory, 100 * page + 1, 100 * page + 2).unwrap();
+        host.write(&vec![3; page], (&memory, 100 * page)).unwrap();
+        host.shrink(&memory, 100 * page + 1, 101 * page);
+        host.read((&memory, 101 * page - 1), &mut byte).unwrap();
+        assert_eq!(byte, [3]);
+        host.extend(&memory, all - page, all).unwrap();
+        host.write(&[1], (&memory, all - 1)).unwrap();
+        assert!(host.extend(&memory, all, all + page).is_err());
+        assert!(host.extend(&memory, page, 0).is_err());
+        host.extend(&memory, page, page).unwrap();
+    }
+
+    #[test]
+    fn a_segment_that_is_dropped_gives_its_addresses_back() {
+        let (host, page) = (host(), host().page());
+        let at = {
+            let memory = host.reserve(16 << 30).unwrap();
+            host.extend(&memory, 0, page).unwrap();
+            address(&memory)
+        };
+        let mut pages = [0u8; 1];
+        // SAFETY: asks about an address, and writes a byte.
+        let known =
+            unsafe { libc::mincore(std::ptr::without_provenance_mut(at + (8 << 30)), page, pages.as_mut_ptr()) };
+        assert_eq!((known, std::io::Error::last_os_error().raw_os_error()), (-1, Some(libc::ENOMEM)));
+    }
+}

@@ -1,0 +1,215 @@
+//! Debugging: guard bytes around every block, and poison in freed ones.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::allocator::{Allocator, Block, owner_number};
+use super::driver::{Driver, Memory, MemoryKind};
+use super::stats::DeviceStats;
+use crate::device::StreamId;
+use crate::{Device, Error, Result};
+
+/// What guards are made of.
+const GUARD: u8 = 0xFD;
+/// What freed bytes become: as floats of any kind not a number, as integers -1.
+const POISON: u8 = 0xFF;
+/// A block's guard begins at the next multiple of this: the crate's own stores may fill a block up to there.
+const UNIT: usize = 16;
+/// Bytes written at a time.
+const PIECE: usize = 1 << 20;
+
+/// Wraps another allocator to find writes beyond a block's bounds: every block has guard bytes before and behind, which
+/// are looked at when it is given back, and freed bytes are poisoned, so that using them shows.
+///
+/// A block that was written around is reported as an error to `tracing`, and counted. Each call waits for the device, and
+/// blocks no longer move: for debugging only. The configuration's `guard_bytes` puts one in front of any backend.
+///
+/// Statistics are those of the allocator inside: guards count as requested.
+///
+/// ```
+/// use std::sync::Arc;
+/// use claystone::Device;
+/// use claystone::device::StreamId;
+/// use claystone::storage::{self, Allocator, Config, DirectAllocator, GuardAllocator};
+/// let driver = storage::driver(Device::Cpu)?;
+/// let inner = Arc::new(DirectAllocator::new(driver.clone(), Config::default())?);
+/// let guarded = GuardAllocator::new(inner, driver.clone());
+/// let block = guarded.allocate(100, StreamId::DEFAULT)?;
+/// let place = block.place();
+/// driver.write(&[0; 120], (place.segment().memory(), place.offset()))?; // 8 more than it has when rounded
+/// drop(place);
+/// guarded.deallocate(block);
+/// assert_eq!(guarded.guard_violations(), 1);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+pub struct GuardAllocator {
+    inner: Arc<dyn Allocator>,
+    driver: Arc<dyn Driver>,
+    number: u32,
+    violations: AtomicU64,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// Every stream that has used a block.
+    streams: BTreeSet<StreamId>,
+    /// What the device reported while a block was given back, for the next call that can say so.
+    unsaid: Option<Error>,
+}
+
+impl GuardAllocator {
+    /// An allocator around this one, whose memory is this driver's.
+    pub fn new(inner: Arc<dyn Allocator>, driver: Arc<dyn Driver>) -> GuardAllocator {
+        let (number, violations, state) = (owner_number(), AtomicU64::new(0), Mutex::default());
+        GuardAllocator { inner, driver, number, violations, state }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Bytes before a block: as many as keep it aligned.
+    fn before(&self) -> usize {
+        self.driver.alignment()
+    }
+
+    /// Where the guards are in the memory that the whole of `block` lies in.
+    fn guards(&self, block: &Block, whole: &Block) -> [Range<usize>; 2] {
+        let (start, begin) = (block.offset(), whole.offset());
+        [begin..start, start + block.size()..begin + whole.size()]
+    }
+
+    fn fill(&self, memory: &Memory, range: Range<usize>, byte: u8) -> Result<()> {
+        let bytes = vec![byte; range.len().min(PIECE)];
+        let mut pieces = range.clone().step_by(PIECE);
+        pieces.try_for_each(|at| self.driver.write(&bytes[..PIECE.min(range.end - at)], (memory, at)))
+    }
+
+    /// Waits for all work that may use blocks, looks at a block's guards and poisons it.
+    fn inspect(&self, block: &Block, whole: &Block) -> Result<()> {
+        let streams: Vec<StreamId> = self.lock().streams.iter().copied().collect();
+        for stream in streams {
+            self.driver.wait(&self.driver.record(stream)?)?;
+        }
+        let memory = block.segment().memory();
+        for guard in self.guards(block, whole) {
+            let mut bytes = vec![0; guard.len()];
+            let at = (memory, guard.start);
+            if let Err(error) = self.driver.read(at, &mut bytes) {
+                // Reading reports what kernels of this thread found wrong, which is not about the guard, once.
+                self.lock().unsaid.get_or_insert(error);
+                self.driver.read(at, &mut bytes)?;
+            }
+            let changed = |byte: &u8| *byte != GUARD;
+            let Some(first) = bytes.iter().position(changed) else { continue };
+            self.violations.fetch_add(1, Relaxed);
+            let (count, first) = (bytes.iter().filter(|byte| changed(byte)).count(), guard.start + first);
+            let from_start = first as i64 - block.offset() as i64;
+            tracing::error!(
+                ?block,
+                requested = block.requested(),
+                "{count} guard bytes were written over, the first {from_start} bytes from the start of a block"
+            );
+        }
+        self.fill(memory, block.offset()..block.offset() + block.size(), POISON)
+    }
+}
+
+impl fmt::Debug for GuardAllocator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}, guarded", self.inner)
+    }
+}
+
+impl Allocator for GuardAllocator {
+    fn device(&self) -> Device {
+        self.inner.device()
+    }
+
+    fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block> {
+        if let Some(error) = self.lock().unsaid.take() {
+            return Err(error);
+        }
+        let before = self.before();
+        let total = bytes.checked_add(2 * before).and_then(|total| total.checked_next_multiple_of(before));
+        let Some(total) = total else { return self.inner.allocate(bytes, stream) }; // which says it is too much
+        let whole = self.inner.allocate(total, stream)?;
+        // The simulated device writes granules only.
+        let unit = if matches!(whole.segment().memory().0, MemoryKind::Sim(_)) { before } else { UNIT };
+        let mut block = whole.into_part(before, bytes.next_multiple_of(unit), bytes)?;
+        block.owner = self.number;
+        self.lock().streams.insert(stream);
+        let memory = block.segment().memory();
+        let guards = block.whole().map(|whole| self.guards(&block, whole)).into_iter().flatten();
+        if let Err(error) = guards.into_iter().try_for_each(|guard| self.fill(memory, guard, GUARD)) {
+            block.into_whole().into_iter().for_each(|whole| self.inner.deallocate(whole));
+            return Err(error);
+        }
+        Ok(block)
+    }
+
+    fn deallocate(&self, block: Block) {
+        if block.is_foreign(self, self.number) {
+            return;
+        }
+        if let Some(whole) = block.whole()
+            && let Err(error) = self.inspect(&block, whole)
+        {
+            tracing::error!(?block, %error, "the guard bytes of a block could not be looked at");
+            self.lock().unsaid.get_or_insert(error);
+        }
+        if let Some(whole) = block.into_whole() {
+            self.inner.deallocate(whole);
+        }
+    }
+
+    fn record_stream(&self, block: &Block, stream: StreamId) {
+        self.lock().streams.insert(stream);
+        if let Some(whole) = block.whole() {
+            self.inner.record_stream(whole, stream);
+        }
+    }
+
+    fn stats(&self) -> DeviceStats {
+        self.inner.stats()
+    }
+
+    fn reset_peak_stats(&self) {
+        self.inner.reset_peak_stats();
+    }
+
+    fn reset_accumulated_stats(&self) {
+        self.inner.reset_accumulated_stats();
+    }
+
+    fn empty_cache(&self) -> Result<()> {
+        self.inner.empty_cache()
+    }
+
+    fn set_memory_limit(&self, bytes: u64) -> Result<()> {
+        self.inner.set_memory_limit(bytes)
+    }
+
+    fn set_memory_fraction(&self, fraction: f64) -> Result<()> {
+        self.inner.set_memory_fraction(fraction)
+    }
+
+    fn guard_violations(&self) -> u64 {
+        self.violations.load(Relaxed) + self.inner.guard_violations()
+    }
+
+    fn trim(&self, keep: u64) -> Result<u64> {
+        self.inner.trim(keep)
+    }
+
+    fn compact(&self, budget: u64) -> Result<u64> {
+        self.inner.compact(budget)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,116 @@
+use super::*;
+use crate::storage::{self, Config, Sim, SimOptions, build_allocator};
+
+const STREAM: StreamId = StreamId::DEFAULT;
+
+fn guarded(driver: &Arc<dyn Driver>, conf: &str) -> GuardAllocator {
+    let inner = build_allocator(Arc::clone(driver), conf.parse::<Config>().unwrap()).unwrap();
+    GuardAllocator::new(inner, Arc::clone(driver))
+}
+
+/// The simulated device, and every real one.
+fn drivers() -> Vec<Arc<dyn Driver>> {
+    let sim: Arc<dyn Driver> = Arc::new(Sim::new(SimOptions { contents: true, ..SimOptions::default() }));
+    let all = Device::all();
+    let promised = std::env::var_os("CLAYSTONE_REQUIRE_OPENCL").is_some();
+    assert!(all.len() > 1 || !promised, "CLAYSTONE_REQUIRE_OPENCL is set and there is no OpenCL device");
+    all.into_iter().map(|device| storage::driver(device).unwrap()).chain([sim]).collect()
+}
+
+/// Writes bytes of a block's memory, from `offset` from its start.
+fn write(driver: &Arc<dyn Driver>, block: &Block, offset: isize, bytes: &[u8]) {
+    let place = block.place();
+    driver.write(bytes, (place.segment().memory(), place.offset().checked_add_signed(offset).unwrap())).unwrap();
+}
+
+#[test]
+fn blocks_used_within_their_bounds_pass() {
+    for driver in drivers() {
+        for backend in ["backend:direct", "backend:pool", "backend:caching"] {
+            let guarded = guarded(&driver, backend);
+            for bytes in [1, 15, 16, 512, 1000, 3 << 20] {
+                let block = guarded.allocate(bytes, STREAM).unwrap();
+                assert_eq!((block.requested(), block.place().offset() % driver.alignment()), (bytes, 0));
+                assert!(block.size() >= bytes && block.size() < bytes + driver.alignment());
+                write(&driver, &block, 0, &vec![1; block.size()]);
+                guarded.deallocate(block);
+            }
+            assert_eq!(guarded.guard_violations(), 0, "{driver:?} {backend}");
+            let stats = guarded.stats();
+            assert_eq!((stats.allocation.current, stats.allocation.freed), (0, 6));
+            guarded.empty_cache().unwrap();
+            assert_eq!(guarded.stats().reserved_bytes.current, 0);
+        }
+    }
+}
+
+#[test]
+fn writing_before_or_behind_a_block_is_found() {
+    for driver in drivers() {
+        for backend in ["backend:direct", "backend:pool", "backend:caching"] {
+            let guarded = guarded(&driver, backend);
+            // The simulated device writes whole granules.
+            let least = if driver.device() == Device::OpenCL(99) { driver.alignment() } else { 1 };
+            for (n, bytes) in [16, 512, 2000].into_iter().enumerate() {
+                let [a, b, c] = [0; 3].map(|_| guarded.allocate(bytes, STREAM).unwrap());
+                write(&driver, &a, a.size() as isize, &vec![3; least]);
+                write(&driver, &b, -(least as isize), &vec![3; least]);
+                guarded.deallocate(c);
+                assert_eq!(guarded.guard_violations(), 2 * n as u64, "the neighbours are whole");
+                guarded.deallocate(a);
+                assert_eq!(guarded.guard_violations(), 2 * n as u64 + 1, "behind");
+                guarded.deallocate(b);
+                assert_eq!(guarded.guard_violations(), 2 * n as u64 + 2, "before");
+            }
+        }
+    }
+}
+
+#[test]
+fn freed_bytes_are_poisoned() {
+    for driver in drivers() {
+        let guarded = guarded(&driver, "backend:pool");
+        let block = guarded.allocate(1000, STREAM).unwrap();
+        write(&driver, &block, 0, &vec![1; block.size()]);
+        guarded.deallocate(block);
+        let block = guarded.allocate(1000, STREAM).unwrap(); // the same buffer
+        let mut bytes = vec![0; block.size()];
+        let place = block.place();
+        driver.read((place.segment().memory(), place.offset()), &mut bytes).unwrap();
+        assert!(bytes.iter().all(|byte| *byte == POISON));
+        drop(place);
+        guarded.deallocate(block);
+    }
+}
+
+#[test]
+fn queued_work_is_waited_for() {
+    let options = SimOptions { contents: true, asynchronous: true, ..SimOptions::default() };
+    let sim = Sim::new(options);
+    let driver: Arc<dyn Driver> = Arc::new(sim.clone());
+    let guarded = guarded(&driver, "backend:caching");
+    let (one, two) = (sim.stream(1), sim.stream(2));
+    let block = guarded.allocate(1000, one).unwrap();
+    guarded.record_stream(&block, two);
+    let place = block.place();
+    // Out of bounds, on the stream that was recorded.
+    sim.write_tag_at(two, (place.segment().memory(), place.offset() + block.size()), 512, 5).unwrap();
+    drop(place);
+    sim.write_tag(one, &block, 4).unwrap();
+    sim.check_tag(one, &block, 4).unwrap();
+    guarded.deallocate(block);
+    assert_eq!((guarded.guard_violations(), sim.violations()), (1, Vec::new()));
+}
+
+#[test]
+fn what_the_allocator_inside_refuses_is_refused() {
+    let sim = Sim::new(SimOptions { capacity: 8 << 10, ..SimOptions::default() });
+    let driver: Arc<dyn Driver> = Arc::new(sim.clone());
+    let guarded = guarded(&driver, "backend:direct");
+    for bytes in [8 << 10, usize::MAX, usize::MAX - 512] {
+        assert!(matches!(guarded.allocate(bytes, STREAM), Err(Error::OutOfMemory { .. })));
+    }
+    let other = build_allocator(Arc::clone(&driver), Config::default()).unwrap();
+    guarded.deallocate(other.allocate(512, STREAM).unwrap());
+    assert_eq!((other.stats().allocation.current, guarded.stats().allocation.current), (1, 0));
+}
