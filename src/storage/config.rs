@@ -19,6 +19,9 @@ use crate::{Error, Result};
 /// What errors call the place of a mistake.
 const OP: &str = "CLAYSTONE_ALLOC_CONF";
 
+/// What junk is made of: as floats of any kind not a number, as integers -1.
+pub(super) const JUNK: u8 = 0xFF;
+
 /// Sizes from 1 MiB to 64 GiB, a power of two each, can be rounded differently.
 const INTERVALS: usize = 16;
 const MIB: usize = 1 << 20;
@@ -199,11 +202,11 @@ impl Config {
         capacity.min(fraction).min(self.memory_limit as u64)
     }
 
-    /// What new storages are filled with, if anything. Junk is PyTorch's: not a number as `f32` and as `f64`.
-    pub(super) fn fill_pattern(&self) -> Option<[u8; 8]> {
+    /// The byte that new storages are filled with, if any.
+    pub(super) fn fill_byte(&self) -> Option<u8> {
         match self {
-            Config { zero_fill: true, .. } => Some([0; 8]),
-            Config { junk_fill: true, .. } => Some(0x7fed_beef_7fed_beefu64.to_le_bytes()),
+            Config { zero_fill: true, .. } => Some(0),
+            Config { junk_fill: true, .. } => Some(JUNK),
             _ => None,
         }
     }

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::allocator::{Allocator, Block, owner_number};
+use super::config::JUNK;
 use super::driver::{Driver, Memory, MemoryKind};
 use super::stats::DeviceStats;
 use crate::device::StreamId;
@@ -14,8 +15,6 @@ use crate::{Device, Error, Result};
 
 /// What guards are made of.
 const GUARD: u8 = 0xFD;
-/// What freed bytes become: as floats of any kind not a number, as integers -1.
-const POISON: u8 = 0xFF;
 /// A block's guard begins at the next multiple of this: the crate's own stores may fill a block up to there.
 const UNIT: usize = 16;
 /// Bytes written at a time.
@@ -115,7 +114,7 @@ impl GuardAllocator {
                 "{count} guard bytes were written over, the first {from_start} bytes from the start of a block"
             );
         }
-        self.fill(memory, block.offset()..block.offset() + block.size(), POISON)
+        self.fill(memory, block.offset()..block.offset() + block.size(), JUNK)
     }
 }
 

@@ -135,11 +135,9 @@ impl Storage {
     pub(crate) fn alloc(device: Device, bytes: usize) -> Result<Storage> {
         let storage = Storage::raw(device, bytes)?;
         if bytes > 0
-            && let Some(pattern) = registry::config()?.fill_pattern()
+            && let Some(byte) = registry::config()?.fill_byte()
         {
-            let whole = bytes - bytes % pattern.len();
-            storage.fill(0, whole, &pattern)?;
-            storage.fill(whole, bytes - whole, &pattern[..1])?;
+            storage.fill(0, bytes, &[byte])?;
         }
         Ok(storage)
     }

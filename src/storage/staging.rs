@@ -17,7 +17,7 @@ use rayon::prelude::*;
 use super::driver::Failure;
 use super::driver::host::Host;
 use super::pinned::{Budget, Pinned, PinnedPool, PinnedSource, PinnedStats};
-use super::{Config, Driver};
+use super::{Config, Driver, registry};
 use crate::device::opencl::{self, ClBuffer, ClDevice, ClEvent, ClPinned};
 use crate::device::{DeviceKind, cpu};
 use crate::{Device, Result};
@@ -69,7 +69,7 @@ fn pool(device: &'static ClDevice) -> &'static Pool {
     static MAKING: std::sync::Mutex<()> = std::sync::Mutex::new(());
     let _one_at_a_time = MAKING.lock().unwrap_or_else(PoisonError::into_inner);
     existing_pool(device.device()).unwrap_or_else(|| {
-        let config = Config::from_env().unwrap_or_default(); // a mistake in it is told when the allocator is made
+        let config = registry::config().cloned().unwrap_or_default(); // a mistake in it is told when the allocator is made
         let made = PinnedPool::new(Source(device), config.pinned_reserve_segment_size, Arc::clone(budget()));
         let pool: &'static Pool = Box::leak(Box::new(made));
         POOLS.write().unwrap_or_else(PoisonError::into_inner).push((device.device(), pool));

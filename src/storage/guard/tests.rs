@@ -77,7 +77,7 @@ fn freed_bytes_are_poisoned() {
         let mut bytes = vec![0; block.size()];
         let place = block.place();
         driver.read((place.segment().memory(), place.offset()), &mut bytes).unwrap();
-        assert!(bytes.iter().all(|byte| *byte == POISON));
+        assert!(bytes.iter().all(|byte| *byte == JUNK));
         drop(place);
         guarded.deallocate(block);
     }
