@@ -3,13 +3,17 @@
 
 mod common;
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use claystone::device::StreamId;
 use claystone::nn::{Activation, Linear, Module, Sequential};
 use claystone::optim::{Optimizer, Sgd, SgdConfig};
 use claystone::storage::plan::{Plan, PlanStats};
+use claystone::storage::{Allocator, Block, CachingAllocator, Config, Driver, Sim, SimOptions};
 use claystone::{DType, Device, Result, Tensor, manual_seed};
 use common::{each_device, vec};
+use proptest::prelude::*;
 
 /// Statistics and the random generator are the process's: tests that look at them take turns.
 fn take_turn() -> MutexGuard<'static, ()> {
@@ -139,4 +143,266 @@ fn results_that_outlive_the_step_are_left_to_the_allocator() {
         results.iter().for_each(|result| assert_eq!(vec(result), vec(&first)));
         assert_eq!(vec(&first), [22.0; 1000]);
     });
+}
+
+#[test]
+fn a_block_kept_longer_than_recorded_keeps_its_place() {
+    let _turn = take_turn();
+    each_device(|device| {
+        let x = Tensor::ones(1000, device).unwrap();
+        let mut kept: Vec<Tensor> = Vec::new();
+        let step = |keep: Option<&mut Vec<Tensor>>| {
+            let y = x.add_scalar(1).unwrap();
+            keep.into_iter().for_each(|kept| kept.push(y.shallow_clone()));
+            chain(&y, 2).unwrap().sum((), false).unwrap().item::<f32>().unwrap()
+        };
+        let (want, mut plan) = Plan::record(device, || step(None)).unwrap();
+        let before = device.memory_stats().unwrap().allocated_bytes.current;
+        assert_eq!(want, 14_000.0);
+        for run in 0..4 {
+            let misses = plan.stats().misses;
+            assert_eq!(plan.run(|| step(Some(&mut kept))), want);
+            assert_eq!(plan.stats().misses > misses, run > 0, "run {run} on {device}: the first block is still there");
+        }
+        drop(plan);
+        assert!(device.memory_stats().unwrap().allocated_bytes.current > before, "the arena is in use");
+        kept.iter().for_each(|y| assert_eq!(vec(y), [2.0; 1000]));
+        std::thread::spawn(move || drop(kept)).join().unwrap();
+        assert_eq!(device.memory_stats().unwrap().allocated_bytes.current, before);
+    });
+}
+
+#[test]
+fn a_panic_ends_the_run() {
+    let _turn = take_turn();
+    each_device(|device| {
+        let x = Tensor::ones(100, device).unwrap();
+        let step = || chain(&x, 2).unwrap().sum((), false).unwrap().item::<f32>().unwrap();
+        let (want, mut plan) = Plan::record(device, step).unwrap();
+        let panics = || {
+            let _some = chain(&x, 1).unwrap();
+            panic!("on purpose");
+        };
+        assert!(catch_unwind(AssertUnwindSafe(|| plan.run(panics))).is_err());
+        let hits = plan.stats().hits;
+        assert_eq!(step(), want);
+        assert_eq!(plan.stats().hits, hits, "after the panic the plan no longer serves");
+        assert_eq!(plan.run(step), want);
+        assert_eq!(since(PlanStats::default(), &plan), (2, hits + plan.blocks() as u64, 0));
+        // A recording that panics is no plan, and the next one knows nothing of it.
+        assert!(catch_unwind(AssertUnwindSafe(|| Plan::record(device, panics))).is_err());
+        assert_eq!(Plan::record(device, step).unwrap().1.blocks(), plan.blocks());
+    });
+}
+
+#[test]
+fn plans_nest_and_threads_have_their_own() {
+    let _turn = take_turn();
+    each_device(|device| {
+        let run = |size: usize| {
+            let x = Tensor::ones(size, device).unwrap();
+            let sum = |x: &Tensor, n| chain(x, n).unwrap().sum((), false).unwrap().item::<f32>().unwrap();
+            let (inner, mut inner_plan) = Plan::record(device, || sum(&x, 1)).unwrap();
+            let (outer, mut plan) =
+                Plan::record(device, || [sum(&x, 2), inner_plan.run(|| sum(&x, 1)), sum(&x, 3)]).unwrap();
+            assert_eq!((outer[1], inner), (inner, 4.0 * size as f32));
+            for _ in 0..20 {
+                assert_eq!(plan.run(|| [sum(&x, 2), inner_plan.run(|| sum(&x, 1)), sum(&x, 3)]), outer);
+            }
+            assert_eq!(since(PlanStats::default(), &plan), (20, 20 * plan.blocks() as u64, 0));
+            assert_eq!(since(PlanStats::default(), &inner_plan), (21, 21 * inner_plan.blocks() as u64, 0));
+        };
+        std::thread::scope(|scope| {
+            scope.spawn(|| run(1000));
+            scope.spawn(|| run(3000));
+        });
+    });
+}
+
+/// What a step on the simulated device does.
+#[derive(Debug, Clone, Copy)]
+enum Op {
+    /// A block of so many bytes on one of two streams.
+    Make(usize, u32),
+    /// Gives one of the step's blocks back; the number chooses.
+    Free(usize),
+    /// Lets one live on after the step.
+    Keep(usize),
+    /// Gives one of those back.
+    FreeKept(usize),
+    /// Has the other stream use one.
+    Share(usize),
+}
+
+type Live = (Arc<dyn Allocator>, Block, StreamId, u32);
+
+/// A simulated device whose memory has contents, an allocator on it, and the blocks that outlive their step.
+struct World {
+    sim: Sim,
+    allocator: Arc<dyn Allocator>,
+    kept: Vec<Live>,
+    tag: u32,
+}
+
+impl World {
+    fn new() -> World {
+        let sim =
+            Sim::new(SimOptions { asynchronous: true, contents: true, capacity: 8 << 20, ..SimOptions::default() });
+        let allocator = Arc::new(CachingAllocator::new(Arc::new(sim.clone()), Config::default()).unwrap());
+        World { sim, allocator, kept: Vec::new(), tag: 0 }
+    }
+
+    /// The block has to have its tag when all that uses it has run; it is then somebody else's.
+    fn free(&self, (allocator, block, stream, tag): Live) {
+        self.sim.check_tag(stream, &block, tag).unwrap();
+        allocator.deallocate(block);
+    }
+
+    fn step(&mut self, allocator: &Arc<dyn Allocator>, ops: &[Op]) {
+        let mut live: Vec<Live> = Vec::new();
+        for &op in ops {
+            let at = |which: usize, of: &[Live]| which.checked_rem(of.len());
+            match op {
+                Op::Make(bytes, stream) => {
+                    let stream = self.sim.stream(stream);
+                    let block = allocator.allocate(bytes, stream).unwrap();
+                    self.tag += 1;
+                    self.sim.write_tag(stream, &block, self.tag).unwrap();
+                    live.push((Arc::clone(allocator), block, stream, self.tag));
+                }
+                Op::Free(which) => _ = at(which, &live).map(|at| self.free(live.swap_remove(at))),
+                Op::Keep(which) => _ = at(which, &live).map(|at| self.kept.push(live.swap_remove(at))),
+                Op::FreeKept(which) => {
+                    if let Some(at) = at(which, &self.kept) {
+                        let block = self.kept.swap_remove(at);
+                        self.free(block);
+                    }
+                }
+                Op::Share(which) => {
+                    if let Some(at) = at(which, &live) {
+                        let (allocator, block, stream, tag) = &live[at];
+                        let other = self.sim.stream(1 - stream.index() as u32);
+                        self.sim.stream_waits(other, &self.sim.record(*stream).unwrap()).unwrap();
+                        self.sim.check_tag(other, block, *tag).unwrap();
+                        allocator.record_stream(block, other);
+                    }
+                }
+            }
+            if self.tag.is_multiple_of(7) {
+                self.sim.run_some(u64::from(self.tag));
+            }
+        }
+        live.into_iter().rev().for_each(|block| self.free(block));
+    }
+
+    /// Nothing was found wrong, and everything goes back.
+    fn finish(mut self) {
+        std::mem::take(&mut self.kept).into_iter().for_each(|block| self.free(block));
+        self.sim.synchronize().unwrap();
+        assert_eq!(self.sim.violations(), Vec::<String>::new());
+        self.allocator.empty_cache().unwrap();
+        assert_eq!((self.allocator.stats().active_bytes.current, self.sim.committed()), (0, 0));
+    }
+}
+
+fn op(pure: bool) -> BoxedStrategy<Op> {
+    let sizes = prop::sample::select(vec![1usize, 512, 600, 1024, 3000, 5000]);
+    let make = sizes.clone().prop_map(|bytes| Op::Make(bytes, 0));
+    let free = any::<usize>().prop_map(Op::Free);
+    if pure {
+        return prop_oneof![5 => make, 4 => free].boxed();
+    }
+    prop_oneof![
+        10 => make,
+        8 => free,
+        1 => sizes.prop_map(|bytes| Op::Make(bytes, 1)),
+        1 => any::<usize>().prop_map(Op::Keep),
+        1 => any::<usize>().prop_map(Op::FreeKept),
+        1 => any::<usize>().prop_map(Op::Share),
+    ]
+    .boxed()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(128))]
+
+    /// Runs of a recorded step with operations put in, taken out and replaced.
+    #[test]
+    fn steps_that_deviate_never_overlap(
+        ops in prop::collection::vec(op(false), 1..80),
+        edits in prop::collection::vec(prop::collection::vec((any::<prop::sample::Index>(), 0..3, op(false)), 0..6), 1..8),
+    ) {
+        let mut world = World::new();
+        let allocator = Arc::clone(&world.allocator);
+        let (_, mut plan) = Plan::record_on(allocator, StreamId::DEFAULT, |a| world.step(a, &ops));
+        for edits in edits {
+            let mut ops = ops.clone();
+            for (at, what, op) in edits {
+                let at = at.index(ops.len());
+                match what {
+                    0 => ops.insert(at, op),
+                    1 if ops.len() > 1 => _ = ops.remove(at),
+                    _ => ops[at] = op,
+                }
+            }
+            plan.run_on(|a| world.step(a, &ops));
+        }
+        drop(plan);
+        world.finish();
+    }
+
+    /// Runs of a recorded step as it was: no search, no call of the driver.
+    #[test]
+    fn steps_that_repeat_are_served_from_the_arena(ops in prop::collection::vec(op(true), 1..80)) {
+        let mut world = World::new();
+        let allocator = Arc::clone(&world.allocator);
+        let (_, mut plan) = Plan::record_on(allocator, StreamId::DEFAULT, |a| world.step(a, &ops));
+        let made = ops.iter().filter(|op| matches!(op, Op::Make(..))).count();
+        prop_assert_eq!(plan.blocks(), made);
+        plan.run_on(|a| world.step(a, &ops));
+        let (calls, seen) = (world.sim.call_count(), world.allocator.stats().allocation.allocated);
+        for _ in 0..3 {
+            plan.run_on(|a| world.step(a, &ops));
+        }
+        prop_assert_eq!((world.sim.call_count(), world.allocator.stats().allocation.allocated), (calls, seen));
+        prop_assert_eq!(since(PlanStats::default(), &plan), (4, 4 * made as u64, 0));
+        drop(plan);
+        world.finish();
+    }
+}
+
+/// A step of which ten requests in the middle change their size: those are misses, and nothing else.
+#[test]
+fn a_plan_finds_its_place_again() {
+    let mut world = World::new();
+    let sizes = |changed: std::ops::Range<usize>| -> Vec<Op> {
+        let make = |i: usize| Op::Make(512 * (i + 1) + if changed.contains(&i) { 100_000 } else { 0 }, 0);
+        (0..40).flat_map(|i| [make(i), Op::Free(0)]).collect()
+    };
+    let allocator = Arc::clone(&world.allocator);
+    let (_, mut plan) = Plan::record_on(allocator, StreamId::DEFAULT, |a| world.step(a, &sizes(0..0)));
+    assert_eq!((plan.blocks(), plan.arena(), plan.lower_bound()), (40, 40 * 512, 40 * 512));
+    plan.run_on(|a| world.step(a, &sizes(15..25)));
+    assert_eq!(since(PlanStats::default(), &plan), (1, 30, 10));
+    drop(plan);
+    world.finish();
+}
+
+/// A device too full for the arena serves the step block by block.
+#[test]
+fn no_room_for_the_arena_is_a_run_of_misses() {
+    let mut world = World::new();
+    let ops = [Op::Make(300 << 10, 0), Op::Make(300 << 10, 0)];
+    let allocator = Arc::clone(&world.allocator);
+    let (_, mut plan) = Plan::record_on(Arc::clone(&allocator), StreamId::DEFAULT, |a| world.step(a, &ops));
+    world.step(&allocator, &[Op::Make(300 << 10, 0), Op::Keep(0)]);
+    world.sim.set_others((7 << 20) + (150 << 10)); // room for two more blocks, in no one piece
+    allocator.empty_cache().unwrap();
+    plan.run_on(|a| world.step(a, &ops[..1]));
+    assert_eq!(since(PlanStats::default(), &plan), (1, 0, 1));
+    world.sim.set_others(0);
+    plan.run_on(|a| world.step(a, &ops));
+    assert_eq!(since(PlanStats::default(), &plan), (2, 2, 1));
+    drop(plan);
+    world.finish();
 }
