@@ -83,15 +83,18 @@ impl Slot {
     /// # Safety
     /// The segment outlives every [`Block`] with this slot. Where such a block is in use already, `lock` is held for
     /// writing and the place has the block's size and contents.
+    #[inline]
     pub(crate) unsafe fn set_place(&self, segment: &Arc<Segment>, offset: usize) {
         self.segment.store(Arc::as_ptr(segment).cast_mut(), Relaxed);
         self.offset.store(offset, Relaxed);
     }
 
+    #[inline]
     pub(crate) fn requested(&self) -> usize {
         self.requested.load(Relaxed)
     }
 
+    #[inline]
     pub(crate) fn set_requested(&self, bytes: usize) {
         self.requested.store(bytes, Relaxed);
     }
@@ -102,6 +105,7 @@ impl Slot {
     }
 
     /// Back to the state of a block that nobody has seen.
+    #[inline]
     pub(crate) fn reset(&self) {
         self.exported.store(false, Relaxed);
         self.recorded.store(false, Relaxed);
@@ -219,6 +223,7 @@ impl Block {
     ///
     /// # Safety
     /// The slot, and the segment it points to, live until the block is given back, or for good.
+    #[inline]
     pub(crate) unsafe fn of_table(slot: NonNull<Slot>, owner: u32, id: u32, arena: u32, size: usize) -> Block {
         Block { slot, own: None, owner, id, arena, size }
     }
@@ -271,11 +276,13 @@ impl Block {
         }
     }
 
+    #[inline]
     pub(crate) fn slot(&self) -> &Slot {
         // SAFETY: whoever made the block has promised that the slot lives as long.
         unsafe { self.slot.as_ref() }
     }
 
+    #[inline]
     pub(crate) fn slot_ptr(&self) -> NonNull<Slot> {
         self.slot
     }

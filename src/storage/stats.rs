@@ -24,17 +24,20 @@ pub struct Stat {
 }
 
 impl Stat {
+    #[inline]
     pub(super) fn increase(&mut self, by: u64) {
         self.current += by;
         self.allocated += by;
         self.peak = self.peak.max(self.current);
     }
 
+    #[inline]
     pub(super) fn decrease(&mut self, by: u64) {
         self.current -= by;
         self.freed += by;
     }
 
+    #[inline]
     pub(super) fn fold(&mut self, delta: &Delta) {
         self.peak = self.peak.max(self.current.saturating_add_signed(delta.highest));
         self.current = self.current.saturating_add_signed(delta.change);
@@ -42,6 +45,7 @@ impl Stat {
         self.freed += delta.increases.saturating_add_signed(-delta.change);
     }
 
+    #[inline]
     pub(super) fn change(&mut self, by: i64) {
         if by >= 0 { self.increase(by.unsigned_abs()) } else { self.decrease(by.unsigned_abs()) }
     }
@@ -86,6 +90,7 @@ impl PoolStats {
         ]
     }
 
+    #[inline]
     pub(super) fn split(&mut self, split: Split) {
         if split.blocks != 0 {
             self.inactive_split.change(split.blocks);

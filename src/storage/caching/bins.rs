@@ -25,6 +25,7 @@ pub(super) struct Bins {
 }
 
 /// The class of a size in units, as (level, sub).
+#[inline]
 fn class(units: u64) -> (usize, usize) {
     if units < SUBS as u64 {
         return (0, units as usize);
@@ -39,16 +40,19 @@ impl Bins {
         Bins { shift, levels: 0, subs: [0; LEVELS], heads: Box::default() }
     }
 
+    #[inline]
     pub(super) fn is_empty(&self) -> bool {
         self.levels == 0
     }
 
     /// The class of a size in bytes.
+    #[inline]
     pub(super) fn class_of(&self, size: usize) -> (usize, usize) {
         class((size >> self.shift) as u64)
     }
 
     /// Adds a block.
+    #[inline]
     pub(super) fn insert(&mut self, table: &mut [Entry], id: u32) {
         if self.heads.is_empty() {
             self.heads = vec![NONE; LEVELS * SUBS].into_boxed_slice(); // most kinds never have a block
@@ -66,6 +70,7 @@ impl Bins {
     }
 
     /// Takes out a block that is in.
+    #[inline]
     pub(super) fn remove(&mut self, table: &mut [Entry], id: u32) {
         let Entry { bin_prev, bin_next, size, .. } = table[id as usize];
         if bin_next != NONE {
@@ -88,6 +93,7 @@ impl Bins {
 
     /// A block of at least `size` bytes: of the smallest class that surely has one, the best of the first few; or one
     /// of the request's own class, if among its first few is one that is large enough.
+    #[inline]
     pub(super) fn find(&self, table: &[Entry], size: usize) -> Option<u32> {
         if self.is_empty() {
             return None;
@@ -131,6 +137,7 @@ impl Bins {
         std::iter::successors(first, |&id| Some(table[id as usize].bin_next).filter(|&next| next != NONE))
     }
 
+    #[inline]
     fn best_of(&self, table: &[Entry], level: usize, sub: usize, size: usize) -> Option<u32> {
         let (mut id, mut best, mut best_size) = (self.heads[level * SUBS + sub], NONE, usize::MAX);
         for _ in 0..LOOKS {
@@ -144,6 +151,7 @@ impl Bins {
     }
 
     /// The first class after this one that has blocks.
+    #[inline]
     fn first_after(&self, level: usize, sub: usize) -> Option<(usize, usize)> {
         let here = self.subs[level] & (!1u32 << sub);
         if here != 0 {

@@ -69,10 +69,12 @@ pub(super) struct ThreadCaches {
     shards: Box<[Shard]>,
     /// Bytes a cache may hold; 0 turns all of them off.
     most: AtomicUsize,
-    alignment: usize,
+    /// The logarithm of the alignment: sizes are counted in units of it.
+    shift: u32,
 }
 
 /// The number of this thread's cache.
+#[inline]
 fn index() -> usize {
     #[cfg(not(loom))]
     {
@@ -108,17 +110,23 @@ impl ThreadCaches {
             misses: array::from_fn(|_| AtomicUsize::new(0)),
             dirty: AtomicBool::new(false),
         };
-        ThreadCaches { shards: (0..SHARDS).map(|_| shard()).collect(), most: AtomicUsize::new(most), alignment }
+        ThreadCaches {
+            shards: (0..SHARDS).map(|_| shard()).collect(),
+            most: AtomicUsize::new(most),
+            shift: alignment.trailing_zeros(),
+        }
     }
 
     /// Whether blocks of this arena and size are cached at all: small ones of the default stream.
+    #[inline]
     fn takes(&self, arena: u32, size: usize) -> bool {
         arena == 0 && size <= self.most.load(Relaxed) / 4
     }
 
     /// The bucket of a size, and the number that says it is for this size and arena.
+    #[inline]
     fn key(&self, arena: u32, size: usize) -> (usize, usize) {
-        let units = size / self.alignment;
+        let units = size >> self.shift;
         ((units ^ (arena as usize) << 3) % BUCKETS, units << 32 | arena as usize)
     }
 
@@ -166,7 +174,7 @@ impl ThreadCaches {
         let bucket = &mut contents.buckets[at];
         let count = std::mem::take(&mut bucket.count);
         let evicted: Evicted = bucket.blocks[..count].iter_mut().filter_map(|b| b.take()).map(|b| b.id).collect();
-        contents.bytes -= (old >> 32) * self.alignment * evicted.len();
+        contents.bytes -= ((old >> 32) << self.shift) * evicted.len();
         shard.keys[at].store(key, Relaxed);
         shard.misses[at].store(0, Relaxed);
         evicted
@@ -200,6 +208,7 @@ impl ThreadCaches {
     }
 
     /// What this thread's cache did since the last call.
+    #[inline]
     pub(super) fn deltas(&self) -> Option<Deltas> {
         let shard = &self.shards[index()];
         shard.dirty.load(Relaxed).then(|| {

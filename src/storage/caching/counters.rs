@@ -74,10 +74,12 @@ impl Counters {
     }
 
     /// Bytes of active blocks.
+    #[inline]
     pub(super) fn active_bytes(&self) -> u64 {
         self.stats.allocated_bytes.current + self.total.pending.1
     }
 
+    #[inline]
     fn each(&mut self, kind: Kind, mut change: impl FnMut(&mut PoolStats, &mut Active)) {
         change(&mut self.stats.total, &mut self.total);
         match kind {
@@ -87,6 +89,7 @@ impl Counters {
     }
 
     /// A free block was handed out.
+    #[inline]
     pub(super) fn taken(&mut self, kind: Kind, size: usize, requested: usize, split: Split) {
         self.each(kind, |s, active| {
             s.allocation.increase(1);
@@ -99,6 +102,7 @@ impl Counters {
     }
 
     /// A block was given back and is free.
+    #[inline]
     pub(super) fn given_back(&mut self, kind: Kind, size: usize, requested: usize, split: Split) {
         self.each(kind, |s, _| {
             s.allocation.decrease(1);

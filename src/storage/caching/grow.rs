@@ -23,8 +23,11 @@ pub(super) struct Growth {
     peak: u64,
     mark: u64,
     marked: u64,
-    /// Segments recycled so far.
+    /// Segments recycled so far, and the sizes of the last few.
     recycled: u64,
+    sizes: [usize; REMEMBERED],
+    /// Segments made of a size that had just been recycled, since the last rise.
+    remade: u64,
     steady: bool,
 }
 
@@ -32,21 +35,35 @@ pub(super) struct Growth {
 const SLACK_STEP: f64 = 0.02;
 /// Recycling that many segments ends the warm-up, whatever the need does.
 const RECYCLING_CREDIT: u64 = 256;
+/// Segments recycled and made again without a rise that end it, and how many recycled sizes are remembered.
+const REMADE_CREDIT: u64 = 4;
+const REMEMBERED: usize = 8;
 /// Searches without a rise that end it: this many times those until the last rise, and a few.
 const WARM_UP: u64 = 2;
 const WARM_UP_LEAST: u64 = 64;
 
 impl Default for Growth {
     fn default() -> Growth {
-        Growth { target: 0, slack: 1.0, peak: 0, mark: 0, marked: 0, recycled: 0, steady: false }
+        Growth {
+            target: 0,
+            slack: 1.0,
+            peak: 0,
+            mark: 0,
+            marked: 0,
+            recycled: 0,
+            sizes: [0; REMEMBERED],
+            remade: 0,
+            steady: false,
+        }
     }
 }
 
 impl Growth {
     /// Sees a request that would make `active` bytes active, the `search`th.
+    #[inline]
     pub(super) fn see(&mut self, active: u64, search: u64) {
         if active > self.mark + self.mark / 64 {
-            (self.mark, self.marked) = (active, search);
+            (self.mark, self.marked, self.remade) = (active, search, 0);
             self.steady = self.recycled >= RECYCLING_CREDIT;
         } else if !self.steady {
             self.steady = search > WARM_UP * self.marked + WARM_UP_LEAST || self.recycled >= RECYCLING_CREDIT;
@@ -55,8 +72,24 @@ impl Growth {
     }
 
     /// Whether the need has been seen.
+    #[inline]
     pub(super) fn is_steady(&self) -> bool {
         self.steady
+    }
+
+    /// Notes that a segment of this size was recycled.
+    fn note_recycled(&mut self, bytes: usize) {
+        self.sizes[self.recycled as usize % REMEMBERED] = bytes;
+        self.recycled += 1;
+    }
+
+    /// Notes that a segment of this size is made.
+    fn note_made(&mut self, bytes: usize) {
+        if let Some(size) = self.sizes.iter_mut().find(|size| **size == bytes) {
+            *size = 0;
+            self.remade += 1;
+            self.steady |= self.remade >= REMADE_CREDIT;
+        }
     }
 
     /// The largest unused segment to open while it has not, for a request whose new segment would have `segment` bytes.
@@ -96,6 +129,7 @@ impl CachingAllocator {
             let mut core = self.lock();
             let Some(bytes) = core.segment_size(request, exact, self.driver.largest_segment()) else { return Ok(None) };
             let recycled = if exact { Vec::new() } else { core.recycle(request.size) };
+            core.growth.note_made(bytes);
             core.making += bytes as u64;
             (bytes, recycled)
         };
@@ -196,7 +230,7 @@ impl Core {
                 needed
             });
         }
-        self.growth.recycled += unused.len() as u64;
+        unused.iter().for_each(|&id| self.growth.note_recycled(bytes(self, id) as usize));
         unused.into_iter().map(|id| self.heap.remove_whole(id)).collect()
     }
 

@@ -146,6 +146,7 @@ impl Heap {
     }
 
     /// The arena of a pool, a stream and a kind; the default pool's on the default stream are 0 and 1.
+    #[inline]
     pub(super) fn arena(&mut self, pool: u32, stream: StreamId, kind: Kind) -> u32 {
         if pool == 0 && stream == StreamId::DEFAULT && self.arenas.len() >= 2 {
             return kind as u32; // almost every request's
@@ -217,6 +218,7 @@ impl Heap {
     }
 
     /// The held segment of a block.
+    #[inline]
     pub(super) fn held(&self, id: u32) -> &Held {
         let segment = self.table[id as usize].segment;
         self.segments[segment as usize].as_ref().expect("a block's segment is held")
@@ -224,6 +226,7 @@ impl Heap {
 
     /// A free block of the arena for `size` bytes, which is not taken yet. Unused segments larger than `most_to_open` are
     /// left alone.
+    #[inline]
     pub(super) fn find(&self, arena: u32, size: usize, search: Search, most_to_open: usize) -> Option<u32> {
         let arena = &self.arenas[arena as usize];
         let bytes = |id: u32| self.table[id as usize].size;
@@ -243,6 +246,7 @@ impl Heap {
     }
 
     /// Hands out a free block found for `size` bytes: splits off what is left. Gives the entry of what is handed out.
+    #[inline]
     pub(super) fn take(&mut self, id: u32, size: usize, requested: usize) -> u32 {
         let mut split = Split::default();
         self.take_free(id, &mut split);
@@ -298,6 +302,7 @@ impl Heap {
     }
 
     /// Cuts a block that is in no bin after `size` bytes. Gives the second part if `high`, else the first.
+    #[inline]
     fn split(&mut self, id: u32, size: usize, high: bool) -> u32 {
         let found = self.table[id as usize];
         let (offset, remaining) = (found.offset + size, found.size - size);
@@ -311,6 +316,7 @@ impl Heap {
     }
 
     /// Gives a block back that no other stream uses.
+    #[inline]
     pub(super) fn give_back(&mut self, id: u32, requested: usize) {
         self.given_back += 1;
         let Entry { size, arena, .. } = self.table[id as usize];
@@ -404,6 +410,7 @@ impl Heap {
         std::iter::successors(first, |&id| Some(self.table[id as usize].next).filter(|&next| next != NONE))
     }
 
+    #[inline]
     pub(super) fn set_free(&mut self, id: u32) -> Split {
         let mut split = Split::default();
         self.table[id as usize].usage = Use::Free;
@@ -413,6 +420,7 @@ impl Heap {
     }
 
     /// Joins a free block that is in no bin with its free neighbours of the same arena.
+    #[inline]
     fn merge(&mut self, id: u32, split: &mut Split) -> u32 {
         let Entry { prev, next, arena, .. } = self.table[id as usize];
         let joins = |heap: &Heap, other: u32| {
@@ -433,6 +441,7 @@ impl Heap {
         prev
     }
 
+    #[inline]
     fn put_free(&mut self, id: u32, split: &mut Split) {
         let entry = self.table[id as usize];
         let arena = &mut self.arenas[entry.arena as usize];
@@ -448,6 +457,7 @@ impl Heap {
         }
     }
 
+    #[inline]
     pub(super) fn take_free(&mut self, id: u32, split: &mut Split) {
         let entry = self.table[id as usize];
         let arena = &mut self.arenas[entry.arena as usize];
@@ -461,6 +471,7 @@ impl Heap {
     }
 
     /// Joins a block with the one after it, which leaves the table.
+    #[inline]
     fn absorb_next(&mut self, id: u32) {
         let gone = self.table[id as usize].next;
         let Entry { size, next, .. } = self.table[gone as usize];
@@ -473,11 +484,13 @@ impl Heap {
         self.vacate(gone);
     }
 
+    #[inline]
     pub(super) fn vacate(&mut self, id: u32) {
         self.table[id as usize].usage = Use::Vacant;
         self.vacant.push(id);
     }
 
+    #[inline]
     pub(super) fn insert(&mut self, entry: Entry) -> u32 {
         if let Some(id) = self.vacant.pop() {
             self.table[id as usize] = entry;

@@ -146,6 +146,7 @@ impl CachingAllocator {
 
 impl Core {
     /// A free block of the request's arena, taken. With `any`, even one that the policy would rather not cut up.
+    #[inline]
     pub(super) fn search(&mut self, owner: u32, request: &Request, search: Search, any: bool) -> Option<Block> {
         let arena = self.heap.arena(request.pool, request.stream, request.kind);
         let choosy = !any && self.heap.rules.is_adaptive() && !self.growth.is_steady();

@@ -130,7 +130,7 @@ impl CachingAllocator {
         let fraction = part_of(driver.capacity(), config.per_process_memory_fraction);
         let caches = ThreadCaches::new(config.thread_cache, alignment);
         let limits = Limits { fraction, bytes: config.memory_limit as u64, exceeded: false };
-        let rules = Arc::new(Rules { alignment, config });
+        let rules = Arc::new(Rules::new(config, alignment));
         let mut heap = Heap::new(Arc::clone(&rules));
         heap.stats.max_split_size = rules.config.max_split_size as u64;
         let core = Core {

@@ -39,16 +39,28 @@ impl Kind {
 pub(super) struct Rules {
     pub(super) alignment: usize,
     pub(super) config: Config,
+    /// Whether sizes are rounded to divisions of powers of two.
+    divides: bool,
 }
 
 impl Rules {
+    pub(super) fn new(config: Config, alignment: usize) -> Rules {
+        let divides = config.roundup_power2_divisions.iter().any(|&divisions| divisions > 1);
+        Rules { alignment, config, divides }
+    }
+
     pub(super) fn is_adaptive(&self) -> bool {
         self.config.segments == SegmentSizes::Adaptive
     }
 
     /// Bytes a request takes; `None` where that overflows.
+    #[inline]
     pub(super) fn round_size(&self, bytes: usize) -> Option<usize> {
-        self.config.round_size(bytes, self.alignment)
+        if self.divides {
+            return self.config.round_size(bytes, self.alignment);
+        }
+        let mask = self.alignment - 1; // a power of two: divisions cost more than everything else here
+        Some(bytes.max(1).checked_add(mask)? & !mask)
     }
 
     /// Whether a free block of `block` bytes may serve a request of `size`: blocks too large to be split are kept for
@@ -79,7 +91,7 @@ impl Rules {
         if self.is_adaptive() {
             let share = usize::try_from(reserved).unwrap_or(usize::MAX) / GROWTH;
             let cap = if size <= SMALL { SMALL_SEGMENT } else { large };
-            return Some(size.max(share.min(cap) / self.alignment * self.alignment));
+            return Some(size.max(share.min(cap) & !(self.alignment - 1)));
         }
         if size <= SMALL {
             Some(SMALL_SEGMENT)

@@ -17,6 +17,7 @@ unsafe impl Send for Slots {}
 
 impl Slots {
     /// The slot of an entry, made if it is not there.
+    #[inline]
     pub(super) fn of(&mut self, id: u32) -> NonNull<Slot> {
         let (chunk, at) = (id as usize / CHUNK, id as usize % CHUNK);
         while self.chunks.len() <= chunk {
