@@ -6,6 +6,7 @@ mod min_capacity;
 mod plan;
 mod replay;
 mod report;
+mod snapshot;
 mod trace;
 
 use std::io::{self, ErrorKind};
@@ -13,13 +14,14 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-/// Looks at memory: replays what a program allocated against claystone's allocators, and lists devices.
+/// Looks at memory: replays what a program allocated, shows snapshots, lists devices
 #[derive(Parser)]
 #[command(
     version,
     after_help = "Examples:
   claystone replay step.trace                  what the default allocator makes of a trace
   claystone replay --help                      the formats it reads, the columns it prints
+  claystone snapshot memory.pickle             what held which memory when a snapshot was taken
   claystone devices                            what there is to run on"
 )]
 struct Cli {
@@ -30,6 +32,7 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     Replay(replay::Args),
+    Snapshot(snapshot::Args),
     /// List the devices, with their memory and driver
     Devices,
 }
@@ -37,6 +40,7 @@ enum Command {
 fn main() -> ExitCode {
     let done = match Cli::parse().command {
         Command::Replay(args) => replay::run(&args, &mut io::stdout()),
+        Command::Snapshot(args) => snapshot::run(&args, &mut io::stdout()),
         Command::Devices => devices::run(&mut io::stdout()),
     };
     match done {

@@ -1,6 +1,6 @@
 //! `claystone replay`: its arguments, and what is done with them.
 
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, Write};
 use std::path::PathBuf;
 use std::str::FromStr;
 
@@ -161,12 +161,7 @@ pub fn run(args: &Args, out: &mut impl Write) -> io::Result<bool> {
                     serde_json::to_writer(&mut *out, &row)?;
                     writeln!(out)?;
                 }
-                Ok(row) => {
-                    rows.push(row);
-                    if io::stderr().is_terminal() && args.min_capacity {
-                        eprint!("\r{} done", rows.len()); // the search takes a while
-                    }
-                }
+                Ok(row) => rows.push(row),
                 Err(what) => {
                     eprintln!("claystone replay: {}: {}: {what}", trace.name, report::name(backend));
                     good = false;

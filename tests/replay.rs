@@ -1,0 +1,365 @@
+//! `claystone replay`, run as a user runs it.
+#![cfg(feature = "cli")]
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use claystone::storage::{CsvAction, CsvLog, Snapshot, TraceAction, TraceEntry};
+use serde_json::Value;
+use tempfile::TempDir;
+
+const KEYS: [&str; 10] = [
+    "trace",
+    "backend",
+    "peak_requested",
+    "peak_reserved",
+    "utilisation",
+    "segments",
+    "driver_calls",
+    "ns_per_pair",
+    "planned",
+    "min_capacity",
+];
+
+fn run(args: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_claystone"));
+    command.args(args).env_remove("CLAYSTONE_ALLOC_CONF").output().unwrap()
+}
+
+fn replay(files: &[&Path], args: &[&str]) -> Output {
+    let files: Vec<&str> = files.iter().map(|file| file.to_str().unwrap()).collect();
+    run(&[&["replay"], &files[..], args].concat())
+}
+
+fn text(bytes: &[u8]) -> &str {
+    std::str::from_utf8(bytes).unwrap()
+}
+
+/// The objects that `--json` prints; nothing went wrong.
+fn json(files: &[&Path], args: &[&str]) -> Vec<Value> {
+    let output = replay(files, &[args, &["--json"]].concat());
+    assert!(output.status.success() && output.stderr.is_empty(), "{}", text(&output.stderr));
+    text(&output.stdout).lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+fn number(row: &Value, key: &str) -> u64 {
+    row[key].as_u64().unwrap_or_else(|| panic!("{key} of {row}"))
+}
+
+/// What standard error says of a run that fails, which is the exit code 1.
+fn failure(files: &[&Path], args: &[&str]) -> String {
+    let output = replay(files, args);
+    assert_eq!(output.status.code(), Some(1), "{output:?}");
+    text(&output.stderr).to_owned()
+}
+
+/// The traces of the repository.
+fn traces() -> Vec<PathBuf> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/traces");
+    let mut files: Vec<PathBuf> = folder.read_dir().unwrap().map(|entry| entry.unwrap().path()).collect();
+    files.retain(|file| file.extension().is_some_and(|ending| ending == "trace"));
+    files.sort();
+    assert_eq!(files.len(), 8);
+    files
+}
+
+/// A trace in our format: the name, the bytes (0 for a release) of each event.
+fn events(file: &Path) -> Vec<(u64, u64)> {
+    let line = |line: &str| {
+        let words: Vec<&str> = line.split(' ').collect();
+        (words[1].parse().unwrap(), words.get(2).map_or(0, |bytes| bytes.parse().unwrap()))
+    };
+    std::fs::read_to_string(file).unwrap().lines().filter(|l| !l.is_empty()).map(line).collect()
+}
+
+/// The most bytes live at a time, each block counted as a multiple of `unit`.
+fn peak(events: &[(u64, u64)], unit: u64) -> u64 {
+    let mut sizes = std::collections::HashMap::new();
+    let (mut live, mut peak) = (0, 0);
+    for &(id, bytes) in events {
+        match bytes {
+            0 => live -= sizes.remove(&id).unwrap(),
+            _ => {
+                let bytes = bytes.next_multiple_of(unit);
+                live += bytes;
+                sizes.insert(id, bytes);
+            }
+        }
+        peak = peak.max(live);
+    }
+    peak
+}
+
+#[test]
+fn every_trace_under_every_allocator() {
+    let files = traces();
+    let paths: Vec<&Path> = files.iter().map(PathBuf::as_path).collect();
+    let rows = json(&paths, &["--backend", "all"]);
+    let expected = files.iter().flat_map(|file| ["caching", "pool", "direct"].map(|backend| (file, backend)));
+    assert_eq!(rows.len(), 24);
+    for (row, (file, backend)) in rows.iter().zip(expected) {
+        let keys: Vec<&str> = row.as_object().unwrap().keys().map(String::as_str).collect();
+        let mut sorted = KEYS;
+        sorted.sort_unstable(); // a parsed object may have lost the order of its keys
+        let mut found = keys.clone();
+        found.sort_unstable();
+        assert_eq!(found, sorted);
+        assert_eq!((row["trace"].as_str(), row["backend"].as_str()), (file.to_str(), Some(backend)));
+        let (events, requested, reserved) = (events(file), number(row, "peak_requested"), number(row, "peak_reserved"));
+        assert_eq!(requested, peak(&events, 1), "{row}");
+        assert!(requested <= reserved && number(row, "segments") > 0, "{row}");
+        let utilisation = row["utilisation"].as_f64().unwrap();
+        assert!((utilisation - requested as f64 / reserved as f64).abs() < 1e-9, "{row}");
+        assert!(number(row, "driver_calls") >= 2 * number(row, "segments"), "each is made and committed: {row}");
+        assert!(row["ns_per_pair"].as_f64().unwrap() > 0.0, "{row}");
+        assert!(row["planned"].is_null() && row["min_capacity"].is_null(), "{row}");
+        if backend == "direct" {
+            let unit = if events.iter().all(|event| event.1 < 512) { 1 } else { 512 };
+            assert_eq!(reserved, peak(&events, unit), "a buffer a block: {row}");
+            let (made, freed) = events.iter().fold((0, 0), |(a, f), e| if e.1 > 0 { (a + 1, f) } else { (a, f + 1) });
+            assert!(number(row, "driver_calls") >= 2 * made + freed, "made, committed, released: {row}");
+        }
+    }
+}
+
+/// What PyTorch's own allocator, compiled for the purpose over a driver that only counts, reserved for the MiniMalloc
+/// traces and for `mnn_2`, in MiB.
+const PYTORCH: [u64; 7] = [2444, 3006, 4094, 1726, 3106, 1516, 976];
+
+#[test]
+fn pytorchs_segments_are_those_of_pytorch_and_ours_are_less() {
+    let mut files = traces();
+    files.retain(|file| !file.ends_with("mnn_1.trace"));
+    let paths: Vec<&Path> = files.iter().map(PathBuf::as_path).collect();
+    let theirs = json(&paths, &["--config", "segments:pytorch"]);
+    let ours = json(&paths, &[]);
+    for ((theirs, ours), mib) in theirs.iter().zip(&ours).zip(PYTORCH) {
+        assert_eq!(number(theirs, "peak_reserved"), mib << 20, "{theirs}");
+        assert!(number(ours, "peak_reserved") <= mib << 20, "{ours}");
+    }
+}
+
+#[test]
+fn plans_hold_every_block() {
+    let files = traces();
+    let paths: Vec<&Path> = files.iter().map(PathBuf::as_path).collect();
+    for (row, file) in json(&paths, &["--plan"]).iter().zip(&files) {
+        let events = events(file);
+        let unit = if events.iter().all(|event| event.1 < 512) { 1 } else { 512 };
+        let (planned, least) = (number(row, "planned"), peak(&events, unit));
+        assert!(least <= planned && planned < 2 * least, "{row}"); // how good it is depends on the machine
+        if file.ends_with("mnn_1.trace") || file.ends_with("mnn_2.trace") {
+            assert_eq!(planned, least, "{row}");
+        }
+    }
+}
+
+#[test]
+fn the_smallest_device_is_the_smallest() {
+    let file = &traces()[7];
+    let row = json(&[file], &["--min-capacity", "--config", "compaction:False"]).remove(0);
+    let (least, capacity) = (number(&row, "peak_requested"), number(&row, "min_capacity"));
+    assert!(least <= capacity, "{row}");
+    // That device survives three passes, and one of 1 % less does not.
+    let with = |capacity: u64| {
+        let capacity = capacity.to_string();
+        replay(&[file], &["--capacity", &capacity, "--passes", "3", "--json", "--config", "compaction:False"])
+    };
+    assert!(with(capacity).status.success(), "{row}");
+    let smaller = with(capacity - capacity / 100);
+    assert_eq!(smaller.status.code(), Some(1), "{row}");
+    assert!(text(&smaller.stderr).contains("out of memory"), "{smaller:?}");
+    // Only what is live at a time is needed where nothing is kept.
+    let row = json(&[file], &["--min-capacity", "--backend", "direct"]).remove(0);
+    let least = peak(&events(file), 512);
+    assert!((least..=least + least / 1000).contains(&number(&row, "min_capacity")), "{row}");
+}
+
+#[test]
+fn other_formats_of_the_same_events_give_the_same_figures() {
+    let folder = TempDir::new().unwrap();
+    let file = &traces()[0];
+    let events = events(file);
+    let mut sizes = std::collections::HashMap::new();
+    let csv = folder.path().join("a.log");
+    let log = CsvLog::new(std::fs::File::create(&csv).unwrap()).unwrap();
+    let mut entries = Vec::new();
+    for (id, bytes) in events {
+        let addr = (id + 1) << 32; // far apart
+        let entry = |action, size| TraceEntry {
+            action,
+            addr,
+            size,
+            stream: 0,
+            time_us: 0,
+            frames: vec![],
+            compile_context: String::new(),
+        };
+        if bytes > 0 {
+            sizes.insert(addr, bytes);
+            log.log(CsvAction::Allocate, addr, bytes, 0).unwrap();
+            entries.push(entry(TraceAction::Alloc, bytes));
+        } else {
+            let size = sizes.remove(&addr).unwrap();
+            log.log(CsvAction::Free, addr, size, 0).unwrap();
+            entries.push(entry(TraceAction::FreeRequested, size));
+            entries.push(entry(TraceAction::FreeCompleted, size));
+        }
+    }
+    drop(log);
+    let mut snapshot = Snapshot { device_traces: vec![entries], ..Default::default() };
+    let (pickle, plain) = (folder.path().join("b.pickle"), folder.path().join("c.json"));
+    std::fs::write(&pickle, snapshot.to_pickle().unwrap()).unwrap();
+    std::fs::write(&plain, snapshot.to_json().unwrap()).unwrap();
+    // A history that began late: the first block is known from its release alone.
+    snapshot.device_traces[0].remove(0);
+    let late = folder.path().join("d.pickle");
+    std::fs::write(&late, snapshot.to_pickle().unwrap()).unwrap();
+
+    let rows = json(&[file, &csv, &pickle, &plain, &late], &["--plan", "--backend", "all"]);
+    assert_eq!(rows.len(), 15);
+    for (row, ours) in rows[3..].iter().zip(rows[..3].iter().cycle()) {
+        for key in KEYS.iter().filter(|key| !["trace", "ns_per_pair"].contains(key)) {
+            assert_eq!(row[key], ours[key], "{key} of {row}");
+        }
+    }
+}
+
+#[test]
+fn passes_capacity_and_configuration_count() {
+    let file = &traces()[7];
+    let calls = |args: &[&str]| number(&json(&[file], args)[0], "driver_calls");
+    let direct = ["--backend", "direct"];
+    assert_eq!(calls(&[&direct[..], &["--passes", "5"]].concat()), 5 * calls(&direct));
+    // The backend of --config is that of --backend, which comes before it.
+    assert_eq!(calls(&["--config", "backend:direct"]), calls(&direct));
+    assert_eq!(json(&[file], &["--config", "backend:direct", "--backend", "pool"])[0]["backend"], "pool");
+    let reserved = |args: &[&str]| number(&json(&[file], args)[0], "peak_reserved");
+    assert!(reserved(&["--capacity", "700MiB"]) <= 700 << 20);
+    let blocks = json(&[file], &["--alignment", "1048576", "--backend", "direct"]);
+    assert_eq!(number(&blocks[0], "peak_reserved"), peak(&events(file), 1 << 20));
+}
+
+#[test]
+fn the_hosts_memory_is_a_driver() {
+    let folder = TempDir::new().unwrap();
+    let small = folder.path().join("small.trace");
+    std::fs::write(&small, "a 0 4000000\na 1 600\nf 0\na 2 70000\nf 1\nf 2\n").unwrap();
+    for row in json(&[&small], &["--driver", "cpu", "--backend", "all"]) {
+        assert_eq!(number(&row, "peak_requested"), 4_000_600);
+        assert!(number(&row, "peak_reserved") >= 4_000_600 && number(&row, "driver_calls") > 0, "{row}");
+    }
+    assert!(failure(&[&small], &["--driver", "opencl:999"]).contains("opencl:999 is not available"));
+    assert!(failure(&[&small], &["--driver", "cpu", "--min-capacity"]).contains("simulated"));
+    assert!(failure(&[&small], &["--driver", "cpu", "--alignment", "64"]).contains("simulated"));
+}
+
+#[test]
+fn the_table_is_aligned_and_has_means() {
+    let files = traces();
+    let output = replay(&[&files[6], &files[7]], &["--plan", "--min-capacity"]);
+    assert!(output.status.success());
+    let lines: Vec<&str> = text(&output.stdout).lines().collect();
+    assert_eq!(lines.len(), 4);
+    let columns: Vec<&str> = lines[0].split_whitespace().collect();
+    assert_eq!(
+        columns,
+        [
+            "trace",
+            "backend",
+            "requested",
+            "reserved",
+            "used",
+            "segments",
+            "calls",
+            "ns/pair",
+            "planned",
+            "used",
+            "capacity"
+        ]
+    );
+    assert!(lines[1].starts_with("mnn_1.trace") && lines[2].starts_with("mnn_2.trace"), "{lines:?}");
+    assert!(lines[2].contains(" 540.02 ") && lines[3].starts_with("mean"), "{lines:?}");
+    let end = lines[0].find("requested").unwrap() + "requested".len();
+    assert!(lines[2][..end].ends_with("540.02"), "{lines:?}");
+    // The mean is that of the lines.
+    let used = |line: &str| line.split_whitespace().find_map(|w| w.strip_suffix('%')?.parse::<f64>().ok()).unwrap();
+    assert!((used(lines[3]) - (used(lines[1]) + used(lines[2])) / 2.0).abs() <= 0.1001, "{lines:?}");
+    // A single trace has neither.
+    let output = replay(&[&files[7]], &[]);
+    assert_eq!(text(&output.stdout).lines().count(), 2);
+}
+
+#[test]
+fn what_is_wrong_is_told_with_its_place() {
+    let folder = TempDir::new().unwrap();
+    let bad = folder.path().join("bad.trace");
+    let says = |content: &[u8], what: &str| {
+        std::fs::write(&bad, content).unwrap();
+        let error = failure(&[&bad], &["--json"]);
+        assert!(error.contains(&format!("bad.trace{what}")), "{error}");
+    };
+    says(b"a 1 5\n\nf 1\nf 1\n", ":4: block 1 is freed twice");
+    says(b"a 1 5\nf 2\n", ":2: block 2 is freed, but was never allocated");
+    says(b"a 1 5\na 1 6\n", ":2: block 1 is allocated again");
+    says(b"a 1 5\nwhat is this\n", ":2: 'what is this' is neither");
+    says(b"Thread,Time,Action,Pointer,Size,Stream\n1,0:0:0.0,grow,0x1,1,0x0\n", ":2: action \"grow\"");
+    says(b"not a trace\n", ":1: not a trace: those are lines 'a ID BYTES'");
+    says(b"\xff\xfe\x00", ": not a trace: those are");
+    says(b"\x80\x04nonsense", ": ");
+    let missing = failure(&[&folder.path().join("missing.trace")], &[]);
+    assert!(missing.contains("missing.trace: "), "{missing}");
+    // What is good is replayed all the same.
+    std::fs::write(&bad, "f 1\n").unwrap();
+    let good = &traces()[7];
+    let output = replay(&[&bad, good], &["--json"]);
+    assert_eq!((output.status.code(), text(&output.stdout).lines().count()), (Some(1), 1));
+}
+
+#[test]
+fn what_does_not_fit_is_an_error() {
+    let error = failure(&[&traces()[7]], &["--capacity", "500MiB"]);
+    assert!(error.contains("mnn_2.trace: caching: allocation") && error.contains("out of memory"), "{error}");
+}
+
+#[test]
+fn arguments_that_make_no_sense_are_refused() {
+    let file = traces()[7].to_str().unwrap().to_owned();
+    for (args, what) in [
+        (&["replay"][..], "TRACE"),
+        (&["replay", &file, "--backend", "slab"], "caching, pool, direct, all"),
+        (&["replay", &file, "--config", "no_such_key:1"], "no_such_key"),
+        (&["replay", &file, "--driver", "cuda:0"], "sim, cpu or opencl:N"),
+        (&["replay", &file, "--passes", "0"], "--passes"),
+        (&["replay", &file, "--capacity", "5MB"], "KiB, MiB or GiB"),
+        (&["replay", &file, "--alignment", "3"], "power of two"),
+    ] {
+        let output = run(args);
+        assert_eq!(output.status.code(), Some(2), "{args:?}");
+        assert!(text(&output.stderr).contains(what), "{}", text(&output.stderr));
+    }
+}
+
+#[test]
+fn snapshots_are_summarised() {
+    let folder = TempDir::new().unwrap();
+    let file = folder.path().join("a.pickle");
+    Snapshot::default().save(&file).unwrap();
+    let output = run(&["snapshot", file.to_str().unwrap()]);
+    assert!(output.status.success());
+    assert!(text(&output.stdout).contains("a.pickle:") && text(&output.stdout).contains("reserved"));
+    std::fs::write(&file, "none").unwrap();
+    let output = run(&["snapshot", file.to_str().unwrap()]);
+    assert!(output.status.code() == Some(1) && text(&output.stderr).contains("snapshot"));
+}
+
+#[test]
+fn help_explains_itself() {
+    let help = run(&["replay", "--help"]);
+    let words = ["Examples:", "--min-capacity", "a ID BYTES", "Thread,Time,Action,Pointer,Size,Stream", "alignment 1"];
+    for word in words {
+        assert!(text(&help.stdout).contains(word), "{word}");
+    }
+    let devices = run(&["devices"]);
+    assert!(devices.status.success() && text(&devices.stdout).contains("cpu: "));
+}
