@@ -31,7 +31,7 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    Replay(replay::Args),
+    Replay(Box<replay::Args>),
     Snapshot(snapshot::Args),
     /// List the devices, with their memory and driver
     Devices,
