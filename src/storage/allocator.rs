@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
 
 use super::driver::Memory;
+use super::history::{HistoryOptions, Snapshot};
 use super::registry;
 use super::stats::DeviceStats;
 use crate::device::StreamId;
@@ -400,5 +401,20 @@ pub trait Allocator: Any + Send + Sync + fmt::Debug {
     /// back.
     fn compact(&self, _budget: u64) -> Result<u64> {
         Ok(0)
+    }
+
+    /// What it holds at this moment, block by block, and what its history has recorded (PyTorch's
+    /// `torch.cuda.memory._snapshot`). One that cannot tell gives an empty one.
+    fn snapshot(&self) -> Snapshot {
+        Snapshot::default()
+    }
+
+    /// Begins or ends recording what happens, for [`snapshot`](Allocator::snapshot) to show (PyTorch's
+    /// `torch.cuda.memory._record_memory_history`).
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where there is no memory for as many entries, or the allocator cannot record.
+    fn record_memory_history(&self, _options: HistoryOptions) -> Result<()> {
+        Err(Error::invalid("record_memory_history", format!("{self:?} does not record")))
     }
 }

@@ -32,6 +32,11 @@ fn index(device: Device) -> usize {
     }
 }
 
+/// The number of a device in snapshots.
+pub(super) fn number(device: Device) -> u32 {
+    u32::try_from(index(device)).unwrap_or(u32::MAX)
+}
+
 fn entry(device: Device) -> Entry {
     TABLE.read().unwrap_or_else(PoisonError::into_inner).get(index(device)).copied().unwrap_or_default()
 }

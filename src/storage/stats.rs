@@ -4,6 +4,7 @@ use std::fmt;
 use std::ops::Deref;
 
 use super::caching::Kind;
+use super::history::{HistoryOptions, Snapshot};
 use super::registry;
 use crate::{Device, Result};
 
@@ -325,6 +326,41 @@ impl Device {
     /// Gives every segment that nothing uses back to the driver (`torch.cuda.empty_cache`).
     pub fn empty_cache(&self) -> Result<()> {
         registry::of(*self)?.empty_cache()
+    }
+
+    /// What the device's allocator holds at this moment, block by block, and the events recorded since
+    /// [`record_memory_history`](Device::record_memory_history) (`torch.cuda.memory._snapshot`).
+    ///
+    /// Saved as a pickle it opens in PyTorch's memory viewer (`pytorch.org/memory_viz`, or `python _memory_viz.py`);
+    /// [`Snapshot::fragmentation`] says in numbers how much is free, and in what pieces. The CPU is device 0, OpenCL's
+    /// device `i` is `i + 1`.
+    ///
+    /// ```
+    /// use claystone::storage::{HistoryOptions, annotate, with_context};
+    /// use claystone::{Device, Tensor};
+    /// let device = Device::Cpu;
+    /// device.record_memory_history(HistoryOptions::default())?;
+    /// let x = annotate("setup", || with_context("input", || Tensor::ones(&[64, 64], device)))?;
+    /// let snapshot = device.memory_snapshot()?;
+    /// snapshot.save(std::env::temp_dir().join("claystone-doc.pickle"))?;
+    /// let names = snapshot.segments.iter().flat_map(|s| &s.blocks).flat_map(|b| &b.frames).map(|f| f.name.as_str());
+    /// assert!(names.into_iter().any(|name| name == "input"));
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] where the device is not there.
+    pub fn memory_snapshot(&self) -> Result<Snapshot> {
+        Ok(registry::of(*self)?.snapshot())
+    }
+
+    /// Begins or ends recording what the device's allocator does (`torch.cuda.memory._record_memory_history`). Ending it
+    /// forgets what was recorded: take the snapshot first. While it is on, an allocation takes a little longer.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where there is no memory for as many entries, or the allocator cannot record.
+    pub fn record_memory_history(&self, options: HistoryOptions) -> Result<()> {
+        registry::of(*self)?.record_memory_history(options)
     }
 
     /// Lets the allocator hold at most this part, 0 to 1, of the device's memory

@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use super::super::allocator::{Block, Segment, Slot};
 use super::super::driver::{Failure, Memory};
+use super::super::history::TraceAction;
 use super::heap::{NONE, Use};
 use super::sync::lock;
 use super::{CachingAllocator, Core, Request};
@@ -246,7 +247,7 @@ impl CachingAllocator {
         // From here on the bytes are on the host only, until there is a segment for them again.
         let gone = self.lock().let_go(&plan);
         let mut plan = plan;
-        let nowhere = Arc::new(Segment::new(Memory::gone(), 0));
+        let nowhere = Arc::new(Segment::new(Memory::gone(), bytes));
         plan.moves.iter_mut().for_each(|m| m.from.0 = Arc::clone(&nowhere));
         drop(gone);
         let mut made = if bytes == 0 { Ok(Memory::gone()) } else { self.make(bytes) };
@@ -409,7 +410,15 @@ impl Core {
         let mut layout: Vec<(u32, usize)> =
             moves.iter().map(|m| (m.id, m.to)).chain(stay.iter().map(|&(id, offset, _)| (id, offset))).collect();
         layout.sort_unstable_by_key(|&(_, offset)| offset);
+        // To the history a move is a free and an allocation; what stays in place, or was a cache's, has neither.
+        let moves_away = |m: &&Move| {
+            let cached = matches!(self.moving.get(&m.id), Some(Then::Uncache));
+            !cached && self.heap.address(m.id) != target.address() + m.to as u64
+        };
+        let moved: Vec<_> = moves.iter().filter(moves_away).map(|m| (m.id, m.slot.requested())).collect();
+        moved.iter().for_each(|&(id, requested)| self.heap.record_free(id, requested));
         let gone = self.heap.lay_out(&segments, &layout, target, bytes, stream);
+        moved.iter().for_each(|&(id, requested)| self.heap.record(TraceAction::Alloc, id, requested));
         for m in &moves {
             // SAFETY: the segment is held as long as a block of it is live; the slot is locked for writing, and the
             // bytes are there.
@@ -468,6 +477,7 @@ impl super::Heap {
             let Some(held) = self.segments[at as usize].as_ref() else { continue };
             if !Arc::ptr_eq(&held.segment, target) {
                 self.stats.segment_released(held.kind, held.size);
+                self.history.record(TraceAction::SegmentFree, held.address, held.size as u64, held.stream.0);
                 gone.push(Arc::clone(&held.segment));
             }
         }
@@ -486,6 +496,7 @@ impl super::Heap {
         }
         if !stays {
             self.stats.segment_made(kind, bytes);
+            self.history.record(TraceAction::SegmentAlloc, target.address(), bytes as u64, stream.0);
         }
         let arena = self.arena(pool, stream, kind);
         let (mut last, mut end, mut first, mut gaps) = (NONE, 0, NONE, Vec::new());
@@ -517,7 +528,8 @@ impl super::Heap {
         }
         let idle_since = (self.ticks, self.now);
         let segment = Arc::clone(target);
-        let held = super::heap::Held { segment, size: bytes, kind, pool, stream, first, idle_since };
+        let (address, context) = (target.address(), self.history.context());
+        let held = super::heap::Held { segment, address, context, size: bytes, kind, pool, stream, first, idle_since };
         self.segments[into as usize] = Some(held);
         gaps.into_iter().for_each(|gap| self.unhold(gap));
         gone

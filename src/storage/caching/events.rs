@@ -163,7 +163,8 @@ impl CachingAllocator {
             let mut core = self.lock();
             for (stream, ticket, _) in done {
                 if let Some(id) = core.pending.pop(stream, ticket) {
-                    core.heap.settle(id);
+                    let requested = core.slots.requested(id);
+                    core.heap.settle(id, requested);
                     settled = true;
                 }
             }
@@ -235,7 +236,7 @@ impl Core {
         let id = self.pending.blocks().filter(fits).min_by_key(|&id| (heap.table[id as usize].size, id))?;
         let from = heap.arenas[heap.table[id as usize].arena as usize].stream;
         let markers = self.pending.take(id);
-        self.heap.take_pending(id, request.bytes);
+        self.heap.take_pending(id, self.slots.requested(id), request.bytes);
         self.heap.table[id as usize].arena = self.heap.arena(request.pool, request.stream, request.kind);
         Some((self.block(owner, id, request.bytes), markers, from))
     }

@@ -9,6 +9,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::super::allocator::Segment;
+use super::super::history::{Context, History, TraceAction};
 use super::super::stats::Split;
 use super::bins::Bins;
 use super::counters::Counters;
@@ -79,6 +80,10 @@ impl Entry {
 #[derive(Debug)]
 pub(super) struct Held {
     pub(super) segment: Arc<Segment>,
+    /// Where snapshots show it. Stays what it was while its blocks are on the way to another.
+    pub(super) address: u64,
+    /// Where in the program it was made.
+    pub(super) context: Context,
     /// Bytes that are committed: all of them, but for a segment that grows in place.
     pub(super) size: usize,
     pub(super) kind: Kind,
@@ -101,7 +106,6 @@ pub(super) struct Arena {
 }
 
 /// All segments and blocks of an allocator, and the statistics over them.
-#[derive(Debug)]
 pub(super) struct Heap {
     pub(super) rules: Arc<Rules>,
     /// Memory pools whose blocks are never split.
@@ -114,6 +118,9 @@ pub(super) struct Heap {
     vacant_arenas: Vec<u32>,
     arena_of: HashMap<(u32, StreamId, Kind), u32>,
     pub(super) stats: Counters,
+    pub(super) history: History,
+    /// Where in the program live blocks were handed out, while that is recorded.
+    pub(super) contexts: HashMap<u32, Context>,
     /// Blocks given back so far: each with work behind it that may not be done.
     pub(super) given_back: u64,
     /// Searches so far: the clock of garbage collection.
@@ -135,6 +142,8 @@ impl Heap {
             vacant_arenas: Vec::new(),
             arena_of: HashMap::new(),
             stats: Counters::default(),
+            history: History::new(),
+            contexts: HashMap::new(),
             given_back: 0,
             ticks: 0,
             now: 0,
@@ -182,7 +191,10 @@ impl Heap {
         });
         let id = self.insert(Entry { segment: at, arena, offset: 0, size, usage: Use::Free, ..Entry::VACANT });
         let idle_since = (self.ticks, self.now);
-        self.segments[at as usize] = Some(Held { segment, size, kind, pool, stream, first: id, idle_since });
+        let (address, context) = (segment.address(), self.history.context());
+        let held = Held { segment, address, context, size, kind, pool, stream, first: id, idle_since };
+        self.history.record(TraceAction::SegmentAlloc, address, size as u64, stream.0);
+        self.segments[at as usize] = Some(held);
         self.stats.segment_made(kind, size);
         self.put_free(id, &mut Split::default());
         id
@@ -198,6 +210,7 @@ impl Heap {
         self.vacant_segments.push(segment);
         self.stats.split_changed(held.kind, split);
         self.stats.segment_released(held.kind, held.size);
+        self.history.record(TraceAction::SegmentFree, held.address, held.size as u64, held.stream.0);
         held.segment
     }
 
@@ -319,6 +332,7 @@ impl Heap {
     #[inline]
     pub(super) fn give_back(&mut self, id: u32, requested: usize) {
         self.given_back += 1;
+        self.record_free(id, requested);
         let Entry { size, arena, .. } = self.table[id as usize];
         let split = self.set_free(id);
         self.stats.given_back(self.arenas[arena as usize].kind, size, requested, split);
@@ -327,20 +341,23 @@ impl Heap {
     /// Gives a block back that another stream may be using: it counts as active until [`settle`](Self::settle).
     pub(super) fn give_back_pending(&mut self, id: u32, requested: usize) {
         self.given_back += 1;
+        self.record(TraceAction::FreeRequested, id, requested);
         let Entry { size, arena, .. } = self.table[id as usize];
         self.table[id as usize].usage = Use::Pending;
         self.stats.pending(self.arenas[arena as usize].kind, size, requested);
     }
 
-    /// Makes a pending block free.
-    pub(super) fn settle(&mut self, id: u32) {
+    /// Makes a pending block free, which was handed out for `requested` bytes.
+    pub(super) fn settle(&mut self, id: u32, requested: usize) {
+        self.record(TraceAction::FreeCompleted, id, requested);
         let Entry { size, arena, .. } = self.table[id as usize];
         let split = self.set_free(id);
         self.stats.settled(self.arenas[arena as usize].kind, size, split);
     }
 
-    /// Hands out a pending block as it is: its new owner waits for its streams.
-    pub(super) fn take_pending(&mut self, id: u32, requested: usize) {
+    /// Hands out a pending block as it is, last handed out for `before` bytes: its new owner waits for its streams.
+    pub(super) fn take_pending(&mut self, id: u32, before: usize, requested: usize) {
+        self.record(TraceAction::FreeCompleted, id, before);
         let Entry { size, arena, .. } = self.table[id as usize];
         self.table[id as usize].usage = Use::Live;
         self.stats.retaken(self.arenas[arena as usize].kind, size, requested);
@@ -362,6 +379,7 @@ impl Heap {
         let (kind, first, offset) = (held.kind, held.first, held.size);
         held.size += bytes;
         let (pool, stream) = (held.pool, held.stream);
+        self.history.record(TraceAction::SegmentMap, held.address + offset as u64, bytes as u64, stream.0);
         let arena = self.arena(pool, stream, kind);
         let mut last = first;
         while self.table[last as usize].next != NONE {

@@ -22,6 +22,7 @@ mod hooks;
 mod ladder;
 mod mempool;
 mod policy;
+mod record;
 mod report;
 mod slots;
 mod sync;
@@ -35,6 +36,7 @@ use std::time::Instant;
 use super::allocator::{Allocator, Block, owner_number};
 use super::config::Config;
 use super::driver::Driver;
+use super::history::{HistoryOptions, Snapshot};
 use super::stats::{DeviceStats, Split};
 use crate::device::StreamId;
 use crate::{Device, Error, Result};
@@ -231,6 +233,7 @@ impl Core {
         };
         block.slot().reset();
         block.slot().set_requested(requested);
+        self.heap.record_alloc(id, requested);
         block
     }
 }
@@ -336,6 +339,14 @@ impl Allocator for CachingAllocator {
 
     fn compact(&self, budget: u64) -> Result<u64> {
         self.compact_all(budget)
+    }
+
+    fn snapshot(&self) -> Snapshot {
+        self.take_snapshot()
+    }
+
+    fn record_memory_history(&self, options: HistoryOptions) -> Result<()> {
+        self.record_history(options)
     }
 }
 

@@ -54,6 +54,7 @@ impl CachingAllocator {
         let report = {
             let mut core = self.lock_folded();
             core.heap.stats.num_ooms += 1;
+            core.heap.record_oom(request, self.driver.capacity());
             let mut pools = vec![(0, core.heap.pool_stats(0), true)];
             pools.extend(core.pools.iter().map(|(&id, options)| (id, core.heap.pool_stats(id), options.use_on_oom)));
             Report {

@@ -16,6 +16,14 @@ pub(super) struct Slots {
 unsafe impl Send for Slots {}
 
 impl Slots {
+    /// What the block of an entry was last handed out for, in bytes.
+    pub(super) fn requested(&self, id: u32) -> usize {
+        // SAFETY: slots live as long as `self`.
+        self.chunks
+            .get(id as usize / CHUNK)
+            .map_or(0, |chunk| unsafe { chunk.as_ref() }[id as usize % CHUNK].requested())
+    }
+
     /// The slot of an entry, made if it is not there.
     #[inline]
     pub(super) fn of(&mut self, id: u32) -> NonNull<Slot> {

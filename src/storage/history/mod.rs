@@ -9,6 +9,7 @@
 //! thread, and [`annotate`] marks a span of time.
 
 mod check;
+mod collect;
 mod context;
 mod csv;
 mod pickle;
@@ -208,6 +209,16 @@ impl History {
         events.into_iter().map(Event::entry).collect()
     }
 
+    /// All that [`Snapshot::of_device`] needs: made into entries later, when no lock is held.
+    pub(crate) fn copy(&self) -> Recorded {
+        let ring = self.lock();
+        Recorded {
+            events: ring.in_order().collect(),
+            max_entries: ring.options.max_entries,
+            overwritten: ring.overwritten,
+        }
+    }
+
     /// Forgets the entries and the count of overwritten ones. Recording goes on if it was on.
     pub fn clear(&self) {
         self.lock().clear();
@@ -226,6 +237,14 @@ impl History {
     fn lock(&self) -> MutexGuard<'_, Ring> {
         self.ring.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// What a history had recorded at some moment.
+#[derive(Default)]
+pub(crate) struct Recorded {
+    events: Vec<Event>,
+    max_entries: usize,
+    overwritten: u64,
 }
 
 impl Default for History {

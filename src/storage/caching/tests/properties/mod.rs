@@ -26,9 +26,12 @@ struct Setup {
     every: usize,
     /// Whether live blocks are moved together before an allocation fails.
     compacts: bool,
+    /// Whether the history records, and every snapshot is compared with what should be there; else a few are.
+    history: bool,
 }
 
-const SETUP: Setup = Setup { config: "", capacity: 64 << 20, asynchronous: true, page: 0, every: 1, compacts: true };
+const SETUP: Setup =
+    Setup { config: "", capacity: 64 << 20, asynchronous: true, page: 0, every: 1, compacts: true, history: false };
 
 const OPERATIONS: usize = if cfg!(miri) { 150 } else { 10_000 };
 
@@ -100,6 +103,12 @@ fn with_thread_caches_seldom_disturbed() {
 #[test]
 fn with_segments_as_pytorch_makes_them() {
     holds(Setup { config: "segments:pytorch", capacity: 128 << 20, ..SETUP });
+}
+
+#[test]
+fn with_history() {
+    holds(Setup { history: true, every: 2, ..SETUP });
+    holds(Setup { history: true, every: 50, config: "segments:pytorch", capacity: 256 << 20, ..SETUP });
 }
 
 #[test]

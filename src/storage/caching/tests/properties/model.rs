@@ -6,7 +6,7 @@ use super::super::super::heap::Use;
 use super::super::*;
 use super::Setup;
 use super::ops::Op;
-use crate::storage::{Driver, Failure, Stat};
+use crate::storage::{BlockState, Driver, Failure, HistoryOptions, SegmentInfo, Stat};
 
 /// Fails the run with a sentence unless the condition holds.
 macro_rules! ensure {
@@ -44,6 +44,7 @@ pub(super) struct World {
     bases: Vec<u64>,
     /// As last looked at.
     stats: DeviceStats,
+    checks: usize,
 }
 
 fn failure(code: i32) -> Failure {
@@ -86,6 +87,11 @@ impl World {
         let limit = fraction.min(config.memory_limit as u64);
         let allocator = CachingAllocator::new(Arc::new(sim.clone()), config).unwrap();
         let stats = allocator.stats();
+        if setup.history {
+            // Few enough that the ring is written over many times.
+            let options = HistoryOptions { max_entries: 500, ..HistoryOptions::default() };
+            allocator.record_memory_history(options).unwrap();
+        }
         World {
             setup,
             sim,
@@ -98,6 +104,7 @@ impl World {
             peaks: [0; 3],
             bases: vec![0; 27],
             stats,
+            checks: 0,
         }
     }
 
@@ -274,6 +281,31 @@ impl World {
             ensure!(all.allocated == small.allocated + large.allocated, "{name}: sums do not add up: {stats:?}");
             ensure!(all.freed == small.freed + large.freed, "{name}: sums do not add up: {stats:?}");
         }
+        self.checks += 1;
+        if self.setup.history || self.checks.is_multiple_of(100) { self.check_snapshot() } else { Ok(()) }
+    }
+
+    /// The snapshot is consistent with its trace, and its sums are those of the statistics and of what is live.
+    fn check_snapshot(&self) -> Result<(), String> {
+        let snapshot = self.allocator.snapshot();
+        snapshot.check().map_err(|error| error.to_string())?;
+        let s = &self.stats;
+        let sum = |f: fn(&SegmentInfo) -> u64| snapshot.segments.iter().map(f).sum::<u64>();
+        let sums = [sum(|g| g.total_size), sum(SegmentInfo::allocated_size), sum(SegmentInfo::active_size)];
+        let told = [s.reserved_bytes.current, s.allocated_bytes.current, s.active_bytes.current];
+        ensure!(sums == told, "a snapshot's sums are {sums:?}, statistics say {told:?}");
+        let blocks = || snapshot.segments.iter().flat_map(|g| &g.blocks);
+        let shown: HashSet<_> = blocks()
+            .filter(|b| b.state == BlockState::ActiveAllocated)
+            .map(|b| (b.address, b.size, b.requested_size))
+            .collect();
+        let live = self.live.iter().map(|live| {
+            let place = live.block.place();
+            (place.segment().address() + place.offset() as u64, live.block.size() as u64, live.requested as u64)
+        });
+        ensure!(shown == live.collect(), "a snapshot shows other blocks than are live");
+        let pending = blocks().filter(|b| b.state == BlockState::ActivePendingFree).count() as u64;
+        ensure!(s.active.current == s.allocation.current + pending, "a snapshot shows {pending} pending blocks: {s}");
         Ok(())
     }
 

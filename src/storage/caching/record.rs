@@ -1,0 +1,128 @@
+//! What the history and snapshots of the caching allocator are made of.
+
+use super::super::history::{
+    BlockInfo, BlockState, Context, HistoryOptions, Recording, SegmentInfo, SegmentType, Snapshot, TraceAction,
+};
+use super::super::registry;
+use super::compact::Then;
+use super::heap::{Heap, Held, Use};
+use super::{CachingAllocator, Core, Kind, Request};
+use crate::Result;
+
+impl Heap {
+    /// Where snapshots show a block.
+    pub(super) fn address(&self, id: u32) -> u64 {
+        self.held(id).address + self.table[id as usize].offset as u64
+    }
+
+    /// Records what happens to a block, that is or was handed out for `requested` bytes.
+    #[inline]
+    pub(super) fn record(&self, action: TraceAction, id: u32, requested: usize) {
+        if self.history.is_on() {
+            let stream = self.arenas[self.table[id as usize].arena as usize].stream;
+            self.history.record(action, self.address(id), requested as u64, stream.0);
+        }
+    }
+
+    /// Records that a block is free, and nothing uses it any more.
+    #[inline]
+    pub(super) fn record_free(&self, id: u32, requested: usize) {
+        self.record(TraceAction::FreeRequested, id, requested);
+        self.record(TraceAction::FreeCompleted, id, requested);
+    }
+
+    #[inline]
+    pub(super) fn record_alloc(&mut self, id: u32, requested: usize) {
+        if self.history.is_on() {
+            self.record(TraceAction::Alloc, id, requested);
+            self.contexts.insert(id, self.history.context());
+        }
+    }
+
+    pub(super) fn record_oom(&self, request: &Request, capacity: u64) {
+        let free = capacity.saturating_sub(self.stats.reserved_bytes.current).min(i64::MAX as u64); // as files have it
+        self.history.record(TraceAction::Oom, free, request.bytes as u64, request.stream.0);
+    }
+}
+
+impl CachingAllocator {
+    /// The lock, with the caches of all threads empty and what they did in the statistics. Until it is released nothing
+    /// goes into them, and they stay off as long as the history is on: cached blocks are handed out behind its back.
+    fn lock_exact<R>(&self, f: impl FnOnce(&mut Core) -> R) -> R {
+        let mut core = self.lock();
+        self.caches.set_most(0);
+        let (ids, deltas) = self.caches.drain();
+        deltas.iter().for_each(|deltas| core.heap.stats.fold(deltas));
+        ids.into_iter().for_each(|id| core.uncache(id));
+        let result = f(&mut core);
+        self.caches.set_most(if core.heap.history.is_on() { 0 } else { self.rules.config.thread_cache });
+        result
+    }
+
+    pub(super) fn record_history(&self, options: HistoryOptions) -> Result<()> {
+        // As in PyTorch the end of recording is the end of the trace: what follows would be missing from it.
+        let ends = options.enabled == Recording::Off;
+        let options = HistoryOptions { clear_history: options.clear_history || ends, ..options };
+        self.lock_exact(|core| {
+            core.heap.history.record_memory_history(options)?;
+            if !core.heap.history.is_on() {
+                core.heap.contexts.clear();
+            }
+            Ok(())
+        })
+    }
+
+    pub(super) fn take_snapshot(&self) -> Snapshot {
+        let device = registry::number(self.driver.device());
+        let (segments, history) = self.lock_exact(|core| {
+            core.heap.history.record(TraceAction::Snapshot, 0, core.heap.stats.active_bytes(), 0);
+            (core.segments(device), core.heap.history.copy())
+        });
+        Snapshot::of_device(device, segments, history, &self.rules.config)
+    }
+}
+
+impl Core {
+    fn segments(&self, device: u32) -> Vec<SegmentInfo> {
+        let held = (0..).zip(&self.heap.segments).filter_map(|(at, held)| Some((at, held.as_ref()?)));
+        let mut segments: Vec<_> = held.map(|(at, held)| self.segment(at, held, device)).collect();
+        segments.sort_unstable_by_key(|segment| segment.address);
+        segments
+    }
+
+    fn segment(&self, at: u32, held: &Held, device: u32) -> SegmentInfo {
+        SegmentInfo {
+            device,
+            address: held.address,
+            total_size: held.size as u64,
+            stream: held.stream.0.into(),
+            segment_type: match held.kind {
+                Kind::Small => SegmentType::Small,
+                Kind::Large => SegmentType::Large,
+            },
+            segment_pool_id: (0, held.pool.into()),
+            is_expandable: held.size < held.segment.bytes(),
+            frames: held.context.frames(),
+            blocks: self.heap.blocks_of(at).map(|id| self.block_info(id)).collect(),
+        }
+    }
+
+    fn block_info(&self, id: u32) -> BlockInfo {
+        let entry = self.heap.table[id as usize];
+        let state = match entry.usage {
+            Use::Live if matches!(self.moving.get(&id), Some(Then::Uncache)) => BlockState::Inactive,
+            Use::Live => BlockState::ActiveAllocated,
+            Use::Pending => BlockState::ActivePendingFree,
+            Use::Free | Use::Held | Use::Vacant => BlockState::Inactive,
+        };
+        let live = state != BlockState::Inactive;
+        let context = self.heap.contexts.get(&id).filter(|_| live).copied().unwrap_or(Context::NONE);
+        BlockInfo {
+            address: self.heap.address(id),
+            size: entry.size as u64,
+            requested_size: if live { self.slots.requested(id) as u64 } else { 0 },
+            state,
+            frames: context.frames(),
+        }
+    }
+}
