@@ -11,8 +11,6 @@ const SUB_BITS: u32 = 5;
 const SUBS: usize = 1 << SUB_BITS;
 /// Powers of two from 2^5 units on, and the exact sizes below.
 const LEVELS: usize = 48;
-/// Blocks looked at in a class for a better fit than the first.
-const LOOKS: usize = 4;
 
 /// The free blocks of one kind.
 #[derive(Debug)]
@@ -91,17 +89,17 @@ impl Bins {
         }
     }
 
-    /// A block of at least `size` bytes: of the smallest class that surely has one, the best of the first few; or one
-    /// of the request's own class, if among its first few is one that is large enough.
+    /// A block of at least `size` bytes: the first of the request's own class if it is large enough, else the first of
+    /// the next class that has any.
     #[inline]
     pub(super) fn find(&self, table: &[Entry], size: usize) -> Option<u32> {
         if self.is_empty() {
             return None;
         }
         let (level, sub) = class((size >> self.shift) as u64);
-        self.best_of(table, level, sub, size).or_else(|| {
+        self.first_of(table, level, sub, size).or_else(|| {
             let (level, sub) = self.first_after(level, sub)?;
-            self.best_of(table, level, sub, size)
+            self.first_of(table, level, sub, size)
         })
     }
 
@@ -138,16 +136,9 @@ impl Bins {
     }
 
     #[inline]
-    fn best_of(&self, table: &[Entry], level: usize, sub: usize, size: usize) -> Option<u32> {
-        let (mut id, mut best, mut best_size) = (self.heads[level * SUBS + sub], NONE, usize::MAX);
-        for _ in 0..LOOKS {
-            let Some(entry) = table.get(id as usize) else { break };
-            if entry.size >= size && entry.size < best_size {
-                (best, best_size) = (id, entry.size);
-            }
-            id = entry.bin_next;
-        }
-        (best != NONE).then_some(best)
+    fn first_of(&self, table: &[Entry], level: usize, sub: usize, size: usize) -> Option<u32> {
+        let id = self.heads[level * SUBS + sub];
+        table.get(id as usize).is_some_and(|entry| entry.size >= size).then_some(id)
     }
 
     /// The first class after this one that has blocks.
@@ -186,14 +177,17 @@ mod tests {
     }
 
     #[test]
-    fn what_fits_is_found_and_the_best_of_a_few_preferred() {
+    fn what_fits_is_found() {
         let mut table: Vec<Entry> =
             [640, 64, 130, 128, 129, 1 << 20].map(|size| Entry { size, ..Entry::VACANT }).into();
         let mut bins = Bins::new(0);
         (0..6).for_each(|id| bins.insert(&mut table, id));
-        for (size, want) in [(1, 64), (64, 64), (65, 128), (129, 129), (130, 130), (131, 640), (641, 1 << 20)] {
-            assert_eq!(table[bins.find(&table, size).unwrap() as usize].size, want, "{size}");
-            assert_eq!(table[bins.find_best(&table, size).unwrap() as usize].size, want, "{size}");
+        // 128 to 131 are one class, of which the last that came in, 129, is looked at.
+        for (size, quick, best) in
+            [(1, 64, 64), (65, 129, 128), (129, 129, 129), (130, 640, 130), (131, 640, 640), (641, 1 << 20, 1 << 20)]
+        {
+            assert_eq!(table[bins.find(&table, size).unwrap() as usize].size, quick, "{size}");
+            assert_eq!(table[bins.find_best(&table, size).unwrap() as usize].size, best, "{size}");
         }
         assert_eq!((bins.find(&table, (1 << 20) + 1), bins.largest(&table)), (None, 1 << 20));
         for id in [3, 0, 5, 1, 4, 2] {

@@ -120,7 +120,7 @@ impl ThreadCaches {
     /// Whether blocks of this arena and size are cached at all: small ones of the default stream.
     #[inline]
     fn takes(&self, arena: u32, size: usize) -> bool {
-        arena == 0 && size <= self.most.load(Relaxed) / 4
+        arena == 0 && size <= self.most.load(Relaxed) / 16
     }
 
     /// The bucket of a size, and the number that says it is for this size and arena.

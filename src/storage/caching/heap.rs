@@ -249,6 +249,14 @@ impl Heap {
         };
         let allowed = |&id: &u32| self.rules.may_serve(arena.kind, bytes(id), size);
         let part = look(&arena.partial).filter(allowed);
+        if let Some(part) = part
+            && arena.partial.class_of(bytes(part)) == arena.partial.class_of(size)
+        {
+            return Some(part); // nothing fits better
+        }
+        if arena.whole.is_empty() {
+            return part;
+        }
         let whole = look(&arena.whole).filter(allowed).filter(|&id| bytes(id) <= most_to_open);
         match (part, whole) {
             (Some(part), Some(whole)) if arena.whole.class_of(bytes(whole)) > arena.whole.class_of(bytes(part)) => {

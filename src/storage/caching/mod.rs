@@ -132,7 +132,7 @@ impl CachingAllocator {
         let fraction = part_of(driver.capacity(), config.per_process_memory_fraction);
         let caches = ThreadCaches::new(config.thread_cache, alignment);
         let limits = Limits { fraction, bytes: config.memory_limit as u64, exceeded: false };
-        let rules = Arc::new(Rules::new(config, alignment));
+        let rules = Arc::new(Rules::new(config, alignment, driver.capacity()));
         let mut heap = Heap::new(Arc::clone(&rules));
         heap.stats.max_split_size = rules.config.max_split_size as u64;
         let core = Core {
@@ -249,7 +249,7 @@ impl Allocator for CachingAllocator {
 
     fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block> {
         let size = match self.rules.round_size(bytes) {
-            Some(size) if size as u64 <= self.driver.capacity() => size,
+            Some(size) if size as u64 <= self.rules.capacity => size,
             _ => return Err(self.too_large(bytes)),
         };
         let (kind, pool) = (Kind::of(size), mempool::routed(self.number));

@@ -39,14 +39,16 @@ impl Kind {
 pub(super) struct Rules {
     pub(super) alignment: usize,
     pub(super) config: Config,
+    /// Bytes the device has.
+    pub(super) capacity: u64,
     /// Whether sizes are rounded to divisions of powers of two.
     divides: bool,
 }
 
 impl Rules {
-    pub(super) fn new(config: Config, alignment: usize) -> Rules {
+    pub(super) fn new(config: Config, alignment: usize, capacity: u64) -> Rules {
         let divides = config.roundup_power2_divisions.iter().any(|&divisions| divisions > 1);
-        Rules { alignment, config, divides }
+        Rules { alignment, config, capacity, divides }
     }
 
     pub(super) fn is_adaptive(&self) -> bool {
