@@ -143,6 +143,7 @@ fn main() -> common::Outcome {
     let title = format!("handwritten digits, MLP 64-128-64-10, {} on {}", args.dtype, args.device);
     common::plot(&figure, (&title, "epoch", "loss (cross entropy), error"), &curves)?;
     println!("loss curve in {}", figure.display());
+    println!("{}", args.device.memory_stats()?);
     println!("test accuracy {:.3}", accuracy(&net, &test)?);
     Ok(())
 }

@@ -1,6 +1,6 @@
 //! The tensor storage layer for machine learning on OpenCL.
 //!
-//! [`Tensor`]s are views of [`storage::Storage`] in device memory that a caching allocator hands out; `clone` copies on the
+//! [`Tensor`]s are views of [`storage::Storage`] in device memory that an allocator hands out; `clone` copies on the
 //! device, views share, and host and device exchange data through ndarray, f16 and bf16 included. The same code runs on
 //! every OpenCL 1.2 device and, where there is none, on the CPU.
 //!
@@ -24,8 +24,9 @@
 //!
 //! # The rooms
 //!
-//! - [`device`]: where work runs. Discovery, queues, programs, launches; the CPU's worker pool and vectorised math.
-//! - [`storage`]: who owns the bytes. The caching allocator, its statistics, transfers.
+//! - [`device`]: where work runs. Discovery, streams and events, programs, launches; the CPU's worker pool and vectorised
+//!   math.
+//! - [`storage`]: who owns the bytes. Three allocators and their configuration, plans, history and snapshots, transfers.
 //! - [`tensor`]: shapes, strides and an offset over a storage. Creation, views, conversion, display.
 //! - [`ops`]: what is computed. The table of expressions and the kernels it drives.
 //! - [`autograd`]: gradients. [`nn`] and [`optim`]: layers, losses and optimisers made of the above.

@@ -1,7 +1,7 @@
 //! Who owns the bytes.
 //!
 //! A [`Storage`] is a handle on an [`Allocation`]: a run of bytes on one device, which goes back to that device's
-//! caching allocator when the last handle is dropped. Tensors that are views of each other hold the same storage. This
+//! allocator when the last handle is dropped. Tensors that are views of each other hold the same storage. This
 //! room knows bytes, never shapes.
 //!
 //! From the ground up: a [`Driver`] makes segments of a device's memory. An [`Allocator`] hands out [`Block`]s of them:
