@@ -7,8 +7,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use claystone::device::count_launches;
 use claystone::nn::{Activation, Linear, Module, Sequential};
 use claystone::optim::{AdamW, AdamWConfig, Optimizer, Sgd, SgdConfig};
+use claystone::storage::DeviceStats;
 use claystone::{DType, Device, Result, Tensor, manual_seed};
-use common::{devices, each_device};
+use common::{alone, devices, each_device};
 
 /// The random generator is the process's: tests that draw from it take turns.
 fn take_turn() -> MutexGuard<'static, ()> {
@@ -63,6 +64,37 @@ fn a_step_of_a_two_layer_mlp_takes_at_most_11_launches_and_no_new_memory() {
             device.memory_stats().unwrap().num_device_alloc == before
         });
         assert!(quiet, "steady steps call the driver for memory on {device}");
+    });
+}
+
+/// Of memory too a steady state takes no more than it needs.
+#[test]
+fn steady_training_asks_for_nothing_and_reserves_little_more_than_it_uses() {
+    if !alone("steady_training_asks_for_nothing_and_reserves_little_more_than_it_uses") {
+        return;
+    }
+    each_device(|device| {
+        for adamw in [false, true] {
+            manual_seed(1);
+            let mut net = mlp((DType::F32, device));
+            let mut optimizer: Box<dyn Optimizer> = match adamw {
+                true => Box::new(AdamW::new(net.parameters_mut(), AdamWConfig::default()).unwrap()),
+                false => Box::new(Sgd::new(net.parameters_mut(), SgdConfig { lr: 0.1, ..Default::default() }).unwrap()),
+            };
+            let mut train = |steps: usize| {
+                for _ in 0..steps {
+                    let (x, y) = batch((DType::F32, device));
+                    step(&net, &mut *optimizer, &x, &y).unwrap().item::<f32>().unwrap();
+                }
+                device.memory_stats().unwrap()
+            };
+            let (before, after) = (train(5), train(50));
+            let calls = |s: &DeviceStats| (s.num_device_alloc, s.num_device_free);
+            let (reserved, peak) = (after.reserved_bytes.current, after.allocated_bytes.peak);
+            println!("{device}: {reserved} bytes reserved, {peak} allocated at most");
+            assert_eq!(calls(&after), calls(&before), "the driver was asked for memory on {device}");
+            assert!(reserved as f64 <= 1.10 * peak as f64, "{reserved} bytes reserved for {peak} on {device}");
+        }
     });
 }
 

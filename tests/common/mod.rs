@@ -31,3 +31,18 @@ pub fn iota(shape: &[usize], device: Device) -> Tensor {
 pub fn vec(t: &Tensor) -> Vec<f32> {
     t.to_vec().unwrap()
 }
+
+/// Gives a test of this name a process of its own, for what is the whole process's: true there; elsewhere it has passed
+/// there when this returns.
+#[track_caller]
+pub fn alone(test: &str) -> bool {
+    if std::env::var_os("CLAYSTONE_ALONE").is_some() {
+        return true;
+    }
+    let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+    command.args([test, "--exact", "--nocapture"]).env("CLAYSTONE_ALONE", "1").env_remove("CLAYSTONE_ALLOC_CONF");
+    let output = command.output().unwrap();
+    let text = [&output.stdout[..], &output.stderr].map(String::from_utf8_lossy).concat();
+    assert!(output.status.success() && text.contains("1 passed"), "{text}");
+    false
+}

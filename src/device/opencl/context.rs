@@ -136,6 +136,12 @@ impl ClDevice {
         self.lost.get().is_some()
     }
 
+    /// Makes the device lost: what its memory holds can no longer be relied on.
+    pub(crate) fn give_up(&self, cause: &str) {
+        self.lost.get_or_init(|| cause.to_owned());
+        tracing::error!(device = %self.device, cause, "device given up");
+    }
+
     /// An error for the caller, with the code's name and what the driver had to say.
     pub(crate) fn error(&self, e: ClError) -> Error {
         if e.classify() == Class::Lost {

@@ -241,21 +241,39 @@ impl ClDevice {
     /// # Errors
     /// What a kernel of this thread, or of one that has ended, recorded as a fault, or a lost device.
     pub(crate) fn finish(&self) -> Result<()> {
-        self.check_lost()?;
         let here = self.current_stream();
+        let marks = self.mark_busy(Some(here))?;
+        let reported = self.wait_and_report(here, &self.slots_to_finish());
+        self.reach(marks).and(reported)
+    }
+
+    /// [`finish`](Self::finish) for those who have their own reasons to wait: tells no fault, so that the user's next
+    /// wait does.
+    ///
+    /// # Errors
+    /// What the driver refuses, or a lost device.
+    pub(crate) fn drain(&self) -> Result<()> {
+        self.mark_busy(None).and_then(|marks| self.reach(marks))
+    }
+
+    /// A marker on every stream that may be busy, but for one.
+    fn mark_busy(&self, except: Option<StreamId>) -> Result<Vec<(StreamId, u64, ClEvent)>> {
+        self.check_lost()?;
         let marks: Result<Vec<_>, ClError> = {
             let mut queues = self.queues.lock();
             let streams = (0u32..).map(StreamId).zip(queues.iter_mut());
-            let busy = streams.filter(|(stream, _)| *stream != here && !self.queues.is_finished(*stream));
+            let busy = streams.filter(|(stream, _)| Some(*stream) != except && !self.queues.is_finished(*stream));
             busy.map(|(stream, queue)| Ok((stream, self.submitted(stream), queue.mark()?))).collect()
         };
-        let marks = marks.map_err(|e| self.error(self.settle(e)))?;
-        let reported = self.wait_and_report(here, &self.slots_to_finish());
-        for (stream, submitted, event) in marks {
+        marks.map_err(|e| self.error(self.settle(e)))
+    }
+
+    fn reach(&self, marks: Vec<(StreamId, u64, ClEvent)>) -> Result<()> {
+        marks.into_iter().try_for_each(|(stream, submitted, event)| {
             self.wait(&event)?;
             self.queues.finished(stream, submitted);
-        }
-        reported
+            Ok(())
+        })
     }
 
     /// Waits for everything submitted to one stream.

@@ -116,6 +116,23 @@ impl ClDevice {
         self.report(slot, words)
     }
 
+    /// [`read`](Self::read) on the default stream, telling no fault.
+    ///
+    /// # Errors
+    /// A range beyond the buffer.
+    pub(crate) fn read_quietly(&self, src: &ClBuffer, off: usize, dst: &mut [u8]) -> Result<()> {
+        self.check_lost()?;
+        in_range("read", src, off, dst.len())?;
+        if dst.is_empty() {
+            return Ok(());
+        }
+        let to = dst.as_mut_ptr().cast();
+        self.submit_and_wait(StreamId::DEFAULT, |q, event| {
+            call!(clEnqueueReadBuffer(q.raw, src.mem(), 0, off, dst.len(), to, 0, ptr::null(), event))
+        })
+        .map_err(|e| self.error(e))
+    }
+
     /// Writes bytes from the host, and returns when `src` may be reused.
     ///
     /// # Errors

@@ -132,7 +132,7 @@ pub trait Driver: Send + Sync + fmt::Debug {
     /// Bytes that live blocks had are lost: nothing on the device can be relied on any more.
     fn give_up(&self, _cause: &str) {}
 
-    /// Waits for all work of all streams.
+    /// Waits for all work of all streams. What a kernel found wrong with its operands is not told here.
     fn synchronize(&self) -> Result<()>;
     /// A marker after everything submitted to the stream so far, which is flushed.
     fn record(&self, stream: StreamId) -> Result<Marker>;

@@ -59,8 +59,12 @@ impl Driver for OpenCl {
         self.device.commit(buffer(memory).map_err(Failure::Other)?).map_err(|e| self.failure(e))
     }
 
+    fn give_up(&self, cause: &str) {
+        self.device.give_up(cause);
+    }
+
     fn synchronize(&self) -> Result<()> {
-        self.device.finish()
+        self.device.drain()
     }
 
     fn record(&self, stream: StreamId) -> Result<Marker> {
@@ -85,7 +89,7 @@ impl Driver for OpenCl {
     }
 
     fn read(&self, from: At<'_>, to: &mut [u8]) -> Result<()> {
-        self.device.read(buffer(from.0)?, from.1, to)
+        self.device.read_quietly(buffer(from.0)?, from.1, to)
     }
 
     fn write(&self, from: &[u8], to: At<'_>) -> Result<()> {
