@@ -392,7 +392,8 @@ pub trait Allocator: Any + Send + Sync + fmt::Debug {
         0
     }
 
-    /// Gives unused memory back until at most `keep` bytes are held, waiting for nothing; says how many bytes went back.
+    /// Gives unused memory back as long as at least `keep` bytes stay held, and says how many bytes went back. Waits for
+    /// nothing: memory that streams may still be using stays.
     fn trim(&self, _keep: u64) -> Result<u64> {
         Ok(0)
     }

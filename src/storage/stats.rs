@@ -363,6 +363,27 @@ impl Device {
         registry::of(*self)?.record_memory_history(options)
     }
 
+    /// Gives unused memory back to the driver as long as at least `keep` bytes stay held; says how many bytes went back.
+    /// Waits for nothing: while the device works, nothing is given back.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// drop(Tensor::zeros([1000, 1000], Device::Cpu)?);
+    /// Device::Cpu.trim(0)?;
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    pub fn trim(&self, keep: u64) -> Result<u64> {
+        registry::of(*self)?.trim(keep)
+    }
+
+    /// Moves blocks together and gives back the memory that frees; says how many bytes went back.
+    ///
+    /// # Errors
+    /// What the driver reports while copying.
+    pub fn compact(&self) -> Result<u64> {
+        registry::of(*self)?.compact(u64::MAX)
+    }
+
     /// Lets the allocator hold at most this part, 0 to 1, of the device's memory
     /// (`torch.cuda.set_per_process_memory_fraction`). What it holds already it keeps.
     ///

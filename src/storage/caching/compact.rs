@@ -78,7 +78,8 @@ impl CachingAllocator {
         if let Some(block) = self.lock_folded().search(self.number, request, super::Search::Thorough, true) {
             return Ok(Some(block)); // somebody else has made room
         }
-        if self.slide(request, &mut budget)? {
+        // Blocks of private pools stay where they are: a checkpoint may name their places.
+        if request.pool == 0 && self.slide(request, &mut budget)? {
             let mut core = self.lock_folded();
             if let Some(block) = core.search(self.number, request, super::Search::Thorough, true) {
                 return Ok(Some(block));
@@ -89,7 +90,7 @@ impl CachingAllocator {
                 return Ok(Some(block));
             }
             // The segment with the most to give; the request may have become possible by what others gave back.
-            let candidates = self.lock().most_free(request.pool);
+            let candidates = self.lock().most_free(0);
             let mut shrunk = false;
             for segment in candidates {
                 if self.repack(&[segment], &mut budget)? {
@@ -135,7 +136,7 @@ impl CachingAllocator {
 
     /// Moves the blocks of one segment to its start, if that makes a hole for the request.
     fn slide(&self, request: &Request, budget: &mut u64) -> Result<bool> {
-        let candidates = self.lock().most_free(request.pool);
+        let candidates = self.lock().most_free(0);
         for segment in candidates {
             let plan = {
                 let mut core = self.lock();

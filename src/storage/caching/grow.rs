@@ -146,6 +146,7 @@ impl CachingAllocator {
                 let arena = core.heap.arena(request.pool, request.stream, request.kind);
                 let id = core.heap.add_segment(segment, bytes, arena);
                 core.growth.raise(core.heap.stats.reserved_bytes.current);
+                core.decay.regrown(core.heap.now);
                 let id = core.heap.take(id, request.size, request.bytes);
                 let block = core.block(self.number, id, request.bytes);
                 drop(guard);

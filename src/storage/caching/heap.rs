@@ -222,12 +222,16 @@ impl Heap {
     /// Takes every segment of a pool whose blocks are all free out of the table, even where they are several streams'
     /// and so were not merged.
     pub(super) fn remove_unused(&mut self, pool: u32) -> Vec<Arc<Segment>> {
+        self.unused_segments(pool).into_iter().map(|at| self.remove_segment(at)).collect()
+    }
+
+    /// Segments of a pool whose blocks are all free.
+    pub(super) fn unused_segments(&self, pool: u32) -> Vec<u32> {
         let unused = |&at: &u32| {
             let of_pool = self.segments[at as usize].as_ref().is_some_and(|held| held.pool == pool);
             of_pool && self.blocks_of(at).all(|id| self.table[id as usize].usage == Use::Free)
         };
-        let unused: Vec<u32> = (0..self.segments.len() as u32).filter(unused).collect();
-        unused.into_iter().map(|at| self.remove_segment(at)).collect()
+        (0..self.segments.len() as u32).filter(unused).collect()
     }
 
     /// The held segment of a block.

@@ -15,6 +15,7 @@ mod bins;
 mod cache;
 mod compact;
 mod counters;
+mod decay;
 mod events;
 mod grow;
 mod heap;
@@ -77,7 +78,7 @@ pub struct CachingAllocator {
     hooks: Hooks,
     /// Held by who compacts: one thread at a time. Not the allocator's lock: others allocate and free meanwhile.
     compacting: Mutex<()>,
-    started: Instant,
+    clock: Clock,
 }
 
 /// What the lock guards.
@@ -94,6 +95,7 @@ struct Core {
     growth: grow::Growth,
     /// Blocks of segments under compaction, and what has happened to them meanwhile.
     moving: HashMap<u32, Then>,
+    decay: decay::Decay,
 }
 
 /// The most bytes of segments to hold: each bound holds whatever the other says.
@@ -103,6 +105,33 @@ struct Limits {
     bytes: u64,
     /// A bound was lowered below what was held then.
     exceeded: bool,
+}
+
+/// The time since it was made; tests turn it forward.
+#[derive(Debug)]
+struct Clock {
+    started: Instant,
+    #[cfg(test)]
+    ahead: std::sync::atomic::AtomicU64,
+}
+
+impl Default for Clock {
+    fn default() -> Clock {
+        Clock {
+            started: Instant::now(),
+            #[cfg(test)]
+            ahead: std::sync::atomic::AtomicU64::new(0),
+        }
+    }
+}
+
+impl Clock {
+    fn milliseconds(&self) -> u64 {
+        let elapsed = self.started.elapsed().as_millis() as u64;
+        #[cfg(test)]
+        let elapsed = elapsed + self.ahead.load(Relaxed);
+        elapsed
+    }
 }
 
 /// What is asked for, and where to look for it.
@@ -132,6 +161,7 @@ impl CachingAllocator {
         let fraction = part_of(driver.capacity(), config.per_process_memory_fraction);
         let caches = ThreadCaches::new(config.thread_cache, alignment);
         let limits = Limits { fraction, bytes: config.memory_limit as u64, exceeded: false };
+        let decay = decay::Decay::new(u64::try_from(config.decay.as_millis()).unwrap_or(u64::MAX));
         let rules = Arc::new(Rules::new(config, alignment, driver.capacity()));
         let mut heap = Heap::new(Arc::clone(&rules));
         heap.stats.max_split_size = rules.config.max_split_size as u64;
@@ -144,6 +174,7 @@ impl CachingAllocator {
             making: 0,
             growth: grow::Growth::default(),
             moving: HashMap::new(),
+            decay,
         };
         let number = owner_number();
         Ok(CachingAllocator {
@@ -154,7 +185,7 @@ impl CachingAllocator {
             caches,
             hooks: Hooks::default(),
             compacting: Mutex::new(()),
-            started: Instant::now(),
+            clock: Clock::default(),
         })
     }
 
@@ -184,7 +215,7 @@ impl CachingAllocator {
 
     /// Milliseconds since the allocator was made.
     fn now(&self) -> u64 {
-        self.started.elapsed().as_millis() as u64
+        self.clock.milliseconds()
     }
 }
 
@@ -218,7 +249,9 @@ impl Core {
     /// Counts a request, whatever comes of it.
     fn see(&mut self, request: &Request) {
         self.heap.ticks += 1;
-        self.growth.see(self.heap.stats.active_bytes() + request.size as u64, self.heap.ticks);
+        let active = self.heap.stats.active_bytes() + request.size as u64;
+        self.growth.see(active, self.heap.ticks);
+        self.decay.see(active);
     }
 
     /// The handle on an entry that was just taken.
@@ -273,6 +306,7 @@ impl Allocator for CachingAllocator {
         if core.limits.exceeded {
             core = self.shed(core);
         }
+        core = self.decay(core);
         if core.pending.is_empty()
             && let Some(block) = core.search(self.number, &request, Search::Quick, false)
         {
@@ -322,6 +356,10 @@ impl Allocator for CachingAllocator {
         };
         drop(unused); // outside the lock: releasing waits for the device
         Ok(())
+    }
+
+    fn trim(&self, keep: u64) -> Result<u64> {
+        self.trim_to(keep)
     }
 
     fn set_memory_limit(&self, bytes: u64) -> Result<()> {

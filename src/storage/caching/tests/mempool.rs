@@ -9,15 +9,6 @@ fn shared(capacity: u64, config: &str) -> (Sim, Arc<CachingAllocator>) {
     (sim, Arc::new(allocator))
 }
 
-fn take(allocator: &CachingAllocator, bytes: usize) -> Block {
-    allocator.allocate(bytes, StreamId::DEFAULT).unwrap()
-}
-
-fn place(block: &Block) -> (u64, usize) {
-    let place = block.place();
-    (place.segment().id(), place.offset())
-}
-
 fn segment(block: &Block) -> u64 {
     place(block).0
 }

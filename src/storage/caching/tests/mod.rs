@@ -1,12 +1,15 @@
 //! The allocator on the simulated device: no bytes, no clock.
 
+mod decay;
 mod ladder;
 mod mempool;
+mod policy;
 mod properties;
+mod sequences;
 
 use super::heap::{NONE, Use};
 use super::*;
-use crate::storage::{Sim, SimOptions};
+use crate::storage::{Call, Driver as _, Failure, Sim, SimOptions};
 
 const MIB: usize = 1 << 20;
 
@@ -15,6 +18,31 @@ fn device(capacity: u64, config: &str) -> (Sim, CachingAllocator) {
     let sim = Sim::new(options);
     let allocator = CachingAllocator::new(Arc::new(sim.clone()), config.parse().unwrap()).unwrap();
     (sim, allocator)
+}
+
+fn take(allocator: &CachingAllocator, bytes: usize) -> Block {
+    allocator.allocate(bytes, StreamId::DEFAULT).unwrap()
+}
+
+fn give_back(allocator: &CachingAllocator, blocks: impl IntoIterator<Item = Block>) {
+    blocks.into_iter().for_each(|block| allocator.deallocate(block));
+}
+
+/// Segment and offset.
+fn place(block: &Block) -> (u64, usize) {
+    let place = block.place();
+    (place.segment().id(), place.offset())
+}
+
+/// Sizes of the segments made so far.
+fn created(sim: &Sim) -> Vec<usize> {
+    let size = |call: &Call| if let Call::Create(bytes) = call { Some(*bytes) } else { None };
+    sim.calls().iter().filter_map(size).collect()
+}
+
+/// Calls since the first `before`.
+fn calls_since(sim: &Sim, before: u64) -> Vec<Call> {
+    sim.calls().split_off(before as usize)
 }
 
 impl CachingAllocator {
