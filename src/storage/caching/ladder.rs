@@ -98,7 +98,7 @@ impl CachingAllocator {
                 core.heap.stats.num_sync_all_streams += 1;
             }
             // The driver makes no segment as large as the request, however much memory is free: the cache is kept.
-            Rung::Release if matches!(failure, Some(Failure::TooBig)) => {}
+            Rung::Release | Rung::Compact if matches!(failure, Some(Failure::TooBig)) => {}
             Rung::Release => {
                 let unused = self.lock().heap.remove_unused(0);
                 drop(unused);

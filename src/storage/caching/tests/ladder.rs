@@ -101,7 +101,7 @@ fn injected_failures_are_met_by_every_rung_or_surface_at_once() {
         for (failure, code) in
             [(Failure::DeviceMemory, "(-4)"), (Failure::Resources, "(-5)"), (Failure::HostMemory, "(-6)")]
         {
-            let (sim, allocator) = device(1 << 30, "");
+            let (sim, allocator) = device(1 << 30, "compaction:False");
             inject(&sim, Failure::Other(lost()));
             assert!(matches!(allocator.allocate(1000, StreamId::DEFAULT), Err(Error::DeviceLost { .. })));
             let s = allocator.stats();
