@@ -11,7 +11,7 @@ use claystone::nn::{Activation, Linear, Module, Sequential};
 use claystone::optim::{Optimizer, Sgd, SgdConfig};
 use claystone::storage::plan::{Plan, PlanStats};
 use claystone::storage::{Allocator, Block, CachingAllocator, Config, Driver, Sim, SimOptions};
-use claystone::{DType, Device, Result, Tensor, manual_seed};
+use claystone::{DType, Device, Result, Stream, Tensor, manual_seed, with_stream};
 use common::{each_device, vec};
 use proptest::prelude::*;
 
@@ -216,6 +216,25 @@ fn plans_nest_and_threads_have_their_own() {
             scope.spawn(|| run(1000));
             scope.spawn(|| run(3000));
         });
+    });
+}
+
+#[test]
+fn a_plan_is_for_the_stream_it_was_recorded_on() {
+    let _turn = take_turn();
+    each_device(|device| {
+        let side = Stream::new(device).unwrap();
+        let x = Tensor::ones(1000, device).unwrap();
+        side.wait_stream(&Stream::current(device).unwrap()).unwrap();
+        let step = || chain(&x, 2).unwrap().sum((), false).unwrap().item::<f32>().unwrap();
+        let (want, mut plan) = with_stream(&side, || Plan::record(device, step)).unwrap();
+        assert!(plan.blocks() > 0, "{plan}");
+        assert_eq!(with_stream(&side, || plan.run(step)), want);
+        assert_eq!(since(PlanStats::default(), &plan), (1, plan.blocks() as u64, 0), "on {device}");
+        assert_eq!(plan.run(step), want);
+        // Host memory belongs to no stream.
+        let hits = plan.blocks() as u64 * if device == Device::Cpu { 2 } else { 1 };
+        assert_eq!(since(PlanStats::default(), &plan), (2, hits, 0), "on {device}");
     });
 }
 

@@ -310,6 +310,12 @@ impl From {
     }
 }
 
+/// The stream that storages made by this thread now belong to. Host memory belongs to none: work on the CPU is done when
+/// the call returns.
+fn home_stream(device: Device) -> StreamId {
+    if device == Device::Cpu { StreamId::DEFAULT } else { stream::current_id(device) }
+}
+
 impl Lease {
     fn new(device: Device, bytes: usize) -> Result<Lease> {
         let from = match scope::allocator(device) {
@@ -317,9 +323,7 @@ impl Lease {
             None => From::Device(&**registry::of(device)?),
         };
         let allocator = from.allocator();
-        // Host memory belongs to no stream: work on the CPU is done when the call returns.
-        let stream = if device == Device::Cpu { StreamId::DEFAULT } else { stream::current_id(device) };
-        let block = allocator.allocate(bytes, stream)?;
+        let block = allocator.allocate(bytes, home_stream(device))?;
         // A user's own allocator is not trusted with this: the bytes are about to be read and written.
         let fits = block.requested() >= bytes
             && matches!(

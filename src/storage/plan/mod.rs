@@ -54,8 +54,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::allocator::Allocator;
-use super::{registry, scope};
-use crate::device::{StreamId, stream};
+use super::{home_stream, registry, scope};
+use crate::device::StreamId;
 use crate::{Device, Result};
 use record::Recorder;
 pub use search::{Lifetime, Placement, place};
@@ -115,7 +115,7 @@ impl Plan {
     pub fn record<R>(device: Device, step: impl FnOnce() -> R) -> Result<(R, Plan)> {
         let allocator = registry::allocator(device)?;
         let planned = |recorder: &Arc<dyn Allocator>| scope::with_allocator(device, Arc::clone(recorder), step);
-        Ok(Plan::record_on(allocator, stream::current_id(device), planned))
+        Ok(Plan::record_on(allocator, home_stream(device), planned))
     }
 
     /// As [`record`](Plan::record), of what `step` asks the allocator that it is given for on `stream`. That one passes
