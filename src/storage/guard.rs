@@ -129,6 +129,10 @@ impl Allocator for GuardAllocator {
         self.inner.device()
     }
 
+    fn alignment(&self) -> usize {
+        self.inner.alignment()
+    }
+
     fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block> {
         if let Some(error) = self.lock().unsaid.take() {
             return Err(error);
