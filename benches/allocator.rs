@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use claystone::device::StreamId;
-use claystone::storage::{Allocator, Block, CachingAllocator, Config, Sim, SimOptions};
+use claystone::storage::{Allocator, Block, CachingAllocator, Config, HistoryOptions, Sim, SimOptions};
 
 /// Times are medians over this many rounds.
 const ROUNDS: usize = 15;
@@ -55,13 +55,22 @@ fn median(mut round: impl FnMut()) -> f64 {
     times[ROUNDS / 2]
 }
 
-fn same_size(bytes: usize) -> f64 {
-    let allocator = allocator();
+fn pairs(allocator: &CachingAllocator, bytes: usize) -> f64 {
     median(|| {
         for _ in 0..PAIRS {
-            allocator.deallocate(black_box(allocate(&allocator, black_box(bytes))));
+            allocator.deallocate(black_box(allocate(allocator, black_box(bytes))));
         }
     })
+}
+
+fn same_size(bytes: usize) -> f64 {
+    pairs(&allocator(), bytes)
+}
+
+fn with_history(bytes: usize) -> f64 {
+    let allocator = allocator();
+    allocator.record_memory_history(HistoryOptions::default()).expect("room for the entries");
+    pairs(&allocator, bytes)
 }
 
 /// Frees a random one of `live` blocks and allocates another of a random size.
@@ -128,6 +137,8 @@ fn main() {
     for (name, bytes) in [("4 KiB", 4096), ("1 MiB", 1 << 20), ("64 MiB", 64 << 20)] {
         rows.push((format!("same size, {name}"), same_size(bytes), "ns a pair"));
     }
+    // Three events a pair: allocated, free requested, free completed.
+    rows.push(("history on, same size, 4 KiB".into(), with_history(4096), "ns a pair"));
     for live in [64, 1024, 16_384] {
         rows.push((format!("random sizes, {live} live"), random(live), "ns a pair"));
         rows.push((format!("random sizes, {live} live, offset-allocator"), random_peer(live), "ns a pair"));

@@ -6,8 +6,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use super::allocator::{Allocator, Block, Segment, owner_number};
 use super::config::Config;
 use super::driver::Driver;
+use super::history::{HistoryOptions, Snapshot};
 use super::stats::DeviceStats;
-use super::whole::{Books, Unused, make, segment_size};
+use super::whole::{Books, Unused, make, segment_size, snapshot};
 use crate::device::StreamId;
 use crate::{Device, Result};
 
@@ -52,12 +53,13 @@ impl DirectAllocator {
     }
 
     /// A new segment, or why there is none.
-    fn grow(&self, size: usize, requested: usize) -> Result<Result<Arc<Segment>, &'static str>> {
+    fn grow(&self, size: usize, requested: usize, stream: StreamId) -> Result<Result<Arc<Segment>, &'static str>> {
         if let Some(why) = self.lock().begin(size) {
             return Ok(Err(why));
         }
         let made = make(&*self.driver, size, requested);
-        self.lock().end(size, matches!(made, Ok(Ok(_))));
+        let segment = made.as_ref().ok().and_then(|made| made.as_ref().ok());
+        self.lock().end(size, stream, segment.map(|segment| &**segment));
         made
     }
 }
@@ -77,16 +79,16 @@ impl Allocator for DirectAllocator {
         self.driver.alignment()
     }
 
-    fn allocate(&self, bytes: usize, _: StreamId) -> Result<Block> {
+    fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block> {
         let size = segment_size(&*self.driver, bytes)?;
-        let mut made = self.grow(size, bytes)?;
+        let mut made = self.grow(size, bytes, stream)?;
         if made.is_err() && size as u64 <= self.lock().limit() {
             self.driver.synchronize()?;
             let mut books = self.lock();
             books.stats.num_alloc_retries += 1;
             books.stats.num_sync_all_streams += 1;
             drop(books);
-            made = self.grow(size, bytes)?;
+            made = self.grow(size, bytes, stream)?;
         }
         let mut books = self.lock();
         match made {
@@ -94,10 +96,10 @@ impl Allocator for DirectAllocator {
                 // SAFETY: the segment is new and nobody else's.
                 let mut block = unsafe { Block::new(&segment, 0, size, bytes) }?;
                 block.owner = self.number;
-                books.taken(size, bytes);
+                books.taken(segment.address(), stream, bytes);
                 Ok(block)
             }
-            Err(why) => Err(books.out_of_memory(bytes, why, Unused::default())),
+            Err(why) => Err(books.out_of_memory(bytes, stream, why, Unused::default())),
         }
     }
 
@@ -105,11 +107,11 @@ impl Allocator for DirectAllocator {
         if block.is_foreign(self, self.number) {
             return;
         }
-        let (size, requested) = (block.size(), block.requested());
+        let address = block.segment().address();
         drop(block); // the last share of the segment: the driver has it back before the books say so
         let mut books = self.lock();
-        books.given_back(size, requested);
-        books.released(size);
+        books.given_back(address);
+        books.released(address);
     }
 
     fn record_stream(&self, _: &Block, _: StreamId) {}
@@ -137,6 +139,15 @@ impl Allocator for DirectAllocator {
 
     fn set_memory_fraction(&self, fraction: f64) -> Result<()> {
         self.lock().set_fraction(fraction)
+    }
+
+    fn snapshot(&self) -> Snapshot {
+        let copy = self.lock().copy();
+        snapshot(self.device(), copy)
+    }
+
+    fn record_memory_history(&self, options: HistoryOptions) -> Result<()> {
+        self.lock().record_memory_history(options)
     }
 }
 

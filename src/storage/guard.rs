@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use super::allocator::{Allocator, Block, owner_number};
 use super::config::JUNK;
 use super::driver::{Driver, Memory, MemoryKind};
+use super::history::{HistoryOptions, Snapshot};
 use super::stats::DeviceStats;
 use crate::device::StreamId;
 use crate::{Device, Error, Result};
@@ -211,6 +212,14 @@ impl Allocator for GuardAllocator {
 
     fn compact(&self, budget: u64) -> Result<u64> {
         self.inner.compact(budget)
+    }
+
+    fn snapshot(&self) -> Snapshot {
+        self.inner.snapshot()
+    }
+
+    fn record_memory_history(&self, options: HistoryOptions) -> Result<()> {
+        self.inner.record_memory_history(options)
     }
 }
 

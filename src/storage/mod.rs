@@ -16,6 +16,7 @@ mod direct;
 pub(crate) mod driver;
 mod guard;
 mod history;
+mod logging;
 mod pinned;
 pub mod plan;
 mod pool;
@@ -49,6 +50,7 @@ pub use history::{
     FreeSpace, History, HistoryOptions, Recording, SegmentInfo, SegmentType, Setting, Snapshot, Stage, TraceAction,
     TraceEntry, annotate, annotations, with_context,
 };
+pub use logging::{AllocationLog, LoggingAllocator};
 pub use pinned::{DurationStat, PinnedStats};
 pub use pool::{PoolAllocator, StorageType};
 pub use registry::{allocator, build_allocator, driver, set_allocator};

@@ -9,8 +9,9 @@ use smallvec::SmallVec;
 use super::allocator::{Allocator, Block, Segment, owner_number};
 use super::config::Config;
 use super::driver::Driver;
+use super::history::{HistoryOptions, Snapshot};
 use super::stats::DeviceStats;
-use super::whole::{Books, Unused, make, segment_size};
+use super::whole::{Books, Unused, make, segment_size, snapshot};
 use crate::device::StreamId;
 use crate::{Device, Result};
 
@@ -159,13 +160,13 @@ impl PoolAllocator {
                 Err(why) => why,
             };
         }
-        Err(self.lock().books.out_of_memory(bytes, why, unused))
+        Err(self.lock().books.out_of_memory(bytes, stream, why, unused))
     }
 
     /// Takes a block back, and its buffer out of the pool: the driver has it at once (MNN's `recycle` with `release`).
     pub fn release(&self, block: Block) {
         let gone = self.take_back(block).map(|(mut state, buffer)| {
-            state.books.released(buffer.size());
+            state.books.released(buffer.segment.address());
             buffer
         });
         drop(gone); // outside the lock
@@ -181,7 +182,8 @@ impl PoolAllocator {
         }
         let made = make(&*self.driver, request.size, request.bytes);
         let mut state = self.lock();
-        state.books.end(request.size, matches!(made, Ok(Ok(_))));
+        let segment = made.as_ref().ok().and_then(|made| made.as_ref().ok());
+        state.books.end(request.size, request.stream, segment.map(|segment| &**segment));
         let segment = match made? {
             Ok(segment) => segment,
             Err(why) => return Ok(Err(why)),
@@ -230,11 +232,11 @@ impl PoolAllocator {
         if block.is_foreign(self, self.number) {
             return None;
         }
-        let (id, requested) = (block.segment().id(), block.requested());
+        let id = block.segment().id();
         drop(block); // with its share of the segment
         let mut state = self.lock();
         let buffer = state.live.remove(&id)?;
-        state.books.given_back(buffer.size(), requested);
+        state.books.given_back(buffer.segment.address());
         Some((state, buffer))
     }
 
@@ -328,6 +330,15 @@ impl Allocator for PoolAllocator {
         });
         Ok(gone.iter().map(|buffer| buffer.size() as u64).sum())
     }
+
+    fn snapshot(&self) -> Snapshot {
+        let copy = self.lock().books.copy();
+        snapshot(self.device(), copy)
+    }
+
+    fn record_memory_history(&self, options: HistoryOptions) -> Result<()> {
+        self.lock().books.record_memory_history(options)
+    }
 }
 
 impl State {
@@ -336,7 +347,7 @@ impl State {
         // SAFETY: the buffer is new or comes from a free list: no live block has it.
         let mut block = unsafe { Block::new(&buffer.segment, 0, size, requested) }?;
         block.owner = owner;
-        self.books.taken(size, requested);
+        self.books.taken(buffer.segment.address(), buffer.stream, requested);
         self.live.insert(buffer.segment.id(), buffer);
         Ok(block)
     }
@@ -386,7 +397,7 @@ impl State {
             }
             list.0.retain(|_, list| !list.is_empty());
         }
-        gone.iter().for_each(|buffer| self.books.released(buffer.size()));
+        gone.iter().for_each(|buffer| self.books.released(buffer.segment.address()));
         gone
     }
 }

@@ -129,6 +129,12 @@ pub fn set_allocator(device: Device, allocator: Arc<dyn Allocator>) -> Result<()
     Ok(())
 }
 
+/// Puts `new` in the place of `old`, if that still is a device's allocator.
+pub(super) fn replace(device: Device, old: &dyn Allocator, new: &Arc<dyn Allocator>) -> Result<()> {
+    let is_old = |now: &Arc<dyn Allocator>| std::ptr::addr_eq(Arc::as_ptr(now), old);
+    if of(device).is_ok_and(is_old) { set_allocator(device, Arc::clone(new)) } else { Ok(()) }
+}
+
 /// The allocator of a device, without counting a reference.
 pub(super) fn of(device: Device) -> Result<&'static Arc<dyn Allocator>> {
     if let Some(allocator) = entry(device).allocator {

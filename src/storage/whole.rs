@@ -1,16 +1,22 @@
 //! What the two allocators that never cut a segment up share: the books, and making segments.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::allocator::Segment;
 use super::caching::Kind;
 use super::config::Config;
 use super::driver::{Driver, Failure};
+use super::history::{
+    BlockInfo, BlockState, Context, History, HistoryOptions, Recorded, Recording, SegmentInfo, SegmentType, Snapshot,
+    TraceAction,
+};
+use super::registry;
 use super::stats::{DeviceStats, Split};
+use crate::device::StreamId;
 use crate::{Device, Error, Result};
 
 /// What is held and has been done, and the limit of it. Lives under the allocator's lock.
-#[derive(Debug)]
 pub(super) struct Books {
     device: Device,
     capacity: u64,
@@ -20,13 +26,36 @@ pub(super) struct Books {
     part: u64,
     /// Bytes of segments being made outside the lock.
     making: u64,
+    config: Config,
+    history: History,
+    /// Segments by their address.
+    segments: BTreeMap<u64, Shown>,
+}
+
+/// A segment as snapshots show it: one block.
+struct Shown {
+    size: usize,
+    stream: StreamId,
+    context: Context,
+    /// While it is handed out: for how many bytes, to which stream, and where in the program.
+    taken: Option<(usize, StreamId, Context)>,
 }
 
 impl Books {
     pub(super) fn new(driver: &dyn Driver, config: &Config) -> Books {
         let (device, capacity) = (driver.device(), driver.capacity());
         let (stats, most) = (DeviceStats::default(), config.limit(capacity));
-        Books { device, capacity, stats, most, part: capacity, making: 0 }
+        Books {
+            device,
+            capacity,
+            stats,
+            most,
+            part: capacity,
+            making: 0,
+            config: config.clone(),
+            history: History::new(),
+            segments: BTreeMap::new(),
+        }
     }
 
     /// The most bytes of segments to hold.
@@ -56,31 +85,67 @@ impl Books {
         None
     }
 
-    /// The segment was made, or was not.
-    pub(super) fn end(&mut self, size: usize, made: bool) {
+    /// The segment was made for `stream`, or was not.
+    pub(super) fn end(&mut self, size: usize, stream: StreamId, made: Option<&Segment>) {
         self.making -= size as u64;
-        if made {
+        if let Some(segment) = made {
             self.stats.segment_made(Kind::of(size), size);
+            self.history.record(TraceAction::SegmentAlloc, segment.address(), size as u64, stream.0);
+            let shown = Shown { size, stream, context: self.history.context(), taken: None };
+            self.segments.insert(segment.address(), shown);
         }
     }
 
-    pub(super) fn released(&mut self, size: usize) {
-        self.stats.segment_released(Kind::of(size), size);
+    /// The segment at an address goes back to the driver.
+    pub(super) fn released(&mut self, address: u64) {
+        if let Some(Shown { size, stream, .. }) = self.segments.remove(&address) {
+            self.stats.segment_released(Kind::of(size), size);
+            self.history.record(TraceAction::SegmentFree, address, size as u64, stream.0);
+        }
     }
 
-    pub(super) fn taken(&mut self, size: usize, requested: usize) {
-        self.stats.block_taken(Kind::of(size), size, requested, Split::default());
+    /// The segment at an address is handed out to `stream`.
+    pub(super) fn taken(&mut self, address: u64, stream: StreamId, requested: usize) {
+        if let Some(Shown { size, taken, .. }) = self.segments.get_mut(&address) {
+            self.stats.block_taken(Kind::of(*size), *size, requested, Split::default());
+            self.history.record(TraceAction::Alloc, address, requested as u64, stream.0);
+            *taken = Some((requested, stream, self.history.context()));
+        }
     }
 
-    pub(super) fn given_back(&mut self, size: usize, requested: usize) {
-        self.stats.block_given_back(Kind::of(size), size, requested, Split::default());
+    /// The segment at an address is given back.
+    pub(super) fn given_back(&mut self, address: u64) {
+        if let Some(Shown { size, taken, .. }) = self.segments.get_mut(&address)
+            && let Some((requested, stream, _)) = taken.take()
+        {
+            self.stats.block_given_back(Kind::of(*size), *size, requested, Split::default());
+            self.history.record(TraceAction::FreeRequested, address, requested as u64, stream.0);
+            self.history.record(TraceAction::FreeCompleted, address, requested as u64, stream.0);
+        }
+    }
+
+    pub(super) fn record_memory_history(&mut self, options: HistoryOptions) -> Result<()> {
+        // As in PyTorch the end of recording is the end of the trace: what follows would be missing from it.
+        let clear_history = options.clear_history || options.enabled == Recording::Off;
+        self.history.record_memory_history(HistoryOptions { clear_history, ..options })
+    }
+
+    /// What a snapshot of this moment is made of: see [`snapshot`].
+    pub(super) fn copy(&self) -> (Vec<SegmentInfo>, Recorded, Config) {
+        let active = self.stats.active_bytes.current;
+        self.history.record(TraceAction::Snapshot, 0, active, 0);
+        let device = registry::number(self.device);
+        let segments = self.segments.iter().map(|(&address, shown)| shown.info(device, address)).collect();
+        (segments, self.history.copy(), self.config.clone())
     }
 
     /// The error for a request that nothing could serve; `why` is what was missing, `unused` what has been given back to
     /// no avail.
-    pub(super) fn out_of_memory(&mut self, requested: usize, why: &str, unused: Unused) -> Error {
+    pub(super) fn out_of_memory(&mut self, requested: usize, stream: StreamId, why: &str, unused: Unused) -> Error {
         self.stats.num_ooms += 1;
         let (allocated, reserved) = (self.stats.allocated_bytes.current, self.stats.reserved_bytes.current);
+        let free = self.capacity.saturating_sub(reserved).min(i64::MAX as u64); // as files have it
+        self.history.record(TraceAction::Oom, free, requested as u64, stream.0);
         let capacity = self.capacity;
         let mut detail = format!("{allocated} are allocated and {reserved} reserved of a capacity of {capacity}");
         if self.limit() < capacity {
@@ -92,6 +157,41 @@ impl Books {
         }
         Error::OutOfMemory { device: self.device, requested, detail: format!("{detail}; {why}") }
     }
+}
+
+impl Shown {
+    fn info(&self, device: u32, address: u64) -> SegmentInfo {
+        let size = self.size as u64;
+        let (state, requested, context) = match self.taken {
+            Some((requested, _, context)) => (BlockState::ActiveAllocated, requested, context),
+            None => (BlockState::Inactive, 0, Context::NONE),
+        };
+        SegmentInfo {
+            device,
+            address,
+            total_size: size,
+            stream: self.stream.0.into(),
+            segment_type: match Kind::of(self.size) {
+                Kind::Small => SegmentType::Small,
+                Kind::Large => SegmentType::Large,
+            },
+            segment_pool_id: (0, 0),
+            is_expandable: false,
+            frames: self.context.frames(),
+            blocks: vec![BlockInfo {
+                address,
+                size,
+                requested_size: requested as u64,
+                state,
+                frames: context.frames(),
+            }],
+        }
+    }
+}
+
+/// The snapshot of what [`Books::copy`] gave, made without the lock.
+pub(super) fn snapshot(device: Device, (segments, recorded, config): (Vec<SegmentInfo>, Recorded, Config)) -> Snapshot {
+    Snapshot::of_device(registry::number(device), segments, recorded, &config)
 }
 
 /// Unused segments: their bytes, and those of the largest.
@@ -125,5 +225,48 @@ pub(super) fn make(driver: &dyn Driver, size: usize, requested: usize) -> Result
         Err(Failure::HostMemory) => Ok(Err("the driver ran out of the host's memory (-6)")),
         Err(Failure::TooBig) => Err(too_large(driver, requested)),
         Err(Failure::Other(error)) => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{
+        BlockState, Config, HistoryOptions, SegmentInfo, Sim, SimOptions, TraceAction, build_allocator,
+    };
+    use crate::device::StreamId;
+    use std::sync::Arc;
+
+    #[test]
+    fn snapshots_show_what_is_held_and_how_it_came() {
+        for backend in ["direct", "pool"] {
+            let sim = Sim::new(SimOptions { capacity: 64 << 20, ..SimOptions::default() });
+            let config: Config = format!("backend:{backend}").parse().unwrap();
+            let allocator = build_allocator(Arc::new(sim), config).unwrap();
+            allocator.record_memory_history(HistoryOptions { max_entries: 50, ..HistoryOptions::default() }).unwrap();
+            let mut live = Vec::new();
+            for n in 1..200 {
+                let bytes = n * 7919 % 100_000 + 1;
+                live.push(allocator.allocate(bytes, StreamId(n as u32 % 2)).unwrap());
+                if n % 3 > 0 {
+                    allocator.deallocate(live.swap_remove(n * 31 % live.len()));
+                }
+                let (snapshot, s) = (allocator.snapshot(), allocator.stats());
+                snapshot.check().unwrap();
+                let sum = |f: fn(&SegmentInfo) -> u64| snapshot.segments.iter().map(f).sum::<u64>();
+                assert_eq!(sum(|g| g.total_size), s.reserved_bytes.current, "{backend}");
+                assert_eq!(sum(SegmentInfo::allocated_size), s.allocated_bytes.current, "{backend}");
+                assert_eq!(sum(SegmentInfo::requested_size), s.requested_bytes.current, "{backend}");
+            }
+            assert!(allocator.allocate(60 << 20, StreamId::DEFAULT).is_ok_and(|b| b.size() == 60 << 20), "{backend}");
+            assert!(allocator.allocate(60 << 20, StreamId::DEFAULT).is_err());
+            live.into_iter().for_each(|block| allocator.deallocate(block));
+            allocator.empty_cache().unwrap();
+            let snapshot = allocator.snapshot();
+            snapshot.check().unwrap();
+            let trace = snapshot.device_traces.last().unwrap();
+            assert_eq!(trace.iter().filter(|e| e.action == TraceAction::Oom).count(), 1, "{backend}");
+            let blocks: Vec<_> = snapshot.segments.iter().flat_map(|g| &g.blocks).collect();
+            assert!(matches!(blocks[..], [b] if b.state == BlockState::ActiveAllocated), "{backend}: {blocks:?}");
+        }
     }
 }

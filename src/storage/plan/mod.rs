@@ -39,8 +39,21 @@ macro_rules! forward_to_inner {
         fn compact(&self, budget: u64) -> crate::Result<u64> {
             self.inner.compact(budget)
         }
+        fn set_memory_fraction(&self, fraction: f64) -> crate::Result<()> {
+            self.inner.set_memory_fraction(fraction)
+        }
+        fn guard_violations(&self) -> u64 {
+            self.inner.guard_violations()
+        }
+        fn snapshot(&self) -> crate::storage::Snapshot {
+            self.inner.snapshot()
+        }
+        fn record_memory_history(&self, options: crate::storage::HistoryOptions) -> crate::Result<()> {
+            self.inner.record_memory_history(options)
+        }
     };
 }
+pub(super) use forward_to_inner;
 
 mod exact;
 mod greedy;

@@ -1,0 +1,230 @@
+//! An allocator that writes down what goes through it.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::io::Write;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::allocator::{Allocator, Block};
+use super::history::{CsvAction, CsvLog};
+use super::plan::forward_to_inner;
+use super::registry;
+use crate::device::StreamId;
+use crate::{Device, Error, Result};
+
+type Log = CsvLog<Box<dyn Write + Send>>;
+
+/// Another allocator, with a line in RMM's format for every allocation, free and failure (`logging_resource_adaptor`).
+///
+/// The pointer in a line names the block: it stays the same where compaction moves the block. The size is what was asked
+/// for. [`Device::log_allocations`] puts one in place.
+pub struct LoggingAllocator {
+    inner: Arc<dyn Allocator>,
+    state: Mutex<State>,
+}
+
+struct State {
+    /// `None` once it has been finished, or could not be written.
+    log: Option<Log>,
+    /// What was wrong with the writer, until it has been told.
+    failed: Result<()>,
+    /// Streams of blocks by name, but for the default one.
+    streams: HashMap<u64, u32>,
+}
+
+impl LoggingAllocator {
+    /// Logs what goes through `inner` to `writer`.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where the writer fails.
+    pub fn new(inner: Arc<dyn Allocator>, writer: impl Write + Send + 'static) -> Result<LoggingAllocator> {
+        let writer: Box<dyn Write + Send> = Box::new(writer);
+        let state = State { log: Some(CsvLog::new(writer)?), failed: Ok(()), streams: HashMap::new() };
+        Ok(LoggingAllocator { inner, state: Mutex::new(state) })
+    }
+
+    /// The allocator that it passes everything on to.
+    pub fn inner(&self) -> &Arc<dyn Allocator> {
+        &self.inner
+    }
+
+    /// Ends the log: what is buffered is written, the writer dropped, and what happens from now on not logged.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where the writer failed, now or before: then the log ends there.
+    pub fn finish(&self) -> Result<()> {
+        let mut state = self.lock();
+        let flushed = state.log.take().map_or(Ok(()), |log| log.flush());
+        std::mem::replace(&mut state.failed, Ok(())).and(flushed)
+    }
+
+    /// Writes a line; the stream of a free is that of the allocation.
+    fn note(&self, action: CsvAction, block: Option<&Block>, bytes: usize, stream: StreamId) {
+        let name = block.map_or(0, |block| block.slot_ptr().as_ptr().addr() as u64);
+        let mut state = self.lock();
+        let stream = match action {
+            CsvAction::Free => state.streams.remove(&name).unwrap_or(StreamId::DEFAULT.0),
+            CsvAction::Allocate | CsvAction::AllocateFailure => stream.0,
+        };
+        if let Some(Err(error)) = state.log.as_ref().map(|log| log.log(action, name, bytes as u64, stream)) {
+            tracing::error!(allocator = ?self, %error, "the log of allocations ends here");
+            (state.log, state.failed) = (None, Err(error));
+        }
+        if action == CsvAction::Allocate && state.log.is_some() && stream != StreamId::DEFAULT.0 {
+            state.streams.insert(name, stream);
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Debug for LoggingAllocator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "a log of {:?}", self.inner)
+    }
+}
+
+impl Allocator for LoggingAllocator {
+    forward_to_inner!();
+
+    fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block> {
+        let made = self.inner.allocate(bytes, stream);
+        match &made {
+            Ok(block) => self.note(CsvAction::Allocate, Some(block), bytes, stream),
+            Err(Error::OutOfMemory { .. }) => self.note(CsvAction::AllocateFailure, None, bytes, stream),
+            Err(_) => {} // no want of memory
+        }
+        made
+    }
+
+    fn deallocate(&self, block: Block) {
+        // Before somebody else can get it.
+        self.note(CsvAction::Free, Some(&block), block.requested(), StreamId::DEFAULT);
+        self.inner.deallocate(block);
+    }
+
+    fn record_stream(&self, block: &Block, stream: StreamId) {
+        self.inner.record_stream(block, stream);
+    }
+}
+
+/// The log of a device's allocations: dropping it ends the log and puts the device's allocator back in place.
+#[must_use = "dropping it ends the log"]
+#[derive(Debug)]
+pub struct AllocationLog(Arc<LoggingAllocator>);
+
+impl AllocationLog {
+    /// Ends the log.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where the writer failed, now or before: then the log ends there.
+    pub fn finish(self) -> Result<()> {
+        self.0.finish()
+    }
+}
+
+impl Drop for AllocationLog {
+    fn drop(&mut self) {
+        if let Err(error) = registry::replace(self.0.device(), &*self.0, &self.0.inner).and_then(|()| self.0.finish()) {
+            tracing::error!(%error, "a log of allocations could not be ended");
+        }
+    }
+}
+
+impl Device {
+    /// Writes every allocation and free of the device to `writer` from now on, in the format of RMM's
+    /// `logging_resource_adaptor`, until what it returns is dropped. [`CsvEvent::read_all`](super::CsvEvent::read_all)
+    /// reads it back.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let path = std::env::temp_dir().join("claystone-log.csv");
+    /// let log = Device::Cpu.log_allocations(std::fs::File::create(&path).expect("a file"))?;
+    /// let x = Tensor::ones(&[100], Device::Cpu)?;
+    /// log.finish()?;
+    /// assert!(std::fs::read_to_string(path).expect("it is there").contains(",allocate,0x"));
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] where the device is not there, [`Error::Invalid`] where the writer fails.
+    pub fn log_allocations(&self, writer: impl Write + Send + 'static) -> Result<AllocationLog> {
+        let logging = Arc::new(LoggingAllocator::new(registry::allocator(*self)?, writer)?);
+        registry::set_allocator(*self, Arc::clone(&logging) as Arc<dyn Allocator>)?;
+        Ok(AllocationLog(logging))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use super::super::{Config, CsvEvent, Sim, SimOptions, build_allocator};
+    use super::*;
+
+    #[derive(Clone, Default)]
+    struct Shared(Arc<Mutex<Vec<u8>>>);
+
+    impl Write for Shared {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            self.0.lock().unwrap().write(bytes)
+        }
+
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn every_allocation_free_and_failure_is_a_line() {
+        let sim = Sim::new(SimOptions { capacity: 1 << 20, ..SimOptions::default() });
+        let text = Shared::default();
+        let inner = build_allocator(Arc::new(sim), Config::default()).unwrap();
+        let logging = LoggingAllocator::new(inner, text.clone()).unwrap();
+        let blocks: Vec<Block> = (1..=20).map(|n| logging.allocate(n * 100, StreamId(n as u32 % 2)).unwrap()).collect();
+        assert!(logging.allocate(2 << 20, StreamId::DEFAULT).is_err());
+        blocks.into_iter().rev().for_each(|block| logging.deallocate(block));
+        logging.finish().unwrap();
+        logging.deallocate(logging.allocate(1, StreamId::DEFAULT).unwrap()); // nobody hears of it
+
+        let events = CsvEvent::read_all(text.0.lock().unwrap().as_slice()).unwrap();
+        let mut live = HashMap::new();
+        let (mut sizes, mut failures) = (Vec::new(), 0);
+        for event in &events {
+            match event.action {
+                CsvAction::Allocate => {
+                    sizes.push((event.bytes, event.stream));
+                    assert_eq!(live.insert(event.addr, (event.bytes, event.stream)), None, "two blocks by one name");
+                }
+                CsvAction::Free => assert_eq!(live.remove(&event.addr), Some((event.bytes, event.stream))),
+                CsvAction::AllocateFailure => failures += 1,
+            }
+        }
+        assert_eq!(sizes, (1..=20).map(|n| (n * 100, n % 2)).collect::<Vec<_>>());
+        assert_eq!((live.len(), failures, events.len()), (0, 1, 41));
+        assert_eq!(logging.stats().allocation.current, 0);
+    }
+
+    #[test]
+    fn a_writer_that_fails_stops_the_log_and_nothing_else() {
+        struct Full;
+        impl Write for Full {
+            fn write(&mut self, _: &[u8]) -> std::io::Result<usize> {
+                Err(std::io::ErrorKind::StorageFull.into())
+            }
+
+            fn flush(&mut self) -> std::io::Result<()> {
+                Ok(())
+            }
+        }
+        let inner = build_allocator(Arc::new(Sim::new(SimOptions::default())), Config::default()).unwrap();
+        let logging = LoggingAllocator::new(inner, Full).unwrap();
+        for _ in 0..1000 {
+            logging.deallocate(logging.allocate(512, StreamId::DEFAULT).unwrap());
+        }
+        assert!(logging.finish().unwrap_err().to_string().contains("cannot be written"));
+        assert!(logging.finish().is_ok(), "told once");
+    }
+}
