@@ -163,9 +163,11 @@ impl CachingAllocator {
             };
             // Upwards from the start: nothing is overwritten before it has moved.
             let copied = self.copy_all(&plan, &target);
-            if copied.is_err() {
+            if let Err(error) = copied {
+                // Some bytes may have been overwritten by others already: nothing there can be relied on.
                 self.lock().abandon(plan);
-                return copied.map(|()| false);
+                self.driver.give_up(&format!("a move within a segment failed: {error}"));
+                return Err(error);
             }
             let bytes = target.bytes();
             let gone = self.lock().settle_moves(plan, &target, bytes);

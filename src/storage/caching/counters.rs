@@ -165,11 +165,6 @@ impl Counters {
         });
     }
 
-    /// A segment that grows in place became larger or smaller.
-    pub(super) fn segment_resized(&mut self, kind: Kind, by: i64) {
-        self.each(kind, |s, _| s.reserved_bytes.change(by));
-    }
-
     pub(super) fn reset_peak(&mut self) {
         self.stats.reset_peak();
         let [small, large] = &mut self.kinds;

@@ -385,37 +385,6 @@ impl Heap {
         self.stats.split_changed(self.arenas[arena as usize].kind, split);
     }
 
-    /// Lengthens a segment that grows in place by `bytes`, which join its last block if that is free. Gives the block.
-    pub(super) fn extend(&mut self, segment: u32, bytes: usize) -> u32 {
-        let held = self.segments[segment as usize].as_mut().expect("an extended segment is held");
-        let (kind, first, offset) = (held.kind, held.first, held.size);
-        held.size += bytes;
-        let (pool, stream) = (held.pool, held.stream);
-        self.history.record(TraceAction::SegmentMap, held.address + offset as u64, bytes as u64, stream.0);
-        let arena = self.arena(pool, stream, kind);
-        let mut last = first;
-        while self.table[last as usize].next != NONE {
-            last = self.table[last as usize].next;
-        }
-        self.stats.segment_resized(kind, bytes as i64);
-        let mut split = Split::default();
-        let id =
-            self.insert(Entry { segment, arena, offset, size: bytes, usage: Use::Free, prev: last, ..Entry::VACANT });
-        // Until now the last block may have been the whole segment: it changes bins.
-        let was_free = self.table[last as usize].usage == Use::Free;
-        if was_free {
-            self.take_free(last, &mut split);
-        }
-        self.table[last as usize].next = id;
-        if was_free {
-            self.put_free(last, &mut split);
-        }
-        let merged = self.merge(id, &mut split);
-        self.put_free(merged, &mut split);
-        self.stats.split_changed(kind, split);
-        merged
-    }
-
     /// Some free block of an arena.
     pub(super) fn any_free(&self, arena: u32) -> Option<u32> {
         let arena = &self.arenas[arena as usize];

@@ -116,7 +116,7 @@ impl CachingAllocator {
     pub(super) fn ask_for_memory(&self) -> bool {
         let callbacks = self.hooks.free_memory.all();
         !callbacks.is_empty()
-            && outermost(|| callbacks.iter().fold(false, |freed, free| free() || freed)).unwrap_or(false)
+            && outermost(|| callbacks.iter().filter(|free| free()).count() > 0).unwrap_or(false)
     }
 
     pub(super) fn tell_observers(&self, requested: usize) {

@@ -232,7 +232,7 @@ impl MemPool {
         allocator.wait_for_users(give_back)?;
         allocator.settle_events(true)?;
         let mut core = allocator.lock_folded();
-        let missing = core.to_restore(allocator.number, checkpoint, give_back)?;
+        let missing = core.missing_of(allocator.number, checkpoint, give_back)?;
         for block in give_back.drain(..) {
             core.pending.forget(block.id);
             core.heap.give_back(block.id, block.requested());
@@ -296,7 +296,7 @@ impl Core {
 
     /// The places of a checkpoint that will not be live once these blocks are given back, with the number of their held
     /// segment; an error if they could not be had then.
-    fn to_restore(&mut self, owner: u32, checkpoint: &PoolCheckpoint, blocks: &[Block]) -> Result<Vec<(u32, Place)>> {
+    fn missing_of(&mut self, owner: u32, checkpoint: &PoolCheckpoint, blocks: &[Block]) -> Result<Vec<(u32, Place)>> {
         let fail = |reason: String| Err(Error::invalid("MemPool::restore", reason));
         let pool = checkpoint.pool;
         if let Some(block) = blocks.iter().find(|b| b.owner != owner || self.heap.held(b.id).pool != pool) {

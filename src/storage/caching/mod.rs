@@ -157,6 +157,10 @@ impl CachingAllocator {
     /// [`Error::Invalid`] where the configuration contradicts itself.
     pub fn new(driver: Arc<dyn Driver>, config: Config) -> Result<CachingAllocator> {
         config.check()?;
+        if config.expandable_segments {
+            let reason = "this version has no segments that grow in place: leave it False, and compaction on";
+            return Err(Error::invalid("expandable_segments", reason));
+        }
         let alignment = driver.alignment();
         let fraction = part_of(driver.capacity(), config.per_process_memory_fraction);
         let caches = ThreadCaches::new(config.thread_cache, alignment);

@@ -23,8 +23,8 @@ impl fmt::Display for Human {
         let bytes = self.0 as f64;
         match self.0 {
             0..=1024 => write!(f, "{} bytes", self.0),
-            0..=0x10_0000 => write!(f, "{:.2} KiB", bytes / 1024.0),
-            0..=0x4000_0000 => write!(f, "{:.2} MiB", bytes / f64::from(1 << 20)),
+            1025..=0x10_0000 => write!(f, "{:.2} KiB", bytes / 1024.0),
+            0x10_0001..=0x4000_0000 => write!(f, "{:.2} MiB", bytes / f64::from(1 << 20)),
             _ => write!(f, "{:.2} GiB", bytes / f64::from(1 << 30)),
         }
     }
@@ -42,7 +42,6 @@ struct Report {
     pools: Vec<(u32, MemPoolStats, bool)>,
     ran_out: Option<&'static str>,
     /// Whether these are possible and off.
-    could_expand: bool,
     could_compact: bool,
     could_keep_whole: bool,
 }
@@ -66,18 +65,15 @@ impl CachingAllocator {
                 stats: core.heap.stats.stats(),
                 pools,
                 ran_out: failure.as_ref().and_then(Failure::ran_out),
-                could_expand: !config.expandable_segments,
                 could_compact: !config.compaction,
                 could_keep_whole: config.max_split_size == usize::MAX,
             }
         };
-        // Asked only now: whether a device can reserve is found by trying.
-        let could_expand = report.could_expand && self.driver.reserve(request.size).is_some();
         self.tell_observers(request.bytes);
         if matches!(failure, Some(Failure::TooBig)) {
             return self.too_large(request.bytes);
         }
-        let detail = Report { could_expand, ..report }.to_string();
+        let detail = report.to_string();
         Error::OutOfMemory { device: self.driver.device(), requested: request.bytes, detail }
     }
 
@@ -156,9 +152,6 @@ impl Report {
         let mut cures = Vec::new();
         if self.could_compact {
             cures.push("compaction:True");
-        }
-        if self.could_expand {
-            cures.push("expandable_segments:True");
         }
         if self.could_keep_whole && self.stats.inactive_split_bytes.current >= self.size {
             cures.push("a max_split_size_mb");

@@ -125,7 +125,7 @@ pub(super) const KEYS: &[ConfigKey] = &[
     ConfigKey {
         name: "expandable_segments",
         allowed: BOOL,
-        doc: "the CPU device's segments are one reservation that grows page by page",
+        doc: "segments that grow in place; this version has none and refuses True",
         parse: |c, v| put(&mut c.expandable_segments, boolean(v)),
         print: |c| show_bool(c.expandable_segments),
     },

@@ -9,7 +9,7 @@ mod sequences;
 
 use super::heap::{NONE, Use};
 use super::*;
-use crate::storage::{Call, Driver as _, Failure, Sim, SimOptions};
+use crate::storage::{Call, Failure, Sim, SimOptions};
 
 const MIB: usize = 1 << 20;
 
