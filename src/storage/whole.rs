@@ -259,12 +259,13 @@ mod tests {
             }
             assert!(allocator.allocate(60 << 20, StreamId::DEFAULT).is_ok_and(|b| b.size() == 60 << 20), "{backend}");
             assert!(allocator.allocate(60 << 20, StreamId::DEFAULT).is_err());
+            let snapshot = allocator.snapshot();
+            let trace = snapshot.device_traces.last().unwrap();
+            assert_eq!(trace.iter().filter(|e| e.action == TraceAction::Oom).count(), 1, "{backend}");
             live.into_iter().for_each(|block| allocator.deallocate(block));
             allocator.empty_cache().unwrap();
             let snapshot = allocator.snapshot();
             snapshot.check().unwrap();
-            let trace = snapshot.device_traces.last().unwrap();
-            assert_eq!(trace.iter().filter(|e| e.action == TraceAction::Oom).count(), 1, "{backend}");
             let blocks: Vec<_> = snapshot.segments.iter().flat_map(|g| &g.blocks).collect();
             assert!(matches!(blocks[..], [b] if b.state == BlockState::ActiveAllocated), "{backend}: {blocks:?}");
         }
