@@ -124,7 +124,7 @@ pub struct DeviceStats {
     pub large_pool: PoolStats,
     /// Times the driver ran out and the allocator gave back what it had cached and tried again.
     pub num_alloc_retries: u64,
-    /// Times that did not help: [`Error::OutOfMemory`] was returned.
+    /// Times that did not help: [`Error::OutOfMemory`](crate::Error::OutOfMemory) was returned.
     pub num_ooms: u64,
     /// Times the allocator waited for all streams because memory ran out.
     pub num_sync_all_streams: u64,
@@ -300,7 +300,7 @@ impl Device {
     /// What the allocator of this device holds and has done (`torch.cuda.memory_stats`).
     ///
     /// # Errors
-    /// [`Error::NoDevice`] where the device is not there; likewise below.
+    /// [`Error::NoDevice`](crate::Error::NoDevice) where the device is not there; likewise below.
     pub fn memory_stats(&self) -> Result<DeviceStats> {
         Ok(registry::of(*self)?.stats())
     }
@@ -349,7 +349,7 @@ impl Device {
     /// ```
     ///
     /// # Errors
-    /// [`Error::NoDevice`] where the device is not there.
+    /// [`Error::NoDevice`](crate::Error::NoDevice) where the device is not there.
     pub fn memory_snapshot(&self) -> Result<Snapshot> {
         Ok(registry::of(*self)?.snapshot())
     }
@@ -358,7 +358,7 @@ impl Device {
     /// forgets what was recorded: take the snapshot first. While it is on, an allocation takes a little longer.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where there is no memory for as many entries, or the allocator cannot record.
+    /// [`Error::Invalid`](crate::Error::Invalid) where there is no memory for as many entries, or the allocator cannot record.
     pub fn record_memory_history(&self, options: HistoryOptions) -> Result<()> {
         registry::of(*self)?.record_memory_history(options)
     }
@@ -388,7 +388,7 @@ impl Device {
     /// (`torch.cuda.set_per_process_memory_fraction`). What it holds already it keeps.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a fraction outside 0 to 1.
+    /// [`Error::Invalid`](crate::Error::Invalid) for a fraction outside 0 to 1.
     pub fn set_memory_fraction(&self, fraction: f64) -> Result<()> {
         registry::of(*self)?.set_memory_fraction(fraction)
     }
@@ -397,7 +397,7 @@ impl Device {
     /// memory goes back with the next allocation.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where the device's allocator cannot limit itself.
+    /// [`Error::Invalid`](crate::Error::Invalid) where the device's allocator cannot limit itself.
     pub fn set_memory_limit(&self, bytes: u64) -> Result<()> {
         registry::of(*self)?.set_memory_limit(bytes)
     }

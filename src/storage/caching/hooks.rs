@@ -115,8 +115,7 @@ impl CachingAllocator {
     /// Calls every free-memory callback; says whether any freed something.
     pub(super) fn ask_for_memory(&self) -> bool {
         let callbacks = self.hooks.free_memory.all();
-        !callbacks.is_empty()
-            && outermost(|| callbacks.iter().filter(|free| free()).count() > 0).unwrap_or(false)
+        !callbacks.is_empty() && outermost(|| callbacks.iter().filter(|free| free()).count() > 0).unwrap_or(false)
     }
 
     pub(super) fn tell_observers(&self, requested: usize) {
