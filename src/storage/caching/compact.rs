@@ -165,8 +165,9 @@ impl CachingAllocator {
             let copied = self.copy_all(&plan, &target);
             if let Err(error) = copied {
                 // Some bytes may have been overwritten by others already: nothing there can be relied on.
-                self.lock().abandon(plan);
+                // The device is lost before the blocks are unlocked: nobody reads them in between.
                 self.driver.give_up(&format!("a move within a segment failed: {error}"));
+                self.lock().abandon(plan);
                 return Err(error);
             }
             let bytes = target.bytes();
@@ -269,11 +270,11 @@ impl CachingAllocator {
         core.making -= bytes as u64;
         let Some(target) = written else {
             let blocks = plan.moves.len();
-            let gone = core.settle_moves(plan, &nowhere, bytes);
             drop(core);
-            drop(gone);
             let cause = format!("{blocks} blocks were moved, and the memory for them was taken by another process");
-            self.driver.give_up(&cause);
+            self.driver.give_up(&cause); // before the blocks are unlocked
+            let gone = self.lock().settle_moves(plan, &nowhere, bytes);
+            drop(gone);
             return Err(Error::DeviceLost { device: self.driver.device(), cause });
         };
         let gone = core.settle_moves(plan, &target, bytes);
@@ -350,7 +351,8 @@ impl Core {
     }
 
     /// Plans to move the blocks of segments together, in order; nobody can allocate there until the plan is settled or
-    /// abandoned, and what is given back becomes free only then. Blocks that must stay do; with `around` others move as far down as those let them.
+    /// abandoned, and what is given back becomes free only then. Blocks that must stay do; with `around` others move as
+    /// far down as those let them.
     fn plan<'a>(&mut self, segments: Vec<u32>, around: bool, stream: StreamId) -> Option<Plan<'a>> {
         let is_pending = |id: u32| self.heap.table[id as usize].usage == Use::Pending;
         if segments.iter().any(|&segment| self.heap.blocks_of(segment).any(is_pending)) {

@@ -143,7 +143,7 @@ pub trait Driver: Send + Sync + fmt::Debug {
     /// Makes what is submitted to `stream` from now on wait, on the device, for the marker.
     fn stream_waits(&self, stream: StreamId, marker: &Marker) -> Result<()>;
 
-    /// Copies bytes in the order of `stream`. Within one memory the ranges may overlap.
+    /// Copies bytes in the order of `stream`. The ranges must not overlap.
     fn copy(&self, stream: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()>;
     /// Reads bytes to the host, after all work of the default stream. Waits.
     fn read(&self, from: At<'_>, to: &mut [u8]) -> Result<()>;
