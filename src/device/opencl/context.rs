@@ -10,6 +10,7 @@ use opencl3::types::{cl_context, cl_device_id};
 use super::discovery::Found;
 use super::driver::{ClBuffer, call, create};
 use super::errors::{ClError, Class};
+use super::exit;
 use super::fault::{Slot, Slots, Words};
 use super::program::Programs;
 use super::queues::{Queues, SERVICE};
@@ -71,6 +72,7 @@ impl ClDevice {
             lost: OnceLock::new(),
         };
         opened.write_words(opened.faults.shared(), &[0; 4])?;
+        exit::register();
         tracing::debug!(%device, name = opened.info().name, "opened");
         Ok(opened)
     }
@@ -138,8 +140,13 @@ impl ClDevice {
 
     /// Makes the device lost: what its memory holds can no longer be relied on.
     pub(crate) fn give_up(&self, cause: &str) {
-        self.lost.get_or_init(|| cause.to_owned());
+        self.end(cause);
         tracing::error!(device = %self.device, cause, "device given up");
+    }
+
+    /// [`give_up`](Self::give_up) without a word.
+    pub(super) fn end(&self, cause: &str) {
+        self.lost.get_or_init(|| cause.to_owned());
     }
 
     /// An error for the caller, with the code's name and what the driver had to say.

@@ -12,9 +12,11 @@ use opencl3::event::{CL_COMPLETE, CL_EVENT_COMMAND_EXECUTION_STATUS};
 use opencl3::types::{cl_event, cl_kernel, cl_mem, cl_program};
 
 use super::errors::ClError;
+use super::exit;
 
-/// The loaded library, or -2000 when there is none.
+/// The loaded library, or -2000 when there is none; an error once the process ends.
 pub(super) fn runtime() -> Result<&'static OpenClRuntime, ClError> {
+    exit::check()?;
     cl3::load_library().as_ref().map_err(|_| ClError::new("dlopen", -2000))
 }
 

@@ -4,13 +4,14 @@
 //! life of the process. Work is submitted under the device's one lock and waited for outside it, so a thread that waits
 //! never stops another from submitting: see [`queues`]. [`program`] builds kernels and keeps them on disk, [`launch`]
 //! runs them, [`transfer`] moves bytes, through [`pinned`] memory where it is to be fast. [`driver`] is the only file
-//! that owns raw handles.
+//! that owns raw handles; [`exit`] stops everything before the process ends.
 
 mod background;
 mod context;
 mod discovery;
 mod driver;
 mod errors;
+mod exit;
 mod fault;
 mod launch;
 mod pinned;

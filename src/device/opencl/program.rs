@@ -19,6 +19,7 @@ use sha2::{Digest, Sha256};
 use super::ClDevice;
 use super::driver::{ClKernel, Program, call, create};
 use super::errors::ClError;
+use super::exit;
 use crate::device::DeviceKind;
 use crate::{Error, Result};
 
@@ -56,6 +57,7 @@ impl ClDevice {
         self.check_lost()?;
         let options = self.build_options();
         let key = self.key(source, &options);
+        let _under_way = exit::building();
         let slot = Arc::clone(lock(&self.programs.built).entry(key).or_default());
         let program = {
             let mut slot = lock(&slot);
@@ -64,6 +66,7 @@ impl ClDevice {
                 None => {
                     let file = dir.map(|d| d.join(format!("{}.clbin", hex(&key))));
                     let program = Arc::new(self.obtain(name, source, &options, file.as_deref())?);
+                    exit::built();
                     Arc::clone(slot.insert(program))
                 }
             }

@@ -13,6 +13,7 @@ use opencl3::types::{cl_command_queue, cl_context, cl_device_id, cl_event};
 use super::ClDevice;
 use super::driver::{ClEvent, call, create};
 use super::errors::ClError;
+use super::exit;
 use crate::Result;
 use crate::device::stream::{self, Ids, MAX_STREAMS, StreamId};
 
@@ -194,6 +195,7 @@ impl ClDevice {
         let event = (!raw.is_null()).then(|| ClEvent(raw));
         let waited = event.map_or(Ok(()), |e| e.wait());
         submitted.and(waited).map_err(|e| self.settle(e))?;
+        exit::waited();
         self.queues.finished(stream, count);
         Ok(())
     }
@@ -214,7 +216,9 @@ impl ClDevice {
     /// A failed command, or a lost device.
     pub(crate) fn wait(&self, event: &ClEvent) -> Result<()> {
         self.check_lost()?;
-        event.wait().map_err(|e| self.error(self.settle(e)))
+        event.wait().map_err(|e| self.error(self.settle(e)))?;
+        exit::waited();
+        Ok(())
     }
 
     /// Whether the event is done.
@@ -254,6 +258,18 @@ impl ClDevice {
     /// What the driver refuses, or a lost device.
     pub(crate) fn drain(&self) -> Result<()> {
         self.mark_busy(None).and_then(|marks| self.reach(marks))
+    }
+
+    /// Waits for everything, and makes the device lost: the process ends. What it returns keeps others from submitting.
+    pub(super) fn finish_for_good(&self) -> impl Sized + use<'_> {
+        let queues = self.queues.lock();
+        if !self.is_lost() {
+            let all: Vec<_> = queues.iter().map(|queue| queue.raw).collect();
+            all.iter().for_each(|&queue| _ = call!(clFlush(queue)));
+            all.iter().for_each(|&queue| _ = call!(clFinish(queue)));
+            self.end("the process ends");
+        }
+        queues
     }
 
     /// A marker on every stream that may be busy, but for one.
