@@ -7,7 +7,10 @@ use std::process::{Command, Output};
 use std::sync::{Arc, Mutex};
 
 use claystone::device::StreamId;
-use claystone::storage::{self, Allocator, Block, Config, DeviceStats};
+use claystone::storage::{
+    self, Allocator, Block, Config, DeviceStats, LoggingAllocator, MemPool, MemPoolOptions, OutOfMemoryEvent,
+    use_mem_pool,
+};
 use claystone::{DType, Device, Error, Result, Tensor};
 
 /// Runs a test of this file in a new process with these variables.
@@ -150,6 +153,10 @@ struct Logging {
 impl Allocator for Logging {
     fn device(&self) -> Device {
         self.inner.device()
+    }
+
+    fn inner(&self) -> Option<&Arc<dyn Allocator>> {
+        Some(&self.inner)
     }
 
     fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block> {
@@ -305,5 +312,61 @@ fn guards_find_writes_beyond_a_block() {
     for backend in ["direct", "pool", "caching"] {
         let conf = format!("guard_bytes:True,backend:{backend}");
         passes_alone("guards_are_whole", &[("CLAYSTONE_ALLOC_CONF", &conf)]);
+    }
+}
+
+/// In a child: what only the caching allocator has is reached by device, through whatever is wrapped around it.
+#[test]
+fn callbacks_observers_and_pools_are_had_by_device() {
+    if !is_child() {
+        passes_alone("callbacks_observers_and_pools_are_had_by_device", &[]);
+        return;
+    }
+    const MIB: usize = 1 << 20;
+    let plain = |conf: &str| {
+        let driver = storage::driver(Device::Cpu).unwrap();
+        storage::build_allocator(driver, conf.parse().unwrap()).unwrap()
+    };
+    let zeros = |bytes: usize| Tensor::zeros(&[bytes], (DType::U8, Device::Cpu));
+    let wrapped: [fn(Arc<dyn Allocator>) -> Arc<dyn Allocator>; 3] = [
+        |inner| inner,
+        |inner| Arc::new(Logging { inner, log: Arc::default() }),
+        |inner| Arc::new(LoggingAllocator::new(inner, std::io::sink()).unwrap()),
+    ];
+    for (wrap, conf) in wrapped.into_iter().zip(["", "", "guard_bytes:True"]) {
+        let allocator = plain(conf);
+        allocator.set_memory_limit(16 * MIB as u64).unwrap();
+        storage::set_allocator(Device::Cpu, wrap(allocator)).unwrap();
+
+        let pool = MemPool::of_device(Device::Cpu, MemPoolOptions::default()).unwrap();
+        let inside = use_mem_pool(&pool, || zeros(100)).unwrap();
+        assert_eq!(pool.stats().allocations, 1);
+        drop((inside, pool));
+
+        let spare = Arc::new(Mutex::new(Some(zeros(10 * MIB).unwrap())));
+        let seen = Arc::new(Mutex::new(Vec::new()));
+        let free = {
+            let spare = Arc::clone(&spare);
+            move || spare.lock().unwrap().take().is_some()
+        };
+        let observe = {
+            let seen = Arc::clone(&seen);
+            move |event: &OutOfMemoryEvent| seen.lock().unwrap().push((event.device, event.allowed))
+        };
+        let kept = Device::Cpu.add_free_memory_callback(Box::new(free)).unwrap();
+        let watching = Device::Cpu.add_oom_observer(Box::new(observe)).unwrap();
+        let x = zeros(12 * MIB).unwrap();
+        assert!(spare.lock().unwrap().is_none() && seen.lock().unwrap().is_empty());
+        assert!(matches!(zeros(12 * MIB), Err(Error::OutOfMemory { .. })));
+        assert_eq!(*seen.lock().unwrap(), [(Device::Cpu, 16 * MIB as u64)]);
+        drop((kept, watching));
+        assert!(zeros(12 * MIB).is_err() && seen.lock().unwrap().len() == 1, "removed");
+        drop(x);
+    }
+    for conf in ["backend:direct", "backend:pool"] {
+        storage::set_allocator(Device::Cpu, plain(conf)).unwrap();
+        assert!(matches!(Device::Cpu.add_free_memory_callback(Box::new(|| false)), Err(Error::Invalid { .. })));
+        assert!(matches!(Device::Cpu.add_oom_observer(Box::new(|_| {})), Err(Error::Invalid { .. })));
+        assert!(MemPool::of_device(Device::Cpu, MemPoolOptions::default()).is_err());
     }
 }

@@ -6,6 +6,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
 
+use super::caching::{FreeMemory, OomObserver, Registration};
 use super::driver::Memory;
 use super::history::{HistoryOptions, Snapshot};
 use super::registry;
@@ -340,6 +341,11 @@ pub trait Allocator: Any + Send + Sync + fmt::Debug {
         512
     }
 
+    /// The allocator that it passes requests on to, if it wraps one.
+    fn inner(&self) -> Option<&Arc<dyn Allocator>> {
+        None
+    }
+
     /// A block of at least `bytes > 0` bytes with unspecified contents, to be used by work on `stream`.
     ///
     /// # Errors
@@ -384,6 +390,32 @@ pub trait Allocator: Any + Send + Sync + fmt::Debug {
         }
         let capacity = registry::driver(self.device())?.capacity();
         self.set_memory_limit((capacity as f64 * fraction) as u64)
+    }
+
+    /// Has `free` called when there is no room for an allocation: it may drop what it can spare, and says whether it did
+    /// (PyTorch's `FreeMemoryCallback`). The allocator looks for memory again after that. See
+    /// [`CachingAllocator::add_free_memory_callback`](super::CachingAllocator::add_free_memory_callback).
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where neither the allocator nor one inside it calls anybody.
+    fn add_free_memory_callback(&self, free: Box<FreeMemory>) -> Result<Registration> {
+        match self.inner() {
+            Some(inner) => inner.add_free_memory_callback(free),
+            None => Err(Error::invalid("add_free_memory_callback", format!("{self:?} asks nobody for memory"))),
+        }
+    }
+
+    /// Has `observe` called when an allocation fails for want of memory, before the error is returned (PyTorch's
+    /// `attachOutOfMemoryObserver`). See
+    /// [`CachingAllocator::add_oom_observer`](super::CachingAllocator::add_oom_observer).
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where neither the allocator nor one inside it tells anybody.
+    fn add_oom_observer(&self, observe: Box<OomObserver>) -> Result<Registration> {
+        match self.inner() {
+            Some(inner) => inner.add_oom_observer(observe),
+            None => Err(Error::invalid("add_oom_observer", format!("{self:?} tells nobody that memory ran out"))),
+        }
     }
 
     /// How many blocks were found to have been written around, by a debugging allocator that looks

@@ -134,6 +134,10 @@ impl Allocator for GuardAllocator {
         self.inner.alignment()
     }
 
+    fn inner(&self) -> Option<&Arc<dyn Allocator>> {
+        Some(&self.inner)
+    }
+
     fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block> {
         if let Some(error) = self.lock().unsaid.take() {
             return Err(error);

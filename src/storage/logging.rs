@@ -43,11 +43,6 @@ impl LoggingAllocator {
         Ok(LoggingAllocator { inner, state: Mutex::new(state) })
     }
 
-    /// The allocator that it passes everything on to.
-    pub fn inner(&self) -> &Arc<dyn Allocator> {
-        &self.inner
-    }
-
     /// Ends the log: what is buffered is written, the writer dropped, and what happens from now on not logged.
     ///
     /// # Errors

@@ -38,8 +38,8 @@ use std::sync::{Arc, RwLock};
 pub(crate) use access::{ClPlace, with_host};
 pub use allocator::{Allocator, Block, Place, Segment};
 pub use caching::{
-    CachingAllocator, MemPool, MemPoolOptions, MemPoolStats, OutOfMemoryEvent, PoolCheckpoint, Registration,
-    use_mem_pool,
+    CachingAllocator, FreeMemory, MemPool, MemPoolOptions, MemPoolStats, OomObserver, OutOfMemoryEvent, PoolCheckpoint,
+    Registration, use_mem_pool,
 };
 pub use config::{Backend, Config, ConfigKey, SegmentSizes};
 pub use direct::DirectAllocator;

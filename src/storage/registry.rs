@@ -106,11 +106,17 @@ pub fn allocator(device: Device) -> Result<Arc<dyn Allocator>> {
     of(device).map(Arc::clone)
 }
 
-/// The allocator of a device, if it is a caching one; `op` asks for it.
+/// The caching allocator of a device, which others may be wrapped around; `op` asks for it.
 pub(super) fn caching(device: Device, op: &'static str) -> Result<Arc<CachingAllocator>> {
-    let allocator: Arc<dyn Any + Send + Sync> = allocator(device)?;
-    let other = |_| Error::invalid(op, format!("the allocator of {device} is not a caching one"));
-    allocator.downcast::<CachingAllocator>().map_err(other)
+    let mut allocator = of(device)?;
+    loop {
+        // Wrappers are looked into.
+        if let Ok(caching) = (Arc::clone(allocator) as Arc<dyn Any + Send + Sync>).downcast() {
+            return Ok(caching);
+        }
+        let other = || Error::invalid(op, format!("the allocator of {device} is not a caching one"));
+        allocator = allocator.inner().ok_or_else(other)?;
+    }
 }
 
 /// Makes `allocator` the one that hands out `device`'s memory from now on. What earlier ones handed out goes back to them.

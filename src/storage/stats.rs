@@ -3,7 +3,7 @@
 use std::fmt;
 use std::ops::Deref;
 
-use super::caching::Kind;
+use super::caching::{FreeMemory, Kind, OomObserver, Registration};
 use super::history::{HistoryOptions, Snapshot};
 use super::registry;
 use crate::{Device, Result};
@@ -382,6 +382,55 @@ impl Device {
     /// What the driver reports while copying.
     pub fn compact(&self) -> Result<u64> {
         registry::of(*self)?.compact(u64::MAX)
+    }
+
+    /// Has `free` called when the device, or the limit, has no room for an allocation, until what it returns is dropped: it
+    /// may drop what it can spare, and says whether it did (PyTorch's `FreeMemoryCallback`). Then the allocation is tried
+    /// again.
+    ///
+    /// It is called by the thread that allocates, with no lock of the allocator held, and may allocate itself.
+    ///
+    /// ```
+    /// use std::sync::Mutex;
+    /// use claystone::{Device, Tensor};
+    /// static SPARE: Mutex<Option<Tensor>> = Mutex::new(None);
+    /// let device = Device::Cpu;
+    /// device.set_memory_limit(8 << 20)?;
+    /// *SPARE.lock().unwrap() = Some(Tensor::zeros(&[5 << 20], (claystone::DType::U8, device))?);
+    /// let _kept = device.add_free_memory_callback(Box::new(|| SPARE.lock().unwrap().take().is_some()))?;
+    /// let x = Tensor::zeros(&[6 << 20], (claystone::DType::U8, device))?; // in place of the spare one
+    /// assert!(SPARE.lock().unwrap().is_none());
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) where the device's allocator calls nobody: those that are not caching.
+    pub fn add_free_memory_callback(&self, free: Box<FreeMemory>) -> Result<Registration> {
+        registry::of(*self)?.add_free_memory_callback(free)
+    }
+
+    /// Has `observe` called when an allocation fails for want of memory, before the error is returned, until what it
+    /// returns is dropped (PyTorch's `attachOutOfMemoryObserver`).
+    ///
+    /// It is called by the thread that allocates, with no lock of the allocator held: it may ask for statistics, take a
+    /// snapshot, or allocate.
+    ///
+    /// ```
+    /// use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+    /// use claystone::{Device, Tensor};
+    /// static MISSING: AtomicUsize = AtomicUsize::new(0);
+    /// let device = Device::Cpu;
+    /// device.set_memory_limit(1 << 20)?;
+    /// let _kept = device.add_oom_observer(Box::new(|event| MISSING.store(event.requested, Relaxed)))?;
+    /// assert!(Tensor::zeros(&[1 << 20], device).is_err());
+    /// assert_eq!(MISSING.load(Relaxed), 4 << 20);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) where the device's allocator tells nobody: those that are not caching.
+    pub fn add_oom_observer(&self, observe: Box<OomObserver>) -> Result<Registration> {
+        registry::of(*self)?.add_oom_observer(observe)
     }
 
     /// Lets the allocator hold at most this part, 0 to 1, of the device's memory

@@ -7,8 +7,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::CachingAllocator;
 use crate::Device;
 
-type FreeMemory = dyn Fn() -> bool + Send + Sync;
-type Observer = dyn Fn(&OutOfMemoryEvent) + Send + Sync;
+/// What may free memory, and says whether it did.
+pub type FreeMemory = dyn Fn() -> bool + Send + Sync;
+/// What is told that memory ran out.
+pub type OomObserver = dyn Fn(&OutOfMemoryEvent) + Send + Sync;
 
 /// An allocation that failed for want of memory, as observers see it: just before the error is returned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -74,7 +76,7 @@ impl<F: ?Sized + Send + Sync + 'static> List<F> {
 #[derive(Default)]
 pub(super) struct Hooks {
     free_memory: List<FreeMemory>,
-    observers: List<Observer>,
+    observers: List<OomObserver>,
 }
 
 thread_local!(static INSIDE: Cell<bool> = const { Cell::new(false) });
@@ -99,7 +101,7 @@ impl CachingAllocator {
     /// and says whether it did (PyTorch's `FreeMemoryCallback`). The allocator looks for memory again after that.
     ///
     /// It is called by the thread that allocates, with no lock of the allocator held, and may allocate itself.
-    pub fn add_free_memory_callback(&self, free: Box<dyn Fn() -> bool + Send + Sync>) -> Registration {
+    pub fn add_free_memory_callback(&self, free: Box<FreeMemory>) -> Registration {
         self.hooks.free_memory.add(Arc::from(free))
     }
 
@@ -108,7 +110,7 @@ impl CachingAllocator {
     ///
     /// It is called by the thread that allocates, with no lock of the allocator held: it may ask for statistics, take a
     /// snapshot, or allocate.
-    pub fn add_oom_observer(&self, observe: Box<dyn Fn(&OutOfMemoryEvent) + Send + Sync>) -> Registration {
+    pub fn add_oom_observer(&self, observe: Box<OomObserver>) -> Registration {
         self.hooks.observers.add(Arc::from(observe))
     }
 

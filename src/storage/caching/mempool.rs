@@ -164,7 +164,7 @@ impl MemPool {
         MemPool(Arc::new(Handle { allocator: Arc::clone(allocator), id }))
     }
 
-    /// A new pool of a device's allocator.
+    /// A new pool of a device's allocator, or of the one inside, where it is wrapped.
     ///
     /// # Errors
     /// [`Error::NoDevice`] where the device is not there, [`Error::Invalid`] where its allocator is not a caching one.

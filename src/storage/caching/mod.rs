@@ -46,7 +46,7 @@ use compact::Then;
 use events::Pending;
 use heap::{Heap, Search};
 use hooks::Hooks;
-pub use hooks::{OutOfMemoryEvent, Registration};
+pub use hooks::{FreeMemory, OomObserver, OutOfMemoryEvent, Registration};
 pub use mempool::{MemPool, MemPoolOptions, MemPoolStats, PoolCheckpoint, use_mem_pool};
 pub(super) use policy::Kind;
 use policy::Rules;
@@ -360,6 +360,14 @@ impl Allocator for CachingAllocator {
         };
         drop(unused); // outside the lock: releasing waits for the device
         Ok(())
+    }
+
+    fn add_free_memory_callback(&self, free: Box<FreeMemory>) -> Result<Registration> {
+        Ok(CachingAllocator::add_free_memory_callback(self, free))
+    }
+
+    fn add_oom_observer(&self, observe: Box<OomObserver>) -> Result<Registration> {
+        Ok(CachingAllocator::add_oom_observer(self, observe))
     }
 
     fn trim(&self, keep: u64) -> Result<u64> {

@@ -18,6 +18,9 @@ macro_rules! forward_to_inner {
         fn alignment(&self) -> usize {
             self.inner.alignment()
         }
+        fn inner(&self) -> Option<&std::sync::Arc<dyn crate::storage::Allocator>> {
+            Some(&self.inner)
+        }
         fn stats(&self) -> crate::storage::DeviceStats {
             self.inner.stats()
         }
