@@ -241,6 +241,21 @@ fn passes_capacity_and_configuration_count() {
 }
 
 #[test]
+fn segments_that_grow_are_one_a_kind_and_hold_whole_pages() {
+    let files = traces();
+    let paths: Vec<&Path> = files.iter().map(PathBuf::as_path).collect();
+    for row in json(&paths, &["--config", "expandable_segments:True"]) {
+        let (peak, reserved) = (number(&row, "peak_requested"), number(&row, "peak_reserved"));
+        assert!(reserved >= peak && number(&row, "segments") <= 2, "{row}");
+        assert!(reserved.is_multiple_of(if peak < 512 { 8 } else { 4096 }), "{row}");
+    }
+    // With compaction they run on a device of little more than the peak.
+    let row = &json(&[&files[7]], &["--config", "expandable_segments:True", "--min-capacity"])[0];
+    let (peak, least) = (number(row, "peak_requested"), number(row, "min_capacity"));
+    assert!(least <= peak + peak / 20, "{row}");
+}
+
+#[test]
 fn the_hosts_memory_is_a_driver() {
     let folder = TempDir::new().unwrap();
     let small = folder.path().join("small.trace");

@@ -89,7 +89,8 @@ pub struct Config {
     pub garbage_collection_threshold: f64,
     /// The part, 0 to 1, of the device's memory that segments may take (PyTorch's `per_process_memory_fraction`).
     pub per_process_memory_fraction: f64,
-    /// Segments that grow in place (PyTorch's `expandable_segments`). This version has none: allocators refuse it.
+    /// Segments grow in place (PyTorch's `expandable_segments`). The caching allocator of a device whose driver cannot
+    /// reserve addresses refuses it, and so does one with a `max_split_size`.
     pub expandable_segments: bool,
     /// A thread of its own asks whether transfers from pinned memory are done (PyTorch's
     /// `pinned_use_background_threads`).

@@ -128,9 +128,9 @@ pub struct DeviceStats {
     pub num_ooms: u64,
     /// Times the allocator waited for all streams because memory ran out.
     pub num_sync_all_streams: u64,
-    /// Segments made by the driver.
+    /// Segments made by the driver, and extensions of those that grow in place.
     pub num_device_alloc: u64,
-    /// Segments given back to the driver.
+    /// Segments given back to the driver, and ends of those that grow in place.
     pub num_device_free: u64,
     /// Blocks from this size on are never split (`max_split_size_mb`), in bytes.
     pub max_split_size: u64,
@@ -253,6 +253,18 @@ impl DeviceStats {
             s.reserved_bytes.decrease(size as u64);
         });
         self.oversize(size, |s| &mut s.oversize_segments, -1);
+    }
+
+    /// A segment grew in place. As in PyTorch that is a call of the driver, and no new segment.
+    pub(super) fn segment_extended(&mut self, kind: Kind, by: usize) {
+        self.num_device_alloc += 1;
+        self.each(kind, |s| s.reserved_bytes.increase(by as u64));
+    }
+
+    /// The end of a segment was given back.
+    pub(super) fn segment_shrunk(&mut self, kind: Kind, by: usize) {
+        self.num_device_free += 1;
+        self.each(kind, |s| s.reserved_bytes.decrease(by as u64));
     }
 
     pub(super) fn reset_peak(&mut self) {

@@ -32,6 +32,8 @@ pub struct Measured {
     pub alignment: usize,
 }
 
+/// Alignments that make a page of the simulated device, for segments that grow in place.
+const PAGE: usize = 8;
 /// How long, and in how many passes at most, the time of a pair is measured.
 const TIMED: Duration = Duration::from_millis(30);
 const TIMED_PASSES: usize = 1000;
@@ -100,7 +102,11 @@ impl<'a> Run<'a> {
         let (mut sim, mut own) = (None, Vec::new());
         let (driver, streams): (Arc<dyn storage::Driver>, _) = match setup.driver {
             Driver::Sim => {
-                let default = SimOptions { alignment: setup.alignment, ..SimOptions::default() };
+                let default = SimOptions {
+                    alignment: setup.alignment,
+                    page: PAGE * setup.alignment, // as the host's, if the alignment is a device's
+                    ..SimOptions::default()
+                };
                 let capacity = setup.capacity.unwrap_or(default.capacity);
                 let device = sim.insert(Sim::new(SimOptions { capacity, ..default }));
                 (Arc::new(device.clone()), (0..trace.streams as u32).map(|index| device.stream(index)).collect())

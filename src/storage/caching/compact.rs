@@ -48,7 +48,7 @@ struct Move<'a> {
 }
 
 /// Segments whose blocks are about to move into one.
-struct Plan<'a> {
+pub(super) struct Plan<'a> {
     segments: Vec<u32>,
     moves: Vec<Move<'a>>,
     /// Blocks that stay, with their offsets and sizes.
@@ -60,6 +60,17 @@ struct Plan<'a> {
 impl Plan<'_> {
     fn bytes(&self) -> usize {
         self.moves.iter().map(|m| m.size).sum()
+    }
+
+    /// Bytes that come to lie elsewhere in their segment.
+    pub(super) fn bytes_moved(&self) -> usize {
+        self.moves.iter().filter(|m| m.from.1 != m.to).map(|m| m.size).sum()
+    }
+
+    /// Where the last block is to end.
+    pub(super) fn end(&self) -> usize {
+        let moves = self.moves.iter().map(|m| m.to + m.size);
+        moves.chain(self.stay.iter().map(|&(_, offset, size)| offset + size)).max().unwrap_or(0)
     }
 }
 
@@ -114,6 +125,7 @@ impl CachingAllocator {
             (core.heap.stats.reserved_bytes.current, core.heap.remove_unused(0))
         };
         drop(unused);
+        self.release_ends(0, 0);
         for kind in [super::Kind::Small, super::Kind::Large] {
             let all = self.lock().most_free(0);
             let all: Vec<u32> = {
@@ -122,10 +134,12 @@ impl CachingAllocator {
                     .filter(|&s| core.heap.segments[s as usize].as_ref().is_some_and(|h| h.kind == kind))
                     .collect()
             };
-            if all.len() > 1 && self.repack_beside(&all, &mut budget)? {
-                continue;
-            }
-            for segment in all {
+            let fixed: Vec<u32> = {
+                let core = self.lock();
+                all.iter().copied().filter(|&segment| !core.heap.grows(segment)).collect()
+            };
+            let together = fixed.len() > 1 && self.repack_beside(&fixed, &mut budget)?;
+            for segment in all.into_iter().filter(|segment| !(together && fixed.contains(segment))) {
                 self.repack(&[segment], &mut budget)?;
             }
         }
@@ -136,6 +150,7 @@ impl CachingAllocator {
 
     /// Moves the blocks of one segment to its start, if that makes a hole for the request.
     fn slide(&self, request: &Request, budget: &mut u64) -> Result<bool> {
+        let _ends = self.hold_ends();
         let candidates = self.lock().most_free(0);
         for segment in candidates {
             let plan = {
@@ -154,32 +169,41 @@ impl CachingAllocator {
                 plan
             };
             *budget -= plan.bytes() as u64;
-            let target = match plan.moves.first() {
-                Some(first) => Arc::clone(&first.from.0),
-                None => {
-                    self.lock().abandon(plan);
-                    return Ok(true);
-                }
-            };
-            // Upwards from the start: nothing is overwritten before it has moved.
-            let copied = self.copy_all(&plan, &target);
-            if let Err(error) = copied {
-                // Some bytes may have been overwritten by others already: nothing there can be relied on.
-                // The device is lost before the blocks are unlocked: nobody reads them in between.
-                self.driver.give_up(&format!("a move within a segment failed: {error}"));
-                self.lock().abandon(plan);
-                return Err(error);
-            }
-            let bytes = target.bytes();
-            let gone = self.lock().settle_moves(plan, &target, bytes);
-            drop(gone);
+            self.slide_down(plan)?;
             return Ok(true);
         }
         Ok(false)
     }
 
+    /// Moves the blocks of a plan within their segment.
+    pub(super) fn slide_down(&self, plan: Plan<'_>) -> Result<()> {
+        let Some(target) = plan.moves.first().map(|first| Arc::clone(&first.from.0)) else {
+            self.lock().abandon(plan);
+            return Ok(());
+        };
+        // Upwards from the start: nothing is overwritten before it has moved.
+        if let Err(error) = self.copy_all(&plan, &target) {
+            // Some bytes may have been overwritten by others already: nothing there can be relied on.
+            // The device is lost before the blocks are unlocked: nobody reads them in between.
+            self.driver.give_up(&format!("a move within a segment failed: {error}"));
+            self.lock().abandon(plan);
+            return Err(error);
+        }
+        let mut core = self.lock();
+        let bytes = core.segment_bytes(plan.segments[0]);
+        let gone = core.settle_moves(plan, &target, bytes);
+        drop(core);
+        drop(gone);
+        Ok(())
+    }
+
     /// Moves the blocks of segments into a new one of just their size, beside the old ones or else through the host.
     fn repack(&self, segments: &[u32], budget: &mut u64) -> Result<bool> {
+        if let &[segment] = segments
+            && self.lock().heap.grows(segment)
+        {
+            return self.pack(segment, budget);
+        }
         if self.repack_beside(segments, budget)? {
             return Ok(true);
         }
@@ -353,7 +377,7 @@ impl Core {
     /// Plans to move the blocks of segments together, in order; nobody can allocate there until the plan is settled or
     /// abandoned, and what is given back becomes free only then. Blocks that must stay do; with `around` others move as
     /// far down as those let them.
-    fn plan<'a>(&mut self, segments: Vec<u32>, around: bool, stream: StreamId) -> Option<Plan<'a>> {
+    pub(super) fn plan<'a>(&mut self, segments: Vec<u32>, around: bool, stream: StreamId) -> Option<Plan<'a>> {
         let is_pending = |id: u32| self.heap.table[id as usize].usage == Use::Pending;
         if segments.iter().any(|&segment| self.heap.blocks_of(segment).any(is_pending)) {
             return None; // it may become free at any moment
@@ -389,7 +413,7 @@ impl Core {
     }
 
     /// Leaves everything where it is.
-    fn abandon(&mut self, plan: Plan<'_>) {
+    pub(super) fn abandon(&mut self, plan: Plan<'_>) {
         let Plan { segments, moves, stay, .. } = plan;
         for segment in segments {
             self.heap.held_blocks(segment).into_iter().for_each(|id| self.heap.unhold(id));
@@ -488,6 +512,7 @@ impl super::Heap {
         }
         let (pool, kind) =
             self.segments[into as usize].as_ref().map_or((0, super::Kind::Large), |held| (held.pool, held.kind));
+        let own = self.segments[into as usize].as_ref().map(|held| held.stream);
         let stays = self.segments[into as usize].as_ref().is_some_and(|held| Arc::ptr_eq(&held.segment, target));
         for &at in segments {
             self.segments[at as usize] = None;
@@ -504,6 +529,7 @@ impl super::Heap {
             self.history.record(TraceAction::SegmentAlloc, target.address(), bytes as u64, stream.0);
         }
         let arena = self.arena(pool, stream, kind);
+        let stream = own.filter(|_| stays).unwrap_or(stream);
         let (mut last, mut end, mut first, mut gaps) = (NONE, 0, NONE, Vec::new());
         let blocks = layout.iter().map(|&(id, offset)| (Some(id), offset)).chain([(None, bytes)]);
         for (id, offset) in blocks {
@@ -534,7 +560,9 @@ impl super::Heap {
         let idle_since = (self.ticks, self.now);
         let segment = Arc::clone(target);
         let (address, context) = (target.address(), self.history.context());
-        let held = super::heap::Held { segment, address, context, size: bytes, kind, pool, stream, first, idle_since };
+        let end = super::expand::End::default();
+        let held =
+            super::heap::Held { segment, address, context, size: bytes, kind, pool, stream, first, idle_since, end };
         self.segments[into as usize] = Some(held);
         gaps.into_iter().for_each(|gap| self.unhold(gap));
         gone

@@ -59,9 +59,14 @@ impl Decay {
         self.interval.saturating_mul(self.patience)
     }
 
+    /// Whether enough time has passed since the last look.
+    fn is_due(&self, now: u64) -> bool {
+        self.looks.back().is_none_or(|(_, last)| now - last >= self.keep_for().div_ceil(LOOKS))
+    }
+
     /// Notes the time. What has been unused since a search before the one given is old, if this is the time to ask.
     fn look(&mut self, now: u64, ticks: u64, active: u64) -> Option<u64> {
-        if self.looks.back().is_some_and(|(_, last)| now - last < self.keep_for().div_ceil(LOOKS)) {
+        if !self.is_due(now) {
             return None;
         }
         if now - self.began >= self.interval {
@@ -89,8 +94,11 @@ impl CachingAllocator {
         }
         let now = self.now();
         let (ticks, active) = (core.heap.ticks, core.heap.stats.active_bytes());
+        if core.decay.is_due(now) {
+            core.heap.look_at_ends();
+        }
         let Some(old) = core.decay.look(now, ticks, active) else { return core };
-        if core.aged(old).is_empty() {
+        if core.aged(old).is_empty() && !core.heap.has_old_ends(self.expandable.as_ref()) {
             return core;
         }
         let streams = core.heap.streams();
@@ -100,11 +108,12 @@ impl CachingAllocator {
             let aged = core.aged(old);
             let keep = core.decay.peaks[0].max(core.decay.peaks[1]);
             let freed = core.release_above(aged, keep);
-            if !freed.is_empty() {
-                core.decay.released = Some(now);
-            }
             drop(core);
+            let any = !freed.is_empty();
             drop(freed);
+            if self.release_old_ends(keep) > 0 || any {
+                self.lock().decay.released = Some(now);
+            }
         }
         self.lock()
     }
@@ -124,13 +133,16 @@ impl CachingAllocator {
         if !self.is_idle(streams) {
             return Ok(0);
         }
-        let freed = {
+        let (freed, bytes) = {
             let mut core = self.lock();
+            let held = core.heap.stats.reserved_bytes.current;
             let mut unused = core.heap.unused_segments(0);
             unused.sort_unstable_by_key(|&at| std::cmp::Reverse((core.heap.segment_bytes(at), at)));
-            core.release_above(unused, keep)
+            let freed = core.release_above(unused, keep);
+            (freed, held - core.heap.stats.reserved_bytes.current)
         };
-        Ok(freed.iter().map(|segment| segment.bytes() as u64).sum())
+        drop(freed);
+        Ok(bytes + self.release_ends(0, keep))
     }
 }
 

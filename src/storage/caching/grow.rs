@@ -4,6 +4,7 @@ use std::sync::{Arc, MutexGuard};
 
 use super::super::allocator::{Block, Segment};
 use super::super::driver::Failure;
+use super::expand::Grown;
 use super::{CachingAllocator, Core, Request};
 use crate::Result;
 
@@ -111,7 +112,7 @@ impl Growth {
         (self.slack * self.peak as f64) as u64
     }
 
-    fn raise(&mut self, target: u64) {
+    pub(super) fn raise(&mut self, target: u64) {
         self.target = self.target.max(target);
     }
 
@@ -125,6 +126,11 @@ impl CachingAllocator {
     /// Makes a segment for the request and hands out its first block; `None` where the limit or the device has no room,
     /// for the reason left in `failure`. An `exact` segment is no larger than the request.
     pub(super) fn grow(&self, request: &Request, exact: bool, failure: &mut Option<Failure>) -> Result<Option<Block>> {
+        match self.expand(request, exact, failure)? {
+            Grown::Block(block) => return Ok(Some(block)),
+            Grown::Full => return Ok(None),
+            Grown::Elsewhere => {}
+        }
         let (bytes, recycled) = {
             let mut core = self.lock();
             let Some(bytes) = core.segment_size(request, exact, self.driver.largest_segment()) else { return Ok(None) };
@@ -175,18 +181,23 @@ impl CachingAllocator {
         drop(core);
         let mut core = self.drain_caches();
         core.limits.exceeded = false;
-        let excess = core.heap.stats.reserved_bytes.current.saturating_sub(core.limit());
+        let limit = core.limit();
+        let excess = core.heap.stats.reserved_bytes.current.saturating_sub(limit);
         let unused = core.remove_to_spare(excess, |core| core.heap.whole_blocks(0));
         drop(core);
         drop(unused);
+        self.release_ends(0, limit);
         self.lock()
     }
 
     /// PyTorch's garbage collection: where a threshold is set and passed, gives back the unused large segments that have
     /// been unused for longer than the average, until enough is free again. Waits for nothing.
     pub(super) fn collect(&self, request: &Request) {
-        let freed = self.lock().collect(request.size as u64);
+        let (freed, keep) = self.lock().collect(request.size as u64);
         drop(freed);
+        if let Some(keep) = keep {
+            self.release_ends(0, keep);
+        }
     }
 }
 
@@ -264,12 +275,13 @@ impl Core {
         }
     }
 
-    fn collect(&mut self, size: u64) -> Vec<Arc<Segment>> {
+    /// Gives the segments, and how much may stay held where they do not suffice.
+    fn collect(&mut self, size: u64) -> (Vec<Arc<Segment>>, Option<u64>) {
         let threshold = self.heap.rules.config.garbage_collection_threshold;
         let reserved = self.heap.stats.reserved_bytes.current;
         let most = (self.limit() as f64 * threshold) as u64;
         if threshold == 0.0 || reserved + size <= most {
-            return Vec::new();
+            return (Vec::new(), None);
         }
         let mut freed = Vec::new();
         let mut left = reserved + size - most;
@@ -287,6 +299,6 @@ impl Core {
                 }
             }
         }
-        freed
+        (freed, (left > 0).then(|| most.saturating_sub(size)))
     }
 }

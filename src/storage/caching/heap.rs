@@ -13,6 +13,7 @@ use super::super::history::{Context, History, TraceAction};
 use super::super::stats::Split;
 use super::bins::Bins;
 use super::counters::Counters;
+use super::expand::End;
 use super::policy::{Kind, Rules};
 use crate::device::StreamId;
 
@@ -93,6 +94,7 @@ pub(super) struct Held {
     pub(super) first: u32,
     /// Ticks and milliseconds when it last became wholly free.
     pub(super) idle_since: (u64, u64),
+    pub(super) end: End,
 }
 
 /// What one kind of request searches.
@@ -192,8 +194,9 @@ impl Heap {
         let id = self.insert(Entry { segment: at, arena, offset: 0, size, usage: Use::Free, ..Entry::VACANT });
         let idle_since = (self.ticks, self.now);
         let (address, context) = (segment.address(), self.history.context());
-        let held = Held { segment, address, context, size, kind, pool, stream, first: id, idle_since };
-        self.history.record(TraceAction::SegmentAlloc, address, size as u64, stream.0);
+        let (end, made) = (End::default(), segment.made());
+        let held = Held { segment, address, context, size, kind, pool, stream, first: id, idle_since, end };
+        self.history.record(made, address, size as u64, stream.0);
         self.segments[at as usize] = Some(held);
         self.stats.segment_made(kind, size);
         self.put_free(id, &mut Split::default());
@@ -210,7 +213,7 @@ impl Heap {
         self.vacant_segments.push(segment);
         self.stats.split_changed(held.kind, split);
         self.stats.segment_released(held.kind, held.size);
-        self.history.record(TraceAction::SegmentFree, held.address, held.size as u64, held.stream.0);
+        self.history.record(held.segment.released(), held.address, held.size as u64, held.stream.0);
         held.segment
     }
 
@@ -280,7 +283,7 @@ impl Heap {
         let (kind, pool) = (arena.kind, arena.pool);
         let mut taken = id;
         if !self.unsplit_pools.contains(&pool) && self.rules.splits(kind, found.size, size) {
-            let high = found.offset > 0 && self.rules.is_adaptive();
+            let high = found.offset > 0 && self.rules.both_ends;
             // From both ends of a segment, so that what is left over stays in one piece between them.
             taken = self.split(id, if high { found.size - size } else { size }, high);
             self.put_free(if high { id } else { self.table[id as usize].next }, &mut split);
@@ -441,7 +444,7 @@ impl Heap {
     }
 
     #[inline]
-    fn put_free(&mut self, id: u32, split: &mut Split) {
+    pub(super) fn put_free(&mut self, id: u32, split: &mut Split) {
         let entry = self.table[id as usize];
         let arena = &mut self.arenas[entry.arena as usize];
         if entry.is_whole() {

@@ -18,7 +18,7 @@ enum Rung {
     OtherStreams,
     /// Free unused segments that have aged, where garbage collection is on.
     Collect,
-    /// Make a segment of the usual size.
+    /// Make a segment of the usual size, or extend one that grows.
     Grow,
     /// Ask the user's callbacks for memory.
     Callbacks,
@@ -102,6 +102,7 @@ impl CachingAllocator {
             Rung::Release => {
                 let unused = self.lock().heap.remove_unused(0);
                 drop(unused);
+                self.release_ends(0, 0);
                 return self.grow(request, true, failure);
             }
             Rung::Compact => return self.compact_for(request, failure),

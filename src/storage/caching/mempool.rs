@@ -196,6 +196,7 @@ impl MemPool {
         self.0.allocator.settle_events(true)?;
         let unused = self.0.allocator.lock().heap.remove_unused(self.0.id);
         drop(unused); // outside the lock: releasing waits for the device
+        self.0.allocator.release_ends(self.0.id, 0);
         Ok(())
     }
 

@@ -17,6 +17,7 @@ mod compact;
 mod counters;
 mod decay;
 mod events;
+mod expand;
 mod grow;
 mod heap;
 mod hooks;
@@ -44,6 +45,7 @@ use crate::{Device, Error, Result};
 use cache::{Cached, Evicted, PRIVATE, ThreadCaches};
 use compact::Then;
 use events::Pending;
+use expand::Expandable;
 use heap::{Heap, Search};
 use hooks::Hooks;
 pub use hooks::{FreeMemory, OomObserver, OutOfMemoryEvent, Registration};
@@ -78,6 +80,8 @@ pub struct CachingAllocator {
     hooks: Hooks,
     /// Held by who compacts: one thread at a time. Not the allocator's lock: others allocate and free meanwhile.
     compacting: Mutex<()>,
+    /// Where segments grow in place.
+    expandable: Option<Expandable>,
     clock: Clock,
 }
 
@@ -154,13 +158,11 @@ impl CachingAllocator {
     /// An allocator over this driver's memory.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where the configuration contradicts itself.
+    /// [`Error::Invalid`] where the configuration contradicts itself, or asks for `expandable_segments` of a driver that
+    /// cannot reserve addresses.
     pub fn new(driver: Arc<dyn Driver>, config: Config) -> Result<CachingAllocator> {
         config.check()?;
-        if config.expandable_segments {
-            let reason = "this version has no segments that grow in place: leave it False, and compaction on";
-            return Err(Error::invalid("expandable_segments", reason));
-        }
+        let expandable = Expandable::new(&*driver, &config)?;
         let alignment = driver.alignment();
         let fraction = part_of(driver.capacity(), config.per_process_memory_fraction);
         let caches = ThreadCaches::new(config.thread_cache, alignment);
@@ -189,6 +191,7 @@ impl CachingAllocator {
             caches,
             hooks: Hooks::default(),
             compacting: Mutex::new(()),
+            expandable,
             clock: Clock::default(),
         })
     }
@@ -359,6 +362,7 @@ impl Allocator for CachingAllocator {
             core.heap.remove_unused(0)
         };
         drop(unused); // outside the lock: releasing waits for the device
+        self.release_ends(0, 0);
         Ok(())
     }
 

@@ -43,12 +43,15 @@ pub(super) struct Rules {
     pub(super) capacity: u64,
     /// Whether sizes are rounded to divisions of powers of two.
     divides: bool,
+    /// Whether blocks are taken from both ends of a segment: not where one end moves.
+    pub(super) both_ends: bool,
 }
 
 impl Rules {
     pub(super) fn new(config: Config, alignment: usize, capacity: u64) -> Rules {
         let divides = config.roundup_power2_divisions.iter().any(|&divisions| divisions > 1);
-        Rules { alignment, config, capacity, divides }
+        let both_ends = config.segments == SegmentSizes::Adaptive && !config.expandable_segments;
+        Rules { alignment, config, capacity, divides, both_ends }
     }
 
     pub(super) fn is_adaptive(&self) -> bool {
@@ -82,7 +85,7 @@ impl Rules {
         match kind {
             Kind::Small => remaining >= self.alignment,
             Kind::Large if size >= self.config.max_split_size => false,
-            Kind::Large if self.is_adaptive() => remaining >= self.alignment,
+            Kind::Large if self.is_adaptive() || self.config.expandable_segments => remaining >= self.alignment,
             Kind::Large => remaining > SMALL,
         }
     }
@@ -102,5 +105,15 @@ impl Rules {
         } else {
             size.checked_next_multiple_of(SEGMENT_STEP)
         }
+    }
+
+    /// By how much to extend a segment of `from` bytes that lacks `need`, when `reserved` bytes are held already: in
+    /// PyTorch's steps, or as much as a new segment would have.
+    pub(super) fn extension(&self, kind: Kind, from: usize, need: usize, reserved: u64) -> usize {
+        if self.is_adaptive() {
+            return self.segment_size(need, reserved).unwrap_or(need);
+        }
+        let step = if kind == Kind::Small { SMALL_SEGMENT } else { self.config.large_segment_size };
+        (from + need).next_multiple_of(step) - from
     }
 }

@@ -101,7 +101,7 @@ impl Core {
                 Kind::Large => SegmentType::Large,
             },
             segment_pool_id: (0, held.pool.into()),
-            is_expandable: held.size < held.segment.bytes(),
+            is_expandable: held.segment.is_reserved(),
             frames: held.context.frames(),
             blocks: self.heap.blocks_of(at).map(|id| self.block_info(id)).collect(),
         }

@@ -44,6 +44,7 @@ struct Report {
     /// Whether these are possible and off.
     could_compact: bool,
     could_keep_whole: bool,
+    could_grow: bool,
 }
 
 impl CachingAllocator {
@@ -66,7 +67,8 @@ impl CachingAllocator {
                 pools,
                 ran_out: failure.as_ref().and_then(Failure::ran_out),
                 could_compact: !config.compaction,
-                could_keep_whole: config.max_split_size == usize::MAX,
+                could_keep_whole: config.max_split_size == usize::MAX && !config.expandable_segments,
+                could_grow: !config.expandable_segments && self.driver.page() > 0,
             }
         };
         self.tell_observers(request.bytes);
@@ -152,6 +154,9 @@ impl Report {
         let mut cures = Vec::new();
         if self.could_compact {
             cures.push("compaction:True");
+        }
+        if self.could_grow {
+            cures.push("expandable_segments:True");
         }
         if self.could_keep_whole && self.stats.inactive_split_bytes.current >= self.size {
             cures.push("a max_split_size_mb");

@@ -125,7 +125,7 @@ pub(super) const KEYS: &[ConfigKey] = &[
     ConfigKey {
         name: "expandable_segments",
         allowed: BOOL,
-        doc: "segments that grow in place; this version has none and refuses True",
+        doc: "segments grow in place, where the driver can reserve addresses (the CPU on Linux); elsewhere True is an error",
         parse: |c, v| put(&mut c.expandable_segments, boolean(v)),
         print: |c| show_bool(c.expandable_segments),
     },

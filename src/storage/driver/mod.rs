@@ -126,7 +126,8 @@ pub trait Driver: Send + Sync + fmt::Debug {
     fn extend(&self, _memory: &Memory, _from: usize, _to: usize) -> Result<(), Failure> {
         Err(Failure::TooBig)
     }
-    /// Gives bytes `from..to` of reserved memory back; the addresses stay reserved.
+    /// Gives bytes `from..to` of reserved memory back, after work already queued that uses them; the addresses stay
+    /// reserved.
     fn shrink(&self, _memory: &Memory, _from: usize, _to: usize) {}
 
     /// Bytes that live blocks had are lost: nothing on the device can be relied on any more.

@@ -1,6 +1,7 @@
 //! The allocator on the simulated device: no bytes, no clock.
 
 mod decay;
+mod expand;
 mod ladder;
 mod mempool;
 mod policy;

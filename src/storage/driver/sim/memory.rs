@@ -41,7 +41,7 @@ impl Sim {
         let SimOptions { page, contents, alignment, .. } = self.0.options;
         let page = if reserved { page } else { size.max(1) };
         let tags = if contents { size.div_ceil(alignment) } else { 0 };
-        let piece = Piece { size, page, reserved, committed: vec![false; size.div_ceil(page)], tags: vec![0; tags] };
+        let piece = Piece { size, page, reserved, committed: Vec::new(), tags: vec![0; tags] };
         Memory(MemoryKind::Sim(SimMemory { id: s.pieces.add(piece), size, sim: self.clone() }))
     }
 
@@ -67,12 +67,17 @@ struct Piece {
     page: usize,
     /// Whether it is reserved: nothing commits it but an extension.
     reserved: bool,
+    /// Of each page, up to the last one that ever was.
     committed: Vec<bool>,
     /// One a granule; none where contents are not kept.
     tags: Vec<u32>,
 }
 
 impl Piece {
+    fn is_committed(&self, page: usize) -> bool {
+        self.committed.get(page).is_some_and(|&committed| committed)
+    }
+
     /// The pages that a range of bytes is on, and the bytes of each.
     fn pages(&self, range: &Range<usize>) -> impl Iterator<Item = (usize, u64)> + use<> {
         let (size, page) = (self.size, self.page);
@@ -112,7 +117,7 @@ impl Pieces {
     /// Bytes of the range's pages that are not committed.
     pub(super) fn missing(&self, id: u64, range: &Range<usize>) -> u64 {
         let piece = &self.pieces[&id];
-        piece.pages(range).filter(|&(i, _)| !piece.committed[i]).map(|(_, bytes)| bytes).sum()
+        piece.pages(range).filter(|&(i, _)| !piece.is_committed(i)).map(|(_, bytes)| bytes).sum()
     }
 
     /// Commits the range's pages if no more than `room` bytes are then committed in all.
@@ -122,7 +127,10 @@ impl Pieces {
             return Err(Failure::DeviceMemory);
         }
         let Some(piece) = self.pieces.get_mut(&id) else { return Ok(()) };
-        piece.pages(range).for_each(|(i, _)| piece.committed[i] = true);
+        for (i, _) in piece.pages(range) {
+            piece.committed.resize(piece.committed.len().max(i + 1), false);
+            piece.committed[i] = true;
+        }
         self.committed += missing;
         Ok(())
     }
@@ -136,7 +144,8 @@ impl Pieces {
 
     pub(super) fn decommit(&mut self, id: u64, range: &Range<usize>, granule: usize) {
         let Some(piece) = self.pieces.get_mut(&id) else { return };
-        for (i, bytes) in piece.pages(range) {
+        let known = piece.committed.len();
+        for (i, bytes) in piece.pages(range).take_while(|(i, _)| *i < known) {
             self.committed -= if std::mem::take(&mut piece.committed[i]) { bytes } else { 0 };
         }
         let (first, end) = (range.start / granule, range.end.div_ceil(granule).min(piece.tags.len()));

@@ -117,6 +117,16 @@ fn without_reuse_across_streams() {
 }
 
 #[test]
+fn with_segments_that_grow_in_place() {
+    let grows = Setup { config: "expandable_segments:True", page: 512, ..SETUP };
+    holds(grows);
+    holds(Setup { page: 64 << 10, every: 7, history: true, ..grows });
+    let config = "expandable_segments:True,segments:pytorch,compaction:False,per_process_memory_fraction:0.75,\
+                  garbage_collection_threshold:0.6";
+    holds(Setup { config, page: 4096, capacity: 160 << 20, compacts: false, ..grows });
+}
+
+#[test]
 fn without_compaction() {
     holds(Setup { config: "compaction:False", compacts: false, ..SETUP });
 }

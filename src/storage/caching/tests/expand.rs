@@ -1,0 +1,362 @@
+//! Segments that grow in place.
+
+use super::*;
+use crate::storage::{HistoryOptions, TraceAction};
+
+const PAGE: usize = 64 << 10;
+
+/// A device that reserves, and an allocator whose segments grow.
+fn growing(capacity: u64, config: &str) -> (Sim, CachingAllocator) {
+    let options = SimOptions { capacity, page: PAGE, record_calls: true, ..SimOptions::default() };
+    let sim = Sim::new(options);
+    let config: Config = format!("expandable_segments:True,thread_cache_kb:0,{config}").parse().unwrap();
+    let allocator = CachingAllocator::new(Arc::new(sim.clone()), config).unwrap();
+    (sim, allocator)
+}
+
+fn count(sim: &Sim, which: fn(&Call) -> bool) -> usize {
+    sim.calls().iter().filter(|call| which(call)).count()
+}
+
+#[test]
+fn a_segment_grows_under_its_blocks_and_no_other_is_made() {
+    for config in ["", "segments:pytorch"] {
+        let (sim, allocator) = growing(1 << 30, config);
+        let blocks: Vec<Block> = (1..20).map(|i| take(&allocator, i * 2 * MIB)).collect();
+        let mut end = 0;
+        for block in &blocks {
+            assert_eq!(place(block), (place(&blocks[0]).0, end), "{config}");
+            end += block.size();
+        }
+        let s = allocator.stats();
+        assert_eq!((s.segment.current, sim.live_segments(), s.reserved_bytes.current), (1, 1, sim.committed()));
+        assert!(sim.committed() < (end + 20 * MIB) as u64, "{config}: {} for {end}", sim.committed());
+        assert_eq!(count(&sim, |call| matches!(call, Call::Create(_))), 0);
+        allocator.check();
+        give_back(&allocator, blocks);
+        // What they left is one run, which serves any of it.
+        let calls = sim.call_count();
+        let all = take(&allocator, end);
+        assert_eq!(sim.call_count(), calls);
+        allocator.deallocate(all);
+        allocator.empty_cache().unwrap();
+        assert_eq!((sim.committed(), sim.live_segments()), (0, 0));
+    }
+}
+
+#[test]
+fn what_is_free_at_the_end_counts_towards_the_request() {
+    let (sim, allocator) = growing(1 << 30, "");
+    let [a, b] = [4 * MIB, 8 * MIB].map(|bytes| take(&allocator, bytes));
+    allocator.deallocate(b);
+    let before = sim.committed();
+    let c = take(&allocator, 10 * MIB);
+    assert_eq!((place(&c).1, sim.committed()), (4 * MIB, before + 2 * MIB as u64));
+    give_back(&allocator, [a, c]);
+    allocator.check();
+}
+
+#[test]
+fn steps_are_pytorchs() {
+    let (sim, allocator) = growing(1 << 30, "segments:pytorch");
+    let extended = |sim: &Sim| -> Vec<usize> {
+        let bytes = |call: &Call| if let Call::Extend(bytes) = call { Some(*bytes) } else { None };
+        sim.calls().iter().filter_map(bytes).collect()
+    };
+    let small = take(&allocator, 1000);
+    let [a, b] = [3 * MIB, 30 * MIB].map(|bytes| take(&allocator, bytes));
+    assert_eq!(extended(&sim), [2 * MIB, 20 * MIB, 20 * MIB]);
+    give_back(&allocator, [small, a, b]);
+}
+
+#[test]
+fn the_end_goes_back_and_what_is_before_stays() {
+    let (sim, allocator) = growing(1 << 30, "");
+    let [a, b, c, d] = [3, 5, 7, 9].map(|mib| take(&allocator, mib * MIB));
+    give_back(&allocator, [b, d]);
+    allocator.check();
+    assert_eq!(allocator.trim(20 * MIB as u64).unwrap(), 4 * MIB as u64, "as much as may go");
+    assert_eq!(sim.committed(), 20 * MIB as u64);
+    allocator.check();
+    allocator.empty_cache().unwrap();
+    assert_eq!(sim.committed(), 15 * MIB as u64, "what is free between live blocks stays");
+    let s = allocator.stats();
+    assert_eq!((s.reserved_bytes.current, s.inactive_split_bytes.current), (15 * MIB as u64, 5 * MIB as u64));
+    assert_eq!((s.segment.current, s.segment.freed), (1, 0));
+    allocator.check();
+    // It grows again from there.
+    let e = take(&allocator, 6 * MIB);
+    assert_eq!(place(&e).1, 15 * MIB);
+    give_back(&allocator, [a, c, e]);
+    allocator.empty_cache().unwrap();
+    assert_eq!((sim.committed(), allocator.stats().segment.current), (0, 0));
+}
+
+#[test]
+fn an_end_unused_for_long_goes_back_by_itself() {
+    let (sim, allocator) = growing(1 << 30, "decay_ms:1000");
+    let pass = |milliseconds: u64| {
+        for _ in 0..milliseconds.div_ceil(100) {
+            allocator.clock.ahead.fetch_add(100, Relaxed);
+            (0..64).for_each(|_| allocator.deallocate(take(&allocator, 2 * MIB)));
+        }
+    };
+    let [live, burst] = [12 * MIB, 40 * MIB].map(|bytes| take(&allocator, bytes));
+    allocator.deallocate(burst);
+    pass(800);
+    assert_eq!(sim.committed(), 52 * MIB as u64, "not yet");
+    pass(4000);
+    assert_eq!(sim.committed(), 14 * MIB as u64, "what each interval needs is kept");
+    let calls = sim.call_count();
+    pass(5000);
+    assert!(calls_since(&sim, calls).iter().all(|call| matches!(call, Call::Record | Call::Query)));
+    allocator.check();
+    allocator.deallocate(live);
+}
+
+#[test]
+fn a_limit_holds_and_when_lowered_the_end_goes_back() {
+    let (sim, allocator) = growing(1 << 30, "memory_limit_mb:64,compaction:False");
+    let [a, b] = [40 * MIB, 24 * MIB].map(|bytes| take(&allocator, bytes));
+    assert!(matches!(allocator.allocate(2 * MIB, StreamId::DEFAULT), Err(Error::OutOfMemory { .. })));
+    assert_eq!(sim.committed(), 64 * MIB as u64);
+    allocator.deallocate(b);
+    allocator.set_memory_limit(50 * MIB as u64).unwrap();
+    let c = take(&allocator, 3 * MIB);
+    assert_eq!(sim.committed(), 50 * MIB as u64);
+    // The small ones' segment needs memory that the large ones' does not use.
+    let small = take(&allocator, MIB);
+    let d = take(&allocator, 6 * MIB);
+    assert_eq!(sim.committed(), 50 * MIB as u64);
+    allocator.check();
+    give_back(&allocator, [a, c, d, small]);
+}
+
+#[test]
+fn a_failed_extension_is_met_by_the_ladder() {
+    for failure in [Failure::DeviceMemory, Failure::Resources, Failure::HostMemory] {
+        let (sim, allocator) = growing(1 << 30, "");
+        let a = take(&allocator, 5 * MIB);
+        sim.fail_next_commit(failure.clone());
+        let b = take(&allocator, 7 * MIB); // another try, with just the size
+        assert_eq!((place(&b).0, place(&b).1), (place(&a).0, 5 * MIB));
+        for _ in 0..20 {
+            sim.fail_next_commit(failure.clone());
+        }
+        let error = allocator.allocate(9 * MIB, StreamId::DEFAULT).unwrap_err().to_string();
+        assert!(error.contains(failure.ran_out().unwrap()), "{error}");
+        sim.clear_failures();
+        allocator.check();
+        assert_eq!(allocator.stats().reserved_bytes.current, sim.committed());
+        give_back(&allocator, [a, b]);
+        sim.fail_next_commit(failure);
+        allocator.empty_cache().unwrap();
+        allocator.deallocate(take(&allocator, MIB)); // the first extension of a new segment
+        sim.fail_next_commit(Failure::Other(Error::invalid("test", "no")));
+        assert!(matches!(allocator.allocate(9 * MIB, StreamId::DEFAULT), Err(Error::Invalid { .. })));
+        allocator.check();
+    }
+}
+
+#[test]
+fn live_blocks_move_down_and_the_end_goes_back() {
+    let options = SimOptions {
+        capacity: 64 * MIB as u64,
+        page: PAGE,
+        contents: true,
+        asynchronous: true,
+        ..SimOptions::default()
+    };
+    let sim = Sim::new(options);
+    let allocator = CachingAllocator::new(Arc::new(sim.clone()), "expandable_segments:True".parse().unwrap()).unwrap();
+    let mut blocks: Vec<Option<Block>> = (0..32).map(|_| Some(take(&allocator, 2 * MIB))).collect();
+    for (tag, block) in (1..).zip(&blocks) {
+        sim.write_tag(StreamId::DEFAULT, block.as_ref().unwrap(), tag).unwrap();
+    }
+    let exported = blocks[2].as_ref().unwrap();
+    exported.export();
+    let stays = place(exported);
+    (0..32).filter(|i| i % 4 != 2).for_each(|i| allocator.deallocate(blocks[i].take().unwrap()));
+    // 48 MiB are free, no 10 of them in one piece.
+    let large = take(&allocator, 40 * MIB);
+    allocator.check();
+    allocator.deallocate(large);
+    let before = sim.committed();
+    assert_eq!(allocator.compact(u64::MAX).unwrap(), before - sim.committed());
+    assert!(sim.committed() <= 22 * MIB as u64, "{}", sim.committed());
+    assert_eq!(place(blocks[2].as_ref().unwrap()), stays);
+    for (tag, block) in (1..).zip(&blocks) {
+        block.iter().for_each(|block| sim.check_tag(StreamId::DEFAULT, block, tag).unwrap());
+    }
+    sim.synchronize().unwrap();
+    assert_eq!(sim.violations(), [""; 0]);
+    allocator.check();
+    give_back(&allocator, blocks.into_iter().flatten());
+}
+
+#[test]
+fn streams_and_pools_have_segments_of_their_own() {
+    let (sim, allocator) = growing(1 << 30, "");
+    let allocator = Arc::new(allocator);
+    let [pool, whole] = [false, true]
+        .map(|no_split| MemPool::new(&allocator, MemPoolOptions { no_split, ..MemPoolOptions::default() }));
+    let (own, other) = (take(&allocator, 2 * MIB), allocator.allocate(2 * MIB, sim.stream(1)).unwrap());
+    let inside = use_mem_pool(&pool, || [3, 4].map(|mib| take(&allocator, mib * MIB)));
+    let unsplit = use_mem_pool(&whole, || [5, 6].map(|mib| take(&allocator, mib * MIB)));
+    let segments = |blocks: &[Block]| blocks.iter().map(|block| place(block).0).collect::<Vec<_>>();
+    assert_eq!(segments(&inside)[0], segments(&inside)[1]);
+    assert_ne!(segments(&unsplit)[0], segments(&unsplit)[1]);
+    assert_eq!((sim.live_segments(), created(&sim)), (5, vec![5 * MIB, 6 * MIB]));
+    // A pool keeps its end until it is told to give it back, and can be set back to where it was.
+    let checkpoint = pool.checkpoint();
+    let [a, b] = inside;
+    allocator.deallocate(b);
+    let held = pool.stats().reserved_bytes;
+    allocator.empty_cache().unwrap();
+    assert_eq!(pool.stats().reserved_bytes, held);
+    let mut leaving = vec![a];
+    let restored = pool.restore(&checkpoint, &mut leaving).unwrap();
+    assert_eq!(restored.len(), 2);
+    let mut restored = restored.into_iter();
+    let a = restored.next().unwrap();
+    restored.for_each(|block| allocator.deallocate(block));
+    pool.empty_cache().unwrap();
+    assert_eq!((pool.stats().reserved_bytes, pool.stats().segments), (3 * MIB as u64, 1));
+    let error = pool.restore(&checkpoint, &mut vec![]).unwrap_err();
+    assert!(error.to_string().contains("shrunk"), "{error}");
+    allocator.check();
+    drop((pool, whole)); // live blocks live on in the default pool
+    allocator.check();
+    allocator.deallocate(a);
+    give_back(&allocator, unsplit);
+    give_back(&allocator, [own, other]);
+    allocator.empty_cache().unwrap();
+    assert_eq!((sim.committed(), sim.live_segments()), (0, 0));
+}
+
+#[test]
+fn snapshots_and_the_history_show_what_is_mapped() {
+    let (_, allocator) = growing(1 << 30, "");
+    allocator.record_memory_history(HistoryOptions::default()).unwrap();
+    let [a, b] = [3 * MIB, 5 * MIB].map(|bytes| take(&allocator, bytes));
+    allocator.deallocate(b);
+    allocator.empty_cache().unwrap();
+    let snapshot = allocator.snapshot();
+    snapshot.check().unwrap();
+    let [segment] = &snapshot.segments[..] else { panic!("one segment") };
+    assert_eq!((segment.is_expandable, segment.total_size, segment.blocks.len()), (true, 3 * MIB as u64, 1));
+    allocator.deallocate(a);
+    allocator.empty_cache().unwrap();
+    let snapshot = allocator.snapshot();
+    snapshot.check().unwrap();
+    assert!(snapshot.segments.is_empty());
+    let actions: Vec<_> = (snapshot.device_traces.iter().flatten())
+        .filter(|e| matches!(e.action, TraceAction::SegmentMap | TraceAction::SegmentUnmap))
+        .map(|e| (e.action, e.size / MIB as u64))
+        .collect();
+    use TraceAction::{SegmentMap, SegmentUnmap};
+    assert_eq!(actions, [(SegmentMap, 3), (SegmentMap, 5), (SegmentUnmap, 5), (SegmentUnmap, 3)]);
+    assert!(snapshot.device_traces.iter().flatten().all(|e| e.action != TraceAction::SegmentAlloc));
+}
+
+#[test]
+fn a_request_longer_than_the_addresses_has_a_segment_of_its_own() {
+    let (sim, allocator) = growing(1 << 50, "compaction:False");
+    let small = take(&allocator, 3 * MIB);
+    let huge = take(&allocator, 17 << 40);
+    assert_eq!((created(&sim), sim.live_segments()), (vec![17 << 40], 2));
+    give_back(&allocator, [small, huge]);
+    allocator.check();
+}
+
+#[test]
+fn a_device_that_cannot_reserve_says_so() {
+    let config: Config = "expandable_segments:True".parse().unwrap();
+    let error = CachingAllocator::new(Arc::new(Sim::new(SimOptions::default())), config.clone()).unwrap_err();
+    for part in ["expandable_segments", "cannot reserve", "leave it False", "compaction"] {
+        assert!(error.to_string().contains(part), "{error}");
+    }
+    let sim = Sim::new(SimOptions { page: PAGE, ..SimOptions::default() });
+    let both = Config { max_split_size: 64 << 20, ..config };
+    let error = CachingAllocator::new(Arc::new(sim), both).unwrap_err().to_string();
+    assert!(error.contains("max_split_size_mb"), "{error}");
+}
+
+#[test]
+fn growing_is_advised_only_where_it_is_possible() {
+    let advised = |page: usize, config: &str| {
+        let sim = Sim::new(SimOptions { capacity: 40 * MIB as u64, page, ..SimOptions::default() });
+        let config: Config = format!("segments:pytorch,compaction:False,{config}").parse().unwrap();
+        let allocator = CachingAllocator::new(Arc::new(sim), config).unwrap();
+        let [a, b, c, d] = [8 * MIB; 4].map(|bytes| take(&allocator, bytes));
+        give_back(&allocator, [b, d]);
+        let error = allocator.allocate(20 * MIB, StreamId::DEFAULT).unwrap_err().to_string();
+        give_back(&allocator, [a, c]);
+        (error.contains("expandable_segments:True"), error.contains("max_split_size_mb"))
+    };
+    assert_eq!(advised(0, ""), (false, true));
+    assert_eq!(advised(PAGE, ""), (true, true));
+    assert_eq!(advised(PAGE, "expandable_segments:True"), (false, false));
+}
+
+#[test]
+fn threads_that_grow_one_segment_get_blocks_apart() {
+    let (sim, allocator) = growing(1 << 30, "");
+    let (threads, rounds) = if cfg!(miri) { (2, 20) } else { (4, 400) };
+    std::thread::scope(|scope| {
+        for thread in 0..threads {
+            let allocator = &allocator;
+            scope.spawn(move || {
+                let mut live = Vec::new();
+                for round in 0..rounds {
+                    live.push(take(allocator, ((round * 7 + thread * 3) % 11 + 1) * 400_000));
+                    if round % 3 == thread % 3 {
+                        give_back(allocator, live.drain(..live.len() / 2));
+                    }
+                    match round % 50 {
+                        17 => allocator.empty_cache().unwrap(),
+                        31 => _ = allocator.compact(u64::MAX).unwrap(),
+                        47 => _ = allocator.trim(8 * MIB as u64).unwrap(),
+                        _ => {}
+                    }
+                    if live.len() > 40 {
+                        give_back(allocator, live.drain(..));
+                    }
+                }
+                give_back(allocator, live);
+            });
+        }
+    });
+    allocator.check();
+    allocator.empty_cache().unwrap();
+    assert_eq!((sim.committed(), sim.live_segments(), sim.violations()), (0, 0, vec![]));
+}
+
+#[cfg(all(target_os = "linux", not(miri)))]
+#[test]
+fn the_hosts_memory_grows_and_keeps_its_contents() {
+    let config: Config = "expandable_segments:True,thread_cache_kb:0".parse().unwrap();
+    let driver = crate::storage::driver(Device::Cpu).unwrap();
+    let allocator = CachingAllocator::new(Arc::clone(&driver), config).unwrap();
+    let mut blocks: Vec<(u8, Block)> = Vec::new();
+    for i in 0..40_u8 {
+        let block = take(&allocator, 100_000 * (usize::from(i) + 1));
+        let place = block.place();
+        driver.write(&vec![i; block.size()], (place.segment().memory(), place.offset())).unwrap();
+        drop(place);
+        blocks.push((i, block));
+    }
+    assert_eq!(allocator.stats().segment.current, 2, "small and large");
+    let (blocks, freed): (Vec<_>, Vec<_>) = blocks.into_iter().partition(|(i, _)| i % 3 == 0);
+    give_back(&allocator, freed.into_iter().map(|(_, block)| block));
+    let held = allocator.stats().reserved_bytes.current;
+    let freed = allocator.compact(u64::MAX).unwrap();
+    assert!(freed > held / 2, "{freed} of {held}");
+    allocator.check();
+    assert!(blocks.iter().all(|(i, block)| {
+        let (place, mut bytes) = (block.place(), vec![0; block.size()]);
+        driver.read((place.segment().memory(), place.offset()), &mut bytes).unwrap();
+        bytes.iter().all(|byte| byte == i)
+    }));
+    give_back(&allocator, blocks.into_iter().map(|(_, block)| block));
+}
