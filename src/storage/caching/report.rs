@@ -108,7 +108,7 @@ impl fmt::Display for Report {
             write!(f, ", {} are given back but still in use by streams", exact(active - allocated))?;
         }
         let private = || self.pools.iter().filter(|(id, stats, _)| *id > 0 && stats.reserved_bytes > 0);
-        write!(f, ", and {} are unallocated", exact(reserved - active))?;
+        write!(f, ", and {} are unallocated", exact(self.unallocated()))?;
         let largest = self.pools.iter().find(|(id, ..)| *id == self.pool).map_or(0, |(_, stats, _)| stats.largest_free);
         if largest > 0 {
             write!(f, "; the largest free block has {}", exact(largest))?;
@@ -130,6 +130,11 @@ impl fmt::Display for Report {
 }
 
 impl Report {
+    /// Reserved bytes that nothing uses. What other threads' caches have done may not be in the statistics yet.
+    fn unallocated(&self) -> u64 {
+        self.stats.reserved_bytes.current.saturating_sub(self.stats.active_bytes.current)
+    }
+
     /// Only what could have made this allocation succeed.
     fn advise(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (id, stats, lends) in &self.pools {
@@ -148,7 +153,7 @@ impl Report {
         if self.ran_out.is_none() && self.limit < self.capacity && reserved + self.size <= self.capacity {
             write!(f, ". The limit, not the device, says no: a higher memory fraction or limit would help")?;
         }
-        if reserved - self.stats.active_bytes.current < self.size {
+        if self.unallocated() < self.size {
             return Ok(()); // no way of arranging what is unallocated would do
         }
         let mut cures = Vec::new();
