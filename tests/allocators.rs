@@ -297,7 +297,8 @@ fn guards_are_whole() {
         let block = allocator.allocate(100, StreamId::DEFAULT).unwrap();
         let place = block.place();
         let driver = storage::driver(device).unwrap();
-        driver.write(&[0], (place.segment().memory(), place.offset() + 112)).unwrap();
+        // SAFETY: nobody else uses the block or its guards.
+        unsafe { driver.write(&[0], (place.segment().memory(), place.offset() + 112)) }.unwrap();
         drop(place);
         allocator.deallocate(block);
         assert_eq!(device.guard_violations().unwrap(), 1);
@@ -328,7 +329,8 @@ fn callbacks_observers_and_pools_are_had_by_device() {
         storage::build_allocator(driver, conf.parse().unwrap()).unwrap()
     };
     let zeros = |bytes: usize| Tensor::zeros(&[bytes], (DType::U8, Device::Cpu));
-    let wrapped: [fn(Arc<dyn Allocator>) -> Arc<dyn Allocator>; 3] = [
+    type Wrap = fn(Arc<dyn Allocator>) -> Arc<dyn Allocator>;
+    let wrapped: [Wrap; 3] = [
         |inner| inner,
         |inner| Arc::new(Logging { inner, log: Arc::default() }),
         |inner| Arc::new(LoggingAllocator::new(inner, std::io::sink()).unwrap()),

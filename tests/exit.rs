@@ -8,8 +8,10 @@ use std::time::Duration;
 
 use claystone::{Device, Result, Stream, Tensor, with_stream};
 
-/// What a process does before it ends.
-const ENDS: [(&str, fn(Device)); 3] = [
+/// What a process does before it ends, by name.
+type End = (&'static str, fn(Device));
+
+const ENDS: [End; 3] = [
     ("work is queued", |device| queue(device, 20).unwrap()),
     ("exit is called", |device| {
         queue(device, 1).unwrap();

@@ -40,7 +40,7 @@ fn reserved_span(bytes: usize) -> u64 {
 }
 
 impl Segment {
-    /// Takes over `memory` of `bytes` bytes.
+    /// Takes over `memory`, which was made with `bytes` bytes.
     pub fn new(memory: Memory, bytes: usize) -> Segment {
         let span = (bytes as u64).next_multiple_of(ADDRESS_STEP).max(ADDRESS_STEP);
         let (id, address) = (next_id(), NEXT_ADDRESS.fetch_add(span, Relaxed));
@@ -205,7 +205,8 @@ impl Block {
     /// [`Error::Invalid`] where the range is not inside the segment.
     ///
     /// # Safety
-    /// No other live block has any of these bytes, and nothing else writes to them while the block lives.
+    /// The segment's memory has as many bytes as the segment says. No other live block has any of these, and nothing else
+    /// writes to them while the block lives.
     pub unsafe fn new(segment: &Arc<Segment>, offset: usize, size: usize, requested: usize) -> Result<Block> {
         if requested > size || offset.checked_add(size).is_none_or(|end| end > segment.bytes) {
             let all = segment.bytes;

@@ -39,7 +39,8 @@ const PIECE: usize = 1 << 20;
 /// let guarded = GuardAllocator::new(inner, driver.clone());
 /// let block = guarded.allocate(100, StreamId::DEFAULT)?;
 /// let place = block.place();
-/// driver.write(&[0; 120], (place.segment().memory(), place.offset()))?; // 8 more than it has when rounded
+/// // SAFETY: nobody else uses the block or its guards.
+/// unsafe { driver.write(&[0; 120], (place.segment().memory(), place.offset()))? }; // 8 more than it has when rounded
 /// drop(place);
 /// guarded.deallocate(block);
 /// assert_eq!(guarded.guard_violations(), 1);
@@ -83,10 +84,12 @@ impl GuardAllocator {
         [begin..start, start + block.size()..begin + whole.size()]
     }
 
+    /// Only for what is no user's: guards, and blocks that are given back.
     fn fill(&self, memory: &Memory, range: Range<usize>, byte: u8) -> Result<()> {
         let bytes = vec![byte; range.len().min(PIECE)];
         let mut pieces = range.clone().step_by(PIECE);
-        pieces.try_for_each(|at| self.driver.write(&bytes[..PIECE.min(range.end - at)], (memory, at)))
+        // SAFETY: the bytes are of a block of the allocator inside that this one has, and no user's.
+        pieces.try_for_each(|at| unsafe { self.driver.write(&bytes[..PIECE.min(range.end - at)], (memory, at)) })
     }
 
     /// Waits for all work that may use blocks, looks at a block's guards and poisons it.
@@ -98,11 +101,12 @@ impl GuardAllocator {
         let memory = block.segment().memory();
         for guard in self.guards(block, whole) {
             let mut bytes = vec![0; guard.len()];
-            let at = (memory, guard.start);
-            if let Err(error) = self.driver.read(at, &mut bytes) {
+            // SAFETY: the guards of a block that was given back: nobody else uses them.
+            let mut read = || unsafe { self.driver.read((memory, guard.start), &mut bytes) };
+            if let Err(error) = read() {
                 // Reading reports what kernels of this thread found wrong, which is not about the guard, once.
                 self.lock().unsaid.get_or_insert(error);
-                self.driver.read(at, &mut bytes)?;
+                read()?;
             }
             let changed = |byte: &u8| *byte != GUARD;
             let Some(first) = bytes.iter().position(changed) else { continue };

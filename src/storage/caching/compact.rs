@@ -263,8 +263,11 @@ impl CachingAllocator {
         let bytes = plan.bytes();
         let mut host = vec![0u8; bytes];
         let read = self.driver.synchronize().and_then(|()| {
-            let mut moves = plan.moves.iter();
-            moves.try_for_each(|m| self.driver.read((m.from.0.memory(), m.from.1), &mut host[m.to..m.to + m.size]))
+            plan.moves.iter().try_for_each(|m| {
+                let (from, to) = ((m.from.0.memory(), m.from.1), &mut host[m.to..m.to + m.size]);
+                // SAFETY: the block is locked for writing.
+                unsafe { self.driver.read(from, to) }
+            })
         });
         if let Err(error) = read {
             let mut core = self.lock();
@@ -287,7 +290,8 @@ impl CachingAllocator {
             made = self.make(bytes);
         }
         let written = made.ok().map(|memory| Arc::new(Segment::new(memory, bytes))).and_then(|target| {
-            let write = |m: &Move| self.driver.write(&host[m.to..m.to + m.size], (target.memory(), m.to));
+            // SAFETY: the target is new, and nobody else's.
+            let write = |m: &Move| unsafe { self.driver.write(&host[m.to..m.to + m.size], (target.memory(), m.to)) };
             plan.moves.iter().try_for_each(write).ok().map(|()| target)
         });
         let mut core = self.lock();
@@ -331,12 +335,16 @@ impl CachingAllocator {
         let (from, to) = ((m.from.0.memory(), m.from.1), (target.memory(), m.to));
         if m.size / down > PIECES {
             let mut host = vec![0; m.size];
-            self.driver.read(from, &mut host)?;
-            return self.driver.write(&host, to);
+            // SAFETY: as below.
+            unsafe { self.driver.read(from, &mut host) }?;
+            // SAFETY: as below.
+            return unsafe { self.driver.write(&host, to) };
         }
         (0..m.size).step_by(down).try_for_each(|at| {
             let bytes = down.min(m.size - at);
-            self.driver.copy(StreamId::DEFAULT, (from.0, from.1 + at), (to.0, to.1 + at), bytes)
+            // SAFETY: the block is locked for writing. Its new place is held by the plan: free, or of blocks that are
+            // locked as well and have moved on.
+            unsafe { self.driver.copy(StreamId::DEFAULT, (from.0, from.1 + at), (to.0, to.1 + at), bytes) }
         })
     }
 }

@@ -161,7 +161,7 @@ impl Driver for Host {
         }
     }
 
-    fn shrink(&self, memory: &Memory, from: usize, to: usize) {
+    unsafe fn shrink(&self, memory: &Memory, from: usize, to: usize) {
         if let MemoryKind::Host(HostMemory { origin: Origin::Mapped(mapping), .. }) = &memory.0 {
             mapping.shrink(from, to);
         }
@@ -187,22 +187,21 @@ impl Driver for Host {
         Ok(())
     }
 
-    fn copy(&self, _: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()> {
+    unsafe fn copy(&self, _: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()> {
         let (from, to) = (bytes_at(from, bytes)?, bytes_at(to, bytes)?);
-        // SAFETY: both ranges are inside their memory and committed (checked); the allocator, which alone calls this,
-        // owns them, decommits nothing that is in a block, and holds the locks of the blocks they belong to.
+        // SAFETY: both ranges are inside their memory and committed (checked), and the caller's as `Driver::copy` says.
         unsafe { std::ptr::copy(from.as_ptr(), to.as_ptr(), bytes) }
         Ok(())
     }
 
-    fn read(&self, from: At<'_>, to: &mut [u8]) -> Result<()> {
+    unsafe fn read(&self, from: At<'_>, to: &mut [u8]) -> Result<()> {
         let from = bytes_at(from, to.len())?;
         // SAFETY: as in `copy`.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_mut_ptr(), to.len()) }
         Ok(())
     }
 
-    fn write(&self, from: &[u8], to: At<'_>) -> Result<()> {
+    unsafe fn write(&self, from: &[u8], to: At<'_>) -> Result<()> {
         let to = bytes_at(to, from.len())?;
         // SAFETY: as in `copy`.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_ptr(), from.len()) }

@@ -95,8 +95,17 @@ impl fmt::Debug for Marker {
 /// A place in a piece of memory: bytes from its start.
 pub type At<'a> = (&'a Memory, usize);
 
-/// A device's memory as allocators see it.
-pub trait Driver: Send + Sync + fmt::Debug {
+mod sealed {
+    /// Allocators rely on what drivers say of memory: only the crate's own are trusted with that.
+    pub trait Sealed {}
+    impl Sealed for super::host::Host {}
+    impl Sealed for super::opencl::OpenCl {}
+    impl Sealed for super::Sim {}
+}
+
+/// A device's memory as allocators see it. The crate's own drivers implement it, nobody else can: see
+/// [`storage::driver`](crate::storage::driver()) and [`Sim`].
+pub trait Driver: sealed::Sealed + Send + Sync + fmt::Debug {
     /// The device whose memory this is.
     fn device(&self) -> Device;
     /// Bytes the device has.
@@ -128,7 +137,10 @@ pub trait Driver: Send + Sync + fmt::Debug {
     }
     /// Gives bytes `from..to` of reserved memory back, after work already queued that uses them; the addresses stay
     /// reserved.
-    fn shrink(&self, _memory: &Memory, _from: usize, _to: usize) {}
+    ///
+    /// # Safety
+    /// They are no block's, nor does anything else on the host use them.
+    unsafe fn shrink(&self, _memory: &Memory, _from: usize, _to: usize) {}
 
     /// Bytes that live blocks had are lost: nothing on the device can be relied on any more.
     fn give_up(&self, _cause: &str) {}
@@ -145,11 +157,21 @@ pub trait Driver: Send + Sync + fmt::Debug {
     fn stream_waits(&self, stream: StreamId, marker: &Marker) -> Result<()>;
 
     /// Copies bytes in the order of `stream`. The ranges must not overlap.
-    fn copy(&self, stream: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()>;
+    ///
+    /// # Safety
+    /// Until it returns, nothing on the host writes to the bytes of `from`, nor reads or writes those of `to`: they are
+    /// free, or of blocks that the caller has locked.
+    unsafe fn copy(&self, stream: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()>;
     /// Reads bytes to the host, after all work of the default stream. Waits.
-    fn read(&self, from: At<'_>, to: &mut [u8]) -> Result<()>;
+    ///
+    /// # Safety
+    /// Until it returns, nothing else on the host writes to them.
+    unsafe fn read(&self, from: At<'_>, to: &mut [u8]) -> Result<()>;
     /// Writes bytes from the host. Waits.
-    fn write(&self, from: &[u8], to: At<'_>) -> Result<()>;
+    ///
+    /// # Safety
+    /// Until it returns, nothing else on the host reads or writes them.
+    unsafe fn write(&self, from: &[u8], to: At<'_>) -> Result<()>;
 }
 
 /// The driver of a device, shared.

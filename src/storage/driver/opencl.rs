@@ -84,15 +84,15 @@ impl Driver for OpenCl {
         event(marker).map_or(Ok(()), |event| self.device.stream_waits(stream, event))
     }
 
-    fn copy(&self, stream: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()> {
+    unsafe fn copy(&self, stream: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()> {
         self.device.copy_on(stream, buffer(from.0)?, from.1, buffer(to.0)?, to.1, bytes)
     }
 
-    fn read(&self, from: At<'_>, to: &mut [u8]) -> Result<()> {
+    unsafe fn read(&self, from: At<'_>, to: &mut [u8]) -> Result<()> {
         self.device.read_quietly(buffer(from.0)?, from.1, to)
     }
 
-    fn write(&self, from: &[u8], to: At<'_>) -> Result<()> {
+    unsafe fn write(&self, from: &[u8], to: At<'_>) -> Result<()> {
         self.device.write(from, buffer(to.0)?, to.1)
     }
 }

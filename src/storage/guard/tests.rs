@@ -20,7 +20,9 @@ fn drivers() -> Vec<Arc<dyn Driver>> {
 /// Writes bytes of a block's memory, from `offset` from its start.
 fn write(driver: &Arc<dyn Driver>, block: &Block, offset: isize, bytes: &[u8]) {
     let place = block.place();
-    driver.write(bytes, (place.segment().memory(), place.offset().checked_add_signed(offset).unwrap())).unwrap();
+    let at = (place.segment().memory(), place.offset().checked_add_signed(offset).unwrap());
+    // SAFETY: the only thread that uses the block.
+    unsafe { driver.write(bytes, at) }.unwrap();
 }
 
 #[test]
@@ -76,7 +78,8 @@ fn freed_bytes_are_poisoned() {
         let block = guarded.allocate(1000, STREAM).unwrap(); // the same buffer
         let mut bytes = vec![0; block.size()];
         let place = block.place();
-        driver.read((place.segment().memory(), place.offset()), &mut bytes).unwrap();
+        // SAFETY: the only thread that uses the block.
+        unsafe { driver.read((place.segment().memory(), place.offset()), &mut bytes) }.unwrap();
         assert!(bytes.iter().all(|byte| *byte == JUNK));
         drop(place);
         guarded.deallocate(block);

@@ -342,7 +342,8 @@ fn the_hosts_memory_grows_and_keeps_its_contents() {
     for i in 0..40_u8 {
         let block = take(&allocator, 100_000 * (usize::from(i) + 1));
         let place = block.place();
-        driver.write(&vec![i; block.size()], (place.segment().memory(), place.offset())).unwrap();
+        // SAFETY: nobody else uses the block.
+        unsafe { driver.write(&vec![i; block.size()], (place.segment().memory(), place.offset())) }.unwrap();
         drop(place);
         blocks.push((i, block));
     }
@@ -355,7 +356,8 @@ fn the_hosts_memory_grows_and_keeps_its_contents() {
     allocator.check();
     assert!(blocks.iter().all(|(i, block)| {
         let (place, mut bytes) = (block.place(), vec![0; block.size()]);
-        driver.read((place.segment().memory(), place.offset()), &mut bytes).unwrap();
+        // SAFETY: nobody else uses the block.
+        unsafe { driver.read((place.segment().memory(), place.offset()), &mut bytes) }.unwrap();
         bytes.iter().all(|byte| byte == i)
     }));
     give_back(&allocator, blocks.into_iter().map(|(_, block)| block));

@@ -1,5 +1,28 @@
 use super::*;
 
+/// What is safe here, where no other thread uses the memory.
+impl Host {
+    fn copy(&self, stream: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()> {
+        // SAFETY: as above.
+        unsafe { Driver::copy(self, stream, from, to, bytes) }
+    }
+
+    fn read(&self, from: At<'_>, to: &mut [u8]) -> Result<()> {
+        // SAFETY: as above.
+        unsafe { Driver::read(self, from, to) }
+    }
+
+    fn write(&self, from: &[u8], to: At<'_>) -> Result<()> {
+        // SAFETY: as above.
+        unsafe { Driver::write(self, from, to) }
+    }
+
+    fn shrink(&self, memory: &Memory, from: usize, to: usize) {
+        // SAFETY: as above.
+        unsafe { Driver::shrink(self, memory, from, to) }
+    }
+}
+
 fn host() -> Host {
     Host::new(&Config::default())
 }

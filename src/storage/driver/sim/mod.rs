@@ -395,7 +395,7 @@ impl Driver for Sim {
         self.call(Call::Extend(to - from), |s| self.find(s, m, from, to))
     }
 
-    fn shrink(&self, memory: &Memory, from: usize, to: usize) {
+    unsafe fn shrink(&self, memory: &Memory, from: usize, to: usize) {
         let Ok(m) = self.own(memory) else { return };
         self.call(Call::Shrink(to.saturating_sub(from)), |s| {
             match m.check_pages("shrink", self.0.options.page, from, to) {
@@ -447,7 +447,7 @@ impl Driver for Sim {
         Ok(())
     }
 
-    fn copy(&self, stream: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()> {
+    unsafe fn copy(&self, stream: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()> {
         let (from, to) = (self.span(from, bytes)?, self.span(to, bytes)?);
         self.call(Call::Copy(bytes), |s| {
             if from.overlaps(&to) {
@@ -462,7 +462,7 @@ impl Driver for Sim {
     }
 
     /// The bytes of a granule are its tag, over and over: written elsewhere they are the same tag.
-    fn read(&self, from: At<'_>, to: &mut [u8]) -> Result<()> {
+    unsafe fn read(&self, from: At<'_>, to: &mut [u8]) -> Result<()> {
         let span = self.span(from, to.len())?;
         self.call(Call::Read(to.len()), |s| {
             self.touch(s, span)?;
@@ -473,7 +473,7 @@ impl Driver for Sim {
         })
     }
 
-    fn write(&self, from: &[u8], to: At<'_>) -> Result<()> {
+    unsafe fn write(&self, from: &[u8], to: At<'_>) -> Result<()> {
         let span = self.span(to, from.len())?;
         self.call(Call::Write(from.len()), |s| {
             self.touch(s, span)?;
