@@ -4,8 +4,8 @@ use super::super::history::{
     BlockInfo, BlockState, Context, HistoryOptions, Recording, SegmentInfo, SegmentType, Snapshot, TraceAction,
 };
 use super::super::registry;
-use super::compact::Then;
 use super::heap::{Heap, Held, Use};
+use super::moves::Then;
 use super::{CachingAllocator, Core, Kind, Request};
 use crate::Result;
 

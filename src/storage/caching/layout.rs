@@ -1,0 +1,114 @@
+//! Laying the table of a segment out anew, when its blocks have moved.
+
+use std::sync::Arc;
+
+use super::super::allocator::Segment;
+use super::super::history::TraceAction;
+use super::heap::{Entry, Heap, Held, NONE, Use};
+use super::{Kind, Split};
+use crate::device::StreamId;
+
+impl Heap {
+    /// Takes a free block out of its bins, so that nobody finds it.
+    pub(super) fn hold(&mut self, id: u32) {
+        let mut split = Split::default();
+        self.take_free(id, &mut split);
+        self.table[id as usize].usage = Use::Held;
+        let kind = self.arenas[self.table[id as usize].arena as usize].kind;
+        self.stats.split_changed(kind, split);
+    }
+
+    pub(super) fn held_blocks(&self, segment: u32) -> Vec<u32> {
+        self.blocks_of(segment).filter(|&id| self.table[id as usize].usage == Use::Held).collect()
+    }
+
+    pub(super) fn unhold(&mut self, id: u32) {
+        let kind = self.arenas[self.table[id as usize].arena as usize].kind;
+        let split = self.set_free(id);
+        self.stats.split_changed(kind, split);
+    }
+
+    /// Makes one segment, `target`, of several: their blocks lie as `layout` says (in order of offsets), what is between
+    /// them is free. Gives the segments that are not the target.
+    pub(super) fn lay_out(
+        &mut self,
+        segments: &[u32],
+        layout: &[(u32, usize)],
+        target: &Arc<Segment>,
+        bytes: usize,
+        stream: StreamId,
+    ) -> Vec<Arc<Segment>> {
+        let mut gone = Vec::new();
+        let into = segments[0];
+        for &at in segments {
+            self.held_blocks(at).into_iter().for_each(|id| self.vacate(id));
+            let Some(held) = self.segments[at as usize].as_ref() else { continue };
+            if !Arc::ptr_eq(&held.segment, target) {
+                self.stats.segment_released(held.kind, held.size);
+                self.history.record(TraceAction::SegmentFree, held.address, held.size as u64, held.stream.0);
+                gone.push(Arc::clone(&held.segment));
+            }
+        }
+        let (pool, kind) =
+            self.segments[into as usize].as_ref().map_or((0, Kind::Large), |held| (held.pool, held.kind));
+        let own = self.segments[into as usize].as_ref().map(|held| held.stream);
+        let stays = self.segments[into as usize].as_ref().is_some_and(|held| Arc::ptr_eq(&held.segment, target));
+        for &at in segments {
+            self.segments[at as usize] = None;
+            if at != into {
+                self.vacant_segments.push(at);
+            }
+        }
+        if bytes == 0 {
+            self.vacant_segments.push(into);
+            return gone;
+        }
+        if !stays {
+            self.stats.segment_made(kind, bytes);
+            self.history.record(TraceAction::SegmentAlloc, target.address(), bytes as u64, stream.0);
+        }
+        let arena = self.arena(pool, stream, kind);
+        let stream = own.filter(|_| stays).unwrap_or(stream);
+        let (mut last, mut end, mut first, mut gaps) = (NONE, 0, NONE, Vec::new());
+        let blocks = layout.iter().map(|&(id, offset)| (Some(id), offset)).chain([(None, bytes)]);
+        for (id, offset) in blocks {
+            if offset > end {
+                let gap = Entry {
+                    segment: into,
+                    arena,
+                    prev: last,
+                    offset: end,
+                    size: offset - end,
+                    usage: Use::Held,
+                    ..Entry::VACANT
+                };
+                let gap = self.insert(gap);
+                self.link(last, gap);
+                first = if first == NONE { gap } else { first };
+                gaps.push(gap);
+                last = gap;
+            }
+            let Some(id) = id else { break };
+            let entry = &mut self.table[id as usize];
+            (entry.segment, entry.offset, entry.prev, entry.next) = (into, offset, last, NONE);
+            end = offset + entry.size;
+            self.link(last, id);
+            first = if first == NONE { id } else { first };
+            last = id;
+        }
+        let idle_since = (self.ticks, self.now);
+        let segment = Arc::clone(target);
+        let (address, context) = (target.address(), self.history.context());
+        let end = super::expand::End::default();
+        let held = Held { segment, address, context, size: bytes, kind, pool, stream, first, idle_since, end };
+        self.segments[into as usize] = Some(held);
+        gaps.into_iter().for_each(|gap| self.unhold(gap));
+        gone
+    }
+
+    fn link(&mut self, prev: u32, next: u32) {
+        if prev != NONE {
+            self.table[prev as usize].next = next;
+        }
+    }
+}
