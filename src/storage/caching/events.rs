@@ -67,7 +67,7 @@ impl Pending {
     }
 
     /// The oldest marker of every stream, with its ticket.
-    fn heads(&self) -> Vec<(StreamId, Marker, u64)> {
+    pub(super) fn heads(&self) -> Vec<(StreamId, Marker, u64)> {
         let head = |(stream, queue): (&StreamId, &VecDeque<Waiting>)| {
             queue.front().map(|head| (*stream, head.marker.clone(), head.ticket))
         };

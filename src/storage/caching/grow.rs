@@ -191,13 +191,15 @@ impl CachingAllocator {
     }
 
     /// PyTorch's garbage collection: where a threshold is set and passed, gives back the unused large segments that have
-    /// been unused for longer than the average, until enough is free again. Waits for nothing.
-    pub(super) fn collect(&self, request: &Request) {
+    /// been unused for longer than the average, until enough is free again, and says whether any did. Waits for nothing.
+    pub(super) fn collect(&self, request: &Request) -> bool {
         let (freed, keep) = self.lock().collect(request.size as u64);
+        let any = !freed.is_empty() || keep.is_some();
         drop(freed);
         if let Some(keep) = keep {
             self.release_ends(0, keep);
         }
+        any
     }
 }
 

@@ -51,6 +51,15 @@ const LADDER: [Rung; 12] = [
     Rung::Compact,
 ];
 
+/// How often each rung has served a request of this thread, or collected something.
+#[cfg(test)]
+thread_local!(pub(super) static SERVED: std::cell::RefCell<std::collections::BTreeMap<String, u64>> = Default::default());
+
+fn count(_rung: Rung) {
+    #[cfg(test)]
+    SERVED.with_borrow_mut(|served| *served.entry(format!("{_rung:?}")).or_default() += 1);
+}
+
 /// Waits for all streams before giving up on their blocks, which other threads keep giving back.
 const WAITS: usize = 4;
 
@@ -60,11 +69,13 @@ impl CachingAllocator {
         let mut failure = None;
         for rung in LADDER {
             if let Some(block) = self.step(rung, request, &mut failure)? {
+                count(rung);
                 return Ok(block);
             }
             // Until growing has failed, unused segments are left to requests that fill them.
             let any = rung as usize >= Rung::Grow as usize;
             if let Some(block) = self.lock_folded().search(self.number, request, Search::Thorough, any) {
+                count(rung);
                 return Ok(block);
             }
         }
@@ -78,7 +89,8 @@ impl CachingAllocator {
             }
             Rung::ThreadCaches => drop(self.drain_caches()),
             Rung::OtherStreams => return self.take_with_wait(request),
-            Rung::Collect => self.collect(request),
+            Rung::Collect if self.collect(request) => count(rung), // the room is the next rung's
+            Rung::Collect => {}
             Rung::Grow => return self.grow(request, false, failure),
             Rung::Callbacks => {
                 if self.ask_for_memory() {

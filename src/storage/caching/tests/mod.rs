@@ -47,7 +47,7 @@ fn calls_since(sim: &Sim, before: u64) -> Vec<Call> {
 }
 
 impl CachingAllocator {
-    /// Panics unless blocks tile their segments, no two free neighbours of an arena exist, the bins hold exactly the
+    /// Panics unless blocks tile their segments and belong to their pools, no two free neighbours of an arena exist, the bins hold exactly the
     /// free blocks, and the statistics say what is there.
     pub(in crate::storage) fn check(&self) {
         let core = self.drain_caches();
@@ -59,6 +59,8 @@ impl CachingAllocator {
             for id in heap.blocks_of(at as u32) {
                 let entry = heap.table[id as usize];
                 assert_eq!((entry.segment, entry.prev, entry.offset), (at as u32, prev, offset), "blocks tile");
+                let arena = &heap.arenas[entry.arena as usize];
+                assert_eq!((arena.pool, arena.kind), (held.pool, held.kind), "blocks are of their segment's pool");
                 assert!(entry.size > 0 && entry.size.is_multiple_of(heap.rules.alignment));
                 let free = entry.usage == Use::Free;
                 assert!(!(free && entry.arena == free_arena), "free neighbours are merged");

@@ -186,7 +186,12 @@ impl Sim {
 
     /// Failures lined up that have not happened yet.
     pub fn failures_left(&self) -> usize {
-        self.with(|s| s.create_failures.len() + s.commit_failures.len() + s.enqueue_failures.len())
+        self.failures_lined_up().into_iter().sum()
+    }
+
+    /// Those of creation, commit and enqueueing.
+    pub(crate) fn failures_lined_up(&self) -> [usize; 3] {
+        self.with(|s| [s.create_failures.len(), s.commit_failures.len(), s.enqueue_failures.len()])
     }
 
     /// Takes back every failure that has not happened yet.

@@ -6,6 +6,7 @@ mod model;
 mod ops;
 mod threads;
 
+use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use proptest::prelude::any;
@@ -26,16 +27,77 @@ struct Setup {
     every: usize,
     /// Whether live blocks are moved together before an allocation fails.
     compacts: bool,
-    /// Whether the history records, and every snapshot is compared with what should be there; else a few are.
+    /// Whether the history records.
     history: bool,
 }
 
 const SETUP: Setup =
     Setup { config: "", capacity: 64 << 20, asynchronous: true, page: 0, every: 1, compacts: true, history: false };
 
+/// How often everything happened, by name.
+type Tally = BTreeMap<String, u64>;
+
+/// What has to happen for the runs to show anything: every operation, every rung of the ladder, and what they lead to.
+#[cfg(not(miri))]
+const EXPECTED: [&str; 53] = [
+    "Allocate",
+    "Free",
+    "Share",
+    "Check",
+    "Run",
+    "Synchronize",
+    "EmptyCache",
+    "Trim",
+    "Compact",
+    "Limit",
+    "Others",
+    "FailCreate",
+    "FailCommit",
+    "FailEnqueue",
+    "ResetPeaks",
+    "ResetSums",
+    "MakePool",
+    "DropPool",
+    "EmptyPool",
+    "Checkpoint",
+    "Restore",
+    "Hoard",
+    "allocated",
+    "allocated in a pool",
+    "allocated from a lender",
+    "out of memory",
+    "out of memory in a pool",
+    "dropped a pool with live blocks",
+    "restored",
+    "restored nothing",
+    "could not restore",
+    "shared",
+    "pending",
+    "events out of order",
+    "compacted",
+    "creation failed with -4",
+    "creation failed with -5",
+    "creation failed with -6",
+    "commit failed with -4",
+    "commit failed with -5",
+    "commit failed with -6",
+    "rung Events",
+    "rung ThreadCaches",
+    "rung OtherStreams",
+    "rung Collect",
+    "rung Grow",
+    "rung Callbacks",
+    "rung Oversize",
+    "rung Wait",
+    "rung Release",
+    "rung OtherKind",
+    "rung Lenders",
+    "rung Compact",
+];
+
 const OPERATIONS: usize = if cfg!(miri) { 150 } else { 10_000 };
 
-fn run(setup: Setup, ops: &[Op]) -> Result<(), String> {
+fn run(setup: Setup, ops: &[Op]) -> Result<Tally, String> {
     let result = catch_unwind(AssertUnwindSafe(|| {
         let mut world = World::new(setup);
         for (i, &op) in ops.iter().enumerate() {
@@ -131,9 +193,30 @@ fn without_compaction() {
     holds(Setup { config: "compaction:False", compacts: false, ..SETUP });
 }
 
+const COLLECTING: Setup = Setup {
+    config: "per_process_memory_fraction:0.75,garbage_collection_threshold:0.6,max_split_size_mb:20,\
+             roundup_power2_divisions:4",
+    capacity: 160 << 20,
+    ..SETUP
+};
+
 #[test]
 fn with_garbage_collection_of_a_fraction_and_blocks_that_are_not_split() {
-    let config = "per_process_memory_fraction:0.75,garbage_collection_threshold:0.6,max_split_size_mb:20,\
-                  roundup_power2_divisions:4";
-    holds(Setup { config, capacity: 160 << 20, ..SETUP });
+    holds(COLLECTING);
+}
+
+/// A mix in which something never comes up shows nothing about it.
+#[cfg(not(miri))]
+#[test]
+fn whatever_is_to_be_survived_happens() {
+    let caches = Setup { every: 97, config: "thread_cache_kb:4096", ..SETUP };
+    let unsplit = Setup { config: "max_split_size_mb:20", capacity: 96 << 20, ..SETUP };
+    let mut sums: Tally = EXPECTED.map(|name| (name.into(), 0)).into();
+    for (seed, setup) in (1..).zip([SETUP, caches, unsplit, COLLECTING]) {
+        let tally = run(setup, &ops::generate(seed, OPERATIONS, setup.capacity)).unwrap();
+        tally.into_iter().for_each(|(name, n)| *sums.entry(name).or_default() += n);
+    }
+    let never: Vec<_> = sums.iter().filter(|(_, n)| **n == 0).collect();
+    assert!(never.is_empty(), "{never:?} of {sums:#?}");
+    println!("{sums:#?}");
 }

@@ -1,13 +1,5 @@
 //! What must be so, whatever happened: a shadow of the allocator that knows only what was asked of it.
 
-use std::collections::{BTreeMap, HashSet};
-
-use super::super::super::heap::Use;
-use super::super::*;
-use super::Setup;
-use super::ops::Op;
-use crate::storage::{BlockState, Driver, Failure, HistoryOptions, SegmentInfo, Stat};
-
 /// Fails the run with a sentence unless the condition holds.
 macro_rules! ensure {
     ($condition:expr, $($message:tt)+) => {
@@ -17,11 +9,26 @@ macro_rules! ensure {
     };
 }
 
+mod pools;
+
+use std::collections::{BTreeMap, HashSet, VecDeque};
+use std::sync::Mutex;
+
+use super::super::super::heap::Use;
+use super::super::super::ladder;
+use super::super::*;
+use super::ops::Op;
+use super::{Setup, Tally};
+use crate::storage::{BlockState, Driver, Failure, HistoryOptions, SegmentInfo, Stat};
+use pools::Pool;
+
 /// A block in use.
 struct Live {
     block: Block,
     requested: usize,
     stream: u32,
+    /// The private pool that its segment is in; 0 is none.
+    pool: u32,
     tag: u32,
     /// Streams that have waited for its own.
     users: Vec<u32>,
@@ -31,8 +38,12 @@ struct Live {
 pub(super) struct World {
     setup: Setup,
     sim: Sim,
-    allocator: CachingAllocator,
+    allocator: Arc<CachingAllocator>,
     live: Vec<Live>,
+    /// More live blocks, which a callback gives back when memory runs short.
+    hoard: Arc<Mutex<Vec<Live>>>,
+    _callback: Registration,
+    pools: Vec<Pool>,
     next_tag: u32,
     /// The most to hold by the fraction, and with the limit.
     fraction: u64,
@@ -44,7 +55,9 @@ pub(super) struct World {
     bases: Vec<u64>,
     /// As last looked at.
     stats: DeviceStats,
-    checks: usize,
+    /// Failures lined up for creation, commit and enqueueing.
+    failures: [VecDeque<i32>; 3],
+    tally: Tally,
 }
 
 fn failure(code: i32) -> Failure {
@@ -85,7 +98,23 @@ impl World {
         let config: Config = setup.config.parse().unwrap();
         let fraction = (setup.capacity as f64 * config.per_process_memory_fraction) as u64;
         let limit = fraction.min(config.memory_limit as u64);
-        let allocator = CachingAllocator::new(Arc::new(sim.clone()), config).unwrap();
+        let allocator = Arc::new(CachingAllocator::new(Arc::new(sim.clone()), config).unwrap());
+        let hoard: Arc<Mutex<Vec<Live>>> = Arc::default();
+        let callback = {
+            let (owner, sim, hoard) = (Arc::downgrade(&allocator), sim.clone(), Arc::clone(&hoard));
+            allocator.add_free_memory_callback(Box::new(move || {
+                let (Some(owner), given) = (owner.upgrade(), std::mem::take(&mut *hoard.lock().unwrap())) else {
+                    return false;
+                };
+                let any = !given.is_empty();
+                for live in given {
+                    sim.check_tag(sim.stream(live.stream), &live.block, live.tag).unwrap();
+                    owner.deallocate(live.block);
+                }
+                any
+            }))
+        };
+        ladder::SERVED.take(); // what another run on this thread did
         let stats = allocator.stats();
         if setup.history {
             // Few enough that the ring is written over many times.
@@ -97,6 +126,9 @@ impl World {
             sim,
             allocator,
             live: Vec::new(),
+            hoard,
+            _callback: callback,
+            pools: Vec::new(),
             next_tag: 1,
             fraction,
             limit,
@@ -104,15 +136,17 @@ impl World {
             peaks: [0; 3],
             bases: vec![0; 27],
             stats,
-            checks: 0,
+            failures: Default::default(),
+            tally: Tally::new(),
         }
     }
 
     /// Lets an operation happen.
     pub(super) fn apply(&mut self, op: Op) -> Result<(), String> {
+        self.note(op.name());
         let say = |error: Error| format!("{op:?} reported: {error}");
         match op {
-            Op::Allocate { bytes, stream } => self.allocate(bytes, stream)?,
+            Op::Allocate { bytes, stream, pool } => self.allocate(bytes, stream, pool)?,
             Op::Free { block } => {
                 if !self.live.is_empty() {
                     let live = self.live.swap_remove(block % self.live.len());
@@ -148,9 +182,18 @@ impl World {
                 self.others = bytes.min(self.setup.capacity - self.sim.committed()); // what is taken stays ours
                 self.sim.set_others(self.others);
             }
-            Op::FailCreate { code } => self.sim.fail_next_create(failure(code)),
-            Op::FailCommit { code } => self.sim.fail_next_commit(failure(code)),
-            Op::FailEnqueue { code } => self.sim.fail_next_enqueue(failure(code)),
+            Op::FailCreate { code } => {
+                self.sim.fail_next_create(failure(code));
+                self.failures[0].push_back(code);
+            }
+            Op::FailCommit { code } => {
+                self.sim.fail_next_commit(failure(code));
+                self.failures[1].push_back(code);
+            }
+            Op::FailEnqueue { code } => {
+                self.sim.fail_next_enqueue(failure(code));
+                self.failures[2].push_back(code);
+            }
             Op::ResetPeaks => {
                 self.allocator.reset_peak_stats();
                 self.peaks = [0; 3];
@@ -159,32 +202,72 @@ impl World {
                 self.allocator.reset_accumulated_stats();
                 self.bases = currents(&self.allocator.stats());
             }
+            Op::MakePool { no_split, use_on_oom } => self.make_pool(no_split, use_on_oom),
+            Op::DropPool { pool } => self.drop_pool(pool),
+            Op::EmptyPool { pool } => self.empty_pool(pool)?,
+            Op::Checkpoint { pool } => self.checkpoint(pool)?,
+            Op::Restore { pool, seed } => self.restore(pool, seed)?,
+            Op::Hoard { block } => {
+                if !self.live.is_empty() {
+                    let live = self.live.swap_remove(block % self.live.len());
+                    self.hoard.lock().unwrap().push(live);
+                }
+            }
         }
+        self.note_failures()?;
         let now = self.totals();
         self.peaks.iter_mut().zip(now).for_each(|(peak, now)| *peak = now.max(*peak));
         Ok(())
     }
 
-    fn allocate(&mut self, bytes: usize, stream: u32) -> Result<(), String> {
+    fn allocate(&mut self, bytes: usize, stream: u32, pool: usize) -> Result<(), String> {
         let (failures, held) = (self.sim.failures_left(), self.sim.committed());
         let id = self.sim.stream(stream);
-        match self.allocator.allocate(bytes, id) {
+        let handle = self.pools.get(pool.wrapping_sub(1)).map(|pool| pool.handle.clone());
+        let pool = handle.as_ref().map_or(0, MemPool::id);
+        let allocate = || match &handle {
+            Some(handle) => use_mem_pool(handle, || self.allocator.allocate(bytes, id)),
+            None => self.allocator.allocate(bytes, id),
+        };
+        match allocate() {
             Ok(block) => {
                 ensure!(block.requested() == bytes && block.size() >= bytes, "{block:?} is not for {bytes} bytes");
                 ensure!(self.sim.committed() <= held.max(self.limit), "more is held than the limit {}", self.limit);
-                let tag = self.next_tag;
-                self.next_tag += 1;
-                let written = self.sim.write_tag(id, &block, tag);
-                self.live.push(Live { block, requested: bytes, stream, tag, users: Vec::new() });
-                written.map_err(|error| format!("the first use of a block reported: {error}"))
+                let from = self.pool_of(&block);
+                ensure!(from == pool || self.lends(from), "{block:?} of pool {from} was handed out in {pool}");
+                self.note(if from == pool && pool == 0 {
+                    "allocated"
+                } else if from == pool {
+                    "allocated in a pool"
+                } else {
+                    "allocated from a lender"
+                });
+                self.add(block, stream, from)
             }
             Err(Error::OutOfMemory { requested, .. }) => {
                 ensure!(requested == bytes, "an error says {requested} for {bytes} bytes");
                 // After a failure that was made up, the next call may well succeed.
-                if failures == self.sim.failures_left() { self.check_out_of_memory(bytes, id) } else { Ok(()) }
+                if failures != self.sim.failures_left() {
+                    return Ok(());
+                }
+                self.check_out_of_memory(bytes, pool)?;
+                let again = allocate();
+                ensure!(again.is_err(), "no memory for {bytes} bytes, but the second call found {again:?}");
+                self.note(if pool == 0 { "out of memory" } else { "out of memory in a pool" });
+                Ok(())
             }
             Err(other) => Err(format!("allocating {bytes} bytes reported: {other}")),
         }
+    }
+
+    /// A block that was just handed out is used.
+    fn add(&mut self, block: Block, stream: u32, pool: u32) -> Result<(), String> {
+        let tag = self.next_tag;
+        self.next_tag += 1;
+        let written = self.sim.write_tag(self.sim.stream(stream), &block, tag);
+        let requested = block.requested();
+        self.live.push(Live { block, requested, stream, pool, tag, users: Vec::new() });
+        written.map_err(|error| format!("the first use of a block reported: {error}"))
     }
 
     fn share(&mut self, block: usize, stream: u32) -> Result<()> {
@@ -197,6 +280,7 @@ impl World {
             // Once is enough: should the block move, that is for the allocator to order.
             self.sim.stream_waits(other, &self.sim.record(own)?)?;
             live.users.push(stream);
+            *self.tally.entry("shared".into()).or_default() += 1;
         }
         self.allocator.record_stream(&live.block, other);
         self.sim.check_tag(other, &live.block, live.tag)
@@ -209,45 +293,55 @@ impl World {
         ensure!(before == after + freed, "compact says {freed} bytes, but {before} became {after}");
         let copied = self.sim.bytes_copied() - copied;
         ensure!(copied <= budget, "compact copied {copied} bytes on a budget of {budget}");
+        if copied > 0 {
+            self.note("compacted");
+        }
         Ok(())
     }
 
     /// Allocation count, allocated bytes and requested bytes.
     fn totals(&self) -> [u64; 3] {
-        let sum = |f: fn(&Live) -> usize| self.live.iter().map(f).sum::<usize>() as u64;
-        [self.live.len() as u64, sum(|l| l.block.size()), sum(|l| l.requested)]
+        self.totals_of(|_| true)
+    }
+
+    fn totals_of(&self, which: impl Fn(&Live) -> bool) -> [u64; 3] {
+        let hoard = self.hoard.lock().unwrap();
+        let live = self.live.iter().chain(&*hoard).filter(|live| which(live));
+        live.fold([0; 3], |[n, size, asked], l| [n + 1, size + l.block.size() as u64, asked + l.requested as u64])
     }
 
     fn unused_segments(&self) -> usize {
         let core = self.allocator.lock();
-        core.heap.table.iter().filter(|e| e.usage == Use::Free && e.is_whole()).count()
+        core.heap.whole_blocks(0).len()
     }
 
     /// An allocation failed though nothing was made to fail: then nothing would have served it.
-    fn check_out_of_memory(&self, bytes: usize, stream: StreamId) -> Result<(), String> {
+    fn check_out_of_memory(&self, bytes: usize, pool: u32) -> Result<(), String> {
         let rules = &self.allocator.rules;
         let size = rules.round_size(bytes).unwrap_or(usize::MAX);
-        {
+        let (private, growing) = {
             let core = self.allocator.lock();
             let heap = &core.heap;
             let fits = |entry: &&heap::Entry| {
                 matches!(entry.usage, Use::Free | Use::Pending) && entry.size >= size && {
                     let arena = &heap.arenas[entry.arena as usize];
-                    arena.pool == 0 && rules.may_serve(arena.kind, entry.size, size)
+                    (arena.pool == pool || self.lends(arena.pool)) && rules.may_serve(arena.kind, entry.size, size)
                 }
             };
             let fitting = heap.table.iter().find(fits);
             ensure!(fitting.is_none(), "no memory for {size} bytes, and there is {:?}", fitting);
-        }
+            let private = heap.segments.iter().flatten().filter(|held| held.pool > 0);
+            let growing = (0..heap.segments.len() as u32).filter(|&at| heap.grows(at)).count() as u64;
+            (private.map(|held| held.size as u64).sum::<u64>(), growing)
+        };
         ensure!(self.unused_segments() == 0, "no memory for {size} bytes, and there are unused segments");
-        let again = self.allocator.allocate(bytes, stream);
-        ensure!(again.is_err(), "no memory for {size} bytes, but the second call found {again:?}");
         let room = self.limit.min(self.setup.capacity - self.others);
-        let allocated = self.totals()[1];
-        // Segments that grow hold whole pages: of three streams, small and large.
-        let slack = if rules.config.expandable_segments { 6 * (self.setup.page as u64 - 512) } else { 0 };
-        if self.setup.compacts && allocated + size as u64 + slack <= room {
-            return Err(format!("no memory for {size} bytes with {allocated} allocated of {room}"));
+        let [_, allocated, _] = self.totals_of(|live| live.pool == 0);
+        // Segments that grow hold whole pages, and so would a new one.
+        let slack = (growing + 1) * (self.setup.page as u64).saturating_sub(512);
+        if self.setup.compacts && private + allocated + size as u64 + slack <= room {
+            let held = format!("{allocated} allocated and {private} private of {room}");
+            return Err(format!("no memory for {size} bytes with {held}"));
         }
         Ok(())
     }
@@ -259,6 +353,8 @@ impl World {
         ensure!(self.sim.late_commits() == 0, "a launch had to commit memory");
         self.allocator.check();
         self.check_places()?;
+        self.check_pools()?;
+        self.note_events();
         let s = self.allocator.stats();
         self.stats = s;
         let [count, allocated, requested] = self.totals();
@@ -283,8 +379,7 @@ impl World {
             ensure!(all.allocated == small.allocated + large.allocated, "{name}: sums do not add up: {stats:?}");
             ensure!(all.freed == small.freed + large.freed, "{name}: sums do not add up: {stats:?}");
         }
-        self.checks += 1;
-        if self.setup.history || self.checks.is_multiple_of(100) { self.check_snapshot() } else { Ok(()) }
+        self.check_snapshot()
     }
 
     /// The snapshot is consistent with its trace, and its sums are those of the statistics and of what is live.
@@ -301,20 +396,21 @@ impl World {
             .filter(|b| b.state == BlockState::ActiveAllocated)
             .map(|b| (b.address, b.size, b.requested_size))
             .collect();
-        let live = self.live.iter().map(|live| {
+        let hoard = self.hoard.lock().unwrap();
+        let live = self.live.iter().chain(&*hoard).map(|live| {
             let place = live.block.place();
             (place.segment().address() + place.offset() as u64, live.block.size() as u64, live.requested as u64)
         });
         ensure!(shown == live.collect(), "a snapshot shows other blocks than are live");
         let pending = blocks().filter(|b| b.state == BlockState::ActivePendingFree).count() as u64;
         ensure!(s.active.current == s.allocation.current + pending, "a snapshot shows {pending} pending blocks: {s}");
-        Ok(())
+        self.check_pools_of(&snapshot)
     }
 
     /// No two blocks share a byte, and each is inside its segment.
     fn check_places(&self) -> Result<(), String> {
         let mut ends: BTreeMap<(u64, usize), usize> = BTreeMap::new();
-        for live in &self.live {
+        for live in self.live.iter().chain(&*self.hoard.lock().unwrap()) {
             let place = live.block.place();
             let (segment, start, size) = (place.segment(), place.offset(), live.block.size());
             ensure!(start.is_multiple_of(512) && start + size <= segment.bytes(), "{:?} is outside", live.block);
@@ -326,12 +422,44 @@ impl World {
         Ok(())
     }
 
-    /// Gives everything back: nothing is left.
-    pub(super) fn finish(mut self) -> Result<(), String> {
+    fn note(&mut self, what: impl Into<String>) {
+        *self.tally.entry(what.into()).or_default() += 1;
+    }
+
+    /// Counts the failures that have happened by now. None is met when work is enqueued: memory was committed before.
+    fn note_failures(&mut self) -> Result<(), String> {
+        let left = self.sim.failures_lined_up();
+        for (at, name) in ["creation", "commit", "enqueueing"].into_iter().enumerate() {
+            while self.failures[at].len() > left[at] {
+                ensure!(at < 2, "a launch met a failure that was meant for uncommitted memory");
+                let code = self.failures[at].pop_front();
+                self.note(format!("{name} failed with {}", code.unwrap_or_default()));
+            }
+        }
+        Ok(())
+    }
+
+    /// Counts the moments at which blocks were pending, and those at which a later one could go before an earlier one.
+    fn note_events(&mut self) {
+        let heads = self.allocator.lock().pending.heads();
+        if !heads.is_empty() {
+            self.note("pending");
+        }
+        let done = |marker| self.sim.is_done(marker);
+        if heads.iter().any(|a| !done(&a.1) && heads.iter().any(|b| b.2 > a.2 && done(&b.1))) {
+            self.note("events out of order");
+        }
+    }
+
+    /// Gives everything back: nothing is left. Says how often everything happened.
+    pub(super) fn finish(mut self) -> Result<Tally, String> {
         self.sim.clear_failures();
+        self.failures = Default::default();
+        self.unhoard(|_| true);
         while !self.live.is_empty() {
             self.apply(Op::Free { block: 0 })?;
         }
+        self.pools.clear();
         self.apply(Op::EmptyCache)?;
         self.apply(Op::Synchronize)?;
         self.check()?;
@@ -339,7 +467,8 @@ impl World {
         ensure!(left.0 == 0 && left.1 == 0 && left.2.iter().all(|&n| n == 0), "left over: {left:?}");
         let entries = self.allocator.lock().heap.table.iter().filter(|e| e.usage != Use::Vacant).count();
         ensure!(entries == 0, "{entries} blocks are left in the table");
-        Ok(())
+        self.tally.extend(ladder::SERVED.take().into_iter().map(|(rung, n)| (format!("rung {rung}"), n)));
+        Ok(self.tally)
     }
 }
 

@@ -6,6 +6,8 @@ pub(super) enum Op {
     Allocate {
         bytes: usize,
         stream: u32,
+        /// 0 is no private pool.
+        pool: usize,
     },
     Free {
         block: usize,
@@ -49,6 +51,38 @@ pub(super) enum Op {
     },
     ResetPeaks,
     ResetSums,
+    MakePool {
+        no_split: bool,
+        use_on_oom: bool,
+    },
+    /// With whatever lives in it.
+    DropPool {
+        pool: usize,
+    },
+    EmptyPool {
+        pool: usize,
+    },
+    /// Where the blocks of a pool are now: what `Restore` goes back to.
+    Checkpoint {
+        pool: usize,
+    },
+    /// Some of the blocks that are still in their places stay, the others of the pool are given back.
+    Restore {
+        pool: usize,
+        seed: u64,
+    },
+    /// A block becomes one that a free-memory callback gives back when memory runs short.
+    Hoard {
+        block: usize,
+    },
+}
+
+impl Op {
+    /// Its name, without what it is about.
+    pub(super) fn name(self) -> String {
+        let text = format!("{self:?}");
+        text.split(' ').next().unwrap_or_default().into()
+    }
 }
 
 /// Random numbers from a seed: splitmix64.
@@ -87,13 +121,23 @@ pub(super) fn generate(seed: u64, n: usize, capacity: u64) -> Vec<Op> {
             }
             let block = random.below(1 << 20) as usize;
             let stream = random.below(3) as u32;
+            let pool = random.below(12) as usize;
             match random.below(1000) {
                 0..620 if random.below(100) >= allocating => Op::Free { block },
-                0..620 if random.below(10) < 3 => Op::Allocate { bytes: favourites[block % 8], stream },
-                0..620 => Op::Allocate { bytes: random.size(32 << 20), stream },
-                620..720 => Op::Share { block, stream },
-                720..800 => Op::Check { block },
-                800..940 => Op::Run { seed: random.next() },
+                0..620 => {
+                    let favourite = random.below(10) < 3;
+                    let bytes = if favourite { favourites[block % 8] } else { random.size(32 << 20) };
+                    Op::Allocate { bytes, stream, pool: pool.saturating_sub(9) }
+                }
+                620..710 => Op::Share { block, stream },
+                710..780 => Op::Check { block },
+                780..880 => Op::Run { seed: random.next() },
+                880..888 => Op::MakePool { no_split: random.below(3) == 0, use_on_oom: random.below(2) == 0 },
+                888..893 => Op::DropPool { pool },
+                893..900 => Op::EmptyPool { pool },
+                900..907 => Op::Checkpoint { pool },
+                907..917 => Op::Restore { pool, seed: random.next() },
+                917..940 => Op::Hoard { block },
                 940..943 => Op::Synchronize,
                 943..946 => Op::EmptyCache,
                 946..953 => Op::Trim { keep: random.below(capacity) },

@@ -7,17 +7,19 @@ use super::super::*;
 use super::ops::Random;
 use crate::storage::Driver;
 
-/// Each thread allocates, uses, shares between streams and frees blocks of its own, on a device that is often full and
+/// Each thread allocates (now and then in a private pool), uses, shares between streams and frees blocks of its own, on
+/// a device that is often full and
 /// runs at random; none ever finds another's contents in its blocks.
 fn threads(config: &str) {
     let (threads, rounds) = if cfg!(miri) { (2, 60) } else { (4, 6000) };
     let options = SimOptions { capacity: 48 << 20, asynchronous: true, contents: true, ..SimOptions::default() };
     let sim = Sim::new(options);
-    let allocator = CachingAllocator::new(Arc::new(sim.clone()), config.parse().unwrap()).unwrap();
+    let allocator = Arc::new(CachingAllocator::new(Arc::new(sim.clone()), config.parse().unwrap()).unwrap());
     let start = Barrier::new(threads);
     let work = |thread: usize| {
         let mut random = Random(thread as u64 + 1);
         let mut live: Vec<(Block, u32, StreamId)> = Vec::new();
+        let mut pool: Option<MemPool> = None;
         start.wait();
         for round in 0..rounds {
             let stream = sim.stream(random.below(3) as u32);
@@ -25,7 +27,10 @@ fn threads(config: &str) {
             match random.below(20) {
                 0..9 if live.len() < 60 => {
                     let tag = (thread * rounds + round + 1) as u32;
-                    match allocator.allocate(random.size(4 << 20), stream) {
+                    let bytes = random.size(4 << 20);
+                    let allocate = || allocator.allocate(bytes, stream);
+                    match pool.as_ref().filter(|_| round % 3 == 0).map_or_else(allocate, |p| use_mem_pool(p, allocate))
+                    {
                         Ok(block) => {
                             sim.write_tag(stream, &block, tag).unwrap();
                             live.push((block, tag, stream));
@@ -46,6 +51,10 @@ fn threads(config: &str) {
                     sim.stream_waits(stream, &sim.record(*own).unwrap()).unwrap();
                     allocator.record_stream(block, stream);
                     sim.check_tag(stream, block, *tag).unwrap();
+                }
+                17 if random.below(20) == 0 => {
+                    let options = MemPoolOptions { no_split: round % 2 == 0, use_on_oom: true };
+                    pool = pool.is_none().then(|| MemPool::new(&allocator, options)); // or drops it, with what lives in it
                 }
                 17 if random.below(50) == 0 => allocator.empty_cache().unwrap(),
                 18 if random.below(20) == 0 => _ = allocator.compact(8 << 20).unwrap(),
