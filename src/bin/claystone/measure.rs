@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use claystone::Error;
 use claystone::device::{Stream, StreamId};
+use claystone::storage::plan::Plan;
 use claystone::storage::{self, Allocator, Block, Config, Sim, SimOptions};
 
 use crate::replay::Driver;
@@ -70,6 +71,16 @@ pub fn survives(setup: &Setup, trace: &Trace, passes: u32, capacity: Option<u64>
     }
 }
 
+/// The most that is reserved while passes are served from the plan of one before them.
+///
+/// # Errors
+/// When memory runs out.
+pub fn served(setup: &Setup, trace: &Trace, passes: u32) -> Result<u64, String> {
+    let mut run = Run::new(setup, trace).map_err(|error| error.to_string())?;
+    run.planned_passes(passes).map_err(|failed| failed.to_string())?;
+    Ok(run.allocator.stats().reserved_bytes.peak)
+}
+
 /// An allocator on a device, and a trace to run through it.
 struct Run<'a> {
     trace: &'a Trace,
@@ -131,27 +142,38 @@ impl<'a> Run<'a> {
         (0..passes).try_for_each(|pass| self.pass().map_err(|(block, error)| Failed { pass, block, error }))
     }
 
-    /// Once through the trace. What is live at the end is freed, also when an allocation, which is named, fails.
+    /// Records a pass, and serves so many further ones from the plan of it. What the first took is given back.
+    fn planned_passes(&mut self, passes: u32) -> Result<(), Failed> {
+        let failed = |pass| move |(block, error)| Failed { pass, block, error };
+        let (first, allocator) = (self.streams[0], Arc::clone(&self.allocator));
+        let (recorded, mut plan) = Plan::record_on(allocator, first, |recorder| self.pass_through(&**recorder));
+        recorded.map_err(failed(0))?;
+        self.allocator.empty_cache().map_err(|error| Failed { pass: 0, block: 0, error })?;
+        self.allocator.reset_peak_stats();
+        (1..=passes).try_for_each(|pass| plan.run_on(|server| self.pass_through(&**server)).map_err(failed(pass)))
+    }
+
     fn pass(&mut self) -> Result<(), (usize, Error)> {
+        self.pass_through(&*Arc::clone(&self.allocator))
+    }
+
+    /// Once through the trace. What is live at the end is freed, also when an allocation, which is named, fails.
+    fn pass_through(&mut self, allocator: &dyn Allocator) -> Result<(), (usize, Error)> {
         let trace = self.trace;
         let done = trace.events.iter().try_for_each(|event| match *event {
             Event::Allocate { block, bytes, stream } => {
-                let made = self.allocator.allocate(bytes, self.streams[stream]);
+                let made = allocator.allocate(bytes, self.streams[stream]);
                 made.map(|made| self.blocks[block] = Some(made)).map_err(|error| (block, error))
             }
             Event::Free { block } => {
                 if let Some(block) = self.blocks[block].take() {
-                    self.allocator.deallocate(block);
+                    allocator.deallocate(block);
                 }
                 Ok(())
             }
         });
-        self.free_all();
+        self.blocks.iter_mut().filter_map(Option::take).for_each(|block| allocator.deallocate(block));
         done
-    }
-
-    fn free_all(&mut self) {
-        self.blocks.iter_mut().filter_map(Option::take).for_each(|block| self.allocator.deallocate(block));
     }
 
     /// Nanoseconds of an allocation and a release: the median of passes.

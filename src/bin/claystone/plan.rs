@@ -10,7 +10,7 @@ use crate::trace::Trace;
 const BUDGET: Duration = Duration::from_secs(1);
 
 /// The bytes of the planned arena, once the plan has been checked.
-pub fn planned(trace: &Trace, alignment: usize) -> Result<u64, String> {
+pub fn arena(trace: &Trace, alignment: usize) -> Result<u64, String> {
     let lifetimes = trace.lifetimes();
     let placement = place(&lifetimes, alignment as u64, BUDGET);
     check(&lifetimes, &placement.offsets, placement.arena, alignment as u64)?;

@@ -8,10 +8,10 @@ use clap::ValueEnum;
 use claystone::Device;
 use claystone::storage::{Backend, Config};
 
-use crate::measure::{Setup, measure};
+use crate::measure::{Setup, measure, served};
 use crate::min_capacity::min_capacity;
-use crate::plan::planned;
-use crate::report::{self, Row};
+use crate::plan::arena;
+use crate::report::{self, Planned, Row};
 use crate::trace::Trace;
 
 /// Replay allocation traces against an allocator and print what it reserved for them
@@ -39,6 +39,8 @@ Columns (sizes in MiB; --json has bytes):
               given back
   ns/pair     time of an allocation and its release, the median of many passes after the counted ones
   planned     --plan: the arena that holds all blocks when their lifetimes are known beforehand, and how much is used
+  served      --plan: the most that was held while passes were served from the plan of one before them; blocks of other
+              streams than the first are left to the allocator
   capacity    --min-capacity: the smallest device that the trace runs on, and that as a multiple of requested")]
 #[command(after_long_help = "Examples:
   claystone replay step.trace                                   the default allocator
@@ -70,7 +72,7 @@ pub struct Args {
     /// Alignment of blocks on the simulated device, a power of two [default: 512]
     #[arg(long, value_name = "BYTES", value_parser = alignment)]
     alignment: Option<usize>,
-    /// Also place the blocks offline, in a search of up to a second
+    /// Also place the blocks offline, in a search of up to a second, and serve further passes from such a plan
     #[arg(long)]
     plan: bool,
     /// Also search for the smallest simulated device that survives the passes, to within 0.1 %
@@ -209,7 +211,13 @@ impl Args {
             true => Some(min_capacity(&setup, trace, self.passes.unwrap_or(3))?),
             false => None,
         };
-        let planned = if self.plan { Some(planned(trace, measured.alignment)?) } else { None };
+        let planned = match self.plan {
+            true => Some(Planned {
+                arena: arena(trace, measured.alignment)?,
+                served: served(&setup, trace, self.passes.unwrap_or(1))?,
+            }),
+            false => None,
+        };
         Ok(Row::new(trace, backend, &measured, planned, min_capacity))
     }
 }

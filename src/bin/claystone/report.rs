@@ -22,6 +22,16 @@ pub struct Row {
     ns_per_pair: Option<f64>,
     planned: Option<u64>,
     min_capacity: Option<u64>,
+    #[serde(skip)]
+    served: Option<u64>,
+}
+
+/// What a plan takes, in bytes.
+pub struct Planned {
+    /// The arena of the placement offline.
+    pub arena: u64,
+    /// What the allocator held while it served from a plan.
+    pub served: u64,
 }
 
 /// The name of a backend in the configuration.
@@ -39,7 +49,7 @@ impl Row {
         trace: &Trace,
         backend: Backend,
         measured: &Measured,
-        planned: Option<u64>,
+        planned: Option<Planned>,
         min_capacity: Option<u64>,
     ) -> Row {
         Row {
@@ -51,8 +61,9 @@ impl Row {
             segments: measured.segments,
             driver_calls: measured.driver_calls,
             ns_per_pair: measured.ns_per_pair,
-            planned,
+            planned: planned.as_ref().map(|planned| planned.arena),
             min_capacity,
+            served: planned.as_ref().map(|planned| planned.served),
         }
     }
 
@@ -78,13 +89,14 @@ impl Row {
             self.ns_per_pair.map_or("-".to_owned(), |ns| format!("{ns:.0}")),
             self.planned.map(mib).unwrap_or_default(),
             self.used_of_plan().map(percent).unwrap_or_default(),
+            self.served.map(mib).unwrap_or_default(),
             self.min_capacity.map(mib).unwrap_or_default(),
             self.of_requested().map(|times| format!("{times:.3}x")).unwrap_or_default(),
         ]
     }
 }
 
-const HEADER: [&str; 12] = [
+const HEADER: [&str; 13] = [
     "trace",
     "backend",
     "requested",
@@ -95,6 +107,7 @@ const HEADER: [&str; 12] = [
     "ns/pair",
     "planned",
     "used",
+    "served",
     "capacity",
     "",
 ];
@@ -154,6 +167,6 @@ fn means(rows: &[Row], backend: &str) -> Option<Vec<String>> {
     cells[1] = backend.to_owned();
     cells[4] = mean(&|row| Some(row.utilisation)).map(percent).unwrap_or_default();
     cells[9] = mean(&Row::used_of_plan).map(percent).unwrap_or_default();
-    cells[11] = mean(&Row::of_requested).map(|times| format!("{times:.3}x")).unwrap_or_default();
+    cells[12] = mean(&Row::of_requested).map(|times| format!("{times:.3}x")).unwrap_or_default();
     Some(cells)
 }
