@@ -10,7 +10,7 @@ use claystone::device::StreamId;
 use claystone::nn::{Activation, Linear, Module, Sequential};
 use claystone::optim::{Optimizer, Sgd, SgdConfig};
 use claystone::storage::plan::{Plan, PlanStats};
-use claystone::storage::{Allocator, Block, CachingAllocator, Config, Driver, Sim, SimOptions};
+use claystone::storage::{Allocator, Block, CachingAllocator, Config, Driver, HistoryOptions, Sim, SimOptions};
 use claystone::{DType, Device, Result, Stream, Tensor, manual_seed, with_stream};
 use common::{each_device, vec};
 use proptest::prelude::*;
@@ -404,6 +404,28 @@ fn a_plan_finds_its_place_again() {
     plan.run_on(|a| world.step(a, &sizes(15..25)));
     assert_eq!(since(PlanStats::default(), &plan), (1, 30, 10));
     drop(plan);
+    world.finish();
+}
+
+/// Memory that a plan holds can be told from other memory.
+#[test]
+fn snapshots_name_the_arena() {
+    let mut world = World::new();
+    let allocator = Arc::clone(&world.allocator);
+    allocator.record_memory_history(HistoryOptions::default()).unwrap();
+    let ops = [Op::Make(5000, 0), Op::Make(70_000, 0), Op::Free(0), Op::Free(0)];
+    let (_, mut plan) = Plan::record_on(Arc::clone(&allocator), StreamId::DEFAULT, |a| world.step(a, &ops));
+    let arenas = || {
+        let snapshot = allocator.snapshot();
+        snapshot.check().unwrap();
+        let blocks = snapshot.segments.into_iter().flat_map(|segment| segment.blocks);
+        blocks.filter(|b| b.frames.iter().any(|f| f.name == "plan")).map(|b| b.requested_size).collect::<Vec<_>>()
+    };
+    assert!(arenas().is_empty());
+    (0..2).for_each(|_| plan.run_on(|a| world.step(a, &ops)));
+    assert_eq!(arenas(), [plan.arena()]);
+    drop(plan);
+    assert!(arenas().is_empty());
     world.finish();
 }
 

@@ -90,7 +90,8 @@ const BUDGET: Duration = Duration::from_secs(1);
 /// next that is; a block kept longer than in the recording keeps its place. Results are the same in every case.
 ///
 /// The arena is one block of the underlying allocator, taken at the first run, counted in its statistics, and given back
-/// once the plan and the last of its blocks are dropped. It is never moved.
+/// once the plan and the last of its blocks are dropped. It is never moved. Histories and snapshots show it as one block
+/// with the context `plan`, whatever is in it: as with CUDA graphs, a repetition is no event.
 ///
 /// ```
 /// use claystone::{Device, Tensor, storage::plan::Plan};

@@ -12,6 +12,7 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::super::allocator::{self, Allocator, Block, Segment, Slot};
+use super::super::history::with_context;
 use super::PlanStats;
 use super::record::Trace;
 use crate::Result;
@@ -148,7 +149,9 @@ impl Server {
     }
 
     fn make_arena(&self) -> Option<Arena> {
-        let block = self.inner.allocate(self.schedule.arena, self.stream).ok()?;
+        // The name by which histories and snapshots show it: to them it is one block.
+        let made = with_context("plan", || self.inner.allocate(self.schedule.arena, self.stream));
+        let block = made.ok()?;
         let segment = block.export_segment();
         let offset = block.place().offset();
         // A user's own allocator is not trusted with this: blocks of ours will be there.
