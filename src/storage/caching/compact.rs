@@ -74,7 +74,6 @@ impl CachingAllocator {
             (core.heap.stats.reserved_bytes.current, core.heap.remove_unused(0))
         };
         drop(unused);
-        self.release_ends(0, 0);
         for kind in [super::Kind::Small, super::Kind::Large] {
             let all = self.lock().most_free(0);
             let all: Vec<u32> = {
@@ -99,14 +98,14 @@ impl CachingAllocator {
 
     /// Moves the blocks of one segment to its start, if that makes a hole for the request.
     fn slide(&self, request: &Request, budget: &mut u64) -> Result<bool> {
-        let _ends = self.hold_ends();
+        let _pages = self.hold_pages();
         let candidates = self.lock().most_free(0);
         for segment in candidates {
             let plan = {
                 let mut core = self.lock();
                 let fits = core.heap.segments[segment as usize].as_ref().is_some_and(|held| held.kind == request.kind);
                 let free = core.free_bytes(segment);
-                if !fits || free < request.size {
+                if !fits || free < request.size || core.heap.has_holes(segment) {
                     continue;
                 }
                 let Some(plan) = core.plan(vec![segment], true, request.stream) else { continue };
@@ -153,6 +152,11 @@ impl CachingAllocator {
         {
             return self.pack(segment, budget);
         }
+        self.repack_apart(segments, budget)
+    }
+
+    /// As [`repack`](Self::repack), whether the segments could grow or not.
+    pub(super) fn repack_apart(&self, segments: &[u32], budget: &mut u64) -> Result<bool> {
         if self.repack_beside(segments, budget)? {
             return Ok(true);
         }
@@ -169,7 +173,7 @@ impl CachingAllocator {
         let bytes = plan.bytes() as u64;
         let room = core.limit().saturating_sub(core.heap.stats.reserved_bytes.current + core.making);
         let largest = self.driver.largest_segment() as u64;
-        let old: u64 = segments.iter().map(|&s| core.segment_bytes(s) as u64).sum();
+        let old: u64 = segments.iter().map(|&s| core.committed_bytes(s) as u64).sum();
         if !plan.stay.is_empty() || bytes > *budget || bytes >= old || beside && (bytes > room || bytes > largest) {
             core.abandon(plan);
             return None;

@@ -142,7 +142,7 @@ impl CachingAllocator {
             (freed, held - core.heap.stats.reserved_bytes.current)
         };
         drop(freed);
-        Ok(bytes + self.release_ends(0, keep))
+        Ok(bytes + self.release_pages(0, keep))
     }
 }
 
@@ -171,7 +171,7 @@ impl Core {
 
 impl Heap {
     fn segment_bytes(&self, at: u32) -> u64 {
-        self.segments[at as usize].as_ref().map_or(0, |held| held.size as u64)
+        self.segments[at as usize].as_ref().map_or(0, |held| held.committed() as u64)
     }
 
     /// Streams that blocks belong to.

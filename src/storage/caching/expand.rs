@@ -1,11 +1,12 @@
 //! Segments that grow in place (PyTorch's `expandable_segments`), where the driver can reserve addresses.
 //!
-//! An arena has one such segment: a run of addresses longer than the device's memory, committed from its start as far as
-//! blocks need it. What does not fit extends its end, where a free block there counts towards the request, so that growing
-//! leaves no holes between segments; what is free at its end goes back, and when nothing is left all of it. Only the end
-//! goes back: a free run between live blocks waits for them to move together.
+//! An arena has one such segment: a run of addresses longer than the device's memory, committed where blocks need it. What
+//! does not fit fills a hole or extends the end, where a free block there counts towards the request. What is free goes
+//! back by whole pages, at the end or between live blocks, and leaves a hole of addresses without memory; when nothing is
+//! left the addresses go too.
 //!
-//! The end is moved by one thread at a time, who holds a lock for that alone. Blocks come and go meanwhile.
+//! Memory is committed and given back by one thread at a time, who holds a lock for that alone. Blocks come and go
+//! meanwhile.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -13,28 +14,26 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use super::super::allocator::{Block, Segment};
 use super::super::config::Config;
 use super::super::driver::{Driver, Failure};
-use super::super::history::TraceAction;
-use super::heap::{Entry, Heap, Held, NONE, Search, Use};
+use super::heap::{Held, Search};
+use super::pages::{Cut, Extension};
 use super::sync::lock;
-use super::{CachingAllocator, Core, Request, Split};
+use super::{CachingAllocator, Core, Request};
 use crate::{Error, Result};
 
 /// Addresses for each segment: this many eighths of the device's memory (PyTorch's 1.125), and never more than `MOST`,
 /// which leaves room for many in a process.
 const EIGHTHS: u64 = 9;
 const MOST: u64 = 1 << 44;
-/// Past ends that are remembered: as many as decay's looks at the clock span an interval.
-const LOOKS: usize = 5;
 
 /// What an allocator needs whose segments grow.
 #[derive(Debug)]
 pub(super) struct Expandable {
     /// Memory is committed and given back in multiples of this.
-    page: usize,
+    pub(super) page: usize,
     /// Bytes to reserve for a segment.
     bytes: usize,
-    /// Held by who moves the end of a segment.
-    ends: Mutex<()>,
+    /// Held by who commits memory or gives it back.
+    pages: Mutex<()>,
 }
 
 impl Expandable {
@@ -53,28 +52,13 @@ impl Expandable {
             }
             true => {
                 let bytes = (driver.capacity() / 8).saturating_mul(EIGHTHS).clamp(page as u64, MOST) as usize;
-                Ok(Some(Expandable { page, bytes: bytes.next_multiple_of(page), ends: Mutex::new(()) }))
+                Ok(Some(Expandable { page, bytes: bytes.next_multiple_of(page), pages: Mutex::new(()) }))
             }
         }
     }
 
-    fn down(&self, bytes: usize) -> usize {
+    pub(super) fn down(&self, bytes: usize) -> usize {
         bytes & !(self.page - 1)
-    }
-}
-
-/// What is known of the end of a segment that grows.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct End {
-    /// The last block, or one of its predecessors: where to begin looking for it.
-    hint: u32,
-    /// Up to where blocks were in use at decay's last looks; everything, for looks from before it last grew.
-    used: [usize; LOOKS],
-}
-
-impl Default for End {
-    fn default() -> End {
-        End { hint: NONE, used: [usize::MAX; LOOKS] }
     }
 }
 
@@ -87,54 +71,52 @@ pub(super) enum Grown {
     Elsewhere,
 }
 
-/// An end about to be moved up, with the segment's number in the table; a new segment has none.
-struct Extension {
-    segment: Option<(u32, Arc<Segment>)>,
-    range: Range<usize>,
-}
-
+/// What to do about a request that nothing free serves.
 enum Plan {
     Extend(Extension),
     Full,
     Elsewhere,
 }
 
-/// A part that was cut off a segment's end, to be decommitted.
-type Cut = (Arc<Segment>, Range<usize>);
-
 impl CachingAllocator {
     /// Grows the segment of the request's arena and hands out a block of it. An `exact` extension is no larger than the
     /// request needs.
     pub(super) fn expand(&self, request: &Request, exact: bool, failure: &mut Option<Failure>) -> Result<Grown> {
         let Some(expandable) = &self.expandable else { return Ok(Grown::Elsewhere) };
-        let _alone = lock(&expandable.ends);
+        let _alone = lock(&expandable.pages);
         loop {
-            let Extension { segment, range } = {
+            let (extension, cuts) = {
                 let mut core = self.lock_folded();
                 // The whole segment may be free, or somebody else has just extended it.
                 if let Some(block) = core.search(self.number, request, Search::Thorough, true) {
                     return Ok(Grown::Block(block));
                 }
+                let cuts = if exact { Vec::new() } else { core.recycle_pages(expandable, request) };
                 match core.plan_extension(expandable, request, exact) {
                     Plan::Extend(extension) => {
-                        core.making += extension.range.len() as u64;
-                        extension
+                        core.making += extension.bytes();
+                        (Ok(extension), cuts)
                     }
-                    Plan::Full => return Ok(Grown::Full),
-                    Plan::Elsewhere => return Ok(Grown::Elsewhere),
+                    Plan::Full => (Err(Grown::Full), cuts),
+                    Plan::Elsewhere => (Err(Grown::Elsewhere), cuts),
                 }
             };
-            let old = segment.as_ref().map(|(at, _)| *at);
-            let segment = segment.map(|(_, segment)| segment).or_else(|| {
+            self.decommit(cuts);
+            let extension = match extension {
+                Ok(extension) => extension,
+                Err(grown) => return Ok(grown),
+            };
+            let bytes = extension.bytes();
+            let segment = extension.segment.as_ref().map(|(_, segment)| Arc::clone(segment)).or_else(|| {
                 let memory = self.driver.reserve(expandable.bytes)?;
                 Some(Arc::new(Segment::reserved(memory, expandable.bytes)))
             });
             let Some(segment) = segment else {
-                self.lock().making -= range.len() as u64;
+                self.lock().making -= bytes;
                 return Ok(Grown::Elsewhere); // no addresses left
             };
-            if let Err(why) = self.driver.extend(segment.memory(), range.start, range.end) {
-                self.lock().making -= range.len() as u64;
+            if let Err(why) = self.commit_all(&segment, &extension) {
+                self.lock().making -= bytes;
                 return match why {
                     Failure::Other(error) => Err(error),
                     other => {
@@ -145,12 +127,12 @@ impl CachingAllocator {
             }
             let mut guard = self.lock_folded();
             let core = &mut *guard;
-            core.making -= range.len() as u64;
+            core.making -= bytes;
             core.heap.now = self.now();
             let arena = core.heap.arena(request.pool, request.stream, request.kind);
-            match old {
-                None => _ = core.heap.add_segment(segment, range.len(), arena),
-                Some(at) if core.heap.is_segment(at, &segment) => core.heap.extend_end(at, range.len(), arena),
+            match &extension.segment {
+                None => _ = core.heap.add_segment(segment, extension.end.len(), arena),
+                Some((at, _)) if core.heap.is_segment(*at, &segment) => core.heap.extend(*at, &extension, arena),
                 Some(_) => {
                     drop(guard); // all of it was given back meanwhile: what was committed goes with it
                     continue;
@@ -161,63 +143,86 @@ impl CachingAllocator {
             // Somebody may have taken from what was free at the end before: then again.
             if let Some(block) = core.search(self.number, request, Search::Thorough, true) {
                 drop(guard);
-                tracing::debug!(device = %self.driver.device(), bytes = range.len(), "segment extended");
+                tracing::debug!(device = %self.driver.device(), bytes, "segment extended");
                 return Ok(Grown::Block(block));
             }
         }
     }
 
-    /// Keeps the ends of all segments where they are, but for what this thread does.
-    pub(super) fn hold_ends(&self) -> Option<MutexGuard<'_, ()>> {
-        self.expandable.as_ref().map(|expandable| lock(&expandable.ends))
+    /// Commits all of an extension or nothing.
+    fn commit_all(&self, segment: &Segment, extension: &Extension) -> Result<(), Failure> {
+        for (done, range) in extension.ranges().enumerate() {
+            if let Err(why) = self.driver.extend(segment.memory(), range.start, range.end) {
+                for range in extension.ranges().take(done) {
+                    // SAFETY: committed just now; the table does not have it yet.
+                    unsafe { self.driver.shrink(segment.memory(), range.start, range.end) };
+                }
+                return Err(why);
+            }
+        }
+        Ok(())
     }
 
-    /// Gives what is free at the ends of a pool's segments back, the longest first, as long as at least `keep` bytes stay
-    /// held. Says how many bytes went back.
-    pub(super) fn release_ends(&self, pool: u32, keep: u64) -> u64 {
-        self.release_ends_down_to(pool, keep, |_| 0)
+    /// Keeps what is committed as it is, but for what this thread does.
+    pub(super) fn hold_pages(&self) -> Option<MutexGuard<'_, ()>> {
+        self.expandable.as_ref().map(|expandable| lock(&expandable.pages))
     }
 
-    /// As [`release_ends`](Self::release_ends), of what has been unused at all of decay's last looks.
-    pub(super) fn release_old_ends(&self, keep: u64) -> u64 {
-        self.release_ends_down_to(0, keep, End::last_used)
-    }
-
-    fn release_ends_down_to(&self, pool: u32, keep: u64, floor: impl Fn(&End) -> usize) -> u64 {
+    /// Gives free pages of a pool's segments back, the longest runs first, as long as at least `keep` bytes stay held.
+    /// Says how many bytes went back.
+    pub(super) fn release_pages(&self, pool: u32, keep: u64) -> u64 {
         let Some(expandable) = &self.expandable else { return 0 };
-        let _alone = lock(&expandable.ends);
+        let _alone = lock(&expandable.pages);
         let cuts = {
             let mut core = self.lock();
-            let mut ends = core.heap.free_ends(pool);
-            ends.sort_unstable_by_key(|&(at, bytes)| (std::cmp::Reverse(bytes), at));
-            let cut = |(at, _)| {
-                let spare = core.heap.stats.reserved_bytes.current.saturating_sub(keep);
-                let floor = core.heap.end(at).map_or(0, &floor);
-                core.heap.cut_end(at, usize::try_from(spare).unwrap_or(usize::MAX), floor, expandable)
-            };
-            ends.into_iter().filter_map(cut).collect()
+            let spare = core.heap.stats.reserved_bytes.current.saturating_sub(keep);
+            core.heap.unmap_free(pool, spare, &[], expandable)
         };
         self.decommit(cuts)
     }
 
-    /// What is cut off is in no block any more, and whoever cut it still holds the ends.
+    /// As [`release_pages`](Self::release_pages), of the ends that have been unused at all of decay's last looks.
+    pub(super) fn release_old_ends(&self, keep: u64) -> u64 {
+        let Some(expandable) = &self.expandable else { return 0 };
+        let _alone = lock(&expandable.pages);
+        let cuts = {
+            let mut core = self.lock();
+            let heap = &mut core.heap;
+            let segments: Vec<u32> = (0..heap.segments.len() as u32).filter(|&at| heap.grows(at)).collect();
+            let cut = |at: u32| {
+                let held = heap.segments[at as usize].as_ref().filter(|held| held.pool == 0)?;
+                let floor = held.end.last_used();
+                let spare = heap.stats.reserved_bytes.current.saturating_sub(keep);
+                let last = heap.last_block(at);
+                heap.unmap(last, spare, floor, expandable)
+            };
+            segments.into_iter().filter_map(cut).collect()
+        };
+        self.decommit(cuts)
+    }
+
+    /// Whoever cut these off still holds the pages.
     fn decommit(&self, cuts: Vec<Cut>) -> u64 {
         let decommit = |(segment, range): Cut| {
-            // SAFETY: in no block, and in none that is made before the ends are let go.
+            // SAFETY: in no block, and in none that is made before the pages are let go.
             unsafe { self.driver.shrink(segment.memory(), range.start, range.end) };
             range.len() as u64
         };
         cuts.into_iter().map(decommit).sum()
     }
 
-    /// Moves the blocks of a segment that grows to its start, and gives what is then free at its end back; false where
-    /// that is nothing.
+    /// Moves the blocks of a segment that grows to its start, and gives what is then free back; false where that is
+    /// nothing. Where there are holes the blocks move to a segment of just their size.
     pub(super) fn pack(&self, segment: u32, budget: &mut u64) -> Result<bool> {
         let Some(expandable) = &self.expandable else { return Ok(false) };
-        let _alone = lock(&expandable.ends);
+        let _alone = lock(&expandable.pages);
         let plan = {
             let mut core = self.lock();
             let Some(held) = core.heap.segments[segment as usize].as_ref() else { return Ok(false) };
+            if held.end.holes > 0 {
+                drop(core);
+                return self.repack_apart(&[segment], budget);
+            }
             let (size, stream) = (held.size, held.stream);
             let Some(plan) = core.plan(vec![segment], true, stream) else { return Ok(false) };
             let gain = size - plan.end().next_multiple_of(expandable.page).min(size);
@@ -229,27 +234,13 @@ impl CachingAllocator {
         };
         *budget -= plan.bytes_moved() as u64;
         self.slide_down(plan)?;
-        let cut = self.lock().heap.cut_end(segment, usize::MAX, 0, expandable);
+        let cut = {
+            let mut core = self.lock();
+            let there = core.heap.grows(segment);
+            let last = if there { core.heap.last_block(segment) } else { return Ok(true) };
+            core.heap.unmap(last, u64::MAX, 0, expandable)
+        };
         Ok(self.decommit(cut.into_iter().collect()) > 0)
-    }
-}
-
-impl Segment {
-    /// What the history calls it when it is made.
-    pub(super) fn made(&self) -> TraceAction {
-        if self.is_reserved() { TraceAction::SegmentMap } else { TraceAction::SegmentAlloc }
-    }
-
-    /// What the history calls it when it goes back.
-    pub(super) fn released(&self) -> TraceAction {
-        if self.is_reserved() { TraceAction::SegmentUnmap } else { TraceAction::SegmentFree }
-    }
-}
-
-impl End {
-    /// Up to where the segment was in use at any of the last looks.
-    fn last_used(&self) -> usize {
-        self.used.into_iter().max().unwrap_or(usize::MAX)
     }
 }
 
@@ -269,181 +260,50 @@ impl Core {
             .filter(|(_, held)| held.as_ref().is_some_and(of_arena))
             .map(|(at, _)| at)
             .collect();
-        let (mut segment, mut from, mut least) = (None, 0, request.size);
-        let mut reserved = expandable.bytes;
-        for at in own {
-            let last = self.heap.last_block(at);
-            let Entry { usage, arena: owner, size, .. } = self.heap.table[last as usize];
-            let Some(held) = &self.heap.segments[at as usize] else { continue };
-            let free = if usage == Use::Free && owner == arena { size } else { 0 };
-            let need = request.size.saturating_sub(free).max(1).next_multiple_of(expandable.page);
-            if need <= held.segment.bytes() - held.size {
-                (segment, from, least) = (Some((at, Arc::clone(&held.segment))), held.size, need);
-                reserved = held.segment.bytes();
-                break;
-            }
-        }
-        let least = least.next_multiple_of(expandable.page);
-        if least > reserved - from {
+        let best = own.into_iter().find_map(|at| {
+            let found = self.heap.runs(at, arena, request.size, expandable);
+            found.into_iter().min_by_key(Extension::bytes)
+        });
+        let new = || Extension {
+            segment: None,
+            holes: Vec::new(),
+            end: 0..request.size.next_multiple_of(expandable.page),
+            spared: Vec::new(),
+        };
+        let mut extension = best.unwrap_or_else(new);
+        let all = extension.segment.as_ref().map_or(expandable.bytes, |(_, segment)| segment.bytes());
+        if extension.end.end > all {
             return Plan::Elsewhere;
         }
         let held = self.heap.stats.reserved_bytes.current + self.making;
-        let room = expandable.down(usize::try_from(self.limit().saturating_sub(held)).unwrap_or(usize::MAX));
+        let (least, room) = (extension.bytes(), self.limit().saturating_sub(held));
         if least > room {
             return Plan::Full;
         }
-        let usual = if exact { least } else { self.heap.rules.extension(request.kind, from, least, held) };
-        let bytes = expandable.down(usual).min(room).min(reserved - from).max(least);
-        Plan::Extend(Extension { segment, range: from..from + bytes })
-    }
-}
-
-impl Heap {
-    /// Whether the table still has this segment at its number.
-    fn is_segment(&self, at: u32, segment: &Arc<Segment>) -> bool {
-        self.segments[at as usize].as_ref().is_some_and(|held| Arc::ptr_eq(&held.segment, segment))
+        if !exact && !extension.end.is_empty() {
+            let Range { start, end } = extension.end;
+            let more = self.heap.rules.extension(request.kind, start, end - start, held).saturating_sub(end - start);
+            let more = more.min(usize::try_from(room - least).unwrap_or(usize::MAX)).min(all - end);
+            extension.end = start..end + expandable.down(more);
+        }
+        Plan::Extend(extension)
     }
 
-    pub(super) fn grows(&self, at: u32) -> bool {
-        self.segments[at as usize].as_ref().is_some_and(|held| held.segment.is_reserved())
-    }
-
-    fn end(&self, at: u32) -> Option<&End> {
-        self.segments[at as usize].as_ref().map(|held| &held.end)
-    }
-
-    /// The last block of a segment.
-    fn last_block(&mut self, at: u32) -> u32 {
-        let Some(held) = &self.segments[at as usize] else { return NONE };
-        let is_of = |id: &u32| {
-            let hinted = self.table.get(*id as usize);
-            hinted.is_some_and(|entry| entry.segment == at && entry.usage != Use::Vacant)
-        };
-        let mut last = Some(held.end.hint).filter(is_of).unwrap_or(held.first);
-        while self.table[last as usize].next != NONE {
-            last = self.table[last as usize].next;
+    /// Takes free pages out of the table, so that extending for the request does not make more be held than the target.
+    fn recycle_pages(&mut self, expandable: &Expandable, request: &Request) -> Vec<Cut> {
+        if !self.heap.rules.is_adaptive() {
+            return Vec::new();
         }
-        if let Some(held) = &mut self.segments[at as usize] {
-            held.end.hint = last;
-        }
-        last
-    }
-
-    /// Adds bytes that were committed to the end of a segment, as free ones of the arena.
-    fn extend_end(&mut self, at: u32, bytes: usize, arena: u32) {
-        let last = self.last_block(at);
-        let Some(held) = &mut self.segments[at as usize] else { return };
-        let (offset, kind, stream) = (held.size, held.kind, held.stream);
-        let address = held.address + offset as u64;
-        held.size += bytes;
-        held.end = End { hint: held.end.hint, ..End::default() };
-        let mut split = Split::default();
-        let entry = self.table[last as usize];
-        if entry.usage == Use::Free {
-            self.take_free(last, &mut split);
-        }
-        if entry.usage == Use::Free && entry.arena == arena {
-            self.table[last as usize].size += bytes;
-        } else {
-            let made = Entry { segment: at, arena, prev: last, offset, size: bytes, usage: Use::Free, ..Entry::VACANT };
-            let made = self.insert(made);
-            self.table[last as usize].next = made;
-            self.put_free(made, &mut split);
-        }
-        if entry.usage == Use::Free {
-            self.put_free(last, &mut split);
-        }
-        self.stats.split_changed(kind, split);
-        self.stats.segment_extended(kind, bytes);
-        self.history.record(TraceAction::SegmentMap, address, bytes as u64, stream.0);
-    }
-
-    /// Segments of a pool that end in free bytes, and how many.
-    fn free_ends(&mut self, pool: u32) -> Vec<(u32, usize)> {
-        let all = 0..self.segments.len() as u32;
-        let of_pool = |heap: &Heap, at| heap.segments[at as usize].as_ref().is_some_and(|held| held.pool == pool);
-        let growing: Vec<u32> = all.filter(|&at| self.grows(at) && of_pool(self, at)).collect();
-        let free = |at| {
-            let last = self.last_block(at);
-            let entry = self.table[last as usize];
-            (entry.usage == Use::Free).then_some((at, entry.size))
-        };
-        growing.into_iter().filter_map(free).collect()
-    }
-
-    /// Takes up to `most` bytes, whole pages, that are free at the end of a segment and not below `floor` out of the
-    /// table: they are the caller's to decommit. A segment of which nothing is left goes as a whole.
-    fn cut_end(&mut self, at: u32, most: usize, floor: usize, expandable: &Expandable) -> Option<Cut> {
-        let held = self.segments[at as usize].as_ref()?;
-        let (segment, size) = (Arc::clone(&held.segment), held.size);
-        let (kind, stream, address) = (held.kind, held.stream, held.address);
-        let mut last = self.last_block(at);
-        let mut free = size;
-        let mut parts = last;
-        while parts != NONE && self.table[parts as usize].usage == Use::Free {
-            free = self.table[parts as usize].offset; // several streams' free blocks are not merged
-            parts = self.table[parts as usize].prev;
-        }
-        let end = free.max(floor.min(size)).next_multiple_of(expandable.page);
-        let end = end.max(size - expandable.down(most.min(size)));
-        if end >= size {
-            return None;
-        }
-        if end == 0 {
-            self.remove_segment(at);
-            return Some((segment, 0..size));
-        }
-        let mut split = Split::default();
-        loop {
-            let Entry { offset, prev, .. } = self.table[last as usize];
-            self.take_free(last, &mut split);
-            if offset < end {
-                self.table[last as usize].size = end - offset;
-                self.put_free(last, &mut split);
-                break;
-            }
-            // Alone it may be all of its segment.
-            let before = Some(prev).filter(|&id| self.table[id as usize].usage == Use::Free);
-            before.into_iter().for_each(|id| self.take_free(id, &mut split));
-            self.vacate(last);
-            self.table[prev as usize].next = NONE;
-            before.into_iter().for_each(|id| self.put_free(id, &mut split));
-            last = prev;
-            if offset == end {
-                break;
+        let Plan::Extend(extension) = self.plan_extension(expandable, request, true) else { return Vec::new() };
+        let held = self.heap.stats.reserved_bytes.current + self.making;
+        match self.growth.excess(held, extension.bytes()) {
+            0 => Vec::new(),
+            excess => {
+                let excess = excess.next_multiple_of(expandable.page as u64);
+                let cuts = self.heap.unmap_free(0, excess, &extension.spared, expandable);
+                cuts.first().into_iter().for_each(|(_, range)| self.growth.note_recycled(range.len()));
+                cuts
             }
         }
-        if let Some(held) = &mut self.segments[at as usize] {
-            held.size = end;
-            held.end.hint = last;
-        }
-        self.stats.split_changed(kind, split);
-        self.stats.segment_shrunk(kind, size - end);
-        self.history.record(TraceAction::SegmentUnmap, address + end as u64, (size - end) as u64, stream.0);
-        Some((segment, end..size))
-    }
-
-    /// Notes up to where segments are in use.
-    pub(super) fn look_at_ends(&mut self) {
-        for at in 0..self.segments.len() as u32 {
-            if !self.grows(at) {
-                continue;
-            }
-            let last = self.last_block(at);
-            let Entry { usage, offset, size, .. } = self.table[last as usize];
-            let used = if usage == Use::Free { offset } else { offset + size };
-            if let Some(held) = &mut self.segments[at as usize] {
-                held.end.used.rotate_right(1);
-                held.end.used[0] = used;
-            }
-        }
-    }
-
-    /// Whether decay has an end to give back.
-    pub(super) fn has_old_ends(&self, expandable: Option<&Expandable>) -> bool {
-        let Some(expandable) = expandable else { return false };
-        let held = self.segments.iter().flatten().filter(|held| held.pool == 0 && held.segment.is_reserved());
-        held.map(|held| (held.size, held.end.last_used()))
-            .any(|(size, used)| used.checked_next_multiple_of(expandable.page).is_some_and(|end| end < size))
     }
 }

@@ -79,7 +79,7 @@ impl Growth {
     }
 
     /// Notes that a segment of this size was recycled.
-    fn note_recycled(&mut self, bytes: usize) {
+    pub(super) fn note_recycled(&mut self, bytes: usize) {
         self.sizes[self.recycled as usize % REMEMBERED] = bytes;
         self.recycled += 1;
     }
@@ -99,7 +99,7 @@ impl Growth {
     }
 
     /// How many bytes of unused segments to give back before `bytes` more are reserved.
-    fn excess(&mut self, reserved: u64, bytes: u64) -> u64 {
+    pub(super) fn excess(&mut self, reserved: u64, bytes: u64) -> u64 {
         self.raise(self.wanted());
         if reserved + bytes > self.target && self.steady {
             self.slack += SLACK_STEP;
@@ -186,7 +186,7 @@ impl CachingAllocator {
         let unused = core.remove_to_spare(excess, |core| core.heap.whole_blocks(0));
         drop(core);
         drop(unused);
-        self.release_ends(0, limit);
+        self.release_pages(0, limit);
         self.lock()
     }
 
@@ -197,7 +197,7 @@ impl CachingAllocator {
         let any = !freed.is_empty() || keep.is_some();
         drop(freed);
         if let Some(keep) = keep {
-            self.release_ends(0, keep);
+            self.release_pages(0, keep);
         }
         any
     }

@@ -13,7 +13,7 @@ use super::super::history::{Context, History, TraceAction};
 use super::super::stats::Split;
 use super::bins::Bins;
 use super::counters::Counters;
-use super::expand::End;
+use super::pages::End;
 use super::policy::{Kind, Rules};
 use crate::device::StreamId;
 
@@ -40,6 +40,8 @@ pub(super) enum Use {
     Pending,
     /// Nothing, but out of the bins: its segment is being compacted.
     Held,
+    /// Nothing, without memory: a hole in a segment that grows in place.
+    Unmapped,
     /// Not a block: a vacant place in the table.
     Vacant,
 }
@@ -85,7 +87,7 @@ pub(super) struct Held {
     pub(super) address: u64,
     /// Where in the program it was made.
     pub(super) context: Context,
-    /// Bytes that are committed: all of them, but for a segment that grows in place.
+    /// Where its last block ends: all of its bytes, but for a segment that grows in place.
     pub(super) size: usize,
     pub(super) kind: Kind,
     pub(super) pool: u32,
@@ -207,13 +209,14 @@ impl Heap {
     pub(super) fn remove_segment(&mut self, segment: u32) -> Arc<Segment> {
         let mut split = Split::default();
         let blocks: Vec<u32> = self.blocks_of(segment).collect();
-        blocks.iter().for_each(|&id| self.take_free(id, &mut split));
+        self.record_released(segment);
+        let free = blocks.iter().filter(|&&id| self.table[id as usize].usage == Use::Free);
+        free.copied().collect::<Vec<_>>().into_iter().for_each(|id| self.take_free(id, &mut split));
         blocks.into_iter().for_each(|id| self.vacate(id));
         let held = self.segments[segment as usize].take().expect("a removed segment is held");
         self.vacant_segments.push(segment);
         self.stats.split_changed(held.kind, split);
-        self.stats.segment_released(held.kind, held.size);
-        self.history.record(held.segment.released(), held.address, held.size as u64, held.stream.0);
+        self.stats.segment_released(held.kind, held.committed());
         held.segment
     }
 
@@ -232,7 +235,7 @@ impl Heap {
     pub(super) fn unused_segments(&self, pool: u32) -> Vec<u32> {
         let unused = |&at: &u32| {
             let of_pool = self.segments[at as usize].as_ref().is_some_and(|held| held.pool == pool);
-            of_pool && self.blocks_of(at).all(|id| self.table[id as usize].usage == Use::Free)
+            of_pool && self.blocks_of(at).all(|id| matches!(self.table[id as usize].usage, Use::Free | Use::Unmapped))
         };
         (0..self.segments.len() as u32).filter(unused).collect()
     }
@@ -331,7 +334,7 @@ impl Heap {
 
     /// Cuts a block that is in no bin after `size` bytes. Gives the second part if `high`, else the first.
     #[inline]
-    fn split(&mut self, id: u32, size: usize, high: bool) -> u32 {
+    pub(super) fn split(&mut self, id: u32, size: usize, high: bool) -> u32 {
         let found = self.table[id as usize];
         let (offset, remaining) = (found.offset + size, found.size - size);
         let rest = self.insert(Entry { offset, size: remaining, prev: id, usage: Use::Free, ..found });
@@ -474,7 +477,7 @@ impl Heap {
 
     /// Joins a block with the one after it, which leaves the table.
     #[inline]
-    fn absorb_next(&mut self, id: u32) {
+    pub(super) fn absorb_next(&mut self, id: u32) {
         let gone = self.table[id as usize].next;
         let Entry { size, next, .. } = self.table[gone as usize];
         let block = &mut self.table[id as usize];

@@ -114,7 +114,7 @@ impl CachingAllocator {
             Rung::Release => {
                 let unused = self.lock().heap.remove_unused(0);
                 drop(unused);
-                self.release_ends(0, 0);
+                self.release_pages(0, 0);
                 return self.grow(request, true, failure);
             }
             Rung::Compact => return self.compact_for(request, failure),

@@ -22,6 +22,12 @@ impl Heap {
         self.blocks_of(segment).filter(|&id| self.table[id as usize].usage == Use::Held).collect()
     }
 
+    /// Blocks of a segment under compaction that need not move.
+    fn unused_blocks(&self, segment: u32) -> Vec<u32> {
+        let unused = |id: &u32| matches!(self.table[*id as usize].usage, Use::Held | Use::Unmapped);
+        self.blocks_of(segment).filter(unused).collect()
+    }
+
     pub(super) fn unhold(&mut self, id: u32) {
         let kind = self.arenas[self.table[id as usize].arena as usize].kind;
         let split = self.set_free(id);
@@ -41,11 +47,14 @@ impl Heap {
         let mut gone = Vec::new();
         let into = segments[0];
         for &at in segments {
-            self.held_blocks(at).into_iter().for_each(|id| self.vacate(id));
+            let moves_out = self.segments[at as usize].as_ref().is_some_and(|held| !Arc::ptr_eq(&held.segment, target));
+            if moves_out {
+                self.record_released(at);
+            }
+            self.unused_blocks(at).into_iter().for_each(|id| self.vacate(id));
             let Some(held) = self.segments[at as usize].as_ref() else { continue };
-            if !Arc::ptr_eq(&held.segment, target) {
-                self.stats.segment_released(held.kind, held.size);
-                self.history.record(TraceAction::SegmentFree, held.address, held.size as u64, held.stream.0);
+            if moves_out {
+                self.stats.segment_released(held.kind, held.committed());
                 gone.push(Arc::clone(&held.segment));
             }
         }
@@ -99,7 +108,7 @@ impl Heap {
         let idle_since = (self.ticks, self.now);
         let segment = Arc::clone(target);
         let (address, context) = (target.address(), self.history.context());
-        let end = super::expand::End::default();
+        let end = super::pages::End::default();
         let held = Held { segment, address, context, size: bytes, kind, pool, stream, first, idle_since, end };
         self.segments[into as usize] = Some(held);
         gaps.into_iter().for_each(|gap| self.unhold(gap));

@@ -196,7 +196,7 @@ impl MemPool {
         self.0.allocator.settle_events(true)?;
         let unused = self.0.allocator.lock().heap.remove_unused(self.0.id);
         drop(unused); // outside the lock: releasing waits for the device
-        self.0.allocator.release_ends(self.0.id, 0);
+        self.0.allocator.release_pages(self.0.id, 0);
         Ok(())
     }
 
@@ -333,7 +333,9 @@ impl Core {
             };
             let end = place.offset + place.size;
             let busy = self.heap.blocks_of(segment).map(|id| self.heap.table[id as usize]).any(|other| {
-                other.usage == Use::Pending && other.offset < end && place.offset < other.offset + other.size
+                matches!(other.usage, Use::Pending | Use::Unmapped)
+                    && other.offset < end
+                    && place.offset < other.offset + other.size
             });
             if busy || self.heap.segments[segment as usize].as_ref().is_none_or(|held| held.size < end) {
                 return fail(format!("segment {} is in use, or has shrunk, since the checkpoint", place.segment));
@@ -358,7 +360,7 @@ impl Heap {
         let mut stats = MemPoolStats { largest_free: self.largest_free(pool) as u64, ..MemPoolStats::default() };
         for held in self.segments.iter().flatten().filter(|held| held.pool == pool) {
             stats.segments += 1;
-            stats.reserved_bytes += held.size as u64;
+            stats.reserved_bytes += held.committed() as u64;
         }
         let bytes = |id: u32| self.table[id as usize].size as u64;
         for id in self.blocks_of_pool(pool, Use::Live) {

@@ -25,6 +25,7 @@ mod ladder;
 mod layout;
 mod mempool;
 mod moves;
+mod pages;
 mod policy;
 mod record;
 mod report;
@@ -364,7 +365,7 @@ impl Allocator for CachingAllocator {
             core.heap.remove_unused(0)
         };
         drop(unused); // outside the lock: releasing waits for the device
-        self.release_ends(0, 0);
+        self.release_pages(0, 0);
         Ok(())
     }
 

@@ -75,6 +75,10 @@ impl Core {
         self.heap.segments[segment as usize].as_ref().map_or(0, |held| held.size)
     }
 
+    pub(super) fn committed_bytes(&self, segment: u32) -> usize {
+        self.heap.segments[segment as usize].as_ref().map_or(0, |held| held.committed())
+    }
+
     pub(super) fn free_bytes(&self, segment: u32) -> usize {
         let entries = self.heap.blocks_of(segment).map(|id| self.heap.table[id as usize]);
         entries.filter(|entry| entry.usage == Use::Free).map(|entry| entry.size).sum()
@@ -103,9 +107,13 @@ impl Core {
             let ids: Vec<u32> = self.heap.blocks_of(segment).collect();
             for id in ids {
                 let entry = self.heap.table[id as usize];
-                if entry.usage == Use::Free {
-                    self.heap.hold(id);
-                    continue;
+                match entry.usage {
+                    Use::Free => {
+                        self.heap.hold(id);
+                        continue;
+                    }
+                    Use::Unmapped => continue,
+                    _ => {}
                 }
                 let slot = self.slots.of(id);
                 // SAFETY: slots live as long as the allocator, which outlives this call's plan.
@@ -138,11 +146,11 @@ impl Core {
 
     /// The old segments of a plan, which hold nothing that is needed any more.
     pub(super) fn let_go(&mut self, plan: &Plan<'_>) -> Vec<Arc<Segment>> {
-        let nowhere = Arc::new(Segment::new(Memory::gone(), 0));
         let mut gone = Vec::new();
         for &at in &plan.segments {
             if let Some(held) = &mut self.heap.segments[at as usize] {
-                gone.push(std::mem::replace(&mut held.segment, Arc::clone(&nowhere)));
+                let make = if held.segment.is_reserved() { Segment::reserved } else { Segment::new };
+                gone.push(std::mem::replace(&mut held.segment, Arc::new(make(Memory::gone(), 0))));
             }
         }
         gone

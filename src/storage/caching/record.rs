@@ -1,5 +1,7 @@
 //! What the history and snapshots of the caching allocator are made of.
 
+use std::ops::Range;
+
 use super::super::history::{
     BlockInfo, BlockState, Context, HistoryOptions, Recording, SegmentInfo, SegmentType, Snapshot, TraceAction,
 };
@@ -85,16 +87,22 @@ impl CachingAllocator {
 impl Core {
     fn segments(&self, device: u32) -> Vec<SegmentInfo> {
         let held = (0..).zip(&self.heap.segments).filter_map(|(at, held)| Some((at, held.as_ref()?)));
-        let mut segments: Vec<_> = held.map(|(at, held)| self.segment(at, held, device)).collect();
+        let mut segments: Vec<_> = held.flat_map(|(at, held)| self.mapped_parts(at, held, device)).collect();
         segments.sort_unstable_by_key(|segment| segment.address);
         segments
     }
 
-    fn segment(&self, at: u32, held: &Held, device: u32) -> SegmentInfo {
+    /// A segment; as in PyTorch, one that grows is shown as the parts between its holes.
+    fn mapped_parts(&self, at: u32, held: &Held, device: u32) -> Vec<SegmentInfo> {
+        self.heap.mapped(at).into_iter().map(|part| self.segment(at, held, part, device)).collect()
+    }
+
+    fn segment(&self, at: u32, held: &Held, part: Range<usize>, device: u32) -> SegmentInfo {
+        let inside = |id: &u32| part.contains(&self.heap.table[*id as usize].offset);
         SegmentInfo {
             device,
-            address: held.address,
-            total_size: held.size as u64,
+            address: held.address + part.start as u64,
+            total_size: part.len() as u64,
             stream: held.stream.0.into(),
             segment_type: match held.kind {
                 Kind::Small => SegmentType::Small,
@@ -103,7 +111,7 @@ impl Core {
             segment_pool_id: (0, held.pool.into()),
             is_expandable: held.segment.is_reserved(),
             frames: held.context.frames(),
-            blocks: self.heap.blocks_of(at).map(|id| self.block_info(id)).collect(),
+            blocks: self.heap.blocks_of(at).filter(inside).map(|id| self.block_info(id)).collect(),
         }
     }
 
@@ -113,7 +121,7 @@ impl Core {
             Use::Live if matches!(self.moving.get(&id), Some(Then::Uncache)) => BlockState::Inactive,
             Use::Live => BlockState::ActiveAllocated,
             Use::Pending => BlockState::ActivePendingFree,
-            Use::Free | Use::Held | Use::Vacant => BlockState::Inactive,
+            Use::Free | Use::Held | Use::Unmapped | Use::Vacant => BlockState::Inactive,
         };
         let live = state != BlockState::Inactive;
         let context = self.heap.contexts.get(&id).filter(|_| live).copied().unwrap_or(Context::NONE);

@@ -55,7 +55,7 @@ impl CachingAllocator {
         let binned = properties::binned(heap);
         let (mut reserved, mut active, mut inactive, mut blocks, mut free_blocks) = (0, 0, 0, 0, 0);
         for (at, held) in heap.segments.iter().enumerate().filter_map(|(at, held)| Some((at, held.as_ref()?))) {
-            let (mut offset, mut prev, mut free_arena) = (0, NONE, NONE);
+            let (mut offset, mut prev, mut free_arena, mut holes) = (0, NONE, NONE, 0);
             for id in heap.blocks_of(at as u32) {
                 let entry = heap.table[id as usize];
                 assert_eq!((entry.segment, entry.prev, entry.offset), (at as u32, prev, offset), "blocks tile");
@@ -67,14 +67,16 @@ impl CachingAllocator {
                 let in_bins = binned.contains(&(entry.arena, entry.is_whole(), id));
                 assert_eq!(in_bins, free, "bins hold the free blocks");
                 free_blocks += usize::from(free);
-                active += if free { 0 } else { entry.size };
+                let hole = entry.usage == Use::Unmapped;
+                active += if free || hole { 0 } else { entry.size };
+                holes += if hole { entry.size } else { 0 };
                 inactive += if free && !entry.is_whole() { entry.size } else { 0 };
                 (offset, prev) = (offset + entry.size, id);
                 free_arena = if free { entry.arena } else { NONE };
                 blocks += 1;
             }
-            assert_eq!(offset, held.size);
-            reserved += held.size;
+            assert_eq!((offset, offset - holes), (held.size, held.committed()));
+            reserved += held.committed();
         }
         assert_eq!(free_blocks, binned.len(), "bins hold nothing else");
         assert_eq!(blocks, heap.table.iter().filter(|entry| entry.usage != Use::Vacant).count());

@@ -74,15 +74,24 @@ struct Piece {
 }
 
 impl Piece {
-    fn is_committed(&self, page: usize) -> bool {
-        self.committed.get(page).is_some_and(|&committed| committed)
+    /// The pages that a range of bytes is on.
+    fn pages(&self, range: &Range<usize>) -> Range<usize> {
+        let end = if range.is_empty() { 0 } else { range.end.min(self.size).div_ceil(self.page) };
+        (range.start / self.page).min(end)..end
     }
 
-    /// The pages that a range of bytes is on, and the bytes of each.
-    fn pages(&self, range: &Range<usize>) -> impl Iterator<Item = (usize, u64)> + use<> {
-        let (size, page) = (self.size, self.page);
-        let end = if range.is_empty() { 0 } else { range.end.min(size).div_ceil(page) };
-        (range.start / page..end).map(move |i| (i, page.min(size - i * page) as u64))
+    /// Bytes of these pages.
+    fn bytes(&self, pages: &Range<usize>) -> u64 {
+        ((pages.end * self.page).min(self.size) - (pages.start * self.page).min(self.size)) as u64
+    }
+
+    /// Bytes of those of these pages that are committed.
+    fn committed_bytes(&self, pages: &Range<usize>) -> u64 {
+        let known = pages.start.min(self.committed.len())..pages.end.min(self.committed.len());
+        let committed = self.committed[known].iter().filter(|&&committed| committed).count() * self.page;
+        let last = self.size / self.page; // it may be short
+        let short = pages.contains(&last) && self.committed.get(last) == Some(&true);
+        (committed - if short { self.page - self.size % self.page } else { 0 }) as u64
     }
 }
 
@@ -117,7 +126,8 @@ impl Pieces {
     /// Bytes of the range's pages that are not committed.
     pub(super) fn missing(&self, id: u64, range: &Range<usize>) -> u64 {
         let piece = &self.pieces[&id];
-        piece.pages(range).filter(|&(i, _)| !piece.is_committed(i)).map(|(_, bytes)| bytes).sum()
+        let pages = piece.pages(range);
+        piece.bytes(&pages) - piece.committed_bytes(&pages)
     }
 
     /// Commits the range's pages if no more than `room` bytes are then committed in all.
@@ -127,10 +137,9 @@ impl Pieces {
             return Err(Failure::DeviceMemory);
         }
         let Some(piece) = self.pieces.get_mut(&id) else { return Ok(()) };
-        for (i, _) in piece.pages(range) {
-            piece.committed.resize(piece.committed.len().max(i + 1), false);
-            piece.committed[i] = true;
-        }
+        let pages = piece.pages(range);
+        piece.committed.resize(piece.committed.len().max(pages.end), false);
+        piece.committed[pages].fill(true);
         self.committed += missing;
         Ok(())
     }
@@ -144,10 +153,10 @@ impl Pieces {
 
     pub(super) fn decommit(&mut self, id: u64, range: &Range<usize>, granule: usize) {
         let Some(piece) = self.pieces.get_mut(&id) else { return };
-        let known = piece.committed.len();
-        for (i, bytes) in piece.pages(range).take_while(|(i, _)| *i < known) {
-            self.committed -= if std::mem::take(&mut piece.committed[i]) { bytes } else { 0 };
-        }
+        let pages = piece.pages(range);
+        self.committed -= piece.committed_bytes(&pages);
+        let known = pages.start.min(piece.committed.len())..pages.end.min(piece.committed.len());
+        piece.committed[known].fill(false);
         let (first, end) = (range.start / granule, range.end.div_ceil(granule).min(piece.tags.len()));
         piece.tags[first.min(end)..end].fill(0);
     }
