@@ -332,7 +332,7 @@ impl World {
             ensure!(fitting.is_none(), "no memory for {size} bytes, and there is {:?}", fitting);
             let private = heap.segments.iter().flatten().filter(|held| held.pool > 0);
             let growing = (0..heap.segments.len() as u32).filter(|&at| heap.grows(at)).count() as u64;
-            (private.map(|held| held.size as u64).sum::<u64>(), growing)
+            (private.map(|held| held.committed() as u64).sum::<u64>(), growing)
         };
         ensure!(self.unused_segments() == 0, "no memory for {size} bytes, and there are unused segments");
         let room = self.limit.min(self.setup.capacity - self.others);

