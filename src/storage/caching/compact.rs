@@ -7,13 +7,12 @@
 //!
 //! With this an allocation succeeds whenever all that is free suffices and the device can hold it in one buffer.
 
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use super::super::allocator::{Block, Segment};
 use super::super::driver::{Failure, Memory};
 use super::moves::{Move, Plan, largest_gap};
-use super::sync::lock;
 use super::{CachingAllocator, Request};
 use crate::device::StreamId;
 use crate::{Error, Result};
@@ -33,7 +32,7 @@ impl CachingAllocator {
             0 => u64::MAX,
             bytes => bytes as u64,
         };
-        let _alone = lock(&self.compacting);
+        let _alone = self.compacting.lock().unwrap_or_else(PoisonError::into_inner);
         self.wait_for_streams(request)?;
         if let Some(block) = self.lock_folded().search(self.number, request, super::Search::Thorough, true) {
             return Ok(Some(block)); // somebody else has made room
@@ -67,7 +66,7 @@ impl CachingAllocator {
     /// Moves all blocks of the default pool together, copying at most `budget` bytes. Gives the bytes given back.
     pub(super) fn compact_all(&self, mut budget: u64) -> Result<u64> {
         let request = Request { bytes: 0, size: 0, kind: super::Kind::Large, pool: 0, stream: StreamId::DEFAULT };
-        let _alone = lock(&self.compacting);
+        let _alone = self.compacting.lock().unwrap_or_else(PoisonError::into_inner);
         self.wait_for_streams(&request)?;
         let (before, unused) = {
             let mut core = self.lock();

@@ -9,14 +9,13 @@
 //! meanwhile.
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::super::allocator::{Block, Segment};
 use super::super::config::Config;
 use super::super::driver::{Driver, Failure};
 use super::heap::{Held, Search};
 use super::pages::{Cut, Extension};
-use super::sync::lock;
 use super::{CachingAllocator, Core, Request};
 use crate::{Error, Result};
 
@@ -57,6 +56,10 @@ impl Expandable {
         }
     }
 
+    fn lock(&self) -> MutexGuard<'_, ()> {
+        self.pages.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     pub(super) fn down(&self, bytes: usize) -> usize {
         bytes & !(self.page - 1)
     }
@@ -83,7 +86,7 @@ impl CachingAllocator {
     /// request needs.
     pub(super) fn expand(&self, request: &Request, exact: bool, failure: &mut Option<Failure>) -> Result<Grown> {
         let Some(expandable) = &self.expandable else { return Ok(Grown::Elsewhere) };
-        let _alone = lock(&expandable.pages);
+        let _alone = expandable.lock();
         loop {
             let (extension, cuts) = {
                 let mut core = self.lock_folded();
@@ -165,14 +168,14 @@ impl CachingAllocator {
 
     /// Keeps what is committed as it is, but for what this thread does.
     pub(super) fn hold_pages(&self) -> Option<MutexGuard<'_, ()>> {
-        self.expandable.as_ref().map(|expandable| lock(&expandable.pages))
+        self.expandable.as_ref().map(Expandable::lock)
     }
 
     /// Gives free pages of a pool's segments back, the longest runs first, as long as at least `keep` bytes stay held.
     /// Says how many bytes went back.
     pub(super) fn release_pages(&self, pool: u32, keep: u64) -> u64 {
         let Some(expandable) = &self.expandable else { return 0 };
-        let _alone = lock(&expandable.pages);
+        let _alone = expandable.lock();
         let cuts = {
             let mut core = self.lock();
             let spare = core.heap.stats.reserved_bytes.current.saturating_sub(keep);
@@ -184,7 +187,7 @@ impl CachingAllocator {
     /// As [`release_pages`](Self::release_pages), of the ends that have been unused at all of decay's last looks.
     pub(super) fn release_old_ends(&self, keep: u64) -> u64 {
         let Some(expandable) = &self.expandable else { return 0 };
-        let _alone = lock(&expandable.pages);
+        let _alone = expandable.lock();
         let cuts = {
             let mut core = self.lock();
             let heap = &mut core.heap;
@@ -215,7 +218,7 @@ impl CachingAllocator {
     /// nothing. Where there are holes the blocks move to a segment of just their size.
     pub(super) fn pack(&self, segment: u32, budget: &mut u64) -> Result<bool> {
         let Some(expandable) = &self.expandable else { return Ok(false) };
-        let _alone = lock(&expandable.pages);
+        let _alone = expandable.lock();
         let plan = {
             let mut core = self.lock();
             let Some(held) = core.heap.segments[segment as usize].as_ref() else { return Ok(false) };

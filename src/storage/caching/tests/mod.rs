@@ -2,6 +2,8 @@
 
 mod decay;
 mod expand;
+#[cfg(loom)]
+mod interleavings;
 mod ladder;
 mod mempool;
 mod policy;

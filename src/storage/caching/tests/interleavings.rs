@@ -1,0 +1,79 @@
+//! Every interleaving of threads at the caches, explored by loom: `scripts/loom` runs these. Loom's threads all use one
+//! cache, which has room for one block.
+
+use std::ptr::NonNull;
+
+use ::loom::sync::Arc;
+use ::loom::{model, thread};
+
+use super::super::cache::{Cached, ThreadCaches};
+use crate::storage::Stat;
+
+const SIZE: usize = 512;
+
+/// Caches that take blocks of `SIZE`, seen by two threads and by who empties them.
+fn caches() -> Arc<ThreadCaches> {
+    let caches = ThreadCaches::new(1 << 20, SIZE);
+    assert_eq!(get(&caches), None); // a size is cached once it has been asked for
+    Arc::new(caches)
+}
+
+/// Whether the cache keeps a block, of which nobody looks at more than its number.
+fn put(caches: &ThreadCaches, id: u32) -> bool {
+    caches.put(Cached { slot: NonNull::dangling(), id }, 0, SIZE, SIZE)
+}
+
+fn get(caches: &ThreadCaches) -> Option<u32> {
+    caches.get(0, SIZE, SIZE).ok().map(|cached| cached.id)
+}
+
+/// Empties the caches into `out`, and counts what they did.
+fn drain(caches: &ThreadCaches, out: &mut Vec<u32>, live: &mut Stat) {
+    let (ids, deltas) = caches.drain();
+    out.extend(ids);
+    deltas.iter().for_each(|deltas| live.fold(&deltas.count));
+}
+
+/// A thread gives its block back, and asks for one. Says what it holds then: a block that was refused is still its own.
+fn give_and_take(caches: &ThreadCaches, id: u32) -> Vec<u32> {
+    let refused = (!put(caches, id)).then_some(id);
+    refused.into_iter().chain(get(caches)).collect()
+}
+
+#[test]
+fn loom_no_block_is_lost_or_handed_out_twice() {
+    model(|| {
+        let caches = caches();
+        let mut live = Stat { current: 2, ..Stat::default() };
+        let spawn = |id| {
+            let caches = Arc::clone(&caches);
+            thread::spawn(move || give_and_take(&caches, id))
+        };
+        let threads = [1, 2].map(spawn);
+        let mut drained = Vec::new();
+        drain(&caches, &mut drained, &mut live);
+        let held: Vec<u32> = threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect();
+        drain(&caches, &mut drained, &mut live);
+        assert_eq!(live.current, held.len() as u64, "what the caches did sums up");
+        let mut all: Vec<u32> = held.into_iter().chain(drained).collect();
+        all.sort_unstable();
+        assert_eq!(all, [1, 2]);
+    });
+}
+
+#[test]
+fn loom_caches_that_were_turned_off_and_emptied_stay_empty() {
+    model(|| {
+        let caches = caches();
+        let giver = {
+            let caches = Arc::clone(&caches);
+            thread::spawn(move || put(&caches, 1))
+        };
+        let mut drained = Vec::new();
+        caches.set_most(0);
+        drain(&caches, &mut drained, &mut Stat { current: 1, ..Stat::default() });
+        let kept = giver.join().unwrap();
+        assert_eq!(drained.len(), usize::from(kept));
+        assert_eq!(caches.drain().0, [0; 0], "kept after it was emptied");
+    });
+}
