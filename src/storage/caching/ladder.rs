@@ -51,7 +51,7 @@ const LADDER: [Rung; 12] = [
     Rung::Compact,
 ];
 
-/// How often each rung has served a request of this thread, or collected something.
+// How often each rung has served a request of this thread, or collected something.
 #[cfg(test)]
 thread_local!(pub(super) static SERVED: std::cell::RefCell<std::collections::BTreeMap<String, u64>> = Default::default());
 
