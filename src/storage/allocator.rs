@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::fmt;
+use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
@@ -98,6 +99,7 @@ pub(crate) struct Slot {
     pub(crate) lock: RwLock<()>,
     segment: AtomicPtr<Segment>,
     offset: AtomicUsize,
+    size: AtomicUsize,
     requested: AtomicUsize,
     exported: AtomicBool,
     /// Whether a stream other than its own has used it: freeing must wait for that one too.
@@ -110,6 +112,7 @@ impl Slot {
             lock: RwLock::new(()),
             segment: AtomicPtr::new(std::ptr::null_mut()),
             offset: AtomicUsize::new(0),
+            size: AtomicUsize::new(0),
             requested: AtomicUsize::new(0),
             exported: AtomicBool::new(false),
             recorded: AtomicBool::new(false),
@@ -132,21 +135,18 @@ impl Slot {
         self.requested.load(Relaxed)
     }
 
-    #[inline]
-    pub(crate) fn set_requested(&self, bytes: usize) {
-        self.requested.store(bytes, Relaxed);
-    }
-
     /// Whether the block may never move again.
     pub(crate) fn is_exported(&self) -> bool {
         self.exported.load(Relaxed)
     }
 
-    /// Back to the state of a block that nobody has seen.
+    /// Becomes that of a block that nobody has seen yet.
     #[inline]
-    pub(crate) fn reset(&self) {
+    fn begin(&self, size: usize, requested: usize) {
         self.exported.store(false, Relaxed);
         self.recorded.store(false, Relaxed);
+        self.size.store(size, Relaxed);
+        self.requested.store(requested, Relaxed);
     }
 
     /// The right to move the block, unless someone is using it at this moment.
@@ -172,15 +172,19 @@ pub(super) fn owner_number() -> u32 {
 #[must_use = "a block that is dropped stays allocated: give it back with Allocator::deallocate"]
 pub struct Block {
     slot: NonNull<Slot>,
-    /// Where the slot lives if no allocator's table has it.
-    own: Option<Box<Own>>,
-    /// The allocator it came from, the entry in its table and the size class: that one's own business.
+    /// What the slot has as well: giving a block back should not touch that one, which is in no cache by then.
+    requested: usize,
+    /// The allocator it came from, and the entry in its table with [`KEEPS`] and [`OWN`]: that one's own business.
     pub(crate) owner: u32,
-    pub(crate) id: u32,
-    pub(crate) arena: u32,
-    size: usize,
+    tagged: u32,
 }
 
+/// Of a block's number: whether threads' caches may keep it. It then has the size that its request is rounded up to.
+pub(super) const KEEPS: u32 = 1 << 31;
+/// Likewise: whether the slot is that of an [`Own`], which is the block's, and not one of an allocator's table.
+const OWN: u32 = 1 << 30;
+
+#[repr(C)] // a pointer to the slot is one to all
 struct Own {
     slot: Slot,
     holder: Holder,
@@ -213,12 +217,21 @@ impl Block {
             let range = format!("{requested} of {size} bytes at {offset} are not in a segment of {all}");
             return Err(Error::invalid("Block::new", range));
         }
-        let own = Box::new(Own { slot: Slot::vacant(), holder: Holder::Segment(Arc::clone(segment)) });
-        // SAFETY: `own` keeps the segment as long as the block lives.
-        unsafe { own.slot.set_place(segment, offset) };
-        own.slot.set_requested(requested);
-        let slot = NonNull::from(&own.slot);
-        Ok(Block { slot, own: Some(own), owner: u32::MAX, id: 0, arena: 0, size })
+        let slot = Slot::vacant();
+        // SAFETY: the holder keeps the segment as long as the block lives.
+        unsafe { slot.set_place(segment, offset) };
+        Ok(Block::owning(Own { slot, holder: Holder::Segment(Arc::clone(segment)) }, size, requested))
+    }
+
+    fn owning(own: Own, size: usize, requested: usize) -> Block {
+        own.slot.begin(size, requested);
+        let own = NonNull::from(Box::leak(Box::new(own)));
+        Block { slot: own.cast(), requested, owner: u32::MAX, tagged: OWN }
+    }
+
+    fn own(&self) -> Option<&Own> {
+        // SAFETY: the tag says that the slot is the first field of an Own, which lives as long as the block.
+        (self.tagged & OWN != 0).then(|| unsafe { self.slot.cast::<Own>().as_ref() })
     }
 
     /// A block of `size` bytes of this one, which from now on stays where it is. For allocators that wrap others: the part
@@ -227,8 +240,8 @@ impl Block {
     /// # Errors
     /// [`Error::Invalid`] where the range is not inside; this block then stays allocated.
     pub(super) fn into_part(self, offset: usize, size: usize, requested: usize) -> Result<Block> {
-        if requested > size || offset.checked_add(size).is_none_or(|end| end > self.size) {
-            let range = format!("{requested} of {size} bytes at {offset} are not in a block of {}", self.size);
+        if requested > size || offset.checked_add(size).is_none_or(|end| end > self.size()) {
+            let range = format!("{requested} of {size} bytes at {offset} are not in a block of {}", self.size());
             return Err(Error::invalid("Block::into_part", range));
         }
         self.export();
@@ -236,15 +249,12 @@ impl Block {
         // The segment outlives the whole, which the part holds.
         slot.segment.store(self.slot().segment.load(Relaxed), Relaxed);
         slot.offset.store(self.offset() + offset, Relaxed);
-        slot.set_requested(requested);
-        let own = Box::new(Own { slot, holder: Holder::Whole(self) });
-        let slot = NonNull::from(&own.slot);
-        Ok(Block { slot, own: Some(own), owner: u32::MAX, id: 0, arena: 0, size })
+        Ok(Block::owning(Own { slot, holder: Holder::Whole(self) }, size, requested))
     }
 
     /// The block of which this is a part.
     pub(super) fn whole(&self) -> Option<&Block> {
-        match &self.own.as_ref()?.holder {
+        match &self.own()?.holder {
             Holder::Whole(block) => Some(block),
             Holder::Segment(_) => None,
         }
@@ -252,8 +262,13 @@ impl Block {
 
     /// As [`whole`](Block::whole), ending this one.
     pub(super) fn into_whole(self) -> Option<Block> {
-        match self.own?.holder {
-            Holder::Whole(block) => Some(block),
+        let block = ManuallyDrop::new(self);
+        if block.tagged & OWN == 0 {
+            return None;
+        }
+        // SAFETY: as the tag says, this is the Own that `owning` leaked; the block, which would give it back, is gone.
+        match unsafe { Box::from_raw(block.slot.cast::<Own>().as_ptr()) }.holder {
+            Holder::Whole(whole) => Some(whole),
             Holder::Segment(_) => None,
         }
     }
@@ -261,20 +276,41 @@ impl Block {
     /// A block whose slot is in an allocator's table.
     ///
     /// # Safety
-    /// The slot, and the segment it points to, live until the block is given back, or for good.
+    /// The slot, and the segment it points to, live until the block is given back, or for good, and no other block has the
+    /// slot.
     #[inline]
-    pub(crate) unsafe fn of_table(slot: NonNull<Slot>, owner: u32, id: u32, arena: u32, size: usize) -> Block {
-        Block { slot, own: None, owner, id, arena, size }
+    pub(crate) unsafe fn of_table(
+        slot: NonNull<Slot>,
+        owner: u32,
+        tagged: u32,
+        size: usize,
+        requested: usize,
+    ) -> Block {
+        // SAFETY: the caller's promise.
+        unsafe { slot.as_ref() }.begin(size, requested);
+        Block { slot, requested, owner, tagged }
+    }
+
+    /// The number of its entry in the table of its allocator.
+    #[inline]
+    pub(crate) fn id(&self) -> u32 {
+        self.tagged & !(KEEPS | OWN)
+    }
+
+    /// Whether threads' caches may keep it.
+    #[inline]
+    pub(super) fn keeps(&self) -> bool {
+        self.tagged & KEEPS != 0
     }
 
     /// Bytes the block takes: the request rounded up.
     pub fn size(&self) -> usize {
-        self.size
+        self.slot().size.load(Relaxed)
     }
 
     /// Bytes that were asked for.
     pub fn requested(&self) -> usize {
-        self.slot().requested()
+        self.requested
     }
 
     /// Where the block is. It stays there as long as the place is held.
@@ -338,10 +374,20 @@ impl Block {
     }
 }
 
+impl Drop for Block {
+    #[inline]
+    fn drop(&mut self) {
+        if self.tagged & OWN != 0 {
+            // SAFETY: as the tag says, this is the Own that `owning` leaked; nobody else gives it back.
+            drop(unsafe { Box::from_raw(self.slot.cast::<Own>().as_ptr()) });
+        }
+    }
+}
+
 impl fmt::Debug for Block {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let place = self.place();
-        write!(f, "{} bytes at segment {} + {}", self.size, place.segment.id, place.offset)
+        write!(f, "{} bytes at segment {} + {}", self.size(), place.segment.id, place.offset)
     }
 }
 

@@ -39,14 +39,6 @@ impl Stat {
     }
 
     #[inline]
-    pub(super) fn fold(&mut self, delta: &Delta) {
-        self.peak = self.peak.max(self.current.saturating_add_signed(delta.highest));
-        self.current = self.current.saturating_add_signed(delta.change);
-        self.allocated += delta.increases;
-        self.freed += delta.increases.saturating_add_signed(-delta.change);
-    }
-
-    #[inline]
     pub(super) fn change(&mut self, by: i64) {
         if by >= 0 { self.increase(by.unsigned_abs()) } else { self.decrease(by.unsigned_abs()) }
     }
@@ -155,34 +147,6 @@ pub(super) struct Split {
     pub(super) bytes: i64,
 }
 
-/// A quantity that changed somewhere else for a while: by how much in the end, at most, and upwards in all.
-#[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Delta {
-    change: i64,
-    highest: i64,
-    increases: u64,
-}
-
-impl Delta {
-    pub(super) fn increase(&mut self, by: usize) {
-        self.change += by as i64;
-        self.highest = self.highest.max(self.change);
-        self.increases += by as u64;
-    }
-
-    pub(super) fn decrease(&mut self, by: usize) {
-        self.change -= by as i64;
-    }
-}
-
-/// What a thread's cache did to allocations while the allocator was not looking.
-#[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Deltas {
-    pub(super) count: Delta,
-    pub(super) bytes: Delta,
-    pub(super) requested: Delta,
-}
-
 impl DeviceStats {
     fn each(&mut self, kind: Kind, change: impl Fn(&mut PoolStats)) {
         change(&mut self.total);
@@ -253,18 +217,6 @@ impl DeviceStats {
             s.reserved_bytes.decrease(size as u64);
         });
         self.oversize(size, |s| &mut s.oversize_segments, -1);
-    }
-
-    /// A segment grew in place. As in PyTorch that is a call of the driver, and no new segment.
-    pub(super) fn segment_extended(&mut self, kind: Kind, by: usize) {
-        self.num_device_alloc += 1;
-        self.each(kind, |s| s.reserved_bytes.increase(by as u64));
-    }
-
-    /// The end of a segment was given back.
-    pub(super) fn segment_shrunk(&mut self, kind: Kind, by: usize) {
-        self.num_device_free += 1;
-        self.each(kind, |s| s.reserved_bytes.decrease(by as u64));
     }
 
     pub(super) fn reset_peak(&mut self) {

@@ -257,8 +257,8 @@ mod tests {
                 assert_eq!(sum(SegmentInfo::allocated_size), s.allocated_bytes.current, "{backend}");
                 assert_eq!(sum(SegmentInfo::requested_size), s.requested_bytes.current, "{backend}");
             }
-            assert!(allocator.allocate(60 << 20, StreamId::DEFAULT).is_ok_and(|b| b.size() == 60 << 20), "{backend}");
-            assert!(allocator.allocate(60 << 20, StreamId::DEFAULT).is_err());
+            assert!(allocator.allocate(48 << 20, StreamId::DEFAULT).is_ok_and(|b| b.size() == 48 << 20), "{backend}");
+            assert!(allocator.allocate(48 << 20, StreamId::DEFAULT).is_err());
             let snapshot = allocator.snapshot();
             let trace = snapshot.device_traces.last().unwrap();
             assert_eq!(trace.iter().filter(|e| e.action == TraceAction::Oom).count(), 1, "{backend}");

@@ -13,6 +13,9 @@ const SUBS: usize = 1 << SUB_BITS;
 const LEVELS: usize = 48;
 
 /// The free blocks of one kind.
+///
+/// Lists end at [`NONE`], an entry that is nobody's: what is written to it is lost, and no list operation needs to ask
+/// whether there is a neighbour. Branches on that would be guessed wrong half of the time.
 #[derive(Debug)]
 pub(super) struct Bins {
     /// Sizes are counted in units of 2^shift bytes: the alignment of blocks.
@@ -22,14 +25,11 @@ pub(super) struct Bins {
     heads: Box<[u32]>,
 }
 
-/// The class of a size in units, as (level, sub).
-#[inline]
-fn class(units: u64) -> (usize, usize) {
-    if units < SUBS as u64 {
-        return (0, units as usize);
-    }
-    let level = units.ilog2() - SUB_BITS;
-    (level as usize + 1, (units >> level) as usize & (SUBS - 1))
+/// The class of a size in units: 32 times its level and its place there.
+#[inline(always)]
+fn class(units: u64) -> usize {
+    let shift = (units | SUBS as u64).ilog2() - SUB_BITS;
+    ((shift as usize) << SUB_BITS) + (units >> shift) as usize
 }
 
 impl Bins {
@@ -38,86 +38,79 @@ impl Bins {
         Bins { shift, levels: 0, subs: [0; LEVELS], heads: Box::default() }
     }
 
-    #[inline]
+    #[inline(always)]
     pub(super) fn is_empty(&self) -> bool {
         self.levels == 0
     }
 
     /// The class of a size in bytes.
-    #[inline]
-    pub(super) fn class_of(&self, size: usize) -> (usize, usize) {
+    #[inline(always)]
+    pub(super) fn class_of(&self, size: usize) -> usize {
         class((size >> self.shift) as u64)
     }
 
+    #[cold]
+    fn make_heads(&mut self) {
+        self.heads = vec![NONE; LEVELS * SUBS].into_boxed_slice(); // most kinds never have a block
+    }
+
     /// Adds a block.
-    #[inline]
+    #[inline(always)]
     pub(super) fn insert(&mut self, table: &mut [Entry], id: u32) {
         if self.heads.is_empty() {
-            self.heads = vec![NONE; LEVELS * SUBS].into_boxed_slice(); // most kinds never have a block
+            self.make_heads();
         }
-        let (level, sub) = class((table[id as usize].size >> self.shift) as u64);
-        let head = &mut self.heads[level * SUBS + sub];
         let entry = &mut table[id as usize];
-        (entry.bin_prev, entry.bin_next) = (NONE, *head);
-        if *head != NONE {
-            table[*head as usize].bin_prev = id;
-        }
-        *head = id;
-        self.subs[level] |= 1 << sub;
-        self.levels |= 1 << level;
+        let class = class((entry.size >> self.shift) as u64);
+        let next = std::mem::replace(&mut self.heads[class], id);
+        (entry.bin_prev, entry.bin_next) = (NONE, next);
+        table[next as usize].bin_prev = id;
+        self.subs[class / SUBS] |= 1 << (class % SUBS);
+        self.levels |= 1 << (class / SUBS);
     }
 
     /// Takes out a block that is in.
-    #[inline]
+    #[inline(always)]
     pub(super) fn remove(&mut self, table: &mut [Entry], id: u32) {
         let Entry { bin_prev, bin_next, size, .. } = table[id as usize];
-        if bin_next != NONE {
-            table[bin_next as usize].bin_prev = bin_prev;
-        }
-        if bin_prev != NONE {
-            table[bin_prev as usize].bin_next = bin_next;
-            return;
-        }
-        let (level, sub) = class((size >> self.shift) as u64);
-        debug_assert_eq!(self.heads[level * SUBS + sub], id, "a block without a predecessor is its class's first");
-        self.heads[level * SUBS + sub] = bin_next;
-        if bin_next == NONE {
-            self.subs[level] &= !(1 << sub);
-            if self.subs[level] == 0 {
-                self.levels &= !(1 << level);
-            }
-        }
+        table[bin_next as usize].bin_prev = bin_prev;
+        table[bin_prev as usize].bin_next = bin_next;
+        let class = self.class_of(size);
+        let head = &mut self.heads[class];
+        debug_assert_eq!(bin_prev == NONE, *head == id, "a block without a predecessor is its class's first");
+        *head = if bin_prev == NONE { bin_next } else { *head };
+        let sub = &mut self.subs[class / SUBS];
+        *sub &= !(u32::from(*head == NONE) << (class % SUBS));
+        self.levels &= !(u64::from(*sub == 0) << (class / SUBS));
     }
 
-    /// A block of at least `size` bytes: the first of the request's own class if it is large enough, else the first of
-    /// the next class that has any.
-    #[inline]
-    pub(super) fn find(&self, table: &[Entry], size: usize) -> Option<u32> {
-        if self.is_empty() {
-            return None;
+    /// A block of at least `size` bytes, and its class: the first of the request's own `class` if it is large enough, else
+    /// the first of the next class that has any.
+    #[inline(always)]
+    pub(super) fn find(&self, table: &[Entry], size: usize, class: usize) -> Option<(u32, usize)> {
+        let first = *self.heads.get(class)?;
+        if table[first as usize].size >= size {
+            return Some((first, class));
         }
-        let (level, sub) = class((size >> self.shift) as u64);
-        self.first_of(table, level, sub, size).or_else(|| {
-            let (level, sub) = self.first_after(level, sub)?;
-            self.first_of(table, level, sub, size)
-        })
+        let class = self.first_after(class)?;
+        Some((self.heads[class], class))
     }
 
-    /// The smallest block of at least `size` bytes, however long it takes.
-    pub(super) fn find_best(&self, table: &[Entry], size: usize) -> Option<u32> {
-        let (mut level, mut sub) = class((size >> self.shift) as u64);
+    /// The smallest block of at least `size` bytes, however long it takes, and its class.
+    pub(super) fn find_best(&self, table: &[Entry], size: usize) -> Option<(u32, usize)> {
+        let mut class = self.class_of(size);
         loop {
-            let best = self.class_blocks(table, level, sub).filter(|&id| table[id as usize].size >= size);
+            let best = self.class_blocks(table, class).filter(|&id| table[id as usize].size >= size);
             if let Some(id) = best.min_by_key(|&id| table[id as usize].size) {
-                return Some(id);
+                return Some((id, class));
             }
-            (level, sub) = self.first_after(level, sub)?;
+            class = self.first_after(class)?;
         }
     }
 
     /// Every block, in no order that matters.
     pub(super) fn blocks<'a>(&'a self, table: &'a [Entry]) -> impl Iterator<Item = u32> + 'a {
-        (0..self.heads.len()).flat_map(|at| self.class_blocks(table, at / SUBS, at % SUBS))
+        (0..self.heads.len()).flat_map(|class| self.class_blocks(table, class))
     }
 
     /// The largest block's size; 0 where there is none.
@@ -126,34 +119,29 @@ impl Bins {
             return 0;
         }
         let level = self.levels.ilog2() as usize;
-        let sub = self.subs[level].ilog2() as usize;
-        self.class_blocks(table, level, sub).map(|id| table[id as usize].size).max().unwrap_or(0)
+        let class = level * SUBS + self.subs[level].ilog2() as usize;
+        self.class_blocks(table, class).map(|id| table[id as usize].size).max().unwrap_or(0)
     }
 
-    fn class_blocks<'a>(&'a self, table: &'a [Entry], level: usize, sub: usize) -> impl Iterator<Item = u32> + 'a {
-        let first = self.heads.get(level * SUBS + sub).copied().filter(|&id| id != NONE);
+    fn class_blocks<'a>(&'a self, table: &'a [Entry], class: usize) -> impl Iterator<Item = u32> + 'a {
+        let first = self.heads.get(class).copied().filter(|&id| id != NONE);
         std::iter::successors(first, |&id| Some(table[id as usize].bin_next).filter(|&next| next != NONE))
     }
 
-    #[inline]
-    fn first_of(&self, table: &[Entry], level: usize, sub: usize, size: usize) -> Option<u32> {
-        let id = self.heads[level * SUBS + sub];
-        table.get(id as usize).is_some_and(|entry| entry.size >= size).then_some(id)
-    }
-
     /// The first class after this one that has blocks.
-    #[inline]
-    fn first_after(&self, level: usize, sub: usize) -> Option<(usize, usize)> {
-        let here = self.subs[level] & (!1u32 << sub);
+    #[inline(always)]
+    fn first_after(&self, class: usize) -> Option<usize> {
+        let level = class / SUBS;
+        let here = self.subs[level] & (!1u32 << (class % SUBS));
         if here != 0 {
-            return Some((level, here.trailing_zeros() as usize));
+            return Some(level * SUBS + here.trailing_zeros() as usize);
         }
         let above = self.levels & (!1u64 << level);
         if above == 0 {
             return None;
         }
         let level = above.trailing_zeros() as usize;
-        Some((level, self.subs[level].trailing_zeros() as usize))
+        Some(level * SUBS + self.subs[level].trailing_zeros() as usize)
     }
 }
 
@@ -173,27 +161,27 @@ mod tests {
             }
             assert!(units - first_of_class <= first_of_class / 32);
         }
-        assert!(class((1 << 51) - 1).0 < LEVELS);
+        assert!(class((1 << 51) - 1) < LEVELS * SUBS);
     }
 
     #[test]
     fn what_fits_is_found() {
         let mut table: Vec<Entry> =
-            [640, 64, 130, 128, 129, 1 << 20].map(|size| Entry { size, ..Entry::VACANT }).into();
+            [0, 640, 64, 130, 128, 129, 1 << 20].map(|size| Entry { size, ..Entry::VACANT }).into();
         let mut bins = Bins::new(0);
-        (0..6).for_each(|id| bins.insert(&mut table, id));
+        (1..7).for_each(|id| bins.insert(&mut table, id));
         // 128 to 131 are one class, of which the last that came in, 129, is looked at.
         for (size, quick, best) in
             [(1, 64, 64), (65, 129, 128), (129, 129, 129), (130, 640, 130), (131, 640, 640), (641, 1 << 20, 1 << 20)]
         {
-            assert_eq!(table[bins.find(&table, size).unwrap() as usize].size, quick, "{size}");
-            assert_eq!(table[bins.find_best(&table, size).unwrap() as usize].size, best, "{size}");
+            assert_eq!(table[bins.find(&table, size, class(size as u64)).unwrap().0 as usize].size, quick, "{size}");
+            assert_eq!(table[bins.find_best(&table, size).unwrap().0 as usize].size, best, "{size}");
         }
-        assert_eq!((bins.find(&table, (1 << 20) + 1), bins.largest(&table)), (None, 1 << 20));
-        for id in [3, 0, 5, 1, 4, 2] {
+        assert_eq!((bins.find(&table, (1 << 20) + 1, class((1 << 20) + 1)), bins.largest(&table)), (None, 1 << 20));
+        for id in [4, 1, 6, 2, 5, 3] {
             bins.remove(&mut table, id);
             assert!(bins.blocks(&table).all(|other| other != id));
         }
-        assert!(bins.is_empty() && bins.find(&table, 1).is_none());
+        assert!(bins.is_empty() && bins.find(&table, 1, class(1)).is_none());
     }
 }

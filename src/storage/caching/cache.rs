@@ -6,22 +6,21 @@
 
 use std::array;
 use std::cell::Cell;
-
-use smallvec::SmallVec;
+use std::ptr::NonNull;
+use std::sync::OnceLock;
 
 use super::super::allocator::Slot;
-use super::super::stats::Deltas;
-use super::sync::{AtomicBool, AtomicUsize, Mutex, Ordering::Relaxed, lock};
-use std::ptr::NonNull;
+use super::counters::{Amounts, Deltas};
+use super::sync::{AtomicI64, AtomicU64, AtomicUsize, Mutex, Ordering::Relaxed, lock};
 
 const SHARDS: usize = if cfg!(loom) { 2 } else { 64 };
-const BUCKETS: usize = if cfg!(loom) { 1 } else { 32 };
-/// Requests for other sizes after which a bucket changes to the last one.
-const PATIENCE: usize = 16;
 /// Blocks of one size.
 const DEPTH: usize = if cfg!(loom) { 1 } else { 8 };
-/// Arenas of private memory pools have this bit in [`Block::arena`](super::super::Block); large kinds the lowest.
-pub(super) const PRIVATE: u32 = 1 << 31;
+/// Sizes that are cached: 1 to this many units of the alignment.
+const SIZES: usize = WORDS * 64;
+const WORDS: usize = if cfg!(loom) { 1 } else { 2 };
+/// A cache that refused so many blocks and served nothing meanwhile holds sizes that nobody asks for any more.
+const PATIENCE: usize = 64;
 
 /// A cached block: the slot and the number of its entry.
 #[derive(Debug, Clone, Copy)]
@@ -33,42 +32,78 @@ pub(super) struct Cached {
 // SAFETY: a pointer to atomics and a lock that live as long as the allocator.
 unsafe impl Send for Cached {}
 
-#[derive(Debug, Default)]
-struct Bucket {
-    blocks: [Option<Cached>; DEPTH],
-    count: usize,
+/// What became of a block that was given back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Put {
+    Kept,
+    Refused,
+    /// There was no room, and there has been none for long: the cache should be emptied.
+    Stale,
 }
 
 #[derive(Debug)]
 struct Contents {
-    buckets: [Bucket; BUCKETS],
+    counts: [u8; SIZES],
+    blocks: [[Option<Cached>; DEPTH]; SIZES],
     bytes: usize,
-    deltas: Deltas,
+    /// Blocks refused since a request was last served.
+    refused: usize,
+    increases: Amounts,
 }
 
 /// Apart from its neighbours by two cache lines.
 #[repr(align(128))]
 #[derive(Debug)]
 struct Shard {
+    /// Sizes of which there are blocks, read without the lock: a bit each. Written under it, as are the others.
+    occupied: [AtomicU64; WORDS],
+    /// By how much what is allocated has changed since the cache was last emptied.
+    change: [AtomicI64; 3],
+    /// The greatest `change` since the allocator last looked. It may look without the lock: threads that share a cache
+    /// may then miss a peak.
+    highest: [AtomicI64; 3],
     contents: Mutex<Contents>,
-    /// What the buckets are for, read without the lock: most requests are for something else. Written by requests that
-    /// found nothing, so a size is cached once it has been asked for and not before.
-    keys: [AtomicUsize; BUCKETS],
-    /// Requests for something else than a full bucket is for, since it last served one.
-    misses: [AtomicUsize; BUCKETS],
-    /// Whether there are deltas to fold.
-    dirty: AtomicBool,
 }
 
-/// Entries of blocks that leave a cache.
-pub(super) type Evicted = SmallVec<[u32; DEPTH]>;
+impl Shard {
+    fn new() -> Box<Shard> {
+        Box::new(Shard {
+            occupied: array::from_fn(|_| AtomicU64::new(0)),
+            change: array::from_fn(|_| AtomicI64::new(0)),
+            highest: array::from_fn(|_| AtomicI64::new(0)),
+            contents: Mutex::new(Contents {
+                counts: [0; SIZES],
+                blocks: [[None; DEPTH]; SIZES],
+                bytes: 0,
+                refused: 0,
+                increases: [0; 3],
+            }),
+        })
+    }
+
+    /// Takes everything out: the blocks, which are nobody's now, and what the cache did.
+    fn drain(&self, ids: &mut Vec<u32>) -> Deltas {
+        let mut guard = lock(&self.contents);
+        let contents = &mut *guard;
+        for (count, blocks) in contents.counts.iter_mut().zip(&contents.blocks) {
+            ids.extend(blocks[..usize::from(std::mem::take(count))].iter().flatten().map(|cached| cached.id));
+        }
+        (contents.bytes, contents.refused) = (0, 0);
+        self.occupied.iter().for_each(|word| word.store(0, Relaxed));
+        let take = |amounts: &[AtomicI64; 3]| array::from_fn(|i| amounts[i].swap(0, Relaxed));
+        let increases = std::mem::take(&mut contents.increases);
+        Deltas { change: take(&self.change), highest: take(&self.highest), increases }
+    }
+}
 
 /// The caches of one allocator.
 #[derive(Debug)]
 pub(super) struct ThreadCaches {
-    shards: Box<[Shard]>,
-    /// Bytes a cache may hold; 0 turns all of them off.
+    /// Made when their threads first give a block back.
+    shards: [OnceLock<Box<Shard>>; SHARDS],
+    /// Bytes a cache may hold, and the largest size it takes; 0 turns all of them off.
     most: AtomicUsize,
+    largest: AtomicUsize,
     /// The logarithm of the alignment: sizes are counted in units of it.
     shift: u32,
 }
@@ -100,138 +135,99 @@ fn index() -> usize {
 impl ThreadCaches {
     /// Empty caches of at most `most` bytes each.
     pub(super) fn new(most: usize, alignment: usize) -> ThreadCaches {
-        let shard = || Shard {
-            contents: Mutex::new(Contents {
-                buckets: array::from_fn(|_| Bucket::default()),
-                bytes: 0,
-                deltas: Deltas::default(),
-            }),
-            keys: array::from_fn(|_| AtomicUsize::new(0)),
-            misses: array::from_fn(|_| AtomicUsize::new(0)),
-            dirty: AtomicBool::new(false),
-        };
-        ThreadCaches {
-            shards: (0..SHARDS).map(|_| shard()).collect(),
-            most: AtomicUsize::new(most),
-            shift: alignment.trailing_zeros(),
-        }
-    }
-
-    /// Whether blocks of this arena and size are cached at all: small ones of the default stream.
-    #[inline]
-    fn takes(&self, arena: u32, size: usize) -> bool {
-        arena == 0 && size <= self.most.load(Relaxed) / 16
-    }
-
-    /// The bucket of a size, and the number that says it is for this size and arena.
-    #[inline]
-    fn key(&self, arena: u32, size: usize) -> (usize, usize) {
-        let units = size >> self.shift;
-        ((units ^ (arena as usize) << 3) % BUCKETS, units << 32 | arena as usize)
+        let shards = array::from_fn(|_| OnceLock::new());
+        let shift = alignment.trailing_zeros();
+        let caches = ThreadCaches { shards, most: AtomicUsize::new(0), largest: AtomicUsize::new(0), shift };
+        caches.set_most(most);
+        caches
     }
 
     /// Turns the caches on (to this many bytes) or off (0). What they hold stays until they are drained.
     pub(super) fn set_most(&self, bytes: usize) {
         self.most.store(bytes, Relaxed);
+        self.largest.store((bytes / 16).min(SIZES << self.shift), Relaxed);
     }
 
-    /// A block of exactly this size that this thread freed, now handed out for `requested` bytes. Where there is none,
-    /// blocks of a size that is no longer asked for may come out instead: they are the caller's to give back.
-    pub(super) fn get(&self, arena: u32, size: usize, requested: usize) -> Result<Cached, Evicted> {
-        if !self.takes(arena, size) {
-            return Err(Evicted::new());
-        }
-        let shard = &self.shards[index()];
-        let (at, key) = self.key(arena, size);
-        if shard.keys[at].load(Relaxed) != key {
-            return Err(self.miss(shard, at, key));
-        }
-        let mut contents = lock(&shard.contents);
-        let bucket = &mut contents.buckets[at];
-        if bucket.count == 0 || shard.keys[at].load(Relaxed) != key {
-            return Err(Evicted::new());
-        }
-        bucket.count -= 1;
-        let cached = bucket.blocks[bucket.count].take().ok_or_else(Evicted::new)?;
-        contents.bytes -= size;
-        contents.deltas.count.increase(1);
-        contents.deltas.bytes.increase(size);
-        contents.deltas.requested.increase(requested);
-        shard.misses[at].store(0, Relaxed);
-        shard.dirty.store(true, Relaxed);
-        Ok(cached)
-    }
-
-    /// A request found its bucket to be another size's. After enough of them the bucket is this one's.
-    fn miss(&self, shard: &Shard, at: usize, key: usize) -> Evicted {
-        let misses = shard.misses[at].load(Relaxed);
-        shard.misses[at].store(misses + 1, Relaxed);
-        if misses < PATIENCE && shard.keys[at].load(Relaxed) != 0 {
-            return Evicted::new();
-        }
-        let mut contents = lock(&shard.contents);
-        let old = shard.keys[at].load(Relaxed);
-        let bucket = &mut contents.buckets[at];
-        let count = std::mem::take(&mut bucket.count);
-        let evicted: Evicted = bucket.blocks[..count].iter_mut().filter_map(|b| b.take()).map(|b| b.id).collect();
-        contents.bytes -= ((old >> 32) << self.shift) * evicted.len();
-        shard.keys[at].store(key, Relaxed);
-        shard.misses[at].store(0, Relaxed);
-        evicted
-    }
-
-    /// Keeps a block that was handed out for `requested` bytes; false where there is no room.
-    pub(super) fn put(&self, cached: Cached, arena: u32, size: usize, requested: usize) -> bool {
-        if !self.takes(arena, size) {
-            return false;
-        }
-        let shard = &self.shards[index()];
-        let (at, key) = self.key(arena, size);
-        if shard.keys[at].load(Relaxed) != key {
-            return false;
-        }
-        let mut contents = lock(&shard.contents);
-        let bucket = &mut contents.buckets[at];
-        let full = bucket.count == DEPTH || shard.keys[at].load(Relaxed) != key;
-        if full || contents.bytes + size > self.most.load(Relaxed) {
-            return false;
-        }
-        let bucket = &mut contents.buckets[at];
-        bucket.blocks[bucket.count] = Some(cached);
-        bucket.count += 1;
-        contents.bytes += size;
-        contents.deltas.count.decrease(1);
-        contents.deltas.bytes.decrease(size);
-        contents.deltas.requested.decrease(requested);
-        shard.dirty.store(true, Relaxed);
-        true
-    }
-
-    /// What this thread's cache did since the last call.
+    /// A block of exactly this size that this thread freed, now handed out for `requested` bytes.
     #[inline]
-    pub(super) fn deltas(&self) -> Option<Deltas> {
-        let shard = &self.shards[index()];
-        shard.dirty.load(Relaxed).then(|| {
-            let mut contents = lock(&shard.contents);
-            shard.dirty.store(false, Relaxed);
-            std::mem::take(&mut contents.deltas)
-        })
+    pub(super) fn get(&self, size: usize, requested: usize) -> Option<Cached> {
+        if size > self.largest.load(Relaxed) {
+            return None;
+        }
+        let shard = self.shards[index()].get()?;
+        let at = (size >> self.shift) - 1;
+        let (word, bit) = (&shard.occupied[at / 64], 1 << (at % 64));
+        if word.load(Relaxed) & bit == 0 {
+            return None;
+        }
+        let mut guard = lock(&shard.contents);
+        let contents = &mut *guard;
+        let left = contents.counts[at].checked_sub(1)?;
+        let cached = contents.blocks[at][usize::from(left)]?;
+        contents.counts[at] = left;
+        if left == 0 {
+            word.store(word.load(Relaxed) & !bit, Relaxed);
+        }
+        contents.bytes -= size;
+        contents.refused = 0;
+        for (i, by) in [1, size as i64, requested as i64].into_iter().enumerate() {
+            let change = shard.change[i].load(Relaxed) + by;
+            shard.change[i].store(change, Relaxed);
+            shard.highest[i].store(shard.highest[i].load(Relaxed).max(change), Relaxed);
+            contents.increases[i] += by;
+        }
+        Some(cached)
     }
 
-    /// Takes everything out of all caches: the blocks, which are nobody's now, and what the caches did.
-    pub(super) fn drain(&self) -> (Vec<u32>, Vec<Deltas>) {
-        let (mut ids, mut deltas) = (Vec::new(), Vec::new());
-        for shard in &self.shards {
-            let mut contents = lock(&shard.contents);
-            for bucket in &mut contents.buckets {
-                ids.extend(bucket.blocks[..bucket.count].iter_mut().filter_map(|b| b.take()).map(|b| b.id));
-                bucket.count = 0;
-            }
-            contents.bytes = 0;
-            if shard.dirty.swap(false, Relaxed) {
-                deltas.push(std::mem::take(&mut contents.deltas));
-            }
+    /// Keeps a block of the default stream's that was handed out for `requested` bytes, if there is room.
+    #[inline]
+    pub(super) fn put(&self, cached: Cached, size: usize, requested: usize) -> Put {
+        if size > self.largest.load(Relaxed) {
+            return Put::Refused;
         }
+        let shard = self.shards[index()].get_or_init(Shard::new);
+        let at = (size >> self.shift) - 1;
+        let mut guard = lock(&shard.contents);
+        let contents = &mut *guard;
+        let count = usize::from(contents.counts[at]);
+        // Looked at again under the lock: who turns the caches off empties them then.
+        if count == DEPTH || contents.bytes + size > self.most.load(Relaxed) {
+            contents.refused += 1;
+            return if contents.refused < PATIENCE { Put::Refused } else { Put::Stale };
+        }
+        contents.blocks[at][count] = Some(cached);
+        contents.counts[at] += 1;
+        let word = &shard.occupied[at / 64];
+        word.store(word.load(Relaxed) | 1 << (at % 64), Relaxed);
+        contents.bytes += size;
+        for (i, by) in [1, size as i64, requested as i64].into_iter().enumerate() {
+            shard.change[i].store(shard.change[i].load(Relaxed) - by, Relaxed);
+        }
+        Put::Kept
+    }
+
+    /// By how much this thread's cache has changed what is allocated since it was last emptied, and at most since the last
+    /// call.
+    #[inline]
+    pub(super) fn changes(&self) -> (Amounts, Amounts) {
+        let Some(shard) = self.shards[index()].get() else { return ([0; 3], [0; 3]) };
+        let change = array::from_fn(|i| shard.change[i].load(Relaxed));
+        let highest = array::from_fn(|i| shard.highest[i].load(Relaxed));
+        (0..3).for_each(|i| shard.highest[i].store(change[i], Relaxed));
+        (change, highest)
+    }
+
+    /// Empties all caches: gives their blocks, and what they did.
+    pub(super) fn drain(&self) -> (Vec<u32>, Vec<Deltas>) {
+        let mut ids = Vec::new();
+        let deltas = self.shards.iter().filter_map(OnceLock::get).map(|shard| shard.drain(&mut ids)).collect();
+        (ids, deltas)
+    }
+
+    /// Empties this thread's cache.
+    pub(super) fn drain_own(&self) -> (Vec<u32>, Vec<Deltas>) {
+        let mut ids = Vec::new();
+        let deltas = self.shards[index()].get().map(|shard| shard.drain(&mut ids)).into_iter().collect();
         (ids, deltas)
     }
 }

@@ -34,13 +34,13 @@ impl CachingAllocator {
         };
         let _alone = self.compacting.lock().unwrap_or_else(PoisonError::into_inner);
         self.wait_for_streams(request)?;
-        if let Some(block) = self.lock_folded().search(self.number, request, super::Search::Thorough, true) {
+        if let Some(block) = self.lock_folded().search_all(self.number, request, true) {
             return Ok(Some(block)); // somebody else has made room
         }
         // Blocks of private pools stay where they are: a checkpoint may name their places.
         if request.pool == 0 && self.slide(request, &mut budget)? {
             let mut core = self.lock_folded();
-            if let Some(block) = core.search(self.number, request, super::Search::Thorough, true) {
+            if let Some(block) = core.search_all(self.number, request, true) {
                 return Ok(Some(block));
             }
         }
@@ -70,7 +70,7 @@ impl CachingAllocator {
         self.wait_for_streams(&request)?;
         let (before, unused) = {
             let mut core = self.lock();
-            (core.heap.stats.reserved_bytes.current, core.heap.remove_unused(0))
+            (core.heap.stats.reserved(), core.heap.remove_unused(0))
         };
         drop(unused);
         for kind in [super::Kind::Small, super::Kind::Large] {
@@ -92,7 +92,7 @@ impl CachingAllocator {
         }
         let mut core = self.lock();
         core.growth.forget();
-        Ok(before.saturating_sub(core.heap.stats.reserved_bytes.current))
+        Ok(before.saturating_sub(core.heap.stats.reserved()))
     }
 
     /// Moves the blocks of one segment to its start, if that makes a hole for the request.
@@ -170,7 +170,7 @@ impl CachingAllocator {
         }
         let plan = core.plan(segments.to_vec(), false, StreamId::DEFAULT)?;
         let bytes = plan.bytes() as u64;
-        let room = core.limit().saturating_sub(core.heap.stats.reserved_bytes.current + core.making);
+        let room = core.limit().saturating_sub(core.heap.stats.reserved() + core.making);
         let largest = self.driver.largest_segment() as u64;
         let old: u64 = segments.iter().map(|&s| core.committed_bytes(s) as u64).sum();
         if !plan.stay.is_empty() || bytes > *budget || bytes >= old || beside && (bytes > room || bytes > largest) {

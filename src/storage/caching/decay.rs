@@ -6,10 +6,11 @@
 //! released while any stream has work.
 
 use std::collections::{BTreeSet, VecDeque};
-use std::sync::{Arc, MutexGuard};
+use std::sync::Arc;
 
 use super::super::allocator::Segment;
 use super::heap::{Heap, Use};
+use super::sync::MutexGuard;
 use super::{CachingAllocator, Core};
 use crate::Result;
 use crate::device::StreamId;
@@ -44,8 +45,15 @@ impl Decay {
     }
 
     /// Notes that so many bytes are active.
+    #[inline]
     pub(super) fn see(&mut self, active: u64) {
         self.peaks[0] = self.peaks[0].max(active);
+    }
+
+    /// Whether to look at the clock at this search.
+    #[inline]
+    pub(super) fn looks_at(&self, ticks: u64) -> bool {
+        self.interval > 0 && ticks.is_multiple_of(LOOK_EVERY)
     }
 
     /// A segment was made: soon after a release, that one was for nothing.
@@ -88,8 +96,9 @@ impl Decay {
 
 impl CachingAllocator {
     /// Gives back what has been unused for long enough, if it is time to look and the device is idle.
+    #[cold]
     pub(super) fn decay<'a>(&'a self, mut core: MutexGuard<'a, Core>) -> MutexGuard<'a, Core> {
-        if core.decay.interval == 0 || !core.heap.ticks.is_multiple_of(LOOK_EVERY) {
+        if !core.decay.looks_at(core.heap.ticks) {
             return core;
         }
         let now = self.now();
@@ -135,11 +144,11 @@ impl CachingAllocator {
         }
         let (freed, bytes) = {
             let mut core = self.lock();
-            let held = core.heap.stats.reserved_bytes.current;
+            let held = core.heap.stats.reserved();
             let mut unused = core.heap.unused_segments(0);
             unused.sort_unstable_by_key(|&at| std::cmp::Reverse((core.heap.segment_bytes(at), at)));
             let freed = core.release_above(unused, keep);
-            (freed, held - core.heap.stats.reserved_bytes.current)
+            (freed, held - core.heap.stats.reserved())
         };
         drop(freed);
         Ok(bytes + self.release_pages(0, keep))
@@ -161,7 +170,7 @@ impl Core {
     fn release_above(&mut self, segments: Vec<u32>, keep: u64) -> Vec<Arc<Segment>> {
         let mut freed = Vec::new();
         for at in segments {
-            if self.heap.stats.reserved_bytes.current >= keep.saturating_add(self.heap.segment_bytes(at)) {
+            if self.heap.stats.reserved() >= keep.saturating_add(self.heap.segment_bytes(at)) {
                 freed.push(self.heap.remove_segment(at));
             }
         }

@@ -111,20 +111,21 @@ impl CachingAllocator {
             return; // its number means nothing here
         }
         let mut core = self.lock();
-        let home = core.heap.arenas[core.heap.table[block.id as usize].arena as usize].stream;
+        let home = core.heap.arenas[core.heap.table[block.id() as usize].arena as usize].stream;
         if stream == home {
             return;
         }
-        let streams = core.pending.used.entry(block.id).or_default();
+        let streams = core.pending.used.entry(block.id()).or_default();
         if !streams.contains(&stream) {
             streams.push(stream);
         }
+        self.recorded.store(true, Relaxed);
         block.slot().recorded.store(true, Relaxed);
     }
 
     /// Takes back a block that other streams have used: it is pending until they are done.
     pub(super) fn deallocate_recorded(&self, block: Block, requested: usize) {
-        let streams = self.lock().pending.used.remove(&block.id).unwrap_or_default();
+        let streams = self.lock().pending.used.remove(&block.id()).unwrap_or_default();
         let marker = |stream: StreamId| Some((stream, self.driver.record(stream).ok()?));
         let markers: Option<SmallVec<[_; 2]>> = streams.into_iter().map(marker).collect();
         let markers = match markers {
@@ -136,11 +137,11 @@ impl CachingAllocator {
             }
         };
         let mut core = self.lock_folded();
-        if markers.is_empty() || core.moving.contains_key(&block.id) {
-            return core.give_back(block.id, requested); // what moves has been waited for
+        if markers.is_empty() || core.moving.contains_key(&block.id()) {
+            return core.give_back(block.id(), requested); // what moves has been waited for
         }
-        core.heap.give_back_pending(block.id, requested);
-        core.pending.add(block.id, &markers);
+        core.heap.give_back_pending(block.id(), requested);
+        core.pending.add(block.id(), &markers);
     }
 
     /// Frees pending blocks whose streams are done; with `wait`, waits for all of them. Says whether any became free.
@@ -201,7 +202,7 @@ impl CachingAllocator {
             // Not waited for: free only when the whole device is done, which a lost one is at once.
             let _ = self.driver.synchronize();
             let requested = block.requested();
-            self.lock_folded().heap.give_back(block.id, requested);
+            self.lock_folded().heap.give_back(block.id(), requested);
             return Err(error);
         }
         Ok(Some(block))
@@ -216,7 +217,8 @@ impl Core {
             arena.pool == request.pool && arena.kind == request.kind && arena.stream != request.stream
         };
         let arenas = (0..self.heap.arenas.len() as u32).filter(|arena| others(&self.heap, arena));
-        let candidates = arenas.filter_map(|arena| self.heap.find(arena, request.size, Search::Thorough, usize::MAX));
+        let candidates =
+            arenas.filter_map(|arena| self.heap.find(arena, request.size, Search::Thorough, || usize::MAX));
         let id = candidates.min_by_key(|&id| self.heap.table[id as usize].size)?;
         let from = self.heap.arenas[self.heap.table[id as usize].arena as usize].stream;
         let id = self.heap.take(id, request.size, request.bytes);

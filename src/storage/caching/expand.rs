@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use super::super::allocator::{Block, Segment};
 use super::super::config::Config;
 use super::super::driver::{Driver, Failure};
-use super::heap::{Held, Search};
+use super::heap::Held;
 use super::pages::{Cut, Extension};
 use super::{CachingAllocator, Core, Request};
 use crate::{Error, Result};
@@ -91,7 +91,7 @@ impl CachingAllocator {
             let (extension, cuts) = {
                 let mut core = self.lock_folded();
                 // The whole segment may be free, or somebody else has just extended it.
-                if let Some(block) = core.search(self.number, request, Search::Thorough, true) {
+                if let Some(block) = core.search_all(self.number, request, true) {
                     return Ok(Grown::Block(block));
                 }
                 let cuts = if exact { Vec::new() } else { core.recycle_pages(expandable, request) };
@@ -141,10 +141,10 @@ impl CachingAllocator {
                     continue;
                 }
             }
-            core.growth.raise(core.heap.stats.reserved_bytes.current);
+            core.growth.raise(core.heap.stats.reserved());
             core.decay.regrown(core.heap.now);
             // Somebody may have taken from what was free at the end before: then again.
-            if let Some(block) = core.search(self.number, request, Search::Thorough, true) {
+            if let Some(block) = core.search_all(self.number, request, true) {
                 drop(guard);
                 tracing::debug!(device = %self.driver.device(), bytes, "segment extended");
                 return Ok(Grown::Block(block));
@@ -178,7 +178,7 @@ impl CachingAllocator {
         let _alone = expandable.lock();
         let cuts = {
             let mut core = self.lock();
-            let spare = core.heap.stats.reserved_bytes.current.saturating_sub(keep);
+            let spare = core.heap.stats.reserved().saturating_sub(keep);
             core.heap.unmap_free(pool, spare, &[], expandable)
         };
         self.decommit(cuts)
@@ -195,7 +195,7 @@ impl CachingAllocator {
             let cut = |at: u32| {
                 let held = heap.segments[at as usize].as_ref().filter(|held| held.pool == 0)?;
                 let floor = held.end.last_used();
-                let spare = heap.stats.reserved_bytes.current.saturating_sub(keep);
+                let spare = heap.stats.reserved().saturating_sub(keep);
                 let last = heap.last_block(at);
                 heap.unmap(last, spare, floor, expandable)
             };
@@ -278,7 +278,7 @@ impl Core {
         if extension.end.end > all {
             return Plan::Elsewhere;
         }
-        let held = self.heap.stats.reserved_bytes.current + self.making;
+        let held = self.heap.stats.reserved() + self.making;
         let (least, room) = (extension.bytes(), self.limit().saturating_sub(held));
         if least > room {
             return Plan::Full;
@@ -298,7 +298,7 @@ impl Core {
             return Vec::new();
         }
         let Plan::Extend(extension) = self.plan_extension(expandable, request, true) else { return Vec::new() };
-        let held = self.heap.stats.reserved_bytes.current + self.making;
+        let held = self.heap.stats.reserved() + self.making;
         match self.growth.excess(held, extension.bytes()) {
             0 => Vec::new(),
             excess => {

@@ -1,10 +1,11 @@
 //! Making segments, and giving them back.
 
-use std::sync::{Arc, MutexGuard};
+use std::sync::Arc;
 
 use super::super::allocator::{Block, Segment};
 use super::super::driver::Failure;
 use super::expand::Grown;
+use super::sync::MutexGuard;
 use super::{CachingAllocator, Core, Request};
 use crate::Result;
 
@@ -151,7 +152,7 @@ impl CachingAllocator {
                 core.heap.now = self.now();
                 let arena = core.heap.arena(request.pool, request.stream, request.kind);
                 let id = core.heap.add_segment(segment, bytes, arena);
-                core.growth.raise(core.heap.stats.reserved_bytes.current);
+                core.growth.raise(core.heap.stats.reserved());
                 core.decay.regrown(core.heap.now);
                 let id = core.heap.take(id, request.size, request.bytes);
                 let block = core.block(self.number, id, request.bytes);
@@ -177,12 +178,16 @@ impl CachingAllocator {
     }
 
     /// Gives unused segments back until a limit that was lowered below what is held is met again, or none is left.
+    #[cold]
     pub(super) fn shed<'a>(&'a self, core: MutexGuard<'a, Core>) -> MutexGuard<'a, Core> {
+        if !core.limits.exceeded {
+            return core;
+        }
         drop(core);
         let mut core = self.drain_caches();
         core.limits.exceeded = false;
         let limit = core.limit();
-        let excess = core.heap.stats.reserved_bytes.current.saturating_sub(limit);
+        let excess = core.heap.stats.reserved().saturating_sub(limit);
         let unused = core.remove_to_spare(excess, |core| core.heap.whole_blocks(0));
         drop(core);
         drop(unused);
@@ -206,7 +211,7 @@ impl CachingAllocator {
 impl Core {
     /// Bytes for a new segment that the limit allows; `None` if not even the request fits.
     fn segment_size(&self, request: &Request, exact: bool, largest: usize) -> Option<usize> {
-        let reserved = self.heap.stats.reserved_bytes.current + self.making;
+        let reserved = self.heap.stats.reserved() + self.making;
         let room = usize::try_from(self.limit().saturating_sub(reserved)).unwrap_or(usize::MAX);
         let own = self.heap.rules.is_adaptive() && self.heap.unsplit_pools.contains(&request.pool);
         if exact || own {
@@ -223,7 +228,7 @@ impl Core {
         if !self.heap.rules.is_adaptive() {
             return Vec::new();
         }
-        let reserved = self.heap.stats.reserved_bytes.current + self.making;
+        let reserved = self.heap.stats.reserved() + self.making;
         let excess = self.growth.excess(reserved, size as u64);
         if excess == 0 {
             return Vec::new();
@@ -280,7 +285,7 @@ impl Core {
     /// Gives the segments, and how much may stay held where they do not suffice.
     fn collect(&mut self, size: u64) -> (Vec<Arc<Segment>>, Option<u64>) {
         let threshold = self.heap.rules.config.garbage_collection_threshold;
-        let reserved = self.heap.stats.reserved_bytes.current;
+        let reserved = self.heap.stats.reserved();
         let most = (self.limit() as f64 * threshold) as u64;
         if threshold == 0.0 || reserved + size <= most {
             return (Vec::new(), None);

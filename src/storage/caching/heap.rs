@@ -17,8 +17,13 @@ use super::pages::End;
 use super::policy::{Kind, Rules};
 use crate::device::StreamId;
 
-/// No block, no segment.
-pub(super) const NONE: u32 = u32::MAX;
+/// No block: the first entry of the table, which is vacant for good.
+pub(super) const NONE: u32 = 0;
+/// No segment, no arena, no pool.
+pub(super) const NOWHERE: u32 = u32::MAX;
+
+/// Entries the table grows by.
+const ENTRIES: usize = 64;
 
 /// How hard to look for a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,8 +67,8 @@ pub(super) struct Entry {
 
 impl Entry {
     pub(super) const VACANT: Entry = Entry {
-        segment: NONE,
-        arena: NONE,
+        segment: NOWHERE,
+        arena: NOWHERE,
         prev: NONE,
         next: NONE,
         bin_prev: NONE,
@@ -105,6 +110,8 @@ pub(super) struct Arena {
     pub(super) pool: u32,
     pub(super) stream: StreamId,
     pub(super) kind: Kind,
+    /// Whether blocks larger than a request may be split for it.
+    splits: bool,
     pub(super) partial: Bins,
     pub(super) whole: Bins,
 }
@@ -138,7 +145,7 @@ impl Heap {
         let mut heap = Heap {
             rules,
             unsplit_pools: Vec::new(),
-            table: Vec::new(),
+            table: vec![Entry::VACANT],
             vacant: Vec::new(),
             segments: Vec::new(),
             vacant_segments: Vec::new(),
@@ -159,7 +166,7 @@ impl Heap {
     }
 
     /// The arena of a pool, a stream and a kind; the default pool's on the default stream are 0 and 1.
-    #[inline]
+    #[inline(always)]
     pub(super) fn arena(&mut self, pool: u32, stream: StreamId, kind: Kind) -> u32 {
         if pool == 0 && stream == StreamId::DEFAULT && self.arenas.len() >= 2 {
             return kind as u32; // almost every request's
@@ -168,7 +175,8 @@ impl Heap {
             return arena;
         }
         let shift = self.rules.alignment.trailing_zeros();
-        let made = Arena { pool, stream, kind, partial: Bins::new(shift), whole: Bins::new(shift) };
+        let splits = !self.unsplit_pools.contains(&pool);
+        let made = Arena { pool, stream, kind, splits, partial: Bins::new(shift), whole: Bins::new(shift) };
         let arena = self.vacant_arenas.pop().unwrap_or(self.arenas.len() as u32);
         match self.arenas.get_mut(arena as usize) {
             Some(vacant) => *vacant = made,
@@ -182,7 +190,7 @@ impl Heap {
     pub(super) fn retire_arena(&mut self, at: u32) {
         let arena = &mut self.arenas[at as usize];
         self.arena_of.remove(&(arena.pool, arena.stream, arena.kind));
-        arena.pool = NONE;
+        arena.pool = NOWHERE;
         self.vacant_arenas.push(at);
     }
 
@@ -241,58 +249,71 @@ impl Heap {
     }
 
     /// The held segment of a block.
-    #[inline]
+    #[inline(always)]
     pub(super) fn held(&self, id: u32) -> &Held {
         let segment = self.table[id as usize].segment;
         self.segments[segment as usize].as_ref().expect("a block's segment is held")
     }
 
-    /// A free block of the arena for `size` bytes, which is not taken yet. Unused segments larger than `most_to_open` are
-    /// left alone.
-    #[inline]
-    pub(super) fn find(&self, arena: u32, size: usize, search: Search, most_to_open: usize) -> Option<u32> {
+    /// A free block of the arena for `size` bytes, which is not taken yet. Unused segments larger than `most_to_open` says
+    /// are left alone.
+    #[inline(always)]
+    pub(super) fn find(
+        &self,
+        arena: u32,
+        size: usize,
+        search: Search,
+        most_to_open: impl FnOnce() -> usize,
+    ) -> Option<u32> {
         let arena = &self.arenas[arena as usize];
-        let bytes = |id: u32| self.table[id as usize].size;
+        let class = arena.partial.class_of(size);
         let look = |bins: &Bins| match search {
-            Search::Quick => bins.find(&self.table, size),
+            Search::Quick => bins.find(&self.table, size, class),
             Search::Thorough => bins.find_best(&self.table, size),
         };
-        let allowed = |&id: &u32| self.rules.may_serve(arena.kind, bytes(id), size);
+        let bytes = |id: u32| self.table[id as usize].size;
+        let allowed = |&(id, _): &(u32, usize)| self.rules.may_serve(arena.kind, bytes(id), size);
         let part = look(&arena.partial).filter(allowed);
-        if let Some(part) = part
-            && arena.partial.class_of(bytes(part)) == arena.partial.class_of(size)
-        {
-            return Some(part); // nothing fits better
+        if arena.whole.is_empty() || part.is_some_and(|(_, fit)| fit == class) {
+            return part.map(|(id, _)| id); // nothing fits better
         }
-        if arena.whole.is_empty() {
-            return part;
-        }
-        let whole = look(&arena.whole).filter(allowed).filter(|&id| bytes(id) <= most_to_open);
+        let whole = look(&arena.whole).filter(allowed);
         match (part, whole) {
-            (Some(part), Some(whole)) if arena.whole.class_of(bytes(whole)) > arena.whole.class_of(bytes(part)) => {
-                Some(part)
-            }
-            (part, whole) => whole.or(part),
+            (Some((part, fit)), Some((_, class))) if class > fit => Some(part),
+            (part, Some((whole, _))) if bytes(whole) > most_to_open() => part.map(|(id, _)| id),
+            (part, whole) => whole.or(part).map(|(id, _)| id),
         }
     }
 
     /// Hands out a free block found for `size` bytes: splits off what is left. Gives the entry of what is handed out.
-    #[inline]
+    #[inline(always)]
     pub(super) fn take(&mut self, id: u32, size: usize, requested: usize) -> u32 {
+        let spare = self.spare();
+        let Heap { table, vacant, arenas, rules, stats, .. } = self;
+        let table = &mut table[..];
+        let found = table[id as usize];
+        let arena = &mut arenas[found.arena as usize];
         let mut split = Split::default();
-        self.take_free(id, &mut split);
-        let found = self.table[id as usize];
-        let arena = &self.arenas[found.arena as usize];
-        let (kind, pool) = (arena.kind, arena.pool);
-        let mut taken = id;
-        if !self.unsplit_pools.contains(&pool) && self.rules.splits(kind, found.size, size) {
-            let high = found.offset > 0 && self.rules.both_ends;
-            // From both ends of a segment, so that what is left over stays in one piece between them.
-            taken = self.split(id, if high { found.size - size } else { size }, high);
-            self.put_free(if high { id } else { self.table[id as usize].next }, &mut split);
+        if found.is_whole() {
+            arena.whole.remove(table, id);
+        } else {
+            arena.partial.remove(table, id);
+            split = Split { blocks: -1, bytes: -(found.size as i64) };
         }
-        self.table[taken as usize].usage = Use::Live;
-        self.stats.taken(kind, self.table[taken as usize].size, requested, split);
+        let (mut taken, mut given) = (id, found.size);
+        if arena.splits && rules.splits(arena.kind, found.size, size) {
+            vacant.pop(); // the spare one
+            // From both ends of a segment, so that what is left over stays in one piece between them.
+            let high = found.offset > 0 && rules.both_ends;
+            let free = if high { id } else { spare };
+            (taken, given) = (if high { spare } else { id }, size);
+            cut(table, id, if high { found.size - size } else { size }, spare);
+            arena.partial.insert(table, free);
+            split.blocks += 1;
+            split.bytes += (found.size - size) as i64;
+        }
+        table[taken as usize].usage = Use::Live;
+        stats.taken(arena.kind, given, requested, split);
         taken
     }
 
@@ -312,13 +333,13 @@ impl Heap {
             streams.push(self.arenas[found.arena as usize].stream);
             let mut inside = part;
             if found.offset < offset {
-                inside = self.split(part, offset - found.offset, true);
+                inside = self.split(part, offset - found.offset);
                 self.put_free(part, &mut split);
             }
             let Entry { offset: start, size: length, .. } = self.table[inside as usize];
             if start + length > offset + size {
-                self.split(inside, offset + size - start, false);
-                self.put_free(self.table[inside as usize].next, &mut split);
+                let rest = self.split(inside, offset + size - start);
+                self.put_free(rest, &mut split);
             }
             self.table[inside as usize].usage = Use::Live;
             if taken == NONE {
@@ -328,26 +349,20 @@ impl Heap {
             }
         }
         self.table[taken as usize].arena = arena;
-        self.stats.block_taken(self.arenas[arena as usize].kind, size, requested, split);
+        self.stats.taken(self.arenas[arena as usize].kind, size, requested, split);
         (taken, streams)
     }
 
-    /// Cuts a block that is in no bin after `size` bytes. Gives the second part if `high`, else the first.
-    #[inline]
-    pub(super) fn split(&mut self, id: u32, size: usize, high: bool) -> u32 {
-        let found = self.table[id as usize];
-        let (offset, remaining) = (found.offset + size, found.size - size);
-        let rest = self.insert(Entry { offset, size: remaining, prev: id, usage: Use::Free, ..found });
-        if found.next != NONE {
-            self.table[found.next as usize].prev = rest;
-        }
-        self.table[id as usize].next = rest;
-        self.table[id as usize].size = size;
-        if high { rest } else { id }
+    /// Cuts a block that is in no bin after `size` bytes. Gives the second part.
+    pub(super) fn split(&mut self, id: u32, size: usize) -> u32 {
+        let rest = self.spare();
+        self.vacant.pop();
+        cut(&mut self.table, id, size, rest);
+        rest
     }
 
     /// Gives a block back that no other stream uses.
-    #[inline]
+    #[inline(always)]
     pub(super) fn give_back(&mut self, id: u32, requested: usize) {
         self.given_back += 1;
         self.record_free(id, requested);
@@ -386,8 +401,8 @@ impl Heap {
         let mut split = Split::default();
         self.take_free(id, &mut split);
         self.table[id as usize].arena = arena;
-        let merged = self.merge(id, &mut split);
-        self.put_free(merged, &mut split);
+        let Split { blocks, bytes } = self.set_free(id);
+        let split = Split { blocks: split.blocks + blocks, bytes: split.bytes + bytes };
         self.stats.split_changed(self.arenas[arena as usize].kind, split);
     }
 
@@ -415,38 +430,47 @@ impl Heap {
         std::iter::successors(first, |&id| Some(self.table[id as usize].next).filter(|&next| next != NONE))
     }
 
-    #[inline]
+    /// Makes a block free, and one with its free neighbours of the same arena.
+    #[inline(always)]
     pub(super) fn set_free(&mut self, id: u32) -> Split {
+        let Heap { table, vacant, arenas, segments, .. } = self;
+        let table = &mut table[..];
+        let Entry { segment, prev, next, arena: at, .. } = table[id as usize];
+        let arena = &mut arenas[at as usize];
         let mut split = Split::default();
-        self.table[id as usize].usage = Use::Free;
-        let merged = self.merge(id, &mut split);
-        self.put_free(merged, &mut split);
+        let joins = |entry: &Entry| entry.usage == Use::Free && entry.arena == at; // the one of nobody is vacant
+        table[id as usize].usage = Use::Free;
+        let mut free = id;
+        // A neighbour is not all of its segment: it is among the partial ones.
+        if joins(&table[next as usize]) {
+            arena.partial.remove(table, next);
+            split.blocks -= 1;
+            split.bytes -= absorb(table, id, next) as i64;
+            vacant.push(next);
+        }
+        if joins(&table[prev as usize]) {
+            arena.partial.remove(table, prev);
+            split.blocks -= 1;
+            split.bytes -= table[prev as usize].size as i64;
+            absorb(table, prev, id);
+            vacant.push(id);
+            free = prev;
+        }
+        let entry = &table[free as usize];
+        if entry.is_whole() {
+            arena.whole.insert(table, free);
+            if let Some(held) = &mut segments[segment as usize] {
+                held.idle_since = (self.ticks, self.now);
+            }
+        } else {
+            split.blocks += 1;
+            split.bytes += entry.size as i64;
+            arena.partial.insert(table, free);
+        }
         split
     }
 
-    /// Joins a free block that is in no bin with its free neighbours of the same arena.
-    #[inline]
-    fn merge(&mut self, id: u32, split: &mut Split) -> u32 {
-        let Entry { prev, next, arena, .. } = self.table[id as usize];
-        let joins = |heap: &Heap, other: u32| {
-            other != NONE && {
-                let other = heap.table[other as usize];
-                other.usage == Use::Free && other.arena == arena
-            }
-        };
-        if joins(self, next) {
-            self.take_free(next, split);
-            self.absorb_next(id);
-        }
-        if !joins(self, prev) {
-            return id;
-        }
-        self.take_free(prev, split);
-        self.absorb_next(prev);
-        prev
-    }
-
-    #[inline]
+    #[inline(always)]
     pub(super) fn put_free(&mut self, id: u32, split: &mut Split) {
         let entry = self.table[id as usize];
         let arena = &mut self.arenas[entry.arena as usize];
@@ -462,7 +486,7 @@ impl Heap {
         }
     }
 
-    #[inline]
+    #[inline(always)]
     pub(super) fn take_free(&mut self, id: u32, split: &mut Split) {
         let entry = self.table[id as usize];
         let arena = &mut self.arenas[entry.arena as usize];
@@ -476,32 +500,61 @@ impl Heap {
     }
 
     /// Joins a block with the one after it, which leaves the table.
-    #[inline]
     pub(super) fn absorb_next(&mut self, id: u32) {
         let gone = self.table[id as usize].next;
-        let Entry { size, next, .. } = self.table[gone as usize];
-        let block = &mut self.table[id as usize];
-        block.size += size;
-        block.next = next;
-        if next != NONE {
-            self.table[next as usize].prev = id;
-        }
-        self.vacate(gone);
+        absorb(&mut self.table, id, gone);
+        self.vacant.push(gone);
     }
 
-    #[inline]
     pub(super) fn vacate(&mut self, id: u32) {
         self.table[id as usize].usage = Use::Vacant;
         self.vacant.push(id);
     }
 
-    #[inline]
     pub(super) fn insert(&mut self, entry: Entry) -> u32 {
-        if let Some(id) = self.vacant.pop() {
-            self.table[id as usize] = entry;
-            return id;
-        }
-        self.table.push(entry);
-        u32::try_from(self.table.len() - 1).ok().filter(|&id| id != NONE).expect("fewer than 2^32 blocks fit in memory")
+        let id = self.spare();
+        self.vacant.pop();
+        self.table[id as usize] = entry;
+        id
     }
+
+    /// The vacant entry that will be used next.
+    #[inline(always)]
+    fn spare(&mut self) -> u32 {
+        match self.vacant.last() {
+            Some(&id) => id,
+            None => self.more_entries(),
+        }
+    }
+
+    #[cold]
+    fn more_entries(&mut self) -> u32 {
+        let first = u32::try_from(self.table.len()).expect("fewer than 2^32 blocks fit in memory");
+        self.table.resize(self.table.len() + ENTRIES, Entry::VACANT);
+        self.vacant.extend((first..first + ENTRIES as u32).rev());
+        first
+    }
+}
+
+/// Cuts a block after `size` bytes: the second part is `rest`, and free, but in no bin.
+#[inline(always)]
+fn cut(table: &mut [Entry], id: u32, size: usize, rest: u32) {
+    let first = &mut table[id as usize];
+    let second = Entry { offset: first.offset + size, size: first.size - size, prev: id, usage: Use::Free, ..*first };
+    (first.next, first.size) = (rest, size);
+    table[second.next as usize].prev = rest;
+    table[rest as usize] = second;
+}
+
+/// Joins a block with the one after it, whose entry is vacant then. Gives that one's size.
+#[inline(always)]
+fn absorb(table: &mut [Entry], id: u32, gone: u32) -> usize {
+    let after = &mut table[gone as usize];
+    let (size, next) = (after.size, after.next);
+    after.usage = Use::Vacant;
+    let block = &mut table[id as usize];
+    block.size += size;
+    block.next = next;
+    table[next as usize].prev = id;
+    size
 }

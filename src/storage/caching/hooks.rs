@@ -127,7 +127,7 @@ impl CachingAllocator {
         }
         let (allowed, reserved) = {
             let core = self.lock();
-            (core.limit(), core.heap.stats.reserved_bytes.current)
+            (core.limit(), core.heap.stats.reserved())
         };
         let device_free = self.driver.capacity().saturating_sub(reserved);
         let event = OutOfMemoryEvent { device: self.driver.device(), requested, allowed, device_free };

@@ -65,6 +65,7 @@ const WAITS: usize = 4;
 
 impl CachingAllocator {
     /// Finds memory for a request that the bins did not serve at once.
+    #[cold]
     pub(super) fn climb(&self, request: &Request) -> Result<Block> {
         let mut failure = None;
         for rung in LADDER {
@@ -74,7 +75,7 @@ impl CachingAllocator {
             }
             // Until growing has failed, unused segments are left to requests that fill them.
             let any = rung as usize >= Rung::Grow as usize;
-            if let Some(block) = self.lock_folded().search(self.number, request, Search::Thorough, any) {
+            if let Some(block) = self.lock_folded().search_all(self.number, request, any) {
                 count(rung);
                 return Ok(block);
             }
@@ -120,14 +121,14 @@ impl CachingAllocator {
             Rung::Compact => return self.compact_for(request, failure),
             Rung::OtherKind => {
                 let other = Request { kind: request.kind.other(), ..*request };
-                return Ok(self.lock_folded().search(self.number, &other, Search::Thorough, true));
+                return Ok(self.lock_folded().search_all(self.number, &other, true));
             }
             Rung::Lenders => {
                 let mut core = self.lock_folded();
                 for pool in core.lenders(request).collect::<Vec<_>>() {
                     for kind in [request.kind, request.kind.other()] {
                         let lent = Request { pool, kind, ..*request };
-                        if let Some(block) = core.search(self.number, &lent, Search::Thorough, true) {
+                        if let Some(block) = core.search_all(self.number, &lent, true) {
                             return Ok(Some(block));
                         }
                     }
@@ -158,14 +159,19 @@ impl CachingAllocator {
 }
 
 impl Core {
-    /// A free block of the request's arena, taken. With `any`, even one that the policy would rather not cut up.
-    #[inline]
-    pub(super) fn search(&mut self, owner: u32, request: &Request, search: Search, any: bool) -> Option<Block> {
+    /// The entry of a free block of the request's arena, taken. With `any`, even one that the policy would rather not cut up.
+    #[inline(always)]
+    pub(super) fn search(&mut self, request: &Request, search: Search, any: bool) -> Option<u32> {
         let arena = self.heap.arena(request.pool, request.stream, request.kind);
         let choosy = !any && self.heap.rules.is_adaptive() && !self.growth.is_steady();
-        let most = if choosy { Growth::most_to_open(self.usual_segment(request)) } else { usize::MAX };
+        let most = || if choosy { Growth::most_to_open(self.usual_segment(request)) } else { usize::MAX };
         let id = self.heap.find(arena, request.size, search, most)?;
-        let id = self.heap.take(id, request.size, request.bytes);
+        Some(self.heap.take(id, request.size, request.bytes))
+    }
+
+    /// As [`search`](Self::search), looking for the best fit; gives the handle.
+    pub(super) fn search_all(&mut self, owner: u32, request: &Request, any: bool) -> Option<Block> {
+        let id = self.search(request, Search::Thorough, any)?;
         Some(self.block(owner, id, request.bytes))
     }
 
@@ -177,7 +183,7 @@ impl Core {
 
     /// The size of a segment that would be made for the request.
     fn usual_segment(&self, request: &Request) -> usize {
-        let reserved = self.heap.stats.reserved_bytes.current;
+        let reserved = self.heap.stats.reserved();
         self.heap.rules.segment_size(request.size, reserved).unwrap_or(request.size)
     }
 

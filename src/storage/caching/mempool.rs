@@ -153,7 +153,7 @@ impl MemPool {
         let mut core = allocator.lock();
         let id = loop {
             let id = NEXT.fetch_add(1, Relaxed);
-            if id != 0 && id != super::heap::NONE && !core.pools.contains_key(&id) {
+            if id != 0 && id != super::heap::NOWHERE && !core.pools.contains_key(&id) {
                 break id;
             }
         };
@@ -203,7 +203,7 @@ impl MemPool {
     /// Whether these are all of its live blocks, and it has no other (PyTorch's `checkPoolLiveAllocations`).
     pub fn check_live(&self, blocks: &[&Block]) -> bool {
         let given: HashSet<u32> =
-            blocks.iter().filter(|b| b.owner == self.0.allocator.number).map(|block| block.id).collect();
+            blocks.iter().filter(|b| b.owner == self.0.allocator.number).map(|block| block.id()).collect();
         let core = self.0.allocator.lock();
         let live: HashSet<u32> = core.heap.blocks_of_pool(self.0.id, Use::Live).collect();
         given.len() == blocks.len() && given == live
@@ -235,8 +235,8 @@ impl MemPool {
         let mut core = allocator.lock_folded();
         let missing = core.missing_of(allocator.number, checkpoint, give_back)?;
         for block in give_back.drain(..) {
-            core.pending.forget(block.id);
-            core.heap.give_back(block.id, block.requested());
+            core.pending.forget(block.id());
+            core.heap.give_back(block.id(), block.requested());
         }
         let mut waits = HashSet::new();
         let mut restored = Vec::new();
@@ -278,7 +278,7 @@ impl CachingAllocator {
     /// Waits until the other streams that used these blocks are done.
     fn wait_for_users(&self, blocks: &[Block]) -> Result<()> {
         for block in blocks.iter().filter(|block| block.owner == self.number && block.slot().recorded.load(Relaxed)) {
-            let streams = self.lock().pending.users(block.id);
+            let streams = self.lock().pending.users(block.id());
             for stream in streams {
                 self.driver.wait(&self.driver.record(stream)?)?;
             }
@@ -300,10 +300,10 @@ impl Core {
     fn missing_of(&mut self, owner: u32, checkpoint: &PoolCheckpoint, blocks: &[Block]) -> Result<Vec<(u32, Place)>> {
         let fail = |reason: String| Err(Error::invalid("MemPool::restore", reason));
         let pool = checkpoint.pool;
-        if let Some(block) = blocks.iter().find(|b| b.owner != owner || self.heap.held(b.id).pool != pool) {
+        if let Some(block) = blocks.iter().find(|b| b.owner != owner || self.heap.held(b.id()).pool != pool) {
             return fail(format!("{block:?} is not of pool {pool}"));
         }
-        let leaving: HashSet<u32> = blocks.iter().map(|block| block.id).collect();
+        let leaving: HashSet<u32> = blocks.iter().map(|block| block.id()).collect();
         let staying: Vec<u32> = self.heap.blocks_of_pool(pool, Use::Live).filter(|id| !leaving.contains(id)).collect();
         let mut missing: HashSet<usize> = (0..checkpoint.places.len()).collect();
         let index: HashMap<(u64, usize), usize> =

@@ -34,18 +34,19 @@ mod sync;
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
-use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Instant;
 
-use super::allocator::{Allocator, Block, owner_number};
+use super::allocator::{Allocator, Block, KEEPS, owner_number};
 use super::config::Config;
 use super::driver::Driver;
 use super::history::{HistoryOptions, Snapshot};
 use super::stats::{DeviceStats, Split};
 use crate::device::StreamId;
 use crate::{Device, Error, Result};
-use cache::{Cached, Evicted, PRIVATE, ThreadCaches};
+use cache::{Cached, Put, ThreadCaches};
+use counters::Deltas;
 use events::Pending;
 use expand::Expandable;
 use heap::{Heap, Search};
@@ -56,6 +57,7 @@ use moves::Then;
 pub(super) use policy::Kind;
 use policy::Rules;
 use slots::Slots;
+use sync::{Mutex, MutexGuard, lock};
 
 /// The default allocator of every device: PyTorch's caching allocator, rebuilt for devices without virtual memory.
 ///
@@ -80,9 +82,11 @@ pub struct CachingAllocator {
     rules: Arc<Rules>,
     core: Mutex<Core>,
     caches: ThreadCaches,
+    /// Whether any block was ever used by a stream other than its own.
+    recorded: AtomicBool,
     hooks: Hooks,
     /// Held by who compacts: one thread at a time. Not the allocator's lock: others allocate and free meanwhile.
-    compacting: Mutex<()>,
+    compacting: std::sync::Mutex<()>,
     /// Where segments grow in place.
     expandable: Option<Expandable>,
     clock: Clock,
@@ -192,34 +196,34 @@ impl CachingAllocator {
             rules,
             core: Mutex::new(core),
             caches,
+            recorded: AtomicBool::new(false),
             hooks: Hooks::default(),
-            compacting: Mutex::new(()),
+            compacting: std::sync::Mutex::new(()),
             expandable,
             clock: Clock::default(),
         })
     }
 
+    #[inline]
     fn lock(&self) -> MutexGuard<'_, Core> {
-        self.core.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.core)
     }
 
     /// The lock, for one who is about to change statistics: what this thread's cache did comes first, so that peaks are
     /// those of the order in which things happened.
+    #[inline(always)]
     fn lock_folded(&self) -> MutexGuard<'_, Core> {
-        let deltas = self.caches.deltas();
         let mut core = self.lock();
-        if let Some(deltas) = deltas {
-            core.heap.stats.fold(&deltas);
-        }
+        let (change, highest) = self.caches.changes();
+        core.heap.stats.see_cached(change, highest);
         core
     }
 
     /// Gives what all threads have cached back to the bins.
     fn drain_caches(&self) -> MutexGuard<'_, Core> {
-        let (ids, deltas) = self.caches.drain();
+        let drained = self.caches.drain();
         let mut core = self.lock();
-        deltas.iter().for_each(|deltas| core.heap.stats.fold(deltas));
-        ids.into_iter().for_each(|id| core.uncache(id));
+        core.take_back(drained);
         core
     }
 
@@ -237,15 +241,22 @@ impl Core {
 
     fn set_limits(&mut self, set: impl FnOnce(&mut Limits)) {
         set(&mut self.limits);
-        self.limits.exceeded = self.heap.stats.reserved_bytes.current > self.limit();
+        self.limits.exceeded = self.heap.stats.reserved() > self.limit();
     }
 
     /// Takes back a block that no other stream uses; one on the move when it has arrived.
+    #[inline(always)]
     fn give_back(&mut self, id: u32, requested: usize) {
         match self.moving.get_mut(&id) {
             Some(then) => *then = Then::GiveBack(requested),
             None => self.heap.give_back(id, requested),
         }
+    }
+
+    /// Takes back what was in threads' caches.
+    fn take_back(&mut self, (ids, deltas): (Vec<u32>, Vec<Deltas>)) {
+        deltas.iter().for_each(|deltas| self.heap.stats.fold(deltas));
+        ids.into_iter().for_each(|id| self.uncache(id));
     }
 
     /// A block leaves a thread's cache.
@@ -265,17 +276,19 @@ impl Core {
     }
 
     /// The handle on an entry that was just taken.
+    #[inline(always)]
     fn block(&mut self, owner: u32, id: u32, requested: usize) -> Block {
-        let (entry, held) = (self.heap.table[id as usize], self.heap.held(id));
         let slot = self.slots.of(id);
+        let (entry, held) = (&self.heap.table[id as usize], self.heap.held(id));
+        // Small ones of the default pool and stream.
+        let keeps = entry.arena == 0 && self.heap.rules.round_size(requested) == Some(entry.size);
+        let tagged = if keeps { id | KEEPS } else { id };
         // SAFETY: slots of the table live as long as the allocator, or for good. Nobody has this entry's block, so
         // nobody reads the slot; the segment is held as long as a block of it is live.
         let block = unsafe {
             slot.as_ref().set_place(&held.segment, entry.offset);
-            Block::of_table(slot, owner, id, entry.arena | if held.pool > 0 { PRIVATE } else { 0 }, entry.size)
+            Block::of_table(slot, owner, tagged, entry.size, requested)
         };
-        block.slot().reset();
-        block.slot().set_requested(requested);
         self.heap.record_alloc(id, requested);
         block
     }
@@ -296,31 +309,24 @@ impl Allocator for CachingAllocator {
             _ => return Err(self.too_large(bytes)),
         };
         let (kind, pool) = (Kind::of(size), mempool::routed(self.number));
-        let mut evicted = Evicted::new();
-        if pool == 0 && kind == Kind::Small && stream == StreamId::DEFAULT {
-            match self.caches.get(0, size, bytes) {
-                Ok(Cached { slot, id }) => {
-                    // SAFETY: the entry is live in the table, and its slot's place was set when it was.
-                    let block = unsafe { Block::of_table(slot, self.number, id, 0, size) };
-                    block.slot().reset();
-                    block.slot().set_requested(bytes);
-                    return Ok(block);
-                }
-                Err(others) => evicted = others,
-            }
+        if pool == 0
+            && stream == StreamId::DEFAULT
+            && let Some(Cached { slot, id }) = self.caches.get(size, bytes)
+        {
+            // SAFETY: the entry is live in the table, and its slot's place was set when it was.
+            return Ok(unsafe { Block::of_table(slot, self.number, id | KEEPS, size, bytes) });
         }
         let request = Request { bytes, size, kind, pool, stream };
         let mut core = self.lock_folded();
-        evicted.into_iter().for_each(|id| core.uncache(id));
         core.see(&request);
-        if core.limits.exceeded {
+        if core.limits.exceeded || core.decay.looks_at(core.heap.ticks) {
             core = self.shed(core);
+            core = self.decay(core);
         }
-        core = self.decay(core);
         if core.pending.is_empty()
-            && let Some(block) = core.search(self.number, &request, Search::Quick, false)
+            && let Some(id) = core.search(&request, Search::Quick, false)
         {
-            return Ok(block);
+            return Ok(core.block(self.number, id, bytes));
         }
         drop(core);
         self.climb(&request)
@@ -330,14 +336,25 @@ impl Allocator for CachingAllocator {
         if block.is_foreign(self, self.number) {
             return;
         }
-        let requested = block.slot().requested();
-        if block.slot().recorded.load(Relaxed) {
+        let requested = block.requested();
+        // Touches the block's slot only where any block has been used by other streams.
+        if self.recorded.load(Relaxed) && block.slot().recorded.load(Relaxed) {
             return self.deallocate_recorded(block, requested);
         }
-        let cached = Cached { slot: block.slot_ptr(), id: block.id };
-        if !self.caches.put(cached, block.arena, block.size(), requested) {
-            self.lock_folded().give_back(block.id, requested);
+        if block.keeps()
+            && let Some(size) = self.rules.round_size(requested)
+        {
+            let cached = Cached { slot: block.slot_ptr(), id: block.id() };
+            match self.caches.put(cached, size, requested) {
+                Put::Kept => return,
+                Put::Refused => {}
+                Put::Stale => {
+                    let drained = self.caches.drain_own();
+                    self.lock().take_back(drained);
+                }
+            }
         }
+        self.lock_folded().give_back(block.id(), requested);
     }
 
     fn record_stream(&self, block: &Block, stream: StreamId) {
@@ -411,10 +428,10 @@ impl Drop for CachingAllocator {
     fn drop(&mut self) {
         drop(self.drain_caches());
         let _ = self.settle_events(true);
-        let core = self.core.get_mut().unwrap_or_else(PoisonError::into_inner);
-        if core.heap.stats.allocation.current > 0 {
+        let core = &mut *self.lock();
+        if core.heap.stats.live_blocks() > 0 {
             // Blocks are still out there, with pointers to slots and segments: those stay for good.
-            tracing::warn!(blocks = core.heap.stats.allocation.current, "an allocator was dropped before its blocks");
+            tracing::warn!(blocks = core.heap.stats.live_blocks(), "an allocator was dropped before its blocks");
             std::mem::forget(std::mem::take(&mut core.slots));
             std::mem::forget(std::mem::take(&mut core.heap.segments));
         }

@@ -163,7 +163,7 @@ impl Heap {
         let mut free: Vec<u32> = Vec::new();
         for (id, range) in &extension.holes {
             if self.table[*id as usize].size > range.len() {
-                let rest = self.split(*id, range.len(), true);
+                let rest = self.split(*id, range.len());
                 self.table[rest as usize].usage = Use::Unmapped;
             }
             free.push(*id);
@@ -237,11 +237,11 @@ impl Heap {
         self.take_free(id, &mut split);
         let mut hole = id;
         if offset < start {
-            hole = self.split(id, start - offset, true);
+            hole = self.split(id, start - offset);
             self.put_free(id, &mut split);
         }
         if end < offset + size {
-            let rest = self.split(hole, end - start, true);
+            let rest = self.split(hole, end - start);
             self.put_free(rest, &mut split);
         }
         self.table[hole as usize].usage = Use::Unmapped;

@@ -42,7 +42,7 @@ impl Heap {
     }
 
     pub(super) fn record_oom(&self, request: &Request, capacity: u64) {
-        let free = capacity.saturating_sub(self.stats.reserved_bytes.current).min(i64::MAX as u64); // as files have it
+        let free = capacity.saturating_sub(self.stats.reserved()).min(i64::MAX as u64); // as files have it
         self.history.record(TraceAction::Oom, free, request.bytes as u64, request.stream.0);
     }
 }
@@ -53,9 +53,7 @@ impl CachingAllocator {
     fn lock_exact<R>(&self, f: impl FnOnce(&mut Core) -> R) -> R {
         let mut core = self.lock();
         self.caches.set_most(0);
-        let (ids, deltas) = self.caches.drain();
-        deltas.iter().for_each(|deltas| core.heap.stats.fold(deltas));
-        ids.into_iter().for_each(|id| core.uncache(id));
+        core.take_back(self.caches.drain());
         let result = f(&mut core);
         self.caches.set_most(if core.heap.history.is_on() { 0 } else { self.rules.config.thread_cache });
         result

@@ -214,10 +214,8 @@ impl Server {
         // state is free, so no block has its slot. `drop` keeps the slots while a block is live.
         let block = unsafe {
             slot.set_place(&arena.segment, arena.offset + offset);
-            Block::of_table(NonNull::from(slot), self.owner, id as u32, 0, size)
+            Block::of_table(NonNull::from(slot), self.owner, id as u32, size, bytes)
         };
-        slot.reset();
-        slot.set_requested(bytes);
         run.states[id] = State::Live;
         run.live += 1;
         run.stats.hits += 1;
@@ -274,10 +272,10 @@ impl Allocator for Server {
         if block.owner != self.owner {
             return self.inner.deallocate(block);
         }
-        let id = block.id as usize;
+        let id = block.id() as usize;
         let mut run = self.lock();
         let Some(offset) = self.schedule.entries[id].offset else { return };
-        if run.shared.remove(&block.id) {
+        if run.shared.remove(&block.id()) {
             // Kept for good: without a driver there is no telling when the other streams are done.
             if run.states[id] == State::Live {
                 run.overdue.insert(offset, offset + self.schedule.entries[id].size);
@@ -303,7 +301,7 @@ impl Allocator for Server {
         }
         if stream != self.stream {
             let mut run = self.lock();
-            run.shared.insert(block.id);
+            run.shared.insert(block.id());
             run.streams.insert(stream);
         }
     }

@@ -1,5 +1,6 @@
 //! The rungs, the callbacks and the error.
 
+use std::sync::Mutex;
 use std::sync::atomic::AtomicUsize;
 
 use super::*;

@@ -10,7 +10,7 @@ mod policy;
 mod properties;
 mod sequences;
 
-use super::heap::{NONE, Use};
+use super::heap::{NONE, NOWHERE, Use};
 use super::*;
 use crate::storage::{Call, Failure, Sim, SimOptions};
 
@@ -57,7 +57,7 @@ impl CachingAllocator {
         let binned = properties::binned(heap);
         let (mut reserved, mut active, mut inactive, mut blocks, mut free_blocks) = (0, 0, 0, 0, 0);
         for (at, held) in heap.segments.iter().enumerate().filter_map(|(at, held)| Some((at, held.as_ref()?))) {
-            let (mut offset, mut prev, mut free_arena, mut holes) = (0, NONE, NONE, 0);
+            let (mut offset, mut prev, mut free_arena, mut holes) = (0, NONE, NOWHERE, 0);
             for id in heap.blocks_of(at as u32) {
                 let entry = heap.table[id as usize];
                 assert_eq!((entry.segment, entry.prev, entry.offset), (at as u32, prev, offset), "blocks tile");
@@ -74,7 +74,7 @@ impl CachingAllocator {
                 holes += if hole { entry.size } else { 0 };
                 inactive += if free && !entry.is_whole() { entry.size } else { 0 };
                 (offset, prev) = (offset + entry.size, id);
-                free_arena = if free { entry.arena } else { NONE };
+                free_arena = if free { entry.arena } else { NOWHERE };
                 blocks += 1;
             }
             assert_eq!((offset, offset - holes), (held.size, held.committed()));

@@ -139,7 +139,7 @@ impl World {
 
     /// The private pool that a block's segment is in; 0 for none.
     pub(super) fn pool_of(&self, block: &Block) -> u32 {
-        self.allocator.lock().heap.held(block.id).pool
+        self.allocator.lock().heap.held(block.id()).pool
     }
 
     /// Whether there is such a pool and it serves requests from outside before they fail.
@@ -151,8 +151,8 @@ impl World {
     pub(super) fn check_pools(&self) -> Result<(), String> {
         for live in self.live.iter().chain(&*self.hoard.lock().unwrap()) {
             let core = self.allocator.lock();
-            let arena = &core.heap.arenas[core.heap.table[live.block.id as usize].arena as usize];
-            let (pool, stream, held) = (arena.pool, arena.stream.0, core.heap.held(live.block.id).pool);
+            let arena = &core.heap.arenas[core.heap.table[live.block.id() as usize].arena as usize];
+            let (pool, stream, held) = (arena.pool, arena.stream.0, core.heap.held(live.block.id()).pool);
             let (block, told) = (&live.block, (live.pool, live.stream));
             ensure!((pool, stream) == told && held == pool, "{block:?} of {told:?} is in pool {pool}, stream {stream}");
         }
