@@ -16,6 +16,7 @@ mod cache;
 mod compact;
 mod counters;
 mod decay;
+mod entry;
 mod events;
 mod expand;
 mod grow;
