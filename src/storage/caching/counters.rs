@@ -22,54 +22,48 @@ pub(super) struct Deltas {
     pub(super) increases: Amounts,
 }
 
-/// Quantities over time, of one kind. Signed, as part of a change may be known before the rest.
-#[derive(Debug, Clone, Copy)]
-struct Flows<const N: usize> {
-    current: [i64; N],
-    peak: [i64; N],
-    allocated: [i64; N],
+/// A quantity over time. Signed, as part of a change may be known before the rest.
+///
+/// One after the other, not side by side: the compiler would add two at a time, and a wide load of what was stored in
+/// parts just before waits for both.
+#[derive(Debug, Clone, Copy, Default)]
+struct Flow {
+    current: i64,
+    peak: i64,
+    allocated: i64,
     /// What was there when the sums were last set to zero.
-    base: [i64; N],
+    base: i64,
 }
 
-impl<const N: usize> Default for Flows<N> {
-    fn default() -> Flows<N> {
-        Flows { current: [0; N], peak: [0; N], allocated: [0; N], base: [0; N] }
-    }
-}
-
-impl<const N: usize> Flows<N> {
+impl Flow {
     #[inline(always)]
-    fn rise(&mut self, by: [i64; N]) {
-        self.allocated = plus(self.allocated, by);
-        self.current = plus(self.current, by);
+    fn rise(&mut self, by: i64, elsewhere: i64) {
+        self.allocated += by;
+        self.current += by;
+        self.raise(elsewhere);
     }
 
     #[inline(always)]
-    fn fall(&mut self, by: [i64; N]) {
-        for i in 0..N {
-            self.current[i] -= by[i];
-        }
+    fn fall(&mut self, by: i64) {
+        self.current -= by;
     }
 
     #[inline(always)]
-    fn change(&mut self, by: [i64; N]) {
-        for i in 0..N {
-            self.allocated[i] += by[i].max(0);
-            self.current[i] += by[i];
-        }
+    fn change(&mut self, by: i64) {
+        self.rise(by.max(0), 0);
+        self.current += by.min(0);
     }
 
-    /// Raises the peaks to what is there, with so much more elsewhere.
+    /// Raises the peak to what is there, with so much more elsewhere.
     #[inline(always)]
-    fn raise(&mut self, elsewhere: [i64; N]) {
-        self.peak = higher(self.peak, plus(self.current, elsewhere));
+    fn raise(&mut self, elsewhere: i64) {
+        self.peak = self.peak.max(self.current + elsewhere);
     }
 
-    fn stat(&self, i: usize) -> Stat {
-        let (current, allocated) = (self.current[i], self.allocated[i]);
-        let freed = self.base[i] + allocated - current;
-        let [current, peak, allocated, freed] = [current, self.peak[i], allocated, freed].map(|v| v.max(0) as u64);
+    fn stat(&self) -> Stat {
+        let freed = self.base + self.allocated - self.current;
+        let [current, peak, allocated, freed] =
+            [self.current, self.peak, self.allocated, freed].map(|value| value.max(0) as u64);
         Stat { current, peak, allocated, freed }
     }
 
@@ -78,102 +72,142 @@ impl<const N: usize> Flows<N> {
     }
 
     fn reset_accumulated(&mut self) {
-        (self.allocated, self.base) = ([0; N], self.current);
+        (self.allocated, self.base) = (0, self.current);
     }
 }
 
-#[inline(always)]
-fn plus<const N: usize>(a: [i64; N], b: [i64; N]) -> [i64; N] {
-    std::array::from_fn(|i| a[i] + b[i])
+/// Quantities that are pending or have been: blocks, or their bytes.
+#[derive(Debug, Clone, Copy, Default)]
+struct Pending {
+    current: i64,
+    /// The peak of what was active while any were pending.
+    active_peak: i64,
+    /// Handed out as they were: allocated, but active all the time.
+    retaken: i64,
+    /// What was pending when the sums were last set to zero.
+    base: i64,
 }
 
-#[inline(always)]
-fn higher<const N: usize>(a: [i64; N], b: [i64; N]) -> [i64; N] {
-    std::array::from_fn(|i| a[i].max(b[i]))
+impl Pending {
+    fn active(&self, live: &Flow) -> Stat {
+        let live = live.stat();
+        let [current, peak, retaken, base] =
+            [self.current, self.active_peak, self.retaken, self.base].map(|value| value as u64);
+        Stat {
+            current: live.current + current,
+            peak: live.peak.max(peak),
+            allocated: live.allocated - retaken,
+            freed: live.freed + base - retaken - current,
+        }
+    }
 }
 
-/// The counters of one kind.
+/// The counters of one kind, or of both together.
 #[derive(Debug, Clone, Copy, Default)]
 struct Pool {
-    /// Blocks that are handed out.
-    live: Flows<3>,
-    /// Free parts of split segments: blocks and bytes.
-    split: Flows<2>,
-    /// Segments and bytes.
-    segment: Flows<2>,
-    /// Blocks and bytes that are pending now.
-    pending: [i64; 2],
-    /// Peaks of active blocks and bytes while any were pending.
-    active_peak: [i64; 2],
-    /// Pending blocks and bytes that were handed out as they were: allocated, but active all the time.
-    retaken: [i64; 2],
-    /// Blocks and bytes that were pending when the sums were last set to zero.
-    pending_base: [i64; 2],
+    /// Blocks that are handed out, their bytes, and the bytes asked for.
+    live: [Flow; 3],
+    /// Free parts of split segments, and their bytes.
+    split: [Flow; 2],
+    /// Segments and their bytes.
+    segment: [Flow; 2],
+    /// Blocks and bytes.
+    pending: [Pending; 2],
+    /// What this thread's cache has done to `live`.
+    cached: Amounts,
 }
 
 impl Pool {
-    /// As users see it.
-    fn stats(&self) -> PoolStats {
-        let active = |i: usize| {
-            let live = self.live.stat(i);
-            let [pending, peak, retaken, base] =
-                [self.pending[i], self.active_peak[i], self.retaken[i], self.pending_base[i]].map(|v| v as u64);
-            Stat {
-                current: live.current + pending,
-                peak: live.peak.max(peak),
-                allocated: live.allocated - retaken,
-                freed: live.freed + base - retaken - pending,
-            }
-        };
-        PoolStats {
-            allocation: self.live.stat(0),
-            allocated_bytes: self.live.stat(1),
-            requested_bytes: self.live.stat(2),
-            active: active(0),
-            active_bytes: active(1),
-            inactive_split: self.split.stat(0),
-            inactive_split_bytes: self.split.stat(1),
-            segment: self.segment.stat(0),
-            reserved_bytes: self.segment.stat(1),
+    #[inline(always)]
+    fn rise(&mut self, by: Amounts) {
+        for i in 0..3 {
+            self.live[i].rise(by[i], self.cached[i]);
+        }
+        if self.pending[0].current > 0 {
+            self.raise_active();
         }
     }
 
-    /// Blocks and bytes in use.
-    fn active(&self) -> [i64; 2] {
-        [self.live.current[0] + self.pending[0], self.live.current[1] + self.pending[1]]
+    #[inline(always)]
+    fn fall(&mut self, by: Amounts) {
+        for i in 0..3 {
+            self.live[i].fall(by[i]);
+        }
+    }
+
+    #[cold]
+    fn raise_active(&mut self) {
+        for i in 0..2 {
+            let pending = &mut self.pending[i];
+            let active = self.live[i].current + self.cached[i] + pending.current;
+            pending.active_peak = pending.active_peak.max(active);
+        }
+    }
+
+    #[inline(always)]
+    fn split(&mut self, split: Split) {
+        self.split[0].change(split.blocks);
+        self.split[1].change(split.bytes);
+    }
+
+    #[inline(always)]
+    fn see(&mut self, change: Amounts, highest: Amounts) {
+        for i in 0..3 {
+            self.live[i].raise(highest[i]);
+        }
+        if self.pending[0].current > 0 {
+            self.cached = highest;
+            self.raise_active();
+        }
+        self.cached = change;
+    }
+
+    fn fold(&mut self, deltas: &Deltas) {
+        self.see([0; 3], deltas.highest);
+        for i in 0..3 {
+            self.live[i].current += deltas.change[i];
+            self.live[i].allocated += deltas.increases[i];
+        }
+    }
+
+    fn stats(&self) -> PoolStats {
+        PoolStats {
+            allocation: self.live[0].stat(),
+            allocated_bytes: self.live[1].stat(),
+            requested_bytes: self.live[2].stat(),
+            active: self.pending[0].active(&self.live[0]),
+            active_bytes: self.pending[1].active(&self.live[1]),
+            inactive_split: self.split[0].stat(),
+            inactive_split_bytes: self.split[1].stat(),
+            segment: self.segment[0].stat(),
+            reserved_bytes: self.segment[1].stat(),
+        }
+    }
+
+    fn flows(&mut self) -> impl Iterator<Item = &mut Flow> {
+        self.live.iter_mut().chain(&mut self.split).chain(&mut self.segment)
     }
 
     fn reset_peak(&mut self) {
-        self.live.reset_peak();
-        self.split.reset_peak();
-        self.segment.reset_peak();
-        self.active_peak = self.active();
+        self.flows().for_each(Flow::reset_peak);
+        for i in 0..2 {
+            self.pending[i].active_peak = self.live[i].current + self.pending[i].current;
+        }
     }
 
     fn reset_accumulated(&mut self) {
-        self.live.reset_accumulated();
-        self.split.reset_accumulated();
-        self.segment.reset_accumulated();
-        (self.retaken, self.pending_base) = ([0; 2], self.pending);
+        self.flows().for_each(Flow::reset_accumulated);
+        for pending in &mut self.pending {
+            (pending.retaken, pending.base) = (0, pending.current);
+        }
     }
-}
-
-/// Peaks of the sums of both kinds.
-#[derive(Debug, Clone, Copy, Default)]
-struct Peaks {
-    live: [i64; 3],
-    split: [i64; 2],
-    segment: [i64; 2],
-    active: [i64; 2],
 }
 
 /// The counters of an allocator.
 #[derive(Debug, Default)]
 pub(super) struct Counters {
+    total: Pool,
     kinds: [Pool; 2],
-    peaks: Peaks,
-    /// What this thread's cache has done to what is live: caches hold small blocks only.
-    cached: Amounts,
     pub(super) num_alloc_retries: u64,
     pub(super) num_ooms: u64,
     pub(super) num_sync_all_streams: u64,
@@ -188,7 +222,7 @@ impl Counters {
     /// Everything, as users see it. The threads' caches are folded in already.
     pub(super) fn stats(&self) -> DeviceStats {
         DeviceStats {
-            total: self.total().stats(),
+            total: self.total.stats(),
             small_pool: self.kinds[0].stats(),
             large_pool: self.kinds[1].stats(),
             num_alloc_retries: self.num_alloc_retries,
@@ -202,77 +236,27 @@ impl Counters {
         }
     }
 
-    /// Both kinds together.
-    fn total(&self) -> Pool {
-        fn sum<const N: usize>(a: Flows<N>, b: Flows<N>, peak: [i64; N]) -> Flows<N> {
-            let (current, allocated) = (plus(a.current, b.current), plus(a.allocated, b.allocated));
-            Flows { current, peak, allocated, base: plus(a.base, b.base) }
-        }
-        let [a, b] = &self.kinds;
-        Pool {
-            live: sum(a.live, b.live, self.peaks.live),
-            split: sum(a.split, b.split, self.peaks.split),
-            segment: sum(a.segment, b.segment, self.peaks.segment),
-            pending: plus(a.pending, b.pending),
-            active_peak: self.peaks.active,
-            retaken: plus(a.retaken, b.retaken),
-            pending_base: plus(a.pending_base, b.pending_base),
-        }
-    }
-
-    #[inline(always)]
-    fn live(&self) -> Amounts {
-        plus(self.kinds[0].live.current, self.kinds[1].live.current)
-    }
-
     /// Bytes of active blocks.
     #[inline(always)]
     pub(super) fn active_bytes(&self) -> u64 {
-        let active = |pool: &Pool| pool.live.current[1] + pool.pending[1];
-        (active(&self.kinds[0]) + active(&self.kinds[1]) + self.cached[1]).max(0) as u64
+        let total = &self.total;
+        (total.live[1].current + total.cached[1] + total.pending[1].current).max(0) as u64
     }
 
     /// Blocks that are handed out.
     pub(super) fn live_blocks(&self) -> u64 {
-        self.live()[0] as u64
+        self.total.live[0].current as u64
     }
 
     /// Bytes of segments held from the driver.
     pub(super) fn reserved(&self) -> u64 {
-        (self.kinds[0].segment.current[1] + self.kinds[1].segment.current[1]) as u64
-    }
-
-    fn pool(&mut self, kind: Kind) -> &mut Pool {
-        &mut self.kinds[kind as usize]
-    }
-
-    /// What was taken or given back raises peaks.
-    #[inline(always)]
-    fn raise_live(&mut self, kind: Kind) {
-        let cached = self.cached;
-        self.pool(kind).live.raise(if kind == Kind::Small { cached } else { [0; 3] });
-        self.peaks.live = higher(self.peaks.live, plus(self.live(), cached));
-        if self.kinds[0].pending[0] + self.kinds[1].pending[0] > 0 {
-            self.raise_active();
-        }
-    }
-
-    #[cold]
-    fn raise_active(&mut self) {
-        let cached = [self.cached[0], self.cached[1]];
-        let [small, large] = &mut self.kinds;
-        self.peaks.active = higher(self.peaks.active, plus(plus(small.active(), large.active()), cached));
-        small.active_peak = higher(small.active_peak, plus(small.active(), cached));
-        large.active_peak = higher(large.active_peak, large.active());
+        self.total.segment[1].current as u64
     }
 
     #[inline(always)]
-    fn change_split(&mut self, kind: Kind, split: Split) {
-        let flows = &mut self.pool(kind).split;
-        flows.change([split.blocks, split.bytes]);
-        flows.raise([0; 2]);
-        let both = plus(self.kinds[0].split.current, self.kinds[1].split.current);
-        self.peaks.split = higher(self.peaks.split, both);
+    fn each(&mut self, kind: Kind, change: impl Fn(&mut Pool)) {
+        change(&mut self.total);
+        change(&mut self.kinds[kind as usize]);
     }
 
     #[inline(always)]
@@ -284,50 +268,54 @@ impl Counters {
 
     /// A free block was handed out.
     #[inline(always)]
-    pub(super) fn taken(&mut self, kind: Kind, size: usize, requested: usize, split: Split) {
-        self.pool(kind).live.rise([1, size as i64, requested as i64]);
-        self.raise_live(kind);
-        self.change_split(kind, split);
+    pub(super) fn taken(&mut self, kind: Kind, size: usize, requested: usize) {
+        self.each(kind, |pool| pool.rise([1, size as i64, requested as i64]));
         self.oversize(size, 1);
     }
 
-    /// A block was given back and is free.
+    /// A block was given back.
     #[inline(always)]
-    pub(super) fn given_back(&mut self, kind: Kind, size: usize, requested: usize, split: Split) {
-        self.pool(kind).live.fall([1, size as i64, requested as i64]);
-        self.change_split(kind, split);
+    pub(super) fn given_back(&mut self, kind: Kind, size: usize, requested: usize) {
+        self.each(kind, |pool| pool.fall([1, size as i64, requested as i64]));
         self.oversize(size, -1);
     }
 
     /// A block was given back, but a stream may still use it.
     pub(super) fn pending(&mut self, kind: Kind, size: usize, requested: usize) {
-        self.raise_active(); // of all that was live until now
-        let pool = self.pool(kind);
-        pool.live.fall([1, size as i64, requested as i64]);
-        pool.pending = plus(pool.pending, [1, size as i64]);
+        self.each(kind, |pool| {
+            pool.raise_active(); // to all that was live until now
+            pool.fall([1, size as i64, requested as i64]);
+            pool.pending[0].current += 1;
+            pool.pending[1].current += size as i64;
+        });
         self.oversize(size, -1);
     }
 
     /// No stream uses a block that was given back any more.
     pub(super) fn settled(&mut self, kind: Kind, size: usize, split: Split) {
-        let pool = self.pool(kind);
-        pool.pending = plus(pool.pending, [-1, -(size as i64)]);
-        self.change_split(kind, split);
+        self.each(kind, |pool| {
+            pool.pending[0].current -= 1;
+            pool.pending[1].current -= size as i64;
+            pool.split(split);
+        });
     }
 
     /// A pending block was handed out again.
     pub(super) fn retaken(&mut self, kind: Kind, size: usize, requested: usize) {
-        let pool = self.pool(kind);
-        pool.pending = plus(pool.pending, [-1, -(size as i64)]);
-        pool.retaken = plus(pool.retaken, [1, size as i64]);
-        pool.live.rise([1, size as i64, requested as i64]);
-        self.raise_live(kind);
+        self.each(kind, |pool| {
+            for (pending, by) in pool.pending.iter_mut().zip([1, size as i64]) {
+                pending.current -= by;
+                pending.retaken += by;
+            }
+            pool.rise([1, size as i64, requested as i64]);
+        });
         self.oversize(size, 1);
     }
 
     /// Free blocks were merged, or became parts of split segments.
+    #[inline(always)]
     pub(super) fn split_changed(&mut self, kind: Kind, split: Split) {
-        self.change_split(kind, split);
+        self.each(kind, |pool| pool.split(split));
     }
 
     pub(super) fn segment_made(&mut self, kind: Kind, size: usize) {
@@ -359,40 +347,30 @@ impl Counters {
     }
 
     fn segments(&mut self, kind: Kind, by: [i64; 2]) {
-        let flows = &mut self.pool(kind).segment;
-        flows.change(by);
-        flows.raise([0; 2]);
-        let both = plus(self.kinds[0].segment.current, self.kinds[1].segment.current);
-        self.peaks.segment = higher(self.peaks.segment, both);
+        self.each(kind, |pool| (0..2).for_each(|i| pool.segment[i].change(by[i])));
     }
 
-    /// What this thread's cache has done so far, and done at most since the last time.
+    /// What this thread's cache has done so far, and done at most since the last time. Caches hold small blocks only.
     #[inline(always)]
     pub(super) fn see_cached(&mut self, change: Amounts, highest: Amounts) {
-        self.cached = highest;
-        self.raise_live(Kind::Small);
-        self.cached = change;
+        self.each(Kind::Small, |pool| pool.see(change, highest));
     }
 
     /// What a thread's cache did before it was emptied.
     pub(super) fn fold(&mut self, deltas: &Deltas) {
-        self.see_cached([0; 3], deltas.highest);
-        let live = &mut self.kinds[0].live;
-        live.current = plus(live.current, deltas.change);
-        live.allocated = plus(live.allocated, deltas.increases);
+        self.each(Kind::Small, |pool| pool.fold(deltas));
     }
 
     pub(super) fn reset_peak(&mut self) {
+        self.total.reset_peak();
         self.kinds.iter_mut().for_each(Pool::reset_peak);
-        let Pool { live, split, segment, .. } = self.total();
-        self.peaks =
-            Peaks { live: live.current, split: split.current, segment: segment.current, active: self.total().active() };
         for stat in [&mut self.oversize_allocations, &mut self.oversize_segments] {
             stat.peak = stat.current;
         }
     }
 
     pub(super) fn reset_accumulated(&mut self) {
+        self.total.reset_accumulated();
         self.kinds.iter_mut().for_each(Pool::reset_accumulated);
         for stat in [&mut self.oversize_allocations, &mut self.oversize_segments] {
             (stat.allocated, stat.freed) = (0, 0);

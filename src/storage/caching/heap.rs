@@ -79,6 +79,8 @@ pub(super) struct Heap {
     pub(super) history: History,
     /// Where in the program live blocks were handed out, while that is recorded.
     pub(super) contexts: HashMap<u32, Context>,
+    /// The block that was given back last, where it may be taken as it is; to the table it is live.
+    last: u32,
     /// Blocks given back so far: each with work behind it that may not be done.
     pub(super) given_back: u64,
     /// Searches so far: the clock of garbage collection.
@@ -102,6 +104,7 @@ impl Heap {
             stats: Counters::default(),
             history: History::new(),
             contexts: HashMap::new(),
+            last: NONE,
             given_back: 0,
             ticks: 0,
             now: 0,
@@ -260,7 +263,8 @@ impl Heap {
             split.bytes += (found.size - size) as i64;
         }
         table[taken as usize].usage = Use::Live;
-        stats.taken(arena.kind, given, requested, split);
+        stats.taken(arena.kind, given, requested);
+        stats.split_changed(arena.kind, split);
         taken
     }
 
@@ -296,7 +300,9 @@ impl Heap {
             }
         }
         self.table[taken as usize].arena = arena;
-        self.stats.taken(self.arenas[arena as usize].kind, size, requested, split);
+        let kind = self.arenas[arena as usize].kind;
+        self.stats.taken(kind, size, requested);
+        self.stats.split_changed(kind, split);
         (taken, streams)
     }
 
@@ -314,8 +320,48 @@ impl Heap {
         self.given_back += 1;
         self.record_free(id, requested);
         let Entry { size, arena, .. } = self.table[id as usize];
+        self.stats.given_back(self.arenas[arena as usize].kind, size, requested);
+        self.release(id);
+    }
+
+    /// As [`give_back`](Self::give_back), but leaves the block as it is until the next call: most often the next request is
+    /// for its size. Nobody but who takes it may look at the table before [`settle_last`](Self::settle_last).
+    #[inline(always)]
+    pub(super) fn give_back_last(&mut self, id: u32, requested: usize) {
+        self.settle_last();
+        self.given_back += 1;
+        self.record_free(id, requested);
+        let Entry { size, arena, .. } = self.table[id as usize];
+        self.stats.given_back(self.arenas[arena as usize].kind, size, requested);
+        self.last = id;
+    }
+
+    /// Makes the block that was given back last free, if it has not been taken.
+    #[inline]
+    pub(super) fn settle_last(&mut self) {
+        let id = std::mem::replace(&mut self.last, NONE);
+        if id != NONE {
+            self.release(id);
+        }
+    }
+
+    fn release(&mut self, id: u32) {
+        let kind = self.arenas[self.table[id as usize].arena as usize].kind;
         let split = self.set_free(id);
-        self.stats.given_back(self.arenas[arena as usize].kind, size, requested, split);
+        self.stats.split_changed(kind, split);
+    }
+
+    /// Hands out the block that was given back last if it is the arena's and of just this size.
+    #[inline(always)]
+    pub(super) fn take_last(&mut self, arena: u32, size: usize, requested: usize) -> Option<u32> {
+        let id = self.last;
+        let entry = &self.table[id as usize];
+        if id == NONE || entry.size != size || entry.arena != arena {
+            return None;
+        }
+        self.last = NONE;
+        self.stats.taken(self.arenas[arena as usize].kind, size, requested);
+        Some(id)
     }
 
     /// Gives a block back that another stream may be using: it counts as active until [`settle`](Self::settle).

@@ -205,16 +205,24 @@ impl CachingAllocator {
         })
     }
 
-    #[inline]
     fn lock(&self) -> MutexGuard<'_, Core> {
-        lock(&self.core)
+        let mut core = lock(&self.core);
+        core.heap.settle_last();
+        core
     }
 
     /// The lock, for one who is about to change statistics: what this thread's cache did comes first, so that peaks are
     /// those of the order in which things happened.
-    #[inline(always)]
     fn lock_folded(&self) -> MutexGuard<'_, Core> {
-        let mut core = self.lock();
+        let mut core = self.lock_at_once();
+        core.heap.settle_last();
+        core
+    }
+
+    /// As [`lock_folded`](Self::lock_folded), with the block that was given back last as it is.
+    #[inline(always)]
+    fn lock_at_once(&self) -> MutexGuard<'_, Core> {
+        let mut core = lock(&self.core);
         let (change, highest) = self.caches.changes();
         core.heap.stats.see_cached(change, highest);
         core
@@ -246,12 +254,29 @@ impl Core {
     }
 
     /// Takes back a block that no other stream uses; one on the move when it has arrived.
-    #[inline(always)]
     fn give_back(&mut self, id: u32, requested: usize) {
         match self.moving.get_mut(&id) {
             Some(then) => *then = Then::GiveBack(requested),
             None => self.heap.give_back(id, requested),
         }
+    }
+
+    /// As [`give_back`](Self::give_back), for a request that may come next.
+    #[inline(always)]
+    fn give_back_last(&mut self, id: u32, requested: usize) {
+        match self.moving.get_mut(&id) {
+            Some(then) => *then = Then::GiveBack(requested),
+            None => self.heap.give_back_last(id, requested),
+        }
+    }
+
+    /// The block that was given back last, if it is what is asked for; else that one is free from now on.
+    #[inline(always)]
+    fn take_last(&mut self, request: &Request) -> Option<u32> {
+        let arena = self.heap.arena(request.pool, request.stream, request.kind);
+        let last = self.heap.take_last(arena, request.size, request.bytes);
+        self.heap.settle_last();
+        last
     }
 
     /// Takes back what was in threads' caches.
@@ -318,8 +343,12 @@ impl Allocator for CachingAllocator {
             return Ok(unsafe { Block::of_table(slot, self.number, id | KEEPS, size, bytes) });
         }
         let request = Request { bytes, size, kind, pool, stream };
-        let mut core = self.lock_folded();
+        let mut core = self.lock_at_once();
+        let last = core.take_last(&request);
         core.see(&request);
+        if let Some(id) = last {
+            return Ok(core.block(self.number, id, bytes));
+        }
         if core.limits.exceeded || core.decay.looks_at(core.heap.ticks) {
             core = self.shed(core);
             core = self.decay(core);
@@ -355,7 +384,7 @@ impl Allocator for CachingAllocator {
                 }
             }
         }
-        self.lock_folded().give_back(block.id(), requested);
+        self.lock_at_once().give_back_last(block.id(), requested);
     }
 
     fn record_stream(&self, block: &Block, stream: StreamId) {

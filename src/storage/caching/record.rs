@@ -27,10 +27,12 @@ impl Heap {
     }
 
     /// Records that a block is free, and nothing uses it any more.
-    #[inline]
+    #[inline(always)]
     pub(super) fn record_free(&self, id: u32, requested: usize) {
-        self.record(TraceAction::FreeRequested, id, requested);
-        self.record(TraceAction::FreeCompleted, id, requested);
+        if self.history.is_on() {
+            self.record(TraceAction::FreeRequested, id, requested);
+            self.record(TraceAction::FreeCompleted, id, requested);
+        }
     }
 
     #[inline]
