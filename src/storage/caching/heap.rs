@@ -144,67 +144,6 @@ impl Heap {
         self.vacant_arenas.push(at);
     }
 
-    /// Adds a segment as one free block of the arena.
-    pub(super) fn add_segment(&mut self, segment: Arc<Segment>, size: usize, arena: u32) -> u32 {
-        let Arena { pool, stream, kind, .. } = self.arenas[arena as usize];
-        let at = self.vacant_segments.pop().unwrap_or_else(|| {
-            self.segments.push(None);
-            self.segments.len() as u32 - 1
-        });
-        let id = self.insert(Entry { segment: at, arena, offset: 0, size, usage: Use::Free, ..Entry::VACANT });
-        let idle_since = (self.ticks, self.now);
-        let (address, context) = (segment.address(), self.history.context());
-        let (end, made) = (End::default(), segment.made());
-        let held = Held { segment, address, context, size, kind, pool, stream, first: id, idle_since, end };
-        self.history.record(made, address, size as u64, stream.0);
-        self.segments[at as usize] = Some(held);
-        self.stats.segment_made(kind, size);
-        self.put_free(id, &mut Split::default());
-        id
-    }
-
-    /// Takes a segment whose blocks are all free out of the table: it is the caller's to release.
-    pub(super) fn remove_segment(&mut self, segment: u32) -> Arc<Segment> {
-        let mut split = Split::default();
-        let blocks: Vec<u32> = self.blocks_of(segment).collect();
-        self.record_released(segment);
-        let free = blocks.iter().filter(|&&id| self.table[id as usize].usage == Use::Free);
-        free.copied().collect::<Vec<_>>().into_iter().for_each(|id| self.take_free(id, &mut split));
-        blocks.into_iter().for_each(|id| self.vacate(id));
-        let held = self.segments[segment as usize].take().expect("a removed segment is held");
-        self.vacant_segments.push(segment);
-        self.stats.split_changed(held.kind, split);
-        self.stats.segment_released(held.kind, held.committed());
-        held.segment
-    }
-
-    /// Takes the segment of a free block that is all of it out of the table.
-    pub(super) fn remove_whole(&mut self, id: u32) -> Arc<Segment> {
-        self.remove_segment(self.table[id as usize].segment)
-    }
-
-    /// Takes every segment of a pool whose blocks are all free out of the table, even where they are several streams'
-    /// and so were not merged.
-    pub(super) fn remove_unused(&mut self, pool: u32) -> Vec<Arc<Segment>> {
-        self.unused_segments(pool).into_iter().map(|at| self.remove_segment(at)).collect()
-    }
-
-    /// Segments of a pool whose blocks are all free.
-    pub(super) fn unused_segments(&self, pool: u32) -> Vec<u32> {
-        let unused = |&at: &u32| {
-            let of_pool = self.segments[at as usize].as_ref().is_some_and(|held| held.pool == pool);
-            of_pool && self.blocks_of(at).all(|id| matches!(self.table[id as usize].usage, Use::Free | Use::Unmapped))
-        };
-        (0..self.segments.len() as u32).filter(unused).collect()
-    }
-
-    /// The held segment of a block.
-    #[inline(always)]
-    pub(super) fn held(&self, id: u32) -> &Held {
-        let segment = self.table[id as usize].segment;
-        self.segments[segment as usize].as_ref().expect("a block's segment is held")
-    }
-
     /// A free block of the arena for `size` bytes, which is not taken yet. Unused segments larger than `most_to_open` says
     /// are left alone.
     #[inline(always)]
@@ -397,30 +336,6 @@ impl Heap {
         let Split { blocks, bytes } = self.set_free(id);
         let split = Split { blocks: split.blocks + blocks, bytes: split.bytes + bytes };
         self.stats.split_changed(self.arenas[arena as usize].kind, split);
-    }
-
-    /// Some free block of an arena.
-    pub(super) fn any_free(&self, arena: u32) -> Option<u32> {
-        let arena = &self.arenas[arena as usize];
-        arena.partial.blocks(&self.table).chain(arena.whole.blocks(&self.table)).next()
-    }
-
-    /// Free blocks that are whole segments of a pool, of both kinds and all streams.
-    pub(super) fn whole_blocks(&self, pool: u32) -> Vec<u32> {
-        let arenas = self.arenas.iter().filter(|a| a.pool == pool);
-        arenas.flat_map(|a| a.whole.blocks(&self.table)).collect()
-    }
-
-    /// The largest free block of a pool.
-    pub(super) fn largest_free(&self, pool: u32) -> usize {
-        let arenas = self.arenas.iter().filter(|a| a.pool == pool);
-        arenas.map(|a| a.partial.largest(&self.table).max(a.whole.largest(&self.table))).max().unwrap_or(0)
-    }
-
-    /// Blocks of a segment in address order.
-    pub(super) fn blocks_of(&self, segment: u32) -> impl Iterator<Item = u32> + '_ {
-        let first = self.segments[segment as usize].as_ref().map(|held| held.first);
-        std::iter::successors(first, |&id| Some(self.table[id as usize].next).filter(|&next| next != NONE))
     }
 
     /// Makes a block free, and one with its free neighbours of the same arena.

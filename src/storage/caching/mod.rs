@@ -30,6 +30,7 @@ mod pages;
 mod policy;
 mod record;
 mod report;
+mod segments;
 mod slots;
 mod sync;
 
@@ -344,14 +345,14 @@ impl Allocator for CachingAllocator {
         }
         let request = Request { bytes, size, kind, pool, stream };
         let mut core = self.lock_at_once();
-        let last = core.take_last(&request);
         core.see(&request);
-        if let Some(id) = last {
-            return Ok(core.block(self.number, id, bytes));
-        }
         if core.limits.exceeded || core.decay.looks_at(core.heap.ticks) {
+            core.heap.settle_last();
             core = self.shed(core);
             core = self.decay(core);
+        }
+        if let Some(id) = core.take_last(&request) {
+            return Ok(core.block(self.number, id, bytes));
         }
         if core.pending.is_empty()
             && let Some(id) = core.search(&request, Search::Quick, false)
