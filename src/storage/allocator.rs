@@ -183,6 +183,8 @@ pub struct Block {
 pub(super) const KEEPS: u32 = 1 << 31;
 /// Likewise: whether the slot is that of an [`Own`], which is the block's, and not one of an allocator's table.
 const OWN: u32 = 1 << 30;
+/// What is below the tags: entries a table may have.
+pub(super) const MAX_ENTRIES: usize = OWN as usize;
 
 #[repr(C)] // a pointer to the slot is one to all
 struct Own {
@@ -315,8 +317,8 @@ impl Block {
 
     /// Where the block is. It stays there as long as the place is held.
     ///
-    /// A thread may hold several places of one block. Reading a lock twice is a deadlock only behind a writer that waits,
-    /// and none does: who moves a block only tries, and who writes host bytes locks each block once.
+    /// A thread holds one place of a block at a time: a second one waits behind whoever waits to write to the block, who
+    /// waits for the first. Printing a block with `{:?}` takes its place, too.
     pub fn place(&self) -> Place<'_> {
         let guard = self.slot().lock.read().unwrap_or_else(PoisonError::into_inner);
         Place { segment: self.segment(), offset: self.slot().offset.load(Relaxed), _guard: guard }

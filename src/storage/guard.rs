@@ -151,7 +151,7 @@ impl Allocator for GuardAllocator {
         let Some(total) = total else { return self.inner.allocate(bytes, stream) }; // which says it is too much
         let whole = self.inner.allocate(total, stream)?;
         // The simulated device writes granules only.
-        let unit = if matches!(whole.segment().memory().0, MemoryKind::Sim(_)) { before } else { UNIT };
+        let unit = if matches!(whole.place().segment().memory().0, MemoryKind::Sim(_)) { before } else { UNIT };
         let mut block = whole.into_part(before, bytes.next_multiple_of(unit), bytes)?;
         block.owner = self.number;
         self.lock().streams.insert(stream);

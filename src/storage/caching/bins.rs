@@ -132,7 +132,7 @@ impl Bins {
     #[inline(always)]
     fn first_after(&self, class: usize) -> Option<usize> {
         let level = class / SUBS;
-        let here = self.subs[level] & (!1u32 << (class % SUBS));
+        let here = self.subs.get(level)? & (!1u32 << (class % SUBS)); // the largest sizes have no class
         if here != 0 {
             return Some(level * SUBS + here.trailing_zeros() as usize);
         }
@@ -182,6 +182,7 @@ mod tests {
             bins.remove(&mut table, id);
             assert!(bins.blocks(&table).all(|other| other != id));
         }
+        assert_eq!(bins.find_best(&table, usize::MAX), None);
         assert!(bins.is_empty() && bins.find(&table, 1, class(1)).is_none());
     }
 }

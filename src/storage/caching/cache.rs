@@ -37,6 +37,8 @@ unsafe impl Send for Cached {}
 pub(super) enum Put {
     Kept,
     Refused,
+    /// The thread has no cache yet: see [`ThreadCaches::make_own`].
+    Missing,
     /// There was no room, and there has been none for long: the cache should be emptied.
     Stale,
 }
@@ -185,7 +187,7 @@ impl ThreadCaches {
         if size > self.largest.load(Relaxed) {
             return Put::Refused;
         }
-        let shard = self.shards[index()].get_or_init(Shard::new);
+        let Some(shard) = self.shards[index()].get() else { return Put::Missing };
         let at = (size >> self.shift) - 1;
         let mut guard = lock(&shard.contents);
         let contents = &mut *guard;
@@ -204,6 +206,13 @@ impl ThreadCaches {
             shard.change[i].store(shard.change[i].load(Relaxed) - by, Relaxed);
         }
         Put::Kept
+    }
+
+    /// Makes this thread's cache. Under the allocator's lock, so that who turns all caches off and empties them under it
+    /// misses none.
+    #[cold]
+    pub(super) fn make_own(&self) {
+        self.shards[index()].get_or_init(Shard::new);
     }
 
     /// By how much this thread's cache has changed what is allocated since it was last emptied, and at most since the last

@@ -124,7 +124,7 @@ impl CachingAllocator {
                 self.lock().decay.released = Some(now);
             }
         }
-        self.lock()
+        self.lock_folded()
     }
 
     /// Whether every stream is done with everything. Waits for none: one that needs longer than a moment is not.

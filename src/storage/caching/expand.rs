@@ -86,7 +86,10 @@ impl CachingAllocator {
     /// request needs.
     pub(super) fn expand(&self, request: &Request, exact: bool, failure: &mut Option<Failure>) -> Result<Grown> {
         let Some(expandable) = &self.expandable else { return Ok(Grown::Elsewhere) };
-        let _alone = expandable.lock();
+        if request.size > expandable.bytes {
+            return Ok(Grown::Elsewhere);
+        }
+        let alone = expandable.lock();
         loop {
             let (extension, cuts) = {
                 let mut core = self.lock_folded();
@@ -146,6 +149,7 @@ impl CachingAllocator {
             // Somebody may have taken from what was free at the end before: then again.
             if let Some(block) = core.search_all(self.number, request, true) {
                 drop(guard);
+                drop(alone); // a subscriber may allocate
                 tracing::debug!(device = %self.driver.device(), bytes, "segment extended");
                 return Ok(Grown::Block(block));
             }

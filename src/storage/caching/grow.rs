@@ -192,7 +192,7 @@ impl CachingAllocator {
         drop(core);
         drop(unused);
         self.release_pages(0, limit);
-        self.lock()
+        self.lock_folded()
     }
 
     /// PyTorch's garbage collection: where a threshold is set and passed, gives back the unused large segments that have

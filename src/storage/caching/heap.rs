@@ -8,7 +8,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::super::allocator::Segment;
+use super::super::allocator::{MAX_ENTRIES, Segment};
 use super::super::history::{Context, History, TraceAction};
 use super::super::stats::Split;
 use super::bins::Bins;
@@ -437,7 +437,8 @@ impl Heap {
 
     #[cold]
     fn more_entries(&mut self) -> u32 {
-        let first = u32::try_from(self.table.len()).expect("fewer than 2^32 blocks fit in memory");
+        let first = self.table.len() as u32;
+        assert!(self.table.len() + ENTRIES <= MAX_ENTRIES, "fewer blocks than that fit in memory");
         self.table.resize(self.table.len() + ENTRIES, Entry::VACANT);
         self.vacant.extend((first..first + ENTRIES as u32).rev());
         first

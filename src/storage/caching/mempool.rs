@@ -301,7 +301,8 @@ impl Core {
         let fail = |reason: String| Err(Error::invalid("MemPool::restore", reason));
         let pool = checkpoint.pool;
         if let Some(block) = blocks.iter().find(|b| b.owner != owner || self.heap.held(b.id()).pool != pool) {
-            return fail(format!("{block:?} is not of pool {pool}"));
+            // Not its place: under the lock nobody waits for who moves it.
+            return fail(format!("a block of {} bytes is not of pool {pool}", block.size()));
         }
         let leaving: HashSet<u32> = blocks.iter().map(|block| block.id()).collect();
         let staying: Vec<u32> = self.heap.blocks_of_pool(pool, Use::Live).filter(|id| !leaving.contains(id)).collect();

@@ -231,9 +231,8 @@ impl CachingAllocator {
 
     /// Gives what all threads have cached back to the bins.
     fn drain_caches(&self) -> MutexGuard<'_, Core> {
-        let drained = self.caches.drain();
         let mut core = self.lock();
-        core.take_back(drained);
+        core.take_back(self.caches.drain());
         core
     }
 
@@ -379,10 +378,11 @@ impl Allocator for CachingAllocator {
             match self.caches.put(cached, size, requested) {
                 Put::Kept => return,
                 Put::Refused => {}
-                Put::Stale => {
-                    let drained = self.caches.drain_own();
-                    self.lock().take_back(drained);
+                Put::Missing => {
+                    let _core = self.lock();
+                    self.caches.make_own();
                 }
+                Put::Stale => self.lock().take_back(self.caches.drain_own()),
             }
         }
         self.lock_at_once().give_back_last(block.id(), requested);

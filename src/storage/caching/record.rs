@@ -80,26 +80,45 @@ impl CachingAllocator {
             core.heap.history.record(TraceAction::Snapshot, 0, core.heap.stats.active_bytes(), 0);
             (core.segments(device), core.heap.history.copy())
         });
+        let mut segments: Vec<SegmentInfo> = segments.into_iter().map(Named::named).collect();
+        segments.sort_unstable_by_key(|segment| segment.address);
         Snapshot::of_device(device, segments, history, &self.rules.config)
     }
 }
 
+/// A segment, and where in the program it and its blocks come from: names are looked up once the lock is released.
+struct Named {
+    segment: SegmentInfo,
+    context: Context,
+    contexts: Vec<Context>,
+}
+
+impl Named {
+    fn named(mut self) -> SegmentInfo {
+        self.segment.frames = self.context.frames();
+        for (block, context) in self.segment.blocks.iter_mut().zip(self.contexts) {
+            block.frames = context.frames();
+        }
+        self.segment
+    }
+}
+
 impl Core {
-    fn segments(&self, device: u32) -> Vec<SegmentInfo> {
+    fn segments(&self, device: u32) -> Vec<Named> {
         let held = (0..).zip(&self.heap.segments).filter_map(|(at, held)| Some((at, held.as_ref()?)));
-        let mut segments: Vec<_> = held.flat_map(|(at, held)| self.mapped_parts(at, held, device)).collect();
-        segments.sort_unstable_by_key(|segment| segment.address);
-        segments
+        held.flat_map(|(at, held)| self.mapped_parts(at, held, device)).collect()
     }
 
     /// A segment; as in PyTorch, one that grows is shown as the parts between its holes.
-    fn mapped_parts(&self, at: u32, held: &Held, device: u32) -> Vec<SegmentInfo> {
+    fn mapped_parts(&self, at: u32, held: &Held, device: u32) -> Vec<Named> {
         self.heap.mapped(at).into_iter().map(|part| self.segment(at, held, part, device)).collect()
     }
 
-    fn segment(&self, at: u32, held: &Held, part: Range<usize>, device: u32) -> SegmentInfo {
+    fn segment(&self, at: u32, held: &Held, part: Range<usize>, device: u32) -> Named {
         let inside = |id: &u32| part.contains(&self.heap.table[*id as usize].offset);
-        SegmentInfo {
+        let blocks = self.heap.blocks_of(at).filter(inside).map(|id| self.block_info(id));
+        let (blocks, contexts) = blocks.unzip();
+        let segment = SegmentInfo {
             device,
             address: held.address + part.start as u64,
             total_size: part.len() as u64,
@@ -110,12 +129,13 @@ impl Core {
             },
             segment_pool_id: (0, held.pool.into()),
             is_expandable: held.segment.is_reserved(),
-            frames: held.context.frames(),
-            blocks: self.heap.blocks_of(at).filter(inside).map(|id| self.block_info(id)).collect(),
-        }
+            frames: Vec::new(),
+            blocks,
+        };
+        Named { segment, context: held.context, contexts }
     }
 
-    fn block_info(&self, id: u32) -> BlockInfo {
+    fn block_info(&self, id: u32) -> (BlockInfo, Context) {
         let entry = self.heap.table[id as usize];
         let state = match entry.usage {
             Use::Live if matches!(self.moving.get(&id), Some(Then::Uncache)) => BlockState::Inactive,
@@ -125,12 +145,13 @@ impl Core {
         };
         let live = state != BlockState::Inactive;
         let context = self.heap.contexts.get(&id).filter(|_| live).copied().unwrap_or(Context::NONE);
-        BlockInfo {
+        let block = BlockInfo {
             address: self.heap.address(id),
             size: entry.size as u64,
             requested_size: if live { self.slots.requested(id) as u64 } else { 0 },
             state,
-            frames: context.frames(),
-        }
+            frames: Vec::new(),
+        };
+        (block, context)
     }
 }

@@ -13,6 +13,7 @@ const SIZE: usize = 512;
 /// Caches seen by two threads and by who empties them. That of these threads is there already.
 fn caches() -> Arc<ThreadCaches> {
     let caches = ThreadCaches::new(1 << 20, SIZE);
+    caches.make_own();
     assert!(put(&caches, 0));
     assert_eq!(caches.drain().0, [0]);
     Arc::new(caches)
