@@ -49,15 +49,16 @@ impl CachingAllocator {
                 return Ok(Some(block));
             }
             // The segment with the most to give; the request may have become possible by what others gave back.
-            let candidates = self.lock().most_free(0);
+            let candidates = self.lock().candidates();
             let mut shrunk = false;
             for segment in candidates {
-                if self.repack(&[segment], &mut budget)? {
+                if self.repack(segment, &mut budget)? {
                     shrunk = true;
                     break;
                 }
             }
             if !shrunk {
+                self.settle_events(true)?; // of blocks given back meanwhile
                 return self.grow(request, true, failure);
             }
         }
@@ -74,20 +75,15 @@ impl CachingAllocator {
         };
         drop(unused);
         for kind in [super::Kind::Small, super::Kind::Large] {
-            let all = self.lock().most_free(0);
-            let all: Vec<u32> = {
+            let all: Vec<(u64, bool)> = {
                 let core = self.lock();
-                all.into_iter()
-                    .filter(|&s| core.heap.segments[s as usize].as_ref().is_some_and(|h| h.kind == kind))
-                    .collect()
+                let held = core.most_free().into_iter().filter(|held| held.kind == kind);
+                held.map(|held| (held.segment.id(), held.segment.is_reserved())).collect()
             };
-            let fixed: Vec<u32> = {
-                let core = self.lock();
-                all.iter().copied().filter(|&segment| !core.heap.grows(segment)).collect()
-            };
+            let fixed: Vec<u64> = all.iter().filter(|(_, grows)| !grows).map(|&(segment, _)| segment).collect();
             let together = fixed.len() > 1 && self.repack_beside(&fixed, &mut budget)?;
-            for segment in all.into_iter().filter(|segment| !(together && fixed.contains(segment))) {
-                self.repack(&[segment], &mut budget)?;
+            for (segment, _) in all.into_iter().filter(|&(_, grows)| grows || !together) {
+                self.repack(segment, &mut budget)?;
             }
         }
         let mut core = self.lock();
@@ -98,17 +94,17 @@ impl CachingAllocator {
     /// Moves the blocks of one segment to its start, if that makes a hole for the request.
     fn slide(&self, request: &Request, budget: &mut u64) -> Result<bool> {
         let _pages = self.hold_pages();
-        let candidates = self.lock().most_free(0);
+        let candidates = self.lock().candidates();
         for segment in candidates {
             let plan = {
                 let mut core = self.lock();
-                let fits = core.heap.segments[segment as usize].as_ref().is_some_and(|held| held.kind == request.kind);
-                let free = core.free_bytes(segment);
-                if !fits || free < request.size || core.heap.has_holes(segment) {
+                let Some(at) = core.heap.number_of(segment) else { continue };
+                let fits = core.heap.segments[at as usize].as_ref().is_some_and(|held| held.kind == request.kind);
+                if !fits || core.free_bytes(at) < request.size || core.heap.has_holes(at) {
                     continue;
                 }
-                let Some(plan) = core.plan(vec![segment], true, request.stream) else { continue };
-                let hole = largest_gap(&plan, core.segment_bytes(segment));
+                let Some(plan) = core.plan(&[segment], true, request.stream) else { continue };
+                let hole = largest_gap(&plan, core.segment_bytes(at));
                 if hole < request.size || plan.bytes() as u64 > *budget {
                     core.abandon(plan);
                     continue;
@@ -144,35 +140,30 @@ impl CachingAllocator {
         Ok(())
     }
 
-    /// Moves the blocks of segments into a new one of just their size, beside the old ones or else through the host.
-    fn repack(&self, segments: &[u32], budget: &mut u64) -> Result<bool> {
-        if let &[segment] = segments
-            && self.lock().heap.grows(segment)
-        {
-            return self.pack(segment, budget);
-        }
-        self.repack_apart(segments, budget)
+    /// Moves the blocks of a segment together: to its start if it grows, else as [`repack_apart`](Self::repack_apart).
+    fn repack(&self, segment: u64, budget: &mut u64) -> Result<bool> {
+        let grows = {
+            let core = self.lock();
+            core.heap.number_of(segment).is_some_and(|at| core.heap.grows(at))
+        };
+        if grows { self.pack(segment, budget) } else { self.repack_apart(&[segment], budget) }
     }
 
-    /// As [`repack`](Self::repack), whether the segments could grow or not.
-    pub(super) fn repack_apart(&self, segments: &[u32], budget: &mut u64) -> Result<bool> {
+    /// Moves the blocks of segments into a new one of just their size, beside the old ones or else through the host.
+    pub(super) fn repack_apart(&self, segments: &[u64], budget: &mut u64) -> Result<bool> {
         if self.repack_beside(segments, budget)? {
             return Ok(true);
         }
         self.repack_through_host(segments, budget)
     }
 
-    fn plan_repack(&self, segments: &[u32], budget: &mut u64, beside: bool) -> Option<Plan<'_>> {
+    fn plan_repack(&self, segments: &[u64], budget: &mut u64, beside: bool) -> Option<Plan<'_>> {
         let mut core = self.lock();
-        let gone = segments.iter().any(|&s| core.heap.segments[s as usize].is_none());
-        if gone {
-            return None;
-        }
-        let plan = core.plan(segments.to_vec(), false, StreamId::DEFAULT)?;
+        let plan = core.plan(segments, false, StreamId::DEFAULT)?;
         let bytes = plan.bytes() as u64;
         let room = core.limit().saturating_sub(core.heap.stats.reserved() + core.making);
         let largest = self.driver.largest_segment() as u64;
-        let old: u64 = segments.iter().map(|&s| core.committed_bytes(s) as u64).sum();
+        let old: u64 = plan.segments.iter().map(|&s| core.committed_bytes(s) as u64).sum();
         if !plan.stay.is_empty() || bytes > *budget || bytes >= old || beside && (bytes > room || bytes > largest) {
             core.abandon(plan);
             return None;
@@ -182,7 +173,7 @@ impl CachingAllocator {
         Some(plan)
     }
 
-    fn repack_beside(&self, segments: &[u32], budget: &mut u64) -> Result<bool> {
+    fn repack_beside(&self, segments: &[u64], budget: &mut u64) -> Result<bool> {
         let Some(plan) = self.plan_repack(segments, budget, true) else { return Ok(false) };
         let bytes = plan.bytes();
         let made = if bytes == 0 { Ok(Memory::gone()) } else { self.make(bytes) };
@@ -210,7 +201,7 @@ impl CachingAllocator {
         }
     }
 
-    fn repack_through_host(&self, segments: &[u32], budget: &mut u64) -> Result<bool> {
+    fn repack_through_host(&self, segments: &[u64], budget: &mut u64) -> Result<bool> {
         let Some(plan) = self.plan_repack(segments, budget, false) else { return Ok(false) };
         let bytes = plan.bytes();
         let mut host = vec![0u8; bytes];

@@ -10,12 +10,14 @@ use smallvec::SmallVec;
 use super::super::allocator::Block;
 use super::super::driver::Marker;
 use super::heap::{Heap, Search};
+use super::moves::Then;
 use super::{CachingAllocator, Core, Request};
 use crate::Result;
 use crate::device::StreamId;
 use std::sync::atomic::Ordering::Relaxed;
 
 pub(super) type Streams = SmallVec<[StreamId; 2]>;
+pub(super) type Markers = SmallVec<[(StreamId, Marker); 2]>;
 
 /// A block that waits for a marker. The ticket is never given twice: the block may settle, be reused and wait again.
 #[derive(Debug)]
@@ -127,21 +129,20 @@ impl CachingAllocator {
     pub(super) fn deallocate_recorded(&self, block: Block, requested: usize) {
         let streams = self.lock().pending.used.remove(&block.id()).unwrap_or_default();
         let marker = |stream: StreamId| Some((stream, self.driver.record(stream).ok()?));
-        let markers: Option<SmallVec<[_; 2]>> = streams.into_iter().map(marker).collect();
+        let markers: Option<Markers> = streams.into_iter().map(marker).collect();
         let markers = match markers {
             Some(markers) => markers,
             None => {
                 // A stream that takes no commands: the device is lost, or wait for all of it.
                 let _ = self.driver.synchronize();
-                SmallVec::new()
+                Markers::new()
             }
         };
         let mut core = self.lock_folded();
-        if markers.is_empty() || core.moving.contains_key(&block.id()) {
-            return core.give_back(block.id(), requested); // what moves has been waited for
+        match markers.is_empty() {
+            true => core.give_back(block.id(), requested),
+            false => core.give_back_pending(block.id(), requested, markers),
         }
-        core.heap.give_back_pending(block.id(), requested);
-        core.pending.add(block.id(), &markers);
     }
 
     /// Frees pending blocks whose streams are done; with `wait`, waits for all of them. Says whether any became free.
@@ -202,7 +203,7 @@ impl CachingAllocator {
             // Not waited for: free only when the whole device is done, which a lost one is at once.
             let _ = self.driver.synchronize();
             let requested = block.requested();
-            self.lock_folded().heap.give_back(block.id(), requested);
+            self.lock_folded().give_back(block.id(), requested); // it may be on the move
             return Err(error);
         }
         Ok(Some(block))
@@ -210,6 +211,18 @@ impl CachingAllocator {
 }
 
 impl Core {
+    /// Takes back a block that streams may be using until these markers; one on the move when it has arrived, since who
+    /// moves blocks need not have waited for what was enqueued last.
+    pub(super) fn give_back_pending(&mut self, id: u32, requested: usize, markers: Markers) {
+        match self.moving.get_mut(&id) {
+            Some(then) => *then = Then::Pend(requested, markers),
+            None => {
+                self.heap.give_back_pending(id, requested);
+                self.pending.add(id, &markers);
+            }
+        }
+    }
+
     /// Takes a free block of another stream's; it belongs to the request's stream from now on.
     fn take_from_other_stream(&mut self, owner: u32, request: &Request) -> Option<(Block, StreamId)> {
         let others = |heap: &Heap, arena: &u32| {

@@ -220,18 +220,19 @@ impl CachingAllocator {
 
     /// Moves the blocks of a segment that grows to its start, and gives what is then free back; false where that is
     /// nothing. Where there are holes the blocks move to a segment of just their size.
-    pub(super) fn pack(&self, segment: u32, budget: &mut u64) -> Result<bool> {
+    pub(super) fn pack(&self, segment: u64, budget: &mut u64) -> Result<bool> {
         let Some(expandable) = &self.expandable else { return Ok(false) };
         let _alone = expandable.lock();
         let plan = {
             let mut core = self.lock();
-            let Some(held) = core.heap.segments[segment as usize].as_ref() else { return Ok(false) };
+            let Some(at) = core.heap.number_of(segment) else { return Ok(false) };
+            let Some(held) = core.heap.segments[at as usize].as_ref() else { return Ok(false) };
             if held.end.holes > 0 {
                 drop(core);
                 return self.repack_apart(&[segment], budget);
             }
             let (size, stream) = (held.size, held.stream);
-            let Some(plan) = core.plan(vec![segment], true, stream) else { return Ok(false) };
+            let Some(plan) = core.plan(&[segment], true, stream) else { return Ok(false) };
             let gain = size - plan.end().next_multiple_of(expandable.page).min(size);
             if gain == 0 || plan.bytes_moved() as u64 > *budget {
                 core.abandon(plan);
@@ -243,8 +244,8 @@ impl CachingAllocator {
         self.slide_down(plan)?;
         let cut = {
             let mut core = self.lock();
-            let there = core.heap.grows(segment);
-            let last = if there { core.heap.last_block(segment) } else { return Ok(true) };
+            let Some(at) = core.heap.number_of(segment) else { return Ok(true) };
+            let last = core.heap.last_block(at);
             core.heap.unmap(last, u64::MAX, 0, expandable)
         };
         Ok(self.decommit(cut.into_iter().collect()) > 0)

@@ -236,7 +236,7 @@ impl MemPool {
         let missing = core.missing_of(allocator.number, checkpoint, give_back)?;
         for block in give_back.drain(..) {
             core.pending.forget(block.id());
-            core.heap.give_back(block.id(), block.requested());
+            core.give_back(block.id(), block.requested());
         }
         let mut waits = HashSet::new();
         let mut restored = Vec::new();

@@ -7,15 +7,18 @@ use super::super::allocator::{Segment, Slot};
 use super::super::driver::Memory;
 use super::super::history::TraceAction;
 use super::Core;
-use super::heap::Use;
+use super::events::Markers;
+use super::heap::{Held, Use};
 use crate::device::StreamId;
 
 /// What is to happen to a block of a plan when that is settled or abandoned.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 pub(super) enum Then {
     Stay,
     /// It was given back; so many bytes had been asked for.
     GiveBack(usize),
+    /// As `GiveBack`, while streams may still be using it.
+    Pend(usize, Markers),
     /// It left a thread's cache.
     Uncache,
 }
@@ -84,19 +87,25 @@ impl Core {
         entries.filter(|entry| entry.usage == Use::Free).map(|entry| entry.size).sum()
     }
 
-    /// Segments of a pool that are not full, those with the most free bytes first.
-    pub(super) fn most_free(&self, pool: u32) -> Vec<u32> {
-        let held = (0u32..).zip(&self.heap.segments).filter(|(_, held)| held.as_ref().is_some_and(|h| h.pool == pool));
-        let free = held.map(|(at, _)| (self.free_bytes(at), at)).filter(|(free, _)| *free > 0);
-        let mut segments: Vec<_> = free.collect();
-        segments.sort_unstable_by_key(|&(free, at)| (Reverse(free), at));
-        segments.into_iter().map(|(_, at)| at).collect()
+    /// Segments of the default pool that are not full, those with the most free bytes first.
+    pub(super) fn most_free(&self) -> Vec<&Held> {
+        let held = (0u32..).zip(&self.heap.segments).filter_map(|(at, held)| Some((at, held.as_ref()?)));
+        let free = held.filter(|(_, held)| held.pool == 0).map(|(at, held)| (self.free_bytes(at), at, held));
+        let mut segments: Vec<_> = free.filter(|(free, ..)| *free > 0).collect();
+        segments.sort_unstable_by_key(|&(free, at, _)| (Reverse(free), at));
+        segments.into_iter().map(|(.., held)| held).collect()
     }
 
-    /// Plans to move the blocks of segments together, in order; nobody can allocate there until the plan is settled or
-    /// abandoned, and what is given back becomes free only then. Blocks that must stay do; with `around` others move as
-    /// far down as those let them.
-    pub(super) fn plan<'a>(&mut self, segments: Vec<u32>, around: bool, stream: StreamId) -> Option<Plan<'a>> {
+    /// Ids of [`most_free`](Self::most_free): for who lets go of the lock.
+    pub(super) fn candidates(&self) -> Vec<u64> {
+        self.most_free().into_iter().map(|held| held.segment.id()).collect()
+    }
+
+    /// Plans to move the blocks of the segments with these ids together, in order; nobody can allocate there until the
+    /// plan is settled or abandoned, and what is given back becomes free only then. Blocks that must stay do; with
+    /// `around` others move as far down as those let them. None where a segment is gone, or a block of it pending.
+    pub(super) fn plan<'a>(&mut self, segments: &[u64], around: bool, stream: StreamId) -> Option<Plan<'a>> {
+        let segments: Vec<u32> = segments.iter().map(|&id| self.heap.number_of(id)).collect::<Option<_>>()?;
         let is_pending = |id: u32| self.heap.table[id as usize].usage == Use::Pending;
         if segments.iter().any(|&segment| self.heap.blocks_of(segment).any(is_pending)) {
             return None; // it may become free at any moment
@@ -185,6 +194,7 @@ impl Core {
         for id in moves.iter().map(|m| m.id).chain(stay.into_iter().map(|(id, ..)| id)) {
             match self.moving.remove(&id) {
                 Some(Then::GiveBack(requested)) => self.heap.give_back(id, requested),
+                Some(Then::Pend(requested, markers)) => self.give_back_pending(id, requested, markers),
                 Some(Then::Uncache) => self.heap.uncache(id),
                 Some(Then::Stay) | None => {}
             }

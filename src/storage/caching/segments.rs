@@ -63,6 +63,13 @@ impl Heap {
         (0..self.segments.len() as u32).filter(unused).collect()
     }
 
+    /// The number of the segment with this id, if it is still held. Numbers are used again, ids never: who lets go of the
+    /// lock keeps the id.
+    pub(super) fn number_of(&self, id: u64) -> Option<u32> {
+        let held = self.segments.iter().position(|held| held.as_ref().is_some_and(|held| held.segment.id() == id));
+        held.map(|at| at as u32)
+    }
+
     /// The held segment of a block.
     #[inline(always)]
     pub(super) fn held(&self, id: u32) -> &Held {

@@ -1,5 +1,6 @@
 //! The allocator on the simulated device: no bytes, no clock.
 
+mod compact;
 mod decay;
 mod expand;
 #[cfg(loom)]

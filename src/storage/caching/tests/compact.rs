@@ -1,0 +1,73 @@
+//! What others do while blocks move.
+
+use std::sync::Mutex;
+
+use super::*;
+
+#[test]
+fn what_is_given_back_during_a_move_waits_for_the_streams_that_use_it() {
+    let sim = Sim::new(SimOptions { asynchronous: true, contents: true, ..SimOptions::default() });
+    let allocator = CachingAllocator::new(Arc::new(sim.clone()), "segments:pytorch".parse().unwrap()).unwrap();
+    let (home, side) = (StreamId::DEFAULT, sim.stream(1));
+    let [moves, stays] = [3 * MIB, 4 * MIB].map(|bytes| take(&allocator, bytes));
+    let segment = place(&moves).0;
+    // Work that nobody has waited for: from before the one block is locked, and after the other was found in use.
+    sim.write_tag(side, &moves, 7).unwrap();
+    allocator.record_stream(&moves, side);
+    let in_use = stays.place();
+    let plan = allocator.lock().plan(&[segment], true, home).unwrap();
+    drop(in_use);
+    assert_eq!((plan.moves.len(), plan.stay.len()), (1, 1));
+    sim.write_tag(side, &stays, 7).unwrap();
+    allocator.record_stream(&stays, side);
+    give_back(&allocator, [moves, stays]);
+    allocator.lock().abandon(plan);
+    allocator.check();
+    let again = [3 * MIB, 4 * MIB].map(|bytes| take(&allocator, bytes));
+    again.iter().for_each(|block| sim.write_tag(home, block, 8).unwrap());
+    sim.run(home, 10);
+    sim.run(side, 10);
+    again.iter().for_each(|block| sim.check_tag(home, block, 8).unwrap());
+    sim.synchronize().unwrap();
+    assert_eq!(sim.violations(), [""; 0]);
+    give_back(&allocator, again);
+    allocator.empty_cache().unwrap();
+    assert_eq!(sim.committed(), 0, "what was pending is free");
+    allocator.check();
+}
+
+#[test]
+fn a_private_segment_with_the_number_of_one_that_is_gone_stays_as_it_is() {
+    let (sim, allocator) = device(1 << 30, "segments:pytorch");
+    let allocator = Arc::new(allocator);
+    let number = |allocator: &CachingAllocator, block: &Block| allocator.lock().heap.table[block.id() as usize].segment;
+    // Three segments, from which 18, 2 and 11 MiB are free.
+    let [first, a, b, second, c, third] = [2, 9, 9, 9, 9, 9].map(|mib| take(&allocator, mib * MIB));
+    give_back(&allocator, [a, b]);
+    let was = number(&allocator, &third);
+    let pool = MemPool::new(&allocator, MemPoolOptions::default());
+    let inside = Arc::new(Mutex::new(None));
+    // While the first one's block moves, the third one goes, and the pool makes one.
+    let hook = {
+        let (allocator, pool, inside) = (Arc::clone(&allocator), pool.clone(), Arc::clone(&inside));
+        move || {
+            allocator.deallocate(third);
+            allocator.empty_cache().unwrap();
+            let [hole, block] = use_mem_pool(&pool, || [5 * MIB; 2].map(|bytes| take(&allocator, bytes)));
+            allocator.deallocate(hole);
+            *inside.lock().unwrap() = Some((place(&block), pool.checkpoint(), block));
+        }
+    };
+    let moves = sim.clone();
+    sim.at_synchronize(move || moves.at_synchronize(hook)); // the first wait is before any plan
+    let in_use = second.place(); // else the three would move together
+    let freed = allocator.compact(u64::MAX).unwrap();
+    drop(in_use);
+    let (place_then, checkpoint, block) = inside.lock().unwrap().take().unwrap();
+    assert_eq!(number(&allocator, &block), was, "the number is in use again");
+    assert_eq!((place(&block), freed > 0), (place_then, true));
+    let restored = pool.restore(&checkpoint, &mut vec![block]).unwrap();
+    assert_eq!(restored.iter().map(place).collect::<Vec<_>>(), [place_then]);
+    give_back(&allocator, restored.into_iter().chain([first, second, c]));
+    allocator.check();
+}
