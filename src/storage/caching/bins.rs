@@ -110,7 +110,8 @@ impl Bins {
 
     /// Every block, in no order that matters.
     pub(super) fn blocks<'a>(&'a self, table: &'a [Entry]) -> impl Iterator<Item = u32> + 'a {
-        (0..self.heads.len()).flat_map(|class| self.class_blocks(table, class))
+        let classes = std::iter::successors(self.first_after(0), |&class| self.first_after(class));
+        classes.flat_map(|class| self.class_blocks(table, class))
     }
 
     /// The largest block's size; 0 where there is none.

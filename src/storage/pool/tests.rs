@@ -309,7 +309,7 @@ fn statistics_add_up_under_threads() {
             s.spawn(move || {
                 let mut held: Vec<(Block, u32)> = Vec::new();
                 let mut random = fastrand(thread + 1);
-                for i in 0..500u32 {
+                for i in 0..if cfg!(miri) { 10 } else { 500u32 } {
                     let stream = sim.stream(random(3));
                     if random(2) == 0 && !held.is_empty() {
                         let (block, tag) = held.swap_remove(random(held.len() as u32) as usize);

@@ -27,7 +27,7 @@ fn a_repeated_sequence_soon_needs_no_driver() {
         let mut calls = Vec::new();
         for _pass in 0..if cfg!(miri) { 4 } else { 30 } {
             let mut live = BTreeMap::new();
-            for (action, id, bytes) in inference(if cfg!(miri) { 12 } else { 60 }) {
+            for (action, id, bytes) in inference(if cfg!(miri) { 4 } else { 60 }) {
                 match action {
                     'a' => drop(live.insert(id, take(&allocator, bytes))),
                     _ => allocator.deallocate(live.remove(&id).unwrap()),
@@ -48,7 +48,7 @@ fn many_threads_share_one_allocator() {
     for config in CONFIGS {
         let (sim, allocator) = device(256 * MIB as u64, config);
         std::thread::scope(|scope| {
-            for thread in 0..8_usize {
+            for thread in 0..if cfg!(miri) { 3 } else { 8_usize } {
                 let allocator = &allocator;
                 scope.spawn(move || {
                     let mut live = Vec::new();

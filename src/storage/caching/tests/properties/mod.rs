@@ -95,7 +95,7 @@ const EXPECTED: [&str; 53] = [
     "rung Compact",
 ];
 
-const OPERATIONS: usize = if cfg!(miri) { 150 } else { 10_000 };
+const OPERATIONS: usize = if cfg!(miri) { 40 } else { 10_000 };
 
 fn run(setup: Setup, ops: &[Op]) -> Result<Tally, String> {
     let result = catch_unwind(AssertUnwindSafe(|| {

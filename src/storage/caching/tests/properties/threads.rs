@@ -11,7 +11,7 @@ use crate::storage::Driver;
 /// a device that is often full and
 /// runs at random; none ever finds another's contents in its blocks.
 fn threads(config: &str) {
-    let (threads, rounds) = if cfg!(miri) { (2, 60) } else { (4, 6000) };
+    let (threads, rounds) = if cfg!(miri) { (2, 30) } else { (4, 6000) };
     let options = SimOptions { capacity: 48 << 20, asynchronous: true, contents: true, ..SimOptions::default() };
     let sim = Sim::new(options);
     let allocator = Arc::new(CachingAllocator::new(Arc::new(sim.clone()), config.parse().unwrap()).unwrap());
