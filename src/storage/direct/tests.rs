@@ -77,7 +77,7 @@ fn a_limit_holds_also_while_buffers_are_being_made() {
     thread::scope(|s| {
         for _ in 0..4 {
             s.spawn(|| {
-                for _ in 0..200 {
+                for _ in 0..if cfg!(miri) { 10 } else { 200 } {
                     match direct.allocate(4 << 10, STREAM) {
                         Ok(block) => {
                             assert!(sim.committed() <= 8 << 10);

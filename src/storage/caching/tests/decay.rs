@@ -6,8 +6,9 @@ const CONFIGS: [&str; 2] = ["decay_ms:1000,thread_cache_kb:0", "decay_ms:1000,th
 
 /// Time passes, and small blocks come and go.
 fn pass(allocator: &CachingAllocator, milliseconds: u64) {
-    for _ in 0..milliseconds.div_ceil(100) {
-        allocator.clock.ahead.fetch_add(100, Relaxed);
+    let step = if cfg!(miri) { 300 } else { 100 };
+    for _ in 0..milliseconds.div_ceil(step) {
+        allocator.clock.ahead.fetch_add(step, Relaxed);
         (0..64).for_each(|_| allocator.deallocate(take(allocator, 512)));
     }
 }
@@ -40,7 +41,7 @@ fn what_each_interval_needs_is_kept() {
             pass(&allocator, 900);
         }
         let made = created(&sim).len();
-        for _ in 0..20 {
+        for _ in 0..if cfg!(miri) { 3 } else { 20 } {
             allocator.deallocate(take(&allocator, 40 * MIB));
             pass(&allocator, 900);
         }
@@ -53,7 +54,7 @@ fn without_decay_nothing_goes_back() {
     let (sim, allocator) = device(1 << 30, "decay_ms:0,thread_cache_kb:0");
     let [burst, small] = [40 * MIB, 512].map(|bytes| take(&allocator, bytes));
     allocator.deallocate(burst);
-    pass(&allocator, 100_000);
+    pass(&allocator, if cfg!(miri) { 3000 } else { 100_000 });
     assert!(sim.committed() >= 40 * MIB as u64);
     allocator.deallocate(small);
 }

@@ -121,7 +121,7 @@ fn scattered_memory_serves_what_is_longer_than_any_part_of_it() {
 fn pages_are_recycled_so_that_no_more_is_held_than_was_needed() {
     let (sim, allocator) = growing(1 << 30, "");
     let mut peak = 0;
-    for round in 1..20 {
+    for round in 1..if cfg!(miri) { 5 } else { 20 } {
         let blocks: Vec<_> = (0..8).map(|i| take(&allocator, (round + i % 3) * 300_000)).collect();
         let (even, odd): (Vec<_>, Vec<_>) = (0..).zip(blocks).partition(|(i, _)| i % 2 == 0);
         give_back(&allocator, even.into_iter().map(|(_, block)| block));
@@ -139,8 +139,9 @@ fn pages_are_recycled_so_that_no_more_is_held_than_was_needed() {
 fn an_end_unused_for_long_goes_back_by_itself() {
     let (sim, allocator) = growing(1 << 30, "decay_ms:1000");
     let pass = |milliseconds: u64| {
-        for _ in 0..milliseconds.div_ceil(100) {
-            allocator.clock.ahead.fetch_add(100, Relaxed);
+        let step = if cfg!(miri) { 400 } else { 100 };
+        for _ in 0..milliseconds.div_ceil(step) {
+            allocator.clock.ahead.fetch_add(step, Relaxed);
             (0..64).for_each(|_| allocator.deallocate(take(&allocator, 2 * MIB)));
         }
     };

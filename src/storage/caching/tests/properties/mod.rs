@@ -95,14 +95,15 @@ const EXPECTED: [&str; 53] = [
     "rung Compact",
 ];
 
-const OPERATIONS: usize = if cfg!(miri) { 40 } else { 10_000 };
+const OPERATIONS: usize = if cfg!(miri) { 30 } else { 10_000 };
 
 fn run(setup: Setup, ops: &[Op]) -> Result<Tally, String> {
     let result = catch_unwind(AssertUnwindSafe(|| {
         let mut world = World::new(setup);
+        let every = if cfg!(miri) { setup.every.max(12) } else { setup.every };
         for (i, &op) in ops.iter().enumerate() {
             world.apply(op).map_err(|why| format!("operation {i}: {why}"))?;
-            if i % setup.every == 0 {
+            if i % every == 0 {
                 world.check().map_err(|why| format!("after operation {i}, {op:?}: {why}"))?;
             }
         }
