@@ -261,6 +261,7 @@ fn a_restored_block_waits_for_the_streams_that_had_its_memory() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "looks for OpenCL")]
 fn a_pool_of_a_device_without_a_caching_allocator_is_an_error() {
     assert!(MemPool::of_device(Device::Cpu, MemPoolOptions::default()).is_ok());
     let missing = MemPool::of_device(Device::OpenCL(usize::MAX), MemPoolOptions::default());
