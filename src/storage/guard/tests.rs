@@ -11,7 +11,7 @@ fn guarded(driver: &Arc<dyn Driver>, conf: &str) -> GuardAllocator {
 /// The simulated device, and every real one.
 fn drivers() -> Vec<Arc<dyn Driver>> {
     let sim: Arc<dyn Driver> = Arc::new(Sim::new(SimOptions { contents: true, ..SimOptions::default() }));
-    let all = Device::all();
+    let all = if cfg!(miri) { vec![Device::Cpu] } else { Device::all() };
     let promised = std::env::var_os("CLAYSTONE_REQUIRE_OPENCL").is_some();
     assert!(all.len() > 1 || !promised, "CLAYSTONE_REQUIRE_OPENCL is set and there is no OpenCL device");
     all.into_iter().map(|device| storage::driver(device).unwrap()).chain([sim]).collect()
