@@ -332,12 +332,18 @@ impl Block {
 
     /// Whether the block is not that of the allocator with this number, which then says so: whoever handed it out still
     /// counts it, and nobody else may touch it.
+    #[inline]
     pub(super) fn is_foreign(&self, allocator: &dyn Allocator, number: u32) -> bool {
         let foreign = self.owner != number;
         if foreign {
-            tracing::error!(?allocator, block = ?self, "a block was given back to an allocator that is not its own");
+            self.say_foreign(allocator);
         }
         foreign
+    }
+
+    #[cold]
+    fn say_foreign(&self, allocator: &dyn Allocator) {
+        tracing::error!(?allocator, block = ?self, "a block was given back to an allocator that is not its own");
     }
 
     /// As [`export`](Block::export); gives the segment, so that parts of the block can be handed out as blocks.

@@ -11,7 +11,7 @@ use std::sync::OnceLock;
 
 use super::super::allocator::Slot;
 use super::counters::{Amounts, Deltas};
-use super::sync::{AtomicI64, AtomicU64, AtomicUsize, Mutex, Ordering::Relaxed, lock};
+use super::sync::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Mutex, Ordering::Relaxed, lock};
 
 const SHARDS: usize = if cfg!(loom) { 2 } else { 64 };
 /// Blocks of one size.
@@ -64,6 +64,8 @@ struct Shard {
     /// The greatest `change` since the allocator last looked. It may look without the lock: threads that share a cache
     /// may then miss a peak.
     highest: [AtomicI64; 3],
+    /// Whether it has become greater than it was then.
+    raised: AtomicBool,
     contents: Mutex<Contents>,
 }
 
@@ -73,6 +75,7 @@ impl Shard {
             occupied: array::from_fn(|_| AtomicU64::new(0)),
             change: array::from_fn(|_| AtomicI64::new(0)),
             highest: array::from_fn(|_| AtomicI64::new(0)),
+            raised: AtomicBool::new(false),
             contents: Mutex::new(Contents {
                 counts: [0; SIZES],
                 blocks: [[None; DEPTH]; SIZES],
@@ -175,7 +178,10 @@ impl ThreadCaches {
         for (i, by) in [1, size as i64, requested as i64].into_iter().enumerate() {
             let change = shard.change[i].load(Relaxed) + by;
             shard.change[i].store(change, Relaxed);
-            shard.highest[i].store(shard.highest[i].load(Relaxed).max(change), Relaxed);
+            if change > shard.highest[i].load(Relaxed) {
+                shard.highest[i].store(change, Relaxed);
+                shard.raised.store(true, Relaxed);
+            }
             contents.increases[i] += by;
         }
         Some(cached)
@@ -215,15 +221,18 @@ impl ThreadCaches {
         self.shards[index()].get_or_init(Shard::new);
     }
 
-    /// By how much this thread's cache has changed what is allocated since it was last emptied, and at most since the last
-    /// call.
-    #[inline]
-    pub(super) fn changes(&self) -> (Amounts, Amounts) {
-        let Some(shard) = self.shards[index()].get() else { return ([0; 3], [0; 3]) };
+    /// By how much this thread's cache has changed what is allocated since it was last emptied; and at most since the last
+    /// call, if that is more than it was then.
+    #[inline(always)]
+    pub(super) fn changes(&self) -> (Amounts, Option<Amounts>) {
+        let Some(shard) = self.shards[index()].get() else { return ([0; 3], None) };
         let change = array::from_fn(|i| shard.change[i].load(Relaxed));
-        let highest = array::from_fn(|i| shard.highest[i].load(Relaxed));
+        let raised = shard.raised.load(Relaxed).then(|| {
+            shard.raised.store(false, Relaxed);
+            array::from_fn(|i| shard.highest[i].load(Relaxed))
+        });
         (0..3).for_each(|i| shard.highest[i].store(change[i], Relaxed));
-        (change, highest)
+        (change, raised)
     }
 
     /// Empties all caches: gives their blocks, and what they did.

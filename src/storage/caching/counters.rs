@@ -50,8 +50,9 @@ impl Flow {
 
     #[inline(always)]
     fn change(&mut self, by: i64) {
-        self.rise(by.max(0), 0);
-        self.current += by.min(0);
+        self.allocated += by.max(0);
+        self.current += by;
+        self.raise(0);
     }
 
     /// Raises the peak to what is there, with so much more elsewhere.
@@ -113,18 +114,17 @@ struct Pool {
     segment: [Flow; 2],
     /// Blocks and bytes.
     pending: [Pending; 2],
-    /// What this thread's cache has done to `live`.
-    cached: Amounts,
 }
 
 impl Pool {
+    /// Rises, with so much more in this thread's cache.
     #[inline(always)]
-    fn rise(&mut self, by: Amounts) {
+    fn rise(&mut self, by: Amounts, cached: &Amounts) {
         for i in 0..3 {
-            self.live[i].rise(by[i], self.cached[i]);
+            self.live[i].rise(by[i], cached[i]);
         }
         if self.pending[0].current > 0 {
-            self.raise_active();
+            self.raise_active(cached);
         }
     }
 
@@ -136,10 +136,10 @@ impl Pool {
     }
 
     #[cold]
-    fn raise_active(&mut self) {
+    fn raise_active(&mut self, cached: &Amounts) {
         for i in 0..2 {
             let pending = &mut self.pending[i];
-            let active = self.live[i].current + self.cached[i] + pending.current;
+            let active = self.live[i].current + cached[i] + pending.current;
             pending.active_peak = pending.active_peak.max(active);
         }
     }
@@ -150,20 +150,8 @@ impl Pool {
         self.split[1].change(split.bytes);
     }
 
-    #[inline(always)]
-    fn see(&mut self, change: Amounts, highest: Amounts) {
-        for i in 0..3 {
-            self.live[i].raise(highest[i]);
-        }
-        if self.pending[0].current > 0 {
-            self.cached = highest;
-            self.raise_active();
-        }
-        self.cached = change;
-    }
-
     fn fold(&mut self, deltas: &Deltas) {
-        self.see([0; 3], deltas.highest);
+        self.rise([0; 3], &deltas.highest);
         for i in 0..3 {
             self.live[i].current += deltas.change[i];
             self.live[i].allocated += deltas.increases[i];
@@ -208,6 +196,8 @@ impl Pool {
 pub(super) struct Counters {
     total: Pool,
     kinds: [Pool; 2],
+    /// What this thread's cache has done to the live blocks of the total and of the small kind, which alone is cached.
+    cached: Amounts,
     pub(super) num_alloc_retries: u64,
     pub(super) num_ooms: u64,
     pub(super) num_sync_all_streams: u64,
@@ -240,7 +230,7 @@ impl Counters {
     #[inline(always)]
     pub(super) fn active_bytes(&self) -> u64 {
         let total = &self.total;
-        (total.live[1].current + total.cached[1] + total.pending[1].current).max(0) as u64
+        (total.live[1].current + self.cached[1] + total.pending[1].current).max(0) as u64
     }
 
     /// Blocks that are handed out.
@@ -254,9 +244,10 @@ impl Counters {
     }
 
     #[inline(always)]
-    fn each(&mut self, kind: Kind, change: impl Fn(&mut Pool)) {
-        change(&mut self.total);
-        change(&mut self.kinds[kind as usize]);
+    fn each(&mut self, kind: Kind, change: impl Fn(&mut Pool, &Amounts)) {
+        change(&mut self.total, &self.cached);
+        let none = [0; 3];
+        change(&mut self.kinds[kind as usize], if kind == Kind::Small { &self.cached } else { &none });
     }
 
     #[inline(always)]
@@ -269,21 +260,21 @@ impl Counters {
     /// A free block was handed out.
     #[inline(always)]
     pub(super) fn taken(&mut self, kind: Kind, size: usize, requested: usize) {
-        self.each(kind, |pool| pool.rise([1, size as i64, requested as i64]));
+        self.each(kind, |pool, cached| pool.rise([1, size as i64, requested as i64], cached));
         self.oversize(size, 1);
     }
 
     /// A block was given back.
     #[inline(always)]
     pub(super) fn given_back(&mut self, kind: Kind, size: usize, requested: usize) {
-        self.each(kind, |pool| pool.fall([1, size as i64, requested as i64]));
+        self.each(kind, |pool, _| pool.fall([1, size as i64, requested as i64]));
         self.oversize(size, -1);
     }
 
     /// A block was given back, but a stream may still use it.
     pub(super) fn pending(&mut self, kind: Kind, size: usize, requested: usize) {
-        self.each(kind, |pool| {
-            pool.raise_active(); // to all that was live until now
+        self.each(kind, |pool, cached| {
+            pool.raise_active(cached); // to all that was live until now
             pool.fall([1, size as i64, requested as i64]);
             pool.pending[0].current += 1;
             pool.pending[1].current += size as i64;
@@ -293,7 +284,7 @@ impl Counters {
 
     /// No stream uses a block that was given back any more.
     pub(super) fn settled(&mut self, kind: Kind, size: usize, split: Split) {
-        self.each(kind, |pool| {
+        self.each(kind, |pool, _| {
             pool.pending[0].current -= 1;
             pool.pending[1].current -= size as i64;
             pool.split(split);
@@ -302,12 +293,12 @@ impl Counters {
 
     /// A pending block was handed out again.
     pub(super) fn retaken(&mut self, kind: Kind, size: usize, requested: usize) {
-        self.each(kind, |pool| {
+        self.each(kind, |pool, cached| {
             for (pending, by) in pool.pending.iter_mut().zip([1, size as i64]) {
                 pending.current -= by;
                 pending.retaken += by;
             }
-            pool.rise([1, size as i64, requested as i64]);
+            pool.rise([1, size as i64, requested as i64], cached);
         });
         self.oversize(size, 1);
     }
@@ -315,7 +306,7 @@ impl Counters {
     /// Free blocks were merged, or became parts of split segments.
     #[inline(always)]
     pub(super) fn split_changed(&mut self, kind: Kind, split: Split) {
-        self.each(kind, |pool| pool.split(split));
+        self.each(kind, |pool, _| pool.split(split));
     }
 
     pub(super) fn segment_made(&mut self, kind: Kind, size: usize) {
@@ -347,18 +338,27 @@ impl Counters {
     }
 
     fn segments(&mut self, kind: Kind, by: [i64; 2]) {
-        self.each(kind, |pool| (0..2).for_each(|i| pool.segment[i].change(by[i])));
+        self.each(kind, |pool, _| (0..2).for_each(|i| pool.segment[i].change(by[i])));
     }
 
-    /// What this thread's cache has done so far, and done at most since the last time. Caches hold small blocks only.
+    /// What this thread's cache has done so far; and done at most since the last time, if that is more than then.
     #[inline(always)]
-    pub(super) fn see_cached(&mut self, change: Amounts, highest: Amounts) {
-        self.each(Kind::Small, |pool| pool.see(change, highest));
+    pub(super) fn see_cached(&mut self, (change, highest): (Amounts, Option<Amounts>)) {
+        if let Some(highest) = highest {
+            self.raise_cached(highest);
+        }
+        self.cached = change;
+    }
+
+    fn raise_cached(&mut self, highest: Amounts) {
+        self.cached = highest;
+        self.each(Kind::Small, |pool, cached| pool.rise([0; 3], cached));
     }
 
     /// What a thread's cache did before it was emptied.
     pub(super) fn fold(&mut self, deltas: &Deltas) {
-        self.each(Kind::Small, |pool| pool.fold(deltas));
+        self.each(Kind::Small, |pool, _| pool.fold(deltas));
+        self.cached = [0; 3];
     }
 
     pub(super) fn reset_peak(&mut self) {

@@ -224,8 +224,7 @@ impl CachingAllocator {
     #[inline(always)]
     fn lock_at_once(&self) -> MutexGuard<'_, Core> {
         let mut core = lock(&self.core);
-        let (change, highest) = self.caches.changes();
-        core.heap.stats.see_cached(change, highest);
+        core.heap.stats.see_cached(self.caches.changes());
         core
     }
 
@@ -302,12 +301,18 @@ impl Core {
     }
 
     /// The handle on an entry that was just taken.
-    #[inline(always)]
     fn block(&mut self, owner: u32, id: u32, requested: usize) -> Block {
+        let rounded = self.heap.rules.round_size(requested).unwrap_or(0);
+        self.block_for(owner, id, requested, rounded)
+    }
+
+    /// As [`block`](Self::block), where what the request is rounded up to is known.
+    #[inline(always)]
+    fn block_for(&mut self, owner: u32, id: u32, requested: usize, rounded: usize) -> Block {
         let slot = self.slots.of(id);
         let (entry, held) = (&self.heap.table[id as usize], self.heap.held(id));
         // Small ones of the default pool and stream.
-        let keeps = entry.arena == 0 && self.heap.rules.round_size(requested) == Some(entry.size);
+        let keeps = entry.arena == 0 && entry.size == rounded;
         let tagged = if keeps { id | KEEPS } else { id };
         // SAFETY: slots of the table live as long as the allocator, or for good. Nobody has this entry's block, so
         // nobody reads the slot; the segment is held as long as a block of it is live.
@@ -351,12 +356,12 @@ impl Allocator for CachingAllocator {
             core = self.decay(core);
         }
         if let Some(id) = core.take_last(&request) {
-            return Ok(core.block(self.number, id, bytes));
+            return Ok(core.block_for(self.number, id, bytes, size));
         }
         if core.pending.is_empty()
             && let Some(id) = core.search(&request, Search::Quick, false)
         {
-            return Ok(core.block(self.number, id, bytes));
+            return Ok(core.block_for(self.number, id, bytes, size));
         }
         drop(core);
         self.climb(&request)

@@ -3,10 +3,10 @@
 #[cfg(loom)]
 pub(super) use loom::sync::{
     Mutex, MutexGuard,
-    atomic::{AtomicI64, AtomicU64, AtomicUsize, Ordering},
+    atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering},
 };
 #[cfg(not(loom))]
-pub(super) use std::sync::atomic::{AtomicI64, AtomicU64, AtomicUsize, Ordering};
+pub(super) use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering};
 
 #[cfg(not(loom))]
 pub(super) type Mutex<T> = lock_api::Mutex<spin::Spin, T>;
