@@ -130,17 +130,15 @@ impl Pool {
 
     #[inline(always)]
     fn fall(&mut self, by: Amounts) {
-        for i in 0..3 {
-            self.live[i].fall(by[i]);
+        for (flow, by) in self.live.iter_mut().zip(by) {
+            flow.fall(by);
         }
     }
 
     #[cold]
     fn raise_active(&mut self, cached: &Amounts) {
-        for i in 0..2 {
-            let pending = &mut self.pending[i];
-            let active = self.live[i].current + cached[i] + pending.current;
-            pending.active_peak = pending.active_peak.max(active);
+        for ((pending, live), cached) in self.pending.iter_mut().zip(&self.live).zip(cached) {
+            pending.active_peak = pending.active_peak.max(live.current + cached + pending.current);
         }
     }
 

@@ -41,7 +41,6 @@ mod spin {
     // SAFETY: `lock` and a `try_lock` that says true return with the flag turned from false to true by this thread, and
     // only `unlock`, which its owner calls, turns it back: one owner at a time. Acquire and Release order what they did.
     unsafe impl lock_api::RawMutex for Spin {
-        #[expect(clippy::declare_interior_mutable_const, reason = "what lock_api asks for")]
         const INIT: Spin = Spin(AtomicBool::new(false));
         type GuardMarker = lock_api::GuardSend;
 
