@@ -273,6 +273,9 @@ impl Heap {
         let Entry { size, arena, .. } = self.table[id as usize];
         self.stats.given_back(self.arenas[arena as usize].kind, size, requested);
         self.last = id;
+        if !self.rules.is_adaptive() {
+            self.settle_last(); // PyTorch merges it first, and then looks for the best fit
+        }
     }
 
     /// Makes the block that was given back last free, if it has not been taken.
