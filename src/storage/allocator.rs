@@ -4,94 +4,16 @@ use std::any::Any;
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
 
 use super::caching::{FreeMemory, OomObserver, Registration};
-use super::driver::Memory;
 use super::history::{HistoryOptions, Snapshot};
 use super::registry;
+use super::segment::Segment;
 use super::stats::DeviceStats;
 use crate::device::StreamId;
 use crate::{Device, Error, Result};
-
-/// One piece of device memory that a driver made, and that blocks are parts of.
-#[derive(Debug)]
-pub struct Segment {
-    id: u64,
-    address: u64,
-    bytes: usize,
-    memory: Memory,
-    reserved: bool,
-}
-
-/// Segments begin at multiples of this in the space of [`Segment::address`].
-const ADDRESS_STEP: u64 = 2 << 20;
-static NEXT_ADDRESS: AtomicU64 = AtomicU64::new(1 << 32);
-/// Addresses of reserved segments that are gone, with their spans: these are too long to be given once only.
-static VACANT_SPANS: Mutex<Vec<(u64, u64)>> = Mutex::new(Vec::new());
-
-fn next_id() -> u64 {
-    static NEXT_ID: AtomicU64 = AtomicU64::new(0);
-    NEXT_ID.fetch_add(1, Relaxed)
-}
-
-fn reserved_span(bytes: usize) -> u64 {
-    (bytes as u64).next_multiple_of(ADDRESS_STEP) + 2 * ADDRESS_STEP
-}
-
-impl Segment {
-    /// Takes over `memory`, which was made with `bytes` bytes.
-    pub fn new(memory: Memory, bytes: usize) -> Segment {
-        let span = (bytes as u64).next_multiple_of(ADDRESS_STEP).max(ADDRESS_STEP);
-        let (id, address) = (next_id(), NEXT_ADDRESS.fetch_add(span, Relaxed));
-        Segment { id, address, bytes, memory, reserved: false }
-    }
-
-    /// Takes over `memory` in which `bytes` bytes are reserved and none is committed: a segment that grows in place.
-    pub(crate) fn reserved(memory: Memory, bytes: usize) -> Segment {
-        let span = reserved_span(bytes);
-        let mut vacant = VACANT_SPANS.lock().unwrap_or_else(PoisonError::into_inner);
-        let at = vacant.iter().position(|&(vacant, _)| vacant == span).map(|at| vacant.swap_remove(at).1);
-        // A step on either side, so that viewers never take its pages and a neighbour's for one run.
-        let address = at.unwrap_or_else(|| NEXT_ADDRESS.fetch_add(span, Relaxed) + ADDRESS_STEP);
-        Segment { id: next_id(), address, bytes, memory, reserved: true }
-    }
-
-    /// Whether it grows in place: its bytes are reserved, and committed as far as blocks need them.
-    pub fn is_reserved(&self) -> bool {
-        self.reserved
-    }
-
-    /// Its number: unique in the process, growing with age.
-    pub fn id(&self) -> u64 {
-        self.id
-    }
-
-    /// Where snapshots show it: an address of our own making, as OpenCL buffers have none. Segments never overlap.
-    pub fn address(&self) -> u64 {
-        self.address
-    }
-
-    /// Size in bytes.
-    pub fn bytes(&self) -> usize {
-        self.bytes
-    }
-
-    /// The driver's memory.
-    pub fn memory(&self) -> &Memory {
-        &self.memory
-    }
-}
-
-impl Drop for Segment {
-    fn drop(&mut self) {
-        if self.reserved {
-            let span = reserved_span(self.bytes);
-            VACANT_SPANS.lock().unwrap_or_else(PoisonError::into_inner).push((span, self.address));
-        }
-    }
-}
 
 /// Where a block is now. Readers of `lock` keep it there; who moves it, or writes host bytes, holds it for writing.
 #[repr(align(64))] // neighbours are other threads' blocks
@@ -214,8 +136,8 @@ impl Block {
     /// The segment's memory has as many bytes as the segment says. No other live block has any of these, and nothing else
     /// writes to them while the block lives.
     pub unsafe fn new(segment: &Arc<Segment>, offset: usize, size: usize, requested: usize) -> Result<Block> {
-        if requested > size || offset.checked_add(size).is_none_or(|end| end > segment.bytes) {
-            let all = segment.bytes;
+        if requested > size || offset.checked_add(size).is_none_or(|end| end > segment.bytes()) {
+            let all = segment.bytes();
             let range = format!("{requested} of {size} bytes at {offset} are not in a segment of {all}");
             return Err(Error::invalid("Block::new", range));
         }
@@ -395,7 +317,7 @@ impl Drop for Block {
 impl fmt::Debug for Block {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let place = self.place();
-        write!(f, "{} bytes at segment {} + {}", self.size(), place.segment.id, place.offset)
+        write!(f, "{} bytes at segment {} + {}", self.size(), place.segment.id(), place.offset)
     }
 }
 

@@ -3,10 +3,11 @@
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::allocator::{Allocator, Block, Segment, owner_number};
+use super::allocator::{Allocator, Block, owner_number};
 use super::config::Config;
 use super::driver::Driver;
 use super::history::{HistoryOptions, Snapshot};
+use super::segment::Segment;
 use super::stats::DeviceStats;
 use super::whole::{Books, Unused, make, segment_size, snapshot};
 use crate::device::StreamId;

@@ -22,6 +22,7 @@ pub mod plan;
 mod pool;
 mod registry;
 mod scope;
+mod segment;
 mod staging;
 mod stats;
 #[cfg(test)]
@@ -36,7 +37,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, RwLock};
 
 pub(crate) use access::{ClPlace, with_host};
-pub use allocator::{Allocator, Block, Place, Segment};
+pub use allocator::{Allocator, Block, Place};
 pub use caching::{
     CachingAllocator, FreeMemory, MemPool, MemPoolOptions, MemPoolStats, OomObserver, OutOfMemoryEvent, PoolCheckpoint,
     Registration, use_mem_pool,
@@ -54,6 +55,7 @@ pub use logging::{AllocationLog, LoggingAllocator};
 pub use pinned::{DurationStat, PinnedStats};
 pub use pool::{PoolAllocator, StorageType};
 pub use registry::{allocator, build_allocator, driver, set_allocator};
+pub use segment::Segment;
 pub use stats::{DeviceStats, PoolStats, Stat};
 
 use crate::device::opencl::{self, ClDevice};

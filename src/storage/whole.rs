@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::allocator::Segment;
 use super::caching::Kind;
 use super::config::Config;
 use super::driver::{Driver, Failure};
@@ -12,6 +11,7 @@ use super::history::{
     TraceAction,
 };
 use super::registry;
+use super::segment::Segment;
 use super::stats::{DeviceStats, Split};
 use crate::device::StreamId;
 use crate::{Device, Error, Result};

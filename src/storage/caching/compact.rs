@@ -10,8 +10,9 @@
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use super::super::allocator::{Block, Segment};
+use super::super::allocator::Block;
 use super::super::driver::{Failure, Memory};
+use super::super::segment::Segment;
 use super::moves::{Move, Plan, largest_gap};
 use super::{CachingAllocator, Request};
 use crate::device::StreamId;

@@ -8,7 +8,7 @@
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
 
-use super::super::allocator::Segment;
+use super::super::segment::Segment;
 use super::heap::{Heap, Use};
 use super::sync::MutexGuard;
 use super::{CachingAllocator, Core};

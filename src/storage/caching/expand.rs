@@ -11,9 +11,10 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::super::allocator::{Block, Segment};
+use super::super::allocator::Block;
 use super::super::config::Config;
 use super::super::driver::{Driver, Failure};
+use super::super::segment::Segment;
 use super::heap::Held;
 use super::pages::{Cut, Extension};
 use super::{CachingAllocator, Core, Request};

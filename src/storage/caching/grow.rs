@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
-use super::super::allocator::{Block, Segment};
+use super::super::allocator::Block;
 use super::super::driver::Failure;
+use super::super::segment::Segment;
 use super::expand::Grown;
 use super::sync::MutexGuard;
 use super::{CachingAllocator, Core, Request};

@@ -8,8 +8,9 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::super::allocator::{MAX_ENTRIES, Segment};
+use super::super::allocator::MAX_ENTRIES;
 use super::super::history::{Context, History, TraceAction};
+use super::super::segment::Segment;
 use super::super::stats::Split;
 use super::bins::Bins;
 use super::counters::Counters;

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use super::super::allocator::Segment;
 use super::super::history::TraceAction;
+use super::super::segment::Segment;
 use super::heap::{Entry, Heap, Held, NONE, Use};
 use super::{Kind, Split};
 use crate::device::StreamId;

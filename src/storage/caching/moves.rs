@@ -3,9 +3,10 @@
 use std::cmp::Reverse;
 use std::sync::{Arc, RwLockWriteGuard};
 
-use super::super::allocator::{Segment, Slot};
+use super::super::allocator::Slot;
 use super::super::driver::Memory;
 use super::super::history::TraceAction;
+use super::super::segment::Segment;
 use super::Core;
 use super::events::Markers;
 use super::heap::{Held, Use};

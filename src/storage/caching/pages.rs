@@ -7,8 +7,8 @@ use std::cmp::Reverse;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::super::allocator::Segment;
 use super::super::history::TraceAction;
+use super::super::segment::Segment;
 use super::Split;
 use super::expand::Expandable;
 use super::heap::{Entry, Heap, Held, NONE, Use};

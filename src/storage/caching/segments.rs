@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::super::allocator::Segment;
+use super::super::segment::Segment;
 use super::super::stats::Split;
 use super::entry::{Entry, NONE, Use};
 use super::heap::{Arena, Heap, Held};

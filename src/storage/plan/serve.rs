@@ -11,8 +11,9 @@ use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::super::allocator::{self, Allocator, Block, Segment, Slot};
+use super::super::allocator::{self, Allocator, Block, Slot};
 use super::super::history::with_context;
+use super::super::segment::Segment;
 use super::PlanStats;
 use super::record::Trace;
 use crate::Result;
