@@ -25,7 +25,7 @@ fn a_repeated_sequence_soon_needs_no_driver() {
     for config in CONFIGS {
         let (sim, allocator) = device(1 << 30, config);
         let mut calls = Vec::new();
-        for _pass in 0..if cfg!(miri) { 3 } else { 30 } {
+        for _pass in 0..if cfg!(miri) { 10 } else { 30 } {
             let mut live = BTreeMap::new();
             for (action, id, bytes) in inference(if cfg!(miri) { 4 } else { 60 }) {
                 match action {
