@@ -285,7 +285,8 @@ mod tests {
         assert!(each.iter().sum::<f64>() / 6.0 >= 0.9, "{each:?}");
     }
 
-    /// The smallest arena there is, over every assignment of offsets up to `most`.
+    /// The smallest arena there is, over every assignment of offsets up to `most`: where `most` is the arena of some
+    /// placement, no better one is left out.
     fn exhaustive(blocks: &[Lifetime], offsets: &mut Vec<u64>, most: u64) -> u64 {
         let at = offsets.len();
         if at == blocks.len() {
@@ -311,12 +312,21 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(if cfg!(miri) { 1 } else { 64 }))]
         #[test]
         fn small_cases_are_optimal(blocks in prop::collection::vec((0u64..6, 1u64..4, 1u64..4), 1..if cfg!(miri) { 4 } else { 6 })) {
-            let one = |&(start, length, bytes): &(u64, u64, u64)| Lifetime { start, end: start + length, bytes };
-            let blocks: Vec<Lifetime> = blocks.iter().map(one).collect();
-            let plan = place(&blocks, 1, Duration::from_secs(600));
-            check(&blocks, 1, &plan);
-            prop_assert_eq!(plan.arena, exhaustive(&blocks, &mut Vec::new(), 9));
+            optimal(&blocks);
         }
+    }
+
+    fn optimal(blocks: &[(u64, u64, u64)]) {
+        let one = |&(start, length, bytes): &(u64, u64, u64)| Lifetime { start, end: start + length, bytes };
+        let blocks: Vec<Lifetime> = blocks.iter().map(one).collect();
+        let plan = place(&blocks, 1, Duration::from_secs(600));
+        check(&blocks, 1, &plan);
+        assert_eq!(plan.arena, exhaustive(&blocks, &mut Vec::new(), plan.arena), "{blocks:?}");
+    }
+
+    #[test]
+    fn all_alive_at_once_fill_the_arena() {
+        optimal(&[(1, 2, 1), (2, 1, 3), (0, 3, 3), (1, 2, 3), (1, 2, 3)]);
     }
 
     #[test]
