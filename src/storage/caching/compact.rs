@@ -13,6 +13,7 @@ use std::time::Duration;
 use super::super::allocator::Block;
 use super::super::driver::{Failure, Memory};
 use super::super::segment::Segment;
+use super::ladder::Climb;
 use super::moves::{Move, Plan, largest_gap};
 use super::{CachingAllocator, Request};
 use crate::device::StreamId;
@@ -25,7 +26,7 @@ const RETRY_AFTER: Duration = Duration::from_millis(10);
 const PIECES: usize = 64;
 impl CachingAllocator {
     /// The last rung: makes room for the request by moving blocks.
-    pub(super) fn compact_for(&self, request: &Request, failure: &mut Option<Failure>) -> Result<Option<Block>> {
+    pub(super) fn compact_for(&self, request: &Request, climb: &mut Climb) -> Result<Option<Block>> {
         if !self.rules.config.compaction {
             return Ok(None);
         }
@@ -46,7 +47,7 @@ impl CachingAllocator {
             }
         }
         loop {
-            if let Some(block) = self.grow(request, true, failure)? {
+            if let Some(block) = self.grow(request, true, climb)? {
                 return Ok(Some(block));
             }
             // The segment with the most to give; the request may have become possible by what others gave back.
@@ -60,7 +61,7 @@ impl CachingAllocator {
             }
             if !shrunk {
                 self.settle_events(true)?; // of blocks given back meanwhile
-                return self.grow(request, true, failure);
+                return self.grow(request, true, climb);
             }
         }
     }

@@ -16,6 +16,7 @@ use super::super::config::Config;
 use super::super::driver::{Driver, Failure};
 use super::super::segment::Segment;
 use super::heap::Held;
+use super::ladder::Climb;
 use super::pages::{Cut, Extension};
 use super::{CachingAllocator, Core, Request};
 use crate::{Error, Result};
@@ -85,12 +86,12 @@ enum Plan {
 impl CachingAllocator {
     /// Grows the segment of the request's arena and hands out a block of it. An `exact` extension is no larger than the
     /// request needs.
-    pub(super) fn expand(&self, request: &Request, exact: bool, failure: &mut Option<Failure>) -> Result<Grown> {
+    pub(super) fn expand(&self, request: &Request, exact: bool, climb: &mut Climb) -> Result<Grown> {
         let Some(expandable) = &self.expandable else { return Ok(Grown::Elsewhere) };
         if request.size > expandable.bytes {
             return Ok(Grown::Elsewhere);
         }
-        let alone = expandable.lock();
+        let _alone = expandable.lock();
         loop {
             let (extension, cuts) = {
                 let mut core = self.lock_folded();
@@ -127,7 +128,7 @@ impl CachingAllocator {
                 return match why {
                     Failure::Other(error) => Err(error),
                     other => {
-                        *failure = Some(other);
+                        climb.failure = Some(other);
                         Ok(Grown::Full)
                     }
                 };
@@ -149,9 +150,7 @@ impl CachingAllocator {
             core.decay.regrown(core.heap.now);
             // Somebody may have taken from what was free at the end before: then again.
             if let Some(block) = core.search_all(self.number, request, true) {
-                drop(guard);
-                drop(alone); // a subscriber may allocate
-                tracing::debug!(device = %self.driver.device(), bytes, "segment extended");
+                climb.made = Some(("segment extended", bytes));
                 return Ok(Grown::Block(block));
             }
         }

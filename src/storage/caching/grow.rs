@@ -6,6 +6,7 @@ use super::super::allocator::Block;
 use super::super::driver::Failure;
 use super::super::segment::Segment;
 use super::expand::Grown;
+use super::ladder::Climb;
 use super::sync::MutexGuard;
 use super::{CachingAllocator, Core, Request};
 use crate::Result;
@@ -126,9 +127,9 @@ impl Growth {
 
 impl CachingAllocator {
     /// Makes a segment for the request and hands out its first block; `None` where the limit or the device has no room,
-    /// for the reason left in `failure`. An `exact` segment is no larger than the request.
-    pub(super) fn grow(&self, request: &Request, exact: bool, failure: &mut Option<Failure>) -> Result<Option<Block>> {
-        match self.expand(request, exact, failure)? {
+    /// for the reason left in `climb`. An `exact` segment is no larger than the request.
+    pub(super) fn grow(&self, request: &Request, exact: bool, climb: &mut Climb) -> Result<Option<Block>> {
+        match self.expand(request, exact, climb)? {
             Grown::Block(block) => return Ok(Some(block)),
             Grown::Full => return Ok(None),
             Grown::Elsewhere => {}
@@ -157,15 +158,14 @@ impl CachingAllocator {
                 core.decay.regrown(core.heap.now);
                 let id = core.heap.take(id, request.size, request.bytes);
                 let block = core.block(self.number, id, request.bytes);
-                drop(guard);
-                tracing::debug!(device = %self.driver.device(), bytes, "segment made");
+                climb.made = Some(("segment made", bytes as u64));
                 Ok(Some(block))
             }
             // No news: one of just the size may be possible.
             Err(Failure::TooBig) if bytes > request.size => Ok(None),
             Err(Failure::Other(error)) => Err(error),
             Err(other) => {
-                *failure = Some(other);
+                climb.failure = Some(other);
                 Ok(None)
             }
         }

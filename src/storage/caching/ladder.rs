@@ -63,27 +63,45 @@ fn count(_rung: Rung) {
 /// Waits for all streams before giving up on their blocks, which other threads keep giving back.
 const WAITS: usize = 4;
 
+/// What a climb has met so far.
+#[derive(Default)]
+pub(super) struct Climb {
+    /// Why the device made no segment.
+    pub(super) failure: Option<Failure>,
+    /// What the device made, and its bytes.
+    pub(super) made: Option<(&'static str, u64)>,
+}
+
 impl CachingAllocator {
     /// Finds memory for a request that the bins did not serve at once.
     #[cold]
     pub(super) fn climb(&self, request: &Request) -> Result<Block> {
-        let mut failure = None;
+        let mut climb = Climb::default();
+        let found = self.find(request, &mut climb);
+        // Not before: a subscriber may allocate, and some rungs hold locks.
+        if let Some((what, bytes)) = climb.made {
+            tracing::debug!(device = %self.driver.device(), bytes, "{what}");
+        }
+        found?.ok_or_else(|| self.out_of_memory(request, climb.failure))
+    }
+
+    fn find(&self, request: &Request, climb: &mut Climb) -> Result<Option<Block>> {
         for rung in LADDER {
-            if let Some(block) = self.step(rung, request, &mut failure)? {
+            if let Some(block) = self.step(rung, request, climb)? {
                 count(rung);
-                return Ok(block);
+                return Ok(Some(block));
             }
             // Until growing has failed, unused segments are left to requests that fill them.
             let any = rung as usize >= Rung::Grow as usize;
             if let Some(block) = self.lock_folded().search_all(self.number, request, any) {
                 count(rung);
-                return Ok(block);
+                return Ok(Some(block));
             }
         }
-        Err(self.out_of_memory(request, failure))
+        Ok(None)
     }
 
-    fn step(&self, rung: Rung, request: &Request, failure: &mut Option<Failure>) -> Result<Option<Block>> {
+    fn step(&self, rung: Rung, request: &Request, climb: &mut Climb) -> Result<Option<Block>> {
         match rung {
             Rung::Events => {
                 self.settle_events(false)?;
@@ -92,7 +110,7 @@ impl CachingAllocator {
             Rung::OtherStreams => return self.take_with_wait(request),
             Rung::Collect if self.collect(request) => count(rung), // the room is the next rung's
             Rung::Collect => {}
-            Rung::Grow => return self.grow(request, false, failure),
+            Rung::Grow => return self.grow(request, false, climb),
             Rung::Callbacks => {
                 if self.ask_for_memory() {
                     self.settle_events(false)?;
@@ -101,7 +119,7 @@ impl CachingAllocator {
             }
             Rung::Oversize => {
                 if self.rules.config.max_split_size < usize::MAX && self.release_oversize(request) {
-                    return self.grow(request, false, failure);
+                    return self.grow(request, false, climb);
                 }
             }
             Rung::Wait => {
@@ -111,14 +129,14 @@ impl CachingAllocator {
                 core.heap.stats.num_sync_all_streams += 1;
             }
             // The driver makes no segment as large as the request, however much memory is free: the cache is kept.
-            Rung::Release | Rung::Compact if matches!(failure, Some(Failure::TooBig)) => {}
+            Rung::Release | Rung::Compact if matches!(climb.failure, Some(Failure::TooBig)) => {}
             Rung::Release => {
                 let unused = self.lock().heap.remove_unused(0);
                 drop(unused);
                 self.release_pages(0, 0);
-                return self.grow(request, true, failure);
+                return self.grow(request, true, climb);
             }
-            Rung::Compact => return self.compact_for(request, failure),
+            Rung::Compact => return self.compact_for(request, climb),
             Rung::OtherKind => {
                 let other = Request { kind: request.kind.other(), ..*request };
                 return Ok(self.lock_folded().search_all(self.number, &other, true));
