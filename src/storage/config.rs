@@ -107,7 +107,7 @@ pub struct Config {
     pub compaction: bool,
     /// The most bytes to move at a time; 0 is no bound.
     pub compaction_budget: usize,
-    /// Bytes of often used sizes that a thread keeps for itself; 0 is off.
+    /// Bytes of small sizes that a thread keeps for itself; 0 is off.
     pub thread_cache: usize,
     /// Segments unused for this long go back to the driver; zero is off.
     pub decay: Duration,

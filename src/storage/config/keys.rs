@@ -181,7 +181,7 @@ pub(super) const KEYS: &[ConfigKey] = &[
     ConfigKey {
         name: "thread_cache_kb",
         allowed: "a whole number of KiB, 0 for none",
-        doc: "what a thread keeps for itself of often used sizes",
+        doc: "what a thread keeps for itself of small sizes",
         parse: |c, v| put(&mut c.thread_cache, bytes(v, KIB, 0)),
         print: |c| show(c.thread_cache, KIB),
     },
