@@ -118,7 +118,7 @@ impl Allocator for DirectAllocator {
     fn record_stream(&self, _: &Block, _: StreamId) {}
 
     fn stats(&self) -> DeviceStats {
-        self.lock().stats
+        self.lock().stats.stats()
     }
 
     fn reset_peak_stats(&self) {

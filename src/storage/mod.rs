@@ -12,6 +12,7 @@ mod access;
 mod allocator;
 mod caching;
 mod config;
+mod counters;
 mod direct;
 pub(crate) mod driver;
 mod guard;

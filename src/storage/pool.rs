@@ -285,7 +285,7 @@ impl Allocator for PoolAllocator {
     }
 
     fn stats(&self) -> DeviceStats {
-        self.lock().books.stats
+        self.lock().books.stats.stats()
     }
 
     fn reset_peak_stats(&self) {
@@ -315,7 +315,7 @@ impl Allocator for PoolAllocator {
     fn trim(&self, keep: u64) -> Result<u64> {
         let (now, streams) = {
             let state = self.lock();
-            if state.books.stats.reserved_bytes.current <= keep {
+            if state.books.stats.reserved() <= keep {
                 return Ok(0);
             }
             (state.clock, state.free().flat_map(|(_, buffer)| buffer.streams()).collect::<BTreeSet<_>>())
@@ -378,7 +378,7 @@ impl State {
     fn remove_oldest(&mut self, keep: u64, may: impl Fn(u64, &Buffer) -> bool) -> Vec<Buffer> {
         let oldest: BTreeMap<u64, u64> =
             self.free().filter(|(age, b)| may(*age, b)).map(|(age, b)| (age, b.size() as u64)).collect();
-        let mut held = self.books.stats.reserved_bytes.current;
+        let mut held = self.books.stats.reserved();
         let until = |(age, bytes): (u64, u64)| {
             let surplus = held > keep;
             held -= if surplus { bytes } else { 0 };

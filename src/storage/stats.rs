@@ -3,7 +3,7 @@
 use std::fmt;
 use std::ops::Deref;
 
-use super::caching::{FreeMemory, Kind, OomObserver, Registration};
+use super::caching::{FreeMemory, OomObserver, Registration};
 use super::history::{HistoryOptions, Snapshot};
 use super::registry;
 use crate::{Device, Result};
@@ -68,32 +68,6 @@ pub struct PoolStats {
     pub requested_bytes: Stat,
 }
 
-impl PoolStats {
-    fn all_mut(&mut self) -> [&mut Stat; 9] {
-        [
-            &mut self.allocation,
-            &mut self.segment,
-            &mut self.active,
-            &mut self.inactive_split,
-            &mut self.allocated_bytes,
-            &mut self.reserved_bytes,
-            &mut self.active_bytes,
-            &mut self.inactive_split_bytes,
-            &mut self.requested_bytes,
-        ]
-    }
-
-    #[inline]
-    pub(super) fn split(&mut self, split: Split) {
-        if split.blocks != 0 {
-            self.inactive_split.change(split.blocks);
-        }
-        if split.bytes != 0 {
-            self.inactive_split_bytes.change(split.bytes);
-        }
-    }
-}
-
 /// A device's memory statistics, as [`Device::memory_stats`] gives them.
 ///
 /// Dereferences to the sums over both pools: `stats.allocated_bytes.current`. Always
@@ -145,99 +119,6 @@ impl Deref for DeviceStats {
 pub(super) struct Split {
     pub(super) blocks: i64,
     pub(super) bytes: i64,
-}
-
-impl DeviceStats {
-    fn each(&mut self, kind: Kind, change: impl Fn(&mut PoolStats)) {
-        change(&mut self.total);
-        match kind {
-            Kind::Small => change(&mut self.small_pool),
-            Kind::Large => change(&mut self.large_pool),
-        }
-    }
-
-    /// A free block was handed out.
-    pub(super) fn block_taken(&mut self, kind: Kind, size: usize, requested: usize, split: Split) {
-        self.each(kind, |s| {
-            s.allocation.increase(1);
-            s.active.increase(1);
-            s.allocated_bytes.increase(size as u64);
-            s.active_bytes.increase(size as u64);
-            s.requested_bytes.increase(requested as u64);
-            s.split(split);
-        });
-        self.oversize(size, |s| &mut s.oversize_allocations, 1);
-    }
-
-    /// A block or segment of this size came or went: counted if it is too large to be split.
-    pub(super) fn oversize(&mut self, size: usize, stat: fn(&mut DeviceStats) -> &mut Stat, by: i64) {
-        if size as u64 >= self.max_split_size {
-            stat(self).change(by);
-        }
-    }
-
-    /// A block was given back and is free.
-    pub(super) fn block_given_back(&mut self, kind: Kind, size: usize, requested: usize, split: Split) {
-        self.block_pending(kind, size, requested);
-        self.block_settled(kind, size, split);
-    }
-
-    /// A block was given back, but a stream may still use it.
-    pub(super) fn block_pending(&mut self, kind: Kind, size: usize, requested: usize) {
-        self.each(kind, |s| {
-            s.allocation.decrease(1);
-            s.allocated_bytes.decrease(size as u64);
-            s.requested_bytes.decrease(requested as u64);
-        });
-        self.oversize(size, |s| &mut s.oversize_allocations, -1);
-    }
-
-    /// No stream uses a block that was given back any more.
-    pub(super) fn block_settled(&mut self, kind: Kind, size: usize, split: Split) {
-        self.each(kind, |s| {
-            s.active.decrease(1);
-            s.active_bytes.decrease(size as u64);
-            s.split(split);
-        });
-    }
-
-    pub(super) fn segment_made(&mut self, kind: Kind, size: usize) {
-        self.num_device_alloc += 1;
-        self.each(kind, |s| {
-            s.segment.increase(1);
-            s.reserved_bytes.increase(size as u64);
-        });
-        self.oversize(size, |s| &mut s.oversize_segments, 1);
-    }
-
-    pub(super) fn segment_released(&mut self, kind: Kind, size: usize) {
-        self.num_device_free += 1;
-        self.each(kind, |s| {
-            s.segment.decrease(1);
-            s.reserved_bytes.decrease(size as u64);
-        });
-        self.oversize(size, |s| &mut s.oversize_segments, -1);
-    }
-
-    pub(super) fn reset_peak(&mut self) {
-        for pool in [&mut self.total, &mut self.small_pool, &mut self.large_pool] {
-            pool.all_mut().into_iter().for_each(|stat| stat.peak = stat.current);
-        }
-        for stat in [&mut self.oversize_allocations, &mut self.oversize_segments] {
-            stat.peak = stat.current;
-        }
-    }
-
-    pub(super) fn reset_accumulated(&mut self) {
-        for pool in [&mut self.total, &mut self.small_pool, &mut self.large_pool] {
-            pool.all_mut().into_iter().for_each(|stat| (stat.allocated, stat.freed) = (0, 0));
-        }
-        for stat in [&mut self.oversize_allocations, &mut self.oversize_segments] {
-            (stat.allocated, stat.freed) = (0, 0);
-        }
-        (self.num_alloc_retries, self.num_ooms, self.num_sync_all_streams) = (0, 0, 0);
-        (self.num_device_alloc, self.num_device_free) = (0, 0);
-    }
 }
 
 impl fmt::Display for DeviceStats {

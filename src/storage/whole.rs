@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::caching::Kind;
 use super::config::Config;
+use super::counters::Counters;
 use super::driver::{Driver, Failure};
 use super::history::{
     BlockInfo, BlockState, Context, History, HistoryOptions, Recorded, Recording, SegmentInfo, SegmentType, Snapshot,
@@ -12,7 +13,6 @@ use super::history::{
 };
 use super::registry;
 use super::segment::Segment;
-use super::stats::{DeviceStats, Split};
 use crate::device::StreamId;
 use crate::{Device, Error, Result};
 
@@ -20,7 +20,7 @@ use crate::{Device, Error, Result};
 pub(super) struct Books {
     device: Device,
     capacity: u64,
-    pub(super) stats: DeviceStats,
+    pub(super) stats: Counters,
     /// The most bytes of segments to hold, as a number and as a part of the capacity.
     most: u64,
     part: u64,
@@ -44,12 +44,13 @@ struct Shown {
 impl Books {
     pub(super) fn new(driver: &dyn Driver, config: &Config) -> Books {
         let (device, capacity) = (driver.device(), driver.capacity());
-        let (stats, most) = (DeviceStats::default(), config.limit(capacity));
+        let mut stats = Counters::default();
+        stats.max_split_size = config.max_split_size as u64;
         Books {
             device,
             capacity,
             stats,
-            most,
+            most: config.limit(capacity),
             part: capacity,
             making: 0,
             config: config.clone(),
@@ -77,7 +78,7 @@ impl Books {
 
     /// Makes room under the limit for a segment about to be made; says so if there is none.
     pub(super) fn begin(&mut self, size: usize) -> Option<&'static str> {
-        let held = self.stats.reserved_bytes.current + self.making;
+        let held = self.stats.reserved() + self.making;
         if held.saturating_add(size as u64) > self.limit() {
             return Some("there is no room for it");
         }
@@ -107,7 +108,7 @@ impl Books {
     /// The segment at an address is handed out to `stream`.
     pub(super) fn taken(&mut self, address: u64, stream: StreamId, requested: usize) {
         if let Some(Shown { size, taken, .. }) = self.segments.get_mut(&address) {
-            self.stats.block_taken(Kind::of(*size), *size, requested, Split::default());
+            self.stats.taken(Kind::of(*size), *size, requested);
             self.history.record(TraceAction::Alloc, address, requested as u64, stream.0);
             *taken = Some((requested, stream, self.history.context()));
         }
@@ -118,7 +119,7 @@ impl Books {
         if let Some(Shown { size, taken, .. }) = self.segments.get_mut(&address)
             && let Some((requested, stream, _)) = taken.take()
         {
-            self.stats.block_given_back(Kind::of(*size), *size, requested, Split::default());
+            self.stats.given_back(Kind::of(*size), *size, requested);
             self.history.record(TraceAction::FreeRequested, address, requested as u64, stream.0);
             self.history.record(TraceAction::FreeCompleted, address, requested as u64, stream.0);
         }
@@ -132,7 +133,7 @@ impl Books {
 
     /// What a snapshot of this moment is made of: see [`snapshot`].
     pub(super) fn copy(&self) -> (Vec<SegmentInfo>, Recorded, Config) {
-        let active = self.stats.active_bytes.current;
+        let active = self.stats.active_bytes();
         self.history.record(TraceAction::Snapshot, 0, active, 0);
         let device = registry::number(self.device);
         let segments = self.segments.iter().map(|(&address, shown)| shown.info(device, address)).collect();
@@ -143,7 +144,7 @@ impl Books {
     /// no avail.
     pub(super) fn out_of_memory(&mut self, requested: usize, stream: StreamId, why: &str, unused: Unused) -> Error {
         self.stats.num_ooms += 1;
-        let (allocated, reserved) = (self.stats.allocated_bytes.current, self.stats.reserved_bytes.current);
+        let (allocated, reserved) = (self.stats.allocated_bytes(), self.stats.reserved());
         let free = self.capacity.saturating_sub(reserved).min(i64::MAX as u64); // as files have it
         self.history.record(TraceAction::Oom, free, requested as u64, stream.0);
         let capacity = self.capacity;

@@ -10,7 +10,7 @@ use std::ptr::NonNull;
 use std::sync::OnceLock;
 
 use super::super::allocator::Slot;
-use super::counters::{Amounts, Deltas};
+use super::super::counters::{Amounts, Deltas};
 use super::sync::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Mutex, Ordering::Relaxed, lock};
 
 const SHARDS: usize = if cfg!(loom) { 2 } else { 64 };

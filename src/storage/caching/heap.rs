@@ -9,11 +9,11 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::super::allocator::MAX_ENTRIES;
+use super::super::counters::Counters;
 use super::super::history::{Context, History, TraceAction};
 use super::super::segment::Segment;
 use super::super::stats::Split;
 use super::bins::Bins;
-use super::counters::Counters;
 pub(super) use super::entry::{Entry, NONE, NOWHERE, Use};
 use super::entry::{absorb, cut};
 use super::pages::End;

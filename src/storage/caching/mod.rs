@@ -14,7 +14,6 @@
 mod bins;
 mod cache;
 mod compact;
-mod counters;
 mod decay;
 mod entry;
 mod events;
@@ -42,13 +41,13 @@ use std::time::Instant;
 
 use super::allocator::{Allocator, Block, KEEPS, owner_number};
 use super::config::Config;
+use super::counters::Deltas;
 use super::driver::Driver;
 use super::history::{HistoryOptions, Snapshot};
 use super::stats::{DeviceStats, Split};
 use crate::device::StreamId;
 use crate::{Device, Error, Result};
 use cache::{Cached, Put, ThreadCaches};
-use counters::Deltas;
 use events::Pending;
 use expand::Expandable;
 use heap::{Heap, Search};

@@ -2,7 +2,7 @@ use std::thread;
 
 use super::*;
 use crate::Error;
-use crate::storage::{Call, Failure, Sim, SimOptions};
+use crate::storage::{Call, Failure, PoolStats, Sim, SimOptions};
 
 const STREAM: StreamId = StreamId::DEFAULT;
 
@@ -28,9 +28,14 @@ fn a_buffer_is_made_for_each_allocation_and_given_back_with_it() {
     assert_eq!((stats.reserved_bytes.peak, stats.allocation.freed, stats.num_device_free), (2048, 3, 3));
     let expected = [512, 512, 1024].map(|n| [Call::Create(n), Call::Commit(n)]).into_iter().flatten();
     assert_eq!(sim.calls(), expected.chain([512, 512, 1024].map(Call::Release)).collect::<Vec<_>>());
+    assert_eq!(
+        (stats.oversize_allocations.peak, stats.oversize_segments.peak),
+        (0, 0),
+        "no size is too large to split"
+    );
     direct.reset_accumulated_stats();
     direct.reset_peak_stats();
-    assert_eq!(direct.stats(), DeviceStats::default());
+    assert_eq!(direct.stats(), DeviceStats { max_split_size: u64::MAX, ..DeviceStats::default() });
 }
 
 #[test]
@@ -101,5 +106,5 @@ fn blocks_of_others_are_left_alone() {
     let other = DirectAllocator::new(Arc::new(sim.clone()), Config::default()).unwrap();
     let block = other.allocate(512, STREAM).unwrap();
     direct.deallocate(block);
-    assert_eq!((direct.stats(), other.stats().allocation.current), (DeviceStats::default(), 1));
+    assert_eq!((direct.stats().total, other.stats().allocation.current), (PoolStats::default(), 1));
 }

@@ -7,8 +7,8 @@
 //! A block in a thread's cache counts as allocated here. What the caches hold is taken off what is shown, and off the
 //! peaks: of its own thread's cache a peak knows at every moment, of the others' when they are emptied.
 
-use super::super::stats::{DeviceStats, PoolStats, Split, Stat};
-use super::policy::Kind;
+use super::caching::Kind;
+use super::stats::{DeviceStats, PoolStats, Split, Stat};
 
 /// Blocks, their bytes, and the bytes asked for.
 pub(super) type Amounts = [i64; 3];
@@ -189,7 +189,7 @@ impl Pool {
     }
 }
 
-/// The counters of an allocator.
+/// The counters of an allocator. `max_split_size` is to be set.
 #[derive(Debug, Default)]
 pub(super) struct Counters {
     total: Pool,
@@ -229,6 +229,11 @@ impl Counters {
     pub(super) fn active_bytes(&self) -> u64 {
         let total = &self.total;
         (total.live[1].current + self.cached[1] + total.pending[1].current).max(0) as u64
+    }
+
+    /// Bytes of blocks that are handed out.
+    pub(super) fn allocated_bytes(&self) -> u64 {
+        self.total.live[1].current as u64
     }
 
     /// Blocks that are handed out.
