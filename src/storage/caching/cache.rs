@@ -90,11 +90,16 @@ impl Shard {
     fn drain(&self, ids: &mut Vec<u32>) -> Deltas {
         let mut guard = lock(&self.contents);
         let contents = &mut *guard;
-        for (count, blocks) in contents.counts.iter_mut().zip(&contents.blocks) {
-            ids.extend(blocks[..usize::from(std::mem::take(count))].iter().flatten().map(|cached| cached.id));
+        for (word, first) in self.occupied.iter().zip((0..).step_by(64)) {
+            let mut left = word.swap(0, Relaxed);
+            while left != 0 {
+                let at = first + left.trailing_zeros() as usize;
+                left &= left - 1;
+                let count = usize::from(std::mem::take(&mut contents.counts[at]));
+                ids.extend(contents.blocks[at][..count].iter().flatten().map(|cached| cached.id));
+            }
         }
         (contents.bytes, contents.refused) = (0, 0);
-        self.occupied.iter().for_each(|word| word.store(0, Relaxed));
         let take = |amounts: &[AtomicI64; 3]| array::from_fn(|i| amounts[i].swap(0, Relaxed));
         let increases = std::mem::take(&mut contents.increases);
         Deltas { change: take(&self.change), highest: take(&self.highest), increases }
