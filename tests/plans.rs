@@ -343,7 +343,7 @@ fn op(pure: bool) -> BoxedStrategy<Op> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(128))]
+    #![proptest_config(ProptestConfig::with_cases(if cfg!(miri) { 2 } else { 128 }))]
 
     /// Runs of a recorded step with operations put in, taken out and replaced.
     #[test]

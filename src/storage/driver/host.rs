@@ -221,7 +221,7 @@ fn bytes_at((memory, offset): At<'_>, bytes: usize) -> Result<NonNull<u8>> {
 }
 
 /// Bytes of physical memory, or of the control group's limit where that is less.
-#[cfg(target_os = "linux")]
+#[cfg(all(target_os = "linux", not(miri)))]
 fn physical_memory() -> Option<u64> {
     let number = |path: &str| std::fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
     let meminfo = std::fs::read_to_string("/proc/meminfo").ok()?;
@@ -231,7 +231,7 @@ fn physical_memory() -> Option<u64> {
     Some(limit.map_or(total, |limit| limit.min(total)))
 }
 
-#[cfg(not(target_os = "linux"))]
+#[cfg(not(all(target_os = "linux", not(miri))))]
 fn physical_memory() -> Option<u64> {
     None
 }

@@ -325,6 +325,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "minutes of arithmetic in safe code")]
     fn all_alive_at_once_fill_the_arena() {
         optimal(&[(1, 2, 1), (2, 1, 3), (0, 3, 3), (1, 2, 3), (1, 2, 3)]);
     }

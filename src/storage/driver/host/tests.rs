@@ -37,7 +37,8 @@ fn address(memory: &Memory) -> usize {
 #[test]
 fn segments_of_every_size_are_aligned_zeroed_and_keep_what_is_written() {
     let host = host();
-    for bytes in [1, 511, 4096, HUGE.min(1 << 21) - 1, 1 << 21, (5 << 20) + 3] {
+    let largest = if cfg!(miri) { 5000 } else { (5 << 20) + 3 };
+    for bytes in [1, 511, 4096, HUGE.min(1 << 21) - 1, 1 << 21, largest].into_iter().filter(|n| *n <= largest) {
         let memory = host.create(bytes).unwrap();
         host.commit(&memory).unwrap();
         assert_eq!(address(&memory) % ALIGNMENT, 0);

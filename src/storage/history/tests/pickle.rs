@@ -154,6 +154,9 @@ fn files() -> Result<()> {
     assert!(Snapshot::load(dir.path().join("bad.pickle")).is_err());
     assert!(Snapshot::load(dir.path().join("bad.json")).is_err());
 
+    if cfg!(miri) {
+        return Ok(()); // which starts no programs
+    }
     // Python's own pickle and json agree on them, where there is a Python.
     let script = "import json, pickle, sys\n\
         a = pickle.load(open(sys.argv[1] + '/a.pickle', 'rb'))\n\

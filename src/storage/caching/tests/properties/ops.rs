@@ -114,6 +114,7 @@ pub(super) fn generate(seed: u64, n: usize, capacity: u64) -> Vec<Op> {
     let mut random = Random(seed);
     let favourites: Vec<usize> = (0..8).map(|_| random.size(1 << 18)).collect();
     let mut allocating = 50;
+    let largest = if cfg!(miri) { 2 << 20 } else { 32 << 20 };
     (0..n)
         .map(|i| {
             if i % 256 == 0 {
@@ -126,7 +127,7 @@ pub(super) fn generate(seed: u64, n: usize, capacity: u64) -> Vec<Op> {
                 0..620 if random.below(100) >= allocating => Op::Free { block },
                 0..620 => {
                     let favourite = random.below(10) < 3;
-                    let bytes = if favourite { favourites[block % 8] } else { random.size(32 << 20) };
+                    let bytes = if favourite { favourites[block % 8] } else { random.size(largest) };
                     Op::Allocate { bytes, stream, pool: pool.saturating_sub(9) }
                 }
                 620..710 => Op::Share { block, stream },
