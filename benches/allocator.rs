@@ -104,6 +104,19 @@ fn random_peer(live: usize) -> f64 {
     })
 }
 
+/// What the loop of [`random`] costs by itself: choosing handles, moving them about, and missing caches with that.
+fn random_loop(live: usize) -> f64 {
+    let mut sizes = Sizes(1);
+    let mut blocks: Vec<[usize; 3]> = (0..live).map(|_| [sizes.size(), 0, 0]).collect(); // as large as a Block
+    let choices: Vec<(usize, usize)> = (0..PAIRS).map(|_| (sizes.below(live), sizes.size())).collect();
+    median(|| {
+        for &(at, bytes) in &choices {
+            black_box(blocks.swap_remove(at));
+            blocks.push(black_box([bytes, 0, 0]));
+        }
+    })
+}
+
 /// Million pairs a second that one thread does, that two do together, and the median of the ratios of neighbouring
 /// runs: what else the machine does meanwhile hits both.
 fn together() -> (f64, f64, f64) {
@@ -142,6 +155,7 @@ fn main() {
     for live in [64, 1024, 16_384] {
         rows.push((format!("random sizes, {live} live"), random(live), "ns a pair"));
         rows.push((format!("random sizes, {live} live, offset-allocator"), random_peer(live), "ns a pair"));
+        rows.push((format!("random sizes, {live} live, of which the loop"), random_loop(live), "ns a pair"));
     }
     let (one, two, ratio) = together();
     rows.push(("one thread".into(), one, "million pairs a second"));

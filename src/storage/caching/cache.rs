@@ -57,8 +57,9 @@ struct Contents {
 #[repr(align(128))]
 #[derive(Debug)]
 struct Shard {
-    /// Sizes of which there are blocks, read without the lock: a bit each. Written under it, as are the others.
-    occupied: [AtomicU64; WORDS],
+    /// Sizes of which there are blocks, read without the lock: a bit each. Written under it, as are the others. The last
+    /// word, that of all sizes that are never kept, stays 0.
+    occupied: [AtomicU64; WORDS + 1],
     /// By how much what is allocated has changed since the cache was last emptied.
     change: [AtomicI64; 3],
     /// The greatest `change` since the allocator last looked. It may look without the lock: threads that share a cache
@@ -161,11 +162,9 @@ impl ThreadCaches {
     /// A block of exactly this size that this thread freed, now handed out for `requested` bytes.
     #[inline]
     pub(super) fn get(&self, size: usize, requested: usize) -> Option<Cached> {
-        if size > self.largest.load(Relaxed) {
-            return None;
-        }
         let shard = self.shards[index()].get()?;
-        let at = (size >> self.shift) - 1;
+        // One question for both, whether such sizes are kept and whether one is there: few answers can be foreseen.
+        let at = ((size >> self.shift) - 1).min(SIZES);
         let (word, bit) = (&shard.occupied[at / 64], 1 << (at % 64));
         if word.load(Relaxed) & bit == 0 {
             return None;

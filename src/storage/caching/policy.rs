@@ -45,13 +45,17 @@ pub(super) struct Rules {
     divides: bool,
     /// Whether blocks are taken from both ends of a segment: not where one end moves.
     pub(super) both_ends: bool,
+    /// The least remainder of a block that is worth keeping, small and large.
+    least_rest: [usize; 2],
 }
 
 impl Rules {
     pub(super) fn new(config: Config, alignment: usize, capacity: u64) -> Rules {
         let divides = config.roundup_power2_divisions.iter().any(|&divisions| divisions > 1);
         let both_ends = config.segments == SegmentSizes::Adaptive && !config.expandable_segments;
-        Rules { alignment, config, capacity, divides, both_ends }
+        let fine = config.segments == SegmentSizes::Adaptive || config.expandable_segments;
+        let least_rest = [alignment, if fine { alignment } else { SMALL + 1 }];
+        Rules { alignment, config, capacity, divides, both_ends, least_rest }
     }
 
     pub(super) fn is_adaptive(&self) -> bool {
@@ -72,8 +76,8 @@ impl Rules {
     /// requests that need them.
     pub(super) fn may_serve(&self, kind: Kind, block: usize, size: usize) -> bool {
         let max = self.config.max_split_size;
-        if kind == Kind::Small || block < max {
-            return true;
+        if block < max || kind == Kind::Small {
+            return true; // asked in this order: kinds follow one another as they please, which nothing can foresee
         }
         // An oversize block serves only oversize requests, and not ones much smaller than itself.
         size >= max && block - size <= self.config.max_non_split_rounding
@@ -81,13 +85,8 @@ impl Rules {
 
     /// Whether what remains of a block is worth keeping as a block of its own.
     pub(super) fn splits(&self, kind: Kind, block: usize, size: usize) -> bool {
-        let remaining = block - size;
-        match kind {
-            Kind::Small => remaining >= self.alignment,
-            Kind::Large if size >= self.config.max_split_size => false,
-            Kind::Large if self.is_adaptive() || self.config.expandable_segments => remaining >= self.alignment,
-            Kind::Large => remaining > SMALL,
-        }
+        // What is as large as that is of the large kind.
+        size < self.config.max_split_size && block - size >= self.least_rest[kind as usize]
     }
 
     /// The size of a new segment for a rounded request, when `reserved` bytes are held already.
