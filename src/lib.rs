@@ -51,7 +51,10 @@ pub use device::{Device, Stream, with_stream};
 pub(crate) use dtype::Compute;
 pub use dtype::{DType, Element, Scalar};
 pub use error::{Error, Result};
-pub use ops::{CrossEntropy, Expr, LossReduction, ReduceDims, manual_seed};
+pub use ops::{
+    CrossEntropy, Expr, LossReduction, ReduceDims, get_float32_matmul_precision, manual_seed,
+    set_float32_matmul_precision,
+};
 pub use tensor::{Index, Indices, NewShape, Shape, Tensor, TensorOptions};
 
 /// The README's example runs as a doctest.

@@ -100,16 +100,48 @@ fn every_orientation_at_the_edges_of_tiles() {
 #[test]
 fn large_enough_for_every_tile_size() {
     each_device(|device| {
-        for (m, n) in [(140, 260), (700, 900), (1500, 1700)] {
-            let (a, b) = (whole(&[m, 50], DType::F32, device), whole(&[50, n], DType::F32, device));
+        let depths = [DType::F32, DType::F16].map(|dtype| (1100, 2824, 136, dtype));
+        let sizes = [(140, 260, 50), (700, 900, 50), (1500, 1700, 50), (1100, 1500, 136)];
+        for (m, n, depth, dtype) in sizes.map(|(m, n, k)| (m, n, k, DType::F32)).into_iter().chain(depths) {
+            let (a, b) = (whole(&[m, depth], dtype, device), whole(&[depth, n], dtype, device));
             let out = f64s(&a.matmul(&b).unwrap());
             let turned = b.t().unwrap().matmul(&a.t().unwrap()).unwrap().t().unwrap();
             assert_eq!(out, f64s(&turned));
             let (a, b) = (f64s(&a), f64s(&b));
             let some = |n: usize| (0..n).step_by(37).chain([n - 1]);
             for (i, j) in some(m).flat_map(|i| some(n).map(move |j| (i, j))) {
-                assert_eq!(out[[i, j]], (0..50).map(|k| a[[i, k]] * b[[k, j]]).sum::<f64>(), "{m} x {n} at {i}, {j}");
+                let want = (0..depth).map(|k| a[[i, k]] * b[[k, j]]).sum::<f64>();
+                assert_eq!(out[[i, j]], rounded(want, dtype), "{m} x {n} x {depth} at {i}, {j}");
             }
+        }
+    });
+}
+
+/// Deep enough for tensor cores, where there are some: the edges of their tiles, in every orientation, at starts and
+/// with lines of every alignment.
+#[test]
+fn deep_products() {
+    each_device(|device| {
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            for (m, n, k) in [(32, 72, 128), (64, 64, 144), (65, 33, 131), (129, 40, 192)] {
+                for turns in 0..4 {
+                    for pad in [0, 1, 2, 8] {
+                        let matrix = |rows, cols, turned: bool| {
+                            let (rows, cols) = if turned { (cols, rows) } else { (rows, cols) };
+                            let wide = whole(&[rows + 1, cols + pad], dtype, device);
+                            let part = wide.narrow(0, 1, rows).unwrap().narrow(1, pad, cols).unwrap();
+                            if turned { part.t().unwrap() } else { part }
+                        };
+                        if pad == 0 || turns == 1 || (m, turns) == (64, 2) {
+                            check_exact(&matrix(m, k, turns & 1 > 0), &matrix(k, n, turns & 2 > 0));
+                        }
+                    }
+                }
+            }
+            let (a, b) = (whole(&[2, 3, 40, 136], dtype, device), whole(&[3, 136, 48], dtype, device));
+            check_exact(&a, &b);
+            check_exact(&a.expand([2, 3, 40, 136]).unwrap(), &b.narrow(0, 1, 1).unwrap());
+            check_exact(&a.flip(2).unwrap(), &b.flip(0).unwrap());
         }
     });
 }
@@ -217,20 +249,20 @@ fn integers_wrap() {
 #[test]
 fn nan_and_infinity_reach_their_row_and_column_only() {
     each_device(|device| {
-        for dtype in floats(device) {
-            let mut values = vec![1f32; 37 * 37];
-            (values[3 * 37 + 5], values[20 * 37 + 30]) = (f32::NAN, f32::INFINITY);
-            let a = Tensor::from_vec(values, [37, 37], device).unwrap().to_dtype(dtype).unwrap();
+        for (dtype, n) in floats(device).flat_map(|dtype| [(dtype, 37), (dtype, 136)]) {
+            let mut values = vec![1f32; n * n];
+            (values[3 * n + 5], values[20 * n + 30]) = (f32::NAN, f32::INFINITY);
+            let a = Tensor::from_vec(values, [n, n], device).unwrap().to_dtype(dtype).unwrap();
             let ones = a.ones_like().unwrap();
             let right = f64s(&a.matmul(&ones).unwrap());
             let left = f64s(&ones.matmul(&a.t().unwrap()).unwrap());
-            for i in 0..37 {
-                for j in 0..37 {
+            for i in 0..n {
+                for j in 0..n {
                     for (value, line) in [(right[[i, j]], i), (left[[i, j]], j)] {
                         match line {
                             3 => assert!(value.is_nan()),
                             20 => assert_eq!(value, f64::INFINITY),
-                            _ => assert_eq!(value, 37.0),
+                            _ => assert_eq!(value, n as f64),
                         }
                     }
                 }
@@ -256,6 +288,74 @@ fn long_sums_keep_their_digits() {
     });
 }
 
+/// Numbers between -1 and 1, times powers of two: those of `scale(row, column)`.
+fn scaled(rows: usize, cols: usize, seed: u64, scale: impl Fn(usize, usize) -> i32) -> ArrayD<f32> {
+    let mut state = seed;
+    ArrayD::from_shape_fn(IxDyn(&[rows, cols]), |at| {
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        ((state >> 40) as f32 / (1 << 23) as f32 - 1.0) * (scale(at[0], at[1]) as f32).exp2()
+    })
+}
+
+/// Root mean square and largest error of products, relative to the sums of magnitudes.
+fn errors(out: &ArrayD<f64>, a: &ArrayD<f64>, b: &ArrayD<f64>) -> [f64; 2] {
+    let (want, size) = (reference(a, b), reference(&a.mapv(f64::abs), &b.mapv(f64::abs)));
+    let all: Vec<f64> = (out - want).iter().zip(&size).map(|(e, s)| (e / s).abs()).collect();
+    [(all.iter().map(|e| e * e).sum::<f64>() / all.len() as f64).sqrt(), all.into_iter().fold(0.0, f64::max)]
+}
+
+#[test]
+fn errors_are_those_of_f32() {
+    let hash = |i: usize, j: usize| ((i * 131 + j * 71) % 1009 * 37 % 41) as i32 - 20;
+    type Scale<'a> = &'a dyn Fn(usize, usize) -> i32;
+    let cases: [(&str, Scale<'_>, Scale<'_>); 5] = [
+        ("random", &|_, _| 0, &|_, _| 0),
+        ("rows and columns", &|i, _| i as i32 % 81 - 40, &|_, j| 40 - j as i32 % 81),
+        ("along k", &|_, k| k as i32 % 61 - 30, &|k, _| 30 - k as i32 % 61),
+        ("each element", &hash, &|i, j| hash(j, i + 7)),
+        ("near the ends of the range", &|_, _| 120, &|_, _| -95),
+    ];
+    for (name, scale_a, scale_b) in cases {
+        for (m, n, k) in [(72, 64, 128), (40, 40, 1000)] {
+            let (a, b) = (scaled(m, k, 1, scale_a), scaled(k, n, 2, scale_b));
+            let plain = ArrayD::from_shape_fn(IxDyn(&[m, n]), |at| {
+                (0..k).fold(0f32, |sum, l| a[[at[0], l]].mul_add(b[[l, at[1]]], sum)) as f64
+            });
+            let wide = |t: &ArrayD<f32>| t.mapv(f64::from);
+            let limit = errors(&plain, &wide(&a), &wide(&b));
+            each_device(|device| {
+                let on = |t: &ArrayD<f32>| Tensor::from_ndarray_view(t, device).unwrap();
+                let got = errors(&f64s(&on(&a).matmul(&on(&b)).unwrap()), &wide(&a), &wide(&b));
+                assert!(
+                    (0..2).all(|i| got[i] <= 2.0 * limit[i]),
+                    "{name}, {k} deep on {device}: {got:?}, plain {limit:?}"
+                );
+            });
+        }
+    }
+}
+
+#[test]
+fn less_precision_on_request() {
+    if !common::alone("less_precision_on_request") {
+        return;
+    }
+    assert_eq!(claystone::get_float32_matmul_precision(), "highest");
+    let error = claystone::set_float32_matmul_precision("higher").unwrap_err().to_string();
+    assert!(error.contains("higher") && error.contains("highest"), "{error}");
+    let (a, b) = (scaled(64, 256, 3, |_, _| 0), scaled(256, 64, 4, |_, _| 0));
+    let wide = |t: &ArrayD<f32>| t.mapv(f64::from);
+    for precision in ["high", "medium", "highest"] {
+        claystone::set_float32_matmul_precision(precision).unwrap();
+        assert_eq!(claystone::get_float32_matmul_precision(), precision);
+        each_device(|device| {
+            let on = |t: &ArrayD<f32>| Tensor::from_ndarray_view(t, device).unwrap();
+            let [_, most] = errors(&f64s(&on(&a).matmul(&on(&b)).unwrap()), &wide(&a), &wide(&b));
+            assert!(most < if precision == "highest" { 1e-6 } else { 3e-5 }, "{precision} on {device}: {most}");
+        });
+    }
+}
+
 #[test]
 fn one_launch_each() {
     each_device(|device| {
@@ -265,6 +365,14 @@ fn one_launch_each() {
         assert_eq!(launches(&|| x.matmul(&w.t()?)), 1);
         assert_eq!(launches(&|| x.linear(&w, Some(&b))), 1);
         assert_eq!(launches(&|| x.narrow(0, 0, 0)?.linear(&w, Some(&b))), 0);
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            let (x, w) = (whole(&[64, 136], dtype, device), whole(&[72, 136], dtype, device));
+            let bias = whole(&[72], dtype, device);
+            let (y, launches) = count_launches(|| x.linear_map(&w, Some(&bias), |z| z.relu()).unwrap());
+            assert_eq!(launches, 1);
+            let sum = reference(&f64s(&x), &f64s(&w).t().to_owned()) + f64s(&bias);
+            assert_eq!(f64s(&y), sum.mapv(|v| rounded(v.max(0.0), dtype)));
+        }
         let x = x.requires_grad_(true).unwrap();
         let (w, b) = (w.requires_grad_(true).unwrap(), b.requires_grad_(true).unwrap());
         let y = x.linear(&w, Some(&b)).unwrap();

@@ -5,10 +5,11 @@ use std::fmt::Write;
 use smallvec::SmallVec;
 
 use super::gemm::{Gemm, Operand, Plan};
+use super::gemm_mma::{self, Found, Mma};
 use super::kernels::{KernelKey, Placed, kernel};
 use super::opencl_map::scalar_arg;
 use super::program::Program;
-use crate::device::opencl::Arg;
+use crate::device::opencl::{Arg, ClDevice};
 use crate::device::{DeviceInfo, DeviceKind};
 use crate::tensor::Layout;
 use crate::{Compute, DType, Error, Result, Shape, Tensor};
@@ -24,6 +25,7 @@ enum Variant {
     Tiled { m: usize, n: usize, k: usize, items: usize, a_along_k: bool, b_along_k: bool },
     Panel { rows: usize, vectors: usize, width: usize, unit: bool },
     Dot { rows: usize, cols: usize, width: usize },
+    Mma(Mma),
 }
 
 impl Variant {
@@ -33,11 +35,16 @@ impl Variant {
             Variant::Tiled { m, n, .. } => (m, n),
             Variant::Panel { rows, vectors, width, .. } => (rows, vectors * width),
             Variant::Dot { rows, cols, .. } => (rows, cols),
+            Variant::Mma(mma) => mma.tile(),
         }
     }
 
     fn local(self) -> usize {
-        if matches!(self, Variant::Tiled { .. }) { THREADS } else { 1 }
+        match self {
+            Variant::Tiled { .. } => THREADS,
+            Variant::Mma(mma) => mma.threads(),
+            _ => 1,
+        }
     }
 
     /// One number that tells it from every other.
@@ -48,6 +55,7 @@ impl Variant {
             }
             Variant::Panel { rows, vectors, width, unit } => [2, rows, vectors, width, unit as usize],
             Variant::Dot { rows, cols, width } => [3, rows, cols, width, 0],
+            Variant::Mma(mma) => [4, 0, 0, 0, mma.key()],
         };
         (kind << 56 | a << 32 | b << 20 | c << 8 | flags) as u64
     }
@@ -66,6 +74,7 @@ impl Variant {
             Variant::Dot { rows, cols, width } => {
                 format!("#define DOT\n#define MR {rows}\n#define NR {cols}\n#define W {width}\n")
             }
+            Variant::Mma(mma) => mma.defines(),
         }
     }
 }
@@ -81,8 +90,16 @@ pub(super) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<()> {
     let others: SmallVec<[&Layout; 4]> = others.iter().collect();
     let plan = Plan::new(&g.a.layout, &g.b.layout, shape, &others);
     let compute = g.compute();
-    let (plan, variant, flipped) = choose(plan, compute, device.info());
+    // A matrix without elements has no memory; it is not read either.
+    let memory = [g.a, g.b].map(|t| if t.numel() == 0 { &outs[0] } else { t });
+    let mut places = [memory[0].place()?, memory[1].place()?];
+    let found = [0, 1].map(|i| Found { dtype: operands[i].dtype, first: places[i].first_element() });
+    let (plan, variant, flipped) = choose(plan, found, compute, device);
     let (a, b) = if flipped { (g.b, g.a) } else { (g.a, g.b) };
+    if flipped {
+        places.swap(0, 1);
+    }
+    let [place_a, place_b] = places;
 
     let program = Program::of(g.epilogue);
     let mut params: SmallVec<[u64; 8]> = SmallVec::from_slice(&[variant.key(), plan.batch.len() as u64]);
@@ -93,9 +110,6 @@ pub(super) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<()> {
         source(&program, compute, variant, plan.batch.len(), [a.dtype, b.dtype], &types, outs.len())
     })?;
 
-    // A matrix without elements has no memory; it is not read either.
-    let memory = [a, b].map(|t| if t.numel() == 0 { &outs[0] } else { t });
-    let (place_a, place_b) = (memory[0].place()?, memory[1].place()?);
     let others = operands[2..].iter().map(|t| t.place()).collect::<Result<SmallVec<[Placed; 4]>>>()?;
     let mut numbers: SmallVec<[i64; 64]> = SmallVec::new();
     numbers.extend([plan.m, plan.n, plan.k].map(|x| x as i64));
@@ -123,19 +137,30 @@ pub(super) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<()> {
 }
 
 /// The kernel for this device and problem, and the plan the way round it wants it: (plan, kernel, whether transposed).
-fn choose(plan: Plan, compute: Compute, info: &DeviceInfo) -> (Plan, Variant, bool) {
+fn choose(plan: Plan, found: [Found; 2], compute: Compute, device: &ClDevice) -> (Plan, Variant, bool) {
+    let info = device.info();
     let big = info.max_work_group >= THREADS && info.local_memory >= 24 << 10;
     let cpu = info.kind == DeviceKind::Cpu;
     #[cfg(test)]
     let cpu = cpu && !tests::PRETEND_GPU.get();
-    if cpu || !big { vectors(plan, compute) } else { tiled(plan, compute, info) }
+    if cpu || !big {
+        return vectors(plan, compute);
+    }
+    let (plan, flip) = along_rows(plan);
+    let [a, b] = if flip { [found[1], found[0]] } else { found };
+    let mma = Mma::choose(&plan, a, b, info.compute_units, || device.tensor_cores());
+    let variant = mma.map_or_else(|| tiled(&plan, compute, info), Variant::Mma);
+    (plan, variant, flip)
+}
+
+/// The way round in which neighbouring work-items write neighbouring columns, and whether that is the other one.
+fn along_rows(plan: Plan) -> (Plan, bool) {
+    let flip = plan.others[0].col.abs() != 1 && plan.others[0].row.abs() == 1;
+    (if flip { plan.transposed() } else { plan }, flip)
 }
 
 /// The largest tiles of which every compute unit gets one.
-fn tiled(plan: Plan, compute: Compute, info: &DeviceInfo) -> (Plan, Variant, bool) {
-    // Neighbouring work-items write neighbouring columns.
-    let flip = plan.others[0].col.abs() != 1 && plan.others[0].row.abs() == 1;
-    let plan = if flip { plan.transposed() } else { plan };
+fn tiled(plan: &Plan, compute: Compute, info: &DeviceInfo) -> Variant {
     let wide = compute != Compute::F32;
     let busy = |tile: usize| plan.m.div_ceil(tile) * plan.n.div_ceil(tile) * plan.count() >= info.compute_units.max(1);
     let (tile, k, items) = match () {
@@ -145,7 +170,7 @@ fn tiled(plan: Plan, compute: Compute, info: &DeviceInfo) -> (Plan, Variant, boo
     };
     let a_along_k = plan.a.col.abs() == 1 || plan.a.row.abs() > plan.a.col.abs();
     let b_along_k = plan.b.col.abs() != 1 && plan.b.row.abs() == 1;
-    (plan, Variant::Tiled { m: tile, n: tile, k, items, a_along_k, b_along_k }, flip)
+    Variant::Tiled { m: tile, n: tile, k, items, a_along_k, b_along_k }
 }
 
 /// Vectors along whichever direction is contiguous.
@@ -231,12 +256,13 @@ fn source(
     format!(
         "#define A {a}\n#define B {b}\n#define ACC {acc}\n#define BATCH {batch}\n#define PARAMS {}\n{}\
          #define OPERANDS {operands}\n#define PLACES(z) {places}\n\
-         #define FINISH(i, j, value) {{ {c} {}; epilogue({}); {stores}}}\n{}\n{TEMPLATE}",
+         #define FINISH(i, j, value) {{ {c} {}; epilogue({}); {stores}}}\n{}\n{TEMPLATE}{}",
         first + others.len() * step,
         variant.defines(),
         results.join(", "),
         call.join(", "),
         program.emit(compute, "epilogue"),
+        if matches!(variant, Variant::Mma(_)) { gemm_mma::TEMPLATE } else { "" },
     )
 }
 

@@ -12,6 +12,7 @@ use super::driver::{ClBuffer, call, create};
 use super::errors::{ClError, Class};
 use super::exit;
 use super::fault::{Slot, Slots, Words};
+use super::probe::TensorCores;
 use super::program::Programs;
 use super::queues::{Queues, SERVICE};
 use crate::device::{Device, DeviceInfo, StreamId};
@@ -25,6 +26,7 @@ pub(crate) struct ClDevice {
     pub(super) queues: Queues,
     pub(super) programs: Programs,
     pub(super) faults: Slots,
+    pub(super) tensor_cores: OnceLock<TensorCores>,
     driver_text: &'static DriverText,
     lost: OnceLock<String>,
 }
@@ -68,6 +70,7 @@ impl ClDevice {
             queues,
             programs: Programs::default(),
             faults,
+            tensor_cores: OnceLock::new(),
             driver_text,
             lost: OnceLock::new(),
         };

@@ -3,7 +3,7 @@
 //! [`discovery`] finds them; [`open`] makes a device usable: one context and one in-order queue a stream, kept for the
 //! life of the process. Work is submitted under the device's one lock and waited for outside it, so a thread that waits
 //! never stops another from submitting: see [`queues`]. [`program`] builds kernels and keeps them on disk, [`launch`]
-//! runs them, [`transfer`] moves bytes, through [`pinned`] memory where it is to be fast. [`driver`] is the only file
+//! runs them, [`probe`] finds out what they may use, [`transfer`] moves bytes, through [`pinned`] memory where it is to be fast. [`driver`] is the only file
 //! that owns raw handles; [`exit`] stops everything before the process ends.
 
 mod background;
@@ -15,6 +15,7 @@ mod exit;
 mod fault;
 mod launch;
 mod pinned;
+mod probe;
 mod program;
 mod queues;
 #[cfg(test)]
@@ -29,6 +30,8 @@ pub(crate) use errors::{ClError, Class};
 pub(crate) use fault::Fault;
 pub(crate) use launch::Arg;
 pub(crate) use pinned::ClPinned;
+pub(crate) use probe::TensorCores;
+pub(crate) use program::SM_90A;
 
 use crate::Result;
 use crate::device::DeviceInfo;

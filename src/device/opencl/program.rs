@@ -23,6 +23,11 @@ use super::exit;
 use crate::device::DeviceKind;
 use crate::{Error, Result};
 
+/// A source with this line has instructions for NVIDIA's `sm_90a` in inline assembly, each of their lines behind
+/// [`HIDDEN`]: drivers build for `sm_90`, which lacks them. They are opened in the PTX that is the program's binary.
+pub(crate) const SM_90A: &str = "#define SM_90A\n";
+const HIDDEN: &str = "//@ ";
+
 type Key = [u8; 32];
 /// A program, or nothing yet. The lock is held while building, so that a second thread waits for the first's result.
 type Slot = Arc<Mutex<Option<Arc<Program>>>>;
@@ -128,7 +133,15 @@ impl ClDevice {
             return Ok(program);
         }
         let started = std::time::Instant::now();
-        let program = self.compile(name, source, options)?;
+        let mut program = self.compile(name, source, options)?;
+        if source.contains(SM_90A) {
+            // Never the program as it is: it would compute something else.
+            program = self.opened(&program, options).ok_or_else(|| Error::Build {
+                device: self.device(),
+                kernel: name.into(),
+                log: "instructions of sm_90a could not be put into the program".into(),
+            })?;
+        }
         self.programs.from_source.fetch_add(1, Relaxed);
         tracing::debug!(kernel = name, device = %self.device(), took = ?started.elapsed(), "built from source");
         if let Some(file) = file {
@@ -181,17 +194,25 @@ impl ClDevice {
     /// The program in a file; a file that is damaged, or that the driver refuses, is removed.
     fn load(&self, file: &Path, options: &str) -> Option<Program> {
         let bytes = fs::read(file).ok()?;
-        let program = unseal(&bytes).and_then(|binary| {
-            let (mut status, len, start) = (0, binary.len(), binary.as_ptr());
-            let program = create!(clCreateProgramWithBinary(self.context, 1, &self.id(), &len, &start, &mut status));
-            let program = Program(program.ok()?);
-            (status == 0 && self.build_program(&program, options).is_ok()).then_some(program)
-        });
+        let program = unseal(&bytes).and_then(|binary| self.from_binary(binary, options));
         if program.is_none() {
             tracing::debug!(?file, "cached program refused");
             let _ = fs::remove_file(file);
         }
         program
+    }
+
+    fn from_binary(&self, binary: &[u8], options: &str) -> Option<Program> {
+        let (mut status, len, start) = (0, binary.len(), binary.as_ptr());
+        let program = create!(clCreateProgramWithBinary(self.context, 1, &self.id(), &len, &start, &mut status));
+        let program = Program(program.ok()?);
+        (status == 0 && self.build_program(&program, options).is_ok()).then_some(program)
+    }
+
+    /// The program with its hidden instructions, if it is PTX for `sm_90` that has some and the driver takes them.
+    fn opened(&self, program: &Program, options: &str) -> Option<Program> {
+        let bytes = binary(program).ok()?;
+        self.from_binary(open_ptx(&bytes)?.as_bytes(), options)
     }
 
     fn kernel(&self, program: &Program, name: &'static str, entry: &str) -> Result<ClKernel, ClError> {
@@ -218,6 +239,13 @@ fn binary(program: &Program) -> Result<Vec<u8>, ClError> {
     let to = ptr::from_mut(&mut start).cast();
     call!(clGetProgramInfo(program.0, CL_PROGRAM_BINARIES, size_of::<*mut u8>(), to, ptr::null_mut()))?;
     Ok(bytes)
+}
+
+fn open_ptx(binary: &[u8]) -> Option<String> {
+    let ptx = std::str::from_utf8(binary).ok()?;
+    let target = ".target sm_90";
+    let (head, tail) = ptx.split_once(target).filter(|(_, tail)| !tail.starts_with(char::is_alphanumeric))?;
+    tail.contains(HIDDEN).then(|| format!("{head}{target}a{}", tail.replace(HIDDEN, "")))
 }
 
 /// Where binaries are kept.
@@ -265,4 +293,22 @@ fn hex(key: &Key) -> String {
 
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::open_ptx;
+
+    #[test]
+    fn hidden_instructions_are_opened_or_refused() {
+        let ptx = ".version 9.0\n.target sm_90, texmode_independent\n//@ a;\n//@ b;\n// c\n\0";
+        let want = ".version 9.0\n.target sm_90a, texmode_independent\na;\nb;\n// c\n\0";
+        assert_eq!(open_ptx(ptx.as_bytes()).unwrap(), want);
+        for other in
+            [".target sm_80\n//@ a;", ".target sm_90\n// a", ".target sm_90a\n//@ a;", ".target sm_900\n//@ a;", ""]
+        {
+            assert_eq!(open_ptx(other.as_bytes()), None, "{other}");
+        }
+        assert_eq!(open_ptx(b"\x7fELF\xff"), None);
+    }
 }

@@ -1,0 +1,169 @@
+//! Matrix products on tensor cores: which problems `kernels/gemm_mma.cl` takes, and with which tiles.
+
+use super::gemm::{Operand, Plan};
+use super::precision;
+use crate::DType;
+use crate::device::opencl::{SM_90A, TensorCores};
+
+/// What comes after the template of the other kernels.
+pub(super) const TEMPLATE: &str = include_str!("../../kernels/gemm_mma.cl");
+
+/// Rows, columns and depth of a work-group's tile, warps along rows and columns, slices in local memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Tile {
+    m: usize,
+    n: usize,
+    k: usize,
+    warps: (usize, usize),
+    stages: usize,
+    wgmma: bool,
+}
+
+/// By warps, each its own part; by two groups of four warps, 64 rows each.
+const fn by_warps(m: usize, n: usize, k: usize, warps: (usize, usize), stages: usize) -> Tile {
+    Tile { m, n, k, warps, stages, wgmma: false }
+}
+const fn by_groups(n: usize, k: usize, stages: usize) -> Tile {
+    Tile { m: 128, n, k, warps: (8, 1), stages, wgmma: true }
+}
+
+/// Of f16 and bf16, and of f32, whose slices are in local memory twice over: the fastest first, then the ones for fewer
+/// rows and columns.
+const HALF: [Tile; 6] = [
+    by_groups(256, 64, 4),
+    by_groups(128, 64, 4),
+    by_groups(64, 64, 4),
+    by_warps(128, 256, 64, (2, 4), 3),
+    by_warps(128, 128, 32, (2, 2), 4),
+    by_warps(64, 64, 64, (2, 2), 4),
+];
+const SINGLE: [Tile; 5] = [
+    by_groups(128, 32, 3),
+    by_groups(64, 32, 4),
+    by_warps(128, 256, 16, (2, 4), 3),
+    by_warps(128, 128, 16, (2, 2), 3),
+    by_warps(64, 64, 16, (2, 2), 4),
+];
+
+/// Tile rows that are worked on together.
+const BAND: usize = 8;
+
+/// A kernel of the template; see there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Mma {
+    dtype: DType,
+    planes: usize,
+    tile: Tile,
+    a: Side,
+    b: Side,
+}
+
+/// How a matrix lies in memory: whether along k, and the bytes that may be copied at once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Side {
+    along_k: bool,
+    copy: usize,
+}
+
+/// A matrix as it is found: its dtype, and how many elements from the start of the buffer.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Found {
+    pub(super) dtype: DType,
+    pub(super) first: usize,
+}
+
+impl Mma {
+    /// The kernel for this problem on a device of so many compute units; none where the matrices are too small, or not
+    /// contiguous in any direction. What its tensor cores can do is asked last, for the answer takes building a kernel.
+    pub(super) fn choose(
+        plan: &Plan,
+        a: Found,
+        b: Found,
+        units: usize,
+        cores: impl FnOnce() -> TensorCores,
+    ) -> Option<Mma> {
+        // In fewer terms the errors of f32 are not yet those of its sums, which are ours.
+        let (tiles, planes, depth): (&[Tile], _, _) = match a.dtype {
+            DType::F16 | DType::BF16 => (&HALF, 1, 32),
+            DType::F32 => (&SINGLE, precision::planes(), 128),
+            _ => return None,
+        };
+        let fits = i32::MAX as usize;
+        if a.dtype != b.dtype || plan.m.min(plan.n) < 32 || plan.k < depth || plan.k > fits {
+            return None;
+        }
+        let bytes = a.dtype.size();
+        let side = |t: &Operand, first: usize, k: isize, across: isize| {
+            let (along_k, line) = match (k, across) {
+                (1, line) => (true, line),
+                (line, 1) => (false, line),
+                _ => return None,
+            };
+            let whole = |copy: usize| {
+                let strides = t.batch.iter().copied().chain([line]).map(isize::unsigned_abs);
+                strides.chain([first]).all(|elements| elements * bytes % copy == 0)
+            };
+            Some(Side { along_k, copy: [16, 8, 4].into_iter().find(|&copy| whole(copy))? })
+        };
+        let a_side = side(&plan.a, a.first, plan.a.col, plan.a.row)?;
+        let b_side = side(&plan.b, b.first, plan.b.row, plan.b.col)?;
+        let cores = cores();
+        let made = tiles.iter().map(|&tile| Mma { dtype: a.dtype, planes, tile, a: a_side, b: b_side });
+        let usable = made.filter(|mma: &Mma| mma.local_memory() <= cores.local && (cores.wgmma || !mma.tile.wgmma));
+        let count = |mma: &Mma| plan.m.div_ceil(mma.tile.m) * plan.n.div_ceil(mma.tile.n) * plan.count();
+        let smallest = usable.clone().last()?;
+        let chosen = { usable }.find(|mma| 4 * count(mma) >= 3 * units).unwrap_or(smallest);
+        (count(&chosen) <= fits).then_some(chosen)
+    }
+
+    /// Rows and columns of the result that a work-group computes.
+    pub(super) fn tile(self) -> (usize, usize) {
+        (self.tile.m, self.tile.n)
+    }
+
+    /// Work-items of a group.
+    pub(super) fn threads(self) -> usize {
+        32 * self.tile.warps.0 * self.tile.warps.1
+    }
+
+    /// Bytes of local memory.
+    fn local_memory(self) -> usize {
+        let Tile { m, n, k, stages, .. } = self.tile;
+        let cut = if self.dtype == DType::F32 { 2 * self.planes * 2 } else { 0 };
+        let slices = (m + n) * k * (stages * self.dtype.size() + cut);
+        slices.max(m * (n + 8) * size_of::<f32>()) + 16
+    }
+
+    /// One number that tells it from every other of the same dtypes.
+    pub(super) fn key(self) -> usize {
+        let Tile { m, n, k, wgmma, .. } = self.tile;
+        let side = |s: Side| s.copy / 4 << 1 | s.along_k as usize;
+        [wgmma as usize, k / 16, n / 16, m / 16, self.planes, side(self.a), side(self.b)]
+            .into_iter()
+            .fold(0, |key, x| key << 5 | x)
+    }
+
+    pub(super) fn defines(self) -> String {
+        let Tile { m, n, k, warps, stages, wgmma } = self.tile;
+        let Mma { dtype, planes, a, b, .. } = self;
+        let unit = if dtype == DType::F16 { "f16" } else { "bf16" };
+        // One slot more is in use where the multiplication of one slice begins before that of the last one has ended.
+        let ahead = stages - if wgmma && dtype != DType::F32 { 3 } else { 2 };
+        format!(
+            "{}#define MMA \"{unit}\"\n#define BYTES {}\n#define PLANES {planes}\n#define TILE_M {m}\n#define TILE_N {n}\n\
+             #define TILE_K {k}\n#define WARPS_M {}\n#define WARPS_N {}\n#define STAGES {stages}\n#define AHEAD {ahead}\n\
+             #define A_ALONG_K {}\n#define B_ALONG_K {}\n#define A_TURNED {}\n#define B_TURNED {}\n\
+             #define A_COPY {}\n#define B_COPY {}\n#define BAND {BAND}\n",
+            if wgmma { SM_90A } else { "" },
+            dtype.size(),
+            warps.0,
+            warps.1,
+            a.along_k as u8,
+            b.along_k as u8,
+            !a.along_k as u8,
+            !b.along_k as u8,
+            a.copy,
+            b.copy,
+        )
+    }
+}
