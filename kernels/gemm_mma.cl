@@ -37,7 +37,7 @@
 // Where a chunk of 8 elements lies, in bytes: lines longer than 64 elements are folded into slabs of 64.
 static inline uint chunk_at(uint line, uint chunk, const uint lines, const uint length)
 {
-    if (length >= 64) return (chunk / 8 * lines * 8 + line * 8 + (chunk % 8 ^ line & 7)) * 16;
+    if (length >= 64) return (chunk / 8 * lines * 8 + line * 8 + (chunk % 8 ^ (line & 7))) * 16;
     return (line * (length / 8) + (chunk ^ (length == 32 ? line >> 1 & 3 : line >> 2 & 1))) * 16;
 }
 
@@ -118,11 +118,13 @@ static inline void mma(float c[4], const uint a[4], const uint b[2])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Cuts four f32 into planes of bf16. Infinity leaves NaN: see below.
-static inline void cut(uint from, uint to, const uint plane)
+// Four f32, and their planes of bf16. Infinity leaves NaN: see below.
+static inline void load_words(uint x[4], uint from)
 {
-    uint x[4];
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from));
+}
+static inline void cut(uint x[4], uint to, const uint plane)
+{
     #pragma unroll
     for (uint p = 0; p < PLANES; p++) {
         uint low, high;
@@ -307,18 +309,16 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
         }
     }
 #else
-    // One copy of this work-item, cut into the planes `at`.
-#define CUT_COPY(X, e, from, to)                                                                                       \
-    {                                                                                                                  \
-        const uint line = t / X##CHUNKS + (e) * (THREADS / X##CHUNKS), chunk = t % X##CHUNKS;                       \
-        cut((from) + ((e) * THREADS + t) * 16, (to) + chunk_at(line, chunk / 2, X##LINES, X##LENGTH) + chunk % 2 * 8, PLANE);    \
-    }
+    // Copies of this work-item, cut into the planes `at`.
+#define CUT_TO(X, e)                                                                                                   \
+    chunk_at(t / X##CHUNKS + (e) * (THREADS / X##CHUNKS), t % X##CHUNKS / 2, X##LINES, X##LENGTH) + t % X##CHUNKS % 2 * 8
 #define CUT_COPIES(first, end, slot, at)                                                                               \
-    _Pragma("unroll") for (uint e = first; e < (end); e++)                                                             \
     {                                                                                                                  \
-        const uint from = fetched + (slot) * FETCHED, to = planes + (at) * (PLANES * PLANE);                           \
-        if (e < A_COPIES) CUT_COPY(A_, e, from, to)                                                                     \
-        else CUT_COPY(B_, e - A_COPIES, from + A_FETCHED, to + A_PLANE)                                                 \
+        const uint from = fetched + (slot) * FETCHED + t * 16, to = planes + (at) * (PLANES * PLANE);                  \
+        uint x[COPIES][4];                                                                                             \
+        _Pragma("unroll") for (uint e = first; e < (end); e++) load_words(x[e], from + e * (THREADS * 16));            \
+        _Pragma("unroll") for (uint e = first; e < (end); e++)                                                         \
+            cut(x[e], to + (e < A_COPIES ? CUT_TO(A_, e) : A_PLANE + CUT_TO(B_, e - A_COPIES)), PLANE);                \
     }
 #define COPIES (A_COPIES + B_COPIES)
 #define GROUPS (STEPS * NT / 2)
