@@ -2,9 +2,10 @@
 // parameters and epilogue this is written to.
 //
 // A work-group computes TILE_M x TILE_N results. Slices of TILE_K of both matrices travel to local memory by cp.async,
-// STAGES - 1 ahead, and each of WARPS_M x WARPS_N warps multiplies its part of them, 16 x 8 x 16 at a time. A slice lies
+// AHEAD + 1 ahead, and each of WARPS_M x WARPS_N warps multiplies its part of them by mma.sync, 16 x 8 x 16 at a time;
+// with SM_90A each four warps multiply 64 rows by all columns by wgmma, and fetch the next slices meanwhile. A slice lies
 // in lines along the direction that is contiguous in global memory (along k or across), in chunks of 8 elements that are
-// permuted within their line so that no load meets a bank twice.
+// permuted within their line so that no load meets a bank twice, as wgmma asks for it.
 //
 // PLANES 1: f16 or bf16. PLANES 2 and 3: f32, each x cut into as many bf16 of which the sum is x (three hold all of its
 // 24 bits), and as many products as matter; those of 16 k are added to the rest outside of the tensor core, which
@@ -32,6 +33,8 @@
 #define CUT (BYTES == 4 ? 2 * PLANES * PLANE : 0)
 #define PITCH (TILE_N + 8)
 #define RESULTS (TILE_M * PITCH * 4)
+#define TEXT_(x) #x
+#define TEXT(x) TEXT_(x)
 #define FIRST (AHEAD + 1) // slices that are asked for at first
 
 // Where a chunk of 8 elements lies, in bytes: lines longer than 64 elements are folded into slabs of 64.
@@ -151,27 +154,19 @@ static inline void cut(uint x[4], uint to, const uint plane)
 #if TILE_N == 256
 #define REGISTERS(d) F64(d, 0), F64(d, 16)
 #define NAMES R128
-#define OPERAND(i) "%" CAT(OPERAND_256_, i)
-#define OPERAND_256_0 "128"
-#define OPERAND_256_1 "129"
-#define OPERAND_256_2 "130"
+#define FROM "%128, %129"
+#define ADD "%130"
 #elif TILE_N == 128
 #define REGISTERS(d) F64(d, 0)
 #define NAMES R64
-#define OPERAND(i) "%" CAT(OPERAND_128_, i)
-#define OPERAND_128_0 "64"
-#define OPERAND_128_1 "65"
-#define OPERAND_128_2 "66"
+#define FROM "%64, %65"
+#define ADD "%66"
 #else
 #define REGISTERS(d) F32(d, 0)
 #define NAMES R32
-#define OPERAND(i) "%" CAT(OPERAND_64_, i)
-#define OPERAND_64_0 "32"
-#define OPERAND_64_1 "33"
-#define OPERAND_64_2 "34"
+#define FROM "%32, %33"
+#define ADD "%34"
 #endif
-#define NAME_(x) #x
-#define NAME(x) NAME_(x)
 
 // Where 16 of k from k on begin, and how the lines lie.
 #define DESCRIBE(X, from, k)                                                                                           \
@@ -181,9 +176,9 @@ static inline void cut(uint x[4], uint to, const uint plane)
 
 // d = a b + (add ? d : 0)
 #define MULTIPLY(d, a, b, add)                                                                                         \
-    asm volatile("//@ {\n//@ .reg .pred add;\n//@ setp.ne.b32 add, " OPERAND(2) ", 0;\n"                               \
-                 "//@ wgmma.mma_async.sync.aligned.m64n" NAME(TILE_N) "k16.f32." MMA "." MMA " {" NAMES "}, "             \
-                 OPERAND(0) ", " OPERAND(1) ", add, 1, 1, " NAME(A_TURNED) ", " NAME(B_TURNED) ";\n//@ }"               \
+    asm volatile("//@ {\n//@ .reg .pred add;\n//@ setp.ne.b32 add, " ADD ", 0;\n"                                       \
+                 "//@ wgmma.mma_async.sync.aligned.m64n" TEXT(TILE_N) "k16.f32." MMA "." MMA " {" NAMES "}, "             \
+                 FROM ", add, 1, 1, " TEXT(A_TURNED) ", " TEXT(B_TURNED) ";\n//@ }"                                     \
                  : REGISTERS(d)                                                                                        \
                  : "l"(a), "l"(b), "r"(add))
 #define BEGIN_MULTIPLY asm volatile("//@ wgmma.fence.sync.aligned;")
@@ -200,9 +195,7 @@ static inline void cut(uint x[4], uint to, const uint plane)
 #define RESULT_ROW (wm + mi * 16 + r / 2 * 8 + lane / 4)
 #define RESULT_COL (wn + ni * 8 + lane % 4 * 2 + r % 2)
 
-#define NUMBER_(x) #x
-#define NUMBER(x) NUMBER_(x)
-#define WAIT_BUT(n) asm volatile("cp.async.wait_group " NUMBER(n) ";")
+#define WAIT_BUT(n) asm volatile("cp.async.wait_group " TEXT(n) ";")
 
 __kernel __attribute__((reqd_work_group_size(THREADS, 1, 1)))
 void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* restrict b, const params p OPERANDS)

@@ -167,3 +167,72 @@ impl Mma {
         )
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Shape;
+    use crate::tensor::Layout;
+
+    const HOPPER: TensorCores = TensorCores { local: 200 << 10, wgmma: true };
+    const OTHER: TensorCores = TensorCores { local: 97 << 10, wgmma: false };
+
+    /// For contiguous matrices whose lines are `pad` longer, on 132 units.
+    fn choose([m, n, k]: [usize; 3], dtype: DType, pad: usize, first: usize, cores: TensorCores) -> Option<Mma> {
+        let layout = |rows: usize, cols: usize, pad: usize| Layout {
+            shape: Shape::from([rows, cols]),
+            strides: [(cols + pad) as isize, 1].into_iter().collect(),
+            offset: 0,
+        };
+        let (a, b, out) = (layout(m, k, pad), layout(k, n, 0), layout(m, n, 0));
+        let plan = Plan::new(&a, &b, &out.shape, &[&out]);
+        let found = |first| Found { dtype, first };
+        Mma::choose(&plan, found(first), found(0), 132, || cores)
+    }
+
+    #[test]
+    fn the_largest_tile_that_occupies_the_device() {
+        let tile = |sizes, dtype, cores| {
+            let mma = choose(sizes, dtype, 0, 0, cores).unwrap();
+            assert!(mma.local_memory() <= cores.local);
+            (mma.tile.m, mma.tile.n, mma.tile.wgmma)
+        };
+        assert_eq!(tile([2048; 3], DType::F16, HOPPER), (128, 256, true));
+        assert_eq!(tile([1024, 2048, 64], DType::BF16, HOPPER), (128, 128, true));
+        assert_eq!(tile([2048; 3], DType::F32, HOPPER), (128, 128, true));
+        assert_eq!(tile([1024; 3], DType::F32, HOPPER), (128, 64, true));
+        assert_eq!(tile([512; 3], DType::F32, HOPPER), (64, 64, false));
+        assert_eq!(tile([2048; 3], DType::F16, OTHER), (128, 128, false));
+        assert_eq!(tile([2048; 3], DType::F32, OTHER), (128, 128, false));
+    }
+
+    #[test]
+    fn what_is_left_to_the_other_kernels() {
+        let copy = |dtype, pad, first| choose([256; 3], dtype, pad, first, HOPPER).map(|mma| mma.a.copy);
+        assert_eq!([0, 8, 4, 2, 1].map(|pad| copy(DType::F16, pad, 0)), [Some(16), Some(16), Some(8), Some(4), None]);
+        assert_eq!([0, 8, 4, 2, 1].map(|first| copy(DType::F32, 0, first)), [16, 16, 16, 8, 4].map(Some));
+        for (sizes, dtype) in
+            [([31, 256, 256], DType::F16), ([256, 256, 31], DType::BF16), ([256, 256, 127], DType::F32)]
+        {
+            assert_eq!(choose(sizes, dtype, 0, 0, HOPPER), None);
+        }
+        assert_eq!(choose([256; 3], DType::F64, 0, 0, HOPPER), None);
+        assert_eq!(choose([256; 3], DType::F16, 0, 0, TensorCores::default()), None);
+    }
+
+    #[test]
+    fn kernels_have_different_keys() {
+        let mut keys = Vec::new();
+        for (tiles, planes) in [(&HALF[..], 1), (&SINGLE, 2), (&SINGLE, 3)] {
+            let sides = [16, 8, 4].into_iter().flat_map(|copy| [true, false].map(|along_k| Side { along_k, copy }));
+            for (&tile, a) in tiles.iter().flat_map(|tile| sides.clone().map(move |side| (tile, side))) {
+                let b = Side { along_k: !a.along_k, copy: 16 };
+                keys.push(Mma { dtype: DType::F16, planes, tile, a, b }.key());
+            }
+        }
+        let count = keys.len();
+        keys.sort_unstable();
+        keys.dedup();
+        assert_eq!(keys.len(), count);
+    }
+}
