@@ -45,9 +45,6 @@ const SINGLE: [Tile; 5] = [
     by_warps(64, 64, 16, (2, 2), 4),
 ];
 
-/// Tile rows that are worked on together.
-const BAND: usize = 8;
-
 /// A kernel of the template; see there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Mma {
@@ -147,13 +144,15 @@ impl Mma {
         let Tile { m, n, k, warps, stages, wgmma } = self.tile;
         let Mma { dtype, planes, a, b, .. } = self;
         let unit = if dtype == DType::F16 { "f16" } else { "bf16" };
+        // Tile rows that are worked on together; measured.
+        let band = if dtype == DType::F32 { 4 } else { 8 };
         // One slot more is in use where the multiplication of one slice begins before that of the last one has ended.
         let ahead = stages - if wgmma && dtype != DType::F32 { 3 } else { 2 };
         format!(
             "{}#define MMA \"{unit}\"\n#define BYTES {}\n#define PLANES {planes}\n#define TILE_M {m}\n#define TILE_N {n}\n\
              #define TILE_K {k}\n#define WARPS_M {}\n#define WARPS_N {}\n#define STAGES {stages}\n#define AHEAD {ahead}\n\
              #define A_ALONG_K {}\n#define B_ALONG_K {}\n#define A_TURNED {}\n#define B_TURNED {}\n\
-             #define A_COPY {}\n#define B_COPY {}\n#define BAND {BAND}\n",
+             #define A_COPY {}\n#define B_COPY {}\n#define BAND {band}\n",
             if wgmma { SM_90A } else { "" },
             dtype.size(),
             warps.0,
