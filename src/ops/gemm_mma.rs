@@ -222,7 +222,7 @@ mod tests {
     #[test]
     fn kernels_have_different_keys() {
         let mut keys = Vec::new();
-        for (tiles, planes) in [(&HALF[..], 1), (&SINGLE, 2), (&SINGLE, 3)] {
+        for (tiles, planes) in [(&HALF[..], 1), (&SINGLE[..], 2), (&SINGLE[..], 3)] {
             let sides = [16, 8, 4].into_iter().flat_map(|copy| [true, false].map(|along_k| Side { along_k, copy }));
             for (&tile, a) in tiles.iter().flat_map(|tile| sides.clone().map(move |side| (tile, side))) {
                 let b = Side { along_k: !a.along_k, copy: 16 };
