@@ -98,7 +98,7 @@ impl Mma {
             };
             let whole = |copy: usize| {
                 let strides = t.batch.iter().copied().chain([line]).map(isize::unsigned_abs);
-                strides.chain([first]).all(|elements| elements * bytes % copy == 0)
+                strides.chain([first]).all(|elements| (elements * bytes).is_multiple_of(copy))
             };
             Some(Side { along_k, copy: [16, 8, 4].into_iter().find(|&copy| whole(copy))? })
         };
@@ -108,7 +108,7 @@ impl Mma {
         let made = tiles.iter().map(|&tile| Mma { dtype: a.dtype, planes, tile, a: a_side, b: b_side });
         let usable = made.filter(|mma: &Mma| mma.local_memory() <= cores.local && (cores.wgmma || !mma.tile.wgmma));
         let count = |mma: &Mma| plan.m.div_ceil(mma.tile.m) * plan.n.div_ceil(mma.tile.n) * plan.count();
-        let smallest = usable.clone().last()?;
+        let smallest = usable.clone().next_back()?;
         let chosen = { usable }.find(|mma| 4 * count(mma) >= 3 * units).unwrap_or(smallest);
         (count(&chosen) <= fits).then_some(chosen)
     }
@@ -134,7 +134,7 @@ impl Mma {
     /// One number that tells it from every other of the same dtypes.
     pub(super) fn key(self) -> usize {
         let Tile { m, n, k, wgmma, .. } = self.tile;
-        let side = |s: Side| s.copy / 4 << 1 | s.along_k as usize;
+        let side = |s: Side| (s.copy / 4) << 1 | s.along_k as usize;
         [wgmma as usize, k / 16, n / 16, m / 16, self.planes, side(self.a), side(self.b)]
             .into_iter()
             .fold(0, |key, x| key << 5 | x)

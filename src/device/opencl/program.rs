@@ -194,7 +194,7 @@ impl ClDevice {
     /// The program in a file; a file that is damaged, or that the driver refuses, is removed.
     fn load(&self, file: &Path, options: &str) -> Option<Program> {
         let bytes = fs::read(file).ok()?;
-        let program = unseal(&bytes).and_then(|binary| self.from_binary(binary, options));
+        let program = unseal(&bytes).and_then(|binary| self.of_binary(binary, options));
         if program.is_none() {
             tracing::debug!(?file, "cached program refused");
             let _ = fs::remove_file(file);
@@ -202,7 +202,7 @@ impl ClDevice {
         program
     }
 
-    fn from_binary(&self, binary: &[u8], options: &str) -> Option<Program> {
+    fn of_binary(&self, binary: &[u8], options: &str) -> Option<Program> {
         let (mut status, len, start) = (0, binary.len(), binary.as_ptr());
         let program = create!(clCreateProgramWithBinary(self.context, 1, &self.id(), &len, &start, &mut status));
         let program = Program(program.ok()?);
@@ -212,7 +212,7 @@ impl ClDevice {
     /// The program with its hidden instructions, if it is PTX for `sm_90` that has some and the driver takes them.
     fn opened(&self, program: &Program, options: &str) -> Option<Program> {
         let bytes = binary(program).ok()?;
-        self.from_binary(open_ptx(&bytes)?.as_bytes(), options)
+        self.of_binary(open_ptx(&bytes)?.as_bytes(), options)
     }
 
     fn kernel(&self, program: &Program, name: &'static str, entry: &str) -> Result<ClKernel, ClError> {
