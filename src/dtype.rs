@@ -143,7 +143,7 @@ mod sealed {
 pub trait Element:
     sealed::Sealed
     + NoUninit
-    + CheckedBitPattern<Bits: NoUninit>
+    + CheckedBitPattern<Bits: NoUninit + Send + Sync>
     + PartialEq
     + PartialOrd
     + Send

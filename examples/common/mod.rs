@@ -1,6 +1,8 @@
 //! What the examples share: the device argument, progress bars and plots as PNG.
 #![allow(dead_code)] // each example uses its part
 
+pub mod measure;
+
 use std::error::Error;
 use std::ops::Range;
 use std::path::{Path, PathBuf};

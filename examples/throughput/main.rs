@@ -5,7 +5,6 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod driver;
-mod measure;
 mod report;
 
 use std::error::Error;
@@ -13,8 +12,8 @@ use std::time::Duration;
 
 use clap::Parser;
 use claystone::{Device, Tensor};
+use common::measure::{Calls, Case, Line, Meter, Work};
 use driver::Driver;
-use measure::{Case, Line, Meter};
 
 /// Measures deep clones, copies, transfers and strided copies of f32 tensors from 4 KiB up, on each device.
 #[derive(Parser)]
@@ -80,10 +79,14 @@ fn element(tensor: &Tensor, i: usize) -> Outcome<f32> {
     Ok(tensor.flatten(0, -1)?.narrow(0, i, 1)?.item::<f32>()?)
 }
 
+fn case(peer: &str, name: &'static str, n: usize, moved: usize) -> Case {
+    Case { peer: peer.into(), name, n, dtype: "f32", work: Work::Bytes(moved) }
+}
+
 /// The library's own cases on one device.
 fn library(meter: &Meter, device: Device, host: &[f32]) -> Outcome<Vec<Line>> {
     let (len, size) = (host.len(), size_of_val(host));
-    let case = |name, moved| Case { peer: "claystone", name, size, moved };
+    let case = |name, moved| case("claystone", name, size, moved);
     let (wait, done) = (|| Ok(device.synchronize()?), || Ok(())); // a clone and what reaches the host have waited
     let mut lines = Vec::new();
 
@@ -91,26 +94,27 @@ fn library(meter: &Meter, device: Device, host: &[f32]) -> Outcome<Vec<Line>> {
     let copy = a.try_clone()?;
     check("clone", len, |i| element(&copy, i), value)?;
     assert!(!copy.shares_storage(&a), "a clone has its own storage");
-    lines.push(meter.time(case("clone", 2 * size), false, || a.try_clone(), done)?);
+    lines.push(meter.time(case("clone", 2 * size), Calls::Single, || a.try_clone(), done)?);
 
     copy.zero_()?;
     copy.copy_(&a)?;
     check("clone_into", len, |i| element(&copy, i), value)?;
-    lines.push(meter.time(case("clone_into", 2 * size), true, || copy.copy_(&a), wait)?);
+    lines.push(meter.time(case("clone_into", 2 * size), Calls::Pipelined, || copy.copy_(&a), wait)?);
     drop(copy);
 
     let side = len.isqrt();
     let turned = a.reshape([side, side])?.t()?;
     check("transpose_copy", len, |i| element(&turned.contiguous()?, i), |i| value(i % side * side + i / side))?;
-    lines.push(meter.time(case("transpose_copy", 2 * size), true, || turned.contiguous(), wait)?);
+    let transpose = Case { n: len, ..case("transpose_copy", 2 * size) }; // counted in elements, the others in bytes
+    lines.push(meter.time(transpose, Calls::Pipelined, || turned.contiguous(), wait)?);
     drop(turned);
 
     if device != Device::Cpu {
         let here = Tensor::from_slice(host, [len], Device::Cpu)?;
         check("h2d", len, |i| element(&here.to_device(device)?, i), value)?;
-        lines.push(meter.time(case("h2d", size), false, || here.to_device(device), wait)?);
+        lines.push(meter.time(case("h2d", size), Calls::Single, || here.to_device(device), wait)?);
         check("d2h", len, |i| element(&a.to_device(Device::Cpu)?, i), value)?;
-        lines.push(meter.time(case("d2h", size), false, || a.to_device(Device::Cpu), done)?);
+        lines.push(meter.time(case("d2h", size), Calls::Single, || a.to_device(Device::Cpu), done)?);
     }
     Ok(lines)
 }
@@ -119,7 +123,7 @@ fn library(meter: &Meter, device: Device, host: &[f32]) -> Outcome<Vec<Line>> {
 /// pinned host memory.
 fn bare(meter: &Meter, driver: &Driver, host: &[f32]) -> Outcome<Vec<Line>> {
     let (len, size) = (host.len(), size_of_val(host));
-    let case = |name, moved| Case { peer: "driver", name, size, moved };
+    let case = |name, moved| case("driver", name, size, moved);
     let bytes: &[u8] = bytemuck::cast_slice(host);
     let float = |bytes: &[u8], i: usize| Ok(f32::from_ne_bytes(bytes[4 * i..4 * i + 4].try_into()?));
     let done = || Ok(());
@@ -127,17 +131,22 @@ fn bare(meter: &Meter, driver: &Driver, host: &[f32]) -> Outcome<Vec<Line>> {
     let (mut a, mut b) = (driver.buffer(size)?, driver.buffer(size)?);
     let mut back = vec![0u8; size];
 
-    lines.push(meter.time(case("h2d", size), false, || driver.write(bytes, &mut a), done)?);
+    lines.push(meter.time(case("h2d", size), Calls::Single, || driver.write(bytes, &mut a), done)?);
     driver.copy(&a, &b, size)?;
     driver.read(&b, &mut back)?;
     check("driver", len, |i| float(&back, i), value)?;
-    lines.push(meter.time(case("d2h", size), false, || driver.read(&a, &mut back), done)?);
-    lines.push(meter.time(case("clone_raw", 2 * size), true, || driver.copy(&a, &b, size), || driver.finish())?);
+    lines.push(meter.time(case("d2h", size), Calls::Single, || driver.read(&a, &mut back), done)?);
+    lines.push(meter.time(
+        case("clone_raw", 2 * size),
+        Calls::Pipelined,
+        || driver.copy(&a, &b, size),
+        || driver.finish(),
+    )?);
 
     let mut pinned = driver.pinned(size)?;
     pinned.bytes().copy_from_slice(bytes);
-    lines.push(meter.time(case("h2d_pinned", size), false, || driver.write(pinned.bytes(), &mut b), done)?);
-    lines.push(meter.time(case("d2h_pinned", size), false, || driver.read(&b, pinned.bytes()), done)?);
+    lines.push(meter.time(case("h2d_pinned", size), Calls::Single, || driver.write(pinned.bytes(), &mut b), done)?);
+    lines.push(meter.time(case("d2h_pinned", size), Calls::Single, || driver.read(&b, pinned.bytes()), done)?);
     check("pinned", len, |i| float(pinned.bytes(), i), value)?;
     Ok(lines)
 }
@@ -145,13 +154,13 @@ fn bare(meter: &Meter, driver: &Driver, host: &[f32]) -> Outcome<Vec<Line>> {
 /// The host's memcpy, on one thread.
 fn memcpy(meter: &Meter, host: &[f32]) -> Outcome<Line> {
     let mut to = vec![0f32; host.len()];
-    let case = Case { peer: "host", name: "memcpy", size: size_of_val(host), moved: 2 * size_of_val(host) };
+    let case = case("host", "memcpy", size_of_val(host), 2 * size_of_val(host));
     let copy = || {
         to.copy_from_slice(host);
         std::hint::black_box(&mut to);
         Outcome::Ok(())
     };
-    meter.time(case, false, copy, || Ok(()))
+    meter.time(case, Calls::Single, copy, || Ok(()))
 }
 
 /// Everything at one size.
@@ -195,7 +204,7 @@ fn main() -> common::Outcome {
             if args.json {
                 bar.suspend(|| measured.iter().for_each(|line| println!("{}", line.json())));
             }
-            lines.extend(measured);
+            lines.extend(measured.into_iter().map(|line| (size, line)));
             bar.inc(1);
         }
         bar.finish_and_clear();

@@ -3,8 +3,7 @@
 use claystone::Device;
 use plotters::prelude::*;
 
-use crate::common;
-use crate::measure::Line;
+use crate::common::{self, measure::Line};
 
 /// 4096 as `4 KiB`.
 pub fn bytes(n: usize) -> String {
@@ -39,17 +38,18 @@ fn columns(device: Device) -> &'static [(&'static str, &'static str, &'static st
     if device == Device::Cpu { HOST } else { OPENCL }
 }
 
-fn find<'a>(lines: &'a [Line], peer: &str, case: &str, size: usize) -> Option<&'a Line> {
-    lines.iter().find(|l| (l.case.peer, l.case.name, l.case.size) == (peer, case, size))
+fn find<'a>(lines: &'a [(usize, Line)], peer: &str, case: &str, size: usize) -> Option<&'a Line> {
+    let found = |(n, l): &&(usize, Line)| (*n, l.case.name) == (size, case) && l.case.peer == peer;
+    lines.iter().find(found).map(|(_, line)| line)
 }
 
 /// The rate of a clone over that of clEnqueueCopyBuffer and clFinish on two ready buffers.
-fn ratio(lines: &[Line], size: usize) -> Option<f64> {
+fn ratio(lines: &[(usize, Line)], size: usize) -> Option<f64> {
     Some(find(lines, "claystone", "clone", size)?.rate() / find(lines, "driver", "clone_raw", size)?.rate())
 }
 
 /// Prints GB/s, a row a size.
-pub fn table(device: Device, sizes: &[usize], lines: &[Line]) {
+pub fn table(device: Device, sizes: &[usize], lines: &[(usize, Line)]) {
     println!("GB/s (clone, copy_, strided and memcpy: bytes read + written; transfers: bytes moved), medians");
     print!("{:>8}", "size");
     columns(device).iter().for_each(|(heading, ..)| print!(" {heading:>8}"));
@@ -68,7 +68,7 @@ pub fn table(device: Device, sizes: &[usize], lines: &[Line]) {
 }
 
 /// Prints what the device comes to, in a line.
-pub fn summary(sizes: &[usize], lines: &[Line]) {
+pub fn summary(sizes: &[usize], lines: &[(usize, Line)]) {
     let Some(&size) = sizes.last() else { return };
     let Some(clone) = find(lines, "claystone", "clone", size) else { return };
     let beside = match (ratio(lines, size), find(lines, "host", "memcpy", size)) {
@@ -80,7 +80,7 @@ pub fn summary(sizes: &[usize], lines: &[Line]) {
 }
 
 /// Writes the curves as `target/throughput-DEVICE.png`.
-pub fn draw(device: Device, name: &str, sizes: &[usize], lines: &[Line]) -> common::Outcome {
+pub fn draw(device: Device, name: &str, sizes: &[usize], lines: &[(usize, Line)]) -> common::Outcome {
     const CURVES: [(&str, &str, &str); 6] = [
         ("clone", "claystone", "clone"),
         ("driver's copy", "driver", "clone_raw"),

@@ -45,6 +45,18 @@ impl Walk {
         })
     }
 
+    /// Where every operand has element `element` of the walk.
+    pub(crate) fn offsets(&self, element: usize) -> SmallVec<[isize; 8]> {
+        let mut offsets: SmallVec<[isize; 8]> = SmallVec::from_elem(0, self.strides.len());
+        let mut rest = element;
+        for (d, &size) in self.dims.iter().enumerate().rev() {
+            let i = if d == 0 { rest } else { rest % size };
+            rest /= size;
+            offsets.iter_mut().zip(&self.strides).for_each(|(offset, strides)| *offset += i as isize * strides[d]);
+        }
+        offsets
+    }
+
     /// Calls `f(position in the run, element offset of each operand, length)` for the runs along the last dimension that
     /// make up elements `first..first + len`.
     pub(crate) fn runs(&self, first: usize, len: usize, mut f: impl FnMut(usize, &[isize], usize)) {
@@ -126,6 +138,7 @@ mod tests {
             for len in 0..=30 - first {
                 let mut got = vec![isize::MIN; len];
                 walk.runs(first, len, |at, offsets, n| {
+                    assert_eq!(walk.offsets(first + at)[..], *offsets);
                     (0..n).for_each(|i| got[at + i] = offsets[0] + 3 * i as isize);
                 });
                 assert_eq!(got, want[first..first + len]);

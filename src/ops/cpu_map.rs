@@ -1,6 +1,7 @@
 //! Elementwise launches on the CPU: tiles of the expression, spread over the worker pool.
 
-use rayon::prelude::*;
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use smallvec::SmallVec;
 
 use super::convert::{load_tile, store_tile};
@@ -8,12 +9,18 @@ use super::cpu_transpose::Transpose;
 use super::elementwise::Launch;
 use super::lane::Lane;
 use super::tiles::{Scratch, TILE, Tile, TileIn};
-use crate::device::{count_launch, cpu};
+use crate::device::count_launch;
+use crate::device::cpu::parallel;
+use crate::device::cpu::streaming::{LARGE, Streaming};
 use crate::storage::{Storage, with_host};
 use crate::{Compute, Error, Result, Tensor};
 
 /// Tiles a job of the pool computes: enough to hide what handing it over costs.
-const TILES_A_JOB: usize = 32;
+const TILES_A_JOB: usize = 16;
+/// Elements computed before they are streamed to where they belong: they stay in the first-level cache until then.
+const STREAMED: usize = 4 * TILE;
+/// From this length on, runs along the last dimension are tiles of their own, so that operands are read in place.
+const WORTH_A_TILE: usize = 64;
 
 /// Where an input's elements come from.
 enum Source {
@@ -79,13 +86,15 @@ fn run_as<C: Lane>(launch: &Launch, sources: &[Source], reads: &[&[u8]], writes:
     }
     let mut chunks: Vec<_> =
         parts.into_iter().zip(launch.outputs).map(|(bytes, t)| bytes.chunks_mut(step * t.dtype.size())).collect();
-    let jobs: Vec<(usize, SmallVec<[&mut [u8]; 2]>)> =
+    let mut jobs: Vec<(usize, SmallVec<[&mut [u8]; 2]>)> =
         (0..count).step_by(step).map(|first| (first, chunks.iter_mut().filter_map(Iterator::next).collect())).collect();
-    cpu::run(|| {
-        jobs.into_par_iter()
-            .map(|(first, mut outs)| job.run::<C>(first, step.min(count - first), &mut outs))
-            .reduce(|| false, |a, b| a | b)
-    })
+    let divided_by_zero = AtomicBool::new(false);
+    parallel::for_each(&mut jobs, |_, (first, outs)| {
+        if job.run::<C>(*first, step.min(count - *first), outs) {
+            divided_by_zero.store(true, Ordering::Relaxed);
+        }
+    });
+    divided_by_zero.into_inner()
 }
 
 /// What every worker needs to compute its share.
@@ -103,31 +112,51 @@ impl Job<'_> {
         let Launch { inputs, outputs, program, walk, .. } = self.launch;
         let zero = C::from_f64(0.0);
         let mut scratch = Scratch::<C>::new();
-        let mut loaded: Vec<Vec<C>> = inputs.iter().map(|_| Vec::new()).collect();
-        let mut results: Vec<Vec<C>> = outputs.iter().map(|_| vec![zero; TILE]).collect();
+        // Results of the type computed in go straight to their place, or are streamed there.
+        let same = |j: usize| !self.scatter && outputs[j].dtype == C::COMPUTE.dtype();
+        let streamed = |j: usize| same(j) && outputs[j].numel() * outputs[j].dtype.size() >= LARGE;
+        let direct = |j: usize| same(j) && !streamed(j);
+        let streaming = Streaming::new();
+        // Where nothing is kept in registers or converted, a tile may be as long as it likes.
+        let plain = !program.has_registers() && inputs.iter().all(|t| t.dtype == C::COMPUTE.dtype());
+        let longest = match plain {
+            true if (0..outputs.len()).all(direct) => count,
+            true if (0..outputs.len()).all(streamed) => STREAMED,
+            _ => TILE,
+        };
+        let mut loaded: SmallVec<[Vec<C>; 4]> = inputs.iter().map(|_| Vec::new()).collect();
+        let mut results: SmallVec<[Vec<C>; 2]> =
+            (0..outputs.len()).map(|j| if direct(j) { Vec::new() } else { vec![zero; longest] }).collect();
+        let step = |k: usize| walk.strides[k].last().copied().unwrap_or(0);
+        let row = walk.dims.last().copied().unwrap_or(1).max(1);
         let mut divided_by_zero = false;
-        for start in (first..first + count).step_by(TILE) {
-            let len = TILE.min(first + count - start);
+        let (mut start, end) = (first, first + count);
+        while start < end {
+            let left = row - start % row;
+            let mut len = longest.min(end - start);
+            if row >= WORTH_A_TILE {
+                len = len.min(left);
+            }
+            let offsets = walk.offsets(start);
+            // Read where they lie: elements of the type computed in, one after another or one for all.
+            let in_place =
+                |k: usize, t: &Tensor| t.dtype == C::COMPUTE.dtype() && len <= left && matches!(step(k), 0 | 1);
             for (k, t) in inputs.iter().enumerate() {
                 let bytes: &[u8] = match self.sources[k] {
                     Source::Unused => continue,
-                    Source::Storage(i) if self.in_place::<C>(k, t) => {
-                        debug_assert!(i < self.reads.len());
-                        continue;
-                    }
+                    Source::Storage(_) if in_place(k, t) => continue,
                     Source::Storage(i) => self.reads[i],
                     Source::Output(j) => outs[j],
                 };
                 let buffer = &mut loaded[k];
-                buffer.resize(TILE, zero);
+                buffer.resize(longest, zero);
                 if matches!(self.sources[k], Source::Output(_)) && !self.scatter {
                     load_tile(t.dtype, bytes, start - first, 1, &mut buffer[..len]);
                     continue;
                 }
                 let offset = t.layout.offset as isize;
-                let stride = walk.strides[k].last().copied().unwrap_or(0);
                 walk.runs(start, len, |at, offsets, n| {
-                    load_tile(t.dtype, bytes, (offset + offsets[k]) as usize, stride, &mut buffer[at..at + n]);
+                    load_tile(t.dtype, bytes, (offset + offsets[k]) as usize, step(k), &mut buffer[at..at + n]);
                 });
             }
             let tile_inputs: SmallVec<[TileIn<C>; 4]> = inputs
@@ -135,12 +164,12 @@ impl Job<'_> {
                 .enumerate()
                 .map(|(k, t)| match self.sources[k] {
                     Source::Unused => TileIn::Scalar(zero),
-                    Source::Storage(i) if self.in_place::<C>(k, t) => {
+                    Source::Storage(i) if in_place(k, t) => {
                         let elements: &[C] = bytemuck::cast_slice(self.reads[i]);
-                        let start = if walk.is_contiguous(k) { start } else { 0 };
-                        match walk.is_contiguous(k) {
-                            true => TileIn::Slice(&elements[t.layout.offset + start..][..len]),
-                            false => TileIn::Scalar(elements[t.layout.offset]),
+                        let from = (t.layout.offset as isize + offsets[k]) as usize;
+                        match step(k) {
+                            1 => TileIn::Slice(&elements[from..][..len]),
+                            _ => TileIn::Scalar(elements[from]),
                         }
                     }
                     _ => TileIn::Slice(&loaded[k][..len]),
@@ -153,8 +182,6 @@ impl Job<'_> {
                 first: start as u64,
                 len,
             };
-            // Results of the type computed in go straight to their place.
-            let direct = |j: usize| !self.scatter && outputs[j].dtype == C::COMPUTE.dtype();
             {
                 let mut targets: SmallVec<[&mut [C]; 2]> = SmallVec::new();
                 for (j, (bytes, result)) in outs.iter_mut().zip(&mut results).enumerate() {
@@ -167,24 +194,20 @@ impl Job<'_> {
             }
             for (j, t) in outputs.iter().enumerate().filter(|(j, _)| !direct(*j)) {
                 let k = inputs.len() + j;
-                if self.scatter {
-                    let stride = walk.strides[k].last().copied().unwrap_or(0);
+                if streamed(j) {
+                    let out = &mut bytemuck::cast_slice_mut::<u8, C>(outs[j])[start - first..][..len];
+                    streaming.copy(out, &results[j][..len]);
+                } else if self.scatter {
                     walk.runs(start, len, |at, offsets, n| {
                         let from = (t.layout.offset as isize + offsets[k]) as usize;
-                        store_tile(t.dtype, &results[j][at..at + n], outs[j], from, stride);
+                        store_tile(t.dtype, &results[j][at..at + n], outs[j], from, step(k));
                     });
                 } else {
                     store_tile(t.dtype, &results[j][..len], outs[j], start - first, 1);
                 }
             }
+            start += len;
         }
         divided_by_zero
-    }
-
-    /// Whether the tile loop can read input `k` where it lies: elements of the type computed in, one after another or
-    /// one for all.
-    fn in_place<C: Lane>(&self, k: usize, t: &Tensor) -> bool {
-        let walk = &self.launch.walk;
-        t.dtype == C::COMPUTE.dtype() && (walk.is_contiguous(k) || walk.strides[k].iter().all(|&s| s == 0))
     }
 }

@@ -1,15 +1,15 @@
 //! Transposed copies on the CPU, block by block: walked row by row, every element would cost a cache line of its own.
 
 use bytemuck::Pod;
-use rayon::prelude::*;
 
 use super::collapse::Walk;
 use super::elementwise::Launch;
 use super::expr::Expr;
-use crate::device::cpu;
+use crate::device::cpu::parallel;
+use crate::device::cpu::streaming::{LARGE, Streaming};
 
-/// Elements along each side of a block: rows and columns of one stay in the first-level cache.
-const BLOCK: usize = 32;
+/// Elements along each side of a block: as many pages as the processor finds at once, and whole cache lines of each.
+const BLOCK: usize = 64;
 
 /// Copies that are smaller stay in the cache however they are walked.
 const SMALL: usize = 1 << 12;
@@ -62,27 +62,41 @@ impl<'a> Transpose<'a> {
                 sum + i as isize * strides[d]
             })
         };
-        let jobs: Vec<(usize, usize, &mut [T])> = to
+        let mut jobs: Vec<(usize, usize, &mut [T])> = to
             .chunks_mut(rows * row)
             .enumerate()
             .flat_map(|(o, piece)| piece.chunks_mut(BLOCK * row).enumerate().map(move |(b, rows)| (o, b * BLOCK, rows)))
             .collect();
-        let block = |(outer, first, to): (usize, usize, &mut [T])| {
+        let large = jobs.iter().map(|(.., part)| size_of_val(*part)).sum::<usize>() >= LARGE;
+        let copy = |outer: usize, first: usize, to: &mut [T]| {
+            let streaming = large.then(Streaming::new);
+            let mut block = [[T::zeroed(); BLOCK]; BLOCK];
             let start = self.offset as isize + at(outer, 0..near) + first as isize * strides[near];
             for middle in 0..row / columns {
                 let start = start + at(middle, near + 1..last);
                 for left in (0..columns).step_by(BLOCK) {
-                    let right = columns.min(left + BLOCK);
-                    for (i, line) in to.chunks_mut(row).enumerate() {
-                        let line_start = start + i as isize * strides[near];
-                        let run = &mut line[middle * columns..][left..right];
-                        for (j, x) in run.iter_mut().enumerate() {
-                            *x = from[(line_start + (left + j) as isize * strides[last]) as usize];
+                    let width = BLOCK.min(columns - left);
+                    let height = to.len() / row;
+                    for j in 0..width {
+                        let start = start + (left + j) as isize * strides[last];
+                        if strides[near] == 1 {
+                            let line = &from[start as usize..][..height];
+                            line.iter().zip(&mut block).for_each(|(x, row)| row[j] = *x);
+                        } else {
+                            let at = |i: usize| (start + i as isize * strides[near]) as usize;
+                            block.iter_mut().take(height).enumerate().for_each(|(i, row)| row[j] = from[at(i)]);
+                        }
+                    }
+                    for (to, block) in to.chunks_mut(row).zip(&block) {
+                        let to = &mut to[middle * columns + left..][..width];
+                        match &streaming {
+                            Some(streaming) => streaming.copy(to, &block[..width]),
+                            None => to.copy_from_slice(&block[..width]),
                         }
                     }
                 }
             }
         };
-        cpu::run(|| jobs.into_par_iter().for_each(block));
+        parallel::for_each(&mut jobs, |_, (outer, first, to)| copy(*outer, *first, to));
     }
 }

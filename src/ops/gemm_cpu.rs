@@ -8,13 +8,12 @@ use std::borrow::Cow;
 use bytemuck::Pod;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
-use rayon::prelude::*;
 
 use super::elementwise::{self, Params};
 use super::expr::Expr;
 use super::gemm::{Gemm, Operand, Plan};
-use crate::device::cpu::gemm::{Place, gemm, is_large};
-use crate::device::{count_launch, cpu};
+use crate::device::cpu::gemm::{Place, gemm};
+use crate::device::{count_launch, cpu, cpu::parallel};
 use crate::storage::with_host;
 use crate::tensor::Layout;
 use crate::{Compute, DType, Device, Result, Shape, Tensor};
@@ -31,15 +30,14 @@ pub(super) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<()> {
         let (a, b) = ((g.a, reads[0]), (g.b, reads[1]));
         let out = &mut *writes[0];
         let offset = product.layout.offset;
-        let mut work = move || match g.compute() {
+        match g.compute() {
             Compute::F32 => real::<f32>(&plan, &widen_f32(a), &widen_f32(b), bytemuck::cast_slice_mut(out), offset),
             Compute::F64 => real::<f64>(&plan, &widen_f64(a), &widen_f64(b), bytemuck::cast_slice_mut(out), offset),
             Compute::I64 => {
                 integers(&plan, &widen_i64(a), &widen_i64(b), bytemuck::cast_slice_mut(out), offset);
                 Ok(())
             }
-        };
-        if is_large(shape.numel(), 1, g.a.shape().dims()[g.a.rank() - 1]) { cpu::run(work) } else { work() }
+        }
     })??;
     if in_place && *g.epilogue == [Expr::input(0)] {
         count_launch();
@@ -79,10 +77,7 @@ fn widen_f32<'a>((t, bytes): (&Tensor, &'a [u8])) -> Wide<'a, f32> {
     fn halves<S: Pod + Sync>(s: &[S], convert: impl Fn(&[S], &mut [f32]) + Sync) -> Cow<'_, [f32]> {
         const PART: usize = 1 << 15;
         let mut wide = vec![0f32; s.len()];
-        match s.len() <= PART {
-            true => convert(s, &mut wide),
-            false => wide.par_chunks_mut(PART).zip(s.par_chunks(PART)).for_each(|(to, from)| convert(from, to)),
-        }
+        parallel::for_each_chunk(&mut wide, PART, |i, to| convert(&s[i * PART..][..to.len()], to));
         Cow::Owned(wide)
     }
     match t.dtype {

@@ -102,6 +102,11 @@ impl Program {
     pub(crate) fn seeds(&self) -> usize {
         self.seeds
     }
+    /// Whether it keeps intermediate results, a tile of each.
+    pub(crate) fn has_registers(&self) -> bool {
+        self.registers > 0
+    }
+
     pub(crate) fn outputs(&self) -> usize {
         self.exprs.len()
     }

@@ -14,8 +14,8 @@ use super::philox::{Bits, Normal, Seed, Uniform};
 use super::program::{Action, Program, Value};
 use crate::{Compute, Scalar};
 
-/// Elements in a tile: 2 KiB of f32.
-pub(crate) const TILE: usize = 512;
+/// Elements in a tile: 4 KiB of f32, so that two operands and a result fit the first-level cache.
+pub(crate) const TILE: usize = 1024;
 
 /// One operand of a tile.
 #[derive(Debug, Clone, Copy)]
@@ -35,7 +35,7 @@ pub(crate) struct Tile<'a, C> {
     pub(crate) seeds: &'a [Seed],
     /// The index of the tile's first element: what random numbers depend on.
     pub(crate) first: u64,
-    /// At most [`TILE`].
+    /// At most [`TILE`] where the program has registers.
     pub(crate) len: usize,
 }
 
@@ -69,7 +69,7 @@ impl Program {
         outs: &mut [&mut [C]],
     ) -> bool {
         debug_assert!(C::COMPUTE != Compute::I64 || !self.needs_float());
-        debug_assert!(tile.len <= TILE && outs.len() == self.outputs());
+        debug_assert!((tile.len <= TILE || !self.has_registers()) && outs.len() == self.outputs());
         let mut divided_by_zero = false;
         while scratch.registers.len() < self.registers {
             scratch.registers.push(Register { data: vec![C::from_f64(0.0); TILE], uniform: None });

@@ -1,14 +1,17 @@
 //! Getting at the bytes: host slices under their locks, and transfers between any two storages.
 
+use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::sync::{PoisonError, RwLockReadGuard, RwLockWriteGuard};
 
-use rayon::prelude::*;
+use bytemuck::{AnyBitPattern, NoUninit};
 use smallvec::SmallVec;
 
 use super::driver::MemoryKind;
+use super::driver::host::advise_huge;
 use super::{Allocation, Home, Place, Storage, staging};
-use crate::device::cpu;
+use crate::device::cpu::parallel;
+use crate::device::cpu::streaming::{LARGE, Streaming};
 use crate::device::opencl::{ClBuffer, ClDevice};
 use crate::{Device, Error, Result};
 
@@ -124,6 +127,21 @@ impl Storage {
         staging::read(from.device, from.buffer(), from.offset() + offset, dst)
     }
 
+    /// The `count` elements from byte `offset` on, a multiple of their size. Waits for the device.
+    pub(crate) fn read_vec<T: AnyBitPattern + NoUninit + Send + Sync>(
+        &self,
+        offset: usize,
+        count: usize,
+    ) -> Result<Vec<T>> {
+        if self.device() == Device::Cpu && count > 0 {
+            let range = self.range("read", offset, count * size_of::<T>())?;
+            return with_host(&[self], &[], |r, _| to_vec(bytemuck::cast_slice(&r[0][range])));
+        }
+        let mut values = vec![T::zeroed(); count];
+        self.read(offset, bytemuck::cast_slice_mut(&mut values))?;
+        Ok(values)
+    }
+
     /// Copies `src` from the host to bytes `offset..offset + src.len()`. `src` may be reused when it returns.
     pub(crate) fn write(&self, offset: usize, src: &[u8]) -> Result<()> {
         let range = self.range("write", offset, src.len())?;
@@ -205,23 +223,44 @@ impl Storage {
 }
 
 /// Large copies and fills are shared out in pieces of this size, from [`PARALLEL`] bytes on.
-const PIECE: usize = 1 << 20;
-const PARALLEL: usize = 8 * PIECE;
+const PIECE: usize = 1 << 17;
+const PARALLEL: usize = 4 * PIECE;
 
 /// Copies between slices of one length, large ones with all threads of the pool.
 fn copy(dst: &mut [u8], src: &[u8]) {
-    if dst.len() < PARALLEL {
-        return dst.copy_from_slice(src);
+    let piece = if dst.len() < PARALLEL { dst.len() } else { PIECE };
+    let large = dst.len() >= LARGE;
+    parallel::for_each_chunk(dst, piece, |i, d| {
+        let s = &src[i * piece..][..d.len()];
+        if large { Streaming::new().copy(d, s) } else { d.copy_from_slice(s) }
+    });
+}
+
+/// The slice's elements in a vector, whose memory is not filled with zeros first; large ones with all threads of the pool.
+fn to_vec<T: AnyBitPattern + Send + Sync>(src: &[T]) -> Vec<T> {
+    if size_of_val(src) < PARALLEL {
+        return src.to_vec();
     }
-    cpu::run(|| dst.par_chunks_mut(PIECE).zip(src.par_chunks(PIECE)).for_each(|(d, s)| d.copy_from_slice(s)));
+    let mut out = Vec::with_capacity(src.len());
+    let spare: &mut [MaybeUninit<T>] = &mut out.spare_capacity_mut()[..src.len()];
+    let start = spare.as_mut_ptr().cast::<MaybeUninit<u8>>();
+    // SAFETY: the same memory, which may stay uninitialised, as bytes; borrowed from `out` as `spare` was.
+    advise_huge(unsafe { std::slice::from_raw_parts_mut(start, size_of_val(src)) });
+    let piece = PIECE / size_of::<T>().max(1);
+    parallel::for_each_chunk(&mut out.spare_capacity_mut()[..src.len()], piece, |i, to| {
+        let from = &src[i * piece..][..to.len()];
+        // SAFETY: as many elements as there is room for, of plain data, in memory that is not the source's.
+        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_mut_ptr().cast::<T>(), to.len()) };
+    });
+    // SAFETY: the pieces were all of it.
+    unsafe { out.set_len(src.len()) };
+    out
 }
 
 /// Repeats a pattern whose length divides [`PIECE`].
 fn fill(dst: &mut [u8], pattern: &[u8]) {
-    if dst.len() < PARALLEL {
-        return fill_piece(dst, pattern);
-    }
-    cpu::run(|| dst.par_chunks_mut(PIECE).for_each(|d| fill_piece(d, pattern)));
+    let piece = if dst.len() < PARALLEL { dst.len() } else { PIECE };
+    parallel::for_each_chunk(dst, piece, |_, d| fill_piece(d, pattern));
 }
 
 /// Fills by doubling what is filled already, at the speed of memcpy.

@@ -2,7 +2,6 @@
 
 use std::any::Any;
 
-use bytemuck::Zeroable;
 use ndarray::{ArrayD, IxDyn};
 
 use crate::autograd::record_unary;
@@ -51,8 +50,7 @@ impl Tensor {
         }
         // First, for it fails where no memory has room for an expanded tensor's elements; a vector would panic.
         let source = self.detach().contiguous()?;
-        let mut bits = vec![T::Bits::zeroed(); source.numel()];
-        source.read_bytes(bytemuck::cast_slice_mut(&mut bits))?;
+        let bits: Vec<T::Bits> = source.storage.read_vec(source.layout.offset * self.dtype.size(), source.numel())?;
         // Where every pattern is valid `Bits` is `T` itself, and the vector is handed on as it is.
         let bits = match (Box::new(bits) as Box<dyn Any>).downcast::<Vec<T>>() {
             Ok(values) => return Ok(*values),

@@ -2,10 +2,14 @@
 
 use gemm::Parallelism;
 
+use super::parallel;
 use crate::{Error, Result};
 
 /// Below this many multiplications one thread is done before others have woken up.
-const ALONE: usize = 48 * 48 * 48;
+const ALONE: usize = 80 * 80 * 80;
+
+/// Rows or columns that the kernels take at a time, or a divisor: pieces are as long as a multiple of it.
+const STEP: usize = 8;
 
 /// Where the elements of a matrix lie in a slice: element (i, j) at `offset + i * row + j * col`.
 #[derive(Debug, Clone, Copy)]
@@ -56,7 +60,30 @@ impl Real for f64 {
     const ONE: f64 = 1.0;
 }
 
-/// `out = a b` for an `m` x `k` and a `k` x `n` matrix. Uses the pool it is called in, if the work is worth it.
+/// How a result is cut into pieces, one a thread: along its rows and along its columns, so that they read the least.
+fn cut(m: usize, n: usize, k: usize) -> (usize, usize) {
+    let threads = super::threads();
+    if m.saturating_mul(n).saturating_mul(k) <= ALONE {
+        return (1, 1);
+    }
+    // Each piece reads its rows of `a` and its columns of `b`.
+    let read = |rows: usize| rows * n + threads / rows * m;
+    let rows = (1..=threads).filter(|rows| threads % rows == 0).min_by_key(|&rows| read(rows)).unwrap_or(1);
+    (rows, threads / rows)
+}
+
+/// Where piece `i` of `pieces` of `n` rows or columns starts; the end of the last is `n`.
+fn start(n: usize, pieces: usize, i: usize) -> usize {
+    (n.div_ceil(STEP) * i / pieces * STEP).min(n)
+}
+
+/// The first element of a matrix in memory that threads share.
+struct Start<T>(*mut T);
+
+// SAFETY: the threads of a product read the inputs and write pieces of the result that have no element in common.
+unsafe impl<T: Send + Sync> Sync for Start<T> {}
+
+/// `out = a b` for an `m` x `k` and a `k` x `n` matrix, on several threads if the work is worth it.
 ///
 /// # Errors
 /// [`Error::Invalid`] where a matrix reaches out of its slice or elements of `out` coincide: a bug of the caller.
@@ -85,41 +112,48 @@ pub(crate) fn gemm<T: Real>(
         }
         return Ok(());
     }
-    let parallel = m.saturating_mul(n).saturating_mul(k) > ALONE && super::threads() > 1;
-    let parallelism = if parallel { Parallelism::Rayon(super::threads()) } else { Parallelism::None };
-    // SAFETY: all three matrices lie in their slices (`fits`, above), which are initialised and live through the call;
-    // `out` is borrowed exclusively, so it overlaps neither input, and its elements are distinct, so threads that
-    // write different elements write different memory. `T` is f32 or f64, which the crate supports; `read_dst` is
-    // false, so alpha is unused.
-    unsafe {
-        gemm::gemm(
-            m,
-            n,
-            k,
-            out.0.as_mut_ptr().add(out.1.offset),
-            out.1.col,
-            out.1.row,
-            false,
-            a.0.as_ptr().add(a.1.offset),
-            a.1.col,
-            a.1.row,
-            b.0.as_ptr().add(b.1.offset),
-            b.1.col,
-            b.1.row,
-            T::ZERO,
-            T::ONE,
-            false,
-            false,
-            false,
-            parallelism,
-        );
-    }
+    let (rows, columns) = cut(m, n, k);
+    let to = Start(out.0.as_mut_ptr());
+    parallel::for_each_index(rows * columns, |piece| {
+        let to = &to;
+        let (i, j) = (piece / columns, piece % columns);
+        let (top, bottom) = (start(m, rows, i), start(m, rows, i + 1));
+        let (left, right) = (start(n, columns, j), start(n, columns, j + 1));
+        if top == bottom || left == right {
+            return;
+        }
+        let at = |place: Place, row: usize, col: usize| {
+            place.offset as isize + row as isize * place.row + col as isize * place.col
+        };
+        // SAFETY: all three matrices lie in their slices (`fits`, above), which are initialised and live through the
+        // call, and so does a piece of them, which is not empty: its first element is one of theirs. `out` is borrowed
+        // exclusively, so it overlaps neither input, and its elements are distinct, so pieces without a common element
+        // are in different memory. `T` is f32 or f64, which the crate supports; `read_dst` is false, so alpha is unused.
+        unsafe {
+            gemm::gemm(
+                bottom - top,
+                right - left,
+                k,
+                to.0.offset(at(out.1, top, left)),
+                out.1.col,
+                out.1.row,
+                false,
+                a.0.as_ptr().offset(at(a.1, top, 0)),
+                a.1.col,
+                a.1.row,
+                b.0.as_ptr().offset(at(b.1, 0, left)),
+                b.1.col,
+                b.1.row,
+                T::ZERO,
+                T::ONE,
+                false,
+                false,
+                false,
+                Parallelism::None,
+            );
+        }
+    });
     Ok(())
-}
-
-/// Whether a product of this size is worth handing to the pool.
-pub(crate) fn is_large(m: usize, n: usize, k: usize) -> bool {
-    m.saturating_mul(n).saturating_mul(k) > ALONE
 }
 
 #[cfg(test)]
@@ -144,6 +178,16 @@ mod tests {
         assert!(try_with(place(0, 1, 1), pa, pb).is_err(), "elements that coincide");
         assert!(try_with(place(0, 0, 1), pa, pb).is_err(), "a broadcast result");
         assert!(try_with(place(0, 1, 2), pa, pb).is_ok(), "transposed");
+    }
+
+    #[test]
+    fn pieces_cover_the_result() {
+        for n in [1, 7, 8, 9, 100, 1024] {
+            for pieces in 1..9 {
+                assert_eq!((start(n, pieces, 0), start(n, pieces, pieces)), (0, n));
+                assert!((0..pieces).all(|i| start(n, pieces, i) <= start(n, pieces, i + 1)));
+            }
+        }
     }
 
     #[test]

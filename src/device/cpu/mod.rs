@@ -6,6 +6,8 @@
 
 pub(crate) mod gemm;
 pub(crate) mod math;
+pub(crate) mod parallel;
+pub(crate) mod streaming;
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};

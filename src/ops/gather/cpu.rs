@@ -1,9 +1,7 @@
 //! Indices on the CPU: checked all at once, before anything is written.
 
-use rayon::prelude::*;
-
 use super::Indexed;
-use crate::device::{count_launch, cpu};
+use crate::device::{count_launch, cpu::parallel};
 use crate::ops::collapse::Walk;
 use crate::ops::convert::{load_tile, store_tile};
 use crate::ops::lane::Lane;
@@ -87,7 +85,7 @@ fn gather_as<T: bytemuck::Pod + Send + Sync>(g: &Indexed, reads: &[&[u8]], out: 
     if count <= JOB {
         return part(0, &mut out[..count]);
     }
-    cpu::run(|| out[..count].par_chunks_mut(JOB).enumerate().for_each(|(i, out)| part(i * JOB, out)));
+    parallel::for_each_chunk(&mut out[..count], JOB, |i, out| part(i * JOB, out));
 }
 
 pub(super) fn scatter_add(g: &Indexed, target: &Tensor, layout: &Layout) -> Result<()> {

@@ -1,11 +1,13 @@
-//! Reductions on the CPU: tiles converted to the accumulator's type, sixteen accumulators, slices of fixed length, so that
+//! Reductions on the CPU: tiles converted to the accumulator's type, many accumulators, slices of fixed length, so that
 //! the result does not depend on the number of threads.
 
-use rayon::prelude::*;
+use std::marker::PhantomData;
+
+use pulp::{Arch, Simd, WithSimd};
 
 use super::Reduction;
 use super::plan::Plan;
-use crate::device::{count_launch, cpu};
+use crate::device::{count_launch, cpu::parallel};
 use crate::ops::convert::{load_tile, store_tile};
 use crate::ops::lane::Lane;
 use crate::ops::tiles::TILE;
@@ -14,11 +16,13 @@ use crate::{Compute, DType, Result, Tensor};
 
 /// Elements a slice of one result has: partial results keep rounding small and give threads work.
 const SLICE: usize = 1 << 16;
+/// Elements that are accumulated at once where they lie.
+const STRETCH: usize = 1 << 12;
 /// Rows a slice of columns has.
 const ROWS: usize = 1 << 10;
 /// Elements a job of the pool reduces: enough to hide what handing it over costs.
 const JOB: usize = 1 << 15;
-const LANES: usize = 16;
+const LANES: usize = 64;
 
 pub(super) fn run(op: Reduction, t: &Tensor, plan: &Plan, out: &Tensor) -> Result<()> {
     count_launch();
@@ -91,7 +95,9 @@ fn run_as<S: Lane>(
     out: &mut [u8],
     start: usize,
 ) {
-    let source = Source { dtype, bytes, plan, load };
+    let plain = !op.nonzero() && dtype == S::COMPUTE.dtype();
+    let elements = if plain { bytemuck::cast_slice(bytes) } else { &[] };
+    let source = Source { dtype, bytes, plan, load, elements };
     use Reduction::*;
     if op.is_arg() {
         let found = if op == ArgMax { source.arg::<self::Max>() } else { source.arg::<self::Min>() };
@@ -116,6 +122,8 @@ struct Source<'a, S> {
     bytes: &'a [u8],
     plan: &'a Plan,
     load: Load<S>,
+    /// The storage's elements, if they can be accumulated as they are; else nothing.
+    elements: &'a [S],
 }
 
 impl<S: Lane> Source<'_, S> {
@@ -135,11 +143,7 @@ impl<S: Lane> Source<'_, S> {
 
     /// `f(item)` for every item, on all threads where there is enough to do.
     fn items<R: Send>(&self, count: usize, cost: usize, f: impl Fn(usize) -> R + Send + Sync) -> Vec<R> {
-        if count * cost <= JOB {
-            return (0..count).map(f).collect();
-        }
-        let least = (JOB / cost.max(1)).max(1);
-        cpu::run(|| (0..count).into_par_iter().with_min_len(least).map(f).collect())
+        parallel::map(count, (JOB / cost.max(1)).max(1), f)
     }
 
     /// The reduction of positions `r..end` of result `o`.
@@ -148,6 +152,13 @@ impl<S: Lane> Source<'_, S> {
         let mut tile = [K::neutral(); TILE];
         let mut total = K::neutral();
         let stride = self.plan.reduced.inner().1;
+        while r < end && stride == 1 && !self.elements.is_empty() {
+            let (at, n) = self.plan.reduced.run(r, end - r);
+            for stretch in self.elements[(base + at) as usize..][..n].chunks(STRETCH) {
+                total = K::combine(total, fold::<K, S>(stretch));
+            }
+            r += n;
+        }
         while r < end {
             let mut filled = 0;
             while filled < TILE && r < end {
@@ -242,20 +253,31 @@ fn stays<K: Combine, S: Lane>(a: S, b: S) -> bool {
     is_nan(a) || (!is_nan(b) && K::combine(a, b) == a)
 }
 
+// Types, not closures: a closure that is not inlined is compiled without the vector units.
+
 fn combine_all<K: Combine, S: Lane>(to: &mut [S], from: &[S]) {
-    pulp::Arch::new().dispatch(
+    struct All<'a, K, S>(&'a mut [S], &'a [S], PhantomData<K>);
+    impl<K: Combine, S: Lane> WithSimd for All<'_, K, S> {
+        type Output = ();
+
         #[inline(always)]
-        || to.iter_mut().zip(from).for_each(|(a, b)| *a = K::combine(*a, *b)),
-    );
+        fn with_simd<V: Simd>(self, _: V) {
+            self.0.iter_mut().zip(self.1).for_each(|(a, b)| *a = K::combine(*a, *b));
+        }
+    }
+    Arch::new().dispatch(All::<K, S>(to, from, PhantomData));
 }
 
-/// One value of a tile.
-fn fold<K: Combine, S: Lane>(tile: &[S]) -> S {
-    pulp::Arch::new().dispatch(
+/// One value of a stretch of elements.
+fn fold<K: Combine, S: Lane>(elements: &[S]) -> S {
+    struct Fold<'a, K, S>(&'a [S], PhantomData<K>);
+    impl<K: Combine, S: Lane> WithSimd for Fold<'_, K, S> {
+        type Output = S;
+
         #[inline(always)]
-        || {
+        fn with_simd<V: Simd>(self, _: V) -> S {
             let mut lanes = [K::neutral::<S>(); LANES];
-            let (whole, rest) = tile.as_chunks::<LANES>();
+            let (whole, rest) = self.0.as_chunks::<LANES>();
             for chunk in whole {
                 for (a, b) in lanes.iter_mut().zip(chunk) {
                     *a = K::combine(*a, *b);
@@ -272,8 +294,9 @@ fn fold<K: Combine, S: Lane>(tile: &[S]) -> S {
                 half /= 2;
             }
             lanes[0]
-        },
-    )
+        }
+    }
+    Arch::new().dispatch(Fold::<K, S>(elements, PhantomData))
 }
 
 /// Pairwise over the slices of each result.

@@ -1,9 +1,9 @@
 //! Row operations on the CPU: a row at a time in the compute type, rows shared out among the pool's threads.
 
-use rayon::prelude::*;
+use pulp::{Arch, Simd, WithSimd};
 
 use super::{CrossEntropy, LossReduction, RowOp, Rows};
-use crate::device::{count_launch, cpu};
+use crate::device::{count_launch, cpu::parallel};
 use crate::ops::convert::{load_tile, store_tile};
 use crate::ops::lane::Lane;
 use crate::storage::with_host;
@@ -11,6 +11,8 @@ use crate::{Compute, Error, Result, Tensor};
 
 /// Elements a job of the pool has: enough to hide what handing it over costs.
 const JOB: usize = 1 << 13;
+/// Sums that are kept side by side, so that one addition need not wait for the one before.
+const CHAINS: usize = 32;
 /// Rows whose losses are added up before they meet the others': fixed, so that the sum is the same on any machine.
 const BLOCK: usize = 64;
 
@@ -53,11 +55,7 @@ impl Job<'_> {
         let stretch = (self.inner * length).max(1);
         let least = JOB.div_ceil(self.inner * self.rows.n).max(1);
         let size = self.out.dtype.size();
-        let work = |(i, part): (usize, &mut [u8])| self.part::<C>(i * least * self.inner, part);
-        if self.out.numel() <= stretch * least {
-            return work((0, out));
-        }
-        cpu::run(|| out.par_chunks_mut(stretch * least * size).enumerate().for_each(work));
+        parallel::for_each_chunk(out, stretch * least * size, |i, part| self.part::<C>(i * least * self.inner, part));
     }
 
     /// Rows from `first` on, into `out`, which starts where the first of them does.
@@ -65,18 +63,27 @@ impl Job<'_> {
         let (n, inner, rows) = (self.rows.n, self.inner, self.rows);
         let length = if self.kind == RowOp::LogSumExp { 1 } else { n };
         let zero = C::from_i32(0);
-        let (mut row, mut other) = (vec![zero; n], vec![zero; n]);
+        let two = matches!(self.kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad);
+        let mut other = vec![zero; if two { n } else { 0 }];
+        let mut load = |i: usize, row: &mut [C]| {
+            let at = rows.walk.offsets(first + i);
+            let x = self.x.layout.offset as isize + at[0];
+            load_tile(self.x.dtype, self.bytes[0], x as _, rows.steps[0], row);
+            if two {
+                let z = self.z.layout.offset as isize + at[2];
+                load_tile(self.z.dtype, self.bytes[1], z as _, rows.steps[2], &mut other);
+            }
+            compute(self.kind, row, &other)
+        };
+        if inner == 1 && length == n && self.out.dtype == C::COMPUTE.dtype() {
+            let out: &mut [C] = bytemuck::cast_slice_mut(out);
+            out.chunks_mut(n).enumerate().for_each(|(i, row)| _ = load(i, row));
+            return;
+        }
+        let mut row = vec![zero; n];
         let count = out.len() / self.out.dtype.size() / length;
         for i in 0..count {
-            rows.walk.runs(first + i, 1, |_, at, _| {
-                let x = self.x.layout.offset as isize + at[0];
-                load_tile(self.x.dtype, self.bytes[0], x as _, rows.steps[0], &mut row);
-                if matches!(self.kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad) {
-                    let z = self.z.layout.offset as isize + at[2];
-                    load_tile(self.z.dtype, self.bytes[1], z as _, rows.steps[2], &mut other);
-                }
-            });
-            let len = compute(self.kind, &mut row, &other);
+            let len = load(i, &mut row);
             let to = i / inner * inner * length + i % inner;
             store_tile(self.out.dtype, &row[..len], out, to as _, inner as isize);
         }
@@ -85,12 +92,28 @@ impl Job<'_> {
 
 /// The operation on a row, in place; how long the result is.
 fn compute<C: Lane>(kind: RowOp, row: &mut [C], other: &[C]) -> usize {
-    pulp::Arch::new().dispatch(
-        #[inline(always)]
-        || match kind {
+    Arch::new().dispatch(OnRow { kind, row, other })
+}
+
+/// A type, not a closure: a closure that is not inlined is compiled without the vector units.
+struct OnRow<'a, C> {
+    kind: RowOp,
+    row: &'a mut [C],
+    other: &'a [C],
+}
+
+impl<C: Lane> WithSimd for OnRow<'_, C> {
+    type Output = usize;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) -> usize {
+        let OnRow { kind, row, other } = self;
+        match kind {
             RowOp::Softmax => {
-                let (m, s) = exp_sum(row, false);
-                row.iter_mut().for_each(|x| *x = x.sub(m).exp().div(s));
+                let m = greatest(row);
+                row.iter_mut().for_each(|x| *x = x.sub(m).exp());
+                let s = C::from_i32(1).div(sum(row));
+                row.iter_mut().for_each(|x| *x = x.mul(s));
                 row.len()
             }
             RowOp::LogSoftmax => {
@@ -105,45 +128,51 @@ fn compute<C: Lane>(kind: RowOp, row: &mut [C], other: &[C]) -> usize {
                 1
             }
             RowOp::SoftmaxGrad => {
-                let s = sum(row.iter().zip(other).map(|(y, g)| y.mul(*g)));
+                let s = lanes(row, other, C::from_i32(0), |y, g| y.mul(g), |a, b| a.add(b));
                 row.iter_mut().zip(other).for_each(|(y, g)| *y = g.sub(s).mul(*y));
                 row.len()
             }
             RowOp::LogSoftmaxGrad => {
-                let s = sum(other.iter().copied());
+                let s = sum(other);
                 row.iter_mut().zip(other).for_each(|(y, g)| *y = g.sub(y.exp().mul(s)));
                 row.len()
             }
-        },
-    )
+        }
+    }
 }
 
 /// The greatest element and the sum of `exp(x - greatest)`; `finite`: an infinite greatest counts as 0.
 #[inline(always)]
 fn exp_sum<C: Lane>(row: &[C], finite: bool) -> (C, C) {
-    let m = lanes(row.iter().copied(), C::from_f64(f64::NEG_INFINITY), |a, b| b.max(a));
+    let m = greatest(row);
     let m = if finite && m.to_f64().is_infinite() { C::from_i32(0) } else { m };
-    (m, sum(row.iter().map(|x| x.sub(m).exp())))
+    (m, lanes(row, row, C::from_i32(0), |x, _| x.sub(m).exp(), |a, b| a.add(b)))
 }
 
 #[inline(always)]
-fn sum<C: Lane>(values: impl Iterator<Item = C>) -> C {
-    lanes(values, C::from_i32(0), |a, b| a.add(b))
+fn greatest<C: Lane>(row: &[C]) -> C {
+    lanes(row, row, C::from_f64(f64::NEG_INFINITY), |x, _| x, |a, b| b.max(a))
 }
 
-/// Sixteen chains at a time, so that the loop fits the vector units.
 #[inline(always)]
-fn lanes<C: Lane>(mut values: impl Iterator<Item = C>, neutral: C, f: impl Fn(C, C) -> C) -> C {
-    let mut lanes = [neutral; 16];
-    'all: loop {
-        for lane in &mut lanes {
-            match values.next() {
-                Some(v) => *lane = f(*lane, v),
-                None => break 'all,
-            }
+fn sum<C: Lane>(row: &[C]) -> C {
+    lanes(row, row, C::from_i32(0), |x, _| x, |a, b| a.add(b))
+}
+
+/// `join` of all `map(x, y)`, many chains at a time, so that the loop fits the vector units.
+#[inline(always)]
+fn lanes<C: Lane>(x: &[C], y: &[C], neutral: C, map: impl Fn(C, C) -> C, join: impl Fn(C, C) -> C) -> C {
+    let mut lanes = [neutral; CHAINS];
+    let ((x, x_rest), (y, y_rest)) = (x.as_chunks::<CHAINS>(), y.as_chunks::<CHAINS>());
+    for (x, y) in x.iter().zip(y) {
+        for (lane, (x, y)) in lanes.iter_mut().zip(x.iter().zip(y)) {
+            *lane = join(*lane, map(*x, *y));
         }
     }
-    lanes.into_iter().reduce(&f).unwrap_or(neutral)
+    for (lane, (x, y)) in lanes.iter_mut().zip(x_rest.iter().zip(y_rest)) {
+        *lane = join(*lane, map(*x, *y));
+    }
+    lanes.into_iter().reduce(&join).unwrap_or(neutral)
 }
 
 pub(super) fn cross_entropy(
@@ -225,19 +254,23 @@ fn entropy<C: Lane>(
     let blocks = targets.len().div_ceil(BLOCK);
     let alone = targets.len() * classes <= JOB;
     let stretch = BLOCK * classes * x.dtype.size();
-    let losses: Vec<Vec<C>> = match grad {
-        Some(grad) if alone => grad.chunks_mut(stretch).enumerate().map(|(b, g)| block(b, Some(g))).collect(),
-        Some(grad) => {
-            cpu::run(|| grad.par_chunks_mut(stretch).take(blocks).enumerate().map(|(b, g)| block(b, Some(g))).collect())
-        }
-        None if alone => (0..blocks).map(|b| block(b, None)).collect(),
-        None => cpu::run(|| (0..blocks).into_par_iter().map(|b| block(b, None)).collect()),
+    let mut grads: Vec<Option<&mut [u8]>> = match grad {
+        Some(grad) => grad.chunks_mut(stretch).take(blocks).map(Some).collect(),
+        None => (0..blocks).map(|_| None).collect(),
     };
+    let mut losses: Vec<Vec<C>> = vec![Vec::new(); blocks];
+    let mut work: Vec<_> = losses.iter_mut().zip(&mut grads).collect();
+    let one = |b: usize, (losses, grad): &mut (&mut Vec<C>, &mut Option<&mut [u8]>)| **losses = block(b, grad.take());
+    match alone {
+        true => work.iter_mut().enumerate().for_each(|(b, work)| one(b, work)),
+        false => parallel::for_each(&mut work, one),
+    }
     if options.reduction == LossReduction::None {
         store_tile(x.dtype, &losses.concat(), out, 0 as _, 1);
         return Ok(());
     }
-    let total = sum(losses.iter().map(|l| sum(l.iter().copied())));
+    let blocks: Vec<C> = losses.iter().map(|l| sum(l)).collect();
+    let total = sum(&blocks);
     store_tile(x.dtype, &[total.div(count)], out, 0 as _, 1);
     Ok(())
 }

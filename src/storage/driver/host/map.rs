@@ -1,6 +1,7 @@
 //! Memory straight from the kernel: large segments, and addresses reserved before there is memory behind them.
 
 use std::collections::BTreeMap;
+use std::mem::MaybeUninit;
 use std::ptr::NonNull;
 use std::sync::{OnceLock, PoisonError, RwLock};
 
@@ -128,6 +129,16 @@ impl Drop for Mapping {
 }
 
 /// Bytes of the kernel's pages, a power of two.
+/// Asks for huge pages under memory that has not been touched yet. The kernel is free to do otherwise.
+pub(super) fn advise_huge(memory: &mut [MaybeUninit<u8>]) {
+    let inside = memory.as_ptr().align_offset(page()).min(memory.len());
+    let whole = (memory.len() - inside) / page() * page();
+    if whole >= HUGE {
+        // SAFETY: whole pages inside memory that is borrowed; changes nothing but how they are found.
+        unsafe { libc::madvise(memory[inside..].as_mut_ptr().cast(), whole, MADV_HUGEPAGE) };
+    }
+}
+
 pub(super) fn page() -> usize {
     static PAGE: OnceLock<usize> = OnceLock::new();
     *PAGE.get_or_init(|| {

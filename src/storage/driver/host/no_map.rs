@@ -1,6 +1,7 @@
 //! Where the kernel is not Linux, or there is none (Miri): no memory but the global allocator's.
 
 use std::convert::Infallible;
+use std::mem::MaybeUninit;
 use std::ptr::NonNull;
 
 pub(super) const HUGE: usize = usize::MAX;
@@ -38,3 +39,5 @@ impl Mapping {
 pub(super) fn page() -> usize {
     0
 }
+
+pub(super) fn advise_huge(_: &mut [MaybeUninit<u8>]) {}

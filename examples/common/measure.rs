@@ -1,0 +1,153 @@
+//! Timing as every program we are compared with does it, and the JSON lines all of them print: many samples of a case,
+//! their median, and where it makes sense the time of a call when many are enqueued before one wait.
+
+use std::error::Error;
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+/// What a call does, for its rate.
+#[derive(Clone, Copy)]
+pub enum Work {
+    Nothing,
+    /// Bytes read and written.
+    Bytes(usize),
+    /// Floating-point operations.
+    Flops(f64),
+}
+
+/// What is measured: one line of the results.
+#[derive(Clone)]
+pub struct Case {
+    pub peer: String,
+    pub name: &'static str,
+    /// Bytes, elements, rows of a matrix or of a batch, as the case goes.
+    pub n: usize,
+    pub dtype: &'static str,
+    pub work: Work,
+}
+
+/// How a case is sampled.
+#[derive(Clone, Copy)]
+pub enum Calls {
+    /// One call, then the wait.
+    Single,
+    /// As `Single`, and once more with many calls before one wait.
+    Pipelined,
+    /// That many calls before every wait; times are of one call.
+    Batch(usize),
+}
+
+/// A measured case; it was checked before.
+pub struct Line {
+    pub case: Case,
+    pub device: String,
+    pub median_us: f64,
+    min_us: f64,
+    /// A call when many are enqueued before one wait.
+    pipe_us: Option<f64>,
+    samples: usize,
+    pub note: Option<String>,
+}
+
+impl Line {
+    /// GB/s or GFLOP/s of a call and its wait.
+    pub fn rate(&self) -> f64 {
+        let work = match self.case.work {
+            Work::Nothing => 0.0,
+            Work::Bytes(bytes) => bytes as f64,
+            Work::Flops(flops) => flops,
+        };
+        work / self.median_us / 1e3
+    }
+
+    pub fn json(&self) -> Value {
+        let mut line = self.case.json(&self.device);
+        line["median_us"] = round(self.median_us).into();
+        line["min_us"] = round(self.min_us).into();
+        if let Some(us) = self.pipe_us {
+            line["pipe_us"] = round(us).into();
+        }
+        match self.case.work {
+            Work::Nothing => {}
+            Work::Bytes(_) => line["gbps"] = round(self.rate()).into(),
+            Work::Flops(_) => line["gflops"] = round(self.rate()).into(),
+        }
+        line["samples"] = self.samples.into();
+        line["checked"] = true.into();
+        if let Some(note) = &self.note {
+            line["note"] = note.as_str().into();
+        }
+        line
+    }
+}
+
+impl Case {
+    fn json(&self, device: &str) -> Value {
+        json!({ "peer": self.peer, "device": device, "case": self.name, "n": self.n, "dtype": self.dtype })
+    }
+
+    /// The line of a case that could not be done.
+    pub fn failed(&self, device: &str, error: &dyn Error) -> Value {
+        let mut line = self.json(device);
+        line["median_us"] = Value::Null;
+        line["error"] = error.to_string().into();
+        line
+    }
+}
+
+fn round(x: f64) -> f64 {
+    (x * 1e3).round() / 1e3
+}
+
+/// Measures for about `budget` a case.
+pub struct Meter {
+    pub budget: Duration,
+    pub device: String,
+}
+
+impl Meter {
+    /// Times `call` followed by `wait`.
+    pub fn time<T, E>(
+        &self,
+        case: Case,
+        calls: Calls,
+        mut call: impl FnMut() -> Result<T, E>,
+        wait: impl Fn() -> Result<(), Box<dyn Error>>,
+    ) -> Result<Line, Box<dyn Error>>
+    where
+        Box<dyn Error>: From<E>,
+    {
+        let mut sample = |calls: usize, budget: Duration| {
+            let (start, mut times) = (Instant::now(), Vec::new());
+            let enough = |n: usize| n >= 5 || (n >= 3 && start.elapsed() > Duration::from_secs(8));
+            while !enough(times.len()) || (start.elapsed() < budget && times.len() < 5000) {
+                let from = Instant::now();
+                for _ in 0..calls {
+                    black_box(call()?);
+                }
+                wait()?;
+                times.push(from.elapsed().as_secs_f64() * 1e6 / calls as f64);
+            }
+            times.sort_by(f64::total_cmp);
+            Ok::<_, Box<dyn Error>>(times)
+        };
+        let batch = if let Calls::Batch(n) = calls { n } else { 1 };
+        let mut times = sample(batch, self.budget / 4)?; // warms caches and clocks
+        if times[0] < 1e6 {
+            times = sample(batch, self.budget)?;
+        }
+        let median_us = times[times.len() / 2];
+        let pipe_us = match calls {
+            Calls::Pipelined => {
+                let calls = ((2e5 / median_us) as usize).clamp(1, 20);
+                let times = sample(calls, self.budget / 2)?;
+                Some(times[times.len() / 2])
+            }
+            _ => None,
+        };
+        let (device, min_us, samples) = (self.device.clone(), times[0], times.len());
+        Ok(Line { case, device, median_us, min_us, pipe_us, samples, note: None })
+    }
+}
