@@ -92,7 +92,7 @@ pub fn draw(device: Device, name: &str, sizes: &[usize], lines: &[(usize, Line)]
     let (Some(&least), Some(&most)) = (sizes.first(), sizes.last()) else { return Ok(()) };
     let path = common::figure(&format!("throughput-{}.png", device.to_string().replace(':', "")))?;
     let (area, legend) = common::canvas(&path, (900, 460))?.split_horizontally(740);
-    let rates = common::span(lines.iter().map(Line::rate));
+    let rates = common::span(lines.iter().map(|(_, line)| line.rate()));
     let exponent = |size: usize| f64::from(size.ilog2());
     let mut chart = ChartBuilder::on(&area)
         .caption(format!("copies and transfers on {name}"), ("sans-serif", 20))
