@@ -203,31 +203,3 @@ fn integer_power(mut base: i64, exponent: i64) -> i64 {
     }
     power
 }
-
-/// Sums that [`fold`] keeps side by side, so that one addition need not wait for the one before; as many as fit the
-/// registers of most processors.
-const CHAINS: usize = 32;
-
-/// `join` of all `map(x, y)` for the elements of two slices of one length. Chains of every 32nd element, joined in pairs
-/// at the end: the order is fixed, and the loops fit the vector units.
-#[inline(always)]
-pub(crate) fn fold<C: Lane>(x: &[C], y: &[C], neutral: C, map: impl Fn(C, C) -> C, join: impl Fn(C, C) -> C) -> C {
-    let mut chains = [neutral; CHAINS];
-    let ((x, x_rest), (y, y_rest)) = (x.as_chunks::<CHAINS>(), y.as_chunks::<CHAINS>());
-    for (x, y) in x.iter().zip(y) {
-        for (chain, (x, y)) in chains.iter_mut().zip(x.iter().zip(y)) {
-            *chain = join(*chain, map(*x, *y));
-        }
-    }
-    for (chain, (x, y)) in chains.iter_mut().zip(x_rest.iter().zip(y_rest)) {
-        *chain = join(*chain, map(*x, *y));
-    }
-    let mut half = CHAINS / 2;
-    while half > 0 {
-        for i in 0..half {
-            chains[i] = join(chains[i], chains[i + half]);
-        }
-        half /= 2;
-    }
-    chains[0]
-}

@@ -9,7 +9,7 @@ use super::Reduction;
 use super::plan::Plan;
 use crate::device::{count_launch, cpu::parallel};
 use crate::ops::convert::{load_tile, store_tile};
-use crate::ops::lane::{self, Lane};
+use crate::ops::lane::Lane;
 use crate::ops::tiles::TILE;
 use crate::storage::with_host;
 use crate::{Compute, DType, Result, Tensor};
@@ -22,6 +22,7 @@ const STRETCH: usize = 1 << 12;
 const ROWS: usize = 1 << 10;
 /// Elements a job of the pool reduces: enough to hide what handing it over costs.
 const JOB: usize = 1 << 15;
+const LANES: usize = 64;
 
 pub(super) fn run(op: Reduction, t: &Tensor, plan: &Plan, out: &Tensor) -> Result<()> {
     count_launch();
@@ -275,7 +276,24 @@ fn fold<K: Combine, S: Lane>(elements: &[S]) -> S {
 
         #[inline(always)]
         fn with_simd<V: Simd>(self, _: V) -> S {
-            lane::fold(self.0, self.0, K::neutral(), |x, _| x, K::combine)
+            let mut lanes = [K::neutral::<S>(); LANES];
+            let (whole, rest) = self.0.as_chunks::<LANES>();
+            for chunk in whole {
+                for (a, b) in lanes.iter_mut().zip(chunk) {
+                    *a = K::combine(*a, *b);
+                }
+            }
+            for (a, b) in lanes.iter_mut().zip(rest) {
+                *a = K::combine(*a, *b);
+            }
+            let mut half = LANES / 2;
+            while half > 0 {
+                for i in 0..half {
+                    lanes[i] = K::combine(lanes[i], lanes[i + half]);
+                }
+                half /= 2;
+            }
+            lanes[0]
         }
     }
     Arch::new().dispatch(Fold::<K, S>(elements, PhantomData))

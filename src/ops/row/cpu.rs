@@ -5,12 +5,14 @@ use pulp::{Arch, Simd, WithSimd};
 use super::{CrossEntropy, LossReduction, RowOp, Rows};
 use crate::device::{count_launch, cpu::parallel};
 use crate::ops::convert::{load_tile, store_tile};
-use crate::ops::lane::{Lane, fold};
+use crate::ops::lane::Lane;
 use crate::storage::with_host;
 use crate::{Compute, Error, Result, Tensor};
 
 /// Elements a job of the pool has: enough to hide what handing it over costs.
 const JOB: usize = 1 << 13;
+/// Sums that are kept side by side, so that one addition need not wait for the one before.
+const CHAINS: usize = 32;
 /// Rows whose losses are added up before they meet the others': fixed, so that the sum is the same on any machine.
 const BLOCK: usize = 64;
 
@@ -126,7 +128,7 @@ impl<C: Lane> WithSimd for OnRow<'_, C> {
                 1
             }
             RowOp::SoftmaxGrad => {
-                let s = fold(row, other, C::from_i32(0), |y, g| y.mul(g), |a, b| a.add(b));
+                let s = lanes(row, other, C::from_i32(0), |y, g| y.mul(g), |a, b| a.add(b));
                 row.iter_mut().zip(other).for_each(|(y, g)| *y = g.sub(s).mul(*y));
                 row.len()
             }
@@ -144,17 +146,33 @@ impl<C: Lane> WithSimd for OnRow<'_, C> {
 fn exp_sum<C: Lane>(row: &[C], finite: bool) -> (C, C) {
     let m = greatest(row);
     let m = if finite && m.to_f64().is_infinite() { C::from_i32(0) } else { m };
-    (m, fold(row, row, C::from_i32(0), |x, _| x.sub(m).exp(), |a, b| a.add(b)))
+    (m, lanes(row, row, C::from_i32(0), |x, _| x.sub(m).exp(), |a, b| a.add(b)))
 }
 
 #[inline(always)]
 fn greatest<C: Lane>(row: &[C]) -> C {
-    fold(row, row, C::from_f64(f64::NEG_INFINITY), |x, _| x, |a, b| b.max(a))
+    lanes(row, row, C::from_f64(f64::NEG_INFINITY), |x, _| x, |a, b| b.max(a))
 }
 
 #[inline(always)]
 fn sum<C: Lane>(row: &[C]) -> C {
-    fold(row, row, C::from_i32(0), |x, _| x, |a, b| a.add(b))
+    lanes(row, row, C::from_i32(0), |x, _| x, |a, b| a.add(b))
+}
+
+/// `join` of all `map(x, y)`, many chains at a time, so that the loop fits the vector units.
+#[inline(always)]
+fn lanes<C: Lane>(x: &[C], y: &[C], neutral: C, map: impl Fn(C, C) -> C, join: impl Fn(C, C) -> C) -> C {
+    let mut lanes = [neutral; CHAINS];
+    let ((x, x_rest), (y, y_rest)) = (x.as_chunks::<CHAINS>(), y.as_chunks::<CHAINS>());
+    for (x, y) in x.iter().zip(y) {
+        for (lane, (x, y)) in lanes.iter_mut().zip(x.iter().zip(y)) {
+            *lane = join(*lane, map(*x, *y));
+        }
+    }
+    for (lane, (x, y)) in lanes.iter_mut().zip(x_rest.iter().zip(y_rest)) {
+        *lane = join(*lane, map(*x, *y));
+    }
+    lanes.into_iter().reduce(&join).unwrap_or(neutral)
 }
 
 pub(super) fn cross_entropy(
