@@ -68,7 +68,7 @@ fn cut(m: usize, n: usize, k: usize) -> (usize, usize) {
     }
     // Each piece reads its rows of `a` and its columns of `b`.
     let read = |rows: usize| rows * n + threads / rows * m;
-    let rows = (1..=threads).filter(|rows| threads % rows == 0).min_by_key(|&rows| read(rows)).unwrap_or(1);
+    let rows = (1..=threads).filter(|rows| threads.is_multiple_of(*rows)).min_by_key(|&rows| read(rows)).unwrap_or(1);
     (rows, threads / rows)
 }
 
