@@ -1,9 +1,45 @@
-// Elementwise: `element` (generated before this: loads, the expressions, stores) for every position.
-// ARGUMENTS and PARAMETERS name its operands, INDEX is wide enough for `count`, PER_ITEM is 1 on CPUs, where compilers
-// vectorise across work-items; GPUs take several, a work-group apart, to have more loads in flight.
+// Elementwise: formulas over positions. Before this the host writes `compute` (the formulas), ARGUMENTS and PARAMETERS (the
+// operands), INDEX (wide enough for every position) and, for one of three forms:
+// - scalar: `element` does one position. PER_ITEM is 1 on processors, where compilers vectorise across work-items; GPUs
+//   take several, a work-group apart, to have more loads in flight.
+// - VEC: `elements` does VEC neighbours, with one load and one store an operand; with TAIL `element` does what is left.
+// - TILE: TURNED operands are neighbours along dim TURN where the result's are neighbours along the innermost. Tiles of
+//   them go through local memory, so that both sides are read and written in whole lines.
 
+#ifdef TILE
+__kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void elementwise(PARAMETERS, const INDEX across,
+                                                                             const INDEX down) {
+    TURNED
+    const INDEX group = get_group_id(0);
+    const INDEX column = group % across * TILE, row = group / across % down * TILE;
+    POSITIONS(group / across / down)
+    const INDEX columns = min((INDEX)TILE, COLUMNS - column), rows = min((INDEX)TILE, ROWS - row);
+    // The rows of a tile have one element more than they need: columns are then spread over the banks of local memory.
+    #pragma unroll
+    for (uint i = get_local_id(0); i < TILE * TILE; i += GROUP) {
+        const uint c = i / TILE, r = i % TILE;
+        if (c < columns && r < rows) {
+            FETCH
+        }
+    }
+    barrier(CLK_LOCAL_MEM_FENCE);
+    #pragma unroll
+    for (uint i = get_local_id(0); i < TILE * TILE; i += GROUP) {
+        const uint r = i / TILE, c = i % TILE;
+        if (c < columns && r < rows) {
+            ELEMENT
+        }
+    }
+}
+#else
 __kernel void elementwise(PARAMETERS, const INDEX count) {
-#if PER_ITEM == 1
+#ifdef VEC
+    const INDEX e = (INDEX)get_global_id(0) * VEC;
+    if (e + VEC <= count) elements(e, ARGUMENTS);
+#ifdef TAIL
+    else for (INDEX k = e; k < count; k++) element(k, ARGUMENTS);
+#endif
+#elif PER_ITEM == 1
     const INDEX e = get_global_id(0);
     if (e < count) element(e, ARGUMENTS);
 #else
@@ -16,3 +52,4 @@ __kernel void elementwise(PARAMETERS, const INDEX count) {
     }
 #endif
 }
+#endif

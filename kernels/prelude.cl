@@ -31,25 +31,19 @@ typedef uchar u8_t;
 typedef uint u32_t;
 typedef uchar bool_t;
 
-float load_f32(const __global f32_t* p, ulong i) { return p[i]; }
-#if defined(IS_CPU) && defined(__F16C__)
-// One instruction; PoCL's vload_half of a single element is a subroutine.
-float load_f16(const __global f16_t* p, ulong i) { return __builtin_load_halff((const __global half*)p + i); }
-#else
-float load_f16(const __global f16_t* p, ulong i) { return vload_half(i, (const __global half*)p); }
-#endif
-float load_bf16(const __global bf16_t* p, ulong i) { return as_float((uint)p[i] << 16); }
-long load_i64(const __global i64_t* p, ulong i) { return p[i]; }
-long load_i32(const __global i32_t* p, ulong i) { return p[i]; }
-long load_u8(const __global u8_t* p, ulong i) { return p[i]; }
-long load_u32(const __global u32_t* p, ulong i) { return p[i]; }
-long load_bool(const __global bool_t* p, ulong i) { return p[i] != 0; }
-
 // Nearest, ties to even; a NaN stays one although its payload is cut.
 ushort bf16_from_float(float v)
 {
     uint u = as_uint(v);
     return v != v ? (ushort)((u >> 16) | 0x40) : (ushort)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+}
+
+// Core OpenCL converts halves in memory only: here the memory is private, which compilers keep in registers.
+ushort f16_from_float(float v)
+{
+    ushort bits;
+    vstore_half_rte(v, 0, (half*)&bits);
+    return bits;
 }
 
 // Saturating, towards zero, 0 for NaN.
@@ -58,42 +52,85 @@ long long_from_float(float v)
     return v != v ? 0 : v >= 9223372036854775808.0f ? LONG_MAX : v <= -9223372036854775808.0f ? LONG_MIN : (long)v;
 }
 
-// f64 goes to the half types through f32, on the CPU too.
-#define STORES_FROM_FLOAT(C, T, TO_LONG)                                                                             \
-    void store_f32_##C(__global f32_t* p, ulong i, T v) { p[i] = (float)v; }                                         \
-    void store_f16_##C(__global f16_t* p, ulong i, T v) { vstore_half_rte((float)v, i, (__global half*)p); }         \
-    void store_bf16_##C(__global bf16_t* p, ulong i, T v) { p[i] = bf16_from_float((float)v); }                      \
-    void store_i64_##C(__global i64_t* p, ulong i, T v) { p[i] = TO_LONG(v); }                                       \
-    void store_i32_##C(__global i32_t* p, ulong i, T v) { p[i] = (int)clamp(TO_LONG(v), (long)INT_MIN, (long)INT_MAX); } \
-    void store_u8_##C(__global u8_t* p, ulong i, T v) { p[i] = (uchar)clamp(TO_LONG(v), 0L, (long)UCHAR_MAX); }      \
-    void store_u32_##C(__global u32_t* p, ulong i, T v) { p[i] = (uint)clamp(TO_LONG(v), 0L, (long)UINT_MAX); }      \
-    void store_bool_##C(__global bool_t* p, ulong i, T v) { p[i] = v != 0; }
+// from_T: what the stored bits mean, in the type computed in.
+float from_f32(f32_t x) { return x; }
+float from_f16(f16_t x) { return vload_half(0, (const half*)&x); }
+float from_bf16(bf16_t x) { return as_float((uint)x << 16); }
+long from_i64(i64_t x) { return x; }
+long from_i32(i32_t x) { return x; }
+long from_u8(u8_t x) { return x; }
+long from_u32(u32_t x) { return x; }
+long from_bool(bool_t x) { return x != 0; }
 
-STORES_FROM_FLOAT(F32, float, long_from_float)
+// to_T_C: a value computed in C as stored bits. f64 goes to the half types through f32, on the CPU too.
+#define BITS_OF_FLOAT(C, T, TO_LONG)                                                                                 \
+    f32_t to_f32_##C(T v) { return (float)v; }                                                                       \
+    f16_t to_f16_##C(T v) { return f16_from_float((float)v); }                                                       \
+    bf16_t to_bf16_##C(T v) { return bf16_from_float((float)v); }                                                    \
+    i64_t to_i64_##C(T v) { return TO_LONG(v); }                                                                     \
+    i32_t to_i32_##C(T v) { return (int)clamp(TO_LONG(v), (long)INT_MIN, (long)INT_MAX); }                           \
+    u8_t to_u8_##C(T v) { return (uchar)clamp(TO_LONG(v), 0L, (long)UCHAR_MAX); }                                    \
+    u32_t to_u32_##C(T v) { return (uint)clamp(TO_LONG(v), 0L, (long)UINT_MAX); }                                    \
+    bool_t to_bool_##C(T v) { return v != 0; }
 
-void store_f32_I64(__global f32_t* p, ulong i, long v) { p[i] = (float)v; }
-void store_f16_I64(__global f16_t* p, ulong i, long v) { vstore_half_rte((float)v, i, (__global half*)p); }
-void store_bf16_I64(__global bf16_t* p, ulong i, long v) { p[i] = bf16_from_float((float)v); }
-void store_i64_I64(__global i64_t* p, ulong i, long v) { p[i] = v; }
-void store_i32_I64(__global i32_t* p, ulong i, long v) { p[i] = (int)v; }
-void store_u8_I64(__global u8_t* p, ulong i, long v) { p[i] = (uchar)v; }
-void store_u32_I64(__global u32_t* p, ulong i, long v) { p[i] = (uint)v; }
-void store_bool_I64(__global bool_t* p, ulong i, long v) { p[i] = v != 0; }
+BITS_OF_FLOAT(F32, float, long_from_float)
+
+f32_t to_f32_I64(long v) { return (float)v; }
+f16_t to_f16_I64(long v) { return f16_from_float((float)v); }
+bf16_t to_bf16_I64(long v) { return bf16_from_float((float)v); }
+i64_t to_i64_I64(long v) { return v; }
+i32_t to_i32_I64(long v) { return (int)v; }
+u8_t to_u8_I64(long v) { return (uchar)v; }
+u32_t to_u32_I64(long v) { return (uint)v; }
+bool_t to_bool_I64(long v) { return v != 0; }
+
+// load_T and store_T_C: the same with memory.
+#define LOAD_OF(D, T) T load_##D(const __global D##_t* p, ulong i) { return from_##D(p[i]); }
+#define STORE_OF(D, C, T) void store_##D##_##C(__global D##_t* p, ulong i, T v) { p[i] = to_##D##_##C(v); }
+#define STORES_OF(C, T)                                                                                              \
+    STORE_OF(f32, C, T)                                                                                              \
+    STORE_OF(bf16, C, T)                                                                                             \
+    STORE_OF(i64, C, T)                                                                                              \
+    STORE_OF(i32, C, T)                                                                                              \
+    STORE_OF(u8, C, T)                                                                                               \
+    STORE_OF(u32, C, T)                                                                                              \
+    STORE_OF(bool, C, T)                                                                                             \
+    void store_f16_##C(__global f16_t* p, ulong i, T v) { vstore_half_rte((float)v, i, (__global half*)p); }
+
+LOAD_OF(f32, float)
+#if defined(IS_CPU) && defined(__F16C__)
+// One instruction; PoCL's vload_half of a single element is a subroutine.
+float load_f16(const __global f16_t* p, ulong i) { return __builtin_load_halff((const __global half*)p + i); }
+#else
+float load_f16(const __global f16_t* p, ulong i) { return vload_half(i, (const __global half*)p); }
+#endif
+LOAD_OF(bf16, float)
+LOAD_OF(i64, long)
+LOAD_OF(i32, long)
+LOAD_OF(u8, long)
+LOAD_OF(u32, long)
+LOAD_OF(bool, long)
+STORES_OF(F32, float)
+STORES_OF(I64, long)
 
 #ifdef HAS_F64
 typedef double f64_t;
-
-double load_f64(const __global f64_t* p, ulong i) { return p[i]; }
 
 long long_from_double(double v)
 {
     return v != v ? 0 : v >= 9223372036854775808.0 ? LONG_MAX : v <= -9223372036854775808.0 ? LONG_MIN : (long)v;
 }
 
-STORES_FROM_FLOAT(F64, double, long_from_double)
-void store_f64_F32(__global f64_t* p, ulong i, float v) { p[i] = v; }
-void store_f64_F64(__global f64_t* p, ulong i, double v) { p[i] = v; }
-void store_f64_I64(__global f64_t* p, ulong i, long v) { p[i] = (double)v; }
+double from_f64(f64_t x) { return x; }
+BITS_OF_FLOAT(F64, double, long_from_double)
+f64_t to_f64_F32(float v) { return v; }
+f64_t to_f64_F64(double v) { return v; }
+f64_t to_f64_I64(long v) { return (double)v; }
+LOAD_OF(f64, double)
+STORES_OF(F64, double)
+STORE_OF(f64, F32, float)
+STORE_OF(f64, F64, double)
+STORE_OF(f64, I64, long)
 #endif
 
 // ---- primitives that are not built in ----

@@ -2,7 +2,8 @@
 // type of the sum: float, double, long and F32, F64, I64), one of OP_SUM OP_PROD OP_MAX OP_MIN, ARG for argmax and argmin,
 // NONZERO where elements count as 0 or 1, INTEGERS where ACC is long, NK and NR (ranks), IDX. Output o of slice s is element
 // o * slices + s; slices above 1 are partial results that a second launch reduces (for ARG: PARTIAL writes and PAIRS reads
-// values with indices).
+// values with indices). GPUs: `lanes` work-items share an output; with VEC above 1 its elements are loaded
+// as WIDE_T, VEC at a time: neighbours of one output, or with COLUMNS one element each of VEC neighbouring outputs.
 
 WALK(Kept, NK)
 WALK(Reduced, NR)
@@ -95,6 +96,72 @@ typedef CAT(B, _t) Out;
         ulong chunk_, uint slices, ACC divisor
 
 #ifndef IS_CPU
+#if VEC > 1
+// Adds VEC elements from x on.
+inline void take(Acc *acc, __global const In *x) {
+    In raw[VEC];
+    CAT(vstore, VEC)(*(__global const WIDE_T *)x, 0, raw);
+    #pragma unroll
+    for (int k = 0; k < VEC; ++k)
+        acc[k] = combine(acc[k], ELEMENT(CAT(from_, A)(raw[k])));
+}
+
+#ifdef COLUMNS
+// The part of elements [r, end) of VEC outputs that falls to a lane which starts at r.
+inline void shares(Acc *total, __global const In *x, const Reduced *reduced, IDX r, IDX end, uint lanes) {
+    #pragma unroll
+    for (int k = 0; k < VEC; ++k)
+        total[k] = neutral();
+    while (r < end) {
+        Acc acc[VEC];
+        #pragma unroll
+        for (int k = 0; k < VEC; ++k)
+            acc[k] = neutral();
+        uint blocks = 0;
+        for (; blocks < 32 && r + 3 * lanes < end; ++blocks, r += 4 * lanes) {
+            #pragma unroll
+            for (int k = 0; k < 4; ++k)
+                take(acc, x + at_Reduced(reduced, r + k * lanes));
+        }
+        if (blocks < 32)
+            for (; r < end; r += lanes)
+                take(acc, x + at_Reduced(reduced, r));
+        #pragma unroll
+        for (int k = 0; k < VEC; ++k)
+            total[k] = combine(total[k], acc[k]);
+    }
+}
+#else
+// The part of elements [r, end) that falls to a lane which starts at r.
+inline Acc share(__global const In *x, IDX r, IDX end, uint lanes) {
+    Acc total = neutral();
+    while (r < end) {
+        Acc acc[VEC];
+        #pragma unroll
+        for (int k = 0; k < VEC; ++k)
+            acc[k] = neutral();
+        // Blocks keep the running sums' rounding small; four loads are under way at a time.
+        uint blocks = 0;
+        for (; blocks < 32 && r + 3 * lanes * VEC + VEC <= end; ++blocks, r += 4 * lanes * VEC) {
+            #pragma unroll
+            for (int k = 0; k < 4; ++k)
+                take(acc, x + r + k * lanes * VEC);
+        }
+        if (blocks < 32) {
+            for (; r + VEC <= end; r += lanes * VEC)
+                take(acc, x + r);
+            for (; r < end; ++r)
+                acc[0] = combine(acc[0], ELEMENT(CAT(from_, A)(x[r])));
+        }
+        #pragma unroll
+        for (int k = 0; k < VEC; ++k)
+            total = combine(total, acc[k]);
+    }
+    return total;
+}
+#endif
+#endif
+
 // A group has `lanes` work-items for each of GROUP / lanes outputs. Neighbouring work-items are neighbouring lanes, or
 // neighbouring outputs (`by_column`): whichever are neighbours in memory.
 __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void reduce(PARAMETERS, uint by_column, uint lanes) {
@@ -103,11 +170,28 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void reduce(PARAMETE
     const uint lane = by_column ? lid / per : lid % lanes;
     const uint step = by_column ? per : 1;
     const IDX group = (IDX)get_group_id(0), slice = group % slices;
+#ifdef COLUMNS
+    const IDX first = (group / slices * per + lid % per) * VEC;
+    Acc totals[VEC];
+    shares(totals, x + x_at + at_Kept(&kept, min(first, outs - VEC)), &reduced, slice * chunk + lane,
+           first < outs ? min(slice * chunk + chunk, n) : 0, lanes);
+    __local Acc scratch[GROUP];
+    #pragma unroll
+    for (int k = 0; k < VEC; ++k) {
+        Acc total = totals[k];
+        FOLD(combine, total);
+        if (lane == 0 && first < outs)
+            PUT((first + k) * slices + slice, total);
+    }
+#else
     const IDX o = group / slices * per + (by_column ? lid % per : lid / lanes);
     Acc total = neutral();
     if (o < outs) {
         const long base = at_Kept(&kept, o);
         const IDX end = min(slice * chunk + chunk, n);
+#if VEC > 1
+        total = share(x + x_at + base, slice * chunk + lane * VEC, end, lanes);
+#else
         IDX r = slice * chunk + lane;
         // Four chains hide the latency of loads; blocks keep the running sum's rounding small.
         while (r < end) {
@@ -124,18 +208,13 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void reduce(PARAMETE
                     a = combine(a, GET(base + at_Reduced(&reduced, r), r));
             total = combine(total, combine(combine(a, b), combine(c, d)));
         }
+#endif
     }
     __local Acc scratch[GROUP];
-    scratch[lid] = total;
-    for (uint s = lanes / 2; s > 0; s /= 2) {
-        barrier(CLK_LOCAL_MEM_FENCE);
-        if (lane < s)
-            scratch[lid] = combine(scratch[lid], scratch[lid + s * step]);
-    }
-    if (lane == 0 && o < outs) {
-        const Acc result = scratch[lid];
-        PUT(o * slices + slice, result);
-    }
+    FOLD(combine, total);
+    if (lane == 0 && o < outs)
+        PUT(o * slices + slice, total);
+#endif
 }
 #else
 // Processors: a work-item has one output of one slice, or sixteen neighbouring columns (`by_column`); sixteen

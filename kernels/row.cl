@@ -1,7 +1,9 @@
 // Kernels that see a whole row at once: softmax and its kin along any dim, and cross-entropy, which gives the loss and the
 // gradient in one launch. The host gives: A (dtype), ACC and ACC_NAME (float F32, double F64), NK (rank of the rows), IDX,
 // one of SOFTMAX LOG_SOFTMAX LOGSUMEXP SOFTMAX_GRAD LOG_SOFTMAX_GRAD CROSS_ENTROPY; for the last also T (the labels' dtype)
-// and WITH_GRAD. GPUs: `lanes` work-items a row, as in reduce.cl. Processors: one work-item a row, or run of rows.
+// and WITH_GRAD. Processors: one work-item a row, or run of rows. GPUs: `lanes` work-items a row, as in reduce.cl; with CACHED
+// each keeps that many groups of VEC elements (loaded as WIDE_T where VEC is above 1), all there are, in registers; LANES
+// and BY_COLUMN are then compiled in.
 
 // Where a row starts in each of three tensors.
 typedef struct {
@@ -40,18 +42,6 @@ typedef CAT(ACC, 16) Acc16;
     const CAT(ACC, 4) v##_4 = OP(v##_8.lo, v##_8.hi);                                                                     \
     const CAT(ACC, 2) v##_2 = OP(v##_4.lo, v##_4.hi);                                                                     \
     const ACC v##_1 = OP(v##_2.lo, v##_2.hi)
-#else
-// All lanes of a row get the row's total. Every work-item of the group must come here.
-#define FOLD(OP, v)                                                                                                    \
-    barrier(CLK_LOCAL_MEM_FENCE);                                                                                      \
-    scratch[lid] = v;                                                                                                  \
-    for (uint s = lanes / 2; s > 0; s /= 2) {                                                                          \
-        barrier(CLK_LOCAL_MEM_FENCE);                                                                                  \
-        if (lane < s)                                                                                                  \
-            scratch[lid] = OP(scratch[lid], scratch[lid + s * step]);                                                  \
-    }                                                                                                                  \
-    barrier(CLK_LOCAL_MEM_FENCE);                                                                                      \
-    v = scratch[lid - lane * step]
 #endif
 
 inline ACC largest(In x, ulong at, IDX n, long stride, uint lane, uint lanes) {
@@ -92,6 +82,22 @@ inline ACC sum_exp(In x, ulong at, IDX n, long stride, ACC m, uint lane, uint la
 #define COUNT_ONE 1
 #define COUNT_GIVEN 2
 
+#ifdef IS_CPU
+#define FOLD_GROUP(v)
+#else
+// The sum over the whole group.
+#define FOLD_GROUP(v)                                                                                                  \
+    barrier(CLK_LOCAL_MEM_FENCE);                                                                                      \
+    scratch[lid] = v;                                                                                                  \
+    for (uint s = GROUP / 2; s > 0; s /= 2) {                                                                          \
+        barrier(CLK_LOCAL_MEM_FENCE);                                                                                  \
+        if (lid < s)                                                                                                   \
+            scratch[lid] += scratch[lid + s];                                                                          \
+    }                                                                                                                  \
+    barrier(CLK_LOCAL_MEM_FENCE);                                                                                      \
+    v = scratch[0]
+#endif
+
 // loss[row] = logsumexp(x) - x[label] and grad = (softmax(x) - onehot) / count, both 0 where the label is `ignore`.
 // The count of labels that are not ignored: 1 with COUNT_ONE (no mean is wanted), counted[0] with COUNT_GIVEN, else every
 // group counts for itself. With `sums`, group g writes the sum of its losses divided by the count to loss[g]; otherwise
@@ -126,10 +132,7 @@ __kernel
 #else
         for (IDX r = lid; r < rows; r += GROUP)
             count += CAT(load_, T)(label, label_at + (long)r * label_stride) != ignore;
-        {
-            const uint lanes = GROUP, lane = lid;
-            FOLD(PLUS, count);
-        }
+        FOLD_GROUP(count);
 #endif
     }
     // Losses are added up in blocks: thousands in one chain would round too often.
@@ -187,15 +190,103 @@ __kernel
     }
     if (sums) {
         total += block;
-#ifndef IS_CPU
-        const uint lanes = GROUP, lane = lid;
-        FOLD(PLUS, total);
-#endif
+        FOLD_GROUP(total);
         if (lid == 0)
             CAT(CAT(CAT(store_, B), _), ACC_NAME)(loss, loss_at + group, total / count);
     }
 }
 #else
+
+#ifdef CACHED
+// A lane's part of a row, in registers: every loop over it is unrolled.
+#define KEPT (CACHED * VEC)
+
+inline ACC largest_of(const ACC *v) {
+    ACC m = -INFINITY;
+    #pragma unroll
+    for (int k = 0; k < KEPT; ++k)
+        m = fmax(v[k], m);
+    return m;
+}
+
+inline ACC sum_of(const ACC *v) {
+    ACC s = 0;
+    #pragma unroll
+    for (int k = 0; k < KEPT; ++k)
+        s += v[k];
+    return s;
+}
+
+inline ACC sum_exp_of(const ACC *v) {
+    ACC s = 0;
+    #pragma unroll
+    for (int k = 0; k < KEPT; ++k)
+        s += exp(v[k]);
+    return s;
+}
+
+inline ACC dot_of(const ACC *v, const ACC *g) {
+    ACC s = 0;
+    #pragma unroll
+    for (int k = 0; k < KEPT; ++k)
+        s += g[k] * v[k];
+    return s;
+}
+
+inline void exp_all(ACC *v) {
+    #pragma unroll
+    for (int k = 0; k < KEPT; ++k)
+        v[k] = exp(v[k]);
+}
+
+inline void shift_all(ACC *v, ACC by) {
+    #pragma unroll
+    for (int k = 0; k < KEPT; ++k)
+        v[k] -= by;
+}
+
+inline void scale_all(ACC *v, ACC by) {
+    #pragma unroll
+    for (int k = 0; k < KEPT; ++k)
+        v[k] *= by;
+}
+
+// `other` past the row's end.
+inline void fetch(ACC *v, In x, ulong at, uint lane, uint lanes, IDX stop, long stride, ACC other) {
+    #pragma unroll
+    for (int k = 0; k < CACHED; ++k) {
+        const IDX i = (lane + k * lanes) * VEC;
+#if VEC > 1
+        CAT(A, _t) raw[VEC];
+        const bool inside = i < stop;
+        CAT(vstore, VEC)(inside ? *(__global const WIDE_T *)(x + at + i) : (WIDE_T)(0), 0, raw);
+        #pragma unroll
+        for (int j = 0; j < VEC; ++j)
+            v[k * VEC + j] = inside ? CAT(from_, A)(raw[j]) : other;
+#else
+        v[k] = i < stop ? LOAD(x, at + (long)i * stride) : other;
+#endif
+    }
+}
+
+inline void keep(const ACC *v, Out y, ulong at, uint lane, uint lanes, IDX stop, long stride) {
+    #pragma unroll
+    for (int k = 0; k < CACHED; ++k) {
+        const IDX i = (lane + k * lanes) * VEC;
+        if (i < stop) {
+#if VEC > 1
+            CAT(A, _t) raw[VEC];
+            #pragma unroll
+            for (int j = 0; j < VEC; ++j)
+                raw[j] = CAT(CAT(CAT(to_, A), _), ACC_NAME)(v[k * VEC + j]);
+            *(__global WIDE_T *)(y + at + i) = CAT(vload, VEC)(0, raw);
+#else
+            STORE(y, at + (long)i * stride, v[k]);
+#endif
+        }
+    }
+}
+#endif
 
 __kernel
 #ifndef IS_CPU
@@ -203,8 +294,13 @@ __kernel
 #endif
     void
     row(In x, ulong x_at, Out y, ulong y_at, In z, ulong z_at, Rows rows, ulong count_, ulong n_, long xs, long ys, long zs,
-        uint by_column, uint lanes) {
+        uint by_column_, uint lanes_) {
     const IDX count = (IDX)count_, n = (IDX)n_;
+#ifdef CACHED
+    const uint by_column = BY_COLUMN, lanes = LANES;
+#else
+    const uint by_column = by_column_, lanes = lanes_;
+#endif
 #ifdef IS_CPU
     const uint lane = 0;
     const IDX r = (IDX)get_global_id(0);
@@ -222,7 +318,57 @@ __kernel
     const At at = at_rows(&rows, r < count ? r : 0);
     const ulong xa = x_at + at.x, ya = y_at + at.y, za = z_at + at.z;
     IDX i = lane;
+#ifdef CACHED
+    ACC v[KEPT];
 #if defined(SOFTMAX) || defined(LOG_SOFTMAX) || defined(LOGSUMEXP)
+    fetch(v, x, xa, lane, lanes, stop, xs, -INFINITY);
+    // A NaN need not be found here: the sum has it.
+    ACC m = largest_of(v);
+    FOLD(fmax, m);
+#ifdef LOGSUMEXP
+    // An infinite row is its own answer: inf - inf would be NaN.
+    if (isinf(m))
+        m = 0;
+#endif
+    shift_all(v, m);
+#ifdef SOFTMAX
+    exp_all(v);
+    ACC s = sum_of(v);
+    FOLD(PLUS, s);
+    scale_all(v, 1 / s);
+    keep(v, y, ya, lane, lanes, stop, ys);
+#else
+    ACC s = sum_exp_of(v);
+    FOLD(PLUS, s);
+#ifdef LOGSUMEXP
+    if (lane == 0 && r < count)
+        STORE(y, ya, m + log(s));
+#else
+    shift_all(v, log(s));
+    keep(v, y, ya, lane, lanes, stop, ys);
+#endif
+#endif
+#else
+    // x is the forward's result, z the gradient of it.
+    ACC g[KEPT];
+    fetch(v, x, xa, lane, lanes, stop, xs, 0);
+    fetch(g, z, za, lane, lanes, stop, zs, 0);
+#ifdef SOFTMAX_GRAD
+    ACC s = dot_of(v, g);
+    FOLD(PLUS, s);
+    #pragma unroll
+    for (int k = 0; k < KEPT; ++k)
+        v[k] *= g[k] - s;
+#else
+    ACC s = sum_of(g);
+    FOLD(PLUS, s);
+    #pragma unroll
+    for (int k = 0; k < KEPT; ++k)
+        v[k] = g[k] - exp(v[k]) * s;
+#endif
+    keep(v, y, ya, lane, lanes, stop, ys);
+#endif
+#elif defined(SOFTMAX) || defined(LOG_SOFTMAX) || defined(LOGSUMEXP)
     ACC m = largest(x, xa, stop, xs, lane, lanes);
     FOLD(LARGER, m);
 #ifdef LOGSUMEXP

@@ -42,3 +42,31 @@ inline void store16_bf16(__global bf16_t *p, ulong i, float16 v) {
     vstore16(convert_ushort16(v != v ? (u >> 16) | 0x40u : r), 0, p + i);
 }
 #endif
+
+// All lanes of a row, `lanes` work-items `step` apart, get the combination of their v: sixteen of them first take in the
+// others', then every lane those sixteen. Written out, so that the loads overlap: a macro can have no loop pragma.
+// Every work-item of the group must come here, with lid, lane and scratch[GROUP]; a group has at most 256.
+#ifndef IS_CPU
+#define TAKE(OP, v, at, i)                                                                                             \
+    if ((i) < lanes)                                                                                                   \
+        v = OP(v, scratch[(at) + (i) * step]);
+#define TAKE_15(OP, v, at, by)                                                                                         \
+    TAKE(OP, v, at, by)                                                                                                \
+    TAKE(OP, v, at, 2 * by) TAKE(OP, v, at, 3 * by) TAKE(OP, v, at, 4 * by) TAKE(OP, v, at, 5 * by)                    \
+    TAKE(OP, v, at, 6 * by) TAKE(OP, v, at, 7 * by) TAKE(OP, v, at, 8 * by) TAKE(OP, v, at, 9 * by)                    \
+    TAKE(OP, v, at, 10 * by) TAKE(OP, v, at, 11 * by) TAKE(OP, v, at, 12 * by) TAKE(OP, v, at, 13 * by)                \
+    TAKE(OP, v, at, 14 * by) TAKE(OP, v, at, 15 * by)
+#define FOLD(OP, v)                                                                                                    \
+    barrier(CLK_LOCAL_MEM_FENCE);                                                                                      \
+    scratch[lid] = v;                                                                                                  \
+    barrier(CLK_LOCAL_MEM_FENCE);                                                                                      \
+    if (lanes > 16) {                                                                                                  \
+        if (lane < 16) {                                                                                               \
+            TAKE_15(OP, v, lid, 16)                                                                                    \
+            scratch[lid] = v;                                                                                          \
+        }                                                                                                              \
+        barrier(CLK_LOCAL_MEM_FENCE);                                                                                  \
+    }                                                                                                                  \
+    v = scratch[lid - lane * step];                                                                                    \
+    TAKE_15(OP, v, lid - lane * step, 1)
+#endif

@@ -45,6 +45,19 @@ impl DType {
     pub const ALL: [DType; 9] =
         [DType::F32, DType::F16, DType::BF16, DType::F64, DType::I64, DType::I32, DType::U8, DType::U32, DType::Bool];
 
+    /// What its bits are in OpenCL C.
+    pub(crate) const fn cl_storage(self) -> &'static str {
+        match self {
+            DType::F64 => "double",
+            DType::F32 => "float",
+            DType::F16 | DType::BF16 => "ushort",
+            DType::I64 => "long",
+            DType::I32 => "int",
+            DType::U32 => "uint",
+            DType::U8 | DType::Bool => "uchar",
+        }
+    }
+
     /// Bytes an element takes in storage.
     pub const fn size(self) -> usize {
         match self {

@@ -35,6 +35,20 @@ impl Walk {
         Walk { dims, strides }
     }
 
+    /// The same elements in the order in which operand `k` has them in memory; `None` where that is this one.
+    pub(crate) fn in_order_of(&self, k: usize) -> Option<Walk> {
+        let step = |d: usize| self.strides[k][d].unsigned_abs();
+        if (1..self.dims.len()).all(|d| step(d - 1) >= step(d)) {
+            return None;
+        }
+        let mut order: Dims = (0..self.dims.len()).collect();
+        order.sort_by_key(|&d| std::cmp::Reverse(step(d)));
+        let dims: Dims = order.iter().map(|&d| self.dims[d]).collect();
+        let strides: SmallVec<[Dims<isize>; 6]> =
+            self.strides.iter().map(|s| order.iter().map(|&d| s[d]).collect()).collect();
+        Some(Walk::new(&Shape::from(&dims[..]), strides.iter().map(|s| &s[..])))
+    }
+
     /// Whether operand `k` lies in one piece, in order: element `e` of the walk is its element `e`.
     pub(crate) fn is_contiguous(&self, k: usize) -> bool {
         let mut step = 1;
@@ -119,6 +133,17 @@ mod tests {
     fn size_one_and_scalars_vanish() {
         assert!(Walk::new(&Shape::from([1, 1]), [&[7, 9][..]]).dims.is_empty());
         assert_eq!(Walk::new(&Shape::from([5, 1, 2]), [&[0, 3, 0][..]]).dims[..], [10]);
+    }
+
+    #[test]
+    fn reordered_for_a_transposed_result() {
+        let walk = Walk::new(&Shape::from([2, 3, 4]), [&[1, 2, 6][..], &[12, 4, 1], &[0, 1, 0]]);
+        let ordered = walk.in_order_of(0).unwrap();
+        assert_eq!((&ordered.dims[..], &ordered.strides[0][..]), (&[4, 3, 2][..], &[6, 2, 1][..]));
+        assert_eq!((&ordered.strides[1][..], &ordered.strides[2][..]), (&[1, 4, 12][..], &[0, 1, 0][..]));
+        assert!(walk.in_order_of(1).is_none() && ordered.in_order_of(0).is_none());
+        let both = Walk::new(&Shape::from([3, 4]), [&[1, 3][..], &[1, 3]]).in_order_of(0).unwrap();
+        assert_eq!(both.dims[..], [12], "dims merge once they are in order");
     }
 
     #[test]

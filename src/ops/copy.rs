@@ -1,19 +1,22 @@
 //! Copies: between layouts, dtypes and tensors. A strided or converting copy is the expression `x`.
 
+use std::sync::LazyLock;
+
 use super::elementwise::{self, Params};
 use super::expr::Expr;
 use crate::autograd;
 use crate::{DType, Result, Scalar, Tensor};
 
-fn identity() -> [Expr; 1] {
-    [Expr::input(0)]
-}
+/// `x`, and a scalar: made once, since making one asks the heap.
+static IDENTITY: LazyLock<[Expr; 1]> = LazyLock::new(|| [Expr::input(0)]);
+static SCALAR: LazyLock<[Expr; 1]> = LazyLock::new(|| [Expr::scalar(0)]);
 
 impl Tensor {
     /// A deep copy: a new contiguous tensor of this shape that shares nothing, the fallible form of [`Clone`].
     ///
-    /// Contiguous elements (a view with an offset too) are copied by one blocking `clEnqueueCopyBuffer` of exactly their
-    /// bytes, strided ones by one kernel into an allocation of exactly the viewed elements. Differentiable.
+    /// Contiguous elements (a view with an offset too) are copied by one blocking command of exactly their bytes
+    /// (`clEnqueueCopyBuffer`; on GPUs a kernel, which starts sooner), strided ones by one kernel into an allocation of
+    /// exactly the viewed elements. Differentiable.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -87,7 +90,7 @@ impl Tensor {
 
     /// A contiguous copy of any dtype, outside the graph.
     pub(crate) fn cast(&self, dtype: DType) -> Result<Tensor> {
-        Ok(elementwise::apply("copy", &[self], Params::default(), &identity(), &[dtype])?.remove(0))
+        Ok(elementwise::apply("copy", &[self], Params::default(), &*IDENTITY, &[dtype])?.remove(0))
     }
 
     /// Copies `src` into this tensor, broadcast to its shape and converted to its dtype; both on one device. In place.
@@ -104,7 +107,7 @@ impl Tensor {
             && src.is_contiguous()
             && self.device() == src.device();
         if !plain {
-            elementwise::apply_into(op, &[src], Params::default(), &identity(), &[self])?;
+            elementwise::apply_into(op, &[src], Params::default(), &*IDENTITY, &[self])?;
             return Ok(self);
         }
         let size = self.dtype.size();
@@ -123,7 +126,7 @@ impl Tensor {
         autograd::check_in_place(op, self, &[])?;
         let scalars = [value.into()];
         scalars[0].check_whole(op, self.dtype)?;
-        elementwise::apply_into(op, &[], Params { scalars: &scalars, seeds: &[] }, &[Expr::scalar(0)], &[self])?;
+        elementwise::apply_into(op, &[], Params { scalars: &scalars, seeds: &[] }, &*SCALAR, &[self])?;
         Ok(self)
     }
 

@@ -1,6 +1,7 @@
 //! Compiled kernels by what they compute: built at first use, found by a hash lookup ever after.
 
 use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::{Arc, LazyLock, PoisonError, RwLock};
 
 use smallvec::SmallVec;
@@ -18,6 +19,33 @@ pub(crate) struct KernelKey {
     pub(crate) exprs: SmallVec<[Expr; 2]>,
 }
 
+/// A map that is asked on every launch: its hash is a rotation and a multiplication a word.
+pub(crate) type KeyMap<K, V> = HashMap<K, V, BuildHasherDefault<KeyHasher>>;
+
+#[derive(Default)]
+pub(crate) struct KeyHasher(u64);
+
+impl Hasher for KeyHasher {
+    fn write(&mut self, bytes: &[u8]) {
+        let (words, rest) = bytes.as_chunks::<8>();
+        words.iter().for_each(|w| self.write_u64(u64::from_le_bytes(*w)));
+        rest.iter().for_each(|b| self.write_u64((*b).into()));
+    }
+
+    fn write_u64(&mut self, x: u64) {
+        self.0 = (self.0.rotate_left(5) ^ x).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+
+    fn write_usize(&mut self, x: usize) {
+        self.write_u64(x as u64);
+    }
+
+    fn finish(&self) -> u64 {
+        // The map takes its bucket from the low bits, which depend on little.
+        self.0 ^ (self.0 >> 32)
+    }
+}
+
 /// `source` after what is common to every kernel: fault codes, storage types, loads and stores, random bits.
 pub(super) fn with_prelude(source: &str) -> String {
     let codes = [("INDEX", Fault::Index), ("DIVISION", Fault::DivisionByZero), ("LABEL", Fault::Label)]
@@ -32,7 +60,7 @@ pub(crate) fn kernel(
     entry: &str,
     source: impl FnOnce() -> String,
 ) -> Result<Arc<ClKernel>> {
-    type Cache = RwLock<HashMap<(Device, KernelKey), Arc<ClKernel>>>;
+    type Cache = RwLock<KeyMap<(Device, KernelKey), Arc<ClKernel>>>;
     static CACHE: LazyLock<Cache> = LazyLock::new(Cache::default);
     let key = (device.device(), key);
     if let Some(kernel) = CACHE.read().unwrap_or_else(PoisonError::into_inner).get(&key) {

@@ -1,21 +1,23 @@
-//! Elementwise launches on OpenCL: `kernels/elementwise.cl` around a generated `element` function.
+//! Elementwise launches on OpenCL: which form of `kernels/elementwise.cl` to use, and its arguments.
 
-use std::fmt::Write;
+mod source;
 
 use smallvec::SmallVec;
 
+use super::collapse::Walk;
 use super::elementwise::Launch;
 use super::kernels::{KernelKey, Placed, kernel};
+use super::reduce::opencl::WIDEST;
 use crate::device::DeviceKind;
 use crate::device::opencl::Arg;
 use crate::{Compute, DType, Result, Tensor};
 
-const TEMPLATE: &str = include_str!("../../kernels/elementwise.cl");
-
 /// Work-items a group: a multiple of every GPU's width, and large enough for PoCL to vectorise over.
 const LOCAL: usize = 256;
+/// Local memory that tiles may take: every GPU has as much.
+const TILES: usize = 32 << 10;
 
-/// How an operand is walked: part of the kernel, so that the common cases cost no index arithmetic.
+/// How an operand's offset is found: part of the kernel, so that the common cases cost no index arithmetic.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Access {
     /// Element `e` of the walk is element `e` of the operand.
@@ -26,43 +28,90 @@ enum Access {
     Strided,
 }
 
+/// What a work-item reads or writes of an operand.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Reach {
+    /// One element, or one for several positions.
+    One,
+    /// Neighbours, at once.
+    Neighbours,
+    /// One element of a tile in local memory.
+    Tile,
+}
+
+#[derive(Clone, Copy)]
+struct Operand {
+    dtype: DType,
+    access: Access,
+    reach: Reach,
+    /// An input that the expressions never read is not passed.
+    used: bool,
+}
+
+type Operands = SmallVec<[Operand; 6]>;
+
+/// How a launch is shared out: see `kernels/elementwise.cl`.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Form {
+    Scalar {
+        per_item: usize,
+    },
+    Vector(usize),
+    /// Tiles of `side` x `side` over the innermost dim and dim `turn`.
+    Tiled {
+        side: usize,
+        turn: usize,
+    },
+}
+
 pub(super) fn run(launch: &Launch) -> Result<()> {
     let device = launch.outputs[0].cl_device()?;
-    let walk = &launch.walk;
-    let operands: SmallVec<[&Tensor; 6]> = launch.inputs.iter().chain(launch.outputs.iter().copied()).collect();
-    // An input that the expressions never read is not passed.
-    let used: SmallVec<[bool; 6]> = (0..operands.len())
-        .map(|k| k >= launch.inputs.len() || launch.program.exprs().iter().any(|e| e.uses_input(k)))
-        .collect();
-    let access: SmallVec<[Access; 6]> = (0..operands.len())
-        .map(|k| match () {
-            _ if walk.is_contiguous(k) => Access::Contiguous,
-            _ if walk.strides[k].iter().all(|&s| s == 0) => Access::Broadcast,
-            _ => Access::Strided,
+    let gpu = device.info().kind != DeviceKind::Cpu;
+    let tensors: SmallVec<[&Tensor; 6]> = launch.inputs.iter().chain(launch.outputs.iter().copied()).collect();
+    let inputs = launch.inputs.len();
+    // In the order in which the results lie in memory. Random numbers count positions in the shape's own.
+    let reordered = if gpu && launch.program.seeds() == 0 { launch.walk.in_order_of(inputs) } else { None };
+    let walk = reordered.as_ref().unwrap_or(&launch.walk);
+    let mut operands: Operands = (0..tensors.len())
+        .map(|k| Operand {
+            dtype: tensors[k].dtype,
+            access: match () {
+                _ if walk.is_contiguous(k) => Access::Contiguous,
+                _ if walk.strides[k].iter().all(|&s| s == 0) => Access::Broadcast,
+                _ => Access::Strided,
+            },
+            reach: Reach::One,
+            used: k >= inputs || launch.program.exprs().iter().any(|e| e.uses_input(k)),
         })
         .collect();
-    let strided = access.contains(&Access::Strided);
     let count = launch.outputs[0].numel();
+    let form = match gpu {
+        false => Form::Scalar { per_item: 1 },
+        true => vectors(walk, &tensors, &mut operands)
+            .or_else(|| tiles(walk, launch, &mut operands))
+            .unwrap_or(Form::Scalar { per_item: 4 }),
+    };
+    let strided = operands.iter().any(|o| o.access == Access::Strided);
+    let rank = if strided { walk.dims.len() } else { 0 };
     // With room for the last group's positions past the end: were they to wrap, an in-place result would be computed twice.
-    let wide = count >= u32::MAX as usize - 4 * LOCAL;
-    let per_item = if device.info().kind == DeviceKind::Cpu { 1 } else { 4 };
+    let wide = count >= u32::MAX as usize - WIDEST * LOCAL;
 
     let mut params: SmallVec<[u64; 8]> = SmallVec::new();
     params.extend([
         launch.compute as u64,
-        if strided { walk.dims.len() as u64 } else { 0 },
+        rank as u64,
         wide as u64,
-        per_item as u64,
+        match form {
+            Form::Scalar { per_item } => per_item as u64,
+            Form::Vector(width) => 1 << 8 | width as u64,
+            Form::Tiled { side, turn } => 2 << 8 | side as u64 | (turn as u64) << 16,
+        },
     ]);
-    params.extend(
-        operands.iter().zip(&access).zip(&used).map(|((t, &a), &u)| (t.dtype as u64) << 8 | (a as u64) << 1 | u as u64),
-    );
+    // Four operands a word, so that keys of usual length are not on the heap.
+    let code = |o: &Operand| (o.dtype as u64) << 8 | (o.reach as u64) << 4 | (o.access as u64) << 1 | u64::from(o.used);
+    params.extend(operands.chunks(4).map(|four| four.iter().fold(1, |word, o| word << 15 | code(o))));
     let key = KernelKey { template: "elementwise", params, exprs: SmallVec::from(launch.program.exprs()) };
-    let kernel = kernel(device, key, "elementwise", || {
-        let rank = if strided { walk.dims.len() } else { 0 };
-        let dtypes: SmallVec<[DType; 6]> = operands.iter().map(|t| t.dtype).collect();
-        write_source(launch, &dtypes, &access, &used, rank, wide, per_item)
-    })?;
+    let kernel = kernel(device, key, "elementwise", || source::write(launch, &operands, form, rank, wide))?;
 
     // dims, then one row of strides an operand: `layout_t` in the source.
     let mut layout: SmallVec<[i64; 32]> = SmallVec::new();
@@ -70,7 +119,7 @@ pub(super) fn run(launch: &Launch) -> Result<()> {
         layout.extend(walk.dims.iter().map(|&d| d as i64));
         layout.extend(walk.strides.iter().flatten().map(|&s| s as i64));
     }
-    let read = operands.iter().zip(&used).filter(|(_, used)| **used);
+    let read = tensors.iter().zip(&operands).filter(|(_, o)| o.used);
     let places = read.map(|(t, _)| t.place()).collect::<Result<SmallVec<[Placed; 6]>>>()?;
     let mut args: SmallVec<[Arg; 24]> = places.iter().flat_map(|p| [p.buffer(), p.offset()]).collect();
     if strided {
@@ -83,8 +132,73 @@ pub(super) fn run(launch: &Launch) -> Result<()> {
     if launch.program.can_fault(launch.compute) {
         args.push(Arg::Buffer(device.fault_buffer()));
     }
-    args.push(if wide { Arg::U64(count as u64) } else { Arg::U32(count as u32) });
-    device.launch(&kernel, &args, &[count.div_ceil(per_item)], &[LOCAL])
+    let index = |n: usize| if wide { Arg::U64(n as u64) } else { Arg::U32(n as u32) };
+    let items = match form {
+        Form::Tiled { side, turn } => {
+            let (columns, rows) = (walk.dims[rank - 1], walk.dims[turn]);
+            let (across, down) = (columns.div_ceil(side), rows.div_ceil(side));
+            args.extend([index(across), index(down)]);
+            across * down * (count / columns / rows) * LOCAL
+        }
+        Form::Vector(width) => {
+            args.push(index(count));
+            count.div_ceil(width)
+        }
+        Form::Scalar { per_item } => {
+            args.push(index(count));
+            count.div_ceil(per_item)
+        }
+    };
+    device.launch(&kernel, &args, &[items], &[LOCAL])
+}
+
+/// Several neighbours along the innermost dim a work-item, where every operand has them one after another, or one for all,
+/// and starts and steps by whole groups of them: the largest elements then move 16 bytes at a time.
+fn vectors(walk: &Walk, tensors: &[&Tensor], operands: &mut Operands) -> Option<Form> {
+    let (&inner, outer) = walk.dims.split_last()?;
+    let step = |k: usize| walk.strides[k][outer.len()];
+    let largest =
+        operands.iter().enumerate().filter(|(k, o)| o.used && step(*k) != 0).map(|(_, o)| o.dtype.size()).max()?;
+    let width = WIDEST / largest;
+    let fits = |k: usize| match step(k) {
+        0 => true,
+        1 => {
+            let whole = |s: &isize| s.unsigned_abs().is_multiple_of(width);
+            tensors[k].layout.offset.is_multiple_of(width) && walk.strides[k][..outer.len()].iter().all(whole)
+        }
+        _ => false,
+    };
+    // A single dim may end in fewer: the kernel has a tail for them.
+    if !(outer.is_empty() || inner.is_multiple_of(width)) || !(0..operands.len()).all(|k| !operands[k].used || fits(k))
+    {
+        return None;
+    }
+    for (_, operand) in operands.iter_mut().enumerate().filter(|(k, _)| step(*k) == 1) {
+        operand.reach = Reach::Neighbours;
+    }
+    Some(Form::Vector(width))
+}
+
+/// Tiles in local memory, where the results are neighbours along the innermost dim and some inputs along another.
+fn tiles(walk: &Walk, launch: &Launch, operands: &mut Operands) -> Option<Form> {
+    let (inputs, last) = (launch.inputs.len(), walk.dims.len().checked_sub(1)?);
+    if launch.program.seeds() > 0 || (inputs..operands.len()).any(|k| walk.strides[k][last] != 1) {
+        return None;
+    }
+    let turned =
+        |k: usize, d: usize| operands[k].used && walk.strides[k][d] == 1 && !matches!(walk.strides[k][last], 0 | 1);
+    // Short dims would leave tiles empty.
+    let turn = (0..last).find(|&d| walk.dims[d] >= 8 && walk.dims[last] >= 8 && (0..inputs).any(|k| turned(k, d)))?;
+    let size: usize = (0..inputs).filter(|&k| turned(k, turn)).map(|k| operands[k].dtype.size()).sum();
+    let side = [64, 32].into_iter().find(|side| side * (side + 1) * size <= TILES)?;
+    let tiled: SmallVec<[bool; 6]> = (0..operands.len()).map(|k| k < inputs && turned(k, turn)).collect();
+    for (operand, tiled) in operands.iter_mut().zip(tiled) {
+        operand.reach = if tiled { Reach::Tile } else { Reach::One };
+        if operand.access == Access::Contiguous {
+            operand.access = Access::Strided;
+        }
+    }
+    Some(Form::Tiled { side, turn })
 }
 
 /// A host number as a kernel argument of the type computed in.
@@ -94,104 +208,4 @@ pub(crate) fn scalar_arg<'a>(compute: Compute, s: crate::Scalar) -> Arg<'a> {
         Compute::F64 => Arg::F64(s.to_f64()),
         Compute::I64 => Arg::I64(s.to_i64()),
     }
-}
-
-/// The generated half of the kernel: the expressions as a function, `element` around it, and the parameter lists.
-fn write_source(
-    launch: &Launch,
-    dtypes: &[DType],
-    access: &[Access],
-    used: &[bool],
-    rank: usize,
-    wide: bool,
-    per_item: usize,
-) -> String {
-    let (program, compute) = (launch.program, launch.compute);
-    let class = format!("{compute:?}");
-    let c = compute.cl_name();
-    let index = if wide { "ulong" } else { "uint" };
-    let inputs = launch.inputs.len();
-    let mut params: Vec<String> = Vec::new();
-    let mut names: Vec<String> = Vec::new();
-    let mut param = |ty: &str, name: String| {
-        params.push(format!("{ty} {name}"));
-        names.push(name);
-    };
-    for (k, t) in dtypes.iter().enumerate().filter(|(k, _)| used[*k]) {
-        let constant = if k < inputs { "const " } else { "" };
-        param(&format!("__global {constant}{t}_t*"), format!("p{k}"));
-        param("const ulong", format!("p{k}_offset"));
-    }
-    if rank > 0 {
-        param("const layout_t", "layout".into());
-    }
-    (0..program.scalars()).for_each(|i| param(&format!("const {c}"), format!("s{i}")));
-    for i in 0..program.seeds() {
-        param("const ulong", format!("key{i}"));
-        param("const ulong", format!("stream{i}"));
-    }
-    let fault = program.can_fault(compute);
-    if fault {
-        param("__global int*", "fault".into());
-    }
-
-    let mut s = String::new();
-    let w = &mut s;
-    // Writing to a String cannot fail.
-    let _ = writeln!(w, "#define INDEX {index}\n#define PER_ITEM {per_item}");
-    let _ = writeln!(w, "#define PARAMETERS {}\n#define ARGUMENTS {}", params.join(", "), names.join(", "));
-    if rank > 0 {
-        let _ =
-            writeln!(w, "typedef struct {{ ulong dims[{rank}]; long strides[{}][{rank}]; }} layout_t;", dtypes.len());
-    }
-    w.push_str(&program.emit(compute, "compute"));
-    let _ = writeln!(w, "inline void element(const INDEX e, PARAMETERS) {{");
-    for (k, a) in access.iter().enumerate().filter(|(k, _)| used[*k]) {
-        let at = match a {
-            Access::Contiguous => " + e",
-            Access::Broadcast | Access::Strided => "",
-        };
-        let _ = writeln!(w, "    ulong at{k} = p{k}_offset{at};");
-    }
-    if rank > 0 {
-        let _ = writeln!(w, "    INDEX rest = e;");
-        for d in (0..rank).rev() {
-            if d > 0 {
-                let _ = writeln!(w, "    {{ const INDEX n = layout.dims[{d}]; const INDEX i = rest % n; rest /= n;");
-            } else {
-                let _ = writeln!(w, "    {{ const INDEX i = rest;");
-            }
-            for (k, _) in access.iter().enumerate().filter(|(k, a)| used[*k] && **a == Access::Strided) {
-                let _ = writeln!(w, "      at{k} += (long)i * layout.strides[{k}][{d}];");
-            }
-            let _ = writeln!(w, "    }}");
-        }
-    }
-    let outputs = dtypes.len() - inputs;
-    (0..outputs).for_each(|j| {
-        let _ = writeln!(w, "    {c} y{j};");
-    });
-    let mut call: Vec<String> = (0..program.inputs())
-        .map(|k| match dtypes.get(k) {
-            Some(t) if used[k] => format!("({c})load_{t}(p{k}, at{k})"),
-            _ => "0".into(),
-        })
-        .collect();
-    call.extend((0..program.scalars()).map(|i| format!("s{i}")));
-    if program.seeds() > 0 {
-        (0..program.seeds()).for_each(|i| call.push(format!("key{i}, stream{i}")));
-        call.push("e".into());
-    }
-    if fault {
-        call.push("fault".into());
-    }
-    call.extend((0..outputs).map(|j| format!("&y{j}")));
-    let _ = writeln!(w, "    compute({});", call.join(", "));
-    for j in 0..outputs {
-        let (k, t) = (inputs + j, dtypes[inputs + j]);
-        let _ = writeln!(w, "    store_{t}_{class}(p{k}, at{k}, y{j});");
-    }
-    let _ = writeln!(w, "}}");
-    s.push_str(TEMPLATE);
-    s
 }

@@ -4,10 +4,10 @@
 //! result; operands are named in place, so an input is never copied, and a register is used again as soon as its value
 //! is dead. The OpenCL reader ([`source`](super::source)) leaves registers to its compiler.
 
-use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, PoisonError, RwLock};
 
 use super::expr::{Args, Dag, Expr, Leaf, Op};
+use super::kernels::KeyMap;
 use crate::Compute;
 
 /// Where a step finds an operand.
@@ -78,7 +78,7 @@ impl Program {
 
     /// The program of these formulas, scheduled once a process. Formulas are few: numbers that change are scalars.
     pub(crate) fn of(exprs: &[Expr]) -> Arc<Program> {
-        type Cache = RwLock<HashMap<Box<[Expr]>, Arc<Program>>>;
+        type Cache = RwLock<KeyMap<Box<[Expr]>, Arc<Program>>>;
         static CACHE: LazyLock<Cache> = LazyLock::new(Cache::default);
         if let Some(program) = CACHE.read().unwrap_or_else(PoisonError::into_inner).get(exprs) {
             return program.clone();

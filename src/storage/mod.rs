@@ -30,6 +30,7 @@ mod stats;
 mod tests;
 mod whole;
 
+use std::cell::RefCell;
 use std::ffi::c_void;
 use std::fmt;
 use std::mem::ManuallyDrop;
@@ -74,8 +75,38 @@ use driver::host::HostMemory;
 /// assert!(a.t()?.storage().ptr_eq(a.storage()));
 /// # Ok::<(), claystone::Error>(())
 /// ```
-#[derive(Clone)]
-pub struct Storage(Arc<Allocation>);
+pub struct Storage(ManuallyDrop<Arc<Allocation>>);
+
+impl Clone for Storage {
+    fn clone(&self) -> Storage {
+        Storage(ManuallyDrop::new(Arc::clone(&self.0)))
+    }
+}
+
+impl Drop for Storage {
+    /// The last handle gives the block back, and keeps the `Arc`'s own memory for this thread's next storage: a launch
+    /// asks the heap for nothing.
+    fn drop(&mut self) {
+        // SAFETY: taken once, here, and not used again.
+        let mut shared = unsafe { ManuallyDrop::take(&mut self.0) };
+        if let Some(allocation) = Arc::get_mut(&mut shared) {
+            allocation.home = Home::Empty;
+            let _ = SPARE.try_with(|spare| {
+                let mut spare = spare.borrow_mut();
+                if spare.len() < SPARES {
+                    spare.push(shared);
+                }
+            });
+        }
+    }
+}
+
+/// What a thread keeps of storages that are gone, at most.
+const SPARES: usize = 64;
+
+thread_local! {
+    static SPARE: RefCell<Vec<Arc<Allocation>>> = const { RefCell::new(Vec::new()) };
+}
 
 impl Storage {
     /// The device the bytes are on.
@@ -174,7 +205,16 @@ impl Storage {
     }
 
     fn new(device: Device, size: usize, home: Home) -> Storage {
-        Storage(Arc::new(Allocation { device, size, version: AtomicU64::new(0), home }))
+        let allocation = Allocation { device, size, version: AtomicU64::new(0), home };
+        let mut spare = SPARE.try_with(|spare| spare.borrow_mut().pop()).ok().flatten();
+        let shared = match spare.as_mut().and_then(Arc::get_mut) {
+            Some(place) => {
+                *place = allocation;
+                spare.expect("there is one")
+            }
+            None => Arc::new(allocation),
+        };
+        Storage(ManuallyDrop::new(shared))
     }
 
     /// Whether this is the only handle, so that nobody would notice a change.

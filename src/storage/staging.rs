@@ -19,14 +19,14 @@ use super::driver::host::Host;
 use super::pinned::{Budget, Pinned, PinnedPool, PinnedSource, PinnedStats};
 use super::{Config, Driver, registry};
 use crate::device::opencl::{self, ClBuffer, ClDevice, ClEvent, ClPinned};
-use crate::device::{DeviceKind, cpu};
+use crate::device::{DeviceKind, StreamId, cpu};
 use crate::{Device, Result};
 
 /// Slices of a transfer: as many as keep the device busy while one is filled and one is emptied.
-const RING: usize = 4;
+const RING: usize = 6;
 /// Slice sizes, by the least transfer that uses them. Below the first the driver's own way is as fast. There are few so
 /// that transfers of all sizes share the same pinned blocks.
-const SLICES: [(usize, usize); 2] = [(32 << 20, 8 << 20), (4 << 20, 1 << 20)];
+const SLICES: [(usize, usize); 2] = [(32 << 20, 4 << 20), (4 << 20, 1 << 20)];
 /// What one thread copies at a time.
 const PIECE: usize = 128 << 10;
 /// The part of the machine's memory that may be pinned, and how much where that is not known.
@@ -131,14 +131,27 @@ impl Ring {
     /// Slices of `bytes` for a transfer of `total`; `None` where there is not enough pinned memory to be worth it.
     fn new(pool: &'static Pool, device: &'static ClDevice, bytes: usize, total: usize) -> Option<Ring> {
         let wanted = total.div_ceil(bytes).min(RING);
-        let slice = |block| Slice { device, block: Some(block), event: None };
+        let stream = device.current_stream(); // this thread's: the pool's have none
+        let slice = |block| Slice { device, stream, block: Some(block), event: None };
         let slices: Vec<Slice> = (0..wanted).map_while(|_| pool.alloc(bytes)).map(slice).collect();
         (slices.len() >= wanted.min(2)).then_some(Ring { device, slices, bytes })
     }
 
-    fn read(mut self, src: &ClBuffer, off: usize, dst: &mut [u8]) -> Result<()> {
+    // Both work inside the pool: there a slice is shared out faster than from outside.
+
+    fn read(self, src: &ClBuffer, off: usize, dst: &mut [u8]) -> Result<()> {
+        let device = self.device;
+        cpu::run(|| self.read_slices(src, off, dst))?;
+        device.report_faults() // this thread's
+    }
+
+    fn write(self, src: &[u8], dst: &ClBuffer, off: usize) -> Result<()> {
+        cpu::run(|| self.write_slices(src, dst, off))
+    }
+
+    fn read_slices(mut self, src: &ClBuffer, off: usize, dst: &mut [u8]) -> Result<()> {
         let (slices, total) = (self.slices.len(), dst.len());
-        let (device, bytes) = (self.device, self.bytes);
+        let bytes = self.bytes;
         let start = |slice: &mut Slice, chunk: usize| match chunk * bytes {
             at if at < total => slice.read(src, off + at, bytes.min(total - at)),
             _ => Ok(()),
@@ -149,10 +162,10 @@ impl Ring {
             copy(part, slice.bytes(part.len())?);
             start(slice, chunk + slices)?;
         }
-        device.report_faults()
+        Ok(())
     }
 
-    fn write(mut self, src: &[u8], dst: &ClBuffer, off: usize) -> Result<()> {
+    fn write_slices(mut self, src: &[u8], dst: &ClBuffer, off: usize) -> Result<()> {
         let slices = self.slices.len();
         for (chunk, part) in src.chunks(self.bytes).enumerate() {
             let slice = &mut self.slices[chunk % slices];
@@ -166,6 +179,7 @@ impl Ring {
 /// A pinned block and the transfer that uses it.
 struct Slice {
     device: &'static ClDevice,
+    stream: StreamId,
     /// Until dropped.
     block: Option<Pinned<'static, Source>>,
     event: Option<ClEvent>,
@@ -200,14 +214,14 @@ impl Slice {
         self.wait()?;
         // SAFETY: as in `bytes`; nothing touches them before `wait` has seen the event done, and on drop the pool gets
         // the block with the event.
-        self.event = Some(unsafe { self.device.start_read(src, off, self.range(n), n) }?);
+        self.event = Some(unsafe { self.device.start_read(self.stream, src, off, self.range(n), n) }?);
         Ok(())
     }
 
     fn write(&mut self, dst: &ClBuffer, off: usize, n: usize) -> Result<()> {
         self.wait()?;
         // SAFETY: as in `read`.
-        self.event = Some(unsafe { self.device.start_write(self.range(n), dst, off, n) }?);
+        self.event = Some(unsafe { self.device.start_write(self.stream, self.range(n), dst, off, n) }?);
         Ok(())
     }
 }

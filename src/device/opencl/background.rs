@@ -9,9 +9,10 @@ use super::queues::Locked;
 use super::transfer::in_range;
 use super::{ClBuffer, ClDevice, ClError};
 use crate::Result;
+use crate::device::StreamId;
 
 impl ClDevice {
-    /// Starts reading `bytes` bytes of a buffer to the host; they are there when the event is done. Faults are not
+    /// Starts reading `bytes` bytes of a buffer to the host, on a stream; they are there when the event is done. Faults are not
     /// asked about: see [`report_faults`](Self::report_faults).
     ///
     /// # Errors
@@ -21,6 +22,7 @@ impl ClDevice {
     /// Until the event is done, `to..to + bytes` stays valid for writes and nobody else touches it.
     pub(crate) unsafe fn start_read(
         &self,
+        stream: StreamId,
         src: &ClBuffer,
         off: usize,
         to: NonNull<u8>,
@@ -28,10 +30,12 @@ impl ClDevice {
     ) -> Result<ClEvent> {
         in_range("read", src, off, bytes)?;
         let to = to.as_ptr().cast();
-        self.start(|q, event| call!(clEnqueueReadBuffer(q.raw, src.mem(), 0, off, bytes, to, 0, ptr::null(), event)))
+        self.start(stream, |q, event| {
+            call!(clEnqueueReadBuffer(q.raw, src.mem(), 0, off, bytes, to, 0, ptr::null(), event))
+        })
     }
 
-    /// Starts writing `bytes` bytes from the host to a buffer; they may be changed when the event is done.
+    /// Starts writing `bytes` bytes from the host to a buffer, on a stream; they may be changed when the event is done.
     ///
     /// # Errors
     /// A range beyond the buffer.
@@ -40,6 +44,7 @@ impl ClDevice {
     /// Until the event is done, `from..from + bytes` stays valid for reads and nobody writes to it.
     pub(crate) unsafe fn start_write(
         &self,
+        stream: StreamId,
         from: NonNull<u8>,
         dst: &ClBuffer,
         off: usize,
@@ -47,15 +52,21 @@ impl ClDevice {
     ) -> Result<ClEvent> {
         in_range("write", dst, off, bytes)?;
         let from = from.as_ptr().cast_const().cast();
-        self.start(|q, event| call!(clEnqueueWriteBuffer(q.raw, dst.mem(), 0, off, bytes, from, 0, ptr::null(), event)))
+        self.start(stream, |q, event| {
+            call!(clEnqueueWriteBuffer(q.raw, dst.mem(), 0, off, bytes, from, 0, ptr::null(), event))
+        })
     }
 
     /// Submits a command that fills in the event. After an error nothing of it uses the caller's memory any more.
-    fn start(&self, submit: impl FnOnce(&mut Locked<'_>, *mut cl_event) -> Result<(), ClError>) -> Result<ClEvent> {
+    fn start(
+        &self,
+        stream: StreamId,
+        submit: impl FnOnce(&mut Locked<'_>, *mut cl_event) -> Result<(), ClError>,
+    ) -> Result<ClEvent> {
         self.check_lost()?;
         let mut raw = ptr::null_mut();
         let submitted = {
-            let mut queue = self.lock(self.current_stream());
+            let mut queue = self.lock(stream);
             submit(&mut queue, &mut raw).and_then(|()| queue.flush())
         };
         let event = (!raw.is_null()).then(|| ClEvent(raw));

@@ -8,14 +8,14 @@ use opencl3::memory::{CL_MEM_READ_WRITE, CL_MIGRATE_MEM_OBJECT_CONTENT_UNDEFINED
 use opencl3::types::{cl_context, cl_device_id};
 
 use super::discovery::Found;
-use super::driver::{ClBuffer, call, create};
+use super::driver::{ClBuffer, ClKernel, call, create};
 use super::errors::{ClError, Class};
 use super::exit;
 use super::fault::{Slot, Slots, Words};
 use super::probe::TensorCores;
 use super::program::Programs;
-use super::queues::{Queues, SERVICE};
-use crate::device::{Device, DeviceInfo, StreamId};
+use super::queues::{Locked, Queues, SERVICE};
+use crate::device::{Device, DeviceInfo, DeviceKind, StreamId};
 use crate::{Error, Result};
 
 /// An open OpenCL device: one context, one in-order queue a stream. Lives as long as the process.
@@ -27,6 +27,8 @@ pub(crate) struct ClDevice {
     pub(super) programs: Programs,
     pub(super) faults: Slots,
     pub(super) tensor_cores: OnceLock<TensorCores>,
+    /// `fill` and `copy` of `kernels/memory.cl`, where they are used.
+    pub(super) memory_kernels: [OnceLock<Option<ClKernel>>; 2],
     driver_text: &'static DriverText,
     lost: OnceLock<String>,
 }
@@ -71,6 +73,7 @@ impl ClDevice {
             programs: Programs::default(),
             faults,
             tensor_cores: OnceLock::new(),
+            memory_kernels: Default::default(),
             driver_text,
             lost: OnceLock::new(),
         };
@@ -126,11 +129,16 @@ impl ClDevice {
     pub(super) fn wait_and_report(&self, stream: StreamId, slots: &[&'static Slot]) -> Result<()> {
         self.check_lost()?;
         let mut words: Vec<Words> = vec![[0; 4]; slots.len()];
-        self.submit_and_wait(stream, |q, event| {
-            slots.iter().zip(&mut words).try_for_each(|(slot, words)| slot.enqueue_read(q, words))?;
-            // A marker rather than clFinish: that one would hold the lock while it waits.
-            q.marker(event)
-        })
+        let mut read =
+            |q: &mut Locked<'_>| slots.iter().zip(&mut words).try_for_each(|(slot, words)| slot.enqueue_read(q, words));
+        match self.info().kind {
+            DeviceKind::DiscreteGpu => self.submit_and_finish(stream, read),
+            // PoCL's queues are used by one thread at a time: clFinish would hold the lock while it waits.
+            _ => self.submit_and_wait(stream, |q, event| {
+                read(q)?;
+                q.marker(event)
+            }),
+        }
         .map_err(|e| self.error(e))?;
         // Every slot is cleared, the first fault is told.
         slots.iter().zip(words).map(|(slot, words)| self.report(slot, words)).fold(Ok(()), Result::and)

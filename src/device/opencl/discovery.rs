@@ -2,7 +2,7 @@
 //!
 //! Every platform is asked once, at first use. Discrete GPUs come first, then integrated ones, other accelerators and
 //! CPUs; of a kind the one with more compute units first, equals in the drivers' order. `CLAYSTONE_DEVICES` chooses and
-//! orders them itself.
+//! orders them itself. `CLAYSTONE_KERNELS=gpu` has processors run the kernels of GPUs, to test those where there is none.
 
 use std::cmp::Reverse;
 use std::ffi::c_void;
@@ -198,6 +198,10 @@ fn describe(place: (usize, usize), platform: cl_platform_id, id: cl_device_id) -
     let kind = match kind {
         k if k & cl::CL_DEVICE_TYPE_GPU != 0 && unified => DeviceKind::IntegratedGpu,
         k if k & cl::CL_DEVICE_TYPE_GPU != 0 => DeviceKind::DiscreteGpu,
+        // For testing the kernels of GPUs where there is none.
+        k if k & cl::CL_DEVICE_TYPE_CPU != 0 && std::env::var("CLAYSTONE_KERNELS").is_ok_and(|k| k == "gpu") => {
+            DeviceKind::Accelerator
+        }
         k if k & cl::CL_DEVICE_TYPE_CPU != 0 => DeviceKind::Cpu,
         k if k & cl::CL_DEVICE_TYPE_ACCELERATOR != 0 => DeviceKind::Accelerator,
         _ => return Err("is of no known type".into()),

@@ -31,11 +31,30 @@ const CHECKPOINT_EVERY: u32 = 1024;
 
 impl ClDevice {
     /// Runs a kernel over at least `global` work-items (rounded up to whole groups of `local`; the kernel checks its
-    /// bounds), on this thread's current stream. Returns as soon as it is submitted. Nothing at all runs, and nothing is counted, if `global` has a zero.
+    /// bounds), on this thread's current stream. Returns as soon as it is submitted. Nothing at all runs, and nothing is
+    /// counted, if `global` has a zero.
     ///
     /// # Errors
     /// A wrong number of arguments, a group larger than the kernel can have, and everything the driver refuses.
     pub(crate) fn launch(&self, kernel: &ClKernel, args: &[Arg<'_>], global: &[usize], local: &[usize]) -> Result<()> {
+        self.launch_uncounted(kernel, args, global, local)?;
+        if !global.contains(&0) {
+            count_launch();
+        }
+        Ok(())
+    }
+
+    /// [`launch`](Self::launch), for what is no operation of the user's.
+    ///
+    /// # Errors
+    /// As there.
+    pub(super) fn launch_uncounted(
+        &self,
+        kernel: &ClKernel,
+        args: &[Arg<'_>],
+        global: &[usize],
+        local: &[usize],
+    ) -> Result<()> {
         self.check_lost()?;
         let dims = global.len();
         let bug = |reason: String| Err(Error::invalid(kernel.name(), reason));
@@ -66,7 +85,6 @@ impl ClDevice {
             self.note_fault_args(stream, args);
             launched
         };
-        count_launch();
         behind.and_then(|event| event.map_or(Ok(()), |e| e.wait())).map_err(|e| self.error(self.settle(e)))
     }
 }

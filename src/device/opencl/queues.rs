@@ -200,6 +200,27 @@ impl ClDevice {
         Ok(())
     }
 
+    /// Submits commands to a stream under the lock, and waits outside it for everything submitted there so far. On GPUs:
+    /// their drivers finish a queue sooner than an event, and while others submit to it.
+    pub(super) fn submit_and_finish(
+        &self,
+        stream: StreamId,
+        submit: impl FnOnce(&mut Locked<'_>) -> Result<(), ClError>,
+    ) -> Result<(), ClError> {
+        let (submitted, raw, count) = {
+            let mut queue = self.lock(stream);
+            let submitted = submit(&mut queue);
+            queue.unflushed = 0;
+            (submitted, queue.raw, self.submitted(stream))
+        };
+        // Also after a failure: what did get onto the queue may be writing to the caller's memory.
+        let finished = call!(clFinish(raw));
+        submitted.and(finished).map_err(|e| self.settle(e))?;
+        exit::waited();
+        self.queues.finished(stream, count);
+        Ok(())
+    }
+
     /// An event that is done when everything submitted to the stream so far is. Other streams may wait for it.
     ///
     /// # Errors

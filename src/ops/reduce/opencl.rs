@@ -23,6 +23,17 @@ pub(in crate::ops) fn is_wide(counts: impl IntoIterator<Item = usize>) -> bool {
     counts.into_iter().any(|n| n >= 1 << 31)
 }
 
+/// The widest loads and stores of GPUs, in bytes.
+pub(in crate::ops) const WIDEST: usize = 16;
+
+/// How many neighbours GPUs load at once where an operand's elements lie in a row and `starts` are where rows begin: as
+/// many as 16 bytes have, or one.
+pub(in crate::ops) fn neighbours(device: &ClDevice, dtype: DType, mut starts: impl Iterator<Item = isize>) -> usize {
+    let width = WIDEST / dtype.size();
+    let whole = device.info().kind != DeviceKind::Cpu && starts.all(|s| s.unsigned_abs().is_multiple_of(width));
+    if whole { width } else { 1 }
+}
+
 /// What a launch reads and writes in the stages of an argmax: elements, or partial results.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Stage {
@@ -34,7 +45,7 @@ enum Stage {
 pub(super) fn run(op: Reduction, t: &Tensor, plan: &Plan, out: &Tensor) -> Result<()> {
     let device = t.cl_device()?;
     let acc = op.accumulator(t.dtype);
-    let way = Way::choose(device, plan);
+    let way = Way::choose(device, plan, vector(device, op, t, plan));
     let divisor = if op == Reduction::Mean { plan.n } else { 1 };
     let first = Kind { op, input: t.dtype, output: out.dtype, acc, stage: Stage::Whole };
     if way.slices == 1 {
@@ -57,12 +68,35 @@ pub(super) fn run(op: Reduction, t: &Tensor, plan: &Plan, out: &Tensor) -> Resul
     };
     let stage = if op.is_arg() { Stage::Second } else { Stage::Whole };
     let second = Kind { op: op.second(), input: acc.dtype(), stage, ..first };
-    let way = Way { slices: 1, chunk: rest.n, ..Way::choose(device, &rest) };
+    let width = vector(device, op, &partial, &rest);
+    let way = Way { slices: 1, chunk: rest.n, ..Way::choose(device, &rest, width) };
     second.launch(device, &partial, out, &rest, &way, divisor)
+}
+
+/// Elements of `t` that a work-item takes at once: several where those of a result lie in a row, or where neighbouring
+/// results have theirs side by side.
+fn vector(device: &ClDevice, op: Reduction, t: &Tensor, plan: &Plan) -> usize {
+    let by_column = plan.by_column();
+    let rows = plan.reduced.rank() == 1 && plan.reduced.inner().1 == 1;
+    if op.is_arg() || !(rows || by_column && plan.kept.inner().1 == 1) {
+        return 1;
+    }
+    let all = |axes: &Axes| axes.strides.iter().copied().collect::<SmallVec<[isize; 6]>>();
+    let (kept, reduced) = (all(&plan.kept), all(&plan.reduced));
+    let start = plan.start as isize;
+    match by_column {
+        true => {
+            let steps = kept[..kept.len() - 1].iter().chain(&reduced).copied();
+            neighbours(device, t.dtype, steps.chain([start, plan.kept.inner().0 as isize]))
+        }
+        false => neighbours(device, t.dtype, kept.into_iter().filter(|_| plan.outs > 1).chain([start])),
+    }
 }
 
 /// How a launch is spread over the device.
 struct Way {
+    /// Elements that a work-item loads at once.
+    width: usize,
     by_column: bool,
     /// Work-items that share a result (GPUs).
     lanes: usize,
@@ -74,7 +108,7 @@ struct Way {
 }
 
 impl Way {
-    fn choose(device: &ClDevice, plan: &Plan) -> Way {
+    fn choose(device: &ClDevice, plan: &Plan, width: usize) -> Way {
         let units = device.info().compute_units.max(1);
         let (outs, n) = (plan.outs, plan.n);
         if device.info().kind == DeviceKind::Cpu {
@@ -88,15 +122,20 @@ impl Way {
             let global = items * slices;
             // Groups cost something when there are thousands; few items are better spread one by one.
             let local = if global >= 64 * 8 * units { 64 } else { 1 };
-            return Way { by_column, lanes: 1, slices, chunk, global, local };
+            return Way { width: 1, by_column, lanes: 1, slices, chunk, global, local };
         }
         let group = group_size(device);
         let by_column = plan.by_column();
-        let lanes = lanes(group, by_column, n, plan.kept.inner().0, |columns| outs.div_ceil(columns) >= 2 * units);
-        let groups = outs.div_ceil(group / lanes);
-        let wanted = if groups >= 2 * units || n <= 128 * lanes { 1 } else { (8 * units).div_ceil(groups) };
-        let (slices, chunk) = cut(n, wanted, 16 * lanes, 4 * lanes);
-        Way { by_column, lanes, slices, chunk, global: groups * slices * group, local: group }
+        // Results a work-item has, and elements of each it takes at once.
+        let (across, along) = if by_column { (width, 1) } else { (1, width) };
+        let columns = plan.kept.inner().0 / across;
+        let enough = |columns: usize| outs.div_ceil(columns * across) >= 2 * units;
+        let lanes = lanes(group, by_column, n.div_ceil(along), columns, enough);
+        let groups = outs.div_ceil(group / lanes * across);
+        let waves = if width > 1 { 4 } else { 8 };
+        let wanted = if groups >= 2 * units || n <= 128 * lanes { 1 } else { (waves * units).div_ceil(groups) };
+        let (slices, chunk) = cut(n, wanted, 16 * lanes, 4 * lanes * along);
+        Way { width, by_column, lanes, slices, chunk, global: groups * slices * group, local: group }
     }
 }
 
@@ -160,9 +199,10 @@ impl Kind {
             self.op.is_arg() as u64 | (self.op.nonzero() as u64) << 1 | (wide as u64) << 2 | (self.stage as u64) << 3,
             plan.kept.rank() as u64,
             plan.reduced.rank() as u64,
+            way.width as u64 | u64::from(way.by_column && way.width > 1) << 8,
         ];
         let key = KernelKey { template: "reduce", params: SmallVec::from_slice(&params), exprs: SmallVec::new() };
-        let kernel = kernel(device, key, "reduce", || self.source(plan, wide, group))?;
+        let kernel = kernel(device, key, "reduce", || self.source(plan, way, wide, group))?;
         let divisor = match self.acc {
             Compute::I64 => Arg::I64(divisor as i64),
             Compute::F32 => Arg::F32(divisor as f32),
@@ -193,13 +233,14 @@ impl Kind {
         device.launch(&kernel, &args, &[way.global], &[way.local])
     }
 
-    fn source(&self, plan: &Plan, wide: bool, group: usize) -> String {
+    fn source(&self, plan: &Plan, way: &Way, wide: bool, group: usize) -> String {
+        let vectors = vector_defines(self.input, way.width);
         let integer = self.acc == Compute::I64;
         let flag = |on: bool, name: &str| if on { format!("#define {name}\n") } else { String::new() };
         format!(
-            "#define A {}\n#define B {}\n#define ACC {}\n#define ACC_NAME {:?}\n#define NK {}\n#define NR {}\n\
+            "{columns}#define A {}\n#define B {}\n#define ACC {}\n#define ACC_NAME {:?}\n#define NK {}\n#define NR {}\n\
              #define IDX {}\n#define GROUP {group}\n#define OP_{}\n#define LOWEST {}\n#define HIGHEST {}\n\
-             #define STEP {step}\n#define STEP16 {step}16\n{}{}{}{}{}{WALK}{TEMPLATE}",
+             #define STEP {step}\n#define STEP16 {step}16\n{vectors}{}{}{}{}{}{WALK}{TEMPLATE}",
             self.input,
             self.output,
             self.acc.cl_name(),
@@ -215,7 +256,16 @@ impl Kind {
             flag(self.op.nonzero(), "NONZERO"),
             flag(self.stage == Stage::First, "PARTIAL"),
             flag(self.stage == Stage::Second, "PAIRS"),
+            columns = flag(way.by_column && way.width > 1, "COLUMNS"),
             step = if self.acc == Compute::F32 { "int" } else { "long" },
         )
+    }
+}
+
+/// VEC and WIDE_T: see the kernels that use them.
+pub(in crate::ops) fn vector_defines(dtype: DType, width: usize) -> String {
+    match width {
+        1 => "#define VEC 1\n".into(),
+        _ => format!("#define VEC {width}\n#define WIDE_T {}{width}\n", dtype.cl_storage()),
     }
 }

@@ -4,12 +4,12 @@ use smallvec::SmallVec;
 
 use super::{CrossEntropy, LossReduction, RowOp, Rows};
 use crate::device::DeviceKind;
-use crate::device::opencl::Arg;
+use crate::device::opencl::{Arg, ClDevice};
 use crate::ops::elementwise::{Params, apply};
 use crate::ops::expr::Expr;
 use crate::ops::kernels::{KernelKey, kernel};
 use crate::ops::reduce;
-use crate::ops::reduce::opencl::{WALK, group_size, is_wide, lanes};
+use crate::ops::reduce::opencl::{WALK, group_size, is_wide, lanes, neighbours, vector_defines};
 use crate::{DType, Result, Scalar, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/row.cl");
@@ -26,23 +26,85 @@ fn defines(t: &Tensor, rank: usize, wide: bool, group: usize) -> String {
     )
 }
 
+/// Values that a work-item keeps of a row in registers, at most.
+const KEPT: usize = 64;
+
+/// How the rows are spread over a GPU.
+struct Way {
+    by_column: bool,
+    /// Elements that a work-item loads at once.
+    width: usize,
+    /// Work-items that share a row.
+    lanes: usize,
+    /// Groups of `width` elements that each of them keeps; 0 where rows are too long for that, and read several times.
+    kept: usize,
+}
+
+impl Way {
+    fn choose(device: &ClDevice, kind: RowOp, tensors: [&Tensor; 3], rows: &Rows) -> Way {
+        let (count, n) = (rows.count(), rows.n);
+        let (units, most) = (device.info().compute_units.max(1), group_size(device));
+        // Neighbouring rows are read together where they lie closer than the elements of one.
+        let across = rows.walk.strides[0].last().copied().unwrap_or(0).unsigned_abs();
+        let by_column = count > 1 && n > 1 && across != 0 && across < rows.steps[0].unsigned_abs();
+        let columns = rows.walk.dims.last().copied().unwrap_or(1);
+        // The result of logsumexp has one element a row, which is not part of this.
+        let spans = if kind == RowOp::LogSumExp { &[0usize][..] } else { &[0, 1, 2] };
+        let in_rows = n > 1 && spans.iter().all(|&k| rows.steps[k] == 1);
+        let starts = spans.iter().flat_map(|&k| {
+            let steps = rows.walk.strides[k].iter().copied();
+            steps.chain([tensors[k].layout.offset as isize, n as isize])
+        });
+        let width = if in_rows { neighbours(device, tensors[0].dtype, starts) } else { 1 };
+        let lanes = match by_column {
+            true => lanes(most, true, n, columns, |together| count.div_ceil(together) >= 2 * units),
+            false => {
+                let wanted = n.div_ceil(16).next_power_of_two().max(32);
+                wanted.min(n.div_ceil(width).next_power_of_two()).min(most)
+            }
+        };
+        let kept = match n.div_ceil(width * lanes) {
+            k @ ..=4 => k,
+            k => k.next_power_of_two(),
+        };
+        let two = matches!(kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad);
+        let room = KEPT / if two { 2 } else { 1 } / (tensors[0].dtype.compute().dtype().size() / 4);
+        let kept = if kept * width <= room { kept } else { 0 };
+        Way { by_column, width: if kept == 0 { 1 } else { width }, lanes, kept }
+    }
+
+    fn defines(&self, dtype: DType) -> String {
+        let cached = match self.kept {
+            0 => String::new(),
+            kept => {
+                let (lanes, by_column) = (self.lanes, u8::from(self.by_column));
+                format!("#define CACHED {kept}\n#define LANES {lanes}\n#define BY_COLUMN {by_column}\n")
+            }
+        };
+        cached + &vector_defines(dtype, self.width)
+    }
+}
+
 pub(super) fn run(kind: RowOp, x: &Tensor, z: &Tensor, out: &Tensor, rows: &Rows) -> Result<()> {
     let device = x.cl_device()?;
     let (count, n, rank) = (rows.count(), rows.n, rows.walk.dims.len().max(1));
-    let group = group_size(device);
-    // Neighbouring rows are read together where they lie closer than the elements of one.
-    let across = rows.walk.strides[0].last().copied().unwrap_or(0).unsigned_abs();
-    let by_column = count > 1 && n > 1 && across != 0 && across < rows.steps[0].unsigned_abs();
-    let columns = rows.walk.dims.last().copied().unwrap_or(1);
-    let units = device.info().compute_units.max(1);
-    let lanes = lanes(group, by_column, n, columns, |together| count.div_ceil(together) >= 2 * units);
-    let (lanes, global, local) = match device.info().kind {
-        DeviceKind::Cpu => (1, count, if count >= 64 * 8 * units { 64 } else { 1 }),
-        _ => (lanes, count.div_ceil(group / lanes) * group, group),
+    let (units, group) = (device.info().compute_units.max(1), group_size(device));
+    let cpu = device.info().kind == DeviceKind::Cpu;
+    let way = match cpu {
+        true => Way { by_column: false, width: 1, lanes: 1, kept: 0 },
+        false => Way::choose(device, kind, [x, out, z], rows),
+    };
+    let (global, local) = match cpu {
+        true => (count, if count >= 64 * 8 * units { 64 } else { 1 }),
+        false => (count.div_ceil(group / way.lanes) * group, group),
     };
     let wide = is_wide([n, global]);
-    let params = SmallVec::from_slice(&[kind as u64, x.dtype as u64, rank as u64, wide as u64]);
-    let kernel = kernel(device, KernelKey { template: "row", params, exprs: SmallVec::new() }, "row", || {
+    // What `defines` below compiles in.
+    let spread = (way.kept << 32 | way.width << 24 | way.lanes << 1) as u64 | u64::from(way.by_column);
+    let spread = if way.kept > 0 { spread } else { 0 };
+    let params = [kind as u64, x.dtype as u64, rank as u64, wide as u64, spread];
+    let key = KernelKey { template: "row", params: SmallVec::from_slice(&params), exprs: SmallVec::new() };
+    let kernel = kernel(device, key, "row", || {
         let name = match kind {
             RowOp::Softmax => "SOFTMAX",
             RowOp::LogSoftmax => "LOG_SOFTMAX",
@@ -50,7 +112,8 @@ pub(super) fn run(kind: RowOp, x: &Tensor, z: &Tensor, out: &Tensor, rows: &Rows
             RowOp::SoftmaxGrad => "SOFTMAX_GRAD",
             RowOp::LogSoftmaxGrad => "LOG_SOFTMAX_GRAD",
         };
-        format!("{}#define {name}\n{WALK}{TEMPLATE}", defines(x, rank, wide, group))
+        let defines = defines(x, rank, wide, group) + &way.defines(x.dtype);
+        format!("{defines}#define {name}\n{WALK}{TEMPLATE}")
     })?;
     let mut words: SmallVec<[i64; 24]> = rows.walk.dims.iter().map(|&d| d as i64).collect();
     words.extend(rows.walk.strides.iter().flatten().map(|&s| s as i64));
@@ -72,8 +135,8 @@ pub(super) fn run(kind: RowOp, x: &Tensor, z: &Tensor, out: &Tensor, rows: &Rows
         xs,
         ys,
         zs,
-        Arg::U32(by_column.into()),
-        Arg::U32(lanes as u32),
+        Arg::U32(way.by_column.into()),
+        Arg::U32(way.lanes as u32),
     ];
     device.launch(&kernel, &args, &[global], &[local])
 }

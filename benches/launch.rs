@@ -1,0 +1,43 @@
+//! What an operation costs the host: `launch [--device D]`. Small tensors, many operations in a row, nanoseconds a call.
+//!
+//! Over a driver whose clSetKernelArg and clEnqueueNDRangeKernel do nothing (see docs/performance.md) it is our own part.
+
+use std::error::Error;
+use std::time::Instant;
+
+use claystone::{Device, Tensor};
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let args: Vec<String> = std::env::args().collect();
+    let device: Device = match args.iter().position(|a| a == "--device") {
+        Some(i) => args.get(i + 1).ok_or("--device needs a value")?.parse()?,
+        None => Device::best(),
+    };
+    let x = Tensor::rand(&[64, 64], device)?;
+    let (y, row) = (Tensor::rand(&[64, 64], device)?, Tensor::rand(&[64], device)?);
+    type Case<'a> = (&'a str, Box<dyn Fn() -> claystone::Result<()> + 'a>);
+    let cases: [Case; 8] = [
+        ("empty", Box::new(|| Tensor::empty(&[64, 64], device).map(drop))),
+        ("add", Box::new(|| x.add(&y).map(drop))),
+        ("add_", Box::new(|| y.add_(&x).map(drop))),
+        ("relu", Box::new(|| x.relu().map(drop))),
+        ("add a row", Box::new(|| x.add(&row).map(drop))),
+        ("sum of rows", Box::new(|| x.sum(1, false).map(drop))),
+        ("softmax", Box::new(|| x.softmax(1).map(drop))),
+        ("transposed copy", Box::new(|| x.t()?.contiguous().map(drop))),
+    ];
+    for (name, op) in &cases {
+        let mut times = Vec::new();
+        for _ in 0..60 {
+            let from = Instant::now();
+            for _ in 0..200 {
+                op()?;
+            }
+            times.push(from.elapsed().as_secs_f64() * 1e9 / 200.0);
+            device.synchronize()?;
+        }
+        times.sort_by(f64::total_cmp);
+        println!("{name:16} {:8.0} ns", times[times.len() / 2]);
+    }
+    Ok(())
+}

@@ -1,0 +1,22 @@
+// Fills and copies, sixteen bytes a work-item.
+
+// The pattern over and over, from the `first`-th sixteen bytes on.
+__kernel void fill(__global uint4* y, const ulong first, const uint4 pattern, const ulong count)
+{
+    const ulong i = get_global_id(0);
+    if (i < count) y[first + i] = pattern;
+}
+
+// `bytes` bytes; both first bytes are the first of sixteen.
+__kernel void copy(__global const uint4* x, const ulong x_first, __global uint4* y, const ulong y_first,
+                   const ulong bytes)
+{
+    const ulong i = get_global_id(0), whole = bytes / 16;
+    if (i < whole) {
+        y[y_first + i] = x[x_first + i];
+    } else if (i == whole) {
+        const __global uchar* from = (const __global uchar*)(x + x_first);
+        __global uchar* to = (__global uchar*)(y + y_first);
+        for (ulong k = whole * 16; k < bytes; k++) to[k] = from[k];
+    }
+}

@@ -1,0 +1,213 @@
+//! What an elementwise kernel consists of besides its template: formulas, operands, loads and stores.
+
+use std::fmt::Write;
+
+use super::{Access, Form, LOCAL, Operand, Reach};
+use crate::ops::elementwise::Launch;
+
+const TEMPLATE: &str = include_str!("../../../kernels/elementwise.cl");
+
+/// The whole kernel, prelude aside.
+pub(super) fn write(launch: &Launch, operands: &[Operand], form: Form, rank: usize, wide: bool) -> String {
+    let index = if wide { "ulong" } else { "uint" };
+    let (params, names): (Vec<_>, Vec<_>) = parameters(launch, operands, rank).into_iter().unzip();
+    let mut s = format!(
+        "#define INDEX {index}\n#define PARAMETERS {}\n#define ARGUMENTS {}\n",
+        params.join(", "),
+        names.join(", ")
+    );
+    let w = &mut s;
+    // Writing to a String cannot fail.
+    if rank > 0 {
+        let n = operands.len();
+        let _ = writeln!(w, "typedef struct {{ ulong dims[{rank}]; long strides[{n}][{rank}]; }} layout_t;");
+    }
+    w.push_str(&launch.program.emit(launch.compute, "compute"));
+    let writer = Writer { launch, operands };
+    let dims: Vec<usize> = (0..rank).collect();
+    match form {
+        Form::Scalar { per_item } => {
+            let _ = writeln!(w, "#define PER_ITEM {per_item}");
+            writer.function(w, "element", &dims, 1);
+        }
+        Form::Vector(width) => {
+            let _ = writeln!(w, "#define VEC {width}");
+            writer.function(w, "elements", &dims, width);
+            if rank <= 1 {
+                let _ = writeln!(w, "#define TAIL");
+                writer.function(w, "element", &dims, 1);
+            }
+        }
+        Form::Tiled { side, turn } => {
+            let inner = rank - 1;
+            let _ = writeln!(w, "#define TILE {side}\n#define GROUP {LOCAL}");
+            let _ = writeln!(w, "#define COLUMNS (INDEX)layout.dims[{inner}]\n#define ROWS (INDEX)layout.dims[{turn}]");
+            let batch: Vec<usize> = dims.iter().copied().filter(|&d| d != inner && d != turn).collect();
+            let _ = writeln!(w, "#define POSITIONS(b) {}", writer.positions("b", &batch));
+            let (mut turned, mut fetch) = (String::new(), String::new());
+            for (k, o) in operands.iter().enumerate().filter(|(_, o)| o.used && o.reach == Reach::Tile) {
+                let _ = write!(turned, "__local {}_t tile{k}[TILE][TILE + 1]; ", o.dtype);
+                let _ = write!(
+                    fetch,
+                    "tile{k}[c][r] = p{k}[at{k} + (long)(column + c) * layout.strides[{k}][{inner}] + row + r]; "
+                );
+            }
+            let _ = writeln!(w, "#define TURNED {turned}\n#define FETCH {fetch}");
+            let mut element = String::new();
+            for (k, _) in operands.iter().enumerate().filter(|(_, o)| o.used && direct(o)) {
+                let _ = write!(
+                    element,
+                    "const ulong i{k} = at{k} + (long)(row + r) * layout.strides[{k}][{turn}] \
+                     + (long)(column + c) * layout.strides[{k}][{inner}]; "
+                );
+            }
+            writer.body(
+                &mut element,
+                1,
+                |k| {
+                    let o = &operands[k];
+                    match o.reach {
+                        Reach::Tile => format!("from_{}(tile{k}[c][r])", o.dtype),
+                        _ if direct(o) => format!("load_{}(p{k}, i{k})", o.dtype),
+                        _ => format!("load_{}(p{k}, at{k})", o.dtype),
+                    }
+                },
+                "i",
+            );
+            let _ = writeln!(w, "#define ELEMENT {}", element.replace('\n', " "));
+        }
+    }
+    s.push_str(TEMPLATE);
+    s
+}
+
+/// Whether an operand of a tiled kernel is read or written where it lies, by row and column.
+fn direct(o: &Operand) -> bool {
+    o.reach != Reach::Tile && o.access != Access::Broadcast
+}
+
+/// Declarations and names of the kernel's parameters.
+fn parameters(launch: &Launch, operands: &[Operand], rank: usize) -> Vec<(String, String)> {
+    let (program, c) = (launch.program, launch.compute.cl_name());
+    let mut params: Vec<(String, String)> = Vec::new();
+    let mut param = |ty: &str, name: String| params.push((format!("{ty} {name}"), name));
+    for (k, o) in operands.iter().enumerate().filter(|(_, o)| o.used) {
+        let constant = if k < launch.inputs.len() { "const " } else { "" };
+        param(&format!("__global {constant}{}_t*", o.dtype), format!("p{k}"));
+        param("const ulong", format!("p{k}_offset"));
+    }
+    if rank > 0 {
+        param("const layout_t", "layout".into());
+    }
+    (0..program.scalars()).for_each(|i| param(&format!("const {c}"), format!("s{i}")));
+    for i in 0..program.seeds() {
+        param("const ulong", format!("key{i}"));
+        param("const ulong", format!("stream{i}"));
+    }
+    if program.can_fault(launch.compute) {
+        param("__global int*", "fault".into());
+    }
+    params
+}
+
+struct Writer<'a> {
+    launch: &'a Launch<'a>,
+    operands: &'a [Operand],
+}
+
+impl Writer<'_> {
+    fn used(&self) -> impl Iterator<Item = (usize, &Operand)> {
+        self.operands.iter().enumerate().filter(|(_, o)| o.used)
+    }
+
+    /// Statements that declare `at{k}`, where position `e` of `dims` is in operand k.
+    fn positions(&self, e: &str, dims: &[usize]) -> String {
+        let mut s = String::new();
+        for (k, o) in self.used() {
+            let at = if o.access == Access::Contiguous { format!(" + {e}") } else { String::new() };
+            let _ = write!(s, "ulong at{k} = p{k}_offset{at}; ");
+        }
+        if dims.is_empty() {
+            return s;
+        }
+        let _ = write!(s, "INDEX rest = {e}; ");
+        for (n, &d) in dims.iter().enumerate().rev() {
+            let divide = format!("const INDEX n = layout.dims[{d}]; const INDEX i = rest % n; rest /= n;");
+            let _ = write!(s, "{{ {} ", if n > 0 { &divide } else { "const INDEX i = rest;" });
+            for (k, _) in self.used().filter(|(_, o)| o.access == Access::Strided) {
+                let _ = write!(s, "at{k} += (long)i * layout.strides[{k}][{d}]; ");
+            }
+            s.push_str("} ");
+        }
+        s
+    }
+
+    /// A function that computes `width` neighbouring positions from e on.
+    fn function(&self, w: &mut String, name: &str, dims: &[usize], width: usize) {
+        let _ = writeln!(w, "inline void {name}(const INDEX e, PARAMETERS) {{\n    {}", self.positions("e", dims));
+        if width == 1 {
+            self.body(w, 1, |k| format!("load_{}(p{k}, at{k})", self.operands[k].dtype), "at");
+            w.push_str("}\n");
+            return;
+        }
+        let inputs = self.launch.inputs.len();
+        for (k, o) in self.used() {
+            let t = o.dtype;
+            match o.reach {
+                Reach::Neighbours => {
+                    let _ = writeln!(w, "    {t}_t b{k}[VEC];");
+                    if k < inputs {
+                        let raw = o.dtype.cl_storage();
+                        let from = format!("*(const __global {raw}{width}*)(p{k} + at{k})");
+                        let _ = writeln!(w, "    vstore{width}({from}, 0, b{k});");
+                    }
+                }
+                _ => _ = writeln!(w, "    const {t}_t b{k} = p{k}[at{k}];"),
+            }
+        }
+        let _ = writeln!(w, "    #pragma unroll\n    for (int k = 0; k < VEC; k++) {{");
+        let load = |k: usize| {
+            let o = &self.operands[k];
+            let at = if o.reach == Reach::Neighbours { "[k]" } else { "" };
+            format!("from_{}(b{k}{at})", o.dtype)
+        };
+        self.body(w, width, load, "");
+        w.push_str("    }\n");
+        for (k, o) in self.used().filter(|(k, _)| *k >= inputs) {
+            let raw = o.dtype.cl_storage();
+            let _ = writeln!(w, "    *(__global {raw}{width}*)(p{k} + at{k}) = vload{width}(0, b{k});");
+        }
+        w.push_str("}\n");
+    }
+
+    /// Statements that compute one position from what `load` gives, and store the results: at `{at}{k}`, or among several
+    /// in `b{k}`.
+    fn body(&self, w: &mut String, width: usize, load: impl Fn(usize) -> String, at: &str) {
+        let (program, compute) = (self.launch.program, self.launch.compute);
+        let (c, class, inputs) = (compute.cl_name(), format!("{compute:?}"), self.launch.inputs.len());
+        let outputs = self.operands.len() - inputs;
+        (0..outputs).for_each(|j| {
+            let _ = writeln!(w, "    {c} y{j};");
+        });
+        let used = |k: usize| self.operands.get(k).is_some_and(|o| o.used) && k < inputs;
+        let mut call: Vec<String> =
+            (0..program.inputs()).map(|k| if used(k) { format!("({c}){}", load(k)) } else { "0".into() }).collect();
+        call.extend((0..program.scalars()).map(|i| format!("s{i}")));
+        if program.seeds() > 0 {
+            (0..program.seeds()).for_each(|i| call.push(format!("key{i}, stream{i}")));
+            call.push(if width > 1 { "e + k".into() } else { "e".into() });
+        }
+        if program.can_fault(compute) {
+            call.push("fault".into());
+        }
+        call.extend((0..outputs).map(|j| format!("&y{j}")));
+        let _ = writeln!(w, "    compute({});", call.join(", "));
+        for j in 0..outputs {
+            let (k, t) = (inputs + j, self.operands[inputs + j].dtype);
+            let _ = match width {
+                1 => writeln!(w, "    store_{t}_{class}(p{k}, {at}{k}, y{j});"),
+                _ => writeln!(w, "        b{k}[k] = to_{t}_{class}(y{j});"),
+            };
+        }
+    }
+}

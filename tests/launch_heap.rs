@@ -1,0 +1,79 @@
+//! An operation asks the host's heap for nothing, once its kernel and its memory are there.
+
+mod common;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+
+use claystone::{Device, Result, Tensor};
+
+/// Counts what this thread asks for. Drivers have their own heap.
+struct Counting;
+
+thread_local! {
+    static ASKED: Cell<u64> = const { Cell::new(0) };
+}
+
+fn count() {
+    let _ = ASKED.try_with(|asked| asked.set(asked.get() + 1));
+}
+
+// SAFETY: everything is passed on to the system's allocator as it came.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        count();
+        // SAFETY: as above.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        // SAFETY: as above.
+        unsafe { System.dealloc(at, layout) }
+    }
+
+    unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        count();
+        // SAFETY: as above.
+        unsafe { System.realloc(at, layout, size) }
+    }
+}
+
+#[global_allocator]
+static COUNTING: Counting = Counting;
+
+#[test]
+fn launches_ask_the_heap_for_nothing() {
+    for device in common::devices().into_iter().filter(|&d| d != Device::Cpu) {
+        let make = |seed: usize| -> Result<Tensor> {
+            let values: Vec<f32> = (0..24).map(|i| (i * 7 % (11 + seed)) as f32 / 8.0).collect();
+            Tensor::from_slice(&values, [4, 6], device)
+        };
+        let (x, y) = (make(0).unwrap(), make(1).unwrap());
+        let row = y.narrow(0, 1, 1).unwrap();
+        let turned = x.t().unwrap();
+        type Case<'a> = (&'a str, Box<dyn Fn() -> Result<Tensor> + 'a>);
+        let cases: [Case; 9] = [
+            ("add", Box::new(|| x.add(&y))),
+            ("add a row", Box::new(|| x.add(&row))),
+            ("relu", Box::new(|| x.relu())),
+            ("mul_scalar", Box::new(|| x.mul_scalar(2.0))),
+            ("addcmul", Box::new(|| x.addcmul(&y, &row, 0.5))),
+            ("transposed copy", Box::new(|| turned.contiguous())),
+            ("sum", Box::new(|| x.sum((), false))),
+            ("sum of rows", Box::new(|| x.sum(1, false))),
+            ("softmax", Box::new(|| x.softmax(1))),
+        ];
+        for (name, op) in &cases {
+            (0..3).for_each(|_| drop(op().unwrap())); // builds the kernel, fills the caches
+            let before = ASKED.get();
+            (0..20).for_each(|_| drop(op().unwrap()));
+            assert_eq!(ASKED.get() - before, 0, "20 times {name} on {device}");
+        }
+        // In place, and given back on the way.
+        (0..3).for_each(|_| _ = y.add_(&x).unwrap());
+        let before = ASKED.get();
+        (0..20).for_each(|_| _ = y.add_(&x).unwrap());
+        assert_eq!(ASKED.get() - before, 0, "add_ on {device}");
+        device.synchronize().unwrap();
+    }
+}
