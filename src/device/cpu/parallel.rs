@@ -42,7 +42,11 @@ impl Shared {
         };
         if let Err(panic) = catch_unwind(AssertUnwindSafe(all)) {
             self.panicked.store(true, Ordering::Relaxed);
-            *self.panic.lock().unwrap_or_else(PoisonError::into_inner) = Some(panic);
+            let mut first = self.panic.lock().unwrap_or_else(PoisonError::into_inner);
+            match *first {
+                None => *first = Some(panic),
+                Some(_) => std::mem::forget(panic), // to drop it could panic again, past the door
+            }
         }
     }
 

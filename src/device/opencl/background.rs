@@ -12,8 +12,8 @@ use crate::Result;
 use crate::device::StreamId;
 
 impl ClDevice {
-    /// Starts reading `bytes` bytes of a buffer to the host, on a stream; they are there when the event is done. Faults are not
-    /// asked about: see [`report_faults`](Self::report_faults).
+    /// Starts reading `bytes` bytes of a buffer to the host, on a stream; they are there when the event is done. Faults
+    /// are not asked about: see [`report_faults`](Self::report_faults).
     ///
     /// # Errors
     /// A range beyond the buffer.

@@ -3,8 +3,8 @@
 //! [`discovery`] finds them; [`open`] makes a device usable: one context and one in-order queue a stream, kept for the
 //! life of the process. Work is submitted under the device's one lock and waited for outside it, so a thread that waits
 //! never stops another from submitting: see [`queues`]. [`program`] builds kernels and keeps them on disk, [`launch`]
-//! runs them, [`probe`] finds out what they may use, [`transfer`] moves bytes, through [`pinned`] memory where it is to be fast. [`driver`] is the only file
-//! that owns raw handles; [`exit`] stops everything before the process ends.
+//! runs them, [`probe`] finds out what they may use, [`transfer`] moves bytes, through [`pinned`] memory where it is to
+//! be fast. [`driver`] is the only file that owns raw handles; [`exit`] stops everything before the process ends.
 
 mod background;
 mod context;

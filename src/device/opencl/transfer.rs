@@ -35,9 +35,10 @@ impl ClDevice {
         blocking: bool,
     ) -> Result<()> {
         let stream = self.current_stream();
-        // On GPUs a kernel starts sooner than the driver's copy, and is as fast.
+        // On GPUs a kernel starts sooner than the driver's copy, and is as fast; who waits has the driver's.
         let overlap = src.mem() == dst.mem() && src_off.abs_diff(dst_off) < bytes;
         let by_kernel = bytes > 0
+            && !blocking
             && !overlap
             && in_range("copy", src, src_off, bytes).and(in_range("copy", dst, dst_off, bytes)).is_ok()
             && self.copied_by_kernel(src, src_off, dst, dst_off, bytes)?;
@@ -67,12 +68,7 @@ impl ClDevice {
         if bytes == 0 || same && src_off == dst_off {
             return Ok(());
         }
-        let overlap = same && src_off.abs_diff(dst_off) < bytes;
-        // A kernel starts sooner than the driver's copy, and is as fast.
-        if !overlap && stream == self.current_stream() && self.copied_by_kernel(src, src_off, dst, dst_off, bytes)? {
-            return Ok(());
-        }
-        let copied = if overlap {
+        let copied = if same && src_off.abs_diff(dst_off) < bytes {
             self.copy_overlapping(stream, src, src_off, dst_off, bytes)
         } else {
             copy(&mut self.lock(stream), src, src_off, dst, dst_off, bytes)

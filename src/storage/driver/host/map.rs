@@ -128,7 +128,6 @@ impl Drop for Mapping {
     }
 }
 
-/// Bytes of the kernel's pages, a power of two.
 /// Asks for huge pages under memory that has not been touched yet. The kernel is free to do otherwise.
 pub(super) fn advise_huge(memory: &mut [MaybeUninit<u8>]) {
     let inside = memory.as_ptr().align_offset(page()).min(memory.len());
@@ -139,6 +138,7 @@ pub(super) fn advise_huge(memory: &mut [MaybeUninit<u8>]) {
     }
 }
 
+/// Bytes of the kernel's pages, a power of two.
 pub(super) fn page() -> usize {
     static PAGE: OnceLock<usize> = OnceLock::new();
     *PAGE.get_or_init(|| {
