@@ -239,7 +239,7 @@ impl std::panic::RefUnwindSafe for Storage {}
 
 impl fmt::Debug for Storage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
+        fmt::Debug::fmt(&**self.0, f)
     }
 }
 
