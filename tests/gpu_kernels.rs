@@ -192,10 +192,11 @@ fn whole(n: usize, seed: usize, dtype: DType) -> Vec<f64> {
 #[test]
 fn reductions_of_rows_and_of_everything() {
     for device in gpus("reductions_of_rows_and_of_everything") {
-        for dtype in cases(&DType::ALL, 2, device) {
+        use DType::*;
+        for dtype in cases(&[F32, F64, BF16, F16, I64, I32, U8, U32, Bool], 3, device) {
             let shapes =
-                [(1, 1), (3, 2), (5, 7), (300, 8), (3, 9), (2, 31), (1, 70_001), (3, 64), (2, 1023), (2, 1024)];
-            for (rows, n) in cases(&shapes, 3, device) {
+                [(5, 7), (1, 1), (3, 2), (300, 8), (3, 9), (2, 1023), (3, 64), (2, 31), (1, 70_001), (2, 1024)];
+            for (rows, n) in cases(&shapes, 5, device) {
                 let all = rows * n + 1;
                 let xs = whole(all, 2, dtype);
                 let t = upload(&xs, &[all], dtype, device);
