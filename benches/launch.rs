@@ -16,7 +16,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let x = Tensor::rand(&[64, 64], device)?;
     let (y, row) = (Tensor::rand(&[64, 64], device)?, Tensor::rand(&[64], device)?);
     type Case<'a> = (&'a str, Box<dyn Fn() -> claystone::Result<()> + 'a>);
-    let cases: [Case; 8] = [
+    let cases: [Case; 9] = [
         ("empty", Box::new(|| Tensor::empty(&[64, 64], device).map(drop))),
         ("add", Box::new(|| x.add(&y).map(drop))),
         ("add_", Box::new(|| y.add_(&x).map(drop))),
@@ -24,6 +24,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         ("add a row", Box::new(|| x.add(&row).map(drop))),
         ("sum of rows", Box::new(|| x.sum(1, false).map(drop))),
         ("softmax", Box::new(|| x.softmax(1).map(drop))),
+        ("clone", Box::new(|| x.try_clone().map(drop))),
         ("transposed copy", Box::new(|| x.t()?.contiguous().map(drop))),
     ];
     for (name, op) in &cases {

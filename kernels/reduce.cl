@@ -132,6 +132,9 @@ inline void shares(Acc *total, __global const In *x, const Reduced *reduced, IDX
     }
 }
 #else
+// Loads of a lane that are under way at a time; of halves fewer, which have more to compute.
+#define AHEAD (VEC > 4 ? 4 : 8)
+
 // The part of elements [r, end) that falls to a lane which starts at r.
 inline Acc share(__global const In *x, IDX r, IDX end, uint lanes) {
     Acc total = neutral();
@@ -140,14 +143,14 @@ inline Acc share(__global const In *x, IDX r, IDX end, uint lanes) {
         #pragma unroll
         for (int k = 0; k < VEC; ++k)
             acc[k] = neutral();
-        // Blocks keep the running sums' rounding small; four loads are under way at a time.
+        // Blocks keep the running sums' rounding small.
         uint blocks = 0;
-        for (; blocks < 32 && r + 3 * lanes * VEC + VEC <= end; ++blocks, r += 4 * lanes * VEC) {
+        for (; blocks < 128 / AHEAD && r + (AHEAD - 1) * lanes * VEC + VEC <= end; ++blocks, r += AHEAD * lanes * VEC) {
             #pragma unroll
-            for (int k = 0; k < 4; ++k)
+            for (int k = 0; k < AHEAD; ++k)
                 take(acc, x + r + k * lanes * VEC);
         }
-        if (blocks < 32) {
+        if (blocks < 128 / AHEAD) {
             for (; r + VEC <= end; r += lanes * VEC)
                 take(acc, x + r);
             for (; r < end; ++r)

@@ -43,9 +43,9 @@ inline void store16_bf16(__global bf16_t *p, ulong i, float16 v) {
 }
 #endif
 
-// All lanes of a row, `lanes` work-items `step` apart, get the combination of their v: sixteen of them first take in the
-// others', then every lane those sixteen. Written out, so that the loads overlap: a macro can have no loop pragma.
-// Every work-item of the group must come here, with lid, lane and scratch[GROUP]; a group has at most 256.
+// All lanes of a row, `lanes` work-items `step` apart, get the combination of their v: 256 of them first take in the
+// others', sixteen those, then every lane those sixteen. Written out, so that the loads overlap: a macro can have no loop
+// pragma. Every work-item of the group must come here, with lid, lane and scratch[GROUP]; a group has at most 1024.
 #ifndef IS_CPU
 #define TAKE(OP, v, at, i)                                                                                             \
     if ((i) < lanes)                                                                                                   \
@@ -60,6 +60,13 @@ inline void store16_bf16(__global bf16_t *p, ulong i, float16 v) {
     barrier(CLK_LOCAL_MEM_FENCE);                                                                                      \
     scratch[lid] = v;                                                                                                  \
     barrier(CLK_LOCAL_MEM_FENCE);                                                                                      \
+    if (lanes > 256) {                                                                                                 \
+        if (lane < 256) {                                                                                              \
+            TAKE(OP, v, lid, 256) TAKE(OP, v, lid, 512) TAKE(OP, v, lid, 768)                                          \
+            scratch[lid] = v;                                                                                          \
+        }                                                                                                              \
+        barrier(CLK_LOCAL_MEM_FENCE);                                                                                  \
+    }                                                                                                                  \
     if (lanes > 16) {                                                                                                  \
         if (lane < 16) {                                                                                               \
             TAKE_15(OP, v, lid, 16)                                                                                    \

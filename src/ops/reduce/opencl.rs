@@ -130,7 +130,14 @@ impl Way {
         let (across, along) = if by_column { (width, 1) } else { (1, width) };
         let columns = plan.kept.inner().0 / across;
         let enough = |columns: usize| outs.div_ceil(columns * across) >= 2 * units;
-        let lanes = lanes(group, by_column, n.div_ceil(along), columns, enough);
+        let lanes = match along {
+            1 => lanes(group, by_column, n, columns, enough),
+            // Sixteen loads a lane, as long as there are results enough to keep the device busy.
+            _ => {
+                let fair = n.div_ceil(16 * along).max((256 * units).div_ceil(outs)).next_power_of_two();
+                fair.min(n.div_ceil(4 * along).next_power_of_two()).max(4).min(group)
+            }
+        };
         let groups = outs.div_ceil(group / lanes * across);
         let waves = if width > 1 { 4 } else { 8 };
         let wanted = if groups >= 2 * units || n <= 128 * lanes { 1 } else { (waves * units).div_ceil(groups) };

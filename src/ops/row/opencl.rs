@@ -29,6 +29,9 @@ fn defines(t: &Tensor, rank: usize, wide: bool, group: usize) -> String {
 /// Values that a work-item keeps of a row in registers, at most.
 const KEPT: usize = 64;
 
+/// Work-items that share a row, at most: as many as FOLD combines.
+const LONGEST: usize = 1024;
+
 /// How the rows are spread over a GPU.
 struct Way {
     by_column: bool,
@@ -36,6 +39,8 @@ struct Way {
     width: usize,
     /// Work-items that share a row.
     lanes: usize,
+    /// Work-items of a group.
+    group: usize,
     /// Groups of `width` elements that each of them keeps; 0 where rows are too long for that, and read several times.
     kept: usize,
 }
@@ -44,6 +49,7 @@ impl Way {
     fn choose(device: &ClDevice, kind: RowOp, tensors: [&Tensor; 3], rows: &Rows) -> Way {
         let (count, n) = (rows.count(), rows.n);
         let (units, most) = (device.info().compute_units.max(1), group_size(device));
+        let largest = 1 << device.info().max_work_group.max(1).ilog2();
         // Neighbouring rows are read together where they lie closer than the elements of one.
         let across = rows.walk.strides[0].last().copied().unwrap_or(0).unsigned_abs();
         let by_column = count > 1 && n > 1 && across != 0 && across < rows.steps[0].unsigned_abs();
@@ -58,11 +64,11 @@ impl Way {
         let width = if in_rows { neighbours(device, tensors[0].dtype, starts) } else { 1 };
         let lanes = match by_column {
             true => lanes(most, true, n, columns, |together| count.div_ceil(together) >= 2 * units),
-            false => {
-                let wanted = n.div_ceil(16).next_power_of_two().max(32);
-                wanted.min(n.div_ceil(width).next_power_of_two()).min(most)
-            }
+            // Four loads a lane: fewer leave the memory idle, more are many registers.
+            false if width > 1 => n.div_ceil(4 * width).next_power_of_two().max(4).min(LONGEST.min(largest)),
+            false => n.div_ceil(16).next_power_of_two().max(32).min(n.next_power_of_two()).min(most),
         };
+        let group = most.max(lanes);
         let kept = match n.div_ceil(width * lanes) {
             k @ ..=4 => k,
             k => k.next_power_of_two(),
@@ -70,7 +76,10 @@ impl Way {
         let two = matches!(kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad);
         let room = KEPT / if two { 2 } else { 1 } / (tensors[0].dtype.compute().dtype().size() / 4);
         let kept = if kept * width <= room { kept } else { 0 };
-        Way { by_column, width: if kept == 0 { 1 } else { width }, lanes, kept }
+        match kept {
+            0 => Way { by_column, width: 1, lanes: lanes.min(most), group: most, kept },
+            _ => Way { by_column, width, lanes, group, kept },
+        }
     }
 
     fn defines(&self, dtype: DType) -> String {
@@ -88,15 +97,15 @@ impl Way {
 pub(super) fn run(kind: RowOp, x: &Tensor, z: &Tensor, out: &Tensor, rows: &Rows) -> Result<()> {
     let device = x.cl_device()?;
     let (count, n, rank) = (rows.count(), rows.n, rows.walk.dims.len().max(1));
-    let (units, group) = (device.info().compute_units.max(1), group_size(device));
+    let units = device.info().compute_units.max(1);
     let cpu = device.info().kind == DeviceKind::Cpu;
     let way = match cpu {
-        true => Way { by_column: false, width: 1, lanes: 1, kept: 0 },
+        true => Way { by_column: false, width: 1, lanes: 1, group: 1, kept: 0 },
         false => Way::choose(device, kind, [x, out, z], rows),
     };
     let (global, local) = match cpu {
         true => (count, if count >= 64 * 8 * units { 64 } else { 1 }),
-        false => (count.div_ceil(group / way.lanes) * group, group),
+        false => (count.div_ceil(way.group / way.lanes) * way.group, way.group),
     };
     let wide = is_wide([n, global]);
     // What `defines` below compiles in.
@@ -112,7 +121,7 @@ pub(super) fn run(kind: RowOp, x: &Tensor, z: &Tensor, out: &Tensor, rows: &Rows
             RowOp::SoftmaxGrad => "SOFTMAX_GRAD",
             RowOp::LogSoftmaxGrad => "LOG_SOFTMAX_GRAD",
         };
-        let defines = defines(x, rank, wide, group) + &way.defines(x.dtype);
+        let defines = defines(x, rank, wide, way.group) + &way.defines(x.dtype);
         format!("{defines}#define {name}\n{WALK}{TEMPLATE}")
     })?;
     let mut words: SmallVec<[i64; 24]> = rows.walk.dims.iter().map(|&d| d as i64).collect();
