@@ -82,7 +82,7 @@ static inline void copy_part(uint to, ulong from, const int size, int bytes)
             _Pragma("unroll") for (uint e = first; e < end; e++)                                                       \
                 copy_whole((to) + COPY_AT(X, e), (from) + e * (step), X##COPY);                                       \
         } else {                                                                                                       \
-            const int bytes = clamp((length) * BYTES - (int)(chunk * 16), 0, 16);                                      \
+            const int bytes = clamp(min((length), (int)X##LENGTH) * BYTES - (int)(chunk * 16), 0, 16);                 \
             _Pragma("unroll") for (uint e = first; e < end; e++)                                                       \
                 copy_part((to) + COPY_AT(X, e), (from) + e * (step), X##COPY,                                         \
                           (int)(line + e * (THREADS / X##CHUNKS)) < (lines) ? bytes : 0);                             \

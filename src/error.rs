@@ -25,7 +25,7 @@ pub enum Error {
     #[error("{op}: shapes {lhs} and {rhs} do not go together: {hint}")]
     ShapeMismatch { op: &'static str, lhs: Shape, rhs: Shape, hint: &'static str },
     /// A dimension does not exist in a tensor of this rank.
-    #[error("{op}: dimension {dim} is out of range for a tensor of rank {rank}: give one in -{rank}..{rank}")]
+    #[error("{op}: dimension {dim} is out of range: {}", dims_there_are(*rank))]
     DimOutOfRange { op: &'static str, dim: isize, rank: usize },
     /// An index does not exist in a dimension of this size.
     #[error("{op}: index {index} is out of range for a dimension of size {size}")]
@@ -70,4 +70,27 @@ impl Error {
     pub(crate) fn invalid(op: &'static str, reason: impl Into<String>) -> Error {
         Error::Invalid { op, reason: reason.into() }
     }
+
+    /// The same error of another operation: of the one that the user called, where it is made of others.
+    pub(crate) fn of(mut self, name: &'static str) -> Error {
+        use Error::*;
+        if let ShapeMismatch { op, .. }
+        | DimOutOfRange { op, .. }
+        | IndexOutOfRange { op, .. }
+        | DTypeMismatch { op, .. }
+        | UnsupportedDType { op, .. }
+        | DeviceMismatch { op, .. }
+        | DivisionByZero { op }
+        | Autograd { op, .. }
+        | Invalid { op, .. } = &mut self
+        {
+            *op = name;
+        }
+        self
+    }
+}
+
+/// Which dims a tensor of this rank has.
+fn dims_there_are(rank: usize) -> String {
+    if rank == 0 { "there is none".into() } else { format!("give one in -{rank}..{rank}") }
 }

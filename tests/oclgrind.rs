@@ -158,11 +158,13 @@ fn training_steps() {
             let x = numbers(20, dtype, device)?.reshape([4, 5])?;
             let y = Tensor::from_slice(&[0i64, 2, 1, 2], 4, device)?;
             let mut losses = Vec::new();
-            let mut optimizers: [Box<dyn Optimizer>; 2] = [
-                Box::new(Sgd::new(net.parameters_mut(), SgdConfig { lr: 0.1, momentum: 0.9, ..Default::default() })?),
-                Box::new(AdamW::new(net.parameters_mut(), AdamWConfig { lr: 0.01, ..Default::default() })?),
-            ];
-            for optimizer in &mut optimizers {
+            // One after the other: an optimiser takes the parameters over.
+            for sgd in [true, false] {
+                let parameters = net.parameters_mut();
+                let mut optimizer: Box<dyn Optimizer> = match sgd {
+                    true => Box::new(Sgd::new(parameters, SgdConfig { lr: 0.1, momentum: 0.9, ..Default::default() })?),
+                    false => Box::new(AdamW::new(parameters, AdamWConfig { lr: 0.01, ..Default::default() })?),
+                };
                 for _ in 0..2 {
                     optimizer.zero_grad();
                     let loss = net.forward(&x)?.cross_entropy(&y)?;
@@ -170,6 +172,9 @@ fn training_steps() {
                     optimizer.step()?;
                     losses.push(loss.detach());
                 }
+            }
+            for pair in losses.windows(2) {
+                assert!(!pair[0].eq(&pair[1])?.to_vec::<bool>()?[0], "a step on {device} changed nothing");
             }
             Ok(losses)
         });

@@ -407,6 +407,24 @@ fn a_plan_finds_its_place_again() {
     world.finish();
 }
 
+/// Blocks of no bytes have no place in the arena, where they would hide what else is there.
+#[test]
+fn nothing_takes_no_place() {
+    let world = World::new();
+    let make = |a: &Arc<dyn Allocator>, bytes| a.allocate(bytes, StreamId::DEFAULT).unwrap();
+    let (_, mut plan) = Plan::record_on(Arc::clone(&world.allocator), StreamId::DEFAULT, |a| {
+        [512, 0, 512].into_iter().for_each(|bytes| a.deallocate(make(a, bytes)));
+    });
+    plan.run_on(|a| {
+        let blocks = [512, 0, 512].map(|bytes| make(a, bytes));
+        let place = |b: &Block| (b.place().segment().id(), b.place().offset());
+        assert_ne!(place(&blocks[0]), place(&blocks[2]));
+        blocks.into_iter().for_each(|block| a.deallocate(block));
+    });
+    drop(plan);
+    world.finish();
+}
+
 /// Memory that a plan holds can be told from other memory.
 #[test]
 fn snapshots_name_the_arena() {

@@ -7,8 +7,8 @@ mod common;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use claystone::device::StreamId;
-use claystone::{Device, Error, Stream, Tensor, with_stream};
-use common::{each_device, iota, vec};
+use claystone::{Device, Error, Stream, Tensor, storage, with_stream};
+use common::{devices, each_device, iota, vec};
 
 #[test]
 fn two_streams_in_turn() {
@@ -228,4 +228,20 @@ fn exported_memory_has_a_place_on_opencl_only() {
         assert!(matches!(Tensor::zeros(&[0], d).unwrap().storage().export_cl(), Err(Error::Invalid { .. })));
         assert_eq!(vec(&x)[999], 999.0);
     });
+}
+
+/// Ids do not say which device they are of: nothing was ever submitted to one that a device does not have.
+#[test]
+fn streams_of_another_device_are_nothing_to_wait_for() {
+    let foreign: Vec<Stream> = (0..200).map(|_| Stream::new(Device::Cpu).unwrap()).collect();
+    let id = foreign.last().unwrap().id();
+    for device in devices().into_iter().filter(|&d| d != Device::Cpu) {
+        let allocator = storage::allocator(device).unwrap();
+        let block = allocator.allocate(64 << 20, id).unwrap();
+        allocator.deallocate(block);
+        let block = allocator.allocate(64 << 20, StreamId::DEFAULT).unwrap();
+        allocator.record_stream(&block, id);
+        allocator.deallocate(block);
+        assert_eq!(vec(&Tensor::ones(16 << 20, device).unwrap())[0], 1.0);
+    }
 }

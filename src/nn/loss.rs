@@ -32,6 +32,7 @@ impl Tensor {
             let hint = "prediction and target have one shape";
             return Err(Error::ShapeMismatch { op, lhs: self.shape().clone(), rhs: target.shape().clone(), hint });
         }
-        Tensor::map(&[self, target], |e| f(&(&e[0] - &e[1])))?.mean((), false)
+        let losses = Tensor::map(&[self, target], |e| f(&(&e[0] - &e[1])));
+        losses.and_then(|l| l.mean((), false)).map_err(|e| e.of(op))
     }
 }

@@ -26,6 +26,10 @@ pub trait Module: Send + Sync {
     /// The parameters, for an optimiser to rehome, in the same order.
     fn parameters_mut(&mut self) -> Vec<&mut Tensor>;
 
+    /// Switches between training and evaluation what behaves differently in the two (PyTorch's `train` and `eval`); most
+    /// layers do not.
+    fn set_training(&self, _training: bool) {}
+
     /// How many numbers the parameters hold.
     fn parameter_count(&self) -> usize {
         self.parameters().iter().map(|p| p.numel()).sum()

@@ -46,17 +46,22 @@ impl Module for Sequential {
     fn parameters_mut(&mut self) -> Vec<&mut Tensor> {
         self.layers.iter_mut().flat_map(|l| l.parameters_mut()).collect()
     }
+
+    fn set_training(&self, training: bool) {
+        self.layers.iter().for_each(|l| l.set_training(training));
+    }
 }
 
 /// Zeros elements with probability `p` in training and does nothing in evaluation (PyTorch's `nn.Dropout`).
 ///
 /// ```
-/// use claystone::{Device, Tensor, nn::{Dropout, Module}};
+/// use claystone::{Device, Tensor, nn::{Dropout, Module, Sequential}};
 /// let dropout = Dropout::new(0.5)?;
 /// let x = Tensor::ones(&[100], Device::Cpu)?;
 /// assert!(dropout.forward(&x)?.to_vec::<f32>()?.iter().all(|&v| v == 0.0 || v == 2.0));
-/// dropout.set_training(false);
-/// assert!(dropout.forward(&x)?.shares_storage(&x));
+/// let net = Sequential::new().push(dropout);
+/// net.set_training(false);
+/// assert!(net.forward(&x)?.shares_storage(&x));
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub struct Dropout {
@@ -75,11 +80,6 @@ impl Dropout {
         }
         Ok(Dropout { p, training: AtomicBool::new(true) })
     }
-
-    /// Switches between training and evaluation.
-    pub fn set_training(&self, training: bool) {
-        self.training.store(training, Ordering::Relaxed);
-    }
 }
 
 impl Module for Dropout {
@@ -93,5 +93,9 @@ impl Module for Dropout {
 
     fn parameters_mut(&mut self) -> Vec<&mut Tensor> {
         Vec::new()
+    }
+
+    fn set_training(&self, training: bool) {
+        self.training.store(training, Ordering::Relaxed);
     }
 }

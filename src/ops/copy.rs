@@ -15,8 +15,7 @@ impl Tensor {
     /// A deep copy: a new contiguous tensor of this shape that shares nothing, the fallible form of [`Clone`].
     ///
     /// Contiguous elements (a view with an offset too) are copied by one blocking command of exactly their bytes
-    /// (`clEnqueueCopyBuffer`; on GPUs a kernel, which starts sooner), strided ones by one kernel into an allocation of
-    /// exactly the viewed elements. Differentiable.
+    /// (`clEnqueueCopyBuffer`), strided ones by one kernel into an allocation of exactly the viewed elements. Differentiable.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -135,7 +134,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::fill_`].
     pub fn zero_(&self) -> Result<&Tensor> {
-        self.fill_(0)
+        self.fill_(0).map_err(|e| e.of("zero_"))
     }
 }
 

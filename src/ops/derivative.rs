@@ -51,6 +51,8 @@ fn unary(op: Unary, x: &Expr, y: &Expr) -> Option<Expr> {
         Unary::Sqrt => 0.5 / y,
         Unary::Exp => y.clone(),
         Unary::Log => x.recip(),
+        Unary::Log2 => std::f64::consts::LOG2_E / x,
+        Unary::Log10 => std::f64::consts::LOG10_E / x,
         Unary::Expm1 => y + 1.0,
         Unary::Log1p => (x + 1.0).recip(),
         Unary::Sin => x.cos(),

@@ -74,7 +74,7 @@ fn on_device<C: Lane>(
     Ok(out.chunks(len).map(<[C]>::to_vec).collect())
 }
 
-const UNARIES: [Unary; 17] = [
+const UNARIES: [Unary; 19] = [
     Unary::Neg,
     Unary::Abs,
     Unary::Floor,
@@ -84,6 +84,8 @@ const UNARIES: [Unary; 17] = [
     Unary::Sqrt,
     Unary::Exp,
     Unary::Log,
+    Unary::Log2,
+    Unary::Log10,
     Unary::Expm1,
     Unary::Log1p,
     Unary::Sin,

@@ -118,10 +118,14 @@ pub(crate) fn apply_into(
     Ok(())
 }
 
-/// The type to compute in: the widest an input has, at least f32 where a primitive needs floats; without inputs, the outputs'.
+/// The type to compute in: the widest an input has, at least f32 where a primitive needs floats; the outputs' without
+/// inputs, or where these are all integers and an output is not.
 fn compute_type(program: &Program, inputs: &[&Tensor], outputs: &[&Tensor]) -> Compute {
-    let operands = if inputs.is_empty() { outputs } else { inputs };
-    let widest = operands.iter().map(|t| t.dtype.compute()).max().unwrap_or(Compute::F32);
+    let widest = |operands: &[&Tensor]| operands.iter().map(|t| t.dtype.compute()).max().unwrap_or(Compute::I64);
+    let widest = match widest(inputs) {
+        Compute::I64 => widest(outputs),
+        float => float,
+    };
     if program.uses_bits() {
         Compute::I64
     } else if program.needs_float() {
@@ -347,7 +351,8 @@ impl Tensor {
 
     /// The in-place form of [`Tensor::map`], with several results and run-time scalars: `f` gets an [`Expr`] for each
     /// input and for each scalar and gives one formula for each output. All are computed in one launch, so an output may
-    /// also be an input: an optimiser's step is one call. Inputs may differ in dtype; they meet in the widest.
+    /// also be an input: an optimiser's step is one call. Inputs may differ in dtype; they meet in the widest,
+    /// and where all are integers in the outputs'.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -363,7 +368,8 @@ impl Tensor {
     ///
     /// # Errors
     /// Shapes that do not broadcast to the outputs', outputs of different shapes or that are one another's views,
-    /// different devices, tracked tensors (outside [`crate::no_grad`]), a wrong number of formulas.
+    /// different devices, tracked tensors (outside [`crate::no_grad`]), a wrong number of formulas, a fraction as a scalar
+    /// where all tensors are integers.
     pub fn map_into(
         inputs: &[&Tensor],
         scalars: &[Scalar],
@@ -397,6 +403,9 @@ impl Tensor {
         let program = Program::of(&exprs);
         if program.inputs() > inputs.len() || program.scalars() > scalars.len() || program.seeds() > 0 {
             return Err(Error::invalid(op, "a formula reads more than the inputs and scalars given"));
+        }
+        if compute_type(&program, inputs, outputs) == Compute::I64 {
+            scalars.iter().try_for_each(|s| s.check_whole(op, first.dtype))?;
         }
         apply_into(op, inputs, Params { scalars, seeds: &[] }, program.exprs(), outputs)
     }

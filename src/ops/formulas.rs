@@ -3,7 +3,7 @@
 //! A composite is written so that its symbolic derivative is finite wherever the function's is, and so that it takes
 //! PyTorch's side at kinks: `relu'(0) = 0`, `clamp'` is 1 on its bounds.
 
-use std::f64::consts::{FRAC_1_SQRT_2, LN_2, LN_10, PI};
+use std::f64::consts::{FRAC_1_SQRT_2, PI};
 
 use super::expr::{Binary, Expr, Unary};
 
@@ -49,6 +49,10 @@ unary! {
     exp => Exp;
     /// The natural logarithm.
     log => Log;
+    /// The logarithm to base 2.
+    log2 => Log2;
+    /// The logarithm to base 10.
+    log10 => Log10;
     /// `exp(x) - 1`, exact near 0.
     expm1 => Expm1;
     /// `log(1 + x)`, exact near 0.
@@ -183,10 +187,12 @@ impl Expr {
         self.ne(0.0) * self.lt(0.0).ne(divisor.lt(0.0))
     }
 
-    /// x, but not below `low` nor above `high`; the derivative is 1 on both bounds.
+    /// x, but not below `low` nor above `high`, which is the result where it is below `low`; the derivative is 1 on both
+    /// bounds.
     pub fn clamp(&self, low: impl Into<Expr>, high: impl Into<Expr>) -> Expr {
         let (low, high) = (low.into(), high.into());
-        self.lt(&low).select(&low, high.lt(self).select(&high, self))
+        let raised = self.lt(&low).select(&low, self);
+        high.lt(&raised).select(&high, &raised)
     }
 
     /// `x + weight * (end - x)`, exact at both ends.
@@ -212,16 +218,6 @@ impl Expr {
         Expr::constant(2.0).pow(self)
     }
 
-    /// The logarithm to base 2.
-    pub fn log2(&self) -> Expr {
-        self.log() * (1.0 / LN_2)
-    }
-
-    /// The logarithm to base 10.
-    pub fn log10(&self) -> Expr {
-        self.log() * (1.0 / LN_10)
-    }
-
     /// The tangent.
     pub fn tan(&self) -> Expr {
         self.sin() / self.cos()
@@ -240,7 +236,8 @@ impl Expr {
     /// The angle of the point (`x`, self), in radians.
     pub fn atan2(&self, x: impl Into<Expr>) -> Expr {
         let x = x.into();
-        let ratio = (self.eq(0.0) * x.eq(0.0)).select(0.0, self / &x);
+        // A zero is 0 here, never -0: the quotient's sign is that of the angle.
+        let ratio = (self.eq(0.0) * x.eq(0.0)).select(0.0, self / x.eq(0.0).select(0.0, &x));
         ratio.atan() + x.lt(0.0).select(self.lt(0.0).select(-PI, PI), 0.0)
     }
 
@@ -253,12 +250,17 @@ impl Expr {
 
     /// The hyperbolic sine.
     pub fn sinh(&self) -> Expr {
-        (self.expm1() - (-self).expm1()) * 0.5
+        // Of halved arguments and squared: exp(x) alone overflows where half of it is finite.
+        let half = (self.abs() * 0.5).exp();
+        let large = self.lt(0.0).select(-0.5, 0.5) * &half * &half;
+        self.abs().gt(20.0).select(large, (self.expm1() - (-self).expm1()) * 0.5)
     }
 
     /// The hyperbolic cosine.
     pub fn cosh(&self) -> Expr {
-        (self.exp() + (-self).exp()) * 0.5
+        let half = (self.abs() * 0.5).exp();
+        let large = 0.5 * &half * &half;
+        self.abs().gt(20.0).select(large, (self.exp() + (-self).exp()) * 0.5)
     }
 
     /// The inverse hyperbolic sine.

@@ -220,7 +220,7 @@ impl Tensor {
         if self.rank() == 0 {
             return Err(Error::invalid(op, "the table is a scalar: it has no rows"));
         }
-        let rows = self.index_select(0, &index.detach().reshape([index.numel()])?)?;
+        let rows = self.index_select(0, &index.detach().reshape([index.numel()])?).map_err(|e| e.of(op))?;
         let shape: Shape = index.shape().dims().iter().chain(&self.shape().dims()[1..]).copied().collect();
         rows.reshape(shape)
     }

@@ -44,6 +44,8 @@ pub(crate) trait Lane: bytemuck::Pod + PartialOrd + Send + Sync + std::fmt::Debu
     fn sqrt(self) -> Self { self }
     fn exp(self) -> Self { self }
     fn log(self) -> Self { self }
+    fn log2(self) -> Self { self }
+    fn log10(self) -> Self { self }
     fn expm1(self) -> Self { self }
     fn log1p(self) -> Self { self }
     fn sin(self) -> Self { self }
@@ -135,6 +137,8 @@ impl Lane for f32 {
     methods! {
         exp(self) -> f32 = math::exp(self);
         log(self) -> f32 = math::log(self);
+        log2(self) -> f32 = math::log2(self);
+        log10(self) -> f32 = math::log10(self);
         expm1(self) -> f32 = math::expm1(self);
         log1p(self) -> f32 = math::log1p(self);
         sin(self) -> f32 = math::sin(self);
@@ -155,6 +159,8 @@ impl Lane for f64 {
     methods! {
         exp(self) -> f64 = Unary::Exp.eval(self);
         log(self) -> f64 = Unary::Log.eval(self);
+        log2(self) -> f64 = Unary::Log2.eval(self);
+        log10(self) -> f64 = Unary::Log10.eval(self);
         expm1(self) -> f64 = Unary::Expm1.eval(self);
         log1p(self) -> f64 = Unary::Log1p.eval(self);
         sin(self) -> f64 = Unary::Sin.eval(self);

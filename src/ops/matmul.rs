@@ -120,7 +120,7 @@ impl Tensor {
             let expected = "floats for this formula";
             return Err(Error::UnsupportedDType { op: "linear_map", dtype: self.dtype, expected });
         }
-        layer(self, weight, bias, Some(&f))
+        layer(self, weight, bias, Some(&f)).map_err(|e| e.of("linear_map"))
     }
 }
 

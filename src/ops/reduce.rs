@@ -70,6 +70,10 @@ impl ReduceDims {
         let Some(dims) = &self.0 else { return Ok(SmallVec::from_elem(true, shape.rank())) };
         let mut mask: Mask = SmallVec::from_elem(false, shape.rank());
         for &dim in dims {
+            // PyTorch lets the only element of a scalar be reduced over one dim.
+            if shape.rank() == 0 && matches!(dim, -1 | 0) {
+                continue;
+            }
             let d = shape.dim(op, dim)?;
             if std::mem::replace(&mut mask[d], true) {
                 return Err(Error::invalid(op, format!("dimension {dim} is given twice in {dims:?}")));

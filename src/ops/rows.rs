@@ -68,13 +68,14 @@ macro_rules! rows {
                 derivative [x / x.hypot(other), other / x.hypot(other)];
             /// The angle of the point (x, y), y being this tensor, in radians. PyTorch: `atan2`.
             atan2 (y, x): Float -> Same { y.atan2(x) } { y.atan2(x) } on [-3.0..3.0, -3.0..3.0]
-                derivative [x / (x.square() + y.square()), -y / (x.square() + y.square())];
+                derivative [(x.eq(0.0) * y.eq(0.0)).select(0.0, x / (x.square() + y.square())),
+                    (x.eq(0.0) * y.eq(0.0)).select(0.0, -y / (x.square() + y.square()))];
             /// `log(exp(x) + exp(other))` without overflow. PyTorch: `logaddexp`.
             logaddexp (x, other): Float -> Same
                 { x.logaddexp(other) } { (x.exp() + other.exp()).ln() } on [-3.0..3.0, -3.0..3.0];
-            /// `x * log(other)`, 0 where x is 0. PyTorch: `xlogy`.
+            /// `x * log(other)`, 0 where x is 0 unless the other is NaN. PyTorch: `xlogy`.
             xlogy (x, other): Float -> Same
-                { x.eq(0.0).select(0.0, x * other.log()) } { x * other.ln() } on [-3.0..3.0, 0.2..3.0];
+                { (x.eq(0.0) * other.eq(other)).select(0.0, x * other.log()) } { x * other.ln() } on [-3.0..3.0, 0.2..3.0];
 
             // ---- one operand ----
             /// `-x`. PyTorch: `neg`.
@@ -152,7 +153,7 @@ macro_rules! rows {
             erf (x) + erf_: Float -> Same { x.erf() } { libm::erf(x) } on [-3.0..3.0];
 
             // ---- bounds and choices ----
-            /// x, but not below min nor above max. PyTorch: `clamp`.
+            /// x, but not below min nor above max, which is the result where it is below min. PyTorch: `clamp`.
             clamp (x; min = -1.0, max = 1.5) + clamp_: Any -> Same
                 { x.clamp(min, max) } { x.max(min).min(max) } on [-3.0..3.0];
             /// x, but not below min. PyTorch: `clamp_min`.

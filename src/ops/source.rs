@@ -97,6 +97,8 @@ fn expression(op: Op, args: &[&str], compute: Compute) -> String {
             Unary::Sqrt => call("sqrt"),
             Unary::Exp => call("exp"),
             Unary::Log => call("log"),
+            Unary::Log2 => call("log2"),
+            Unary::Log10 => call("log10"),
             Unary::Expm1 => call("expm1"),
             Unary::Log1p => call("log1p"),
             Unary::Sin => call("sin"),

@@ -224,6 +224,8 @@ fn unary<C: Lane>(arch: Arch, op: Unary, a: TileIn<'_, C>, dst: &mut [C]) -> Opt
         Unary::Sqrt => each!(sqrt),
         Unary::Exp => each!(exp),
         Unary::Log => each!(log),
+        Unary::Log2 => each!(log2),
+        Unary::Log10 => each!(log10),
         Unary::Expm1 => each!(expm1),
         Unary::Log1p => each!(log1p),
         Unary::Sin => large_angles(each!(sin), a, dst, f64::sin),

@@ -45,7 +45,8 @@ pub struct AdamW {
     mean: Tensor,
     variance: Tensor,
     config: AdamWConfig,
-    steps: i32,
+    /// How often each parameter was updated.
+    steps: Vec<i32>,
 }
 
 impl AdamW {
@@ -62,21 +63,23 @@ impl AdamW {
         check(op, "weight_decay", config.weight_decay, 0.0..f64::INFINITY)?;
         let flat = Flat::new(op, parameters)?;
         let (mean, variance) = (flat.state()?, flat.state()?);
-        Ok(AdamW { flat, mean, variance, config, steps: 0 })
+        let steps = vec![0; flat.count()];
+        Ok(AdamW { flat, mean, variance, config, steps })
     }
 }
 
 impl Optimizer for AdamW {
     fn step(&mut self) -> Result<()> {
         let AdamWConfig { lr, beta1, beta2, eps, weight_decay } = self.config;
-        let steps = self.steps.saturating_add(1);
-        // The means start at zero; these undo the bias of that.
-        let correct1 = 1.0 / (1.0 - beta1.powi(steps));
-        let correct2 = 1.0 / (1.0 - beta2.powi(steps));
-        let scalars = [beta1, 1.0 - beta1, beta2, 1.0 - beta2, lr * correct1, correct2, eps, 1.0 - lr * weight_decay];
-        let scalars = scalars.map(Into::into);
         no_grad(|| {
-            for run in self.flat.runs()? {
+            for run in self.flat.runs(|a, b| self.steps[a] == self.steps[b])? {
+                let steps = self.steps[run.parameters.start].saturating_add(1);
+                // The means start at zero; these undo the bias of that.
+                let correct1 = 1.0 / (1.0 - beta1.powi(steps));
+                let correct2 = 1.0 / (1.0 - beta2.powi(steps));
+                let decay = 1.0 - lr * weight_decay;
+                let scalars = [beta1, 1.0 - beta1, beta2, 1.0 - beta2, lr * correct1, correct2, eps, decay];
+                let scalars = scalars.map(Into::into);
                 let m = self.mean.narrow(0, run.start, run.len)?;
                 let v = self.variance.narrow(0, run.start, run.len)?;
                 let outputs: Vec<&Tensor> = [&run.weights, &m, &v].into_iter().chain(&run.rounded).collect();
@@ -87,11 +90,11 @@ impl Optimizer for AdamW {
                     let w = w * &s[7] - &s[4] * &m / ((&v * &s[5]).sqrt() + &s[6]);
                     [w.clone(), m, v].into_iter().chain(run.rounded.iter().map(|_| w.clone())).collect()
                 })?;
+                self.steps[run.parameters].fill(steps);
             }
-            Ok::<_, crate::Error>(())
-        })?;
-        self.steps = steps;
-        Ok(())
+            Ok(())
+        })
+        .inspect(|()| self.flat.updated())
     }
 
     fn zero_grad(&self) {

@@ -1,5 +1,7 @@
 //! Parameters and gradients in flat buffers.
 
+use std::ops::Range;
+
 use crate::{DType, Device, Error, Result, Tensor, no_grad};
 
 /// Parameters rehomed as views of one buffer, gradients of another.
@@ -9,6 +11,8 @@ pub(super) struct Flat {
     grads: Tensor,
     /// f32 copies of half-precision parameters, which the steps accumulate into.
     master: Option<Tensor>,
+    /// The version of `params` that `master` goes with.
+    version: u64,
     /// The parameters, in order, with where each starts in the buffers.
     views: Vec<(Tensor, usize)>,
 }
@@ -18,6 +22,8 @@ pub(super) struct Run {
     /// Where the run starts and how many elements it has: for the optimiser's own flat state.
     pub(super) start: usize,
     pub(super) len: usize,
+    /// Which parameters these are.
+    pub(super) parameters: Range<usize>,
     /// What the step reads and writes: the master weights where there are any.
     pub(super) weights: Tensor,
     pub(super) grads: Tensor,
@@ -72,7 +78,13 @@ impl Flat {
         for (p, (view, _)) in parameters.into_iter().zip(&views) {
             *p = view.shallow_clone();
         }
-        Ok(Flat { params, grads, master, views })
+        let version = params.storage().version();
+        Ok(Flat { params, grads, master, version, views })
+    }
+
+    /// How many parameters there are.
+    pub(super) fn count(&self) -> usize {
+        self.views.len()
     }
 
     /// A flat buffer of zeros for the optimiser's state, in the dtype steps are computed in.
@@ -89,29 +101,41 @@ impl Flat {
         self.views.iter().for_each(|(p, _)| p.zero_grad());
     }
 
-    /// The longest stretches of parameters that have a gradient: one for all, unless some were not reached by backward.
-    pub(super) fn runs(&self) -> Result<Vec<Run>> {
-        let mut spans: Vec<(usize, usize)> = Vec::new();
-        for (p, start) in &self.views {
+    /// The longest stretches of parameters that have a gradient and go together, each with the one before it: one for
+    /// all, unless some were not reached by backward. What was written to the parameters since the last step counts.
+    pub(super) fn runs(&self, together: impl Fn(usize, usize) -> bool) -> Result<Vec<Run>> {
+        if let Some(master) = self.master.as_ref().filter(|_| self.params.storage().version() != self.version) {
+            master.copy_(&self.params.to_dtype(DType::F32)?)?;
+        }
+        let mut spans: Vec<(usize, usize, Range<usize>)> = Vec::new();
+        for (i, (p, start)) in self.views.iter().enumerate() {
             let Some(grad) = p.grad() else { continue };
             if !p.grad_in_slot() {
                 self.grads.narrow(0, *start, p.numel())?.view(p.shape())?.copy_(&grad)?;
             }
             match spans.last_mut() {
-                Some((s, len)) if *s + *len == *start => *len += p.numel(),
-                _ => spans.push((*start, p.numel())),
+                Some((s, len, of)) if *s + *len == *start && of.end == i && together(i - 1, i) => {
+                    *len += p.numel();
+                    of.end = i + 1;
+                }
+                _ => spans.push((*start, p.numel(), i..i + 1)),
             }
         }
-        let run = |(start, len): (usize, usize)| -> Result<Run> {
+        let run = |(start, len, parameters)| -> Result<Run> {
             let part = |flat: &Tensor| flat.narrow(0, start, len);
             let params = part(&self.params)?;
             let (weights, rounded) = match &self.master {
                 Some(master) => (part(master)?, Some(params)),
                 None => (params, None),
             };
-            Ok(Run { start, len, weights, grads: part(&self.grads)?, rounded })
+            Ok(Run { start, len, parameters, weights, grads: part(&self.grads)?, rounded })
         };
         spans.into_iter().map(run).collect()
+    }
+
+    /// The runs were updated, rounded copies and all.
+    pub(super) fn updated(&mut self) {
+        self.version = self.params.storage().version();
     }
 }
 

@@ -19,7 +19,8 @@ pub trait Optimizer {
     /// Updates every parameter that has a gradient, in place. One launch where all have one; zero allocations.
     ///
     /// # Errors
-    /// Device failures. Parameters are then as they were or fully updated.
+    /// Device failures. Parameters are then as they were or fully updated, where backward reached only some of them each
+    /// stretch of those for itself.
     fn step(&mut self) -> Result<()>;
 
     /// Forgets the gradients: call it before each backward unless gradients are to add up. Launches nothing.

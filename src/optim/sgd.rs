@@ -65,7 +65,7 @@ impl Optimizer for Sgd {
     fn step(&mut self) -> Result<()> {
         let SgdConfig { lr, momentum, weight_decay, nesterov } = self.config;
         no_grad(|| {
-            for run in self.flat.runs()? {
+            for run in self.flat.runs(|_, _| true)? {
                 let velocity = self.velocity.as_ref().map(|v| v.narrow(0, run.start, run.len)).transpose()?;
                 let inputs: Vec<&Tensor> = [&run.weights, &run.grads].into_iter().chain(&velocity).collect();
                 let outputs: Vec<&Tensor> = [&run.weights].into_iter().chain(&velocity).chain(&run.rounded).collect();
@@ -86,6 +86,7 @@ impl Optimizer for Sgd {
             }
             Ok(())
         })
+        .inspect(|()| self.flat.updated())
     }
 
     fn zero_grad(&self) {

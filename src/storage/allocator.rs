@@ -340,6 +340,9 @@ impl Place<'_> {
     }
 }
 
+/// Where blocks of tensors begin: kernels find elements of every dtype, and vectors of them, by dividing.
+pub(crate) const ALIGNMENT: usize = 512;
+
 /// Hands out blocks of one device's memory.
 ///
 /// Three come with the crate: [`CachingAllocator`](super::CachingAllocator), [`PoolAllocator`](super::PoolAllocator) and
@@ -349,9 +352,9 @@ pub trait Allocator: Any + Send + Sync + fmt::Debug {
     /// The device whose memory it hands out.
     fn device(&self) -> Device;
 
-    /// Blocks begin at multiples of this many bytes, a power of two: its driver's.
+    /// Blocks begin at multiples of this many bytes, a power of two, at least 512: its driver's.
     fn alignment(&self) -> usize {
-        512
+        ALIGNMENT
     }
 
     /// The allocator that it passes requests on to, if it wraps one.
@@ -359,7 +362,8 @@ pub trait Allocator: Any + Send + Sync + fmt::Debug {
         None
     }
 
-    /// A block of at least `bytes > 0` bytes with unspecified contents, to be used by work on `stream`.
+    /// A block of at least `bytes > 0` bytes, rounded up to 16, with unspecified contents, to be used by work on `stream`.
+    /// Tensors refuse one that begins elsewhere than at a multiple of 512 bytes.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] when all that could be given back has been; whatever the driver reports.

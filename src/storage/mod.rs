@@ -39,6 +39,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, RwLock};
 
 pub(crate) use access::{ClPlace, with_host};
+use allocator::ALIGNMENT;
 pub use allocator::{Allocator, Block, Place};
 pub use caching::{
     CachingAllocator, FreeMemory, MemPool, MemPoolOptions, MemPoolStats, OomObserver, OutOfMemoryEvent, PoolCheckpoint,
@@ -370,7 +371,10 @@ impl Lease {
         let allocator = from.allocator();
         let block = allocator.allocate(bytes, home_stream(device))?;
         // A user's own allocator is not trusted with this: the bytes are about to be read and written.
+        // Kernels write up to the last sixteen bytes whole.
         let fits = block.requested() >= bytes
+            && block.size() >= bytes.next_multiple_of(16)
+            && block.place().offset().is_multiple_of(ALIGNMENT)
             && matches!(
                 (device, &block.place().segment().memory().0),
                 (Device::Cpu, MemoryKind::Host(_)) | (Device::OpenCL(_), MemoryKind::OpenCl(_))

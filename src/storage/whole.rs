@@ -216,7 +216,7 @@ fn too_large(driver: &dyn Driver, requested: usize) -> Error {
 
 /// A segment made and committed, or what ran out. Never under a lock.
 pub(super) fn make(driver: &dyn Driver, size: usize, requested: usize) -> Result<Result<Arc<Segment>, &'static str>> {
-    match driver.create(size).and_then(|memory| driver.commit(&memory).map(|()| memory)) {
+    match driver.create(size).and_then(|memory| driver.commit(memory)) {
         Ok(memory) => {
             tracing::debug!(device = %driver.device(), size, "segment made");
             Ok(Ok(Arc::new(Segment::new(memory, size))))

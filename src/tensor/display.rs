@@ -88,6 +88,8 @@ impl Tensor {
         }
         let summarise = self.numel() > THRESHOLD;
         let shown = if summarise { self.with_layout(self.layout.edges(EDGE)) } else { self.detach() };
+        // What is expanded to more elements than there can be is found here.
+        let shown = shown.contiguous()?;
         let mut bytes = vec![0; shown.numel() * self.dtype.size()];
         shown.read_bytes(&mut bytes)?;
         let values: Vec<Scalar> =

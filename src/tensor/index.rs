@@ -225,7 +225,10 @@ impl Tensor {
             let (lhs, rhs) = (first.shape().clone(), t.shape().clone());
             return Err(Error::ShapeMismatch { op, lhs, rhs, hint: "they must be equal" });
         }
-        let rows = tensors.iter().map(|t| t.borrow().unsqueeze(dim)).collect::<Result<SmallVec<[Tensor; 4]>>>()?;
+        let rows = tensors
+            .iter()
+            .map(|t| t.borrow().unsqueeze(dim).map_err(|e| e.of(op)))
+            .collect::<Result<SmallVec<[Tensor; 4]>>>()?;
         join(op, &rows.iter().collect::<SmallVec<[&Tensor; 4]>>(), dim)
     }
 }

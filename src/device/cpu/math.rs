@@ -5,7 +5,7 @@
 //! least maximal relative error and rounded to f32. Only + - * / sqrt and bit operations are used, never a fused
 //! multiply-add, so the results are the same on every processor.
 //!
-//! The error against f64, in units in the last place, is below 1 for `exp`, `log`, `log1p` and `pow`, below 2 for
+//! The error against f64, in units in the last place, is below 1 for `exp`, `log`, `log1p` and `pow`, 1.5 for `log2` and `log10`, below 2 for
 //! `expm1`, `sin`, `cos`, `tanh`, `erf` and `atan`, and below 3 for `sigmoid` (the tests assert it over every exponent,
 //! subnormal numbers too). NaN, infinities and signed zeros are as in C99.
 
@@ -103,25 +103,50 @@ pub(crate) fn log_near_one(z: f32) -> f32 {
     z + (log_tail(z) - 0.5 * z * z)
 }
 
+/// x = 2^e (1 + z) with 1 + z in [3/4, 3/2): e and z, x positive and finite.
+#[inline(always)]
+fn power_and_rest(x: f32) -> (f32, f32) {
+    let subnormal = x < f32::MIN_POSITIVE;
+    let scaled = if subnormal { x * 8_388_608.0 } else { x };
+    let bits = (scaled.to_bits() as i32).wrapping_sub(0x3F40_0000);
+    let e = (bits >> 23) as f32 - if subnormal { 23.0 } else { 0.0 };
+    (e, f32::from_bits((bits & 0x007F_FFFF).wrapping_add(0x3F40_0000) as u32) - 1.0)
+}
+
 /// `log(x) + correction`, x not negative; infinities are the caller's.
 #[inline(always)]
 fn log_plus(x: f32, correction: f32) -> f32 {
-    let subnormal = x < f32::MIN_POSITIVE;
-    let scaled = if subnormal { x * 8_388_608.0 } else { x };
-    // x = 2^e (1 + z), 1 + z in [3/4, 3/2)
-    let bits = (scaled.to_bits() as i32).wrapping_sub(0x3F40_0000);
-    let e = (bits >> 23) as f32 - if subnormal { 23.0 } else { 0.0 };
-    let z = f32::from_bits((bits & 0x007F_FFFF).wrapping_add(0x3F40_0000) as u32) - 1.0;
+    let (e, z) = power_and_rest(x);
     e * LN2_HI + (z + (log_tail(z) - 0.5 * z * z + (e * LN2_LO + correction)))
+}
+
+/// What every logarithm is where `y`, computed for positive finite x, does not hold: -inf at 0, NaN below.
+#[inline(always)]
+fn log_ends(x: f32, y: f32) -> f32 {
+    let y = if x == 0.0 { f32::NEG_INFINITY } else { y };
+    let y = if x < 0.0 { f32::NAN } else { y };
+    if x < f32::INFINITY { y } else { x } // NaN and infinity
 }
 
 /// The natural logarithm: -inf at 0, NaN below.
 #[inline(always)]
 pub(crate) fn log(x: f32) -> f32 {
-    let y = log_plus(x, 0.0);
-    let y = if x == 0.0 { f32::NEG_INFINITY } else { y };
-    let y = if x < 0.0 { f32::NAN } else { y };
-    if x < f32::INFINITY { y } else { x } // NaN and infinity
+    log_ends(x, log_plus(x, 0.0))
+}
+
+/// The logarithm to base 2, exact for its powers.
+#[inline(always)]
+pub(crate) fn log2(x: f32) -> f32 {
+    let (e, z) = power_and_rest(x);
+    log_ends(x, (f64::from(e) + f64::from(log_near_one(z)) * std::f64::consts::LOG2_E) as f32)
+}
+
+/// The logarithm to base 10, exact for its powers: in f64 what the rest of x is off by is below half a unit of the sum.
+#[inline(always)]
+pub(crate) fn log10(x: f32) -> f32 {
+    use std::f64::consts::{LOG10_2, LOG10_E};
+    let (e, z) = power_and_rest(x);
+    log_ends(x, (f64::from(e) * LOG10_2 + f64::from(log_near_one(z)) * LOG10_E) as f32)
 }
 
 /// `log(1 + x)`: -inf at -1, NaN below.
@@ -334,11 +359,19 @@ mod tests {
         check("exp", exp, f64::exp, 1.0, -104.0, 89.0);
         check("expm1", expm1, f64::exp_m1, 2.0, -2.0, 2.0);
         check("log", log, f64::ln, 1.0, 0.5, 2.0);
+        check("log2", log2, f64::log2, 1.5, 0.5, 2.0);
+        check("log10", log10, f64::log10, 1.5, 0.5, 2.0);
         check("log1p", log1p, f64::ln_1p, 1.0, -0.9, 2.0);
         check("tanh", tanh, f64::tanh, 2.0, -2.0, 2.0);
         check("erf", erf, libm::erf, 2.0, -4.5, 4.5);
         check("atan", atan, f64::atan, 2.0, -4.0, 4.0);
         check("sigmoid", sigmoid, |x| 1.0 / (1.0 + (-x).exp()), 3.0, -20.0, 20.0);
+    }
+
+    #[test]
+    fn logarithms_of_powers_are_whole() {
+        assert!((-149..=127).all(|k| log2(2f64.powi(k) as f32) == k as f32));
+        assert!((-5..=10).all(|k| log10(10f64.powi(k) as f32) == k as f32));
     }
 
     #[test]

@@ -6,12 +6,13 @@
 
 use std::ffi::c_void;
 use std::ptr;
+use std::time::Duration;
 
 use cl3::OpenClRuntime;
 use opencl3::event::{CL_COMPLETE, CL_EVENT_COMMAND_EXECUTION_STATUS};
 use opencl3::types::{cl_event, cl_kernel, cl_mem, cl_program};
 
-use super::errors::ClError;
+use super::errors::{ClError, Class};
 use super::exit;
 
 /// The loaded library, or -2000 when there is none; an error once the process ends.
@@ -136,10 +137,14 @@ impl ClEvent {
     /// Blocks until the command is done. The code is the command's own where the driver tells it.
     pub(super) fn wait(&self) -> Result<(), ClError> {
         let Err(error) = call!(clWaitForEvents(1, &self.0)) else { return Ok(()) };
-        Err(match self.status() {
-            Ok(status) if status < 0 => ClError::new(error.call, status),
-            _ => error,
-        })
+        // A wait may fail while the command goes on, and with it what it does to the caller's memory.
+        loop {
+            match self.status() {
+                Ok(1..) => std::thread::sleep(Duration::from_micros(100)),
+                Ok(status) if status < 0 => return Err(ClError::new(error.call, status)),
+                _ => return Err(error),
+            }
+        }
     }
 
     /// Whether the command is done; the error it ended with, if it did.
@@ -150,9 +155,9 @@ impl ClEvent {
         }
     }
 
-    /// Whether the command is over: done, or failed, or on a device that does not answer for it any more.
+    /// Whether the command is over: done, or failed, or on a device that is lost.
     pub(crate) fn is_done(&self) -> bool {
-        self.query().unwrap_or(true)
+        self.status().map_or_else(|e| e.classify() == Class::Lost, |status| status <= CL_COMPLETE)
     }
 
     /// How far the command is; an error's code if it failed.

@@ -167,6 +167,11 @@ impl ClDevice {
         self.queues.progress(stream).submitted.load(Acquire)
     }
 
+    /// Whether the stream is one of this device's.
+    pub(crate) fn has_stream(&self, stream: StreamId) -> bool {
+        stream.index() < self.queues.lock().len()
+    }
+
     /// The queue of a stream, to submit something to it.
     pub(super) fn lock(&self, stream: StreamId) -> Locked<'_> {
         let queues = self.queues.lock();

@@ -201,7 +201,7 @@ impl ClDevice {
         };
         match filled {
             // An OpenCL 1.1 driver cannot fill.
-            Err(e) if e.code == -2001 => {
+            Err(e) if e.is_missing() => {
                 let block = pattern.repeat((1usize << 20).min(bytes) / pattern.len());
                 (0..bytes)
                     .step_by(block.len())

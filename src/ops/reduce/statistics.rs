@@ -5,7 +5,7 @@ use crate::autograd::{self, Saved};
 use crate::ops::elementwise::{Params, apply};
 use crate::ops::expr::Expr;
 use crate::tensor::Layout;
-use crate::{DType, Result, Tensor};
+use crate::{DType, Result, Scalar, Tensor};
 
 impl Tensor {
     /// The variance over `dims`: squared deviations from the mean, summed and divided by their number less `correction`
@@ -26,13 +26,12 @@ impl Tensor {
         if matches!(self.dtype, DType::F16 | DType::BF16) {
             return self.to_dtype(DType::F32)?.var(dims, correction, keepdim)?.to_dtype(self.dtype);
         }
-        let mask = dims.mask("var", self.shape())?;
-        let n: usize = self.shape().dims().iter().zip(&mask).filter(|(_, r)| **r).map(|(&d, _)| d).product();
-        let deviations = self.sub(&self.mean(dims.clone(), true)?)?;
-        deviations.mul(&deviations)?.sum(dims, keepdim)?.div_scalar(n.saturating_sub(correction) as f64)
+        let freedom = freedom("var", self, &dims, correction)?;
+        let deviations = self.sub(&self.mean(dims.clone(), true).map_err(|e| e.of("var"))?)?;
+        deviations.mul(&deviations)?.sum(dims, keepdim)?.div_scalar(freedom)
     }
 
-    /// The square root of [`Tensor::var`] (PyTorch's `std`). Differentiable.
+    /// The square root of [`Tensor::var`] (PyTorch's `std`). Differentiable; at 0 the gradient is 0.
     ///
     /// # Errors
     /// As [`Tensor::mean`].
@@ -40,7 +39,21 @@ impl Tensor {
         if matches!(self.dtype, DType::F16 | DType::BF16) {
             return self.to_dtype(DType::F32)?.std(dims, correction, keepdim)?.to_dtype(self.dtype);
         }
-        self.var(dims, correction, keepdim)?.sqrt()
+        let (op, dims) = ("std", dims.into());
+        let freedom = freedom(op, self, &dims, correction)?;
+        let mask = dims.mask(op, self.shape())?;
+        let x = self.detach();
+        let deviations = x.sub(&x.mean(dims.clone(), true).map_err(|e| e.of(op))?)?;
+        let kept = deviations.mul(&deviations)?.sum(dims, true)?.div_scalar(freedom)?.sqrt()?;
+        let out = kept.with_layout(Layout::contiguous(super::reduced_shape(self.shape(), &mask, keepdim)));
+        if !autograd::is_tracked(&[self]) {
+            return Ok(out);
+        }
+        let (deviations, std) = (Saved::new(&deviations), Saved::new(&kept));
+        Ok(autograd::record_unary(op, out, self, move |grad| {
+            let (deviations, std) = (deviations.unpack(op)?, std.unpack(op)?);
+            slope(&deviations, &std, &super::spread(&grad, deviations.shape(), &mask, keepdim), freedom)
+        }))
     }
 
     /// The Euclidean norm over `dims` (PyTorch's `linalg.vector_norm`). Differentiable; at 0 the gradient is 0.
@@ -66,10 +79,21 @@ impl Tensor {
         let (x, norm) = (Saved::new(&x), Saved::new(&kept));
         Ok(autograd::record_unary(op, out, self, move |grad| {
             let (x, norm) = (x.unpack(op)?, norm.unpack(op)?);
-            let grad = super::spread(&grad, x.shape(), &mask, keepdim);
-            let norm_ = Expr::input(1);
-            let slope = norm_.eq(0.0).select(0.0, Expr::input(0) / &norm_);
-            Ok(apply(op, &[&x, &norm, &grad], Params::default(), &[slope * Expr::input(2)], &[x.dtype])?.remove(0))
+            slope(&x, &norm, &super::spread(&grad, x.shape(), &mask, keepdim), 1.0)
         }))
     }
+}
+
+/// What the sum of squares is divided by: how many elements a result is of, less the correction.
+fn freedom(op: &'static str, t: &Tensor, dims: &ReduceDims, correction: usize) -> Result<f64> {
+    let mask = dims.mask(op, t.shape())?;
+    let n: usize = t.shape().dims().iter().zip(&mask).filter(|(_, r)| **r).map(|(&d, _)| d).product();
+    Ok(n.saturating_sub(correction) as f64)
+}
+
+/// `grad * x / (root * n)`: the gradient of `root = sqrt(sum(x²) / n)`, 0 where the root is.
+fn slope(x: &Tensor, root: &Tensor, grad: &Tensor, n: f64) -> Result<Tensor> {
+    let (e, params) = (Expr::input(1), Params { scalars: &[Scalar::Float(n)], seeds: &[] });
+    let slope = e.eq(0.0).select(0.0, Expr::input(0) / (&e * Expr::scalar(0))) * Expr::input(2);
+    Ok(apply("sqrt", &[x, root, grad], params, &[slope], &[x.dtype])?.remove(0))
 }

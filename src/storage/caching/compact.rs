@@ -17,7 +17,7 @@ use super::ladder::Climb;
 use super::moves::{Move, Plan, largest_gap};
 use super::{CachingAllocator, Request};
 use crate::device::StreamId;
-use crate::{Error, Result};
+use crate::{Device, Error, Result};
 
 /// How often and how long to wait for memory that was given back a moment ago.
 const RETRIES: u32 = 100;
@@ -156,6 +156,10 @@ impl CachingAllocator {
         if self.repack_beside(segments, budget)? {
             return Ok(true);
         }
+        // What the host's own memory has no room for beside, it has none for on the way either.
+        if self.driver.device() == Device::Cpu {
+            return Ok(false);
+        }
         self.repack_through_host(segments, budget)
     }
 
@@ -206,7 +210,15 @@ impl CachingAllocator {
     fn repack_through_host(&self, segments: &[u64], budget: &mut u64) -> Result<bool> {
         let Some(plan) = self.plan_repack(segments, budget, false) else { return Ok(false) };
         let bytes = plan.bytes();
-        let mut host = vec![0u8; bytes];
+        let mut host = Vec::new();
+        if host.try_reserve_exact(bytes).is_err() {
+            let mut core = self.lock();
+            core.making -= bytes as u64;
+            *budget = budget.saturating_add(bytes as u64);
+            core.abandon(plan);
+            return Ok(false);
+        }
+        host.resize(bytes, 0u8);
         let read = self.driver.synchronize().and_then(|()| {
             plan.moves.iter().try_for_each(|m| {
                 let (from, to) = ((m.from.0.memory(), m.from.1), &mut host[m.to..m.to + m.size]);
@@ -257,7 +269,7 @@ impl CachingAllocator {
     }
 
     fn make(&self, bytes: usize) -> Result<Memory, Failure> {
-        self.driver.create(bytes).and_then(|memory| self.driver.commit(&memory).map(|()| memory))
+        self.driver.create(bytes).and_then(|memory| self.driver.commit(memory))
     }
 
     fn copy_all(&self, plan: &Plan<'_>, target: &Arc<Segment>) -> Result<()> {
@@ -279,7 +291,13 @@ impl CachingAllocator {
         }
         let (from, to) = ((m.from.0.memory(), m.from.1), (target.memory(), m.to));
         if m.size / down > PIECES {
-            let mut host = vec![0; m.size];
+            let mut host = Vec::new();
+            host.try_reserve_exact(m.size).map_err(|_| Error::OutOfMemory {
+                device: Device::Cpu,
+                requested: m.size,
+                detail: "the host has no room for a block that is being moved".into(),
+            })?;
+            host.resize(m.size, 0u8);
             // SAFETY: as below.
             unsafe { self.driver.read(from, &mut host) }?;
             // SAFETY: as below.

@@ -144,7 +144,7 @@ impl CachingAllocator {
         };
         drop(recycled);
         // The device may be lazy: it has to find the memory now, not at some later launch.
-        let made = self.driver.create(bytes).and_then(|memory| self.driver.commit(&memory).map(|()| memory));
+        let made = self.driver.create(bytes).and_then(|memory| self.driver.commit(memory));
         let segment = made.map(|memory| Arc::new(Segment::new(memory, bytes)));
         let mut guard = self.lock_folded();
         let core = &mut *guard;

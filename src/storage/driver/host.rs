@@ -138,8 +138,8 @@ impl Driver for Host {
         memory.map(|m| Memory(MemoryKind::Host(m))).ok_or(Failure::HostMemory)
     }
 
-    fn commit(&self, _: &Memory) -> Result<(), Failure> {
-        Ok(()) // pages come at first touch; `capacity` is what keeps the promise
+    fn commit(&self, memory: Memory) -> Result<Memory, Failure> {
+        Ok(memory) // pages come at first touch; `capacity` is what keeps the promise
     }
 
     fn page(&self) -> usize {

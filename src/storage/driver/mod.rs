@@ -119,8 +119,9 @@ pub trait Driver: sealed::Sealed + Send + Sync + fmt::Debug {
 
     /// Makes a segment. The device may be lazy: nothing is promised before [`commit`](Driver::commit).
     fn create(&self, bytes: usize) -> Result<Memory, Failure>;
-    /// Makes the device find the memory now, so that running out is reported here and not at some later launch.
-    fn commit(&self, memory: &Memory) -> Result<(), Failure>;
+    /// Makes the device find the memory now, so that running out is reported here and not at some later launch. What it
+    /// contains is unspecified: it has to be nobody's yet, and is given back where that fails.
+    fn commit(&self, memory: Memory) -> Result<Memory, Failure>;
 
     /// Reserved memory is committed and given back in multiples of this many bytes, a power of two; 0 where the device
     /// cannot reserve.

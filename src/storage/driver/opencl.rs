@@ -55,8 +55,9 @@ impl Driver for OpenCl {
         Ok(Memory(MemoryKind::OpenCl(buffer)))
     }
 
-    fn commit(&self, memory: &Memory) -> Result<(), Failure> {
-        self.device.commit(buffer(memory).map_err(Failure::Other)?).map_err(|e| self.failure(e))
+    fn commit(&self, memory: Memory) -> Result<Memory, Failure> {
+        self.device.commit(buffer(&memory).map_err(Failure::Other)?).map_err(|e| self.failure(e))?;
+        Ok(memory)
     }
 
     fn give_up(&self, cause: &str) {
@@ -68,6 +69,10 @@ impl Driver for OpenCl {
     }
 
     fn record(&self, stream: StreamId) -> Result<Marker> {
+        // Nothing was ever submitted to a stream of some other device.
+        if !self.device.has_stream(stream) {
+            return Ok(Marker(MarkerKind::Done));
+        }
         let event = self.device.record(stream)?;
         Ok(Marker(MarkerKind::OpenCl(Arc::new(event))))
     }
@@ -81,7 +86,10 @@ impl Driver for OpenCl {
     }
 
     fn stream_waits(&self, stream: StreamId, marker: &Marker) -> Result<()> {
-        event(marker).map_or(Ok(()), |event| self.device.stream_waits(stream, event))
+        match event(marker).filter(|_| self.device.has_stream(stream)) {
+            Some(event) => self.device.stream_waits(stream, event),
+            None => Ok(()),
+        }
     }
 
     unsafe fn copy(&self, stream: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()> {

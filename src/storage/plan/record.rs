@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::super::allocator::{Allocator, Block, Slot};
+use super::super::allocator::{ALIGNMENT, Allocator, Block, Slot};
 use super::search::Lifetime;
 use crate::Result;
 use crate::device::StreamId;
@@ -94,10 +94,10 @@ impl Allocator for Recorder {
 
     fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block> {
         let block = self.inner.allocate(bytes, stream)?;
-        if let Some(notes) = self.lock().as_mut().filter(|_| stream == self.stream) {
+        if let Some(notes) = self.lock().as_mut().filter(|_| bytes > 0 && stream == self.stream) {
             // A block this large exists, so rounding its size does not overflow.
             let request = Request {
-                size: bytes.next_multiple_of(self.alignment()),
+                size: bytes.next_multiple_of(self.alignment().max(ALIGNMENT)),
                 frees: notes.trace.frees.len(),
                 planned: false,
             };

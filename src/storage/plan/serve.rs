@@ -11,7 +11,7 @@ use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::super::allocator::{self, Allocator, Block, Slot};
+use super::super::allocator::{self, ALIGNMENT, Allocator, Block, Slot};
 use super::super::history::with_context;
 use super::super::segment::Segment;
 use super::PlanStats;
@@ -121,7 +121,7 @@ impl Server {
             stats: PlanStats::default(),
         };
         Server {
-            alignment: inner.alignment(),
+            alignment: inner.alignment().max(ALIGNMENT),
             inner,
             stream,
             owner: allocator::owner_number(),
@@ -193,7 +193,8 @@ impl Server {
 
     /// A block of the arena; `None` for what goes to the allocator.
     fn serve(&self, bytes: usize) -> Option<Block> {
-        let size = bytes.checked_next_multiple_of(self.alignment)?;
+        // Of nothing there is no place to hold.
+        let size = bytes.checked_next_multiple_of(self.alignment).filter(|&size| size > 0)?;
         let mut run = self.lock();
         if !run.running {
             return None;

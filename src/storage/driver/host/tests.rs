@@ -39,8 +39,7 @@ fn segments_of_every_size_are_aligned_zeroed_and_keep_what_is_written() {
     let host = host();
     let largest = if cfg!(miri) { 5000 } else { (5 << 20) + 3 };
     for bytes in [1, 511, 4096, HUGE.min(1 << 21) - 1, 1 << 21, largest].into_iter().filter(|n| *n <= largest) {
-        let memory = host.create(bytes).unwrap();
-        host.commit(&memory).unwrap();
+        let memory = host.create(bytes).and_then(|memory| host.commit(memory)).unwrap();
         assert_eq!(address(&memory) % ALIGNMENT, 0);
         let mut read = vec![1; bytes];
         host.read((&memory, 0), &mut read).unwrap();

@@ -381,9 +381,10 @@ impl Driver for Sim {
         })
     }
 
-    fn commit(&self, memory: &Memory) -> Result<(), Failure> {
-        let m = self.own(memory).map_err(Failure::Other)?;
-        self.call(Call::Commit(m.size), |s| self.find(s, m, 0, m.size))
+    fn commit(&self, memory: Memory) -> Result<Memory, Failure> {
+        let m = self.own(&memory).map_err(Failure::Other)?;
+        self.call(Call::Commit(m.size), |s| self.find(s, m, 0, m.size))?;
+        Ok(memory)
     }
 
     fn page(&self) -> usize {

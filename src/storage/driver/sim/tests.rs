@@ -35,9 +35,7 @@ fn asynchronous() -> Sim {
 }
 
 fn committed(sim: &Sim, bytes: usize) -> Memory {
-    let memory = sim.create(bytes).unwrap();
-    sim.commit(&memory).unwrap();
-    memory
+    sim.create(bytes).and_then(|memory| sim.commit(memory)).unwrap()
 }
 
 #[test]
@@ -45,17 +43,17 @@ fn memory_is_lazy_counted_and_given_back() {
     let sim = Sim::new(SimOptions { capacity: 10 << 10, largest_segment: 8 << 10, ..SimOptions::default() });
     let a = sim.create(8 << 10).unwrap();
     assert_eq!((sim.committed(), sim.live_segments()), (0, 1));
-    sim.commit(&a).unwrap();
-    sim.commit(&a).unwrap(); // twice is once
+    let a = sim.commit(a).unwrap();
+    let a = sim.commit(a).unwrap(); // twice is once
     assert_eq!(sim.committed(), 8 << 10);
-    let b = sim.create(4 << 10).unwrap(); // promises nothing
-    assert!(matches!(sim.commit(&b), Err(Failure::DeviceMemory)));
+    let make = || sim.create(4 << 10).unwrap(); // promises nothing
+    assert!(matches!(sim.commit(make()), Err(Failure::DeviceMemory)));
     assert!(matches!(sim.create((8 << 10) + 1), Err(Failure::TooBig)));
     drop(a);
     sim.set_others(7 << 10);
-    assert!(sim.commit(&b).is_err());
+    assert!(sim.commit(make()).is_err());
     sim.set_others(6 << 10);
-    sim.commit(&b).unwrap();
+    let b = sim.commit(make()).unwrap();
     assert_eq!((sim.committed(), sim.live_segments(), sim.late_commits()), (4 << 10, 1, 0));
     drop(b);
     assert_eq!((sim.committed(), sim.live_segments()), (0, 0));
@@ -66,8 +64,7 @@ fn work_on_memory_that_was_not_committed_fails_where_nobody_can_help() {
     let sim = asynchronous();
     let (a, b) = (sim.create(1 << 20).unwrap(), sim.create(GRANULE).unwrap());
     sim.fail_next_enqueue(Failure::Resources);
-    sim.commit(&b).unwrap();
-    drop(b);
+    drop(sim.commit(b).unwrap());
     let work = |at| sim.write_tag_at(StreamId::DEFAULT, at, GRANULE, 1);
     let error = work((&a, 0)).unwrap_err();
     assert!(error.to_string().contains("CL_OUT_OF_RESOURCES"), "{error}");
@@ -86,11 +83,11 @@ fn failures_come_in_the_order_they_were_asked_for() {
     sim.fail_next_commit(Failure::DeviceMemory);
     assert!(matches!(sim.create(1), Err(Failure::HostMemory)));
     assert!(matches!(sim.create(1), Err(Failure::Resources)));
-    let a = sim.create(1).unwrap();
-    assert!(matches!(sim.commit(&a), Err(Failure::DeviceMemory)));
+    let commit = || sim.create(1).and_then(|memory| sim.commit(memory));
+    assert!(matches!(commit(), Err(Failure::DeviceMemory)));
     sim.fail_next_commit(Failure::DeviceMemory);
     sim.clear_failures();
-    sim.commit(&a).unwrap();
+    commit().unwrap();
 }
 
 #[test]
