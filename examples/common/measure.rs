@@ -150,4 +150,33 @@ impl Meter {
         let (device, min_us, samples) = (self.device.clone(), times[0], times.len());
         Ok(Line { case, device, median_us, min_us, pipe_us, samples, note: None })
     }
+
+    /// Times two calls in turns, some of each at a time, so that what else the machine does hits both alike.
+    #[allow(dead_code)] // not every program compares
+    pub fn beside(
+        &self,
+        cases: [Case; 2],
+        mut calls: [&mut dyn FnMut() -> Result<(), Box<dyn Error>>; 2],
+    ) -> Result<[Line; 2], Box<dyn Error>> {
+        const TURN: usize = 25;
+        let mut times = [Vec::new(), Vec::new()];
+        let start = Instant::now();
+        let enough = |n: usize| n >= 3 * TURN && (start.elapsed() > 2 * self.budget || n >= 5000);
+        while !enough(times[0].len()) {
+            for (call, times) in calls.iter_mut().zip(&mut times) {
+                call()?; // the first of a turn finds the caches as the other left them
+                for _ in 0..TURN {
+                    let from = Instant::now();
+                    call()?;
+                    times.push(from.elapsed().as_secs_f64() * 1e6);
+                }
+            }
+        }
+        let mut lines = cases.into_iter().zip(times).map(|(case, mut times)| {
+            times.sort_by(f64::total_cmp);
+            let (median_us, min_us, samples) = (times[times.len() / 2], times[0], times.len());
+            Line { case, device: self.device.clone(), median_us, min_us, pipe_us: None, samples, note: None }
+        });
+        Ok(std::array::from_fn(|_| lines.next().expect("two cases")))
+    }
 }

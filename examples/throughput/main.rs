@@ -83,8 +83,22 @@ fn case(peer: &str, name: &'static str, n: usize, moved: usize) -> Case {
     Case { peer: peer.into(), name, n, dtype: "f32", work: Work::Bytes(moved) }
 }
 
-/// The library's own cases on one device.
-fn library(meter: &Meter, device: Device, host: &[f32]) -> Outcome<Vec<Line>> {
+/// Deep clones, in turns with the driver's copy of as many bytes between two ready buffers.
+fn clones(meter: &Meter, a: &Tensor, driver: Option<&Driver>) -> Outcome<Vec<Line>> {
+    let size = a.numel() * a.dtype().size();
+    let mine = case("claystone", "clone", size, 2 * size);
+    let Some(driver) = driver else {
+        return Ok(vec![meter.time(mine, Calls::Single, || a.try_clone(), || Ok(()))?]);
+    };
+    let (from, to) = (driver.buffer(size)?, driver.buffer(size)?);
+    let mut clone = || a.try_clone().map(drop).map_err(Into::into);
+    let mut copy = || driver.copy(&from, &to, size).and_then(|()| driver.finish());
+    let cases = [mine, case("driver", "clone_raw", size, 2 * size)];
+    Ok(meter.beside(cases, [&mut clone, &mut copy])?.into())
+}
+
+/// The library's own cases on one device, and the driver's copy.
+fn library(meter: &Meter, device: Device, driver: Option<&Driver>, host: &[f32]) -> Outcome<Vec<Line>> {
     let (len, size) = (host.len(), size_of_val(host));
     let case = |name, moved| case("claystone", name, size, moved);
     let (wait, done) = (|| Ok(device.synchronize()?), || Ok(())); // a clone and what reaches the host have waited
@@ -94,7 +108,7 @@ fn library(meter: &Meter, device: Device, host: &[f32]) -> Outcome<Vec<Line>> {
     let copy = a.try_clone()?;
     check("clone", len, |i| element(&copy, i), value)?;
     assert!(!copy.shares_storage(&a), "a clone has its own storage");
-    lines.push(meter.time(case("clone", 2 * size), Calls::Single, || a.try_clone(), done)?);
+    lines.extend(clones(meter, &a, driver)?);
 
     copy.zero_()?;
     copy.copy_(&a)?;
@@ -136,12 +150,6 @@ fn bare(meter: &Meter, driver: &Driver, host: &[f32]) -> Outcome<Vec<Line>> {
     driver.read(&b, &mut back)?;
     check("driver", len, |i| float(&back, i), value)?;
     lines.push(meter.time(case("d2h", size), Calls::Single, || driver.read(&a, &mut back), done)?);
-    lines.push(meter.time(
-        case("clone_raw", 2 * size),
-        Calls::Pipelined,
-        || driver.copy(&a, &b, size),
-        || driver.finish(),
-    )?);
 
     let mut pinned = driver.pinned(size)?;
     pinned.bytes().copy_from_slice(bytes);
@@ -166,7 +174,7 @@ fn memcpy(meter: &Meter, host: &[f32]) -> Outcome<Line> {
 /// Everything at one size.
 fn measure(meter: &Meter, device: Device, driver: Option<&Driver>, size: usize) -> Outcome<Vec<Line>> {
     let host: Vec<f32> = (0..size / 4).map(value).collect();
-    let mut lines = library(meter, device, &host)?;
+    let mut lines = library(meter, device, driver, &host)?;
     device.empty_cache()?;
     Device::Cpu.empty_cache()?;
     if let Some(driver) = driver {
