@@ -24,6 +24,30 @@ fn operators_are_the_methods() {
 }
 
 #[test]
+fn what_is_used_up_makes_room_for_the_result() {
+    each_device(|device| {
+        let (x, row) = (iota(&[3, 4], device), iota(&[4], device));
+        let sum = &x + &row;
+        let address = |t: &Tensor| (t.storage().allocation().segment(), t.storage().allocation().offset());
+        let place = address(&sum);
+        let result = -((sum + 1.0) * &row - 2);
+        assert_eq!(address(&result), place);
+        let right: Vec<f32> = (0..12).map(|i| -((i + i % 4 + 1) * (i % 4) - 2) as f32).collect();
+        assert_eq!(vec(&result), right);
+        // Not where somebody else has it, where it is too small, or of a graph.
+        let (a, b) = (&x * 2, iota(&[4], device));
+        let view = a.t().unwrap();
+        assert_eq!(vec(&(a + 1))[..3], [1.0, 3.0, 5.0]);
+        assert_eq!(vec(&view)[..3], [0.0, 8.0, 16.0]);
+        assert_eq!(vec(&(b + &x))[..5], [0.0, 2.0, 4.0, 6.0, 4.0]);
+        let leaf = iota(&[4], device).requires_grad_(true).unwrap();
+        let y = (leaf.shallow_clone() * 3.0) * &leaf;
+        y.sum((), false).unwrap().backward().unwrap();
+        assert_eq!(vec(&leaf.grad().unwrap()), [0.0, 6.0, 12.0, 18.0]);
+    });
+}
+
+#[test]
 fn gradients_flow_through_operators() {
     let x = iota(&[3], Device::Cpu).requires_grad_(true).unwrap();
     let y = 1.0 / (&x * &x + 1.0) - &x;

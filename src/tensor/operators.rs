@@ -2,6 +2,8 @@
 //!
 //! The numbers are f64 and i64 and no others, so that a literal's type is known: `(1.0 - &x).exp()` would not compile if f32
 //! would do as well. The methods (`mul_scalar`, ...) take every type of number.
+//!
+//! A left operand given by value is used up: the result is computed in its memory where nobody else holds that.
 
 use std::ops::{Add, Div, Mul, Neg, Sub};
 
@@ -12,13 +14,51 @@ fn expect(result: Result<Tensor>) -> Tensor {
     result.unwrap_or_else(|e| panic!("{e}"))
 }
 
+/// What stands on the left.
+enum Left<'a> {
+    Kept(&'a Tensor),
+    UsedUp(Tensor),
+}
+
+impl<'a> From<&'a Tensor> for Left<'a> {
+    fn from(t: &'a Tensor) -> Left<'a> {
+        Left::Kept(t)
+    }
+}
+
+impl From<Tensor> for Left<'_> {
+    fn from(t: Tensor) -> Self {
+        Left::UsedUp(t)
+    }
+}
+
+/// The result of `left` and, where there is one, `right`: `in_place` where the left one is used up and nobody would notice.
+#[track_caller]
+fn computed(
+    left: Left,
+    right: Option<&Tensor>,
+    anew: impl FnOnce(&Tensor) -> Result<Tensor>,
+    in_place: impl FnOnce(&Tensor) -> Result<()>,
+) -> Tensor {
+    let t = match left {
+        Left::Kept(t) => return expect(anew(t)),
+        Left::UsedUp(t) => t,
+    };
+    let fits = |right: &Tensor| {
+        let broadcast = || t.shape().broadcast("", right.shape()).is_ok_and(|shape| shape == *t.shape());
+        right.node.is_none() && right.dtype == t.dtype && (right.shape() == t.shape() || broadcast())
+    };
+    let free = t.storage.is_unique() && t.node.is_none() && t.is_contiguous() && right.is_none_or(fits);
+    if free { expect(in_place(&t).map(|()| t)) } else { expect(anew(&t)) }
+}
+
 /// One operator between tensors and with a number on the right, by the methods of those names.
 macro_rules! binary {
-    ($($op:ident $method:ident $scalar:ident;)*) => { $(
-        binary!(@tensors $op $method: &Tensor, &Tensor; &Tensor, Tensor; Tensor, &Tensor; Tensor, Tensor);
-        binary!(@numbers $op $method $scalar: f64 i64);
+    ($($op:ident $method:ident $method_:ident $scalar:ident $scalar_:ident;)*) => { $(
+        binary!(@tensors $op $method $method_: &Tensor, &Tensor; &Tensor, Tensor; Tensor, &Tensor; Tensor, Tensor);
+        binary!(@numbers $op $method $scalar $scalar_: f64 i64);
     )* };
-    (@tensors $op:ident $method:ident: $($left:ty, $right:ty);*) => { $(
+    (@tensors $op:ident $method:ident $method_:ident: $($left:ty, $right:ty);*) => { $(
         /// Element by element, broadcast.
         ///
         /// # Panics
@@ -28,15 +68,15 @@ macro_rules! binary {
 
             #[track_caller]
             fn $method(self, other: $right) -> Tensor {
-                let (this, other): (&Tensor, &Tensor) = (&self, &other);
-                expect(Tensor::$method(this, other))
+                let other: &Tensor = &other;
+                computed(self.into(), Some(other), |t| Tensor::$method(t, other), |t| t.$method_(other).map(|_| ()))
             }
         }
     )* };
-    (@numbers $op:ident $method:ident $scalar:ident: $($number:ty)*) => { $(
-        binary!(@number $op $method $scalar $number: &Tensor, Tensor);
+    (@numbers $op:ident $method:ident $scalar:ident $scalar_:ident: $($number:ty)*) => { $(
+        binary!(@number $op $method $scalar $scalar_ $number: &Tensor, Tensor);
     )* };
-    (@number $op:ident $method:ident $scalar:ident $number:ty: $($tensor:ty),*) => { $(
+    (@number $op:ident $method:ident $scalar:ident $scalar_:ident $number:ty: $($tensor:ty),*) => { $(
         /// Each element and a number.
         ///
         /// # Panics
@@ -46,7 +86,7 @@ macro_rules! binary {
 
             #[track_caller]
             fn $method(self, number: $number) -> Tensor {
-                expect(self.$scalar(number))
+                computed(self.into(), None, |t| t.$scalar(number), |t| t.$scalar_(number).map(|_| ()))
             }
         }
     )* };
@@ -77,10 +117,10 @@ macro_rules! reversed {
 }
 
 binary! {
-    Add add add_scalar;
-    Sub sub sub_scalar;
-    Mul mul mul_scalar;
-    Div div div_scalar;
+    Add add add_ add_scalar add_scalar_;
+    Sub sub sub_ sub_scalar sub_scalar_;
+    Mul mul mul_ mul_scalar mul_scalar_;
+    Div div div_ div_scalar div_scalar_;
 }
 
 reversed! {
@@ -104,6 +144,6 @@ impl Neg for Tensor {
 
     #[track_caller]
     fn neg(self) -> Tensor {
-        -&self
+        computed(self.into(), None, Tensor::neg, |t| t.neg_().map(|_| ()))
     }
 }
