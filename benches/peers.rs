@@ -15,7 +15,7 @@ use clap::Parser;
 use claystone::device::DeviceKind;
 use claystone::nn::{Activation, Linear, Module, Sequential};
 use claystone::optim::{Optimizer, Sgd, SgdConfig};
-use claystone::{DType, Device, Tensor, no_grad};
+use claystone::{DType, Device, Graph, Tensor, no_grad};
 use measure::{Calls, Case, Meter, Work};
 
 type Outcome<T = ()> = Result<T, Box<dyn Error>>;
@@ -33,7 +33,7 @@ const COLUMNS: usize = 1024;
 /// Of what is transposed.
 const SIDE: usize = 4096;
 const PRODUCTS: [usize; 4] = [128, 512, 1024, 2048];
-const BATCHES: [usize; 2] = [64, 1024];
+const BATCHES: [usize; 3] = [64, 1024, 8192];
 const LAYERS: [usize; 4] = [784, 256, 128, 10];
 
 /// Measures every case that the peers measure, and prints a JSON line each
@@ -330,9 +330,10 @@ impl Suite {
         Ok(())
     }
 
-    /// A training step of a small network.
+    /// A training step of a small network; the largest batch is for GPUs.
     fn training(&self) -> Outcome {
-        for batch in BATCHES.into_iter().filter(|_| self.wants("mlp_step_async")) {
+        let most = if self.device.info()?.kind == DeviceKind::Cpu { 1024 } else { usize::MAX };
+        for batch in BATCHES.into_iter().filter(|&batch| batch <= most && self.wants("mlp_step_async")) {
             let mut probe = Training::new(batch, self.device)?;
             let losses = (0..20).map(|_| Ok(probe.step()?.item::<f32>()?)).collect::<Outcome<Vec<f32>>>()?;
             assert!(losses[19] < losses[0], "training makes the loss smaller: {losses:?}");
@@ -340,13 +341,21 @@ impl Suite {
             let weights: usize = LAYERS.windows(2).map(|l| l[0] * l[1]).sum();
             let flops = 2.0 * batch as f64 * (3 * weights - LAYERS[0] * LAYERS[1]) as f64;
             let training = RefCell::new(Training::new(batch, self.device)?);
-            for (name, calls) in [("mlp_step", Calls::Single), ("mlp_step_async", Calls::Batch(100))] {
-                let step = || training.borrow_mut().step();
-                let positive = |loss: Tensor| match loss.item::<f32>()? {
-                    loss if loss > 0.0 => Ok(()),
-                    loss => Err(format!("a loss of {loss}").into()),
-                };
+            let positive = |loss: Tensor| match loss.item::<f32>()? {
+                loss if loss > 0.0 => Ok(()),
+                loss => Err(format!("a loss of {loss}").into()),
+            };
+            let run = |name, calls, step: &dyn Fn() -> claystone::Result<Tensor>| {
                 self.run_noted(self.case(name, batch, Work::Flops(flops)), calls, Some(note.clone()), step, positive);
+            };
+            let step = || training.borrow_mut().step();
+            run("mlp_step", Calls::Single, &step);
+            run("mlp_step_async", Calls::Batch(100), &step);
+            if self.device != Device::Cpu {
+                let (graph, loss) = Graph::capture(self.device, step)?;
+                let step = || graph.replay().map(|()| loss.shallow_clone());
+                run("mlp_step_graph", Calls::Single, &step);
+                run("mlp_step_async_graph", Calls::Batch(100), &step);
             }
         }
         Ok(())

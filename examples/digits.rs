@@ -113,7 +113,9 @@ fn main() -> common::Outcome {
 
     let (start, bar) = (Instant::now(), common::progress(args.epochs));
     let mut curves = ["training loss", "test error"].map(|name| Curve { name: name.into(), points: Vec::new() });
+    let mut times = Vec::new();
     for epoch in 1..=args.epochs {
+        let begun = Instant::now();
         let shuffled = train.select(&Tensor::randperm(train.len(), args.device)?)?;
         let mut losses = Vec::new();
         for from in (0..train.len()).step_by(args.batch) {
@@ -128,6 +130,7 @@ fn main() -> common::Outcome {
         let losses = Tensor::stack(&losses, 0)?.to_dtype(DType::F64)?.to_vec::<f64>()?;
         let mean = losses.iter().sum::<f64>() / losses.len() as f64;
         let error = 1.0 - accuracy(&net, &test)?;
+        times.push(begun.elapsed().as_secs_f64() * 1e3);
         curves[0].points.push((epoch as f64, mean));
         curves[1].points.push((epoch as f64, error));
         bar.set_message(format!("loss {mean:.4}  test error {:.1} %", 100.0 * error));
@@ -138,7 +141,9 @@ fn main() -> common::Outcome {
     }
     bar.finish_and_clear();
 
-    println!("trained in {:.1} s", start.elapsed().as_secs_f64());
+    times.sort_by(f64::total_cmp);
+    let median = times.get(times.len() / 2).copied().unwrap_or_default();
+    println!("trained in {:.1} s, {median:.2} ms an epoch (the median)", start.elapsed().as_secs_f64());
     let figure = common::figure("digits.png")?;
     let title = format!("handwritten digits, MLP 64-128-64-10, {} on {}", args.dtype, args.device);
     common::plot(&figure, (&title, "epoch", "loss (cross entropy), error"), &curves)?;

@@ -1,8 +1,8 @@
 // C = epilogue(A B): matrices of any strides, batched, one launch.
 //
 // Written in front of this file: the dtypes A and B, ACC (float, double or ulong, which wraps) they are multiplied and added in, the
-// operands of the epilogue (OPERANDS, PLACES and FINISH, which computes and stores one element), and one of three
-// kernels with its sizes:
+// operands of the epilogue (OPERANDS, PLACES and FINISH, which computes and stores one element; STORE_SUM where the sums of
+// A's rows are wanted too, for an A that is not contiguous along k), and one of three kernels with its sizes:
 //   TILED  GPUs: a work-group of 256 stages tiles of both matrices in local memory, a work-item owns MI x NI results.
 //   PANEL  CPUs: a work-item owns MR rows of NV explicit vectors of W and walks along k, without local memory.
 //   DOT    CPUs, where both matrices are contiguous along k: MR x NR results, each a vector of W partial sums.
@@ -92,6 +92,9 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     const bool inside = i0 + TILE_M <= ROWS && j0 + TILE_N <= COLS;
 
     ACC acc[MI][NI], next_a[A_LOADS], next_b[B_LOADS];
+#ifdef STORE_SUM
+    ACC row_sum = 0; // of row t % TILE_M, the elements this work-item fetches
+#endif
     for (int r = 0; r < MI; r++)
         for (int c = 0; c < NI; c++) acc[r][c] = 0;
 
@@ -100,6 +103,9 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     while (k0 < DEPTH) {
         barrier(CLK_LOCAL_MEM_FENCE);
         for (int e = 0; e < A_LOADS; e++) as[A_K(e) * A_PITCH + A_M(e)] = next_a[e];
+#ifdef STORE_SUM
+        for (int e = 0; e < A_LOADS; e++) row_sum += next_a[e];
+#endif
         for (int e = 0; e < B_LOADS; e++) bs[B_K(e) * B_PITCH + B_N(e)] = next_b[e];
         barrier(CLK_LOCAL_MEM_FENCE);
         // The next slices travel while this one is multiplied.
@@ -140,6 +146,17 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
         for (int c = 0; c < NI; c++) {
             const long i = i0 + ROW_OF(r), j = j0 + COL_OF(c);
             if (i < ROWS && j < COLS) { FINISH(i, j, acc[r][c]) }
+        }
+    }
+#endif
+#ifdef STORE_SUM
+    if (j0 == 0) {
+        barrier(CLK_LOCAL_MEM_FENCE);
+        shared[t] = row_sum;
+        barrier(CLK_LOCAL_MEM_FENCE);
+        if (t < TILE_M && i0 + t < ROWS) {
+            for (int s = 1; s < THREADS / TILE_M; s++) row_sum += shared[s * TILE_M + t];
+            STORE_SUM(i0 + t, row_sum)
         }
     }
 #endif

@@ -12,64 +12,6 @@
 // truncates its sums.
 
 #ifdef MMA
-#define THREADS (32 * WARPS_M * WARPS_N)
-#define STEPS (TILE_K / 16)
-#define MT (TILE_M / WARPS_M / 16)
-#define NT (TILE_N / WARPS_N / 8)
-// Lines, elements in one, 16-byte copies in one, copies that a work-item makes of a slice.
-#define A_LINES (A_ALONG_K ? TILE_M : TILE_K)
-#define B_LINES (B_ALONG_K ? TILE_N : TILE_K)
-#define A_LENGTH (A_ALONG_K ? TILE_K : TILE_M)
-#define B_LENGTH (B_ALONG_K ? TILE_K : TILE_N)
-#define A_CHUNKS (A_LENGTH * BYTES / 16)
-#define B_CHUNKS (B_LENGTH * BYTES / 16)
-#define A_COPIES (A_LINES * A_CHUNKS / THREADS)
-#define B_COPIES (B_LINES * B_CHUNKS / THREADS)
-// Bytes of a slice as it is fetched and, two of them, of its planes.
-#define A_FETCHED (TILE_M * TILE_K * BYTES)
-#define FETCHED ((TILE_M + TILE_N) * TILE_K * BYTES)
-#define A_PLANE (TILE_M * TILE_K * 2)
-#define PLANE ((TILE_M + TILE_N) * TILE_K * 2)
-#define CUT (BYTES == 4 ? 2 * PLANES * PLANE : 0)
-#define PITCH (TILE_N + 8)
-#define RESULTS (TILE_M * PITCH * 4)
-#define TEXT_(x) #x
-#define TEXT(x) TEXT_(x)
-#define FIRST (AHEAD + 1) // slices that are asked for at first
-
-// Where a chunk of 8 elements lies, in bytes: lines longer than 64 elements are folded into slabs of 64.
-static inline uint chunk_at(uint line, uint chunk, const uint lines, const uint length)
-{
-    if (length >= 64) return (chunk / 8 * lines * 8 + line * 8 + (chunk % 8 ^ (line & 7))) * 16;
-    return (line * (length / 8) + (chunk ^ (length == 32 ? line >> 1 & 3 : line >> 2 & 1))) * 16;
-}
-
-// 16 bytes to local memory, in pieces of `size`.
-static inline void copy_whole(uint to, ulong from, const int size)
-{
-    if (size == 16) {
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
-    } else {
-        #pragma unroll
-        for (int i = 0; i < 16; i += size) {
-            if (size == 8) asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to + i), "l"(from + i));
-            else asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to + i), "l"(from + i));
-        }
-    }
-}
-
-// The first `bytes` of them, the others 0: three times the instructions, for edges.
-static inline void copy_part(uint to, ulong from, const int size, int bytes)
-{
-    #pragma unroll
-    for (int i = 0; i < 16; i += size) {
-        const int n = clamp(bytes - i, 0, size);
-        if (size == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(n));
-        else if (size == 8) asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to + i), "l"(from + i), "r"(n));
-        else asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to + i), "l"(from + i), "r"(n));
-    }
-}
-
 // Part `part` of `parts` of a slice of matrix X (A_ or B_), of which `lines` lines of `length` elements exist: this work-item's
 // copies, `step` bytes from one to the next. What is cut afterwards lies in order, for only its own work-item reads it.
 #define COPY_AT(X, e)                                                                                                  \
@@ -89,111 +31,21 @@ static inline void copy_part(uint to, ulong from, const int size, int bytes)
         }                                                                                                              \
     }
 
-#define LDMATRIX(suffix, f, from)                                                                                      \
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4" suffix ".shared.b16 {%0, %1, %2, %3}, [%4];"                          \
-                 : "=r"((f)[0]), "=r"((f)[1]), "=r"((f)[2]), "=r"((f)[3])                                              \
-                 : "r"(from))
-
-// 16 rows of A from m on and 16 of k from k on; the same of 16 columns of B from n on.
-static inline void load_a(uint f[4], uint slice, uint m, uint k, uint lane)
-{
-#if A_ALONG_K
-    LDMATRIX("", f, slice + chunk_at(m + lane % 16, k / 8 + lane / 16, A_LINES, A_LENGTH));
-#else
-    LDMATRIX(".trans", f, slice + chunk_at(k + lane % 8 + lane / 16 * 8, m / 8 + lane / 8 % 2, A_LINES, A_LENGTH));
-#endif
-}
-static inline void load_b(uint f[4], uint slice, uint n, uint k, uint lane)
-{
-#if B_ALONG_K
-    LDMATRIX("", f, slice + chunk_at(n + lane % 8 + lane / 16 * 8, k / 8 + lane / 8 % 2, B_LINES, B_LENGTH));
-#else
-    LDMATRIX(".trans", f, slice + chunk_at(k + lane % 16, n / 8 + lane / 16, B_LINES, B_LENGTH));
-#endif
-}
-
-// c += a b. Read-write operands: separate ones would be read before a loop that is unrolled.
-static inline void mma(float c[4], const uint a[4], const uint b[2])
-{
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." MMA "." MMA ".f32 "
-                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
-// Four f32, and their planes of bf16. Infinity leaves NaN: see below.
-static inline void load_words(uint x[4], uint from)
-{
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from));
-}
-static inline void cut(uint x[4], uint to, const uint plane)
-{
-    #pragma unroll
-    for (uint p = 0; p < PLANES; p++) {
-        uint low, high;
-        asm volatile("prmt.b32 %0, %1, %2, 0x7632;" : "=r"(low) : "r"(x[0]), "r"(x[1]));
-        asm volatile("prmt.b32 %0, %1, %2, 0x7632;" : "=r"(high) : "r"(x[2]), "r"(x[3]));
-        asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to + p * plane), "r"(low), "r"(high));
-        #pragma unroll
-        for (uint i = 0; i < 4; i++) x[i] = as_uint(as_float(x[i]) - as_float(x[i] & 0xffff0000));
-    }
-}
-
-#ifdef SM_90A
-// Four warps multiply 64 rows by all columns, straight from local memory. The target the compiler builds for has no such
-// instruction: it sees comments, which the host opens in what has been compiled.
-#define TEN(tens) "%" tens "0, %" tens "1, %" tens "2, %" tens "3, %" tens "4, %" tens "5, %" tens "6, %" tens "7, %" tens "8, %" tens "9, "
-#define R32 TEN("") TEN("1") TEN("2") "%30, %31"
-#define R64 TEN("") TEN("1") TEN("2") TEN("3") TEN("4") TEN("5") "%60, %61, %62, %63"
-#define R128 TEN("") TEN("1") TEN("2") TEN("3") TEN("4") TEN("5") TEN("6") TEN("7") TEN("8") TEN("9") TEN("10") TEN("11") \
-    "%120, %121, %122, %123, %124, %125, %126, %127"
-#define F4(d, j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
-#define F16(d, j) F4(d, j), F4(d, j + 1), F4(d, j + 2), F4(d, j + 3)
-#define F32(d, j) F16(d, j), F16(d, j + 4)
-#define F64(d, j) F32(d, j), F32(d, j + 8)
-#if TILE_N == 256
-#define REGISTERS(d) F64(d, 0), F64(d, 16)
-#define NAMES R128
-#define FROM "%128, %129"
-#define ADD "%130"
-#elif TILE_N == 128
-#define REGISTERS(d) F64(d, 0)
-#define NAMES R64
-#define FROM "%64, %65"
-#define ADD "%66"
-#else
-#define REGISTERS(d) F32(d, 0)
-#define NAMES R32
-#define FROM "%32, %33"
-#define ADD "%34"
-#endif
-
-// Where 16 of k from k on begin, and how the lines lie.
-#define DESCRIBE(X, from, k)                                                                                           \
-    (((ulong)(((from) + (X##ALONG_K ? (k) * 2 : (k) * 128)) & 0x3ffff) >> 4)                                           \
-     | (ulong)(X##ALONG_K ? 1 : X##LINES * 8) << 16 | (ulong)(X##ALONG_K ? X##LENGTH : 64) << 32                        \
-     | (ulong)(X##ALONG_K && X##LENGTH == 32 ? 2 : X##ALONG_K && X##LENGTH == 16 ? 3 : 1) << 62)
-
-// d = a b + (add ? d : 0)
-#define MULTIPLY(d, a, b, add)                                                                                         \
-    asm volatile("//@ {\n//@ .reg .pred add;\n//@ setp.ne.b32 add, " ADD ", 0;\n"                                       \
-                 "//@ wgmma.mma_async.sync.aligned.m64n" TEXT(TILE_N) "k16.f32." MMA "." MMA " {" NAMES "}, "             \
-                 FROM ", add, 1, 1, " TEXT(A_TURNED) ", " TEXT(B_TURNED) ";\n//@ }"                                     \
-                 : REGISTERS(d)                                                                                        \
-                 : "l"(a), "l"(b), "r"(add))
-#define BEGIN_MULTIPLY asm volatile("//@ wgmma.fence.sync.aligned;")
-#define END_MULTIPLY asm volatile("//@ wgmma.commit_group.sync.aligned;")
-#define MULTIPLIED_BUT(n, d) asm volatile("//@ wgmma.wait_group.sync.aligned " #n ";" : REGISTERS(d))
-// What was written to local memory is seen by wgmma.
-#define SHOW asm volatile("fence.proxy.async.shared::cta;")
-#endif
-
 #define EACH_RESULT                                                                                                    \
     _Pragma("unroll") for (uint mi = 0; mi < MT; mi++) _Pragma("unroll") for (uint ri = 0; ri < 4; ri += 2)            \
         _Pragma("unroll") for (uint ni = 0; ni < NT; ni++) _Pragma("unroll") for (uint r = ri; r < ri + 2; r++)
 #define RESULT acc[mi][ni][r]
 #define RESULT_ROW (wm + mi * 16 + r / 2 * 8 + lane / 4)
 #define RESULT_COL (wn + ni * 8 + lane % 4 * 2 + r % 2)
+
+// Between what work-groups write to global memory and what others read of it.
+#define FENCE asm volatile("fence.acq_rel.gpu;" ::: "memory")
+// What a part of a product leaves there: results, and sums of rows.
+#define PARTIAL (TILE_M * TILE_N + TILE_M)
+// Of the results, by four, those that a work-item moves.
+#define PIECES (TILE_M * TILE_N / 4 / THREADS)
+#define PIECE ((t + u * THREADS) * 4)
+#define PIECE_OF(results) (__local float4*)(results + PIECE / TILE_N * PITCH + PIECE % TILE_N)
 
 #define WAIT_BUT(n) asm volatile("cp.async.wait_group " TEXT(n) ";")
 
@@ -207,18 +59,30 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
 
     // Bands of tile rows, so that work-groups that run together share what they read.
     const uint tiles_m = (ROWS + TILE_M - 1) / TILE_M, tiles_n = (COLS + TILE_N - 1) / TILE_N;
-    const uint z = (uint)get_group_id(0) / (tiles_m * tiles_n), tile = (uint)get_group_id(0) % (tiles_m * tiles_n);
+#ifdef PARTS
+    const uint part = (uint)get_group_id(0) % (uint)PARTS, index = (uint)get_group_id(0) / (uint)PARTS;
+    const long from_k = part * PART_DEPTH;
+#else
+    const uint index = (uint)get_group_id(0);
+    const long from_k = 0;
+#endif
+    const uint z = index / (tiles_m * tiles_n), tile = index % (tiles_m * tiles_n);
     const uint band = tile / (BAND * tiles_n), in_band = tile % (BAND * tiles_n);
     const uint height = min((uint)BAND, tiles_m - BAND * band);
     const long i0 = (long)(BAND * band + in_band % height) * TILE_M, j0 = (long)(in_band / height) * TILE_N;
-    const int rows = min(ROWS - i0, (long)TILE_M), cols = min(COLS - j0, (long)TILE_N), depth = DEPTH;
+    const int rows = min(ROWS - i0, (long)TILE_M), cols = min(COLS - j0, (long)TILE_N);
+#ifdef PARTS
+    const int depth = min(DEPTH - from_k, PART_DEPTH);
+#else
+    const int depth = DEPTH;
+#endif
 
     // Bytes between lines, from one of this work-item's copies to the next, and from slice to slice.
     const long line_a = (A_ALONG_K ? A_ROW : A_COL) * BYTES, line_b = (B_ALONG_K ? B_COL : B_ROW) * BYTES;
     const long step_a = THREADS / A_CHUNKS * line_a, step_b = THREADS / B_CHUNKS * line_b;
     const long next_a = TILE_K * (A_ALONG_K ? BYTES : line_a), next_b = TILE_K * (B_ALONG_K ? BYTES : line_b);
-    const long first_a = p.v[3] + batch_offset(p, z, 9 + BATCH) + i0 * A_ROW;
-    const long first_b = p.v[6] + batch_offset(p, z, 9 + 2 * BATCH) + j0 * B_COL;
+    const long first_a = p.v[3] + batch_offset(p, z, 9 + BATCH) + i0 * A_ROW + from_k * A_COL;
+    const long first_b = p.v[6] + batch_offset(p, z, 9 + 2 * BATCH) + j0 * B_COL + from_k * B_ROW;
     ulong from_a = (ulong)a + first_a * BYTES + t / A_CHUNKS * line_a + t % A_CHUNKS * 16;
     ulong from_b = (ulong)b + first_b * BYTES + t / B_CHUNKS * line_b + t % B_CHUNKS * 16;
     int left = depth; // of k, not yet fetched
@@ -305,18 +169,26 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     // Copies of this work-item, cut into the planes `at`.
 #define CUT_TO(X, e)                                                                                                   \
     chunk_at(t / X##CHUNKS + (e) * (THREADS / X##CHUNKS), t % X##CHUNKS / 2, X##LINES, X##LENGTH) + t % X##CHUNKS % 2 * 8
-#define CUT_COPIES(first, end, slot, at)                                                                               \
+#ifdef STORE_SUM
+    // Of four neighbouring rows, the elements that this work-item cuts.
+    float row_sum[4] = {0, 0, 0, 0};
+#define ADD_ROWS(e, there) if (e < A_COPIES && (there)) for (uint i = 0; i < 4; i++) row_sum[i] += as_float(x[e][i]);
+#else
+#define ADD_ROWS(e, there)
+#endif
+#define CUT_COPIES(first, end, slot, at, there)                                                                        \
     {                                                                                                                  \
         const uint from = fetched + (slot) * FETCHED + t * 16, to = planes + (at) * (PLANES * PLANE);                  \
         uint x[COPIES][4];                                                                                             \
         _Pragma("unroll") for (uint e = first; e < (end); e++) load_words(x[e], from + e * (THREADS * 16));            \
+        _Pragma("unroll") for (uint e = first; e < (end); e++) { ADD_ROWS(e, there) }                                  \
         _Pragma("unroll") for (uint e = first; e < (end); e++)                                                         \
             cut(x[e], to + (e < A_COPIES ? CUT_TO(A_, e) : A_PLANE + CUT_TO(B_, e - A_COPIES)), PLANE);                \
     }
 #define COPIES (A_COPIES + B_COPIES)
 #define GROUPS (STEPS * NT / 2)
     uint now = 0;
-    CUT_COPIES(0, COPIES, 0, 0)
+    CUT_COPIES(0, COPIES, 0, 0, true)
 #ifdef SM_90A
     const uint group = warp / 4;
     SHOW;
@@ -345,7 +217,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
         NEXT_SLOT(slot)
         WAIT_BUT(AHEAD);
         // The next slice is cut while this one is multiplied.
-        CUT_COPIES(0, COPIES, slot, 1 - now)
+        CUT_COPIES(0, COPIES, slot, 1 - now, k + TILE_K < depth)
         SHOW;
         MULTIPLIED_BUT(0, sum);
         #pragma unroll
@@ -380,7 +252,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
                 for (uint q = 0; q < PLANES; q++) load_b(fb[q], at + q * PLANE + A_PLANE, wn + j * 8, s * 16, lane);
                 // The next slice is cut while this one is multiplied.
                 const uint group = s * (NT / 2) + j / 2;
-                CUT_COPIES(COPIES * group / GROUPS, COPIES * (group + 1) / GROUPS, slot, 1 - now)
+                CUT_COPIES(COPIES * group / GROUPS, COPIES * (group + 1) / GROUPS, slot, 1 - now, k + TILE_K < depth)
                 #pragma unroll
                 for (uint c = 0; c < 2; c++) {
                     float sum[MT][4];
@@ -446,10 +318,23 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     }
 #endif
 
-    // Through local memory, so that neighbouring work-items write neighbouring columns.
     __local float* results = (__local float*)shared;
     WAIT_BUT(0);
     barrier(CLK_LOCAL_MEM_FENCE);
+#ifdef STORE_SUM
+    float sum = 0; // of row t
+    if (j0 == 0) {
+        #pragma unroll
+        for (uint i = 0; i < 4; i++) results[t * 4 + i] = row_sum[i];
+        barrier(CLK_LOCAL_MEM_FENCE);
+        if (t < TILE_M) {
+            for (uint s = 0; s < THREADS / A_CHUNKS; s++) sum += results[s * TILE_M + t];
+        }
+        barrier(CLK_LOCAL_MEM_FENCE);
+    }
+#endif
+
+    // Through local memory, so that neighbouring work-items write neighbouring columns.
     #pragma unroll
     for (uint mi = 0; mi < MT; mi++) {
         #pragma unroll
@@ -461,6 +346,56 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
         }
     }
     barrier(CLK_LOCAL_MEM_FENCE);
+
+#ifdef PARTS
+    // Every part goes to global memory; the work-group that finds all others there adds them up, in their order.
+    __local uint others;
+    __global float* all = partial + FIRST_PARTIAL + (ulong)index * PARTS * PARTIAL;
+    #pragma unroll
+    for (uint u = 0; u < PIECES; u++) {
+        if (PIECE / TILE_N < rows) *(__global float4*)(all + part * PARTIAL + PIECE) = *PIECE_OF(results);
+    }
+#ifdef STORE_SUM
+    if (j0 == 0 && t < TILE_M) all[part * PARTIAL + TILE_M * TILE_N + t] = sum;
+#endif
+    barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE);
+    if (t == 0) {
+        FENCE;
+        others = atomic_inc(arrived + FIRST_ARRIVED + index);
+        FENCE;
+    }
+    barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE);
+    const uint parts = PARTS;
+    if (others != parts - 1) return;
+    if (t == 0) arrived[FIRST_ARRIVED + index] = 0;
+    float4 total[PIECES];
+    #pragma unroll
+    for (uint u = 0; u < PIECES; u++) total[u] = 0;
+#if PIECES > 8
+    #pragma unroll 2
+#else
+    #pragma unroll 4
+#endif
+    for (uint s = 0; s < parts; s++) {
+        // Many of them at once: each takes long to come.
+        #pragma unroll
+        for (uint u = 0; u < PIECES; u++) {
+            if (PIECE / TILE_N < rows) total[u] += *(__global float4*)(all + s * PARTIAL + PIECE);
+        }
+    }
+    #pragma unroll
+    for (uint u = 0; u < PIECES; u++) *PIECE_OF(results) = total[u];
+#ifdef STORE_SUM
+    sum = 0;
+    if (j0 == 0 && t < TILE_M) {
+        for (uint s = 0; s < parts; s++) sum += all[s * PARTIAL + TILE_M * TILE_N + t];
+    }
+#endif
+    barrier(CLK_LOCAL_MEM_FENCE);
+#endif
+#ifdef STORE_SUM
+    if (j0 == 0 && t < rows) STORE_SUM(i0 + t, sum)
+#endif
     PLACES(z)
     const bool whole = rows == TILE_M && cols == TILE_N;
     for (uint first = t; first < TILE_M * TILE_N; first += 8 * THREADS) {

@@ -37,6 +37,7 @@
 
 mod dtype;
 mod error;
+mod graph;
 
 pub mod autograd;
 pub mod device;
@@ -51,6 +52,7 @@ pub use device::{Device, Stream, with_stream};
 pub(crate) use dtype::Compute;
 pub use dtype::{DType, Element, Scalar};
 pub use error::{Error, Result};
+pub use graph::Graph;
 pub use ops::{
     CrossEntropy, Expr, LossReduction, ReduceDims, get_float32_matmul_precision, manual_seed,
     set_float32_matmul_precision,

@@ -5,7 +5,7 @@ mod common;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
-use claystone::{Device, Result, Tensor};
+use claystone::{Device, Graph, Result, Tensor};
 
 /// Counts what this thread asks for. Drivers have their own heap.
 struct Counting;
@@ -74,6 +74,13 @@ fn launches_ask_the_heap_for_nothing() {
         let before = ASKED.get();
         (0..20).for_each(|_| _ = y.add_(&x).unwrap());
         assert_eq!(ASKED.get() - before, 0, "add_ on {device}");
+        // Replays, of kernels, fills and copies.
+        let work = || Tensor::zeros(6, device)?.add(&x)?.softmax(1)?.t()?.contiguous();
+        let (graph, _out) = Graph::capture(device, work).unwrap();
+        graph.replay().unwrap();
+        let before = ASKED.get();
+        (0..20).for_each(|_| graph.replay().unwrap());
+        assert_eq!(ASKED.get() - before, 0, "a replay on {device}");
         device.synchronize().unwrap();
     }
 }

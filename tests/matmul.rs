@@ -146,6 +146,40 @@ fn deep_products() {
     });
 }
 
+/// Few tiles and deep: work-groups share a tile, where there are tensor cores. Always in the same order.
+#[test]
+fn products_of_few_tiles() {
+    each_device(|device| {
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            for (m, n, k) in
+                [(10, 72, 1030), (64, 40, 784), (8, 9, 2048), (65, 63, 1000), (33, 130, 530), (130, 20, 257)]
+            {
+                for (a_turned, b_turned) in [(false, true), (true, false)] {
+                    let matrix = |rows, cols, turned| match turned {
+                        true => whole(&[cols, rows], dtype, device).t().unwrap(),
+                        false => whole(&[rows, cols], dtype, device),
+                    };
+                    check_exact(&matrix(m, k, a_turned), &matrix(k, n, b_turned));
+                }
+            }
+        }
+        let (a, b) = (scaled(64, 2000, 5, |_, _| 0), scaled(2000, 70, 6, |_, _| 0));
+        let on = |t: &ArrayD<f32>| Tensor::from_ndarray_view(t, device).unwrap();
+        let (a, b) = (on(&a), on(&b));
+        let first = common::vec(&a.matmul(&b).unwrap());
+        let same = |_| common::vec(&a.matmul(&b).unwrap()).iter().zip(&first).all(|(x, y)| x.to_bits() == y.to_bits());
+        assert!((0..20).all(same), "on {device}");
+        // What one part has not, all have not: nothing of one product is left for the next.
+        let mut nan = vec![0f32; 64 * 2000];
+        (nan[777], nan[5 * 2000 + 1999]) = (f32::NAN, f32::INFINITY);
+        let nan = Tensor::from_slice(&nan, [64, 2000], device).unwrap();
+        let got = f64s(&nan.matmul(&b).unwrap());
+        let want = reference(&f64s(&nan), &f64s(&b));
+        assert!(got.iter().zip(&want).all(|(g, w)| g == w || g.is_nan() && w.is_nan()), "on {device}");
+        assert_eq!(common::vec(&a.matmul(&b).unwrap()), first);
+    });
+}
+
 #[test]
 fn views_of_any_strides() {
     each_device(|device| {

@@ -5,17 +5,20 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use super::{Leaf, Node, State, no_grad};
+use super::{Factor, Leaf, Node, State, no_grad};
 use crate::{DType, Device, Error, Result, Shape, Tensor};
 
 /// What an operation's backward is given.
-pub(crate) struct Context {
+pub(crate) struct Context<'a> {
     grad: Gradient,
-    needs: SmallVec<[bool; 3]>,
+    inputs: &'a [Option<Arc<Node>>],
     slots: SmallVec<[Option<Tensor>; 3]>,
+    factor: Option<Arc<Factor>>,
+    /// Whether the gradient of an input was multiplied by its factor.
+    multiplied: SmallVec<[bool; 3]>,
 }
 
-impl Context {
+impl Context<'_> {
     /// The gradient of the operation's result, of its shape and dtype.
     pub(crate) fn grad(&self) -> Result<Tensor> {
         self.grad.tensor()
@@ -31,7 +34,19 @@ impl Context {
 
     /// Whether the gradient of input `i` is wanted.
     pub(crate) fn needs(&self, i: usize) -> bool {
-        self.needs[i]
+        self.inputs[i].is_some()
+    }
+
+    /// What the operation was recorded with, if the gradient is still to be multiplied by it.
+    pub(crate) fn factor(&mut self) -> Option<Arc<Factor>> {
+        self.factor.take()
+    }
+
+    /// What the gradient of input `i` is multiplied by next. Whoever asks has to do it, where there is something.
+    pub(crate) fn factor_of(&mut self, i: usize) -> Option<Arc<Factor>> {
+        let factor = self.inputs[i].as_ref()?.factor();
+        self.multiplied[i] = factor.is_some();
+        factor
     }
 
     /// Where the gradient of input `i` had best be written (an optimiser's flat buffer); optional to obey.
@@ -45,7 +60,8 @@ enum Gradient {
     /// Ones: what `backward()` starts from. Nothing is launched until somebody asks for the tensor.
     One { shape: Shape, dtype: DType, device: Device },
     /// `in_slot`: lies in the leaf's slot, which nobody else reads yet, so it may be added to in place.
-    Tensor { tensor: Tensor, in_slot: bool },
+    /// `multiplied`: by the factor of the node it goes to; there is no other gradient to add then.
+    Tensor { tensor: Tensor, in_slot: bool, multiplied: bool },
 }
 
 impl Gradient {
@@ -60,12 +76,15 @@ impl Gradient {
     fn add(self, other: Tensor) -> Result<Gradient> {
         let owned = |t: &Tensor| t.storage.is_unique() && t.is_contiguous();
         let (tensor, in_slot) = match self {
-            Gradient::Tensor { tensor, in_slot } => (tensor, in_slot),
+            Gradient::Tensor { tensor, in_slot, multiplied } => {
+                debug_assert!(!multiplied, "a factor is told to the only user");
+                (tensor, in_slot)
+            }
             one => (one.tensor()?, false),
         };
         if in_slot || owned(&tensor) {
             tensor.add_(&other)?;
-            return Ok(Gradient::Tensor { tensor, in_slot });
+            return Ok(Gradient::Tensor { tensor, in_slot, multiplied: false });
         }
         let tensor = if owned(&other) {
             other.add_(&tensor)?;
@@ -73,7 +92,7 @@ impl Gradient {
         } else {
             tensor.add(&other)?
         };
-        Ok(Gradient::Tensor { tensor, in_slot: false })
+        Ok(Gradient::Tensor { tensor, in_slot: false, multiplied: false })
     }
 }
 
@@ -143,7 +162,7 @@ impl Tensor {
         if gradient.device() != self.device() {
             return Err(Error::DeviceMismatch { op, lhs: self.device(), rhs: gradient.device() });
         }
-        self.run_backward(Gradient::Tensor { tensor: gradient.detach(), in_slot: false })
+        self.run_backward(Gradient::Tensor { tensor: gradient.detach(), in_slot: false, multiplied: false })
     }
 
     fn run_backward(&self, gradient: Gradient) -> Result<()> {
@@ -160,7 +179,7 @@ fn walk(root: Arc<Node>, gradient: Gradient) -> Result<()> {
     let mut heap = BinaryHeap::from([Pending(root)]);
     while let Some(Pending(node)) = heap.pop() {
         let Some(grad) = gradients.remove(&node.seq) else { continue };
-        let backward = match &mut *node.state() {
+        let (backward, factor) = match &mut *node.state() {
             State::Leaf(leaf) => {
                 let in_slot = matches!(grad, Gradient::Tensor { in_slot: true, .. });
                 leaf.grad = Some(settle(leaf, grad)?);
@@ -168,7 +187,7 @@ fn walk(root: Arc<Node>, gradient: Gradient) -> Result<()> {
                 continue;
             }
             state => match std::mem::replace(state, State::Consumed) {
-                State::Operation(backward) => backward,
+                State::Operation(backward, factor) => (backward, factor),
                 _ => {
                     let reason = "its graph was consumed by an earlier backward: run the forward pass again";
                     return Err(Error::Autograd { op: node.op, reason: reason.into() });
@@ -179,11 +198,15 @@ fn walk(root: Arc<Node>, gradient: Gradient) -> Result<()> {
             (0..node.inputs.len()).map(|i| free_slot(&node.inputs, i, &gradients)).collect();
         let offered: SmallVec<[Option<Tensor>; 3]> =
             slots.iter().map(|s| s.as_ref().map(Tensor::shallow_clone)).collect();
-        let needs = node.inputs.iter().map(Option::is_some).collect();
+        let factor = factor.filter(|_| !matches!(grad, Gradient::Tensor { multiplied: true, .. }));
+        let multiplied = SmallVec::from_elem(false, node.inputs.len());
         // The context goes before the results are added up: its handle on the gradient would make it look shared.
-        let results = backward(&mut Context { grad, needs, slots })?;
+        let mut context = Context { grad, inputs: &node.inputs, slots, factor, multiplied };
+        let results = backward(&mut context)?;
+        let multiplied = context.multiplied.clone();
+        drop(context);
         debug_assert_eq!(results.len(), node.inputs.len(), "{}: one gradient an input", node.op);
-        for ((input, result), offered) in node.inputs.iter().zip(results).zip(offered) {
+        for (((input, result), offered), multiplied) in node.inputs.iter().zip(results).zip(offered).zip(multiplied) {
             let Some(input) = input else { continue };
             let is_slot = |s: &Tensor| result.as_ref().is_some_and(|r| s.shares_storage(r) && s.layout == r.layout);
             let in_slot = offered.as_ref().is_some_and(is_slot);
@@ -198,7 +221,7 @@ fn walk(root: Arc<Node>, gradient: Gradient) -> Result<()> {
                 Some(first) => first.add(result)?,
                 None => {
                     heap.push(Pending(input.clone()));
-                    Gradient::Tensor { tensor: result, in_slot }
+                    Gradient::Tensor { tensor: result, in_slot, multiplied }
                 }
             };
             gradients.insert(input.seq, sum);

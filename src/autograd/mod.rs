@@ -10,12 +10,12 @@
 //! backward is an error, never a wrong gradient.
 
 use std::cell::Cell;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use smallvec::SmallVec;
 
-use crate::{Error, Result, Tensor};
+use crate::{Error, Expr, Result, Tensor};
 
 mod backward;
 mod check;
@@ -34,14 +34,25 @@ pub(crate) struct Node {
     seq: u64,
     op: &'static str,
     inputs: SmallVec<[Option<Arc<Node>>; 3]>,
+    /// How often it was an operation's input.
+    uses: AtomicU32,
     state: Mutex<State>,
 }
 
 enum State {
     /// Boxed, because most nodes are operations.
     Leaf(Box<Leaf>),
-    Operation(BackwardFn),
+    Operation(BackwardFn, Option<Arc<Factor>>),
     Consumed,
+}
+
+/// What the gradient of a result is multiplied by before anything else happens to it. Whoever computes that gradient may
+/// do this in the same launch.
+pub(crate) struct Factor {
+    /// Of the gradient, input 0, and the tensor, input 1.
+    pub(crate) product: Expr,
+    /// Of the result's shape.
+    pub(crate) tensor: Saved,
 }
 
 /// What a leaf collects.
@@ -57,7 +68,9 @@ struct Leaf {
 impl Node {
     fn new(op: &'static str, inputs: SmallVec<[Option<Arc<Node>>; 3]>, state: State) -> Arc<Node> {
         static SEQ: AtomicU64 = AtomicU64::new(0);
-        Arc::new(Node { seq: SEQ.fetch_add(1, Ordering::Relaxed), op, inputs, state: Mutex::new(state) })
+        inputs.iter().flatten().for_each(|node| _ = node.uses.fetch_add(1, Ordering::Relaxed));
+        let seq = SEQ.fetch_add(1, Ordering::Relaxed);
+        Arc::new(Node { seq, op, inputs, uses: AtomicU32::new(0), state: Mutex::new(state) })
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -71,6 +84,14 @@ impl Node {
 
     fn is_leaf(&self) -> bool {
         matches!(*self.state(), State::Leaf(_))
+    }
+
+    /// What its gradient will be multiplied by, where all of the gradient comes from the one operation that asks.
+    fn factor(&self) -> Option<Arc<Factor>> {
+        match &*self.state() {
+            State::Operation(_, factor) if self.uses.load(Ordering::Relaxed) == 1 => factor.clone(),
+            _ => None,
+        }
     }
 }
 
@@ -129,8 +150,21 @@ pub(crate) fn record(
     inputs: &[&Tensor],
     backward: impl FnOnce(&mut Context) -> Result<Gradients> + Send + 'static,
 ) -> Tensor {
+    record_with_factor(op, out, inputs, None, backward)
+}
+
+/// [`record`] for an operation that first multiplies its gradient by something, unless [`Context::factor`] says that it
+/// has been.
+pub(crate) fn record_with_factor(
+    op: &'static str,
+    out: Tensor,
+    inputs: &[&Tensor],
+    factor: Option<Factor>,
+    backward: impl FnOnce(&mut Context) -> Result<Gradients> + Send + 'static,
+) -> Tensor {
     let inputs = inputs.iter().map(|t| t.node.clone()).collect();
-    Tensor { node: Some(Node::new(op, inputs, State::Operation(Box::new(backward)))), ..out }
+    let state = State::Operation(Box::new(backward), factor.map(Arc::new));
+    Tensor { node: Some(Node::new(op, inputs, state)), ..out }
 }
 
 /// [`record`] for an operation of one input, where it is tracked: `backward` maps gradient to gradient.
@@ -174,8 +208,13 @@ impl Saved {
 
     /// The tensor, unless its storage was changed in place since.
     pub(crate) fn unpack(self, op: &'static str) -> Result<Tensor> {
+        self.get(op).map(Tensor::detach)
+    }
+
+    /// [`unpack`](Self::unpack) of what others hold as well.
+    pub(crate) fn get(&self, op: &'static str) -> Result<&Tensor> {
         if self.tensor.storage.version() == self.version {
-            return Ok(self.tensor);
+            return Ok(&self.tensor);
         }
         let reason = format!(
             "a tensor of shape {} that its gradient needs was changed in place after the forward pass: change a clone() instead",

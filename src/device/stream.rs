@@ -171,6 +171,7 @@ impl Stream {
     /// # Errors
     /// What the driver refuses, [`Error::DeviceLost`] after a fault.
     pub fn record_event(&self) -> Result<Event> {
+        opencl::capture::refuse(self.device(), "record_event", BETWEEN)?;
         let event = self.cl()?.map(|cl| cl.record(self.id())).transpose()?.map(Arc::new);
         Ok(Event { device: self.device(), event })
     }
@@ -181,6 +182,7 @@ impl Stream {
     /// # Errors
     /// What the driver refuses, [`Error::DeviceLost`] after a fault.
     pub fn wait_event(&self, event: &Event) -> Result<()> {
+        opencl::capture::refuse(self.device(), "wait_event", BETWEEN)?;
         match (self.cl()?, &event.event) {
             (Some(cl), Some(there)) if self.device() == event.device => cl.stream_waits(self.id(), there),
             _ => event.synchronize(),
@@ -200,6 +202,9 @@ impl Stream {
         cl(self.device())
     }
 }
+
+/// Why a graph has no events.
+const BETWEEN: &str = "a graph is one line of work on one stream";
 
 /// The open device; none for the CPU.
 fn cl(device: Device) -> Result<Option<&'static ClDevice>> {

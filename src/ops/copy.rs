@@ -5,7 +5,7 @@ use std::sync::LazyLock;
 use super::elementwise::{self, Params};
 use super::expr::Expr;
 use crate::autograd;
-use crate::{DType, Result, Scalar, Tensor};
+use crate::{DType, Graph, Result, Scalar, Tensor};
 
 /// `x`, and a scalar: made once, since making one asks the heap.
 static IDENTITY: LazyLock<[Expr; 1]> = LazyLock::new(|| [Expr::input(0)]);
@@ -34,6 +34,8 @@ impl Tensor {
 
     /// A deep copy outside the graph; without `blocking` it is only enqueued, which is all that later operations need.
     pub(crate) fn copied(&self, blocking: bool) -> Result<Tensor> {
+        // A graph that is being captured runs nothing to wait for.
+        let blocking = blocking && !Graph::is_capturing(self.device());
         let size = self.dtype.size();
         if self.is_contiguous() {
             let out = Tensor::empty_like_shape(self.shape(), self.dtype, self.device())?;

@@ -12,7 +12,7 @@ use super::philox::Seed;
 use super::program::Program;
 use super::rows::rows;
 use super::table::{Accepts, Output, Row, methods};
-use super::{cpu_map, opencl_map, same_device};
+use super::{cpu_map, memo, opencl_map, same_device};
 use crate::autograd::{self, Saved};
 use crate::device::opencl::{self, ClDevice};
 use crate::{Compute, DType, Device, Error, Result, Scalar, Shape, Tensor};
@@ -64,6 +64,13 @@ pub(crate) fn apply_into(
 ) -> Result<()> {
     let shape = outputs[0].shape();
     let device = outputs[0].device();
+    if device != Device::Cpu
+        && let Some(prepared) = memo::find(device, exprs, inputs, outputs)
+    {
+        prepared.launch(inputs.iter().chain(outputs).copied(), params)?;
+        outputs.iter().for_each(|t| t.storage.bump_version());
+        return Ok(());
+    }
     for t in inputs {
         if t.device() != device {
             return Err(Error::DeviceMismatch { op, lhs: device, rhs: t.device() });
@@ -87,13 +94,15 @@ pub(crate) fn apply_into(
     }
     let program = Program::of(exprs);
     let compute = compute_type(&program, inputs, outputs);
-    let inputs = inputs
+    let (given, mut copied) = (inputs, false);
+    let inputs = given
         .iter()
         .map(|t| {
             let view = t.with_layout(t.layout.broadcast_to(shape));
             if !outputs.iter().any(|out| overlaps(&view, out)) {
                 return Ok(view);
             }
+            copied = true;
             let copy = t.copied(false)?;
             Ok(copy.with_layout(copy.layout.broadcast_to(shape)))
         })
@@ -112,7 +121,13 @@ pub(crate) fn apply_into(
     };
     match device {
         Device::Cpu => cpu_map::run(&launch)?,
-        Device::OpenCL(_) => opencl_map::run(&launch)?,
+        Device::OpenCL(_) => {
+            let prepared = opencl_map::prepare(&launch)?;
+            prepared.launch(inputs.iter().chain(outputs.iter().copied()), params)?;
+            if !copied {
+                memo::keep(device, exprs, given, outputs, prepared);
+            }
+        }
     }
     outputs.iter().for_each(|t| t.storage.bump_version());
     Ok(())
@@ -152,6 +167,11 @@ fn overlaps(input: &Tensor, out: &Tensor) -> bool {
 }
 
 pub(super) fn broadcast_shape(op: &'static str, inputs: &[&Tensor]) -> Result<Shape> {
+    if let Some((first, others)) = inputs.split_first()
+        && others.iter().all(|t| t.shape() == first.shape())
+    {
+        return Ok(first.shape().clone());
+    }
     inputs.iter().try_fold(Shape::default(), |shape, t| shape.broadcast(op, t.shape()))
 }
 

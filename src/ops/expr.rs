@@ -272,6 +272,13 @@ fn same(a: &Expr, b: &Expr, budget: &mut u32) -> Option<bool> {
 
 impl Eq for Expr {}
 
+impl Expr {
+    /// A hash of its structure, computed when it was made.
+    pub(super) fn hash_value(&self) -> u64 {
+        self.0.hash
+    }
+}
+
 impl Hash for Expr {
     fn hash<H: Hasher>(&self, state: &mut H) {
         state.write_u64(self.0.hash);

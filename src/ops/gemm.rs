@@ -10,7 +10,7 @@ use smallvec::SmallVec;
 
 use super::collapse::Walk;
 use super::expr::Expr;
-use super::{gemm_cpu, gemm_opencl, same_device};
+use super::{gemm_cpu, gemm_opencl, reduce, same_device};
 use crate::tensor::{Dims, Layout};
 use crate::{Compute, DType, Device, Error, Result, Scalar, Shape, Tensor};
 
@@ -30,10 +30,25 @@ pub(crate) struct Gemm<'a> {
     pub(crate) out: Option<Tensor>,
     /// Of the results.
     pub(crate) dtypes: &'a [DType],
+    /// Where the sums of the rows of `a` go as well, `[m]`, of its dtype; only for matrices without dimensions before.
+    pub(crate) sums: Option<&'a Tensor>,
 }
 
-impl Gemm<'_> {
-    /// Computes the results. One launch, none where they are empty.
+impl<'a> Gemm<'a> {
+    /// A product of one result.
+    pub(crate) fn plain(
+        op: &'static str,
+        a: &'a Tensor,
+        b: &'a Tensor,
+        epilogue: &'a [Expr],
+        dtype: &'a DType,
+    ) -> Gemm<'a> {
+        let dtypes = std::slice::from_ref(dtype);
+        Gemm { op, a, b, epilogue, extras: &[], scalars: &[], out: None, dtypes, sums: None }
+    }
+
+    /// Computes the results. One launch, none where they are empty, another one for the sums where the kernel does not
+    /// have them.
     pub(crate) fn run(self) -> Result<SmallVec<[Tensor; 2]>> {
         let Gemm { op, a, b, .. } = self;
         let device = same_device(op, &[a, b])?;
@@ -53,12 +68,18 @@ impl Gemm<'_> {
         for &dtype in &self.dtypes[outs.len()..] {
             outs.push(Tensor::empty_like_shape(&shape, dtype, device)?);
         }
+        let mut summed = false;
         if shape.numel() > 0 {
             match device {
                 Device::Cpu => gemm_cpu::run(&self, &shape, &outs)?,
-                Device::OpenCL(_) => gemm_opencl::run(&self, &shape, &outs)?,
+                Device::OpenCL(_) => summed = gemm_opencl::run(&self, &shape, &outs)?,
             }
             outs.iter().for_each(|t| t.storage.bump_version());
+        }
+        match self.sums {
+            Some(sums) if summed => sums.storage.bump_version(),
+            Some(sums) => _ = reduce::sum_into(op, a, &[-1][..], false, Some(sums.detach()))?,
+            None => {}
         }
         Ok(outs)
     }

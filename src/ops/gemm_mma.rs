@@ -3,10 +3,11 @@
 use super::gemm::{Operand, Plan};
 use super::precision;
 use crate::DType;
-use crate::device::opencl::{SM_90A, TensorCores};
+use crate::device::opencl::{ARRIVALS, SM_90A, TensorCores};
 
 /// What comes after the template of the other kernels.
-pub(super) const TEMPLATE: &str = include_str!("../../kernels/gemm_mma.cl");
+pub(super) const TEMPLATE: &str =
+    concat!(include_str!("../../kernels/mma.cl"), include_str!("../../kernels/gemm_mma.cl"));
 
 /// Rows, columns and depth of a work-group's tile, warps along rows and columns, slices in local memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,6 +27,10 @@ const fn by_warps(m: usize, n: usize, k: usize, warps: (usize, usize), stages: u
 const fn by_groups(n: usize, k: usize, stages: usize) -> Tile {
     Tile { m: 128, n, k, warps: (8, 1), stages, wgmma: true }
 }
+
+/// Fewer rows or columns are left to the other kernels, and up to the second number of them where they are not deep.
+const LEAST: (usize, usize) = (8, 32);
+const DEEP: usize = 1024;
 
 /// Of f16 and bf16, and of f32, whose slices are in local memory twice over: the fastest first, then the ones for fewer
 /// rows and columns.
@@ -62,6 +67,20 @@ struct Side {
     copy: usize,
 }
 
+/// How the depth of a product is cut up among work-groups; the last of them to finish a tile adds the parts up, always
+/// in the same order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Parts {
+    pub(super) count: usize,
+    /// Of each but the last.
+    pub(super) depth: usize,
+}
+
+impl Parts {
+    /// Tiles that parts may be counted of.
+    pub(super) const TILES: usize = ARRIVALS;
+}
+
 /// A matrix as it is found: its dtype, and how many elements from the start of the buffer.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Found {
@@ -86,7 +105,10 @@ impl Mma {
             _ => return None,
         };
         let fits = i32::MAX as usize;
-        if a.dtype != b.dtype || plan.m.min(plan.n) < 32 || plan.k < depth || plan.k > fits {
+        if a.dtype != b.dtype || plan.k < depth || plan.k > fits {
+            return None;
+        }
+        if plan.m.min(plan.n) < if plan.k < DEEP { LEAST.1 } else { LEAST.0 } {
             return None;
         }
         let bytes = a.dtype.size();
@@ -107,10 +129,60 @@ impl Mma {
         let cores = cores();
         let made = tiles.iter().map(|&tile| Mma { dtype: a.dtype, planes, tile, a: a_side, b: b_side });
         let usable = made.filter(|mma: &Mma| mma.local_memory() <= cores.local && (cores.wgmma || !mma.tile.wgmma));
-        let count = |mma: &Mma| plan.m.div_ceil(mma.tile.m) * plan.n.div_ceil(mma.tile.n) * plan.count();
-        let smallest = usable.clone().next_back()?;
-        let chosen = { usable }.find(|mma| 4 * count(mma) >= 3 * units).unwrap_or(smallest);
-        (count(&chosen) <= fits).then_some(chosen)
+        // The largest that occupies the device; else the one that takes the least time, with parts.
+        let timed = || usable.clone().map(|mma| (mma.best(plan, units).1, mma));
+        let quickest = || timed().min_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, mma)| mma);
+        let chosen = usable.clone().find(|mma| mma.is_busy(plan, units)).or_else(quickest)?;
+        (chosen.tiles(plan) <= fits).then_some(chosen)
+    }
+
+    fn tiles(&self, plan: &Plan) -> usize {
+        plan.m.div_ceil(self.tile.m) * plan.n.div_ceil(self.tile.n) * plan.count()
+    }
+
+    /// Whether a tile each occupies the device.
+    fn is_busy(&self, plan: &Plan, units: usize) -> bool {
+        4 * self.tiles(plan) >= 3 * units
+    }
+
+    /// How many work-groups share a tile.
+    pub(super) fn parts(&self, plan: &Plan, units: usize) -> Parts {
+        let depth = plan.k.div_ceil(self.best(plan, units).0).next_multiple_of(self.tile.k);
+        Parts { count: plan.k.div_ceil(depth), depth }
+    }
+
+    /// The number of parts that takes the least time, and how long that is, in us. The numbers were measured on an H200;
+    /// what matters is how they compare.
+    fn best(&self, plan: &Plan, units: usize) -> (usize, f64) {
+        let Tile { m, n, k, wgmma, .. } = self.tile;
+        let tiles = self.tiles(plan);
+        // A slice: what passes until the next one is there, and the multiplications.
+        let (wait, rate) = match (self.dtype, wgmma) {
+            (DType::F32, true) => (0.35, 1.3e6 / self.planes as f64),
+            (DType::F32, false) => (0.24, 0.87e6 / self.planes as f64),
+            (_, true) => (0.2, 2.6e6),
+            (_, false) => (0.2, 1.4e6),
+        };
+        let work = (m * n * k) as f64 / rate;
+        let time = |parts: usize| {
+            let slices = plan.k.div_ceil(parts).div_ceil(k) as f64;
+            // Two of the smaller work-groups fit on a unit, and wait at the same time.
+            let together = (tiles * parts).div_ceil(units) as f64;
+            let waits = if wgmma { together } else { (together / 2.0).ceil() };
+            // Writing the parts down, and one work-group reading all of a tile.
+            let read = ((m.min(plan.m) * n) as f64 * 4.0 / 1e5).max(0.17);
+            slices * (waits * wait + together * work) + if parts > 1 { 4.5 + parts as f64 * read } else { 0.0 }
+        };
+        let alone = tiles > Parts::TILES || self.is_busy(plan, units);
+        let most = if alone { 1 } else { (2 * units / tiles).min(plan.k / (2 * k)) };
+        let steps = [2, 3, 4, 5, 6, 8, 9, 10, 12, 16, 20, 24, 32, 48, 64];
+        let shared = steps.into_iter().take_while(|&parts| parts <= most).map(|parts| (parts, time(parts)));
+        shared.fold((1, time(1)), |best, other| if other.1 < best.1 { other } else { best })
+    }
+
+    /// Whether the kernel adds up the rows of the left matrix on the way: where a work-item cuts elements of few of them.
+    pub(super) fn sums_rows(&self) -> bool {
+        self.dtype == DType::F32 && !self.a.along_k
     }
 
     /// Rows and columns of the result that a work-group computes.
@@ -200,9 +272,36 @@ mod tests {
         assert_eq!(tile([1024, 2048, 64], DType::BF16, HOPPER), (128, 128, true));
         assert_eq!(tile([2048; 3], DType::F32, HOPPER), (128, 128, true));
         assert_eq!(tile([1024; 3], DType::F32, HOPPER), (128, 64, true));
-        assert_eq!(tile([512; 3], DType::F32, HOPPER), (64, 64, false));
+        assert_eq!(tile([512; 3], DType::F32, HOPPER), (128, 64, true));
         assert_eq!(tile([2048; 3], DType::F16, OTHER), (128, 128, false));
         assert_eq!(tile([2048; 3], DType::F32, OTHER), (128, 128, false));
+    }
+
+    #[test]
+    fn few_tiles_are_shared() {
+        let parts = |[m, n, k]: [usize; 3], dtype, cores| {
+            let mma = choose([m, n, k], dtype, 0, 0, cores).unwrap();
+            let (a, out) = (Layout::contiguous([m, k].into()), Layout::contiguous([m, n].into()));
+            let b = Layout::contiguous([k, n].into());
+            let (plan, k_of_tile) = (Plan::new(&a, &b, &out.shape, &[&out]), mma.tile.k);
+            let Parts { count, depth } = mma.parts(&plan, 132);
+            // All of k, none of them empty; whole slices, but for the last.
+            assert!(
+                (count - 1) * depth < k && k <= count * depth && depth.is_multiple_of(k_of_tile),
+                "{count} of {depth}"
+            );
+            assert!(count == 1 || mma.tiles(&plan) <= Parts::TILES);
+            count
+        };
+        for cores in [HOPPER, OTHER] {
+            for dtype in [DType::F32, DType::BF16] {
+                assert_eq!(parts([4096; 3], dtype, cores), 1);
+                assert_eq!(parts([4096, 4096, 128], dtype, cores), 1);
+                assert!(parts([256, 784, 8192], dtype, cores) >= 3);
+                assert!(parts([10, 128, 8192], dtype, cores) >= 16);
+                assert!((1..2000).step_by(97).all(|k| parts([64, 64, 128 + k], dtype, cores) >= 1));
+            }
+        }
     }
 
     #[test]
@@ -211,7 +310,7 @@ mod tests {
         assert_eq!([0, 8, 4, 2, 1].map(|pad| copy(DType::F16, pad, 0)), [Some(16), Some(16), Some(8), Some(4), None]);
         assert_eq!([0, 8, 4, 2, 1].map(|first| copy(DType::F32, 0, first)), [16, 16, 16, 8, 4].map(Some));
         for (sizes, dtype) in
-            [([31, 256, 256], DType::F16), ([256, 256, 31], DType::BF16), ([256, 256, 127], DType::F32)]
+            [([7, 256, 256], DType::F16), ([256, 256, 31], DType::BF16), ([256, 256, 127], DType::F32)]
         {
             assert_eq!(choose(sizes, dtype, 0, 0, HOPPER), None);
         }

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use smallvec::SmallVec;
 
 use super::gemm::{Gemm, Operand, Plan};
-use super::gemm_mma::{self, Found, Mma};
+use super::gemm_mma::{self, Found, Mma, Parts};
 use super::kernels::{KernelKey, Placed, kernel};
 use super::opencl_map::scalar_arg;
 use super::program::Program;
@@ -47,6 +47,24 @@ impl Variant {
         }
     }
 
+    /// Whether it can add up the rows of the left matrix on the way.
+    fn sums_rows(self, plan: &Plan) -> bool {
+        plan.batch.is_empty()
+            && match self {
+                Variant::Tiled { a_along_k, .. } => !a_along_k,
+                Variant::Mma(mma) => mma.sums_rows(),
+                _ => false,
+            }
+    }
+
+    /// How many work-groups share a tile.
+    fn parts(self, plan: &Plan, units: usize) -> Parts {
+        match self {
+            Variant::Mma(mma) => mma.parts(plan, units),
+            _ => Parts { count: 1, depth: plan.k },
+        }
+    }
+
     /// One number that tells it from every other.
     fn key(self) -> u64 {
         let [kind, a, b, c, flags] = match self {
@@ -79,7 +97,8 @@ impl Variant {
     }
 }
 
-pub(super) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<()> {
+/// Whether the sums of rows, if any were asked for, are computed as well.
+pub(super) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     let device = outs[0].cl_device()?;
     let operands: SmallVec<[&Tensor; 6]> = [g.a, g.b].into_iter().chain(outs).chain(g.extras.iter().copied()).collect();
     if !device.info().fp64 && operands.iter().any(|t| t.dtype == DType::F64) {
@@ -92,24 +111,39 @@ pub(super) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<()> {
     let compute = g.compute();
     // A matrix without elements has no memory; it is not read either.
     let memory = [g.a, g.b].map(|t| if t.numel() == 0 { &outs[0] } else { t });
-    let mut places = [memory[0].place()?, memory[1].place()?];
-    let found = [0, 1].map(|i| Found { dtype: operands[i].dtype, first: places[i].first_element() });
+    let first = [memory[0].place()?.first_element(), memory[1].place()?.first_element()];
+    let found = [0, 1].map(|i| Found { dtype: operands[i].dtype, first: first[i] });
     let (plan, variant, flipped) = choose(plan, found, compute, device);
     let (a, b) = if flipped { (g.b, g.a) } else { (g.a, g.b) };
-    if flipped {
-        places.swap(0, 1);
-    }
-    let [place_a, place_b] = places;
+    let sums = g.sums.filter(|_| !flipped && variant.sums_rows(&plan));
+    let parts = variant.parts(&plan, device.info().compute_units);
+    let tiles = {
+        let (rows, cols) = variant.tile();
+        plan.m.div_ceil(rows) * plan.n.div_ceil(cols) * plan.count()
+    };
+    // Allocated before places are asked for.
+    let partial = match parts.count {
+        1 => None,
+        count => {
+            let (rows, cols) = variant.tile();
+            Some(Tensor::empty_like_shape(tiles * count * (rows * cols + rows), DType::F32, outs[0].device())?)
+        }
+    };
 
     let program = Program::of(g.epilogue);
-    let mut params: SmallVec<[u64; 8]> = SmallVec::from_slice(&[variant.key(), plan.batch.len() as u64]);
+    let flags = plan.batch.len() as u64 | u64::from(sums.is_some()) << 8 | u64::from(partial.is_some()) << 9;
+    let mut params: SmallVec<[u64; 8]> = SmallVec::from_slice(&[variant.key(), flags]);
     params.extend([a, b].into_iter().chain(operands[2..].iter().copied()).map(|t| t.dtype as u64));
     let key = KernelKey { template: "gemm", params, exprs: SmallVec::from(program.exprs()) };
     let kernel = kernel(device, key, "gemm", || {
         let types = operands[2..].iter().map(|t| t.dtype).collect::<SmallVec<[DType; 4]>>();
-        source(&program, compute, variant, plan.batch.len(), [a.dtype, b.dtype], &types, outs.len())
+        let extent =
+            Extent { batch: plan.batch.len(), outs: outs.len(), sums: sums.is_some(), parts: partial.is_some() };
+        source(&program, compute, variant, extent, [a.dtype, b.dtype], &types)
     })?;
 
+    let [place_a, place_b] = if flipped { [memory[1], memory[0]] } else { memory }.map(Tensor::place);
+    let (place_a, place_b) = (place_a?, place_b?);
     let others = operands[2..].iter().map(|t| t.place()).collect::<Result<SmallVec<[Placed; 4]>>>()?;
     let mut numbers: SmallVec<[i64; 64]> = SmallVec::new();
     numbers.extend([plan.m, plan.n, plan.k].map(|x| x as i64));
@@ -124,16 +158,28 @@ pub(super) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<()> {
         numbers.extend([at.first_element() as i64, operand.row as i64, operand.col as i64]);
         numbers.extend(strides(operand));
     }
+    let sums = sums.map(|t| Ok::<_, Error>((t, t.place()?))).transpose()?;
+    if let Some((t, place)) = &sums {
+        numbers.extend([place.first_element() as i64, t.strides()[0] as i64]);
+    }
+    let partial = partial.as_ref().map(Tensor::place).transpose()?;
+    if let Some(place) = &partial {
+        let arrived = device.current_stream().index() * Parts::TILES;
+        numbers.extend([parts.depth, parts.count, place.first_element(), arrived].map(|x| x as i64));
+    }
     let mut args: SmallVec<[Arg; 16]> = SmallVec::new();
     args.extend([place_a.buffer(), place_b.buffer(), Arg::Bytes(bytemuck::cast_slice(&numbers))]);
     args.extend(others.iter().map(Placed::buffer));
+    args.extend(sums.iter().map(|(_, place)| place.buffer()));
+    if let Some(place) = &partial {
+        args.extend([place.buffer(), Arg::Buffer(device.arrivals()?)]);
+    }
     args.extend(g.scalars.iter().take(program.scalars()).map(|&s| scalar_arg(compute, s)));
     if program.can_fault(compute) {
         args.push(Arg::Buffer(device.fault_buffer()));
     }
-    let (rows, cols) = variant.tile();
-    let tiles = plan.m.div_ceil(rows) * plan.n.div_ceil(cols) * plan.count();
-    device.launch(&kernel, &args, &[tiles * variant.local()], &[variant.local()])
+    device.launch(&kernel, &args, &[tiles * parts.count * variant.local()], &[variant.local()])?;
+    Ok(sums.is_some())
 }
 
 /// The kernel for this device and problem, and the plan the way round it wants it: (plan, kernel, whether transposed).
@@ -212,15 +258,24 @@ fn many_registers() -> bool {
     false
 }
 
+/// What a kernel is made for, besides types.
+struct Extent {
+    /// Dimensions before the last two.
+    batch: usize,
+    /// Results; the other operands are extras.
+    outs: usize,
+    sums: bool,
+    parts: bool,
+}
+
 /// What comes before the template: types, sizes, and the epilogue with its operands.
 fn source(
     program: &Program,
     compute: Compute,
     variant: Variant,
-    batch: usize,
+    Extent { batch, outs, sums, parts }: Extent,
     [a, b]: [DType; 2],
     others: &[DType],
-    outs: usize,
 ) -> String {
     let c = compute.cl_name();
     let acc = if compute == Compute::I64 { "ulong" } else { c };
@@ -233,7 +288,8 @@ fn source(
     for (i, t) in others.iter().enumerate() {
         let at = first + i * step;
         let constant = if i < outs { "" } else { "const " };
-        let _ = write!(operands, ", {constant}__global {t}_t* p{i}");
+        // No result shares elements with another operand: loads of the next element need not wait for a store.
+        let _ = write!(operands, ", {constant}__global {t}_t* restrict p{i}");
         let _ = write!(places, "const long at{i} = p.v[{at}] + batch_offset(p, z, {}); ", at + 3);
         let element = format!("at{i} + (i) * p.v[{}] + (j) * p.v[{}]", at + 1, at + 2);
         if i < outs {
@@ -243,6 +299,21 @@ fn source(
         }
     }
     call.truncate(program.inputs());
+    let mut numbers = first + others.len() * step;
+    let mut defines = String::new();
+    if sums {
+        let _ = write!(operands, ", __global {a}_t* sums");
+        let at = format!("p.v[{numbers}] + (i) * p.v[{}]", numbers + 1);
+        let _ = writeln!(defines, "#define STORE_SUM(i, sum) store_{a}_{compute:?}(sums, {at}, ({c})(sum));");
+        numbers += 2;
+    }
+    if parts {
+        operands.push_str(", __global float* partial, volatile __global uint* arrived");
+        for (i, name) in ["PART_DEPTH", "PARTS", "FIRST_PARTIAL", "FIRST_ARRIVED"].iter().enumerate() {
+            let _ = writeln!(defines, "#define {name} p.v[{}]", numbers + i);
+        }
+        numbers += 4;
+    }
     for i in 0..program.scalars() {
         let _ = write!(operands, ", const {c} s{i}");
         call.push(format!("s{i}"));
@@ -254,10 +325,9 @@ fn source(
     call.extend((0..outs).map(|i| format!("&y{i}")));
     let results: Vec<String> = (0..outs).map(|i| format!("y{i}")).collect();
     format!(
-        "#define A {a}\n#define B {b}\n#define ACC {acc}\n#define BATCH {batch}\n#define PARAMS {}\n{}\
-         #define OPERANDS {operands}\n#define PLACES(z) {places}\n\
+        "#define A {a}\n#define B {b}\n#define ACC {acc}\n#define BATCH {batch}\n#define PARAMS {numbers}\n{}\
+         {defines}#define OPERANDS {operands}\n#define PLACES(z) {places}\n\
          #define FINISH(i, j, value) {{ {c} {}; epilogue({}); {stores}}}\n{}\n{TEMPLATE}{}",
-        first + others.len() * step,
         variant.defines(),
         results.join(", "),
         call.join(", "),
@@ -326,6 +396,7 @@ mod tests {
                 scalars: &[2.into()],
                 out: Some(slot.shallow_clone()),
                 dtypes: &[dtype, DType::F32],
+                sums: None,
             }
             .run()
             .unwrap();

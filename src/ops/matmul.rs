@@ -4,6 +4,9 @@
 //! where one offers a slot. A layer, `f(x wᵀ + b)`, is one launch; backward multiplies by the slope of `f` in one
 //! launch and shares the result between the three gradients, a launch each.
 
+use std::slice;
+use std::sync::LazyLock;
+
 use smallvec::{SmallVec, smallvec};
 
 use super::elementwise::{self, Params};
@@ -11,7 +14,7 @@ use super::expr::Expr;
 use super::gemm::Gemm;
 use super::program::Program;
 use super::{reduce, same_dtype};
-use crate::autograd::{self, Gradients, Saved};
+use crate::autograd::{self, Factor, Gradients, Saved};
 use crate::tensor::{Dims, Layout};
 use crate::{Error, Result, Shape, Tensor};
 
@@ -157,6 +160,7 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&
         scalars: &[],
         out: None,
         dtypes: &[dtype, dtype][..results.len()],
+        sums: None,
     }
     .run()?;
     let mut outs = outs.into_iter().map(|t| if vector { without_dim(&t, 0) } else { t });
@@ -168,34 +172,56 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&
     let saved_x = weight.requires_grad().then(|| Saved::new(&rows));
     let saved_w = x.requires_grad().then(|| Saved::new(weight));
     // The slope where the sum is the second operand of the product with the gradient.
-    let slope = f.zip(before).map(|(f, t)| (f(&Expr::input(1)).diff(1), Saved::new(&t)));
+    let factor = f
+        .zip(before)
+        .map(|(f, t)| Factor { product: Expr::input(0) * f(&Expr::input(1)).diff(1), tensor: Saved::new(&t) });
     let (weight_shape, biased) = (weight.shape().clone(), bias.is_some());
-    Ok(autograd::record(op, out, &inputs, move |ctx| {
+    Ok(autograd::record_with_factor(op, out, &inputs, factor, move |ctx| {
         let mut grad = ctx.grad()?;
-        if let Some((slope, before)) = slope {
-            let inputs = [&grad, &before.unpack(op)?];
-            grad = elementwise::apply(op, &inputs, Params::default(), &[Expr::input(0) * slope], &[dtype])?.remove(0);
+        if let Some(factor) = ctx.factor() {
+            let (inputs, product) = ([&grad, factor.tensor.get(op)?], slice::from_ref(&factor.product));
+            grad = elementwise::apply(op, &inputs, Params::default(), product, &[dtype])?.remove(0);
         }
         if vector {
             grad = with_dim(&grad, 0);
         }
-        let bias_grad = match biased && ctx.needs(2) {
-            true => {
-                let rows: Dims<isize> = (0..grad.rank() as isize - 1).collect();
-                Some(reduce::sum_into(op, &grad, &rows[..], false, ctx.slot(2))?)
+        let bias_slot = (biased && ctx.needs(2)).then(|| ctx.slot(2));
+        let (weight_grad, bias_grad) = match (saved_x, bias_slot) {
+            // Both are sums over the rows of the gradient.
+            (Some(x), Some(slot)) if grad.rank() == 2 => {
+                let sums = match slot {
+                    Some(slot) => slot,
+                    None => Tensor::empty_like_shape(&weight_shape.dims()[..1], dtype, grad.device())?,
+                };
+                let (a, b) = (swapped(&grad), x.unpack(op)?);
+                let g = Gemm {
+                    sums: Some(&sums),
+                    out: ctx.slot(1),
+                    ..Gemm::plain(op, &a, &b, slice::from_ref(&PRODUCT), &dtype)
+                };
+                (Some(g.run()?.remove(0)), Some(sums))
             }
-            false => None,
-        };
-        let weight_grad = match saved_x {
-            Some(x) => Some(product_onto(op, &swapped(&grad), &x.unpack(op)?, &weight_shape, ctx.slot(1))?),
-            None => None,
+            (x, slot) => {
+                let rows: Dims<isize> = (0..grad.rank() as isize - 1).collect();
+                let sum = slot.map(|slot| reduce::sum_into(op, &grad, &rows[..], false, slot)).transpose()?;
+                let of = |x: Saved| product_onto(op, &swapped(&grad), &x.unpack(op)?, &weight_shape, ctx.slot(1));
+                (x.map(of).transpose()?, sum)
+            }
         };
         let x_grad = match saved_w {
-            Some(w) => {
-                let slot = ctx.slot(0).map(|s| if vector { with_dim(&s, 0) } else { s });
-                let dx = product_onto(op, &grad, &w.unpack(op)?, &shape, slot)?;
-                Some(if vector { without_dim(&dx, 0) } else { dx })
+            Some(w) if vector => {
+                let dx = product_onto(op, &grad, &w.unpack(op)?, &shape, ctx.slot(0).map(|s| with_dim(&s, 0)))?;
+                Some(without_dim(&dx, 0))
             }
+            Some(w) => Some(match ctx.factor_of(0) {
+                None => product_onto(op, &grad, &w.unpack(op)?, &shape, ctx.slot(0))?,
+                Some(factor) => {
+                    let (w, product) = (w.unpack(op)?, slice::from_ref(&factor.product));
+                    Gemm { extras: &[factor.tensor.get(op)?], ..Gemm::plain(op, &grad, &w, product, &dtype) }
+                        .run()?
+                        .remove(0)
+                }
+            }),
             None => None,
         };
         let mut gradients: Gradients = smallvec![x_grad, weight_grad];
@@ -206,10 +232,12 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&
     }))
 }
 
+/// The epilogue of the plain product.
+static PRODUCT: LazyLock<Expr> = LazyLock::new(|| Expr::input(0));
+
 /// The plain product, in `out` if it can be.
 fn product(op: &'static str, a: &Tensor, b: &Tensor, out: Option<Tensor>) -> Result<Tensor> {
-    let g = Gemm { op, a, b, epilogue: &[Expr::input(0)], extras: &[], scalars: &[], out, dtypes: &[a.dtype] };
-    Ok(g.run()?.remove(0))
+    Ok(Gemm { out, ..Gemm::plain(op, a, b, slice::from_ref(&PRODUCT), &a.dtype) }.run()?.remove(0))
 }
 
 /// The product summed over the batch dimensions that an operand of shape `target` was broadcast along: its gradient.

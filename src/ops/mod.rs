@@ -24,6 +24,7 @@ mod gemm_opencl;
 mod kernels;
 pub(crate) mod lane;
 mod matmul;
+mod memo;
 mod opencl_map;
 pub(crate) mod philox;
 mod precision;

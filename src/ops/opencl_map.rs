@@ -2,14 +2,16 @@
 
 mod source;
 
+use std::sync::Arc;
+
 use smallvec::SmallVec;
 
 use super::collapse::Walk;
-use super::elementwise::Launch;
+use super::elementwise::{Launch, Params};
 use super::kernels::{KernelKey, Placed, kernel};
 use super::reduce::opencl::WIDEST;
 use crate::device::DeviceKind;
-use crate::device::opencl::Arg;
+use crate::device::opencl::{Arg, ClDevice, ClKernel};
 use crate::{Compute, DType, Result, Tensor};
 
 /// Work-items a group: a multiple of every GPU's width, and large enough for PoCL to vectorise over.
@@ -64,7 +66,25 @@ enum Form {
     },
 }
 
-pub(super) fn run(launch: &Launch) -> Result<()> {
+/// A launch, but for where its operands are and what its scalars are.
+pub(super) struct Prepared {
+    device: &'static ClDevice,
+    kernel: Arc<ClKernel>,
+    /// Of the operands, whether the kernel is given them.
+    used: SmallVec<[bool; 6]>,
+    /// dims, then one row of strides an operand: `layout_t` in the source. Empty where no operand needs it.
+    layout: SmallVec<[i64; 24]>,
+    compute: Compute,
+    scalars: usize,
+    seeds: usize,
+    faults: bool,
+    /// The last arguments: 64 bits each where `wide`, else 32.
+    counts: SmallVec<[usize; 2]>,
+    wide: bool,
+    items: usize,
+}
+
+pub(super) fn prepare(launch: &Launch) -> Result<Prepared> {
     let device = launch.outputs[0].cl_device()?;
     let gpu = device.info().kind != DeviceKind::Cpu;
     let tensors: SmallVec<[&Tensor; 6]> = launch.inputs.iter().chain(launch.outputs.iter().copied()).collect();
@@ -113,43 +133,53 @@ pub(super) fn run(launch: &Launch) -> Result<()> {
     let key = KernelKey { template: "elementwise", params, exprs: SmallVec::from(launch.program.exprs()) };
     let kernel = kernel(device, key, "elementwise", || source::write(launch, &operands, form, rank, wide))?;
 
-    // dims, then one row of strides an operand: `layout_t` in the source.
-    let mut layout: SmallVec<[i64; 32]> = SmallVec::new();
+    let mut layout = SmallVec::new();
     if strided {
         layout.extend(walk.dims.iter().map(|&d| d as i64));
         layout.extend(walk.strides.iter().flatten().map(|&s| s as i64));
     }
-    let read = tensors.iter().zip(&operands).filter(|(_, o)| o.used);
-    let places = read.map(|(t, _)| t.place()).collect::<Result<SmallVec<[Placed; 6]>>>()?;
-    let mut args: SmallVec<[Arg; 24]> = places.iter().flat_map(|p| [p.buffer(), p.offset()]).collect();
-    if strided {
-        args.push(Arg::Bytes(bytemuck::cast_slice(&layout)));
-    }
-    args.extend(launch.scalars.iter().take(launch.program.scalars()).map(|s| scalar_arg(launch.compute, *s)));
-    for seed in launch.seeds.iter().take(launch.program.seeds()) {
-        args.extend([Arg::U64(seed.key), Arg::U64(seed.stream)]);
-    }
-    if launch.program.can_fault(launch.compute) {
-        args.push(Arg::Buffer(device.fault_buffer()));
-    }
-    let index = |n: usize| if wide { Arg::U64(n as u64) } else { Arg::U32(n as u32) };
-    let items = match form {
+    let (counts, items) = match form {
         Form::Tiled { side, turn } => {
             let (columns, rows) = (walk.dims[rank - 1], walk.dims[turn]);
             let (across, down) = (columns.div_ceil(side), rows.div_ceil(side));
-            args.extend([index(across), index(down)]);
-            across * down * (count / columns / rows) * LOCAL
+            (SmallVec::from_slice(&[across, down]), across * down * (count / columns / rows) * LOCAL)
         }
-        Form::Vector(width) => {
-            args.push(index(count));
-            count.div_ceil(width)
-        }
-        Form::Scalar { per_item } => {
-            args.push(index(count));
-            count.div_ceil(per_item)
-        }
+        Form::Vector(each) | Form::Scalar { per_item: each } => (SmallVec::from_slice(&[count]), count.div_ceil(each)),
     };
-    device.launch(&kernel, &args, &[items], &[LOCAL])
+    Ok(Prepared {
+        device,
+        kernel,
+        used: operands.iter().map(|o| o.used).collect(),
+        layout,
+        compute: launch.compute,
+        scalars: launch.program.scalars(),
+        seeds: launch.program.seeds(),
+        faults: launch.program.can_fault(launch.compute),
+        counts,
+        wide,
+        items,
+    })
+}
+
+impl Prepared {
+    /// Launches it with these operands, which lie as those it was prepared for.
+    pub(super) fn launch<'a>(&self, operands: impl Iterator<Item = &'a Tensor>, params: Params) -> Result<()> {
+        let read = operands.zip(&self.used).filter(|(_, used)| **used);
+        let places = read.map(|(t, _)| t.place()).collect::<Result<SmallVec<[Placed; 6]>>>()?;
+        let mut args: SmallVec<[Arg; 24]> = places.iter().flat_map(|p| [p.buffer(), p.offset()]).collect();
+        if !self.layout.is_empty() {
+            args.push(Arg::Bytes(bytemuck::cast_slice(&self.layout)));
+        }
+        args.extend(params.scalars.iter().take(self.scalars).map(|s| scalar_arg(self.compute, *s)));
+        for seed in params.seeds.iter().take(self.seeds) {
+            args.extend([Arg::U64(seed.key), Arg::U64(seed.stream)]);
+        }
+        if self.faults {
+            args.push(Arg::Buffer(self.device.fault_buffer()));
+        }
+        args.extend(self.counts.iter().map(|&n| if self.wide { Arg::U64(n as u64) } else { Arg::U32(n as u32) }));
+        self.device.launch(&self.kernel, &args, &[self.items], &[LOCAL])
+    }
 }
 
 /// Several neighbours along the innermost dim a work-item, where every operand has them one after another, or one for all,

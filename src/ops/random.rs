@@ -9,7 +9,7 @@ use super::elementwise::{self, Params};
 use super::expr::Expr;
 use super::philox::{Bits, Seed};
 use crate::tensor::TensorOptions;
-use crate::{DType, Error, Result, Scalar, Shape, Tensor};
+use crate::{DType, Device, Error, Graph, Result, Scalar, Shape, Tensor};
 
 static GENERATOR: Mutex<Seed> = Mutex::new(Seed { key: 0, stream: 0 });
 
@@ -28,17 +28,22 @@ pub fn manual_seed(seed: u64) {
     *GENERATOR.lock().unwrap_or_else(PoisonError::into_inner) = Seed { key: seed, stream: 0 };
 }
 
-/// The seed of the next random operation.
-fn next_seed() -> Seed {
+/// The seed of the next random operation, which is of this device.
+fn next_seed(op: &'static str, device: Device) -> Result<Seed> {
+    if Graph::is_capturing(device) {
+        let reason = "not while a graph is captured: the generator is the host's, replays would draw the same again";
+        return Err(Error::invalid(op, reason));
+    }
     let mut generator = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
     let seed = *generator;
     generator.stream = generator.stream.wrapping_add(1);
-    seed
+    Ok(seed)
 }
 
 fn generate(op: &'static str, shape: Shape, options: TensorOptions, scalars: &[Scalar], expr: Expr) -> Result<Tensor> {
+    let seed = next_seed(op, options.device)?;
     let out = Tensor::empty_like_shape(shape, options.dtype, options.device)?;
-    elementwise::apply_into(op, &[], Params { scalars, seeds: &[next_seed()] }, &[expr], &[&out])?;
+    elementwise::apply_into(op, &[], Params { scalars, seeds: &[seed] }, &[expr], &[&out])?;
     Ok(out)
 }
 
@@ -100,17 +105,17 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
-    pub fn randperm(n: usize, device: crate::Device) -> Result<Tensor> {
+    pub fn randperm(n: usize, device: Device) -> Result<Tensor> {
         const BLOCK: usize = 512;
         let out = Tensor::empty_like_shape(n, DType::I64, device)?; // fails where n is too large
         let mut order: Vec<i64> = Vec::new();
         order.try_reserve_exact(n).map_err(|_| Error::OutOfMemory {
-            device: crate::Device::Cpu,
+            device: Device::Cpu,
             requested: out.storage.nbytes(),
             detail: "randperm shuffles on the host".into(),
         })?;
         order.extend(0..n as i64);
-        let (seed, mut words) = (next_seed(), [0i64; 2 * BLOCK]);
+        let (seed, mut words) = (next_seed("randperm", device)?, [0i64; 2 * BLOCK]);
         for first in (0..n).step_by(BLOCK).rev() {
             seed.fill::<Bits, _>(2 * first as u64, &mut words, i64::from);
             for i in (first.max(1)..n.min(first + BLOCK)).rev() {
@@ -135,7 +140,7 @@ impl Tensor {
         self.dtype.check_float(op)?;
         let expr = Expr::uniform(0).lt(Expr::scalar(0)).select(0.0, Expr::input(0) * Expr::scalar(1));
         let scalars = [Scalar::Float(p), Scalar::Float(1.0 / (1.0 - p))];
-        let params = Params { scalars: &scalars, seeds: &[next_seed()] };
+        let params = Params { scalars: &scalars, seeds: &[next_seed(op, self.device())?] };
         elementwise::apply_tracked(op, &[self], params, &expr, self.dtype, |i| expr.diff(i))
     }
 }

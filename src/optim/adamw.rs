@@ -2,7 +2,7 @@
 
 use super::Optimizer;
 use super::flat::{Flat, check};
-use crate::{Result, Tensor, no_grad};
+use crate::{Error, Graph, Result, Tensor, no_grad};
 
 /// Hyperparameters of [`AdamW`], with PyTorch's defaults.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -70,6 +70,10 @@ impl AdamW {
 
 impl Optimizer for AdamW {
     fn step(&mut self) -> Result<()> {
+        if Graph::is_capturing(self.flat.device()) {
+            let reason = "its numbers change from step to step, and a graph's do not: capture the rest, or use Sgd";
+            return Err(Error::invalid("AdamW::step", reason));
+        }
         let AdamWConfig { lr, beta1, beta2, eps, weight_decay } = self.config;
         no_grad(|| {
             for run in self.flat.runs(|a, b| self.steps[a] == self.steps[b])? {

@@ -93,7 +93,7 @@ impl Flat {
         Tensor::zeros(self.params.numel(), (dtype, self.device()))
     }
 
-    fn device(&self) -> Device {
+    pub(super) fn device(&self) -> Device {
         self.params.device()
     }
 

@@ -9,10 +9,10 @@ use smallvec::SmallVec;
 
 use super::driver::MemoryKind;
 use super::driver::host::advise_huge;
-use super::{Allocation, Home, Place, Storage, staging};
+use super::{Allocation, Home, Place, Storage, captured, staging};
 use crate::device::cpu::parallel;
 use crate::device::cpu::streaming::{LARGE, Streaming};
-use crate::device::opencl::{ClBuffer, ClDevice};
+use crate::device::opencl::{ClBuffer, ClDevice, capture};
 use crate::{Device, Error, Result};
 
 /// Copies between devices go through a host buffer of at most this size.
@@ -106,6 +106,9 @@ impl Storage {
     /// The buffer and the offset to enqueue work on. Empty storages have none, nor need it: callers launch nothing.
     pub(crate) fn cl(&self) -> Result<ClPlace<'_>> {
         if let Home::OpenCl(device, lease) = &self.allocation().home {
+            if capture::is_recording(device.device()) {
+                captured::used(self, lease);
+            }
             let place = lease.block.place();
             if let MemoryKind::OpenCl(buffer) = &lease.block.segment().memory().0 {
                 return Ok(ClPlace { device, buffer, place });
@@ -123,6 +126,7 @@ impl Storage {
         if self.device() == Device::Cpu {
             return with_host(&[self], &[], |r, _| copy(dst, &r[0][range]));
         }
+        capture::refuse(self.device(), "read", "no values are computed yet that could be read")?;
         let from = self.cl()?;
         staging::read(from.device, from.buffer(), from.offset() + offset, dst)
     }
@@ -151,6 +155,7 @@ impl Storage {
         if self.device() == Device::Cpu {
             return with_host(&[], &[self], |_, w| copy(&mut w[0][range], src));
         }
+        capture::refuse(self.device(), "write", "values of the host would be there once: make the tensor outside")?;
         let to = self.cl()?;
         staging::write(to.device, src, to.buffer(), to.offset() + offset)
     }

@@ -11,6 +11,7 @@
 mod access;
 mod allocator;
 mod caching;
+mod captured;
 mod config;
 mod counters;
 mod direct;
@@ -45,6 +46,7 @@ pub use caching::{
     CachingAllocator, FreeMemory, MemPool, MemPoolOptions, MemPoolStats, OomObserver, OutOfMemoryEvent, PoolCheckpoint,
     Registration, use_mem_pool,
 };
+pub(crate) use captured::Captured;
 pub use config::{Backend, Config, ConfigKey, SegmentSizes};
 pub use direct::DirectAllocator;
 pub use driver::{At, Call, Driver, Failure, Marker, Memory, Sim, SimOptions};
@@ -231,6 +233,9 @@ impl Storage {
     /// To be called by every in-place operation. Transfers do not call it.
     pub(crate) fn bump_version(&self) {
         self.0.version.fetch_add(1, Ordering::AcqRel);
+        if opencl::capture::is_recording(self.device()) {
+            captured::changed(self);
+        }
     }
 }
 

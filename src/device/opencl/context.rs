@@ -15,8 +15,12 @@ use super::fault::{Slot, Slots, Words};
 use super::probe::TensorCores;
 use super::program::Programs;
 use super::queues::{Locked, Queues, SERVICE};
+use crate::device::stream::MAX_STREAMS;
 use crate::device::{Device, DeviceInfo, DeviceKind, StreamId};
 use crate::{Error, Result};
+
+/// Counters of a stream that a kernel may use; see [`ClDevice::arrivals`].
+pub(crate) const ARRIVALS: usize = 256;
 
 /// An open OpenCL device: one context, one in-order queue a stream. Lives as long as the process.
 pub(crate) struct ClDevice {
@@ -27,6 +31,8 @@ pub(crate) struct ClDevice {
     pub(super) programs: Programs,
     pub(super) faults: Slots,
     pub(super) tensor_cores: OnceLock<TensorCores>,
+    /// See [`arrivals`](Self::arrivals).
+    arrivals: OnceLock<ClBuffer>,
     /// `fill` and `copy` of `kernels/memory.cl`, where they are used.
     pub(super) memory_kernels: [OnceLock<Option<ClKernel>>; 2],
     driver_text: &'static DriverText,
@@ -73,6 +79,7 @@ impl ClDevice {
             programs: Programs::default(),
             faults,
             tensor_cores: OnceLock::new(),
+            arrivals: OnceLock::new(),
             memory_kernels: Default::default(),
             driver_text,
             lost: OnceLock::new(),
@@ -123,6 +130,18 @@ impl ClDevice {
             }
             other => other,
         }
+    }
+
+    /// [`ARRIVALS`] counters for each stream, zero when no kernel runs there: a kernel counts with them which of its
+    /// work-groups comes last, and sets them back.
+    pub(crate) fn arrivals(&self) -> Result<&ClBuffer> {
+        if let Some(buffer) = self.arrivals.get() {
+            return Ok(buffer);
+        }
+        let zeros = vec![0u8; MAX_STREAMS * ARRIVALS * size_of::<u32>()];
+        let buffer = self.create_buffer(zeros.len()).map_err(|e| self.error(e))?;
+        self.write(&zeros, &buffer, 0)?;
+        Ok(self.arrivals.get_or_init(|| buffer))
     }
 
     /// Waits for everything submitted to the stream so far, and reports the faults in these slots.

@@ -123,6 +123,19 @@ impl Slot {
         !self.pending().is_empty()
     }
 
+    /// Whether a kernel with these arguments may record a fault here.
+    pub(super) fn is_among(&self, args: &[Arg<'_>]) -> bool {
+        args.iter().any(|a| matches!(a, Arg::Buffer(b) if ptr::eq(*b, &self.buffer)))
+    }
+
+    /// Notes, under the queues' lock, that one was launched.
+    pub(super) fn note_pending(&self, stream: StreamId) {
+        let mut pending = self.pending();
+        if !pending.contains(&stream) {
+            pending.push(stream);
+        }
+    }
+
     /// Whether there may be something to read once this stream is done.
     pub(super) fn is_pending_on(&self, stream: StreamId) -> bool {
         self.pending().contains(&stream)
@@ -183,11 +196,8 @@ impl ClDevice {
     /// Notes, under the queues' lock, that a kernel with these arguments was launched.
     pub(super) fn note_fault_args(&self, stream: StreamId, args: &[Arg<'_>]) {
         let slot = self.slot();
-        if args.iter().any(|a| matches!(a, Arg::Buffer(b) if ptr::eq(*b, &slot.buffer))) {
-            let mut pending = slot.pending();
-            if !pending.contains(&stream) {
-                pending.push(stream);
-            }
+        if slot.is_among(args) {
+            slot.note_pending(stream);
         }
     }
 

@@ -5,7 +5,7 @@ use std::ptr;
 
 use super::driver::{ClBuffer, ClEvent, ClKernel, call};
 use super::errors::ClError;
-use super::{ClDevice, queues::Queue};
+use super::{ClDevice, capture, queues::Queue};
 use crate::device::count_launch;
 use crate::{Error, Result};
 
@@ -23,7 +23,7 @@ pub(crate) enum Arg<'a> {
     Bytes(&'a [u8]),
 }
 
-/// Launches between two flushes: the device starts early, and a flush is not paid for each.
+/// Launches between two flushes, once there are many: a flush is not paid for each.
 const FLUSH_EVERY: u32 = 16;
 /// The queue never holds more than about twice this many launches: drivers slow down, or run out of memory, when it
 /// grows without bound.
@@ -38,7 +38,7 @@ impl ClDevice {
     /// A wrong number of arguments, a group larger than the kernel can have, and everything the driver refuses.
     pub(crate) fn launch(&self, kernel: &ClKernel, args: &[Arg<'_>], global: &[usize], local: &[usize]) -> Result<()> {
         self.launch_uncounted(kernel, args, global, local)?;
-        if !global.contains(&0) {
+        if !global.contains(&0) && !capture::count_launch(self.device()) {
             count_launch();
         }
         Ok(())
@@ -78,6 +78,9 @@ impl ClDevice {
                 None => return bug(format!("{global:?} work-items are too many")),
             };
         }
+        if capture::is_recording(self.device()) {
+            return self.record_kernel(kernel, args, &whole[..dims], local);
+        }
         let behind = {
             let stream = self.current_stream();
             let mut queue = self.lock(stream);
@@ -100,6 +103,16 @@ fn enqueue(
     for (i, arg) in args.iter().enumerate() {
         set_arg(kernel, i as u32, arg)?;
     }
+    enqueue_kernel(queue, kernel, global, local)
+}
+
+/// Enqueues a kernel whose arguments are set, as [`enqueue`] does.
+pub(super) fn enqueue_kernel(
+    queue: &mut Queue,
+    kernel: &ClKernel,
+    global: &[usize],
+    local: &[usize],
+) -> Result<Option<ClEvent>, ClError> {
     queue.since_checkpoint += 1;
     let checkpoint = queue.since_checkpoint >= CHECKPOINT_EVERY;
     let mut raw = ptr::null_mut();
@@ -115,7 +128,8 @@ fn enqueue(
         if checkpoint { &mut raw } else { ptr::null_mut() }
     ))?;
     queue.unflushed += 1;
-    if queue.unflushed >= FLUSH_EVERY || checkpoint {
+    if queue.unflushed >= queue.flush_at || checkpoint {
+        queue.flush_at = (2 * queue.flush_at).min(FLUSH_EVERY);
         queue.flush()?;
     }
     if checkpoint {
@@ -125,7 +139,7 @@ fn enqueue(
     Ok(None)
 }
 
-fn set_arg(kernel: &ClKernel, index: u32, arg: &Arg<'_>) -> Result<(), ClError> {
+pub(super) fn set_arg(kernel: &ClKernel, index: u32, arg: &Arg<'_>) -> Result<(), ClError> {
     fn value<T: Copy>(kernel: &ClKernel, index: u32, x: T) -> Result<(), ClError> {
         call!(clSetKernelArg(kernel.raw(), index, size_of::<T>(), ptr::from_ref(&x).cast::<c_void>()))
     }

@@ -3,10 +3,11 @@
 //! [`discovery`] finds them; [`open`] makes a device usable: one context and one in-order queue a stream, kept for the
 //! life of the process. Work is submitted under the device's one lock and waited for outside it, so a thread that waits
 //! never stops another from submitting: see [`queues`]. [`program`] builds kernels and keeps them on disk, [`launch`]
-//! runs them, [`probe`] finds out what they may use, [`transfer`] moves bytes, through [`pinned`] memory where it is to
+//! runs them, [`capture`] records them instead, [`probe`] finds out what they may use, [`transfer`] moves bytes, through [`pinned`] memory where it is to
 //! be fast. [`driver`] is the only file that owns raw handles; [`exit`] stops everything before the process ends.
 
 mod background;
+pub(crate) mod capture;
 mod context;
 mod discovery;
 mod driver;
@@ -24,7 +25,7 @@ mod stream_tests;
 mod tests;
 mod transfer;
 
-pub(crate) use context::ClDevice;
+pub(crate) use context::{ARRIVALS, ClDevice};
 pub(crate) use driver::{ClBuffer, ClEvent, ClKernel};
 pub(crate) use errors::{ClError, Class};
 pub(crate) use fault::Fault;

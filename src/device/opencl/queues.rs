@@ -10,10 +10,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use opencl3::types::{cl_command_queue, cl_context, cl_device_id, cl_event};
 
-use super::ClDevice;
 use super::driver::{ClEvent, call, create};
 use super::errors::ClError;
 use super::exit;
+use super::{ClDevice, capture};
 use crate::Result;
 use crate::device::stream::{self, Ids, MAX_STREAMS, StreamId};
 
@@ -21,11 +21,19 @@ use crate::device::stream::{self, Ids, MAX_STREAMS, StreamId};
 /// waits behind a stream's work.
 pub(super) const SERVICE: StreamId = StreamId(1);
 
+/// Why a recording has no waits.
+const WAITS: &str = "nothing of it runs yet that could be waited for";
+
+/// Launches after a wait that are flushed together, so that the device starts while the host goes on; twice as many each
+/// time after.
+const FIRST_FLUSH: u32 = 2;
+
 /// A queue and what is counted under the lock.
 pub(super) struct Queue {
     pub raw: cl_command_queue,
-    /// Launches since the last flush.
+    /// Launches since the last flush, and how many make the next one due.
     pub unflushed: u32,
+    pub flush_at: u32,
     /// Launches since `checkpoint` was taken.
     pub since_checkpoint: u32,
     /// An earlier launch to wait for when the queue has grown too long behind it.
@@ -39,7 +47,7 @@ unsafe impl Send for Queue {}
 
 impl Queue {
     fn new(raw: cl_command_queue) -> Queue {
-        Queue { raw, unflushed: 0, since_checkpoint: 0, checkpoint: None, probe: None }
+        Queue { raw, unflushed: 0, flush_at: FIRST_FLUSH, since_checkpoint: 0, checkpoint: None, probe: None }
     }
 
     /// Makes sure that the device starts on what was enqueued.
@@ -192,6 +200,7 @@ impl ClDevice {
             let submitted = submit(&mut queue, &mut raw);
             // Even after a failure: what did get onto the queue may be writing to the caller's memory.
             let flushed = queue.flush();
+            queue.flush_at = FIRST_FLUSH;
             if submitted.is_err() {
                 let _ = call!(clFinish(queue.raw));
             }
@@ -215,7 +224,7 @@ impl ClDevice {
         let (submitted, raw, count) = {
             let mut queue = self.lock(stream);
             let submitted = submit(&mut queue);
-            queue.unflushed = 0;
+            (queue.unflushed, queue.flush_at) = (0, FIRST_FLUSH);
             (submitted, queue.raw, self.submitted(stream))
         };
         // Also after a failure: what did get onto the queue may be writing to the caller's memory.
@@ -271,6 +280,7 @@ impl ClDevice {
     /// # Errors
     /// What a kernel of this thread, or of one that has ended, recorded as a fault, or a lost device.
     pub(crate) fn finish(&self) -> Result<()> {
+        capture::refuse(self.device(), "synchronize", WAITS)?;
         let here = self.current_stream();
         let marks = self.mark_busy(Some(here))?;
         let reported = self.wait_and_report(here, &self.slots_to_finish());
@@ -323,6 +333,7 @@ impl ClDevice {
     /// # Errors
     /// What a kernel of this thread on this stream recorded as a fault, or a lost device.
     pub(crate) fn finish_stream(&self, stream: StreamId) -> Result<()> {
+        capture::refuse(self.device(), "synchronize", WAITS)?;
         let slot = self.slot();
         if slot.is_pending_on(stream) {
             self.wait_and_report(stream, &[slot])

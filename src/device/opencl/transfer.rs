@@ -5,7 +5,7 @@ use std::ptr;
 use super::driver::{ClBuffer, ClKernel, call};
 use super::errors::ClError;
 use super::queues::Queue;
-use super::{Arg, ClDevice};
+use super::{Arg, ClDevice, capture};
 use crate::device::{DeviceKind, StreamId};
 use crate::{Error, Result};
 
@@ -42,6 +42,14 @@ impl ClDevice {
             && !overlap
             && in_range("copy", src, src_off, bytes).and(in_range("copy", dst, dst_off, bytes)).is_ok()
             && self.copied_by_kernel(src, src_off, dst, dst_off, bytes)?;
+        if capture::is_recording(self.device()) {
+            in_range("copy", src, src_off, bytes).and(in_range("copy", dst, dst_off, bytes))?;
+            return match by_kernel || bytes == 0 {
+                true => Ok(()),
+                false if overlap => Err(Error::invalid("copy", "a graph has no copies between overlapping bytes")),
+                false => self.record_copy(src, src_off, dst, dst_off, bytes),
+            };
+        }
         if !by_kernel {
             self.copy_on(stream, src, src_off, dst, dst_off, bytes)?;
         }
@@ -190,6 +198,11 @@ impl ClDevice {
             let (first, pattern) = (Arg::U64((off / 16) as u64), Arg::Bytes(&wide));
             let args = [Arg::Buffer(dst), first, pattern, Arg::U64(count as u64)];
             return self.launch_uncounted(kernel, &args, &[count], &[kernel.max_work_group().min(256)]);
+        }
+        if capture::is_recording(self.device()) {
+            return (0..bytes)
+                .step_by(FILL_CHUNK)
+                .try_for_each(|at| self.record_fill(dst, off + at, FILL_CHUNK.min(bytes - at), wide, n));
         }
         let filled = {
             let queue = self.lock(self.current_stream());

@@ -165,7 +165,8 @@ pub(super) fn cross_entropy(
     // Small batches in one group, which then gives the loss itself.
     let (groups, lanes, local) = match device.info().kind {
         DeviceKind::Cpu => (if rows * n <= 1 << 13 { 1 } else { rows.min(4 * units) }, 1, 1),
-        _ if rows * n <= 16 * group => (1, lanes, group),
+        // All rows at once, if they fit.
+        _ if rows * n <= 16 * group => (1, lanes.min(1 << (group / rows).max(1).ilog2()), group),
         _ => (rows.div_ceil(group / lanes).min(4 * units), lanes, group),
     };
     let each = options.reduction == LossReduction::None;

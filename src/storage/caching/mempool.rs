@@ -200,6 +200,12 @@ impl MemPool {
         Ok(())
     }
 
+    /// Whether a live block is one of its own.
+    pub(crate) fn owns(&self, block: &Block) -> bool {
+        let allocator = &self.0.allocator;
+        block.owner == allocator.number && allocator.lock().heap.held(block.id()).pool == self.0.id
+    }
+
     /// Whether these are all of its live blocks, and it has no other (PyTorch's `checkPoolLiveAllocations`).
     pub fn check_live(&self, blocks: &[&Block]) -> bool {
         let given: HashSet<u32> =

@@ -1,0 +1,228 @@
+//! Recording what a thread submits to a device, to submit it again and again.
+//!
+//! While a [`Recorder`] is in force on a thread, kernels, fills and copies of that thread on its device are not enqueued
+//! but written down: a kernel with an object of its own, whose arguments are set then and never again. [`ClDevice::replay`]
+//! enqueues them all under one lock.
+
+use std::cell::{Cell, RefCell};
+use std::ffi::{CString, c_void};
+use std::ptr;
+
+use opencl3::kernel::{CL_KERNEL_FUNCTION_NAME, CL_KERNEL_PROGRAM};
+use opencl3::types::{cl_mem, cl_program};
+
+use super::driver::{ClKernel, call, create};
+use super::errors::ClError;
+use super::fault::Slot;
+use super::launch::{Arg, enqueue_kernel, set_arg};
+use super::queues::Queue;
+use super::{ClBuffer, ClDevice};
+use crate::device::{self, Device, StreamId};
+use crate::{Error, Result};
+
+/// What was recorded. The buffers' owners are kept by whoever keeps this.
+pub(crate) struct Recording {
+    stream: StreamId,
+    commands: Vec<Command>,
+    /// Those of them that count as launches.
+    launches: u64,
+    /// Where kernels among them record faults.
+    faults: Option<&'static Slot>,
+}
+
+enum Command {
+    Kernel { kernel: ClKernel, dims: usize, global: [usize; 3], local: [usize; 3] },
+    Fill { to: cl_mem, offset: usize, bytes: usize, pattern: [u8; 16], length: usize },
+    Copy { from: cl_mem, to: cl_mem, from_offset: usize, to_offset: usize, bytes: usize },
+}
+
+// SAFETY: OpenCL objects belong to the process; the kernels' arguments are not set again, and they are enqueued under the
+// queues' lock.
+unsafe impl Send for Recording {}
+// SAFETY: as above.
+unsafe impl Sync for Recording {}
+
+thread_local! {
+    /// Whether this thread records at all: almost never, and then nothing else is looked at.
+    static ACTIVE: Cell<bool> = const { Cell::new(false) };
+    static RECORDER: RefCell<Option<(Device, Recording)>> = const { RefCell::new(None) };
+}
+
+/// Keeps this thread recording; ends it on drop.
+pub(crate) struct Recorder(());
+
+impl Recorder {
+    /// Records what this thread submits to the device from now on.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where this thread records already.
+    pub(crate) fn start(device: &ClDevice) -> Result<Recorder> {
+        if ACTIVE.get() {
+            return Err(Error::invalid("Graph::capture", "this thread is capturing a graph already"));
+        }
+        let recording = Recording { stream: device.current_stream(), commands: Vec::new(), launches: 0, faults: None };
+        RECORDER.with_borrow_mut(|recorder| *recorder = Some((device.device(), recording)));
+        ACTIVE.set(true);
+        Ok(Recorder(()))
+    }
+
+    /// What was recorded since.
+    pub(crate) fn finish(self) -> Recording {
+        let (_, recording) = RECORDER.take().expect("there as long as the recorder is");
+        recording
+    }
+}
+
+impl Drop for Recorder {
+    fn drop(&mut self) {
+        ACTIVE.set(false);
+        drop(RECORDER.take());
+    }
+}
+
+/// Whether this thread records what it submits to the device.
+#[inline]
+pub(crate) fn is_recording(device: Device) -> bool {
+    ACTIVE.get() && RECORDER.with_borrow(|recorder| recorder.as_ref().is_some_and(|(of, _)| *of == device))
+}
+
+/// Counts a launch that was recorded, which counts when it is replayed; false where none was.
+pub(super) fn count_launch(device: Device) -> bool {
+    let recording = is_recording(device);
+    if recording {
+        RECORDER.with_borrow_mut(|recorder| recorder.iter_mut().for_each(|(_, recording)| recording.launches += 1));
+    }
+    recording
+}
+
+/// An error for what cannot be part of a recording.
+///
+/// # Errors
+/// [`Error::Invalid`] while this thread records.
+#[inline]
+pub(crate) fn refuse(device: Device, op: &'static str, why: &str) -> Result<()> {
+    match is_recording(device) {
+        true => Err(Error::invalid(op, format!("not while a graph is captured: {why}"))),
+        false => Ok(()),
+    }
+}
+
+impl Recording {
+    /// How many commands.
+    pub(crate) fn len(&self) -> usize {
+        self.commands.len()
+    }
+}
+
+impl ClDevice {
+    /// Writes a command down, if this thread records.
+    fn record_command(&self, command: impl FnOnce(&mut Recording) -> Result<Command>) -> Result<()> {
+        RECORDER.with_borrow_mut(|recorder| {
+            let (_, recording) = recorder.as_mut().expect("asked before");
+            if recording.stream != self.current_stream() {
+                return Err(Error::invalid("Graph::capture", "work on another stream cannot be captured"));
+            }
+            let command = command(recording)?;
+            recording.commands.push(command);
+            Ok(())
+        })
+    }
+
+    /// A kernel over whole groups.
+    pub(super) fn record_kernel(
+        &self,
+        kernel: &ClKernel,
+        args: &[Arg<'_>],
+        global: &[usize],
+        local: &[usize],
+    ) -> Result<()> {
+        self.record_command(|recording| {
+            let slot = self.slot();
+            if slot.is_among(args) {
+                recording.faults = Some(slot);
+            }
+            let kernel = self.duplicate(kernel).map_err(|e| self.error(e))?;
+            for (i, arg) in args.iter().enumerate() {
+                set_arg(&kernel, i as u32, arg).map_err(|e| self.error(e))?;
+            }
+            let whole = |sizes: &[usize]| std::array::from_fn(|d| sizes.get(d).copied().unwrap_or(1));
+            Ok(Command::Kernel { kernel, dims: global.len(), global: whole(global), local: whole(local) })
+        })
+    }
+
+    pub(super) fn record_fill(
+        &self,
+        dst: &ClBuffer,
+        offset: usize,
+        bytes: usize,
+        pattern: [u8; 16],
+        length: usize,
+    ) -> Result<()> {
+        self.record_command(|_| Ok(Command::Fill { to: dst.mem(), offset, bytes, pattern, length }))
+    }
+
+    pub(super) fn record_copy(
+        &self,
+        src: &ClBuffer,
+        from_offset: usize,
+        dst: &ClBuffer,
+        to_offset: usize,
+        bytes: usize,
+    ) -> Result<()> {
+        let (from, to) = (src.mem(), dst.mem());
+        self.record_command(|_| Ok(Command::Copy { from, to, from_offset, to_offset, bytes }))
+    }
+
+    /// Another kernel object of the same function, with arguments of its own.
+    fn duplicate(&self, kernel: &ClKernel) -> Result<ClKernel, ClError> {
+        let mut program: cl_program = ptr::null_mut();
+        let to = ptr::from_mut(&mut program).cast::<c_void>();
+        call!(clGetKernelInfo(kernel.raw(), CL_KERNEL_PROGRAM, size_of::<cl_program>(), to, ptr::null_mut()))?;
+        let mut name = [0u8; 256];
+        let (to, size) = (name.as_mut_ptr().cast::<c_void>(), name.len() - 1);
+        call!(clGetKernelInfo(kernel.raw(), CL_KERNEL_FUNCTION_NAME, size, to, ptr::null_mut()))?;
+        let entry = name.split(|&b| b == 0).next().and_then(|n| CString::new(n).ok()).unwrap_or_default();
+        let raw = create!(clCreateKernel(program, entry.as_ptr()))?;
+        Ok(ClKernel::new(raw, kernel.name()).with_limits(kernel.arg_count(), kernel.max_work_group()))
+    }
+
+    /// Submits what was recorded, to the stream it was recorded on. Returns when it is submitted.
+    ///
+    /// # Errors
+    /// What the driver refuses, or a lost device.
+    pub(crate) fn replay(&self, recording: &Recording) -> Result<()> {
+        self.check_lost()?;
+        let (submitted, behind) = {
+            let mut queue = self.lock(recording.stream);
+            let mut behind = None;
+            let submitted = recording.commands.iter().try_for_each(|command| {
+                behind = submit(&mut queue, command)?.or(behind.take());
+                Ok(())
+            });
+            (0..recording.launches).for_each(|_| device::count_launch());
+            if let Some(slot) = recording.faults {
+                slot.note_pending(recording.stream);
+            }
+            (submitted, behind)
+        };
+        submitted.and_then(|()| behind.map_or(Ok(()), |e| e.wait())).map_err(|e| self.error(self.settle(e)))
+    }
+}
+
+/// Enqueues one; gives a command to wait for if the queue is too long.
+fn submit(queue: &mut Queue, command: &Command) -> Result<Option<super::ClEvent>, ClError> {
+    let none = ptr::null_mut();
+    match command {
+        Command::Kernel { kernel, dims, global, local } => {
+            return enqueue_kernel(queue, kernel, &global[..*dims], &local[..*dims]);
+        }
+        Command::Fill { to, offset, bytes, pattern, length } => {
+            let from = pattern.as_ptr().cast();
+            call!(clEnqueueFillBuffer(queue.raw, *to, from, *length, *offset, *bytes, 0, ptr::null(), none))?;
+        }
+        Command::Copy { from, to, from_offset, to_offset, bytes } => {
+            call!(clEnqueueCopyBuffer(queue.raw, *from, *to, *from_offset, *to_offset, *bytes, 0, ptr::null(), none))?;
+        }
+    }
+    Ok(None)
+}

@@ -1,0 +1,118 @@
+//! Work recorded once and replayed: a training step without what it costs the host.
+
+use std::fmt;
+
+use crate::device::opencl::capture::{self, Recorder, Recording};
+use crate::device::opencl::{self, ClDevice};
+use crate::storage::Captured;
+use crate::{Device, Error, Result, Stream};
+
+/// Work of an OpenCL device, recorded to be submitted again and again (PyTorch's `torch.cuda.CUDAGraph`).
+///
+/// [`Graph::capture`] runs a closure once and writes down the kernels, fills and copies it would have submitted, without
+/// running any of them: until the first [`Graph::replay`] the tensors made inside hold nothing in particular. A replay submits all of it with
+/// everything decided: kernels have objects of their own whose arguments are set, so that the host only enqueues. A replay
+/// computes what the closure would compute, on the tensors it used: change their contents (`copy_`) for other inputs.
+///
+/// ```
+/// use claystone::{Device, Graph, Tensor};
+/// # let Some(device) = Device::all().into_iter().find(|&d| d != Device::Cpu) else { return Ok(()) };
+/// let x = Tensor::zeros(3, device)?;
+/// let (graph, y) = Graph::capture(device, || x.add_scalar(1)?.mul_scalar(2))?;
+/// for value in [0, 1, 2] {
+///     x.fill_(value)?;
+///     graph.replay()?;
+///     assert_eq!(y.to_vec::<f32>()?, [2.0 * (value as f32 + 1.0); 3]);
+/// }
+/// # Ok::<(), claystone::Error>(())
+/// ```
+///
+/// A whole training step is captured likewise: `zero_grad`, forward, `backward` and [`Sgd`](crate::optim::Sgd)'s step; what is a number on the host
+/// then (the learning rate) stays what it was at the capture.
+///
+/// **Memory.** What is allocated inside comes from a pool of the graph's own: as long as the graph lives nobody else is
+/// given it, also what was dropped inside. Tensors from outside are kept alive and do not move. When the graph is dropped,
+/// it waits for its replays, and the memory becomes the allocator's.
+///
+/// **Order.** Replays go to the stream that was current at the capture, behind everything submitted there before.
+///
+/// What a kernel finds wrong with its operands (a label out of range) is told to the thread that captured, when it waits.
+pub struct Graph {
+    device: &'static ClDevice,
+    /// Keeps the stream from being given to others.
+    stream: Stream,
+    recording: Recording,
+    memory: Captured,
+}
+
+impl Graph {
+    /// Runs `f` and records what this thread submits to the device's current stream inside, without running it. Gives
+    /// what `f` gives, usually tensors that replays fill. Work on other devices, and of other threads, is done as ever.
+    ///
+    /// # Errors
+    /// Those of `f`. [`Error::Invalid`] for a device that is no OpenCL device, or whose allocator is not the caching one;
+    /// inside another capture; and from what cannot be captured: reading values and waiting, writing values from the host,
+    /// random numbers, work on other streams, events, and optimisers whose step depends on how many there were
+    /// ([`AdamW`](crate::optim::AdamW)). After an error nothing has run, and the graph's memory is free again; what `f` itself did on the
+    /// host (forgetting gradients, say) stays done.
+    pub fn capture<R>(device: Device, f: impl FnOnce() -> Result<R>) -> Result<(Graph, R)> {
+        let Device::OpenCL(index) = device else {
+            let reason = "the CPU does its work at once, there is no queue to record: call the closure itself";
+            return Err(Error::invalid("Graph::capture", reason));
+        };
+        let (cl, stream) = (opencl::open(index)?, Stream::current(device)?);
+        let recorder = Recorder::start(cl)?;
+        let (memory, result) = Captured::during(device, f)?;
+        let recording = recorder.finish();
+        Ok((Graph { device: cl, stream, recording, memory }, result))
+    }
+
+    /// Submits everything recorded, in order. Returns when it is submitted.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] inside a capture, what the driver refuses, and [`Error::DeviceLost`].
+    pub fn replay(&self) -> Result<()> {
+        capture::refuse(self.device.device(), "Graph::replay", "graphs are not made of graphs")?;
+        self.device.replay(&self.recording)?;
+        self.memory.replayed();
+        Ok(())
+    }
+
+    /// Whether this thread is capturing a graph of the device (PyTorch's `torch.cuda.is_current_stream_capturing`).
+    pub fn is_capturing(device: Device) -> bool {
+        capture::is_recording(device)
+    }
+
+    /// The device.
+    pub fn device(&self) -> Device {
+        self.device.device()
+    }
+
+    /// The stream that replays go to.
+    pub fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
+    /// How many commands a replay submits: kernels, fills and copies.
+    pub fn commands(&self) -> usize {
+        self.recording.len()
+    }
+
+    /// Bytes of device memory that are the graph's own.
+    pub fn reserved_bytes(&self) -> u64 {
+        self.memory.pool_bytes()
+    }
+}
+
+impl Drop for Graph {
+    /// Waits for replays under way: their memory is about to be others'.
+    fn drop(&mut self) {
+        let _ = self.device.record(self.stream.id()).and_then(|event| self.device.wait(&event));
+    }
+}
+
+impl fmt::Debug for Graph {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "graph of {} commands on {}", self.commands(), self.device())
+    }
+}

@@ -1,0 +1,73 @@
+//! Elementwise launches as they were prepared before: a thread's next launch of the same formula over operands that lie in
+//! the same way is looked up, not worked out again.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+
+use smallvec::SmallVec;
+
+use super::expr::Expr;
+use super::opencl_map::Prepared;
+use crate::tensor::Layout;
+use crate::{DType, Device, Tensor};
+
+/// Places of a thread's table. A launch has one place it can be in.
+const PLACES: usize = 256;
+
+/// A launch, by everything that was looked at to prepare it: of operands, all but where their storages are.
+struct Memo {
+    device: Device,
+    exprs: SmallVec<[Expr; 2]>,
+    /// Inputs, then outputs.
+    operands: SmallVec<[(DType, Layout); 4]>,
+    prepared: Rc<Prepared>,
+}
+
+thread_local! {
+    static TABLE: RefCell<Vec<Option<Memo>>> = const { RefCell::new(Vec::new()) };
+}
+
+fn place(exprs: &[Expr], inputs: &[&Tensor], outputs: &[&Tensor]) -> usize {
+    let mut hash = exprs.iter().fold(0u64, |hash, e| e.hash_value() ^ hash.rotate_left(7));
+    for t in inputs.iter().chain(outputs) {
+        let sizes = t.shape().dims().iter().zip(t.strides());
+        hash = sizes.fold(hash ^ t.dtype as u64, |h, (&n, &s)| {
+            (h.rotate_left(9) ^ n as u64 ^ (s as u64) << 32).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+        });
+    }
+    (hash >> 40) as usize % PLACES
+}
+
+/// What was prepared for a launch like this one. None as well where an input has to be copied first.
+pub(super) fn find(device: Device, exprs: &[Expr], inputs: &[&Tensor], outputs: &[&Tensor]) -> Option<Rc<Prepared>> {
+    let alike = |(t, (dtype, layout)): (&&Tensor, &(DType, Layout))| t.dtype == *dtype && t.layout == *layout;
+    // A storage that is read and written through different views is looked at anew.
+    let clear = |t: &&Tensor| {
+        outputs.iter().all(|out| !t.shares_storage(out) || (t.layout == out.layout && t.dtype == out.dtype))
+    };
+    let found = TABLE.try_with(|table| {
+        let table = table.try_borrow().ok()?;
+        let memo = table.get(place(exprs, inputs, outputs))?.as_ref()?;
+        let same = memo.device == device
+            && memo.operands.len() == inputs.len() + outputs.len()
+            && memo.exprs[..] == *exprs
+            && inputs.iter().chain(outputs).zip(&memo.operands).all(alike)
+            && inputs.iter().chain(outputs).all(|t| t.device() == device);
+        same.then(|| Rc::clone(&memo.prepared))
+    });
+    found.ok().flatten().filter(|_| inputs.iter().all(clear))
+}
+
+/// Remembers a launch of which no input was copied, in place of one that may have been there.
+pub(super) fn keep(device: Device, exprs: &[Expr], inputs: &[&Tensor], outputs: &[&Tensor], prepared: Prepared) {
+    let operands = inputs.iter().chain(outputs).map(|t| (t.dtype, t.layout.clone())).collect();
+    let memo = Memo { device, exprs: exprs.iter().cloned().collect(), operands, prepared: Rc::new(prepared) };
+    let _ = TABLE.try_with(|table| {
+        if let Ok(mut table) = table.try_borrow_mut() {
+            if table.is_empty() {
+                table.resize_with(PLACES, || None);
+            }
+            table[place(exprs, inputs, outputs)] = Some(memo);
+        }
+    });
+}

@@ -1,0 +1,91 @@
+//! What a graph uses of a device's memory, and how it keeps it.
+
+use std::cell::RefCell;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use super::{Lease, MemPool, MemPoolOptions, Segment, Storage, use_mem_pool};
+use crate::{Device, Result};
+
+/// The memory of a graph: its own pool, and what it uses of what was there before.
+pub(crate) struct Captured {
+    outside: Vec<Used>,
+    /// Buffers that commands name.
+    segments: Vec<Arc<Segment>>,
+    pool: MemPool,
+}
+
+/// A storage that is not of the pool, and how often a capture counted it as changed.
+struct Used {
+    storage: Storage,
+    changes: u64,
+}
+
+thread_local! {
+    static CAPTURED: RefCell<Option<Captured>> = const { RefCell::new(None) };
+}
+
+impl Captured {
+    /// Runs `f`: what this thread allocates on the device is of a new pool, and what it uses stays where it is.
+    ///
+    /// # Errors
+    /// Those of `f`, after which nothing counts as changed, and a device whose allocator has no pools.
+    pub(crate) fn during<R>(device: Device, f: impl FnOnce() -> Result<R>) -> Result<(Captured, R)> {
+        struct End;
+        impl Drop for End {
+            fn drop(&mut self) {
+                drop(CAPTURED.take());
+            }
+        }
+        let pool = MemPool::of_device(device, MemPoolOptions::default())?;
+        CAPTURED.set(Some(Captured { outside: Vec::new(), segments: Vec::new(), pool: pool.clone() }));
+        let _end = End;
+        let result = use_mem_pool(&pool, f);
+        let captured = CAPTURED.take().expect("set above");
+        if result.is_err() {
+            captured.outside.iter().for_each(|used| used.count(|n| n.wrapping_sub(used.changes)));
+        }
+        result.map(|result| (captured, result))
+    }
+
+    /// Counts what every replay changes as changed once more.
+    pub(crate) fn replayed(&self) {
+        self.outside.iter().filter(|used| used.changes > 0).for_each(|used| used.count(|n| n.wrapping_add(1)));
+    }
+
+    /// The bytes of its pool.
+    pub(crate) fn pool_bytes(&self) -> u64 {
+        self.pool.stats().reserved_bytes
+    }
+}
+
+impl Used {
+    fn count(&self, change: impl Fn(u64) -> u64) {
+        let _ = self.storage.0.version.fetch_update(Ordering::AcqRel, Ordering::Acquire, |n| Some(change(n)));
+    }
+}
+
+/// Notes that a capture of this thread uses a storage: it will not move, and is kept unless its memory is the pool's.
+pub(super) fn used(storage: &Storage, lease: &Lease) {
+    CAPTURED.with_borrow_mut(|captured| {
+        let Some(captured) = captured else { return };
+        let segment = lease.block.export_segment();
+        if !captured.segments.iter().any(|known| Arc::ptr_eq(known, &segment)) {
+            captured.segments.push(segment);
+        }
+        let known = || captured.outside.iter().any(|used| used.storage.ptr_eq(storage));
+        if !captured.pool.owns(&lease.block) && !known() {
+            captured.outside.push(Used { storage: storage.clone(), changes: 0 });
+        }
+    });
+}
+
+/// Notes that a capture of this thread counted a storage as changed.
+pub(super) fn changed(storage: &Storage) {
+    CAPTURED.with_borrow_mut(|captured| {
+        let outside = captured.as_mut().and_then(|c| c.outside.iter_mut().find(|used| used.storage.ptr_eq(storage)));
+        if let Some(used) = outside {
+            used.changes += 1;
+        }
+    });
+}
