@@ -53,6 +53,14 @@ pub(crate) fn apply(
     Ok(made)
 }
 
+/// [`apply`] for one result.
+fn apply_one(op: &'static str, inputs: &[&Tensor], params: Params, expr: &Expr, dtype: DType) -> Result<Tensor> {
+    let device = same_device(op, inputs)?;
+    let out = Tensor::empty_like_shape(broadcast_shape(op, inputs)?, dtype, device)?;
+    apply_into(op, inputs, params, std::slice::from_ref(expr), &[&out])?;
+    Ok(out)
+}
+
 /// Computes `exprs` over `inputs`, broadcast to the outputs' shape, into `outputs`. One launch, more where an input
 /// overlaps an output without being the same view of it. The caller has checked autograd.
 pub(crate) fn apply_into(
@@ -271,7 +279,7 @@ pub(super) fn apply_tracked(
     dtype: DType,
     derivative: impl Fn(usize) -> Expr,
 ) -> Result<Tensor> {
-    let out = apply(op, inputs, params, std::slice::from_ref(expr), &[dtype])?.remove(0);
+    let out = apply_one(op, inputs, params, expr, dtype)?;
     if !autograd::is_tracked(inputs) || !dtype.is_float() {
         return Ok(out);
     }

@@ -78,7 +78,12 @@ impl<'a> Gemm<'a> {
         }
         match self.sums {
             Some(sums) if summed => sums.storage.bump_version(),
-            Some(sums) => _ = reduce::sum_into(op, a, &[-1][..], false, Some(sums.detach()))?,
+            Some(sums) => {
+                let sum = reduce::sum_into(op, a, &[-1][..], false, Some(sums.detach()))?;
+                if !sum.shares_storage(sums) {
+                    sums.copy_(&sum)?;
+                }
+            }
             None => {}
         }
         Ok(outs)

@@ -115,7 +115,7 @@ pub(super) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     let found = [0, 1].map(|i| Found { dtype: operands[i].dtype, first: first[i] });
     let (plan, variant, flipped) = choose(plan, found, compute, device);
     let (a, b) = if flipped { (g.b, g.a) } else { (g.a, g.b) };
-    let sums = g.sums.filter(|_| !flipped && variant.sums_rows(&plan));
+    let sums = g.sums.filter(|t| !flipped && variant.sums_rows(&plan) && ![a, b].iter().any(|x| x.shares_storage(t)));
     let parts = variant.parts(&plan, device.info().compute_units);
     let tiles = {
         let (rows, cols) = variant.tile();

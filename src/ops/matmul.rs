@@ -1,8 +1,8 @@
 //! Matrix products: [`Tensor::matmul`], [`Tensor::linear`] and their gradients.
 //!
 //! A gradient of a product is a product of transposed views, written straight into the optimiser's flat gradient
-//! where one offers a slot. A layer, `f(x wᵀ + b)`, is one launch; backward multiplies by the slope of `f` in one
-//! launch and shares the result between the three gradients, a launch each.
+//! where one offers a slot. A layer, `f(x wᵀ + b)`, is one launch. Backward, the product that gives the gradient of `f`'s result
+//! multiplies by the slope of `f` as well, and the one for the weight adds up the bias's gradient: a launch each.
 
 use std::slice;
 use std::sync::LazyLock;

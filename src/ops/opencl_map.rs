@@ -164,8 +164,10 @@ pub(super) fn prepare(launch: &Launch) -> Result<Prepared> {
 impl Prepared {
     /// Launches it with these operands, which lie as those it was prepared for.
     pub(super) fn launch<'a>(&self, operands: impl Iterator<Item = &'a Tensor>, params: Params) -> Result<()> {
-        let read = operands.zip(&self.used).filter(|(_, used)| **used);
-        let places = read.map(|(t, _)| t.place()).collect::<Result<SmallVec<[Placed; 6]>>>()?;
+        let mut places: SmallVec<[Placed; 4]> = SmallVec::new();
+        for (t, _) in operands.zip(&self.used).filter(|(_, used)| **used) {
+            places.push(t.place()?);
+        }
         let mut args: SmallVec<[Arg; 24]> = places.iter().flat_map(|p| [p.buffer(), p.offset()]).collect();
         if !self.layout.is_empty() {
             args.push(Arg::Bytes(bytemuck::cast_slice(&self.layout)));
