@@ -10,9 +10,10 @@ use crate::{Device, Error, Result, Stream};
 /// Work of an OpenCL device, recorded to be submitted again and again (PyTorch's `torch.cuda.CUDAGraph`).
 ///
 /// [`Graph::capture`] runs a closure once and writes down the kernels, fills and copies it would have submitted, without
-/// running any of them: until the first [`Graph::replay`] the tensors made inside hold nothing in particular. A replay submits all of it with
-/// everything decided: kernels have objects of their own whose arguments are set, so that the host only enqueues. A replay
-/// computes what the closure would compute, on the tensors it used: change their contents (`copy_`) for other inputs.
+/// running any of them: until the first [`Graph::replay`] the tensors made inside hold nothing in particular. A replay
+/// submits all of it with everything decided: kernels have objects of their own whose arguments are set, so that the host
+/// only enqueues. It computes what the closure would compute, on the tensors it used: change their contents (`copy_`) for
+/// other inputs.
 ///
 /// ```
 /// use claystone::{Device, Graph, Tensor};
@@ -27,8 +28,8 @@ use crate::{Device, Error, Result, Stream};
 /// # Ok::<(), claystone::Error>(())
 /// ```
 ///
-/// A whole training step is captured likewise: `zero_grad`, forward, `backward` and [`Sgd`](crate::optim::Sgd)'s step; what is a number on the host
-/// then (the learning rate) stays what it was at the capture.
+/// A whole training step is captured likewise: `zero_grad`, forward, `backward` and [`Sgd`](crate::optim::Sgd)'s step;
+/// what is a number on the host then (the learning rate) stays what it was at the capture.
 ///
 /// **Memory.** What is allocated inside comes from a pool of the graph's own: as long as the graph lives nobody else is
 /// given it, also what was dropped inside. Tensors from outside are kept alive and do not move. When the graph is dropped,
@@ -53,8 +54,8 @@ impl Graph {
     /// Those of `f`. [`Error::Invalid`] for a device that is no OpenCL device, or whose allocator is not the caching one;
     /// inside another capture; and from what cannot be captured: reading values and waiting, writing values from the host,
     /// random numbers, work on other streams, events, and optimisers whose step depends on how many there were
-    /// ([`AdamW`](crate::optim::AdamW)). After an error nothing has run, and the graph's memory is free again; what `f` itself did on the
-    /// host (forgetting gradients, say) stays done.
+    /// ([`AdamW`](crate::optim::AdamW)). After an error nothing has run, and the graph's memory is free again; what `f`
+    /// itself did on the host (forgetting gradients, say) stays done.
     pub fn capture<R>(device: Device, f: impl FnOnce() -> Result<R>) -> Result<(Graph, R)> {
         let Device::OpenCL(index) = device else {
             let reason = "the CPU does its work at once, there is no queue to record: call the closure itself";

@@ -5,7 +5,7 @@ mod common;
 use claystone::autograd::gradcheck;
 use claystone::device::{DeviceKind, count_launches};
 use claystone::{DType, Device, Result, Tensor};
-use common::each_device;
+use common::{each_device, f64s};
 use ndarray::{ArrayD, IxDyn};
 
 /// Small whole numbers in f64.
@@ -13,10 +13,6 @@ fn whole(shape: &[usize], device: Device) -> Tensor {
     let n: usize = shape.iter().product();
     let values: Vec<f64> = (0..n).map(|i| ((i * i + 3 * i) % 7) as f64 - 3.0).collect();
     Tensor::from_vec(values, shape, device).unwrap()
-}
-
-fn f64s(t: &Tensor) -> ArrayD<f64> {
-    t.to_device(Device::Cpu).unwrap().to_dtype(DType::F64).unwrap().to_ndarray().unwrap()
 }
 
 /// In -1/4..1/4.

@@ -5,43 +5,15 @@ use claystone::autograd::gradcheck;
 use claystone::device::count_launches;
 use claystone::ops::Expr;
 use claystone::{DType, Device, Error, Result, Tensor};
-use common::each_device;
+use common::{each_device, f64s, reference};
 use half::{bf16, f16};
-use ndarray::{ArrayD, Axis, IxDyn};
+use ndarray::{ArrayD, IxDyn};
 
 /// Small whole numbers: their sums are exact in every float that sums in f32.
 fn whole(shape: &[usize], dtype: DType, device: Device) -> Tensor {
     let n: usize = shape.iter().product();
     let values: Vec<f32> = (0..n).map(|i| ((i * i + 3 * i) % 7) as f32 - 3.0).collect();
     Tensor::from_vec(values, shape, device).unwrap().to_dtype(dtype).unwrap()
-}
-
-fn f64s(t: &Tensor) -> ArrayD<f64> {
-    t.to_device(Device::Cpu).unwrap().to_dtype(DType::F64).unwrap().to_ndarray().unwrap()
-}
-
-/// The product in f64, one element after the other; two dimensions or more, the others broadcast.
-fn reference(a: &ArrayD<f64>, b: &ArrayD<f64>) -> ArrayD<f64> {
-    let (x, y) = (a.shape(), b.shape());
-    let (m, k, n) = (x[x.len() - 2], x[x.len() - 1], y[y.len() - 1]);
-    let rank = x.len().max(y.len());
-    let at = |s: &[usize], i: usize| if i + s.len() < rank { 1 } else { s[i + s.len() - rank] };
-    let batch: Vec<usize> = (0..rank - 2).map(|i| if at(x, i) == 1 { at(y, i) } else { at(x, i) }).collect();
-    let stretch = |t: &ArrayD<f64>, last: [usize; 2]| {
-        let dims: Vec<usize> = batch.iter().copied().chain(last).collect();
-        t.broadcast(IxDyn(&dims)).unwrap().to_owned()
-    };
-    let (a, b) = (stretch(a, [m, k]), stretch(b, [k, n]));
-    let shape: Vec<usize> = batch.iter().copied().chain([m, n]).collect();
-    ArrayD::from_shape_fn(IxDyn(&shape), |index| {
-        let (i, j) = (index[rank - 2], index[rank - 1]);
-        let (mut a, mut b) = (a.view(), b.view());
-        for d in 0..rank - 2 {
-            a.index_axis_inplace(Axis(0), index[d]);
-            b.index_axis_inplace(Axis(0), index[d]);
-        }
-        (0..k).map(|l| a[[i, l]] * b[[l, j]]).sum()
-    })
 }
 
 /// `value` as `dtype` stores it.

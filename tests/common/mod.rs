@@ -1,7 +1,8 @@
 //! What the integration tests share.
 #![allow(dead_code)] // each test program uses a part
 
-use claystone::{Device, Tensor};
+use claystone::{DType, Device, Tensor};
+use ndarray::{ArrayD, Axis, IxDyn};
 
 /// Every device that is there. The test command promises OpenCL devices: then none is a failure, not a smaller test.
 #[track_caller]
@@ -30,6 +31,35 @@ pub fn iota(shape: &[usize], device: Device) -> Tensor {
 /// The elements of an f32 tensor.
 pub fn vec(t: &Tensor) -> Vec<f32> {
     t.to_vec().unwrap()
+}
+
+/// The elements in f64.
+pub fn f64s(t: &Tensor) -> ArrayD<f64> {
+    t.to_device(Device::Cpu).unwrap().to_dtype(DType::F64).unwrap().to_ndarray().unwrap()
+}
+
+/// The product in f64, one element after the other; two dimensions or more, the others broadcast.
+pub fn reference(a: &ArrayD<f64>, b: &ArrayD<f64>) -> ArrayD<f64> {
+    let (x, y) = (a.shape(), b.shape());
+    let (m, k, n) = (x[x.len() - 2], x[x.len() - 1], y[y.len() - 1]);
+    let rank = x.len().max(y.len());
+    let at = |s: &[usize], i: usize| if i + s.len() < rank { 1 } else { s[i + s.len() - rank] };
+    let batch: Vec<usize> = (0..rank - 2).map(|i| if at(x, i) == 1 { at(y, i) } else { at(x, i) }).collect();
+    let stretch = |t: &ArrayD<f64>, last: [usize; 2]| {
+        let dims: Vec<usize> = batch.iter().copied().chain(last).collect();
+        t.broadcast(IxDyn(&dims)).unwrap().to_owned()
+    };
+    let (a, b) = (stretch(a, [m, k]), stretch(b, [k, n]));
+    let shape: Vec<usize> = batch.iter().copied().chain([m, n]).collect();
+    ArrayD::from_shape_fn(IxDyn(&shape), |index| {
+        let (i, j) = (index[rank - 2], index[rank - 1]);
+        let (mut a, mut b) = (a.view(), b.view());
+        for d in 0..rank - 2 {
+            a.index_axis_inplace(Axis(0), index[d]);
+            b.index_axis_inplace(Axis(0), index[d]);
+        }
+        (0..k).map(|l| a[[i, l]] * b[[l, j]]).sum()
+    })
 }
 
 /// Gives a test of this name a process of its own, for what is the whole process's: true there; elsewhere it has passed
