@@ -128,6 +128,11 @@ impl Suite {
         self.only.as_ref().is_none_or(|only| only.split('|').any(|part| case.contains(part)))
     }
 
+    /// Whether inputs that these cases share have to be made.
+    fn wants_any(&self, cases: &[&str]) -> bool {
+        cases.iter().any(|case| self.wants(case))
+    }
+
     fn up(&self, values: &[f32], shape: &[usize]) -> Outcome<Tensor> {
         Ok(Tensor::from_slice(values, shape, self.device)?)
     }
@@ -183,7 +188,7 @@ impl Suite {
             let allocate = || Tensor::empty([n / 4], self.device);
             self.run(self.case("alloc_free", n, Work::Nothing), Calls::Batch(100), allocate, |_| Ok(()));
         }
-        for n in CLONES {
+        for n in CLONES.into_iter().filter(|_| self.wants("clone_into")) {
             let values = first(n / 4);
             let same = |t: &Tensor| near(&host(t)?, n / 4, n / 64, 0.0, |i| values[i].into());
             let a = self.up(&values, &[n / 4])?;
@@ -200,7 +205,7 @@ impl Suite {
             let copy = || out.copy_(&a);
             self.run(self.case("clone_into", n, Work::Bytes(2 * n)), Calls::Pipelined, copy, same);
         }
-        for n in TRANSFERS {
+        for n in TRANSFERS.into_iter().filter(|_| self.wants_any(&["h2d", "d2h"])) {
             let values = first(n / 4);
             let same = |got: Vec<f32>| near(&got, n / 4, 997, 0.0, |i| values[i].into());
             let up = || Tensor::from_slice(&values, [n / 4], self.device);
@@ -216,6 +221,9 @@ impl Suite {
     }
 
     fn elementwise(&self) -> Outcome {
+        if !self.wants_any(&["add_into", "relu", "exp_into", "sum_all", "axpy_inplace"]) {
+            return Ok(());
+        }
         for n in SUMS {
             let (ha, hb) = (first(n), second(n));
             let (a, b) = (self.up(&ha, &[n])?, self.up(&hb, &[n])?);
@@ -260,6 +268,9 @@ impl Suite {
 
     /// What goes along rows, and the transposed copy.
     fn rows(&self) -> Outcome {
+        if !self.wants_any(&["broadcast_add", "sum_axis1", "softmax", "transpose_copy"]) {
+            return Ok(());
+        }
         let n = ROWS * COLUMNS;
         let (hx, hr) = (first(n), second(COLUMNS));
         let (x, r) = (self.up(&hx, &[ROWS, COLUMNS])?, self.up(&hr, &[COLUMNS])?);
@@ -297,7 +308,7 @@ impl Suite {
     }
 
     fn products(&self) -> Outcome {
-        for n in PRODUCTS {
+        for n in PRODUCTS.into_iter().filter(|_| self.wants("matmul_tn")) {
             let (ha, hb) = (first(n * n), second(n * n));
             let (a, b) = (self.up(&ha, &[n, n])?, self.up(&hb, &[n, n])?);
             // A few places against sums in f64; `at(i, k)` is the left operand's element.

@@ -1,10 +1,11 @@
 // Elementwise: formulas over positions. Before this the host writes `compute` (the formulas), ARGUMENTS and PARAMETERS (the
 // operands), INDEX (wide enough for every position) and, for one of three forms:
-// - scalar: `element` does one position. PER_ITEM is 1 on processors, where compilers vectorise across work-items; GPUs
-//   take several, a work-group apart, to have more loads in flight.
+// - scalar: `element` does one position. PER_ITEM is 1 on processors, where compilers vectorise functions across
+//   work-items; GPUs take several, a work-group apart, to have more loads in flight.
 // - VEC: `elements` does VEC neighbours, with one load and one store an operand; with TAIL `element` does what is left.
 // - TILE: TURNED operands are neighbours along dim TURN where the result's are neighbours along the innermost. Tiles of
-//   them go through local memory, so that both sides are read and written in whole lines.
+//   them go through local memory, so that both sides are read and written in whole lines; on processors, where GROUP is
+//   1, they are private memory, which is in the cache.
 
 #ifdef TILE
 __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void elementwise(PARAMETERS, const INDEX across,
@@ -14,6 +15,18 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void elementwise(PAR
     const INDEX column = group % across * TILE, row = group / across % down * TILE;
     POSITIONS(group / across / down)
     const INDEX columns = min((INDEX)TILE, COLUMNS - column), rows = min((INDEX)TILE, ROWS - row);
+#if GROUP == 1
+    for (uint c = 0; c < columns; c++) {
+        for (uint r = 0; r < rows; r++) {
+            FETCH
+        }
+    }
+    for (uint r = 0; r < rows; r++) {
+        for (uint c = 0; c < columns; c++) {
+            ELEMENT
+        }
+    }
+#else
     // The rows of a tile have one element more than they need: columns are then spread over the banks of local memory.
     #pragma unroll
     for (uint i = get_local_id(0); i < TILE * TILE; i += GROUP) {
@@ -30,6 +43,7 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void elementwise(PAR
             ELEMENT
         }
     }
+#endif
 }
 #else
 __kernel void elementwise(PARAMETERS, const INDEX count) {

@@ -1,5 +1,6 @@
 //! The kernels of GPUs, at sizes around the edges of their vectors and tiles, through offsets and strides, in every dtype.
-//! Where no GPU is, OpenCL processors run them: each test starts itself again with `CLAYSTONE_KERNELS=gpu`.
+//! Where no GPU is, OpenCL processors run them: each test starts itself again with `CLAYSTONE_KERNELS=gpu`. The same of
+//! elementwise kernels is asked of every device.
 
 mod common;
 
@@ -14,6 +15,12 @@ fn gpus(test: &str) -> Vec<Device> {
         true => common::devices().into_iter().filter(|&d| d != Device::Cpu).take(1).collect(),
         false => Vec::new(),
     }
+}
+
+/// Every device with its own kernels, and an OpenCL processor with those of GPUs.
+fn everywhere(test: &str) -> Vec<Device> {
+    let stand_in = gpus(test);
+    if stand_in.is_empty() { common::devices() } else { stand_in }
 }
 
 /// All of the cases on a GPU, every `n`-th on a processor that stands in for one: it takes a second for some kernels.
@@ -67,7 +74,7 @@ fn added(a: f64, b: f64, dtype: DType) -> f64 {
 
 #[test]
 fn neighbours_in_every_dtype_size_and_offset() {
-    for device in gpus("neighbours_in_every_dtype_size_and_offset") {
+    for device in everywhere("neighbours_in_every_dtype_size_and_offset") {
         for dtype in DType::ALL {
             let most = SIZES[SIZES.len() - 1] + 4;
             let (xs, ys) = (numbers(most, 0, dtype), numbers(most, 3, dtype));
@@ -109,7 +116,7 @@ fn conversions_between_all_dtypes() {
 
 #[test]
 fn broadcast_rows_columns_and_scalars() {
-    for device in gpus("broadcast_rows_columns_and_scalars") {
+    for device in everywhere("broadcast_rows_columns_and_scalars") {
         for (rows, columns) in [(1, 8), (3, 1), (3, 3), (5, 4), (7, 8), (2, 33), (9, 64), (3, 257)] {
             for dtype in [DType::F32, DType::F16, DType::BF16, DType::I64, DType::U8] {
                 let n = rows * columns;
@@ -138,11 +145,23 @@ fn broadcast_rows_columns_and_scalars() {
 
 #[test]
 fn transposed_through_tiles() {
-    for device in gpus("transposed_through_tiles") {
+    for device in everywhere("transposed_through_tiles") {
         for dtype in [DType::U8, DType::F16, DType::F32, DType::F64] {
-            for (rows, columns) in
-                [(1, 9), (7, 8), (8, 8), (9, 31), (31, 32), (33, 32), (63, 64), (64, 64), (65, 66), (129, 70), (8, 200)]
-            {
+            for (rows, columns) in [
+                (1, 9),
+                (7, 8),
+                (8, 8),
+                (9, 31),
+                (15, 17),
+                (16, 16),
+                (31, 32),
+                (33, 32),
+                (63, 64),
+                (64, 64),
+                (65, 66),
+                (129, 70),
+                (8, 200),
+            ] {
                 let n = rows * columns;
                 let (xs, bs) = (numbers(3 * n + 1, 0, dtype), numbers(3 * n, 9, dtype));
                 let all = upload(&xs, &[3 * n + 1], dtype, device);

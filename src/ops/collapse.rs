@@ -86,16 +86,13 @@ impl Walk {
         }
         let mut column = first % inner;
         let mut done = 0;
+        let mut offsets: SmallVec<[isize; 8]> = SmallVec::from_elem(0, self.strides.len());
         while done < len {
             let run = (inner - column).min(len - done);
-            let offsets: SmallVec<[isize; 8]> = self
-                .strides
-                .iter()
-                .map(|s| {
-                    let last = s[outer.len()] * column as isize;
-                    s.iter().zip(&index).fold(last, |sum, (&s, &i)| sum + s * i as isize)
-                })
-                .collect();
+            for (offset, s) in offsets.iter_mut().zip(&self.strides) {
+                let last = s[outer.len()] * column as isize;
+                *offset = s.iter().zip(&index).fold(last, |sum, (&s, &i)| sum + s * i as isize);
+            }
             f(done, &offsets, run);
             done += run;
             column = 0;

@@ -10,15 +10,21 @@ use super::elementwise::Launch;
 use super::lane::Lane;
 use super::tiles::{Scratch, TILE, Tile, TileIn};
 use crate::device::count_launch;
-use crate::device::cpu::parallel;
 use crate::device::cpu::streaming::{LARGE, Streaming};
+use crate::device::cpu::{parallel, threads};
 use crate::storage::{Storage, with_host};
 use crate::{Compute, Error, Result, Tensor};
 
-/// Tiles a job of the pool computes: enough to hide what handing it over costs.
+/// Tiles a job of the pool computes, at least and at most: enough to hide what handing it over costs, and not so many
+/// that threads wait for the last.
 const TILES_A_JOB: usize = 16;
+const MOST_TILES_A_JOB: usize = 64;
+/// Jobs a thread has where they are neither the smallest nor the largest.
+const JOBS: usize = 8;
 /// Elements computed before they are streamed to where they belong: they stay in the first-level cache until then.
 const STREAMED: usize = 4 * TILE;
+/// Elements of a row that is written out several times: with an operand and a result they stay in the first-level cache.
+const REPEATED: usize = 4 * TILE;
 /// From this length on, runs along the last dimension are tiles of their own, so that operands are read in place.
 const WORTH_A_TILE: usize = 64;
 
@@ -80,7 +86,7 @@ fn run_as<C: Lane>(launch: &Launch, sources: &[Source], reads: &[&[u8]], writes:
         let size = t.dtype.size();
         parts.push(&mut bytes[t.layout.offset * size..][..count * size]);
     }
-    let step = TILES_A_JOB * TILE;
+    let step = (count / (JOBS * threads()) / TILE + 1).clamp(TILES_A_JOB, MOST_TILES_A_JOB) * TILE;
     if count <= step {
         return job.run::<C>(0, count, &mut parts);
     }
@@ -107,6 +113,91 @@ struct Job<'a> {
 }
 
 impl Job<'_> {
+    /// Whether every operand can be read where it lies, in runs that are worth it.
+    fn reads_in_place(&self) -> bool {
+        let walk = &self.launch.walk;
+        let last = |k: usize| walk.strides[k].last().copied().unwrap_or(0);
+        walk.dims.last().is_none_or(|&row| row >= WORTH_A_TILE)
+            && self.sources.iter().enumerate().all(|(k, source)| match source {
+                Source::Unused => true,
+                Source::Storage(_) => matches!(last(k), 0 | 1),
+                Source::Output(_) => false,
+            })
+    }
+
+    /// The length of a row, where all rows of an operand are the same, or follow one another, or it is one element.
+    fn repeats(&self) -> Option<usize> {
+        let walk = &self.launch.walk;
+        let [_, row] = walk.dims[..] else { return None };
+        let simple = |k: usize| walk.is_contiguous(k) || matches!(walk.strides[k][..], [0, 0 | 1]);
+        (row <= REPEATED / 2 && (0..walk.strides.len()).all(simple)).then_some(row)
+    }
+
+    /// As [`run`](Job::run), where operands and results lie as they are computed: a run along the last dimension is a tile.
+    fn rows<C: Lane>(&self, first: usize, count: usize, outs: &mut [&mut [u8]], scratch: &mut Scratch<C>) -> bool {
+        let Launch { inputs, program, walk, scalars, seeds, .. } = self.launch;
+        // Elements, whether they differ along a run, and where the first is.
+        let operands: SmallVec<[(&[C], bool, usize); 4]> = inputs
+            .iter()
+            .enumerate()
+            .map(|(k, t)| match self.sources[k] {
+                Source::Storage(i) => {
+                    let elements: &[C] = bytemuck::cast_slice(self.reads[i]);
+                    (elements, walk.strides[k].last().is_some_and(|&step| step == 1), t.layout.offset)
+                }
+                _ => (&[][..], false, 0),
+            })
+            .collect();
+        let mut outs: SmallVec<[&mut [C]; 2]> = outs.iter_mut().map(|out| bytemuck::cast_slice_mut(out)).collect();
+        let mut divided_by_zero = false;
+        if let Some(row) = self.repeats() {
+            // Rows that are the same for all are written out a few times: what a tile costs beside its arithmetic is
+            // then that of several rows.
+            let (phase, longest) = (first % row, (REPEATED / row * row).min(count));
+            let repeated: SmallVec<[Vec<C>; 4]> = (0..inputs.len())
+                .map(|k| match operands[k] {
+                    (elements, true, offset) if !walk.is_contiguous(k) => {
+                        elements[offset..offset + row].repeat(longest.div_ceil(row) + 1)
+                    }
+                    _ => Vec::new(),
+                })
+                .collect();
+            for at in (0..count).step_by(longest) {
+                let (start, len) = (first + at, longest.min(count - at));
+                let mut tile_inputs: SmallVec<[TileIn<C>; 4]> = SmallVec::new();
+                for (&(elements, differ, offset), repeated) in operands.iter().zip(&repeated) {
+                    tile_inputs.push(match (elements, &repeated[..]) {
+                        ([], _) => TileIn::Scalar(C::from_i32(0)),
+                        (elements, _) if !differ => TileIn::Scalar(elements[offset]),
+                        (elements, []) => TileIn::Slice(&elements[offset + start..][..len]),
+                        (_, repeated) => TileIn::Slice(&repeated[phase..][..len]),
+                    });
+                }
+                let tile = Tile { inputs: &tile_inputs, scalars, seeds, first: start as u64, len };
+                let mut targets: SmallVec<[&mut [C]; 2]> = SmallVec::new();
+                outs.iter_mut().for_each(|out| targets.push(&mut out[at..at + len]));
+                divided_by_zero |= program.eval_tile(&tile, scratch, &mut targets);
+            }
+            return divided_by_zero;
+        }
+        walk.runs(first, count, |at, offsets, len| {
+            let mut tile_inputs: SmallVec<[TileIn<C>; 4]> = SmallVec::new();
+            for (&(elements, differ, offset), &more) in operands.iter().zip(offsets) {
+                let from = offset.wrapping_add_signed(more);
+                tile_inputs.push(match elements {
+                    [] => TileIn::Scalar(C::from_i32(0)),
+                    elements if differ => TileIn::Slice(&elements[from..from + len]),
+                    elements => TileIn::Scalar(elements[from]),
+                });
+            }
+            let tile = Tile { inputs: &tile_inputs, scalars, seeds, first: (first + at) as u64, len };
+            let mut targets: SmallVec<[&mut [C]; 2]> = SmallVec::new();
+            outs.iter_mut().for_each(|out| targets.push(&mut out[at..at + len]));
+            divided_by_zero |= program.eval_tile(&tile, scratch, &mut targets);
+        });
+        divided_by_zero
+    }
+
     /// Computes elements `first..first + count`; gives whether an integer was divided by zero.
     fn run<C: Lane>(&self, first: usize, count: usize, outs: &mut [&mut [u8]]) -> bool {
         let Launch { inputs, outputs, program, walk, .. } = self.launch;
@@ -119,6 +210,11 @@ impl Job<'_> {
         let streaming = Streaming::new();
         // Where nothing is kept in registers or converted, a tile may be as long as it likes.
         let plain = !program.has_registers() && inputs.iter().all(|t| t.dtype == C::COMPUTE.dtype());
+        let past = program.streams() && (0..outputs.len()).all(streamed);
+        if plain && (past || (0..outputs.len()).all(direct)) && self.reads_in_place() {
+            scratch.streamed = past;
+            return self.rows::<C>(first, count, outs, &mut scratch);
+        }
         let longest = match plain {
             true if (0..outputs.len()).all(direct) => count,
             true if (0..outputs.len()).all(streamed) => STREAMED,
@@ -209,5 +305,58 @@ impl Job<'_> {
             start += len;
         }
         divided_by_zero
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Device;
+
+    fn number(i: usize, seed: usize) -> f32 {
+        (i * 7919 + seed) as f32 % 201.0 - 100.0
+    }
+
+    /// `number(i, seed)` for every i, in memory that starts in the middle of a vector.
+    fn tensor(n: usize, seed: usize) -> Tensor {
+        let all: Vec<f32> = std::iter::once(f32::NAN).chain((0..n).map(|i| number(i, seed))).collect();
+        Tensor::from_slice(&all, n + 1, Device::Cpu).unwrap().narrow(0, 1, n).unwrap()
+    }
+
+    fn assert_is(t: Tensor, want: impl Fn(usize) -> f32, what: &str) {
+        let got = t.to_vec::<f32>().unwrap();
+        if let Some(i) = (0..got.len()).find(|&i| got[i] != want(i)) {
+            panic!("{what}: element {i} of {} is {}, not {}", got.len(), got[i], want(i));
+        }
+    }
+
+    #[test]
+    fn rows_for_all_columns_and_numbers() {
+        for n in [1, 2, 63, 64, 65, 1000, TILE, TILE + 1, REPEATED / 2, REPEATED / 2 + 1, REPEATED + 1] {
+            let rows = 3 * TILES_A_JOB * TILE / n + 2;
+            let (x, row) = (tensor(rows * n, 1).reshape([rows, n]).unwrap(), tensor(n, 2));
+            let (column, one) = (tensor(rows, 3).reshape([rows, 1]).unwrap(), tensor(1, 4));
+            let (each, at) = (|i| number(i, 1), |i: usize| number(i % n, 2));
+            assert_is(x.add(&row).unwrap(), |i| each(i) + at(i), "a row on the right");
+            assert_is(row.sub(&x).unwrap(), |i| at(i) - each(i), "a row on the left");
+            assert_is(x.sub(&column).unwrap(), |i| each(i) - number(i / n, 3), "a column");
+            assert_is(x.sub(&one).unwrap(), |i| each(i) - number(0, 4), "a number");
+            let inputs = [&x, &row, &column, &one];
+            let sum = Tensor::map(&inputs, |x| (&x[0] + &x[1]) + (&x[2] + &x[3])).unwrap();
+            assert_is(sum, |i| (each(i) + at(i)) + (number(i / n, 3) + number(0, 4)), "all of them");
+        }
+    }
+
+    #[test]
+    fn results_larger_than_the_cache() {
+        let n = LARGE / 4 + 1003;
+        let (x, y) = (tensor(n, 1), tensor(n, 2));
+        assert_is(x.add(&y).unwrap(), |i| number(i, 1) + number(i, 2), "a sum");
+        assert_is(x.relu().unwrap(), |i| number(i, 1).max(0.0), "one operand and a constant");
+        assert_is(x.abs().unwrap(), |i| number(i, 1).abs(), "not computed past the cache");
+        let (rows, columns) = (n / 1000, 1000);
+        let x = x.narrow(0, 0, rows * columns).unwrap().reshape([rows, columns]).unwrap();
+        let row = y.narrow(0, 0, columns).unwrap();
+        assert_is(x.mul(&row).unwrap(), |i| number(i, 1) * number(i % columns, 2), "rows");
     }
 }

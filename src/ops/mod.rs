@@ -15,6 +15,7 @@ mod cpu_transpose;
 mod derivative;
 mod elementwise;
 pub mod expr;
+mod fold;
 mod formulas;
 mod gather;
 mod gemm;
@@ -35,6 +36,7 @@ pub(crate) mod reduce;
 mod row;
 mod rows;
 pub(crate) mod source;
+mod stream;
 pub mod table;
 pub(crate) mod tiles;
 

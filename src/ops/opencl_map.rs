@@ -19,6 +19,9 @@ const LOCAL: usize = 256;
 /// Local memory that tiles may take: every GPU has as much.
 const TILES: usize = 32 << 10;
 
+/// The side of a tile on processors: lines of f32 that are read and written whole.
+const IN_CACHE: usize = 16;
+
 /// How an operand's offset is found: part of the kernel, so that the common cases cost no index arithmetic.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Access {
@@ -82,6 +85,8 @@ pub(super) struct Prepared {
     counts: SmallVec<[usize; 2]>,
     wide: bool,
     items: usize,
+    /// Work-items a group.
+    local: usize,
 }
 
 pub(super) fn prepare(launch: &Launch) -> Result<Prepared> {
@@ -105,12 +110,13 @@ pub(super) fn prepare(launch: &Launch) -> Result<Prepared> {
         })
         .collect();
     let count = launch.outputs[0].numel();
-    let form = match gpu {
-        false => Form::Scalar { per_item: 1 },
-        true => vectors(walk, &tensors, &mut operands)
-            .or_else(|| tiles(walk, launch, &mut operands))
-            .unwrap_or(Form::Scalar { per_item: 4 }),
+    // PoCL vectorises functions across work-items, but not loads and stores.
+    let form = match gpu || !launch.program.calls_functions() {
+        true => vectors(walk, &tensors, &mut operands).or_else(|| tiles(walk, launch, &mut operands, gpu)),
+        false => None,
     };
+    let form = form.unwrap_or(Form::Scalar { per_item: if gpu { 4 } else { 1 } });
+    let local = if gpu || !matches!(form, Form::Tiled { .. }) { LOCAL } else { 1 };
     let strided = operands.iter().any(|o| o.access == Access::Strided);
     let rank = if strided { walk.dims.len() } else { 0 };
     // With room for the last group's positions past the end: were they to wrap, an in-place result would be computed twice.
@@ -131,7 +137,7 @@ pub(super) fn prepare(launch: &Launch) -> Result<Prepared> {
     let code = |o: &Operand| (o.dtype as u64) << 8 | (o.reach as u64) << 4 | (o.access as u64) << 1 | u64::from(o.used);
     params.extend(operands.chunks(4).map(|four| four.iter().fold(1, |word, o| word << 15 | code(o))));
     let key = KernelKey { template: "elementwise", params, exprs: SmallVec::from(launch.program.exprs()) };
-    let kernel = kernel(device, key, "elementwise", || source::write(launch, &operands, form, rank, wide))?;
+    let kernel = kernel(device, key, "elementwise", || source::write(launch, &operands, form, local, rank, wide))?;
 
     let mut layout = SmallVec::new();
     if strided {
@@ -142,7 +148,7 @@ pub(super) fn prepare(launch: &Launch) -> Result<Prepared> {
         Form::Tiled { side, turn } => {
             let (columns, rows) = (walk.dims[rank - 1], walk.dims[turn]);
             let (across, down) = (columns.div_ceil(side), rows.div_ceil(side));
-            (SmallVec::from_slice(&[across, down]), across * down * (count / columns / rows) * LOCAL)
+            (SmallVec::from_slice(&[across, down]), across * down * (count / columns / rows) * local)
         }
         Form::Vector(each) | Form::Scalar { per_item: each } => (SmallVec::from_slice(&[count]), count.div_ceil(each)),
     };
@@ -158,6 +164,7 @@ pub(super) fn prepare(launch: &Launch) -> Result<Prepared> {
         counts,
         wide,
         items,
+        local,
     })
 }
 
@@ -180,7 +187,7 @@ impl Prepared {
             args.push(Arg::Buffer(self.device.fault_buffer()));
         }
         args.extend(self.counts.iter().map(|&n| if self.wide { Arg::U64(n as u64) } else { Arg::U32(n as u32) }));
-        self.device.launch(&self.kernel, &args, &[self.items], &[LOCAL])
+        self.device.launch(&self.kernel, &args, &[self.items], &[self.local])
     }
 }
 
@@ -211,8 +218,8 @@ fn vectors(walk: &Walk, tensors: &[&Tensor], operands: &mut Operands) -> Option<
     Some(Form::Vector(width))
 }
 
-/// Tiles in local memory, where the results are neighbours along the innermost dim and some inputs along another.
-fn tiles(walk: &Walk, launch: &Launch, operands: &mut Operands) -> Option<Form> {
+/// Tiles, in local memory on GPUs, where the results are neighbours along the innermost dim and some inputs along another.
+fn tiles(walk: &Walk, launch: &Launch, operands: &mut Operands, gpu: bool) -> Option<Form> {
     let (inputs, last) = (launch.inputs.len(), walk.dims.len().checked_sub(1)?);
     if launch.program.seeds() > 0 || (inputs..operands.len()).any(|k| walk.strides[k][last] != 1) {
         return None;
@@ -222,7 +229,10 @@ fn tiles(walk: &Walk, launch: &Launch, operands: &mut Operands) -> Option<Form> 
     // Short dims would leave tiles empty.
     let turn = (0..last).find(|&d| walk.dims[d] >= 8 && walk.dims[last] >= 8 && (0..inputs).any(|k| turned(k, d)))?;
     let size: usize = (0..inputs).filter(|&k| turned(k, turn)).map(|k| operands[k].dtype.size()).sum();
-    let side = [64, 32].into_iter().find(|side| side * (side + 1) * size <= TILES)?;
+    let side = match gpu {
+        true => [64, 32].into_iter().find(|side| side * (side + 1) * size <= TILES)?,
+        false => IN_CACHE,
+    };
     let tiled: SmallVec<[bool; 6]> = (0..operands.len()).map(|k| k < inputs && turned(k, turn)).collect();
     for (operand, tiled) in operands.iter_mut().zip(tiled) {
         operand.reach = if tiled { Reach::Tile } else { Reach::One };

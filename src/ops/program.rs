@@ -6,7 +6,7 @@
 
 use std::sync::{Arc, LazyLock, PoisonError, RwLock};
 
-use super::expr::{Args, Dag, Expr, Leaf, Op};
+use super::expr::{Args, Binary, Dag, Expr, Leaf, Op};
 use super::kernels::KeyMap;
 use crate::Compute;
 
@@ -50,6 +50,7 @@ pub(crate) struct Program {
     needs_float: bool,
     uses_bits: bool,
     divides: bool,
+    calls_functions: bool,
 }
 
 impl Program {
@@ -73,6 +74,12 @@ impl Program {
             needs_float: ops().any(op_needs_float),
             uses_bits: ops().any(|op| matches!(op, Op::Leaf(Leaf::Bits(_)))),
             divides: ops().any(|op| matches!(op, Op::Binary(b) if b.divides())),
+            calls_functions: ops().any(|op| match op {
+                Op::Unary(u) => u.needs_float(),
+                Op::Binary(b) => b == Binary::Pow,
+                Op::Leaf(l) => matches!(l, Leaf::Uniform(_) | Leaf::Normal(_) | Leaf::Bits(_)),
+                Op::Select => false,
+            }),
         }
     }
 
@@ -122,6 +129,11 @@ impl Program {
         self.uses_bits
     }
 
+    /// Whether it takes exponentials, powers, random numbers and the like: many instructions an element.
+    pub(crate) fn calls_functions(&self) -> bool {
+        self.calls_functions
+    }
+
     /// Whether a run in this type can meet an integer division by zero.
     pub(crate) fn can_fault(&self, compute: Compute) -> bool {
         self.divides && compute == Compute::I64
@@ -137,19 +149,46 @@ fn op_needs_float(op: Op) -> bool {
     }
 }
 
+/// An operation and the nodes that it reads.
+type Operation = (Op, Args<usize>);
+
+/// The nodes that results need. `select(x <= c, c, x)` is the single step `max(x, c)`, which it is for NaN and -0 too.
+fn operations(dag: &Dag) -> Vec<Option<Operation>> {
+    let mut nodes: Vec<Operation> = dag.nodes.iter().map(|n| (n.expr.op(), n.args.clone())).collect();
+    for i in 0..nodes.len() {
+        let (Op::Select, [condition, c, x]) = (nodes[i].0, &nodes[i].1[..]) else { continue };
+        let number = matches!(nodes[*c].0, Op::Leaf(Leaf::Const(c)) if !c.is_nan());
+        if number && nodes[*condition] == (Op::Binary(Binary::Le), Args::from_slice(&[*x, *c])) {
+            nodes[i] = (Op::Binary(Binary::Max), Args::from_slice(&[*x, *c]));
+        }
+    }
+    let mut needed = vec![false; nodes.len()];
+    dag.roots.iter().for_each(|&root| needed[root] = true);
+    for i in (0..nodes.len()).rev() {
+        if needed[i] {
+            nodes[i].1.iter().for_each(|&a| needed[a] = true);
+        }
+    }
+    nodes.into_iter().zip(needed).map(|(node, needed)| needed.then_some(node)).collect()
+}
+
 /// Puts the nodes in order and gives each a place; returns the number of registers too.
 fn schedule(dag: &Dag) -> (Vec<Step>, usize) {
-    let mut last_use = vec![0; dag.nodes.len()];
-    for (i, node) in dag.nodes.iter().enumerate() {
-        node.args.iter().for_each(|&a| last_use[a] = i);
+    let nodes = operations(dag);
+    let mut last_use = vec![0; nodes.len()];
+    for (i, (_, args)) in nodes.iter().enumerate().filter_map(|(i, node)| Some((i, node.as_ref()?))) {
+        args.iter().for_each(|&a| last_use[a] = i);
     }
 
     let mut steps = Vec::new();
     let mut places: Vec<Value> = Vec::with_capacity(dag.nodes.len());
     let (mut free, mut registers) = (Vec::new(), 0);
-    for (i, node) in dag.nodes.iter().enumerate() {
-        let op = node.expr.op();
-        let place = match op {
+    for (i, node) in nodes.iter().enumerate() {
+        let Some((op, args)) = node else {
+            places.push(Value::Const(0.0)); // nobody looks
+            continue;
+        };
+        let place = match *op {
             Op::Leaf(Leaf::Input(k)) => Value::Input(k),
             Op::Leaf(Leaf::Scalar(k)) => Value::Scalar(k),
             Op::Leaf(Leaf::Const(c)) => Value::Const(c),
@@ -161,13 +200,13 @@ fn schedule(dag: &Dag) -> (Vec<Step>, usize) {
                         registers - 1
                     })),
                 };
-                let args = node.args.iter().map(|&a| places[a]).collect();
-                steps.push(Step { action: Action::Compute(op), args, dst });
+                let operands = args.iter().map(|&a| places[a]).collect();
+                steps.push(Step { action: Action::Compute(*op), args: operands, dst });
                 // after `dst` was chosen: a step never writes where it reads
-                for (k, &a) in node.args.iter().enumerate() {
+                for (k, &a) in args.iter().enumerate() {
                     if let Value::Register(r) = places[a]
                         && last_use[a] == i
-                        && !node.args[..k].contains(&a)
+                        && !args[..k].contains(&a)
                     {
                         free.push(r);
                     }
@@ -214,6 +253,17 @@ mod tests {
         let p = Program::new(&[(&a + &b).exp(), (&a + &b).exp() * 2.0, b.clone(), (&a + &b).exp()]);
         assert_eq!(p.steps.len(), 5); // add, exp, mul and two copies
         assert_eq!((p.inputs(), p.outputs(), p.scalars(), p.seeds()), (2, 4, 0, 0));
+    }
+
+    #[test]
+    fn a_clamp_from_below_is_one_step() {
+        let x = Expr::input(0);
+        let steps = |e: Expr| Program::new(&[e]).steps.len();
+        assert_eq!(steps(x.relu()), 1);
+        assert_eq!(steps(x.le(0.0).select(1.0, &x)), 2, "another value");
+        assert_eq!(steps(x.lt(0.0).select(0.0, &x)), 2, "-0 stays");
+        let both = Program::new(&[x.relu(), x.le(0.0)]);
+        assert_eq!((both.steps.len(), both.registers), (2, 0));
     }
 
     #[test]

@@ -12,6 +12,7 @@ use super::expr::{Binary, Leaf, Op, Unary};
 use super::lane::Lane;
 use super::philox::{Bits, Normal, Seed, Uniform};
 use super::program::{Action, Program, Value};
+use super::stream;
 use crate::{Compute, Scalar};
 
 /// Elements in a tile: 4 KiB of f32, so that two operands and a result fit the first-level cache.
@@ -42,6 +43,8 @@ pub(crate) struct Tile<'a, C> {
 /// Registers, kept from tile to tile.
 pub(crate) struct Scratch<C> {
     arch: Arch,
+    /// Whether results go past the cache; of a program that [`streams`](Program::streams).
+    pub(crate) streamed: bool,
     registers: Vec<Register<C>>,
 }
 
@@ -53,11 +56,17 @@ struct Register<C> {
 
 impl<C: Lane> Scratch<C> {
     pub(crate) fn new() -> Scratch<C> {
-        Scratch { arch: Arch::new(), registers: Vec::new() }
+        Scratch { arch: Arch::new(), streamed: false, registers: Vec::new() }
     }
 }
 
 impl Program {
+    /// Whether results can go past the cache as they are computed.
+    pub(crate) fn streams(&self) -> bool {
+        let cheap = |action: &Action| matches!(action, Action::Compute(Op::Binary(op)) if stream::streams(*op));
+        !self.has_registers() && self.steps.iter().all(|step| cheap(&step.action))
+    }
+
     /// Runs the program over a tile; `outs[j]` (`len` long) receives the `j`-th result.
     ///
     /// Returns whether an integer was divided by zero, which gives 0. The program must not need floats where `C` is
@@ -106,7 +115,10 @@ impl Program {
                 Action::Compute(Op::Binary(op)) => {
                     let (a, b) = (operand(0), operand(1));
                     divided_by_zero |= op.divides() && C::COMPUTE == Compute::I64 && has_zero(b);
-                    binary(arch, op, a, b, dst)
+                    match scratch.streamed {
+                        true => stream::binary(arch, op, a, b, dst),
+                        false => binary(arch, op, a, b, dst),
+                    }
                 }
                 Action::Compute(Op::Select) => select(arch, operand(0), operand(1), operand(2), dst),
             };
@@ -155,7 +167,7 @@ fn random<C: Lane>(leaf: Leaf, seeds: &[Seed], first: u64, dst: &mut [C]) -> Opt
 
 /// A primitive on one element of each operand. A type, not a closure: its method is certain to be inlined into the
 /// loop that is compiled for the vector units, and code that is not does not use them.
-trait Function<X, C> {
+pub(super) trait Function<X, C> {
     fn call(x: X) -> C;
 }
 

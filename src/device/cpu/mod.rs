@@ -1,8 +1,9 @@
 //! The CPU as a device: worker pool and vectorised math.
 //!
-//! Operations run in a pool of the crate's own. A thread that waits inside a rayon pool meanwhile takes on other work of
-//! that pool, which may need the very lock that it holds; a caller of [`run`] therefore only sleeps until its work is
-//! done, whichever pool it may itself belong to.
+//! Operations share their work with a team of threads, in [`parallel`]. Large transfers to and from other devices have a
+//! rayon pool of the crate's own. A thread that waits inside a rayon pool meanwhile takes on other work of that pool, which
+//! may need the very lock that it holds; a caller of [`run`] therefore only sleeps until its work is done, whichever pool
+//! it may itself belong to.
 
 pub(crate) mod gemm;
 pub(crate) mod math;
@@ -23,7 +24,8 @@ fn pool() -> Option<&'static ThreadPool> {
     static POOL: OnceLock<Option<ThreadPool>> = OnceLock::new();
     let start = || {
         ThreadPoolBuilder::new()
-            .thread_name(|i| format!("claystone-{i}"))
+            .num_threads(threads())
+            .thread_name(|i| format!("claystone-transfer-{i}"))
             .start_handler(|_| IN_POOL.set(true))
             .build()
             .ok()
@@ -33,7 +35,10 @@ fn pool() -> Option<&'static ThreadPool> {
 
 /// Threads that work together on one operation: as many as the machine runs at once, or `RAYON_NUM_THREADS`.
 pub(crate) fn threads() -> usize {
-    pool().map_or(1, ThreadPool::current_num_threads)
+    static THREADS: OnceLock<usize> = OnceLock::new();
+    let asked = || std::env::var("RAYON_NUM_THREADS").ok()?.parse().ok().filter(|&n| n > 0);
+    let all = || std::thread::available_parallelism().map_or(1, usize::from);
+    *THREADS.get_or_init(|| asked().unwrap_or_else(all))
 }
 
 /// Runs `f` in the pool, where rayon's iterators use all of it, and sleeps until it is done; inside the pool, calls it.

@@ -1,26 +1,127 @@
-//! Work shared between the thread that asks for it and those of the pool.
+//! Work shared between the thread that asks for it and a team of helpers.
 //!
-//! The caller starts at once, and threads of the pool join it as they wake up: a small operation is done before they
-//! do and has waited for nobody. A caller takes on pieces of its own work alone, never what else the pool has to do,
-//! so it may hold a lock over this.
+//! The caller starts at once, and helpers join it as they notice: a small operation is done before they do and has waited
+//! for nobody. A caller takes on pieces of its own work alone, never what else there is to do, so it may hold a lock
+//! over this. A helper that has nothing to do keeps looking for a moment before it sleeps, because to be woken costs it
+//! tens of microseconds and operations come one after another.
 
 use std::any::Any;
+use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::Thread;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread::{Builder, Thread};
+use std::time::{Duration, Instant};
 
-use super::{pool, threads};
+use super::threads;
 
 /// Set in [`Shared::inside`] when the caller is through: nobody else comes in.
 const CLOSED: usize = 1 << (usize::BITS - 1);
 /// How often a caller looks whether the others have finished before it goes to sleep.
 const SPINS: usize = 2000;
+/// How long a helper looks for work before it goes to sleep: longer than what lies between the operations of a training step.
+const PATIENCE: Duration = Duration::from_micros(500);
+
+/// The helpers and what they are asked to do.
+struct Team {
+    helpers: usize,
+    queue: Mutex<Queue>,
+    /// Calls in the queue, for helpers that look without the lock.
+    waiting: AtomicUsize,
+    wake: Condvar,
+}
+
+#[derive(Default)]
+struct Queue {
+    calls: VecDeque<Arc<Shared>>,
+    asleep: usize,
+}
+
+impl Team {
+    /// The team: callers are threads too, so it has one less than [`threads`].
+    fn get() -> &'static Team {
+        static TEAM: OnceLock<&'static Team> = OnceLock::new();
+        TEAM.get_or_init(|| {
+            let team: &'static Team = Box::leak(Box::new(Team {
+                helpers: threads() - 1,
+                queue: Mutex::default(),
+                waiting: AtomicUsize::new(0),
+                wake: Condvar::new(),
+            }));
+            for i in 0..team.helpers {
+                // Where one cannot be started the others, and every caller, do its part.
+                let _ = Builder::new().name(format!("claystone-{i}")).spawn(move || team.help(i));
+            }
+            team
+        })
+    }
+
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn take(&self, queue: &mut Queue) -> Option<Arc<Shared>> {
+        let call = queue.calls.pop_front();
+        self.waiting.store(queue.calls.len(), Ordering::Relaxed);
+        call
+    }
+
+    /// Asks `count` helpers to join.
+    fn ask(&self, count: usize, call: &Arc<Shared>) {
+        let mut queue = self.queue();
+        queue.calls.extend(std::iter::repeat_n(call, count).cloned());
+        self.waiting.store(queue.calls.len(), Ordering::Relaxed);
+        let asleep = queue.asleep.min(count);
+        drop(queue);
+        (0..asleep).for_each(|_| self.wake.notify_one());
+    }
+
+    /// What a helper does for as long as the process lives.
+    fn help(&self, helper: usize) {
+        loop {
+            let call = self.next();
+            if call.enter() {
+                // SAFETY: between `enter` and `leave` the caller waits, in `for_each_index`.
+                call.work(helper + 1, unsafe { &*call.work.0 });
+                call.leave();
+            }
+        }
+    }
+
+    fn next(&self) -> Arc<Shared> {
+        let mut since = None;
+        loop {
+            for _ in 0..64 {
+                if self.waiting.load(Ordering::Relaxed) > 0
+                    && let Some(call) = self.take(&mut self.queue())
+                {
+                    return call;
+                }
+                std::hint::spin_loop();
+            }
+            if since.get_or_insert_with(Instant::now).elapsed() > PATIENCE {
+                break;
+            }
+        }
+        let mut queue = self.queue();
+        loop {
+            if let Some(call) = self.take(&mut queue) {
+                return call;
+            }
+            queue.asleep += 1;
+            queue = self.wake.wait(queue).unwrap_or_else(PoisonError::into_inner);
+            queue.asleep -= 1;
+        }
+    }
+}
 
 /// What caller and helpers have in common; it outlives the call, for helpers that come too late.
 struct Shared {
-    next: AtomicUsize,
+    work: Work,
     count: usize,
+    /// The next piece of each thread's part of them. A thread has the same part in every call, so that what it wrote in
+    /// one it may find in its own cache in the next; it goes on with the others' when its own is done.
+    parts: Box<[AtomicUsize]>,
     /// How many helpers are at work, and [`CLOSED`].
     inside: AtomicUsize,
     panicked: AtomicBool,
@@ -29,13 +130,19 @@ struct Shared {
 }
 
 impl Shared {
-    /// Does pieces until none is left. A panic ends it for everybody.
-    fn work(&self, piece: &(dyn Fn(usize) + Sync)) {
+    /// Does pieces until none is left, from part `first` on. A panic ends it for everybody.
+    fn work(&self, first: usize, piece: &(dyn Fn(usize) + Sync)) {
+        let parts = self.parts.len();
+        let end = |part: usize| self.count * (part + 1) / parts;
+        let mut part = first % parts;
+        let mut left = parts;
         let all = || {
-            while !self.panicked.load(Ordering::Relaxed) {
-                let i = self.next.fetch_add(1, Ordering::Relaxed);
-                if i >= self.count {
-                    break;
+            while !self.panicked.load(Ordering::Relaxed) && left > 0 {
+                let i = self.parts[part].fetch_add(1, Ordering::Relaxed);
+                if i >= end(part) {
+                    part = (part + 1) % parts;
+                    left -= 1;
+                    continue;
                 }
                 piece(i);
             }
@@ -70,40 +177,37 @@ struct Work(*const (dyn Fn(usize) + Sync + 'static));
 
 // SAFETY: what it points to is Sync, and followed only while the caller waits for it.
 unsafe impl Send for Work {}
+// SAFETY: as above.
+unsafe impl Sync for Work {}
 
-/// Calls `piece` with every number below `count`, once each, on this thread and those of the pool.
+/// Calls `piece` with every number below `count`, once each, on this thread and those of the team.
 ///
 /// # Panics
 /// With the panic of a piece; the others may then not have been done.
 pub(crate) fn for_each_index(count: usize, piece: impl Fn(usize) + Sync) {
-    let helpers = threads().min(count).saturating_sub(1);
-    let Some(pool) = pool().filter(|_| helpers > 0) else { return (0..count).for_each(piece) };
-    let shared = Arc::new(Shared {
-        next: AtomicUsize::new(0),
-        count,
-        inside: AtomicUsize::new(0),
-        panicked: AtomicBool::new(false),
-        panic: Mutex::new(None),
-        caller: std::thread::current(),
-    });
+    if count <= 1 || threads() == 1 {
+        return (0..count).for_each(piece);
+    }
+    let team = Team::get();
     let piece: &(dyn Fn(usize) + Sync + '_) = &piece;
     // SAFETY: only the lifetime changes. The pointer is followed by helpers that have entered, and this function does
     // not leave, by return or panic, before it has closed the door and everybody inside has left: `work` catches panics,
     // and nothing else between here and the end of the loop below can panic.
     let work =
         Work(unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync + '_), *const (dyn Fn(usize) + Sync)>(piece) });
-    for _ in 0..helpers {
-        let shared = Arc::clone(&shared);
-        pool.spawn(move || {
-            let work = work;
-            if shared.enter() {
-                // SAFETY: see above: the caller waits until `leave`.
-                shared.work(unsafe { &*work.0 });
-                shared.leave();
-            }
-        });
-    }
-    shared.work(piece);
+    let helpers = team.helpers.min(count - 1);
+    let parts = helpers + 1;
+    let shared = Arc::new(Shared {
+        work,
+        count,
+        parts: (0..parts).map(|part| AtomicUsize::new(count * part / parts)).collect(),
+        inside: AtomicUsize::new(0),
+        panicked: AtomicBool::new(false),
+        panic: Mutex::new(None),
+        caller: std::thread::current(),
+    });
+    team.ask(helpers, &shared);
+    shared.work(0, piece);
     shared.inside.fetch_or(CLOSED, Ordering::Relaxed);
     let mut spins = 0;
     while shared.inside.load(Ordering::Acquire) != CLOSED {
@@ -116,7 +220,7 @@ pub(crate) fn for_each_index(count: usize, piece: impl Fn(usize) + Sync) {
     }
 }
 
-/// Calls `f` with every item and its index, on this thread and those of the pool.
+/// Calls `f` with every item and its index, on this thread and those of the team.
 ///
 /// # Panics
 /// As [`for_each_index`].
@@ -132,7 +236,7 @@ pub(crate) fn for_each<T: Send>(items: &mut [T], f: impl Fn(usize, &mut T) + Syn
     });
 }
 
-/// Calls `f` with every piece of `size` elements and its index, the last one shorter, on this thread and those of the pool.
+/// Calls `f` with every piece of `size` elements and its index, the last one shorter, on this thread and those of the team.
 ///
 /// # Panics
 /// As [`for_each_index`]; where `size` is 0.
@@ -197,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_reaches_the_caller_and_the_pool_lives_on() {
+    fn a_panic_reaches_the_caller_and_the_team_lives_on() {
         let caught = catch_unwind(|| for_each_index(100, |i| assert!(i != 50, "inside")));
         assert_eq!(caught.unwrap_err().downcast_ref::<&str>(), Some(&"inside"));
         every_item_is_visited_once();

@@ -6,6 +6,9 @@ use bytemuck::Pod;
 /// From so many bytes on, results are streamed: beyond the last-level cache of most processors.
 pub(crate) const LARGE: usize = 24 << 20;
 
+/// Elements that [`Streaming::line`] stores: a line of the cache of f32, two of f64.
+pub(crate) const LINE: usize = 16;
+
 /// Streams what is copied through it; other threads may look at it once this is dropped.
 pub(crate) struct Streaming(());
 
@@ -19,6 +22,35 @@ impl Streaming {
     pub(crate) fn copy<T: Pod>(&self, to: &mut [T], from: &[T]) {
         assert_eq!(to.len(), from.len());
         copy(bytemuck::cast_slice_mut(to), bytemuck::cast_slice(from));
+    }
+
+    /// `*to = from`, past the cache where the processor can and `to` begins where a vector does.
+    #[inline(always)]
+    pub(crate) fn line<T: Pod>(&self, to: &mut [T; LINE], from: [T; LINE]) {
+        #[cfg(target_arch = "x86_64")]
+        if to.as_ptr().align_offset(16) == 0 {
+            match size_of::<T>() {
+                4 => return parts::<T, 4>(to, from),
+                8 => return parts::<T, 8>(to, from),
+                _ => {}
+            }
+        }
+        *to = from;
+    }
+}
+
+/// Stores `from` as N vectors; `to` has to be aligned to them, and both to have their size.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn parts<T: Pod, const N: usize>(to: &mut [T; LINE], from: [T; LINE]) {
+    use std::arch::x86_64::{__m128, _mm_stream_ps};
+    assert!(size_of::<[T; LINE]>() == size_of::<[__m128; N]>() && to.as_ptr().align_offset(16) == 0);
+    // SAFETY: of one size, and every bit pattern is a vector.
+    let from: [__m128; N] = unsafe { std::mem::transmute_copy(&from) };
+    for (i, part) in from.into_iter().enumerate() {
+        // SAFETY: `to` is N vectors, aligned as they are, of which this is the i-th. SSE is part of x86-64. The fence
+        // that must come before others look is in Streaming's drop.
+        unsafe { _mm_stream_ps(to.as_mut_ptr().cast::<f32>().add(4 * i), part) };
     }
 }
 
@@ -61,6 +93,24 @@ impl Drop for Streaming {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn lines_of_every_size_at_any_place() {
+        let streaming = Streaming::new();
+        for start in 0..20 {
+            let mut to = [0f32; 40];
+            streaming.line((&mut to[start..start + LINE]).try_into().unwrap(), std::array::from_fn(|i| i as f32 + 1.0));
+            assert!(
+                (0..40)
+                    .all(|i| to[i] == if (start..start + LINE).contains(&i) { (i - start) as f32 + 1.0 } else { 0.0 })
+            );
+            let mut to = [0i64; 40];
+            streaming.line((&mut to[start..start + LINE]).try_into().unwrap(), std::array::from_fn(|i| i as i64 + 1));
+            assert!(
+                (0..40).all(|i| to[i] == if (start..start + LINE).contains(&i) { (i - start) as i64 + 1 } else { 0 })
+            );
+        }
+    }
 
     #[test]
     fn any_length_at_any_place() {

@@ -2,13 +2,20 @@
 
 use std::fmt::Write;
 
-use super::{Access, Form, LOCAL, Operand, Reach};
+use super::{Access, Form, Operand, Reach};
 use crate::ops::elementwise::Launch;
 
 const TEMPLATE: &str = include_str!("../../../kernels/elementwise.cl");
 
 /// The whole kernel, prelude aside.
-pub(super) fn write(launch: &Launch, operands: &[Operand], form: Form, rank: usize, wide: bool) -> String {
+pub(super) fn write(
+    launch: &Launch,
+    operands: &[Operand],
+    form: Form,
+    local: usize,
+    rank: usize,
+    wide: bool,
+) -> String {
     let index = if wide { "ulong" } else { "uint" };
     let (params, names): (Vec<_>, Vec<_>) = parameters(launch, operands, rank).into_iter().unzip();
     let mut s = format!(
@@ -40,13 +47,14 @@ pub(super) fn write(launch: &Launch, operands: &[Operand], form: Form, rank: usi
         }
         Form::Tiled { side, turn } => {
             let inner = rank - 1;
-            let _ = writeln!(w, "#define TILE {side}\n#define GROUP {LOCAL}");
+            let _ = writeln!(w, "#define TILE {side}\n#define GROUP {local}");
             let _ = writeln!(w, "#define COLUMNS (INDEX)layout.dims[{inner}]\n#define ROWS (INDEX)layout.dims[{turn}]");
             let batch: Vec<usize> = dims.iter().copied().filter(|&d| d != inner && d != turn).collect();
             let _ = writeln!(w, "#define POSITIONS(b) {}", writer.positions("b", &batch));
             let (mut turned, mut fetch) = (String::new(), String::new());
             for (k, o) in operands.iter().enumerate().filter(|(_, o)| o.used && o.reach == Reach::Tile) {
-                let _ = write!(turned, "__local {}_t tile{k}[TILE][TILE + 1]; ", o.dtype);
+                let space = if local > 1 { "__local " } else { "" };
+                let _ = write!(turned, "{space}{}_t tile{k}[TILE][TILE + 1]; ", o.dtype);
                 let _ = write!(
                     fetch,
                     "tile{k}[c][r] = p{k}[at{k} + (long)(column + c) * layout.strides[{k}][{inner}] + row + r]; "

@@ -9,6 +9,7 @@ use super::Reduction;
 use super::plan::Plan;
 use crate::device::{count_launch, cpu::parallel};
 use crate::ops::convert::{load_tile, store_tile};
+use crate::ops::fold::{self, Add, Combine, Mul, fold, fold_rows};
 use crate::ops::lane::Lane;
 use crate::ops::tiles::TILE;
 use crate::storage::with_host;
@@ -22,7 +23,6 @@ const STRETCH: usize = 1 << 12;
 const ROWS: usize = 1 << 10;
 /// Elements a job of the pool reduces: enough to hide what handing it over costs.
 const JOB: usize = 1 << 15;
-const LANES: usize = 64;
 
 pub(super) fn run(op: Reduction, t: &Tensor, plan: &Plan, out: &Tensor) -> Result<()> {
     count_launch();
@@ -55,35 +55,6 @@ fn truth<C: Lane>(dtype: DType, bytes: &[u8], start: isize, stride: isize, out: 
     out.iter_mut().zip(values).for_each(|(o, v)| *o = i64::from(v.is_true()));
 }
 
-/// How two partial results become one.
-trait Combine {
-    fn neutral<S: Lane>() -> S;
-    fn combine<S: Lane>(a: S, b: S) -> S;
-}
-
-macro_rules! combines {
-    ($($name:ident: $neutral:expr, $method:ident;)*) => { $(
-        struct $name;
-        impl Combine for $name {
-            fn neutral<S: Lane>() -> S {
-                S::from_f64($neutral)
-            }
-            #[inline(always)]
-            fn combine<S: Lane>(a: S, b: S) -> S {
-                a.$method(b)
-            }
-        }
-    )* };
-}
-
-// An infinity becomes the least or greatest integer.
-combines! {
-    Add: 0.0, add;
-    Mul: 1.0, mul;
-    Max: f64::NEG_INFINITY, max;
-    Min: f64::INFINITY, min;
-}
-
 #[allow(clippy::too_many_arguments)]
 fn run_as<S: Lane>(
     op: Reduction,
@@ -100,14 +71,14 @@ fn run_as<S: Lane>(
     let source = Source { dtype, bytes, plan, load, elements };
     use Reduction::*;
     if op.is_arg() {
-        let found = if op == ArgMax { source.arg::<self::Max>() } else { source.arg::<self::Min>() };
+        let found = if op == ArgMax { source.arg::<fold::Max>() } else { source.arg::<fold::Min>() };
         return store_tile(out_dtype, &found, out, start as _, 1);
     }
     let mut results = match op {
         Sum | Mean | Count => source.reduce::<Add>(),
         Prod => source.reduce::<Mul>(),
-        Max | Any => source.reduce::<self::Max>(),
-        Min | All => source.reduce::<self::Min>(),
+        Max | Any => source.reduce::<fold::Max>(),
+        Min | All => source.reduce::<fold::Min>(),
         ArgMax | ArgMin => unreachable!("above"),
     };
     if op == Mean {
@@ -134,6 +105,14 @@ impl<S: Lane> Source<'_, S> {
             return self.columns::<K>();
         }
         let slices = plan.n.div_ceil(SLICE);
+        let rows = plan.kept.is_one(plan.outs, plan.n as isize) && plan.reduced.is_one(plan.n, 1);
+        if rows && slices == 1 && !self.elements.is_empty() {
+            let (n, elements) = (plan.n, &self.elements[plan.start..][..plan.outs * plan.n]);
+            let mut out = vec![K::neutral(); plan.outs];
+            let group = (JOB / n).max(1);
+            parallel::for_each_chunk(&mut out, group, |i, out| fold_rows::<K, S>(&elements[i * group * n..], n, out));
+            return out;
+        }
         let partial = self.items(plan.outs * slices, SLICE.min(plan.n), |item| {
             let (o, slice) = (item / slices, item % slices);
             self.line::<K>(o, slice * SLICE, plan.n.min((slice + 1) * SLICE))
@@ -149,7 +128,6 @@ impl<S: Lane> Source<'_, S> {
     /// The reduction of positions `r..end` of result `o`.
     fn line<K: Combine>(&self, o: usize, mut r: usize, end: usize) -> S {
         let base = self.plan.start as isize + self.plan.kept.run(o, 1).0;
-        let mut tile = [K::neutral(); TILE];
         let mut total = K::neutral();
         let stride = self.plan.reduced.inner().1;
         while r < end && stride == 1 && !self.elements.is_empty() {
@@ -159,6 +137,10 @@ impl<S: Lane> Source<'_, S> {
             }
             r += n;
         }
+        if r == end {
+            return total;
+        }
+        let mut tile = [K::neutral(); TILE];
         while r < end {
             let mut filled = 0;
             while filled < TILE && r < end {
@@ -253,7 +235,7 @@ fn stays<K: Combine, S: Lane>(a: S, b: S) -> bool {
     is_nan(a) || (!is_nan(b) && K::combine(a, b) == a)
 }
 
-// Types, not closures: a closure that is not inlined is compiled without the vector units.
+// A type, not a closure: a closure that is not inlined is compiled without the vector units.
 
 fn combine_all<K: Combine, S: Lane>(to: &mut [S], from: &[S]) {
     struct All<'a, K, S>(&'a mut [S], &'a [S], PhantomData<K>);
@@ -266,37 +248,6 @@ fn combine_all<K: Combine, S: Lane>(to: &mut [S], from: &[S]) {
         }
     }
     Arch::new().dispatch(All::<K, S>(to, from, PhantomData));
-}
-
-/// One value of a stretch of elements.
-fn fold<K: Combine, S: Lane>(elements: &[S]) -> S {
-    struct Fold<'a, K, S>(&'a [S], PhantomData<K>);
-    impl<K: Combine, S: Lane> WithSimd for Fold<'_, K, S> {
-        type Output = S;
-
-        #[inline(always)]
-        fn with_simd<V: Simd>(self, _: V) -> S {
-            let mut lanes = [K::neutral::<S>(); LANES];
-            let (whole, rest) = self.0.as_chunks::<LANES>();
-            for chunk in whole {
-                for (a, b) in lanes.iter_mut().zip(chunk) {
-                    *a = K::combine(*a, *b);
-                }
-            }
-            for (a, b) in lanes.iter_mut().zip(rest) {
-                *a = K::combine(*a, *b);
-            }
-            let mut half = LANES / 2;
-            while half > 0 {
-                for i in 0..half {
-                    lanes[i] = K::combine(lanes[i], lanes[i + half]);
-                }
-                half /= 2;
-            }
-            lanes[0]
-        }
-    }
-    Arch::new().dispatch(Fold::<K, S>(elements, PhantomData))
 }
 
 /// Pairwise over the slices of each result.

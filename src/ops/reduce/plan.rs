@@ -52,6 +52,11 @@ impl Axes {
         (at, most.min(inner - i % inner))
     }
 
+    /// Whether this is a single axis, of this size and stride.
+    pub(super) fn is_one(&self, size: usize, stride: isize) -> bool {
+        self.sizes[..] == [size] && self.strides[..] == [stride]
+    }
+
     /// As the kernels' structs have them: sizes, then strides.
     pub(super) fn words(&self) -> SmallVec<[i64; 16]> {
         self.sizes.iter().map(|&n| n as i64).chain(self.strides.iter().map(|&s| s as i64)).collect()

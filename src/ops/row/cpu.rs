@@ -5,14 +5,13 @@ use pulp::{Arch, Simd, WithSimd};
 use super::{CrossEntropy, LossReduction, RowOp, Rows};
 use crate::device::{count_launch, cpu::parallel};
 use crate::ops::convert::{load_tile, store_tile};
+use crate::ops::fold::{Add, Max, fold, fold_in, fold_map};
 use crate::ops::lane::Lane;
 use crate::storage::with_host;
 use crate::{Compute, Error, Result, Tensor};
 
 /// Elements a job of the pool has: enough to hide what handing it over costs.
 const JOB: usize = 1 << 13;
-/// Sums that are kept side by side, so that one addition need not wait for the one before.
-const CHAINS: usize = 32;
 /// Rows whose losses are added up before they meet the others': fixed, so that the sum is the same on any machine.
 const BLOCK: usize = 64;
 
@@ -61,43 +60,47 @@ impl Job<'_> {
     /// Rows from `first` on, into `out`, which starts where the first of them does.
     fn part<C: Lane>(&self, first: usize, out: &mut [u8]) {
         let (n, inner, rows) = (self.rows.n, self.inner, self.rows);
-        let length = if self.kind == RowOp::LogSumExp { 1 } else { n };
         let zero = C::from_i32(0);
         let two = matches!(self.kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad);
-        let mut other = vec![zero; if two { n } else { 0 }];
-        let mut load = |i: usize, row: &mut [C]| {
+        let (mut one, mut other) = (Vec::new(), Vec::new());
+        let mut compute = |i: usize, row: &mut [C]| {
             let at = rows.walk.offsets(first + i);
-            let x = self.x.layout.offset as isize + at[0];
-            load_tile(self.x.dtype, self.bytes[0], x as _, rows.steps[0], row);
-            if two {
-                let z = self.z.layout.offset as isize + at[2];
-                load_tile(self.z.dtype, self.bytes[1], z as _, rows.steps[2], &mut other);
-            }
-            compute(self.kind, row, &other)
+            let from = self.row(self.x, 0, at[0], &mut one);
+            let other = if two { self.row(self.z, 2, at[2], &mut other) } else { &[] };
+            Arch::new().dispatch(OnRow { kind: self.kind, from, row, other })
         };
-        if inner == 1 && length == n && self.out.dtype == C::COMPUTE.dtype() {
+        let length = if self.kind == RowOp::LogSumExp { 1 } else { n };
+        if inner == 1 && self.out.dtype == C::COMPUTE.dtype() {
             let out: &mut [C] = bytemuck::cast_slice_mut(out);
-            out.chunks_mut(n).enumerate().for_each(|(i, row)| _ = load(i, row));
+            out.chunks_mut(length).enumerate().for_each(|(i, row)| _ = compute(i, row));
             return;
         }
-        let mut row = vec![zero; n];
+        let mut row = vec![zero; length];
         let count = out.len() / self.out.dtype.size() / length;
         for i in 0..count {
-            let len = load(i, &mut row);
+            let len = compute(i, &mut row);
             let to = i / inner * inner * length + i % inner;
             store_tile(self.out.dtype, &row[..len], out, to as _, inner as isize);
         }
     }
-}
 
-/// The operation on a row, in place; how long the result is.
-fn compute<C: Lane>(kind: RowOp, row: &mut [C], other: &[C]) -> usize {
-    Arch::new().dispatch(OnRow { kind, row, other })
+    /// A row of the `k`-th operand: where it lies if it can be read there, otherwise in `buffer`.
+    fn row<'b, C: Lane>(&'b self, t: &Tensor, k: usize, at: isize, buffer: &'b mut Vec<C>) -> &'b [C] {
+        let (n, start) = (self.rows.n, (t.layout.offset as isize + at) as usize);
+        let bytes = self.bytes[k.min(1)];
+        if self.rows.steps[k] == 1 && t.dtype == C::COMPUTE.dtype() {
+            return &bytemuck::cast_slice(bytes)[start..start + n];
+        }
+        buffer.resize(n, C::from_i32(0));
+        load_tile(t.dtype, bytes, start, self.rows.steps[k], buffer);
+        buffer
+    }
 }
 
 /// A type, not a closure: a closure that is not inlined is compiled without the vector units.
 struct OnRow<'a, C> {
     kind: RowOp,
+    from: &'a [C],
     row: &'a mut [C],
     other: &'a [C],
 }
@@ -106,35 +109,35 @@ impl<C: Lane> WithSimd for OnRow<'_, C> {
     type Output = usize;
 
     #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) -> usize {
-        let OnRow { kind, row, other } = self;
+    fn with_simd<S: Simd>(self, simd: S) -> usize {
+        let OnRow { kind, from, row, other } = self;
         match kind {
             RowOp::Softmax => {
-                let m = greatest(row);
-                row.iter_mut().for_each(|x| *x = x.sub(m).exp());
-                let s = C::from_i32(1).div(sum(row));
+                let m = fold_in::<Max, C, S>(simd, from);
+                row.iter_mut().zip(from).for_each(|(y, x)| *y = x.sub(m).exp());
+                let s = C::from_i32(1).div(fold_in::<Add, C, S>(simd, row));
                 row.iter_mut().for_each(|x| *x = x.mul(s));
                 row.len()
             }
             RowOp::LogSoftmax => {
-                let (m, s) = exp_sum(row, false);
+                let (m, s) = exp_sum(simd, from, false);
                 let log_s = s.log();
-                row.iter_mut().for_each(|x| *x = x.sub(m).sub(log_s));
+                row.iter_mut().zip(from).for_each(|(y, x)| *y = x.sub(m).sub(log_s));
                 row.len()
             }
             RowOp::LogSumExp => {
-                let (m, s) = exp_sum(row, true);
+                let (m, s) = exp_sum(simd, from, true);
                 row[0] = m.add(s.log());
                 1
             }
             RowOp::SoftmaxGrad => {
-                let s = lanes(row, other, C::from_i32(0), |y, g| y.mul(g), |a, b| a.add(b));
-                row.iter_mut().zip(other).for_each(|(y, g)| *y = g.sub(s).mul(*y));
+                let s = fold_map::<Add, C, S>(simd, from, other, |y, g| y.mul(g));
+                row.iter_mut().zip(from.iter().zip(other)).for_each(|(dx, (y, g))| *dx = g.sub(s).mul(*y));
                 row.len()
             }
             RowOp::LogSoftmaxGrad => {
-                let s = sum(other);
-                row.iter_mut().zip(other).for_each(|(y, g)| *y = g.sub(y.exp().mul(s)));
+                let s = fold_in::<Add, C, S>(simd, other);
+                row.iter_mut().zip(from.iter().zip(other)).for_each(|(dx, (y, g))| *dx = g.sub(y.exp().mul(s)));
                 row.len()
             }
         }
@@ -143,36 +146,34 @@ impl<C: Lane> WithSimd for OnRow<'_, C> {
 
 /// The greatest element and the sum of `exp(x - greatest)`; `finite`: an infinite greatest counts as 0.
 #[inline(always)]
-fn exp_sum<C: Lane>(row: &[C], finite: bool) -> (C, C) {
-    let m = greatest(row);
+fn exp_sum<C: Lane, S: Simd>(simd: S, row: &[C], finite: bool) -> (C, C) {
+    let m = fold_in::<Max, C, S>(simd, row);
     let m = if finite && m.to_f64().is_infinite() { C::from_i32(0) } else { m };
-    (m, lanes(row, row, C::from_i32(0), |x, _| x.sub(m).exp(), |a, b| a.add(b)))
+    (m, fold_map::<Add, C, S>(simd, row, row, |x, _| x.sub(m).exp()))
 }
 
-#[inline(always)]
-fn greatest<C: Lane>(row: &[C]) -> C {
-    lanes(row, row, C::from_f64(f64::NEG_INFINITY), |x, _| x, |a, b| b.max(a))
+/// The loss of a row of logits; the row becomes its gradient, divided by `count`, where there is one.
+struct Entropy<'a, C> {
+    row: &'a mut [C],
+    target: usize,
+    count: Option<C>,
 }
 
-#[inline(always)]
-fn sum<C: Lane>(row: &[C]) -> C {
-    lanes(row, row, C::from_i32(0), |x, _| x, |a, b| a.add(b))
-}
+impl<C: Lane> WithSimd for Entropy<'_, C> {
+    type Output = C;
 
-/// `join` of all `map(x, y)`, many chains at a time, so that the loop fits the vector units.
-#[inline(always)]
-fn lanes<C: Lane>(x: &[C], y: &[C], neutral: C, map: impl Fn(C, C) -> C, join: impl Fn(C, C) -> C) -> C {
-    let mut lanes = [neutral; CHAINS];
-    let ((x, x_rest), (y, y_rest)) = (x.as_chunks::<CHAINS>(), y.as_chunks::<CHAINS>());
-    for (x, y) in x.iter().zip(y) {
-        for (lane, (x, y)) in lanes.iter_mut().zip(x.iter().zip(y)) {
-            *lane = join(*lane, map(*x, *y));
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) -> C {
+        let Entropy { row, target, count } = self;
+        let (m, s) = exp_sum(simd, row, false);
+        let lse = m.add(s.log());
+        let logit = row[target];
+        if let Some(count) = count {
+            row.iter_mut().for_each(|x| *x = x.sub(lse).exp().div(count));
+            row[target] = logit.sub(lse).exp().sub(C::from_i32(1)).div(count);
         }
+        lse.sub(logit)
     }
-    for (lane, (x, y)) in lanes.iter_mut().zip(x_rest.iter().zip(y_rest)) {
-        *lane = join(*lane, map(*x, *y));
-    }
-    lanes.into_iter().reduce(&join).unwrap_or(neutral)
 }
 
 pub(super) fn cross_entropy(
@@ -225,25 +226,16 @@ fn entropy<C: Lane>(
         let losses = targets.iter().enumerate().map(|(i, &target)| {
             let start = x.layout.offset as isize + (b * BLOCK + i) as isize * x.strides()[0];
             load_tile(x.dtype, bytes, start as _, x.strides()[1], &mut row);
-            let mut loss = zero;
-            if counts(target) {
-                let (m, s) = pulp::Arch::new().dispatch(
-                    #[inline(always)]
-                    || exp_sum(&row, false),
-                );
-                let lse = m.add(s.log());
-                loss = lse.sub(row[target as usize]);
-                if grad.is_some() {
-                    let label = row[target as usize].sub(lse).exp().sub(C::from_i32(1)).div(count);
-                    pulp::Arch::new().dispatch(
-                        #[inline(always)]
-                        || row.iter_mut().for_each(|x| *x = x.sub(lse).exp().div(count)),
-                    );
-                    row[target as usize] = label;
+            let loss = match counts(target) {
+                true => {
+                    let count = grad.is_some().then_some(count);
+                    Arch::new().dispatch(Entropy { row: &mut row, target: target as usize, count })
                 }
-            } else {
-                row.fill(zero);
-            }
+                false => {
+                    row.fill(zero);
+                    zero
+                }
+            };
             if let Some(grad) = &mut grad {
                 store_tile(x.dtype, &row, grad, (i * classes) as _, 1);
             }
@@ -269,8 +261,8 @@ fn entropy<C: Lane>(
         store_tile(x.dtype, &losses.concat(), out, 0 as _, 1);
         return Ok(());
     }
-    let blocks: Vec<C> = losses.iter().map(|l| sum(l)).collect();
-    let total = sum(&blocks);
+    let blocks: Vec<C> = losses.iter().map(|l| fold::<Add, C>(l)).collect();
+    let total = fold::<Add, C>(&blocks);
     store_tile(x.dtype, &[total.div(count)], out, 0 as _, 1);
     Ok(())
 }
