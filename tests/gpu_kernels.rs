@@ -1,6 +1,6 @@
 //! The kernels of GPUs, at sizes around the edges of their vectors and tiles, through offsets and strides, in every dtype.
 //! Where no GPU is, OpenCL processors run them: each test starts itself again with `CLAYSTONE_KERNELS=gpu`. The same of
-//! elementwise kernels is asked of every device.
+//! elementwise kernels is asked of processors' own.
 
 mod common;
 
@@ -17,10 +17,14 @@ fn gpus(test: &str) -> Vec<Device> {
     }
 }
 
-/// Every device with its own kernels, and an OpenCL processor with those of GPUs.
+/// The CPU and the best device with their own kernels, and an OpenCL processor with those of GPUs.
 fn everywhere(test: &str) -> Vec<Device> {
-    let stand_in = gpus(test);
-    if stand_in.is_empty() { common::devices() } else { stand_in }
+    match gpus(test) {
+        none if none.is_empty() => {
+            common::devices().into_iter().filter(|&d| d == Device::Cpu || d == Device::best()).collect()
+        }
+        stand_in => stand_in,
+    }
 }
 
 /// All of the cases on a GPU, every `n`-th on a processor that stands in for one: it takes a second for some kernels.
