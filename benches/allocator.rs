@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use claystone::device::StreamId;
 use claystone::storage::{Allocator, Block, CachingAllocator, Config, HistoryOptions, Sim, SimOptions};
+use claystone::{Device, Tensor};
 
 /// Times are medians over this many rounds.
 const ROUNDS: usize = 15;
@@ -65,6 +66,15 @@ fn pairs(allocator: &CachingAllocator, bytes: usize) -> f64 {
 
 fn same_size(bytes: usize) -> f64 {
     pairs(&allocator(), bytes)
+}
+
+/// A tensor without values made and dropped, with all that it is beside its block; PyTorch's `torch.empty`.
+fn tensor(bytes: usize, device: Device) -> f64 {
+    median(|| {
+        for _ in 0..PAIRS {
+            drop(black_box(Tensor::empty(&[black_box(bytes) / 4], device)).expect("there is room"));
+        }
+    })
 }
 
 fn with_history(bytes: usize) -> f64 {
@@ -149,6 +159,9 @@ fn main() {
     let mut rows: Vec<(String, f64, &str)> = Vec::new();
     for (name, bytes) in [("4 KiB", 4096), ("1 MiB", 1 << 20), ("64 MiB", 64 << 20)] {
         rows.push((format!("same size, {name}"), same_size(bytes), "ns a pair"));
+    }
+    for (name, bytes) in [("4 KiB", 4096), ("1 MiB", 1 << 20), ("64 MiB", 64 << 20)] {
+        rows.push((format!("a tensor, {name}"), tensor(bytes, Device::best()), "ns a pair"));
     }
     // Three events a pair: allocated, free requested, free completed.
     rows.push(("history on, same size, 4 KiB".into(), with_history(4096), "ns a pair"));

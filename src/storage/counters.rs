@@ -1,11 +1,13 @@
 //! The statistics, kept at a few instructions a pair.
 //!
-//! What was freed is what was allocated and is not there any more, what is active is what is allocated and what is
-//! pending, and the sums of both kinds are sums: only what cannot be made from the rest is kept, and the public
+//! What is there is what was allocated less what was freed, what is active is what is allocated and what is pending, and
+//! both kinds together are their sum, but for the peaks: only what cannot be made from the rest is kept, and the public
 //! [`DeviceStats`] are made of it when somebody asks.
 //!
 //! A block in a thread's cache counts as allocated here. What the caches hold is taken off what is shown, and off the
 //! peaks: of its own thread's cache a peak knows at every moment, of the others' when they are emptied.
+
+use std::array;
 
 use super::caching::Kind;
 use super::stats::{DeviceStats, PoolStats, Split, Stat};
@@ -22,58 +24,57 @@ pub(super) struct Deltas {
     pub(super) increases: Amounts,
 }
 
-/// A quantity over time. Signed, as part of a change may be known before the rest.
+/// A quantity over time, as two sums: what is there is their difference. Signed, as part of a change may be known before
+/// the rest.
 ///
 /// One after the other, not side by side: the compiler would add two at a time, and a wide load of what was stored in
 /// parts just before waits for both.
 #[derive(Debug, Clone, Copy, Default)]
 struct Flow {
-    current: i64,
-    peak: i64,
     allocated: i64,
-    /// What was there when the sums were last set to zero.
-    base: i64,
+    freed: i64,
+    peak: i64,
+    /// What the sums were when they were last set to zero.
+    base: [i64; 2],
 }
 
 impl Flow {
     #[inline(always)]
-    fn rise(&mut self, by: i64, elsewhere: i64) {
-        self.allocated += by;
-        self.current += by;
-        self.raise(elsewhere);
-    }
-
-    #[inline(always)]
-    fn fall(&mut self, by: i64) {
-        self.current -= by;
+    fn current(&self) -> i64 {
+        self.allocated - self.freed
     }
 
     #[inline(always)]
     fn change(&mut self, by: i64) {
-        self.allocated += by.max(0);
-        self.current += by;
-        self.raise(0);
+        let up = by.max(0);
+        self.allocated += up;
+        self.freed += up - by;
     }
 
-    /// Raises the peak to what is there, with so much more elsewhere.
-    #[inline(always)]
-    fn raise(&mut self, elsewhere: i64) {
-        self.peak = self.peak.max(self.current + elsewhere);
+    /// Of both kinds together, of which the peak is known.
+    fn total(kinds: [&Flow; 2], peak: i64) -> Flow {
+        let [a, b] = kinds;
+        let base = [a.base[0] + b.base[0], a.base[1] + b.base[1]];
+        Flow { allocated: a.allocated + b.allocated, freed: a.freed + b.freed, peak, base }
     }
 
     fn stat(&self) -> Stat {
-        let freed = self.base + self.allocated - self.current;
+        let (allocated, freed) = (self.allocated - self.base[0], self.freed - self.base[1]);
         let [current, peak, allocated, freed] =
-            [self.current, self.peak, self.allocated, freed].map(|value| value.max(0) as u64);
+            [self.current(), self.peak, allocated, freed].map(|value| value.max(0) as u64);
         Stat { current, peak, allocated, freed }
     }
 
-    fn reset_peak(&mut self) {
-        self.peak = self.current;
-    }
-
     fn reset_accumulated(&mut self) {
-        (self.allocated, self.base) = (0, self.current);
+        self.base = [self.allocated, self.freed];
+    }
+}
+
+/// Raises a peak. Most often there is nothing to do, which is cheaper to foresee than to store.
+#[inline(always)]
+fn raise(peak: &mut i64, to: i64) {
+    if to > *peak {
+        *peak = to;
     }
 }
 
@@ -101,9 +102,15 @@ impl Pending {
             freed: live.freed + base - retaken - current,
         }
     }
+
+    fn total(kinds: [&Pending; 2], active_peak: i64) -> Pending {
+        let [a, b] = kinds;
+        let (retaken, base) = (a.retaken + b.retaken, a.base + b.base);
+        Pending { current: a.current + b.current, active_peak, retaken, base }
+    }
 }
 
-/// The counters of one kind, or of both together.
+/// The counters of one kind.
 #[derive(Debug, Clone, Copy, Default)]
 struct Pool {
     /// Blocks that are handed out, their bytes, and the bytes asked for.
@@ -116,43 +123,23 @@ struct Pool {
     pending: [Pending; 2],
 }
 
+/// The peaks of both kinds together, which are not the sums of theirs.
+#[derive(Debug, Clone, Copy, Default)]
+struct Peaks {
+    live: [i64; 3],
+    split: [i64; 2],
+    segment: [i64; 2],
+    active: [i64; 2],
+}
+
 impl Pool {
-    /// Rises, with so much more in this thread's cache.
-    #[inline(always)]
-    fn rise(&mut self, by: Amounts, cached: &Amounts) {
-        for i in 0..3 {
-            self.live[i].rise(by[i], cached[i]);
-        }
-        if self.pending[0].current > 0 {
-            self.raise_active(cached);
-        }
-    }
-
-    #[inline(always)]
-    fn fall(&mut self, by: Amounts) {
-        for (flow, by) in self.live.iter_mut().zip(by) {
-            flow.fall(by);
-        }
-    }
-
-    #[cold]
-    fn raise_active(&mut self, cached: &Amounts) {
-        for ((pending, live), cached) in self.pending.iter_mut().zip(&self.live).zip(cached) {
-            pending.active_peak = pending.active_peak.max(live.current + cached + pending.current);
-        }
-    }
-
-    #[inline(always)]
-    fn split(&mut self, split: Split) {
-        self.split[0].change(split.blocks);
-        self.split[1].change(split.bytes);
-    }
-
-    fn fold(&mut self, deltas: &Deltas) {
-        self.rise([0; 3], &deltas.highest);
-        for i in 0..3 {
-            self.live[i].current += deltas.change[i];
-            self.live[i].allocated += deltas.increases[i];
+    /// Both kinds together.
+    fn total([a, b]: &[Pool; 2], peaks: &Peaks) -> Pool {
+        Pool {
+            live: array::from_fn(|i| Flow::total([&a.live[i], &b.live[i]], peaks.live[i])),
+            split: array::from_fn(|i| Flow::total([&a.split[i], &b.split[i]], peaks.split[i])),
+            segment: array::from_fn(|i| Flow::total([&a.segment[i], &b.segment[i]], peaks.segment[i])),
+            pending: array::from_fn(|i| Pending::total([&a.pending[i], &b.pending[i]], peaks.active[i])),
         }
     }
 
@@ -174,10 +161,15 @@ impl Pool {
         self.live.iter_mut().chain(&mut self.split).chain(&mut self.segment)
     }
 
+    /// What is active: live, or pending. Blocks, or bytes.
+    fn active(&self, i: usize) -> i64 {
+        self.live[i].current() + self.pending[i].current
+    }
+
     fn reset_peak(&mut self) {
-        self.flows().for_each(Flow::reset_peak);
+        self.flows().for_each(|flow| flow.peak = flow.current());
         for i in 0..2 {
-            self.pending[i].active_peak = self.live[i].current + self.pending[i].current;
+            self.pending[i].active_peak = self.active(i);
         }
     }
 
@@ -192,10 +184,12 @@ impl Pool {
 /// The counters of an allocator. `max_split_size` is to be set.
 #[derive(Debug, Default)]
 pub(super) struct Counters {
-    total: Pool,
     kinds: [Pool; 2],
-    /// What this thread's cache has done to the live blocks of the total and of the small kind, which alone is cached.
-    cached: Amounts,
+    peaks: Peaks,
+    /// What this thread's cache has done to the live blocks of each kind: to small ones, which alone are cached.
+    cached: [Amounts; 2],
+    /// Blocks that are pending.
+    num_pending: u64,
     pub(super) num_alloc_retries: u64,
     pub(super) num_ooms: u64,
     pub(super) num_sync_all_streams: u64,
@@ -210,7 +204,7 @@ impl Counters {
     /// Everything, as users see it. The threads' caches are folded in already.
     pub(super) fn stats(&self) -> DeviceStats {
         DeviceStats {
-            total: self.total.stats(),
+            total: Pool::total(&self.kinds, &self.peaks).stats(),
             small_pool: self.kinds[0].stats(),
             large_pool: self.kinds[1].stats(),
             num_alloc_retries: self.num_alloc_retries,
@@ -227,30 +221,47 @@ impl Counters {
     /// Bytes of active blocks.
     #[inline(always)]
     pub(super) fn active_bytes(&self) -> u64 {
-        let total = &self.total;
-        (total.live[1].current + self.cached[1] + total.pending[1].current).max(0) as u64
+        let [a, b] = &self.kinds;
+        (a.active(1) + b.active(1) + self.cached[0][1]).max(0) as u64
     }
 
     /// Bytes of blocks that are handed out.
     pub(super) fn allocated_bytes(&self) -> u64 {
-        self.total.live[1].current as u64
+        self.kinds.iter().map(|pool| pool.live[1].current()).sum::<i64>() as u64
     }
 
     /// Blocks that are handed out.
     pub(super) fn live_blocks(&self) -> u64 {
-        self.total.live[0].current as u64
+        self.kinds.iter().map(|pool| pool.live[0].current()).sum::<i64>() as u64
     }
 
     /// Bytes of segments held from the driver.
     pub(super) fn reserved(&self) -> u64 {
-        self.total.segment[1].current as u64
+        self.kinds.iter().map(|pool| pool.segment[1].current()).sum::<i64>() as u64
     }
 
+    /// Raises the peaks of what is live, with so much more in this thread's cache: of blocks of the kind, and of all.
     #[inline(always)]
-    fn each(&mut self, kind: Kind, change: impl Fn(&mut Pool, &Amounts)) {
-        change(&mut self.total, &self.cached);
-        let none = [0; 3];
-        change(&mut self.kinds[kind as usize], if kind == Kind::Small { &self.cached } else { &none });
+    fn raise_live(&mut self, kind: Kind, of_kind: &Amounts, of_all: &Amounts) {
+        let (at, other) = (kind as usize, kind.other() as usize);
+        for i in 0..3 {
+            let here = self.kinds[at].live[i].current();
+            let all = here + self.kinds[other].live[i].current();
+            raise(&mut self.kinds[at].live[i].peak, here + of_kind[i]);
+            raise(&mut self.peaks.live[i], all + of_all[i]);
+        }
+        if self.num_pending > 0 {
+            self.raise_active(kind, of_kind, of_all);
+        }
+    }
+
+    #[cold]
+    fn raise_active(&mut self, kind: Kind, of_kind: &Amounts, of_all: &Amounts) {
+        for i in 0..2 {
+            let (here, other) = (self.kinds[kind as usize].active(i), self.kinds[kind.other() as usize].active(i));
+            raise(&mut self.kinds[kind as usize].pending[i].active_peak, here + of_kind[i]);
+            raise(&mut self.peaks.active[i], here + other + of_all[i]);
+        }
     }
 
     #[inline(always)]
@@ -263,53 +274,68 @@ impl Counters {
     /// A free block was handed out.
     #[inline(always)]
     pub(super) fn taken(&mut self, kind: Kind, size: usize, requested: usize) {
-        self.each(kind, |pool, cached| pool.rise([1, size as i64, requested as i64], cached));
+        for (flow, by) in self.kinds[kind as usize].live.iter_mut().zip([1, size as i64, requested as i64]) {
+            flow.allocated += by;
+        }
+        let [cached, all] = [self.cached[kind as usize], self.cached[0]];
+        self.raise_live(kind, &cached, &all);
         self.oversize(size, 1);
     }
 
     /// A block was given back.
     #[inline(always)]
     pub(super) fn given_back(&mut self, kind: Kind, size: usize, requested: usize) {
-        self.each(kind, |pool, _| pool.fall([1, size as i64, requested as i64]));
+        for (flow, by) in self.kinds[kind as usize].live.iter_mut().zip([1, size as i64, requested as i64]) {
+            flow.freed += by;
+        }
         self.oversize(size, -1);
     }
 
     /// A block was given back, but a stream may still use it.
     pub(super) fn pending(&mut self, kind: Kind, size: usize, requested: usize) {
-        self.each(kind, |pool, cached| {
-            pool.raise_active(cached); // to all that was live until now
-            pool.fall([1, size as i64, requested as i64]);
-            pool.pending[0].current += 1;
-            pool.pending[1].current += size as i64;
-        });
-        self.oversize(size, -1);
+        let [cached, all] = [self.cached[kind as usize], self.cached[0]];
+        self.raise_active(kind, &cached, &all); // to all that was live until now
+        self.given_back(kind, size, requested);
+        self.num_pending += 1;
+        for (pending, by) in self.kinds[kind as usize].pending.iter_mut().zip([1, size as i64]) {
+            pending.current += by;
+        }
+    }
+
+    /// A block is not pending any more.
+    fn not_pending(&mut self, kind: Kind, size: usize) {
+        self.num_pending -= 1;
+        for (pending, by) in self.kinds[kind as usize].pending.iter_mut().zip([1, size as i64]) {
+            pending.current -= by;
+        }
     }
 
     /// No stream uses a block that was given back any more.
     pub(super) fn settled(&mut self, kind: Kind, size: usize, split: Split) {
-        self.each(kind, |pool, _| {
-            pool.pending[0].current -= 1;
-            pool.pending[1].current -= size as i64;
-            pool.split(split);
-        });
+        self.not_pending(kind, size);
+        self.split_changed(kind, split);
     }
 
     /// A pending block was handed out again.
     pub(super) fn retaken(&mut self, kind: Kind, size: usize, requested: usize) {
-        self.each(kind, |pool, cached| {
-            for (pending, by) in pool.pending.iter_mut().zip([1, size as i64]) {
-                pending.current -= by;
-                pending.retaken += by;
-            }
-            pool.rise([1, size as i64, requested as i64], cached);
-        });
-        self.oversize(size, 1);
+        self.not_pending(kind, size);
+        for (pending, by) in self.kinds[kind as usize].pending.iter_mut().zip([1, size as i64]) {
+            pending.retaken += by;
+        }
+        self.taken(kind, size, requested);
     }
 
     /// Free blocks were merged, or became parts of split segments.
     #[inline(always)]
     pub(super) fn split_changed(&mut self, kind: Kind, split: Split) {
-        self.each(kind, |pool, _| pool.split(split));
+        for (i, by) in [split.blocks, split.bytes].into_iter().enumerate() {
+            let other = self.kinds[kind.other() as usize].split[i].current();
+            let flow = &mut self.kinds[kind as usize].split[i];
+            flow.change(by);
+            let now = flow.current();
+            raise(&mut flow.peak, now);
+            raise(&mut self.peaks.split[i], now + other);
+        }
     }
 
     pub(super) fn segment_made(&mut self, kind: Kind, size: usize) {
@@ -341,39 +367,50 @@ impl Counters {
     }
 
     fn segments(&mut self, kind: Kind, by: [i64; 2]) {
-        self.each(kind, |pool, _| (0..2).for_each(|i| pool.segment[i].change(by[i])));
+        for (i, by) in by.into_iter().enumerate() {
+            let other = self.kinds[kind.other() as usize].segment[i].current();
+            let flow = &mut self.kinds[kind as usize].segment[i];
+            flow.change(by);
+            let now = flow.current();
+            raise(&mut flow.peak, now);
+            raise(&mut self.peaks.segment[i], now + other);
+        }
     }
 
-    /// What this thread's cache has done so far; and done at most since the last time, if that is more than then.
+    /// What this thread's cache has done so far; and done at most since the last time, if that may be more than then.
     #[inline(always)]
     pub(super) fn see_cached(&mut self, (change, highest): (Amounts, Option<Amounts>)) {
         if let Some(highest) = highest {
-            self.raise_cached(highest);
+            self.raise_live(Kind::Small, &highest, &highest);
         }
-        self.cached = change;
-    }
-
-    fn raise_cached(&mut self, highest: Amounts) {
-        self.cached = highest;
-        self.each(Kind::Small, |pool, cached| pool.rise([0; 3], cached));
+        self.cached[0] = change;
     }
 
     /// What a thread's cache did before it was emptied.
     pub(super) fn fold(&mut self, deltas: &Deltas) {
-        self.each(Kind::Small, |pool, _| pool.fold(deltas));
-        self.cached = [0; 3];
+        self.raise_live(Kind::Small, &deltas.highest, &deltas.highest);
+        for (flow, i) in self.kinds[Kind::Small as usize].live.iter_mut().zip(0..) {
+            flow.allocated += deltas.increases[i];
+            flow.freed += deltas.increases[i] - deltas.change[i];
+        }
+        self.cached[0] = [0; 3];
     }
 
     pub(super) fn reset_peak(&mut self) {
-        self.total.reset_peak();
         self.kinds.iter_mut().for_each(Pool::reset_peak);
+        let [a, b] = &self.kinds;
+        self.peaks = Peaks {
+            live: array::from_fn(|i| a.live[i].current() + b.live[i].current()),
+            split: array::from_fn(|i| a.split[i].current() + b.split[i].current()),
+            segment: array::from_fn(|i| a.segment[i].current() + b.segment[i].current()),
+            active: array::from_fn(|i| a.active(i) + b.active(i)),
+        };
         for stat in [&mut self.oversize_allocations, &mut self.oversize_segments] {
             stat.peak = stat.current;
         }
     }
 
     pub(super) fn reset_accumulated(&mut self) {
-        self.total.reset_accumulated();
         self.kinds.iter_mut().for_each(Pool::reset_accumulated);
         for stat in [&mut self.oversize_allocations, &mut self.oversize_segments] {
             (stat.allocated, stat.freed) = (0, 0);

@@ -4,13 +4,16 @@
 //! a class spans at most 3 % of its size. Two levels of bits say which classes have blocks; two bit scans find the first
 //! that has. Blocks of a class are a doubly linked list through the table of blocks.
 
-use super::heap::{Entry, NONE};
+use std::hint::select_unpredictable;
+
+use super::entry::{Entry, NONE, UNIT};
 
 /// Classes a power of two.
 const SUB_BITS: u32 = 5;
 const SUBS: usize = 1 << SUB_BITS;
-/// Powers of two from 2^5 units on, and the exact sizes below.
-const LEVELS: usize = 48;
+/// Powers of two from 2^5 units on, and the exact sizes below: more than there are, so that indices need no check.
+const LEVELS: usize = 32;
+const CLASSES: usize = LEVELS * SUBS;
 
 /// The free blocks of one kind.
 ///
@@ -18,24 +21,24 @@ const LEVELS: usize = 48;
 /// whether there is a neighbour. Branches on that would be guessed wrong half of the time.
 #[derive(Debug)]
 pub(super) struct Bins {
-    /// Sizes are counted in units of 2^shift bytes: the alignment of blocks.
-    shift: u32,
-    levels: u64,
-    subs: [u32; LEVELS],
-    heads: Box<[u32]>,
+    levels: u32,
+    /// The last one stays 0: it is what a search finds that finds no level.
+    subs: [u32; LEVELS + 1],
+    /// Most kinds never have a block.
+    heads: Option<Box<[u32; CLASSES]>>,
 }
 
 /// The class of a size in units: 32 times its level and its place there.
 #[inline(always)]
-fn class(units: u64) -> usize {
-    let shift = (units | SUBS as u64).ilog2() - SUB_BITS;
-    ((shift as usize) << SUB_BITS) + (units >> shift) as usize
+fn class(units: u32) -> usize {
+    let shift = (units | SUBS as u32).ilog2() - SUB_BITS;
+    (((shift as usize) << SUB_BITS) + (units >> shift) as usize) % CLASSES // as it is: now the compiler knows, too
 }
 
 impl Bins {
-    /// No blocks; `shift` is the logarithm of the alignment.
-    pub(super) fn new(shift: u32) -> Bins {
-        Bins { shift, levels: 0, subs: [0; LEVELS], heads: Box::default() }
+    /// No blocks.
+    pub(super) fn new() -> Bins {
+        Bins { levels: 0, subs: [0; LEVELS + 1], heads: None }
     }
 
     #[inline(always)]
@@ -45,24 +48,17 @@ impl Bins {
 
     /// The class of a size in bytes.
     #[inline(always)]
-    pub(super) fn class_of(&self, size: usize) -> usize {
-        class((size >> self.shift) as u64)
-    }
-
-    #[cold]
-    fn make_heads(&mut self) {
-        self.heads = vec![NONE; LEVELS * SUBS].into_boxed_slice(); // most kinds never have a block
+    pub(super) fn class_of(size: usize) -> usize {
+        class((size / UNIT) as u32)
     }
 
     /// Adds a block.
     #[inline(always)]
     pub(super) fn insert(&mut self, table: &mut [Entry], id: u32) {
-        if self.heads.is_empty() {
-            self.make_heads();
-        }
+        let heads = self.heads.get_or_insert_with(no_heads);
         let entry = &mut table[id as usize];
-        let class = class((entry.size >> self.shift) as u64);
-        let next = std::mem::replace(&mut self.heads[class], id);
+        let class = class(entry.units());
+        let next = std::mem::replace(&mut heads[class], id);
         (entry.bin_prev, entry.bin_next) = (NONE, next);
         table[next as usize].bin_prev = id;
         self.subs[class / SUBS] |= 1 << (class % SUBS);
@@ -72,36 +68,38 @@ impl Bins {
     /// Takes out a block that is in.
     #[inline(always)]
     pub(super) fn remove(&mut self, table: &mut [Entry], id: u32) {
-        let Entry { bin_prev, bin_next, size, .. } = table[id as usize];
+        let Some(heads) = &mut self.heads else { return };
+        let Entry { bin_prev, bin_next, .. } = table[id as usize];
+        let class = class(table[id as usize].units());
         table[bin_next as usize].bin_prev = bin_prev;
         table[bin_prev as usize].bin_next = bin_next;
-        let class = self.class_of(size);
-        let head = &mut self.heads[class];
+        let head = &mut heads[class];
         debug_assert_eq!(bin_prev == NONE, *head == id, "a block without a predecessor is its class's first");
         *head = if bin_prev == NONE { bin_next } else { *head };
         let sub = &mut self.subs[class / SUBS];
         *sub &= !(u32::from(*head == NONE) << (class % SUBS));
-        self.levels &= !(u64::from(*sub == 0) << (class / SUBS));
+        self.levels &= !(u32::from(*sub == 0) << (class / SUBS));
     }
 
     /// A block of at least `size` bytes, and its class: the first of the request's own `class` if it is large enough, else
     /// the first of the next class that has any.
     #[inline(always)]
     pub(super) fn find(&self, table: &[Entry], size: usize, class: usize) -> Option<(u32, usize)> {
-        let first = *self.heads.get(class)?;
-        if table[first as usize].size >= size {
+        let heads = self.heads.as_deref()?;
+        let first = heads[class % CLASSES];
+        if table[first as usize].size() >= size {
             return Some((first, class));
         }
         let class = self.first_after(class)?;
-        Some((self.heads[class], class))
+        Some((heads[class % CLASSES], class))
     }
 
     /// The smallest block of at least `size` bytes, however long it takes, and its class.
     pub(super) fn find_best(&self, table: &[Entry], size: usize) -> Option<(u32, usize)> {
-        let mut class = self.class_of(size);
+        let mut class = Bins::class_of(size);
         loop {
-            let best = self.class_blocks(table, class).filter(|&id| table[id as usize].size >= size);
-            if let Some(id) = best.min_by_key(|&id| table[id as usize].size) {
+            let best = self.class_blocks(table, class).filter(|&id| table[id as usize].size() >= size);
+            if let Some(id) = best.min_by_key(|&id| table[id as usize].size()) {
                 return Some((id, class));
             }
             class = self.first_after(class)?;
@@ -121,11 +119,11 @@ impl Bins {
         }
         let level = self.levels.ilog2() as usize;
         let class = level * SUBS + self.subs[level].ilog2() as usize;
-        self.class_blocks(table, class).map(|id| table[id as usize].size).max().unwrap_or(0)
+        self.class_blocks(table, class).map(|id| table[id as usize].size()).max().unwrap_or(0)
     }
 
     fn class_blocks<'a>(&'a self, table: &'a [Entry], class: usize) -> impl Iterator<Item = u32> + 'a {
-        let first = self.heads.get(class).copied().filter(|&id| id != NONE);
+        let first = self.heads.as_ref().map(|heads| heads[class % CLASSES]).filter(|&id| id != NONE);
         std::iter::successors(first, |&id| Some(table[id as usize].bin_next).filter(|&next| next != NONE))
     }
 
@@ -133,28 +131,29 @@ impl Bins {
     #[inline(always)]
     fn first_after(&self, class: usize) -> Option<usize> {
         let level = class / SUBS;
-        let here = self.subs.get(level)? & (!1u32 << (class % SUBS)); // the largest sizes have no class
-        if here != 0 {
-            return Some(level * SUBS + here.trailing_zeros() as usize);
-        }
-        let above = self.levels & (!1u64 << level);
-        if above == 0 {
-            return None;
-        }
-        let level = above.trailing_zeros() as usize;
-        Some(level * SUBS + self.subs[level].trailing_zeros() as usize)
+        let here = self.subs[level % LEVELS] & (!1u32 << (class % SUBS));
+        let above = (self.levels & (!1u32 << level)).trailing_zeros() as usize; // `LEVELS` where there is none
+        let level = select_unpredictable(here != 0, level, above);
+        let subs = select_unpredictable(here != 0, here, self.subs[above]);
+        (subs != 0).then(|| level * SUBS + subs.trailing_zeros() as usize)
     }
+}
+
+#[cold]
+fn no_heads() -> Box<[u32; CLASSES]> {
+    Box::new([NONE; CLASSES])
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::entry::{LONGEST, Use};
     use super::*;
 
     #[test]
     fn classes_grow_with_sizes_and_span_at_most_a_32nd() {
         let mut last = class(1);
-        let mut first_of_class = 1u64;
-        for units in 2..if cfg!(miri) { 2000 } else { 100_000u64 } {
+        let mut first_of_class = 1;
+        for units in 2..if cfg!(miri) { 2000 } else { 100_000u32 } {
             let here = class(units);
             assert!(here >= last, "{units}");
             if here != last {
@@ -162,28 +161,30 @@ mod tests {
             }
             assert!(units - first_of_class <= first_of_class / 32);
         }
-        assert!(class((1 << 51) - 1) < LEVELS * SUBS);
+        assert!(class(u32::MAX) < CLASSES);
     }
 
     #[test]
     fn what_fits_is_found() {
-        let mut table: Vec<Entry> =
-            [0, 640, 64, 130, 128, 129, 1 << 20].map(|size| Entry { size, ..Entry::VACANT }).into();
-        let mut bins = Bins::new(0);
+        let entry = |units: usize| Entry::new(0, 0, Use::Free, 0, units * UNIT);
+        let mut table: Vec<Entry> = [0, 640, 64, 130, 128, 129, 1 << 20].map(entry).into();
+        let mut bins = Bins::new();
         (1..7).for_each(|id| bins.insert(&mut table, id));
         // 128 to 131 are one class, of which the last that came in, 129, is looked at.
-        for (size, quick, best) in
+        for (units, quick, best) in
             [(1, 64, 64), (65, 129, 128), (129, 129, 129), (130, 640, 130), (131, 640, 640), (641, 1 << 20, 1 << 20)]
         {
-            assert_eq!(table[bins.find(&table, size, class(size as u64)).unwrap().0 as usize].size, quick, "{size}");
-            assert_eq!(table[bins.find_best(&table, size).unwrap().0 as usize].size, best, "{size}");
+            let (quickly, _) = bins.find(&table, units * UNIT, class(units as u32)).unwrap();
+            assert_eq!(table[quickly as usize].units(), quick, "{units}");
+            assert_eq!(table[bins.find_best(&table, units * UNIT).unwrap().0 as usize].units(), best, "{units}");
         }
-        assert_eq!((bins.find(&table, (1 << 20) + 1, class((1 << 20) + 1)), bins.largest(&table)), (None, 1 << 20));
+        assert_eq!(bins.find(&table, ((1 << 20) + 1) * UNIT, class((1 << 20) + 1)), None);
+        assert_eq!(bins.largest(&table), UNIT << 20);
         for id in [4, 1, 6, 2, 5, 3] {
             bins.remove(&mut table, id);
             assert!(bins.blocks(&table).all(|other| other != id));
         }
-        assert_eq!(bins.find_best(&table, usize::MAX), None);
-        assert!(bins.is_empty() && bins.find(&table, 1, class(1)).is_none());
+        assert_eq!(bins.find_best(&table, LONGEST as usize), None);
+        assert!(bins.is_empty() && bins.find(&table, UNIT, class(1)).is_none());
     }
 }

@@ -37,8 +37,6 @@ unsafe impl Send for Cached {}
 pub(super) enum Put {
     Kept,
     Refused,
-    /// The thread has no cache yet: see [`ThreadCaches::make_own`].
-    Missing,
     /// There was no room, and there has been none for long: the cache should be emptied.
     Stale,
 }
@@ -56,7 +54,7 @@ struct Contents {
 /// Apart from its neighbours by two cache lines.
 #[repr(align(128))]
 #[derive(Debug)]
-struct Shard {
+pub(super) struct Shard {
     /// Sizes of which there are blocks, read without the lock: a bit each. Written under it, as are the others. The last
     /// word, that of all sizes that are never kept, stays 0.
     occupied: [AtomicU64; WORDS + 1],
@@ -65,7 +63,7 @@ struct Shard {
     /// The greatest `change` since the allocator last looked. It may look without the lock: threads that share a cache
     /// may then miss a peak.
     highest: [AtomicI64; 3],
-    /// Whether it has become greater than it was then.
+    /// Whether anything was taken out since then.
     raised: AtomicBool,
     contents: Mutex<Contents>,
 }
@@ -85,6 +83,19 @@ impl Shard {
                 increases: [0; 3],
             }),
         })
+    }
+
+    /// By how much it has changed what is allocated since it was last emptied; and at most since the last call, if that may
+    /// be more than it was then.
+    #[inline(always)]
+    pub(super) fn changes(&self) -> (Amounts, Option<Amounts>) {
+        let change: Amounts = array::from_fn(|i| self.change[i].load(Relaxed));
+        let raised = self.raised.load(Relaxed).then(|| {
+            self.raised.store(false, Relaxed);
+            array::from_fn(|i| self.highest[i].load(Relaxed))
+        });
+        (0..3).for_each(|i| self.highest[i].store(change[i], Relaxed));
+        (change, raised)
     }
 
     /// Takes everything out: the blocks, which are nobody's now, and what the cache did.
@@ -159,10 +170,20 @@ impl ThreadCaches {
         self.largest.store((bytes / 16).min(SIZES << self.shift), Relaxed);
     }
 
-    /// A block of exactly this size that this thread freed, now handed out for `requested` bytes.
-    #[inline]
-    pub(super) fn get(&self, size: usize, requested: usize) -> Option<Cached> {
-        let shard = self.shards[index()].get()?;
+    /// The largest size that is kept, whatever is set.
+    pub(super) fn largest(&self) -> usize {
+        self.largest.load(Relaxed)
+    }
+
+    /// This thread's cache, once it has one.
+    #[inline(always)]
+    pub(super) fn own(&self) -> Option<&Shard> {
+        self.shards[index()].get().map(|shard| &**shard)
+    }
+
+    /// A block of exactly this size that this thread, whose cache it is, freed; now handed out for `requested` bytes.
+    #[inline(always)]
+    pub(super) fn get(&self, shard: &Shard, size: usize, requested: usize) -> Option<Cached> {
         // One question for both, whether such sizes are kept and whether one is there: few answers can be foreseen.
         let at = ((size >> self.shift) - 1).min(SIZES);
         let (word, bit) = (&shard.occupied[at / 64], 1 << (at % 64));
@@ -182,22 +203,19 @@ impl ThreadCaches {
         for (i, by) in [1, size as i64, requested as i64].into_iter().enumerate() {
             let change = shard.change[i].load(Relaxed) + by;
             shard.change[i].store(change, Relaxed);
-            if change > shard.highest[i].load(Relaxed) {
-                shard.highest[i].store(change, Relaxed);
-                shard.raised.store(true, Relaxed);
-            }
+            shard.highest[i].store(change.max(shard.highest[i].load(Relaxed)), Relaxed);
             contents.increases[i] += by;
         }
+        shard.raised.store(true, Relaxed);
         Some(cached)
     }
 
     /// Keeps a block of the default stream's that was handed out for `requested` bytes, if there is room.
-    #[inline]
-    pub(super) fn put(&self, cached: Cached, size: usize, requested: usize) -> Put {
-        if size > self.largest.load(Relaxed) {
+    #[inline(always)]
+    pub(super) fn put(&self, shard: &Shard, cached: Cached, size: usize, requested: usize) -> Put {
+        if size > self.largest() {
             return Put::Refused;
         }
-        let Some(shard) = self.shards[index()].get() else { return Put::Missing };
         let at = (size >> self.shift) - 1;
         let mut guard = lock(&shard.contents);
         let contents = &mut *guard;
@@ -218,25 +236,9 @@ impl ThreadCaches {
         Put::Kept
     }
 
-    /// Makes this thread's cache. Under the allocator's lock, so that who turns all caches off and empties them under it
-    /// misses none.
-    #[cold]
+    /// Makes this thread's cache. Who turns all caches off and empties them must not run beside.
     pub(super) fn make_own(&self) {
         self.shards[index()].get_or_init(Shard::new);
-    }
-
-    /// By how much this thread's cache has changed what is allocated since it was last emptied; and at most since the last
-    /// call, if that is more than it was then.
-    #[inline(always)]
-    pub(super) fn changes(&self) -> (Amounts, Option<Amounts>) {
-        let Some(shard) = self.shards[index()].get() else { return ([0; 3], None) };
-        let change = array::from_fn(|i| shard.change[i].load(Relaxed));
-        let raised = shard.raised.load(Relaxed).then(|| {
-            shard.raised.store(false, Relaxed);
-            array::from_fn(|i| shard.highest[i].load(Relaxed))
-        });
-        (0..3).for_each(|i| shard.highest[i].store(change[i], Relaxed));
-        (change, raised)
     }
 
     /// Empties all caches: gives their blocks, and what they did.

@@ -53,7 +53,7 @@ impl Decay {
     /// Whether to look at the clock at this search.
     #[inline]
     pub(super) fn looks_at(&self, ticks: u64) -> bool {
-        self.interval > 0 && ticks.is_multiple_of(LOOK_EVERY)
+        ticks.is_multiple_of(LOOK_EVERY) && self.interval > 0
     }
 
     /// A segment was made: soon after a release, that one was for nothing.
@@ -185,7 +185,7 @@ impl Heap {
 
     /// Streams that blocks belong to.
     fn streams(&self) -> BTreeSet<StreamId> {
-        self.table.iter().filter(|e| e.usage != Use::Vacant).map(|e| self.arenas[e.arena as usize].stream).collect()
+        self.table.iter().filter(|e| e.usage() != Use::Vacant).map(|e| self.arenas[e.arena() as usize].stream).collect()
     }
 }
 

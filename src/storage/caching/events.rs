@@ -113,7 +113,7 @@ impl CachingAllocator {
             return; // its number means nothing here
         }
         let mut core = self.lock();
-        let home = core.heap.arenas[core.heap.table[block.id() as usize].arena as usize].stream;
+        let home = core.heap.arenas[core.heap.table[block.id() as usize].arena() as usize].stream;
         if stream == home {
             return;
         }
@@ -126,6 +126,8 @@ impl CachingAllocator {
     }
 
     /// Takes back a block that other streams have used: it is pending until they are done.
+    #[cold]
+    #[inline(never)]
     pub(super) fn deallocate_recorded(&self, block: Block, requested: usize) {
         let streams = self.lock().pending.used.remove(&block.id()).unwrap_or_default();
         let marker = |stream: StreamId| Some((stream, self.driver.record(stream).ok()?));
@@ -232,10 +234,11 @@ impl Core {
         let arenas = (0..self.heap.arenas.len() as u32).filter(|arena| others(&self.heap, arena));
         let candidates =
             arenas.filter_map(|arena| self.heap.find(arena, request.size, Search::Thorough, || usize::MAX));
-        let id = candidates.min_by_key(|&id| self.heap.table[id as usize].size)?;
-        let from = self.heap.arenas[self.heap.table[id as usize].arena as usize].stream;
+        let id = candidates.min_by_key(|&id| self.heap.table[id as usize].size())?;
+        let from = self.heap.arenas[self.heap.table[id as usize].arena() as usize].stream;
         let id = self.heap.take(id, request.size, request.bytes);
-        self.heap.table[id as usize].arena = self.heap.arena(request.pool, request.stream, request.kind);
+        let arena = self.heap.arena(request.pool, request.stream, request.kind);
+        self.heap.table[id as usize].set_arena(arena);
         Some((self.block(owner, id, request.bytes), from))
     }
 
@@ -244,15 +247,16 @@ impl Core {
         let heap = &self.heap;
         let fits = |&id: &u32| {
             let entry = heap.table[id as usize];
-            let arena = &heap.arenas[entry.arena as usize];
-            let same = arena.pool == request.pool && arena.kind == request.kind && entry.size >= request.size;
-            same && heap.rules.may_serve(request.kind, entry.size, request.size)
+            let arena = &heap.arenas[entry.arena() as usize];
+            let same = arena.pool == request.pool && arena.kind == request.kind && entry.size() >= request.size;
+            same && heap.rules.may_serve(request.kind, entry.size(), request.size)
         };
-        let id = self.pending.blocks().filter(fits).min_by_key(|&id| (heap.table[id as usize].size, id))?;
-        let from = heap.arenas[heap.table[id as usize].arena as usize].stream;
+        let id = self.pending.blocks().filter(fits).min_by_key(|&id| (heap.table[id as usize].size(), id))?;
+        let from = heap.arenas[heap.table[id as usize].arena() as usize].stream;
         let markers = self.pending.take(id);
         self.heap.take_pending(id, self.slots.requested(id), request.bytes);
-        self.heap.table[id as usize].arena = self.heap.arena(request.pool, request.stream, request.kind);
+        let arena = self.heap.arena(request.pool, request.stream, request.kind);
+        self.heap.table[id as usize].set_arena(arena);
         Some((self.block(owner, id, request.bytes), markers, from))
     }
 }

@@ -24,7 +24,7 @@ use crate::{Error, Result};
 /// Addresses for each segment: this many eighths of the device's memory (PyTorch's 1.125), and never more than `MOST`,
 /// which leaves room for many in a process.
 const EIGHTHS: u64 = 9;
-const MOST: u64 = 1 << 44;
+const MOST: u64 = 1 << 40;
 
 /// What an allocator needs whose segments grow.
 #[derive(Debug)]

@@ -66,6 +66,13 @@ impl Growth {
     /// Sees a request that would make `active` bytes active, the `search`th.
     #[inline]
     pub(super) fn see(&mut self, active: u64, search: u64) {
+        // A clear rise is more than the peak, which follows the last one closely.
+        if active > self.peak || !self.steady {
+            self.learn(active, search);
+        }
+    }
+
+    fn learn(&mut self, active: u64, search: u64) {
         if active > self.mark + self.mark / 64 {
             (self.mark, self.marked, self.remade) = (active, search, 0);
             self.steady = self.recycled >= RECYCLING_CREDIT;
@@ -234,7 +241,7 @@ impl Core {
         if excess == 0 {
             return Vec::new();
         }
-        let bytes = |core: &Core, id: u32| core.heap.table[id as usize].size as u64;
+        let bytes = |core: &Core, id: u32| core.heap.table[id as usize].size() as u64;
         let mut unused = self.heap.whole_blocks(0);
         unused.sort_unstable_by_key(|&id| std::cmp::Reverse((bytes(self, id), id)));
         let mut sum = 0;
@@ -257,11 +264,11 @@ impl Core {
     /// Takes unused segments out of the table, the largest first, until they have `bytes` bytes.
     fn remove_to_spare(&mut self, bytes: u64, candidates: impl Fn(&Core) -> Vec<u32>) -> Vec<Arc<Segment>> {
         let mut unused = candidates(self);
-        unused.sort_unstable_by_key(|&id| std::cmp::Reverse((self.heap.table[id as usize].size, id)));
+        unused.sort_unstable_by_key(|&id| std::cmp::Reverse((self.heap.table[id as usize].size(), id)));
         let (mut left, mut removed) = (bytes, Vec::new());
         for id in unused {
             if left > 0 {
-                left = left.saturating_sub(self.heap.table[id as usize].size as u64);
+                left = left.saturating_sub(self.heap.table[id as usize].size() as u64);
                 removed.push(self.heap.remove_whole(id));
             }
         }
@@ -270,7 +277,7 @@ impl Core {
 
     fn take_oversize(&mut self, size: usize) -> Vec<Arc<Segment>> {
         let max = self.heap.rules.config.max_split_size;
-        let bytes = |core: &Core, id: u32| core.heap.table[id as usize].size;
+        let bytes = |core: &Core, id: u32| core.heap.table[id as usize].size();
         let oversize = |core: &Core| {
             let mut unused = core.heap.whole_blocks(0);
             unused.retain(|&id| bytes(core, id) >= max);
@@ -302,7 +309,7 @@ impl Core {
             unused.retain(|&id| age(self, id) >= average);
             for id in unused {
                 if left > 0 {
-                    left = left.saturating_sub(self.heap.table[id as usize].size as u64);
+                    left = left.saturating_sub(self.heap.table[id as usize].size() as u64);
                     freed.push(self.heap.remove_whole(id));
                 }
             }

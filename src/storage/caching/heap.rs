@@ -15,7 +15,7 @@ use super::super::segment::Segment;
 use super::super::stats::Split;
 use super::bins::Bins;
 pub(super) use super::entry::{Entry, NONE, NOWHERE, Use};
-use super::entry::{absorb, cut};
+use super::entry::{absorb, cut, prefetch};
 use super::pages::End;
 use super::policy::{Kind, Rules};
 use crate::device::StreamId;
@@ -58,8 +58,8 @@ pub(super) struct Arena {
     pub(super) pool: u32,
     pub(super) stream: StreamId,
     pub(super) kind: Kind,
-    /// Whether blocks larger than a request may be split for it.
-    splits: bool,
+    /// The least remainder of a block that is worth keeping.
+    least_rest: usize,
     pub(super) partial: Bins,
     pub(super) whole: Bins,
 }
@@ -111,7 +111,7 @@ impl Heap {
             now: 0,
         };
         for kind in [Kind::Small, Kind::Large] {
-            heap.arena(0, StreamId::DEFAULT, kind);
+            heap.other_arena(0, StreamId::DEFAULT, kind);
         }
         heap
     }
@@ -119,15 +119,19 @@ impl Heap {
     /// The arena of a pool, a stream and a kind; the default pool's on the default stream are 0 and 1.
     #[inline(always)]
     pub(super) fn arena(&mut self, pool: u32, stream: StreamId, kind: Kind) -> u32 {
-        if pool == 0 && stream == StreamId::DEFAULT && self.arenas.len() >= 2 {
+        if pool == 0 && stream == StreamId::DEFAULT {
             return kind as u32; // almost every request's
         }
+        self.other_arena(pool, stream, kind)
+    }
+
+    #[cold]
+    fn other_arena(&mut self, pool: u32, stream: StreamId, kind: Kind) -> u32 {
         if let Some(&arena) = self.arena_of.get(&(pool, stream, kind)) {
             return arena;
         }
-        let shift = self.rules.alignment.trailing_zeros();
-        let splits = !self.unsplit_pools.contains(&pool);
-        let made = Arena { pool, stream, kind, splits, partial: Bins::new(shift), whole: Bins::new(shift) };
+        let least_rest = if self.unsplit_pools.contains(&pool) { usize::MAX } else { self.rules.least_rest(kind) };
+        let made = Arena { pool, stream, kind, least_rest, partial: Bins::new(), whole: Bins::new() };
         let arena = self.vacant_arenas.pop().unwrap_or(self.arenas.len() as u32);
         match self.arenas.get_mut(arena as usize) {
             Some(vacant) => *vacant = made,
@@ -156,12 +160,12 @@ impl Heap {
         most_to_open: impl FnOnce() -> usize,
     ) -> Option<u32> {
         let arena = &self.arenas[arena as usize];
-        let class = arena.partial.class_of(size);
+        let class = Bins::class_of(size);
         let look = |bins: &Bins| match search {
             Search::Quick => bins.find(&self.table, size, class),
             Search::Thorough => bins.find_best(&self.table, size),
         };
-        let bytes = |id: u32| self.table[id as usize].size;
+        let bytes = |id: u32| self.table[id as usize].size();
         let allowed = |&(id, _): &(u32, usize)| self.rules.may_serve(arena.kind, bytes(id), size);
         let part = look(&arena.partial).filter(allowed);
         if arena.whole.is_empty() || part.is_some_and(|(_, fit)| fit == class) {
@@ -182,27 +186,24 @@ impl Heap {
         let Heap { table, vacant, arenas, rules, stats, .. } = self;
         let table = &mut table[..];
         let found = table[id as usize];
-        let arena = &mut arenas[found.arena as usize];
-        let mut split = Split::default();
-        if found.is_whole() {
-            arena.whole.remove(table, id);
-        } else {
-            arena.partial.remove(table, id);
-            split = Split { blocks: -1, bytes: -(found.size as i64) };
-        }
-        let (mut taken, mut given) = (id, found.size);
-        if arena.splits && rules.splits(arena.kind, found.size, size) {
+        let arena = &mut arenas[found.arena() as usize];
+        let (length, whole) = (found.size(), found.is_whole());
+        let bins = if whole { &mut arena.whole } else { &mut arena.partial };
+        bins.remove(table, id);
+        let mut split = Split { blocks: i64::from(whole) - 1, bytes: if whole { 0 } else { -(length as i64) } };
+        let (mut taken, mut given) = (id, length);
+        if length - size >= arena.least_rest && rules.may_split_for(size) {
             vacant.pop(); // the spare one
             // From both ends of a segment, so that what is left over stays in one piece between them.
-            let high = found.offset > 0 && rules.both_ends;
+            let high = (found.offset() > 0) & rules.both_ends;
             let free = if high { id } else { spare };
             (taken, given) = (if high { spare } else { id }, size);
-            cut(table, id, if high { found.size - size } else { size }, spare);
+            cut(table, id, if high { length - size } else { size }, spare);
             arena.partial.insert(table, free);
             split.blocks += 1;
-            split.bytes += (found.size - size) as i64;
+            split.bytes += (length - size) as i64;
         }
-        table[taken as usize].usage = Use::Live;
+        table[taken as usize].set_usage(Use::Live);
         stats.taken(arena.kind, given, requested);
         stats.split_changed(arena.kind, split);
         taken
@@ -221,25 +222,25 @@ impl Heap {
         for &part in parts {
             self.take_free(part, &mut split);
             let found = self.table[part as usize];
-            streams.push(self.arenas[found.arena as usize].stream);
+            streams.push(self.arenas[found.arena() as usize].stream);
             let mut inside = part;
-            if found.offset < offset {
-                inside = self.split(part, offset - found.offset);
+            if found.offset() < offset {
+                inside = self.split(part, offset - found.offset());
                 self.put_free(part, &mut split);
             }
-            let Entry { offset: start, size: length, .. } = self.table[inside as usize];
+            let (start, length) = (self.table[inside as usize].offset(), self.table[inside as usize].size());
             if start + length > offset + size {
                 let rest = self.split(inside, offset + size - start);
                 self.put_free(rest, &mut split);
             }
-            self.table[inside as usize].usage = Use::Live;
+            self.table[inside as usize].set_usage(Use::Live);
             if taken == NONE {
                 taken = inside;
             } else {
                 self.absorb_next(taken);
             }
         }
-        self.table[taken as usize].arena = arena;
+        self.table[taken as usize].set_arena(arena);
         let kind = self.arenas[arena as usize].kind;
         self.stats.taken(kind, size, requested);
         self.stats.split_changed(kind, split);
@@ -259,8 +260,8 @@ impl Heap {
     pub(super) fn give_back(&mut self, id: u32, requested: usize) {
         self.given_back += 1;
         self.record_free(id, requested);
-        let Entry { size, arena, .. } = self.table[id as usize];
-        self.stats.given_back(self.arenas[arena as usize].kind, size, requested);
+        let (kind, size) = self.kind_and_size(id);
+        self.stats.given_back(kind, size, requested);
         self.release(id);
     }
 
@@ -271,72 +272,90 @@ impl Heap {
         self.settle_last();
         self.given_back += 1;
         self.record_free(id, requested);
-        let Entry { size, arena, .. } = self.table[id as usize];
-        self.stats.given_back(self.arenas[arena as usize].kind, size, requested);
+        let (kind, size) = self.kind_and_size(id);
+        let Entry { prev, next, .. } = self.table[id as usize];
+        prefetch(&self.table, next);
+        prefetch(&self.table, prev);
+        self.stats.given_back(kind, size, requested);
         self.last = id;
         if !self.rules.is_adaptive() {
-            self.settle_last(); // PyTorch merges it first, and then looks for the best fit
+            self.settle_it(); // PyTorch merges it first, and then looks for the best fit
         }
     }
 
     /// Makes the block that was given back last free, if it has not been taken.
     #[inline]
     pub(super) fn settle_last(&mut self) {
-        let id = std::mem::replace(&mut self.last, NONE);
-        if id != NONE {
-            self.release(id);
+        if self.last != NONE {
+            self.settle_it();
         }
     }
 
+    #[inline(never)]
+    fn settle_it(&mut self) {
+        let id = std::mem::replace(&mut self.last, NONE);
+        self.release(id);
+    }
+
+    #[inline(always)]
+    fn kind_and_size(&self, id: u32) -> (Kind, usize) {
+        let entry = &self.table[id as usize];
+        (self.arenas[entry.arena() as usize].kind, entry.size())
+    }
+
+    #[inline(always)]
     fn release(&mut self, id: u32) {
-        let kind = self.arenas[self.table[id as usize].arena as usize].kind;
+        let kind = self.kind_and_size(id).0;
         let split = self.set_free(id);
         self.stats.split_changed(kind, split);
     }
 
-    /// Hands out the block that was given back last if it is the arena's and of just this size.
+    /// Hands out the block that was given back last if it is the arena's and of just this size; else that one is free from
+    /// now on.
     #[inline(always)]
     pub(super) fn take_last(&mut self, arena: u32, size: usize, requested: usize) -> Option<u32> {
-        let id = self.last;
-        let entry = &self.table[id as usize];
-        if id == NONE || entry.size != size || entry.arena != arena {
-            return None;
+        let id = std::mem::replace(&mut self.last, NONE);
+        let entry = &self.table[id as usize]; // that of none has no bytes
+        if (entry.size() == size) & (entry.arena() == arena) {
+            self.stats.taken(self.arenas[arena as usize].kind, size, requested);
+            return Some(id);
         }
-        self.last = NONE;
-        self.stats.taken(self.arenas[arena as usize].kind, size, requested);
-        Some(id)
+        if id != NONE {
+            self.release(id);
+        }
+        None
     }
 
     /// Gives a block back that another stream may be using: it counts as active until [`settle`](Self::settle).
     pub(super) fn give_back_pending(&mut self, id: u32, requested: usize) {
         self.given_back += 1;
         self.record(TraceAction::FreeRequested, id, requested);
-        let Entry { size, arena, .. } = self.table[id as usize];
-        self.table[id as usize].usage = Use::Pending;
-        self.stats.pending(self.arenas[arena as usize].kind, size, requested);
+        let (kind, size) = self.kind_and_size(id);
+        self.table[id as usize].set_usage(Use::Pending);
+        self.stats.pending(kind, size, requested);
     }
 
     /// Makes a pending block free, which was handed out for `requested` bytes.
     pub(super) fn settle(&mut self, id: u32, requested: usize) {
         self.record(TraceAction::FreeCompleted, id, requested);
-        let Entry { size, arena, .. } = self.table[id as usize];
+        let (kind, size) = self.kind_and_size(id);
         let split = self.set_free(id);
-        self.stats.settled(self.arenas[arena as usize].kind, size, split);
+        self.stats.settled(kind, size, split);
     }
 
     /// Hands out a pending block as it is, last handed out for `before` bytes: its new owner waits for its streams.
     pub(super) fn take_pending(&mut self, id: u32, before: usize, requested: usize) {
         self.record(TraceAction::FreeCompleted, id, before);
-        let Entry { size, arena, .. } = self.table[id as usize];
-        self.table[id as usize].usage = Use::Live;
-        self.stats.retaken(self.arenas[arena as usize].kind, size, requested);
+        let (kind, size) = self.kind_and_size(id);
+        self.table[id as usize].set_usage(Use::Live);
+        self.stats.retaken(kind, size, requested);
     }
 
     /// Moves a free block to another arena of the same pool and merges it there.
     pub(super) fn rehome(&mut self, id: u32, arena: u32) {
         let mut split = Split::default();
         self.take_free(id, &mut split);
-        self.table[id as usize].arena = arena;
+        self.table[id as usize].set_arena(arena);
         let Split { blocks, bytes } = self.set_free(id);
         let split = Split { blocks: split.blocks + blocks, bytes: split.bytes + bytes };
         self.stats.split_changed(self.arenas[arena as usize].kind, split);
@@ -347,23 +366,23 @@ impl Heap {
     pub(super) fn set_free(&mut self, id: u32) -> Split {
         let Heap { table, vacant, arenas, segments, .. } = self;
         let table = &mut table[..];
-        let Entry { segment, prev, next, arena: at, .. } = table[id as usize];
+        let Entry { segment, prev, next, .. } = table[id as usize];
+        let at = table[id as usize].arena();
         let arena = &mut arenas[at as usize];
         let mut split = Split::default();
-        let joins = |entry: &Entry| entry.usage == Use::Free && entry.arena == at; // the one of nobody is vacant
-        table[id as usize].usage = Use::Free;
+        table[id as usize].set_usage(Use::Free);
         let mut free = id;
-        // A neighbour is not all of its segment: it is among the partial ones.
-        if joins(&table[next as usize]) {
+        // A neighbour is not all of its segment: it is among the partial ones. The entry of no block is vacant.
+        if table[next as usize].is_free_in(at) {
             arena.partial.remove(table, next);
             split.blocks -= 1;
             split.bytes -= absorb(table, id, next) as i64;
             vacant.push(next);
         }
-        if joins(&table[prev as usize]) {
+        if table[prev as usize].is_free_in(at) {
             arena.partial.remove(table, prev);
             split.blocks -= 1;
-            split.bytes -= table[prev as usize].size as i64;
+            split.bytes -= table[prev as usize].size() as i64;
             absorb(table, prev, id);
             vacant.push(id);
             free = prev;
@@ -376,7 +395,7 @@ impl Heap {
             }
         } else {
             split.blocks += 1;
-            split.bytes += entry.size as i64;
+            split.bytes += entry.size() as i64;
             arena.partial.insert(table, free);
         }
         split
@@ -385,7 +404,7 @@ impl Heap {
     #[inline(always)]
     pub(super) fn put_free(&mut self, id: u32, split: &mut Split) {
         let entry = self.table[id as usize];
-        let arena = &mut self.arenas[entry.arena as usize];
+        let arena = &mut self.arenas[entry.arena() as usize];
         if entry.is_whole() {
             arena.whole.insert(&mut self.table, id);
             if let Some(held) = &mut self.segments[entry.segment as usize] {
@@ -394,20 +413,20 @@ impl Heap {
         } else {
             arena.partial.insert(&mut self.table, id);
             split.blocks += 1;
-            split.bytes += entry.size as i64;
+            split.bytes += entry.size() as i64;
         }
     }
 
     #[inline(always)]
     pub(super) fn take_free(&mut self, id: u32, split: &mut Split) {
         let entry = self.table[id as usize];
-        let arena = &mut self.arenas[entry.arena as usize];
+        let arena = &mut self.arenas[entry.arena() as usize];
         if entry.is_whole() {
             arena.whole.remove(&mut self.table, id);
         } else {
             arena.partial.remove(&mut self.table, id);
             split.blocks -= 1;
-            split.bytes -= entry.size as i64;
+            split.bytes -= entry.size() as i64;
         }
     }
 
@@ -419,7 +438,7 @@ impl Heap {
     }
 
     pub(super) fn vacate(&mut self, id: u32) {
-        self.table[id as usize].usage = Use::Vacant;
+        self.table[id as usize].set_usage(Use::Vacant);
         self.vacant.push(id);
     }
 

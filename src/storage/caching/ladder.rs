@@ -179,8 +179,7 @@ impl CachingAllocator {
 impl Core {
     /// The entry of a free block of the request's arena, taken. With `any`, even one that the policy would rather not cut up.
     #[inline(always)]
-    pub(super) fn search(&mut self, request: &Request, search: Search, any: bool) -> Option<u32> {
-        let arena = self.heap.arena(request.pool, request.stream, request.kind);
+    pub(super) fn search(&mut self, arena: u32, request: &Request, search: Search, any: bool) -> Option<u32> {
         let choosy = !any && self.heap.rules.is_adaptive() && !self.growth.is_steady();
         let most = || if choosy { Growth::most_to_open(self.usual_segment(request)) } else { usize::MAX };
         let id = self.heap.find(arena, request.size, search, most)?;
@@ -189,7 +188,8 @@ impl Core {
 
     /// As [`search`](Self::search), looking for the best fit; gives the handle.
     pub(super) fn search_all(&mut self, owner: u32, request: &Request, any: bool) -> Option<Block> {
-        let id = self.search(request, Search::Thorough, any)?;
+        let arena = self.heap.arena(request.pool, request.stream, request.kind);
+        let id = self.search(arena, request, Search::Thorough, any)?;
         Some(self.block(owner, id, request.bytes))
     }
 

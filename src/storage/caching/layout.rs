@@ -13,23 +13,23 @@ impl Heap {
     pub(super) fn hold(&mut self, id: u32) {
         let mut split = Split::default();
         self.take_free(id, &mut split);
-        self.table[id as usize].usage = Use::Held;
-        let kind = self.arenas[self.table[id as usize].arena as usize].kind;
+        self.table[id as usize].set_usage(Use::Held);
+        let kind = self.arenas[self.table[id as usize].arena() as usize].kind;
         self.stats.split_changed(kind, split);
     }
 
     pub(super) fn held_blocks(&self, segment: u32) -> Vec<u32> {
-        self.blocks_of(segment).filter(|&id| self.table[id as usize].usage == Use::Held).collect()
+        self.blocks_of(segment).filter(|&id| self.table[id as usize].usage() == Use::Held).collect()
     }
 
     /// Blocks of a segment under compaction that need not move.
     fn unused_blocks(&self, segment: u32) -> Vec<u32> {
-        let unused = |id: &u32| matches!(self.table[*id as usize].usage, Use::Held | Use::Unmapped);
+        let unused = |id: &u32| matches!(self.table[*id as usize].usage(), Use::Held | Use::Unmapped);
         self.blocks_of(segment).filter(unused).collect()
     }
 
     pub(super) fn unhold(&mut self, id: u32) {
-        let kind = self.arenas[self.table[id as usize].arena as usize].kind;
+        let kind = self.arenas[self.table[id as usize].arena() as usize].kind;
         let split = self.set_free(id);
         self.stats.split_changed(kind, split);
     }
@@ -82,16 +82,8 @@ impl Heap {
         let blocks = layout.iter().map(|&(id, offset)| (Some(id), offset)).chain([(None, bytes)]);
         for (id, offset) in blocks {
             if offset > end {
-                let gap = Entry {
-                    segment: into,
-                    arena,
-                    prev: last,
-                    offset: end,
-                    size: offset - end,
-                    usage: Use::Held,
-                    ..Entry::VACANT
-                };
-                let gap = self.insert(gap);
+                let gap = self.insert(Entry::new(into, arena, Use::Held, end, offset - end));
+                self.table[gap as usize].prev = last;
                 self.link(last, gap);
                 first = if first == NONE { gap } else { first };
                 gaps.push(gap);
@@ -99,8 +91,9 @@ impl Heap {
             }
             let Some(id) = id else { break };
             let entry = &mut self.table[id as usize];
-            (entry.segment, entry.offset, entry.prev, entry.next) = (into, offset, last, NONE);
-            end = offset + entry.size;
+            (entry.segment, entry.prev, entry.next) = (into, last, NONE);
+            entry.set_offset(offset);
+            end = offset + entry.size();
             self.link(last, id);
             first = if first == NONE { id } else { first };
             last = id;

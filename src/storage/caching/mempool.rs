@@ -298,7 +298,7 @@ impl Core {
         let (entry, segment) = (self.heap.table[id as usize], self.heap.held(id).segment.id());
         // SAFETY: slots of the table live as long as the allocator.
         let requested = unsafe { self.slots.of(id).as_ref() }.requested();
-        Place { segment, offset: entry.offset, size: entry.size, arena: entry.arena, requested }
+        Place { segment, offset: entry.offset(), size: entry.size(), arena: entry.arena(), requested }
     }
 
     /// The places of a checkpoint that will not be live once these blocks are given back, with the number of their held
@@ -340,9 +340,9 @@ impl Core {
             };
             let end = place.offset + place.size;
             let busy = self.heap.blocks_of(segment).map(|id| self.heap.table[id as usize]).any(|other| {
-                matches!(other.usage, Use::Pending | Use::Unmapped)
-                    && other.offset < end
-                    && place.offset < other.offset + other.size
+                matches!(other.usage(), Use::Pending | Use::Unmapped)
+                    && other.offset() < end
+                    && place.offset < other.offset() + other.size()
             });
             if busy || self.heap.segments[segment as usize].as_ref().is_none_or(|held| held.size < end) {
                 return fail(format!("segment {} is in use, or has shrunk, since the checkpoint", place.segment));
@@ -359,7 +359,7 @@ impl Heap {
         let held = self.segments.iter().enumerate();
         let segments = held.filter(move |(_, held)| held.as_ref().is_some_and(|held| held.pool == pool));
         let blocks = segments.flat_map(|(at, _)| self.blocks_of(at as u32));
-        blocks.filter(move |&id| self.table[id as usize].usage == usage)
+        blocks.filter(move |&id| self.table[id as usize].usage() == usage)
     }
 
     /// What a pool holds.
@@ -369,7 +369,7 @@ impl Heap {
             stats.segments += 1;
             stats.reserved_bytes += held.committed() as u64;
         }
-        let bytes = |id: u32| self.table[id as usize].size as u64;
+        let bytes = |id: u32| self.table[id as usize].size() as u64;
         for id in self.blocks_of_pool(pool, Use::Live) {
             stats.allocations += 1;
             stats.allocated_bytes += bytes(id);
@@ -391,8 +391,8 @@ impl Heap {
                 }
             }
         }
-        for entry in self.table.iter_mut().filter(|entry| entry.usage != Use::Vacant) {
-            entry.arena = homes.get(&entry.arena).copied().unwrap_or(entry.arena);
+        for entry in self.table.iter_mut().filter(|entry| entry.usage() != Use::Vacant) {
+            entry.set_arena(homes.get(&entry.arena()).copied().unwrap_or(entry.arena()));
         }
         self.segments.iter_mut().flatten().filter(|held| held.pool == pool).for_each(|held| held.pool = 0);
         homes.into_keys().for_each(|arena| self.retire_arena(arena));
@@ -403,7 +403,7 @@ impl Heap {
         let end = place.offset + place.size;
         let covers = |heap: &Heap, id: u32| {
             let entry = heap.table[id as usize];
-            entry.offset < end && place.offset < entry.offset + entry.size
+            entry.offset() < end && place.offset < entry.offset() + entry.size()
         };
         let parts: Vec<u32> = self.blocks_of(segment).filter(|&id| covers(self, id)).collect();
         self.take_at(&parts, (place.offset, place.size), place.arena, place.requested)

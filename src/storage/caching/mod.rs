@@ -13,6 +13,7 @@
 
 mod bins;
 mod cache;
+mod clock;
 mod compact;
 mod decay;
 mod entry;
@@ -37,7 +38,6 @@ use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::time::Instant;
 
 use super::allocator::{Allocator, Block, KEEPS, owner_number};
 use super::config::Config;
@@ -47,7 +47,8 @@ use super::history::{HistoryOptions, Snapshot};
 use super::stats::{DeviceStats, Split};
 use crate::device::StreamId;
 use crate::{Device, Error, Result};
-use cache::{Cached, Put, ThreadCaches};
+use cache::{Cached, Put, Shard, ThreadCaches};
+use clock::Clock;
 use events::Pending;
 use expand::Expandable;
 use heap::{Heap, Search};
@@ -108,6 +109,8 @@ struct Core {
     /// Blocks of segments under compaction, and what has happened to them meanwhile.
     moving: HashMap<u32, Then>,
     decay: decay::Decay,
+    /// The largest size that threads' caches keep, where they are on.
+    largest_cached: usize,
 }
 
 /// The most bytes of segments to hold: each bound holds whatever the other says.
@@ -117,33 +120,6 @@ struct Limits {
     bytes: u64,
     /// A bound was lowered below what was held then.
     exceeded: bool,
-}
-
-/// The time since it was made; tests turn it forward.
-#[derive(Debug)]
-struct Clock {
-    started: Instant,
-    #[cfg(test)]
-    ahead: std::sync::atomic::AtomicU64,
-}
-
-impl Default for Clock {
-    fn default() -> Clock {
-        Clock {
-            started: Instant::now(),
-            #[cfg(test)]
-            ahead: std::sync::atomic::AtomicU64::new(0),
-        }
-    }
-}
-
-impl Clock {
-    fn milliseconds(&self) -> u64 {
-        let elapsed = self.started.elapsed().as_millis() as u64;
-        #[cfg(test)] // Miri is slow: there, time passes only where tests say so
-        let elapsed = if cfg!(miri) { 0 } else { elapsed } + self.ahead.load(Relaxed);
-        elapsed
-    }
 }
 
 /// What is asked for, and where to look for it.
@@ -171,12 +147,13 @@ impl CachingAllocator {
     pub fn new(driver: Arc<dyn Driver>, config: Config) -> Result<CachingAllocator> {
         config.check()?;
         let expandable = Expandable::new(&*driver, &config)?;
-        let alignment = driver.alignment();
+        let alignment = driver.alignment().max(entry::UNIT);
+        let capacity = driver.capacity().min(entry::LONGEST);
         let fraction = part_of(driver.capacity(), config.per_process_memory_fraction);
         let caches = ThreadCaches::new(config.thread_cache, alignment);
         let limits = Limits { fraction, bytes: config.memory_limit as u64, exceeded: false };
         let decay = decay::Decay::new(u64::try_from(config.decay.as_millis()).unwrap_or(u64::MAX));
-        let rules = Arc::new(Rules::new(config, alignment, driver.capacity()));
+        let rules = Arc::new(Rules::new(config, alignment, capacity));
         let mut heap = Heap::new(Arc::clone(&rules));
         heap.stats.max_split_size = rules.config.max_split_size as u64;
         let core = Core {
@@ -189,6 +166,7 @@ impl CachingAllocator {
             growth: grow::Growth::default(),
             moving: HashMap::new(),
             decay,
+            largest_cached: caches.largest(),
         };
         let number = owner_number();
         Ok(CachingAllocator {
@@ -214,17 +192,32 @@ impl CachingAllocator {
     /// The lock, for one who is about to change statistics: what this thread's cache did comes first, so that peaks are
     /// those of the order in which things happened.
     fn lock_folded(&self) -> MutexGuard<'_, Core> {
-        let mut core = self.lock_at_once();
+        let mut core = self.lock_at_once(self.caches.own());
         core.heap.settle_last();
         core
     }
 
     /// As [`lock_folded`](Self::lock_folded), with the block that was given back last as it is.
     #[inline(always)]
-    fn lock_at_once(&self) -> MutexGuard<'_, Core> {
+    fn lock_at_once(&self, own: Option<&Shard>) -> MutexGuard<'_, Core> {
         let mut core = lock(&self.core);
-        core.heap.stats.see_cached(self.caches.changes());
+        core.heap.stats.see_cached(own.map_or(([0; 3], None), Shard::changes));
         core
+    }
+
+    /// Empties this thread's cache, which holds what nobody asks for.
+    #[cold]
+    #[inline(never)]
+    fn renew_cache(&self) {
+        self.lock().take_back(self.caches.drain_own());
+    }
+
+    /// Makes this thread's cache. Under the lock, so that who turns all caches off and empties them under it misses none.
+    #[cold]
+    #[inline(never)]
+    fn make_cache(&self) {
+        let _core = self.lock();
+        self.caches.make_own();
     }
 
     /// Gives what all threads have cached back to the bins.
@@ -232,6 +225,15 @@ impl CachingAllocator {
         let mut core = self.lock();
         core.take_back(self.caches.drain());
         core
+    }
+
+    /// Gives back what is too much or old.
+    #[cold]
+    #[inline(never)]
+    fn look_about<'a>(&'a self, mut core: MutexGuard<'a, Core>) -> MutexGuard<'a, Core> {
+        core.heap.settle_last();
+        let core = self.shed(core);
+        self.decay(core)
     }
 
     /// Milliseconds since the allocator was made.
@@ -252,6 +254,7 @@ impl Core {
     }
 
     /// Takes back a block that no other stream uses; one on the move when it has arrived.
+    #[cold]
     fn give_back(&mut self, id: u32, requested: usize) {
         match self.moving.get_mut(&id) {
             Some(then) => *then = Then::GiveBack(requested),
@@ -262,19 +265,10 @@ impl Core {
     /// As [`give_back`](Self::give_back), for a request that may come next.
     #[inline(always)]
     fn give_back_last(&mut self, id: u32, requested: usize) {
-        match self.moving.get_mut(&id) {
-            Some(then) => *then = Then::GiveBack(requested),
-            None => self.heap.give_back_last(id, requested),
+        match self.moving.is_empty() {
+            true => self.heap.give_back_last(id, requested),
+            false => self.give_back(id, requested),
         }
-    }
-
-    /// The block that was given back last, if it is what is asked for; else that one is free from now on.
-    #[inline(always)]
-    fn take_last(&mut self, request: &Request) -> Option<u32> {
-        let arena = self.heap.arena(request.pool, request.stream, request.kind);
-        let last = self.heap.take_last(arena, request.size, request.bytes);
-        self.heap.settle_last();
-        last
     }
 
     /// Takes back what was in threads' caches.
@@ -310,14 +304,14 @@ impl Core {
     fn block_for(&mut self, owner: u32, id: u32, requested: usize, rounded: usize) -> Block {
         let slot = self.slots.of(id);
         let (entry, held) = (&self.heap.table[id as usize], self.heap.held(id));
-        // Small ones of the default pool and stream.
-        let keeps = entry.arena == 0 && entry.size == rounded;
-        let tagged = if keeps { id | KEEPS } else { id };
+        // Small ones of the default pool and stream. No branch: nothing foresees which they are.
+        let keeps = (entry.arena() == 0) & (entry.size() == rounded) & (rounded <= self.largest_cached);
+        let tagged = id | u32::from(keeps) * KEEPS;
         // SAFETY: slots of the table live as long as the allocator, or for good. Nobody has this entry's block, so
         // nobody reads the slot; the segment is held as long as a block of it is live.
         let block = unsafe {
-            slot.as_ref().set_place(&held.segment, entry.offset);
-            Block::of_table(slot, owner, tagged, entry.size, requested)
+            slot.as_ref().set_place(&held.segment, entry.offset());
+            Block::of_table(slot, owner, tagged, entry.size(), requested)
         };
         self.heap.record_alloc(id, requested);
         block
@@ -339,26 +333,27 @@ impl Allocator for CachingAllocator {
             _ => return Err(self.too_large(bytes)),
         };
         let (kind, pool) = (Kind::of(size), mempool::routed(self.number));
+        let own = self.caches.own();
         if pool == 0
             && stream == StreamId::DEFAULT
-            && let Some(Cached { slot, id }) = self.caches.get(size, bytes)
+            && let Some(shard) = own
+            && let Some(Cached { slot, id }) = self.caches.get(shard, size, bytes)
         {
             // SAFETY: the entry is live in the table, and its slot's place was set when it was.
             return Ok(unsafe { Block::of_table(slot, self.number, id | KEEPS, size, bytes) });
         }
         let request = Request { bytes, size, kind, pool, stream };
-        let mut core = self.lock_at_once();
+        let mut core = self.lock_at_once(own);
         core.see(&request);
         if core.limits.exceeded || core.decay.looks_at(core.heap.ticks) {
-            core.heap.settle_last();
-            core = self.shed(core);
-            core = self.decay(core);
+            core = self.look_about(core);
         }
-        if let Some(id) = core.take_last(&request) {
+        let arena = core.heap.arena(pool, stream, kind);
+        if let Some(id) = core.heap.take_last(arena, size, bytes) {
             return Ok(core.block_for(self.number, id, bytes, size));
         }
         if core.pending.is_empty()
-            && let Some(id) = core.search(&request, Search::Quick, false)
+            && let Some(id) = core.search(arena, &request, Search::Quick, false)
         {
             return Ok(core.block_for(self.number, id, bytes, size));
         }
@@ -375,21 +370,19 @@ impl Allocator for CachingAllocator {
         if self.recorded.load(Relaxed) && block.slot().recorded.load(Relaxed) {
             return self.deallocate_recorded(block, requested);
         }
+        let own = self.caches.own();
         if block.keeps()
             && let Some(size) = self.rules.round_size(requested)
         {
             let cached = Cached { slot: block.slot_ptr(), id: block.id() };
-            match self.caches.put(cached, size, requested) {
-                Put::Kept => return,
-                Put::Refused => {}
-                Put::Missing => {
-                    let _core = self.lock();
-                    self.caches.make_own();
-                }
-                Put::Stale => self.lock().take_back(self.caches.drain_own()),
+            match own.map(|shard| self.caches.put(shard, cached, size, requested)) {
+                Some(Put::Kept) => return,
+                Some(Put::Refused) => {}
+                Some(Put::Stale) => self.renew_cache(),
+                None => self.make_cache(),
             }
         }
-        self.lock_at_once().give_back_last(block.id(), requested);
+        self.lock_at_once(own).give_back_last(block.id(), requested);
     }
 
     fn record_stream(&self, block: &Block, stream: StreamId) {
@@ -482,7 +475,7 @@ impl Heap {
     /// A block leaves a thread's cache: to the statistics it was free already.
     fn uncache(&mut self, id: u32) {
         self.given_back += 1;
-        let kind = self.arenas[self.table[id as usize].arena as usize].kind;
+        let kind = self.arenas[self.table[id as usize].arena() as usize].kind;
         let split: Split = self.set_free(id);
         self.stats.split_changed(kind, split);
     }

@@ -85,7 +85,7 @@ impl Core {
 
     pub(super) fn free_bytes(&self, segment: u32) -> usize {
         let entries = self.heap.blocks_of(segment).map(|id| self.heap.table[id as usize]);
-        entries.filter(|entry| entry.usage == Use::Free).map(|entry| entry.size).sum()
+        entries.filter(|entry| entry.usage() == Use::Free).map(|entry| entry.size()).sum()
     }
 
     /// Segments of the default pool that are not full, those with the most free bytes first.
@@ -107,7 +107,7 @@ impl Core {
     /// `around` others move as far down as those let them. None where a segment is gone, or a block of it pending.
     pub(super) fn plan<'a>(&mut self, segments: &[u64], around: bool, stream: StreamId) -> Option<Plan<'a>> {
         let segments: Vec<u32> = segments.iter().map(|&id| self.heap.number_of(id)).collect::<Option<_>>()?;
-        let is_pending = |id: u32| self.heap.table[id as usize].usage == Use::Pending;
+        let is_pending = |id: u32| self.heap.table[id as usize].usage() == Use::Pending;
         if segments.iter().any(|&segment| self.heap.blocks_of(segment).any(is_pending)) {
             return None; // it may become free at any moment
         }
@@ -117,7 +117,7 @@ impl Core {
             let ids: Vec<u32> = self.heap.blocks_of(segment).collect();
             for id in ids {
                 let entry = self.heap.table[id as usize];
-                match entry.usage {
+                match entry.usage() {
                     Use::Free => {
                         self.heap.hold(id);
                         continue;
@@ -131,13 +131,13 @@ impl Core {
                 self.moving.insert(id, Then::Stay);
                 match slot.try_write().filter(|_| !slot.is_exported()) {
                     Some(still) => {
-                        let from = (Arc::clone(&self.heap.held(id).segment), entry.offset);
-                        plan.moves.push(Move { id, from, to, size: entry.size, slot, _still: still });
-                        to += entry.size;
+                        let from = (Arc::clone(&self.heap.held(id).segment), entry.offset());
+                        plan.moves.push(Move { id, from, to, size: entry.size(), slot, _still: still });
+                        to += entry.size();
                     }
                     None => {
-                        plan.stay.push((id, entry.offset, entry.size));
-                        to = if around { entry.offset + entry.size } else { to };
+                        plan.stay.push((id, entry.offset(), entry.size()));
+                        to = if around { entry.offset() + entry.size() } else { to };
                     }
                 }
             }

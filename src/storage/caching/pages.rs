@@ -100,7 +100,7 @@ impl Heap {
         let Some(held) = &self.segments[at as usize] else { return NONE };
         let is_of = |id: &u32| {
             let hinted = self.table.get(*id as usize);
-            hinted.is_some_and(|entry| entry.segment == at && entry.usage != Use::Vacant)
+            hinted.is_some_and(|entry| entry.segment == at && entry.usage() != Use::Vacant)
         };
         let mut last = Some(held.end.hint).filter(is_of).unwrap_or(held.first);
         while self.table[last as usize].next != NONE {
@@ -126,14 +126,14 @@ impl Heap {
         let ids: Vec<u32> = if held.end.holes > 0 { self.blocks_of(at).collect() } else { vec![last] };
         for id in ids {
             let entry = self.table[id as usize];
-            match entry.usage {
-                Use::Free if entry.arena == arena => {
+            match entry.usage() {
+                Use::Free if entry.arena() == arena => {
                     spared.push(id);
-                    have += entry.size;
+                    have += entry.size();
                 }
                 Use::Unmapped => {
-                    let bytes = (size - have).next_multiple_of(expandable.page).min(entry.size);
-                    holes.push((id, entry.offset..entry.offset + bytes));
+                    let bytes = (size - have).next_multiple_of(expandable.page).min(entry.size());
+                    holes.push((id, entry.offset()..entry.offset() + bytes));
                     have += bytes;
                 }
                 _ => (spared, holes, have) = (Vec::new(), Vec::new(), 0),
@@ -162,22 +162,23 @@ impl Heap {
         }
         let mut free: Vec<u32> = Vec::new();
         for (id, range) in &extension.holes {
-            if self.table[*id as usize].size > range.len() {
+            if self.table[*id as usize].size() > range.len() {
                 let rest = self.split(*id, range.len());
-                self.table[rest as usize].usage = Use::Unmapped;
+                self.table[rest as usize].set_usage(Use::Unmapped);
             }
             free.push(*id);
         }
         if !extension.end.is_empty() {
             let last = self.last_block(at);
             let (offset, size) = (extension.end.start, extension.end.len());
-            let made = Entry { segment: at, arena, prev: last, offset, size, usage: Use::Held, ..Entry::VACANT };
+            let made = Entry::new(at, arena, Use::Held, offset, size);
             let mut split = Split::default();
-            let is_free = self.table[last as usize].usage == Use::Free;
+            let is_free = self.table[last as usize].usage() == Use::Free;
             if is_free {
                 self.take_free(last, &mut split); // it may be all of its segment so far
             }
             let made = self.insert(made);
+            self.table[made as usize].prev = last;
             self.table[last as usize].next = made;
             if is_free {
                 self.put_free(last, &mut split);
@@ -186,7 +187,7 @@ impl Heap {
             free.push(made);
         }
         for id in free {
-            self.table[id as usize].arena = arena;
+            self.table[id as usize].set_arena(arena);
             let split = self.set_free(id);
             self.stats.split_changed(kind, split);
         }
@@ -202,10 +203,10 @@ impl Heap {
         let arenas = self.arenas.iter().filter(|arena| arena.pool == pool);
         let free = arenas.flat_map(|arena| arena.partial.blocks(&self.table).chain(arena.whole.blocks(&self.table)));
         let mut free: Vec<u32> = free
-            .filter(|&id| self.table[id as usize].size >= expandable.page)
+            .filter(|&id| self.table[id as usize].size() >= expandable.page)
             .filter(|&id| self.held(id).segment.is_reserved() && !spared.contains(&id))
             .collect();
-        free.sort_unstable_by_key(|&id| (Reverse(self.table[id as usize].size), id));
+        free.sort_unstable_by_key(|&id| (Reverse(self.table[id as usize].size()), id));
         let mut left = most;
         let mut cuts = Vec::new();
         for id in free {
@@ -222,7 +223,9 @@ impl Heap {
     /// Takes up to `most` bytes of a free block, whole pages not below `floor`, out of the table. A hole at the end of a
     /// segment is cut off it; one of which nothing else is left goes as a whole.
     pub(super) fn unmap(&mut self, id: u32, most: u64, floor: usize, expandable: &Expandable) -> Option<Cut> {
-        let Entry { segment: at, offset, size, next, usage, .. } = self.table[id as usize];
+        let entry = self.table[id as usize];
+        let Entry { segment: at, next, .. } = entry;
+        let (offset, size, usage) = (entry.offset(), entry.size(), entry.usage());
         let page = expandable.page;
         let end = expandable.down(offset + size);
         let most = expandable.down(usize::try_from(most).unwrap_or(usize::MAX));
@@ -244,12 +247,12 @@ impl Heap {
             let rest = self.split(hole, end - start);
             self.put_free(rest, &mut split);
         }
-        self.table[hole as usize].usage = Use::Unmapped;
+        self.table[hole as usize].set_usage(Use::Unmapped);
         let Entry { prev, next, .. } = self.table[hole as usize];
-        if next != NONE && self.table[next as usize].usage == Use::Unmapped {
+        if next != NONE && self.table[next as usize].usage() == Use::Unmapped {
             self.absorb_next(hole);
         }
-        if prev != NONE && self.table[prev as usize].usage == Use::Unmapped {
+        if prev != NONE && self.table[prev as usize].usage() == Use::Unmapped {
             self.absorb_next(prev);
             hole = prev;
         }
@@ -264,12 +267,13 @@ impl Heap {
 
     /// Takes a hole at the end of a segment out of the table.
     fn cut_off(&mut self, hole: u32, split: &mut Split) {
-        let Entry { segment: at, size, prev, .. } = self.table[hole as usize];
+        let Entry { segment: at, prev, .. } = self.table[hole as usize];
+        let size = self.table[hole as usize].size();
         if prev == NONE {
             self.remove_segment(at); // the caller holds on to it
             return;
         }
-        let before = Some(prev).filter(|&id| self.table[id as usize].usage == Use::Free);
+        let before = Some(prev).filter(|&id| self.table[id as usize].usage() == Use::Free);
         before.into_iter().for_each(|id| self.take_free(id, split)); // alone it is all of its segment
         self.vacate(hole);
         self.table[prev as usize].next = NONE;
@@ -297,7 +301,8 @@ impl Heap {
     pub(super) fn mapped(&self, at: u32) -> Vec<Range<usize>> {
         let mut ranges: Vec<Range<usize>> = Vec::new();
         for id in self.blocks_of(at) {
-            let Entry { usage, offset, size, .. } = self.table[id as usize];
+            let entry = self.table[id as usize];
+            let (usage, offset, size) = (entry.usage(), entry.offset(), entry.size());
             match ranges.last_mut() {
                 _ if usage == Use::Unmapped => {}
                 Some(range) if range.end == offset => range.end += size,
@@ -314,7 +319,8 @@ impl Heap {
                 continue;
             }
             let last = self.last_block(at);
-            let Entry { usage, offset, size, .. } = self.table[last as usize];
+            let entry = self.table[last as usize];
+            let (usage, offset, size) = (entry.usage(), entry.offset(), entry.size());
             let used = if usage == Use::Free { offset } else { offset + size };
             if let Some(held) = &mut self.segments[at as usize] {
                 held.end.used.rotate_right(1);

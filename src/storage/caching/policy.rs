@@ -22,11 +22,13 @@ pub(in crate::storage) enum Kind {
 
 impl Kind {
     /// The kind of a rounded size.
+    #[inline]
     pub(in crate::storage) fn of(size: usize) -> Kind {
         if size <= SMALL { Kind::Small } else { Kind::Large }
     }
 
-    pub(super) fn other(self) -> Kind {
+    #[inline]
+    pub(in crate::storage) fn other(self) -> Kind {
         match self {
             Kind::Small => Kind::Large,
             Kind::Large => Kind::Small,
@@ -63,30 +65,47 @@ impl Rules {
     }
 
     /// Bytes a request takes; `None` where that overflows.
-    #[inline]
+    #[inline(always)]
     pub(super) fn round_size(&self, bytes: usize) -> Option<usize> {
         if self.divides {
-            return self.config.round_size(bytes, self.alignment);
+            return self.divide(bytes);
         }
         let mask = self.alignment - 1; // a power of two: divisions cost more than everything else here
         Some(bytes.max(1).checked_add(mask)? & !mask)
     }
 
+    #[cold]
+    #[inline(never)]
+    fn divide(&self, bytes: usize) -> Option<usize> {
+        self.config.round_size(bytes, self.alignment)
+    }
+
     /// Whether a free block of `block` bytes may serve a request of `size`: blocks too large to be split are kept for
     /// requests that need them.
+    #[inline(always)]
     pub(super) fn may_serve(&self, kind: Kind, block: usize, size: usize) -> bool {
+        self.config.max_split_size == usize::MAX || self.may_serve_oversize(kind, block, size)
+    }
+
+    #[cold]
+    fn may_serve_oversize(&self, kind: Kind, block: usize, size: usize) -> bool {
         let max = self.config.max_split_size;
         if block < max || kind == Kind::Small {
-            return true; // asked in this order: kinds follow one another as they please, which nothing can foresee
+            return true;
         }
         // An oversize block serves only oversize requests, and not ones much smaller than itself.
         size >= max && block - size <= self.config.max_non_split_rounding
     }
 
-    /// Whether what remains of a block is worth keeping as a block of its own.
-    pub(super) fn splits(&self, kind: Kind, block: usize, size: usize) -> bool {
-        // What is as large as that is of the large kind.
-        size < self.config.max_split_size && block - size >= self.least_rest[kind as usize]
+    /// The least that remains of a block and is worth keeping as a block of its own.
+    pub(super) fn least_rest(&self, kind: Kind) -> usize {
+        self.least_rest[kind as usize]
+    }
+
+    /// Whether a larger block may be split for a request of `size`.
+    #[inline(always)]
+    pub(super) fn may_split_for(&self, size: usize) -> bool {
+        size < self.config.max_split_size // what is as large as that is of the large kind
     }
 
     /// The size of a new segment for a rounded request, when `reserved` bytes are held already.

@@ -14,14 +14,14 @@ use crate::Result;
 impl Heap {
     /// Where snapshots show a block.
     pub(super) fn address(&self, id: u32) -> u64 {
-        self.held(id).address + self.table[id as usize].offset as u64
+        self.held(id).address + self.table[id as usize].offset() as u64
     }
 
     /// Records what happens to a block, that is or was handed out for `requested` bytes.
     #[inline]
     pub(super) fn record(&self, action: TraceAction, id: u32, requested: usize) {
         if self.history.is_on() {
-            let stream = self.arenas[self.table[id as usize].arena as usize].stream;
+            let stream = self.arenas[self.table[id as usize].arena() as usize].stream;
             self.history.record(action, self.address(id), requested as u64, stream.0);
         }
     }
@@ -115,7 +115,7 @@ impl Core {
     }
 
     fn segment(&self, at: u32, held: &Held, part: Range<usize>, device: u32) -> Named {
-        let inside = |id: &u32| part.contains(&self.heap.table[*id as usize].offset);
+        let inside = |id: &u32| part.contains(&self.heap.table[*id as usize].offset());
         let blocks = self.heap.blocks_of(at).filter(inside).map(|id| self.block_info(id));
         let (blocks, contexts) = blocks.unzip();
         let segment = SegmentInfo {
@@ -137,7 +137,7 @@ impl Core {
 
     fn block_info(&self, id: u32) -> (BlockInfo, Context) {
         let entry = self.heap.table[id as usize];
-        let state = match entry.usage {
+        let state = match entry.usage() {
             Use::Live if matches!(self.moving.get(&id), Some(Then::Uncache)) => BlockState::Inactive,
             Use::Live => BlockState::ActiveAllocated,
             Use::Pending => BlockState::ActivePendingFree,
@@ -147,7 +147,7 @@ impl Core {
         let context = self.heap.contexts.get(&id).filter(|_| live).copied().unwrap_or(Context::NONE);
         let block = BlockInfo {
             address: self.heap.address(id),
-            size: entry.size as u64,
+            size: entry.size() as u64,
             requested_size: if live { self.slots.requested(id) as u64 } else { 0 },
             state,
             frames: Vec::new(),

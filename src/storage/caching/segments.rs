@@ -16,7 +16,7 @@ impl Heap {
             self.segments.push(None);
             self.segments.len() as u32 - 1
         });
-        let id = self.insert(Entry { segment: at, arena, offset: 0, size, usage: Use::Free, ..Entry::VACANT });
+        let id = self.insert(Entry::new(at, arena, Use::Free, 0, size));
         let idle_since = (self.ticks, self.now);
         let (address, context) = (segment.address(), self.history.context());
         let (end, made) = (End::default(), segment.made());
@@ -33,7 +33,7 @@ impl Heap {
         let mut split = Split::default();
         let blocks: Vec<u32> = self.blocks_of(segment).collect();
         self.record_released(segment);
-        let free = blocks.iter().filter(|&&id| self.table[id as usize].usage == Use::Free);
+        let free = blocks.iter().filter(|&&id| self.table[id as usize].usage() == Use::Free);
         free.copied().collect::<Vec<_>>().into_iter().for_each(|id| self.take_free(id, &mut split));
         blocks.into_iter().for_each(|id| self.vacate(id));
         let held = self.segments[segment as usize].take().expect("a removed segment is held");
@@ -58,7 +58,7 @@ impl Heap {
     pub(super) fn unused_segments(&self, pool: u32) -> Vec<u32> {
         let unused = |&at: &u32| {
             let of_pool = self.segments[at as usize].as_ref().is_some_and(|held| held.pool == pool);
-            of_pool && self.blocks_of(at).all(|id| matches!(self.table[id as usize].usage, Use::Free | Use::Unmapped))
+            of_pool && self.blocks_of(at).all(|id| matches!(self.table[id as usize].usage(), Use::Free | Use::Unmapped))
         };
         (0..self.segments.len() as u32).filter(unused).collect()
     }

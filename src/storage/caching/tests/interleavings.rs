@@ -21,11 +21,12 @@ fn caches() -> Arc<ThreadCaches> {
 
 /// Whether the cache keeps a block, of which nobody looks at more than its number.
 fn put(caches: &ThreadCaches, id: u32) -> bool {
-    caches.put(Cached { slot: NonNull::dangling(), id }, SIZE, SIZE) == Put::Kept
+    let own = caches.own().unwrap();
+    caches.put(own, Cached { slot: NonNull::dangling(), id }, SIZE, SIZE) == Put::Kept
 }
 
 fn get(caches: &ThreadCaches) -> Option<u32> {
-    caches.get(SIZE, SIZE).map(|cached| cached.id)
+    caches.get(caches.own().unwrap(), SIZE, SIZE).map(|cached| cached.id)
 }
 
 /// Empties the caches into `out`, and counts what they did.

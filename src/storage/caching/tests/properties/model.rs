@@ -323,9 +323,9 @@ impl World {
             let core = self.allocator.lock();
             let heap = &core.heap;
             let fits = |entry: &&heap::Entry| {
-                matches!(entry.usage, Use::Free | Use::Pending) && entry.size >= size && {
-                    let arena = &heap.arenas[entry.arena as usize];
-                    (arena.pool == pool || self.lends(arena.pool)) && rules.may_serve(arena.kind, entry.size, size)
+                matches!(entry.usage(), Use::Free | Use::Pending) && entry.size() >= size && {
+                    let arena = &heap.arenas[entry.arena() as usize];
+                    (arena.pool == pool || self.lends(arena.pool)) && rules.may_serve(arena.kind, entry.size(), size)
                 }
             };
             let fitting = heap.table.iter().find(fits);
@@ -465,7 +465,7 @@ impl World {
         self.check()?;
         let left = (self.sim.committed(), self.sim.live_segments(), currents(&self.stats));
         ensure!(left.0 == 0 && left.1 == 0 && left.2.iter().all(|&n| n == 0), "left over: {left:?}");
-        let entries = self.allocator.lock().heap.table.iter().filter(|e| e.usage != Use::Vacant).count();
+        let entries = self.allocator.lock().heap.table.iter().filter(|e| e.usage() != Use::Vacant).count();
         ensure!(entries == 0, "{entries} blocks are left in the table");
         self.tally.extend(ladder::SERVED.take().into_iter().map(|(rung, n)| (format!("rung {rung}"), n)));
         Ok(self.tally)

@@ -151,7 +151,7 @@ impl World {
     pub(super) fn check_pools(&self) -> Result<(), String> {
         for live in self.live.iter().chain(&*self.hoard.lock().unwrap()) {
             let core = self.allocator.lock();
-            let arena = &core.heap.arenas[core.heap.table[live.block.id() as usize].arena as usize];
+            let arena = &core.heap.arenas[core.heap.table[live.block.id() as usize].arena() as usize];
             let (pool, stream, held) = (arena.pool, arena.stream.0, core.heap.held(live.block.id()).pool);
             let (block, told) = (&live.block, (live.pool, live.stream));
             ensure!((pool, stream) == told && held == pool, "{block:?} of {told:?} is in pool {pool}, stream {stream}");
@@ -166,7 +166,9 @@ impl World {
             if options.no_split {
                 let core = self.allocator.lock();
                 let split = core.heap.table.iter().enumerate().find(|(_, entry)| {
-                    entry.usage != Use::Vacant && core.heap.arenas[entry.arena as usize].pool == id && !entry.is_whole()
+                    entry.usage() != Use::Vacant
+                        && core.heap.arenas[entry.arena() as usize].pool == id
+                        && !entry.is_whole()
                 });
                 ensure!(split.is_none(), "a block of a pool without splitting is not a segment: {split:?}");
             }
