@@ -1,5 +1,5 @@
 //! What a device can do beyond OpenCL C: found out by building a small kernel and checking what it computes, for no query
-//! tells. Asked once a device, at first need.
+//! tells. Asked once a device, at first need; the answer is kept beside the programs for the next process.
 
 use std::ptr;
 
@@ -30,11 +30,18 @@ const LEVELS: [TensorCores; 3] = [
 ];
 
 impl ClDevice {
-    /// What tensor cores there are. The first call builds and runs small kernels, except on a processor.
+    /// What tensor cores there are. The first call builds and runs small kernels, except on a processor, unless an earlier
+    /// process has.
     pub(crate) fn tensor_cores(&self) -> TensorCores {
         *self.tensor_cores.get_or_init(|| {
-            let possible = self.info().kind != DeviceKind::Cpu;
-            let level = LEVELS.into_iter().find(|&level| possible && self.multiplies(level)).unwrap_or_default();
+            if self.info().kind == DeviceKind::Cpu {
+                return TensorCores::default();
+            }
+            let level = self.remembered(PROBE, || {
+                let at = LEVELS.iter().position(|&level| self.multiplies(level));
+                at.map(|at| vec![at as u8]) // a device without any may only have been short of memory
+            });
+            let level = level.and_then(|known| LEVELS.get(usize::from(*known.first()?)).copied()).unwrap_or_default();
             tracing::debug!(device = %self.device(), ?level, "tensor cores");
             level
         })

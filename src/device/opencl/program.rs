@@ -126,6 +126,19 @@ impl ClDevice {
         hash.finalize().into()
     }
 
+    /// What an earlier process found out about the device by way of `source`; else what `find` does, kept for the next one.
+    pub(super) fn remembered(&self, source: &str, find: impl FnOnce() -> Option<Vec<u8>>) -> Option<Vec<u8>> {
+        let file = cache_dir().map(|dir| dir.join(format!("{}.found", hex(&self.key(source, &self.build_options())))));
+        let known = file.as_deref().and_then(|file| unseal(&fs::read(file).ok()?).map(<[u8]>::to_vec));
+        known.or_else(|| {
+            let found = find()?;
+            if let Some(file) = &file {
+                let _ = save(file, &found);
+            }
+            Some(found)
+        })
+    }
+
     /// From the file if it is there and whole, otherwise from source, and then into the file.
     fn obtain(&self, name: &str, source: &str, options: &str, file: Option<&Path>) -> Result<Program> {
         if let Some(program) = file.and_then(|f| self.load(f, options)) {

@@ -1,0 +1,148 @@
+//! What the first use of a device costs a process: `startup [--device D]`.
+//!
+//! Runs itself again and again as two small programs, and prints medians in milliseconds. One opens the device, adds two
+//! tensors and reads the sum, with the program cache warm. The other makes the driver's calls that this takes, and nothing
+//! else: the context, a queue, buffers, the same programs from the same cache, a write and a read. The difference is ours.
+
+use std::env;
+use std::error::Error;
+use std::path::Path;
+use std::process::Command;
+use std::ptr;
+use std::time::Instant;
+
+use claystone::{Device, Tensor};
+use opencl3::types::{cl_device_id, cl_int};
+
+type Outcome<T> = Result<T, Box<dyn Error>>;
+
+/// Processes of each kind.
+const RUNS: usize = 9;
+const N: usize = 1024;
+/// Before the binary in a file of the program cache: a name and a checksum.
+const HEADER: usize = 16 + 32;
+
+fn milliseconds(from: Instant) -> f64 {
+    from.elapsed().as_secs_f64() * 1e3
+}
+
+/// The first operation of a process. Prints when the device was known, when its memory was there, and when the sum was.
+fn ours(device: Device) -> Outcome<()> {
+    let from = Instant::now();
+    device.info()?;
+    let known = milliseconds(from);
+    let x = Tensor::from_slice(&vec![1f32; N], [N], device)?;
+    let there = milliseconds(from);
+    let sum: Vec<f32> = x.add(&x)?.to_vec()?;
+    let done = milliseconds(from);
+    if sum != [2.0; N] {
+        return Err("a wrong sum".into());
+    }
+    println!("{known} {there} {done}");
+    Ok(())
+}
+
+fn fail(what: &'static str) -> impl Fn(cl_int) -> String {
+    move |code| format!("{what}: {code}")
+}
+
+/// The driver's part of the same, by the device's place among the drivers' (`CLAYSTONE_DEVICES`'s first, else a name).
+fn driver(name: &str, cache: &Path) -> Outcome<()> {
+    use opencl3::device::{CL_DEVICE_NAME, CL_DEVICE_TYPE_ALL};
+    let from = Instant::now();
+    cl3::load_library().as_ref().map_err(|e| e.to_string())?;
+    let mut chosen: Option<cl_device_id> = None;
+    for platform in cl3::platform::get_platform_ids().map_err(|e| e.to_string())? {
+        for id in cl3::device::get_device_ids(platform, CL_DEVICE_TYPE_ALL).unwrap_or_default() {
+            let found = cl3::device::get_device_info(id, CL_DEVICE_NAME).map_err(|e| e.to_string())?.to_string();
+            if chosen.is_none() && found.trim_matches(char::from(0)).trim() == name {
+                chosen = Some(id);
+            }
+        }
+    }
+    let id = chosen.ok_or("no such device")?;
+    let known = milliseconds(from);
+    let context = cl3::context::create_context(&[id], ptr::null(), None, ptr::null_mut()).map_err(fail("context"))?;
+    // SAFETY: plain calls with live objects; every pointer is to memory of the size that is said beside it.
+    unsafe {
+        let queue = cl3::command_queue::create_command_queue(context, id, 0).map_err(fail("queue"))?;
+        let buffer = cl3::memory::create_buffer(context, 1, 2 * N * 4, ptr::null_mut()).map_err(fail("buffer"))?;
+        let mut values = vec![1f32; N];
+        let at = values.as_mut_ptr().cast();
+        cl3::command_queue::enqueue_write_buffer(queue, buffer, 1, 0, N * 4, at, 0, ptr::null())
+            .map_err(fail("write"))?;
+        let there = milliseconds(from);
+        for file in std::fs::read_dir(cache)? {
+            let bytes = std::fs::read(file?.path())?;
+            if let Some(binary) = bytes.get(HEADER..) {
+                let program = cl3::program::create_program_with_binary(context, &[id], &[binary]);
+                let program = program.map_err(fail("program"))?;
+                cl3::program::build_program(program, &[id], c"", None, ptr::null_mut()).map_err(fail("build"))?;
+            }
+        }
+        cl3::command_queue::enqueue_read_buffer(queue, buffer, 1, 0, N * 4, at, 0, ptr::null())
+            .map_err(fail("read"))?;
+        cl3::command_queue::finish(queue).map_err(fail("finish"))?;
+        println!("{known} {there} {}", milliseconds(from));
+    }
+    Ok(())
+}
+
+/// Medians of what a child prints, over as many runs; and of the whole process's time.
+fn medians(args: &[&str], cache: &Path) -> Outcome<[f64; 4]> {
+    let mut rows: Vec<[f64; 4]> = Vec::new();
+    for _ in 0..RUNS {
+        let from = Instant::now();
+        let out = Command::new(env::current_exe()?).args(args).env("CLAYSTONE_CACHE_DIR", cache).output()?;
+        let whole = milliseconds(from);
+        let text = String::from_utf8(out.stdout)?;
+        let said: Vec<f64> = text.split_whitespace().filter_map(|v| v.parse().ok()).collect();
+        match said[..] {
+            [known, there, done] if out.status.success() => rows.push([known, there, done, whole]),
+            _ => return Err(format!("{args:?}: {}", String::from_utf8_lossy(&out.stderr)).into()),
+        }
+    }
+    Ok(std::array::from_fn(|i| {
+        let mut column: Vec<f64> = rows.iter().map(|row| row[i]).collect();
+        column.sort_by(f64::total_cmp);
+        column[column.len() / 2]
+    }))
+}
+
+fn main() -> Outcome<()> {
+    let args: Vec<String> = env::args().collect();
+    let value = |name: &str| args.iter().position(|a| a == name).and_then(|i| args.get(i + 1));
+    let device: Device = value("--device").map_or(Ok(Device::best()), |d| d.parse())?;
+    if args.iter().any(|a| a == "--ours") {
+        return ours(device);
+    }
+    if let Some(name) = value("--driver") {
+        return driver(name, env::var_os("CLAYSTONE_CACHE_DIR").ok_or("no cache")?.as_ref());
+    }
+    let cache = tempfile::tempdir()?;
+    let (name, shown) = (device.info()?.name, device.to_string());
+    let from = Instant::now();
+    let mut first = Command::new(env::current_exe()?);
+    let cold = first.args(["--ours", "--device", &shown]).env("CLAYSTONE_CACHE_DIR", cache.path()).output()?;
+    println!(
+        "{name}: {} programs built in the first process, of {:.1} ms",
+        cache.path().read_dir()?.count(),
+        milliseconds(from)
+    );
+    if !cold.status.success() {
+        return Err(String::from_utf8_lossy(&cold.stderr).into());
+    }
+    let ours = medians(&["--ours", "--device", &shown], cache.path())?;
+    let driver = match device {
+        Device::Cpu => [0.0; 4],
+        Device::OpenCL(_) => medians(&["--driver", &name], cache.path())?,
+    };
+    println!("{:32} {:>9} {:>9} {:>9}", "ms since the start of the program", "all", "driver's", "ours");
+    for (i, what) in ["the device is known", "a tensor is on it", "its sum is read", "the process, from outside"]
+        .into_iter()
+        .enumerate()
+    {
+        println!("{what:32} {:9.2} {:9.2} {:9.2}", ours[i], driver[i], ours[i] - driver[i]);
+    }
+    Ok(())
+}
