@@ -217,6 +217,14 @@ impl Bench {
         if self.wanted("d2h") {
             self.run("d2h", bytes, DType::F32, bytes, Box::new(|| here.to_device(Device::Cpu)), Some(&at))?;
         }
+        let pinned = host.pin_memory(self.device)?;
+        if self.wanted("h2d_pinned") {
+            self.run("h2d_pinned", bytes, DType::F32, bytes, Box::new(|| pinned.to_device(self.device)), Some(&at))?;
+        }
+        if self.wanted("d2h_pinned") {
+            let back = || pinned.copy_(&here).map(Tensor::shallow_clone);
+            self.run("d2h_pinned", bytes, DType::F32, bytes, Box::new(back), Some(&at))?;
+        }
         Ok(())
     }
 }

@@ -32,9 +32,12 @@ def op(case, n, dtype, shape):
                 "sum_all": lambda: a.sum(), "clone": lambda: a.clone()}[case]
     if case == "fill":
         return lambda: torch.ones(n, dtype=t, device=dev)
-    if case in ("h2d", "d2h"):
+    if case in ("h2d", "d2h", "h2d_pinned", "d2h_pinned"):
         host = torch.rand(n // 4) - 0.5
         here = host.to(dev)
+        if case.endswith("pinned"):
+            host = host.pin_memory()
+            return (lambda: host.to(dev, non_blocking=True)) if case[0] == "h" else (lambda: host.copy_(here, non_blocking=True))
         return (lambda: host.to(dev)) if case == "h2d" else here.cpu
     x = rand(*shape, dtype=t)
     if case == "broadcast_add":

@@ -94,7 +94,8 @@ impl Tensor {
         Ok(elementwise::apply("copy", &[self], Params::default(), &*IDENTITY, &[dtype])?.remove(0))
     }
 
-    /// Copies `src` into this tensor, broadcast to its shape and converted to its dtype; both on one device. In place.
+    /// Copies `src` into this tensor, broadcast to its shape and converted to its dtype; both on one device, or, where they
+    /// are contiguous and of one shape and dtype, on any two: that waits. In place.
     ///
     /// # Errors
     /// [`crate::Error::ShapeMismatch`], [`crate::Error::DeviceMismatch`]; [`crate::Error::Autograd`] where either is
@@ -102,11 +103,8 @@ impl Tensor {
     pub fn copy_(&self, src: &Tensor) -> Result<&Tensor> {
         let op = "copy_";
         autograd::check_in_place(op, self, &[src])?;
-        let plain = self.dtype == src.dtype
-            && self.shape() == src.shape()
-            && self.is_contiguous()
-            && src.is_contiguous()
-            && self.device() == src.device();
+        let plain =
+            self.dtype == src.dtype && self.shape() == src.shape() && self.is_contiguous() && src.is_contiguous();
         if !plain {
             elementwise::apply_into(op, &[src], Params::default(), &*IDENTITY, &[self])?;
             return Ok(self);

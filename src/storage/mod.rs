@@ -202,9 +202,23 @@ impl Storage {
         let bytes = size_of_val(v.as_slice());
         let home = match bytes {
             0 => Home::Empty,
-            _ => Home::Adopted(Adopted { lock: RwLock::new(()), memory: HostMemory::from_vec(v) }),
+            _ => Home::Adopted(Adopted { lock: RwLock::new(()), memory: Bytes::Vector(HostMemory::from_vec(v)) }),
         };
         Storage::new(Device::Cpu, bytes, home)
+    }
+
+    /// A storage on the CPU device with unspecified contents, pinned for transfers to and from `device`; `None` where that
+    /// one needs none, or none is left.
+    pub(crate) fn pinned(device: Device, bytes: usize) -> Result<Option<Storage>> {
+        let home = |memory| Home::Adopted(Adopted { lock: RwLock::new(()), memory: Bytes::Pinned(memory) });
+        Ok(staging::pin(device, bytes)?.map(|memory| Storage::new(Device::Cpu, bytes, home(memory))))
+    }
+
+    /// Whether it is memory of the host pinned for this device's transfers.
+    pub(crate) fn is_pinned(&self, device: Device) -> bool {
+        let (start, size) = self.allocation().host_range();
+        matches!(self.0.home, Home::Adopted(_))
+            && staging::is_pinned(device, start.addr().get()..start.addr().get() + size)
     }
 
     fn new(device: Device, size: usize, home: Home) -> Storage {
@@ -262,7 +276,7 @@ enum Home {
     /// Nowhere: there are none.
     Empty,
     Host(Lease),
-    /// Host memory that came with a vector.
+    /// Host memory that came with a vector, or is pinned.
     Adopted(Adopted),
     OpenCl(&'static ClDevice, Lease),
 }
@@ -270,7 +284,21 @@ enum Home {
 /// Bytes taken over from the host. The lock is held while slices of them exist.
 struct Adopted {
     lock: RwLock<()>,
-    memory: HostMemory,
+    memory: Bytes,
+}
+
+enum Bytes {
+    Vector(HostMemory),
+    Pinned(staging::PinnedBytes),
+}
+
+impl Bytes {
+    fn start(&self) -> NonNull<u8> {
+        match self {
+            Bytes::Vector(memory) => memory.start(),
+            Bytes::Pinned(memory) => memory.start(),
+        }
+    }
 }
 
 impl Allocation {

@@ -1,34 +1,44 @@
 //! Large transfers between the host and a device with memory of its own.
 //!
 //! From ordinary memory a driver transfers at a third of the bus's speed or less, since it copies to pinned memory of
-//! its own with one thread. Here all threads of the CPU's pool copy, a slice at a time, into one of a few pinned
-//! slices, while the device transfers the slices before it. What the caller sees is the same: the call returns when
-//! everything is where it should be.
+//! its own with one thread. Here all threads of the CPU's pool copy, past their caches, into a few pinned slices, while
+//! the device transfers what is in others. What the caller sees is the same: the call returns when everything is where
+//! it should be.
 
 #[cfg(test)]
 mod tests;
+mod transfer;
 
+use std::ops::Range;
 use std::ptr::NonNull;
-use std::sync::{Arc, OnceLock, PoisonError, RwLock};
+use std::sync::atomic::Ordering::Release;
+use std::sync::{Arc, LockResult, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
-use rayon::prelude::*;
+use transfer::{Start, Transfer, bytes};
 
 use super::driver::Failure;
 use super::driver::host::Host;
 use super::pinned::{Budget, Pinned, PinnedPool, PinnedSource, PinnedStats};
 use super::{Config, Driver, registry};
+use crate::device::cpu::streaming::Streaming;
 use crate::device::opencl::{self, ClBuffer, ClDevice, ClEvent, ClPinned};
-use crate::device::{DeviceKind, StreamId, cpu};
+use crate::device::{DeviceKind, StreamId};
 use crate::{Device, Result};
 
-/// Slices of a transfer: as many as keep the device busy while one is filled and one is emptied.
-const RING: usize = 6;
-/// Slice sizes, by the least transfer that uses them. Below the first the driver's own way is as fast. There are few so
-/// that transfers of all sizes share the same pinned blocks.
-const SLICES: [(usize, usize); 2] = [(32 << 20, 4 << 20), (4 << 20, 1 << 20)];
-/// What one thread copies at a time.
-const PIECE: usize = 128 << 10;
+/// How a transfer is cut up: pinned slices of so many bytes, used in turn, and what one thread copies at a time.
+#[derive(Debug, Clone, Copy)]
+struct Cut {
+    slice: usize,
+    slices: usize,
+    piece: usize,
+}
+
+/// To the device, through few pinned bytes, and to the host, where the device needs more to go on with.
+const UP: Cut = Cut { slice: 2 << 20, slices: 4, piece: 512 << 10 };
+const DOWN: Cut = Cut { slice: 4 << 20, slices: 6, piece: 256 << 10 };
+/// The least transfer that is cut up: below, the driver's own way is as fast.
+const LEAST: usize = 4 << 20;
 /// The part of the machine's memory that may be pinned, and how much where that is not known.
 const PINNED_PART: u64 = 8;
 const PINNED_UNKNOWN: u64 = 1 << 30;
@@ -66,7 +76,7 @@ fn pool(device: &'static ClDevice) -> &'static Pool {
     if let Some(pool) = existing_pool(device.device()) {
         return pool;
     }
-    static MAKING: std::sync::Mutex<()> = std::sync::Mutex::new(());
+    static MAKING: Mutex<()> = Mutex::new(());
     let _one_at_a_time = MAKING.lock().unwrap_or_else(PoisonError::into_inner);
     existing_pool(device.device()).unwrap_or_else(|| {
         let config = registry::config().cloned().unwrap_or_default(); // a mistake in it is told when the allocator is made
@@ -99,7 +109,8 @@ fn budget() -> &'static Arc<Budget> {
 
 /// Reads bytes of a buffer to the host, waits for them and reports what a kernel of this thread found wrong.
 pub(super) fn read(device: &'static ClDevice, src: &ClBuffer, off: usize, dst: &mut [u8]) -> Result<()> {
-    match slice_size(device, dst.len()).and_then(|slice| Ring::new(pool(device), device, slice, dst.len())) {
+    let staged = is_staged(device, dst.len()) && !is_pinned(device.device(), addresses(dst));
+    match staged.then(|| Ring::new(pool(device), device, DOWN, dst.len())).flatten() {
         Some(ring) => ring.read(src, off, dst),
         None => device.read(src, off, dst),
     }
@@ -107,72 +118,162 @@ pub(super) fn read(device: &'static ClDevice, src: &ClBuffer, off: usize, dst: &
 
 /// Writes bytes from the host to a buffer and waits until they are there.
 pub(super) fn write(device: &'static ClDevice, src: &[u8], dst: &ClBuffer, off: usize) -> Result<()> {
-    match slice_size(device, src.len()).and_then(|slice| Ring::new(pool(device), device, slice, src.len())) {
+    let staged = is_staged(device, src.len()) && !is_pinned(device.device(), addresses(src));
+    match staged.then(|| Ring::new(pool(device), device, UP, src.len())).flatten() {
         Some(ring) => ring.write(src, dst, off),
         None => device.write(src, dst, off),
     }
 }
 
-/// How to cut a transfer; `None` where the driver's own way is better.
-fn slice_size(device: &ClDevice, bytes: usize) -> Option<usize> {
+/// Whether a transfer is cut up, or the driver's own way is better.
+fn is_staged(device: &ClDevice, bytes: usize) -> bool {
     let info = device.info();
-    let (_, slice) = SLICES.iter().find(|(least, _)| bytes >= *least)?;
-    (!info.unified_memory && info.kind != DeviceKind::Cpu).then_some(*slice)
+    bytes >= LEAST && !info.unified_memory && info.kind != DeviceKind::Cpu
+}
+
+/// Pinned bytes of users' tensors: of which device, and from where to where.
+static PINNED: RwLock<Vec<(Device, Range<usize>)>> = RwLock::new(Vec::new());
+
+/// Whether the bytes at these addresses are pinned for this device, which then transfers them as they are.
+pub(super) fn is_pinned(device: Device, bytes: Range<usize>) -> bool {
+    let pinned = PINNED.read().unwrap_or_else(PoisonError::into_inner);
+    pinned.iter().any(|(of, range)| *of == device && range.start <= bytes.start && bytes.end <= range.end)
+}
+
+fn addresses(bytes: &[u8]) -> Range<usize> {
+    let start = bytes.as_ptr().addr();
+    start..start + bytes.len()
+}
+
+/// Pinned host memory for a tensor's elements.
+pub(super) struct PinnedBytes {
+    block: Pinned<'static, Source>,
+    device: Device,
+}
+
+impl PinnedBytes {
+    fn new(pool: &'static Pool, device: Device, bytes: usize) -> Option<PinnedBytes> {
+        let pinned = PinnedBytes { block: pool.alloc(bytes)?, device };
+        let range = pinned.start().addr().get()..pinned.start().addr().get() + pinned.block.bytes();
+        PINNED.write().unwrap_or_else(PoisonError::into_inner).push((device, range));
+        Some(pinned)
+    }
+
+    /// The first byte. What the bytes are at first is unspecified, but they are initialised.
+    pub(super) fn start(&self) -> NonNull<u8> {
+        start_of(&self.block)
+    }
+}
+
+impl Drop for PinnedBytes {
+    fn drop(&mut self) {
+        let start = self.start().addr().get();
+        let mut pinned = PINNED.write().unwrap_or_else(PoisonError::into_inner);
+        pinned.retain(|(of, range)| *of != self.device || range.start != start);
+    }
+}
+
+/// Pinned memory for a device's transfers; `None` where it needs none, or there is none left.
+pub(super) fn pin(device: Device, bytes: usize) -> Result<Option<PinnedBytes>> {
+    let Device::OpenCL(index) = device else { return Ok(None) };
+    let opened = opencl::open(index)?;
+    if bytes == 0 || !is_staged(opened, LEAST) {
+        return Ok(None);
+    }
+    Ok(PinnedBytes::new(pool(opened), device, bytes))
+}
+
+/// Where a block begins.
+fn start_of(block: &Pinned<'static, Source>) -> NonNull<u8> {
+    let (memory, offset) = block.memory();
+    debug_assert!(offset + block.bytes() <= memory.bytes());
+    // SAFETY: the pool's blocks lie inside their memory.
+    unsafe { memory.start().add(offset) }
 }
 
 /// The pinned slices of one transfer, used in turn.
 struct Ring {
     device: &'static ClDevice,
-    slices: Vec<Slice>,
-    bytes: usize,
+    slices: Vec<Shared>,
+    cut: Cut,
 }
 
 impl Ring {
-    /// Slices of `bytes` for a transfer of `total`; `None` where there is not enough pinned memory to be worth it.
-    fn new(pool: &'static Pool, device: &'static ClDevice, bytes: usize, total: usize) -> Option<Ring> {
-        let wanted = total.div_ceil(bytes).min(RING);
+    /// Slices for a transfer of `total` bytes; `None` where there is not enough pinned memory to be worth it.
+    fn new(pool: &'static Pool, device: &'static ClDevice, cut: Cut, total: usize) -> Option<Ring> {
+        let wanted = total.div_ceil(cut.slice).min(cut.slices);
         let stream = device.current_stream(); // this thread's: the pool's have none
-        let slice = |block| Slice { device, stream, block: Some(block), event: None };
-        let slices: Vec<Slice> = (0..wanted).map_while(|_| pool.alloc(bytes)).map(slice).collect();
-        (slices.len() >= wanted.min(2)).then_some(Ring { device, slices, bytes })
+        let slice = |block| Shared::new(Slice { device, stream, block: Some(block), event: None });
+        let slices: Vec<Shared> = (0..wanted).map_while(|_| pool.alloc(cut.slice)).map(slice).collect();
+        (slices.len() >= wanted.min(2)).then_some(Ring { device, slices, cut })
     }
 
-    // Both work inside the pool: there a slice is shared out faster than from outside.
-
     fn read(self, src: &ClBuffer, off: usize, dst: &mut [u8]) -> Result<()> {
-        let device = self.device;
-        cpu::run(|| self.read_slices(src, off, dst))?;
-        device.report_faults() // this thread's
+        let (transfer, to) = (Transfer::new(&self, dst.len()), Start(dst.as_mut_ptr()));
+        let (count, slots) = (transfer.chunks.len(), self.slices.len());
+        let begin = |chunk: usize| {
+            let range = transfer.chunks[chunk].range.clone();
+            self.slice(chunk).read(src, off + range.start, range.len())?;
+            transfer.chunks[chunk].begun.store(true, Release);
+            Ok(())
+        };
+        (0..slots.min(count)).try_for_each(begin)?;
+        transfer.run(
+            |chunk| transfer.await_begun(chunk) && transfer.note(self.slice(chunk).wait()),
+            |from, piece| {
+                // SAFETY: the piece is inside `dst`, which nobody else touches, and no other thread has it; the slice's
+                // transfer is done, and the next one begins when all of its pieces are through.
+                unsafe { bytes(from, to.at(piece.start), piece.len(), |to, from| to.copy_from_slice(from)) }
+            },
+            |chunk| chunk + slots >= count || transfer.note(begin(chunk + slots)),
+        )?;
+        self.device.report_faults() // this thread's
     }
 
     fn write(self, src: &[u8], dst: &ClBuffer, off: usize) -> Result<()> {
-        cpu::run(|| self.write_slices(src, dst, off))
+        let (transfer, slots) = (Transfer::new(&self, src.len()), self.slices.len());
+        transfer.run(
+            |chunk| match chunk.checked_sub(slots) {
+                None => true,
+                Some(before) => transfer.await_begun(before) && transfer.note(self.slice(chunk).wait()),
+            },
+            |to, piece| {
+                // SAFETY: the piece is inside `src`, and of the slice no other thread has these bytes, nor a transfer:
+                // the one before is done, and the next one begins when all of its pieces are through.
+                unsafe {
+                    // Past the cache, from which nobody will read them again: the device has them sooner.
+                    bytes(src.as_ptr().add(piece.start), to, piece.len(), |to, from| Streaming::new().copy(to, from));
+                }
+            },
+            |chunk| {
+                let range = &transfer.chunks[chunk].range;
+                let begun = self.slice(chunk).write(dst, off + range.start, range.len());
+                transfer.chunks[chunk].begun.store(true, Release);
+                transfer.note(begun)
+            },
+        )?;
+        (0..slots).try_for_each(|slot| self.slice(slot).wait())
     }
 
-    fn read_slices(mut self, src: &ClBuffer, off: usize, dst: &mut [u8]) -> Result<()> {
-        let (slices, total) = (self.slices.len(), dst.len());
-        let bytes = self.bytes;
-        let start = |slice: &mut Slice, chunk: usize| match chunk * bytes {
-            at if at < total => slice.read(src, off + at, bytes.min(total - at)),
-            _ => Ok(()),
-        };
-        self.slices.iter_mut().enumerate().try_for_each(|(chunk, slice)| start(slice, chunk))?;
-        for (chunk, part) in dst.chunks_mut(bytes).enumerate() {
-            let slice = &mut self.slices[chunk % slices];
-            copy(part, slice.bytes(part.len())?);
-            start(slice, chunk + slices)?;
-        }
-        Ok(())
+    /// The slice that a chunk goes through.
+    fn slice(&self, chunk: usize) -> MutexGuard<'_, Slice> {
+        self.slices[chunk % self.slices.len()].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A slice that threads use in turn, and where it begins.
+struct Shared {
+    start: Start,
+    slice: Mutex<Slice>,
+}
+
+impl Shared {
+    fn new(slice: Slice) -> Shared {
+        Shared { start: Start(slice.range(0).as_ptr()), slice: Mutex::new(slice) }
     }
 
-    fn write_slices(mut self, src: &[u8], dst: &ClBuffer, off: usize) -> Result<()> {
-        let slices = self.slices.len();
-        for (chunk, part) in src.chunks(self.bytes).enumerate() {
-            let slice = &mut self.slices[chunk % slices];
-            copy(slice.bytes(part.len())?, part);
-            slice.write(dst, off + chunk * self.bytes, part.len())?;
-        }
-        self.slices.iter_mut().try_for_each(Slice::wait)
+    fn lock(&self) -> LockResult<MutexGuard<'_, Slice>> {
+        self.slice.lock()
     }
 }
 
@@ -189,10 +290,7 @@ impl Slice {
     fn range(&self, n: usize) -> NonNull<u8> {
         let block = self.block.as_ref().expect("taken only on drop");
         assert!(n <= block.bytes(), "a slice of {} bytes has no {n}", block.bytes());
-        let (memory, offset) = block.memory();
-        debug_assert!(offset + block.bytes() <= memory.bytes());
-        // SAFETY: the pool's blocks lie inside their memory.
-        unsafe { memory.start().add(offset) }
+        start_of(block)
     }
 
     fn wait(&mut self) -> Result<()> {
@@ -203,17 +301,10 @@ impl Slice {
         Ok(())
     }
 
-    /// The first `n` bytes, when the transfer that uses them is done.
-    fn bytes(&mut self, n: usize) -> Result<&mut [u8]> {
-        self.wait()?;
-        // SAFETY: `n` initialised bytes that are this block's alone, used by no transfer, since the only one is done.
-        Ok(unsafe { std::slice::from_raw_parts_mut(self.range(n).as_ptr(), n) })
-    }
-
     fn read(&mut self, src: &ClBuffer, off: usize, n: usize) -> Result<()> {
         self.wait()?;
-        // SAFETY: as in `bytes`; nothing touches them before `wait` has seen the event done, and on drop the pool gets
-        // the block with the event.
+        // SAFETY: `n` bytes of this block, used by no transfer; nothing touches them before `wait` has seen the event
+        // done, and on drop the pool gets the block with the event.
         self.event = Some(unsafe { self.device.start_read(self.stream, src, off, self.range(n), n) }?);
         Ok(())
     }
@@ -232,14 +323,6 @@ impl Drop for Slice {
             block.release_after(event); // an error left it behind
         }
     }
-}
-
-/// Copies between slices of one length with all threads of the pool.
-fn copy(dst: &mut [u8], src: &[u8]) {
-    if dst.len() <= PIECE {
-        return dst.copy_from_slice(src);
-    }
-    cpu::run(|| dst.par_chunks_mut(PIECE).zip(src.par_chunks(PIECE)).for_each(|(d, s)| d.copy_from_slice(s)));
 }
 
 /// Pinned host memory: what large transfers to and from a device with memory of its own go through.

@@ -4,7 +4,9 @@ use std::any::Any;
 
 use ndarray::{ArrayD, IxDyn};
 
+use super::Layout;
 use crate::autograd::record_unary;
+use crate::storage::Storage;
 use crate::{DType, Device, Element, Error, Result, Tensor};
 
 impl Tensor {
@@ -83,6 +85,40 @@ impl Tensor {
         let size = self.dtype.size();
         out.storage.copy_from(0, &source.storage, source.layout.offset * size, self.numel() * size, true)?;
         Ok(record_unary("to_device", out, self, move |grad| grad.to_device(home)))
+    }
+
+    /// A copy in memory of the host that `device` transfers at its bus's full speed (PyTorch's `pin_memory`): a tensor on
+    /// [`Device::Cpu`], contiguous, without gradient. [`to_device`](Tensor::to_device) from it and `copy_` into it then need
+    /// no copy on the host. Where the device needs no such memory (one that shares the host's), or none is left, it is an
+    /// ordinary copy; [`is_pinned`](Tensor::is_pinned) says which. Pinned memory is scarce: what is dropped is kept for
+    /// later (see [`Device::pinned_memory_stats`]).
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let (device, x) = (Device::best(), Tensor::eye(3, Device::Cpu)?);
+    /// let pinned = x.pin_memory(device)?;
+    /// assert_eq!(pinned.to_device(device)?.to_vec::<f32>()?, x.to_vec::<f32>()?);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`], [`Error::OutOfMemory`] and device failures.
+    pub fn pin_memory(&self, device: Device) -> Result<Tensor> {
+        let out = match Storage::pinned(device, self.numel() * self.dtype.size())? {
+            Some(storage) => {
+                Tensor { storage, layout: Layout::contiguous(self.shape().clone()), dtype: self.dtype, node: None }
+            }
+            None => Tensor::empty_like_shape(self.shape(), self.dtype, Device::Cpu)?,
+        };
+        let source = self.detach().contiguous()?;
+        let size = self.dtype.size();
+        out.storage.copy_from(0, &source.storage, source.layout.offset * size, self.numel() * size, true)?;
+        Ok(out)
+    }
+
+    /// Whether its memory is pinned for transfers to and from `device`: see [`pin_memory`](Tensor::pin_memory).
+    pub fn is_pinned(&self, device: Device) -> bool {
+        self.storage.is_pinned(device)
     }
 
     /// [`Tensor::to_dtype`] and [`Tensor::to_device`], in the order that transfers fewer bytes.

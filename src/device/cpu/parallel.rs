@@ -76,6 +76,15 @@ impl Team {
         (0..asleep).for_each(|_| self.wake.notify_one());
     }
 
+    /// Takes back what no helper has taken up.
+    fn forget(&self, call: &Arc<Shared>) {
+        if self.waiting.load(Ordering::Relaxed) > 0 {
+            let mut queue = self.queue();
+            queue.calls.retain(|other| !Arc::ptr_eq(other, call));
+            self.waiting.store(queue.calls.len(), Ordering::Relaxed);
+        }
+    }
+
     /// What a helper does for as long as the process lives.
     fn help(&self, helper: usize) {
         loop {
@@ -185,6 +194,16 @@ unsafe impl Sync for Work {}
 /// # Panics
 /// With the panic of a piece; the others may then not have been done.
 pub(crate) fn for_each_index(count: usize, piece: impl Fn(usize) + Sync) {
+    share(count, threads().min(count), piece);
+}
+
+/// [`for_each_index`] where a piece may wait for those before it: they are begun in order.
+pub(crate) fn for_each_in_order(count: usize, piece: impl Fn(usize) + Sync) {
+    share(count, 1, piece);
+}
+
+/// Has the team do `count` pieces, cut into `parts` that threads begin with.
+fn share(count: usize, parts: usize, piece: impl Fn(usize) + Sync) {
     if count <= 1 || threads() == 1 {
         return (0..count).for_each(piece);
     }
@@ -196,7 +215,6 @@ pub(crate) fn for_each_index(count: usize, piece: impl Fn(usize) + Sync) {
     let work =
         Work(unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync + '_), *const (dyn Fn(usize) + Sync)>(piece) });
     let helpers = team.helpers.min(count - 1);
-    let parts = helpers + 1;
     let shared = Arc::new(Shared {
         work,
         count,
@@ -209,6 +227,7 @@ pub(crate) fn for_each_index(count: usize, piece: impl Fn(usize) + Sync) {
     team.ask(helpers, &shared);
     shared.work(0, piece);
     shared.inside.fetch_or(CLOSED, Ordering::Relaxed);
+    team.forget(&shared);
     let mut spins = 0;
     while shared.inside.load(Ordering::Acquire) != CLOSED {
         spins += 1;

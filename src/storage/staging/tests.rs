@@ -1,5 +1,6 @@
 //! On every OpenCL device there is, those that would not be staged for included.
 
+use super::transfer::chunks_of;
 use super::*;
 use crate::storage::Storage;
 use crate::{Error, Tensor};
@@ -13,8 +14,12 @@ fn new_pool(device: &'static ClDevice, cap: usize) -> &'static Pool {
     Box::leak(Box::new(PinnedPool::new(Source(device), 0, Budget::new(cap))))
 }
 
+const RING: usize = 6;
+
+/// A transfer through slices of so many bytes, of which threads copy a third at a time.
 fn ring(pool: &'static Pool, device: &'static ClDevice, slice: usize, total: usize) -> Ring {
-    Ring::new(pool, device, slice, total).expect("there is pinned memory")
+    let cut = Cut { slice, slices: RING, piece: slice.div_ceil(3) };
+    Ring::new(pool, device, cut, total).expect("there is pinned memory")
 }
 
 fn pattern(n: usize, seed: usize) -> Vec<u8> {
@@ -59,6 +64,24 @@ fn staged_and_plain_transfers_agree() {
         assert_eq!(stats.allocated_bytes.current, (RING * SLICE) as u64);
         pool.empty_cache();
         assert_eq!((pool.stats().allocations.current, pool.stats().num_host_free), (0, RING as u64));
+    }
+}
+
+#[test]
+fn chunks_cover_a_transfer_and_are_small_at_both_ends() {
+    for (total, slice) in
+        [(0, 8), (1, 8), (2, 8), (7, 8), (8, 8), (9, 8), (100, 8), (1 << 20, 4096), (64 << 20, 2usize << 20)]
+    {
+        let chunks = chunks_of(total, slice);
+        let mut end = 0;
+        for chunk in &chunks {
+            assert_eq!((chunk.start, chunk.is_empty()), (end, false));
+            assert!(chunk.len() <= slice);
+            end = chunk.end;
+        }
+        assert_eq!(end, total);
+        let ends = [chunks.first(), chunks.last()].into_iter().flatten();
+        assert!(ends.into_iter().all(|chunk| chunk.len() <= slice.div_ceil(4)), "{total} in {slice}: {chunks:?}");
     }
 }
 
@@ -138,15 +161,63 @@ fn a_range_beyond_the_buffer_is_an_error_and_gives_the_slices_back() {
 #[test]
 fn without_pinned_memory_the_plain_way_is_taken() {
     for device in devices() {
-        assert!(Ring::new(new_pool(device, 4096), device, 4096, 8192).is_none(), "one slice is no ring");
-        assert!(Ring::new(new_pool(device, 4096), device, 4096, 4000).is_some(), "unless one is enough");
-        assert!(Ring::new(new_pool(device, 0), device, 4096, 4000).is_none());
+        let ring = |cap: usize, total: usize| {
+            Ring::new(new_pool(device, cap), device, Cut { slice: 4096, slices: RING, piece: 4096 }, total)
+        };
+        assert!(ring(4096, 8192).is_none(), "one slice is no ring");
+        assert!(ring(4096, 4000).is_some(), "unless one is enough");
+        assert!(ring(0, 4000).is_none());
         let info = device.info();
         let staged = !info.unified_memory && info.kind != DeviceKind::Cpu;
-        for (bytes, slice) in [(1 << 20, None), (4 << 20, Some(1 << 20)), (1 << 30, Some(4 << 20))] {
-            assert_eq!(slice_size(device, bytes), slice.filter(|_| staged));
+        for (bytes, large) in [(1 << 20, false), (4 << 20, true), (1 << 30, true)] {
+            assert_eq!(is_staged(device, bytes), staged && large);
         }
     }
+}
+
+#[test]
+fn pinned_bytes_are_known_as_long_as_they_live() {
+    for opened in devices() {
+        let (pool, device) = (new_pool(opened, 1 << 20), opened.device());
+        let pinned = PinnedBytes::new(pool, device, 10_000).unwrap();
+        let start = pinned.start().addr().get();
+        for (range, inside) in [
+            (start..start + 10_000, true),
+            (start + 9_999..start + 10_000, true),
+            (start - 1..start + 1, false),
+            (start + 1..start + (1 << 20), false),
+        ] {
+            assert_eq!(is_pinned(device, range.clone()), inside, "{range:?} of {start}");
+        }
+        assert!(!is_pinned(Device::OpenCL(opencl::count()), start..start + 1), "another device's");
+        assert_eq!(pool.stats().active_requests.current, 1);
+        drop(pinned);
+        assert!(!is_pinned(device, start..start + 1));
+        assert_eq!(pool.stats().active_requests.current, 0);
+        assert!(PinnedBytes::new(pool, device, 2 << 20).is_none(), "more than there may be");
+    }
+}
+
+#[test]
+fn tensors_in_pinned_memory_hold_their_values() {
+    let x = Tensor::from_vec((0..3_000_000).collect::<Vec<i32>>(), &[1000, 3000], Device::Cpu).unwrap();
+    let odd = x.t().unwrap().narrow(0, 1, 2999).unwrap(); // strides and an offset
+    let want = odd.to_vec::<i32>().unwrap();
+    for opened in devices() {
+        let device = opened.device();
+        let pinned = odd.pin_memory(device).unwrap();
+        assert_eq!((pinned.device(), pinned.is_pinned(device)), (Device::Cpu, is_staged(opened, LEAST)));
+        assert!(!pinned.is_pinned(Device::Cpu) && !x.is_pinned(device));
+        let there = pinned.to_device(device).unwrap();
+        assert!(there.to_vec::<i32>().unwrap() == want);
+        let twice = there.add(&there).unwrap();
+        pinned.copy_(&twice).unwrap();
+        assert!(pinned.to_vec::<i32>().unwrap().iter().zip(&want).all(|(twice, once)| *twice == 2 * once));
+        let empty = x.narrow(0, 0, 0).unwrap().pin_memory(device).unwrap();
+        assert_eq!((empty.numel(), empty.is_pinned(device)), (0, false));
+    }
+    assert_eq!(x.pin_memory(Device::Cpu).unwrap().to_vec::<i32>().unwrap(), x.to_vec::<i32>().unwrap());
+    assert!(matches!(x.pin_memory(Device::OpenCL(opencl::count())), Err(Error::NoDevice { .. })));
 }
 
 #[test]
