@@ -98,7 +98,7 @@ fn fills_touch_exactly_what_they_are_told() {
             }
         }
         assert_eq!(contents(&neighbour), bytes(512, 6));
-        // Large enough for several threads; Miri rejects crossbeam's, under rayon.
+        // Large enough for several threads; Miri's threads do not end with the process.
         let n = if cfg!(miri) { 9 << 10 } else { 9 << 20 };
         let large = Storage::alloc(device, n + 4).unwrap();
         large.fill(0, large.nbytes(), &[1, 2, 3, 4]).unwrap();

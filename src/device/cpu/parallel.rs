@@ -319,6 +319,19 @@ mod tests {
         assert!(sums.iter().enumerate().all(|(i, &sum)| sum == i * 120));
     }
 
+    /// Were a piece begun before those that it waits for, this would not end.
+    #[test]
+    fn pieces_may_wait_for_those_before_them() {
+        let done: Vec<AtomicBool> = (0..200).map(|_| AtomicBool::new(false)).collect();
+        for_each_in_order(done.len(), |i| {
+            while i > 0 && !done[i - 1].load(Ordering::Acquire) {
+                std::thread::yield_now();
+            }
+            done[i].store(true, Ordering::Release);
+        });
+        assert!(done.iter().all(|d| d.load(Ordering::Acquire)));
+    }
+
     #[test]
     fn a_panic_reaches_the_caller_and_the_team_lives_on() {
         let caught = catch_unwind(|| for_each_index(100, |i| assert!(i != 50, "inside")));
