@@ -306,7 +306,7 @@ impl Core {
         let (entry, held) = (&self.heap.table[id as usize], self.heap.held(id));
         // Small ones of the default pool and stream. No branch: nothing foresees which they are.
         let keeps = (entry.arena() == 0) & (entry.size() == rounded) & (rounded <= self.largest_cached);
-        let tagged = id | u32::from(keeps) * KEEPS;
+        let tagged = id | (u32::from(keeps) * KEEPS);
         // SAFETY: slots of the table live as long as the allocator, or for good. Nobody has this entry's block, so
         // nobody reads the slot; the segment is held as long as a block of it is live.
         let block = unsafe {
