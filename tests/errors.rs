@@ -82,7 +82,8 @@ fn devices_that_are_not_there_or_differ() {
         let (a, b) = (iota(&[3], d), iota(&[3], Device::Cpu));
         refused(d, &["add", "cpu", &d.to_string(), "to_device"], || a.add(&b));
         refused(d, &["matmul", "cpu"], || iota(&[3, 3], d).matmul(&iota(&[3, 3], Device::Cpu)));
-        refused(d, &["copy_", "cpu"], || a.copy_(&b).map(|_| ()));
+        let turned = iota(&[2, 3], Device::Cpu).t().unwrap();
+        refused(d, &["copy_", "cpu"], || iota(&[3, 2], d).copy_(&turned).map(|_| ()));
     });
 }
 

@@ -10,7 +10,7 @@ use crate::ops::expr::Expr;
 use crate::ops::kernels::{KernelKey, kernel};
 use crate::ops::reduce;
 use crate::ops::reduce::opencl::{WALK, group_size, is_wide, lanes, neighbours, vector_defines};
-use crate::{DType, Result, Scalar, Tensor};
+use crate::{DType, Error, Result, Scalar, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/row.cl");
 
@@ -29,8 +29,10 @@ fn defines(t: &Tensor, rank: usize, wide: bool, group: usize) -> String {
 /// Values that a work-item keeps of a row in registers, at most.
 const KEPT: usize = 64;
 
-/// Work-items that share a row, at most: as many as FOLD combines.
+/// Work-items that share a row of f32, at most: as many as FOLD combines.
 const LONGEST: usize = 1024;
+/// Values of f32 that a group keeps, at most: half of the registers that NVIDIA's units have.
+const REGISTERS: usize = 32 << 10;
 
 /// How the rows are spread over a GPU.
 struct Way {
@@ -62,10 +64,13 @@ impl Way {
             steps.chain([tensors[k].layout.offset as isize, n as isize])
         });
         let width = if in_rows { neighbours(device, tensors[0].dtype, starts) } else { 1 };
+        // Registers that an element takes.
+        let two = matches!(kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad);
+        let each = if two { 2 } else { 1 } * (tensors[0].dtype.compute().dtype().size() / 4);
         let lanes = match by_column {
             true => lanes(most, true, n, columns, |together| count.div_ceil(together) >= 2 * units),
             // Four loads a lane: fewer leave the memory idle, more are many registers.
-            false if width > 1 => n.div_ceil(4 * width).next_power_of_two().max(4).min(LONGEST.min(largest)),
+            false if width > 1 => n.div_ceil(4 * width).next_power_of_two().max(4).min((LONGEST / each).min(largest)),
             false => n.div_ceil(16).next_power_of_two().max(32).min(n.next_power_of_two()).min(most),
         };
         let group = most.max(lanes);
@@ -73,13 +78,15 @@ impl Way {
             k @ ..=4 => k,
             k => k.next_power_of_two(),
         };
-        let two = matches!(kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad);
-        let room = KEPT / if two { 2 } else { 1 } / (tensors[0].dtype.compute().dtype().size() / 4);
-        let kept = if kept * width <= room { kept } else { 0 };
-        match kept {
-            0 => Way { by_column, width: 1, lanes: lanes.min(most), group: most, kept },
-            _ => Way { by_column, width, lanes, group, kept },
-        }
+        let registers = kept * width * each;
+        let way = Way { by_column, width, lanes, group, kept };
+        if registers <= KEPT && registers * lanes <= REGISTERS { way } else { way.read_again(device) }
+    }
+
+    /// Rows that are read several times instead of kept.
+    fn read_again(self, device: &ClDevice) -> Way {
+        let group = group_size(device);
+        Way { width: 1, lanes: self.lanes.min(group), group, kept: 0, ..self }
     }
 
     fn defines(&self, dtype: DType) -> String {
@@ -103,27 +110,39 @@ pub(super) fn run(kind: RowOp, x: &Tensor, z: &Tensor, out: &Tensor, rows: &Rows
         true => Way { by_column: false, width: 1, lanes: 1, group: 1, kept: 0 },
         false => Way::choose(device, kind, [x, out, z], rows),
     };
-    let (global, local) = match cpu {
-        true => (count, if count >= 64 * 8 * units { 64 } else { 1 }),
-        false => (count.div_ceil(way.group / way.lanes) * way.group, way.group),
-    };
-    let wide = is_wide([n, global]);
-    // What `defines` below compiles in.
-    let spread = (way.kept << 32 | way.width << 24 | way.lanes << 1) as u64 | u64::from(way.by_column);
-    let spread = if way.kept > 0 { spread } else { 0 };
-    let params = [kind as u64, x.dtype as u64, rank as u64, wide as u64, spread];
-    let key = KernelKey { template: "row", params: SmallVec::from_slice(&params), exprs: SmallVec::new() };
-    let kernel = kernel(device, key, "row", || {
-        let name = match kind {
-            RowOp::Softmax => "SOFTMAX",
-            RowOp::LogSoftmax => "LOG_SOFTMAX",
-            RowOp::LogSumExp => "LOGSUMEXP",
-            RowOp::SoftmaxGrad => "SOFTMAX_GRAD",
-            RowOp::LogSoftmaxGrad => "LOG_SOFTMAX_GRAD",
+    let prepare = |way: &Way| {
+        let (global, local) = match cpu {
+            true => (count, if count >= 64 * 8 * units { 64 } else { 1 }),
+            false => (count.div_ceil(way.group / way.lanes) * way.group, way.group),
         };
-        let defines = defines(x, rank, wide, way.group) + &way.defines(x.dtype);
-        format!("{defines}#define {name}\n{WALK}{TEMPLATE}")
-    })?;
+        let wide = is_wide([n, global]);
+        // What `defines` below compiles in.
+        let spread = (way.kept << 32 | way.width << 24 | way.lanes << 1) as u64 | u64::from(way.by_column);
+        let spread = if way.kept > 0 { spread } else { 0 };
+        let params = [kind as u64, x.dtype as u64, rank as u64, wide as u64, spread];
+        let key = KernelKey { template: "row", params: SmallVec::from_slice(&params), exprs: SmallVec::new() };
+        let kernel = kernel(device, key, "row", || {
+            let name = match kind {
+                RowOp::Softmax => "SOFTMAX",
+                RowOp::LogSoftmax => "LOG_SOFTMAX",
+                RowOp::LogSumExp => "LOGSUMEXP",
+                RowOp::SoftmaxGrad => "SOFTMAX_GRAD",
+                RowOp::LogSoftmaxGrad => "LOG_SOFTMAX_GRAD",
+            };
+            let defines = defines(x, rank, wide, way.group) + &way.defines(x.dtype);
+            format!("{defines}#define {name}\n{WALK}{TEMPLATE}")
+        })?;
+        Ok::<_, Error>((kernel, global, local))
+    };
+    let made = prepare(&way)?;
+    // How many registers a kernel takes is the compiler's to say.
+    let (way, (kernel, global, local)) = if made.2 <= made.0.max_work_group() {
+        (way, made)
+    } else {
+        let way = way.read_again(device);
+        let made = prepare(&way)?;
+        (way, made)
+    };
     let mut words: SmallVec<[i64; 24]> = rows.walk.dims.iter().map(|&d| d as i64).collect();
     words.extend(rows.walk.strides.iter().flatten().map(|&s| s as i64));
     if rows.walk.dims.is_empty() {
