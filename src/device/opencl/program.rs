@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::{fs, io, process, ptr};
 
-use opencl3::kernel::{CL_KERNEL_NUM_ARGS, CL_KERNEL_WORK_GROUP_SIZE};
+use opencl3::kernel::{CL_KERNEL_COMPILE_WORK_GROUP_SIZE, CL_KERNEL_NUM_ARGS, CL_KERNEL_WORK_GROUP_SIZE};
 use opencl3::program::{CL_PROGRAM_BINARIES, CL_PROGRAM_BINARY_SIZES, CL_PROGRAM_BUILD_LOG};
 use sha2::{Digest, Sha256};
 
@@ -238,7 +238,11 @@ impl ClDevice {
         call!(clGetKernelInfo(raw, CL_KERNEL_NUM_ARGS, size_of::<u32>(), to, ptr::null_mut()))?;
         let (to, size) = (ptr::from_mut(&mut group).cast::<c_void>(), size_of::<usize>());
         call!(clGetKernelWorkGroupInfo(raw, self.id(), CL_KERNEL_WORK_GROUP_SIZE, size, to, ptr::null_mut()))?;
-        Ok(kernel.with_limits(args as usize, group))
+        // A kernel made for groups of one size has that: NVIDIA's driver says 256 of larger ones too.
+        let mut made_for = [0usize; 3];
+        let (to, size) = (made_for.as_mut_ptr().cast::<c_void>(), size_of_val(&made_for));
+        call!(clGetKernelWorkGroupInfo(raw, self.id(), CL_KERNEL_COMPILE_WORK_GROUP_SIZE, size, to, ptr::null_mut()))?;
+        Ok(kernel.with_limits(args as usize, group.max(made_for.iter().product())))
     }
 }
 
