@@ -69,8 +69,12 @@ impl Way {
         let each = if two { 2 } else { 1 } * (tensors[0].dtype.compute().dtype().size() / 4);
         let lanes = match by_column {
             true => lanes(most, true, n, columns, |together| count.div_ceil(together) >= 2 * units),
-            // Four loads a lane: fewer leave the memory idle, more are many registers.
-            false if width > 1 => n.div_ceil(4 * width).next_power_of_two().max(4).min((LONGEST / each).min(largest)),
+            // Four loads a lane: fewer leave the memory idle, more are many registers. Long rows take eight before they
+            // take the largest groups.
+            false if width > 1 => {
+                let most = (if n * each <= LONGEST * 16 { LONGEST / 2 } else { LONGEST }) / each;
+                n.div_ceil(4 * width).next_power_of_two().max(4).min(most).min(largest)
+            }
             false => n.div_ceil(16).next_power_of_two().max(32).min(n.next_power_of_two()).min(most),
         };
         let group = most.max(lanes);
