@@ -82,3 +82,12 @@ pub fn again_with(test: &str, variable: &str, value: &str) -> bool {
     assert!(output.status.success() && text.contains("1 passed"), "{text}");
     false
 }
+
+/// Numbers between -1 and 1, times powers of two: those of `scale(row, column)`.
+pub fn scaled(rows: usize, cols: usize, seed: u64, scale: impl Fn(usize, usize) -> i32) -> ArrayD<f32> {
+    let mut state = seed;
+    ArrayD::from_shape_fn(IxDyn(&[rows, cols]), |at| {
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        ((state >> 40) as f32 / (1 << 23) as f32 - 1.0) * (scale(at[0], at[1]) as f32).exp2()
+    })
+}
