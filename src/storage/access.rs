@@ -231,7 +231,7 @@ impl Storage {
 const PIECE: usize = 1 << 17;
 const PARALLEL: usize = 4 * PIECE;
 
-/// Copies between slices of one length, large ones with all threads of the pool.
+/// Copies between slices of one length, large ones with all threads of the team.
 fn copy(dst: &mut [u8], src: &[u8]) {
     let piece = if dst.len() < PARALLEL { dst.len() } else { PIECE };
     let large = dst.len() >= LARGE;
@@ -241,7 +241,7 @@ fn copy(dst: &mut [u8], src: &[u8]) {
     });
 }
 
-/// The slice's elements in a vector, whose memory is not filled with zeros first; large ones with all threads of the pool.
+/// The slice's elements in a vector, whose memory is not filled with zeros first; large ones with all threads of the team.
 fn to_vec<T: AnyBitPattern + Send + Sync>(src: &[T]) -> Vec<T> {
     if size_of_val(src) < PARALLEL {
         return src.to_vec();

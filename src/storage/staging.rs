@@ -1,7 +1,7 @@
 //! Large transfers between the host and a device with memory of its own.
 //!
 //! From ordinary memory a driver transfers at a third of the bus's speed or less, since it copies to pinned memory of
-//! its own with one thread. Here all threads of the CPU's pool copy, past their caches, into a few pinned slices, while
+//! its own with one thread. Here all threads of the CPU's team copy, past their caches, into a few pinned slices, while
 //! the device transfers what is in others. What the caller sees is the same: the call returns when everything is where
 //! it should be.
 

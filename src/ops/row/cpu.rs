@@ -1,4 +1,4 @@
-//! Row operations on the CPU: a row at a time in the compute type, rows shared out among the pool's threads.
+//! Row operations on the CPU: a row at a time in the compute type, rows shared out among the team's threads.
 
 use pulp::{Arch, Simd, WithSimd};
 

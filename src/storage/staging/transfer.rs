@@ -1,4 +1,4 @@
-//! A transfer in pieces that all threads of the pool take in turn.
+//! A transfer in pieces that all threads of the team take in turn.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
@@ -49,7 +49,7 @@ impl<'a> Transfer<'a> {
         Transfer { ring, chunks, pieces, failed: AtomicBool::new(false), error: Mutex::new(None) }
     }
 
-    /// Has the pool's threads copy every piece. `acquire` gets the slice of a chunk, `copy` is given a piece's place in it and
+    /// Has the team's threads copy every piece. `acquire` gets the slice of a chunk, `copy` is given a piece's place in it and
     /// its bytes of the whole, `finish` comes after the last piece of a chunk; those two say whether to go on.
     pub(super) fn run(
         &self,
