@@ -57,7 +57,7 @@ pub use ops::{
     CrossEntropy, Expr, LossReduction, ReduceDims, get_float32_matmul_precision, manual_seed,
     set_float32_matmul_precision,
 };
-pub use tensor::{Index, Indices, NewShape, Shape, Tensor, TensorOptions};
+pub use tensor::{Index, Indices, NewShape, PadMode, Shape, Tensor, TensorOptions};
 
 /// The README's example runs as a doctest.
 #[cfg(doctest)]

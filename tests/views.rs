@@ -1,7 +1,7 @@
 //! Views: what they show, that they share, that gradients flow back through them, and what is refused.
 
 mod common;
-use claystone::{DType, Device, Error, Index, Result, Tensor, autograd::gradcheck};
+use claystone::{DType, Device, Error, Index, PadMode, Result, Tensor, autograd::gradcheck};
 use common::{each_device, iota, vec};
 use ndarray::Dimension as _;
 
@@ -35,6 +35,13 @@ const VIEWS: &[View] = &[
     ("[1, 4]", |t| t.i((1, ..=-3))),
     ("[2, 1, 3]", |t| t.i((.., 1..=1, ..-1))),
     ("[]", |t| t.i([1, 2, 3])),
+    ("[2, 3, 2, 2]", |t| t.unfold(2, 2, 2)),
+    ("[2, 2, 4, 2]", |t| t.unfold(1, 2, 1)),
+    ("[2, 3, 1, 4]", |t| t.unfold(-1, 4, 9)),
+    ("[2, 3, 2, 3]", |t| t.transpose(0, 2)?.unfold(0, 3, 1)?.transpose(0, 2)),
+    ("[3, 2, 2]", |t| t.as_strided([3, 2, 2], &[4, 7, 1], 2)),
+    ("[4, 3]", |t| t.narrow(0, 1, 1)?.as_strided([4, 3], &[-2, -1], 20)),
+    ("[5, 4, 3]", |t| t.as_strided([5, 4, 3], &[2, 3, 0], None)),
 ];
 
 #[test]
@@ -176,6 +183,18 @@ fn what_does_not_exist_is_refused_and_nothing_changes() {
     invalid(t.view([-1, -1]));
     invalid(t.diagonal(0, 1, -1));
     invalid(t.unsqueeze(0).unwrap().t());
+    invalid(t.unfold(1, 4, 1));
+    invalid(t.unfold(1, 2, 0));
+    invalid(t.as_strided([3, 3], &[2, 1], 0));
+    invalid(t.as_strided([2], &[-1], 0));
+    invalid(t.as_strided([2], &[isize::MAX], 0));
+    invalid(t.as_strided([2], &[1, 1], 0));
+    invalid(t.pad(&[1], PadMode::default()));
+    invalid(t.pad(&[1; 6], PadMode::default()));
+    invalid(t.pad(&[-2, -2], PadMode::default()));
+    invalid(t.pad(&[3, 0], PadMode::Reflect));
+    invalid(t.pad(&[0, 4], PadMode::Circular));
+    invalid(t.select(0, 0).unwrap().tril(0));
     assert!(matches!(t.split(0, 0), Err(Error::Invalid { .. })));
     assert!(matches!(t.chunk(0, 0), Err(Error::Invalid { .. })));
     let shape = |r: Result<Tensor>| assert!(matches!(r, Err(Error::ShapeMismatch { .. })), "{r:?}");
@@ -195,5 +214,96 @@ fn views_of_nothing_hold_nothing() {
         }
         let diagonal = Tensor::zeros(&[3, 3, 0], d).unwrap().diagonal(1, 0, 1).unwrap();
         assert_eq!(diagonal.to_vec::<f32>().unwrap(), [0f32; 0]);
+    });
+}
+
+#[test]
+fn windows_whose_gradients_add_up_in_halves_are_rounded_once() {
+    each_device(|d| {
+        let x = Tensor::ones([40], (DType::F16, d)).unwrap().requires_grad_(true).unwrap();
+        let windows = x.unfold(0, 20, 1).unwrap();
+        windows.backward_with(&Tensor::full(windows.shape(), 0.1, (DType::F16, d)).unwrap()).unwrap();
+        let grad = x.grad().unwrap().to_dtype(DType::F32).unwrap();
+        let (tenth, middle) = (f64::from(half::f16::from_f32(0.1)), vec(&grad)[20]);
+        assert_eq!(middle, half::f16::from_f64(20.0 * tenth).to_f32());
+        assert_eq!(Tensor::ones((), d).unwrap().unfold(0, 1, 5).unwrap().shape().dims(), [1]);
+        assert_eq!(Tensor::ones(3, d).unwrap().unfold(0, 0, 1).unwrap().shape().dims(), [4, 0]);
+        assert_eq!(Tensor::ones([0, 3], d).unwrap().unfold(1, 2, 1).unwrap().shape().dims(), [0, 2, 2]);
+    });
+}
+
+#[test]
+fn padding_as_pytorch_does() {
+    each_device(|d| {
+        let x = iota(&[3], d);
+        let padded = |pads: &[isize], mode| vec(&x.pad(pads, mode).unwrap());
+        assert_eq!(padded(&[1, 2], PadMode::Constant(7.into())), [7., 0., 1., 2., 7., 7.]);
+        assert_eq!(padded(&[-1, 2], PadMode::default()), [1., 2., 0., 0.]);
+        assert_eq!(padded(&[2, 2], PadMode::Reflect), [2., 1., 0., 1., 2., 1., 0.]);
+        assert_eq!(padded(&[0, 4], PadMode::Replicate), [0., 1., 2., 2., 2., 2., 2.]);
+        assert_eq!(padded(&[3, 1], PadMode::Circular), [0., 1., 2., 0., 1., 2., 0.]);
+        assert_eq!(padded(&[1, -1], PadMode::Circular), [1., 0., 1.]);
+        assert_eq!(padded(&[], PadMode::Circular), [0., 1., 2.]);
+        let m = iota(&[2, 2], d).t().unwrap();
+        let corners = m.pad(&[1, 0, 0, 1], PadMode::default()).unwrap();
+        assert_eq!(vec(&corners), [0., 0., 2., 0., 1., 3., 0., 0., 0.]);
+        assert_eq!(
+            vec(&m.pad(&[1, 1, 1, 0], PadMode::Reflect).unwrap()),
+            [3., 1., 3., 1., 2., 0., 2., 0., 3., 1., 3., 1.]
+        );
+        let none = Tensor::zeros([0, 2], d).unwrap();
+        assert_eq!(none.pad(&[0, 0, 1, 1], PadMode::default()).unwrap().shape().dims(), [2, 2]);
+        assert!(none.pad(&[0, 0, 1, 1], PadMode::Replicate).is_err());
+
+        let Ok(x) = iota(&[3, 4], d).to_dtype(DType::F64) else { return };
+        for mode in [PadMode::default(), PadMode::Reflect, PadMode::Replicate, PadMode::Circular] {
+            let loss = |x: &[Tensor]| {
+                let y = x[0].t()?.pad(&[1, 2, -1, 2], mode)?;
+                y.mul(&y)?.mul(&Tensor::arange(1, 31, 1, (DType::F64, d))?.reshape([5, 6])?)?.sum((), false)
+            };
+            gradcheck(loss, std::slice::from_ref(&x), 1e-5).unwrap_or_else(|e| panic!("{mode:?}: {e}"));
+        }
+    });
+}
+
+#[test]
+fn triangles_and_diagonals() {
+    each_device(|d| {
+        let m = iota(&[3, 4], d).add_scalar(1).unwrap();
+        let kept = |t: Tensor| vec(&t).iter().map(|&x| u8::from(x != 0.0)).collect::<Vec<_>>();
+        for (k, lower) in [
+            (-9, [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]),
+            (-1, [0, 0, 0, 0, 1, 0, 0, 0, 1, 1, 0, 0]),
+            (0, [1, 0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 0]),
+            (2, [1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 1]),
+            (isize::MAX, [1; 12]),
+        ] {
+            assert_eq!(kept(m.tril(k).unwrap()), lower, "{k}");
+            let upper: Vec<u8> = lower.iter().map(|x| 1 - x).collect();
+            assert_eq!(kept(m.triu(k.saturating_add(1)).unwrap())[..11], upper[..11], "{k}");
+        }
+        let batch = iota(&[2, 2, 3], d).transpose(0, 2).unwrap(); // [3, 2, 2]
+        assert_eq!(vec(&batch.tril(0).unwrap()), [0., 0., 3., 9., 1., 0., 4., 10., 2., 0., 5., 11.]);
+        let nan = Tensor::full([2, 2], f64::NAN, d).unwrap();
+        nan.triu_(1).unwrap().tril_(0).unwrap();
+        assert_eq!(vec(&nan), [0.0; 4]);
+        assert_eq!(Tensor::zeros([0, 3], d).unwrap().tril(0).unwrap().shape().dims(), [0, 3]);
+
+        let indices = |t: Tensor| t.to_ndarray::<i64>().unwrap();
+        let lower = indices(Tensor::tril_indices(3, 2, 0, d).unwrap());
+        assert_eq!(lower, ndarray::array![[0, 1, 1, 2, 2], [0, 0, 1, 0, 1]].into_dyn());
+        let upper = indices(Tensor::triu_indices(2, 3, -1, d).unwrap());
+        assert_eq!(upper, ndarray::array![[0, 0, 0, 1, 1, 1], [0, 1, 2, 0, 1, 2]].into_dyn());
+        assert_eq!(indices(Tensor::tril_indices(3, 3, -7, d).unwrap()).shape(), [2, 0]);
+
+        let v = iota(&[2, 2], d).add_scalar(1).unwrap();
+        let embedded = v.diag_embed(1, 0, -1).unwrap();
+        assert_eq!(embedded.shape().dims(), [3, 2, 3]);
+        assert_eq!(embedded.diagonal(1, 0, -1).unwrap().to_vec::<f32>().unwrap(), [1., 2., 3., 4.]);
+        assert_eq!(embedded.sum((), false).unwrap().item::<f32>().unwrap(), 10.0);
+        assert_eq!(vec(&v.diag_embed(-1, 1, 0).unwrap().diagonal(1, 0, 1).unwrap()), [1., 2., 3., 4.]);
+        let Ok(x) = iota(&[3], d).to_dtype(DType::F64) else { return };
+        let loss = |x: &[Tensor]| x[0].diag(1)?.tril(2)?.exp()?.sum((), false);
+        gradcheck(loss, std::slice::from_ref(&x), 1e-5).unwrap();
     });
 }

@@ -194,6 +194,15 @@ impl Layout {
         Layout::from_axes(axes, self.offset.wrapping_add_signed(skip))
     }
 
+    /// Windows of `size`, `step` apart, along dimension `dim`, which is as large at least, as a new last dimension.
+    pub(crate) fn unfold(&self, dim: usize, size: usize, step: usize) -> Layout {
+        let mut axes = self.axes();
+        let (len, stride) = axes[dim];
+        axes[dim] = ((len - size) / step + 1, stride.saturating_mul(isize::try_from(step).unwrap_or(isize::MAX)));
+        axes.push((size, stride));
+        Layout::from_axes(axes, self.offset)
+    }
+
     /// The same elements in the same order in another shape of equal `numel`, where strides can express it.
     pub(crate) fn reshape(&self, shape: &Shape) -> Option<Layout> {
         if self.numel() == 0 {

@@ -19,12 +19,16 @@ mod index;
 pub(crate) mod layout;
 mod operators;
 mod options;
+mod pad;
 pub(crate) mod shape;
+mod triangle;
 mod view;
+mod window;
 
 pub use index::{Index, Indices};
 pub(crate) use layout::Layout;
 pub use options::TensorOptions;
+pub use pad::PadMode;
 pub(crate) use shape::Dims;
 pub use shape::{NewShape, Shape};
 

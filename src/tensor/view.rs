@@ -36,6 +36,18 @@ impl Tensor {
         }))
     }
 
+    /// Zeros of `shape` with this tensor where `pick` says: the opposite of [`picked`](Tensor::picked).
+    pub(super) fn placed(
+        &self,
+        op: &'static str,
+        shape: &Shape,
+        pick: impl Fn(&Layout) -> Result<Layout> + Clone + Send + 'static,
+    ) -> Result<Tensor> {
+        let whole = Tensor::zeros(shape, self)?;
+        whole.with_layout(pick(&whole.layout)?).copy_(&self.detach())?;
+        Ok(record_unary(op, whole, self, move |grad| grad.picked(op, pick.clone())))
+    }
+
     /// The elements in another shape, in the same row-major order (PyTorch's `reshape`). One size may be -1: whatever is
     /// left. A view where the strides can express it, otherwise a contiguous copy; [`Tensor::shares_storage`] tells.
     ///

@@ -1,0 +1,128 @@
+//! Views that repeat elements: sliding windows, and strides of the caller's own.
+
+use super::Layout;
+use super::shape::Shape;
+use crate::autograd::{is_tracked, record_unary};
+use crate::{DType, Error, Result, Tensor};
+
+impl Tensor {
+    /// All windows of `size` elements along dimension `dim`, `step` apart, as a new last dimension (PyTorch's `unfold`).
+    /// Windows overlap where they are longer than the step: the elements are the same bytes, and their gradients add up.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let a = Tensor::arange(0, 5, 1, Device::Cpu)?;
+    /// let windows = a.unfold(0, 3, 2)?;
+    /// assert_eq!(windows.shape().dims(), &[2, 3]);
+    /// assert_eq!(windows.to_vec::<f32>()?, [0.0, 1.0, 2.0, 2.0, 3.0, 4.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::DimOutOfRange`]; a window longer than the dimension, a step of zero.
+    pub fn unfold(&self, dim: isize, size: usize, step: usize) -> Result<Tensor> {
+        let op = "unfold";
+        if self.rank() == 0 && matches!(dim, -1 | 0) && size <= 1 && step > 0 {
+            return self.unsqueeze(0)?.narrow(0, 0, size); // a scalar has one window: itself
+        }
+        let d = self.shape().dim(op, dim)?;
+        let len = self.shape().dims()[d];
+        if size > len || step == 0 {
+            let reason = format!("windows of {size}, {step} apart, do not fit in dimension {d} of size {len}");
+            return Err(Error::invalid(op, reason));
+        }
+        let (out, shape) = (self.with_layout(self.layout.unfold(d, size, step)), self.shape().clone());
+        Ok(record_unary(op, out, self, move |grad| grad.windows_sum(&shape, d, step)))
+    }
+
+    /// The opposite of [`Tensor::unfold`] into a tensor of `shape`: every element is the sum of its places in the windows.
+    fn windows_sum(&self, shape: &Shape, d: usize, step: usize) -> Result<Tensor> {
+        let op = "unfold_backward";
+        let size = self.shape().dims()[self.rank() - 1];
+        let halves = matches!(self.dtype, DType::F16 | DType::BF16) && size > step;
+        let sum = Tensor::zeros(shape, (if halves { DType::F32 } else { self.dtype }, self.device()))?;
+        // Of parts of the windows that are no longer than the step no two overlap: as many launches as one element has
+        // windows.
+        for first in (0..size).step_by(step) {
+            let width = step.min(size - first);
+            let rest = sum.layout.narrow(op, d, first, shape.dims()[d] - first)?;
+            // A window of `width` fits once more where the whole one does not.
+            let windows = rest.unfold(d, width, step).narrow(op, d, 0, self.shape().dims()[d])?;
+            let (to, from) = (sum.with_layout(windows), self.detach().narrow(-1, first, width)?);
+            Tensor::map_into(&[&to, &from], &[], &[&to], |e, _| vec![&e[0] + &e[1]])?;
+        }
+        let sum = if halves { sum.cast(self.dtype)? } else { sum };
+        Ok(record_unary(op, sum, self, move |grad| grad.unfold(d as isize, size, step)))
+    }
+
+    /// Elements of this tensor's storage by shape, strides and offset (None: this tensor's), all in elements (PyTorch's
+    /// `as_strided`, which reads beyond the storage where it is told to).
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let a = Tensor::arange(0, 6, 1, Device::Cpu)?;
+    /// assert_eq!(a.as_strided([2, 2], &[2, 1], 1)?.to_vec::<f32>()?, [1.0, 2.0, 3.0, 4.0]);
+    /// assert!(a.as_strided([7], &[1], 0).is_err());
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Elements that lie outside the storage; another number of strides than of sizes; a tracked tensor that repeats
+    /// elements itself.
+    pub fn as_strided(
+        &self,
+        size: impl Into<Shape>,
+        stride: &[isize],
+        storage_offset: impl Into<Option<usize>>,
+    ) -> Result<Tensor> {
+        let op = "as_strided";
+        let shape = size.into().checked(op)?;
+        let offset = storage_offset.into().unwrap_or(self.layout.offset);
+        if stride.len() != shape.rank() {
+            let reason =
+                format!("shape {shape} has {} dimensions, and {} strides are given", shape.rank(), stride.len());
+            return Err(Error::invalid(op, reason));
+        }
+        let there = self.storage.nbytes() / self.dtype.size();
+        let (mut low, mut high) = (offset as i128, offset as i128);
+        for (&d, &s) in shape.dims().iter().zip(stride) {
+            let reach = (d as i128 - 1) * s as i128;
+            if reach < 0 { low += reach } else { high += reach }
+        }
+        if shape.numel() > 0 && (low < 0 || high >= there as i128) {
+            let reason = format!(
+                "shape {shape}, strides {stride:?} and offset {offset} reach elements {low} to {high} of a storage of {there}"
+            );
+            return Err(Error::invalid(op, reason));
+        }
+        let layout = Layout { shape, strides: stride.iter().copied().collect(), offset };
+        let out = self.with_layout(layout.clone());
+        if !is_tracked(&[self]) {
+            return Ok(out);
+        }
+        let old = self.layout.clone();
+        if old.may_alias_itself() {
+            let reason = "the tensor repeats elements (an expanded view), so their gradients have no single place: \
+                          call contiguous() first";
+            return Err(Error::Autograd { op, reason: reason.into() });
+        }
+        Ok(record_unary(op, out, self, move |grad| strided_gradient(&old, &layout, &grad)))
+    }
+}
+
+/// The gradient of a tensor that lies at `old` from that of a view of its storage at `new`: what is outside `old` is lost.
+fn strided_gradient(old: &Layout, new: &Layout, grad: &Tensor) -> Result<Tensor> {
+    let (Some((a, b)), Some((c, d))) = (old.bounds(), new.bounds()) else {
+        return Tensor::zeros(&old.shape, grad);
+    };
+    let (low, len) = (a.min(c), b.max(d) + 1 - a.min(c));
+    let at = |layout: &Layout| Layout { offset: layout.offset - low, ..layout.clone() };
+    let storage = Tensor::zeros(len, grad)?;
+    if new.may_alias_itself() {
+        let places = Tensor::arange(0, len as i64, 1, (DType::I64, grad.device()))?.with_layout(at(new));
+        storage.index_add_(0, &places.reshape(grad.numel())?, &grad.reshape(grad.numel())?)?;
+    } else {
+        storage.with_layout(at(new)).copy_(grad)?;
+    }
+    Ok(storage.with_layout(at(old)))
+}
