@@ -5,96 +5,11 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use super::{Factor, Leaf, Node, State, no_grad};
-use crate::{DType, Device, Error, Result, Shape, Tensor};
-
-/// What an operation's backward is given.
-pub(crate) struct Context<'a> {
-    grad: Gradient,
-    inputs: &'a [Option<Arc<Node>>],
-    slots: SmallVec<[Option<Tensor>; 3]>,
-    factor: Option<Arc<Factor>>,
-    /// Whether the gradient of an input was multiplied by its factor.
-    multiplied: SmallVec<[bool; 3]>,
-}
-
-impl Context<'_> {
-    /// The gradient of the operation's result, of its shape and dtype.
-    pub(crate) fn grad(&self) -> Result<Tensor> {
-        self.grad.tensor()
-    }
-
-    /// The gradient, or None where it is the implicit 1 that `backward()` starts from: a factor to leave out.
-    pub(crate) fn grad_unless_one(&self) -> Option<Tensor> {
-        match &self.grad {
-            Gradient::One { .. } => None,
-            Gradient::Tensor { tensor, .. } => Some(tensor.shallow_clone()),
-        }
-    }
-
-    /// Whether the gradient of input `i` is wanted.
-    pub(crate) fn needs(&self, i: usize) -> bool {
-        self.inputs[i].is_some()
-    }
-
-    /// What the operation was recorded with, if the gradient is still to be multiplied by it.
-    pub(crate) fn factor(&mut self) -> Option<Arc<Factor>> {
-        self.factor.take()
-    }
-
-    /// What the gradient of input `i` is multiplied by next. Whoever asks has to do it, where there is something.
-    pub(crate) fn factor_of(&mut self, i: usize) -> Option<Arc<Factor>> {
-        let factor = self.inputs[i].as_ref()?.factor();
-        self.multiplied[i] = factor.is_some();
-        factor
-    }
-
-    /// Where the gradient of input `i` had best be written (an optimiser's flat buffer); optional to obey.
-    pub(crate) fn slot(&mut self, i: usize) -> Option<Tensor> {
-        self.slots[i].take()
-    }
-}
-
-/// A gradient on its way to a node.
-enum Gradient {
-    /// Ones: what `backward()` starts from. Nothing is launched until somebody asks for the tensor.
-    One { shape: Shape, dtype: DType, device: Device },
-    /// `in_slot`: lies in the leaf's slot, which nobody else reads yet, so it may be added to in place.
-    /// `multiplied`: by the factor of the node it goes to; there is no other gradient to add then.
-    Tensor { tensor: Tensor, in_slot: bool, multiplied: bool },
-}
-
-impl Gradient {
-    fn tensor(&self) -> Result<Tensor> {
-        match self {
-            Gradient::One { shape, dtype, device } => Tensor::ones(shape, (*dtype, *device)),
-            Gradient::Tensor { tensor, .. } => Ok(tensor.shallow_clone()),
-        }
-    }
-
-    /// The sum of both; in place where one of them is nobody else's.
-    fn add(self, other: Tensor) -> Result<Gradient> {
-        let owned = |t: &Tensor| t.storage.is_unique() && t.is_contiguous();
-        let (tensor, in_slot) = match self {
-            Gradient::Tensor { tensor, in_slot, multiplied } => {
-                debug_assert!(!multiplied, "a factor is told to the only user");
-                (tensor, in_slot)
-            }
-            one => (one.tensor()?, false),
-        };
-        if in_slot || owned(&tensor) {
-            tensor.add_(&other)?;
-            return Ok(Gradient::Tensor { tensor, in_slot, multiplied: false });
-        }
-        let tensor = if owned(&other) {
-            other.add_(&tensor)?;
-            other
-        } else {
-            tensor.add(&other)?
-        };
-        Ok(Gradient::Tensor { tensor, in_slot: false, multiplied: false })
-    }
-}
+use super::context::{Context, Gradient};
+use super::grad::Wanted;
+use super::node::{Leaf, Node, Operation, State};
+use super::{Gradients, enable_grad, modes, no_grad};
+use crate::{Error, Result, Tensor};
 
 /// A node waiting in the heap, ordered by age.
 struct Pending(Arc<Node>);
@@ -119,148 +34,174 @@ impl Ord for Pending {
     }
 }
 
-impl Tensor {
-    /// Computes the gradient of this one-element tensor with respect to every leaf it was made from and adds it to
-    /// their [`Tensor::grad`]. The graph is consumed: a second call is an error.
-    ///
-    /// ```
-    /// use claystone::{Device, Tensor};
-    /// let x = Tensor::from_slice(&[1f32, 2.0, 3.0], 3, Device::Cpu)?.requires_grad_(true)?;
-    /// x.mul(&x)?.sum((), false)?.backward()?;
-    /// assert_eq!(x.grad().unwrap().to_vec::<f32>()?, [2.0, 4.0, 6.0]);
-    /// # Ok::<(), claystone::Error>(())
-    /// ```
-    ///
-    /// # Errors
-    /// [`Error::Autograd`] where nothing requires a gradient, the graph was already consumed, or a saved tensor was
-    /// changed in place; [`Error::Invalid`] for more than one element (see [`Tensor::backward_with`]).
-    pub fn backward(&self) -> Result<()> {
-        if self.numel() != 1 {
-            let reason = format!(
-                "only a tensor of one element has a gradient of 1 to start from, this one has shape {}: reduce it with sum() or mean(), or use backward_with()",
-                self.shape()
-            );
-            return Err(Error::invalid("backward", reason));
-        }
-        self.run_backward(Gradient::One { shape: self.shape().clone(), dtype: self.dtype, device: self.device() })
-    }
-
-    /// [`Tensor::backward`] from any shape, given the gradient of the final value with respect to this tensor
-    /// (PyTorch's `backward(gradient)`): same shape, dtype and device.
-    ///
-    /// # Errors
-    /// As [`Tensor::backward`], and where `gradient` does not match.
-    pub fn backward_with(&self, gradient: &Tensor) -> Result<()> {
-        let op = "backward_with";
-        if gradient.shape() != self.shape() {
-            let hint = "the gradient has the shape of the tensor";
-            return Err(Error::ShapeMismatch { op, lhs: self.shape().clone(), rhs: gradient.shape().clone(), hint });
-        }
-        if gradient.dtype != self.dtype {
-            return Err(Error::DTypeMismatch { op, lhs: self.dtype, rhs: gradient.dtype });
-        }
-        if gradient.device() != self.device() {
-            return Err(Error::DeviceMismatch { op, lhs: self.device(), rhs: gradient.device() });
-        }
-        self.run_backward(Gradient::Tensor { tensor: gradient.detach(), in_slot: false, multiplied: false })
-    }
-
-    fn run_backward(&self, gradient: Gradient) -> Result<()> {
-        let Some(root) = &self.node else {
-            let reason = "no tensor it was made from requires a gradient: call requires_grad_(true) on the leaves";
-            return Err(Error::Autograd { op: "backward", reason: reason.into() });
-        };
-        no_grad(|| walk(root.clone(), gradient))
-    }
+/// One walk over the graph, from the youngest node to the oldest.
+#[derive(Default)]
+pub(super) struct Walk {
+    /// Whether the closures stay for another walk.
+    pub(super) retain_graph: bool,
+    /// Whether what the closures do is recorded.
+    pub(super) create_graph: bool,
+    /// The nodes whose gradients are handed out, instead of collected in leaves.
+    pub(super) wanted: Option<Wanted>,
 }
 
-fn walk(root: Arc<Node>, gradient: Gradient) -> Result<()> {
-    let mut gradients = HashMap::from([(root.seq, gradient)]);
-    let mut heap = BinaryHeap::from([Pending(root)]);
-    while let Some(Pending(node)) = heap.pop() {
-        let Some(grad) = gradients.remove(&node.seq) else { continue };
-        let (backward, factor) = match &mut *node.state() {
-            State::Leaf(leaf) => {
-                let in_slot = matches!(grad, Gradient::Tensor { in_slot: true, .. });
+impl Walk {
+    /// Whether a gradient is wanted of this node, or of one beyond it.
+    pub(super) fn leads_on(&self, node: &Node) -> bool {
+        self.wanted.as_ref().is_none_or(|wanted| wanted.leads_on(node.seq))
+    }
+
+    /// Whether the gradient of this node is handed out.
+    pub(super) fn captures(&self, node: &Node) -> bool {
+        self.wanted.as_ref().is_some_and(|wanted| wanted.captures(node.seq))
+    }
+
+    /// Walks from `seeds`. Gives the gradients of the nodes wanted, by number.
+    pub(super) fn run(&self, seeds: Vec<(Arc<Node>, Gradient)>) -> Result<HashMap<u64, Tensor>> {
+        match self.create_graph {
+            true => enable_grad(|| self.walk(seeds)),
+            false => no_grad(|| self.walk(seeds)),
+        }
+    }
+
+    fn walk(&self, seeds: Vec<(Arc<Node>, Gradient)>) -> Result<HashMap<u64, Tensor>> {
+        let mut captured = HashMap::new();
+        let mut gradients: HashMap<u64, Gradient> = HashMap::new();
+        let mut heap = BinaryHeap::new();
+        for (root, gradient) in seeds {
+            let gradient = match gradients.remove(&root.seq) {
+                Some(first) => first.add(gradient.tensor()?)?,
+                None => gradient,
+            };
+            gradients.insert(root.seq, gradient);
+            heap.push(Pending(root));
+        }
+        while let Some(Pending(node)) = heap.pop() {
+            let Some(mut grad) = gradients.remove(&node.seq) else { continue };
+            if let Some(watch) = node.watch()
+                && let Some(replaced) = watch.pass(node.op, &grad.tensor()?)?
+            {
+                grad = self.untracked(replaced).into();
+            }
+            if self.captures(&node) {
+                captured.insert(node.seq, grad.tensor()?);
+            }
+            let Some(operation) = self.operation(&node, &mut grad)? else { continue };
+            let slots: Gradients = (0..node.inputs.len()).map(|i| self.free_slot(&node, i, &gradients)).collect();
+            let offered: Gradients = slots.iter().map(|s| s.as_ref().map(Tensor::shallow_clone)).collect();
+            let factor = operation.factor.filter(|_| !grad.multiplied());
+            let multiplied = SmallVec::from_elem(false, node.inputs.len());
+            let mut context =
+                Context { walk: self, node: &node, grad, gradients: &gradients, slots, factor, multiplied };
+            let results = (operation.backward)(&mut context)?;
+            let multiplied = std::mem::take(&mut context.multiplied);
+            // They go before the results are added up: their handles on gradients would make these look shared.
+            drop(context);
+            drop(operation.backward);
+            debug_assert_eq!(results.len(), node.inputs.len(), "{}: one gradient an input", node.op);
+            for (((input, result), offered), multiplied) in node.inputs.iter().zip(results).zip(offered).zip(multiplied)
+            {
+                let Some(input) = input.as_ref().filter(|input| self.leads_on(input)) else { continue };
+                let is_slot = |s: &Tensor| result.as_ref().is_some_and(|r| s.shares_storage(r) && s.layout == r.layout);
+                let in_slot = offered.as_ref().is_some_and(is_slot);
+                if offered.is_some()
+                    && !in_slot
+                    && let State::Leaf(leaf) = &mut *input.state()
+                {
+                    leaf.lent = false;
+                }
+                let Some(result) = result else { continue };
+                let result = self.untracked(result);
+                if modes::anomaly() && result.ne(&result)?.any((), false)?.item::<bool>()? {
+                    let reason = format!("its backward gave NaN, in a gradient of shape {}", result.shape());
+                    return Err(Error::Autograd { op: node.op, reason });
+                }
+                let sum = match gradients.remove(&input.seq) {
+                    Some(first) => first.add(result)?,
+                    None => {
+                        heap.push(Pending(input.clone()));
+                        Gradient::Tensor { tensor: result, in_slot, multiplied }
+                    }
+                };
+                gradients.insert(input.seq, sum);
+            }
+        }
+        Ok(captured)
+    }
+
+    /// A gradient as it may leave a closure: in no graph, unless one is created.
+    fn untracked(&self, grad: Tensor) -> Tensor {
+        if self.create_graph { grad } else { Tensor { node: None, ..grad } }
+    }
+
+    /// What to do with the gradient of a node that is an operation's result; None where the walk ends here. A leaf
+    /// collects it.
+    fn operation(&self, node: &Node, grad: &mut Gradient) -> Result<Option<Operation>> {
+        let mut state = node.state();
+        if let State::Leaf(leaf) = &mut *state {
+            if self.wanted.is_none() {
+                let in_slot = grad.in_slot();
                 leaf.grad = Some(settle(leaf, grad)?);
                 leaf.lent &= !in_slot;
-                continue;
             }
-            state => match std::mem::replace(state, State::Consumed) {
-                State::Operation(backward, factor) => (backward, factor),
+            return Ok(None);
+        }
+        if self.wanted.is_some() && !node.inputs.iter().flatten().any(|input| self.leads_on(input)) {
+            return Ok(None);
+        }
+        let operation = match (&*state, self.retain_graph) {
+            (State::Operation(operation), true) => operation.clone(),
+            _ => match std::mem::replace(&mut *state, State::Consumed) {
+                State::Operation(operation) => operation,
                 _ => {
-                    let reason = "its graph was consumed by an earlier backward: run the forward pass again";
+                    let reason = "its graph was consumed by an earlier backward: run the forward pass again, or keep it with retain_graph";
                     return Err(Error::Autograd { op: node.op, reason: reason.into() });
                 }
             },
         };
-        let slots: SmallVec<[Option<Tensor>; 3]> =
-            (0..node.inputs.len()).map(|i| free_slot(&node.inputs, i, &gradients)).collect();
-        let offered: SmallVec<[Option<Tensor>; 3]> =
-            slots.iter().map(|s| s.as_ref().map(Tensor::shallow_clone)).collect();
-        let factor = factor.filter(|_| !matches!(grad, Gradient::Tensor { multiplied: true, .. }));
-        let multiplied = SmallVec::from_elem(false, node.inputs.len());
-        // The context goes before the results are added up: its handle on the gradient would make it look shared.
-        let mut context = Context { grad, inputs: &node.inputs, slots, factor, multiplied };
-        let results = backward(&mut context)?;
-        let multiplied = context.multiplied.clone();
-        drop(context);
-        debug_assert_eq!(results.len(), node.inputs.len(), "{}: one gradient an input", node.op);
-        for (((input, result), offered), multiplied) in node.inputs.iter().zip(results).zip(offered).zip(multiplied) {
-            let Some(input) = input else { continue };
-            let is_slot = |s: &Tensor| result.as_ref().is_some_and(|r| s.shares_storage(r) && s.layout == r.layout);
-            let in_slot = offered.as_ref().is_some_and(is_slot);
-            if offered.is_some()
-                && !in_slot
-                && let State::Leaf(leaf) = &mut *input.state()
-            {
-                leaf.lent = false;
-            }
-            let Some(result) = result else { continue };
-            let sum = match gradients.remove(&input.seq) {
-                Some(first) => first.add(result)?,
-                None => {
-                    heap.push(Pending(input.clone()));
-                    Gradient::Tensor { tensor: result, in_slot, multiplied }
-                }
-            };
-            gradients.insert(input.seq, sum);
+        if self.create_graph && !operation.twice {
+            let reason = "its gradient is computed by kernels that have no gradient of their own, so create_graph stops here: write this operation as a composition of others, or do without create_graph";
+            return Err(Error::Autograd { op: node.op, reason: reason.into() });
         }
+        Ok(Some(operation))
     }
-    Ok(())
-}
 
-/// Lends the slot of input `i` if it is a leaf that has one, holds no gradient yet and was offered to nobody else.
-fn free_slot(inputs: &[Option<Arc<Node>>], i: usize, gradients: &HashMap<u64, Gradient>) -> Option<Tensor> {
-    let node = inputs[i].as_ref()?;
-    let taken = gradients.contains_key(&node.seq) || inputs[..i].iter().flatten().any(|n| n.seq == node.seq);
-    match &mut *node.state() {
-        State::Leaf(leaf) if !taken && !leaf.lent && leaf.grad.is_none() => {
-            leaf.lent = leaf.slot.is_some();
-            leaf.slot.as_ref().map(Tensor::shallow_clone)
+    /// Lends the slot of input `i` if it is a leaf that has one, holds no gradient yet and was offered to nobody else.
+    fn free_slot(&self, node: &Node, i: usize, gradients: &HashMap<u64, Gradient>) -> Option<Tensor> {
+        let input = node.inputs[i].as_ref()?;
+        if self.create_graph || self.wanted.is_some() || input.watch().is_some() {
+            return None;
         }
-        _ => None,
+        let taken = gradients.contains_key(&input.seq) || node.inputs[..i].iter().flatten().any(|n| n.seq == input.seq);
+        match &mut *input.state() {
+            State::Leaf(leaf) if !taken && !leaf.lent && leaf.grad.is_none() => {
+                leaf.lent = leaf.slot.is_some();
+                leaf.slot.as_ref().map(Tensor::shallow_clone)
+            }
+            _ => None,
+        }
     }
 }
 
 /// What a leaf holds after `grad` has arrived: in its slot if it has one.
-fn settle(leaf: &Leaf, grad: Gradient) -> Result<Tensor> {
-    let in_slot = matches!(grad, Gradient::Tensor { in_slot: true, .. });
-    let grad = match grad {
-        Gradient::Tensor { tensor, .. } => tensor,
-        one => one.tensor()?,
-    };
+fn settle(leaf: &Leaf, grad: &mut Gradient) -> Result<Tensor> {
+    let in_slot = grad.in_slot();
+    let tensor = grad.tensor()?;
+    // The only handle on a gradient that is nobody else's.
+    *grad = Gradient::one(&tensor);
     match (&leaf.grad, leaf.slot.as_ref().filter(|_| in_slot || !leaf.lent)) {
+        (Some(total), _) if total.node.is_some() || tensor.node.is_some() => total.add(&tensor),
         (Some(total), _) => {
-            total.add_(&grad)?;
+            total.add_(&tensor)?;
             Ok(total.shallow_clone())
         }
+        (None, _) if tensor.node.is_some() => Ok(tensor),
         (None, Some(slot)) if !in_slot => {
-            slot.copy_(&grad)?;
+            slot.copy_(&tensor)?;
             Ok(slot.shallow_clone())
         }
         // A gradient that others can see (an expanded view, the caller's own tensor) becomes the leaf's own.
-        (None, None) if !grad.storage.is_unique() || !grad.is_contiguous() => grad.copied(false),
-        (None, _) => Ok(grad),
+        (None, None) if !tensor.storage.is_unique() || !tensor.is_contiguous() => tensor.copied(false),
+        (None, _) => Ok(tensor),
     }
 }

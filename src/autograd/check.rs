@@ -1,5 +1,6 @@
 //! Gradient checking by central differences.
 
+use super::{GradOptions, enable_grad, grad_with_options};
 use crate::{DType, Error, Result, Tensor, no_grad};
 
 /// Checks the gradient that [`Tensor::backward`] gives for `f` against central differences
@@ -51,4 +52,40 @@ pub fn gradcheck(f: impl Fn(&[Tensor]) -> Result<Tensor>, inputs: &[Tensor], tol
         }
     }
     Ok(())
+}
+
+/// Checks gradients of gradients: that the gradient of `f`, recorded with `create_graph` and weighted with fixed numbers,
+/// has the gradient that central differences of it give (PyTorch's `gradgradcheck`). As [`gradcheck`] otherwise.
+///
+/// ```
+/// use claystone::{DType, Device, Tensor, autograd::gradgradcheck};
+/// let x = Tensor::randn(&[3, 2], (DType::F64, Device::Cpu))?;
+/// gradgradcheck(|x| x[0].tanh()?.sum((), false), &[x], 1e-6)?;
+/// # Ok::<(), claystone::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`gradcheck`]; [`Error::Autograd`] where an operation's backward is not made of differentiable operations.
+pub fn gradgradcheck(f: impl Fn(&[Tensor]) -> Result<Tensor>, inputs: &[Tensor], tolerance: f64) -> Result<()> {
+    let weighted = |x: &[Tensor]| {
+        // Differences come with plain tensors, under no_grad.
+        let leaf = |t: &Tensor| if t.requires_grad() { Ok(t.shallow_clone()) } else { t.detach().requires_grad_(true) };
+        enable_grad(|| {
+            let x = x.iter().map(leaf).collect::<Result<Vec<_>>>()?;
+            let options = GradOptions { create_graph: true, allow_unused: true, ..Default::default() };
+            let gradients = grad_with_options(&[&f(&x)?], &x.iter().collect::<Vec<_>>(), options)?;
+            let mut total = x[0].sum((), false)?.mul_scalar(0)?;
+            for gradient in gradients.into_iter().flatten() {
+                let n = gradient.numel();
+                let weights: Vec<f64> = (0..n).map(|k| 0.5 + ((7 * k + 3) % 11) as f64 / 11.0).collect();
+                let weights = Tensor::from_slice(&weights, gradient.shape(), gradient.device())?;
+                total = total.add(&gradient.mul(&weights)?.sum((), false)?)?;
+            }
+            Ok(total)
+        })
+    };
+    gradcheck(weighted, inputs, tolerance).map_err(|e| match e {
+        Error::Autograd { op: "gradcheck", reason } => Error::Autograd { op: "gradgradcheck", reason },
+        e => e,
+    })
 }

@@ -29,7 +29,7 @@ impl Tensor {
     /// # Errors
     /// [`crate::Error::OutOfMemory`] and device failures.
     pub fn try_clone(&self) -> Result<Tensor> {
-        Ok(autograd::record_unary("clone", self.copied(true)?, self, Ok))
+        Ok(autograd::record_unary_twice("clone", self.copied(true)?, self, Ok))
     }
 
     /// A deep copy outside the graph; without `blocking` it is only enqueued, which is all that later operations need.
@@ -59,7 +59,7 @@ impl Tensor {
         if self.is_contiguous() {
             return Ok(self.shallow_clone());
         }
-        Ok(autograd::record_unary("contiguous", self.cast(self.dtype)?, self, Ok))
+        Ok(autograd::record_unary_twice("contiguous", self.cast(self.dtype)?, self, Ok))
     }
 
     /// These elements converted to `dtype`, in a new tensor; this tensor itself where it has that dtype. Differentiable
@@ -86,7 +86,7 @@ impl Tensor {
         if !dtype.is_float() {
             return Ok(out);
         }
-        Ok(autograd::record_unary("to_dtype", out, self, move |grad| grad.to_dtype(from)))
+        Ok(autograd::record_unary_twice("to_dtype", out, self, move |grad| grad.to_dtype(from)))
     }
 
     /// A contiguous copy of any dtype, outside the graph.

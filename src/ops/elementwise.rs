@@ -244,7 +244,7 @@ pub(crate) fn apply_row(row: &'static Row, inputs: &[&Tensor], scalars: &[Scalar
         return apply_row(row, &inputs, scalars);
     }
     let params = Params { scalars, seeds: &[] };
-    apply_tracked(row.name, inputs, params, row.expr(), dtype, |i| row.derivatives()[i].clone())
+    apply_tracked(row.name, inputs, params, row.expr(), dtype, &|i| row.derivatives()[i].clone())
 }
 
 /// The in-place form: the result goes into the row's first input.
@@ -271,13 +271,13 @@ rows!(methods);
 
 /// One expression, recorded where an input is tracked: its gradient is the expression's derivative (by each input),
 /// computed for all inputs in one launch.
-pub(super) fn apply_tracked(
+pub(crate) fn apply_tracked(
     op: &'static str,
     inputs: &[&Tensor],
     params: Params,
     expr: &Expr,
     dtype: DType,
-    derivative: impl Fn(usize) -> Expr,
+    derivative: &dyn Fn(usize) -> Expr,
 ) -> Result<Tensor> {
     let out = apply_one(op, inputs, params, expr, dtype)?;
     if !autograd::is_tracked(inputs) || !dtype.is_float() {
@@ -292,24 +292,31 @@ pub(super) fn apply_tracked(
     let layouts: SmallVec<[(Shape, DType); 3]> = inputs.iter().map(|t| (t.shape().clone(), t.dtype)).collect();
     let scalars: SmallVec<[Scalar; 2]> = SmallVec::from_slice(params.scalars);
     let seeds: SmallVec<[Seed; 1]> = SmallVec::from_slice(params.seeds);
-    Ok(autograd::record(op, out, inputs, move |ctx| {
+    Ok(autograd::record_twice(op, out, inputs, move |ctx| {
         let grad = ctx.grad()?;
         let saved =
-            saved.into_iter().map(|s| s.map(|s| s.unpack(op)).transpose()).collect::<Result<SmallVec<[_; 3]>>>()?;
+            saved.iter().map(|s| s.as_ref().map(|s| s.get(op)).transpose()).collect::<Result<SmallVec<[_; 3]>>>()?;
         // The gradient is the last operand; it also stands in for the inputs that nobody reads.
         let operands: SmallVec<[&Tensor; 4]> =
-            saved.iter().map(|s| s.as_ref().unwrap_or(&grad)).chain(std::iter::once(&grad)).collect();
+            saved.iter().map(|s| s.unwrap_or(&grad)).chain(std::iter::once(&grad)).collect();
         let upstream = Expr::input(layouts.len());
+        let params = Params { scalars: &scalars, seeds: &seeds };
         let mut exprs: SmallVec<[Expr; 2]> = SmallVec::new();
         let mut targets: SmallVec<[(usize, Tensor); 2]> = SmallVec::new();
         let mut gradients: autograd::Gradients = SmallVec::from_elem(None, 0);
         gradients.resize_with(layouts.len(), || None);
         for (i, derivative) in derivatives.iter().enumerate() {
-            let Some(derivative) = derivative else { continue };
+            let Some(derivative) = derivative.as_ref().filter(|_| ctx.needs(i)) else { continue };
             let (shape, dtype) = &layouts[i];
             match derivative.as_const() {
                 Some(0.0) => {}
                 Some(1.0) if *dtype == grad.dtype => gradients[i] = Some(grad.sum_to(shape)?),
+                // The same formula of the same operands, as an operation with derivatives of its own.
+                _ if ctx.create_graph() => {
+                    let product = &upstream * derivative;
+                    let gradient = apply_tracked(op, &operands, params, &product, *dtype, &|j| product.diff(j))?;
+                    gradients[i] = Some(gradient.sum_to(shape)?);
+                }
                 _ => {
                     // One launch writes each storage once: of two slots in one flat buffer only the first is taken.
                     let slot = if shape == grad.shape() { ctx.slot(i) } else { None };
@@ -325,7 +332,7 @@ pub(super) fn apply_tracked(
         }
         if !exprs.is_empty() {
             let outs: SmallVec<[&Tensor; 2]> = targets.iter().map(|(_, t)| t).collect();
-            apply_into(op, &operands, Params { scalars: &scalars, seeds: &seeds }, &exprs, &outs)?;
+            apply_into(op, &operands, params, &exprs, &outs)?;
         }
         for (i, target) in targets {
             gradients[i] = Some(target.sum_to(&layouts[i].0)?);
@@ -374,7 +381,7 @@ impl Tensor {
         if program.needs_float() && !first.dtype.is_float() {
             return Err(Error::UnsupportedDType { op, dtype: first.dtype, expected: "floats for this expression" });
         }
-        apply_tracked(op, inputs, Params::default(), expr, first.dtype, |i| expr.diff(i))
+        apply_tracked(op, inputs, Params::default(), expr, first.dtype, &|i| expr.diff(i))
     }
 
     /// The in-place form of [`Tensor::map`], with several results and run-time scalars: `f` gets an [`Expr`] for each

@@ -180,7 +180,7 @@ impl Tensor {
         let (saved, layout) = (autograd::Saved::new(read.index), read.index_layout.clone());
         let shape = self.shape().clone();
         Ok(autograd::record_unary(op, out, self, move |grad| {
-            unread(op, &shape, d, (&saved.unpack(op)?, layout), &grad)
+            unread(op, &shape, d, (saved.get(op)?, layout.clone()), &grad)
         }))
     }
 
@@ -327,10 +327,10 @@ impl Tensor {
             gradients.push(match ctx.needs(1) {
                 false => None,
                 true => {
-                    let index = saved.unpack(op)?;
+                    let (index, index_layout) = (saved.get(op)?, index_layout.clone());
                     let (x_layout, step) = without(&grad, d, &index_layout.shape);
                     let size = grad.shape().dims()[d];
-                    let read = Indexed { op, x: &grad, x_layout, index: &index, index_layout, size, step }.read()?;
+                    let read = Indexed { op, x: &grad, x_layout, index, index_layout, size, step }.read()?;
                     // Elements of the source beyond the index were not added.
                     if read.shape() == &source_shape {
                         Some(read)

@@ -58,26 +58,34 @@ impl Tensor {
             return Ok(out);
         }
         let (shape_a, shape_b) = (a.shape().clone(), b.shape().clone());
-        let saved_a = rhs.requires_grad().then(|| Saved::new(&a));
-        let saved_b = self.requires_grad().then(|| Saved::new(&b));
-        Ok(autograd::record(op, out, &[self, rhs], move |ctx| {
+        let saved_a = rhs.requires_grad().then(|| Saved::new(self));
+        let saved_b = self.requires_grad().then(|| Saved::new(rhs));
+        Ok(autograd::record_twice(op, out, &[self, rhs], move |ctx| {
             let mut grad = ctx.grad()?;
             if row {
-                grad = with_dim(&grad, grad.rank() - usize::from(!column));
+                grad = grad.unsqueeze(if column { -1 } else { -2 })?;
             }
             if column {
-                grad = with_dim(&grad, grad.rank());
+                grad = grad.unsqueeze(-1)?;
             }
             let mut gradients: Gradients = smallvec![None, None];
-            if let Some(b) = saved_b {
+            if let Some(b) = saved_b.as_ref().filter(|_| ctx.needs(0)) {
+                let b = if column { b.get(op)?.unsqueeze(1)? } else { b.unpack(op)? };
                 let slot = ctx.slot(0).map(|s| if row { with_dim(&s, 0) } else { s });
-                let da = product_onto(op, &grad, &swapped(&b.unpack(op)?), &shape_a, slot)?;
-                gradients[0] = Some(if row { without_dim(&da, 0) } else { da });
+                let da = match ctx.create_graph() {
+                    true => grad.matmul(&b.transpose(-2, -1)?)?.sum_to(&shape_a)?,
+                    false => product_onto(op, &grad, &swapped(&b), &shape_a, slot)?,
+                };
+                gradients[0] = Some(if row { da.squeeze(0)? } else { da });
             }
-            if let Some(a) = saved_a {
+            if let Some(a) = saved_a.as_ref().filter(|_| ctx.needs(1)) {
+                let a = if row { a.get(op)?.unsqueeze(0)? } else { a.unpack(op)? };
                 let slot = ctx.slot(1).map(|s| if column { with_dim(&s, 1) } else { s });
-                let db = product_onto(op, &swapped(&a.unpack(op)?), &grad, &shape_b, slot)?;
-                gradients[1] = Some(if column { without_dim(&db, 1) } else { db });
+                let db = match ctx.create_graph() {
+                    true => a.transpose(-2, -1)?.matmul(&grad)?.sum_to(&shape_b)?,
+                    false => product_onto(op, &swapped(&a), &grad, &shape_b, slot)?,
+                };
+                gradients[1] = Some(if column { db.squeeze(1)? } else { db });
             }
             Ok(gradients)
         }))
@@ -169,8 +177,10 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&
         return Ok(out);
     }
     let shape = rows.shape().clone();
-    let saved_x = weight.requires_grad().then(|| Saved::new(&rows));
-    let saved_w = x.requires_grad().then(|| Saved::new(weight));
+    // The slope of a formula depends on all of them.
+    let saved_x = (weight.requires_grad() || f.is_some()).then(|| Saved::new(x));
+    let saved_w = (x.requires_grad() || f.is_some()).then(|| Saved::new(weight));
+    let saved_b = bias.filter(|_| f.is_some()).map(Saved::new);
     // The slope where the sum is the second operand of the product with the gradient.
     let factor = f
         .zip(before)
@@ -178,6 +188,10 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&
     let (weight_shape, biased) = (weight.shape().clone(), bias.is_some());
     Ok(autograd::record_with_factor(op, out, &inputs, factor, move |ctx| {
         let mut grad = ctx.grad()?;
+        let get = |saved: &Option<Saved>| saved.as_ref().map(|s| s.unpack(op)).transpose();
+        if ctx.create_graph() {
+            return layer_gradients(ctx, grad, get(&saved_x)?, get(&saved_w)?, get(&saved_b)?, &weight_shape);
+        }
         if let Some(factor) = ctx.factor() {
             let (inputs, product) = ([&grad, factor.tensor.get(op)?], slice::from_ref(&factor.product));
             grad = elementwise::apply(op, &inputs, Params::default(), product, &[dtype])?.remove(0);
@@ -186,6 +200,9 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&
             grad = with_dim(&grad, 0);
         }
         let bias_slot = (biased && ctx.needs(2)).then(|| ctx.slot(2));
+        let of_x = |x: &Saved| Ok(if vector { with_dim(x.get(op)?, 0) } else { x.unpack(op)? });
+        let saved_x = saved_x.as_ref().filter(|_| ctx.needs(1)).map(of_x).transpose()?;
+        let saved_w = saved_w.as_ref().filter(|_| ctx.needs(0)).map(|w| w.get(op)).transpose()?;
         let (weight_grad, bias_grad) = match (saved_x, bias_slot) {
             // Both are sums over the rows of the gradient.
             (Some(x), Some(slot)) if grad.rank() == 2 => {
@@ -193,31 +210,31 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&
                     Some(slot) => slot,
                     None => Tensor::empty_like_shape(&weight_shape.dims()[..1], dtype, grad.device())?,
                 };
-                let (a, b) = (swapped(&grad), x.unpack(op)?);
+                let a = swapped(&grad);
                 let g = Gemm {
                     sums: Some(&sums),
                     out: ctx.slot(1),
-                    ..Gemm::plain(op, &a, &b, slice::from_ref(&PRODUCT), &dtype)
+                    ..Gemm::plain(op, &a, &x, slice::from_ref(&PRODUCT), &dtype)
                 };
                 (Some(g.run()?.remove(0)), Some(sums))
             }
             (x, slot) => {
                 let rows: Dims<isize> = (0..grad.rank() as isize - 1).collect();
                 let sum = slot.map(|slot| reduce::sum_into(op, &grad, &rows[..], false, slot)).transpose()?;
-                let of = |x: Saved| product_onto(op, &swapped(&grad), &x.unpack(op)?, &weight_shape, ctx.slot(1));
+                let of = |x: Tensor| product_onto(op, &swapped(&grad), &x, &weight_shape, ctx.slot(1));
                 (x.map(of).transpose()?, sum)
             }
         };
         let x_grad = match saved_w {
             Some(w) if vector => {
-                let dx = product_onto(op, &grad, &w.unpack(op)?, &shape, ctx.slot(0).map(|s| with_dim(&s, 0)))?;
+                let dx = product_onto(op, &grad, w, &shape, ctx.slot(0).map(|s| with_dim(&s, 0)))?;
                 Some(without_dim(&dx, 0))
             }
             Some(w) => Some(match ctx.factor_of(0) {
-                None => product_onto(op, &grad, &w.unpack(op)?, &shape, ctx.slot(0))?,
+                None => product_onto(op, &grad, w, &shape, ctx.slot(0))?,
                 Some(factor) => {
-                    let (w, product) = (w.unpack(op)?, slice::from_ref(&factor.product));
-                    Gemm { extras: &[factor.tensor.get(op)?], ..Gemm::plain(op, &grad, &w, product, &dtype) }
+                    let product = slice::from_ref(&factor.product);
+                    Gemm { extras: &[factor.tensor.get(op)?], ..Gemm::plain(op, &grad, w, product, &dtype) }
                         .run()?
                         .remove(0)
                 }
@@ -230,6 +247,40 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&
         }
         Ok(gradients)
     }))
+}
+
+/// The gradients of a layer as recorded operations. `x`, `w` and `b` are there as far as they are needed.
+fn layer_gradients(
+    ctx: &mut autograd::Context,
+    mut grad: Tensor,
+    x: Option<Tensor>,
+    w: Option<Tensor>,
+    b: Option<Tensor>,
+    weight_shape: &Shape,
+) -> Result<Gradients> {
+    if let (Some(factor), Some(x), Some(w)) = (ctx.factor(), &x, &w) {
+        let (z, product) = (x.linear(w, b.as_ref())?, &factor.product);
+        let params = Params::default();
+        grad = elementwise::apply_tracked("linear", &[&grad, &z], params, product, grad.dtype, &|i| product.diff(i))?;
+    }
+    // Vectors and batches as matrices.
+    let matrix = |t: &Tensor| match t.shape().dims() {
+        [outer @ .., last] => t.reshape([outer.iter().product(), *last]),
+        [] => t.reshape([1, 1]),
+    };
+    let mut gradients: Gradients = (0..3).map(|_| None).collect();
+    if let Some(w) = w.filter(|_| ctx.needs(0)) {
+        gradients[0] = Some(grad.matmul(&w)?);
+    }
+    if let Some(x) = x.filter(|_| ctx.needs(1)) {
+        gradients[1] = Some(matrix(&grad)?.t()?.matmul(&matrix(&x)?)?);
+    }
+    match ctx.inputs() {
+        2 => gradients.truncate(2),
+        _ if ctx.needs(2) => gradients[2] = Some(grad.sum_to(&Shape::from(weight_shape.dims()[0]))?),
+        _ => {}
+    }
+    Ok(gradients)
 }
 
 /// The epilogue of the plain product.

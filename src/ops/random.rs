@@ -141,6 +141,6 @@ impl Tensor {
         let expr = Expr::uniform(0).lt(Expr::scalar(0)).select(0.0, Expr::input(0) * Expr::scalar(1));
         let scalars = [Scalar::Float(p), Scalar::Float(1.0 / (1.0 - p))];
         let params = Params { scalars: &scalars, seeds: &[next_seed(op, self.device())?] };
-        elementwise::apply_tracked(op, &[self], params, &expr, self.dtype, |i| expr.diff(i))
+        elementwise::apply_tracked(op, &[self], params, &expr, self.dtype, &|i| expr.diff(i))
     }
 }

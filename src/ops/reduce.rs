@@ -7,7 +7,7 @@
 
 use smallvec::SmallVec;
 
-use super::elementwise::{Params, apply};
+use super::elementwise::{Params, apply, apply_tracked};
 use super::expr::Expr;
 use crate::autograd::{self, Saved};
 use crate::tensor::{Dims, Layout};
@@ -224,7 +224,7 @@ pub(super) fn sum_all(op: &'static str, t: &Tensor, dtype: DType) -> Result<Tens
     reduce(op, Reduction::Sum, t, &Mask::from_elem(true, t.rank()), false, dtype, None)
 }
 
-/// `t`, a reduced tensor, as a view of the shape before: its elements repeated along the reduced dims.
+/// `t`, a reduced tensor, as a view of the shape before: its elements repeated along the reduced dims. Recorded.
 fn spread(t: &Tensor, shape: &Shape, mask: &[bool], keepdim: bool) -> Tensor {
     let mut strides = t.strides().iter().copied();
     let stride = |(_, &reduced): (&usize, &bool)| {
@@ -232,13 +232,19 @@ fn spread(t: &Tensor, shape: &Shape, mask: &[bool], keepdim: bool) -> Tensor {
         if reduced { 0 } else { own.unwrap_or(0) }
     };
     let strides = shape.dims().iter().zip(mask).map(stride).collect();
-    t.with_layout(Layout { shape: shape.clone(), strides, offset: t.layout.offset })
+    let view = t.with_layout(Layout { shape: shape.clone(), strides, offset: t.layout.offset });
+    let dims: SmallVec<[isize; 6]> = mask.iter().enumerate().filter(|(_, r)| **r).map(|(d, _)| d as isize).collect();
+    // No dims at all would mean all of them.
+    let same = dims.is_empty();
+    let back = move |grad: Tensor| if same { Ok(grad) } else { grad.sum(&dims[..], keepdim) };
+    autograd::record_unary_twice("expand", view, t, back)
 }
 
-/// `t * factor`, outside the graph.
+/// `t * factor`, in the dtype of `t`.
 pub(super) fn scaled(op: &'static str, t: &Tensor, factor: f64) -> Result<Tensor> {
     let params = Params { scalars: &[Scalar::Float(factor)], seeds: &[] };
-    Ok(apply(op, &[t], params, &[Expr::input(0) * Expr::scalar(0)], &[t.dtype])?.remove(0))
+    let product = Expr::input(0) * Expr::scalar(0);
+    apply_tracked(op, &[t], params, &product, t.dtype, &|i| product.diff(i))
 }
 
 impl Tensor {
@@ -256,7 +262,11 @@ impl Tensor {
             return Ok(out);
         }
         let backward = backward(&out, mask);
-        Ok(autograd::record(op, out, &[self], move |ctx| Ok(SmallVec::from_iter([Some(backward(ctx)?)]))))
+        let rule = move |ctx: &mut autograd::Context| Ok(SmallVec::from_iter([Some(backward(ctx)?)]));
+        Ok(match kind {
+            Reduction::Sum | Reduction::Mean => autograd::record_twice(op, out, &[self], rule),
+            _ => autograd::record(op, out, &[self], rule),
+        })
     }
 
     /// The sum over `dims` (PyTorch's `sum`). Floats keep their dtype, integers and bool give i64; nothing sums to 0.
@@ -422,8 +432,10 @@ impl Tensor {
         let same = |i: usize| i >= missing && shape.dims()[i - missing] == self.shape().dims()[i];
         let mask: Mask = (0..self.rank()).map(|i| !same(i)).collect();
         let sum = reduce("sum_to", Reduction::Sum, self, &mask, true, self.dtype, None)?;
-        Ok(sum.with_layout(Layout::contiguous(shape.clone())))
+        let sum = sum.with_layout(Layout::contiguous(shape.clone()));
+        let wide = self.shape().clone();
+        Ok(autograd::record_unary_twice("sum_to", sum, self, move |grad| grad.broadcast_to(&wide)))
     }
 }
 
-type Backward = Box<dyn FnOnce(&mut autograd::Context) -> Result<Tensor> + Send>;
+type Backward = Box<dyn Fn(&mut autograd::Context) -> Result<Tensor> + Send + Sync>;

@@ -120,9 +120,17 @@ impl Tensor {
         }
         let saved = Saved::new(&out);
         let shape = self.shape().clone();
-        Ok(autograd::record_unary(op, out, self, move |grad| {
-            let grad = along(backward, &at_least_1d(&saved.unpack(op)?), Some(&at_least_1d(&grad)), d)?;
-            Ok(grad.with_layout(Layout::contiguous(shape)))
+        Ok(autograd::record_twice(op, out, &[self], move |ctx| {
+            let (y, grad) = (ctx.result(&saved)?, ctx.grad()?);
+            let grad = if !ctx.create_graph() {
+                let grad = along(backward, &at_least_1d(&y), Some(&at_least_1d(&grad)), d)?;
+                grad.with_layout(Layout::contiguous(shape.clone()))
+            } else if forward == RowOp::Softmax {
+                grad.sub(&grad.mul(&y)?.sum([d as isize], true)?)?.mul(&y)?
+            } else {
+                grad.sub(&y.exp()?.mul(&grad.sum([d as isize], true)?)?)?
+            };
+            Ok(SmallVec::from_iter([Some(grad)]))
         }))
     }
 
@@ -147,16 +155,22 @@ impl Tensor {
         if !autograd::is_tracked(&[self]) {
             return Ok(out);
         }
-        let (x, result) = (Saved::new(&x), Saved::new(&kept));
-        let shape = self.shape().clone();
-        Ok(autograd::record_unary(op, out, self, move |grad| {
-            let (x, result) = (x.unpack(op)?, result.unpack(op)?);
+        let (x, result) = (Saved::new(self), Saved::new(&out));
+        let (shape, kept) = (self.shape().clone(), kept.layout);
+        Ok(autograd::record_twice(op, out, &[self], move |ctx| {
+            let (x, result, grad) = (x.get(op)?, ctx.result(&result)?, ctx.grad()?);
+            if ctx.create_graph() {
+                let wide = |t: Tensor| if keepdim || t.rank() == x.rank() { Ok(t) } else { t.unsqueeze(d as isize) };
+                let weight = x.sub(&wide(result)?)?.exp()?;
+                return Ok(SmallVec::from_iter([Some(weight.mul(&wide(grad)?)?)]));
+            }
+            let (x, result) = (at_least_1d(x), result.with_layout(kept.clone()));
             let grad = grad.contiguous()?;
             let grad = grad.with_layout(Layout { offset: grad.layout.offset, ..result.layout.clone() });
             // exp(x - result) is the softmax; an infinite result has no finite gradient, as in PyTorch.
             let weight = [(Expr::input(0) - Expr::input(1)).exp() * Expr::input(2)];
             let grad = apply(op, &[&x, &result, &grad], Params::default(), &weight, &[x.dtype])?.remove(0);
-            Ok(grad.with_layout(Layout::contiguous(shape)))
+            Ok(SmallVec::from_iter([Some(grad.with_layout(Layout::contiguous(shape.clone())))]))
         }))
     }
 

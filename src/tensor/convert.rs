@@ -5,7 +5,7 @@ use std::any::Any;
 use ndarray::{ArrayD, IxDyn};
 
 use super::Layout;
-use crate::autograd::record_unary;
+use crate::autograd::record_unary_twice;
 use crate::storage::Storage;
 use crate::{DType, Device, Element, Error, Result, Tensor};
 
@@ -84,7 +84,7 @@ impl Tensor {
         let out = Tensor::empty_like_shape(self.shape(), self.dtype, device)?;
         let size = self.dtype.size();
         out.storage.copy_from(0, &source.storage, source.layout.offset * size, self.numel() * size, true)?;
-        Ok(record_unary("to_device", out, self, move |grad| grad.to_device(home)))
+        Ok(record_unary_twice("to_device", out, self, move |grad| grad.to_device(home)))
     }
 
     /// A copy in memory of the host that `device` transfers at its bus's full speed (PyTorch's `pin_memory`): a tensor on

@@ -6,7 +6,7 @@ use std::ops::{Range, RangeFrom, RangeFull, RangeInclusive, RangeTo, RangeToIncl
 use smallvec::SmallVec;
 
 use super::Layout;
-use crate::autograd::{is_tracked, record};
+use crate::autograd::{is_tracked, record_twice};
 use crate::{Error, Result, Shape, Tensor};
 
 /// What [`Tensor::i`] does with a dimension. Made from integers and ranges.
@@ -263,13 +263,13 @@ fn join(op: &'static str, tensors: &[&Tensor], dim: isize) -> Result<Tensor> {
     if !is_tracked(tensors) {
         return Ok(out);
     }
-    Ok(record(op, out, tensors, move |ctx| {
+    Ok(record_twice(op, out, tensors, move |ctx| {
         let grad = ctx.grad()?;
         let mut start = 0;
         let mut piece = |(i, n): (usize, usize)| {
             start += n;
             ctx.needs(i).then(|| grad.narrow(d as isize, start - n, n)).transpose()
         };
-        sizes.into_iter().enumerate().map(&mut piece).collect()
+        sizes.iter().copied().enumerate().map(&mut piece).collect()
     }))
 }

@@ -7,7 +7,7 @@ use smallvec::SmallVec;
 
 use super::shape::{Dims, NewShape};
 use super::{Layout, Shape};
-use crate::autograd::record_unary;
+use crate::autograd::record_unary_twice;
 use crate::{Error, Result, Tensor};
 
 impl Tensor {
@@ -16,24 +16,32 @@ impl Tensor {
         &self,
         op: &'static str,
         layout: Layout,
-        back: impl FnOnce(Tensor) -> Result<Tensor> + Send + 'static,
+        back: impl Fn(Tensor) -> Result<Tensor> + Send + Sync + 'static,
     ) -> Tensor {
-        record_unary(op, self.with_layout(layout), self, back)
+        record_unary_twice(op, self.with_layout(layout), self, back)
     }
 
     /// The view that `pick` makes of this layout, which has each element at most once: the gradient of the others is zero.
     pub(super) fn picked(
         &self,
         op: &'static str,
-        pick: impl Fn(&Layout) -> Result<Layout> + Send + 'static,
+        pick: impl Fn(&Layout) -> Result<Layout> + Clone + Send + Sync + 'static,
     ) -> Result<Tensor> {
         let out = self.with_layout(pick(&self.layout)?);
         let shape = self.shape().clone();
-        Ok(record_unary(op, out, self, move |grad| {
-            let whole = Tensor::zeros(shape, &grad)?;
-            whole.with_layout(pick(&whole.layout)?).copy_(&grad)?;
-            Ok(whole)
-        }))
+        Ok(record_unary_twice(op, out, self, move |grad| grad.put_back(op, &shape, pick.clone())))
+    }
+
+    /// Zeros of `shape` with this tensor in the place that `pick` makes of them.
+    fn put_back(
+        &self,
+        op: &'static str,
+        shape: &Shape,
+        pick: impl Fn(&Layout) -> Result<Layout> + Clone + Send + Sync + 'static,
+    ) -> Result<Tensor> {
+        let whole = Tensor::zeros(shape, self)?;
+        whole.with_layout(pick(&whole.layout)?).copy_(&self.detach())?;
+        Ok(record_unary_twice(op, whole, self, move |grad| grad.picked(op, pick.clone())))
     }
 
     /// Zeros of `shape` with this tensor where `pick` says: the opposite of [`picked`](Tensor::picked).
@@ -87,7 +95,7 @@ impl Tensor {
 
     fn viewed(&self, op: &'static str, shape: &Shape) -> Option<Tensor> {
         let old = self.shape().clone();
-        Some(self.rearranged(op, self.layout.reshape(shape)?, move |grad| grad.reshape(old)))
+        Some(self.rearranged(op, self.layout.reshape(shape)?, move |grad| grad.reshape(&old)))
     }
 
     /// Dimensions `a` and `b` exchanged (PyTorch's `transpose`).
@@ -299,7 +307,9 @@ impl Tensor {
             return Err(Error::ShapeMismatch { op, lhs: self.shape().clone(), rhs, hint });
         };
         let (old, shape) = (self.shape().clone(), shape.checked(op)?);
-        Ok(record_unary(op, self.with_layout(self.layout.broadcast_to(&shape)), self, move |grad| grad.sum_to(&old)))
+        Ok(record_unary_twice(op, self.with_layout(self.layout.broadcast_to(&shape)), self, move |grad| {
+            grad.sum_to(&old)
+        }))
     }
 
     /// Dimensions `start` to `end`, both included, as one (PyTorch's `flatten`); a scalar becomes `[1]`. A view where the

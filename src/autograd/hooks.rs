@@ -1,0 +1,138 @@
+//! Looking at gradients on their way: hooks, and gradients kept of tensors that are no leaves.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use super::node::Node;
+use crate::{Error, Result, Tensor};
+
+type Hook = Arc<dyn Fn(&Tensor) -> Result<Option<Tensor>> + Send + Sync>;
+
+/// Who wants to see the gradient of a node.
+#[derive(Default)]
+pub(super) struct Watch {
+    hooks: Mutex<Vec<(u64, Hook)>>,
+    retained: Mutex<Retained>,
+}
+
+/// The gradient kept of an operation's result.
+#[derive(Default)]
+pub(super) enum Retained {
+    /// Nobody asked for it.
+    #[default]
+    No,
+    Yes(Option<Tensor>),
+}
+
+impl Watch {
+    /// The gradient after everybody has seen it; None where nobody put another in its place.
+    pub(super) fn pass(&self, op: &'static str, grad: &Tensor) -> Result<Option<Tensor>> {
+        // Hooks run outside the lock: one may remove itself.
+        let hooks: Vec<Hook> = lock(&self.hooks).iter().map(|(_, hook)| hook.clone()).collect();
+        let mut replaced: Option<Tensor> = None;
+        for hook in hooks {
+            let Some(new) = hook(replaced.as_ref().unwrap_or(grad))? else { continue };
+            if new.shape() != grad.shape() || new.dtype != grad.dtype || new.device() != grad.device() {
+                let reason = format!(
+                    "a hook gave a gradient of shape {}, {} on {}, in place of one of shape {}, {} on {}",
+                    new.shape(),
+                    new.dtype,
+                    new.device(),
+                    grad.shape(),
+                    grad.dtype,
+                    grad.device()
+                );
+                return Err(Error::Autograd { op, reason });
+            }
+            replaced = Some(new);
+        }
+        if let Retained::Yes(kept) = &mut *lock(&self.retained) {
+            let grad = replaced.as_ref().unwrap_or(grad);
+            *kept = Some(match kept.take() {
+                Some(before) => before.add(grad)?,
+                None => grad.shallow_clone(),
+            });
+        }
+        Ok(replaced)
+    }
+
+    pub(super) fn retained(&self) -> MutexGuard<'_, Retained> {
+        lock(&self.retained)
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Takes a hook away again: see [`Tensor::register_hook`]. Dropping it leaves the hook where it is.
+#[derive(Debug)]
+pub struct HookHandle {
+    node: Weak<Node>,
+    id: u64,
+}
+
+impl HookHandle {
+    /// The hook is not called any more.
+    pub fn remove(self) {
+        if let Some(node) = self.node.upgrade() {
+            lock(&node.watched().hooks).retain(|(id, _)| *id != self.id);
+        }
+    }
+}
+
+impl Tensor {
+    /// Calls `hook` with the gradient of this tensor in every backward that reaches it, all contributions summed, before a
+    /// leaf collects it or an operation passes it on. What the hook gives, if anything, takes its place (PyTorch's
+    /// `register_hook`). Several hooks are called in the order they came. The hook should not change the gradient in place.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let x = Tensor::ones(2, Device::Cpu)?.requires_grad_(true)?;
+    /// let y = x.mul_scalar(3)?;
+    /// let clipped = y.register_hook(|grad| grad.clamp(-1.0, 1.0).map(Some))?;
+    /// y.mul_scalar(10)?.sum((), false)?.backward()?;
+    /// assert_eq!(x.grad().unwrap().to_vec::<f32>()?, [3.0, 3.0]);
+    /// clipped.remove();
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Autograd`] where the tensor requires no gradient.
+    pub fn register_hook(
+        &self,
+        hook: impl Fn(&Tensor) -> Result<Option<Tensor>> + Send + Sync + 'static,
+    ) -> Result<HookHandle> {
+        static ID: AtomicU64 = AtomicU64::new(0);
+        let node = self.tracked("register_hook")?;
+        let id = ID.fetch_add(1, Ordering::Relaxed);
+        lock(&node.watched().hooks).push((id, Arc::new(hook)));
+        Ok(HookHandle { node: Arc::downgrade(node), id })
+    }
+
+    /// Keeps the gradient of this tensor in [`Tensor::grad`], which leaves do anyway (PyTorch's `retain_grad`).
+    ///
+    /// # Errors
+    /// [`Error::Autograd`] where the tensor requires no gradient.
+    pub fn retain_grad(&self) -> Result<()> {
+        let node = self.tracked("retain_grad")?;
+        if !node.is_leaf() {
+            let mut retained = node.watched().retained();
+            if let Retained::No = *retained {
+                *retained = Retained::Yes(None);
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether [`Tensor::retain_grad`] was called on this result of an operation (PyTorch's `retains_grad`).
+    pub fn retains_grad(&self) -> bool {
+        let watch = self.node.as_ref().and_then(|node| node.watch());
+        watch.is_some_and(|watch| matches!(*watch.retained(), Retained::Yes(_)))
+    }
+
+    fn tracked(&self, op: &'static str) -> Result<&Arc<Node>> {
+        let reason = "the tensor requires no gradient: call requires_grad_(true) on it, or on what it is made from";
+        self.node.as_ref().ok_or_else(|| Error::Autograd { op, reason: reason.into() })
+    }
+}

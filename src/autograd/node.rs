@@ -1,0 +1,126 @@
+//! The graph's nodes, and what keeps them.
+
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use smallvec::SmallVec;
+
+use super::hooks::Watch;
+use super::{Context, Gradients, Saved};
+use crate::{Expr, Result, Tensor};
+
+/// Nodes of an operation's inputs, in order; None for those that no gradient is wanted of.
+pub(super) type Inputs = SmallVec<[Option<Arc<Node>>; 3]>;
+
+type BackwardFn = dyn Fn(&mut Context) -> Result<Gradients> + Send + Sync;
+
+/// A place in the graph: a leaf that collects a gradient, or an operation's result.
+pub(crate) struct Node {
+    /// Grows with every node: an operation's number is above its inputs'.
+    pub(super) seq: u64,
+    pub(super) op: &'static str,
+    pub(super) inputs: Inputs,
+    /// How often it was an operation's input.
+    uses: AtomicU32,
+    state: Mutex<State>,
+    /// Who wants to see the gradient that arrives here; most nodes have nobody.
+    watch: OnceLock<Box<Watch>>,
+}
+
+pub(super) enum State {
+    /// Boxed, because most nodes are operations.
+    Leaf(Box<Leaf>),
+    Operation(Operation),
+    Consumed,
+}
+
+/// How an operation's gradient becomes its inputs'.
+#[derive(Clone)]
+pub(super) struct Operation {
+    pub(super) backward: Arc<BackwardFn>,
+    pub(super) factor: Option<Arc<Factor>>,
+    /// Whether the closure, too, is made of recorded operations, wherever [`Context::create_graph`] says so.
+    pub(super) twice: bool,
+}
+
+/// What the gradient of a result is multiplied by before anything else happens to it. Whoever computes that gradient may
+/// do this in the same launch.
+pub(crate) struct Factor {
+    /// Of the gradient, input 0, and the tensor, input 1.
+    pub(crate) product: Expr,
+    /// Of the result's shape.
+    pub(crate) tensor: Saved,
+}
+
+/// What a leaf collects.
+#[derive(Default)]
+pub(super) struct Leaf {
+    pub(super) grad: Option<Tensor>,
+    /// Where an optimiser wants the gradient written: a view of its flat gradient buffer.
+    pub(super) slot: Option<Tensor>,
+    /// Whether a backward may be writing to the slot: that of another thread then keeps away.
+    pub(super) lent: bool,
+}
+
+static SEQ: AtomicU64 = AtomicU64::new(0);
+
+impl Node {
+    pub(super) fn new(op: &'static str, inputs: Inputs, state: State) -> Arc<Node> {
+        inputs.iter().flatten().for_each(|node| _ = node.uses.fetch_add(1, Ordering::Relaxed));
+        let seq = SEQ.fetch_add(1, Ordering::Relaxed);
+        Arc::new(Node { seq, op, inputs, uses: AtomicU32::new(0), state: Mutex::new(state), watch: OnceLock::new() })
+    }
+
+    pub(super) fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The operation whose result this is.
+    pub(crate) fn op(&self) -> &'static str {
+        self.op
+    }
+
+    pub(super) fn is_leaf(&self) -> bool {
+        matches!(*self.state(), State::Leaf(_))
+    }
+
+    /// Who watches the gradient, if anybody.
+    pub(super) fn watch(&self) -> Option<&Watch> {
+        self.watch.get().map(|watch| &**watch)
+    }
+
+    /// The watch of this node, from now on there.
+    pub(super) fn watched(&self) -> &Watch {
+        self.watch.get_or_init(Box::default)
+    }
+
+    /// What its gradient will be multiplied by, where all of the gradient comes from the one operation that asks and
+    /// nobody looks at it on the way.
+    pub(super) fn factor(&self) -> Option<Arc<Factor>> {
+        match &*self.state() {
+            State::Operation(operation) if self.uses.load(Ordering::Relaxed) == 1 && self.watch().is_none() => {
+                operation.factor.clone()
+            }
+            _ => None,
+        }
+    }
+}
+
+impl Drop for Node {
+    /// Takes the chain of inputs apart in a loop: the default would recurse once a node.
+    fn drop(&mut self) {
+        let mut orphans: Vec<Arc<Node>> = Vec::new();
+        let dismantle = |node: &mut Node, orphans: &mut Vec<Arc<Node>>| {
+            // What a closure saved holds inputs too: it goes first, while `inputs` still hold them.
+            let state = node.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+            drop(std::mem::replace(state, State::Consumed));
+            orphans.extend(node.inputs.drain(..).flatten());
+        };
+        dismantle(self, &mut orphans);
+        while let Some(node) = orphans.pop() {
+            if let Some(mut node) = Arc::into_inner(node) {
+                dismantle(&mut node, &mut orphans);
+            }
+        }
+    }
+}

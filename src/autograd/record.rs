@@ -1,0 +1,128 @@
+//! How operations put themselves into the graph.
+
+use std::sync::Arc;
+
+use smallvec::SmallVec;
+
+use super::node::{Factor, Node, Operation, State};
+use super::{Context, Gradients, is_grad_enabled};
+use crate::{Error, Result, Tensor};
+
+/// Whether an operation on these inputs is to be recorded.
+pub(crate) fn is_tracked(inputs: &[&Tensor]) -> bool {
+    is_grad_enabled() && inputs.iter().any(|t| t.node.is_some())
+}
+
+/// `out` with a node: `backward` gets the gradient of `out` and gives the inputs' gradients, in the order of `inputs`.
+/// Call it only where [`is_tracked`]; what the closure keeps should be [`Saved`] tensors.
+///
+/// The closure may launch what it likes, so its own result has no gradient: a backward that creates a graph stops here
+/// with an error. [`record_twice`] is for closures that can be recorded.
+pub(crate) fn record(
+    op: &'static str,
+    out: Tensor,
+    inputs: &[&Tensor],
+    backward: impl Fn(&mut Context) -> Result<Gradients> + Send + Sync + 'static,
+) -> Tensor {
+    put(op, out, inputs, Operation { backward: Arc::new(backward), factor: None, twice: false })
+}
+
+/// [`record`] for a closure that is made of recorded operations itself, at least where [`Context::create_graph`]:
+/// methods of tensors, on the gradient and on what [`Saved::get`] and [`Context::result`] give.
+pub(crate) fn record_twice(
+    op: &'static str,
+    out: Tensor,
+    inputs: &[&Tensor],
+    backward: impl Fn(&mut Context) -> Result<Gradients> + Send + Sync + 'static,
+) -> Tensor {
+    put(op, out, inputs, Operation { backward: Arc::new(backward), factor: None, twice: true })
+}
+
+/// [`record_twice`] for an operation that first multiplies its gradient by something, unless [`Context::factor`] says
+/// that it has been.
+pub(crate) fn record_with_factor(
+    op: &'static str,
+    out: Tensor,
+    inputs: &[&Tensor],
+    factor: Option<Factor>,
+    backward: impl Fn(&mut Context) -> Result<Gradients> + Send + Sync + 'static,
+) -> Tensor {
+    put(op, out, inputs, Operation { backward: Arc::new(backward), factor: factor.map(Arc::new), twice: true })
+}
+
+/// [`record`] for an operation of one input, where it is tracked: `backward` maps gradient to gradient.
+pub(crate) fn record_unary(
+    op: &'static str,
+    out: Tensor,
+    input: &Tensor,
+    backward: impl Fn(Tensor) -> Result<Tensor> + Send + Sync + 'static,
+) -> Tensor {
+    if !is_tracked(&[input]) {
+        return out;
+    }
+    record(op, out, &[input], move |ctx| Ok(SmallVec::from_iter([Some(backward(ctx.grad()?)?)])))
+}
+
+/// [`record_unary`] for a closure made of recorded operations (see [`record_twice`]): a view's opposite view, say.
+pub(crate) fn record_unary_twice(
+    op: &'static str,
+    out: Tensor,
+    input: &Tensor,
+    backward: impl Fn(Tensor) -> Result<Tensor> + Send + Sync + 'static,
+) -> Tensor {
+    if !is_tracked(&[input]) {
+        return out;
+    }
+    record_twice(op, out, &[input], move |ctx| Ok(SmallVec::from_iter([Some(backward(ctx.grad()?)?)])))
+}
+
+fn put(op: &'static str, out: Tensor, inputs: &[&Tensor], operation: Operation) -> Tensor {
+    let inputs = inputs.iter().map(|t| t.node.clone()).collect();
+    Tensor { node: Some(Node::new(op, inputs, State::Operation(operation))), ..out }
+}
+
+/// Refuses an in-place change of `target` that the graph would not see.
+pub(crate) fn check_in_place(op: &'static str, target: &Tensor, sources: &[&Tensor]) -> Result<()> {
+    if !is_grad_enabled() {
+        return Ok(());
+    }
+    let reason = if target.node.is_some() {
+        "the tensor changed in place is part of a graph: use the operation without the final '_', or wrap it in no_grad"
+    } else if sources.iter().any(|t| t.node.is_some()) {
+        "a source is part of a graph, which an in-place change cannot extend: detach() it, or use the operation without the final '_'"
+    } else {
+        return Ok(());
+    };
+    Err(Error::Autograd { op, reason: reason.into() })
+}
+
+/// A tensor kept for backward, with the version its storage had. It keeps its place in the graph, so that a backward
+/// which creates a graph finds it there: save inputs themselves, not detached views of them. An operation's own result
+/// has no place yet when it is saved; [`Context::result`] gives it one.
+pub(crate) struct Saved {
+    tensor: Tensor,
+    version: u64,
+}
+
+impl Saved {
+    pub(crate) fn new(tensor: &Tensor) -> Saved {
+        Saved { tensor: tensor.shallow_clone(), version: tensor.storage.version() }
+    }
+
+    /// Another handle on the tensor, unless its storage was changed in place since.
+    pub(crate) fn unpack(&self, op: &'static str) -> Result<Tensor> {
+        self.get(op).map(Tensor::shallow_clone)
+    }
+
+    /// The tensor, unless its storage was changed in place since.
+    pub(crate) fn get(&self, op: &'static str) -> Result<&Tensor> {
+        if self.tensor.storage.version() == self.version {
+            return Ok(&self.tensor);
+        }
+        let reason = format!(
+            "a tensor of shape {} that its gradient needs was changed in place after the forward pass: change a clone() instead",
+            self.tensor.shape()
+        );
+        Err(Error::Autograd { op, reason })
+    }
+}
