@@ -1,7 +1,7 @@
 //! Padding.
 
 use super::shape::{Dims, Shape};
-use crate::autograd::record_unary;
+use crate::autograd::record_unary_twice;
 use crate::{Error, Result, Scalar, Tensor};
 
 /// What [`Tensor::pad`] puts around a tensor.
@@ -76,7 +76,7 @@ impl Tensor {
     fn framed(&self, pads: &[isize], value: Scalar) -> Result<Tensor> {
         let op = "pad";
         if pads.iter().all(|&p| p == 0) {
-            return Ok(record_unary(op, self.copied(false)?, self, Ok));
+            return Ok(record_unary_twice(op, self.copied(false)?, self, Ok));
         }
         let ends = |d: usize| {
             let at = 2 * (self.rank() - 1 - d);
@@ -91,7 +91,7 @@ impl Tensor {
         }
         out.with_layout(inside).copy_(&self.detach())?;
         let back: Dims<isize> = pads.iter().map(|p| -p).collect();
-        Ok(record_unary(op, out, self, move |grad| grad.trimmed(&back)))
+        Ok(record_unary_twice(op, out, self, move |grad| grad.trimmed(&back)))
     }
 
     /// With elements of its own before and after along dimension `d`.

@@ -29,11 +29,11 @@ impl Tensor {
     ) -> Result<Tensor> {
         let out = self.with_layout(pick(&self.layout)?);
         let shape = self.shape().clone();
-        Ok(record_unary_twice(op, out, self, move |grad| grad.put_back(op, &shape, pick.clone())))
+        Ok(record_unary_twice(op, out, self, move |grad| grad.placed(op, &shape, pick.clone())))
     }
 
-    /// Zeros of `shape` with this tensor in the place that `pick` makes of them.
-    fn put_back(
+    /// Zeros of `shape` with this tensor where `pick` says: the opposite of [`picked`](Tensor::picked).
+    pub(super) fn placed(
         &self,
         op: &'static str,
         shape: &Shape,
@@ -42,18 +42,6 @@ impl Tensor {
         let whole = Tensor::zeros(shape, self)?;
         whole.with_layout(pick(&whole.layout)?).copy_(&self.detach())?;
         Ok(record_unary_twice(op, whole, self, move |grad| grad.picked(op, pick.clone())))
-    }
-
-    /// Zeros of `shape` with this tensor where `pick` says: the opposite of [`picked`](Tensor::picked).
-    pub(super) fn placed(
-        &self,
-        op: &'static str,
-        shape: &Shape,
-        pick: impl Fn(&Layout) -> Result<Layout> + Clone + Send + 'static,
-    ) -> Result<Tensor> {
-        let whole = Tensor::zeros(shape, self)?;
-        whole.with_layout(pick(&whole.layout)?).copy_(&self.detach())?;
-        Ok(record_unary(op, whole, self, move |grad| grad.picked(op, pick.clone())))
     }
 
     /// The elements in another shape, in the same row-major order (PyTorch's `reshape`). One size may be -1: whatever is

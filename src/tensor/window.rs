@@ -2,7 +2,7 @@
 
 use super::Layout;
 use super::shape::Shape;
-use crate::autograd::{is_tracked, record_unary};
+use crate::autograd::{is_tracked, record_unary, record_unary_twice};
 use crate::{DType, Error, Result, Tensor};
 
 impl Tensor {
@@ -32,7 +32,7 @@ impl Tensor {
             return Err(Error::invalid(op, reason));
         }
         let (out, shape) = (self.with_layout(self.layout.unfold(d, size, step)), self.shape().clone());
-        Ok(record_unary(op, out, self, move |grad| grad.windows_sum(&shape, d, step)))
+        Ok(record_unary_twice(op, out, self, move |grad| grad.windows_sum(&shape, d, step)))
     }
 
     /// The opposite of [`Tensor::unfold`] into a tensor of `shape`: every element is the sum of its places in the windows.
@@ -52,7 +52,7 @@ impl Tensor {
             Tensor::map_into(&[&to, &from], &[], &[&to], |e, _| vec![&e[0] + &e[1]])?;
         }
         let sum = if halves { sum.cast(self.dtype)? } else { sum };
-        Ok(record_unary(op, sum, self, move |grad| grad.unfold(d as isize, size, step)))
+        Ok(record_unary_twice(op, sum, self, move |grad| grad.unfold(d as isize, size, step)))
     }
 
     /// Elements of this tensor's storage by shape, strides and offset (None: this tensor's), all in elements (PyTorch's
