@@ -1,5 +1,9 @@
-// Reading and adding through indices. The host gives: V (an unsigned type of the element's size) or A (dtype) with ACC and
-// ACC_NAME, T (the index's dtype), NK (rank), IDX, and one of GATHER, SCATTER_ADD, ONE_HOT.
+// Reading and writing through indices. The host gives: T (the index's dtype), NK (rank), IDX, one of GATHER, SCATTER, LINEAR,
+// ONE_HOT, and for the first V (an unsigned type of the element's size), for the second V or A (dtype), ACC, ACC_NAME and
+// COMBINE. `code` is what is recorded for an index out of range; with `wraps` negative ones count from the end.
+
+inline long wrapped(long index, ulong size, uint wraps) { return wraps && index < 0 ? index + (long)size : index; }
+inline bool in_range(long at, ulong size) { return at >= 0 && at < (long)size; }
 
 #ifdef GATHER
 // y[p] = x[.., index[p], ..]: x and the index are walked together over y's shape, where a stride of zero broadcasts.
@@ -8,7 +12,8 @@ typedef struct {
     long x[NK], index[NK];
 } Walk;
 __kernel void gather(__global const V *x, ulong x_at, __global const CAT(T, _t) *index, ulong index_at, __global V *y,
-                     ulong y_at, volatile __global int *word, Walk walk, ulong count, ulong size, long stride) {
+                     ulong y_at, volatile __global int *word, uint code, Walk walk, ulong count, ulong size, long stride,
+                     uint wraps) {
     const IDX p = (IDX)get_global_id(0);
     if (p >= (IDX)count)
         return;
@@ -18,27 +23,37 @@ __kernel void gather(__global const V *x, ulong x_at, __global const CAT(T, _t) 
         x_at += (long)r * walk.x[k];
         index_at += (long)r * walk.index[k];
     }
-    const long at = CAT(load_, T)(index, index_at);
-    if (at >= 0 && at < (long)size) {
+    const long given = CAT(load_, T)(index, index_at), at = wrapped(given, size, wraps);
+    if (in_range(at, size)) {
         y[y_at + p] = x[x_at + at * stride];
     } else {
         y[y_at + p] = 0;
-        fault_record(word, FAULT_INDEX, at, size);
+        fault_record(word, code, given, size);
     }
 }
 #endif
 
-#ifdef SCATTER_ADD
-// y[.., index[j], ..] += x[.., j, ..]. A work-item owns one column (a position outside the dim) of y for indices in
-// [part * span, (part + 1) * span) and goes through all j in order: no atomics, and the same bits every time.
-// Processors take `block` neighbouring columns a work-item, the column loop inside.
+#ifdef SCATTER
+// y[.., index[j], ..] becomes COMBINE of itself and x[.., j, ..]. A work-item owns one column (a position outside the dim) of
+// y for indices in [part * span, (part + 1) * span) and goes through all j in order: no atomics, and the same bits every
+// time. Processors take `block` neighbouring columns a work-item, the column loop inside.
+#ifdef V
+#define PUT(y, at, x, from) (y)[at] = (x)[from]
+typedef V Element;
+#else
+#define PUT(y, at, x, from)                                                                                            \
+    CAT(CAT(CAT(store_, A), _), ACC_NAME)(y, at, COMBINE(CAT(load_, A)(y, at), CAT(load_, A)(x, from)))
+typedef CAT(A, _t) Element;
+#endif
+#define PLUS(a, b) ((a) + (b))
+#define TIMES(a, b) ((a) * (b))
 typedef struct {
     ulong size[NK];
     long x[NK], index[NK], y[NK];
 } Walk;
-__kernel void scatter_add(__global const CAT(A, _t) *x, ulong x_at, __global const CAT(T, _t) *index, ulong index_at,
-                          __global CAT(A, _t) *y, ulong y_at, volatile __global int *word, Walk walk, ulong columns_,
-                          ulong count_, ulong size, long xs, long is, long ys, uint parts, ulong span, uint block) {
+__kernel void scatter(__global const Element *x, ulong x_at, __global const CAT(T, _t) *index, ulong index_at,
+                      __global Element *y, ulong y_at, volatile __global int *word, uint code, Walk walk, ulong columns_,
+                      ulong count_, ulong size, long xs, long is, long ys, uint parts, ulong span, uint block, uint wraps) {
     const IDX columns = (IDX)columns_, count = (IDX)count_, blocks = (columns + block - 1) / block;
     const IDX item = (IDX)get_global_id(0), part = item / blocks;
     const IDX first = item % blocks * block, end = min(first + block, columns);
@@ -55,16 +70,41 @@ __kernel void scatter_add(__global const CAT(A, _t) *x, ulong x_at, __global con
                 ia += (long)r * walk.index[k];
                 ya += (long)r * walk.y[k];
             }
-            const long at = CAT(load_, T)(index, ia + (long)j * is);
+            const long given = CAT(load_, T)(index, ia + (long)j * is), at = wrapped(given, size, wraps);
             if (at >= low && at < high) {
                 ya += at * ys;
-                const ACC sum = CAT(load_, A)(y, ya) + CAT(load_, A)(x, xa + (long)j * xs);
-                CAT(CAT(CAT(store_, A), _), ACC_NAME)(y, ya, sum);
-            } else if (part == 0 && (at < 0 || at >= (long)size)) {
-                fault_record(word, FAULT_INDEX, at, size);
+                xa += (long)j * xs;
+                PUT(y, ya, x, xa);
+            } else if (part == 0 && !in_range(at, size)) {
+                fault_record(word, code, given, size);
             }
         }
     }
+}
+#endif
+
+#ifdef LINEAR
+// One of several indices that together name an element: y[p] += index[p] * step, where y[p] is `base` before the first of
+// them. Negative indices count from the end; -1 in y says that one was out of range.
+typedef struct {
+    ulong size[NK];
+    long index[NK];
+} Walk;
+__kernel void linear(__global const CAT(T, _t) *index, ulong index_at, __global long *y, ulong y_at,
+                     volatile __global int *word, uint code, Walk walk, ulong count, ulong size, long step, uint first,
+                     long base) {
+    const IDX p = (IDX)get_global_id(0);
+    if (p >= (IDX)count)
+        return;
+    IDX i = p;
+    for (int k = NK - 1; k >= 0; --k)
+        index_at += (long)NEXT(i, walk.size, k) * walk.index[k];
+    const long given = CAT(load_, T)(index, index_at), at = wrapped(given, size, 1);
+    const long sum = first ? base : y[y_at + p];
+    const bool valid = in_range(at, size);
+    y[y_at + p] = valid && sum >= 0 ? sum + at * step : -1;
+    if (!valid)
+        fault_record(word, code, given, size);
 }
 #endif
 
@@ -74,7 +114,7 @@ typedef struct {
     long index[NK];
 } Walk;
 __kernel void one_hot(__global const CAT(T, _t) *index, ulong index_at, __global long *y, ulong y_at,
-                      volatile __global int *word, Walk walk, ulong count, ulong classes) {
+                      volatile __global int *word, uint code, Walk walk, ulong count, ulong classes) {
     const IDX p = (IDX)get_global_id(0);
     if (p >= (IDX)count)
         return;
@@ -84,7 +124,7 @@ __kernel void one_hot(__global const CAT(T, _t) *index, ulong index_at, __global
         index_at += (long)NEXT(i, walk.size, k) * walk.index[k];
     const long at = CAT(load_, T)(index, index_at);
     y[y_at + p] = at == (long)c;
-    if (c == 0 && (at < 0 || at >= (long)classes))
-        fault_record(word, FAULT_INDEX, at, classes);
+    if (c == 0 && !in_range(at, classes))
+        fault_record(word, code, at, classes);
 }
 #endif

@@ -1,26 +1,31 @@
-//! Reading and adding through indices: `index_select`, `gather`, `embedding`, and their transposes, which are also their
-//! gradients.
+//! Reading and writing through indices: `index_select`, `gather`, `embedding` here, `scatter` and its kin, several index
+//! tensors at once in `advanced`.
 //!
 //! All reads are one kernel: source and index are walked together over the result's shape, and a stride of zero says that
-//! the index is the same along a dim. Adding is deterministic and uses no atomics: a work-item owns one column (a position
-//! outside the indexed dim) and a range of destinations, and goes through the indices in order. That costs one pass over the
-//! indices for each range, a few thousand at most, and gives the same bits on every run; atomics would be faster for
-//! millions of indices into a single column, and never twice the same.
+//! the index is the same along a dim. All writes are another one, deterministic and without atomics: a work-item owns one
+//! column (a position outside the indexed dim) and a range of destinations, and goes through the indices in order. That
+//! costs one pass over the indices for each range, a few thousand at most, and gives the same bits on every run; atomics
+//! would be faster for millions of indices into a single column, and never twice the same.
 
 use smallvec::SmallVec;
 
-use super::{same_device, same_dtype};
-use crate::autograd;
+use super::{recorded, same_device};
+use crate::autograd::{self, Saved};
 use crate::tensor::{Dims, Layout};
 use crate::{DType, Device, Error, Result, Shape, Tensor};
 
+mod advanced;
 mod cpu;
 mod opencl;
+mod reduce;
+mod scatter;
 
-/// A read or an addition through indices. Layouts have one shape, that of the elements read or added.
+pub use reduce::ScatterReduce;
+
+/// Elements read or written through indices. Layouts have one shape, that of these elements.
 struct Indexed<'a> {
     op: &'static str,
-    /// Elements read from, or the source added: over the shape, with stride 0 along the indexed dim when read from.
+    /// What is read from, with stride 0 along the indexed dim, or the source that is written.
     x: &'a Tensor,
     x_layout: Layout,
     index: &'a Tensor,
@@ -28,6 +33,8 @@ struct Indexed<'a> {
     /// Size of the indexed dim, and the step along it in the tensor that the index points into.
     size: usize,
     step: isize,
+    /// Whether negative indices count from the end.
+    wraps: bool,
 }
 
 /// The layout of t with the stride along d taken out, over `shape`.
@@ -74,65 +81,12 @@ impl Indexed<'_> {
         let indices = self.index.with_layout(self.index_layout.clone()).cast(DType::I64)?.to_vec::<i64>()?;
         Ok(Error::IndexOutOfRange { op: self.op, index: indices[0], size: 0 })
     }
-
-    /// Adds to `target`, whose positions outside dim d are the shape's.
-    fn add_to(&self, target: &Tensor, d: usize) -> Result<()> {
-        if self.x_layout.numel() == 0 {
-            return Ok(());
-        }
-        if target.layout.may_alias_itself() {
-            let reason = "several elements of the tensor added to are one (an expanded view): add to a clone()";
-            return Err(Error::invalid(self.op, reason));
-        }
-        let (layout, _) = without(target, d, &self.x_layout.shape);
-        match target.device() {
-            Device::Cpu => cpu::scatter_add(self, target, &layout)?,
-            Device::OpenCL(_) if self.size == 0 => return Err(self.nowhere()?),
-            Device::OpenCL(_) => opencl::scatter_add(self, target, &layout, d)?,
-        }
-        target.storage.bump_version();
-        Ok(())
-    }
 }
 
-/// Adds `source` (over `shape`) to `target` through `index`. Halves are added up in f32 and rounded once.
-fn scatter(
-    op: &'static str,
-    target: &Tensor,
-    d: usize,
-    index: (&Tensor, Layout),
-    source: (&Tensor, Layout),
-) -> Result<()> {
-    if matches!(target.dtype, DType::F16 | DType::BF16) {
-        let (wide, from) = (target.cast(DType::F32)?, source.0.with_layout(source.1).cast(DType::F32)?);
-        scatter(op, &wide, d, index, (&from, from.layout.clone()))?;
-        target.detach().copy_(&wide)?;
-        return Ok(());
-    }
-    // The CPU locks a storage either for reading or for writing.
-    let copies = [index.0, source.0].map(|t| t.shares_storage(target));
-    let copy = |t: &Tensor, layout: Layout| t.with_layout(layout).cast(t.dtype);
-    let index = match copies[0] {
-        true => copy(index.0, index.1)?,
-        false => index.0.with_layout(index.1),
-    };
-    let source = match copies[1] {
-        true => copy(source.0, source.1)?,
-        false => source.0.with_layout(source.1),
-    };
-    let (size, step) = (target.shape().dims()[d], target.strides()[d]);
-    let (x_layout, index_layout) = (source.layout.clone(), index.layout.clone());
-    Indexed { op, x: &source, x_layout, index: &index, index_layout, size, step }.add_to(target, d)
-}
-
-/// The gradient of a read: `grad` added into zeros of `shape` through the index.
-fn unread(op: &'static str, shape: &Shape, d: usize, index: (&Tensor, Layout), grad: &Tensor) -> Result<Tensor> {
+/// A tensor of zeros to add gradients into, in the type that they are added up in.
+fn zeros_for(grad: &Tensor, shape: &Shape) -> Result<Tensor> {
     let halves = matches!(grad.dtype, DType::F16 | DType::BF16);
-    let dtype = if halves { DType::F32 } else { grad.dtype };
-    let total = Tensor::zeros(shape, (dtype, grad.device()))?;
-    let grad_as = if halves { grad.cast(dtype)? } else { grad.detach() };
-    scatter(op, &total, d, index, (&grad_as, grad_as.layout.clone()))?;
-    if halves { total.cast(grad.dtype) } else { Ok(total) }
+    Tensor::zeros(shape, (if halves { DType::F32 } else { grad.dtype }, grad.device()))
 }
 
 impl Tensor {
@@ -152,15 +106,26 @@ impl Tensor {
     /// no vector. [`Error::IndexOutOfRange`] for a negative or too large index: on the CPU at once; on OpenCL from the next
     /// call of this thread that waits for the device, until which the elements are 0.
     pub fn index_select(&self, dim: isize, index: &Tensor) -> Result<Tensor> {
-        let op = "index_select";
+        self.selected("index_select", dim, index)
+    }
+
+    fn selected(&self, op: &'static str, dim: isize, index: &Tensor) -> Result<Tensor> {
         let d = self.shape().dim(op, dim)?;
         self.check_vector(op, index)?;
         let shape = with_dim(self.shape(), d, index.numel());
         let (x_layout, step) = without(self, d, &shape);
-        let index_layout = along(index, d, &shape);
-        let size = self.shape().dims()[d];
-        let read = Indexed { op, x: self, x_layout, index, index_layout: index_layout.clone(), size, step };
-        self.read_through(op, d, read)
+        let (index_layout, size) = (along(index, d, &shape), self.shape().dims()[d]);
+        let out = Indexed { op, x: self, x_layout, index, index_layout, size, step, wraps: false }.read()?;
+        let (index, shape) = (Saved::new(index), self.shape().clone());
+        Ok(recorded(op, out, &[self], move |_, grad| {
+            let (total, index) = (zeros_for(grad, &shape)?, index.get(op)?);
+            let wide = grad.to_dtype(total.dtype)?;
+            let total = match autograd::is_tracked(&[grad]) {
+                true => total.index_add(dim, index, &wide)?,
+                false => total.index_add_(dim, index, &wide)?.detach(),
+            };
+            total.to_dtype(grad.dtype)
+        }))
     }
 
     fn check_vector(&self, op: &'static str, index: &Tensor) -> Result<()> {
@@ -170,18 +135,6 @@ impl Tensor {
             1 => Ok(()),
             _ => Err(Error::invalid(op, format!("the index is a vector, this one has shape {}", index.shape()))),
         }
-    }
-
-    fn read_through(&self, op: &'static str, d: usize, read: Indexed) -> Result<Tensor> {
-        let out = read.read()?;
-        if !autograd::is_tracked(&[self]) {
-            return Ok(out);
-        }
-        let (saved, layout) = (autograd::Saved::new(read.index), read.index_layout.clone());
-        let shape = self.shape().clone();
-        Ok(autograd::record_unary(op, out, self, move |grad| {
-            unread(op, &shape, d, (saved.get(op)?, layout.clone()), &grad)
-        }))
     }
 
     /// `out[i][j] = self[index[i][j]][j]` and so on along `dim`: an element for each index, other positions staying put
@@ -198,15 +151,47 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::index_select`]; [`Error::ShapeMismatch`].
     pub fn gather(&self, dim: isize, index: &Tensor) -> Result<Tensor> {
-        let op = "gather";
+        self.gathered("gather", dim, index)
+    }
+
+    fn gathered(&self, op: &'static str, dim: isize, index: &Tensor) -> Result<Tensor> {
         let d = self.shape().dim(op, dim)?;
         check_index(op, index)?;
         same_device(op, &[self, index])?;
         fits(op, index.shape(), self.shape(), d)?;
         let (x_layout, step) = without(self, d, index.shape());
-        let size = self.shape().dims()[d];
-        let read = Indexed { op, x: self, x_layout, index, index_layout: index.layout.clone(), size, step };
-        self.read_through(op, d, read)
+        let (index_layout, size) = (index.layout.clone(), self.shape().dims()[d]);
+        let out = Indexed { op, x: self, x_layout, index, index_layout, size, step, wraps: false }.read()?;
+        let (index, shape) = (Saved::new(index), self.shape().clone());
+        Ok(recorded(op, out, &[self], move |_, grad| {
+            let (total, index) = (zeros_for(grad, &shape)?, index.get(op)?);
+            let wide = grad.to_dtype(total.dtype)?;
+            let total = match autograd::is_tracked(&[grad]) {
+                true => total.scatter_add(dim, index, &wide)?,
+                false => total.scatter_add_(dim, index, &wide)?.detach(),
+            };
+            total.to_dtype(grad.dtype)
+        }))
+    }
+
+    /// [`Tensor::gather`] with this tensor and `index` broadcast against each other outside `dim`; without a `dim` both are
+    /// taken as vectors (PyTorch's `take_along_dim`). What `argsort` and `argmax` give with `keepdim` fits. Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::gather`].
+    pub fn take_along_dim(&self, index: &Tensor, dim: impl Into<Option<isize>>) -> Result<Tensor> {
+        let op = "take_along_dim";
+        let Some(dim) = dim.into() else {
+            return self.reshape(self.numel())?.gathered(op, 0, &index.reshape(index.numel())?);
+        };
+        let d = self.shape().dim(op, dim)?;
+        if index.rank() != self.rank() {
+            let hint = "the index has the tensor's rank";
+            return Err(Error::ShapeMismatch { op, lhs: self.shape().clone(), rhs: index.shape().clone(), hint });
+        }
+        let outside = with_dim(self.shape(), d, 1).broadcast(op, &with_dim(index.shape(), d, 1))?;
+        let stretched = |t: &Tensor| t.expand(with_dim(&outside, d, t.shape().dims()[d]));
+        stretched(self)?.gathered(op, dim, &stretched(index)?)
     }
 
     /// The rows of this table that `index` (any shape) names: shape `index.shape() + self.shape()[1..]` (PyTorch's
@@ -215,135 +200,34 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::index_select`]; [`Error::Invalid`] for a scalar table.
     pub fn embedding(&self, index: &Tensor) -> Result<Tensor> {
+        self.embedding_with(index, None)
+    }
+
+    /// [`Tensor::embedding`] whose row `padding_idx` (from the end where negative) gets no gradient, so that it stays what
+    /// it is in training.
+    ///
+    /// # Errors
+    /// As [`Tensor::embedding`]; [`Error::IndexOutOfRange`] for the padding.
+    pub fn embedding_with(&self, index: &Tensor, padding_idx: impl Into<Option<isize>>) -> Result<Tensor> {
         let op = "embedding";
         check_index(op, index)?;
-        if self.rank() == 0 {
+        let Some((&count, width)) = self.shape().dims().split_first() else {
             return Err(Error::invalid(op, "the table is a scalar: it has no rows"));
+        };
+        let padding = padding_idx.into();
+        if let Some(row) = padding.filter(|&row| !(-(count as isize)..count as isize).contains(&row)) {
+            return Err(Error::IndexOutOfRange { op, index: row as i64, size: count });
         }
-        let rows = self.index_select(0, &index.detach().reshape([index.numel()])?).map_err(|e| e.of(op))?;
-        let shape: Shape = index.shape().dims().iter().chain(&self.shape().dims()[1..]).copied().collect();
-        rows.reshape(shape)
-    }
-
-    /// A copy of this tensor with `source[i][j]` added at `[index[i][j]][j]` and so on along `dim` (PyTorch's
-    /// `scatter_add`); equal indices add up. The same bits on every run. Differentiable in both.
-    ///
-    /// # Errors
-    /// As [`Tensor::gather`]; [`Error::DTypeMismatch`].
-    pub fn scatter_add(&self, dim: isize, index: &Tensor, source: &Tensor) -> Result<Tensor> {
-        let op = "scatter_add";
-        let d = self.check_scatter(op, dim, index, source)?;
-        let layout = Layout { shape: index.shape().clone(), ..source.layout.clone() };
-        let out = self.cast(self.dtype)?;
-        scatter(op, &out, d, (index, index.layout.clone()), (source, layout))?;
-        self.record_add(op, out, d, (index, index.layout.clone()), source)
-    }
-
-    /// [`Tensor::scatter_add`] in place.
-    ///
-    /// # Errors
-    /// As [`Tensor::scatter_add`]; [`Error::Autograd`] where a tensor is tracked; [`Error::Invalid`] into an expanded view.
-    pub fn scatter_add_(&self, dim: isize, index: &Tensor, source: &Tensor) -> Result<&Tensor> {
-        let op = "scatter_add_";
-        let d = self.check_scatter(op, dim, index, source)?;
-        autograd::check_in_place(op, self, &[source])?;
-        let layout = Layout { shape: index.shape().clone(), ..source.layout.clone() };
-        scatter(op, self, d, (index, index.layout.clone()), (source, layout))?;
-        Ok(self)
-    }
-
-    /// A copy of this tensor with slice i of `source` added to slice `index[i]` along `dim` (PyTorch's `index_add`); equal
-    /// indices add up. The same bits on every run. Differentiable in both.
-    ///
-    /// # Errors
-    /// As [`Tensor::index_select`]; [`Error::ShapeMismatch`], [`Error::DTypeMismatch`].
-    pub fn index_add(&self, dim: isize, index: &Tensor, source: &Tensor) -> Result<Tensor> {
-        let op = "index_add";
-        let d = self.check_index_add(op, dim, index, source)?;
-        let layout = along(index, d, source.shape());
-        let out = self.cast(self.dtype)?;
-        scatter(op, &out, d, (index, layout.clone()), (source, source.layout.clone()))?;
-        self.record_add(op, out, d, (index, layout), source)
-    }
-
-    /// [`Tensor::index_add`] in place.
-    ///
-    /// # Errors
-    /// As [`Tensor::index_add`]; [`Error::Autograd`] where a tensor is tracked; [`Error::Invalid`] into an expanded view.
-    pub fn index_add_(&self, dim: isize, index: &Tensor, source: &Tensor) -> Result<&Tensor> {
-        let op = "index_add_";
-        let d = self.check_index_add(op, dim, index, source)?;
-        autograd::check_in_place(op, self, &[source])?;
-        scatter(op, self, d, (index, along(index, d, source.shape())), (source, source.layout.clone()))?;
-        Ok(self)
-    }
-
-    fn check_scatter(&self, op: &'static str, dim: isize, index: &Tensor, source: &Tensor) -> Result<usize> {
-        let d = self.shape().dim(op, dim)?;
-        check_index(op, index)?;
-        same_device(op, &[self, index, source])?;
-        same_dtype(op, &[self, source])?;
-        fits(op, index.shape(), self.shape(), d)?;
-        let small = index.rank() == source.rank()
-            && index.shape().dims().iter().zip(source.shape().dims()).all(|(i, s)| i <= s);
-        match small {
-            true => Ok(d),
-            false => {
-                let hint = "the index is nowhere larger than the source";
-                Err(Error::ShapeMismatch { op, lhs: index.shape().clone(), rhs: source.shape().clone(), hint })
+        let table = match padding {
+            Some(row) if autograd::is_tracked(&[self]) => {
+                let row = Tensor::from_slice(&[row as i64], 1, self.device())?;
+                recorded(op, self.detach(), &[self], move |_, grad| grad.index_fill(0, &row, 0))
             }
-        }
-    }
-
-    fn check_index_add(&self, op: &'static str, dim: isize, index: &Tensor, source: &Tensor) -> Result<usize> {
-        let d = self.shape().dim(op, dim)?;
-        self.check_vector(op, index)?;
-        same_device(op, &[self, source])?;
-        same_dtype(op, &[self, source])?;
-        if source.shape() != &with_dim(self.shape(), d, index.numel()) {
-            let hint = "the source has a slice for each index and this tensor's shape otherwise";
-            return Err(Error::ShapeMismatch { op, lhs: self.shape().clone(), rhs: source.shape().clone(), hint });
-        }
-        Ok(d)
-    }
-
-    fn record_add(
-        &self,
-        op: &'static str,
-        out: Tensor,
-        d: usize,
-        index: (&Tensor, Layout),
-        source: &Tensor,
-    ) -> Result<Tensor> {
-        if !autograd::is_tracked(&[self, source]) {
-            return Ok(out);
-        }
-        let (saved, index_layout) = (autograd::Saved::new(index.0), index.1);
-        let source_shape = source.shape().clone();
-        Ok(autograd::record(op, out, &[self, source], move |ctx| {
-            let grad = ctx.grad()?;
-            let mut gradients: autograd::Gradients = SmallVec::new();
-            gradients.push(ctx.needs(0).then(|| grad.shallow_clone()));
-            gradients.push(match ctx.needs(1) {
-                false => None,
-                true => {
-                    let (index, index_layout) = (saved.get(op)?, index_layout.clone());
-                    let (x_layout, step) = without(&grad, d, &index_layout.shape);
-                    let size = grad.shape().dims()[d];
-                    let read = Indexed { op, x: &grad, x_layout, index, index_layout, size, step }.read()?;
-                    // Elements of the source beyond the index were not added.
-                    if read.shape() == &source_shape {
-                        Some(read)
-                    } else {
-                        let all = Tensor::zeros(&source_shape, (grad.dtype, grad.device()))?;
-                        let layout = Layout { shape: read.shape().clone(), ..all.layout.clone() };
-                        all.with_layout(layout).copy_(&read)?;
-                        Some(all)
-                    }
-                }
-            });
-            Ok(gradients)
-        }))
+            _ => self.shallow_clone(),
+        };
+        let rows = table.selected(op, 0, &index.detach().reshape([index.numel()])?)?;
+        let shape: Shape = index.shape().dims().iter().chain(width).copied().collect();
+        rows.reshape(shape)
     }
 
     /// For class numbers of any shape, vectors with 1 at the class and 0 elsewhere, as i64: shape `self.shape() + [classes]`
@@ -369,7 +253,7 @@ impl Tensor {
         if out.numel() > 0 {
             match self.device() {
                 Device::Cpu => cpu::one_hot(op, self, &out, classes)?,
-                Device::OpenCL(_) => opencl::one_hot(self, &out, classes)?,
+                Device::OpenCL(_) => opencl::one_hot(op, self, &out, classes)?,
             }
             out.storage.bump_version();
         }

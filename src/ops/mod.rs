@@ -5,6 +5,7 @@
 //! strided tensors; `copy` and `random` are formulas too. The other files are one kernel family each, beside its template
 //! in `kernels/`.
 
+use crate::autograd;
 use crate::{DType, Device, Error, Result, Tensor};
 
 mod collapse;
@@ -41,6 +42,7 @@ pub mod table;
 pub(crate) mod tiles;
 
 pub use expr::Expr;
+pub use gather::ScatterReduce;
 pub use philox::Seed;
 pub use table::{Accepts, Output, ROWS, Row};
 
@@ -68,4 +70,22 @@ pub(crate) fn same_dtype(op: &'static str, inputs: &[&Tensor]) -> Result<DType> 
         Some(t) => Err(Error::DTypeMismatch { op, lhs: dtype, rhs: t.dtype }),
         None => Ok(dtype),
     }
+}
+
+/// `out` with a node where an input is tracked: `back` gives the gradient of input `i` for that of the result, of the inputs
+/// whose gradients are wanted.
+pub(crate) fn recorded(
+    op: &'static str,
+    out: Tensor,
+    inputs: &[&Tensor],
+    back: impl Fn(usize, &Tensor) -> Result<Tensor> + Send + 'static,
+) -> Tensor {
+    if !autograd::is_tracked(inputs) {
+        return out;
+    }
+    let count = inputs.len();
+    autograd::record(op, out, inputs, move |ctx| {
+        let grad = ctx.grad()?;
+        (0..count).map(|i| ctx.needs(i).then(|| back(i, &grad)).transpose()).collect()
+    })
 }

@@ -32,6 +32,22 @@ pub(crate) enum Fault {
 /// Code, index (low and high word), size of the dimension.
 pub(super) type Words = [i32; 4];
 
+/// The operations whose kernels record an index, in the order in which they were first launched.
+fn named() -> MutexGuard<'static, Vec<&'static str>> {
+    static NAMES: Mutex<Vec<&'static str>> = Mutex::new(Vec::new());
+    NAMES.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What a kernel records for an index beyond its dimension: [`Fault::Index`], and above it which operation it was.
+pub(crate) fn index_fault(op: &'static str) -> u32 {
+    let mut names = named();
+    let place = names.iter().position(|&name| name == op).unwrap_or_else(|| {
+        names.push(op);
+        names.len() - 1
+    });
+    Fault::Index as u32 | (place as u32) << 8
+}
+
 /// The words of one thread.
 pub(super) struct Slot {
     buffer: ClBuffer,
@@ -163,7 +179,7 @@ fn decode(words: Words) -> Option<Error> {
         0 => None,
         code if code == Fault::DivisionByZero as i32 => Some(Error::DivisionByZero { op: "div" }),
         code if code == Fault::Label as i32 => Some(out_of_range("cross_entropy")),
-        _ => Some(out_of_range("gather")),
+        code => Some(out_of_range(named().get((code >> 8) as usize).copied().unwrap_or("gather"))),
     }
 }
 
@@ -226,5 +242,9 @@ mod tests {
         assert!(matches!(decode([2, 0, 0, 0]), Some(Error::DivisionByZero { .. })));
         let label = decode([Fault::Label as i32, 12, 0, 10]);
         assert!(matches!(label, Some(Error::IndexOutOfRange { op: "cross_entropy", index: 12, size: 10 })));
+        for op in ["take", "scatter", "take"] {
+            let named = decode([index_fault(op) as i32, 4, 0, 3]);
+            assert!(matches!(named, Some(Error::IndexOutOfRange { op: name, index: 4, size: 3 }) if name == op));
+        }
     }
 }

@@ -28,7 +28,7 @@ mod transfer;
 pub(crate) use context::{ARRIVALS, ClDevice};
 pub(crate) use driver::{ClBuffer, ClEvent, ClKernel};
 pub(crate) use errors::{ClError, Class};
-pub(crate) use fault::Fault;
+pub(crate) use fault::{Fault, index_fault};
 pub(crate) use launch::Arg;
 pub(crate) use pinned::ClPinned;
 pub(crate) use probe::TensorCores;

@@ -3,8 +3,9 @@
 use smallvec::SmallVec;
 
 use super::Indexed;
+use super::scatter::Combine;
 use crate::device::DeviceKind;
-use crate::device::opencl::Arg;
+use crate::device::opencl::{Arg, index_fault};
 use crate::ops::collapse::Walk;
 use crate::ops::kernels::{KernelKey, kernel};
 use crate::ops::reduce::opencl::{WALK, is_wide};
@@ -26,6 +27,11 @@ fn words(walk: &Walk) -> SmallVec<[i64; 32]> {
     walk.dims.iter().map(|&d| d as i64).chain(walk.strides.iter().flatten().map(|&s| s as i64)).collect()
 }
 
+/// An unsigned type of so many bytes: elements that are only moved.
+fn bits(size: usize) -> &'static str {
+    ["uchar", "ushort", "uint", "ulong"][size.ilog2() as usize]
+}
+
 fn index_type(wide: bool) -> &'static str {
     if wide { "ulong" } else { "uint" }
 }
@@ -38,8 +44,7 @@ pub(super) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
     let params = SmallVec::from_slice(&[size as u64, g.index.dtype as u64, rank as u64, wide as u64]);
     let key = KernelKey { template: "gather", params, exprs: SmallVec::new() };
     let kernel = kernel(device, key, "gather", || {
-        let v = ["uchar", "ushort", "uint", "ulong"][size.ilog2() as usize];
-        let (t, idx) = (g.index.dtype, index_type(wide));
+        let (v, t, idx) = (bits(size), g.index.dtype, index_type(wide));
         format!("#define GATHER\n#define V {v}\n#define T {t}\n#define NK {rank}\n#define IDX {idx}\n{WALK}{TEMPLATE}")
     })?;
     let words = words(&walk);
@@ -53,15 +58,17 @@ pub(super) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
         y.buffer(),
         y.offset(),
         Arg::Buffer(device.fault_buffer()),
+        Arg::U32(index_fault(g.op)),
         Arg::Bytes(bytemuck::cast_slice(&words)),
         Arg::U64(count as u64),
         Arg::U64(g.size as u64),
         Arg::I64(g.step as i64),
+        Arg::U32(g.wraps.into()),
     ];
     device.launch(&kernel, &args, &[count], &[LOCAL])
 }
 
-pub(super) fn scatter_add(g: &Indexed, target: &Tensor, layout: &Layout, d: usize) -> Result<()> {
+pub(super) fn scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &Layout, d: usize) -> Result<()> {
     let device = target.cl_device()?;
     // Columns: everything but the dim.
     let drop_dim = |strides: &[isize]| -> SmallVec<[isize; 6]> {
@@ -82,19 +89,25 @@ pub(super) fn scatter_add(g: &Indexed, target: &Tensor, layout: &Layout, d: usiz
     let span = g.size.div_ceil((fill / blocks).clamp(1, most));
     let parts = g.size.div_ceil(span);
     let wide = is_wide([columns, count, blocks * parts]);
-    let acc = target.dtype.compute();
-    let params = [target.dtype as u64, g.index.dtype as u64, rank as u64, wide as u64];
-    let key = KernelKey { template: "scatter_add", params: SmallVec::from_slice(&params), exprs: SmallVec::new() };
-    let kernel = kernel(device, key, "scatter_add", || {
+    let (acc, set) = (target.dtype.compute(), combine == Combine::Set);
+    // Elements that are only moved are bits of their size.
+    let element = if set { target.dtype.size() as u64 } else { target.dtype as u64 };
+    let params = [combine as u64, element, g.index.dtype as u64, rank as u64, wide as u64];
+    let key = KernelKey { template: "scatter", params: SmallVec::from_slice(&params), exprs: SmallVec::new() };
+    let kernel = kernel(device, key, "scatter", || {
         let (a, t, name, idx) = (target.dtype, g.index.dtype, acc.cl_name(), index_type(wide));
-        format!(
-            "#define SCATTER_ADD\n#define A {a}\n#define ACC {name}\n#define ACC_NAME {acc:?}\n#define T {t}\n\
-             #define NK {rank}\n#define IDX {idx}\n{WALK}{TEMPLATE}"
-        )
+        let element = match set {
+            true => format!("#define V {}\n", bits(a.size())),
+            false => {
+                let combine = combine.cl_name(acc);
+                format!("#define A {a}\n#define ACC {name}\n#define ACC_NAME {acc:?}\n#define COMBINE {combine}\n")
+            }
+        };
+        format!("#define SCATTER\n{element}#define T {t}\n#define NK {rank}\n#define IDX {idx}\n{WALK}{TEMPLATE}")
     })?;
     let words = words(&walk);
     let (x, index) = (g.x.place()?.from(g.x_layout.offset), g.index.place()?.from(g.index_layout.offset));
-    let y = target.place()?;
+    let y = target.place()?.from(layout.offset);
     let args = [
         x.buffer(),
         x.offset(),
@@ -103,6 +116,7 @@ pub(super) fn scatter_add(g: &Indexed, target: &Tensor, layout: &Layout, d: usiz
         y.buffer(),
         y.offset(),
         Arg::Buffer(device.fault_buffer()),
+        Arg::U32(index_fault(g.op)),
         Arg::Bytes(bytemuck::cast_slice(&words)),
         Arg::U64(columns as u64),
         Arg::U64(count as u64),
@@ -113,11 +127,47 @@ pub(super) fn scatter_add(g: &Indexed, target: &Tensor, layout: &Layout, d: usiz
         Arg::U32(parts as u32),
         Arg::U64(span as u64),
         Arg::U32(block as u32),
+        Arg::U32(g.wraps.into()),
     ];
     device.launch(&kernel, &args, &[blocks * parts], &[local])
 }
 
-pub(super) fn one_hot(t: &Tensor, out: &Tensor, classes: usize) -> Result<()> {
+pub(super) fn linear(
+    op: &'static str,
+    index: &Tensor,
+    out: &Tensor,
+    (size, step): (usize, isize),
+    base: Option<i64>,
+) -> Result<()> {
+    let device = out.cl_device()?;
+    let walk = Walk::new(index.shape(), [index.strides()]);
+    let (rank, count) = (walk.dims.len().max(1), out.numel());
+    let wide = is_wide([count]);
+    let params = SmallVec::from_slice(&[index.dtype as u64, rank as u64, wide as u64]);
+    let kernel = kernel(device, KernelKey { template: "linear", params, exprs: SmallVec::new() }, "linear", || {
+        let (t, idx) = (index.dtype, index_type(wide));
+        format!("#define LINEAR\n#define T {t}\n#define NK {rank}\n#define IDX {idx}\n{WALK}{TEMPLATE}")
+    })?;
+    let words = words(&walk);
+    let (index, y) = (index.place()?, out.place()?);
+    let args = [
+        index.buffer(),
+        index.offset(),
+        y.buffer(),
+        y.offset(),
+        Arg::Buffer(device.fault_buffer()),
+        Arg::U32(index_fault(op)),
+        Arg::Bytes(bytemuck::cast_slice(&words)),
+        Arg::U64(count as u64),
+        Arg::U64(size as u64),
+        Arg::I64(step as i64),
+        Arg::U32(base.is_some().into()),
+        Arg::I64(base.unwrap_or(0)),
+    ];
+    device.launch(&kernel, &args, &[count], &[LOCAL])
+}
+
+pub(super) fn one_hot(op: &'static str, t: &Tensor, out: &Tensor, classes: usize) -> Result<()> {
     let device = t.cl_device()?;
     let walk = Walk::new(t.shape(), [t.strides()]);
     let (rank, count) = (walk.dims.len().max(1), out.numel());
@@ -135,6 +185,7 @@ pub(super) fn one_hot(t: &Tensor, out: &Tensor, classes: usize) -> Result<()> {
         y.buffer(),
         y.offset(),
         Arg::Buffer(device.fault_buffer()),
+        Arg::U32(index_fault(op)),
         Arg::Bytes(bytemuck::cast_slice(&words)),
         Arg::U64(count as u64),
         Arg::U64(classes as u64),

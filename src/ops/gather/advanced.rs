@@ -1,0 +1,315 @@
+//! Reading and writing by several index tensors at once, as NumPy's and PyTorch's `x[i, :, j]`.
+//!
+//! Several indices are first made one: an i64 tensor of how many elements further on in memory each combination lies. That
+//! is an index into a dim of stride 1, so that reading and writing are the same two kernels as with a single index, and
+//! strides of the tensor cost nothing.
+
+use smallvec::SmallVec;
+
+use super::scatter::{Combine, apart};
+use super::{Indexed, check_index, cpu, opencl, zeros_for};
+use crate::autograd::{self, Saved};
+use crate::ops::{recorded, same_device, same_dtype};
+use crate::tensor::{Dims, Layout};
+use crate::{DType, Device, Error, Result, Shape, Tensor};
+
+/// What index tensors mean for a tensor of some shape.
+struct Picks {
+    op: &'static str,
+    /// The dims that are indexed, and their indices.
+    given: SmallVec<[(usize, Tensor); 3]>,
+    /// The dims that are not.
+    kept: Dims,
+    /// What the indices broadcast to.
+    places: Shape,
+    /// The shape of what they name: the places where the indexed dims stood if these are neighbours, else in front.
+    shape: Shape,
+    /// Where in it the places begin.
+    first: usize,
+}
+
+impl Picks {
+    fn new(op: &'static str, t: &Tensor, indices: &[Option<&Tensor>]) -> Result<Picks> {
+        if indices.len() > t.rank() {
+            let reason = format!("{} indices are too many for a tensor of shape {}", indices.len(), t.shape());
+            return Err(Error::invalid(op, reason));
+        }
+        let given: SmallVec<[(usize, Tensor); 3]> =
+            indices.iter().enumerate().filter_map(|(d, i)| i.map(|i| (d, i.detach()))).collect();
+        let Some((first, last)) = given.first().zip(given.last()) else {
+            return Err(Error::invalid(op, "there is no index tensor"));
+        };
+        for (_, index) in &given {
+            check_index(op, index)?;
+            same_device(op, &[t, index])?;
+        }
+        let neighbours = last.0 - first.0 + 1 == given.len();
+        let first = if neighbours { first.0 } else { 0 };
+        let places = given.iter().try_fold(Shape::default(), |all, (_, i)| all.broadcast(op, i.shape()))?;
+        let kept: Dims = (0..t.rank()).filter(|d| given.iter().all(|(g, _)| g != d)).collect();
+        let size = |d: &usize| t.shape().dims()[*d];
+        let (before, after) = kept.split_at(first);
+        let shape = before.iter().map(size).chain(places.dims().iter().copied()).chain(after.iter().map(size));
+        let shape = shape.collect::<Shape>().checked(op)?;
+        Ok(Picks { op, given, kept, places, shape, first })
+    }
+
+    /// The index, of the places' shape, into one dim of `t`.
+    fn place(&self, t: &Tensor) -> Result<Place> {
+        if let [(d, index)] = &self.given[..] {
+            let (size, step) = (t.shape().dims()[*d], t.strides()[*d]);
+            return Ok(Place { index: index.detach(), size, step, offset: t.layout.offset, wraps: true });
+        }
+        let axes = self.given.iter().map(|(d, _)| (t.shape().dims()[*d], t.strides()[*d]));
+        if self.places.numel() > 0
+            && let Some(at) = axes.clone().position(|(size, _)| size == 0)
+        {
+            let index = self.given[at].1.cast(DType::I64)?.to_vec::<i64>()?[0];
+            return Err(Error::IndexOutOfRange { op: self.op, index, size: 0 });
+        }
+        // Elements before and after the first one that indices can name.
+        let reach = |sign: isize| -> usize {
+            axes.clone().map(|(size, step)| size.saturating_sub(1) * (step * sign).max(0) as usize).sum()
+        };
+        let (back, ahead) = (reach(-1), reach(1));
+        let out = Tensor::empty_like_shape(&self.places, DType::I64, t.device())?;
+        if out.numel() > 0 {
+            for (i, ((_, index), axis)) in self.given.iter().zip(axes).enumerate() {
+                let index = index.with_layout(index.layout.broadcast_to(&self.places));
+                let base = (i == 0).then_some(back as i64);
+                match t.device() {
+                    Device::Cpu => cpu::linear(self.op, &index, &out, axis, base)?,
+                    Device::OpenCL(_) => opencl::linear(self.op, &index, &out, axis, base)?,
+                }
+            }
+            out.storage.bump_version();
+        }
+        Ok(Place { index: out, size: back + ahead + 1, step: 1, offset: t.layout.offset - back, wraps: false })
+    }
+
+    fn read(&self, x: &Tensor) -> Result<Tensor> {
+        let Place { index, size, step, offset, wraps } = self.place(x)?;
+        let (before, after) = self.kept.split_at(self.first);
+        let strides = |places: &[isize], kept: &dyn Fn(usize) -> isize| -> Dims<isize> {
+            let kept = |dims: &[usize]| dims.iter().map(|&d| kept(d)).collect::<Dims<isize>>();
+            kept(before).into_iter().chain(places.iter().copied()).chain(kept(after)).collect()
+        };
+        let none: Dims<isize> = SmallVec::from_elem(0, self.places.rank());
+        let x_layout = Layout { shape: self.shape.clone(), strides: strides(&none, &|d| x.strides()[d]), offset };
+        let index_layout = Layout {
+            shape: self.shape.clone(),
+            strides: strides(index.strides(), &|_| 0),
+            offset: index.layout.offset,
+        };
+        Indexed { op: self.op, x, x_layout, index: &index, index_layout, size, step, wraps }.read()
+    }
+
+    /// Writes `values`, broadcast, to the places of `target`.
+    fn write(&self, combine: Combine, target: &Tensor, values: &Tensor) -> Result<()> {
+        if combine.rounds(target.dtype) {
+            let wide = target.cast(DType::F32)?;
+            self.write(combine, &wide, &values.cast(DType::F32)?)?;
+            target.detach().copy_(&wide)?;
+            return Ok(());
+        }
+        let Place { index, size, step, offset, wraps } = self.place(target)?;
+        // The places as one dim, in front: that is the order in which they are written.
+        let values = values.with_layout(values.layout.broadcast_to(&self.shape));
+        let order = (self.first..self.first + self.places.rank())
+            .chain(0..self.first)
+            .chain(self.first + self.places.rank()..self.shape.rank());
+        let order: Dims = order.collect();
+        let kept = self.kept.iter().map(|&d| target.shape().dims()[d]);
+        let shape: Shape = std::iter::once(self.places.numel()).chain(kept).collect();
+        let values = apart(&values.with_layout(values.layout.permute(&order)).reshape(&shape)?, target)?;
+        let index = apart(&index.reshape(self.places.numel())?, target)?;
+        let first = |step: isize, others: &dyn Fn(usize) -> isize| -> Dims<isize> {
+            std::iter::once(step).chain(self.kept.iter().map(|&d| others(d))).collect()
+        };
+        let index_layout =
+            Layout { shape: shape.clone(), strides: first(index.strides()[0], &|_| 0), offset: index.layout.offset };
+        let layout = Layout { shape, strides: first(0, &|d| target.strides()[d]), offset };
+        let x_layout = values.layout.clone();
+        let indexed = Indexed { op: self.op, x: &values, x_layout, index: &index, index_layout, size, step, wraps };
+        indexed.write(combine, target, &layout, 0)
+    }
+}
+
+/// An index into a dim of `size` with `step` between its elements, the first of which is at `offset`.
+struct Place {
+    index: Tensor,
+    size: usize,
+    step: isize,
+    offset: usize,
+    wraps: bool,
+}
+
+/// Index tensors to keep for backward, and to be given again.
+struct Kept(SmallVec<[Option<Saved>; 3]>);
+
+impl Kept {
+    fn new(indices: &[Option<&Tensor>]) -> Kept {
+        Kept(indices.iter().map(|i| i.map(Saved::new)).collect())
+    }
+
+    fn get(&self, op: &'static str) -> Result<SmallVec<[Option<&Tensor>; 3]>> {
+        self.0.iter().map(|i| i.as_ref().map(|i| i.get(op)).transpose()).collect()
+    }
+}
+
+impl Tensor {
+    /// The elements that index tensors name, one for each leading dim, `None` for a whole one (PyTorch's `x[i, :, j]`, which
+    /// calls `index`). The indices are broadcast together; their dims stand where those indexed stood, or in front if these
+    /// are no neighbours. Negative indices count from the end. Differentiable.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let t = Tensor::arange(0, 6, 1, Device::Cpu)?.reshape([2, 3])?;
+    /// let rows = Tensor::from_slice(&[0i64, 1, -1], 3, Device::Cpu)?;
+    /// let columns = Tensor::from_slice(&[2i64, 0, -1], 3, Device::Cpu)?;
+    /// assert_eq!(t.index(&[Some(&rows), Some(&columns)])?.to_vec::<f32>()?, [2.0, 3.0, 5.0]);
+    /// assert_eq!(t.index(&[None, Some(&columns)])?.shape().dims(), [2, 3]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for no index or more than dims; [`Error::ShapeMismatch`] where indices do not broadcast; otherwise
+    /// as [`Tensor::index_select`].
+    pub fn index(&self, indices: &[Option<&Tensor>]) -> Result<Tensor> {
+        self.indexed("index", indices)
+    }
+
+    fn indexed(&self, op: &'static str, indices: &[Option<&Tensor>]) -> Result<Tensor> {
+        let out = Picks::new(op, self, indices)?.read(self)?;
+        let (indices, shape) = (Kept::new(indices), self.shape().clone());
+        Ok(recorded(op, out, &[self], move |_, grad| {
+            let (total, indices) = (zeros_for(grad, &shape)?, indices.get(op)?);
+            let wide = grad.to_dtype(total.dtype)?;
+            let total = match autograd::is_tracked(&[grad]) {
+                true => total.index_put(&indices, &wide, true)?,
+                false => total.index_put_(&indices, &wide, true)?.detach(),
+            };
+            total.to_dtype(grad.dtype)
+        }))
+    }
+
+    /// A copy of this tensor with `values`, broadcast to the shape that [`Tensor::index`] would give, in place of the
+    /// elements that the indices name, or added to them with `accumulate` (PyTorch's `index_put`). Of equal places the last
+    /// value stays, whose gradient the others get too; added, all count, with the same bits on every run. Differentiable in
+    /// both.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let t = Tensor::zeros(&[2, 3], Device::Cpu)?;
+    /// let (i, j) = (Tensor::from_slice(&[0i64, 0], 2, Device::Cpu)?, Tensor::from_slice(&[-1i64, 2], 2, Device::Cpu)?);
+    /// let sum = t.index_put(&[Some(&i), Some(&j)], &Tensor::ones(&[], Device::Cpu)?, true)?;
+    /// assert_eq!(sum.to_vec::<f32>()?, [0.0, 0.0, 2.0, 0.0, 0.0, 0.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Tensor::index`]; [`Error::ShapeMismatch`] where `values` do not broadcast, [`Error::DTypeMismatch`].
+    pub fn index_put(&self, indices: &[Option<&Tensor>], values: &Tensor, accumulate: bool) -> Result<Tensor> {
+        self.indexed_put("index_put", indices, values, accumulate)
+    }
+
+    fn indexed_put(
+        &self,
+        op: &'static str,
+        indices: &[Option<&Tensor>],
+        values: &Tensor,
+        accumulate: bool,
+    ) -> Result<Tensor> {
+        let out = self.cast(self.dtype)?;
+        out.put_values(op, indices, values, accumulate)?;
+        let (kept, shape) = (Kept::new(indices), values.shape().clone());
+        Ok(recorded(op, out, &[self, values], move |i, grad| match i {
+            0 if accumulate => Ok(grad.shallow_clone()),
+            0 => grad.index_put(&kept.get(op)?, &Tensor::zeros((), (grad.dtype, grad.device()))?, false),
+            _ => sum_onto(&grad.index(&kept.get(op)?)?, &shape),
+        }))
+    }
+
+    /// [`Tensor::index_put`] in place.
+    ///
+    /// # Errors
+    /// As [`Tensor::index_put`]; [`Error::Autograd`] where a tensor is tracked; [`Error::Invalid`] into an expanded view.
+    pub fn index_put_(&self, indices: &[Option<&Tensor>], values: &Tensor, accumulate: bool) -> Result<&Tensor> {
+        let op = "index_put_";
+        autograd::check_in_place(op, self, &[values])?;
+        self.put_values(op, indices, values, accumulate)?;
+        Ok(self)
+    }
+
+    fn put_values(
+        &self,
+        op: &'static str,
+        indices: &[Option<&Tensor>],
+        values: &Tensor,
+        accumulate: bool,
+    ) -> Result<()> {
+        same_device(op, &[self, values])?;
+        same_dtype(op, &[self, values])?;
+        let picks = Picks::new(op, self, indices)?;
+        if picks.shape.broadcast(op, values.shape())? != picks.shape {
+            let hint = "the values broadcast to the shape of what the indices name";
+            let (lhs, rhs) = (picks.shape, values.shape().clone());
+            return Err(Error::ShapeMismatch { op, lhs, rhs, hint });
+        }
+        picks.write(if accumulate { Combine::Add } else { Combine::Set }, self, values)
+    }
+
+    /// The elements at `index`, of any shape, in this tensor taken as a vector in row-major order (PyTorch's `take`).
+    /// Negative indices count from the end. Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::index`].
+    pub fn take(&self, index: &Tensor) -> Result<Tensor> {
+        self.reshape(self.numel())?.indexed("take", &[Some(index)])
+    }
+
+    /// A copy of this tensor with `source`, an element for each of `index`, at these places of the tensor taken as a vector
+    /// in row-major order, or added there with `accumulate` (PyTorch's `put`). Negative indices count from the end.
+    /// Differentiable in both.
+    ///
+    /// # Errors
+    /// As [`Tensor::index_put`]; [`Error::ShapeMismatch`] where `index` and `source` have different numbers of elements.
+    pub fn put(&self, index: &Tensor, source: &Tensor, accumulate: bool) -> Result<Tensor> {
+        let op = "put";
+        let (index, source) = lists(op, index, source)?;
+        let flat = self.reshape(self.numel())?;
+        flat.indexed_put(op, &[Some(&index)], &source, accumulate)?.reshape(self.shape())
+    }
+
+    /// [`Tensor::put`] in place.
+    ///
+    /// # Errors
+    /// As [`Tensor::put`] and [`Tensor::index_put_`].
+    pub fn put_(&self, index: &Tensor, source: &Tensor, accumulate: bool) -> Result<&Tensor> {
+        let op = "put_";
+        autograd::check_in_place(op, self, &[source])?;
+        let (index, source) = lists(op, index, source)?;
+        match self.detach().view(self.numel()) {
+            Ok(flat) => flat.put_values(op, &[Some(&index)], &source, accumulate)?,
+            Err(_) => drop(self.copy_(&self.detach().put(&index, &source, accumulate).map_err(|e| e.of(op))?)?),
+        }
+        Ok(self)
+    }
+}
+
+/// Both as vectors.
+fn lists(op: &'static str, index: &Tensor, source: &Tensor) -> Result<(Tensor, Tensor)> {
+    if index.numel() != source.numel() {
+        let hint = "there is one element of the source for each index";
+        return Err(Error::ShapeMismatch { op, lhs: index.shape().clone(), rhs: source.shape().clone(), hint });
+    }
+    Ok((index.reshape(index.numel())?, source.reshape(source.numel())?))
+}
+
+/// The sum over the dims that an operand of `shape` was broadcast along: its gradient.
+fn sum_onto(grad: &Tensor, shape: &Shape) -> Result<Tensor> {
+    let missing = grad.rank() - shape.rank();
+    let stretched = |d: &usize| *d < missing || (shape.dims()[d - missing] == 1 && grad.shape().dims()[*d] != 1);
+    let dims: Dims<isize> = (0..grad.rank()).filter(stretched).map(|d| d as isize).collect();
+    if dims.is_empty() { Ok(grad.shallow_clone()) } else { grad.sum(&dims[..], true)?.reshape(shape) }
+}
