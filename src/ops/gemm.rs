@@ -96,7 +96,7 @@ impl<'a> Gemm<'a> {
 }
 
 /// `[batch.., m, n]` of `[.., m, k]` times `[.., k, n]`.
-fn product_shape(op: &'static str, a: &Tensor, b: &Tensor) -> Result<Shape> {
+pub(super) fn product_shape(op: &'static str, a: &Tensor, b: &Tensor) -> Result<Shape> {
     let (x, y) = (a.shape().dims(), b.shape().dims());
     let mismatch = |hint| Error::ShapeMismatch { op, lhs: a.shape().clone(), rhs: b.shape().clone(), hint };
     let ([batch_a @ .., m, k], [batch_b @ .., k_b, n]) = (x, y) else {

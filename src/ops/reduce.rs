@@ -66,7 +66,7 @@ impl<const N: usize> From<&[isize; N]> for ReduceDims {
 
 impl ReduceDims {
     /// For each dim of `shape`, whether it is reduced.
-    fn mask(&self, op: &'static str, shape: &Shape) -> Result<Mask> {
+    pub(super) fn mask(&self, op: &'static str, shape: &Shape) -> Result<Mask> {
         let Some(dims) = &self.0 else { return Ok(SmallVec::from_elem(true, shape.rank())) };
         let mut mask: Mask = SmallVec::from_elem(false, shape.rank());
         for &dim in dims {

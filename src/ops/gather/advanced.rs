@@ -9,6 +9,7 @@ use smallvec::SmallVec;
 use super::scatter::{Combine, apart};
 use super::{Indexed, check_index, cpu, opencl, zeros_for};
 use crate::autograd::{self, Saved};
+use crate::ops::linalg::sum_onto;
 use crate::ops::{recorded, same_device, same_dtype};
 use crate::tensor::{Dims, Layout};
 use crate::{DType, Device, Error, Result, Shape, Tensor};
@@ -304,12 +305,4 @@ fn lists(op: &'static str, index: &Tensor, source: &Tensor) -> Result<(Tensor, T
         return Err(Error::ShapeMismatch { op, lhs: index.shape().clone(), rhs: source.shape().clone(), hint });
     }
     Ok((index.reshape(index.numel())?, source.reshape(source.numel())?))
-}
-
-/// The sum over the dims that an operand of `shape` was broadcast along: its gradient.
-fn sum_onto(grad: &Tensor, shape: &Shape) -> Result<Tensor> {
-    let missing = grad.rank() - shape.rank();
-    let stretched = |d: &usize| *d < missing || (shape.dims()[d - missing] == 1 && grad.shape().dims()[*d] != 1);
-    let dims: Dims<isize> = (0..grad.rank()).filter(stretched).map(|d| d as isize).collect();
-    if dims.is_empty() { Ok(grad.shallow_clone()) } else { grad.sum(&dims[..], true)?.reshape(shape) }
 }

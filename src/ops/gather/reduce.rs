@@ -1,7 +1,7 @@
 //! Writing through an index with a reduction of all that meets in one element.
 
-use super::scatter::{Combine, Places, everywhere, scatter};
 use super::along;
+use super::scatter::{Combine, Places, everywhere, scatter};
 use crate::autograd::{self, Saved};
 use crate::ops::recorded;
 use crate::{DType, Error, Result, Scalar, Tensor, no_grad};
