@@ -3,7 +3,8 @@
 // one of SOFTMAX LOG_SOFTMAX LOGSUMEXP SOFTMAX_GRAD LOG_SOFTMAX_GRAD CROSS_ENTROPY; for the last also T (the labels' dtype)
 // and WITH_GRAD. Processors: one work-item a row, or run of rows. GPUs: `lanes` work-items a row, as in reduce.cl; with CACHED
 // each keeps that many groups of VEC elements (loaded as WIDE_T where VEC is above 1), all there are, in registers; LANES
-// and BY_COLUMN are then compiled in.
+// and BY_COLUMN are then compiled in. SOFTMAX with MASK sees part of a row: up to the row's number in its matrix of `causal`
+// rows where that is not 0; of these elements those where z (dtype Z) is true with MASK 1; z is added to them with MASK 2.
 
 // Where a row starts in each of three tensors.
 typedef struct {
@@ -26,6 +27,18 @@ inline At at_rows(const Rows *d, IDX i) {
 
 typedef __global const CAT(A, _t) *In;
 typedef __global CAT(A, _t) *Out;
+#ifdef MASK
+typedef __global const CAT(Z, _t) *Other;
+#if MASK == 0
+#define SEEN(v, i) (v)
+#elif MASK == 1
+#define SEEN(v, i) (CAT(load_, Z)(z, za + (long)(i) * zs) ? (v) : -INFINITY)
+#else
+#define SEEN(v, i) ((v) + CAT(load_, Z)(z, za + (long)(i) * zs))
+#endif
+#else
+typedef In Other;
+#endif
 #define LOAD CAT(load_, A)
 #define STORE CAT(CAT(CAT(store_, A), _), ACC_NAME)
 #define LARGER(a, b) ((((a) > (b)) | ((a) != (a))) ? (a) : (b))
@@ -269,6 +282,19 @@ inline void fetch(ACC *v, In x, ulong at, uint lane, uint lanes, IDX stop, long 
     }
 }
 
+#ifdef MASK
+inline void hide(ACC *v, Other z, ulong za, uint lane, uint lanes, IDX seen, long zs) {
+    #pragma unroll
+    for (int k = 0; k < CACHED; ++k) {
+        #pragma unroll
+        for (int j = 0; j < VEC; ++j) {
+            const IDX i = (lane + k * lanes) * VEC + j;
+            v[k * VEC + j] = i < seen ? SEEN(v[k * VEC + j], i) : -INFINITY;
+        }
+    }
+}
+#endif
+
 inline void keep(const ACC *v, Out y, ulong at, uint lane, uint lanes, IDX stop, long stride) {
     #pragma unroll
     for (int k = 0; k < CACHED; ++k) {
@@ -293,8 +319,8 @@ __kernel
     __attribute__((reqd_work_group_size(GROUP, 1, 1)))
 #endif
     void
-    row(In x, ulong x_at, Out y, ulong y_at, In z, ulong z_at, Rows rows, ulong count_, ulong n_, long xs, long ys, long zs,
-        uint by_column_, uint lanes_) {
+    row(In x, ulong x_at, Out y, ulong y_at, Other z, ulong z_at, Rows rows, ulong count_, ulong n_, long xs, long ys,
+        long zs, uint by_column_, uint lanes_, ulong causal) {
     const IDX count = (IDX)count_, n = (IDX)n_;
 #ifdef CACHED
     const uint by_column = BY_COLUMN, lanes = LANES;
@@ -318,10 +344,18 @@ __kernel
     const At at = at_rows(&rows, r < count ? r : 0);
     const ulong xa = x_at + at.x, ya = y_at + at.y, za = z_at + at.z;
     IDX i = lane;
+#ifdef MASK
+    const IDX seen = causal == 0 ? stop : min(stop, r % (IDX)causal + 1);
+#endif
 #ifdef CACHED
     ACC v[KEPT];
 #if defined(SOFTMAX) || defined(LOG_SOFTMAX) || defined(LOGSUMEXP)
+#ifdef MASK
+    fetch(v, x, xa, lane, lanes, min(stop, (seen + VEC - 1) / VEC * VEC), xs, -INFINITY);
+    hide(v, z, za, lane, lanes, seen, zs);
+#else
     fetch(v, x, xa, lane, lanes, stop, xs, -INFINITY);
+#endif
     // A NaN need not be found here: the sum has it.
     ACC m = largest_of(v);
     FOLD(fmax, m);
@@ -329,13 +363,21 @@ __kernel
     // An infinite row is its own answer: inf - inf would be NaN.
     if (isinf(m))
         m = 0;
+#elif defined(MASK)
+    if (m == -INFINITY)
+        m = 0;
 #endif
     shift_all(v, m);
 #ifdef SOFTMAX
     exp_all(v);
     ACC s = sum_of(v);
     FOLD(PLUS, s);
+#ifdef MASK
+    // A row that sees nothing is all zeros.
+    scale_all(v, s == 0 ? 0 : 1 / s);
+#else
     scale_all(v, 1 / s);
+#endif
     keep(v, y, ya, lane, lanes, stop, ys);
 #else
     ACC s = sum_exp_of(v);
@@ -368,6 +410,39 @@ __kernel
 #endif
     keep(v, y, ya, lane, lanes, stop, ys);
 #endif
+#elif defined(MASK)
+#define VALUE(i) SEEN(LOAD(x, xa + (long)(i) * xs), i)
+    ACC m = -INFINITY, s = 0;
+#if MASK == 0
+    m = largest(x, xa, seen, xs, lane, lanes);
+#else
+    for (i = lane; i < seen; i += lanes) {
+        const ACC v = VALUE(i);
+        m = LARGER(v, m);
+    }
+#endif
+    FOLD(LARGER, m);
+    if (m == -INFINITY)
+        m = 0;
+#if MASK == 0
+    s = sum_exp(x, xa, seen, xs, m, lane, lanes);
+#else
+    for (i = lane; i < seen; i += lanes)
+        s += exp(VALUE(i) - m);
+#endif
+    FOLD(PLUS, s);
+    const ACC scale = s == 0 ? 0 : 1 / s;
+    i = lane;
+#if MASK == 0 && defined(IS_CPU)
+    {
+        const IDX n = seen;
+        WIDE(xs == 1 && ys == 1) STORE16(y, ya + i, exp(LOAD16(x, xa + i) - m) * scale);
+    }
+#endif
+    for (; i < seen; i += lanes)
+        STORE(y, ya + (long)i * ys, exp(VALUE(i) - m) * scale);
+    for (; i < stop; i += lanes)
+        STORE(y, ya + (long)i * ys, (ACC)0);
 #elif defined(SOFTMAX) || defined(LOG_SOFTMAX) || defined(LOGSUMEXP)
     ACC m = largest(x, xa, stop, xs, lane, lanes);
     FOLD(LARGER, m);

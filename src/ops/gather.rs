@@ -44,7 +44,7 @@ fn without(t: &Tensor, d: usize, shape: &Shape) -> (Layout, isize) {
     (Layout { shape: shape.clone(), strides, offset: t.layout.offset }, step)
 }
 
-fn check_index(op: &'static str, index: &Tensor) -> Result<()> {
+pub(crate) fn check_index(op: &'static str, index: &Tensor) -> Result<()> {
     match index.dtype {
         DType::I64 | DType::I32 | DType::U32 | DType::U8 => Ok(()),
         dtype => Err(Error::UnsupportedDType { op, dtype, expected: "an integer index (i64, i32, u32, u8)" }),

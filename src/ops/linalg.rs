@@ -12,7 +12,8 @@ use crate::autograd::Saved;
 use crate::tensor::Dims;
 use crate::{Error, Result, Scalar, Shape, Tensor};
 
-/// `alpha * (a b)` and `alpha * (a b) + beta * input`.
+/// `a b`, `alpha * (a b)` and `alpha * (a b) + beta * input`.
+static PLAIN: LazyLock<Expr> = LazyLock::new(|| Expr::input(0));
 static SCALED: LazyLock<Expr> = LazyLock::new(|| Expr::input(0) * Expr::scalar(0));
 static ADDED: LazyLock<Expr> = LazyLock::new(|| Expr::input(1) * Expr::scalar(1) + Expr::input(0) * Expr::scalar(0));
 
@@ -33,6 +34,18 @@ pub(super) fn product(
     b: &Tensor,
     alpha: Scalar,
 ) -> Result<Tensor> {
+    product_in(op, None, input, a, b, alpha)
+}
+
+/// [`product`] written to `out`, of the product's shape, which shares no memory with the operands.
+pub(super) fn product_in(
+    op: &'static str,
+    out: Option<Tensor>,
+    input: Option<(&Tensor, Scalar)>,
+    a: &Tensor,
+    b: &Tensor,
+    alpha: Scalar,
+) -> Result<Tensor> {
     let dtype = same_dtype(op, &[a, b])?;
     same_device(op, &[a, b])?;
     let shape = product_shape(op, a, b)?;
@@ -47,9 +60,14 @@ pub(super) fn product(
         }
     }
     let read = input.filter(|(_, beta)| beta.to_f64() != 0.0).map(|(t, _)| t);
-    let epilogue = std::slice::from_ref(if read.is_some() { &*ADDED } else { &*SCALED });
-    let scalars = if read.is_some() { &scalars[..] } else { &scalars[..1] };
-    let out = Gemm { extras: read.as_slice(), scalars, ..Gemm::plain(op, a, b, epilogue, &dtype) }.run()?.remove(0);
+    let (epilogue, scalars) = match read {
+        Some(_) => (&*ADDED, &scalars[..]),
+        None if alpha.to_f64() == 1.0 => (&*PLAIN, &[][..]),
+        None => (&*SCALED, &scalars[..1]),
+    };
+    let epilogue = std::slice::from_ref(epilogue);
+    let gemm = Gemm { out, extras: read.as_slice(), scalars, ..Gemm::plain(op, a, b, epilogue, &dtype) };
+    let out = gemm.run()?.remove(0);
 
     let saved = [a, b].map(Saved::new);
     let added = input.map(|(t, beta)| (t.shape().clone(), beta));

@@ -8,6 +8,7 @@
 use crate::autograd;
 use crate::{DType, Device, Error, Result, Tensor};
 
+mod attention;
 mod collapse;
 pub(crate) mod convert;
 mod copy;
@@ -44,6 +45,7 @@ mod stream;
 pub mod table;
 pub(crate) mod tiles;
 
+pub use attention::Attention;
 pub use einsum::TensordotDims;
 pub use expr::Expr;
 pub use gather::ScatterReduce;

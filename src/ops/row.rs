@@ -9,7 +9,8 @@ use smallvec::SmallVec;
 use super::collapse::Walk;
 use super::elementwise::{Params, apply};
 use super::expr::Expr;
-use super::same_device;
+use super::linalg::sum_onto;
+use super::{recorded, same_device};
 use crate::autograd::{self, Saved};
 use crate::tensor::{Dims, Layout};
 use crate::{DType, Device, Error, Result, Shape, Tensor};
@@ -21,11 +22,39 @@ mod opencl;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum RowOp {
     Softmax,
+    /// Of the part of a row that [`Sight`] says.
+    MaskedSoftmax,
     LogSoftmax,
     LogSumExp,
     /// Of the result and its gradient.
     SoftmaxGrad,
     LogSoftmaxGrad,
+}
+
+/// What the third operand says about a row's elements.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+enum Mask {
+    #[default]
+    None,
+    /// Only those where it is true are seen.
+    Keep,
+    /// It is added to them.
+    Add,
+}
+
+/// What a softmax sees of its rows.
+#[derive(Debug, Clone, Copy, Default)]
+struct Sight {
+    mask: Mask,
+    /// Row i of each matrix of so many sees elements up to i; 0: each sees all.
+    causal: usize,
+}
+
+impl Sight {
+    /// How many elements row r sees of n.
+    fn of(self, r: usize, n: usize) -> usize {
+        if self.causal == 0 { n } else { n.min(r % self.causal + 1) }
+    }
 }
 
 /// Rows of n elements: where each starts in up to three operands, and the step along a row in each.
@@ -34,6 +63,7 @@ struct Rows {
     walk: Walk,
     n: usize,
     steps: [isize; 3],
+    sight: Sight,
 }
 
 impl Rows {
@@ -44,7 +74,7 @@ impl Rows {
         let rest: Shape = shape.dims().iter().enumerate().filter(|(i, _)| *i != d).map(|(_, &n)| n).collect();
         let starts = operands.map(without);
         let walk = Walk::new(&rest, starts.iter().map(|s| &s[..]));
-        Rows { walk, n: shape.dims()[d], steps: operands.map(|s| s[d]) }
+        Rows { walk, n: shape.dims()[d], steps: operands.map(|s| s[d]), sight: Sight::default() }
     }
 
     fn count(&self) -> usize {
@@ -54,6 +84,10 @@ impl Rows {
 
 /// The row operation along dim d of `x` (and `z`, of its shape), outside the graph.
 fn along(kind: RowOp, x: &Tensor, z: Option<&Tensor>, d: usize) -> Result<Tensor> {
+    seeing(kind, x, z, d, Sight::default())
+}
+
+fn seeing(kind: RowOp, x: &Tensor, z: Option<&Tensor>, d: usize, sight: Sight) -> Result<Tensor> {
     let z = z.unwrap_or(x);
     let whole = kind != RowOp::LogSumExp;
     let shape: Shape = match whole {
@@ -68,13 +102,49 @@ fn along(kind: RowOp, x: &Tensor, z: Option<&Tensor>, d: usize) -> Result<Tensor
         out.fill_(f64::NEG_INFINITY)?;
         return Ok(out);
     }
-    let rows = Rows::new(x.shape(), d, [x.strides(), out.strides(), z.strides()]);
+    let rows = Rows { sight, ..Rows::new(x.shape(), d, [x.strides(), out.strides(), z.strides()]) };
     match x.device() {
         Device::Cpu => cpu::run(kind, x, z, &out, d, &rows)?,
         Device::OpenCL(_) => opencl::run(kind, x, z, &out, &rows)?,
     }
     out.storage.bump_version();
     Ok(out)
+}
+
+/// The softmax along the last dim of what each row sees: elements where a bool `mask`, broadcast, is true, or all, with a
+/// mask of floats added to them; with `causal` no element beyond the row's number in its matrix. A row that sees nothing is
+/// all zeros. One launch either way. Recorded for scores and mask.
+pub(super) fn masked_softmax(op: &'static str, scores: &Tensor, mask: Option<&Tensor>, causal: bool) -> Result<Tensor> {
+    let d = scores.rank() - 1;
+    let sight = Sight {
+        mask: match mask {
+            None => Mask::None,
+            Some(mask) if mask.dtype == DType::Bool => Mask::Keep,
+            Some(_) => Mask::Add,
+        },
+        causal: if causal { scores.shape().dims()[d - 1] } else { 0 },
+    };
+    let spread = mask.map(|mask| mask.with_layout(mask.layout.broadcast_to(scores.shape())));
+    let out = seeing(RowOp::MaskedSoftmax, scores, spread.as_ref(), d, sight)?;
+    let weights = Saved::new(&out);
+    let like_mask = mask.map(|mask| (mask.shape().clone(), mask.dtype));
+    let inputs: SmallVec<[&Tensor; 2]> = std::iter::once(scores).chain(mask).collect();
+    Ok(recorded(op, out, &inputs, move |i, grad| {
+        let weights = weights.get(op)?;
+        let slope = softmax_slope(weights, grad)?;
+        match &like_mask {
+            Some((shape, dtype)) if i == 1 => sum_onto(&slope, shape)?.to_dtype(*dtype),
+            _ => Ok(slope),
+        }
+    }))
+}
+
+/// The gradient of a softmax along the last dim, from its result and the gradient of that. Recorded.
+pub(super) fn softmax_slope(weights: &Tensor, grad: &Tensor) -> Result<Tensor> {
+    match autograd::is_tracked(&[weights, grad]) {
+        true => weights.mul(&grad.sub(&weights.mul(grad)?.sum(-1, true)?)?),
+        false => along(RowOp::SoftmaxGrad, weights, Some(grad), weights.rank() - 1),
+    }
 }
 
 /// A scalar has one row of one element.

@@ -2,7 +2,7 @@
 
 use pulp::{Arch, Simd, WithSimd};
 
-use super::{CrossEntropy, LossReduction, RowOp, Rows};
+use super::{CrossEntropy, LossReduction, Mask, RowOp, Rows};
 use crate::device::{count_launch, cpu::parallel};
 use crate::ops::convert::{load_tile, store_tile};
 use crate::ops::fold::{Add, Max, fold, fold_in, fold_map};
@@ -61,13 +61,15 @@ impl Job<'_> {
     fn part<C: Lane>(&self, first: usize, out: &mut [u8]) {
         let (n, inner, rows) = (self.rows.n, self.inner, self.rows);
         let zero = C::from_i32(0);
-        let two = matches!(self.kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad);
+        let mask = rows.sight.mask;
+        let two = matches!(self.kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad) || mask != Mask::None;
         let (mut one, mut other) = (Vec::new(), Vec::new());
         let mut compute = |i: usize, row: &mut [C]| {
             let at = rows.walk.offsets(first + i);
             let from = self.row(self.x, 0, at[0], &mut one);
             let other = if two { self.row(self.z, 2, at[2], &mut other) } else { &[] };
-            Arch::new().dispatch(OnRow { kind: self.kind, from, row, other })
+            let from = &from[..rows.sight.of(first + i, n)];
+            Arch::new().dispatch(OnRow { kind: self.kind, from, row, other, mask })
         };
         let length = if self.kind == RowOp::LogSumExp { 1 } else { n };
         if inner == 1 && self.out.dtype == C::COMPUTE.dtype() {
@@ -103,6 +105,7 @@ struct OnRow<'a, C> {
     from: &'a [C],
     row: &'a mut [C],
     other: &'a [C],
+    mask: Mask,
 }
 
 impl<C: Lane> WithSimd for OnRow<'_, C> {
@@ -110,13 +113,33 @@ impl<C: Lane> WithSimd for OnRow<'_, C> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) -> usize {
-        let OnRow { kind, from, row, other } = self;
+        let OnRow { kind, from, row, other, mask } = self;
         match kind {
             RowOp::Softmax => {
                 let m = fold_in::<Max, C, S>(simd, from);
                 row.iter_mut().zip(from).for_each(|(y, x)| *y = x.sub(m).exp());
                 let s = C::from_i32(1).div(fold_in::<Add, C, S>(simd, row));
                 row.iter_mut().for_each(|x| *x = x.mul(s));
+                row.len()
+            }
+            RowOp::MaskedSoftmax => {
+                let (seen, hidden) = row.split_at_mut(from.len());
+                let low = C::from_f64(f64::NEG_INFINITY);
+                seen.copy_from_slice(from);
+                match mask {
+                    Mask::None => {}
+                    Mask::Keep => {
+                        seen.iter_mut().zip(other).for_each(|(x, k)| *x = if k.is_true() { *x } else { low });
+                    }
+                    Mask::Add => seen.iter_mut().zip(other).for_each(|(x, a)| *x = x.add(*a)),
+                }
+                let m = fold_in::<Max, C, S>(simd, seen);
+                let m = if m == low { C::from_i32(0) } else { m };
+                seen.iter_mut().for_each(|x| *x = x.sub(m).exp());
+                let s = fold_in::<Add, C, S>(simd, seen);
+                let scale = if s == C::from_i32(0) { s } else { C::from_i32(1).div(s) };
+                seen.iter_mut().for_each(|x| *x = x.mul(scale));
+                hidden.fill(C::from_i32(0));
                 row.len()
             }
             RowOp::LogSoftmax => {

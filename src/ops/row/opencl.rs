@@ -56,8 +56,12 @@ impl Way {
         let across = rows.walk.strides[0].last().copied().unwrap_or(0).unsigned_abs();
         let by_column = count > 1 && n > 1 && across != 0 && across < rows.steps[0].unsigned_abs();
         let columns = rows.walk.dims.last().copied().unwrap_or(1);
-        // The result of logsumexp has one element a row, which is not part of this.
-        let spans = if kind == RowOp::LogSumExp { &[0usize][..] } else { &[0, 1, 2] };
+        // The result of logsumexp has one element a row, which is not part of this; masks are read one by one.
+        let spans = match kind {
+            RowOp::LogSumExp => &[0usize][..],
+            RowOp::MaskedSoftmax => &[0, 1],
+            _ => &[0, 1, 2],
+        };
         let in_rows = n > 1 && spans.iter().all(|&k| rows.steps[k] == 1);
         let starts = spans.iter().flat_map(|&k| {
             let steps = rows.walk.strides[k].iter().copied();
@@ -123,11 +127,15 @@ pub(super) fn run(kind: RowOp, x: &Tensor, z: &Tensor, out: &Tensor, rows: &Rows
         // What `defines` below compiles in.
         let spread = (way.kept << 32 | way.width << 24 | way.lanes << 1) as u64 | u64::from(way.by_column);
         let spread = if way.kept > 0 { spread } else { 0 };
-        let params = [kind as u64, x.dtype as u64, rank as u64, wide as u64, spread];
+        let mask = (rows.sight.mask as u64) << 8 | z.dtype as u64;
+        let params = [kind as u64, x.dtype as u64, mask, rank as u64, wide as u64, spread];
         let key = KernelKey { template: "row", params: SmallVec::from_slice(&params), exprs: SmallVec::new() };
         let kernel = kernel(device, key, "row", || {
             let name = match kind {
                 RowOp::Softmax => "SOFTMAX",
+                RowOp::MaskedSoftmax => {
+                    &format!("SOFTMAX\n#define MASK {}\n#define Z {}", rows.sight.mask as u8, z.dtype)
+                }
                 RowOp::LogSoftmax => "LOG_SOFTMAX",
                 RowOp::LogSumExp => "LOGSUMEXP",
                 RowOp::SoftmaxGrad => "SOFTMAX_GRAD",
@@ -169,6 +177,7 @@ pub(super) fn run(kind: RowOp, x: &Tensor, z: &Tensor, out: &Tensor, rows: &Rows
         zs,
         Arg::U32(way.by_column.into()),
         Arg::U32(way.lanes as u32),
+        Arg::U64(rows.sight.causal as u64),
     ];
     device.launch(&kernel, &args, &[global], &[local])
 }

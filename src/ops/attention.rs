@@ -1,0 +1,244 @@
+//! Scaled dot-product attention: two batched products with a softmax between them, three launches forward and five backward.
+//!
+//! The scale is in the first product's epilogue, masks in the softmax, and heads are strides: queries, keys and values may be
+//! views of one projection, groups of queries that share a key are a batch stride of zero, and the result lies in memory as
+//! `[batch, length, heads, width]`, so that joining its heads copies nothing.
+
+use super::gemm::product_shape;
+use super::linalg::{product, product_in};
+use super::row::{masked_softmax, softmax_slope};
+use super::{recorded, same_device, same_dtype};
+use crate::autograd::{self, Saved};
+use crate::tensor::{Dims, Layout};
+use crate::{DType, Error, Result, Scalar, Shape, Tensor};
+
+/// How [`Tensor::scaled_dot_product_attention`] attends; by default to everything.
+///
+/// ```
+/// use claystone::{Device, Tensor, ops::Attention};
+/// let x = Tensor::ones(&[1, 2, 5, 4], Device::Cpu)?;
+/// let y = x.scaled_dot_product_attention(&x, &x, Attention { is_causal: true, ..Attention::default() })?;
+/// assert_eq!(y.shape(), x.shape());
+/// # Ok::<(), claystone::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Attention<'a> {
+    /// Broadcast to the scores, `[.., L, S]`: where a bool is true, the key takes part; floats are added to the scores.
+    pub attn_mask: Option<&'a Tensor>,
+    /// The probability with which a weight is dropped.
+    pub dropout_p: f64,
+    /// Whether query i attends to keys up to i only; together with a mask, to those of them that it leaves.
+    pub is_causal: bool,
+    /// What scores are multiplied by; `1 / sqrt(E)` where it is left out.
+    pub scale: Option<f64>,
+    /// Whether a head of keys and values serves several heads of queries.
+    pub enable_gqa: bool,
+}
+
+impl Tensor {
+    /// `softmax(q kᵀ * scale + mask) v`, this tensor being the queries `[.., L, E]`, for keys `[.., S, E]` and values
+    /// `[.., S, V]`, whose dims before broadcast: `[.., L, V]` (PyTorch's `scaled_dot_product_attention`). A query that may
+    /// attend to nothing gives zeros. Floats of one dtype. Differentiable, in a mask of floats too.
+    ///
+    /// # Errors
+    /// [`Error::ShapeMismatch`]; [`Error::UnsupportedDType`] for integers and a mask of them; [`Error::Invalid`] for a
+    /// `dropout_p` that is not in `0.0..1.0`; [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
+    pub fn scaled_dot_product_attention(&self, key: &Tensor, value: &Tensor, options: Attention<'_>) -> Result<Tensor> {
+        Ok(attend(self, key, value, options)?.0)
+    }
+
+    /// Self-attention of all heads, from queries, keys and values as one projection gives them: `[.., L, 3 E]`, each of the
+    /// three `heads` times E / heads wide, gives `[.., L, E]` (PyTorch's `scaled_dot_product_attention` of the three parts, and
+    /// what `nn.MultiheadAttention` does between its projections). Nothing is copied, forward or backward.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor, ops::Attention};
+    /// let projected = Tensor::ones(&[2, 5, 3 * 8], Device::Cpu)?;
+    /// let y = projected.packed_attention(4, Attention { is_causal: true, ..Attention::default() })?;
+    /// assert_eq!(y.shape().dims(), [2, 5, 8]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Tensor::scaled_dot_product_attention`]; [`Error::Invalid`] for a width that is not 3 times a multiple of `heads`.
+    pub fn packed_attention(&self, heads: usize, options: Attention<'_>) -> Result<Tensor> {
+        let op = "packed_attention";
+        self.dtype.check_float(op)?;
+        let packed = Packed::new(op, self.shape(), heads)?;
+        let named = |e: Error| e.of(op);
+        if options.dropout_p > 0.0 || options.attn_mask.is_some_and(Tensor::requires_grad) {
+            let [q, k, v] = packed.parts(self)?;
+            return packed.joined(&attend(&q, &k, &v, options).map_err(named)?.0);
+        }
+        let scale = options.scale.unwrap_or_else(|| usual_scale(packed.width));
+        let [q, k, v] = packed.layouts(&self.layout).map(|layout| self.with_layout(layout));
+        let (out, weights) = attend(&q, &k, &v, Attention { scale: Some(scale), ..options }).map_err(named)?;
+        let out = packed.joined(&out)?;
+        let saved = [self, &weights].map(Saved::new);
+        Ok(recorded(op, out, &[self], move |_, grad| {
+            let [all, weights] = [saved[0].get(op)?, saved[1].get(op)?];
+            let [q, k, v] = packed.parts(all)?;
+            let grad = packed.split(grad)?;
+            let turned = |t: &Tensor| t.transpose(-1, -2);
+            // Where a gradient of this gradient is wanted, its parts are put together by recorded operations.
+            let slots: [Option<Tensor>; 3] = match autograd::is_tracked(&[all, weights, &grad]) {
+                true => [None, None, None],
+                false => {
+                    let whole = Tensor::empty_like_shape(all.shape(), all.dtype, all.device())?;
+                    packed.layouts(&whole.layout).map(|layout| Some(whole.with_layout(layout)))
+                }
+            };
+            let [to_q, to_k, to_v] = slots;
+            let whole = to_q.as_ref().map(|q| q.with_layout(Layout::contiguous(all.shape().clone())));
+            let one = Scalar::Int(1);
+            let dv = product_in(op, to_v, None, &turned(weights)?, &grad, one)?;
+            let slope = softmax_slope(weights, &product(op, None, &grad, &turned(&v)?, one)?)?;
+            let dq = product_in(op, to_q, None, &slope, &k, scale.into())?;
+            let dk = product_in(op, to_k, None, &turned(&slope)?, &q, scale.into())?;
+            match whole {
+                Some(whole) => Ok(whole),
+                None => {
+                    let parts = [dq, dk, dv].iter().map(|t| packed.joined(t)).collect::<Result<Vec<_>>>()?;
+                    Tensor::cat(&parts, -1)
+                }
+            }
+        }))
+    }
+}
+
+/// How queries, keys and values lie in one tensor.
+#[derive(Clone)]
+struct Packed {
+    /// `[.., L]`.
+    rows: Shape,
+    heads: usize,
+    /// Of one head.
+    width: usize,
+}
+
+impl Packed {
+    fn new(op: &'static str, shape: &Shape, heads: usize) -> Result<Packed> {
+        match shape.dims() {
+            [rows @ .., all] if heads > 0 && all % (3 * heads) == 0 && !rows.is_empty() => {
+                Ok(Packed { rows: Shape::from(rows), heads, width: all / (3 * heads) })
+            }
+            _ => {
+                let reason = format!("shape {shape} is not [.., L, 3 E] with E a multiple of the {heads} heads");
+                Err(Error::invalid(op, reason))
+            }
+        }
+    }
+
+    /// The three parts of a tensor, each `[.., heads, L, width]`.
+    fn layouts(&self, all: &Layout) -> [Layout; 3] {
+        let (rank, last) = (self.rows.rank(), all.strides[all.strides.len() - 1]);
+        let (batch, length) = self.rows.dims().split_at(rank - 1);
+        let shape: Shape = batch.iter().copied().chain([self.heads, length[0], self.width]).collect();
+        let strides: Dims<isize> = (all.strides[..rank - 1].iter().copied())
+            .chain([last * self.width as isize, all.strides[rank - 1], last])
+            .collect();
+        [0, 1, 2].map(|i| {
+            let skipped = (i * self.heads * self.width) as isize * last;
+            Layout { shape: shape.clone(), strides: strides.clone(), offset: all.offset.wrapping_add_signed(skipped) }
+        })
+    }
+
+    /// The same, recorded.
+    fn parts(&self, all: &Tensor) -> Result<[Tensor; 3]> {
+        let each = self.heads * self.width;
+        let part = |i: usize| self.split(&all.narrow(-1, i * each, each)?);
+        Ok([part(0)?, part(1)?, part(2)?])
+    }
+
+    /// `[.., L, E]` as `[.., heads, L, width]`.
+    fn split(&self, t: &Tensor) -> Result<Tensor> {
+        t.unflatten(-1, [self.heads, self.width])?.transpose(-2, -3)
+    }
+
+    /// `[.., heads, L, width]` as `[.., L, E]`.
+    fn joined(&self, t: &Tensor) -> Result<Tensor> {
+        t.transpose(-2, -3)?.flatten(-2, -1)
+    }
+}
+
+fn usual_scale(width: usize) -> f64 {
+    1.0 / (width as f64).sqrt()
+}
+
+/// The result and the weights of the values, recorded.
+pub(crate) fn attend(q: &Tensor, k: &Tensor, v: &Tensor, options: Attention<'_>) -> Result<(Tensor, Tensor)> {
+    let op = "scaled_dot_product_attention";
+    same_dtype(op, &[q, k, v])?;
+    same_device(op, &[q, k, v])?;
+    q.dtype.check_float(op)?;
+    let mismatch =
+        |t: &Tensor, hint| Err(Error::ShapeMismatch { op, lhs: q.shape().clone(), rhs: t.shape().clone(), hint });
+    let ([.., width], [.., keys, key_width], [.., values, _]) = (q.shape().dims(), k.shape().dims(), v.shape().dims())
+    else {
+        return mismatch(k, "queries are [.., L, E], keys [.., S, E], values [.., S, V]");
+    };
+    if q.rank() < 2 || width != key_width {
+        return mismatch(k, "queries are [.., L, E] and keys [.., S, E]");
+    }
+    if keys != values {
+        return mismatch(v, "there are as many values as keys");
+    }
+    let scale = Scalar::Float(options.scale.unwrap_or_else(|| usual_scale(*width)));
+    if let Some(mask) = options.attn_mask {
+        same_device(op, &[q, mask])?;
+        if !mask.dtype.is_float() && mask.dtype != DType::Bool {
+            return Err(Error::UnsupportedDType { op, dtype: mask.dtype, expected: "a mask of bool or floats" });
+        }
+    }
+    if options.enable_gqa {
+        return grouped(op, [q, k, v], options);
+    }
+    let scores = product(op, None, q, &k.transpose(-1, -2)?, scale)?;
+    if let Some(mask) = options.attn_mask
+        && scores.shape().broadcast(op, mask.shape())? != *scores.shape()
+    {
+        let (lhs, rhs) = (scores.shape().clone(), mask.shape().clone());
+        return Err(Error::ShapeMismatch { op, lhs, rhs, hint: "the mask broadcasts to the scores, [.., L, S]" });
+    }
+    let mut weights = masked_softmax(op, &scores, options.attn_mask, options.is_causal)?;
+    drop(scores);
+    if options.dropout_p != 0.0 {
+        weights = weights.dropout(options.dropout_p).map_err(|e| e.of(op))?;
+    }
+    let slot = heads_inside(&product_shape(op, &weights, v)?, &weights)?;
+    let out = product_in(op, slot, None, &weights, v, Scalar::Int(1))?;
+    Ok((out, weights))
+}
+
+/// Memory for a result `[batch, heads.., L, V]` that lies as `[batch, L, heads.., V]`.
+fn heads_inside(shape: &Shape, like: &Tensor) -> Result<Option<Tensor>> {
+    let [batch, heads @ .., length, width] = shape.dims() else { return Ok(None) };
+    if heads.is_empty() {
+        return Ok(None);
+    }
+    let memory: Shape = [*batch, *length].into_iter().chain(heads.iter().copied()).chain([*width]).collect();
+    let out = Tensor::empty_like_shape(memory, like.dtype, like.device())?;
+    let rank = shape.rank();
+    let order: Dims = [0].into_iter().chain(2..rank - 1).chain([1, rank - 1]).collect();
+    Ok(Some(out.with_layout(out.layout.permute(&order))))
+}
+
+/// Heads of queries in groups, one for each head of keys and values.
+fn grouped(op: &'static str, [q, k, v]: [&Tensor; 3], options: Attention<'_>) -> Result<(Tensor, Tensor)> {
+    let heads = |t: &Tensor| t.rank().checked_sub(3).map(|d| t.shape().dims()[d]);
+    let groups = match [q, k, v].map(heads) {
+        [Some(all), Some(keys), Some(values)] if keys == values && keys > 0 && all % keys == 0 => [keys, all / keys],
+        _ => {
+            let hint = "the heads of the queries, dim -3, are a multiple of those of keys and values";
+            return Err(Error::ShapeMismatch { op, lhs: q.shape().clone(), rhs: k.shape().clone(), hint });
+        }
+    };
+    let mask = match options.attn_mask {
+        Some(mask) if heads(mask).is_some_and(|n| n != 1) => Some(mask.unflatten(-3, groups).map_err(|e| e.of(op))?),
+        Some(mask) if mask.rank() > 3 => Some(mask.unsqueeze(-3)?),
+        mask => mask.map(Tensor::shallow_clone),
+    };
+    let options = Attention { attn_mask: mask.as_ref(), enable_gqa: false, ..options };
+    let (out, weights) = attend(&q.unflatten(-3, groups)?, &k.unsqueeze(-3)?, &v.unsqueeze(-3)?, options)?;
+    Ok((out.flatten(-4, -3)?, weights.flatten(-4, -3)?))
+}
