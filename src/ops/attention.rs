@@ -70,18 +70,27 @@ impl Tensor {
             let [q, k, v] = packed.parts(self)?;
             return packed.joined(&attend(&q, &k, &v, options).map_err(named)?.0);
         }
-        let scale = options.scale.unwrap_or_else(|| usual_scale(packed.width));
+        let (scale, is_causal) = (options.scale.unwrap_or_else(|| usual_scale(packed.width)), options.is_causal);
         let [q, k, v] = packed.layouts(&self.layout).map(|layout| self.with_layout(layout));
         let (out, weights) = attend(&q, &k, &v, Attention { scale: Some(scale), ..options }).map_err(named)?;
         let out = packed.joined(&out)?;
-        let saved = [self, &weights].map(Saved::new);
+        let (saved, mask) = ([self, &weights].map(Saved::new), options.attn_mask.map(Saved::new));
         Ok(recorded(op, out, &[self], move |_, grad| {
-            let [all, weights] = [saved[0].get(op)?, saved[1].get(op)?];
+            let all = saved[0].get(op)?;
             let [q, k, v] = packed.parts(all)?;
             let grad = packed.split(grad)?;
+            // Where a gradient of this gradient is wanted, all is made of recorded operations.
+            let twice = autograd::is_tracked(&[all, &grad]);
+            let weights = match twice {
+                true => {
+                    let attn_mask = mask.as_ref().map(|m| m.get(op)).transpose()?;
+                    attend(&q, &k, &v, Attention { attn_mask, is_causal, scale: Some(scale), ..Attention::default() })?
+                        .1
+                }
+                false => saved[1].unpack(op)?,
+            };
             let turned = |t: &Tensor| t.transpose(-1, -2);
-            // Where a gradient of this gradient is wanted, its parts are put together by recorded operations.
-            let slots: [Option<Tensor>; 3] = match autograd::is_tracked(&[all, weights, &grad]) {
+            let slots: [Option<Tensor>; 3] = match twice {
                 true => [None, None, None],
                 false => {
                     let whole = Tensor::empty_like_shape(all.shape(), all.dtype, all.device())?;
@@ -91,8 +100,8 @@ impl Tensor {
             let [to_q, to_k, to_v] = slots;
             let whole = to_q.as_ref().map(|q| q.with_layout(Layout::contiguous(all.shape().clone())));
             let one = Scalar::Int(1);
-            let dv = product_in(op, to_v, None, &turned(weights)?, &grad, one)?;
-            let slope = softmax_slope(weights, &product(op, None, &grad, &turned(&v)?, one)?)?;
+            let dv = product_in(op, to_v, None, &turned(&weights)?, &grad, one)?;
+            let slope = softmax_slope(&weights, &product(op, None, &grad, &turned(&v)?, one)?)?;
             let dq = product_in(op, to_q, None, &slope, &k, scale.into())?;
             let dk = product_in(op, to_k, None, &turned(&slope)?, &q, scale.into())?;
             match whole {

@@ -2,9 +2,9 @@
 
 use super::expr::Expr;
 use super::gemm::Gemm;
-use super::linalg::{product, sum_onto};
+use super::linalg::product;
 use super::reduce::ReduceDims;
-use super::{recorded, same_device, same_dtype};
+use super::{recorded_with_result, same_device, same_dtype};
 use crate::autograd::Saved;
 use crate::{DType, Error, Result, Tensor};
 
@@ -55,10 +55,9 @@ impl Tensor {
             return named(sizes.sum(dims, keepdim));
         }
         let kept = named(sizes.detach().pow_scalar(ord)?.sum(dims.clone(), true))?.pow_scalar(1.0 / ord)?;
-        let saved = [self, &kept].map(Saved::new);
-        let kept = recorded(op, kept, &[self], move |_, grad| {
-            let [x, norm] = [saved[0].get(op)?, saved[1].get(op)?];
-            Tensor::map(&[x, norm, grad], |e| {
+        let x = Saved::new(self);
+        let kept = recorded_with_result(op, kept, &[self], move |_, grad, norm| {
+            Tensor::map(&[x.get(op)?, norm, grad], |e| {
                 let (x, norm, grad) = (&e[0], &e[1], &e[2]);
                 let slope = x.sign() * (x.abs() / norm).pow(Expr::constant(ord - 1.0));
                 norm.eq(0.0).or(x.eq(0.0)).select(0.0, slope * grad)
@@ -159,9 +158,9 @@ fn euclidean(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     let epilogue = [square.max(Expr::constant(0.0)).sqrt()];
     let gemm = Gemm { extras: &[&xx, &yy], ..Gemm::plain(op, x, &across, &epilogue, &x.dtype) };
     let out = gemm.run()?.remove(0);
-    let saved = [x, y, &out].map(Saved::new);
-    Ok(recorded(op, out, &[x, y], move |i, grad| {
-        let [x, y, out] = [saved[0].get(op)?, saved[1].get(op)?, saved[2].get(op)?];
+    let saved = [x, y].map(Saved::new);
+    Ok(recorded_with_result(op, out, &[x, y], move |i, grad, out| {
+        let [x, y] = [saved[0].get(op)?, saved[1].get(op)?];
         let weights = Tensor::map(&[grad, out], |e| e[1].eq(0.0).select(0.0, &e[0] / &e[1]))?;
         // The sum of weights * (x - y) over the points of the other side.
         let (own, other, weights) = match i {
@@ -169,6 +168,6 @@ fn euclidean(x: &Tensor, y: &Tensor) -> Result<Tensor> {
             _ => (y, x, weights.transpose(-1, -2)?),
         };
         let mine = own.mul(&weights.sum(-1, true)?)?;
-        sum_onto(&product(op, Some((&mine, 1.into())), &weights, other, (-1).into())?, own.shape())
+        product(op, Some((&mine, 1.into())), &weights, other, (-1).into())?.sum_to(own.shape())
     }))
 }

@@ -17,14 +17,6 @@ static PLAIN: LazyLock<Expr> = LazyLock::new(|| Expr::input(0));
 static SCALED: LazyLock<Expr> = LazyLock::new(|| Expr::input(0) * Expr::scalar(0));
 static ADDED: LazyLock<Expr> = LazyLock::new(|| Expr::input(1) * Expr::scalar(1) + Expr::input(0) * Expr::scalar(0));
 
-/// The sum over the dims that an operand of `shape` was broadcast along: its gradient. Recorded.
-pub(super) fn sum_onto(grad: &Tensor, shape: &Shape) -> Result<Tensor> {
-    let missing = grad.rank() - shape.rank();
-    let stretched = |d: &usize| *d < missing || (shape.dims()[d - missing] == 1 && grad.shape().dims()[*d] != 1);
-    let dims: Dims<isize> = (0..grad.rank()).filter(stretched).map(|d| d as isize).collect();
-    if dims.is_empty() { Ok(grad.shallow_clone()) } else { grad.sum(&dims[..], true)?.reshape(shape) }
-}
-
 /// `alpha * (a b)`, plus `beta * input` where there is one, broadcast to the product's shape and not read where beta is 0.
 /// Both matrices have two dims or more, those before the last two are broadcast together. One launch, recorded.
 pub(super) fn product(
@@ -75,9 +67,9 @@ pub(super) fn product_in(
     Ok(recorded(op, out, &inputs, move |i, grad| {
         let [a, b] = [saved[0].get(op)?, saved[1].get(op)?];
         match (i, &added) {
-            (0, _) => sum_onto(&product(op, None, grad, &b.transpose(-1, -2)?, alpha)?, a.shape()),
-            (1, _) => sum_onto(&product(op, None, &a.transpose(-1, -2)?, grad, alpha)?, b.shape()),
-            (_, Some((shape, beta))) => sum_onto(&grad.mul_scalar(*beta)?, shape),
+            (0, _) => product(op, None, grad, &b.transpose(-1, -2)?, alpha)?.sum_to(a.shape()),
+            (1, _) => product(op, None, &a.transpose(-1, -2)?, grad, alpha)?.sum_to(b.shape()),
+            (_, Some((shape, beta))) => grad.mul_scalar(*beta)?.sum_to(shape),
             _ => unreachable!("two matrices, and what is added"),
         }
     }))

@@ -79,19 +79,36 @@ pub(crate) fn same_dtype(op: &'static str, inputs: &[&Tensor]) -> Result<DType> 
 }
 
 /// `out` with a node where an input is tracked: `back` gives the gradient of input `i` for that of the result, of the inputs
-/// whose gradients are wanted.
+/// whose gradients are wanted. It is made of recorded operations.
 pub(crate) fn recorded(
     op: &'static str,
     out: Tensor,
     inputs: &[&Tensor],
-    back: impl Fn(usize, &Tensor) -> Result<Tensor> + Send + 'static,
+    back: impl Fn(usize, &Tensor) -> Result<Tensor> + Send + Sync + 'static,
 ) -> Tensor {
     if !autograd::is_tracked(inputs) {
         return out;
     }
     let count = inputs.len();
-    autograd::record(op, out, inputs, move |ctx| {
+    autograd::record_twice(op, out, inputs, move |ctx| {
         let grad = ctx.grad()?;
         (0..count).map(|i| ctx.needs(i).then(|| back(i, &grad)).transpose()).collect()
+    })
+}
+
+/// [`recorded`] for a `back` that is given the result as well, after its gradient.
+pub(crate) fn recorded_with_result(
+    op: &'static str,
+    out: Tensor,
+    inputs: &[&Tensor],
+    back: impl Fn(usize, &Tensor, &Tensor) -> Result<Tensor> + Send + Sync + 'static,
+) -> Tensor {
+    if !autograd::is_tracked(inputs) {
+        return out;
+    }
+    let (count, saved) = (inputs.len(), autograd::Saved::new(&out));
+    autograd::record_twice(op, out, inputs, move |ctx| {
+        let (grad, result) = (ctx.grad()?, ctx.result(&saved)?);
+        (0..count).map(|i| ctx.needs(i).then(|| back(i, &grad, &result)).transpose()).collect()
     })
 }

@@ -9,8 +9,7 @@ use smallvec::SmallVec;
 use super::collapse::Walk;
 use super::elementwise::{Params, apply};
 use super::expr::Expr;
-use super::linalg::sum_onto;
-use super::{recorded, same_device};
+use super::{recorded_with_result, same_device};
 use crate::autograd::{self, Saved};
 use crate::tensor::{Dims, Layout};
 use crate::{DType, Device, Error, Result, Shape, Tensor};
@@ -126,14 +125,12 @@ pub(super) fn masked_softmax(op: &'static str, scores: &Tensor, mask: Option<&Te
     };
     let spread = mask.map(|mask| mask.with_layout(mask.layout.broadcast_to(scores.shape())));
     let out = seeing(RowOp::MaskedSoftmax, scores, spread.as_ref(), d, sight)?;
-    let weights = Saved::new(&out);
     let like_mask = mask.map(|mask| (mask.shape().clone(), mask.dtype));
     let inputs: SmallVec<[&Tensor; 2]> = std::iter::once(scores).chain(mask).collect();
-    Ok(recorded(op, out, &inputs, move |i, grad| {
-        let weights = weights.get(op)?;
+    Ok(recorded_with_result(op, out, &inputs, move |i, grad, weights| {
         let slope = softmax_slope(weights, grad)?;
         match &like_mask {
-            Some((shape, dtype)) if i == 1 => sum_onto(&slope, shape)?.to_dtype(*dtype),
+            Some((shape, dtype)) if i == 1 => slope.sum_to(shape)?.to_dtype(*dtype),
             _ => Ok(slope),
         }
     }))

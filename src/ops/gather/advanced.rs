@@ -9,7 +9,6 @@ use smallvec::SmallVec;
 use super::scatter::{Combine, apart};
 use super::{Indexed, check_index, cpu, opencl, zeros_for};
 use crate::autograd::{self, Saved};
-use crate::ops::linalg::sum_onto;
 use crate::ops::{recorded, same_device, same_dtype};
 use crate::tensor::{Dims, Layout};
 use crate::{DType, Device, Error, Result, Shape, Tensor};
@@ -227,7 +226,7 @@ impl Tensor {
         Ok(recorded(op, out, &[self, values], move |i, grad| match i {
             0 if accumulate => Ok(grad.shallow_clone()),
             0 => grad.index_put(&kept.get(op)?, &Tensor::zeros((), (grad.dtype, grad.device()))?, false),
-            _ => sum_onto(&grad.index(&kept.get(op)?)?, &shape),
+            _ => grad.index(&kept.get(op)?)?.sum_to(&shape),
         }))
     }
 

@@ -3,7 +3,7 @@
 use super::along;
 use super::scatter::{Combine, Places, everywhere, scatter};
 use crate::autograd::{self, Saved};
-use crate::ops::recorded;
+use crate::ops::recorded_with_result;
 use crate::{DType, Error, Result, Scalar, Tensor, no_grad};
 
 /// How [`Tensor::scatter_reduce`] and [`Tensor::index_reduce`] combine what meets in one element.
@@ -161,14 +161,14 @@ impl Tensor {
         let (d, source) = self.check_scatter(op, dim, index, source)?;
         let out = self.cast(self.dtype)?;
         reduce_into(op, &out, d, &Places::of(index), &source, how)?;
-        let saved = [self, &source, index, &out].map(Saved::new);
-        Ok(recorded(op, out, &[self, &source], move |i, grad| {
-            let [x, source, index, out] = &saved;
+        let saved = [self, &source, index].map(Saved::new);
+        Ok(recorded_with_result(op, out, &[self, &source], move |i, grad, out| {
+            let [x, source, index] = &saved;
             let of = Reduced {
                 x: x.get(op)?,
                 source: source.get(op)?,
                 index: index.get(op)?,
-                out: out.get(op)?,
+                out,
                 dim,
                 include_self: how.1,
             };
