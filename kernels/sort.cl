@@ -1,0 +1,207 @@
+// Stable sorting along a dim of a strided tensor, and searching in what is sorted. The host gives: A (dtype), V (an unsigned
+// type of the element's size), KEY_F32, KEY_F64 or KEY_I64 (what A computes in), PLACE (the type of indices: uint or ulong),
+// NK (rank), IDX, BLOCK, DESCENDING, FINAL where the launch writes the results, and one of BLOCKS, MERGE, SEARCH.
+// A key is an unsigned number that orders as its element does: -0 and 0 are equal, NaN is above everything. Keys and indices
+// of line l are elements [l * n, l * n + n) of `keys` and `at`; there BLOCKS sorts every BLOCK of them, and each MERGE
+// makes one run of two. Equal keys stay in the order of their indices.
+
+#ifndef SEARCH
+WALK(Rest, NK)
+
+#ifdef KEY_F32
+typedef uint Key;
+inline Key ascending(float v) {
+    const uint u = as_uint(v == 0 ? 0.0f : v);
+    return v != v ? UINT_MAX : u >> 31 ? ~u : u | 0x80000000u;
+}
+#elif defined(KEY_F64)
+typedef ulong Key;
+inline Key ascending(double v) {
+    const ulong u = as_ulong(v == 0 ? 0.0 : v);
+    return v != v ? ULONG_MAX : u >> 63 ? ~u : u | 0x8000000000000000UL;
+}
+#else
+typedef ulong Key;
+inline Key ascending(long v) { return (ulong)v ^ 0x8000000000000000UL; }
+#endif
+#ifdef DESCENDING
+#define KEY_OF(v) (~ascending(v))
+#else
+#define KEY_OF(v) ascending(v)
+#endif
+
+#define PARAMETERS                                                                                                     \
+    __global const CAT(A, _t) *x, ulong x_at, __global V *y, ulong y_at, __global long *places, ulong places_at,       \
+        __global Key *keys, ulong keys_at, __global PLACE *at, ulong at_at, __global Key *keys_b, ulong keys_b_at,     \
+        __global PLACE *at_b, ulong at_b_at, Rest rest, ulong lines_, ulong n_, long stride, ulong inner_, ulong run_
+#define NUMBERS const IDX lines = (IDX)lines_, n = (IDX)n_, inner = (IDX)inner_
+
+// Element i of the sorted line is the one that had index p.
+#define PUT(line, i, p)                                                                                                \
+    {                                                                                                                  \
+        const long from = (long)x_at + at_Rest(&rest, line) + (long)(p) * stride;                                      \
+        const IDX to = (line) / inner * inner * n + (line) % inner + (i) * inner;                                      \
+        y[y_at + to] = ((__global const V *)x)[from];                                                                  \
+        places[places_at + to] = (long)(p);                                                                            \
+    }
+#endif
+
+#ifdef BLOCKS
+#ifdef IS_CPU
+// A work-item merges its block bottom up, back and forth between the two places.
+__kernel void sort_blocks(PARAMETERS) {
+    NUMBERS;
+    const IDX segments = (n + BLOCK - 1) / BLOCK, item = (IDX)get_global_id(0);
+    const IDX line = item / segments, first = item % segments * BLOCK, len = min(n - first, (IDX)BLOCK);
+    if (line >= lines)
+        return;
+    const long from = (long)x_at + at_Rest(&rest, line);
+    __global Key *k = keys + keys_at + line * n + first, *l = keys_b + keys_b_at + line * n + first;
+    __global PLACE *a = at + at_at + line * n + first, *b = at_b + at_b_at + line * n + first;
+    for (IDX i = 0; i < len; ++i) {
+        k[i] = KEY_OF(CAT(load_, A)(x, (ulong)(from + (long)(first + i) * stride)));
+        a[i] = (PLACE)(first + i);
+    }
+    for (IDX run = 1; run < BLOCK; run *= 2) {
+        for (IDX start = 0; start < len; start += 2 * run) {
+            const IDX middle = min(start + run, len), end = min(start + 2 * run, len);
+            IDX i = start, j = middle;
+            for (IDX o = start; o < end; ++o) {
+                const int left = j >= end || (i < middle && k[i] <= k[j]);
+                const IDX taken = left ? i++ : j++;
+                l[o] = k[taken];
+                b[o] = a[taken];
+            }
+        }
+        __global Key *const other_keys = k;
+        __global PLACE *const other_at = a;
+        k = l;
+        a = b;
+        l = other_keys;
+        b = other_at;
+    }
+#ifdef FINAL
+    for (IDX i = 0; i < len; ++i)
+        PUT(line, i, a[i]);
+#endif
+}
+#else
+// A group sorts TILE elements in local memory, TILE / BLOCK blocks side by side, by Batcher's bitonic network.
+__kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void sort_blocks(PARAMETERS) {
+    NUMBERS;
+    const IDX segments = (n + BLOCK - 1) / BLOCK, first = (IDX)get_group_id(0) * (TILE / BLOCK);
+    const uint lid = get_local_id(0);
+    __local Key k[TILE];
+    __local PLACE a[TILE];
+    for (uint s = lid; s < TILE; s += GROUP) {
+        const IDX segment = first + s / BLOCK, line = segment / segments;
+        const IDX i = segment % segments * BLOCK + s % BLOCK;
+        // What fills up the last block sorts behind everything.
+        k[s] = (Key)-1;
+        a[s] = (PLACE)-1;
+        if (line < lines && i < n) {
+            const long from = (long)x_at + at_Rest(&rest, line) + (long)i * stride;
+            k[s] = KEY_OF(CAT(load_, A)(x, (ulong)from));
+            a[s] = (PLACE)i;
+        }
+    }
+    for (uint size = 2; size <= BLOCK; size *= 2) {
+        for (uint step = size / 2; step > 0; step /= 2) {
+            barrier(CLK_LOCAL_MEM_FENCE);
+            for (uint p = lid; p < TILE / 2; p += GROUP) {
+                const uint i = 2 * p - (p & (step - 1)), j = i + step;
+                const int up = (i & size & (BLOCK - 1)) == 0;
+                const Key ki = k[i], kj = k[j];
+                const PLACE ai = a[i], aj = a[j];
+                const int after = ki > kj || (ki == kj && ai > aj);
+                if (after == up) {
+                    k[i] = kj;
+                    k[j] = ki;
+                    a[i] = aj;
+                    a[j] = ai;
+                }
+            }
+        }
+    }
+    barrier(CLK_LOCAL_MEM_FENCE);
+    for (uint s = lid; s < TILE; s += GROUP) {
+        const IDX segment = first + s / BLOCK, line = segment / segments;
+        const IDX i = segment % segments * BLOCK + s % BLOCK;
+        if (line < lines && i < n) {
+#ifdef FINAL
+            PUT(line, i, a[s]);
+#else
+            keys[keys_at + line * n + i] = k[s];
+            at[at_at + line * n + i] = a[s];
+#endif
+        }
+    }
+}
+#endif
+#endif
+
+#ifdef MERGE
+// Sorted runs of `run` become runs of twice that: an element's new place is its own, and how many of the other run come
+// before it, which a search finds. From `keys` and `at` to the other two.
+__kernel void sort_merge(PARAMETERS) {
+    NUMBERS;
+    const IDX p = (IDX)get_global_id(0), line = p / n, i = p % n, run = (IDX)run_;
+    if (line >= lines)
+        return;
+    __global const Key *k = keys + keys_at + line * n;
+    const IDX start = i / (2 * run) * (2 * run), middle = min(start + run, n), end = min(start + 2 * run, n);
+    const int left = i < middle;
+    const Key key = k[i];
+    IDX low = left ? middle : start, high = left ? end : middle;
+    while (low < high) {
+        const IDX between = low + (high - low) / 2;
+        const Key other = k[between];
+        if (left ? other < key : other <= key)
+            low = between + 1;
+        else
+            high = between;
+    }
+    const IDX to = i + low - middle;
+    const PLACE own = at[at_at + line * n + i];
+#ifdef FINAL
+    PUT(line, to, own);
+#else
+    keys_b[keys_b_at + line * n + to] = key;
+    at_b[at_b_at + line * n + to] = own;
+#endif
+}
+#endif
+
+#ifdef SEARCH
+// How many elements of a sorted line come before each value; with RIGHT those that equal it do as well.
+typedef struct {
+    ulong size[NK];
+    long x[NK], v[NK];
+} Both;
+__kernel void search(__global const CAT(A, _t) *x, ulong x_at, __global const CAT(A, _t) *v, ulong v_at,
+                     __global long *y, ulong y_at, Both walk, ulong count, ulong n, long stride) {
+    const IDX p = (IDX)get_global_id(0);
+    if (p >= (IDX)count)
+        return;
+    IDX i = p;
+    for (int k = NK - 1; k >= 0; --k) {
+        const IDX r = NEXT(i, walk.size, k);
+        x_at += (long)r * walk.x[k];
+        v_at += (long)r * walk.v[k];
+    }
+    ulong low = 0, high = n;
+    while (low < high) {
+        const ulong between = low + (high - low) / 2;
+#ifdef RIGHT
+        const int beyond = CAT(load_, A)(x, x_at + (long)between * stride) > CAT(load_, A)(v, v_at);
+#else
+        const int beyond = CAT(load_, A)(x, x_at + (long)between * stride) >= CAT(load_, A)(v, v_at);
+#endif
+        if (beyond)
+            high = between;
+        else
+            low = between + 1;
+    }
+    y[y_at + p] = (long)low;
+}
+#endif

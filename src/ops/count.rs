@@ -1,0 +1,228 @@
+//! What is counted or told apart, where the shape of the result depends on the elements: `unique`, `nonzero`,
+//! `masked_select`, `bincount` and kin. Each reads one number back and so waits for the device.
+//!
+//! All are made of sorts, running sums and searches: the k-th element that is not zero is where the running count reaches k.
+
+use super::elementwise::{Params, apply};
+use super::expr::Expr;
+use crate::{DType, Error, Result, Scalar, Tensor};
+
+/// `first..end` on the tensor's device, as i64.
+fn numbers(first: i64, end: i64, t: &Tensor) -> Result<Tensor> {
+    Tensor::arange(first, end, 1, (DType::I64, t.device()))
+}
+
+/// The elements in row-major order, outside the graph.
+fn flat(t: &Tensor) -> Result<Tensor> {
+    t.detach().reshape([t.numel()])
+}
+
+/// Where the elements of a tensor that are not zero are, in row-major order; a vector.
+fn places(t: &Tensor) -> Result<Tensor> {
+    if t.numel() == 0 {
+        return Tensor::zeros(0, (DType::I64, t.device()));
+    }
+    let running = flat(&t.detach().ne_scalar(0)?)?.cumsum(0)?;
+    let count = running.select(0, -1)?.item::<i64>()?;
+    running.searchsorted(&numbers(1, count + 1, t)?, false)
+}
+
+/// A vector's runs of equal elements: for each element the number of its run, from 1; where each run starts, and at the
+/// end the number of elements.
+fn runs(t: &Tensor) -> Result<(Tensor, Tensor)> {
+    let n = t.numel();
+    let first = Tensor::ones(n, (DType::Bool, t.device()))?;
+    if n > 1 {
+        first.narrow(0, 1, n - 1)?.copy_(&t.narrow(0, 1, n - 1)?.ne(&t.narrow(0, 0, n - 1)?)?)?;
+    }
+    let running = first.cumsum(0)?;
+    let count = if n == 0 { 0 } else { running.select(0, -1)?.item::<i64>()? };
+    let starts = running.searchsorted(&numbers(1, count + 2, t)?, false)?;
+    Ok((running, starts))
+}
+
+impl Tensor {
+    /// The different elements, in ascending order; a vector (PyTorch's `unique`). Every NaN is different. Waits.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] and device failures.
+    pub fn unique(&self) -> Result<Tensor> {
+        let sorted = flat(self)?.sort(0, false)?.0;
+        let (_, starts) = runs(&sorted)?;
+        sorted.index_select(0, &starts.narrow(0, 0, starts.numel() - 1)?)
+    }
+
+    /// [`Tensor::unique`], and for every element the place of its equal there, of this tensor's shape (PyTorch's `unique`
+    /// with `return_inverse`). Waits.
+    ///
+    /// # Errors
+    /// As [`Tensor::unique`].
+    pub fn unique_inverse(&self) -> Result<(Tensor, Tensor)> {
+        let (sorted, order) = flat(self)?.sort(0, false)?;
+        let (running, starts) = runs(&sorted)?;
+        let values = sorted.index_select(0, &starts.narrow(0, 0, starts.numel() - 1)?)?;
+        let inverse = running.sub_scalar(1)?.index_select(0, &order.argsort(0, false)?)?;
+        Ok((values, inverse.reshape(self.shape())?))
+    }
+
+    /// [`Tensor::unique`], and how often each element is there (PyTorch's `unique` with `return_counts`). Waits.
+    ///
+    /// # Errors
+    /// As [`Tensor::unique`].
+    pub fn unique_counts(&self) -> Result<(Tensor, Tensor)> {
+        let sorted = flat(self)?.sort(0, false)?.0;
+        let (_, starts) = runs(&sorted)?;
+        let values = sorted.index_select(0, &starts.narrow(0, 0, starts.numel() - 1)?)?;
+        Ok((values, starts.diff(1, 0)?))
+    }
+
+    /// One of each run of equal elements in row-major order, for every element the number of its run, of this tensor's
+    /// shape, and how long each run is (PyTorch's `unique_consecutive` with `return_inverse` and `return_counts`). Waits.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let t = Tensor::from_slice(&[1i64, 1, 2, 2, 2, 1], 6, Device::Cpu)?;
+    /// let (values, inverse, counts) = t.unique_consecutive()?;
+    /// assert_eq!(values.to_vec::<i64>()?, [1, 2, 1]);
+    /// assert_eq!(inverse.to_vec::<i64>()?, [0, 0, 1, 1, 1, 2]);
+    /// assert_eq!(counts.to_vec::<i64>()?, [2, 3, 1]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Tensor::unique`].
+    pub fn unique_consecutive(&self) -> Result<(Tensor, Tensor, Tensor)> {
+        let all = flat(self)?;
+        let (running, starts) = runs(&all)?;
+        let values = all.index_select(0, &starts.narrow(0, 0, starts.numel() - 1)?)?;
+        Ok((values, running.sub_scalar(1)?.reshape(self.shape())?, starts.diff(1, 0)?))
+    }
+
+    /// The indices of the elements that are not zero, one row for each in row-major order: shape `[count, rank]`, i64
+    /// (PyTorch's `nonzero`). NaN is not zero. Waits.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let t = Tensor::from_slice(&[0f32, 1.0, 2.0, 0.0], [2, 2], Device::Cpu)?;
+    /// assert_eq!(t.nonzero()?.to_vec::<i64>()?, [0, 1, 1, 0]);
+    /// assert_eq!(t.masked_select(&t.gt_scalar(1)?)?.to_vec::<f32>()?, [2.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] and device failures.
+    pub fn nonzero(&self) -> Result<Tensor> {
+        let places = places(self)?;
+        let (count, rank) = (places.numel(), self.rank());
+        if count == 0 || rank == 0 {
+            return Tensor::zeros([count, rank], (DType::I64, self.device()));
+        }
+        let host = |values: Vec<i64>| Tensor::from_slice(&values, rank, self.device());
+        let strides = host(self.shape().contiguous_strides().iter().map(|&s| s as i64).collect())?;
+        let sizes = host(self.shape().dims().iter().map(|&n| n as i64).collect())?;
+        let index = [(Expr::input(0) / Expr::input(1)) % Expr::input(2)];
+        let inputs = [&places.unsqueeze(1)?, &strides, &sizes];
+        Ok(apply("nonzero", &inputs, Params::default(), &index, &[DType::I64])?.remove(0))
+    }
+
+    /// [`Tensor::nonzero`] by its other name (PyTorch's `argwhere`).
+    ///
+    /// # Errors
+    /// As [`Tensor::nonzero`].
+    pub fn argwhere(&self) -> Result<Tensor> {
+        self.nonzero()
+    }
+
+    /// The elements where `mask` is not zero, in row-major order; a vector (PyTorch's `masked_select`). Both are broadcast
+    /// together. Waits. Differentiable.
+    ///
+    /// # Errors
+    /// [`Error::ShapeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
+    pub fn masked_select(&self, mask: &Tensor) -> Result<Tensor> {
+        let op = "masked_select";
+        super::same_device(op, &[self, mask])?;
+        let shape = self.shape().broadcast(op, mask.shape())?;
+        let places = places(&mask.with_layout(mask.layout.broadcast_to(&shape)))?;
+        let sizes: Vec<isize> = shape.dims().iter().map(|&n| n as isize).collect();
+        self.broadcast_to(sizes)?.reshape([shape.numel()])?.index_select(0, &places)
+    }
+
+    /// How often each number from 0 on is in a vector of integers, as i64; with weights their sums, in the weights' dtype
+    /// (PyTorch's `bincount`). At least `minlength` results. The same bits on every run. Waits.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let t = Tensor::from_slice(&[1i64, 3, 1], 3, Device::Cpu)?;
+    /// assert_eq!(t.bincount(None, 5)?.to_vec::<i64>()?, [0, 2, 0, 1, 0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::UnsupportedDType`] for floats, bool and weights that are not floats; [`Error::Invalid`] where the tensor is
+    /// no vector or has a negative element; [`Error::ShapeMismatch`] for weights of another shape.
+    pub fn bincount(&self, weights: Option<&Tensor>, minlength: usize) -> Result<Tensor> {
+        let op = "bincount";
+        if self.dtype.is_float() || self.dtype == DType::Bool {
+            return Err(Error::UnsupportedDType { op, dtype: self.dtype, expected: "integers (i64, i32, u32, u8)" });
+        }
+        if self.rank() != 1 {
+            return Err(Error::invalid(op, format!("it counts in a vector, not in shape {}", self.shape())));
+        }
+        if let Some(w) = weights {
+            w.dtype.check_float(op)?;
+            if w.shape() != self.shape() {
+                let hint = "there is a weight for each element";
+                return Err(Error::ShapeMismatch { op, lhs: self.shape().clone(), rhs: w.shape().clone(), hint });
+            }
+        }
+        let ends = match self.numel() {
+            0 => [0, -1],
+            _ => [self.min((), false)?, self.max((), false)?]
+                .map(|t| t.to_dtype(DType::I64)?.item::<i64>())
+                .into_iter()
+                .collect::<Result<Vec<_>>>()?
+                .try_into()
+                .unwrap_or([0; 2]),
+        };
+        if ends[0] < 0 {
+            return Err(Error::invalid(op, format!("{} is negative: numbers from 0 on are counted", ends[0])));
+        }
+        let size = (ends[1] + 1).max(minlength as i64);
+        match weights {
+            Some(w) => Tensor::zeros(size as usize, w)?.index_add(0, self, &w.detach()),
+            None => {
+                let sorted = self.sort(0, false)?.0.to_dtype(DType::I64)?;
+                sorted.searchsorted(&numbers(0, size + 1, self)?, false)?.diff(1, 0)
+            }
+        }
+    }
+
+    /// How many elements lie in each of `bins` equal parts of `min` to `max`, in this tensor's dtype (PyTorch's `histc`);
+    /// floats. What is outside, NaN too, does not count; `max` itself is in the last part. Where `min` and `max` are equal,
+    /// the least and greatest element stand for them. Waits.
+    ///
+    /// # Errors
+    /// [`Error::UnsupportedDType`]; [`Error::Invalid`] without bins, for `max` below `min`, and for ends that are not finite.
+    pub fn histc(&self, bins: usize, min: f64, max: f64) -> Result<Tensor> {
+        let op = "histc";
+        self.dtype.check_float(op)?;
+        let (mut low, mut high) = (min, max);
+        if low == high && self.numel() > 0 {
+            let end = |t: Tensor| t.to_dtype(DType::F32)?.item::<f32>().map(f64::from);
+            (low, high) = (end(self.detach().min((), false)?)?, end(self.detach().max((), false)?)?);
+        }
+        if low == high {
+            (low, high) = (low - 1.0, high + 1.0);
+        }
+        if bins == 0 || !(low < high && (high - low).is_finite()) {
+            return Err(Error::invalid(op, format!("{bins} parts of {low} to {high}")));
+        }
+        let (x, [low_, high_, parts]) = (Expr::input(0), [0, 1, 2].map(Expr::scalar));
+        let part = ((&x - &low_) / (&high_ - &low_) * &parts).floor().min(&parts - 1.0);
+        let part = [(x.ge(&low_) * x.le(&high_)).select(part, &parts)];
+        let scalars = [Scalar::Float(low), Scalar::Float(high), Scalar::Float(bins as f64)];
+        let params = Params { scalars: &scalars, seeds: &[] };
+        let part = apply(op, &[&flat(self)?], params, &part, &[DType::I64])?.remove(0);
+        part.bincount(None, bins + 1)?.narrow(0, 0, bins)?.to_dtype(self.dtype)
+    }
+}

@@ -1,0 +1,200 @@
+//! What is chosen by order along a dim: the greatest k, the k-th, medians, quantiles, the most frequent. Each finds indices
+//! and reads the elements through them, which is also the gradient.
+
+use super::elementwise::{Params, apply};
+use super::expr::Expr;
+use super::sort::sorted;
+use crate::{DType, Error, Result, Scalar, Tensor};
+
+/// The element of every line of `t` along `dim` that `find` gives the index of (of a tensor of rank 1 at least; the
+/// indices keep the dim with size 1), and the indices.
+fn chosen(
+    op: &'static str,
+    t: &Tensor,
+    dim: isize,
+    keepdim: bool,
+    find: impl FnOnce(&Tensor) -> Result<Tensor>,
+) -> Result<(Tensor, Tensor)> {
+    let x = if t.rank() == 0 { t.unsqueeze(0)? } else { t.shallow_clone() };
+    let d = x.shape().dim(op, dim)?;
+    if x.shape().dims()[d] == 0 {
+        let reason = format!("dimension {dim} is empty in shape {}: there is no element to choose", t.shape());
+        return Err(Error::invalid(op, reason));
+    }
+    let indices = find(&x.detach()).map_err(|e| e.of(op))?;
+    let values = x.gather(dim, &indices).map_err(|e| e.of(op))?;
+    match keepdim && t.rank() > 0 {
+        true => Ok((values, indices)),
+        false => Ok((values.squeeze(dim)?, indices.squeeze(dim)?)),
+    }
+}
+
+fn size(t: &Tensor, dim: isize) -> Result<usize> {
+    Ok(t.shape().dims()[t.shape().dim("size", dim)?])
+}
+
+/// How many elements of each line are NaN, as i64, with the dim.
+fn nans(x: &Tensor, dim: isize) -> Result<Tensor> {
+    x.isnan()?.count_nonzero(dim, true)
+}
+
+/// The indices of elements whose place in the sorted line is `place`, of the number of NaN in it.
+fn by_place(op: &'static str, x: &Tensor, dim: isize, place: Expr) -> Result<Tensor> {
+    let places = apply(op, &[&nans(x, dim)?], Params::default(), &[place], &[DType::I64])?.remove(0);
+    sorted(op, x, dim, false)?.1.gather(dim, &places)
+}
+
+impl Tensor {
+    /// The `k` greatest elements along `dim`, greatest first, or with `largest` false the least, and their indices
+    /// (PyTorch's `topk`; always sorted). NaN is above everything. Differentiable.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where the dim has less than `k` elements; [`Error::DimOutOfRange`], [`Error::OutOfMemory`].
+    pub fn topk(&self, k: usize, dim: isize, largest: bool) -> Result<(Tensor, Tensor)> {
+        let op = "topk";
+        let x = if self.rank() == 0 { self.unsqueeze(0)? } else { self.shallow_clone() };
+        let n = x.shape().dims()[x.shape().dim(op, dim)?];
+        if k > n {
+            return Err(Error::invalid(op, format!("{k} elements of {n} along dimension {dim} of {}", self.shape())));
+        }
+        let indices = sorted(op, &x, dim, largest)?.1.narrow(dim, 0, k)?.contiguous()?;
+        let values = x.gather(dim, &indices)?;
+        match self.rank() == 0 && k == 1 {
+            true => Ok((values.squeeze(dim)?, indices.squeeze(dim)?)),
+            false => Ok((values, indices)),
+        }
+    }
+
+    /// The `k`-th least element along `dim`, counted from 1, and its index (PyTorch's `kthvalue`). NaN is above everything.
+    /// `keepdim` leaves the dim in place with size 1. Differentiable.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where the dim has less than `k` elements or `k` is 0; [`Error::DimOutOfRange`].
+    pub fn kthvalue(&self, k: usize, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
+        let op = "kthvalue";
+        chosen(op, self, dim, keepdim, |x| {
+            let n = size(x, dim)?;
+            if k == 0 || k > n {
+                let reason = format!("the dimension has elements 1 to {n}, and {k} was asked for");
+                return Err(Error::invalid(op, reason));
+            }
+            sorted(op, x, dim, false)?.1.narrow(dim, k - 1, 1)
+        })
+    }
+
+    /// The median along `dim`, of two in the middle the lower, and its index (PyTorch's `median` with a dim); NaN if there
+    /// is one. Differentiable.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let t = Tensor::from_slice(&[7f32, 1.0, 3.0, 2.0], 4, Device::Cpu)?;
+    /// assert_eq!(t.median(0, false)?.0.item::<f32>()?, 2.0);
+    /// assert_eq!(t.quantile(0.5, 0, false)?.item::<f32>()?, 2.5);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where the dim is empty; [`Error::DimOutOfRange`], [`Error::OutOfMemory`].
+    pub fn median(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
+        chosen("median", self, dim, keepdim, |x| {
+            let n = size(x, dim)?;
+            // The first of the NaN, which are at the end.
+            let nans = Expr::input(0);
+            by_place("median", x, dim, nans.gt(0.0).select(n as f64 - &nans, ((n - 1) / 2) as f64))
+        })
+    }
+
+    /// The median along `dim` of the elements that are not NaN, and its index; NaN where all are (PyTorch's `nanmedian`).
+    /// Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::median`].
+    pub fn nanmedian(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
+        chosen("nanmedian", self, dim, keepdim, |x| {
+            let last = (size(x, dim)? - 1) as f64;
+            by_place("nanmedian", x, dim, (last - Expr::input(0)).max(0.0) / 2.0)
+        })
+    }
+
+    /// The value along `dim` that a share `q` of the elements is below, between two elements in proportion (PyTorch's
+    /// `quantile`); NaN if there is one; floats. Differentiable.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a `q` outside 0 to 1 and where the dim is empty; [`Error::DimOutOfRange`],
+    /// [`Error::UnsupportedDType`].
+    pub fn quantile(&self, q: f64, dim: isize, keepdim: bool) -> Result<Tensor> {
+        let op = "quantile";
+        self.dtype.check_float(op)?;
+        if !(0.0..=1.0).contains(&q) {
+            return Err(Error::invalid(op, format!("{q} is not between 0 and 1")));
+        }
+        let last = match self.rank() {
+            0 => 0,
+            _ => self.shape().dims()[self.shape().dim(op, dim)?].saturating_sub(1),
+        };
+        let place = q * last as f64;
+        // Where the line has a NaN that is the last element.
+        let at = |place: f64| {
+            let nans = Expr::input(0);
+            let found =
+                chosen(op, self, dim, keepdim, |x| by_place(op, x, dim, nans.gt(0.0).select(last as f64, place)));
+            Ok::<_, Error>(found?.0)
+        };
+        let low = at(place.floor())?;
+        if place.fract() == 0.0 {
+            return Ok(low);
+        }
+        low.lerp(&at(place.ceil())?, place.fract())
+    }
+
+    /// The most frequent element along `dim`, the least of several, and the index of its last appearance (PyTorch's
+    /// `mode`). Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::median`].
+    pub fn mode(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
+        let op = "mode";
+        chosen(op, self, dim, keepdim, |x| {
+            let n = size(x, dim)?;
+            let (values, order) = sorted(op, x, dim, false)?;
+            let place = Tensor::arange(0, n as i64, 1, (DType::I64, x.device()))?;
+            let behind = x.rank() - 1 - x.shape().dim(op, dim)?;
+            let place = place.reshape(std::iter::once(n).chain(std::iter::repeat_n(1, behind)).collect::<Vec<_>>())?;
+            // Where the run of equals that an element is in starts; the longest run ends at the first greatest distance.
+            let (place, scalars) = (
+                place.broadcast_to(x.shape().dims().iter().map(|&n| n as isize).collect::<Vec<_>>())?,
+                [Scalar::Int(0)],
+            );
+            let starts = Tensor::zeros(x.shape(), (DType::I64, x.device()))?;
+            let (next, this) = (values.narrow(dim, 1, n - 1)?, values.narrow(dim, 0, n - 1)?);
+            let differs = Expr::input(0).ne(Expr::input(1)).select(Expr::input(2), Expr::scalar(0));
+            let params = Params { scalars: &scalars, seeds: &[] };
+            super::elementwise::apply_into(
+                op,
+                &[&next, &this, &place.narrow(dim, 1, n - 1)?],
+                params,
+                &[differs],
+                &[&starts.narrow(dim, 1, n - 1)?],
+            )?;
+            let run = place.sub(&starts.cummax(dim)?.0)?;
+            order.gather(dim, &run.argmax(dim, true)?)
+        })
+    }
+
+    /// The greatest element along `dim` and its index, as i64 (PyTorch's `max` with a dim): the first among equals, the
+    /// first NaN if there is one. Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::median`].
+    pub fn max_dim(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
+        chosen("max_dim", self, dim, keepdim, |x| x.argmax(dim, true))
+    }
+
+    /// The least element along `dim` and its index (PyTorch's `min` with a dim); as [`Tensor::max_dim`] otherwise.
+    ///
+    /// # Errors
+    /// As [`Tensor::median`].
+    pub fn min_dim(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
+        chosen("min_dim", self, dim, keepdim, |x| x.argmin(dim, true))
+    }
+}

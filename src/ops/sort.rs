@@ -1,0 +1,140 @@
+//! Sorting along a dim, stably, and searching in what is sorted.
+//!
+//! On GPUs groups sort blocks in local memory, then each launch makes one run of two; a line that fits in a block is one
+//! launch. Elements are compared by unsigned keys: NaN is above everything, as in PyTorch, and -0 equals 0. The gradient of
+//! sorting is a reading through the inverse permutation.
+
+use super::lines::at_least_1d;
+use super::{same_device, same_dtype};
+use crate::autograd::{self, Saved};
+use crate::tensor::{Dims, Layout};
+use crate::{DType, Device, Error, Result, Tensor};
+
+mod cpu;
+mod opencl;
+
+/// Sorted values and the indices they had, outside the graph.
+pub(super) fn sorted(op: &'static str, t: &Tensor, dim: isize, descending: bool) -> Result<(Tensor, Tensor)> {
+    let x = at_least_1d(t);
+    let d = x.shape().dim(op, dim)?;
+    let values = Tensor::empty_like_shape(x.shape(), x.dtype, x.device())?;
+    let places = Tensor::empty_like_shape(x.shape(), DType::I64, x.device())?;
+    if x.numel() > 0 {
+        match x.device() {
+            Device::Cpu => cpu::run(&x, d, descending, &values, &places)?,
+            Device::OpenCL(_) => opencl::run(&x, d, descending, &values, &places)?,
+        }
+        values.storage.bump_version();
+        places.storage.bump_version();
+    }
+    // Of a scalar too.
+    let shaped = |made: Tensor| made.with_layout(Layout::contiguous(t.shape().clone()));
+    Ok((shaped(values), shaped(places)))
+}
+
+impl Tensor {
+    /// The elements in order along `dim`, and the indices they had, as i64 (PyTorch's `sort`, always stable). NaN is above
+    /// everything. Differentiable.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let t = Tensor::from_slice(&[3f32, 1.0, 2.0, 1.0], 4, Device::Cpu)?;
+    /// let (values, indices) = t.sort(-1, false)?;
+    /// assert_eq!(values.to_vec::<f32>()?, [1.0, 1.0, 2.0, 3.0]);
+    /// assert_eq!(indices.to_vec::<i64>()?, [1, 3, 2, 0]);
+    /// assert_eq!(t.topk(2, -1, true)?.0.to_vec::<f32>()?, [3.0, 2.0]);
+    /// assert_eq!(t.unique()?.to_vec::<f32>()?, [1.0, 2.0, 3.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::DimOutOfRange`], [`Error::OutOfMemory`].
+    pub fn sort(&self, dim: isize, descending: bool) -> Result<(Tensor, Tensor)> {
+        let op = "sort";
+        let (values, indices) = sorted(op, self, dim, descending)?;
+        let saved = Saved::new(&indices);
+        let values = autograd::record_unary(op, values, self, move |grad| match grad.rank() {
+            0 => Ok(grad),
+            _ => grad.gather(dim, &saved.get(op)?.argsort(dim, false)?),
+        });
+        Ok((values, indices))
+    }
+
+    /// The indices that bring `dim` in order, as i64 (PyTorch's `argsort`, always stable).
+    ///
+    /// # Errors
+    /// As [`Tensor::sort`].
+    pub fn argsort(&self, dim: isize, descending: bool) -> Result<Tensor> {
+        Ok(sorted("argsort", self, dim, descending)?.1)
+    }
+
+    /// The elements in ascending order along the first dim (PyTorch's `msort`). Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::sort`].
+    pub fn msort(&self) -> Result<Tensor> {
+        Ok(self.sort(0, false).map_err(|e| e.of("msort"))?.0)
+    }
+
+    /// How many elements of this sorted tensor's last dim are below each of `values`, or with `right` not above it: where to
+    /// insert it so that the order stays; as i64 (PyTorch's `searchsorted`). A vector is searched for values of any shape,
+    /// otherwise all but the last dim are the same. NaN belongs at the end.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let t = Tensor::from_slice(&[1f32, 3.0, 5.0], 3, Device::Cpu)?;
+    /// let values = Tensor::from_slice(&[3f32, 6.0], 2, Device::Cpu)?;
+    /// assert_eq!(t.searchsorted(&values, false)?.to_vec::<i64>()?, [1, 3]);
+    /// assert_eq!(t.searchsorted(&values, true)?.to_vec::<i64>()?, [2, 3]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::ShapeMismatch`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`]; [`Error::Invalid`] for a scalar.
+    pub fn searchsorted(&self, values: &Tensor, right: bool) -> Result<Tensor> {
+        searched("searchsorted", self, values, right)
+    }
+
+    /// The bucket of each element among `boundaries`, a sorted vector: how many of them are below it, or with `right` not
+    /// above it; as i64 (PyTorch's `bucketize`).
+    ///
+    /// # Errors
+    /// As [`Tensor::searchsorted`]; [`Error::Invalid`] where `boundaries` is no vector.
+    pub fn bucketize(&self, boundaries: &Tensor, right: bool) -> Result<Tensor> {
+        let op = "bucketize";
+        if boundaries.rank() != 1 {
+            return Err(Error::invalid(
+                op,
+                format!("the boundaries are a vector, not of shape {}", boundaries.shape()),
+            ));
+        }
+        searched(op, boundaries, self, right)
+    }
+}
+
+fn searched(op: &'static str, sorted: &Tensor, values: &Tensor, right: bool) -> Result<Tensor> {
+    same_device(op, &[sorted, values])?;
+    same_dtype(op, &[sorted, values])?;
+    let Some((_, leading)) = sorted.shape().dims().split_last() else {
+        return Err(Error::invalid(op, "what is searched is a scalar: it has no dim"));
+    };
+    let of_values = values.shape().dims();
+    if !leading.is_empty() && of_values.split_last().is_none_or(|(_, of_values)| of_values != leading) {
+        let hint = "all dims but the last are the same, or what is searched is a vector";
+        return Err(Error::ShapeMismatch { op, lhs: sorted.shape().clone(), rhs: values.shape().clone(), hint });
+    }
+    // A value's line: stride 0 along what only the values have.
+    let mut strides: Dims<isize> = Dims::from_elem(0, values.rank());
+    strides.iter_mut().zip(&sorted.strides()[..leading.len()]).for_each(|(to, &stride)| *to = stride);
+    let lines = Layout { shape: values.shape().clone(), strides, offset: sorted.layout.offset };
+    let step = sorted.strides()[leading.len()];
+    let out = Tensor::empty_like_shape(values.shape(), DType::I64, values.device())?;
+    if out.numel() > 0 {
+        match out.device() {
+            Device::Cpu => cpu::search(sorted, &lines, step, values, right, &out)?,
+            Device::OpenCL(_) => opencl::search(sorted, &lines, step, values, right, &out)?,
+        }
+        out.storage.bump_version();
+    }
+    Ok(out)
+}
