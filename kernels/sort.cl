@@ -39,10 +39,10 @@ inline Key ascending(long v) { return (ulong)v ^ 0x8000000000000000UL; }
 // Element i of the sorted line is the one that had index p.
 #define PUT(line, i, p)                                                                                                \
     {                                                                                                                  \
-        const long from = (long)x_at + at_Rest(&rest, line) + (long)(p) * stride;                                      \
-        const IDX to = (line) / inner * inner * n + (line) % inner + (i) * inner;                                      \
-        y[y_at + to] = ((__global const V *)x)[from];                                                                  \
-        places[places_at + to] = (long)(p);                                                                            \
+        const long put_from = (long)x_at + at_Rest(&rest, line) + (long)(p) * stride;                                  \
+        const IDX put_at = (line) / inner * inner * n + (line) % inner + (i) * inner;                                  \
+        y[y_at + put_at] = ((__global const V *)x)[put_from];                                                          \
+        places[places_at + put_at] = (long)(p);                                                                        \
     }
 #endif
 

@@ -1,0 +1,269 @@
+//! Sorting, searching and counting against std's.
+
+use std::cmp::Ordering;
+use std::collections::BTreeMap;
+
+use claystone::{DType, Device, Error, Tensor, autograd::gradcheck};
+use ndarray::{ArrayD, Axis};
+
+use crate::common::{each_device, f64s};
+
+/// PyTorch's order: NaN above everything.
+fn order(a: f64, b: f64) -> Ordering {
+    a.partial_cmp(&b).unwrap_or_else(|| a.is_nan().cmp(&b.is_nan()))
+}
+
+/// The indices that sort a line stably.
+fn sorted(line: &[f64], descending: bool) -> Vec<usize> {
+    let mut indices: Vec<usize> = (0..line.len()).collect();
+    indices.sort_by(|&i, &j| if descending { order(line[j], line[i]) } else { order(line[i], line[j]) });
+    indices
+}
+
+/// `f` of every line along `d`, of as many numbers as the first gives.
+fn along(x: &ArrayD<f64>, d: usize, f: impl Fn(&[f64]) -> Vec<f64>) -> ArrayD<f64> {
+    let lines: Vec<Vec<f64>> = x.lanes(Axis(d)).into_iter().map(|line| f(&line.to_vec())).collect();
+    let mut shape = x.shape().to_vec();
+    shape[d] = lines.first().map_or(0, Vec::len);
+    let mut out = ArrayD::zeros(shape);
+    out.lanes_mut(Axis(d)).into_iter().zip(lines).for_each(|(mut to, line)| {
+        to.iter_mut().zip(line).for_each(|(o, v)| *o = v);
+    });
+    out
+}
+
+#[track_caller]
+fn equal(got: &Tensor, want: &ArrayD<f64>, what: &str) {
+    let got = f64s(got);
+    assert_eq!(got.shape(), want.shape(), "{what}");
+    for (i, (g, w)) in got.iter().zip(want).enumerate() {
+        assert!(g == w || (g.is_nan() && w.is_nan()), "{what}, element {i}: {g} instead of {w}");
+    }
+}
+
+#[track_caller]
+fn check(t: &Tensor) {
+    let x = f64s(t);
+    for d in 0..t.rank() {
+        for descending in [false, true] {
+            let what = &format!("{:?} {:?} along {d} {} on {}", t.shape(), t.strides(), t.dtype(), t.device());
+            let (values, indices) = t.sort(d as isize, descending).unwrap();
+            let places = |line: &[f64]| sorted(line, descending);
+            equal(&values, &along(&x, d, |line| places(line).iter().map(|&i| line[i]).collect()), what);
+            equal(&indices, &along(&x, d, |line| places(line).iter().map(|&i| i as f64).collect()), what);
+            assert_eq!((values.dtype(), indices.dtype()), (t.dtype(), DType::I64));
+        }
+    }
+}
+
+/// Few different numbers: most are equal to others.
+fn numbers(shape: &[usize], dtype: DType, device: Device) -> Tensor {
+    let n: usize = shape.iter().product();
+    let signed = !matches!(dtype, DType::U8 | DType::U32 | DType::Bool);
+    let values: Vec<i64> = (0..n as i64).map(|i| i * 7919 % 1009 % 101 - if signed { 50 } else { 0 }).collect();
+    Tensor::from_slice(&values, shape, device).unwrap().to_dtype(dtype).unwrap()
+}
+
+#[test]
+fn sorts_of_sizes_around_blocks() {
+    each_device(|device| {
+        for n in [1, 2, 3, 15, 16, 17, 255, 1023, 1024, 1025, 2049, 4095, 4096, 4097, 9001] {
+            check(&numbers(&[n], DType::F32, device));
+        }
+        for n in [1, 2, 5, 33, 1025] {
+            check(&numbers(&[7, n], DType::F32, device));
+            check(&numbers(&[n, 3], DType::F32, device));
+        }
+        check(&numbers(&[9, 30, 5], DType::F32, device).permute(&[1, 2, 0]).unwrap());
+        check(&numbers(&[7, 300], DType::I32, device).narrow(1, 3, 200).unwrap().flip(1).unwrap());
+        check(&numbers(&[9], DType::I64, device).expand([40, 9]).unwrap());
+    });
+}
+
+#[test]
+fn sorts_of_every_dtype_and_of_special_values() {
+    let (nan, inf) = (f64::NAN, f64::INFINITY);
+    each_device(|device| {
+        for dtype in DType::ALL {
+            check(&numbers(&[3, 40], dtype, device));
+            if dtype.is_float() {
+                let values = [0.0, nan, -0.0, inf, -inf, nan, 1.5, -1.5, 0.0, -0.0];
+                check(&Tensor::from_slice(&values, 10, device).unwrap().to_dtype(dtype).unwrap());
+            }
+        }
+        let ends = [i64::MAX, i64::MIN, 0, -1, i64::MIN + 1, i64::MAX - 1];
+        let (values, _) = Tensor::from_slice(&ends, 6, device).unwrap().sort(0, false).unwrap();
+        let mut want = ends;
+        want.sort();
+        assert_eq!(values.to_vec::<i64>().unwrap(), want);
+        // A zero keeps its sign.
+        let zeros = Tensor::from_slice(&[0f32, -0.0], 2, device).unwrap().sort(0, false).unwrap().0;
+        assert_eq!(zeros.to_vec::<f32>().unwrap().iter().map(|z| z.is_sign_negative()).collect::<Vec<_>>(), [false, true]);
+    });
+}
+
+#[test]
+fn what_is_chosen_by_order() {
+    let nan = f64::NAN;
+    each_device(|device| {
+        let values = [3.0, 1.0, 2.0, 1.0, 5.0, nan, 4.0, nan, 0.0, nan, nan, nan];
+        let t = Tensor::from_slice(&values, [3, 4], device).unwrap().to_dtype(DType::F32).unwrap();
+        let pair = |(v, i): (Tensor, Tensor)| (f64s(&v).into_iter().collect::<Vec<_>>(), i.to_vec::<i64>().unwrap());
+        let same = |(values, indices): (Vec<f64>, Vec<i64>), want: &[f64], at: &[i64]| {
+            let equal = values.iter().zip(want).all(|(a, b)| a == b || (a.is_nan() && b.is_nan()));
+            assert!(equal && values.len() == want.len(), "{values:?} instead of {want:?}");
+            assert_eq!(indices, at);
+        };
+        same(pair(t.topk(2, 1, true).unwrap()), &[3.0, 2.0, nan, nan, nan, nan], &[0, 2, 1, 3, 1, 2]);
+        same(pair(t.topk(2, -1, false).unwrap()), &[1.0, 1.0, 4.0, 5.0, 0.0, nan], &[1, 3, 2, 0, 0, 1]);
+        same(pair(t.kthvalue(2, 1, false).unwrap()), &[1.0, 5.0, nan], &[3, 0, 1]);
+        same(pair(t.median(1, true).unwrap()), &[1.0, nan, nan], &[3, 1, 1]);
+        same(pair(t.nanmedian(1, false).unwrap()), &[1.0, 4.0, 0.0], &[3, 2, 0]);
+        same(pair(t.mode(1, false).unwrap()), &[1.0, 4.0, 0.0], &[3, 2, 0]);
+        same(pair(t.max_dim(1, false).unwrap()), &[3.0, nan, nan], &[0, 1, 1]);
+        same(pair(t.min_dim(1, false).unwrap()), &[1.0, nan, nan], &[1, 1, 1]);
+        let quantile = f64s(&t.quantile(0.5, 1, false).unwrap());
+        assert!(quantile[0] == 1.5 && quantile[1].is_nan() && quantile[2].is_nan());
+        let scalar = Tensor::full((), 3.0, device).unwrap();
+        assert_eq!(scalar.median(0, false).unwrap().0.item::<f32>().unwrap(), 3.0);
+        assert_eq!(scalar.topk(1, 0, true).unwrap().1.item::<i64>().unwrap(), 0);
+        assert_eq!(scalar.quantile(0.3, 0, true).unwrap().item::<f32>().unwrap(), 3.0);
+        let empty = Tensor::zeros([2, 0], device).unwrap();
+        assert_eq!(empty.median(0, false).unwrap().0.shape().dims(), [0]);
+        for error in [empty.median(1, false), empty.max_dim(1, false), t.kthvalue(5, 1, false), t.topk(5, 1, true)] {
+            assert!(matches!(error, Err(Error::Invalid { .. })), "{error:?}");
+        }
+    });
+}
+
+#[test]
+fn searches() {
+    each_device(|device| {
+        for n in [0, 1, 2, 7, 100] {
+            let line: Vec<f64> = (0..n).map(|i| f64::from(i / 3)).collect();
+            let values: Vec<f64> = (-2..40).map(|i| f64::from(i) / 2.0).chain([f64::NAN, f64::INFINITY]).collect();
+            let (x, v) = (
+                Tensor::from_slice(&line, line.len(), device).unwrap().to_dtype(DType::F32).unwrap(),
+                Tensor::from_slice(&values, [4, 11], device).unwrap().to_dtype(DType::F32).unwrap(),
+            );
+            for right in [false, true] {
+                let below = |v: f64| {
+                    let passes = |&&e: &&f64| v.is_nan() || if right { e <= v } else { e < v };
+                    line.iter().filter(passes).count() as i64
+                };
+                let want: Vec<i64> = values.iter().map(|&v| below(v)).collect();
+                assert_eq!(x.searchsorted(&v, right).unwrap().to_vec::<i64>().unwrap(), want);
+                assert_eq!(v.bucketize(&x, right).unwrap().to_vec::<i64>().unwrap(), want);
+                let columns = v.t().unwrap().bucketize(&x, right).unwrap();
+                assert_eq!(columns.t().unwrap().to_vec::<i64>().unwrap(), want);
+            }
+        }
+        // Every line has its own values; what is searched goes backwards in memory.
+        let x = Tensor::from_slice(&[5i64, 3, 1, 6, 4, 2], [2, 3], device).unwrap().flip(1).unwrap();
+        let v = Tensor::from_slice(&[4i64, 1, 4, 7], [2, 2], device).unwrap();
+        assert_eq!(x.searchsorted(&v, false).unwrap().to_vec::<i64>().unwrap(), [2, 0, 1, 3]);
+        assert!(matches!(x.searchsorted(&v.t().unwrap().narrow(0, 0, 1).unwrap(), false), Err(Error::ShapeMismatch { .. })));
+    });
+}
+
+#[test]
+fn what_is_told_apart() {
+    each_device(|device| {
+        for dtype in [DType::F32, DType::I64, DType::Bool] {
+            let t = numbers(&[6, 50], dtype, device).t().unwrap();
+            let mut counts = BTreeMap::new();
+            f64s(&t).iter().for_each(|&v| *counts.entry(v as i64).or_insert(0i64) += 1);
+            let want: Vec<f64> = counts.keys().map(|&k| k as f64).collect();
+            let all = |t: &Tensor| f64s(t).into_iter().collect::<Vec<_>>();
+            assert_eq!(all(&t.unique().unwrap()), want);
+            let (values, many) = t.unique_counts().unwrap();
+            assert_eq!((all(&values), many.to_vec::<i64>().unwrap()), (want, counts.into_values().collect()));
+            let (values, inverse) = t.unique_inverse().unwrap();
+            assert_eq!(inverse.shape(), t.shape());
+            let again = values.index_select(0, &inverse.flatten(0, -1).unwrap()).unwrap();
+            assert_eq!(all(&again), f64s(&t).iter().copied().collect::<Vec<_>>());
+        }
+        let nans = Tensor::from_slice(&[f32::NAN, 1.0, f32::NAN], 3, device).unwrap();
+        assert_eq!(nans.unique().unwrap().numel(), 3);
+        let empty = Tensor::zeros([0, 3], device).unwrap();
+        let (values, inverse, counts) = empty.unique_consecutive().unwrap();
+        assert_eq!((values.numel(), inverse.shape().dims(), counts.numel()), (0, &[0, 3][..], 0));
+        assert_eq!(empty.unique().unwrap().numel(), 0);
+        let t = Tensor::from_slice(&[2i64, 2, 1, 2, 2, 2], 6, device).unwrap();
+        let (values, inverse, counts) = t.unique_consecutive().unwrap();
+        assert_eq!(values.to_vec::<i64>().unwrap(), [2, 1, 2]);
+        assert_eq!(inverse.to_vec::<i64>().unwrap(), [0, 0, 1, 2, 2, 2]);
+        assert_eq!(counts.to_vec::<i64>().unwrap(), [2, 1, 3]);
+    });
+}
+
+#[test]
+fn what_is_not_zero() {
+    each_device(|device| {
+        let t = Tensor::from_slice(&[0f32, f32::NAN, -0.0, 2.0, 0.0, -1.0], [2, 3], device).unwrap();
+        let indices = t.nonzero().unwrap();
+        assert_eq!((indices.shape().dims(), indices.to_vec::<i64>().unwrap()), (&[3, 2][..], vec![0, 1, 1, 0, 1, 2]));
+        assert_eq!(t.t().unwrap().argwhere().unwrap().to_vec::<i64>().unwrap(), [0, 1, 1, 0, 2, 1]);
+        let zeros = Tensor::zeros([2, 3], device).unwrap();
+        assert_eq!(zeros.nonzero().unwrap().shape().dims(), [0, 2]);
+        assert_eq!(Tensor::zeros([2, 0, 3], device).unwrap().nonzero().unwrap().shape().dims(), [0, 3]);
+        assert_eq!(Tensor::ones((), device).unwrap().nonzero().unwrap().shape().dims(), [1, 0]);
+        assert_eq!(Tensor::zeros((), device).unwrap().nonzero().unwrap().shape().dims(), [0, 0]);
+        // Both are stretched.
+        let row = Tensor::from_slice(&[true, false, true], 3, device).unwrap();
+        let picked = Tensor::from_slice(&[1i64, 2], [2, 1], device).unwrap().masked_select(&row).unwrap();
+        assert_eq!(picked.to_vec::<i64>().unwrap(), [1, 1, 2, 2]);
+        assert_eq!(t.masked_select(&zeros).unwrap().shape().dims(), [0]);
+        let many = numbers(&[300, 40], DType::I32, device);
+        let want: Vec<i32> = many.t().unwrap().to_vec::<i32>().unwrap().into_iter().filter(|&v| v > 3).collect();
+        let mask = many.t().unwrap().gt_scalar(3).unwrap();
+        assert_eq!(many.t().unwrap().masked_select(&mask).unwrap().to_vec::<i32>().unwrap(), want);
+    });
+}
+
+#[test]
+fn counts() {
+    each_device(|device| {
+        let t = Tensor::from_slice(&[1i32, 4, 1, 0], 4, device).unwrap();
+        assert_eq!(t.bincount(None, 0).unwrap().to_vec::<i64>().unwrap(), [1, 2, 0, 0, 1]);
+        assert_eq!(t.bincount(None, 7).unwrap().to_vec::<i64>().unwrap(), [1, 2, 0, 0, 1, 0, 0]);
+        let weights = Tensor::from_slice(&[0.5f32, 2.0, 0.25, 4.0], 4, device).unwrap();
+        assert_eq!(t.bincount(Some(&weights), 0).unwrap().to_vec::<f32>().unwrap(), [4.0, 0.75, 0.0, 0.0, 2.0]);
+        let empty = Tensor::zeros(0, (DType::I64, device)).unwrap();
+        assert_eq!(empty.bincount(None, 2).unwrap().to_vec::<i64>().unwrap(), [0, 0]);
+        assert_eq!(empty.bincount(None, 0).unwrap().numel(), 0);
+        assert!(matches!(t.neg().unwrap().bincount(None, 0), Err(Error::Invalid { .. })));
+        assert!(matches!(weights.bincount(None, 0), Err(Error::UnsupportedDType { .. })));
+        let t = Tensor::from_slice(&[0f32, 1.0, 2.0, 1.0, f32::NAN, -3.0, 4.0, 4.5], [2, 4], device).unwrap();
+        assert_eq!(t.histc(4, 0.0, 4.0).unwrap().to_vec::<f32>().unwrap(), [1.0, 2.0, 1.0, 1.0]);
+        let t = Tensor::from_slice(&[1f32, 2.0, 5.0], 3, device).unwrap();
+        assert_eq!(t.histc(2, 0.0, 0.0).unwrap().to_vec::<f32>().unwrap(), [2.0, 1.0]);
+        assert_eq!(Tensor::zeros(0, device).unwrap().histc(3, 0.0, 0.0).unwrap().to_vec::<f32>().unwrap(), [0.0; 3]);
+        assert!(matches!(t.histc(2, 3.0, 1.0), Err(Error::Invalid { .. })));
+    });
+}
+
+#[test]
+fn gradients_of_what_is_chosen() {
+    each_device(|device| {
+        if !device.info().unwrap().fp64 {
+            return;
+        }
+        let values = [0.5, -1.5, 2.0, 0.7, -0.3, 1.1, 0.9, -2.0, 0.4, 1.3, -0.6, 0.8];
+        let t = Tensor::from_slice(&values, [3, 4], device).unwrap();
+        let weighted = |t: Tensor| {
+            let weights = Tensor::from_slice(&values[..t.numel()], t.shape(), device)?;
+            t.mul(&weights)?.sum((), false)
+        };
+        for dim in [0, 1] {
+            gradcheck(|x| weighted(x[0].sort(dim, true)?.0), &[t.detach()], 1e-6).unwrap();
+            gradcheck(|x| weighted(x[0].topk(2, dim, true)?.0), &[t.detach()], 1e-6).unwrap();
+            gradcheck(|x| weighted(x[0].kthvalue(2, dim, true)?.0), &[t.detach()], 1e-6).unwrap();
+            gradcheck(|x| weighted(x[0].median(dim, false)?.0), &[t.detach()], 1e-6).unwrap();
+            gradcheck(|x| weighted(x[0].quantile(0.4, dim, false)?), &[t.detach()], 1e-6).unwrap();
+            gradcheck(|x| weighted(x[0].max_dim(dim, false)?.0), &[t.detach()], 1e-6).unwrap();
+        }
+        let mask = t.gt_scalar(0.6).unwrap();
+        gradcheck(|x| weighted(x[0].masked_select(&mask)?), &[t.detach()], 1e-6).unwrap();
+    });
+}
