@@ -5,6 +5,8 @@
 //! of those, the slices from what comes before them. f16 and bf16 accumulate in f32, integers in i64 (wrapping); running sums
 //! are kept in blocks, so that the last one of ten million f32 is good to about 1e-6.
 
+use smallvec::SmallVec;
+
 use super::lines::at_least_1d;
 use crate::autograd::{self, Saved};
 use crate::tensor::Layout;
@@ -87,7 +89,7 @@ impl Tensor {
     /// [`crate::Error::DimOutOfRange`], [`crate::Error::OutOfMemory`].
     pub fn cumsum(&self, dim: isize) -> Result<Tensor> {
         let out = scan("cumsum", Scan::Sum, self, dim)?.0;
-        Ok(autograd::record_unary("cumsum", out, self, move |grad| from_behind(&grad, dim, |g| g.cumsum(dim))))
+        Ok(autograd::record_unary_twice("cumsum", out, self, move |grad| from_behind(&grad, dim, |g| g.cumsum(dim))))
     }
 
     /// The product of all elements so far along `dim` (PyTorch's `cumprod`). Dtypes as [`Tensor::cumsum`]. Differentiable,
@@ -98,9 +100,12 @@ impl Tensor {
     pub fn cumprod(&self, dim: isize) -> Result<Tensor> {
         let op = "cumprod";
         let out = scan(op, Scan::Prod, self, dim)?.0;
+        if !autograd::is_tracked(&[self]) {
+            return Ok(out);
+        }
         let (x, result, dtype) = (Saved::new(self), Saved::new(&out), self.dtype);
-        Ok(autograd::record_unary(op, out, self, move |grad| {
-            let (x, result, grad) = (widened(x.get(op)?)?, widened(result.get(op)?)?, widened(&grad)?);
+        Ok(autograd::record_twice(op, out, &[self], move |ctx| {
+            let (x, result, grad) = (widened(x.get(op)?)?, widened(&ctx.result(&result)?)?, widened(&ctx.grad()?)?);
             let zero = x.eq_scalar(0)?;
             let zeros = zero.cumsum(dim)?;
             let sum_behind = |t: &Tensor| from_behind(t, dim, |t| t.cumsum(dim));
@@ -110,7 +115,7 @@ impl Tensor {
             let first = zero.logical_and(&zeros.eq_scalar(1)?)?;
             let others = sum_behind(&x.masked_fill(&first, 1)?.cumprod(dim)?.mul(&grad)?)?;
             let nothing = before.masked_fill(&zeros.ne_scalar(0)?, 0)?;
-            first.where_cond(&others, &nothing)?.to_dtype(dtype)
+            Ok(SmallVec::from_iter([Some(first.where_cond(&others, &nothing)?.to_dtype(dtype)?)]))
         }))
     }
 
@@ -135,7 +140,7 @@ impl Tensor {
         let (out, places) = scan(op, kind, self, dim)?;
         let places = places.expect("it chooses");
         let (saved, shape) = (Saved::new(&places), self.shape().clone());
-        let out = autograd::record_unary(op, out, self, move |grad| match shape.rank() {
+        let out = autograd::record_unary_twice(op, out, self, move |grad| match shape.rank() {
             0 => Ok(grad),
             _ => Tensor::zeros(&shape, &grad)?.scatter_add(dim, saved.get(op)?, &grad),
         });
@@ -151,16 +156,20 @@ impl Tensor {
         let op = "logcumsumexp";
         self.dtype.check_float(op)?;
         let out = scan(op, Scan::LogSumExp, self, dim)?.0;
+        if !autograd::is_tracked(&[self]) {
+            return Ok(out);
+        }
         let (x, result, dtype) = (Saved::new(self), Saved::new(&out), self.dtype);
-        Ok(autograd::record_unary(op, out, self, move |grad| {
-            let (x, result, grad) = (widened(x.get(op)?)?, widened(result.get(op)?)?, widened(&grad)?);
+        Ok(autograd::record_twice(op, out, &[self], move |ctx| {
+            let (x, result, grad) = (widened(x.get(op)?)?, widened(&ctx.result(&result)?)?, widened(&ctx.grad()?)?);
             let log = grad.abs()?.log()?.sub(&result)?;
             // The sum of grad * exp(x - result) from behind, in logarithms, for either sign of grad.
             let part = |other_sign: &Tensor| {
                 let log = log.masked_fill(other_sign, f64::NEG_INFINITY)?;
                 from_behind(&log, dim, |t| t.logcumsumexp(dim))?.add(&x)?.exp()
             };
-            part(&grad.le_scalar(0)?)?.sub(&part(&grad.ge_scalar(0)?)?)?.to_dtype(dtype)
+            let grad = part(&grad.le_scalar(0)?)?.sub(&part(&grad.ge_scalar(0)?)?)?.to_dtype(dtype)?;
+            Ok(SmallVec::from_iter([Some(grad)]))
         }))
     }
 

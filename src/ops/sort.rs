@@ -53,7 +53,7 @@ impl Tensor {
         let op = "sort";
         let (values, indices) = sorted(op, self, dim, descending)?;
         let saved = Saved::new(&indices);
-        let values = autograd::record_unary(op, values, self, move |grad| match grad.rank() {
+        let values = autograd::record_unary_twice(op, values, self, move |grad| match grad.rank() {
             0 => Ok(grad),
             _ => grad.gather(dim, &saved.get(op)?.argsort(dim, false)?),
         });

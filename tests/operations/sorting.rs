@@ -98,7 +98,10 @@ fn sorts_of_every_dtype_and_of_special_values() {
         assert_eq!(values.to_vec::<i64>().unwrap(), want);
         // A zero keeps its sign.
         let zeros = Tensor::from_slice(&[0f32, -0.0], 2, device).unwrap().sort(0, false).unwrap().0;
-        assert_eq!(zeros.to_vec::<f32>().unwrap().iter().map(|z| z.is_sign_negative()).collect::<Vec<_>>(), [false, true]);
+        assert_eq!(
+            zeros.to_vec::<f32>().unwrap().iter().map(|z| z.is_sign_negative()).collect::<Vec<_>>(),
+            [false, true]
+        );
     });
 }
 
@@ -162,7 +165,10 @@ fn searches() {
         let x = Tensor::from_slice(&[5i64, 3, 1, 6, 4, 2], [2, 3], device).unwrap().flip(1).unwrap();
         let v = Tensor::from_slice(&[4i64, 1, 4, 7], [2, 2], device).unwrap();
         assert_eq!(x.searchsorted(&v, false).unwrap().to_vec::<i64>().unwrap(), [2, 0, 1, 3]);
-        assert!(matches!(x.searchsorted(&v.t().unwrap().narrow(0, 0, 1).unwrap(), false), Err(Error::ShapeMismatch { .. })));
+        assert!(matches!(
+            x.searchsorted(&v.t().unwrap().narrow(0, 0, 1).unwrap(), false),
+            Err(Error::ShapeMismatch { .. })
+        ));
     });
 }
 
