@@ -138,7 +138,10 @@ fn running_sums_and_products_of_every_dtype() {
             let sum = t.cumsum(1).unwrap();
             assert_eq!(sum.dtype(), if dtype.is_float() { dtype } else { DType::I64 });
             equal(&sum, &along(&f64s(&t), 1, cumsum), "cumsum");
-            X
+            let product = along(&f64s(&t), 0, cumprod);
+            let rounded = Tensor::from_ndarray(product, device).unwrap().to_dtype(sum.dtype()).unwrap();
+            equal(&t.cumprod(0).unwrap(), &f64s(&rounded), "cumprod");
+            check(&t);
         }
         let large = Tensor::full(3, i64::MAX, (DType::I64, device)).unwrap();
         assert_eq!(large.cumsum(0).unwrap().to_vec::<i64>().unwrap(), [i64::MAX, -2, i64::MAX - 2]);
