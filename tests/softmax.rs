@@ -217,7 +217,7 @@ fn cross_entropy_per_row_weights_and_other_label_types() {
         let w = logits(&[6], DType::F64, device);
         for dtype in [DType::I64, DType::I32, DType::U8, DType::U32] {
             let labels = Tensor::from_slice(&[4i64, 0, 3, 3, 1, 2], 6, device).unwrap().to_dtype(dtype).unwrap();
-            let none = CrossEntropy { reduction: LossReduction::None, ignore_index: 3 };
+            let none = CrossEntropy { reduction: LossReduction::None, ignore_index: 3, ..CrossEntropy::default() };
             let f = |x: &[Tensor]| x[0].cross_entropy_with(&labels, none)?.mul(&w)?.sum((), false);
             gradcheck(f, &[x.shallow_clone()], 1e-6).unwrap();
             gradcheck(|x| x[0].cross_entropy(&labels), &[x.shallow_clone()], 1e-6).unwrap();

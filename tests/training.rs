@@ -119,7 +119,7 @@ fn losses(device: Device, adamw: bool) -> Vec<f64> {
     let mut optimizer: Box<dyn Optimizer> = if adamw {
         Box::new(AdamW::new(net.parameters_mut(), AdamWConfig::default()).unwrap())
     } else {
-        let config = SgdConfig { lr: 0.05, momentum: 0.9, weight_decay: 1e-4, nesterov: true };
+        let config = SgdConfig { lr: 0.05, momentum: 0.9, weight_decay: 1e-4, nesterov: true, ..Default::default() };
         Box::new(Sgd::new(net.parameters_mut(), config).unwrap())
     };
     (0..20)
@@ -148,7 +148,7 @@ fn the_first_20_losses_agree_between_devices() {
 fn sgd_follows_its_definition() {
     each_device(|device| {
         let start = [0.5f64, -1.0, 2.0];
-        let config = SgdConfig { lr: 0.1, momentum: 0.8, weight_decay: 0.05, nesterov: true };
+        let config = SgdConfig { lr: 0.1, momentum: 0.8, weight_decay: 0.05, nesterov: true, ..Default::default() };
         let mut w = Tensor::from_slice(&start.map(|x| x as f32), 3, device).unwrap().requires_grad_(true).unwrap();
         let mut sgd = Sgd::new(vec![&mut w], config).unwrap();
         let (mut want, mut velocity) = (start, [0.0f64; 3]);

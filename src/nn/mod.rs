@@ -6,9 +6,11 @@
 mod linear;
 mod loss;
 mod sequential;
+mod state;
 
 pub use linear::{Activation, Linear};
 pub use sequential::{Dropout, Sequential};
+pub use state::StateDict;
 
 use crate::{Result, Tensor};
 

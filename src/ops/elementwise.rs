@@ -341,6 +341,17 @@ pub(crate) fn apply_tracked(
     }))
 }
 
+/// A formula over tensors of any dtypes, broadcast, with its derivative by each input; recorded where one is tracked.
+pub(crate) fn formula(
+    op: &'static str,
+    inputs: &[&Tensor],
+    dtype: DType,
+    expr: &Expr,
+    derivative: impl Fn(usize) -> Expr,
+) -> Result<Tensor> {
+    apply_tracked(op, inputs, Params::default(), expr, dtype, &derivative)
+}
+
 impl Tensor {
     /// An elementwise operation of your own: `f` gets one [`Expr`] for each input and builds the formula; the result is
     /// computed in one launch, on any device, broadcast and strided as any other operation, and is differentiable.

@@ -50,6 +50,8 @@ mod stream;
 pub mod table;
 pub(crate) mod tiles;
 
+pub(crate) use elementwise::formula;
+pub(crate) use gather::check_index;
 pub use attention::Attention;
 pub use einsum::TensordotDims;
 pub use expr::Expr;

@@ -9,10 +9,10 @@ use smallvec::SmallVec;
 use super::collapse::Walk;
 use super::elementwise::{Params, apply};
 use super::expr::Expr;
-use super::{recorded_with_result, same_device};
+use super::recorded_with_result;
 use crate::autograd::{self, Saved};
 use crate::tensor::{Dims, Layout};
-use crate::{DType, Device, Error, Result, Shape, Tensor};
+use crate::{Device, Error, Result, Shape, Tensor};
 
 mod cpu;
 mod opencl;
@@ -241,47 +241,10 @@ impl Tensor {
         }))
     }
 
-    /// The mean over rows of `-log_softmax(logits)[label]`: [`Tensor::cross_entropy_with`] its defaults.
-    ///
-    /// ```
-    /// use claystone::{Device, Tensor};
-    /// let logits = Tensor::zeros(&[2, 4], Device::Cpu)?.requires_grad_(true)?;
-    /// let labels = Tensor::from_slice(&[3i64, 0], 2, Device::Cpu)?;
-    /// let loss = logits.cross_entropy(&labels)?;
-    /// assert!((loss.item::<f32>()? - 4f32.ln()).abs() < 1e-6);
-    /// loss.backward()?;
-    /// assert_eq!(logits.grad().unwrap().to_vec::<f32>()?[3], (0.25 - 1.0) / 2.0);
-    /// # Ok::<(), claystone::Error>(())
-    /// ```
-    ///
-    /// # Errors
-    /// As [`Tensor::cross_entropy_with`].
-    pub fn cross_entropy(&self, labels: &Tensor) -> Result<Tensor> {
-        self.cross_entropy_with(labels, CrossEntropy::default())
-    }
-
-    /// Cross-entropy of logits `[N, C]` and class labels `[N]` (i64, i32, u32 or u8), PyTorch's `cross_entropy`: a scalar,
-    /// or `[N]` with [`LossReduction::None`], of the logits' dtype. The mean is over the rows whose label is not
-    /// `ignore_index`; of none it is NaN. Differentiable in the logits.
-    ///
-    /// One launch gives losses and gradient, at most one more their sum. Losses are accumulated in f32 (f64 for f64).
-    ///
-    /// # Errors
-    /// [`Error::ShapeMismatch`], [`Error::UnsupportedDType`], [`Error::DeviceMismatch`]. [`Error::IndexOutOfRange`] for a
-    /// label outside `0..C`: on the CPU at once; on OpenCL from the next call of this thread that waits for the device
-    /// (reading a value, `synchronize`), until which the loss is NaN and the row's gradient zero.
-    pub fn cross_entropy_with(&self, labels: &Tensor, options: CrossEntropy) -> Result<Tensor> {
+    /// Cross-entropy of logits `[N, C]` and class labels `[N]`, neither weighted nor smoothed: one launch gives losses and
+    /// gradient, at most one more their sum.
+    pub(crate) fn label_entropy(&self, labels: &Tensor, options: CrossEntropy) -> Result<Tensor> {
         let op = "cross_entropy";
-        self.dtype.check_float(op)?;
-        same_device(op, &[self, labels])?;
-        if labels.dtype.is_float() || labels.dtype == DType::Bool {
-            let expected = "i64 class labels (or another integer type)";
-            return Err(Error::UnsupportedDType { op, dtype: labels.dtype, expected });
-        }
-        if self.rank() != 2 || labels.rank() != 1 || self.shape().dims()[0] != labels.numel() {
-            let hint = "logits are [N, C] and labels [N]";
-            return Err(Error::ShapeMismatch { op, lhs: self.shape().clone(), rhs: labels.shape().clone(), hint });
-        }
         let tracked = autograd::is_tracked(&[self]);
         let grad = match tracked {
             true => Some(Tensor::empty_like_shape(self.shape(), self.dtype, self.device())?),
@@ -348,16 +311,20 @@ pub enum LossReduction {
 /// assert!((loss.item::<f32>()? - 4f32.ln()).abs() < 1e-6);
 /// # Ok::<(), claystone::Error>(())
 /// ```
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct CrossEntropy {
+#[derive(Debug, Clone, Copy)]
+pub struct CrossEntropy<'a> {
     /// Mean, sum or none.
     pub reduction: LossReduction,
     /// Rows with this label have loss and gradient 0 and do not count in the mean; -100, as in PyTorch.
     pub ignore_index: i64,
+    /// The part of each label's probability that is spread evenly over all classes, in `0..=1`.
+    pub label_smoothing: f64,
+    /// A factor for each class, `[C]`, of the logits' dtype.
+    pub weight: Option<&'a Tensor>,
 }
 
-impl Default for CrossEntropy {
-    fn default() -> CrossEntropy {
-        CrossEntropy { reduction: LossReduction::Mean, ignore_index: -100 }
+impl Default for CrossEntropy<'_> {
+    fn default() -> Self {
+        CrossEntropy { reduction: LossReduction::Mean, ignore_index: -100, label_smoothing: 0.0, weight: None }
     }
 }

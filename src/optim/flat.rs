@@ -87,10 +87,26 @@ impl Flat {
         self.views.len()
     }
 
-    /// A flat buffer of zeros for the optimiser's state, in the dtype steps are computed in.
-    pub(super) fn state(&self) -> Result<Tensor> {
+    /// The parameters, in order.
+    pub(super) fn parameters(&self) -> impl Iterator<Item = &Tensor> {
+        self.views.iter().map(|(p, _)| p)
+    }
+
+    /// A flat buffer for the optimiser's state, in the dtype steps are computed in, full of `start`.
+    pub(super) fn state(&self, start: f64) -> Result<Tensor> {
         let dtype = self.master.as_ref().map_or(self.params.dtype(), Tensor::dtype);
-        Tensor::zeros(self.params.numel(), (dtype, self.device()))
+        Tensor::full(self.params.numel(), start, (dtype, self.device()))
+    }
+
+    /// The f32 weights, where the parameters are half-precision.
+    pub(super) fn master(&self) -> Option<&Tensor> {
+        self.master.as_ref()
+    }
+
+    /// What a flat buffer holds for the i-th parameter, in its shape.
+    pub(super) fn part(&self, flat: &Tensor, i: usize) -> Result<Tensor> {
+        let (p, start) = &self.views[i];
+        flat.detach().narrow(0, *start, p.numel())?.view(p.shape())
     }
 
     pub(super) fn device(&self) -> Device {

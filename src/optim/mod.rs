@@ -4,31 +4,92 @@
 //! another, into which backward writes directly. A step is then one expression over flat buffers. Half-precision
 //! parameters get master weights and state in f32; the step updates the master and rounds it into the parameters in the
 //! same launch.
+//!
+//! What tells one optimiser from another is a [`Rule`]: the names of its state, its numbers, and one formula. [`Fused`] does
+//! the rest, for rules of other crates too. [`Scheduler`] changes the learning rate from step to step, [`clip_grad_norm_`]
+//! and [`GradScaler`] look after gradients that are too large or, in f16, too small.
 
-mod adamw;
+mod adam;
+mod clip;
 mod flat;
+mod fused;
+mod lion;
+mod rmsprop;
+mod scaler;
+mod schedule;
 mod sgd;
 
-pub use adamw::{AdamW, AdamWConfig};
+pub use adam::{Adam, AdamConfig, AdamW, AdamWConfig};
+pub use clip::{clip_grad_norm_, clip_grad_value_};
+pub use fused::{Fused, Rule};
+pub use lion::{Lion, LionConfig};
+pub use rmsprop::{Adagrad, AdagradConfig, RmsProp, RmsPropConfig};
+pub use scaler::{GradScaler, GradScalerConfig};
+pub use schedule::{
+    CosineAnnealingLr, ExponentialLr, LambdaLr, LinearLr, MultiStepLr, OneCycleLr, Schedule, Scheduler, SequentialLr,
+    StepLr,
+};
 pub use sgd::{Sgd, SgdConfig};
 
-use crate::Result;
+use crate::nn::StateDict;
+use crate::{Result, Tensor};
 
 /// What every optimiser does.
 pub trait Optimizer {
-    /// Updates every parameter that has a gradient, in place. One launch where all have one; zero allocations.
+    /// Updates every parameter that has a gradient, in place. One launch a group where all have one; zero allocations.
     ///
     /// # Errors
     /// Device failures. Parameters are then as they were or fully updated, where backward reached only some of them each
     /// stretch of those for itself.
-    fn step(&mut self) -> Result<()>;
+    fn step(&mut self) -> Result<()> {
+        self.step_scaled(1.0)
+    }
+
+    /// [`Optimizer::step`] with gradients times `factor`, multiplied in the precision steps are computed in: what
+    /// [`GradScaler`] calls.
+    ///
+    /// # Errors
+    /// As [`Optimizer::step`].
+    fn step_scaled(&mut self, factor: f64) -> Result<()>;
 
     /// Forgets the gradients: call it before each backward unless gradients are to add up. Launches nothing.
     fn zero_grad(&self);
 
-    /// The learning rate of the next step.
-    fn learning_rate(&self) -> f64;
+    /// The parameters, group after group.
+    fn parameters(&self) -> Vec<&Tensor>;
 
-    /// Changes the learning rate, for schedules. No kernel is compiled again.
-    fn set_learning_rate(&mut self, lr: f64);
+    /// The learning rate of each group's next step.
+    fn learning_rates(&self) -> Vec<f64>;
+
+    /// Changes the learning rate of each group, for schedules. No kernel is compiled again.
+    ///
+    /// # Errors
+    /// [`crate::Error::Invalid`] where there are more or fewer than groups.
+    fn set_learning_rates(&mut self, rates: &[f64]) -> Result<()>;
+
+    /// What a later run needs to go on: `state.3.exp_avg` and the like of the parameter with that number, `state.3.step`,
+    /// `param_groups.0.lr`, and for half-precision parameters their f32 `state.3.master`. The large ones are views of the
+    /// optimiser's memory: what is to outlive the next step has to be saved or cloned before it.
+    ///
+    /// # Errors
+    /// Device failures.
+    fn state_dict(&self) -> Result<StateDict>;
+
+    /// Goes on where [`Optimizer::state_dict`] was taken. Parameters are the model's to load, before this. Everything is
+    /// checked before anything is changed.
+    ///
+    /// # Errors
+    /// [`crate::Error::Invalid`] for a name that is missing or unknown, [`crate::Error::ShapeMismatch`].
+    fn load_state_dict(&mut self, state: &StateDict) -> Result<()>;
+
+    /// The learning rate of the (first group's) next step.
+    fn learning_rate(&self) -> f64 {
+        self.learning_rates()[0]
+    }
+
+    /// Changes the learning rate of all groups.
+    fn set_learning_rate(&mut self, lr: f64) {
+        let rates = vec![lr; self.learning_rates().len()];
+        self.set_learning_rates(&rates).expect("one for each group");
+    }
 }

@@ -1,0 +1,104 @@
+//! Gradients kept within bounds, on the device: nothing waits.
+
+use super::flat::check;
+use crate::tensor::{Dims, Layout};
+use crate::{DType, Device, Result, Shape, Tensor, no_grad};
+
+/// The gradients of `parameters` in as few views as can be: neighbours in an optimiser's buffer are one.
+pub(super) fn gradients<'a>(parameters: impl IntoIterator<Item = &'a Tensor>) -> Vec<Tensor> {
+    let line = |t: &Tensor, n: usize| {
+        t.with_layout(Layout { shape: Shape::from(n), strides: Dims::from_slice(&[1]), offset: t.offset() })
+    };
+    let mut runs: Vec<Tensor> = Vec::new();
+    for grad in parameters.into_iter().filter_map(Tensor::grad).filter(|g| g.numel() > 0) {
+        if !grad.is_contiguous() {
+            runs.push(grad);
+            continue;
+        }
+        match runs.last_mut() {
+            Some(run)
+                if run.is_contiguous()
+                    && run.shares_storage(&grad)
+                    && run.dtype() == grad.dtype()
+                    && run.offset() + run.numel() == grad.offset() =>
+            {
+                *run = line(run, run.numel() + grad.numel());
+            }
+            _ => runs.push(line(&grad, grad.numel())),
+        }
+    }
+    runs
+}
+
+/// The norm of all elements, in f32 at least.
+fn norm(t: &Tensor, p: f64) -> Result<Tensor> {
+    let t = if t.dtype() == DType::F64 { t.shallow_clone() } else { t.to_dtype(DType::F32)? };
+    if p == 2.0 {
+        t.norm((), false)
+    } else if p == f64::INFINITY {
+        t.abs()?.max((), false)
+    } else {
+        t.abs()?.pow_scalar(p)?.sum((), false)?.pow_scalar(1.0 / p)
+    }
+}
+
+/// Scales the gradients of `parameters` down so that their norm, taken over all of them as if they were one vector, is at most
+/// `max_norm`; gives the norm before, a scalar (PyTorch's `clip_grad_norm_`). `norm_type` is 2 for the Euclidean norm,
+/// infinity for the greatest magnitude. A few launches for all parameters of an optimiser, and no wait: a norm that is not
+/// finite makes the gradients what it is in PyTorch, NaN or 0.
+///
+/// ```
+/// use claystone::{Device, Tensor, optim::clip_grad_norm_};
+/// let w = Tensor::from_slice(&[3f32, 4.0], 2, Device::Cpu)?.requires_grad_(true)?;
+/// w.mul(&w)?.sum((), false)?.backward()?; // the gradient is [6, 8]
+/// assert_eq!(clip_grad_norm_([&w], 5.0, 2.0)?.item::<f32>()?, 10.0);
+/// assert!((w.grad().unwrap().to_vec::<f32>()?[0] - 3.0).abs() < 1e-5);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+///
+/// # Errors
+/// [`crate::Error::Invalid`] for a `max_norm` below 0 or a `norm_type` that is not above 0;
+/// [`crate::Error::DeviceMismatch`] where gradients are on several devices.
+pub fn clip_grad_norm_<'a>(
+    parameters: impl IntoIterator<Item = &'a Tensor>,
+    max_norm: f64,
+    norm_type: f64,
+) -> Result<Tensor> {
+    let op = "clip_grad_norm_";
+    check(op, "max_norm", max_norm, 0.0..f64::INFINITY)?;
+    if norm_type.is_nan() || norm_type <= 0.0 {
+        return Err(crate::Error::invalid(op, format!("norm_type is {norm_type}, it must be above 0")));
+    }
+    no_grad(|| {
+        let runs = gradients(parameters);
+        let norms = runs.iter().map(|g| norm(g, norm_type)).collect::<Result<Vec<_>>>()?;
+        let total = match &norms[..] {
+            [] => return Tensor::zeros((), Device::Cpu),
+            [one] => one.shallow_clone(),
+            all => {
+                let widest = if all.iter().any(|n| n.dtype() == DType::F64) { DType::F64 } else { DType::F32 };
+                let all = all.iter().map(|n| n.to_dtype(widest)).collect::<Result<Vec<_>>>()?;
+                norm(&Tensor::stack(&all, 0)?, norm_type)?
+            }
+        };
+        for run in &runs {
+            Tensor::map_into(&[run, &total], &[max_norm.into()], &[run], |x, s| {
+                vec![&x[0] * (&s[0] / (&x[1] + 1e-6)).min(1.0)]
+            })?;
+        }
+        Ok(total)
+    })
+    .map_err(|e| e.of(op))
+}
+
+/// Limits each element of the gradients of `parameters` to `-value..=value` (PyTorch's `clip_grad_value_`). One launch for all
+/// parameters of an optimiser.
+///
+/// # Errors
+/// [`crate::Error::Invalid`] for a `value` below 0.
+pub fn clip_grad_value_<'a>(parameters: impl IntoIterator<Item = &'a Tensor>, value: f64) -> Result<()> {
+    let op = "clip_grad_value_";
+    check(op, "value", value, 0.0..f64::INFINITY)?;
+    no_grad(|| gradients(parameters).iter().try_for_each(|run| run.clamp_(-value, value).map(|_| ())))
+        .map_err(|e| e.of(op))
+}

@@ -1,0 +1,250 @@
+//! The machinery under every optimiser: a rule's formula over flat buffers, group by group.
+
+use super::Optimizer;
+use super::flat::Flat;
+use crate::nn::StateDict;
+use crate::{DType, Device, Error, Expr, Graph, Result, Scalar, Tensor, no_grad};
+
+/// What tells one optimiser from another. The value holds the hyperparameters; it is what [`Fused::new`] is given.
+///
+/// ```
+/// use claystone::optim::{Fused, Optimizer, Rule};
+/// use claystone::{Device, Expr, Result, Tensor};
+///
+/// /// Gradient descent that looks at signs only.
+/// struct SignSgd {
+///     lr: f64,
+/// }
+///
+/// impl Rule for SignSgd {
+///     const NAME: &'static str = "SignSgd";
+///     fn numbers(&self, _step: i32) -> Vec<f64> {
+///         vec![self.lr]
+///     }
+///     fn update(&self, w: &Expr, g: &Expr, _state: &[Expr], s: &[Expr]) -> (Expr, Vec<Expr>) {
+///         (w - &s[0] * g.sign(), vec![])
+///     }
+///     fn learning_rate(&self) -> f64 {
+///         self.lr
+///     }
+///     fn set_learning_rate(&mut self, lr: f64) {
+///         self.lr = lr;
+///     }
+/// }
+///
+/// let mut w = Tensor::full(&[2], 3.0, Device::Cpu)?.requires_grad_(true)?;
+/// let mut optimizer = Fused::new(vec![&mut w], SignSgd { lr: 0.5 })?;
+/// w.mul(&w)?.sum((), false)?.backward()?;
+/// optimizer.step()?;
+/// assert_eq!(w.to_vec::<f32>()?, [2.5, 2.5]);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+pub trait Rule {
+    /// The optimiser's name, for messages.
+    const NAME: &'static str;
+
+    /// Whether the hyperparameters make sense; they do unless it says otherwise.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] with the one that does not.
+    fn check(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// What is kept for each element of a parameter: PyTorch's name and the value before the first step.
+    fn state(&self) -> Vec<(&'static str, f64)> {
+        Vec::new()
+    }
+
+    /// The numbers of a parameter's `step`-th update (the first is 1), which the formula reads as scalars.
+    fn numbers(&self, step: i32) -> Vec<f64>;
+
+    /// The new weight and the new state, from the weight, its gradient, the state and the numbers. Which formula it is may
+    /// depend on the hyperparameters, but their values belong among the numbers: every other formula is another kernel.
+    fn update(&self, weight: &Expr, grad: &Expr, state: &[Expr], numbers: &[Expr]) -> (Expr, Vec<Expr>);
+
+    /// The learning rate.
+    fn learning_rate(&self) -> f64;
+
+    /// Changes the learning rate.
+    fn set_learning_rate(&mut self, lr: f64);
+}
+
+/// The optimiser of a [`Rule`]: [`super::Sgd`], [`super::AdamW`] and the others are this.
+pub struct Fused<R> {
+    groups: Vec<Group<R>>,
+}
+
+/// Parameters with hyperparameters of their own.
+struct Group<R> {
+    flat: Flat,
+    /// One flat buffer for each name of the rule's state.
+    state: Vec<Tensor>,
+    rule: R,
+    /// How often each parameter was updated.
+    steps: Vec<i32>,
+}
+
+impl<R: Rule> Fused<R> {
+    /// Takes over `parameters`: leaves that require a gradient, of one float dtype, on one device. They become views of
+    /// one buffer and keep their values; gradients collected before are dropped.
+    ///
+    /// # Errors
+    /// [`Error::Autograd`] for a parameter that is no such leaf, [`Error::Invalid`] for none at all or a hyperparameter out
+    /// of range, mismatching dtypes or devices, and [`Error::OutOfMemory`].
+    pub fn new(parameters: Vec<&mut Tensor>, rule: R) -> Result<Fused<R>> {
+        Ok(Fused { groups: vec![Group::new(parameters, rule)?] })
+    }
+
+    /// With another group of parameters, which has hyperparameters, dtype and device of its own (PyTorch's
+    /// `add_param_group`). A step is then one launch for each group.
+    ///
+    /// ```
+    /// use claystone::optim::{AdamW, AdamWConfig, Optimizer};
+    /// use claystone::{Device, Tensor};
+    /// let leaf = || Tensor::ones(&[2], Device::Cpu)?.requires_grad_(true);
+    /// let (mut weight, mut bias) = (leaf()?, leaf()?);
+    /// let plain = AdamWConfig { weight_decay: 0.0, lr: 1e-2, ..AdamWConfig::default() };
+    /// let adamw = AdamW::new(vec![&mut weight], AdamWConfig::default())?.with_group(vec![&mut bias], plain)?;
+    /// assert_eq!(adamw.learning_rates(), [1e-3, 1e-2]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Fused::new`]; [`Error::Invalid`] for a parameter of another group.
+    pub fn with_group(mut self, parameters: Vec<&mut Tensor>, rule: R) -> Result<Fused<R>> {
+        let mine = self.parameters();
+        let taken = |p: &Tensor| p.numel() > 0 && mine.iter().any(|q| q.shares_storage(p) && q.offset() == p.offset());
+        if let Some(p) = parameters.iter().find(|p| taken(p)) {
+            let reason = format!("a parameter of shape {} is in another group already", p.shape());
+            return Err(Error::invalid(R::NAME, reason));
+        }
+        self.groups.push(Group::new(parameters, rule)?);
+        Ok(self)
+    }
+
+    /// The hyperparameters of each group.
+    pub fn rules(&self) -> impl Iterator<Item = &R> {
+        self.groups.iter().map(|g| &g.rule)
+    }
+}
+
+impl<R: Rule> Group<R> {
+    fn new(parameters: Vec<&mut Tensor>, rule: R) -> Result<Group<R>> {
+        rule.check()?;
+        let flat = Flat::new(R::NAME, parameters)?;
+        let state = rule.state().iter().map(|(_, start)| flat.state(*start)).collect::<Result<_>>()?;
+        let steps = vec![0; flat.count()];
+        Ok(Group { flat, state, rule, steps })
+    }
+
+    fn step(&mut self, factor: f64) -> Result<()> {
+        let (rule, steps) = (&self.rule, &mut self.steps);
+        let next = |i: usize, steps: &[i32]| rule.numbers(steps[i].saturating_add(1));
+        if Graph::is_capturing(self.flat.device())
+            && steps.iter().any(|&t| rule.numbers(t.saturating_add(1)) != rule.numbers(t.saturating_add(2)))
+        {
+            let reason = "its numbers change from step to step, and a graph's do not: capture the rest, or use Sgd";
+            return Err(Error::invalid(R::NAME, reason));
+        }
+        let together = |a: usize, b: usize| steps[a] == steps[b] || next(a, steps) == next(b, steps);
+        for run in self.flat.runs(together)? {
+            let state = self.state.iter().map(|s| s.narrow(0, run.start, run.len)).collect::<Result<Vec<Tensor>>>()?;
+            let inputs: Vec<&Tensor> = [&run.weights, &run.grads].into_iter().chain(&state).collect();
+            let outputs: Vec<&Tensor> = [&run.weights].into_iter().chain(&state).chain(&run.rounded).collect();
+            let numbers = next(run.parameters.start, steps).into_iter().chain([factor]);
+            let numbers: Vec<Scalar> = numbers.map(Scalar::Float).collect();
+            Tensor::map_into(&inputs, &numbers, &outputs, |x, s| {
+                let (last, s) = s.split_last().expect("the factor");
+                let grad = if factor == 1.0 { x[1].clone() } else { &x[1] * last };
+                let (w, state) = rule.update(&x[0], &grad, &x[2..], s);
+                let rounded = run.rounded.iter().map(|_| w.clone());
+                std::iter::once(w.clone()).chain(state).chain(rounded).collect()
+            })?;
+            steps[run.parameters].iter_mut().for_each(|t| *t = t.saturating_add(1));
+        }
+        self.flat.updated();
+        Ok(())
+    }
+
+    /// The tensors of the state with their names; `first` is the number of the group's first parameter.
+    fn state(&self, first: usize) -> Result<Vec<(String, Tensor)>> {
+        let mut out = Vec::new();
+        for i in 0..self.flat.count() {
+            for ((name, _), flat) in self.rule.state().iter().zip(&self.state) {
+                out.push((format!("state.{}.{name}", first + i), self.flat.part(flat, i)?));
+            }
+            if let Some(master) = self.flat.master() {
+                out.push((format!("state.{}.master", first + i), self.flat.part(master, i)?));
+            }
+        }
+        Ok(out)
+    }
+}
+
+fn host_number(dtype: DType, value: impl Into<Scalar>) -> Result<Tensor> {
+    Tensor::full((), value, (dtype, Device::Cpu))
+}
+
+impl<R: Rule> Optimizer for Fused<R> {
+    fn step_scaled(&mut self, factor: f64) -> Result<()> {
+        no_grad(|| self.groups.iter_mut().try_for_each(|g| g.step(factor)))
+    }
+
+    fn zero_grad(&self) {
+        self.groups.iter().for_each(|g| g.flat.zero_grad());
+    }
+
+    fn parameters(&self) -> Vec<&Tensor> {
+        self.groups.iter().flat_map(|g| g.flat.parameters()).collect()
+    }
+
+    fn learning_rates(&self) -> Vec<f64> {
+        self.groups.iter().map(|g| g.rule.learning_rate()).collect()
+    }
+
+    fn set_learning_rates(&mut self, rates: &[f64]) -> Result<()> {
+        if rates.len() != self.groups.len() {
+            let reason = format!("{} learning rates for {} groups", rates.len(), self.groups.len());
+            return Err(Error::invalid(R::NAME, reason));
+        }
+        self.groups.iter_mut().zip(rates).for_each(|(g, &lr)| g.rule.set_learning_rate(lr));
+        Ok(())
+    }
+
+    fn state_dict(&self) -> Result<StateDict> {
+        let mut dict = StateDict::new();
+        let mut first = 0;
+        for group in &self.groups {
+            group.state(first)?.into_iter().for_each(|(name, t)| dict.insert(name, t));
+            for (i, &step) in group.steps.iter().enumerate() {
+                dict.insert(format!("state.{}.step", first + i), host_number(DType::I64, step)?);
+            }
+            first += group.steps.len();
+        }
+        for (g, group) in self.groups.iter().enumerate() {
+            let lr = host_number(DType::F64, group.rule.learning_rate())?;
+            dict.insert(format!("param_groups.{g}.lr"), lr);
+        }
+        Ok(dict)
+    }
+
+    fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
+        state.check_against(R::NAME, &self.state_dict()?)?;
+        let number = |name: String| state.get(&name).expect("checked").to_dtype(DType::F64)?.item::<f64>();
+        let mut first = 0;
+        for (g, group) in self.groups.iter_mut().enumerate() {
+            let numbers = first..first + group.steps.len();
+            let steps = numbers.map(|i| Ok(number(format!("state.{i}.step"))? as i32)).collect::<Result<Vec<i32>>>()?;
+            let lr = number(format!("param_groups.{g}.lr"))?;
+            for (name, tensor) in group.state(first)? {
+                tensor.copy_(&state.get(&name).expect("checked").to_device(tensor.device())?)?;
+            }
+            group.rule.set_learning_rate(lr);
+            first += steps.len();
+            group.steps = steps;
+            group.flat.updated();
+        }
+        Ok(())
+    }
+}

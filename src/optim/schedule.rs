@@ -1,0 +1,271 @@
+//! Learning rates that change from step to step, in closed form: the rate is a function of the first rate and the step.
+
+use std::f64::consts::PI;
+
+use super::Optimizer;
+use crate::nn::StateDict;
+use crate::{DType, Device, Result, Tensor};
+
+/// A learning rate as a function of time; a closure `|base, step| ..` is one too.
+pub trait Schedule: Send {
+    /// The rate of step (or epoch) number `step`, from 0 on, of a group whose rate was `base` at first.
+    fn learning_rate(&self, base: f64, step: usize) -> f64;
+}
+
+impl<F: Fn(f64, usize) -> f64 + Send> Schedule for F {
+    fn learning_rate(&self, base: f64, step: usize) -> f64 {
+        self(base, step)
+    }
+}
+
+/// Walks an optimiser along a [`Schedule`]: call [`Scheduler::step`] after each step or epoch, whatever the schedule counts.
+///
+/// ```
+/// use claystone::optim::{Optimizer, Scheduler, Sgd, SgdConfig, StepLr};
+/// use claystone::{Device, Tensor};
+/// let mut w = Tensor::ones(&[2], Device::Cpu)?.requires_grad_(true)?;
+/// let mut sgd = Sgd::new(vec![&mut w], SgdConfig { lr: 0.8, ..Default::default() })?;
+/// let mut scheduler = Scheduler::new(&mut sgd, StepLr { step_size: 2, gamma: 0.5 })?;
+/// let mut rates = vec![];
+/// for _ in 0..5 {
+///     rates.push(sgd.learning_rate());
+///     sgd.step()?;
+///     scheduler.step(&mut sgd)?;
+/// }
+/// assert_eq!(rates, [0.8, 0.8, 0.4, 0.4, 0.2]);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+pub struct Scheduler {
+    schedule: Box<dyn Schedule>,
+    base: Vec<f64>,
+    step: usize,
+}
+
+impl Scheduler {
+    /// Starts at step 0 from the rates that the optimiser has, and sets those of step 0.
+    ///
+    /// # Errors
+    /// As [`Optimizer::set_learning_rates`].
+    pub fn new(optimizer: &mut dyn Optimizer, schedule: impl Schedule + 'static) -> Result<Scheduler> {
+        let scheduler = Scheduler { schedule: Box::new(schedule), base: optimizer.learning_rates(), step: 0 };
+        scheduler.set(optimizer)?;
+        Ok(scheduler)
+    }
+
+    /// Goes to the next step.
+    ///
+    /// # Errors
+    /// [`crate::Error::Invalid`] where the optimiser has got more groups since [`Scheduler::new`].
+    pub fn step(&mut self, optimizer: &mut dyn Optimizer) -> Result<()> {
+        self.step += 1;
+        self.set(optimizer)
+    }
+
+    /// The number of the step it is at.
+    pub fn last_step(&self) -> usize {
+        self.step
+    }
+
+    fn set(&self, optimizer: &mut dyn Optimizer) -> Result<()> {
+        let rates: Vec<f64> = self.base.iter().map(|&b| self.schedule.learning_rate(b, self.step)).collect();
+        optimizer.set_learning_rates(&rates)
+    }
+
+    /// Where it is: `last_epoch` and `base_lrs`.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`].
+    pub fn state_dict(&self) -> Result<StateDict> {
+        let step = Tensor::full((), self.step as i64, (DType::I64, Device::Cpu))?;
+        let base = Tensor::from_slice(&self.base, self.base.len(), Device::Cpu)?;
+        Ok([("last_epoch".to_string(), step), ("base_lrs".to_string(), base)].into_iter().collect())
+    }
+
+    /// Goes on where [`Scheduler::state_dict`] was taken; the optimiser's rates are part of its own state.
+    ///
+    /// # Errors
+    /// [`crate::Error::Invalid`] for a name that is missing or unknown, [`crate::Error::ShapeMismatch`].
+    pub fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
+        state.check_against("Scheduler::load_state_dict", &self.state_dict()?)?;
+        let values = |name: &str| state.get(name).expect("checked").to_dtype(DType::F64)?.to_vec::<f64>();
+        let (step, base) = (values("last_epoch")?[0], values("base_lrs")?);
+        (self.step, self.base) = (step as usize, base);
+        Ok(())
+    }
+}
+
+/// Multiplies the rate by `gamma` every `step_size` steps (PyTorch's `StepLR`).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct StepLr {
+    /// Steps between changes; 0 counts as 1.
+    pub step_size: usize,
+    /// Factor of each change; 0.1 in PyTorch.
+    pub gamma: f64,
+}
+
+impl Schedule for StepLr {
+    fn learning_rate(&self, base: f64, step: usize) -> f64 {
+        base * power(self.gamma, step / self.step_size.max(1))
+    }
+}
+
+/// Multiplies the rate by `gamma` at each of the milestones (PyTorch's `MultiStepLR`).
+#[derive(Debug, Clone, PartialEq)]
+pub struct MultiStepLr {
+    /// The steps from which on the rate is another one.
+    pub milestones: Vec<usize>,
+    /// Factor of each change; 0.1 in PyTorch.
+    pub gamma: f64,
+}
+
+impl Schedule for MultiStepLr {
+    fn learning_rate(&self, base: f64, step: usize) -> f64 {
+        base * power(self.gamma, self.milestones.iter().filter(|m| **m <= step).count())
+    }
+}
+
+/// Multiplies the rate by `gamma` every step (PyTorch's `ExponentialLR`).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ExponentialLr {
+    /// Factor of each step.
+    pub gamma: f64,
+}
+
+impl Schedule for ExponentialLr {
+    fn learning_rate(&self, base: f64, step: usize) -> f64 {
+        base * power(self.gamma, step)
+    }
+}
+
+fn power(gamma: f64, n: usize) -> f64 {
+    gamma.powi(i32::try_from(n).unwrap_or(i32::MAX))
+}
+
+/// Half a cosine from the first rate down to `eta_min` in `t_max` steps, and up again (PyTorch's `CosineAnnealingLR`).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct CosineAnnealingLr {
+    /// Steps to the lowest rate; 0 counts as 1.
+    pub t_max: usize,
+    /// The lowest rate.
+    pub eta_min: f64,
+}
+
+impl Schedule for CosineAnnealingLr {
+    fn learning_rate(&self, base: f64, step: usize) -> f64 {
+        cosine(base, self.eta_min, step as f64 / self.t_max.max(1) as f64)
+    }
+}
+
+/// From `start` to `end` as `part` goes from 0 to 1.
+fn cosine(start: f64, end: f64, part: f64) -> f64 {
+    end + (start - end) * (1.0 + (PI * part).cos()) / 2.0
+}
+
+/// From `start_factor` to `end_factor` times the rate in `total_iters` steps, then constant (PyTorch's `LinearLR`): a linear
+/// warm-up.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LinearLr {
+    /// Factor of step 0.
+    pub start_factor: f64,
+    /// Factor from step `total_iters` on.
+    pub end_factor: f64,
+    /// Steps on the way; 0 counts as none.
+    pub total_iters: usize,
+}
+
+impl Default for LinearLr {
+    /// PyTorch's: from a third to the whole in five steps.
+    fn default() -> LinearLr {
+        LinearLr { start_factor: 1.0 / 3.0, end_factor: 1.0, total_iters: 5 }
+    }
+}
+
+impl Schedule for LinearLr {
+    fn learning_rate(&self, base: f64, step: usize) -> f64 {
+        let part = if step >= self.total_iters { 1.0 } else { step as f64 / self.total_iters as f64 };
+        base * (self.start_factor + (self.end_factor - self.start_factor) * part)
+    }
+}
+
+/// Up from `max_lr / div_factor` to `max_lr` and down to a ten-thousandth of the start, along cosines (Smith and Topin,
+/// "Super-Convergence"; PyTorch's `OneCycleLR`, without its change of momentum). The groups' own rates do not matter.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct OneCycleLr {
+    /// The highest rate.
+    pub max_lr: f64,
+    /// Steps of the whole cycle; later ones have the last one's rate.
+    pub total_steps: usize,
+    /// The part of the cycle that goes up; 0.3 in PyTorch.
+    pub pct_start: f64,
+    /// The highest rate by the first; 25 in PyTorch.
+    pub div_factor: f64,
+    /// The first rate by the last; 10,000 in PyTorch.
+    pub final_div_factor: f64,
+}
+
+impl OneCycleLr {
+    /// PyTorch's defaults.
+    pub fn new(max_lr: f64, total_steps: usize) -> OneCycleLr {
+        OneCycleLr { max_lr, total_steps, pct_start: 0.3, div_factor: 25.0, final_div_factor: 1e4 }
+    }
+}
+
+impl Schedule for OneCycleLr {
+    fn learning_rate(&self, _base: f64, step: usize) -> f64 {
+        let (first, last) = (self.max_lr / self.div_factor, self.max_lr / self.div_factor / self.final_div_factor);
+        let (end, step) = (self.total_steps as f64 - 1.0, step as f64);
+        let top = self.pct_start * self.total_steps as f64 - 1.0;
+        if step <= top {
+            cosine(first, self.max_lr, step / top)
+        } else if step < end {
+            cosine(self.max_lr, last, (step - top) / (end - top))
+        } else {
+            last
+        }
+    }
+}
+
+/// The rate times what the function gives for the step (PyTorch's `LambdaLR`).
+pub struct LambdaLr<F>(
+    /// From the step to the factor.
+    pub F,
+);
+
+impl<F: Fn(usize) -> f64 + Send> Schedule for LambdaLr<F> {
+    fn learning_rate(&self, base: f64, step: usize) -> f64 {
+        base * (self.0)(step)
+    }
+}
+
+/// One schedule after another, each starting again from its own step 0 (PyTorch's `SequentialLR`).
+///
+/// ```
+/// use claystone::optim::{CosineAnnealingLr, LinearLr, Schedule, SequentialLr};
+/// let warm_up = LinearLr { start_factor: 0.1, end_factor: 1.0, total_iters: 10 };
+/// let schedule = SequentialLr::new(warm_up).then(10, CosineAnnealingLr { t_max: 90, eta_min: 0.0 });
+/// assert_eq!([0, 10, 100].map(|t| schedule.learning_rate(2.0, t)), [0.2, 2.0, 0.0]);
+/// ```
+pub struct SequentialLr {
+    /// Each with the step it starts at.
+    parts: Vec<(usize, Box<dyn Schedule>)>,
+}
+
+impl SequentialLr {
+    /// Starts with `schedule`.
+    pub fn new(schedule: impl Schedule + 'static) -> SequentialLr {
+        SequentialLr { parts: vec![(0, Box::new(schedule))] }
+    }
+
+    /// With `schedule` from step `milestone` on.
+    pub fn then(mut self, milestone: usize, schedule: impl Schedule + 'static) -> SequentialLr {
+        self.parts.push((milestone, Box::new(schedule)));
+        self
+    }
+}
+
+impl Schedule for SequentialLr {
+    fn learning_rate(&self, base: f64, step: usize) -> f64 {
+        let (start, part) = self.parts.iter().rev().find(|(start, _)| *start <= step).unwrap_or(&self.parts[0]);
+        part.learning_rate(base, step - start)
+    }
+}
