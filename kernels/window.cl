@@ -1,0 +1,186 @@
+// Windows over the last two dims of images: taking them apart (UNFOLD) and adding them up again (FOLD_WINDOWS), greatest elements
+// (MAX) and means (MEAN), and the gradients of these (UNMAX, UNMEAN). The host gives one of those names, IDX, and V (an
+// unsigned type of the element's size) or A (dtype) with ACC and ACC_NAME; ADAPTIVE where windows divide the image among
+// themselves instead of having one size. Everything is a gather: a work-item owns one element of a contiguous result and
+// reads what belongs to it, so there are no atomics and the bits are the same on every run.
+
+// Pairs are rows and columns.
+typedef struct {
+    long image[2], kernel[2], grid[2], stride[2], padding[2], dilation[2];
+    long n, c;
+    // Strides of what is read: n, c, then of an image rows and columns, of columns taps and windows, of a pool windows.
+    long x[6];
+} Windows;
+
+#define LOAD CAT(load_, A)
+#define STORE CAT(CAT(CAT(store_, A), _), ACC_NAME)
+
+// The elements of the image that window o has along direction d: from start to stop, a dilation apart.
+inline void span(const Windows *w, int d, long o, long *start, long *stop) {
+#ifdef ADAPTIVE
+    *start = o * w->image[d] / w->grid[d];
+    *stop = ((o + 1) * w->image[d] + w->grid[d] - 1) / w->grid[d];
+#else
+    const long step = w->dilation[d], from = o * w->stride[d] - w->padding[d];
+    *stop = min(from + step * (w->kernel[d] - 1) + 1, w->image[d]);
+    *start = from < 0 ? from + (step - 1 - from) / step * step : from;
+#endif
+}
+
+// The windows, first to last, that may have element h along direction d.
+inline void holders(const Windows *w, int d, long h, long *first, long *last) {
+#ifdef ADAPTIVE
+    *first = h * w->grid[d] / w->image[d];
+    *last = ((h + 1) * w->grid[d] - 1) / w->image[d];
+#else
+    const long at = h + w->padding[d], reach = w->dilation[d] * (w->kernel[d] - 1);
+    *first = at <= reach ? 0 : (at - reach - 1) / w->stride[d] + 1;
+    *last = min(at / w->stride[d], w->grid[d] - 1);
+#endif
+}
+
+#ifdef UNFOLD
+// y is [n, c, kh, kw, oh, ow], or with `inside` [c, kh, kw, n, oh, ow]; 0 where a tap is outside of the image.
+__kernel void window(__global const V *x, ulong x_at, __global V *y, ulong y_at, Windows w, ulong count, uint inside) {
+    const IDX p = (IDX)get_global_id(0);
+    if (p >= (IDX)count)
+        return;
+    IDX i = p, n = 0;
+    const IDX ow = next_index(&i, (IDX)w.grid[1]), oh = next_index(&i, (IDX)w.grid[0]);
+    if (inside)
+        n = next_index(&i, (IDX)w.n);
+    const IDX kw = next_index(&i, (IDX)w.kernel[1]), kh = next_index(&i, (IDX)w.kernel[0]);
+    const IDX c = next_index(&i, (IDX)w.c);
+    if (!inside)
+        n = i;
+    const long h = (long)oh * w.stride[0] - w.padding[0] + (long)kh * w.dilation[0];
+    const long v = (long)ow * w.stride[1] - w.padding[1] + (long)kw * w.dilation[1];
+    const bool in = h >= 0 && h < w.image[0] && v >= 0 && v < w.image[1];
+    y[y_at + p] = in ? x[x_at + (long)n * w.x[0] + (long)c * w.x[1] + h * w.x[2] + v * w.x[3]] : 0;
+}
+#else
+
+// The position of p in an [n, c, rows, columns] result.
+#define POSITION(rows, columns)                                                                                        \
+    const IDX p = (IDX)get_global_id(0);                                                                               \
+    if (p >= (IDX)count)                                                                                               \
+        return;                                                                                                        \
+    IDX n = p;                                                                                                         \
+    const long v = (long)next_index(&n, (IDX)(columns)), h = (long)next_index(&n, (IDX)(rows));                        \
+    const long c = (long)next_index(&n, (IDX)w.c);                                                                     \
+    x_at += (long)n * w.x[0] + c * w.x[1]
+
+// What a mean is divided by: `divide` where that is above 0; else the window's elements, with 0 those in the padding too.
+inline ACC divisor(const Windows *w, long oh, long ow, long divide) {
+    if (divide > 0)
+        return (ACC)divide;
+    long size = 1;
+    for (int d = 0; d < 2; ++d) {
+        const long o = d == 0 ? oh : ow;
+        long start, stop;
+        span(w, d, o, &start, &stop);
+#ifndef ADAPTIVE
+        if (divide == 0) {
+            start = o * w->stride[d] - w->padding[d];
+            stop = min(start + w->kernel[d], w->image[d] + w->padding[d]);
+        }
+#endif
+        size *= stop - start;
+    }
+    return (ACC)size;
+}
+
+#ifdef FOLD_WINDOWS
+__kernel void window(__global const CAT(A, _t) *x, ulong x_at, __global CAT(A, _t) *y, ulong y_at, Windows w, ulong count) {
+    POSITION(w.image[0], w.image[1]);
+    long top, bottom, left, right;
+    holders(&w, 0, h, &top, &bottom);
+    holders(&w, 1, v, &left, &right);
+    ACC sum = 0;
+    for (long oh = top; oh <= bottom; ++oh) {
+        const long dh = h + w.padding[0] - oh * w.stride[0];
+        if (dh % w.dilation[0] != 0)
+            continue;
+        const ulong row = x_at + dh / w.dilation[0] * w.x[2] + oh * w.x[4];
+        for (long ow = left; ow <= right; ++ow) {
+            const long dv = v + w.padding[1] - ow * w.stride[1];
+            if (dv % w.dilation[1] == 0)
+                sum += LOAD(x, row + dv / w.dilation[1] * w.x[3] + ow * w.x[5]);
+        }
+    }
+    STORE(y, y_at + p, sum);
+}
+#endif
+
+#ifdef MAX
+// The greatest element and where it is in the image; the last NaN if there is one, the first among equals.
+__kernel void window(__global const CAT(A, _t) *x, ulong x_at, __global CAT(A, _t) *y, ulong y_at, __global long *index,
+                     ulong index_at, Windows w, ulong count) {
+    POSITION(w.grid[0], w.grid[1]);
+    long top, bottom, left, right;
+    span(&w, 0, h, &top, &bottom);
+    span(&w, 1, v, &left, &right);
+    long at = top * w.image[1] + left;
+    ACC best = LOAD(x, x_at + top * w.x[2] + left * w.x[3]);
+    for (long i = top; i < bottom; i += w.dilation[0]) {
+        for (long j = left; j < right; j += w.dilation[1]) {
+            const ACC value = LOAD(x, x_at + i * w.x[2] + j * w.x[3]);
+            if (value > best || value != value) {
+                best = value;
+                at = i * w.image[1] + j;
+            }
+        }
+    }
+    STORE(y, y_at + p, best);
+    index[index_at + p] = at;
+}
+#endif
+
+#ifdef UNMAX
+// index is contiguous, [n, c, windows].
+__kernel void window(__global const CAT(A, _t) *x, ulong x_at, __global CAT(A, _t) *y, ulong y_at,
+                     __global const long *index, ulong index_at, Windows w, ulong count) {
+    POSITION(w.image[0], w.image[1]);
+    index_at += ((ulong)n * w.c + c) * w.grid[0] * w.grid[1];
+    long top, bottom, left, right;
+    holders(&w, 0, h, &top, &bottom);
+    holders(&w, 1, v, &left, &right);
+    ACC sum = 0;
+    for (long oh = top; oh <= bottom; ++oh)
+        for (long ow = left; ow <= right; ++ow)
+            if (index[index_at + oh * w.grid[1] + ow] == h * w.image[1] + v)
+                sum += LOAD(x, x_at + oh * w.x[2] + ow * w.x[3]);
+    STORE(y, y_at + p, sum);
+}
+#endif
+
+#ifdef MEAN
+__kernel void window(__global const CAT(A, _t) *x, ulong x_at, __global CAT(A, _t) *y, ulong y_at, Windows w, ulong count,
+                     long divide) {
+    POSITION(w.grid[0], w.grid[1]);
+    long top, bottom, left, right;
+    span(&w, 0, h, &top, &bottom);
+    span(&w, 1, v, &left, &right);
+    ACC sum = 0;
+    for (long i = top; i < bottom; ++i)
+        for (long j = left; j < right; ++j)
+            sum += LOAD(x, x_at + i * w.x[2] + j * w.x[3]);
+    STORE(y, y_at + p, sum / divisor(&w, h, v, divide));
+}
+#endif
+
+#ifdef UNMEAN
+__kernel void window(__global const CAT(A, _t) *x, ulong x_at, __global CAT(A, _t) *y, ulong y_at, Windows w, ulong count,
+                     long divide) {
+    POSITION(w.image[0], w.image[1]);
+    long top, bottom, left, right;
+    holders(&w, 0, h, &top, &bottom);
+    holders(&w, 1, v, &left, &right);
+    ACC sum = 0;
+    for (long oh = top; oh <= bottom; ++oh)
+        for (long ow = left; ow <= right; ++ow)
+            sum += LOAD(x, x_at + oh * w.x[2] + ow * w.x[3]) / divisor(&w, oh, ow, divide);
+    STORE(y, y_at + p, sum);
+}
+#endif
+#endif

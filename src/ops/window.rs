@@ -1,0 +1,271 @@
+//! Windows over the last two dims of images: what convolution and pooling look through.
+//!
+//! One family: windows taken apart into columns and added up again ([`Windows::columns`], [`Windows::images`], each the
+//! other's gradient), greatest elements, means. Every kernel owns an element of its result and reads what belongs to it:
+//! one launch, no atomics. `conv` and `pool` have the public methods; one dim is a row of an image with one row.
+
+use smallvec::SmallVec;
+
+use crate::autograd::{self, Saved};
+use crate::tensor::{Dims, Layout};
+use crate::{DType, Device, Error, Result, Shape, Tensor};
+
+mod cpu;
+mod opencl;
+
+/// Where windows lie; pairs are rows and columns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Windows {
+    /// Elements of the image, taps of a window, windows.
+    pub(super) image: [usize; 2],
+    pub(super) kernel: [usize; 2],
+    pub(super) grid: [usize; 2],
+    /// Elements from one window to the next, before the first element, from one tap to the next.
+    pub(super) stride: [usize; 2],
+    pub(super) padding: [usize; 2],
+    pub(super) dilation: [usize; 2],
+    /// Windows divide the image among themselves: only `image` and `grid` count.
+    pub(super) adaptive: bool,
+}
+
+/// What a mean is divided by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Divisor {
+    /// The elements of the window, with those in the padding.
+    Window,
+    /// The elements of the image in the window.
+    Inside,
+    Number(usize),
+}
+
+impl Divisor {
+    /// As the kernels have it.
+    fn code(self) -> i64 {
+        match self {
+            Divisor::Window => 0,
+            Divisor::Inside => -1,
+            Divisor::Number(n) => n as i64,
+        }
+    }
+}
+
+/// What is done with windows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Task {
+    Max,
+    Unmax,
+    Mean(Divisor),
+    Unmean(Divisor),
+}
+
+impl Windows {
+    /// Windows of one size over `image`, with `after` more elements behind than `padding` before it.
+    pub(super) fn new(
+        op: &'static str,
+        image: [usize; 2],
+        kernel: [usize; 2],
+        [stride, padding, dilation]: [[usize; 2]; 3],
+        after: [usize; 2],
+    ) -> Result<Windows> {
+        let mut grid = [0; 2];
+        for d in 0..2 {
+            if [kernel[d], stride[d], dilation[d]].contains(&0) {
+                let reason = format!("kernel {kernel:?}, stride {stride:?} and dilation {dilation:?} have to be above 0");
+                return Err(Error::invalid(op, reason));
+            }
+            let window = dilation[d].saturating_mul(kernel[d] - 1).saturating_add(1);
+            let padded = image[d].saturating_add(padding[d].saturating_mul(2)).saturating_add(after[d]);
+            if window > padded {
+                let reason =
+                    format!("a window of {window} does not fit into an image of {} with its padding, {padded}", image[d]);
+                return Err(Error::invalid(op, reason));
+            }
+            grid[d] = (padded - window) / stride[d] + 1;
+        }
+        Ok(Windows { image, kernel, grid, stride, padding, dilation, adaptive: false })
+    }
+
+    /// As many windows as `grid` says.
+    pub(super) fn adaptive(image: [usize; 2], grid: [usize; 2]) -> Windows {
+        let one = [1; 2];
+        Windows { image, kernel: one, grid, stride: one, padding: [0; 2], dilation: one, adaptive: true }
+    }
+
+    /// The elements of the image that window o has along direction d: from the first to before the last, a dilation apart.
+    fn span(&self, d: usize, o: usize) -> (usize, usize) {
+        if self.adaptive {
+            let (image, grid) = (self.image[d], self.grid[d]);
+            return (o * image / grid, ((o + 1) * image).div_ceil(grid));
+        }
+        let (from, step) = (o * self.stride[d], self.dilation[d]);
+        let end = from + step * (self.kernel[d] - 1) + 1;
+        let skipped = self.padding[d].saturating_sub(from).div_ceil(step) * step;
+        (from + skipped - self.padding[d], end.saturating_sub(self.padding[d]).min(self.image[d]))
+    }
+
+    fn divisor(&self, o: [usize; 2], divisor: Divisor) -> usize {
+        let size = |d: usize| {
+            let (start, stop) = self.span(d, o[d]);
+            let from = o[d] * self.stride[d];
+            match divisor {
+                Divisor::Window if !self.adaptive => {
+                    (from + self.kernel[d]).min(self.image[d] + 2 * self.padding[d]) - from
+                }
+                _ => stop - start,
+            }
+        };
+        if let Divisor::Number(n) = divisor { n } else { size(0) * size(1) }
+    }
+
+    /// The windows that have row or column tap k inside of the image, first to before the last.
+    fn inside(&self, d: usize, k: usize) -> (usize, usize) {
+        let (tap, padding, stride) = (k * self.dilation[d], self.padding[d], self.stride[d]);
+        let first = padding.saturating_sub(tap).div_ceil(stride);
+        let last = (self.image[d] + padding).saturating_sub(tap).div_ceil(stride);
+        (first.min(self.grid[d]), last.clamp(first.min(self.grid[d]), self.grid[d]))
+    }
+
+    /// The elements of x, `[N, C, image]`, that each window has, `[N, C, kernel, grid]`; with `inside` as
+    /// `[C, kernel, N, grid]`, which products want. 0 in the padding. Differentiable, one launch.
+    pub(super) fn columns(self, op: &'static str, x: &Tensor, inside: bool) -> Result<Tensor> {
+        let out = self.unfold(x, inside)?;
+        Ok(autograd::record_unary(op, out, x, move |grad| {
+            let order: &[usize] = if inside { &[3, 0, 1, 2, 4, 5] } else { &[0, 1, 2, 3, 4, 5] };
+            self.fold(&grad.with_layout(grad.layout.permute(order)))
+        }))
+    }
+
+    /// The sum of columns, `[N, C, kernel, grid]`, where they come from, `[N, C, image]`. Differentiable, one launch.
+    pub(super) fn images(self, op: &'static str, columns: &Tensor) -> Result<Tensor> {
+        let out = self.fold(columns)?;
+        Ok(autograd::record_unary(op, out, columns, move |grad| self.unfold(&grad, false)))
+    }
+
+    fn unfold(&self, x: &Tensor, inside: bool) -> Result<Tensor> {
+        let (n, c) = (x.shape().dims()[0], x.shape().dims()[1]);
+        let ([kh, kw], [oh, ow]) = (self.kernel, self.grid);
+        let shape = if inside { [c, kh, kw, n, oh, ow] } else { [n, c, kh, kw, oh, ow] };
+        let out = Tensor::empty_like_shape(shape, x.dtype, x.device())?;
+        if out.numel() > 0 {
+            match x.device() {
+                // Only padding: there is no element to look at.
+                _ if x.numel() == 0 => drop(out.zero_()?),
+                Device::Cpu => cpu::unfold(self, x, &out, inside)?,
+                Device::OpenCL(_) => opencl::unfold(self, x, &out, inside)?,
+            }
+            out.storage.bump_version();
+        }
+        Ok(out)
+    }
+
+    fn fold(&self, columns: &Tensor) -> Result<Tensor> {
+        let dims = columns.shape().dims();
+        let out = Tensor::empty_like_shape([dims[0], dims[1], self.image[0], self.image[1]], columns.dtype, columns.device())?;
+        if out.numel() > 0 {
+            match out.device() {
+                _ if columns.numel() == 0 => drop(out.zero_()?),
+                Device::Cpu => cpu::fold(self, columns, &out)?,
+                Device::OpenCL(_) => opencl::fold(self, columns, &out)?,
+            }
+            out.storage.bump_version();
+        }
+        Ok(out)
+    }
+
+    /// The greatest element of each window of x, `[N, C, image]`, and its position in the image. Differentiable.
+    pub(super) fn greatest(self, op: &'static str, x: &Tensor) -> Result<(Tensor, Tensor)> {
+        let index = Tensor::empty_like_shape(self.pooled(x), DType::I64, x.device())?;
+        let out = self.run(Task::Max, x, &index, self.pooled(x))?;
+        if !autograd::is_tracked(&[x]) || !x.dtype.is_float() {
+            return Ok((out, index));
+        }
+        let (saved, shape) = (Saved::new(&index), x.shape().clone());
+        let out = autograd::record_unary(op, out, x, move |grad| {
+            self.run(Task::Unmax, &grad, saved.get(op)?, shape.clone())
+        });
+        Ok((out, index))
+    }
+
+    /// The mean of each window of x, `[N, C, image]`. Differentiable.
+    pub(super) fn mean(self, op: &'static str, x: &Tensor, divisor: Divisor) -> Result<Tensor> {
+        let out = self.run(Task::Mean(divisor), x, x, self.pooled(x))?;
+        let shape = x.shape().clone();
+        Ok(autograd::record_unary(op, out, x, move |grad| {
+            self.run(Task::Unmean(divisor), &grad, &grad, shape.clone())
+        }))
+    }
+
+    fn pooled(&self, x: &Tensor) -> Shape {
+        let dims = x.shape().dims();
+        Shape::from([dims[0], dims[1], self.grid[0], self.grid[1]])
+    }
+
+    /// A task whose result is of x's dtype; `index` counts for the greatest elements only.
+    fn run(&self, task: Task, x: &Tensor, index: &Tensor, shape: Shape) -> Result<Tensor> {
+        let out = Tensor::empty_like_shape(shape, x.dtype, x.device())?;
+        if out.numel() == 0 {
+            return Ok(out);
+        }
+        match x.device() {
+            // A gradient of no windows.
+            _ if x.numel() == 0 => drop(out.zero_()?),
+            Device::Cpu => cpu::run(self, task, x, index, &out)?,
+            Device::OpenCL(_) => opencl::run(self, task, x, index, &out)?,
+        }
+        out.storage.bump_version();
+        if task == Task::Max {
+            index.storage.bump_version();
+        }
+        Ok(out)
+    }
+}
+
+/// x of `[C, dims..]` or `[N, C, dims..]` with one or two `dims` as `[N, C, rows, columns]`.
+pub(super) fn as_images(op: &'static str, x: &Tensor, directions: usize) -> Result<Tensor> {
+    let batched = match x.rank().checked_sub(directions) {
+        Some(1) => false,
+        Some(2) => true,
+        _ => {
+            let form = if directions == 1 { "[C, L] or [N, C, L]" } else { "[C, H, W] or [N, C, H, W]" };
+            return Err(Error::invalid(op, format!("the input is {form}, this one has shape {}", x.shape())));
+        }
+    };
+    let x = if directions == 1 { x.unsqueeze(-2)? } else { x.shallow_clone() };
+    if batched { Ok(x) } else { x.unsqueeze(0) }
+}
+
+/// The result for images made by [`as_images`] in the form that `x` had.
+pub(super) fn as_given(out: &Tensor, x: &Tensor, directions: usize) -> Result<Tensor> {
+    let out = if directions == 1 { out.squeeze(-2)? } else { out.shallow_clone() };
+    if x.rank() == directions + 2 { Ok(out) } else { out.squeeze(0) }
+}
+
+/// One number or two as rows and columns: one dim is a row.
+pub(super) fn both<const D: usize>(given: [usize; D], other: usize) -> [usize; 2] {
+    match given[..] {
+        [columns] => [other, columns],
+        [rows, columns, ..] => [rows, columns],
+        [] => [other; 2],
+    }
+}
+
+/// A view of `shape` where the strides can express it, otherwise a copy, outside the graph.
+pub(super) fn reshaped(t: &Tensor, shape: &Shape) -> Result<Tensor> {
+    match t.layout.reshape(shape) {
+        Some(layout) => Ok(t.with_layout(layout)),
+        None => Ok(t.cast(t.dtype)?.with_layout(Layout::contiguous(shape.clone()))),
+    }
+}
+
+/// Permuted outside the graph.
+pub(super) fn permuted(t: &Tensor, order: &[usize]) -> Tensor {
+    t.with_layout(t.layout.permute(order))
+}
+
+/// The numbers of a launch as the kernels' struct has them; `strides` are those of what is read.
+fn words(w: &Windows, x: &Tensor, strides: &[isize]) -> SmallVec<[i64; 20]> {
+    let pairs = [w.image, w.kernel, w.grid, w.stride, w.padding, w.dilation];
+    let dims: Dims = x.shape().dims()[..2].iter().copied().collect();
+    let numbers = pairs.iter().flatten().chain(&dims).map(|&n| n as i64);
+    numbers.chain((0..6).map(|i| strides.get(i).copied().unwrap_or(0) as i64)).collect()
+}
