@@ -54,8 +54,8 @@ pub use dtype::{DType, Element, Scalar};
 pub use error::{Error, Result};
 pub use graph::Graph;
 pub use ops::{
-    CrossEntropy, Expr, LossReduction, ReduceDims, get_float32_matmul_precision, manual_seed,
-    set_float32_matmul_precision,
+    AvgPoolOptions, ConvOptions, ConvTransposeOptions, CrossEntropy, Expr, LossReduction, MaxPoolOptions, Padding,
+    ReduceDims, get_float32_matmul_precision, manual_seed, set_float32_matmul_precision,
 };
 pub use tensor::{Index, Indices, NewShape, PadMode, Shape, Tensor, TensorOptions};
 

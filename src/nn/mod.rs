@@ -3,6 +3,7 @@
 //! A layer owns its parameters as plain [`Tensor`] leaves and maps a tensor to a tensor; [`Module`] is the one trait.
 //! Losses are methods of [`Tensor`] here ([`Tensor::mse_loss`]) and in `ops` ([`Tensor::cross_entropy`]).
 
+pub mod functional;
 mod linear;
 mod loss;
 mod sequential;

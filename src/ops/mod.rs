@@ -10,6 +10,7 @@ use crate::{DType, Device, Error, Result, Tensor};
 
 mod attention;
 mod collapse;
+mod conv;
 pub(crate) mod convert;
 mod copy;
 mod count;
@@ -36,6 +37,7 @@ mod memo;
 mod opencl_map;
 mod order;
 pub(crate) mod philox;
+mod pool;
 mod precision;
 mod primitives;
 pub(crate) mod program;
@@ -49,7 +51,10 @@ pub(crate) mod source;
 mod stream;
 pub mod table;
 pub(crate) mod tiles;
+mod window;
 
+pub use conv::{ConvOptions, ConvTransposeOptions, Padding};
+pub(crate) use conv::{fold, unfold};
 pub(crate) use elementwise::formula;
 pub(crate) use gather::check_index;
 pub use attention::Attention;
@@ -57,6 +62,7 @@ pub use einsum::TensordotDims;
 pub use expr::Expr;
 pub use gather::ScatterReduce;
 pub use philox::Seed;
+pub use pool::{AvgPoolOptions, MaxPoolOptions};
 pub use table::{Accepts, Output, ROWS, Row};
 
 pub use precision::{get_float32_matmul_precision, set_float32_matmul_precision};

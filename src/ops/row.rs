@@ -12,7 +12,7 @@ use super::expr::Expr;
 use super::recorded_with_result;
 use crate::autograd::{self, Saved};
 use crate::tensor::{Dims, Layout};
-use crate::{Device, Error, Result, Shape, Tensor};
+use crate::{DType, Device, Error, Result, Shape, Tensor};
 
 mod cpu;
 mod opencl;

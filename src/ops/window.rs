@@ -7,7 +7,7 @@
 use smallvec::SmallVec;
 
 use crate::autograd::{self, Saved};
-use crate::tensor::{Dims, Layout};
+use crate::tensor::Dims;
 use crate::{DType, Device, Error, Result, Shape, Tensor};
 
 mod cpu;
@@ -129,16 +129,16 @@ impl Windows {
     /// `[C, kernel, N, grid]`, which products want. 0 in the padding. Differentiable, one launch.
     pub(super) fn columns(self, op: &'static str, x: &Tensor, inside: bool) -> Result<Tensor> {
         let out = self.unfold(x, inside)?;
-        Ok(autograd::record_unary(op, out, x, move |grad| {
-            let order: &[usize] = if inside { &[3, 0, 1, 2, 4, 5] } else { &[0, 1, 2, 3, 4, 5] };
-            self.fold(&grad.with_layout(grad.layout.permute(order)))
+        Ok(autograd::record_unary_twice(op, out, x, move |grad| match inside {
+            true => self.images(op, &grad.permute(&[3, 0, 1, 2, 4, 5])?),
+            false => self.images(op, &grad),
         }))
     }
 
     /// The sum of columns, `[N, C, kernel, grid]`, where they come from, `[N, C, image]`. Differentiable, one launch.
     pub(super) fn images(self, op: &'static str, columns: &Tensor) -> Result<Tensor> {
         let out = self.fold(columns)?;
-        Ok(autograd::record_unary(op, out, columns, move |grad| self.unfold(&grad, false)))
+        Ok(autograd::record_unary_twice(op, out, columns, move |grad| self.columns(op, &grad, false)))
     }
 
     fn unfold(&self, x: &Tensor, inside: bool) -> Result<Tensor> {
@@ -190,9 +190,13 @@ impl Windows {
     pub(super) fn mean(self, op: &'static str, x: &Tensor, divisor: Divisor) -> Result<Tensor> {
         let out = self.run(Task::Mean(divisor), x, x, self.pooled(x))?;
         let shape = x.shape().clone();
-        Ok(autograd::record_unary(op, out, x, move |grad| {
-            self.run(Task::Unmean(divisor), &grad, &grad, shape.clone())
-        }))
+        Ok(autograd::record_unary_twice(op, out, x, move |grad| self.spread(op, &grad, divisor, shape.clone())))
+    }
+
+    /// The gradient of [`Windows::mean`], itself differentiable.
+    fn spread(self, op: &'static str, grad: &Tensor, divisor: Divisor, shape: Shape) -> Result<Tensor> {
+        let out = self.run(Task::Unmean(divisor), grad, grad, shape)?;
+        Ok(autograd::record_unary_twice(op, out, grad, move |grad| self.mean(op, &grad, divisor)))
     }
 
     fn pooled(&self, x: &Tensor) -> Shape {
@@ -247,19 +251,6 @@ pub(super) fn both<const D: usize>(given: [usize; D], other: usize) -> [usize; 2
         [rows, columns, ..] => [rows, columns],
         [] => [other; 2],
     }
-}
-
-/// A view of `shape` where the strides can express it, otherwise a copy, outside the graph.
-pub(super) fn reshaped(t: &Tensor, shape: &Shape) -> Result<Tensor> {
-    match t.layout.reshape(shape) {
-        Some(layout) => Ok(t.with_layout(layout)),
-        None => Ok(t.cast(t.dtype)?.with_layout(Layout::contiguous(shape.clone()))),
-    }
-}
-
-/// Permuted outside the graph.
-pub(super) fn permuted(t: &Tensor, order: &[usize]) -> Tensor {
-    t.with_layout(t.layout.permute(order))
 }
 
 /// The numbers of a launch as the kernels' struct has them; `strides` are those of what is read.

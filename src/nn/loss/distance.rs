@@ -1,46 +1,9 @@
-//! Losses that compare vectors, and the distances they are made of.
+//! Losses that compare vectors.
 
-use super::{check_positive, losses, reduced, same_shape};
+use super::{losses, reduced, same_shape};
 use crate::{Error, LossReduction, Result, Tensor};
 
 impl Tensor {
-    /// `x · y / (max(|x|, eps) max(|y|, eps))` along `dim` (PyTorch's `cosine_similarity`, whose defaults are 1 and 1e-8); the
-    /// two broadcast. Differentiable.
-    ///
-    /// ```
-    /// use claystone::{Device, Tensor};
-    /// let x = Tensor::from_slice(&[3f32, 4.0], [1, 2], Device::Cpu)?;
-    /// let y = Tensor::from_slice(&[1f32, 0.0], [1, 2], Device::Cpu)?;
-    /// assert!((x.cosine_similarity(&y, 1, 1e-8)?.item::<f32>()? - 0.6).abs() < 1e-6);
-    /// # Ok::<(), claystone::Error>(())
-    /// ```
-    ///
-    /// # Errors
-    /// [`Error::DimOutOfRange`], [`Error::ShapeMismatch`], mismatching dtypes or devices, and
-    /// [`Error::UnsupportedDType`] for integers.
-    pub fn cosine_similarity(&self, other: &Tensor, dim: isize, eps: f64) -> Result<Tensor> {
-        let op = "cosine_similarity";
-        let similarity = || {
-            let dot = self.mul(other)?.sum(dim, false)?;
-            let (a, b) = (self.norm(dim, false)?, other.norm(dim, false)?);
-            Tensor::map(&[&dot, &a, &b], |e| &e[0] / (floor(&e[1], eps) * floor(&e[2], eps)))
-        };
-        similarity().map_err(|e: Error| e.of(op))
-    }
-
-    /// The p-norm of `self - other + eps` along the last dim (PyTorch's `pairwise_distance`, whose defaults are 2 and 1e-6); the
-    /// two broadcast. Differentiable.
-    ///
-    /// # Errors
-    /// As [`Tensor::cosine_similarity`]; [`Error::Invalid`] for a p that is not above 0.
-    pub fn pairwise_distance(&self, other: &Tensor, p: f64, eps: f64, keepdim: bool) -> Result<Tensor> {
-        let op = "pairwise_distance";
-        check_positive(op, "p", p, false)?;
-        self.dtype().check_float(op)?;
-        let distance = || p_norm(&Tensor::map(&[self, other], |e| &e[0] - &e[1] + eps)?, p, -1, keepdim);
-        distance().map_err(|e| e.of(op))
-    }
-
     /// `1 - cos` of two vectors whose target is 1, `max(0, cos - margin)` where it is -1 (PyTorch's
     /// `cosine_embedding_loss`, whose default margin is 0): both `[N, D]` and the target `[N]`, or `[D]` and a scalar.
     /// Differentiable.
@@ -103,22 +66,5 @@ impl Tensor {
             reduced(losses, reduction)
         };
         each().map_err(|e| e.of(op))
-    }
-}
-
-fn floor(x: &crate::Expr, least: f64) -> crate::Expr {
-    x.lt(least).select(least, x)
-}
-
-/// The p-norm along a dim.
-pub(in crate::nn) fn p_norm(x: &Tensor, p: f64, dim: isize, keepdim: bool) -> Result<Tensor> {
-    if p == 2.0 {
-        x.norm(dim, keepdim)
-    } else if p == 1.0 {
-        x.abs()?.sum(dim, keepdim)
-    } else if p == f64::INFINITY {
-        x.abs()?.max(dim, keepdim)
-    } else {
-        x.abs()?.pow_scalar(p)?.sum(dim, keepdim)?.pow_scalar(1.0 / p)
     }
 }

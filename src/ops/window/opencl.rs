@@ -86,18 +86,14 @@ pub(super) fn run(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Ten
     };
     let kernel = computing(device, name, out.dtype, w.adaptive, is_wide([count]))?;
     let words = words(w, x, x.strides());
-    let (from, to) = (x.place()?, out.place()?);
-    let (words, count_arg) = (Arg::Bytes(bytemuck::cast_slice(&words)), Arg::U64(count as u64));
+    let words = Arg::Bytes(bytemuck::cast_slice(&words));
+    let (from, to, place) = (x.place()?, out.place()?, index.place()?);
     let mut args: SmallVec<[Arg; 8]> = SmallVec::from_iter([from.buffer(), from.offset(), to.buffer(), to.offset()]);
     match task {
-        Task::Max | Task::Unmax => {
-            let index = index.place()?;
-            args.extend([index.buffer(), index.offset(), words, count_arg]);
-            device.launch(&kernel, &args, &[count], &[LOCAL])
-        }
+        Task::Max | Task::Unmax => args.extend([place.buffer(), place.offset(), words, Arg::U64(count as u64)]),
         Task::Mean(divisor) | Task::Unmean(divisor) => {
-            args.extend([words, count_arg, Arg::I64(divisor.code())]);
-            device.launch(&kernel, &args, &[count], &[LOCAL])
+            args.extend([words, Arg::U64(count as u64), Arg::I64(divisor.code())]);
         }
     }
+    device.launch(&kernel, &args, &[count], &[LOCAL])
 }

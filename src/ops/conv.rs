@@ -1,0 +1,420 @@
+//! Convolutions: windows as columns, then one product.
+//!
+//! The columns of all windows, `[C, kernel, N, windows]`, make a convolution the product of the weight `[O, C kernel]` with
+//! one wide matrix, groups a batch of them, the bias its epilogue: two launches, and one where a window is a single element
+//! and the image is its own columns. A transposed convolution is the other way round, a product whose columns are added up. The
+//! gradients are again these two: products, columns and sums of columns.
+
+use std::slice;
+use std::sync::LazyLock;
+
+use smallvec::SmallVec;
+
+use super::expr::Expr;
+use super::gemm::Gemm;
+use super::window::{Windows, as_given, as_images, both};
+use super::{reduce, same_dtype};
+use crate::autograd::{self, Gradients, Saved};
+use crate::tensor::Layout;
+use crate::{Error, Result, Shape, Tensor};
+
+/// Zeros around an image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Padding<const D: usize> {
+    /// None: windows lie inside of the image (PyTorch's `'valid'`).
+    Valid,
+    /// As many as make the result as large as the image, where there is a remainder one more behind it; for strides of 1
+    /// (PyTorch's `'same'`).
+    Same,
+    /// So many before and after each dim.
+    Zeros([usize; D]),
+}
+
+impl<const D: usize> From<usize> for Padding<D> {
+    fn from(n: usize) -> Padding<D> {
+        Padding::Zeros([n; D])
+    }
+}
+
+impl<const D: usize> From<[usize; D]> for Padding<D> {
+    fn from(n: [usize; D]) -> Padding<D> {
+        Padding::Zeros(n)
+    }
+}
+
+/// How [`Tensor::conv1d`] and [`Tensor::conv2d`] move their windows, with PyTorch's defaults.
+///
+/// ```
+/// use claystone::{ConvOptions, Device, Tensor};
+/// let (x, w) = (Tensor::ones(&[1, 2, 8, 8], Device::Cpu)?, Tensor::ones(&[4, 2, 3, 3], Device::Cpu)?);
+/// let halved = ConvOptions { stride: [2, 2], padding: 1.into(), ..ConvOptions::default() };
+/// assert_eq!(x.conv2d(&w, None, halved)?.shape().dims(), [1, 4, 4, 4]);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ConvOptions<const D: usize> {
+    /// Elements from one window to the next.
+    pub stride: [usize; D],
+    /// Zeros around the image.
+    pub padding: Padding<D>,
+    /// Elements from one of a window to the next.
+    pub dilation: [usize; D],
+    /// Parts of the channels that go separate ways.
+    pub groups: usize,
+}
+
+impl<const D: usize> Default for ConvOptions<D> {
+    fn default() -> Self {
+        ConvOptions { stride: [1; D], padding: Padding::Valid, dilation: [1; D], groups: 1 }
+    }
+}
+
+/// How [`Tensor::conv_transpose1d`] and [`Tensor::conv_transpose2d`] move their windows, with PyTorch's defaults.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ConvTransposeOptions<const D: usize> {
+    /// Elements of the result from one window to the next.
+    pub stride: [usize; D],
+    /// Elements taken off the result on each side.
+    pub padding: [usize; D],
+    /// Elements added to the result behind.
+    pub output_padding: [usize; D],
+    /// Elements from one of a window to the next.
+    pub dilation: [usize; D],
+    /// Parts of the channels that go separate ways.
+    pub groups: usize,
+}
+
+impl<const D: usize> Default for ConvTransposeOptions<D> {
+    fn default() -> Self {
+        ConvTransposeOptions { stride: [1; D], padding: [0; D], output_padding: [0; D], dilation: [1; D], groups: 1 }
+    }
+}
+
+impl Tensor {
+    /// Each window's products with the weight, summed (PyTorch's `conv1d`): x `[N, C, L]` or `[C, L]`, `weight`
+    /// `[O, C / groups, K]`, `bias` `[O]`, the result `[N, O, windows]`. Floats. Differentiable in all three.
+    ///
+    /// # Errors
+    /// As [`Tensor::conv2d`].
+    pub fn conv1d(&self, weight: &Tensor, bias: Option<&Tensor>, options: ConvOptions<1>) -> Result<Tensor> {
+        convolution("conv1d", self, weight, bias, options)
+    }
+
+    /// Each window's products with the weight, summed (PyTorch's `conv2d`): x `[N, C, H, W]` or `[C, H, W]`, `weight`
+    /// `[O, C / groups, KH, KW]`, `bias` `[O]`, the result `[N, O, rows, columns]` of windows. Floats. Two launches, one for
+    /// windows of a single element. The strides of the result may be those of a product. Differentiable in all three.
+    ///
+    /// ```
+    /// use claystone::{ConvOptions, Device, Padding, Tensor};
+    /// let x = Tensor::arange(0, 9, 1, Device::Cpu)?.reshape([1, 3, 3])?;
+    /// let w = Tensor::ones(&[1, 1, 2, 2], Device::Cpu)?;
+    /// assert_eq!(x.conv2d(&w, None, ConvOptions::default())?.to_vec::<f32>()?, [8.0, 12.0, 20.0, 24.0]);
+    /// let same = ConvOptions { padding: Padding::Same, ..ConvOptions::default() };
+    /// assert_eq!(x.conv2d(&w, None, same)?.shape().dims(), [1, 3, 3]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::ShapeMismatch`] for channels that do not fit; [`Error::Invalid`] for windows larger than the image, a stride of
+    /// 0 and the like; [`Error::UnsupportedDType`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
+    pub fn conv2d(&self, weight: &Tensor, bias: Option<&Tensor>, options: ConvOptions<2>) -> Result<Tensor> {
+        convolution("conv2d", self, weight, bias, options)
+    }
+
+    /// Each element times the weight, added up where the windows of [`Tensor::conv1d`] would have read them (PyTorch's
+    /// `conv_transpose1d`): x `[N, C, L]` or `[C, L]`, `weight` `[C, O / groups, K]`, `bias` `[O]`. Floats. Differentiable in
+    /// all three.
+    ///
+    /// # Errors
+    /// As [`Tensor::conv2d`].
+    pub fn conv_transpose1d(
+        &self,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        options: ConvTransposeOptions<1>,
+    ) -> Result<Tensor> {
+        transposed("conv_transpose1d", self, weight, bias, options)
+    }
+
+    /// Each element times the weight, added up where the windows of [`Tensor::conv2d`] would have read them (PyTorch's
+    /// `conv_transpose2d`): x `[N, C, H, W]` or `[C, H, W]`, `weight` `[C, O / groups, KH, KW]`, `bias` `[O]`; a dim of the
+    /// result is `(size - 1) stride - 2 padding + dilation (kernel - 1) + output_padding + 1`. Floats. Differentiable in all
+    /// three.
+    ///
+    /// ```
+    /// use claystone::{ConvTransposeOptions, Device, Tensor};
+    /// let x = Tensor::ones(&[1, 2, 2], Device::Cpu)?;
+    /// let w = Tensor::ones(&[1, 1, 2, 2], Device::Cpu)?;
+    /// let doubled = ConvTransposeOptions { stride: [2, 2], ..ConvTransposeOptions::default() };
+    /// assert_eq!(x.conv_transpose2d(&w, None, doubled)?.to_vec::<f32>()?, [1.0; 16]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Tensor::conv2d`].
+    pub fn conv_transpose2d(
+        &self,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        options: ConvTransposeOptions<2>,
+    ) -> Result<Tensor> {
+        transposed("conv_transpose2d", self, weight, bias, options)
+    }
+}
+
+/// Checks dtypes and the shapes of weight and bias; gives the channels of the result.
+fn check<const D: usize>(
+    op: &'static str,
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    groups: usize,
+    turned: bool,
+) -> Result<usize> {
+    x.dtype.check_float(op)?;
+    let inputs: SmallVec<[&Tensor; 3]> = [x, weight].into_iter().chain(bias).collect();
+    same_dtype(op, &inputs)?;
+    super::same_device(op, &inputs)?;
+    let mismatch =
+        |rhs: &Tensor, hint| Error::ShapeMismatch { op, lhs: x.shape().clone(), rhs: rhs.shape().clone(), hint };
+    if weight.rank() != D + 2 || ![D + 1, D + 2].contains(&x.rank()) {
+        return Err(mismatch(weight, "the input has channels and perhaps a batch before, the weight two dims"));
+    }
+    let (channels, w) = (x.shape().dims()[x.rank() - D - 1], weight.shape().dims());
+    // Of the weight's first two dims one is a group's, the other is all groups'.
+    let (whole, wanted) = if turned { (w[0], channels) } else { (w[0], w[1].saturating_mul(groups)) };
+    if groups == 0 || whole % groups != 0 {
+        let reason = format!("{groups} groups do not divide the weight's {whole} channels evenly");
+        return Err(Error::invalid(op, reason));
+    }
+    if if turned { whole != channels } else { wanted != channels } {
+        let hint = if turned { "the weight is [C, O / groups, ..]" } else { "the weight is [O, C / groups, ..]" };
+        return Err(mismatch(weight, hint));
+    }
+    let out = if turned { w[1] * groups } else { w[0] };
+    match bias {
+        Some(b) if b.shape().dims() != [out] => Err(mismatch(b, "the bias has one number for each channel of the result")),
+        _ => Ok(out),
+    }
+}
+
+/// A weight of one dim beside its channels, or two, as one of two.
+fn as_taps<const D: usize>(weight: &Tensor) -> Result<Tensor> {
+    if D == 1 { weight.unsqueeze(2) } else { Ok(weight.shallow_clone()) }
+}
+
+fn convolution<const D: usize>(
+    op: &'static str,
+    given: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    options: ConvOptions<D>,
+) -> Result<Tensor> {
+    let ConvOptions { stride, padding, dilation, groups } = options;
+    let out_channels = check::<D>(op, given, weight, bias, groups, false)?;
+    let (x, weight) = (as_images(op, given, D)?, as_taps::<D>(weight)?);
+    let ([n, c, h, w], [_, _, kh, kw]) = (four(&x), four(&weight));
+    let (mut before, mut after) = ([0; 2], [0; 2]);
+    match padding {
+        Padding::Valid => {}
+        Padding::Zeros(zeros) => before = both(zeros, 0),
+        Padding::Same if stride != [1; D] => {
+            return Err(Error::invalid(op, format!("the padding 'same' is for strides of 1, not {stride:?}")));
+        }
+        Padding::Same => {
+            for (d, (k, step)) in [kh, kw].into_iter().zip(both(dilation, 1)).enumerate() {
+                let total = step * k.saturating_sub(1);
+                (before[d], after[d]) = (total / 2, total % 2);
+            }
+        }
+    }
+    let windows = Windows::new(op, [h, w], [kh, kw], [both(stride, 1), before, both(dilation, 1)], after)?;
+    let [oh, ow] = windows.grid;
+    let single = [kh, kw, oh, ow] == [1, 1, h, w] && before == [0; 2];
+    let out = if single {
+        let columns = x.reshape([n, groups, c / groups, h * w])?;
+        product(op, &columns, &weight, bias, false)?.reshape([n, out_channels, h, w])?
+    } else {
+        let columns = windows.columns(op, &x, true)?.reshape([1, groups, c / groups * kh * kw, n * oh * ow])?;
+        let out = product(op, &columns, &weight, bias, false)?;
+        out.reshape([out_channels, n, oh, ow])?.transpose(0, 1)?
+    };
+    as_given(&out, given, D)
+}
+
+fn transposed<const D: usize>(
+    op: &'static str,
+    given: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    options: ConvTransposeOptions<D>,
+) -> Result<Tensor> {
+    let ConvTransposeOptions { stride, padding, output_padding, dilation, groups } = options;
+    let out_channels = check::<D>(op, given, weight, bias, groups, true)?;
+    let (x, weight) = (as_images(op, given, D)?, as_taps::<D>(weight)?);
+    let ([n, c, h, w], [_, _, kh, kw]) = (four(&x), four(&weight));
+    let (stride, padding, dilation) = (both(stride, 1), both(padding, 0), both(dilation, 1));
+    let behind = both(output_padding, 0);
+    let mut image = [0; 2];
+    for d in 0..2 {
+        let (size, kernel) = ([h, w][d], [kh, kw][d]);
+        if behind[d] > 0 && behind[d] >= stride[d].max(dilation[d]) {
+            return Err(Error::invalid(op, "output_padding has to be below the stride or the dilation"));
+        }
+        let reach = size.saturating_sub(1) * stride[d] + dilation[d] * kernel.saturating_sub(1) + behind[d] + 1;
+        image[d] = reach.checked_sub(2 * padding[d]).filter(|&size| size > 0).ok_or_else(|| {
+            Error::invalid(op, format!("a padding of {} leaves nothing of {reach} elements", padding[d]))
+        })?;
+    }
+    if h * w == 0 {
+        return Err(Error::invalid(op, format!("the images are empty, of shape {}", given.shape())));
+    }
+    // What `output_padding` adds no window reaches.
+    let windows = Windows { grid: [h, w], ..Windows::new(op, image, [kh, kw], [stride, padding, dilation], [0; 2])? };
+    let columns = product(op, &x.reshape([n, groups, c / groups, h * w])?, &weight, None, true)?;
+    let images = windows.images(op, &columns.reshape([n, out_channels, kh, kw, h, w])?)?;
+    let out = match bias {
+        Some(bias) => images.add(&bias.reshape([out_channels, 1, 1])?)?,
+        None => images,
+    };
+    as_given(&out, given, D)
+}
+
+fn four(t: &Tensor) -> [usize; 4] {
+    let dims = t.shape().dims();
+    [dims[0], dims[1], dims[2], dims[3]]
+}
+
+/// `[N, groups, rows, columns]`: for each group its part of the weight times its columns, plus the bias, which is `[groups *
+/// rows]`. The weight, `[A, B, KH, KW]`, is `[groups, A / groups, B KH KW]`, or that `turned`.
+fn product(op: &'static str, columns: &Tensor, weight: &Tensor, bias: Option<&Tensor>, turned: bool) -> Result<Tensor> {
+    let groups = columns.shape().dims()[1];
+    let [a, b, kh, kw] = four(weight);
+    let split = Shape::from([groups, a / groups, b * kh * kw]);
+    let matrices = reshaped(weight, &split)?;
+    let matrices = if turned { swapped(&matrices) } else { matrices };
+    let rows = matrices.shape().dims()[1];
+    let bias_view = bias.map(|b| reshaped(b, &Shape::from([groups, rows, 1]))).transpose()?;
+    let epilogue = if bias.is_some() { &*SUM } else { &*PLAIN };
+    let g = Gemm::plain(op, &matrices, columns, slice::from_ref(epilogue), &columns.dtype);
+    let out = Gemm { extras: &bias_view.iter().collect::<SmallVec<[&Tensor; 1]>>(), ..g }.run()?.remove(0);
+    let inputs: SmallVec<[&Tensor; 3]> = [columns, weight].into_iter().chain(bias).collect();
+    if !autograd::is_tracked(&inputs) {
+        return Ok(out);
+    }
+    let (saved_x, saved_w) = (weight.requires_grad().then(|| Saved::new(columns)), Saved::new(weight));
+    let bias_shape = bias.map(|b| b.shape().clone());
+    Ok(autograd::record_twice(op, out, &inputs, move |ctx| {
+        let (grad, weight) = (ctx.grad()?, saved_w.get(op)?);
+        let mut gradients: Gradients = SmallVec::new();
+        gradients.push(ctx.needs(0).then(|| product(op, &grad, weight, None, !turned)).transpose()?);
+        gradients.push(None);
+        if let Some(x) = saved_x.as_ref().filter(|_| ctx.needs(1)) {
+            let (x, shape) = (x.get(op)?, weight.shape());
+            gradients[1] = Some(match ctx.create_graph() {
+                true => {
+                    let (a, b) = (side_by_side(&grad)?, side_by_side(x)?);
+                    let (a, b) = if turned { (b, a) } else { (a, b) };
+                    a.matmul(&b.transpose(-2, -1)?)?.reshape(shape)?
+                }
+                false => {
+                    let slot = ctx.slot(1).and_then(|s| Some(s.with_layout(s.layout.reshape(&split)?)));
+                    let (a, b) = (side_by_side(&grad.detach())?, side_by_side(&x.detach())?);
+                    let (a, b) = if turned { (b, a) } else { (a, b) };
+                    let dtype = grad.dtype;
+                    let b = swapped(&b);
+                    let g = Gemm { out: slot, ..Gemm::plain(op, &a, &b, slice::from_ref(&*PLAIN), &dtype) };
+                    let made = g.run()?.remove(0);
+                    made.with_layout(Layout { offset: made.layout.offset, ..Layout::contiguous(shape.clone()) })
+                }
+            });
+        }
+        if let Some(shape) = &bias_shape {
+            gradients.push(match (ctx.needs(2), ctx.create_graph()) {
+                (false, _) => None,
+                (true, true) => Some(grad.sum([0, 3], false)?.reshape(shape)?),
+                (true, false) => {
+                    let slot = ctx.slot(2).and_then(|s| {
+                        Some(s.with_layout(s.layout.reshape(&Shape::from([groups, grad.shape().dims()[2]]))?))
+                    });
+                    let sum = reduce::sum_into(op, &grad.detach(), [0, 3], false, slot)?;
+                    Some(sum.with_layout(Layout { offset: sum.layout.offset, ..Layout::contiguous(shape.clone()) }))
+                }
+            });
+        }
+        Ok(gradients)
+    }))
+}
+
+static PLAIN: LazyLock<Expr> = LazyLock::new(|| Expr::input(0));
+static SUM: LazyLock<Expr> = LazyLock::new(|| Expr::input(0) + Expr::input(1));
+
+/// `[N, groups, rows, columns]` as `[groups, rows, N columns]`: a sum over the batch is then part of a product.
+fn side_by_side(t: &Tensor) -> Result<Tensor> {
+    let [n, groups, rows, columns] = four(t);
+    t.permute(&[1, 2, 0, 3])?.reshape([groups, rows, n * columns])
+}
+
+/// A view of `shape` where the strides can express it, otherwise a copy, outside the graph.
+fn reshaped(t: &Tensor, shape: &Shape) -> Result<Tensor> {
+    match t.layout.reshape(shape) {
+        Some(layout) => Ok(t.with_layout(layout)),
+        None => Ok(t.cast(t.dtype)?.with_layout(Layout::contiguous(shape.clone()))),
+    }
+}
+
+fn swapped(t: &Tensor) -> Tensor {
+    t.with_layout(t.layout.transpose(t.rank() - 2, t.rank() - 1))
+}
+
+/// The elements of each window of `[N, C, H, W]` or `[C, H, W]` as a column, `[N, C KH KW, windows]` (PyTorch's `unfold`).
+pub(crate) fn unfold(
+    x: &Tensor,
+    kernel: [usize; 2],
+    dilation: [usize; 2],
+    padding: [usize; 2],
+    stride: [usize; 2],
+) -> Result<Tensor> {
+    let op = "unfold2d";
+    let images = as_images(op, x, 2)?;
+    let [n, c, h, w] = four(&images);
+    let windows = Windows::new(op, [h, w], kernel, [stride, padding, dilation], [0; 2])?;
+    let rows = c * kernel[0] * kernel[1];
+    let columns = windows.columns(op, &images, false)?.reshape([n, rows, windows.grid[0] * windows.grid[1]])?;
+    if x.rank() == 4 { Ok(columns) } else { columns.squeeze(0) }
+}
+
+/// Columns, `[N, C KH KW, windows]` or without N, added up in images of `output_size` where [`unfold`] takes them from
+/// (PyTorch's `fold`).
+pub(crate) fn fold(
+    columns: &Tensor,
+    output_size: [usize; 2],
+    kernel: [usize; 2],
+    dilation: [usize; 2],
+    padding: [usize; 2],
+    stride: [usize; 2],
+) -> Result<Tensor> {
+    let op = "fold";
+    columns.dtype.check_float(op)?;
+    let windows = Windows::new(op, output_size, kernel, [stride, padding, dilation], [0; 2])?;
+    let taps = kernel[0] * kernel[1];
+    let (batch, rows, count) = match *columns.shape().dims() {
+        [rows, count] => (1, rows, count),
+        [n, rows, count] => (n, rows, count),
+        _ => {
+            let reason = format!("columns are [N, C KH KW, windows], these have shape {}", columns.shape());
+            return Err(Error::invalid(op, reason));
+        }
+    };
+    let [oh, ow] = windows.grid;
+    if rows % taps != 0 || count != oh * ow {
+        let reason = format!(
+            "columns of shape {} do not fit kernels of {taps} elements and {oh} x {ow} windows",
+            columns.shape()
+        );
+        return Err(Error::invalid(op, reason));
+    }
+    let columns_6 = columns.reshape([batch, rows / taps, kernel[0], kernel[1], oh, ow])?;
+    let images = windows.images(op, &columns_6)?;
+    if columns.rank() == 3 { Ok(images) } else { images.squeeze(0) }
+}
