@@ -193,7 +193,9 @@ fn check<const D: usize>(
     }
     let out = if turned { w[1] * groups } else { w[0] };
     match bias {
-        Some(b) if b.shape().dims() != [out] => Err(mismatch(b, "the bias has one number for each channel of the result")),
+        Some(b) if b.shape().dims() != [out] => {
+            Err(mismatch(b, "the bias has one number for each channel of the result"))
+        }
         _ => Ok(out),
     }
 }

@@ -53,14 +53,14 @@ pub mod table;
 pub(crate) mod tiles;
 mod window;
 
+pub use attention::Attention;
 pub use conv::{ConvOptions, ConvTransposeOptions, Padding};
 pub(crate) use conv::{fold, unfold};
-pub(crate) use elementwise::formula;
-pub(crate) use gather::check_index;
-pub use attention::Attention;
 pub use einsum::TensordotDims;
+pub(crate) use elementwise::formula;
 pub use expr::Expr;
 pub use gather::ScatterReduce;
+pub(crate) use gather::check_index;
 pub use philox::Seed;
 pub use pool::{AvgPoolOptions, MaxPoolOptions};
 pub use table::{Accepts, Output, ROWS, Row};

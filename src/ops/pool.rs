@@ -64,7 +64,10 @@ fn windows(
     for d in 0..2 {
         let reach = dilation[d].saturating_mul(kernel[d].saturating_sub(1)).saturating_add(1);
         if padding[d] > reach / 2 {
-            return Err(Error::invalid(op, format!("a padding of {} is more than half a window of {reach}", padding[d])));
+            return Err(Error::invalid(
+                op,
+                format!("a padding of {} is more than half a window of {reach}", padding[d]),
+            ));
         }
     }
     let after = if ceil_mode { stride.map(|s| s.saturating_sub(1)) } else { [0; 2] };
@@ -166,11 +169,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::max_pool2d`].
-    pub fn max_pool2d_with_indices(
-        &self,
-        kernel: [usize; 2],
-        options: MaxPoolOptions<2>,
-    ) -> Result<(Tensor, Tensor)> {
+    pub fn max_pool2d_with_indices(&self, kernel: [usize; 2], options: MaxPoolOptions<2>) -> Result<(Tensor, Tensor)> {
         max_pool("max_pool2d_with_indices", self, kernel, options)
     }
 

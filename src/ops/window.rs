@@ -70,14 +70,17 @@ impl Windows {
         let mut grid = [0; 2];
         for d in 0..2 {
             if [kernel[d], stride[d], dilation[d]].contains(&0) {
-                let reason = format!("kernel {kernel:?}, stride {stride:?} and dilation {dilation:?} have to be above 0");
+                let reason =
+                    format!("kernel {kernel:?}, stride {stride:?} and dilation {dilation:?} have to be above 0");
                 return Err(Error::invalid(op, reason));
             }
             let window = dilation[d].saturating_mul(kernel[d] - 1).saturating_add(1);
             let padded = image[d].saturating_add(padding[d].saturating_mul(2)).saturating_add(after[d]);
             if window > padded {
-                let reason =
-                    format!("a window of {window} does not fit into an image of {} with its padding, {padded}", image[d]);
+                let reason = format!(
+                    "a window of {window} does not fit into an image of {} with its padding, {padded}",
+                    image[d]
+                );
                 return Err(Error::invalid(op, reason));
             }
             grid[d] = (padded - window) / stride[d] + 1;
@@ -160,7 +163,11 @@ impl Windows {
 
     fn fold(&self, columns: &Tensor) -> Result<Tensor> {
         let dims = columns.shape().dims();
-        let out = Tensor::empty_like_shape([dims[0], dims[1], self.image[0], self.image[1]], columns.dtype, columns.device())?;
+        let out = Tensor::empty_like_shape(
+            [dims[0], dims[1], self.image[0], self.image[1]],
+            columns.dtype,
+            columns.device(),
+        )?;
         if out.numel() > 0 {
             match out.device() {
                 _ if columns.numel() == 0 => drop(out.zero_()?),
@@ -180,9 +187,8 @@ impl Windows {
             return Ok((out, index));
         }
         let (saved, shape) = (Saved::new(&index), x.shape().clone());
-        let out = autograd::record_unary(op, out, x, move |grad| {
-            self.run(Task::Unmax, &grad, saved.get(op)?, shape.clone())
-        });
+        let out =
+            autograd::record_unary(op, out, x, move |grad| self.run(Task::Unmax, &grad, saved.get(op)?, shape.clone()));
         Ok((out, index))
     }
 

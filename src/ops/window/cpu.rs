@@ -100,7 +100,8 @@ fn fold_as<C: Lane>(w: &Windows, columns: &Tensor, bytes: &[u8], out: &mut [u8])
                 }
                 let row = &mut row[..right - left];
                 for oh in top..bottom {
-                    let at = start + kh as isize * s[2] + kw as isize * s[3] + oh as isize * s[4] + left as isize * s[5];
+                    let at =
+                        start + kh as isize * s[2] + kw as isize * s[3] + oh as isize * s[4] + left as isize * s[5];
                     load_tile(columns.dtype, bytes, at as _, s[5], row);
                     let h = oh * w.stride[0] + kh * w.dilation[0] - w.padding[0];
                     for (j, x) in row.iter().enumerate() {
