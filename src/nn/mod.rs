@@ -3,12 +3,14 @@
 //! A layer owns its parameters as plain [`Tensor`] leaves and maps a tensor to a tensor; [`Module`] is the one trait.
 //! Losses are methods of [`Tensor`] here ([`Tensor::mse_loss`]) and in `ops` ([`Tensor::cross_entropy`]).
 
+mod attention;
 pub mod functional;
 mod linear;
 mod loss;
 mod sequential;
 mod state;
 
+pub use attention::{AttentionMasks, MultiheadAttention};
 pub use linear::{Activation, Linear};
 pub use sequential::{Dropout, Sequential};
 pub use state::StateDict;

@@ -1,0 +1,193 @@
+//! Multi-head attention with its projections.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::{Linear, Module};
+use crate::ops::Attention;
+use crate::tensor::TensorOptions;
+use crate::{DType, Error, Result, Tensor};
+
+/// Attention of several heads between a projection of what comes in and one of what goes out (PyTorch's
+/// `nn.MultiheadAttention` with `batch_first=True`): `[.., L, E]` to `[.., L, E]`. The parameters are PyTorch's:
+/// `in_proj_weight` `[3 E, E]`, `in_proj_bias` `[3 E]`, `out_proj.weight`, `out_proj.bias`.
+///
+/// As a [`Module`] it is self-attention, in five launches; [`MultiheadAttention::attend`] takes queries, keys and values.
+///
+/// ```
+/// use claystone::{Device, Tensor, nn::{Module, MultiheadAttention}};
+/// let layer = MultiheadAttention::new(8, 2, Device::Cpu)?.with_causal();
+/// assert_eq!(layer.forward(&Tensor::ones(&[3, 5, 8], Device::Cpu)?)?.shape().dims(), [3, 5, 8]);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+pub struct MultiheadAttention {
+    in_proj_weight: Tensor,
+    in_proj_bias: Option<Tensor>,
+    out_proj: Linear,
+    heads: usize,
+    dropout: f64,
+    causal: bool,
+    training: AtomicBool,
+}
+
+/// What [`MultiheadAttention::attend`] leaves out, and what it gives; PyTorch's arguments of these names.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct AttentionMasks<'a> {
+    /// `[S]` or `[batch, S]`: keys that are padding, where true, or floats added to the scores.
+    pub key_padding_mask: Option<&'a Tensor>,
+    /// `[L, S]` or `[batch * heads, L, S]`: pairs that may **not** attend, where true, or floats added to the scores.
+    pub attn_mask: Option<&'a Tensor>,
+    /// Whether to give the weights too, the mean over heads, `[.., L, S]`.
+    pub need_weights: bool,
+}
+
+impl MultiheadAttention {
+    /// A layer for `embed_dim` features in `num_heads` heads, with biases, initialised as PyTorch's.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where `embed_dim` is no multiple of `num_heads`; [`Error::UnsupportedDType`] for dtypes that are
+    /// no floats; [`Error::OutOfMemory`].
+    pub fn new(embed_dim: usize, num_heads: usize, options: impl Into<TensorOptions>) -> Result<MultiheadAttention> {
+        let options = options.into();
+        if num_heads == 0 || !embed_dim.is_multiple_of(num_heads) {
+            let reason = format!("{embed_dim} features are not a multiple of {num_heads} heads");
+            return Err(Error::invalid("MultiheadAttention::new", reason));
+        }
+        // Glorot's uniform distribution for [3 E, E].
+        let bound = (6.0 / (4 * embed_dim.max(1)) as f64).sqrt();
+        let weight = Tensor::rand(&[3 * embed_dim, embed_dim], options)?;
+        weight.affine_(2.0 * bound, -bound)?;
+        let out_proj = Linear::new(embed_dim, embed_dim, options)?;
+        if let Some(bias) = out_proj.bias() {
+            bias.detach().zero_()?;
+        }
+        Ok(MultiheadAttention {
+            in_proj_weight: weight.requires_grad_(true)?,
+            in_proj_bias: Some(Tensor::zeros(3 * embed_dim, options)?.requires_grad_(true)?),
+            out_proj,
+            heads: num_heads,
+            dropout: 0.0,
+            causal: false,
+            training: AtomicBool::new(true),
+        })
+    }
+
+    /// Without the biases.
+    pub fn without_bias(self) -> MultiheadAttention {
+        MultiheadAttention { in_proj_bias: None, out_proj: self.out_proj.without_bias(), ..self }
+    }
+
+    /// With weights dropped with probability `p` in training.
+    pub fn with_dropout(self, p: f64) -> MultiheadAttention {
+        MultiheadAttention { dropout: p, ..self }
+    }
+
+    /// Where position i attends to positions up to i only.
+    pub fn with_causal(self) -> MultiheadAttention {
+        MultiheadAttention { causal: true, ..self }
+    }
+
+    fn dropout_p(&self) -> f64 {
+        if self.training.load(Ordering::Relaxed) { self.dropout } else { 0.0 }
+    }
+
+    /// Part i of the projection of what comes in, `[.., L, E]` to `[.., heads, L, E / heads]`.
+    fn projected(&self, i: usize, x: &Tensor) -> Result<Tensor> {
+        let width = self.in_proj_weight.shape().dims()[1];
+        let part = |t: &Tensor| t.narrow(0, i * width, width);
+        let bias = self.in_proj_bias.as_ref().map(part).transpose()?;
+        let x = x.linear(&part(&self.in_proj_weight)?, bias.as_ref())?;
+        x.unflatten(-1, [self.heads, width / self.heads])?.transpose(-2, -3)
+    }
+
+    /// Attention of queries `[.., L, E]` to keys and values `[.., S, E]`: the result `[.., L, E]`, and the weights where they
+    /// are asked for.
+    ///
+    /// # Errors
+    /// As [`Tensor::scaled_dot_product_attention`].
+    pub fn attend(
+        &self,
+        query: &Tensor,
+        key: &Tensor,
+        value: &Tensor,
+        masks: AttentionMasks<'_>,
+    ) -> Result<(Tensor, Option<Tensor>)> {
+        let (q, k, v) = (self.projected(0, query)?, self.projected(1, key)?, self.projected(2, value)?);
+        let mask = self.mask(&q, masks)?;
+        let (heads, weights) = match masks.need_weights {
+            false => {
+                let options = Attention {
+                    attn_mask: mask.as_ref(),
+                    dropout_p: self.dropout_p(),
+                    is_causal: self.causal,
+                    ..Attention::default()
+                };
+                (q.scaled_dot_product_attention(&k, &v, options)?, None)
+            }
+            true => {
+                let weights = self.weights(&q, &k, mask.as_ref())?;
+                (weights.matmul(&v)?, Some(weights.mean(-3, false)?))
+            }
+        };
+        Ok((self.out_proj.forward(&heads.transpose(-2, -3)?.flatten(-2, -1)?)?, weights))
+    }
+
+    /// The weights of the values, which attention itself does not give.
+    fn weights(&self, q: &Tensor, k: &Tensor, mask: Option<&Tensor>) -> Result<Tensor> {
+        let width = q.shape().dims()[q.rank() - 1] as f64;
+        let mut scores = q.matmul(&k.transpose(-2, -1)?)?.mul_scalar(1.0 / width.sqrt())?;
+        if let Some(mask) = mask {
+            scores = match mask.dtype() {
+                DType::Bool => scores.masked_fill(&mask.logical_not()?, f64::NEG_INFINITY)?,
+                _ => scores.add(mask)?,
+            };
+        }
+        if self.causal {
+            let [.., l, s] = *scores.shape().dims() else { unreachable!("queries by keys") };
+            let later = Tensor::ones(&[l, s], (DType::Bool, q.device()))?.triu(1)?;
+            scores = scores.masked_fill(&later, f64::NEG_INFINITY)?;
+        }
+        let weights = scores.softmax(-1)?;
+        if self.dropout_p() > 0.0 { weights.dropout(self.dropout_p()) } else { Ok(weights) }
+    }
+
+    /// Both masks as one that broadcasts to the scores and is true where keys take part, or is added.
+    fn mask(&self, q: &Tensor, masks: AttentionMasks<'_>) -> Result<Option<Tensor>> {
+        let padding = masks.key_padding_mask.map(|m| m.unsqueeze(-2)?.unsqueeze(-2)).transpose()?;
+        let pairs = match masks.attn_mask {
+            Some(m) if m.rank() == 3 && q.rank() > 3 => Some(m.unflatten(0, [-1, self.heads as isize])?),
+            m => m.map(Tensor::shallow_clone),
+        };
+        let added = |m: &Tensor| match m.dtype() {
+            DType::Bool => Tensor::zeros((), (q.dtype(), q.device()))?.masked_fill(m, f64::NEG_INFINITY),
+            _ => Ok(m.shallow_clone()),
+        };
+        let one = match (padding, pairs) {
+            (Some(a), Some(b)) if a.dtype() == DType::Bool && b.dtype() == DType::Bool => Some(a.logical_or(&b)?),
+            (Some(a), Some(b)) => Some(added(&a)?.add(&added(&b)?)?),
+            (a, b) => a.or(b),
+        };
+        one.map(|m| if m.dtype() == DType::Bool { m.logical_not() } else { Ok(m) }).transpose()
+    }
+}
+
+impl Module for MultiheadAttention {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let options = Attention { dropout_p: self.dropout_p(), is_causal: self.causal, ..Attention::default() };
+        let projected = x.linear(&self.in_proj_weight, self.in_proj_bias.as_ref())?;
+        self.out_proj.forward(&projected.packed_attention(self.heads, options)?)
+    }
+
+    fn parameters(&self) -> Vec<&Tensor> {
+        let own = std::iter::once(&self.in_proj_weight).chain(&self.in_proj_bias);
+        own.chain(self.out_proj.parameters()).collect()
+    }
+
+    fn parameters_mut(&mut self) -> Vec<&mut Tensor> {
+        let own = std::iter::once(&mut self.in_proj_weight).chain(&mut self.in_proj_bias);
+        own.chain(self.out_proj.parameters_mut()).collect()
+    }
+
+    fn set_training(&self, training: bool) {
+        self.training.store(training, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,251 @@
+//! Attention, against its definition.
+
+use claystone::device::count_launches;
+use claystone::ops::Attention;
+use claystone::{DType, Error, Tensor};
+use ndarray::{ArrayD, Axis, IxDyn};
+
+use crate::common::{each_device, f64s, reference};
+use crate::harness::{Case, case};
+
+fn transposed(x: &ArrayD<f64>) -> ArrayD<f64> {
+    let mut x = x.clone();
+    x.swap_axes(x.ndim() - 2, x.ndim() - 1);
+    x
+}
+
+/// What a mask says about a score.
+#[derive(Clone, Copy, PartialEq)]
+enum Mask {
+    None,
+    Keep,
+    Add,
+}
+
+fn attention(
+    [q, k, v]: [&ArrayD<f64>; 3],
+    mask: Option<(&ArrayD<f64>, Mask)>,
+    causal: bool,
+    scale: Option<f64>,
+) -> ArrayD<f64> {
+    let scale = scale.unwrap_or(1.0 / (q.shape()[q.ndim() - 1] as f64).sqrt());
+    let mut scores = reference(q, &transposed(k)) * scale;
+    let rank = scores.ndim();
+    if let Some((mask, kind)) = mask {
+        let mask = mask.broadcast(scores.raw_dim()).unwrap();
+        scores.zip_mut_with(&mask, |s, &m| match kind {
+            Mask::Add => *s += m,
+            _ if m == 0.0 => *s = f64::NEG_INFINITY,
+            _ => {}
+        });
+    }
+    for (_, s) in scores.indexed_iter_mut().filter(|(p, _)| causal && p[rank - 1] > p[rank - 2]) {
+        *s = f64::NEG_INFINITY;
+    }
+    for mut row in scores.lanes_mut(Axis(rank - 1)) {
+        let most = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        row.mapv_inplace(|s| if most == f64::NEG_INFINITY { 0.0 } else { (s - most).exp() });
+        let sum = row.sum();
+        row.mapv_inplace(|s| if sum == 0.0 { 0.0 } else { s / sum });
+    }
+    reference(&scores, v)
+}
+
+/// Heads repeated for groups of queries.
+fn repeated(x: &ArrayD<f64>, times: usize) -> ArrayD<f64> {
+    let heads: Vec<usize> = (0..x.shape()[1] * times).map(|h| h / times).collect();
+    x.select(Axis(1), &heads)
+}
+
+/// `[.., L, 3 E]` as three of `[.., heads, L, E / heads]`.
+fn parts(x: &ArrayD<f64>, heads: usize) -> [ArrayD<f64>; 3] {
+    let (rank, all) = (x.ndim(), x.shape()[x.ndim() - 1]);
+    let width = all / 3 / heads;
+    [0, 1, 2].map(|i| {
+        let mut shape = x.shape().to_vec();
+        shape[rank - 1] = heads;
+        shape.push(width);
+        let mut t = ArrayD::from_shape_fn(IxDyn(&shape), |p| {
+            let mut at = p.slice()[..rank].to_vec();
+            at[rank - 1] = (i * heads + p[rank - 1]) * width + p[rank];
+            x[&at[..]]
+        });
+        t.swap_axes(rank - 2, rank - 1);
+        t
+    })
+}
+
+/// The opposite: `[.., heads, L, width]` as `[.., L, E]`.
+fn joined(mut x: ArrayD<f64>) -> ArrayD<f64> {
+    let rank = x.ndim();
+    x.swap_axes(rank - 3, rank - 2);
+    let (outer, inner) = x.shape().split_at(rank - 2);
+    let shape = [outer, &[inner.iter().product()]].concat();
+    ArrayD::from_shape_vec(IxDyn(&shape), x.iter().copied().collect()).unwrap()
+}
+
+pub fn cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    // Scores and weights are rounded on the way in halves.
+    let name = "scaled_dot_product_attention";
+    let whole = |q: &[usize], k: &[usize], v: &[usize]| case(name).input(q).input(k).input(v).tolerance(4.0);
+    for (q, k, v) in [
+        (&[3, 4][..], &[5, 4][..], &[5, 2][..]),
+        (&[2, 3, 5, 4], &[2, 3, 5, 4], &[2, 3, 5, 4]),
+        (&[2, 1, 3, 4], &[3, 6, 4], &[3, 6, 4]),
+        (&[1, 17, 3], &[1, 33, 3], &[1, 33, 2]),
+        (&[2, 0, 4], &[2, 5, 4], &[2, 5, 4]),
+        (&[2, 3, 4], &[2, 0, 4], &[2, 0, 4]),
+    ] {
+        for causal in [false, true] {
+            cases.push(
+                (whole(q, k, v).arg(causal)).gives(move |x| vec![attention([&x[0], &x[1], &x[2]], None, causal, None)]),
+            );
+        }
+    }
+    for mask in [&[3, 5][..], &[2, 1, 5], &[1], &[2, 2, 3, 5]] {
+        for (kind, causal) in [(Mask::Keep, false), (Mask::Keep, true), (Mask::Add, false), (Mask::Add, true)] {
+            let whole = whole(&[2, 2, 3, 4], &[2, 2, 5, 4], &[2, 2, 5, 3]);
+            let whole = if kind == Mask::Keep { whole.mask(mask) } else { whole.input(mask) };
+            let mask_of = move |x: &[ArrayD<f64>]| attention([&x[0], &x[1], &x[2]], Some((&x[3], kind)), causal, None);
+            cases.push(whole.arg(causal).gives(move |x| vec![mask_of(x)]));
+        }
+    }
+    cases.push(
+        (whole(&[3, 4], &[5, 4], &[5, 4]).arg(false).arg(0.3))
+            .gives(|x| vec![attention([&x[0], &x[1], &x[2]], None, false, Some(0.3))]),
+    );
+    let grouped = whole(&[2, 6, 3, 4], &[2, 2, 5, 4], &[2, 2, 5, 4]).arg(true).arg(0.5).arg(true);
+    cases.push(
+        grouped.gives(|x| vec![attention([&x[0], &repeated(&x[1], 3), &repeated(&x[2], 3)], None, true, Some(0.5))]),
+    );
+    let grouped = whole(&[2, 4, 3, 2], &[2, 2, 3, 2], &[2, 2, 3, 2]).mask(&[2, 4, 1, 3]);
+    cases.push(grouped.arg(false).arg(1).arg(true).gives(|x| {
+        let (k, v) = (repeated(&x[1], 2), repeated(&x[2], 2));
+        vec![attention([&x[0], &k, &v], Some((&x[3], Mask::Keep)), false, Some(1.0))]
+    }));
+    for (shape, heads) in [(&[2, 5, 24][..], 2), (&[3, 6], 1), (&[2, 2, 3, 12], 4), (&[0, 5, 12], 2), (&[2, 17, 6], 2)]
+    {
+        for causal in [false, true] {
+            cases.push((case("packed_attention").input(shape).arg(heads).arg(causal).tolerance(4.0)).gives(move |x| {
+                let [q, k, v] = parts(&x[0], heads);
+                vec![joined(attention([&q, &k, &v], None, causal, None))]
+            }));
+        }
+    }
+    let masked = case("packed_attention").input(&[2, 5, 12]).mask(&[2, 1, 1, 5]).arg(2).arg(true).tolerance(4.0);
+    cases.push(masked.gives(|x| {
+        let [q, k, v] = parts(&x[0], 2);
+        vec![joined(attention([&q, &k, &v], Some((&x[1], Mask::Keep)), true, None))]
+    }));
+    cases
+}
+
+#[test]
+fn a_query_that_sees_nothing_gives_zeros() {
+    each_device(|device| {
+        for dtype in [DType::F32, DType::F16] {
+            let x = Tensor::ones(&[2, 3, 4], (dtype, device)).unwrap().requires_grad_(true).unwrap();
+            let low = Tensor::full(&[3, 3], f64::NEG_INFINITY, (dtype, device)).unwrap();
+            let nothing = Tensor::zeros(&[3, 3], (DType::Bool, device)).unwrap();
+            for mask in [&low, &nothing] {
+                x.zero_grad();
+                let options = Attention { attn_mask: Some(mask), ..Attention::default() };
+                let y = x.scaled_dot_product_attention(&x, &x, options).unwrap();
+                assert!(f64s(&y.detach()).iter().all(|&y| y == 0.0));
+                y.sum((), false).unwrap().backward().unwrap();
+                assert!(f64s(&x.grad().unwrap()).iter().all(|&g| g == 0.0));
+            }
+        }
+    });
+}
+
+#[test]
+fn scores_beyond_the_causal_edge_do_not_count() {
+    each_device(|device| {
+        // What is not seen may be anything.
+        let k = Tensor::from_slice(&[1f32, f32::NAN, f32::INFINITY], [3, 1], device).unwrap();
+        let (q, v) =
+            (Tensor::ones(&[3, 1], device).unwrap(), Tensor::from_slice(&[7f32, 8.0, 9.0], [3, 1], device).unwrap());
+        let y = q.scaled_dot_product_attention(&k, &v, Attention { is_causal: true, ..Attention::default() }).unwrap();
+        let y = f64s(&y);
+        assert!(y[[0, 0]] == 7.0 && y[[1, 0]].is_nan() && y[[2, 0]].is_nan(), "{y}");
+    });
+}
+
+#[test]
+fn long_rows_of_every_kind() {
+    each_device(|device| {
+        for n in [63, 257, 1030] {
+            let scores = |rows: usize, by: usize| {
+                let values: Vec<f32> = (0..rows * n).map(|i| ((i * by % 101) as f32 - 50.0) / 25.0).collect();
+                Tensor::from_slice(&values, [rows, n], device).unwrap()
+            };
+            let (q, k, v) =
+                (Tensor::ones(&[3, 1], device).unwrap(), scores(1, 7).t().unwrap(), scores(2, 13).t().unwrap());
+            let (add, keep) = (scores(3, 29), scores(3, 31).gt_scalar(0).unwrap());
+            for (mask, kind) in [(None, Mask::None), (Some(&add), Mask::Add), (Some(&keep), Mask::Keep)] {
+                for is_causal in [false, true] {
+                    let options = Attention { attn_mask: mask, is_causal, ..Attention::default() };
+                    let got = f64s(&q.scaled_dot_product_attention(&k, &v, options).unwrap());
+                    let mask = mask.map(|m| (f64s(m), kind));
+                    let mask = mask.as_ref().map(|(m, kind)| (m, *kind));
+                    let right = attention([&f64s(&q), &f64s(&k), &f64s(&v)], mask, is_causal, None);
+                    for (got, right) in got.iter().zip(&right) {
+                        assert!((got - right).abs() < 1e-5, "{n} keys on {device}: {got} {right}");
+                    }
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn dropped_weights_are_the_others_scaled() {
+    each_device(|device| {
+        let (x, v) = (Tensor::zeros(&[4, 8], device).unwrap(), Tensor::ones(&[64, 1], device).unwrap());
+        let k = Tensor::zeros(&[64, 8], device).unwrap();
+        let options = Attention { dropout_p: 0.5, ..Attention::default() };
+        let sums = f64s(&x.scaled_dot_product_attention(&k, &v, options).unwrap());
+        // Each row is the number of weights left of 64, doubled, by 64.
+        assert!(sums.iter().all(|s| (s * 32.0).fract() == 0.0 && (0.3..1.7).contains(s)), "{sums}");
+        assert!(sums.iter().any(|&s| s != sums[[0, 0]]));
+        let wrong = Attention { dropout_p: 1.5, ..Attention::default() };
+        assert!(matches!(x.scaled_dot_product_attention(&k, &v, wrong), Err(Error::Invalid { .. })));
+    });
+}
+
+#[test]
+fn few_launches_and_no_copies() {
+    each_device(|device| {
+        let projected = Tensor::ones(&[2, 16, 3 * 32], device).unwrap().requires_grad_(true).unwrap();
+        let options = Attention { is_causal: true, ..Attention::default() };
+        let (y, forward) = count_launches(|| projected.packed_attention(4, options).unwrap());
+        assert!(y.is_contiguous());
+        let grad = Tensor::ones(y.shape(), device).unwrap();
+        let ((), backward) = count_launches(|| y.backward_with(&grad).unwrap());
+        // The CPU scales the scores, and two gradients, in a pass of its own.
+        let passes = if device == claystone::Device::Cpu { (4, 7) } else { (3, 5) };
+        assert_eq!((forward, backward), passes, "on {device}");
+    });
+}
+
+#[test]
+fn shapes_that_do_not_go_together() {
+    let t = |shape: &[usize]| Tensor::zeros(shape, claystone::Device::Cpu).unwrap();
+    let (q, k, v) = (t(&[2, 3, 4]), t(&[2, 5, 4]), t(&[2, 5, 4]));
+    let attend = |q: &Tensor, k: &Tensor, v: &Tensor, options| q.scaled_dot_product_attention(k, v, options).map(drop);
+    let mismatch = |r: Result<(), Error>| assert!(matches!(r, Err(Error::ShapeMismatch { .. })), "{r:?}");
+    mismatch(attend(&q, &t(&[2, 5, 3]), &v, Attention::default()));
+    mismatch(attend(&q, &k, &t(&[2, 4, 4]), Attention::default()));
+    mismatch(attend(&q, &k, &v, Attention { attn_mask: Some(&t(&[3, 4])), ..Attention::default() }));
+    mismatch(attend(&q, &k, &v, Attention { enable_gqa: true, ..Attention::default() }).and(attend(
+        &t(&[1, 3, 3, 4]),
+        &t(&[1, 2, 3, 4]),
+        &t(&[1, 2, 3, 4]),
+        Attention { enable_gqa: true, ..Attention::default() },
+    )));
+    assert!(matches!(t(&[2, 5, 10]).packed_attention(2, Attention::default()), Err(Error::Invalid { .. })));
+    let whole = q.to_dtype(DType::I64).unwrap();
+    assert!(matches!(attend(&whole, &whole, &whole, Attention::default()), Err(Error::UnsupportedDType { .. })));
+}

@@ -1,0 +1,494 @@
+//! Reading and writing through indices, against loops.
+
+use claystone::ops::ScatterReduce;
+use claystone::{DType, Device, Error, Result, Tensor};
+use ndarray::{ArrayD, Axis, IxDyn};
+
+use crate::common::{each_device, f64s};
+use crate::harness::{Case, case};
+
+/// The dim that is meant, of so many.
+fn axis(dim: isize, rank: usize) -> usize {
+    dim.rem_euclid(rank as isize) as usize
+}
+
+fn indices(index: &ArrayD<f64>) -> Vec<usize> {
+    index.iter().map(|&i| i as usize).collect()
+}
+
+/// An index operand with these values.
+fn fixed(values: &[i64], shape: &[usize]) -> ArrayD<f64> {
+    ArrayD::from_shape_vec(IxDyn(shape), values.iter().map(|&i| i as f64).collect()).unwrap()
+}
+
+fn gathered(x: &ArrayD<f64>, d: usize, index: &ArrayD<f64>) -> ArrayD<f64> {
+    ArrayD::from_shape_fn(index.raw_dim(), |mut p| {
+        let i = index[&p];
+        p[d] = i as usize;
+        x[&p]
+    })
+}
+
+/// `f(element, what is written)` at each place of an index with the source's rank.
+fn scattered(
+    x: &ArrayD<f64>,
+    d: usize,
+    index: &ArrayD<f64>,
+    source: &ArrayD<f64>,
+    f: impl Fn(&mut f64, f64),
+) -> ArrayD<f64> {
+    let mut out = x.clone();
+    for (mut p, &i) in index.indexed_iter() {
+        let from = source[&p];
+        p[d] = i as usize;
+        f(&mut out[&p], from);
+    }
+    out
+}
+
+/// A vector of indices as an index with the rank of what it selects.
+fn spread(index: &ArrayD<f64>, d: usize, like: &ArrayD<f64>) -> ArrayD<f64> {
+    ArrayD::from_shape_fn(like.raw_dim(), |p| index[p[d]])
+}
+
+fn filled(x: &ArrayD<f64>, value: f64) -> ArrayD<f64> {
+    ArrayD::from_elem(x.raw_dim(), value)
+}
+
+fn set(to: &mut f64, from: f64) {
+    *to = from;
+}
+
+fn add(to: &mut f64, from: f64) {
+    *to += from;
+}
+
+/// PyTorch's reductions into what an index names.
+fn reduced(
+    x: &ArrayD<f64>,
+    d: usize,
+    index: &ArrayD<f64>,
+    source: &ArrayD<f64>,
+    reduce: &str,
+    include: bool,
+) -> ArrayD<f64> {
+    let neutral = match reduce {
+        "prod" => 1.0,
+        "amax" => f64::NEG_INFINITY,
+        "amin" => f64::INFINITY,
+        _ => 0.0,
+    };
+    let start = if include { x.clone() } else { scattered(x, d, index, &filled(source, neutral), set) };
+    let mut out = scattered(&start, d, index, source, |to, from| match reduce {
+        "prod" => *to *= from,
+        "amax" => *to = to.max(from),
+        "amin" => *to = to.min(from),
+        _ => *to += from,
+    });
+    if reduce == "mean" {
+        let count = scattered(&filled(x, f64::from(u8::from(include))), d, index, &filled(source, 1.0), add);
+        out.zip_mut_with(&count, |sum, &count| *sum /= count.max(1.0));
+    }
+    out
+}
+
+/// What `x[i, :, j]` names in NumPy, as positions in x for each position of the result.
+fn named(shape: &[usize], dims: &[usize], indices: &[&ArrayD<f64>]) -> (Vec<usize>, Vec<Vec<usize>>) {
+    let rank = indices.iter().map(|i| i.ndim()).max().unwrap();
+    let size = |d: usize| {
+        let sizes = indices.iter().filter_map(|i| (d + i.ndim()).checked_sub(rank).map(|k| i.shape()[k]));
+        sizes.fold(1, |a, n| if n == 1 { a } else { n })
+    };
+    let places: Vec<usize> = (0..rank).map(size).collect();
+    let neighbours = dims.windows(2).all(|d| d[1] == d[0] + 1);
+    let first = if neighbours { dims[0] } else { 0 };
+    let kept: Vec<usize> = (0..shape.len()).filter(|d| !dims.contains(d)).collect();
+    let mut result: Vec<usize> = kept[..first].iter().map(|&d| shape[d]).collect();
+    result.extend(&places);
+    result.extend(kept[first..].iter().map(|&d| shape[d]));
+    let positions = ndarray::indices(IxDyn(&result)).into_iter().map(|p| {
+        let mut at = vec![0; shape.len()];
+        for (k, &d) in kept.iter().enumerate() {
+            at[d] = p[if k < first { k } else { k + rank }];
+        }
+        for (index, &d) in indices.iter().zip(dims) {
+            let stretched = index.broadcast(IxDyn(&places)).unwrap();
+            let i = stretched[&p.slice()[first..first + rank]];
+            at[d] = (i as isize).rem_euclid(shape[d] as isize) as usize;
+        }
+        at
+    });
+    let positions = positions.collect();
+    (result, positions)
+}
+
+fn read(x: &ArrayD<f64>, dims: &[usize], indices: &[&ArrayD<f64>]) -> ArrayD<f64> {
+    let (shape, positions) = named(x.shape(), dims, indices);
+    ArrayD::from_shape_vec(IxDyn(&shape), positions.iter().map(|p| x[&p[..]]).collect()).unwrap()
+}
+
+fn put(
+    x: &ArrayD<f64>,
+    dims: &[usize],
+    indices: &[&ArrayD<f64>],
+    values: &ArrayD<f64>,
+    f: impl Fn(&mut f64, f64),
+) -> ArrayD<f64> {
+    let (shape, positions) = named(x.shape(), dims, indices);
+    let values = values.broadcast(IxDyn(&shape)).unwrap();
+    let mut out = x.clone();
+    for (p, &v) in positions.iter().zip(&values) {
+        f(&mut out[&p[..]], v);
+    }
+    out
+}
+
+/// `x` as a vector.
+fn flat(x: &ArrayD<f64>) -> ArrayD<f64> {
+    ArrayD::from_shape_vec(IxDyn(&[x.len()]), x.iter().copied().collect()).unwrap()
+}
+
+fn selections() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (shape, dim, count) in
+        [(&[4, 5][..], 1, 7), (&[4, 5], 0, 3), (&[3, 2, 65], -1, 4), (&[2, 0, 3], 2, 4), (&[3, 4], 0, 0)]
+    {
+        let d = axis(dim, shape.len());
+        let size = shape[d];
+        cases.push(
+            (case("index_select").input(shape).arg(dim).index(&[count], size))
+                .gives(move |x| vec![x[0].select(Axis(d), &indices(&x[1]))]),
+        );
+        let mut picked = shape.to_vec();
+        picked[d] = count;
+        cases.push(
+            (case("gather").input(shape).arg(dim).index(&picked, size)).gives(move |x| vec![gathered(&x[0], d, &x[1])]),
+        );
+        cases.push(
+            (case("take_along_dim").input(shape).arg(dim).index(&picked, size))
+                .gives(move |x| vec![gathered(&x[0], d, &x[1])]),
+        );
+    }
+    // A smaller index; a broadcast one; everything as vectors.
+    cases.push(case("gather").input(&[5, 7]).arg(1).index(&[3, 4], 7).gives(|x| vec![gathered(&x[0], 1, &x[1])]));
+    cases.push(case("take_along_dim").input(&[1, 6]).arg(1).index(&[3, 2], 6).gives(|x| {
+        let wide = x[0].broadcast(IxDyn(&[3, 6])).unwrap().to_owned();
+        vec![gathered(&wide, 1, &x[1])]
+    }));
+    cases.push(
+        (case("take_along_dim").input(&[3, 4]).index(&[2, 5], 12))
+            .gives(|x| vec![gathered(&flat(&x[0]), 0, &flat(&x[1]))]),
+    );
+    for (rows, index) in [(5, &[2, 3][..]), (5, &[]), (7, &[0, 2]), (1, &[4])] {
+        let shape: Vec<usize> = index.iter().copied().chain([3]).collect();
+        let rows_of = move |x: &[ArrayD<f64>]| {
+            let rows = x[0].select(Axis(0), &indices(&x[1]));
+            vec![rows.into_shape_with_order(IxDyn(&shape)).unwrap()]
+        };
+        cases.push(case("embedding").input(&[rows, 3]).index(index, rows).gives(rows_of.clone()));
+        cases.push(case("embedding_with").input(&[rows, 3]).index(index, rows).gives(rows_of));
+    }
+    for shape in [&[4][..], &[2, 3], &[0, 2], &[]] {
+        cases.push(case("one_hot").index(shape, 5).arg(5).gives(|x| {
+            let shape: Vec<usize> = x[0].shape().iter().copied().chain([5]).collect();
+            let classes = indices(&x[0]);
+            vec![
+                ArrayD::from_shape_vec(
+                    IxDyn(&shape),
+                    classes.iter().flat_map(|&c| (0..5).map(move |k| f64::from(u8::from(k == c)))).collect(),
+                )
+                .unwrap(),
+            ]
+        }));
+    }
+    cases
+}
+
+fn writes() -> Vec<Case> {
+    let mut cases = Vec::new();
+    // Where the last one stays, no index twice: the gradient of the others would be theirs too, as PyTorch's.
+    let places = || fixed(&[2, 0, 4, 1, 3, 0, 0, 4, 2], &[3, 3]);
+    let columns = || fixed(&[3, 0, 4], &[3]);
+    let none = || fixed(&[], &[0]);
+    let whole = |name: &str| case(name).input(&[3, 5]).arg(1).fixed(places(), DType::I64);
+    cases.push(whole("scatter").input(&[3, 3]).gives(|x| vec![scattered(&x[0], 1, &x[1], &x[2], set)]));
+    cases.push(whole("scatter").input(&[4, 3]).gives(|x| vec![scattered(&x[0], 1, &x[1], &x[2], set)]));
+    cases.push((whole("scatter_value").arg(1)).gives(|x| vec![scattered(&x[0], 1, &x[1], &filled(&x[1], 1.0), set)]));
+    let in_place = |name: &str| case(name).distinct(&[3, 5]).arg(1).fixed(places(), DType::I64);
+    cases.push(in_place("scatter_").input(&[3, 3]).gives(|x| vec![scattered(&x[0], 1, &x[1], &x[2], set)]));
+    cases.push(
+        (in_place("scatter_value_").arg(1)).gives(|x| vec![scattered(&x[0], 1, &x[1], &filled(&x[1], 1.0), set)]),
+    );
+    cases.push(in_place("scatter_add_").input(&[3, 3]).gives(|x| vec![scattered(&x[0], 1, &x[1], &x[2], add)]));
+    for (shape, dim, count) in [(&[4, 5][..], 1, 9), (&[7, 3], 0, 4), (&[2, 17, 3], -2, 64), (&[3, 4], 1, 0)] {
+        let d = axis(dim, shape.len());
+        let mut picked = shape.to_vec();
+        picked[d] = count;
+        let size = shape[d];
+        cases.push(
+            (case("scatter_add").input(shape).arg(dim).index(&picked, size).input(&picked))
+                .gives(move |x| vec![scattered(&x[0], d, &x[1], &x[2], add)]),
+        );
+        cases.push(
+            (case("index_add").input(shape).arg(dim).index(&[count], size).input(&picked))
+                .gives(move |x| vec![scattered(&x[0], d, &spread(&x[1], d, &x[2]), &x[2], add)]),
+        );
+    }
+    for (name, f) in [("index_copy", set as fn(&mut f64, f64)), ("index_copy_", set), ("index_add_", add)] {
+        let target = |case: Case, shape| if name.ends_with('_') { case.distinct(shape) } else { case.input(shape) };
+        let of = move |x: &[ArrayD<f64>]| vec![scattered(&x[0], 1, &spread(&x[1], 1, &x[2]), &x[2], f)];
+        cases.push(target(case(name), &[2, 5]).arg(-1).fixed(columns(), DType::I64).input(&[2, 3]).gives(of));
+        cases.push(target(case(name), &[2, 5]).arg(1).fixed(none(), DType::I64).input(&[2, 0]).gives(of));
+    }
+    for name in ["index_fill", "index_fill_"] {
+        let target = |shape| if name.ends_with('_') { case(name).distinct(shape) } else { case(name).input(shape) };
+        let of = |x: &[ArrayD<f64>]| {
+            let mut out = x[0].clone();
+            for &i in &x[1] {
+                let i = (i as isize).rem_euclid(out.shape()[1] as isize) as usize;
+                out.index_axis_mut(Axis(1), i).fill(1.0);
+            }
+            vec![out]
+        };
+        let index = fixed(&[1, -1, 1, -5], &[4]);
+        cases.push(target(&[3, 5]).arg(1).fixed(index, DType::I64).arg(1).gives(of));
+        cases.push(target(&[3, 5]).arg(-1).fixed(none(), DType::I64).arg(1).gives(of));
+        cases.push(target(&[0, 5]).arg(1).fixed(columns(), DType::I64).arg(1).gives(of));
+    }
+    // Nothing to write, and nothing to write to.
+    for name in ["scatter", "scatter_", "scatter_add_"] {
+        let target = if name.ends_with('_') { case(name).distinct(&[3, 5]) } else { case(name).input(&[3, 5]) };
+        cases.push(target.arg(0).fixed(fixed(&[], &[0, 5]), DType::I64).input(&[0, 5]).gives(|x| vec![x[0].clone()]));
+    }
+    for name in ["scatter_value", "scatter_value_"] {
+        let target = if name.ends_with('_') { case(name).distinct(&[3, 5]) } else { case(name).input(&[3, 5]) };
+        cases.push(target.arg(0).fixed(fixed(&[], &[3, 0]), DType::I64).arg(1).gives(|x| vec![x[0].clone()]));
+    }
+    cases
+}
+
+fn reductions() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for reduce in ["sum", "prod", "mean", "amax", "amin"] {
+        for include in [true, false] {
+            let floats = move |case: Case| if reduce == "mean" { case.floats() } else { case };
+            let of = move |x: &[ArrayD<f64>]| vec![reduced(&x[0], 1, &x[1], &x[2], reduce, include)];
+            let whole = case("scatter_reduce").input(&[3, 5]).arg(1).index(&[2, 7], 5).input(&[3, 8]);
+            cases.push(floats(whole.arg(reduce).arg(include).gives(of)));
+            let whole = case("scatter_reduce_").distinct(&[3, 5]).arg(1).index(&[2, 7], 5).input(&[3, 8]);
+            cases.push(floats(whole.arg(reduce).arg(include).gives(of)));
+            let slices = case("index_reduce").input(&[3, 5]).arg(1).index(&[4], 5).input(&[3, 4]);
+            cases.push(floats(
+                slices
+                    .arg(reduce)
+                    .arg(include)
+                    .gives(move |x| vec![reduced(&x[0], 1, &spread(&x[1], 1, &x[2]), &x[2], reduce, include)]),
+            ));
+        }
+    }
+    let none = |name: &str| {
+        let target = if name.ends_with('_') { case(name).distinct(&[3, 5]) } else { case(name).input(&[3, 5]) };
+        let shape: &[usize] = if name == "index_reduce" { &[0] } else { &[3, 0] };
+        target.arg(1).index(shape, 5).input(&[3, 0]).arg("prod").arg(false).gives(|x| vec![x[0].clone()])
+    };
+    cases.extend(["scatter_reduce", "scatter_reduce_", "index_reduce"].map(none));
+    cases
+}
+
+fn several() -> Vec<Case> {
+    let mut cases = Vec::new();
+    let (i, j) = (fixed(&[0, -1, 2], &[3]), fixed(&[1, -3, 0, 1, 2, 2], &[2, 3]));
+    for (shape, dims, given) in [
+        (&[4, 5][..], &[0, 1][..], vec![i.clone(), j.clone()]),
+        (&[4, 5], &[1], vec![j.clone()]),
+        (&[3, 4, 5], &[0, 2], vec![i.clone(), j.clone()]),
+        (&[3, 4, 5, 2], &[1, 2], vec![j.clone(), fixed(&[4], &[1])]),
+        (&[3, 4, 3], &[0, 1, 2], vec![i.clone(), fixed(&[3], &[]), j.clone()]),
+        (&[0, 4], &[1], vec![j.clone()]),
+        (&[5, 4], &[0, 1], vec![fixed(&[], &[0]), fixed(&[], &[0])]),
+    ] {
+        let with = |mut case: Case| {
+            for index in &given {
+                case = case.fixed(index.clone(), DType::I64);
+            }
+            case.arg(&dims.to_vec()[..])
+        };
+        cases.push(
+            with(case("index").input(shape))
+                .gives(move |x| vec![read(&x[0], dims, &x[1..].iter().collect::<Vec<_>>())]),
+        );
+        let (all, _) = named(shape, dims, &given.iter().collect::<Vec<_>>());
+        // Values of the whole shape, and broadcast.
+        for values in [&all[..], &all[all.len() - 1..], &[]] {
+            for name in ["index_put", "index_put_"] {
+                let target = if name.ends_with('_') { case(name).distinct(shape) } else { case(name).input(shape) };
+                let of =
+                    move |x: &[ArrayD<f64>]| vec![put(&x[0], dims, &x[2..].iter().collect::<Vec<_>>(), &x[1], add)];
+                cases.push(with(target.input(values)).arg(true).gives(of));
+            }
+        }
+    }
+    // No place twice; see `writes`.
+    for name in ["index_put", "index_put_"] {
+        let target = if name.ends_with('_') { case(name).distinct(&[4, 5, 2]) } else { case(name).input(&[4, 5, 2]) };
+        let (i, j) = (fixed(&[0, -1, 2], &[3]), fixed(&[1, -3, 0], &[3]));
+        let of = |x: &[ArrayD<f64>]| vec![put(&x[0], &[0, 1], &x[2..].iter().collect::<Vec<_>>(), &x[1], set)];
+        let with = target.input(&[3, 1]).fixed(i, DType::I64).fixed(j, DType::I64);
+        cases.push(with.arg(&[0, 1][..]).arg(false).gives(of));
+    }
+    for (shape, index) in [(&[3, 4][..], fixed(&[0, -1, 5, 5, 11, -12], &[2, 3])), (&[3, 4], fixed(&[], &[0]))] {
+        cases.push((case("take").input(shape).fixed(index.clone(), DType::I64)).gives(|x| {
+            let all = flat(&x[0]);
+            vec![x[1].mapv(|i| all[(i as isize).rem_euclid(12) as usize])]
+        }));
+        for name in ["put", "put_"] {
+            let target = if name.ends_with('_') { case(name).distinct(shape) } else { case(name).input(shape) };
+            let with = target.fixed(index.clone(), DType::I64).input(index.shape()).arg(true);
+            cases.push(with.gives(|x| {
+                let sum = put(&flat(&x[0]), &[0], &[&flat(&x[1])], &flat(&x[2]), add);
+                vec![sum.into_shape_with_order(x[0].raw_dim()).unwrap()]
+            }));
+        }
+    }
+    cases
+}
+
+pub fn cases() -> Vec<Case> {
+    [selections(), writes(), reductions(), several()].into_iter().flatten().collect()
+}
+
+fn index(values: &[i64], device: Device) -> Tensor {
+    Tensor::from_slice(values, values.len(), device).unwrap()
+}
+
+fn values(t: &Tensor) -> Vec<f64> {
+    f64s(t).into_iter().collect()
+}
+
+#[test]
+fn of_equal_indices_the_last_stays() -> Result<()> {
+    each_device(|device| {
+        let x = Tensor::zeros(&[4], device).unwrap();
+        let (i, source) = (index(&[1, 1, 3, 1], device), Tensor::arange(1, 5, 1, device).unwrap());
+        for t in [
+            x.scatter(0, &i, &source).unwrap(),
+            x.index_copy(0, &i, &source).unwrap(),
+            x.index_put(&[Some(&i)], &source, false).unwrap(),
+            x.put(&i, &source, false).unwrap(),
+        ] {
+            assert_eq!(values(&t), [0.0, 4.0, 0.0, 3.0]);
+        }
+    });
+    Ok(())
+}
+
+#[test]
+fn means_of_integers_are_rounded_down() {
+    each_device(|device| {
+        for dtype in [DType::I64, DType::I32] {
+            let x = Tensor::from_slice(&[3i64, -4], 2, device).unwrap().to_dtype(dtype).unwrap();
+            let source = Tensor::from_slice(&[2i64, -3], 2, device).unwrap().to_dtype(dtype).unwrap();
+            let mean = |include| {
+                let t = x.scatter_reduce(0, &index(&[0, 1], device), &source, ScatterReduce::Mean, include).unwrap();
+                assert_eq!(t.dtype(), dtype);
+                values(&t)
+            };
+            assert_eq!((mean(true), mean(false)), (vec![2.0, -4.0], vec![2.0, -3.0]));
+        }
+    });
+}
+
+#[test]
+fn extremes_of_integers_and_of_nan() {
+    each_device(|device| {
+        let i = index(&[0, 0], device);
+        for (dtype, low, high) in [
+            (DType::I64, i64::MIN, i64::MAX),
+            (DType::I32, i32::MIN.into(), i32::MAX.into()),
+            (DType::U32, 0, u32::MAX.into()),
+            (DType::U8, 0, u8::MAX.into()),
+        ] {
+            let x = Tensor::full(&[2], 1, (dtype, device)).unwrap();
+            let ends = Tensor::from_slice(&[low, high], 2, Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+            let ends = ends.to_device(device).unwrap();
+            for (part, reduce) in [(0, ScatterReduce::Amax), (1, ScatterReduce::Amin)] {
+                let one = ends.narrow(0, part, 1).unwrap().expand(2).unwrap();
+                let got = x.scatter_reduce(0, &i, &one, reduce, false).unwrap();
+                let got = got.to_dtype(DType::I64).unwrap().to_vec::<i64>().unwrap();
+                assert_eq!(got, [[low, high][part], 1], "{dtype}");
+            }
+        }
+        let x = Tensor::ones(&[1], device).unwrap();
+        let source = Tensor::from_slice(&[f32::NAN, 3.0], 2, device).unwrap();
+        for reduce in [ScatterReduce::Amax, ScatterReduce::Amin, ScatterReduce::Sum, ScatterReduce::Prod] {
+            assert!(x.scatter_reduce(0, &i, &source, reduce, true).unwrap().item::<f32>().unwrap().is_nan());
+        }
+    });
+}
+
+#[test]
+fn an_error_has_the_name_of_the_method() {
+    each_device(|device| {
+        let x = Tensor::zeros(&[3, 4], device).unwrap();
+        let bad = index(&[0, 4], device);
+        let wide = bad.reshape([1, 2]).unwrap();
+        let two = Tensor::ones(&[1, 2], device).unwrap();
+        let results: [(&str, Result<Tensor>); 8] = [
+            ("index_select", x.index_select(1, &bad)),
+            ("gather", x.gather(1, &wide)),
+            ("scatter_add", x.scatter_add(1, &wide, &two)),
+            ("scatter_value", x.scatter_value(1, &wide, 1)),
+            ("index_fill", x.index_fill(1, &bad, 1)),
+            ("embedding", x.t().unwrap().embedding(&bad)),
+            ("index", x.index(&[Some(&index(&[0, -1], device)), Some(&bad)])),
+            ("index_put", x.index_put(&[None, Some(&bad)], &two, true)),
+        ];
+        for (name, result) in results {
+            let error = result.and_then(|t| t.to_vec::<f32>()).unwrap_err();
+            assert!(matches!(error, Error::IndexOutOfRange { op, index: 4, size: 4 } if op == name), "{name}: {error}");
+        }
+        let low = index(&[-5], device);
+        let error = x.index(&[None, Some(&low)]).and_then(|t| t.to_vec::<f32>()).unwrap_err();
+        assert!(matches!(error, Error::IndexOutOfRange { op: "index", index: -5, size: 4 }), "{error}");
+        let none = Tensor::zeros(&[0, 3], device).unwrap();
+        let error = none.index(&[Some(&low), Some(&low)]).and_then(|t| t.to_vec::<f32>()).unwrap_err();
+        assert!(matches!(error, Error::IndexOutOfRange { op: "index", index: -5, size: 0 }), "{error}");
+    });
+}
+
+#[test]
+fn padding_gets_no_gradient() {
+    each_device(|device| {
+        let table = Tensor::ones(&[3, 2], device).unwrap().requires_grad_(true).unwrap();
+        for padding in [1, -2] {
+            table.zero_grad();
+            let rows = table.embedding_with(&index(&[1, 0, 1, 2, 2], device), padding).unwrap();
+            rows.sum((), false).unwrap().backward().unwrap();
+            assert_eq!(values(&table.grad().unwrap()), [1.0, 1.0, 0.0, 0.0, 2.0, 2.0]);
+        }
+        assert!(matches!(table.embedding_with(&index(&[0], device), 3), Err(Error::IndexOutOfRange { .. })));
+    });
+}
+
+#[test]
+fn into_views_and_from_oneself() {
+    each_device(|device| {
+        let base = Tensor::arange(0, 12, 1, device).unwrap().reshape([3, 4]).unwrap();
+        let view = base.t().unwrap().flip(0).unwrap();
+        view.index_put_(
+            &[Some(&index(&[0, 3], device)), Some(&index(&[1, -1], device))],
+            &view.i((0, 0)).unwrap(),
+            false,
+        )
+        .unwrap();
+        assert_eq!(values(&base), [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 3.0, 3.0, 9.0, 10.0, 11.0]);
+        base.put_(&index(&[0, -1], device), &index(&[7, 8], device).to_dtype(DType::F32).unwrap(), false).unwrap();
+        base.t().unwrap().put_(&index(&[1], device), &Tensor::ones(&[1], device).unwrap(), true).unwrap();
+        assert_eq!(values(&base), [7.0, 1.0, 2.0, 3.0, 5.0, 5.0, 6.0, 3.0, 3.0, 9.0, 10.0, 8.0]);
+        let expanded = Tensor::zeros(&[1, 3], device).unwrap().expand([2, 3]).unwrap();
+        let i = index(&[0], device);
+        assert!(matches!(expanded.index_fill_(1, &i, 1), Err(Error::Invalid { op: "index_fill_", .. })));
+        assert!(matches!(base.index(&[]), Err(Error::Invalid { op: "index", .. })));
+        assert!(matches!(base.index(&[Some(&i), None, None]), Err(Error::Invalid { .. })));
+    });
+}
