@@ -47,8 +47,8 @@ pub mod optim;
 pub mod storage;
 pub mod tensor;
 
-pub use autograd::{is_grad_enabled, no_grad};
-pub use device::{Device, Stream, with_stream};
+pub use autograd::{enable_grad, is_grad_enabled, no_grad, set_grad_enabled};
+pub use device::{Device, Kernel, Stream, with_stream};
 pub(crate) use dtype::Compute;
 pub use dtype::{DType, Element, Scalar};
 pub use error::{Error, Result};

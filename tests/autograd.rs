@@ -6,13 +6,13 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 
 use claystone::autograd::{
-    BackwardOptions, GradOptions, detect_anomaly, enable_grad, grad, grad_with_options, gradgradcheck, inference_mode,
-    set_grad_enabled,
+    BackwardOptions, GradOptions, checkpoint, checkpoint_sequential, detect_anomaly, enable_grad, grad,
+    grad_with_options, gradgradcheck, inference_mode, set_grad_enabled,
 };
 use claystone::nn::{Activation, Linear, Module, Sequential};
 use claystone::optim::{Optimizer, Sgd, SgdConfig};
 use claystone::{DType, Device, Result, Tensor, is_grad_enabled, manual_seed, no_grad};
-use common::{each_device, vec};
+use common::{alone, each_device, vec};
 
 const KEEP: BackwardOptions = BackwardOptions { gradient: None, retain_graph: true, create_graph: false };
 const RECORD: GradOptions =
@@ -378,4 +378,101 @@ fn created_graphs_are_freed() {
     drop((y, z, first));
     x.zero_grad();
     assert_eq!(ALIVE.load(Relaxed), 0, "nothing holds the graph");
+}
+
+/// Layers with dropout, checkpointed or not: the same numbers.
+#[test]
+fn a_checkpoint_computes_the_same_and_draws_the_same() {
+    // Nobody else draws from the process's generator.
+    if !alone("a_checkpoint_computes_the_same_and_draws_the_same") {
+        return;
+    }
+    each_device(|d| {
+        let (x, w, b) = (leaf(&[1.0, -2.0, 3.0, 0.5], d), leaf(&[0.5, 1.0, -1.0, 2.0], d), leaf(&[0.1, 0.2], d));
+        let calls = Arc::new(AtomicUsize::new(0));
+        let layer = {
+            let (w, b, calls) = (w.shallow_clone(), b.shallow_clone(), calls.clone());
+            move |x: &[Tensor]| -> Result<Tensor> {
+                calls.fetch_add(1, Relaxed);
+                let x = x[0].reshape([2, 2])?.linear(&w.reshape([2, 2])?, Some(&b))?.tanh()?.dropout(0.4)?;
+                x.mul(&Tensor::rand(&[2, 2], &x)?)?.dropout(0.2)
+            }
+        };
+        let run = |checkpointed: bool| -> (f32, Vec<Vec<f32>>) {
+            manual_seed(5);
+            [&x, &w, &b].iter().for_each(|t| t.zero_grad());
+            let h = x.mul_scalar(2).unwrap();
+            let y = match checkpointed {
+                true => checkpoint(layer.clone(), &[&h]),
+                false => layer(&[h.shallow_clone()]),
+            };
+            let after = Tensor::rand(&[2, 2], d).unwrap();
+            let loss = y.unwrap().mul(&after).unwrap().sum((), false).unwrap();
+            loss.backward().unwrap();
+            (vec(&loss)[0], [&x, &w, &b].map(|t| vec(&t.grad().unwrap())).to_vec())
+        };
+        let plain = run(false);
+        assert_eq!(calls.swap(0, Relaxed), 1);
+        assert_eq!(run(true), plain, "on {d}");
+        assert_eq!(calls.load(Relaxed), 2, "once more in backward");
+        // What is drawn afterwards goes on where it was.
+        manual_seed(5);
+        let outer = {
+            let layer = layer.clone();
+            move |x: &[Tensor]| checkpoint(layer.clone(), &[&x[0]])?.add_scalar(0)
+        };
+        [&x, &w, &b].iter().for_each(|t| t.zero_grad());
+        let y = checkpoint(outer, &[&x.mul_scalar(2).unwrap()]).unwrap();
+        let loss = y.mul(&Tensor::rand(&[2, 2], d).unwrap()).unwrap().sum((), false).unwrap();
+        let [of_w] = grad(&[&loss], &[&w]).unwrap().try_into().unwrap();
+        assert_eq!(vec(&of_w), plain.1[1], "one inside another, on {d}");
+        assert!(x.grad().is_none() && b.grad().is_none());
+    });
+}
+
+#[test]
+fn checkpoints_have_gradients_of_gradients_and_hooks_fire_once() {
+    let x = Tensor::from_slice(&[0.3, -0.6], 2, Device::Cpu).unwrap();
+    let f = |x: &[Tensor]| checkpoint(|x| x[0].mul(&x[1])?.tanh(), &[&x[0], &x[0].exp()?])?.mul(&x[0])?.sum((), false);
+    gradgradcheck(f, &[x], 1e-6).unwrap();
+    let w = leaf(&[1.0, 2.0], Device::Cpu);
+    let fired = Arc::new(AtomicUsize::new(0));
+    let count = fired.clone();
+    w.register_hook(move |_| {
+        count.fetch_add(1, Relaxed);
+        Ok(None)
+    })
+    .unwrap();
+    let held = w.shallow_clone();
+    checkpoint(move |_| held.square(), &[]).unwrap().sum((), false).unwrap().backward().unwrap();
+    assert_eq!((fired.load(Relaxed), vec(&w.grad().unwrap())), (1, vec![2.0, 4.0]));
+    // What nothing needs is not recorded, and an input handed through is itself.
+    assert!(!checkpoint(|x| x[0].exp(), &[&w.detach()]).unwrap().requires_grad());
+    assert!(checkpoint(|x| Ok(x[0].shallow_clone()), &[&w]).unwrap().is_leaf());
+    let x = w.mul_scalar(1).unwrap();
+    let y = checkpoint(|x| x[0].exp(), &[&x]).unwrap();
+    no_grad(|| x.zero_().map(drop)).unwrap();
+    assert!(y.sum((), false).unwrap().backward().unwrap_err().to_string().contains("changed in place"));
+}
+
+#[test]
+fn checkpoints_need_less_memory() {
+    if !alone("checkpoints_need_less_memory") {
+        return;
+    }
+    let peak = |checkpointed: bool| {
+        let x = Tensor::ones(1 << 16, Device::Cpu).unwrap().requires_grad_(true).unwrap();
+        Device::Cpu.reset_peak_stats().unwrap();
+        let before = Device::Cpu.memory_stats().unwrap().allocated_bytes.current;
+        let layer = |x: &Tensor| (0..8).try_fold(x.shallow_clone(), |x, _| x.mul_scalar(0.5)?.exp());
+        let y = match checkpointed {
+            true => checkpoint_sequential([layer; 4], &x).unwrap(),
+            false => (0..4).try_fold(x.shallow_clone(), |x, _| layer(&x)).unwrap(),
+        };
+        y.sum((), false).unwrap().backward().unwrap();
+        (Device::Cpu.memory_stats().unwrap().allocated_bytes.peak - before, vec(&x.grad().unwrap()))
+    };
+    let (plain, checkpointed) = (peak(false), peak(true));
+    assert_eq!(plain.1, checkpointed.1);
+    assert!(2 * checkpointed.0 < plain.0, "{} bytes instead of {}", checkpointed.0, plain.0);
 }

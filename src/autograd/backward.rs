@@ -43,6 +43,9 @@ pub(super) struct Walk {
     pub(super) create_graph: bool,
     /// The nodes whose gradients are handed out, instead of collected in leaves.
     pub(super) wanted: Option<Wanted>,
+    /// Whether it is part of another walk, which goes on from the gradients that this one hands out, and shows them to
+    /// those who watch them.
+    pub(super) inner: bool,
 }
 
 impl Walk {
@@ -78,12 +81,13 @@ impl Walk {
         }
         while let Some(Pending(node)) = heap.pop() {
             let Some(mut grad) = gradients.remove(&node.seq) else { continue };
-            if let Some(watch) = node.watch()
+            let captured_here = self.captures(&node);
+            if let Some(watch) = node.watch().filter(|_| !(self.inner && captured_here))
                 && let Some(replaced) = watch.pass(node.op, &grad.tensor()?)?
             {
                 grad = self.untracked(replaced).into();
             }
-            if self.captures(&node) {
+            if captured_here {
                 captured.insert(node.seq, grad.tensor()?);
             }
             let Some(operation) = self.operation(&node, &mut grad)? else { continue };
@@ -144,6 +148,9 @@ impl Walk {
                 leaf.grad = Some(settle(leaf, grad)?);
                 leaf.lent &= !in_slot;
             }
+            return Ok(None);
+        }
+        if self.inner && self.captures(node) {
             return Ok(None);
         }
         if self.wanted.is_some() && !node.inputs.iter().flatten().any(|input| self.leads_on(input)) {

@@ -50,6 +50,11 @@ impl Context<'_> {
         Ok(Tensor { node, ..saved.unpack(self.node.op)? })
     }
 
+    /// The nodes of the operation's inputs.
+    pub(super) fn nodes(&self) -> &[Option<Arc<Node>>] {
+        &self.node.inputs
+    }
+
     /// How many inputs the operation has.
     pub(crate) fn inputs(&self) -> usize {
         self.node.inputs.len()

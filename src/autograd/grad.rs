@@ -134,7 +134,7 @@ pub fn grad_with_options(outputs: &[&Tensor], inputs: &[&Tensor], options: GradO
         return Err(Error::Autograd { op, reason });
     }
     let wanted = Wanted::new(seeds.iter().map(|(node, _)| node), inputs.iter().filter_map(|t| t.node.as_ref()));
-    let walk = Walk { retain_graph: retain_graph || create_graph, create_graph, wanted: Some(wanted) };
+    let walk = Walk { retain_graph: retain_graph || create_graph, create_graph, wanted: Some(wanted), inner: false };
     let captured = walk.run(seeds)?;
     let take = |(i, input): (usize, &&Tensor)| {
         let gradient = input.node.as_ref().and_then(|node| captured.get(&node.seq)).map(Tensor::shallow_clone);
@@ -228,7 +228,7 @@ impl Tensor {
         let BackwardOptions { gradient, retain_graph, create_graph } = options;
         let gradient = seed(op, self, gradient, create_graph)?;
         let Some(root) = &self.node else { return Err(untracked(op)) };
-        let walk = Walk { retain_graph: retain_graph || create_graph, create_graph, wanted: None };
+        let walk = Walk { retain_graph: retain_graph || create_graph, create_graph, ..Default::default() };
         walk.run(vec![(root.clone(), gradient)]).map(drop)
     }
 }

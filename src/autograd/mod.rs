@@ -19,7 +19,9 @@ use crate::{Error, Result, Tensor};
 
 mod backward;
 mod check;
+mod checkpoint;
 mod context;
+mod custom;
 mod grad;
 mod hooks;
 mod modes;
@@ -27,7 +29,9 @@ mod node;
 mod record;
 
 pub use check::{gradcheck, gradgradcheck};
+pub use checkpoint::{checkpoint, checkpoint_sequential};
 pub(crate) use context::Context;
+pub use custom::{CustomOp, OpContext};
 pub use grad::{BackwardOptions, GradOptions, grad, grad_with_options};
 pub use hooks::HookHandle;
 pub use modes::{detect_anomaly, enable_grad, inference_mode, is_grad_enabled, no_grad, set_grad_enabled};

@@ -5,6 +5,7 @@ use std::cell::Cell;
 thread_local! {
     static GRAD_ENABLED: Cell<bool> = const { Cell::new(true) };
     static ANOMALY: Cell<bool> = const { Cell::new(false) };
+    static SKETCH: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Whether this thread records operations on tracked tensors.
@@ -62,6 +63,16 @@ pub fn detect_anomaly<R>(f: impl FnOnce() -> R) -> R {
 /// Whether gradients are looked at for NaN.
 pub(super) fn anomaly() -> bool {
     ANOMALY.get()
+}
+
+/// Runs `f` recording what depends on what, and nothing of how to differentiate it.
+pub(super) fn sketching<R>(f: impl FnOnce() -> R) -> R {
+    with_flag(&SKETCH, true, f)
+}
+
+/// Whether closures are dropped as they come.
+pub(super) fn is_sketching() -> bool {
+    SKETCH.get()
 }
 
 /// Runs `f` with a flag of this thread set, and puts it back however `f` ends.

@@ -64,6 +64,11 @@ pub(super) struct Leaf {
 
 static SEQ: AtomicU64 = AtomicU64::new(0);
 
+/// The number of the next node, or one below it.
+pub(super) fn next_seq() -> u64 {
+    SEQ.load(Ordering::Relaxed)
+}
+
 impl Node {
     pub(super) fn new(op: &'static str, inputs: Inputs, state: State) -> Arc<Node> {
         inputs.iter().flatten().for_each(|node| _ = node.uses.fetch_add(1, Ordering::Relaxed));

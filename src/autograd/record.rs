@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use super::node::{Factor, Node, Operation, State};
+use super::modes::is_sketching;
+use super::node::{Factor, Inputs, Node, Operation, State};
 use super::{Context, Gradients, is_grad_enabled};
 use crate::{Error, Result, Tensor};
 
@@ -76,9 +77,24 @@ pub(crate) fn record_unary_twice(
     record_twice(op, out, &[input], move |ctx| Ok(SmallVec::from_iter([Some(backward(ctx.grad()?)?)])))
 }
 
+/// [`record_twice`] for what depends on these nodes.
+pub(super) fn record_of_nodes(
+    op: &'static str,
+    out: Tensor,
+    nodes: Vec<Arc<Node>>,
+    backward: impl Fn(&mut Context) -> Result<Gradients> + Send + Sync + 'static,
+) -> Tensor {
+    let operation = Operation { backward: Arc::new(backward), factor: None, twice: true };
+    put_after(op, out, nodes.into_iter().map(Some).collect(), operation)
+}
+
 fn put(op: &'static str, out: Tensor, inputs: &[&Tensor], operation: Operation) -> Tensor {
-    let inputs = inputs.iter().map(|t| t.node.clone()).collect();
-    Tensor { node: Some(Node::new(op, inputs, State::Operation(operation))), ..out }
+    put_after(op, out, inputs.iter().map(|t| t.node.clone()).collect(), operation)
+}
+
+fn put_after(op: &'static str, out: Tensor, inputs: Inputs, operation: Operation) -> Tensor {
+    let state = if is_sketching() { State::Consumed } else { State::Operation(operation) };
+    Tensor { node: Some(Node::new(op, inputs, state)), ..out }
 }
 
 /// Refuses an in-place change of `target` that the graph would not see.
@@ -107,6 +123,16 @@ pub(crate) struct Saved {
 impl Saved {
     pub(crate) fn new(tensor: &Tensor) -> Saved {
         Saved { tensor: tensor.shallow_clone(), version: tensor.storage.version() }
+    }
+
+    /// The same, kept by somebody else.
+    pub(super) fn share(&self) -> Saved {
+        Saved { tensor: self.tensor.shallow_clone(), version: self.version }
+    }
+
+    /// Whether it is this tensor: the same elements of the same storage.
+    pub(super) fn is(&self, tensor: &Tensor) -> bool {
+        self.tensor.shares_storage(tensor) && self.tensor.layout == tensor.layout
     }
 
     /// Another handle on the tensor, unless its storage was changed in place since.

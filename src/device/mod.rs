@@ -15,10 +15,12 @@ use crate::{Error, Result};
 
 pub(crate) mod cpu;
 mod info;
+mod kernel;
 pub(crate) mod opencl;
 pub(crate) mod stream;
 
 pub use info::{DeviceInfo, DeviceKind};
+pub use kernel::{Kernel, KernelCall, KernelScalar};
 pub use stream::{Event, Stream, StreamId, with_stream};
 
 /// A place where tensors live and work runs. A plain name: nothing is opened until it is used.

@@ -143,7 +143,7 @@ pub(crate) fn apply_into(
 
 /// The type to compute in: the widest an input has, at least f32 where a primitive needs floats; the outputs' without
 /// inputs, or where these are all integers and an output is not.
-fn compute_type(program: &Program, inputs: &[&Tensor], outputs: &[&Tensor]) -> Compute {
+pub(super) fn compute_type(program: &Program, inputs: &[&Tensor], outputs: &[&Tensor]) -> Compute {
     let widest = |operands: &[&Tensor]| operands.iter().map(|t| t.dtype.compute()).max().unwrap_or(Compute::I64);
     let widest = match widest(inputs) {
         Compute::I64 => widest(outputs),
@@ -353,109 +353,6 @@ pub(crate) fn formula(
 }
 
 impl Tensor {
-    /// An elementwise operation of your own: `f` gets one [`Expr`] for each input and builds the formula; the result is
-    /// computed in one launch, on any device, broadcast and strided as any other operation, and is differentiable.
-    ///
-    /// The result has the dtype of the first input. Constants in the formula are compiled in: a number that changes
-    /// from call to call is better a one-element tensor.
-    ///
-    /// ```
-    /// use claystone::{Device, Tensor};
-    /// let a = Tensor::from_slice(&[3f32, 5.0], 2, Device::Cpu)?;
-    /// let b = Tensor::from_slice(&[4f32, 12.0], 2, Device::Cpu)?;
-    /// let hypotenuse = Tensor::map(&[&a, &b], |e| (&e[0] * &e[0] + &e[1] * &e[1]).sqrt())?;
-    /// assert_eq!(hypotenuse.to_vec::<f32>()?, [5.0, 13.0]);
-    /// # Ok::<(), claystone::Error>(())
-    /// ```
-    ///
-    /// # Errors
-    /// Inputs on different devices, of different dtypes or with shapes that do not broadcast; no input at all; an
-    /// expression over an input that is not there.
-    pub fn map(inputs: &[&Tensor], f: impl FnOnce(&[Expr]) -> Expr) -> Result<Tensor> {
-        let op = "map";
-        let Some(first) = inputs.first() else {
-            return Err(Error::invalid(op, "it needs at least one input"));
-        };
-        if let Some(t) = inputs.iter().find(|t| t.dtype != first.dtype) {
-            return Err(Error::DTypeMismatch { op, lhs: first.dtype, rhs: t.dtype });
-        }
-        let leaves: Vec<Expr> = (0..inputs.len()).map(Expr::input).collect();
-        let program = Program::of(&[f(&leaves)]);
-        let expr = &program.exprs()[0];
-        if program.inputs() > inputs.len() || program.scalars() > 0 || program.seeds() > 0 {
-            let reason = format!(
-                "the expression reads more than the {} inputs it was given: build it from the arguments of the closure",
-                inputs.len()
-            );
-            return Err(Error::invalid(op, reason));
-        }
-        if program.needs_float() && !first.dtype.is_float() {
-            return Err(Error::UnsupportedDType { op, dtype: first.dtype, expected: "floats for this expression" });
-        }
-        apply_tracked(op, inputs, Params::default(), expr, first.dtype, &|i| expr.diff(i))
-    }
-
-    /// The in-place form of [`Tensor::map`], with several results and run-time scalars: `f` gets an [`Expr`] for each
-    /// input and for each scalar and gives one formula for each output. All are computed in one launch, so an output may
-    /// also be an input: an optimiser's step is one call. Inputs may differ in dtype; they meet in the widest,
-    /// and where all are integers in the outputs'.
-    ///
-    /// ```
-    /// use claystone::{Device, Tensor};
-    /// let x = Tensor::ones(&[3], Device::Cpu)?;
-    /// let v = Tensor::full(&[3], 0.5, Device::Cpu)?;
-    /// Tensor::map_into(&[&x, &v], &[0.1.into()], &[&x, &v], |e, s| {
-    ///     let v = &e[1] - &s[0] * &e[0];
-    ///     vec![&e[0] + &v, v]
-    /// })?;
-    /// assert!((v.to_vec::<f32>()?[0] - 0.4).abs() < 1e-6 && (x.to_vec::<f32>()?[0] - 1.4).abs() < 1e-6);
-    /// # Ok::<(), claystone::Error>(())
-    /// ```
-    ///
-    /// # Errors
-    /// Shapes that do not broadcast to the outputs', outputs of different shapes or that are one another's views,
-    /// different devices, tracked tensors (outside [`crate::no_grad`]), a wrong number of formulas, a fraction as a scalar
-    /// where all tensors are integers.
-    pub fn map_into(
-        inputs: &[&Tensor],
-        scalars: &[Scalar],
-        outputs: &[&Tensor],
-        f: impl FnOnce(&[Expr], &[Expr]) -> Vec<Expr>,
-    ) -> Result<()> {
-        let op = "map_into";
-        let Some(first) = outputs.first() else {
-            return Err(Error::invalid(op, "it needs at least one output"));
-        };
-        for (i, out) in outputs.iter().enumerate() {
-            autograd::check_in_place(op, out, inputs)?;
-            if out.shape() != first.shape() {
-                let hint = "all outputs have one shape";
-                return Err(Error::ShapeMismatch { op, lhs: first.shape().clone(), rhs: out.shape().clone(), hint });
-            }
-            if out.device() != first.device() {
-                return Err(Error::DeviceMismatch { op, lhs: first.device(), rhs: out.device() });
-            }
-            if outputs[..i].iter().any(|o| o.shares_storage(out)) {
-                return Err(Error::invalid(op, "two outputs are views of the same storage: write them one by one"));
-            }
-        }
-        let leaves: Vec<Expr> = (0..inputs.len()).map(Expr::input).collect();
-        let numbers: Vec<Expr> = (0..scalars.len()).map(Expr::scalar).collect();
-        let exprs = f(&leaves, &numbers);
-        if exprs.len() != outputs.len() {
-            let reason = format!("{} formulas for {} outputs", exprs.len(), outputs.len());
-            return Err(Error::invalid(op, reason));
-        }
-        let program = Program::of(&exprs);
-        if program.inputs() > inputs.len() || program.scalars() > scalars.len() || program.seeds() > 0 {
-            return Err(Error::invalid(op, "a formula reads more than the inputs and scalars given"));
-        }
-        if compute_type(&program, inputs, outputs) == Compute::I64 {
-            scalars.iter().try_for_each(|s| s.check_whole(op, first.dtype))?;
-        }
-        apply_into(op, inputs, Params { scalars, seeds: &[] }, program.exprs(), outputs)
-    }
-
     /// The open device that launches of this tensor go to. For OpenCL only: the CPU's have been sent elsewhere.
     pub(crate) fn cl_device(&self) -> Result<&'static ClDevice> {
         let Device::OpenCL(index) = self.device() else { unreachable!("called for OpenCL only") };

@@ -5,6 +5,7 @@
 
 use std::sync::{Mutex, PoisonError};
 
+use super::draws::draw;
 use super::elementwise::{self, Params};
 use super::expr::Expr;
 use super::philox::{Bits, Seed};
@@ -34,10 +35,12 @@ fn next_seed(op: &'static str, device: Device) -> Result<Seed> {
         let reason = "not while a graph is captured: the generator is the host's, replays would draw the same again";
         return Err(Error::invalid(op, reason));
     }
-    let mut generator = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
-    let seed = *generator;
-    generator.stream = generator.stream.wrapping_add(1);
-    Ok(seed)
+    Ok(draw(|| {
+        let mut generator = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
+        let seed = *generator;
+        generator.stream = generator.stream.wrapping_add(1);
+        seed
+    }))
 }
 
 fn generate(op: &'static str, shape: Shape, options: TensorOptions, scalars: &[Scalar], expr: Expr) -> Result<Tensor> {

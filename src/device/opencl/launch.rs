@@ -21,6 +21,8 @@ pub(crate) enum Arg<'a> {
     F64(f64),
     /// A struct by value, laid out as OpenCL C lays it out.
     Bytes(&'a [u8]),
+    /// So many bytes of `__local` memory.
+    Local(usize),
 }
 
 /// Launches between two flushes, once there are many: a flush is not paid for each.
@@ -151,5 +153,6 @@ pub(super) fn set_arg(kernel: &ClKernel, index: u32, arg: &Arg<'_>) -> Result<()
         Arg::F32(x) => value(kernel, index, x),
         Arg::F64(x) => value(kernel, index, x),
         Arg::Bytes(b) => call!(clSetKernelArg(kernel.raw(), index, b.len(), b.as_ptr().cast())),
+        Arg::Local(bytes) => call!(clSetKernelArg(kernel.raw(), index, bytes, ptr::null())),
     }
 }

@@ -19,6 +19,7 @@ mod pinned;
 mod probe;
 mod program;
 mod queues;
+mod signature;
 #[cfg(test)]
 mod stream_tests;
 #[cfg(test)]
@@ -33,6 +34,7 @@ pub(crate) use launch::Arg;
 pub(crate) use pinned::ClPinned;
 pub(crate) use probe::TensorCores;
 pub(crate) use program::SM_90A;
+pub(crate) use signature::{Parameter, Space};
 
 use crate::Result;
 use crate::device::DeviceInfo;

@@ -48,7 +48,12 @@ impl ClDevice {
     /// # Errors
     /// [`Error::Build`] with the compiler's log; `name` is what it calls the kernel.
     pub(crate) fn build(&self, name: &'static str, source: &str, entry: &str) -> Result<ClKernel> {
-        self.build_cached(name, source, entry, cache_dir().as_deref())
+        self.build_cached(name, source, "", entry, cache_dir().as_deref())
+    }
+
+    /// [`build`](Self::build) with options of the user's for the compiler.
+    pub(crate) fn build_with(&self, name: &'static str, source: &str, options: &str, entry: &str) -> Result<ClKernel> {
+        self.build_cached(name, source, options, entry, cache_dir().as_deref())
     }
 
     /// [`build`](Self::build) with the cache in a given place.
@@ -56,11 +61,12 @@ impl ClDevice {
         &self,
         name: &'static str,
         source: &str,
+        more_options: &str,
         entry: &str,
         dir: Option<&Path>,
     ) -> Result<ClKernel> {
         self.check_lost()?;
-        let options = self.build_options();
+        let options = self.build_options() + more_options;
         let key = self.key(source, &options);
         let _under_way = exit::building();
         let slot = Arc::clone(lock(&self.programs.built).entry(key).or_default());
@@ -188,7 +194,7 @@ impl ClDevice {
     }
 
     fn build_program(&self, program: &Program, options: &str) -> Result<(), ClError> {
-        let options = CString::new(options).unwrap_or_default();
+        let options = CString::new(options).map_err(|_| ClError::new("clBuildProgram", -43))?;
         call!(clBuildProgram(program.0, 1, &self.id(), options.as_ptr(), None, ptr::null_mut()))
     }
 

@@ -287,7 +287,7 @@ fn programs_come_back_from_disk() {
         // A device of its own knows no programs, as a new process.
         let fresh = || ClDevice::open(i, discovery::find(i).unwrap()).unwrap();
         let built = |device: &ClDevice| {
-            let kernel = device.build_cached("answer", &source, "answer", Some(&dir)).unwrap();
+            let kernel = device.build_cached("answer", &source, "", "answer", Some(&dir)).unwrap();
             let out = buffer(device, &[0; 4]);
             device.launch(&kernel, &[Arg::Buffer(&out)], &[1], &[1]).unwrap();
             assert_eq!(contents(device, &out), 42i32.to_ne_bytes());
@@ -320,8 +320,8 @@ fn a_disk_that_cannot_be_written_stops_nothing() {
         let file = tempfile::NamedTempFile::new().unwrap();
         // A directory inside a file.
         let dir = file.path().join("cache");
-        device.build_cached("axb", &format!("{AXB} // no disk"), "axb", Some(&dir)).unwrap();
-        device.build_cached("axb", &format!("{AXB} // no cache"), "axb", None).unwrap();
+        device.build_cached("axb", &format!("{AXB} // no disk"), "", "axb", Some(&dir)).unwrap();
+        device.build_cached("axb", &format!("{AXB} // no cache"), "", "axb", None).unwrap();
     }
 }
 
