@@ -55,7 +55,7 @@ pub use error::{Error, Result};
 pub use graph::Graph;
 pub use ops::{
     AvgPoolOptions, ConvOptions, ConvTransposeOptions, CrossEntropy, Expr, LossReduction, MaxPoolOptions, Padding,
-    ReduceDims, get_float32_matmul_precision, manual_seed, set_float32_matmul_precision,
+    ReduceDims, autocast, autocast_dtype, get_float32_matmul_precision, manual_seed, set_float32_matmul_precision,
 };
 pub use tensor::{Index, Indices, NewShape, PadMode, Shape, Tensor, TensorOptions};
 

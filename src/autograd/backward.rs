@@ -9,7 +9,7 @@ use super::context::{Context, Gradient};
 use super::grad::Wanted;
 use super::node::{Leaf, Node, Operation, State};
 use super::{Gradients, enable_grad, modes, no_grad};
-use crate::{Error, Result, Tensor};
+use crate::{Error, Result, Tensor, autocast};
 
 /// A node waiting in the heap, ordered by age.
 struct Pending(Arc<Node>);
@@ -61,10 +61,11 @@ impl Walk {
 
     /// Walks from `seeds`. Gives the gradients of the nodes wanted, by number.
     pub(super) fn run(&self, seeds: Vec<(Arc<Node>, Gradient)>) -> Result<HashMap<u64, Tensor>> {
-        match self.create_graph {
+        // In the dtypes of forward, wherever backward is called.
+        autocast(None, || match self.create_graph {
             true => enable_grad(|| self.walk(seeds)),
             false => no_grad(|| self.walk(seeds)),
-        }
+        })
     }
 
     fn walk(&self, seeds: Vec<(Arc<Node>, Gradient)>) -> Result<HashMap<u64, Tensor>> {

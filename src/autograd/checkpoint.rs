@@ -9,7 +9,7 @@ use super::node::{Node, next_seq};
 use super::record::record_of_nodes;
 use super::{Gradients, Saved};
 use crate::ops::draws::{recorded, replayed};
-use crate::{Result, Tensor};
+use crate::{Result, Tensor, autocast, autocast_dtype};
 
 /// `f(inputs)` without keeping what its operations save for backward: `f` runs once more in backward, with the same random
 /// numbers, and is differentiated then (PyTorch's `torch.utils.checkpoint.checkpoint`). Memory of the size of the inputs
@@ -49,10 +49,11 @@ pub fn checkpoint(
     if outside.iter().any(|node| node.seq == sketch.seq) {
         return Ok(out); // nothing was computed: it is an input itself
     }
+    let precision = autocast_dtype();
     let saved: Vec<Saved> = given.iter().map(Saved::new).collect();
     Ok(record_of_nodes(op, out.detach(), outside, move |ctx| {
         let given = saved.iter().map(|s| s.unpack(op)).collect::<Result<Vec<_>>>()?;
-        let again = replayed(&seeds, || enable_grad(|| f(&given)))?;
+        let again = autocast(precision, || replayed(&seeds, || enable_grad(|| f(&given))))?;
         let mut gradients: Gradients = ctx.nodes().iter().map(|_| None).collect();
         let Some(root) = &again.node else { return Ok(gradients) };
         let nodes = || ctx.nodes().iter().enumerate().filter(|(i, _)| ctx.needs(*i)).filter_map(|(_, n)| n.as_ref());

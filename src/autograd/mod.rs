@@ -72,6 +72,11 @@ impl Tensor {
         self
     }
 
+    /// Which leaf of a graph this is, if it is one.
+    pub(crate) fn leaf_number(&self) -> Option<u64> {
+        self.node.as_ref().filter(|node| node.is_leaf()).map(|node| node.seq)
+    }
+
     /// Whether gradients flow to or through this tensor.
     pub fn requires_grad(&self) -> bool {
         self.node.is_some()

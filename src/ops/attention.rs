@@ -4,6 +4,7 @@
 //! views of one projection, groups of queries that share a key are a batch stride of zero, and the result lies in memory as
 //! `[batch, length, heads, width]`, so that joining its heads copies nothing.
 
+use super::autocast::lowered;
 use super::gemm::product_shape;
 use super::linalg::{product, product_in};
 use super::row::{masked_softmax, softmax_slope};
@@ -177,6 +178,9 @@ fn usual_scale(width: usize) -> f64 {
 /// The result and the weights of the values, recorded.
 pub(crate) fn attend(q: &Tensor, k: &Tensor, v: &Tensor, options: Attention<'_>) -> Result<(Tensor, Tensor)> {
     let op = "scaled_dot_product_attention";
+    if let Some(low) = lowered(op, &[q, k, v])? {
+        return attend(&low[0], &low[1], &low[2], options);
+    }
     same_dtype(op, &[q, k, v])?;
     same_device(op, &[q, k, v])?;
     q.dtype.check_float(op)?;

@@ -10,12 +10,13 @@ use std::sync::LazyLock;
 
 use smallvec::SmallVec;
 
+use super::autocast::lowered;
 use super::expr::Expr;
 use super::gemm::Gemm;
 use super::window::{Windows, as_given, as_images, both};
 use super::{reduce, same_dtype};
 use crate::autograd::{self, Gradients, Saved};
-use crate::tensor::Layout;
+use crate::tensor::{Dims, Layout};
 use crate::{Error, Result, Shape, Tensor};
 
 /// Zeros around an image.
@@ -212,6 +213,10 @@ fn convolution<const D: usize>(
     bias: Option<&Tensor>,
     options: ConvOptions<D>,
 ) -> Result<Tensor> {
+    let inputs: Dims<&Tensor> = [given, weight].into_iter().chain(bias).collect();
+    if let Some(low) = lowered(op, &inputs)? {
+        return convolution(op, &low[0], &low[1], low.get(2), options);
+    }
     let ConvOptions { stride, padding, dilation, groups } = options;
     let out_channels = check::<D>(op, given, weight, bias, groups, false)?;
     let (x, weight) = (as_images(op, given, D)?, as_taps::<D>(weight)?);
@@ -251,6 +256,10 @@ fn transposed<const D: usize>(
     bias: Option<&Tensor>,
     options: ConvTransposeOptions<D>,
 ) -> Result<Tensor> {
+    let inputs: Dims<&Tensor> = [given, weight].into_iter().chain(bias).collect();
+    if let Some(low) = lowered(op, &inputs)? {
+        return transposed(op, &low[0], &low[1], low.get(2), options);
+    }
     let ConvTransposeOptions { stride, padding, output_padding, dilation, groups } = options;
     let out_channels = check::<D>(op, given, weight, bias, groups, true)?;
     let (x, weight) = (as_images(op, given, D)?, as_taps::<D>(weight)?);

@@ -9,6 +9,7 @@
 use std::borrow::Borrow;
 use std::collections::BTreeMap;
 
+use super::autocast::lowered;
 use super::{same_device, same_dtype};
 use crate::{Error, Result, Shape, Tensor};
 
@@ -355,6 +356,9 @@ impl Tensor {
     pub fn einsum<T: Borrow<Tensor>>(equation: &str, operands: &[T]) -> Result<Tensor> {
         let op = "einsum";
         let tensors: Vec<&Tensor> = operands.iter().map(Borrow::borrow).collect();
+        if let Some(low) = lowered(op, &tensors)? {
+            return Tensor::einsum(equation, &low);
+        }
         let ranks: Vec<usize> = tensors.iter().map(|t| t.rank()).collect();
         let (names, output) = parse(equation, &ranks)?;
         let named = tensors.iter().zip(names).map(|(t, names)| Named { t: t.shallow_clone(), names }).collect();

@@ -5,6 +5,7 @@
 
 use std::sync::LazyLock;
 
+use super::autocast::lowered;
 use super::expr::Expr;
 use super::gemm::{Gemm, product_shape};
 use super::{recorded, same_device, same_dtype};
@@ -26,6 +27,10 @@ pub(super) fn product(
     b: &Tensor,
     alpha: Scalar,
 ) -> Result<Tensor> {
+    let inputs: Dims<&Tensor> = [a, b].into_iter().chain(input.map(|(t, _)| t)).collect();
+    if let Some(low) = lowered(op, &inputs)? {
+        return product(op, low.get(2).zip(input).map(|(t, (_, beta))| (t, beta)), &low[0], &low[1], alpha);
+    }
     product_in(op, None, input, a, b, alpha)
 }
 

@@ -9,6 +9,7 @@ use std::sync::LazyLock;
 
 use smallvec::{SmallVec, smallvec};
 
+use super::autocast::lowered;
 use super::elementwise::{self, Params};
 use super::expr::Expr;
 use super::gemm::Gemm;
@@ -39,6 +40,9 @@ impl Tensor {
     /// [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
     pub fn matmul(&self, rhs: &Tensor) -> Result<Tensor> {
         let op = "matmul";
+        if let Some(low) = lowered(op, &[self, rhs])? {
+            return low[0].matmul(&low[1]);
+        }
         same_dtype(op, &[self, rhs])?;
         if self.rank() == 0 || rhs.rank() == 0 {
             let hint = "both need at least one dimension";
@@ -139,6 +143,9 @@ impl Tensor {
 fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&Expr) -> Expr>) -> Result<Tensor> {
     let op = "linear";
     let inputs: SmallVec<[&Tensor; 3]> = [x, weight].into_iter().chain(bias).collect();
+    if let Some(low) = lowered(op, &inputs)? {
+        return layer(&low[0], &low[1], low.get(2), f);
+    }
     let dtype = same_dtype(op, &inputs)?;
     let mismatch =
         |rhs: &Tensor, hint| Error::ShapeMismatch { op, lhs: x.shape().clone(), rhs: rhs.shape().clone(), hint };

@@ -9,6 +9,7 @@ use crate::autograd;
 use crate::{DType, Device, Error, Result, Tensor};
 
 mod attention;
+pub(crate) mod autocast;
 mod collapse;
 mod conv;
 pub(crate) mod convert;
@@ -56,6 +57,7 @@ pub(crate) mod tiles;
 mod window;
 
 pub use attention::Attention;
+pub use autocast::{autocast, autocast_dtype};
 pub use conv::{ConvOptions, ConvTransposeOptions, Padding};
 pub(crate) use conv::{fold, unfold};
 pub use einsum::TensordotDims;

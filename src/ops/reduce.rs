@@ -7,6 +7,7 @@
 
 use smallvec::SmallVec;
 
+use super::autocast::widened;
 use super::elementwise::{Params, apply, apply_tracked};
 use super::expr::Expr;
 use crate::autograd::{self, Saved};
@@ -282,6 +283,9 @@ impl Tensor {
     /// # Errors
     /// [`Error::DimOutOfRange`]; [`Error::Invalid`] for a dim given twice; [`Error::OutOfMemory`].
     pub fn sum(&self, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<Tensor> {
+        if let Some(wide) = widened(&[self])? {
+            return wide[0].sum(dims, keepdim);
+        }
         let shape = self.shape().clone();
         self.reduced("sum", Reduction::Sum, dims.into(), keepdim, |_, mask| {
             Box::new(move |ctx| Ok(spread(&ctx.grad()?, &shape, &mask, keepdim)))
@@ -313,6 +317,9 @@ impl Tensor {
     /// As [`Tensor::sum`].
     pub fn prod(&self, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<Tensor> {
         let op = "prod";
+        if let Some(wide) = widened(&[self])? {
+            return wide[0].prod(dims, keepdim);
+        }
         let (saved, dtype) = (Saved::new(self), self.dtype);
         self.reduced(op, Reduction::Prod, dims.into(), keepdim, |_, mask| {
             Box::new(move |ctx| {

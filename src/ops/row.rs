@@ -6,6 +6,7 @@
 
 use smallvec::SmallVec;
 
+use super::autocast::widened;
 use super::collapse::Walk;
 use super::elementwise::{Params, apply};
 use super::expr::Expr;
@@ -178,6 +179,9 @@ impl Tensor {
 
     fn normalised(&self, op: &'static str, forward: RowOp, backward: RowOp, dim: isize) -> Result<Tensor> {
         self.dtype.check_float(op)?;
+        if let Some(wide) = widened(&[self])? {
+            return wide[0].normalised(op, forward, backward, dim);
+        }
         let x = at_least_1d(self);
         let d = x.shape().dim(op, dim)?;
         let out = along(forward, &x, None, d)?;
@@ -209,6 +213,9 @@ impl Tensor {
     pub fn logsumexp(&self, dim: isize, keepdim: bool) -> Result<Tensor> {
         let op = "logsumexp";
         self.dtype.check_float(op)?;
+        if let Some(wide) = widened(&[self])? {
+            return wide[0].logsumexp(dim, keepdim);
+        }
         let x = at_least_1d(self);
         let d = x.shape().dim(op, dim)?;
         let kept = along(RowOp::LogSumExp, &x, None, d)?;

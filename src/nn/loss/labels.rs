@@ -1,6 +1,7 @@
 //! Losses of classes: by number, or by a probability for each.
 
 use super::reduced;
+use crate::ops::autocast::widened;
 use crate::ops::{formula, same_device, same_dtype};
 use crate::{CrossEntropy, Error, Expr, LossReduction, Result, Shape, Tensor};
 
@@ -41,6 +42,9 @@ impl Tensor {
     pub fn cross_entropy_with(&self, target: &Tensor, options: CrossEntropy) -> Result<Tensor> {
         let op = "cross_entropy";
         self.dtype().check_float(op)?;
+        if let Some(wide) = widened(&[self])? {
+            return wide[0].cross_entropy_with(target, options);
+        }
         if !(0.0..=1.0).contains(&options.label_smoothing) {
             let reason = format!("label_smoothing is {}, it must be in 0..=1", options.label_smoothing);
             return Err(Error::invalid(op, reason));
@@ -71,6 +75,9 @@ impl Tensor {
     pub fn nll_loss(&self, labels: &Tensor, options: CrossEntropy) -> Result<Tensor> {
         let op = "nll_loss";
         self.dtype().check_float(op)?;
+        if let Some(wide) = widened(&[self])? {
+            return wide[0].nll_loss(labels, options);
+        }
         if options.label_smoothing != 0.0 {
             return Err(Error::invalid(op, "it smooths no labels: use cross_entropy_with"));
         }

@@ -7,6 +7,7 @@ mod distance;
 mod labels;
 mod pointwise;
 
+use crate::ops::autocast::widened;
 use crate::{Error, Expr, LossReduction, Result, Tensor};
 
 /// The losses as a mean, a sum, or as they are.
@@ -26,6 +27,9 @@ fn losses(
     f: impl FnOnce(&[Expr]) -> Expr,
 ) -> Result<Tensor> {
     inputs[0].dtype().check_float(op)?;
+    if let Some(wide) = widened(inputs)? {
+        return losses(op, &wide.iter().collect::<Vec<_>>(), reduction, f);
+    }
     let each = || reduced(Tensor::map(inputs, f)?, reduction);
     each().map_err(|e| e.of(op))
 }

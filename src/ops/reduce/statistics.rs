@@ -2,6 +2,7 @@
 
 use super::ReduceDims;
 use crate::autograd::{self, Saved};
+use crate::ops::autocast::widened;
 use crate::ops::elementwise::{Params, apply};
 use crate::ops::expr::Expr;
 use crate::tensor::Layout;
@@ -63,6 +64,9 @@ impl Tensor {
     pub fn norm(&self, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<Tensor> {
         let op = "norm";
         self.dtype.check_float(op)?;
+        if let Some(wide) = widened(&[self])? {
+            return wide[0].norm(dims, keepdim);
+        }
         if matches!(self.dtype, DType::F16 | DType::BF16) {
             return self.to_dtype(DType::F32)?.norm(dims, keepdim)?.to_dtype(self.dtype);
         }
