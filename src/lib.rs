@@ -54,8 +54,9 @@ pub use dtype::{DType, Element, Scalar};
 pub use error::{Error, Result};
 pub use graph::Graph;
 pub use ops::{
-    AvgPoolOptions, ConvOptions, ConvTransposeOptions, CrossEntropy, Expr, LossReduction, MaxPoolOptions, Padding,
-    ReduceDims, autocast, autocast_dtype, get_float32_matmul_precision, manual_seed, set_float32_matmul_precision,
+    AvgPoolOptions, BatchNormOptions, ConvOptions, ConvTransposeOptions, CrossEntropy, Expr, LossReduction,
+    MaxPoolOptions, Padding, ReduceDims, autocast, autocast_dtype, get_float32_matmul_precision, manual_seed,
+    set_float32_matmul_precision,
 };
 pub use tensor::{Index, Indices, NewShape, PadMode, Shape, Tensor, TensorOptions};
 

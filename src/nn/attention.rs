@@ -1,8 +1,6 @@
 //! Multi-head attention with its projections.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-
-use super::{Linear, Module};
+use super::{Linear, Mode, Module};
 use crate::ops::Attention;
 use crate::tensor::TensorOptions;
 use crate::{DType, Error, Result, Tensor};
@@ -26,7 +24,7 @@ pub struct MultiheadAttention {
     heads: usize,
     dropout: f64,
     causal: bool,
-    training: AtomicBool,
+    mode: Mode,
 }
 
 /// What [`MultiheadAttention::attend`] leaves out, and what it gives; PyTorch's arguments of these names.
@@ -67,7 +65,7 @@ impl MultiheadAttention {
             heads: num_heads,
             dropout: 0.0,
             causal: false,
-            training: AtomicBool::new(true),
+            mode: Mode::default(),
         })
     }
 
@@ -87,7 +85,7 @@ impl MultiheadAttention {
     }
 
     fn dropout_p(&self) -> f64 {
-        if self.training.load(Ordering::Relaxed) { self.dropout } else { 0.0 }
+        if self.mode.is_training() { self.dropout } else { 0.0 }
     }
 
     /// Part i of the projection of what comes in, `[.., L, E]` to `[.., heads, L, E / heads]`.
@@ -171,23 +169,11 @@ impl MultiheadAttention {
 }
 
 impl Module for MultiheadAttention {
+    crate::parts!(in_proj_weight, in_proj_bias, out_proj, mode);
+
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let options = Attention { dropout_p: self.dropout_p(), is_causal: self.causal, ..Attention::default() };
         let projected = x.linear(&self.in_proj_weight, self.in_proj_bias.as_ref())?;
         self.out_proj.forward(&projected.packed_attention(self.heads, options)?)
-    }
-
-    fn parameters(&self) -> Vec<&Tensor> {
-        let own = std::iter::once(&self.in_proj_weight).chain(&self.in_proj_bias);
-        own.chain(self.out_proj.parameters()).collect()
-    }
-
-    fn parameters_mut(&mut self) -> Vec<&mut Tensor> {
-        let own = std::iter::once(&mut self.in_proj_weight).chain(&mut self.in_proj_bias);
-        own.chain(self.out_proj.parameters_mut()).collect()
-    }
-
-    fn set_training(&self, training: bool) {
-        self.training.store(training, Ordering::Relaxed);
     }
 }

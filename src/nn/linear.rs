@@ -1,6 +1,6 @@
 //! The fully connected layer.
 
-use super::Module;
+use super::{Module, init};
 use crate::tensor::TensorOptions;
 use crate::{Result, Tensor, ops::Expr};
 
@@ -33,6 +33,15 @@ impl Activation {
     }
 }
 
+/// An activation is a layer of its own too, where nothing applies it on the way.
+impl Module for Activation {
+    crate::parts!();
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        Tensor::map(&[x], |e| self.expr(&e[0]))
+    }
+}
+
 /// `activation(x @ weight^T + bias)`: weight `[out, in]`, bias `[out]` (PyTorch's `nn.Linear`). One launch forward.
 ///
 /// ```
@@ -55,12 +64,7 @@ impl Linear {
     /// [`crate::Error::UnsupportedDType`] for dtypes that are no floats; [`crate::Error::OutOfMemory`].
     pub fn new(inputs: usize, outputs: usize, options: impl Into<TensorOptions>) -> Result<Linear> {
         let options = options.into();
-        let bound = 1.0 / (inputs.max(1) as f64).sqrt();
-        let uniform = |shape: &[usize]| -> Result<Tensor> {
-            let t = Tensor::rand(shape, options)?;
-            Tensor::map_into(&[&t], &[bound.into()], &[&t], |x, s| vec![(&x[0] * 2.0 - 1.0) * &s[0]])?;
-            t.requires_grad_(true)
-        };
+        let uniform = |shape: &[usize]| init::default_parameter(shape, inputs, options);
         Ok(Linear { weight: uniform(&[outputs, inputs])?, bias: Some(uniform(&[outputs])?), activation: None })
     }
 
@@ -86,18 +90,12 @@ impl Linear {
 }
 
 impl Module for Linear {
+    crate::parts!(weight, bias);
+
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         match self.activation {
             None => x.linear(&self.weight, self.bias.as_ref()),
             Some(activation) => x.linear_map(&self.weight, self.bias.as_ref(), |z| activation.expr(z)),
         }
-    }
-
-    fn parameters(&self) -> Vec<&Tensor> {
-        std::iter::once(&self.weight).chain(&self.bias).collect()
-    }
-
-    fn parameters_mut(&mut self) -> Vec<&mut Tensor> {
-        std::iter::once(&mut self.weight).chain(&mut self.bias).collect()
     }
 }

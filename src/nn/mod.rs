@@ -1,23 +1,63 @@
 //! Layers and losses: short compositions of operations.
 //!
-//! A layer owns its parameters as plain [`Tensor`] leaves and maps a tensor to a tensor; [`Module`] is the one trait.
-//! Losses are methods of [`Tensor`] here ([`Tensor::mse_loss`]) and in `ops` ([`Tensor::cross_entropy`]).
+//! A layer owns its parameters as plain [`Tensor`] leaves and maps a tensor to a tensor; [`Module`] is the one trait. What a
+//! module is made of it says once, with [`parts!`](crate::parts): from that come the list of its parameters, their names (which
+//! are PyTorch's), saving and loading, and the switch between training and evaluation. Losses are methods of [`Tensor`]
+//! ([`Tensor::mse_loss`], [`Tensor::cross_entropy`]).
 
 mod attention;
+mod conv;
+mod embedding;
 pub mod functional;
+pub mod init;
 mod linear;
 mod loss;
+mod norm;
+mod part;
+mod pool;
 mod sequential;
 mod state;
 
 pub use attention::{AttentionMasks, MultiheadAttention};
+pub use conv::{Conv1d, Conv2d, ConvTranspose2d};
+pub use embedding::Embedding;
 pub use linear::{Activation, Linear};
+pub use norm::{BatchNorm, BatchNorm1d, BatchNorm2d, GroupNorm, LayerNorm, RmsNorm};
+#[doc(hidden)]
+pub use part::joined;
+pub use part::{Buffer, Mode, Part, Role};
+pub use pool::{AdaptiveAvgPool2d, AvgPool2d, Flatten, MaxPool2d};
 pub use sequential::{Dropout, Sequential};
-pub use state::StateDict;
+pub use state::{IncompatibleKeys, StateDict};
 
-use crate::{Result, Tensor};
+use crate::{DType, Device, Result, Tensor, no_grad};
 
 /// A layer or a network: a function of one tensor with parameters.
+///
+/// ```
+/// use claystone::nn::{Conv2d, Linear, Module};
+/// use claystone::{ConvOptions, Device, Result, Tensor};
+///
+/// struct Net {
+///     conv: Conv2d,
+///     fc: Linear,
+/// }
+///
+/// impl Module for Net {
+///     claystone::parts!(conv, fc);
+///
+///     fn forward(&self, x: &Tensor) -> Result<Tensor> {
+///         self.fc.forward(&self.conv.forward(x)?.relu()?.flatten(1, -1)?)
+///     }
+/// }
+///
+/// let conv = Conv2d::new(1, 4, [3, 3], ConvOptions::default(), Device::Cpu)?;
+/// let net = Net { conv, fc: Linear::new(4 * 36, 10, Device::Cpu)? };
+/// assert_eq!(net.forward(&Tensor::zeros(&[2, 1, 8, 8], Device::Cpu)?)?.shape().dims(), [2, 10]);
+/// let names: Vec<String> = net.named_parameters("").into_iter().map(|(name, _)| name).collect();
+/// assert_eq!(names, ["conv.weight", "conv.bias", "fc.weight", "fc.bias"]);
+/// # Ok::<(), claystone::Error>(())
+/// ```
 pub trait Module: Send + Sync {
     /// The result for a batch `x`; recorded where parameters or `x` require gradients.
     ///
@@ -25,18 +65,148 @@ pub trait Module: Send + Sync {
     /// Those of the operations inside: shapes, dtypes and devices that do not go together, memory.
     fn forward(&self, x: &Tensor) -> Result<Tensor>;
 
+    /// Calls `see` with each tensor of the module in order: its name after `prefix`, what it is, and itself.
+    /// [`parts!`](crate::parts) writes this and the next two.
+    fn visit<'a>(&'a self, prefix: &str, see: &mut dyn FnMut(String, Role, &'a Tensor));
+
+    /// [`Module::visit`] for who changes the tensors.
+    fn visit_mut<'a>(&'a mut self, prefix: &str, see: &mut dyn FnMut(String, Role, &'a mut Tensor));
+
+    /// Switches between training and evaluation what behaves differently in the two (PyTorch's `train(mode)`); most layers do
+    /// not.
+    fn set_training(&self, training: bool);
+
+    /// Switches to training (PyTorch's `train()`), which is what modules start in.
+    fn train(&self) {
+        self.set_training(true);
+    }
+
+    /// Switches to evaluation (PyTorch's `eval()`): nothing is dropped out, batches are normalised by running statistics.
+    fn eval(&self) {
+        self.set_training(false);
+    }
+
     /// The parameters, in a fixed order.
-    fn parameters(&self) -> Vec<&Tensor>;
+    fn parameters(&self) -> Vec<&Tensor> {
+        self.named_parameters("").into_iter().map(|(_, t)| t).collect()
+    }
 
     /// The parameters, for an optimiser to rehome, in the same order.
-    fn parameters_mut(&mut self) -> Vec<&mut Tensor>;
+    fn parameters_mut(&mut self) -> Vec<&mut Tensor> {
+        let mut out = Vec::new();
+        self.visit_mut("", &mut |_, role, t| out.extend((role == Role::Parameter).then_some(t)));
+        out
+    }
 
-    /// Switches between training and evaluation what behaves differently in the two (PyTorch's `train` and `eval`); most
-    /// layers do not.
-    fn set_training(&self, _training: bool) {}
+    /// The parameters with PyTorch's dotted names, after `prefix` where that is not empty.
+    fn named_parameters(&self, prefix: &str) -> Vec<(String, &Tensor)> {
+        let mut out = Vec::new();
+        self.visit(prefix, &mut |name, role, t| out.extend((role == Role::Parameter).then_some((name, t))));
+        out
+    }
+
+    /// The tensors that are saved but not trained, such as running statistics, with their names.
+    fn named_buffers(&self, prefix: &str) -> Vec<(String, &Tensor)> {
+        let mut out = Vec::new();
+        self.visit(prefix, &mut |name, role, t| out.extend((role == Role::Buffer).then_some((name, t))));
+        out
+    }
 
     /// How many numbers the parameters hold.
     fn parameter_count(&self) -> usize {
         self.parameters().iter().map(|p| p.numel()).sum()
+    }
+
+    /// Forgets the gradients of all parameters.
+    fn zero_grad(&self) {
+        self.parameters().into_iter().for_each(Tensor::zero_grad);
+    }
+
+    /// Parameters and buffers by name, as PyTorch names them. The tensors share the module's memory, outside the graph.
+    ///
+    /// ```
+    /// use claystone::nn::{BatchNorm2d, Module};
+    /// use claystone::Device;
+    /// let norm = BatchNorm2d::new(3, Device::Cpu)?;
+    /// let state = norm.state_dict();
+    /// let names = ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"];
+    /// assert_eq!(state.names().collect::<Vec<_>>(), names);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    fn state_dict(&self) -> StateDict {
+        let mut out = Vec::new();
+        self.visit("", &mut |name, _, t| out.push((name, t.detach())));
+        out.into_iter().collect()
+    }
+
+    /// Copies the values of `state` into the tensors of these names, from any device and any float dtype. `strict` makes names
+    /// that are missing or unknown an error; otherwise they are returned, and the others loaded. Everything is checked before
+    /// anything is changed.
+    ///
+    /// # Errors
+    /// [`crate::Error::ShapeMismatch`]; [`crate::Error::Invalid`] where strict.
+    fn load_state_dict(&self, state: &StateDict, strict: bool) -> Result<IncompatibleKeys> {
+        let (op, own) = ("load_state_dict", self.state_dict());
+        if strict {
+            state.check_against(op, &own)?;
+        }
+        own.iter().try_for_each(|(name, t)| state.check_shape(op, name, t))?;
+        no_grad(|| {
+            own.iter().try_for_each(|(name, t)| match state.get(name) {
+                Some(value) => t.copy_(&value.detach().to_dtype(t.dtype())?.to_device(t.device())?).map(|_| ()),
+                None => Ok(()),
+            })
+        })?;
+        Ok(state.compared_with(&own))
+    }
+
+    /// Moves all tensors to a device. To be called before an optimiser has taken the parameters over.
+    ///
+    /// # Errors
+    /// [`crate::Error::NoDevice`] and [`crate::Error::OutOfMemory`].
+    fn to_device(&mut self, device: Device) -> Result<()> {
+        replace(self, |t| t.to_device(device))
+    }
+
+    /// Converts all tensors of floats. To be called before an optimiser has taken the parameters over.
+    ///
+    /// # Errors
+    /// [`crate::Error::UnsupportedDType`] for a dtype of integers; [`crate::Error::OutOfMemory`].
+    fn to_dtype(&mut self, dtype: DType) -> Result<()> {
+        dtype.check_float("to_dtype")?;
+        replace(self, |t| if t.dtype().is_float() { t.to_dtype(dtype) } else { Ok(t.detach()) })
+    }
+}
+
+/// Puts what `f` makes of each tensor, outside the graph, in its place.
+fn replace<M: Module + ?Sized>(module: &mut M, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<()> {
+    let mut result = Ok(());
+    module.visit_mut("", &mut |_, _, t| {
+        if result.is_ok() {
+            match f(&t.detach()).and_then(|new| new.requires_grad_(t.requires_grad())) {
+                Ok(new) => *t = new,
+                Err(e) => result = Err(e),
+            }
+        }
+    });
+    result
+}
+
+/// A module in a box is the module.
+impl<M: Module + ?Sized> Module for Box<M> {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        (**self).forward(x)
+    }
+
+    fn visit<'a>(&'a self, prefix: &str, see: &mut dyn FnMut(String, Role, &'a Tensor)) {
+        (**self).visit(prefix, see);
+    }
+
+    fn visit_mut<'a>(&'a mut self, prefix: &str, see: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
+        (**self).visit_mut(prefix, see);
+    }
+
+    fn set_training(&self, training: bool) {
+        (**self).set_training(training);
     }
 }

@@ -1,8 +1,6 @@
 //! Layers in a row, and the one layer that behaves differently in training.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-
-use super::Module;
+use super::{Mode, Module, Part, Role};
 use crate::{Error, Result, Tensor};
 
 /// Layers applied one after another (PyTorch's `nn.Sequential`).
@@ -39,16 +37,16 @@ impl Module for Sequential {
         self.layers.iter().try_fold(x.shallow_clone(), |x, layer| layer.forward(&x))
     }
 
-    fn parameters(&self) -> Vec<&Tensor> {
-        self.layers.iter().flat_map(|l| l.parameters()).collect()
+    fn visit<'a>(&'a self, prefix: &str, see: &mut dyn FnMut(String, Role, &'a Tensor)) {
+        self.layers.show(prefix, see);
     }
 
-    fn parameters_mut(&mut self) -> Vec<&mut Tensor> {
-        self.layers.iter_mut().flat_map(|l| l.parameters_mut()).collect()
+    fn visit_mut<'a>(&'a mut self, prefix: &str, see: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
+        self.layers.show_mut(prefix, see);
     }
 
     fn set_training(&self, training: bool) {
-        self.layers.iter().for_each(|l| l.set_training(training));
+        self.layers.switch(training);
     }
 }
 
@@ -66,7 +64,7 @@ impl Module for Sequential {
 /// ```
 pub struct Dropout {
     p: f64,
-    training: AtomicBool,
+    mode: Mode,
 }
 
 impl Dropout {
@@ -78,24 +76,14 @@ impl Dropout {
         if !(0.0..1.0).contains(&p) {
             return Err(Error::invalid("Dropout::new", format!("the probability {p} is not in 0.0..1.0")));
         }
-        Ok(Dropout { p, training: AtomicBool::new(true) })
+        Ok(Dropout { p, mode: Mode::default() })
     }
 }
 
 impl Module for Dropout {
+    crate::parts!(mode);
+
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        if self.training.load(Ordering::Relaxed) { x.dropout(self.p) } else { Ok(x.shallow_clone()) }
-    }
-
-    fn parameters(&self) -> Vec<&Tensor> {
-        Vec::new()
-    }
-
-    fn parameters_mut(&mut self) -> Vec<&mut Tensor> {
-        Vec::new()
-    }
-
-    fn set_training(&self, training: bool) {
-        self.training.store(training, Ordering::Relaxed);
+        if self.mode.is_training() { x.dropout(self.p) } else { Ok(x.shallow_clone()) }
     }
 }

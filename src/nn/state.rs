@@ -77,10 +77,26 @@ impl StateDict {
         }
     }
 
+    /// The names that only one of the two has.
+    pub(crate) fn compared_with(&self, wanted: &StateDict) -> IncompatibleKeys {
+        let owned = |names: Vec<&str>| names.into_iter().map(String::from).collect();
+        let missing_keys = owned(wanted.names_not_in(self));
+        IncompatibleKeys { missing_keys, unexpected_keys: owned(self.names_not_in(wanted)) }
+    }
+
     fn names_not_in<'a>(&'a self, other: &StateDict) -> Vec<&'a str> {
         let known: std::collections::HashSet<&str> = other.names().collect();
         self.names().filter(|n| !known.contains(n)).collect()
     }
+}
+
+/// Names that a module and the state loaded into it do not have in common; see [`super::Module::load_state_dict`].
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct IncompatibleKeys {
+    /// Tensors of the module that kept their values.
+    pub missing_keys: Vec<String>,
+    /// Entries that the module has no tensor for.
+    pub unexpected_keys: Vec<String>,
 }
 
 impl FromIterator<(String, Tensor)> for StateDict {

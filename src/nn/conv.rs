@@ -1,0 +1,84 @@
+//! Convolutional layers.
+
+use super::{Module, init};
+use crate::tensor::TensorOptions;
+use crate::{ConvOptions, ConvTransposeOptions, Result, Tensor};
+
+macro_rules! layers {
+    ($($(#[$doc:meta])* $name:ident, $dims:literal, $options:ident, $method:ident, $turned:literal;)*) => { $(
+        $(#[$doc])*
+        pub struct $name {
+            weight: Tensor,
+            bias: Option<Tensor>,
+            options: $options<$dims>,
+        }
+
+        impl $name {
+            /// A layer from `inputs` to `outputs` channels with a bias; weight and bias uniform in ±1/√(elements of a window),
+            /// as PyTorch's.
+            ///
+            /// # Errors
+            /// [`crate::Error::Invalid`] where the groups do not divide both; [`crate::Error::UnsupportedDType`] for dtypes that
+            /// are no floats; [`crate::Error::OutOfMemory`].
+            pub fn new(
+                inputs: usize,
+                outputs: usize,
+                kernel: [usize; $dims],
+                options: $options<$dims>,
+                tensors: impl Into<TensorOptions>,
+            ) -> Result<$name> {
+                let (groups, tensors) = (options.groups, tensors.into());
+                if groups == 0 || inputs % groups != 0 || outputs % groups != 0 {
+                    let reason = format!("{groups} groups do not divide {inputs} and {outputs} channels evenly");
+                    return Err(crate::Error::invalid(concat!(stringify!($name), "::new"), reason));
+                }
+                let first = if $turned { [inputs, outputs / groups] } else { [outputs, inputs / groups] };
+                let shape: Vec<usize> = first.into_iter().chain(kernel).collect();
+                let fan = shape[1..].iter().product();
+                let weight = init::default_parameter(&shape, fan, tensors)?;
+                Ok($name { weight, bias: Some(init::default_parameter(&[outputs], fan, tensors)?), options })
+            }
+
+            /// Without the bias.
+            pub fn without_bias(self) -> $name {
+                $name { bias: None, ..self }
+            }
+
+            /// The weight.
+            pub fn weight(&self) -> &Tensor {
+                &self.weight
+            }
+
+            /// The bias, `[outputs]`.
+            pub fn bias(&self) -> Option<&Tensor> {
+                self.bias.as_ref()
+            }
+        }
+
+        impl Module for $name {
+            crate::parts!(weight, bias);
+
+            fn forward(&self, x: &Tensor) -> Result<Tensor> {
+                x.$method(&self.weight, self.bias.as_ref(), self.options)
+            }
+        }
+    )* };
+}
+
+layers! {
+    /// [`Tensor::conv1d`] with a weight `[outputs, inputs / groups, kernel]` of its own (PyTorch's `nn.Conv1d`).
+    Conv1d, 1, ConvOptions, conv1d, false;
+    /// [`Tensor::conv2d`] with a weight `[outputs, inputs / groups, rows, columns]` of its own (PyTorch's `nn.Conv2d`).
+    ///
+    /// ```
+    /// use claystone::{ConvOptions, Device, Tensor, nn::{Conv2d, Module}};
+    /// let options = ConvOptions { padding: 1.into(), ..ConvOptions::default() };
+    /// let conv = Conv2d::new(3, 8, [3, 3], options, Device::Cpu)?;
+    /// assert_eq!(conv.forward(&Tensor::ones(&[2, 3, 5, 5], Device::Cpu)?)?.shape().dims(), [2, 8, 5, 5]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    Conv2d, 2, ConvOptions, conv2d, false;
+    /// [`Tensor::conv_transpose2d`] with a weight `[inputs, outputs / groups, rows, columns]` of its own (PyTorch's
+    /// `nn.ConvTranspose2d`).
+    ConvTranspose2d, 2, ConvTransposeOptions, conv_transpose2d, true;
+}

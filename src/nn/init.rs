@@ -1,0 +1,133 @@
+//! First values of parameters, in place (PyTorch's `torch.nn.init`). Gradients do not see it.
+
+use crate::tensor::TensorOptions;
+use crate::{Error, Result, Scalar, Tensor, no_grad};
+
+/// Which side of a weight `[outputs, inputs, ..]` decides how large its elements are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Fan {
+    /// Elements that an output is summed from: keeps the variance forward.
+    #[default]
+    In,
+    /// Elements that an input goes into: keeps the variance backward.
+    Out,
+}
+
+/// The elements of a weight that one output has, and one input.
+fn fans(op: &'static str, t: &Tensor) -> Result<(f64, f64)> {
+    match t.shape().dims() {
+        [outputs, inputs, kernel @ ..] => {
+            let taps = kernel.iter().product::<usize>() as f64;
+            Ok((*inputs as f64 * taps, *outputs as f64 * taps))
+        }
+        _ => Err(Error::invalid(op, format!("a weight has two dims at least, this one has shape {}", t.shape()))),
+    }
+}
+
+/// `t = random * scale + shift`.
+fn draw(t: &Tensor, random: Result<Tensor>, scale: f64, shift: f64) -> Result<()> {
+    let numbers = [Scalar::Float(scale), Scalar::Float(shift)];
+    no_grad(|| Tensor::map_into(&[&random?], &numbers, &[t], |x, s| vec![&x[0] * &s[0] + &s[1]]))
+}
+
+/// All elements the same (`constant_`).
+///
+/// # Errors
+/// As [`Tensor::fill_`].
+pub fn constant_(t: &Tensor, value: impl Into<Scalar>) -> Result<()> {
+    no_grad(|| t.fill_(value).map(|_| ()))
+}
+
+/// Uniform in `low..high` (`uniform_`).
+///
+/// # Errors
+/// [`Error::UnsupportedDType`] for integers; [`Error::OutOfMemory`].
+pub fn uniform_(t: &Tensor, low: f64, high: f64) -> Result<()> {
+    draw(t, Tensor::rand(t.shape(), t), high - low, low)
+}
+
+/// Normal (`normal_`).
+///
+/// # Errors
+/// As [`uniform_`].
+pub fn normal_(t: &Tensor, mean: f64, std: f64) -> Result<()> {
+    draw(t, Tensor::randn(t.shape(), t), std, mean)
+}
+
+/// Normal, drawn again where it is not within `low..=high` (`trunc_normal_`).
+///
+/// # Errors
+/// As [`uniform_`]; [`Error::Invalid`] for bounds that hold less than a thousandth of the distribution.
+pub fn trunc_normal_(t: &Tensor, mean: f64, std: f64, low: f64, high: f64) -> Result<()> {
+    let op = "trunc_normal_";
+    let below = |x: f64| 0.5 * libm::erfc(-(x - mean) / (std * std::f64::consts::SQRT_2));
+    let inside = below(high) - below(low);
+    if inside.is_nan() || inside < 1e-3 {
+        return Err(Error::invalid(op, format!("{low}..={high} holds next to nothing of that distribution")));
+    }
+    normal_(t, mean, std)?;
+    // So often that of a billion elements hardly one is left, which is then put on the bound.
+    let rounds = ((1e-12f64).ln() / (1.0 - inside).max(1e-12).ln()).ceil() as usize;
+    let numbers = [mean, std, low, high].map(Scalar::Float);
+    no_grad(|| {
+        for _ in 0..rounds {
+            let random = Tensor::randn(t.shape(), t)?;
+            Tensor::map_into(&[t, &random], &numbers, &[t], |x, s| {
+                let out = x[0].lt(&s[2]).max(x[0].gt(&s[3]));
+                vec![out.select(&x[1] * &s[1] + &s[0], &x[0])]
+            })?;
+        }
+        t.clamp_(low, high).map(|_| ())
+    })
+}
+
+/// Uniform with the variance that keeps that of activations under a leaky ReLU of slope `a` (He et al.; `kaiming_uniform_`):
+/// 0 for a ReLU.
+///
+/// # Errors
+/// As [`uniform_`]; [`Error::Invalid`] for less than two dims.
+pub fn kaiming_uniform_(t: &Tensor, a: f64, fan: Fan) -> Result<()> {
+    let bound = 3f64.sqrt() * kaiming("kaiming_uniform_", t, a, fan)?;
+    uniform_(t, -bound, bound)
+}
+
+/// [`kaiming_uniform_`] with a normal distribution (`kaiming_normal_`).
+///
+/// # Errors
+/// As [`kaiming_uniform_`].
+pub fn kaiming_normal_(t: &Tensor, a: f64, fan: Fan) -> Result<()> {
+    normal_(t, 0.0, kaiming("kaiming_normal_", t, a, fan)?)
+}
+
+fn kaiming(op: &'static str, t: &Tensor, a: f64, fan: Fan) -> Result<f64> {
+    let (inputs, outputs) = fans(op, t)?;
+    let n = if fan == Fan::In { inputs } else { outputs };
+    Ok((2.0 / (1.0 + a * a)).sqrt() / n.max(1.0).sqrt())
+}
+
+/// Uniform with the variance that suits both directions, times `gain²` (Glorot and Bengio; `xavier_uniform_`).
+///
+/// # Errors
+/// As [`kaiming_uniform_`].
+pub fn xavier_uniform_(t: &Tensor, gain: f64) -> Result<()> {
+    let (inputs, outputs) = fans("xavier_uniform_", t)?;
+    let bound = gain * (6.0 / (inputs + outputs).max(1.0)).sqrt();
+    uniform_(t, -bound, bound)
+}
+
+/// [`xavier_uniform_`] with a normal distribution (`xavier_normal_`).
+///
+/// # Errors
+/// As [`kaiming_uniform_`].
+pub fn xavier_normal_(t: &Tensor, gain: f64) -> Result<()> {
+    let (inputs, outputs) = fans("xavier_normal_", t)?;
+    normal_(t, 0.0, gain * (2.0 / (inputs + outputs).max(1.0)).sqrt())
+}
+
+/// What layers start from unless told otherwise: uniform in ±1/√fan, requiring a gradient.
+pub(super) fn default_parameter(shape: &[usize], fan: usize, options: TensorOptions) -> Result<Tensor> {
+    let bound = 1.0 / (fan.max(1) as f64).sqrt();
+    let t = Tensor::rand(shape, options)?;
+    Tensor::map_into(&[&t], &[bound.into()], &[&t], |x, s| vec![(&x[0] * 2.0 - 1.0) * &s[0]])?;
+    t.requires_grad_(true)
+}

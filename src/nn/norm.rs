@@ -1,0 +1,192 @@
+//! Normalising layers.
+
+use super::{Buffer, Mode, Module};
+use crate::tensor::TensorOptions;
+use crate::{BatchNormOptions, DType, Result, Tensor};
+
+fn ones(n: &[usize], options: TensorOptions) -> Result<Tensor> {
+    Tensor::ones(n, options)?.requires_grad_(true)
+}
+
+fn zeros(n: &[usize], options: TensorOptions) -> Result<Tensor> {
+    Tensor::zeros(n, options)?.requires_grad_(true)
+}
+
+/// [`Tensor::batch_norm`] with a weight, a bias and running statistics for each channel of `[N, C, ..]` (PyTorch's
+/// `nn.BatchNorm1d` and its kin).
+///
+/// ```
+/// use claystone::{Device, Tensor, nn::{BatchNorm2d, Module}};
+/// let norm = BatchNorm2d::new(3, Device::Cpu)?;
+/// let x = Tensor::randn(&[8, 3, 4, 4], Device::Cpu)?.add_scalar(5)?;
+/// assert!(norm.forward(&x)?.mean((), false)?.item::<f32>()?.abs() < 1e-5);
+/// norm.eval(); // the running mean has come a tenth of the way
+/// assert!(norm.forward(&x)?.mean((), false)?.item::<f32>()? > 4.0);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+pub struct BatchNorm {
+    weight: Tensor,
+    bias: Tensor,
+    running_mean: Buffer,
+    running_var: Buffer,
+    num_batches_tracked: Buffer,
+    mode: Mode,
+    momentum: f64,
+    eps: f64,
+}
+
+/// [`BatchNorm`] by PyTorch's name for `[N, C]` and `[N, C, L]`.
+pub type BatchNorm1d = BatchNorm;
+/// [`BatchNorm`] by PyTorch's name for `[N, C, H, W]`.
+pub type BatchNorm2d = BatchNorm;
+
+impl BatchNorm {
+    /// For this many channels, with a momentum of 0.1 and an eps of 1e-5.
+    ///
+    /// # Errors
+    /// [`crate::Error::UnsupportedDType`] for dtypes that are no floats; [`crate::Error::OutOfMemory`].
+    pub fn new(channels: usize, options: impl Into<TensorOptions>) -> Result<BatchNorm> {
+        let options = options.into();
+        Ok(BatchNorm {
+            weight: ones(&[channels], options)?,
+            bias: zeros(&[channels], options)?,
+            running_mean: Buffer(Tensor::zeros(channels, options)?),
+            running_var: Buffer(Tensor::ones(channels, options)?),
+            num_batches_tracked: Buffer(Tensor::zeros((), (DType::I64, options.device))?),
+            mode: Mode::default(),
+            momentum: 0.1,
+            eps: 1e-5,
+        })
+    }
+
+    /// With another momentum: how far the running statistics move towards a batch's.
+    pub fn with_momentum(self, momentum: f64) -> BatchNorm {
+        BatchNorm { momentum, ..self }
+    }
+
+    /// With another number added to the variance.
+    pub fn with_eps(self, eps: f64) -> BatchNorm {
+        BatchNorm { eps, ..self }
+    }
+}
+
+impl Module for BatchNorm {
+    crate::parts!(weight, bias, running_mean, running_var, num_batches_tracked, mode);
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let training = self.mode.is_training();
+        let out = x.batch_norm(BatchNormOptions {
+            running_mean: Some(&self.running_mean.0),
+            running_var: Some(&self.running_var.0),
+            weight: Some(&self.weight),
+            bias: Some(&self.bias),
+            training,
+            momentum: self.momentum,
+            eps: self.eps,
+        })?;
+        if training {
+            self.num_batches_tracked.0.add_scalar_(1)?;
+        }
+        Ok(out)
+    }
+}
+
+/// [`Tensor::layer_norm`] with a weight and a bias of the normalised shape (PyTorch's `nn.LayerNorm`).
+pub struct LayerNorm {
+    weight: Tensor,
+    bias: Option<Tensor>,
+    shape: Vec<usize>,
+    eps: f64,
+}
+
+impl LayerNorm {
+    /// For last dims of this shape, with an eps of 1e-5.
+    ///
+    /// # Errors
+    /// As [`BatchNorm::new`].
+    pub fn new(shape: &[usize], options: impl Into<TensorOptions>) -> Result<LayerNorm> {
+        let options = options.into();
+        let (weight, bias) = (ones(shape, options)?, Some(zeros(shape, options)?));
+        Ok(LayerNorm { weight, bias, shape: shape.to_vec(), eps: 1e-5 })
+    }
+
+    /// Without the bias.
+    pub fn without_bias(self) -> LayerNorm {
+        LayerNorm { bias: None, ..self }
+    }
+
+    /// With another number added to the variance.
+    pub fn with_eps(self, eps: f64) -> LayerNorm {
+        LayerNorm { eps, ..self }
+    }
+}
+
+impl Module for LayerNorm {
+    crate::parts!(weight, bias);
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        x.layer_norm(&self.shape, Some(&self.weight), self.bias.as_ref(), self.eps)
+    }
+}
+
+/// [`Tensor::group_norm`] with a weight and a bias for each channel (PyTorch's `nn.GroupNorm`).
+pub struct GroupNorm {
+    weight: Tensor,
+    bias: Tensor,
+    groups: usize,
+    eps: f64,
+}
+
+impl GroupNorm {
+    /// For this many groups of channels, with an eps of 1e-5.
+    ///
+    /// # Errors
+    /// As [`BatchNorm::new`].
+    pub fn new(groups: usize, channels: usize, options: impl Into<TensorOptions>) -> Result<GroupNorm> {
+        let options = options.into();
+        Ok(GroupNorm { weight: ones(&[channels], options)?, bias: zeros(&[channels], options)?, groups, eps: 1e-5 })
+    }
+
+    /// With another number added to the variance.
+    pub fn with_eps(self, eps: f64) -> GroupNorm {
+        GroupNorm { eps, ..self }
+    }
+}
+
+impl Module for GroupNorm {
+    crate::parts!(weight, bias);
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        x.group_norm(self.groups, Some(&self.weight), Some(&self.bias), self.eps)
+    }
+}
+
+/// [`Tensor::rms_norm`] with a weight of the normalised shape (PyTorch's `nn.RMSNorm`).
+pub struct RmsNorm {
+    weight: Tensor,
+    shape: Vec<usize>,
+    eps: Option<f64>,
+}
+
+impl RmsNorm {
+    /// For last dims of this shape, with the dtype's eps.
+    ///
+    /// # Errors
+    /// As [`BatchNorm::new`].
+    pub fn new(shape: &[usize], options: impl Into<TensorOptions>) -> Result<RmsNorm> {
+        Ok(RmsNorm { weight: ones(shape, options.into())?, shape: shape.to_vec(), eps: None })
+    }
+
+    /// With this number added to the mean square.
+    pub fn with_eps(self, eps: f64) -> RmsNorm {
+        RmsNorm { eps: Some(eps), ..self }
+    }
+}
+
+impl Module for RmsNorm {
+    crate::parts!(weight);
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        x.rms_norm(&self.shape, Some(&self.weight), self.eps)
+    }
+}
