@@ -2,6 +2,7 @@
 
 use std::sync::LazyLock;
 
+use super::catalogue::{Dtypes, Gives, Kind, Operation};
 use super::elementwise::{self, Params};
 use super::expr::Expr;
 use crate::autograd;
@@ -10,6 +11,23 @@ use crate::{DType, Graph, Result, Scalar, Tensor};
 /// `x`, and a scalar: made once, since making one asks the heap.
 static IDENTITY: LazyLock<[Expr; 1]> = LazyLock::new(|| [Expr::input(0)]);
 static SCALAR: LazyLock<[Expr; 1]> = LazyLock::new(|| [Expr::scalar(0)]);
+
+pub(super) static OPERATIONS: &[Operation] = &[
+    Operation::new("clone", "clone", Kind::Copying, Dtypes::All, Gives::Same, |a| a.x(0)?.try_clone()).differentiable(),
+    Operation::new("contiguous", "contiguous", Kind::Copying, Dtypes::All, Gives::Same, |a| a.x(0)?.contiguous())
+        .differentiable(),
+    Operation::new("to_dtype", "to", Kind::Copying, Dtypes::All, Gives::Float, |a| a.x(0)?.to_dtype(a.dtype(0)?))
+        .differentiable(),
+    Operation::new("copy_", "copy_", Kind::InPlace, Dtypes::All, Gives::Same, |a| {
+        a.x(0)?.copy_(a.x(1)?).map(Tensor::shallow_clone)
+    }),
+    Operation::new("fill_", "fill_", Kind::InPlace, Dtypes::All, Gives::Same, |a| {
+        a.x(0)?.fill_(a.scalar(0)?).map(Tensor::shallow_clone)
+    }),
+    Operation::new("zero_", "zero_", Kind::InPlace, Dtypes::All, Gives::Same, |a| {
+        a.x(0)?.zero_().map(Tensor::shallow_clone)
+    }),
+];
 
 impl Tensor {
     /// A deep copy: a new contiguous tensor of this shape that shares nothing, the fallible form of [`Clone`].

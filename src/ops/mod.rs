@@ -8,8 +8,10 @@
 use crate::autograd;
 use crate::{DType, Device, Error, Result, Tensor};
 
+pub(crate) mod arguments;
 mod attention;
 pub(crate) mod autocast;
+pub(crate) mod catalogue;
 mod collapse;
 mod conv;
 pub(crate) mod convert;
@@ -47,6 +49,7 @@ mod primitives;
 pub(crate) mod program;
 mod random;
 pub(crate) mod reduce;
+pub(crate) mod registry;
 mod row;
 mod rows;
 mod scan;
@@ -63,6 +66,8 @@ pub use conv::{ConvOptions, ConvTransposeOptions, Padding};
 pub(crate) use conv::{fold, unfold};
 pub use einsum::TensordotDims;
 pub(crate) use elementwise::formula;
+pub use arguments::Argument;
+pub use catalogue::{Dtypes, Gives, Kind, Operation, operations, operations_markdown};
 pub use expr::Expr;
 pub use gather::ScatterReduce;
 pub(crate) use gather::check_index;
@@ -74,6 +79,7 @@ pub use table::{Accepts, Output, ROWS, Row};
 pub use precision::{get_float32_matmul_precision, set_float32_matmul_precision};
 pub use random::manual_seed;
 pub use reduce::ReduceDims;
+pub use registry::{Backend, Implementation, Registration, call, register};
 pub use row::{CrossEntropy, LossReduction};
 
 #[cfg(test)]

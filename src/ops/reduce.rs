@@ -66,6 +66,11 @@ impl<const N: usize> From<&[isize; N]> for ReduceDims {
 }
 
 impl ReduceDims {
+    /// The dims; None for all.
+    pub(crate) fn given(&self) -> Option<&[isize]> {
+        self.0.as_deref()
+    }
+
     /// For each dim of `shape`, whether it is reduced.
     pub(super) fn mask(&self, op: &'static str, shape: &Shape) -> Result<Mask> {
         let Some(dims) = &self.0 else { return Ok(SmallVec::from_elem(true, shape.rank())) };

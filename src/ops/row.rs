@@ -7,10 +7,12 @@
 use smallvec::SmallVec;
 
 use super::autocast::widened;
+use super::catalogue::{Dtypes, Gives, Kind, Operation};
 use super::collapse::Walk;
 use super::elementwise::{Params, apply};
 use super::expr::Expr;
 use super::recorded_with_result;
+use super::registry::replaced;
 use crate::autograd::{self, Saved};
 use crate::tensor::{Dims, Layout};
 use crate::{DType, Device, Error, Result, Shape, Tensor};
@@ -153,6 +155,17 @@ fn at_least_1d(t: &Tensor) -> Tensor {
     }
 }
 
+pub(super) static OPERATIONS: &[Operation] = &[
+    Operation::new("softmax", "softmax", Kind::NeuralNetwork, Dtypes::Floats, Gives::Same, |a| {
+        a.x(0)?.softmax(a.int(0)?)
+    })
+    .differentiable(),
+    Operation::new("log_softmax", "log_softmax", Kind::NeuralNetwork, Dtypes::Floats, Gives::Same, |a| {
+        a.x(0)?.log_softmax(a.int(0)?)
+    })
+    .differentiable(),
+];
+
 impl Tensor {
     /// `exp(x) / sum(exp(x))` along `dim` (PyTorch's `softmax`); floats. Differentiable, one launch either way.
     ///
@@ -178,6 +191,7 @@ impl Tensor {
     }
 
     fn normalised(&self, op: &'static str, forward: RowOp, backward: RowOp, dim: isize) -> Result<Tensor> {
+        replaced!(op, [self], dim);
         self.dtype.check_float(op)?;
         if let Some(wide) = widened(&[self])? {
             return wide[0].normalised(op, forward, backward, dim);

@@ -40,6 +40,8 @@ pub struct Row {
     pub name: &'static str,
     /// What it computes, and the name of PyTorch's operation.
     pub doc: &'static str,
+    /// The name of its form in place, where it has one.
+    pub in_place: Option<&'static str>,
     /// How many tensors it takes.
     pub arity: usize,
     /// The operands that are masks: of any dtype, and without a say in the result's.
@@ -115,6 +117,7 @@ macro_rules! define {
                 pub(crate) static $name: Row = Row {
                     name: stringify!($name),
                     doc: concat!($($doc),+),
+                    in_place: [$(Some(stringify!($inplace)),)? None][0],
                     arity: [$(stringify!($x)),+].len(),
                     masks: &[$(masks!($masks))?],
                     samples: &[$($($sample),+)?],

@@ -9,7 +9,7 @@ mod report;
 mod snapshot;
 mod trace;
 
-use std::io::{self, ErrorKind};
+use std::io::{self, ErrorKind, Write};
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
@@ -35,6 +35,8 @@ enum Command {
     Snapshot(snapshot::Args),
     /// List the devices, with their memory and driver
     Devices,
+    /// Print the tables of all operations: docs/operations.md
+    Operations,
 }
 
 fn main() -> ExitCode {
@@ -42,6 +44,7 @@ fn main() -> ExitCode {
         Command::Replay(args) => replay::run(&args, &mut io::stdout()),
         Command::Snapshot(args) => snapshot::run(&args, &mut io::stdout()),
         Command::Devices => devices::run(&mut io::stdout()),
+        Command::Operations => write!(io::stdout(), "{}", claystone::ops::operations_markdown()).map(|()| true),
     };
     match done {
         Ok(true) => ExitCode::SUCCESS,

@@ -1,0 +1,22 @@
+use claystone::DType;
+use ndarray::ArrayD;
+
+use crate::harness::{Case, case};
+
+pub fn cases() -> Vec<Case> {
+    let same = |x: &[ArrayD<f64>]| vec![x[0].clone()];
+    let mut cases = Vec::new();
+    for shape in [&[][..], &[0, 3], &[5], &[3, 7], &[2, 3, 5]] {
+        cases.push(case("clone").input(shape).gives(same));
+        cases.push(case("contiguous").input(shape).gives(same));
+        cases.push(case("zero_").input(shape).gives(|x| vec![x[0].mapv(|_| 0.0)]));
+        cases.push(case("fill_").input(shape).arg(1).gives(|x| vec![x[0].mapv(|_| 1.0)]));
+    }
+    for shape in [&[5, 3][..], &[0, 3]] {
+        cases.push(case("to_dtype").input(shape).floats().arg(DType::F32).gives(same));
+        cases.push(case("copy_").input(shape).input(&shape[1..]).gives(|x| {
+            vec![x[1].broadcast(x[0].raw_dim()).expect("the source broadcasts").to_owned()]
+        }));
+    }
+    cases
+}

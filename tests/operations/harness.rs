@@ -1,0 +1,443 @@
+//! What every operation goes through: each case on every device, in several dtypes and layouts, against its reference in
+//! f64, and its gradient against central differences of that reference.
+
+use claystone::ops::{self, Argument, Dtypes, Kind, Operation};
+use claystone::{DType, Device, Error, Result, Tensor};
+use half::{bf16, f16};
+use ndarray::{ArrayD, IxDyn};
+
+use crate::common::{devices, f64s};
+
+/// In a case's arguments: the device that is tested.
+pub const HERE: Argument = Argument::Device(Device::Cpu);
+
+/// How far a result may be off, of its scale: absolute below 1, relative above. Integers are exact.
+fn tolerance(dtype: DType) -> f64 {
+    match dtype {
+        DType::F64 => 1e-11,
+        DType::F32 => 1e-5,
+        DType::F16 => 3e-3,
+        DType::BF16 => 2.5e-2,
+        _ => 0.0,
+    }
+}
+
+/// How far a gradient may be off central differences in f64, of its scale.
+const GRADIENT_TOLERANCE: f64 = 2e-6;
+/// Cases of more elements are not differentiated: differences cost two references an element.
+const GRADIENT_ELEMENTS: usize = 400;
+
+#[derive(Clone, Debug)]
+enum Values {
+    Between(f64, f64),
+    /// No two alike: whole numbers around 0, shuffled.
+    Distinct,
+    /// I64, below this.
+    Index(usize),
+    Mask,
+    Given(ArrayD<f64>, DType),
+}
+
+#[derive(Clone, Debug)]
+struct Operand {
+    shape: Vec<usize>,
+    values: Values,
+}
+
+type Reference = dyn Fn(&[ArrayD<f64>]) -> Vec<ArrayD<f64>> + Send + Sync;
+
+/// An operation on operands of some shapes, with its reference. Made by [`case`].
+pub struct Case {
+    pub op: &'static Operation,
+    operands: Vec<Operand>,
+    arguments: Vec<Argument>,
+    dtypes: Dtypes,
+    tolerance: f64,
+    gradient: bool,
+    reference: Option<Box<Reference>>,
+}
+
+/// A case of the operation `name` of the catalogue.
+pub fn case(name: &str) -> Case {
+    let op = ops::operations().iter().find(|op| op.name == name);
+    let op = op.unwrap_or_else(|| panic!("{name} is not in the catalogue"));
+    let (operands, arguments) = (Vec::new(), Vec::new());
+    Case { op, operands, arguments, dtypes: op.takes, tolerance: 1.0, gradient: true, reference: None }
+}
+
+#[allow(dead_code)] // for every family to come
+impl Case {
+    fn operand(mut self, shape: &[usize], values: Values) -> Case {
+        self.operands.push(Operand { shape: shape.to_vec(), values });
+        self
+    }
+
+    /// The next tensor, of the tested dtype, with values between -2 and 2.
+    pub fn input(self, shape: &[usize]) -> Case {
+        self.operand(shape, Values::Between(-2.0, 2.0))
+    }
+
+    /// The next tensor, with values in a range.
+    pub fn input_in(self, shape: &[usize], range: std::ops::Range<f64>) -> Case {
+        self.operand(shape, Values::Between(range.start, range.end))
+    }
+
+    /// The next tensor, no two elements alike (up to 200 of them in 8 bits).
+    pub fn distinct(self, shape: &[usize]) -> Case {
+        self.operand(shape, Values::Distinct)
+    }
+
+    /// The next tensor: i64 indices below `below`.
+    pub fn index(self, shape: &[usize], below: usize) -> Case {
+        self.operand(shape, Values::Index(below))
+    }
+
+    /// The next tensor: bool.
+    pub fn mask(self, shape: &[usize]) -> Case {
+        self.operand(shape, Values::Mask)
+    }
+
+    /// The next tensor: these values in this dtype, whatever dtype is tested.
+    pub fn fixed(self, values: ArrayD<f64>, dtype: DType) -> Case {
+        let shape = values.shape().to_vec();
+        self.operand(&shape, Values::Given(values, dtype))
+    }
+
+    /// The next argument. A dtype stands for the tested one, [`HERE`] for the device.
+    pub fn arg(mut self, argument: impl Into<Argument>) -> Case {
+        self.arguments.push(argument.into());
+        self
+    }
+
+    /// Only in floats.
+    pub fn floats(self) -> Case {
+        Case { dtypes: Dtypes::Floats, ..self }
+    }
+
+    /// Only in integers.
+    pub fn integers(self) -> Case {
+        Case { dtypes: Dtypes::IntegersOnly, ..self }
+    }
+
+    /// A multiple of the dtype's tolerance: say why.
+    pub fn tolerance(self, factor: f64) -> Case {
+        Case { tolerance: factor, ..self }
+    }
+
+    /// The gradient is not checked: say why.
+    pub fn no_gradient(self) -> Case {
+        Case { gradient: false, ..self }
+    }
+
+    /// What is right, from the operands' values (as their dtypes hold them), in f64.
+    pub fn gives(self, f: impl Fn(&[ArrayD<f64>]) -> Vec<ArrayD<f64>> + Send + Sync + 'static) -> Case {
+        Case { reference: Some(Box::new(f)), ..self }
+    }
+
+    /// Whether an operand has no elements.
+    pub fn is_empty(&self) -> bool {
+        self.operands.iter().any(|o| o.shape.contains(&0))
+    }
+
+    /// Whether there is a tensor among the operands.
+    pub fn has_operands(&self) -> bool {
+        !self.operands.is_empty()
+    }
+
+    fn right(&self, x: &[ArrayD<f64>]) -> Vec<ArrayD<f64>> {
+        self.reference.as_ref().unwrap_or_else(|| panic!("{}: the case has no reference", self.op.name))(x)
+    }
+
+    fn arguments(&self, dtype: DType, device: Device) -> Vec<Argument> {
+        let place = |a: &Argument| match a {
+            Argument::Device(_) => Argument::Device(device),
+            Argument::DType(_) if self.op.kind <= Kind::Random => Argument::DType(dtype),
+            other => other.clone(),
+        };
+        self.arguments.iter().map(place).collect()
+    }
+}
+
+/// How operands lie in memory.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Lie {
+    Contiguous,
+    /// Dims from last to first, gaps after each, from an odd offset on.
+    Strided,
+    /// The last dim from its end.
+    Backwards,
+    /// One slice for all of the first dim.
+    Expanded,
+}
+
+/// Element `i` of `n` of operand `k`, before it is rounded to a dtype.
+fn value(values: &Values, k: usize, i: usize, n: usize) -> f64 {
+    // Low-discrepancy points; no two operands alike.
+    let u = ((i + 1) as f64 * [0.618_033_988_749_895, 0.754_877_666_246_693, 0.569_840_290_998_053][k % 3]
+        + k as f64 * 0.137)
+        .fract();
+    match values {
+        Values::Between(low, high) => low + u * (high - low),
+        // 101 and n have no common divisor, or it is 101: then it is 103.
+        Values::Distinct => ((i * if n % 101 == 0 { 103 } else { 101 }) % n) as f64 - (n / 2) as f64,
+        Values::Index(below) => (u * *below as f64).floor(),
+        Values::Mask => f64::from(u < 0.5),
+        Values::Given(array, _) => array.iter().nth(i).copied().unwrap_or_default(),
+    }
+}
+
+/// `x` as `dtype` holds it.
+pub fn rounded(x: f64, dtype: DType) -> f64 {
+    match dtype {
+        DType::F64 => x,
+        DType::F32 => f64::from(x as f32),
+        DType::F16 => f16::from_f32(x as f32).to_f64(),
+        DType::BF16 => bf16::from_f32(x as f32).to_f64(),
+        DType::Bool => f64::from(x > 0.0),
+        DType::I64 | DType::I32 => x.round(),
+        DType::U8 => x.round().rem_euclid(256.0),
+        _ => x.round().abs(),
+    }
+}
+
+impl Operand {
+    fn dtype(&self, tested: DType) -> DType {
+        match &self.values {
+            Values::Index(_) => DType::I64,
+            Values::Mask => DType::Bool,
+            Values::Given(_, dtype) => *dtype,
+            _ => tested,
+        }
+    }
+
+    fn is_tested(&self) -> bool {
+        matches!(self.values, Values::Between(..) | Values::Distinct)
+    }
+
+    /// The values as the operation sees them.
+    fn array(&self, k: usize, dtype: DType, lie: Lie) -> ArrayD<f64> {
+        let dtype = self.dtype(dtype);
+        let n: usize = self.shape.iter().product();
+        let rest: usize = self.shape.iter().skip(1).product();
+        let mut i = 0;
+        ArrayD::from_shape_simple_fn(IxDyn(&self.shape), || {
+            let at = if lie == Lie::Expanded && self.expands() { i % rest } else { i };
+            i += 1;
+            let x = value(&self.values, k, at, n);
+            if matches!(self.values, Values::Between(..)) && !dtype.is_float() && dtype != DType::Bool {
+                return rounded(if dtype == DType::U8 || dtype == DType::U32 { x.abs() } else { x }, dtype);
+            }
+            rounded(x, dtype)
+        })
+    }
+
+    /// Elements that have to differ, and those that were given, are not repeated.
+    fn expands(&self) -> bool {
+        self.shape.first().is_some_and(|&d| d > 1) && matches!(self.values, Values::Between(..) | Values::Mask)
+    }
+
+    fn tensor(&self, array: &ArrayD<f64>, dtype: DType, device: Device, lie: Lie) -> Result<Tensor> {
+        let dtype = self.dtype(dtype);
+        let made = |values: Vec<f64>, shape: &[usize]| {
+            if dtype.is_float() {
+                return Tensor::from_vec(values, shape, Device::Cpu)?.to_dtype(dtype)?.to_device(device);
+            }
+            let whole: Vec<i64> = values.iter().map(|&x| x as i64).collect();
+            Tensor::from_vec(whole, shape, Device::Cpu)?.to_dtype(dtype)?.to_device(device)
+        };
+        let rank = self.shape.len();
+        match lie {
+            _ if rank == 0 => made(array.iter().copied().collect(), &[]),
+            Lie::Contiguous => made(array.iter().copied().collect(), &self.shape),
+            Lie::Strided => {
+                let turned = array.view().reversed_axes();
+                let memory: Vec<usize> = turned.shape().iter().map(|d| d + 2).collect();
+                let mut filled = ArrayD::from_elem(IxDyn(&memory), 1.0);
+                let inside = turned.shape().to_vec();
+                filled.slice_each_axis_mut(|axis| (1..1 + inside[axis.axis.index()]).into()).assign(&turned);
+                let mut t = made(filled.iter().copied().collect(), &memory)?;
+                for (d, &len) in inside.iter().enumerate() {
+                    t = t.narrow(d as isize, 1, len)?;
+                }
+                t.permute(&(0..rank as isize).rev().collect::<Vec<_>>())
+            }
+            Lie::Backwards => {
+                let mut turned = array.clone();
+                turned.invert_axis(ndarray::Axis(rank - 1));
+                made(turned.iter().copied().collect(), &self.shape)?.flip(-1)
+            }
+            Lie::Expanded if self.expands() => {
+                let rest: usize = self.shape[1..].iter().product();
+                let mut shape = self.shape.clone();
+                shape[0] = 1;
+                made(array.iter().take(rest).copied().collect(), &shape)?.expand(&self.shape[..])
+            }
+            Lie::Expanded => made(array.iter().copied().collect(), &self.shape),
+        }
+    }
+}
+
+/// The dtypes and layouts to run on a device. The first OpenCL device compiles a kernel for each, so there it is fewer; others
+/// get one.
+fn variants(case: &Case, device: Device) -> Result<Vec<(DType, Lie)>> {
+    use Lie::*;
+    let all = [Contiguous, Strided, Backwards, Expanded];
+    let fp64 = device.info()?.fp64;
+    let dtypes: Vec<DType> = DType::ALL
+        .into_iter()
+        .filter(|&t| case.op.takes.contain(t) && case.dtypes.contain(t) && (fp64 || t != DType::F64))
+        .collect();
+    let main = if dtypes.contains(&DType::F32) { DType::F32 } else { dtypes[0] };
+    let mut variants: Vec<(DType, Lie)> = match device {
+        Device::OpenCL(i) if i > 0 => return Ok(vec![(main, Contiguous)]),
+        _ => all.map(|lie| (main, lie)).into(),
+    };
+    for (i, &dtype) in dtypes.iter().enumerate().filter(|(_, t)| **t != main) {
+        let often = device == Device::Cpu || matches!(dtype, DType::F16 | DType::I64 | DType::Bool);
+        if often || case.op.kind != Kind::Elementwise {
+            variants.push((dtype, if device == Device::Cpu { all[i % 4] } else { Strided }));
+        }
+        if device == Device::Cpu {
+            variants.push((dtype, Contiguous));
+        }
+    }
+    Ok(variants)
+}
+
+fn close(got: f64, right: f64, tolerance: f64) -> bool {
+    got == right || (got.is_nan() && right.is_nan()) || (got - right).abs() <= tolerance * right.abs().max(1.0)
+}
+
+fn compare(what: &str, got: &Tensor, right: &ArrayD<f64>, tolerance: f64) {
+    assert_eq!(got.shape().dims(), right.shape(), "{what}: shape");
+    for (i, (got, right)) in f64s(got).iter().zip(right).enumerate() {
+        assert!(close(*got, *right, tolerance), "{what}: element {i} is {got} instead of {right}");
+    }
+}
+
+fn check_values(case: &Case, device: Device, dtype: DType, lie: Lie) -> Result<()> {
+    let what = format!("{} {:?} on {device} in {dtype}, {lie:?}", case.op.name, case.arguments);
+    let arrays: Vec<_> = case.operands.iter().enumerate().map(|(k, o)| o.array(k, dtype, lie)).collect();
+    let zipped = case.operands.iter().zip(&arrays);
+    let tensors = zipped.map(|(o, a)| o.tensor(a, dtype, device, lie)).collect::<Result<Vec<_>>>()?;
+    let outs = ops::call(case.op.name, &tensors.iter().collect::<Vec<_>>(), &case.arguments(dtype, device))?;
+    let right = case.right(&arrays);
+    assert_eq!(outs.len(), right.len(), "{what}: number of results");
+    assert_eq!(outs[0].dtype(), case.op.gives.of(dtype), "{what}: dtype of the result");
+    for (out, right) in outs.iter().zip(&right) {
+        assert_eq!(out.device(), device, "{what}: device of the result");
+        let right = right.mapv(|x| if out.dtype().is_float() { x } else { rounded_result(x, out.dtype()) });
+        let factor = case.tolerance * tolerance(if out.dtype().is_float() { out.dtype() } else { DType::I64 });
+        compare(&what, out, &right, factor);
+    }
+    // Nothing but the first tensor of an operation in place may have changed.
+    for (k, (t, a)) in tensors.iter().zip(&arrays).enumerate().skip(usize::from(case.op.kind == Kind::InPlace)) {
+        compare(&format!("{what}: operand {k} afterwards"), t, a, 0.0);
+    }
+    Ok(())
+}
+
+/// A result of integers as its dtype holds it, wrapped.
+fn rounded_result(x: f64, dtype: DType) -> f64 {
+    match dtype {
+        DType::U8 => x.rem_euclid(256.0),
+        DType::U32 => x.rem_euclid(4_294_967_296.0),
+        _ => x,
+    }
+}
+
+/// Central differences of the reference, weighted by a cotangent for each result, against backward.
+fn check_gradient(case: &Case, device: Device, lie: Lie) -> Result<()> {
+    let what = format!("gradient of {} {:?} on {device}, {lie:?}", case.op.name, case.arguments);
+    let arrays: Vec<_> = case.operands.iter().enumerate().map(|(k, o)| o.array(k, DType::F64, lie)).collect();
+    let leaves = (case.operands.iter().zip(&arrays))
+        .map(|(o, a)| o.tensor(a, DType::F64, device, lie)?.requires_grad_(o.is_tested()))
+        .collect::<Result<Vec<_>>>()?;
+    let outs = ops::call(case.op.name, &leaves.iter().collect::<Vec<_>>(), &case.arguments(DType::F64, device))?;
+    let weight = |o: usize, i: usize| 0.5 + ((i * 7 + o * 3 + 1) as f64 * 0.618_033_988_749_895).fract();
+    for (o, out) in outs.iter().enumerate().filter(|(_, out)| out.requires_grad()) {
+        let weights: Vec<f64> = (0..out.numel()).map(|i| weight(o, i)).collect();
+        out.backward_with(&Tensor::from_vec(weights, out.shape(), device)?)?;
+    }
+    assert!(outs.iter().any(Tensor::requires_grad), "{what}: no result is in the graph");
+    let loss = |x: &[ArrayD<f64>]| -> f64 {
+        let weighted = |(o, right): (usize, &ArrayD<f64>)| -> f64 {
+            let tracked = outs[o].requires_grad();
+            right.iter().enumerate().map(|(i, r)| if tracked { r * weight(o, i) } else { 0.0 }).sum()
+        };
+        case.right(x).iter().enumerate().map(weighted).sum()
+    };
+    for (k, leaf) in leaves.iter().enumerate().filter(|(k, _)| case.operands[*k].is_tested()) {
+        let got = match leaf.grad() {
+            Some(grad) => {
+                assert_eq!(grad.shape(), leaf.shape(), "{what}: shape");
+                f64s(&grad)
+            }
+            None => ArrayD::zeros(IxDyn(leaf.shape().dims())),
+        };
+        let mut kinks = 0;
+        for (i, got) in got.iter().enumerate() {
+            let slope = |h: f64| {
+                let mut x = arrays.clone();
+                let mut at = |by: f64| {
+                    *x[k].iter_mut().nth(i).expect("an element") += by;
+                    loss(&x)
+                };
+                let up = at(h);
+                (up - at(-2.0 * h)) / (2.0 * h)
+            };
+            // where two widths disagree there is a kink or a jump between them
+            let (right, other) = (slope(1e-5), slope(3e-6));
+            if !close(right, other, GRADIENT_TOLERANCE / 2.0) {
+                kinks += 1;
+                continue;
+            }
+            assert!(close(*got, right, GRADIENT_TOLERANCE), "{what}: by element {i} of {k}: {got} instead of {right}");
+        }
+        assert!(kinks <= 3 + got.len() / 10, "{what}: {kinks} kinks");
+    }
+    Ok(())
+}
+
+fn named<T>(case: &Case, result: Result<T, Error>) -> T {
+    result.unwrap_or_else(|e| panic!("{} {:?}: {e}", case.op.name, case.arguments))
+}
+
+/// Runs every case, or those of the operation named by the environment variable `CASE`.
+pub fn check(cases: Vec<Case>) {
+    let only = std::env::var("CASE").ok();
+    for case in cases.iter().filter(|case| only.as_deref().is_none_or(|name| name == case.op.name)) {
+        for device in devices() {
+            for (dtype, lie) in named(case, variants(case, device)) {
+                named(case, check_values(case, device, dtype, lie));
+            }
+            let elements: usize = case.operands.iter().map(|o| o.shape.iter().product::<usize>()).sum();
+            let differentiated = case.op.is_differentiable() && case.gradient && case.dtypes.contain(DType::F64);
+            let second = matches!(device, Device::OpenCL(i) if i > 0);
+            if differentiated && elements <= GRADIENT_ELEMENTS && !second && named(case, device.info()).fp64 {
+                let lies = if device == Device::Cpu { &[Lie::Contiguous, Lie::Expanded][..] } else { &[Lie::Strided] };
+                lies.iter().for_each(|&lie| named(case, check_gradient(case, device, lie)));
+            }
+        }
+    }
+}
+
+/// Runs a case on the CPU with its operation replaced by one that counts and calls what is built in.
+pub fn check_replaced(case: &Case) {
+    use claystone::ops::{Backend, Implementation, register};
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    static CALLS: AtomicUsize = AtomicUsize::new(0);
+    let name = case.op.name;
+    let counting = Implementation::new(move |x, arguments| {
+        CALLS.fetch_add(1, Ordering::Relaxed);
+        ops::call(name, x, arguments)
+    });
+    let _kept = named(case, register(name, Backend::Cpu, counting));
+    let before = CALLS.load(Ordering::Relaxed);
+    let dtype = named(case, variants(case, Device::Cpu))[0].0;
+    named(case, check_values(case, Device::Cpu, dtype, Lie::Contiguous));
+    assert!(CALLS.load(Ordering::Relaxed) > before, "{name}: the method does not ask the registry");
+    if case.op.is_differentiable() && case.gradient && case.dtypes.contain(DType::F64) && !case.is_empty() {
+        named(case, check_gradient(case, Device::Cpu, Lie::Contiguous));
+    }
+}

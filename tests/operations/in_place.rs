@@ -1,0 +1,49 @@
+//! Rows in place: what the row computes lands in the first tensor, through strides.
+
+use claystone::ops::{self, Kind, ROWS};
+use claystone::{DType, Result, Scalar, Tensor};
+
+use crate::common::{each_device, f64s};
+
+fn in_place_is_out_of_place(row: &'static ops::Row, name: &str, device: claystone::Device) -> Result<()> {
+    let shape = [5, 3];
+    let operand = |k: usize| {
+        let (low, high) = row.domain[k];
+        let points = (0..15).map(|i| low + ((i + 1) as f64 * 0.618 + k as f64 * 0.3).fract() * (high - low));
+        Tensor::from_vec(points.map(|x| x as f32).collect(), &shape, device)
+    };
+    let operands = (0..row.arity).map(operand).collect::<Result<Vec<_>>>()?;
+    let scalars: Vec<Scalar> = row.samples.iter().map(|&s| s.into()).collect();
+    let right = row.apply(&operands.iter().collect::<Vec<_>>(), &scalars)?;
+    if right.dtype() != DType::F32 {
+        let refused = ops::call(name, &operands.iter().collect::<Vec<_>>(), &arguments(&scalars));
+        assert!(refused.is_err(), "{name} cannot change the dtype");
+        return Ok(());
+    }
+    let memory = Tensor::full(&[4, 7], 9.0, device)?;
+    let target = memory.narrow(0, 1, 3)?.narrow(1, 1, 5)?.t()?;
+    target.copy_(&operands[0])?;
+    let mut tensors: Vec<&Tensor> = operands.iter().collect();
+    tensors[0] = &target;
+    let out = ops::call(name, &tensors, &arguments(&scalars))?.remove(0);
+    assert!(out.shares_storage(&memory));
+    assert_eq!(f64s(&target), f64s(&right), "{name} on {device}");
+    let outside = f64s(&memory).iter().filter(|&&x| x == 9.0).count();
+    assert!(outside >= 4 * 7 - 15, "{name} on {device} wrote outside its view");
+    Ok(())
+}
+
+fn arguments(scalars: &[Scalar]) -> Vec<ops::Argument> {
+    scalars.iter().map(|&s| s.into()).collect()
+}
+
+#[test]
+fn every_row_in_place() {
+    each_device(|device| {
+        for row in ROWS {
+            let Some(name) = row.in_place else { continue };
+            in_place_is_out_of_place(row, name, device).unwrap_or_else(|e| panic!("{name} on {device}: {e}"));
+            assert!(ops::operations().iter().any(|op| op.name == name && op.kind == Kind::InPlace));
+        }
+    });
+}

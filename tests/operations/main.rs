@@ -1,0 +1,72 @@
+//! Every operation of the catalogue, on every device: values, gradients, dtypes, layouts, empty tensors. A family's cases are
+//! in the file of its name; `CASE=name` runs those of one operation.
+
+#[path = "../common/mod.rs"]
+mod common;
+mod harness;
+mod in_place;
+
+use std::collections::HashSet;
+
+use claystone::ops::{self, Kind};
+use harness::Case;
+
+/// Declares the families: a module, and a test that runs its cases.
+macro_rules! families {
+    ($($family:ident),* $(,)?) => {
+        $(mod $family;)*
+
+        $(#[test]
+        fn $family() {
+            harness::check($family::cases());
+        })*
+
+        fn all_cases() -> Vec<Case> {
+            let families: Vec<Vec<Case>> = vec![$($family::cases()),*];
+            families.into_iter().flatten().collect()
+        }
+    };
+}
+
+families! {
+    copies,
+    softmax,
+}
+
+#[test]
+fn every_operation_has_cases() {
+    let cases = all_cases();
+    let names: HashSet<&str> = cases.iter().map(|case| case.op.name).collect();
+    let listed = || ops::operations().iter().filter(|op| op.row().is_none());
+    let missing: Vec<&str> = listed().map(|op| op.name).filter(|name| !names.contains(name)).collect();
+    assert!(missing.is_empty(), "operations without a case: {missing:?}");
+    let with_operands: HashSet<&str> = cases.iter().filter(|c| c.has_operands()).map(|c| c.op.name).collect();
+    let empty: HashSet<&str> = cases.iter().filter(|c| c.is_empty()).map(|c| c.op.name).collect();
+    let missing: Vec<_> = with_operands.difference(&empty).collect();
+    assert!(missing.is_empty(), "operations without a case of no elements: {missing:?}");
+}
+
+#[test]
+fn every_computation_can_be_replaced() {
+    let mut seen = HashSet::new();
+    for case in all_cases().iter().filter(|case| case.op.is_replaceable()) {
+        if seen.insert(case.op.name) {
+            harness::check_replaced(case);
+        }
+    }
+}
+
+#[test]
+fn the_page_of_operations_is_what_the_program_prints() {
+    let page = include_str!("../../docs/operations.md");
+    let right = ops::operations_markdown();
+    assert_eq!(page, right, "run: cargo run -- operations > docs/operations.md");
+    let rows = page.lines().filter(|line| line.starts_with("| `")).count();
+    assert_eq!(rows, ops::operations().len());
+}
+
+#[test]
+fn kinds_are_in_the_order_of_the_page() {
+    let kinds: Vec<Kind> = ops::operations().iter().map(|op| op.kind).collect();
+    assert!(kinds.is_sorted());
+}
