@@ -60,14 +60,14 @@ pub mod table;
 pub(crate) mod tiles;
 mod window;
 
+pub use arguments::Argument;
 pub use attention::Attention;
 pub use autocast::{autocast, autocast_dtype};
+pub use catalogue::{Dtypes, Gives, Kind, Operation, operations, operations_markdown};
 pub use conv::{ConvOptions, ConvTransposeOptions, Padding};
 pub(crate) use conv::{fold, unfold};
 pub use einsum::TensordotDims;
 pub(crate) use elementwise::formula;
-pub use arguments::Argument;
-pub use catalogue::{Dtypes, Gives, Kind, Operation, operations, operations_markdown};
 pub use expr::Expr;
 pub use gather::ScatterReduce;
 pub(crate) use gather::check_index;
