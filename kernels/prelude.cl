@@ -170,6 +170,20 @@ long rem_long(long a, long b, __global int* fault)
     return b == 0 || b == -1 ? 0 : a % b;
 }
 
+long shl_long(long a, long b) { return b < 0 || b > 63 ? 0 : (long)((ulong)a << b); }
+long shr_long(long a, long b) { return a >> (b < 0 || b > 63 ? 63 : b); }
+
+long gcd_long(long a, long b)
+{
+    ulong x = (ulong)abs_long(a), y = (ulong)abs_long(b);
+    while (y > 0) {
+        ulong rest = x % y;
+        x = y;
+        y = rest;
+    }
+    return (long)x;
+}
+
 // By squaring; a negative power is 0 unless the base is 1 or -1.
 long pow_long(long a, long b)
 {

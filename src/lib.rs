@@ -55,7 +55,8 @@ pub use error::{Error, Result};
 pub use graph::Graph;
 pub use ops::{
     AvgPoolOptions, BatchNormOptions, ConvOptions, ConvTransposeOptions, CrossEntropy, Expr, LossReduction,
-    MaxPoolOptions, Padding, ReduceDims, autocast, autocast_dtype, get_float32_matmul_precision, manual_seed,
+    MaxPoolOptions, Padding, ReduceDims, autocast, autocast_dtype, can_cast, get_default_dtype,
+    get_float32_matmul_precision, manual_seed, promote_types, result_type, set_default_dtype,
     set_float32_matmul_precision,
 };
 pub use tensor::{Index, Indices, NewShape, PadMode, Shape, Tensor, TensorOptions};

@@ -57,12 +57,16 @@ fn dimensions_and_indices_out_of_range() {
 fn dtypes_that_differ_or_do_not_fit() {
     each_device(|d| {
         let (a, b) = (iota(&[3], d), Tensor::ones(&[3], (DType::F16, d)).unwrap());
-        let e = refused(d, &["mul", "f32", "f16", "to_dtype"], || a.mul(&b));
+        let e = refused(d, &["matmul", "f32", "f16", "to_dtype"], || a.matmul(&b));
         assert!(matches!(e, Error::DTypeMismatch { lhs: DType::F32, rhs: DType::F16, .. }));
         refused(d, &["f32", "f64"], || a.to_vec::<f64>());
         let ints = Tensor::ones(&[3], (DType::I64, d)).unwrap();
         refused(d, &["requires_grad_", "i64"], || ints.detach().requires_grad_(true));
-        refused(d, &["add_scalar", "0.5", "i64"], || ints.add_scalar(0.5));
+        refused(d, &["add_", "i64", "f32"], || ints.add_(&a).map(|_| ()));
+        refused(d, &["mul_scalar", "i64", "f32"], || ints.mul_scalar_(0.5).map(|_| ()));
+        refused(d, &["add_scalar", "bool", "i64"], || ints.eq_scalar(1)?.add_scalar_(1).map(|_| ()));
+        refused(d, &["bitwise_and", "f32"], || a.bitwise_and(&ints));
+        refused(d, &["masked_fill", "0.5", "i64"], || ints.masked_fill(&ints, 0.5));
         refused(d, &["mean", "i64"], || ints.mean((), false));
         refused(d, &["exp", "i64"], || ints.exp_().map(|_| ()));
         refused(d, &["rand", "i32"], || Tensor::rand(&[2], (DType::I32, d)));
@@ -108,10 +112,10 @@ fn integer_division_by_zero() {
             let a = Tensor::full(&[100], 7, (dtype, d)).unwrap();
             let b = Tensor::ones(&[100], (dtype, d)).unwrap();
             b.narrow(0, 63, 1).unwrap().fill_(0).unwrap();
-            refused(d, &["division by zero"], || a.div(&b)?.to_dtype(DType::I64)?.to_vec::<i64>());
-            refused(d, &["division by zero"], || a.rem(&b)?.to_dtype(DType::I64)?.to_vec::<i64>());
-            refused(d, &["division by zero"], || a.div_scalar(0)?.to_dtype(DType::I64)?.to_vec::<i64>());
-            assert_eq!(a.div_scalar(2).unwrap().to_dtype(DType::I64).unwrap().to_vec::<i64>().unwrap(), [3; 100]);
+            refused(d, &["division by zero"], || a.div_trunc(&b)?.to_dtype(DType::I64)?.to_vec::<i64>());
+            refused(d, &["division by zero"], || a.fmod(&b)?.to_dtype(DType::I64)?.to_vec::<i64>());
+            refused(d, &["division by zero"], || a.div_trunc_scalar(0)?.to_dtype(DType::I64)?.to_vec::<i64>());
+            assert_eq!(a.div_trunc_scalar(2).unwrap().to_dtype(DType::I64).unwrap().to_vec::<i64>().unwrap(), [3; 100]);
         }
         let a = iota(&[2], d);
         assert_eq!(a.div_scalar(0).unwrap().to_vec::<f32>().unwrap()[1], f32::INFINITY, "floats divide by zero");

@@ -251,9 +251,10 @@ fn of_row(row: &'static Row) -> impl Iterator<Item = Operation> {
     let gives = match (row.output, row.accepts) {
         (Output::Bool, _) => Gives::Bool,
         (Output::Same, Accepts::Float) => Gives::Float,
-        (Output::Same, Accepts::Any) => Gives::Same,
+        (Output::Same, Accepts::Any | Accepts::Integer) => Gives::Same,
     };
-    let (takes, torch) = (Dtypes::All, torch_name(row));
+    let takes = if row.accepts == Accepts::Integer { Dtypes::Integers } else { Dtypes::All };
+    let torch = torch_name(row);
     let entry = |name, kind, call| Operation { name, torch, kind, takes, gives, differentiable: false, call };
     let in_place = row.in_place.map(|name| entry(name, Kind::InPlace, Call::RowInPlace(row)));
     std::iter::once(entry(row.name, Kind::Elementwise, Call::Row(row))).chain(in_place)

@@ -59,6 +59,8 @@ fn unary(op: Unary, x: &Expr, y: &Expr) -> Option<Expr> {
         Unary::Cos => -x.sin(),
         Unary::Tanh => 1.0 - y.square(),
         Unary::Erf => (-x.square()).exp() * std::f64::consts::FRAC_2_SQRT_PI,
+        Unary::Erfc => (-x.square()).exp() * -std::f64::consts::FRAC_2_SQRT_PI,
+        Unary::Lgamma => x.digamma(),
         Unary::Atan => (x.square() + 1.0).recip(),
         Unary::Sigmoid => y * (1.0 - y),
     })
@@ -70,6 +72,8 @@ fn binary(op: Binary, a: &Expr, b: &Expr, y: &Expr, da: Option<&Expr>, db: Optio
     let db_times = |f: &dyn Fn() -> Expr| db.map(|d| d * f());
     match op {
         Binary::Lt | Binary::Le | Binary::Eq => None,
+        Binary::And | Binary::Or | Binary::Xor | Binary::Shl | Binary::Shr | Binary::Gcd => None,
+        Binary::Copysign => da_times(&|| a.eq(0.0).select(0.0, y / a)),
         Binary::Add => sum(da.cloned(), db.cloned()),
         Binary::Sub => sum(da.cloned(), db.map(|d| -d)),
         Binary::Mul => sum(da_times(&|| b.clone()), db_times(&|| a.clone())),

@@ -1,7 +1,7 @@
 //! The OpenCL reader and the prelude against the CPU's, on every OpenCL device present.
 
 use super::convert::store_tile;
-use super::expr::{Binary, Unary};
+use super::expr::{Binary, Op, Unary};
 use super::kernels::with_prelude;
 use super::lane::Lane;
 use super::program::Program;
@@ -74,7 +74,7 @@ fn on_device<C: Lane>(
     Ok(out.chunks(len).map(<[C]>::to_vec).collect())
 }
 
-const UNARIES: [Unary; 19] = [
+const UNARIES: [Unary; 21] = [
     Unary::Neg,
     Unary::Abs,
     Unary::Floor,
@@ -92,11 +92,13 @@ const UNARIES: [Unary; 19] = [
     Unary::Cos,
     Unary::Tanh,
     Unary::Erf,
+    Unary::Erfc,
+    Unary::Lgamma,
     Unary::Atan,
     Unary::Sigmoid,
 ];
 
-const BINARIES: [Binary; 11] = [
+const BINARIES: [Binary; 12] = [
     Binary::Add,
     Binary::Sub,
     Binary::Mul,
@@ -108,9 +110,12 @@ const BINARIES: [Binary; 11] = [
     Binary::Lt,
     Binary::Le,
     Binary::Eq,
+    Binary::Copysign,
 ];
 
-/// Every primitive as a result of its own, with their selection.
+const INTEGERS: [Binary; 6] = [Binary::And, Binary::Or, Binary::Xor, Binary::Shl, Binary::Shr, Binary::Gcd];
+
+/// Every primitive of floats as a result of its own, with their selection.
 fn all_primitives() -> Vec<Expr> {
     let (x, y) = (Expr::input(0), Expr::input(1));
     let unary = UNARIES.iter().map(|&u| Expr::unary(u, x.clone()));
@@ -145,7 +150,11 @@ fn floating_point_primitives_agree() {
             for i in 0..a.len() {
                 let (got, right) = (got[j][i], exact[j][i]);
                 let right = if tolerance > 1e-9 { f64::from(right as f32) } else { right };
-                assert!(close(got, right, tolerance), "{what}: {expr:?} at {}, {}: {got} {right}", a[i], b[i]);
+                // beside a zero of the logarithm of gamma, and among its poles, few digits are left
+                let rough = matches!(expr.op(), Op::Unary(Unary::Lgamma)) && right.is_finite();
+                let near = close(got, right, tolerance)
+                    || (rough && (got - right).abs() <= 10.0 * tolerance * right.abs().max(1.0));
+                assert!(near, "{what}: {expr:?} at {}, {}: {got} {right}", a[i], b[i]);
             }
         }
     };
@@ -164,9 +173,13 @@ fn floating_point_primitives_agree() {
 
 #[test]
 fn integer_primitives_are_equal() {
-    let exprs: Vec<Expr> =
-        all_primitives().into_iter().filter(|e| !Program::new(std::slice::from_ref(e)).needs_float()).collect();
-    assert!(exprs.len() >= 17);
+    let bits = INTEGERS.iter().map(|&b| Expr::binary(b, Expr::input(0), Expr::input(1)));
+    let exprs: Vec<Expr> = all_primitives()
+        .into_iter()
+        .filter(|e| !Program::new(std::slice::from_ref(e)).needs_float())
+        .chain(bits)
+        .collect();
+    assert!(exprs.len() >= 23);
     let program = Program::new(&exprs);
     let values = [0, 1, -1, 2, -2, 7, -7, 1000, i64::MAX, i64::MIN, 1 << 40, -(1 << 33) + 1, 63];
     let all = || values.iter().flat_map(|&a| values.iter().map(move |&b| (a, b)));

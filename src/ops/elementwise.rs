@@ -12,7 +12,7 @@ use super::philox::Seed;
 use super::program::Program;
 use super::rows::rows;
 use super::table::{Accepts, Output, Row, methods};
-use super::{cpu_map, memo, opencl_map, registry, same_device};
+use super::{cpu_map, memo, opencl_map, promote, registry, same_device};
 use crate::autograd::{self, Saved};
 use crate::device::opencl::{self, ClDevice};
 use crate::{Compute, DType, Device, Error, Result, Scalar, Shape, Tensor};
@@ -183,32 +183,43 @@ pub(super) fn broadcast_shape(op: &'static str, inputs: &[&Tensor]) -> Result<Sh
     inputs.iter().try_fold(Shape::default(), |shape, t| shape.broadcast(op, t.shape()))
 }
 
-/// Checks what a row says about its inputs: one dtype for all but masks, whole scalars for integers. Gives the dtype of
-/// the result.
-fn check_row(row: &Row, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<DType> {
+/// The dtype that a row's operands but its masks meet in.
+fn common_dtype(row: &Row, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<DType> {
     let op = row.name;
-    let mut operands = inputs.iter().enumerate().filter(|(i, _)| !row.masks.contains(i)).map(|(_, t)| t.dtype);
-    let dtype = operands.next().unwrap_or(inputs[0].dtype);
-    if let Some(rhs) = operands.find(|t| *t != dtype) {
-        return Err(Error::DTypeMismatch { op, lhs: dtype, rhs });
+    // Where a mask chooses, numbers are made what the tensors are; elsewhere they have a say.
+    let numbers = if row.masks.is_empty() { scalars } else { &[] };
+    let operands = inputs.iter().enumerate().filter(|(i, _)| !row.masks.contains(i));
+    let common = promote::common(operands.map(|(_, t)| (t.dtype, t.rank() == 0)), numbers).unwrap_or(inputs[0].dtype);
+    match row.accepts {
+        Accepts::Float if !common.is_float() => return Ok(promote::get_default_dtype()),
+        Accepts::Integer if common.is_float() => {
+            return Err(Error::UnsupportedDType { op, dtype: common, expected: "integers or bool" });
+        }
+        _ => {}
     }
-    if dtype.is_float() {
-        return Ok(if row.output == Output::Bool { DType::Bool } else { dtype });
-    }
-    if row.accepts == Accepts::Any {
-        scalars.iter().try_for_each(|s| s.check_whole(op, dtype))?;
-    }
-    Ok(match (row.output, row.accepts) {
-        (Output::Bool, _) => DType::Bool,
-        (Output::Same, Accepts::Any) => dtype,
-        (Output::Same, Accepts::Float) => DType::F32,
-    })
+    scalars.iter().filter(|_| !common.is_float()).try_for_each(|s| s.check_whole(op, common))?;
+    Ok(common)
 }
 
-/// A mask of floats beside integers: computed in floats, large ones would be rounded.
-fn rounding_mask(row: &Row, inputs: &[&Tensor]) -> Option<usize> {
-    let integers = |i: &usize| !row.masks.contains(i) && !inputs[*i].dtype.is_float();
-    row.masks.iter().copied().find(|&m| inputs[m].dtype.is_float() && (0..inputs.len()).any(|i| integers(&i)))
+/// The operands, where one has to be converted before the launch, which reads each in its own dtype and computes in the
+/// widest of them.
+fn converted(row: &Row, inputs: &[&Tensor], common: DType) -> Result<Option<SmallVec<[Tensor; 3]>>> {
+    let is_mask = |i: usize| row.masks.contains(&i);
+    let integers = || inputs.iter().enumerate().all(|(i, t)| is_mask(i) || !t.dtype.is_float());
+    let wanted = |i: usize| match inputs[i].dtype {
+        // A mask of floats beside integers: computed in floats, large ones would be rounded.
+        float if is_mask(i) && float.is_float() && !common.is_float() => DType::Bool,
+        mask if is_mask(i) => mask,
+        // A 0-d tensor must not make the launch wider than its result.
+        wide if wide.compute() > common.compute() => common,
+        // Integers compared with a fraction: neither operands nor result say that they are to be floats.
+        _ if row.output == Output::Bool && common.is_float() && integers() => common,
+        dtype => dtype,
+    };
+    if (0..inputs.len()).all(|i| wanted(i) == inputs[i].dtype) {
+        return Ok(None);
+    }
+    (0..inputs.len()).map(|i| inputs[i].to_dtype(wanted(i))).collect::<Result<_>>().map(Some)
 }
 
 impl Row {
@@ -236,17 +247,15 @@ impl Row {
 /// A table row on tensors: what every generated method calls. Recorded where an input is tracked.
 pub(crate) fn apply_row(row: &'static Row, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<Tensor> {
     same_device(row.name, inputs)?;
-    let dtype = check_row(row, inputs, scalars)?;
+    let common = common_dtype(row, inputs, scalars)?;
     let arguments = || scalars.iter().map(|&s| s.into()).collect();
     if let Some(mut out) = registry::replacement(row.name, inputs, arguments)? {
         return Ok(out.swap_remove(0));
     }
-    if let Some(m) = rounding_mask(row, inputs) {
-        let mask = inputs[m].cast(DType::Bool)?;
-        let mut inputs = SmallVec::<[&Tensor; 3]>::from_slice(inputs);
-        inputs[m] = &mask;
-        return apply_row(row, &inputs, scalars);
+    if let Some(converted) = converted(row, inputs, common)? {
+        return apply_row(row, &converted.iter().collect::<SmallVec<[&Tensor; 3]>>(), scalars);
     }
+    let dtype = if row.output == Output::Bool { DType::Bool } else { common };
     let params = Params { scalars, seeds: &[] };
     apply_tracked(row.name, inputs, params, row.expr(), dtype, &|i| row.derivatives()[i].clone())
 }
@@ -255,24 +264,23 @@ pub(crate) fn apply_row(row: &'static Row, inputs: &[&Tensor], scalars: &[Scalar
 pub(crate) fn apply_row_(row: &'static Row, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<()> {
     same_device(row.name, inputs)?;
     let (target, others) = (inputs[0], &inputs[1..]);
-    let dtype = check_row(row, inputs, scalars)?;
-    if dtype != target.dtype {
-        let expected = "floats: in place it cannot change the dtype";
-        return Err(Error::UnsupportedDType { op: row.name, dtype: target.dtype, expected });
+    let common = common_dtype(row, inputs, scalars)?;
+    if row.output == Output::Same {
+        promote::check_in_place(row.name, common, target)?;
     }
     autograd::check_in_place(row.name, target, others)?;
     let arguments = || scalars.iter().map(|&s| s.into()).collect();
     if let Some(out) = registry::replacement(row.name, inputs, arguments)? {
         return target.copy_(&out[0]).map(|_| ());
     }
-    if let Some(m) = rounding_mask(row, inputs) {
-        let mask = inputs[m].cast(DType::Bool)?;
-        let mut inputs = SmallVec::<[&Tensor; 3]>::from_slice(inputs);
-        inputs[m] = &mask;
-        return apply_row_(row, &inputs, scalars);
-    }
     let params = Params { scalars, seeds: &[] };
-    apply_into(row.name, inputs, params, std::slice::from_ref(row.expr()), &[target])
+    let expr = std::slice::from_ref(row.expr());
+    match converted(row, inputs, common)? {
+        Some(inputs) => {
+            apply_into(row.name, &inputs.iter().collect::<SmallVec<[&Tensor; 3]>>(), params, expr, &[target])
+        }
+        None => apply_into(row.name, inputs, params, expr, &[target]),
+    }
 }
 
 rows!(methods);

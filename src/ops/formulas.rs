@@ -65,6 +65,10 @@ unary! {
     tanh => Tanh;
     /// The error function.
     erf => Erf;
+    /// `1 - erf(x)`, exact where that is small.
+    erfc => Erfc;
+    /// The logarithm of |gamma(x)|.
+    lgamma => Lgamma;
     /// The arc tangent, in radians.
     atan => Atan;
     /// The logistic function `1 / (1 + exp(-x))`.
@@ -84,6 +88,8 @@ binary! {
     le => Le;
     /// 1 where x equals `other`, else 0. (Formulas themselves are compared with `==`.)
     eq => Eq;
+    /// x with the sign of `other`.
+    copysign => Copysign;
 }
 
 /// Comparisons and logic: 1 and 0; whatever is not 0 is true.

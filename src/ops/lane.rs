@@ -6,7 +6,8 @@ use crate::{Compute, Scalar};
 
 /// A type formulas are evaluated in: f32, f64, or i64 for integers, which wrap.
 ///
-/// The functions of floats are never called on integers (see [`needs_float`](super::program::Program::needs_float)); there they give their operand.
+/// The functions of floats are never called on integers (see [`needs_float`](super::program::Program::needs_float)), those of
+/// bits never on floats; there they give their operand.
 #[rustfmt::skip]
 pub(crate) trait Lane: bytemuck::Pod + PartialOrd + Send + Sync + std::fmt::Debug {
     const COMPUTE: Compute;
@@ -53,8 +54,18 @@ pub(crate) trait Lane: bytemuck::Pod + PartialOrd + Send + Sync + std::fmt::Debu
     fn is_huge_angle(self) -> bool { false }
     fn tanh(self) -> Self { self }
     fn erf(self) -> Self { self }
+    fn erfc(self) -> Self { self }
+    fn lgamma(self) -> Self { self }
     fn atan(self) -> Self { self }
     fn sigmoid(self) -> Self { self }
+    fn copysign(self, _: Self) -> Self { self }
+
+    fn and(self, _: Self) -> Self { self }
+    fn or(self, _: Self) -> Self { self }
+    fn xor(self, _: Self) -> Self { self }
+    fn shl(self, _: Self) -> Self { self }
+    fn shr(self, _: Self) -> Self { self }
+    fn gcd(self, _: Self) -> Self { self }
 }
 
 macro_rules! methods {
@@ -126,6 +137,7 @@ macro_rules! float_arithmetic {
             round(self) -> Self = $t::round_ties_even(self);
             trunc(self) -> Self = $t::trunc(self);
             sqrt(self) -> Self = $t::sqrt(self);
+            copysign(self, b) -> Self = $t::copysign(self, b);
         }
     };
 }
@@ -146,6 +158,8 @@ impl Lane for f32 {
         is_huge_angle(self) -> bool = f32::abs(self) > math::TRIG_LIMIT;
         tanh(self) -> f32 = math::tanh(self);
         erf(self) -> f32 = math::erf(self);
+        erfc(self) -> f32 = libm::erfc(f64::from(self)) as f32;
+        lgamma(self) -> f32 = libm::lgamma(f64::from(self)) as f32;
         atan(self) -> f32 = math::atan(self);
         sigmoid(self) -> f32 = math::sigmoid(self);
         pow(self, b) -> f32 = math::pow(self, b);
@@ -167,6 +181,8 @@ impl Lane for f64 {
         cos(self) -> f64 = Unary::Cos.eval(self);
         tanh(self) -> f64 = Unary::Tanh.eval(self);
         erf(self) -> f64 = Unary::Erf.eval(self);
+        erfc(self) -> f64 = Unary::Erfc.eval(self);
+        lgamma(self) -> f64 = Unary::Lgamma.eval(self);
         atan(self) -> f64 = Unary::Atan.eval(self);
         sigmoid(self) -> f64 = Unary::Sigmoid.eval(self);
         pow(self, b) -> f64 = Binary::Pow.eval(self, b);
@@ -187,7 +203,22 @@ impl Lane for i64 {
         max(self, b) -> i64 = Ord::max(self, b);
         min(self, b) -> i64 = Ord::min(self, b);
         pow(self, b) -> i64 = integer_power(self, b);
+        and(self, b) -> i64 = self & b;
+        or(self, b) -> i64 = self | b;
+        xor(self, b) -> i64 = self ^ b;
+        shl(self, b) -> i64 = if (0..64).contains(&b) { self << b } else { 0 };
+        shr(self, b) -> i64 = self >> if (0..64).contains(&b) { b } else { 63 };
+        gcd(self, b) -> i64 = greatest_common_divisor(self, b);
     }
+}
+
+/// Euclid's.
+fn greatest_common_divisor(a: i64, b: i64) -> i64 {
+    let (mut a, mut b) = (a.unsigned_abs(), b.unsigned_abs());
+    while b > 0 {
+        (a, b) = (b, a % b);
+    }
+    a as i64
 }
 
 /// By squaring, wrapping. A negative power is the truncated quotient: 0 unless the base is 1 or -1.

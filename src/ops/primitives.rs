@@ -2,6 +2,8 @@
 
 use std::hash::{Hash, Hasher};
 
+use super::lane::Lane;
+
 /// What a node is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Op {
@@ -71,6 +73,8 @@ pub(crate) enum Unary {
     Cos,
     Tanh,
     Erf,
+    Erfc,
+    Lgamma,
     Atan,
     Sigmoid,
 }
@@ -102,6 +106,8 @@ impl Unary {
             Unary::Cos => x.cos(),
             Unary::Tanh => x.tanh(),
             Unary::Erf => libm::erf(x),
+            Unary::Erfc => libm::erfc(x),
+            Unary::Lgamma => libm::lgamma(x),
             Unary::Atan => x.atan(),
             Unary::Sigmoid => 1.0 / (1.0 + (-x).exp()),
         }
@@ -124,6 +130,17 @@ pub(crate) enum Binary {
     Lt,
     Le,
     Eq,
+    Copysign,
+    // of integers only
+    And,
+    Or,
+    Xor,
+    /// 0 where the shift is not in 0..64.
+    Shl,
+    /// Keeps the sign; all of it is left where the shift is not in 0..64.
+    Shr,
+    /// The greatest common divisor, not negative; 0 of two zeros.
+    Gcd,
 }
 
 impl Binary {
@@ -132,8 +149,15 @@ impl Binary {
         matches!(self, Binary::Div | Binary::Rem)
     }
 
+    /// Whether it works on the bits of integers.
+    pub(crate) fn needs_integers(self) -> bool {
+        use Binary::*;
+        matches!(self, And | Or | Xor | Shl | Shr | Gcd)
+    }
+
     /// The value in f64: how constants are folded.
     pub(crate) fn eval(self, a: f64, b: f64) -> f64 {
+        let integers = |f: fn(i64, i64) -> i64| f(a as i64, b as i64) as f64;
         match self {
             Binary::Add => a + b,
             Binary::Sub => a - b,
@@ -148,6 +172,13 @@ impl Binary {
             Binary::Lt => (a < b) as u8 as f64,
             Binary::Le => (a <= b) as u8 as f64,
             Binary::Eq => (a == b) as u8 as f64,
+            Binary::Copysign => a.copysign(b),
+            Binary::And => integers(Lane::and),
+            Binary::Or => integers(Lane::or),
+            Binary::Xor => integers(Lane::xor),
+            Binary::Shl => integers(Lane::shl),
+            Binary::Shr => integers(Lane::shr),
+            Binary::Gcd => integers(Lane::gcd),
         }
     }
 }

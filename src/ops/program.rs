@@ -72,11 +72,15 @@ impl Program {
                 _ => None,
             }),
             needs_float: ops().any(op_needs_float),
-            uses_bits: ops().any(|op| matches!(op, Op::Leaf(Leaf::Bits(_)))),
+            uses_bits: ops().any(|op| match op {
+                Op::Leaf(l) => matches!(l, Leaf::Bits(_)),
+                Op::Binary(b) => b.needs_integers(),
+                _ => false,
+            }),
             divides: ops().any(|op| matches!(op, Op::Binary(b) if b.divides())),
             calls_functions: ops().any(|op| match op {
                 Op::Unary(u) => u.needs_float(),
-                Op::Binary(b) => b == Binary::Pow,
+                Op::Binary(b) => matches!(b, Binary::Pow | Binary::Gcd),
                 Op::Leaf(l) => matches!(l, Leaf::Uniform(_) | Leaf::Normal(_) | Leaf::Bits(_)),
                 Op::Select => false,
             }),
@@ -124,7 +128,7 @@ impl Program {
         self.needs_float
     }
 
-    /// Whether it draws raw random bits, which only integers hold.
+    /// Whether it draws raw random bits, which only integers hold, or works on the bits of integers.
     pub(crate) fn uses_bits(&self) -> bool {
         self.uses_bits
     }
@@ -143,6 +147,7 @@ impl Program {
 fn op_needs_float(op: Op) -> bool {
     match op {
         Op::Unary(u) => u.needs_float(),
+        Op::Binary(b) => b == Binary::Copysign,
         Op::Leaf(Leaf::Const(c)) => c.trunc() != c || c.abs() > 9e15,
         Op::Leaf(Leaf::Uniform(_) | Leaf::Normal(_)) => true,
         _ => false,

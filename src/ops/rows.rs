@@ -18,11 +18,20 @@ macro_rules! rows {
             sub (x, other) + sub_: Any -> Same { x - other } { x - other } on [-3.0..3.0, -3.0..3.0];
             /// The product. PyTorch: `mul`.
             mul (x, other) + mul_: Any -> Same { x * other } { x * other } on [-3.0..3.0, -3.0..3.0];
-            /// The quotient; of integers truncated, and a divisor of 0 is an error. PyTorch: `div`, for integers with
+            /// `x + alpha * other`. PyTorch: `add` with `alpha`.
+            add_alpha (x, other; alpha = -0.7) + add_alpha_: Any -> Same
+                { x + alpha * other } { x + alpha * other } on [-3.0..3.0, -3.0..3.0];
+            /// `x - alpha * other`. PyTorch: `sub` with `alpha`.
+            sub_alpha (x, other; alpha = -0.7) + sub_alpha_: Any -> Same
+                { x - alpha * other } { x - alpha * other } on [-3.0..3.0, -3.0..3.0];
+            /// The quotient; of integers in floats. PyTorch: `div`.
+            div (x, other) + div_: Float -> Same { x / other } { x / other } on [-3.0..3.0, 0.5..3.0];
+            /// The quotient without its fraction; an integer divisor of 0 is an error. PyTorch: `div` with
             /// `rounding_mode='trunc'`.
-            div (x, other) + div_: Any -> Same { x / other } { x / other } on [-3.0..3.0, 0.5..3.0];
+            div_trunc (x, other) + div_trunc_: Any -> Same
+                { (x / other).trunc() } { (x / other).trunc() } on [-3.0..3.0, 0.7..2.0];
             /// The remainder with the sign of x; an integer divisor of 0 is an error. PyTorch: `fmod`.
-            rem (x, other) + rem_: Any -> Same { x % other } { x % other } on [-3.0..3.0, 0.7..2.0];
+            fmod (x, other) + fmod_: Any -> Same { x % other } { x % other } on [-3.0..3.0, 0.7..2.0];
             /// The remainder with the sign of the divisor; an integer divisor of 0 is an error. PyTorch: `remainder`.
             remainder (x, other) + remainder_: Any -> Same
                 { x.remainder(other) } { x - other * (x / other).floor() } on [-3.0..3.0, 0.7..2.0];
@@ -36,21 +45,47 @@ macro_rules! rows {
             maximum (x, other) + maximum_: Any -> Same { x.max(other) } { x.max(other) } on [-3.0..3.0, -3.0..3.0];
             /// The lesser of the two; NaN if either is. PyTorch: `minimum`.
             minimum (x, other) + minimum_: Any -> Same { x.min(other) } { x.min(other) } on [-3.0..3.0, -3.0..3.0];
+            /// The greater of the two, or the one that is not NaN. PyTorch: `fmax`.
+            fmax (x, other): Any -> Same { x.fmax(other) } { x.max(other) } on [-3.0..3.0, -3.0..3.0];
+            /// The lesser of the two, or the one that is not NaN. PyTorch: `fmin`.
+            fmin (x, other): Any -> Same { x.fmin(other) } { x.min(other) } on [-3.0..3.0, -3.0..3.0];
+            /// x with the sign of the other. PyTorch: `copysign`.
+            copysign (x, other) + copysign_: Float -> Same
+                { x.copysign(other) } { x.abs() * other.signum() } on [-3.0..3.0, -3.0..3.0];
+            /// 0 where x is negative, the value where it is 0, else 1. PyTorch: `heaviside`.
+            heaviside (x, values) + heaviside_: Any -> Same { x.eq(0.0).select(values, x.gt(0.0)) }
+                { if x == 0.0 { values } else { (x > 0.0) as u8 as f64 } } on [-3.0..3.0, -3.0..3.0];
+            /// `x * 2^other`. PyTorch: `ldexp`.
+            ldexp (x, other) + ldexp_: Float -> Same
+                { x * other.exp2() } { x * other.exp2() } on [-3.0..3.0, -3.0..3.0];
             /// The sum with a number. PyTorch: `add`.
             add_scalar (x; value = 1.25) + add_scalar_: Any -> Same { x + value } { x + value } on [-3.0..3.0];
             /// The difference with a number. PyTorch: `sub`.
             sub_scalar (x; value = 1.25) + sub_scalar_: Any -> Same { x - value } { x - value } on [-3.0..3.0];
             /// The product with a number. PyTorch: `mul`.
             mul_scalar (x; value = -1.25) + mul_scalar_: Any -> Same { x * value } { x * value } on [-3.0..3.0];
-            /// The quotient by a number; of integers truncated, and 0 is an error. PyTorch: `div`.
-            div_scalar (x; value = 1.25) + div_scalar_: Any -> Same { x / value } { x / value } on [-3.0..3.0];
+            /// The quotient by a number; of integers in floats. PyTorch: `div`.
+            div_scalar (x; value = 1.25) + div_scalar_: Float -> Same { x / value } { x / value } on [-3.0..3.0];
+            /// [`div_trunc`](Self::div_trunc) by a number. PyTorch: `div` with `rounding_mode='trunc'`.
+            div_trunc_scalar (x; value = 1.25) + div_trunc_scalar_: Any -> Same
+                { (x / value).trunc() } { (x / value).trunc() } on [-3.0..3.0];
+            /// [`floor_divide`](Self::floor_divide) by a number. PyTorch: `floor_divide`.
+            floor_divide_scalar (x; value = 1.25) + floor_divide_scalar_: Any -> Same
+                { x.floor_divide(value) } { (x / value).floor() } on [-3.0..3.0];
+            /// [`fmod`](Self::fmod) by a number. PyTorch: `fmod`.
+            fmod_scalar (x; value = 1.25) + fmod_scalar_: Any -> Same { x % value } { x % value } on [-3.0..3.0];
+            /// [`remainder`](Self::remainder) by a number. PyTorch: `remainder`.
+            remainder_scalar (x; value = 1.25) + remainder_scalar_: Any -> Same
+                { x.remainder(value) } { x - value * (x / value).floor() } on [-3.0..3.0];
             /// x to the power of a number. PyTorch: `pow`.
             pow_scalar (x; exponent = 2.5) + pow_scalar_: Any -> Same
                 { x.pow(exponent) } { x.powf(exponent) } on [0.2..3.0];
             /// `value - x`. PyTorch: `rsub`.
             rsub_scalar (x; value = 1.25): Any -> Same { value - x } { value - x } on [-3.0..3.0];
+            /// `base` to the power of x. PyTorch: `pow` of a number.
+            rpow_scalar (x; base = 1.75): Any -> Same { base.pow(x) } { base.powf(x) } on [-3.0..3.0];
             /// `value / x`. PyTorch: `value / x`.
-            rdiv_scalar (x; value = 1.25): Any -> Same { value / x } { value / x } on [0.5..3.0];
+            rdiv_scalar (x; value = 1.25): Float -> Same { value / x } { value / x } on [0.5..3.0];
             /// `x * scale + shift`.
             affine (x; scale = -1.5, shift = 0.5) + affine_: Any -> Same
                 { x * scale + shift } { x * scale + shift } on [-3.0..3.0];
@@ -58,24 +93,74 @@ macro_rules! rows {
             addcmul (x, a, b; value = -0.7) + addcmul_: Any -> Same
                 { x + value * a * b } { x + value * a * b } on [-3.0..3.0, -3.0..3.0, -3.0..3.0];
             /// `x + value * a / b`. PyTorch: `addcdiv`.
-            addcdiv (x, a, b; value = -0.7) + addcdiv_: Any -> Same
+            addcdiv (x, a, b; value = -0.7) + addcdiv_: Float -> Same
                 { x + value * a / b } { x + value * a / b } on [-3.0..3.0, -3.0..3.0, 0.5..3.0];
             /// `x + weight * (end - x)`. PyTorch: `lerp`.
             lerp (x, end; weight = 0.3) + lerp_: Float -> Same
                 { x.lerp(end, weight) } { x + weight * (end - x) } on [-3.0..3.0, -3.0..3.0];
+            /// `x + weight * (end - x)` with a weight for each element. PyTorch: `lerp`.
+            lerp_tensor (x, end, weight) + lerp_tensor_: Float -> Same
+                { x.lerp(end, weight) } { x + weight * (end - x) } on [-3.0..3.0, -3.0..3.0, -1.0..2.0];
             /// `sqrt(x² + other²)` without overflow on the way. PyTorch: `hypot`.
-            hypot (x, other): Float -> Same { x.hypot(other) } { x.hypot(other) } on [-3.0..3.0, -3.0..3.0]
+            hypot (x, other) + hypot_: Float -> Same { x.hypot(other) } { x.hypot(other) } on [-3.0..3.0, -3.0..3.0]
                 derivative [x / x.hypot(other), other / x.hypot(other)];
             /// The angle of the point (x, y), y being this tensor, in radians. PyTorch: `atan2`.
-            atan2 (y, x): Float -> Same { y.atan2(x) } { y.atan2(x) } on [-3.0..3.0, -3.0..3.0]
+            atan2 (y, x) + atan2_: Float -> Same { y.atan2(x) } { y.atan2(x) } on [-3.0..3.0, -3.0..3.0]
                 derivative [(x.eq(0.0) * y.eq(0.0)).select(0.0, x / (x.square() + y.square())),
                     (x.eq(0.0) * y.eq(0.0)).select(0.0, -y / (x.square() + y.square()))];
             /// `log(exp(x) + exp(other))` without overflow. PyTorch: `logaddexp`.
             logaddexp (x, other): Float -> Same
                 { x.logaddexp(other) } { (x.exp() + other.exp()).ln() } on [-3.0..3.0, -3.0..3.0];
+            /// `log2(2^x + 2^other)` without overflow. PyTorch: `logaddexp2`.
+            logaddexp2 (x, other): Float -> Same
+                { x.logaddexp2(other) } { (x.exp2() + other.exp2()).log2() } on [-3.0..3.0, -3.0..3.0];
             /// `x * log(other)`, 0 where x is 0 unless the other is NaN. PyTorch: `xlogy`.
-            xlogy (x, other): Float -> Same
+            xlogy (x, other) + xlogy_: Float -> Same
                 { (x.eq(0.0) * other.eq(other)).select(0.0, x * other.log()) } { x * other.ln() } on [-3.0..3.0, 0.2..3.0];
+            /// `x * log(1 + other)`, 0 where x is 0 unless the other is NaN. PyTorch: `special.xlog1py`.
+            xlog1py (x, other): Float -> Same { (x.eq(0.0) * other.eq(other)).select(0.0, x * other.log1p()) }
+                { x * other.ln_1p() } on [-3.0..3.0, -0.5..3.0];
+
+            // ---- integers and their bits ----
+            /// The bits that both have. PyTorch: `bitwise_and`.
+            bitwise_and (x, other) + bitwise_and_: Integer -> Same
+                { x.bit_and(other) } { (x as i64 & other as i64) as f64 } on [-99.0..99.0, -99.0..99.0];
+            /// The bits that either has. PyTorch: `bitwise_or`.
+            bitwise_or (x, other) + bitwise_or_: Integer -> Same
+                { x.bit_or(other) } { (x as i64 | other as i64) as f64 } on [-99.0..99.0, -99.0..99.0];
+            /// The bits that one of the two has. PyTorch: `bitwise_xor`.
+            bitwise_xor (x, other) + bitwise_xor_: Integer -> Same
+                { x.bit_xor(other) } { (x as i64 ^ other as i64) as f64 } on [-99.0..99.0, -99.0..99.0];
+            /// The bits moved up; 0 for a shift that is negative or 64 and more. PyTorch: `bitwise_left_shift`.
+            bitwise_left_shift (x, other) + bitwise_left_shift_: Integer -> Same
+                { x.shift_left(other) } { x * other.exp2() } on [-99.0..99.0, 0.0..20.0];
+            /// The bits moved down, the sign kept; the sign alone for a shift that is negative or 64 and more. PyTorch:
+            /// `bitwise_right_shift`.
+            bitwise_right_shift (x, other) + bitwise_right_shift_: Integer -> Same
+                { x.shift_right(other) } { (x / other.exp2()).floor() } on [-9999.0..9999.0, 0.0..20.0];
+            /// The bits that x and a number have. PyTorch: `bitwise_and`.
+            bitwise_and_scalar (x; value = 21.0) + bitwise_and_scalar_: Integer -> Same
+                { x.bit_and(value) } { (x as i64 & value as i64) as f64 } on [-99.0..99.0];
+            /// The bits that x or a number has. PyTorch: `bitwise_or`.
+            bitwise_or_scalar (x; value = 21.0) + bitwise_or_scalar_: Integer -> Same
+                { x.bit_or(value) } { (x as i64 | value as i64) as f64 } on [-99.0..99.0];
+            /// The bits that one of x and a number has. PyTorch: `bitwise_xor`.
+            bitwise_xor_scalar (x; value = 21.0) + bitwise_xor_scalar_: Integer -> Same
+                { x.bit_xor(value) } { (x as i64 ^ value as i64) as f64 } on [-99.0..99.0];
+            /// The bits moved up by a number. PyTorch: `bitwise_left_shift`.
+            bitwise_left_shift_scalar (x; value = 3.0) + bitwise_left_shift_scalar_: Integer -> Same
+                { x.shift_left(value) } { x * value.exp2() } on [-99.0..99.0];
+            /// The bits moved down by a number, the sign kept. PyTorch: `bitwise_right_shift`.
+            bitwise_right_shift_scalar (x; value = 3.0) + bitwise_right_shift_scalar_: Integer -> Same
+                { x.shift_right(value) } { (x / value.exp2()).floor() } on [-99.0..99.0];
+            /// The greatest common divisor, not negative. PyTorch: `gcd`.
+            gcd (x, other) + gcd_: Integer -> Same { x.gcd(other) }
+                { (1..100).map(f64::from).filter(|d| x % d == 0.0 && other % d == 0.0).fold(0.0, f64::max) }
+                on [-99.0..99.0, 1.0..99.0];
+            /// The least common multiple, not negative. PyTorch: `lcm`.
+            lcm (x, other) + lcm_: Integer -> Same { x.lcm(other) }
+                { (1..100).map(|k| other * f64::from(k)).find(|m| x != 0.0 && m % x == 0.0).unwrap_or(0.0) }
+                on [-99.0..99.0, 1.0..99.0];
 
             // ---- one operand ----
             /// `-x`. PyTorch: `neg`.
@@ -102,6 +187,15 @@ macro_rules! rows {
             trunc (x) + trunc_: Any -> Same { x.trunc() } { x.trunc() } on [-3.0..3.0];
             /// x without its integer part. PyTorch: `frac`.
             frac (x) + frac_: Any -> Same { x.frac() } { x.fract() } on [-3.0..3.0];
+            /// An angle of degrees in radians. PyTorch: `deg2rad`.
+            deg2rad (x) + deg2rad_: Float -> Same
+                { x * (std::f64::consts::PI / 180.0) } { x.to_radians() } on [-360.0..360.0];
+            /// An angle of radians in degrees. PyTorch: `rad2deg`.
+            rad2deg (x) + rad2deg_: Float -> Same
+                { x * (180.0 / std::f64::consts::PI) } { x.to_degrees() } on [-7.0..7.0];
+            /// x with other numbers for NaN and the infinities. PyTorch: `nan_to_num`.
+            nan_to_num (x; nan = 0.5, posinf = 9.0, neginf = -9.0) + nan_to_num_: Any -> Same
+                { x.nan_to_num(nan, posinf, neginf) } { x } on [-3.0..3.0];
 
             // ---- exponentials and logarithms ----
             /// e to the power of x. PyTorch: `exp`.
@@ -151,11 +245,40 @@ macro_rules! rows {
                 derivative [((1.0 - x) * (1.0 + x)).recip()];
             /// The error function. PyTorch: `erf`.
             erf (x) + erf_: Float -> Same { x.erf() } { libm::erf(x) } on [-3.0..3.0];
+            /// `1 - erf(x)`, exact where that is small. PyTorch: `erfc`.
+            erfc (x) + erfc_: Float -> Same { x.erfc() } { libm::erfc(x) } on [-3.0..3.0];
+            /// The inverse of the error function. PyTorch: `erfinv`.
+            erfinv (x) + erfinv_: Float -> Same { x.erfinv() }
+                { (0..60).fold(0.0, |y: f64, _| y - (libm::erf(y) - x) * (y * y).exp() / std::f64::consts::FRAC_2_SQRT_PI) }
+                on [-0.95..0.95] derivative [x.erfinv().square().exp() * (std::f64::consts::PI.sqrt() / 2.0)];
+            /// The normal distribution's cumulative function. PyTorch: `special.ndtr`.
+            ndtr (x): Float -> Same { x.ndtr() } { 0.5 + 0.5 * libm::erf(x / 2f64.sqrt()) } on [-3.0..3.0];
+            /// The logarithm of |gamma(x)|. PyTorch: `lgamma`.
+            lgamma (x) + lgamma_: Float -> Same { x.lgamma() } { libm::lgamma(x) } on [0.2..9.0];
+            /// The derivative of [`lgamma`](Self::lgamma). PyTorch: `digamma`.
+            digamma (x) + digamma_: Float -> Same { x.digamma() }
+                { (0..40).fold((x + 40.0).ln() - 0.5 / (x + 40.0) - (x + 40.0).powi(-2) / 12.0
+                    + (x + 40.0).powi(-4) / 120.0, |sum, k| sum - 1.0 / (x + f64::from(k))) } on [0.2..9.0];
+            /// `sin(pi x) / (pi x)`, 1 at 0. PyTorch: `sinc`.
+            sinc (x) + sinc_: Float -> Same { x.sinc() }
+                { (std::f64::consts::PI * x).sin() / (std::f64::consts::PI * x) } on [-3.0..3.0]
+                derivative [x.eq(0.0).select(0.0, ((x * std::f64::consts::PI).cos() - x.sinc()) / x)];
+            /// `log(x / (1 - x))`. PyTorch: `logit`.
+            logit (x) + logit_: Float -> Same { x.logit() } { (x / (1.0 - x)).ln() } on [0.05..0.95];
+            /// `log(x / (1 - x))` of x brought into `eps..=1 - eps`. PyTorch: `logit` with `eps`.
+            logit_eps (x; eps = 0.125) + logit_eps_: Float -> Same { x.clamp(eps, 1.0 - eps).logit() }
+                { (x.clamp(eps, 1.0 - eps) / (1.0 - x.clamp(eps, 1.0 - eps))).ln() } on [-0.5..1.5];
+            /// `-x * log(x)`: 0 at 0, -inf below. PyTorch: `special.entr`.
+            entr (x): Float -> Same { x.lt(0.0).select(f64::NEG_INFINITY, x.eq(0.0).select(0.0, -x * x.log())) }
+                { -x * x.ln() } on [0.1..3.0];
 
             // ---- bounds and choices ----
             /// x, but not below min nor above max, which is the result where it is below min. PyTorch: `clamp`.
             clamp (x; min = -1.0, max = 1.5) + clamp_: Any -> Same
                 { x.clamp(min, max) } { x.max(min).min(max) } on [-3.0..3.0];
+            /// [`clamp`](Self::clamp) with bounds for each element. PyTorch: `clamp`.
+            clamp_tensor (x, min, max) + clamp_tensor_: Any -> Same
+                { x.clamp(min, max) } { x.max(min).min(max) } on [-3.0..3.0, -2.0..0.0, 0.0..2.0];
             /// x, but not below min. PyTorch: `clamp_min`.
             clamp_min (x; min = 0.5) + clamp_min_: Any -> Same
                 { x.lt(min).select(min, x) } { x.max(min) } on [-3.0..3.0];
@@ -207,6 +330,11 @@ macro_rules! rows {
             mish (x) + mish_: Float -> Same { x * x.softplus().tanh() } { x * x.exp().ln_1p().tanh() } on [-5.0..5.0];
             /// `log(1 + exp(x))`, and x itself above 20. PyTorch: `softplus`.
             softplus (x): Float -> Same { x.softplus() } { if x > 20.0 { x } else { x.exp().ln_1p() } } on [-5.0..25.0];
+            /// `log(1 + exp(beta * x)) / beta`, and x itself where `beta * x` is above the threshold. PyTorch: `softplus` with
+            /// `beta` and `threshold`.
+            softplus_beta (x; beta = 1.5, threshold_at = 6.0): Float -> Same
+                { (beta * x).gt(threshold_at).select(x, (beta * x).exp().log1p() / beta) }
+                { if beta * x > threshold_at { x } else { (beta * x).exp().ln_1p() / beta } } on [-5.0..9.0];
             /// `x / (1 + |x|)`. PyTorch: `softsign`.
             softsign (x): Float -> Same { x / (1.0 + x.abs()) } { x / (1.0 + x.abs()) } on [-3.0..3.0];
             /// x between the bounds; the gradient is 0 on them. PyTorch: `hardtanh`.
@@ -234,48 +362,62 @@ macro_rules! rows {
 
             // ---- comparisons ----
             /// Whether the two are equal. PyTorch: `eq`.
-            eq (x, other): Any -> Bool { x.eq(other) } { (x == other) as u8 as f64 } on [-3.0..3.0, -3.0..3.0];
+            eq (x, other) + eq_: Any -> Bool { x.eq(other) } { (x == other) as u8 as f64 } on [-3.0..3.0, -3.0..3.0];
             /// Whether the two differ. PyTorch: `ne`.
-            ne (x, other): Any -> Bool { x.ne(other) } { (x != other) as u8 as f64 } on [-3.0..3.0, -3.0..3.0];
+            ne (x, other) + ne_: Any -> Bool { x.ne(other) } { (x != other) as u8 as f64 } on [-3.0..3.0, -3.0..3.0];
             /// Whether x is less. PyTorch: `lt`.
-            lt (x, other): Any -> Bool { x.lt(other) } { (x < other) as u8 as f64 } on [-3.0..3.0, -3.0..3.0];
+            lt (x, other) + lt_: Any -> Bool { x.lt(other) } { (x < other) as u8 as f64 } on [-3.0..3.0, -3.0..3.0];
             /// Whether x is less or equal. PyTorch: `le`.
-            le (x, other): Any -> Bool { x.le(other) } { (x <= other) as u8 as f64 } on [-3.0..3.0, -3.0..3.0];
+            le (x, other) + le_: Any -> Bool { x.le(other) } { (x <= other) as u8 as f64 } on [-3.0..3.0, -3.0..3.0];
             /// Whether x is greater. PyTorch: `gt`.
-            gt (x, other): Any -> Bool { x.gt(other) } { (x > other) as u8 as f64 } on [-3.0..3.0, -3.0..3.0];
+            gt (x, other) + gt_: Any -> Bool { x.gt(other) } { (x > other) as u8 as f64 } on [-3.0..3.0, -3.0..3.0];
             /// Whether x is greater or equal. PyTorch: `ge`.
-            ge (x, other): Any -> Bool { x.ge(other) } { (x >= other) as u8 as f64 } on [-3.0..3.0, -3.0..3.0];
+            ge (x, other) + ge_: Any -> Bool { x.ge(other) } { (x >= other) as u8 as f64 } on [-3.0..3.0, -3.0..3.0];
             /// Whether x equals a number. PyTorch: `eq`.
-            eq_scalar (x; value = 0.5): Any -> Bool { x.eq(value) } { (x == value) as u8 as f64 } on [-3.0..3.0];
+            eq_scalar (x; value = 0.5) + eq_scalar_: Any -> Bool { x.eq(value) } { (x == value) as u8 as f64 } on [-3.0..3.0];
             /// Whether x differs from a number. PyTorch: `ne`.
-            ne_scalar (x; value = 0.5): Any -> Bool { x.ne(value) } { (x != value) as u8 as f64 } on [-3.0..3.0];
+            ne_scalar (x; value = 0.5) + ne_scalar_: Any -> Bool { x.ne(value) } { (x != value) as u8 as f64 } on [-3.0..3.0];
             /// Whether x is less than a number. PyTorch: `lt`.
-            lt_scalar (x; value = 0.5): Any -> Bool { x.lt(value) } { (x < value) as u8 as f64 } on [-3.0..3.0];
+            lt_scalar (x; value = 0.5) + lt_scalar_: Any -> Bool { x.lt(value) } { (x < value) as u8 as f64 } on [-3.0..3.0];
             /// Whether x is less than or equal to a number. PyTorch: `le`.
-            le_scalar (x; value = 0.5): Any -> Bool { x.le(value) } { (x <= value) as u8 as f64 } on [-3.0..3.0];
+            le_scalar (x; value = 0.5) + le_scalar_: Any -> Bool { x.le(value) } { (x <= value) as u8 as f64 } on [-3.0..3.0];
             /// Whether x is greater than a number. PyTorch: `gt`.
-            gt_scalar (x; value = 0.5): Any -> Bool { x.gt(value) } { (x > value) as u8 as f64 } on [-3.0..3.0];
+            gt_scalar (x; value = 0.5) + gt_scalar_: Any -> Bool { x.gt(value) } { (x > value) as u8 as f64 } on [-3.0..3.0];
             /// Whether x is greater than or equal to a number. PyTorch: `ge`.
-            ge_scalar (x; value = 0.5): Any -> Bool { x.ge(value) } { (x >= value) as u8 as f64 } on [-3.0..3.0];
+            ge_scalar (x; value = 0.5) + ge_scalar_: Any -> Bool { x.ge(value) } { (x >= value) as u8 as f64 } on [-3.0..3.0];
 
             // ---- logic and kinds of numbers ----
             /// Whether both are not 0. PyTorch: `logical_and`.
-            logical_and (x, other): Any -> Bool
+            logical_and (x, other) + logical_and_: Any -> Bool
                 { x.and(other) } { (x != 0.0 && other != 0.0) as u8 as f64 } on [-1.0..1.0, -1.0..1.0];
             /// Whether either is not 0. PyTorch: `logical_or`.
-            logical_or (x, other): Any -> Bool
+            logical_or (x, other) + logical_or_: Any -> Bool
                 { x.or(other) } { (x != 0.0 || other != 0.0) as u8 as f64 } on [-1.0..1.0, -1.0..1.0];
             /// Whether exactly one is not 0. PyTorch: `logical_xor`.
-            logical_xor (x, other): Any -> Bool
+            logical_xor (x, other) + logical_xor_: Any -> Bool
                 { x.xor(other) } { ((x != 0.0) != (other != 0.0)) as u8 as f64 } on [-1.0..1.0, -1.0..1.0];
             /// Whether x is 0. PyTorch: `logical_not`.
-            logical_not (x): Any -> Bool { x.not() } { (x == 0.0) as u8 as f64 } on [-1.0..1.0];
+            logical_not (x) + logical_not_: Any -> Bool { x.not() } { (x == 0.0) as u8 as f64 } on [-1.0..1.0];
             /// Whether x is NaN. PyTorch: `isnan`.
             isnan (x): Any -> Bool { x.is_nan() } { x.is_nan() as u8 as f64 } on [-3.0..3.0];
             /// Whether x is infinite. PyTorch: `isinf`.
             isinf (x): Float -> Bool { x.is_inf() } { x.is_infinite() as u8 as f64 } on [-3.0..3.0];
             /// Whether x is neither infinite nor NaN. PyTorch: `isfinite`.
             isfinite (x): Float -> Bool { x.is_finite() } { x.is_finite() as u8 as f64 } on [-3.0..3.0];
+            /// Whether x is infinite and positive. PyTorch: `isposinf`.
+            isposinf (x): Float -> Bool
+                { x.eq(f64::INFINITY) } { (x == f64::INFINITY) as u8 as f64 } on [-3.0..3.0];
+            /// Whether x is infinite and negative. PyTorch: `isneginf`.
+            isneginf (x): Float -> Bool
+                { x.eq(f64::NEG_INFINITY) } { (x == f64::NEG_INFINITY) as u8 as f64 } on [-3.0..3.0];
+            /// Whether x has a minus sign: -0 does. PyTorch: `signbit`.
+            signbit (x): Float -> Bool { Expr::constant(1.0).copysign(x).lt(0.0) }
+                { x.is_sign_negative() as u8 as f64 } on [-3.0..3.0];
+            /// Whether the two differ by at most `atol + |rtol * other|`, or are equal; NaN is close to NaN where
+            /// `equal_nan` is true. PyTorch: `isclose`.
+            isclose (x, other; rtol = 0.25, atol = 0.5, equal_nan = 0.0): Float -> Bool
+                { x.is_close(other, rtol, atol, equal_nan) }
+                { ((x - other).abs() <= atol + rtol * other.abs()) as u8 as f64 } on [-3.0..3.0, -3.0..3.0];
         }
     };
 }

@@ -14,7 +14,7 @@ use super::rows::rows;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Output {
-    /// The operands' dtype (f32 where [`Accepts::Float`] had to convert integers).
+    /// The operands' common dtype (the default one where [`Accepts::Float`] had to convert integers).
     Same,
     /// `Bool`.
     Bool,
@@ -26,8 +26,10 @@ pub enum Output {
 pub enum Accepts {
     /// Every dtype, computed as it is.
     Any,
-    /// Floats; integers and `Bool` are converted to f32 first, as PyTorch does.
+    /// Floats; integers and `Bool` are converted to the default dtype first, as PyTorch does.
     Float,
+    /// Integers and `Bool`; floats are refused.
+    Integer,
 }
 
 /// Made of the operands and the scalar arguments.
@@ -52,7 +54,7 @@ pub struct Row {
     pub accepts: Accepts,
     /// What it gives.
     pub output: Output,
-    /// For each operand the range to test on. Within it the formula is finite, and smooth but for kinks and jumps at
+    /// For each operand the range to test on, of whole numbers for [`Accepts::Integer`]. Within it the formula is finite, and smooth but for kinks and jumps at
     /// single points.
     pub domain: &'static [(f64, f64)],
     /// The operation in f64 on one element of each operand and the scalar arguments, written without [`Expr`].
@@ -112,7 +114,7 @@ macro_rules! define {
         #[allow(non_upper_case_globals, unused_variables)]
         pub(crate) mod rows {
             use std::sync::OnceLock;
-            use super::{Accepts, Output, Row};
+            use super::{Accepts, Expr, Output, Row};
             $(
                 pub(crate) static $name: Row = Row {
                     name: stringify!($name),
@@ -174,7 +176,7 @@ macro_rules! methods {
         /// each other as NumPy's do and may have any strides.
         ///
         /// # Errors
-        /// Each of them: operands whose shapes do not broadcast, or that differ in dtype or device; an integer divided
+        /// Each of them: operands whose shapes do not broadcast, or that are on different devices; an integer divided
         /// by zero; memory that runs out. In place also: a result of another shape or dtype, and a tensor whose elements
         /// overlap or whose old value a gradient needs.
         impl crate::tensor::Tensor { $(
@@ -224,7 +226,8 @@ mod tests {
         let column = |(k, &(low, high)): (usize, &(f64, f64))| {
             let mut u = vec![0.0; TILE];
             Seed { key: 7, stream: k as u64 }.fill::<Uniform, _>(0, &mut u, f64::from);
-            u.iter().map(|u| f64::from((low + u * (high - low)) as f32)).collect()
+            let whole = |x: f64| if row.accepts == Accepts::Integer { x.floor() } else { x };
+            u.iter().map(|u| whole(f64::from((low + u * (high - low)) as f32))).collect()
         };
         row.domain.iter().enumerate().map(column).collect()
     }
@@ -247,6 +250,12 @@ mod tests {
     fn every_value_is_its_reference() {
         for row in ROWS {
             let columns = points(row);
+            if row.accepts == Accepts::Integer {
+                let got = run::<i64>(row, row.expr(), &columns);
+                let right = |i: usize| (row.reference)(&at(&columns, i), row.samples);
+                (0..TILE).for_each(|i| assert_eq!(got[i], right(i), "{} {:?}", row.name, at(&columns, i)));
+                continue;
+            }
             let (wide, narrow) = (run::<f64>(row, row.expr(), &columns), run::<f32>(row, row.expr(), &columns));
             for i in 0..TILE {
                 let x = at(&columns, i);
@@ -266,7 +275,7 @@ mod tests {
 
     #[test]
     fn every_derivative_is_the_slope() {
-        for row in ROWS {
+        for row in ROWS.iter().filter(|row| row.accepts != Accepts::Integer) {
             let columns = points(row);
             assert_eq!(row.derivatives().len(), row.arity, "{}", row.name);
             for (k, derivative) in row.derivatives().iter().enumerate() {
@@ -302,9 +311,11 @@ mod tests {
             assert!(ROWS[..i].iter().all(|other| other.name != row.name), "{} twice", row.name);
             assert_eq!(row.expr().arity(), row.arity, "{}", row.name);
             assert_eq!(row.domain.len(), row.arity, "{}", row.name);
-            let needs_float = Program::new(std::slice::from_ref(row.expr())).needs_float();
-            assert!(!needs_float || row.accepts == Accepts::Float, "{} takes integers", row.name);
+            let program = Program::new(std::slice::from_ref(row.expr()));
+            assert!(!program.needs_float() || row.accepts == Accepts::Float, "{} takes integers", row.name);
+            assert_eq!(program.uses_bits(), row.accepts == Accepts::Integer, "{}", row.name);
             let flat = row.derivatives().iter().all(|d| d.as_const() == Some(0.0));
+            assert!(flat || row.accepts != Accepts::Integer, "{} has a gradient", row.name);
             assert!(flat || row.output == Output::Same, "{} has a gradient", row.name);
             assert!(row.masks.iter().all(|&m| row.derivatives()[m].as_const() == Some(0.0)), "{}", row.name);
         }

@@ -244,6 +244,8 @@ fn unary<C: Lane>(arch: Arch, op: Unary, a: TileIn<'_, C>, dst: &mut [C]) -> Opt
         Unary::Cos => large_angles(each!(cos), a, dst, f64::cos),
         Unary::Tanh => each!(tanh),
         Unary::Erf => each!(erf),
+        Unary::Erfc => each!(erfc),
+        Unary::Lgamma => each!(lgamma),
         Unary::Atan => each!(atan),
         Unary::Sigmoid => each!(sigmoid),
     }
@@ -287,6 +289,13 @@ fn binary<C: Lane>(arch: Arch, op: Binary, a: TileIn<'_, C>, b: TileIn<'_, C>, d
         Binary::Lt => each!(x, y => C::truth(x < y)),
         Binary::Le => each!(x, y => C::truth(x <= y)),
         Binary::Eq => each!(x, y => C::truth(x == y)),
+        Binary::Copysign => each!(x, y => x.copysign(y)),
+        Binary::And => each!(x, y => x.and(y)),
+        Binary::Or => each!(x, y => x.or(y)),
+        Binary::Xor => each!(x, y => x.xor(y)),
+        Binary::Shl => each!(x, y => x.shl(y)),
+        Binary::Shr => each!(x, y => x.shr(y)),
+        Binary::Gcd => each!(x, y => x.gcd(y)),
     }
 }
 

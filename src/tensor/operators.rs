@@ -1,16 +1,16 @@
-//! `+ - * /` and `-` for tensors and numbers. They panic where the methods give an error, with the same message.
+//! `+ - * /`, `+= -= *= /=` and `-` for tensors and numbers. They panic where the methods give an error, with the same message.
 //!
 //! The numbers are f64 and i64 and no others, so that a literal's type is known: `(1.0 - &x).exp()` would not compile if f32
 //! would do as well. The methods (`mul_scalar`, ...) take every type of number.
 //!
 //! A left operand given by value is used up: the result is computed in its memory where nobody else holds that.
 
-use std::ops::{Add, Div, Mul, Neg, Sub};
+use std::ops::{Add, AddAssign, Div, DivAssign, Mul, MulAssign, Neg, Sub, SubAssign};
 
 use crate::{Result, Tensor};
 
 #[track_caller]
-fn expect(result: Result<Tensor>) -> Tensor {
+fn expect<T>(result: Result<T>) -> T {
     result.unwrap_or_else(|e| panic!("{e}"))
 }
 
@@ -48,13 +48,17 @@ fn computed(
         let broadcast = || t.shape().broadcast("", right.shape()).is_ok_and(|shape| shape == *t.shape());
         right.node.is_none() && right.dtype == t.dtype && (right.shape() == t.shape() || broadcast())
     };
-    let free = t.storage.is_unique() && t.node.is_none() && t.is_contiguous() && right.is_none_or(fits);
+    // What is done to floats gives floats of the same dtype.
+    let owned = t.storage.is_unique() && t.node.is_none() && t.dtype.is_float();
+    let free = owned && t.is_contiguous() && right.is_none_or(fits);
     if free { expect(in_place(&t).map(|()| t)) } else { expect(anew(&t)) }
 }
 
 /// One operator between tensors and with a number on the right, by the methods of those names.
 macro_rules! binary {
-    ($($op:ident $method:ident $method_:ident $scalar:ident $scalar_:ident;)*) => { $(
+    ($($op:ident $method:ident $method_:ident $scalar:ident $scalar_:ident $assign:ident $assign_method:ident;)*) => { $(
+        binary!(@assign $assign $assign_method $method_: &Tensor, Tensor);
+        binary!(@assign_number $assign $assign_method $scalar_: f64, i64);
         binary!(@tensors $op $method $method_: &Tensor, &Tensor; &Tensor, Tensor; Tensor, &Tensor; Tensor, Tensor);
         binary!(@numbers $op $method $scalar $scalar_: f64 i64);
     )* };
@@ -70,6 +74,31 @@ macro_rules! binary {
             fn $method(self, other: $right) -> Tensor {
                 let other: &Tensor = &other;
                 computed(self.into(), Some(other), |t| Tensor::$method(t, other), |t| t.$method_(other).map(|_| ()))
+            }
+        }
+    )* };
+    (@assign $op:ident $method:ident $method_:ident: $($right:ty),*) => { $(
+        /// In place.
+        ///
+        /// # Panics
+        /// Where the method in place gives an error, with its message.
+        impl $op<$right> for Tensor {
+            #[track_caller]
+            fn $method(&mut self, other: $right) {
+                let other: &Tensor = &other;
+                expect(self.$method_(other).map(|_| ()))
+            }
+        }
+    )* };
+    (@assign_number $op:ident $method:ident $scalar_:ident: $($number:ty),*) => { $(
+        /// In place.
+        ///
+        /// # Panics
+        /// Where the method in place gives an error, with its message.
+        impl $op<$number> for Tensor {
+            #[track_caller]
+            fn $method(&mut self, number: $number) {
+                expect(self.$scalar_(number).map(|_| ()))
             }
         }
     )* };
@@ -117,10 +146,10 @@ macro_rules! reversed {
 }
 
 binary! {
-    Add add add_ add_scalar add_scalar_;
-    Sub sub sub_ sub_scalar sub_scalar_;
-    Mul mul mul_ mul_scalar mul_scalar_;
-    Div div div_ div_scalar div_scalar_;
+    Add add add_ add_scalar add_scalar_ AddAssign add_assign;
+    Sub sub sub_ sub_scalar sub_scalar_ SubAssign sub_assign;
+    Mul mul mul_ mul_scalar mul_scalar_ MulAssign mul_assign;
+    Div div div_ div_scalar div_scalar_ DivAssign div_assign;
 }
 
 reversed! {

@@ -1,9 +1,9 @@
 //! What a new tensor is made of, where it is not said by its values.
 
-use crate::{DType, Device, Tensor};
+use crate::{DType, Device, Tensor, get_default_dtype};
 
 /// The dtype and device of a new tensor. Creating methods take `impl Into<TensorOptions>`: a device, a dtype and a device,
-/// or a tensor to be like. f32 unless said.
+/// or a tensor to be like. f32 unless said, here or by [`set_default_dtype`](crate::set_default_dtype).
 ///
 /// ```
 /// use claystone::{DType, Device, Tensor, TensorOptions};
@@ -23,7 +23,7 @@ pub struct TensorOptions {
 
 impl From<Device> for TensorOptions {
     fn from(device: Device) -> TensorOptions {
-        TensorOptions { dtype: DType::F32, device }
+        TensorOptions { dtype: get_default_dtype(), device }
     }
 }
 

@@ -1,0 +1,133 @@
+//! The methods of [`Expr`] for special functions, and for the bits of integers.
+
+use std::f64::consts::{FRAC_1_SQRT_2, LOG2_E, PI};
+
+use super::expr::{Binary, Expr};
+
+/// Special functions.
+impl Expr {
+    /// The logarithmic derivative of the gamma function; NaN at its poles but 0, where it is -inf.
+    pub fn digamma(&self) -> Expr {
+        // Below 1/2 by reflection; above by its asymptotic series ten steps on.
+        let low = self.lt(0.5);
+        let x = low.select(1.0 - self, self);
+        let z = &x + 10.0;
+        let r = z.recip().square();
+        let bernoulli = [1.0 / 12.0, 1.0 / 120.0, 1.0 / 252.0, 1.0 / 240.0, 1.0 / 132.0, 691.0 / 32760.0];
+        let tail = bernoulli.iter().rev().fold(Expr::constant(0.0), |sum, &c| &r * (c - sum));
+        let steps = (1..10).fold(x.recip(), |sum, k| sum + (&x + f64::from(k)).recip());
+        let above = z.log() - 0.5 * z.recip() - tail - steps;
+        let pole = self.lt(0.0) * self.floor().eq(self);
+        pole.select(f64::NAN, low.select(&above - PI / (self * PI).tan(), &above))
+    }
+
+    /// The inverse of the error function.
+    pub fn erfinv(&self) -> Expr {
+        // Winitzki's approximation has three digits, and each of Halley's steps thrice as many.
+        const A: f64 = 0.147;
+        let y = self.abs();
+        let log = ((1.0 - &y) * (1.0 + &y)).log();
+        let half = &log * 0.5 + 2.0 / (PI * A);
+        let scaled = -&log / A;
+        let mut x = (&scaled / ((half.square() + &scaled).sqrt() + &half)).sqrt();
+        for _ in 0..2 {
+            // erf(x) - y, whose digits are lost near 1
+            let miss = y.gt(0.5).select((1.0 - &y) - x.erfc(), x.erf() - &y);
+            let step = miss * x.square().exp() * (PI.sqrt() / 2.0);
+            x = &x - &step / (1.0 + &x * &step);
+        }
+        y.eq(1.0).select(self * f64::INFINITY, self.lt(0.0).select(-1.0, 1.0) * x)
+    }
+
+    /// `sin(pi x) / (pi x)`, 1 at 0.
+    pub fn sinc(&self) -> Expr {
+        let angle = self * PI;
+        self.eq(0.0).select(1.0, angle.sin() / &angle)
+    }
+
+    /// `log(x / (1 - x))`.
+    pub fn logit(&self) -> Expr {
+        (self / (1.0 - self)).log()
+    }
+
+    /// The normal distribution's cumulative function.
+    pub fn ndtr(&self) -> Expr {
+        (self * -FRAC_1_SQRT_2).erfc() * 0.5
+    }
+
+    /// `log2(2^x + 2^other)` without overflow.
+    pub fn logaddexp2(&self, other: impl Into<Expr>) -> Expr {
+        let other = other.into();
+        let greater = self.max(&other);
+        greater.is_inf().select(&greater, &greater + (-(self - other).abs()).exp2().log1p() * LOG2_E)
+    }
+
+    /// The greater of the two, or the one that is not NaN.
+    pub fn fmax(&self, other: impl Into<Expr>) -> Expr {
+        let other = other.into();
+        self.ge(&other).or(other.is_nan()).select(self, &other)
+    }
+
+    /// The lesser of the two, or the one that is not NaN.
+    pub fn fmin(&self, other: impl Into<Expr>) -> Expr {
+        let other = other.into();
+        self.le(&other).or(other.is_nan()).select(self, &other)
+    }
+
+    /// x, with other numbers for NaN and the infinities.
+    pub fn nan_to_num(&self, nan: impl Into<Expr>, posinf: impl Into<Expr>, neginf: impl Into<Expr>) -> Expr {
+        // In words that hold for integers too: of what is finite, and only of that, the difference with itself is 0.
+        let beyond = self.gt(0.0).select(posinf, neginf);
+        (self - self).eq(0.0).select(self, self.is_nan().select(nan, beyond))
+    }
+
+    /// Whether the two differ by at most `atol + |rtol * other|`, or are equal; NaN is near NaN where `equal_nan` is not 0.
+    pub fn is_close(
+        &self,
+        other: impl Into<Expr>,
+        rtol: impl Into<Expr>,
+        atol: impl Into<Expr>,
+        equal_nan: impl Into<Expr>,
+    ) -> Expr {
+        let other = other.into();
+        let error = (self - &other).abs();
+        let allowed = atol.into() + (rtol.into() * &other).abs();
+        let near = error.is_finite() * error.le(allowed);
+        let both_nan = self.is_nan() * other.is_nan() * equal_nan.into().ne(0.0);
+        self.eq(other).or(near).or(both_nan)
+    }
+}
+
+macro_rules! primitives {
+    ($($(#[$doc:meta])* $name:ident => $op:ident;)*) => { $(
+        $(#[$doc])*
+        pub(crate) fn $name(&self, other: impl Into<Expr>) -> Expr {
+            Expr::binary(Binary::$op, self.clone(), other.into())
+        }
+    )* };
+}
+
+/// Of integers; in the crate alone, for floats have none of them.
+impl Expr {
+    primitives! {
+        /// The bits that both have.
+        bit_and => And;
+        /// The bits that either has.
+        bit_or => Or;
+        /// The bits that one of the two has.
+        bit_xor => Xor;
+        /// `x * 2^other`, 0 where the shift is not in 0..64.
+        shift_left => Shl;
+        /// `x / 2^other` rounded down; a shift that is not in 0..64 leaves the sign.
+        shift_right => Shr;
+        /// The greatest common divisor, not negative.
+        gcd => Gcd;
+    }
+
+    /// The least common multiple, not negative; 0 where either is 0.
+    pub(crate) fn lcm(&self, other: impl Into<Expr>) -> Expr {
+        let other = other.into();
+        let divisor = self.gcd(&other);
+        (self / divisor.eq(0.0).select(1.0, &divisor) * other).abs()
+    }
+}
