@@ -59,7 +59,7 @@ pub use ops::{
     get_float32_matmul_precision, manual_seed, promote_types, result_type, set_default_dtype,
     set_float32_matmul_precision,
 };
-pub use tensor::{Index, Indices, NewShape, PadMode, Shape, Tensor, TensorOptions};
+pub use tensor::{Assigned, Index, Indices, NewShape, PadMode, Shape, Tensor, TensorOptions};
 
 /// The README's example runs as a doctest.
 #[cfg(doctest)]

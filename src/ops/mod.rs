@@ -43,6 +43,7 @@ mod norm;
 mod opencl_map;
 mod order;
 pub(crate) mod philox;
+mod pointwise;
 mod pool;
 mod precision;
 mod primitives;

@@ -72,7 +72,7 @@ impl ReduceDims {
     }
 
     /// For each dim of `shape`, whether it is reduced.
-    pub(super) fn mask(&self, op: &'static str, shape: &Shape) -> Result<Mask> {
+    pub(crate) fn mask(&self, op: &'static str, shape: &Shape) -> Result<Mask> {
         let Some(dims) = &self.0 else { return Ok(SmallVec::from_elem(true, shape.rank())) };
         let mut mask: Mask = SmallVec::from_elem(false, shape.rank());
         for &dim in dims {

@@ -1,13 +1,11 @@
-//! Indexing with `.i(...)`, and putting tensors together.
+//! Indexing with `.i(...)`.
 
-use std::borrow::Borrow;
 use std::ops::{Range, RangeFrom, RangeFull, RangeInclusive, RangeTo, RangeToInclusive};
 
 use smallvec::SmallVec;
 
 use super::Layout;
-use crate::autograd::{is_tracked, record_twice};
-use crate::{Error, Result, Shape, Tensor};
+use crate::{Error, Result, Tensor};
 
 /// What [`Tensor::i`] does with a dimension. Made from integers and ranges.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -21,10 +19,38 @@ pub enum Index {
         /// One past the last index.
         end: Option<isize>,
     },
+    /// Indexes from `start` up to `end`, and of these every `step`-th from the first on; a negative step begins at the last
+    /// one and walks backwards. [`Index::step`] makes it.
+    Step {
+        /// The first index.
+        start: isize,
+        /// One past the last index.
+        end: Option<isize>,
+        /// Not 0.
+        step: isize,
+    },
     /// A new dimension of size 1 (NumPy's `newaxis`).
     NewAxis,
     /// All dimensions that are not mentioned (Python's `...`). At the end it may be left out.
     Ellipsis,
+}
+
+impl Index {
+    /// Every `step`-th index of a range, from its end backwards where the step is negative (ndarray's `s![range; step]`).
+    ///
+    /// ```
+    /// use claystone::{Device, Index, Tensor};
+    /// let a = Tensor::arange(0, 10, 1, Device::Cpu)?;
+    /// assert_eq!(a.i(Index::step(1..7, 2))?.to_vec::<f32>()?, [1.0, 3.0, 5.0]);
+    /// assert_eq!(a.i(Index::step(.., -4))?.to_vec::<f32>()?, [9.0, 5.0, 1.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    pub fn step(range: impl Into<Index>, step: isize) -> Index {
+        match range.into() {
+            Index::Range { start, end } => Index::Step { start, end, step },
+            other => other,
+        }
+    }
 }
 
 impl From<RangeFull> for Index {
@@ -135,9 +161,9 @@ impl Indices for &[Index] {
     }
 }
 
-fn indexed(op: &'static str, layout: &Layout, items: &[Index]) -> Result<Layout> {
+pub(super) fn indexed(op: &'static str, layout: &Layout, items: &[Index]) -> Result<Layout> {
     let rank = layout.shape.rank();
-    let used = items.iter().filter(|i| matches!(i, Index::At(_) | Index::Range { .. })).count();
+    let used = items.iter().filter(|i| matches!(i, Index::At(_) | Index::Range { .. } | Index::Step { .. })).count();
     let ellipses = items.iter().filter(|&&i| i == Index::Ellipsis).count();
     if used > rank || ellipses > 1 {
         let reason =
@@ -152,7 +178,7 @@ fn indexed(op: &'static str, layout: &Layout, items: &[Index]) -> Result<Layout>
                 layout = layout.select(op, dim, i)?;
                 continue;
             }
-            Index::Range { start, end } => {
+            Index::Range { start, end } | Index::Step { start, end, .. } => {
                 let size = layout.shape.dims()[dim];
                 let from_front = |i: isize| if i < 0 { i.saturating_add_unsigned(size) } else { i };
                 let (first, last) = (from_front(start), end.map_or(size as isize, from_front));
@@ -162,6 +188,9 @@ fn indexed(op: &'static str, layout: &Layout, items: &[Index]) -> Result<Layout>
                     return Err(Error::invalid(op, reason));
                 }
                 layout = layout.narrow(op, dim, first as usize, (last - first) as usize)?;
+                if let Index::Step { step, .. } = *item {
+                    layout = layout.slice(op, dim, (None, None), step)?;
+                }
             }
             Index::NewAxis => layout = layout.insert(dim),
             Index::Ellipsis => {
@@ -196,80 +225,4 @@ impl Tensor {
         let items = indices.indices();
         self.picked("i", move |layout| indexed("i", layout, &items))
     }
-
-    /// Tensors one after another along dimension `dim`, in which alone their shapes may differ (PyTorch's `cat`).
-    ///
-    /// ```
-    /// use claystone::{Device, Tensor};
-    /// let a = Tensor::zeros(&[2, 3], Device::Cpu)?;
-    /// let b = Tensor::ones(&[1, 3], Device::Cpu)?;
-    /// assert_eq!(Tensor::cat(&[&a, &b], 0)?.shape().dims(), &[3, 3]);
-    /// # Ok::<(), claystone::Error>(())
-    /// ```
-    ///
-    /// # Errors
-    /// No tensor at all; tensors of different dtypes, on different devices, or whose other sizes differ.
-    pub fn cat<T: Borrow<Tensor>>(tensors: &[T], dim: isize) -> Result<Tensor> {
-        let tensors: SmallVec<[&Tensor; 4]> = tensors.iter().map(Borrow::borrow).collect();
-        join("cat", &tensors, dim)
-    }
-
-    /// Tensors of one shape along a new dimension, which is dimension `dim` of the result (PyTorch's `stack`).
-    ///
-    /// # Errors
-    /// No tensor at all; tensors of different shapes or dtypes, or on different devices.
-    pub fn stack<T: Borrow<Tensor>>(tensors: &[T], dim: isize) -> Result<Tensor> {
-        let op = "stack";
-        let first = tensors.first().map(Borrow::borrow).ok_or_else(|| Error::invalid(op, "there is no tensor"))?;
-        if let Some(t) = tensors.iter().map(Borrow::borrow).find(|t| t.shape() != first.shape()) {
-            let (lhs, rhs) = (first.shape().clone(), t.shape().clone());
-            return Err(Error::ShapeMismatch { op, lhs, rhs, hint: "they must be equal" });
-        }
-        let rows = tensors
-            .iter()
-            .map(|t| t.borrow().unsqueeze(dim).map_err(|e| e.of(op)))
-            .collect::<Result<SmallVec<[Tensor; 4]>>>()?;
-        join(op, &rows.iter().collect::<SmallVec<[&Tensor; 4]>>(), dim)
-    }
-}
-
-fn join(op: &'static str, tensors: &[&Tensor], dim: isize) -> Result<Tensor> {
-    let first = *tensors.first().ok_or_else(|| Error::invalid(op, "there is no tensor"))?;
-    let d = first.shape().dim(op, dim)?;
-    let mut dims = SmallVec::<[usize; 6]>::from_slice(first.shape().dims());
-    let mut sizes = SmallVec::<[usize; 4]>::new();
-    dims[d] = 0;
-    for t in tensors {
-        let others = |s: &Shape| s.dims().iter().enumerate().all(|(i, &n)| i == d || dims[i] == n);
-        if t.rank() != first.rank() || !others(t.shape()) {
-            let (lhs, rhs) = (first.shape().clone(), t.shape().clone());
-            return Err(Error::ShapeMismatch { op, lhs, rhs, hint: "only the joined dimension may differ" });
-        }
-        if t.dtype() != first.dtype() {
-            return Err(Error::DTypeMismatch { op, lhs: first.dtype(), rhs: t.dtype() });
-        }
-        if t.device() != first.device() {
-            return Err(Error::DeviceMismatch { op, lhs: first.device(), rhs: t.device() });
-        }
-        sizes.push(t.shape().dims()[d]);
-    }
-    dims[d] = sizes.iter().fold(0, |a, &n| a.saturating_add(n));
-    let out = Tensor::empty_like_shape(&dims[..], first.dtype(), first.device())?;
-    let mut start = 0;
-    for (t, &n) in tensors.iter().zip(&sizes) {
-        out.with_layout(out.layout.narrow(op, d, start, n)?).copy_(&t.detach())?;
-        start += n;
-    }
-    if !is_tracked(tensors) {
-        return Ok(out);
-    }
-    Ok(record_twice(op, out, tensors, move |ctx| {
-        let grad = ctx.grad()?;
-        let mut start = 0;
-        let mut piece = |(i, n): (usize, usize)| {
-            start += n;
-            ctx.needs(i).then(|| grad.narrow(d as isize, start - n, n)).transpose()
-        };
-        sizes.iter().copied().enumerate().map(&mut piece).collect()
-    }))
 }

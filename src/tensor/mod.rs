@@ -6,25 +6,29 @@
 //! [`Tensor::shallow_clone`] copies the handle.
 //!
 //! One file a subject: `shape` and `layout` are pure arithmetic, `create` makes tensors, `view` and `index` look at them
-//! differently, `convert` moves them between dtypes, devices and ndarray, `display` prints them.
+//! differently, `join` and `pad` put them together, `convert` moves them between dtypes, devices and ndarray, `display` prints them.
 
 use std::sync::Arc;
 
 use crate::{DType, Device, Result, Stream, autograd::Node, storage::Storage};
 
+mod assign;
 mod convert;
 mod create;
 mod display;
 mod index;
+mod join;
 pub(crate) mod layout;
 mod operators;
 mod options;
 mod pad;
+mod pieces;
 pub(crate) mod shape;
 mod triangle;
 mod view;
 mod window;
 
+pub use assign::Assigned;
 pub use index::{Index, Indices};
 pub(crate) use layout::Layout;
 pub use options::TensorOptions;

@@ -8,7 +8,7 @@ use smallvec::SmallVec;
 use super::shape::{Dims, NewShape};
 use super::{Layout, Shape};
 use crate::autograd::record_unary_twice;
-use crate::{Error, Result, Tensor};
+use crate::{Error, ReduceDims, Result, Tensor};
 
 impl Tensor {
     /// The view `layout`, which has every element once; `back` brings a gradient back to this tensor's shape.
@@ -199,37 +199,6 @@ impl Tensor {
         self.picked(op, move |l| l.select(op, dim, index))
     }
 
-    /// One tensor for each index of dimension `dim`, which goes (PyTorch's `unbind`).
-    pub fn unbind(&self, dim: isize) -> Result<Vec<Tensor>> {
-        let d = self.shape().dim("unbind", dim)?;
-        (0..self.shape().dims()[d] as isize).map(|i| self.select(dim, i)).collect()
-    }
-
-    /// Pieces of `size` along dimension `dim`, the last as small as is left (PyTorch's `split`).
-    ///
-    /// # Errors
-    /// A size of zero.
-    pub fn split(&self, size: usize, dim: isize) -> Result<Vec<Tensor>> {
-        let whole = self.shape().dims()[self.shape().dim("split", dim)?];
-        if size == 0 {
-            return Err(Error::invalid("split", "pieces of size 0 never reach the end"));
-        }
-        // An empty dimension is one empty piece.
-        (0..whole.max(1)).step_by(size).map(|i| self.narrow(dim, i, size.min(whole - i))).collect()
-    }
-
-    /// At most `chunks` pieces of one size along dimension `dim`, the last as small as is left (PyTorch's `chunk`).
-    ///
-    /// # Errors
-    /// Zero chunks.
-    pub fn chunk(&self, chunks: usize, dim: isize) -> Result<Vec<Tensor>> {
-        let whole = self.shape().dims()[self.shape().dim("chunk", dim)?];
-        if chunks == 0 {
-            return Err(Error::invalid("chunk", "nothing can be cut into 0 chunks"));
-        }
-        self.split(whole.div_ceil(chunks).max(1), dim)
-    }
-
     /// Without dimension `dim` if its size is 1, otherwise as it is (PyTorch's `squeeze`).
     pub fn squeeze(&self, dim: isize) -> Result<Tensor> {
         let d = self.shape().dim("squeeze", dim)?;
@@ -335,10 +304,44 @@ impl Tensor {
         self.view(dims[..d].iter().chain(inner.dims()).chain(&dims[d + 1..]).copied().collect::<Shape>())
     }
 
-    /// Dimension `dim` backwards: a view with a negative stride (PyTorch's `flip` copies).
-    pub fn flip(&self, dim: isize) -> Result<Tensor> {
-        let d = self.shape().dim("flip", dim)?;
-        Ok(self.rearranged("flip", self.layout.flip(d), move |grad| grad.flip(dim)))
+    /// These dimensions backwards, `()` for all: a view with negative strides (PyTorch's `flip` copies).
+    ///
+    /// # Errors
+    /// [`Error::DimOutOfRange`]; a dimension named twice.
+    pub fn flip(&self, dims: impl Into<ReduceDims>) -> Result<Tensor> {
+        let op = "flip";
+        let turned = dims.into().mask(op, self.shape())?;
+        let flip = move |layout: &Layout| {
+            let dims = turned.iter().enumerate().filter(|(_, turned)| **turned);
+            dims.fold(layout.clone(), |layout, (d, _)| layout.flip(d))
+        };
+        self.flipped(op, flip)
+    }
+
+    fn flipped(
+        &self,
+        op: &'static str,
+        flip: impl Fn(&Layout) -> Layout + Clone + Send + Sync + 'static,
+    ) -> Result<Tensor> {
+        let out = self.with_layout(flip(&self.layout));
+        Ok(record_unary_twice(op, out, self, move |grad| grad.flipped(op, flip.clone())))
+    }
+
+    /// The columns of each matrix backwards: dimension 1 flipped (PyTorch's `fliplr`).
+    ///
+    /// # Errors
+    /// Fewer than two dimensions.
+    pub fn fliplr(&self) -> Result<Tensor> {
+        self.flip(1).map_err(|e| e.of("fliplr"))
+    }
+
+    /// The rows backwards: dimension 0 flipped (PyTorch's `flipud`).
+    ///
+    /// # Errors
+    /// A scalar.
+    pub fn flipud(&self) -> Result<Tensor> {
+        self.shape().dim("flipud", 0)?;
+        self.flip(0).map_err(|e| e.of("flipud"))
     }
 
     /// The elements whose index in dimension `b` is `shift` above the one in dimension `a`, as a new last dimension in

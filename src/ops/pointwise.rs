@@ -1,0 +1,131 @@
+//! Elementwise operations that are made of rows of the table, and PyTorch's other names of some rows.
+
+use crate::{DType, Result, Tensor};
+
+impl Tensor {
+    /// The bits turned round: `-1 - x` of integers, the negation of bools (PyTorch's `bitwise_not`).
+    ///
+    /// # Errors
+    /// [`Error::UnsupportedDType`](crate::Error::UnsupportedDType) for floats.
+    pub fn bitwise_not(&self) -> Result<Tensor> {
+        match self.dtype() {
+            DType::Bool => self.logical_not(),
+            _ => self.bitwise_xor_scalar(-1).map_err(|e| e.of("bitwise_not")),
+        }
+    }
+
+    /// [`Tensor::bitwise_not`] in place.
+    ///
+    /// # Errors
+    /// As [`Tensor::bitwise_not`], and as every operation in place.
+    pub fn bitwise_not_(&self) -> Result<&Tensor> {
+        match self.dtype() {
+            DType::Bool => self.logical_not_(),
+            _ => self.bitwise_xor_scalar_(-1).map_err(|e| e.of("bitwise_not_")),
+        }
+    }
+
+    /// The first half along `dim` times the logistic function of the second (PyTorch's `glu`). Differentiable.
+    ///
+    /// # Errors
+    /// An odd size; [`Error::DimOutOfRange`](crate::Error::DimOutOfRange).
+    pub fn glu(&self, dim: isize) -> Result<Tensor> {
+        let op = "glu";
+        let size = self.shape().dims()[self.shape().dim(op, dim)?];
+        if !size.is_multiple_of(2) {
+            return Err(crate::Error::invalid(op, format!("dimension {dim} of size {size} has no two halves")));
+        }
+        let (x, gate) = (self.narrow(dim, 0, size / 2)?, self.narrow(dim, size / 2, size / 2)?);
+        Tensor::map(&[&x, &gate], |e| &e[0] * e[1].sigmoid()).map_err(|e| e.of(op))
+    }
+
+    /// Rounded to this many decimals, ties to even; a negative number rounds to tens, hundreds and so on (PyTorch's `round`
+    /// with `decimals`). Its gradient is 0.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+    pub fn round_decimals(&self, decimals: i32) -> Result<Tensor> {
+        let power = 10f64.powi(decimals.abs());
+        match decimals {
+            1.. => self.mul_scalar(power)?.round()?.div_scalar(power),
+            _ => self.div_scalar(power)?.round()?.mul_scalar(power),
+        }
+    }
+
+    /// Whether shapes and all elements are equal (PyTorch's `equal`). Waits for the device.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMismatch`](crate::Error::DeviceMismatch).
+    pub fn equal(&self, other: &Tensor) -> Result<bool> {
+        let differ = |t: Tensor| t.to_dtype(DType::I64)?.sum((), false)?.item::<i64>();
+        Ok(self.shape() == other.shape() && differ(self.detach().ne(other)?).map_err(|e| e.of("equal"))? == 0)
+    }
+
+    /// Whether all elements are close, as [`Tensor::isclose`] says (PyTorch's `allclose`, whose `rtol` is 1e-5 and `atol`
+    /// 1e-8 where nothing is said). Waits for the device.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let a = Tensor::full(3, 1.0, Device::Cpu)?;
+    /// assert!(a.allclose(&a.add_scalar(1e-7)?, 1e-5, 1e-8, false)?);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Tensor::isclose`].
+    pub fn allclose(&self, other: &Tensor, rtol: f64, atol: f64, equal_nan: bool) -> Result<bool> {
+        let far = self.isclose(other, rtol, atol, equal_nan).and_then(|close| close.logical_not());
+        Ok(far.map_err(|e| e.of("allclose"))?.to_dtype(DType::I64)?.sum((), false)?.item::<i64>()? == 0)
+    }
+
+    /// The tensor itself (PyTorch's `positive`).
+    ///
+    /// # Errors
+    /// [`Error::UnsupportedDType`](crate::Error::UnsupportedDType) for bool.
+    pub fn positive(&self) -> Result<Tensor> {
+        match self.dtype() {
+            dtype @ DType::Bool => {
+                Err(crate::Error::UnsupportedDType { op: "positive", dtype, expected: "integers or floats" })
+            }
+            _ => Ok(self.shallow_clone()),
+        }
+    }
+}
+
+macro_rules! aliases {
+    ($($alias:ident $(($other:ident))? => $name:ident;)*) => {
+        /// Other names: each is the method it says.
+        impl Tensor { $(
+            #[doc = concat!("[`", stringify!($name), "`](Self::", stringify!($name), ") by PyTorch's other name.")]
+            ///
+            /// # Errors
+            /// Those of that method.
+            pub fn $alias(&self $(, $other: &Tensor)?) -> Result<Tensor> {
+                self.$name($($other)?)
+            }
+        )* }
+    };
+}
+
+aliases! {
+    absolute => abs;
+    arccos => acos;
+    arccosh => acosh;
+    arcsin => asin;
+    arcsinh => asinh;
+    arctan => atan;
+    arctan2(other) => atan2;
+    arctanh => atanh;
+    divide(other) => div;
+    fix => trunc;
+    greater(other) => gt;
+    greater_equal(other) => ge;
+    less(other) => lt;
+    less_equal(other) => le;
+    multiply(other) => mul;
+    negative => neg;
+    not_equal(other) => ne;
+    sgn => sign;
+    subtract(other) => sub;
+    true_divide(other) => div;
+}
