@@ -160,7 +160,7 @@ macro_rules! rows {
             /// The least common multiple, not negative. PyTorch: `lcm`.
             lcm (x, other) + lcm_: Integer -> Same { x.lcm(other) }
                 { (1..100).map(|k| other * f64::from(k)).find(|m| x != 0.0 && m % x == 0.0).unwrap_or(0.0) }
-                on [-99.0..99.0, 1.0..99.0];
+                on [-99.0..99.0, 1.0..99.0] derivative [Expr::constant(0.0), Expr::constant(0.0)];
 
             // ---- one operand ----
             /// `-x`. PyTorch: `neg`.
@@ -258,7 +258,7 @@ macro_rules! rows {
             /// The derivative of [`lgamma`](Self::lgamma). PyTorch: `digamma`.
             digamma (x) + digamma_: Float -> Same { x.digamma() }
                 { (0..40).fold((x + 40.0).ln() - 0.5 / (x + 40.0) - (x + 40.0).powi(-2) / 12.0
-                    + (x + 40.0).powi(-4) / 120.0, |sum, k| sum - 1.0 / (x + f64::from(k))) } on [0.2..9.0];
+                    + (x + 40.0).powi(-4) / 120.0 - (x + 40.0).powi(-6) / 252.0, |sum, k| sum - 1.0 / (x + f64::from(k))) } on [0.2..9.0];
             /// `sin(pi x) / (pi x)`, 1 at 0. PyTorch: `sinc`.
             sinc (x) + sinc_: Float -> Same { x.sinc() }
                 { (std::f64::consts::PI * x).sin() / (std::f64::consts::PI * x) } on [-3.0..3.0]
