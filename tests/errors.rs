@@ -62,7 +62,7 @@ fn dtypes_that_differ_or_do_not_fit() {
         refused(d, &["f32", "f64"], || a.to_vec::<f64>());
         let ints = Tensor::ones(&[3], (DType::I64, d)).unwrap();
         refused(d, &["requires_grad_", "i64"], || ints.detach().requires_grad_(true));
-        refused(d, &["add_", "i64", "f32"], || ints.add_(&a).map(|_| ()));
+        refused(d, &["add", "i64", "f32"], || ints.add_(&a).map(|_| ()));
         refused(d, &["mul_scalar", "i64", "f32"], || ints.mul_scalar_(0.5).map(|_| ()));
         refused(d, &["add_scalar", "bool", "i64"], || ints.eq_scalar(1)?.add_scalar_(1).map(|_| ()));
         refused(d, &["bitwise_and", "f32"], || a.bitwise_and(&ints));
