@@ -16,7 +16,11 @@ fn in_place_is_out_of_place(row: &'static ops::Row, name: &str, device: clayston
         Tensor::from_vec(points.map(|x| x as f32).collect(), &shape, device)
     };
     let operands = (0..row.arity).map(operand).collect::<Result<Vec<_>>>()?;
-    let scalars: Vec<Scalar> = row.samples.iter().map(|&s| if row.accepts == Accepts::Integer { Scalar::Int(s as i64) } else { s.into() }).collect();
+    let scalars: Vec<Scalar> = row
+        .samples
+        .iter()
+        .map(|&s| if row.accepts == Accepts::Integer { Scalar::Int(s as i64) } else { s.into() })
+        .collect();
     let right = row.apply(&operands.iter().collect::<Vec<_>>(), &scalars)?;
     let dtype = operands[0].dtype();
     let memory = Tensor::full(&[4, 7], 999, (dtype, device))?;
