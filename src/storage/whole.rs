@@ -245,7 +245,7 @@ mod tests {
             let allocator = build_allocator(Arc::new(sim), config).unwrap();
             allocator.record_memory_history(HistoryOptions { max_entries: 50, ..HistoryOptions::default() }).unwrap();
             let mut live = Vec::new();
-            for n in 1..200 {
+            for n in 1..if cfg!(miri) { 25 } else { 200 } {
                 let bytes = n * 7919 % 100_000 + 1;
                 live.push(allocator.allocate(bytes, StreamId(n as u32 % 2)).unwrap());
                 if n % 3 > 0 {
