@@ -271,8 +271,9 @@ impl Block {
     /// As [`export`](Block::export); gives the segment, so that parts of the block can be handed out as blocks.
     pub(crate) fn export_segment(&self) -> Arc<Segment> {
         self.export();
-        let place = self.place();
-        let segment = std::ptr::from_ref(place.segment());
+        let _held = self.place();
+        // The Arc's own pointer: one made of a reference may not reach its count.
+        let segment = self.slot().segment.load(Relaxed).cast_const();
         // SAFETY: set_place took the pointer from an Arc, which whoever made the block keeps as long as the block lives;
         // the place is held meanwhile. The new Arc is the one counted here.
         unsafe {

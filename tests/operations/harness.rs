@@ -281,7 +281,9 @@ impl Operand {
 /// get one.
 fn variants(case: &Case, device: Device) -> Result<Vec<(DType, Lie)>> {
     use Lie::*;
-    let all = [Contiguous, Strided, Backwards, Expanded];
+    // What is written to has elements of its own.
+    let last = if case.op.kind == Kind::InPlace { Backwards } else { Expanded };
+    let all = [Contiguous, Strided, Backwards, last];
     let fp64 = device.info()?.fp64;
     let dtypes: Vec<DType> = DType::ALL
         .into_iter()
