@@ -13,7 +13,13 @@ use super::table::{Accepts, Output, ROWS, Row};
 use crate::{DType, Result, Tensor};
 
 /// The lists of all families, in the order of the documentation.
-const FAMILIES: &[&[Operation]] = &[super::copy::OPERATIONS, super::row::OPERATIONS];
+const FAMILIES: &[&[Operation]] = &[
+    crate::tensor::OPERATIONS,
+    super::distributions::OPERATIONS,
+    super::copy::OPERATIONS,
+    super::pointwise::OPERATIONS,
+    super::row::OPERATIONS,
+];
 
 /// What an operation is about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]

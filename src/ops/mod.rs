@@ -21,6 +21,7 @@ mod cpu_map;
 mod cpu_transpose;
 mod derivative;
 mod distance;
+mod distributions;
 pub(crate) mod draws;
 mod einsum;
 mod elementwise;
@@ -81,7 +82,7 @@ pub use table::{Accepts, Output, ROWS, Row};
 
 pub use precision::{get_float32_matmul_precision, set_float32_matmul_precision};
 pub use promote::{can_cast, get_default_dtype, promote_types, result_type, set_default_dtype};
-pub use random::manual_seed;
+pub use random::{Generator, manual_seed, with_generator};
 pub use reduce::ReduceDims;
 pub use registry::{Backend, Implementation, Registration, call, register};
 pub use row::{CrossEntropy, LossReduction};

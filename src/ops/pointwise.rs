@@ -1,13 +1,34 @@
 //! Elementwise operations that are made of rows of the table, and PyTorch's other names of some rows.
 
-use crate::{DType, Result, Tensor};
+use super::catalogue::{Dtypes, Gives, Kind, Operation};
+use super::registry::replaced;
+use crate::{DType, Error, Result, Tensor};
+
+pub(super) static OPERATIONS: &[Operation] = &[
+    Operation::new("bitwise_not", "bitwise_not", Kind::Elementwise, Dtypes::Integers, Gives::Same, |a| {
+        a.x(0)?.bitwise_not()
+    }),
+    Operation::new("bitwise_not_", "bitwise_not_", Kind::InPlace, Dtypes::Integers, Gives::Same, |a| {
+        a.x(0)?.bitwise_not_().map(Tensor::shallow_clone)
+    }),
+    Operation::new("round_decimals", "round", Kind::Elementwise, Dtypes::Floats, Gives::Same, |a| {
+        a.x(0)?.round_decimals(a.int(0)? as i32)
+    }),
+    Operation::new("positive", "positive", Kind::View, Dtypes::Numbers, Gives::Same, |a| a.x(0)?.positive())
+        .differentiable(),
+    Operation::new("glu", "nn.functional.glu", Kind::NeuralNetwork, Dtypes::Floats, Gives::Same, |a| {
+        a.x(0)?.glu(a.int(0)?)
+    })
+    .differentiable(),
+];
 
 impl Tensor {
     /// The bits turned round: `-1 - x` of integers, the negation of bools (PyTorch's `bitwise_not`).
     ///
     /// # Errors
-    /// [`Error::UnsupportedDType`](crate::Error::UnsupportedDType) for floats.
+    /// [`Error::UnsupportedDType`] for floats.
     pub fn bitwise_not(&self) -> Result<Tensor> {
+        replaced!("bitwise_not", [self]);
         match self.dtype() {
             DType::Bool => self.logical_not(),
             _ => self.bitwise_xor_scalar(-1).map_err(|e| e.of("bitwise_not")),
@@ -28,12 +49,13 @@ impl Tensor {
     /// The first half along `dim` times the logistic function of the second (PyTorch's `glu`). Differentiable.
     ///
     /// # Errors
-    /// An odd size; [`Error::DimOutOfRange`](crate::Error::DimOutOfRange).
+    /// An odd size; [`Error::DimOutOfRange`].
     pub fn glu(&self, dim: isize) -> Result<Tensor> {
         let op = "glu";
+        replaced!(op, [self], dim);
         let size = self.shape().dims()[self.shape().dim(op, dim)?];
         if !size.is_multiple_of(2) {
-            return Err(crate::Error::invalid(op, format!("dimension {dim} of size {size} has no two halves")));
+            return Err(Error::invalid(op, format!("dimension {dim} of size {size} has no two halves")));
         }
         let (x, gate) = (self.narrow(dim, 0, size / 2)?, self.narrow(dim, size / 2, size / 2)?);
         Tensor::map(&[&x, &gate], |e| &e[0] * e[1].sigmoid()).map_err(|e| e.of(op))
@@ -43,8 +65,9 @@ impl Tensor {
     /// with `decimals`). Its gradient is 0.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+    /// [`Error::OutOfMemory`].
     pub fn round_decimals(&self, decimals: i32) -> Result<Tensor> {
+        replaced!("round_decimals", [self], decimals);
         let power = 10f64.powi(decimals.abs());
         match decimals {
             1.. => self.mul_scalar(power)?.round()?.div_scalar(power),
@@ -55,7 +78,7 @@ impl Tensor {
     /// Whether shapes and all elements are equal (PyTorch's `equal`). Waits for the device.
     ///
     /// # Errors
-    /// [`Error::DeviceMismatch`](crate::Error::DeviceMismatch).
+    /// [`Error::DeviceMismatch`].
     pub fn equal(&self, other: &Tensor) -> Result<bool> {
         let differ = |t: Tensor| t.to_dtype(DType::I64)?.sum((), false)?.item::<i64>();
         Ok(self.shape() == other.shape() && differ(self.detach().ne(other)?).map_err(|e| e.of("equal"))? == 0)
@@ -81,11 +104,11 @@ impl Tensor {
     /// The tensor itself (PyTorch's `positive`).
     ///
     /// # Errors
-    /// [`Error::UnsupportedDType`](crate::Error::UnsupportedDType) for bool.
+    /// [`Error::UnsupportedDType`] for bool.
     pub fn positive(&self) -> Result<Tensor> {
         match self.dtype() {
             dtype @ DType::Bool => {
-                Err(crate::Error::UnsupportedDType { op: "positive", dtype, expected: "integers or floats" })
+                Err(Error::UnsupportedDType { op: "positive", dtype, expected: "integers or floats" })
             }
             _ => Ok(self.shallow_clone()),
         }

@@ -1,9 +1,10 @@
 //! Random tensors from a counter (Philox4x32-10): the same bits on every device.
 //!
-//! Every random operation takes the next stream of one process-wide generator; element `e` of its result is a function
-//! of (seed, stream, e) alone. Nothing is stored: backward of a dropout computes its mask again.
+//! Every random operation takes the next stream of a generator, as a rule the process's; element `e` of its result is a
+//! function of (seed, stream, e) alone. Nothing is stored: backward of a dropout computes its mask again.
 
-use std::sync::{Mutex, PoisonError};
+use std::cell::RefCell;
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use super::draws::draw;
 use super::elementwise::{self, Params};
@@ -12,7 +13,78 @@ use super::philox::{Bits, Seed};
 use crate::tensor::TensorOptions;
 use crate::{DType, Device, Error, Graph, Result, Scalar, Shape, Tensor};
 
-static GENERATOR: Mutex<Seed> = Mutex::new(Seed { key: 0, stream: 0 });
+/// Where random operations get their seeds from (PyTorch's `Generator`): a seed and the number of draws made from it. One
+/// generator serves every device: the same draws give the same numbers on all of them. A clone is another handle on the
+/// same generator.
+///
+/// ```
+/// use claystone::{Device, Generator, Tensor, with_generator};
+/// let generator = Generator::new(7);
+/// let draw = || with_generator(&generator, || Tensor::rand(4, Device::Cpu))?.to_vec::<f32>();
+/// let (first, second) = (draw()?, draw()?);
+/// generator.manual_seed(7);
+/// assert!(first == draw()? && second == draw()? && first != second);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct Generator(Arc<Mutex<Seed>>);
+
+/// The process's own.
+static GENERATOR: LazyLock<Generator> = LazyLock::new(|| Generator::new(0));
+
+thread_local! {
+    /// Those of the calls of [`with_generator`] around.
+    static GENERATORS: RefCell<Vec<Generator>> = const { RefCell::new(Vec::new()) };
+}
+
+impl Generator {
+    /// A generator of this seed.
+    pub fn new(seed: u64) -> Generator {
+        Generator(Arc::new(Mutex::new(Seed { key: seed, stream: 0 })))
+    }
+
+    /// Starts it anew with another seed, or the same.
+    pub fn manual_seed(&self, seed: u64) {
+        self.set_state(Seed { key: seed, stream: 0 });
+    }
+
+    /// Its seed and the number of draws made since (PyTorch's `get_state`).
+    pub fn state(&self) -> Seed {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes it go on from a [`state`](Generator::state).
+    pub fn set_state(&self, state: Seed) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = state;
+    }
+
+    /// The generator that random operations of this thread draw from: that of the innermost [`with_generator`], or the
+    /// process's.
+    pub fn current() -> Generator {
+        GENERATORS.with_borrow(|all| all.last().cloned()).unwrap_or_else(|| GENERATOR.clone())
+    }
+
+    fn next(&self) -> Seed {
+        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let seed = *state;
+        state.stream = state.stream.wrapping_add(1);
+        seed
+    }
+}
+
+/// Runs `f` with random operations of this thread, of every kind, drawing from `generator` instead of the process's: what
+/// `generator=` does in PyTorch. See [`Generator`].
+pub fn with_generator<R>(generator: &Generator, f: impl FnOnce() -> R) -> R {
+    struct Restore;
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            GENERATORS.with_borrow_mut(|all| all.pop());
+        }
+    }
+    GENERATORS.with_borrow_mut(|all| all.push(generator.clone()));
+    let _restore = Restore;
+    f()
+}
 
 /// Starts the process-wide random generator anew (PyTorch's `manual_seed`). The same calls after the same seed give the
 /// same numbers on every device. Without it the seed is 0.
@@ -26,21 +98,16 @@ static GENERATOR: Mutex<Seed> = Mutex::new(Seed { key: 0, stream: 0 });
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub fn manual_seed(seed: u64) {
-    *GENERATOR.lock().unwrap_or_else(PoisonError::into_inner) = Seed { key: seed, stream: 0 };
+    GENERATOR.manual_seed(seed);
 }
 
 /// The seed of the next random operation, which is of this device.
-fn next_seed(op: &'static str, device: Device) -> Result<Seed> {
+pub(super) fn next_seed(op: &'static str, device: Device) -> Result<Seed> {
     if Graph::is_capturing(device) {
         let reason = "not while a graph is captured: the generator is the host's, replays would draw the same again";
         return Err(Error::invalid(op, reason));
     }
-    Ok(draw(|| {
-        let mut generator = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
-        let seed = *generator;
-        generator.stream = generator.stream.wrapping_add(1);
-        seed
-    }))
+    Ok(draw(|| Generator::current().next()))
 }
 
 fn generate(op: &'static str, shape: Shape, options: TensorOptions, scalars: &[Scalar], expr: Expr) -> Result<Tensor> {
@@ -48,6 +115,16 @@ fn generate(op: &'static str, shape: Shape, options: TensorOptions, scalars: &[S
     let out = Tensor::empty_like_shape(shape, options.dtype, options.device)?;
     elementwise::apply_into(op, &[], Params { scalars, seeds: &[seed] }, &[expr], &[&out])?;
     Ok(out)
+}
+
+/// Uniform in [0, 1), stored in this dtype. Halves keep as many bits as they have: rounding could give 1.
+pub(super) fn uniform(dtype: DType) -> Expr {
+    let uniform = Expr::uniform(0);
+    match dtype {
+        DType::F16 => (uniform * 2048.0).floor() * (1.0 / 2048.0),
+        DType::BF16 => (uniform * 256.0).floor() * (1.0 / 256.0),
+        _ => uniform,
+    }
 }
 
 impl Tensor {
@@ -58,14 +135,7 @@ impl Tensor {
     pub fn rand(shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
         let options = options.into();
         options.dtype.check_float("rand")?;
-        // Halves keep as many bits as they have: rounding could give 1.
-        let uniform = Expr::uniform(0);
-        let expr = match options.dtype {
-            DType::F16 => (uniform * 2048.0).floor() * (1.0 / 2048.0),
-            DType::BF16 => (uniform * 256.0).floor() * (1.0 / 256.0),
-            _ => uniform,
-        };
-        generate("rand", shape.into(), options, &[], expr)
+        generate("rand", shape.into(), options, &[], uniform(options.dtype))
     }
 
     /// Normal with mean 0 and variance 1, by Box and Muller's transform (PyTorch's `randn`). One launch.

@@ -1,11 +1,12 @@
 //! Assignment to a part of a tensor: in place through an index, and as copies that gradients go through.
 
-use super::index::{Indices, indexed};
+use super::index::{Index, Indices, indexed};
 use super::{Layout, Shape};
 use crate::autograd::{is_tracked, record_twice};
+use crate::ops::registry::replaced;
 use crate::{Error, Result, Scalar, Tensor};
 
-/// What [`Tensor::set`] assigns: a tensor or a number.
+/// What [`Tensor::slice_assign_`] assigns: a tensor or a number.
 #[derive(Clone, Copy)]
 #[non_exhaustive]
 pub enum Assigned<'a> {
@@ -34,20 +35,20 @@ impl Tensor {
     /// ```
     /// use claystone::{Device, Tensor};
     /// let a = Tensor::zeros([2, 3], Device::Cpu)?;
-    /// a.set((.., 1..), 5.0)?.set(1, &Tensor::arange(0, 3, 1, Device::Cpu)?)?;
+    /// a.slice_assign_((.., 1..), 5.0)?.slice_assign_(1, &Tensor::arange(0, 3, 1, Device::Cpu)?)?;
     /// assert_eq!(a.to_vec::<f32>()?, [0.0, 5.0, 5.0, 0.0, 1.0, 2.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
     ///
     /// # Errors
     /// As [`Tensor::i`] and [`Tensor::copy_`].
-    pub fn set<'a>(&self, indices: impl Indices, value: impl Into<Assigned<'a>>) -> Result<&Tensor> {
+    pub fn slice_assign_<'a>(&self, indices: impl Indices, value: impl Into<Assigned<'a>>) -> Result<&Tensor> {
         let part = self.i(indices)?;
         match value.into() {
             Assigned::Tensor(t) => part.copy_(t).map(|_| ()),
             Assigned::Number(x) => part.fill_(x).map(|_| ()),
         }
-        .map_err(|e| e.of("set"))?;
+        .map_err(|e| e.of("slice_assign_"))?;
         Ok(self)
     }
 
@@ -58,6 +59,10 @@ impl Tensor {
     /// As [`Tensor::i`]; [`Error::ShapeMismatch`], [`Error::DeviceMismatch`].
     pub fn slice_assign(&self, indices: impl Indices, src: &Tensor) -> Result<Tensor> {
         let (op, items) = ("slice_assign", indices.indices());
+        let at: Option<Vec<isize>> = items.iter().map(|i| if let Index::At(i) = i { Some(*i) } else { None }).collect();
+        if let Some(at) = at {
+            replaced!(op, [self, src], &at[..]); // other indices have no name
+        }
         self.with_part(op, src, true, move |l| indexed(op, l, &items))
     }
 
@@ -76,6 +81,7 @@ impl Tensor {
     ) -> Result<Tensor> {
         let op = "slice_scatter";
         let (d, ends) = (self.shape().dim(op, dim)?, (start.into(), end.into()));
+        replaced!(op, [self, src], dim, ends.0, ends.1, step);
         self.with_part(op, src, false, move |l| l.slice(op, d, ends, step))
     }
 
@@ -86,6 +92,7 @@ impl Tensor {
     /// As [`Tensor::select`]; [`Error::ShapeMismatch`], [`Error::DeviceMismatch`].
     pub fn select_scatter(&self, src: &Tensor, dim: isize, index: isize) -> Result<Tensor> {
         let op = "select_scatter";
+        replaced!(op, [self, src], dim, index);
         let d = self.shape().dim(op, dim)?;
         self.with_part(op, src, false, move |l| l.select(op, d, index))
     }
@@ -97,6 +104,7 @@ impl Tensor {
     /// As [`Tensor::diagonal`]; [`Error::ShapeMismatch`], [`Error::DeviceMismatch`].
     pub fn diagonal_scatter(&self, src: &Tensor, offset: isize, dim1: isize, dim2: isize) -> Result<Tensor> {
         let op = "diagonal_scatter";
+        replaced!(op, [self, src], offset, dim1, dim2);
         let (a, b) = (self.shape().dim(op, dim1)?, self.shape().dim(op, dim2)?);
         if a == b {
             return Err(Error::invalid(op, format!("a diagonal needs two dimensions, and {dim1} and {dim2} are one")));

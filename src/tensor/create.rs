@@ -120,12 +120,23 @@ impl Tensor {
     /// # Errors
     /// [`Error::NoDevice`] and [`Error::OutOfMemory`].
     pub fn linspace(start: f64, end: f64, n: usize, options: impl Into<TensorOptions>) -> Result<Tensor> {
-        let step = if n > 1 { (end - start) / (n - 1) as f64 } else { 0.0 };
-        // Counted from the nearer end, so that both are exact.
-        let value = |i: usize| {
-            Scalar::Float(if i < n.div_ceil(2) { start + step * i as f64 } else { end - step * (n - 1 - i) as f64 })
-        };
-        Tensor::sequence("linspace", n, options.into(), value)
+        let value = spaced(start, end, n);
+        Tensor::sequence("linspace", n, options.into(), |i| Scalar::Float(value(i)))
+    }
+
+    /// `base` to the powers that [`Tensor::linspace`] gives (PyTorch's `logspace`, whose base is 10 where nothing is said).
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// assert_eq!(Tensor::logspace(0.0, 3.0, 4, 2.0, Device::Cpu)?.to_vec::<f32>()?, [1.0, 2.0, 4.0, 8.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] and [`Error::OutOfMemory`].
+    pub fn logspace(start: f64, end: f64, n: usize, base: f64, options: impl Into<TensorOptions>) -> Result<Tensor> {
+        let value = spaced(start, end, n);
+        Tensor::sequence("logspace", n, options.into(), |i| Scalar::Float(base.powf(value(i))))
     }
 
     /// The identity matrix of `n` rows (PyTorch's `eye`).
@@ -258,6 +269,12 @@ impl Tensor {
             None => Tensor::from_vec(array.iter().copied().collect(), array.shape(), device),
         }
     }
+}
+
+/// The i-th of `n` numbers evenly from `start` to `end`, counted from the nearer end, so that both are exact.
+fn spaced(start: f64, end: f64, n: usize) -> impl Fn(usize) -> f64 {
+    let step = if n > 1 { (end - start) / (n - 1) as f64 } else { 0.0 };
+    move |i| if i < n.div_ceil(2) { start + step * i as f64 } else { end - step * (n - 1 - i) as f64 }
 }
 
 fn fits(op: &'static str, given: usize, shape: Shape) -> Result<Shape> {

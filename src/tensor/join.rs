@@ -8,6 +8,7 @@ use super::shape::Dims;
 use super::{NewShape, PadMode, Shape};
 use crate::autograd::{is_tracked, record_twice, record_unary_twice};
 use crate::ops::promote;
+use crate::ops::registry::{replaced, replacement};
 use crate::{DType, Error, Result, Tensor};
 
 impl Tensor {
@@ -25,7 +26,11 @@ impl Tensor {
     /// # Errors
     /// No tensor at all; tensors on different devices, or whose other sizes differ.
     pub fn cat<T: Borrow<Tensor>>(tensors: &[T], dim: isize) -> Result<Tensor> {
-        join("cat", &tensors.iter().map(Borrow::borrow).collect::<Tensors>(), dim)
+        let tensors = borrowed(tensors);
+        match replacement("cat", &tensors, || vec![dim.into()])? {
+            Some(mut out) => Ok(out.swap_remove(0)),
+            None => join("cat", &tensors, dim),
+        }
     }
 
     /// Tensors of one shape along a new dimension, which is dimension `dim` of the result (PyTorch's `stack`).
@@ -36,6 +41,9 @@ impl Tensor {
     pub fn stack<T: Borrow<Tensor>>(tensors: &[T], dim: isize) -> Result<Tensor> {
         let op = "stack";
         let first = tensors.first().map(Borrow::borrow).ok_or_else(|| Error::invalid(op, "there is no tensor"))?;
+        if let Some(mut out) = replacement(op, &borrowed(tensors), || vec![dim.into()])? {
+            return Ok(out.swap_remove(0));
+        }
         if let Some(t) = tensors.iter().map(Borrow::borrow).find(|t| t.shape() != first.shape()) {
             let (lhs, rhs) = (first.shape().clone(), t.shape().clone());
             return Err(Error::ShapeMismatch { op, lhs, rhs, hint: "they must be equal" });
@@ -49,7 +57,7 @@ impl Tensor {
     /// As [`Tensor::cat`].
     pub fn hstack<T: Borrow<Tensor>>(tensors: &[T]) -> Result<Tensor> {
         let vectors = tensors.first().is_none_or(|t| t.borrow().rank() < 2);
-        join_all("hstack", tensors, if vectors { 0 } else { 1 }, Tensor::atleast_1d)
+        stacked("hstack", tensors, if vectors { 0 } else { 1 }, Tensor::atleast_1d)
     }
 
     /// Tensors on top of each other: along the first dimension, vectors as rows (PyTorch's `vstack`).
@@ -57,7 +65,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::cat`].
     pub fn vstack<T: Borrow<Tensor>>(tensors: &[T]) -> Result<Tensor> {
-        join_all("vstack", tensors, 0, Tensor::atleast_2d)
+        stacked("vstack", tensors, 0, Tensor::atleast_2d)
     }
 
     /// Tensors one behind the other: along the third dimension (PyTorch's `dstack`).
@@ -65,7 +73,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::cat`].
     pub fn dstack<T: Borrow<Tensor>>(tensors: &[T]) -> Result<Tensor> {
-        join_all("dstack", tensors, 2, Tensor::atleast_3d)
+        stacked("dstack", tensors, 2, Tensor::atleast_3d)
     }
 
     /// Vectors as the columns of a matrix, beside matrices (PyTorch's `column_stack`).
@@ -73,7 +81,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::cat`].
     pub fn column_stack<T: Borrow<Tensor>>(tensors: &[T]) -> Result<Tensor> {
-        join_all("column_stack", tensors, 1, |t| {
+        stacked("column_stack", tensors, 1, |t| {
             if t.rank() < 2 { t.reshape([t.numel(), 1]) } else { Ok(t.shallow_clone()) }
         })
     }
@@ -85,6 +93,9 @@ impl Tensor {
     /// No tensor at all; one of three dimensions or more; tensors on different devices.
     pub fn block_diag<T: Borrow<Tensor>>(tensors: &[T]) -> Result<Tensor> {
         let op = "block_diag";
+        if let Some(mut out) = replacement(op, &borrowed(tensors), Vec::new)? {
+            return Ok(out.swap_remove(0));
+        }
         let blocks = tensors.iter().map(|t| t.borrow().atleast_2d()).collect::<Result<Vec<_>>>()?;
         if let Some(t) = blocks.iter().find(|t| t.rank() > 2) {
             return Err(Error::invalid(op, format!("a tensor of shape {} is no matrix", t.shape())));
@@ -111,6 +122,7 @@ impl Tensor {
     /// # Errors
     /// Fewer numbers than dimensions; [`Error::OutOfMemory`].
     pub fn repeat(&self, repeats: &[usize]) -> Result<Tensor> {
+        replaced!("repeat", [self], repeats);
         self.repeated("repeat", repeats)
     }
 
@@ -119,6 +131,7 @@ impl Tensor {
     /// # Errors
     /// [`Error::OutOfMemory`].
     pub fn tile(&self, repeats: &[usize]) -> Result<Tensor> {
+        replaced!("tile", [self], repeats);
         let missing = self.rank().saturating_sub(repeats.len());
         let all: Dims = std::iter::repeat_n(1, missing).chain(repeats.iter().copied()).collect();
         self.repeated("tile", &all)
@@ -164,7 +177,9 @@ impl Tensor {
     /// [`Error::DimOutOfRange`], [`Error::OutOfMemory`].
     pub fn repeat_interleave(&self, repeats: usize, dim: impl Into<Option<isize>>) -> Result<Tensor> {
         let op = "repeat_interleave";
-        let Some(dim) = dim.into() else {
+        let dim = dim.into();
+        replaced!(op, [self], repeats, dim);
+        let Some(dim) = dim else {
             return self.reshape(self.numel())?.repeat_interleave(repeats, 0);
         };
         let d = self.shape().dim(op, dim)?;
@@ -187,6 +202,7 @@ impl Tensor {
     /// `repeats` that is not a vector of integers, of one number for each index, none negative; [`Error::DimOutOfRange`].
     pub fn repeat_interleave_tensor(&self, repeats: &Tensor, dim: isize) -> Result<Tensor> {
         let op = "repeat_interleave_tensor";
+        replaced!(op, [self, repeats], dim);
         let d = self.shape().dim(op, dim)?;
         let size = self.shape().dims()[d];
         if repeats.shape().dims() != [size] || repeats.dtype().is_float() {
@@ -220,6 +236,7 @@ impl Tensor {
     /// Not one shift for each dimension; [`Error::DimOutOfRange`].
     pub fn roll(&self, shifts: &[isize], dims: &[isize]) -> Result<Tensor> {
         let op = "roll";
+        replaced!(op, [self], shifts, dims);
         if dims.is_empty() && shifts.len() == 1 {
             return self.reshape(self.numel())?.roll(shifts, &[0])?.reshape(self.shape());
         }
@@ -236,6 +253,23 @@ impl Tensor {
 }
 
 type Tensors<'a> = SmallVec<[&'a Tensor; 4]>;
+
+fn borrowed<T: Borrow<Tensor>>(tensors: &[T]) -> Tensors<'_> {
+    tensors.iter().map(Borrow::borrow).collect()
+}
+
+/// [`join_all`] where nothing registered replaces it.
+fn stacked<T: Borrow<Tensor>>(
+    op: &'static str,
+    tensors: &[T],
+    dim: isize,
+    each: impl FnMut(&Tensor) -> Result<Tensor>,
+) -> Result<Tensor> {
+    match replacement(op, &borrowed(tensors), Vec::new)? {
+        Some(mut out) => Ok(out.swap_remove(0)),
+        None => join_all(op, tensors, dim, each),
+    }
+}
 
 fn join_all<T: Borrow<Tensor>>(
     op: &'static str,

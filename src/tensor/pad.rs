@@ -2,6 +2,7 @@
 
 use super::shape::{Dims, Shape};
 use crate::autograd::record_unary_twice;
+use crate::ops::registry::replaced;
 use crate::{Error, Result, Scalar, Tensor};
 
 /// What [`Tensor::pad`] puts around a tensor.
@@ -16,6 +17,22 @@ pub enum PadMode {
     Replicate,
     /// The elements of the other side.
     Circular,
+}
+
+impl PadMode {
+    /// PyTorch's word for it.
+    pub fn name(self) -> &'static str {
+        match self {
+            PadMode::Constant(_) => "constant",
+            PadMode::Reflect => "reflect",
+            PadMode::Replicate => "replicate",
+            PadMode::Circular => "circular",
+        }
+    }
+
+    fn constant(self) -> Option<Scalar> {
+        if let PadMode::Constant(value) = self { Some(value) } else { None }
+    }
 }
 
 impl Default for PadMode {
@@ -42,6 +59,7 @@ impl Tensor {
     /// reflected or repeated as far as is asked; a fraction as the constant for integers.
     pub fn pad(&self, pads: &[isize], mode: PadMode) -> Result<Tensor> {
         let op = "pad";
+        replaced!(op, [self], pads, mode.name(), mode.constant());
         if !pads.len().is_multiple_of(2) || pads.len() / 2 > self.rank() {
             let reason = format!("{} numbers are not two for each of up to {} dimensions", pads.len(), self.rank());
             return Err(Error::invalid(op, reason));

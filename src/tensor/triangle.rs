@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use super::shape::Dims;
 use super::{Layout, Shape};
+use crate::ops::registry::replaced;
 use crate::{DType, Device, Error, Result, Tensor};
 
 impl Tensor {
@@ -22,6 +23,7 @@ impl Tensor {
     /// # Errors
     /// Fewer than two dimensions.
     pub fn tril(&self, diagonal: isize) -> Result<Tensor> {
+        replaced!("tril", [self], diagonal);
         self.masked_fill(&self.band("tril", diagonal.saturating_add(1), isize::MAX)?, 0)
     }
 
@@ -30,6 +32,7 @@ impl Tensor {
     /// # Errors
     /// Fewer than two dimensions.
     pub fn triu(&self, diagonal: isize) -> Result<Tensor> {
+        replaced!("triu", [self], diagonal);
         self.masked_fill(&self.band("triu", isize::MIN, diagonal)?, 0)
     }
 
@@ -121,6 +124,7 @@ impl Tensor {
     /// [`Error::DimOutOfRange`]; a scalar, or one dimension named twice.
     pub fn diag_embed(&self, offset: isize, dim1: isize, dim2: isize) -> Result<Tensor> {
         let op = "diag_embed";
+        replaced!(op, [self], offset, dim1, dim2);
         let [outer @ .., len] = self.shape().dims() else {
             return Err(Error::invalid(op, "a scalar has no dimension that could be a diagonal"));
         };

@@ -31,7 +31,11 @@ macro_rules! families {
 
 families! {
     copies,
+    creation,
+    joining,
+    pointwise,
     softmax,
+    views,
 }
 
 #[test]

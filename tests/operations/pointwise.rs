@@ -1,0 +1,149 @@
+//! Elementwise operations that are no rows, and what rows do with special values and dtypes.
+
+use claystone::{DType, Device, Error, Tensor, get_default_dtype, set_default_dtype};
+use ndarray::{ArrayD, Axis, Slice};
+
+use crate::common::{alone, each_device, f64s, vec};
+use crate::harness::{Case, case};
+
+pub fn cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for shape in [&[][..], &[0, 3], &[5, 7]] {
+        for name in ["bitwise_not", "bitwise_not_"] {
+            cases.push(case(name).input(shape).integers().gives(|x| vec![x[0].mapv(|x| -1.0 - x)]));
+        }
+        cases.push(case("positive").input(shape).gives(|x| vec![x[0].clone()]));
+        let tenths = |x: &[ArrayD<f64>]| vec![x[0].mapv(|x| (x * 10.0).round_ties_even() / 10.0)];
+        // Halves of tenths fall on either side.
+        cases.push(case("round_decimals").input(shape).arg(1).tolerance(4.0).gives(tenths));
+    }
+    for n in [6, 2, 0] {
+        cases.push(case("glu").input(&[3, n]).arg(-1).gives(move |x| {
+            let half = |a: usize, b: usize| x[0].slice_axis(Axis(1), Slice::from(a..b)).to_owned();
+            vec![half(0, n / 2) / half(n / 2, n).mapv(|g| 1.0 + (-g).exp())]
+        }));
+    }
+    cases
+}
+
+#[test]
+fn mixed_dtypes_promote_as_pytorchs_do() {
+    each_device(|d| {
+        let of = |x: f64, shape: &[usize], dtype: DType| Tensor::full(shape, x, (dtype, d)).unwrap();
+        let value = |t: &Tensor| (t.dtype(), f64s(t).iter().copied().next().unwrap());
+        let (half, brain, whole) = (of(1.5, &[3], DType::F16), of(2.0, &[3], DType::BF16), of(3.0, &[3], DType::I64));
+        assert_eq!(value(&half.add(&brain).unwrap()), (DType::F32, 3.5));
+        assert_eq!(value(&whole.mul(&half).unwrap()), (DType::F16, 4.5));
+        assert_eq!(value(&whole.sub(&of(1.0, &[3], DType::I32)).unwrap()), (DType::I64, 2.0));
+        assert_eq!(value(&of(200.0, &[1], DType::U8).add(&of(100.0, &[1], DType::U8)).unwrap()), (DType::U8, 44.0));
+        assert_eq!(value(&of(1.0, &[1], DType::Bool).add(&whole).unwrap()), (DType::I64, 4.0));
+        assert_eq!(value(&half.mul(&of(2.0, &[], DType::F32)).unwrap()), (DType::F16, 3.0));
+        assert_eq!(value(&whole.mul(&of(0.5, &[], DType::F32)).unwrap()), (DType::F32, 1.5));
+        assert_eq!(value(&whole.mul_scalar(0.5).unwrap()), (DType::F32, 1.5));
+        assert_eq!(value(&whole.add_scalar(2).unwrap()), (DType::I64, 5.0));
+        assert_eq!(value(&whole.div_scalar(2).unwrap()), (DType::F32, 1.5));
+        assert_eq!(value(&whole.gt_scalar(2.5).unwrap()), (DType::Bool, 1.0));
+        assert_eq!(value(&whole.le(&of(2.5, &[], DType::F32)).unwrap()), (DType::Bool, 0.0));
+        assert_eq!(value(&whole.clamp(0.5, 2.5).unwrap()), (DType::F32, 2.5));
+        let target = of(1.0, &[3], DType::F16);
+        target.add_(&of(0.5, &[3], DType::F32)).unwrap().mul_(&whole).unwrap();
+        assert_eq!(value(&target), (DType::F16, 4.5));
+        assert!(matches!(whole.add_(&half), Err(Error::Invalid { .. })));
+        if d.info().unwrap().fp64 {
+            assert_eq!(value(&half.mul(&of(2.0, &[], DType::F64)).unwrap()), (DType::F16, 3.0));
+            assert_eq!(value(&half.mul(&of(2.0, &[3], DType::F64)).unwrap()), (DType::F64, 3.0));
+        }
+        // Each operand's gradient is of its own dtype.
+        let (a, b) = (half.requires_grad_(true).unwrap(), brain.requires_grad_(true).unwrap());
+        a.mul(&b).unwrap().sum((), false).unwrap().backward().unwrap();
+        assert_eq!(value(&a.grad().unwrap()), (DType::F16, 2.0));
+        assert_eq!(value(&b.grad().unwrap()), (DType::BF16, 1.5));
+    });
+}
+
+#[test]
+fn the_default_dtype() {
+    if !alone("the_default_dtype") {
+        return;
+    }
+    assert_eq!(get_default_dtype(), DType::F32);
+    set_default_dtype(DType::BF16).unwrap();
+    assert!(set_default_dtype(DType::I64).is_err());
+    each_device(|d| {
+        let whole = Tensor::ones(2, (DType::I64, d)).unwrap();
+        assert_eq!(Tensor::zeros(2, d).unwrap().dtype(), DType::BF16);
+        assert_eq!(whole.exp().unwrap().dtype(), DType::BF16);
+        assert_eq!(whole.mul_scalar(0.5).unwrap().dtype(), DType::BF16);
+    });
+}
+
+#[test]
+fn special_values() {
+    let (nan, inf) = (f32::NAN, f32::INFINITY);
+    let same = |name: &str, got: &Tensor, right: &[f32]| {
+        let got = got.to_dtype(DType::F32).unwrap().to_vec::<f32>().unwrap();
+        let equal = |(a, b): (&f32, &f32)| a == b && a.is_sign_negative() == b.is_sign_negative() || a.is_nan() && b.is_nan();
+        assert!(got.len() == right.len() && got.iter().zip(right).all(equal), "{name}: {got:?} instead of {right:?}");
+    };
+    each_device(|d| {
+        let of = |x: &[f32]| Tensor::from_slice(x, x.len(), d).unwrap();
+        let x = of(&[nan, inf, -inf, 0.0, -0.0, -1.0]);
+        same("nan_to_num", &x.nan_to_num(7.0, 8.0, -8.0).unwrap(), &[7.0, 8.0, -8.0, 0.0, -0.0, -1.0]);
+        same("isposinf", &x.isposinf().unwrap(), &[0., 1., 0., 0., 0., 0.]);
+        same("isneginf", &x.isneginf().unwrap(), &[0., 0., 1., 0., 0., 0.]);
+        same("signbit", &x.narrow(0, 1, 5).unwrap().signbit().unwrap(), &[0., 1., 0., 1., 1.]);
+        same("fmax", &x.fmax(&of(&[2.0, nan, nan, -0.0, 1.0, -2.0])).unwrap(), &[2.0, inf, -inf, 0.0, 1.0, -1.0]);
+        same("fmin", &x.fmin(&of(&[2.0, nan, nan, 1.0, 1.0, -2.0])).unwrap(), &[2.0, inf, -inf, 0.0, -0.0, -2.0]);
+        same("copysign", &of(&[1.0, -2.0, 0.0, inf]).copysign(&of(&[-0.0, 3.0, -1.0, -1.0])).unwrap(), &[-1., 2., -0., -inf]);
+        same("heaviside", &x.heaviside(&of(&[9.0])).unwrap(), &[0.0, 1.0, 0.0, 9.0, 9.0, 0.0]);
+        same("sinc", &of(&[0.0, inf]).sinc().unwrap(), &[1.0, nan]);
+        same("erfinv", &of(&[1.0, -1.0, 1.5, 0.0, nan]).erfinv().unwrap(), &[inf, -inf, nan, 0.0, nan]);
+        same("erfc", &of(&[inf, -inf, 0.0, nan]).erfc().unwrap(), &[0.0, 2.0, 1.0, nan]);
+        same("lgamma", &of(&[1.0, 2.0, 0.0, -1.0, inf, nan]).lgamma().unwrap(), &[0.0, 0.0, inf, inf, inf, nan]);
+        same("digamma", &of(&[-1.0, inf, nan]).digamma().unwrap(), &[nan, inf, nan]);
+        same("entr", &of(&[0.0, -1.0, 1.0, nan]).entr().unwrap(), &[0.0, -inf, -0.0, nan]);
+        same("xlogy", &of(&[0.0, 0.0, 2.0]).xlogy(&of(&[0.0, nan, 1.0])).unwrap(), &[0.0, nan, 0.0]);
+        same("logit", &of(&[0.0, 1.0, 2.0]).logit().unwrap(), &[-inf, inf, nan]);
+        same("logaddexp2", &of(&[-inf, inf]).logaddexp2(&of(&[-inf, 1.0])).unwrap(), &[-inf, inf]);
+        let (a, b) = (of(&[1.0, nan, inf, inf, 1.0]), of(&[1.0001, nan, inf, -inf, inf]));
+        same("isclose", &a.isclose(&b, 1e-3, 0.0, false).unwrap(), &[1., 0., 1., 0., 0.]);
+        assert!(!a.allclose(&a, 0.0, 0.0, false).unwrap() && a.allclose(&a, 0.0, 0.0, true).unwrap());
+        assert!(b.narrow(0, 2, 3).unwrap().equal(&b.narrow(0, 2, 3).unwrap()).unwrap() && !a.equal(&a).unwrap());
+        assert!(!of(&[1.0]).equal(&of(&[1.0, 1.0])).unwrap());
+    });
+}
+
+#[test]
+fn bits_of_every_integer_dtype() {
+    each_device(|d| {
+        let of = |x: &[i64], dtype: DType| Tensor::from_slice(x, x.len(), d).unwrap().to_dtype(dtype).unwrap();
+        let got = |t: &Tensor| t.to_dtype(DType::I64).unwrap().to_vec::<i64>().unwrap();
+        let shifted = of(&[1, 1, -1, 3], DType::I32).bitwise_left_shift(&of(&[31, 40, 1, -1], DType::I32)).unwrap();
+        assert_eq!(got(&shifted), [i64::from(i32::MIN), 0, -2, 0]);
+        let shifted = of(&[-8, -8, 200, 7], DType::I64).bitwise_right_shift(&of(&[1, 99, 3, -1], DType::I64)).unwrap();
+        assert_eq!(got(&shifted), [-4, -1, 25, 0]);
+        assert_eq!(got(&of(&[0, 255, 5], DType::U8).bitwise_not().unwrap()), [255, 0, 250]);
+        let (yes, no) = (of(&[1, 1, 0], DType::Bool), of(&[1, 0, 0], DType::Bool));
+        assert_eq!((got(&yes.bitwise_xor(&no).unwrap()), got(&no.bitwise_not().unwrap())), (vec![0, 1, 0], vec![0, 1, 1]));
+        assert_eq!(yes.bitwise_and(&no).unwrap().dtype(), DType::Bool);
+        assert_eq!(got(&of(&[12, -18, 0], DType::I32).gcd(&of(&[18, 12, 0], DType::I64)).unwrap()), [6, 6, 0]);
+        assert_eq!(got(&of(&[4, -6, 0], DType::I64).lcm(&of(&[6, 4, 5], DType::I64)).unwrap()), [12, 12, 0]);
+        assert_eq!(got(&of(&[7, -7], DType::I64).div_trunc(&of(&[2, 2], DType::I64)).unwrap()), [3, -3]);
+        assert_eq!(got(&of(&[7, -7], DType::I64).floor_divide_scalar(2).unwrap()), [3, -4]);
+        assert!(matches!(yes.bitwise_and(&Tensor::ones(3, d).unwrap()), Err(Error::UnsupportedDType { .. })));
+        let flags = of(&[0, 3, 5], DType::I64);
+        flags.eq_scalar_(3).unwrap();
+        assert_eq!((got(&flags), flags.dtype()), (vec![0, 1, 0], DType::I64));
+    });
+}
+
+#[test]
+fn operators_in_place() {
+    let mut x = Tensor::arange(0, 3, 1, Device::Cpu).unwrap();
+    let seen = x.shallow_clone();
+    x += 1.0;
+    x *= &Tensor::full(3, 2.0, Device::Cpu).unwrap();
+    x -= 2i64;
+    x /= Tensor::full((), 4.0, Device::Cpu).unwrap();
+    assert_eq!(vec(&seen), [0.0, 0.5, 1.0]);
+}
