@@ -30,7 +30,7 @@ pub enum Error {
     /// An index does not exist in a dimension of this size.
     #[error("{op}: index {index} is out of range for a dimension of size {size}")]
     IndexOutOfRange { op: &'static str, index: i64, size: usize },
-    /// Two operands have different dtypes; claystone converts nothing silently.
+    /// Two operands have different dtypes, in an operation that does not promote them (elementwise ones and `cat` do).
     #[error("{op}: dtypes {lhs} and {rhs} differ: convert one with .to_dtype()")]
     DTypeMismatch { op: &'static str, lhs: DType, rhs: DType },
     /// The operation is not defined for this dtype.

@@ -2,7 +2,7 @@
 
 use super::catalogue::{Dtypes, Gives, Kind, Operation};
 use super::registry::replaced;
-use crate::{DType, Error, Result, Tensor};
+use crate::{DType, Error, Expr, Result, Tensor};
 
 pub(super) static OPERATIONS: &[Operation] = &[
     Operation::new("bitwise_not", "bitwise_not", Kind::Elementwise, Dtypes::Integers, Gives::Same, |a| {
@@ -65,14 +65,16 @@ impl Tensor {
     /// with `decimals`). Its gradient is 0.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`].
+    /// [`Error::UnsupportedDType`] for integers; [`Error::OutOfMemory`].
     pub fn round_decimals(&self, decimals: i32) -> Result<Tensor> {
         replaced!("round_decimals", [self], decimals);
         let power = 10f64.powi(decimals.abs());
-        match decimals {
-            1.. => self.mul_scalar(power)?.round()?.div_scalar(power),
-            _ => self.div_scalar(power)?.round()?.mul_scalar(power),
-        }
+        // In one formula: a product stored in between would be rounded twice.
+        let round = |x: &Expr| match decimals {
+            1.. => (x * power).round() / power,
+            _ => (x / power).round() * power,
+        };
+        Tensor::map(&[self], |e| round(&e[0])).map_err(|e| e.of("round_decimals"))
     }
 
     /// Whether shapes and all elements are equal (PyTorch's `equal`). Waits for the device.

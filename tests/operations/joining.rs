@@ -105,14 +105,14 @@ fn pads() -> Vec<Case> {
                     continue;
                 }
                 let [left, right, top, bottom] = pads.map(|p: i32| p as isize);
-                let padded = case("pad").input(&[2, rows, 5]).arg(&pads).arg(mode).arg(3);
+                let padded = case("pad").input(&[2, rows, 5]).arg(&pads).arg(mode).arg(1);
                 let grown = |size: usize, ends: isize| size.saturating_add_signed(ends);
                 let shape = [2, grown(rows, top + bottom), grown(5, left + right)];
                 cases.push(padded.gives(move |x| {
                     vec![built(&shape, |i| {
                         match (source(mode, i[1], (top, bottom), rows), source(mode, i[2], (left, right), 5)) {
                             (Some(r), Some(c)) => x[0][[i[0], r, c]],
-                            _ => 3.0,
+                            _ => 1.0,
                         }
                     })]
                 }));
