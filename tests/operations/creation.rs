@@ -151,7 +151,7 @@ fn multinomial_draws_by_weight() {
         }
         let pairs = weights.expand([2, 4]).unwrap().multinomial(2, false).unwrap().to_ndarray::<i64>().unwrap();
         assert!(pairs.outer_iter().all(|pair| pair[0] != pair[1]));
-        let mut second = pairs.index_axis(Axis(0), 1).to_vec();
+        let mut second = pairs.index_axis(Axis(0), 1).iter().copied().collect::<Vec<_>>();
         second.sort_unstable();
         assert_eq!(second, [1, 3], "only these have weight");
         // The first of two drawn without replacement is drawn by weight.
