@@ -1,7 +1,8 @@
 // C = epilogue(A B): matrices of any strides, batched, one launch.
 //
 // Written in front of this file: the dtypes A and B, ACC (float, double or ulong, which wraps) they are multiplied and added in, the
-// operands of the epilogue (OPERANDS, PLACES and FINISH, which computes and stores one element; STORE_SUM where the sums of
+// operands of the epilogue (OPERANDS, PLACES and FINISH, which computes and stores one element; on tensor cores, where the
+// results are contiguous and aligned, FINISH_WIDE, which does so with WIDE neighbours at once; STORE_SUM where the sums of
 // A's rows are wanted too, for an A that is not contiguous along k), and one of three kernels with its sizes:
 //   TILED  GPUs: a work-group of 256 stages tiles of both matrices in local memory, a work-item owns MI x NI results.
 //   PANEL  CPUs: a work-item owns MR rows of NV explicit vectors of W and walks along k, without local memory.

@@ -398,6 +398,20 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
 #endif
     PLACES(z)
     const bool whole = rows == TILE_M && cols == TILE_N;
+#ifdef WIDE
+    if (whole) {
+        #pragma unroll 4
+        for (uint e = t * WIDE; e < TILE_M * TILE_N; e += THREADS * WIDE) {
+            float value[WIDE];
+            #pragma unroll
+            for (uint u = 0; u < WIDE; u += 4) {
+                vstore4(*(const __local float4*)(results + e / TILE_N * PITCH + e % TILE_N + u), 0, value + u);
+            }
+            FINISH_WIDE(i0 + e / TILE_N, j0 + e % TILE_N, value)
+        }
+        return;
+    }
+#endif
     for (uint first = t; first < TILE_M * TILE_N; first += 8 * THREADS) {
         float value[8];
         #pragma unroll

@@ -117,6 +117,7 @@ pub(super) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     let (a, b) = if flipped { (g.b, g.a) } else { (g.a, g.b) };
     let sums = g.sums.filter(|t| !flipped && variant.sums_rows(&plan) && ![a, b].iter().any(|x| x.shares_storage(t)));
     let parts = variant.parts(&plan, device.info().compute_units);
+    let wide = wide(variant, &plan, outs)?;
     let tiles = {
         let (rows, cols) = variant.tile();
         plan.m.div_ceil(rows) * plan.n.div_ceil(cols) * plan.count()
@@ -131,14 +132,17 @@ pub(super) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     };
 
     let program = Program::of(g.epilogue);
-    let flags = plan.batch.len() as u64 | u64::from(sums.is_some()) << 8 | u64::from(partial.is_some()) << 9;
+    let flags = plan.batch.len() as u64
+        | u64::from(sums.is_some()) << 8
+        | u64::from(partial.is_some()) << 9
+        | (wide as u64) << 10;
     let mut params: SmallVec<[u64; 8]> = SmallVec::from_slice(&[variant.key(), flags]);
     params.extend([a, b].into_iter().chain(operands[2..].iter().copied()).map(|t| t.dtype as u64));
     let key = KernelKey { template: "gemm", params, exprs: SmallVec::from(program.exprs()) };
     let kernel = kernel(device, key, "gemm", || {
         let types = operands[2..].iter().map(|t| t.dtype).collect::<SmallVec<[DType; 4]>>();
         let extent =
-            Extent { batch: plan.batch.len(), outs: outs.len(), sums: sums.is_some(), parts: partial.is_some() };
+            Extent { batch: plan.batch.len(), outs: outs.len(), sums: sums.is_some(), parts: partial.is_some(), wide };
         source(&program, compute, variant, extent, [a.dtype, b.dtype], &types)
     })?;
 
@@ -258,6 +262,21 @@ fn many_registers() -> bool {
     false
 }
 
+/// How many neighbouring results a work-item of the tensor cores' kernel stores at once, 16 bytes of the widest; 1 where
+/// they are not contiguous or not aligned.
+fn wide(variant: Variant, plan: &Plan, outs: &[Tensor]) -> Result<usize> {
+    let Variant::Mma(_) = variant else { return Ok(1) };
+    let wide = outs.iter().map(|t| 16 / t.dtype.size()).min().unwrap_or(1).min(8);
+    for (t, at) in outs.iter().zip(&plan.others) {
+        let steps = at.batch.iter().copied().chain([at.row]).map(isize::unsigned_abs);
+        let aligned = steps.chain([t.place()?.first_element()]).all(|step| step.is_multiple_of(wide));
+        if at.col != 1 || !aligned || wide < 4 {
+            return Ok(1);
+        }
+    }
+    Ok(wide)
+}
+
 /// What a kernel is made for, besides types.
 struct Extent {
     /// Dimensions before the last two.
@@ -266,6 +285,8 @@ struct Extent {
     outs: usize,
     sums: bool,
     parts: bool,
+    /// Results that are stored at once.
+    wide: usize,
 }
 
 /// What comes before the template: types, sizes, and the epilogue with its operands.
@@ -273,7 +294,7 @@ fn source(
     program: &Program,
     compute: Compute,
     variant: Variant,
-    Extent { batch, outs, sums, parts }: Extent,
+    Extent { batch, outs, sums, parts, wide }: Extent,
     [a, b]: [DType; 2],
     others: &[DType],
 ) -> String {
@@ -324,6 +345,26 @@ fn source(
     }
     call.extend((0..outs).map(|i| format!("&y{i}")));
     let results: Vec<String> = (0..outs).map(|i| format!("y{i}")).collect();
+    if wide > 1 {
+        let each = |f: &dyn Fn(usize, DType) -> String| -> String {
+            others[..outs].iter().enumerate().map(|(i, &t)| f(i, t)).collect()
+        };
+        let buffers = each(&|i, t| format!("{t}_t b{i}[WIDE]; "));
+        let rounded = each(&|i, t| format!("b{i}[u] = to_{t}_{compute:?}(y{i}); "));
+        let stored = each(&|i, t| {
+            let (raw, at) = (t.cl_storage(), first + i * step);
+            let place = format!("at{i} + (row_) * p.v[{}] + (col_)", at + 1);
+            format!("*(__global {raw}{wide}*)(p{i} + {place}) = vload{wide}(0, b{i}); ")
+        });
+        let _ = writeln!(
+            defines,
+            "#define WIDE {wide}\n#define FINISH_WIDE(row_, col_, values) {{ {buffers}_Pragma(\"unroll\") \
+             for (uint u = 0; u < WIDE; u++) {{ const long i = row_, j = (col_) + u; const {c} value = values[u]; \
+             {c} {}; epilogue({}); {rounded}}} {stored}}}",
+            results.join(", "),
+            call.join(", "),
+        );
+    }
     format!(
         "#define A {a}\n#define B {b}\n#define ACC {acc}\n#define BATCH {batch}\n#define PARAMS {numbers}\n{}\
          {defines}#define OPERANDS {operands}\n#define PLACES(z) {places}\n\
