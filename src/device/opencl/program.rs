@@ -8,8 +8,9 @@
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 use std::{fs, io, process, ptr};
 
 use opencl3::kernel::{CL_KERNEL_COMPILE_WORK_GROUP_SIZE, CL_KERNEL_NUM_ARGS, CL_KERNEL_WORK_GROUP_SIZE};
@@ -38,7 +39,15 @@ pub(super) struct Programs {
     built: Mutex<HashMap<Key, Slot>>,
     from_source: AtomicU64,
     from_disk: AtomicU64,
+    /// Binaries that the driver took long to give.
+    slow_binaries: AtomicU32,
 }
+
+/// A binary that takes longer than this to get is compiled for the asking: for work-groups of any size, which is not what
+/// the launch will run. A driver that does so (PoCL) keeps what it compiles for launches itself, so after
+/// [`SLOW_BINARIES`] it is not asked any more.
+const SLOW: Duration = Duration::from_millis(20);
+const SLOW_BINARIES: u32 = 2;
 
 impl ClDevice {
     /// A kernel: `entry` of the program in `source`, which is built unless this process or an earlier one has.
@@ -151,7 +160,7 @@ impl ClDevice {
             self.programs.from_disk.fetch_add(1, Relaxed);
             return Ok(program);
         }
-        let started = std::time::Instant::now();
+        let started = Instant::now();
         let mut program = self.compile(name, source, options)?;
         if source.contains(SM_90A) {
             // Never the program as it is: it would compute something else.
@@ -163,12 +172,18 @@ impl ClDevice {
         }
         self.programs.from_source.fetch_add(1, Relaxed);
         tracing::debug!(kernel = name, device = %self.device(), took = ?started.elapsed(), "built from source");
-        if let Some(file) = file {
+        if let Some(file) = file
+            && self.programs.slow_binaries.load(Relaxed) < SLOW_BINARIES
+        {
+            let asked = Instant::now();
             let saved = binary(&program)
                 .map_err(|e| e.name().to_owned())
                 .and_then(|b| save(file, &b).map_err(|e| e.to_string()));
             if let Err(cause) = saved {
                 tracing::debug!(?file, cause, "program not kept on disk");
+            }
+            if asked.elapsed() > SLOW {
+                self.programs.slow_binaries.fetch_add(1, Relaxed);
             }
         }
         Ok(program)
