@@ -402,12 +402,12 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     if (whole) {
         #pragma unroll 4
         for (uint e = t * WIDE; e < TILE_M * TILE_N; e += THREADS * WIDE) {
-            float value[WIDE];
+            float neighbours[WIDE];
             #pragma unroll
             for (uint u = 0; u < WIDE; u += 4) {
-                vstore4(*(const __local float4*)(results + e / TILE_N * PITCH + e % TILE_N + u), 0, value + u);
+                vstore4(*(const __local float4*)(results + e / TILE_N * PITCH + e % TILE_N + u), 0, neighbours + u);
             }
-            FINISH_WIDE(i0 + e / TILE_N, j0 + e % TILE_N, value)
+            FINISH_WIDE(i0 + e / TILE_N, j0 + e % TILE_N, neighbours)
         }
         return;
     }
