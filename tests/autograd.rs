@@ -483,7 +483,7 @@ fn checkpoints_need_less_memory() {
 fn autocast_lowers_products_and_widens_sums() {
     each_device(|d| {
         let (x, w) = (leaf(&[1.0, 2.0, 3.0, 0.3], d), leaf(&[0.5, -1.0, 0.25, 0.1], d));
-        let x = x.reshape([2, 2]).unwrap();
+        let x = x.reshape([2, 2]).unwrap().detach();
         let weight = w.reshape([2, 2]).unwrap().detach().requires_grad_(true).unwrap();
         let f64s = x.detach().to_dtype(DType::F64).unwrap();
         for half in [DType::BF16, DType::F16] {

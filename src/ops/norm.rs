@@ -6,6 +6,7 @@
 
 use smallvec::SmallVec;
 
+use super::autocast::widened;
 use super::elementwise::{Params, apply};
 use super::expr::Expr;
 use super::{reduce, same_device, same_dtype};
@@ -316,6 +317,9 @@ impl Tensor {
         eps: f64,
     ) -> Result<Tensor> {
         let op = "layer_norm";
+        if let Some(wide) = widened(&[self])? {
+            return wide[0].layer_norm(normalized_shape, weight, bias, eps);
+        }
         check_last(op, self, normalized_shape, &[weight, bias])?;
         let n = normalized_shape.iter().product();
         Ok(normalised(op, self, View::Last(n), weight, bias, eps, false)?.0)
@@ -328,6 +332,9 @@ impl Tensor {
     /// As [`Tensor::layer_norm`].
     pub fn rms_norm(&self, normalized_shape: &[usize], weight: Option<&Tensor>, eps: Option<f64>) -> Result<Tensor> {
         let op = "rms_norm";
+        if let Some(wide) = widened(&[self])? {
+            return wide[0].rms_norm(normalized_shape, weight, eps);
+        }
         check_last(op, self, normalized_shape, &[weight])?;
         let n = normalized_shape.iter().product();
         let least = match self.dtype {
@@ -352,6 +359,9 @@ impl Tensor {
         eps: f64,
     ) -> Result<Tensor> {
         let op = "group_norm";
+        if let Some(wide) = widened(&[self])? {
+            return wide[0].group_norm(groups, weight, bias, eps);
+        }
         check_channels(op, self, &[weight, bias])?;
         let inputs: SmallVec<[&Tensor; 3]> = [self].into_iter().chain(weight).chain(bias).collect();
         same_dtype(op, &inputs)?;
@@ -370,6 +380,9 @@ impl Tensor {
     /// As [`Tensor::layer_norm`].
     pub fn instance_norm(&self, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
         let op = "instance_norm";
+        if let Some(wide) = widened(&[self])? {
+            return wide[0].instance_norm(weight, bias, eps);
+        }
         check_channels(op, self, &[weight, bias])?;
         if self.shape().dims()[1] == 0 {
             return Tensor::zeros(self.shape(), self);
@@ -394,6 +407,9 @@ impl Tensor {
     /// channels of one element.
     pub fn batch_norm(&self, options: BatchNormOptions) -> Result<Tensor> {
         let op = "batch_norm";
+        if let Some(wide) = widened(&[self])? {
+            return wide[0].batch_norm(options);
+        }
         let BatchNormOptions { running_mean, running_var, weight, bias, training, momentum, eps } = options;
         check_channels(op, self, &[weight, bias, running_mean, running_var])?;
         let inputs: SmallVec<[&Tensor; 3]> = [self].into_iter().chain(weight).chain(bias).collect();
