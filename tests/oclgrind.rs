@@ -5,6 +5,7 @@
 use std::sync::{Mutex, PoisonError};
 
 use claystone::nn::{Activation, Linear, Module, Sequential};
+use claystone::ops::{Attention, ConvOptions, MaxPoolOptions, ScatterReduce};
 use claystone::optim::{AdamW, AdamWConfig, Optimizer, Sgd, SgdConfig};
 use claystone::{DType, Device, Result, Tensor, manual_seed};
 
@@ -134,6 +135,92 @@ fn gathers() {
         let index = Tensor::from_slice(&[4i64, 0, 1, 2, 3, 4, 0], [7, 1], device)?;
         Ok(vec![a.index_select(0, &rows)?, a.index_select(1, &rows.narrow(0, 1, 3)?)?, a.gather(1, &index)?])
     });
+}
+
+#[test]
+fn indices() {
+    agree(1e-5, |device| {
+        let a = numbers(35, DType::F32, device)?.reshape([7, 5])?.requires_grad_(true)?;
+        let index = Tensor::from_slice(&[4i64, 0, 1, 1, 3, 2, 0, 4], [2, 4], device)?;
+        let source = numbers(8, DType::F32, device)?.reshape([2, 4])?;
+        let [rows, cols] = [index.select(0, 0)?, index.select(0, 1)?];
+        let picked = [Some(&rows), Some(&cols)];
+        let mask = a.detach().gt(&Tensor::zeros([7, 5], device)?)?;
+        let outs = [
+            a.scatter(0, &index, &source)?,
+            a.scatter_add(1, &index, &source)?,
+            a.scatter_reduce(0, &index, &source, ScatterReduce::Amax, true)?,
+            a.index(&picked)?,
+            a.index_put(&picked, &source.select(0, 0)?, true)?,
+            a.masked_select(&mask)?,
+        ];
+        let mut all: Vec<Tensor> = outs.iter().map(Tensor::detach).collect();
+        outs.iter().try_for_each(|out| out.sum((), false)?.backward())?;
+        all.extend([mask.nonzero()?, a.grad().expect("a took part")]);
+        Ok(all)
+    });
+}
+
+#[test]
+fn scans_and_sorts() {
+    for n in SIZES {
+        agree(2e-2, |device| {
+            let a = numbers(3 * n, DType::F32, device)?.reshape([3, n])?;
+            let half = numbers(3 * n, DType::F16, device)?.reshape([3, n])?;
+            let whole = a.mul_scalar(8)?.to_dtype(DType::I64)?;
+            let (greatest, at) = a.cummax(1)?;
+            let (sorted, order) = whole.sort(1, true)?;
+            let (top, _) = a.topk(n.div_ceil(2), 1, true)?;
+            Ok(vec![
+                a.cumsum(1)?,
+                a.t()?.cumsum(0)?,
+                half.cumprod(1)?,
+                a.logcumsumexp(1)?,
+                greatest,
+                at,
+                sorted,
+                order,
+                top,
+                whole.unique()?,
+                a.sort(1, false)?.0.searchsorted(&a, true)?,
+            ])
+        });
+    }
+}
+
+#[test]
+fn windows() {
+    for dtype in FLOATS {
+        agree(5e-2, |device| {
+            let x = numbers(2 * 4 * 5 * 6, dtype, device)?.reshape([2, 4, 5, 6])?.requires_grad_(true)?;
+            let w = numbers(6 * 2 * 3 * 2, dtype, device)?.reshape([6, 2, 3, 2])?.requires_grad_(true)?;
+            let bias = numbers(6, dtype, device)?.requires_grad_(true)?;
+            let options = ConvOptions { stride: [2, 1], padding: [1, 1].into(), groups: 2, ..Default::default() };
+            let y = x.conv2d(&w, Some(&bias), options)?;
+            let pooled = y.max_pool2d([2, 3], MaxPoolOptions { stride: Some([1, 2]), ..Default::default() })?;
+            let mean = y.adaptive_avg_pool2d([2, 3])?;
+            pooled.sum((), false)?.add(&mean.mul(&mean)?.sum((), false)?)?.backward()?;
+            let grads = [&x, &w, &bias].map(|t| t.grad().expect("each took part"));
+            Ok([y, pooled, mean].iter().map(Tensor::detach).chain(grads).collect())
+        });
+    }
+}
+
+#[test]
+fn norms_and_attention() {
+    for n in [1, 15, 33] {
+        agree(2e-2, |device| {
+            let x = numbers(2 * 3 * n, DType::F32, device)?.reshape([2, 3, n])?.requires_grad_(true)?;
+            let w = numbers(n, DType::F32, device)?.requires_grad_(true)?;
+            let normal = x.layer_norm(&[n], Some(&w), None, 1e-5)?;
+            let root = x.rms_norm(&[n], None, Some(1e-5))?;
+            let options = Attention { is_causal: true, ..Default::default() };
+            let attended = x.scaled_dot_product_attention(&x, &normal, options)?;
+            attended.mul(&root)?.sum((), false)?.backward()?;
+            let grads = [&x, &w].map(|t| t.grad().expect("each took part"));
+            Ok([normal, root, attended].iter().map(Tensor::detach).chain(grads).collect())
+        });
+    }
 }
 
 #[test]
