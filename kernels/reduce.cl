@@ -1,9 +1,11 @@
 // Reductions over any dims of a strided tensor. The host gives: A (input dtype), B (output dtype), ACC and ACC_NAME (the
 // type of the sum: float, double, long and F32, F64, I64), one of OP_SUM OP_PROD OP_MAX OP_MIN, ARG for argmax and argmin,
-// NONZERO where elements count as 0 or 1, INTEGERS where ACC is long, NK and NR (ranks), IDX. Output o of slice s is element
-// o * slices + s; slices above 1 are partial results that a second launch reduces (for ARG: PARTIAL writes and PAIRS reads
-// values with indices). GPUs: `lanes` work-items share an output; with VEC above 1 its elements are loaded
-// as WIDE_T, VEC at a time: neighbours of one output, or with COLUMNS one element each of VEC neighbouring outputs.
+// NONZERO where elements count as 0 or 1, MAPPED where element_of says what is made of each (of FROM, the type that A is
+// computed in), FINISHED where finish_of says what is made of the result (of ACC, and of `number` elements), INTEGERS where
+// ACC is long, NK and NR (ranks), IDX. Output o of slice s is element o * slices + s; slices above 1 are partial results that
+// a second launch reduces (for ARG: PARTIAL writes and PAIRS reads values with indices). GPUs: `lanes` work-items share an
+// output; with VEC above 1 its elements are loaded as WIDE_T, VEC at a time: neighbours of one output, or with COLUMNS one
+// element each of VEC neighbouring outputs.
 
 WALK(Kept, NK)
 WALK(Reduced, NR)
@@ -35,6 +37,20 @@ WALK(Reduced, NR)
 #ifdef NONZERO
 #define ELEMENT(v) ((ACC)((v) != 0))
 #define ELEMENT16(v) (convert_long16((v) != 0) & 1L)
+#elif defined(MAPPED)
+#define ELEMENT(v) ((ACC)element_of(v, (FROM)0))
+#define ELEMENT16(v) element16_of(v)
+#ifdef IS_CPU
+inline CAT(ACC, 16) element16_of(CAT(FROM, 16) v) {
+    FROM in[16];
+    ACC out[16];
+    vstore16(v, 0, in);
+    #pragma unroll
+    for (int k = 0; k < 16; ++k)
+        out[k] = ELEMENT(in[k]);
+    return vload16(0, out);
+}
+#endif
 #else
 #define ELEMENT(v) ((ACC)(v))
 #define ELEMENT16(v) (v)
@@ -82,18 +98,21 @@ typedef Acc Out;
 #define PUT(o, a) y[y_at + (o)] = (a)
 #else
 typedef CAT(B, _t) Out;
+#ifdef FINISHED
+#define RESULT(a) finish_of(a, number)
+#else
+#define RESULT(a) (a)
+#endif
 #ifdef ARG
 #define PUT(o, a) CAT(CAT(store_, B), _I64)(y, y_at + (o), (a).i)
-#elif defined(OP_SUM)
-#define PUT(o, a) CAT(CAT(CAT(store_, B), _), ACC_NAME)(y, y_at + (o), (a) / divisor)
 #else
-#define PUT(o, a) CAT(CAT(CAT(store_, B), _), ACC_NAME)(y, y_at + (o), a)
+#define PUT(o, a) CAT(CAT(CAT(store_, B), _), ACC_NAME)(y, y_at + (o), RESULT(a))
 #endif
 #endif
 
 #define PARAMETERS                                                                                                     \
     __global const In *x, ulong x_at, __global Out *y, ulong y_at, Kept kept, Reduced reduced, ulong outs_, ulong n_,  \
-        ulong chunk_, uint slices, ACC divisor
+        ulong chunk_, uint slices, ACC number
 
 #ifndef IS_CPU
 #if VEC > 1

@@ -53,6 +53,7 @@ pub(crate) mod promote;
 mod random;
 pub(crate) mod reduce;
 pub(crate) mod registry;
+mod reductions;
 mod row;
 mod rows;
 mod scan;
@@ -85,6 +86,7 @@ pub use promote::{can_cast, get_default_dtype, promote_types, result_type, set_d
 pub use random::{Generator, manual_seed, with_generator};
 pub use reduce::ReduceDims;
 pub use registry::{Backend, Implementation, Registration, call, register};
+pub use reduce::table::{REDUCTIONS, ReductionRow};
 pub use row::{CrossEntropy, LossReduction};
 
 #[cfg(test)]

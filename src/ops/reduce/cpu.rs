@@ -5,15 +5,17 @@ use std::marker::PhantomData;
 
 use pulp::{Arch, Simd, WithSimd};
 
-use super::Reduction;
 use super::plan::Plan;
+use super::table::{Combination, Element, Rule};
 use crate::device::{count_launch, cpu::parallel};
 use crate::ops::convert::{load_tile, store_tile};
+use crate::ops::expr::Expr;
 use crate::ops::fold::{self, Add, Combine, Mul, fold, fold_rows};
 use crate::ops::lane::Lane;
-use crate::ops::tiles::TILE;
+use crate::ops::program::Program;
+use crate::ops::tiles::{Scratch, TILE, Tile, TileIn};
 use crate::storage::with_host;
-use crate::{Compute, DType, Result, Tensor};
+use crate::{Compute, DType, Result, Scalar, Tensor};
 
 /// Elements a slice of one result has: partial results keep rounding small and give threads work.
 const SLICE: usize = 1 << 16;
@@ -24,75 +26,97 @@ const ROWS: usize = 1 << 10;
 /// Elements a job of the pool reduces: enough to hide what handing it over costs.
 const JOB: usize = 1 << 15;
 
-pub(super) fn run(op: Reduction, t: &Tensor, plan: &Plan, out: &Tensor) -> Result<()> {
+pub(super) fn run(rule: &Rule, t: &Tensor, plan: &Plan, out: &Tensor) -> Result<()> {
     count_launch();
     with_host(&[&t.storage], &[&out.storage], |reads, writes| {
-        let (bytes, to) = (reads[0], &mut *writes[0]);
-        let start = out.layout.offset;
-        match (t.dtype.compute(), op.nonzero()) {
-            (Compute::F32, false) => run_as::<f32>(op, t.dtype, bytes, plan, load::<f32>, out.dtype, to, start),
-            (Compute::F64, false) => run_as::<f64>(op, t.dtype, bytes, plan, load::<f64>, out.dtype, to, start),
-            (Compute::I64, false) => run_as::<i64>(op, t.dtype, bytes, plan, load::<i64>, out.dtype, to, start),
-            (Compute::F64, true) => run_as::<i64>(op, t.dtype, bytes, plan, truth::<f64>, out.dtype, to, start),
-            (Compute::F32, true) => run_as::<i64>(op, t.dtype, bytes, plan, truth::<f32>, out.dtype, to, start),
-            (Compute::I64, true) => run_as::<i64>(op, t.dtype, bytes, plan, truth::<i64>, out.dtype, to, start),
+        let job = Job { rule, dtype: t.dtype, bytes: reads[0], plan };
+        let (to, start) = (&mut *writes[0], out.layout.offset);
+        match (t.dtype.compute(), rule.accumulator(t.dtype)) {
+            (Compute::F32, Compute::I64) => job.run::<f32, i64>(out.dtype, to, start),
+            (Compute::F64, Compute::I64) => job.run::<f64, i64>(out.dtype, to, start),
+            (Compute::F32, _) => job.run::<f32, f32>(out.dtype, to, start),
+            (Compute::F64, _) => job.run::<f64, f64>(out.dtype, to, start),
+            (Compute::I64, _) => job.run::<i64, i64>(out.dtype, to, start),
         }
     })
 }
 
-/// Loads elements `start`, `start + stride`, .. as the accumulator's type.
-type Load<S> = fn(DType, &[u8], isize, isize, &mut [S]);
+/// Loads elements `start`, `start + stride`, .. as they are accumulated.
+type Load<'a, S> = &'a (dyn Fn(isize, isize, &mut [S]) + Sync);
 
-fn load<S: Lane>(dtype: DType, bytes: &[u8], start: isize, stride: isize, out: &mut [S]) {
-    load_tile(dtype, bytes, start as _, stride, out);
-}
-
-/// 1 for elements that are not zero (NaN among them).
-fn truth<C: Lane>(dtype: DType, bytes: &[u8], start: isize, stride: isize, out: &mut [i64]) {
-    let mut values = [C::from_i32(0); TILE];
-    let values = &mut values[..out.len()];
-    load_tile(dtype, bytes, start as _, stride, values);
-    out.iter_mut().zip(values).for_each(|(o, v)| *o = i64::from(v.is_true()));
-}
-
-#[allow(clippy::too_many_arguments)]
-fn run_as<S: Lane>(
-    op: Reduction,
-    dtype: DType,
-    bytes: &[u8],
-    plan: &Plan,
-    load: Load<S>,
-    out_dtype: DType,
-    out: &mut [u8],
-    start: usize,
-) {
-    let plain = !op.nonzero() && dtype == S::COMPUTE.dtype();
-    let elements = if plain { bytemuck::cast_slice(bytes) } else { &[] };
-    let source = Source { dtype, bytes, plan, load, elements };
-    use Reduction::*;
-    if op.is_arg() {
-        let found = if op == ArgMax { source.arg::<fold::Max>() } else { source.arg::<fold::Min>() };
-        return store_tile(out_dtype, &found, out, start as _, 1);
-    }
-    let mut results = match op {
-        Sum | Mean | Count => source.reduce::<Add>(),
-        Prod => source.reduce::<Mul>(),
-        Max | Any => source.reduce::<fold::Max>(),
-        Min | All => source.reduce::<fold::Min>(),
-        ArgMax | ArgMin => unreachable!("above"),
-    };
-    if op == Mean {
-        let n = S::from_i64(plan.n as i64);
-        results.iter_mut().for_each(|r| *r = r.div(n));
-    }
-    store_tile(out_dtype, &results, out, start as _, 1);
-}
-
-struct Source<'a, S> {
+struct Job<'a> {
+    rule: &'a Rule,
     dtype: DType,
     bytes: &'a [u8],
     plan: &'a Plan,
-    load: Load<S>,
+}
+
+impl Job<'_> {
+    /// Elements are computed in `C` and accumulated in `S`, which is `C` or i64.
+    fn run<C: Lane, S: Lane>(&self, out_dtype: DType, out: &mut [u8], start: usize) {
+        let Job { rule, dtype, bytes, plan } = *self;
+        let in_place = rule.element == Element::Itself && dtype == S::COMPUTE.dtype();
+        let elements = if in_place { bytemuck::cast_slice(bytes) } else { &[] };
+        let mut reduced = |load: Load<S>| {
+            let source = Source { plan, load, elements };
+            let finish = |results: Vec<S>| match &rule.finish {
+                Some(finish) => evaluated(finish, plan.n, &results),
+                None => results,
+            };
+            match rule.combination {
+                Combination::ArgMax => store_tile(out_dtype, &source.arg::<fold::Max>(), out, start as _, 1),
+                Combination::ArgMin => store_tile(out_dtype, &source.arg::<fold::Min>(), out, start as _, 1),
+                Combination::Add => store_tile(out_dtype, &finish(source.reduce::<Add>()), out, start as _, 1),
+                Combination::Mul => store_tile(out_dtype, &finish(source.reduce::<Mul>()), out, start as _, 1),
+                Combination::Max => store_tile(out_dtype, &finish(source.reduce::<fold::Max>()), out, start as _, 1),
+                Combination::Min => store_tile(out_dtype, &finish(source.reduce::<fold::Min>()), out, start as _, 1),
+            }
+        };
+        match &rule.element {
+            Element::Itself => reduced(&|at, stride, out| load_tile(dtype, bytes, at as usize, stride, out)),
+            Element::Truth => reduced(&|at, stride, out| {
+                let mut values = [C::from_i32(0); TILE];
+                let values = &mut values[..out.len()];
+                load_tile(dtype, bytes, at as usize, stride, values);
+                out.iter_mut().zip(values).for_each(|(o, v)| *o = S::truth(v.is_true()));
+            }),
+            Element::Of(formula) => {
+                let program = Program::of(std::slice::from_ref(formula));
+                reduced(&|at, stride, out| {
+                    let (mut values, mut made) = ([C::from_i32(0); TILE], [C::from_i32(0); TILE]);
+                    let (values, made) = (&mut values[..out.len()], &mut made[..out.len()]);
+                    load_tile(dtype, bytes, at as usize, stride, values);
+                    eval(&program, values, &[], made);
+                    match C::COMPUTE == S::COMPUTE {
+                        true => out.copy_from_slice(bytemuck::cast_slice(made)),
+                        false => out.iter_mut().zip(made).for_each(|(o, v)| *o = S::from_i64(v.to_i64())),
+                    }
+                });
+            }
+        }
+    }
+}
+
+/// The program of one input over a tile.
+fn eval<C: Lane>(program: &Program, values: &[C], scalars: &[Scalar], out: &mut [C]) {
+    let inputs = [TileIn::Slice(values)];
+    let tile = Tile { inputs: &inputs, scalars, seeds: &[], first: 0, len: values.len() };
+    program.eval_tile(&tile, &mut Scratch::new(), &mut [out]);
+}
+
+/// A formula of each result and of the number of elements.
+fn evaluated<S: Lane>(finish: &Expr, n: usize, results: &[S]) -> Vec<S> {
+    let program = Program::of(std::slice::from_ref(finish));
+    let mut out = vec![S::from_i32(0); results.len()];
+    for (out, results) in out.chunks_mut(TILE).zip(results.chunks(TILE)) {
+        eval(&program, results, &[Scalar::Float(n as f64)], out);
+    }
+    out
+}
+
+struct Source<'a, S> {
+    plan: &'a Plan,
+    load: Load<'a, S>,
     /// The storage's elements, if they can be accumulated as they are; else nothing.
     elements: &'a [S],
 }
@@ -145,7 +169,7 @@ impl<S: Lane> Source<'_, S> {
             let mut filled = 0;
             while filled < TILE && r < end {
                 let (at, n) = self.plan.reduced.run(r, (end - r).min(TILE - filled));
-                (self.load)(self.dtype, self.bytes, base + at, stride, &mut tile[filled..filled + n]);
+                (self.load)(base + at, stride, &mut tile[filled..filled + n]);
                 filled += n;
                 r += n;
             }
@@ -173,7 +197,7 @@ impl<S: Lane> Source<'_, S> {
                 let mut sums = [K::neutral(); TILE];
                 let sums = &mut sums[..width];
                 for r in top..plan.n.min((slice + 1) * ROWS).min(top + 64) {
-                    (self.load)(self.dtype, self.bytes, base + plan.reduced.run(r, 1).0, across, tile);
+                    (self.load)(base + plan.reduced.run(r, 1).0, across, tile);
                     combine_all::<K, S>(sums, tile);
                 }
                 combine_all::<K, S>(&mut total, sums);
@@ -214,7 +238,7 @@ impl<S: Lane> Source<'_, S> {
         while r < end {
             let (at, n) = self.plan.reduced.run(r, (end - r).min(TILE));
             let tile = &mut tile[..n];
-            (self.load)(self.dtype, self.bytes, base + at, stride, tile);
+            (self.load)(base + at, stride, tile);
             let value = fold::<K, S>(tile);
             if best.is_none_or(|(b, _)| !stays::<K, S>(b, value)) {
                 let same = |v: &S| *v == value || (is_nan(*v) && is_nan(value));

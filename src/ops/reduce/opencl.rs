@@ -2,11 +2,13 @@
 
 use smallvec::SmallVec;
 
-use super::Reduction;
 use super::plan::{Axes, Plan};
+use super::table::{Combination, Element, Rule};
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice};
+use crate::ops::expr::Expr;
 use crate::ops::kernels::{KernelKey, kernel};
+use crate::ops::program::Program;
 use crate::{Compute, DType, Result, Tensor};
 
 pub(in crate::ops) const WALK: &str = include_str!("../../../kernels/walk.cl");
@@ -42,23 +44,23 @@ enum Stage {
     Second,
 }
 
-pub(super) fn run(op: Reduction, t: &Tensor, plan: &Plan, out: &Tensor) -> Result<()> {
+pub(super) fn run(rule: &Rule, t: &Tensor, plan: &Plan, out: &Tensor) -> Result<()> {
     let device = t.cl_device()?;
-    let acc = op.accumulator(t.dtype);
-    let way = Way::choose(device, plan, vector(device, op, t, plan));
-    let divisor = if op == Reduction::Mean { plan.n } else { 1 };
-    let first = Kind { op, input: t.dtype, output: out.dtype, acc, stage: Stage::Whole };
+    let (acc, arg) = (rule.accumulator(t.dtype), rule.combination.is_arg());
+    let way = Way::choose(device, plan, vector(device, arg, t, plan));
     if way.slices == 1 {
-        return first.launch(device, t, out, plan, &way, divisor);
+        let whole = Kind { rule, input: t.dtype, output: out.dtype, acc, stage: Stage::Whole };
+        return whole.launch(device, t, out, plan, &way, plan.n);
     }
     // Partial results: of the accumulator's type, or 16 bytes with value and index.
     let count = plan.outs * way.slices;
-    let (stage, partial) = match op.is_arg() {
+    let (stage, partial) = match arg {
         true => (Stage::First, Tensor::empty_like_shape(2 * count, DType::I64, t.device())?),
         false => (Stage::Whole, Tensor::empty_like_shape(count, acc.dtype(), t.device())?),
     };
-    let first_op = if op == Reduction::Mean { Reduction::Sum } else { op };
-    Kind { op: first_op, output: acc.dtype(), stage, ..first }.launch(device, t, &partial, plan, &way, 1)?;
+    let (first, second) = rule.stages();
+    let first = Kind { rule: &first, input: t.dtype, output: acc.dtype(), acc, stage };
+    first.launch(device, t, &partial, plan, &way, plan.n)?;
     let rest = Plan {
         start: 0,
         kept: Axes::one(plan.outs, way.slices as isize),
@@ -66,19 +68,19 @@ pub(super) fn run(op: Reduction, t: &Tensor, plan: &Plan, out: &Tensor) -> Resul
         outs: plan.outs,
         n: way.slices,
     };
-    let stage = if op.is_arg() { Stage::Second } else { Stage::Whole };
-    let second = Kind { op: op.second(), input: acc.dtype(), stage, ..first };
-    let width = vector(device, op, &partial, &rest);
+    let stage = if arg { Stage::Second } else { Stage::Whole };
+    let second = Kind { rule: &second, input: acc.dtype(), output: out.dtype, acc, stage };
+    let width = vector(device, arg, &partial, &rest);
     let way = Way { slices: 1, chunk: rest.n, ..Way::choose(device, &rest, width) };
-    second.launch(device, &partial, out, &rest, &way, divisor)
+    second.launch(device, &partial, out, &rest, &way, plan.n)
 }
 
 /// Elements of `t` that a work-item takes at once: several where those of a result lie in a row, or where neighbouring
 /// results have theirs side by side.
-fn vector(device: &ClDevice, op: Reduction, t: &Tensor, plan: &Plan) -> usize {
+fn vector(device: &ClDevice, arg: bool, t: &Tensor, plan: &Plan) -> usize {
     let by_column = plan.by_column();
     let rows = plan.reduced.rank() == 1 && plan.reduced.inner().1 == 1;
-    if op.is_arg() || !(rows || by_column && plan.kept.inner().1 == 1) {
+    if arg || !(rows || by_column && plan.kept.inner().1 == 1) {
         return 1;
     }
     let all = |axes: &Axes| axes.strides.iter().copied().collect::<SmallVec<[isize; 6]>>();
@@ -176,16 +178,16 @@ fn cut(n: usize, wanted: usize, least: usize, unit: usize) -> (usize, usize) {
 }
 
 /// What tells one reduction kernel from another, ranks aside.
-#[derive(Clone, Copy)]
-struct Kind {
-    op: Reduction,
+struct Kind<'a> {
+    rule: &'a Rule,
     input: DType,
     output: DType,
     acc: Compute,
     stage: Stage,
 }
 
-impl Kind {
+impl Kind<'_> {
+    /// `number`: how many elements a result is of.
     fn launch(
         &self,
         device: &'static ClDevice,
@@ -193,27 +195,38 @@ impl Kind {
         y: &Tensor,
         plan: &Plan,
         way: &Way,
-        divisor: usize,
+        number: usize,
     ) -> Result<()> {
         let (kept, reduced) = (plan.kept.words(), plan.reduced.words());
         let wide = is_wide([plan.n, plan.outs * way.slices * 16, way.global]);
         let group = group_size(device);
+        let (truth, mapped, finish) = (
+            self.rule.element == Element::Truth,
+            matches!(self.rule.element, Element::Of(_)),
+            self.rule.finish.is_some(),
+        );
         let params = [
-            self.op.combination() as u64,
+            self.rule.combination as u64,
             self.input as u64,
             self.output as u64,
             self.acc as u64,
-            self.op.is_arg() as u64 | (self.op.nonzero() as u64) << 1 | (wide as u64) << 2 | (self.stage as u64) << 3,
+            truth as u64
+                | (mapped as u64) << 1
+                | (wide as u64) << 2
+                | (finish as u64) << 3
+                | (self.stage as u64) << 4,
             plan.kept.rank() as u64,
             plan.reduced.rank() as u64,
             way.width as u64 | u64::from(way.by_column && way.width > 1) << 8,
         ];
-        let key = KernelKey { template: "reduce", params: SmallVec::from_slice(&params), exprs: SmallVec::new() };
+        let element = if let Element::Of(e) = &self.rule.element { Some(e) } else { None };
+        let exprs = element.into_iter().chain(&self.rule.finish).cloned().collect();
+        let key = KernelKey { template: "reduce", params: SmallVec::from_slice(&params), exprs };
         let kernel = kernel(device, key, "reduce", || self.source(plan, way, wide, group))?;
-        let divisor = match self.acc {
-            Compute::I64 => Arg::I64(divisor as i64),
-            Compute::F32 => Arg::F32(divisor as f32),
-            Compute::F64 => Arg::F64(divisor as f64),
+        let number = match self.acc {
+            Compute::I64 => Arg::I64(number as i64),
+            Compute::F32 => Arg::F32(number as f32),
+            Compute::F64 => Arg::F64(number as f64),
         };
         // Pairs are 16 bytes, two elements of the tensor that holds them.
         let elements = |pairs: bool| if pairs { 2 } else { 1 };
@@ -231,7 +244,7 @@ impl Kind {
             Arg::U64(plan.n as u64),
             Arg::U64(way.chunk as u64),
             Arg::U32(way.slices as u32),
-            divisor,
+            number,
             Arg::U32(way.by_column.into()),
         ]);
         if device.info().kind != DeviceKind::Cpu {
@@ -241,32 +254,53 @@ impl Kind {
     }
 
     fn source(&self, plan: &Plan, way: &Way, wide: bool, group: usize) -> String {
-        let vectors = vector_defines(self.input, way.width);
         let integer = self.acc == Compute::I64;
         let flag = |on: bool, name: &str| if on { format!("#define {name}\n") } else { String::new() };
-        format!(
-            "{columns}#define A {}\n#define B {}\n#define ACC {}\n#define ACC_NAME {:?}\n#define NK {}\n#define NR {}\n\
-             #define IDX {}\n#define GROUP {group}\n#define OP_{}\n#define LOWEST {}\n#define HIGHEST {}\n\
-             #define STEP {step}\n#define STEP16 {step}16\n{vectors}{}{}{}{}{}{WALK}{TEMPLATE}",
+        let op = match self.rule.combination {
+            Combination::Add => "SUM",
+            Combination::Mul => "PROD",
+            Combination::Max | Combination::ArgMax => "MAX",
+            Combination::Min | Combination::ArgMin => "MIN",
+        };
+        let mut text = format!(
+            "#define A {}\n#define B {}\n#define ACC {}\n#define ACC_NAME {:?}\n#define FROM {}\n#define NK {}\n\
+             #define NR {}\n#define IDX {}\n#define GROUP {group}\n#define OP_{op}\n#define LOWEST {}\n\
+             #define HIGHEST {}\n#define STEP {step}\n#define STEP16 {step}16\n",
             self.input,
             self.output,
             self.acc.cl_name(),
             self.acc,
+            self.input.compute().cl_name(),
             plan.kept.rank(),
             plan.reduced.rank(),
             if wide { "ulong" } else { "uint" },
-            ["SUM", "PROD", "MAX", "MIN"][self.op.combination() as usize],
             if integer { "LONG_MIN" } else { "-INFINITY" },
             if integer { "LONG_MAX" } else { "INFINITY" },
-            flag(integer, "INTEGERS"),
-            flag(self.op.is_arg(), "ARG"),
-            flag(self.op.nonzero(), "NONZERO"),
-            flag(self.stage == Stage::First, "PARTIAL"),
-            flag(self.stage == Stage::Second, "PAIRS"),
-            columns = flag(way.by_column && way.width > 1, "COLUMNS"),
             step = if self.acc == Compute::F32 { "int" } else { "long" },
-        )
+        );
+        text += &vector_defines(self.input, way.width);
+        text += &flag(way.by_column && way.width > 1, "COLUMNS");
+        text += &flag(integer, "INTEGERS");
+        text += &flag(self.rule.combination.is_arg(), "ARG");
+        text += &flag(self.rule.element == Element::Truth, "NONZERO");
+        text += &flag(self.stage == Stage::First, "PARTIAL");
+        text += &flag(self.stage == Stage::Second, "PAIRS");
+        if let Element::Of(element) = &self.rule.element {
+            text += &(flag(true, "MAPPED") + &function(element, self.input.compute(), "element"));
+        }
+        if let Some(finish) = &self.rule.finish {
+            text += &(flag(true, "FINISHED") + &function(finish, self.acc, "finish"));
+        }
+        text + WALK + TEMPLATE
     }
+}
+
+/// The formula as a function of a value and a number, `NAME_of(v, n)`.
+fn function(formula: &Expr, compute: Compute, name: &str) -> String {
+    let program = Program::of(std::slice::from_ref(formula));
+    let (c, scalar) = (compute.cl_name(), if program.scalars() > 0 { ", n" } else { "" });
+    let made = program.emit(compute, name);
+    format!("{made}{c} {name}_of({c} v, {c} n)\n{{\n    {c} o;\n    {name}(v{scalar}, &o);\n    return o;\n}}\n")
 }
 
 /// VEC and WIDE_T: see the kernels that use them.

@@ -1,12 +1,40 @@
-//! What is composed of reductions: variance, standard deviation, norm.
+//! What is composed of reductions: variances, standard deviations, extremes together, means around NaN.
 
 use super::ReduceDims;
 use crate::autograd::{self, Saved};
-use crate::ops::autocast::widened;
 use crate::ops::elementwise::{Params, apply};
+use crate::ops::catalogue::{Dtypes, Gives, Kind, Operation};
 use crate::ops::expr::Expr;
+use crate::ops::registry::{replaced, replaced_several};
 use crate::tensor::Layout;
 use crate::{DType, Result, Scalar, Tensor};
+
+pub(in crate::ops) static OPERATIONS: &[Operation] = &[
+    Operation::new("var", "var", Kind::Reduction, Dtypes::Floats, Gives::Same, |a| {
+        a.x(0)?.var(a.dims(0)?, a.size(1)?, a.bool(2)?)
+    })
+    .differentiable(),
+    Operation::new("std", "std", Kind::Reduction, Dtypes::Floats, Gives::Same, |a| {
+        a.x(0)?.std(a.dims(0)?, a.size(1)?, a.bool(2)?)
+    })
+    .differentiable(),
+    Operation::several("var_mean", "var_mean", Kind::Reduction, Dtypes::Floats, Gives::Same, |a| {
+        a.x(0)?.var_mean(a.dims(0)?, a.size(1)?, a.bool(2)?).map(|(v, m)| vec![v, m])
+    })
+    .differentiable(),
+    Operation::several("std_mean", "std_mean", Kind::Reduction, Dtypes::Floats, Gives::Same, |a| {
+        a.x(0)?.std_mean(a.dims(0)?, a.size(1)?, a.bool(2)?).map(|(s, m)| vec![s, m])
+    })
+    .differentiable(),
+    Operation::several("aminmax", "aminmax", Kind::Reduction, Dtypes::All, Gives::Same, |a| {
+        a.x(0)?.aminmax(a.dims(0)?, a.bool(1)?).map(|(l, g)| vec![l, g])
+    })
+    .differentiable(),
+    Operation::new("nanmean", "nanmean", Kind::Reduction, Dtypes::Floats, Gives::Same, |a| {
+        a.x(0)?.nanmean(a.dims(0)?, a.bool(1)?)
+    })
+    .differentiable(),
+];
 
 impl Tensor {
     /// The variance over `dims`: squared deviations from the mean, summed and divided by their number less `correction`
@@ -23,6 +51,7 @@ impl Tensor {
     /// As [`Tensor::mean`].
     pub fn var(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<Tensor> {
         let dims = dims.into();
+        replaced!("var", [self], &dims, correction, keepdim);
         // The square of a half overflows at 256.
         if matches!(self.dtype, DType::F16 | DType::BF16) {
             return self.to_dtype(DType::F32)?.var(dims, correction, keepdim)?.to_dtype(self.dtype);
@@ -37,10 +66,11 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::mean`].
     pub fn std(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<Tensor> {
+        let (op, dims) = ("std", dims.into());
+        replaced!(op, [self], &dims, correction, keepdim);
         if matches!(self.dtype, DType::F16 | DType::BF16) {
             return self.to_dtype(DType::F32)?.std(dims, correction, keepdim)?.to_dtype(self.dtype);
         }
-        let (op, dims) = ("std", dims.into());
         let freedom = freedom(op, self, &dims, correction)?;
         let mask = dims.mask(op, self.shape())?;
         let x = self.detach();
@@ -57,35 +87,71 @@ impl Tensor {
         }))
     }
 
-    /// The Euclidean norm over `dims` (PyTorch's `linalg.vector_norm`). Differentiable; at 0 the gradient is 0.
+    /// [`Tensor::var`] and the mean (PyTorch's `var_mean`). Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::sum`]; [`crate::Error::UnsupportedDType`] for integers and bool.
-    pub fn norm(&self, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<Tensor> {
-        let op = "norm";
-        self.dtype.check_float(op)?;
-        if let Some(wide) = widened(&[self])? {
-            return wide[0].norm(dims, keepdim);
-        }
-        if matches!(self.dtype, DType::F16 | DType::BF16) {
-            return self.to_dtype(DType::F32)?.norm(dims, keepdim)?.to_dtype(self.dtype);
-        }
+    /// As [`Tensor::mean`].
+    pub fn var_mean(
+        &self,
+        dims: impl Into<ReduceDims>,
+        correction: usize,
+        keepdim: bool,
+    ) -> Result<(Tensor, Tensor)> {
         let dims = dims.into();
-        let mask = dims.mask(op, self.shape())?;
-        let x = self.detach();
-        let squares = x.mul(&x)?;
-        let kept = squares.sum(dims, true)?.sqrt()?;
-        let shape = super::reduced_shape(self.shape(), &mask, keepdim);
-        let out = kept.with_layout(Layout::contiguous(shape));
-        if !autograd::is_tracked(&[self]) {
-            return Ok(out);
-        }
-        let (x, norm) = (Saved::new(&x), Saved::new(&kept));
-        Ok(autograd::record_unary(op, out, self, move |grad| {
-            let (x, norm) = (x.unpack(op)?, norm.unpack(op)?);
-            slope(&x, &norm, &super::spread(&grad, x.shape(), &mask, keepdim), 1.0)
-        }))
+        replaced_several!("var_mean", [self], &dims, correction, keepdim; pair);
+        let named = |r: Result<Tensor>| r.map_err(|e| e.of("var_mean"));
+        Ok((named(self.var(dims.clone(), correction, keepdim))?, named(self.mean(dims, keepdim))?))
     }
+
+    /// [`Tensor::std`] and the mean (PyTorch's `std_mean`). Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::mean`].
+    pub fn std_mean(
+        &self,
+        dims: impl Into<ReduceDims>,
+        correction: usize,
+        keepdim: bool,
+    ) -> Result<(Tensor, Tensor)> {
+        let dims = dims.into();
+        replaced_several!("std_mean", [self], &dims, correction, keepdim; pair);
+        let named = |r: Result<Tensor>| r.map_err(|e| e.of("std_mean"));
+        Ok((named(self.std(dims.clone(), correction, keepdim))?, named(self.mean(dims, keepdim))?))
+    }
+
+    /// The least and the greatest element over `dims` (PyTorch's `aminmax`); NaN if there is one. Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::max`].
+    pub fn aminmax(&self, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<(Tensor, Tensor)> {
+        let dims = dims.into();
+        replaced_several!("aminmax", [self], &dims, keepdim; pair);
+        let named = |r: Result<Tensor>| r.map_err(|e| e.of("aminmax"));
+        Ok((named(self.min(dims.clone(), keepdim))?, named(self.max(dims, keepdim))?))
+    }
+
+    /// The mean over `dims` of what is not NaN, of floats; NaN where all are (PyTorch's `nanmean`). Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::mean`].
+    pub fn nanmean(&self, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<Tensor> {
+        let (op, dims) = ("nanmean", dims.into());
+        replaced!(op, [self], &dims, keepdim);
+        self.dtype.check_float(op)?;
+        // The sum of many halves overflows before the mean does.
+        if matches!(self.dtype, DType::F16 | DType::BF16) {
+            return self.to_dtype(DType::F32)?.nanmean(dims, keepdim)?.to_dtype(self.dtype);
+        }
+        let named = |r: Result<Tensor>| r.map_err(|e| e.of(op));
+        let count = named(self.detach().isnan()?.logical_not()?.sum(dims.clone(), keepdim))?;
+        named(self.nansum(dims, keepdim))?.div(&count.to_dtype(self.dtype)?)
+    }
+}
+
+/// Two results.
+fn pair(mut made: Vec<Tensor>) -> Result<(Tensor, Tensor)> {
+    let second = made.swap_remove(1);
+    Ok((made.swap_remove(0), second))
 }
 
 /// What the sum of squares is divided by: how many elements a result is of, less the correction.

@@ -1,0 +1,154 @@
+//! How gradients come back from reductions: by the row's formula, or by one of two rules.
+
+use smallvec::SmallVec;
+
+use super::table::{Gradient, ReductionRow, rows};
+use super::{Mask, ReduceDims, reduce, reduced_count, reduced_shape, spread};
+use crate::autograd::{self, Saved};
+use crate::ops::autocast::widened;
+use crate::ops::elementwise::{Params, apply, apply_tracked};
+use crate::ops::expr::Expr;
+use crate::tensor::Shape;
+use crate::{DType, Device, Result, Scalar, Tensor};
+
+impl ReductionRow {
+    /// The operation: what the method of its name does.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor, ops::REDUCTIONS};
+    /// let sum = REDUCTIONS.iter().find(|row| row.name == "sum").unwrap();
+    /// let x = Tensor::from_slice(&[1f32, 2.0], 2, Device::Cpu)?;
+    /// assert_eq!(sum.apply(&x, (), false)?.item::<f32>()?, 3.0);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of the method.
+    pub fn apply(&'static self, x: &Tensor, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<Tensor> {
+        apply_reduction(self, x, &dims.into(), keepdim)
+    }
+}
+
+/// A row on a tensor, recorded where it is tracked.
+pub(super) fn apply_reduction(
+    row: &'static ReductionRow,
+    x: &Tensor,
+    dims: &ReduceDims,
+    keepdim: bool,
+) -> Result<Tensor> {
+    if row.grows()
+        && let Some(wide) = widened(&[x])?
+    {
+        return apply_reduction(row, &wide[0], dims, keepdim);
+    }
+    let dtype = row.output(x.dtype)?;
+    let mask = dims.mask(row.name, x.shape())?;
+    let out = reduce(row.name, row, x, &mask, keepdim, dtype, None)?;
+    if !autograd::is_tracked(&[x]) || !dtype.is_float() {
+        return Ok(out);
+    }
+    let back = Back { row, shape: x.shape().clone(), mask, keepdim, dtype: x.dtype, device: x.device() };
+    Ok(match row.gradient {
+        Gradient::None => out,
+        Gradient::Each(_) => back.by_formula(x, out),
+        Gradient::Shared => back.shared(x, out),
+        Gradient::Others => back.of_product(x, out),
+    })
+}
+
+struct Back {
+    row: &'static ReductionRow,
+    shape: Shape,
+    mask: Mask,
+    keepdim: bool,
+    dtype: DType,
+    device: Device,
+}
+
+impl Back {
+    fn wide(&self, t: &Tensor) -> Tensor {
+        spread(t, &self.shape, &self.mask, self.keepdim)
+    }
+
+    fn by_formula(self, x: &Tensor, out: Tensor) -> Tensor {
+        let op = self.row.name;
+        let slope = self.row.slope().expect("it has a formula");
+        let of_grad_alone = !slope.uses_input(0) && !slope.uses_input(1);
+        let saved_x = slope.uses_input(0).then(|| Saved::new(x));
+        let saved_y = slope.uses_input(1).then(|| Saved::new(&out));
+        autograd::record_twice(op, out, &[x], move |ctx| {
+            let n = reduced_count(&self.shape, &self.mask) as f64;
+            if of_grad_alone {
+                return Ok(SmallVec::from_iter([Some(self.wide(&self.small(n, ctx)?))]));
+            }
+            let grad = self.wide(&ctx.grad()?);
+            // What the formula does not read, the gradient stands in for.
+            let x = match &saved_x {
+                Some(x) => x.get(op)?.shallow_clone(),
+                None => grad.shallow_clone(),
+            };
+            let y = match &saved_y {
+                Some(y) => self.wide(&ctx.result(y)?),
+                None => grad.shallow_clone(),
+            };
+            let (scalars, slope) = ([Scalar::Float(n)], self.row.slope().expect("it has a formula"));
+            let params = Params { scalars: &scalars, seeds: &[] };
+            let grad = apply_tracked(op, &[&x, &y, &grad], params, slope, self.dtype, &|i| slope.diff(i))?;
+            Ok(SmallVec::from_iter([Some(grad)]))
+        })
+    }
+
+    /// A gradient that is the same for all elements of a result, before it is spread over them.
+    fn small(&self, n: f64, ctx: &autograd::Context) -> Result<Tensor> {
+        let Gradient::Each(formula) = self.row.gradient else { unreachable!("it has a formula") };
+        let slope = |g: &Expr, n: &Expr| formula(g, g, g, n);
+        let one = slope(&Expr::constant(1.0), &Expr::constant(n)).as_const();
+        match (ctx.grad_unless_one(), one) {
+            (None, Some(factor)) => {
+                Tensor::full(reduced_shape(&self.shape, &self.mask, self.keepdim), factor, (self.dtype, self.device))
+            }
+            (_, Some(1.0)) => ctx.grad(),
+            _ => {
+                let (grad, scalars) = (ctx.grad()?, [Scalar::Float(n)]);
+                let slope = slope(&Expr::input(0), &Expr::scalar(0));
+                let params = Params { scalars: &scalars, seeds: &[] };
+                apply_tracked(self.row.name, &[&grad], params, &slope, self.dtype, &|i| slope.diff(i))
+            }
+        }
+    }
+
+    /// Elements that equal the result share its gradient evenly.
+    fn shared(self, x: &Tensor, out: Tensor) -> Tensor {
+        let op = self.row.name;
+        let (saved, result) = (Saved::new(x), Saved::new(&out));
+        autograd::record_twice(op, out, &[x], move |ctx| {
+            let (x, result) = (saved.get(op)?.detach(), self.wide(&result.get(op)?.detach()));
+            let chosen = [Expr::input(0).eq(Expr::input(1))];
+            let chosen = apply(op, &[&x, &result], Params::default(), &chosen, &[DType::Bool])?.remove(0);
+            let ties = reduce(op, &rows::sum, &chosen, &self.mask, true, DType::I64, None)?;
+            let share = Expr::input(0) * Expr::input(1) / Expr::input(2);
+            let inputs = [&self.wide(&ctx.grad()?), &chosen, &ties];
+            let grad = apply_tracked(op, &inputs, Params::default(), &share, self.dtype, &|i| share.diff(i))?;
+            Ok(SmallVec::from_iter([Some(grad)]))
+        })
+    }
+
+    /// To each element the product of the others: zeros are counted and left out of the product.
+    fn of_product(self, x: &Tensor, out: Tensor) -> Tensor {
+        let op = self.row.name;
+        let saved = Saved::new(x);
+        autograd::record_unary(op, out, x, move |grad| {
+            let x = saved.get(op)?;
+            let (x0, one) = (Expr::input(0), Expr::constant(1.0));
+            let is_zero = x0.eq(0.0);
+            let exprs = [is_zero.select(&one, &x0), is_zero.clone()];
+            let made = apply(op, &[x], Params::default(), &exprs, &[self.dtype, DType::Bool])?;
+            let product = reduce(op, &rows::prod, &made[0], &self.mask, true, self.dtype, None)?;
+            let zeros = reduce(op, &rows::sum, &made[1], &self.mask, true, DType::I64, None)?;
+            let others = Expr::input(1) / is_zero.select(&one, &x0);
+            let others = Expr::input(2).eq(is_zero).select(others, 0.0);
+            let inputs = [x, &product, &zeros, &self.wide(&grad)];
+            Ok(apply(op, &inputs, Params::default(), &[others * Expr::input(3)], &[self.dtype])?.remove(0))
+        })
+    }
+}

@@ -1,0 +1,244 @@
+//! The table of reductions: what a row holds, and what is made of it.
+//!
+//! A row (they are in `ops/reductions.rs`) says how elements come together, what becomes of each before and of the result
+//! after, and its gradient. Everything else follows: the method of `Tensor`, both devices, the entry in the catalogue with its
+//! line in the documentation, and the generated tests.
+
+use std::fmt;
+use std::sync::OnceLock;
+
+use crate::ops::catalogue::{Dtypes, Gives, Kind, Operation};
+use crate::ops::expr::Expr;
+use crate::ops::program::Program;
+use crate::ops::reductions::reductions;
+use crate::{Compute, DType, Error, Result};
+
+/// How elements come together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Combination {
+    Add,
+    Mul,
+    Max,
+    Min,
+    /// The position of what Max or Min would choose.
+    ArgMax,
+    ArgMin,
+}
+
+impl Combination {
+    pub(super) fn is_arg(self) -> bool {
+        matches!(self, Combination::ArgMax | Combination::ArgMin)
+    }
+}
+
+/// What becomes of an element before.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Element {
+    Itself,
+    /// 1 where it is not zero, else 0: its kernels are written out.
+    Truth,
+    Of(Expr),
+}
+
+/// What a launch does.
+#[derive(Debug, Clone)]
+pub(super) struct Rule {
+    pub(super) combination: Combination,
+    pub(super) element: Element,
+    /// Of the result, input 0, and the number of elements, scalar 0; None where it stays as it is.
+    pub(super) finish: Option<Expr>,
+    /// Whether it accumulates in i64 whatever the elements are.
+    counts: bool,
+}
+
+impl Rule {
+    pub(super) fn accumulator(&self, dtype: DType) -> Compute {
+        if self.counts { Compute::I64 } else { dtype.compute() }
+    }
+
+    /// What gives partial results, and what reduces those.
+    pub(super) fn stages(&self) -> (Rule, Rule) {
+        (Rule { finish: None, ..self.clone() }, Rule { element: Element::Itself, ..self.clone() })
+    }
+}
+
+/// A gradient's formula: of the element, the result, the result's gradient and the number of elements.
+type Slope = fn(&Expr, &Expr, &Expr, &Expr) -> Expr;
+
+/// How the gradient comes back.
+pub(super) enum Gradient {
+    None,
+    Each(Slope),
+    /// In equal parts to the elements that the result equals.
+    Shared,
+    /// To each the product of the others.
+    Others,
+}
+
+/// One reduction.
+#[non_exhaustive]
+pub struct ReductionRow {
+    /// The method's name.
+    pub name: &'static str,
+    /// What it computes.
+    pub doc: &'static str,
+    /// The dtypes it takes.
+    pub takes: Dtypes,
+    /// The dtype it gives.
+    pub gives: Gives,
+    /// The range to test on.
+    pub domain: (f64, f64),
+    /// The operation in f64 on the elements of one result, written without [`Expr`].
+    pub reference: fn(&[f64]) -> f64,
+    pub(super) of_nothing: Option<f64>,
+    pub(super) gradient: Gradient,
+    combination: Combination,
+    element: fn(&Expr) -> Expr,
+    finish: fn(&Expr, &Expr) -> Expr,
+    made: OnceLock<Made>,
+}
+
+/// What is made of a row once.
+struct Made {
+    rule: Rule,
+    slope: Option<Expr>,
+    grows: bool,
+}
+
+impl ReductionRow {
+    fn made(&self) -> &Made {
+        self.made.get_or_init(|| {
+            let (x, y, g, n) = (Expr::input(0), Expr::input(1), Expr::input(2), Expr::scalar(0));
+            let element = match (self.element)(&x) {
+                e if e == x => Element::Itself,
+                e if e == x.ne(0.0) => Element::Truth,
+                e => Element::Of(e),
+            };
+            let finish = Some((self.finish)(&x, &n)).filter(|e| *e != x);
+            let counts = matches!(self.gives, Gives::I64 | Gives::Bool) && !self.combination.is_arg();
+            let slope = match self.gradient {
+                Gradient::Each(slope) => Some(slope(&x, &y, &g, &n)),
+                _ => None,
+            };
+            let sums = matches!(self.combination, Combination::Add | Combination::Mul) && !counts;
+            let grows = sums && finish.as_ref().is_none_or(|e| Program::of(std::slice::from_ref(e)).scalars() == 0);
+            Made { rule: Rule { combination: self.combination, element, finish, counts }, slope, grows }
+        })
+    }
+
+    pub(super) fn rule(&self) -> &Rule {
+        &self.made().rule
+    }
+
+    /// The gradient's formula, where it has one: of element, result and gradient, and of the number as scalar 0.
+    pub(super) fn slope(&self) -> Option<&Expr> {
+        self.made().slope.as_ref()
+    }
+
+    /// Whether the result may be far greater than the elements: that of sums and products, not of means. Autocast widens
+    /// halves there.
+    pub(super) fn grows(&self) -> bool {
+        self.made().grows
+    }
+
+    /// Whether it can be empty: whether it gives something of nothing.
+    pub fn takes_nothing(&self) -> bool {
+        self.of_nothing.is_some()
+    }
+
+    /// The dtype of the result.
+    pub(super) fn output(&self, dtype: DType) -> Result<DType> {
+        if self.takes.contain(dtype) {
+            return Ok(self.gives.of(dtype));
+        }
+        Err(Error::UnsupportedDType { op: self.name, dtype, expected: "floats: convert with .to_dtype()" })
+    }
+}
+
+impl fmt::Debug for ReductionRow {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.name, self.doc.trim())
+    }
+}
+
+/// Makes the static of each row, the list of them, and their entries in the catalogue.
+macro_rules! define {
+    ($(
+        $(#[doc = $doc:literal])+
+        $name:ident $torch:literal: $takes:ident -> $gives:ident,
+            $combination:ident $element:expr => $finish:expr,
+            nothing $nothing:expr, gradient $gradient:ident $(($slope:expr))?, is $reference:expr,
+            on $low:literal..$high:literal;
+    )*) => {
+        /// Every row by its name.
+        #[allow(non_upper_case_globals)]
+        pub(in crate::ops) mod rows {
+            use std::sync::OnceLock;
+            use super::{Combination, Dtypes, Gives, Gradient, ReductionRow};
+            $(
+                pub(in crate::ops) static $name: ReductionRow = ReductionRow {
+                    name: stringify!($name),
+                    doc: concat!($($doc, "\n"),+),
+                    takes: Dtypes::$takes,
+                    gives: Gives::$gives,
+                    domain: ($low, $high),
+                    reference: $reference,
+                    of_nothing: $nothing,
+                    gradient: Gradient::$gradient $(($slope))?,
+                    combination: Combination::$combination,
+                    element: $element,
+                    finish: $finish,
+                    made: OnceLock::new(),
+                };
+            )*
+        }
+
+        /// Every reduction, in the order of the documentation.
+        pub static REDUCTIONS: &[&ReductionRow] = &[$(&rows::$name),*];
+
+        pub(in crate::ops) static OPERATIONS: &[Operation] = &[$(
+            entry!(
+                $gradient
+                Operation::new(stringify!($name), $torch, Kind::Reduction, Dtypes::$takes, Gives::$gives, |a| {
+                    a.x(0)?.$name(a.dims(0)?, a.bool(1)?)
+                })
+            )
+        ),*];
+    };
+}
+
+macro_rules! entry {
+    (None $operation:expr) => { $operation };
+    ($gradient:ident $operation:expr) => { $operation.differentiable() };
+}
+
+reductions!(define);
+
+/// Makes the methods of `Tensor`: `reductions!(methods);` beside `apply_reduction`.
+macro_rules! methods {
+    ($(
+        $(#[doc = $doc:literal])+
+        $name:ident $torch:literal: $takes:ident -> $gives:ident,
+            $combination:ident $element:expr => $finish:expr,
+            nothing $nothing:expr, gradient $gradient:ident $(($slope:expr))?, is $reference:expr,
+            on $low:literal..$high:literal;
+    )*) => {
+        /// Reductions over any dims: one method for each row of [`REDUCTIONS`](crate::ops::REDUCTIONS).
+        ///
+        /// # Errors
+        /// Each of them: [`Error::DimOutOfRange`]; [`Error::Invalid`] for a dim given twice, and where a reduced dim is empty
+        /// and there is no result of nothing; [`Error::UnsupportedDType`] for integers and bool where it is of floats;
+        /// [`Error::OutOfMemory`].
+        impl Tensor { $(
+            $(#[doc = $doc])+
+            #[doc = concat!("\n\nPyTorch: `", $torch, "`.")]
+            pub fn $name(&self, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<Tensor> {
+                let dims = dims.into();
+                replaced!(stringify!($name), [self], &dims, keepdim);
+                apply_reduction(&rows::$name, self, &dims, keepdim)
+            }
+        )* }
+    };
+}
+
+pub(super) use methods;
