@@ -19,6 +19,12 @@ const FAMILIES: &[&[Operation]] = &[
     super::copy::OPERATIONS,
     super::pointwise::OPERATIONS,
     super::row::OPERATIONS,
+    super::reduce::table::OPERATIONS,
+    super::reduce::statistics::OPERATIONS,
+    super::scan::OPERATIONS,
+    super::sort::OPERATIONS,
+    super::order::OPERATIONS,
+    super::count::OPERATIONS,
 ];
 
 /// What an operation is about.

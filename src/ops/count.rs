@@ -3,9 +3,37 @@
 //!
 //! All are made of sorts, running sums and searches: the k-th element that is not zero is where the running count reaches k.
 
+use super::catalogue::{Dtypes, Gives, Kind, Operation};
 use super::elementwise::{Params, apply};
 use super::expr::Expr;
+use super::pair;
+use super::registry::{replaced, replaced_several, replacement};
 use crate::{DType, Error, Result, Scalar, Tensor};
+
+pub(super) static OPERATIONS: &[Operation] = &[
+    Operation::new("unique", "unique", Kind::Sorting, Dtypes::All, Gives::Same, |a| a.x(0)?.unique()),
+    Operation::several("unique_inverse", "unique", Kind::Sorting, Dtypes::All, Gives::Same, |a| {
+        a.x(0)?.unique_inverse().map(|(v, i)| vec![v, i])
+    }),
+    Operation::several("unique_counts", "unique", Kind::Sorting, Dtypes::All, Gives::Same, |a| {
+        a.x(0)?.unique_counts().map(|(v, i)| vec![v, i])
+    }),
+    Operation::several("unique_consecutive", "unique_consecutive", Kind::Sorting, Dtypes::All, Gives::Same, |a| {
+        a.x(0)?.unique_consecutive().map(|(v, i, c)| vec![v, i, c])
+    }),
+    Operation::new("bincount", "bincount", Kind::Sorting, Dtypes::IntegersOnly, Gives::I64, |a| {
+        a.x(0)?.bincount(a.xs().get(1).copied(), a.size(0)?)
+    }),
+    Operation::new("histc", "histc", Kind::Sorting, Dtypes::Floats, Gives::Same, |a| {
+        a.x(0)?.histc(a.size(0)?, a.float(1)?, a.float(2)?)
+    }),
+    Operation::new("nonzero", "nonzero", Kind::Indexing, Dtypes::All, Gives::I64, |a| a.x(0)?.nonzero()),
+    Operation::new("argwhere", "argwhere", Kind::Indexing, Dtypes::All, Gives::I64, |a| a.x(0)?.argwhere()),
+    Operation::new("masked_select", "masked_select", Kind::Indexing, Dtypes::All, Gives::Same, |a| {
+        a.x(0)?.masked_select(a.x(1)?)
+    })
+    .differentiable(),
+];
 
 /// `first..end` on the tensor's device, as i64.
 fn numbers(first: i64, end: i64, t: &Tensor) -> Result<Tensor> {
@@ -41,12 +69,20 @@ fn runs(t: &Tensor) -> Result<(Tensor, Tensor)> {
     Ok((running, starts))
 }
 
+fn triple(made: Vec<Tensor>) -> Result<(Tensor, Tensor, Tensor)> {
+    match <[Tensor; 3]>::try_from(made) {
+        Ok([a, b, c]) => Ok((a, b, c)),
+        Err(made) => Err(Error::invalid("register", format!("{} results of an operation that has three", made.len()))),
+    }
+}
+
 impl Tensor {
     /// The different elements, in ascending order; a vector (PyTorch's `unique`). Every NaN is different. Waits.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] and device failures.
     pub fn unique(&self) -> Result<Tensor> {
+        replaced!("unique", [self]);
         let sorted = flat(self)?.sort(0, false)?.0;
         let (_, starts) = runs(&sorted)?;
         sorted.index_select(0, &starts.narrow(0, 0, starts.numel() - 1)?)
@@ -58,6 +94,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::unique`].
     pub fn unique_inverse(&self) -> Result<(Tensor, Tensor)> {
+        replaced_several!("unique_inverse", [self]; pair);
         let (sorted, order) = flat(self)?.sort(0, false)?;
         let (running, starts) = runs(&sorted)?;
         let values = sorted.index_select(0, &starts.narrow(0, 0, starts.numel() - 1)?)?;
@@ -70,6 +107,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::unique`].
     pub fn unique_counts(&self) -> Result<(Tensor, Tensor)> {
+        replaced_several!("unique_counts", [self]; pair);
         let sorted = flat(self)?.sort(0, false)?.0;
         let (_, starts) = runs(&sorted)?;
         let values = sorted.index_select(0, &starts.narrow(0, 0, starts.numel() - 1)?)?;
@@ -92,6 +130,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::unique`].
     pub fn unique_consecutive(&self) -> Result<(Tensor, Tensor, Tensor)> {
+        replaced_several!("unique_consecutive", [self]; triple);
         let all = flat(self)?;
         let (running, starts) = runs(&all)?;
         let values = all.index_select(0, &starts.narrow(0, 0, starts.numel() - 1)?)?;
@@ -112,6 +151,7 @@ impl Tensor {
     /// # Errors
     /// [`Error::OutOfMemory`] and device failures.
     pub fn nonzero(&self) -> Result<Tensor> {
+        replaced!("nonzero", [self]);
         let places = places(self)?;
         let (count, rank) = (places.numel(), self.rank());
         if count == 0 || rank == 0 {
@@ -130,6 +170,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::nonzero`].
     pub fn argwhere(&self) -> Result<Tensor> {
+        replaced!("argwhere", [self]);
         self.nonzero()
     }
 
@@ -140,6 +181,7 @@ impl Tensor {
     /// [`Error::ShapeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
     pub fn masked_select(&self, mask: &Tensor) -> Result<Tensor> {
         let op = "masked_select";
+        replaced!(op, [self, mask]);
         super::same_device(op, &[self, mask])?;
         let shape = self.shape().broadcast(op, mask.shape())?;
         let places = places(&mask.with_layout(mask.layout.broadcast_to(&shape)))?;
@@ -162,6 +204,10 @@ impl Tensor {
     /// no vector or has a negative element; [`Error::ShapeMismatch`] for weights of another shape.
     pub fn bincount(&self, weights: Option<&Tensor>, minlength: usize) -> Result<Tensor> {
         let op = "bincount";
+        let tensors: Vec<&Tensor> = std::iter::once(self).chain(weights).collect();
+        if let Some(mut out) = replacement(op, &tensors, || vec![minlength.into()])? {
+            return Ok(out.swap_remove(0));
+        }
         if self.dtype.is_float() || self.dtype == DType::Bool {
             return Err(Error::UnsupportedDType { op, dtype: self.dtype, expected: "integers (i64, i32, u32, u8)" });
         }
@@ -205,6 +251,7 @@ impl Tensor {
     /// [`Error::UnsupportedDType`]; [`Error::Invalid`] without bins, for `max` below `min`, and for ends that are not finite.
     pub fn histc(&self, bins: usize, min: f64, max: f64) -> Result<Tensor> {
         let op = "histc";
+        replaced!(op, [self], bins, min, max);
         self.dtype.check_float(op)?;
         let (mut low, mut high) = (min, max);
         if low == high && self.numel() > 0 {

@@ -144,3 +144,11 @@ pub(crate) fn recorded_with_result(
         (0..count).map(|i| ctx.needs(i).then(|| back(i, &grad, &result)).transpose()).collect()
     })
 }
+
+/// Two results of a replacement as a method gives them.
+pub(crate) fn pair(made: Vec<Tensor>) -> Result<(Tensor, Tensor)> {
+    match <[Tensor; 2]>::try_from(made) {
+        Ok([a, b]) => Ok((a, b)),
+        Err(made) => Err(Error::invalid("register", format!("{} results of an operation that has two", made.len()))),
+    }
+}

@@ -1,10 +1,48 @@
 //! What is chosen by order along a dim: the greatest k, the k-th, medians, quantiles, the most frequent. Each finds indices
 //! and reads the elements through them, which is also the gradient.
 
-use super::elementwise::{Params, apply};
+use super::catalogue::{Dtypes, Gives, Kind, Operation};
+use super::elementwise::{Params, apply, apply_into};
 use super::expr::Expr;
+use super::pair;
+use super::registry::{replaced, replaced_several};
 use super::sort::sorted;
 use crate::{DType, Error, Result, Scalar, Tensor};
+
+pub(super) static OPERATIONS: &[Operation] = &[
+    Operation::several("topk", "topk", Kind::Sorting, Dtypes::All, Gives::Same, |a| {
+        a.x(0)?.topk(a.size(0)?, a.int(1)?, a.bool(2)?).map(|(v, i)| vec![v, i])
+    })
+    .differentiable(),
+    Operation::several("kthvalue", "kthvalue", Kind::Sorting, Dtypes::All, Gives::Same, |a| {
+        a.x(0)?.kthvalue(a.size(0)?, a.int(1)?, a.bool(2)?).map(|(v, i)| vec![v, i])
+    })
+    .differentiable(),
+    Operation::several("median", "median", Kind::Sorting, Dtypes::All, Gives::Same, |a| {
+        a.x(0)?.median(a.int(0)?, a.bool(1)?).map(|(v, i)| vec![v, i])
+    })
+    .differentiable(),
+    Operation::several("nanmedian", "nanmedian", Kind::Sorting, Dtypes::All, Gives::Same, |a| {
+        a.x(0)?.nanmedian(a.int(0)?, a.bool(1)?).map(|(v, i)| vec![v, i])
+    })
+    .differentiable(),
+    Operation::several("mode", "mode", Kind::Sorting, Dtypes::All, Gives::Same, |a| {
+        a.x(0)?.mode(a.int(0)?, a.bool(1)?).map(|(v, i)| vec![v, i])
+    })
+    .differentiable(),
+    Operation::new("quantile", "quantile", Kind::Sorting, Dtypes::Floats, Gives::Same, |a| {
+        a.x(0)?.quantile(a.float(0)?, a.int(1)?, a.bool(2)?)
+    })
+    .differentiable(),
+    Operation::several("max_dim", "max", Kind::Reduction, Dtypes::All, Gives::Same, |a| {
+        a.x(0)?.max_dim(a.int(0)?, a.bool(1)?).map(|(v, i)| vec![v, i])
+    })
+    .differentiable(),
+    Operation::several("min_dim", "min", Kind::Reduction, Dtypes::All, Gives::Same, |a| {
+        a.x(0)?.min_dim(a.int(0)?, a.bool(1)?).map(|(v, i)| vec![v, i])
+    })
+    .differentiable(),
+];
 
 /// The element of every line of `t` along `dim` that `find` gives the index of (of a tensor of rank 1 at least; the
 /// indices keep the dim with size 1), and the indices.
@@ -52,6 +90,7 @@ impl Tensor {
     /// [`Error::Invalid`] where the dim has less than `k` elements; [`Error::DimOutOfRange`], [`Error::OutOfMemory`].
     pub fn topk(&self, k: usize, dim: isize, largest: bool) -> Result<(Tensor, Tensor)> {
         let op = "topk";
+        replaced_several!(op, [self], k, dim, largest; pair);
         let x = if self.rank() == 0 { self.unsqueeze(0)? } else { self.shallow_clone() };
         let n = x.shape().dims()[x.shape().dim(op, dim)?];
         if k > n {
@@ -72,6 +111,7 @@ impl Tensor {
     /// [`Error::Invalid`] where the dim has less than `k` elements or `k` is 0; [`Error::DimOutOfRange`].
     pub fn kthvalue(&self, k: usize, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         let op = "kthvalue";
+        replaced_several!(op, [self], k, dim, keepdim; pair);
         chosen(op, self, dim, keepdim, |x| {
             let n = size(x, dim)?;
             if k == 0 || k > n {
@@ -96,6 +136,7 @@ impl Tensor {
     /// # Errors
     /// [`Error::Invalid`] where the dim is empty; [`Error::DimOutOfRange`], [`Error::OutOfMemory`].
     pub fn median(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
+        replaced_several!("median", [self], dim, keepdim; pair);
         chosen("median", self, dim, keepdim, |x| {
             let n = size(x, dim)?;
             // The first of the NaN, which are at the end.
@@ -110,6 +151,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::median`].
     pub fn nanmedian(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
+        replaced_several!("nanmedian", [self], dim, keepdim; pair);
         chosen("nanmedian", self, dim, keepdim, |x| {
             let last = (size(x, dim)? - 1) as f64;
             by_place("nanmedian", x, dim, (last - Expr::input(0)).max(0.0) / 2.0)
@@ -124,6 +166,7 @@ impl Tensor {
     /// [`Error::UnsupportedDType`].
     pub fn quantile(&self, q: f64, dim: isize, keepdim: bool) -> Result<Tensor> {
         let op = "quantile";
+        replaced!(op, [self], q, dim, keepdim);
         self.dtype.check_float(op)?;
         if !(0.0..=1.0).contains(&q) {
             return Err(Error::invalid(op, format!("{q} is not between 0 and 1")));
@@ -154,6 +197,7 @@ impl Tensor {
     /// As [`Tensor::median`].
     pub fn mode(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         let op = "mode";
+        replaced_several!(op, [self], dim, keepdim; pair);
         chosen(op, self, dim, keepdim, |x| {
             let n = size(x, dim)?;
             let (values, order) = sorted(op, x, dim, false)?;
@@ -169,7 +213,7 @@ impl Tensor {
             let (next, this) = (values.narrow(dim, 1, n - 1)?, values.narrow(dim, 0, n - 1)?);
             let differs = Expr::input(0).ne(Expr::input(1)).select(Expr::input(2), Expr::scalar(0));
             let params = Params { scalars: &scalars, seeds: &[] };
-            super::elementwise::apply_into(
+            apply_into(
                 op,
                 &[&next, &this, &place.narrow(dim, 1, n - 1)?],
                 params,
@@ -187,6 +231,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::median`].
     pub fn max_dim(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
+        replaced_several!("max_dim", [self], dim, keepdim; pair);
         chosen("max_dim", self, dim, keepdim, |x| x.argmax(dim, true))
     }
 
@@ -195,6 +240,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::median`].
     pub fn min_dim(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
+        replaced_several!("min_dim", [self], dim, keepdim; pair);
         chosen("min_dim", self, dim, keepdim, |x| x.argmin(dim, true))
     }
 }

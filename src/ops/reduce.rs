@@ -7,11 +7,9 @@
 
 use smallvec::SmallVec;
 
-use super::elementwise::{Params, apply_tracked};
-use super::expr::Expr;
 use super::registry::replaced;
 use crate::tensor::{Dims, Layout};
-use crate::{DType, Device, Error, Result, Scalar, Shape, Tensor, autograd};
+use crate::{DType, Device, Error, Result, Shape, Tensor, autograd};
 
 mod cpu;
 mod gradient;
@@ -179,13 +177,6 @@ fn spread(t: &Tensor, shape: &Shape, mask: &[bool], keepdim: bool) -> Tensor {
     let same = dims.is_empty();
     let back = move |grad: Tensor| if same { Ok(grad) } else { grad.sum(&dims[..], keepdim) };
     autograd::record_unary_twice("expand", view, t, back)
-}
-
-/// `t * factor`, in the dtype of `t`.
-pub(super) fn scaled(op: &'static str, t: &Tensor, factor: f64) -> Result<Tensor> {
-    let params = Params { scalars: &[Scalar::Float(factor)], seeds: &[] };
-    let product = Expr::input(0) * Expr::scalar(0);
-    apply_tracked(op, &[t], params, &product, t.dtype, &|i| product.diff(i))
 }
 
 super::reductions::reductions!(methods);

@@ -79,12 +79,12 @@ macro_rules! reductions {
             argmax "argmax": All -> I64,
                 ArgMax |x| x.clone() => |i, _| i.clone(),
                 nothing None, gradient None,
-                is |v| (0..v.len()).rev().max_by(|&i, &j| v[i].total_cmp(&v[j])).unwrap_or(0) as f64, on -3.0..3.0;
+                is |v| (0..v.len()).fold(0, |best, i| if v[i] > v[best] { i } else { best }) as f64, on -3.0..3.0;
             /// Where the least element over `dims` is; as [`argmax`](Tensor::argmax) otherwise.
             argmin "argmin": All -> I64,
                 ArgMin |x| x.clone() => |i, _| i.clone(),
                 nothing None, gradient None,
-                is |v| (0..v.len()).min_by(|&i, &j| v[i].total_cmp(&v[j])).unwrap_or(0) as f64, on -3.0..3.0;
+                is |v| (0..v.len()).fold(0, |best, i| if v[i] < v[best] { i } else { best }) as f64, on -3.0..3.0;
             /// The sum over `dims` of what is not NaN. Dtypes as [`sum`](Tensor::sum).
             nansum "nansum": All -> Sum,
                 Add |x| x.is_nan().select(0.0, x) => |s, _| s.clone(),

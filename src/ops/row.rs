@@ -11,8 +11,9 @@ use super::catalogue::{Dtypes, Gives, Kind, Operation};
 use super::collapse::Walk;
 use super::elementwise::{Params, apply};
 use super::expr::Expr;
-use super::recorded_with_result;
+use super::reduce::ReduceDims;
 use super::registry::replaced;
+use super::{recorded_with_result, same_device};
 use crate::autograd::{self, Saved};
 use crate::tensor::{Dims, Layout};
 use crate::{DType, Device, Error, Result, Shape, Tensor};
@@ -164,6 +165,10 @@ pub(super) static OPERATIONS: &[Operation] = &[
         a.x(0)?.log_softmax(a.int(0)?)
     })
     .differentiable(),
+    Operation::new("logsumexp", "logsumexp", Kind::Reduction, Dtypes::Floats, Gives::Same, |a| {
+        a.x(0)?.logsumexp(a.dims(0)?, a.bool(1)?)
+    })
+    .differentiable(),
 ];
 
 impl Tensor {
@@ -219,19 +224,29 @@ impl Tensor {
         }))
     }
 
-    /// `log(sum(exp(x)))` along `dim` (PyTorch's `logsumexp`), without overflow; floats. Of nothing it is -inf.
-    /// `keepdim` leaves the dim in place with size 1. Differentiable.
+    /// `log(sum(exp(x)))` over `dims` (PyTorch's `logsumexp`), without overflow; floats. Of nothing it is -inf.
+    /// `keepdim` leaves the dims in place with size 1. One launch a dim. Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::softmax`].
-    pub fn logsumexp(&self, dim: isize, keepdim: bool) -> Result<Tensor> {
-        let op = "logsumexp";
+    /// As [`Tensor::softmax`]; [`Error::Invalid`] for a dim given twice.
+    pub fn logsumexp(&self, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<Tensor> {
+        let (op, dims) = ("logsumexp", dims.into());
+        replaced!(op, [self], &dims, keepdim);
         self.dtype.check_float(op)?;
         if let Some(wide) = widened(&[self])? {
-            return wide[0].logsumexp(dim, keepdim);
+            return wide[0].logsumexp(dims, keepdim);
         }
+        let mask = dims.mask(op, self.shape())?;
+        if self.rank() == 0 {
+            return self.logsumexp_along(op, 0, keepdim);
+        }
+        let along = (0..self.rank()).rev().filter(|&d| mask[d]);
+        let out = along.clone().try_fold(self.shallow_clone(), |t, d| t.logsumexp_along(op, d, keepdim))?;
+        if along.count() == 0 { out.try_clone() } else { Ok(out) }
+    }
+
+    fn logsumexp_along(&self, op: &'static str, d: usize, keepdim: bool) -> Result<Tensor> {
         let x = at_least_1d(self);
-        let d = x.shape().dim(op, dim)?;
         let kept = along(RowOp::LogSumExp, &x, None, d)?;
         let mut shape = self.shape().dims().to_vec();
         match keepdim {

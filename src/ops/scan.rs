@@ -7,7 +7,10 @@
 
 use smallvec::SmallVec;
 
+use super::catalogue::{Dtypes, Gives, Kind, Operation};
 use super::lines::at_least_1d;
+use super::pair;
+use super::registry::{replaced, replaced_several};
 use crate::autograd::{self, Saved};
 use crate::tensor::Layout;
 use crate::{DType, Device, Result, Tensor};
@@ -71,6 +74,27 @@ fn widened(t: &Tensor) -> Result<Tensor> {
     t.to_dtype(if halves { DType::F32 } else { t.dtype })
 }
 
+pub(super) static OPERATIONS: &[Operation] = &[
+    Operation::new("cumsum", "cumsum", Kind::Scan, Dtypes::All, Gives::Sum, |a| a.x(0)?.cumsum(a.int(0)?))
+        .differentiable(),
+    Operation::new("cumprod", "cumprod", Kind::Scan, Dtypes::All, Gives::Sum, |a| a.x(0)?.cumprod(a.int(0)?))
+        .differentiable(),
+    Operation::several("cummax", "cummax", Kind::Scan, Dtypes::All, Gives::Same, |a| {
+        a.x(0)?.cummax(a.int(0)?).map(|(v, i)| vec![v, i])
+    })
+    .differentiable(),
+    Operation::several("cummin", "cummin", Kind::Scan, Dtypes::All, Gives::Same, |a| {
+        a.x(0)?.cummin(a.int(0)?).map(|(v, i)| vec![v, i])
+    })
+    .differentiable(),
+    Operation::new("logcumsumexp", "logcumsumexp", Kind::Scan, Dtypes::Floats, Gives::Same, |a| {
+        a.x(0)?.logcumsumexp(a.int(0)?)
+    })
+    .differentiable(),
+    Operation::new("diff", "diff", Kind::Scan, Dtypes::All, Gives::Same, |a| a.x(0)?.diff(a.size(0)?, a.int(1)?))
+        .differentiable(),
+];
+
 impl Tensor {
     /// The sum of all elements so far along `dim` (PyTorch's `cumsum`). Floats keep their dtype, integers and bool give
     /// i64. Differentiable.
@@ -88,6 +112,7 @@ impl Tensor {
     /// # Errors
     /// [`crate::Error::DimOutOfRange`], [`crate::Error::OutOfMemory`].
     pub fn cumsum(&self, dim: isize) -> Result<Tensor> {
+        replaced!("cumsum", [self], dim);
         let out = scan("cumsum", Scan::Sum, self, dim)?.0;
         Ok(autograd::record_unary_twice("cumsum", out, self, move |grad| from_behind(&grad, dim, |g| g.cumsum(dim))))
     }
@@ -99,6 +124,7 @@ impl Tensor {
     /// As [`Tensor::cumsum`].
     pub fn cumprod(&self, dim: isize) -> Result<Tensor> {
         let op = "cumprod";
+        replaced!(op, [self], dim);
         let out = scan(op, Scan::Prod, self, dim)?.0;
         if !autograd::is_tracked(&[self]) {
             return Ok(out);
@@ -137,6 +163,7 @@ impl Tensor {
     }
 
     fn running_extreme(&self, op: &'static str, kind: Scan, dim: isize) -> Result<(Tensor, Tensor)> {
+        replaced_several!(op, [self], dim; pair);
         let (out, places) = scan(op, kind, self, dim)?;
         let places = places.expect("it chooses");
         let (saved, shape) = (Saved::new(&places), self.shape().clone());
@@ -154,6 +181,7 @@ impl Tensor {
     /// As [`Tensor::cumsum`]; [`crate::Error::UnsupportedDType`] for integers and bool.
     pub fn logcumsumexp(&self, dim: isize) -> Result<Tensor> {
         let op = "logcumsumexp";
+        replaced!(op, [self], dim);
         self.dtype.check_float(op)?;
         let out = scan(op, Scan::LogSumExp, self, dim)?.0;
         if !autograd::is_tracked(&[self]) {
@@ -188,6 +216,7 @@ impl Tensor {
     /// [`crate::Error::DimOutOfRange`], for a scalar too; [`crate::Error::OutOfMemory`].
     pub fn diff(&self, n: usize, dim: isize) -> Result<Tensor> {
         let op = "diff";
+        replaced!(op, [self], n, dim);
         let d = self.shape().dim(op, dim)?;
         (0..n).try_fold(self.shallow_clone(), |t, _| {
             let pairs = t.shape().dims()[d].saturating_sub(1);

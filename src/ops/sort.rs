@@ -4,8 +4,10 @@
 //! launch. Elements are compared by unsigned keys: NaN is above everything, as in PyTorch, and -0 equals 0. The gradient of
 //! sorting is a reading through the inverse permutation.
 
+use super::catalogue::{Dtypes, Gives, Kind, Operation};
 use super::lines::at_least_1d;
-use super::{same_device, same_dtype};
+use super::registry::{replaced, replaced_several};
+use super::{pair, same_device, same_dtype};
 use crate::autograd::{self, Saved};
 use crate::tensor::{Dims, Layout};
 use crate::{DType, Device, Error, Result, Tensor};
@@ -32,6 +34,23 @@ pub(super) fn sorted(op: &'static str, t: &Tensor, dim: isize, descending: bool)
     Ok((shaped(values), shaped(places)))
 }
 
+pub(super) static OPERATIONS: &[Operation] = &[
+    Operation::several("sort", "sort", Kind::Sorting, Dtypes::All, Gives::Same, |a| {
+        a.x(0)?.sort(a.int(0)?, a.bool(1)?).map(|(v, i)| vec![v, i])
+    })
+    .differentiable(),
+    Operation::new("argsort", "argsort", Kind::Sorting, Dtypes::All, Gives::I64, |a| {
+        a.x(0)?.argsort(a.int(0)?, a.bool(1)?)
+    }),
+    Operation::new("msort", "msort", Kind::Sorting, Dtypes::All, Gives::Same, |a| a.x(0)?.msort()).differentiable(),
+    Operation::new("searchsorted", "searchsorted", Kind::Sorting, Dtypes::All, Gives::I64, |a| {
+        a.x(0)?.searchsorted(a.x(1)?, a.bool(0)?)
+    }),
+    Operation::new("bucketize", "bucketize", Kind::Sorting, Dtypes::All, Gives::I64, |a| {
+        a.x(0)?.bucketize(a.x(1)?, a.bool(0)?)
+    }),
+];
+
 impl Tensor {
     /// The elements in order along `dim`, and the indices they had, as i64 (PyTorch's `sort`, always stable). NaN is above
     /// everything. Differentiable.
@@ -51,6 +70,7 @@ impl Tensor {
     /// [`Error::DimOutOfRange`], [`Error::OutOfMemory`].
     pub fn sort(&self, dim: isize, descending: bool) -> Result<(Tensor, Tensor)> {
         let op = "sort";
+        replaced_several!(op, [self], dim, descending; pair);
         let (values, indices) = sorted(op, self, dim, descending)?;
         let saved = Saved::new(&indices);
         let values = autograd::record_unary_twice(op, values, self, move |grad| match grad.rank() {
@@ -65,6 +85,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::sort`].
     pub fn argsort(&self, dim: isize, descending: bool) -> Result<Tensor> {
+        replaced!("argsort", [self], dim, descending);
         Ok(sorted("argsort", self, dim, descending)?.1)
     }
 
@@ -73,6 +94,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::sort`].
     pub fn msort(&self) -> Result<Tensor> {
+        replaced!("msort", [self]);
         Ok(self.sort(0, false).map_err(|e| e.of("msort"))?.0)
     }
 
@@ -92,6 +114,7 @@ impl Tensor {
     /// # Errors
     /// [`Error::ShapeMismatch`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`]; [`Error::Invalid`] for a scalar.
     pub fn searchsorted(&self, values: &Tensor, right: bool) -> Result<Tensor> {
+        replaced!("searchsorted", [self, values], right);
         searched("searchsorted", self, values, right)
     }
 
@@ -102,6 +125,7 @@ impl Tensor {
     /// As [`Tensor::searchsorted`]; [`Error::Invalid`] where `boundaries` is no vector.
     pub fn bucketize(&self, boundaries: &Tensor, right: bool) -> Result<Tensor> {
         let op = "bucketize";
+        replaced!(op, [self, boundaries], right);
         if boundaries.rank() != 1 {
             return Err(Error::invalid(
                 op,

@@ -34,7 +34,10 @@ families! {
     creation,
     joining,
     pointwise,
+    reductions,
+    scans,
     softmax,
+    sorting,
     views,
 }
 

@@ -4,6 +4,39 @@ use claystone::{DType, Device, Error, Tensor, autograd::gradcheck};
 use ndarray::{ArrayD, Axis};
 
 use crate::common::{each_device, f64s};
+use crate::harness::{Case, case};
+
+pub fn cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (shape, dim) in [(&[5, 7][..], 1), (&[5, 7], 0), (&[2, 3, 4], -2), (&[0, 3], 0), (&[3, 0], 1)] {
+        let d = if dim < 0 { shape.len() - dim.unsigned_abs() as usize } else { dim as usize };
+        cases.push(case("cumsum").input(shape).arg(dim).gives(move |x| vec![along(&x[0], d, cumsum)]));
+        cases.push(case("cumprod").input_in(shape, 0.5..1.5).arg(dim).gives(move |x| vec![along(&x[0], d, cumprod)]));
+        cases.push(case("logcumsumexp").input(shape).arg(dim).gives(move |x| vec![along(&x[0], d, logcumsumexp)]));
+        for (name, places) in [("cummax", cummax as fn(&[f64]) -> Vec<usize>), ("cummin", cummin)] {
+            // Where elements are equal there is a kink.
+            cases.push(case(name).distinct(shape).arg(dim).gives(move |x| {
+                let of = |line: &[f64]| places(line).iter().map(|&i| line[i]).collect();
+                let at = |line: &[f64]| places(line).iter().map(|&i| i as f64).collect();
+                vec![along(&x[0], d, of), along(&x[0], d, at)]
+            }));
+        }
+        for n in [0, 1, 2] {
+            // Bool has no differences in f64; a test below has them.
+            for case in [case("diff").floats(), case("diff").integers()] {
+                let made = move |x: &[ArrayD<f64>]| vec![(0..n).fold(x[0].clone(), |x, _| differences(&x, d))];
+                cases.push(case.input(shape).arg(n).arg(dim).gives(made));
+            }
+        }
+    }
+    cases
+}
+
+fn differences(x: &ArrayD<f64>, d: usize) -> ArrayD<f64> {
+    let pairs = x.len_of(Axis(d)).saturating_sub(1);
+    let from = |start: usize| x.slice_axis(Axis(d), (start..start + pairs).into()).to_owned();
+    from(x.len_of(Axis(d)) - pairs) - from(0)
+}
 
 /// `f` of every line along `d`: as many values as the line has.
 fn along(x: &ArrayD<f64>, d: usize, f: impl Fn(&[f64]) -> Vec<f64>) -> ArrayD<f64> {
@@ -199,6 +232,9 @@ fn scans_of_nothing_and_of_scalars() {
         assert!(matches!(scalar.cumsum(1), Err(Error::DimOutOfRange { op: "cumsum", .. })));
         let whole = Tensor::ones(2, (DType::I64, device)).unwrap();
         assert!(matches!(whole.logcumsumexp(0), Err(Error::UnsupportedDType { .. })));
+        let flags = Tensor::from_slice(&[true, true, false, true], 4, device).unwrap();
+        assert_eq!(flags.diff(1, 0).unwrap().to_vec::<bool>().unwrap(), [false, true, true]);
+        assert_eq!(flags.diff(5, 0).unwrap().numel(), 0);
     });
 }
 

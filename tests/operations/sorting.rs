@@ -7,6 +7,163 @@ use claystone::{DType, Device, Error, Tensor, autograd::gradcheck};
 use ndarray::{ArrayD, Axis};
 
 use crate::common::{each_device, f64s};
+use crate::harness::{Case, case};
+
+/// Of every line what `choose` gives the indices of: values and indices.
+fn chosen(x: &ArrayD<f64>, d: usize, keepdim: bool, choose: impl Fn(&[f64]) -> usize) -> Vec<ArrayD<f64>> {
+    let made = [along(x, d, |line| vec![line[choose(line)]]), along(x, d, |line| vec![choose(line) as f64])];
+    made.into_iter().map(|made| if keepdim { made } else { made.remove_axis(Axis(d)) }).collect()
+}
+
+fn most_frequent(line: &[f64]) -> usize {
+    let count = |v: f64| line.iter().filter(|&&w| w == v).count();
+    let best = line.iter().copied().min_by(|&a, &b| count(b).cmp(&count(a)).then(order(a, b))).unwrap();
+    line.iter().rposition(|&v| v == best).unwrap()
+}
+
+pub fn cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    // Where elements are equal sorting has kinks: they differ here, and below in tests of their own.
+    for (shape, dim) in [(&[5, 7][..], 1), (&[5, 7], 0), (&[2, 3, 4], -2), (&[3, 0], 1)] {
+        let d = if dim < 0 { shape.len() - dim.unsigned_abs() as usize } else { dim as usize };
+        for descending in [false, true] {
+            let places = move |line: &[f64]| sorted(line, descending);
+            let values = move |line: &[f64]| places(line).iter().map(|&i| line[i]).collect();
+            let indices = move |line: &[f64]| places(line).iter().map(|&i| i as f64).collect();
+            let both = move |x: &[ArrayD<f64>]| vec![along(&x[0], d, values), along(&x[0], d, indices)];
+            cases.push(case("sort").distinct(shape).arg(dim).arg(descending).gives(both));
+            let places = move |x: &[ArrayD<f64>]| vec![along(&x[0], d, indices)];
+            cases.push(case("argsort").distinct(shape).arg(dim).arg(descending).gives(places));
+            let k = shape[d].min(3);
+            let first = move |line: Vec<f64>| line[..k].to_vec();
+            let topk = move |x: &[ArrayD<f64>]| {
+                vec![along(&x[0], d, |line| first(values(line))), along(&x[0], d, |line| first(indices(line)))]
+            };
+            cases.push(case("topk").distinct(shape).arg(k).arg(dim).arg(descending).gives(topk));
+        }
+    }
+    for (shape, dim) in [(&[6, 2][..], 0), (&[0, 2], 0)] {
+        let ascending = |line: &[f64]| sorted(line, false).iter().map(|&i| line[i]).collect();
+        cases.push(case("msort").distinct(shape).gives(move |x| vec![along(&x[0], dim, ascending)]));
+    }
+    for (shape, d, keepdim) in [(&[5, 7][..], 1, false), (&[6, 4], 0, true), (&[0, 4], 1, false)] {
+        let of = |name: &str| case(name).distinct(shape);
+        let by = move |choose: fn(&[f64]) -> usize| move |x: &[ArrayD<f64>]| chosen(&x[0], d, keepdim, choose);
+        cases.push(of("kthvalue").arg(2).arg(d).arg(keepdim).gives(by(|line| sorted(line, false)[1])));
+        for name in ["median", "nanmedian"] {
+            let middle = by(|line| sorted(line, false)[(line.len() - 1) / 2]);
+            cases.push(of(name).arg(d).arg(keepdim).gives(middle));
+        }
+        cases.push(of("mode").arg(d).arg(keepdim).gives(by(most_frequent)));
+        cases.push(case("mode").input(shape).integers().arg(d).arg(keepdim).gives(by(most_frequent)));
+        for q in [0.0, 0.3, 1.0] {
+            cases.push(of("quantile").arg(q).arg(d).arg(keepdim).gives(move |x| {
+                let at = |line: &[f64]| {
+                    let place = q * (line.len() - 1) as f64;
+                    let value = |i: f64| line[sorted(line, false)[i as usize]];
+                    vec![value(place.floor()) + place.fract() * (value(place.ceil()) - value(place.floor()))]
+                };
+                let made = along(&x[0], d, at);
+                vec![if keepdim { made } else { made.remove_axis(Axis(d)) }]
+            }));
+        }
+    }
+    for dtype in [DType::F32, DType::I64, DType::F16] {
+        for (n, values) in [(5, &[2, 3][..]), (0, &[3]), (4, &[0])] {
+            let line = ArrayD::from_shape_fn(vec![n], |i| (i[0] / 2) as f64);
+            let sought = ArrayD::from_shape_fn(values, |i| (i[0] * 2) as f64 - 1.0);
+            for right in [false, true] {
+                let below = move |line: &ArrayD<f64>, sought: &ArrayD<f64>| {
+                    let passes = move |e: f64, v: f64| if right { e <= v } else { e < v };
+                    vec![sought.mapv(|v| line.iter().filter(|&&e| passes(e, v)).count() as f64)]
+                };
+                let searchsorted = case("searchsorted").fixed(line.clone(), dtype).fixed(sought.clone(), dtype);
+                cases.push(searchsorted.arg(right).gives(move |x| below(&x[0], &x[1])));
+                let bucketize = case("bucketize").fixed(sought.clone(), dtype).fixed(line.clone(), dtype);
+                cases.push(bucketize.arg(right).gives(move |x| below(&x[1], &x[0])));
+            }
+        }
+    }
+    cases.extend(of_counts());
+    cases
+}
+
+/// The different values in order, how often each is there, and where each element's is.
+fn told_apart(x: &ArrayD<f64>) -> [ArrayD<f64>; 3] {
+    let mut values: Vec<f64> = x.iter().copied().collect();
+    values.sort_by(|&a, &b| order(a, b));
+    values.dedup();
+    let counts = values.iter().map(|v| x.iter().filter(|&w| w == v).count() as f64).collect::<Vec<_>>();
+    let inverse = x.mapv(|w| values.iter().position(|&v| v == w).unwrap() as f64);
+    [
+        ArrayD::from_shape_vec(vec![values.len()], values).unwrap(),
+        ArrayD::from_shape_vec(vec![counts.len()], counts).unwrap(),
+        inverse,
+    ]
+}
+
+fn not_zero(x: &ArrayD<f64>) -> ArrayD<f64> {
+    let found: Vec<f64> = x
+        .indexed_iter()
+        .filter(|(_, v)| **v != 0.0)
+        .flat_map(|(at, _)| (0..x.ndim()).map(move |d| at[d] as f64).collect::<Vec<_>>())
+        .collect();
+    ArrayD::from_shape_vec(vec![found.len() / x.ndim(), x.ndim()], found).unwrap()
+}
+
+fn of_counts() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for shape in [&[4, 6][..], &[0, 3]] {
+        cases.push(case("unique").input(shape).gives(|x| told_apart(&x[0])[..1].to_vec()));
+        cases.push(case("unique_counts").input(shape).gives(|x| told_apart(&x[0])[..2].to_vec()));
+        cases.push(case("unique_inverse").input(shape).gives(|x| {
+            let [values, _, inverse] = told_apart(&x[0]);
+            vec![values, inverse]
+        }));
+        cases.push(case("unique_consecutive").input(shape).gives(|x| {
+            let (mut values, mut counts): (Vec<f64>, Vec<f64>) = (vec![], vec![]);
+            let inverse = ArrayD::from_shape_vec(
+                x[0].shape(),
+                x[0].iter()
+                    .map(|&v| {
+                        if values.last() != Some(&v) {
+                            values.push(v);
+                            counts.push(0.0);
+                        }
+                        *counts.last_mut().unwrap() += 1.0;
+                        values.len() as f64 - 1.0
+                    })
+                    .collect(),
+            )
+            .unwrap();
+            let vector = |v: Vec<f64>| ArrayD::from_shape_vec(vec![v.len()], v).unwrap();
+            vec![vector(values), inverse, vector(counts)]
+        }));
+        for name in ["nonzero", "argwhere"] {
+            cases.push(case(name).input(shape).integers().gives(|x| vec![not_zero(&x[0])]));
+            cases.push(case(name).mask(shape).gives(|x| vec![not_zero(&x[0])]));
+        }
+        cases.push(case("masked_select").input(shape).mask(shape).gives(|x| {
+            let picked: Vec<f64> = x[0].iter().zip(&x[1]).filter(|(_, m)| **m != 0.0).map(|(v, _)| *v).collect();
+            vec![ArrayD::from_shape_vec(vec![picked.len()], picked).unwrap()]
+        }));
+        cases.push(case("histc").input(shape).arg(8).arg(-1.5).arg(1.5).gives(|x| {
+            let mut counts = ArrayD::zeros(vec![8]);
+            for v in x[0].iter().filter(|v| v.abs() <= 1.5) {
+                counts[[((v + 1.5) / 3.0 * 8.0).floor().min(7.0) as usize]] += 1.0;
+            }
+            vec![counts]
+        }));
+    }
+    for n in [13, 0] {
+        cases.push(case("bincount").input_in(&[n], 0.0..6.0).arg(8).gives(|x| {
+            let mut counts = ArrayD::zeros(vec![8]);
+            x[0].iter().for_each(|&v| counts[[v as usize]] += 1.0);
+            vec![counts]
+        }));
+    }
+    cases
+}
 
 /// PyTorch's order: NaN above everything.
 fn order(a: f64, b: f64) -> Ordering {

@@ -210,11 +210,7 @@ impl Kind<'_> {
             self.input as u64,
             self.output as u64,
             self.acc as u64,
-            truth as u64
-                | (mapped as u64) << 1
-                | (wide as u64) << 2
-                | (finish as u64) << 3
-                | (self.stage as u64) << 4,
+            truth as u64 | (mapped as u64) << 1 | (wide as u64) << 2 | (finish as u64) << 3 | (self.stage as u64) << 4,
             plan.kept.rank() as u64,
             plan.reduced.rank() as u64,
             way.width as u64 | u64::from(way.by_column && way.width > 1) << 8,

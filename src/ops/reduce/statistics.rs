@@ -2,9 +2,10 @@
 
 use super::ReduceDims;
 use crate::autograd::{self, Saved};
-use crate::ops::elementwise::{Params, apply};
 use crate::ops::catalogue::{Dtypes, Gives, Kind, Operation};
+use crate::ops::elementwise::{Params, apply};
 use crate::ops::expr::Expr;
+use crate::ops::pair;
 use crate::ops::registry::{replaced, replaced_several};
 use crate::tensor::Layout;
 use crate::{DType, Result, Scalar, Tensor};
@@ -91,12 +92,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::mean`].
-    pub fn var_mean(
-        &self,
-        dims: impl Into<ReduceDims>,
-        correction: usize,
-        keepdim: bool,
-    ) -> Result<(Tensor, Tensor)> {
+    pub fn var_mean(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         let dims = dims.into();
         replaced_several!("var_mean", [self], &dims, correction, keepdim; pair);
         let named = |r: Result<Tensor>| r.map_err(|e| e.of("var_mean"));
@@ -107,12 +103,7 @@ impl Tensor {
     ///
     /// # Errors
     /// As [`Tensor::mean`].
-    pub fn std_mean(
-        &self,
-        dims: impl Into<ReduceDims>,
-        correction: usize,
-        keepdim: bool,
-    ) -> Result<(Tensor, Tensor)> {
+    pub fn std_mean(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         let dims = dims.into();
         replaced_several!("std_mean", [self], &dims, correction, keepdim; pair);
         let named = |r: Result<Tensor>| r.map_err(|e| e.of("std_mean"));
@@ -146,12 +137,6 @@ impl Tensor {
         let count = named(self.detach().isnan()?.logical_not()?.sum(dims.clone(), keepdim))?;
         named(self.nansum(dims, keepdim))?.div(&count.to_dtype(self.dtype)?)
     }
-}
-
-/// Two results.
-fn pair(mut made: Vec<Tensor>) -> Result<(Tensor, Tensor)> {
-    let second = made.swap_remove(1);
-    Ok((made.swap_remove(0), second))
 }
 
 /// What the sum of squares is divided by: how many elements a result is of, less the correction.

@@ -208,8 +208,12 @@ macro_rules! define {
 }
 
 macro_rules! entry {
-    (None $operation:expr) => { $operation };
-    ($gradient:ident $operation:expr) => { $operation.differentiable() };
+    (None $operation:expr) => {
+        $operation
+    };
+    ($gradient:ident $operation:expr) => {
+        $operation.differentiable()
+    };
 }
 
 reductions!(define);

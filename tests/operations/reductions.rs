@@ -1,0 +1,202 @@
+//! Reductions: every row of the table by its own reference, the compositions by theirs.
+
+use claystone::autograd::{GradOptions, grad_with_options, gradcheck};
+use claystone::ops::{Argument, Dtypes, REDUCTIONS, ReductionRow, operations};
+use claystone::{DType, Error, Tensor};
+use ndarray::{ArrayD, Axis, IxDyn};
+
+use crate::common::{each_device, f64s};
+use crate::harness::{Case, case};
+
+/// `f` of the elements over `dims`, in row-major order, for each result.
+fn over(x: &ArrayD<f64>, dims: &[usize], keepdim: bool, f: impl Fn(&[f64]) -> f64) -> ArrayD<f64> {
+    let kept: Vec<usize> = (0..x.ndim()).filter(|d| !dims.contains(d)).collect();
+    let mut shape: Vec<usize> = kept.iter().map(|&d| x.shape()[d]).collect();
+    let order: Vec<usize> = kept.iter().chain(dims).copied().collect();
+    let x = x.view().permuted_axes(order);
+    let n: usize = x.shape()[kept.len()..].iter().product();
+    let all: Vec<f64> = x.iter().copied().collect();
+    let outs: usize = shape.iter().product();
+    let values = (0..outs).map(|o| f(&all[o * n..(o + 1) * n])).collect();
+    if keepdim {
+        dims.iter().for_each(|&d| shape.insert(d, 1));
+    }
+    ArrayD::from_shape_vec(IxDyn(&shape), values).unwrap()
+}
+
+/// Shape, dims (None: all), keepdim.
+type Form = (&'static [usize], Option<&'static [usize]>, bool);
+
+const FORMS: [Form; 3] = [(&[5, 7], Some(&[1]), false), (&[4, 3, 5], Some(&[0, 2]), true), (&[3, 6], None, false)];
+
+fn dims_of((shape, dims, _): Form) -> (Argument, Vec<usize>) {
+    match dims {
+        Some(dims) => (Argument::from(dims), dims.to_vec()),
+        None => (Argument::None, (0..shape.len()).collect()),
+    }
+}
+
+fn of_row(row: &'static ReductionRow) -> Vec<Case> {
+    // Of nothing, where there is such a result; otherwise no results.
+    let empty: Form = (&[0, 3], Some(if row.takes_nothing() { &[0] } else { &[1] }), false);
+    let one = |form: Form| {
+        let (argument, dims) = dims_of(form);
+        let case = case(row.name);
+        // An extreme has a kink where elements are equal.
+        let case = match row.name.contains("max") || row.name.contains("min") {
+            true => case.distinct(form.0),
+            false => case.input_in(form.0, row.domain.0..row.domain.1),
+        };
+        case.arg(argument).arg(form.2).gives(move |x| vec![over(&x[0], &dims, form.2, row.reference)])
+    };
+    FORMS.into_iter().chain([empty]).map(one).collect()
+}
+
+fn mean(v: &[f64]) -> f64 {
+    v.iter().sum::<f64>() / v.len() as f64
+}
+
+fn variance(v: &[f64], correction: usize) -> f64 {
+    let mean = mean(v);
+    v.iter().map(|x| (x - mean) * (x - mean)).sum::<f64>() / v.len().saturating_sub(correction) as f64
+}
+
+fn place(v: &[f64], better: fn(f64, f64) -> bool) -> usize {
+    (0..v.len()).fold(0, |best, i| if better(v[i], v[best]) { i } else { best })
+}
+
+pub fn cases() -> Vec<Case> {
+    let mut cases: Vec<Case> = REDUCTIONS.iter().copied().flat_map(of_row).collect();
+    for form @ (shape, _, keepdim) in FORMS.into_iter().chain([(&[0, 3][..], Some(&[0][..]), true)]) {
+        let (argument, dims) = dims_of(form);
+        let start = |name: &str| case(name).input(shape).arg(argument.clone());
+        let over = |f: fn(&[f64]) -> f64| {
+            let dims = dims.clone();
+            move |x: &ArrayD<f64>| over(x, &dims, keepdim, f)
+        };
+        let (var, std, average) = (over(|v| variance(v, 1)), over(|v| variance(v, 0).sqrt()), over(mean));
+        let (var_, std_, average_) = (var.clone(), std.clone(), average.clone());
+        cases.push(start("nanmean").arg(keepdim).gives(move |x| vec![average_(&x[0])]));
+        cases.push(start("var").arg(1).arg(keepdim).gives(move |x| vec![var_(&x[0])]));
+        cases.push(start("std").arg(0).arg(keepdim).gives(move |x| vec![std_(&x[0])]));
+        let average_ = average.clone();
+        cases.push(start("var_mean").arg(1).arg(keepdim).gives(move |x| vec![var(&x[0]), average_(&x[0])]));
+        cases.push(start("std_mean").arg(0).arg(keepdim).gives(move |x| vec![std(&x[0]), average(&x[0])]));
+        let log = over(|v| {
+            let top = v.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            if v.is_empty() { top } else { top + v.iter().map(|x| (x - top).exp()).sum::<f64>().ln() }
+        });
+        cases.push(start("logsumexp").arg(keepdim).gives(move |x| vec![log(&x[0])]));
+    }
+    for form @ (shape, _, keepdim) in FORMS.into_iter().chain([(&[0, 3][..], Some(&[1][..]), true)]) {
+        let (argument, dims) = dims_of(form);
+        cases.push(case("aminmax").distinct(shape).arg(argument).arg(keepdim).gives(move |x| {
+            let of = |better: fn(f64, f64) -> bool| over(&x[0], &dims, keepdim, |v| v[place(v, better)]);
+            vec![of(|a, b| a < b), of(|a, b| a > b)]
+        }));
+    }
+    for (name, better) in [("max_dim", (|a, b| a > b) as fn(f64, f64) -> bool), ("min_dim", |a, b| a < b)] {
+        for (shape, dim, keepdim) in [(&[5, 7][..], 1, false), (&[4, 3, 5], 1, true), (&[3, 0], 0, false)] {
+            cases.push(case(name).distinct(shape).arg(dim).arg(keepdim).gives(move |x| {
+                let of = |f: &dyn Fn(&[f64]) -> f64| over(&x[0], &[dim as usize], keepdim, f);
+                vec![of(&|v| v[place(v, better)]), of(&|v| place(v, better) as f64)]
+            }));
+        }
+    }
+    cases
+}
+
+/// What a row alone brings: its method (called by name), an entry with its dtypes, a line in the documentation, a gradient.
+#[test]
+fn a_row_is_all_that_a_reduction_takes() {
+    let page = include_str!("../../docs/operations.md");
+    for row in REDUCTIONS {
+        let entry = operations().iter().find(|op| op.name == row.name).unwrap();
+        assert_eq!((entry.takes, entry.gives), (row.takes, row.gives));
+        assert!(page.contains(&format!("| `{}` |", row.name)), "{} is not in the documentation", row.name);
+        each_device(|device| {
+            let x = Tensor::from_slice(&[0.5f32, 1.5, -2.0], 3, device).unwrap().requires_grad_(true).unwrap();
+            let y = row.apply(&x, (), false).unwrap();
+            let want = (row.reference)(&[0.5, 1.5, -2.0]);
+            assert!((f64s(&y).sum() - want).abs() < 1e-6, "{}: {y} instead of {want}", row.name);
+            assert_eq!(y.requires_grad(), entry.is_differentiable(), "{}", row.name);
+            if entry.is_differentiable() {
+                y.backward().unwrap();
+                assert!(x.grad().unwrap().abs().unwrap().sum((), false).unwrap().item::<f32>().unwrap() > 0.0);
+            }
+            let whole = Tensor::ones(3, (DType::I32, device)).unwrap();
+            assert_eq!(row.apply(&whole, (), false).is_ok(), row.takes == Dtypes::All, "{}", row.name);
+        });
+    }
+}
+
+#[test]
+fn reductions_around_nan() {
+    let nan = f64::NAN;
+    each_device(|device| {
+        for n in [4, 40, 300, 70_000] {
+            let mut values = vec![0.25; n];
+            values[1] = nan;
+            values[n - 1] = nan;
+            for dtype in [DType::F32, DType::F16, DType::BF16] {
+                let t = Tensor::from_slice(&values, n, device).unwrap().to_dtype(dtype).unwrap();
+                let one = |t: Tensor| f64s(&t).sum();
+                let sum = (n - 2) as f64 * 0.25;
+                assert!((one(t.nansum((), false).unwrap()) - sum).abs() <= 4e-3 * sum || sum > 65504.0);
+                assert_eq!(one(t.nanmean((), false).unwrap()), 0.25);
+                assert!(one(t.norm((), false).unwrap()).is_nan());
+                let columns = t.unsqueeze(1).unwrap().expand([n, 33]).unwrap().contiguous().unwrap();
+                assert_eq!(f64s(&columns.nanmean(0, false).unwrap()), ArrayD::from_elem(IxDyn(&[33]), 0.25));
+            }
+        }
+        let all = Tensor::full(3, nan, device).unwrap();
+        assert_eq!(all.nansum((), false).unwrap().item::<f32>().unwrap(), 0.0);
+        assert!(all.nanmean((), false).unwrap().item::<f32>().unwrap().is_nan());
+        let large = Tensor::full(3, (1i64 << 60) + 1, (DType::I64, device)).unwrap();
+        assert_eq!(large.nansum((), false).unwrap().item::<i64>().unwrap(), 3 * ((1 << 60) + 1));
+    });
+}
+
+#[test]
+fn ties_zeros_and_second_derivatives() {
+    each_device(|device| {
+        let t = Tensor::from_slice(&[2f32, 1.0, 2.0, 2.0], 4, device).unwrap().requires_grad_(true).unwrap();
+        t.amax((), false).unwrap().backward().unwrap();
+        let third = 1.0 / 3.0;
+        assert_eq!(t.grad().unwrap().to_vec::<f32>().unwrap(), [third, 0.0, third, third]);
+        let zeros = Tensor::zeros(3, device).unwrap().requires_grad_(true).unwrap();
+        zeros.norm((), false).unwrap().backward().unwrap();
+        assert_eq!(zeros.grad().unwrap().to_vec::<f32>().unwrap(), [0.0; 3]);
+        if !device.info().unwrap().fp64 {
+            return;
+        }
+        // The gradient of a gradient, by differences of the first.
+        let x = Tensor::from_slice(&[0.5, -1.5, 2.0, 0.7, -0.3, 1.1], [2, 3], device).unwrap();
+        for name in ["sum", "mean", "nansum", "norm", "max"] {
+            let row = REDUCTIONS.iter().find(|row| row.name == name).unwrap();
+            let slope = |x: &[Tensor]| {
+                let y = row.apply(&x[0], 1, false)?.square()?.sum((), false)?;
+                let options = GradOptions { create_graph: true, ..Default::default() };
+                let first = grad_with_options(&[&y], &[&x[0]], options)?.remove(0).expect("it depends on x");
+                first.square()?.sum((), false)
+            };
+            gradcheck(slope, &[x.detach()], 1e-5).unwrap_or_else(|e| panic!("{name}: {e}"));
+        }
+    });
+}
+
+#[test]
+fn log_sums_over_several_dims() {
+    each_device(|device| {
+        let t = Tensor::from_slice(&[1000f32, 1000.0, -1000.0, 1000.0], [2, 2], device).unwrap();
+        let got = t.logsumexp((), false).unwrap().item::<f32>().unwrap();
+        assert!((got - 1000.0 - 3f32.ln()).abs() < 1e-3);
+        assert_eq!(t.logsumexp([0, 1], true).unwrap().shape().dims(), [1, 1]);
+        assert!(matches!(t.logsumexp([0, 0], false), Err(Error::Invalid { .. })));
+        let same = t.logsumexp([], false).unwrap();
+        assert!(f64s(&same) == f64s(&t) && !same.shares_storage(&t));
+    });
+    assert_eq!(over(&ArrayD::ones(vec![2, 3]), &[0], false, |v| v.len() as f64), ArrayD::from_elem(vec![3], 2.0));
+    let x = ArrayD::from_shape_fn(vec![2, 3], |i| (i[0] * 3 + i[1]) as f64);
+    assert_eq!(over(&x, &[1], false, mean), x.mean_axis(Axis(1)).unwrap());
+}
