@@ -8,7 +8,7 @@ use super::elementwise::{Params, apply};
 use super::expr::Expr;
 use super::pair;
 use super::registry::{replaced, replaced_several, replacement};
-use crate::{DType, Error, Result, Scalar, Tensor};
+use crate::{DType, Device, Error, Result, Scalar, Tensor};
 
 pub(super) static OPERATIONS: &[Operation] = &[
     Operation::new("unique", "unique", Kind::Sorting, Dtypes::All, Gives::Same, |a| a.x(0)?.unique()),
@@ -221,19 +221,15 @@ impl Tensor {
                 return Err(Error::ShapeMismatch { op, lhs: self.shape().clone(), rhs: w.shape().clone(), hint });
             }
         }
-        let ends = match self.numel() {
-            0 => [0, -1],
-            _ => [self.min((), false)?, self.max((), false)?]
-                .map(|t| t.to_dtype(DType::I64)?.item::<i64>())
-                .into_iter()
-                .collect::<Result<Vec<_>>>()?
-                .try_into()
-                .unwrap_or([0; 2]),
+        let end = |t: Tensor| t.to_dtype(DType::I64)?.item::<i64>();
+        let (least, greatest) = match self.numel() {
+            0 => (0, -1),
+            _ => (end(self.min((), false)?)?, end(self.max((), false)?)?),
         };
-        if ends[0] < 0 {
-            return Err(Error::invalid(op, format!("{} is negative: numbers from 0 on are counted", ends[0])));
+        if least < 0 {
+            return Err(Error::invalid(op, format!("{least} is negative: numbers from 0 on are counted")));
         }
-        let size = (ends[1] + 1).max(minlength as i64);
+        let size = (greatest + 1).max(minlength as i64);
         match weights {
             Some(w) => Tensor::zeros(size as usize, w)?.index_add(0, self, &w.detach()),
             None => {
@@ -255,7 +251,7 @@ impl Tensor {
         self.dtype.check_float(op)?;
         let (mut low, mut high) = (min, max);
         if low == high && self.numel() > 0 {
-            let end = |t: Tensor| t.to_dtype(DType::F32)?.item::<f32>().map(f64::from);
+            let end = |t: Tensor| t.to_device(Device::Cpu)?.to_dtype(DType::F64)?.item::<f64>();
             (low, high) = (end(self.detach().min((), false)?)?, end(self.detach().max((), false)?)?);
         }
         if low == high {

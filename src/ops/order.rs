@@ -71,15 +71,26 @@ fn size(t: &Tensor, dim: isize) -> Result<usize> {
     Ok(t.shape().dims()[t.shape().dim("size", dim)?])
 }
 
-/// How many elements of each line are NaN, as i64, with the dim.
-fn nans(x: &Tensor, dim: isize) -> Result<Tensor> {
-    x.isnan()?.count_nonzero(dim, true)
+/// Lines in order.
+struct Sorted {
+    dim: isize,
+    /// The indices that sort each line.
+    order: Tensor,
+    /// How many elements of each are NaN, which are its last, as i64, with the dim.
+    nans: Tensor,
 }
 
-/// The indices of elements whose place in the sorted line is `place`, of the number of NaN in it.
-fn by_place(op: &'static str, x: &Tensor, dim: isize, place: Expr) -> Result<Tensor> {
-    let places = apply(op, &[&nans(x, dim)?], Params::default(), &[place], &[DType::I64])?.remove(0);
-    sorted(op, x, dim, false)?.1.gather(dim, &places)
+impl Sorted {
+    fn new(op: &'static str, x: &Tensor, dim: isize) -> Result<Sorted> {
+        let nans = x.isnan()?.count_nonzero(dim, true)?;
+        Ok(Sorted { dim, order: sorted(op, x, dim, false)?.1, nans })
+    }
+
+    /// The indices of the elements at `place`, a formula of the number of NaN.
+    fn at(&self, op: &'static str, place: Expr) -> Result<Tensor> {
+        let places = apply(op, &[&self.nans], Params::default(), &[place], &[DType::I64])?.remove(0);
+        self.order.gather(self.dim, &places)
+    }
 }
 
 impl Tensor {
@@ -141,7 +152,7 @@ impl Tensor {
             let n = size(x, dim)?;
             // The first of the NaN, which are at the end.
             let nans = Expr::input(0);
-            by_place("median", x, dim, nans.gt(0.0).select(n as f64 - &nans, ((n - 1) / 2) as f64))
+            Sorted::new("median", x, dim)?.at("median", nans.gt(0.0).select(n as f64 - &nans, ((n - 1) / 2) as f64))
         })
     }
 
@@ -154,7 +165,7 @@ impl Tensor {
         replaced_several!("nanmedian", [self], dim, keepdim; pair);
         chosen("nanmedian", self, dim, keepdim, |x| {
             let last = (size(x, dim)? - 1) as f64;
-            by_place("nanmedian", x, dim, (last - Expr::input(0)).max(0.0) / 2.0)
+            Sorted::new("nanmedian", x, dim)?.at("nanmedian", (last - Expr::input(0)).max(0.0) / 2.0)
         })
     }
 
@@ -177,17 +188,19 @@ impl Tensor {
         };
         let place = q * last as f64;
         // Where the line has a NaN that is the last element.
-        let at = |place: f64| {
-            let nans = Expr::input(0);
-            let found =
-                chosen(op, self, dim, keepdim, |x| by_place(op, x, dim, nans.gt(0.0).select(last as f64, place)));
-            Ok::<_, Error>(found?.0)
-        };
-        let low = at(place.floor())?;
-        if place.fract() == 0.0 {
-            return Ok(low);
+        let expr = |place: f64| Expr::input(0).gt(0.0).select(last as f64, place);
+        let mut high = None;
+        let low = chosen(op, self, dim, keepdim, |x| {
+            let sorted = Sorted::new(op, x, dim)?;
+            high = Some(sorted.at(op, expr(place.ceil()))?);
+            sorted.at(op, expr(place.floor()))
+        })?;
+        match high {
+            Some(high) if place.fract() > 0.0 => {
+                low.0.lerp(&chosen(op, self, dim, keepdim, |_| Ok(high))?.0, place.fract())
+            }
+            _ => Ok(low.0),
         }
-        low.lerp(&at(place.ceil())?, place.fract())
     }
 
     /// The most frequent element along `dim`, the least of several, and the index of its last appearance (PyTorch's
