@@ -52,8 +52,8 @@ pub(crate) mod program;
 pub(crate) mod promote;
 mod random;
 pub(crate) mod reduce;
-pub(crate) mod registry;
 mod reductions;
+pub(crate) mod registry;
 mod row;
 mod rows;
 mod scan;
@@ -85,8 +85,8 @@ pub use precision::{get_float32_matmul_precision, set_float32_matmul_precision};
 pub use promote::{can_cast, get_default_dtype, promote_types, result_type, set_default_dtype};
 pub use random::{Generator, manual_seed, with_generator};
 pub use reduce::ReduceDims;
-pub use registry::{Backend, Implementation, Registration, call, register};
 pub use reduce::table::{REDUCTIONS, ReductionRow};
+pub use registry::{Backend, Implementation, Registration, call, register};
 pub use row::{CrossEntropy, LossReduction};
 
 #[cfg(test)]

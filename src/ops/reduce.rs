@@ -15,7 +15,7 @@ mod cpu;
 mod gradient;
 pub(in crate::ops) mod opencl;
 mod plan;
-mod statistics;
+pub(in crate::ops) mod statistics;
 pub(in crate::ops) mod table;
 
 use gradient::apply_reduction;
