@@ -12,7 +12,16 @@ use crate::harness::{Case, case};
 /// Of every line what `choose` gives the indices of: values and indices.
 fn chosen(x: &ArrayD<f64>, d: usize, keepdim: bool, choose: impl Fn(&[f64]) -> usize) -> Vec<ArrayD<f64>> {
     let made = [along(x, d, |line| vec![line[choose(line)]]), along(x, d, |line| vec![choose(line) as f64])];
-    made.into_iter().map(|made| if keepdim { made } else { made.remove_axis(Axis(d)) }).collect()
+    made.into_iter().map(|made| shaped(made, d, keepdim)).collect()
+}
+
+/// With or without dim d, of size 1.
+fn shaped(made: ArrayD<f64>, d: usize, keepdim: bool) -> ArrayD<f64> {
+    let mut shape = made.shape().to_vec();
+    if !keepdim {
+        shape.remove(d);
+    }
+    ArrayD::from_shape_vec(shape, made.iter().copied().collect()).unwrap()
 }
 
 fn most_frequent(line: &[f64]) -> usize {
@@ -63,8 +72,7 @@ pub fn cases() -> Vec<Case> {
                     let value = |i: f64| line[sorted(line, false)[i as usize]];
                     vec![value(place.floor()) + place.fract() * (value(place.ceil()) - value(place.floor()))]
                 };
-                let made = along(&x[0], d, at);
-                vec![if keepdim { made } else { made.remove_axis(Axis(d)) }]
+                vec![shaped(along(&x[0], d, at), d, keepdim)]
             }));
         }
     }
