@@ -75,6 +75,7 @@ impl Expr {
     }
 
     /// x, with other numbers for NaN and the infinities.
+    #[allow(clippy::eq_op)] // where a number minus itself is not 0 is the question
     pub fn nan_to_num(&self, nan: impl Into<Expr>, posinf: impl Into<Expr>, neginf: impl Into<Expr>) -> Expr {
         // In words that hold for integers too: of what is finite, and only of that, the difference with itself is 0.
         let beyond = self.gt(0.0).select(posinf, neginf);
