@@ -353,8 +353,52 @@ fn several() -> Vec<Case> {
     cases
 }
 
+/// Bool masks, as NumPy takes them.
+fn masks() -> Vec<Case> {
+    let mut cases = Vec::new();
+    let trues = |mask: &ArrayD<f64>| -> Vec<Vec<usize>> {
+        mask.indexed_iter().filter(|(_, m)| **m != 0.0).map(|(p, _)| p.slice().to_vec()).collect()
+    };
+    for (shape, mask) in [(&[5, 3][..], &[5][..]), (&[4, 3], &[4, 3]), (&[3, 4, 2], &[3, 4]), (&[0, 3], &[0])] {
+        let rank = mask.len();
+        cases.push(case("index").input(shape).mask(mask).arg(&[0][..]).gives(move |x| {
+            let rows = trues(&x[1]);
+            let shape = [&[rows.len()], &x[0].shape()[rank..]].concat();
+            vec![ArrayD::from_shape_fn(IxDyn(&shape), |p| x[0][&[&rows[p[0]], &p.slice()[1..]].concat()[..]])]
+        }));
+        for name in ["index_put", "index_put_"] {
+            let target = if name.ends_with('_') { case(name).distinct(shape) } else { case(name).input(shape) };
+            cases.push(target.input(&[]).mask(mask).arg(&[0][..]).arg(false).gives(move |x| {
+                let (value, mut out) = (x[1].first().copied().unwrap(), x[0].clone());
+                for (p, to) in out.indexed_iter_mut() {
+                    if x[2][&p.slice()[..rank]] != 0.0 {
+                        *to = value;
+                    }
+                }
+                vec![out]
+            }));
+        }
+    }
+    for (shape, mask) in [(&[4, 5][..], &[4, 5][..]), (&[4, 5], &[5]), (&[3, 2], &[3, 1]), (&[0, 2], &[2])] {
+        for name in ["masked_scatter", "masked_scatter_"] {
+            let target = if name.ends_with('_') { case(name).distinct(shape) } else { case(name).input(shape) };
+            cases.push(target.mask(mask).input(&[7, 3]).gives(|x| {
+                let (mask, mut from) = (x[1].broadcast(x[0].raw_dim()).unwrap(), x[2].iter());
+                let mut out = x[0].clone();
+                out.zip_mut_with(&mask, |to, &m| {
+                    if m != 0.0 {
+                        *to = *from.next().unwrap();
+                    }
+                });
+                vec![out]
+            }));
+        }
+    }
+    cases
+}
+
 pub fn cases() -> Vec<Case> {
-    [selections(), writes(), reductions(), several()].into_iter().flatten().collect()
+    [selections(), writes(), reductions(), several(), masks()].into_iter().flatten().collect()
 }
 
 fn index(values: &[i64], device: Device) -> Tensor {

@@ -28,8 +28,33 @@ struct Picks {
     first: usize,
 }
 
+/// Indices for single dims of `t`: a bool mask stands for the indices of what is true in it, one for each of its dims.
+fn unmasked(op: &'static str, t: &Tensor, indices: &[Option<&Tensor>]) -> Result<Kept> {
+    let mut single: SmallVec<[Option<Saved>; 3]> = SmallVec::new();
+    for index in indices {
+        match index {
+            Some(mask) if mask.dtype == DType::Bool => {
+                same_device(op, &[t, mask])?;
+                let rest = t.shape().dims().get(single.len()..).unwrap_or(&[]);
+                if mask.rank() == 0 || !rest.starts_with(mask.shape().dims()) {
+                    let hint = "a mask has the sizes of the dims that it stands for";
+                    let (lhs, rhs) = (t.shape().clone(), mask.shape().clone());
+                    return Err(Error::ShapeMismatch { op, lhs, rhs, hint });
+                }
+                let places = mask.detach().nonzero()?;
+                for d in 0..mask.rank() {
+                    single.push(Some(Saved::new(&places.select(1, d as isize)?)));
+                }
+            }
+            index => single.push(index.map(|i| Saved::new(&i.detach()))),
+        }
+    }
+    Ok(Kept(single))
+}
+
 impl Picks {
-    fn new(op: &'static str, t: &Tensor, indices: &[Option<&Tensor>]) -> Result<Picks> {
+    fn new(op: &'static str, t: &Tensor, indices: &Kept) -> Result<Picks> {
+        let indices = indices.get(op)?;
         if indices.len() > t.rank() {
             let reason = format!("{} indices are too many for a tensor of shape {}", indices.len(), t.shape());
             return Err(Error::invalid(op, reason));
@@ -148,10 +173,6 @@ struct Place {
 struct Kept(SmallVec<[Option<Saved>; 3]>);
 
 impl Kept {
-    fn new(indices: &[Option<&Tensor>]) -> Kept {
-        Kept(indices.iter().map(|i| i.map(Saved::new)).collect())
-    }
-
     fn get(&self, op: &'static str) -> Result<SmallVec<[Option<&Tensor>; 3]>> {
         self.0.iter().map(|i| i.as_ref().map(|i| i.get(op)).transpose()).collect()
     }
@@ -160,7 +181,8 @@ impl Kept {
 impl Tensor {
     /// The elements that index tensors name, one for each leading dim, `None` for a whole one (PyTorch's `x[i, :, j]`, which
     /// calls `index`). The indices are broadcast together; their dims stand where those indexed stood, or in front if these
-    /// are no neighbours. Negative indices count from the end. Differentiable.
+    /// are no neighbours. Negative indices count from the end. A bool mask stands for as many dims as it has, and for the
+    /// indices of what is true in it, which are read from the device. Differentiable.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -180,8 +202,8 @@ impl Tensor {
     }
 
     fn indexed(&self, op: &'static str, indices: &[Option<&Tensor>]) -> Result<Tensor> {
-        let out = Picks::new(op, self, indices)?.read(self)?;
-        let (indices, shape) = (Kept::new(indices), self.shape().clone());
+        let (indices, shape) = (unmasked(op, self, indices)?, self.shape().clone());
+        let out = Picks::new(op, self, &indices)?.read(self)?;
         Ok(recorded(op, out, &[self], move |_, grad| {
             let (total, indices) = (zeros_for(grad, &shape)?, indices.get(op)?);
             let wide = grad.to_dtype(total.dtype)?;
@@ -220,9 +242,9 @@ impl Tensor {
         values: &Tensor,
         accumulate: bool,
     ) -> Result<Tensor> {
-        let out = self.cast(self.dtype)?;
-        out.put_values(op, indices, values, accumulate)?;
-        let (kept, shape) = (Kept::new(indices), values.shape().clone());
+        let (out, kept) = (self.cast(self.dtype)?, unmasked(op, self, indices)?);
+        out.put_values(op, &kept, values, accumulate)?;
+        let shape = values.shape().clone();
         Ok(recorded(op, out, &[self, values], move |i, grad| match i {
             0 if accumulate => Ok(grad.shallow_clone()),
             0 => grad.index_put(&kept.get(op)?, &Tensor::zeros((), (grad.dtype, grad.device()))?, false),
@@ -237,17 +259,11 @@ impl Tensor {
     pub fn index_put_(&self, indices: &[Option<&Tensor>], values: &Tensor, accumulate: bool) -> Result<&Tensor> {
         let op = "index_put_";
         autograd::check_in_place(op, self, &[values])?;
-        self.put_values(op, indices, values, accumulate)?;
+        self.put_values(op, &unmasked(op, self, indices)?, values, accumulate)?;
         Ok(self)
     }
 
-    fn put_values(
-        &self,
-        op: &'static str,
-        indices: &[Option<&Tensor>],
-        values: &Tensor,
-        accumulate: bool,
-    ) -> Result<()> {
+    fn put_values(&self, op: &'static str, indices: &Kept, values: &Tensor, accumulate: bool) -> Result<()> {
         same_device(op, &[self, values])?;
         same_dtype(op, &[self, values])?;
         let picks = Picks::new(op, self, indices)?;
@@ -290,10 +306,71 @@ impl Tensor {
         autograd::check_in_place(op, self, &[source])?;
         let (index, source) = lists(op, index, source)?;
         match self.detach().view(self.numel()) {
-            Ok(flat) => flat.put_values(op, &[Some(&index)], &source, accumulate)?,
+            Ok(flat) => flat.put_values(op, &unmasked(op, &flat, &[Some(&index)])?, &source, accumulate)?,
             Err(_) => drop(self.copy_(&self.detach().put(&index, &source, accumulate).map_err(|e| e.of(op))?)?),
         }
         Ok(self)
+    }
+}
+
+impl Tensor {
+    /// A copy of this tensor with the elements of `source`, in order, in place of those where `mask`, broadcast, is true
+    /// (PyTorch's `masked_scatter`). How many that are is read from the device. Differentiable in both.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let t = Tensor::zeros(&[2, 2], Device::Cpu)?;
+    /// let mask = Tensor::from_slice(&[true, false, true, true], [2, 2], Device::Cpu)?;
+    /// let source = Tensor::arange(1, 5, 1, Device::Cpu)?;
+    /// assert_eq!(t.masked_scatter(&mask, &source)?.to_vec::<f32>()?, [1.0, 0.0, 2.0, 3.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::ShapeMismatch`] where the mask does not broadcast; [`Error::Invalid`] for fewer elements than places;
+    /// [`Error::UnsupportedDType`] for a mask that is not bool; [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
+    pub fn masked_scatter(&self, mask: &Tensor, source: &Tensor) -> Result<Tensor> {
+        let op = "masked_scatter";
+        match self.scattered_by(op, mask, source)? {
+            None => self.try_clone(),
+            Some((mask, source)) => self.indexed_put(op, &[Some(&mask)], &source, false),
+        }
+    }
+
+    /// [`Tensor::masked_scatter`] in place.
+    ///
+    /// # Errors
+    /// As [`Tensor::masked_scatter`] and [`Tensor::index_put_`].
+    pub fn masked_scatter_(&self, mask: &Tensor, source: &Tensor) -> Result<&Tensor> {
+        let op = "masked_scatter_";
+        autograd::check_in_place(op, self, &[source])?;
+        if let Some((mask, source)) = self.scattered_by(op, mask, source)? {
+            self.put_values(op, &unmasked(op, self, &[Some(&mask)])?, &source, false)?;
+        }
+        Ok(self)
+    }
+
+    /// The mask in this tensor's shape and what goes to its places; None where there is no place.
+    fn scattered_by(&self, op: &'static str, mask: &Tensor, source: &Tensor) -> Result<Option<(Tensor, Tensor)>> {
+        same_device(op, &[self, mask, source])?;
+        same_dtype(op, &[self, source])?;
+        if mask.dtype != DType::Bool {
+            return Err(Error::UnsupportedDType { op, dtype: mask.dtype, expected: "a bool mask" });
+        }
+        let mask = mask.detach().expand(self.shape()).map_err(|e| e.of(op))?;
+        let places = mask.count_nonzero((), false)?.item::<i64>()? as usize;
+        if source.numel() < places {
+            let reason = format!("{places} places are true in the mask, and the source has {}", source.numel());
+            return Err(Error::invalid(op, reason));
+        }
+        if places == 0 {
+            return Ok(None);
+        }
+        if self.rank() == 0 {
+            let reason = "a scalar has no dims for a mask: use where_cond";
+            return Err(Error::invalid(op, reason));
+        }
+        Ok(Some((mask, source.reshape(source.numel())?.narrow(0, 0, places)?)))
     }
 }
 
