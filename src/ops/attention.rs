@@ -64,6 +64,9 @@ impl Tensor {
     /// As [`Tensor::scaled_dot_product_attention`]; [`Error::Invalid`] for a width that is not 3 times a multiple of `heads`.
     pub fn packed_attention(&self, heads: usize, options: Attention<'_>) -> Result<Tensor> {
         let op = "packed_attention";
+        if let Some(low) = lowered(op, &[self])? {
+            return low[0].packed_attention(heads, options);
+        }
         self.dtype.check_float(op)?;
         let packed = Packed::new(op, self.shape(), heads)?;
         let named = |e: Error| e.of(op);
@@ -102,7 +105,7 @@ impl Tensor {
             let whole = to_q.as_ref().map(|q| q.with_layout(Layout::contiguous(all.shape().clone())));
             let one = Scalar::Int(1);
             let dv = product_in(op, to_v, None, &turned(&weights)?, &grad, one)?;
-            let slope = softmax_slope(&weights, &product(op, None, &grad, &turned(&v)?, one)?)?;
+            let slope = softmax_slope(&weights, &product_in(op, None, None, &grad, &turned(&v)?, one)?)?;
             let dq = product_in(op, to_q, None, &slope, &k, scale.into())?;
             let dk = product_in(op, to_k, None, &turned(&slope)?, &q, scale.into())?;
             match whole {

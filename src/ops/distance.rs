@@ -2,7 +2,7 @@
 
 use super::expr::Expr;
 use super::gemm::Gemm;
-use super::linalg::product;
+use super::linalg::product_in;
 use super::reduce::ReduceDims;
 use super::{recorded_with_result, same_device, same_dtype};
 use crate::autograd::Saved;
@@ -168,6 +168,6 @@ fn euclidean(x: &Tensor, y: &Tensor) -> Result<Tensor> {
             _ => (y, x, weights.transpose(-1, -2)?),
         };
         let mine = own.mul(&weights.sum(-1, true)?)?;
-        product(op, Some((&mine, 1.into())), &weights, other, (-1).into())?.sum_to(own.shape())
+        product_in(op, None, Some((&mine, 1.into())), &weights, other, (-1).into())?.sum_to(own.shape())
     }))
 }

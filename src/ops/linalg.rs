@@ -72,8 +72,8 @@ pub(super) fn product_in(
     Ok(recorded(op, out, &inputs, move |i, grad| {
         let [a, b] = [saved[0].get(op)?, saved[1].get(op)?];
         match (i, &added) {
-            (0, _) => product(op, None, grad, &b.transpose(-1, -2)?, alpha)?.sum_to(a.shape()),
-            (1, _) => product(op, None, &a.transpose(-1, -2)?, grad, alpha)?.sum_to(b.shape()),
+            (0, _) => product_in(op, None, None, grad, &b.transpose(-1, -2)?, alpha)?.sum_to(a.shape()),
+            (1, _) => product_in(op, None, None, &a.transpose(-1, -2)?, grad, alpha)?.sum_to(b.shape()),
             (_, Some((shape, beta))) => grad.mul_scalar(*beta)?.sum_to(shape),
             _ => unreachable!("two matrices, and what is added"),
         }
