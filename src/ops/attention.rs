@@ -5,8 +5,13 @@
 //! `[batch, length, heads, width]`, so that joining its heads copies nothing.
 
 use super::autocast::lowered;
+use smallvec::SmallVec;
+
+use super::arguments::{Args, Argument};
+use super::catalogue::{Dtypes, Gives, Kind, Operation};
 use super::gemm::product_shape;
 use super::linalg::{product, product_in};
+use super::registry::replacement;
 use super::row::{masked_softmax, softmax_slope};
 use super::{recorded, same_device, same_dtype};
 use crate::autograd::{self, Saved};
@@ -36,6 +41,45 @@ pub struct Attention<'a> {
     pub enable_gqa: bool,
 }
 
+impl<'a> Attention<'a> {
+    /// The arguments of a call by name, where a mask is the last tensor.
+    fn arguments(&self) -> [Argument; 4] {
+        [self.is_causal.into(), self.scale.into(), self.enable_gqa.into(), self.dropout_p.into()]
+    }
+
+    /// The same read, from argument `i` on; the mask is tensor `mask`.
+    fn from_args(args: &Args<'a>, i: usize, mask: usize) -> Result<Attention<'a>> {
+        Ok(Attention {
+            attn_mask: args.xs().get(mask).copied(),
+            is_causal: args.bool(i)?,
+            scale: if args.given(i + 1) { Some(args.float(i + 1)?) } else { None },
+            enable_gqa: args.bool(i + 2)?,
+            dropout_p: if args.given(i + 3) { args.float(i + 3)? } else { 0.0 },
+        })
+    }
+}
+
+pub(super) static OPERATIONS: &[Operation] = &[
+    Operation::new(
+        "scaled_dot_product_attention",
+        "nn.functional.scaled_dot_product_attention",
+        Kind::NeuralNetwork,
+        Dtypes::Floats,
+        Gives::Same,
+        |a| a.x(0)?.scaled_dot_product_attention(a.x(1)?, a.x(2)?, Attention::from_args(a, 0, 3)?),
+    )
+    .differentiable(),
+    Operation::new(
+        "packed_attention",
+        "nn.functional.scaled_dot_product_attention",
+        Kind::NeuralNetwork,
+        Dtypes::Floats,
+        Gives::Same,
+        |a| a.x(0)?.packed_attention(a.size(0)?, Attention::from_args(a, 1, 1)?),
+    )
+    .differentiable(),
+];
+
 impl Tensor {
     /// `softmax(q kᵀ * scale + mask) v`, this tensor being the queries `[.., L, E]`, for keys `[.., S, E]` and values
     /// `[.., S, V]`, whose dims before broadcast: `[.., L, V]` (PyTorch's `scaled_dot_product_attention`). A query that may
@@ -45,7 +89,12 @@ impl Tensor {
     /// [`Error::ShapeMismatch`]; [`Error::UnsupportedDType`] for integers and a mask of them; [`Error::Invalid`] for a
     /// `dropout_p` that is not in `0.0..1.0`; [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
     pub fn scaled_dot_product_attention(&self, key: &Tensor, value: &Tensor, options: Attention<'_>) -> Result<Tensor> {
-        Ok(attend(self, key, value, options)?.0)
+        let op = "scaled_dot_product_attention";
+        let tensors: SmallVec<[&Tensor; 4]> = [self, key, value].into_iter().chain(options.attn_mask).collect();
+        match replacement(op, &tensors, || options.arguments().into())? {
+            Some(mut out) => Ok(out.swap_remove(0)),
+            None => Ok(attend(self, key, value, options)?.0),
+        }
     }
 
     /// Self-attention of all heads, from queries, keys and values as one projection gives them: `[.., L, 3 E]`, each of the
@@ -64,6 +113,11 @@ impl Tensor {
     /// As [`Tensor::scaled_dot_product_attention`]; [`Error::Invalid`] for a width that is not 3 times a multiple of `heads`.
     pub fn packed_attention(&self, heads: usize, options: Attention<'_>) -> Result<Tensor> {
         let op = "packed_attention";
+        let tensors: SmallVec<[&Tensor; 2]> = std::iter::once(self).chain(options.attn_mask).collect();
+        let arguments = || std::iter::once(heads.into()).chain(options.arguments()).collect();
+        if let Some(mut out) = replacement(op, &tensors, arguments)? {
+            return Ok(out.swap_remove(0));
+        }
         if let Some(low) = lowered(op, &[self])? {
             return low[0].packed_attention(heads, options);
         }

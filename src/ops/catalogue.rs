@@ -25,6 +25,15 @@ const FAMILIES: &[&[Operation]] = &[
     super::sort::OPERATIONS,
     super::order::OPERATIONS,
     super::count::OPERATIONS,
+    super::gather::OPERATIONS,
+    super::gather::WRITES,
+    super::gather::REDUCTIONS,
+    super::gather::SEVERAL,
+    super::matmul::OPERATIONS,
+    super::linalg::OPERATIONS,
+    super::einsum::OPERATIONS,
+    super::distance::OPERATIONS,
+    super::attention::OPERATIONS,
 ];
 
 /// What an operation is about.

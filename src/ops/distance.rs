@@ -1,15 +1,46 @@
 //! Norms of any order, and the distances and angles made of them.
 
+use super::catalogue::{Dtypes, Gives, Kind, Operation};
 use super::expr::Expr;
 use super::gemm::Gemm;
 use super::linalg::product_in;
 use super::reduce::ReduceDims;
+use super::registry::replaced;
 use super::{recorded_with_result, same_device, same_dtype};
 use crate::autograd::Saved;
 use crate::{DType, Error, Result, Tensor};
 
 /// From so many points on a side, Euclidean distances come from one matrix product.
 const MANY: usize = 26;
+
+pub(super) static OPERATIONS: &[Operation] = &[
+    Operation::new("vector_norm", "linalg.vector_norm", Kind::LinearAlgebra, Dtypes::Floats, Gives::Same, |a| {
+        a.x(0)?.vector_norm(a.float(0)?, a.dims(1)?, a.bool(2)?)
+    })
+    .differentiable(),
+    Operation::new("cdist", "cdist", Kind::LinearAlgebra, Dtypes::Floats, Gives::Same, |a| {
+        a.x(0)?.cdist(a.x(1)?, a.float(0)?)
+    })
+    .differentiable(),
+    Operation::new(
+        "pairwise_distance",
+        "nn.functional.pairwise_distance",
+        Kind::LinearAlgebra,
+        Dtypes::Floats,
+        Gives::Same,
+        |a| a.x(0)?.pairwise_distance(a.x(1)?, a.float(0)?, a.float(1)?, a.bool(2)?),
+    )
+    .differentiable(),
+    Operation::new(
+        "cosine_similarity",
+        "nn.functional.cosine_similarity",
+        Kind::LinearAlgebra,
+        Dtypes::Floats,
+        Gives::Same,
+        |a| a.x(0)?.cosine_similarity(a.x(1)?, a.int(0)?, a.float(1)?),
+    )
+    .differentiable(),
+];
 
 impl Tensor {
     /// The norm of order `ord` over `dims`, `sum(|x|^ord)^(1/ord)` (PyTorch's `linalg.vector_norm`): of order 0 how many are
@@ -26,7 +57,9 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::norm`]; [`Error::Invalid`] for an `ord` of NaN, and the greatest of nothing.
     pub fn vector_norm(&self, ord: f64, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<Tensor> {
-        self.normed("vector_norm", ord, dims.into(), keepdim)
+        let (op, dims) = ("vector_norm", dims.into());
+        replaced!(op, [self], ord, &dims, keepdim);
+        self.normed(op, ord, dims, keepdim)
     }
 
     fn normed(&self, op: &'static str, ord: f64, dims: ReduceDims, keepdim: bool) -> Result<Tensor> {
@@ -83,6 +116,7 @@ impl Tensor {
     /// [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
     pub fn cdist(&self, other: &Tensor, p: f64) -> Result<Tensor> {
         let op = "cdist";
+        replaced!(op, [self, other], p);
         same_dtype(op, &[self, other])?;
         same_device(op, &[self, other])?;
         self.dtype.check_float(op)?;
@@ -113,6 +147,7 @@ impl Tensor {
     /// As [`Tensor::vector_norm`]; [`Error::ShapeMismatch`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
     pub fn pairwise_distance(&self, other: &Tensor, p: f64, eps: f64, keepdim: bool) -> Result<Tensor> {
         let op = "pairwise_distance";
+        replaced!(op, [self, other], p, eps, keepdim);
         let difference = self.sub(other).map_err(|e| e.of(op))?;
         difference.dtype.check_float(op)?;
         difference.add_scalar(eps)?.normed(op, p, ReduceDims::from(-1), keepdim)
@@ -125,6 +160,7 @@ impl Tensor {
     /// As [`Tensor::norm`]; [`Error::ShapeMismatch`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
     pub fn cosine_similarity(&self, other: &Tensor, dim: isize, eps: f64) -> Result<Tensor> {
         let op = "cosine_similarity";
+        replaced!(op, [self, other], dim, eps);
         same_dtype(op, &[self, other])?;
         self.dtype.check_float(op)?;
         if matches!(self.dtype, DType::F16 | DType::BF16) {

@@ -10,6 +10,8 @@ use std::borrow::Borrow;
 use std::collections::BTreeMap;
 
 use super::autocast::lowered;
+use super::catalogue::{Dtypes, Gives, Kind, Operation};
+use super::registry::{replaced, replacement};
 use super::{same_device, same_dtype};
 use crate::{Error, Result, Shape, Tensor};
 
@@ -330,6 +332,23 @@ impl<const N: usize> From<([isize; N], [isize; N])> for TensordotDims {
     }
 }
 
+pub(super) static OPERATIONS: &[Operation] = &[
+    Operation::new("einsum", "einsum", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| {
+        Tensor::einsum(a.text(0)?, a.xs())
+    })
+    .differentiable(),
+    Operation::new("tensordot", "tensordot", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| {
+        let dims = match a.given(1) {
+            true => TensordotDims::Lists(a.ints(0)?, a.ints(1)?),
+            false => TensordotDims::Count(a.size(0)?),
+        };
+        a.x(0)?.tensordot(a.x(1)?, dims)
+    })
+    .differentiable(),
+    Operation::new("inner", "inner", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| a.x(0)?.inner(a.x(1)?))
+        .differentiable(),
+];
+
 impl Tensor {
     /// The sum of products that an equation in Einstein's notation describes (PyTorch's `einsum`): a letter a dim, operands
     /// parted by commas, the result's after `->`. Without that it has the letters that occur once, in alphabetical order. A
@@ -359,6 +378,9 @@ impl Tensor {
         if let Some(low) = lowered(op, &tensors)? {
             return Tensor::einsum(equation, &low);
         }
+        if let Some(mut out) = replacement(op, &tensors, || vec![equation.into()])? {
+            return Ok(out.swap_remove(0));
+        }
         let ranks: Vec<usize> = tensors.iter().map(|t| t.rank()).collect();
         let (names, output) = parse(equation, &ranks)?;
         let named = tensors.iter().zip(names).map(|(t, names)| Named { t: t.shallow_clone(), names }).collect();
@@ -380,7 +402,15 @@ impl Tensor {
     /// [`Error::ShapeMismatch`] where the sizes of a pair differ and none is 1; [`Error::Invalid`] for lists of different
     /// lengths, dims given twice, and more dims than there are; otherwise as [`Tensor::matmul`].
     pub fn tensordot(&self, other: &Tensor, dims: impl Into<TensordotDims>) -> Result<Tensor> {
-        self.summed_over("tensordot", other, dims.into())
+        let (op, dims) = ("tensordot", dims.into());
+        let arguments = || match &dims {
+            TensordotDims::Count(n) => vec![(*n).into()],
+            TensordotDims::Lists(a, b) => vec![a[..].into(), b[..].into()],
+        };
+        match replacement(op, &[self, other], arguments)? {
+            Some(mut out) => Ok(out.swap_remove(0)),
+            None => self.summed_over(op, other, dims),
+        }
     }
 
     fn summed_over(&self, op: &'static str, other: &Tensor, dims: TensordotDims) -> Result<Tensor> {
@@ -433,6 +463,7 @@ impl Tensor {
     /// [`Error::ShapeMismatch`] where the last dims differ; otherwise as [`Tensor::matmul`].
     pub fn inner(&self, other: &Tensor) -> Result<Tensor> {
         let op = "inner";
+        replaced!(op, [self, other]);
         if self.rank() == 0 || other.rank() == 0 {
             return self.mul(other).map_err(|e| e.of(op));
         }

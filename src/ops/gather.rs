@@ -9,6 +9,8 @@
 
 use smallvec::SmallVec;
 
+use super::catalogue::{Dtypes, Gives, Kind, Operation};
+use super::registry::replaced;
 use super::{recorded, same_device};
 use crate::autograd::{self, Saved};
 use crate::tensor::{Dims, Layout};
@@ -20,7 +22,10 @@ mod opencl;
 mod reduce;
 mod scatter;
 
+pub(super) use advanced::OPERATIONS as SEVERAL;
+pub(super) use reduce::OPERATIONS as REDUCTIONS;
 pub use reduce::ScatterReduce;
+pub(super) use scatter::OPERATIONS as WRITES;
 
 /// Elements read or written through indices. Layouts have one shape, that of these elements.
 struct Indexed<'a> {
@@ -89,6 +94,34 @@ fn zeros_for(grad: &Tensor, shape: &Shape) -> Result<Tensor> {
     Tensor::zeros(shape, (if halves { DType::F32 } else { grad.dtype }, grad.device()))
 }
 
+pub(super) static OPERATIONS: &[Operation] = &[
+    Operation::new("index_select", "index_select", Kind::Indexing, Dtypes::All, Gives::Same, |a| {
+        a.x(0)?.index_select(a.int(0)?, a.x(1)?)
+    })
+    .differentiable(),
+    Operation::new("gather", "gather", Kind::Indexing, Dtypes::All, Gives::Same, |a| {
+        a.x(0)?.gather(a.int(0)?, a.x(1)?)
+    })
+    .differentiable(),
+    Operation::new("take_along_dim", "take_along_dim", Kind::Indexing, Dtypes::All, Gives::Same, |a| {
+        let dim = if a.given(0) { Some(a.int(0)?) } else { None };
+        a.x(0)?.take_along_dim(a.x(1)?, dim)
+    })
+    .differentiable(),
+    Operation::new("embedding", "nn.functional.embedding", Kind::Indexing, Dtypes::All, Gives::Same, |a| {
+        a.x(0)?.embedding(a.x(1)?)
+    })
+    .differentiable(),
+    Operation::new("embedding_with", "nn.functional.embedding", Kind::Indexing, Dtypes::All, Gives::Same, |a| {
+        let padding = if a.given(0) { Some(a.int(0)?) } else { None };
+        a.x(0)?.embedding_with(a.x(1)?, padding)
+    })
+    .differentiable(),
+    Operation::new("one_hot", "nn.functional.one_hot", Kind::Indexing, Dtypes::IntegersOnly, Gives::I64, |a| {
+        a.x(0)?.one_hot(a.size(0)?)
+    }),
+];
+
 impl Tensor {
     /// The slices of this tensor along `dim` that a vector of indices names, in its order (PyTorch's `index_select`). Any
     /// integer dtype but bool indexes. Differentiable.
@@ -106,6 +139,7 @@ impl Tensor {
     /// no vector. [`Error::IndexOutOfRange`] for a negative or too large index: on the CPU at once; on OpenCL from the next
     /// call of this thread that waits for the device, until which the elements are 0.
     pub fn index_select(&self, dim: isize, index: &Tensor) -> Result<Tensor> {
+        replaced!("index_select", [self, index], dim);
         self.selected("index_select", dim, index)
     }
 
@@ -151,6 +185,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::index_select`]; [`Error::ShapeMismatch`].
     pub fn gather(&self, dim: isize, index: &Tensor) -> Result<Tensor> {
+        replaced!("gather", [self, index], dim);
         self.gathered("gather", dim, index)
     }
 
@@ -180,8 +215,9 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::gather`].
     pub fn take_along_dim(&self, index: &Tensor, dim: impl Into<Option<isize>>) -> Result<Tensor> {
-        let op = "take_along_dim";
-        let Some(dim) = dim.into() else {
+        let (op, dim) = ("take_along_dim", dim.into());
+        replaced!(op, [self, index], dim);
+        let Some(dim) = dim else {
             return self.reshape(self.numel())?.gathered(op, 0, &index.reshape(index.numel())?);
         };
         let d = self.shape().dim(op, dim)?;
@@ -200,6 +236,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::index_select`]; [`Error::Invalid`] for a scalar table.
     pub fn embedding(&self, index: &Tensor) -> Result<Tensor> {
+        replaced!("embedding", [self, index]);
         self.embedding_with(index, None)
     }
 
@@ -209,12 +246,12 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::embedding`]; [`Error::IndexOutOfRange`] for the padding.
     pub fn embedding_with(&self, index: &Tensor, padding_idx: impl Into<Option<isize>>) -> Result<Tensor> {
-        let op = "embedding";
+        let (op, padding) = ("embedding", padding_idx.into());
+        replaced!("embedding_with", [self, index], padding);
         check_index(op, index)?;
         let Some((&count, width)) = self.shape().dims().split_first() else {
             return Err(Error::invalid(op, "the table is a scalar: it has no rows"));
         };
-        let padding = padding_idx.into();
         if let Some(row) = padding.filter(|&row| !(-(count as isize)..count as isize).contains(&row)) {
             return Err(Error::IndexOutOfRange { op, index: row as i64, size: count });
         }
@@ -243,6 +280,7 @@ impl Tensor {
     /// # Errors
     /// [`Error::UnsupportedDType`]; [`Error::IndexOutOfRange`] as [`Tensor::index_select`] gives it.
     pub fn one_hot(&self, classes: usize) -> Result<Tensor> {
+        replaced!("one_hot", [self], classes);
         let op = "one_hot";
         check_index(op, self)?;
         let shape: Shape = self.shape().dims().iter().copied().chain([classes]).collect();

@@ -6,8 +6,10 @@
 use std::sync::LazyLock;
 
 use super::autocast::lowered;
+use super::catalogue::{Dtypes, Gives, Kind, Operation};
 use super::expr::Expr;
 use super::gemm::{Gemm, product_shape};
+use super::registry::{replaced, replacement};
 use super::{recorded, same_device, same_dtype};
 use crate::autograd::Saved;
 use crate::tensor::Dims;
@@ -102,6 +104,59 @@ fn check_batches(op: &'static str, a: &Tensor, b: &Tensor) -> Result<()> {
     Err(Error::ShapeMismatch { op, lhs: a.shape().clone(), rhs: b.shape().clone(), hint: BATCHES })
 }
 
+pub(super) static OPERATIONS: &[Operation] = &[
+    Operation::new("mm", "mm", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| a.x(0)?.mm(a.x(1)?))
+        .differentiable(),
+    Operation::new("bmm", "bmm", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| a.x(0)?.bmm(a.x(1)?))
+        .differentiable(),
+    Operation::new("mv", "mv", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| a.x(0)?.mv(a.x(1)?))
+        .differentiable(),
+    Operation::new("dot", "dot", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| a.x(0)?.dot(a.x(1)?))
+        .differentiable(),
+    Operation::new("vdot", "vdot", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| a.x(0)?.vdot(a.x(1)?))
+        .differentiable(),
+    Operation::new("outer", "outer", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| a.x(0)?.outer(a.x(1)?))
+        .differentiable(),
+    Operation::new("ger", "ger", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| a.x(0)?.ger(a.x(1)?))
+        .differentiable(),
+    Operation::new("addmm", "addmm", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| {
+        a.x(0)?.addmm(a.x(1)?, a.x(2)?, a.scalar(0)?, a.scalar(1)?)
+    })
+    .differentiable(),
+    Operation::new("addmv", "addmv", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| {
+        a.x(0)?.addmv(a.x(1)?, a.x(2)?, a.scalar(0)?, a.scalar(1)?)
+    })
+    .differentiable(),
+    Operation::new("addr", "addr", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| {
+        a.x(0)?.addr(a.x(1)?, a.x(2)?, a.scalar(0)?, a.scalar(1)?)
+    })
+    .differentiable(),
+    Operation::new("baddbmm", "baddbmm", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| {
+        a.x(0)?.baddbmm(a.x(1)?, a.x(2)?, a.scalar(0)?, a.scalar(1)?)
+    })
+    .differentiable(),
+    Operation::new("addbmm", "addbmm", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| {
+        a.x(0)?.addbmm(a.x(1)?, a.x(2)?, a.scalar(0)?, a.scalar(1)?)
+    })
+    .differentiable(),
+    Operation::new("multi_dot", "linalg.multi_dot", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| {
+        Tensor::multi_dot(a.xs())
+    })
+    .differentiable(),
+    Operation::new("matrix_power", "linalg.matrix_power", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| {
+        a.x(0)?.matrix_power(a.size(0)?)
+    })
+    .differentiable(),
+    Operation::new("trace", "trace", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Sum, |a| a.x(0)?.trace())
+        .differentiable(),
+    Operation::new("kron", "kron", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| a.x(0)?.kron(a.x(1)?))
+        .differentiable(),
+    Operation::new("cross", "linalg.cross", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| {
+        a.x(0)?.cross(a.x(1)?, a.int(0)?)
+    })
+    .differentiable(),
+];
+
 /// Products by name.
 impl Tensor {
     /// The product of two matrices (PyTorch's `mm`); [`Tensor::matmul`] that does not broadcast. Differentiable.
@@ -109,6 +164,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::matmul`]; [`Error::ShapeMismatch`] for anything but matrices.
     pub fn mm(&self, other: &Tensor) -> Result<Tensor> {
+        replaced!("mm", [self, other]);
         check_ranks("mm", (self, 2), (other, 2), MATRICES)?;
         self.matmul(other).map_err(|e| e.of("mm"))
     }
@@ -119,6 +175,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::matmul`]; [`Error::ShapeMismatch`] for anything but `[b, m, k]` and `[b, k, n]`.
     pub fn bmm(&self, other: &Tensor) -> Result<Tensor> {
+        replaced!("bmm", [self, other]);
         check_batches("bmm", self, other)?;
         self.matmul(other).map_err(|e| e.of("bmm"))
     }
@@ -128,6 +185,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::matmul`]; [`Error::ShapeMismatch`] for anything but `[m, k]` and `[k]`.
     pub fn mv(&self, vector: &Tensor) -> Result<Tensor> {
+        replaced!("mv", [self, vector]);
         check_ranks("mv", (self, 2), (vector, 1), MATRIX_AND_VECTOR)?;
         self.matmul(vector).map_err(|e| e.of("mv"))
     }
@@ -137,6 +195,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::matmul`]; [`Error::ShapeMismatch`] for anything but two vectors of one size.
     pub fn dot(&self, other: &Tensor) -> Result<Tensor> {
+        replaced!("dot", [self, other]);
         check_ranks("dot", (self, 1), (other, 1), VECTORS)?;
         self.matmul(other).map_err(|e| e.of("dot"))
     }
@@ -146,6 +205,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::dot`].
     pub fn vdot(&self, other: &Tensor) -> Result<Tensor> {
+        replaced!("vdot", [self, other]);
         self.dot(other).map_err(|e| e.of("vdot"))
     }
 
@@ -155,6 +215,7 @@ impl Tensor {
     /// # Errors
     /// [`Error::ShapeMismatch`] for anything but vectors, [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
     pub fn outer(&self, other: &Tensor) -> Result<Tensor> {
+        replaced!("outer", [self, other]);
         check_ranks("outer", (self, 1), (other, 1), VECTORS)?;
         self.unsqueeze(1)?.mul(other).map_err(|e| e.of("outer"))
     }
@@ -164,6 +225,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::outer`].
     pub fn ger(&self, other: &Tensor) -> Result<Tensor> {
+        replaced!("ger", [self, other]);
         self.outer(other).map_err(|e| e.of("ger"))
     }
 
@@ -182,9 +244,10 @@ impl Tensor {
     /// As [`Tensor::mm`]; [`Error::ShapeMismatch`] where this tensor does not broadcast to the product's shape;
     /// [`Error::Invalid`] for fractions with integers.
     pub fn addmm(&self, a: &Tensor, b: &Tensor, beta: impl Into<Scalar>, alpha: impl Into<Scalar>) -> Result<Tensor> {
-        let op = "addmm";
+        let (op, beta, alpha): (_, Scalar, Scalar) = ("addmm", beta.into(), alpha.into());
+        replaced!(op, [self, a, b], beta, alpha);
         check_ranks(op, (a, 2), (b, 2), MATRICES)?;
-        product(op, Some((self, beta.into())), a, b, alpha.into())
+        product(op, Some((self, beta)), a, b, alpha)
     }
 
     /// `beta * self + alpha * (a x)` of a matrix and a vector (PyTorch's `addmv`); see [`Tensor::addmm`].
@@ -192,10 +255,11 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::addmm`].
     pub fn addmv(&self, a: &Tensor, x: &Tensor, beta: impl Into<Scalar>, alpha: impl Into<Scalar>) -> Result<Tensor> {
-        let op = "addmv";
+        let (op, beta, alpha): (_, Scalar, Scalar) = ("addmv", beta.into(), alpha.into());
+        replaced!(op, [self, a, x], beta, alpha);
         check_ranks(op, (a, 2), (x, 1), MATRIX_AND_VECTOR)?;
         let input = self.unsqueeze(-1)?;
-        product(op, Some((&input, beta.into())), a, &x.unsqueeze(-1)?, alpha.into())?.squeeze(-1)
+        product(op, Some((&input, beta)), a, &x.unsqueeze(-1)?, alpha)?.squeeze(-1)
     }
 
     /// `beta * self + alpha * (x ⊗ y)`, the outer product of two vectors (PyTorch's `addr`); see [`Tensor::addmm`].
@@ -203,9 +267,10 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::addmm`].
     pub fn addr(&self, x: &Tensor, y: &Tensor, beta: impl Into<Scalar>, alpha: impl Into<Scalar>) -> Result<Tensor> {
-        let op = "addr";
+        let (op, beta, alpha): (_, Scalar, Scalar) = ("addr", beta.into(), alpha.into());
+        replaced!(op, [self, x, y], beta, alpha);
         check_ranks(op, (x, 1), (y, 1), VECTORS)?;
-        product(op, Some((self, beta.into())), &x.unsqueeze(1)?, &y.unsqueeze(0)?, alpha.into())
+        product(op, Some((self, beta)), &x.unsqueeze(1)?, &y.unsqueeze(0)?, alpha)
     }
 
     /// `beta * self + alpha * (a b)` of batches of matrices (PyTorch's `baddbmm`); see [`Tensor::addmm`].
@@ -213,9 +278,10 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::addmm`].
     pub fn baddbmm(&self, a: &Tensor, b: &Tensor, beta: impl Into<Scalar>, alpha: impl Into<Scalar>) -> Result<Tensor> {
-        let op = "baddbmm";
+        let (op, beta, alpha): (_, Scalar, Scalar) = ("baddbmm", beta.into(), alpha.into());
+        replaced!(op, [self, a, b], beta, alpha);
         check_batches(op, a, b)?;
-        product(op, Some((self, beta.into())), a, b, alpha.into())
+        product(op, Some((self, beta)), a, b, alpha)
     }
 
     /// `beta * self + alpha * sum(a b)`, summed over the batch (PyTorch's `addbmm`); see [`Tensor::addmm`]. The sum is part of
@@ -224,7 +290,8 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::addmm`].
     pub fn addbmm(&self, a: &Tensor, b: &Tensor, beta: impl Into<Scalar>, alpha: impl Into<Scalar>) -> Result<Tensor> {
-        let op = "addbmm";
+        let (op, beta, alpha): (_, Scalar, Scalar) = ("addbmm", beta.into(), alpha.into());
+        replaced!(op, [self, a, b], beta, alpha);
         check_batches(op, a, b)?;
         let ([_, m, k], [batch, _, n]) = (dims(a), dims(b));
         let rows = a.transpose(0, 1)?.reshape([m, batch * k])?;
@@ -232,7 +299,7 @@ impl Tensor {
             let (lhs, rhs) = (a.shape().clone(), b.shape().clone());
             return Err(Error::ShapeMismatch { op, lhs, rhs, hint: BATCHES });
         }
-        product(op, Some((self, beta.into())), &rows, &b.reshape([batch * k, n])?, alpha.into())
+        product(op, Some((self, beta)), &rows, &b.reshape([batch * k, n])?, alpha)
     }
 
     /// The product of several matrices, in the order that takes the fewest multiplications (PyTorch's `linalg.multi_dot`).
@@ -247,6 +314,9 @@ impl Tensor {
         let (Some(first), Some(last)) = (tensors.first(), tensors.last()) else {
             return Err(Error::invalid(op, "there is no tensor"));
         };
+        if let Some(mut out) = replacement(op, &tensors, Vec::new)? {
+            return Ok(out.swap_remove(0));
+        }
         let ends = [first, last].map(|t| t.rank() == 1);
         for (i, t) in tensors.iter().enumerate() {
             let vector = t.rank() == 1 && (i == 0 || i + 1 == tensors.len()) && tensors.len() > 1;
@@ -275,6 +345,7 @@ impl Tensor {
     /// [`Error::Invalid`] for anything but square matrices; as [`Tensor::matmul`].
     pub fn matrix_power(&self, n: usize) -> Result<Tensor> {
         let op = "matrix_power";
+        replaced!(op, [self], n);
         let [.., rows, columns] = *self.shape().dims() else {
             return Err(Error::invalid(op, format!("shape {} is not one of square matrices", self.shape())));
         };
@@ -305,6 +376,7 @@ impl Tensor {
     /// # Errors
     /// [`Error::Invalid`] for anything but a matrix.
     pub fn trace(&self) -> Result<Tensor> {
+        replaced!("trace", [self]);
         if self.rank() != 2 {
             return Err(Error::invalid("trace", format!("shape {} is not that of a matrix", self.shape())));
         }
@@ -325,6 +397,7 @@ impl Tensor {
     /// # Errors
     /// [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
     pub fn kron(&self, other: &Tensor) -> Result<Tensor> {
+        replaced!("kron", [self, other]);
         let op = "kron";
         let rank = self.rank().max(other.rank());
         let sizes = |t: &Tensor| -> Dims {
@@ -345,6 +418,7 @@ impl Tensor {
     /// [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
     pub fn cross(&self, other: &Tensor, dim: isize) -> Result<Tensor> {
         let op = "cross";
+        replaced!(op, [self, other], dim);
         let mismatch = |hint| Error::ShapeMismatch { op, lhs: self.shape().clone(), rhs: other.shape().clone(), hint };
         if self.rank() != other.rank() {
             return Err(mismatch("both have as many dims"));

@@ -10,14 +10,25 @@ use std::sync::LazyLock;
 use smallvec::{SmallVec, smallvec};
 
 use super::autocast::lowered;
+use super::catalogue::{Dtypes, Gives, Kind, Operation};
 use super::elementwise::{self, Params};
 use super::expr::Expr;
 use super::gemm::Gemm;
 use super::program::Program;
+use super::registry::{replaced, replacement};
 use super::{reduce, same_dtype};
 use crate::autograd::{self, Factor, Gradients, Saved};
 use crate::tensor::{Dims, Layout};
 use crate::{Error, Result, Shape, Tensor};
+
+pub(super) static OPERATIONS: &[Operation] = &[
+    Operation::new("matmul", "matmul", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| a.x(0)?.matmul(a.x(1)?))
+        .differentiable(),
+    Operation::new("linear", "nn.functional.linear", Kind::NeuralNetwork, Dtypes::Numbers, Gives::Same, |a| {
+        a.x(0)?.linear(a.x(1)?, a.xs().get(2).copied())
+    })
+    .differentiable(),
+];
 
 impl Tensor {
     /// The matrix product (PyTorch's `matmul`).
@@ -40,6 +51,7 @@ impl Tensor {
     /// [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
     pub fn matmul(&self, rhs: &Tensor) -> Result<Tensor> {
         let op = "matmul";
+        replaced!(op, [self, rhs]);
         if let Some(low) = lowered(op, &[self, rhs])? {
             return low[0].matmul(&low[1]);
         }
@@ -109,7 +121,11 @@ impl Tensor {
     /// # Errors
     /// [`Error::ShapeMismatch`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
     pub fn linear(&self, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        layer(self, weight, bias, None)
+        let tensors: SmallVec<[&Tensor; 3]> = [self, weight].into_iter().chain(bias).collect();
+        match replacement("linear", &tensors, Vec::new)? {
+            Some(mut out) => Ok(out.swap_remove(0)),
+            None => layer(self, weight, bias, None),
+        }
     }
 
     /// [`Tensor::linear`] and a formula applied to its result, all in one launch: `f(x wᵀ + b)`. Where a gradient will

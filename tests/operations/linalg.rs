@@ -96,6 +96,13 @@ fn products() -> Vec<Case> {
     ] {
         cases.push(case(name).input(a).input(b).gives(|x| vec![matmul(&x[0], &x[1])]));
     }
+    for (shape, out) in [(&[3, 4][..], 5), (&[2, 3, 4], 1), (&[4], 3), (&[0, 4], 2), (&[17, 33], 16)] {
+        let features = shape[shape.len() - 1];
+        let whole = case("linear").input(shape).input(&[out, features]);
+        cases.push(whole.gives(|x| vec![matmul(&x[0], &x[1].t().to_owned())]));
+        let whole = case("linear").input(shape).input(&[out, features]).input(&[out]);
+        cases.push(whole.gives(|x| vec![matmul(&x[0], &x[1].t().to_owned()) + &x[2]]));
+    }
     for (a, b) in [(3, 4), (0, 4), (1, 1)] {
         for name in ["outer", "ger"] {
             cases.push(case(name).input(&[a]).input(&[b]).gives(|x| vec![einsum("i,j->ij", x)]));

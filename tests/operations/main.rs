@@ -30,9 +30,12 @@ macro_rules! families {
 }
 
 families! {
+    attention,
     copies,
     creation,
+    indexing,
     joining,
+    linalg,
     pointwise,
     reductions,
     scans,

@@ -9,6 +9,9 @@ use smallvec::SmallVec;
 use super::scatter::{Combine, apart};
 use super::{Indexed, check_index, cpu, opencl, zeros_for};
 use crate::autograd::{self, Saved};
+use crate::ops::arguments::{Args, Argument};
+use crate::ops::catalogue::{Dtypes, Gives, Kind, Operation};
+use crate::ops::registry::{replaced, replacement};
 use crate::ops::{recorded, same_device, same_dtype};
 use crate::tensor::{Dims, Layout};
 use crate::{DType, Device, Error, Result, Shape, Tensor};
@@ -178,6 +181,62 @@ impl Kept {
     }
 }
 
+pub(in crate::ops) static OPERATIONS: &[Operation] = &[
+    Operation::new("index", "Tensor.__getitem__", Kind::Indexing, Dtypes::All, Gives::Same, |a| {
+        a.x(0)?.index(&at_dims(a, 1)?)
+    })
+    .differentiable(),
+    Operation::new("index_put", "index_put", Kind::Indexing, Dtypes::Numbers, Gives::Same, |a| {
+        a.x(0)?.index_put(&at_dims(a, 2)?, a.x(1)?, a.bool(1)?)
+    })
+    .differentiable(),
+    Operation::new("index_put_", "index_put_", Kind::InPlace, Dtypes::Numbers, Gives::Same, |a| {
+        Ok(a.x(0)?.index_put_(&at_dims(a, 2)?, a.x(1)?, a.bool(1)?)?.shallow_clone())
+    }),
+    Operation::new("take", "take", Kind::Indexing, Dtypes::All, Gives::Same, |a| a.x(0)?.take(a.x(1)?))
+        .differentiable(),
+    Operation::new("masked_scatter", "masked_scatter", Kind::Indexing, Dtypes::All, Gives::Same, |a| {
+        a.x(0)?.masked_scatter(a.x(1)?, a.x(2)?)
+    })
+    .differentiable(),
+    Operation::new("masked_scatter_", "masked_scatter_", Kind::InPlace, Dtypes::All, Gives::Same, |a| {
+        Ok(a.x(0)?.masked_scatter_(a.x(1)?, a.x(2)?)?.shallow_clone())
+    }),
+    Operation::new("put", "put", Kind::Indexing, Dtypes::Numbers, Gives::Same, |a| {
+        a.x(0)?.put(a.x(1)?, a.x(2)?, a.bool(0)?)
+    })
+    .differentiable(),
+    Operation::new("put_", "put_", Kind::InPlace, Dtypes::Numbers, Gives::Same, |a| {
+        Ok(a.x(0)?.put_(a.x(1)?, a.x(2)?, a.bool(0)?)?.shallow_clone())
+    }),
+];
+
+/// By name, the indices come last, and argument 0 says which dims they are for.
+fn at_dims<'a>(args: &Args<'a>, first: usize) -> Result<Vec<Option<&'a Tensor>>> {
+    let dims = args.sizes(0)?;
+    let mut indices = vec![None; dims.iter().max().map_or(0, |d| d + 1)];
+    for (k, &d) in dims.iter().enumerate() {
+        indices[d] = Some(args.x(first + k)?);
+    }
+    Ok(indices)
+}
+
+/// What a registered implementation makes of it, called as by name.
+fn replaced_with(
+    op: &'static str,
+    tensors: &[&Tensor],
+    indices: &[Option<&Tensor>],
+    accumulate: Option<bool>,
+) -> Result<Option<Tensor>> {
+    let all: SmallVec<[&Tensor; 6]> = tensors.iter().copied().chain(indices.iter().copied().flatten()).collect();
+    let arguments = || {
+        let dims: Vec<usize> = (0..indices.len()).filter(|&d| indices[d].is_some()).collect();
+        let dims = Argument::from(&dims[..]);
+        std::iter::once(dims).chain(accumulate.map(Argument::from)).collect()
+    };
+    Ok(replacement(op, &all, arguments)?.map(|mut outs| outs.swap_remove(0)))
+}
+
 impl Tensor {
     /// The elements that index tensors name, one for each leading dim, `None` for a whole one (PyTorch's `x[i, :, j]`, which
     /// calls `index`). The indices are broadcast together; their dims stand where those indexed stood, or in front if these
@@ -198,6 +257,9 @@ impl Tensor {
     /// [`Error::Invalid`] for no index or more than dims; [`Error::ShapeMismatch`] where indices do not broadcast; otherwise
     /// as [`Tensor::index_select`].
     pub fn index(&self, indices: &[Option<&Tensor>]) -> Result<Tensor> {
+        if let Some(out) = replaced_with("index", &[self], indices, None)? {
+            return Ok(out);
+        }
         self.indexed("index", indices)
     }
 
@@ -232,6 +294,9 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::index`]; [`Error::ShapeMismatch`] where `values` do not broadcast, [`Error::DTypeMismatch`].
     pub fn index_put(&self, indices: &[Option<&Tensor>], values: &Tensor, accumulate: bool) -> Result<Tensor> {
+        if let Some(out) = replaced_with("index_put", &[self, values], indices, Some(accumulate))? {
+            return Ok(out);
+        }
         self.indexed_put("index_put", indices, values, accumulate)
     }
 
@@ -281,6 +346,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::index`].
     pub fn take(&self, index: &Tensor) -> Result<Tensor> {
+        replaced!("take", [self, index]);
         self.reshape(self.numel())?.indexed("take", &[Some(index)])
     }
 
@@ -292,6 +358,7 @@ impl Tensor {
     /// As [`Tensor::index_put`]; [`Error::ShapeMismatch`] where `index` and `source` have different numbers of elements.
     pub fn put(&self, index: &Tensor, source: &Tensor, accumulate: bool) -> Result<Tensor> {
         let op = "put";
+        replaced!(op, [self, index, source], accumulate);
         let (index, source) = lists(op, index, source)?;
         let flat = self.reshape(self.numel())?;
         flat.indexed_put(op, &[Some(&index)], &source, accumulate)?.reshape(self.shape())
@@ -331,6 +398,7 @@ impl Tensor {
     /// [`Error::UnsupportedDType`] for a mask that is not bool; [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
     pub fn masked_scatter(&self, mask: &Tensor, source: &Tensor) -> Result<Tensor> {
         let op = "masked_scatter";
+        replaced!(op, [self, mask, source]);
         match self.scattered_by(op, mask, source)? {
             None => self.try_clone(),
             Some((mask, source)) => self.indexed_put(op, &[Some(&mask)], &source, false),

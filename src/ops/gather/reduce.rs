@@ -3,7 +3,9 @@
 use super::along;
 use super::scatter::{Combine, Places, everywhere, scatter};
 use crate::autograd::{self, Saved};
+use crate::ops::catalogue::{Dtypes, Gives, Kind, Operation};
 use crate::ops::recorded_with_result;
+use crate::ops::registry::replaced;
 use crate::{DType, Error, Result, Scalar, Tensor, no_grad};
 
 /// How [`Tensor::scatter_reduce`] and [`Tensor::index_reduce`] combine what meets in one element.
@@ -41,6 +43,16 @@ impl ScatterReduce {
         }
     }
 
+    fn name(self) -> &'static str {
+        match self {
+            ScatterReduce::Sum => "sum",
+            ScatterReduce::Prod => "prod",
+            ScatterReduce::Mean => "mean",
+            ScatterReduce::Amax => "amax",
+            ScatterReduce::Amin => "amin",
+        }
+    }
+
     fn combine(self) -> Combine {
         match self {
             ScatterReduce::Sum | ScatterReduce::Mean => Combine::Add,
@@ -56,16 +68,10 @@ impl std::str::FromStr for ScatterReduce {
 
     /// By PyTorch's names: `sum`, `prod`, `mean`, `amax`, `amin`.
     fn from_str(s: &str) -> Result<ScatterReduce> {
-        Ok(match s {
-            "sum" => ScatterReduce::Sum,
-            "prod" => ScatterReduce::Prod,
-            "mean" => ScatterReduce::Mean,
-            "amax" => ScatterReduce::Amax,
-            "amin" => ScatterReduce::Amin,
-            _ => {
-                let reason = format!("'{s}' is not one of sum, prod, mean, amax, amin");
-                return Err(Error::invalid("scatter_reduce", reason));
-            }
+        let all = [Self::Sum, Self::Prod, Self::Mean, Self::Amax, Self::Amin];
+        all.into_iter().find(|r| r.name() == s).ok_or_else(|| {
+            let reason = format!("'{s}' is not one of sum, prod, mean, amax, amin");
+            Error::invalid("scatter_reduce", reason)
         })
     }
 }
@@ -105,6 +111,20 @@ fn reduce_into(
     Ok(())
 }
 
+pub(in crate::ops) static OPERATIONS: &[Operation] = &[
+    Operation::new("scatter_reduce", "scatter_reduce", Kind::Indexing, Dtypes::Numbers, Gives::Same, |a| {
+        a.x(0)?.scatter_reduce(a.int(0)?, a.x(1)?, a.x(2)?, a.text(1)?.parse()?, a.bool(2)?)
+    })
+    .differentiable(),
+    Operation::new("scatter_reduce_", "scatter_reduce_", Kind::InPlace, Dtypes::Numbers, Gives::Same, |a| {
+        Ok(a.x(0)?.scatter_reduce_(a.int(0)?, a.x(1)?, a.x(2)?, a.text(1)?.parse()?, a.bool(2)?)?.shallow_clone())
+    }),
+    Operation::new("index_reduce", "index_reduce", Kind::Indexing, Dtypes::Numbers, Gives::Same, |a| {
+        a.x(0)?.index_reduce(a.int(0)?, a.x(1)?, a.x(2)?, a.text(1)?.parse()?, a.bool(2)?)
+    })
+    .differentiable(),
+];
+
 impl Tensor {
     /// A copy of this tensor with each `source[i][j]` reduced into `[index[i][j]][j]` and so on along `dim` (PyTorch's
     /// `scatter_reduce`); without `include_self` the elements reduced into do not count themselves. Differentiable in both.
@@ -128,6 +148,7 @@ impl Tensor {
         reduce: ScatterReduce,
         include_self: bool,
     ) -> Result<Tensor> {
+        replaced!("scatter_reduce", [self, index, source], dim, reduce.name(), include_self);
         self.scatter_reduced("scatter_reduce", dim, index, source, (reduce, include_self))
     }
 
@@ -190,6 +211,7 @@ impl Tensor {
         reduce: ScatterReduce,
         include_self: bool,
     ) -> Result<Tensor> {
+        replaced!("index_reduce", [self, index, source], dim, reduce.name(), include_self);
         let op = "index_reduce";
         let d = self.check_slices(op, dim, index, source)?;
         let places = index.with_layout(along(index, d, source.shape()));

@@ -3,6 +3,8 @@
 
 use super::{Indexed, along, check_index, cpu, fits, opencl, with_dim, without};
 use crate::autograd::{self, Saved};
+use crate::ops::catalogue::{Dtypes, Gives, Kind, Operation};
+use crate::ops::registry::replaced;
 use crate::ops::{recorded, same_device, same_dtype};
 use crate::tensor::Layout;
 use crate::{Compute, DType, Device, Error, Result, Scalar, Shape, Tensor};
@@ -121,6 +123,51 @@ pub(super) fn everywhere(op: &'static str, value: Scalar, shape: &Shape, like: &
     Ok(one.with_layout(one.layout.broadcast_to(shape)))
 }
 
+pub(in crate::ops) static OPERATIONS: &[Operation] = &[
+    Operation::new("scatter", "scatter", Kind::Indexing, Dtypes::All, Gives::Same, |a| {
+        a.x(0)?.scatter(a.int(0)?, a.x(1)?, a.x(2)?)
+    })
+    .differentiable(),
+    Operation::new("scatter_", "scatter_", Kind::InPlace, Dtypes::All, Gives::Same, |a| {
+        Ok(a.x(0)?.scatter_(a.int(0)?, a.x(1)?, a.x(2)?)?.shallow_clone())
+    }),
+    Operation::new("scatter_add", "scatter_add", Kind::Indexing, Dtypes::Numbers, Gives::Same, |a| {
+        a.x(0)?.scatter_add(a.int(0)?, a.x(1)?, a.x(2)?)
+    })
+    .differentiable(),
+    Operation::new("scatter_add_", "scatter_add_", Kind::InPlace, Dtypes::Numbers, Gives::Same, |a| {
+        Ok(a.x(0)?.scatter_add_(a.int(0)?, a.x(1)?, a.x(2)?)?.shallow_clone())
+    }),
+    Operation::new("scatter_value", "scatter", Kind::Indexing, Dtypes::All, Gives::Same, |a| {
+        a.x(0)?.scatter_value(a.int(0)?, a.x(1)?, a.scalar(1)?)
+    })
+    .differentiable(),
+    Operation::new("scatter_value_", "scatter_", Kind::InPlace, Dtypes::All, Gives::Same, |a| {
+        Ok(a.x(0)?.scatter_value_(a.int(0)?, a.x(1)?, a.scalar(1)?)?.shallow_clone())
+    }),
+    Operation::new("index_add", "index_add", Kind::Indexing, Dtypes::Numbers, Gives::Same, |a| {
+        a.x(0)?.index_add(a.int(0)?, a.x(1)?, a.x(2)?)
+    })
+    .differentiable(),
+    Operation::new("index_add_", "index_add_", Kind::InPlace, Dtypes::Numbers, Gives::Same, |a| {
+        Ok(a.x(0)?.index_add_(a.int(0)?, a.x(1)?, a.x(2)?)?.shallow_clone())
+    }),
+    Operation::new("index_copy", "index_copy", Kind::Indexing, Dtypes::All, Gives::Same, |a| {
+        a.x(0)?.index_copy(a.int(0)?, a.x(1)?, a.x(2)?)
+    })
+    .differentiable(),
+    Operation::new("index_copy_", "index_copy_", Kind::InPlace, Dtypes::All, Gives::Same, |a| {
+        Ok(a.x(0)?.index_copy_(a.int(0)?, a.x(1)?, a.x(2)?)?.shallow_clone())
+    }),
+    Operation::new("index_fill", "index_fill", Kind::Indexing, Dtypes::All, Gives::Same, |a| {
+        a.x(0)?.index_fill(a.int(0)?, a.x(1)?, a.scalar(1)?)
+    })
+    .differentiable(),
+    Operation::new("index_fill_", "index_fill_", Kind::InPlace, Dtypes::All, Gives::Same, |a| {
+        Ok(a.x(0)?.index_fill_(a.int(0)?, a.x(1)?, a.scalar(1)?)?.shallow_clone())
+    }),
+];
+
 impl Tensor {
     /// A copy of this tensor with `source[i][j]` in place of `[index[i][j]][j]` and so on along `dim` (PyTorch's `scatter`).
     /// Of equal indices the last stays, whose gradient the others get too. Differentiable in both.
@@ -137,6 +184,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::gather`]; [`Error::ShapeMismatch`] where `index` is larger than `source`; [`Error::DTypeMismatch`].
     pub fn scatter(&self, dim: isize, index: &Tensor, source: &Tensor) -> Result<Tensor> {
+        replaced!("scatter", [self, index, source], dim);
         self.scattered("scatter", Combine::Set, dim, index, source)
     }
 
@@ -153,10 +201,11 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::gather`]; [`Error::Invalid`] for a fraction into integers.
     pub fn scatter_value(&self, dim: isize, index: &Tensor, value: impl Into<Scalar>) -> Result<Tensor> {
-        let op = "scatter_value";
+        let (op, value): (_, Scalar) = ("scatter_value", value.into());
+        replaced!(op, [self, index], dim, value);
         let d = self.check_places(op, dim, index)?;
         let out = self.cast(self.dtype)?;
-        let source = everywhere(op, value.into(), index.shape(), self)?;
+        let source = everywhere(op, value, index.shape(), self)?;
         scatter(op, Combine::Set, &out, d, &Places::of(index), &source)?;
         let index = Saved::new(index);
         Ok(recorded(op, out, &[self], move |_, grad| grad.scatter_value(dim, index.get(op)?, 0)))
@@ -182,6 +231,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::scatter`].
     pub fn scatter_add(&self, dim: isize, index: &Tensor, source: &Tensor) -> Result<Tensor> {
+        replaced!("scatter_add", [self, index, source], dim);
         self.scattered("scatter_add", Combine::Add, dim, index, source)
     }
 
@@ -232,6 +282,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::index_select`]; [`Error::ShapeMismatch`], [`Error::DTypeMismatch`].
     pub fn index_add(&self, dim: isize, index: &Tensor, source: &Tensor) -> Result<Tensor> {
+        replaced!("index_add", [self, index, source], dim);
         self.index_written("index_add", Combine::Add, dim, index, source)
     }
 
@@ -249,6 +300,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::index_add`].
     pub fn index_copy(&self, dim: isize, index: &Tensor, source: &Tensor) -> Result<Tensor> {
+        replaced!("index_copy", [self, index, source], dim);
         self.index_written("index_copy", Combine::Set, dim, index, source)
     }
 
@@ -299,9 +351,10 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::index_select`]; [`Error::Invalid`] for a fraction into integers.
     pub fn index_fill(&self, dim: isize, index: &Tensor, value: impl Into<Scalar>) -> Result<Tensor> {
-        let op = "index_fill";
+        let (op, value): (_, Scalar) = ("index_fill", value.into());
+        replaced!(op, [self, index], dim, value);
         let out = self.cast(self.dtype)?;
-        out.index_filled(op, dim, index, value.into())?;
+        out.index_filled(op, dim, index, value)?;
         let index = Saved::new(index);
         Ok(recorded(op, out, &[self], move |_, grad| grad.index_fill(dim, index.get(op)?, 0)))
     }
