@@ -9,14 +9,12 @@ use smallvec::SmallVec;
 use super::collapse::Walk;
 use super::elementwise::{Launch, Params};
 use super::kernels::{KernelKey, Placed, kernel};
-use super::reduce::opencl::WIDEST;
+use super::reduce::opencl::{WIDEST, group_size};
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice, ClKernel};
 use crate::{Compute, DType, Result, Tensor};
 
-/// Work-items a group: a multiple of every GPU's width, and large enough for PoCL to vectorise over.
-const LOCAL: usize = 256;
-/// Local memory that tiles may take: every GPU has as much.
+/// Local memory that tiles may take, where there is as much.
 const TILES: usize = 32 << 10;
 
 /// The side of a tile on processors: lines of f32 that are read and written whole.
@@ -112,15 +110,16 @@ pub(super) fn prepare(launch: &Launch) -> Result<Prepared> {
     let count = launch.outputs[0].numel();
     // PoCL vectorises functions across work-items, but not loads and stores.
     let form = match gpu || !launch.program.calls_functions() {
-        true => vectors(walk, &tensors, &mut operands).or_else(|| tiles(walk, launch, &mut operands, gpu)),
+        true => vectors(walk, &tensors, &mut operands).or_else(|| tiles(device, walk, launch, &mut operands)),
         false => None,
     };
     let form = form.unwrap_or(Form::Scalar { per_item: if gpu { 4 } else { 1 } });
-    let local = if gpu || !matches!(form, Form::Tiled { .. }) { LOCAL } else { 1 };
+    // A multiple of every GPU's width, and large enough for PoCL to vectorise over.
+    let local = if gpu || !matches!(form, Form::Tiled { .. }) { group_size(device) } else { 1 };
     let strided = operands.iter().any(|o| o.access == Access::Strided);
     let rank = if strided { walk.dims.len() } else { 0 };
     // With room for the last group's positions past the end: were they to wrap, an in-place result would be computed twice.
-    let wide = count >= u32::MAX as usize - WIDEST * LOCAL;
+    let wide = count >= u32::MAX as usize - WIDEST * local;
 
     let mut params: SmallVec<[u64; 8]> = SmallVec::new();
     params.extend([
@@ -219,7 +218,7 @@ fn vectors(walk: &Walk, tensors: &[&Tensor], operands: &mut Operands) -> Option<
 }
 
 /// Tiles, in local memory on GPUs, where the results are neighbours along the innermost dim and some inputs along another.
-fn tiles(walk: &Walk, launch: &Launch, operands: &mut Operands, gpu: bool) -> Option<Form> {
+fn tiles(device: &ClDevice, walk: &Walk, launch: &Launch, operands: &mut Operands) -> Option<Form> {
     let (inputs, last) = (launch.inputs.len(), walk.dims.len().checked_sub(1)?);
     if launch.program.seeds() > 0 || (inputs..operands.len()).any(|k| walk.strides[k][last] != 1) {
         return None;
@@ -229,9 +228,10 @@ fn tiles(walk: &Walk, launch: &Launch, operands: &mut Operands, gpu: bool) -> Op
     // Short dims would leave tiles empty.
     let turn = (0..last).find(|&d| walk.dims[d] >= 8 && walk.dims[last] >= 8 && (0..inputs).any(|k| turned(k, d)))?;
     let size: usize = (0..inputs).filter(|&k| turned(k, turn)).map(|k| operands[k].dtype.size()).sum();
-    let side = match gpu {
-        true => [64, 32].into_iter().find(|side| side * (side + 1) * size <= TILES)?,
-        false => IN_CACHE,
+    let info = device.info();
+    let side = match info.kind {
+        DeviceKind::Cpu => IN_CACHE,
+        _ => [64, 32].into_iter().find(|side| side * (side + 1) * size <= TILES.min(info.local_memory))?,
     };
     let tiled: SmallVec<[bool; 6]> = (0..operands.len()).map(|k| k < inputs && turned(k, turn)).collect();
     for (operand, tiled) in operands.iter_mut().zip(tiled) {

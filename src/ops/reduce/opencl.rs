@@ -14,7 +14,7 @@ use crate::{Compute, DType, Result, Tensor};
 pub(in crate::ops) const WALK: &str = include_str!("../../../kernels/walk.cl");
 const TEMPLATE: &str = include_str!("../../../kernels/reduce.cl");
 
-/// Work-items a group on GPUs.
+/// Work-items a group, unless a kernel has reasons for another number.
 pub(in crate::ops) fn group_size(device: &ClDevice) -> usize {
     let most = device.info().max_work_group.clamp(1, 256);
     1 << most.ilog2()
