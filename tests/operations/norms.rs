@@ -1,0 +1,200 @@
+//! Normalisation against its definition.
+
+use claystone::device::{DeviceKind, count_launches};
+use claystone::{BatchNormOptions, DType, Device, Tensor};
+use ndarray::{ArrayD, IxDyn};
+
+use crate::common::{each_device, f64s};
+use crate::harness::{Case, case};
+
+/// Each element less the mean of its row, over the root of the row's variance (or mean square) and eps; `row` says which row
+/// an index is in.
+fn normal(x: &ArrayD<f64>, eps: f64, rms: bool, row: impl Fn(&[usize]) -> usize) -> ArrayD<f64> {
+    let mut rows: Vec<Vec<f64>> = Vec::new();
+    for (at, &v) in x.indexed_iter() {
+        let r = row(at.slice());
+        rows.resize(rows.len().max(r + 1), Vec::new());
+        rows[r].push(v);
+    }
+    let statistics: Vec<(f64, f64)> = rows
+        .iter()
+        .map(|row| {
+            let n = row.len() as f64;
+            let mean = if rms { 0.0 } else { row.iter().sum::<f64>() / n };
+            (mean, row.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / n)
+        })
+        .collect();
+    ArrayD::from_shape_fn(x.raw_dim(), |at| {
+        let (mean, var) = statistics[row(at.slice())];
+        (x[&at] - mean) / (var + eps).sqrt()
+    })
+}
+
+/// Times a weight and plus a bias, where there are some; `own` says which element of theirs belongs to an index.
+fn affine(y: ArrayD<f64>, rest: &[ArrayD<f64>], own: impl Fn(&[usize]) -> Vec<usize>) -> Vec<ArrayD<f64>> {
+    let out = ArrayD::from_shape_fn(y.raw_dim(), |at| {
+        let own = IxDyn(&own(at.slice()));
+        let weighted = rest.first().map_or(y[&at], |w| y[&at] * w[&own]);
+        rest.get(1).map_or(weighted, |b| weighted + b[&own])
+    });
+    vec![out]
+}
+
+/// Row-major position of the first dims.
+fn position(at: &[usize], shape: &[usize]) -> usize {
+    at.iter().zip(shape).fold(0, |p, (i, n)| p * n + i)
+}
+
+fn last(name: &str, shape: &[usize], dims: usize, eps: f64, given: usize) -> Case {
+    let kept = shape.len() - dims;
+    let normalised = shape[kept..].to_vec();
+    let made = (0..given).fold(case(name).input(shape), |c, _| c.input(&normalised));
+    let (made, outer) = (made.arg(&normalised[..]).arg(eps), shape[..kept].to_vec());
+    let rms = name == "rms_norm";
+    made.gives(move |x| {
+        let y = normal(&x[0], eps, rms, |at| position(&at[..kept], &outer));
+        affine(y, &x[1..], |at| at[kept..].to_vec())
+    })
+}
+
+fn groups(shape: &[usize], groups: usize, given: usize) -> Case {
+    let made = (0..given).fold(case("group_norm").input(shape), |c, _| c.input(&shape[1..2]));
+    let each = shape[1] / groups;
+    made.arg(groups).arg(1e-5).gives(move |x| {
+        let y = normal(&x[0], 1e-5, false, |at| at[0] * groups + at[1] / each);
+        affine(y, &x[1..], |at| vec![at[1]])
+    })
+}
+
+fn instance(shape: &[usize], given: usize) -> Case {
+    let made = (0..given).fold(case("instance_norm").input(shape), |c, _| c.input(&shape[1..2]));
+    let channels = shape[1];
+    made.arg(1e-5).gives(move |x| {
+        let y = normal(&x[0], 1e-5, false, |at| at[0] * channels + at[1]);
+        affine(y, &x[1..], |at| vec![at[1]])
+    })
+}
+
+fn training(shape: &[usize], given: usize) -> Case {
+    let made = (0..given).fold(case("batch_norm").input(shape), |c, _| c.input(&shape[1..2]));
+    made.arg(true).arg(0.1).arg(1e-5).gives(move |x| {
+        let y = normal(&x[0], 1e-5, false, |at| at[1]);
+        affine(y, &x[1..], |at| vec![at[1]])
+    })
+}
+
+fn evaluation(shape: &[usize], given: usize) -> Case {
+    let made = case("batch_norm").input(shape).input(&shape[1..2]).input_in(&shape[1..2], 0.5..2.0);
+    let made = (0..given).fold(made, |c, _| c.input(&shape[1..2]));
+    made.arg(false).arg(0.1).arg(1e-5).gives(move |x| {
+        let y = ArrayD::from_shape_fn(x[0].raw_dim(), |at| {
+            let c = [at[1]];
+            (x[0][&at] - x[1][c]) / (x[2][c] + 1e-5).sqrt()
+        });
+        affine(y, &x[3..], |at| vec![at[1]])
+    })
+}
+
+pub fn cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for given in 0..3 {
+        for (shape, dims) in [
+            (&[4, 7][..], 1),
+            (&[2, 3, 5], 2),
+            (&[3, 1, 6], 1),
+            (&[0, 5], 1),
+            (&[2, 3, 64], 1),
+            (&[3, 257], 1),
+            (&[2, 1031], 1),
+        ] {
+            cases.push(last("layer_norm", shape, dims, 1e-5, given));
+            if given < 2 {
+                cases.push(last("rms_norm", shape, dims, 1e-3, given));
+            }
+        }
+        cases.push(groups(&[2, 6, 3, 2], 2, given));
+        cases.push(groups(&[2, 4, 5], 1, given));
+        cases.push(groups(&[3, 6, 7], 6, given));
+        cases.push(groups(&[0, 4, 3], 2, given));
+        cases.push(groups(&[2, 8, 9, 13], 4, given));
+        cases.push(instance(&[2, 3, 4, 5], given));
+        cases.push(instance(&[2, 0, 4], given));
+        cases.push(training(&[3, 2, 4], given));
+        cases.push(training(&[2, 3, 3, 4], given));
+        cases.push(training(&[5, 1, 67], given));
+        cases.push(training(&[2, 0, 3], given));
+        cases.push(evaluation(&[3, 2, 4], given));
+        cases.push(evaluation(&[4, 5], given));
+        cases.push(evaluation(&[0, 3, 2], given));
+    }
+    for (shape, p, dim) in [(&[3, 4][..], 2.0, 1), (&[3, 4, 2], 1.0, -2), (&[2, 5], 3.0, -1), (&[0, 4], 2.0, 1)] {
+        let axis = if dim < 0 { shape.len() - dim.unsigned_abs() as usize } else { dim as usize };
+        let made = case("normalize").input_in(shape, 0.3..2.0).arg(p).arg(dim).arg(1e-12);
+        cases.push(made.gives(move |x| {
+            let norms = x[0].map_axis(ndarray::Axis(axis), |lane| {
+                lane.iter().map(|v| v.abs().powf(p)).sum::<f64>().powf(1.0 / p)
+            });
+            vec![&x[0] / &norms.insert_axis(ndarray::Axis(axis))]
+        }));
+    }
+    cases
+}
+
+/// The running statistics move a tenth of the way, to the unbiased variance, and nothing else does.
+#[test]
+fn running_statistics_follow_the_batch() {
+    each_device(|device| {
+        for dtype in [DType::F32, DType::F16] {
+            let options = (dtype, device);
+            let x = Tensor::arange(0, 24, 1, options).unwrap().reshape([3, 2, 4]).unwrap();
+            let (mean, var) = (Tensor::ones(2, options).unwrap(), Tensor::ones(2, options).unwrap());
+            let run = |training: bool| {
+                let (running_mean, running_var) = (Some(&mean), Some(&var));
+                let options = BatchNormOptions { running_mean, running_var, training, ..BatchNormOptions::default() };
+                x.batch_norm(options).unwrap()
+            };
+            run(false);
+            assert_eq!(f64s(&mean).sum() + f64s(&var).sum(), 4.0);
+            let (_, launches) = count_launches(|| run(true));
+            let gpu = device != Device::Cpu && device.info().unwrap().kind != DeviceKind::Cpu;
+            assert!(!gpu || launches == 2, "{launches} launches on {device}");
+            let values = f64s(&x);
+            for c in 0..2 {
+                let channel: Vec<f64> = values.index_axis(ndarray::Axis(1), c).iter().copied().collect();
+                let m = channel.iter().sum::<f64>() / 12.0;
+                let v = channel.iter().map(|x| (x - m).powi(2)).sum::<f64>() / 11.0;
+                let tolerance = if dtype == DType::F32 { 1e-5 } else { 4e-3 };
+                for (got, want) in [(f64s(&mean)[c], 0.9 + 0.1 * m), (f64s(&var)[c], 0.9 + 0.1 * v)] {
+                    assert!((got - want).abs() <= tolerance * want, "{got} instead of {want} in {dtype} on {device}");
+                }
+            }
+        }
+    });
+}
+
+/// Large means leave the variance its digits.
+#[test]
+fn variances_survive_large_means() {
+    each_device(|device| {
+        let x = Tensor::from_slice(&[10000.0f32, 10001.0, 10002.0, 10003.0], [1, 4], device).unwrap();
+        let y = x.layer_norm(&[4], None, None, 0.0).unwrap().to_vec::<f32>().unwrap();
+        let want = [-1.3416408, -0.4472136, 0.4472136, 1.3416408];
+        assert!(y.iter().zip(want).all(|(y, w): (&f32, f32)| (y - w).abs() < 1e-4), "{y:?} on {device}");
+    });
+}
+
+#[test]
+fn norms_say_what_does_not_fit() {
+    let x = Tensor::zeros(&[2, 6, 4], Device::Cpu).unwrap();
+    let says = |text: &str, made: claystone::Result<Tensor>| {
+        let message = made.unwrap_err().to_string();
+        assert!(message.contains(text), "{message}");
+    };
+    says("last dims", x.layer_norm(&[6], None, None, 1e-5));
+    says("normalised shape", x.layer_norm(&[4], Some(&Tensor::ones(6, Device::Cpu).unwrap()), None, 1e-5));
+    says("evenly", x.group_norm(4, None, None, 1e-5));
+    says("each channel", x.group_norm(3, Some(&Tensor::ones(4, Device::Cpu).unwrap()), None, 1e-5));
+    says("running", x.batch_norm(BatchNormOptions::default()));
+    let one = Tensor::zeros(&[1, 6], Device::Cpu).unwrap();
+    says("no variance", one.batch_norm(BatchNormOptions { training: true, ..BatchNormOptions::default() }));
+}

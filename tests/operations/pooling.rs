@@ -1,0 +1,262 @@
+//! Pooling against loops over its definition.
+
+use claystone::autograd::gradcheck;
+use claystone::{AvgPoolOptions, DType, Device, MaxPoolOptions, Tensor};
+use ndarray::{ArrayD, IxDyn};
+
+use crate::common::{each_device, f64s};
+use crate::harness::{Case, case};
+
+/// Rows and columns: kernel, stride, padding, dilation, and whether windows may reach out.
+#[derive(Clone, Copy)]
+struct Pool {
+    kernel: [usize; 2],
+    stride: [usize; 2],
+    padding: [usize; 2],
+    dilation: [usize; 2],
+    ceil: bool,
+}
+
+fn pool(kernel: [usize; 2], stride: [usize; 2], padding: [usize; 2], dilation: [usize; 2], ceil: bool) -> Pool {
+    Pool { kernel, stride, padding, dilation, ceil }
+}
+
+impl Pool {
+    /// How many windows there are in a direction, and where each starts and ends in the image; padding has negative places.
+    fn windows(&self, d: usize, size: usize) -> Vec<(isize, isize)> {
+        let reach = self.dilation[d] * (self.kernel[d] - 1) + 1;
+        let last = size + 2 * self.padding[d];
+        let mut out = Vec::new();
+        for from in (0..last).step_by(self.stride[d]) {
+            let fits = from + reach <= last;
+            // One that reaches out has to start before the padding behind.
+            if fits || (self.ceil && from < size + self.padding[d] && out.last().is_none_or(|&(_, e)| e < last as isize)) {
+                out.push((from as isize, (from + reach) as isize));
+            }
+        }
+        out.into_iter().map(|(a, b)| (a - self.padding[d] as isize, b - self.padding[d] as isize)).collect()
+    }
+}
+
+fn four(x: &ArrayD<f64>, directions: usize) -> ArrayD<f64> {
+    let mut shape = x.shape().to_vec();
+    if directions == 1 {
+        shape.insert(shape.len() - 1, 1);
+    }
+    while shape.len() < 4 {
+        shape.insert(0, 1);
+    }
+    x.clone().into_shape_with_order(IxDyn(&shape)).unwrap()
+}
+
+fn as_given(out: ArrayD<f64>, x: &ArrayD<f64>, directions: usize) -> ArrayD<f64> {
+    let mut shape = out.shape().to_vec();
+    if directions == 1 {
+        shape.remove(2);
+    }
+    if x.ndim() == directions + 1 {
+        shape.remove(0);
+    }
+    out.into_shape_with_order(IxDyn(&shape)).unwrap()
+}
+
+/// `f` of each window's elements, which come with their position in the image, and the window's size with padding.
+fn each_window(
+    x: &ArrayD<f64>,
+    directions: usize,
+    windows: [&[Vec<usize>]; 2],
+    f: impl Fn(&[(usize, f64)]) -> f64,
+) -> ArrayD<f64> {
+    let images = four(x, directions);
+    let (n, c, wide) = (images.shape()[0], images.shape()[1], images.shape()[3]);
+    let shape = [n, c, windows[0].len(), windows[1].len()];
+    let out = ArrayD::from_shape_fn(IxDyn(&shape), |at| {
+        let rows = windows[0][at[2]].iter();
+        let elements: Vec<(usize, f64)> = rows
+            .flat_map(|&h| windows[1][at[3]].iter().map(move |&w| (h, w)))
+            .map(|(h, w)| (h * wide + w, images[[at[0], at[1], h, w]]))
+            .collect();
+        f(&elements)
+    });
+    as_given(out, x, directions)
+}
+
+fn taps(p: Pool, d: usize, size: usize) -> Vec<Vec<usize>> {
+    let window = |(a, b): (isize, isize)| {
+        let inside = (a..b).step_by(p.dilation[d]).filter(|&i| (0..size as isize).contains(&i));
+        inside.map(|i| i as usize).collect()
+    };
+    p.windows(d, size).into_iter().map(window).collect()
+}
+
+fn sizes(x: &ArrayD<f64>, directions: usize) -> [usize; 2] {
+    let shape = x.shape();
+    [if directions == 1 { 1 } else { shape[shape.len() - 2] }, shape[shape.len() - 1]]
+}
+
+fn greatest(e: &[(usize, f64)]) -> (usize, f64) {
+    e.iter().copied().reduce(|a, b| if b.1 > a.1 || b.1.is_nan() { b } else { a }).unwrap()
+}
+
+fn max_pool(x: &ArrayD<f64>, directions: usize, p: Pool) -> Vec<ArrayD<f64>> {
+    let [h, w] = sizes(x, directions);
+    let (rows, columns) = (taps(p, 0, h), taps(p, 1, w));
+    let of = |f: fn(&[(usize, f64)]) -> f64| each_window(x, directions, [&rows, &columns], f);
+    vec![of(|e| greatest(e).1), of(|e| greatest(e).0 as f64)]
+}
+
+fn avg_pool(x: &ArrayD<f64>, directions: usize, p: Pool, include: bool, divisor: Option<f64>) -> ArrayD<f64> {
+    let [h, w] = sizes(x, directions);
+    let (rows, columns) = (taps(p, 0, h), taps(p, 1, w));
+    let sums = each_window(x, directions, [&rows, &columns], |e| e.iter().map(|(_, v)| v).sum());
+    // Of each window, how far it reaches: into the padding, but not beyond.
+    let reach = |d: usize, size: usize| -> Vec<f64> {
+        let end = (size + p.padding[d]) as isize;
+        p.windows(d, size).iter().map(|&(a, b)| (b.min(end) - a) as f64).collect()
+    };
+    let (high, wide) = (reach(0, h), reach(1, w));
+    let images = four(&sums, directions);
+    let out = ArrayD::from_shape_fn(images.raw_dim(), |at| {
+        let inside = (rows[at[2]].len() * columns[at[3]].len()) as f64;
+        let all = if include { high[at[2]] * wide[at[3]] } else { inside };
+        images[&at] / divisor.unwrap_or(all)
+    });
+    as_given(out, x, directions)
+}
+
+fn parts(size: usize, count: usize) -> Vec<Vec<usize>> {
+    (0..count).map(|o| (o * size / count..((o + 1) * size).div_ceil(count)).collect()).collect()
+}
+
+fn adaptive(x: &ArrayD<f64>, directions: usize, size: [usize; 2], f: fn(&[(usize, f64)]) -> f64) -> ArrayD<f64> {
+    let [h, w] = sizes(x, directions);
+    each_window(x, directions, [&parts(h, size[0]), &parts(w, size[1])], f)
+}
+
+fn mean(e: &[(usize, f64)]) -> f64 {
+    e.iter().map(|(_, v)| v).sum::<f64>() / e.len() as f64
+}
+
+pub fn cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    let one = [1; 2];
+    for (x, p) in [
+        (&[2, 3, 4, 6][..], pool([2, 2], [2, 2], [0, 0], one, false)),
+        (&[2, 3, 5, 6], pool([3, 2], [2, 1], [1, 1], one, false)),
+        (&[1, 2, 5, 7], pool([2, 3], [2, 2], [1, 1], one, true)),
+        (&[2, 7, 8], pool([2, 3], [1, 2], [0, 1], [2, 2], false)),
+        (&[1, 1, 1, 1], pool(one, one, [0, 0], one, false)),
+        (&[1, 2, 3, 2], pool([2, 3], [2, 2], [0, 0], one, true)),
+        (&[0, 2, 4, 4], pool([2, 2], [2, 2], [0, 0], one, false)),
+        (&[2, 0, 4, 4], pool([2, 2], [2, 2], [0, 0], one, false)),
+        (&[3, 5, 33, 31], pool([3, 3], [2, 2], [1, 1], one, false)),
+    ] {
+        for name in ["max_pool2d", "max_pool2d_with_indices"] {
+            let made = case(name).distinct(x).arg(&p.kernel).arg(&p.stride).arg(&p.padding).arg(&p.dilation).arg(p.ceil);
+            let count = if name == "max_pool2d" { 1 } else { 2 };
+            cases.push(made.gives(move |x| max_pool(&x[0], 2, p).into_iter().take(count).collect()));
+        }
+        if p.dilation == one {
+            for (include, divisor) in [(true, None), (false, None), (true, Some(3usize))] {
+                let made = case("avg_pool2d").input(x).arg(&p.kernel).arg(&p.stride).arg(&p.padding).arg(p.ceil);
+                let made = made.arg(include).arg(divisor);
+                let divisor = divisor.map(|n| n as f64);
+                cases.push(made.gives(move |x| vec![avg_pool(&x[0], 2, p, include, divisor)]));
+            }
+        }
+    }
+    // Without a stride, windows lie side by side.
+    let beside = pool([2, 3], [2, 3], [0, 0], one, false);
+    let made = case("max_pool2d").distinct(&[1, 2, 4, 7]).arg(&[2, 3]);
+    cases.push(made.gives(move |x| max_pool(&x[0], 2, beside).into_iter().take(1).collect()));
+    for (x, p) in [
+        (&[2, 3, 9][..], pool([1, 3], [1, 2], [0, 1], one, true)),
+        (&[3, 8], pool([1, 2], [1, 2], [0, 0], [1, 3], false)),
+        (&[0, 3, 9], pool([1, 3], [1, 3], [0, 0], one, false)),
+    ] {
+        for name in ["max_pool1d", "max_pool1d_with_indices"] {
+            let made = case(name).distinct(x).arg(p.kernel[1]).arg(p.stride[1]).arg(p.padding[1]).arg(p.dilation[1]);
+            let count = if name == "max_pool1d" { 1 } else { 2 };
+            cases.push(made.arg(p.ceil).gives(move |x| max_pool(&x[0], 1, p).into_iter().take(count).collect()));
+        }
+        if p.dilation == one {
+            let made = case("avg_pool1d").input(x).arg(p.kernel[1]).arg(p.stride[1]).arg(p.padding[1]).arg(p.ceil);
+            cases.push(made.arg(false).gives(move |x| vec![avg_pool(&x[0], 1, p, false, None)]));
+        }
+    }
+    for (x, size) in [
+        (&[2, 3, 5, 7][..], [2, 3]),
+        (&[2, 3, 4, 6], [2, 2]),
+        (&[3, 5, 6], [1, 1]),
+        (&[1, 2, 3, 4], [5, 6]),
+        (&[0, 2, 4, 4], [2, 2]),
+        (&[2, 3, 4, 4], [0, 2]),
+        (&[2, 3, 17, 13], [7, 7]),
+    ] {
+        let made = case("adaptive_avg_pool2d").input(x).arg(&size);
+        cases.push(made.gives(move |x| vec![adaptive(&x[0], 2, size, mean)]));
+        let made = case("adaptive_max_pool2d").distinct(x).arg(&size);
+        cases.push(made.gives(move |x| vec![adaptive(&x[0], 2, size, |e| greatest(e).1)]));
+    }
+    for (x, size) in [(&[2, 3, 7][..], 3), (&[3, 8], 1), (&[0, 2, 5], 2)] {
+        let made = case("adaptive_avg_pool1d").input(x).arg(size);
+        cases.push(made.gives(move |x| vec![adaptive(&x[0], 1, [1, size], mean)]));
+        let made = case("adaptive_max_pool1d").distinct(x).arg(size);
+        cases.push(made.gives(move |x| vec![adaptive(&x[0], 1, [1, size], |e| greatest(e).1)]));
+    }
+    cases
+}
+
+/// The last NaN of a window, the first among equals, -infinity where there is nothing else.
+#[test]
+fn greatest_elements_of_special_values() {
+    each_device(|device| {
+        let (nan, low) = (f32::NAN, f32::NEG_INFINITY);
+        let x = [1.0, nan, nan, 7.0, 5.0, 5.0, 5.0, 2.0, low, low, low, low];
+        let x = Tensor::from_slice(&x, [1, 12], device).unwrap();
+        let (y, at) = x.max_pool1d_with_indices(4, MaxPoolOptions::default()).unwrap();
+        let y = y.to_vec::<f32>().unwrap();
+        assert!(y[0].is_nan() && y[1..] == [5.0, low], "{y:?} on {device}");
+        assert_eq!(at.to_vec::<i64>().unwrap(), [2, 4, 8]);
+    });
+}
+
+/// Overlapping windows that choose the same element add up their gradients.
+#[test]
+fn gradients_of_overlapping_windows() {
+    each_device(|device| {
+        let x = Tensor::from_slice(&[0f32, 9.0, 1.0, 2.0], [1, 4], device).unwrap().requires_grad_(true).unwrap();
+        let options = MaxPoolOptions { stride: Some([1]), ..MaxPoolOptions::default() };
+        x.max_pool1d(2, options).unwrap().sum((), false).unwrap().backward().unwrap();
+        assert_eq!(x.grad().unwrap().to_vec::<f32>().unwrap(), [0.0, 2.0, 0.0, 1.0]);
+        if device != Device::Cpu && !device.info().unwrap().fp64 {
+            return;
+        }
+        // Twice, too: the gradient of a mean is linear.
+        let x = Tensor::linspace(-1.0, 1.0, 24, (DType::F64, device)).unwrap().reshape([1, 2, 3, 4]).unwrap();
+        let options = AvgPoolOptions { stride: Some([1, 1]), padding: [1, 1], ..AvgPoolOptions::default() };
+        let f = |x: &[Tensor]| x[0].avg_pool2d([2, 3], options)?.square()?.sum((), false);
+        gradcheck(f, std::slice::from_ref(&x), 1e-6).unwrap();
+        claystone::autograd::gradgradcheck(f, &[x], 1e-5).unwrap();
+    });
+}
+
+#[test]
+fn pools_say_what_does_not_fit() {
+    let x = Tensor::zeros(&[1, 3, 4, 4], Device::Cpu).unwrap();
+    let says = |text: &str, made: claystone::Result<Tensor>| {
+        let message = made.unwrap_err().to_string();
+        assert!(message.contains(text), "{message}");
+    };
+    says("does not fit", x.max_pool2d([5, 5], MaxPoolOptions::default()));
+    says("half", x.max_pool2d([2, 2], MaxPoolOptions { padding: [2, 0], ..MaxPoolOptions::default() }));
+    says("above 0", x.avg_pool2d([2, 2], AvgPoolOptions { stride: Some([0, 1]), ..AvgPoolOptions::default() }));
+    says("divisor", x.avg_pool2d([2, 2], AvgPoolOptions { divisor_override: Some(0), ..AvgPoolOptions::default() }));
+    says("[N, C, L]", x.max_pool1d(2, MaxPoolOptions::default()));
+    let empty = Tensor::zeros(&[1, 3, 0, 4], Device::Cpu).unwrap();
+    says("empty", empty.adaptive_avg_pool2d([1, 1]));
+    let ints = Tensor::zeros(&[1, 2, 2], (DType::I64, Device::Cpu)).unwrap();
+    says("floats", ints.avg_pool2d([2, 2], AvgPoolOptions::default()));
+    let max = ints.max_pool2d([2, 2], MaxPoolOptions::default()).unwrap();
+    assert_eq!(f64s(&max).sum(), 0.0);
+}
