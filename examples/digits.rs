@@ -4,7 +4,6 @@
 
 mod common;
 
-use std::error::Error;
 use std::time::Instant;
 
 use clap::Parser;
@@ -12,6 +11,7 @@ use claystone::nn::{Activation, Linear, Module, Sequential};
 use claystone::optim::{AdamW, AdamWConfig, Optimizer};
 use claystone::{DType, Device, Tensor, no_grad};
 use common::Curve;
+use common::images::{self, HELD_OUT, Set};
 
 /// Reads handwritten digits: an MLP 64-128-64-10 trained on 1,437 images, tested on 360 it never saw.
 #[derive(Parser)]
@@ -36,53 +36,11 @@ struct Args {
     seed: u64,
 }
 
-/// The data set: an image a row, pixels scaled to 0..1.
-const DATA: &[u8] = include_bytes!("data/digits.csv.gz");
 const PIXELS: usize = 64;
-const HELD_OUT: usize = 360;
-/// The split into training and test set does not depend on `--seed`.
-const SPLIT_SEED: u64 = 20;
-
-/// Images and labels, on the device.
-struct Set {
-    images: Tensor,
-    labels: Tensor,
-}
-
-impl Set {
-    /// The rows of `order`, in that order: two gather kernels.
-    fn select(&self, order: &Tensor) -> claystone::Result<Set> {
-        Ok(Set { images: self.images.index_select(0, order)?, labels: self.labels.index_select(0, order)? })
-    }
-
-    /// Row `from` and the `len` after it: views, nothing is copied.
-    fn batch(&self, from: usize, len: usize) -> claystone::Result<Set> {
-        Ok(Set { images: self.images.narrow(0, from, len)?, labels: self.labels.narrow(0, from, len)? })
-    }
-
-    fn len(&self) -> usize {
-        self.labels.numel()
-    }
-}
-
-fn load(device: Device, dtype: DType) -> Result<Set, Box<dyn Error>> {
-    let mut reader = csv::ReaderBuilder::new().has_headers(false).from_reader(flate2::read::GzDecoder::new(DATA));
-    let (mut pixels, mut labels) = (Vec::<f32>::new(), Vec::<i64>::new());
-    for row in reader.deserialize() {
-        let row: Vec<u8> = row?;
-        let (&label, image) = row.split_last().ok_or("an empty row")?;
-        pixels.extend(image.iter().map(|&p| f32::from(p) / 16.0));
-        labels.push(i64::from(label));
-    }
-    Ok(Set {
-        images: Tensor::from_slice(&pixels, [labels.len(), PIXELS], device)?.to_dtype(dtype)?,
-        labels: Tensor::from_slice(&labels, [labels.len()], device)?,
-    })
-}
 
 /// The part of a set that the network reads right.
 fn accuracy(net: &Sequential, set: &Set) -> claystone::Result<f64> {
-    let guess = no_grad(|| net.forward(&set.images)?.argmax(1, false))?;
+    let guess = no_grad(|| net.forward(&set.images.flatten(1, -1)?)?.argmax(1, false))?;
     let right = guess.eq(&set.labels)?.to_dtype(DType::F32)?.sum((), false)?.item::<f32>()?;
     Ok(f64::from(right) / set.len() as f64)
 }
@@ -90,11 +48,7 @@ fn accuracy(net: &Sequential, set: &Set) -> claystone::Result<f64> {
 fn main() -> common::Outcome {
     let args = Args::parse();
     common::announce(args.device)?;
-    let all = load(args.device, args.dtype)?;
-    claystone::manual_seed(SPLIT_SEED);
-    let order = Tensor::randperm(all.len(), args.device)?;
-    let test = all.select(&order.narrow(0, 0, HELD_OUT)?)?;
-    let train = all.select(&order.narrow(0, HELD_OUT, all.len() - HELD_OUT)?)?;
+    let (train, test) = images::digits(args.device, args.dtype)?;
 
     claystone::manual_seed(args.seed);
     let options = (args.dtype, args.device);
@@ -116,11 +70,11 @@ fn main() -> common::Outcome {
     let mut times = Vec::new();
     for epoch in 1..=args.epochs {
         let begun = Instant::now();
-        let shuffled = train.select(&Tensor::randperm(train.len(), args.device)?)?;
+        let shuffled = train.shuffled()?;
         let mut losses = Vec::new();
         for from in (0..train.len()).step_by(args.batch) {
-            let batch = shuffled.batch(from, args.batch.min(train.len() - from))?;
-            let loss = net.forward(&batch.images)?.cross_entropy(&batch.labels)?;
+            let batch = shuffled.batch(from, args.batch)?;
+            let loss = net.forward(&batch.images.flatten(1, -1)?)?.cross_entropy(&batch.labels)?;
             loss.backward()?;
             adam.step()?;
             adam.zero_grad();

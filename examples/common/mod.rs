@@ -1,6 +1,7 @@
 //! What the examples share: the device argument, progress bars and plots as PNG.
 #![allow(dead_code)] // each example uses its part
 
+pub mod images;
 pub mod measure;
 
 use std::error::Error;

@@ -11,7 +11,7 @@ mod embedding;
 pub mod functional;
 pub mod init;
 mod linear;
-mod loss;
+pub(crate) mod loss;
 mod norm;
 mod part;
 mod pool;

@@ -185,6 +185,14 @@ impl<'a> Args<'a> {
         }
     }
 
+    /// Sizes, one a direction; `default` where they are left out.
+    pub(crate) fn array<const D: usize>(&self, i: usize, default: [usize; D]) -> Result<[usize; D]> {
+        if !self.given(i) {
+            return Ok(default);
+        }
+        <[usize; D]>::try_from(self.sizes(i)?).or_else(|_| self.wrong(i, "one size for each direction"))
+    }
+
     /// Several numbers.
     pub(crate) fn floats(&self, i: usize) -> Result<Vec<f64>> {
         match self.argument(i) {

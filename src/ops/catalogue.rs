@@ -34,6 +34,10 @@ const FAMILIES: &[&[Operation]] = &[
     super::einsum::OPERATIONS,
     super::distance::OPERATIONS,
     super::attention::OPERATIONS,
+    super::conv::OPERATIONS,
+    super::pool::OPERATIONS,
+    super::norm::OPERATIONS,
+    crate::nn::loss::OPERATIONS,
 ];
 
 /// What an operation is about.

@@ -10,9 +10,12 @@ use std::sync::LazyLock;
 
 use smallvec::SmallVec;
 
+use super::arguments::{Args, Argument};
 use super::autocast::lowered;
+use super::catalogue::{Dtypes, Gives, Kind, Operation};
 use super::expr::Expr;
 use super::gemm::Gemm;
+use super::registry::{replaced, replacement};
 use super::window::{Windows, as_given, as_images, both};
 use super::{reduce, same_dtype};
 use crate::autograd::{self, Gradients, Saved};
@@ -40,6 +43,16 @@ impl<const D: usize> From<usize> for Padding<D> {
 impl<const D: usize> From<[usize; D]> for Padding<D> {
     fn from(n: [usize; D]) -> Padding<D> {
         Padding::Zeros(n)
+    }
+}
+
+impl<const D: usize> From<Padding<D>> for Argument {
+    fn from(padding: Padding<D>) -> Argument {
+        match padding {
+            Padding::Valid => "valid".into(),
+            Padding::Same => "same".into(),
+            Padding::Zeros(zeros) => (&zeros).into(),
+        }
     }
 }
 
@@ -218,6 +231,10 @@ fn convolution<const D: usize>(
         return convolution(op, &low[0], &low[1], low.get(2), options);
     }
     let ConvOptions { stride, padding, dilation, groups } = options;
+    let arguments = || vec![(&stride).into(), padding.into(), (&dilation).into(), groups.into()];
+    if let Some(mut out) = replacement(op, &inputs, arguments)? {
+        return Ok(out.swap_remove(0));
+    }
     let out_channels = check::<D>(op, given, weight, bias, groups, false)?;
     let (x, weight) = (as_images(op, given, D)?, as_taps::<D>(weight)?);
     let ([n, c, h, w], [_, _, kh, kw]) = (four(&x), four(&weight));
@@ -261,6 +278,12 @@ fn transposed<const D: usize>(
         return transposed(op, &low[0], &low[1], low.get(2), options);
     }
     let ConvTransposeOptions { stride, padding, output_padding, dilation, groups } = options;
+    let pairs = [&stride, &padding, &output_padding].map(Argument::from);
+    if let Some(mut out) =
+        replacement(op, &inputs, || pairs.into_iter().chain([groups.into(), (&dilation).into()]).collect())?
+    {
+        return Ok(out.swap_remove(0));
+    }
     let out_channels = check::<D>(op, given, weight, bias, groups, true)?;
     let (x, weight) = (as_images(op, given, D)?, as_taps::<D>(weight)?);
     let ([n, c, h, w], [_, _, kh, kw]) = (four(&x), four(&weight));
@@ -367,7 +390,7 @@ fn side_by_side(t: &Tensor) -> Result<Tensor> {
 }
 
 /// A view of `shape` where the strides can express it, otherwise a copy, outside the graph.
-fn reshaped(t: &Tensor, shape: &Shape) -> Result<Tensor> {
+pub(super) fn reshaped(t: &Tensor, shape: &Shape) -> Result<Tensor> {
     match t.layout.reshape(shape) {
         Some(layout) => Ok(t.with_layout(layout)),
         None => Ok(t.cast(t.dtype)?.with_layout(Layout::contiguous(shape.clone()))),
@@ -387,6 +410,7 @@ pub(crate) fn unfold(
     stride: [usize; 2],
 ) -> Result<Tensor> {
     let op = "unfold2d";
+    replaced!(op, [x], &kernel, &dilation, &padding, &stride);
     let images = as_images(op, x, 2)?;
     let [n, c, h, w] = four(&images);
     let windows = Windows::new(op, [h, w], kernel, [stride, padding, dilation], [0; 2])?;
@@ -407,6 +431,7 @@ pub(crate) fn fold(
 ) -> Result<Tensor> {
     let op = "fold";
     columns.dtype.check_float(op)?;
+    replaced!(op, [columns], &output_size, &kernel, &dilation, &padding, &stride);
     let windows = Windows::new(op, output_size, kernel, [stride, padding, dilation], [0; 2])?;
     let taps = kernel[0] * kernel[1];
     let (batch, rows, count) = match *columns.shape().dims() {
@@ -429,3 +454,49 @@ pub(crate) fn fold(
     let images = windows.images(op, &columns_6)?;
     if columns.rank() == 3 { Ok(images) } else { images.squeeze(0) }
 }
+
+impl<const D: usize> ConvOptions<D> {
+    fn of(a: &Args) -> Result<Self> {
+        let padding = match (a.given(1), a.text(1)) {
+            (false, _) | (_, Ok("valid")) => Padding::Valid,
+            (_, Ok("same")) => Padding::Same,
+            _ => Padding::Zeros(a.array(1, [0; D])?),
+        };
+        let groups = if a.given(3) { a.size(3)? } else { 1 };
+        Ok(ConvOptions { stride: a.array(0, [1; D])?, padding, dilation: a.array(2, [1; D])?, groups })
+    }
+}
+
+impl<const D: usize> ConvTransposeOptions<D> {
+    fn of(a: &Args) -> Result<Self> {
+        let groups = if a.given(3) { a.size(3)? } else { 1 };
+        let (stride, padding, output_padding) = (a.array(0, [1; D])?, a.array(1, [0; D])?, a.array(2, [0; D])?);
+        Ok(ConvTransposeOptions { stride, padding, output_padding, dilation: a.array(4, [1; D])?, groups })
+    }
+}
+
+const fn layer(name: &'static str, torch: &'static str, takes: Dtypes, call: fn(&Args) -> Result<Tensor>) -> Operation {
+    Operation::new(name, torch, Kind::NeuralNetwork, takes, Gives::Same, call).differentiable()
+}
+
+pub(super) static OPERATIONS: &[Operation] = &[
+    layer("conv1d", "nn.functional.conv1d", Dtypes::Floats, |a| {
+        a.x(0)?.conv1d(a.x(1)?, a.xs().get(2).copied(), ConvOptions::of(a)?)
+    }),
+    layer("conv2d", "nn.functional.conv2d", Dtypes::Floats, |a| {
+        a.x(0)?.conv2d(a.x(1)?, a.xs().get(2).copied(), ConvOptions::of(a)?)
+    }),
+    layer("conv_transpose1d", "nn.functional.conv_transpose1d", Dtypes::Floats, |a| {
+        a.x(0)?.conv_transpose1d(a.x(1)?, a.xs().get(2).copied(), ConvTransposeOptions::of(a)?)
+    }),
+    layer("conv_transpose2d", "nn.functional.conv_transpose2d", Dtypes::Floats, |a| {
+        a.x(0)?.conv_transpose2d(a.x(1)?, a.xs().get(2).copied(), ConvTransposeOptions::of(a)?)
+    }),
+    layer("unfold2d", "nn.functional.unfold", Dtypes::All, |a| {
+        unfold(a.x(0)?, a.array(0, [1; 2])?, a.array(1, [1; 2])?, a.array(2, [0; 2])?, a.array(3, [1; 2])?)
+    }),
+    layer("fold", "nn.functional.fold", Dtypes::Floats, |a| {
+        let (size, kernel, dilation) = (a.array(0, [1; 2])?, a.array(1, [1; 2])?, a.array(2, [1; 2])?);
+        fold(a.x(0)?, size, kernel, dilation, a.array(3, [0; 2])?, a.array(4, [1; 2])?)
+    }),
+];

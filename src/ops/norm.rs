@@ -6,9 +6,13 @@
 
 use smallvec::SmallVec;
 
+use super::arguments::Args;
 use super::autocast::widened;
+use super::catalogue::{Dtypes, Gives, Kind, Operation};
+use super::conv::reshaped;
 use super::elementwise::{Params, apply};
 use super::expr::Expr;
+use super::registry::{replaced, replacement};
 use super::{reduce, same_device, same_dtype};
 use crate::autograd::{self, Gradients, Saved};
 use crate::tensor::{Dims, Layout};
@@ -87,10 +91,9 @@ impl Rows<'_> {
             Device::Cpu => cpu::run(self)?,
             Device::OpenCL(_) => opencl::run(self)?,
         }
-        [Some(self.y), Some(self.mean), Some(self.var), self.sums]
-            .iter()
-            .flatten()
-            .for_each(|t| t.storage.bump_version());
+        // Backward reads mean and variance.
+        let statistics = [self.mean, self.var].into_iter().filter(|_| self.z.is_none());
+        [self.y].into_iter().chain(self.sums).chain(statistics).for_each(|t| t.storage.bump_version());
         Ok(())
     }
 }
@@ -98,10 +101,7 @@ impl Rows<'_> {
 /// `t` as four dims: of the view where `dims` says so, else repeated.
 fn spread(t: &Tensor, shape: &Shape, dims: [bool; 4]) -> Result<Tensor> {
     let own: Shape = shape.dims().iter().zip(dims).map(|(&n, own)| if own { n } else { 1 }).collect();
-    let t = match t.layout.reshape(&own) {
-        Some(layout) => t.with_layout(layout),
-        None => t.cast(t.dtype)?.with_layout(Layout::contiguous(own)),
-    };
+    let t = reshaped(t, &own)?;
     Ok(t.with_layout(t.layout.broadcast_to(shape)))
 }
 
@@ -173,8 +173,7 @@ impl Norm<'_> {
                 false => whole,
             };
             let sum = if sum.dtype == t.dtype { sum } else { sum.cast(t.dtype)? };
-            let layout = sum.layout.reshape(t.shape()).map(|layout| sum.with_layout(layout));
-            gradients[i] = Some(layout.expect("a sum is contiguous"));
+            gradients[i] = Some(reshaped(&sum, t.shape())?);
         }
         Ok(gradients)
     }
@@ -201,10 +200,7 @@ impl View {
             View::Groups(groups) => [dims[0], groups, dims[1] / groups, rest(2)],
             View::Batch => [dims[0], dims[1], rest(2), 1],
         };
-        let t = match t.layout.reshape(&Shape::from(shape)) {
-            Some(layout) => t.with_layout(layout),
-            None => t.cast(t.dtype)?.with_layout(Layout::contiguous(Shape::from(shape))),
-        };
+        let t = reshaped(t, &Shape::from(shape))?;
         match self {
             View::Batch => Ok(t.with_layout(t.layout.permute(&[3, 1, 0, 2]))),
             _ => Ok(t),
@@ -262,6 +258,32 @@ fn normalised(
     Ok((out, mean, var))
 }
 
+/// x, and what there is of weight and bias.
+fn given<'a>(x: &'a Tensor, weight: Option<&'a Tensor>, bias: Option<&'a Tensor>) -> Dims<&'a Tensor> {
+    [x].into_iter().chain(weight).chain(bias).collect()
+}
+
+/// Weight and bias among tensors made of those of [`given`].
+fn rest<'a>(
+    all: &'a [Tensor],
+    weight: Option<&Tensor>,
+    bias: Option<&Tensor>,
+) -> (Option<&'a Tensor>, Option<&'a Tensor>) {
+    let mut others = all[1..].iter();
+    (weight.and_then(|_| others.next()), bias.and_then(|_| others.next()))
+}
+
+/// Asks the registry, by which a bias comes after a weight only.
+macro_rules! replace {
+    ($op:expr, $inputs:expr, $weight:expr, $bias:expr $(, $argument:expr)*) => {
+        if $weight.is_some() || $bias.is_none() {
+            if let Some(mut out) = replacement($op, &$inputs, || vec![$($argument.into()),*])? {
+                return Ok(out.swap_remove(0));
+            }
+        }
+    };
+}
+
 /// Weight and bias of one number for each channel.
 fn check_channels(op: &'static str, x: &Tensor, given: &[Option<&Tensor>]) -> Result<()> {
     x.dtype.check_float(op)?;
@@ -317,9 +339,12 @@ impl Tensor {
         eps: f64,
     ) -> Result<Tensor> {
         let op = "layer_norm";
-        if let Some(wide) = widened(&[self])? {
+        let inputs = given(self, weight, bias);
+        if let Some(wide) = widened(&inputs)? {
+            let (weight, bias) = rest(&wide, weight, bias);
             return wide[0].layer_norm(normalized_shape, weight, bias, eps);
         }
+        replace!(op, inputs, weight, bias, normalized_shape, eps);
         check_last(op, self, normalized_shape, &[weight, bias])?;
         let n = normalized_shape.iter().product();
         Ok(normalised(op, self, View::Last(n), weight, bias, eps, false)?.0)
@@ -332,9 +357,11 @@ impl Tensor {
     /// As [`Tensor::layer_norm`].
     pub fn rms_norm(&self, normalized_shape: &[usize], weight: Option<&Tensor>, eps: Option<f64>) -> Result<Tensor> {
         let op = "rms_norm";
-        if let Some(wide) = widened(&[self])? {
-            return wide[0].rms_norm(normalized_shape, weight, eps);
+        let inputs = given(self, weight, None);
+        if let Some(wide) = widened(&inputs)? {
+            return wide[0].rms_norm(normalized_shape, rest(&wide, weight, None).0, eps);
         }
+        replace!(op, inputs, weight, None::<&Tensor>, normalized_shape, eps);
         check_last(op, self, normalized_shape, &[weight])?;
         let n = normalized_shape.iter().product();
         let least = match self.dtype {
@@ -359,11 +386,13 @@ impl Tensor {
         eps: f64,
     ) -> Result<Tensor> {
         let op = "group_norm";
-        if let Some(wide) = widened(&[self])? {
+        let inputs = given(self, weight, bias);
+        if let Some(wide) = widened(&inputs)? {
+            let (weight, bias) = rest(&wide, weight, bias);
             return wide[0].group_norm(groups, weight, bias, eps);
         }
+        replace!(op, inputs, weight, bias, groups, eps);
         check_channels(op, self, &[weight, bias])?;
-        let inputs: SmallVec<[&Tensor; 3]> = [self].into_iter().chain(weight).chain(bias).collect();
         same_dtype(op, &inputs)?;
         let channels = self.shape().dims()[1];
         if groups == 0 || channels % groups != 0 {
@@ -380,9 +409,8 @@ impl Tensor {
     /// As [`Tensor::layer_norm`].
     pub fn instance_norm(&self, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
         let op = "instance_norm";
-        if let Some(wide) = widened(&[self])? {
-            return wide[0].instance_norm(weight, bias, eps);
-        }
+        let inputs = given(self, weight, bias);
+        replace!(op, inputs, weight, bias, eps);
         check_channels(op, self, &[weight, bias])?;
         if self.shape().dims()[1] == 0 {
             return Tensor::zeros(self.shape(), self);
@@ -411,8 +439,21 @@ impl Tensor {
             return wide[0].batch_norm(options);
         }
         let BatchNormOptions { running_mean, running_var, weight, bias, training, momentum, eps } = options;
+        let inputs = given(self, weight, bias);
+        if let Some(wide) = widened(&inputs)? {
+            let (weight, bias) = rest(&wide, weight, bias);
+            return wide[0].batch_norm(BatchNormOptions { weight, bias, ..options });
+        }
+        match (training, running_mean, running_var) {
+            (true, None, None) => replace!(op, inputs, weight, bias, true, momentum, eps),
+            (false, Some(mean), Some(var)) => {
+                let inputs: Dims<&Tensor> = [self, mean, var].into_iter().chain(weight).chain(bias).collect();
+                replace!(op, inputs, weight, bias, false, momentum, eps);
+            }
+            // What changes its arguments is nobody else's.
+            _ => {}
+        }
         check_channels(op, self, &[weight, bias, running_mean, running_var])?;
-        let inputs: SmallVec<[&Tensor; 3]> = [self].into_iter().chain(weight).chain(bias).collect();
         same_dtype(op, &inputs)?;
         let channels = self.shape().dims()[1];
         let n: usize = self.shape().dims().iter().enumerate().filter(|(d, _)| *d != 1).map(|(_, &n)| n).product();
@@ -465,6 +506,7 @@ impl Tensor {
     pub fn normalize(&self, p: f64, dim: isize, eps: f64) -> Result<Tensor> {
         let op = "normalize";
         self.dtype.check_float(op)?;
+        replaced!(op, [self], p, dim, eps);
         if p.is_nan() || p <= 0.0 {
             return Err(Error::invalid(op, format!("p is {p}, it must be above 0")));
         }
@@ -475,3 +517,37 @@ impl Tensor {
         normal().map_err(|e| e.of(op))
     }
 }
+
+const fn norm(name: &'static str, torch: &'static str, call: fn(&Args) -> Result<Tensor>) -> Operation {
+    Operation::new(name, torch, Kind::NeuralNetwork, Dtypes::Floats, Gives::Same, call).differentiable()
+}
+
+/// Tensor i where it was given.
+fn maybe<'a>(a: &Args<'a>, i: usize) -> Option<&'a Tensor> {
+    a.xs().get(i).copied()
+}
+
+pub(super) static OPERATIONS: &[Operation] = &[
+    norm("layer_norm", "nn.functional.layer_norm", |a| {
+        a.x(0)?.layer_norm(&a.sizes(0)?, maybe(a, 1), maybe(a, 2), a.float(1)?)
+    }),
+    norm("rms_norm", "nn.functional.rms_norm", |a| {
+        a.x(0)?.rms_norm(&a.sizes(0)?, maybe(a, 1), if a.given(1) { Some(a.float(1)?) } else { None })
+    }),
+    norm("group_norm", "nn.functional.group_norm", |a| {
+        a.x(0)?.group_norm(a.size(0)?, maybe(a, 1), maybe(a, 2), a.float(1)?)
+    }),
+    norm("instance_norm", "nn.functional.instance_norm", |a| {
+        a.x(0)?.instance_norm(maybe(a, 1), maybe(a, 2), a.float(0)?)
+    }),
+    norm("batch_norm", "nn.functional.batch_norm", |a| {
+        let training = a.bool(0)?;
+        let first = if training { 1 } else { 3 };
+        let of = |i: usize| if training { None } else { maybe(a, i) };
+        let (running_mean, running_var) = (of(1), of(2));
+        let (weight, bias) = (maybe(a, first), maybe(a, first + 1));
+        let (momentum, eps) = (a.float(1)?, a.float(2)?);
+        a.x(0)?.batch_norm(BatchNormOptions { running_mean, running_var, weight, bias, training, momentum, eps })
+    }),
+    norm("normalize", "nn.functional.normalize", |a| a.x(0)?.normalize(a.float(0)?, a.int(1)?, a.float(2)?)),
+];

@@ -1,5 +1,8 @@
 //! Pooling: the greatest element or the mean of each window.
 
+use super::arguments::{Args, Argument};
+use super::catalogue::{Dtypes, Gives, Kind, Operation};
+use super::registry::{replaced, replacement};
 use super::window::{Divisor, Windows, as_given, as_images, both};
 use crate::{DType, Error, Result, Tensor};
 
@@ -87,8 +90,19 @@ fn max_pool<const D: usize>(
     options: MaxPoolOptions<D>,
 ) -> Result<(Tensor, Tensor)> {
     numbers(op, given)?;
-    let x = as_images(op, given, D)?;
     let MaxPoolOptions { stride, padding, dilation, ceil_mode } = options;
+    let arguments = || {
+        let stride = stride.as_ref().map_or(Argument::None, Argument::from);
+        vec![(&kernel).into(), stride, (&padding).into(), (&dilation).into(), ceil_mode.into()]
+    };
+    if let Some(out) = replacement(op, &[given], arguments)? {
+        let mut out = out.into_iter();
+        let values = out.next().expect("one at least");
+        // Where the index was not asked for there is none.
+        let index = out.next().unwrap_or_else(|| values.detach());
+        return Ok((values, index));
+    }
+    let x = as_images(op, given, D)?;
     let moved = [both(stride.unwrap_or(kernel), 1), both(padding, 0), both(dilation, 1)];
     let (values, index) = windows(op, &x, both(kernel, 1), moved, ceil_mode)?.greatest(op, &x)?;
     Ok((as_given(&values, given, D)?, as_given(&index, given, D)?))
@@ -108,8 +122,16 @@ fn avg_pool<const D: usize>(
     options: AvgPoolOptions<D>,
 ) -> Result<Tensor> {
     given.dtype.check_float(op)?;
-    let x = as_images(op, given, D)?;
     let AvgPoolOptions { stride, padding, ceil_mode, count_include_pad, divisor_override } = options;
+    let arguments = || {
+        let stride = stride.as_ref().map_or(Argument::None, Argument::from);
+        let switches = [ceil_mode.into(), count_include_pad.into(), divisor_override.into()];
+        [(&kernel).into(), stride, (&padding).into()].into_iter().chain(switches).collect()
+    };
+    if let Some(mut out) = replacement(op, &[given], arguments)? {
+        return Ok(out.swap_remove(0));
+    }
+    let x = as_images(op, given, D)?;
     let moved = [both(stride.unwrap_or(kernel), 1), both(padding, 0), [1; 2]];
     let divisor = match divisor_override {
         Some(0) => return Err(Error::invalid(op, "the divisor must not be 0")),
@@ -235,6 +257,7 @@ impl Tensor {
 
 fn adaptive_mean<const D: usize>(op: &'static str, given: &Tensor, size: [usize; D]) -> Result<Tensor> {
     given.dtype.check_float(op)?;
+    replaced!(op, [given], &size);
     let x = as_images(op, given, D)?;
     let windows = divided(op, &x, size)?;
     // One part is everything, which reductions share out better.
@@ -244,6 +267,73 @@ fn adaptive_mean<const D: usize>(op: &'static str, given: &Tensor, size: [usize;
 
 fn adaptive_max<const D: usize>(op: &'static str, given: &Tensor, size: [usize; D]) -> Result<Tensor> {
     numbers(op, given)?;
+    replaced!(op, [given], &size);
     let x = as_images(op, given, D)?;
     as_given(&divided(op, &x, size)?.greatest(op, &x)?.0, given, D)
 }
+
+impl<const D: usize> MaxPoolOptions<D> {
+    fn of(a: &Args) -> Result<Self> {
+        let stride = if a.given(1) { Some(a.array(1, [1; D])?) } else { None };
+        let (padding, dilation) = (a.array(2, [0; D])?, a.array(3, [1; D])?);
+        Ok(MaxPoolOptions { stride, padding, dilation, ceil_mode: a.bool(4)? })
+    }
+}
+
+impl<const D: usize> AvgPoolOptions<D> {
+    fn of(a: &Args) -> Result<Self> {
+        Ok(AvgPoolOptions {
+            stride: if a.given(1) { Some(a.array(1, [1; D])?) } else { None },
+            padding: a.array(2, [0; D])?,
+            ceil_mode: a.bool(3)?,
+            count_include_pad: !a.given(4) || a.bool(4)?,
+            divisor_override: if a.given(5) { Some(a.size(5)?) } else { None },
+        })
+    }
+}
+
+/// The size of a window, or of a result, in one direction.
+fn one(a: &Args) -> Result<usize> {
+    a.array::<1>(0, [1]).map(|[n]| n)
+}
+
+const fn pool(name: &'static str, torch: &'static str, takes: Dtypes, call: fn(&Args) -> Result<Tensor>) -> Operation {
+    Operation::new(name, torch, Kind::NeuralNetwork, takes, Gives::Same, call).differentiable()
+}
+
+const fn two(name: &'static str, torch: &'static str, call: fn(&Args) -> Result<Vec<Tensor>>) -> Operation {
+    Operation::several(name, torch, Kind::NeuralNetwork, Dtypes::Numbers, Gives::Same, call).differentiable()
+}
+
+pub(super) static OPERATIONS: &[Operation] = &[
+    pool("max_pool1d", "nn.functional.max_pool1d", Dtypes::Numbers, |a| {
+        a.x(0)?.max_pool1d(one(a)?, MaxPoolOptions::of(a)?)
+    }),
+    pool("max_pool2d", "nn.functional.max_pool2d", Dtypes::Numbers, |a| {
+        a.x(0)?.max_pool2d(a.array(0, [1; 2])?, MaxPoolOptions::of(a)?)
+    }),
+    two("max_pool1d_with_indices", "nn.functional.max_pool1d_with_indices", |a| {
+        a.x(0)?.max_pool1d_with_indices(one(a)?, MaxPoolOptions::of(a)?).map(|(v, i)| vec![v, i])
+    }),
+    two("max_pool2d_with_indices", "nn.functional.max_pool2d_with_indices", |a| {
+        a.x(0)?.max_pool2d_with_indices(a.array(0, [1; 2])?, MaxPoolOptions::of(a)?).map(|(v, i)| vec![v, i])
+    }),
+    pool("avg_pool1d", "nn.functional.avg_pool1d", Dtypes::Floats, |a| {
+        a.x(0)?.avg_pool1d(one(a)?, AvgPoolOptions::of(a)?)
+    }),
+    pool("avg_pool2d", "nn.functional.avg_pool2d", Dtypes::Floats, |a| {
+        a.x(0)?.avg_pool2d(a.array(0, [1; 2])?, AvgPoolOptions::of(a)?)
+    }),
+    pool("adaptive_avg_pool1d", "nn.functional.adaptive_avg_pool1d", Dtypes::Floats, |a| {
+        a.x(0)?.adaptive_avg_pool1d(one(a)?)
+    }),
+    pool("adaptive_avg_pool2d", "nn.functional.adaptive_avg_pool2d", Dtypes::Floats, |a| {
+        a.x(0)?.adaptive_avg_pool2d(a.array(0, [1; 2])?)
+    }),
+    pool("adaptive_max_pool1d", "nn.functional.adaptive_max_pool1d", Dtypes::Numbers, |a| {
+        a.x(0)?.adaptive_max_pool1d(one(a)?)
+    }),
+    pool("adaptive_max_pool2d", "nn.functional.adaptive_max_pool2d", Dtypes::Numbers, |a| {
+        a.x(0)?.adaptive_max_pool2d(a.array(0, [1; 2])?)
+    }),
+];

@@ -31,6 +31,10 @@ macro_rules! families {
 
 families! {
     attention,
+    conv,
+    losses,
+    norms,
+    pooling,
     copies,
     creation,
     indexing,

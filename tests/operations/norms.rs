@@ -2,7 +2,7 @@
 
 use claystone::device::{DeviceKind, count_launches};
 use claystone::{BatchNormOptions, DType, Device, Tensor};
-use ndarray::{ArrayD, IxDyn};
+use ndarray::{ArrayD, Dimension, IxDyn};
 
 use crate::common::{each_device, f64s};
 use crate::harness::{Case, case};
@@ -127,7 +127,7 @@ pub fn cases() -> Vec<Case> {
         cases.push(evaluation(&[4, 5], given));
         cases.push(evaluation(&[0, 3, 2], given));
     }
-    for (shape, p, dim) in [(&[3, 4][..], 2.0, 1), (&[3, 4, 2], 1.0, -2), (&[2, 5], 3.0, -1), (&[0, 4], 2.0, 1)] {
+    for (shape, p, dim) in [(&[3, 4][..], 2.0, 1), (&[3, 4, 2], 1.0, -2isize), (&[2, 5], 3.0, -1), (&[0, 4], 2.0, 1)] {
         let axis = if dim < 0 { shape.len() - dim.unsigned_abs() as usize } else { dim as usize };
         let made = case("normalize").input_in(shape, 0.3..2.0).arg(p).arg(dim).arg(1e-12);
         cases.push(made.gives(move |x| {

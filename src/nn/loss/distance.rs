@@ -1,6 +1,7 @@
 //! Losses that compare vectors.
 
 use super::{losses, reduced, same_shape};
+use crate::ops::registry::replaced;
 use crate::{Error, LossReduction, Result, Tensor};
 
 impl Tensor {
@@ -18,6 +19,7 @@ impl Tensor {
         reduction: LossReduction,
     ) -> Result<Tensor> {
         let op = "cosine_embedding_loss";
+        replaced!(op, [self, other, target], margin, reduction);
         same_shape(op, &[self, other])?;
         if self.rank() == 0 || target.shape().dims() != &self.shape().dims()[..self.rank() - 1] {
             let hint = "the inputs are [N, D] and the target [N], or [D] and a scalar";
@@ -52,6 +54,7 @@ impl Tensor {
         reduction: LossReduction,
     ) -> Result<Tensor> {
         let op = "triplet_margin_loss";
+        replaced!(op, [self, positive, negative], margin, p, swap, reduction);
         same_shape(op, &[self, positive, negative])?;
         let far = |a: &Tensor, b: &Tensor| a.pairwise_distance(b, p, 1e-6, false);
         let each = || {

@@ -2,6 +2,7 @@
 
 use super::reduced;
 use crate::ops::autocast::widened;
+use crate::ops::registry::replacement;
 use crate::ops::{formula, same_device, same_dtype};
 use crate::{CrossEntropy, Error, Expr, LossReduction, Result, Shape, Tensor};
 
@@ -45,6 +46,12 @@ impl Tensor {
         if let Some(wide) = widened(&[self])? {
             return wide[0].cross_entropy_with(target, options);
         }
+        let inputs: Vec<&Tensor> = [self, target].into_iter().chain(options.weight).collect();
+        let CrossEntropy { reduction, ignore_index, label_smoothing, .. } = options;
+        let arguments = || vec![reduction.into(), ignore_index.into(), label_smoothing.into()];
+        if let Some(mut out) = replacement(op, &inputs, arguments)? {
+            return Ok(out.swap_remove(0));
+        }
         if !(0.0..=1.0).contains(&options.label_smoothing) {
             let reason = format!("label_smoothing is {}, it must be in 0..=1", options.label_smoothing);
             return Err(Error::invalid(op, reason));
@@ -77,6 +84,11 @@ impl Tensor {
         self.dtype().check_float(op)?;
         if let Some(wide) = widened(&[self])? {
             return wide[0].nll_loss(labels, options);
+        }
+        let inputs: Vec<&Tensor> = [self, labels].into_iter().chain(options.weight).collect();
+        let CrossEntropy { reduction, ignore_index, .. } = options;
+        if let Some(mut out) = replacement(op, &inputs, || vec![reduction.into(), ignore_index.into()])? {
+            return Ok(out.swap_remove(0));
         }
         if options.label_smoothing != 0.0 {
             return Err(Error::invalid(op, "it smooths no labels: use cross_entropy_with"));

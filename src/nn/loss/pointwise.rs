@@ -4,6 +4,7 @@ use std::f64::consts::PI;
 
 use super::{alike, check_positive, losses, reduced, same_shape};
 use crate::ops::formula;
+use crate::ops::registry::{replaced, replacement};
 use crate::{Expr, LossReduction, Result, Tensor};
 
 /// `log(x)`, at least -100.
@@ -35,6 +36,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::mse_loss`].
     pub fn mse_loss_with(&self, target: &Tensor, reduction: LossReduction) -> Result<Tensor> {
+        replaced!("mse_loss", [self, target], reduction);
         alike("mse_loss", &[self, target], reduction, |x| (&x[0] - &x[1]).square())
     }
 
@@ -51,6 +53,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::mse_loss`].
     pub fn l1_loss_with(&self, target: &Tensor, reduction: LossReduction) -> Result<Tensor> {
+        replaced!("l1_loss", [self, target], reduction);
         alike("l1_loss", &[self, target], reduction, |x| (&x[0] - &x[1]).abs())
     }
 
@@ -61,6 +64,7 @@ impl Tensor {
     /// As [`Tensor::mse_loss`]; [`crate::Error::Invalid`] for a beta below 0.
     pub fn smooth_l1_loss(&self, target: &Tensor, beta: f64, reduction: LossReduction) -> Result<Tensor> {
         let op = "smooth_l1_loss";
+        replaced!(op, [self, target], beta, reduction);
         check_positive(op, "beta", beta, true)?;
         alike(op, &[self, target], reduction, |x| {
             let d = (&x[0] - &x[1]).abs();
@@ -75,6 +79,7 @@ impl Tensor {
     /// As [`Tensor::mse_loss`]; [`crate::Error::Invalid`] for a delta that is not above 0.
     pub fn huber_loss(&self, target: &Tensor, delta: f64, reduction: LossReduction) -> Result<Tensor> {
         let op = "huber_loss";
+        replaced!(op, [self, target], delta, reduction);
         check_positive(op, "delta", delta, false)?;
         alike(op, &[self, target], reduction, |x| {
             let d = (&x[0] - &x[1]).abs();
@@ -107,6 +112,9 @@ impl Tensor {
         self.dtype().check_float(op)?;
         let inputs: Vec<&Tensor> = [self, target].into_iter().chain(weight).collect();
         crate::ops::same_dtype(op, &inputs)?;
+        if let Some(mut out) = replacement(op, &inputs, || vec![reduction.into()])? {
+            return Ok(out.swap_remove(0));
+        }
         let (x, t) = (Expr::input(0), Expr::input(1));
         let scale = weight.map_or(Expr::constant(1.0), |_| Expr::input(2));
         let loss = -(&t * bounded_log(&x) + (1.0 - &t) * bounded_log(&(1.0 - &x))) * &scale;
@@ -135,6 +143,9 @@ impl Tensor {
         let op = "binary_cross_entropy_with_logits";
         same_shape(op, &[self, target])?;
         let inputs: Vec<&Tensor> = [self, target].into_iter().chain(weight).chain(pos_weight).collect();
+        if let Some(mut out) = replacement(op, &inputs, || vec![reduction.into(), pos_weight.is_some().into()])? {
+            return Ok(out.swap_remove(0));
+        }
         losses(op, &inputs, reduction, |e| {
             let (x, t, last) = (&e[0], &e[1], &e[e.len() - 1]);
             let log = x.logsigmoid();
@@ -151,6 +162,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::mse_loss`].
     pub fn kl_div(&self, target: &Tensor, reduction: LossReduction, log_target: bool) -> Result<Tensor> {
+        replaced!("kl_div", [self, target], reduction, log_target);
         alike("kl_div", &[self, target], reduction, |e| {
             let (x, t) = (&e[0], &e[1]);
             match log_target {
@@ -174,6 +186,7 @@ impl Tensor {
         eps: f64,
         reduction: LossReduction,
     ) -> Result<Tensor> {
+        replaced!("poisson_nll_loss", [self, target], log_input, full, eps, reduction);
         alike("poisson_nll_loss", &[self, target], reduction, |e| {
             let (x, t) = (&e[0], &e[1]);
             let loss = if log_input { x.exp() - t * x } else { x - t * (x + eps).log() };
@@ -197,6 +210,7 @@ impl Tensor {
         reduction: LossReduction,
     ) -> Result<Tensor> {
         let op = "gaussian_nll_loss";
+        replaced!(op, [self, target, var], full, eps, reduction);
         same_shape(op, &[self, target])?;
         losses(op, &[self, target, var], reduction, |e| {
             let var = e[2].lt(eps).select(eps, &e[2]);
@@ -210,6 +224,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::mse_loss`].
     pub fn soft_margin_loss(&self, target: &Tensor, reduction: LossReduction) -> Result<Tensor> {
+        replaced!("soft_margin_loss", [self, target], reduction);
         alike("soft_margin_loss", &[self, target], reduction, |e| -(&e[0] * &e[1]).logsigmoid())
     }
 
@@ -219,6 +234,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::mse_loss`].
     pub fn hinge_embedding_loss(&self, target: &Tensor, margin: f64, reduction: LossReduction) -> Result<Tensor> {
+        replaced!("hinge_embedding_loss", [self, target], margin, reduction);
         alike("hinge_embedding_loss", &[self, target], reduction, |e| {
             let (x, t) = (&e[0], &e[1]);
             let far = margin - x;
@@ -238,6 +254,7 @@ impl Tensor {
         margin: f64,
         reduction: LossReduction,
     ) -> Result<Tensor> {
+        replaced!("margin_ranking_loss", [self, other, target], margin, reduction);
         alike("margin_ranking_loss", &[self, other, target], reduction, |e| {
             let loss = margin - &e[2] * (&e[0] - &e[1]);
             loss.lt(0.0).select(0.0, loss)
