@@ -6,7 +6,7 @@
 
 // Pairs are rows and columns.
 typedef struct {
-    long image[2], extent[2], grid[2], stride[2], padding[2], dilation[2];
+    long image[2], taps[2], grid[2], stride[2], padding[2], dilation[2];
     long n, c;
     // Strides of what is read: n, c, then of an image rows and columns, of columns taps and windows, of a pool windows.
     long x[6];
@@ -22,7 +22,7 @@ inline void span(const Windows *w, int d, long o, long *start, long *stop) {
     *stop = ((o + 1) * w->image[d] + w->grid[d] - 1) / w->grid[d];
 #else
     const long step = w->dilation[d], from = o * w->stride[d] - w->padding[d];
-    *stop = min(from + step * (w->extent[d] - 1) + 1, w->image[d]);
+    *stop = min(from + step * (w->taps[d] - 1) + 1, w->image[d]);
     *start = from < 0 ? from + (step - 1 - from) / step * step : from;
 #endif
 }
@@ -33,7 +33,7 @@ inline void holders(const Windows *w, int d, long h, long *first, long *last) {
     *first = h * w->grid[d] / w->image[d];
     *last = ((h + 1) * w->grid[d] - 1) / w->image[d];
 #else
-    const long at = h + w->padding[d], reach = w->dilation[d] * (w->extent[d] - 1);
+    const long at = h + w->padding[d], reach = w->dilation[d] * (w->taps[d] - 1);
     *first = at <= reach ? 0 : (at - reach - 1) / w->stride[d] + 1;
     *last = min(at / w->stride[d], w->grid[d] - 1);
 #endif
@@ -49,7 +49,7 @@ __kernel void window(__global const V *x, ulong x_at, __global V *y, ulong y_at,
     const IDX ow = next_index(&i, (IDX)w.grid[1]), oh = next_index(&i, (IDX)w.grid[0]);
     if (inside)
         n = next_index(&i, (IDX)w.n);
-    const IDX kw = next_index(&i, (IDX)w.extent[1]), kh = next_index(&i, (IDX)w.extent[0]);
+    const IDX kw = next_index(&i, (IDX)w.taps[1]), kh = next_index(&i, (IDX)w.taps[0]);
     const IDX c = next_index(&i, (IDX)w.c);
     if (!inside)
         n = i;
@@ -82,7 +82,7 @@ inline ACC divisor(const Windows *w, long oh, long ow, long divide) {
 #ifndef ADAPTIVE
         if (divide == 0) {
             start = o * w->stride[d] - w->padding[d];
-            stop = min(start + w->extent[d], w->image[d] + w->padding[d]);
+            stop = min(start + w->taps[d], w->image[d] + w->padding[d]);
         }
 #endif
         size *= stop - start;

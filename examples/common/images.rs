@@ -68,7 +68,7 @@ pub fn idx(folder: &Path, device: Device, dtype: DType) -> Result<(Set, Set), Bo
     let set = |name: &str| -> Result<Set, Box<dyn Error>> {
         let (shape, pixels) = idx_file(folder, &format!("{name}-images-idx3-ubyte"))?;
         let (count, labels) = idx_file(folder, &format!("{name}-labels-idx1-ubyte"))?;
-        let ([n, rows, columns], [m]) = (shape[..], count[..]) else {
+        let (&[n, rows, columns], &[m]) = (&shape[..], &count[..]) else {
             return Err(format!("{name}: images have 3 dimensions and labels 1, not {shape:?} and {count:?}").into());
         };
         if n != m {

@@ -15,8 +15,8 @@ use super::autocast::lowered;
 use super::catalogue::{Dtypes, Gives, Kind, Operation};
 use super::expr::Expr;
 use super::gemm::Gemm;
-use super::registry::{replaced, replacement};
-use super::window::{Windows, as_given, as_images, both};
+use super::registry::replacement;
+use super::window::{Windows, as_given, as_images, both, fold, four, unfold};
 use super::{reduce, same_dtype};
 use crate::autograd::{self, Gradients, Saved};
 use crate::tensor::{Dims, Layout};
@@ -314,11 +314,6 @@ fn transposed<const D: usize>(
     as_given(&out, given, D)
 }
 
-fn four(t: &Tensor) -> [usize; 4] {
-    let dims = t.shape().dims();
-    [dims[0], dims[1], dims[2], dims[3]]
-}
-
 /// `[N, groups, rows, columns]`: for each group its part of the weight times its columns, plus the bias, which is `[groups *
 /// rows]`. The weight, `[A, B, KH, KW]`, is `[groups, A / groups, B KH KW]`, or that `turned`.
 fn product(op: &'static str, columns: &Tensor, weight: &Tensor, bias: Option<&Tensor>, turned: bool) -> Result<Tensor> {
@@ -399,60 +394,6 @@ pub(super) fn reshaped(t: &Tensor, shape: &Shape) -> Result<Tensor> {
 
 fn swapped(t: &Tensor) -> Tensor {
     t.with_layout(t.layout.transpose(t.rank() - 2, t.rank() - 1))
-}
-
-/// The elements of each window of `[N, C, H, W]` or `[C, H, W]` as a column, `[N, C KH KW, windows]` (PyTorch's `unfold`).
-pub(crate) fn unfold(
-    x: &Tensor,
-    kernel: [usize; 2],
-    dilation: [usize; 2],
-    padding: [usize; 2],
-    stride: [usize; 2],
-) -> Result<Tensor> {
-    let op = "unfold2d";
-    replaced!(op, [x], &kernel, &dilation, &padding, &stride);
-    let images = as_images(op, x, 2)?;
-    let [n, c, h, w] = four(&images);
-    let windows = Windows::new(op, [h, w], kernel, [stride, padding, dilation], [0; 2])?;
-    let rows = c * kernel[0] * kernel[1];
-    let columns = windows.columns(op, &images, false)?.reshape([n, rows, windows.grid[0] * windows.grid[1]])?;
-    if x.rank() == 4 { Ok(columns) } else { columns.squeeze(0) }
-}
-
-/// Columns, `[N, C KH KW, windows]` or without N, added up in images of `output_size` where [`unfold`] takes them from
-/// (PyTorch's `fold`).
-pub(crate) fn fold(
-    columns: &Tensor,
-    output_size: [usize; 2],
-    kernel: [usize; 2],
-    dilation: [usize; 2],
-    padding: [usize; 2],
-    stride: [usize; 2],
-) -> Result<Tensor> {
-    let op = "fold";
-    columns.dtype.check_float(op)?;
-    replaced!(op, [columns], &output_size, &kernel, &dilation, &padding, &stride);
-    let windows = Windows::new(op, output_size, kernel, [stride, padding, dilation], [0; 2])?;
-    let taps = kernel[0] * kernel[1];
-    let (batch, rows, count) = match *columns.shape().dims() {
-        [rows, count] => (1, rows, count),
-        [n, rows, count] => (n, rows, count),
-        _ => {
-            let reason = format!("columns are [N, C KH KW, windows], these have shape {}", columns.shape());
-            return Err(Error::invalid(op, reason));
-        }
-    };
-    let [oh, ow] = windows.grid;
-    if rows % taps != 0 || count != oh * ow {
-        let reason = format!(
-            "columns of shape {} do not fit kernels of {taps} elements and {oh} x {ow} windows",
-            columns.shape()
-        );
-        return Err(Error::invalid(op, reason));
-    }
-    let columns_6 = columns.reshape([batch, rows / taps, kernel[0], kernel[1], oh, ow])?;
-    let images = windows.images(op, &columns_6)?;
-    if columns.rank() == 3 { Ok(images) } else { images.squeeze(0) }
 }
 
 impl<const D: usize> ConvOptions<D> {

@@ -70,7 +70,6 @@ pub use attention::Attention;
 pub use autocast::{autocast, autocast_dtype};
 pub use catalogue::{Dtypes, Gives, Kind, Operation, operations, operations_markdown};
 pub use conv::{ConvOptions, ConvTransposeOptions, Padding};
-pub(crate) use conv::{fold, unfold};
 pub use einsum::TensordotDims;
 pub(crate) use elementwise::formula;
 pub use expr::Expr;
@@ -80,6 +79,7 @@ pub use norm::BatchNormOptions;
 pub use philox::Seed;
 pub use pool::{AvgPoolOptions, MaxPoolOptions};
 pub use table::{Accepts, Output, ROWS, Row};
+pub(crate) use window::{fold, unfold};
 
 pub use precision::{get_float32_matmul_precision, set_float32_matmul_precision};
 pub use promote::{can_cast, get_default_dtype, promote_types, result_type, set_default_dtype};

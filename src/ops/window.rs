@@ -6,6 +6,7 @@
 
 use smallvec::SmallVec;
 
+use super::registry::replaced;
 use crate::autograd::{self, Saved};
 use crate::tensor::Dims;
 use crate::{DType, Device, Error, Result, Shape, Tensor};
@@ -265,4 +266,64 @@ fn words(w: &Windows, x: &Tensor, strides: &[isize]) -> SmallVec<[i64; 20]> {
     let dims: Dims = x.shape().dims()[..2].iter().copied().collect();
     let numbers = pairs.iter().flatten().chain(&dims).map(|&n| n as i64);
     numbers.chain((0..6).map(|i| strides.get(i).copied().unwrap_or(0) as i64)).collect()
+}
+
+/// The sizes of four dims.
+pub(super) fn four(t: &Tensor) -> [usize; 4] {
+    let dims = t.shape().dims();
+    [dims[0], dims[1], dims[2], dims[3]]
+}
+
+/// The elements of each window of `[N, C, H, W]` or `[C, H, W]` as a column, `[N, C KH KW, windows]` (PyTorch's `unfold`).
+pub(crate) fn unfold(
+    x: &Tensor,
+    kernel: [usize; 2],
+    dilation: [usize; 2],
+    padding: [usize; 2],
+    stride: [usize; 2],
+) -> Result<Tensor> {
+    let op = "unfold2d";
+    replaced!(op, [x], &kernel, &dilation, &padding, &stride);
+    let images = as_images(op, x, 2)?;
+    let [n, c, h, w] = four(&images);
+    let windows = Windows::new(op, [h, w], kernel, [stride, padding, dilation], [0; 2])?;
+    let rows = c * kernel[0] * kernel[1];
+    let columns = windows.columns(op, &images, false)?.reshape([n, rows, windows.grid[0] * windows.grid[1]])?;
+    if x.rank() == 4 { Ok(columns) } else { columns.squeeze(0) }
+}
+
+/// Columns, `[N, C KH KW, windows]` or without N, added up in images of `output_size` where [`unfold`] takes them from
+/// (PyTorch's `fold`).
+pub(crate) fn fold(
+    columns: &Tensor,
+    output_size: [usize; 2],
+    kernel: [usize; 2],
+    dilation: [usize; 2],
+    padding: [usize; 2],
+    stride: [usize; 2],
+) -> Result<Tensor> {
+    let op = "fold";
+    columns.dtype.check_float(op)?;
+    replaced!(op, [columns], &output_size, &kernel, &dilation, &padding, &stride);
+    let windows = Windows::new(op, output_size, kernel, [stride, padding, dilation], [0; 2])?;
+    let taps = kernel[0] * kernel[1];
+    let (batch, rows, count) = match *columns.shape().dims() {
+        [rows, count] => (1, rows, count),
+        [n, rows, count] => (n, rows, count),
+        _ => {
+            let reason = format!("columns are [N, C KH KW, windows], these have shape {}", columns.shape());
+            return Err(Error::invalid(op, reason));
+        }
+    };
+    let [oh, ow] = windows.grid;
+    if rows % taps != 0 || count != oh * ow {
+        let reason = format!(
+            "columns of shape {} do not fit kernels of {taps} elements and {oh} x {ow} windows",
+            columns.shape()
+        );
+        return Err(Error::invalid(op, reason));
+    }
+    let columns_6 = columns.reshape([batch, rows / taps, kernel[0], kernel[1], oh, ow])?;
+    let images = windows.images(op, &columns_6)?;
+    if columns.rank() == 3 { Ok(images) } else { images.squeeze(0) }
 }
