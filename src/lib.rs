@@ -29,6 +29,7 @@
 //! - [`storage`]: who owns the bytes. Three allocators and their configuration, plans, history and snapshots, transfers.
 //! - [`tensor`]: shapes, strides and an offset over a storage. Creation, views, conversion, display.
 //! - [`ops`]: what is computed. The table of expressions and the kernels it drives.
+//! - [`io`]: npy, npz and safetensors files.
 //! - [`autograd`]: gradients. [`nn`] and [`optim`]: layers, losses and optimisers made of the above.
 //!
 //! Methods return [`Result`]: one sentence with the operation, the shapes or dtypes and what to do. The operators
@@ -41,6 +42,7 @@ mod graph;
 
 pub mod autograd;
 pub mod device;
+pub mod io;
 pub mod nn;
 pub mod ops;
 pub mod optim;

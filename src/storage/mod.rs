@@ -19,6 +19,7 @@ pub(crate) mod driver;
 mod guard;
 mod history;
 mod logging;
+mod mapped;
 mod pinned;
 pub mod plan;
 mod pool;
@@ -57,6 +58,7 @@ pub use history::{
     TraceEntry, annotate, annotations, with_context,
 };
 pub use logging::{AllocationLog, LoggingAllocator};
+pub use mapped::MappedFile;
 pub use pinned::{DurationStat, PinnedStats};
 pub use pool::{PoolAllocator, StorageType};
 pub use registry::{allocator, build_allocator, driver, set_allocator};

@@ -1,0 +1,170 @@
+//! safetensors: a header in JSON and the elements, as Hugging Face's libraries write them.
+
+use std::io::{BufReader, Read, Write};
+use std::path::Path;
+
+use safetensors::tensor::{Metadata, TensorInfo};
+use safetensors::{Dtype, SafeTensorError};
+
+use super::{Cause, create, fail, fail_in, open, read_elements, shape_of, write_elements, write_piece};
+use crate::nn::StateDict;
+use crate::storage::{MappedFile, Storage};
+use crate::tensor::Layout;
+use crate::{DType, Device, Result, Tensor};
+
+/// Headers larger than this are refused, as by the format's own library.
+const HEADER: u64 = 100_000_000;
+
+/// The tensors of a safetensors file, on `device`, in the file's order. [`SafeTensors`] reads some of them from a mapping.
+///
+/// # Errors
+/// [`crate::Error::Invalid`] with the file's name, and the tensor's where it is one: a file that is not there, or damaged, or
+/// has a dtype that claystone does not have; [`crate::Error::OutOfMemory`].
+pub fn read_safetensors(path: impl AsRef<Path>, device: Device) -> Result<StateDict> {
+    let (op, path) = ("read_safetensors", path.as_ref());
+    let file = open(op, path)?;
+    let size = file.metadata().map_err(|e| fail(op, path, e))?.len();
+    let mut file = BufReader::new(file);
+    let mut length = [0; 8];
+    file.read_exact(&mut length).map_err(|_| fail(op, path, "it is too short for a safetensors file"))?;
+    let length = u64::from_le_bytes(length);
+    if length > HEADER || length > size - 8 {
+        return Err(fail(op, path, format!("a header of {length} bytes does not go with a file of {size}")));
+    }
+    let mut header = vec![0; length as usize];
+    file.read_exact(&mut header).map_err(|e| fail(op, path, e))?;
+    let header: Metadata = serde_json::from_slice(&header).map_err(|e| fail(op, path, e))?;
+    let there = size - 8 - length;
+    if header.data_len() as u64 != there {
+        let cause = format!("its header tells of {} bytes of elements and there are {there}", header.data_len());
+        return Err(fail(op, path, cause));
+    }
+    // In the order of their offsets there is nothing between them: the header was checked for that.
+    let read = |name: String| {
+        let info = header.info(&name).expect("a name of its own");
+        let tensor = dtype_of(info.dtype).and_then(|dtype| {
+            let shape = shape_of(info.shape.iter().map(|&d| d as u64))?;
+            read_elements(&mut file, shape, dtype, device, false)
+        });
+        Ok((name.clone(), tensor.map_err(|e| e.of(op, path, Some(&name)))?))
+    };
+    header.offset_keys().into_iter().map(read).collect()
+}
+
+/// Writes tensors as a safetensors file, those of wide dtypes first, so that all elements are aligned.
+///
+/// # Errors
+/// [`crate::Error::Invalid`] with the file's name where it cannot be written.
+pub fn write_safetensors(path: impl AsRef<Path>, tensors: &StateDict) -> Result<()> {
+    let (op, path) = ("write_safetensors", path.as_ref());
+    let mut order: Vec<(&str, &Tensor)> = tensors.iter().collect();
+    order.sort_by_key(|(_, tensor)| std::cmp::Reverse(tensor.dtype().size()));
+    let mut end = 0;
+    let info = |(name, tensor): &(&str, &Tensor)| {
+        let start = end;
+        end += tensor.numel() * tensor.dtype().size();
+        let (dtype, shape) = (dtype_in_file(tensor.dtype()), tensor.shape().dims().to_vec());
+        (name.to_string(), TensorInfo { dtype, shape, data_offsets: (start, end) })
+    };
+    let header = Metadata::new(None, order.iter().map(info).collect()).map_err(|e| fail(op, path, e))?;
+    let mut header = serde_json::to_vec(&header).map_err(|e| fail(op, path, e))?;
+    header.resize(header.len().next_multiple_of(8), b' ');
+    let mut file = create(op, path)?;
+    let begun = file.write_all(&(header.len() as u64).to_le_bytes()).and_then(|()| file.write_all(&header));
+    begun.map_err(|e| fail(op, path, e))?;
+    for (name, tensor) in order {
+        write_elements(tensor, &mut file).map_err(|e| e.of(op, path, Some(name)))?;
+    }
+    file.flush().map_err(|e| fail(op, path, e))
+}
+
+fn dtype_in_file(dtype: DType) -> Dtype {
+    match dtype {
+        DType::F64 => Dtype::F64,
+        DType::F32 => Dtype::F32,
+        DType::F16 => Dtype::F16,
+        DType::BF16 => Dtype::BF16,
+        DType::I64 => Dtype::I64,
+        DType::I32 => Dtype::I32,
+        DType::U32 => Dtype::U32,
+        DType::U8 => Dtype::U8,
+        DType::Bool => Dtype::BOOL,
+    }
+}
+
+fn dtype_of(dtype: Dtype) -> Result<DType, Cause> {
+    Ok(match dtype {
+        Dtype::F64 => DType::F64,
+        Dtype::F32 => DType::F32,
+        Dtype::F16 => DType::F16,
+        Dtype::BF16 => DType::BF16,
+        Dtype::I64 => DType::I64,
+        Dtype::I32 => DType::I32,
+        Dtype::U32 => DType::U32,
+        Dtype::U8 => DType::U8,
+        Dtype::BOOL => DType::Bool,
+        other => return Err(Cause::File(format!("its dtype {other:?} is none of claystone's"))),
+    })
+}
+
+/// The tensors of a mapped safetensors file: each goes from the file's pages straight to the device, and only those that
+/// are asked for are read at all.
+///
+/// ```
+/// use claystone::{Device, Tensor, io, nn::StateDict, storage::MappedFile};
+/// # let folder = tempfile::tempdir().unwrap();
+/// # let path = folder.path().join("model.safetensors");
+/// # let state: StateDict = [("w".to_string(), Tensor::ones(3, Device::Cpu)?)].into_iter().collect();
+/// # io::save(&path, &state)?;
+/// // SAFETY: nobody writes to the file meanwhile.
+/// let file = unsafe { MappedFile::open(&path)? };
+/// let tensors = io::SafeTensors::new(&file)?;
+/// assert_eq!(tensors.names().collect::<Vec<_>>(), ["w"]);
+/// assert_eq!(tensors.get("w", Device::best())?.to_vec::<f32>()?, [1.0; 3]);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+pub struct SafeTensors<'a> {
+    file: &'a MappedFile,
+    /// Where the elements begin.
+    start: usize,
+    names: Vec<String>,
+    header: Metadata,
+}
+
+impl<'a> SafeTensors<'a> {
+    /// Reads the header.
+    ///
+    /// # Errors
+    /// [`crate::Error::Invalid`] with the file's name where it is no whole safetensors file.
+    pub fn new(file: &'a MappedFile) -> Result<SafeTensors<'a>> {
+        let read = safetensors::SafeTensors::read_metadata(file.bytes());
+        let (length, header) = read.map_err(|e: SafeTensorError| fail("SafeTensors::new", file.path(), e))?;
+        Ok(SafeTensors { file, start: 8 + length, names: header.offset_keys(), header })
+    }
+
+    /// The tensors' names, in the file's order.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.names.iter().map(|n| &n[..])
+    }
+
+    /// The tensor of this name, on `device`.
+    ///
+    /// # Errors
+    /// [`crate::Error::Invalid`] with the file's name and the tensor's: there is none, or its dtype is not claystone's;
+    /// [`crate::Error::OutOfMemory`].
+    pub fn get(&self, name: &str, device: Device) -> Result<Tensor> {
+        let (op, path) = ("SafeTensors::get", self.file.path());
+        let info = self.header.info(name).ok_or_else(|| fail_in(op, path, name, "there is none of this name"))?;
+        self.placed(info, device).map_err(|e| e.of(op, path, Some(name)))
+    }
+
+    fn placed(&self, info: &TensorInfo, device: Device) -> Result<Tensor, Cause> {
+        let dtype = dtype_of(info.dtype)?;
+        let shape = shape_of(info.shape.iter().map(|&d| d as u64))?;
+        let (from, to) = info.data_offsets;
+        let bytes = &self.file.bytes()[self.start..][from..to];
+        let storage = Storage::alloc(device, bytes.len())?;
+        write_piece(&storage, 0, bytes, dtype)?;
+        Ok(Tensor { storage, layout: Layout::contiguous(shape), dtype, node: None })
+    }
+}
