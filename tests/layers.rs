@@ -302,13 +302,13 @@ fn first_values_have_the_spread_they_should() {
             assert!(mean.abs() < 0.05 * std && (got / std - 1.0).abs() < 0.05, "{what} on {device}: {mean} {got}");
             assert!(greatest <= most, "{what}: {greatest}");
         };
-        let (fan_in, fan_out) = (16.0 * 9.0, 64.0 * 9.0);
+        let (fan_in, fan_out) = (16f64 * 9.0, 64f64 * 9.0);
         let uniform = |std: f64| 3f64.sqrt() * std * 1.0001;
         init::kaiming_uniform_(&t, 0.0, Fan::In).unwrap();
-        check("kaiming_uniform_", (2.0 / fan_in as f64).sqrt(), uniform((2.0 / fan_in as f64).sqrt()));
+        check("kaiming_uniform_", (2.0 / fan_in).sqrt(), uniform((2.0 / fan_in).sqrt()));
         init::kaiming_normal_(&t, 1.0, Fan::Out).unwrap();
-        check("kaiming_normal_", (1.0 / fan_out as f64).sqrt(), f64::INFINITY);
-        let xavier = (2.0 / (fan_in + fan_out) as f64).sqrt();
+        check("kaiming_normal_", (1.0 / fan_out).sqrt(), f64::INFINITY);
+        let xavier = (2.0 / (fan_in + fan_out)).sqrt();
         init::xavier_uniform_(&t, 2.0).unwrap();
         check("xavier_uniform_", 2.0 * xavier, uniform(2.0 * xavier));
         init::xavier_normal_(&t, 1.0).unwrap();

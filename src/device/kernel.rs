@@ -40,8 +40,10 @@ pub struct Kernel {
     /// As the source has it, by device.
     entries: Mutex<HashMap<Device, Arc<Entry>>>,
     /// What is launched, by device and what the arguments are.
-    built: Mutex<HashMap<(Device, Vec<Kind>), Arc<ClKernel>>>,
+    built: Mutex<Built>,
 }
+
+type Built = HashMap<(Device, Vec<Kind>), Arc<ClKernel>>;
 
 /// The user's own kernel: what it takes.
 struct Entry {

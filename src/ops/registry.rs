@@ -284,7 +284,6 @@ fn built_in_gradients(
 
 /// `replaced!("name", [tensors], arguments ...)` at the beginning of a method: returns what a registered implementation
 /// makes of it, where there is one.
-#[allow(unused_macros)]
 macro_rules! replaced {
     ($op:expr, [$($x:expr),* $(,)?] $(, $argument:expr)* $(,)?) => {
         if let Some(mut out) = $crate::ops::registry::replacement($op, &[$($x),*], || vec![$($argument.into()),*])? {
@@ -294,8 +293,6 @@ macro_rules! replaced {
 }
 
 /// [`replaced`] where a method gives several tensors: `as_results` makes its result of them.
-
-#[allow(unused_macros)]
 macro_rules! replaced_several {
     ($op:expr, [$($x:expr),* $(,)?] $(, $argument:expr)* ; $as_results:expr) => {
         if let Some(out) = $crate::ops::registry::replacement($op, &[$($x),*], || vec![$($argument.into()),*])? {
@@ -304,5 +301,4 @@ macro_rules! replaced_several {
     };
 }
 
-#[allow(unused_imports)]
 pub(crate) use {replaced, replaced_several};

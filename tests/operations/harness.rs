@@ -179,7 +179,7 @@ fn value(values: &Values, k: usize, i: usize, n: usize) -> f64 {
     match values {
         Values::Between(low, high) => low + u * (high - low),
         // 101 and n have no common divisor, or it is 101: then it is 103.
-        Values::Distinct => ((i * if n % 101 == 0 { 103 } else { 101 }) % n) as f64 - (n / 2) as f64,
+        Values::Distinct => ((i * if n.is_multiple_of(101) { 103 } else { 101 }) % n) as f64 - (n / 2) as f64,
         Values::Index(below) => (u * *below as f64).floor(),
         Values::Mask => f64::from(u < 0.5),
         Values::Given(array, _) => array.iter().nth(i).copied().unwrap_or_default(),

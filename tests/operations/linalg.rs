@@ -111,7 +111,9 @@ fn products() -> Vec<Case> {
         }
     }
     type Right = fn(&[ArrayD<f64>]) -> ArrayD<f64>;
-    let added: [(&str, [&[usize]; 2], &[&[usize]], Right); 11] = [
+    /// The operation, its matrices, what is added to their product in turn, the product.
+    type Added<'a> = (&'a str, [&'a [usize]; 2], &'a [&'a [usize]], Right);
+    let added: [Added; 11] = [
         ("addmm", [&[3, 4], &[4, 5]], &[&[3, 5], &[5], &[3, 1], &[]], |x| matmul(&x[1], &x[2])),
         ("addmm", [&[3, 0], &[0, 5]], &[&[3, 5]], |x| matmul(&x[1], &x[2])),
         ("addmv", [&[3, 4], &[4]], &[&[3], &[1]], |x| matmul(&x[1], &x[2])),

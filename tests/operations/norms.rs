@@ -128,7 +128,7 @@ pub fn cases() -> Vec<Case> {
         cases.push(evaluation(&[0, 3, 2], given));
     }
     for (shape, p, dim) in [(&[3, 4][..], 2.0, 1), (&[3, 4, 2], 1.0, -2isize), (&[2, 5], 3.0, -1), (&[0, 4], 2.0, 1)] {
-        let axis = if dim < 0 { shape.len() - dim.unsigned_abs() as usize } else { dim as usize };
+        let axis = if dim < 0 { shape.len() - dim.unsigned_abs() } else { dim as usize };
         let made = case("normalize").input_in(shape, 0.3..2.0).arg(p).arg(dim).arg(1e-12);
         cases.push(made.gives(move |x| {
             let norms = x[0].map_axis(ndarray::Axis(axis), |lane| {

@@ -9,7 +9,7 @@ use crate::harness::{Case, case};
 pub fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for (shape, dim) in [(&[5, 7][..], 1), (&[5, 7], 0), (&[2, 3, 4], -2isize), (&[0, 3], 0), (&[3, 0], 1)] {
-        let d = if dim < 0 { shape.len() - dim.unsigned_abs() as usize } else { dim as usize };
+        let d = if dim < 0 { shape.len() - dim.unsigned_abs() } else { dim as usize };
         cases.push(case("cumsum").input(shape).arg(dim).gives(move |x| vec![along(&x[0], d, cumsum)]));
         cases.push(case("cumprod").input_in(shape, 0.5..1.5).arg(dim).gives(move |x| vec![along(&x[0], d, cumprod)]));
         cases.push(case("logcumsumexp").input(shape).arg(dim).gives(move |x| vec![along(&x[0], d, logcumsumexp)]));

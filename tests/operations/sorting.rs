@@ -34,7 +34,7 @@ pub fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     // Where elements are equal sorting has kinks: they differ here, and below in tests of their own.
     for (shape, dim) in [(&[5, 7][..], 1), (&[5, 7], 0), (&[2, 3, 4], -2isize), (&[3, 0], 1)] {
-        let d = if dim < 0 { shape.len() - dim.unsigned_abs() as usize } else { dim as usize };
+        let d = if dim < 0 { shape.len() - dim.unsigned_abs() } else { dim as usize };
         for descending in [false, true] {
             let places = move |line: &[f64]| sorted(line, descending);
             let values = move |line: &[f64]| places(line).iter().map(|&i| line[i]).collect();

@@ -147,7 +147,7 @@ impl Tensor {
         check_channels(op, self, &[weight, bias])?;
         same_dtype(op, &inputs)?;
         let channels = self.shape().dims()[1];
-        if groups == 0 || channels % groups != 0 {
+        if groups == 0 || !channels.is_multiple_of(groups) {
             let reason = format!("{groups} groups do not divide {channels} channels evenly");
             return Err(Error::invalid(op, reason));
         }
