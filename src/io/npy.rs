@@ -42,7 +42,8 @@ pub fn write_npy(path: impl AsRef<Path>, tensor: &Tensor) -> Result<()> {
 }
 
 pub(super) fn from_reader(mut from: impl Read, device: Device) -> Result<Tensor, Cause> {
-    let header = NpyHeader::from_reader(&mut from)?;
+    let start = start_of(&mut from)?;
+    let header = NpyHeader::from_reader(&start[..])?;
     let unknown = || Cause::File(format!("its dtype {} is none of claystone's", header.dtype().descr()));
     let npyz::DType::Plain(element) = header.dtype() else { return Err(unknown()) };
     let dtype = match (element.type_char(), element.size_field()) {
@@ -67,6 +68,26 @@ pub(super) fn from_reader(mut from: impl Read, device: Device) -> Result<Tensor,
             Ok(turned.permute(&dims)?)
         }
     }
+}
+
+/// The file up to its first element, with sizes that can be multiplied: npyz does so unchecked.
+fn start_of(from: &mut impl Read) -> Result<Vec<u8>, Cause> {
+    let mut start = vec![0; 10];
+    from.read_exact(&mut start)?;
+    let mut length = usize::from(u16::from_le_bytes([start[8], start[9]]));
+    if start[6] > 1 {
+        // From version 2 on the length of the header has four bytes.
+        start.resize(12, 0);
+        from.read_exact(&mut start[10..])?;
+        length |= usize::from(u16::from_le_bytes([start[10], start[11]])) << 16;
+    }
+    let text = start.len();
+    from.take(length as u64).read_to_end(&mut start)?;
+    let header = String::from_utf8_lossy(&start[text..]);
+    let sizes = header.split_once("'shape'").and_then(|(_, rest)| rest.split_once('(')?.1.split_once(')'));
+    let sizes = sizes.map_or("", |(sizes, _)| sizes).split(',').filter_map(|size| size.trim().parse::<u64>().ok());
+    shape_of(sizes)?;
+    Ok(start)
 }
 
 pub(super) fn to_writer(tensor: &Tensor, to: &mut dyn Write) -> Result<(), Cause> {

@@ -146,13 +146,15 @@ pub enum Gives {
     Sum,
     /// Floats as they are, integers and bool as `F32`.
     Float,
+    /// The one asked for.
+    Asked,
 }
 
 impl Gives {
-    /// The dtype of the result for operands of `dtype`.
+    /// The dtype of the result for operands of `dtype`, or where `dtype` is what is asked for.
     pub fn of(self, dtype: DType) -> DType {
         match self {
-            Gives::Same => dtype,
+            Gives::Same | Gives::Asked => dtype,
             Gives::Bool => DType::Bool,
             Gives::I64 => DType::I64,
             Gives::Sum if !dtype.is_float() => DType::I64,

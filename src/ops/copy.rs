@@ -16,7 +16,7 @@ pub(super) static OPERATIONS: &[Operation] = &[
     Operation::new("clone", "clone", Kind::Copying, Dtypes::All, Gives::Same, |a| a.x(0)?.try_clone()).differentiable(),
     Operation::new("contiguous", "contiguous", Kind::Copying, Dtypes::All, Gives::Same, |a| a.x(0)?.contiguous())
         .differentiable(),
-    Operation::new("to_dtype", "to", Kind::Copying, Dtypes::All, Gives::Float, |a| a.x(0)?.to_dtype(a.dtype(0)?))
+    Operation::new("to_dtype", "to", Kind::Copying, Dtypes::All, Gives::Asked, |a| a.x(0)?.to_dtype(a.dtype(0)?))
         .differentiable(),
     Operation::new("copy_", "copy_", Kind::InPlace, Dtypes::All, Gives::Same, |a| {
         a.x(0)?.copy_(a.x(1)?).map(Tensor::shallow_clone)

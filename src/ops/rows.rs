@@ -86,7 +86,7 @@ macro_rules! rows {
             rpow_scalar (x; base = 1.75): Any -> Same { base.pow(x) } { base.powf(x) } on [-3.0..3.0];
             /// `value / x`. PyTorch: `value / x`.
             rdiv_scalar (x; value = 1.25): Float -> Same { value / x } { value / x } on [0.5..3.0];
-            /// `x * scale + shift`.
+            /// A scaled and shifted x. PyTorch: `x * scale + shift`.
             affine (x; scale = -1.5, shift = 0.5) + affine_: Any -> Same
                 { x * scale + shift } { x * scale + shift } on [-3.0..3.0];
             /// `x + value * a * b`. PyTorch: `addcmul`.

@@ -347,7 +347,7 @@ impl Run {
                 Pair::Mul => a.mul(b),
                 Pair::Maximum => a.maximum(b),
             };
-            made?.clamp(-BOUND, BOUND)
+            made?.clamp(-BOUND as i64, BOUND as i64)
         });
     }
 
@@ -373,7 +373,7 @@ impl Run {
                 Fold::Max => t[i].max(&list[..], keepdim),
                 Fold::Min => t[i].min(&list[..], keepdim),
             };
-            made?.to_dtype(dtype)?.clamp(-BOUND, BOUND)
+            made?.to_dtype(dtype)?.clamp(-BOUND as i64, BOUND as i64)
         });
     }
 
@@ -426,7 +426,7 @@ impl Run {
                             Pair::Mul => a.mul_(b),
                             Pair::Maximum => a.maximum_(b),
                         }?;
-                        a.clamp_(-BOUND, BOUND).map(drop)
+                        a.clamp_(-BOUND as i64, BOUND as i64).map(drop)
                     });
                 }
             }
