@@ -1,7 +1,7 @@
 //! Trains a small convolutional network to read digits: two convolutions with batch norm, max pooling, one linear layer.
 //!
 //! `cargo run --release --example mnist -- --data DIR` reads MNIST, or any set in its format, from a folder.
-//! `cargo run --release --example mnist` takes the 8 x 8 digits of this repository and ends with `test accuracy 0.99`.
+//! `cargo run --release --example mnist` takes the 8 x 8 digits of this repository and ends with `test accuracy 0.997` (PoCL).
 
 mod common;
 
