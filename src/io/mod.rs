@@ -36,7 +36,8 @@ const PIECE: usize = 4 << 20;
 /// let path = folder.path().join("model.safetensors");
 /// let state: StateDict = [("weight".to_string(), Tensor::eye(3, Device::Cpu)?.t()?)].into_iter().collect();
 /// io::save(&path, &state)?;
-/// assert_eq!(io::load(&path, Device::best())?.get("weight").unwrap().to_vec::<f32>()?, Tensor::eye(3, Device::Cpu)?.to_vec()?);
+/// let loaded = io::load(&path, Device::best())?;
+/// assert_eq!(loaded.get("weight").unwrap().to_vec::<f32>()?, Tensor::eye(3, Device::Cpu)?.to_vec::<f32>()?);
 /// # Ok::<(), claystone::Error>(())
 /// ```
 ///

@@ -50,7 +50,7 @@ impl Tensor {
     /// use claystone::{Device, PadMode, Tensor};
     /// let a = Tensor::arange(1, 4, 1, Device::Cpu)?;
     /// assert_eq!(a.pad(&[1, 2], PadMode::default())?.to_vec::<f32>()?, [0.0, 1.0, 2.0, 3.0, 0.0, 0.0]);
-    /// assert_eq!(a.pad(&[2, -1], PadMode::Reflect)?.to_vec::<f32>()?, [3.0, 2.0, 1.0, 2.0]);
+    /// assert_eq!(a.pad(&[2, 0], PadMode::Reflect)?.to_vec::<f32>()?, [3.0, 2.0, 1.0, 2.0, 3.0]);
     /// # Ok::<(), claystone::Error>(())
     /// ```
     ///
