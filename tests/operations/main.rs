@@ -5,6 +5,7 @@
 mod common;
 mod harness;
 mod in_place;
+mod indexing_edges;
 mod one_row;
 
 use std::collections::HashSet;
