@@ -31,6 +31,22 @@ fn autocast_lowers_products_and_widens_sums() {
                 assert_eq!(dtypes(y.mse_loss(&x)), DType::F32);
                 assert_eq!(dtypes(y.sum((), false)), DType::F32);
                 assert_eq!(dtypes(y.tanh()), half, "what is in no list stays");
+                for wide in
+                    [y.exp(), y.log1p(), y.pow_scalar(2), y.pow(&y), y.rpow_scalar(2), y.softplus(), y.cumsum(0)]
+                {
+                    assert_eq!(dtypes(wide), DType::F32);
+                }
+                let wide = [
+                    y.cumprod(0),
+                    y.vector_norm(f64::INFINITY, 0, false),
+                    y.cdist(&y, 1.0),
+                    y.normalize(2.0, 1, 1e-12),
+                ];
+                for wide in wide.into_iter().chain([y.cosine_similarity(&y, 1, 1e-8), y.rsqrt(), y.reciprocal()]) {
+                    assert_eq!(dtypes(wide), DType::F32);
+                }
+                let own = y.detach().clone();
+                assert_eq!(dtypes(own.exp_().map(Tensor::shallow_clone)), half, "in place there is no other dtype");
                 assert_eq!(dtypes(f64s.matmul(&f64s)), DType::F64);
                 assert_eq!(autocast(None, || dtypes(x.matmul(&weight))), DType::F32);
                 weight.zero_grad();

@@ -2,12 +2,10 @@
 
 use std::sync::Arc;
 
-use super::backward::Walk;
-use super::grad::Wanted;
+use super::Saved;
 use super::modes::{enable_grad, is_grad_enabled, sketching};
 use super::node::{Node, next_seq};
 use super::record::record_of_nodes;
-use super::{Gradients, Saved};
 use crate::ops::draws::{recorded, replayed};
 use crate::{Result, Tensor, autocast, autocast_dtype};
 
@@ -54,17 +52,7 @@ pub fn checkpoint(
     Ok(record_of_nodes(op, out.detach(), outside, move |ctx| {
         let given = saved.iter().map(|s| s.unpack(op)).collect::<Result<Vec<_>>>()?;
         let again = autocast(precision, || replayed(&seeds, || enable_grad(|| f(&given))))?;
-        let mut gradients: Gradients = ctx.nodes().iter().map(|_| None).collect();
-        let Some(root) = &again.node else { return Ok(gradients) };
-        let nodes = || ctx.nodes().iter().enumerate().filter(|(i, _)| ctx.needs(*i)).filter_map(|(_, n)| n.as_ref());
-        let wanted = Wanted::new(std::iter::once(root), nodes());
-        let create_graph = ctx.create_graph();
-        let walk = Walk { retain_graph: create_graph, create_graph, wanted: Some(wanted), inner: true };
-        let found = walk.run(vec![(root.clone(), ctx.grad()?.into())])?;
-        for (gradient, node) in gradients.iter_mut().zip(ctx.nodes()) {
-            *gradient = node.as_ref().and_then(|node| found.get(&node.seq)).map(Tensor::shallow_clone);
-        }
-        Ok(gradients)
+        ctx.through(&again)
     }))
 }
 

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use super::backward::Walk;
+use super::grad::Wanted;
 use super::node::{Factor, Node};
 use super::{Gradients, Saved};
 use crate::{DType, Device, Result, Shape, Tensor};
@@ -50,9 +51,27 @@ impl Context<'_> {
         Ok(Tensor { node, ..saved.unpack(self.node.op)? })
     }
 
-    /// The nodes of the operation's inputs.
-    pub(super) fn nodes(&self) -> &[Option<Arc<Node>>] {
-        &self.node.inputs
+    /// Values with the place in the graph of input `i`.
+    pub(crate) fn input(&self, i: usize, values: Tensor) -> Tensor {
+        Tensor { node: self.node.inputs[i].clone(), ..values }
+    }
+
+    /// The gradients of the inputs through `again`: the result computed once more from them, by operations whose gradients
+    /// have gradients. It is what a closure of other kernels does where [`Context::create_graph`].
+    pub(crate) fn through(&self, again: &Tensor) -> Result<Gradients> {
+        let inputs = &self.node.inputs;
+        let mut gradients: Gradients = inputs.iter().map(|_| None).collect();
+        let Some(root) = &again.node else { return Ok(gradients) };
+        let needed = inputs.iter().enumerate().filter(|(i, _)| self.needs(*i)).filter_map(|(_, node)| node.as_ref());
+        let wanted = Wanted::new(std::iter::once(root), needed);
+        let create_graph = self.create_graph();
+        let walk = Walk { retain_graph: create_graph, create_graph, wanted: Some(wanted), inner: true };
+        let mut found = walk.run(vec![(root.clone(), self.grad()?.into())])?;
+        // Of an input that is given twice the first has the gradient of both.
+        for (gradient, node) in gradients.iter_mut().zip(inputs) {
+            *gradient = node.as_ref().and_then(|node| found.remove(&node.seq));
+        }
+        Ok(gradients)
     }
 
     /// How many inputs the operation has.

@@ -37,7 +37,7 @@ pub use hooks::HookHandle;
 pub use modes::{detect_anomaly, enable_grad, inference_mode, is_grad_enabled, no_grad, set_grad_enabled};
 pub(crate) use node::{Factor, Node};
 pub(crate) use record::{
-    Saved, check_in_place, is_tracked, record, record_twice, record_unary, record_unary_twice, record_with_factor,
+    Saved, check_in_place, is_tracked, record, record_twice, record_unary_twice, record_with_factor,
 };
 
 use hooks::Retained;

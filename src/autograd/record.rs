@@ -51,20 +51,8 @@ pub(crate) fn record_with_factor(
     put(op, out, inputs, Operation { backward: Arc::new(backward), factor: factor.map(Arc::new), twice: true })
 }
 
-/// [`record`] for an operation of one input, where it is tracked: `backward` maps gradient to gradient.
-pub(crate) fn record_unary(
-    op: &'static str,
-    out: Tensor,
-    input: &Tensor,
-    backward: impl Fn(Tensor) -> Result<Tensor> + Send + Sync + 'static,
-) -> Tensor {
-    if !is_tracked(&[input]) {
-        return out;
-    }
-    record(op, out, &[input], move |ctx| Ok(SmallVec::from_iter([Some(backward(ctx.grad()?)?)])))
-}
-
-/// [`record_unary`] for a closure made of recorded operations (see [`record_twice`]): a view's opposite view, say.
+/// [`record_twice`] for an operation of one input, where it is tracked: `backward` maps gradient to gradient, as the opposite
+/// of a view does.
 pub(crate) fn record_unary_twice(
     op: &'static str,
     out: Tensor,

@@ -71,10 +71,10 @@ impl Dropout {
     /// Dropout with probability `p`, in training mode.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where `p` is not in `0.0..1.0`.
+    /// [`Error::Invalid`] where `p` is not in `0.0..=1.0`.
     pub fn new(p: f64) -> Result<Dropout> {
-        if !(0.0..1.0).contains(&p) {
-            return Err(Error::invalid("Dropout::new", format!("the probability {p} is not in 0.0..1.0")));
+        if !(0.0..=1.0).contains(&p) {
+            return Err(Error::invalid("Dropout::new", format!("the probability {p} is not in 0.0..=1.0")));
         }
         Ok(Dropout { p, mode: Mode::default() })
     }

@@ -28,8 +28,9 @@ struct Weight {
 }
 
 /// Runs `f` in mixed precision (PyTorch's `torch.autocast`): matrix products, linear layers, convolutions, attention and
-/// einsum take their inputs in `dtype`, BF16 or F16, and give it; softmax, losses, norms, sums and products take halves
-/// in f32, and give that. Everything else keeps the dtype of its inputs. A parameter is cast once a scope, however often it
+/// einsum take their inputs in `dtype`, BF16 or F16, and give it; softmax, losses, norms, distances, sums and products
+/// (cumulative ones too), powers, exponentials and logarithms take halves in f32, and give that. Everything else keeps the
+/// dtype of its inputs. A parameter is cast once a scope, however often it
 /// is used. f64 stays as it is. `None` switches it off inside; backward runs without, in the dtypes of forward.
 ///
 /// ```
@@ -78,6 +79,38 @@ pub(crate) fn lowered(op: &'static str, inputs: &[&Tensor]) -> Result<Option<Sma
         return Ok(None);
     }
     inputs.iter().map(|t| cast(t, dtype)).collect::<Result<_>>().map(Some)
+}
+
+/// The elementwise operations that PyTorch's autocast takes in f32.
+const WIDE: &[&str] = &[
+    "acos",
+    "asin",
+    "cosh",
+    "erfinv",
+    "exp",
+    "expm1",
+    "log",
+    "log10",
+    "log1p",
+    "log2",
+    "pow",
+    "pow_scalar",
+    "rdiv_scalar",
+    "reciprocal",
+    "rpow_scalar",
+    "rsqrt",
+    "sinh",
+    "softplus",
+    "softplus_beta",
+    "tan",
+];
+
+/// [`widened`] for the elementwise operation of this name.
+pub(super) fn widened_row(row: &str, inputs: &[&Tensor]) -> Result<Option<SmallVec<[Tensor; 3]>>> {
+    if ACTIVE.get().is_none() || !WIDE.contains(&row) {
+        return Ok(None);
+    }
+    widened(inputs)
 }
 
 /// Halves among the inputs as f32; None where there are none, or there is no scope.

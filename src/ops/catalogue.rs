@@ -244,9 +244,11 @@ impl Operation {
         }
     }
 
-    /// Whether [`register`](super::register) can replace it: what computes can be, what only names elements cannot.
+    /// Whether [`register`](super::register) can replace it: what computes can be, what only names elements or another
+    /// operation cannot.
     pub fn is_replaceable(&self) -> bool {
-        !matches!(self.kind, Kind::Creation | Kind::Random | Kind::View | Kind::Copying | Kind::InPlace)
+        let own = self.row().is_none_or(|row| row.name == self.name);
+        own && !matches!(self.kind, Kind::Creation | Kind::Random | Kind::View | Kind::Copying | Kind::InPlace)
     }
 
     /// The method of this name.
@@ -299,6 +301,10 @@ pub fn operations() -> &'static [Operation] {
     ALL.get_or_init(|| {
         let mut all: Vec<Operation> = FAMILIES.iter().flat_map(|family| family.iter().cloned()).collect();
         all.extend(ROWS.iter().copied().flat_map(of_row));
+        for &(name, row) in super::pointwise::ALIASES {
+            let same = all.iter().find(|op| op.name == row).expect("aliases name rows");
+            all.push(Operation { name, torch: name, ..same.clone() });
+        }
         all.sort_by_key(|op| op.kind);
         all
     })

@@ -1,8 +1,8 @@
 //! Convolutions: windows as columns, then one product.
 //!
 //! The columns of all windows, `[C, kernel, N, windows]`, make a convolution the product of the weight `[O, C kernel]` with
-//! one wide matrix, groups a batch of them, the bias its epilogue: two launches, and one where a window is a single element
-//! and the image is its own columns. A transposed convolution is the other way round, a product whose columns are added up. The
+//! one wide matrix, groups a batch of them, the bias its epilogue: two launches, a third that puts the images of a batch one
+//! after another, and one where a window is a single element and the image is its own columns. A transposed convolution is the other way round, a product whose columns are added up. The
 //! gradients are again these two: products, columns and sums of columns.
 
 use std::slice;
@@ -115,8 +115,8 @@ impl Tensor {
     }
 
     /// Each window's products with the weight, summed (PyTorch's `conv2d`): x `[N, C, H, W]` or `[C, H, W]`, `weight`
-    /// `[O, C / groups, KH, KW]`, `bias` `[O]`, the result `[N, O, rows, columns]` of windows. Floats. Two launches, one for
-    /// windows of a single element. The strides of the result may be those of a product. Differentiable in all three.
+    /// `[O, C / groups, KH, KW]`, `bias` `[O]`, the result `[N, O, rows, columns]` of windows, contiguous. Floats. Two launches
+    /// and a third for a batch, one for windows of a single element. Differentiable in all three.
     ///
     /// ```
     /// use claystone::{ConvOptions, Device, Padding, Tensor};
@@ -261,7 +261,7 @@ fn convolution<const D: usize>(
     } else {
         let columns = windows.columns(op, &x, true)?.reshape([1, groups, c / groups * kh * kw, n * oh * ow])?;
         let out = product(op, &columns, &weight, bias, false)?;
-        out.reshape([out_channels, n, oh, ow])?.transpose(0, 1)?
+        out.reshape([out_channels, n, oh, ow])?.transpose(0, 1)?.contiguous()?
     };
     as_given(&out, given, D)
 }

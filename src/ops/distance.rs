@@ -1,5 +1,6 @@
 //! Norms of any order, and the distances and angles made of them.
 
+use super::autocast::widened;
 use super::catalogue::{Dtypes, Gives, Kind, Operation};
 use super::expr::Expr;
 use super::gemm::Gemm;
@@ -8,7 +9,7 @@ use super::reduce::ReduceDims;
 use super::registry::replaced;
 use super::{recorded_with_result, same_device, same_dtype};
 use crate::autograd::Saved;
-use crate::{DType, Error, Result, Tensor};
+use crate::{DType, Error, Result, Tensor, promote_types};
 
 /// From so many points on a side, Euclidean distances come from one matrix product.
 const MANY: usize = 26;
@@ -59,6 +60,9 @@ impl Tensor {
     pub fn vector_norm(&self, ord: f64, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<Tensor> {
         let (op, dims) = ("vector_norm", dims.into());
         replaced!(op, [self], ord, &dims, keepdim);
+        if let Some(wide) = widened(&[self])? {
+            return wide[0].vector_norm(ord, dims, keepdim);
+        }
         self.normed(op, ord, dims, keepdim)
     }
 
@@ -117,6 +121,9 @@ impl Tensor {
     pub fn cdist(&self, other: &Tensor, p: f64) -> Result<Tensor> {
         let op = "cdist";
         replaced!(op, [self, other], p);
+        if let Some(wide) = widened(&[self, other])? {
+            return wide[0].cdist(&wide[1], p);
+        }
         same_dtype(op, &[self, other])?;
         same_device(op, &[self, other])?;
         self.dtype.check_float(op)?;
@@ -157,16 +164,19 @@ impl Tensor {
     /// `eps` (PyTorch's `cosine_similarity`, with dim 1 and eps 1e-8 unless said). Differentiable.
     ///
     /// # Errors
-    /// As [`Tensor::norm`]; [`Error::ShapeMismatch`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
+    /// As [`Tensor::norm`]; [`Error::ShapeMismatch`], [`Error::DeviceMismatch`].
     pub fn cosine_similarity(&self, other: &Tensor, dim: isize, eps: f64) -> Result<Tensor> {
         let op = "cosine_similarity";
         replaced!(op, [self, other], dim, eps);
-        same_dtype(op, &[self, other])?;
-        self.dtype.check_float(op)?;
-        if matches!(self.dtype, DType::F16 | DType::BF16) {
-            let wide = [self, other].map(|t| t.to_dtype(DType::F32));
-            let [a, b] = wide;
-            return a?.cosine_similarity(&b?, dim, eps)?.to_dtype(self.dtype);
+        if let Some(wide) = widened(&[self, other])? {
+            return wide[0].cosine_similarity(&wide[1], dim, eps);
+        }
+        let dtype = promote_types(self.dtype, other.dtype);
+        dtype.check_float(op)?;
+        let compute = dtype.compute().dtype();
+        if [self, other].iter().any(|t| t.dtype != compute) {
+            let [a, b] = [self, other].map(|t| t.to_dtype(compute));
+            return a?.cosine_similarity(&b?, dim, eps)?.to_dtype(dtype);
         }
         let shape = self.shape().broadcast(op, other.shape())?;
         let (a, b) = (self.expand(&shape)?, other.expand(&shape)?);

@@ -5,6 +5,7 @@
 
 use smallvec::SmallVec;
 
+use super::autocast::widened_row;
 use super::collapse::Walk;
 use super::expr::Expr;
 use super::kernels::Placed;
@@ -247,6 +248,9 @@ impl Row {
 /// A table row on tensors: what every generated method calls. Recorded where an input is tracked.
 pub(crate) fn apply_row(row: &'static Row, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<Tensor> {
     same_device(row.name, inputs)?;
+    if let Some(wide) = widened_row(row.name, inputs)? {
+        return apply_row(row, &wide.iter().collect::<SmallVec<[&Tensor; 3]>>(), scalars);
+    }
     let common = common_dtype(row, inputs, scalars)?;
     let arguments = || scalars.iter().map(|&s| s.into()).collect();
     if let Some(mut out) = registry::replacement(row.name, inputs, arguments)? {

@@ -190,20 +190,46 @@ enum View {
 }
 
 impl View {
-    /// `t` as four dims; a copy only where its strides cannot express that.
-    fn of(&self, t: &Tensor) -> Result<Tensor> {
+    /// The four dims, before a batch's are put in order.
+    fn shape(&self, t: &Tensor) -> [usize; 4] {
         let dims = t.shape().dims();
         let rest = |from: usize| dims[from..].iter().product::<usize>();
-        let shape = match *self {
+        match *self {
             View::Last(n) => [t.numel() / n.max(1), 1, 1, n],
             View::Groups(groups) => [dims[0], groups, dims[1] / groups, rest(2)],
             View::Batch => [dims[0], dims[1], rest(2), 1],
-        };
-        let t = reshaped(t, &Shape::from(shape))?;
+        }
+    }
+
+    /// `t` as four dims; a copy only where its strides cannot express that.
+    fn of(&self, t: &Tensor) -> Result<Tensor> {
+        let t = reshaped(t, &Shape::from(self.shape(t)))?;
         match self {
             View::Batch => Ok(t.with_layout(t.layout.permute(&[3, 1, 0, 2]))),
             _ => Ok(t),
         }
+    }
+
+    /// The norm as operations whose gradients have gradients.
+    fn composed(
+        &self,
+        x: &Tensor,
+        weight: Option<&Tensor>,
+        bias: Option<&Tensor>,
+        dims: [bool; 4],
+        eps: f64,
+        rms: bool,
+    ) -> Result<Tensor> {
+        let rows = x.to_dtype(x.dtype.compute().dtype())?.reshape(self.shape(x))?;
+        let rows = if let View::Batch = self { rows.permute(&[3, 1, 0, 2])? } else { rows };
+        let own: Shape = rows.shape().dims().iter().zip(dims).map(|(&n, own)| if own { n } else { 1 }).collect();
+        let centred = if rms { rows } else { rows.sub(&rows.mean([2, 3], true)?)? };
+        let scale = centred.square()?.mean([2, 3], true)?.add_scalar(eps)?.rsqrt()?;
+        let scaled = weight.map_or(Ok(scale.shallow_clone()), |w| w.reshape(&own)?.mul(&scale))?;
+        let out = centred.mul(&scaled)?;
+        let out = bias.map_or(Ok(out.shallow_clone()), |b| out.add(&b.reshape(&own)?))?;
+        let out = if let View::Batch = self { out.permute(&[2, 1, 3, 0])? } else { out };
+        out.reshape(x.shape())?.to_dtype(x.dtype)
     }
 
     /// The dims that a weight has.
@@ -241,7 +267,12 @@ fn normalised(
     let saved = [Some(x), weight, bias].map(|t| t.map(Saved::new));
     let statistics = [&mean, &var].map(Saved::new);
     let view = view.clone();
-    let out = autograd::record(op, out, &inputs, move |ctx| {
+    let out = autograd::record_twice(op, out, &inputs, move |ctx| {
+        if ctx.create_graph() {
+            let get = |s: &Option<Saved>| s.as_ref().map(|s| s.unpack(op)).transpose();
+            let (x, weight, bias) = (get(&saved[0])?.expect("the input"), get(&saved[1])?, get(&saved[2])?);
+            return ctx.through(&view.composed(&x, weight.as_ref(), bias.as_ref(), dims, eps, rms)?);
+        }
         let get = |s: &Option<Saved>| s.as_ref().map(|s| s.get(op).map(Tensor::detach)).transpose();
         let (x, weight, bias) = (get(&saved[0])?.expect("the input"), get(&saved[1])?, get(&saved[2])?);
         let given = [true, weight.is_some(), bias.is_some()];

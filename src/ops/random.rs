@@ -204,15 +204,16 @@ impl Tensor {
     /// training). One launch forward, one backward; no mask is stored. Differentiable.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where `p` is not in `0.0..1.0`; [`Error::UnsupportedDType`] for integers.
+    /// [`Error::Invalid`] where `p` is not in `0.0..=1.0`; [`Error::UnsupportedDType`] for integers.
     pub fn dropout(&self, p: f64) -> Result<Tensor> {
         let op = "dropout";
-        if !(0.0..1.0).contains(&p) {
-            return Err(Error::invalid(op, format!("the probability {p} is not in 0.0..1.0")));
+        if !(0.0..=1.0).contains(&p) {
+            return Err(Error::invalid(op, format!("the probability {p} is not in 0.0..=1.0")));
         }
         self.dtype.check_float(op)?;
         let expr = Expr::uniform(0).lt(Expr::scalar(0)).select(0.0, Expr::input(0) * Expr::scalar(1));
-        let scalars = [Scalar::Float(p), Scalar::Float(1.0 / (1.0 - p))];
+        let scale = if p < 1.0 { 1.0 / (1.0 - p) } else { 0.0 };
+        let scalars = [Scalar::Float(p), Scalar::Float(scale)];
         let params = Params { scalars: &scalars, seeds: &[next_seed(op, self.device())?] };
         elementwise::apply_tracked(op, &[self], params, &expr, self.dtype, &|i| expr.diff(i))
     }

@@ -119,7 +119,8 @@ fn built_in<R>(name: &'static str, f: impl FnOnce() -> R) -> R {
 /// compute nothing: views and what makes tensors.
 pub fn register(name: &'static str, backend: Backend, implementation: Implementation) -> Result<Registration> {
     if catalogue::find(name).is_some_and(|op| !op.is_replaceable()) {
-        return Err(Error::invalid("register", format!("{name} only names or makes elements: it cannot be replaced")));
+        let reason = format!("{name} only names or makes elements, or is another's name: it cannot be replaced");
+        return Err(Error::invalid("register", reason));
     }
     let mut table = write();
     if table.contains_key(&(name, backend)) {

@@ -278,8 +278,13 @@ impl Tensor {
     }
 
     /// Cross-entropy of logits `[N, C]` and class labels `[N]`, neither weighted nor smoothed: one launch gives losses and
-    /// gradient, at most one more their sum.
-    pub(crate) fn label_entropy(&self, labels: &Tensor, options: CrossEntropy) -> Result<Tensor> {
+    /// gradient, at most one more their sum. `composed` is the same of log-probabilities, for gradients of gradients.
+    pub(crate) fn label_entropy(
+        &self,
+        labels: &Tensor,
+        options: CrossEntropy,
+        composed: impl Fn(&Tensor, &Tensor) -> Result<Tensor> + Send + Sync + 'static,
+    ) -> Result<Tensor> {
         let op = "cross_entropy";
         let tracked = autograd::is_tracked(&[self]);
         let grad = match tracked {
@@ -292,9 +297,16 @@ impl Tensor {
             (_, Device::OpenCL(_)) => opencl::cross_entropy(self, labels, options, grad.as_ref())?,
         };
         let Some(saved) = grad else { return Ok(out) };
-        let saved = Saved::new(&saved);
-        Ok(autograd::record(op, out, &[self], move |ctx| {
+        let (saved, labels) = (Saved::new(&saved), Saved::new(labels));
+        let CrossEntropy { reduction, ignore_index, .. } = options;
+        Ok(autograd::record_twice(op, out, &[self], move |ctx| {
             let saved = saved.unpack(op)?;
+            if ctx.create_graph() {
+                let labels = labels.get(op)?;
+                let log = log_probabilities(&saved, labels, reduction, ignore_index)?;
+                // Logits are these but for a number that a row has in common, which changes nothing.
+                return ctx.through(&composed(&ctx.input(0, log).log_softmax(1)?, labels)?);
+            }
             let grad = match ctx.grad_unless_one() {
                 None => saved,
                 Some(grad) => {
@@ -310,6 +322,18 @@ impl Tensor {
             Ok(SmallVec::from_iter([Some(grad)]))
         }))
     }
+}
+
+/// The logarithms of the probabilities that [`Tensor::label_entropy`] had, from its gradient: a probability less 1 at the label,
+/// over the number of rows that count for their mean.
+fn log_probabilities(grad: &Tensor, labels: &Tensor, reduction: LossReduction, ignore_index: i64) -> Result<Tensor> {
+    let ignored = labels.eq_scalar(ignore_index)?;
+    let labels = labels.masked_fill(&ignored, 0)?.one_hot(grad.shape().dims()[1])?;
+    let whole = match reduction {
+        LossReduction::Mean => grad.mul(&ignored.logical_not()?.sum((), false)?)?,
+        _ => grad.shallow_clone(),
+    };
+    whole.add(&labels)?.clamp_min(0)?.log()
 }
 
 /// The loss where there are no logits: no rows, or rows without a class, where every label is out of range.

@@ -7,6 +7,7 @@
 
 use smallvec::SmallVec;
 
+use super::autocast::widened;
 use super::catalogue::{Dtypes, Gives, Kind, Operation};
 use super::lines::at_least_1d;
 use super::pair;
@@ -69,9 +70,22 @@ fn from_behind(t: &Tensor, dim: isize, f: impl Fn(&Tensor) -> Result<Tensor>) ->
 }
 
 /// Wider halves: what a gradient is made of is rounded once.
-fn widened(t: &Tensor) -> Result<Tensor> {
+fn wide(t: &Tensor) -> Result<Tensor> {
     let halves = matches!(t.dtype, DType::F16 | DType::BF16);
     t.to_dtype(if halves { DType::F32 } else { t.dtype })
+}
+
+/// [`Tensor::cumprod`] of factors that reach twice as far back with every step: a composition of products, whose gradients of
+/// gradients are right behind zeros, too.
+fn doubling(x: &Tensor, dim: isize) -> Result<Tensor> {
+    let n = if x.rank() == 0 { 1 } else { x.shape().dims()[x.shape().dim("cumprod", dim)?] };
+    let (mut y, mut reach) = (x.shallow_clone(), 1);
+    while reach < n {
+        let (head, tail) = (y.narrow(dim, 0, reach)?, y.narrow(dim, reach, n - reach)?);
+        y = Tensor::cat(&[head, tail.mul(&y.narrow(dim, 0, n - reach)?)?], dim)?;
+        reach *= 2;
+    }
+    Ok(y)
 }
 
 pub(super) static OPERATIONS: &[Operation] = &[
@@ -113,6 +127,9 @@ impl Tensor {
     /// [`crate::Error::DimOutOfRange`], [`crate::Error::OutOfMemory`].
     pub fn cumsum(&self, dim: isize) -> Result<Tensor> {
         replaced!("cumsum", [self], dim);
+        if let Some(wide) = widened(&[self])? {
+            return wide[0].cumsum(dim);
+        }
         let out = scan("cumsum", Scan::Sum, self, dim)?.0;
         Ok(autograd::record_unary_twice("cumsum", out, self, move |grad| from_behind(&grad, dim, |g| g.cumsum(dim))))
     }
@@ -125,13 +142,19 @@ impl Tensor {
     pub fn cumprod(&self, dim: isize) -> Result<Tensor> {
         let op = "cumprod";
         replaced!(op, [self], dim);
+        if let Some(wide) = widened(&[self])? {
+            return wide[0].cumprod(dim);
+        }
         let out = scan(op, Scan::Prod, self, dim)?.0;
         if !autograd::is_tracked(&[self]) {
             return Ok(out);
         }
         let (x, result, dtype) = (Saved::new(self), Saved::new(&out), self.dtype);
         Ok(autograd::record_twice(op, out, &[self], move |ctx| {
-            let (x, result, grad) = (widened(x.get(op)?)?, widened(&ctx.result(&result)?)?, widened(&ctx.grad()?)?);
+            if ctx.create_graph() {
+                return ctx.through(&doubling(x.get(op)?, dim)?);
+            }
+            let (x, result, grad) = (wide(x.get(op)?)?, wide(&ctx.result(&result)?)?, wide(&ctx.grad()?)?);
             let zero = x.eq_scalar(0)?;
             let zeros = zero.cumsum(dim)?;
             let sum_behind = |t: &Tensor| from_behind(t, dim, |t| t.cumsum(dim));
@@ -189,7 +212,7 @@ impl Tensor {
         }
         let (x, result, dtype) = (Saved::new(self), Saved::new(&out), self.dtype);
         Ok(autograd::record_twice(op, out, &[self], move |ctx| {
-            let (x, result, grad) = (widened(x.get(op)?)?, widened(&ctx.result(&result)?)?, widened(&ctx.grad()?)?);
+            let (x, result, grad) = (wide(x.get(op)?)?, wide(&ctx.result(&result)?)?, wide(&ctx.grad()?)?);
             let log = grad.abs()?.log()?.sub(&result)?;
             // The sum of grad * exp(x - result) from behind, in logarithms, for either sign of grad.
             let part = |other_sign: &Tensor| {

@@ -188,8 +188,15 @@ impl Windows {
             return Ok((out, index));
         }
         let (saved, shape) = (Saved::new(&index), x.shape().clone());
-        let out =
-            autograd::record_unary(op, out, x, move |grad| self.run(Task::Unmax, &grad, saved.get(op)?, shape.clone()));
+        let out = autograd::record_unary_twice(op, out, x, move |grad| {
+            let index = saved.get(op)?;
+            if !autograd::is_tracked(&[&grad]) {
+                return self.run(Task::Unmax, &grad, index, shape.clone());
+            }
+            let ([n, c, oh, ow], [h, w]) = (four(&grad), self.image);
+            let flat = |t: &Tensor| t.reshape([n, c, oh * ow]);
+            Tensor::zeros([n, c, h * w], &grad)?.scatter_add(2, &flat(index)?, &flat(&grad)?)?.reshape(&shape)
+        });
         Ok((out, index))
     }
 

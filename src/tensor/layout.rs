@@ -64,6 +64,9 @@ impl Layout {
     /// Whether two positions may share an element (broadcast dims, or strides that fold onto each other).
     /// Exact for every layout that views of a contiguous tensor can make, conservative otherwise.
     pub(crate) fn may_alias_itself(&self) -> bool {
+        if self.shape.numel() == 0 {
+            return false;
+        }
         let mut dims: Dims<(usize, usize)> = self
             .shape
             .dims()

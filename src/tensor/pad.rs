@@ -43,8 +43,8 @@ impl Default for PadMode {
 
 impl Tensor {
     /// This tensor with elements added at the ends of its last dimensions, or, where a number is negative, cut off (PyTorch's
-    /// `pad`). `pads` has two numbers for each dimension, before and after, and begins with the last dimension.
-    /// Differentiable.
+    /// `pad`). `pads` has two numbers for each dimension, before and after, and begins with the last dimension. As in PyTorch
+    /// what is cut off is reflected and repeated all the same, but does not go round. Differentiable.
     ///
     /// ```
     /// use claystone::{Device, PadMode, Tensor};
@@ -64,13 +64,20 @@ impl Tensor {
             let reason = format!("{} numbers are not two for each of up to {} dimensions", pads.len(), self.rank());
             return Err(Error::invalid(op, reason));
         }
-        let cut = self.trimmed(pads)?;
         let grown: Dims<isize> = pads.iter().map(|p| *p.max(&0)).collect();
-        match mode {
-            PadMode::Constant(value) => cut.framed(&grown, value),
-            _ => grown.chunks(2).enumerate().try_fold(cut, |x, (i, ends)| {
+        let around = |x: Tensor| {
+            grown.chunks(2).enumerate().try_fold(x, |x, (i, ends)| {
                 x.extended(self.rank() - 1 - i, ends[0].unsigned_abs(), ends[1].unsigned_abs(), mode)
-            }),
+            })
+        };
+        let out = match mode {
+            PadMode::Constant(value) => return self.trimmed(pads)?.framed(&grown, value),
+            PadMode::Circular => around(self.trimmed(pads)?)?,
+            PadMode::Reflect | PadMode::Replicate => around(self.shallow_clone())?.trimmed(pads)?,
+        };
+        match out.is_contiguous() && !out.shares_storage(self) {
+            true => Ok(out),
+            false => Ok(record_unary_twice(op, out.copied(false)?, &out, Ok)),
         }
     }
 

@@ -2,7 +2,7 @@
 
 use super::Layout;
 use super::shape::Shape;
-use crate::autograd::{is_tracked, record_unary, record_unary_twice};
+use crate::autograd::{is_tracked, record_unary_twice};
 use crate::{DType, Error, Result, Tensor};
 
 impl Tensor {
@@ -106,7 +106,10 @@ impl Tensor {
                           call contiguous() first";
             return Err(Error::Autograd { op, reason: reason.into() });
         }
-        Ok(record_unary(op, out, self, move |grad| strided_gradient(&old, &layout, &grad)))
+        Ok(record_unary_twice(op, out, self, move |grad| match is_tracked(&[&grad]) {
+            true => recorded_gradient(&old, &layout, &grad),
+            false => strided_gradient(&old, &layout, &grad),
+        }))
     }
 }
 
@@ -125,4 +128,20 @@ fn strided_gradient(old: &Layout, new: &Layout, grad: &Tensor) -> Result<Tensor>
         storage.with_layout(at(new)).copy_(grad)?;
     }
     Ok(storage.with_layout(at(old)))
+}
+
+/// [`strided_gradient`] of operations that have gradients themselves.
+fn recorded_gradient(old: &Layout, new: &Layout, grad: &Tensor) -> Result<Tensor> {
+    let (n, options) = (old.shape.numel(), (DType::I64, grad.device()));
+    let (Some((a, b)), Some((c, d))) = (old.bounds(), new.bounds()) else {
+        return Tensor::zeros(&old.shape, grad);
+    };
+    let low = a.min(c);
+    let at = |layout: &Layout| Layout { offset: layout.offset - low, ..layout.clone() };
+    // Which element of the tensor lies at each place of the storage; one more for the places where none does.
+    let elements = Tensor::full(b.max(d) + 1 - low, n as i64, options)?;
+    elements.with_layout(at(old)).copy_(&Tensor::arange(0, n as i64, 1, options)?.reshape(&old.shape)?)?;
+    let index = elements.with_layout(at(new)).reshape(grad.numel())?;
+    let sums = Tensor::zeros(n + 1, grad)?.index_add(0, &index, &grad.reshape(grad.numel())?)?;
+    sums.narrow(0, 0, n)?.reshape(&old.shape)
 }

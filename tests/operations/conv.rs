@@ -262,15 +262,18 @@ pub fn cases() -> Vec<Case> {
 }
 
 #[test]
-fn convolutions_are_two_launches_and_one_for_single_elements() {
+fn convolutions_are_contiguous_in_two_launches_or_one_and_one_more_for_a_batch() {
     each_device(|device| {
-        let (x, bias) = (Tensor::ones(&[2, 3, 8, 8], device).unwrap(), Tensor::ones(4, device).unwrap());
-        for (kernel, most) in [(3, 2), (1, 1)] {
+        let bias = Tensor::ones(4, device).unwrap();
+        for (batch, kernel, most) in [(1, 3, 2), (2, 3, 3), (2, 1, 1)] {
+            let x = Tensor::ones(&[batch, 3, 8, 8], device).unwrap();
             let w = Tensor::ones(&[4, 3, kernel, kernel], device).unwrap();
             let run = || x.conv2d(&w, Some(&bias), ConvOptions::default()).unwrap();
             run();
             let (y, launches) = count_launches(run);
             assert_eq!(launches, most, "kernel {kernel} on {device}");
+            assert!(y.is_contiguous() && y.view([batch as isize, -1]).is_ok());
+            assert!(x.conv2d(&w, None, ConvOptions { groups: 1, stride: [2, 2], ..Default::default() }).unwrap().is_contiguous());
             assert_eq!(y.i((0, 0, 0, 0)).unwrap().item::<f32>().unwrap(), (3 * kernel * kernel + 1) as f32);
         }
     });

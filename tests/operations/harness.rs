@@ -1,6 +1,7 @@
 //! What every operation goes through: each case on every device, in several dtypes and layouts, against its reference in
 //! f64, and its gradient against central differences of that reference.
 
+use claystone::autograd::gradgradcheck;
 use claystone::ops::{self, Argument, Dtypes, Gives, Kind, Operation};
 use claystone::{DType, Device, Error, Result, Tensor};
 use half::{bf16, f16};
@@ -24,6 +25,8 @@ fn tolerance(dtype: DType) -> f64 {
 
 /// How far a gradient may be off central differences in f64, of its scale.
 const GRADIENT_TOLERANCE: f64 = 2e-6;
+/// The same of gradients of gradients, which differences of gradients are less good for.
+const SECOND_GRADIENT_TOLERANCE: f64 = 1e-4;
 /// Cases of more elements are not differentiated: differences cost two references an element.
 const GRADIENT_ELEMENTS: usize = 400;
 
@@ -401,6 +404,36 @@ fn check_gradient(case: &Case, device: Device, lie: Lie) -> Result<()> {
         assert!(kinks <= 3 + got.len() / 10, "{what}: {kinks} kinks");
     }
     Ok(())
+}
+
+/// How many elements are differentiated by, where a gradient's gradient can be checked; 0 where it cannot.
+pub fn differentiable_elements(case: &Case) -> usize {
+    let checked = case.op.is_differentiable() && case.gradient && case.dtypes.contain(DType::F64);
+    let elements = case.operands.iter().filter(|o| o.is_tested()).map(|o| o.shape.iter().product::<usize>()).sum();
+    if checked && !case.is_empty() && case.op.kind != Kind::Random { elements } else { 0 }
+}
+
+/// Central differences of the gradients of the squared results, weighted, against backward through backward, on the CPU.
+pub fn check_second_gradient(case: &Case) {
+    let operands = || case.operands.iter().enumerate();
+    let made = |(k, o): (usize, &Operand)| {
+        o.tensor(&o.array(k, DType::F64, Lie::Contiguous), DType::F64, Device::Cpu, Lie::Contiguous)
+    };
+    let tensors = named(case, operands().map(made).collect::<Result<Vec<_>>>());
+    let tested: Vec<usize> = operands().filter(|(_, o)| o.is_tested()).map(|(k, _)| k).collect();
+    let inputs: Vec<Tensor> = tested.iter().map(|&k| tensors[k].detach()).collect();
+    let loss = |x: &[Tensor]| {
+        let mut all: Vec<&Tensor> = tensors.iter().collect();
+        tested.iter().zip(x).for_each(|(&k, x)| all[k] = x);
+        let outs = ops::call(case.op.name, &all, &case.arguments(DType::F64, Device::Cpu))?;
+        let mut total = Tensor::zeros((), (DType::F64, Device::Cpu))?;
+        for out in outs.iter().filter(|out| out.dtype().is_float()) {
+            let weights = Tensor::arange(1, out.numel() as i64 + 1, 1, &total)?.reshape(out.shape())?.sqrt()?;
+            total = total.add(&out.square()?.mul(&weights)?.sum((), false)?)?;
+        }
+        Ok(total)
+    };
+    named(case, gradgradcheck(loss, &inputs, SECOND_GRADIENT_TOLERANCE));
 }
 
 fn named<T>(case: &Case, result: Result<T, Error>) -> T {

@@ -238,6 +238,12 @@ fn writes() -> Vec<Case> {
         cases.push(target(case(name), &[2, 5]).arg(-1).fixed(columns(), DType::I64).input(&[2, 3]).gives(of));
         cases.push(target(case(name), &[2, 5]).arg(1).fixed(none(), DType::I64).input(&[2, 0]).gives(of));
     }
+    for name in ["index_add_alpha", "index_add_alpha_"] {
+        let target = |shape| if name.ends_with('_') { case(name).distinct(shape) } else { case(name).input(shape) };
+        let of = |x: &[ArrayD<f64>]| vec![scattered(&x[0], 1, &spread(&x[1], 1, &x[2]), &x[2].mapv(|x| 2.0 * x), add)];
+        cases.push(target(&[2, 5]).arg(-1).fixed(columns(), DType::I64).input(&[2, 3]).arg(2).gives(of));
+        cases.push(target(&[2, 5]).arg(1).fixed(none(), DType::I64).input(&[2, 0]).arg(2.0).gives(of));
+    }
     for name in ["index_fill", "index_fill_"] {
         let target = |shape| if name.ends_with('_') { case(name).distinct(shape) } else { case(name).input(shape) };
         let of = |x: &[ArrayD<f64>]| {

@@ -120,6 +120,48 @@ fn padding_gets_no_gradient() {
 }
 
 #[test]
+fn scalars_are_scattered_into_by_a_mask() {
+    each_device(|device| {
+        let (five, seven) = (Tensor::full((), 5, device).unwrap(), Tensor::full(2, 7, device).unwrap());
+        let yes = Tensor::full((), 1, (DType::Bool, device)).unwrap();
+        let no = yes.logical_not().unwrap();
+        let x = five.shallow_clone().requires_grad_(true).unwrap();
+        let y = x.masked_scatter(&yes, &seven).unwrap();
+        assert_eq!((y.rank(), values(&y)), (0, vec![7.0]));
+        y.backward().unwrap();
+        assert_eq!(values(&x.grad().unwrap()), [0.0]);
+        assert_eq!(values(&five.masked_scatter(&no, &seven).unwrap()), [5.0]);
+        // Both are broadcast.
+        let mask = Tensor::from_slice(&[true, false, true], 3, device).unwrap();
+        assert_eq!(values(&five.masked_scatter(&mask, &seven).unwrap()), [7.0, 5.0, 7.0]);
+        five.masked_scatter_(&yes, &seven).unwrap();
+        assert_eq!(values(&five), [7.0]);
+        assert!(five.masked_scatter_(&mask, &seven).is_err());
+    });
+}
+
+#[test]
+fn a_factor_of_integers_is_whole() {
+    each_device(|device| {
+        let x = Tensor::zeros(2, (DType::U8, device)).unwrap();
+        let (i, source) = (index(&[1, 1], device), Tensor::full(2, 100, (DType::U8, device)).unwrap());
+        let y = x.index_add_alpha(0, &i, &source, 2.0).unwrap();
+        assert_eq!((y.dtype(), values(&y)), (DType::U8, vec![0.0, 144.0]));
+        assert!(matches!(x.index_add_alpha(0, &i, &source, 0.5), Err(Error::Invalid { .. })));
+        assert!(matches!(x.index_add_alpha_(0, &i, &source, 0.5), Err(Error::Invalid { .. })));
+    });
+}
+
+#[test]
+fn an_expanded_view_of_nothing_is_written_to() {
+    each_device(|device| {
+        let none = Tensor::zeros([1, 0], device).unwrap().expand([3, 0]).unwrap();
+        none.fill_(1.0).unwrap().add_scalar_(2).unwrap();
+        assert_eq!(none.index_fill_(0, &index(&[0], device), 1).unwrap().numel(), 0);
+    });
+}
+
+#[test]
 fn into_views_and_from_oneself() {
     each_device(|device| {
         let base = Tensor::arange(0, 12, 1, device).unwrap().reshape([3, 4]).unwrap();

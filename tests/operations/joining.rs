@@ -207,6 +207,28 @@ fn assignment_through_every_kind_of_index() {
 }
 
 #[test]
+fn what_is_cut_off_is_reflected_and_repeated_as_pytorch_does() {
+    use claystone::PadMode;
+    each_device(|d| {
+        let x = iota(&[4], d);
+        let of = |pads: [isize; 2], mode: PadMode| vec(&x.pad(&pads, mode).unwrap());
+        assert_eq!(of([-1, 3], PadMode::Reflect), [1., 2., 3., 2., 1., 0.]);
+        assert_eq!(of([2, -3], PadMode::Reflect), [2., 1., 0.]);
+        assert_eq!(of([-4, 2], PadMode::Replicate), [3., 3.]);
+        assert_eq!(of([1, -1], PadMode::Circular), [2., 0., 1., 2.]);
+        assert_eq!(of([-1, 1], PadMode::Constant(9.into())), [1., 2., 3., 9.]);
+        // The result is memory of its own, in order, in every mode.
+        for mode in [PadMode::Reflect, PadMode::Replicate, PadMode::Circular, PadMode::default()] {
+            let leaf = iota(&[2, 4], d).requires_grad_(true).unwrap();
+            let cut = leaf.pad(&[-1, -1], mode).unwrap();
+            assert!(!cut.shares_storage(&leaf) && cut.is_contiguous(), "{mode:?}");
+            cut.sum((), false).unwrap().backward().unwrap();
+            assert_eq!(vec(&leaf.grad().unwrap()), [0., 1., 1., 0., 0., 1., 1., 0.], "{mode:?}");
+        }
+    });
+}
+
+#[test]
 fn what_does_not_go_together_is_refused() {
     let x = iota(&[2, 3], Device::Cpu);
     let invalid = |r: Result<Tensor>| assert!(matches!(r, Err(Error::Invalid { .. })), "{r:?}");

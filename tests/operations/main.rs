@@ -7,6 +7,7 @@ mod harness;
 mod in_place;
 mod indexing_edges;
 mod one_row;
+mod second;
 
 use std::collections::HashSet;
 

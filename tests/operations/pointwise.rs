@@ -1,7 +1,8 @@
 //! Elementwise operations that are no rows, and what rows do with special values and dtypes.
 
+use claystone::ops;
 use claystone::{DType, Device, Error, Tensor, get_default_dtype, set_default_dtype};
-use ndarray::{ArrayD, Axis, Slice};
+use ndarray::{ArrayD, Axis, IxDyn, Slice};
 
 use crate::common::{alone, each_device, f64s, vec};
 use crate::harness::{Case, case};
@@ -11,6 +12,18 @@ pub fn cases() -> Vec<Case> {
     for shape in [&[][..], &[0, 3], &[5, 7]] {
         for name in ["bitwise_not", "bitwise_not_"] {
             cases.push(case(name).input(shape).integers().gives(|x| vec![x[0].mapv(|x| -1.0 - x)]));
+        }
+        let same = |x: &[ArrayD<f64>]| x[0] == x[1];
+        let verdict = |says: bool| vec![ArrayD::from_elem(IxDyn(&[]), f64::from(says))];
+        for twice in [false, true] {
+            // Operands of different values, and one with itself: a scalar, as the same points are not to be had twice.
+            let start = |name: &str| {
+                let one = ArrayD::from_elem(IxDyn(shape), 1.0);
+                let made = if twice { case(name).fixed(one.clone(), DType::F32) } else { case(name).input(shape) };
+                if twice { made.fixed(one, DType::F32) } else { made.input(shape) }
+            };
+            cases.push(start("equal").gives(move |x| verdict(same(x))));
+            cases.push(start("allclose").arg(0.0).arg(0.0).arg(false).gives(move |x| verdict(same(x))));
         }
         cases.push(case("positive").input(shape).gives(|x| vec![x[0].clone()]));
         let tenths = |x: &[ArrayD<f64>]| vec![x[0].mapv(|x| (x * 10.0).round_ties_even() / 10.0)];
@@ -111,6 +124,23 @@ fn special_values() {
         assert!(b.narrow(0, 2, 3).unwrap().equal(&b.narrow(0, 2, 3).unwrap()).unwrap() && !a.equal(&a).unwrap());
         assert!(!of(&[1.0]).equal(&of(&[1.0, 1.0])).unwrap());
     });
+}
+
+#[test]
+fn another_name_is_the_same_operation() {
+    let aliases: Vec<_> = ops::operations().iter().filter(|op| op.row().is_some_and(|r| r.name != op.name)).collect();
+    let aliases: Vec<_> = aliases.into_iter().filter(|op| op.kind != ops::Kind::InPlace).collect();
+    assert!(aliases.iter().any(|op| op.name == "absolute") && aliases.len() > 20);
+    let x = Tensor::from_slice(&[1.25f32, 0.5, 2.0], 3, Device::Cpu).unwrap();
+    assert_eq!(vec(&x.neg().unwrap().absolute().unwrap()), vec(&x));
+    assert_eq!(vec(&x.true_divide(&x).unwrap()), [1.0; 3]);
+    for op in aliases {
+        let row = op.row().unwrap();
+        let inputs: Vec<&Tensor> = (0..row.arity).map(|_| &x).collect();
+        let same = |name: &str| f64s(&ops::call(name, &inputs, &[]).unwrap()[0]).mapv(f64::to_bits);
+        assert_eq!(same(op.name), same(row.name), "{}", op.name);
+        assert!(!op.is_replaceable() && op.torch == op.name);
+    }
 }
 
 #[test]

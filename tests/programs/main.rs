@@ -386,8 +386,8 @@ impl Run {
             _ => unreachable!("the caller looked"),
         };
         let target = self.values[into].clone();
-        if target.repeats() || target.at.is_empty() {
-            return; // several elements are one: refused, which other tests see; an expanded view of nothing is too
+        if target.repeats() {
+            return; // several elements are one: refused, which other tests see
         }
         let fits = |other: &Value| interpreter::broadcast(&target.shape, &other.shape).as_ref() == Some(&target.shape);
         match *step {

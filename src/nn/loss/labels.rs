@@ -61,7 +61,10 @@ impl Tensor {
         }
         let plain = options.weight.is_none() && options.label_smoothing == 0.0;
         on_rows(op, self, target, |logits, labels| match plain {
-            true => logits.label_entropy(labels, options),
+            true => logits.label_entropy(labels, options, move |log, labels| {
+                let plain = CrossEntropy { reduction, ignore_index, ..CrossEntropy::default() };
+                labelled("cross_entropy", log, labels, plain)
+            }),
             false => labelled(op, &logits.log_softmax(1)?, labels, options),
         })
     }

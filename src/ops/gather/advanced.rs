@@ -381,8 +381,8 @@ impl Tensor {
 }
 
 impl Tensor {
-    /// A copy of this tensor with the elements of `source`, in order, in place of those where `mask`, broadcast, is true
-    /// (PyTorch's `masked_scatter`). How many that are is read from the device. Differentiable in both.
+    /// A copy of this tensor with the elements of `source`, in order, in place of those where `mask` is true, the two
+    /// broadcast (PyTorch's `masked_scatter`). How many that are is read from the device. Differentiable in both.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -399,21 +399,25 @@ impl Tensor {
     pub fn masked_scatter(&self, mask: &Tensor, source: &Tensor) -> Result<Tensor> {
         let op = "masked_scatter";
         replaced!(op, [self, mask, source]);
-        match self.scattered_by(op, mask, source)? {
-            None => self.try_clone(),
-            Some((mask, source)) => self.indexed_put(op, &[Some(&mask)], &source, false),
-        }
+        let shape = self.shape().broadcast(op, mask.shape())?;
+        let x = at_least_1d(&self.expand(&shape)?)?;
+        let out = match x.scattered_by(op, mask, source)? {
+            None => x.try_clone()?,
+            Some((mask, source)) => x.indexed_put(op, &[Some(&mask)], &source, false)?,
+        };
+        out.reshape(&shape)
     }
 
-    /// [`Tensor::masked_scatter`] in place.
+    /// [`Tensor::masked_scatter`] in place, the mask broadcast to this tensor.
     ///
     /// # Errors
     /// As [`Tensor::masked_scatter`] and [`Tensor::index_put_`].
     pub fn masked_scatter_(&self, mask: &Tensor, source: &Tensor) -> Result<&Tensor> {
         let op = "masked_scatter_";
         autograd::check_in_place(op, self, &[source])?;
-        if let Some((mask, source)) = self.scattered_by(op, mask, source)? {
-            self.put_values(op, &unmasked(op, self, &[Some(&mask)])?, &source, false)?;
+        let x = at_least_1d(self)?;
+        if let Some((mask, source)) = x.scattered_by(op, mask, source)? {
+            x.put_values(op, &unmasked(op, &x, &[Some(&mask)])?, &source, false)?;
         }
         Ok(self)
     }
@@ -434,12 +438,13 @@ impl Tensor {
         if places == 0 {
             return Ok(None);
         }
-        if self.rank() == 0 {
-            let reason = "a scalar has no dims for a mask: use where_cond";
-            return Err(Error::invalid(op, reason));
-        }
         Ok(Some((mask, source.reshape(source.numel())?.narrow(0, 0, places)?)))
     }
+}
+
+/// A mask has dims to stand for: a scalar is a vector of one.
+fn at_least_1d(t: &Tensor) -> Result<Tensor> {
+    if t.rank() == 0 { t.unsqueeze(0) } else { Ok(t.shallow_clone()) }
 }
 
 /// Both as vectors.

@@ -116,6 +116,15 @@ pub(super) fn scatter(
     indexed.write(combine, target, &layout, d)
 }
 
+/// `alpha` times the source, in its dtype.
+fn times(op: &'static str, source: &Tensor, alpha: Scalar) -> Result<Tensor> {
+    alpha.check_whole(op, source.dtype)?;
+    match alpha {
+        Scalar::Float(x) if !source.dtype.is_float() => source.mul_scalar(x as i64),
+        alpha => source.mul_scalar(alpha),
+    }
+}
+
 /// One value as a view of `shape`.
 pub(super) fn everywhere(op: &'static str, value: Scalar, shape: &Shape, like: &Tensor) -> Result<Tensor> {
     value.check_whole(op, like.dtype)?;
@@ -151,6 +160,13 @@ pub(in crate::ops) static OPERATIONS: &[Operation] = &[
     .differentiable(),
     Operation::new("index_add_", "index_add_", Kind::InPlace, Dtypes::Numbers, Gives::Same, |a| {
         Ok(a.x(0)?.index_add_(a.int(0)?, a.x(1)?, a.x(2)?)?.shallow_clone())
+    }),
+    Operation::new("index_add_alpha", "index_add", Kind::Indexing, Dtypes::Numbers, Gives::Same, |a| {
+        a.x(0)?.index_add_alpha(a.int(0)?, a.x(1)?, a.x(2)?, a.scalar(1)?)
+    })
+    .differentiable(),
+    Operation::new("index_add_alpha_", "index_add_", Kind::InPlace, Dtypes::Numbers, Gives::Same, |a| {
+        Ok(a.x(0)?.index_add_alpha_(a.int(0)?, a.x(1)?, a.x(2)?, a.scalar(1)?)?.shallow_clone())
     }),
     Operation::new("index_copy", "index_copy", Kind::Indexing, Dtypes::All, Gives::Same, |a| {
         a.x(0)?.index_copy(a.int(0)?, a.x(1)?, a.x(2)?)
@@ -292,6 +308,38 @@ impl Tensor {
     /// As [`Tensor::index_add`]; [`Error::Autograd`] where a tensor is tracked; [`Error::Invalid`] into an expanded view.
     pub fn index_add_(&self, dim: isize, index: &Tensor, source: &Tensor) -> Result<&Tensor> {
         self.index_written_("index_add_", Combine::Add, dim, index, source)
+    }
+
+    /// [`Tensor::index_add`] of `alpha` times the source (PyTorch's `index_add` with `alpha`). Differentiable in both.
+    ///
+    /// # Errors
+    /// As [`Tensor::index_add`]; [`Error::Invalid`] for a fraction of integers.
+    pub fn index_add_alpha(
+        &self,
+        dim: isize,
+        index: &Tensor,
+        source: &Tensor,
+        alpha: impl Into<Scalar>,
+    ) -> Result<Tensor> {
+        let (op, alpha): (_, Scalar) = ("index_add_alpha", alpha.into());
+        replaced!(op, [self, index, source], dim, alpha);
+        self.index_written(op, Combine::Add, dim, index, &times(op, source, alpha)?)
+    }
+
+    /// [`Tensor::index_add_alpha`] in place.
+    ///
+    /// # Errors
+    /// As [`Tensor::index_add_`]; [`Error::Invalid`] for a fraction of integers.
+    pub fn index_add_alpha_(
+        &self,
+        dim: isize,
+        index: &Tensor,
+        source: &Tensor,
+        alpha: impl Into<Scalar>,
+    ) -> Result<&Tensor> {
+        let (op, alpha): (_, Scalar) = ("index_add_alpha_", alpha.into());
+        autograd::check_in_place(op, self, &[source])?;
+        self.index_written_(op, Combine::Add, dim, index, &times(op, source, alpha)?)
     }
 
     /// A copy of this tensor with slice i of `source` in place of slice `index[i]` along `dim` (PyTorch's `index_copy`). Of

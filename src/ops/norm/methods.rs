@@ -252,6 +252,9 @@ impl Tensor {
         let op = "normalize";
         self.dtype.check_float(op)?;
         replaced!(op, [self], p, dim, eps);
+        if let Some(wide) = widened(&[self])? {
+            return wide[0].normalize(p, dim, eps);
+        }
         if p.is_nan() || p <= 0.0 {
             return Err(Error::invalid(op, format!("p is {p}, it must be above 0")));
         }

@@ -137,8 +137,11 @@ impl Back {
     fn of_product(self, x: &Tensor, out: Tensor) -> Tensor {
         let op = self.row.name;
         let saved = Saved::new(x);
-        autograd::record_unary(op, out, x, move |grad| {
+        autograd::record_twice(op, out, &[x], move |ctx| {
             let x = saved.get(op)?;
+            if ctx.create_graph() {
+                return ctx.through(&self.by_pairs(x)?);
+            }
             let (x0, one) = (Expr::input(0), Expr::constant(1.0));
             let is_zero = x0.eq(0.0);
             let exprs = [is_zero.select(&one, &x0), is_zero.clone()];
@@ -147,8 +150,28 @@ impl Back {
             let zeros = reduce(op, &rows::sum, &made[1], &self.mask, true, DType::I64, None)?;
             let others = Expr::input(1) / is_zero.select(&one, &x0);
             let others = Expr::input(2).eq(is_zero).select(others, 0.0);
-            let inputs = [x, &product, &zeros, &self.wide(&grad)];
-            Ok(apply(op, &inputs, Params::default(), &[others * Expr::input(3)], &[self.dtype])?.remove(0))
+            let inputs = [x, &product, &zeros, &self.wide(&ctx.grad()?)];
+            let grad = apply(op, &inputs, Params::default(), &[others * Expr::input(3)], &[self.dtype])?.remove(0);
+            Ok(SmallVec::from_iter([Some(grad)]))
         })
+    }
+
+    /// The product once more, of two halves at a time: its gradients' gradients are right where elements are zero.
+    fn by_pairs(&self, x: &Tensor) -> Result<Tensor> {
+        let side = |reduced: bool| self.mask.iter().enumerate().filter(move |(_, r)| **r == reduced);
+        let order: Vec<isize> = side(false).chain(side(true)).map(|(d, _)| d as isize).collect();
+        let mut n = reduced_count(&self.shape, &self.mask);
+        let out = reduced_shape(&self.shape, &self.mask, self.keepdim);
+        let mut y = x.permute(&order)?.reshape([out.numel(), n])?;
+        if n == 0 {
+            return Tensor::ones(out, x);
+        }
+        while n > 1 {
+            let half = n / 2;
+            let pairs = y.narrow(1, 0, half)?.mul(&y.narrow(1, half, half)?)?;
+            y = if n % 2 == 0 { pairs } else { Tensor::cat(&[pairs, y.narrow(1, 2 * half, 1)?], 1)? };
+            n -= half;
+        }
+        y.reshape(&out)
     }
 }

@@ -1,5 +1,7 @@
 //! What is composed of reductions: variances, standard deviations, extremes together, means around NaN.
 
+use smallvec::SmallVec;
+
 use super::ReduceDims;
 use crate::autograd::{self, Saved};
 use crate::ops::catalogue::{Dtypes, Gives, Kind, Operation};
@@ -76,15 +78,22 @@ impl Tensor {
         let mask = dims.mask(op, self.shape())?;
         let x = self.detach();
         let deviations = x.sub(&x.mean(dims.clone(), true).map_err(|e| e.of(op))?)?;
-        let kept = deviations.mul(&deviations)?.sum(dims, true)?.div_scalar(freedom)?.sqrt()?;
+        let kept = deviations.mul(&deviations)?.sum(dims.clone(), true)?.div_scalar(freedom)?.sqrt()?;
         let out = kept.with_layout(Layout::contiguous(super::reduced_shape(self.shape(), &mask, keepdim)));
         if !autograd::is_tracked(&[self]) {
             return Ok(out);
         }
         let (deviations, std) = (Saved::new(&deviations), Saved::new(&kept));
-        Ok(autograd::record_unary(op, out, self, move |grad| {
+        Ok(autograd::record_twice(op, out, &[self], move |ctx| {
             let (deviations, std) = (deviations.unpack(op)?, std.unpack(op)?);
-            slope(&deviations, &std, &super::spread(&grad, deviations.shape(), &mask, keepdim), freedom)
+            if ctx.create_graph() {
+                // What all elements have in common changes nothing: their deviations stand in for them.
+                let variance = ctx.input(0, deviations).var(dims.clone(), correction, keepdim)?;
+                let none = variance.eq_scalar(0)?;
+                return ctx.through(&variance.masked_fill(&none, 1)?.sqrt()?.masked_fill(&none, 0)?);
+            }
+            let grad = super::spread(&ctx.grad()?, deviations.shape(), &mask, keepdim);
+            Ok(SmallVec::from_iter([Some(slope(&deviations, &std, &grad, freedom)?)]))
         }))
     }
 
