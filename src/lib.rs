@@ -56,8 +56,8 @@ pub use dtype::{DType, Element, Scalar};
 pub use error::{Error, Result};
 pub use graph::Graph;
 pub use ops::{
-    AvgPoolOptions, BatchNormOptions, ConvOptions, ConvTransposeOptions, CrossEntropy, Expr, Generator, LossReduction,
-    MaxPoolOptions, Padding, ReduceDims, Seed, autocast, autocast_dtype, can_cast, get_default_dtype,
+    AvgPoolOptions, BatchNormOptions, ConvOptions, ConvTransposeOptions, CrossEntropy, Expr, Generator, Interpolation,
+    LossReduction, MaxPoolOptions, Padding, ReduceDims, Seed, autocast, autocast_dtype, can_cast, get_default_dtype,
     get_float32_matmul_precision, manual_seed, promote_types, result_type, set_default_dtype,
     set_float32_matmul_precision, with_generator,
 };

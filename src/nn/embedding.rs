@@ -15,6 +15,7 @@ use crate::{Result, Tensor};
 /// ```
 pub struct Embedding {
     weight: Tensor,
+    padding_idx: Option<usize>,
 }
 
 impl Embedding {
@@ -25,7 +26,16 @@ impl Embedding {
     pub fn new(count: usize, dim: usize, options: impl Into<TensorOptions>) -> Result<Embedding> {
         let weight = Tensor::zeros(&[count, dim], options)?;
         init::normal_(&weight, 0.0, 1.0)?;
-        Ok(Embedding { weight: weight.requires_grad_(true)? })
+        Ok(Embedding { weight: weight.requires_grad_(true)?, padding_idx: None })
+    }
+
+    /// With the vector of this number at zero, where it stays: it gets no gradient (PyTorch's `padding_idx`).
+    ///
+    /// # Errors
+    /// [`crate::Error::IndexOutOfRange`].
+    pub fn with_padding_idx(self, padding_idx: usize) -> Result<Embedding> {
+        self.weight.detach().select(0, padding_idx as isize).map_err(|e| e.of("Embedding"))?.zero_()?;
+        Ok(Embedding { padding_idx: Some(padding_idx), ..self })
     }
 
     /// The table, `[count, dim]`.
@@ -38,6 +48,6 @@ impl Module for Embedding {
     crate::parts!(weight);
 
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.weight.embedding(x)
+        self.weight.embedding_with(x, self.padding_idx.map(|i| i as isize))
     }
 }

@@ -15,6 +15,7 @@ pub(crate) mod loss;
 mod norm;
 mod part;
 mod pool;
+mod rnn;
 mod sequential;
 mod state;
 
@@ -27,7 +28,8 @@ pub use norm::{BatchNorm, BatchNorm1d, BatchNorm2d, GroupNorm, LayerNorm, RmsNor
 pub use part::joined;
 pub use part::{Buffer, Mode, Part, Role};
 pub use pool::{AdaptiveAvgPool2d, AvgPool2d, Flatten, MaxPool2d};
-pub use sequential::{Dropout, Sequential};
+pub use rnn::{Gru, Lstm, Rnn, RnnOptions};
+pub use sequential::{Dropout, Dropout2d, Func, Sequential, func};
 pub use state::{IncompatibleKeys, StateDict};
 
 use crate::{DType, Device, Result, Tensor, no_grad};

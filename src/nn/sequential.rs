@@ -1,4 +1,4 @@
-//! Layers in a row, and the one layer that behaves differently in training.
+//! Layers in a row, functions as layers, and those that behave differently in training.
 
 use super::{Mode, Module, Part, Role};
 use crate::{Error, Result, Tensor};
@@ -50,40 +50,76 @@ impl Module for Sequential {
     }
 }
 
-/// Zeros elements with probability `p` in training and does nothing in evaluation (PyTorch's `nn.Dropout`).
+/// A function as a layer: see [`func`].
+pub struct Func<F>(F);
+
+/// A function as a layer, for what has no parameters.
 ///
 /// ```
-/// use claystone::{Device, Tensor, nn::{Dropout, Module, Sequential}};
-/// let dropout = Dropout::new(0.5)?;
-/// let x = Tensor::ones(&[100], Device::Cpu)?;
-/// assert!(dropout.forward(&x)?.to_vec::<f32>()?.iter().all(|&v| v == 0.0 || v == 2.0));
-/// let net = Sequential::new().push(dropout);
-/// net.set_training(false);
-/// assert!(net.forward(&x)?.shares_storage(&x));
+/// use claystone::{Device, Tensor, nn::{Linear, Module, Sequential, func}};
+/// let net = Sequential::new().push(Linear::new(4, 8, Device::Cpu)?).push(func(|x| x.leaky_relu(0.1)?.softmax(-1)));
+/// assert_eq!(net.forward(&Tensor::zeros(&[5, 4], Device::Cpu)?)?.shape().dims(), [5, 8]);
 /// # Ok::<(), claystone::Error>(())
 /// ```
-pub struct Dropout {
-    p: f64,
-    mode: Mode,
+pub fn func<F: Fn(&Tensor) -> Result<Tensor> + Send + Sync>(f: F) -> Func<F> {
+    Func(f)
 }
 
-impl Dropout {
-    /// Dropout with probability `p`, in training mode.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] where `p` is not in `0.0..=1.0`.
-    pub fn new(p: f64) -> Result<Dropout> {
-        if !(0.0..=1.0).contains(&p) {
-            return Err(Error::invalid("Dropout::new", format!("the probability {p} is not in 0.0..=1.0")));
-        }
-        Ok(Dropout { p, mode: Mode::default() })
-    }
-}
-
-impl Module for Dropout {
-    crate::parts!(mode);
+impl<F: Fn(&Tensor) -> Result<Tensor> + Send + Sync> Module for Func<F> {
+    crate::parts!();
 
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        if self.mode.is_training() { x.dropout(self.p) } else { Ok(x.shallow_clone()) }
+        (self.0)(x)
     }
+}
+
+macro_rules! dropouts {
+    ($($(#[$doc:meta])* $name:ident $method:ident;)*) => { $(
+        $(#[$doc])*
+        pub struct $name {
+            p: f64,
+            mode: Mode,
+        }
+
+        impl $name {
+            /// Dropout with probability `p`, in training mode.
+            ///
+            /// # Errors
+            /// [`Error::Invalid`] where `p` is not in `0.0..=1.0`.
+            pub fn new(p: f64) -> Result<$name> {
+                if !(0.0..=1.0).contains(&p) {
+                    let reason = format!("the probability {p} is not in 0.0..=1.0");
+                    return Err(Error::invalid(concat!(stringify!($name), "::new"), reason));
+                }
+                Ok($name { p, mode: Mode::default() })
+            }
+        }
+
+        impl Module for $name {
+            crate::parts!(mode);
+
+            fn forward(&self, x: &Tensor) -> Result<Tensor> {
+                if self.mode.is_training() { x.$method(self.p) } else { Ok(x.shallow_clone()) }
+            }
+        }
+    )* };
+}
+
+dropouts! {
+    /// Zeros elements with probability `p` in training and does nothing in evaluation (PyTorch's `nn.Dropout`).
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor, nn::{Dropout, Module, Sequential}};
+    /// let dropout = Dropout::new(0.5)?;
+    /// let x = Tensor::ones(&[100], Device::Cpu)?;
+    /// assert!(dropout.forward(&x)?.to_vec::<f32>()?.iter().all(|&v| v == 0.0 || v == 2.0));
+    /// let net = Sequential::new().push(dropout);
+    /// net.set_training(false);
+    /// assert!(net.forward(&x)?.shares_storage(&x));
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    Dropout dropout;
+    /// Zeros whole channels of `[N, C, ..]` with probability `p` in training and does nothing in evaluation (PyTorch's
+    /// `nn.Dropout1d`, `nn.Dropout2d` and `nn.Dropout3d`).
+    Dropout2d dropout2d;
 }

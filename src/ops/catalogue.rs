@@ -37,6 +37,7 @@ const FAMILIES: &[&[Operation]] = &[
     super::conv::OPERATIONS,
     super::pool::OPERATIONS,
     super::norm::OPERATIONS,
+    super::interpolate::OPERATIONS,
     crate::nn::loss::OPERATIONS,
 ];
 

@@ -32,6 +32,10 @@ pub(super) static OPERATIONS: &[Operation] = &[
     random("normal", Dtypes::Floats, Gives::Same, |a| Tensor::normal(a.x(0)?, a.x(1)?)),
     random("multinomial", Dtypes::Floats, Gives::I64, |a| a.x(0)?.multinomial(a.size(0)?, a.bool(1)?)),
     random("dropout", Dtypes::Floats, Gives::Same, |a| a.x(0)?.dropout(a.float(0)?)).differentiable(),
+    Operation::new("dropout2d", "nn.functional.dropout2d", Kind::Random, Dtypes::Floats, Gives::Same, |a| {
+        a.x(0)?.dropout2d(a.float(0)?)
+    })
+    .differentiable(),
     in_place("uniform_", Dtypes::Floats, |a| a.x(0)?.uniform_(a.float(0)?, a.float(1)?).map(Tensor::shallow_clone)),
     in_place("normal_", Dtypes::Floats, |a| a.x(0)?.normal_(a.float(0)?, a.float(1)?).map(Tensor::shallow_clone)),
     in_place("exponential_", Dtypes::Floats, |a| a.x(0)?.exponential_(a.float(0)?).map(Tensor::shallow_clone)),

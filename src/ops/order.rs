@@ -34,6 +34,10 @@ pub(super) static OPERATIONS: &[Operation] = &[
         a.x(0)?.quantile(a.float(0)?, a.int(1)?, a.bool(2)?)
     })
     .differentiable(),
+    Operation::new("nanquantile", "nanquantile", Kind::Sorting, Dtypes::Floats, Gives::Same, |a| {
+        a.x(0)?.nanquantile(a.float(0)?, a.int(1)?, a.bool(2)?)
+    })
+    .differentiable(),
     Operation::several("max_dim", "max", Kind::Reduction, Dtypes::All, Gives::Same, |a| {
         a.x(0)?.max_dim(a.int(0)?, a.bool(1)?).map(|(v, i)| vec![v, i])
     })
@@ -65,6 +69,14 @@ fn chosen(
         true => Ok((values, indices)),
         false => Ok((values.squeeze(dim)?, indices.squeeze(dim)?)),
     }
+}
+
+fn check_share(op: &'static str, t: &Tensor, q: f64) -> Result<()> {
+    t.dtype.check_float(op)?;
+    if !(0.0..=1.0).contains(&q) {
+        return Err(Error::invalid(op, format!("{q} is not between 0 and 1")));
+    }
+    Ok(())
 }
 
 fn size(t: &Tensor, dim: isize) -> Result<usize> {
@@ -178,10 +190,7 @@ impl Tensor {
     pub fn quantile(&self, q: f64, dim: isize, keepdim: bool) -> Result<Tensor> {
         let op = "quantile";
         replaced!(op, [self], q, dim, keepdim);
-        self.dtype.check_float(op)?;
-        if !(0.0..=1.0).contains(&q) {
-            return Err(Error::invalid(op, format!("{q} is not between 0 and 1")));
-        }
+        check_share(op, self, q)?;
         let last = match self.rank() {
             0 => 0,
             _ => self.shape().dims()[self.shape().dim(op, dim)?].saturating_sub(1),
@@ -201,6 +210,33 @@ impl Tensor {
             }
             _ => Ok(low.0),
         }
+    }
+
+    /// [`Tensor::quantile`] of the elements that are not NaN; NaN where all are (PyTorch's `nanquantile`). Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::quantile`].
+    pub fn nanquantile(&self, q: f64, dim: isize, keepdim: bool) -> Result<Tensor> {
+        let op = "nanquantile";
+        replaced!(op, [self], q, dim, keepdim);
+        check_share(op, self, q)?;
+        let mut between = None;
+        let (low, _) = chosen(op, self, dim, keepdim, |x| {
+            let sorted = Sorted::new(op, x, dim)?;
+            let nans = sorted.nans.to_dtype(x.dtype.compute().dtype())?;
+            // Of a line of NaN the first.
+            let place = ((size(x, dim)? - 1) as f64 - Expr::input(0)).max(0.0) * q;
+            let exprs = [place.floor(), place.ceil(), &place - place.floor()];
+            let dtypes = [DType::I64, DType::I64, nans.dtype];
+            let made = apply(op, &[&nans], Params::default(), &exprs, &dtypes)?;
+            let [low, high] = [&made[0], &made[1]].map(|place| sorted.order.gather(dim, place));
+            between = Some((high?, made[2].shallow_clone()));
+            low
+        })?;
+        let Some((high, share)) = between else { return Ok(low) };
+        let share = if keepdim && self.rank() > 0 { share } else { share.squeeze(dim)? };
+        let (high, _) = chosen(op, self, dim, keepdim, |_| Ok(high))?;
+        low.lerp_tensor(&high, &share)?.to_dtype(self.dtype)
     }
 
     /// The most frequent element along `dim`, the least of several, and the index of its last appearance (PyTorch's

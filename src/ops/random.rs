@@ -217,4 +217,19 @@ impl Tensor {
         let params = Params { scalars: &scalars, seeds: &[next_seed(op, self.device())?] };
         elementwise::apply_tracked(op, &[self], params, &expr, self.dtype, &|i| expr.diff(i))
     }
+
+    /// [`Tensor::dropout`] of whole channels: of `[N, C, ..]` all elements of a channel are zeroed, or none (PyTorch's
+    /// `dropout1d`, `dropout2d` and `dropout3d`). Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::dropout`]; [`Error::Invalid`] for less than two dims.
+    pub fn dropout2d(&self, p: f64) -> Result<Tensor> {
+        let op = "dropout2d";
+        self.dtype.check_float(op)?;
+        if self.rank() < 2 {
+            return Err(Error::invalid(op, format!("the input is [N, C, ..], this one has shape {}", self.shape())));
+        }
+        let channels: Shape = self.shape().dims().iter().enumerate().map(|(d, &n)| if d < 2 { n } else { 1 }).collect();
+        Tensor::ones(channels, self)?.dropout(p).and_then(|kept| self.mul(&kept)).map_err(|e| e.of(op))
+    }
 }

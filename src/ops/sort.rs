@@ -7,7 +7,7 @@
 use super::catalogue::{Dtypes, Gives, Kind, Operation};
 use super::lines::at_least_1d;
 use super::registry::{replaced, replaced_several};
-use super::{pair, same_device, same_dtype};
+use super::{pair, result_type, same_device, same_dtype};
 use crate::autograd::{self, Saved};
 use crate::tensor::{Dims, Layout};
 use crate::{DType, Device, Error, Result, Tensor};
@@ -43,6 +43,7 @@ pub(super) static OPERATIONS: &[Operation] = &[
         a.x(0)?.argsort(a.int(0)?, a.bool(1)?)
     }),
     Operation::new("msort", "msort", Kind::Sorting, Dtypes::All, Gives::Same, |a| a.x(0)?.msort()).differentiable(),
+    Operation::new("isin", "isin", Kind::Sorting, Dtypes::All, Gives::Bool, |a| a.x(0)?.isin(a.x(1)?)),
     Operation::new("searchsorted", "searchsorted", Kind::Sorting, Dtypes::All, Gives::I64, |a| {
         a.x(0)?.searchsorted(a.x(1)?, a.bool(0)?)
     }),
@@ -133,6 +134,34 @@ impl Tensor {
             ));
         }
         searched(op, boundaries, self, right)
+    }
+
+    /// Whether each element is one of `test_elements`, of any shape; as bool (PyTorch's `isin`). NaN is in nothing.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let among = Tensor::from_slice(&[5i64, 2], 2, Device::Cpu)?;
+    /// let found = Tensor::arange(0, 4, 1, Device::Cpu)?.isin(&among)?;
+    /// assert_eq!(found.to_vec::<bool>()?, [false, false, true, false]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
+    pub fn isin(&self, test_elements: &Tensor) -> Result<Tensor> {
+        let op = "isin";
+        replaced!(op, [self, test_elements]);
+        same_device(op, &[self, test_elements])?;
+        let n = test_elements.numel();
+        if n == 0 {
+            return Tensor::zeros(self.shape(), (DType::Bool, self.device()));
+        }
+        let dtype = result_type(&[self, test_elements], &[]).unwrap_or(self.dtype);
+        let (x, among) = (self.detach().to_dtype(dtype)?, test_elements.detach().to_dtype(dtype)?.reshape(n)?);
+        let among = sorted(op, &among, 0, false)?.0;
+        // Beyond all there is the last, which differs.
+        let place = searched(op, &among, &x, false)?.clamp_max(n as i64 - 1)?;
+        among.take(&place)?.eq(&x)
     }
 }
 

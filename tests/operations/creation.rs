@@ -86,7 +86,11 @@ fn draws() -> Vec<Case> {
         cases.push(case("bernoulli_").input(&shape).arg(1.0).gives(of(1.0)));
         cases.push(case("bernoulli").input_in(&shape, 1.0..2.0).gives(of(1.0)));
         cases.push(case("normal").input(&shape).input_in(&shape, 0.0..1e-30).gives(|x| vec![x[0].clone()]));
-        cases.push(case("dropout").input(&shape).arg(0.0).gives(|x| vec![x[0].clone()]));
+        for name in ["dropout", "dropout2d"] {
+            let whole: Vec<usize> = shape.iter().copied().chain([2]).collect();
+            cases.push(case(name).input(&whole).arg(0.0).gives(|x| vec![x[0].clone()]));
+            cases.push(case(name).input(&whole).arg(1.0).gives(|x| vec![x[0].mapv(|_| 0.0)]));
+        }
     }
     let empty = || vec![built(&[0, 3], |_| 0.0)];
     for name in ["rand", "randn"] {

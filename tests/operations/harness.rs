@@ -410,7 +410,7 @@ fn check_gradient(case: &Case, device: Device, lie: Lie) -> Result<()> {
 pub fn differentiable_elements(case: &Case) -> usize {
     let checked = case.op.is_differentiable() && case.gradient && case.dtypes.contain(DType::F64);
     let elements = case.operands.iter().filter(|o| o.is_tested()).map(|o| o.shape.iter().product::<usize>()).sum();
-    if checked && !case.is_empty() && case.op.kind != Kind::Random { elements } else { 0 }
+    if checked && !case.is_empty() { elements } else { 0 }
 }
 
 /// Central differences of the gradients of the squared results, weighted, against backward through backward, on the CPU.

@@ -44,6 +44,7 @@ families! {
     linalg,
     pointwise,
     reductions,
+    resizing,
     scans,
     softmax,
     sorting,

@@ -130,7 +130,7 @@ fn special_values() {
 fn another_name_is_the_same_operation() {
     let aliases: Vec<_> = ops::operations().iter().filter(|op| op.row().is_some_and(|r| r.name != op.name)).collect();
     let aliases: Vec<_> = aliases.into_iter().filter(|op| op.kind != ops::Kind::InPlace).collect();
-    assert!(aliases.iter().any(|op| op.name == "absolute") && aliases.len() > 20);
+    assert!(aliases.iter().any(|op| op.name == "absolute") && aliases.len() >= 20);
     let x = Tensor::from_slice(&[1.25f32, 0.5, 2.0], 3, Device::Cpu).unwrap();
     assert_eq!(vec(&x.neg().unwrap().absolute().unwrap()), vec(&x));
     assert_eq!(vec(&x.true_divide(&x).unwrap()), [1.0; 3]);

@@ -8,8 +8,10 @@ use claystone::{DType, Device, Tensor};
 
 use crate::harness::{Case, check_second_gradient, differentiable_elements};
 
-/// Those of some elements that are quick to check, and the number that is enough.
-const ELEMENTS: std::ops::Range<usize> = 4..260;
+/// Cases of so many elements say enough; those of more than are quick to check are left out.
+const ENOUGH: usize = 4;
+const QUICK: usize = 500;
+/// How many cases an operation has to pass.
 const CASES: usize = 3;
 
 #[test]
@@ -17,9 +19,10 @@ fn every_gradient_has_a_gradient() {
     let only = std::env::var("CASE").ok();
     let mut cases: Vec<Case> = crate::all_cases();
     cases.retain(|case| only.as_deref().is_none_or(|name| name == case.op.name));
-    cases.sort_by_key(differentiable_elements);
+    cases.retain(|case| (1..=QUICK).contains(&differentiable_elements(case)));
+    cases.sort_by_key(|case| (differentiable_elements(case) < ENOUGH, differentiable_elements(case)));
     let mut checked: HashMap<&str, usize> = HashMap::new();
-    for case in cases.iter().filter(|case| ELEMENTS.contains(&differentiable_elements(case))) {
+    for case in &cases {
         let count = checked.entry(case.op.name).or_default();
         if *count < CASES {
             *count += 1;
@@ -28,7 +31,7 @@ fn every_gradient_has_a_gradient() {
     }
     let differentiable = ops::operations().iter().filter(|op| op.is_differentiable() && op.row().is_none());
     let missing: Vec<&str> = differentiable.map(|op| op.name).filter(|name| !checked.contains_key(name)).collect();
-    assert!(only.is_some() || missing == ["dropout"], "without second gradients: {missing:?}");
+    assert!(only.is_some() || missing == ["to_dtype"], "without second gradients: {missing:?}");
 }
 
 #[test]

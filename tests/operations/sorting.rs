@@ -65,8 +65,8 @@ pub fn cases() -> Vec<Case> {
         }
         cases.push(of("mode").arg(d).arg(keepdim).gives(by(most_frequent)));
         cases.push(case("mode").input(shape).integers().arg(d).arg(keepdim).gives(by(most_frequent)));
-        for q in [0.0, 0.3, 1.0] {
-            cases.push(of("quantile").arg(q).arg(d).arg(keepdim).gives(move |x| {
+        for (name, q) in [("quantile", 0.0), ("quantile", 0.3), ("quantile", 1.0), ("nanquantile", 0.3)] {
+            cases.push(of(name).arg(q).arg(d).arg(keepdim).gives(move |x| {
                 let at = |line: &[f64]| {
                     let place = q * (line.len() - 1) as f64;
                     let value = |i: f64| line[sorted(line, false)[i as usize]];
@@ -74,6 +74,14 @@ pub fn cases() -> Vec<Case> {
                 };
                 vec![shaped(along(&x[0], d, at), d, keepdim)]
             }));
+        }
+    }
+    for (shape, among) in [(&[5, 7][..], &[1.0, -1.0, 0.0, 1.0][..]), (&[], &[2.0]), (&[3], &[]), (&[0, 2], &[1.0])] {
+        for dtype in [DType::F32, DType::I64] {
+            let among = ArrayD::from_shape_vec(vec![among.len()], among.to_vec()).expect("a vector");
+            let whole = case("isin").input(shape).fixed(among, dtype);
+            let found = |x: &[ArrayD<f64>]| vec![x[0].mapv(|v| f64::from(x[1].iter().any(|&w| w == v)))];
+            cases.push(whole.gives(found));
         }
     }
     for dtype in [DType::F32, DType::I64, DType::F16] {
@@ -292,10 +300,14 @@ fn what_is_chosen_by_order() {
         same(pair(t.min_dim(1, false).unwrap()), &[1.0, nan, nan], &[1, 1, 1]);
         let quantile = f64s(&t.quantile(0.5, 1, false).unwrap());
         assert!(quantile[0] == 1.5 && quantile[1].is_nan() && quantile[2].is_nan());
+        let quantile = f64s(&t.nanquantile(0.75, 1, true).unwrap());
+        assert_eq!((quantile.shape(), quantile[[0, 0]], quantile[[1, 0]], quantile[[2, 0]]), (&[3, 1][..], 2.25, 4.75, 0.0));
+        assert!(f64s(&t.narrow(1, 1, 1).unwrap().nanquantile(0.5, 1, false).unwrap())[1].is_nan());
         let scalar = Tensor::full((), 3.0, device).unwrap();
         assert_eq!(scalar.median(0, false).unwrap().0.item::<f32>().unwrap(), 3.0);
         assert_eq!(scalar.topk(1, 0, true).unwrap().1.item::<i64>().unwrap(), 0);
         assert_eq!(scalar.quantile(0.3, 0, true).unwrap().item::<f32>().unwrap(), 3.0);
+        assert_eq!(scalar.nanquantile(0.3, -1, true).unwrap().item::<f32>().unwrap(), 3.0);
         let empty = Tensor::zeros([2, 0], device).unwrap();
         assert_eq!(empty.median(0, false).unwrap().0.shape().dims(), [0]);
         for error in [empty.median(1, false), empty.max_dim(1, false), t.kthvalue(5, 1, false), t.topk(5, 1, true)] {
