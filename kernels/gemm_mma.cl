@@ -14,8 +14,13 @@
 #ifdef MMA
 // Part `part` of `parts` of a slice of matrix X (A_ or B_), of which `lines` lines of `length` elements exist: this work-item's
 // copies, `step` bytes from one to the next. What is cut afterwards lies in order, for only its own work-item reads it.
+// Copies that are whole eights of lines apart are permuted alike.
 #define COPY_AT(X, e)                                                                                                  \
-    (BYTES == 4 ? ((e) * THREADS + t) * 16 : chunk_at(line + (e) * (THREADS / X##CHUNKS), chunk, X##LINES, X##LENGTH))
+    (BYTES == 4 ? ((e) * THREADS + t) * 16                                                                             \
+     : X##LENGTH >= 64 && THREADS / X##CHUNKS % 8 == 0 ? X##FIRST_COPY + (e) * (THREADS / X##CHUNKS) * 128             \
+     : chunk_at(line + (e) * (THREADS / X##CHUNKS), chunk, X##LINES, X##LENGTH))
+#define A_FIRST_COPY first_copy_a
+#define B_FIRST_COPY first_copy_b
 #define FETCH(X, part, parts, to, from, step, lines, length)                                                           \
     {                                                                                                                  \
         const uint line = t / X##CHUNKS, chunk = t % X##CHUNKS;                                                      \
@@ -38,8 +43,6 @@
 #define RESULT_ROW (wm + mi * 16 + r / 2 * 8 + lane / 4)
 #define RESULT_COL (wn + ni * 8 + lane % 4 * 2 + r % 2)
 
-// Between what work-groups write to global memory and what others read of it.
-#define FENCE asm volatile("fence.acq_rel.gpu;" ::: "memory")
 // What a part of a product leaves there: results, and sums of rows.
 #define PARTIAL (TILE_M * TILE_N + TILE_M)
 // Of the results, by four, those that a work-item moves.
@@ -86,6 +89,8 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     ulong from_a = (ulong)a + first_a * BYTES + t / A_CHUNKS * line_a + t % A_CHUNKS * 16;
     ulong from_b = (ulong)b + first_b * BYTES + t / B_CHUNKS * line_b + t % B_CHUNKS * 16;
     int left = depth; // of k, not yet fetched
+    const uint first_copy_a = chunk_at(t / A_CHUNKS, t % A_CHUNKS, A_LINES, A_LENGTH);
+    const uint first_copy_b = chunk_at(t / B_CHUNKS, t % B_CHUNKS, B_LINES, B_LENGTH);
 
 #define FETCH_PART(slot, part, parts)                                                                                  \
     if (left > 0) {                                                                                                    \
@@ -112,12 +117,13 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
 
 #if BYTES == 2 && defined(SM_90A)
     const uint group = warp / 4;
+    const uint slices_a = (fetched + group * (A_ALONG_K ? 64 * TILE_K * 2 : A_LINES * 128)) / 16;
+    const uint slices_b = (fetched + A_FETCHED) / 16;
     for (int k = 0; k < depth; k += TILE_K) {
         WAIT_BUT(AHEAD);
         SHOW;
         barrier(CLK_LOCAL_MEM_FENCE);
-        const uint at_a = fetched + slot * FETCHED + group * (A_ALONG_K ? 64 * TILE_K * 2 : A_LINES * 128);
-        const uint at_b = fetched + slot * FETCHED + A_FETCHED;
+        const uint at_a = slices_a + slot * (FETCHED / 16), at_b = slices_b + slot * (FETCHED / 16);
         BEGIN_MULTIPLY;
         #pragma unroll
         for (uint s = 0; s < STEPS; s++) MULTIPLY(acc[0], DESCRIBE(A_, at_a, s * 16), DESCRIBE(B_, at_b, s * 16), 1);
@@ -193,9 +199,10 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     const uint group = warp / 4;
     SHOW;
     barrier(CLK_LOCAL_MEM_FENCE);
+    const uint slices_a = (planes + group * (A_ALONG_K ? 64 * TILE_K * 2 : A_LINES * 128)) / 16;
+    const uint slices_b = (planes + A_PLANE) / 16;
     for (int k = 0; k < depth; k += TILE_K) {
-        const uint at_a = planes + now * (PLANES * PLANE) + group * (A_ALONG_K ? 64 * TILE_K * 2 : A_LINES * 128);
-        const uint at_b = planes + now * (PLANES * PLANE) + A_PLANE;
+        const uint at_a = slices_a + now * (PLANES * PLANE / 16), at_b = slices_b + now * (PLANES * PLANE / 16);
         float sum[NT][4];
         BEGIN_MULTIPLY;
         // The smallest products first.
@@ -205,8 +212,8 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
             for (int q = 0; q <= order; q++) {
                 #pragma unroll
                 for (uint s = 0; s < STEPS; s++) {
-                    MULTIPLY(sum, DESCRIBE(A_, at_a + (order - q) * PLANE, s * 16), DESCRIBE(B_, at_b + q * PLANE, s * 16),
-                             order == PLANES - 1 && q == 0 && s == 0 ? 0 : 1);
+                    MULTIPLY(sum, DESCRIBE(A_, at_a + (order - q) * (PLANE / 16), s * 16),
+                             DESCRIBE(B_, at_b + q * (PLANE / 16), s * 16), order == PLANES - 1 && q == 0 && s == 0 ? 0 : 1);
                 }
             }
         }

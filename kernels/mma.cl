@@ -27,6 +27,15 @@
 #define TEXT(x) TEXT_(x)
 #define FIRST (AHEAD + 1) // slices that are asked for at first
 
+// Results in one instruction each, not in six.
+static inline bf16_t bf16_rounded(float v)
+{
+    ushort bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(v));
+    return bits;
+}
+#define to_bf16_F32 bf16_rounded
+
 // Where a chunk of 8 elements lies, in bytes: lines longer than 64 elements are folded into slabs of 64.
 static inline uint chunk_at(uint line, uint chunk, const uint lines, const uint length)
 {
@@ -139,11 +148,11 @@ static inline void cut(uint x[4], uint to, const uint plane)
 #define ADD "%34"
 #endif
 
-// Where 16 of k from k on begin, and how the lines lie.
+// Where 16 of k from k on begin, in units of 16 bytes (a slice's first are at `from`), and how the lines lie.
 #define DESCRIBE(X, from, k)                                                                                           \
-    (((ulong)(((from) + (X##ALONG_K ? (k) * 2 : (k) * 128)) & 0x3ffff) >> 4)                                           \
-     | (ulong)(X##ALONG_K ? 1 : X##LINES * 8) << 16 | (ulong)(X##ALONG_K ? X##LENGTH : 64) << 32                        \
-     | (ulong)(X##ALONG_K && X##LENGTH == 32 ? 2 : X##ALONG_K && X##LENGTH == 16 ? 3 : 1) << 62)
+    ((ulong)((uint)(X##ALONG_K ? X##LENGTH : 64)                                                                       \
+             | (uint)(X##ALONG_K && X##LENGTH == 32 ? 2 : X##ALONG_K && X##LENGTH == 16 ? 3 : 1) << 30) << 32          \
+     | ((from) + (X##ALONG_K ? (k) / 8 : (k) * 8) | (uint)(X##ALONG_K ? 1 : X##LINES * 8) << 16))
 
 // d = a b + (add ? d : 0)
 #define MULTIPLY(d, a, b, add)                                                                                         \

@@ -9,6 +9,10 @@
 #define CAT_(a, b) a##b
 #define CAT(a, b) CAT_(a, b)
 
+// Between what work-groups of a launch write to global memory and what others of them read of it: OpenCL 1.2 has no such thing,
+// compilers that take NVIDIA's PTX do.
+#define FENCE asm volatile("fence.acq_rel.gpu;" ::: "memory")
+
 // Tells the host at its next wait what is wrong: {code, low half of the index, high half, size of its dimension}.
 // The codes FAULT_... are the host's. The first fault stays.
 void fault_record(volatile __global int* fault, int code, long index, ulong size)

@@ -3,7 +3,8 @@
 // NONZERO where elements count as 0 or 1, MAPPED where element_of says what is made of each (of FROM, the type that A is
 // computed in), FINISHED where finish_of says what is made of the result (of ACC, and of `number` elements), INTEGERS where
 // ACC is long, NK and NR (ranks), IDX. Output o of slice s is element o * slices + s; slices above 1 are partial results that
-// a second launch reduces (for ARG: PARTIAL writes and PAIRS reads values with indices). GPUs: `lanes` work-items share an
+// a second launch reduces (for ARG: PARTIAL writes and PAIRS reads values with indices), or with TOGETHER the last work-group of
+// an output. GPUs: `lanes` work-items share an
 // output; with VEC above 1 its elements are loaded as WIDE_T, VEC at a time: neighbours of one output, or with COLUMNS one
 // element each of VEC neighbouring outputs.
 
@@ -186,7 +187,40 @@ inline Acc share(__global const In *x, IDX r, IDX end, uint lanes) {
 
 // A group has `lanes` work-items for each of GROUP / lanes outputs. Neighbouring work-items are neighbouring lanes, or
 // neighbouring outputs (`by_column`): whichever are neighbours in memory.
-__kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void reduce(PARAMETERS, uint by_column, uint lanes) {
+#ifdef TOGETHER
+// Slices go to `partial`; the work-group that finds all others of its outputs there combines them, always in the same order.
+#define TOGETHER_PARAMETERS , __global Acc *partial, ulong partial_at, volatile __global uint *arrived, uint first_arrived
+#define LEAVE(o, a) partial[partial_at + (o) * slices + slice] = (a)
+#define MEET                                                                                                           \
+    __local uint others;                                                                                               \
+    barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE);                                                               \
+    if (lid == 0) {                                                                                                    \
+        FENCE;                                                                                                         \
+        others = atomic_inc(arrived + first_arrived + group / slices);                                                 \
+        FENCE;                                                                                                         \
+    }                                                                                                                  \
+    barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE);                                                               \
+    if (others != slices - 1)                                                                                          \
+        return;                                                                                                        \
+    if (lid == 0)                                                                                                      \
+        arrived[first_arrived + group / slices] = 0;
+#define COMBINE_SLICES(o, there)                                                                                       \
+    Acc all = neutral();                                                                                               \
+    if (there)                                                                                                         \
+        for (uint s = lane; s < slices; s += lanes)                                                                    \
+            all = combine(all, partial[partial_at + (o) * slices + s]);                                                \
+    FOLD(combine, all);                                                                                                \
+    if (lane == 0 && (there))                                                                                          \
+        PUT(o, all);
+#else
+#define TOGETHER_PARAMETERS
+#define LEAVE(o, a) PUT((o) * slices + slice, a)
+#define MEET
+#define COMBINE_SLICES(o, there)
+#endif
+
+__kernel __attribute__((reqd_work_group_size(GROUP, 1, 1)))
+void reduce(PARAMETERS, uint by_column, uint lanes TOGETHER_PARAMETERS) {
     const IDX outs = (IDX)outs_, n = (IDX)n_, chunk = (IDX)chunk_;
     const uint lid = get_local_id(0), per = GROUP / lanes;
     const uint lane = by_column ? lid / per : lid % lanes;
@@ -203,7 +237,11 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void reduce(PARAMETE
         Acc total = totals[k];
         FOLD(combine, total);
         if (lane == 0 && first < outs)
-            PUT((first + k) * slices + slice, total);
+            LEAVE(first + k, total);
+    }
+    MEET
+    for (int k = 0; k < VEC; ++k) {
+        COMBINE_SLICES(first + k, first < outs)
     }
 #else
     const IDX o = group / slices * per + (by_column ? lid % per : lid / lanes);
@@ -235,7 +273,9 @@ __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void reduce(PARAMETE
     __local Acc scratch[GROUP];
     FOLD(combine, total);
     if (lane == 0 && o < outs)
-        PUT(o * slices + slice, total);
+        LEAVE(o, total);
+    MEET
+    COMBINE_SLICES(o, o < outs)
 #endif
 }
 #else

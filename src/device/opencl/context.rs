@@ -6,6 +6,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 
 use opencl3::memory::{CL_MEM_READ_WRITE, CL_MIGRATE_MEM_OBJECT_CONTENT_UNDEFINED};
 use opencl3::types::{cl_context, cl_device_id};
+use smallvec::{SmallVec, smallvec};
 
 use super::discovery::Found;
 use super::driver::{ClBuffer, ClKernel, call, create};
@@ -146,15 +147,27 @@ impl ClDevice {
 
     /// Waits for everything submitted to the stream so far, and reports the faults in these slots.
     pub(super) fn wait_and_report(&self, stream: StreamId, slots: &[&'static Slot]) -> Result<()> {
+        self.submit_and_report(stream, slots, |_| Ok(()))
+    }
+
+    /// [`wait_and_report`](Self::wait_and_report) behind commands that it submits under the same lock.
+    pub(super) fn submit_and_report(
+        &self,
+        stream: StreamId,
+        slots: &[&'static Slot],
+        submit: impl FnOnce(&mut Locked<'_>) -> Result<(), ClError>,
+    ) -> Result<()> {
         self.check_lost()?;
-        let mut words: Vec<Words> = vec![[0; 4]; slots.len()];
-        let mut read =
-            |q: &mut Locked<'_>| slots.iter().zip(&mut words).try_for_each(|(slot, words)| slot.enqueue_read(q, words));
+        let mut words: SmallVec<[Words; 2]> = smallvec![[0; 4]; slots.len()];
+        let commands = |q: &mut Locked<'_>| {
+            submit(q)?;
+            slots.iter().zip(&mut words).try_for_each(|(slot, words)| slot.enqueue_read(q, words))
+        };
         match self.info().kind {
-            DeviceKind::DiscreteGpu => self.submit_and_finish(stream, read),
+            DeviceKind::DiscreteGpu => self.submit_and_finish(stream, commands),
             // PoCL's queues are used by one thread at a time: clFinish would hold the lock while it waits.
             _ => self.submit_and_wait(stream, |q, event| {
-                read(q)?;
+                commands(q)?;
                 q.marker(event)
             }),
         }

@@ -50,6 +50,14 @@ impl ClDevice {
                 false => self.record_copy(src, src_off, dst, dst_off, bytes),
             };
         }
+        if blocking && !overlap {
+            // The copy and its wait under one lock.
+            in_range("copy", src, src_off, bytes).and(in_range("copy", dst, dst_off, bytes))?;
+            return self.submit_and_report(stream, &[self.slot()], |q| match bytes {
+                0 => Ok(()),
+                _ => copy(q, src, src_off, dst, dst_off, bytes),
+            });
+        }
         if !by_kernel {
             self.copy_on(stream, src, src_off, dst, dst_off, bytes)?;
         }

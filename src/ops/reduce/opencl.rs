@@ -1,11 +1,11 @@
-//! Reductions on OpenCL: which of `kernels/reduce.cl`'s ways to go, and whether in one stage or two.
+//! Reductions on OpenCL: which of `kernels/reduce.cl`'s ways to go, and whether in one launch or two.
 
 use smallvec::SmallVec;
 
 use super::plan::{Axes, Plan};
 use super::table::{Combination, Element, Rule};
 use crate::device::DeviceKind;
-use crate::device::opencl::{Arg, ClDevice};
+use crate::device::opencl::{ARRIVALS, Arg, ClDevice};
 use crate::ops::expr::Expr;
 use crate::ops::kernels::{KernelKey, kernel};
 use crate::ops::program::Program;
@@ -36,12 +36,14 @@ pub(in crate::ops) fn neighbours(device: &ClDevice, dtype: DType, mut starts: im
     if whole { width } else { 1 }
 }
 
-/// What a launch reads and writes in the stages of an argmax: elements, or partial results.
+/// What a launch reads and writes: elements, or in the stages of an argmax partial results.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Stage {
     Whole,
     First,
     Second,
+    /// Both stages: the last work-group of a result combines its slices.
+    Together,
 }
 
 pub(super) fn run(rule: &Rule, t: &Tensor, plan: &Plan, out: &Tensor) -> Result<()> {
@@ -50,17 +52,22 @@ pub(super) fn run(rule: &Rule, t: &Tensor, plan: &Plan, out: &Tensor) -> Result<
     let way = Way::choose(device, plan, vector(device, arg, t, plan));
     if way.slices == 1 {
         let whole = Kind { rule, input: t.dtype, output: out.dtype, acc, stage: Stage::Whole };
-        return whole.launch(device, t, out, plan, &way, plan.n);
+        return whole.launch(device, t, None, out, plan, &way, plan.n);
     }
     // Partial results: of the accumulator's type, or 16 bytes with value and index.
     let count = plan.outs * way.slices;
-    let (stage, partial) = match arg {
-        true => (Stage::First, Tensor::empty_like_shape(2 * count, DType::I64, t.device())?),
-        false => (Stage::Whole, Tensor::empty_like_shape(count, acc.dtype(), t.device())?),
+    let partial = match arg {
+        true => Tensor::empty_like_shape(2 * count, DType::I64, t.device())?,
+        false => Tensor::empty_like_shape(count, acc.dtype(), t.device())?,
     };
+    if way.meets(device) {
+        let both = Kind { rule, input: t.dtype, output: out.dtype, acc, stage: Stage::Together };
+        return both.launch(device, t, Some(&partial), out, plan, &way, plan.n);
+    }
+    let stage = if arg { Stage::First } else { Stage::Whole };
     let (first, second) = rule.stages();
     let first = Kind { rule: &first, input: t.dtype, output: acc.dtype(), acc, stage };
-    first.launch(device, t, &partial, plan, &way, plan.n)?;
+    first.launch(device, t, None, &partial, plan, &way, plan.n)?;
     let rest = Plan {
         start: 0,
         kept: Axes::one(plan.outs, way.slices as isize),
@@ -72,7 +79,7 @@ pub(super) fn run(rule: &Rule, t: &Tensor, plan: &Plan, out: &Tensor) -> Result<
     let second = Kind { rule: &second, input: acc.dtype(), output: out.dtype, acc, stage };
     let width = vector(device, arg, &partial, &rest);
     let way = Way { slices: 1, chunk: rest.n, ..Way::choose(device, &rest, width) };
-    second.launch(device, &partial, out, &rest, &way, plan.n)
+    second.launch(device, &partial, None, out, &rest, &way, plan.n)
 }
 
 /// Elements of `t` that a work-item takes at once: several where those of a result lie in a row, or where neighbouring
@@ -133,6 +140,8 @@ impl Way {
         let columns = plan.kept.inner().0 / across;
         let enough = |columns: usize| outs.div_ceil(columns * across) >= 2 * units;
         let lanes = match along {
+            // Columns by the vector: 256 bytes of them together.
+            1 if width > 1 => (group / columns.next_power_of_two().min(16)).min(n.next_power_of_two()),
             1 => lanes(group, by_column, n, columns, enough),
             // Sixteen loads a lane, as long as there are results enough to keep the device busy.
             _ => {
@@ -145,6 +154,13 @@ impl Way {
         let wanted = if groups >= 2 * units || n <= 128 * lanes { 1 } else { (waves * units).div_ceil(groups) };
         let (slices, chunk) = cut(n, wanted, 16 * lanes, 4 * lanes * along);
         Way { width, by_column, lanes, slices, chunk, global: groups * slices * group, local: group }
+    }
+
+    /// Whether the work-groups of a result find out which of them is the last: where a compiler takes PTX, which has the
+    /// fence for it, and counters are enough. The compiler is asked last, for the answer takes building a kernel.
+    fn meets(&self, device: &ClDevice) -> bool {
+        let groups = self.global / self.local / self.slices;
+        device.info().kind != DeviceKind::Cpu && groups <= ARRIVALS && device.tensor_cores().local > 0
     }
 }
 
@@ -187,11 +203,13 @@ struct Kind<'a> {
 }
 
 impl Kind<'_> {
-    /// `number`: how many elements a result is of.
+    /// `partial`: where slices that meet are left. `number`: how many elements a result is of.
+    #[allow(clippy::too_many_arguments)]
     fn launch(
         &self,
         device: &'static ClDevice,
         x: &Tensor,
+        partial: Option<&Tensor>,
         y: &Tensor,
         plan: &Plan,
         way: &Way,
@@ -229,7 +247,8 @@ impl Kind<'_> {
         let (x, y) = (x.place()?.from(plan.start), y.place()?);
         let x_at = x.first_element() / elements(self.stage == Stage::Second);
         let y_at = y.first_element() / elements(self.stage == Stage::First);
-        let mut args: SmallVec<[Arg; 16]> = SmallVec::from_slice(&[
+        let partial = partial.map(Tensor::place).transpose()?;
+        let mut args: SmallVec<[Arg; 20]> = SmallVec::from_slice(&[
             x.buffer(),
             Arg::U64(x_at as u64),
             y.buffer(),
@@ -245,6 +264,16 @@ impl Kind<'_> {
         ]);
         if device.info().kind != DeviceKind::Cpu {
             args.push(Arg::U32(way.lanes as u32));
+        }
+        if let Some(place) = &partial {
+            let at = place.first_element() / elements(self.rule.combination.is_arg());
+            let first = device.current_stream().index() * ARRIVALS;
+            args.extend([
+                place.buffer(),
+                Arg::U64(at as u64),
+                Arg::Buffer(device.arrivals()?),
+                Arg::U32(first as u32),
+            ]);
         }
         device.launch(&kernel, &args, &[way.global], &[way.local])
     }
@@ -281,6 +310,7 @@ impl Kind<'_> {
         text += &flag(self.rule.element == Element::Truth, "NONZERO");
         text += &flag(self.stage == Stage::First, "PARTIAL");
         text += &flag(self.stage == Stage::Second, "PAIRS");
+        text += &flag(self.stage == Stage::Together, "TOGETHER");
         if let Element::Of(element) = &self.rule.element {
             text += &(flag(true, "MAPPED") + &function(element, self.input.compute(), "element"));
         }
