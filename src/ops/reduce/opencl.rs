@@ -268,12 +268,7 @@ impl Kind<'_> {
         if let Some(place) = &partial {
             let at = place.first_element() / elements(self.rule.combination.is_arg());
             let first = device.current_stream().index() * ARRIVALS;
-            args.extend([
-                place.buffer(),
-                Arg::U64(at as u64),
-                Arg::Buffer(device.arrivals()?),
-                Arg::U32(first as u32),
-            ]);
+            args.extend([place.buffer(), Arg::U64(at as u64), Arg::Buffer(device.arrivals()?), Arg::U32(first as u32)]);
         }
         device.launch(&kernel, &args, &[way.global], &[way.local])
     }
