@@ -6,8 +6,9 @@ use claystone::autograd::gradcheck;
 use claystone::device::{DeviceKind, count_launches};
 use claystone::nn::init::{self, Fan};
 use claystone::nn::{
-    Activation, AdaptiveAvgPool2d, AvgPool2d, BatchNorm2d, Conv1d, Conv2d, ConvTranspose2d, Dropout, Flatten,
-    GroupNorm, IncompatibleKeys, LayerNorm, Linear, MaxPool2d, Module, RmsNorm, Sequential, StateDict,
+    Activation, AdaptiveAvgPool2d, AvgPool2d, BatchNorm2d, Conv1d, Conv2d, ConvTranspose2d, Dropout, Dropout2d,
+    Embedding, Flatten, GroupNorm, IncompatibleKeys, LayerNorm, Linear, MaxPool2d, Module, RmsNorm, Sequential,
+    StateDict,
 };
 use claystone::optim::{Sgd, SgdConfig};
 use claystone::{ConvOptions, ConvTransposeOptions, DType, Device, Result, Tensor};
@@ -322,5 +323,30 @@ fn first_values_have_the_spread_they_should() {
         let leaf = Linear::new(3, 2, device).unwrap();
         init::uniform_(leaf.weight(), 2.0, 3.0).unwrap();
         assert!(f64s(leaf.weight()).iter().all(|w| (2.0..3.0).contains(w)));
+    });
+}
+
+#[test]
+fn channels_are_dropped_whole_and_padding_stays_zero() {
+    each_device(|device| {
+        let x = Tensor::ones(&[8, 16, 2, 3], device).unwrap();
+        let dropout = Dropout2d::new(0.5).unwrap();
+        let kept = f64s(&dropout.forward(&x).unwrap()).into_shape_with_order((128, 6)).unwrap();
+        let whole = kept.rows().into_iter().filter(|row| row.iter().all(|&v| v == 2.0)).count();
+        let none = kept.rows().into_iter().filter(|row| row.iter().all(|&v| v == 0.0)).count();
+        assert!(whole + none == 128 && (32..96).contains(&whole), "{whole} and {none} of 128 on {device}");
+        dropout.eval();
+        assert!(dropout.forward(&x).unwrap().shares_storage(&x));
+        assert!(Dropout2d::new(-0.1).is_err() && x.flatten(0, -1).unwrap().dropout2d(0.5).is_err());
+        assert_eq!(f64s(&Dropout::new(1.0).unwrap().forward(&x).unwrap()).sum(), 0.0);
+
+        let table = Embedding::new(5, 3, device).unwrap().with_padding_idx(2).unwrap();
+        let words = Tensor::from_slice(&[2i64, 4, 2], 3, device).unwrap();
+        let rows = table.forward(&words).unwrap();
+        assert_eq!(f64s(&rows.select(0, 0).unwrap()).sum(), 0.0);
+        rows.sum((), false).unwrap().backward().unwrap();
+        let grad = f64s(&table.weight().grad().unwrap());
+        assert_eq!((grad[[2, 0]], grad[[4, 0]]), (0.0, 1.0));
+        assert!(Embedding::new(5, 3, device).unwrap().with_padding_idx(5).is_err());
     });
 }

@@ -255,6 +255,17 @@ macro_rules! rows {
             ndtr (x): Float -> Same { x.ndtr() } { 0.5 + 0.5 * libm::erf(x / 2f64.sqrt()) } on [-3.0..3.0];
             /// The logarithm of |gamma(x)|. PyTorch: `lgamma`.
             lgamma (x) + lgamma_: Float -> Same { x.lgamma() } { libm::lgamma(x) } on [0.2..9.0];
+            /// The modified Bessel function of the first kind of order 0. PyTorch: `i0`.
+            i0 (x) + i0_: Float -> Same { x.i0() }
+                { (1..80).rev().fold(1.0, |sum, k| 1.0 + sum * x * x / (4 * k * k) as f64) } on [-6.0..6.0]
+                derivative [x.i1()];
+            /// The modified Bessel function of the first kind of order 1. PyTorch: `special.i1`.
+            i1 (x): Float -> Same { x.i1() }
+                { x / 2.0 * (1..80).rev().fold(1.0, |sum, k| 1.0 + sum * x * x / (4 * k * (k + 1)) as f64) }
+                on [-6.0..6.0] derivative [x.eq(0.0).select(0.5, x.i0() - x.i1() / x)];
+            /// pi below 0, else 0. PyTorch: `angle`.
+            angle (x): Float -> Same { x.is_nan().select(x, x.lt(0.0).select(std::f64::consts::PI, 0.0)) }
+                { if x < 0.0 { std::f64::consts::PI } else { 0.0 } } on [-3.0..3.0] derivative [Expr::constant(0.0)];
             /// The derivative of [`lgamma`](Self::lgamma). PyTorch: `digamma`.
             digamma (x) + digamma_: Float -> Same { x.digamma() }
                 { (0..40).fold((x + 40.0).ln() - 0.5 / (x + 40.0) - (x + 40.0).powi(-2) / 12.0

@@ -4,6 +4,11 @@ use std::f64::consts::{FRAC_1_SQRT_2, LOG2_E, PI};
 
 use super::expr::{Binary, Expr};
 
+/// `1 + f(1) (1 + f(2) (1 + ...))`, to the n-th.
+fn nested(n: usize, f: impl Fn(f64) -> Expr) -> Expr {
+    (1..=n).rev().fold(Expr::constant(1.0), |sum, k| f(k as f64) * sum + 1.0)
+}
+
 /// Special functions.
 impl Expr {
     /// The logarithmic derivative of the gamma function; NaN at its poles but 0, where it is -inf.
@@ -37,6 +42,31 @@ impl Expr {
             x = &x - &step / (1.0 + &x * &step);
         }
         y.eq(1.0).select(self * f64::INFINITY, self.lt(0.0).select(-1.0, 1.0) * x)
+    }
+
+    /// The modified Bessel function of the first kind of order 0.
+    pub fn i0(&self) -> Expr {
+        // (x / 2)^2k / k!², and far out a series in 1 / x.
+        let series = |t: &Expr| nested(36, |k| t / (k * k));
+        self.bessel(series, |k| (2.0 * k - 1.0).powi(2))
+    }
+
+    /// The modified Bessel function of the first kind of order 1.
+    pub fn i1(&self) -> Expr {
+        let series = |t: &Expr| nested(36, |k| t / (k * (k + 1.0)));
+        let size = self.bessel(|t| self.abs() * 0.5 * series(t), |k| (2.0 * k - 1.0).powi(2) - 4.0);
+        self.lt(0.0).select(-&size, size)
+    }
+
+    /// A modified Bessel function of |x|: a series of `x² / 4` up to 20, behind it one of `1 / 8x`, whose terms are each the
+    /// one before times `step(k) / k`.
+    fn bessel(&self, near: impl Fn(&Expr) -> Expr, step: impl Fn(f64) -> f64) -> Expr {
+        let x = self.abs();
+        let far = x.lt(20.0).select(20.0, &x);
+        let tail = nested(20, |k| (far.recip() * 0.125) * (step(k) / k));
+        let beyond = far.exp() * (&far * (2.0 * PI)).rsqrt() * tail;
+        let close = x.lt(20.0).select(&x, 0.0);
+        x.lt(20.0).select(near(&(close.square() * 0.25)), x.is_nan().select(&x, beyond))
     }
 
     /// `sin(pi x) / (pi x)`, 1 at 0.

@@ -52,7 +52,7 @@ fn grid(image: [usize; 2], kernel: [usize; 2], m: Moves) -> [usize; 2] {
 }
 
 /// With a dim of 1 for rows where there are none, and for a batch.
-fn four(x: &ArrayD<f64>, directions: usize) -> ArrayD<f64> {
+pub fn four(x: &ArrayD<f64>, directions: usize) -> ArrayD<f64> {
     let mut shape = x.shape().to_vec();
     if directions == 1 {
         shape.insert(shape.len() - 1, 1);
@@ -63,7 +63,8 @@ fn four(x: &ArrayD<f64>, directions: usize) -> ArrayD<f64> {
     x.clone().into_shape_with_order(IxDyn(&shape)).unwrap()
 }
 
-fn as_given(out: ArrayD<f64>, x: &ArrayD<f64>, directions: usize) -> ArrayD<f64> {
+/// The result of what [`four`] made, with the dims that were there.
+pub fn as_given(out: ArrayD<f64>, x: &ArrayD<f64>, directions: usize) -> ArrayD<f64> {
     let mut shape = out.shape().to_vec();
     if directions == 1 {
         shape.remove(2);

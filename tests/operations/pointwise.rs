@@ -126,6 +126,26 @@ fn special_values() {
     });
 }
 
+/// From one series to the other, at 20, and far out.
+#[test]
+fn bessel_functions_far_out() {
+    each_device(|d| {
+        let (dtype, tolerance) = if d.info().unwrap().fp64 { (DType::F64, 1e-13) } else { (DType::F32, 2e-6) };
+        let points = [0.0, 1e-3, 12.5, 19.75, 20.0, 20.25, 25.0, 60.0, -60.0, -20.5, -3.0];
+        let x = Tensor::from_slice(&points, points.len(), d).unwrap().to_dtype(dtype).unwrap();
+        for (order, got) in [(0, x.i0().unwrap()), (1, x.i1().unwrap())] {
+            for (x, got) in f64s(&x).iter().zip(&f64s(&got)) {
+                let series = (1..200).rev().fold(1.0, |sum, k| 1.0 + sum * x * x / f64::from(4 * k * (k + order)));
+                let right = if order == 0 { series } else { x / 2.0 * series };
+                assert!((got - right).abs() <= tolerance * right.abs(), "order {order} at {x} on {d}: {got}, not {right}");
+            }
+        }
+        let odd = Tensor::from_slice(&[f32::NAN, f32::INFINITY, f32::NEG_INFINITY], 3, d).unwrap();
+        assert!(vec(&odd.i0().unwrap())[0].is_nan() && vec(&odd.i1().unwrap())[0].is_nan());
+        assert!(vec(&odd.angle().unwrap())[0].is_nan() && vec(&odd.angle().unwrap())[2] == std::f32::consts::PI);
+    });
+}
+
 #[test]
 fn another_name_is_the_same_operation() {
     let aliases: Vec<_> = ops::operations().iter().filter(|op| op.row().is_some_and(|r| r.name != op.name)).collect();

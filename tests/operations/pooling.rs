@@ -5,6 +5,7 @@ use claystone::{AvgPoolOptions, DType, Device, MaxPoolOptions, Tensor};
 use ndarray::{ArrayD, IxDyn};
 
 use crate::common::{each_device, f64s};
+use crate::conv::{as_given, four};
 use crate::harness::{Case, case};
 
 /// Rows and columns: kernel, stride, padding, dilation, and whether windows may reach out.
@@ -36,28 +37,6 @@ impl Pool {
         }
         out.into_iter().map(|(a, b)| (a - self.padding[d] as isize, b - self.padding[d] as isize)).collect()
     }
-}
-
-fn four(x: &ArrayD<f64>, directions: usize) -> ArrayD<f64> {
-    let mut shape = x.shape().to_vec();
-    if directions == 1 {
-        shape.insert(shape.len() - 1, 1);
-    }
-    while shape.len() < 4 {
-        shape.insert(0, 1);
-    }
-    x.clone().into_shape_with_order(IxDyn(&shape)).unwrap()
-}
-
-fn as_given(out: ArrayD<f64>, x: &ArrayD<f64>, directions: usize) -> ArrayD<f64> {
-    let mut shape = out.shape().to_vec();
-    if directions == 1 {
-        shape.remove(2);
-    }
-    if x.ndim() == directions + 1 {
-        shape.remove(0);
-    }
-    out.into_shape_with_order(IxDyn(&shape)).unwrap()
 }
 
 /// `f` of each window's elements, which come with their position in the image, and the window's size with padding.

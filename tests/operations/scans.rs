@@ -5,6 +5,7 @@ use ndarray::{ArrayD, Axis};
 
 use crate::common::{each_device, f64s};
 use crate::harness::{Case, case};
+use crate::sorting::equal;
 
 pub fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
@@ -95,15 +96,6 @@ fn cummax(line: &[f64]) -> Vec<usize> {
 
 fn cummin(line: &[f64]) -> Vec<usize> {
     extreme(line, |a, b| a <= b)
-}
-
-#[track_caller]
-fn equal(got: &Tensor, want: &ArrayD<f64>, what: &str) {
-    let got = f64s(got);
-    assert_eq!(got.shape(), want.shape(), "{what}");
-    for (i, (g, w)) in got.iter().zip(want).enumerate() {
-        assert!(g == w || (g.is_nan() && w.is_nan()), "{what}, element {i}: {g} instead of {w}");
-    }
 }
 
 /// Every scan of whole numbers along every dim, exactly.

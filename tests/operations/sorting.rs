@@ -205,8 +205,9 @@ fn along(x: &ArrayD<f64>, d: usize, f: impl Fn(&[f64]) -> Vec<f64>) -> ArrayD<f6
     out
 }
 
+/// Exactly, but that NaN is NaN.
 #[track_caller]
-fn equal(got: &Tensor, want: &ArrayD<f64>, what: &str) {
+pub fn equal(got: &Tensor, want: &ArrayD<f64>, what: &str) {
     let got = f64s(got);
     assert_eq!(got.shape(), want.shape(), "{what}");
     for (i, (g, w)) in got.iter().zip(want).enumerate() {

@@ -139,14 +139,31 @@ pub(super) fn linear(
     (size, step): (usize, isize),
     base: Option<i64>,
 ) -> Result<()> {
+    let of_dim = [Arg::U64(size as u64), Arg::I64(step as i64)];
+    let first = [Arg::U32(base.is_some().into()), Arg::I64(base.unwrap_or(0))];
+    over_indices(op, "linear", index, out, of_dim.into_iter().chain(first))
+}
+
+pub(super) fn one_hot(op: &'static str, t: &Tensor, out: &Tensor, classes: usize) -> Result<()> {
+    over_indices(op, "one_hot", t, out, [Arg::U64(classes as u64)])
+}
+
+/// The kernel of this name of the template on an index and what is made of it: a work-item for each element of that.
+fn over_indices<'a>(
+    op: &'static str,
+    name: &'static str,
+    index: &Tensor,
+    out: &Tensor,
+    others: impl IntoIterator<Item = Arg<'a>>,
+) -> Result<()> {
     let device = out.cl_device()?;
     let walk = Walk::new(index.shape(), [index.strides()]);
     let (rank, count) = (walk.dims.len().max(1), out.numel());
     let wide = is_wide([count]);
     let params = SmallVec::from_slice(&[index.dtype as u64, rank as u64, wide as u64]);
-    let kernel = kernel(device, KernelKey { template: "linear", params, exprs: SmallVec::new() }, "linear", || {
-        let (t, idx) = (index.dtype, index_type(wide));
-        format!("#define LINEAR\n#define T {t}\n#define NK {rank}\n#define IDX {idx}\n{WALK}{TEMPLATE}")
+    let kernel = kernel(device, KernelKey { template: name, params, exprs: SmallVec::new() }, name, || {
+        let (define, t, idx) = (name.to_uppercase(), index.dtype, index_type(wide));
+        format!("#define {define}\n#define T {t}\n#define NK {rank}\n#define IDX {idx}\n{WALK}{TEMPLATE}")
     })?;
     let words = words(&walk);
     let (index, y) = (index.place()?, out.place()?);
@@ -159,36 +176,7 @@ pub(super) fn linear(
         Arg::U32(index_fault(op)),
         Arg::Bytes(bytemuck::cast_slice(&words)),
         Arg::U64(count as u64),
-        Arg::U64(size as u64),
-        Arg::I64(step as i64),
-        Arg::U32(base.is_some().into()),
-        Arg::I64(base.unwrap_or(0)),
     ];
-    device.launch(&kernel, &args, &[count], &[LOCAL])
-}
-
-pub(super) fn one_hot(op: &'static str, t: &Tensor, out: &Tensor, classes: usize) -> Result<()> {
-    let device = t.cl_device()?;
-    let walk = Walk::new(t.shape(), [t.strides()]);
-    let (rank, count) = (walk.dims.len().max(1), out.numel());
-    let wide = is_wide([count]);
-    let params = SmallVec::from_slice(&[t.dtype as u64, rank as u64, wide as u64]);
-    let kernel = kernel(device, KernelKey { template: "one_hot", params, exprs: SmallVec::new() }, "one_hot", || {
-        let (t, idx) = (t.dtype, index_type(wide));
-        format!("#define ONE_HOT\n#define T {t}\n#define NK {rank}\n#define IDX {idx}\n{WALK}{TEMPLATE}")
-    })?;
-    let words = words(&walk);
-    let (index, y) = (t.place()?, out.place()?);
-    let args = [
-        index.buffer(),
-        index.offset(),
-        y.buffer(),
-        y.offset(),
-        Arg::Buffer(device.fault_buffer()),
-        Arg::U32(index_fault(op)),
-        Arg::Bytes(bytemuck::cast_slice(&words)),
-        Arg::U64(count as u64),
-        Arg::U64(classes as u64),
-    ];
+    let args: SmallVec<[Arg; 12]> = args.into_iter().chain(others).collect();
     device.launch(&kernel, &args, &[count], &[LOCAL])
 }
