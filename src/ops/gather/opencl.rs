@@ -149,12 +149,12 @@ pub(super) fn one_hot(op: &'static str, t: &Tensor, out: &Tensor, classes: usize
 }
 
 /// The kernel of this name of the template on an index and what is made of it: a work-item for each element of that.
-fn over_indices<'a>(
+fn over_indices(
     op: &'static str,
     name: &'static str,
     index: &Tensor,
     out: &Tensor,
-    others: impl IntoIterator<Item = Arg<'a>>,
+    others: impl IntoIterator<Item = Arg<'static>>,
 ) -> Result<()> {
     let device = out.cl_device()?;
     let walk = Walk::new(index.shape(), [index.strides()]);
@@ -167,7 +167,7 @@ fn over_indices<'a>(
     })?;
     let words = words(&walk);
     let (index, y) = (index.place()?, out.place()?);
-    let args = [
+    let mut args: SmallVec<[Arg; 12]> = SmallVec::from_iter([
         index.buffer(),
         index.offset(),
         y.buffer(),
@@ -176,7 +176,7 @@ fn over_indices<'a>(
         Arg::U32(index_fault(op)),
         Arg::Bytes(bytemuck::cast_slice(&words)),
         Arg::U64(count as u64),
-    ];
-    let args: SmallVec<[Arg; 12]> = args.into_iter().chain(others).collect();
+    ]);
+    others.into_iter().for_each(|other| args.push(other));
     device.launch(&kernel, &args, &[count], &[LOCAL])
 }
