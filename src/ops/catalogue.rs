@@ -285,11 +285,9 @@ fn of_row(row: &'static Row) -> impl Iterator<Item = Operation> {
     };
     let takes = if row.accepts == Accepts::Integer { Dtypes::Integers } else { Dtypes::All };
     let torch = torch_name(row);
-    let entry = |name, torch, kind, call| Operation { name, torch, kind, takes, gives, differentiable: false, call };
-    // What has no name there is a formula, the same in place. Made once, and kept as long as the list is.
-    let in_place_name = || if torch.contains(' ') { torch } else { String::leak(format!("{torch}_")) };
-    let in_place = row.in_place.map(|name| entry(name, in_place_name(), Kind::InPlace, Call::RowInPlace(row)));
-    std::iter::once(entry(row.name, torch, Kind::Elementwise, Call::Row(row))).chain(in_place)
+    let entry = |name, kind, call| Operation { name, torch, kind, takes, gives, differentiable: false, call };
+    let in_place = row.in_place.map(|name| entry(name, Kind::InPlace, Call::RowInPlace(row)));
+    std::iter::once(entry(row.name, Kind::Elementwise, Call::Row(row))).chain(in_place)
 }
 
 /// Every public operation.
