@@ -2,9 +2,13 @@
 
 mod common;
 
-use claystone::ops::Expr;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use claystone::autograd::checkpoint;
+use claystone::nn::{Conv2d, MultiheadAttention};
+use claystone::ops::{self, Backend, Expr, Implementation, register};
 use claystone::optim::{Sgd, SgdConfig};
-use claystone::{DType, Device, Error, Result, Tensor};
+use claystone::{ConvOptions, DType, Device, Error, MaxPoolOptions, Result, Tensor};
 use common::{each_device, iota};
 
 /// Runs `bad`, expects its error to mention all of `words`, and checks that a bystander is unharmed.
@@ -195,5 +199,92 @@ fn sequences_and_parameters_that_make_no_sense() {
         let mut w = Tensor::ones(2, d).unwrap().requires_grad_(true).unwrap();
         let mut tied = w.shallow_clone();
         refused(d, &["Sgd", "twice"], || Sgd::new(vec![&mut w, &mut tied], SgdConfig::default()));
+    });
+}
+
+#[test]
+fn views_and_layers_beyond_all_bounds() {
+    let m = isize::MAX as usize;
+    each_device(|d| {
+        let one = Tensor::ones(1, d).unwrap();
+        // Bytes of so many elements overflow.
+        refused(d, &["memory"], || one.expand(1usize << 62)?.pin_memory(d));
+        refused(d, &["as_strided"], || one.as_strided([0, 3], &[isize::MIN, 1], 0));
+        refused(d, &["as_strided"], || one.as_strided([0], &[1], 99));
+        assert_eq!(one.as_strided([0, 3], &[7, 1], 1).unwrap().sum((), false).unwrap().item::<f32>().unwrap(), 0.0);
+        refused(d, &["memory"], || Conv2d::new(1, 1, [m, 4], ConvOptions::default(), d).map(drop));
+        refused(d, &["memory"], || MultiheadAttention::new(m, 1, d).map(drop));
+        // A list of so many tensors, and of so many rows.
+        refused(d, &["tensor_split"], || one.tensor_split(1 << 60, 0));
+        refused(d, &["room"], || Tensor::tril_indices(1 << 60, 2, 0, d));
+        assert_eq!(Tensor::tril_indices(1 << 60, 2, 2 - (1 << 60), d).unwrap().numel(), 2 * 3);
+        assert_eq!(Tensor::triu_indices(1 << 60, 2, 0, d).unwrap().to_vec::<i64>().unwrap(), [0, 0, 1, 0, 1, 1]);
+        assert_eq!(one.diff(usize::MAX, 0).unwrap().numel(), 0);
+    });
+}
+
+#[test]
+fn windows_of_nothing_but_padding() {
+    each_device(|d| {
+        // Of two elements, four apart, one lies before and one behind an image of one.
+        let x = Tensor::ones([1, 1, 1], d).unwrap();
+        let options = MaxPoolOptions { padding: [2, 0], dilation: [4, 1], ..MaxPoolOptions::default() };
+        refused(d, &["max_pool2d", "padding"], || x.max_pool2d([2, 1], options));
+        let wide = Tensor::ones([1, 3, 1], d).unwrap();
+        assert_eq!(wide.max_pool2d([2, 1], options).unwrap().shape().dims(), [1, 1, 1]);
+        let far = ConvOptions { stride: [1 << 62, 1], padding: (1 << 62).into(), ..ConvOptions::default() };
+        refused(d, &["conv2d", "padding"], || x.conv2d(&Tensor::ones([1, 1, 1, 1], d)?, None, far));
+    });
+}
+
+#[test]
+fn code_of_the_users_that_gives_something_else() {
+    each_device(|d| {
+        let x = iota(&[2, 3], d).requires_grad_(true).unwrap();
+        // A gradient of another dtype would be read as if it were the input's.
+        let halves = Implementation::new(|x, _| Ok(vec![x[0].exp()?]))
+            .with_backward(|_, _, grad| Ok(vec![Some(grad.to_dtype(DType::F16)?)]));
+        let _kept = register("gradient_of_halves", d.into(), halves).unwrap();
+        let call = || ops::call("gradient_of_halves", &[&x], &[])?[0].sum((), false)?.backward();
+        refused(d, &["gradient_of_halves", "dtype"], call);
+        // What is made of a replaced operation does not trust its shape.
+        let short = Implementation::new(|x, _| Ok(vec![Tensor::ones(1, x[0])?]));
+        let _short = register("sqrt", d.into(), short).unwrap();
+        refused(d, &["[1]"], || x.detach().std(1, 1, false));
+
+        static CALLS: AtomicUsize = AtomicUsize::new(0);
+        let f = |x: &[Tensor]| match CALLS.fetch_add(1, Ordering::Relaxed) % 2 {
+            0 => x[0].mul_scalar(2),
+            _ => x[0].mul_scalar(2)?.narrow(0, 0, 1),
+        };
+        let words = ["checkpoint", "[2, 3]", "[1, 3]"];
+        refused(d, &words, || checkpoint(f, &[&x])?.sum((), false)?.backward());
+    });
+}
+
+#[test]
+fn a_registration_may_be_held_by_another() {
+    let same = |x: &[&Tensor]| Ok(vec![x[0].shallow_clone()]);
+    let inner = register("held", Backend::Cpu, Implementation::new(move |x, _| same(x))).unwrap();
+    let holder = Implementation::new(move |x, _| {
+        let _inner = &inner;
+        same(x)
+    });
+    let outer = register("holder", Backend::Cpu, holder).unwrap();
+    let x = iota(&[2], Device::Cpu);
+    assert!(ops::call("held", &[&x], &[]).is_ok() && ops::call("holder", &[&x], &[]).is_ok());
+    drop(outer);
+    assert!(ops::call("held", &[&x], &[]).is_err() && ops::call("holder", &[&x], &[]).is_err());
+}
+
+/// What an operation in place had written before it failed counts as a change.
+#[test]
+fn a_failed_change_is_a_change() {
+    each_device(|d| {
+        let index = Tensor::from_slice(&[1i64, 0], 2, d).unwrap();
+        let y = iota(&[2, 3], d).requires_grad_(true).unwrap().index_select(0, &index).unwrap();
+        let divided = index.div_trunc_scalar_(0).map(|_| ()).and_then(|()| d.synchronize());
+        assert!(matches!(divided, Err(Error::DivisionByZero { .. })), "{divided:?}");
+        refused(d, &["index_select", "changed in place"], || y.sum((), false)?.backward());
     });
 }

@@ -191,6 +191,9 @@ fn broken_files_say_which_and_what() {
     says(npy(&whole[..whole.len() - 1]), &["y.npy", "ends before"]);
     let huge = String::from_utf8_lossy(&whole[10..128]).replace("(10,)", "(9999999999, 9999999999)");
     says(npy(&[&whole[..10], &huge.as_bytes()[..118]].concat()), &["y.npy", "too large"]);
+    // A size of 0 hides the others from the product.
+    let hidden = String::from_utf8_lossy(&whole[10..128]).replace("(10,)", "(0, 9223372036854775807, 4)");
+    says(npy(&[&whole[..10], &hidden.as_bytes()[..118]].concat()), &["y.npy", "too large"]);
     let none = Tensor::zeros(1, Device::Cpu).unwrap();
     says(io::write_npy(folder.file("no/such/folder.npy"), &none), &["folder.npy"]);
     says(io::save(folder.file("x.txt"), &StateDict::new()), &["x.txt"]);

@@ -122,7 +122,7 @@ impl Tensor {
             *is_result = saved.is(&out);
         }
         let twice = custom.differentiable_twice();
-        let shapes: Vec<_> = inputs.iter().map(|t| (t.shape().clone(), t.dtype)).collect();
+        let shapes: Vec<_> = inputs.iter().map(|t| (t.shape().clone(), t.dtype, t.device())).collect();
         let (custom, kept) = (Arc::new(custom), Arc::new(kept));
         let result = kept.saved.iter().any(|(_, is_result)| *is_result).then(|| Saved::new(&out));
         let backward = move |ctx: &mut Context| -> Result<Gradients> {
@@ -137,12 +137,14 @@ impl Tensor {
                 let reason = format!("its backward gave {} gradients for {} inputs", gradients.len(), shapes.len());
                 return Err(Error::Autograd { op: name, reason });
             }
-            for (i, (gradient, (shape, dtype))) in gradients.iter().zip(&shapes).enumerate() {
-                if let Some(g) = gradient.as_ref().filter(|g| g.shape() != shape || g.dtype != *dtype) {
+            for (i, (gradient, (shape, dtype, device))) in gradients.iter().zip(&shapes).enumerate() {
+                let other = |g: &&Tensor| (g.shape(), g.dtype, g.device()) != (shape, *dtype, *device);
+                if let Some(g) = gradient.as_ref().filter(other) {
                     let reason = format!(
-                        "its backward gave input {i}, of shape {shape} and {dtype}, a gradient of shape {} and {}",
+                        "its backward gave input {i}, of shape {shape} and {dtype} on {device}, a gradient of shape {} and {} on {}",
                         g.shape(),
-                        g.dtype
+                        g.dtype,
+                        g.device()
                     );
                     return Err(Error::Autograd { op: name, reason });
                 }

@@ -121,7 +121,8 @@ impl Cause {
 /// A file's sizes as a shape whose bytes can be counted.
 fn shape_of(sizes: impl Iterator<Item = u64>) -> Result<Shape, Cause> {
     let sizes: Option<Shape> = sizes.map(|d| usize::try_from(d).ok()).collect();
-    let fits = |s: &Shape| s.dims().iter().try_fold(16usize, |n, &d| n.checked_mul(d)).is_some_and(|n| n < 1 << 62);
+    let fits =
+        |s: &Shape| s.dims().iter().try_fold(16usize, |n, &d| n.checked_mul(d.max(1))).is_some_and(|n| n < 1 << 62);
     sizes.filter(fits).ok_or_else(|| Cause::File("its sizes are too large".into()))
 }
 

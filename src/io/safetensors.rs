@@ -28,13 +28,12 @@ pub fn read_safetensors(path: impl AsRef<Path>, device: Device) -> Result<StateD
     let mut length = [0; 8];
     file.read_exact(&mut length).map_err(|_| fail(op, path, "it is too short for a safetensors file"))?;
     let length = u64::from_le_bytes(length);
-    if length > HEADER || length > size - 8 {
+    let Some(there) = size.checked_sub(8).and_then(|rest| rest.checked_sub(length)).filter(|_| length <= HEADER) else {
         return Err(fail(op, path, format!("a header of {length} bytes does not go with a file of {size}")));
-    }
+    };
     let mut header = vec![0; length as usize];
     file.read_exact(&mut header).map_err(|e| fail(op, path, e))?;
     let header: Metadata = serde_json::from_slice(&header).map_err(|e| fail(op, path, e))?;
-    let there = size - 8 - length;
     if header.data_len() as u64 != there {
         let cause = format!("its header tells of {} bytes of elements and there are {there}", header.data_len());
         return Err(fail(op, path, cause));
@@ -62,7 +61,7 @@ pub fn write_safetensors(path: impl AsRef<Path>, tensors: &StateDict) -> Result<
     let mut end = 0;
     let info = |(name, tensor): &(&str, &Tensor)| {
         let start = end;
-        end += tensor.numel() * tensor.dtype().size();
+        end = tensor.numel().saturating_mul(tensor.dtype().size()).saturating_add(end);
         let (dtype, shape) = (dtype_in_file(tensor.dtype()), tensor.shape().dims().to_vec());
         (name.to_string(), TensorInfo { dtype, shape, data_offsets: (start, end) })
     };

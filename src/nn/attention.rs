@@ -51,8 +51,9 @@ impl MultiheadAttention {
             return Err(Error::invalid("MultiheadAttention::new", reason));
         }
         // Glorot's uniform distribution for [3 E, E].
-        let bound = (6.0 / (4 * embed_dim.max(1)) as f64).sqrt();
-        let weight = Tensor::rand(&[3 * embed_dim, embed_dim], options)?;
+        let bound = (6.0 / (4.0 * embed_dim.max(1) as f64)).sqrt();
+        let width = embed_dim.saturating_mul(3);
+        let weight = Tensor::rand(&[width, embed_dim], options)?;
         weight.affine_(2.0 * bound, -bound)?;
         let out_proj = Linear::new(embed_dim, embed_dim, options)?;
         if let Some(bias) = out_proj.bias() {
@@ -60,7 +61,7 @@ impl MultiheadAttention {
         }
         Ok(MultiheadAttention {
             in_proj_weight: weight.requires_grad_(true)?,
-            in_proj_bias: Some(Tensor::zeros(3 * embed_dim, options)?.requires_grad_(true)?),
+            in_proj_bias: Some(Tensor::zeros(width, options)?.requires_grad_(true)?),
             out_proj,
             heads: num_heads,
             dropout: 0.0,

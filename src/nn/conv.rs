@@ -34,7 +34,7 @@ macro_rules! layers {
                 }
                 let first = if $turned { [inputs, outputs / groups] } else { [outputs, inputs / groups] };
                 let shape: Vec<usize> = first.into_iter().chain(kernel).collect();
-                let fan = shape[1..].iter().product();
+                let fan = crate::Shape::from(&shape[1..]).numel();
                 let weight = init::default_parameter(&shape, fan, tensors)?;
                 Ok($name { weight, bias: Some(init::default_parameter(&[outputs], fan, tensors)?), options })
             }

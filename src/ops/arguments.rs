@@ -110,6 +110,11 @@ impl<'a> Args<'a> {
         Err(Error::invalid(self.op, reason))
     }
 
+    /// The operation that is called.
+    pub(crate) fn name(&self) -> &'static str {
+        self.op
+    }
+
     /// Tensor `i`.
     pub(crate) fn x(&self, i: usize) -> Result<&'a Tensor> {
         self.tensors.get(i).copied().ok_or_else(|| {

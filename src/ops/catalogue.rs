@@ -264,7 +264,7 @@ impl Operation {
             }
             Call::RowInPlace(row) => {
                 (0..row.arity).try_for_each(|i| args.x(i).map(|_| ()))?;
-                super::elementwise::apply_row_(row, tensors, &args.scalars()?)?;
+                row.apply_(tensors, &args.scalars()?)?;
                 Ok(vec![args.x(0)?.shallow_clone()])
             }
         }

@@ -205,7 +205,7 @@ fn check<const D: usize>(
         let hint = if turned { "the weight is [C, O / groups, ..]" } else { "the weight is [O, C / groups, ..]" };
         return Err(mismatch(weight, hint));
     }
-    let out = if turned { w[1] * groups } else { w[0] };
+    let out = if turned { w[1].saturating_mul(groups) } else { w[0] };
     match bias {
         Some(b) if b.shape().dims() != [out] => {
             Err(mismatch(b, "the bias has one number for each channel of the result"))
@@ -247,7 +247,7 @@ fn convolution<const D: usize>(
         }
         Padding::Same => {
             for (d, (k, step)) in [kh, kw].into_iter().zip(both(dilation, 1)).enumerate() {
-                let total = step * k.saturating_sub(1);
+                let total = step.saturating_mul(k.saturating_sub(1));
                 (before[d], after[d]) = (total / 2, total % 2);
             }
         }
@@ -295,8 +295,10 @@ fn transposed<const D: usize>(
         if behind[d] > 0 && behind[d] >= stride[d].max(dilation[d]) {
             return Err(Error::invalid(op, "output_padding has to be below the stride or the dilation"));
         }
-        let reach = size.saturating_sub(1) * stride[d] + dilation[d] * kernel.saturating_sub(1) + behind[d] + 1;
-        image[d] = reach.checked_sub(2 * padding[d]).filter(|&size| size > 0).ok_or_else(|| {
+        let (rest, taps) = (size.saturating_sub(1), kernel.saturating_sub(1));
+        let reach = (rest.saturating_mul(stride[d]).saturating_add(dilation[d].saturating_mul(taps)))
+            .saturating_add(behind[d].saturating_add(1));
+        image[d] = reach.checked_sub(padding[d].saturating_mul(2)).filter(|&size| size > 0).ok_or_else(|| {
             Error::invalid(op, format!("a padding of {} leaves nothing of {reach} elements", padding[d]))
         })?;
     }

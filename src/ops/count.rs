@@ -229,12 +229,12 @@ impl Tensor {
         if least < 0 {
             return Err(Error::invalid(op, format!("{least} is negative: numbers from 0 on are counted")));
         }
-        let size = (greatest + 1).max(minlength as i64);
+        let size = greatest.saturating_add(1).max(i64::try_from(minlength).unwrap_or(i64::MAX));
         match weights {
             Some(w) => Tensor::zeros(size as usize, w)?.index_add(0, self, &w.detach()),
             None => {
                 let sorted = self.sort(0, false)?.0.to_dtype(DType::I64)?;
-                sorted.searchsorted(&numbers(0, size + 1, self)?, false)?.diff(1, 0)
+                sorted.searchsorted(&numbers(0, size.saturating_add(1), self)?, false)?.diff(1, 0)
             }
         }
     }
@@ -266,6 +266,6 @@ impl Tensor {
         let scalars = [Scalar::Float(low), Scalar::Float(high), Scalar::Float(bins as f64)];
         let params = Params { scalars: &scalars, seeds: &[] };
         let part = apply(op, &[&flat(self)?], params, &part, &[DType::I64])?.remove(0);
-        part.bincount(None, bins + 1)?.narrow(0, 0, bins)?.to_dtype(self.dtype)
+        part.bincount(None, bins.saturating_add(1))?.narrow(0, 0, bins)?.to_dtype(self.dtype)
     }
 }

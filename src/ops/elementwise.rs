@@ -128,8 +128,10 @@ pub(crate) fn apply_into(
         compute,
         walk,
     };
+    // What divided by zero has written all the same.
+    let mut found = Ok(());
     match device {
-        Device::Cpu => cpu_map::run(&launch)?,
+        Device::Cpu => found = cpu_map::run(&launch),
         Device::OpenCL(_) => {
             let prepared = opencl_map::prepare(&launch)?;
             prepared.launch(inputs.iter().chain(outputs.iter().copied()), params)?;
@@ -139,7 +141,7 @@ pub(crate) fn apply_into(
         }
     }
     outputs.iter().for_each(|t| t.storage.bump_version());
-    Ok(())
+    found
 }
 
 /// The type to compute in: the widest an input has, at least f32 where a primitive needs floats; the outputs' without
@@ -237,11 +239,22 @@ impl Row {
     /// # Errors
     /// Those of the method; [`Error::Invalid`] for a wrong number of inputs or scalars.
     pub fn apply(&'static self, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<Tensor> {
-        if (inputs.len(), scalars.len()) != (self.arity, self.samples.len()) {
-            let reason = format!("it takes {} tensors and {} scalars", self.arity, self.samples.len());
-            return Err(Error::invalid(self.name, reason));
-        }
+        self.check_counts(inputs, scalars)?;
         apply_row(self, inputs, scalars)
+    }
+
+    /// [`Row::apply`] in place.
+    pub(super) fn apply_(&'static self, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<()> {
+        self.check_counts(inputs, scalars)?;
+        apply_row_(self, inputs, scalars)
+    }
+
+    fn check_counts(&self, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<()> {
+        if (inputs.len(), scalars.len()) == (self.arity, self.samples.len()) {
+            return Ok(());
+        }
+        let reason = format!("it takes {} tensors and {} scalars", self.arity, self.samples.len());
+        Err(Error::invalid(self.name, reason))
     }
 }
 

@@ -449,7 +449,8 @@ fn cheapest(sizes: &[usize]) -> Vec<Vec<usize>> {
     for length in 1..n {
         for i in 0..n - length {
             let j = i + length;
-            let of = |k: usize| cost[i][k] + cost[k + 1][j] + (sizes[i] * sizes[k + 1]) as f64 * sizes[j + 1] as f64;
+            let of =
+                |k: usize| cost[i][k] + cost[k + 1][j] + sizes[i] as f64 * sizes[k + 1] as f64 * sizes[j + 1] as f64;
             let best = (i..j).min_by(|&a, &b| of(a).total_cmp(&of(b))).expect("i is below j");
             (cost[i][j], split[i][j]) = (of(best), best);
         }

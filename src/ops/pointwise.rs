@@ -79,7 +79,7 @@ impl Tensor {
     /// [`Error::UnsupportedDType`] for integers; [`Error::OutOfMemory`].
     pub fn round_decimals(&self, decimals: i32) -> Result<Tensor> {
         replaced!("round_decimals", [self], decimals);
-        let power = 10f64.powi(decimals.abs());
+        let power = 10f64.powi(decimals.saturating_abs());
         // In one formula: a product stored in between would be rounded twice.
         let round = |x: &Expr| match decimals {
             1.. => (x * power).round() / power,

@@ -79,6 +79,18 @@ fn windows(
         if ceil_mode && (windows.grid[d] - 1) * stride[d] >= image[d] + padding[d] {
             windows.grid[d] -= 1;
         }
+        // Only windows that begin in the padding may step over all of a small image.
+        let outside = |o: &usize| {
+            let (first, end) = windows.span(d, *o);
+            first >= end
+        };
+        if let Some(o) = (0..windows.grid[d]).take_while(|o| o * stride[d] < padding[d]).find(outside) {
+            let reason = format!(
+                "window {o} along an image of {} has no element of it: its {} elements, {} apart, are all padding",
+                image[d], kernel[d], dilation[d]
+            );
+            return Err(Error::invalid(op, reason));
+        }
     }
     Ok(windows)
 }
@@ -173,7 +185,7 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::Invalid`] for another rank, images that are empty or smaller than a window, a padding of more than half a
-    /// window, or a stride of 0; [`Error::UnsupportedDType`] for bool.
+    /// window, a dilated window that has nothing but padding, or a stride of 0; [`Error::UnsupportedDType`] for bool.
     pub fn max_pool2d(&self, kernel: [usize; 2], options: MaxPoolOptions<2>) -> Result<Tensor> {
         Ok(max_pool("max_pool2d", self, kernel, options)?.0)
     }

@@ -72,7 +72,9 @@ pub struct Registration {
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        if write().remove(&(self.name, self.backend)).is_some() {
+        // What it captured is dropped after the lock: it may hold another Registration.
+        let removed = write().remove(&(self.name, self.backend));
+        if removed.is_some() {
             REGISTERED.fetch_sub(1, Ordering::Release);
         }
     }
@@ -255,10 +257,11 @@ fn own_gradients(
     grad: &Tensor,
 ) -> Result<Gradients> {
     let gradients = built_in(op, || backward(&inputs.iter().collect::<Vec<_>>(), arguments, grad))?;
-    let fits = |(g, x): (&Option<Tensor>, &Tensor)| g.as_ref().is_none_or(|g| g.shape() == x.shape());
+    let alike = |g: &Tensor, x: &Tensor| (g.shape(), g.dtype(), g.device()) == (x.shape(), x.dtype(), x.device());
+    let fits = |(g, x): (&Option<Tensor>, &Tensor)| g.as_ref().is_none_or(|g| alike(g, x));
     if gradients.len() != inputs.len() || !gradients.iter().zip(inputs).all(fits) {
-        let reason =
-            "the backward of its registered implementation has to give one gradient of its shape for each input";
+        let reason = "the backward of its registered implementation has to give one gradient for each input, of its \
+                      shape and dtype and on its device";
         return Err(Error::Autograd { op, reason: reason.into() });
     }
     Ok(gradients.into_iter().map(|g| g.map(|g| g.detach())).collect())
@@ -279,7 +282,12 @@ fn built_in_gradients(
     };
     let leaves = inputs.into_iter().zip(wanted).map(|(t, &w)| t.requires_grad_(w)).collect::<Result<Vec<_>>>()?;
     let refs: Vec<&Tensor> = leaves.iter().collect();
-    autograd::enable_grad(|| built_in(op, || operation.run(&refs, arguments)))?[k].backward_with(grad)?;
+    let outs = autograd::enable_grad(|| built_in(op, || operation.run(&refs, arguments)))?;
+    let Some(out) = outs.get(k) else {
+        let reason = format!("its registered implementation gives result {k}, and the operation has {}", outs.len());
+        return Err(Error::Autograd { op, reason });
+    };
+    out.backward_with(grad)?;
     Ok(leaves.iter().map(Tensor::grad).collect())
 }
 

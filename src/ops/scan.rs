@@ -241,7 +241,8 @@ impl Tensor {
         let op = "diff";
         replaced!(op, [self], n, dim);
         let d = self.shape().dim(op, dim)?;
-        (0..n).try_fold(self.shallow_clone(), |t, _| {
+        // After as many times as there are elements none is left.
+        (0..n.min(self.shape().dims()[d])).try_fold(self.shallow_clone(), |t, _| {
             let pairs = t.shape().dims()[d].saturating_sub(1);
             let (next, this) = (t.narrow(dim, t.shape().dims()[d] - pairs, pairs)?, t.narrow(dim, 0, pairs)?);
             let made = if t.dtype == DType::Bool { next.ne(&this) } else { next.sub(&this) };

@@ -29,6 +29,9 @@ pub(super) struct Windows {
     pub(super) adaptive: bool,
 }
 
+/// What the numbers that say how windows lie are below: their products with strides are computed without checks.
+const LARGEST: usize = 1 << 30;
+
 /// What a mean is divided by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Divisor {
@@ -45,7 +48,7 @@ impl Divisor {
         match self {
             Divisor::Window => 0,
             Divisor::Inside => -1,
-            Divisor::Number(n) => n as i64,
+            Divisor::Number(n) => i64::try_from(n).unwrap_or(i64::MAX),
         }
     }
 }
@@ -70,6 +73,12 @@ impl Windows {
     ) -> Result<Windows> {
         let mut grid = [0; 2];
         for d in 0..2 {
+            if [kernel, stride, padding, dilation, after].iter().any(|numbers| numbers[d] >= LARGEST) {
+                let reason = format!(
+                    "kernel {kernel:?}, stride {stride:?}, padding {padding:?} and dilation {dilation:?} have to be below 2^30"
+                );
+                return Err(Error::invalid(op, reason));
+            }
             if [kernel[d], stride[d], dilation[d]].contains(&0) {
                 let reason =
                     format!("kernel {kernel:?}, stride {stride:?} and dilation {dilation:?} have to be above 0");
@@ -96,7 +105,7 @@ impl Windows {
     }
 
     /// The elements of the image that window o has along direction d: from the first to before the last, a dilation apart.
-    fn span(&self, d: usize, o: usize) -> (usize, usize) {
+    pub(super) fn span(&self, d: usize, o: usize) -> (usize, usize) {
         if self.adaptive {
             let (image, grid) = (self.image[d], self.grid[d]);
             return (o * image / grid, ((o + 1) * image).div_ceil(grid));
@@ -294,8 +303,9 @@ pub(crate) fn unfold(
     let images = as_images(op, x, 2)?;
     let [n, c, h, w] = four(&images);
     let windows = Windows::new(op, [h, w], kernel, [stride, padding, dilation], [0; 2])?;
+    let columns = windows.columns(op, &images, false)?;
     let rows = c * kernel[0] * kernel[1];
-    let columns = windows.columns(op, &images, false)?.reshape([n, rows, windows.grid[0] * windows.grid[1]])?;
+    let columns = columns.reshape([n, rows, windows.grid[0] * windows.grid[1]])?;
     if x.rank() == 4 { Ok(columns) } else { columns.squeeze(0) }
 }
 
@@ -323,7 +333,7 @@ pub(crate) fn fold(
         }
     };
     let [oh, ow] = windows.grid;
-    if rows % taps != 0 || count != oh * ow {
+    if rows % taps != 0 || count != oh.saturating_mul(ow) {
         let reason = format!(
             "columns of shape {} do not fit kernels of {taps} elements and {oh} x {ow} windows",
             columns.shape()

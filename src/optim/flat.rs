@@ -59,7 +59,7 @@ impl Flat {
                 return Err(Error::invalid(op, reason));
             }
         }
-        let total: usize = parameters.iter().map(|p| p.numel()).sum();
+        let total = parameters.iter().fold(0usize, |sum, p| sum.saturating_add(p.numel()));
         let params = Tensor::zeros(total, (dtype, device))?;
         let grads = Tensor::zeros(total, (dtype, device))?;
         // Everything that can fail comes first: on an error the model keeps the parameters it had.

@@ -104,14 +104,14 @@ impl Tensor {
     /// # Errors
     /// [`Error::NoDevice`], [`Error::OutOfMemory`] and device failures.
     pub fn pin_memory(&self, device: Device) -> Result<Tensor> {
-        let out = match Storage::pinned(device, self.numel() * self.dtype.size())? {
+        let source = self.detach().contiguous()?; // fails where no memory has room for an expanded tensor's elements
+        let size = self.dtype.size();
+        let out = match Storage::pinned(device, self.numel() * size)? {
             Some(storage) => {
                 Tensor { storage, layout: Layout::contiguous(self.shape().clone()), dtype: self.dtype, node: None }
             }
             None => Tensor::empty_like_shape(self.shape(), self.dtype, Device::Cpu)?,
         };
-        let source = self.detach().contiguous()?;
-        let size = self.dtype.size();
         out.storage.copy_from(0, &source.storage, source.layout.offset * size, self.numel() * size, true)?;
         Ok(out)
     }

@@ -100,11 +100,11 @@ impl Tensor {
         if let Some(t) = blocks.iter().find(|t| t.rank() > 2) {
             return Err(Error::invalid(op, format!("a tensor of shape {} is no matrix", t.shape())));
         }
-        let width: isize = blocks.iter().map(|t| t.shape().dims()[1] as isize).sum();
-        let mut left = 0;
+        let width = blocks.iter().fold(0isize, |sum, t| sum.saturating_add_unsigned(t.shape().dims()[1]));
+        let mut left = 0isize;
         join_all(op, &blocks, 0, |t| {
             let columns = t.shape().dims()[1] as isize;
-            left += columns;
+            left = left.saturating_add(columns);
             t.pad(&[left - columns, width - left], PadMode::default())
         })
     }
@@ -217,8 +217,12 @@ impl Tensor {
         if let Some(n) = counts.iter().find(|&&n| n < 0) {
             return Err(Error::invalid(op, format!("{n} repetitions make no sense")));
         }
-        let indices: Vec<i64> = (0..).zip(&counts).flat_map(|(i, &n)| std::iter::repeat_n(i, n as usize)).collect();
-        let index = Tensor::from_vec(indices.clone(), indices.len(), self.device())?;
+        let total = counts.iter().fold(0usize, |sum, &n| sum.saturating_add(n as usize));
+        let mut indices: Vec<i64> = Vec::new();
+        let too_many = |_| Error::invalid(op, format!("there is no room for {total} indices"));
+        indices.try_reserve_exact(total).map_err(too_many)?;
+        indices.extend((0..).zip(&counts).flat_map(|(i, &n)| std::iter::repeat_n(i, n as usize)));
+        let index = Tensor::from_vec(indices, total, self.device())?;
         self.index_select(d as isize, &index)
     }
 

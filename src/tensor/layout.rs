@@ -130,7 +130,7 @@ impl Layout {
     fn pick(&self, dim: usize, start: usize, step: isize, len: usize) -> Layout {
         let mut axes = self.axes();
         let stride = axes[dim].1;
-        axes[dim] = (len, if len > 1 { stride * step } else { stride });
+        axes[dim] = (len, if len > 1 { stride.saturating_mul(step) } else { stride });
         // What is empty keeps the offset: there is no element to point to, and perhaps no storage.
         let skip = if len == 0 || self.numel() == 0 { 0 } else { start as isize * stride };
         Layout::from_axes(axes, self.offset.wrapping_add_signed(skip))

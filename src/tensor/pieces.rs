@@ -3,13 +3,25 @@
 use super::Dims;
 use crate::{Error, Result, Tensor};
 
+/// As many items as `count` says: an error where there is no room for so many.
+fn filled<T>(op: &'static str, count: usize, items: impl Iterator<Item = Result<T>>) -> Result<Vec<T>> {
+    let mut all = Vec::new();
+    let too_many = |_| Error::invalid(op, format!("there is no room for a list of {count} tensors"));
+    all.try_reserve_exact(count).map_err(too_many)?;
+    for item in items {
+        all.push(item?);
+    }
+    Ok(all)
+}
+
 impl Tensor {
     /// One tensor for each index of dimension `dim`, which goes (PyTorch's `unbind`).
     ///
     /// # Errors
     /// [`Error::DimOutOfRange`].
     pub fn unbind(&self, dim: isize) -> Result<Vec<Tensor>> {
-        (0..self.size_of("unbind", dim)? as isize).map(|i| self.select(dim, i)).collect()
+        let size = self.size_of("unbind", dim)?;
+        filled("unbind", size, (0..size as isize).map(|i| self.select(dim, i)))
     }
 
     /// Pieces of `size` along dimension `dim`, the last as small as is left (PyTorch's `split`).
@@ -22,7 +34,8 @@ impl Tensor {
             return Err(Error::invalid("split", "pieces of size 0 never reach the end"));
         }
         // An empty dimension is one empty piece.
-        (0..whole.max(1)).step_by(size).map(|i| self.narrow(dim, i, size.min(whole - i))).collect()
+        let starts = (0..whole.max(1)).step_by(size);
+        filled("split", starts.len(), starts.map(|i| self.narrow(dim, i, size.min(whole - i))))
     }
 
     /// Pieces of these sizes along dimension `dim` (PyTorch's `split` with a list).
@@ -71,7 +84,8 @@ impl Tensor {
         if sections == 0 {
             return Err(Error::invalid("tensor_split", "nothing can be cut into 0 sections"));
         }
-        let sizes: Vec<usize> = (0..sections).map(|i| whole / sections + usize::from(i < whole % sections)).collect();
+        let size = |i: usize| whole / sections + usize::from(i < whole % sections);
+        let sizes = filled("tensor_split", sections, (0..sections).map(|i| Ok(size(i))))?;
         self.split_with_sizes(&sizes, dim)
     }
 

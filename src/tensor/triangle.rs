@@ -80,9 +80,13 @@ impl Tensor {
     /// # Errors
     /// [`Error::NoDevice`] and [`Error::OutOfMemory`].
     pub fn tril_indices(rows: usize, columns: usize, offset: isize, device: Device) -> Result<Tensor> {
+        let op = "tril_indices";
+        Shape::from([rows, columns]).checked(op)?;
+        // Rows before this one keep nothing.
+        let first = if columns == 0 { rows } else { offset.min(0).unsigned_abs().min(rows) };
         let kept =
             |row: usize| 0..offset.saturating_add_unsigned(row).saturating_add(1).clamp(0, columns as isize) as usize;
-        triangle_indices(rows, kept, device)
+        triangle_indices(op, first..rows, kept, device)
     }
 
     /// The row and column numbers of the elements that [`Tensor::triu`] keeps: see [`Tensor::tril_indices`] (PyTorch's
@@ -91,8 +95,12 @@ impl Tensor {
     /// # Errors
     /// [`Error::NoDevice`] and [`Error::OutOfMemory`].
     pub fn triu_indices(rows: usize, columns: usize, offset: isize, device: Device) -> Result<Tensor> {
+        let op = "triu_indices";
+        Shape::from([rows, columns]).checked(op)?;
+        // Rows from this one on keep nothing.
+        let end = (columns as isize).saturating_sub(offset).max(0) as usize;
         let kept = |row: usize| offset.saturating_add_unsigned(row).clamp(0, columns as isize) as usize..columns;
-        triangle_indices(rows, kept, device)
+        triangle_indices(op, 0..if columns == 0 { 0 } else { end.min(rows) }, kept, device)
     }
 
     /// A vector as a diagonal of a square matrix of zeros, or a diagonal of a matrix as a vector, which is a view (PyTorch's
@@ -171,11 +179,22 @@ impl Tensor {
     }
 }
 
-fn triangle_indices(rows: usize, kept: impl Fn(usize) -> Range<usize>, device: Device) -> Result<Tensor> {
-    let count = (0..rows).map(|row| kept(row).len()).fold(0usize, usize::saturating_add);
+/// Of rows that keep one element at least.
+fn triangle_indices(
+    op: &'static str,
+    rows: Range<usize>,
+    kept: impl Fn(usize) -> Range<usize>,
+    device: Device,
+) -> Result<Tensor> {
+    let mut numbers: Vec<i64> = Vec::new();
+    let too_many = |_| Error::invalid(op, "there is no room for so many indices");
+    // Before they are counted, which takes as long as there are rows.
+    numbers.try_reserve(rows.len().saturating_mul(2)).map_err(too_many)?;
+    let count = rows.clone().map(|row| kept(row).len()).fold(0usize, usize::saturating_add);
     let out = Tensor::empty_like_shape([2, count], DType::I64, device)?; // fails where there are too many
-    let places = || (0..rows).flat_map(|row| kept(row).map(move |column| (row, column)));
-    let numbers: Vec<i64> = places().map(|(row, _)| row as i64).chain(places().map(|(_, c)| c as i64)).collect();
+    numbers.try_reserve_exact(count.saturating_mul(2)).map_err(too_many)?;
+    let places = || rows.clone().flat_map(|row| kept(row).map(move |column| (row, column)));
+    numbers.extend(places().map(|(row, _)| row as i64).chain(places().map(|(_, c)| c as i64)));
     out.storage.write(0, bytemuck::cast_slice(&numbers))?;
     Ok(out)
 }

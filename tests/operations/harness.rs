@@ -147,6 +147,16 @@ impl Case {
         !self.operands.is_empty()
     }
 
+    /// Tensors and arguments of a right call, in a dtype and a layout that `choice` picks.
+    pub fn parts(&self, choice: usize, device: Device) -> Result<(Vec<Tensor>, Vec<Argument>)> {
+        let contained = |t: &DType| self.op.takes.contain(*t) && self.dtypes.contain(*t);
+        let dtypes: Vec<DType> = DType::ALL.into_iter().filter(contained).collect();
+        let (dtype, lie) = (dtypes[choice % dtypes.len()], [Lie::Contiguous, Lie::Strided, Lie::Backwards][choice % 3]);
+        let made = |(k, o): (usize, &Operand)| o.tensor(&o.array(k, dtype, lie), dtype, device, lie);
+        let tensors = self.operands.iter().enumerate().map(made).collect::<Result<Vec<_>>>()?;
+        Ok((tensors, self.arguments(dtype, device)))
+    }
+
     fn right(&self, x: &[ArrayD<f64>]) -> Vec<ArrayD<f64>> {
         self.reference.as_ref().unwrap_or_else(|| panic!("{}: the case has no reference", self.op.name))(x)
     }

@@ -1,6 +1,7 @@
 //! Every operation of the catalogue, on every device: values, gradients, dtypes, layouts, empty tensors. A family's cases are
 //! in the file of its name; `CASE=name` runs those of one operation.
 
+mod bad_input;
 #[path = "../common/mod.rs"]
 mod common;
 mod harness;

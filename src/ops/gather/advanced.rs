@@ -213,7 +213,10 @@ pub(in crate::ops) static OPERATIONS: &[Operation] = &[
 
 /// By name, the indices come last, and argument 0 says which dims they are for.
 fn at_dims<'a>(args: &Args<'a>, first: usize) -> Result<Vec<Option<&'a Tensor>>> {
-    let dims = args.sizes(0)?;
+    let (dims, rank) = (args.sizes(0)?, args.x(0)?.rank());
+    if let Some(&d) = dims.iter().find(|d| **d >= rank) {
+        return Err(Error::DimOutOfRange { op: args.name(), dim: isize::try_from(d).unwrap_or(isize::MAX), rank });
+    }
     let mut indices = vec![None; dims.iter().max().map_or(0, |d| d + 1)];
     for (k, &d) in dims.iter().enumerate() {
         indices[d] = Some(args.x(first + k)?);

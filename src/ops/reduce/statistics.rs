@@ -9,7 +9,6 @@ use crate::ops::elementwise::{Params, apply};
 use crate::ops::expr::Expr;
 use crate::ops::pair;
 use crate::ops::registry::{replaced, replaced_several};
-use crate::tensor::Layout;
 use crate::{DType, Result, Scalar, Tensor};
 
 pub(in crate::ops) static OPERATIONS: &[Operation] = &[
@@ -79,7 +78,7 @@ impl Tensor {
         let x = self.detach();
         let deviations = x.sub(&x.mean(dims.clone(), true).map_err(|e| e.of(op))?)?;
         let kept = deviations.mul(&deviations)?.sum(dims.clone(), true)?.div_scalar(freedom)?.sqrt()?;
-        let out = kept.with_layout(Layout::contiguous(super::reduced_shape(self.shape(), &mask, keepdim)));
+        let out = kept.detach().reshape(super::reduced_shape(self.shape(), &mask, keepdim))?;
         if !autograd::is_tracked(&[self]) {
             return Ok(out);
         }
