@@ -231,7 +231,7 @@ fn windows_of_nothing_but_padding() {
         let options = MaxPoolOptions { padding: [2, 0], dilation: [4, 1], ..MaxPoolOptions::default() };
         refused(d, &["max_pool2d", "padding"], || x.max_pool2d([2, 1], options));
         let wide = Tensor::ones([1, 3, 1], d).unwrap();
-        assert_eq!(wide.max_pool2d([2, 1], options).unwrap().shape().dims(), [1, 1, 1]);
+        assert_eq!(wide.max_pool2d([2, 1], options).unwrap().shape().dims(), [1, 2, 1]);
         let far = ConvOptions { stride: [1 << 62, 1], padding: (1 << 62).into(), ..ConvOptions::default() };
         refused(d, &["conv2d", "padding"], || x.conv2d(&Tensor::ones([1, 1, 1, 1], d)?, None, far));
     });

@@ -107,21 +107,7 @@ fn dtype_of(dtype: Dtype) -> Result<DType, Cause> {
 }
 
 /// The tensors of a mapped safetensors file: each goes from the file's pages straight to the device, and only those that
-/// are asked for are read at all.
-///
-/// ```
-/// use claystone::{Device, Tensor, io, nn::StateDict, storage::MappedFile};
-/// # let folder = tempfile::tempdir().unwrap();
-/// # let path = folder.path().join("model.safetensors");
-/// # let state: StateDict = [("w".to_string(), Tensor::ones(3, Device::Cpu)?)].into_iter().collect();
-/// # io::save(&path, &state)?;
-/// // SAFETY: nobody writes to the file meanwhile.
-/// let file = unsafe { MappedFile::open(&path)? };
-/// let tensors = io::SafeTensors::new(&file)?;
-/// assert_eq!(tensors.names().collect::<Vec<_>>(), ["w"]);
-/// assert_eq!(tensors.get("w", Device::best())?.to_vec::<f32>()?, [1.0; 3]);
-/// # Ok::<(), claystone::Error>(())
-/// ```
+/// are asked for are read at all: see [`MappedFile::open`].
 pub struct SafeTensors<'a> {
     file: &'a MappedFile,
     /// Where the elements begin.

@@ -17,6 +17,20 @@ pub struct MappedFile {
 impl MappedFile {
     /// Maps a file for reading.
     ///
+    /// ```
+    /// use claystone::{Device, Tensor, io, nn::StateDict, storage::MappedFile};
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let path = folder.path().join("model.safetensors");
+    /// # let state: StateDict = [("w".to_string(), Tensor::ones(3, Device::Cpu)?)].into_iter().collect();
+    /// # io::save(&path, &state)?;
+    /// // SAFETY: nobody writes to the file meanwhile.
+    /// let file = unsafe { MappedFile::open(&path)? };
+    /// let tensors = io::SafeTensors::new(&file)?;
+    /// assert_eq!(tensors.names().collect::<Vec<_>>(), ["w"]);
+    /// assert_eq!(tensors.get("w", Device::best())?.to_vec::<f32>()?, [1.0; 3]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
     /// # Errors
     /// [`Error::Invalid`] with the file's name where it is not there or cannot be mapped.
     ///

@@ -1,6 +1,6 @@
 //! Whatever an operation is called with, it answers with tensors or an error: every case, changed at random until little
-//! of it makes sense. Sizes are small or beyond any memory, so that nothing large is made. `CALLS=1000` makes more calls;
-//! `CASE=name` those of one operation, each of which `-- --nocapture` shows before it is made.
+//! of it makes sense. Sizes are small or beyond any memory, so that nothing large is made. `CALLS=1000` makes more calls,
+//! `DEVICE=opencl:0` makes them there, `CASE=name` those of one operation, which `-- --nocapture` shows before they are made.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -218,7 +218,8 @@ fn provoke(cases: Vec<Case>, device: Device, calls: usize) -> (Vec<String>, usiz
 #[test]
 fn bad_input_never_panics() {
     let calls = std::env::var("CALLS").map_or(CALLS, |n| n.parse().expect("a number"));
-    let (panics, refused, answered) = provoke(crate::all_cases(), Device::Cpu, calls);
+    let device = std::env::var("DEVICE").map_or(Device::Cpu, |d| d.parse().expect("a device"));
+    let (panics, refused, answered) = provoke(crate::all_cases(), device, calls);
     assert!(panics.is_empty(), "{} calls panic, {} do not:\n{}", panics.len(), refused + answered, panics.join("\n"));
     // Neither is everything changed beyond recognition nor nothing.
     assert!(refused > 0 && answered > 0, "{refused} calls are refused, {answered} answered");

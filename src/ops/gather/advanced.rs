@@ -97,7 +97,8 @@ impl Picks {
         }
         // Elements before and after the first one that indices can name.
         let reach = |sign: isize| -> usize {
-            axes.clone().map(|(size, step)| size.saturating_sub(1) * (step * sign).max(0) as usize).sum()
+            let far = |(size, step): (usize, isize)| size.saturating_sub(1) * (step * sign).max(0) as usize;
+            if t.numel() == 0 { 0 } else { axes.clone().map(far).sum() }
         };
         let (back, ahead) = (reach(-1), reach(1));
         let out = Tensor::empty_like_shape(&self.places, DType::I64, t.device())?;
