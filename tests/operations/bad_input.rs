@@ -12,8 +12,21 @@ use crate::harness::{Case, case};
 /// Calls for each case and each row of the table.
 const CALLS: usize = 24;
 
-const SHAPES: [&[usize]; 12] =
-    [&[], &[0], &[1], &[5], &[2, 3], &[3, 1], &[0, 3], &[4, 4], &[2, 0, 3], &[2, 3, 4], &[1, 2, 5, 4], &[0, 1 << 48]];
+const SHAPES: [&[usize]; 13] = [
+    &[],
+    &[0],
+    &[1],
+    &[5],
+    &[2, 3],
+    &[3, 1],
+    &[0, 3],
+    &[4, 4],
+    &[2, 0, 3],
+    &[2, 3, 4],
+    &[1, 2, 5, 4],
+    &[1, 2, 1, 2, 1, 1, 2, 1, 1],
+    &[0, 1 << 48],
+];
 
 const INTS: [i64; 12] = [
     i64::MIN,
@@ -108,8 +121,10 @@ impl Random {
             }
         };
         let t = t.to_device(device)?;
-        match self.below(4) {
+        match self.below(5) {
             0 if t.rank() > 1 => t.transpose(0, -1),
+            3 if n == 0 => t.as_strided([0, 2], &[1 << 40, -3], 0),
+            3 if n > 2 => t.as_strided([2, 2], &[1, 1], n - 3),
             1 if t.rank() > 0 => t.flip(-1),
             2 if t.rank() > 0 && t.shape().dims()[0] == 1 => {
                 let mut wider = t.shape().dims().to_vec();
