@@ -9,7 +9,7 @@ use super::backward::Walk;
 use super::grad::Wanted;
 use super::node::{Factor, Node};
 use super::{Gradients, Saved};
-use crate::{DType, Device, Result, Shape, Tensor};
+use crate::{DType, Device, Error, Result, Shape, Tensor};
 
 /// What an operation's backward is given.
 pub(crate) struct Context<'a> {
@@ -62,11 +62,24 @@ impl Context<'_> {
         let inputs = &self.node.inputs;
         let mut gradients: Gradients = inputs.iter().map(|_| None).collect();
         let Some(root) = &again.node else { return Ok(gradients) };
+        let grad = self.grad()?;
+        if (again.shape(), again.dtype, again.device()) != (grad.shape(), grad.dtype, grad.device()) {
+            let reason = format!(
+                "it gave {}, {} on {} and, computed again in backward, {}, {} on {}",
+                grad.shape(),
+                grad.dtype,
+                grad.device(),
+                again.shape(),
+                again.dtype,
+                again.device()
+            );
+            return Err(Error::Autograd { op: self.node.op, reason });
+        }
         let needed = inputs.iter().enumerate().filter(|(i, _)| self.needs(*i)).filter_map(|(_, node)| node.as_ref());
         let wanted = Wanted::new(std::iter::once(root), needed);
         let create_graph = self.create_graph();
         let walk = Walk { retain_graph: create_graph, create_graph, wanted: Some(wanted), inner: true };
-        let mut found = walk.run(vec![(root.clone(), self.grad()?.into())])?;
+        let mut found = walk.run(vec![(root.clone(), grad.into())])?;
         // Of an input that is given twice the first has the gradient of both.
         for (gradient, node) in gradients.iter_mut().zip(inputs) {
             *gradient = node.as_ref().and_then(|node| found.remove(&node.seq));
