@@ -46,6 +46,9 @@ impl Interpolation {
     /// `to` elements of dim d, by each of which there are indices into x.
     fn along(self, x: &Tensor, d: usize, to: usize) -> Result<Tensor> {
         let from = x.shape().dims()[d];
+        // The places are computed on the host.
+        let too_many = |_| Error::invalid("interpolate", format!("there is no room for {to} elements"));
+        Vec::<i64>::new().try_reserve_exact(to).map_err(too_many)?;
         let picked = |at: &dyn Fn(usize) -> usize| {
             let index: Vec<i64> = (0..to).map(|o| at(o).min(from - 1) as i64).collect();
             x.index_select(d as isize, &Tensor::from_vec(index, to, x.device())?)
