@@ -169,7 +169,7 @@ impl Back {
         while n > 1 {
             let half = n / 2;
             let pairs = y.narrow(1, 0, half)?.mul(&y.narrow(1, half, half)?)?;
-            y = if n % 2 == 0 { pairs } else { Tensor::cat(&[pairs, y.narrow(1, 2 * half, 1)?], 1)? };
+            y = if n.is_multiple_of(2) { pairs } else { Tensor::cat(&[pairs, y.narrow(1, 2 * half, 1)?], 1)? };
             n -= half;
         }
         y.reshape(&out)
