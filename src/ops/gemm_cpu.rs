@@ -1,19 +1,18 @@
-//! Matrix products on the CPU: the `gemm` crate for f32 and f64, plain loops for integers, then the epilogue in tiles.
+//! Matrix products on the CPU: `device::cpu::gemm` for floats, plain loops for integers, then the epilogue in tiles.
 //!
-//! Halves are widened to f32 first, a pass that is small beside the product. The product is written where the first
+//! Halves are multiplied and added in f32. The product is written where the first
 //! result goes if that has the type it is summed in, and the epilogue changes it in place.
 
 use std::borrow::Cow;
 
 use bytemuck::Pod;
-use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use super::elementwise::{self, Params};
 use super::expr::Expr;
 use super::gemm::{Gemm, Operand, Plan};
-use crate::device::cpu::gemm::{Place, gemm};
-use crate::device::{count_launch, cpu, cpu::parallel};
+use crate::device::count_launch;
+use crate::device::cpu::gemm::{Floats, Place, gemm, gemm_f32};
 use crate::storage::with_host;
 use crate::tensor::Layout;
 use crate::{Compute, DType, Device, Result, Shape, Tensor};
@@ -31,8 +30,18 @@ pub(super) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<()> {
         let out = &mut *writes[0];
         let offset = product.layout.offset;
         match g.compute() {
-            Compute::F32 => real::<f32>(&plan, &widen_f32(a), &widen_f32(b), bytemuck::cast_slice_mut(out), offset),
-            Compute::F64 => real::<f64>(&plan, &widen_f64(a), &widen_f64(b), bytemuck::cast_slice_mut(out), offset),
+            Compute::F32 => {
+                let (mut made_a, mut made_b) = (Vec::new(), Vec::new());
+                let (a, b) = (floats(a, &mut made_a), floats(b, &mut made_b));
+                let places = plan.places([a.offset, b.offset, offset]);
+                gemm_f32((plan.m, plan.n, plan.k), bytemuck::cast_slice_mut(out), a.data, b.data, places)
+            }
+            Compute::F64 => {
+                let (a, b, out) = (widen_f64(a), widen_f64(b), bytemuck::cast_slice_mut(out));
+                plan.places([a.offset, b.offset, offset]).try_for_each(|[at_a, at_b, at]| {
+                    gemm((plan.m, plan.n, plan.k), (&mut *out, at), (&a.data[..], at_a), (&b.data[..], at_b))
+                })
+            }
             Compute::I64 => {
                 integers(&plan, &widen_i64(a), &widen_i64(b), bytemuck::cast_slice_mut(out), offset);
                 Ok(())
@@ -48,23 +57,20 @@ pub(super) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<()> {
     elementwise::apply_into(g.op, &inputs, Params { scalars: g.scalars, seeds: &[] }, g.epilogue, &outs)
 }
 
-/// Elements of a tensor in the type to compute in, and where its first one is. Strides are the tensor's own.
-struct Wide<'a, T: Clone> {
-    data: Cow<'a, [T]>,
+/// Elements in memory, and where a tensor's first one is. Strides are the tensor's own.
+struct Elements<T> {
+    data: T,
     offset: usize,
 }
 
-/// Converts the stretch of memory that the tensor's elements lie in, or borrows it where nothing is to be converted.
-fn widen<'a, S: Pod + Sync, T: Clone>(
-    layout: &Layout,
-    bytes: &'a [u8],
-    convert: impl Fn(&'a [S]) -> Cow<'a, [T]>,
-) -> Wide<'a, T> {
+/// The stretch of memory that the tensor's elements lie in, as `of` has it.
+fn stretch<'a, S: Pod, T>(layout: &Layout, bytes: &'a [u8], of: impl FnOnce(&'a [S]) -> T) -> Elements<T> {
     match layout.bounds() {
-        None => Wide { data: Cow::Borrowed(&[]), offset: 0 },
+        None => Elements { data: of(&[]), offset: 0 },
         Some((lo, hi)) => {
             let size = size_of::<S>();
-            Wide { data: convert(bytemuck::cast_slice(&bytes[lo * size..(hi + 1) * size])), offset: layout.offset - lo }
+            let data = of(bytemuck::cast_slice(&bytes[lo * size..(hi + 1) * size]));
+            Elements { data, offset: layout.offset - lo }
         }
     }
 }
@@ -73,90 +79,85 @@ fn each<S: Copy, T: Clone>(f: impl Fn(S) -> T) -> impl Fn(&[S]) -> Cow<'_, [T]> 
     move |s| Cow::Owned(s.iter().map(|&x| f(x)).collect())
 }
 
-fn widen_f32<'a>((t, bytes): (&Tensor, &'a [u8])) -> Wide<'a, f32> {
-    fn halves<S: Pod + Sync>(s: &[S], convert: impl Fn(&[S], &mut [f32]) + Sync) -> Cow<'_, [f32]> {
-        const PART: usize = 1 << 15;
-        let mut wide = vec![0f32; s.len()];
-        parallel::for_each_chunk(&mut wide, PART, |i, to| convert(&s[i * PART..][..to.len()], to));
-        Cow::Owned(wide)
-    }
+/// What is multiplied in f32, converted into `made` where it is an integer beside a float.
+fn floats<'a>((t, bytes): (&Tensor, &'a [u8]), made: &'a mut Vec<f32>) -> Elements<Floats<'a>> {
     match t.dtype {
-        DType::F32 => widen(&t.layout, bytes, Cow::Borrowed),
-        DType::F16 => widen(&t.layout, bytes, |s: &[f16]| halves(s, |s, to| s.convert_to_f32_slice(to))),
-        DType::BF16 => widen(&t.layout, bytes, |s: &[bf16]| halves(s, |s, to| s.convert_to_f32_slice(to))),
-        // An integer beside a float.
+        DType::F32 => stretch(&t.layout, bytes, Floats::F32),
+        DType::F16 => stretch(&t.layout, bytes, Floats::F16),
+        DType::BF16 => stretch(&t.layout, bytes, Floats::BF16),
         _ => {
-            let Wide { data, offset } = widen_i64((t, bytes));
-            Wide { data: data.iter().map(|&x| x as f32).collect(), offset }
+            let Elements { data, offset } = widen_i64((t, bytes));
+            made.extend(data.iter().map(|&x| x as f32));
+            Elements { data: Floats::F32(made), offset }
         }
     }
 }
 
-fn widen_f64<'a>((t, bytes): (&Tensor, &'a [u8])) -> Wide<'a, f64> {
-    if t.dtype == DType::F64 {
-        return widen(&t.layout, bytes, Cow::Borrowed);
-    }
-    let Wide { data, offset } = widen_f32((t, bytes));
-    Wide { data: data.iter().map(|&x| f64::from(x)).collect(), offset }
-}
-
-fn widen_i64<'a>((t, bytes): (&Tensor, &'a [u8])) -> Wide<'a, i64> {
+fn widen_f64<'a>((t, bytes): (&Tensor, &'a [u8])) -> Elements<Cow<'a, [f64]>> {
     match t.dtype {
-        DType::I32 => widen(&t.layout, bytes, each(|x: i32| i64::from(x))),
-        DType::U32 => widen(&t.layout, bytes, each(|x: u32| i64::from(x))),
-        DType::U8 => widen(&t.layout, bytes, each(|x: u8| i64::from(x))),
-        DType::Bool => widen(&t.layout, bytes, each(|x: u8| i64::from(x != 0))),
-        _ => widen(&t.layout, bytes, Cow::Borrowed),
+        DType::F64 => stretch(&t.layout, bytes, Cow::Borrowed),
+        DType::F32 => stretch(&t.layout, bytes, each(|x: f32| f64::from(x))),
+        DType::F16 => stretch(&t.layout, bytes, each(|x: f16| f64::from(x))),
+        DType::BF16 => stretch(&t.layout, bytes, each(|x: bf16| f64::from(x))),
+        _ => {
+            let Elements { data, offset } = widen_i64((t, bytes));
+            Elements { data: data.iter().map(|&x| x as f64).collect(), offset }
+        }
     }
 }
 
-/// Calls `f` with the offsets of a, b and the result for each matrix of the batch.
-fn each_matrix(plan: &Plan, first: [usize; 3], mut f: impl FnMut([usize; 3]) -> Result<()>) -> Result<()> {
-    let operands: [&Operand; 3] = [&plan.a, &plan.b, &plan.others[0]];
-    (0..plan.count()).try_for_each(|z| {
-        let mut at = first.map(|offset| offset as isize);
-        let mut rest = z;
-        for (d, &size) in plan.batch.iter().enumerate().rev() {
-            for (at, operand) in at.iter_mut().zip(operands) {
-                *at += (rest % size) as isize * operand.batch[d];
-            }
-            rest /= size;
-        }
-        f(at.map(|at| at as usize))
-    })
+fn widen_i64<'a>((t, bytes): (&Tensor, &'a [u8])) -> Elements<Cow<'a, [i64]>> {
+    match t.dtype {
+        DType::I32 => stretch(&t.layout, bytes, each(|x: i32| i64::from(x))),
+        DType::U32 => stretch(&t.layout, bytes, each(|x: u32| i64::from(x))),
+        DType::U8 => stretch(&t.layout, bytes, each(|x: u8| i64::from(x))),
+        DType::Bool => stretch(&t.layout, bytes, each(|x: u8| i64::from(x != 0))),
+        _ => stretch(&t.layout, bytes, Cow::Borrowed),
+    }
 }
 
-fn real<T: cpu::gemm::Real>(plan: &Plan, a: &Wide<T>, b: &Wide<T>, out: &mut [T], offset: usize) -> Result<()> {
-    let place = |operand: &Operand, offset: usize| Place { offset, row: operand.row, col: operand.col };
-    each_matrix(plan, [a.offset, b.offset, offset], |[at_a, at_b, at_out]| {
-        gemm(
-            (plan.m, plan.n, plan.k),
-            (&mut *out, place(&plan.others[0], at_out)),
-            (&a.data, place(&plan.a, at_a)),
-            (&b.data, place(&plan.b, at_b)),
-        )
-    })
+impl Plan {
+    /// Where a, b and the first result are for each matrix of the batch; their first elements are at `first`.
+    fn places(&self, first: [usize; 3]) -> impl Iterator<Item = [Place; 3]> {
+        let operands: [&Operand; 3] = [&self.a, &self.b, &self.others[0]];
+        (0..self.count()).map(move |z| {
+            let mut at = first.map(|offset| offset as isize);
+            let mut rest = z;
+            for (d, &size) in self.batch.iter().enumerate().rev() {
+                for (at, operand) in at.iter_mut().zip(operands) {
+                    *at += (rest % size) as isize * operand.batch[d];
+                }
+                rest /= size;
+            }
+            let place = |i: usize| Place { offset: at[i] as usize, row: operands[i].row, col: operands[i].col };
+            [place(0), place(1), place(2)]
+        })
+    }
 }
 
 /// Rows of the result as sums of rows of b: integers wrap.
-fn integers(plan: &Plan, a: &Wide<i64>, b: &Wide<i64>, out: &mut [i64], offset: usize) {
-    let at = |first: usize, operand: &Operand, i: usize, j: usize| {
-        (first as isize + i as isize * operand.row + j as isize * operand.col) as usize
-    };
+fn integers(
+    plan: &Plan,
+    a: &Elements<Cow<'_, [i64]>>,
+    b: &Elements<Cow<'_, [i64]>>,
+    out: &mut [i64],
+    offset: usize,
+) {
+    let at =
+        |place: Place, i: usize, j: usize| (place.offset as isize + i as isize * place.row + j as isize * place.col) as usize;
     let mut row = vec![0i64; plan.n];
-    let _ = each_matrix(plan, [a.offset, b.offset, offset], |[at_a, at_b, at_out]| {
+    for [at_a, at_b, at_out] in plan.places([a.offset, b.offset, offset]) {
         for i in 0..plan.m {
             row.fill(0);
             for k in 0..plan.k {
-                let x = a.data[at(at_a, &plan.a, i, k)];
+                let x = a.data[at(at_a, i, k)];
                 for (j, sum) in row.iter_mut().enumerate() {
-                    *sum = sum.wrapping_add(x.wrapping_mul(b.data[at(at_b, &plan.b, k, j)]));
+                    *sum = sum.wrapping_add(x.wrapping_mul(b.data[at(at_b, k, j)]));
                 }
             }
             for (j, &sum) in row.iter().enumerate() {
-                out[at(at_out, &plan.others[0], i, j)] = sum;
+                out[at(at_out, i, j)] = sum;
             }
         }
-        Ok(())
-    });
+    }
 }

@@ -1,12 +1,30 @@
-//! Matrix products on the host: a safe door to the `gemm` crate, which takes any strides and picks SIMD at run time.
+//! Matrix products on the host, of any strides: [`gemm_f32`] of f32 and halves in kernels of our own, which take halves as
+//! they are and spread the work evenly, where the processor has vectors for them; [`gemm`], a safe door to the crate of
+//! that name, for everything else.
 
-use gemm::Parallelism;
+use std::borrow::Cow;
+
+use ::gemm::Parallelism;
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+
+#[cfg(target_arch = "x86_64")]
+mod blocks;
+#[cfg(target_arch = "x86_64")]
+mod kernel;
+#[cfg(target_arch = "x86_64")]
+mod pack;
 
 use super::parallel;
 use crate::{Error, Result};
 
-/// Below this many multiplications one thread is done before others have woken up.
+/// Up to this many multiplications one thread is done before others have woken up.
 const ALONE: usize = 80 * 80 * 80;
+
+/// Whether one thread should do it.
+fn alone((m, n, k): (usize, usize, usize)) -> bool {
+    m.saturating_mul(n).saturating_mul(k) <= ALONE
+}
 
 /// Rows or columns that the kernels take at a time, or a divisor: pieces are as long as a multiple of it.
 const STEP: usize = 8;
@@ -63,7 +81,7 @@ impl Real for f64 {
 /// How a result is cut into pieces, one a thread: along its rows and along its columns, so that they read the least.
 fn cut(m: usize, n: usize, k: usize) -> (usize, usize) {
     let threads = super::threads();
-    if m.saturating_mul(n).saturating_mul(k) <= ALONE {
+    if alone((m, n, k)) {
         return (1, 1);
     }
     // Each piece reads its rows of `a` and its columns of `b`.
@@ -83,6 +101,103 @@ struct Start<T>(*mut T);
 // SAFETY: the threads of a product read the inputs and write pieces of the result that have no element in common.
 unsafe impl<T: Send + Sync> Sync for Start<T> {}
 
+/// Elements that are multiplied and added in f32.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Floats<'a> {
+    F32(&'a [f32]),
+    F16(&'a [f16]),
+    BF16(&'a [bf16]),
+}
+
+impl<'a> Floats<'a> {
+    fn len(self) -> usize {
+        match self {
+            Floats::F32(s) => s.len(),
+            Floats::F16(s) => s.len(),
+            Floats::BF16(s) => s.len(),
+        }
+    }
+
+    fn widened(self) -> Cow<'a, [f32]> {
+        const PART: usize = 1 << 15;
+        fn wide<S: Sync>(s: &[S], convert: impl Fn(&[S], &mut [f32]) + Sync) -> Cow<'static, [f32]> {
+            let mut wide = vec![0f32; s.len()];
+            parallel::for_each_chunk(&mut wide, PART, |i, to| convert(&s[i * PART..][..to.len()], to));
+            Cow::Owned(wide)
+        }
+        match self {
+            Floats::F32(s) => Cow::Borrowed(s),
+            Floats::F16(s) => wide(s, |s, to| s.convert_to_f32_slice(to)),
+            Floats::BF16(s) => wide(s, |s, to| s.convert_to_f32_slice(to)),
+        }
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    fn matrix(self, place: Place) -> blocks::Matrix<blocks::Start> {
+        use blocks::Start;
+        // The place fits: the offset is one of an element.
+        let start = match self {
+            Floats::F32(s) => Start::F32(s[place.offset..].as_ptr()),
+            Floats::F16(s) => Start::F16(s[place.offset..].as_ptr()),
+            Floats::BF16(s) => Start::BF16(s[place.offset..].as_ptr()),
+        };
+        blocks::Matrix { start, row: place.row, col: place.col }
+    }
+}
+
+/// The kernels for products of this size, where there are any for this processor. Others have better ones for a row or a
+/// few.
+#[cfg(target_arch = "x86_64")]
+fn kernels((m, n, k): (usize, usize, usize)) -> Option<&'static kernel::Kernels> {
+    const LEAST: usize = 8;
+    kernel::Kernels::get().filter(|_| m.min(n).min(k) >= LEAST)
+}
+
+/// As [`gemm`], for one product after another: their a, b and results are at `places`.
+///
+/// # Errors
+/// As [`gemm`].
+pub(crate) fn gemm_f32(
+    size: (usize, usize, usize),
+    out: &mut [f32],
+    a: Floats,
+    b: Floats,
+    places: impl Iterator<Item = [Place; 3]>,
+) -> Result<()> {
+    #[cfg(target_arch = "x86_64")]
+    if let Some(kernels) = kernels(size) {
+        for [place_a, place_b, place] in places {
+            check(size, (out.len(), place), (a.len(), place_a), (b.len(), place_b))?;
+            let (a, b) = (a.matrix(place_a), b.matrix(place_b));
+            let out = blocks::Matrix { start: out[place.offset..].as_mut_ptr(), row: place.row, col: place.col };
+            // SAFETY: none of the sizes is 0. All three matrices lie in their slices (`check`), which are initialised and
+            // live through the call. `out` is borrowed exclusively, so it overlaps neither input, and its elements are
+            // distinct.
+            unsafe { blocks::product(kernels, size, out, a, b, alone(size)) };
+        }
+        return Ok(());
+    }
+    let (a, b) = (a.widened(), b.widened());
+    for [place_a, place_b, place] in places {
+        gemm(size, (&mut *out, place), (&a, place_a), (&b, place_b))?;
+    }
+    Ok(())
+}
+
+/// That the matrices lie in their memory, and no two elements of the result are one.
+fn check(
+    (m, n, k): (usize, usize, usize),
+    out: (usize, Place),
+    a: (usize, Place),
+    b: (usize, Place),
+) -> Result<()> {
+    let inputs_fit = k == 0 || (a.1.fits(m, k, a.0) && b.1.fits(k, n, b.0));
+    if inputs_fit && out.1.fits(m, n, out.0) && out.1.is_injective(m, n) {
+        return Ok(());
+    }
+    Err(Error::invalid("gemm", format!("{m} x {k} x {n} does not lie in its memory: {:?}", (out.1, a.1, b.1))))
+}
+
 /// `out = a b` for an `m` x `k` and a `k` x `n` matrix, on several threads if the work is worth it.
 ///
 /// # Errors
@@ -96,13 +211,7 @@ pub(crate) fn gemm<T: Real>(
     if m == 0 || n == 0 {
         return Ok(());
     }
-    let inputs_fit = k == 0 || (a.1.fits(m, k, a.0.len()) && b.1.fits(k, n, b.0.len()));
-    if !inputs_fit || !out.1.fits(m, n, out.0.len()) || !out.1.is_injective(m, n) {
-        return Err(Error::invalid(
-            "gemm",
-            format!("{m} x {k} x {n} does not lie in its memory: {:?}", (out.1, a.1, b.1)),
-        ));
-    }
+    check((m, n, k), (out.0.len(), out.1), (a.0.len(), a.1), (b.0.len(), b.1))?;
     if k == 0 {
         for i in 0..m {
             for j in 0..n {
@@ -125,12 +234,12 @@ pub(crate) fn gemm<T: Real>(
         let at = |place: Place, row: usize, col: usize| {
             place.offset as isize + row as isize * place.row + col as isize * place.col
         };
-        // SAFETY: all three matrices lie in their slices (`fits`, above), which are initialised and live through the
+        // SAFETY: all three matrices lie in their slices (`check`, above), which are initialised and live through the
         // call, and so does a piece of them, which is not empty: its first element is one of theirs. `out` is borrowed
         // exclusively, so it overlaps neither input, and its elements are distinct, so pieces without a common element
         // are in different memory. `T` is f32 or f64, which the crate supports; `read_dst` is false, so alpha is unused.
         unsafe {
-            gemm::gemm(
+            ::gemm::gemm(
                 bottom - top,
                 right - left,
                 k,
@@ -178,6 +287,59 @@ mod tests {
         assert!(try_with(place(0, 1, 1), pa, pb).is_err(), "elements that coincide");
         assert!(try_with(place(0, 0, 1), pa, pb).is_err(), "a broadcast result");
         assert!(try_with(place(0, 1, 2), pa, pb).is_ok(), "transposed");
+    }
+
+    /// Every layout of every operand, at sizes around tiles, blocks and vectors of any kernel, on one thread and on all.
+    #[test]
+    fn products_are_those_of_f64() {
+        let number = |i: usize| ((i * 7919) % 1009) as f32 / 1009.0 - 0.5;
+        let sizes = [
+            (8, 8, 8), (9, 17, 11), (13, 33, 8), (24, 31, 16), (10, 128, 300), (65, 100, 90), (128, 8, 513),
+            (100, 65, 2051), (47, 1100, 1030), (1040, 9, 1024),
+        ];
+        for (m, n, k) in sizes {
+            let x: Vec<f32> = (0..3 + m * k).map(number).collect();
+            let y: Vec<f32> = (0..5 + k * n).map(|i| number(i + 71)).collect();
+            for layout in 0..8 {
+                let place = |bit: usize, offset: usize, rows: usize, cols: usize| match layout >> bit & 1 {
+                    0 => place(offset, cols as isize, 1),
+                    _ => place(offset, 1, rows as isize),
+                };
+                let (a, b, c) = (place(0, 3, m, k), place(1, 5, k, n), place(2, 7, m, n));
+                let at = |p: Place, i: usize, j: usize| (p.offset as isize + i as isize * p.row + j as isize * p.col) as usize;
+                let halves: Vec<f16> = y.iter().map(|&y| f16::from_f32(y)).collect();
+                let brains: Vec<bf16> = x.iter().map(|&x| bf16::from_f32(x)).collect();
+                let forms = [(Floats::F32(&x), Floats::F32(&y)), (Floats::BF16(&brains), Floats::F16(&halves))];
+                for (form, (left, right)) in forms.into_iter().enumerate() {
+                    let mut out = vec![f32::NAN; 7 + m * n];
+                    gemm_f32((m, n, k), &mut out, left, right, std::iter::once([a, b, c])).unwrap();
+                    assert!(out[..7].iter().all(|x| x.is_nan()), "written before the result");
+                    let (left, right) = (left.widened(), right.widened());
+                    for i in (0..m).step_by(1 + m / 40) {
+                        for j in (0..n).step_by(1 + n / 40) {
+                            let product = |p| f64::from(left[at(a, i, p)]) * f64::from(right[at(b, p, j)]);
+                            let (want, got) = ((0..k).map(product).sum::<f64>(), f64::from(out[at(c, i, j)]));
+                            let error = (got - want).abs();
+                            assert!(error <= 1e-6 * k as f64, "{m} x {k} x {n}, {layout}, {form}: ({i}, {j}) is {got}, not {want}");
+                        }
+                    }
+                    assert!(out[7..].iter().all(|x| x.is_finite()), "{m} x {k} x {n}: an element was not written");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn products_at_several_places_of_the_same_memory() {
+        let x: Vec<f32> = (0..2 * 64).map(|i| i as f32).collect();
+        let mut out = vec![0f32; 2 * 64];
+        // 8 x 8 of two identities, one scaled.
+        let one: Vec<f32> = (0..64).map(|i| if i % 9 == 0 { 3.0 } else { 0.0 }).collect();
+        let places = [0, 64].map(|at| [place(at, 8, 1), place(0, 8, 1), place(64 - at, 8, 1)]);
+        gemm_f32((8, 8, 8), &mut out, Floats::F32(&x), Floats::F32(&one), places.into_iter()).unwrap();
+        assert!((0..64).all(|i| out[64 + i] == 3.0 * x[i] && out[i] == 3.0 * x[64 + i]));
+        let wrong = [[place(65, 8, 1), place(0, 8, 1), place(0, 8, 1)]];
+        assert!(gemm_f32((8, 8, 8), &mut out, Floats::F32(&x), Floats::F32(&one), wrong.into_iter()).is_err());
     }
 
     #[test]

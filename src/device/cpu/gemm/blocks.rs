@@ -1,0 +1,306 @@
+//! Products of f32 and of halves, block by block: both matrices are laid out in panels once, by all threads, and tiles of
+//! the result are computed from the panels, a group of neighbours at a time, so that what a group reads stays in the
+//! cache of the core that computes it.
+
+use std::cell::Cell;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use half::{bf16, f16};
+
+use super::super::{parallel, threads};
+use super::kernel::{Kernels, Tile};
+use super::pack::{From, SLACK, pack};
+
+/// Steps of k that a tile does before the next: a panel of them and one of the other matrix stay in the first-level cache.
+const DEPTH: usize = 512;
+/// Steps of k, and elements of a matrix, that are laid out at a time.
+const DEEP: usize = 2048;
+const LAID_OUT: usize = 1 << 20;
+/// Groups of tiles a thread should have, so that all are through at about the same time.
+const GROUPS: usize = 12;
+/// Panels of a group at most, of rows and of columns: the rows stay in the second-level cache.
+const GROUP: [usize; 2] = [16, 32];
+/// Elements that it is worth going for to lay them out.
+const PIECE: usize = 1 << 14;
+
+/// The first element of an operand.
+#[derive(Clone, Copy)]
+pub(super) enum Start {
+    F32(*const f32),
+    F16(*const f16),
+    BF16(*const bf16),
+}
+
+/// An operand: element (i, j) at `start + i * row + j * col`.
+#[derive(Clone, Copy)]
+pub(super) struct Matrix<T> {
+    pub(super) start: T,
+    pub(super) row: isize,
+    pub(super) col: isize,
+}
+
+impl<T> Matrix<T> {
+    fn transposed(self) -> Matrix<T> {
+        Matrix { row: self.col, col: self.row, ..self }
+    }
+}
+
+impl Matrix<Start> {
+    /// The first element, where kernels read rows as they are.
+    fn in_place(self) -> Option<*const f32> {
+        match self.start {
+            Start::F32(start) if self.col == 1 => Some(start),
+            _ => None,
+        }
+    }
+}
+
+/// `n` in pieces of one size, a multiple of `step`, at most `most`.
+fn even(n: usize, most: usize, step: usize) -> usize {
+    n.div_ceil(n.div_ceil(most)).next_multiple_of(step)
+}
+
+/// `out = a b` for an `m` x `k` and a `k` x `n` matrix, none of the numbers 0; on this thread alone where it is told so.
+///
+/// # Safety
+/// The elements of all three are in memory that lives through the call. Nobody writes to those of the operands, nobody else
+/// uses those of the result, and no two of these are one.
+pub(super) unsafe fn product(
+    kernels: &'static Kernels,
+    (m, n, k): (usize, usize, usize),
+    out: Matrix<*mut f32>,
+    a: Matrix<Start>,
+    b: Matrix<Start>,
+    alone: bool,
+) {
+    if out.col != 1 && out.row == 1 {
+        // SAFETY: the caller's promise. The columns of the transposed result follow one another.
+        return unsafe {
+            product(kernels, (n, m, k), out.transposed(), b.transposed(), a.transposed(), alone);
+        };
+    }
+    let columns = 2 * kernels.lanes;
+    let deep = even(k, DEEP, 1);
+    let depth = even(deep, DEPTH, 1);
+    let most = |step: usize| (LAID_OUT / deep).max(step);
+    let wide = even(n, most(columns), columns);
+    let high = even(m, if a.in_place().is_some() { m } else { most(kernels.rows) }, 1);
+    let rows = even(high, kernels.rows, 1);
+    let blocks = deep.div_ceil(depth);
+    let room_b = blocks * wide.min(n).div_ceil(columns) * (depth * columns + SLACK);
+    let room_a = match a.in_place() {
+        Some(_) => 0,
+        None => blocks * high.div_ceil(rows) * (depth * rows + SLACK),
+    };
+    BUFFER.with(|kept| {
+        let mut buffer = kept.take();
+        let room = room_a + room_b + SLACK;
+        if buffer.len() < room {
+            buffer = vec![0.0; room];
+        }
+        let aligned = buffer.as_ptr().align_offset(64);
+        let packed_b = buffer[aligned..].as_mut_ptr();
+        for k0 in (0..k).step_by(deep) {
+            for j0 in (0..n).step_by(wide) {
+                for i0 in (0..m).step_by(high) {
+                    let region = Region {
+                        kernels,
+                        first: (i0, j0, k0),
+                        size: (high.min(m - i0), wide.min(n - j0), deep.min(k - k0)),
+                        rows,
+                        depth,
+                        out,
+                        a,
+                        b,
+                        packed_b,
+                        // SAFETY: the buffer has room for both.
+                        packed_a: unsafe { packed_b.add(room_b) },
+                        lay_out_b: i0 == 0,
+                    };
+                    // SAFETY: the caller's promise; the buffer is this call's until it is put back.
+                    unsafe { region.compute(alone) };
+                }
+            }
+        }
+        kept.set(buffer);
+    });
+}
+
+thread_local! {
+    /// Where panels are laid out, kept so that its pages stay. A product inside one of its pieces would find it gone, and make another.
+    static BUFFER: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
+}
+
+/// A part of the result, and the steps of k that are laid out at a time.
+struct Region {
+    kernels: &'static Kernels,
+    /// Of m, n and k.
+    first: (usize, usize, usize),
+    size: (usize, usize, usize),
+    /// Rows of a panel of a.
+    rows: usize,
+    depth: usize,
+    out: Matrix<*mut f32>,
+    a: Matrix<Start>,
+    b: Matrix<Start>,
+    /// For every `depth` steps of k all panels, one after another, [`SLACK`] behind each.
+    packed_a: *mut f32,
+    packed_b: *mut f32,
+    /// Whether the panels of b are not there yet.
+    lay_out_b: bool,
+}
+
+// SAFETY: threads read the operands, write panels of their own, read panels when all are written, and write groups of the
+// result that have no element in common.
+unsafe impl Sync for Region {}
+
+impl Region {
+    /// # Safety
+    /// As [`product`], of the region's elements; nobody else uses the panels' memory.
+    unsafe fn compute(&self, alone: bool) {
+        let (m, n, k) = self.size;
+        let (of_a, of_b) = (m.div_ceil(self.rows), n.div_ceil(2 * self.kernels.lanes));
+        let together = |width: usize| (PIECE / (width * k)).max(1);
+        let (by_a, by_b) = (together(self.rows), together(2 * self.kernels.lanes));
+        let pieces_b = if self.lay_out_b { of_b.div_ceil(by_b) } else { 0 };
+        let pieces = pieces_b + if self.a.in_place().is_some() { 0 } else { of_a.div_ceil(by_a) };
+        let (high, wide) = group(of_a, of_b, if alone { 1 } else { GROUPS * threads() });
+        let (down, across) = (of_a.div_ceil(high), of_b.div_ceil(wide));
+        let laid_out = AtomicUsize::new(0);
+        let piece = |i: usize| {
+            // SAFETY: the caller's promise. Every piece comes once, and groups come when all pieces are laid out.
+            unsafe {
+                if i < pieces_b {
+                    (i * by_b..of_b.min((i + 1) * by_b)).for_each(|panel| self.lay_out_columns(panel, of_b));
+                } else if i < pieces {
+                    let i = i - pieces_b;
+                    (i * by_a..of_a.min((i + 1) * by_a)).for_each(|panel| self.lay_out_rows(panel, of_a));
+                } else {
+                    let mut looks = 0u32;
+                    while laid_out.load(Ordering::Acquire) < pieces {
+                        looks += 1;
+                        if looks.is_multiple_of(4096) { std::thread::yield_now() } else { std::hint::spin_loop() }
+                    }
+                    let (i, j) = ((i - pieces) / across, (i - pieces) % across);
+                    let (top, left) = (i * high, j * wide);
+                    self.group(top..of_a.min(top + high), left..of_b.min(left + wide), of_a, of_b);
+                    return;
+                }
+            }
+            laid_out.fetch_add(1, Ordering::Release);
+        };
+        let count = pieces + down * across;
+        if alone { (0..count).for_each(piece) } else { parallel::for_each_in_order(count, piece) }
+    }
+
+    /// Each `depth` steps of k: their number, the first, and how many they are.
+    fn depths(&self) -> impl Iterator<Item = (usize, usize, usize)> {
+        let k = self.size.2;
+        (0..k.div_ceil(self.depth)).map(move |z| (z, z * self.depth, self.depth.min(k - z * self.depth)))
+    }
+
+    /// # Safety
+    /// As [`compute`](Region::compute); nobody else uses the panel.
+    unsafe fn lay_out_rows(&self, panel: usize, panels: usize) {
+        let rows = self.rows;
+        let lanes = rows.min(self.size.0 - panel * rows);
+        for (z, first, steps) in self.depths() {
+            // SAFETY: the panel is in the buffer, and the rows and steps are a's.
+            unsafe {
+                let to = self.packed_a.add((z * panels + panel) * (self.depth * rows + SLACK));
+                let (i, p) = (self.first.0 + panel * rows, self.first.2 + first);
+                lay_out(self.a, (i, p), to, steps, lanes, lanes);
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`lay_out_rows`](Region::lay_out_rows).
+    unsafe fn lay_out_columns(&self, panel: usize, panels: usize) {
+        let columns = 2 * self.kernels.lanes;
+        let lanes = columns.min(self.size.1 - panel * columns);
+        let width = lanes.next_multiple_of(self.kernels.lanes);
+        for (z, first, steps) in self.depths() {
+            // SAFETY: the panel is in the buffer, and the columns and steps are b's.
+            unsafe {
+                let to = self.packed_b.add((z * panels + panel) * (self.depth * columns + SLACK));
+                let (j, p) = (self.first.1 + panel * columns, self.first.2 + first);
+                lay_out(self.b.transposed(), (j, p), to, steps, lanes, width);
+            }
+        }
+    }
+
+    /// The tiles of some panels of rows and of columns.
+    ///
+    /// # Safety
+    /// As [`compute`](Region::compute); all panels are laid out, and nobody else uses the tiles.
+    unsafe fn group(&self, down: std::ops::Range<usize>, across: std::ops::Range<usize>, of_a: usize, of_b: usize) {
+        let (rows, columns) = (self.rows, 2 * self.kernels.lanes);
+        let in_place = self.a.in_place();
+        for (z, first, steps) in self.depths() {
+            for right in across.clone() {
+                let (j, left) = (right * columns, columns.min(self.size.1 - right * columns));
+                // SAFETY: in the buffer.
+                let b = unsafe { self.packed_b.add((z * of_b + right) * (self.depth * columns + SLACK)) };
+                for down in down.clone() {
+                    let (i, high) = (down * rows, rows.min(self.size.0 - down * rows));
+                    let kernel = self.kernels.tile(high, left.div_ceil(self.kernels.lanes), in_place.is_some());
+                    let at = (self.first.0 + i) as isize * self.out.row + (self.first.1 + j) as isize * self.out.col;
+                    // SAFETY: the panel is in the buffer and laid out; the tile is in the result, and this call's alone.
+                    unsafe {
+                        kernel(&Tile {
+                            k: steps,
+                            a: match in_place {
+                                Some(a) => a.offset((self.first.0 + i) as isize * self.a.row).add(self.first.2 + first),
+                                None => self.packed_a.add((z * of_a + down) * (self.depth * rows + SLACK)),
+                            },
+                            a_row: self.a.row,
+                            b,
+                            out: self.out.start.offset(at),
+                            row: self.out.row,
+                            col: self.out.col,
+                            columns: left,
+                            accumulate: self.first.2 + first > 0,
+                        });
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// How many panels of rows and of columns a group has, for at least `groups` of them where there are so many tiles.
+fn group(of_a: usize, of_b: usize, groups: usize) -> (usize, usize) {
+    let (mut high, mut wide) = (of_a.min(GROUP[0]), of_b.min(GROUP[1]));
+    while of_a.div_ceil(high) * of_b.div_ceil(wide) < groups && high * wide > 1 {
+        match high >= wide {
+            true => high = high.div_ceil(2),
+            false => wide = wide.div_ceil(2),
+        }
+    }
+    (even(of_a, high, 1), even(of_b, wide, 1))
+}
+
+/// A panel of the matrix: lanes along its rows, from `first` on.
+///
+/// # Safety
+/// As [`pack`].
+unsafe fn lay_out(
+    from: Matrix<Start>,
+    first: (usize, usize),
+    to: *mut f32,
+    steps: usize,
+    lanes: usize,
+    width: usize,
+) {
+    let at = first.0 as isize * from.row + first.1 as isize * from.col;
+    let (across, along) = (from.row, from.col);
+    // SAFETY: the caller's promise.
+    unsafe {
+        match from.start {
+            Start::F32(start) => pack(From { start: start.offset(at), across, along }, to, steps, lanes, width),
+            Start::F16(start) => pack(From { start: start.offset(at), across, along }, to, steps, lanes, width),
+            Start::BF16(start) => pack(From { start: start.offset(at), across, along }, to, steps, lanes, width),
+        }
+    }
+}

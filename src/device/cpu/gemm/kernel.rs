@@ -1,0 +1,190 @@
+//! The inner loop of f32 products: a tile of the result, kept in vector registers while the sums are made.
+//!
+//! A tile is [`Kernels::rows`] rows and two vectors of columns, as much as the registers hold beside the operands, so that
+//! the multipliers never wait for loads. What is left over at the edges has kernels with fewer rows or one vector.
+
+use std::arch::x86_64::*;
+use std::sync::OnceLock;
+
+/// A tile's operands and where it goes.
+pub(super) struct Tile {
+    /// Steps: how many products every sum has.
+    pub(super) k: usize,
+    /// A panel: an element of each row, step after step. Or, [direct](Kernels::tile), rows `a_row` apart in memory.
+    pub(super) a: *const f32,
+    pub(super) a_row: isize,
+    /// A panel: the vectors, step after step.
+    pub(super) b: *const f32,
+    /// Where the first element goes, and how far rows and columns are apart there.
+    pub(super) out: *mut f32,
+    pub(super) row: isize,
+    pub(super) col: isize,
+    /// Columns that the result has, at most those of the vectors.
+    pub(super) columns: usize,
+    /// Whether the sums are added to what the result holds.
+    pub(super) accumulate: bool,
+}
+
+/// Computes a tile.
+///
+/// # Safety
+/// The panels, of the kernel's rows and vectors, are in memory that nobody writes to; the rows and columns of the result are in
+/// memory that nobody else uses. The processor has the kernel's instructions.
+pub(super) type Function = unsafe fn(&Tile);
+
+/// The kernels for one kind of processor.
+pub(super) struct Kernels {
+    /// Most rows of a tile.
+    pub(super) rows: usize,
+    /// Elements of a vector.
+    pub(super) lanes: usize,
+    tiles: &'static [[[Function; 2]; 2]],
+}
+
+impl Kernels {
+    /// Those for this processor, where it has any.
+    pub(super) fn get() -> Option<&'static Kernels> {
+        static KERNELS: OnceLock<Option<&'static Kernels>> = OnceLock::new();
+        *KERNELS.get_or_init(|| {
+            let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c");
+            match is_x86_feature_detected!("avx512f") {
+                true if avx2 => Some(&AVX512),
+                _ => (avx2 && is_x86_feature_detected!("fma")).then_some(&AVX2),
+            }
+        })
+    }
+
+    /// The kernel of tiles of `rows` rows and `vectors` vectors, 1 or 2; `direct` where rows of a are read in place.
+    pub(super) fn tile(&self, rows: usize, vectors: usize, direct: bool) -> Function {
+        self.tiles[rows - 1][usize::from(direct)][vectors - 1]
+    }
+}
+
+/// A vector register's worth of f32.
+///
+/// # Safety
+/// Of all methods: the processor has the instructions, and there are [`LANES`](Vector::LANES) elements at the pointer, one
+/// for `splat`.
+trait Vector: Copy {
+    const LANES: usize;
+    unsafe fn zero() -> Self;
+    unsafe fn load(at: *const f32) -> Self;
+    unsafe fn splat(at: *const f32) -> Self;
+    unsafe fn store(self, at: *mut f32);
+    unsafe fn add(self, other: Self) -> Self;
+    /// `self + x * y`.
+    unsafe fn add_product(self, x: Self, y: Self) -> Self;
+}
+
+macro_rules! vector {
+    ($type:ty, $lanes:literal: $zero:ident $load:ident $set1:ident $store:ident $add:ident $fmadd:ident) => {
+        // SAFETY of every block: what the caller promises is what the instruction asks for.
+        impl Vector for $type {
+            const LANES: usize = $lanes;
+            #[inline(always)]
+            unsafe fn zero() -> Self {
+                unsafe { $zero() }
+            }
+            #[inline(always)]
+            unsafe fn load(at: *const f32) -> Self {
+                unsafe { $load(at) }
+            }
+            #[inline(always)]
+            unsafe fn splat(at: *const f32) -> Self {
+                unsafe { $set1(*at) }
+            }
+            #[inline(always)]
+            unsafe fn store(self, at: *mut f32) {
+                unsafe { $store(at, self) }
+            }
+            #[inline(always)]
+            unsafe fn add(self, other: Self) -> Self {
+                unsafe { $add(self, other) }
+            }
+            #[inline(always)]
+            unsafe fn add_product(self, x: Self, y: Self) -> Self {
+                unsafe { $fmadd(x, y, self) }
+            }
+        }
+    };
+}
+
+vector!(__m256, 8: _mm256_setzero_ps _mm256_loadu_ps _mm256_set1_ps _mm256_storeu_ps _mm256_add_ps _mm256_fmadd_ps);
+vector!(__m512, 16: _mm512_setzero_ps _mm512_loadu_ps _mm512_set1_ps _mm512_storeu_ps _mm512_add_ps _mm512_fmadd_ps);
+
+/// The widest tile's columns.
+const WIDEST: usize = 32;
+
+/// `R` rows and `N` vectors. Only ever inlined into functions that are compiled for V.
+///
+/// # Safety
+/// As [`Function`].
+#[inline(always)]
+unsafe fn tile<V: Vector, const R: usize, const N: usize, const DIRECT: bool>(t: &Tile) {
+    let (row, step) = if DIRECT { (t.a_row, 1) } else { (1, R) };
+    // SAFETY: the caller's promise covers every element that is read and written below; the buffer has `WIDEST` elements,
+    // no fewer than N vectors.
+    unsafe {
+        let mut sums = [[V::zero(); N]; R];
+        let (mut a, mut b) = (t.a, t.b);
+        for _ in 0..t.k {
+            let mut columns = [V::zero(); N];
+            for j in 0..N {
+                columns[j] = V::load(b.add(j * V::LANES));
+            }
+            for i in 0..R {
+                let x = V::splat(a.offset(i as isize * row));
+                for j in 0..N {
+                    sums[i][j] = sums[i][j].add_product(x, columns[j]);
+                }
+            }
+            a = a.add(step);
+            b = b.add(N * V::LANES);
+        }
+        if t.col == 1 && t.columns == N * V::LANES {
+            for i in 0..R {
+                let out = t.out.offset(i as isize * t.row);
+                for j in 0..N {
+                    let out = out.add(j * V::LANES);
+                    let sum = if t.accumulate { sums[i][j].add(V::load(out)) } else { sums[i][j] };
+                    sum.store(out);
+                }
+            }
+            return;
+        }
+        let mut buffer = [0f32; WIDEST];
+        for i in 0..R {
+            for j in 0..N {
+                sums[i][j].store(buffer.as_mut_ptr().add(j * V::LANES));
+            }
+            let out = t.out.offset(i as isize * t.row);
+            for (j, sum) in buffer[..t.columns].iter().enumerate() {
+                let out = out.offset(j as isize * t.col);
+                *out = if t.accumulate { *out + sum } else { *sum };
+            }
+        }
+    }
+}
+
+macro_rules! kernels {
+    ($name:ident, $feature:literal, $type:ty, $lanes:literal: $($rows:literal)*) => {
+        static $name: Kernels = {
+            /// # Safety
+            /// As [`Function`].
+            #[target_feature(enable = $feature)]
+            unsafe fn of<const R: usize, const N: usize, const DIRECT: bool>(t: &Tile) {
+                // SAFETY: the caller's promise.
+                unsafe { tile::<$type, R, N, DIRECT>(t) }
+            }
+            Kernels {
+                rows: [$($rows),*].len(),
+                lanes: $lanes,
+                tiles: &[$([[of::<$rows, 1, false>, of::<$rows, 2, false>], [of::<$rows, 1, true>, of::<$rows, 2, true>]]),*],
+            }
+        };
+    };
+}
+
+// 12 of 16 registers, and 24 of 32, are sums.
+kernels!(AVX2, "avx2,fma", __m256, 8: 1 2 3 4 5 6);
+kernels!(AVX512, "avx512f", __m512, 16: 1 2 3 4 5 6 7 8 9 10 11 12);

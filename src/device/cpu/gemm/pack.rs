@@ -1,0 +1,186 @@
+//! Panels: a few neighbouring rows of the left matrix, or columns of the right one, laid out in the order in which
+//! the kernels read them, so that a product's inner loop walks straight through memory. Halves become f32 on the way.
+
+use std::arch::x86_64::*;
+
+use half::{bf16, f16};
+
+/// Where a panel comes from: element (lane, step) at `start + lane * across + step * along`.
+#[derive(Clone, Copy)]
+pub(super) struct From<S> {
+    pub(super) start: *const S,
+    pub(super) across: isize,
+    pub(super) along: isize,
+}
+
+/// Elements behind a panel that packing may write to: a line, so that panels begin where lines do.
+pub(super) const SLACK: usize = 16;
+
+/// Lays out `steps` steps of `width` lanes at `to`; lanes from `lanes` on are zero.
+///
+/// # Safety
+/// The elements of the lanes and steps are there to be read; `to` has room for `steps * width` elements and [`SLACK`] behind
+/// them, which nobody else uses; `width` is `lanes` or a multiple of 8. The processor has AVX2 and F16C.
+#[target_feature(enable = "avx2,f16c")]
+pub(super) unsafe fn pack<S: Source>(from: From<S>, to: *mut f32, steps: usize, lanes: usize, width: usize) {
+    macro_rules! row_by_row {
+        ($($width:literal)*) => {
+            match (from.across, lanes) {
+                // SAFETY: the caller's promise.
+                $((1, $width) if width == $width => unsafe { rows::<S, $width>(from, to, steps) },)*
+                // SAFETY: the caller's promise; whole blocks of 8 steps first, then the others, which lie behind them.
+                _ if from.along == 1 => unsafe {
+                    let whole = steps / 8 * 8;
+                    turned(from, to, whole, lanes, width);
+                    let rest = From { start: from.start.add(whole), ..from };
+                    each(rest, to.add(whole * width), steps - whole, lanes, width);
+                },
+                // SAFETY: the caller's promise.
+                _ => unsafe { each(from, to, steps, lanes, width) },
+            }
+        };
+    }
+    row_by_row!(1 2 3 4 5 6 7 8 9 10 11 12 16 32);
+}
+
+/// What panels are made of.
+///
+/// # Safety
+/// Of all methods: there are as many elements at the pointers as they take, and the processor has AVX2 and F16C.
+pub(super) trait Source: Copy {
+    unsafe fn one(at: *const Self) -> f32;
+    unsafe fn eight(at: *const Self) -> __m256;
+    /// W elements, one after another.
+    #[inline(always)]
+    unsafe fn row<const W: usize>(at: *const Self, to: *mut f32) {
+        let vectors = W / 8 * 8;
+        // SAFETY: the caller's promise.
+        unsafe {
+            for i in (0..vectors).step_by(8) {
+                _mm256_storeu_ps(to.add(i), Self::eight(at.add(i)));
+            }
+            for i in vectors..W {
+                *to.add(i) = Self::one(at.add(i));
+            }
+        }
+    }
+}
+
+// SAFETY of every block: the caller's promise.
+impl Source for f32 {
+    #[inline(always)]
+    unsafe fn one(at: *const f32) -> f32 {
+        unsafe { *at }
+    }
+    #[inline(always)]
+    unsafe fn eight(at: *const f32) -> __m256 {
+        unsafe { _mm256_loadu_ps(at) }
+    }
+    #[inline(always)]
+    unsafe fn row<const W: usize>(at: *const f32, to: *mut f32) {
+        unsafe { *to.cast::<[f32; W]>() = *at.cast() }
+    }
+}
+
+// SAFETY of every block: the caller's promise.
+impl Source for f16 {
+    #[inline(always)]
+    unsafe fn one(at: *const f16) -> f32 {
+        unsafe { _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128((*at).to_bits().into()))) }
+    }
+    #[inline(always)]
+    unsafe fn eight(at: *const f16) -> __m256 {
+        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(at.cast())) }
+    }
+}
+
+// SAFETY of every block: the caller's promise. A bf16 is the upper half of an f32.
+impl Source for bf16 {
+    #[inline(always)]
+    unsafe fn one(at: *const bf16) -> f32 {
+        f32::from_bits(u32::from(unsafe { *at }.to_bits()) << 16)
+    }
+    #[inline(always)]
+    unsafe fn eight(at: *const bf16) -> __m256 {
+        unsafe { _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128(at.cast())))) }
+    }
+}
+
+/// Lanes that lie one after another.
+///
+/// # Safety
+/// As [`pack`].
+#[target_feature(enable = "avx2,f16c")]
+unsafe fn rows<S: Source, const W: usize>(from: From<S>, to: *mut f32, steps: usize) {
+    for p in 0..steps {
+        // SAFETY: the caller's promise.
+        unsafe { S::row::<W>(from.start.offset(p as isize * from.along), to.add(p * W)) };
+    }
+}
+
+/// Steps that lie one after another, `steps` a multiple of 8: blocks of 8 x 8, turned in registers.
+///
+/// # Safety
+/// As [`pack`].
+#[target_feature(enable = "avx2,f16c")]
+unsafe fn turned<S: Source>(from: From<S>, to: *mut f32, steps: usize, lanes: usize, width: usize) {
+    for p in (0..steps).step_by(8) {
+        // From the last lanes on: what a block writes behind the width is the next step's first lanes, written after it.
+        for first in (0..width).step_by(8).rev() {
+            // SAFETY: lanes below `lanes` are there; a block writes 8 elements from a place in the panel on, at most
+            // 7 past its end.
+            unsafe {
+                let mut block = [_mm256_setzero_ps(); 8];
+                for i in 0..8 {
+                    if first + i < lanes {
+                        block[i] = S::eight(from.start.offset((first + i) as isize * from.across).add(p));
+                    }
+                }
+                let block = turn(block);
+                for i in 0..8 {
+                    _mm256_storeu_ps(to.add((p + i) * width + first), block[i]);
+                }
+            }
+        }
+    }
+}
+
+/// Columns as rows.
+#[target_feature(enable = "avx2")]
+fn turn(r: [__m256; 8]) -> [__m256; 8] {
+    let (a0, a1) = (_mm256_unpacklo_ps(r[0], r[1]), _mm256_unpackhi_ps(r[0], r[1]));
+    let (a2, a3) = (_mm256_unpacklo_ps(r[2], r[3]), _mm256_unpackhi_ps(r[2], r[3]));
+    let (b0, b1) = (_mm256_unpacklo_ps(r[4], r[5]), _mm256_unpackhi_ps(r[4], r[5]));
+    let (b2, b3) = (_mm256_unpacklo_ps(r[6], r[7]), _mm256_unpackhi_ps(r[6], r[7]));
+    let (c0, c1) = (_mm256_shuffle_ps::<0x44>(a0, a2), _mm256_shuffle_ps::<0xee>(a0, a2));
+    let (c2, c3) = (_mm256_shuffle_ps::<0x44>(a1, a3), _mm256_shuffle_ps::<0xee>(a1, a3));
+    let (d0, d1) = (_mm256_shuffle_ps::<0x44>(b0, b2), _mm256_shuffle_ps::<0xee>(b0, b2));
+    let (d2, d3) = (_mm256_shuffle_ps::<0x44>(b1, b3), _mm256_shuffle_ps::<0xee>(b1, b3));
+    [
+        _mm256_permute2f128_ps::<0x20>(c0, d0),
+        _mm256_permute2f128_ps::<0x20>(c1, d1),
+        _mm256_permute2f128_ps::<0x20>(c2, d2),
+        _mm256_permute2f128_ps::<0x20>(c3, d3),
+        _mm256_permute2f128_ps::<0x31>(c0, d0),
+        _mm256_permute2f128_ps::<0x31>(c1, d1),
+        _mm256_permute2f128_ps::<0x31>(c2, d2),
+        _mm256_permute2f128_ps::<0x31>(c3, d3),
+    ]
+}
+
+/// Any other panel.
+///
+/// # Safety
+/// As [`pack`].
+#[target_feature(enable = "avx2,f16c")]
+unsafe fn each<S: Source>(from: From<S>, to: *mut f32, steps: usize, lanes: usize, width: usize) {
+    for p in 0..steps {
+        for i in 0..width {
+            // SAFETY: the caller's promise, of lanes below `lanes`.
+            unsafe {
+                let at = from.start.wrapping_offset(i as isize * from.across + p as isize * from.along);
+                *to.add(p * width + i) = if i < lanes { S::one(at) } else { 0.0 };
+            }
+        }
+    }
+}
