@@ -10,7 +10,7 @@ use super::elementwise::Launch;
 use super::lane::Lane;
 use super::tiles::{Scratch, TILE, Tile, TileIn};
 use crate::device::count_launch;
-use crate::device::cpu::streaming::{LARGE, Streaming};
+use crate::device::cpu::streaming::{self, Streaming};
 use crate::device::cpu::{parallel, threads};
 use crate::storage::{Storage, with_host};
 use crate::{Compute, Error, Result, Tensor};
@@ -36,6 +36,11 @@ enum Source {
     Output(usize),
     /// Nobody reads it.
     Unused,
+}
+
+/// Elements that a thread computes at a time.
+pub(super) fn step(count: usize) -> usize {
+    (count / (JOBS * threads()) / TILE + 1).clamp(TILES_A_JOB, MOST_TILES_A_JOB) * TILE
 }
 
 pub(super) fn run(launch: &Launch) -> Result<()> {
@@ -86,7 +91,7 @@ fn run_as<C: Lane>(launch: &Launch, sources: &[Source], reads: &[&[u8]], writes:
         let size = t.dtype.size();
         parts.push(&mut bytes[t.layout.offset * size..][..count * size]);
     }
-    let step = (count / (JOBS * threads()) / TILE + 1).clamp(TILES_A_JOB, MOST_TILES_A_JOB) * TILE;
+    let step = step(count);
     if count <= step {
         return job.run::<C>(0, count, &mut parts);
     }
@@ -130,7 +135,12 @@ impl Job<'_> {
         let walk = &self.launch.walk;
         let [_, row] = walk.dims[..] else { return None };
         let simple = |k: usize| walk.is_contiguous(k) || matches!(walk.strides[k][..], [0, 0 | 1]);
-        (row <= REPEATED / 2 && (0..walk.strides.len()).all(simple)).then_some(row)
+        (row <= self.repeated() / 2 && (0..walk.strides.len()).all(simple)).then_some(row)
+    }
+
+    /// Elements of a tile of rows that are written out several times.
+    fn repeated(&self) -> usize {
+        if self.launch.program.has_registers() { TILE } else { REPEATED }
     }
 
     /// As [`run`](Job::run), where operands and results lie as they are computed: a run along the last dimension is a tile.
@@ -153,7 +163,7 @@ impl Job<'_> {
         if let Some(row) = self.repeats() {
             // Rows that are the same for all are written out a few times: what a tile costs beside its arithmetic is
             // then that of several rows.
-            let (phase, longest) = (first % row, (REPEATED / row * row).min(count));
+            let (phase, longest) = (first % row, (self.repeated() / row * row).min(count));
             let repeated: SmallVec<[Vec<C>; 4]> = (0..inputs.len())
                 .map(|k| match operands[k] {
                     (elements, true, offset) if !walk.is_contiguous(k) => {
@@ -162,12 +172,23 @@ impl Job<'_> {
                     _ => Vec::new(),
                 })
                 .collect();
+            // What is changed in place is read from a copy.
+            let mut before: SmallVec<[Vec<C>; 2]> = outs.iter().map(|_| Vec::new()).collect();
             for at in (0..count).step_by(longest) {
                 let (start, len) = (first + at, longest.min(count - at));
+                for source in self.sources {
+                    if let Source::Output(j) = *source {
+                        before[j].clear();
+                        before[j].extend_from_slice(&outs[j][at..at + len]);
+                    }
+                }
                 let mut tile_inputs: SmallVec<[TileIn<C>; 4]> = SmallVec::new();
-                for (&(elements, differ, offset), repeated) in operands.iter().zip(&repeated) {
+                for (k, (&(elements, differ, offset), repeated)) in operands.iter().zip(&repeated).enumerate() {
                     tile_inputs.push(match (elements, &repeated[..]) {
-                        ([], _) => TileIn::Scalar(C::from_i32(0)),
+                        ([], _) => match self.sources[k] {
+                            Source::Output(j) => TileIn::Slice(&before[j]),
+                            _ => TileIn::Scalar(C::from_i32(0)),
+                        },
                         (elements, _) if !differ => TileIn::Scalar(elements[offset]),
                         (elements, []) => TileIn::Slice(&elements[offset + start..][..len]),
                         (_, repeated) => TileIn::Slice(&repeated[phase..][..len]),
@@ -205,18 +226,24 @@ impl Job<'_> {
         let mut scratch = Scratch::<C>::new();
         // Results of the type computed in go straight to their place, or are streamed there.
         let same = |j: usize| !self.scatter && outputs[j].dtype == C::COMPUTE.dtype();
-        let streamed = |j: usize| same(j) && outputs[j].numel() * outputs[j].dtype.size() >= LARGE;
+        let bytes = |t: &Tensor| t.numel() * t.dtype.size();
+        let all = || inputs.iter().map(bytes).chain(outputs.iter().map(|t| bytes(t))).sum();
+        let streamed = |j: usize| same(j) && streaming::is_worth_it(bytes(outputs[j]), all());
         let direct = |j: usize| same(j) && !streamed(j);
         let streaming = Streaming::new();
         // Where nothing is kept in registers or converted, a tile may be as long as it likes.
-        let plain = !program.has_registers() && inputs.iter().all(|t| t.dtype == C::COMPUTE.dtype());
+        let unconverted = inputs.iter().all(|t| t.dtype == C::COMPUTE.dtype());
+        let plain = !program.has_registers() && unconverted;
         let past = program.streams() && (0..outputs.len()).all(streamed);
-        if plain && (past || (0..outputs.len()).all(direct)) && self.reads_in_place() {
+        let all_direct = (0..outputs.len()).all(direct);
+        if (plain && (past || all_direct) && self.reads_in_place())
+            || (unconverted && all_direct && self.repeats().is_some())
+        {
             scratch.streamed = past;
             return self.rows::<C>(first, count, outs, &mut scratch);
         }
         let longest = match plain {
-            true if (0..outputs.len()).all(direct) => count,
+            true if all_direct => count,
             true if (0..outputs.len()).all(streamed) => STREAMED,
             _ => TILE,
         };
@@ -312,6 +339,7 @@ impl Job<'_> {
 mod tests {
     use super::*;
     use crate::Device;
+    use crate::device::cpu::streaming::LARGE;
 
     fn number(i: usize, seed: usize) -> f32 {
         (i * 7919 + seed) as f32 % 201.0 - 100.0
@@ -344,6 +372,13 @@ mod tests {
             let inputs = [&x, &row, &column, &one];
             let sum = Tensor::map(&inputs, |x| (&x[0] + &x[1]) + (&x[2] + &x[3])).unwrap();
             assert_is(sum, |i| (each(i) + at(i)) + (number(i / n, 3) + number(0, 4)), "all of them");
+            let layer = Tensor::map(&[&x, &row], |x| (&x[0] + &x[1]).max(0.0) * 2.0).unwrap();
+            assert_is(layer, |i| (each(i) + at(i)).max(0.0) * 2.0, "a row and registers");
+            let out = x.clone();
+            Tensor::map_into(&[&out, &row], &[], &[&out], |x, _| vec![(&x[0] + &x[1]).max(0.0) - &x[0]]).unwrap();
+            assert_is(out.shallow_clone(), |i| (each(i) + at(i)).max(0.0) - each(i), "in place");
+            out.sub_(&row).unwrap();
+            assert_is(out, |i| (each(i) + at(i)).max(0.0) - each(i) - at(i), "in place, one primitive");
         }
     }
 

@@ -17,6 +17,7 @@ mod conv;
 pub(crate) mod convert;
 mod copy;
 mod count;
+mod cpu_flat;
 mod cpu_map;
 mod cpu_transpose;
 mod derivative;

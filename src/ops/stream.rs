@@ -15,20 +15,23 @@ pub(super) fn streams(op: Binary) -> bool {
     matches!(op, Binary::Add | Binary::Sub | Binary::Mul | Binary::Max | Binary::Min)
 }
 
-/// An operand, taken from a line at a time.
+/// An operand, taken from an element or a line at a time.
 trait Lines<C> {
-    fn next(&mut self, n: usize) -> &[C];
+    fn one(&mut self) -> Option<C>;
     fn line(&mut self) -> Option<[C; LINE]>;
 }
 
 struct Each<'a, C>(&'a [C]);
 struct Same<C>([C; LINE]);
+/// A row again and again, and what is left of it this time.
+struct Rows<'a, C>(&'a [C], &'a [C]);
 
 impl<C: Lane> Lines<C> for Each<'_, C> {
-    fn next(&mut self, n: usize) -> &[C] {
-        let (next, rest) = self.0.split_at(n);
+    #[inline(always)]
+    fn one(&mut self) -> Option<C> {
+        let (one, rest) = self.0.split_first()?;
         self.0 = rest;
-        next
+        Some(*one)
     }
 
     #[inline(always)]
@@ -40,13 +43,39 @@ impl<C: Lane> Lines<C> for Each<'_, C> {
 }
 
 impl<C: Lane> Lines<C> for Same<C> {
-    fn next(&mut self, n: usize) -> &[C] {
-        &self.0[..n]
+    #[inline(always)]
+    fn one(&mut self) -> Option<C> {
+        Some(self.0[0])
     }
 
     #[inline(always)]
     fn line(&mut self) -> Option<[C; LINE]> {
         Some(self.0)
+    }
+}
+
+impl<C: Lane> Lines<C> for Rows<'_, C> {
+    #[inline(always)]
+    fn one(&mut self) -> Option<C> {
+        if self.1.is_empty() {
+            self.1 = self.0;
+        }
+        let (one, rest) = self.1.split_first()?;
+        self.1 = rest;
+        Some(*one)
+    }
+
+    #[inline(always)]
+    fn line(&mut self) -> Option<[C; LINE]> {
+        if let Some((line, rest)) = self.1.split_first_chunk() {
+            self.1 = rest;
+            return Some(*line);
+        }
+        let mut line = [self.one()?; LINE];
+        for x in &mut line[1..] {
+            *x = self.one()?;
+        }
+        Some(line)
     }
 }
 
@@ -79,8 +108,10 @@ impl<C: Lane, A: Lines<C>, B: Lines<C>, F: Function<(C, C), C>> WithSimd for Str
 /// Fewer elements than a line has.
 #[inline(always)]
 fn singly<C: Lane, A: Lines<C>, B: Lines<C>, F: Function<(C, C), C>>(dst: &mut [C], a: &mut A, b: &mut B) {
-    let (a, b) = (a.next(dst.len()), b.next(dst.len()));
-    dst.iter_mut().zip(a.iter().zip(b)).for_each(|(d, (x, y))| *d = F::call((*x, *y)));
+    for d in dst {
+        let (Some(x), Some(y)) = (a.one(), b.one()) else { return };
+        *d = F::call((x, y));
+    }
 }
 
 /// Fills `dst` past the cache, or returns the one value that all elements have.
@@ -110,17 +141,22 @@ pub(super) fn binary<C: Lane>(arch: Arch, op: Binary, a: TileIn<'_, C>, b: TileI
 fn of<C: Lane, F: Function<(C, C), C>>(arch: Arch, a: TileIn<'_, C>, b: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
     use TileIn::{Scalar, Slice};
     let function = PhantomData::<F>;
+    let rows = |row, at: usize| Rows(row, &row[at..]);
     match (a, b) {
         (Slice(a), Slice(b)) => arch.dispatch(Stream { dst, a: Each(a), b: Each(b), function }),
         (Slice(a), Scalar(y)) => arch.dispatch(Stream { dst, a: Each(a), b: Same([y; LINE]), function }),
         (Scalar(x), Slice(b)) => arch.dispatch(Stream { dst, a: Same([x; LINE]), b: Each(b), function }),
         (Scalar(x), Scalar(y)) => return Some(F::call((x, y))),
+        (Slice(a), TileIn::Rows(row, at)) => arch.dispatch(Stream { dst, a: Each(a), b: rows(row, at), function }),
+        (TileIn::Rows(row, at), Slice(b)) => arch.dispatch(Stream { dst, a: rows(row, at), b: Each(b), function }),
+        _ => unreachable!("rows go with a slice"),
     }
     None
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::tiles;
     use super::*;
 
     #[test]
@@ -130,12 +166,21 @@ mod tests {
         let same = |a: f32, b: f32| a == b || (a.is_nan() && b.is_nan());
         for start in 0..20 {
             for n in [0, 1, 15, 16, 17, 31, 33, 150] {
-                for form in 0..3 {
-                    let a = if form == 1 { TileIn::Scalar(x[3]) } else { TileIn::Slice(&x[2..2 + n]) };
-                    let b = if form == 2 { TileIn::Scalar(y[3]) } else { TileIn::Slice(&y[5..5 + n]) };
+                for form in 0..7 {
+                    let slice = |s| TileIn::Slice(&s[2..2 + n]);
+                    let (a, b) = match form {
+                        0 => (slice(&x), slice(&y)),
+                        1 => (TileIn::Scalar(x[3]), slice(&y)),
+                        2 => (slice(&x), TileIn::Scalar(y[3])),
+                        3 => (slice(&x), TileIn::Rows(&y[..37], 30)),
+                        4 => (slice(&x), TileIn::Rows(&y[4..5], 0)),
+                        5 => (slice(&x), TileIn::Rows(&y[..16], 16)),
+                        _ => (TileIn::Rows(&x[1..4], 1), slice(&y)),
+                    };
                     let at = |t: &TileIn<f32>, i: usize| match t {
                         TileIn::Slice(s) => s[i],
                         TileIn::Scalar(x) => *x,
+                        TileIn::Rows(row, at) => row[(at + i) % row.len()],
                     };
                     for (op, f) in [
                         (Binary::Add, Lane::add as fn(f32, f32) -> f32),
@@ -146,8 +191,11 @@ mod tests {
                     ] {
                         let mut out = vec![0.5f32; 200];
                         assert!(streams(op));
+                        let mut plain = vec![0.5f32; n];
+                        tiles::binary(Arch::new(), op, a, b, &mut plain);
+                        assert!((0..n).all(|i| same(plain[i], f(at(&a, i), at(&b, i)))), "{op:?} {form} {n}");
                         assert_eq!(binary(Arch::new(), op, a, b, &mut out[start..start + n]), None);
-                        assert!((0..n).all(|i| same(out[start + i], f(at(&a, i), at(&b, i)))), "{op:?} {start} {n}");
+                        assert!((0..n).all(|i| same(out[start + i], f(at(&a, i), at(&b, i)))), "{op:?} {form} {start} {n}");
                         assert!(out[..start].iter().chain(&out[start + n..]).all(|&x| x == 0.5));
                     }
                 }

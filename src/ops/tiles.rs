@@ -25,6 +25,8 @@ pub(crate) enum TileIn<'a, C> {
     Slice(&'a [C]),
     /// The same for all.
     Scalar(C),
+    /// The same row again and again, from this element of it on: operand of a primitive of two, the other one a slice.
+    Rows(&'a [C], usize),
 }
 
 /// What a program is run on.
@@ -140,7 +142,7 @@ impl Program {
 
 fn has_zero<C: Lane>(x: TileIn<'_, C>) -> bool {
     match x {
-        TileIn::Slice(s) => s.iter().any(|&x| !x.is_true()),
+        TileIn::Slice(s) | TileIn::Rows(s, _) => s.iter().any(|&x| !x.is_true()),
         TileIn::Scalar(x) => !x.is_true(),
     }
 }
@@ -151,6 +153,7 @@ fn copy<C: Lane>(a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
     match a {
         TileIn::Slice(a) => dst.copy_from_slice(a),
         TileIn::Scalar(x) => return Some(x),
+        TileIn::Rows(..) => unreachable!("an operand of a primitive of two"),
     }
     None
 }
@@ -199,17 +202,49 @@ fn map<C: Lane, F: Function<C, C>>(arch: Arch, a: TileIn<'_, C>, dst: &mut [C]) 
     match a {
         TileIn::Slice(a) => run::<C, _, F>(arch, dst, a.iter().copied()),
         TileIn::Scalar(x) => Some(F::call(x)),
+        TileIn::Rows(..) => unreachable!("an operand of a primitive of two"),
     }
 }
 
 #[inline(always)]
 fn map2<C: Lane, F: Function<(C, C), C>>(arch: Arch, a: TileIn<'_, C>, b: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
-    use TileIn::{Scalar, Slice};
+    use TileIn::{Rows, Scalar, Slice};
+    let function = PhantomData::<F>;
     match (a, b) {
-        (Slice(a), Slice(b)) => run::<C, _, F>(arch, dst, a.iter().copied().zip(b.iter().copied())),
-        (Slice(a), Scalar(y)) => run::<C, _, F>(arch, dst, a.iter().map(|&x| (x, y))),
-        (Scalar(x), Slice(b)) => run::<C, _, F>(arch, dst, b.iter().map(|&y| (x, y))),
-        (Scalar(x), Scalar(y)) => Some(F::call((x, y))),
+        (Slice(a), Slice(b)) => return run::<C, _, F>(arch, dst, a.iter().copied().zip(b.iter().copied())),
+        (Slice(a), Scalar(y)) => return run::<C, _, F>(arch, dst, a.iter().map(|&x| (x, y))),
+        (Scalar(x), Slice(b)) => return run::<C, _, F>(arch, dst, b.iter().map(|&y| (x, y))),
+        (Scalar(x), Scalar(y)) => return Some(F::call((x, y))),
+        (Slice(each), Rows(row, at)) => arch.dispatch(RowLoop::<C, F, true> { dst, each, row, at, function }),
+        (Rows(row, at), Slice(each)) => arch.dispatch(RowLoop::<C, F, false> { dst, each, row, at, function }),
+        _ => unreachable!("rows go with a slice"),
+    }
+    None
+}
+
+/// Elements, and a row that is the same for all of them, the `RIGHT` operand or the left one.
+struct RowLoop<'a, C, F, const RIGHT: bool> {
+    dst: &'a mut [C],
+    each: &'a [C],
+    row: &'a [C],
+    at: usize,
+    function: PhantomData<F>,
+}
+
+impl<C: Lane, F: Function<(C, C), C>, const RIGHT: bool> WithSimd for RowLoop<'_, C, F, RIGHT> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let (mut dst, mut each, mut row) = (self.dst, self.each, &self.row[self.at..]);
+        while !dst.is_empty() {
+            let n = row.len().min(dst.len());
+            let (now, then) = dst.split_at_mut(n);
+            for ((d, &x), &y) in now.iter_mut().zip(each).zip(row) {
+                *d = if RIGHT { F::call((x, y)) } else { F::call((y, x)) };
+            }
+            (dst, each, row) = (then, &each[n..], self.row);
+        }
     }
 }
 
@@ -264,7 +299,7 @@ fn large_angles<C: Lane>(made: Option<C>, a: TileIn<'_, C>, dst: &mut [C], exact
     made
 }
 
-fn binary<C: Lane>(arch: Arch, op: Binary, a: TileIn<'_, C>, b: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
+pub(super) fn binary<C: Lane>(arch: Arch, op: Binary, a: TileIn<'_, C>, b: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
     macro_rules! each {
         ($x:ident, $y:ident => $e:expr) => {{
             struct F;
@@ -311,6 +346,7 @@ fn select<C: Lane>(arch: Arch, c: TileIn<'_, C>, a: TileIn<'_, C>, b: TileIn<'_,
     let c = match c {
         Slice(c) => c.iter().copied(),
         Scalar(c) => return copy(if c.is_true() { a } else { b }, dst),
+        TileIn::Rows(..) => unreachable!("an operand of a primitive of two"),
     };
     match (a, b) {
         (Slice(a), Slice(b)) => {
@@ -319,6 +355,7 @@ fn select<C: Lane>(arch: Arch, c: TileIn<'_, C>, a: TileIn<'_, C>, b: TileIn<'_,
         (Slice(a), Scalar(y)) => run::<C, _, F>(arch, dst, c.zip(a.iter().copied()).map(|(c, x)| (c, x, y))),
         (Scalar(x), Slice(b)) => run::<C, _, F>(arch, dst, c.zip(b.iter().copied()).map(|(c, y)| (c, x, y))),
         (Scalar(x), Scalar(y)) => run::<C, _, F>(arch, dst, c.map(|c| (c, x, y))),
+        _ => unreachable!("rows are operands of primitives of two"),
     }
 }
 

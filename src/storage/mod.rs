@@ -37,7 +37,7 @@ use std::ffi::c_void;
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::sync::{Arc, RwLock};
 
 pub(crate) use access::{ClPlace, with_host};
@@ -94,7 +94,7 @@ impl Drop for Storage {
     fn drop(&mut self) {
         // SAFETY: taken once, here, and not used again.
         let mut shared = unsafe { ManuallyDrop::take(&mut self.0) };
-        if let Some(allocation) = Arc::get_mut(&mut shared) {
+        if let Some(allocation) = alone(&mut shared) {
             allocation.home = Home::Empty;
             let _ = SPARE.try_with(|spare| {
                 let mut spare = spare.borrow_mut();
@@ -104,6 +104,17 @@ impl Drop for Storage {
             });
         }
     }
+}
+
+/// [`Arc::get_mut`] for what has no [`Weak`](std::sync::Weak) handles, at the price of a load: it would lock, twice a storage.
+#[inline]
+fn alone(shared: &mut Arc<Allocation>) -> Option<&mut Allocation> {
+    if Arc::strong_count(shared) != 1 {
+        return None;
+    }
+    fence(Ordering::Acquire); // after all that others did with handles that are gone
+    // SAFETY: nobody makes weak handles, so this is the only handle, and it is borrowed exclusively.
+    Some(unsafe { &mut *Arc::as_ptr(shared).cast_mut() })
 }
 
 /// What a thread keeps of storages that are gone, at most.
@@ -226,7 +237,7 @@ impl Storage {
     fn new(device: Device, size: usize, home: Home) -> Storage {
         let allocation = Allocation { device, size, version: AtomicU64::new(0), home };
         let mut spare = SPARE.try_with(|spare| spare.borrow_mut().pop()).ok().flatten();
-        let shared = match spare.as_mut().and_then(Arc::get_mut) {
+        let shared = match spare.as_mut().and_then(alone) {
             Some(place) => {
                 *place = allocation;
                 spare.expect("there is one")
@@ -399,28 +410,35 @@ fn home_stream(device: Device) -> StreamId {
 
 impl Lease {
     fn new(device: Device, bytes: usize) -> Result<Lease> {
-        let from = match scope::allocator(device) {
-            Some(allocator) => From::Scope(allocator),
-            None => From::Device(&**registry::of(device)?),
+        let (from, is_own) = match scope::allocator(device) {
+            Some(allocator) => (From::Scope(allocator), false),
+            None => {
+                let current = registry::current(device)?;
+                (From::Device(&*current.allocator), current.is_own)
+            }
         };
         let allocator = from.allocator();
         let block = allocator.allocate(bytes, home_stream(device))?;
         // A user's own allocator is not trusted with this: the bytes are about to be read and written.
-        // Kernels write up to the last sixteen bytes whole.
-        let fits = block.requested() >= bytes
-            && block.size() >= bytes.next_multiple_of(16)
-            && block.place().offset().is_multiple_of(ALIGNMENT)
-            && matches!(
-                (device, &block.place().segment().memory().0),
-                (Device::Cpu, MemoryKind::Host(_)) | (Device::OpenCL(_), MemoryKind::OpenCl(_))
-            );
-        if !fits {
+        if !is_own && !fits(&block, device, bytes) {
             let reason = format!("{allocator:?} gave {block:?} for {bytes} bytes on {device}");
             allocator.deallocate(block);
             return Err(Error::invalid("allocate", reason));
         }
         Ok(Lease { block: ManuallyDrop::new(block), from })
     }
+}
+
+/// Whether a block is one for so many bytes on this device. Kernels write up to the last sixteen bytes whole.
+fn fits(block: &Block, device: Device, bytes: usize) -> bool {
+    let place = block.place();
+    block.requested() >= bytes
+        && block.size() >= bytes.next_multiple_of(16)
+        && place.offset().is_multiple_of(ALIGNMENT)
+        && matches!(
+            (device, &place.segment().memory().0),
+            (Device::Cpu, MemoryKind::Host(_)) | (Device::OpenCL(_), MemoryKind::OpenCl(_))
+        )
 }
 
 impl Drop for Lease {

@@ -1,6 +1,7 @@
 //! One allocator a device for the whole process: made on first use, never taken down.
 
 use std::any::Any;
+use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 
 use super::allocator::Allocator;
@@ -19,8 +20,18 @@ use crate::{Device, Error, Result};
 #[derive(Clone, Copy, Default)]
 struct Entry {
     driver: Option<&'static DynDriver>,
-    allocator: Option<&'static Arc<dyn Allocator>>,
+    allocator: Option<&'static Current>,
 }
+
+/// A device's allocator.
+pub(super) struct Current {
+    pub(super) allocator: Arc<dyn Allocator>,
+    /// Whether it is one of ours, whose blocks are what was asked for.
+    pub(super) is_own: bool,
+}
+
+/// Those of the first devices, found without a lock: every allocation asks.
+static CURRENT: [AtomicPtr<Current>; 16] = [const { AtomicPtr::new(std::ptr::null_mut()) }; 16];
 
 /// The CPU first, then the OpenCL devices by index.
 static TABLE: RwLock<Vec<Entry>> = RwLock::new(Vec::new());
@@ -46,7 +57,12 @@ fn change<R>(device: Device, f: impl FnOnce(&mut Entry) -> R) -> R {
     if table.len() <= index(device) {
         table.resize(index(device) + 1, Entry::default());
     }
-    f(&mut table[index(device)])
+    let entry = &mut table[index(device)];
+    let result = f(entry);
+    if let (Some(current), Some(place)) = (entry.allocator, CURRENT.get(index(device))) {
+        place.store(std::ptr::from_ref(current).cast_mut(), Ordering::Release);
+    }
+    result
 }
 
 fn leak<T>(value: T) -> &'static T {
@@ -130,8 +146,8 @@ pub fn set_allocator(device: Device, allocator: Arc<dyn Allocator>) -> Result<()
         return Err(Error::invalid("set_allocator", reason));
     }
     driver(device)?;
-    let allocator = leak(allocator);
-    change(device, |entry| entry.allocator = Some(allocator));
+    let current = leak(Current { allocator, is_own: false });
+    change(device, |entry| entry.allocator = Some(current));
     Ok(())
 }
 
@@ -143,10 +159,27 @@ pub(super) fn replace(device: Device, old: &dyn Allocator, new: &Arc<dyn Allocat
 
 /// The allocator of a device, without counting a reference.
 pub(super) fn of(device: Device) -> Result<&'static Arc<dyn Allocator>> {
-    if let Some(allocator) = entry(device).allocator {
-        return Ok(allocator);
+    current(device).map(|current| &current.allocator)
+}
+
+/// [`of`], and what is known of it.
+#[inline]
+pub(super) fn current(device: Device) -> Result<&'static Current> {
+    let known = CURRENT.get(index(device)).map_or(std::ptr::null_mut(), |place| place.load(Ordering::Acquire));
+    // SAFETY: null, or of a reference that `change` has found in the table, to what lives as long as the process.
+    match unsafe { known.as_ref() } {
+        Some(current) => Ok(current),
+        None => find(device),
+    }
+}
+
+#[cold]
+fn find(device: Device) -> Result<&'static Current> {
+    if let Some(current) = entry(device).allocator {
+        return Ok(current);
     }
     let driver = driver(device)?;
     let made = build_allocator(driver, config()?.clone())?;
+    let made = Current { allocator: made, is_own: true };
     Ok(change(device, |entry| *entry.allocator.get_or_insert_with(|| leak(made))))
 }
