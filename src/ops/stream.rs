@@ -167,15 +167,15 @@ mod tests {
         for start in 0..20 {
             for n in [0, 1, 15, 16, 17, 31, 33, 150] {
                 for form in 0..7 {
-                    let slice = |s| TileIn::Slice(&s[2..2 + n]);
+                    let (xs, ys) = (TileIn::Slice(&x[2..2 + n]), TileIn::Slice(&y[5..5 + n]));
                     let (a, b) = match form {
-                        0 => (slice(&x), slice(&y)),
-                        1 => (TileIn::Scalar(x[3]), slice(&y)),
-                        2 => (slice(&x), TileIn::Scalar(y[3])),
-                        3 => (slice(&x), TileIn::Rows(&y[..37], 30)),
-                        4 => (slice(&x), TileIn::Rows(&y[4..5], 0)),
-                        5 => (slice(&x), TileIn::Rows(&y[..16], 16)),
-                        _ => (TileIn::Rows(&x[1..4], 1), slice(&y)),
+                        0 => (xs, ys),
+                        1 => (TileIn::Scalar(x[3]), ys),
+                        2 => (xs, TileIn::Scalar(y[3])),
+                        3 => (xs, TileIn::Rows(&y[..37], 30)),
+                        4 => (xs, TileIn::Rows(&y[4..5], 0)),
+                        5 => (xs, TileIn::Rows(&y[..16], 16)),
+                        _ => (TileIn::Rows(&x[1..4], 1), ys),
                     };
                     let at = |t: &TileIn<f32>, i: usize| match t {
                         TileIn::Slice(s) => s[i],

@@ -129,33 +129,33 @@ unsafe fn tile<V: Vector, const R: usize, const N: usize, const DIRECT: bool>(t:
         let (mut a, mut b) = (t.a, t.b);
         for _ in 0..t.k {
             let mut columns = [V::zero(); N];
-            for j in 0..N {
-                columns[j] = V::load(b.add(j * V::LANES));
+            for (j, column) in columns.iter_mut().enumerate() {
+                *column = V::load(b.add(j * V::LANES));
             }
-            for i in 0..R {
+            for (i, sums) in sums.iter_mut().enumerate() {
                 let x = V::splat(a.offset(i as isize * row));
-                for j in 0..N {
-                    sums[i][j] = sums[i][j].add_product(x, columns[j]);
+                for (sum, &y) in sums.iter_mut().zip(&columns) {
+                    *sum = sum.add_product(x, y);
                 }
             }
             a = a.add(step);
             b = b.add(N * V::LANES);
         }
         if t.col == 1 && t.columns == N * V::LANES {
-            for i in 0..R {
+            for (i, sums) in sums.into_iter().enumerate() {
                 let out = t.out.offset(i as isize * t.row);
-                for j in 0..N {
+                for (j, sum) in sums.into_iter().enumerate() {
                     let out = out.add(j * V::LANES);
-                    let sum = if t.accumulate { sums[i][j].add(V::load(out)) } else { sums[i][j] };
+                    let sum = if t.accumulate { sum.add(V::load(out)) } else { sum };
                     sum.store(out);
                 }
             }
             return;
         }
         let mut buffer = [0f32; WIDEST];
-        for i in 0..R {
-            for j in 0..N {
-                sums[i][j].store(buffer.as_mut_ptr().add(j * V::LANES));
+        for (i, sums) in sums.into_iter().enumerate() {
+            for (j, sum) in sums.into_iter().enumerate() {
+                sum.store(buffer.as_mut_ptr().add(j * V::LANES));
             }
             let out = t.out.offset(i as isize * t.row);
             for (j, sum) in buffer[..t.columns].iter().enumerate() {

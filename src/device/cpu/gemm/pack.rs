@@ -131,14 +131,11 @@ unsafe fn turned<S: Source>(from: From<S>, to: *mut f32, steps: usize, lanes: us
             // 7 past its end.
             unsafe {
                 let mut block = [_mm256_setzero_ps(); 8];
-                for i in 0..8 {
-                    if first + i < lanes {
-                        block[i] = S::eight(from.start.offset((first + i) as isize * from.across).add(p));
-                    }
+                for (i, row) in block.iter_mut().enumerate().take(lanes.saturating_sub(first)) {
+                    *row = S::eight(from.start.offset((first + i) as isize * from.across).add(p));
                 }
-                let block = turn(block);
-                for i in 0..8 {
-                    _mm256_storeu_ps(to.add((p + i) * width + first), block[i]);
+                for (i, step) in turn(block).into_iter().enumerate() {
+                    _mm256_storeu_ps(to.add((p + i) * width + first), step);
                 }
             }
         }
