@@ -153,7 +153,8 @@ mod tests {
         fn flip_view(&self) -> Tensor {
             let mut layout = self.layout.clone();
             for d in 0..self.rank() {
-                layout.offset = layout.offset.wrapping_add_signed(layout.strides[d] * (self.shape().dims()[d] as isize - 1));
+                layout.offset =
+                    layout.offset.wrapping_add_signed(layout.strides[d] * (self.shape().dims()[d] as isize - 1));
                 layout.strides[d] = -layout.strides[d];
             }
             self.with_layout(layout)

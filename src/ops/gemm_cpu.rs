@@ -136,15 +136,10 @@ impl Plan {
 }
 
 /// Rows of the result as sums of rows of b: integers wrap.
-fn integers(
-    plan: &Plan,
-    a: &Elements<Cow<'_, [i64]>>,
-    b: &Elements<Cow<'_, [i64]>>,
-    out: &mut [i64],
-    offset: usize,
-) {
-    let at =
-        |place: Place, i: usize, j: usize| (place.offset as isize + i as isize * place.row + j as isize * place.col) as usize;
+fn integers(plan: &Plan, a: &Elements<Cow<'_, [i64]>>, b: &Elements<Cow<'_, [i64]>>, out: &mut [i64], offset: usize) {
+    let at = |place: Place, i: usize, j: usize| {
+        (place.offset as isize + i as isize * place.row + j as isize * place.col) as usize
+    };
     let mut row = vec![0i64; plan.n];
     for [at_a, at_b, at_out] in plan.places([a.offset, b.offset, offset]) {
         for i in 0..plan.m {

@@ -195,7 +195,10 @@ mod tests {
                         tiles::binary(Arch::new(), op, a, b, &mut plain);
                         assert!((0..n).all(|i| same(plain[i], f(at(&a, i), at(&b, i)))), "{op:?} {form} {n}");
                         assert_eq!(binary(Arch::new(), op, a, b, &mut out[start..start + n]), None);
-                        assert!((0..n).all(|i| same(out[start + i], f(at(&a, i), at(&b, i)))), "{op:?} {form} {start} {n}");
+                        assert!(
+                            (0..n).all(|i| same(out[start + i], f(at(&a, i), at(&b, i)))),
+                            "{op:?} {form} {start} {n}"
+                        );
                         assert!(out[..start].iter().chain(&out[start + n..]).all(|&x| x == 0.5));
                     }
                 }

@@ -185,12 +185,7 @@ pub(crate) fn gemm_f32(
 }
 
 /// That the matrices lie in their memory, and no two elements of the result are one.
-fn check(
-    (m, n, k): (usize, usize, usize),
-    out: (usize, Place),
-    a: (usize, Place),
-    b: (usize, Place),
-) -> Result<()> {
+fn check((m, n, k): (usize, usize, usize), out: (usize, Place), a: (usize, Place), b: (usize, Place)) -> Result<()> {
     let inputs_fit = k == 0 || (a.1.fits(m, k, a.0) && b.1.fits(k, n, b.0));
     if inputs_fit && out.1.fits(m, n, out.0) && out.1.is_injective(m, n) {
         return Ok(());
@@ -294,8 +289,16 @@ mod tests {
     fn products_are_those_of_f64() {
         let number = |i: usize| ((i * 7919) % 1009) as f32 / 1009.0 - 0.5;
         let sizes = [
-            (8, 8, 8), (9, 17, 11), (13, 33, 8), (24, 31, 16), (10, 128, 300), (65, 100, 90), (128, 8, 513),
-            (100, 65, 2051), (47, 1100, 1030), (1040, 9, 1024),
+            (8, 8, 8),
+            (9, 17, 11),
+            (13, 33, 8),
+            (24, 31, 16),
+            (10, 128, 300),
+            (65, 100, 90),
+            (128, 8, 513),
+            (100, 65, 2051),
+            (47, 1100, 1030),
+            (1040, 9, 1024),
         ];
         for (m, n, k) in sizes {
             let x: Vec<f32> = (0..3 + m * k).map(number).collect();
@@ -306,7 +309,9 @@ mod tests {
                     _ => place(offset, 1, rows as isize),
                 };
                 let (a, b, c) = (place(0, 3, m, k), place(1, 5, k, n), place(2, 7, m, n));
-                let at = |p: Place, i: usize, j: usize| (p.offset as isize + i as isize * p.row + j as isize * p.col) as usize;
+                let at = |p: Place, i: usize, j: usize| {
+                    (p.offset as isize + i as isize * p.row + j as isize * p.col) as usize
+                };
                 let halves: Vec<f16> = y.iter().map(|&y| f16::from_f32(y)).collect();
                 let brains: Vec<bf16> = x.iter().map(|&x| bf16::from_f32(x)).collect();
                 let forms = [(Floats::F32(&x), Floats::F32(&y)), (Floats::BF16(&brains), Floats::F16(&halves))];
@@ -320,7 +325,10 @@ mod tests {
                             let product = |p| f64::from(left[at(a, i, p)]) * f64::from(right[at(b, p, j)]);
                             let (want, got) = ((0..k).map(product).sum::<f64>(), f64::from(out[at(c, i, j)]));
                             let error = (got - want).abs();
-                            assert!(error <= 1e-6 * k as f64, "{m} x {k} x {n}, {layout}, {form}: ({i}, {j}) is {got}, not {want}");
+                            assert!(
+                                error <= 1e-6 * k as f64,
+                                "{m} x {k} x {n}, {layout}, {form}: ({i}, {j}) is {got}, not {want}"
+                            );
                         }
                     }
                     assert!(out[7..].iter().all(|x| x.is_finite()), "{m} x {k} x {n}: an element was not written");

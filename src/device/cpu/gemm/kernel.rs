@@ -78,31 +78,36 @@ trait Vector: Copy {
 
 macro_rules! vector {
     ($type:ty, $lanes:literal: $zero:ident $load:ident $set1:ident $store:ident $add:ident $fmadd:ident) => {
-        // SAFETY of every block: what the caller promises is what the instruction asks for.
         impl Vector for $type {
             const LANES: usize = $lanes;
             #[inline(always)]
             unsafe fn zero() -> Self {
+                // SAFETY: the caller's promise.
                 unsafe { $zero() }
             }
             #[inline(always)]
             unsafe fn load(at: *const f32) -> Self {
+                // SAFETY: the caller's promise.
                 unsafe { $load(at) }
             }
             #[inline(always)]
             unsafe fn splat(at: *const f32) -> Self {
+                // SAFETY: the caller's promise.
                 unsafe { $set1(*at) }
             }
             #[inline(always)]
             unsafe fn store(self, at: *mut f32) {
+                // SAFETY: the caller's promise.
                 unsafe { $store(at, self) }
             }
             #[inline(always)]
             unsafe fn add(self, other: Self) -> Self {
+                // SAFETY: the caller's promise.
                 unsafe { $add(self, other) }
             }
             #[inline(always)]
             unsafe fn add_product(self, x: Self, y: Self) -> Self {
+                // SAFETY: the caller's promise.
                 unsafe { $fmadd(x, y, self) }
             }
         }

@@ -66,35 +66,38 @@ pub(super) trait Source: Copy {
     }
 }
 
-// SAFETY of every block: the caller's promise.
 impl Source for f32 {
     #[inline(always)]
     unsafe fn one(at: *const f32) -> f32 {
+        // SAFETY: the caller's promise.
         unsafe { *at }
     }
     #[inline(always)]
     unsafe fn eight(at: *const f32) -> __m256 {
+        // SAFETY: the caller's promise.
         unsafe { _mm256_loadu_ps(at) }
     }
     #[inline(always)]
     unsafe fn row<const W: usize>(at: *const f32, to: *mut f32) {
+        // SAFETY: the caller's promise.
         unsafe { *to.cast::<[f32; W]>() = *at.cast() }
     }
 }
 
-// SAFETY of every block: the caller's promise.
 impl Source for f16 {
     #[inline(always)]
     unsafe fn one(at: *const f16) -> f32 {
+        // SAFETY: the caller's promise.
         unsafe { _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128((*at).to_bits().into()))) }
     }
     #[inline(always)]
     unsafe fn eight(at: *const f16) -> __m256 {
+        // SAFETY: the caller's promise.
         unsafe { _mm256_cvtph_ps(_mm_loadu_si128(at.cast())) }
     }
 }
 
-// SAFETY of every block: the caller's promise. A bf16 is the upper half of an f32.
+// A bf16 is the upper half of an f32.
 impl Source for bf16 {
     #[inline(always)]
     unsafe fn one(at: *const bf16) -> f32 {
@@ -102,6 +105,7 @@ impl Source for bf16 {
     }
     #[inline(always)]
     unsafe fn eight(at: *const bf16) -> __m256 {
+        // SAFETY: the caller's promise.
         unsafe { _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128(at.cast())))) }
     }
 }
