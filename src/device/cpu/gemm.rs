@@ -21,6 +21,10 @@ use crate::{Error, Result};
 /// Up to this many multiplications one thread is done before others have woken up.
 const ALONE: usize = 80 * 80 * 80;
 
+/// Up to this many every thread does a part of its own.
+#[cfg(target_arch = "x86_64")]
+const APART: usize = 1 << 25;
+
 /// Whether one thread should do it.
 fn alone((m, n, k): (usize, usize, usize)) -> bool {
     m.saturating_mul(n).saturating_mul(k) <= ALONE
@@ -38,6 +42,13 @@ pub(crate) struct Place {
 }
 
 impl Place {
+    /// The same from element (row, col) on, which is one of the matrix.
+    #[cfg(target_arch = "x86_64")]
+    fn at(self, row: usize, col: usize) -> Place {
+        let more = row as isize * self.row + col as isize * self.col;
+        Place { offset: self.offset.wrapping_add_signed(more), ..self }
+    }
+
     /// Whether every element of a `rows` x `cols` matrix, neither of them 0, lies within `len`.
     fn fits(self, rows: usize, cols: usize, len: usize) -> bool {
         let reach = |n: usize, stride: isize| isize::try_from(n - 1).ok()?.checked_mul(stride);
@@ -166,14 +177,33 @@ pub(crate) fn gemm_f32(
 ) -> Result<()> {
     #[cfg(target_arch = "x86_64")]
     if let Some(kernels) = kernels(size) {
+        let (m, n, k) = size;
+        // What is laid out by one thread for others has to come from its cache: small products are cut into some that
+        // share nothing.
+        let (rows, columns) = if m.saturating_mul(n).saturating_mul(k) <= APART { cut(m, n, k) } else { (1, 1) };
         for [place_a, place_b, place] in places {
             check(size, (out.len(), place), (a.len(), place_a), (b.len(), place_b))?;
-            let (a, b) = (a.matrix(place_a), b.matrix(place_b));
-            let out = blocks::Matrix { start: out[place.offset..].as_mut_ptr(), row: place.row, col: place.col };
-            // SAFETY: none of the sizes is 0. All three matrices lie in their slices (`check`), which are initialised and
-            // live through the call. `out` is borrowed exclusively, so it overlaps neither input, and its elements are
-            // distinct.
-            unsafe { blocks::product(kernels, size, out, a, b, alone(size)) };
+            let to = Start(out.as_mut_ptr());
+            parallel::for_each_index(rows * columns, |piece| {
+                let to = &to;
+                let (i, j) = (piece / columns, piece % columns);
+                let (top, bottom) = (start(m, rows, i), start(m, rows, i + 1));
+                let (left, right) = (start(n, columns, j), start(n, columns, j + 1));
+                if top == bottom || left == right {
+                    return;
+                }
+                let alone = rows * columns > 1 || alone(size);
+                let (a, b) = (a.matrix(place_a.at(top, 0)), b.matrix(place_b.at(0, left)));
+                let size = (bottom - top, right - left, k);
+                // SAFETY: none of the sizes is 0. All three matrices lie in their slices (`check`), which are initialised
+                // and live through the call, and so does a piece of them. `out` is borrowed exclusively, so it overlaps
+                // neither input, and its elements are distinct, so pieces without a common element are in different memory.
+                unsafe {
+                    let start = to.0.add(place.at(top, left).offset);
+                    let out = blocks::Matrix { start, row: place.row, col: place.col };
+                    blocks::product(kernels, size, out, a, b, alone);
+                }
+            });
         }
         return Ok(());
     }
