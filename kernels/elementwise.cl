@@ -4,18 +4,46 @@
 //   work-items; GPUs take several, a work-group apart, to have more loads in flight.
 // - VEC: `elements` does VEC neighbours, with one load and one store an operand; with TAIL `element` does what is left.
 // - TILE: TURNED operands are neighbours along dim TURN where the result's are neighbours along the innermost. Tiles of
-//   them go through local memory, so that both sides are read and written in whole lines; on processors, where GROUP is
-//   1, they are private memory, which is in the cache.
+//   them go through local memory, so that both sides are read and written in whole lines; on processors, where a line of
+//   LINE elements is a side of the tile, they are private memory, which is in the cache.
 
 #ifdef TILE
+#ifdef LINE
+// One vector of a line; past the cache where all of the result will not fit, for a plain store reads what it overwrites.
+#define LOAD_LINE(from, to) CAT(vstore, LINE)(CAT(vload, LINE)(0, from), 0, to)
+#if defined(STREAMED) && defined(__has_builtin)
+#if __has_builtin(__builtin_nontemporal_store)
+#define STORE_LINE(T, from, to)                                                                                        \
+    if (((ulong)(to) & (sizeof(CAT(T, LINE)) - 1)) == 0)                                                               \
+        __builtin_nontemporal_store(CAT(vload, LINE)(0, from), (__global CAT(T, LINE) *)(to));                         \
+    else                                                                                                               \
+        CAT(vstore, LINE)(CAT(vload, LINE)(0, from), 0, to);
+#endif
+#endif
+#ifndef STORE_LINE
+#define STORE_LINE(T, from, to) CAT(vstore, LINE)(CAT(vload, LINE)(0, from), 0, to);
+#endif
+#endif
+
 __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void elementwise(PARAMETERS, const INDEX across,
                                                                              const INDEX down) {
     TURNED
     const INDEX group = get_group_id(0);
+#ifdef LINE
+    // The next tile is the next one of what is read.
+    const INDEX row = group % down * TILE, column = group / down % across * TILE;
+#else
     const INDEX column = group % across * TILE, row = group / across % down * TILE;
+#endif
     POSITIONS(group / across / down)
     const INDEX columns = min((INDEX)TILE, COLUMNS - column), rows = min((INDEX)TILE, ROWS - row);
-#if GROUP == 1
+#ifdef LINE
+    if (columns == TILE && rows == TILE) {
+        #pragma unroll
+        for (uint c = 0; c < TILE; c++) { FETCH_LINE }
+        for (uint r = 0; r < TILE; r++) { ELEMENT_LINE }
+        return;
+    }
     for (uint c = 0; c < columns; c++) {
         for (uint r = 0; r < rows; r++) {
             FETCH

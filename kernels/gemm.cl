@@ -5,7 +5,8 @@
 // results are contiguous and aligned, FINISH_WIDE, which does so with WIDE neighbours at once; STORE_SUM where the sums of
 // A's rows are wanted too, for an A that is not contiguous along k), and one of three kernels with its sizes:
 //   TILED  GPUs: a work-group of 256 stages tiles of both matrices in local memory, a work-item owns MI x NI results.
-//   PANEL  CPUs: a work-item owns MR rows of NV explicit vectors of W and walks along k, without local memory.
+//   PANEL  CPUs: a work-item owns HEIGHT rows, at most BLOCK, of NV explicit vectors of W; it walks along k in steps of
+//          PANEL_DEPTH, MR rows at a time in registers, without local memory.
 //   DOT    CPUs, where both matrices are contiguous along k: MR x NR results, each a vector of W partial sums.
 // Every number the kernel needs (sizes, offsets, strides, in elements) is an entry of p.v.
 
@@ -182,53 +183,87 @@ static inline double8 vector_f64(const __global f64_t* p, ulong i) { return vloa
 #ifdef PANEL
 #define WIDTH (NV * W)
 
-__kernel void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* restrict b, const params p OPERANDS) {
-    const long tiles_m = (ROWS + MR - 1) / MR, tiles_n = (COLS + WIDTH - 1) / WIDTH;
+// MR rows of the block from its row `i` on, of which LEFT gives element k of row r, times `count` rows of B, of which RIGHT
+// gives vector v of row k. Rows past the edge repeat the last one, and are not written.
+#define MULTIPLY(i, count, LEFT, RIGHT)                                                                                \
+    {                                                                                                                  \
+        long row[MR];                                                                                                  \
+        VEC acc[MR][NV];                                                                                               \
+        for (int r = 0; r < MR; r++) {                                                                                 \
+            row[r] = a0 + (i0 + min((i) + r, rows - 1)) * A_ROW + k0 * a_col;                                          \
+            for (int v = 0; v < NV; v++) acc[r][v] = sums[(i) + r][v];                                                 \
+        }                                                                                                              \
+        for (long k = 0; k < (count); k++) {                                                                           \
+            VEC bv[NV];                                                                                                \
+            _Pragma("unroll") for (int v = 0; v < NV; v++) bv[v] = RIGHT;                                              \
+            _Pragma("unroll") for (int r = 0; r < MR; r++) {                                                           \
+                const VEC av = LEFT;                                                                                   \
+                _Pragma("unroll") for (int v = 0; v < NV; v++) acc[r][v] = MADD(av, bv[v], acc[r][v]);                 \
+            }                                                                                                          \
+        }                                                                                                              \
+        for (int r = 0; r < MR; r++)                                                                                   \
+            for (int v = 0; v < NV; v++) sums[(i) + r][v] = acc[r][v];                                                 \
+    }
+#define AT_A (ACC)CAT(load_, A)(a, row[r] + k * a_col)
+
+__kernel __attribute__((reqd_work_group_size(1, 1, 1)))
+void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* restrict b, const params p OPERANDS) {
+    const long tiles_m = (ROWS + HEIGHT - 1) / HEIGHT, tiles_n = (COLS + WIDTH - 1) / WIDTH;
     const long tile = get_global_id(0), z = tile / (tiles_m * tiles_n);
-    const long i0 = tile % tiles_m * MR, first = tile / tiles_m % tiles_n * WIDTH;
+    // Work-items that follow each other have the same rows of A, which stay in the cache.
+    const long i0 = tile / tiles_n % tiles_m * HEIGHT, first = tile % tiles_n * WIDTH;
     // The last panel is moved left to be whole; it computes some columns again, and writes its own only.
     const long j0 = max(0L, min(first, COLS - WIDTH));
     const long a0 = p.v[3] + batch_offset(p, z, 9 + BATCH);
     const long b0 = p.v[6] + batch_offset(p, z, 9 + 2 * BATCH) + j0 * B_COL;
-    const int rows = min((long)MR, ROWS - i0), cols = min((long)WIDTH, COLS - j0);
+    const int rows = min(HEIGHT, ROWS - i0), cols = min((long)WIDTH, COLS - j0);
     const long depth = DEPTH, a_col = A_COL, b_row = B_ROW, b_col = B_COL;
 
-    long row[MR]; // rows past the edge repeat the last one, and are not written
-    VEC acc[MR][NV];
-    for (int r = 0; r < MR; r++) {
-        row[r] = a0 + (i0 + min(r, rows - 1)) * A_ROW;
-        for (int v = 0; v < NV; v++) acc[r][v] = 0;
-    }
-#define STEP                                                                                                           \
-    _Pragma("unroll") for (int r = 0; r < MR; r++) {                                                                   \
-        const VEC av = (ACC)CAT(load_, A)(a, row[r] + k * a_col);                                                      \
-        _Pragma("unroll") for (int v = 0; v < NV; v++) acc[r][v] = MADD(av, bv[v], acc[r][v]);                         \
-    }
+    VEC sums[BLOCK][NV];
+    for (int r = 0; r < (rows + MR - 1) / MR * MR; r++)
+        for (int v = 0; v < NV; v++) sums[r][v] = 0;
 #if B_UNIT
-    if (cols == WIDTH) {
-        for (long k = 0; k < depth; k++) {
-            VEC bv[NV];
-            #pragma unroll
-            for (int v = 0; v < NV; v++) bv[v] = CAT(vector_, B)(b, b0 + k * b_row + v * W);
-            STEP
-        }
+    if (rows <= MR && cols == WIDTH) {
+        const long k0 = 0;
+        MULTIPLY(0, depth, AT_A, CAT(vector_, B)(b, b0 + k * b_row + v * W))
     } else
 #endif
-    {
-        ACC lane[WIDTH];
-        for (int c = 0; c < WIDTH; c++) lane[c] = 0;
-        for (long k = 0; k < depth; k++) {
-            VEC bv[NV];
-            for (int c = 0; c < cols; c++) lane[c] = CAT(load_, B)(b, b0 + k * b_row + c * b_col);
-            #pragma unroll
-            for (int v = 0; v < NV; v++) bv[v] = CAT(vload, W)(v, lane);
-            STEP
+    for (long k0 = 0; k0 < depth; k0 += PANEL_DEPTH) {
+        // A panel of B in one piece: where it lies, its rows may be far enough apart to push each other out of the cache.
+        VEC panel[PANEL_DEPTH][NV];
+        const int count = min((long)PANEL_DEPTH, depth - k0);
+#if B_UNIT
+        if (cols == WIDTH) {
+            for (int k = 0; k < count; k++)
+                for (int v = 0; v < NV; v++) panel[k][v] = CAT(vector_, B)(b, b0 + (k0 + k) * b_row + v * W);
+        } else
+#endif
+        {
+            ACC lane[WIDTH];
+            for (int c = 0; c < WIDTH; c++) lane[c] = 0;
+            for (int k = 0; k < count; k++) {
+                for (int c = 0; c < cols; c++) lane[c] = CAT(load_, B)(b, b0 + (k0 + k) * b_row + c * b_col);
+                for (int v = 0; v < NV; v++) panel[k][v] = CAT(vload, W)(v, lane);
+            }
+        }
+        for (int i = 0; i < rows; i += MR) {
+#ifdef CONVERT_A
+            // Not among the multiplications: there a conversion costs more than what it is for.
+            ACC left[MR][PANEL_DEPTH];
+            for (int r = 0; r < MR; r++) {
+                const long from = a0 + (i0 + min(i + r, rows - 1)) * A_ROW + k0 * a_col;
+                for (int k = 0; k < count; k++) left[r][k] = CAT(load_, A)(a, from + k * a_col);
+            }
+            MULTIPLY(i, count, left[r][k], panel[k][v])
+#else
+            MULTIPLY(i, count, AT_A, panel[k][v])
+#endif
         }
     }
     PLACES(z)
     for (int r = 0; r < rows; r++) {
         ACC lane[WIDTH];
-        for (int v = 0; v < NV; v++) CAT(vstore, W)(acc[r][v], v, lane);
+        for (int v = 0; v < NV; v++) CAT(vstore, W)(sums[r][v], v, lane);
         for (int c = first - j0; c < cols; c++) { FINISH(i0 + r, j0 + c, lane[c]) }
     }
 }

@@ -30,6 +30,7 @@
 //! - [`tensor`]: shapes, strides and an offset over a storage. Creation, views, conversion, display.
 //! - [`ops`]: what is computed. The table of expressions and the kernels it drives.
 //! - [`io`]: npy, npz and safetensors files.
+//! - [`tune`]: measuring which parameters of kernels suit a device.
 //! - [`autograd`]: gradients. [`nn`] and [`optim`]: layers, losses and optimisers made of the above.
 //!
 //! Methods return [`Result`]: one sentence with the operation, the shapes or dtypes and what to do. The operators
@@ -48,6 +49,7 @@ pub mod ops;
 pub mod optim;
 pub mod storage;
 pub mod tensor;
+pub mod tune;
 
 pub use autograd::{enable_grad, is_grad_enabled, no_grad, set_grad_enabled};
 pub use device::{Device, Kernel, Stream, with_stream};

@@ -204,3 +204,18 @@ fn transposed_copies_of_any_order() {
         }
     });
 }
+
+/// Large enough for transfers in pieces, or by all threads; behind work that is still under way, and from an offset.
+#[test]
+fn large_transfers_arrive_whole() {
+    each_device(|device| {
+        let n = (4 << 20) / size_of::<f32>() + 5;
+        let values: Vec<f32> = (0..n).map(|i| i as f32).collect();
+        let t = Tensor::from_slice(&values, [n], device).unwrap();
+        assert!(t.to_vec::<f32>().unwrap() == values);
+        assert!(t.narrow(0, 3, n - 3).unwrap().to_vec::<f32>().unwrap() == values[3..]);
+        let twice = t.add(&t).unwrap();
+        assert!(twice.to_vec::<f32>().unwrap().iter().zip(&values).all(|(got, x)| *got == 2.0 * x));
+        assert!(twice.try_clone().unwrap().to_vec::<f32>().unwrap()[n - 1] == 2.0 * values[n - 1]);
+    });
+}

@@ -6,11 +6,12 @@ use smallvec::SmallVec;
 
 use super::gemm::{Gemm, Operand, Plan};
 use super::gemm_mma::{self, Found, Mma, Parts};
+use super::gemm_panel::Panel;
 use super::kernels::{KernelKey, Placed, kernel};
 use super::opencl_map::scalar_arg;
 use super::program::Program;
-use crate::device::opencl::{Arg, ClDevice};
-use crate::device::{DeviceInfo, DeviceKind};
+use crate::device::DeviceKind;
+use crate::device::opencl::{Arg, ClDevice, Knob};
 use crate::tensor::Layout;
 use crate::{Compute, DType, Error, Result, Shape, Tensor};
 
@@ -23,7 +24,7 @@ const THREADS: usize = 256;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Variant {
     Tiled { m: usize, n: usize, k: usize, items: usize, a_along_k: bool, b_along_k: bool },
-    Panel { rows: usize, vectors: usize, width: usize, unit: bool },
+    Panel { panel: Panel, width: usize, unit: bool, height: usize },
     Dot { rows: usize, cols: usize, width: usize },
     Mma(Mma),
 }
@@ -33,7 +34,7 @@ impl Variant {
     fn tile(self) -> (usize, usize) {
         match self {
             Variant::Tiled { m, n, .. } => (m, n),
-            Variant::Panel { rows, vectors, width, .. } => (rows, vectors * width),
+            Variant::Panel { panel, width, height, .. } => (height, panel.vectors * width),
             Variant::Dot { rows, cols, .. } => (rows, cols),
             Variant::Mma(mma) => mma.tile(),
         }
@@ -71,7 +72,9 @@ impl Variant {
             Variant::Tiled { m, n, k, items, a_along_k, b_along_k } => {
                 [1, m << 8 | n, k, items, (a_along_k as usize) << 1 | b_along_k as usize]
             }
-            Variant::Panel { rows, vectors, width, unit } => [2, rows, vectors, width, unit as usize],
+            Variant::Panel { panel: Panel { rows, vectors, depth, block }, width, unit, .. } => {
+                [2, (block << 8) | rows, (vectors << 8) | (depth / 32), width, unit as usize]
+            }
             Variant::Dot { rows, cols, width } => [3, rows, cols, width, 0],
             Variant::Mma(mma) => [4, 0, 0, 0, mma.key()],
         };
@@ -85,8 +88,9 @@ impl Variant {
                  #define NI {items}\n#define A_ALONG_K {}\n#define B_ALONG_K {}\n",
                 a_along_k as u8, b_along_k as u8
             ),
-            Variant::Panel { rows, vectors, width, unit } => format!(
-                "#define PANEL\n#define MR {rows}\n#define NV {vectors}\n#define W {width}\n#define B_UNIT {}\n",
+            Variant::Panel { panel: Panel { rows, vectors, depth, block }, width, unit, .. } => format!(
+                "#define PANEL\n#define MR {rows}\n#define NV {vectors}\n#define W {width}\n#define B_UNIT {}\n\
+                 #define PANEL_DEPTH {depth}\n#define BLOCK {block}\n",
                 unit as u8
             ),
             Variant::Dot { rows, cols, width } => {
@@ -171,6 +175,9 @@ pub(super) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
         let arrived = device.current_stream().index() * Parts::TILES;
         numbers.extend([parts.depth, parts.count, place.first_element(), arrived].map(|x| x as i64));
     }
+    if let Variant::Panel { height, .. } = variant {
+        numbers.push(height as i64);
+    }
     let mut args: SmallVec<[Arg; 16]> = SmallVec::new();
     args.extend([place_a.buffer(), place_b.buffer(), Arg::Bytes(bytemuck::cast_slice(&numbers))]);
     args.extend(others.iter().map(Placed::buffer));
@@ -194,12 +201,12 @@ fn choose(plan: Plan, found: [Found; 2], compute: Compute, device: &ClDevice) ->
     #[cfg(test)]
     let cpu = cpu && !tests::PRETEND_GPU.get();
     if cpu || !big {
-        return vectors(plan, compute);
+        return vectors(plan, compute, device);
     }
     let (plan, flip) = along_rows(plan);
     let [a, b] = if flip { [found[1], found[0]] } else { found };
     let mma = Mma::choose(&plan, a, b, info.compute_units, || device.tensor_cores());
-    let variant = mma.map_or_else(|| tiled(&plan, compute, info), Variant::Mma);
+    let variant = mma.map_or_else(|| tiled(&plan, compute, device), Variant::Mma);
     (plan, variant, flip)
 }
 
@@ -210,9 +217,10 @@ fn along_rows(plan: Plan) -> (Plan, bool) {
 }
 
 /// The largest tiles of which every compute unit gets one.
-fn tiled(plan: &Plan, compute: Compute, info: &DeviceInfo) -> Variant {
+fn tiled(plan: &Plan, compute: Compute, device: &ClDevice) -> Variant {
     let wide = compute != Compute::F32;
-    let busy = |tile: usize| plan.m.div_ceil(tile) * plan.n.div_ceil(tile) * plan.count() >= info.compute_units.max(1);
+    let (units, largest) = (device.info().compute_units.max(1), device.tuned(Knob::Tile));
+    let busy = |tile: usize| tile <= largest && plan.m.div_ceil(tile) * plan.n.div_ceil(tile) * plan.count() >= units;
     let (tile, k, items) = match () {
         _ if !wide && busy(128) => (128, 16, 8),
         _ if busy(64) => (64, if wide { 16 } else { 32 }, 4),
@@ -224,19 +232,14 @@ fn tiled(plan: &Plan, compute: Compute, info: &DeviceInfo) -> Variant {
 }
 
 /// Vectors along whichever direction is contiguous.
-fn vectors(plan: Plan, compute: Compute) -> (Plan, Variant, bool) {
+fn vectors(plan: Plan, compute: Compute, device: &ClDevice) -> (Plan, Variant, bool) {
     let width = if compute == Compute::F32 { 16 } else { 8 };
-    let registers = many_registers();
+    let whole = width * device.tuned(Knob::PanelVectors);
     let panel = |plan: Plan, flipped: bool, unit: bool| {
-        let rows = match (plan.m, registers) {
-            (1, _) => 1,
-            (_, true) => 8,
-            (_, false) => 6,
-        };
-        let vectors = if registers { 2 } else { 1 };
-        (plan, Variant::Panel { rows, vectors, width, unit: unit && compute != Compute::I64 }, flipped)
+        let panel = Panel::of(device, plan.m);
+        let height = panel.height(&plan, width, device.info().compute_units);
+        (plan, Variant::Panel { panel, width, unit: unit && compute != Compute::I64, height }, flipped)
     };
-    let whole = width * if registers { 2 } else { 1 };
     let (b_cols, a_rows) = (plan.b.col == 1, plan.a.row == 1);
     let along_k = (plan.a.col == 1 && plan.b.row == 1) || plan.k == 1;
     match () {
@@ -245,21 +248,13 @@ fn vectors(plan: Plan, compute: Compute) -> (Plan, Variant, bool) {
         _ if along_k && compute != Compute::I64 => {
             let flip = plan.n == 1 && plan.m > 1;
             let plan = if flip { plan.transposed() } else { plan };
-            let (rows, cols) = if registers { (4, 4) } else { (2, 2) };
-            let rows = if plan.m == 1 { 1 } else { rows };
-            (plan, Variant::Dot { rows, cols, width }, flip)
+            let side = device.tuned(Knob::DotSide);
+            let rows = if plan.m == 1 { 1 } else { side };
+            (plan, Variant::Dot { rows, cols: side, width }, flip)
         }
         _ if plan.n < plan.m && plan.n < whole => panel(plan.transposed(), true, a_rows),
         _ => panel(plan, false, b_cols),
     }
-}
-
-/// Whether a CPU device has registers for 16 vectors of 64 bytes. An OpenCL CPU is the host.
-fn many_registers() -> bool {
-    #[cfg(target_arch = "x86_64")]
-    return std::arch::is_x86_feature_detected!("avx512f");
-    #[cfg(not(target_arch = "x86_64"))]
-    false
 }
 
 /// How many neighbouring results a work-item of the tensor cores' kernel stores at once, 16 bytes of the widest; 1 where
@@ -334,6 +329,11 @@ fn source(
             let _ = writeln!(defines, "#define {name} p.v[{}]", numbers + i);
         }
         numbers += 4;
+    }
+    if let Variant::Panel { .. } = variant {
+        let convert = if a == DType::F16 { "#define CONVERT_A\n" } else { "" };
+        let _ = writeln!(defines, "#define HEIGHT p.v[{numbers}]\n{convert}");
+        numbers += 1;
     }
     for i in 0..program.scalars() {
         let _ = write!(operands, ", const {c} s{i}");
@@ -460,7 +460,10 @@ mod tests {
                 keys.push(Variant::Tiled { m: tile, n: tile, k, items, a_along_k: flag, b_along_k: true }.key());
             }
             for (rows, vectors, width) in [(1, 1, 8), (1, 2, 16), (6, 1, 16), (8, 2, 8), (8, 2, 16)] {
-                keys.push(Variant::Panel { rows, vectors, width, unit: flag }.key());
+                for (depth, block) in [(128, 48), (256, 48), (256, 384)] {
+                    let panel = Panel { rows, vectors, depth, block };
+                    keys.push(Variant::Panel { panel, width, unit: flag, height: block }.key());
+                }
             }
         }
         for (rows, cols, width) in [(1, 2, 8), (1, 4, 16), (2, 2, 16), (4, 4, 8), (4, 4, 16)] {

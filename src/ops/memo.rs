@@ -71,3 +71,8 @@ pub(super) fn keep(device: Device, exprs: &[Expr], inputs: &[&Tensor], outputs: 
         }
     });
 }
+
+/// Forgets this thread's launches: a parameter that they were prepared with has changed.
+pub(crate) fn forget() {
+    let _ = TABLE.try_with(|table| table.try_borrow_mut().map(|mut table| table.clear()));
+}

@@ -9,16 +9,14 @@ use smallvec::SmallVec;
 use super::collapse::Walk;
 use super::elementwise::{Launch, Params};
 use super::kernels::{KernelKey, Placed, kernel};
-use super::reduce::opencl::{WIDEST, group_size};
+use super::reduce::opencl::WIDEST;
 use crate::device::DeviceKind;
-use crate::device::opencl::{Arg, ClDevice, ClKernel};
+use crate::device::cpu::streaming;
+use crate::device::opencl::{Arg, ClDevice, ClKernel, Knob};
 use crate::{Compute, DType, Result, Tensor};
 
 /// Local memory that tiles may take, where there is as much.
 const TILES: usize = 32 << 10;
-
-/// The side of a tile on processors: lines of f32 that are read and written whole.
-const IN_CACHE: usize = 16;
 
 /// How an operand's offset is found: part of the kernel, so that the common cases cost no index arithmetic.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -60,11 +58,18 @@ enum Form {
         per_item: usize,
     },
     Vector(usize),
-    /// Tiles of `side` x `side` over the innermost dim and dim `turn`.
+    /// Tiles of `side` x `side` over the innermost dim and dim `turn`; processors move whole lines of them.
     Tiled {
         side: usize,
         turn: usize,
+        lines: Option<Lines>,
     },
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Lines {
+    /// Results that no cache holds are stored past it.
+    streamed: bool,
 }
 
 /// A launch, but for where its operands are and what its scalars are.
@@ -113,9 +118,12 @@ pub(super) fn prepare(launch: &Launch) -> Result<Prepared> {
         true => vectors(walk, &tensors, &mut operands).or_else(|| tiles(device, walk, launch, &mut operands)),
         false => None,
     };
-    let form = form.unwrap_or(Form::Scalar { per_item: if gpu { 4 } else { 1 } });
-    // A multiple of every GPU's width, and large enough for PoCL to vectorise over.
-    let local = if gpu || !matches!(form, Form::Tiled { .. }) { group_size(device) } else { 1 };
+    let form = form.unwrap_or_else(|| Form::Scalar { per_item: if gpu { device.tuned(Knob::MapLoads) } else { 1 } });
+    let most = device.info().max_work_group.max(1);
+    let local = match form {
+        Form::Tiled { .. } if !gpu => 1,
+        _ => device.tuned(Knob::MapGroup).min(1 << most.ilog2()),
+    };
     let strided = operands.iter().any(|o| o.access == Access::Strided);
     let rank = if strided { walk.dims.len() } else { 0 };
     // With room for the last group's positions past the end: were they to wrap, an in-place result would be computed twice.
@@ -129,7 +137,10 @@ pub(super) fn prepare(launch: &Launch) -> Result<Prepared> {
         match form {
             Form::Scalar { per_item } => per_item as u64,
             Form::Vector(width) => 1 << 8 | width as u64,
-            Form::Tiled { side, turn } => 2 << 8 | side as u64 | (turn as u64) << 16,
+            Form::Tiled { side, turn, lines } => {
+                let streamed = lines.is_some_and(|lines| lines.streamed);
+                2 << 8 | side as u64 | (turn as u64) << 16 | u64::from(streamed) << 24 | (local as u64) << 32
+            }
         },
     ]);
     // Four operands a word, so that keys of usual length are not on the heap.
@@ -144,7 +155,7 @@ pub(super) fn prepare(launch: &Launch) -> Result<Prepared> {
         layout.extend(walk.strides.iter().flatten().map(|&s| s as i64));
     }
     let (counts, items) = match form {
-        Form::Tiled { side, turn } => {
+        Form::Tiled { side, turn, .. } => {
             let (columns, rows) = (walk.dims[rank - 1], walk.dims[turn]);
             let (across, down) = (columns.div_ceil(side), rows.div_ceil(side));
             (SmallVec::from_slice(&[across, down]), across * down * (count / columns / rows) * local)
@@ -174,7 +185,12 @@ impl Prepared {
         for (t, _) in operands.zip(&self.used).filter(|(_, used)| **used) {
             places.push(t.place()?);
         }
-        let mut args: SmallVec<[Arg; 24]> = places.iter().flat_map(|p| [p.buffer(), p.offset()]).collect();
+        let mut args: SmallVec<[Arg; 24]> = SmallVec::new();
+        // One by one: pairs would be put together elsewhere and copied.
+        for place in &places {
+            args.push(place.buffer());
+            args.push(place.offset());
+        }
         if !self.layout.is_empty() {
             args.push(Arg::Bytes(bytemuck::cast_slice(&self.layout)));
         }
@@ -229,9 +245,15 @@ fn tiles(device: &ClDevice, walk: &Walk, launch: &Launch, operands: &mut Operand
     let turn = (0..last).find(|&d| walk.dims[d] >= 8 && walk.dims[last] >= 8 && (0..inputs).any(|k| turned(k, d)))?;
     let size: usize = (0..inputs).filter(|&k| turned(k, turn)).map(|k| operands[k].dtype.size()).sum();
     let info = device.info();
-    let side = match info.kind {
-        DeviceKind::Cpu => IN_CACHE,
-        _ => [64, 32].into_iter().find(|side| side * (side + 1) * size <= TILES.min(info.local_memory))?,
+    let (side, lines) = match info.kind {
+        DeviceKind::Cpu => {
+            let results: usize = launch.outputs.iter().map(|t| t.numel() * t.dtype.size()).sum();
+            (device.tuned(Knob::TurnLine), Some(Lines { streamed: results >= streaming::LARGE }))
+        }
+        _ => {
+            let fits = |side: &usize| side * (side + 1) * size <= TILES.min(info.local_memory);
+            ([device.tuned(Knob::TurnTile), 32].into_iter().find(fits)?, None)
+        }
     };
     let tiled: SmallVec<[bool; 6]> = (0..operands.len()).map(|k| k < inputs && turned(k, turn)).collect();
     for (operand, tiled) in operands.iter_mut().zip(tiled) {
@@ -240,7 +262,7 @@ fn tiles(device: &ClDevice, walk: &Walk, launch: &Launch, operands: &mut Operand
             operand.access = Access::Strided;
         }
     }
-    Some(Form::Tiled { side, turn })
+    Some(Form::Tiled { side, turn, lines })
 }
 
 /// A host number as a kernel argument of the type computed in.

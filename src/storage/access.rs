@@ -232,7 +232,7 @@ const PIECE: usize = 1 << 17;
 const PARALLEL: usize = 4 * PIECE;
 
 /// Copies between slices of one length, large ones with all threads of the team.
-fn copy(dst: &mut [u8], src: &[u8]) {
+pub(super) fn copy(dst: &mut [u8], src: &[u8]) {
     let piece = if dst.len() < PARALLEL { dst.len() } else { PIECE };
     let large = dst.len() >= LARGE;
     parallel::for_each_chunk(dst, piece, |i, d| {

@@ -3,7 +3,7 @@
 //! From ordinary memory a driver transfers at a third of the bus's speed or less, since it copies to pinned memory of
 //! its own with one thread. Here all threads of the CPU's team copy, past their caches, into a few pinned slices, while
 //! the device transfers what is in others. What the caller sees is the same: the call returns when everything is where
-//! it should be.
+//! it should be. On a processor there is nothing to transfer: all threads copy from or to the buffer where it lies.
 
 #[cfg(test)]
 mod tests;
@@ -17,6 +17,7 @@ use std::time::Duration;
 
 use transfer::{Start, Transfer, bytes};
 
+use super::access::copy;
 use super::driver::Failure;
 use super::driver::host::Host;
 use super::pinned::{Budget, Pinned, PinnedPool, PinnedSource, PinnedStats};
@@ -109,6 +110,9 @@ fn budget() -> &'static Arc<Budget> {
 
 /// Reads bytes of a buffer to the host, waits for them and reports what a kernel of this thread found wrong.
 pub(super) fn read(device: &'static ClDevice, src: &ClBuffer, off: usize, dst: &mut [u8]) -> Result<()> {
+    if is_mapped(device, dst.len()) {
+        return device.with_mapped(src, off, dst.len(), false, |bytes| copy(dst, bytes));
+    }
     let staged = is_staged(device, dst.len()) && !is_pinned(device.device(), addresses(dst));
     match staged.then(|| Ring::new(pool(device), device, DOWN, dst.len())).flatten() {
         Some(ring) => ring.read(src, off, dst),
@@ -118,6 +122,9 @@ pub(super) fn read(device: &'static ClDevice, src: &ClBuffer, off: usize, dst: &
 
 /// Writes bytes from the host to a buffer and waits until they are there.
 pub(super) fn write(device: &'static ClDevice, src: &[u8], dst: &ClBuffer, off: usize) -> Result<()> {
+    if is_mapped(device, src.len()) {
+        return device.with_mapped(dst, off, src.len(), true, |bytes| copy(bytes, src));
+    }
     let staged = is_staged(device, src.len()) && !is_pinned(device.device(), addresses(src));
     match staged.then(|| Ring::new(pool(device), device, UP, src.len())).flatten() {
         Some(ring) => ring.write(src, dst, off),
@@ -129,6 +136,11 @@ pub(super) fn write(device: &'static ClDevice, src: &[u8], dst: &ClBuffer, off: 
 fn is_staged(device: &ClDevice, bytes: usize) -> bool {
     let info = device.info();
     bytes >= LEAST && !info.unified_memory && info.kind != DeviceKind::Cpu
+}
+
+/// Whether the device's memory is the host's, and a transfer large enough for several threads.
+fn is_mapped(device: &ClDevice, bytes: usize) -> bool {
+    bytes >= LEAST && device.info().kind == DeviceKind::Cpu
 }
 
 /// Pinned bytes of users' tensors: of which device, and from where to where.

@@ -1,4 +1,4 @@
-//! The `claystone` program: what allocators do with a trace, what devices there are.
+//! The `claystone` program: what allocators do with a trace, what devices there are and which parameters suit them.
 
 mod devices;
 mod measure;
@@ -8,13 +8,14 @@ mod replay;
 mod report;
 mod snapshot;
 mod trace;
+mod tune;
 
 use std::io::{self, ErrorKind, Write};
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-/// Looks at memory: replays what a program allocated, shows snapshots, lists devices
+/// Looks at memory and devices: replays what a program allocated, shows snapshots, lists devices, tunes their kernels
 #[derive(Parser)]
 #[command(
     version,
@@ -22,7 +23,8 @@ use clap::{Parser, Subcommand};
   claystone replay step.trace                  what the default allocator makes of a trace
   claystone replay --help                      the formats it reads, the columns it prints
   claystone snapshot memory.pickle             what held which memory when a snapshot was taken
-  claystone devices                            what there is to run on"
+  claystone devices                            what there is to run on
+  claystone tune                               measure which parameters of kernels suit opencl:0"
 )]
 struct Cli {
     #[command(subcommand)]
@@ -35,6 +37,7 @@ enum Command {
     Snapshot(snapshot::Args),
     /// List the devices, with their memory and driver
     Devices,
+    Tune(tune::Args),
     /// Print the tables of all operations: docs/operations.md
     Operations,
 }
@@ -44,6 +47,7 @@ fn main() -> ExitCode {
         Command::Replay(args) => replay::run(&args, &mut io::stdout()),
         Command::Snapshot(args) => snapshot::run(&args, &mut io::stdout()),
         Command::Devices => devices::run(&mut io::stdout()),
+        Command::Tune(args) => tune::run(&args, &mut io::stdout()),
         Command::Operations => write!(io::stdout(), "{}", claystone::ops::operations_markdown()).map(|()| true),
     };
     match done {

@@ -16,6 +16,7 @@ use super::fault::{Slot, Slots, Words};
 use super::probe::TensorCores;
 use super::program::Programs;
 use super::queues::{Locked, Queues, SERVICE};
+use super::tuning::Tuning;
 use crate::device::stream::MAX_STREAMS;
 use crate::device::{Device, DeviceInfo, DeviceKind, StreamId};
 use crate::{Error, Result};
@@ -32,6 +33,7 @@ pub(crate) struct ClDevice {
     pub(super) programs: Programs,
     pub(super) faults: Slots,
     pub(super) tensor_cores: OnceLock<TensorCores>,
+    pub(super) tuning: OnceLock<Tuning>,
     /// See [`arrivals`](Self::arrivals).
     arrivals: OnceLock<ClBuffer>,
     /// `fill` and `copy` of `kernels/memory.cl`, where they are used.
@@ -80,6 +82,7 @@ impl ClDevice {
             programs: Programs::default(),
             faults,
             tensor_cores: OnceLock::new(),
+            tuning: OnceLock::new(),
             arrivals: OnceLock::new(),
             memory_kernels: Default::default(),
             driver_text,

@@ -3,8 +3,9 @@
 //! [`discovery`] finds them; [`open`] makes a device usable: one context and one in-order queue a stream, kept for the
 //! life of the process. Work is submitted under the device's one lock and waited for outside it, so a thread that waits
 //! never stops another from submitting: see [`queues`]. [`program`] builds kernels and keeps them on disk, [`launch`]
-//! runs them, [`capture`] records them instead, [`probe`] finds out what they may use, [`transfer`] moves bytes, through [`pinned`] memory where it is to
-//! be fast. [`driver`] is the only file that owns raw handles; [`exit`] stops everything before the process ends.
+//! runs them, [`capture`] records them instead, [`probe`] finds out what they may use, [`tuning`] holds the numbers they
+//! are made with, [`transfer`] moves bytes, through [`pinned`] memory where it is to be fast. [`driver`] is the only file
+//! that owns raw handles; [`exit`] stops everything before the process ends.
 
 mod background;
 pub(crate) mod capture;
@@ -25,6 +26,7 @@ mod stream_tests;
 #[cfg(test)]
 mod tests;
 mod transfer;
+mod tuning;
 
 pub(crate) use context::{ARRIVALS, ClDevice};
 pub(crate) use driver::{ClBuffer, ClEvent, ClKernel};
@@ -35,6 +37,7 @@ pub(crate) use pinned::ClPinned;
 pub(crate) use probe::TensorCores;
 pub(crate) use program::SM_90A;
 pub(crate) use signature::{Parameter, Space};
+pub(crate) use tuning::{Knob, PARAMETERS, Tunable};
 
 use crate::Result;
 use crate::device::DeviceInfo;

@@ -287,7 +287,7 @@ fn open_ptx(binary: &[u8]) -> Option<String> {
 }
 
 /// Where binaries are kept.
-fn cache_dir() -> Option<PathBuf> {
+pub(super) fn cache_dir() -> Option<PathBuf> {
     cache_dir_from(|name| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from))
 }
 
@@ -311,21 +311,25 @@ fn unseal(file: &[u8]) -> Option<&[u8]> {
     (!binary.is_empty() && Sha256::digest(binary)[..] == sum[..]).then_some(binary)
 }
 
-/// Writes a file that other processes see whole or not at all.
 fn save(file: &Path, binary: &[u8]) -> io::Result<()> {
+    write_whole(file, &seal(binary))
+}
+
+/// Writes a file that other processes see whole or not at all.
+pub(super) fn write_whole(file: &Path, bytes: &[u8]) -> io::Result<()> {
     static SERIAL: AtomicU64 = AtomicU64::new(0);
     if let Some(dir) = file.parent() {
         fs::create_dir_all(dir)?;
     }
     let temporary = file.with_extension(format!("{}-{}.tmp", process::id(), SERIAL.fetch_add(1, Relaxed)));
-    let written = fs::write(&temporary, seal(binary)).and_then(|()| fs::rename(&temporary, file));
+    let written = fs::write(&temporary, bytes).and_then(|()| fs::rename(&temporary, file));
     if written.is_err() {
         let _ = fs::remove_file(&temporary);
     }
     written
 }
 
-fn hex(key: &Key) -> String {
+pub(super) fn hex(key: &Key) -> String {
     key.iter().map(|b| format!("{b:02x}")).collect()
 }
 

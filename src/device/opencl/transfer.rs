@@ -1,8 +1,12 @@
 //! Moving bytes: to and from the host, and within the device.
 
+use std::ffi::c_void;
 use std::ptr;
 
-use super::driver::{ClBuffer, ClKernel, call};
+use opencl3::memory::{CL_MAP_READ, CL_MAP_WRITE_INVALIDATE_REGION};
+use opencl3::types::cl_event;
+
+use super::driver::{ClBuffer, ClKernel, call, create};
 use super::errors::ClError;
 use super::queues::Queue;
 use super::{Arg, ClDevice, capture};
@@ -50,12 +54,15 @@ impl ClDevice {
                 false => self.record_copy(src, src_off, dst, dst_off, bytes),
             };
         }
+        if blocking && !overlap && bytes > 0 && self.info().kind == DeviceKind::Cpu {
+            return self.copy_and_wait(stream, src, src_off, dst, dst_off, bytes);
+        }
         if blocking && !overlap {
             // The copy and its wait under one lock.
             in_range("copy", src, src_off, bytes).and(in_range("copy", dst, dst_off, bytes))?;
             return self.submit_and_report(stream, &[self.slot()], |q| match bytes {
                 0 => Ok(()),
-                _ => copy(q, src, src_off, dst, dst_off, bytes),
+                _ => copy(q, src, src_off, dst, dst_off, bytes, ptr::null_mut()),
             });
         }
         if !by_kernel {
@@ -87,9 +94,32 @@ impl ClDevice {
         let copied = if same && src_off.abs_diff(dst_off) < bytes {
             self.copy_overlapping(stream, src, src_off, dst_off, bytes)
         } else {
-            copy(&mut self.lock(stream), src, src_off, dst, dst_off, bytes)
+            copy(&mut self.lock(stream), src, src_off, dst, dst_off, bytes, ptr::null_mut())
         };
         copied.map_err(|e| self.error(self.settle(e)))
+    }
+
+    /// A blocking copy whose own event is waited for: on a processor a marker behind it is felt.
+    fn copy_and_wait(
+        &self,
+        stream: StreamId,
+        src: &ClBuffer,
+        src_off: usize,
+        dst: &ClBuffer,
+        dst_off: usize,
+        bytes: usize,
+    ) -> Result<()> {
+        self.check_lost()?;
+        in_range("copy", src, src_off, bytes)?;
+        in_range("copy", dst, dst_off, bytes)?;
+        let (slot, mut words) = (self.slot(), [0; 4]);
+        self.submit_and_wait(stream, |q, event| {
+            // The faults first: the event is then that of the last command.
+            slot.enqueue_read(q, &mut words)?;
+            copy(q, src, src_off, dst, dst_off, bytes, event)
+        })
+        .map_err(|e| self.error(e))?;
+        self.report(slot, words)
     }
 
     /// In pieces, in the order in which none overwrites what a later one reads. A piece is as long as the ranges are
@@ -113,10 +143,10 @@ impl ClDevice {
             // Moving up: start from the end.
             let at = if dst > src { bytes - done - n } else { done };
             match &temporary {
-                None => copy(&mut queue, buffer, src + at, buffer, dst + at, n)?,
+                None => copy(&mut queue, buffer, src + at, buffer, dst + at, n, ptr::null_mut())?,
                 Some(t) => {
-                    copy(&mut queue, buffer, src + at, t, 0, n)?;
-                    copy(&mut queue, t, 0, buffer, dst + at, n)?;
+                    copy(&mut queue, buffer, src + at, t, 0, n, ptr::null_mut())?;
+                    copy(&mut queue, t, 0, buffer, dst + at, n, ptr::null_mut())?;
                 }
             }
             done += n;
@@ -178,6 +208,44 @@ impl ClDevice {
             call!(clEnqueueWriteBuffer(q.raw, dst.mem(), 0, off, src.len(), from, 0, ptr::null(), event))
         })
         .map_err(|e| self.error(e))
+    }
+
+    /// Calls `f` with bytes of the buffer where they lie, once everything submitted to this thread's stream is done: to
+    /// read them, or to overwrite all of them. For devices whose memory is the host's. What is submitted later comes after.
+    ///
+    /// # Errors
+    /// A range beyond the buffer, and what a kernel of this thread recorded as a fault.
+    pub(crate) fn with_mapped(
+        &self,
+        buffer: &ClBuffer,
+        off: usize,
+        bytes: usize,
+        overwrite: bool,
+        f: impl FnOnce(&mut [u8]),
+    ) -> Result<()> {
+        self.check_lost()?;
+        in_range("map", buffer, off, bytes)?;
+        if bytes == 0 {
+            return Ok(());
+        }
+        let (slot, mut words) = (self.slot(), [0; 4]);
+        let flags = if overwrite { CL_MAP_WRITE_INVALIDATE_REGION } else { CL_MAP_READ };
+        let (mem, stream, mut mapped) = (buffer.mem(), self.current_stream(), ptr::null_mut::<c_void>());
+        self.submit_and_wait(stream, |q, event| {
+            // The faults first: the event is then that of the last command.
+            slot.enqueue_read(q, &mut words)?;
+            mapped = create!(clEnqueueMapBuffer(q.raw, mem, 0, flags, off, bytes, 0, ptr::null(), event))?;
+            Ok(())
+        })
+        .map_err(|e| self.error(e))?;
+        // SAFETY: so many bytes are mapped there until they are unmapped below; the caller says, as for every transfer,
+        // that nobody else uses these bytes of the buffer meanwhile.
+        f(unsafe { std::slice::from_raw_parts_mut(mapped.cast(), bytes) });
+        self.submit_and_wait(stream, |q, event| {
+            call!(clEnqueueUnmapMemObject(q.raw, mem, mapped, 0, ptr::null(), event))
+        })
+        .map_err(|e| self.error(e))?;
+        self.report(slot, words)
     }
 
     /// Repeats a pattern of 1, 2, 4, 8 or 16 bytes. `off` and `bytes` are multiples of its length.
@@ -270,9 +338,10 @@ fn copy(
     dst: &ClBuffer,
     dst_off: usize,
     n: usize,
+    event: *mut cl_event,
 ) -> Result<(), ClError> {
     let (from, to) = (src.mem(), dst.mem());
-    call!(clEnqueueCopyBuffer(q.raw, from, to, src_off, dst_off, n, 0, ptr::null(), ptr::null_mut()))
+    call!(clEnqueueCopyBuffer(q.raw, from, to, src_off, dst_off, n, 0, ptr::null(), event))
 }
 
 /// The caller's mistake, found before the driver sees it.

@@ -45,22 +45,27 @@ pub(super) fn write(
                 writer.function(w, "element", &dims, 1);
             }
         }
-        Form::Tiled { side, turn } => {
+        Form::Tiled { side, turn, lines } => {
             let inner = rank - 1;
             let _ = writeln!(w, "#define TILE {side}\n#define GROUP {local}");
             let _ = writeln!(w, "#define COLUMNS (INDEX)layout.dims[{inner}]\n#define ROWS (INDEX)layout.dims[{turn}]");
             let batch: Vec<usize> = dims.iter().copied().filter(|&d| d != inner && d != turn).collect();
             let _ = writeln!(w, "#define POSITIONS(b) {}", writer.positions("b", &batch));
-            let (mut turned, mut fetch) = (String::new(), String::new());
+            let (mut turned, mut fetch, mut fetch_line) = (String::new(), String::new(), String::new());
             for (k, o) in operands.iter().enumerate().filter(|(_, o)| o.used && o.reach == Reach::Tile) {
                 let space = if local > 1 { "__local " } else { "" };
                 let _ = write!(turned, "{space}{}_t tile{k}[TILE][TILE + 1]; ", o.dtype);
-                let _ = write!(
-                    fetch,
-                    "tile{k}[c][r] = p{k}[at{k} + (long)(column + c) * layout.strides[{k}][{inner}] + row + r]; "
-                );
+                let line = format!("at{k} + (long)(column + c) * layout.strides[{k}][{inner}] + row");
+                let _ = write!(fetch, "tile{k}[c][r] = p{k}[{line} + r]; ");
+                let _ = write!(fetch_line, "LOAD_LINE(p{k} + {line}, tile{k}[c]); ");
             }
             let _ = writeln!(w, "#define TURNED {turned}\n#define FETCH {fetch}");
+            if let Some(lines) = lines {
+                let streamed = if lines.streamed { "#define STREAMED\n" } else { "" };
+                let line = writer.line(side, turn, inner);
+                let _ = writeln!(w, "#define LINE {side}\n{streamed}#define FETCH_LINE {fetch_line}");
+                let _ = writeln!(w, "#define ELEMENT_LINE {line}");
+            }
             let mut element = String::new();
             for (k, _) in operands.iter().enumerate().filter(|(_, o)| o.used && direct(o)) {
                 let _ = write!(
@@ -186,6 +191,37 @@ impl Writer<'_> {
             let _ = writeln!(w, "    *(__global {raw}{width}*)(p{k} + at{k}) = vload{width}(0, b{k});");
         }
         w.push_str("}\n");
+    }
+
+    /// Statements that compute a row of a tile, row r, in whole lines.
+    fn line(&self, side: usize, turn: usize, inner: usize) -> String {
+        let (mut s, inputs) = (String::new(), self.launch.inputs.len());
+        for (k, _) in self.used().filter(|(_, o)| direct(o)) {
+            let _ = write!(
+                s,
+                "const ulong i{k} = at{k} + (long)(row + r) * layout.strides[{k}][{turn}] \
+                 + (long)column * layout.strides[{k}][{inner}]; "
+            );
+        }
+        let outputs = || self.used().filter(|(k, _)| *k >= inputs);
+        for (k, o) in outputs() {
+            let _ = write!(s, "{}_t b{k}[TILE]; ", o.dtype);
+        }
+        s.push_str("_Pragma(\"unroll\") for (uint k = 0; k < TILE; k++) { ");
+        let load = |k: usize| {
+            let o = &self.operands[k];
+            match o.reach {
+                Reach::Tile => format!("from_{}(tile{k}[k][r])", o.dtype),
+                _ if direct(o) => format!("load_{}(p{k}, i{k} + (long)k * layout.strides[{k}][{inner}])", o.dtype),
+                _ => format!("load_{}(p{k}, at{k})", o.dtype),
+            }
+        };
+        self.body(&mut s, side, load, "");
+        s.push_str("} ");
+        for (k, o) in outputs() {
+            let _ = write!(s, "STORE_LINE({}, b{k}, p{k} + i{k}) ", o.dtype.cl_storage());
+        }
+        s.replace('\n', " ")
     }
 
     /// Statements that compute one position from what `load` gives, and store the results: at `{at}{k}`, or among several

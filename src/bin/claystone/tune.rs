@@ -1,0 +1,68 @@
+//! `claystone tune`: which parameters of kernels suit a device.
+
+use std::io::{self, Write};
+
+use claystone::tune::{self, Parameter};
+use claystone::{Device, Result};
+
+/// Measure which parameters of kernels suit a device, and keep them beside the cached programs
+///
+/// Each choice's results are compared with the CPU's before it is timed. Later processes that open the device have the
+/// fastest; without this they have defaults for its class. The device should have nothing else to do.
+#[derive(clap::Args)]
+pub struct Args {
+    /// The device: opencl:0, opencl:1, ...
+    #[arg(long, default_value_t = Device::OpenCL(0))]
+    device: Device,
+    /// Measure nothing: print what is in use
+    #[arg(long, conflicts_with = "check")]
+    show: bool,
+    /// Measure nothing: compare the results of every choice
+    #[arg(long)]
+    check: bool,
+}
+
+/// Prints what it found; false where something failed, which it has reported.
+///
+/// # Errors
+/// Those of writing.
+pub fn run(args: &Args, out: &mut impl Write) -> io::Result<bool> {
+    let mut lines = Ok(());
+    let done = tuned(args, |line| {
+        if lines.is_ok() {
+            lines = writeln!(out, "{line}").and_then(|()| out.flush());
+        }
+    });
+    lines?;
+    if let Err(error) = &done {
+        eprintln!("claystone tune: {error}");
+    }
+    Ok(done.is_ok())
+}
+
+fn tuned(args: &Args, mut print: impl FnMut(String)) -> Result<()> {
+    let device = args.device;
+    if args.show {
+        return tune::parameters(device).map(|all| all.iter().for_each(|p| print(shown(p))));
+    }
+    if args.check {
+        return tune::check(device).map(|()| print(format!("{device}: every choice gives the CPU's results")));
+    }
+    let file = tune::tune(device, |measured| {
+        let p = &measured.parameter;
+        print(shown(p));
+        for (choice, time) in p.choices.iter().zip(&measured.times) {
+            print(format!("    {choice:>6} {time:>12.1} us{}", if *choice == p.value { "  <" } else { "" }));
+        }
+    })?;
+    print(match file {
+        Some(file) => format!("kept in {}", file.display()),
+        None => "kept nowhere: CLAYSTONE_CACHE_DIR is off".to_owned(),
+    });
+    Ok(())
+}
+
+fn shown(p: &Parameter) -> String {
+    let default = if p.value == p.default { String::new() } else { format!(" (default {})", p.default) };
+    format!("{} {}{default}: {}", p.name, p.value, p.doc)
+}

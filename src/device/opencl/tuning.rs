@@ -1,0 +1,301 @@
+//! The numbers that kernels are made with and that depend on the device: one table, with a default for each class of
+//! devices. [`tune`](crate::tune) measures the choices and keeps what it finds beside the programs, in a file a device;
+//! every process that opens the device later has it. A file that is damaged, or of another driver, is not used.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::{fs, io};
+
+use sha2::{Digest, Sha256};
+
+use super::ClDevice;
+use super::program::{cache_dir, hex, write_whole};
+use crate::device::DeviceKind;
+
+/// Devices with the same defaults.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Family {
+    Processor,
+    /// A processor with registers for 32 vectors of 64 bytes, not 16 of 32. An OpenCL CPU is the host.
+    WideProcessor,
+    Gpu,
+}
+
+const PROCESSORS: &[Family] = &[Family::Processor, Family::WideProcessor];
+const GPUS: &[Family] = &[Family::Gpu];
+const ALL: &[Family] = &[Family::Processor, Family::WideProcessor, Family::Gpu];
+
+/// What can be tuned, in the table's order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Knob {
+    MapGroup,
+    MapLoads,
+    TurnTile,
+    TurnLine,
+    PanelRows,
+    PanelVectors,
+    PanelDepth,
+    PanelBlock,
+    DotSide,
+    Tile,
+}
+
+/// A row of the table.
+#[derive(Debug)]
+pub(crate) struct Tunable {
+    pub(crate) knob: Knob,
+    pub(crate) name: &'static str,
+    pub(crate) doc: &'static str,
+    /// Those whose kernels have it.
+    pub(crate) families: &'static [Family],
+    /// Every one is right on every device; what differs is speed.
+    pub(crate) choices: &'static [usize],
+    /// By family.
+    defaults: [usize; 3],
+}
+
+pub(crate) static PARAMETERS: [Tunable; 10] = [
+    Tunable {
+        knob: Knob::MapGroup,
+        name: "map_group",
+        doc: "work-items a group of elementwise kernels",
+        families: ALL,
+        choices: &[64, 128, 256, 512, 1024],
+        defaults: [256, 256, 256],
+    },
+    Tunable {
+        knob: Knob::MapLoads,
+        name: "map_loads",
+        doc: "elements a work-item of elementwise kernels whose operands are not aligned",
+        families: GPUS,
+        choices: &[1, 2, 4, 8],
+        defaults: [1, 1, 4],
+    },
+    Tunable {
+        knob: Knob::TurnTile,
+        name: "turn_tile",
+        doc: "side of the tiles of transposed operands in local memory",
+        families: GPUS,
+        choices: &[32, 64],
+        defaults: [64, 64, 64],
+    },
+    Tunable {
+        knob: Knob::TurnLine,
+        name: "turn_line",
+        doc: "side of the tiles of transposed operands in private memory",
+        families: PROCESSORS,
+        choices: &[8, 16],
+        defaults: [16, 16, 16],
+    },
+    Tunable {
+        knob: Knob::PanelRows,
+        name: "panel_rows",
+        doc: "rows of a matrix product in registers",
+        families: PROCESSORS,
+        choices: &[4, 6, 8],
+        defaults: [6, 8, 6],
+    },
+    Tunable {
+        knob: Knob::PanelVectors,
+        name: "panel_vectors",
+        doc: "vectors of 64 bytes in each of these rows",
+        families: PROCESSORS,
+        choices: &[1, 2],
+        defaults: [1, 2, 1],
+    },
+    Tunable {
+        knob: Knob::PanelDepth,
+        name: "panel_depth",
+        doc: "rows of the right matrix that are multiplied at a time",
+        families: PROCESSORS,
+        choices: &[128, 256, 512],
+        defaults: [256, 128, 256],
+    },
+    Tunable {
+        knob: Knob::PanelBlock,
+        name: "panel_block",
+        doc: "rows of the left matrix that a work-item multiplies with them",
+        families: PROCESSORS,
+        choices: &[96, 192, 384],
+        defaults: [192, 192, 192],
+    },
+    Tunable {
+        knob: Knob::DotSide,
+        name: "dot_side",
+        doc: "rows and columns of a work-item where both matrices are contiguous along the inner dimension",
+        families: PROCESSORS,
+        choices: &[2, 4],
+        defaults: [2, 4, 2],
+    },
+    Tunable {
+        knob: Knob::Tile,
+        name: "tile",
+        doc: "side of the largest tile of a matrix product without tensor cores",
+        families: GPUS,
+        choices: &[32, 64, 128],
+        defaults: [128, 128, 128],
+    },
+];
+
+/// A value for every row of the table.
+pub(super) struct Tuning {
+    values: [AtomicUsize; PARAMETERS.len()],
+}
+
+type Values = [usize; PARAMETERS.len()];
+
+impl Tunable {
+    pub(crate) fn default(&self, family: Family) -> usize {
+        self.defaults[family as usize]
+    }
+}
+
+fn defaults(family: Family) -> Values {
+    std::array::from_fn(|i| PARAMETERS[i].default(family))
+}
+
+/// The rows that kernels of this family have.
+fn rows(family: Family) -> impl Iterator<Item = (usize, &'static Tunable)> {
+    PARAMETERS.iter().enumerate().filter(move |(_, p)| p.families.contains(&family))
+}
+
+impl ClDevice {
+    pub(crate) fn family(&self) -> Family {
+        match self.info().kind {
+            DeviceKind::Cpu if many_registers() => Family::WideProcessor,
+            DeviceKind::Cpu => Family::Processor,
+            _ => Family::Gpu,
+        }
+    }
+
+    /// The value of a parameter on this device.
+    pub(crate) fn tuned(&self, knob: Knob) -> usize {
+        self.tuning().values[knob as usize].load(Relaxed)
+    }
+
+    /// Sets it, for this process.
+    pub(crate) fn set_tuned(&self, knob: Knob, value: usize) {
+        self.tuning().values[knob as usize].store(value, Relaxed);
+    }
+
+    /// Keeps the values for other processes: in which file, unless there is no cache.
+    ///
+    /// # Errors
+    /// Those of writing.
+    pub(crate) fn save_tuning(&self) -> io::Result<Option<PathBuf>> {
+        let Some(file) = self.tuning_file(cache_dir().as_deref()) else { return Ok(None) };
+        let values = std::array::from_fn(|i| self.tuning().values[i].load(Relaxed));
+        write_whole(&file, write(&self.identity(), self.family(), &values).as_bytes())?;
+        Ok(Some(file))
+    }
+
+    fn tuning(&self) -> &Tuning {
+        self.tuning.get_or_init(|| {
+            let stored = self.tuning_file(cache_dir().as_deref()).and_then(|file| self.stored_tuning(&file));
+            Tuning { values: stored.unwrap_or_else(|| defaults(self.family())).map(AtomicUsize::new) }
+        })
+    }
+
+    /// What is in the file, if it is there and says what it should.
+    fn stored_tuning(&self, file: &Path) -> Option<Values> {
+        let read = match fs::read_to_string(file) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return None,
+            Err(error) => Err(error.to_string()),
+            Ok(text) => read(&text, &self.identity(), self.family()),
+        };
+        read.inspect_err(|why| tracing::warn!(?file, why, "stored tuning not used: run `claystone tune` again")).ok()
+    }
+
+    fn tuning_file(&self, dir: Option<&Path>) -> Option<PathBuf> {
+        let name = format!("{}\n{}\n{:?}", self.info().name, self.info().vendor, self.family());
+        Some(dir?.join(format!("{}.tuning", hex(&Sha256::digest(name).into()))))
+    }
+
+    /// What the times are of.
+    fn identity(&self) -> String {
+        let info = self.info();
+        format!("{}, driver {}, claystone {}", info.name, info.driver, env!("CARGO_PKG_VERSION"))
+    }
+}
+
+/// `identity`, then a line a parameter.
+fn write(identity: &str, family: Family, values: &Values) -> String {
+    let lines: String = rows(family).map(|(i, p)| format!("{} {}\n", p.name, values[i])).collect();
+    format!("{identity}\n{lines}")
+}
+
+/// The opposite; what is wrong where it is not all there, or is of something else.
+fn read(text: &str, identity: &str, family: Family) -> Result<Values, String> {
+    let (first, rest) = text.split_once('\n').unwrap_or((text, ""));
+    if first != identity {
+        return Err(format!("it is of \"{first}\", not of \"{identity}\""));
+    }
+    let mut values = defaults(family);
+    let mut lines = rest.lines();
+    for (i, p) in rows(family) {
+        let line = lines.next().unwrap_or_default();
+        let value = line.strip_prefix(p.name).and_then(|value| value.strip_prefix(' ')?.parse().ok());
+        let choice = value.filter(|value| p.choices.contains(value));
+        values[i] = choice.ok_or_else(|| format!("\"{line}\" is no choice of {}", p.name))?;
+    }
+    lines.next().map_or(Ok(values), |line| Err(format!("\"{line}\" is one line too many")))
+}
+
+fn many_registers() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return std::arch::is_x86_feature_detected!("avx512f");
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::devices;
+    use super::*;
+
+    #[test]
+    fn the_table_is_in_order_and_defaults_are_choices() {
+        for (i, p) in PARAMETERS.iter().enumerate() {
+            assert_eq!(p.knob as usize, i, "{}", p.name);
+            assert!(p.families.iter().all(|&family| p.choices.contains(&p.default(family))), "{}", p.name);
+        }
+    }
+
+    #[test]
+    fn what_is_written_is_read_back_and_nothing_else() {
+        for family in ALL.iter().copied() {
+            let mut values = defaults(family);
+            rows(family).for_each(|(i, p)| values[i] = p.choices[p.choices.len() - 1]);
+            let text = write("here, driver 1", family, &values);
+            assert_eq!(read(&text, "here, driver 1", family), Ok(values));
+            assert!(read(&text, "here, driver 2", family).unwrap_err().contains("driver 1"), "of another driver");
+            let cut: Vec<usize> = text.char_indices().map(|(at, _)| at).filter(|&at| at + 1 < text.len()).collect();
+            assert!(cut.into_iter().all(|at| read(&text[..at], "here, driver 1", family).is_err()), "cut short");
+            let (name, choice) = rows(family).map(|(_, p)| (p.name, p.choices[p.choices.len() - 1])).next().unwrap();
+            let right = format!("{name} {choice}\n");
+            for wrong in [format!("{name} 7\n"), format!("{name} -1\n"), format!("{name}\n"), "\u{0}\n".to_owned()] {
+                let error = read(&text.replace(&right, &wrong), "here, driver 1", family).unwrap_err();
+                assert!(error.contains(name), "{error}");
+            }
+            assert!(read(&(text + "more 1\n"), "here, driver 1", family).is_err());
+        }
+    }
+
+    #[test]
+    fn a_file_that_is_missing_or_broken_is_not_used() {
+        let dir = tempfile::tempdir().unwrap();
+        for device in devices() {
+            let file = device.tuning_file(Some(dir.path())).unwrap();
+            assert_eq!(device.stored_tuning(&file), None);
+            let mut values = defaults(device.family());
+            rows(device.family()).for_each(|(i, p)| values[i] = p.choices[0]);
+            let text = write(&device.identity(), device.family(), &values);
+            write_whole(&file, text.as_bytes()).unwrap();
+            assert_eq!(device.stored_tuning(&file), Some(values));
+            for broken in [&b""[..], b"\xff\xfe", &text.as_bytes()[..text.len() / 2]] {
+                fs::write(&file, broken).unwrap();
+                assert_eq!(device.stored_tuning(&file), None);
+            }
+        }
+    }
+}

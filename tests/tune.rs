@@ -1,0 +1,75 @@
+//! `claystone tune`, run as a user runs it.
+
+mod common;
+
+use std::path::Path;
+use std::process::Command;
+
+use claystone::Device;
+
+/// What the program prints, with programs and tuning in a folder of their own.
+#[track_caller]
+fn tune(folder: &Path, kernels: &str, args: &[&str]) -> (String, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_claystone"));
+    command.arg("tune").args(args).env("CLAYSTONE_CACHE_DIR", folder).env("CLAYSTONE_KERNELS", kernels);
+    let done = command.output().unwrap();
+    let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).unwrap();
+    let (out, err) = (text(&done.stdout), text(&done.stderr));
+    assert!(done.status.success(), "{args:?}: {out}{err}");
+    (out, err)
+}
+
+fn has_opencl() -> bool {
+    common::devices().iter().any(|&device| device != Device::Cpu)
+}
+
+/// Around the edges that it makes, against the CPU: with the device's own kernels, and with those of GPUs.
+#[test]
+fn every_choice_gives_the_right_results() {
+    let folder = tempfile::tempdir().unwrap();
+    for kernels in ["", "gpu"].into_iter().filter(|_| has_opencl()) {
+        let (out, _) = tune(folder.path(), kernels, &["--check"]);
+        assert!(out.contains("every choice"), "{out}");
+    }
+}
+
+/// What is stored is what a later process has, unless the file is damaged.
+#[test]
+fn what_is_stored_is_used() {
+    if !has_opencl() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let shown = || tune(folder.path(), "", &["--show"]).0;
+    let defaults = shown();
+    assert!(defaults.contains("map_group 256: ") && !defaults.contains("default"), "{defaults}");
+    let stored = || std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().path());
+    let tuning = || stored().find(|path| path.extension().is_some_and(|e| e == "tuning"));
+    assert_eq!(tuning(), None);
+
+    let (told, _) = tune(folder.path(), "", &[]);
+    let file = tuning().unwrap();
+    assert!(told.contains(&format!("kept in {}", file.display())), "{told}");
+    // Every choice was timed, and a later process has what was chosen.
+    let (measured, values): (Vec<&str>, Vec<&str>) = told.lines().partition(|line| line.starts_with(' '));
+    assert!(measured.len() >= 2 * (values.len() - 1) && measured.iter().all(|line| line.contains(" us")), "{told}");
+    assert_eq!(shown().lines().collect::<Vec<_>>(), values[..values.len() - 1], "{told}");
+
+    // Another choice in the file is another choice in use.
+    let text = std::fs::read_to_string(&file).unwrap();
+    let line = text.lines().find(|line| line.starts_with("map_group ")).unwrap();
+    std::fs::write(&file, text.replace(line, "map_group 64")).unwrap();
+    assert!(shown().contains("map_group 64 (default 256): "), "{}", shown());
+    for broken in [text.replace(line, "map_group 65"), text[..text.len() / 2].to_owned(), String::new()] {
+        std::fs::write(&file, broken).unwrap();
+        assert_eq!(shown(), defaults);
+    }
+}
+
+#[test]
+fn the_cpu_has_nothing_to_tune() {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_claystone"));
+    let done = command.args(["tune", "--device", "cpu"]).output().unwrap();
+    let err = String::from_utf8(done.stderr).unwrap();
+    assert!(!done.status.success() && err.contains("name an OpenCL device"), "{err}");
+}
