@@ -111,7 +111,9 @@ fn budget() -> &'static Arc<Budget> {
 /// Reads bytes of a buffer to the host, waits for them and reports what a kernel of this thread found wrong.
 pub(super) fn read(device: &'static ClDevice, src: &ClBuffer, off: usize, dst: &mut [u8]) -> Result<()> {
     if is_mapped(device, dst.len()) {
-        return device.with_mapped(src, off, dst.len(), false, |bytes| copy(dst, bytes));
+        let (n, to) = (dst.len(), dst.as_mut_ptr());
+        // SAFETY: n bytes are mapped there, which nobody writes before their reader is through; `dst` is borrowed alone.
+        return device.with_mapped(src, off, n, false, |from| unsafe { bytes(from, to, n, copy) });
     }
     let staged = is_staged(device, dst.len()) && !is_pinned(device.device(), addresses(dst));
     match staged.then(|| Ring::new(pool(device), device, DOWN, dst.len())).flatten() {
@@ -123,7 +125,9 @@ pub(super) fn read(device: &'static ClDevice, src: &ClBuffer, off: usize, dst: &
 /// Writes bytes from the host to a buffer and waits until they are there.
 pub(super) fn write(device: &'static ClDevice, src: &[u8], dst: &ClBuffer, off: usize) -> Result<()> {
     if is_mapped(device, src.len()) {
-        return device.with_mapped(dst, off, src.len(), true, |bytes| copy(bytes, src));
+        let (n, from) = (src.len(), src.as_ptr());
+        // SAFETY: n bytes are mapped there, which nobody uses before their writer is through; `src` is borrowed.
+        return device.with_mapped(dst, off, n, true, |to| unsafe { bytes(from, to, n, copy) });
     }
     let staged = is_staged(device, src.len()) && !is_pinned(device.device(), addresses(src));
     match staged.then(|| Ring::new(pool(device), device, UP, src.len())).flatten() {

@@ -210,8 +210,8 @@ impl ClDevice {
         .map_err(|e| self.error(e))
     }
 
-    /// Calls `f` with bytes of the buffer where they lie, once everything submitted to this thread's stream is done: to
-    /// read them, or to overwrite all of them. For devices whose memory is the host's. What is submitted later comes after.
+    /// Calls `f` with the place of so many bytes of the buffer, once everything submitted to this thread's stream is done:
+    /// to read them, or to overwrite all of them. For devices whose memory is the host's. What is submitted later comes after.
     ///
     /// # Errors
     /// A range beyond the buffer, and what a kernel of this thread recorded as a fault.
@@ -221,7 +221,7 @@ impl ClDevice {
         off: usize,
         bytes: usize,
         overwrite: bool,
-        f: impl FnOnce(&mut [u8]),
+        f: impl FnOnce(*mut u8),
     ) -> Result<()> {
         self.check_lost()?;
         in_range("map", buffer, off, bytes)?;
@@ -238,9 +238,7 @@ impl ClDevice {
             Ok(())
         })
         .map_err(|e| self.error(e))?;
-        // SAFETY: so many bytes are mapped there until they are unmapped below; the caller says, as for every transfer,
-        // that nobody else uses these bytes of the buffer meanwhile.
-        f(unsafe { std::slice::from_raw_parts_mut(mapped.cast(), bytes) });
+        f(mapped.cast());
         self.submit_and_wait(stream, |q, event| {
             call!(clEnqueueUnmapMemObject(q.raw, mem, mapped, 0, ptr::null(), event))
         })
