@@ -185,7 +185,7 @@ struct Packed {
 
 impl Packed {
     fn new(op: &'static str, shape: &Shape, heads: usize) -> Result<Packed> {
-        let divides = |all: &usize| heads.checked_mul(3).is_some_and(|n| n > 0 && all % n == 0);
+        let divides = |all: &usize| heads.checked_mul(3).is_some_and(|n| n > 0 && all.is_multiple_of(n));
         match shape.dims() {
             [rows @ .., all] if divides(all) && !rows.is_empty() => {
                 Ok(Packed { rows: Shape::from(rows), heads, width: all / (3 * heads) })

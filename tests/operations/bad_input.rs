@@ -210,7 +210,7 @@ fn provoke(cases: Vec<Case>, device: Device, calls: usize) -> (Vec<String>, usiz
     let cases: Vec<Case> = cases.into_iter().chain(rows).collect();
     let only = std::env::var("CASE").ok();
     for case in cases.iter().filter(|case| only.as_deref().is_none_or(|name| name == case.op.name)) {
-        let mut random = Random(case.op.name.bytes().fold(7, |seed, b| seed * 31 + u64::from(b) & 0xffff_ffff));
+        let mut random = Random(case.op.name.bytes().fold(7, |seed, b| (seed * 31 + u64::from(b)) & 0xffff_ffff));
         for _ in 0..calls {
             let (tensors, arguments) = case.parts(random.below(60), device).expect("a right call");
             let mut call = Call { op: case.op, tensors, arguments };
