@@ -112,7 +112,7 @@ fn budget() -> &'static Arc<Budget> {
 pub(super) fn read(device: &'static ClDevice, src: &ClBuffer, off: usize, dst: &mut [u8]) -> Result<()> {
     if is_mapped(device, dst.len()) {
         let (n, to) = (dst.len(), dst.as_mut_ptr());
-        // SAFETY: n bytes are mapped there, which nobody writes before their reader is through; `dst` is borrowed alone.
+        // SAFETY: n bytes are mapped there, and nothing runs on the device meanwhile; `dst` is borrowed alone.
         return device.with_mapped(src, off, n, false, |from| unsafe { bytes(from, to, n, copy) });
     }
     let staged = is_staged(device, dst.len()) && !is_pinned(device.device(), addresses(dst));
@@ -126,7 +126,7 @@ pub(super) fn read(device: &'static ClDevice, src: &ClBuffer, off: usize, dst: &
 pub(super) fn write(device: &'static ClDevice, src: &[u8], dst: &ClBuffer, off: usize) -> Result<()> {
     if is_mapped(device, src.len()) {
         let (n, from) = (src.len(), src.as_ptr());
-        // SAFETY: n bytes are mapped there, which nobody uses before their writer is through; `src` is borrowed.
+        // SAFETY: n bytes are mapped there, and nothing runs on the device meanwhile; `src` is borrowed.
         return device.with_mapped(dst, off, n, true, |to| unsafe { bytes(from, to, n, copy) });
     }
     let staged = is_staged(device, src.len()) && !is_pinned(device.device(), addresses(src));

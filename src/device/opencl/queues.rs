@@ -235,6 +235,22 @@ impl ClDevice {
         Ok(())
     }
 
+    /// Calls `f` with the queue of a stream while nothing runs on the device and nobody submits anything to it. Waits for
+    /// what runs before it takes the lock, so that others are held up for little more than `f`.
+    pub(super) fn while_idle<T>(
+        &self,
+        stream: StreamId,
+        f: impl FnOnce(&mut Locked<'_>) -> Result<T, ClError>,
+    ) -> Result<T, ClError> {
+        self.submit_and_wait(stream, |q, event| q.marker(event))?;
+        let done = {
+            let mut queue = self.lock(stream);
+            let idle = queue.queues.iter().try_for_each(|q| call!(clFinish(q.raw)));
+            idle.and_then(|()| f(&mut queue))
+        };
+        done.map_err(|e| self.settle(e))
+    }
+
     /// An event that is done when everything submitted to the stream so far is. Other streams may wait for it.
     ///
     /// # Errors

@@ -1,6 +1,5 @@
 //! Moving bytes: to and from the host, and within the device.
 
-use std::ffi::c_void;
 use std::ptr;
 
 use opencl3::memory::{CL_MAP_READ, CL_MAP_WRITE_INVALIDATE_REGION};
@@ -210,8 +209,8 @@ impl ClDevice {
         .map_err(|e| self.error(e))
     }
 
-    /// Calls `f` with the place of so many bytes of the buffer, once everything submitted to this thread's stream is done:
-    /// to read them, or to overwrite all of them. For devices whose memory is the host's. What is submitted later comes after.
+    /// Calls `f` with the place of so many bytes of the buffer, to read them or to overwrite all of them, while nothing runs
+    /// on the device and nobody submits anything to it. For devices whose memory is the host's.
     ///
     /// # Errors
     /// A range beyond the buffer, and what a kernel of this thread recorded as a fault.
@@ -228,19 +227,15 @@ impl ClDevice {
         if bytes == 0 {
             return Ok(());
         }
-        let (slot, mut words) = (self.slot(), [0; 4]);
+        let (slot, mut words, mem) = (self.slot(), [0; 4], buffer.mem());
         let flags = if overwrite { CL_MAP_WRITE_INVALIDATE_REGION } else { CL_MAP_READ };
-        let (mem, stream, mut mapped) = (buffer.mem(), self.current_stream(), ptr::null_mut::<c_void>());
-        self.submit_and_wait(stream, |q, event| {
-            // The faults first: the event is then that of the last command.
+        self.while_idle(self.current_stream(), |q| {
+            let none = ptr::null_mut();
             slot.enqueue_read(q, &mut words)?;
-            mapped = create!(clEnqueueMapBuffer(q.raw, mem, 0, flags, off, bytes, 0, ptr::null(), event))?;
-            Ok(())
-        })
-        .map_err(|e| self.error(e))?;
-        f(mapped.cast());
-        self.submit_and_wait(stream, |q, event| {
-            call!(clEnqueueUnmapMemObject(q.raw, mem, mapped, 0, ptr::null(), event))
+            let mapped = create!(clEnqueueMapBuffer(q.raw, mem, 1, flags, off, bytes, 0, ptr::null(), none))?;
+            f(mapped.cast());
+            call!(clEnqueueUnmapMemObject(q.raw, mem, mapped, 0, ptr::null(), none))?;
+            call!(clFinish(q.raw))
         })
         .map_err(|e| self.error(e))?;
         self.report(slot, words)

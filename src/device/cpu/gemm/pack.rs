@@ -101,6 +101,7 @@ impl Source for f16 {
 impl Source for bf16 {
     #[inline(always)]
     unsafe fn one(at: *const bf16) -> f32 {
+        // SAFETY: the caller's promise.
         f32::from_bits(u32::from(unsafe { *at }.to_bits()) << 16)
     }
     #[inline(always)]
