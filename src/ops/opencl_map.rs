@@ -164,7 +164,6 @@ pub(super) fn prepare(launch: &Launch) -> Result<Prepared> {
     };
     Ok(Prepared {
         device,
-        kernel,
         used: operands.iter().map(|o| o.used).collect(),
         layout,
         compute: launch.compute,
@@ -174,7 +173,9 @@ pub(super) fn prepare(launch: &Launch) -> Result<Prepared> {
         counts,
         wide,
         items,
-        local,
+        // Where the source does not say the size of its groups, the driver may allow no more than 256.
+        local: if matches!(form, Form::Tiled { .. }) { local } else { local.min(kernel.max_work_group()) },
+        kernel,
     })
 }
 
