@@ -194,7 +194,10 @@ mod tests {
             for refused in [x.clone(), &x * 2.0 + &y] {
                 assert!(!run("test", &Program::of(&[refused]), &[&full, &other], &[], &[&out]).unwrap());
             }
-            assert!(!run("test", &Program::of(&[sum.clone()]), &[&out, &other], &[], &[&out]).unwrap(), "in place");
+            assert!(
+                !run("test", &Program::of(std::slice::from_ref(&sum)), &[&out, &other], &[], &[&out]).unwrap(),
+                "in place"
+            );
         }
     }
 }
