@@ -1,4 +1,4 @@
-//! What an operation costs the host: `launch [--device D]`. Small tensors, many operations in a row, nanoseconds a call.
+//! What an operation costs the host: `launch [--device D] [--only CASE] [--rounds N]`. Small tensors, many operations in a row, nanoseconds a call.
 //!
 //! Over a driver whose clSetKernelArg and clEnqueueNDRangeKernel do nothing (see docs/performance.md) it is our own part.
 
@@ -9,10 +9,10 @@ use claystone::{Device, Tensor};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let args: Vec<String> = std::env::args().collect();
-    let device: Device = match args.iter().position(|a| a == "--device") {
-        Some(i) => args.get(i + 1).ok_or("--device needs a value")?.parse()?,
-        None => Device::best(),
-    };
+    let value = |option: &str| args.iter().position(|a| a == option).map(|i| args.get(i + 1).ok_or("it needs a value"));
+    let device: Device = value("--device").transpose()?.map_or(Ok(Device::best()), |name| name.parse())?;
+    let only = value("--only").transpose()?;
+    let rounds = value("--rounds").transpose()?.map_or(Ok(60), |n| n.parse())?;
     let x = Tensor::rand(&[64, 64], device)?;
     let (y, row) = (Tensor::rand(&[64, 64], device)?, Tensor::rand(&[64], device)?);
     type Case<'a> = (&'a str, Box<dyn Fn() -> claystone::Result<()> + 'a>);
@@ -27,9 +27,9 @@ fn main() -> Result<(), Box<dyn Error>> {
         ("clone", Box::new(|| x.try_clone().map(drop))),
         ("transposed copy", Box::new(|| x.t()?.contiguous().map(drop))),
     ];
-    for (name, op) in &cases {
+    for (name, op) in cases.iter().filter(|(name, _)| only.is_none_or(|only| only == name)) {
         let mut times = Vec::new();
-        for _ in 0..60 {
+        for _ in 0..rounds {
             let from = Instant::now();
             for _ in 0..200 {
                 op()?;

@@ -47,7 +47,10 @@ impl Tensor {
     /// # Errors
     /// [`crate::Error::OutOfMemory`] and device failures.
     pub fn try_clone(&self) -> Result<Tensor> {
-        Ok(autograd::record_unary_twice("clone", self.copied(true)?, self, Ok))
+        match autograd::is_tracked(&[self]) {
+            true => Ok(autograd::record_unary_twice("clone", self.copied(true)?, self, Ok)),
+            false => self.copied(true),
+        }
     }
 
     /// A deep copy outside the graph; without `blocking` it is only enqueued, which is all that later operations need.
@@ -56,10 +59,12 @@ impl Tensor {
         let blocking = blocking && !Graph::is_capturing(self.device());
         let size = self.dtype.size();
         if self.is_contiguous() {
-            let out = Tensor::empty_like_shape(self.shape(), self.dtype, self.device())?;
-            let bytes = self.numel() * size;
-            out.storage.copy_from(0, &self.storage, self.layout.offset * size, bytes, blocking)?;
-            return Ok(out);
+            let made = Tensor::empty_like_shape(self.shape(), self.dtype, self.device());
+            if let Ok(out) = &made {
+                let bytes = self.numel() * size;
+                out.storage.copy_from(0, &self.storage, self.layout.offset * size, bytes, blocking)?;
+            }
+            return made;
         }
         let out = self.cast(self.dtype)?;
         if blocking {

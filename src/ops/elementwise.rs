@@ -5,7 +5,7 @@
 
 use smallvec::SmallVec;
 
-use super::autocast::widened_row;
+use super::autocast::{autocast_dtype, widened_row};
 use super::collapse::Walk;
 use super::expr::Expr;
 use super::kernels::Placed;
@@ -57,9 +57,12 @@ pub(crate) fn apply(
 /// [`apply`] for one result.
 fn apply_one(op: &'static str, inputs: &[&Tensor], params: Params, expr: &Expr, dtype: DType) -> Result<Tensor> {
     let device = same_device(op, inputs)?;
-    let out = Tensor::empty_like_shape(broadcast_shape(op, inputs)?, dtype, device)?;
-    apply_into(op, inputs, params, std::slice::from_ref(expr), &[&out])?;
-    Ok(out)
+    // Stays where the caller wants it: to move a tensor costs as much as to compare a few.
+    let made = Tensor::empty_like_shape(broadcast_shape(op, inputs)?, dtype, device);
+    if let Ok(out) = &made {
+        apply_into(op, inputs, params, std::slice::from_ref(expr), &[out])?;
+    }
+    made
 }
 
 /// Computes `exprs` over `inputs`, broadcast to the outputs' shape, into `outputs`. One launch, more where an input
@@ -190,13 +193,22 @@ pub(super) fn broadcast_shape(op: &'static str, inputs: &[&Tensor]) -> Result<Sh
     inputs.iter().try_fold(Shape::default(), |shape, t| shape.broadcast(op, t.shape()))
 }
 
+/// Whether all operands are of this dtype, and none is a mask: almost always.
+fn all_are(dtype: DType, row: &Row, inputs: &[&Tensor]) -> bool {
+    row.masks.is_empty() && inputs.iter().all(|t| t.dtype == dtype)
+}
+
 /// The dtype that a row's operands but its masks meet in.
 fn common_dtype(row: &Row, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<DType> {
     let op = row.name;
     // Where a mask chooses, numbers are made what the tensors are; elsewhere they have a say.
     let numbers = if row.masks.is_empty() { scalars } else { &[] };
-    let operands = inputs.iter().enumerate().filter(|(i, _)| !row.masks.contains(i));
-    let common = promote::common(operands.map(|(_, t)| (t.dtype, t.rank() == 0)), numbers).unwrap_or(inputs[0].dtype);
+    let common = if numbers.is_empty() && all_are(inputs[0].dtype, row, inputs) {
+        inputs[0].dtype
+    } else {
+        let operands = inputs.iter().enumerate().filter(|(i, _)| !row.masks.contains(i));
+        promote::common(operands.map(|(_, t)| (t.dtype, t.rank() == 0)), numbers).unwrap_or(inputs[0].dtype)
+    };
     match row.accepts {
         Accepts::Float if !common.is_float() => return Ok(promote::get_default_dtype()),
         Accepts::Integer if common.is_float() => {
@@ -265,7 +277,10 @@ impl Row {
 /// A table row on tensors: what every generated method calls. Recorded where an input is tracked.
 pub(crate) fn apply_row(row: &'static Row, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<Tensor> {
     same_device(row.name, inputs)?;
-    if let Some(wide) = widened_row(row.name, inputs)? {
+    // Asked first whether there may be any: what gives tensors is moved even where it gives none.
+    if autocast_dtype().is_some()
+        && let Some(wide) = widened_row(row.name, inputs)?
+    {
         return apply_row(row, &wide.iter().collect::<SmallVec<[&Tensor; 3]>>(), scalars);
     }
     let common = common_dtype(row, inputs, scalars)?;
@@ -273,7 +288,9 @@ pub(crate) fn apply_row(row: &'static Row, inputs: &[&Tensor], scalars: &[Scalar
     if let Some(mut out) = registry::replacement(row.name, inputs, arguments)? {
         return Ok(out.swap_remove(0));
     }
-    if let Some(converted) = converted(row, inputs, common)? {
+    if !all_are(common, row, inputs)
+        && let Some(converted) = converted(row, inputs, common)?
+    {
         return apply_row(row, &converted.iter().collect::<SmallVec<[&Tensor; 3]>>(), scalars);
     }
     let dtype = if row.output == Output::Bool { DType::Bool } else { common };
@@ -296,12 +313,12 @@ pub(crate) fn apply_row_(row: &'static Row, inputs: &[&Tensor], scalars: &[Scala
     }
     let params = Params { scalars, seeds: &[] };
     let expr = std::slice::from_ref(row.expr());
-    match converted(row, inputs, common)? {
-        Some(inputs) => {
-            apply_into(row.name, &inputs.iter().collect::<SmallVec<[&Tensor; 3]>>(), params, expr, &[target])
-        }
-        None => apply_into(row.name, inputs, params, expr, &[target]),
+    if !all_are(common, row, inputs)
+        && let Some(inputs) = converted(row, inputs, common)?
+    {
+        return apply_into(row.name, &inputs.iter().collect::<SmallVec<[&Tensor; 3]>>(), params, expr, &[target]);
     }
+    apply_into(row.name, inputs, params, expr, &[target])
 }
 
 rows!(methods);
@@ -316,10 +333,23 @@ pub(crate) fn apply_tracked(
     dtype: DType,
     derivative: &dyn Fn(usize) -> Expr,
 ) -> Result<Tensor> {
-    let out = apply_one(op, inputs, params, expr, dtype)?;
-    if !autograd::is_tracked(inputs) || !dtype.is_float() {
-        return Ok(out);
+    match dtype.is_float() && autograd::is_tracked(inputs) {
+        true => apply_recorded(op, inputs, params, expr, dtype, derivative),
+        false => apply_one(op, inputs, params, expr, dtype),
     }
+}
+
+/// [`apply_tracked`] where an input is. Apart from it, so that others' results are not moved once more.
+#[inline(never)]
+fn apply_recorded(
+    op: &'static str,
+    inputs: &[&Tensor],
+    params: Params,
+    expr: &Expr,
+    dtype: DType,
+    derivative: &dyn Fn(usize) -> Expr,
+) -> Result<Tensor> {
+    let out = apply_one(op, inputs, params, expr, dtype)?;
     let derivatives: SmallVec<[Option<Expr>; 3]> =
         inputs.iter().enumerate().map(|(i, t)| t.node.as_ref().map(|_| derivative(i))).collect();
     // An input that no derivative mentions is not kept alive.
@@ -398,6 +428,7 @@ impl Tensor {
 
     /// Where a kernel finds this tensor, held there until the launch. To be asked for last: what is held cannot be moved
     /// to make room for an allocation.
+    #[inline] // every launch asks, a few times: in registers it is half as much
     pub(crate) fn place(&self) -> Result<Placed<'_>> {
         let place = self.storage.cl()?;
         let start = place.offset() / self.dtype.size();

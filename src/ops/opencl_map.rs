@@ -9,6 +9,7 @@ use smallvec::SmallVec;
 use super::collapse::Walk;
 use super::elementwise::{Launch, Params};
 use super::kernels::{KernelKey, Placed, kernel};
+use super::memo::in_place;
 use super::reduce::opencl::WIDEST;
 use crate::device::DeviceKind;
 use crate::device::cpu::streaming;
@@ -57,7 +58,11 @@ enum Form {
     Scalar {
         per_item: usize,
     },
-    Vector(usize),
+    Vector {
+        width: usize,
+        /// Results that no cache holds are stored past it; likewise below.
+        streamed: bool,
+    },
     /// Tiles of `side` x `side` over the innermost dim and dim `turn`; processors move whole lines of them.
     Tiled {
         side: usize,
@@ -68,7 +73,6 @@ enum Form {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Lines {
-    /// Results that no cache holds are stored past it.
     streamed: bool,
 }
 
@@ -113,9 +117,11 @@ pub(super) fn prepare(launch: &Launch) -> Result<Prepared> {
         })
         .collect();
     let count = launch.outputs[0].numel();
+    let streamed = !gpu && is_streamed(launch);
     // PoCL vectorises functions across work-items, but not loads and stores.
     let form = match gpu || !launch.program.calls_functions() {
-        true => vectors(walk, &tensors, &mut operands).or_else(|| tiles(device, walk, launch, &mut operands)),
+        true => vectors(walk, &tensors, streamed, &mut operands)
+            .or_else(|| tiles(device, walk, launch, streamed, &mut operands)),
         false => None,
     };
     let form = form.unwrap_or_else(|| Form::Scalar { per_item: if gpu { device.tuned(Knob::MapLoads) } else { 1 } });
@@ -136,7 +142,7 @@ pub(super) fn prepare(launch: &Launch) -> Result<Prepared> {
         wide as u64,
         match form {
             Form::Scalar { per_item } => per_item as u64,
-            Form::Vector(width) => 1 << 8 | width as u64,
+            Form::Vector { width, streamed } => 1 << 8 | width as u64 | u64::from(streamed) << 24,
             Form::Tiled { side, turn, lines } => {
                 let streamed = lines.is_some_and(|lines| lines.streamed);
                 2 << 8 | side as u64 | (turn as u64) << 16 | u64::from(streamed) << 24 | (local as u64) << 32
@@ -160,7 +166,7 @@ pub(super) fn prepare(launch: &Launch) -> Result<Prepared> {
             let (across, down) = (columns.div_ceil(side), rows.div_ceil(side));
             (SmallVec::from_slice(&[across, down]), across * down * (count / columns / rows) * local)
         }
-        Form::Vector(each) | Form::Scalar { per_item: each } => (SmallVec::from_slice(&[count]), count.div_ceil(each)),
+        Form::Vector { width: each, .. } | Form::Scalar { per_item: each } => (SmallVec::from_slice(&[count]), count.div_ceil(each)),
     };
     Ok(Prepared {
         device,
@@ -207,9 +213,17 @@ impl Prepared {
     }
 }
 
+/// Whether a processor had best store the results past its caches. Not in place: what was read is in them.
+fn is_streamed(launch: &Launch) -> bool {
+    let bytes = |t: &Tensor| t.numel() * t.dtype.size();
+    let results = launch.outputs.iter().map(|t| bytes(t)).sum();
+    let all = launch.inputs.iter().map(bytes).sum::<usize>() + results;
+    !in_place(launch.inputs.iter(), launch.outputs) && streaming::is_worth_it(results, all)
+}
+
 /// Several neighbours along the innermost dim a work-item, where every operand has them one after another, or one for all,
 /// and starts and steps by whole groups of them: the largest elements then move 16 bytes at a time.
-fn vectors(walk: &Walk, tensors: &[&Tensor], operands: &mut Operands) -> Option<Form> {
+fn vectors(walk: &Walk, tensors: &[&Tensor], streamed: bool, operands: &mut Operands) -> Option<Form> {
     let (&inner, outer) = walk.dims.split_last()?;
     let step = |k: usize| walk.strides[k][outer.len()];
     let largest =
@@ -231,11 +245,17 @@ fn vectors(walk: &Walk, tensors: &[&Tensor], operands: &mut Operands) -> Option<
     for (_, operand) in operands.iter_mut().enumerate().filter(|(k, _)| step(*k) == 1) {
         operand.reach = Reach::Neighbours;
     }
-    Some(Form::Vector(width))
+    Some(Form::Vector { width, streamed })
 }
 
 /// Tiles, in local memory on GPUs, where the results are neighbours along the innermost dim and some inputs along another.
-fn tiles(device: &ClDevice, walk: &Walk, launch: &Launch, operands: &mut Operands) -> Option<Form> {
+fn tiles(
+    device: &ClDevice,
+    walk: &Walk,
+    launch: &Launch,
+    streamed: bool,
+    operands: &mut Operands,
+) -> Option<Form> {
     let (inputs, last) = (launch.inputs.len(), walk.dims.len().checked_sub(1)?);
     if launch.program.seeds() > 0 || (inputs..operands.len()).any(|k| walk.strides[k][last] != 1) {
         return None;
@@ -247,10 +267,7 @@ fn tiles(device: &ClDevice, walk: &Walk, launch: &Launch, operands: &mut Operand
     let size: usize = (0..inputs).filter(|&k| turned(k, turn)).map(|k| operands[k].dtype.size()).sum();
     let info = device.info();
     let (side, lines) = match info.kind {
-        DeviceKind::Cpu => {
-            let results: usize = launch.outputs.iter().map(|t| t.numel() * t.dtype.size()).sum();
-            (device.tuned(Knob::TurnLine), Some(Lines { streamed: results >= streaming::LARGE }))
-        }
+        DeviceKind::Cpu => (device.tuned(Knob::TurnLine), Some(Lines { streamed })),
         _ => {
             let fits = |side: &usize| side * (side + 1) * size <= TILES.min(info.local_memory);
             ([device.tuned(Knob::TurnTile), 32].into_iter().find(fits)?, None)
@@ -272,5 +289,32 @@ pub(crate) fn scalar_arg<'a>(compute: Compute, s: crate::Scalar) -> Arg<'a> {
         Compute::F32 => Arg::F32(s.to_f64() as f32),
         Compute::F64 => Arg::F64(s.to_f64()),
         Compute::I64 => Arg::I64(s.to_i64()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Device;
+    use crate::device::opencl;
+
+    /// Processors store them past their caches, but for those in place, which take turns with the others here.
+    #[test]
+    fn results_larger_than_the_cache_are_the_cpus() {
+        let n = (streaming::LARGE / 4 + 1003) as i64;
+        let results = |device| -> Result<Vec<Tensor>> {
+            let (x, y) = (Tensor::arange(0, n, 1, device)?, Tensor::arange(n, 0, -1, device)?);
+            let (half, out) = (y.to_dtype(DType::BF16)?, x.empty_like()?);
+            Tensor::map_into(&[&x, &y], &[], &[&out], |x, _| vec![&x[0] - &x[1]])?;
+            let sum = x.add(&out)?;
+            x.add_(&out)?;
+            Ok(vec![out.relu()?, out, sum, x.add(&half)?, half.abs()?.to_dtype(DType::F32)?, x])
+        };
+        let right = results(Device::Cpu).unwrap();
+        for device in (0..opencl::count()).map(Device::OpenCL) {
+            for (i, (got, right)) in results(device).unwrap().iter().zip(&right).enumerate() {
+                assert!(got.to_device(Device::Cpu).unwrap().equal(right).unwrap(), "result {i} on {device}");
+            }
+        }
     }
 }

@@ -104,6 +104,7 @@ pub(crate) fn with_host<R>(
 
 impl Storage {
     /// The buffer and the offset to enqueue work on. Empty storages have none, nor need it: callers launch nothing.
+    #[inline]
     pub(crate) fn cl(&self) -> Result<ClPlace<'_>> {
         if let Home::OpenCl(device, lease) = &self.allocation().home {
             if capture::is_recording(device.device()) {
@@ -114,6 +115,11 @@ impl Storage {
                 return Ok(ClPlace { device, buffer, place });
             }
         }
+        self.not_cl()
+    }
+
+    #[cold]
+    fn not_cl(&self) -> Result<ClPlace<'_>> {
         Err(Error::invalid("storage", format!("{self:?} are not in OpenCL memory")))
     }
 

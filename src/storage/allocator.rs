@@ -241,6 +241,7 @@ impl Block {
     ///
     /// A thread holds one place of a block at a time: a second one waits behind whoever waits to write to the block, who
     /// waits for the first. Printing a block with `{:?}` takes its place, too.
+    #[inline]
     pub fn place(&self) -> Place<'_> {
         let guard = self.slot().lock.read().unwrap_or_else(PoisonError::into_inner);
         Place { segment: self.segment(), offset: self.slot().offset.load(Relaxed), _guard: guard }

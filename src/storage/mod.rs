@@ -201,6 +201,7 @@ impl Storage {
         Ok(storage)
     }
 
+    #[inline]
     fn raw(device: Device, bytes: usize) -> Result<Storage> {
         let home = match device {
             _ if bytes == 0 => Home::Empty,
@@ -234,6 +235,7 @@ impl Storage {
             && staging::is_pinned(device, start.addr().get()..start.addr().get() + size)
     }
 
+    #[inline]
     fn new(device: Device, size: usize, home: Home) -> Storage {
         let allocation = Allocation { device, size, version: AtomicU64::new(0), home };
         let mut spare = SPARE.try_with(|spare| spare.borrow_mut().pop()).ok().flatten();
@@ -409,6 +411,7 @@ fn home_stream(device: Device) -> StreamId {
 }
 
 impl Lease {
+    #[inline]
     fn new(device: Device, bytes: usize) -> Result<Lease> {
         let (from, is_own) = match scope::allocator(device) {
             Some(allocator) => (From::Scope(allocator), false),
@@ -421,12 +424,18 @@ impl Lease {
         let block = allocator.allocate(bytes, home_stream(device))?;
         // A user's own allocator is not trusted with this: the bytes are about to be read and written.
         if !is_own && !fits(&block, device, bytes) {
-            let reason = format!("{allocator:?} gave {block:?} for {bytes} bytes on {device}");
-            allocator.deallocate(block);
-            return Err(Error::invalid("allocate", reason));
+            return Err(refused(allocator, block, device, bytes));
         }
         Ok(Lease { block: ManuallyDrop::new(block), from })
     }
+}
+
+/// Gives back a block that is not what was asked for.
+#[cold]
+fn refused(allocator: &dyn Allocator, block: Block, device: Device, bytes: usize) -> Error {
+    let reason = format!("{allocator:?} gave {block:?} for {bytes} bytes on {device}");
+    allocator.deallocate(block);
+    Error::invalid("allocate", reason)
 }
 
 /// Whether a block is one for so many bytes on this device. Kernels write up to the last sixteen bytes whole.

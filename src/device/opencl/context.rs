@@ -5,7 +5,7 @@ use std::ptr;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use opencl3::memory::{CL_MEM_READ_WRITE, CL_MIGRATE_MEM_OBJECT_CONTENT_UNDEFINED};
-use opencl3::types::{cl_context, cl_device_id};
+use opencl3::types::{cl_context, cl_device_id, cl_event};
 use smallvec::{SmallVec, smallvec};
 
 use super::discovery::Found;
@@ -18,7 +18,7 @@ use super::program::Programs;
 use super::queues::{Locked, Queues, SERVICE};
 use super::tuning::Tuning;
 use crate::device::stream::MAX_STREAMS;
-use crate::device::{Device, DeviceInfo, DeviceKind, StreamId};
+use crate::device::{Device, DeviceInfo, StreamId};
 use crate::{Error, Result};
 
 /// Counters of a stream that a kernel may use; see [`ClDevice::arrivals`].
@@ -148,32 +148,30 @@ impl ClDevice {
         Ok(self.arrivals.get_or_init(|| buffer))
     }
 
-    /// Waits for everything submitted to the stream so far, and reports the faults in these slots.
+    /// Waits for everything submitted to the stream so far, and reports the faults in these slots. The driver is asked only
+    /// where there is something to wait for.
     pub(super) fn wait_and_report(&self, stream: StreamId, slots: &[&'static Slot]) -> Result<()> {
-        self.submit_and_report(stream, slots, |_| Ok(()))
+        if self.queues.is_finished(stream) && !slots.iter().any(|slot| slot.is_pending()) {
+            return self.check_lost();
+        }
+        self.submit_and_report(stream, slots, |q, event| q.marker(event))
     }
 
-    /// [`wait_and_report`](Self::wait_and_report) behind commands that it submits under the same lock.
+    /// [`submit_and_wait`](Self::submit_and_wait), and reports the faults that kernels submitted before recorded in these
+    /// slots.
     pub(super) fn submit_and_report(
         &self,
         stream: StreamId,
         slots: &[&'static Slot],
-        submit: impl FnOnce(&mut Locked<'_>) -> Result<(), ClError>,
+        submit: impl FnOnce(&mut Locked<'_>, *mut cl_event) -> Result<(), ClError>,
     ) -> Result<()> {
         self.check_lost()?;
         let mut words: SmallVec<[Words; 2]> = smallvec![[0; 4]; slots.len()];
-        let commands = |q: &mut Locked<'_>| {
-            submit(q)?;
-            slots.iter().zip(&mut words).try_for_each(|(slot, words)| slot.enqueue_read(q, words))
-        };
-        match self.info().kind {
-            DeviceKind::DiscreteGpu => self.submit_and_finish(stream, commands),
-            // PoCL's queues are used by one thread at a time: clFinish would hold the lock while it waits.
-            _ => self.submit_and_wait(stream, |q, event| {
-                commands(q)?;
-                q.marker(event)
-            }),
-        }
+        self.submit_and_wait(stream, |q, event| {
+            // The faults first: the event is that of the last command.
+            slots.iter().zip(&mut words).try_for_each(|(slot, words)| slot.enqueue_read(q, words))?;
+            submit(q, event)
+        })
         .map_err(|e| self.error(e))?;
         // Every slot is cleared, the first fault is told.
         slots.iter().zip(words).map(|(slot, words)| self.report(slot, words)).fold(Ok(()), Result::and)

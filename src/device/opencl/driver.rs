@@ -6,6 +6,7 @@
 
 use std::ffi::c_void;
 use std::ptr;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use cl3::OpenClRuntime;
@@ -79,18 +80,35 @@ impl Drop for ClBuffer {
 pub(crate) struct ClKernel {
     kernel: cl_kernel,
     name: &'static str,
-    args: usize,
+    /// The bits of the numbers that arguments were last set to, [`NOT_SET`] elsewhere. Changed under the queue lock.
+    numbers: Box<[AtomicU64]>,
     max_work_group: usize,
 }
 
+/// A number with these bits is set every time.
+const NOT_SET: u64 = u64::MAX;
+
 impl ClKernel {
     pub(super) fn new(kernel: cl_kernel, name: &'static str) -> ClKernel {
-        ClKernel { kernel, name, args: 0, max_work_group: 0 }
+        ClKernel { kernel, name, numbers: Box::default(), max_work_group: 0 }
     }
 
     pub(super) fn with_limits(mut self, args: usize, max_work_group: usize) -> ClKernel {
-        (self.args, self.max_work_group) = (args, max_work_group);
+        self.numbers = (0..args).map(|_| AtomicU64::new(NOT_SET)).collect();
+        self.max_work_group = max_work_group;
         self
+    }
+
+    /// Whether this argument was last set to a number of these bits.
+    pub(super) fn has_number(&self, index: u32, bits: u64) -> bool {
+        bits != NOT_SET && self.numbers.get(index as usize).is_some_and(|number| number.load(Relaxed) == bits)
+    }
+
+    /// Notes that it was.
+    pub(super) fn note_number(&self, index: u32, bits: u64) {
+        if let Some(number) = self.numbers.get(index as usize) {
+            number.store(bits, Relaxed);
+        }
     }
 
     /// What messages call it.
@@ -100,7 +118,7 @@ impl ClKernel {
 
     /// How many arguments it declares.
     pub(crate) fn arg_count(&self) -> usize {
-        self.args
+        self.numbers.len()
     }
 
     /// The largest work-group this kernel can run in, on its device.

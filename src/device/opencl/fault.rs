@@ -135,7 +135,8 @@ impl Slot {
         self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn is_pending(&self) -> bool {
+    /// Whether there may be something to read.
+    pub(super) fn is_pending(&self) -> bool {
         !self.pending().is_empty()
     }
 

@@ -141,17 +141,27 @@ pub(super) fn enqueue_kernel(
     Ok(None)
 }
 
+/// Sets an argument, but for a number that the kernel has there from an earlier launch. Under the queues' lock.
 pub(super) fn set_arg(kernel: &ClKernel, index: u32, arg: &Arg<'_>) -> Result<(), ClError> {
-    fn value<T: Copy>(kernel: &ClKernel, index: u32, x: T) -> Result<(), ClError> {
+    fn value<T>(kernel: &ClKernel, index: u32, x: T) -> Result<(), ClError> {
         call!(clSetKernelArg(kernel.raw(), index, size_of::<T>(), ptr::from_ref(&x).cast::<c_void>()))
     }
+    fn number<T>(kernel: &ClKernel, index: u32, bits: u64, x: T) -> Result<(), ClError> {
+        if kernel.has_number(index, bits) {
+            return Ok(());
+        }
+        value(kernel, index, x)?;
+        kernel.note_number(index, bits);
+        Ok(())
+    }
     match *arg {
+        // Always: a buffer may have the handle of one that is gone, which the driver need not see to be another.
         Arg::Buffer(b) => value(kernel, index, b.mem()),
-        Arg::U32(x) => value(kernel, index, x),
-        Arg::I64(x) => value(kernel, index, x),
-        Arg::U64(x) => value(kernel, index, x),
-        Arg::F32(x) => value(kernel, index, x),
-        Arg::F64(x) => value(kernel, index, x),
+        Arg::U32(x) => number(kernel, index, x.into(), x),
+        Arg::I64(x) => number(kernel, index, x as u64, x),
+        Arg::U64(x) => number(kernel, index, x, x),
+        Arg::F32(x) => number(kernel, index, x.to_bits().into(), x),
+        Arg::F64(x) => number(kernel, index, x.to_bits(), x),
         Arg::Bytes(b) => call!(clSetKernelArg(kernel.raw(), index, b.len(), b.as_ptr().cast())),
         Arg::Local(bytes) => call!(clSetKernelArg(kernel.raw(), index, bytes, ptr::null())),
     }

@@ -5,7 +5,7 @@
 
 use std::ops::{Deref, DerefMut};
 use std::ptr;
-use std::sync::atomic::{AtomicU64, Ordering::AcqRel, Ordering::Acquire};
+use std::sync::atomic::{AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use opencl3::types::{cl_command_queue, cl_context, cl_device_id, cl_event};
@@ -15,6 +15,7 @@ use super::errors::ClError;
 use super::exit;
 use super::{ClDevice, capture};
 use crate::Result;
+use crate::device::DeviceKind;
 use crate::device::stream::{self, Ids, MAX_STREAMS, StreamId};
 
 /// The queue for what waits on the host and orders nothing, such as committing memory: no stream's, so that it never
@@ -56,8 +57,11 @@ impl Queue {
         call!(clFlush(self.raw))
     }
 
-    /// Enqueues a marker: its event is done when everything before it is.
+    /// Enqueues a marker: its event is done when everything before it is. None where nobody wants its event.
     pub(super) fn marker(&self, event: *mut cl_event) -> Result<(), ClError> {
+        if event.is_null() {
+            return Ok(());
+        }
         match call!(clEnqueueMarkerWithWaitList(self.raw, 0, ptr::null(), event)) {
             Err(e) if e.is_missing() => call!(clEnqueueMarker(self.raw, event)),
             other => other,
@@ -149,7 +153,8 @@ impl Queues {
         &self.progress[stream.index()]
     }
 
-    fn is_finished(&self, stream: StreamId) -> bool {
+    /// Whether everything submitted to the stream is known to be done.
+    pub(super) fn is_finished(&self, stream: StreamId) -> bool {
         let progress = self.progress(stream);
         progress.finished.load(Acquire) == progress.submitted.load(Acquire)
     }
@@ -183,53 +188,38 @@ impl ClDevice {
     /// The queue of a stream, to submit something to it.
     pub(super) fn lock(&self, stream: StreamId) -> Locked<'_> {
         let queues = self.queues.lock();
-        self.queues.progress(stream).submitted.fetch_add(1, AcqRel);
+        let submitted = &self.queues.progress(stream).submitted;
+        submitted.store(submitted.load(Relaxed) + 1, Release);
         Locked { queues, at: stream.index() }
     }
 
-    /// Submits commands to a stream under the lock, the last of which fills in the event, and waits for it outside the
-    /// lock. The queue is in order, so all of them are done then.
+    /// Submits commands to a stream under the lock, and waits outside it until they are done. The last of them is given the
+    /// event to fill in: the queue is in order. On discrete GPUs there is none (null), and everything submitted to the stream
+    /// so far is waited for: their drivers finish a queue sooner than an event, and while others submit to it. PoCL's queues
+    /// are used by one thread at a time: there clFinish would hold up others.
     pub(super) fn submit_and_wait(
         &self,
         stream: StreamId,
         submit: impl FnOnce(&mut Locked<'_>, *mut cl_event) -> Result<(), ClError>,
     ) -> Result<(), ClError> {
-        let mut raw = ptr::null_mut();
-        let (submitted, count) = {
+        let (by_event, mut raw) = (self.info().kind != DeviceKind::DiscreteGpu, ptr::null_mut());
+        let (submitted, ours, count) = {
             let mut queue = self.lock(stream);
-            let submitted = submit(&mut queue, &mut raw);
-            // Even after a failure: what did get onto the queue may be writing to the caller's memory.
-            let flushed = queue.flush();
-            queue.flush_at = FIRST_FLUSH;
-            if submitted.is_err() {
-                let _ = call!(clFinish(queue.raw));
-            }
-            (submitted.and(flushed), self.submitted(stream))
-        };
-        let event = (!raw.is_null()).then(|| ClEvent(raw));
-        let waited = event.map_or(Ok(()), |e| e.wait());
-        submitted.and(waited).map_err(|e| self.settle(e))?;
-        exit::waited();
-        self.queues.finished(stream, count);
-        Ok(())
-    }
-
-    /// Submits commands to a stream under the lock, and waits outside it for everything submitted there so far. On GPUs:
-    /// their drivers finish a queue sooner than an event, and while others submit to it.
-    pub(super) fn submit_and_finish(
-        &self,
-        stream: StreamId,
-        submit: impl FnOnce(&mut Locked<'_>) -> Result<(), ClError>,
-    ) -> Result<(), ClError> {
-        let (submitted, raw, count) = {
-            let mut queue = self.lock(stream);
-            let submitted = submit(&mut queue);
+            let submitted = submit(&mut queue, if by_event { &mut raw } else { ptr::null_mut() });
             (queue.unflushed, queue.flush_at) = (0, FIRST_FLUSH);
-            (submitted, queue.raw, self.submitted(stream))
+            // Even after a failure: what did get onto the queue may be writing to the caller's memory.
+            let flushed = match (by_event, &submitted) {
+                (true, Ok(())) => queue.flush(),
+                (true, Err(_)) => call!(clFinish(queue.raw)),
+                (false, _) => Ok(()),
+            };
+            (submitted.and(flushed), queue.raw, self.submitted(stream))
         };
-        // Also after a failure: what did get onto the queue may be writing to the caller's memory.
-        let finished = call!(clFinish(raw));
-        submitted.and(finished).map_err(|e| self.settle(e))?;
+        let waited = match by_event {
+            true => (!raw.is_null()).then(|| ClEvent(raw)).map_or(Ok(()), |event| event.wait()),
+            false => call!(clFinish(ours)),
+        };
+        submitted.and(waited).map_err(|e| self.settle(e))?;
         exit::waited();
         self.queues.finished(stream, count);
         Ok(())
@@ -242,7 +232,9 @@ impl ClDevice {
         stream: StreamId,
         f: impl FnOnce(&mut Locked<'_>) -> Result<T, ClError>,
     ) -> Result<T, ClError> {
-        self.submit_and_wait(stream, |q, event| q.marker(event))?;
+        if !self.queues.is_finished(stream) {
+            self.submit_and_wait(stream, |q, event| q.marker(event))?;
+        }
         let done = {
             let mut queue = self.lock(stream);
             let idle = queue.queues.iter().try_for_each(|q| call!(clFinish(q.raw)));

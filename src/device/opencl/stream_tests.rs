@@ -125,6 +125,25 @@ fn finishing_a_device_finishes_every_stream() {
 }
 
 #[test]
+fn who_waits_for_what_is_done_asks_the_driver_nothing() {
+    for device in devices() {
+        let stream = Stream::new(device.device()).unwrap();
+        let count = || device.submitted(stream.id());
+        let x = ints(device, 0);
+        for round in 1..4 {
+            with_stream(&stream, || add_ones(device, &x, 10));
+            stream.synchronize().unwrap();
+            let before = count();
+            stream.synchronize().unwrap();
+            assert_eq!(count(), before, "a wait is counted as it is enqueued");
+            with_stream(&stream, || device.read(&x, 0, &mut [0; 4])).unwrap();
+            assert!(count() > before);
+            assert_ints(device, &x, 10 * round);
+        }
+    }
+}
+
+#[test]
 fn a_dropped_streams_work_is_done_and_its_queue_serves_the_next() {
     for device in devices() {
         let x = ints(device, 0);

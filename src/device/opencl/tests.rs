@@ -210,6 +210,26 @@ fn every_kind_of_argument_arrives() {
 }
 
 #[test]
+fn a_number_is_set_again_where_it_has_changed() {
+    for device in devices() {
+        let kernel = axb_kernel(device);
+        assert!(!kernel.has_number(3, 0), "nothing is set");
+        let (x, y) = (buffer(device, &7i32.to_ne_bytes()), buffer(device, &[0; 4]));
+        for (a, b) in [(0, 0), (2, 0), (2, 0), (2, 5), (-1, 5), (-1, -1), (-1, -1), (3, -1), (2, 0)] {
+            axb(device, &kernel, &x, &y, a, b).unwrap();
+            assert_eq!(contents(device, &y), (7 * a + b).to_ne_bytes(), "{a} * 7 + {b}");
+            assert!(kernel.has_number(2, 1) && kernel.has_number(3, u64::from(a as u32)));
+        }
+        // All ones also stand for what is not known.
+        for n in [1, u64::MAX, 1] {
+            let args = [Arg::Buffer(&x), Arg::Buffer(&y), Arg::U64(n), Arg::U32(1), Arg::U32(1)];
+            device.launch(&kernel, &args, &[1], &[1]).unwrap();
+            assert_eq!((contents(device, &y), kernel.has_number(2, u64::MAX)), (8i32.to_ne_bytes().to_vec(), false));
+        }
+    }
+}
+
+#[test]
 fn doubles_arrive_where_there_are_any() {
     const SOURCE: &str = "
     #ifdef HAS_F64

@@ -37,37 +37,27 @@ impl ClDevice {
         bytes: usize,
         blocking: bool,
     ) -> Result<()> {
-        let stream = self.current_stream();
-        // On GPUs a kernel starts sooner than the driver's copy, and is as fast; who waits has the driver's.
-        let overlap = src.mem() == dst.mem() && src_off.abs_diff(dst_off) < bytes;
-        let by_kernel = bytes > 0
-            && !blocking
-            && !overlap
-            && in_range("copy", src, src_off, bytes).and(in_range("copy", dst, dst_off, bytes)).is_ok()
-            && self.copied_by_kernel(src, src_off, dst, dst_off, bytes)?;
-        if capture::is_recording(self.device()) {
-            in_range("copy", src, src_off, bytes).and(in_range("copy", dst, dst_off, bytes))?;
-            return match by_kernel || bytes == 0 {
-                true => Ok(()),
-                false if overlap => Err(Error::invalid("copy", "a graph has no copies between overlapping bytes")),
-                false => self.record_copy(src, src_off, dst, dst_off, bytes),
-            };
-        }
-        if blocking && !overlap && bytes > 0 && self.info().kind == DeviceKind::Cpu {
-            return self.copy_and_wait(stream, src, src_off, dst, dst_off, bytes);
-        }
-        if blocking && !overlap {
-            // The copy and its wait under one lock.
-            in_range("copy", src, src_off, bytes).and(in_range("copy", dst, dst_off, bytes))?;
-            return self.submit_and_report(stream, &[self.slot()], |q| match bytes {
-                0 => Ok(()),
-                _ => copy(q, src, src_off, dst, dst_off, bytes, ptr::null_mut()),
+        in_range("copy", src, src_off, bytes).and(in_range("copy", dst, dst_off, bytes))?;
+        let (stream, recording) = (self.current_stream(), capture::is_recording(self.device()));
+        let apart = src.mem() != dst.mem() || src_off.abs_diff(dst_off) >= bytes;
+        if bytes > 0 && apart && blocking && !recording {
+            return self.submit_and_report(stream, &[self.slot()], |q, event| {
+                copy(q, src, src_off, dst, dst_off, bytes, event)
             });
         }
-        if !by_kernel {
-            self.copy_on(stream, src, src_off, dst, dst_off, bytes)?;
+        // On GPUs a kernel starts sooner than the driver's copy, and is as fast; who waits has the driver's.
+        if bytes > 0 && apart && !blocking && self.copied_by_kernel(src, src_off, dst, dst_off, bytes)? {
+            return Ok(());
         }
-        if blocking { self.wait_and_report(stream, &[self.slot()]) } else { Ok(()) }
+        match (recording, apart) {
+            (true, _) if bytes == 0 => Ok(()),
+            (true, true) => self.record_copy(src, src_off, dst, dst_off, bytes),
+            (true, false) => Err(Error::invalid("copy", "a graph has no copies between overlapping bytes")),
+            (false, _) => {
+                self.copy_on(stream, src, src_off, dst, dst_off, bytes)?;
+                if blocking { self.wait_and_report(stream, &[self.slot()]) } else { Ok(()) }
+            }
+        }
     }
 
     /// [`copy`](Self::copy) on a given stream, returning when it is submitted.
@@ -96,29 +86,6 @@ impl ClDevice {
             copy(&mut self.lock(stream), src, src_off, dst, dst_off, bytes, ptr::null_mut())
         };
         copied.map_err(|e| self.error(self.settle(e)))
-    }
-
-    /// A blocking copy whose own event is waited for: on a processor a marker behind it is felt.
-    fn copy_and_wait(
-        &self,
-        stream: StreamId,
-        src: &ClBuffer,
-        src_off: usize,
-        dst: &ClBuffer,
-        dst_off: usize,
-        bytes: usize,
-    ) -> Result<()> {
-        self.check_lost()?;
-        in_range("copy", src, src_off, bytes)?;
-        in_range("copy", dst, dst_off, bytes)?;
-        let (slot, mut words) = (self.slot(), [0; 4]);
-        self.submit_and_wait(stream, |q, event| {
-            // The faults first: the event is then that of the last command.
-            slot.enqueue_read(q, &mut words)?;
-            copy(q, src, src_off, dst, dst_off, bytes, event)
-        })
-        .map_err(|e| self.error(e))?;
-        self.report(slot, words)
     }
 
     /// In pieces, in the order in which none overwrites what a later one reads. A piece is as long as the ranges are
@@ -164,15 +131,10 @@ impl ClDevice {
         if dst.is_empty() {
             return Ok(());
         }
-        let (slot, mut words) = (self.slot(), [0; 4]);
         let to = dst.as_mut_ptr().cast();
-        self.submit_and_wait(self.current_stream(), |q, event| {
-            // The faults first: the event is then that of the last command.
-            slot.enqueue_read(q, &mut words)?;
+        self.submit_and_report(self.current_stream(), &[self.slot()], |q, event| {
             call!(clEnqueueReadBuffer(q.raw, src.mem(), 0, off, dst.len(), to, 0, ptr::null(), event))
         })
-        .map_err(|e| self.error(e))?;
-        self.report(slot, words)
     }
 
     /// [`read`](Self::read) on the default stream, telling no fault.

@@ -7,6 +7,17 @@ use crate::ops::elementwise::Launch;
 
 const TEMPLATE: &str = include_str!("../../../kernels/elementwise.cl");
 
+/// A store past the cache, where the compiler has one.
+const STORE_PAST: &str = "#ifdef __has_builtin
+#if __has_builtin(__builtin_nontemporal_store)
+#define STORE_PAST(value, to) __builtin_nontemporal_store(value, to)
+#endif
+#endif
+#ifndef STORE_PAST
+#define STORE_PAST(value, to) *(to) = value
+#endif
+";
+
 /// The whole kernel, prelude aside.
 pub(super) fn write(
     launch: &Launch,
@@ -30,14 +41,15 @@ pub(super) fn write(
         let _ = writeln!(w, "typedef struct {{ ulong dims[{rank}]; long strides[{n}][{rank}]; }} layout_t;");
     }
     w.push_str(&launch.program.emit(launch.compute, "compute"));
-    let writer = Writer { launch, operands };
+    let writer = Writer { launch, operands, streamed: matches!(form, Form::Vector { streamed: true, .. }) };
     let dims: Vec<usize> = (0..rank).collect();
     match form {
         Form::Scalar { per_item } => {
             let _ = writeln!(w, "#define PER_ITEM {per_item}");
             writer.function(w, "element", &dims, 1);
         }
-        Form::Vector(width) => {
+        Form::Vector { width, streamed } => {
+            w.push_str(if streamed { STORE_PAST } else { "" });
             let _ = writeln!(w, "#define VEC {width}");
             writer.function(w, "elements", &dims, width);
             if rank <= 1 {
@@ -126,6 +138,8 @@ fn parameters(launch: &Launch, operands: &[Operand], rank: usize) -> Vec<(String
 struct Writer<'a> {
     launch: &'a Launch<'a>,
     operands: &'a [Operand],
+    /// Whether several neighbours are stored past the cache.
+    streamed: bool,
 }
 
 impl Writer<'_> {
@@ -188,7 +202,11 @@ impl Writer<'_> {
         w.push_str("    }\n");
         for (k, o) in self.used().filter(|(k, _)| *k >= inputs) {
             let raw = o.dtype.cl_storage();
-            let _ = writeln!(w, "    *(__global {raw}{width}*)(p{k} + at{k}) = vload{width}(0, b{k});");
+            let (to, value) = (format!("(__global {raw}{width}*)(p{k} + at{k})"), format!("vload{width}(0, b{k})"));
+            let _ = match self.streamed {
+                true => writeln!(w, "    STORE_PAST({value}, {to});"),
+                false => writeln!(w, "    *{to} = {value};"),
+            };
         }
         w.push_str("}\n");
     }
