@@ -166,7 +166,9 @@ pub(super) fn prepare(launch: &Launch) -> Result<Prepared> {
             let (across, down) = (columns.div_ceil(side), rows.div_ceil(side));
             (SmallVec::from_slice(&[across, down]), across * down * (count / columns / rows) * local)
         }
-        Form::Vector { width: each, .. } | Form::Scalar { per_item: each } => (SmallVec::from_slice(&[count]), count.div_ceil(each)),
+        Form::Vector { width: each, .. } | Form::Scalar { per_item: each } => {
+            (SmallVec::from_slice(&[count]), count.div_ceil(each))
+        }
     };
     Ok(Prepared {
         device,
@@ -249,13 +251,7 @@ fn vectors(walk: &Walk, tensors: &[&Tensor], streamed: bool, operands: &mut Oper
 }
 
 /// Tiles, in local memory on GPUs, where the results are neighbours along the innermost dim and some inputs along another.
-fn tiles(
-    device: &ClDevice,
-    walk: &Walk,
-    launch: &Launch,
-    streamed: bool,
-    operands: &mut Operands,
-) -> Option<Form> {
+fn tiles(device: &ClDevice, walk: &Walk, launch: &Launch, streamed: bool, operands: &mut Operands) -> Option<Form> {
     let (inputs, last) = (launch.inputs.len(), walk.dims.len().checked_sub(1)?);
     if launch.program.seeds() > 0 || (inputs..operands.len()).any(|k| walk.strides[k][last] != 1) {
         return None;
