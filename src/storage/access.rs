@@ -254,9 +254,7 @@ fn to_vec<T: AnyBitPattern + Send + Sync>(src: &[T]) -> Vec<T> {
     }
     let mut out = Vec::with_capacity(src.len());
     let spare: &mut [MaybeUninit<T>] = &mut out.spare_capacity_mut()[..src.len()];
-    let start = spare.as_mut_ptr().cast::<MaybeUninit<u8>>();
-    // SAFETY: the same memory, which may stay uninitialised, as bytes; borrowed from `out` as `spare` was.
-    advise_huge(unsafe { std::slice::from_raw_parts_mut(start, size_of_val(src)) });
+    advise_huge(spare);
     let piece = PIECE / size_of::<T>().max(1);
     parallel::for_each_chunk(&mut out.spare_capacity_mut()[..src.len()], piece, |i, to| {
         let from = &src[i * piece..][..to.len()];

@@ -4,6 +4,7 @@
 use std::marker::PhantomData;
 
 use pulp::{Arch, Simd, WithSimd};
+use smallvec::SmallVec;
 
 use super::plan::Plan;
 use super::table::{Combination, Element, Rule};
@@ -21,8 +22,11 @@ use crate::{Compute, DType, Result, Scalar, Tensor};
 const SLICE: usize = 1 << 16;
 /// Elements that are accumulated at once where they lie.
 const STRETCH: usize = 1 << 12;
-/// Rows a slice of columns has.
-const ROWS: usize = 1 << 10;
+/// Rows a slice of columns has, and those that are added up before they are added to the others.
+const ROWS: usize = 1 << 8;
+const FEW: usize = 64;
+/// Columns whose sums stay in registers over all rows.
+const ACROSS: usize = 32;
 /// Elements a job of the pool reduces: enough to hide what handing it over costs.
 const JOB: usize = 1 << 15;
 
@@ -191,14 +195,25 @@ impl<S: Lane> Source<'_, S> {
             let width = TILE.min(columns - first);
             let base = plan.start as isize + plan.kept.run(o + first, 1).0;
             let mut total = vec![K::neutral(); width];
-            let mut tile = [K::neutral(); TILE];
-            let tile = &mut tile[..width];
-            for top in (slice * ROWS..plan.n.min((slice + 1) * ROWS)).step_by(64) {
+            let rows = slice * ROWS..plan.n.min((slice + 1) * ROWS);
+            for top in rows.clone().step_by(FEW) {
+                let starts: SmallVec<[isize; FEW]> =
+                    (top..rows.end.min(top + FEW)).map(|r| base + plan.reduced.run(r, 1).0).collect();
                 let mut sums = [K::neutral(); TILE];
                 let sums = &mut sums[..width];
-                for r in top..plan.n.min((slice + 1) * ROWS).min(top + 64) {
-                    (self.load)(base + plan.reduced.run(r, 1).0, across, tile);
-                    combine_all::<K, S>(sums, tile);
+                if across == 1 && !self.elements.is_empty() {
+                    Arch::new().dispatch(Columns::<K, S> {
+                        sums,
+                        elements: self.elements,
+                        starts: &starts,
+                        combine: PhantomData,
+                    });
+                } else {
+                    let mut tile = [K::neutral(); TILE];
+                    for start in starts {
+                        (self.load)(start, across, &mut tile[..width]);
+                        combine_all::<K, S>(sums, &tile[..width]);
+                    }
                 }
                 combine_all::<K, S>(&mut total, sums);
             }
@@ -272,6 +287,36 @@ fn combine_all<K: Combine, S: Lane>(to: &mut [S], from: &[S]) {
         }
     }
     Arch::new().dispatch(All::<K, S>(to, from, PhantomData));
+}
+
+/// Combines rows of elements, as long as there are sums, that lie where they start, into these.
+struct Columns<'a, K, S> {
+    sums: &'a mut [S],
+    elements: &'a [S],
+    starts: &'a [isize],
+    combine: PhantomData<K>,
+}
+
+impl<K: Combine, S: Lane> WithSimd for Columns<'_, K, S> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<V: Simd>(self, _: V) {
+        let (blocks, rest) = self.sums.as_chunks_mut::<ACROSS>();
+        let done = blocks.len() * ACROSS;
+        for (b, sums) in blocks.iter_mut().enumerate() {
+            let mut kept = *sums;
+            for &start in self.starts {
+                let row = &self.elements[start as usize + b * ACROSS..][..ACROSS];
+                kept.iter_mut().zip(row).for_each(|(a, &x)| *a = K::combine(*a, x));
+            }
+            *sums = kept;
+        }
+        for &start in self.starts {
+            let row = &self.elements[start as usize + done..][..rest.len()];
+            rest.iter_mut().zip(row).for_each(|(a, &x)| *a = K::combine(*a, x));
+        }
+    }
 }
 
 /// Pairwise over the slices of each result.

@@ -21,7 +21,7 @@ use crate::{Device, Element, Error, Result};
 use map::{HUGE, Mapping};
 
 /// Asks for huge pages under memory of the global allocator's that has not been touched yet: one fault instead of 512.
-pub(crate) fn advise_huge(memory: &mut [MaybeUninit<u8>]) {
+pub(crate) fn advise_huge<T>(memory: &mut [MaybeUninit<T>]) {
     map::advise_huge(memory);
 }
 

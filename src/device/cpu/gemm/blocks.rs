@@ -9,7 +9,8 @@ use half::{bf16, f16};
 
 use super::super::{parallel, threads};
 use super::kernel::{Kernels, Tile};
-use super::pack::{From, SLACK, pack};
+use super::pack::{Copies, From, SLACK, pack};
+use crate::storage::driver::host::advise_huge;
 
 /// Steps of k that a tile does before the next: of the panels that a group reads for them, one stays in the first-level cache
 /// and all in the second. Of 192, 256, 320, 384 and 512 this was the fastest.
@@ -23,8 +24,12 @@ const GROUPS: usize = 12;
 const STEPS: usize = 1024;
 /// Panels of a group at most, of rows and of columns: the rows stay in the second-level cache.
 const GROUP: [usize; 2] = [16, 32];
+/// Elements of a large page: panels that need more begin where one does, so that few are in use.
+const HUGE: usize = 1 << 19;
 /// Elements that it is worth going for to lay them out.
 const PIECE: usize = 1 << 14;
+/// Panels that are laid out together where a row of the matrix lies in one piece: it is read in long stretches.
+const TOGETHER: usize = 32;
 
 /// The first element of an operand.
 #[derive(Clone, Copy)]
@@ -98,10 +103,13 @@ pub(super) unsafe fn product(
     BUFFER.with(|kept| {
         let mut buffer = kept.take();
         let room = room_a + room_b + SLACK;
-        if buffer.len() < room {
-            buffer = vec![0.0; room];
+        let line = if room >= HUGE { HUGE * size_of::<f32>() } else { 64 };
+        if buffer.len() < room + buffer.as_ptr().align_offset(line) {
+            buffer = Vec::with_capacity(room + line / size_of::<f32>());
+            advise_huge(buffer.spare_capacity_mut());
+            buffer.resize(buffer.capacity(), 0.0);
         }
-        let aligned = buffer.as_ptr().align_offset(64);
+        let aligned = buffer.as_ptr().align_offset(line);
         let packed_b = buffer[aligned..].as_mut_ptr();
         for k0 in (0..k).step_by(deep) {
             for j0 in (0..n).step_by(wide) {
@@ -163,10 +171,9 @@ impl Region {
     unsafe fn compute(&self, alone: bool) {
         let (m, n, k) = self.size;
         let (of_a, of_b) = (m.div_ceil(self.rows), n.div_ceil(2 * self.kernels.lanes));
-        let together = |width: usize| (PIECE / (width * k)).max(1);
-        let (by_a, by_b) = (together(self.rows), together(2 * self.kernels.lanes));
-        let pieces_b = if self.lay_out_b { of_b.div_ceil(by_b) } else { 0 };
-        let pieces = pieces_b + if self.a.in_place().is_some() { 0 } else { of_a.div_ceil(by_a) };
+        let (a, b) = (self.operand_a(of_a), self.operand_b(of_b));
+        let pieces_b = if self.lay_out_b { b.pieces() } else { 0 };
+        let pieces = pieces_b + if self.a.in_place().is_some() { 0 } else { a.pieces() };
         let (high, wide) = group(of_a, of_b, k, if alone { 1 } else { GROUPS * threads() });
         let (down, across) = (of_a.div_ceil(high), of_b.div_ceil(wide));
         let laid_out = AtomicUsize::new(0);
@@ -174,10 +181,9 @@ impl Region {
             // SAFETY: the caller's promise. Every piece comes once, and groups come when all pieces are laid out.
             unsafe {
                 if i < pieces_b {
-                    (i * by_b..of_b.min((i + 1) * by_b)).for_each(|panel| self.lay_out_columns(panel, of_b));
+                    b.lay_out(i);
                 } else if i < pieces {
-                    let i = i - pieces_b;
-                    (i * by_a..of_a.min((i + 1) * by_a)).for_each(|panel| self.lay_out_rows(panel, of_a));
+                    a.lay_out(i - pieces_b);
                 } else {
                     let mut looks = 0u32;
                     while laid_out.load(Ordering::Acquire) < pieces {
@@ -202,35 +208,15 @@ impl Region {
         (0..k.div_ceil(self.depth)).map(move |z| (z, z * self.depth, self.depth.min(k - z * self.depth)))
     }
 
-    /// # Safety
-    /// As [`compute`](Region::compute); nobody else uses the panel.
-    unsafe fn lay_out_rows(&self, panel: usize, panels: usize) {
-        let rows = self.rows;
-        let lanes = rows.min(self.size.0 - panel * rows);
-        for (z, first, steps) in self.depths() {
-            // SAFETY: the panel is in the buffer, and the rows and steps are a's.
-            unsafe {
-                let to = self.packed_a.add((z * panels + panel) * (self.depth * rows + SLACK));
-                let (i, p) = (self.first.0 + panel * rows, self.first.2 + first);
-                lay_out(self.a, (i, p), to, steps, lanes, lanes);
-            }
-        }
+    fn operand_a(&self, panels: usize) -> Panels {
+        let (size, first) = ((self.size.0, self.size.2), (self.first.0, self.first.2));
+        Panels::new(self.a, size, first, self.packed_a, (self.rows, 1), (panels, self.depth))
     }
 
-    /// # Safety
-    /// As [`lay_out_rows`](Region::lay_out_rows).
-    unsafe fn lay_out_columns(&self, panel: usize, panels: usize) {
-        let columns = 2 * self.kernels.lanes;
-        let lanes = columns.min(self.size.1 - panel * columns);
-        let width = lanes.next_multiple_of(self.kernels.lanes);
-        for (z, first, steps) in self.depths() {
-            // SAFETY: the panel is in the buffer, and the columns and steps are b's.
-            unsafe {
-                let to = self.packed_b.add((z * panels + panel) * (self.depth * columns + SLACK));
-                let (j, p) = (self.first.1 + panel * columns, self.first.2 + first);
-                lay_out(self.b.transposed(), (j, p), to, steps, lanes, width);
-            }
-        }
+    fn operand_b(&self, panels: usize) -> Panels {
+        let (size, first) = ((self.size.1, self.size.2), (self.first.1, self.first.2));
+        let lanes = self.kernels.lanes;
+        Panels::new(self.b.transposed(), size, first, self.packed_b, (2 * lanes, lanes), (panels, self.depth))
     }
 
     /// The tiles of some panels of rows and of columns.
@@ -284,19 +270,105 @@ fn group(of_a: usize, of_b: usize, k: usize, groups: usize) -> (usize, usize) {
     (even(of_a, high, 1), even(of_b, wide, 1))
 }
 
-/// A panel of the matrix: lanes along its rows, from `first` on.
+/// A matrix that is laid out in panels of neighbouring rows, piece by piece.
+struct Panels {
+    from: Matrix<Start>,
+    /// Its rows and steps, and the first of them.
+    size: (usize, usize),
+    first: (usize, usize),
+    /// For every `depth` steps all panels, one after another, [`SLACK`] behind each.
+    to: *mut f32,
+    /// Rows of a panel; the last one has as many as there are, up to a multiple of `lanes`.
+    rows: usize,
+    lanes: usize,
+    panels: usize,
+    depth: usize,
+    /// Panels and steps of a piece.
+    piece: (usize, usize),
+}
+
+// SAFETY: threads read the matrix, and each writes to pieces of its own.
+unsafe impl Sync for Panels {}
+
+impl Panels {
+    fn new(
+        from: Matrix<Start>,
+        size: (usize, usize),
+        first: (usize, usize),
+        to: *mut f32,
+        (rows, lanes): (usize, usize),
+        (panels, depth): (usize, usize),
+    ) -> Panels {
+        // Rows of the matrix follow one another, then its steps are far apart: each is read over many panels. Otherwise a
+        // panel is laid out in one go, for that may write behind what it lays out.
+        let piece = match from.row == 1 && from.col != 1 {
+            true => (panels.min(TOGETHER), (PIECE / (rows * panels.min(TOGETHER))).clamp(1, depth)),
+            false => ((PIECE / (rows * depth)).max(1), depth),
+        };
+        Panels { from, size, first, to, rows, lanes, panels, depth, piece }
+    }
+
+    /// In each block of `depth` steps, groups of panels and parts of the steps.
+    fn grid(&self) -> (usize, usize, usize) {
+        let blocks = self.size.1.div_ceil(self.depth);
+        (blocks, self.panels.div_ceil(self.piece.0), self.depth.div_ceil(self.piece.1))
+    }
+
+    fn pieces(&self) -> usize {
+        let (blocks, groups, parts) = self.grid();
+        blocks * groups * parts
+    }
+
+    /// # Safety
+    /// The matrix is there to be read, the panels' memory is there to be written, and nobody else uses that of this piece.
+    unsafe fn lay_out(&self, piece: usize) {
+        let (_, groups, parts) = self.grid();
+        let (block, group, part) = (piece / (groups * parts), piece / parts % groups, piece % parts);
+        let depth = self.depth.min(self.size.1 - block * self.depth);
+        let (begin, end) = (depth.min(part * self.piece.1), depth.min((part + 1) * self.piece.1));
+        let (first, last) = (group * self.piece.0, self.panels.min((group + 1) * self.piece.0));
+        let whole = last.min(self.size.0 / self.rows).max(first);
+        let apart = self.depth * self.rows + SLACK;
+        // SAFETY: the panels' memory has room for all of them; the rows and steps are the matrix's.
+        let to =
+            |panel: usize, width: usize| unsafe { self.to.add((block * self.panels + panel) * apart + begin * width) };
+        let from = |panel: usize| (self.first.0 + panel * self.rows, self.first.1 + block * self.depth + begin);
+        // SAFETY: the caller's promise, and as above. Lanes beyond the matrix are written as zeros.
+        unsafe {
+            if first < whole {
+                let copies = Copies { panels: whole - first, apart, steps: end - begin };
+                lay_out(self.from, from(first), to(first, self.rows), copies, self.rows, self.rows);
+            }
+            if whole < last {
+                let lanes = self.size.0 - whole * self.rows;
+                let width = lanes.next_multiple_of(self.lanes);
+                let copies = Copies { panels: 1, apart, steps: end - begin };
+                lay_out(self.from, from(whole), to(whole, width), copies, lanes, width);
+            }
+        }
+    }
+}
+
+/// Panels of the matrix: lanes along its rows, from `first` on.
 ///
 /// # Safety
 /// As [`pack`].
-unsafe fn lay_out(from: Matrix<Start>, first: (usize, usize), to: *mut f32, steps: usize, lanes: usize, width: usize) {
+unsafe fn lay_out(
+    from: Matrix<Start>,
+    first: (usize, usize),
+    to: *mut f32,
+    copies: Copies,
+    lanes: usize,
+    width: usize,
+) {
     let at = first.0 as isize * from.row + first.1 as isize * from.col;
     let (across, along) = (from.row, from.col);
     // SAFETY: the caller's promise.
     unsafe {
         match from.start {
-            Start::F32(start) => pack(From { start: start.offset(at), across, along }, to, steps, lanes, width),
-            Start::F16(start) => pack(From { start: start.offset(at), across, along }, to, steps, lanes, width),
-            Start::BF16(start) => pack(From { start: start.offset(at), across, along }, to, steps, lanes, width),
+            Start::F32(start) => pack(From { start: start.offset(at), across, along }, to, copies, lanes, width),
+            Start::F16(start) => pack(From { start: start.offset(at), across, along }, to, copies, lanes, width),
+            Start::BF16(start) => pack(From { start: start.offset(at), across, along }, to, copies, lanes, width),
         }
     }
 }

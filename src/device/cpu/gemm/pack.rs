@@ -13,34 +13,54 @@ pub(super) struct From<S> {
     pub(super) along: isize,
 }
 
+/// Neighbouring panels, `apart` elements from one to the next, and how many steps of each.
+#[derive(Clone, Copy)]
+pub(super) struct Copies {
+    pub(super) panels: usize,
+    pub(super) apart: usize,
+    pub(super) steps: usize,
+}
+
 /// Elements behind a panel that packing may write to: a line, so that panels begin where lines do.
 pub(super) const SLACK: usize = 16;
 
-/// Lays out `steps` steps of `width` lanes at `to`; lanes from `lanes` on are zero.
+/// Lays out panels of `width` lanes at `to`; lanes from `lanes` on are zero.
 ///
 /// # Safety
-/// The elements of the lanes and steps are there to be read; `to` has room for `steps * width` elements and [`SLACK`] behind
-/// them, which nobody else uses; `width` is `lanes` or a multiple of 8. The processor has AVX2 and F16C.
+/// The elements of the lanes and steps are there to be read; `to` has room for `steps * width` elements in each panel, which
+/// nobody else uses, and [`SLACK`] behind them unless lanes lie one after another; `width` is `lanes` or a multiple of 8,
+/// and `lanes` where there is more than one panel. The processor has AVX2 and F16C.
 #[target_feature(enable = "avx2,f16c")]
-pub(super) unsafe fn pack<S: Source>(from: From<S>, to: *mut f32, steps: usize, lanes: usize, width: usize) {
+pub(super) unsafe fn pack<S: Source>(from: From<S>, to: *mut f32, copies: Copies, lanes: usize, width: usize) {
     macro_rules! row_by_row {
         ($($width:literal)*) => {
             match (from.across, lanes) {
                 // SAFETY: the caller's promise.
-                $((1, $width) if width == $width => unsafe { rows::<S, $width>(from, to, steps) },)*
-                // SAFETY: the caller's promise; whole blocks of 8 steps first, then the others, which lie behind them.
-                _ if from.along == 1 => unsafe {
-                    let whole = steps / 8 * 8;
-                    turned(from, to, whole, lanes, width);
-                    let rest = From { start: from.start.add(whole), ..from };
-                    each(rest, to.add(whole * width), steps - whole, lanes, width);
-                },
-                // SAFETY: the caller's promise.
-                _ => unsafe { each(from, to, steps, lanes, width) },
+                $((1, $width) if width == $width => unsafe { rows::<S, $width>(from, to, copies) },)*
+                _ => {
+                    for panel in 0..copies.panels {
+                        let start = from.start.wrapping_offset((panel * lanes) as isize * from.across);
+                        // SAFETY: the caller's promise.
+                        unsafe { one::<S>(From { start, ..from }, to.add(panel * copies.apart), copies.steps, lanes, width) };
+                    }
+                }
             }
         };
     }
     row_by_row!(1 2 3 4 5 6 7 8 9 10 11 12 16 32);
+}
+
+/// # Safety
+/// As [`pack`].
+#[target_feature(enable = "avx2,f16c")]
+unsafe fn one<S: Source>(from: From<S>, to: *mut f32, steps: usize, lanes: usize, width: usize) {
+    let whole = if from.along == 1 { steps / 8 * 8 } else { 0 };
+    // SAFETY: the caller's promise; whole blocks of 8 steps first, then the others, which lie behind them.
+    unsafe {
+        turned(from, to, whole, lanes, width);
+        let rest = From { start: from.start.wrapping_offset(whole as isize * from.along), ..from };
+        each(rest, to.add(whole * width), steps - whole, lanes, width);
+    }
 }
 
 /// What panels are made of.
@@ -111,15 +131,20 @@ impl Source for bf16 {
     }
 }
 
-/// Lanes that lie one after another.
+/// Lanes that lie one after another, over all panels.
 ///
 /// # Safety
 /// As [`pack`].
 #[target_feature(enable = "avx2,f16c")]
-unsafe fn rows<S: Source, const W: usize>(from: From<S>, to: *mut f32, steps: usize) {
-    for p in 0..steps {
-        // SAFETY: the caller's promise.
-        unsafe { S::row::<W>(from.start.offset(p as isize * from.along), to.add(p * W)) };
+unsafe fn rows<S: Source, const W: usize>(from: From<S>, to: *mut f32, copies: Copies) {
+    for p in 0..copies.steps {
+        for panel in 0..copies.panels {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let start = from.start.offset(p as isize * from.along).add(panel * W);
+                S::row::<W>(start, to.add(panel * copies.apart + p * W));
+            }
+        }
     }
 }
 

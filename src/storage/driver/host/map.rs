@@ -129,12 +129,13 @@ impl Drop for Mapping {
 }
 
 /// Asks for huge pages under memory that has not been touched yet. The kernel is free to do otherwise.
-pub(super) fn advise_huge(memory: &mut [MaybeUninit<u8>]) {
-    let inside = memory.as_ptr().align_offset(page()).min(memory.len());
-    let whole = (memory.len() - inside) / page() * page();
+pub(super) fn advise_huge<T>(memory: &mut [MaybeUninit<T>]) {
+    let (start, bytes) = (memory.as_mut_ptr().cast::<u8>(), size_of_val(memory));
+    let inside = start.align_offset(page()).min(bytes);
+    let whole = (bytes - inside) / page() * page();
     if whole >= HUGE {
         // SAFETY: whole pages inside memory that is borrowed; changes nothing but how they are found.
-        unsafe { libc::madvise(memory[inside..].as_mut_ptr().cast(), whole, MADV_HUGEPAGE) };
+        unsafe { libc::madvise(start.wrapping_add(inside).cast(), whole, MADV_HUGEPAGE) };
     }
 }
 

@@ -40,4 +40,4 @@ pub(super) fn page() -> usize {
     0
 }
 
-pub(super) fn advise_huge(_: &mut [MaybeUninit<u8>]) {}
+pub(super) fn advise_huge<T>(_: &mut [MaybeUninit<T>]) {}
