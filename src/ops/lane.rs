@@ -44,6 +44,16 @@ pub(crate) trait Lane: bytemuck::Pod + PartialOrd + Send + Sync + std::fmt::Debu
     fn trunc(self) -> Self { self }
     fn sqrt(self) -> Self { self }
     fn exp(self) -> Self { self }
+    /// [`exp`](Lane::exp) of `map` of each element of `from`, into `to`.
+    #[inline(always)]
+    fn exp_each(to: &mut [Self], from: &[Self], map: impl Fn(Self) -> Self) {
+        to.iter_mut().zip(from).for_each(|(y, x)| *y = map(*x).exp());
+    }
+    /// As [`exp_each`](Lane::exp_each), in place.
+    #[inline(always)]
+    fn exp_in_place(elements: &mut [Self], map: impl Fn(Self) -> Self) {
+        elements.iter_mut().for_each(|x| *x = map(*x).exp());
+    }
     fn log(self) -> Self { self }
     fn log2(self) -> Self { self }
     fn log10(self) -> Self { self }
@@ -146,6 +156,10 @@ macro_rules! float_arithmetic {
 impl Lane for f32 {
     conversions!(f32, F32, to_f64);
     float_arithmetic!(f32);
+    #[inline(always)]
+    fn exp_each(to: &mut [f32], from: &[f32], map: impl Fn(f32) -> f32) { math::exp_each(to, from, map) }
+    #[inline(always)]
+    fn exp_in_place(elements: &mut [f32], map: impl Fn(f32) -> f32) { math::exp_in_place(elements, map) }
     methods! {
         exp(self) -> f32 = math::exp(self);
         log(self) -> f32 = math::log(self);

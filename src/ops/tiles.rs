@@ -248,6 +248,21 @@ impl<C: Lane, F: Function<(C, C), C>, const RIGHT: bool> WithSimd for RowLoop<'_
     }
 }
 
+/// The exponential function, which has a loop of its own.
+struct Exponentials<'a, C> {
+    dst: &'a mut [C],
+    from: &'a [C],
+}
+
+impl<C: Lane> WithSimd for Exponentials<'_, C> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        C::exp_each(self.dst, self.from, |x| x);
+    }
+}
+
 fn unary<C: Lane>(arch: Arch, op: Unary, a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
     macro_rules! each {
         ($method:ident) => {{
@@ -269,7 +284,14 @@ fn unary<C: Lane>(arch: Arch, op: Unary, a: TileIn<'_, C>, dst: &mut [C]) -> Opt
         Unary::Round => each!(round),
         Unary::Trunc => each!(trunc),
         Unary::Sqrt => each!(sqrt),
-        Unary::Exp => each!(exp),
+        Unary::Exp => match a {
+            TileIn::Slice(from) => {
+                arch.dispatch(Exponentials { dst, from });
+                None
+            }
+            TileIn::Scalar(x) => Some(x.exp()),
+            TileIn::Rows(..) => unreachable!("an operand of a primitive of two"),
+        },
         Unary::Log => each!(log),
         Unary::Log2 => each!(log2),
         Unary::Log10 => each!(log10),

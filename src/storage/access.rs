@@ -54,9 +54,10 @@ pub(crate) fn with_host<R>(
     writes: &[&Storage],
     f: impl FnOnce(&[&[u8]], &mut [&mut [u8]]) -> R,
 ) -> Result<R> {
+    // Pushed one by one: `extend` and `collect` are calls, and small operations are made of such.
     let mut order: SmallVec<[(&Allocation, bool); 8]> = SmallVec::new();
-    order.extend(reads.iter().map(|s| (s.allocation(), false)));
-    order.extend(writes.iter().map(|s| (s.allocation(), true)));
+    reads.iter().for_each(|s| order.push((s.allocation(), false)));
+    writes.iter().for_each(|s| order.push((s.allocation(), true)));
     order.sort_unstable_by_key(|&(allocation, _)| std::ptr::from_ref(allocation).addr());
 
     let mut guards: SmallVec<[Guard; 8]> = SmallVec::new();
@@ -81,22 +82,20 @@ pub(crate) fn with_host<R>(
         });
     }
 
-    let read: SmallVec<[&[u8]; 8]> = (reads.iter())
-        .map(|s| {
-            let (start, size) = s.allocation().host_range();
-            // SAFETY: `size` initialised bytes that live as long as the borrowed storage; no other allocation has any
-            // of them, and this one's lock is held, for reading, until after the slice's last use in `f`.
-            unsafe { std::slice::from_raw_parts(start.as_ptr(), size) }
-        })
-        .collect();
-    let mut write: SmallVec<[&mut [u8]; 4]> = (writes.iter())
-        .map(|s| {
-            let (start, size) = s.allocation().host_range();
-            // SAFETY: as above, with the lock held for writing; and no other slice made here is of this allocation,
-            // or the loop above had returned an error. (Empty slices alias nothing.)
-            unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), size) }
-        })
-        .collect();
+    let mut read: SmallVec<[&[u8]; 8]> = SmallVec::new();
+    for s in reads {
+        let (start, size) = s.allocation().host_range();
+        // SAFETY: `size` initialised bytes that live as long as the borrowed storage; no other allocation has any
+        // of them, and this one's lock is held, for reading, until after the slice's last use in `f`.
+        read.push(unsafe { std::slice::from_raw_parts(start.as_ptr(), size) });
+    }
+    let mut write: SmallVec<[&mut [u8]; 4]> = SmallVec::new();
+    for s in writes {
+        let (start, size) = s.allocation().host_range();
+        // SAFETY: as above, with the lock held for writing; and no other slice made here is of this allocation,
+        // or the loop above had returned an error. (Empty slices alias nothing.)
+        write.push(unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), size) });
+    }
     let result = f(&read, &mut write);
     drop(guards);
     Ok(result)
@@ -256,10 +255,14 @@ fn to_vec<T: AnyBitPattern + Send + Sync>(src: &[T]) -> Vec<T> {
     let spare: &mut [MaybeUninit<T>] = &mut out.spare_capacity_mut()[..src.len()];
     advise_huge(spare);
     let piece = PIECE / size_of::<T>().max(1);
+    let large = size_of_val(src) >= LARGE;
     parallel::for_each_chunk(&mut out.spare_capacity_mut()[..src.len()], piece, |i, to| {
         let from = &src[i * piece..][..to.len()];
-        // SAFETY: as many elements as there is room for, of plain data, in memory that is not the source's.
-        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_mut_ptr().cast::<T>(), to.len()) };
+        match large {
+            true => Streaming::new().copy_new(to, from),
+            // SAFETY: as many elements as there is room for, of plain data, in memory that is not the source's.
+            false => unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_mut_ptr().cast::<T>(), to.len()) },
+        }
     });
     // SAFETY: the pieces were all of it.
     unsafe { out.set_len(src.len()) };

@@ -26,6 +26,7 @@ impl PartialEq for Layout {
 
 impl Layout {
     /// Row-major from the start of the storage.
+    #[inline]
     pub(crate) fn contiguous(shape: Shape) -> Layout {
         let strides = shape.contiguous_strides();
         Layout { shape, strides, offset: 0 }

@@ -56,8 +56,14 @@ impl Shape {
     }
 
     /// Row-major strides in elements.
+    #[inline]
     pub(crate) fn contiguous_strides(&self) -> Dims<isize> {
-        let mut strides: Dims<isize> = SmallVec::from_elem(0, self.rank());
+        // Not `from_elem` where there is no need: it is a call, and every tensor has strides.
+        const INLINE: [isize; 6] = [0; 6];
+        let mut strides: Dims<isize> = match self.rank() {
+            rank if rank <= INLINE.len() => SmallVec::from_buf_and_len(INLINE, rank),
+            rank => SmallVec::from_elem(0, rank),
+        };
         let mut step = 1isize;
         for (s, &d) in strides.iter_mut().zip(self.0.iter()).rev() {
             *s = step;

@@ -13,8 +13,9 @@
 
 use std::f32::consts::{LOG2_E, PI};
 
-/// Adding and subtracting it rounds an f32 below 2²² to an integer, which is then in the low bits.
-const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23
+/// Adding and subtracting it rounds an f32 below 2²² to an integer; in the low bits is then that plus 254, twice what the
+/// exponent of 1 is.
+const ROUND: f32 = 12_582_912.0 + 254.0; // 1.5 * 2^23
 const LN2_HI: f32 = 0.693_145_75; // 16 bits: an exponent times it is exact
 const LN2_LO: f32 = 1.428_606_8e-6;
 
@@ -50,22 +51,85 @@ fn bounded(x: f32, low: f32, high: f32) -> f32 {
     if x > high { high } else { x }
 }
 
-/// x = n ln 2 + r: (n, r) with |r| <= ln 2 / 2.
+/// x = n ln 2 + r with |r| <= ln 2 / 2: the bits of n + [`ROUND`], and r.
 #[inline(always)]
-fn reduce_exp(x: f32) -> (i32, f32) {
+fn reduce_exp(x: f32) -> (u32, f32) {
     let t = x * LOG2_E + ROUND;
     let n = t - ROUND;
-    ((t.to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32), (x - n * LN2_HI) - n * LN2_LO)
+    (t.to_bits(), (x - n * LN2_HI) - n * LN2_LO)
+}
+
+/// [`reduce_exp`] of an argument of [`exp`].
+#[inline(always)]
+fn exp_begin(x: f32) -> (u32, f32) {
+    reduce_exp(bounded(x, -105.0, 89.0))
+}
+
+/// `e^x` of what [`exp_begin`] gave for x.
+#[inline(always)]
+fn exp_end((n, r): (u32, f32)) -> f32 {
+    const C: [f32; 5] = [0.499_999_94, 0.166_665_167, 0.041_668_281, 0.008_369_249_29, 0.001_382_077_93];
+    let z = r * r;
+    let p = (C[0] + C[1] * r) + z * ((C[2] + C[3] * r) + z * C[4]); // in pairs, which need not wait for each other
+    // 2^n as the product of two powers, for one would leave the range at both ends: their exponents add up to n + 254
+    let half = n >> 1 << 23;
+    (z * p + r + 1.0) * f32::from_bits(half) * f32::from_bits((n << 23).wrapping_sub(half))
 }
 
 /// `e^x`
 #[inline(always)]
 pub(crate) fn exp(x: f32) -> f32 {
-    let (n, r) = reduce_exp(bounded(x, -105.0, 89.0));
-    let y = r * r * poly(r, [0.499_999_94, 0.166_665_167, 0.041_668_281, 0.008_369_249_29, 0.001_382_077_93]) + r + 1.0;
-    // in two halves: one power of two would leave the range at both ends
-    let half = n >> 1;
-    y * power_of_two(half) * power_of_two(n.wrapping_sub(half))
+    exp_end(exp_begin(x))
+}
+
+/// [`exp`] of some elements in two loops. The operations on one element wait for each other, and a processor looks ahead by
+/// so many of them: in a loop of half of them it finds twice as many elements to work on.
+struct Exps {
+    n: [u32; Exps::LEN],
+    r: [f32; Exps::LEN],
+}
+
+impl Exps {
+    const LEN: usize = 128;
+
+    #[inline(always)]
+    fn new() -> Exps {
+        Exps { n: [0; Exps::LEN], r: [0.0; Exps::LEN] }
+    }
+
+    #[inline(always)]
+    fn begin(&mut self, from: &[f32], map: impl Fn(f32) -> f32) {
+        for ((n, r), x) in self.n.iter_mut().zip(&mut self.r).zip(from) {
+            (*n, *r) = exp_begin(map(*x));
+        }
+    }
+
+    #[inline(always)]
+    fn end(&self, to: &mut [f32]) {
+        for (y, (n, r)) in to.iter_mut().zip(self.n.iter().zip(&self.r)) {
+            *y = exp_end((*n, *r));
+        }
+    }
+}
+
+/// [`exp`] of `map` of each element of `from`, into `to`.
+#[inline(always)]
+pub(crate) fn exp_each(to: &mut [f32], from: &[f32], map: impl Fn(f32) -> f32) {
+    let mut exps = Exps::new();
+    for (to, from) in to.chunks_mut(Exps::LEN).zip(from.chunks(Exps::LEN)) {
+        exps.begin(from, &map);
+        exps.end(to);
+    }
+}
+
+/// As [`exp_each`], in place.
+#[inline(always)]
+pub(crate) fn exp_in_place(elements: &mut [f32], map: impl Fn(f32) -> f32) {
+    let mut exps = Exps::new();
+    for part in elements.chunks_mut(Exps::LEN) {
+        exps.begin(part, &map);
+        exps.end(part);
+    }
 }
 
 /// `e^x - 1`
@@ -73,6 +137,7 @@ pub(crate) fn exp(x: f32) -> f32 {
 pub(crate) fn expm1(x: f32) -> f32 {
     const C: [f32; 6] = [0.5, 0.166_666_657, 0.041_666_485_4, 0.008_333_541_45, 0.001_393_322_83, 0.000_197_669_942];
     let (n, r) = reduce_exp(bounded(x, -18.0, 89.0));
+    let n = n.wrapping_sub(ROUND.to_bits()) as i32;
     let p = r * r * poly(r, C) + r; // e^r - 1
     // 2^n p + (2^n - 1), halved against overflow
     let scale = power_of_two(n.wrapping_sub(1));
@@ -366,6 +431,20 @@ mod tests {
         check("erf", erf, libm::erf, 2.0, -4.5, 4.5);
         check("atan", atan, f64::atan, 2.0, -4.0, 4.0);
         check("sigmoid", sigmoid, |x| 1.0 / (1.0 + (-x).exp()), 3.0, -20.0, 20.0);
+    }
+
+    #[test]
+    fn many_exponentials_are_those_of_each() {
+        let x: Vec<f32> = samples().step_by(97).collect();
+        let twice = |x: f32| 2.0 * x;
+        for n in [0, 1, 7, Exps::LEN - 1, Exps::LEN, Exps::LEN + 1, x.len()] {
+            let mut y = vec![7.0; n];
+            exp_each(&mut y, &x[..n], twice);
+            let mut z = x[..n].to_vec();
+            exp_in_place(&mut z, twice);
+            let right = |i: usize| f64::from(exp(2.0 * x[i]));
+            assert!((0..n).all(|i| ulps(y[i], right(i)) == 0.0 && ulps(z[i], right(i)) == 0.0), "{n}");
+        }
     }
 
     #[test]

@@ -1,6 +1,8 @@
 //! Stores that go past the cache. A result larger than the cache will not be read from it again: written in the ordinary
 //! way it costs one read of every line before the line is overwritten, a third to a half of all traffic.
 
+use std::mem::MaybeUninit;
+
 use bytemuck::Pod;
 
 /// From so many bytes on, results are streamed: beyond the last-level cache of most processors.
@@ -27,7 +29,16 @@ impl Streaming {
     #[inline]
     pub(crate) fn copy<T: Pod>(&self, to: &mut [T], from: &[T]) {
         assert_eq!(to.len(), from.len());
-        copy(bytemuck::cast_slice_mut(to), bytemuck::cast_slice(from));
+        // SAFETY: both have so many bytes, of which any will do.
+        unsafe { copy(to.as_mut_ptr().cast(), from.as_ptr().cast(), size_of_val(from)) };
+    }
+
+    /// As [`copy`](Streaming::copy), to memory in which nothing is yet.
+    #[inline]
+    pub(crate) fn copy_new<T: Copy>(&self, to: &mut [MaybeUninit<T>], from: &[T]) {
+        assert_eq!(to.len(), from.len());
+        // SAFETY: both have so many bytes, and those of `to` may be uninitialised before and after.
+        unsafe { copy(to.as_mut_ptr().cast(), from.as_ptr().cast(), size_of_val(from)) };
     }
 
     /// `*to = from`, past the cache where the processor can and `to` begins where a vector does.
@@ -60,30 +71,37 @@ fn parts<T: Pod, const N: usize>(to: &mut [T; LINE], from: [T; LINE]) {
     }
 }
 
+/// # Safety
+/// As [`std::ptr::copy_nonoverlapping`] of so many bytes.
 #[cfg(target_arch = "x86_64")]
 #[inline]
-fn copy(to: &mut [u8], from: &[u8]) {
+unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize) {
     use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
+    use std::ptr::copy_nonoverlapping;
     const LINE: usize = 64;
-    let head = to.as_ptr().align_offset(LINE).min(to.len());
-    let ((to_head, to), (from_head, from)) = (to.split_at_mut(head), from.split_at(head));
-    to_head.copy_from_slice(from_head);
-    let ((to, to_tail), (from, from_tail)) = (to.as_chunks_mut::<LINE>(), from.as_chunks::<LINE>());
-    for (to, from) in to.iter_mut().zip(from) {
-        let (to, from) = (to.as_mut_ptr().cast::<__m128i>(), from.as_ptr().cast::<__m128i>());
-        for i in 0..4 {
-            // SAFETY: both are 64 bytes, of which these are the i-th 16; `to` is aligned to 64. SSE2 is part of x86-64.
-            // The fence that must come before others look is in Streaming's drop.
-            unsafe { _mm_stream_si128(to.add(i), _mm_loadu_si128(from.add(i))) };
+    let head = to.align_offset(LINE).min(bytes);
+    let tail = (bytes - head) % LINE;
+    // SAFETY: the caller's, of the bytes before the first line, of whole lines, which begin at multiples of 64, and of those
+    // after them. SSE2 is part of x86-64. The fence that must come before others look is in Streaming's drop.
+    unsafe {
+        copy_nonoverlapping(from, to, head);
+        for at in (head..bytes - tail).step_by(LINE) {
+            let (to, from) = (to.add(at).cast::<__m128i>(), from.add(at).cast::<__m128i>());
+            for i in 0..LINE / 16 {
+                _mm_stream_si128(to.add(i), _mm_loadu_si128(from.add(i)));
+            }
         }
+        copy_nonoverlapping(from.add(bytes - tail), to.add(bytes - tail), tail);
     }
-    to_tail.copy_from_slice(from_tail);
 }
 
+/// # Safety
+/// As [`std::ptr::copy_nonoverlapping`] of so many bytes.
 #[cfg(not(target_arch = "x86_64"))]
 #[inline]
-fn copy(to: &mut [u8], from: &[u8]) {
-    to.copy_from_slice(from);
+unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize) {
+    // SAFETY: the caller's.
+    unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) };
 }
 
 impl Drop for Streaming {
@@ -127,6 +145,10 @@ mod tests {
                 Streaming::new().copy(&mut to[start..start + len], &from[7..7 + len]);
                 assert_eq!(to[start..start + len], from[7..7 + len]);
                 assert!(to[..start].iter().chain(&to[start + len..]).all(|&b| b == 0));
+                let mut new = [const { MaybeUninit::new(0u8) }; 400];
+                Streaming::new().copy_new(&mut new[start..start + len], &from[7..7 + len]);
+                // SAFETY: initialised with zeros.
+                assert!(new.iter().zip(&to).all(|(new, &to)| unsafe { new.assume_init() } == to));
             }
         }
     }

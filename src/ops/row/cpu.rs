@@ -12,6 +12,8 @@ use crate::{Compute, Error, Result, Tensor};
 
 /// Elements a job of the pool has: enough to hide what handing it over costs.
 const JOB: usize = 1 << 13;
+/// Elements whose exponentials are computed before they are added up.
+const PART: usize = 256;
 /// Rows whose losses are added up before they meet the others': fixed, so that the sum is the same on any machine.
 const BLOCK: usize = 64;
 
@@ -117,7 +119,7 @@ impl<C: Lane> WithSimd for OnRow<'_, C> {
         match kind {
             RowOp::Softmax => {
                 let m = fold_in::<Max, C, S>(simd, from);
-                row.iter_mut().zip(from).for_each(|(y, x)| *y = x.sub(m).exp());
+                C::exp_each(row, from, |x| x.sub(m));
                 let s = C::from_i32(1).div(fold_in::<Add, C, S>(simd, row));
                 row.iter_mut().for_each(|x| *x = x.mul(s));
                 row.len()
@@ -135,7 +137,7 @@ impl<C: Lane> WithSimd for OnRow<'_, C> {
                 }
                 let m = fold_in::<Max, C, S>(simd, seen);
                 let m = if m == low { C::from_i32(0) } else { m };
-                seen.iter_mut().for_each(|x| *x = x.sub(m).exp());
+                C::exp_in_place(seen, |x| x.sub(m));
                 let s = fold_in::<Add, C, S>(simd, seen);
                 let scale = if s == C::from_i32(0) { s } else { C::from_i32(1).div(s) };
                 seen.iter_mut().for_each(|x| *x = x.mul(scale));
@@ -172,7 +174,13 @@ impl<C: Lane> WithSimd for OnRow<'_, C> {
 fn exp_sum<C: Lane, S: Simd>(simd: S, row: &[C], finite: bool) -> (C, C) {
     let m = fold_in::<Max, C, S>(simd, row);
     let m = if finite && m.to_f64().is_infinite() { C::from_i32(0) } else { m };
-    (m, fold_map::<Add, C, S>(simd, row, row, |x, _| x.sub(m).exp()))
+    let (mut part, mut sum) = ([C::from_i32(0); PART], C::from_i32(0));
+    for row in row.chunks(PART) {
+        let part = &mut part[..row.len()];
+        C::exp_each(part, row, |x| x.sub(m));
+        sum = sum.add(fold_in::<Add, C, S>(simd, part));
+    }
+    (m, sum)
 }
 
 /// The loss of a row of logits; the row becomes its gradient, divided by `count`, where there is one.
@@ -192,7 +200,8 @@ impl<C: Lane> WithSimd for Entropy<'_, C> {
         let lse = m.add(s.log());
         let logit = row[target];
         if let Some(count) = count {
-            row.iter_mut().for_each(|x| *x = x.sub(lse).exp().div(count));
+            C::exp_in_place(row, |x| x.sub(lse));
+            row.iter_mut().for_each(|x| *x = x.div(count));
             row[target] = logit.sub(lse).exp().sub(C::from_i32(1)).div(count);
         }
         lse.sub(logit)
