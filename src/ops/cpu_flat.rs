@@ -12,7 +12,7 @@ use super::lane::Lane;
 use super::program::{Action, Program};
 use super::tiles::{Scratch, Tile, TileIn};
 use crate::device::count_launch;
-use crate::device::cpu::{parallel, streaming};
+use crate::device::cpu::parallel;
 use crate::storage::{Storage, with_host};
 use crate::{DType, Device, Error, Result, Scalar, Tensor};
 
@@ -57,7 +57,7 @@ pub(super) fn run(
         return Ok(false);
     }
     let bytes = inputs.iter().map(|t| t.numel()).sum::<usize>().saturating_add(count) * out.dtype.size();
-    let streamed = streaming::is_worth_it(count * out.dtype.size(), bytes);
+    let streamed = program.goes_past_cache(count * out.dtype.size(), bytes);
     if (streamed && !program.streams()) || compute_type(program, inputs, outputs).dtype() != out.dtype {
         return Ok(false);
     }

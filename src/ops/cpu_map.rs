@@ -10,7 +10,7 @@ use super::elementwise::Launch;
 use super::lane::Lane;
 use super::tiles::{Scratch, TILE, Tile, TileIn};
 use crate::device::count_launch;
-use crate::device::cpu::streaming::{self, Streaming};
+use crate::device::cpu::streaming::Streaming;
 use crate::device::cpu::{parallel, threads};
 use crate::storage::{Storage, with_host};
 use crate::{Compute, Error, Result, Tensor};
@@ -228,7 +228,7 @@ impl Job<'_> {
         let same = |j: usize| !self.scatter && outputs[j].dtype == C::COMPUTE.dtype();
         let bytes = |t: &Tensor| t.numel() * t.dtype.size();
         let all = || inputs.iter().map(bytes).chain(outputs.iter().map(|t| bytes(t))).sum();
-        let streamed = |j: usize| same(j) && streaming::is_worth_it(bytes(outputs[j]), all());
+        let streamed = |j: usize| same(j) && program.goes_past_cache(bytes(outputs[j]), all());
         let direct = |j: usize| same(j) && !streamed(j);
         let streaming = Streaming::new();
         // Where nothing is kept in registers or converted, a tile may be as long as it likes.
@@ -339,6 +339,7 @@ impl Job<'_> {
 mod tests {
     use super::*;
     use crate::Device;
+    use crate::device::cpu::math;
     use crate::device::cpu::streaming::LARGE;
 
     fn number(i: usize, seed: usize) -> f32 {
@@ -389,6 +390,7 @@ mod tests {
         assert_is(x.add(&y).unwrap(), |i| number(i, 1) + number(i, 2), "a sum");
         assert_is(x.relu().unwrap(), |i| number(i, 1).max(0.0), "one operand and a constant");
         assert_is(x.abs().unwrap(), |i| number(i, 1).abs(), "not computed past the cache");
+        assert_is(x.exp().unwrap(), |i| math::exp(number(i, 1)), "a function, which does not go there");
         let (rows, columns) = (n / 1000, 1000);
         let x = x.narrow(0, 0, rows * columns).unwrap().reshape([rows, columns]).unwrap();
         let row = y.narrow(0, 0, columns).unwrap();

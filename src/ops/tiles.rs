@@ -13,6 +13,7 @@ use super::lane::Lane;
 use super::philox::{Bits, Normal, Seed, Uniform};
 use super::program::{Action, Program, Value};
 use super::stream;
+use crate::device::cpu::streaming;
 use crate::{Compute, Scalar};
 
 /// Elements in a tile: 4 KiB of f32, so that two operands and a result fit the first-level cache.
@@ -67,6 +68,12 @@ impl Program {
     pub(crate) fn streams(&self) -> bool {
         let cheap = |action: &Action| matches!(action, Action::Compute(Op::Binary(op)) if stream::streams(*op));
         !self.has_registers() && self.steps.iter().all(|step| cheap(&step.action))
+    }
+
+    /// Whether a result of so many bytes, of `all` with its operands, had best go past the cache. Not where functions are
+    /// computed: what a store reads before it writes comes meanwhile.
+    pub(crate) fn goes_past_cache(&self, bytes: usize, all: usize) -> bool {
+        !self.calls_functions() && streaming::is_worth_it(bytes, all)
     }
 
     /// Runs the program over a tile; `outs[j]` (`len` long) receives the `j`-th result.

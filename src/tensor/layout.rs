@@ -4,7 +4,7 @@ use super::shape::{Dims, Shape};
 use crate::{Error, Result};
 
 /// Shape, strides and offset in elements. Strides may be zero (broadcast) or negative (flip).
-#[derive(Debug, Clone, Eq)]
+#[derive(Debug, Eq)]
 pub(crate) struct Layout {
     pub(crate) shape: Shape,
     pub(crate) strides: Dims<isize>,
@@ -21,6 +21,13 @@ impl PartialEq for Layout {
         self.offset == other.offset
             && alike(self.shape.dims(), other.shape.dims())
             && alike(&self.strides, &other.strides)
+    }
+}
+
+impl Clone for Layout {
+    #[inline]
+    fn clone(&self) -> Layout {
+        Layout { shape: self.shape.clone(), strides: Dims::from_slice(&self.strides), offset: self.offset }
     }
 }
 

@@ -17,8 +17,15 @@ pub(crate) type Dims<T = usize> = SmallVec<[T; 6]>;
 /// assert_eq!((s.dims(), s.numel(), s.rank()), (&[3, 4][..], 12, 2));
 /// assert_eq!(s.to_string(), "[3, 4]");
 /// ```
-#[derive(Clone, PartialEq, Eq, Hash, Default)]
+#[derive(PartialEq, Eq, Hash, Default)]
 pub struct Shape(Dims);
+
+impl Clone for Shape {
+    #[inline]
+    fn clone(&self) -> Shape {
+        Shape(Dims::from_slice(&self.0)) // at once: SmallVec's own clone goes one by one
+    }
+}
 
 impl Shape {
     /// The sizes.

@@ -98,29 +98,37 @@ impl Team {
     }
 
     fn next(&self) -> Arc<Shared> {
-        let mut since = None;
         loop {
+            if let Some(call) = self.watch() {
+                return call;
+            }
+            let mut queue = self.queue();
+            if queue.calls.is_empty() {
+                queue.asleep += 1;
+                queue = self.wake.wait(queue).unwrap_or_else(PoisonError::into_inner);
+                queue.asleep -= 1;
+            }
+            if let Some(call) = self.take(&mut queue) {
+                return call;
+            }
+            // Woken too late: it keeps looking, or it would be late for every call that is shorter than waking up.
+        }
+    }
+
+    /// Looks for work for as long as [`PATIENCE`] says.
+    fn watch(&self) -> Option<Arc<Shared>> {
+        let mut since = None;
+        while since.get_or_insert_with(Instant::now).elapsed() <= PATIENCE {
             for _ in 0..64 {
                 if self.waiting.load(Ordering::Relaxed) > 0
                     && let Some(call) = self.take(&mut self.queue())
                 {
-                    return call;
+                    return Some(call);
                 }
                 std::hint::spin_loop();
             }
-            if since.get_or_insert_with(Instant::now).elapsed() > PATIENCE {
-                break;
-            }
         }
-        let mut queue = self.queue();
-        loop {
-            if let Some(call) = self.take(&mut queue) {
-                return call;
-            }
-            queue.asleep += 1;
-            queue = self.wake.wait(queue).unwrap_or_else(PoisonError::into_inner);
-            queue.asleep -= 1;
-        }
+        None
     }
 }
 

@@ -11,7 +11,7 @@ pub(crate) const LARGE: usize = 24 << 20;
 /// Whether a result of so many bytes had best be streamed where it and its operands are `all` bytes: together they do not fit
 /// the last-level cache either.
 pub(crate) fn is_worth_it(result: usize, all: usize) -> bool {
-    result >= LARGE || (result >= LARGE / 2 && all >= LARGE / 3 * 4)
+    result >= LARGE || (result >= LARGE / 2 && all >= 2 * LARGE)
 }
 
 /// Elements that [`Streaming::line`] stores: a line of the cache of f32, two of f64.
