@@ -118,7 +118,7 @@ impl Team {
     /// Looks for work for as long as [`PATIENCE`] says.
     fn watch(&self) -> Option<Arc<Shared>> {
         let mut since = None;
-        while since.get_or_insert_with(Instant::now).elapsed() <= PATIENCE {
+        loop {
             for _ in 0..64 {
                 if self.waiting.load(Ordering::Relaxed) > 0
                     && let Some(call) = self.take(&mut self.queue())
@@ -127,8 +127,10 @@ impl Team {
                 }
                 std::hint::spin_loop();
             }
+            if since.get_or_insert_with(Instant::now).elapsed() > PATIENCE {
+                return None;
+            }
         }
-        None
     }
 }
 
