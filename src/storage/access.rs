@@ -188,8 +188,8 @@ impl Storage {
             (_, Device::Cpu) => with_host(&[src], &[], |r, _| self.write(offset, &r[0][from]))?,
             (here, there) if here == there => {
                 let (to, from) = (self.cl()?, src.cl()?);
-                let (to_offset, from_offset) = (to.offset() + offset, from.offset() + src_offset);
-                to.device.copy(from.buffer(), from_offset, to.buffer(), to_offset, bytes, blocking)
+                let (there, here) = ((from.buffer(), from.offset() + src_offset), (to.buffer(), to.offset() + offset));
+                staging::copy_within(to.device, there, here, bytes, blocking)
             }
             _ => {
                 let mut staging = vec![0; bytes.min(STAGING)];

@@ -3,7 +3,8 @@
 //! From ordinary memory a driver transfers at a third of the bus's speed or less, since it copies to pinned memory of
 //! its own with one thread. Here all threads of the CPU's team copy, past their caches, into a few pinned slices, while
 //! the device transfers what is in others. What the caller sees is the same: the call returns when everything is where
-//! it should be. On a processor there is nothing to transfer: all threads copy from or to the buffer where it lies.
+//! it should be. On a processor there is nothing to transfer: all threads copy from or to the buffer where it lies, and from
+//! one to another.
 
 #[cfg(test)]
 mod tests;
@@ -23,7 +24,7 @@ use super::driver::host::Host;
 use super::pinned::{Budget, Pinned, PinnedPool, PinnedSource, PinnedStats};
 use super::{Config, Driver, registry};
 use crate::device::cpu::streaming::Streaming;
-use crate::device::opencl::{self, ClBuffer, ClDevice, ClEvent, ClPinned};
+use crate::device::opencl::{self, ClBuffer, ClDevice, ClEvent, ClPinned, Mapped, capture};
 use crate::device::{DeviceKind, StreamId};
 use crate::{Device, Result};
 
@@ -112,8 +113,9 @@ fn budget() -> &'static Arc<Budget> {
 pub(super) fn read(device: &'static ClDevice, src: &ClBuffer, off: usize, dst: &mut [u8]) -> Result<()> {
     if is_mapped(device, dst.len()) {
         let (n, to) = (dst.len(), dst.as_mut_ptr());
+        let region = Mapped { buffer: src, off, overwrite: false };
         // SAFETY: n bytes are mapped there, and nothing runs on the device meanwhile; `dst` is borrowed alone.
-        return device.with_mapped(src, off, n, false, |from| unsafe { bytes(from, to, n, copy) });
+        return device.with_mapped([region], n, |[from]| unsafe { bytes(from, to, n, copy) });
     }
     let staged = is_staged(device, dst.len()) && !is_pinned(device.device(), addresses(dst));
     match staged.then(|| Ring::new(pool(device), device, DOWN, dst.len())).flatten() {
@@ -126,14 +128,33 @@ pub(super) fn read(device: &'static ClDevice, src: &ClBuffer, off: usize, dst: &
 pub(super) fn write(device: &'static ClDevice, src: &[u8], dst: &ClBuffer, off: usize) -> Result<()> {
     if is_mapped(device, src.len()) {
         let (n, from) = (src.len(), src.as_ptr());
+        let region = Mapped { buffer: dst, off, overwrite: true };
         // SAFETY: n bytes are mapped there, and nothing runs on the device meanwhile; `src` is borrowed.
-        return device.with_mapped(dst, off, n, true, |to| unsafe { bytes(from, to, n, copy) });
+        return device.with_mapped([region], n, |[to]| unsafe { bytes(from, to, n, copy) });
     }
     let staged = is_staged(device, src.len()) && !is_pinned(device.device(), addresses(src));
     match staged.then(|| Ring::new(pool(device), device, UP, src.len())).flatten() {
         Some(ring) => ring.write(src, dst, off),
         None => device.write(src, dst, off),
     }
+}
+
+/// Copies bytes from one buffer to another, or within one, and waits where `blocking`.
+pub(super) fn copy_within(
+    device: &'static ClDevice,
+    (src, src_off): (&ClBuffer, usize),
+    (dst, dst_off): (&ClBuffer, usize),
+    n: usize,
+    blocking: bool,
+) -> Result<()> {
+    let apart = src.mem() != dst.mem() || src_off.abs_diff(dst_off) >= n;
+    if blocking && apart && is_mapped(device, n) && !capture::is_recording(device.device()) {
+        let from = Mapped { buffer: src, off: src_off, overwrite: false };
+        let to = Mapped { buffer: dst, off: dst_off, overwrite: true };
+        // SAFETY: n bytes are mapped at both, which share none, and nothing runs on the device meanwhile.
+        return device.with_mapped([from, to], n, |[from, to]| unsafe { bytes(from, to, n, copy) });
+    }
+    device.copy(src, src_off, dst, dst_off, n, blocking)
 }
 
 /// Whether a transfer is cut up, or the driver's own way is better.

@@ -37,6 +37,7 @@ pub(crate) use pinned::ClPinned;
 pub(crate) use probe::TensorCores;
 pub(crate) use program::SM_90A;
 pub(crate) use signature::{Parameter, Space};
+pub(crate) use transfer::Mapped;
 pub(crate) use tuning::{Knob, PARAMETERS, Tunable};
 
 use crate::Result;

@@ -22,6 +22,13 @@ const FILL_CHUNK: usize = 1 << 30;
 /// The temporary of an overlapping copy is at most this large.
 const OVERLAP_CHUNK: usize = 16 << 20;
 
+/// What [`ClDevice::with_mapped`] maps: bytes of a buffer from `off` on.
+pub(crate) struct Mapped<'a> {
+    pub(crate) buffer: &'a ClBuffer,
+    pub(crate) off: usize,
+    pub(crate) overwrite: bool,
+}
+
 impl ClDevice {
     /// Copies bytes from one buffer to another, or within one, also where the two ranges overlap.
     /// Returns when it is submitted, or with `blocking` when it is done.
@@ -171,33 +178,40 @@ impl ClDevice {
         .map_err(|e| self.error(e))
     }
 
-    /// Calls `f` with the place of so many bytes of the buffer, to read them or to overwrite all of them, while nothing runs
-    /// on the device and nobody submits anything to it. For devices whose memory is the host's.
+    /// Calls `f` with the places of so many bytes of buffers, to read them or to overwrite all of them, while nothing runs on
+    /// the device and nobody submits anything to it. For devices whose memory is the host's.
     ///
     /// # Errors
-    /// A range beyond the buffer, and what a kernel of this thread recorded as a fault.
-    pub(crate) fn with_mapped(
+    /// A range beyond its buffer, and what a kernel of this thread recorded as a fault.
+    pub(crate) fn with_mapped<const N: usize>(
         &self,
-        buffer: &ClBuffer,
-        off: usize,
+        regions: [Mapped<'_>; N],
         bytes: usize,
-        overwrite: bool,
-        f: impl FnOnce(*mut u8),
+        f: impl FnOnce([*mut u8; N]),
     ) -> Result<()> {
         self.check_lost()?;
-        in_range("map", buffer, off, bytes)?;
+        regions.iter().try_for_each(|r| in_range("map", r.buffer, r.off, bytes))?;
         if bytes == 0 {
             return Ok(());
         }
-        let (slot, mut words, mem) = (self.slot(), [0; 4], buffer.mem());
-        let flags = if overwrite { CL_MAP_WRITE_INVALIDATE_REGION } else { CL_MAP_READ };
+        let (slot, mut words, none) = (self.slot(), [0; 4], ptr::null_mut());
         self.while_idle(self.current_stream(), |q| {
-            let none = ptr::null_mut();
             slot.enqueue_read(q, &mut words)?;
-            let mapped = create!(clEnqueueMapBuffer(q.raw, mem, 1, flags, off, bytes, 0, ptr::null(), none))?;
-            f(mapped.cast());
-            call!(clEnqueueUnmapMemObject(q.raw, mem, mapped, 0, ptr::null(), none))?;
-            call!(clFinish(q.raw))
+            let mut places = [ptr::null_mut(); N];
+            let mapped = places.iter_mut().zip(&regions).try_for_each(|(place, r)| {
+                let flags = if r.overwrite { CL_MAP_WRITE_INVALIDATE_REGION } else { CL_MAP_READ };
+                let (mem, off) = (r.buffer.mem(), r.off);
+                *place = create!(clEnqueueMapBuffer(q.raw, mem, 1, flags, off, bytes, 0, ptr::null(), none))?;
+                Ok(())
+            });
+            if mapped.is_ok() {
+                f(places.map(|place| place.cast()));
+            }
+            let there = places.iter().zip(&regions).filter(|(place, _)| !place.is_null());
+            let unmapped = there.map(|(&place, r)| {
+                call!(clEnqueueUnmapMemObject(q.raw, r.buffer.mem(), place, 0, ptr::null(), none))
+            });
+            unmapped.fold(mapped, Result::and).and(call!(clFinish(q.raw)))
         })
         .map_err(|e| self.error(e))?;
         self.report(slot, words)

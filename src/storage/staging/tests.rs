@@ -235,3 +235,31 @@ fn statistics_of_devices_that_need_no_pinned_memory() {
         assert!(shown.contains("active bytes") && shown.contains("made in"), "{shown}");
     }
 }
+
+/// On both sides of the size from which all threads copy, within one segment and from one to another, at odd offsets; and
+/// ranges that overlap, which go another way.
+#[test]
+fn copies_that_wait_are_whole_and_apart() {
+    for device in devices() {
+        let n = LEAST + 4099;
+        let data = pattern(2 * n, 5);
+        let (here, there) = (holding(device.device(), &data), holding(device.device(), &vec![7; n]));
+        for (from, to, bytes) in [(0, 3, LEAST - 1), (1, 0, n), (n, 1, n - 1), (n - 5, 4098, LEAST)] {
+            there.fill(0, n, &[7]).unwrap();
+            there.copy_from(to, &here, from, bytes, true).unwrap();
+            let mut got = vec![0; n];
+            there.read(0, &mut got).unwrap();
+            assert!(got[to..][..bytes] == data[from..][..bytes], "{bytes} bytes from {from} to {to}");
+            assert!(got[..to].iter().chain(&got[to + bytes..]).all(|&b| b == 7), "nothing else is written");
+        }
+        let mut want = data.clone();
+        for (from, to, bytes) in [(n, 0, n), (9, n, LEAST), (100, 0, LEAST + 1), (0, 4096, LEAST)] {
+            here.copy_from(to, &here, from, bytes, true).unwrap();
+            want.copy_within(from..from + bytes, to);
+            let mut got = vec![0; 2 * n];
+            here.read(0, &mut got).unwrap();
+            assert!(got == want, "{bytes} bytes from {from} to {to} of the same");
+        }
+        assert!(there.copy_from(1, &here, 0, n, true).is_err(), "beyond the end");
+    }
+}
