@@ -208,9 +208,8 @@ impl ClDevice {
                 f(places.map(|place| place.cast()));
             }
             let there = places.iter().zip(&regions).filter(|(place, _)| !place.is_null());
-            let unmapped = there.map(|(&place, r)| {
-                call!(clEnqueueUnmapMemObject(q.raw, r.buffer.mem(), place, 0, ptr::null(), none))
-            });
+            let unmapped = there
+                .map(|(&place, r)| call!(clEnqueueUnmapMemObject(q.raw, r.buffer.mem(), place, 0, ptr::null(), none)));
             unmapped.fold(mapped, Result::and).and(call!(clFinish(q.raw)))
         })
         .map_err(|e| self.error(e))?;
