@@ -1,4 +1,5 @@
-//! What an operation costs the host: `launch [--device D] [--only CASE] [--rounds N]`. Small tensors, many operations in a row, nanoseconds a call.
+//! What an operation costs the host: `launch [--device D] [--only CASE] [--rounds N]`. Small tensors, many operations in a
+//! row, nanoseconds a call.
 //!
 //! Over a driver whose clSetKernelArg and clEnqueueNDRangeKernel do nothing (see docs/performance.md) it is our own part.
 
