@@ -3,6 +3,7 @@
 //! that name, for everything else.
 
 use std::borrow::Cow;
+use std::ops::Range;
 
 use ::gemm::Parallelism;
 use half::slice::HalfFloatSliceExt;
@@ -106,6 +107,22 @@ fn start(n: usize, pieces: usize, i: usize) -> usize {
     (n.div_ceil(STEP) * i / pieces * STEP).min(n)
 }
 
+/// Calls `piece` with the rows and columns of each of `rows` times `columns` pieces of an `m` x `n` result, one a thread.
+fn each_piece(
+    (m, n): (usize, usize),
+    (rows, columns): (usize, usize),
+    piece: impl Fn(Range<usize>, Range<usize>) + Sync,
+) {
+    parallel::for_each_index(rows * columns, |i| {
+        let (i, j) = (i / columns, i % columns);
+        let down = start(m, rows, i)..start(m, rows, i + 1);
+        let across = start(n, columns, j)..start(n, columns, j + 1);
+        if !down.is_empty() && !across.is_empty() {
+            piece(down, across);
+        }
+    });
+}
+
 /// The first element of a matrix in memory that threads share.
 struct Start<T>(*mut T);
 
@@ -180,21 +197,16 @@ pub(crate) fn gemm_f32(
         let (m, n, k) = size;
         // What is laid out by one thread for others has to come from its cache: small products are cut into some that
         // share nothing.
-        let (rows, columns) = if m.saturating_mul(n).saturating_mul(k) <= APART { cut(m, n, k) } else { (1, 1) };
+        let pieces = if m.saturating_mul(n).saturating_mul(k) <= APART { cut(m, n, k) } else { (1, 1) };
+        let alone = pieces != (1, 1) || alone(size);
         for [place_a, place_b, place] in places {
             check(size, (out.len(), place), (a.len(), place_a), (b.len(), place_b))?;
             let to = Start(out.as_mut_ptr());
-            parallel::for_each_index(rows * columns, |piece| {
+            each_piece((m, n), pieces, |down, across| {
                 let to = &to;
-                let (i, j) = (piece / columns, piece % columns);
-                let (top, bottom) = (start(m, rows, i), start(m, rows, i + 1));
-                let (left, right) = (start(n, columns, j), start(n, columns, j + 1));
-                if top == bottom || left == right {
-                    return;
-                }
-                let alone = rows * columns > 1 || alone(size);
+                let (top, left) = (down.start, across.start);
                 let (a, b) = (a.matrix(place_a.at(top, 0)), b.matrix(place_b.at(0, left)));
-                let size = (bottom - top, right - left, k);
+                let size = (down.len(), across.len(), k);
                 // SAFETY: none of the sizes is 0. All three matrices lie in their slices (`check`), which are initialised
                 // and live through the call, and so does a piece of them. `out` is borrowed exclusively, so it overlaps
                 // neither input, and its elements are distinct, so pieces without a common element are in different memory.
@@ -246,16 +258,10 @@ pub(crate) fn gemm<T: Real>(
         }
         return Ok(());
     }
-    let (rows, columns) = cut(m, n, k);
     let to = Start(out.0.as_mut_ptr());
-    parallel::for_each_index(rows * columns, |piece| {
+    each_piece((m, n), cut(m, n, k), |down, across| {
         let to = &to;
-        let (i, j) = (piece / columns, piece % columns);
-        let (top, bottom) = (start(m, rows, i), start(m, rows, i + 1));
-        let (left, right) = (start(n, columns, j), start(n, columns, j + 1));
-        if top == bottom || left == right {
-            return;
-        }
+        let (top, left) = (down.start, across.start);
         let at = |place: Place, row: usize, col: usize| {
             place.offset as isize + row as isize * place.row + col as isize * place.col
         };
@@ -265,8 +271,8 @@ pub(crate) fn gemm<T: Real>(
         // are in different memory. `T` is f32 or f64, which the crate supports; `read_dst` is false, so alpha is unused.
         unsafe {
             ::gemm::gemm(
-                bottom - top,
-                right - left,
+                down.len(),
+                across.len(),
                 k,
                 to.0.offset(at(out.1, top, left)),
                 out.1.col,
