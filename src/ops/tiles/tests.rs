@@ -1,0 +1,127 @@
+use super::*;
+use crate::ops::Expr;
+
+/// The formulas over columns of inputs, in tiles; results and whether an integer was divided by zero.
+fn run<C: Lane>(exprs: &[Expr], inputs: &[&[C]], scalars: &[Scalar], seeds: &[Seed]) -> (Vec<Vec<C>>, bool) {
+    let program = Program::new(exprs);
+    let len = inputs.first().map_or(1000, |x| x.len());
+    let mut outs = vec![vec![C::from_i32(77); len]; exprs.len()];
+    let (mut scratch, mut fault) = (Scratch::new(), false);
+    for first in (0..len).step_by(TILE) {
+        let n = TILE.min(len - first);
+        let tile_inputs: Vec<_> = inputs.iter().map(|x| TileIn::Slice(&x[first..])).collect();
+        let tile = Tile { inputs: &tile_inputs, scalars, seeds, first: first as u64, len: n };
+        let mut slices: Vec<&mut [C]> = outs.iter_mut().map(|o| &mut o[first..first + n]).collect();
+        fault |= program.eval_tile(&tile, &mut scratch, &mut slices);
+    }
+    (outs, fault)
+}
+
+#[test]
+fn several_results_scalars_and_uniform_parts() {
+    let (a, b, s) = (Expr::input(0), Expr::input(1), Expr::scalar(0));
+    let exprs = [&a * (1.0 - &s) + &b * &s, a.clone(), s.sqrt() + 1.0, (&a + &b).max(&a), a.clone()];
+    for len in [0, 1, 5, TILE - 1, TILE, TILE + 1, 1607] {
+        let x: Vec<f64> = (0..len).map(|i| i as f64).collect();
+        let y: Vec<f64> = (0..len).map(|i| 100.0 - i as f64).collect();
+        let (outs, _) = run(&exprs, &[&x, &y], &[Scalar::Float(0.25)], &[]);
+        for i in 0..len {
+            let (x, y) = (x[i], y[i]);
+            let expected = [x * 0.75 + y * 0.25, x, 1.5, f64::max(x + y, x), x];
+            assert_eq!([0, 1, 2, 3, 4].map(|j: usize| outs[j][i]), expected);
+        }
+    }
+}
+
+#[test]
+fn broadcast_operands_take_every_form() {
+    let (a, b, c) = (Expr::input(0), Expr::input(1), Expr::input(2));
+    let program = Program::new(&[a.lt(&b).select(&c, &a - &b), &a * 2.0, b.sin()]);
+    let columns = [[1.0, 5.0, 3.0, f64::NAN], [2.0; 4], [7.0, 8.0, 9.0, 10.0]];
+    for mask in 0..8 {
+        let input = |k: usize| match mask >> k & 1 {
+            0 => TileIn::Slice(&columns[k][..]),
+            _ => TileIn::Scalar(columns[k][1]),
+        };
+        let inputs = [input(0), input(1), input(2)];
+        let tile = Tile { inputs: &inputs, scalars: &[], seeds: &[], first: 0, len: 4 };
+        let (mut x, mut y, mut z) = ([0.0; 4], [0.0; 4], [0.0; 4]);
+        program.eval_tile(&tile, &mut Scratch::new(), &mut [&mut x, &mut y, &mut z]);
+        for i in 0..4 {
+            let [a, b, c] = [0, 1, 2].map(|k| if mask >> k & 1 == 0 { columns[k][i] } else { columns[k][1] });
+            let expected = if a < b { c } else { a - b };
+            assert!(x[i] == expected || (x[i].is_nan() && expected.is_nan()), "{mask} {i}");
+            assert!(y[i] == 2.0 * a || a.is_nan());
+            assert_eq!(z[i], b.sin());
+        }
+    }
+}
+
+#[test]
+fn not_a_number_comes_through_max_and_min() {
+    let (a, b) = (Expr::input(0), Expr::input(1));
+    let nan = f32::NAN;
+    let (outs, _) = run::<f32>(
+        &[a.max(&b), a.min(&b), a.relu(), a.clamp(0.0, 1.0)],
+        &[&[nan, 1.0, nan, 2.0], &[1.0, nan, nan, 3.0]],
+        &[],
+        &[],
+    );
+    for out in &outs[..2] {
+        assert!(out[..3].iter().all(|x| x.is_nan()));
+    }
+    assert_eq!((outs[0][3], outs[1][3]), (3.0, 2.0));
+    assert!(outs[2][0].is_nan() && outs[3][2].is_nan());
+}
+
+#[test]
+fn integers_wrap_and_report_division_by_zero() {
+    let (a, b) = (Expr::input(0), Expr::input(1));
+    let exprs = [&a / &b, &a % &b, a.remainder(&b), a.floor_divide(&b), &a * &b, a.pow(&b)];
+    let xs = [7, -7, 7, -7, i64::MIN, 0, 5, -1, i64::MAX];
+    let ys = [2, 2, -2, -2, -1, 3, -1, -3, 2];
+    let (outs, fault) = run::<i64>(&exprs, &[&xs, &ys], &[], &[]);
+    assert!(!fault);
+    for i in 0..xs.len() {
+        let (x, y) = (xs[i], ys[i]);
+        assert_eq!(outs[0][i], x.wrapping_div(y));
+        assert_eq!(outs[1][i], x.wrapping_rem(y));
+        let r = i128::from(x) % i128::from(y);
+        let python = if r != 0 && (r < 0) != (y < 0) { r + i128::from(y) } else { r };
+        assert_eq!(i128::from(outs[2][i]), python);
+        assert_eq!(outs[4][i], x.wrapping_mul(y));
+    }
+    assert_eq!(outs[3][..4], [3, -4, -4, 3]);
+    assert_eq!(outs[5], [49, 49, 0, 0, 0, 0, 0, -1, 1]);
+
+    let (outs, fault) = run::<i64>(&exprs[..2], &[&[1, 2, 3], &[1, 0, 2]], &[], &[]);
+    assert!(fault);
+    assert_eq!(outs, [[1, 0, 1], [0, 0, 1]]);
+}
+
+#[test]
+fn random_leaves_depend_on_the_index_alone() {
+    let seeds = [Seed { key: 1, stream: 2 }, Seed { key: 1, stream: 3 }];
+    let exprs = [Expr::uniform(0), Expr::normal(1), Expr::bits(0)];
+    let (f, _) = run::<f32>(&exprs, &[], &[], &seeds);
+    let (d, _) = run::<f64>(&exprs, &[], &[], &seeds);
+    let (l, _) = run::<i64>(&exprs[2..], &[], &[], &seeds);
+    for i in 0..1000 {
+        assert_eq!(f64::from(f[0][i]), d[0][i]);
+        assert_eq!(f64::from(f[1][i]), d[1][i]);
+        assert_eq!(d[2][i], l[0][i] as f64);
+        assert_eq!(d[0][i], (l[0][i] >> 8) as f64 / 16_777_216.0);
+        assert!((0.0..1.0).contains(&d[0][i]));
+    }
+    assert_ne!(f[0][..10], f[1][..10]);
+}
+
+#[test]
+fn large_angles() {
+    let x: Vec<f32> = (0..600).map(|i| if i % 7 == 0 { 1e30 + i as f32 * 1e28 } else { i as f32 }).collect();
+    let (outs, _) = run::<f32>(&[Expr::input(0).sin(), Expr::input(0).cos()], &[&x], &[], &[]);
+    for (i, &x) in x.iter().enumerate() {
+        assert!((f64::from(outs[0][i]) - f64::from(x).sin()).abs() < 1e-6, "{x}");
+        assert!((f64::from(outs[1][i]) - f64::from(x).cos()).abs() < 1e-6, "{x}");
+    }
+}
