@@ -184,4 +184,7 @@ fn what_does_not_fit_is_said() {
     assert!(matches!(wrong, Err(Error::ShapeMismatch { op: "Gru::run", .. })));
     assert!(Gru::new(2, 0, RnnOptions::default(), Device::Cpu).is_err());
     assert!(Lstm::new(2, 3, RnnOptions { dropout: 1.5, ..RnnOptions::default() }, Device::Cpu).is_err());
+    for hidden in [usize::MAX / 2, usize::MAX] {
+        assert!(Lstm::new(2, hidden, RnnOptions::default(), Device::Cpu).is_err(), "more than can be counted");
+    }
 }

@@ -110,12 +110,16 @@ struct Stack {
 impl Stack {
     fn new(op: &'static str, step: Step, sizes: [usize; 2], options: RnnOptions, at: TensorOptions) -> Result<Stack> {
         let [input, hidden] = sizes;
-        if hidden == 0 || options.num_layers == 0 || !(0.0..=1.0).contains(&options.dropout) {
-            let reason =
-                format!("hidden size {hidden} and {options:?}: sizes are above 0, and dropout is in 0.0..=1.0");
+        let directions = if options.bidirectional { 2 } else { 1 };
+        // What is counted with below is at most four times as much.
+        if !(1..=usize::MAX / 4).contains(&hidden) || options.num_layers == 0 || !(0.0..=1.0).contains(&options.dropout)
+        {
+            let reason = format!(
+                "hidden size {hidden} and {options:?}: sizes are above 0 and can be counted with, and dropout is in 0.0..=1.0"
+            );
             return Err(Error::invalid(op, reason));
         }
-        let (rows, directions) = (step.gates() * hidden, if options.bidirectional { 2 } else { 1 });
+        let rows = step.gates() * hidden;
         let made = |shape: &[usize]| init::default_parameter(shape, hidden, at);
         let bias = || options.bias.then(|| made(&[rows])).transpose();
         let cell = |l: usize| -> Result<Cell> {
