@@ -59,12 +59,19 @@ pub fn parameters(device: Device) -> Result<Vec<Parameter>> {
 /// kernels; the device should have nothing else to do.
 ///
 /// # Errors
-/// As [`parameters`]; where a choice gives a wrong result, nothing is kept.
+/// As [`parameters`]; where a choice gives a wrong result, nothing is kept, and all parameters are what they were.
 pub fn tune(device: Device, mut each: impl FnMut(&Measured)) -> Result<Option<PathBuf>> {
     let cl = opened(device)?;
+    let before: Vec<usize> = rows(cl).map(|row| cl.tuned(row.knob)).collect();
     rows(cl).for_each(|row| cl.set_tuned(row.knob, row.default(cl.family())));
     for row in rows(cl) {
-        each(&measure(cl, row)?);
+        match measure(cl, row) {
+            Ok(measured) => each(&measured),
+            Err(error) => {
+                rows(cl).zip(before).for_each(|(row, value)| set(cl, row.knob, value));
+                return Err(error);
+            }
+        }
     }
     cl.save_tuning().map_err(|error| Error::invalid("tune", format!("the results cannot be kept: {error}")))
 }

@@ -5,7 +5,8 @@ mod common;
 use std::path::Path;
 use std::process::Command;
 
-use claystone::Device;
+use claystone::ops::{Backend, Implementation, register};
+use claystone::{Device, tune as tuning};
 
 /// What the program prints, with programs and tuning in a folder of their own.
 #[track_caller]
@@ -72,4 +73,18 @@ fn the_cpu_has_nothing_to_tune() {
     let done = command.args(["tune", "--device", "cpu"]).output().unwrap();
     let err = String::from_utf8(done.stderr).unwrap();
     assert!(!done.status.success() && err.contains("name an OpenCL device"), "{err}");
+}
+
+/// A choice that gives wrong results is not left in force.
+#[test]
+fn what_fails_changes_nothing() {
+    for device in common::devices().into_iter().filter(|&device| device != Device::Cpu) {
+        let values = || tuning::parameters(device).unwrap().iter().map(|p| p.value).collect::<Vec<_>>();
+        let before = values();
+        let wrong = Implementation::new(|x, _| Ok(vec![x[0].sub(x[1])?]));
+        let _wrong = register("add", Backend::OpenCL, wrong).unwrap();
+        let error = tuning::tune(device, |_| {}).unwrap_err().to_string();
+        assert!(error.contains("nothing is kept"), "{error}");
+        assert_eq!(values(), before);
+    }
 }
