@@ -230,9 +230,10 @@ impl Storage {
 
     /// Whether it is memory of the host pinned for this device's transfers.
     pub(crate) fn is_pinned(&self, device: Device) -> bool {
-        let (start, size) = self.allocation().host_range();
-        matches!(self.0.home, Home::Adopted(_))
-            && staging::is_pinned(device, start.addr().get()..start.addr().get() + size)
+        // An adopted one alone: others may be moved, and nobody holds them here.
+        let Home::Adopted(adopted) = &self.0.home else { return false };
+        let start = adopted.memory.start().addr().get();
+        staging::is_pinned(device, start..start + self.nbytes())
     }
 
     #[inline]
