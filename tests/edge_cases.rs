@@ -2,8 +2,9 @@
 
 mod common;
 
+use claystone::autograd::{GradOptions, grad, grad_with_options};
 use claystone::optim::{AdamW, AdamWConfig, Optimizer, Sgd, SgdConfig};
-use claystone::{DType, Device, Error, Result, Tensor, no_grad};
+use claystone::{DType, Device, Error, LossReduction, Result, Tensor, no_grad};
 use common::{each_device, vec};
 
 fn tensor(values: &[f32], device: Device) -> Tensor {
@@ -19,9 +20,69 @@ fn angles_at_zero() {
         for (got, right) in angles.iter().zip([FRAC_PI_2, -FRAC_PI_2, FRAC_PI_2, 0.0, PI]) {
             assert!((got - right).abs() < 1e-6, "{angles:?}");
         }
+        let inf = f32::INFINITY;
+        let (y, x) = (tensor(&[-0.0, -0.0, 0.0, inf, -inf, inf], d), tensor(&[-2.0, -0.0, -0.0, inf, -inf, -inf], d));
+        let angles = vec(&y.atan2(&x).unwrap());
+        for (got, right) in angles.iter().zip([-PI, -PI, PI, PI / 4.0, -0.75 * PI, 0.75 * PI]) {
+            assert!((got - right).abs() < 1e-6, "{angles:?}");
+        }
         let origin = tensor(&[0.0], d).requires_grad_(true).unwrap();
         origin.atan2(&tensor(&[0.0], d)).unwrap().sum((), false).unwrap().backward().unwrap();
         assert_eq!(vec(&origin.grad().unwrap()), [0.0]);
+    });
+}
+
+#[test]
+fn sides_and_thresholds_of_nan() {
+    each_device(|d| {
+        let (a, b) = (tensor(&[f32::NEG_INFINITY, f32::NAN, 3.0], d), tensor(&[f32::NAN, 1.0, -4.0], d));
+        let sides = vec(&a.hypot(&b).unwrap());
+        assert!(sides[0] == f32::INFINITY && sides[1].is_nan() && sides[2] == 5.0, "{sides:?}");
+        let shrunk = vec(&tensor(&[f32::NAN, 0.25, -1.0], d).softshrink(0.5).unwrap());
+        assert!(shrunk[0].is_nan() && shrunk[1..] == [0.0, -0.5], "{shrunk:?}");
+    });
+}
+
+#[test]
+fn a_product_with_a_logarithm_has_a_slope_at_zero() {
+    each_device(|d| {
+        let x = Tensor::zeros(3, d).unwrap().requires_grad_(true).unwrap();
+        let y = tensor(&[2.0, 0.5, 0.0], d);
+        for (of, right) in
+            [(x.xlogy(&y), [2f32.ln(), 0.5f32.ln(), 0.0]), (x.xlog1py(&y), [3f32.ln(), 1.5f32.ln(), 0.0])]
+        {
+            let slopes = vec(&grad(&[&of.unwrap().sum((), false).unwrap()], &[&x]).unwrap()[0]);
+            assert!(slopes.iter().zip(right).all(|(g, r)| (g - r).abs() < 1e-6), "{slopes:?}");
+        }
+    });
+}
+
+/// Formulas of |x| have none where x is 0, though the functions do.
+#[test]
+fn smooth_functions_have_second_derivatives_everywhere() {
+    type Function = fn(&Tensor) -> Result<Tensor>;
+    let functions: [(&str, Function, f32, f32); 6] = [
+        ("logsigmoid", |x| x.logsigmoid(), 0.0, -0.25),
+        ("logaddexp", |x| x.logaddexp(&x.full_like(2)?), 2.0, 0.25),
+        ("logaddexp2", |x| x.logaddexp2(&x.full_like(2)?), 2.0, 0.25 * std::f32::consts::LN_2),
+        ("i0", |x| x.i0(), 0.0, 0.5),
+        ("erfinv", |x| x.erfinv(), 0.0, 0.0),
+        (
+            "binary_cross_entropy_with_logits",
+            |x| x.binary_cross_entropy_with_logits(&x.ones_like()?, None, None, LossReduction::Sum),
+            0.0,
+            0.25,
+        ),
+    ];
+    each_device(|d| {
+        for (name, function, at, right) in functions {
+            let x = tensor(&[at], d).requires_grad_(true).unwrap();
+            let options = GradOptions { create_graph: true, ..Default::default() };
+            let y = function(&x).unwrap().sum((), false).unwrap();
+            let slope = grad_with_options(&[&y], &[&x], options).unwrap().remove(0).unwrap();
+            let second = vec(&grad(&[&slope.sum((), false).unwrap()], &[&x]).unwrap()[0]);
+            assert!((second[0] - right).abs() < 1e-6, "{name}: {second:?} on {d}, not {right}");
+        }
     });
 }
 

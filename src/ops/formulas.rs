@@ -213,7 +213,9 @@ impl Expr {
         let (a, b) = (self.abs(), other.into().abs());
         let (big, small) = (a.max(&b), a.min(&b));
         let root = &big * (1.0 + (&small / &big).square()).sqrt();
-        (big.eq(0.0) + big.eq(f64::INFINITY)).select(&big, root)
+        // An infinite side makes it infinite, whatever the other is: NaN, too.
+        let endless = a.eq(f64::INFINITY).or(b.eq(f64::INFINITY));
+        endless.select(f64::INFINITY, big.eq(0.0).select(&big, root))
     }
 }
 
@@ -242,16 +244,21 @@ impl Expr {
     /// The angle of the point (`x`, self), in radians.
     pub fn atan2(&self, x: impl Into<Expr>) -> Expr {
         let x = x.into();
+        let (origin, endless) = (self.eq(0.0) * x.eq(0.0), self.is_inf() * x.is_inf());
         // A zero is 0 here, never -0: the quotient's sign is that of the angle.
-        let ratio = (self.eq(0.0) * x.eq(0.0)).select(0.0, self / x.eq(0.0).select(0.0, &x));
-        ratio.atan() + x.lt(0.0).select(self.lt(0.0).select(-PI, PI), 0.0)
+        let quotient = endless.select(self.sign() * x.sign(), self / x.eq(0.0).select(0.0, &x));
+        let angle = origin.select(0.0, quotient).atan();
+        let left = x.lt(0.0) + origin * Expr::constant(1.0).copysign(&x).lt(0.0);
+        left.select(&angle + Expr::constant(PI).copysign(self), &angle)
     }
 
     /// `log(exp(x) + exp(other))` without overflow.
     pub fn logaddexp(&self, other: impl Into<Expr>) -> Expr {
         let other = other.into();
-        let greater = self.max(&other);
-        greater.is_inf().select(&greater, &greater + (-(self - other).abs()).exp().log1p())
+        let (below, greater) = (self.lt(&other), self.max(&other));
+        // Not by |self - other|, which has no second derivative where they are equal.
+        let apart = below.select(self - &other, &other - self);
+        greater.is_inf().select(&greater, below.select(&other, self) + apart.exp().log1p())
     }
 
     /// The hyperbolic sine.
@@ -340,6 +347,8 @@ impl Expr {
 
     /// `log(sigmoid(x))` without overflow.
     pub fn logsigmoid(&self) -> Expr {
-        self.min(0.0) - (-self.abs()).exp().log1p()
+        // Not by |x|, which has no second derivative at 0.
+        let below = self.lt(0.0);
+        below.select(self, 0.0) - below.select(self, -self).exp().log1p()
     }
 }

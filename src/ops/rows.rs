@@ -116,10 +116,12 @@ macro_rules! rows {
                 { x.logaddexp2(other) } { (x.exp2() + other.exp2()).log2() } on [-3.0..3.0, -3.0..3.0];
             /// `x * log(other)`, 0 where x is 0 unless the other is NaN. PyTorch: `xlogy`.
             xlogy (x, other) + xlogy_: Float -> Same
-                { (x.eq(0.0) * other.eq(other)).select(0.0, x * other.log()) } { x * other.ln() } on [-3.0..3.0, 0.2..3.0];
+                { (x.eq(0.0) * other.eq(other)).select(0.0, x * other.log()) } { x * other.ln() } on [-3.0..3.0, 0.2..3.0]
+                derivative [(x.eq(0.0) * other.le(0.0)).select(0.0, other.log()), x / other];
             /// `x * log(1 + other)`, 0 where x is 0 unless the other is NaN. PyTorch: `special.xlog1py`.
             xlog1py (x, other): Float -> Same { (x.eq(0.0) * other.eq(other)).select(0.0, x * other.log1p()) }
-                { x * other.ln_1p() } on [-3.0..3.0, -0.5..3.0];
+                { x * other.ln_1p() } on [-3.0..3.0, -0.5..3.0]
+                derivative [(x.eq(0.0) * other.le(-1.0)).select(0.0, other.log1p()), x / (other + 1.0)];
 
             // ---- integers and their bits ----
             /// The bits that both have. PyTorch: `bitwise_and`.
@@ -362,7 +364,7 @@ macro_rules! rows {
                 derivative [x.tanh().square()];
             /// x moved towards 0 by lambda, 0 within it. PyTorch: `softshrink`.
             softshrink (x; lambda = 0.5): Float -> Same
-                { x.gt(lambda).select(x - lambda, x.lt(-lambda).select(x + lambda, 0.0)) }
+                { x.gt(lambda).select(x - lambda, x.lt(-lambda).select(x + lambda, x.is_nan().select(x, 0.0))) }
                 { x.signum() * (x.abs() - lambda).max(0.0) } on [-3.0..3.0];
             /// x, and 0 where |x| is at most lambda. PyTorch: `hardshrink`.
             hardshrink (x; lambda = 0.5): Float -> Same

@@ -41,7 +41,10 @@ impl Expr {
             let step = miss * x.square().exp() * (PI.sqrt() / 2.0);
             x = &x - &step / (1.0 + &x * &step);
         }
-        y.eq(1.0).select(self * f64::INFINITY, self.lt(0.0).select(-1.0, 1.0) * x)
+        // Near 0, where the root has no derivative, by its series.
+        let near = self * (PI.sqrt() / 2.0) * (1.0 + self.square() * (PI / 12.0));
+        let far = y.eq(1.0).select(self * f64::INFINITY, self.lt(0.0).select(-1.0, 1.0) * x);
+        y.lt(1e-4).select(near, far)
     }
 
     /// The modified Bessel function of the first kind of order 0.
@@ -54,8 +57,9 @@ impl Expr {
     /// The modified Bessel function of the first kind of order 1.
     pub fn i1(&self) -> Expr {
         let series = |t: &Expr| nested(36, |k| t / (k * (k + 1.0)));
-        let size = self.bessel(|t| self.abs() * 0.5 * series(t), |k| (2.0 * k - 1.0).powi(2) - 4.0);
-        self.lt(0.0).select(-&size, size)
+        // The series has the sign of x by its factor, which has a derivative at 0.
+        let value = self.bessel(|t| self * 0.5 * series(t), |k| (2.0 * k - 1.0).powi(2) - 4.0);
+        self.le(-20.0).select(-&value, value)
     }
 
     /// A modified Bessel function of |x|: a series of `x² / 4` up to 20, behind it one of `1 / 8x`, whose terms are each the
@@ -88,8 +92,10 @@ impl Expr {
     /// `log2(2^x + 2^other)` without overflow.
     pub fn logaddexp2(&self, other: impl Into<Expr>) -> Expr {
         let other = other.into();
-        let greater = self.max(&other);
-        greater.is_inf().select(&greater, &greater + (-(self - other).abs()).exp2().log1p() * LOG2_E)
+        // As in `logaddexp`.
+        let (below, greater) = (self.lt(&other), self.max(&other));
+        let apart = below.select(self - &other, &other - self);
+        greater.is_inf().select(&greater, below.select(&other, self) + apart.exp2().log1p() * LOG2_E)
     }
 
     /// The greater of the two, or the one that is not NaN.
