@@ -92,16 +92,10 @@ fn run_as<C: Lane>(launch: &Launch, sources: &[Source], reads: &[&[u8]], writes:
         parts.push(&mut bytes[t.layout.offset * size..][..count * size]);
     }
     let step = step(count);
-    if count <= step {
-        return job.run::<C>(0, count, &mut parts);
-    }
-    let mut chunks: Vec<_> =
-        parts.into_iter().zip(launch.outputs).map(|(bytes, t)| bytes.chunks_mut(step * t.dtype.size())).collect();
-    let mut jobs: Vec<(usize, SmallVec<[&mut [u8]; 2]>)> =
-        (0..count).step_by(step).map(|first| (first, chunks.iter_mut().filter_map(Iterator::next).collect())).collect();
+    let sizes: SmallVec<[usize; 2]> = launch.outputs.iter().map(|t| step * t.dtype.size()).collect();
     let divided_by_zero = AtomicBool::new(false);
-    parallel::for_each(&mut jobs, |_, (first, outs)| {
-        if job.run::<C>(*first, step.min(count - *first), outs) {
+    parallel::for_each_chunks(&mut parts, &sizes, |i, outs| {
+        if job.run::<C>(i * step, step.min(count - i * step), outs) {
             divided_by_zero.store(true, Ordering::Relaxed);
         }
     });

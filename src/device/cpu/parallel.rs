@@ -1,128 +1,108 @@
 //! Work shared between the thread that asks for it and a team of helpers.
 //!
-//! The caller starts at once, and helpers join it as they notice: a small operation is done before they do and has waited
+//! Every helper has a mailbox. The caller puts its call into those of helpers that have nothing to do, starts at once, and
+//! takes back what nobody has taken up when it is through: a small operation is done before helpers notice and has waited
 //! for nobody. A caller takes on pieces of its own work alone, never what else there is to do, so it may hold a lock
 //! over this. A helper that has nothing to do keeps looking for a moment before it sleeps, because to be woken costs it
-//! tens of microseconds and operations come one after another.
+//! tens of microseconds and operations come one after another. Nothing is taken from the heap.
+
+#[cfg(test)]
+mod tests;
 
 use std::any::Any;
-use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::ptr;
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+use std::sync::{Mutex, OnceLock, PoisonError};
 use std::thread::{Builder, Thread};
 use std::time::{Duration, Instant};
 
+use smallvec::SmallVec;
+
 use super::threads;
 
-/// Set in [`Shared::inside`] when the caller is through: nobody else comes in.
-const CLOSED: usize = 1 << (usize::BITS - 1);
-/// How often a caller looks whether the others have finished before it goes to sleep.
+/// How often a caller looks whether a helper has finished before it goes to sleep.
 const SPINS: usize = 2000;
 /// How long a helper looks for work before it goes to sleep: longer than what lies between the operations of a training step.
 const PATIENCE: Duration = Duration::from_micros(500);
+/// What a mailbox holds where no call is in it: that its helper looks at it. That it sleeps is null.
+const LOOKING: *mut Call = ptr::without_provenance_mut(1);
+/// Of a call in a mailbox, in the lowest bits of its address: its helper is at work on it, and also the caller waits to be
+/// woken when it is through.
+const TAKEN: usize = 1;
+const AWAITED: usize = 2;
 
-/// The helpers and what they are asked to do.
-struct Team {
-    helpers: usize,
-    queue: Mutex<Queue>,
-    /// Calls in the queue, for helpers that look without the lock.
-    waiting: AtomicUsize,
-    wake: Condvar,
+/// Where a helper gets its calls.
+#[repr(align(128))] // two cache lines, which come together
+struct Mailbox {
+    /// [`LOOKING`], null, or the call, tagged.
+    call: AtomicPtr<Call>,
+    /// None where it could not be started: then nobody takes up what is put in here, and the others do its part.
+    helper: OnceLock<Thread>,
 }
 
-#[derive(Default)]
-struct Queue {
-    calls: VecDeque<Arc<Shared>>,
-    asleep: usize,
+fn tagged(call: *mut Call, tag: usize) -> *mut Call {
+    call.map_addr(|address| address | tag)
 }
 
-impl Team {
-    /// The team: callers are threads too, so it has one less than [`threads`].
-    fn get() -> &'static Team {
-        static TEAM: OnceLock<&'static Team> = OnceLock::new();
-        TEAM.get_or_init(|| {
-            let team: &'static Team = Box::leak(Box::new(Team {
-                helpers: threads() - 1,
-                queue: Mutex::default(),
-                waiting: AtomicUsize::new(0),
-                wake: Condvar::new(),
-            }));
-            for i in 0..team.helpers {
-                // Where one cannot be started the others, and every caller, do its part.
-                let _ = Builder::new().name(format!("claystone-{i}")).spawn(move || team.help(i));
+impl Mailbox {
+    /// Puts a call in if the helper has nothing to do. It stays there, or at the helper, until [`withdraw`](Self::withdraw).
+    fn offer(&self, call: *mut Call) -> bool {
+        let now = self.call.load(Relaxed);
+        let asleep = now.is_null();
+        if !(asleep || now == LOOKING) || self.call.compare_exchange(now, call, Release, Relaxed).is_err() {
+            return false;
+        }
+        if asleep && let Some(helper) = self.helper.get() {
+            helper.unpark();
+        }
+        true
+    }
+
+    /// Takes a call back that was put in, or waits for the helper that has taken it up.
+    fn withdraw(&self, call: *mut Call, caller: &OnceLock<Thread>) {
+        if self.call.compare_exchange(call, LOOKING, Relaxed, Acquire).is_ok() {
+            return;
+        }
+        let (taken, awaited) = (tagged(call, TAKEN), tagged(call, AWAITED));
+        for spins in 0.. {
+            let now = self.call.load(Acquire);
+            if now != taken && now != awaited {
+                return; // it may be another caller's already, which cannot have the same address meanwhile
             }
-            team
-        })
-    }
-
-    fn queue(&self) -> MutexGuard<'_, Queue> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn take(&self, queue: &mut Queue) -> Option<Arc<Shared>> {
-        let call = queue.calls.pop_front();
-        self.waiting.store(queue.calls.len(), Ordering::Relaxed);
-        call
-    }
-
-    /// Asks `count` helpers to join.
-    fn ask(&self, count: usize, call: &Arc<Shared>) {
-        let mut queue = self.queue();
-        queue.calls.extend(std::iter::repeat_n(call, count).cloned());
-        self.waiting.store(queue.calls.len(), Ordering::Relaxed);
-        let asleep = queue.asleep.min(count);
-        drop(queue);
-        (0..asleep).for_each(|_| self.wake.notify_one());
-    }
-
-    /// Takes back what no helper has taken up.
-    fn forget(&self, call: &Arc<Shared>) {
-        if self.waiting.load(Ordering::Relaxed) > 0 {
-            let mut queue = self.queue();
-            queue.calls.retain(|other| !Arc::ptr_eq(other, call));
-            self.waiting.store(queue.calls.len(), Ordering::Relaxed);
+            if spins < SPINS {
+                std::hint::spin_loop();
+                continue;
+            }
+            caller.get_or_init(std::thread::current);
+            if now == awaited || self.call.compare_exchange(taken, awaited, Release, Relaxed).is_ok() {
+                std::thread::park();
+            }
         }
     }
 
-    /// What a helper does for as long as the process lives.
-    fn help(&self, helper: usize) {
+    /// What the helper does for as long as the process lives.
+    fn help(&self, number: usize) {
         loop {
-            let call = self.next();
-            if call.enter() {
-                // SAFETY: between `enter` and `leave` the caller waits, in `for_each_index`.
-                call.work(helper + 1, unsafe { &*call.work.0 });
-                call.leave();
-            }
+            let Some(call) = self.look() else {
+                self.sleep();
+                continue;
+            };
+            // SAFETY: between `look`, which says that it is taken, and `leave` the caller waits, in `withdraw`.
+            let taken = unsafe { &*call };
+            // SAFETY: likewise: the work lives as long as the caller waits.
+            taken.work(number, unsafe { &*taken.work.0 }, || ());
+            self.leave(call);
         }
     }
 
-    fn next(&self) -> Arc<Shared> {
-        loop {
-            if let Some(call) = self.watch() {
-                return call;
-            }
-            let mut queue = self.queue();
-            if queue.calls.is_empty() {
-                queue.asleep += 1;
-                queue = self.wake.wait(queue).unwrap_or_else(PoisonError::into_inner);
-                queue.asleep -= 1;
-            }
-            if let Some(call) = self.take(&mut queue) {
-                return call;
-            }
-            // Woken too late: it keeps looking, or it would be late for every call that is shorter than waking up.
-        }
-    }
-
-    /// Looks for work for as long as [`PATIENCE`] says.
-    fn watch(&self) -> Option<Arc<Shared>> {
+    /// Looks for a call for as long as [`PATIENCE`] says, and takes it up.
+    fn look(&self) -> Option<*mut Call> {
         let mut since = None;
         loop {
             for _ in 0..64 {
-                if self.waiting.load(Ordering::Relaxed) > 0
-                    && let Some(call) = self.take(&mut self.queue())
-                {
+                let call = self.call.load(Relaxed);
+                if call != LOOKING && self.call.compare_exchange(call, tagged(call, TAKEN), Acquire, Relaxed).is_ok() {
                     return Some(call);
                 }
                 std::hint::spin_loop();
@@ -132,42 +112,101 @@ impl Team {
             }
         }
     }
+
+    /// Until there is a call, or there was one and the helper is late for it: it then keeps looking, or it would be late for
+    /// every call that is shorter than waking up.
+    fn sleep(&self) {
+        if self.call.compare_exchange(LOOKING, ptr::null_mut(), Relaxed, Relaxed).is_ok() {
+            while self.call.load(Relaxed).is_null() {
+                std::thread::park();
+            }
+        }
+    }
+
+    /// Says that the helper is through with a call.
+    fn leave(&self, call: *mut Call) {
+        if self.call.compare_exchange(tagged(call, TAKEN), LOOKING, Release, Acquire).is_ok() {
+            return;
+        }
+        // SAFETY: its caller still waits, until the next line but one.
+        let caller = unsafe { &*call }.caller.get().cloned();
+        self.call.store(LOOKING, Release);
+        if let Some(caller) = caller {
+            caller.unpark();
+        }
+    }
 }
 
-/// What caller and helpers have in common; it outlives the call, for helpers that come too late.
-struct Shared {
+/// The helpers, one fewer than [`threads`]: callers are threads, too.
+struct Team(Box<[Mailbox]>);
+
+impl Team {
+    fn get() -> &'static Team {
+        static TEAM: OnceLock<&'static Team> = OnceLock::new();
+        TEAM.get_or_init(|| {
+            let mailbox = |_| Mailbox { call: AtomicPtr::new(LOOKING), helper: OnceLock::new() };
+            let team: &'static Team = Box::leak(Box::new(Team((1..threads()).map(mailbox).collect())));
+            for (i, mailbox) in team.0.iter().enumerate() {
+                let started = Builder::new().name(format!("claystone-{i}")).spawn(move || mailbox.help(i + 1));
+                if let Ok(helper) = started {
+                    let _ = mailbox.helper.set(helper.thread().clone());
+                }
+            }
+            team
+        })
+    }
+
+    /// Puts the call into mailboxes until `count` have it.
+    fn ask<'a>(&'a self, count: usize, call: *mut Call, asked: &mut SmallVec<[&'a Mailbox; 16]>) {
+        let mut mailboxes = self.0.iter();
+        while asked.len() < count
+            && let Some(mailbox) = mailboxes.next()
+        {
+            if mailbox.offer(call) {
+                asked.push(mailbox);
+            }
+        }
+    }
+}
+
+/// What caller and helpers have in common. Lives on the caller's stack, which waits for all who have taken it up.
+#[repr(align(64))] // the tags' bits are free
+struct Call {
     work: Work,
     count: usize,
-    /// The next piece of each thread's part of them. A thread has the same part in every call, so that what it wrote in
-    /// one it may find in its own cache in the next; it goes on with the others' when its own is done.
-    parts: Box<[AtomicUsize]>,
-    /// How many helpers are at work, and [`CLOSED`].
-    inside: AtomicUsize,
     panicked: AtomicBool,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
-    caller: Thread,
+    /// Set before it goes to sleep.
+    caller: OnceLock<Thread>,
+    /// The next piece of each thread's part of them. A thread has the same part in every call, so that what it wrote in
+    /// one it may find in its own cache in the next; it goes on with the others' when its own is done.
+    parts: SmallVec<[Part; 8]>,
 }
 
-impl Shared {
-    /// Does pieces until none is left, from part `first` on. A panic ends it for everybody.
-    fn work(&self, first: usize, piece: &(dyn Fn(usize) + Sync)) {
+#[repr(align(64))] // each in its thread's cache
+struct Part(AtomicUsize);
+
+impl Call {
+    /// Does pieces until none is left, from part `first` on, and `between` before each. A panic ends it for everybody.
+    fn work(&self, first: usize, piece: &(dyn Fn(usize) + Sync), mut between: impl FnMut()) {
         let parts = self.parts.len();
-        let end = |part: usize| self.count * (part + 1) / parts;
         let mut part = first % parts;
-        let mut left = parts;
         let all = || {
-            while !self.panicked.load(Ordering::Relaxed) && left > 0 {
-                let i = self.parts[part].fetch_add(1, Ordering::Relaxed);
-                if i >= end(part) {
-                    part = (part + 1) % parts;
-                    left -= 1;
-                    continue;
+            for _ in 0..parts {
+                let (next, end) = (&self.parts[part].0, self.count * (part + 1) / parts);
+                // Looked at first: it stays in the cache of who has it if nothing is left.
+                while next.load(Relaxed) < end && !self.panicked.load(Relaxed) {
+                    between();
+                    let i = next.fetch_add(1, Relaxed);
+                    if i < end {
+                        piece(i);
+                    }
                 }
-                piece(i);
+                part = (part + 1) % parts;
             }
         };
         if let Err(panic) = catch_unwind(AssertUnwindSafe(all)) {
-            self.panicked.store(true, Ordering::Relaxed);
+            self.panicked.store(true, Relaxed);
             let mut first = self.panic.lock().unwrap_or_else(PoisonError::into_inner);
             match *first {
                 None => *first = Some(panic),
@@ -175,22 +214,9 @@ impl Shared {
             }
         }
     }
-
-    fn enter(&self) -> bool {
-        let open = |inside| (inside & CLOSED == 0).then_some(inside + 1);
-        self.inside.fetch_update(Ordering::Acquire, Ordering::Relaxed, open).is_ok()
-    }
-
-    fn leave(&self) {
-        // Cloned first: from the subtraction on the caller may be gone.
-        let caller = self.caller.clone();
-        if self.inside.fetch_sub(1, Ordering::Release) == CLOSED + 1 {
-            caller.unpark();
-        }
-    }
 }
 
-/// A pointer to the work of a call, which helpers follow only between [`Shared::enter`] and [`Shared::leave`].
+/// A pointer to the work of a call, which helpers follow only while the caller waits for them.
 #[derive(Clone, Copy)]
 struct Work(*const (dyn Fn(usize) + Sync + 'static));
 
@@ -204,46 +230,39 @@ unsafe impl Sync for Work {}
 /// # Panics
 /// With the panic of a piece; the others may then not have been done.
 pub(crate) fn for_each_index(count: usize, piece: impl Fn(usize) + Sync) {
-    share(count, threads().min(count), piece);
+    share(count, threads().min(count), &piece);
 }
 
 /// [`for_each_index`] where a piece may wait for those before it: they are begun in order.
 pub(crate) fn for_each_in_order(count: usize, piece: impl Fn(usize) + Sync) {
-    share(count, 1, piece);
+    share(count, 1, &piece);
 }
 
 /// Has the team do `count` pieces, cut into `parts` that threads begin with.
-fn share(count: usize, parts: usize, piece: impl Fn(usize) + Sync) {
+fn share(count: usize, parts: usize, piece: &(dyn Fn(usize) + Sync)) {
     if count <= 1 || threads() == 1 {
         return (0..count).for_each(piece);
     }
     let team = Team::get();
-    let piece: &(dyn Fn(usize) + Sync + '_) = &piece;
-    // SAFETY: only the lifetime changes. The pointer is followed by helpers that have entered, and this function does
-    // not leave, by return or panic, before it has closed the door and everybody inside has left: `work` catches panics,
-    // and nothing else between here and the end of the loop below can panic.
-    let work =
-        Work(unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync + '_), *const (dyn Fn(usize) + Sync)>(piece) });
-    let helpers = team.helpers.min(count - 1);
-    let shared = Arc::new(Shared {
+    // SAFETY: only the lifetime changes. The pointer is followed by helpers that have taken up the call, and this function
+    // does not leave, by return or panic, before it has taken the call back from every mailbox or seen the helper leave:
+    // `work` catches panics, and nothing else before that can panic.
+    let work = Work(unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), *const (dyn Fn(usize) + Sync)>(piece) });
+    let call = Call {
         work,
         count,
-        parts: (0..parts).map(|part| AtomicUsize::new(count * part / parts)).collect(),
-        inside: AtomicUsize::new(0),
         panicked: AtomicBool::new(false),
         panic: Mutex::new(None),
-        caller: std::thread::current(),
-    });
-    team.ask(helpers, &shared);
-    shared.work(0, piece);
-    shared.inside.fetch_or(CLOSED, Ordering::Relaxed);
-    team.forget(&shared);
-    let mut spins = 0;
-    while shared.inside.load(Ordering::Acquire) != CLOSED {
-        spins += 1;
-        if spins < SPINS { std::hint::spin_loop() } else { std::thread::park() }
-    }
-    let panic = shared.panic.lock().unwrap_or_else(PoisonError::into_inner).take();
+        caller: OnceLock::new(),
+        parts: (0..parts).map(|part| Part(AtomicUsize::new(count * part / parts))).collect(),
+    };
+    let (wanted, place) = (team.0.len().min(count - 1), ptr::from_ref(&call).cast_mut());
+    let mut asked = SmallVec::new();
+    team.ask(wanted, place, &mut asked);
+    // Who is at another caller's work may be through with it later.
+    call.work(0, piece, || team.ask(wanted, place, &mut asked));
+    asked.iter().for_each(|mailbox| mailbox.withdraw(place, &call.caller));
+    let panic = call.panic.into_inner().unwrap_or_else(PoisonError::into_inner);
     if let Some(panic) = panic {
         resume_unwind(panic);
     }
@@ -270,14 +289,39 @@ pub(crate) fn for_each<T: Send>(items: &mut [T], f: impl Fn(usize, &mut T) + Syn
 /// # Panics
 /// As [`for_each_index`]; where `size` is 0.
 pub(crate) fn for_each_chunk<T: Send>(data: &mut [T], size: usize, f: impl Fn(usize, &mut [T]) + Sync) {
-    if data.len() <= size {
-        if !data.is_empty() {
-            f(0, data);
-        }
-        return;
-    }
-    let mut chunks: Vec<&mut [T]> = data.chunks_mut(size).collect();
-    for_each(&mut chunks, |i, chunk| f(i, chunk));
+    for_each_chunks(&mut [data], &[size], |i, chunks| f(i, chunks[0]));
+}
+
+/// Calls `f` with the pieces of several slices that go together and their index: `sizes[j]` elements of the `j`th slice,
+/// of all of which there are equally many pieces, the last one shorter.
+///
+/// # Panics
+/// As [`for_each_index`]; where a size is 0 or the numbers of pieces differ.
+pub(crate) fn for_each_chunks<T: Send>(
+    data: &mut [&mut [T]],
+    sizes: &[usize],
+    f: impl Fn(usize, &mut [&mut [T]]) + Sync,
+) {
+    struct Start<T>(*mut T, usize, usize);
+    // SAFETY: each thread makes of it references to elements that no other has.
+    unsafe impl<T: Send> Sync for Start<T> {}
+    let starts: SmallVec<[Start<T>; 2]> =
+        data.iter_mut().zip(sizes).map(|(all, &size)| Start(all.as_mut_ptr(), all.len(), size)).collect();
+    let mut counts = starts.iter().map(|&Start(_, len, size)| len.div_ceil(size));
+    let count = counts.next().unwrap_or(0);
+    assert!(
+        starts.len() == data.len() && counts.all(|other| other == count),
+        "slices have different numbers of pieces"
+    );
+    let piece = |i: usize| {
+        let chunk = |&Start(start, len, size): &Start<T>| {
+            // SAFETY: i < count, so that i * size is below the slice's length; every i comes once, no two have elements in
+            // common, and the slices are borrowed exclusively until all are done.
+            unsafe { std::slice::from_raw_parts_mut(start.add(i * size), size.min(len - i * size)) }
+        };
+        f(i, &mut starts.iter().map(chunk).collect::<SmallVec<[&mut [T]; 2]>>());
+    };
+    share(count, threads().min(count), &piece);
 }
 
 /// `f` of every number below `count`, in order, at least `group` of them to a thread at a time.
@@ -293,80 +337,4 @@ pub(crate) fn map<R: Send>(count: usize, group: usize, f: impl Fn(usize) -> R + 
         part.iter_mut().enumerate().for_each(|(i, slot)| *slot = Some(f(c * group.max(1) + i)));
     });
     out.into_iter().flatten().collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_item_is_visited_once() {
-        for n in [0, 1, 2, 3, 1000] {
-            let mut items = vec![0usize; n];
-            for_each(&mut items, |i, x| *x += i + 1);
-            assert!(items.iter().enumerate().all(|(i, &x)| x == i + 1), "{n}");
-        }
-    }
-
-    #[test]
-    fn chunks_and_results_keep_their_order() {
-        for (n, size) in [(0, 3), (1, 3), (3, 3), (4, 3), (1000, 7), (5, 0)] {
-            assert_eq!(map(n, size, |i| i * i), (0..n).map(|i| i * i).collect::<Vec<_>>());
-            let mut data = vec![0usize; n];
-            for_each_chunk(&mut data, size.max(1), |i, part| part.fill(i));
-            assert!(data.iter().enumerate().all(|(i, &x)| x == i / size.max(1)));
-        }
-    }
-
-    #[test]
-    fn work_inside_work() {
-        let mut sums = [0usize; 64];
-        for_each(&mut sums, |i, sum| {
-            let mut parts = [0usize; 16];
-            for_each(&mut parts, |j, part| *part = i * j);
-            *sum = parts.iter().sum();
-        });
-        assert!(sums.iter().enumerate().all(|(i, &sum)| sum == i * 120));
-    }
-
-    /// Were a piece begun before those that it waits for, this would not end.
-    #[test]
-    fn pieces_may_wait_for_those_before_them() {
-        let done: Vec<AtomicBool> = (0..200).map(|_| AtomicBool::new(false)).collect();
-        for_each_in_order(done.len(), |i| {
-            while i > 0 && !done[i - 1].load(Ordering::Acquire) {
-                std::thread::yield_now();
-            }
-            done[i].store(true, Ordering::Release);
-        });
-        assert!(done.iter().all(|d| d.load(Ordering::Acquire)));
-    }
-
-    #[test]
-    fn a_panic_reaches_the_caller_and_the_team_lives_on() {
-        let caught = catch_unwind(|| for_each_index(100, |i| assert!(i != 50, "inside")));
-        assert_eq!(caught.unwrap_err().downcast_ref::<&str>(), Some(&"inside"));
-        every_item_is_visited_once();
-    }
-
-    /// Many callers at once, each with a lock over its work: were they to do each other's, they would lock twice.
-    #[test]
-    fn a_lock_may_be_held_over_it() {
-        let lock = Mutex::new(0usize);
-        std::thread::scope(|scope| {
-            for _ in 0..4 {
-                scope.spawn(|| {
-                    for _ in 0..50 {
-                        let mut sum = lock.lock().unwrap();
-                        let part = AtomicUsize::new(0);
-                        for_each_index(20, |i| {
-                            part.fetch_add(i, Ordering::Relaxed);
-                        });
-                        *sum += part.into_inner();
-                    }
-                });
-            }
-        });
-        assert_eq!(lock.into_inner().unwrap(), 200 * 190);
-    }
 }
