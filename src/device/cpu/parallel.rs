@@ -102,8 +102,10 @@ impl Mailbox {
         loop {
             for _ in 0..64 {
                 let call = self.call.load(Relaxed);
-                if call != LOOKING && self.call.compare_exchange(call, tagged(call, TAKEN), Acquire, Relaxed).is_ok() {
-                    return Some(call);
+                if call != LOOKING
+                    && let Ok(call) = self.call.compare_exchange(call, tagged(call, TAKEN), Acquire, Relaxed)
+                {
+                    return Some(call); // it may be another than that looked at, in the same place
                 }
                 std::hint::spin_loop();
             }
