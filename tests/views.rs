@@ -185,6 +185,8 @@ fn what_does_not_exist_is_refused_and_nothing_changes() {
     invalid(t.unsqueeze(0).unwrap().t());
     invalid(t.unfold(1, 4, 1));
     invalid(t.unfold(1, 2, 0));
+    // Of one element that is repeated: more windows than can be counted.
+    invalid(t.i((0, 0)).unwrap().expand([1usize << 62]).unwrap().unfold(0, 1 << 40, 1));
     invalid(t.as_strided([3, 3], &[2, 1], 0));
     invalid(t.as_strided([2], &[-1], 0));
     invalid(t.as_strided([2], &[isize::MAX], 0));

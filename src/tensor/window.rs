@@ -34,7 +34,9 @@ impl Tensor {
             let reason = format!("windows of {size}, {step} apart, do not fit in dimension {d} of size {len}");
             return Err(Error::invalid(op, reason));
         }
-        let (out, shape) = (self.with_layout(self.layout.unfold(d, size, step)), self.shape().clone());
+        let windows = self.layout.unfold(d, size, step);
+        windows.shape.clone().checked(op)?; // those of an expanded view may be more than can be counted
+        let (out, shape) = (self.with_layout(windows), self.shape().clone());
         Ok(record_unary_twice(op, out, self, move |grad| grad.windows_sum(&shape, d, step)))
     }
 
