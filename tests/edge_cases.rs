@@ -61,7 +61,10 @@ fn a_product_with_a_logarithm_has_a_slope_at_zero() {
 #[test]
 fn smooth_functions_have_second_derivatives_everywhere() {
     type Function = fn(&Tensor) -> Result<Tensor>;
-    let functions: [(&str, Function, f32, f32); 6] = [
+    let functions: [(&str, Function, f32, f32); 9] = [
+        ("smooth_l1_loss", |x| x.smooth_l1_loss(&x.full_like(2)?, 0.5, LossReduction::Sum), 2.0, 2.0),
+        ("huber_loss", |x| x.huber_loss(&x.full_like(2)?, 0.5, LossReduction::Sum), 2.0, 1.0),
+        ("sinc", |x| x.sinc(), 0.0, -std::f32::consts::PI.powi(2) / 3.0),
         ("logsigmoid", |x| x.logsigmoid(), 0.0, -0.25),
         ("logaddexp", |x| x.logaddexp(&x.full_like(2)?), 2.0, 0.25),
         ("logaddexp2", |x| x.logaddexp2(&x.full_like(2)?), 2.0, 0.25 * std::f32::consts::LN_2),

@@ -275,7 +275,7 @@ macro_rules! rows {
             /// `sin(pi x) / (pi x)`, 1 at 0. PyTorch: `sinc`.
             sinc (x) + sinc_: Float -> Same { x.sinc() }
                 { (std::f64::consts::PI * x).sin() / (std::f64::consts::PI * x) } on [-3.0..3.0]
-                derivative [x.eq(0.0).select(0.0, ((x * std::f64::consts::PI).cos() - x.sinc()) / x)];
+                derivative [x.sinc_slope()];
             /// `log(x / (1 - x))`. PyTorch: `logit`.
             logit (x) + logit_: Float -> Same { x.logit() } { (x / (1.0 - x)).ln() } on [0.05..0.95];
             /// `log(x / (1 - x))` of x brought into `eps..=1 - eps`. PyTorch: `logit` with `eps`.

@@ -79,6 +79,14 @@ impl Expr {
         self.eq(0.0).select(1.0, angle.sin() / &angle)
     }
 
+    /// The derivative of [`sinc`](Expr::sinc); near 0, where its terms cancel, by its series.
+    pub(crate) fn sinc_slope(&self) -> Expr {
+        let z = (self * PI).square();
+        let series = ((&z / 45360.0 - 1.0 / 840.0) * &z + 1.0 / 30.0) * &z - 1.0 / 3.0;
+        let near = series * (self * (PI * PI));
+        self.abs().lt(0.02).select(near, ((self * PI).cos() - self.sinc()) / self)
+    }
+
     /// `log(x / (1 - x))`.
     pub fn logit(&self) -> Expr {
         (self / (1.0 - self)).log()

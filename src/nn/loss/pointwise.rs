@@ -67,8 +67,10 @@ impl Tensor {
         replaced!(op, [self, target], beta, reduction);
         check_positive(op, "beta", beta, true)?;
         alike(op, &[self, target], reduction, |x| {
-            let d = (&x[0] - &x[1]).abs();
-            if beta == 0.0 { d } else { d.lt(beta).select(d.square() * (0.5 / beta), &d - 0.5 * beta) }
+            let error = &x[0] - &x[1];
+            let d = error.abs();
+            // Not of |error|, which has no second derivative at 0.
+            if beta == 0.0 { d } else { d.lt(beta).select(error.square() * (0.5 / beta), &d - 0.5 * beta) }
         })
     }
 
@@ -82,8 +84,9 @@ impl Tensor {
         replaced!(op, [self, target], delta, reduction);
         check_positive(op, "delta", delta, false)?;
         alike(op, &[self, target], reduction, |x| {
-            let d = (&x[0] - &x[1]).abs();
-            d.le(delta).select(d.square() * 0.5, (&d - 0.5 * delta) * delta)
+            let error = &x[0] - &x[1];
+            let d = error.abs();
+            d.le(delta).select(error.square() * 0.5, (&d - 0.5 * delta) * delta)
         })
     }
 
