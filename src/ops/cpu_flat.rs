@@ -18,7 +18,7 @@ use crate::{DType, Device, Error, Result, Scalar, Tensor};
 
 /// Where an operand has the element of the result's element `i`.
 #[derive(Clone, Copy, PartialEq)]
-enum Lies {
+pub(super) enum Lies {
     /// At `i`.
     Each,
     /// At `i` modulo the length of a row.
@@ -71,7 +71,7 @@ pub(super) fn run(
 }
 
 /// Where `t`, broadcast to the shape of `out`, has its elements, if it is in one piece and its dimensions are the last ones.
-fn place(t: &Tensor, out: &Tensor) -> Option<Lies> {
+pub(super) fn place(t: &Tensor, out: &Tensor) -> Option<Lies> {
     let (dims, all) = (t.shape().dims(), out.shape().dims());
     let ones = dims.iter().take_while(|&&d| d == 1).count();
     if t.device() != Device::Cpu || dims.len() > all.len() || !all.ends_with(&dims[ones..]) || !t.is_contiguous() {

@@ -1,7 +1,8 @@
-//! Matrix products on the CPU: `device::cpu::gemm` for floats, plain loops for integers, then the epilogue in tiles.
+//! Matrix products on the CPU: `device::cpu::gemm` for floats, plain loops for integers, with the epilogue in tiles.
 //!
-//! Halves are multiplied and added in f32. The product is written where the first
-//! result goes if that has the type it is summed in, and the epilogue changes it in place.
+//! Halves are multiplied and added in f32. Epilogues in f32 get what they read piece by piece, from the cache
+//! (`gemm_epilogue`). Otherwise the product is written where the first result goes if that has the type it is summed in,
+//! and the epilogue changes it in place.
 
 use std::borrow::Cow;
 
@@ -11,6 +12,7 @@ use half::{bf16, f16};
 use super::elementwise::{self, Params};
 use super::expr::Expr;
 use super::gemm::{Gemm, Operand, Plan};
+use super::gemm_epilogue::Epilogue;
 use crate::device::count_launch;
 use crate::device::cpu::gemm::{Floats, Place, gemm, gemm_f32};
 use crate::storage::with_host;
@@ -18,6 +20,9 @@ use crate::tensor::Layout;
 use crate::{Compute, DType, Device, Result, Shape, Tensor};
 
 pub(super) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<()> {
+    if g.compute() == Compute::F32 && *g.epilogue != [Expr::input(0)] && Epilogue::run(g, shape, outs)? {
+        return Ok(());
+    }
     let dtype = g.compute().dtype();
     let in_place = outs[0].dtype == dtype;
     let product = match in_place {
@@ -58,9 +63,9 @@ pub(super) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<()> {
 }
 
 /// Elements in memory, and where a tensor's first one is. Strides are the tensor's own.
-struct Elements<T> {
-    data: T,
-    offset: usize,
+pub(super) struct Elements<T> {
+    pub(super) data: T,
+    pub(super) offset: usize,
 }
 
 /// The stretch of memory that the tensor's elements lie in, as `of` has it.
@@ -80,7 +85,7 @@ fn each<S: Copy, T: Clone>(f: impl Fn(S) -> T) -> impl Fn(&[S]) -> Cow<'_, [T]> 
 }
 
 /// What is multiplied in f32, converted into `made` where it is an integer beside a float.
-fn floats<'a>((t, bytes): (&Tensor, &'a [u8]), made: &'a mut Vec<f32>) -> Elements<Floats<'a>> {
+pub(super) fn floats<'a>((t, bytes): (&Tensor, &'a [u8]), made: &'a mut Vec<f32>) -> Elements<Floats<'a>> {
     match t.dtype {
         DType::F32 => stretch(&t.layout, bytes, Floats::F32),
         DType::F16 => stretch(&t.layout, bytes, Floats::F16),
@@ -118,7 +123,7 @@ fn widen_i64<'a>((t, bytes): (&Tensor, &'a [u8])) -> Elements<Cow<'a, [i64]>> {
 
 impl Plan {
     /// Where a, b and the first result are for each matrix of the batch; their first elements are at `first`.
-    fn places(&self, first: [usize; 3]) -> impl Iterator<Item = [Place; 3]> {
+    pub(super) fn places(&self, first: [usize; 3]) -> impl Iterator<Item = [Place; 3]> {
         let operands: [&Operand; 3] = [&self.a, &self.b, &self.others[0]];
         (0..self.count()).map(move |z| {
             let mut at = first.map(|offset| offset as isize);

@@ -32,6 +32,7 @@ mod formulas;
 mod gather;
 mod gemm;
 mod gemm_cpu;
+mod gemm_epilogue;
 mod gemm_mma;
 mod gemm_opencl;
 mod gemm_panel;

@@ -8,6 +8,8 @@ use std::ops::Range;
 use ::gemm::Parallelism;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
+#[cfg(target_arch = "x86_64")]
+use smallvec::SmallVec;
 
 #[cfg(target_arch = "x86_64")]
 mod blocks;
@@ -195,10 +197,7 @@ pub(crate) fn gemm_f32(
     #[cfg(target_arch = "x86_64")]
     if let Some(kernels) = kernels(size) {
         let (m, n, k) = size;
-        // What is laid out by one thread for others has to come from its cache: small products are cut into some that
-        // share nothing.
-        let pieces = if m.saturating_mul(n).saturating_mul(k) <= APART { cut(m, n, k) } else { (1, 1) };
-        let alone = pieces != (1, 1) || alone(size);
+        let (pieces, alone) = shared(size);
         for [place_a, place_b, place] in places {
             check(size, (out.len(), place), (a.len(), place_a), (b.len(), place_b))?;
             let to = Start(out.as_mut_ptr());
@@ -212,7 +211,7 @@ pub(crate) fn gemm_f32(
                 // neither input, and its elements are distinct, so pieces without a common element are in different memory.
                 unsafe {
                     let start = to.0.add(place.at(top, left).offset);
-                    let out = blocks::Matrix { start, row: place.row, col: place.col };
+                    let out = blocks::Out::Memory(blocks::Matrix { start, row: place.row, col: place.col });
                     blocks::product(kernels, size, out, a, b, alone);
                 }
             });
@@ -224,6 +223,85 @@ pub(crate) fn gemm_f32(
         gemm(size, (&mut *out, place), (&a, place_a), (&b, place_b))?;
     }
     Ok(())
+}
+
+/// How a result is cut into pieces that share nothing, and whether one thread computes each of them.
+#[cfg(target_arch = "x86_64")]
+fn shared(size: (usize, usize, usize)) -> ((usize, usize), bool) {
+    let (m, n, k) = size;
+    // What is laid out by one thread for others has to come from its cache: small products share nothing.
+    let pieces = if m.saturating_mul(n).saturating_mul(k) <= APART { cut(m, n, k) } else { (1, 1) };
+    (pieces, pieces != (1, 1) || alone(size))
+}
+
+/// Whether [`gemm_into`] does products of this size: where there are kernels for them, and not too many steps.
+#[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
+pub(crate) fn in_pieces(size: (usize, usize, usize)) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return size.2 <= blocks::DEEP && kernels(size).is_some();
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
+/// A product of f32 or halves of which `each` makes the results, every one `m` x `n` and contiguous: it is called with the
+/// number of an element, the product's elements from it on, as many as lie in the cache, and the same ones of each
+/// result, to be written.
+///
+/// # Errors
+/// As [`gemm`]; where it does not [come in pieces](in_pieces).
+#[cfg(target_arch = "x86_64")]
+pub(crate) fn gemm_into(
+    size: (usize, usize, usize),
+    outs: &mut [&mut [f32]],
+    (a, place_a): (Floats, Place),
+    (b, place_b): (Floats, Place),
+    each: impl Fn(usize, &[f32], &mut [&mut [f32]]) + Sync,
+) -> Result<()> {
+    let (m, n, k) = size;
+    let Some(kernels) = kernels(size).filter(|_| in_pieces(size)) else {
+        return Err(Error::invalid("gemm", "the product does not come in pieces"));
+    };
+    let contiguous = Place { offset: 0, row: n as isize, col: 1 };
+    for out in outs.iter() {
+        check(size, (out.len(), contiguous), (a.len(), place_a), (b.len(), place_b))?;
+    }
+    let starts: SmallVec<[Start<f32>; 2]> = outs.iter_mut().map(|out| Start(out.as_mut_ptr())).collect();
+    let (pieces, alone) = shared(size);
+    each_piece((m, n), pieces, |down, across| {
+        let (top, left) = (down.start, across.start);
+        let (a, b) = (a.matrix(place_a.at(top, 0)), b.matrix(place_b.at(0, left)));
+        let pass_on = |first: usize, product: &[f32]| {
+            // SAFETY: the elements are of the results, which are borrowed exclusively through the call; every element is
+            // handed over once, so that nobody else has these.
+            let outs = starts.iter().map(|s| unsafe { std::slice::from_raw_parts_mut(s.0.add(first), product.len()) });
+            each(first, product, &mut outs.collect::<SmallVec<[&mut [f32]; 2]>>());
+        };
+        let hand_over = |rows: Range<usize>, columns: Range<usize>, product: &[f32]| {
+            let first = (top + rows.start) * n + left + columns.start;
+            match columns.len() == n {
+                true => pass_on(first, product),
+                false => product.chunks(columns.len()).enumerate().for_each(|(i, row)| pass_on(first + i * n, row)),
+            }
+        };
+        // SAFETY: none of the sizes is 0. Both matrices lie in their slices (`check`), which are initialised and live
+        // through the call, and so does a piece of them.
+        unsafe {
+            let out = blocks::Out::Pieces(&hand_over);
+            blocks::product(kernels, (down.len(), across.len(), k), out, a, b, alone);
+        }
+    });
+    Ok(())
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+pub(crate) fn gemm_into(
+    _: (usize, usize, usize),
+    _: &mut [&mut [f32]],
+    _: (Floats, Place),
+    _: (Floats, Place),
+    _: impl Fn(usize, &[f32], &mut [&mut [f32]]) + Sync,
+) -> Result<()> {
+    Err(Error::invalid("gemm", "there are no kernels for it"))
 }
 
 /// That the matrices lie in their memory, and no two elements of the result are one.
@@ -355,6 +433,9 @@ mod tests {
                     let mut out = vec![f32::NAN; 7 + m * n];
                     gemm_f32((m, n, k), &mut out, left, right, std::iter::once([a, b, c])).unwrap();
                     assert!(out[..7].iter().all(|x| x.is_nan()), "written before the result");
+                    if layout & 4 == 0 && in_pieces((m, n, k)) {
+                        in_pieces_it_is_the_same((m, n, k), &out[7..], (left, a), (right, b));
+                    }
                     let (left, right) = (left.widened(), right.widened());
                     for i in (0..m).step_by(1 + m / 40) {
                         for j in (0..n).step_by(1 + n / 40) {
@@ -371,6 +452,18 @@ mod tests {
                 }
             }
         }
+    }
+
+    fn in_pieces_it_is_the_same(size: (usize, usize, usize), whole: &[f32], a: (Floats, Place), b: (Floats, Place)) {
+        let mut outs = [vec![f32::NAN; whole.len()], vec![f32::NAN; whole.len()]];
+        gemm_into(size, &mut outs.each_mut().map(|out| &mut out[..]), a, b, |first, product, outs| {
+            outs[0].copy_from_slice(product);
+            outs[1].iter_mut().enumerate().for_each(|(i, number)| *number = (first + i) as f32);
+        })
+        .unwrap();
+        assert!(outs[0] == whole, "{size:?} in pieces");
+        assert!(outs[1].iter().enumerate().all(|(i, &number)| number == i as f32), "{size:?}: the numbers of elements");
+        assert!(gemm_into(size, &mut [&mut outs[0][1..]], a, b, |_, _, _| ()).is_err(), "a result that is too short");
     }
 
     #[test]

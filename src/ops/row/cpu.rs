@@ -7,6 +7,7 @@ use crate::device::{count_launch, cpu::parallel};
 use crate::ops::convert::{load_tile, store_tile};
 use crate::ops::fold::{Add, Max, fold, fold_in, fold_map};
 use crate::ops::lane::Lane;
+use crate::ops::tiles::TILE;
 use crate::storage::with_host;
 use crate::{Compute, Error, Result, Tensor};
 
@@ -183,28 +184,57 @@ fn exp_sum<C: Lane, S: Simd>(simd: S, row: &[C], finite: bool) -> (C, C) {
     (m, sum)
 }
 
-/// The loss of a row of logits; the row becomes its gradient, divided by `count`, where there is one.
-struct Entropy<'a, C> {
-    row: &'a mut [C],
-    target: usize,
+/// The losses of rows of logits, 0 where a row does not count; rows become their gradients, divided by `count`, where there
+/// is one. Several rows at a time, for what a row costs is much more than a few exponentials.
+struct Entropy<'a, C, F> {
+    rows: &'a mut [C],
+    targets: &'a [i64],
+    counts: F,
+    losses: &'a mut [C],
     count: Option<C>,
 }
 
-impl<C: Lane> WithSimd for Entropy<'_, C> {
-    type Output = C;
+impl<C: Lane, F: Fn(i64) -> bool> WithSimd for Entropy<'_, C, F> {
+    type Output = ();
 
     #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) -> C {
-        let Entropy { row, target, count } = self;
-        let (m, s) = exp_sum(simd, row, false);
-        let lse = m.add(s.log());
-        let logit = row[target];
-        if let Some(count) = count {
-            C::exp_in_place(row, |x| x.sub(lse));
-            row.iter_mut().for_each(|x| *x = x.div(count));
-            row[target] = logit.sub(lse).exp().sub(C::from_i32(1)).div(count);
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Entropy { rows, targets, counts, losses, count } = self;
+        let (zero, one) = (C::from_i32(0), C::from_i32(1));
+        let classes = (rows.len() / targets.len()).max(1);
+        let (mut sums, mut tops) = ([zero; BLOCK], [zero; BLOCK]);
+        let (sums, tops) = (&mut sums[..targets.len()], &mut tops[..targets.len()]);
+        match rows.len() <= TILE {
+            true => {
+                let mut powers = [zero; TILE];
+                let powers = &mut powers[..rows.len()];
+                for ((row, to), top) in rows.chunks(classes).zip(powers.chunks_mut(classes)).zip(&mut *tops) {
+                    *top = fold_in::<Max, C, S>(simd, row);
+                    to.iter_mut().zip(row).for_each(|(p, x)| *p = x.sub(*top));
+                }
+                C::exp_in_place(powers, |x| x);
+                powers.chunks(classes).zip(&mut *sums).for_each(|(row, s)| *s = fold_in::<Add, C, S>(simd, row));
+            }
+            false => {
+                for ((row, top), sum) in rows.chunks(classes).zip(&mut *tops).zip(&mut *sums) {
+                    (*top, *sum) = exp_sum(simd, row, false);
+                }
+            }
         }
-        lse.sub(logit)
+        sums.iter_mut().zip(tops).for_each(|(s, top)| *s = top.add(s.log()));
+        for (((row, lse), &target), loss) in rows.chunks_mut(classes).zip(&mut *sums).zip(targets).zip(losses) {
+            *loss = if counts(target) { lse.sub(row[target as usize]) } else { zero };
+            row.iter_mut().for_each(|x| *x = x.sub(*lse));
+        }
+        let Some(count) = count else { return };
+        C::exp_in_place(rows, |x| x);
+        for (row, &target) in rows.chunks_mut(classes).zip(targets).filter(|(_, target)| counts(**target)) {
+            row[target as usize] = row[target as usize].sub(one);
+        }
+        rows.iter_mut().for_each(|x| *x = x.div(count));
+        // Last: where no row counts the others were divided by 0.
+        let others = rows.chunks_mut(classes).zip(targets).filter(|(_, target)| !counts(**target));
+        others.for_each(|(row, _)| row.fill(zero));
     }
 }
 
@@ -250,30 +280,25 @@ fn entropy<C: Lane>(
     };
     let count = C::from_i64(count as i64);
     let zero = C::from_i32(0);
+    let together = (TILE / classes.max(1)).clamp(1, BLOCK);
     // Losses of a block of rows, and their gradients where wanted.
     let block = |b: usize, grad: Option<&mut [u8]>| -> Vec<C> {
         let targets = &targets[b * BLOCK..targets.len().min((b + 1) * BLOCK)];
-        let mut row = vec![zero; classes];
-        let mut grad = grad;
-        let losses = targets.iter().enumerate().map(|(i, &target)| {
-            let start = x.layout.offset as isize + (b * BLOCK + i) as isize * x.strides()[0];
-            load_tile(x.dtype, bytes, start as _, x.strides()[1], &mut row);
-            let loss = match counts(target) {
-                true => {
-                    let count = grad.is_some().then_some(count);
-                    Arch::new().dispatch(Entropy { row: &mut row, target: target as usize, count })
-                }
-                false => {
-                    row.fill(zero);
-                    zero
-                }
-            };
-            if let Some(grad) = &mut grad {
-                store_tile(x.dtype, &row, grad, (i * classes) as _, 1);
+        let (mut grad, mut losses) = (grad, vec![zero; targets.len()]);
+        let mut rows = vec![zero; together.min(targets.len()) * classes];
+        for (i, (targets, losses)) in targets.chunks(together).zip(losses.chunks_mut(together)).enumerate() {
+            let rows = &mut rows[..targets.len() * classes];
+            for (j, row) in rows.chunks_mut(classes.max(1)).enumerate() {
+                let start = x.layout.offset as isize + (b * BLOCK + i * together + j) as isize * x.strides()[0];
+                load_tile(x.dtype, bytes, start as _, x.strides()[1], row);
             }
-            loss
-        });
-        losses.collect()
+            let count = grad.is_some().then_some(count);
+            Arch::new().dispatch(Entropy { rows, targets, counts, losses, count });
+            if let Some(grad) = &mut grad {
+                store_tile(x.dtype, rows, grad, i * together * classes, 1);
+            }
+        }
+        losses
     };
     let blocks = targets.len().div_ceil(BLOCK);
     let alone = targets.len() * classes <= JOB;

@@ -3,6 +3,7 @@
 //! cache of the core that computes it.
 
 use std::cell::Cell;
+use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use half::{bf16, f16};
@@ -16,7 +17,7 @@ use crate::storage::driver::host::advise_huge;
 /// and all in the second. Of 192, 256, 320, 384 and 512 this was the fastest.
 const DEPTH: usize = 512;
 /// Steps of k, and elements of a matrix, that are laid out at a time.
-const DEEP: usize = 2048;
+pub(super) const DEEP: usize = 2048;
 const LAID_OUT: usize = 1 << 20;
 /// Groups of tiles a thread should have, so that all are through at about the same time, as long as a group has so many
 /// steps of its tiles.
@@ -24,6 +25,8 @@ const GROUPS: usize = 12;
 const STEPS: usize = 1024;
 /// Panels of a group at most, of rows and of columns: the rows stay in the second-level cache.
 const GROUP: [usize; 2] = [16, 32];
+/// Elements of a group that is handed over: it stays in the second-level cache beside the panels, too.
+const HANDED_OVER: usize = 1 << 14;
 /// Elements of a large page: panels that need more begin where one does, so that few are in use.
 const HUGE: usize = 1 << 19;
 /// Elements that it is worth going for to lay them out.
@@ -63,6 +66,15 @@ impl Matrix<Start> {
     }
 }
 
+/// What is done with the result.
+#[derive(Clone, Copy)]
+pub(super) enum Out<'a> {
+    /// It is written there.
+    Memory(Matrix<*mut f32>),
+    /// Pieces of it, each of these rows and columns, are handed over as soon as they are computed; of at most [`DEEP`] steps.
+    Pieces(&'a (dyn Fn(Range<usize>, Range<usize>, &[f32]) + Sync)),
+}
+
 /// `n` in pieces of one size, a multiple of `step`, at most `most`.
 fn even(n: usize, most: usize, step: usize) -> usize {
     n.div_ceil(n.div_ceil(most)).next_multiple_of(step)
@@ -76,17 +88,21 @@ fn even(n: usize, most: usize, step: usize) -> usize {
 pub(super) unsafe fn product(
     kernels: &'static Kernels,
     (m, n, k): (usize, usize, usize),
-    out: Matrix<*mut f32>,
+    out: Out,
     a: Matrix<Start>,
     b: Matrix<Start>,
     alone: bool,
 ) {
-    if out.col != 1 && out.row == 1 {
+    if let Out::Memory(out) = out
+        && out.col != 1
+        && out.row == 1
+    {
         // SAFETY: the caller's promise. The columns of the transposed result follow one another.
         return unsafe {
-            product(kernels, (n, m, k), out.transposed(), b.transposed(), a.transposed(), alone);
+            product(kernels, (n, m, k), Out::Memory(out.transposed()), b.transposed(), a.transposed(), alone);
         };
     }
+    debug_assert!(k <= DEEP || matches!(out, Out::Memory(_)));
     let columns = 2 * kernels.lanes;
     let deep = even(k, DEEP, 1);
     let depth = even(deep, DEPTH, 1);
@@ -140,10 +156,12 @@ pub(super) unsafe fn product(
 thread_local! {
     /// Where panels are laid out, kept so that its pages stay. A product inside one of its pieces would find it gone, and make another.
     static BUFFER: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
+    /// Where a group is computed that is handed over.
+    static PIECE_OF_OUT: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
 }
 
 /// A part of the result, and the steps of k that are laid out at a time.
-struct Region {
+struct Region<'a> {
     kernels: &'static Kernels,
     /// Of m, n and k.
     first: (usize, usize, usize),
@@ -151,7 +169,7 @@ struct Region {
     /// Rows of a panel of a.
     rows: usize,
     depth: usize,
-    out: Matrix<*mut f32>,
+    out: Out<'a>,
     a: Matrix<Start>,
     b: Matrix<Start>,
     /// For every `depth` steps of k all panels, one after another, [`SLACK`] behind each.
@@ -163,9 +181,9 @@ struct Region {
 
 // SAFETY: threads read the operands, write panels of their own, read panels when all are written, and write groups of the
 // result that have no element in common.
-unsafe impl Sync for Region {}
+unsafe impl Sync for Region<'_> {}
 
-impl Region {
+impl Region<'_> {
     /// # Safety
     /// As [`product`], of the region's elements; nobody else uses the panels' memory.
     unsafe fn compute(&self, alone: bool) {
@@ -174,7 +192,11 @@ impl Region {
         let (a, b) = (self.operand_a(of_a), self.operand_b(of_b));
         let pieces_b = if self.lay_out_b { b.pieces() } else { 0 };
         let pieces = pieces_b + if self.a.in_place().is_some() { 0 } else { a.pieces() };
-        let (high, wide) = group(of_a, of_b, k, if alone { 1 } else { GROUPS * threads() });
+        let groups = if alone { 1 } else { GROUPS * threads() };
+        let (high, wide) = match self.out {
+            Out::Memory(_) => group(of_a, of_b, k, groups),
+            Out::Pieces(_) => rows_of_groups(of_a, of_b, self.rows * 2 * self.kernels.lanes, groups),
+        };
         let (down, across) = (of_a.div_ceil(high), of_b.div_ceil(wide));
         let laid_out = AtomicUsize::new(0);
         let piece = |i: usize| {
@@ -192,7 +214,7 @@ impl Region {
                     }
                     let (i, j) = ((i - pieces) / across, (i - pieces) % across);
                     let (top, left) = (i * high, j * wide);
-                    self.group(top..of_a.min(top + high), left..of_b.min(left + wide), of_a, of_b);
+                    self.group(top..of_a.min(top + high), left..of_b.min(left + wide), (of_a, of_b));
                     return;
                 }
             }
@@ -219,22 +241,60 @@ impl Region {
         Panels::new(self.b.transposed(), size, first, self.packed_b, (2 * lanes, lanes), (panels, self.depth))
     }
 
-    /// The tiles of some panels of rows and of columns.
+    /// Some panels of rows and of columns, computed and, where that is wanted, handed over.
     ///
     /// # Safety
     /// As [`compute`](Region::compute); all panels are laid out, and nobody else uses the tiles.
-    unsafe fn group(&self, down: std::ops::Range<usize>, across: std::ops::Range<usize>, of_a: usize, of_b: usize) {
+    unsafe fn group(&self, down: Range<usize>, across: Range<usize>, panels: (usize, usize)) {
+        let (rows, columns) = (self.rows, 2 * self.kernels.lanes);
+        let i = down.start * rows..self.size.0.min(down.end * rows);
+        let j = across.start * columns..self.size.1.min(across.end * columns);
+        let (top, left) = (self.first.0 + i.start, self.first.1 + j.start);
+        match self.out {
+            Out::Memory(out) => {
+                let at = top as isize * out.row + left as isize * out.col;
+                // SAFETY: the caller's promise; the group's first element is one of the result.
+                unsafe { self.tiles(down, across, panels, Matrix { start: out.start.offset(at), ..out }) }
+            }
+            Out::Pieces(hand_over) => PIECE_OF_OUT.with(|kept| {
+                let mut piece = kept.take();
+                let len = i.len() * j.len();
+                if piece.len() < len {
+                    piece.resize(len, 0.0);
+                }
+                let out = Matrix { start: piece.as_mut_ptr(), row: j.len() as isize, col: 1 };
+                let (down_to, right_to) = (top + i.len(), left + j.len());
+                // SAFETY: the caller's promise; the piece has room for the group, and is this call's until it is put back.
+                unsafe { self.tiles(down, across, panels, out) };
+                hand_over(top..down_to, left..right_to, &piece[..len]);
+                kept.set(piece);
+            }),
+        }
+    }
+
+    /// The tiles of some panels of rows and of columns, into `out`, which starts where the first of them does.
+    ///
+    /// # Safety
+    /// As [`group`](Region::group); `out` has room for all of them.
+    unsafe fn tiles(
+        &self,
+        down: Range<usize>,
+        across: Range<usize>,
+        (of_a, of_b): (usize, usize),
+        out: Matrix<*mut f32>,
+    ) {
+        let (top, start) = (down.start, across.start);
         let (rows, columns) = (self.rows, 2 * self.kernels.lanes);
         let in_place = self.a.in_place();
         for (z, first, steps) in self.depths() {
             for right in across.clone() {
-                let (j, left) = (right * columns, columns.min(self.size.1 - right * columns));
+                let left = columns.min(self.size.1 - right * columns);
                 // SAFETY: in the buffer.
                 let b = unsafe { self.packed_b.add((z * of_b + right) * (self.depth * columns + SLACK)) };
                 for down in down.clone() {
                     let (i, high) = (down * rows, rows.min(self.size.0 - down * rows));
                     let kernel = self.kernels.tile(high, left.div_ceil(self.kernels.lanes), in_place.is_some());
-                    let at = (self.first.0 + i) as isize * self.out.row + (self.first.1 + j) as isize * self.out.col;
+                    let at = ((down - top) * rows) as isize * out.row + ((right - start) * columns) as isize * out.col;
                     // SAFETY: the panel is in the buffer and laid out; the tile is in the result, and this call's alone.
                     unsafe {
                         kernel(&Tile {
@@ -245,9 +305,9 @@ impl Region {
                             },
                             a_row: self.a.row,
                             b,
-                            out: self.out.start.offset(at),
-                            row: self.out.row,
-                            col: self.out.col,
+                            out: out.start.offset(at),
+                            row: out.row,
+                            col: out.col,
                             columns: left,
                             accumulate: self.first.2 + first > 0,
                         });
@@ -268,6 +328,13 @@ fn group(of_a: usize, of_b: usize, k: usize, groups: usize) -> (usize, usize) {
         }
     }
     (even(of_a, high, 1), even(of_b, wide, 1))
+}
+
+/// As [`group`], of groups that are as wide as can be, and no larger than what is handed over; a tile has `tile` elements.
+fn rows_of_groups(of_a: usize, of_b: usize, tile: usize, groups: usize) -> (usize, usize) {
+    let wide = even(of_b, GROUP[1], 1);
+    let high = GROUP[0].min(HANDED_OVER / (wide * tile)).min(of_a * of_b.div_ceil(wide) / groups).max(1);
+    (even(of_a, high, 1), wide)
 }
 
 /// A matrix that is laid out in panels of neighbouring rows, piece by piece.
