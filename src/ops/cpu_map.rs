@@ -25,6 +25,8 @@ const JOBS: usize = 8;
 const STREAMED: usize = 4 * TILE;
 /// Elements of a row that is written out several times: with an operand and a result they stay in the first-level cache.
 const REPEATED: usize = 4 * TILE;
+/// So much shorter are tiles that are changed in place, for there is a copy of what they were beside them.
+const IN_PLACE: usize = 2;
 /// From this length on, runs along the last dimension are tiles of their own, so that operands are read in place.
 const WORTH_A_TILE: usize = 64;
 
@@ -124,17 +126,26 @@ impl Job<'_> {
             })
     }
 
-    /// The length of a row, where all rows of an operand are the same, or follow one another, or it is one element.
+    /// The length of a row, where all rows of an operand are the same, or follow one another, or it is one element. 1 where
+    /// none is of the first kind, and the whole cannot be one tile.
     fn repeats(&self) -> Option<usize> {
         let walk = &self.launch.walk;
-        let [_, row] = walk.dims[..] else { return None };
-        let simple = |k: usize| walk.is_contiguous(k) || matches!(walk.strides[k][..], [0, 0 | 1]);
+        let row = match walk.dims[..] {
+            [_] if self.launch.program.has_registers() || self.is_in_place() => 1,
+            [_, row] => row,
+            _ => return None,
+        };
+        let simple = |k: usize| walk.is_contiguous(k) || matches!(walk.strides[k][..], [0] | [0, 0 | 1]);
         (row <= self.repeated() / 2 && (0..walk.strides.len()).all(simple)).then_some(row)
     }
 
     /// Elements of a tile of rows that are written out several times.
     fn repeated(&self) -> usize {
         if self.launch.program.has_registers() { TILE } else { REPEATED }
+    }
+
+    fn is_in_place(&self) -> bool {
+        self.sources.iter().any(|source| matches!(source, Source::Output(_)))
     }
 
     /// As [`run`](Job::run), where operands and results lie as they are computed: a run along the last dimension is a tile.
@@ -157,7 +168,11 @@ impl Job<'_> {
         if let Some(row) = self.repeats() {
             // Rows that are the same for all are written out a few times: what a tile costs beside its arithmetic is
             // then that of several rows.
-            let (phase, longest) = (first % row, (self.repeated() / row * row).min(count));
+            let most = match (row, self.is_in_place()) {
+                (1, true) => self.repeated() / IN_PLACE,
+                _ => self.repeated() / row * row,
+            };
+            let (phase, longest) = (first % row, most.min(count));
             let repeated: SmallVec<[Vec<C>; 4]> = (0..inputs.len())
                 .map(|k| match operands[k] {
                     (elements, true, offset) if !walk.is_contiguous(k) => {
@@ -332,9 +347,9 @@ impl Job<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Device;
     use crate::device::cpu::math;
     use crate::device::cpu::streaming::LARGE;
+    use crate::{Device, Expr};
 
     fn number(i: usize, seed: usize) -> f32 {
         (i * 7919 + seed) as f32 % 201.0 - 100.0
@@ -374,6 +389,15 @@ mod tests {
             assert_is(out.shallow_clone(), |i| (each(i) + at(i)).max(0.0) - each(i), "in place");
             out.sub_(&row).unwrap();
             assert_is(out, |i| (each(i) + at(i)).max(0.0) - each(i) - at(i), "in place, one primitive");
+            let (out, other) = (x.clone(), tensor(rows * n, 5).reshape([rows, n]).unwrap());
+            let sums = other.clone();
+            let step = |x: &[Expr], _: &[Expr]| vec![&x[0] - &x[1] * (&x[2] + &x[0]), &x[2] + &x[0] * &x[1]];
+            Tensor::map_into(&[&out, &one, &sums], &[], &[&out, &sums], step).unwrap();
+            let (y, by) = (|i| number(i, 5), number(0, 4));
+            assert_is(out, |i| each(i) - by * (y(i) + each(i)), "in place, two results");
+            assert_is(sums.shallow_clone(), |i| y(i) + each(i) * by, "in place, the other result");
+            sums.add_(&x).unwrap();
+            assert_is(sums, |i| y(i) + each(i) * by + each(i), "in place, one primitive of two operands");
         }
     }
 
