@@ -114,6 +114,8 @@ impl<'a> Extra<'a> {
 
 #[cfg(test)]
 mod tests {
+    use std::slice::from_ref;
+
     use super::*;
     use crate::ops::elementwise::{Params, apply};
     use crate::{Device, Expr};
@@ -160,12 +162,12 @@ mod tests {
             let (a, b, bt) = (tensor([m, k], 1), tensor([k, n], 2), tensor([n, k], 3).t().unwrap());
             let (each, row, one) = (tensor([m, n], 4), tensor([1, n], 5), tensor([1, 1], 6));
             check(&a, &b, &[&row], &[sum.relu(), sum.clone()], true);
-            check(&a, &bt, &[&row.reshape(n).unwrap()], &[sum.clone()], true);
+            check(&a, &bt, &[&row.reshape(n).unwrap()], from_ref(&sum), true);
             check(&a, &b, &[&each], &[x(0) * x(1).gt(0.0)], true);
             check(&a, &b, &[&one, &row, &each], &[x(0) * Expr::scalar(0) + (x(1) - x(2)) * x(3)], true);
             check(&a, &b, &[], &[x(0).sigmoid()], true);
-            check(&a, &b, &[&tensor([m, 1], 7)], &[sum.clone()], false);
-            check(&a, &b, &[&tensor([n, m], 8).t().unwrap()], &[sum.clone()], false);
+            check(&a, &b, &[&tensor([m, 1], 7)], from_ref(&sum), false);
+            check(&a, &b, &[&tensor([n, m], 8).t().unwrap()], from_ref(&sum), false);
         }
     }
 
@@ -173,7 +175,7 @@ mod tests {
     fn products_that_do_not_come_in_pieces() {
         let sum = Expr::input(0) + Expr::input(1);
         for (m, n, k) in [(7, 9, 8), (8, 8, 2100)] {
-            check(&tensor([m, k], 1), &tensor([k, n], 2), &[&tensor([1, n], 3)], &[sum.clone()], false);
+            check(&tensor([m, k], 1), &tensor([k, n], 2), &[&tensor([1, n], 3)], from_ref(&sum), false);
         }
         let batch = |shape: [usize; 2], seed| tensor(shape, seed).reshape([2, shape[0] / 2, shape[1]]).unwrap();
         check(&batch([18, 8], 1), &batch([16, 10], 2), &[&tensor([1, 10], 3)], &[sum], false);

@@ -71,9 +71,12 @@ impl Matrix<Start> {
 pub(super) enum Out<'a> {
     /// It is written there.
     Memory(Matrix<*mut f32>),
-    /// Pieces of it, each of these rows and columns, are handed over as soon as they are computed; of at most [`DEEP`] steps.
-    Pieces(&'a (dyn Fn(Range<usize>, Range<usize>, &[f32]) + Sync)),
+    /// Pieces of it are handed over as soon as they are computed; of at most [`DEEP`] steps.
+    Pieces(HandOver<'a>),
 }
+
+/// Called with rows, columns, and the elements that they have in common.
+type HandOver<'a> = &'a (dyn Fn(Range<usize>, Range<usize>, &[f32]) + Sync);
 
 /// `n` in pieces of one size, a multiple of `step`, at most `most`.
 fn even(n: usize, most: usize, step: usize) -> usize {
