@@ -3,9 +3,11 @@
 //!
 //! Over a driver whose clSetKernelArg and clEnqueueNDRangeKernel do nothing (see docs/performance.md) it is our own part.
 
+use std::cell::RefCell;
 use std::error::Error;
 use std::time::Instant;
 
+use claystone::optim::{Optimizer, Sgd, SgdConfig};
 use claystone::{Device, Tensor};
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -16,15 +18,28 @@ fn main() -> Result<(), Box<dyn Error>> {
     let rounds = value("--rounds").transpose()?.map_or(Ok(60), |n| n.parse())?;
     let x = Tensor::rand(&[64, 64], device)?;
     let (y, row) = (Tensor::rand(&[64, 64], device)?, Tensor::rand(&[64], device)?);
+    let labels = Tensor::from_slice(&(0..64).map(|i| i * 7 % 64).collect::<Vec<i64>>(), 64, device)?;
+    let mut weight = x.try_clone()?.requires_grad_(true)?;
+    let sgd = Sgd::new(vec![&mut weight], SgdConfig { momentum: 0.9, ..SgdConfig::default() })?;
+    weight.sum((), false)?.backward()?;
+    let sgd = RefCell::new(sgd);
     type Case<'a> = (&'a str, Box<dyn Fn() -> claystone::Result<()> + 'a>);
-    let cases: [Case; 9] = [
+    let cases: [Case; 17] = [
         ("empty", Box::new(|| Tensor::empty(&[64, 64], device).map(drop))),
         ("add", Box::new(|| x.add(&y).map(drop))),
         ("add_", Box::new(|| y.add_(&x).map(drop))),
         ("relu", Box::new(|| x.relu().map(drop))),
         ("add a row", Box::new(|| x.add(&row).map(drop))),
         ("sum of rows", Box::new(|| x.sum(1, false).map(drop))),
+        ("sum of columns", Box::new(|| x.sum(0, false).map(drop))),
+        ("sum", Box::new(|| x.sum((), false).map(drop))),
         ("softmax", Box::new(|| x.softmax(1).map(drop))),
+        ("layer_norm", Box::new(|| x.layer_norm(&[64], Some(&row), Some(&row), 1e-5).map(drop))),
+        ("cross_entropy", Box::new(|| x.cross_entropy(&labels).map(drop))),
+        ("matmul", Box::new(|| x.matmul(&y).map(drop))),
+        ("linear", Box::new(|| x.linear(&y, Some(&row)).map(drop))),
+        ("embedding", Box::new(|| x.embedding(&labels).map(drop))),
+        ("sgd", Box::new(|| sgd.borrow_mut().step())),
         ("clone", Box::new(|| x.try_clone().map(drop))),
         ("transposed copy", Box::new(|| x.t()?.contiguous().map(drop))),
     ];

@@ -9,7 +9,6 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use crate::device::opencl::{self, ClDevice, Knob, PARAMETERS, Tunable};
-use crate::ops::forget_launches;
 use crate::{DType, Device, Error, Result, Tensor};
 
 /// A faster choice is taken if it takes less than this part of the time.
@@ -85,10 +84,10 @@ pub fn check(device: Device) -> Result<()> {
     for row in rows(cl) {
         let before = cl.tuned(row.knob);
         let checked = row.choices.iter().try_for_each(|&choice| {
-            set(cl, row.knob, choice);
+            cl.set_tuned(row.knob, choice);
             edges(cl, row.knob).iter().try_for_each(|problem| problem.check(device, row, choice))
         });
-        set(cl, row.knob, before);
+        cl.set_tuned(row.knob, before);
         checked?;
     }
     Ok(())
@@ -111,11 +110,6 @@ fn parameter(cl: &ClDevice, row: &'static Tunable) -> Parameter {
     Parameter { name, doc, choices, default: row.default(cl.family()), value: cl.tuned(knob) }
 }
 
-fn set(cl: &ClDevice, knob: Knob, value: usize) {
-    cl.set_tuned(knob, value);
-    forget_launches();
-}
-
 fn measure(cl: &'static ClDevice, row: &'static Tunable) -> Result<Measured> {
     let (device, before) = (cl.device(), cl.tuned(row.knob));
     let problem = large(row.knob);
@@ -123,7 +117,7 @@ fn measure(cl: &'static ClDevice, row: &'static Tunable) -> Result<Measured> {
     let mut times = vec![f64::INFINITY; row.choices.len()];
     for round in 0..ROUNDS {
         for (time, &choice) in times.iter_mut().zip(row.choices) {
-            set(cl, row.knob, choice);
+            cl.set_tuned(row.knob, choice);
             if round == 0 {
                 edges(cl, row.knob).iter().try_for_each(|problem| problem.check(device, row, choice))?;
                 problem.check(device, row, choice)?;
@@ -134,7 +128,7 @@ fn measure(cl: &'static ClDevice, row: &'static Tunable) -> Result<Measured> {
     let timed = || row.choices.iter().copied().zip(times.iter().copied());
     let now = timed().find(|&(choice, _)| choice == before).map_or(f64::INFINITY, |(_, time)| time);
     let best = timed().min_by(|a, b| a.1.total_cmp(&b.1)).filter(|&(_, time)| time < WORTH * now);
-    set(cl, row.knob, best.map_or(before, |(choice, _)| choice));
+    cl.set_tuned(row.knob, best.map_or(before, |(choice, _)| choice));
     Ok(Measured { parameter: parameter(cl, row), times })
 }
 

@@ -51,8 +51,11 @@ fn launches_ask_the_heap_for_nothing() {
         let (x, y) = (make(0).unwrap(), make(1).unwrap());
         let row = y.narrow(0, 1, 1).unwrap();
         let turned = x.t().unwrap();
+        let (bias, shift) = (row.contiguous().unwrap().flatten(0, 1).unwrap(), turned.narrow(0, 1, 1).unwrap());
+        let shift = shift.contiguous().unwrap().flatten(0, 1).unwrap();
+        let labels = Tensor::from_slice(&[3i64, 0, 2, 1], 4, device).unwrap();
         type Case<'a> = (&'a str, Box<dyn Fn() -> Result<Tensor> + 'a>);
-        let cases: [Case; 9] = [
+        let cases: [Case; 16] = [
             ("add", Box::new(|| x.add(&y))),
             ("add a row", Box::new(|| x.add(&row))),
             ("relu", Box::new(|| x.relu())),
@@ -61,7 +64,14 @@ fn launches_ask_the_heap_for_nothing() {
             ("transposed copy", Box::new(|| turned.contiguous())),
             ("sum", Box::new(|| x.sum((), false))),
             ("sum of rows", Box::new(|| x.sum(1, false))),
+            ("sum of columns", Box::new(|| x.sum(0, false))),
             ("softmax", Box::new(|| x.softmax(1))),
+            ("layer_norm", Box::new(|| x.layer_norm(&[6], Some(&bias), Some(&bias), 1e-5))),
+            ("matmul", Box::new(|| x.matmul(&turned))),
+            ("linear", Box::new(|| x.linear(&y, Some(&shift)))),
+            ("index_select", Box::new(|| x.index_select(0, &labels))),
+            ("embedding", Box::new(|| x.embedding(&labels))),
+            ("cross_entropy", Box::new(|| x.cross_entropy(&labels))),
         ];
         for (name, op) in &cases {
             (0..3).for_each(|_| drop(op().unwrap())); // builds the kernel, fills the caches

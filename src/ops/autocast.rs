@@ -69,8 +69,15 @@ pub fn autocast_dtype() -> Option<DType> {
 
 /// The inputs of a product in the scope's dtype; None where they are in it, or there is no scope, or one is no float up to
 /// f32.
+#[inline] // what gives tensors is moved even where it gives none
 pub(crate) fn lowered(op: &'static str, inputs: &[&Tensor]) -> Result<Option<SmallVec<[Tensor; 3]>>> {
-    let Some(dtype) = ACTIVE.get() else { return Ok(None) };
+    match ACTIVE.get() {
+        None => Ok(None),
+        Some(dtype) => lower(op, inputs, dtype),
+    }
+}
+
+fn lower(op: &'static str, inputs: &[&Tensor], dtype: DType) -> Result<Option<SmallVec<[Tensor; 3]>>> {
     let halves_or_f32 = |t: &&Tensor| matches!(t.dtype, DType::F32 | DType::F16 | DType::BF16);
     if !matches!(dtype, DType::BF16 | DType::F16 | DType::F32) {
         return Err(Error::UnsupportedDType { op, dtype, expected: "bf16 or f16 as the dtype of autocast" });
@@ -107,16 +114,21 @@ const WIDE: &[&str] = &[
 
 /// [`widened`] for the elementwise operation of this name.
 pub(super) fn widened_row(row: &str, inputs: &[&Tensor]) -> Result<Option<SmallVec<[Tensor; 3]>>> {
-    if ACTIVE.get().is_none() || !WIDE.contains(&row) {
-        return Ok(None);
-    }
-    widened(inputs)
+    if WIDE.contains(&row) { widened(inputs) } else { Ok(None) }
 }
 
 /// Halves among the inputs as f32; None where there are none, or there is no scope.
+#[inline]
 pub(crate) fn widened(inputs: &[&Tensor]) -> Result<Option<SmallVec<[Tensor; 3]>>> {
+    match ACTIVE.get() {
+        None => Ok(None),
+        Some(_) => widen(inputs),
+    }
+}
+
+fn widen(inputs: &[&Tensor]) -> Result<Option<SmallVec<[Tensor; 3]>>> {
     let half = |t: &Tensor| matches!(t.dtype, DType::F16 | DType::BF16);
-    if ACTIVE.get().is_none() || !inputs.iter().any(|t| half(t)) {
+    if !inputs.iter().any(|t| half(t)) {
         return Ok(None);
     }
     let wide = |t: &&Tensor| if half(t) { t.to_dtype(DType::F32) } else { Ok(t.shallow_clone()) };

@@ -328,7 +328,7 @@ fn product(op: &'static str, columns: &Tensor, weight: &Tensor, bias: Option<&Te
     let bias_view = bias.map(|b| reshaped(b, &Shape::from([groups, rows, 1]))).transpose()?;
     let epilogue = if bias.is_some() { &*SUM } else { &*PLAIN };
     let g = Gemm::plain(op, &matrices, columns, slice::from_ref(epilogue), &columns.dtype);
-    let out = Gemm { extras: &bias_view.iter().collect::<SmallVec<[&Tensor; 1]>>(), ..g }.run()?.remove(0);
+    let out = Gemm { extras: &bias_view.iter().collect::<SmallVec<[&Tensor; 1]>>(), ..g }.run_one()?;
     let inputs: SmallVec<[&Tensor; 3]> = [columns, weight].into_iter().chain(bias).collect();
     if !autograd::is_tracked(&inputs) {
         return Ok(out);
@@ -355,7 +355,7 @@ fn product(op: &'static str, columns: &Tensor, weight: &Tensor, bias: Option<&Te
                     let dtype = grad.dtype;
                     let b = swapped(&b);
                     let g = Gemm { out: slot, ..Gemm::plain(op, &a, &b, slice::from_ref(&*PLAIN), &dtype) };
-                    let made = g.run()?.remove(0);
+                    let made = g.run_one()?;
                     made.with_layout(Layout { offset: made.layout.offset, ..Layout::contiguous(shape.clone()) })
                 }
             });

@@ -1,5 +1,6 @@
 //! Copies: between layouts, dtypes and tensors. A strided or converting copy is the expression `x`.
 
+use std::slice;
 use std::sync::LazyLock;
 
 use super::catalogue::{Dtypes, Gives, Kind, Operation};
@@ -9,8 +10,8 @@ use crate::autograd;
 use crate::{DType, Graph, Result, Scalar, Tensor};
 
 /// `x`, and a scalar: made once, since making one asks the heap.
-static IDENTITY: LazyLock<[Expr; 1]> = LazyLock::new(|| [Expr::input(0)]);
-static SCALAR: LazyLock<[Expr; 1]> = LazyLock::new(|| [Expr::scalar(0)]);
+static IDENTITY: LazyLock<Expr> = LazyLock::new(|| Expr::input(0));
+static SCALAR: LazyLock<Expr> = LazyLock::new(|| Expr::scalar(0));
 
 pub(super) static OPERATIONS: &[Operation] = &[
     Operation::new("clone", "clone", Kind::Copying, Dtypes::All, Gives::Same, |a| a.x(0)?.try_clone()).differentiable(),
@@ -115,7 +116,7 @@ impl Tensor {
 
     /// A contiguous copy of any dtype, outside the graph.
     pub(crate) fn cast(&self, dtype: DType) -> Result<Tensor> {
-        Ok(elementwise::apply("copy", &[self], Params::default(), &*IDENTITY, &[dtype])?.remove(0))
+        elementwise::apply_one("copy", &[self], Params::default(), &IDENTITY, dtype)
     }
 
     /// Copies `src` into this tensor, broadcast to its shape and converted to its dtype; both on one device, or, where they
@@ -130,7 +131,7 @@ impl Tensor {
         let plain =
             self.dtype == src.dtype && self.shape() == src.shape() && self.is_contiguous() && src.is_contiguous();
         if !plain {
-            elementwise::apply_into(op, &[src], Params::default(), &*IDENTITY, &[self])?;
+            elementwise::apply_into(op, &[src], Params::default(), slice::from_ref(&*IDENTITY), &[self])?;
             return Ok(self);
         }
         let size = self.dtype.size();
@@ -149,7 +150,7 @@ impl Tensor {
         autograd::check_in_place(op, self, &[])?;
         let scalars = [value.into()];
         scalars[0].check_whole(op, self.dtype)?;
-        elementwise::apply_into(op, &[], Params { scalars: &scalars, seeds: &[] }, &*SCALAR, &[self])?;
+        elementwise::apply_into(op, &[], Params { scalars: &scalars, seeds: &[] }, slice::from_ref(&*SCALAR), &[self])?;
         Ok(self)
     }
 

@@ -203,7 +203,7 @@ fn euclidean(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     let square = Expr::input(1) + Expr::input(2) - Expr::input(0) * 2.0;
     let epilogue = [square.max(Expr::constant(0.0)).sqrt()];
     let gemm = Gemm { extras: &[&xx, &yy], ..Gemm::plain(op, x, &across, &epilogue, &x.dtype) };
-    let out = gemm.run()?.remove(0);
+    let out = gemm.run_one()?;
     let saved = [x, y].map(Saved::new);
     Ok(recorded_with_result(op, out, &[x, y], move |i, grad, out| {
         let [x, y] = [saved[0].get(op)?, saved[1].get(op)?];

@@ -9,11 +9,12 @@ use super::autocast::{autocast_dtype, widened_row};
 use super::collapse::Walk;
 use super::expr::Expr;
 use super::kernels::Placed;
+use super::memo::{self, Key, Of};
 use super::philox::Seed;
 use super::program::Program;
 use super::rows::rows;
 use super::table::{Accepts, Output, Row, methods};
-use super::{cpu_flat, cpu_map, memo, opencl_map, promote, registry, same_device};
+use super::{cpu_flat, cpu_map, opencl_map, promote, registry, same_device};
 use crate::autograd::{self, Saved};
 use crate::device::opencl::{self, ClDevice};
 use crate::{Compute, DType, Device, Error, Result, Scalar, Shape, Tensor};
@@ -55,7 +56,13 @@ pub(crate) fn apply(
 }
 
 /// [`apply`] for one result.
-fn apply_one(op: &'static str, inputs: &[&Tensor], params: Params, expr: &Expr, dtype: DType) -> Result<Tensor> {
+pub(crate) fn apply_one(
+    op: &'static str,
+    inputs: &[&Tensor],
+    params: Params,
+    expr: &Expr,
+    dtype: DType,
+) -> Result<Tensor> {
     let device = same_device(op, inputs)?;
     // Stays where the caller wants it: to move a tensor costs as much as to compare a few.
     let made = Tensor::empty_like_shape(broadcast_shape(op, inputs)?, dtype, device);
@@ -76,13 +83,27 @@ pub(crate) fn apply_into(
 ) -> Result<()> {
     let shape = outputs[0].shape();
     let device = outputs[0].device();
-    if device != Device::Cpu
-        && let Some(prepared) = memo::find(device, exprs, inputs, outputs)
-    {
-        prepared.launch(inputs.iter().chain(outputs).copied(), params)?;
-        outputs.iter().for_each(|t| t.storage.bump_version());
-        return Ok(());
+    // Those of the CPU are not looked up.
+    let looked_up = device != Device::Cpu;
+    let mut tensors: SmallVec<[&Tensor; 8]> = SmallVec::new();
+    if looked_up {
+        inputs.iter().for_each(|t| tensors.push(t));
+        outputs.iter().for_each(|t| tensors.push(t));
     }
+    let in_place = looked_up && in_place(inputs.iter().copied(), outputs);
+    let key = Key { of: Of::Map, device, numbers: &[in_place.into()], exprs, tensors: &tensors };
+    // Nor is a storage that is read and written through different views.
+    let place = match looked_up && (!in_place || inputs.iter().all(|t| is_clear_of(t, outputs))) {
+        true => match memo::find(&key) {
+            Ok(known) => {
+                known.prepared.launch(&tensors, params)?;
+                outputs.iter().for_each(|t| t.storage.bump_version());
+                return Ok(());
+            }
+            Err(place) => Some(place),
+        },
+        false => None,
+    };
     let program = Program::of(exprs);
     if params.seeds.is_empty() && cpu_flat::run(op, &program, inputs, params.scalars, outputs)? {
         outputs[0].storage.bump_version();
@@ -110,8 +131,8 @@ pub(crate) fn apply_into(
         return Ok(());
     }
     let compute = compute_type(&program, inputs, outputs);
-    let (given, mut copied) = (inputs, false);
-    let inputs = given
+    let mut copied = false;
+    let inputs = inputs
         .iter()
         .map(|t| {
             let view = t.with_layout(t.layout.broadcast_to(shape));
@@ -141,9 +162,9 @@ pub(crate) fn apply_into(
         Device::Cpu => found = cpu_map::run(&launch),
         Device::OpenCL(_) => {
             let prepared = opencl_map::prepare(&launch)?;
-            prepared.launch(inputs.iter().chain(outputs.iter().copied()), params)?;
-            if !copied {
-                memo::keep(device, exprs, given, outputs, prepared);
+            prepared.launch(&inputs.iter().chain(outputs.iter().copied()).collect::<SmallVec<[_; 8]>>(), params)?;
+            if let Some(place) = place.filter(|_| !copied) {
+                place.keep(&key, prepared);
             }
         }
     }
@@ -168,9 +189,20 @@ pub(super) fn compute_type(program: &Program, inputs: &[&Tensor], outputs: &[&Te
     }
 }
 
+/// Whether an output is a view of an input, too.
+pub(super) fn in_place<'a>(mut inputs: impl Iterator<Item = &'a Tensor>, outputs: &[&Tensor]) -> bool {
+    inputs.any(|t| outputs.iter().any(|out| t.shares_storage(out)))
+}
+
+/// Whether an input is the same view of a storage as the outputs that share it.
+fn is_clear_of(input: &Tensor, outputs: &[&Tensor]) -> bool {
+    let same = |out: &Tensor| input.layout == out.layout && input.dtype == out.dtype;
+    outputs.iter().all(|out| !input.shares_storage(out) || same(out))
+}
+
 /// Whether writing `out` element by element could change elements of `input` that are still to be read.
 fn overlaps(input: &Tensor, out: &Tensor) -> bool {
-    if !input.shares_storage(out) || (input.layout == out.layout && input.dtype == out.dtype) {
+    if is_clear_of(input, &[out]) {
         return false;
     }
     // The CPU hands out a storage either for reading or for writing: there even disjoint parts count as overlapping.
@@ -428,10 +460,10 @@ impl Tensor {
 
     /// Where a kernel finds this tensor, held there until the launch. To be asked for last: what is held cannot be moved
     /// to make room for an allocation.
-    #[inline] // every launch asks, a few times: in registers it is half as much
+    #[inline(always)] // every launch asks, a few times: what is written in words and moved in vectors waits for the store
     pub(crate) fn place(&self) -> Result<Placed<'_>> {
         let place = self.storage.cl()?;
         let start = place.offset() / self.dtype.size();
-        Ok(Placed { place, start, first: self.layout.offset })
+        Ok(Placed { place, first: start + self.layout.offset })
     }
 }

@@ -255,13 +255,17 @@ impl Tensor {
         if let Some(row) = padding.filter(|&row| !(-(count as isize)..count as isize).contains(&row)) {
             return Err(Error::IndexOutOfRange { op, index: row as i64, size: count });
         }
-        let table = match padding {
+        let padded = match padding {
             Some(row) if autograd::is_tracked(&[self]) => {
                 let row = Tensor::from_slice(&[row as i64], 1, self.device())?;
-                recorded(op, self.detach(), &[self], move |_, grad| grad.index_fill(0, &row, 0))
+                Some(recorded(op, self.detach(), &[self], move |_, grad| grad.index_fill(0, &row, 0)))
             }
-            _ => self.shallow_clone(),
+            _ => None,
         };
+        let table = padded.as_ref().unwrap_or(self);
+        if index.rank() == 1 {
+            return table.selected(op, 0, index);
+        }
         let rows = table.selected(op, 0, &index.detach().reshape([index.numel()])?)?;
         let shape: Shape = index.shape().dims().iter().chain(width).copied().collect();
         rows.reshape(shape)

@@ -6,6 +6,8 @@
 //! one launch. This file checks and plans: batch dimensions that all operands step through evenly become one, rows
 //! that share the right-hand matrix join them. `gemm_cpu` and `gemm_opencl` run the plan.
 
+use std::slice;
+
 use smallvec::SmallVec;
 
 use super::collapse::Walk;
@@ -50,29 +52,56 @@ impl<'a> Gemm<'a> {
     /// Computes the results. One launch, none where they are empty, another one for the sums where the kernel does not
     /// have them.
     pub(crate) fn run(self) -> Result<SmallVec<[Tensor; 2]>> {
-        let Gemm { op, a, b, .. } = self;
+        let shape = self.shape()?;
+        let outs = (0..self.dtypes.len()).map(|i| self.made(i, &shape)).collect::<Result<SmallVec<[Tensor; 2]>>>()?;
+        self.compute_into(&shape, &outs)?;
+        Ok(outs)
+    }
+
+    /// [`run`](Self::run) for one result.
+    pub(crate) fn run_one(self) -> Result<Tensor> {
+        let shape = self.shape()?;
+        // Stays where the caller wants it.
+        let made = self.made(0, &shape);
+        if let Ok(out) = &made {
+            self.compute_into(&shape, slice::from_ref(out))?;
+        }
+        made
+    }
+
+    /// That of the results, once the operands go together.
+    fn shape(&self) -> Result<Shape> {
+        let Gemm { op, a, b, .. } = *self;
         let device = same_device(op, &[a, b])?;
         if let Some(other) = self.extras.iter().find(|t| t.device() != device) {
             return Err(Error::DeviceMismatch { op, lhs: device, rhs: other.device() });
         }
-        let shape = product_shape(op, a, b)?;
-        let mut outs: SmallVec<[Tensor; 2]> = SmallVec::new();
-        let usable = |slot: &Tensor| {
-            *slot.shape() == shape
+        product_shape(op, a, b)
+    }
+
+    /// Where result `i` goes.
+    fn made(&self, i: usize, shape: &Shape) -> Result<Tensor> {
+        let device = self.a.device();
+        let usable = |slot: &&Tensor| {
+            slot.shape() == shape
                 && slot.dtype == self.dtypes[0]
                 && slot.device() == device
                 && !slot.layout.may_alias_itself()
-                && ![a, b].iter().chain(self.extras).any(|t| t.shares_storage(slot))
+                && ![self.a, self.b].iter().chain(self.extras).any(|t| t.shares_storage(slot))
         };
-        outs.extend(self.out.as_ref().filter(|slot| usable(slot)).map(Tensor::detach));
-        for &dtype in &self.dtypes[outs.len()..] {
-            outs.push(Tensor::empty_like_shape(&shape, dtype, device)?);
+        match self.out.as_ref().filter(|_| i == 0).filter(usable) {
+            Some(slot) => Ok(slot.detach()),
+            None => Tensor::empty_like_shape(shape, self.dtypes[i], device),
         }
+    }
+
+    fn compute_into(&self, shape: &Shape, outs: &[Tensor]) -> Result<()> {
+        let Gemm { op, a, .. } = *self;
         let mut summed = false;
         if shape.numel() > 0 {
-            match device {
-                Device::Cpu => gemm_cpu::run(&self, &shape, &outs)?,
-                Device::OpenCL(_) => summed = gemm_opencl::run(&self, &shape, &outs)?,
+            match a.device() {
+                Device::Cpu => gemm_cpu::run(self, shape, outs)?,
+                Device::OpenCL(_) => summed = gemm_opencl::run(self, shape, outs)?,
             }
             outs.iter().for_each(|t| t.storage.bump_version());
         }
@@ -86,7 +115,7 @@ impl<'a> Gemm<'a> {
             }
             None => {}
         }
-        Ok(outs)
+        Ok(())
     }
 
     /// The type to multiply and add in.

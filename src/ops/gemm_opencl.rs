@@ -4,14 +4,16 @@ use std::fmt::Write;
 
 use smallvec::SmallVec;
 
-use super::gemm::{Gemm, Operand, Plan};
+use super::elementwise::Params;
+use super::gemm::{Gemm, Plan};
 use super::gemm_mma::{self, Found, Mma, Parts};
 use super::gemm_panel::Panel;
-use super::kernels::{KernelKey, Placed, kernel};
-use super::opencl_map::scalar_arg;
-use super::program::Program;
+use super::kernels::{KernelKey, kernel};
+use super::memo::{self, Key, Of};
+use super::prepared::{Prepared, Ready, Word};
+use super::{precision, program::Program};
 use crate::device::DeviceKind;
-use crate::device::opencl::{Arg, ClDevice, Knob};
+use crate::device::opencl::{ClDevice, Knob};
 use crate::tensor::Layout;
 use crate::{Compute, DType, Error, Result, Shape, Tensor};
 
@@ -103,6 +105,20 @@ impl Variant {
 
 /// Whether the sums of rows, if any were asked for, are computed as well.
 pub(super) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
+    let mut tensors: SmallVec<[&Tensor; 6]> = SmallVec::from_slice(&[g.a, g.b]);
+    outs.iter().chain(g.extras.iter().copied()).chain(g.sums).for_each(|t| tensors.push(t));
+    let sums = g.sums.filter(|t| ![g.a, g.b].iter().any(|x| x.shares_storage(t)));
+    let device = outs[0].device();
+    let cpu = is_processor(outs[0].cl_device()?);
+    let numbers = [outs.len() as u64, sums.is_some().into(), precision::planes() as u64, cpu.into()];
+    let key = Key { of: Of::Gemm, device, numbers: &numbers, exprs: g.epilogue, tensors: &tensors };
+    let params = Params { scalars: g.scalars, seeds: &[] };
+    let known = memo::launch(&key, params, || prepare(g, shape, outs, sums))?;
+    Ok(sums.is_some() && known.prepared.takes(tensors.len() - 1))
+}
+
+/// Tensors of the launch are the two matrices, results, extras, and last the sums if there are to be any, in either sense.
+fn prepare(g: &Gemm, shape: &Shape, outs: &[Tensor], sums: Option<&Tensor>) -> Result<Prepared> {
     let device = outs[0].cl_device()?;
     let operands: SmallVec<[&Tensor; 6]> = [g.a, g.b].into_iter().chain(outs).chain(g.extras.iter().copied()).collect();
     if !device.info().fp64 && operands.iter().any(|t| t.dtype == DType::F64) {
@@ -113,27 +129,17 @@ pub(super) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     let others: SmallVec<[&Layout; 4]> = others.iter().collect();
     let plan = Plan::new(&g.a.layout, &g.b.layout, shape, &others);
     let compute = g.compute();
-    // A matrix without elements has no memory; it is not read either.
-    let memory = [g.a, g.b].map(|t| if t.numel() == 0 { &outs[0] } else { t });
-    let first = [memory[0].place()?.first_element(), memory[1].place()?.first_element()];
-    let found = [0, 1].map(|i| Found { dtype: operands[i].dtype, first: first[i] });
+    let found = [g.a, g.b].map(|t| Found { dtype: t.dtype, first: t.layout.offset });
     let (plan, variant, flipped) = choose(plan, found, compute, device);
-    let (a, b) = if flipped { (g.b, g.a) } else { (g.a, g.b) };
-    let sums = g.sums.filter(|t| !flipped && variant.sums_rows(&plan) && ![a, b].iter().any(|x| x.shares_storage(t)));
+    // The left and the right matrix by their places in the list.
+    let (left, right) = if flipped { (1, 0) } else { (0, 1) };
+    let (a, b) = (operands[left], operands[right]);
+    let sums = sums.filter(|_| !flipped && variant.sums_rows(&plan));
     let parts = variant.parts(&plan, device.info().compute_units);
-    let wide = wide(variant, &plan, outs)?;
-    let tiles = {
-        let (rows, cols) = variant.tile();
-        plan.m.div_ceil(rows) * plan.n.div_ceil(cols) * plan.count()
-    };
-    // Allocated before places are asked for.
-    let partial = match parts.count {
-        1 => None,
-        count => {
-            let (rows, cols) = variant.tile();
-            Some(Tensor::empty_like_shape(tiles * count * (rows * cols + rows), DType::F32, outs[0].device())?)
-        }
-    };
+    let wide = wide(variant, &plan, outs);
+    let (rows, cols) = variant.tile();
+    let tiles = plan.m.div_ceil(rows) * plan.n.div_ceil(cols) * plan.count();
+    let partial = (parts.count > 1).then(|| (tiles * parts.count * (rows * cols + rows), DType::F32));
 
     let program = Program::of(g.epilogue);
     let flags = plan.batch.len() as u64
@@ -150,57 +156,88 @@ pub(super) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
         source(&program, compute, variant, extent, [a.dtype, b.dtype], &types)
     })?;
 
-    let [place_a, place_b] = if flipped { [memory[1], memory[0]] } else { memory }.map(Tensor::place);
-    let (place_a, place_b) = (place_a?, place_b?);
-    let others = operands[2..].iter().map(|t| t.place()).collect::<Result<SmallVec<[Placed; 4]>>>()?;
-    let mut numbers: SmallVec<[i64; 64]> = SmallVec::new();
-    numbers.extend([plan.m, plan.n, plan.k].map(|x| x as i64));
-    for (at, t) in [(&place_a, &plan.a), (&place_b, &plan.b)] {
-        numbers.extend([at.first_element() as i64, t.row as i64, t.col as i64]);
+    let mut ready = Ready::new(kernel, tiles * parts.count * variant.local(), variant.local());
+    // A matrix without elements has no memory; it is not read either.
+    let [of_a, of_b] = [left, right].map(|k| ready.buffer(if operands[k].numel() == 0 { 2 } else { k }));
+    let mut numbers = Numbers::default();
+    numbers.extend([plan.m, plan.n, plan.k]);
+    for (of, t) in [(of_a, &plan.a), (of_b, &plan.b)] {
+        numbers.late(Word::First(of));
+        numbers.steps([t.row, t.col]);
     }
-    numbers.extend(plan.batch.iter().map(|&d| d as i64));
-    let strides = |t: &Operand| t.batch.iter().map(|&s| s as i64).collect::<SmallVec<[i64; 6]>>();
-    numbers.extend(strides(&plan.a));
-    numbers.extend(strides(&plan.b));
-    for (at, operand) in others.iter().zip(&plan.others) {
-        numbers.extend([at.first_element() as i64, operand.row as i64, operand.col as i64]);
-        numbers.extend(strides(operand));
+    numbers.extend(plan.batch.iter().copied());
+    numbers.steps(plan.a.batch.iter().chain(&plan.b.batch).copied());
+    // The struct comes before the other buffers.
+    for (i, operand) in plan.others.iter().enumerate() {
+        numbers.late(Word::First(2 + i));
+        numbers.steps([operand.row, operand.col].into_iter().chain(operand.batch.iter().copied()));
     }
-    let sums = sums.map(|t| Ok::<_, Error>((t, t.place()?))).transpose()?;
-    if let Some((t, place)) = &sums {
-        numbers.extend([place.first_element() as i64, t.strides()[0] as i64]);
+    let mut given = 2 + plan.others.len();
+    if let Some(t) = sums {
+        numbers.late(Word::First(given));
+        numbers.steps([t.strides()[0]]);
+        given += 1;
     }
-    let partial = partial.as_ref().map(Tensor::place).transpose()?;
-    if let Some(place) = &partial {
-        let arrived = device.current_stream().index() * Parts::TILES;
-        numbers.extend([parts.depth, parts.count, place.first_element(), arrived].map(|x| x as i64));
+    if partial.is_some() {
+        numbers.extend([parts.depth, parts.count]);
+        numbers.late(Word::First(given));
+        numbers.late(Word::FirstArrival);
     }
     if let Variant::Panel { height, .. } = variant {
-        numbers.push(height as i64);
+        numbers.extend([height]);
     }
-    let mut args: SmallVec<[Arg; 16]> = SmallVec::new();
-    args.extend([place_a.buffer(), place_b.buffer(), Arg::Bytes(bytemuck::cast_slice(&numbers))]);
-    args.extend(others.iter().map(Placed::buffer));
-    args.extend(sums.iter().map(|(_, place)| place.buffer()));
-    if let Some(place) = &partial {
-        args.extend([place.buffer(), Arg::Buffer(device.arrivals()?)]);
+    ready.words(numbers.words);
+    numbers.late.into_iter().for_each(|(at, word)| ready.late(at, word));
+    (2..operands.len()).for_each(|k| _ = ready.buffer(k));
+    if sums.is_some() {
+        ready.buffer(operands.len());
     }
-    args.extend(g.scalars.iter().take(program.scalars()).map(|&s| scalar_arg(compute, s)));
+    if partial.is_some() {
+        ready.buffer(operands.len() + usize::from(g.sums.is_some()));
+        ready.arrivals();
+    }
+    ready.scalars(program.scalars(), compute);
     if program.can_fault(compute) {
-        args.push(Arg::Buffer(device.fault_buffer()));
+        ready.faults();
     }
-    device.launch(&kernel, &args, &[tiles * parts.count * variant.local()], &[variant.local()])?;
-    Ok(sums.is_some())
+    Ok(Prepared::new(device, partial, [ready]))
+}
+
+/// The words of the kernels' struct.
+#[derive(Default)]
+struct Numbers {
+    words: Vec<i64>,
+    late: Vec<(usize, Word)>,
+}
+
+impl Numbers {
+    fn extend(&mut self, numbers: impl IntoIterator<Item = usize>) {
+        self.words.extend(numbers.into_iter().map(|n| n as i64));
+    }
+
+    fn steps(&mut self, steps: impl IntoIterator<Item = isize>) {
+        self.words.extend(steps.into_iter().map(|s| s as i64));
+    }
+
+    fn late(&mut self, word: Word) {
+        self.late.push((self.words.len(), word));
+        self.words.push(0);
+    }
+}
+
+/// Whether the device has the processors' kernels.
+fn is_processor(device: &ClDevice) -> bool {
+    let cpu = device.info().kind == DeviceKind::Cpu;
+    #[cfg(test)]
+    let cpu = cpu && !tests::PRETEND_GPU.get();
+    cpu
 }
 
 /// The kernel for this device and problem, and the plan the way round it wants it: (plan, kernel, whether transposed).
 fn choose(plan: Plan, found: [Found; 2], compute: Compute, device: &ClDevice) -> (Plan, Variant, bool) {
     let info = device.info();
     let big = info.max_work_group >= THREADS && info.local_memory >= 24 << 10;
-    let cpu = info.kind == DeviceKind::Cpu;
-    #[cfg(test)]
-    let cpu = cpu && !tests::PRETEND_GPU.get();
-    if cpu || !big {
+    if is_processor(device) || !big {
         return vectors(plan, compute, device);
     }
     let (plan, flip) = along_rows(plan);
@@ -259,17 +296,17 @@ fn vectors(plan: Plan, compute: Compute, device: &ClDevice) -> (Plan, Variant, b
 
 /// How many neighbouring results a work-item of the tensor cores' kernel stores at once, 16 bytes of the widest; 1 where
 /// they are not contiguous or not aligned.
-fn wide(variant: Variant, plan: &Plan, outs: &[Tensor]) -> Result<usize> {
-    let Variant::Mma(_) = variant else { return Ok(1) };
+fn wide(variant: Variant, plan: &Plan, outs: &[Tensor]) -> usize {
+    let Variant::Mma(_) = variant else { return 1 };
     let wide = outs.iter().map(|t| 16 / t.dtype.size()).min().unwrap_or(1).min(8);
     for (t, at) in outs.iter().zip(&plan.others) {
         let steps = at.batch.iter().copied().chain([at.row]).map(isize::unsigned_abs);
-        let aligned = steps.chain([t.place()?.first_element()]).all(|step| step.is_multiple_of(wide));
+        let aligned = steps.chain([t.layout.offset]).all(|step| step.is_multiple_of(wide));
         if at.col != 1 || !aligned || wide < 4 {
-            return Ok(1);
+            return 1;
         }
     }
-    Ok(wide)
+    wide
 }
 
 /// What a kernel is made for, besides types.

@@ -76,8 +76,7 @@ pub(crate) fn kernel(
 /// so it lives until they are enqueued.
 pub(crate) struct Placed<'a> {
     pub(super) place: ClPlace<'a>,
-    /// Elements from the buffer's start to the storage's, and on to the tensor's first.
-    pub(super) start: usize,
+    /// Elements from the buffer's start to the tensor's first.
     pub(super) first: usize,
 }
 
@@ -89,16 +88,11 @@ impl Placed<'_> {
 
     /// Elements from the buffer's start to the tensor's first.
     pub(crate) fn first_element(&self) -> usize {
-        self.start + self.first
+        self.first
     }
 
     /// The same as an argument.
     pub(crate) fn offset(&self) -> Arg<'_> {
         Arg::U64(self.first_element() as u64)
-    }
-
-    /// The same tensor from another element of its storage on.
-    pub(crate) fn from(self, first: usize) -> Self {
-        Placed { first, ..self }
     }
 }

@@ -66,7 +66,7 @@ pub(super) fn product_in(
     };
     let epilogue = std::slice::from_ref(epilogue);
     let gemm = Gemm { out, extras: read.as_slice(), scalars, ..Gemm::plain(op, a, b, epilogue, &dtype) };
-    let out = gemm.run()?.remove(0);
+    let out = gemm.run_one()?;
 
     let saved = [a, b].map(Saved::new);
     let added = input.map(|(t, beta)| (t.shape().clone(), beta));

@@ -61,9 +61,9 @@ impl Tensor {
             return Err(Error::ShapeMismatch { op, lhs: self.shape().clone(), rhs: rhs.shape().clone(), hint });
         }
         let (row, column) = (self.rank() == 1, rhs.rank() == 1);
-        let a = if row { with_dim(self, 0) } else { self.detach() };
-        let b = if column { with_dim(rhs, 1) } else { rhs.detach() };
-        let mut out = product(op, &a, &b, None)?;
+        let (as_row, as_column) = (row.then(|| with_dim(self, 0)), column.then(|| with_dim(rhs, 1)));
+        let (a, b) = (as_row.as_ref().unwrap_or(self), as_column.as_ref().unwrap_or(rhs));
+        let mut out = product(op, a, b, None)?;
         if column {
             out = without_dim(&out, out.rank() - 1);
         }
@@ -175,16 +175,17 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&
     }
     let tracked = autograd::is_tracked(&inputs);
     let vector = x.rank() == 1;
-    let rows = if vector { with_dim(x, 0) } else { x.detach() };
+    let row = vector.then(|| with_dim(x, 0));
+    let rows = row.as_ref().unwrap_or(x);
 
-    let sum = if bias.is_some() { Expr::input(0) + Expr::input(1) } else { Expr::input(0) };
+    let sum = if bias.is_some() { BIASED.clone() } else { PRODUCT.clone() };
     let mut results: SmallVec<[Expr; 2]> = smallvec![f.map_or_else(|| sum.clone(), |f| f(&sum))];
     if tracked && f.is_some() {
         results.push(sum);
     }
-    let outs = Gemm {
+    let g = Gemm {
         op,
-        a: &rows,
+        a: rows,
         b: &swapped(weight),
         epilogue: &results,
         extras: bias.as_slice(),
@@ -192,13 +193,13 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&
         out: None,
         dtypes: &[dtype, dtype][..results.len()],
         sums: None,
-    }
-    .run()?;
-    let mut outs = outs.into_iter().map(|t| if vector { without_dim(&t, 0) } else { t });
-    let (Some(out), before) = (outs.next(), outs.next()) else { unreachable!("a result an expression") };
+    };
     if !tracked {
-        return Ok(out);
+        let out = g.run_one()?;
+        return Ok(if vector { without_dim(&out, 0) } else { out });
     }
+    let mut outs = g.run()?.into_iter().map(|t| if vector { without_dim(&t, 0) } else { t });
+    let (Some(out), before) = (outs.next(), outs.next()) else { unreachable!("a result an expression") };
     let shape = rows.shape().clone();
     // The slope of a formula depends on all of them.
     let saved_x = (weight.requires_grad() || f.is_some()).then(|| Saved::new(x));
@@ -216,8 +217,8 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&
             return layer_gradients(ctx, grad, get(&saved_x)?, get(&saved_w)?, get(&saved_b)?, &weight_shape);
         }
         if let Some(factor) = ctx.factor() {
-            let (inputs, product) = ([&grad, factor.tensor.get(op)?], slice::from_ref(&factor.product));
-            grad = elementwise::apply(op, &inputs, Params::default(), product, &[dtype])?.remove(0);
+            let inputs = [&grad, factor.tensor.get(op)?];
+            grad = elementwise::apply_one(op, &inputs, Params::default(), &factor.product, dtype)?;
         }
         if vector {
             grad = with_dim(&grad, 0);
@@ -239,7 +240,7 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&
                     out: ctx.slot(1),
                     ..Gemm::plain(op, &a, &x, slice::from_ref(&PRODUCT), &dtype)
                 };
-                (Some(g.run()?.remove(0)), Some(sums))
+                (Some(g.run_one()?), Some(sums))
             }
             (x, slot) => {
                 let rows: Dims<isize> = (0..grad.rank() as isize - 1).collect();
@@ -258,8 +259,7 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&
                 Some(factor) => {
                     let product = slice::from_ref(&factor.product);
                     Gemm { extras: &[factor.tensor.get(op)?], ..Gemm::plain(op, &grad, w, product, &dtype) }
-                        .run()?
-                        .remove(0)
+                        .run_one()?
                 }
             }),
             None => None,
@@ -306,12 +306,13 @@ fn layer_gradients(
     Ok(gradients)
 }
 
-/// The epilogue of the plain product.
+/// The epilogues of the plain product and of a layer, made once: making one asks the heap.
 static PRODUCT: LazyLock<Expr> = LazyLock::new(|| Expr::input(0));
+static BIASED: LazyLock<Expr> = LazyLock::new(|| Expr::input(0) + Expr::input(1));
 
 /// The plain product, in `out` if it can be.
 fn product(op: &'static str, a: &Tensor, b: &Tensor, out: Option<Tensor>) -> Result<Tensor> {
-    Ok(Gemm { out, ..Gemm::plain(op, a, b, slice::from_ref(&PRODUCT), &a.dtype) }.run()?.remove(0))
+    Gemm { out, ..Gemm::plain(op, a, b, slice::from_ref(&PRODUCT), &a.dtype) }.run_one()
 }
 
 /// The product summed over the batch dimensions that an operand of shape `target` was broadcast along: its gradient.

@@ -1,92 +1,156 @@
-//! Elementwise launches as they were prepared before: a thread's next launch of the same formula over operands that lie in
-//! the same way is looked up, not worked out again.
+//! Launches as they were prepared before: a thread's next launch of the same operation over operands that lie in the same
+//! way is looked up, not worked out again.
+//!
+//! What was looked at to prepare it is the [`Key`]: of tensors all but where their storages are, and of where they begin in
+//! these only how that is aligned. Nothing of the tensors is kept.
 
 use std::cell::RefCell;
 use std::rc::Rc;
 
 use smallvec::SmallVec;
 
+use super::elementwise::Params;
 use super::expr::Expr;
-use super::opencl_map::Prepared;
+use super::prepared::Prepared;
+use crate::device::opencl::times_tuned;
 use crate::tensor::Layout;
-use crate::{DType, Device, Tensor};
+use crate::{DType, Device, Result, Tensor};
 
-/// Places of a thread's table. A launch has one place it can be in.
-const PLACES: usize = 256;
+/// Launches that a thread knows, at most: so many sets of so many each, and one set where a launch can be.
+const SETS: usize = 128;
+const WAYS: usize = 4;
 
-/// A launch, by everything that was looked at to prepare it: of operands, all but where their storages are.
-struct Memo {
+/// Elements that tell how a tensor is aligned: 16 bytes, the most that is loaded at once, of any dtype.
+const ALIGNED: usize = 16;
+
+/// The operations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Of {
+    Map,
+    Reduce,
+    Row,
+    CrossEntropy,
+    Norm,
+    /// Its rows as four dims, which need not be views of the operands.
+    NormRows,
+    Gather,
+    Scatter,
+    Gemm,
+}
+
+/// All that a launch is prepared by. The parameters of kernels are not in it: a change makes all threads forget.
+pub(super) struct Key<'a> {
+    pub(super) of: Of,
+    pub(super) device: Device,
+    pub(super) numbers: &'a [u64],
+    pub(super) exprs: &'a [Expr],
+    pub(super) tensors: &'a [&'a Tensor],
+}
+
+/// A launch that was prepared, with its key.
+pub(super) struct Known {
+    of: Of,
     device: Device,
+    numbers: SmallVec<[u64; 8]>,
     exprs: SmallVec<[Expr; 2]>,
-    /// Inputs, then outputs.
-    operands: SmallVec<[(DType, Layout); 4]>,
-    /// Whether an output is an input, too.
-    in_place: bool,
-    prepared: Rc<Prepared>,
+    tensors: SmallVec<[(DType, Layout); 4]>,
+    pub(super) prepared: Prepared,
+}
+
+/// Where a launch would have been.
+#[derive(Clone, Copy)]
+pub(super) struct Place {
+    hash: u64,
+    tuned: u64,
+}
+
+struct Table {
+    /// Of the parameters that these were prepared with.
+    tuned: u64,
+    /// How many were kept so far.
+    kept: usize,
+    places: Vec<(u64, Option<Rc<Known>>)>,
 }
 
 thread_local! {
-    static TABLE: RefCell<Vec<Option<Memo>>> = const { RefCell::new(Vec::new()) };
+    static TABLE: RefCell<Table> = const { RefCell::new(Table { tuned: 0, kept: 0, places: Vec::new() }) };
 }
 
-fn place(exprs: &[Expr], inputs: &[&Tensor], outputs: &[&Tensor], in_place: bool) -> usize {
-    let of = |hash: u64, t: &&Tensor| {
-        let sizes = t.shape().dims().iter().zip(t.strides());
-        sizes.fold(hash ^ t.dtype as u64, |h, (&n, &s)| {
-            (h.rotate_left(9) ^ n as u64 ^ (s as u64) << 32).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+impl Key<'_> {
+    fn hash(&self) -> u64 {
+        let mix = |hash: u64, x: u64| (hash.rotate_left(9) ^ x).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let hash = self.numbers.iter().fold(self.of as u64, |hash, &x| mix(hash, x));
+        let hash = self.exprs.iter().fold(hash, |hash, e| hash.rotate_left(7) ^ e.hash_value());
+        self.tensors.iter().fold(hash, |hash, t| {
+            let sizes = t.shape().dims().iter().zip(t.strides());
+            sizes.fold(hash ^ t.dtype as u64, |hash, (&n, &s)| mix(hash, n as u64 ^ (s as u64) << 32))
         })
-    };
-    let hash = exprs.iter().fold(in_place.into(), |hash: u64, e| e.hash_value() ^ hash.rotate_left(7));
-    (outputs.iter().fold(inputs.iter().fold(hash, of), of) >> 40) as usize % PLACES
+    }
+
+    fn is(&self, known: &Known) -> bool {
+        let alike = |(t, (dtype, layout)): (&&Tensor, &(DType, Layout))| {
+            t.dtype == *dtype && t.device() == self.device && t.layout.lies_like(layout, ALIGNED)
+        };
+        (self.of, self.device) == (known.of, known.device)
+            && self.numbers.len() == known.numbers.len()
+            && self.numbers.iter().zip(&known.numbers).all(|(a, b)| a == b)
+            && self.exprs == &known.exprs[..]
+            && self.tensors.len() == known.tensors.len()
+            && self.tensors.iter().zip(&known.tensors).all(alike)
+    }
 }
 
-/// Whether an output is a view of an input, too.
-pub(super) fn in_place<'a>(mut inputs: impl Iterator<Item = &'a Tensor>, outputs: &[&Tensor]) -> bool {
-    inputs.any(|t| outputs.iter().any(|out| t.shares_storage(out)))
-}
-
-/// What was prepared for a launch like this one. None as well where an input has to be copied first.
-pub(super) fn find(device: Device, exprs: &[Expr], inputs: &[&Tensor], outputs: &[&Tensor]) -> Option<Rc<Prepared>> {
-    let alike = |tensors: &[&Tensor], known: &[(DType, Layout)]| {
-        let mut pairs = tensors.iter().zip(known);
-        tensors.len() == known.len()
-            && pairs.all(|(t, (dtype, layout))| t.dtype == *dtype && t.device() == device && t.layout == *layout)
-    };
-    let in_place = in_place(inputs.iter().copied(), outputs);
-    // A storage that is read and written through different views is looked at anew.
-    let clear = |t: &&Tensor| {
-        outputs.iter().all(|out| !t.shares_storage(out) || (t.layout == out.layout && t.dtype == out.dtype))
-    };
+/// What was prepared for a launch like this one, or where to keep it.
+pub(super) fn find(key: &Key) -> std::result::Result<Rc<Known>, Place> {
+    let place = Place { hash: key.hash(), tuned: times_tuned() };
     let found = TABLE.try_with(|table| {
-        let table = table.try_borrow().ok()?;
-        let memo = table.get(place(exprs, inputs, outputs, in_place))?.as_ref()?;
-        let (read, written) = memo.operands.split_at_checked(inputs.len())?;
-        let same = (memo.device, memo.in_place) == (device, in_place)
-            && memo.exprs[..] == *exprs
-            && alike(inputs, read)
-            && alike(outputs, written);
-        same.then(|| Rc::clone(&memo.prepared))
+        let table = table.try_borrow().ok().filter(|table| table.tuned == place.tuned)?;
+        let set = table.places.get(place.set()..place.set() + WAYS)?;
+        let known = |(hash, known): &'_ (u64, Option<Rc<Known>>)| match known {
+            Some(known) if *hash == place.hash && key.is(known) => Some(Rc::clone(known)),
+            _ => None,
+        };
+        set.iter().find_map(known)
     });
-    found.ok().flatten().filter(|_| !in_place || inputs.iter().all(clear))
+    found.ok().flatten().ok_or(place)
 }
 
-/// Remembers a launch of which no input was copied, in place of one that may have been there.
-pub(super) fn keep(device: Device, exprs: &[Expr], inputs: &[&Tensor], outputs: &[&Tensor], prepared: Prepared) {
-    let operands = inputs.iter().chain(outputs).map(|t| (t.dtype, t.layout.clone())).collect();
-    let in_place = in_place(inputs.iter().copied(), outputs);
-    let prepared = Rc::new(prepared);
-    let memo = Memo { device, exprs: exprs.iter().cloned().collect(), operands, in_place, prepared };
-    let _ = TABLE.try_with(|table| {
-        if let Ok(mut table) = table.try_borrow_mut() {
-            if table.is_empty() {
-                table.resize_with(PLACES, || None);
+impl Place {
+    fn set(self) -> usize {
+        (self.hash >> 40) as usize % SETS * WAYS
+    }
+
+    /// Keeps it for the next launch like this one, instead of another one where there is no room.
+    pub(super) fn keep(self, key: &Key, prepared: Prepared) -> Rc<Known> {
+        let tensors = key.tensors.iter().map(|t| (t.dtype, t.layout.clone())).collect();
+        let (numbers, exprs) = (SmallVec::from_slice(key.numbers), key.exprs.iter().cloned().collect());
+        let known = Rc::new(Known { of: key.of, device: key.device, numbers, exprs, tensors, prepared });
+        let _ = TABLE.try_with(|table| {
+            let Ok(mut table) = table.try_borrow_mut() else { return };
+            if table.tuned != self.tuned || table.places.is_empty() {
+                table.tuned = self.tuned;
+                table.places.clear();
+                table.places.resize_with(SETS * WAYS, Default::default);
             }
-            table[place(exprs, inputs, outputs, in_place)] = Some(memo);
-        }
-    });
+            table.kept += 1;
+            let oldest = table.kept % WAYS;
+            let set = &mut table.places[self.set()..self.set() + WAYS];
+            let way = set.iter().position(|(_, known)| known.is_none()).unwrap_or(oldest);
+            set[way] = (self.hash, Some(Rc::clone(&known)));
+        });
+        known
+    }
 }
 
-/// Forgets this thread's launches: a parameter that they were prepared with has changed.
-pub(crate) fn forget() {
-    let _ = TABLE.try_with(|table| table.try_borrow_mut().map(|mut table| table.clear()));
+/// Launches what the key says: as it was prepared before, or else as `prepare` does it.
+pub(super) fn launch(key: &Key, params: Params, prepare: impl FnOnce() -> Result<Prepared>) -> Result<Rc<Known>> {
+    let known = match find(key) {
+        Ok(known) => known,
+        Err(place) => place.keep(key, prepare()?),
+    };
+    known.prepared.launch(key.tensors, params)?;
+    Ok(known)
 }
+
+#[cfg(test)]
+mod tests;

@@ -7,8 +7,9 @@
 use smallvec::SmallVec;
 
 use super::conv::reshaped;
-use super::elementwise::{Params, apply};
+use super::elementwise::{Params, apply_one};
 use super::expr::Expr;
+use super::memo::{self, Key, Of};
 use super::reduce;
 use crate::autograd::{self, Gradients, Saved};
 use crate::tensor::Dims;
@@ -49,8 +50,7 @@ impl Default for BatchNormOptions<'_> {
 /// Tensors as four dims, of which the last two are normalised over.
 struct Norm<'a> {
     op: &'static str,
-    /// The four dims, and where each of a tensor of x's shape is in them: the strides of the view.
-    view: &'a dyn Fn(&Tensor) -> Result<Tensor>,
+    view: &'a View,
     weight: Option<&'a Tensor>,
     bias: Option<&'a Tensor>,
     /// The strides' dims that a weight or bias has; the others repeat it.
@@ -77,6 +77,12 @@ struct Rows<'a> {
 }
 
 impl Rows<'_> {
+    /// All of them, as the launch has them. What is not there is not read, but is some buffer.
+    fn tensors(&self) -> [&Tensor; 8] {
+        let [z, weight, bias] = [self.z, self.weight, self.bias].map(|t| t.unwrap_or(self.x));
+        [self.x, self.y, z, weight, bias, self.mean, self.var, self.sums.unwrap_or(self.mean)]
+    }
+
     fn count(&self) -> usize {
         self.x.shape().dims()[..2].iter().product()
     }
@@ -88,12 +94,17 @@ impl Rows<'_> {
     fn run(&self) -> Result<()> {
         match self.x.device() {
             Device::Cpu => cpu::run(self)?,
-            Device::OpenCL(_) => opencl::run(self)?,
+            device => opencl::run(self, device)?,
         }
+        self.written();
+        Ok(())
+    }
+
+    /// Notes what was written.
+    fn written(&self) {
         // Backward reads mean and variance.
         let statistics = [self.mean, self.var].into_iter().filter(|_| self.z.is_none());
         [self.y].into_iter().chain(self.sums).chain(statistics).for_each(|t| t.storage.bump_version());
-        Ok(())
     }
 }
 
@@ -108,8 +119,7 @@ impl Norm<'_> {
     /// The normalised x, and mean and variance of each row.
     fn forward(&self, x: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
         let out = Tensor::empty_like_shape(x.shape(), x.dtype, x.device())?;
-        let (from, to) = ((self.view)(&x.detach())?, (self.view)(&out)?);
-        let [r1, r2] = [from.shape().dims()[0], from.shape().dims()[1]];
+        let [r1, r2] = self.view.rows(x);
         let made = || Tensor::empty_like_shape([r1, r2, 1, 1], x.dtype.compute().dtype(), x.device());
         let (mean, var) = (made()?, made()?);
         if out.numel() == 0 {
@@ -117,13 +127,45 @@ impl Norm<'_> {
             var.fill_(f64::NAN)?;
             return Ok((out, mean, var));
         }
+        let (weight, bias, eps, rms) = (self.weight, self.bias, self.eps, self.rms);
+        // The views are not even made where a launch of such tensors is known.
+        let given = Rows { x, y: &out, z: None, weight, bias, mean: &mean, var: &var, sums: None, eps, rms };
+        let (tensors, numbers) = (given.tensors(), self.numbers());
+        let key = Key { of: Of::Norm, device: x.device(), numbers: &numbers, exprs: &[], tensors: &tensors };
+        let found = if x.device() == Device::Cpu { None } else { Some(memo::find(&key)) };
+        if let Some(Ok(known)) = found {
+            known.prepared.launch(&tensors, Params::default())?;
+            given.written();
+            return Ok((out, mean, var));
+        }
+        let (from, to) = (self.view.of(&x.detach())?, self.view.of(&out)?);
         let own = |t: Option<&Tensor>| t.map(|t| spread(t, from.shape(), self.dims)).transpose();
         let (weight, bias) = (own(self.weight)?, own(self.bias)?);
-        let (weight, bias) = (weight.as_ref(), bias.as_ref());
-        let (mean_of, var_of) = (&mean, &var);
-        let (eps, rms) = (self.eps, self.rms);
-        Rows { x: &from, y: &to, z: None, weight, bias, mean: mean_of, var: var_of, sums: None, eps, rms }.run()?;
+        let rows = Rows { x: &from, y: &to, weight: weight.as_ref(), bias: bias.as_ref(), ..given };
+        match found {
+            Some(Err(place)) => {
+                let prepared = opencl::prepare(&rows)?;
+                prepared.launch(&rows.tensors(), Params::default())?;
+                rows.written();
+                if rows.tensors().iter().zip(tensors).all(|(view, t)| view.shares_storage(t)) {
+                    place.keep(&key, prepared);
+                }
+            }
+            _ => rows.run()?,
+        }
         Ok((out, mean, var))
+    }
+
+    /// What there is besides tensors.
+    fn numbers(&self) -> [u64; 4] {
+        let (view, number) = match *self.view {
+            View::Last(n) => (0, n),
+            View::Groups(groups) => (1, groups),
+            View::Batch => (2, 0),
+        };
+        let switches = self.dims.into_iter().chain([self.rms, self.weight.is_some(), self.bias.is_some()]);
+        let switches = switches.fold(0, |bits, on| bits << 1 | u64::from(on));
+        [view, number as u64, switches, self.eps.to_bits()]
     }
 
     /// The gradients of x, weight and bias.
@@ -141,7 +183,7 @@ impl Norm<'_> {
             return Ok([zeros(Some(x))?, zeros(self.weight)?, zeros(self.bias)?]);
         }
         let out = Tensor::empty_like_shape(x.shape(), x.dtype, x.device())?;
-        let (g, z, to) = ((self.view)(&grad.detach())?, (self.view)(&x.detach())?, (self.view)(&out)?);
+        let (g, z, to) = (self.view.of(&grad.detach())?, self.view.of(&x.detach())?, self.view.of(&out)?);
         let shape = g.shape().clone();
         let weight = self.weight.map(|t| spread(t, &shape, self.dims)).transpose()?;
         // One weight for a whole row has the sums that the row itself needs.
@@ -161,8 +203,8 @@ impl Norm<'_> {
                 (Some(sums), _) => sums.with_layout(sums.layout.select(op, 0, if i == 1 { 1 } else { 0 })?),
                 (None, 1) => {
                     let (x, params) = (Expr::input, Params { scalars: &[Scalar::Float(eps)], seeds: &[] });
-                    let product = [x(0) * (x(1) - x(2)) * (x(3) + Expr::scalar(0)).rsqrt()];
-                    apply(op, &[&g, &z, mean, var], params, &product, &[g.dtype])?.remove(0)
+                    let product = x(0) * (x(1) - x(2)) * (x(3) + Expr::scalar(0)).rsqrt();
+                    apply_one(op, &[&g, &z, mean, var], params, &product, g.dtype)?
                 }
                 _ => g.detach(),
             };
@@ -199,6 +241,12 @@ impl View {
             View::Groups(groups) => [dims[0], groups, dims[1] / groups, rest(2)],
             View::Batch => [dims[0], dims[1], rest(2), 1],
         }
+    }
+
+    /// How many rows: two dims.
+    fn rows(&self, t: &Tensor) -> [usize; 2] {
+        let [first, second, ..] = self.shape(t);
+        if let View::Batch = self { [1, second] } else { [first, second] }
     }
 
     /// `t` as four dims; a copy only where its strides cannot express that.
@@ -258,8 +306,7 @@ fn normalised(
         View::Groups(groups) if x.shape().dims()[1] == groups => [false, true, false, false],
         _ => view.weighted(),
     };
-    let look = |t: &Tensor| view.of(t);
-    let (out, mean, var) = Norm { op, view: &look, weight, bias, dims, eps, rms }.forward(x)?;
+    let (out, mean, var) = Norm { op, view: &view, weight, bias, dims, eps, rms }.forward(x)?;
     let inputs: SmallVec<[&Tensor; 3]> = [x].into_iter().chain(weight).chain(bias).collect();
     if !autograd::is_tracked(&inputs) {
         return Ok((out, mean, var));
@@ -278,8 +325,7 @@ fn normalised(
         let given = [true, weight.is_some(), bias.is_some()];
         let place = |i: usize| given[..i].iter().filter(|g| **g).count();
         let needs = [0, 1, 2].map(|i| given[i] && ctx.needs(place(i)));
-        let look = |t: &Tensor| view.of(t);
-        let norm = Norm { op, view: &look, weight: weight.as_ref(), bias: bias.as_ref(), dims, eps, rms };
+        let norm = Norm { op, view: &view, weight: weight.as_ref(), bias: bias.as_ref(), dims, eps, rms };
         let (mean, var) = (statistics[0].get(op)?, statistics[1].get(op)?);
         let gradients = norm.backward(&x, &ctx.grad()?, mean, var, needs)?;
         let wanted = gradients.into_iter().zip(given).zip(needs);

@@ -2,18 +2,16 @@
 
 mod source;
 
-use std::sync::Arc;
-
 use smallvec::SmallVec;
 
 use super::collapse::Walk;
-use super::elementwise::{Launch, Params};
-use super::kernels::{KernelKey, Placed, kernel};
-use super::memo::in_place;
+use super::elementwise::{Launch, in_place};
+use super::kernels::{KernelKey, kernel};
+use super::prepared::{Prepared, Ready};
 use super::reduce::opencl::WIDEST;
 use crate::device::DeviceKind;
 use crate::device::cpu::streaming;
-use crate::device::opencl::{Arg, ClDevice, ClKernel, Knob};
+use crate::device::opencl::{Arg, ClDevice, Knob};
 use crate::{Compute, DType, Result, Tensor};
 
 /// Local memory that tiles may take, where there is as much.
@@ -76,26 +74,6 @@ struct Lines {
     streamed: bool,
 }
 
-/// A launch, but for where its operands are and what its scalars are.
-pub(super) struct Prepared {
-    device: &'static ClDevice,
-    kernel: Arc<ClKernel>,
-    /// Of the operands, whether the kernel is given them.
-    used: SmallVec<[bool; 6]>,
-    /// dims, then one row of strides an operand: `layout_t` in the source. Empty where no operand needs it.
-    layout: SmallVec<[i64; 24]>,
-    compute: Compute,
-    scalars: usize,
-    seeds: usize,
-    faults: bool,
-    /// The last arguments: 64 bits each where `wide`, else 32.
-    counts: SmallVec<[usize; 2]>,
-    wide: bool,
-    items: usize,
-    /// Work-items a group.
-    local: usize,
-}
-
 pub(super) fn prepare(launch: &Launch) -> Result<Prepared> {
     let device = launch.outputs[0].cl_device()?;
     let gpu = device.info().kind != DeviceKind::Cpu;
@@ -155,12 +133,7 @@ pub(super) fn prepare(launch: &Launch) -> Result<Prepared> {
     let key = KernelKey { template: "elementwise", params, exprs: SmallVec::from(launch.program.exprs()) };
     let kernel = kernel(device, key, "elementwise", || source::write(launch, &operands, form, local, rank, wide))?;
 
-    let mut layout = SmallVec::new();
-    if strided {
-        layout.extend(walk.dims.iter().map(|&d| d as i64));
-        layout.extend(walk.strides.iter().flatten().map(|&s| s as i64));
-    }
-    let (counts, items) = match form {
+    let (counts, items): (SmallVec<[usize; 2]>, _) = match form {
         Form::Tiled { side, turn, .. } => {
             let (columns, rows) = (walk.dims[rank - 1], walk.dims[turn]);
             let (across, down) = (columns.div_ceil(side), rows.div_ceil(side));
@@ -170,49 +143,22 @@ pub(super) fn prepare(launch: &Launch) -> Result<Prepared> {
             (SmallVec::from_slice(&[count]), count.div_ceil(each))
         }
     };
-    Ok(Prepared {
-        device,
-        used: operands.iter().map(|o| o.used).collect(),
-        layout,
-        compute: launch.compute,
-        scalars: launch.program.scalars(),
-        seeds: launch.program.seeds(),
-        faults: launch.program.can_fault(launch.compute),
-        counts,
-        wide,
-        items,
-        // Where the source does not say the size of its groups, the driver may allow no more than 256.
-        local: if matches!(form, Form::Tiled { .. }) { local } else { local.min(kernel.max_work_group()) },
-        kernel,
-    })
-}
-
-impl Prepared {
-    /// Launches it with these operands, which lie as those it was prepared for.
-    pub(super) fn launch<'a>(&self, operands: impl Iterator<Item = &'a Tensor>, params: Params) -> Result<()> {
-        let mut places: SmallVec<[Placed; 4]> = SmallVec::new();
-        for (t, _) in operands.zip(&self.used).filter(|(_, used)| **used) {
-            places.push(t.place()?);
-        }
-        let mut args: SmallVec<[Arg; 24]> = SmallVec::new();
-        // One by one: pairs would be put together elsewhere and copied.
-        for place in &places {
-            args.push(place.buffer());
-            args.push(place.offset());
-        }
-        if !self.layout.is_empty() {
-            args.push(Arg::Bytes(bytemuck::cast_slice(&self.layout)));
-        }
-        args.extend(params.scalars.iter().take(self.scalars).map(|s| scalar_arg(self.compute, *s)));
-        for seed in params.seeds.iter().take(self.seeds) {
-            args.extend([Arg::U64(seed.key), Arg::U64(seed.stream)]);
-        }
-        if self.faults {
-            args.push(Arg::Buffer(self.device.fault_buffer()));
-        }
-        args.extend(self.counts.iter().map(|&n| if self.wide { Arg::U64(n as u64) } else { Arg::U32(n as u32) }));
-        self.device.launch(&self.kernel, &args, &[self.items], &[self.local])
+    // Where the source does not say the size of its groups, the driver may allow no more than 256.
+    let local = if matches!(form, Form::Tiled { .. }) { local } else { local.min(kernel.max_work_group()) };
+    let mut ready = Ready::new(kernel, items, local);
+    operands.iter().enumerate().filter(|(_, o)| o.used).for_each(|(k, _)| ready.tensor(k));
+    if strided {
+        // `layout_t` in the source.
+        let strides = walk.strides.iter().flatten().map(|&s| s as i64);
+        ready.words(walk.dims.iter().map(|&d| d as i64).chain(strides));
     }
+    ready.scalars(launch.program.scalars(), launch.compute);
+    ready.seeds(launch.program.seeds());
+    if launch.program.can_fault(launch.compute) {
+        ready.faults();
+    }
+    ready.args(counts.into_iter().map(|n| if wide { Arg::U64(n as u64) } else { Arg::U32(n as u32) }));
+    Ok(Prepared::one(device, ready))
 }
 
 /// Whether a processor had best store the results past its caches. Not in place: what was read is in them.

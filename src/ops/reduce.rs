@@ -7,6 +7,8 @@
 
 use smallvec::SmallVec;
 
+use super::elementwise::Params;
+use super::memo::{self, Key, Of};
 use super::registry::replaced;
 use crate::tensor::{Dims, Layout};
 use crate::{DType, Device, Error, Result, Shape, Tensor, autograd};
@@ -105,7 +107,7 @@ fn reduced_shape(shape: &Shape, mask: &[bool], keepdim: bool) -> Shape {
 /// that is a contiguous tensor of the right shape and dtype, else into a new one.
 fn reduce(
     op: &'static str,
-    row: &ReductionRow,
+    row: &'static ReductionRow,
     t: &Tensor,
     mask: &[bool],
     keepdim: bool,
@@ -130,10 +132,15 @@ fn reduce(
         Some(value) if n == 0 => drop(out.fill_(value)?),
         _ => {
             let rule = row.rule();
-            let plan = Plan::new(&t.layout, mask, rule.combination.is_arg());
+            let plan = || Plan::new(&t.layout, mask, rule.combination.is_arg());
             match t.device() {
-                Device::Cpu => cpu::run(rule, t, &plan, &out)?,
-                Device::OpenCL(_) => opencl::run(rule, t, &plan, &out)?,
+                Device::Cpu => cpu::run(rule, t, &plan(), &out)?,
+                device => {
+                    let row = std::iter::once(std::ptr::from_ref(row).addr() as u64);
+                    let numbers: SmallVec<[u64; 8]> = row.chain(mask.iter().map(|&reduced| reduced.into())).collect();
+                    let key = Key { of: Of::Reduce, device, numbers: &numbers, exprs: &[], tensors: &[t, &out] };
+                    memo::launch(&key, Params::default(), || opencl::prepare(rule, t, &plan(), &out))?;
+                }
             }
             out.storage.bump_version();
         }

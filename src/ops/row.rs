@@ -9,8 +9,9 @@ use smallvec::SmallVec;
 use super::autocast::widened;
 use super::catalogue::{Dtypes, Gives, Kind, Operation};
 use super::collapse::Walk;
-use super::elementwise::{Params, apply};
+use super::elementwise::{Params, apply_one};
 use super::expr::Expr;
+use super::memo::{self, Key, Of};
 use super::recorded_with_result;
 use super::reduce::ReduceDims;
 use super::registry::replaced;
@@ -105,10 +106,14 @@ fn seeing(kind: RowOp, x: &Tensor, z: Option<&Tensor>, d: usize, sight: Sight) -
         out.fill_(f64::NEG_INFINITY)?;
         return Ok(out);
     }
-    let rows = Rows { sight, ..Rows::new(x.shape(), d, [x.strides(), out.strides(), z.strides()]) };
+    let rows = || Rows { sight, ..Rows::new(x.shape(), d, [x.strides(), out.strides(), z.strides()]) };
     match x.device() {
-        Device::Cpu => cpu::run(kind, x, z, &out, d, &rows)?,
-        Device::OpenCL(_) => opencl::run(kind, x, z, &out, &rows)?,
+        Device::Cpu => cpu::run(kind, x, z, &out, d, &rows())?,
+        device => {
+            let numbers = [kind as u64, d as u64, sight.mask as u64, sight.causal as u64];
+            let key = Key { of: Of::Row, device, numbers: &numbers, exprs: &[], tensors: &[x, &out, z] };
+            memo::launch(&key, Params::default(), || opencl::prepare(kind, [x, &out, z], &rows()))?;
+        }
     }
     out.storage.bump_version();
     Ok(out)
@@ -201,10 +206,13 @@ impl Tensor {
         if let Some(wide) = widened(&[self])? {
             return wide[0].normalised(op, forward, backward, dim);
         }
-        let x = at_least_1d(self);
+        let scalar = (self.rank() == 0).then(|| at_least_1d(self));
+        let x = scalar.as_ref().unwrap_or(self);
         let d = x.shape().dim(op, dim)?;
-        let out = along(forward, &x, None, d)?;
-        let out = out.with_layout(Layout::contiguous(self.shape().clone()));
+        let mut out = along(forward, x, None, d)?;
+        if scalar.is_some() {
+            out.layout = Layout::contiguous(self.shape().clone());
+        }
         if !autograd::is_tracked(&[self]) {
             return Ok(out);
         }
@@ -271,8 +279,8 @@ impl Tensor {
             let grad = grad.contiguous()?;
             let grad = grad.with_layout(Layout { offset: grad.layout.offset, ..result.layout.clone() });
             // exp(x - result) is the softmax; an infinite result has no finite gradient, as in PyTorch.
-            let weight = [(Expr::input(0) - Expr::input(1)).exp() * Expr::input(2)];
-            let grad = apply(op, &[&x, &result, &grad], Params::default(), &weight, &[x.dtype])?.remove(0);
+            let weight = (Expr::input(0) - Expr::input(1)).exp() * Expr::input(2);
+            let grad = apply_one(op, &[&x, &result, &grad], Params::default(), &weight, x.dtype)?;
             Ok(SmallVec::from_iter([Some(grad.with_layout(Layout::contiguous(shape.clone())))]))
         }))
     }
@@ -315,8 +323,8 @@ impl Tensor {
                     let shape = saved.shape().clone();
                     let strides = Dims::from_slice(&[step, 0]);
                     let grad = grad.with_layout(Layout { shape, strides, offset: grad.layout.offset });
-                    let product = [Expr::input(0) * Expr::input(1)];
-                    apply(op, &[&saved, &grad], Params::default(), &product, &[saved.dtype])?.remove(0)
+                    let product = Expr::input(0) * Expr::input(1);
+                    apply_one(op, &[&saved, &grad], Params::default(), &product, saved.dtype)?
                 }
             };
             Ok(SmallVec::from_iter([Some(grad)]))

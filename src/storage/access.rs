@@ -103,7 +103,7 @@ pub(crate) fn with_host<R>(
 
 impl Storage {
     /// The buffer and the offset to enqueue work on. Empty storages have none, nor need it: callers launch nothing.
-    #[inline]
+    #[inline(always)] // part of every launch, see `Tensor::place`
     pub(crate) fn cl(&self) -> Result<ClPlace<'_>> {
         if let Home::OpenCl(device, lease) = &self.allocation().home {
             if capture::is_recording(device.device()) {

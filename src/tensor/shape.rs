@@ -33,6 +33,11 @@ impl Shape {
         &self.0
     }
 
+    /// Swaps two dimensions.
+    pub(crate) fn swap(&mut self, a: usize, b: usize) {
+        self.0.swap(a, b);
+    }
+
     /// How many dimensions.
     pub fn rank(&self) -> usize {
         self.0.len()
@@ -120,6 +125,12 @@ impl fmt::Display for Shape {
 impl From<&[usize]> for Shape {
     fn from(dims: &[usize]) -> Shape {
         Shape(SmallVec::from_slice(dims))
+    }
+}
+
+impl From<Dims> for Shape {
+    fn from(dims: Dims) -> Shape {
+        Shape(dims)
     }
 }
 

@@ -38,7 +38,7 @@ pub(crate) use probe::TensorCores;
 pub(crate) use program::SM_90A;
 pub(crate) use signature::{Parameter, Space};
 pub(crate) use transfer::Mapped;
-pub(crate) use tuning::{Knob, PARAMETERS, Tunable};
+pub(crate) use tuning::{Knob, PARAMETERS, Tunable, times_tuned};
 
 use crate::Result;
 use crate::device::DeviceInfo;

@@ -3,7 +3,7 @@
 //! every process that opens the device later has it. A file that is damaged, or of another driver, is not used.
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 use std::{fs, io};
 
 use sha2::{Digest, Sha256};
@@ -137,6 +137,15 @@ pub(crate) static PARAMETERS: [Tunable; 10] = [
     },
 ];
 
+/// How often a parameter of any device was set.
+static TIMES_TUNED: AtomicU64 = AtomicU64::new(0);
+
+/// A number that is another one after every change of a parameter: what was chosen before is not to be used then.
+#[inline]
+pub(crate) fn times_tuned() -> u64 {
+    TIMES_TUNED.load(Acquire)
+}
+
 /// A value for every row of the table.
 pub(super) struct Tuning {
     values: [AtomicUsize; PARAMETERS.len()],
@@ -176,6 +185,7 @@ impl ClDevice {
     /// Sets it, for this process.
     pub(crate) fn set_tuned(&self, knob: Knob, value: usize) {
         self.tuning().values[knob as usize].store(value, Relaxed);
+        TIMES_TUNED.fetch_add(1, Release);
     }
 
     /// Keeps the values for other processes: in which file, unless there is no cache.

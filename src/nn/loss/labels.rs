@@ -1,5 +1,7 @@
 //! Losses of classes: by number, or by a probability for each.
 
+use smallvec::SmallVec;
+
 use super::reduced;
 use crate::ops::autocast::widened;
 use crate::ops::registry::replacement;
@@ -46,7 +48,7 @@ impl Tensor {
         if let Some(wide) = widened(&[self])? {
             return wide[0].cross_entropy_with(target, options);
         }
-        let inputs: Vec<&Tensor> = [self, target].into_iter().chain(options.weight).collect();
+        let inputs: SmallVec<[&Tensor; 3]> = [self, target].into_iter().chain(options.weight).collect();
         let CrossEntropy { reduction, ignore_index, label_smoothing, .. } = options;
         let arguments = || vec![reduction.into(), ignore_index.into(), label_smoothing.into()];
         if let Some(mut out) = replacement(op, &inputs, arguments)? {

@@ -5,9 +5,12 @@ use smallvec::SmallVec;
 use super::Indexed;
 use super::scatter::Combine;
 use crate::device::DeviceKind;
-use crate::device::opencl::{Arg, index_fault};
+use crate::device::opencl::{Arg, ClDevice, index_fault};
 use crate::ops::collapse::Walk;
+use crate::ops::elementwise::Params;
 use crate::ops::kernels::{KernelKey, kernel};
+use crate::ops::memo::{self, Key, Of};
+use crate::ops::prepared::{Prepared, Ready};
 use crate::ops::reduce::opencl::{WALK, is_wide};
 use crate::tensor::Layout;
 use crate::{Result, Tensor};
@@ -36,100 +39,108 @@ fn index_type(wide: bool) -> &'static str {
     if wide { "ulong" } else { "uint" }
 }
 
+/// Launches it as it was prepared before, or as `prepare` does it. Tensors are what is read, the index, what is written.
+fn launch(
+    g: &Indexed,
+    of: Of,
+    out: &Tensor,
+    others: &[u64],
+    prepare: impl FnOnce(&'static ClDevice) -> Result<Prepared>,
+) -> Result<()> {
+    let mut numbers: SmallVec<[u64; 24]> = SmallVec::new();
+    numbers.extend([g.op.as_ptr().addr() as u64, g.size as u64, g.step as u64, g.wraps.into()]);
+    numbers.extend([skip(&g.x_layout, g.x) as u64, skip(&g.index_layout, g.index) as u64]);
+    numbers.extend_from_slice(others);
+    // What is walked is not the tensors' own shape.
+    numbers.extend(g.x_layout.shape.dims().iter().map(|&n| n as u64));
+    numbers.extend(g.x_layout.strides.iter().chain(&g.index_layout.strides).map(|&s| s as u64));
+    let tensors = [g.x, g.index, out];
+    let key = Key { of, device: out.device(), numbers: &numbers, exprs: &[], tensors: &tensors };
+    memo::launch(&key, Params::default(), || prepare(out.cl_device()?)).map(drop)
+}
+
+/// Where a layout begins, from the first element of the tensor it is of.
+fn skip(layout: &Layout, t: &Tensor) -> isize {
+    layout.offset as isize - t.layout.offset as isize
+}
+
 pub(super) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
-    let device = out.cl_device()?;
-    let walk = Walk::new(&g.x_layout.shape, [&g.x_layout.strides[..], &g.index_layout.strides[..]]);
-    let (rank, count, size) = (walk.dims.len().max(1), out.numel(), out.dtype.size());
-    let wide = is_wide([count]);
-    let params = SmallVec::from_slice(&[size as u64, g.index.dtype as u64, rank as u64, wide as u64]);
-    let key = KernelKey { template: "gather", params, exprs: SmallVec::new() };
-    let kernel = kernel(device, key, "gather", || {
-        let (v, t, idx) = (bits(size), g.index.dtype, index_type(wide));
-        format!("#define GATHER\n#define V {v}\n#define T {t}\n#define NK {rank}\n#define IDX {idx}\n{WALK}{TEMPLATE}")
-    })?;
-    let words = words(&walk);
-    let (x, index) = (g.x.place()?.from(g.x_layout.offset), g.index.place()?.from(g.index_layout.offset));
-    let y = out.place()?;
-    let args = [
-        x.buffer(),
-        x.offset(),
-        index.buffer(),
-        index.offset(),
-        y.buffer(),
-        y.offset(),
-        Arg::Buffer(device.fault_buffer()),
-        Arg::U32(index_fault(g.op)),
-        Arg::Bytes(bytemuck::cast_slice(&words)),
-        Arg::U64(count as u64),
-        Arg::U64(g.size as u64),
-        Arg::I64(g.step as i64),
-        Arg::U32(g.wraps.into()),
-    ];
-    device.launch(&kernel, &args, &[count], &[LOCAL])
+    launch(g, Of::Gather, out, &[], |device| {
+        let walk = Walk::new(&g.x_layout.shape, [&g.x_layout.strides[..], &g.index_layout.strides[..]]);
+        let (rank, count, size) = (walk.dims.len().max(1), out.numel(), out.dtype.size());
+        let wide = is_wide([count]);
+        let params = SmallVec::from_slice(&[size as u64, g.index.dtype as u64, rank as u64, wide as u64]);
+        let key = KernelKey { template: "gather", params, exprs: SmallVec::new() };
+        let kernel = kernel(device, key, "gather", || {
+            let (v, t, idx) = (bits(size), g.index.dtype, index_type(wide));
+            format!(
+                "#define GATHER\n#define V {v}\n#define T {t}\n#define NK {rank}\n#define IDX {idx}\n{WALK}{TEMPLATE}"
+            )
+        })?;
+        let mut ready = Ready::new(kernel, count, LOCAL);
+        ready.tensor_from(0, skip(&g.x_layout, g.x), 1);
+        ready.tensor_from(1, skip(&g.index_layout, g.index), 1);
+        ready.tensor(2);
+        ready.faults();
+        ready.args([Arg::U32(index_fault(g.op))]);
+        ready.words(words(&walk));
+        ready.args([count, g.size].map(|n| Arg::U64(n as u64)));
+        ready.args([Arg::I64(g.step as i64), Arg::U32(g.wraps.into())]);
+        Ok(Prepared::one(device, ready))
+    })
 }
 
 pub(super) fn scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &Layout, d: usize) -> Result<()> {
-    let device = target.cl_device()?;
-    // Columns: everything but the dim.
-    let drop_dim = |strides: &[isize]| -> SmallVec<[isize; 6]> {
-        strides.iter().enumerate().filter(|(i, _)| *i != d).map(|(_, &s)| s).collect()
-    };
-    let shape = g.x_layout.shape.dims().iter().enumerate().filter(|(i, _)| *i != d).map(|(_, &n)| n).collect();
-    let strides = [&g.x_layout, &g.index_layout, layout].map(|l| drop_dim(&l.strides));
-    let walk = Walk::new(&shape, strides.iter().map(|s| &s[..]));
-    let (columns, count, rank) = (shape.numel(), g.x_layout.shape.dims()[d], walk.dims.len().max(1));
-    let units = device.info().compute_units.max(1);
-    // Enough work-items to fill the device, as far as the repeated reading of indices pays.
-    let (block, fill, local) = match device.info().kind {
-        DeviceKind::Cpu => (columns.clamp(1, 64), 2 * units, 1),
-        _ => (1, units * 1024, LOCAL),
-    };
-    let blocks = columns.div_ceil(block);
-    let most = (READS / (columns * count).max(1)).clamp(1, g.size);
-    let span = g.size.div_ceil((fill / blocks).clamp(1, most));
-    let parts = g.size.div_ceil(span);
-    let wide = is_wide([columns, count, blocks * parts]);
-    let (acc, set) = (target.dtype.compute(), combine == Combine::Set);
-    // Elements that are only moved are bits of their size.
-    let element = if set { target.dtype.size() as u64 } else { target.dtype as u64 };
-    let params = [combine as u64, element, g.index.dtype as u64, rank as u64, wide as u64];
-    let key = KernelKey { template: "scatter", params: SmallVec::from_slice(&params), exprs: SmallVec::new() };
-    let kernel = kernel(device, key, "scatter", || {
-        let (a, t, name, idx) = (target.dtype, g.index.dtype, acc.cl_name(), index_type(wide));
-        let element = match set {
-            true => format!("#define V {}\n", bits(a.size())),
-            false => {
-                let combine = combine.cl_name(acc);
-                format!("#define A {a}\n#define ACC {name}\n#define ACC_NAME {acc:?}\n#define COMBINE {combine}\n")
-            }
+    let mut others: SmallVec<[u64; 8]> = SmallVec::from_slice(&[combine as u64, d as u64, skip(layout, target) as u64]);
+    others.extend(layout.strides.iter().map(|&s| s as u64));
+    launch(g, Of::Scatter, target, &others, |device| {
+        // Columns: everything but the dim.
+        let drop_dim = |strides: &[isize]| -> SmallVec<[isize; 6]> {
+            strides.iter().enumerate().filter(|(i, _)| *i != d).map(|(_, &s)| s).collect()
         };
-        format!("#define SCATTER\n{element}#define T {t}\n#define NK {rank}\n#define IDX {idx}\n{WALK}{TEMPLATE}")
-    })?;
-    let words = words(&walk);
-    let (x, index) = (g.x.place()?.from(g.x_layout.offset), g.index.place()?.from(g.index_layout.offset));
-    let y = target.place()?.from(layout.offset);
-    let args = [
-        x.buffer(),
-        x.offset(),
-        index.buffer(),
-        index.offset(),
-        y.buffer(),
-        y.offset(),
-        Arg::Buffer(device.fault_buffer()),
-        Arg::U32(index_fault(g.op)),
-        Arg::Bytes(bytemuck::cast_slice(&words)),
-        Arg::U64(columns as u64),
-        Arg::U64(count as u64),
-        Arg::U64(g.size as u64),
-        Arg::I64(g.x_layout.strides[d] as i64),
-        Arg::I64(g.index_layout.strides[d] as i64),
-        Arg::I64(g.step as i64),
-        Arg::U32(parts as u32),
-        Arg::U64(span as u64),
-        Arg::U32(block as u32),
-        Arg::U32(g.wraps.into()),
-    ];
-    device.launch(&kernel, &args, &[blocks * parts], &[local])
+        let shape = g.x_layout.shape.dims().iter().enumerate().filter(|(i, _)| *i != d).map(|(_, &n)| n).collect();
+        let strides = [&g.x_layout, &g.index_layout, layout].map(|l| drop_dim(&l.strides));
+        let walk = Walk::new(&shape, strides.iter().map(|s| &s[..]));
+        let (columns, count, rank) = (shape.numel(), g.x_layout.shape.dims()[d], walk.dims.len().max(1));
+        let units = device.info().compute_units.max(1);
+        // Enough work-items to fill the device, as far as the repeated reading of indices pays.
+        let (block, fill, local) = match device.info().kind {
+            DeviceKind::Cpu => (columns.clamp(1, 64), 2 * units, 1),
+            _ => (1, units * 1024, LOCAL),
+        };
+        let blocks = columns.div_ceil(block);
+        let most = (READS / (columns * count).max(1)).clamp(1, g.size);
+        let span = g.size.div_ceil((fill / blocks).clamp(1, most));
+        let parts = g.size.div_ceil(span);
+        let wide = is_wide([columns, count, blocks * parts]);
+        let (acc, set) = (target.dtype.compute(), combine == Combine::Set);
+        // Elements that are only moved are bits of their size.
+        let element = if set { target.dtype.size() as u64 } else { target.dtype as u64 };
+        let params = [combine as u64, element, g.index.dtype as u64, rank as u64, wide as u64];
+        let key = KernelKey { template: "scatter", params: SmallVec::from_slice(&params), exprs: SmallVec::new() };
+        let kernel = kernel(device, key, "scatter", || {
+            let (a, t, name, idx) = (target.dtype, g.index.dtype, acc.cl_name(), index_type(wide));
+            let element = match set {
+                true => format!("#define V {}\n", bits(a.size())),
+                false => {
+                    let combine = combine.cl_name(acc);
+                    format!("#define A {a}\n#define ACC {name}\n#define ACC_NAME {acc:?}\n#define COMBINE {combine}\n")
+                }
+            };
+            format!("#define SCATTER\n{element}#define T {t}\n#define NK {rank}\n#define IDX {idx}\n{WALK}{TEMPLATE}")
+        })?;
+        let mut ready = Ready::new(kernel, blocks * parts, local);
+        ready.tensor_from(0, skip(&g.x_layout, g.x), 1);
+        ready.tensor_from(1, skip(&g.index_layout, g.index), 1);
+        ready.tensor_from(2, skip(layout, target), 1);
+        ready.faults();
+        ready.args([Arg::U32(index_fault(g.op))]);
+        ready.words(words(&walk));
+        ready.args([columns, count, g.size].map(|n| Arg::U64(n as u64)));
+        ready.args([g.x_layout.strides[d], g.index_layout.strides[d], g.step].map(|s| Arg::I64(s as i64)));
+        ready.args([Arg::U32(parts as u32), Arg::U64(span as u64), Arg::U32(block as u32), Arg::U32(g.wraps.into())]);
+        Ok(Prepared::one(device, ready))
+    })
 }
 
 pub(super) fn linear(

@@ -5,13 +5,30 @@ use smallvec::SmallVec;
 use super::Rows;
 use crate::device::DeviceKind;
 use crate::device::opencl::Arg;
+use crate::ops::elementwise::Params;
 use crate::ops::kernels::{KernelKey, kernel};
+use crate::ops::memo::{self, Key, Of};
+use crate::ops::prepared::{Prepared, Ready};
 use crate::ops::reduce::opencl::{WALK, group_size, is_wide, lanes};
-use crate::{Compute, Result, Tensor};
+use crate::{Compute, Device, Result};
 
 const TEMPLATE: &str = include_str!("../../../kernels/norm.cl");
 
-pub(super) fn run(rows: &Rows) -> Result<()> {
+pub(super) fn run(rows: &Rows, device: Device) -> Result<()> {
+    let (tensors, numbers) = (rows.tensors(), [switches(rows), rows.eps.to_bits()]);
+    let key = Key { of: Of::NormRows, device, numbers: &numbers, exprs: &[], tensors: &tensors };
+    memo::launch(&key, Params::default(), || prepare(rows)).map(drop)
+}
+
+/// What a kernel is made with besides types and sizes, a bit each.
+fn switches(rows: &Rows) -> u64 {
+    let given = [rows.z, rows.weight, rows.bias, rows.sums].map(|t| t.is_some());
+    given.into_iter().chain([rows.rms]).fold(0, |bits, on| bits << 1 | u64::from(on))
+}
+
+/// Tensors of the launch are those of [`Rows::tensors`].
+pub(super) fn prepare(rows: &Rows) -> Result<Prepared> {
+    let tensors = rows.tensors();
     let device = rows.x.cl_device()?;
     let (count, n) = (rows.count(), rows.len());
     let group = group_size(device);
@@ -37,21 +54,16 @@ pub(super) fn run(rows: &Rows) -> Result<()> {
             acc.cl_name()
         )
     })?;
-    // What is not there is not read, but is some buffer.
-    let or_x = |t: Option<&'_ Tensor>| -> Tensor { t.unwrap_or(rows.x).detach() };
-    let (z, weight, bias) = (or_x(rows.z), or_x(rows.weight), or_x(rows.bias));
-    let sums = rows.sums.unwrap_or(rows.mean);
     let dims = rows.x.shape().dims();
     let sizes = [dims[1], dims[2], dims[3]].map(|d| d as i64);
-    let strides = [rows.x, rows.y, &z, &weight, &bias].into_iter().flat_map(|t| t.strides().iter().map(|&s| s as i64));
-    let words: SmallVec<[i64; 24]> = sizes.into_iter().chain(strides).collect();
+    let strides = tensors[..5].iter().flat_map(|t| t.strides().iter().map(|&s| s as i64));
+    let mut ready = Ready::new(kernel, global, local);
+    (0..tensors.len()).for_each(|k| ready.tensor(k));
+    ready.words(sizes.into_iter().chain(strides));
     let eps = match dtype.compute() {
         Compute::F64 => Arg::F64(rows.eps),
         _ => Arg::F32(rows.eps as f32),
     };
-    let places = [rows.x, rows.y, &z, &weight, &bias, rows.mean, rows.var, sums].map(Tensor::place);
-    let places = places.into_iter().collect::<Result<SmallVec<[_; 8]>>>()?;
-    let mut args: SmallVec<[Arg; 20]> = places.iter().flat_map(|p| [p.buffer(), p.offset()]).collect();
-    args.extend([Arg::Bytes(bytemuck::cast_slice(&words)), Arg::U64(count as u64), eps, Arg::U32(shared as u32)]);
-    device.launch(&kernel, &args, &[global], &[local])
+    ready.args([Arg::U64(count as u64), eps, Arg::U32(shared as u32)]);
+    Ok(Prepared::one(device, ready))
 }

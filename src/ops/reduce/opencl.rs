@@ -8,6 +8,7 @@ use crate::device::DeviceKind;
 use crate::device::opencl::{ARRIVALS, Arg, ClDevice};
 use crate::ops::expr::Expr;
 use crate::ops::kernels::{KernelKey, kernel};
+use crate::ops::prepared::{Prepared, Ready};
 use crate::ops::program::Program;
 use crate::{Compute, DType, Result, Tensor};
 
@@ -46,28 +47,28 @@ enum Stage {
     Together,
 }
 
-pub(super) fn run(rule: &Rule, t: &Tensor, plan: &Plan, out: &Tensor) -> Result<()> {
+/// Tensors of a launch are the elements, the results, and where there are partial results those.
+pub(super) fn prepare(rule: &Rule, t: &Tensor, plan: &Plan, out: &Tensor) -> Result<Prepared> {
     let device = t.cl_device()?;
     let (acc, arg) = (rule.accumulator(t.dtype), rule.combination.is_arg());
-    let way = Way::choose(device, plan, vector(device, arg, t, plan));
+    let way = Way::choose(device, plan, vector(device, arg, t.dtype, plan));
+    // Where the first element is, of the tensor's own.
+    let start = plan.start as isize - t.layout.offset as isize;
     if way.slices == 1 {
         let whole = Kind { rule, input: t.dtype, output: out.dtype, acc, stage: Stage::Whole };
-        return whole.launch(device, t, None, out, plan, &way, plan.n);
+        return Ok(Prepared::one(device, whole.ready(device, (0, start), 1, plan, &way, plan.n)?));
     }
     // Partial results: of the accumulator's type, or 16 bytes with value and index.
     let count = plan.outs * way.slices;
-    let partial = match arg {
-        true => Tensor::empty_like_shape(2 * count, DType::I64, t.device())?,
-        false => Tensor::empty_like_shape(count, acc.dtype(), t.device())?,
-    };
+    let partial = Some(if arg { (2 * count, DType::I64) } else { (count, acc.dtype()) });
     if way.meets(device) {
         let both = Kind { rule, input: t.dtype, output: out.dtype, acc, stage: Stage::Together };
-        return both.launch(device, t, Some(&partial), out, plan, &way, plan.n);
+        return Ok(Prepared::new(device, partial, [both.ready(device, (0, start), 1, plan, &way, plan.n)?]));
     }
     let stage = if arg { Stage::First } else { Stage::Whole };
     let (first, second) = rule.stages();
     let first = Kind { rule: &first, input: t.dtype, output: acc.dtype(), acc, stage };
-    first.launch(device, t, None, &partial, plan, &way, plan.n)?;
+    let first = first.ready(device, (0, start), 2, plan, &way, plan.n)?;
     let rest = Plan {
         start: 0,
         kept: Axes::one(plan.outs, way.slices as isize),
@@ -77,14 +78,15 @@ pub(super) fn run(rule: &Rule, t: &Tensor, plan: &Plan, out: &Tensor) -> Result<
     };
     let stage = if arg { Stage::Second } else { Stage::Whole };
     let second = Kind { rule: &second, input: acc.dtype(), output: out.dtype, acc, stage };
-    let width = vector(device, arg, &partial, &rest);
+    let width = vector(device, arg, acc.dtype(), &rest);
     let way = Way { slices: 1, chunk: rest.n, ..Way::choose(device, &rest, width) };
-    second.launch(device, &partial, None, out, &rest, &way, plan.n)
+    let second = second.ready(device, (2, 0), 1, &rest, &way, plan.n)?;
+    Ok(Prepared::new(device, partial, [first, second]))
 }
 
-/// Elements of `t` that a work-item takes at once: several where those of a result lie in a row, or where neighbouring
+/// Elements of a tensor of this dtype that a work-item takes at once: several where those of a result lie in a row, or where neighbouring
 /// results have theirs side by side.
-fn vector(device: &ClDevice, arg: bool, t: &Tensor, plan: &Plan) -> usize {
+fn vector(device: &ClDevice, arg: bool, dtype: DType, plan: &Plan) -> usize {
     let by_column = plan.by_column();
     let rows = plan.reduced.rank() == 1 && plan.reduced.inner().1 == 1;
     if arg || !(rows || by_column && plan.kept.inner().1 == 1) {
@@ -96,9 +98,9 @@ fn vector(device: &ClDevice, arg: bool, t: &Tensor, plan: &Plan) -> usize {
     match by_column {
         true => {
             let steps = kept[..kept.len() - 1].iter().chain(&reduced).copied();
-            neighbours(device, t.dtype, steps.chain([start, plan.kept.inner().0 as isize]))
+            neighbours(device, dtype, steps.chain([start, plan.kept.inner().0 as isize]))
         }
-        false => neighbours(device, t.dtype, kept.into_iter().filter(|_| plan.outs > 1).chain([start])),
+        false => neighbours(device, dtype, kept.into_iter().filter(|_| plan.outs > 1).chain([start])),
     }
 }
 
@@ -203,19 +205,17 @@ struct Kind<'a> {
 }
 
 impl Kind<'_> {
-    /// `partial`: where slices that meet are left. `number`: how many elements a result is of.
-    #[allow(clippy::too_many_arguments)]
-    fn launch(
+    /// The launch that reads tensor `x` of the list, from so many elements after its first on, and writes tensor `y`; where slices
+    /// meet, the next is theirs. `number`: how many elements a result is of.
+    fn ready(
         &self,
         device: &'static ClDevice,
-        x: &Tensor,
-        partial: Option<&Tensor>,
-        y: &Tensor,
+        (x, start): (usize, isize),
+        y: usize,
         plan: &Plan,
         way: &Way,
         number: usize,
-    ) -> Result<()> {
-        let (kept, reduced) = (plan.kept.words(), plan.reduced.words());
+    ) -> Result<Ready> {
         let wide = is_wide([plan.n, plan.outs * way.slices * 16, way.global]);
         let group = group_size(device);
         let (truth, mapped, finish) = (
@@ -244,33 +244,22 @@ impl Kind<'_> {
         };
         // Pairs are 16 bytes, two elements of the tensor that holds them.
         let elements = |pairs: bool| if pairs { 2 } else { 1 };
-        let (x, y) = (x.place()?.from(plan.start), y.place()?);
-        let x_at = x.first_element() / elements(self.stage == Stage::Second);
-        let y_at = y.first_element() / elements(self.stage == Stage::First);
-        let partial = partial.map(Tensor::place).transpose()?;
-        let mut args: SmallVec<[Arg; 20]> = SmallVec::from_slice(&[
-            x.buffer(),
-            Arg::U64(x_at as u64),
-            y.buffer(),
-            Arg::U64(y_at as u64),
-            Arg::Bytes(bytemuck::cast_slice(&kept)),
-            Arg::Bytes(bytemuck::cast_slice(&reduced)),
-            Arg::U64(plan.outs as u64),
-            Arg::U64(plan.n as u64),
-            Arg::U64(way.chunk as u64),
-            Arg::U32(way.slices as u32),
-            number,
-            Arg::U32(way.by_column.into()),
-        ]);
+        let mut ready = Ready::new(kernel, way.global, way.local);
+        ready.tensor_from(x, start, elements(self.stage == Stage::Second));
+        ready.tensor_from(y, 0, elements(self.stage == Stage::First));
+        ready.words(plan.kept.words());
+        ready.words(plan.reduced.words());
+        ready.args([plan.outs, plan.n, way.chunk].map(|n| Arg::U64(n as u64)));
+        ready.args([Arg::U32(way.slices as u32), number, Arg::U32(way.by_column.into())]);
         if device.info().kind != DeviceKind::Cpu {
-            args.push(Arg::U32(way.lanes as u32));
+            ready.args([Arg::U32(way.lanes as u32)]);
         }
-        if let Some(place) = &partial {
-            let at = place.first_element() / elements(self.rule.combination.is_arg());
-            let first = device.current_stream().index() * ARRIVALS;
-            args.extend([place.buffer(), Arg::U64(at as u64), Arg::Buffer(device.arrivals()?), Arg::U32(first as u32)]);
+        if self.stage == Stage::Together {
+            ready.tensor_from(y + 1, 0, elements(self.rule.combination.is_arg()));
+            ready.arrivals();
+            ready.first_arrival();
         }
-        device.launch(&kernel, &args, &[way.global], &[way.local])
+        Ok(ready)
     }
 
     fn source(&self, plan: &Plan, way: &Way, wide: bool, group: usize) -> String {

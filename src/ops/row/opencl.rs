@@ -8,6 +8,8 @@ use crate::device::opencl::{Arg, ClDevice};
 use crate::ops::elementwise::{Params, apply};
 use crate::ops::expr::Expr;
 use crate::ops::kernels::{KernelKey, kernel};
+use crate::ops::memo::{self, Key, Of};
+use crate::ops::prepared::{Prepared, Ready};
 use crate::ops::reduce;
 use crate::ops::reduce::opencl::{WALK, group_size, is_wide, lanes, neighbours, vector_defines};
 use crate::{DType, Error, Result, Scalar, Tensor};
@@ -109,16 +111,18 @@ impl Way {
     }
 }
 
-pub(super) fn run(kind: RowOp, x: &Tensor, z: &Tensor, out: &Tensor, rows: &Rows) -> Result<()> {
+/// Tensors of the launch are these three.
+pub(super) fn prepare(kind: RowOp, tensors: [&Tensor; 3], rows: &Rows) -> Result<Prepared> {
+    let [x, _, z] = tensors;
     let device = x.cl_device()?;
     let (count, n, rank) = (rows.count(), rows.n, rows.walk.dims.len().max(1));
     let units = device.info().compute_units.max(1);
     let cpu = device.info().kind == DeviceKind::Cpu;
     let way = match cpu {
         true => Way { by_column: false, width: 1, lanes: 1, group: 1, kept: 0 },
-        false => Way::choose(device, kind, [x, out, z], rows),
+        false => Way::choose(device, kind, tensors, rows),
     };
-    let prepare = |way: &Way| {
+    let build = |way: &Way| {
         let (global, local) = match cpu {
             true => (count, if count >= 64 * 8 * units { 64 } else { 1 }),
             false => (count.div_ceil(way.group / way.lanes) * way.group, way.group),
@@ -146,40 +150,29 @@ pub(super) fn run(kind: RowOp, x: &Tensor, z: &Tensor, out: &Tensor, rows: &Rows
         })?;
         Ok::<_, Error>((kernel, global, local))
     };
-    let made = prepare(&way)?;
+    let made = build(&way)?;
     // How many registers a kernel takes is the compiler's to say.
     let (way, (kernel, global, local)) = if made.2 <= made.0.max_work_group() {
         (way, made)
     } else {
         let way = way.read_again(device);
-        let made = prepare(&way)?;
+        let made = build(&way)?;
         (way, made)
     };
-    let mut words: SmallVec<[i64; 24]> = rows.walk.dims.iter().map(|&d| d as i64).collect();
-    words.extend(rows.walk.strides.iter().flatten().map(|&s| s as i64));
-    if rows.walk.dims.is_empty() {
-        words.extend([1, 0, 0, 0]);
+    let mut ready = Ready::new(kernel, global, local);
+    (0..3).for_each(|k| ready.tensor(k));
+    match rows.walk.dims.is_empty() {
+        true => ready.words([1, 0, 0, 0]),
+        false => {
+            let strides = rows.walk.strides.iter().flatten().map(|&s| s as i64);
+            ready.words(rows.walk.dims.iter().map(|&d| d as i64).chain(strides));
+        }
     }
-    let (x, y, z) = (x.place()?, out.place()?, z.place()?);
-    let [xs, ys, zs] = rows.steps.map(|s| Arg::I64(s as i64));
-    let args = [
-        x.buffer(),
-        x.offset(),
-        y.buffer(),
-        y.offset(),
-        z.buffer(),
-        z.offset(),
-        Arg::Bytes(bytemuck::cast_slice(&words)),
-        Arg::U64(count as u64),
-        Arg::U64(n as u64),
-        xs,
-        ys,
-        zs,
-        Arg::U32(way.by_column.into()),
-        Arg::U32(way.lanes as u32),
-        Arg::U64(rows.sight.causal as u64),
-    ];
-    device.launch(&kernel, &args, &[global], &[local])
+    ready.args([count, n].map(|n| Arg::U64(n as u64)));
+    ready.args(rows.steps.map(|s| Arg::I64(s as i64)));
+    let sight = Arg::U64(rows.sight.causal as u64);
+    ready.args([Arg::U32(way.by_column.into()), Arg::U32(way.lanes as u32), sight]);
+    Ok(Prepared::one(device, ready))
 }
 
 pub(super) fn cross_entropy(
@@ -207,60 +200,44 @@ pub(super) fn cross_entropy(
         (false, 1) => Tensor::empty_like_shape((), x.dtype, x.device())?,
         (false, _) => Tensor::empty_like_shape(groups, x.dtype.compute().dtype(), x.device())?,
     };
-    let wide = is_wide([rows, n, groups * local]);
-    let params = [x.dtype as u64, labels.dtype as u64, loss.dtype as u64, grad.is_some() as u64, wide as u64];
-    let key = KernelKey { template: "cross_entropy", params: SmallVec::from_slice(&params), exprs: SmallVec::new() };
-    let kernel = kernel(device, key, "row", || {
-        let gradient = if grad.is_some() { "#define WITH_GRAD\n" } else { "" };
-        let (b, t) = (loss.dtype, labels.dtype);
-        format!(
-            "{}#define B {b}\n#define T {t}\n#define CROSS_ENTROPY\n{gradient}{WALK}{TEMPLATE}",
-            defines(x, 1, wide, group)
-        )
-    })?;
     let counted = match options.reduction {
         LossReduction::Mean if rows > COUNTED => Some(count(op, labels, options.ignore_index)?),
         _ => None,
     };
     let counting = match options.reduction {
-        LossReduction::Mean => {
-            if counted.is_some() {
-                2
-            } else {
-                0
-            }
-        }
+        LossReduction::Mean if counted.is_some() => 2,
+        LossReduction::Mean => 0,
         _ => 1,
     };
+    let prepare = || {
+        let wide = is_wide([rows, n, groups * local]);
+        let params = [x.dtype as u64, labels.dtype as u64, loss.dtype as u64, grad.is_some() as u64, wide as u64];
+        let params = SmallVec::from_slice(&params);
+        let key = KernelKey { template: "cross_entropy", params, exprs: SmallVec::new() };
+        let kernel = kernel(device, key, "row", || {
+            let gradient = if grad.is_some() { "#define WITH_GRAD\n" } else { "" };
+            let (b, t) = (loss.dtype, labels.dtype);
+            format!(
+                "{}#define B {b}\n#define T {t}\n#define CROSS_ENTROPY\n{gradient}{WALK}{TEMPLATE}",
+                defines(x, 1, wide, group)
+            )
+        })?;
+        let mut ready = Ready::new(kernel, groups * local, local);
+        (0..2).for_each(|k| ready.tensor(k));
+        ready.args([Arg::I64(labels.strides()[0] as i64)]);
+        (2..5).for_each(|k| ready.tensor(k));
+        ready.faults();
+        ready.args([rows, n].map(|n| Arg::U64(n as u64)));
+        ready.args([x.strides()[0], x.strides()[1]].map(|s| Arg::I64(s as i64)));
+        ready.args([Arg::I64(options.ignore_index)]);
+        ready.args([counting, u32::from(!each), lanes as u32].map(Arg::U32));
+        Ok(Prepared::one(device, ready))
+    };
+    let numbers = [grad.is_some().into(), options.reduction as u64, options.ignore_index as u64];
     // What the kernel does not touch still has to be some buffer.
-    let counted = counted.as_ref().unwrap_or(&loss);
-    let [from, label, grad, to, counted] = [x, labels, grad.unwrap_or(&loss), &loss, counted].map(Tensor::place);
-    let (from, label, grad, to, counted) = (from?, label?, grad?, to?, counted?);
-    let args = [
-        from.buffer(),
-        from.offset(),
-        label.buffer(),
-        label.offset(),
-        Arg::I64(labels.strides()[0] as i64),
-        grad.buffer(),
-        grad.offset(),
-        to.buffer(),
-        to.offset(),
-        counted.buffer(),
-        counted.offset(),
-        Arg::Buffer(device.fault_buffer()),
-        Arg::U64(rows as u64),
-        Arg::U64(n as u64),
-        Arg::I64(x.strides()[0] as i64),
-        Arg::I64(x.strides()[1] as i64),
-        Arg::I64(options.ignore_index),
-        Arg::U32(counting),
-        Arg::U32(u32::from(!each)),
-        Arg::U32(lanes as u32),
-    ];
-    let launched = device.launch(&kernel, &args, &[groups * local], &[local]);
-    drop((from, label, grad, to, counted));
-    launched?;
+    let tensors = [x, labels, grad.unwrap_or(&loss), &loss, counted.as_ref().unwrap_or(&loss)];
+    let key = Key { of: Of::CrossEntropy, device: device.device(), numbers: &numbers, exprs: &[], tensors: &tensors };
+    memo::launch(&key, Params::default(), prepare)?;
     loss.storage.bump_version();
     if each || groups == 1 { Ok(loss) } else { reduce::sum_all(op, &loss, x.dtype) }
 }
