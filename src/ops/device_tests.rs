@@ -67,8 +67,7 @@ fn on_device<C: Lane>(
     let (x, s) = (buffer(device, bytemuck::cast_slice(&columns)), buffer(device, bytemuck::cast_slice(&seeds)));
     let mut out = vec![C::from_i32(0); n * len];
     let y = buffer(device, bytemuck::cast_slice(&out));
-    let args =
-        [Arg::Buffer(&x), Arg::Buffer(&s), Arg::Buffer(&y), Arg::U64(len as u64), Arg::Buffer(device.fault_buffer())];
+    let args = [Arg::Buffer(&x), Arg::Buffer(&s), Arg::Buffer(&y), Arg::U64(len as u64), device.faults()];
     device.launch(&kernel, &args, &[len], &[64])?;
     device.read(&y, 0, bytemuck::cast_slice_mut(&mut out))?;
     Ok(out.chunks(len).map(<[C]>::to_vec).collect())

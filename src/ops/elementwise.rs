@@ -217,12 +217,12 @@ fn overlaps(input: &Tensor, out: &Tensor) -> bool {
 }
 
 pub(super) fn broadcast_shape(op: &'static str, inputs: &[&Tensor]) -> Result<Shape> {
-    if let Some((first, others)) = inputs.split_first()
-        && others.iter().all(|t| t.shape() == first.shape())
-    {
-        return Ok(first.shape().clone());
+    let Some((first, others)) = inputs.split_first() else { return Ok(Shape::default()) };
+    let mut shape = first.shape().clone();
+    for t in others.iter().filter(|t| !first.shape().dims().ends_with(t.shape().dims())) {
+        shape = shape.broadcast(op, t.shape())?;
     }
-    inputs.iter().try_fold(Shape::default(), |shape, t| shape.broadcast(op, t.shape()))
+    Ok(shape)
 }
 
 /// Whether all operands are of this dtype, and none is a mask: almost always.

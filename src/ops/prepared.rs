@@ -209,7 +209,7 @@ impl Ready {
                     args.extend(seeds.flat_map(|seed| [Arg::U64(seed.key), Arg::U64(seed.stream)]));
                     continue;
                 }
-                Slot::Faults => Arg::Buffer(device.fault_buffer()),
+                Slot::Faults => device.faults(),
                 Slot::Arrivals => Arg::Buffer(device.arrivals()?),
                 Slot::FirstArrival => Arg::U32(first_arrival() as u32),
             };

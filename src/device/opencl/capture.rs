@@ -14,7 +14,7 @@ use opencl3::types::{cl_mem, cl_program};
 use super::driver::{ClKernel, call, create};
 use super::errors::ClError;
 use super::fault::Slot;
-use super::launch::{Arg, enqueue_kernel, set_arg};
+use super::launch::{Arg, enqueue_kernel, records_faults, set_arg};
 use super::queues::Queue;
 use super::{ClBuffer, ClDevice};
 use crate::device::{self, Device, StreamId};
@@ -137,9 +137,8 @@ impl ClDevice {
         local: &[usize],
     ) -> Result<()> {
         self.record_command(|recording| {
-            let slot = self.slot();
-            if slot.is_among(args) {
-                recording.faults = Some(slot);
+            if records_faults(args) {
+                recording.faults = Some(self.slot());
             }
             let kernel = self.duplicate(kernel).map_err(|e| self.error(e))?;
             for (i, arg) in args.iter().enumerate() {

@@ -140,11 +140,6 @@ impl Slot {
         !self.pending().is_empty()
     }
 
-    /// Whether a kernel with these arguments may record a fault here.
-    pub(super) fn is_among(&self, args: &[Arg<'_>]) -> bool {
-        args.iter().any(|a| matches!(a, Arg::Buffer(b) if ptr::eq(*b, &self.buffer)))
-    }
-
     /// Notes, under the queues' lock, that one was launched.
     pub(super) fn note_pending(&self, stream: StreamId) {
         let mut pending = self.pending();
@@ -186,11 +181,11 @@ fn decode(words: Words) -> Option<Error> {
 
 impl ClDevice {
     /// Four words `{code, index low, index high, size}` of device memory, this thread's own, all zero until a kernel
-    /// that is given this buffer records a [`Fault`]: the first one wins, by `atomic_cmpxchg` on word 0. It comes back
+    /// that is given this argument records a [`Fault`]: the first one wins, by `atomic_cmpxchg` on word 0. It comes back
     /// as the error of this thread's next read, blocking copy or finish, and the words are zero again. If the thread
     /// ends before, the next finish on any thread reports it.
-    pub(crate) fn fault_buffer(&self) -> &ClBuffer {
-        &self.faults.claim(self).buffer
+    pub(crate) fn faults(&self) -> Arg<'_> {
+        Arg::Faults(&self.faults.claim(self).buffer)
     }
 
     /// Reports what a kernel of this thread found wrong; waits only if one that could was launched.
@@ -208,14 +203,6 @@ impl ClDevice {
     pub(super) fn slots_to_finish(&self) -> Vec<&'static Slot> {
         let idle = self.faults.idle.lock().unwrap_or_else(PoisonError::into_inner);
         idle.iter().copied().filter(|s| s.is_pending()).chain([self.slot()]).collect()
-    }
-
-    /// Notes, under the queues' lock, that a kernel with these arguments was launched.
-    pub(super) fn note_fault_args(&self, stream: StreamId, args: &[Arg<'_>]) {
-        let slot = self.slot();
-        if slot.is_among(args) {
-            slot.note_pending(stream);
-        }
     }
 
     /// Turns what was read from a slot into a result, and clears the slot when something was there.

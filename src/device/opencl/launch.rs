@@ -14,6 +14,8 @@ use crate::{Error, Result};
 pub(crate) enum Arg<'a> {
     /// `__global` memory.
     Buffer(&'a ClBuffer),
+    /// The words in which a kernel records what it finds wrong: see [`ClDevice::faults`].
+    Faults(&'a ClBuffer),
     U32(u32),
     I64(i64),
     U64(u64),
@@ -87,11 +89,18 @@ impl ClDevice {
             let stream = self.current_stream();
             let mut queue = self.lock(stream);
             let launched = enqueue(&mut queue, kernel, args, &whole[..dims], local);
-            self.note_fault_args(stream, args);
+            if records_faults(args) {
+                self.slot().note_pending(stream);
+            }
             launched
         };
         behind.and_then(|event| event.map_or(Ok(()), |e| e.wait())).map_err(|e| self.error(self.settle(e)))
     }
+}
+
+/// Whether a kernel with these arguments may record a fault of this thread's.
+pub(super) fn records_faults(args: &[Arg<'_>]) -> bool {
+    args.iter().any(|arg| matches!(arg, Arg::Faults(_)))
 }
 
 /// Sets the arguments and enqueues, as one step under the lock. Gives the launch to wait for if the queue is too long.
@@ -156,7 +165,7 @@ pub(super) fn set_arg(kernel: &ClKernel, index: u32, arg: &Arg<'_>) -> Result<()
     }
     match *arg {
         // Always: a buffer may have the handle of one that is gone, which the driver need not see to be another.
-        Arg::Buffer(b) => value(kernel, index, b.mem()),
+        Arg::Buffer(b) | Arg::Faults(b) => value(kernel, index, b.mem()),
         Arg::U32(x) => number(kernel, index, x.into(), x),
         Arg::I64(x) => number(kernel, index, x as u64, x),
         Arg::U64(x) => number(kernel, index, x, x),

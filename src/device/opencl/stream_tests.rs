@@ -196,7 +196,7 @@ fn threads_with_a_stream_each_share_kernels() {
 fn check(device: &ClDevice, kernel: &ClKernel, index: i32) -> ClBuffer {
     let (slow, x) = (ints(device, 0), buffer(device, &index.to_ne_bytes()));
     add_ones(device, &slow, 20);
-    let args = [Arg::Buffer(&x), Arg::U32(10), Arg::U32(Fault::Index as u32), Arg::Buffer(device.fault_buffer())];
+    let args = [Arg::Buffer(&x), Arg::U32(10), Arg::U32(Fault::Index as u32), device.faults()];
     device.launch(kernel, &args, &[1], &[1]).unwrap();
     x
 }

@@ -359,7 +359,7 @@ fn faults_come_back_once_to_the_thread_that_made_them() {
         let kernel = device.build("check", FAULTY, "check").unwrap();
         let check = |index: i32, code: Fault| {
             let x = buffer(device, &index.to_ne_bytes());
-            let args = [Arg::Buffer(&x), Arg::U32(10), Arg::U32(code as u32), Arg::Buffer(device.fault_buffer())];
+            let args = [Arg::Buffer(&x), Arg::U32(10), Arg::U32(code as u32), device.faults()];
             device.launch(&kernel, &args, &[1], &[1]).unwrap();
             x
         };
@@ -392,8 +392,7 @@ fn a_fault_outlives_its_thread() {
         let kernel = device.build("check", FAULTY, "check").unwrap();
         let x = buffer(device, &99i32.to_ne_bytes());
         let launch = || {
-            let args =
-                [Arg::Buffer(&x), Arg::U32(10), Arg::U32(Fault::Index as u32), Arg::Buffer(device.fault_buffer())];
+            let args = [Arg::Buffer(&x), Arg::U32(10), Arg::U32(Fault::Index as u32), device.faults()];
             device.launch(&kernel, &args, &[1], &[1]).unwrap();
         };
         std::thread::scope(|s| s.spawn(launch).join().unwrap());

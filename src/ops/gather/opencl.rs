@@ -183,7 +183,7 @@ fn over_indices(
         index.offset(),
         y.buffer(),
         y.offset(),
-        Arg::Buffer(device.fault_buffer()),
+        device.faults(),
         Arg::U32(index_fault(op)),
         Arg::Bytes(bytemuck::cast_slice(&words)),
         Arg::U64(count as u64),
