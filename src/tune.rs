@@ -67,7 +67,7 @@ pub fn tune(device: Device, mut each: impl FnMut(&Measured)) -> Result<Option<Pa
         match measure(cl, row) {
             Ok(measured) => each(&measured),
             Err(error) => {
-                rows(cl).zip(before).for_each(|(row, value)| set(cl, row.knob, value));
+                rows(cl).zip(before).for_each(|(row, value)| cl.set_tuned(row.knob, value));
                 return Err(error);
             }
         }

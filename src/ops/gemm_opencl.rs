@@ -117,7 +117,8 @@ pub(super) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     Ok(sums.is_some() && known.prepared.takes(tensors.len() - 1))
 }
 
-/// Tensors of the launch are the two matrices, results, extras, and last the sums if there are to be any, in either sense.
+/// Tensors of the launch are the two matrices, results, extras, and last the sums that were asked for; `sums` are these where
+/// the launch may write them.
 fn prepare(g: &Gemm, shape: &Shape, outs: &[Tensor], sums: Option<&Tensor>) -> Result<Prepared> {
     let device = outs[0].cl_device()?;
     let operands: SmallVec<[&Tensor; 6]> = [g.a, g.b].into_iter().chain(outs).chain(g.extras.iter().copied()).collect();

@@ -59,7 +59,7 @@ struct Norm<'a> {
     rms: bool,
 }
 
-/// One normalisation, checked: what a kernel reads and writes, all of four dims.
+/// One normalisation, checked: what a kernel reads and writes, all of four dims where it is worked out.
 struct Rows<'a> {
     x: &'a Tensor,
     y: &'a Tensor,
