@@ -44,6 +44,15 @@ fn sides_and_thresholds_of_nan() {
 }
 
 #[test]
+fn hardswish_has_its_limits_slopes_at_infinity() {
+    each_device(|d| {
+        let x = tensor(&[f32::NEG_INFINITY, -3.5, 0.0, 3.5, f32::INFINITY], d).requires_grad_(true).unwrap();
+        x.hardswish().unwrap().sum((), false).unwrap().backward().unwrap();
+        assert_eq!(vec(&x.grad().unwrap()), [0.0, 0.0, 0.5, 1.0, 1.0]);
+    });
+}
+
+#[test]
 fn a_product_with_a_logarithm_has_a_slope_at_zero() {
     each_device(|d| {
         let x = Tensor::zeros(3, d).unwrap().requires_grad_(true).unwrap();

@@ -358,7 +358,8 @@ macro_rules! rows {
                 { (x + 3.0).hardtanh(0.0, 6.0) / 6.0 } { ((x + 3.0) / 6.0).clamp(0.0, 1.0) } on [-5.0..5.0];
             /// `x * hardsigmoid(x)`. PyTorch: `hardswish`.
             hardswish (x) + hardswish_: Float -> Same
-                { x * (x + 3.0).hardtanh(0.0, 6.0) / 6.0 } { x * ((x + 3.0) / 6.0).clamp(0.0, 1.0) } on [-5.0..5.0];
+                { x * (x + 3.0).hardtanh(0.0, 6.0) / 6.0 } { x * ((x + 3.0) / 6.0).clamp(0.0, 1.0) } on [-5.0..5.0]
+                derivative [x.lt(-3.0).select(0.0, x.le(3.0).select(x / 3.0 + 0.5, 1.0))];
             /// `x - tanh(x)`. PyTorch: `tanhshrink`.
             tanhshrink (x): Float -> Same { x - x.tanh() } { x - x.tanh() } on [-3.0..3.0]
                 derivative [x.tanh().square()];
