@@ -5,6 +5,7 @@
 
 use half::f16;
 use half::slice::HalfFloatSliceExt;
+use pulp::{Arch, Simd, WithSimd};
 
 use super::lane::Lane;
 use crate::DType;
@@ -32,6 +33,10 @@ pub(crate) fn store_tile<C: Lane>(dtype: DType, values: &[C], bytes: &mut [u8], 
     match dtype {
         DType::F32 => store(values, bytes, start, stride, C::to_f32),
         DType::F16 => store_f16(values, bytes, start, stride),
+        DType::BF16 if stride == 1 => {
+            let out = &mut bytemuck::cast_slice_mut(bytes)[start..start + values.len()];
+            Arch::new().dispatch(RoundToBf16 { values, out });
+        }
         DType::BF16 => store(values, bytes, start, stride, |x| bf16_bits(x.to_f32())),
         DType::F64 => store(values, bytes, start, stride, C::to_f64),
         DType::I64 => store(values, bytes, start, stride, C::to_i64),
@@ -91,6 +96,21 @@ fn store_f16<C: Lane>(values: &[C], bytes: &mut [u8], start: usize, stride: isiz
         halves[..n].convert_from_f32_slice(&singles[..n]);
         store(&halves[..n], bytes, i, stride, |x| x);
         i = i.wrapping_add_signed(stride * n as isize);
+    }
+}
+
+/// Compiled for the processor's vectors.
+struct RoundToBf16<'a, C> {
+    values: &'a [C],
+    out: &'a mut [u16],
+}
+
+impl<C: Lane> WithSimd for RoundToBf16<'_, C> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        self.out.iter_mut().zip(self.values).for_each(|(o, x)| *o = bf16_bits(x.to_f32()));
     }
 }
 

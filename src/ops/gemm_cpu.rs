@@ -1,7 +1,7 @@
 //! Matrix products on the CPU: `device::cpu::gemm` for floats, plain loops for integers, with the epilogue in tiles.
 //!
-//! Halves are multiplied and added in f32. Epilogues in f32 get what they read piece by piece, from the cache
-//! (`gemm_epilogue`). Otherwise the product is written where the first result goes if that has the type it is summed in,
+//! Halves are multiplied and added in f32. Epilogues in f32, to which the rounding of halves belongs, get what they read piece by
+//! piece, from the cache (`gemm_epilogue`). Otherwise the product is written where the first result goes if that has the type it is summed in,
 //! and the epilogue changes it in place.
 
 use std::borrow::Cow;
@@ -20,11 +20,12 @@ use crate::tensor::Layout;
 use crate::{Compute, DType, Device, Result, Shape, Tensor};
 
 pub(super) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<()> {
-    if g.compute() == Compute::F32 && *g.epilogue != [Expr::input(0)] && Epilogue::run(g, shape, outs)? {
-        return Ok(());
-    }
     let dtype = g.compute().dtype();
     let in_place = outs[0].dtype == dtype;
+    let nothing_follows = in_place && *g.epilogue == [Expr::input(0)];
+    if dtype == DType::F32 && !nothing_follows && Epilogue::run(g, shape, outs)? {
+        return Ok(());
+    }
     let product = match in_place {
         true => outs[0].detach(),
         false => Tensor::empty_like_shape(shape, dtype, Device::Cpu)?,
@@ -53,7 +54,7 @@ pub(super) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<()> {
             }
         }
     })??;
-    if in_place && *g.epilogue == [Expr::input(0)] {
+    if nothing_follows {
         count_launch();
         return Ok(());
     }

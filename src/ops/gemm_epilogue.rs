@@ -3,10 +3,13 @@
 
 use std::sync::Arc;
 
+use bytemuck::Pod;
 use smallvec::SmallVec;
 
+use super::convert::{load_tile, store_tile};
 use super::cpu_flat::{Lies, place};
 use super::elementwise::compute_type;
+use super::expr::Expr;
 use super::gemm::{Gemm, Operand, Plan};
 use super::gemm_cpu::floats;
 use super::program::Program;
@@ -20,6 +23,10 @@ pub(super) struct Epilogue<'a> {
     program: Arc<Program>,
     extras: SmallVec<[Extra<'a>; 2]>,
     scalars: &'a [Scalar],
+    /// Of the results.
+    dtype: DType,
+    /// Whether the result is the product, rounded.
+    plain: bool,
 }
 
 /// Where a further operand has the element of the result's element `i`.
@@ -31,14 +38,22 @@ enum Extra<'a> {
     One(f32),
 }
 
+/// What is made from f32, a piece at a time.
+fn is_float(dtype: DType) -> bool {
+    matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
+}
+
 impl Epilogue<'_> {
-    /// Runs a product of f32 and its epilogue if it is of this kind: one matrix, whose results are contiguous, and extras
-    /// that lie as they do, are a row for all rows or a number, all of f32. Gives whether it was.
+    /// Runs a product of f32 and its epilogue if it is of this kind: one matrix, whose results are contiguous, all of f32 or of one
+    /// half, and extras of f32 that lie as they do, or of halves too that are a row for all rows or a number. Gives whether
+    /// it was.
     pub(super) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
+        let dtype = outs[0].dtype;
         let mut lies: SmallVec<[Lies; 2]> = SmallVec::new();
         for t in g.extras {
+            let converted = |lie| t.dtype == DType::F32 || (is_float(t.dtype) && lie != Lies::Each);
             match place(t, &outs[0]) {
-                Some(lie) if t.dtype == DType::F32 && !outs.iter().any(|out| t.shares_storage(out)) => lies.push(lie),
+                Some(lie) if converted(lie) && !outs.iter().any(|out| t.shares_storage(out)) => lies.push(lie),
                 _ => return Ok(false),
             }
         }
@@ -46,43 +61,34 @@ impl Epilogue<'_> {
         let rows = Operand { row: plan.n as isize, col: 1, batch: SmallVec::new() };
         let straight = in_pieces((plan.m, plan.n, plan.k)) && plan.count() == 1 && plan.others[0] == rows;
         let program = Program::of(g.epilogue);
-        let as_computed = |t: &Tensor| t.dtype == DType::F32 && t.is_contiguous();
         let operands: SmallVec<[&Tensor; 4]> = outs.iter().take(1).chain(g.extras.iter().copied()).collect();
         if !straight
-            || !outs.iter().all(as_computed)
+            || !is_float(dtype)
+            || !outs.iter().all(|t| t.dtype == dtype && t.is_contiguous())
             || program.seeds() > 0
             || compute_type(&program, &operands, &outs.iter().collect::<SmallVec<[&Tensor; 2]>>()) != Compute::F32
         {
             return Ok(false);
         }
-        let reads: SmallVec<[&Storage; 4]> = [g.a, g.b].iter().chain(g.extras).map(|t| &t.storage).collect();
-        let writes: SmallVec<[&Storage; 2]> = outs.iter().map(|t| &t.storage).collect();
-        with_host(&reads, &writes, |reads, writes| {
-            let (mut made_a, mut made_b) = (Vec::new(), Vec::new());
-            let (a, b) = (floats((g.a, reads[0]), &mut made_a), floats((g.b, reads[1]), &mut made_b));
-            let extras = g.extras.iter().zip(&lies).zip(&reads[2..]);
-            let epilogue = Epilogue {
-                program,
-                extras: extras.map(|((t, lies), bytes)| Extra::new(t, *lies, bytes)).collect(),
-                scalars: g.scalars,
-            };
-            let results = outs.iter().zip(writes);
-            let mut results: SmallVec<[&mut [f32]; 2]> = results
-                .map(|(t, bytes)| &mut bytemuck::cast_slice_mut::<u8, f32>(bytes)[t.layout.offset..][..t.numel()])
-                .collect();
-            plan.places([a.offset, b.offset, 0]).try_for_each(|[at_a, at_b, _]| {
-                let (a, b) = ((a.data, at_a), (b.data, at_b));
-                gemm_into((plan.m, plan.n, plan.k), &mut results, a, b, |first, product, outs| {
-                    epilogue.evaluate(first, product, outs);
-                })
-            })
-        })??;
+        match dtype {
+            DType::F32 => compute::<f32>(g, &plan, program, &lies, outs)?,
+            _ => compute::<u16>(g, &plan, program, &lies, outs)?,
+        }
         count_launch();
         Ok(true)
     }
 
     /// The results of elements from `first` on.
-    fn evaluate(&self, first: usize, product: &[f32], outs: &mut [&mut [f32]]) {
+    fn evaluate<T: Pod>(&self, first: usize, product: &[f32], outs: &mut [&mut [T]]) {
+        let store = |values: &[f32], out: &mut [T]| {
+            store_tile(self.dtype, values, bytemuck::cast_slice_mut(out), 0, 1);
+        };
+        if self.plain {
+            return store(product, outs[0]);
+        }
+        let converts = self.dtype != DType::F32;
+        let mut made: SmallVec<[Vec<f32>; 2]> =
+            outs.iter().map(|_| if converts { vec![0.0; TILE] } else { Vec::new() }).collect();
         let mut scratch = Scratch::new();
         for (i, product) in product.chunks(TILE).enumerate() {
             let (first, len) = (first + i * TILE, product.len());
@@ -94,20 +100,67 @@ impl Epilogue<'_> {
                 Extra::One(x) => TileIn::Scalar(*x),
             }));
             let mut targets: SmallVec<[&mut [f32]; 2]> = SmallVec::new();
-            outs.iter_mut().for_each(|out| targets.push(&mut out[i * TILE..][..len]));
+            for (out, made) in outs.iter_mut().zip(&mut made) {
+                targets.push(match converts {
+                    true => &mut made[..len],
+                    false => &mut bytemuck::cast_slice_mut(out)[i * TILE..][..len],
+                });
+            }
             let tile = Tile { inputs: &inputs, scalars: self.scalars, seeds: &[], first: first as u64, len };
             self.program.eval_tile(&tile, &mut scratch, &mut targets);
+            drop(targets);
+            if converts {
+                outs.iter_mut().zip(&made).for_each(|(out, made)| store(&made[..len], &mut out[i * TILE..][..len]));
+            }
         }
     }
 }
 
+/// The product and its epilogue, into results of elements as large as `T`.
+fn compute<T: Pod + Send + Sync>(
+    g: &Gemm,
+    plan: &Plan,
+    program: Arc<Program>,
+    lies: &[Lies],
+    outs: &[Tensor],
+) -> Result<()> {
+    let reads: SmallVec<[&Storage; 4]> = [g.a, g.b].iter().chain(g.extras).map(|t| &t.storage).collect();
+    let writes: SmallVec<[&Storage; 2]> = outs.iter().map(|t| &t.storage).collect();
+    with_host(&reads, &writes, |reads, writes| {
+        let (mut made_a, mut made_b) = (Vec::new(), Vec::new());
+        let (a, b) = (floats((g.a, reads[0]), &mut made_a), floats((g.b, reads[1]), &mut made_b));
+        let extras = g.extras.iter().zip(lies).zip(&reads[2..]);
+        let epilogue = Epilogue {
+            program,
+            extras: extras.map(|((t, lies), bytes)| Extra::new(t, *lies, bytes)).collect(),
+            scalars: g.scalars,
+            dtype: outs[0].dtype,
+            plain: *g.epilogue == [Expr::input(0)],
+        };
+        let results = outs.iter().zip(writes);
+        let mut results: SmallVec<[&mut [T]; 2]> = results
+            .map(|(t, bytes)| &mut bytemuck::cast_slice_mut::<u8, T>(bytes)[t.layout.offset..][..t.numel()])
+            .collect();
+        plan.places([a.offset, b.offset, 0]).try_for_each(|[at_a, at_b, _]| {
+            let (a, b) = ((a.data, at_a), (b.data, at_b));
+            gemm_into((plan.m, plan.n, plan.k), &mut results, a, b, |first, product, outs| {
+                epilogue.evaluate(first, product, outs);
+            })
+        })
+    })?
+}
+
 impl<'a> Extra<'a> {
     fn new(t: &Tensor, lies: Lies, bytes: &'a [u8]) -> Extra<'a> {
-        let elements: &[f32] = &bytemuck::cast_slice(bytes)[t.layout.offset..];
+        let converted = |n: usize| {
+            let mut elements = vec![0f32; n];
+            load_tile(t.dtype, bytes, t.layout.offset, 1, &mut elements);
+            elements
+        };
         match lies {
-            Lies::Each => Extra::Each(elements),
-            Lies::Rows(row) => Extra::Rows(elements[..row].repeat(TILE.div_ceil(row) + 1), row),
-            Lies::One => Extra::One(elements[0]),
+            Lies::Each => Extra::Each(&bytemuck::cast_slice(bytes)[t.layout.offset..]),
+            Lies::Rows(row) => Extra::Rows(converted(row).repeat(TILE.div_ceil(row) + 1), row),
+            Lies::One => Extra::One(converted(1)[0]),
         }
     }
 }
@@ -117,8 +170,8 @@ mod tests {
     use std::slice::from_ref;
 
     use super::*;
+    use crate::Device;
     use crate::ops::elementwise::{Params, apply};
-    use crate::{Device, Expr};
 
     fn tensor(shape: [usize; 2], seed: usize) -> Tensor {
         let n: usize = shape.iter().product();
@@ -127,27 +180,30 @@ mod tests {
         Tensor::from_slice(&values, n + 1, Device::Cpu).unwrap().narrow(0, 1, n).unwrap().reshape(shape).unwrap()
     }
 
-    /// The results beside those of the product and the formula one after the other, and whether they were computed in pieces.
+    /// The results beside those of the product in f32 and the formula one after the other, and whether they were computed in
+    /// pieces; of the type of `a`.
     fn check(a: &Tensor, b: &Tensor, extras: &[&Tensor], epilogue: &[Expr], in_pieces: bool) {
-        let dtypes: Vec<DType> = epilogue.iter().map(|_| DType::F32).collect();
+        let dtypes = vec![a.dtype; epilogue.len()];
         let g = Gemm {
             extras,
             scalars: &[Scalar::Float(0.25)],
             dtypes: &dtypes,
-            ..Gemm::plain("test", a, b, epilogue, &DType::F32)
+            ..Gemm::plain("test", a, b, epilogue, &a.dtype)
         };
-        let product = a.matmul(b).unwrap();
+        let product = Gemm::plain("test", a, b, &[Expr::input(0)], &DType::F32).run_one().unwrap();
         let shape = product.shape();
-        let outs: Vec<Tensor> = epilogue.iter().map(|_| Tensor::full(shape, f32::NAN, Device::Cpu).unwrap()).collect();
+        let nan = |_| Tensor::full(shape, f32::NAN, Device::Cpu).unwrap().to_dtype(a.dtype).unwrap();
+        let outs: Vec<Tensor> = epilogue.iter().map(nan).collect();
         assert_eq!(Epilogue::run(&g, shape, &outs).unwrap(), in_pieces, "{a:?} {b:?}");
         let inputs: Vec<&Tensor> = std::iter::once(&product).chain(extras.iter().copied()).collect();
         let params = Params { scalars: &[Scalar::Float(0.25)], seeds: &[] };
         let want = apply("test", &inputs, params, epilogue, &dtypes).unwrap();
         let got = g.run().unwrap();
+        let values = |t: &Tensor| t.to_dtype(DType::F32).unwrap().to_vec::<f32>().unwrap();
         for (i, want) in want.iter().enumerate() {
-            let want = want.to_vec::<f32>().unwrap();
-            assert_eq!(got[i].to_vec::<f32>().unwrap(), want, "result {i} of {shape:?}");
-            assert!(!in_pieces || outs[i].to_vec::<f32>().unwrap() == want, "result {i} of {shape:?}, in pieces");
+            let want = values(want);
+            assert_eq!(values(&got[i]), want, "result {i} of {shape:?}");
+            assert!(!in_pieces || values(&outs[i]) == want, "result {i} of {shape:?}, in pieces");
         }
     }
 
@@ -168,6 +224,24 @@ mod tests {
             check(&a, &b, &[], &[x(0).sigmoid()], true);
             check(&a, &b, &[&tensor([m, 1], 7)], from_ref(&sum), false);
             check(&a, &b, &[&tensor([n, m], 8).t().unwrap()], from_ref(&sum), false);
+        }
+    }
+
+    /// Halves are rounded where the product is, extras of halves are read as f32.
+    #[test]
+    fn halves() {
+        let x = |i| Expr::input(i);
+        let sum = x(0) + x(1);
+        for dtype in [DType::F16, DType::BF16] {
+            let half = |t: Tensor| t.to_dtype(dtype).unwrap();
+            for (m, n, k) in [(8, 8, 8), (9, 10, 301), (65, 33, 17), (600, 256, 300), (64, 1100, 513)] {
+                let (a, b) = (half(tensor([m, k], 1)), half(tensor([n, k], 3)).t().unwrap());
+                let (each, row, one) = (tensor([m, n], 4), tensor([1, n], 5), tensor([1, 1], 6));
+                check(&a, &b, &[], &[x(0)], true);
+                check(&a, &b, &[&half(row.shallow_clone())], &[sum.relu(), sum.clone()], true);
+                check(&a, &b, &[&half(one), &row, &each], &[x(0) * Expr::scalar(0) + (x(1) - x(2)) * x(3)], true);
+                check(&a, &b, &[&half(each)], from_ref(&sum), false);
+            }
         }
     }
 

@@ -37,7 +37,9 @@ impl Tensor {
     /// is a row, on the right a column, and that dimension is left out of the result; two vectors give a scalar. Any
     /// strides on either side, one launch, no copies.
     ///
-    /// All dtypes, the same on both sides: floats up to f32 are summed in f32, f64 in f64, integers (wrapping) in i64.
+    /// All dtypes, the same on both sides: floats up to f32 are summed in f32, f64 in f64, integers (wrapping) in i64. Of bf16
+    /// on a processor with AVX512-BF16, numbers below the smallest normal one (1.2e-38) may count as zeros, products and
+    /// sums of them too, as in PyTorch.
     ///
     /// ```
     /// use claystone::{Device, Tensor};

@@ -1,6 +1,9 @@
 //! Matrix products on the host, of any strides: [`gemm_f32`] of f32 and halves in kernels of our own, which take halves as
 //! they are and spread the work evenly, where the processor has vectors for them; [`gemm`], a safe door to the crate of
 //! that name, for everything else.
+//!
+//! Sums are f32. Of two matrices of bf16, a processor with AVX512-BF16 adds pairs of products, in an instruction that takes and makes
+//! zeros for numbers below the smallest normal one, 1.2e-38, and rounds to nearest even.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -17,9 +20,13 @@ mod blocks;
 mod kernel;
 #[cfg(target_arch = "x86_64")]
 mod pack;
+#[cfg(test)]
+mod tests;
 
 use super::parallel;
 use crate::{Error, Result};
+#[cfg(target_arch = "x86_64")]
+use kernel::Kernels;
 
 /// Up to this many multiplications one thread is done before others have woken up.
 const ALONE: usize = 80 * 80 * 80;
@@ -175,12 +182,16 @@ impl<'a> Floats<'a> {
     }
 }
 
-/// The kernels for products of this size, where there are any for this processor. Others have better ones for a row or a
-/// few.
+/// The kernels for products of this size and these types, where there are any for this processor. Others have better ones for a
+/// row or a few.
 #[cfg(target_arch = "x86_64")]
-fn kernels((m, n, k): (usize, usize, usize)) -> Option<&'static kernel::Kernels> {
+fn kernels((m, n, k): (usize, usize, usize), a: Floats, b: Floats) -> Option<&'static Kernels> {
     const LEAST: usize = 8;
-    kernel::Kernels::get().filter(|_| m.min(n).min(k) >= LEAST)
+    let of_pairs = match (a, b) {
+        (Floats::BF16(_), Floats::BF16(_)) => Kernels::get(true),
+        _ => None,
+    };
+    of_pairs.or_else(|| Kernels::get(false)).filter(|_| m.min(n).min(k) >= LEAST)
 }
 
 /// As [`gemm`], for one product after another: their a, b and results are at `places`.
@@ -195,7 +206,7 @@ pub(crate) fn gemm_f32(
     places: impl Iterator<Item = [Place; 3]>,
 ) -> Result<()> {
     #[cfg(target_arch = "x86_64")]
-    if let Some(kernels) = kernels(size) {
+    if let Some(kernels) = kernels(size, a, b) {
         let (m, n, k) = size;
         let (pieces, alone) = shared(size);
         for [place_a, place_b, place] in places {
@@ -238,7 +249,7 @@ fn shared(size: (usize, usize, usize)) -> ((usize, usize), bool) {
 #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
 pub(crate) fn in_pieces(size: (usize, usize, usize)) -> bool {
     #[cfg(target_arch = "x86_64")]
-    return size.2 <= blocks::DEEP && kernels(size).is_some();
+    return size.2 <= blocks::DEEP && kernels(size, Floats::F32(&[]), Floats::F32(&[])).is_some();
     #[cfg(not(target_arch = "x86_64"))]
     false
 }
@@ -250,22 +261,22 @@ pub(crate) fn in_pieces(size: (usize, usize, usize)) -> bool {
 /// # Errors
 /// As [`gemm`]; where it does not [come in pieces](in_pieces).
 #[cfg(target_arch = "x86_64")]
-pub(crate) fn gemm_into(
+pub(crate) fn gemm_into<T: Send + Sync>(
     size: (usize, usize, usize),
-    outs: &mut [&mut [f32]],
+    outs: &mut [&mut [T]],
     (a, place_a): (Floats, Place),
     (b, place_b): (Floats, Place),
-    each: impl Fn(usize, &[f32], &mut [&mut [f32]]) + Sync,
+    each: impl Fn(usize, &[f32], &mut [&mut [T]]) + Sync,
 ) -> Result<()> {
     let (m, n, k) = size;
-    let Some(kernels) = kernels(size).filter(|_| in_pieces(size)) else {
+    let Some(kernels) = kernels(size, a, b).filter(|_| in_pieces(size)) else {
         return Err(Error::invalid("gemm", "the product does not come in pieces"));
     };
     let contiguous = Place { offset: 0, row: n as isize, col: 1 };
     for out in outs.iter() {
         check(size, (out.len(), contiguous), (a.len(), place_a), (b.len(), place_b))?;
     }
-    let starts: SmallVec<[Start<f32>; 2]> = outs.iter_mut().map(|out| Start(out.as_mut_ptr())).collect();
+    let starts: SmallVec<[Start<T>; 2]> = outs.iter_mut().map(|out| Start(out.as_mut_ptr())).collect();
     let (pieces, alone) = shared(size);
     each_piece((m, n), pieces, |down, across| {
         let (top, left) = (down.start, across.start);
@@ -274,7 +285,7 @@ pub(crate) fn gemm_into(
             // SAFETY: the elements are of the results, which are borrowed exclusively through the call; every element is
             // handed over once, so that nobody else has these.
             let outs = starts.iter().map(|s| unsafe { std::slice::from_raw_parts_mut(s.0.add(first), product.len()) });
-            each(first, product, &mut outs.collect::<SmallVec<[&mut [f32]; 2]>>());
+            each(first, product, &mut outs.collect::<SmallVec<[&mut [T]; 2]>>());
         };
         let hand_over = |rows: Range<usize>, columns: Range<usize>, product: &[f32]| {
             let first = (top + rows.start) * n + left + columns.start;
@@ -294,12 +305,12 @@ pub(crate) fn gemm_into(
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-pub(crate) fn gemm_into(
+pub(crate) fn gemm_into<T>(
     _: (usize, usize, usize),
-    _: &mut [&mut [f32]],
+    _: &mut [&mut [T]],
     _: (Floats, Place),
     _: (Floats, Place),
-    _: impl Fn(usize, &[f32], &mut [&mut [f32]]) + Sync,
+    _: impl Fn(usize, &[f32], &mut [&mut [T]]) + Sync,
 ) -> Result<()> {
     Err(Error::invalid("gemm", "there are no kernels for it"))
 }
@@ -372,127 +383,4 @@ pub(crate) fn gemm<T: Real>(
         }
     });
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const fn place(offset: usize, row: isize, col: isize) -> Place {
-        Place { offset, row, col }
-    }
-
-    #[test]
-    fn matrices_that_do_not_lie_in_their_memory_are_refused() {
-        let (a, b) = ([1f32; 6], [1f32; 6]);
-        let mut out = [0f32; 4];
-        let mut try_with = |o, pa, pb| gemm((2, 2, 3), (&mut out, o), (&a, pa), (&b, pb));
-        let (o, pa, pb) = (place(0, 2, 1), place(0, 3, 1), place(0, 2, 1));
-        assert!(try_with(o, pa, pb).is_ok());
-        assert!(try_with(o, place(1, 3, 1), pb).is_err(), "one past the end");
-        assert!(try_with(o, place(2, 3, -1), pb).is_ok(), "flipped");
-        assert!(try_with(o, place(1, 3, -1), pb).is_err(), "one before the start");
-        assert!(try_with(o, pa, place(0, isize::MAX, 1)).is_err(), "overflow");
-        assert!(try_with(place(0, 1, 1), pa, pb).is_err(), "elements that coincide");
-        assert!(try_with(place(0, 0, 1), pa, pb).is_err(), "a broadcast result");
-        assert!(try_with(place(0, 1, 2), pa, pb).is_ok(), "transposed");
-    }
-
-    /// Every layout of every operand, at sizes around tiles, blocks and vectors of any kernel, on one thread and on all.
-    #[test]
-    fn products_are_those_of_f64() {
-        let number = |i: usize| ((i * 7919) % 1009) as f32 / 1009.0 - 0.5;
-        let sizes = [
-            (8, 8, 8),
-            (9, 17, 11),
-            (13, 33, 8),
-            (24, 31, 16),
-            (10, 128, 300),
-            (65, 100, 90),
-            (128, 8, 513),
-            (100, 65, 2051),
-            (47, 1100, 1030),
-            (1040, 9, 1024),
-        ];
-        for (m, n, k) in sizes {
-            let x: Vec<f32> = (0..3 + m * k).map(number).collect();
-            let y: Vec<f32> = (0..5 + k * n).map(|i| number(i + 71)).collect();
-            for layout in 0..8 {
-                let place = |bit: usize, offset: usize, rows: usize, cols: usize| match layout >> bit & 1 {
-                    0 => place(offset, cols as isize, 1),
-                    _ => place(offset, 1, rows as isize),
-                };
-                let (a, b, c) = (place(0, 3, m, k), place(1, 5, k, n), place(2, 7, m, n));
-                let at = |p: Place, i: usize, j: usize| {
-                    (p.offset as isize + i as isize * p.row + j as isize * p.col) as usize
-                };
-                let halves: Vec<f16> = y.iter().map(|&y| f16::from_f32(y)).collect();
-                let brains: Vec<bf16> = x.iter().map(|&x| bf16::from_f32(x)).collect();
-                let forms = [(Floats::F32(&x), Floats::F32(&y)), (Floats::BF16(&brains), Floats::F16(&halves))];
-                for (form, (left, right)) in forms.into_iter().enumerate() {
-                    let mut out = vec![f32::NAN; 7 + m * n];
-                    gemm_f32((m, n, k), &mut out, left, right, std::iter::once([a, b, c])).unwrap();
-                    assert!(out[..7].iter().all(|x| x.is_nan()), "written before the result");
-                    if layout & 4 == 0 && in_pieces((m, n, k)) {
-                        in_pieces_it_is_the_same((m, n, k), &out[7..], (left, a), (right, b));
-                    }
-                    let (left, right) = (left.widened(), right.widened());
-                    for i in (0..m).step_by(1 + m / 40) {
-                        for j in (0..n).step_by(1 + n / 40) {
-                            let product = |p| f64::from(left[at(a, i, p)]) * f64::from(right[at(b, p, j)]);
-                            let (want, got) = ((0..k).map(product).sum::<f64>(), f64::from(out[at(c, i, j)]));
-                            let error = (got - want).abs();
-                            assert!(
-                                error <= 1e-6 * k as f64,
-                                "{m} x {k} x {n}, {layout}, {form}: ({i}, {j}) is {got}, not {want}"
-                            );
-                        }
-                    }
-                    assert!(out[7..].iter().all(|x| x.is_finite()), "{m} x {k} x {n}: an element was not written");
-                }
-            }
-        }
-    }
-
-    fn in_pieces_it_is_the_same(size: (usize, usize, usize), whole: &[f32], a: (Floats, Place), b: (Floats, Place)) {
-        let mut outs = [vec![f32::NAN; whole.len()], vec![f32::NAN; whole.len()]];
-        gemm_into(size, &mut outs.each_mut().map(|out| &mut out[..]), a, b, |first, product, outs| {
-            outs[0].copy_from_slice(product);
-            outs[1].iter_mut().enumerate().for_each(|(i, number)| *number = (first + i) as f32);
-        })
-        .unwrap();
-        assert!(outs[0] == whole, "{size:?} in pieces");
-        assert!(outs[1].iter().enumerate().all(|(i, &number)| number == i as f32), "{size:?}: the numbers of elements");
-        assert!(gemm_into(size, &mut [&mut outs[0][1..]], a, b, |_, _, _| ()).is_err(), "a result that is too short");
-    }
-
-    #[test]
-    fn products_at_several_places_of_the_same_memory() {
-        let x: Vec<f32> = (0..2 * 64).map(|i| i as f32).collect();
-        let mut out = vec![0f32; 2 * 64];
-        // 8 x 8 of two identities, one scaled.
-        let one: Vec<f32> = (0..64).map(|i| if i % 9 == 0 { 3.0 } else { 0.0 }).collect();
-        let places = [0, 64].map(|at| [place(at, 8, 1), place(0, 8, 1), place(64 - at, 8, 1)]);
-        gemm_f32((8, 8, 8), &mut out, Floats::F32(&x), Floats::F32(&one), places.into_iter()).unwrap();
-        assert!((0..64).all(|i| out[64 + i] == 3.0 * x[i] && out[i] == 3.0 * x[64 + i]));
-        let wrong = [[place(65, 8, 1), place(0, 8, 1), place(0, 8, 1)]];
-        assert!(gemm_f32((8, 8, 8), &mut out, Floats::F32(&x), Floats::F32(&one), wrong.into_iter()).is_err());
-    }
-
-    #[test]
-    fn pieces_cover_the_result() {
-        for n in [1, 7, 8, 9, 100, 1024] {
-            for pieces in 1..9 {
-                assert_eq!((start(n, pieces, 0), start(n, pieces, pieces)), (0, n));
-                assert!((0..pieces).all(|i| start(n, pieces, i) <= start(n, pieces, i + 1)));
-            }
-        }
-    }
-
-    #[test]
-    fn an_empty_sum_is_zero() {
-        let mut out = [7f64; 6];
-        gemm((2, 2, 0), (&mut out, place(0, 3, 1)), (&[], place(0, 0, 1)), (&[], place(0, 2, 1))).unwrap();
-        assert_eq!(out, [0.0, 0.0, 7.0, 0.0, 0.0, 7.0]);
-    }
 }

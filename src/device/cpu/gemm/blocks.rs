@@ -10,7 +10,7 @@ use half::{bf16, f16};
 
 use super::super::{parallel, threads};
 use super::kernel::{Kernels, Tile};
-use super::pack::{Copies, From, SLACK, pack};
+use super::pack::{Copies, From, Half, Pairs, SLACK, pack};
 use crate::storage::driver::host::advise_huge;
 
 /// Steps of k that a tile does before the next: of the panels that a group reads for them, one stays in the first-level cache
@@ -40,6 +40,8 @@ pub(super) enum Start {
     F32(*const f32),
     F16(*const f16),
     BF16(*const bf16),
+    /// Two steps of k at a time, of so many of k.
+    Pairs(*const bf16, usize),
 }
 
 /// An operand: element (i, j) at `start + i * row + j * col`.
@@ -57,11 +59,21 @@ impl<T> Matrix<T> {
 }
 
 impl Matrix<Start> {
-    /// The first element, where kernels read rows as they are.
-    fn in_place(self) -> Option<*const f32> {
+    /// The first element, and how many bytes rows are apart, where kernels read rows as they are.
+    fn in_place(self) -> Option<(*const f32, isize)> {
+        let rows = |element: usize| self.row * element as isize;
         match self.start {
-            Start::F32(start) if self.col == 1 => Some(start),
+            Start::F32(start) if self.col == 1 => Some((start, rows(size_of::<f32>()))),
+            Start::Pairs(start, k) if self.col == 1 && k % 2 == 0 => Some((start.cast(), rows(size_of::<bf16>()))),
             _ => None,
+        }
+    }
+
+    /// The same in pairs of steps.
+    fn in_pairs(self, k: usize) -> Matrix<Start> {
+        match self.start {
+            Start::BF16(start) => Matrix { start: Start::Pairs(start, k), ..self },
+            _ => self,
         }
     }
 }
@@ -84,6 +96,7 @@ fn even(n: usize, most: usize, step: usize) -> usize {
 }
 
 /// `out = a b` for an `m` x `k` and a `k` x `n` matrix, none of the numbers 0; on this thread alone where it is told so.
+/// Kernels of pairs are for two matrices of bf16.
 ///
 /// # Safety
 /// The elements of all three are in memory that lives through the call. Nobody writes to those of the operands, nobody else
@@ -106,6 +119,10 @@ pub(super) unsafe fn product(
         };
     }
     debug_assert!(k <= DEEP || matches!(out, Out::Memory(_)));
+    let (a, b, k) = match kernels.pairs {
+        true => (a.in_pairs(k), b.in_pairs(k), k.div_ceil(2)),
+        false => (a, b, k),
+    };
     let columns = 2 * kernels.lanes;
     let deep = even(k, DEEP, 1);
     let depth = even(deep, DEPTH, 1);
@@ -303,10 +320,12 @@ impl Region<'_> {
                         kernel(&Tile {
                             k: steps,
                             a: match in_place {
-                                Some(a) => a.offset((self.first.0 + i) as isize * self.a.row).add(self.first.2 + first),
+                                Some((a, row)) => {
+                                    a.byte_offset((self.first.0 + i) as isize * row).add(self.first.2 + first)
+                                }
                                 None => self.packed_a.add((z * of_a + down) * (self.depth * rows + SLACK)),
                             },
-                            a_row: self.a.row,
+                            a_row: in_place.map_or(0, |(_, row)| row),
                             b,
                             out: out.start.offset(at),
                             row: out.row,
@@ -431,14 +450,30 @@ unsafe fn lay_out(
     lanes: usize,
     width: usize,
 ) {
-    let at = first.0 as isize * from.row + first.1 as isize * from.col;
+    let at = |steps: usize| first.0 as isize * from.row + (first.1 * steps) as isize * from.col;
     let (across, along) = (from.row, from.col);
     // SAFETY: the caller's promise.
     unsafe {
         match from.start {
-            Start::F32(start) => pack(From { start: start.offset(at), across, along }, to, copies, lanes, width),
-            Start::F16(start) => pack(From { start: start.offset(at), across, along }, to, copies, lanes, width),
-            Start::BF16(start) => pack(From { start: start.offset(at), across, along }, to, copies, lanes, width),
+            Start::F32(start) => {
+                pack::<f32>(From { start: start.offset(at(1)), across, along }, to, copies, lanes, width)
+            }
+            Start::F16(start) => {
+                pack::<f16>(From { start: start.offset(at(1)), across, along }, to, copies, lanes, width)
+            }
+            Start::BF16(start) => {
+                pack::<bf16>(From { start: start.offset(at(1)), across, along }, to, copies, lanes, width)
+            }
+            Start::Pairs(start, k) => {
+                let pairs = copies.steps.min((k / 2).saturating_sub(first.1));
+                let start = start.offset(at(2));
+                pack::<Pairs>(From { start, across, along }, to, Copies { steps: pairs, ..copies }, lanes, width);
+                if pairs < copies.steps {
+                    let start = start.offset(2 * pairs as isize * along);
+                    let copies = Copies { steps: 1, ..copies };
+                    pack::<Half>(From { start, across, along }, to.add(pairs * width), copies, lanes, width);
+                }
+            }
         }
     }
 }

@@ -1,16 +1,20 @@
-//! The inner loop of f32 products: a tile of the result, kept in vector registers while the sums are made.
+//! The inner loop of f32 and bf16 products: a tile of the result, kept in vector registers while the sums are made.
 //!
 //! A tile is [`Kernels::rows`] rows and two vectors of columns, as much as the registers hold beside the operands, so that
 //! the multipliers never wait for loads. What is left over at the edges has kernels with fewer rows or one vector.
+//!
+//! Where the processor multiplies pairs of bf16, twice as many a cycle as f32, a panel of these has a pair of neighbours along k
+//! where others have an f32, and all else is the same.
 
 use std::arch::x86_64::*;
+use std::mem::transmute;
 use std::sync::OnceLock;
 
 /// A tile's operands and where it goes.
 pub(super) struct Tile {
-    /// Steps: how many products every sum has.
+    /// Steps: how many products, or pairs of them, every sum has.
     pub(super) k: usize,
-    /// A panel: an element of each row, step after step. Or, [direct](Kernels::tile), rows `a_row` apart in memory.
+    /// A panel: an element of each row, step after step. Or, [direct](Kernels::tile), rows `a_row` bytes apart in memory.
     pub(super) a: *const f32,
     pub(super) a_row: isize,
     /// A panel: the vectors, step after step.
@@ -38,20 +42,23 @@ pub(super) struct Kernels {
     pub(super) rows: usize,
     /// Elements of a vector.
     pub(super) lanes: usize,
+    /// Whether a step is a pair of bf16.
+    pub(super) pairs: bool,
     tiles: &'static [[[Function; 2]; 2]],
 }
 
 impl Kernels {
-    /// Those for this processor, where it has any.
-    pub(super) fn get() -> Option<&'static Kernels> {
-        static KERNELS: OnceLock<Option<&'static Kernels>> = OnceLock::new();
-        *KERNELS.get_or_init(|| {
+    /// Those for this processor, where it has any; of pairs only where it has these.
+    pub(super) fn get(pairs: bool) -> Option<&'static Kernels> {
+        static KERNELS: OnceLock<[Option<&'static Kernels>; 2]> = OnceLock::new();
+        let kernels = KERNELS.get_or_init(|| {
             let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c");
-            match is_x86_feature_detected!("avx512f") {
-                true if avx2 => Some(&AVX512),
-                _ => (avx2 && is_x86_feature_detected!("fma")).then_some(&AVX2),
-            }
-        })
+            let avx512 = avx2 && is_x86_feature_detected!("avx512f");
+            let fma = avx2 && is_x86_feature_detected!("fma");
+            let single = if avx512 { Some(&AVX512) } else { fma.then_some(&AVX2) };
+            [single, (avx512 && is_x86_feature_detected!("avx512bf16")).then_some(&PAIRS)]
+        });
+        kernels[usize::from(pairs)]
     }
 
     /// The kernel of tiles of `rows` rows and `vectors` vectors, 1 or 2; `direct` where rows of a are read in place.
@@ -60,7 +67,7 @@ impl Kernels {
     }
 }
 
-/// A vector register's worth of f32.
+/// A vector register's worth of f32, or of pairs of bf16 where it is loaded for [`add_product`](Vector::add_product).
 ///
 /// # Safety
 /// Of all methods: the processor has the instructions, and there are [`LANES`](Vector::LANES) elements at the pointer, one
@@ -72,50 +79,62 @@ trait Vector: Copy {
     unsafe fn splat(at: *const f32) -> Self;
     unsafe fn store(self, at: *mut f32);
     unsafe fn add(self, other: Self) -> Self;
-    /// `self + x * y`.
+    /// `self + x * y`; of pairs, plus both products.
     unsafe fn add_product(self, x: Self, y: Self) -> Self;
 }
 
 macro_rules! vector {
-    ($type:ty, $lanes:literal: $zero:ident $load:ident $set1:ident $store:ident $add:ident $fmadd:ident) => {
-        impl Vector for $type {
+    ($name:ident($type:ty), $lanes:literal: $zero:ident $load:ident $set1:ident $store:ident $add:ident $add_product:ident) => {
+        #[derive(Clone, Copy)]
+        struct $name($type);
+
+        impl Vector for $name {
             const LANES: usize = $lanes;
             #[inline(always)]
             unsafe fn zero() -> Self {
                 // SAFETY: the caller's promise.
-                unsafe { $zero() }
+                $name(unsafe { $zero() })
             }
             #[inline(always)]
             unsafe fn load(at: *const f32) -> Self {
                 // SAFETY: the caller's promise.
-                unsafe { $load(at) }
+                $name(unsafe { $load(at) })
             }
             #[inline(always)]
             unsafe fn splat(at: *const f32) -> Self {
-                // SAFETY: the caller's promise.
-                unsafe { $set1(*at) }
+                // SAFETY: the caller's promise. Pairs that are read in place may lie anywhere.
+                $name(unsafe { $set1(at.read_unaligned()) })
             }
             #[inline(always)]
             unsafe fn store(self, at: *mut f32) {
                 // SAFETY: the caller's promise.
-                unsafe { $store(at, self) }
+                unsafe { $store(at, self.0) }
             }
             #[inline(always)]
             unsafe fn add(self, other: Self) -> Self {
                 // SAFETY: the caller's promise.
-                unsafe { $add(self, other) }
+                $name(unsafe { $add(self.0, other.0) })
             }
             #[inline(always)]
             unsafe fn add_product(self, x: Self, y: Self) -> Self {
                 // SAFETY: the caller's promise.
-                unsafe { $fmadd(x, y, self) }
+                $name(unsafe { $add_product(x.0, y.0, self.0) })
             }
         }
     };
 }
 
-vector!(__m256, 8: _mm256_setzero_ps _mm256_loadu_ps _mm256_set1_ps _mm256_storeu_ps _mm256_add_ps _mm256_fmadd_ps);
-vector!(__m512, 16: _mm512_setzero_ps _mm512_loadu_ps _mm512_set1_ps _mm512_storeu_ps _mm512_add_ps _mm512_fmadd_ps);
+/// # Safety
+/// The processor has AVX512-BF16.
+#[inline(always)]
+unsafe fn add_pairs(x: __m512, y: __m512, sum: __m512) -> __m512 {
+    // SAFETY: the caller's promise; both types are 64 bytes, whatever is in them.
+    unsafe { _mm512_dpbf16_ps(sum, transmute::<__m512, __m512bh>(x), transmute::<__m512, __m512bh>(y)) }
+}
+
+vector!(V8(__m256), 8: _mm256_setzero_ps _mm256_loadu_ps _mm256_set1_ps _mm256_storeu_ps _mm256_add_ps _mm256_fmadd_ps);
+vector!(V16(__m512), 16: _mm512_setzero_ps _mm512_loadu_ps _mm512_set1_ps _mm512_storeu_ps _mm512_add_ps _mm512_fmadd_ps);
+vector!(V16Pairs(__m512), 16: _mm512_setzero_ps _mm512_loadu_ps _mm512_set1_ps _mm512_storeu_ps _mm512_add_ps add_pairs);
 
 /// The widest tile's columns.
 const WIDEST: usize = 32;
@@ -126,7 +145,8 @@ const WIDEST: usize = 32;
 /// As [`Function`].
 #[inline(always)]
 unsafe fn tile<V: Vector, const R: usize, const N: usize, const DIRECT: bool>(t: &Tile) {
-    let (row, step) = if DIRECT { (t.a_row, 1) } else { (1, R) };
+    const ELEMENT: isize = size_of::<f32>() as isize;
+    let (row, step) = if DIRECT { (t.a_row, 1) } else { (ELEMENT, R) };
     // SAFETY: the caller's promise covers every element that is read and written below; the buffer has `WIDEST` elements,
     // no fewer than N vectors.
     unsafe {
@@ -138,7 +158,7 @@ unsafe fn tile<V: Vector, const R: usize, const N: usize, const DIRECT: bool>(t:
                 *column = V::load(b.add(j * V::LANES));
             }
             for (i, sums) in sums.iter_mut().enumerate() {
-                let x = V::splat(a.offset(i as isize * row));
+                let x = V::splat(a.byte_offset(i as isize * row));
                 for (sum, &y) in sums.iter_mut().zip(&columns) {
                     *sum = sum.add_product(x, y);
                 }
@@ -172,7 +192,7 @@ unsafe fn tile<V: Vector, const R: usize, const N: usize, const DIRECT: bool>(t:
 }
 
 macro_rules! kernels {
-    ($name:ident, $feature:literal, $type:ty, $lanes:literal: $($rows:literal)*) => {
+    ($name:ident, $feature:literal, $type:ty, $pairs:literal: $($rows:literal)*) => {
         static $name: Kernels = {
             /// # Safety
             /// As [`Function`].
@@ -183,7 +203,8 @@ macro_rules! kernels {
             }
             Kernels {
                 rows: [$($rows),*].len(),
-                lanes: $lanes,
+                lanes: <$type>::LANES,
+                pairs: $pairs,
                 tiles: &[$([[of::<$rows, 1, false>, of::<$rows, 2, false>], [of::<$rows, 1, true>, of::<$rows, 2, true>]]),*],
             }
         };
@@ -191,5 +212,6 @@ macro_rules! kernels {
 }
 
 // 12 of 16 registers, and 24 of 32, are sums.
-kernels!(AVX2, "avx2,fma", __m256, 8: 1 2 3 4 5 6);
-kernels!(AVX512, "avx512f", __m512, 16: 1 2 3 4 5 6 7 8 9 10 11 12);
+kernels!(AVX2, "avx2,fma", V8, false: 1 2 3 4 5 6);
+kernels!(AVX512, "avx512f", V16, false: 1 2 3 4 5 6 7 8 9 10 11 12);
+kernels!(PAIRS, "avx512f,avx512bf16", V16Pairs, true: 1 2 3 4 5 6 7 8 9 10 11 12);

@@ -1,11 +1,12 @@
 //! Panels: a few neighbouring rows of the left matrix, or columns of the right one, laid out in the order in which
-//! the kernels read them, so that a product's inner loop walks straight through memory. Halves become f32 on the way.
+//! the kernels read them, so that a product's inner loop walks straight through memory. Halves become f32 on the way, or
+//! [pairs](Pairs) of bf16 are laid out where the kernels multiply these.
 
 use std::arch::x86_64::*;
 
 use half::{bf16, f16};
 
-/// Where a panel comes from: element (lane, step) at `start + lane * across + step * along`.
+/// Where a panel comes from: element (lane, step) of the matrix at `start + lane * across + step * along`.
 #[derive(Clone, Copy)]
 pub(super) struct From<S> {
     pub(super) start: *const S,
@@ -31,7 +32,7 @@ pub(super) const SLACK: usize = 16;
 /// nobody else uses, and [`SLACK`] behind them unless lanes lie one after another; `width` is `lanes` or a multiple of 8,
 /// and `lanes` where there is more than one panel. The processor has AVX2 and F16C.
 #[target_feature(enable = "avx2,f16c")]
-pub(super) unsafe fn pack<S: Source>(from: From<S>, to: *mut f32, copies: Copies, lanes: usize, width: usize) {
+pub(super) unsafe fn pack<S: Source>(from: From<S::Element>, to: *mut f32, copies: Copies, lanes: usize, width: usize) {
     macro_rules! row_by_row {
         ($($width:literal)*) => {
             match (from.across, lanes) {
@@ -53,65 +54,78 @@ pub(super) unsafe fn pack<S: Source>(from: From<S>, to: *mut f32, copies: Copies
 /// # Safety
 /// As [`pack`].
 #[target_feature(enable = "avx2,f16c")]
-unsafe fn one<S: Source>(from: From<S>, to: *mut f32, steps: usize, lanes: usize, width: usize) {
+unsafe fn one<S: Source>(from: From<S::Element>, to: *mut f32, steps: usize, lanes: usize, width: usize) {
     let whole = if from.along == 1 { steps / 8 * 8 } else { 0 };
     // SAFETY: the caller's promise; whole blocks of 8 steps first, then the others, which lie behind them.
     unsafe {
-        turned(from, to, whole, lanes, width);
-        let rest = From { start: from.start.wrapping_offset(whole as isize * from.along), ..from };
-        each(rest, to.add(whole * width), steps - whole, lanes, width);
+        turned::<S>(from, to, whole, lanes, width);
+        let rest = From { start: from.start.wrapping_offset((whole * S::STEPS) as isize * from.along), ..from };
+        each::<S>(rest, to.add(whole * width), steps - whole, lanes, width);
     }
 }
 
 /// What panels are made of.
 ///
 /// # Safety
-/// Of all methods: there are as many elements at the pointers as they take, and the processor has AVX2 and F16C.
-pub(super) trait Source: Copy {
-    unsafe fn one(at: *const Self) -> f32;
-    unsafe fn eight(at: *const Self) -> __m256;
-    /// W elements, one after another.
+/// Of all methods: there are as many elements at the pointers as they take, the next step's `along` further, and the processor has
+/// AVX2 and F16C.
+pub(super) trait Source {
+    type Element: Copy;
+    /// Steps of the matrix in one of the panel.
+    const STEPS: usize = 1;
+    unsafe fn one(at: *const Self::Element, along: isize) -> f32;
+    /// Of eight lanes, one after another.
+    unsafe fn lanes(at: *const Self::Element, along: isize) -> __m256;
+    /// Of eight steps, one after another.
     #[inline(always)]
-    unsafe fn row<const W: usize>(at: *const Self, to: *mut f32) {
+    unsafe fn steps(at: *const Self::Element) -> __m256 {
+        // SAFETY: the caller's promise.
+        unsafe { Self::lanes(at, 1) }
+    }
+    /// Of W lanes, one after another.
+    #[inline(always)]
+    unsafe fn row<const W: usize>(at: *const Self::Element, along: isize, to: *mut f32) {
         let vectors = W / 8 * 8;
         // SAFETY: the caller's promise.
         unsafe {
             for i in (0..vectors).step_by(8) {
-                _mm256_storeu_ps(to.add(i), Self::eight(at.add(i)));
+                _mm256_storeu_ps(to.add(i), Self::lanes(at.add(i), along));
             }
             for i in vectors..W {
-                *to.add(i) = Self::one(at.add(i));
+                *to.add(i) = Self::one(at.add(i), along);
             }
         }
     }
 }
 
 impl Source for f32 {
+    type Element = f32;
     #[inline(always)]
-    unsafe fn one(at: *const f32) -> f32 {
+    unsafe fn one(at: *const f32, _: isize) -> f32 {
         // SAFETY: the caller's promise.
         unsafe { *at }
     }
     #[inline(always)]
-    unsafe fn eight(at: *const f32) -> __m256 {
+    unsafe fn lanes(at: *const f32, _: isize) -> __m256 {
         // SAFETY: the caller's promise.
         unsafe { _mm256_loadu_ps(at) }
     }
     #[inline(always)]
-    unsafe fn row<const W: usize>(at: *const f32, to: *mut f32) {
+    unsafe fn row<const W: usize>(at: *const f32, _: isize, to: *mut f32) {
         // SAFETY: the caller's promise.
         unsafe { *to.cast::<[f32; W]>() = *at.cast() }
     }
 }
 
 impl Source for f16 {
+    type Element = f16;
     #[inline(always)]
-    unsafe fn one(at: *const f16) -> f32 {
+    unsafe fn one(at: *const f16, _: isize) -> f32 {
         // SAFETY: the caller's promise.
         unsafe { _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128((*at).to_bits().into()))) }
     }
     #[inline(always)]
-    unsafe fn eight(at: *const f16) -> __m256 {
+    unsafe fn lanes(at: *const f16, _: isize) -> __m256 {
         // SAFETY: the caller's promise.
         unsafe { _mm256_cvtph_ps(_mm_loadu_si128(at.cast())) }
     }
@@ -119,15 +133,57 @@ impl Source for f16 {
 
 // A bf16 is the upper half of an f32.
 impl Source for bf16 {
+    type Element = bf16;
     #[inline(always)]
-    unsafe fn one(at: *const bf16) -> f32 {
+    unsafe fn one(at: *const bf16, _: isize) -> f32 {
         // SAFETY: the caller's promise.
         f32::from_bits(u32::from(unsafe { *at }.to_bits()) << 16)
     }
     #[inline(always)]
-    unsafe fn eight(at: *const bf16) -> __m256 {
+    unsafe fn lanes(at: *const bf16, _: isize) -> __m256 {
         // SAFETY: the caller's promise.
         unsafe { _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128(at.cast())))) }
+    }
+}
+
+/// Two steps of bf16 in the bits of an f32, the first one in the lower half.
+pub(super) struct Pairs;
+
+impl Source for Pairs {
+    type Element = bf16;
+    const STEPS: usize = 2;
+    #[inline(always)]
+    unsafe fn one(at: *const bf16, along: isize) -> f32 {
+        // SAFETY: the caller's promise.
+        let (first, second) = unsafe { (Half::one(at, along), bf16::one(at.offset(along), along)) };
+        f32::from_bits(first.to_bits() | second.to_bits())
+    }
+    #[inline(always)]
+    unsafe fn lanes(at: *const bf16, along: isize) -> __m256 {
+        // SAFETY: the caller's promise.
+        unsafe { _mm256_or_ps(Half::lanes(at, along), bf16::lanes(at.offset(along), along)) }
+    }
+    #[inline(always)]
+    unsafe fn steps(at: *const bf16) -> __m256 {
+        // SAFETY: the caller's promise.
+        unsafe { _mm256_loadu_ps(at.cast()) }
+    }
+}
+
+/// A pair of which the second one is zero: what an odd number of steps ends with.
+pub(super) struct Half;
+
+impl Source for Half {
+    type Element = bf16;
+    #[inline(always)]
+    unsafe fn one(at: *const bf16, _: isize) -> f32 {
+        // SAFETY: the caller's promise.
+        f32::from_bits(unsafe { *at }.to_bits().into())
+    }
+    #[inline(always)]
+    unsafe fn lanes(at: *const bf16, _: isize) -> __m256 {
+        // SAFETY: the caller's promise.
+        unsafe { _mm256_castsi256_ps(_mm256_cvtepu16_epi32(_mm_loadu_si128(at.cast()))) }
     }
 }
 
@@ -136,13 +192,13 @@ impl Source for bf16 {
 /// # Safety
 /// As [`pack`].
 #[target_feature(enable = "avx2,f16c")]
-unsafe fn rows<S: Source, const W: usize>(from: From<S>, to: *mut f32, copies: Copies) {
+unsafe fn rows<S: Source, const W: usize>(from: From<S::Element>, to: *mut f32, copies: Copies) {
     for p in 0..copies.steps {
         for panel in 0..copies.panels {
             // SAFETY: the caller's promise.
             unsafe {
-                let start = from.start.offset(p as isize * from.along).add(panel * W);
-                S::row::<W>(start, to.add(panel * copies.apart + p * W));
+                let start = from.start.offset((p * S::STEPS) as isize * from.along).add(panel * W);
+                S::row::<W>(start, from.along, to.add(panel * copies.apart + p * W));
             }
         }
     }
@@ -153,7 +209,7 @@ unsafe fn rows<S: Source, const W: usize>(from: From<S>, to: *mut f32, copies: C
 /// # Safety
 /// As [`pack`].
 #[target_feature(enable = "avx2,f16c")]
-unsafe fn turned<S: Source>(from: From<S>, to: *mut f32, steps: usize, lanes: usize, width: usize) {
+unsafe fn turned<S: Source>(from: From<S::Element>, to: *mut f32, steps: usize, lanes: usize, width: usize) {
     for p in (0..steps).step_by(8) {
         // From the last lanes on: what a block writes behind the width is the next step's first lanes, written after it.
         for first in (0..width).step_by(8).rev() {
@@ -162,7 +218,7 @@ unsafe fn turned<S: Source>(from: From<S>, to: *mut f32, steps: usize, lanes: us
             unsafe {
                 let mut block = [_mm256_setzero_ps(); 8];
                 for (i, row) in block.iter_mut().enumerate().take(lanes.saturating_sub(first)) {
-                    *row = S::eight(from.start.offset((first + i) as isize * from.across).add(p));
+                    *row = S::steps(from.start.offset((first + i) as isize * from.across).add(p * S::STEPS));
                 }
                 for (i, step) in turn(block).into_iter().enumerate() {
                     _mm256_storeu_ps(to.add((p + i) * width + first), step);
@@ -200,13 +256,13 @@ fn turn(r: [__m256; 8]) -> [__m256; 8] {
 /// # Safety
 /// As [`pack`].
 #[target_feature(enable = "avx2,f16c")]
-unsafe fn each<S: Source>(from: From<S>, to: *mut f32, steps: usize, lanes: usize, width: usize) {
+unsafe fn each<S: Source>(from: From<S::Element>, to: *mut f32, steps: usize, lanes: usize, width: usize) {
     for p in 0..steps {
         for i in 0..width {
             // SAFETY: the caller's promise, of lanes below `lanes`.
             unsafe {
-                let at = from.start.wrapping_offset(i as isize * from.across + p as isize * from.along);
-                *to.add(p * width + i) = if i < lanes { S::one(at) } else { 0.0 };
+                let at = from.start.wrapping_offset(i as isize * from.across + (p * S::STEPS) as isize * from.along);
+                *to.add(p * width + i) = if i < lanes { S::one(at, from.along) } else { 0.0 };
             }
         }
     }

@@ -1,0 +1,190 @@
+use super::*;
+
+const fn place(offset: usize, row: isize, col: isize) -> Place {
+    Place { offset, row, col }
+}
+
+#[test]
+fn matrices_that_do_not_lie_in_their_memory_are_refused() {
+    let (a, b) = ([1f32; 6], [1f32; 6]);
+    let mut out = [0f32; 4];
+    let mut try_with = |o, pa, pb| gemm((2, 2, 3), (&mut out, o), (&a, pa), (&b, pb));
+    let (o, pa, pb) = (place(0, 2, 1), place(0, 3, 1), place(0, 2, 1));
+    assert!(try_with(o, pa, pb).is_ok());
+    assert!(try_with(o, place(1, 3, 1), pb).is_err(), "one past the end");
+    assert!(try_with(o, place(2, 3, -1), pb).is_ok(), "flipped");
+    assert!(try_with(o, place(1, 3, -1), pb).is_err(), "one before the start");
+    assert!(try_with(o, pa, place(0, isize::MAX, 1)).is_err(), "overflow");
+    assert!(try_with(place(0, 1, 1), pa, pb).is_err(), "elements that coincide");
+    assert!(try_with(place(0, 0, 1), pa, pb).is_err(), "a broadcast result");
+    assert!(try_with(place(0, 1, 2), pa, pb).is_ok(), "transposed");
+}
+
+/// Every layout of every operand, at sizes around tiles, blocks and vectors of any kernel, on one thread and on all.
+#[test]
+fn products_are_those_of_f64() {
+    let number = |i: usize| ((i * 7919) % 1009) as f32 / 1009.0 - 0.5;
+    let sizes = [
+        (8, 8, 8),
+        (9, 17, 11),
+        (13, 33, 8),
+        (24, 31, 16),
+        (10, 128, 300),
+        (65, 100, 90),
+        (128, 8, 513),
+        (100, 65, 2051),
+        (47, 1100, 1030),
+        (1040, 9, 1024),
+        (25, 40, 4103),
+    ];
+    for (m, n, k) in sizes {
+        let x: Vec<f32> = (0..3 + m * k).map(number).collect();
+        let y: Vec<f32> = (0..5 + k * n).map(|i| number(i + 71)).collect();
+        for layout in 0..8 {
+            let place = |bit: usize, offset: usize, rows: usize, cols: usize| match layout >> bit & 1 {
+                0 => place(offset, cols as isize, 1),
+                _ => place(offset, 1, rows as isize),
+            };
+            let (a, b, c) = (place(0, 3, m, k), place(1, 5, k, n), place(2, 7, m, n));
+            let at =
+                |p: Place, i: usize, j: usize| (p.offset as isize + i as isize * p.row + j as isize * p.col) as usize;
+            let halves: Vec<f16> = y.iter().map(|&y| f16::from_f32(y)).collect();
+            let [brains, others] = [&x, &y].map(|x| x.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<bf16>>());
+            let forms = [
+                (Floats::F32(&x), Floats::F32(&y)),
+                (Floats::BF16(&brains), Floats::F16(&halves)),
+                (Floats::BF16(&brains), Floats::BF16(&others)),
+            ];
+            for (form, (left, right)) in forms.into_iter().enumerate() {
+                let mut out = vec![f32::NAN; 7 + m * n];
+                gemm_f32((m, n, k), &mut out, left, right, std::iter::once([a, b, c])).unwrap();
+                assert!(out[..7].iter().all(|x| x.is_nan()), "written before the result");
+                if layout & 4 == 0 && in_pieces((m, n, k)) {
+                    in_pieces_it_is_the_same((m, n, k), &out[7..], (left, a), (right, b));
+                }
+                let (left, right) = (left.widened(), right.widened());
+                for i in (0..m).step_by(1 + m / 40) {
+                    for j in (0..n).step_by(1 + n / 40) {
+                        let product = |p| f64::from(left[at(a, i, p)]) * f64::from(right[at(b, p, j)]);
+                        let (want, got) = ((0..k).map(product).sum::<f64>(), f64::from(out[at(c, i, j)]));
+                        let error = (got - want).abs();
+                        assert!(
+                            error <= 1e-6 * k as f64,
+                            "{m} x {k} x {n}, {layout}, {form}: ({i}, {j}) is {got}, not {want}"
+                        );
+                    }
+                }
+                assert!(out[7..].iter().all(|x| x.is_finite()), "{m} x {k} x {n}: an element was not written");
+            }
+        }
+    }
+}
+
+fn in_pieces_it_is_the_same(size: (usize, usize, usize), whole: &[f32], a: (Floats, Place), b: (Floats, Place)) {
+    let mut outs = [vec![f32::NAN; whole.len()], vec![f32::NAN; whole.len()]];
+    gemm_into(size, &mut outs.each_mut().map(|out| &mut out[..]), a, b, |first, product, outs| {
+        outs[0].copy_from_slice(product);
+        outs[1].iter_mut().enumerate().for_each(|(i, number)| *number = (first + i) as f32);
+    })
+    .unwrap();
+    assert!(outs[0] == whole, "{size:?} in pieces");
+    assert!(outs[1].iter().enumerate().all(|(i, &number)| number == i as f32), "{size:?}: the numbers of elements");
+    assert!(gemm_into(size, &mut [&mut outs[0][1..]], a, b, |_, _, _| ()).is_err(), "a result that is too short");
+}
+
+/// With strides of every kind and sign, read where they lie or not.
+#[test]
+fn strided_products_of_bf16() {
+    let number = |i: usize| bf16::from_f32(((i * 7919) % 1009) as f32 / 1009.0 - 0.5);
+    let (m, n) = (29, 43);
+    for k in [8, 9, 64, 77] {
+        let x: Vec<bf16> = (0..4 * 80 * 80).map(number).collect();
+        let strides = [(81, 1), (-81, 1), (79, -1), (160, 2), (2, 161), (-1, 80), (1, -79), (0, 1), (1, 0)];
+        for (a, b) in strides.into_iter().flat_map(|a| strides.map(|b| (a, b))) {
+            // The least offset that leaves room before the first element where strides are negative.
+            let of = |(row, col): (isize, isize), rows: usize, cols: usize| {
+                let before = (-row).max(0) as usize * (rows - 1) + (-col).max(0) as usize * (cols - 1);
+                place(before, row, col)
+            };
+            let (a, b) = (of(a, m, k), of(b, k, n));
+            let mut out = vec![f32::NAN; m * n];
+            let places = std::iter::once([a, b, place(0, n as isize, 1)]);
+            gemm_f32((m, n, k), &mut out, Floats::BF16(&x), Floats::BF16(&x), places).unwrap();
+            let at = |p: Place, i: usize, j: usize| {
+                f64::from(x[(p.offset as isize + i as isize * p.row + j as isize * p.col) as usize])
+            };
+            for (i, j) in (0..m).flat_map(|i| (0..n).map(move |j| (i, j))) {
+                let want: f64 = (0..k).map(|p| at(a, i, p) * at(b, p, j)).sum();
+                assert!((f64::from(out[i * n + j]) - want).abs() <= 1e-6 * k as f64, "{a:?} {b:?} {k}: ({i}, {j})");
+            }
+        }
+    }
+}
+
+/// What one element of the result has, the others have not, whatever fills up the last pair and the last tile. Numbers that are
+/// not normal may count as zeros.
+#[test]
+fn special_values_of_bf16() {
+    let (m, n) = (13, 35);
+    for (k, turned) in [8, 9, 1027].into_iter().flat_map(|k| [(k, false), (k, true)]) {
+        let mut a = vec![bf16::ONE; m * k];
+        let mut b = vec![bf16::from_f32(2.0); k * n];
+        let at_a = |i: usize, p: usize| if turned { p * m + i } else { i * k + p };
+        let at_b = |p: usize, j: usize| if turned { j * k + p } else { p * n + j };
+        a[at_a(2, k - 1)] = bf16::INFINITY;
+        a[at_a(5, 0)] = bf16::NAN;
+        a[at_a(7, k - 2)] = bf16::NEG_INFINITY;
+        a[at_a(7, 1)] = bf16::INFINITY;
+        b[at_b(k - 1, n - 1)] = bf16::ZERO;
+        b[at_b(3, 4)] = bf16::NEG_INFINITY;
+        a[at_a(12, 3)] = bf16::ZERO;
+        let places = match turned {
+            false => [place(0, k as isize, 1), place(0, n as isize, 1), place(0, n as isize, 1)],
+            true => [place(0, 1, m as isize), place(0, 1, k as isize), place(0, n as isize, 1)],
+        };
+        let mut out = vec![0f32; m * n];
+        let size = (m, n, k);
+        gemm_f32(size, &mut out, Floats::BF16(&a), Floats::BF16(&b), std::iter::once(places)).unwrap();
+        for (i, j) in (0..m).flat_map(|i| (0..n).map(move |j| (i, j))) {
+            let want: f64 = (0..k).map(|p| f64::from(a[at_a(i, p)]) * f64::from(b[at_b(p, j)])).sum();
+            let got = f64::from(out[i * n + j]);
+            assert!(got == want || (got.is_nan() && want.is_nan()), "{k} {turned}: ({i}, {j}) is {got}, not {want}");
+        }
+        let small = f32::from_bits(0x0040_0000);
+        let scale = 2f32.powi(120);
+        a.fill(bf16::from_f32(small));
+        b.fill(bf16::from_f32(scale));
+        gemm_f32(size, &mut out, Floats::BF16(&a), Floats::BF16(&b), std::iter::once(places)).unwrap();
+        assert!(out.iter().all(|&x| x == 0.0 || x == k as f32 * small * scale), "{k} {turned}: {}", out[0]);
+    }
+}
+
+#[test]
+fn products_at_several_places_of_the_same_memory() {
+    let x: Vec<f32> = (0..2 * 64).map(|i| i as f32).collect();
+    let mut out = vec![0f32; 2 * 64];
+    // 8 x 8 of two identities, one scaled.
+    let one: Vec<f32> = (0..64).map(|i| if i % 9 == 0 { 3.0 } else { 0.0 }).collect();
+    let places = [0, 64].map(|at| [place(at, 8, 1), place(0, 8, 1), place(64 - at, 8, 1)]);
+    gemm_f32((8, 8, 8), &mut out, Floats::F32(&x), Floats::F32(&one), places.into_iter()).unwrap();
+    assert!((0..64).all(|i| out[64 + i] == 3.0 * x[i] && out[i] == 3.0 * x[64 + i]));
+    let wrong = [[place(65, 8, 1), place(0, 8, 1), place(0, 8, 1)]];
+    assert!(gemm_f32((8, 8, 8), &mut out, Floats::F32(&x), Floats::F32(&one), wrong.into_iter()).is_err());
+}
+
+#[test]
+fn pieces_cover_the_result() {
+    for n in [1, 7, 8, 9, 100, 1024] {
+        for pieces in 1..9 {
+            assert_eq!((start(n, pieces, 0), start(n, pieces, pieces)), (0, n));
+            assert!((0..pieces).all(|i| start(n, pieces, i) <= start(n, pieces, i + 1)));
+        }
+    }
+}
+
+#[test]
+fn an_empty_sum_is_zero() {
+    let mut out = [7f64; 6];
+    gemm((2, 2, 0), (&mut out, place(0, 3, 1)), (&[], place(0, 0, 1)), (&[], place(0, 2, 1))).unwrap();
+    assert_eq!(out, [0.0, 0.0, 7.0, 0.0, 0.0, 7.0]);
+}
