@@ -6,6 +6,7 @@
 // with SM_90A each four warps multiply 64 rows by all columns by wgmma, and fetch the next slices meanwhile. A slice lies
 // in lines along the direction that is contiguous in global memory (along k or across), in chunks of 8 elements that are
 // permuted within their line so that no load meets a bank twice, as wgmma asks for it.
+// ROUNDED, "f16" or "bf16", is written in front where the results are the product and nothing else, RESULT_AT their places.
 //
 // PLANES 1: f16 or bf16. PLANES 2 and 3: f32, each x cut into as many bf16 of which the sum is x (three hold all of its
 // 24 bits), and as many products as matter; those of 16 k are added to the rest outside of the tensor core, which
@@ -69,10 +70,11 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     const uint index = (uint)get_group_id(0);
     const long from_k = 0;
 #endif
-    const uint z = index / (tiles_m * tiles_n), tile = index % (tiles_m * tiles_n);
+    const uint z = BATCH ? index / (tiles_m * tiles_n) : 0, tile = index - z * (tiles_m * tiles_n);
     const uint band = tile / (BAND * tiles_n), in_band = tile % (BAND * tiles_n);
     const uint height = min((uint)BAND, tiles_m - BAND * band);
-    const long i0 = (long)(BAND * band + in_band % height) * TILE_M, j0 = (long)(in_band / height) * TILE_N;
+    const uint column = height == BAND ? in_band / BAND : in_band / height; // a division by what is not known takes long
+    const long i0 = (long)(BAND * band + in_band - column * height) * TILE_M, j0 = (long)column * TILE_N;
     const int rows = min(ROWS - i0, (long)TILE_M), cols = min(COLS - j0, (long)TILE_N);
 #ifdef PARTS
     const int depth = min(DEPTH - from_k, PART_DEPTH);
@@ -325,6 +327,34 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
     }
 #endif
 
+#ifdef ROUNDED
+    // Each warp stages its 16 rows in one of the two slots (of four) that the last slices are not in, and waits for no other.
+    const uint staged = fetched + (slot + group) % STAGES * FETCHED + warp % 4 * (16 * ROUNDED_PITCH);
+    #pragma unroll
+    for (uint ni = 0; ni < NT; ni += 2) {
+        const uint to = staged + lane % 16 * ROUNDED_PITCH + (ni + lane / 16) * 16;
+        store_matrices(to, rounded(acc[0][ni][0], acc[0][ni][1]), rounded(acc[0][ni][2], acc[0][ni][3]),
+                       rounded(acc[0][ni + 1][0], acc[0][ni + 1][1]), rounded(acc[0][ni + 1][2], acc[0][ni + 1][3]));
+    }
+    asm volatile("bar.warp.sync 0xffffffff;" ::: "memory");
+    PLACES(z)
+    const __local uchar* own = (const __local uchar*)shared + (staged - fetched);
+    uint4 eight[TILE_N / 16];
+    #pragma unroll
+    for (uint u = 0; u < TILE_N / 16; u++) {
+        const uint e = u * 32 + lane;
+        eight[u] = *(const __local uint4*)(own + e / (TILE_N / 8) * ROUNDED_PITCH + e % (TILE_N / 8) * 16);
+    }
+    #pragma unroll
+    for (uint u = 0; u < TILE_N / 16; u++) {
+        const int e = u * 32 + lane, m = warp * 16 + e / (TILE_N / 8), n = e % (TILE_N / 8) * 8;
+        if (m < rows && n + 8 <= cols) *(__global uint4*)RESULT_AT(i0 + m, j0 + n) = eight[u];
+    }
+    for (uint e = lane; e < 16 * (cols % 8); e += 32) {
+        const int m = e % 16, n = cols / 8 * 8 + e / 16;
+        if (warp * 16 + m < rows) *RESULT_AT(i0 + warp * 16 + m, j0 + n) = *(const __local ushort*)(own + m * ROUNDED_PITCH + n * 2);
+    }
+#else
     __local float* results = (__local float*)shared;
     WAIT_BUT(0);
     barrier(CLK_LOCAL_MEM_FENCE);
@@ -440,5 +470,6 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
             }
         }
     }
+#endif
 }
 #endif

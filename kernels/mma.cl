@@ -166,5 +166,23 @@ static inline void cut(uint x[4], uint to, const uint plane)
 #define MULTIPLIED_BUT(n, d) asm volatile("//@ wgmma.wait_group.sync.aligned " #n ";" : REGISTERS(d))
 // What was written to local memory is seen by wgmma.
 #define SHOW asm volatile("fence.proxy.async.shared::cta;")
+
+#ifdef ROUNDED
+// Bytes between rows of results that are staged.
+#define ROUNDED_PITCH (TILE_N * 2 + 16)
+static inline uint rounded(float low, float high)
+{
+    uint both;
+    asm("cvt.rn." ROUNDED "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+// Four matrices of 8 x 8 as wgmma leaves them: each row to where the lane of its number says.
+static inline void store_matrices(uint to, uint a, uint b, uint c, uint d)
+{
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
+}
+#endif
 #endif
 #endif

@@ -72,7 +72,7 @@ fn every_orientation_at_the_edges_of_tiles() {
 #[test]
 fn large_enough_for_every_tile_size() {
     each_device(|device| {
-        let depths = [DType::F32, DType::F16].map(|dtype| (1100, 2824, 136, dtype));
+        let depths = [DType::F32, DType::F16, DType::BF16].map(|dtype| (1100, 2824, 136, dtype));
         let sizes = [(140, 260, 50), (700, 900, 50), (1500, 1700, 50), (1100, 1500, 136)];
         for (m, n, depth, dtype) in sizes.map(|(m, n, k)| (m, n, k, DType::F32)).into_iter().chain(depths) {
             let (a, b) = (whole(&[m, depth], dtype, device), whole(&[depth, n], dtype, device));

@@ -185,6 +185,11 @@ impl Mma {
         self.dtype == DType::F32 && !self.a.along_k
     }
 
+    /// Whether the kernel can round results on their way from registers: to halves, where it has nothing else to do with them.
+    pub(super) fn rounds(&self) -> bool {
+        self.tile.wgmma && self.dtype != DType::F32
+    }
+
     /// Rows and columns of the result that a work-group computes.
     pub(super) fn tile(self) -> (usize, usize) {
         (self.tile.m, self.tile.n)

@@ -8,6 +8,7 @@ use std::fmt::Write;
 use smallvec::SmallVec;
 
 use super::elementwise::Params;
+use super::expr::Expr;
 use super::gemm::{Gemm, Plan};
 use super::gemm_mma::{self, Found, Mma, Parts};
 use super::gemm_panel::Panel;
@@ -313,6 +314,11 @@ fn wide(variant: Variant, plan: &Plan, outs: &[Tensor]) -> usize {
     wide
 }
 
+/// Whether the epilogue leaves the product as it is.
+fn is_product(program: &Program) -> bool {
+    program.exprs() == [Expr::input(0)]
+}
+
 /// What a kernel is made for, besides types.
 struct Extent {
     /// Dimensions before the last two.
@@ -405,6 +411,11 @@ fn source(
             results.join(", "),
             call.join(", "),
         );
+    }
+    let halves = matches!(others[0], DType::F16 | DType::BF16);
+    if matches!(variant, Variant::Mma(mma) if mma.rounds()) && wide == 8 && halves && !parts && is_product(program) {
+        let at = format!("at0 + (row_) * p.v[{}] + (col_)", first + 1);
+        let _ = writeln!(defines, "#define ROUNDED \"{}\"\n#define RESULT_AT(row_, col_) (p0 + {at})", others[0]);
     }
     format!(
         "#define A {a}\n#define B {b}\n#define ACC {acc}\n#define BATCH {batch}\n#define PARAMS {numbers}\n{}\

@@ -70,6 +70,31 @@ fn check(device: Device, dtype: DType, (m, n, k): (usize, usize, usize), turns: 
     assert_eq!(got, run(Device::Cpu), "{dtype} {m} x {k} x {n}, turned {turns:03b}, on {device}");
 }
 
+/// Results in halves that are a part of a larger tensor, whose other elements stay: columns that are no multiple of
+/// eight, tiles of every size and their edges, against the CPU.
+#[test]
+fn products_into_a_part() {
+    if opencl::count() == 0 {
+        return;
+    }
+    let run = |device, dtype, (m, n, k), batch: usize| {
+        let (a, b) = (whole([batch * m, k], dtype, device), whole([k, n], dtype, device));
+        let all = Tensor::full([batch, m + 1, n / 8 * 8 + 24], 7.0, device).unwrap().to_dtype(dtype).unwrap();
+        let part = all.narrow(1, 1, m).unwrap().narrow(2, 8, n).unwrap();
+        let a = a.reshape([batch, m, k]).unwrap();
+        let product = Expr::input(0);
+        let gemm = Gemm { out: Some(part), ..Gemm::plain("test", &a, &b, std::slice::from_ref(&product), &dtype) };
+        gemm.run_one().unwrap();
+        all.to(DType::F32, Device::Cpu).unwrap().to_vec::<f32>().unwrap()
+    };
+    for dtype in [DType::F16, DType::BF16] {
+        for (size, batch) in [((1100, 2819, 136), 1), ((130, 259, 200), 1), ((70, 45, 40), 3), ((33, 64, 64), 2)] {
+            let got = run(Device::OpenCL(0), dtype, size, batch);
+            assert!(got == run(Device::Cpu, dtype, size, batch), "{dtype} {size:?}, {batch} of them");
+        }
+    }
+}
+
 #[test]
 fn kernels_have_different_keys() {
     let mut keys: Vec<u64> = Vec::new();
