@@ -70,6 +70,7 @@ use crate::device::{Stream, StreamId, stream};
 use crate::{Device, Element, Error, Result};
 use driver::MemoryKind;
 use driver::host::HostMemory;
+use registry::Current;
 
 /// A handle on bytes of one device. Cloning makes another handle on the same bytes.
 ///
@@ -185,10 +186,12 @@ impl Storage {
     /// `bytes` bytes with unspecified (but initialised) contents, unless the configuration asks for some. Zero bytes touch
     /// no driver.
     pub(crate) fn alloc(device: Device, bytes: usize) -> Result<Storage> {
-        let storage = Storage::raw(device, bytes)?;
-        if bytes > 0
-            && let Some(byte) = registry::config()?.fill_byte()
-        {
+        if bytes == 0 {
+            return Ok(Storage::new(device, 0, Home::Empty));
+        }
+        let current = registry::current(device)?;
+        let storage = Storage::raw(device, bytes, current)?;
+        if let Some(byte) = current.fill {
             storage.fill(0, bytes, &[byte])?;
         }
         Ok(storage)
@@ -196,17 +199,20 @@ impl Storage {
 
     /// `bytes` zero bytes.
     pub(crate) fn alloc_zeroed(device: Device, bytes: usize) -> Result<Storage> {
-        let storage = Storage::raw(device, bytes)?;
+        if bytes == 0 {
+            return Ok(Storage::new(device, 0, Home::Empty));
+        }
+        let storage = Storage::raw(device, bytes, registry::current(device)?)?;
         storage.fill(0, bytes, &[0])?;
         Ok(storage)
     }
 
     #[inline]
-    fn raw(device: Device, bytes: usize) -> Result<Storage> {
-        let home = match device {
-            _ if bytes == 0 => Home::Empty,
-            Device::Cpu => Home::Host(Lease::new(device, bytes)?),
-            Device::OpenCL(index) => Home::OpenCl(opencl::open(index)?, Lease::new(device, bytes)?),
+    fn raw(device: Device, bytes: usize, current: &'static Current) -> Result<Storage> {
+        let lease = Lease::new(device, bytes, current)?;
+        let home = match current.opened {
+            None => Home::Host(lease),
+            Some(opened) => Home::OpenCl(opened, lease),
         };
         Ok(Storage::new(device, bytes, home))
     }
@@ -413,13 +419,10 @@ fn home_stream(device: Device) -> StreamId {
 
 impl Lease {
     #[inline]
-    fn new(device: Device, bytes: usize) -> Result<Lease> {
+    fn new(device: Device, bytes: usize, current: &'static Current) -> Result<Lease> {
         let (from, is_own) = match scope::allocator(device) {
             Some(allocator) => (From::Scope(allocator), false),
-            None => {
-                let current = registry::current(device)?;
-                (From::Device(&*current.allocator), current.is_own)
-            }
+            None => (From::Device(&*current.allocator), current.is_own),
         };
         let allocator = from.allocator();
         let block = allocator.allocate(bytes, home_stream(device))?;

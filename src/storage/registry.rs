@@ -13,7 +13,7 @@ use super::driver::opencl::OpenCl;
 use super::driver::{Driver, DynDriver};
 use super::guard::GuardAllocator;
 use super::pool::PoolAllocator;
-use crate::device::opencl;
+use crate::device::opencl::{self, ClDevice};
 use crate::{Device, Error, Result};
 
 /// What is known of a device. Both live as long as the process: blocks keep plain references to their allocator.
@@ -28,6 +28,20 @@ pub(super) struct Current {
     pub(super) allocator: Arc<dyn Allocator>,
     /// Whether it is one of ours, whose blocks are what was asked for.
     pub(super) is_own: bool,
+    /// The open device; `None` for the CPU.
+    pub(super) opened: Option<&'static ClDevice>,
+    /// The byte that new storages are filled with, if any.
+    pub(super) fill: Option<u8>,
+}
+
+impl Current {
+    fn new(device: Device, allocator: Arc<dyn Allocator>, is_own: bool) -> Result<Current> {
+        let opened = match device {
+            Device::Cpu => None,
+            Device::OpenCL(index) => Some(opencl::open(index)?),
+        };
+        Ok(Current { allocator, is_own, opened, fill: config()?.fill_byte() })
+    }
 }
 
 /// Those of the first devices, found without a lock: every allocation asks.
@@ -146,7 +160,7 @@ pub fn set_allocator(device: Device, allocator: Arc<dyn Allocator>) -> Result<()
         return Err(Error::invalid("set_allocator", reason));
     }
     driver(device)?;
-    let current = leak(Current { allocator, is_own: false });
+    let current = leak(Current::new(device, allocator, false)?);
     change(device, |entry| entry.allocator = Some(current));
     Ok(())
 }
@@ -180,6 +194,6 @@ fn find(device: Device) -> Result<&'static Current> {
     }
     let driver = driver(device)?;
     let made = build_allocator(driver, config()?.clone())?;
-    let made = Current { allocator: made, is_own: true };
+    let made = Current::new(device, made, true)?;
     Ok(change(device, |entry| *entry.allocator.get_or_insert_with(|| leak(made))))
 }

@@ -64,7 +64,16 @@ impl Shape {
 
     /// Bytes of that many elements of `size` bytes; for sizes too large to compute with more than any device has.
     pub(crate) fn bytes(&self, size: usize) -> usize {
-        if self.is_addressable() { self.numel().saturating_mul(size) } else { usize::MAX }
+        let (mut reach, mut empty) = (1usize, false);
+        for &d in &self.0 {
+            reach = reach.saturating_mul(d.max(1));
+            empty |= d == 0;
+        }
+        match isize::try_from(reach) {
+            Err(_) => usize::MAX,
+            Ok(_) if empty => 0,
+            Ok(_) => reach.saturating_mul(size),
+        }
     }
 
     /// Row-major strides in elements.

@@ -6,7 +6,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 
 use opencl3::memory::{CL_MEM_READ_WRITE, CL_MIGRATE_MEM_OBJECT_CONTENT_UNDEFINED};
 use opencl3::types::{cl_context, cl_device_id, cl_event};
-use smallvec::{SmallVec, smallvec};
+use smallvec::SmallVec;
 
 use super::discovery::Found;
 use super::driver::{ClBuffer, ClKernel, call, create};
@@ -166,15 +166,16 @@ impl ClDevice {
         submit: impl FnOnce(&mut Locked<'_>, *mut cl_event) -> Result<(), ClError>,
     ) -> Result<()> {
         self.check_lost()?;
-        let mut words: SmallVec<[Words; 2]> = smallvec![[0; 4]; slots.len()];
+        let mut faults: SmallVec<[(&'static Slot, Words); 1]> = SmallVec::new();
         self.submit_and_wait(stream, |q, event| {
+            slots.iter().filter(|slot| slot.is_pending()).for_each(|slot| faults.push((*slot, [0; 4])));
             // The faults first: the event is that of the last command.
-            slots.iter().zip(&mut words).try_for_each(|(slot, words)| slot.enqueue_read(q, words))?;
+            faults.iter_mut().try_for_each(|(slot, words)| slot.enqueue_read(q, words))?;
             submit(q, event)
         })
         .map_err(|e| self.error(e))?;
         // Every slot is cleared, the first fault is told.
-        slots.iter().zip(words).map(|(slot, words)| self.report(slot, words)).fold(Ok(()), Result::and)
+        faults.into_iter().map(|(slot, words)| self.report(slot, words)).fold(Ok(()), Result::and)
     }
 
     /// Whether the device has faulted: everything but dropping gives [`Error::DeviceLost`] then.

@@ -6,6 +6,7 @@
 
 use std::cell::RefCell;
 use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering::Acquire, Ordering::Release};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use opencl3::types::{cl_context, cl_event};
@@ -54,6 +55,8 @@ pub(super) struct Slot {
     /// The streams on which a kernel that may record a fault here was launched since it was last read. Changed under
     /// the queues' lock.
     pending: Mutex<Vec<StreamId>>,
+    /// Whether there are any: every wait asks.
+    is_pending: AtomicBool,
 }
 
 type Idle = Mutex<Vec<&'static Slot>>;
@@ -124,7 +127,7 @@ impl Slots {
 impl Slot {
     fn new(context: cl_context) -> Result<&'static Slot, ClError> {
         let buffer = create_buffer(context, size_of::<Words>())?;
-        Ok(Box::leak(Box::new(Slot { buffer, pending: Mutex::default() })))
+        Ok(Box::leak(Box::new(Slot { buffer, pending: Mutex::default(), is_pending: AtomicBool::new(false) })))
     }
 
     pub(super) fn buffer(&self) -> &ClBuffer {
@@ -137,7 +140,7 @@ impl Slot {
 
     /// Whether there may be something to read.
     pub(super) fn is_pending(&self) -> bool {
-        !self.pending().is_empty()
+        self.is_pending.load(Acquire)
     }
 
     /// Notes, under the queues' lock, that one was launched.
@@ -146,19 +149,21 @@ impl Slot {
         if !pending.contains(&stream) {
             pending.push(stream);
         }
+        self.is_pending.store(true, Release);
     }
 
     /// Whether there may be something to read once this stream is done.
     pub(super) fn is_pending_on(&self, stream: StreamId) -> bool {
-        self.pending().contains(&stream)
+        self.is_pending() && self.pending().contains(&stream)
     }
 
     /// Enqueues a read of the words, if there is anything to read, behind all kernels that may write them.
     pub(super) fn enqueue_read(&self, queue: &mut Locked<'_>, words: &mut Words) -> Result<(), ClError> {
-        let writers = std::mem::take(&mut *self.pending());
-        if writers.is_empty() {
+        if !self.is_pending() {
             return Ok(());
         }
+        let writers = std::mem::take(&mut *self.pending());
+        self.is_pending.store(false, Release);
         queue.after(&writers)?;
         let (mem, to) = (self.buffer.mem(), words.as_mut_ptr().cast());
         let none: *mut cl_event = ptr::null_mut();
