@@ -296,3 +296,27 @@ fn threads_never_see_each_others_bytes() {
         });
     }
 }
+
+#[test]
+fn copies_both_ways_at_once_are_whole() {
+    let (a, b) = (Storage::alloc_zeroed(Device::Cpu, 5000).unwrap(), Storage::alloc(Device::Cpu, 5000).unwrap());
+    b.fill(0, 5000, &[7]).unwrap();
+    let rounds = if cfg!(miri) { 8 } else { 500 };
+    thread::scope(|scope| {
+        for (to, from) in [(&a, &b), (&b, &a), (&a, &b)] {
+            scope.spawn(move || (0..rounds).for_each(|_| to.copy_from(0, from, 0, 5000, true).unwrap()));
+        }
+        for s in [&a, &b] {
+            let bytes = contents(s);
+            assert!(bytes.iter().all(|&byte| byte == bytes[0]), "a copy was seen half done");
+        }
+    });
+    assert_eq!(contents(&a), contents(&b));
+    // Parts of them, and of one storage, overlapping.
+    a.write(0, &[1, 2, 3, 4, 5]).unwrap();
+    b.copy_from(4990, &a, 1, 10, true).unwrap();
+    assert_eq!(contents(&b)[4989..4995], [contents(&b)[0], 2, 3, 4, 5, contents(&b)[0]]);
+    a.copy_from(1, &a, 0, 5, true).unwrap();
+    assert_eq!(contents(&a)[..6], [1, 1, 2, 3, 4, 5]);
+    assert!(b.copy_from(4991, &a, 0, 10, true).is_err());
+}
