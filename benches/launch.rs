@@ -7,7 +7,7 @@ use std::cell::RefCell;
 use std::error::Error;
 use std::time::Instant;
 
-use claystone::optim::{Optimizer, Sgd, SgdConfig};
+use claystone::optim::{AdamW, AdamWConfig, Fused, Optimizer, Rule, Sgd, SgdConfig};
 use claystone::{Device, Tensor};
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -23,8 +23,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     let sgd = Sgd::new(vec![&mut weight], SgdConfig { momentum: 0.9, ..SgdConfig::default() })?;
     weight.sum((), false)?.backward()?;
     let sgd = RefCell::new(sgd);
+    let momentum = SgdConfig { momentum: 0.9, ..SgdConfig::default() };
+    let (six, adamw): (Sgd, AdamW) = (of_six(momentum, device)?, of_six(AdamWConfig::default(), device)?);
+    let (six, adamw) = (RefCell::new(six), RefCell::new(adamw));
     type Case<'a> = (&'a str, Box<dyn Fn() -> claystone::Result<()> + 'a>);
-    let cases: [Case; 17] = [
+    let cases: [Case; 19] = [
         ("empty", Box::new(|| Tensor::empty(&[64, 64], device).map(drop))),
         ("add", Box::new(|| x.add(&y).map(drop))),
         ("add_", Box::new(|| y.add_(&x).map(drop))),
@@ -40,6 +43,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         ("linear", Box::new(|| x.linear(&y, Some(&row)).map(drop))),
         ("embedding", Box::new(|| x.embedding(&labels).map(drop))),
         ("sgd", Box::new(|| sgd.borrow_mut().step())),
+        ("sgd of six", Box::new(|| six.borrow_mut().step())),
+        ("adamw of six", Box::new(|| adamw.borrow_mut().step())),
         ("clone", Box::new(|| x.try_clone().map(drop))),
         ("transposed copy", Box::new(|| x.t()?.contiguous().map(drop))),
     ];
@@ -57,4 +62,13 @@ fn main() -> Result<(), Box<dyn Error>> {
         println!("{name:16} {:8.0} ns", times[times.len() / 2]);
     }
     Ok(())
+}
+
+/// The optimiser of six parameters with gradients, a small network's.
+fn of_six<R: Rule>(rule: R, device: Device) -> claystone::Result<Fused<R>> {
+    let leaf = |i: usize| Tensor::rand(&[8, [8, 1][i % 2]], device)?.requires_grad_(true);
+    let mut parameters = (0..6).map(leaf).collect::<claystone::Result<Vec<Tensor>>>()?;
+    let optimizer = Fused::new(parameters.iter_mut().collect(), rule)?;
+    parameters.iter().try_for_each(|p| p.sum((), false)?.backward())?;
+    Ok(optimizer)
 }

@@ -5,7 +5,8 @@ mod common;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
-use claystone::{Device, Graph, Result, Tensor};
+use claystone::optim::*;
+use claystone::{DType, Device, Graph, Result, Tensor};
 
 /// Counts what this thread asks for. Drivers have their own heap.
 struct Counting;
@@ -40,6 +41,35 @@ unsafe impl GlobalAlloc for Counting {
 
 #[global_allocator]
 static COUNTING: Counting = Counting;
+
+type Step = Box<dyn FnMut() -> Result<()>>;
+
+/// Steps of every optimiser, two parameters in f32 or bf16, with another learning rate each time.
+fn optimisers(device: Device) -> Result<Vec<(String, Step)>> {
+    fn of<R: Rule + 'static>(rule: R, dtype: DType, device: Device) -> Result<(String, Step)> {
+        let leaf = |n: usize| Tensor::ones(n, (dtype, device))?.requires_grad_(true);
+        let (mut a, mut b) = (leaf(6)?, leaf(4)?);
+        let mut optimizer = Fused::new(vec![&mut a, &mut b], rule)?;
+        a.sum((), false)?.add(&b.sum((), false)?)?.backward()?;
+        let mut lr = 0.1;
+        let step = move || {
+            lr *= 0.99;
+            optimizer.set_learning_rates(&[lr])?;
+            optimizer.step()
+        };
+        Ok((format!("{} of {dtype}", R::NAME), Box::new(step)))
+    }
+    let mut steps = Vec::new();
+    for dtype in [DType::F32, DType::BF16] {
+        steps.push(of(SgdConfig { momentum: 0.9, ..Default::default() }, dtype, device)?);
+        steps.push(of(AdamConfig { amsgrad: true, ..Default::default() }, dtype, device)?);
+        steps.push(of(AdamWConfig::default(), dtype, device)?);
+        steps.push(of(RmsPropConfig { centered: true, ..Default::default() }, dtype, device)?);
+        steps.push(of(AdagradConfig::default(), dtype, device)?);
+        steps.push(of(LionConfig::default(), dtype, device)?);
+    }
+    Ok(steps)
+}
 
 #[test]
 fn launches_ask_the_heap_for_nothing() {
@@ -84,6 +114,13 @@ fn launches_ask_the_heap_for_nothing() {
         let before = ASKED.get();
         (0..20).for_each(|_| _ = y.add_(&x).unwrap());
         assert_eq!(ASKED.get() - before, 0, "add_ on {device}");
+        // Steps of optimisers, whose learning rate changes.
+        for (name, step) in &mut optimisers(device).unwrap() {
+            (0..3).for_each(|_| step().unwrap());
+            let before = ASKED.get();
+            (0..20).for_each(|_| step().unwrap());
+            assert_eq!(ASKED.get() - before, 0, "20 steps of {name} on {device}");
+        }
         // Replays, of kernels, fills and copies.
         let work = || Tensor::zeros(6, device)?.add(&x)?.softmax(1)?.t()?.contiguous();
         let (graph, _out) = Graph::capture(device, work).unwrap();

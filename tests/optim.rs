@@ -2,10 +2,13 @@
 
 mod common;
 
+use std::cell::Cell;
+use std::rc::Rc;
+
 use claystone::device::count_launches;
 use claystone::nn::StateDict;
 use claystone::optim::*;
-use claystone::{DType, Device, Tensor, no_grad};
+use claystone::{DType, Device, Expr, Tensor, no_grad};
 use common::{each_device, f64s};
 
 const START: [f64; 4] = [0.5, -1.0, 2.0, 0.25];
@@ -118,6 +121,113 @@ fn lion_follows_its_definition() {
         let c = 0.9 * s[0] + 0.1 * g;
         s[0] = 0.99 * s[0] + 0.01 * g;
         w * (1.0 - 0.01 * 0.1) - 0.01 * if c == 0.0 { 0.0 } else { c.signum() }
+    });
+}
+
+/// Weights, the state of each and how often they were updated.
+type Followed = ([f64; 4], [[f64; 3]; 4], i32);
+
+/// Steps know how the last one was launched. What changes from one to the next counts all the same: learning rates, factors,
+/// parameters that backward did not reach, weights and state written from outside. Where a parameter missed a step, later
+/// ones are `apart` launches.
+fn goes_on<R: Rule + Clone>(rule: R, apart: u64, reference: impl Fn(f64, f64, &mut [f64; 3], i32, f64) -> f64) {
+    each_device(|device| {
+        let mut parameters: Vec<Tensor> = (0..3).map(|_| leaf(&START, DType::F32, device)).collect();
+        let mut optimizer = Fused::new(parameters.iter_mut().collect(), rule.clone()).unwrap();
+        let mut want = [(START, [[0.0; 3]; 4], 0); 3];
+        let step = |optimizer: &mut Fused<R>, want: &mut [Followed; 3], lr, factor, missing| {
+            optimizer.zero_grad();
+            optimizer.set_learning_rates(&[lr]).unwrap();
+            for (i, (w, state, t)) in want.iter_mut().enumerate().filter(|(i, _)| Some(*i) != missing) {
+                backward(&parameters[i]);
+                *t += 1;
+                for j in 0..4 {
+                    w[j] = reference(w[j], factor * 2.0 * SLOPE[j] * w[j], &mut state[j], *t, lr);
+                }
+            }
+            let (_, launches) = count_launches(|| optimizer.step_scaled(factor).unwrap());
+            for (p, (w, ..)) in parameters.iter().zip(want) {
+                for (got, want) in f64s(p).iter().zip(w) {
+                    assert!((got - *want).abs() < 2e-5, "{}: {got} instead of {want} on {device}", R::NAME);
+                }
+            }
+            launches
+        };
+        assert_eq!(step(&mut optimizer, &mut want, 0.1, 1.0, None), 1);
+        assert_eq!(step(&mut optimizer, &mut want, 0.1, 1.0, None), 1);
+        let state = optimizer.state_dict().unwrap();
+        let state: StateDict = state.into_iter().map(|(n, t)| (n, t.try_clone().unwrap())).collect();
+        let weights: Vec<Tensor> = parameters.iter().map(|p| p.detach().try_clone().unwrap()).collect();
+        let kept = want;
+        assert_eq!(step(&mut optimizer, &mut want, 0.05, 1.0, None), 1);
+        assert_eq!(step(&mut optimizer, &mut want, 0.05, 0.5, None), 1);
+        assert_eq!(step(&mut optimizer, &mut want, 0.05, 1.0, Some(1)), 2);
+        assert_eq!(step(&mut optimizer, &mut want, 0.02, 1.0, None), apart);
+        assert_eq!(step(&mut optimizer, &mut want, 0.03, 1.0, None), apart);
+        no_grad(|| parameters.iter().zip(&weights).for_each(|(p, w)| _ = p.copy_(w).unwrap()));
+        optimizer.load_state_dict(&state).unwrap();
+        want = kept;
+        assert_eq!(optimizer.learning_rate(), 0.1);
+        assert_eq!(step(&mut optimizer, &mut want, 0.04, 1.0, None), 1);
+    });
+}
+
+#[test]
+fn what_changes_between_steps_counts() {
+    let sgd = SgdConfig { momentum: 0.8, dampening: 0.3, weight_decay: 0.05, ..Default::default() };
+    goes_on(sgd, 1, |w, g, s, t, lr| {
+        let g = g + 0.05 * w;
+        s[0] = if t == 1 { g } else { 0.8 * s[0] + 0.7 * g };
+        w - lr * s[0]
+    });
+    let adamw = AdamWConfig { weight_decay: 0.1, ..Default::default() };
+    goes_on(adamw, 3, |w, g, s, t, lr| {
+        s[0] = 0.9 * s[0] + 0.1 * g;
+        s[1] = 0.999 * s[1] + 0.001 * g * g;
+        let root = (s[1] / (1.0 - 0.999f64.powi(t))).sqrt() + 1e-8;
+        w * (1.0 - lr * 0.1) - lr * s[0] / (1.0 - 0.9f64.powi(t)) / root
+    });
+}
+
+/// A rule of somebody else's, whose weight decay is changed from outside.
+struct Decaying {
+    lr: f64,
+    decay: Rc<Cell<f64>>,
+}
+
+impl Rule for Decaying {
+    const NAME: &'static str = "Decaying";
+
+    fn numbers(&self, _step: i32) -> Vec<f64> {
+        vec![self.lr, self.decay.get()]
+    }
+
+    fn update(&self, w: &Expr, g: &Expr, _state: &[Expr], s: &[Expr]) -> (Expr, Vec<Expr>) {
+        (w - &s[0] * (g + &s[1] * w), vec![])
+    }
+
+    fn learning_rate(&self) -> f64 {
+        self.lr
+    }
+
+    fn set_learning_rate(&mut self, lr: f64) {
+        self.lr = lr;
+    }
+}
+
+#[test]
+fn a_rules_numbers_are_asked_at_every_step() {
+    each_device(|device| {
+        let (mut w, decay) = (leaf(&START, DType::F32, device), Rc::new(Cell::new(0.0)));
+        let mut optimizer = Fused::new(vec![&mut w], Decaying { lr: 0.1, decay: decay.clone() }).unwrap();
+        backward_of_ones(&w);
+        let mut want = START;
+        for of in [0.0, 0.0, 0.5, 0.25] {
+            decay.set(of);
+            optimizer.step().unwrap();
+            want.iter_mut().for_each(|w| *w -= 0.1 * (1.0 + of * *w));
+            assert!(f64s(&w).iter().zip(want).all(|(got, want)| (got - want).abs() < 1e-5), "{w} on {device}");
+        }
     });
 }
 

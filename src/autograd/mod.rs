@@ -46,6 +46,14 @@ use node::State;
 /// The gradients of an operation's inputs, in order; None where none flows or none was wanted.
 pub(crate) type Gradients = SmallVec<[Option<Tensor>; 3]>;
 
+/// Where a leaf has its gradient.
+pub(crate) enum Collected {
+    Nothing,
+    /// Where the optimiser wants it.
+    InSlot,
+    Elsewhere(Tensor),
+}
+
 impl Tensor {
     /// This tensor as a leaf whose gradient is collected (`true`), or outside the graph (`false`). Shares the storage.
     ///
@@ -123,13 +131,14 @@ impl Tensor {
         }
     }
 
-    /// Whether the collected gradient lies in the slot.
-    pub(crate) fn grad_in_slot(&self) -> bool {
-        let Some(node) = &self.node else { return false };
-        let State::Leaf(leaf) = &*node.state() else { return false };
+    /// What this leaf has collected, for the optimiser that gave it the slot.
+    pub(crate) fn collected(&self) -> Collected {
+        let Some(node) = &self.node else { return Collected::Nothing };
+        let State::Leaf(leaf) = &*node.state() else { return Collected::Nothing };
         match (&leaf.grad, &leaf.slot) {
-            (Some(grad), Some(slot)) => grad.shares_storage(slot) && grad.layout == slot.layout,
-            _ => false,
+            (None, _) => Collected::Nothing,
+            (Some(grad), Some(slot)) if grad.shares_storage(slot) && grad.layout == slot.layout => Collected::InSlot,
+            (Some(grad), _) => Collected::Elsewhere(grad.shallow_clone()),
         }
     }
 }

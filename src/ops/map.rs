@@ -1,5 +1,7 @@
 //! Formulas of the user's, on tensors: [`Tensor::map`] and its kin.
 
+use std::sync::Arc;
+
 use super::elementwise::{Params, apply_into, apply_tracked, compute_type};
 use super::expr::Expr;
 use super::program::Program;
@@ -28,6 +30,26 @@ fn checked(op: &'static str, inputs: &[&Tensor], f: impl FnOnce(&[Expr]) -> Expr
         return Err(Error::UnsupportedDType { op, dtype: first.dtype, expected: "floats for this expression" });
     }
     Ok(expr)
+}
+
+/// The formulas that `f` makes of so many inputs and numbers, one for each of so many results.
+pub(crate) fn formulas(
+    op: &'static str,
+    (inputs, scalars): (usize, usize),
+    outputs: usize,
+    f: impl FnOnce(&[Expr], &[Expr]) -> Vec<Expr>,
+) -> Result<Arc<Program>> {
+    let leaves: Vec<Expr> = (0..inputs).map(Expr::input).collect();
+    let numbers: Vec<Expr> = (0..scalars).map(Expr::scalar).collect();
+    let exprs = f(&leaves, &numbers);
+    if exprs.len() != outputs {
+        return Err(Error::invalid(op, format!("{} formulas for {outputs} outputs", exprs.len())));
+    }
+    let program = Program::of(&exprs);
+    if program.inputs() > inputs || program.scalars() > scalars || program.seeds() > 0 {
+        return Err(Error::invalid(op, "a formula reads more than the inputs and scalars given"));
+    }
+    Ok(program)
 }
 
 impl Tensor {
@@ -131,17 +153,7 @@ impl Tensor {
                 return Err(Error::invalid(op, "two outputs are views of the same storage: write them one by one"));
             }
         }
-        let leaves: Vec<Expr> = (0..inputs.len()).map(Expr::input).collect();
-        let numbers: Vec<Expr> = (0..scalars.len()).map(Expr::scalar).collect();
-        let exprs = f(&leaves, &numbers);
-        if exprs.len() != outputs.len() {
-            let reason = format!("{} formulas for {} outputs", exprs.len(), outputs.len());
-            return Err(Error::invalid(op, reason));
-        }
-        let program = Program::of(&exprs);
-        if program.inputs() > inputs.len() || program.scalars() > scalars.len() || program.seeds() > 0 {
-            return Err(Error::invalid(op, "a formula reads more than the inputs and scalars given"));
-        }
+        let program = formulas(op, (inputs.len(), scalars.len()), outputs.len(), f)?;
         if compute_type(&program, inputs, outputs) == Compute::I64 {
             scalars.iter().try_for_each(|s| s.check_whole(op, first.dtype))?;
         }

@@ -167,7 +167,7 @@ impl Ready {
     }
 
     fn launch(&self, device: &'static ClDevice, tensors: &[&Tensor], params: Params) -> Result<()> {
-        let mut places: SmallVec<[Placed; 8]> = SmallVec::new();
+        let mut places: SmallVec<[Placed; 10]> = SmallVec::new();
         for &k in &self.takes {
             match tensors[k].place() {
                 Ok(place) => places.push(place),
@@ -189,7 +189,7 @@ impl Ready {
                 &known[..]
             }
         };
-        let mut args: SmallVec<[Arg; 24]> = SmallVec::new();
+        let mut args: SmallVec<[Arg; 32]> = SmallVec::new();
         for slot in &self.slots {
             let arg = match *slot {
                 Slot::Buffer(of) => places[of as usize].buffer(),
@@ -201,7 +201,7 @@ impl Ready {
                 Slot::Words(from, to) => Arg::Bytes(bytemuck::cast_slice(&words[from as usize..to as usize])),
                 Slot::Scalars(count, compute) => {
                     let scalars = params.scalars.iter().take(count as usize);
-                    args.extend(scalars.map(|&s| scalar_arg(compute, s)));
+                    scalars.for_each(|&s| args.push(scalar_arg(compute, s))); // `extend` is a call
                     continue;
                 }
                 Slot::Seeds(count) => {

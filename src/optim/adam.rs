@@ -1,7 +1,7 @@
 //! Adam, with the weight decay in the gradient or beside it.
 
 use super::flat::check;
-use super::fused::{Fused, Rule};
+use super::fused::{Fused, Rule, numbers_of};
 use crate::{Expr, Result};
 
 macro_rules! adam {
@@ -57,7 +57,11 @@ macro_rules! adam {
             }
 
             fn numbers(&self, step: i32) -> Vec<f64> {
-                self.moments().numbers(step)
+                numbers_of(self, step)
+            }
+
+            fn numbers_to(&self, step: i32, to: &mut Vec<f64>) {
+                to.extend(self.moments().numbers(step));
             }
 
             fn update(&self, w: &Expr, g: &Expr, state: &[Expr], s: &[Expr]) -> (Expr, Vec<Expr>) {
@@ -118,13 +122,13 @@ struct Moments {
 }
 
 impl Moments {
-    fn numbers(&self, step: i32) -> Vec<f64> {
+    fn numbers(&self, step: i32) -> [f64; 8] {
         // The means start at zero; these undo the bias of that.
         let correct1 = 1.0 / (1.0 - self.beta1.powi(step));
         let correct2 = 1.0 / (1.0 - self.beta2.powi(step));
         let decay = if self.decoupled { 1.0 - self.lr * self.weight_decay } else { self.weight_decay };
         let (beta1, beta2) = (self.beta1, self.beta2);
-        vec![beta1, 1.0 - beta1, beta2, 1.0 - beta2, self.lr * correct1, correct2, self.eps, decay]
+        [beta1, 1.0 - beta1, beta2, 1.0 - beta2, self.lr * correct1, correct2, self.eps, decay]
     }
 
     fn update(&self, w: &Expr, g: &Expr, state: &[Expr], s: &[Expr]) -> (Expr, Vec<Expr>) {

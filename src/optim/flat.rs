@@ -2,6 +2,9 @@
 
 use std::ops::Range;
 
+use smallvec::SmallVec;
+
+use crate::autograd::Collected;
 use crate::{DType, Device, Error, Result, Tensor, no_grad};
 
 /// Parameters rehomed as views of one buffer, gradients of another.
@@ -13,22 +16,33 @@ pub(super) struct Flat {
     master: Option<Tensor>,
     /// The version of `params` that `master` goes with.
     version: u64,
-    /// The parameters, in order, with where each starts in the buffers.
-    views: Vec<(Tensor, usize)>,
+    /// The parameters, in order, with where the buffers have each.
+    views: Vec<(Tensor, Range<usize>)>,
 }
 
-/// The consecutive parameters one launch updates, as views of the flat buffers.
+/// The consecutive parameters that one launch updates.
+#[derive(PartialEq)]
 pub(super) struct Run {
-    /// Where the run starts and how many elements it has: for the optimiser's own flat state.
-    pub(super) start: usize,
-    pub(super) len: usize,
     /// Which parameters these are.
     pub(super) parameters: Range<usize>,
-    /// What the step reads and writes: the master weights where there are any.
+    /// Where the flat buffers have them.
+    elements: Range<usize>,
+}
+
+/// What a launch reads and writes of the flat buffers.
+pub(super) struct Parts {
+    /// The master weights where there are any.
     pub(super) weights: Tensor,
     pub(super) grads: Tensor,
     /// The half-precision copy of the weights to write too.
     pub(super) rounded: Option<Tensor>,
+}
+
+impl Run {
+    /// What a flat buffer holds for its parameters.
+    pub(super) fn of(&self, flat: &Tensor) -> Result<Tensor> {
+        flat.narrow(0, self.elements.start, self.elements.len())
+    }
 }
 
 impl Flat {
@@ -71,7 +85,7 @@ impl Flat {
             no_grad(|| view.copy_(p))?;
             let view = view.requires_grad_(true)?;
             view.set_grad_slot(place(&grads)?);
-            views.push((view, start));
+            views.push((view, start..start + p.numel()));
             start += p.numel();
         }
         let master = if dtype.size() < 4 { Some(params.to_dtype(DType::F32)?) } else { None };
@@ -105,8 +119,8 @@ impl Flat {
 
     /// What a flat buffer holds for the i-th parameter, in its shape.
     pub(super) fn part(&self, flat: &Tensor, i: usize) -> Result<Tensor> {
-        let (p, start) = &self.views[i];
-        flat.detach().narrow(0, *start, p.numel())?.view(p.shape())
+        let (p, elements) = &self.views[i];
+        flat.detach().narrow(0, elements.start, elements.len())?.view(p.shape())
     }
 
     pub(super) fn device(&self) -> Device {
@@ -119,34 +133,36 @@ impl Flat {
 
     /// The longest stretches of parameters that have a gradient and go together, each with the one before it: one for
     /// all, unless some were not reached by backward. What was written to the parameters since the last step counts.
-    pub(super) fn runs(&self, together: impl Fn(usize, usize) -> bool) -> Result<Vec<Run>> {
+    pub(super) fn runs(&self, together: impl Fn(usize, usize) -> bool) -> Result<SmallVec<[Run; 1]>> {
         if let Some(master) = self.master.as_ref().filter(|_| self.params.storage().version() != self.version) {
             master.copy_(&self.params.to_dtype(DType::F32)?)?;
         }
-        let mut spans: Vec<(usize, usize, Range<usize>)> = Vec::new();
-        for (i, (p, start)) in self.views.iter().enumerate() {
-            let Some(grad) = p.grad() else { continue };
-            if !p.grad_in_slot() {
-                self.grads.narrow(0, *start, p.numel())?.view(p.shape())?.copy_(&grad)?;
+        let mut runs: SmallVec<[Run; 1]> = SmallVec::new();
+        for (i, (p, elements)) in self.views.iter().enumerate() {
+            match p.collected() {
+                Collected::Nothing => continue,
+                Collected::InSlot => {}
+                Collected::Elsewhere(grad) => _ = self.part(&self.grads, i)?.copy_(&grad)?,
             }
-            match spans.last_mut() {
-                Some((s, len, of)) if *s + *len == *start && of.end == i && together(i - 1, i) => {
-                    *len += p.numel();
-                    of.end = i + 1;
+            match runs.last_mut() {
+                Some(run) if run.parameters.end == i && together(i - 1, i) => {
+                    run.parameters.end = i + 1;
+                    run.elements.end = elements.end;
                 }
-                _ => spans.push((*start, p.numel(), i..i + 1)),
+                _ => runs.push(Run { parameters: i..i + 1, elements: elements.clone() }),
             }
         }
-        let run = |(start, len, parameters)| -> Result<Run> {
-            let part = |flat: &Tensor| flat.narrow(0, start, len);
-            let params = part(&self.params)?;
-            let (weights, rounded) = match &self.master {
-                Some(master) => (part(master)?, Some(params)),
-                None => (params, None),
-            };
-            Ok(Run { start, len, parameters, weights, grads: part(&self.grads)?, rounded })
+        Ok(runs)
+    }
+
+    /// What a run's launch reads and writes, besides the optimiser's state.
+    pub(super) fn parts(&self, run: &Run) -> Result<Parts> {
+        let params = run.of(&self.params)?;
+        let (weights, rounded) = match &self.master {
+            Some(master) => (run.of(master)?, Some(params)),
+            None => (params, None),
         };
-        spans.into_iter().map(run).collect()
+        Ok(Parts { weights, grads: run.of(&self.grads)?, rounded })
     }
 
     /// The runs were updated, rounded copies and all.

@@ -1,8 +1,14 @@
 //! The machinery under every optimiser: a rule's formula over flat buffers, group by group.
 
+use std::sync::Arc;
+
+use smallvec::SmallVec;
+
 use super::Optimizer;
-use super::flat::Flat;
+use super::flat::{Flat, Parts, Run};
 use crate::nn::StateDict;
+use crate::ops::program::Program;
+use crate::ops::{Params, apply_into, formulas};
 use crate::{DType, Device, Error, Expr, Graph, Result, Scalar, Tensor, no_grad};
 
 /// What tells one optimiser from another. The value holds the hyperparameters; it is what [`Fused::new`] is given.
@@ -59,8 +65,14 @@ pub trait Rule {
     /// The numbers of a parameter's `step`-th update (the first is 1), which the formula reads as scalars.
     fn numbers(&self, step: i32) -> Vec<f64>;
 
+    /// Adds what [`Rule::numbers`] gives to `to`, which is what a step asks for: done in place it costs no memory.
+    fn numbers_to(&self, step: i32, to: &mut Vec<f64>) {
+        to.extend(self.numbers(step));
+    }
+
     /// The new weight and the new state, from the weight, its gradient, the state and the numbers. Which formula it is may
-    /// depend on the hyperparameters, but their values belong among the numbers: every other formula is another kernel.
+    /// depend on the hyperparameters, except for the learning rate: steps ask once and go on with it. Their values belong
+    /// among the numbers: every other formula is another kernel.
     fn update(&self, weight: &Expr, grad: &Expr, state: &[Expr], numbers: &[Expr]) -> (Expr, Vec<Expr>);
 
     /// The learning rate.
@@ -83,6 +95,28 @@ struct Group<R> {
     rule: R,
     /// How often each parameter was updated.
     steps: Vec<i32>,
+    /// The numbers of an update; the memory is kept.
+    numbers: Vec<f64>,
+    /// What the last step launched: the next one mostly does the same.
+    launches: Vec<Launch>,
+}
+
+/// A launch of a step.
+struct Launch {
+    run: Run,
+    /// Whether gradients are multiplied by a factor, the last of the numbers, of which there are so many.
+    scaled: bool,
+    numbers: usize,
+    inputs: Vec<Tensor>,
+    outputs: Vec<Tensor>,
+    program: Arc<Program>,
+}
+
+/// What [`Rule::numbers`] is of a rule that adds them to others.
+pub(super) fn numbers_of(rule: &impl Rule, step: i32) -> Vec<f64> {
+    let mut numbers = Vec::new();
+    rule.numbers_to(step, &mut numbers);
+    numbers
 }
 
 impl<R: Rule> Fused<R> {
@@ -135,36 +169,51 @@ impl<R: Rule> Group<R> {
         let flat = Flat::new(R::NAME, parameters)?;
         let state = rule.state().iter().map(|(_, start)| flat.state(*start)).collect::<Result<_>>()?;
         let steps = vec![0; flat.count()];
-        Ok(Group { flat, state, rule, steps })
+        Ok(Group { flat, state, rule, steps, numbers: Vec::new(), launches: Vec::new() })
     }
 
     fn step(&mut self, factor: f64) -> Result<()> {
-        let (rule, steps) = (&self.rule, &mut self.steps);
-        let next = |i: usize, steps: &[i32]| rule.numbers(steps[i].saturating_add(1));
+        let (rule, steps) = (&self.rule, &self.steps);
+        let next = |i: usize| rule.numbers(steps[i].saturating_add(1));
         if Graph::is_capturing(self.flat.device())
             && steps.iter().any(|&t| rule.numbers(t.saturating_add(1)) != rule.numbers(t.saturating_add(2)))
         {
             let reason = "its numbers change from step to step, and a graph's do not: capture the rest, or use Sgd";
             return Err(Error::invalid(R::NAME, reason));
         }
-        let together = |a: usize, b: usize| steps[a] == steps[b] || next(a, steps) == next(b, steps);
-        for run in self.flat.runs(together)? {
-            let state = self.state.iter().map(|s| s.narrow(0, run.start, run.len)).collect::<Result<Vec<Tensor>>>()?;
-            let inputs: Vec<&Tensor> = [&run.weights, &run.grads].into_iter().chain(&state).collect();
-            let outputs: Vec<&Tensor> = [&run.weights].into_iter().chain(&state).chain(&run.rounded).collect();
-            let numbers = next(run.parameters.start, steps).into_iter().chain([factor]);
-            let numbers: Vec<Scalar> = numbers.map(Scalar::Float).collect();
-            Tensor::map_into(&inputs, &numbers, &outputs, |x, s| {
-                let (last, s) = s.split_last().expect("the factor");
-                let grad = if factor == 1.0 { x[1].clone() } else { &x[1] * last };
-                let (w, state) = rule.update(&x[0], &grad, &x[2..], s);
-                let rounded = run.rounded.iter().map(|_| w.clone());
-                std::iter::once(w.clone()).chain(state).chain(rounded).collect()
-            })?;
-            steps[run.parameters].iter_mut().for_each(|t| *t = t.saturating_add(1));
+        let together = |a: usize, b: usize| steps[a] == steps[b] || next(a) == next(b);
+        for (i, run) in self.flat.runs(together)?.into_iter().enumerate() {
+            let updated = run.parameters.clone();
+            self.numbers.clear();
+            self.rule.numbers_to(self.steps[updated.start].saturating_add(1), &mut self.numbers);
+            self.numbers.push(factor);
+            let (scaled, numbers) = (factor != 1.0, self.numbers.len());
+            if !self.launches.get(i).is_some_and(|l| l.run == run && (l.scaled, l.numbers) == (scaled, numbers)) {
+                self.launches.truncate(i);
+                self.launches.push(self.launch(run, scaled, numbers)?);
+            }
+            self.launches[i].go(R::NAME, &self.numbers)?;
+            self.steps[updated].iter_mut().for_each(|t| *t = t.saturating_add(1));
         }
         self.flat.updated();
         Ok(())
+    }
+
+    fn launch(&self, run: Run, scaled: bool, numbers: usize) -> Result<Launch> {
+        let Parts { weights, grads, rounded } = self.flat.parts(&run)?;
+        let state = self.state.iter().map(|s| run.of(s)).collect::<Result<Vec<Tensor>>>()?;
+        let handles = || state.iter().map(Tensor::shallow_clone);
+        let inputs: Vec<Tensor> = [weights.shallow_clone(), grads].into_iter().chain(handles()).collect();
+        let halves = rounded.is_some();
+        let outputs: Vec<Tensor> = [weights].into_iter().chain(handles()).chain(rounded).collect();
+        let program = formulas(R::NAME, (inputs.len(), numbers), outputs.len(), |x, s| {
+            let (factor, s) = s.split_last().expect("the factor");
+            let grad = if scaled { &x[1] * factor } else { x[1].clone() };
+            let (w, state) = self.rule.update(&x[0], &grad, &x[2..], s);
+            let rounded = halves.then(|| w.clone());
+            std::iter::once(w).chain(state).chain(rounded).collect()
+        })?;
+        Ok(Launch { run, scaled, numbers, inputs, outputs, program })
     }
 
     /// The tensors of the state with their names; `first` is the number of the group's first parameter.
@@ -179,6 +228,18 @@ impl<R: Rule> Group<R> {
             }
         }
         Ok(out)
+    }
+}
+
+impl Launch {
+    /// Buffers are a group's own, apart from one another and of one length: nothing is left to check.
+    fn go(&self, op: &'static str, numbers: &[f64]) -> Result<()> {
+        let mut scalars: SmallVec<[Scalar; 10]> = SmallVec::new();
+        let (mut inputs, mut outputs): (SmallVec<[&Tensor; 5]>, SmallVec<[&Tensor; 5]>) = Default::default();
+        numbers.iter().for_each(|&x| scalars.push(Scalar::Float(x)));
+        self.inputs.iter().for_each(|t| inputs.push(t));
+        self.outputs.iter().for_each(|t| outputs.push(t));
+        apply_into(op, &inputs, Params { scalars: &scalars, seeds: &[] }, self.program.exprs(), &outputs)
     }
 }
 

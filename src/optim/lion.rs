@@ -1,7 +1,7 @@
 //! Lion: steps of one size, in the direction of a momentum's sign.
 
 use super::flat::check;
-use super::fused::{Fused, Rule};
+use super::fused::{Fused, Rule, numbers_of};
 use crate::{Expr, Result};
 
 /// Hyperparameters of [`Lion`], with its authors' defaults.
@@ -40,9 +40,13 @@ impl Rule for LionConfig {
         vec![("exp_avg", 0.0)]
     }
 
-    fn numbers(&self, _step: i32) -> Vec<f64> {
+    fn numbers(&self, step: i32) -> Vec<f64> {
+        numbers_of(self, step)
+    }
+
+    fn numbers_to(&self, _step: i32, to: &mut Vec<f64>) {
         let decay = 1.0 - self.lr * self.weight_decay;
-        vec![self.lr, self.beta1, 1.0 - self.beta1, self.beta2, 1.0 - self.beta2, decay]
+        to.extend([self.lr, self.beta1, 1.0 - self.beta1, self.beta2, 1.0 - self.beta2, decay]);
     }
 
     fn update(&self, w: &Expr, g: &Expr, state: &[Expr], s: &[Expr]) -> (Expr, Vec<Expr>) {

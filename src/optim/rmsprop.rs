@@ -1,7 +1,7 @@
 //! Optimisers that divide by the root of what squares have come to.
 
 use super::flat::check;
-use super::fused::{Fused, Rule};
+use super::fused::{Fused, Rule, numbers_of};
 use crate::{Expr, Result};
 
 /// Hyperparameters of [`RmsProp`], with PyTorch's defaults.
@@ -48,8 +48,12 @@ impl Rule for RmsPropConfig {
         state
     }
 
-    fn numbers(&self, _step: i32) -> Vec<f64> {
-        vec![self.lr, self.alpha, 1.0 - self.alpha, self.eps, self.weight_decay, self.momentum]
+    fn numbers(&self, step: i32) -> Vec<f64> {
+        numbers_of(self, step)
+    }
+
+    fn numbers_to(&self, _step: i32, to: &mut Vec<f64>) {
+        to.extend([self.lr, self.alpha, 1.0 - self.alpha, self.eps, self.weight_decay, self.momentum]);
     }
 
     fn update(&self, w: &Expr, g: &Expr, state: &[Expr], s: &[Expr]) -> (Expr, Vec<Expr>) {
@@ -113,8 +117,12 @@ impl Rule for AdagradConfig {
     }
 
     fn numbers(&self, step: i32) -> Vec<f64> {
+        numbers_of(self, step)
+    }
+
+    fn numbers_to(&self, step: i32, to: &mut Vec<f64>) {
         let lr = self.lr / (1.0 + f64::from(step - 1) * self.lr_decay);
-        vec![lr, self.eps, self.weight_decay]
+        to.extend([lr, self.eps, self.weight_decay]);
     }
 
     fn update(&self, w: &Expr, g: &Expr, state: &[Expr], s: &[Expr]) -> (Expr, Vec<Expr>) {

@@ -1,7 +1,7 @@
 //! Stochastic gradient descent.
 
 use super::flat::check;
-use super::fused::{Fused, Rule};
+use super::fused::{Fused, Rule, numbers_of};
 use crate::{Error, Expr, Result};
 
 /// Hyperparameters of [`Sgd`], with PyTorch's defaults except that `lr` is 0.01.
@@ -56,9 +56,13 @@ impl Rule for SgdConfig {
     }
 
     fn numbers(&self, step: i32) -> Vec<f64> {
+        numbers_of(self, step)
+    }
+
+    fn numbers_to(&self, step: i32, to: &mut Vec<f64>) {
         // The velocity starts as the whole first gradient.
         let taken = if step == 1 { 1.0 } else { 1.0 - self.dampening };
-        vec![self.lr, self.weight_decay, self.momentum, taken]
+        to.extend([self.lr, self.weight_decay, self.momentum, taken]);
     }
 
     fn update(&self, w: &Expr, g: &Expr, state: &[Expr], s: &[Expr]) -> (Expr, Vec<Expr>) {
