@@ -85,7 +85,7 @@ pub(crate) fn apply_into(
     let device = outputs[0].device();
     // Those of the CPU are not looked up.
     let looked_up = device != Device::Cpu;
-    let mut tensors: SmallVec<[&Tensor; 8]> = SmallVec::new();
+    let mut tensors: SmallVec<[&Tensor; 10]> = SmallVec::new();
     if looked_up {
         inputs.iter().for_each(|t| tensors.push(t));
         outputs.iter().for_each(|t| tensors.push(t));
@@ -132,18 +132,17 @@ pub(crate) fn apply_into(
     }
     let compute = compute_type(&program, inputs, outputs);
     let mut copied = false;
-    let inputs = inputs
-        .iter()
-        .map(|t| {
-            let view = t.with_layout(t.layout.broadcast_to(shape));
-            if !outputs.iter().any(|out| overlaps(&view, out)) {
-                return Ok(view);
-            }
+    let mut views: SmallVec<[Tensor; 4]> = SmallVec::new();
+    for t in inputs {
+        views.push(t.with_layout(t.layout.broadcast_to(shape)));
+        let view = views.last_mut().expect("it was pushed");
+        if outputs.iter().any(|out| overlaps(view, out)) {
             copied = true;
             let copy = t.copied(false)?;
-            Ok(copy.with_layout(copy.layout.broadcast_to(shape)))
-        })
-        .collect::<Result<SmallVec<[Tensor; 4]>>>()?;
+            *view = copy.with_layout(copy.layout.broadcast_to(shape));
+        }
+    }
+    let inputs = views;
     let strides = inputs.iter().map(Tensor::strides).chain(outputs.iter().map(|t| t.strides()));
     let walk = Walk::new(shape, strides);
     let launch = Launch {

@@ -44,7 +44,7 @@ struct Indexed<'a> {
 
 /// The layout of t with the stride along d taken out, over `shape`.
 fn without(t: &Tensor, d: usize, shape: &Shape) -> (Layout, isize) {
-    let mut strides = t.layout.strides.clone();
+    let mut strides = Dims::from_slice(t.strides());
     let step = std::mem::replace(&mut strides[d], 0);
     (Layout { shape: shape.clone(), strides, offset: t.layout.offset }, step)
 }
@@ -64,7 +64,9 @@ fn along(index: &Tensor, d: usize, shape: &Shape) -> Layout {
 }
 
 fn with_dim(shape: &Shape, d: usize, size: usize) -> Shape {
-    shape.dims().iter().enumerate().map(|(i, &n)| if i == d { size } else { n }).collect()
+    let mut dims = Dims::from_slice(shape.dims());
+    dims[d] = size;
+    dims.into()
 }
 
 impl Indexed<'_> {
@@ -150,6 +152,9 @@ impl Tensor {
         let (x_layout, step) = without(self, d, &shape);
         let (index_layout, size) = (along(index, d, &shape), self.shape().dims()[d]);
         let out = Indexed { op, x: self, x_layout, index, index_layout, size, step, wraps: false }.read()?;
+        if !autograd::is_tracked(&[self]) {
+            return Ok(out);
+        }
         let (index, shape) = (Saved::new(index), self.shape().clone());
         Ok(recorded(op, out, &[self], move |_, grad| {
             let (total, index) = (zeros_for(grad, &shape)?, index.get(op)?);

@@ -137,7 +137,9 @@ pub(super) fn product_shape(op: &'static str, a: &Tensor, b: &Tensor) -> Result<
     let batch = Shape::from(batch_a)
         .broadcast(op, &Shape::from(batch_b))
         .map_err(|_| mismatch("the dimensions before the last two do not broadcast"))?;
-    Ok(batch.dims().iter().chain([m, n]).copied().collect())
+    let mut dims = Dims::from_slice(batch.dims());
+    dims.extend_from_slice(&[*m, *n]);
+    Ok(dims.into())
 }
 
 /// A matrix as the kernels see it: strides in elements along rows and columns and along each batch dimension of the

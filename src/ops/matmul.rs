@@ -123,8 +123,11 @@ impl Tensor {
     /// # Errors
     /// [`Error::ShapeMismatch`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
     pub fn linear(&self, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        let tensors: SmallVec<[&Tensor; 3]> = [self, weight].into_iter().chain(bias).collect();
-        match replacement("linear", &tensors, Vec::new)? {
+        let tensors: &[&Tensor] = match &bias {
+            Some(bias) => &[self, weight, bias],
+            None => &[self, weight],
+        };
+        match replacement("linear", tensors, Vec::new)? {
             Some(mut out) => Ok(out.swap_remove(0)),
             None => layer(self, weight, bias, None),
         }
@@ -160,11 +163,14 @@ impl Tensor {
 /// `f(x wᵀ + b)`, recorded.
 fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&Expr) -> Expr>) -> Result<Tensor> {
     let op = "linear";
-    let inputs: SmallVec<[&Tensor; 3]> = [x, weight].into_iter().chain(bias).collect();
-    if let Some(low) = lowered(op, &inputs)? {
+    let inputs: &[&Tensor] = match &bias {
+        Some(bias) => &[x, weight, bias],
+        None => &[x, weight],
+    };
+    if let Some(low) = lowered(op, inputs)? {
         return layer(&low[0], &low[1], low.get(2), f);
     }
-    let dtype = same_dtype(op, &inputs)?;
+    let dtype = same_dtype(op, inputs)?;
     let mismatch =
         |rhs: &Tensor, hint| Error::ShapeMismatch { op, lhs: x.shape().clone(), rhs: rhs.shape().clone(), hint };
     if weight.rank() != 2 || x.shape().dims().last() != weight.shape().dims().last() {
@@ -175,7 +181,7 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&
     {
         return Err(mismatch(b, "the bias is [out]"));
     }
-    let tracked = autograd::is_tracked(&inputs);
+    let tracked = autograd::is_tracked(inputs);
     let vector = x.rank() == 1;
     let row = vector.then(|| with_dim(x, 0));
     let rows = row.as_ref().unwrap_or(x);
@@ -212,7 +218,7 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&
         .zip(before)
         .map(|(f, t)| Factor { product: Expr::input(0) * f(&Expr::input(1)).diff(1), tensor: Saved::new(&t) });
     let (weight_shape, biased) = (weight.shape().clone(), bias.is_some());
-    Ok(autograd::record_with_factor(op, out, &inputs, factor, move |ctx| {
+    Ok(autograd::record_with_factor(op, out, inputs, factor, move |ctx| {
         let mut grad = ctx.grad()?;
         let get = |saved: &Option<Saved>| saved.as_ref().map(|s| s.unpack(op)).transpose();
         if ctx.create_graph() {

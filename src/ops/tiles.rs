@@ -93,12 +93,16 @@ impl Program {
         debug_assert!((tile.len <= TILE || !self.has_registers()) && outs.len() == self.outputs());
         let mut divided_by_zero = false;
         while scratch.registers.len() < self.registers {
-            scratch.registers.push(Register { data: vec![C::from_f64(0.0); TILE], uniform: None });
+            scratch.registers.push(Register { data: Vec::new(), uniform: None });
         }
         for step in &self.steps {
             // the destination is taken out, so that the operands can be borrowed beside it
             let (mut register, output): (Vec<C>, &mut [C]) = match step.dst {
-                Value::Register(r) => (std::mem::take(&mut scratch.registers[r].data), &mut []),
+                Value::Register(r) => {
+                    let mut data = std::mem::take(&mut scratch.registers[r].data);
+                    data.resize(data.len().max(tile.len), C::from_f64(0.0));
+                    (data, &mut [])
+                }
                 Value::Output(j) => (Vec::new(), std::mem::take(&mut outs[j])),
                 _ => unreachable!("steps write registers and outputs"),
             };

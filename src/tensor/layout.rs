@@ -65,6 +65,9 @@ impl Layout {
 
     /// The same elements stretched to `shape`, which must be what [`Shape::broadcast`] gave.
     pub(crate) fn broadcast_to(&self, shape: &Shape) -> Layout {
+        if self.shape == *shape {
+            return self.clone();
+        }
         let missing = shape.rank() - self.shape.rank();
         let strides = (0..shape.rank())
             .map(|i| match i.checked_sub(missing) {

@@ -102,6 +102,9 @@ impl Shape {
 
     /// The shape both broadcast to (NumPy's rule: align at the end, 1 stretches).
     pub(crate) fn broadcast(&self, op: &'static str, other: &Shape) -> Result<Shape> {
+        if self == other {
+            return Ok(self.clone());
+        }
         let rank = self.rank().max(other.rank());
         let at = |s: &Shape, i: usize| (i + s.rank()).checked_sub(rank).map_or(1, |j| s.0[j]);
         let dims = (0..rank).map(|i| match (at(self, i), at(other, i)) {

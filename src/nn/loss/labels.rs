@@ -1,7 +1,5 @@
 //! Losses of classes: by number, or by a probability for each.
 
-use smallvec::SmallVec;
-
 use super::reduced;
 use crate::ops::autocast::widened;
 use crate::ops::registry::replacement;
@@ -48,10 +46,13 @@ impl Tensor {
         if let Some(wide) = widened(&[self])? {
             return wide[0].cross_entropy_with(target, options);
         }
-        let inputs: SmallVec<[&Tensor; 3]> = [self, target].into_iter().chain(options.weight).collect();
+        let inputs: &[&Tensor] = match &options.weight {
+            Some(weight) => &[self, target, weight],
+            None => &[self, target],
+        };
         let CrossEntropy { reduction, ignore_index, label_smoothing, .. } = options;
         let arguments = || vec![reduction.into(), ignore_index.into(), label_smoothing.into()];
-        if let Some(mut out) = replacement(op, &inputs, arguments)? {
+        if let Some(mut out) = replacement(op, inputs, arguments)? {
             return Ok(out.swap_remove(0));
         }
         if !(0.0..=1.0).contains(&options.label_smoothing) {
