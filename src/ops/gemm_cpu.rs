@@ -1,8 +1,8 @@
 //! Matrix products on the CPU: `device::cpu::gemm` for floats, plain loops for integers, with the epilogue in tiles.
 //!
 //! Halves are multiplied and added in f32. Epilogues in f32, to which the rounding of halves belongs, get what they read piece by
-//! piece, from the cache (`gemm_epilogue`). Otherwise the product is written where the first result goes if that has the type it is summed in,
-//! and the epilogue changes it in place.
+//! piece, from the cache (`gemm_epilogue`). Otherwise the product is written where the first result goes if that has the type
+//! it is summed in, and the epilogue changes it in place.
 
 use std::borrow::Cow;
 

@@ -49,14 +49,16 @@ impl Shape {
         if self.0.contains(&0) { 0 } else { self.0.iter().fold(1usize, |a, &d| a.saturating_mul(d)) }
     }
 
-    /// Whether strides and offsets can be computed in isize, though a size of 0 may hide how large the others are.
-    fn is_addressable(&self) -> bool {
-        self.0.iter().try_fold(1isize, |a, &d| a.checked_mul(isize::try_from(d.max(1)).ok()?)).is_some()
+    /// The product of the sizes but for zeros, which may hide how large the others are; `None` where strides and offsets
+    /// cannot be computed in isize.
+    fn reach(&self) -> Option<usize> {
+        let reach = self.0.iter().fold(1usize, |a, &d| a.saturating_mul(d.max(1)));
+        isize::try_from(reach).is_ok().then_some(reach)
     }
 
     /// This shape, or an error where its sizes are too large to compute with.
     pub(crate) fn checked(self, op: &'static str) -> Result<Shape> {
-        if self.is_addressable() {
+        if self.reach().is_some() {
             return Ok(self);
         }
         Err(Error::invalid(op, format!("the sizes of shape {self} multiply to more than a tensor can have")))
@@ -64,15 +66,10 @@ impl Shape {
 
     /// Bytes of that many elements of `size` bytes; for sizes too large to compute with more than any device has.
     pub(crate) fn bytes(&self, size: usize) -> usize {
-        let (mut reach, mut empty) = (1usize, false);
-        for &d in &self.0 {
-            reach = reach.saturating_mul(d.max(1));
-            empty |= d == 0;
-        }
-        match isize::try_from(reach) {
-            Err(_) => usize::MAX,
-            Ok(_) if empty => 0,
-            Ok(_) => reach.saturating_mul(size),
+        match self.reach() {
+            None => usize::MAX,
+            Some(_) if self.0.contains(&0) => 0,
+            Some(reach) => reach.saturating_mul(size),
         }
     }
 
