@@ -27,15 +27,6 @@
 #define TEXT(x) TEXT_(x)
 #define FIRST (AHEAD + 1) // slices that are asked for at first
 
-// Results in one instruction each, not in six.
-static inline bf16_t bf16_rounded(float v)
-{
-    ushort bits;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(v));
-    return bits;
-}
-#define to_bf16_F32 bf16_rounded
-
 // Where a chunk of 8 elements lies, in bytes: lines longer than 64 elements are folded into slabs of 64.
 static inline uint chunk_at(uint line, uint chunk, const uint lines, const uint length)
 {

@@ -6,8 +6,11 @@ use crate::DType;
 use crate::device::opencl::{ARRIVALS, SM_90A, TensorCores};
 
 /// What comes after the template of the other kernels.
-pub(super) const TEMPLATE: &str =
-    concat!(include_str!("../../kernels/mma.cl"), include_str!("../../kernels/gemm_mma.cl"));
+pub(super) const TEMPLATE: &str = concat!(
+    include_str!("../../kernels/rounded.cl"),
+    include_str!("../../kernels/mma.cl"),
+    include_str!("../../kernels/gemm_mma.cl")
+);
 
 /// Rows, columns and depth of a work-group's tile, warps along rows and columns, slices in local memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -131,7 +131,8 @@ pub(super) fn prepare(launch: &Launch) -> Result<Prepared> {
     let code = |o: &Operand| (o.dtype as u64) << 8 | (o.reach as u64) << 4 | (o.access as u64) << 1 | u64::from(o.used);
     params.extend(operands.chunks(4).map(|four| four.iter().fold(1, |word, o| word << 15 | code(o))));
     let key = KernelKey { template: "elementwise", params, exprs: SmallVec::from(launch.program.exprs()) };
-    let kernel = kernel(device, key, "elementwise", || source::write(launch, &operands, form, local, rank, wide))?;
+    let kernel =
+        kernel(device, key, "elementwise", || source::write(device, launch, &operands, form, local, rank, wide))?;
 
     let (counts, items): (SmallVec<[usize; 2]>, _) = match form {
         Form::Tiled { side, turn, .. } => {

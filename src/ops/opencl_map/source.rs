@@ -3,9 +3,14 @@
 use std::fmt::Write;
 
 use super::{Access, Form, Operand, Reach};
+use crate::device::opencl::ClDevice;
 use crate::ops::elementwise::Launch;
+use crate::{Compute, DType};
 
 const TEMPLATE: &str = include_str!("../../../kernels/elementwise.cl");
+
+/// What rounds bf16 results where there are tensor cores.
+const ROUNDED: &str = include_str!("../../../kernels/rounded.cl");
 
 /// A store past the cache, where the compiler has one.
 const STORE_PAST: &str = "#ifdef __has_builtin
@@ -18,8 +23,9 @@ const STORE_PAST: &str = "#ifdef __has_builtin
 #endif
 ";
 
-/// The whole kernel, prelude aside.
+/// The whole kernel for a device, prelude aside.
 pub(super) fn write(
+    device: &ClDevice,
     launch: &Launch,
     operands: &[Operand],
     form: Form,
@@ -35,6 +41,14 @@ pub(super) fn write(
         names.join(", ")
     );
     let w = &mut s;
+    // Whether there are is asked last, for the answer takes building a kernel.
+    let rounds = |o: &Operand| o.dtype == DType::BF16 && o.reach == Reach::Neighbours;
+    if launch.compute == Compute::F32
+        && operands[launch.inputs.len()..].iter().any(rounds)
+        && device.tensor_cores().local > 0
+    {
+        w.push_str(ROUNDED);
+    }
     // Writing to a String cannot fail.
     if rank > 0 {
         let n = operands.len();
@@ -51,6 +65,9 @@ pub(super) fn write(
         Form::Vector { width, streamed } => {
             w.push_str(if streamed { STORE_PAST } else { "" });
             let _ = writeln!(w, "#define VEC {width}");
+            let wide =
+                DType::ALL.iter().filter(|t| operands.iter().any(|o| o.reach == Reach::Neighbours && o.dtype == **t));
+            wide.for_each(|&t| w.push_str(&neighbours(t, width)));
             writer.function(w, "elements", &dims, width);
             if rank <= 1 {
                 let _ = writeln!(w, "#define TAIL");
@@ -135,6 +152,18 @@ fn parameters(launch: &Launch, operands: &[Operand], rank: usize) -> Vec<(String
     params
 }
 
+/// The type `wide_{dtype}` of `n` neighbours: `all` is for moves, `each` for the formulas. All of them are words, for
+/// compilers move vectors of shorter elements in two pieces.
+fn neighbours(dtype: DType, n: usize) -> String {
+    let all = match dtype.size() * n {
+        1 => "uchar".into(),
+        2 => "ushort".into(),
+        4 => "uint".into(),
+        bytes => format!("uint{}", bytes / 4),
+    };
+    format!("typedef union {{ {all} all; {dtype}_t each[{n}]; }} wide_{dtype};\n")
+}
+
 struct Writer<'a> {
     launch: &'a Launch<'a>,
     operands: &'a [Operand],
@@ -182,11 +211,9 @@ impl Writer<'_> {
             let t = o.dtype;
             match o.reach {
                 Reach::Neighbours => {
-                    let _ = writeln!(w, "    {t}_t b{k}[VEC];");
+                    let _ = writeln!(w, "    wide_{t} b{k};");
                     if k < inputs {
-                        let raw = o.dtype.cl_storage();
-                        let from = format!("*(const __global {raw}{width}*)(p{k} + at{k})");
-                        let _ = writeln!(w, "    vstore{width}({from}, 0, b{k});");
+                        let _ = writeln!(w, "    b{k}.all = ((const __global wide_{t}*)(p{k} + at{k}))->all;");
                     }
                 }
                 _ => _ = writeln!(w, "    const {t}_t b{k} = p{k}[at{k}];"),
@@ -195,17 +222,16 @@ impl Writer<'_> {
         let _ = writeln!(w, "    #pragma unroll\n    for (int k = 0; k < VEC; k++) {{");
         let load = |k: usize| {
             let o = &self.operands[k];
-            let at = if o.reach == Reach::Neighbours { "[k]" } else { "" };
+            let at = if o.reach == Reach::Neighbours { ".each[k]" } else { "" };
             format!("from_{}(b{k}{at})", o.dtype)
         };
-        self.body(w, width, load, "");
+        self.body(w, width, load, ".each");
         w.push_str("    }\n");
         for (k, o) in self.used().filter(|(k, _)| *k >= inputs) {
-            let raw = o.dtype.cl_storage();
-            let (to, value) = (format!("(__global {raw}{width}*)(p{k} + at{k})"), format!("vload{width}(0, b{k})"));
+            let to = format!("((__global wide_{}*)(p{k} + at{k}))->all", o.dtype);
             let _ = match self.streamed {
-                true => writeln!(w, "    STORE_PAST({value}, {to});"),
-                false => writeln!(w, "    *{to} = {value};"),
+                true => writeln!(w, "    STORE_PAST(b{k}.all, &{to});"),
+                false => writeln!(w, "    {to} = b{k}.all;"),
             };
         }
         w.push_str("}\n");
@@ -243,7 +269,7 @@ impl Writer<'_> {
     }
 
     /// Statements that compute one position from what `load` gives, and store the results: at `{at}{k}`, or among several
-    /// in `b{k}`.
+    /// in `b{k}{at}`.
     fn body(&self, w: &mut String, width: usize, load: impl Fn(usize) -> String, at: &str) {
         let (program, compute) = (self.launch.program, self.launch.compute);
         let (c, class, inputs) = (compute.cl_name(), format!("{compute:?}"), self.launch.inputs.len());
@@ -268,7 +294,7 @@ impl Writer<'_> {
             let (k, t) = (inputs + j, self.operands[inputs + j].dtype);
             let _ = match width {
                 1 => writeln!(w, "    store_{t}_{class}(p{k}, {at}{k}, y{j});"),
-                _ => writeln!(w, "        b{k}[k] = to_{t}_{class}(y{j});"),
+                _ => writeln!(w, "        b{k}{at}[k] = to_{t}_{class}(y{j});"),
             };
         }
     }
