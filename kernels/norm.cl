@@ -50,8 +50,8 @@ __kernel
     __attribute__((reqd_work_group_size(GROUP, 1, 1)))
 #endif
     void
-    norm(In x, ulong x_at, Out y, ulong y_at, In z, ulong z_at, In w, ulong w_at, In b, ulong b_at, __global ACC *means,
-         ulong means_at, __global ACC *vars, ulong vars_at, __global ACC *sums, ulong sums_at, Rows d, ulong count_, ACC eps,
+    norm(In x, ulong x_at, Out y, ulong y_at, In z, ulong z_at, In w, ulong w_at, In b, ulong b_at,
+         __global ACC *statistics, ulong statistics_at, __global ACC *sums, ulong sums_at, Rows d, ulong count_, ACC eps,
          uint lanes_) {
     const IDX count = (IDX)count_, inner = (IDX)d.inner, n = (IDX)d.outer * inner;
 #ifdef IS_CPU
@@ -64,6 +64,7 @@ __kernel
     const IDX r = (IDX)get_group_id(0) * (GROUP / lanes) + lid / lanes;
     __local ACC scratch[GROUP];
 #endif
+    __global ACC *means = statistics + statistics_at, *vars = means + count;
     // Work-items past the last row see an empty row, and come to every barrier.
     const IDX stop = r < count ? n : 0, row = r < count ? r : 0;
     const IDX r1 = row / (IDX)d.inner_rows, r2 = row % (IDX)d.inner_rows;
@@ -89,14 +90,14 @@ __kernel
 #endif
     var /= (ACC)n;
     if (lane == 0 && r < count) {
-        means[means_at + r] = mean;
-        vars[vars_at + r] = var;
+        means[r] = mean;
+        vars[r] = var;
     }
     const ACC scale = 1 / sqrt(var + eps);
     for (IDX e = lane; e < stop; e += lanes)
         STORE(y, AT(ya, d.y), (LOAD(x, AT(xa, d.x)) - mean) * scale TIMES_WEIGHT PLUS_BIAS);
 #else
-    const ACC mean = means[means_at + row], scale = 1 / sqrt(vars[vars_at + row] + eps);
+    const ACC mean = means[row], scale = 1 / sqrt(vars[row] + eps);
 #define NORMAL ((LOAD(z, AT(za, d.z)) - mean) * scale)
     ACC sum, product;
 #ifdef WEIGHTED_ROWS

@@ -67,9 +67,8 @@ struct Rows<'a> {
     z: Option<&'a Tensor>,
     weight: Option<&'a Tensor>,
     bias: Option<&'a Tensor>,
-    /// Of each row, in the compute type, contiguous.
-    mean: &'a Tensor,
-    var: &'a Tensor,
+    /// The mean and the variance of each row, in the compute type: `[2, rows]`, contiguous.
+    statistics: &'a Tensor,
     /// In backward with one weight a row: `[2, rows]`.
     sums: Option<&'a Tensor>,
     eps: f64,
@@ -78,9 +77,9 @@ struct Rows<'a> {
 
 impl Rows<'_> {
     /// All of them, as the launch has them. What is not there is not read, but is some buffer.
-    fn tensors(&self) -> [&Tensor; 8] {
+    fn tensors(&self) -> [&Tensor; 7] {
         let [z, weight, bias] = [self.z, self.weight, self.bias].map(|t| t.unwrap_or(self.x));
-        [self.x, self.y, z, weight, bias, self.mean, self.var, self.sums.unwrap_or(self.mean)]
+        [self.x, self.y, z, weight, bias, self.statistics, self.sums.unwrap_or(self.statistics)]
     }
 
     fn count(&self) -> usize {
@@ -102,10 +101,15 @@ impl Rows<'_> {
 
     /// Notes what was written.
     fn written(&self) {
-        // Backward reads mean and variance.
-        let statistics = [self.mean, self.var].into_iter().filter(|_| self.z.is_none());
+        let statistics = self.z.is_none().then_some(self.statistics); // backward reads them
         [self.y].into_iter().chain(self.sums).chain(statistics).for_each(|t| t.storage.bump_version());
     }
+}
+
+/// Two numbers for each row, `[2, rows]`, apart.
+fn apart(op: &'static str, t: &Tensor) -> Result<[Tensor; 2]> {
+    let part = |k| t.layout.select(op, 0, k).map(|layout| t.with_layout(layout));
+    Ok([part(0)?, part(1)?])
 }
 
 /// `t` as four dims: of the view where `dims` says so, else repeated.
@@ -116,27 +120,25 @@ fn spread(t: &Tensor, shape: &Shape, dims: [bool; 4]) -> Result<Tensor> {
 }
 
 impl Norm<'_> {
-    /// The normalised x, and mean and variance of each row.
-    fn forward(&self, x: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
+    /// The normalised x, and [`Rows::statistics`].
+    fn forward(&self, x: &Tensor) -> Result<(Tensor, Tensor)> {
         let out = Tensor::empty_like_shape(x.shape(), x.dtype, x.device())?;
         let [r1, r2] = self.view.rows(x);
-        let made = || Tensor::empty_like_shape([r1, r2, 1, 1], x.dtype.compute().dtype(), x.device());
-        let (mean, var) = (made()?, made()?);
+        let statistics = Tensor::empty_like_shape([2, r1, r2, 1, 1], x.dtype.compute().dtype(), x.device())?;
         if out.numel() == 0 {
-            mean.fill_(f64::NAN)?;
-            var.fill_(f64::NAN)?;
-            return Ok((out, mean, var));
+            statistics.fill_(f64::NAN)?;
+            return Ok((out, statistics));
         }
         let (weight, bias, eps, rms) = (self.weight, self.bias, self.eps, self.rms);
         // The views are not even made where a launch of such tensors is known.
-        let given = Rows { x, y: &out, z: None, weight, bias, mean: &mean, var: &var, sums: None, eps, rms };
+        let given = Rows { x, y: &out, z: None, weight, bias, statistics: &statistics, sums: None, eps, rms };
         let (tensors, numbers) = (given.tensors(), self.numbers());
         let key = Key { of: Of::Norm, device: x.device(), numbers: &numbers, exprs: &[], tensors: &tensors };
         let found = if x.device() == Device::Cpu { None } else { Some(memo::find(&key)) };
         if let Some(Ok(known)) = found {
             known.prepared.launch(&tensors, Params::default())?;
             given.written();
-            return Ok((out, mean, var));
+            return Ok((out, statistics));
         }
         let (from, to) = (self.view.of(&x.detach())?, self.view.of(&out)?);
         let own = |t: Option<&Tensor>| t.map(|t| spread(t, from.shape(), self.dims)).transpose();
@@ -153,7 +155,7 @@ impl Norm<'_> {
             }
             _ => rows.run()?,
         }
-        Ok((out, mean, var))
+        Ok((out, statistics))
     }
 
     /// What there is besides tensors.
@@ -173,8 +175,7 @@ impl Norm<'_> {
         &self,
         x: &Tensor,
         grad: &Tensor,
-        mean: &Tensor,
-        var: &Tensor,
+        statistics: &Tensor,
         needs: [bool; 3],
     ) -> Result<[Option<Tensor>; 3]> {
         let op = self.op;
@@ -183,28 +184,32 @@ impl Norm<'_> {
             return Ok([zeros(Some(x))?, zeros(self.weight)?, zeros(self.bias)?]);
         }
         let out = Tensor::empty_like_shape(x.shape(), x.dtype, x.device())?;
-        let (g, z, to) = (self.view.of(&grad.detach())?, self.view.of(&x.detach())?, self.view.of(&out)?);
+        let (g, rows, to) = (self.view.of(&grad.detach())?, self.view.of(&x.detach())?, self.view.of(&out)?);
         let shape = g.shape().clone();
         let weight = self.weight.map(|t| spread(t, &shape, self.dims)).transpose()?;
         // One weight for a whole row has the sums that the row itself needs.
         let by_row = !self.dims[2] && !self.dims[3];
         let (r1, r2) = (shape.dims()[0], shape.dims()[1]);
         let sums = match by_row {
-            true => Some(Tensor::empty_like_shape([2, r1, r2, 1, 1], mean.dtype, x.device())?),
+            true => Some(Tensor::empty_like_shape([2, r1, r2, 1, 1], statistics.dtype, x.device())?),
             false => None,
         };
         let (eps, rms, bias) = (self.eps, self.rms, None);
-        Rows { x: &g, y: &to, z: Some(&z), weight: weight.as_ref(), bias, mean, var, sums: sums.as_ref(), eps, rms }
-            .run()?;
+        let (z, weight, sums) = (Some(&rows), weight.as_ref(), sums.as_ref());
+        Rows { x: &g, y: &to, z, weight, bias, statistics, sums, eps, rms }.run()?;
         let mut gradients = [Some(out), None, None];
         for (i, t) in [(1, self.weight), (2, self.bias)] {
             let Some(t) = t.filter(|_| needs[i]) else { continue };
-            let whole = match (&sums, i) {
-                (Some(sums), _) => sums.with_layout(sums.layout.select(op, 0, if i == 1 { 1 } else { 0 })?),
+            let whole = match (sums, i) {
+                (Some(sums), _) => {
+                    let [sum, product] = apart(op, sums)?;
+                    if i == 1 { product } else { sum }
+                }
                 (None, 1) => {
                     let (x, params) = (Expr::input, Params { scalars: &[Scalar::Float(eps)], seeds: &[] });
                     let product = x(0) * (x(1) - x(2)) * (x(3) + Expr::scalar(0)).rsqrt();
-                    apply_one(op, &[&g, &z, mean, var], params, &product, g.dtype)?
+                    let [mean, var] = apart(op, statistics)?;
+                    apply_one(op, &[&g, &rows, &mean, &var], params, &product, g.dtype)?
                 }
                 _ => g.detach(),
             };
@@ -291,7 +296,7 @@ impl View {
     }
 }
 
-/// A norm, recorded; gives mean and variance too.
+/// A norm, recorded; gives [`Rows::statistics`] too.
 fn normalised(
     op: &'static str,
     x: &Tensor,
@@ -300,19 +305,19 @@ fn normalised(
     bias: Option<&Tensor>,
     eps: f64,
     rms: bool,
-) -> Result<(Tensor, Tensor, Tensor)> {
+) -> Result<(Tensor, Tensor)> {
     // As many groups as channels: each has one, and its weight is the row's.
     let dims = match view {
         View::Groups(groups) if x.shape().dims()[1] == groups => [false, true, false, false],
         _ => view.weighted(),
     };
-    let (out, mean, var) = Norm { op, view: &view, weight, bias, dims, eps, rms }.forward(x)?;
+    let (out, statistics) = Norm { op, view: &view, weight, bias, dims, eps, rms }.forward(x)?;
     let inputs: SmallVec<[&Tensor; 3]> = [x].into_iter().chain(weight).chain(bias).collect();
     if !autograd::is_tracked(&inputs) {
-        return Ok((out, mean, var));
+        return Ok((out, statistics));
     }
     let saved = [Some(x), weight, bias].map(|t| t.map(Saved::new));
-    let statistics = [&mean, &var].map(Saved::new);
+    let kept = Saved::new(&statistics);
     let view = view.clone();
     let out = autograd::record_twice(op, out, &inputs, move |ctx| {
         if ctx.create_graph() {
@@ -326,10 +331,9 @@ fn normalised(
         let place = |i: usize| given[..i].iter().filter(|g| **g).count();
         let needs = [0, 1, 2].map(|i| given[i] && ctx.needs(place(i)));
         let norm = Norm { op, view: &view, weight: weight.as_ref(), bias: bias.as_ref(), dims, eps, rms };
-        let (mean, var) = (statistics[0].get(op)?, statistics[1].get(op)?);
-        let gradients = norm.backward(&x, &ctx.grad()?, mean, var, needs)?;
+        let gradients = norm.backward(&x, &ctx.grad()?, kept.get(op)?, needs)?;
         let wanted = gradients.into_iter().zip(given).zip(needs);
         Ok(wanted.filter(|((_, given), _)| *given).map(|((g, _), needed)| g.filter(|_| needed)).collect::<Gradients>())
     });
-    Ok((out, mean, var))
+    Ok((out, statistics))
 }

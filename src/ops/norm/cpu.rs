@@ -1,6 +1,6 @@
 //! Normalisation on the CPU: sums of rows, then one formula over all elements.
 
-use super::Rows;
+use super::{Rows, apart};
 use crate::device::cpu::parallel;
 use crate::ops::convert::load_tile;
 use crate::ops::elementwise::{Params, apply_into};
@@ -31,35 +31,34 @@ fn row<C: Lane>(t: &Tensor, bytes: &[u8], r: usize) -> Vec<C> {
     row
 }
 
-/// Two numbers for each row.
-fn each_row<C: Lane>(count: usize, n: usize, f: impl Fn(usize) -> [C; 2] + Sync) -> Vec<[C; 2]> {
-    let mut out = vec![[C::from_i32(0); 2]; count];
-    match count * n <= JOB {
-        true => out.iter_mut().enumerate().for_each(|(r, out)| *out = f(r)),
-        false => parallel::for_each(&mut out, |r, out| *out = f(r)),
+/// Two numbers for each row, the second ones after all first ones.
+fn each_row<C: Lane>(to: &mut [u8], n: usize, f: impl Fn(usize) -> [C; 2] + Sync) {
+    let to: &mut [C] = bytemuck::cast_slice_mut(to);
+    let (first, second) = to.split_at_mut(to.len() / 2);
+    let mut rows: Vec<(&mut C, &mut C)> = first.iter_mut().zip(second).collect();
+    let fill = |r: usize, (first, second): &mut (&mut C, &mut C)| [**first, **second] = f(r);
+    match rows.len() * n <= JOB {
+        true => rows.iter_mut().enumerate().for_each(|(r, row)| fill(r, row)),
+        false => parallel::for_each(&mut rows, fill),
     }
-    out
 }
 
 fn run_as<C: Lane>(rows: &Rows) -> Result<()> {
     let (count, n) = (rows.count(), C::from_i64(rows.len() as i64));
+    let [mean, var] = &apart("norm", rows.statistics)?;
     let scalars = [Scalar::Float(rows.eps), Scalar::Float(1.0 / rows.len() as f64)];
     let params = Params { scalars: &scalars, seeds: &[] };
     let (x, root) = (Expr::input, |i: usize| (Expr::input(i) + Expr::scalar(0)).rsqrt());
     let Some(z) = rows.z else {
-        with_host(&[&rows.x.storage], &[&rows.mean.storage, &rows.var.storage], |reads, writes| {
-            let statistics = each_row::<C>(count, rows.len(), |r| {
+        with_host(&[&rows.x.storage], &[&rows.statistics.storage], |reads, writes| {
+            each_row::<C>(&mut *writes[0], rows.len(), |r| {
                 let mut row = row::<C>(rows.x, reads[0], r);
                 let mean = if rows.rms { C::from_i32(0) } else { fold::<Add, C>(&row).div(n) };
                 row.iter_mut().for_each(|x| *x = x.sub(mean).mul(x.sub(mean)));
                 [mean, fold::<Add, C>(&row).div(n)]
             });
-            for (k, out) in writes.iter_mut().enumerate() {
-                let out: &mut [C] = bytemuck::cast_slice_mut(out);
-                out.iter_mut().zip(&statistics).for_each(|(o, s)| *o = s[k]);
-            }
         })?;
-        let mut inputs = vec![rows.x, rows.mean, rows.var];
+        let mut inputs = vec![rows.x, mean, var];
         let mut result = (x(0) - x(1)) * root(2);
         if let Some(weight) = rows.weight {
             result = result * x(inputs.len());
@@ -79,28 +78,23 @@ fn run_as<C: Lane>(rows: &Rows) -> Result<()> {
     };
     let nothing = Tensor::empty_like_shape(0, rows.x.dtype, device)?;
     let weight = rows.weight.filter(|_| rows.sums.is_none());
-    let reads = [rows.x, z, rows.mean, rows.var, weight.unwrap_or(&nothing)].map(|t| &t.storage);
+    let reads = [rows.x, z, rows.statistics, weight.unwrap_or(&nothing)].map(|t| &t.storage);
     with_host(&reads, &[&own.storage], |reads, writes| {
-        let (means, vars): (&[C], &[C]) = (bytemuck::cast_slice(reads[2]), bytemuck::cast_slice(reads[3]));
+        let (means, vars) = bytemuck::cast_slice::<u8, C>(reads[2]).split_at(count);
         let eps = C::from_f64(rows.eps);
-        let sums = each_row::<C>(count, rows.len(), |r| {
+        each_row::<C>(&mut *writes[0], rows.len(), |r| {
             let (mut g, mut z) = (row::<C>(rows.x, reads[0], r), row::<C>(z, reads[1], r));
             if let Some(weight) = weight {
-                let weight = row::<C>(weight, reads[4], r);
+                let weight = row::<C>(weight, reads[3], r);
                 g.iter_mut().zip(weight).for_each(|(g, w)| *g = g.mul(w));
             }
             let scale = C::from_i32(1).div(vars[r].add(eps).sqrt());
             z.iter_mut().zip(&g).for_each(|(z, g)| *z = z.sub(means[r]).mul(scale).mul(*g));
             [fold::<Add, C>(&g), fold::<Add, C>(&z)]
         });
-        let out: &mut [C] = bytemuck::cast_slice_mut(&mut *writes[0]);
-        for (r, s) in sums.iter().enumerate() {
-            (out[r], out[count + r]) = (s[0], s[1]);
-        }
     })?;
-    let part = |k: isize| own.layout.select("norm", 0, k).map(|layout| own.with_layout(layout));
-    let (sum, product) = (part(0)?, part(1)?);
-    let mut inputs = vec![rows.x, z, rows.mean, rows.var, &sum, &product];
+    let [sum, product] = &apart("norm", &own)?;
+    let mut inputs = vec![rows.x, z, mean, var, sum, product];
     let mut grad = x(0);
     // The sums of rows with one weight each are without it.
     let mut factor = Expr::constant(1.0);

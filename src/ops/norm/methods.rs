@@ -1,13 +1,13 @@
 //! The norms as methods: what they check, and which rows they are.
 
-use super::{BatchNormOptions, View, normalised};
+use super::{BatchNormOptions, View, apart, normalised};
 use crate::ops::arguments::Args;
 use crate::ops::autocast::widened;
 use crate::ops::catalogue::{Dtypes, Gives, Kind, Operation};
 use crate::ops::expr::Expr;
 use crate::ops::registry::{replaced, replacement};
 use crate::ops::{formula, same_device, same_dtype};
-use crate::tensor::{Dims, Layout};
+use crate::tensor::Dims;
 use crate::{Error, Result, Scalar, Shape, Tensor, no_grad};
 
 /// x, and what there is of weight and bias.
@@ -208,11 +208,11 @@ impl Tensor {
                 let reason = format!("shape {} has one element a channel, which has no variance", self.shape());
                 return Err(Error::invalid(op, reason));
             }
-            let (out, mean, var) = normalised(op, self, View::Batch, weight, bias, eps, false)?;
+            let (out, statistics) = normalised(op, self, View::Batch, weight, bias, eps, false)?;
             let unbiased = n as f64 / (n as f64 - 1.0);
             let scalars = [Scalar::Float(momentum), Scalar::Float(1.0 - momentum), Scalar::Float(momentum * unbiased)];
-            let line = |t: &Tensor| t.with_layout(Layout::contiguous(Shape::from(channels)));
-            let (mean, var) = (line(&mean), line(&var));
+            let [mean, var] = apart(op, &statistics)?;
+            let (mean, var) = (mean.reshape([channels])?, var.reshape([channels])?);
             if n > 0 {
                 let update = || match (running_mean, running_var) {
                     (Some(m), Some(v)) => Tensor::map_into(&[m, v, &mean, &var], &scalars, &[m, v], |x, s| {
