@@ -5,7 +5,7 @@
 
 typedef struct {
     ulong inner_rows, outer, inner;
-    // Of what is read, of the result, of the forward's input, of weight and bias.
+    // Of what is read, of the result, and of what there is of the forward's input, weight and bias.
     long x[4], y[4], z[4], w[4], b[4];
 } Rows;
 
@@ -50,9 +50,21 @@ __kernel
     __attribute__((reqd_work_group_size(GROUP, 1, 1)))
 #endif
     void
-    norm(In x, ulong x_at, Out y, ulong y_at, In z, ulong z_at, In w, ulong w_at, In b, ulong b_at,
-         __global ACC *statistics, ulong statistics_at, __global ACC *sums, ulong sums_at, Rows d, ulong count_, ACC eps,
-         uint lanes_) {
+    norm(In x, ulong x_at, Out y, ulong y_at,
+#ifdef BACKWARD
+         In z, ulong z_at,
+#endif
+#ifdef WEIGHT
+         In w, ulong w_at,
+#endif
+#ifdef BIAS
+         In b, ulong b_at,
+#endif
+         __global ACC *statistics, ulong statistics_at,
+#ifdef WEIGHTED_ROWS
+         __global ACC *sums, ulong sums_at,
+#endif
+         Rows d, ulong count_, ACC eps, uint lanes_) {
     const IDX count = (IDX)count_, inner = (IDX)d.inner, n = (IDX)d.outer * inner;
 #ifdef IS_CPU
     const uint lane = 0, lanes = 1;
@@ -68,13 +80,15 @@ __kernel
     // Work-items past the last row see an empty row, and come to every barrier.
     const IDX stop = r < count ? n : 0, row = r < count ? r : 0;
     const IDX r1 = row / (IDX)d.inner_rows, r2 = row % (IDX)d.inner_rows;
-    const ulong xa = ROW(x_at, d.x), ya = ROW(y_at, d.y), za = ROW(z_at, d.z), wa = ROW(w_at, d.w), ba = ROW(b_at, d.b);
+    const ulong xa = ROW(x_at, d.x), ya = ROW(y_at, d.y);
 #ifdef WEIGHT
+    const ulong wa = ROW(w_at, d.w);
 #define TIMES_WEIGHT * LOAD(w, AT(wa, d.w))
 #else
 #define TIMES_WEIGHT
 #endif
 #ifdef BIAS
+    const ulong ba = ROW(b_at, d.b);
 #define PLUS_BIAS + LOAD(b, AT(ba, d.b))
 #else
 #define PLUS_BIAS
@@ -97,6 +111,7 @@ __kernel
     for (IDX e = lane; e < stop; e += lanes)
         STORE(y, AT(ya, d.y), (LOAD(x, AT(xa, d.x)) - mean) * scale TIMES_WEIGHT PLUS_BIAS);
 #else
+    const ulong za = ROW(z_at, d.z);
     const ACC mean = means[row], scale = 1 / sqrt(vars[row] + eps);
 #define NORMAL ((LOAD(z, AT(za, d.z)) - mean) * scale)
     ACC sum, product;

@@ -76,10 +76,11 @@ struct Rows<'a> {
 }
 
 impl Rows<'_> {
-    /// All of them, as the launch has them. What is not there is not read, but is some buffer.
-    fn tensors(&self) -> [&Tensor; 7] {
-        let [z, weight, bias] = [self.z, self.weight, self.bias].map(|t| t.unwrap_or(self.x));
-        [self.x, self.y, z, weight, bias, self.statistics, self.sums.unwrap_or(self.statistics)]
+    /// All there are, as the launch has them.
+    fn tensors(&self) -> SmallVec<[&Tensor; 7]> {
+        let mut all = SmallVec::from_slice(&[self.x, self.y]);
+        all.extend([self.z, self.weight, self.bias, Some(self.statistics), self.sums].into_iter().flatten());
+        all
     }
 
     fn count(&self) -> usize {
@@ -129,33 +130,35 @@ impl Norm<'_> {
             statistics.fill_(f64::NAN)?;
             return Ok((out, statistics));
         }
+        self.fill(x, &out, &statistics)?;
+        Ok((out, statistics))
+    }
+
+    /// [`forward`](Self::forward) into results that are there.
+    fn fill(&self, x: &Tensor, out: &Tensor, statistics: &Tensor) -> Result<()> {
         let (weight, bias, eps, rms) = (self.weight, self.bias, self.eps, self.rms);
         // The views are not even made where a launch of such tensors is known.
-        let given = Rows { x, y: &out, z: None, weight, bias, statistics: &statistics, sums: None, eps, rms };
+        let given = Rows { x, y: out, z: None, weight, bias, statistics, sums: None, eps, rms };
         let (tensors, numbers) = (given.tensors(), self.numbers());
         let key = Key { of: Of::Norm, device: x.device(), numbers: &numbers, exprs: &[], tensors: &tensors };
         let found = if x.device() == Device::Cpu { None } else { Some(memo::find(&key)) };
         if let Some(Ok(known)) = found {
             known.prepared.launch(&tensors, Params::default())?;
             given.written();
-            return Ok((out, statistics));
+            return Ok(());
         }
-        let (from, to) = (self.view.of(&x.detach())?, self.view.of(&out)?);
+        let (from, to) = (self.view.of(&x.detach())?, self.view.of(out)?);
         let own = |t: Option<&Tensor>| t.map(|t| spread(t, from.shape(), self.dims)).transpose();
         let (weight, bias) = (own(self.weight)?, own(self.bias)?);
         let rows = Rows { x: &from, y: &to, weight: weight.as_ref(), bias: bias.as_ref(), ..given };
-        match found {
-            Some(Err(place)) => {
-                let prepared = opencl::prepare(&rows)?;
-                prepared.launch(&rows.tensors(), Params::default())?;
-                rows.written();
-                if rows.tensors().iter().zip(tensors).all(|(view, t)| view.shares_storage(t)) {
-                    place.keep(&key, prepared);
-                }
-            }
-            _ => rows.run()?,
+        let Some(Err(place)) = found else { return rows.run() };
+        let prepared = opencl::prepare(&rows)?;
+        prepared.launch(&rows.tensors(), Params::default())?;
+        rows.written();
+        if rows.tensors().iter().zip(&tensors).all(|(view, t)| view.shares_storage(t)) {
+            place.keep(&key, prepared);
         }
-        Ok((out, statistics))
+        Ok(())
     }
 
     /// What there is besides tensors.

@@ -56,7 +56,8 @@ pub(super) fn prepare(rows: &Rows) -> Result<Prepared> {
     })?;
     let dims = rows.x.shape().dims();
     let sizes = [dims[1], dims[2], dims[3]].map(|d| d as i64);
-    let strides = tensors[..5].iter().flat_map(|t| t.strides().iter().map(|&s| s as i64));
+    let strided = [Some(rows.x), Some(rows.y), rows.z, rows.weight, rows.bias];
+    let strides = strided.iter().flat_map(|t| t.unwrap_or(rows.x).strides().iter().map(|&s| s as i64));
     let mut ready = Ready::new(kernel, global, local);
     (0..tensors.len()).for_each(|k| ready.tensor(k));
     ready.words(sizes.into_iter().chain(strides));
