@@ -10,7 +10,7 @@ use smallvec::SmallVec;
 use super::driver::MemoryKind;
 use super::driver::host::advise_huge;
 use super::{Allocation, Home, Place, Storage, captured, staging};
-use crate::device::cpu::parallel;
+use crate::device::cpu::{copy as small, parallel};
 use crate::device::cpu::streaming::{LARGE, Streaming};
 use crate::device::opencl::{ClBuffer, ClDevice, capture};
 use crate::{Device, Error, Result};
@@ -263,7 +263,7 @@ const PARALLEL: usize = 4 * PIECE;
 /// Copies between slices of one length, large ones with all threads of the team.
 pub(super) fn copy(dst: &mut [u8], src: &[u8]) {
     if dst.len() < PARALLEL {
-        return dst.copy_from_slice(src);
+        return small::copy(dst, src);
     }
     let large = dst.len() >= LARGE;
     parallel::for_each_chunk(dst, PIECE, |i, d| {
