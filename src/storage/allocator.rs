@@ -4,9 +4,10 @@ use std::any::Any;
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicUsize, Ordering::Relaxed};
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
 
+use super::biased::{Biased, Hold};
 use super::caching::{FreeMemory, OomObserver, Registration};
 use super::history::{HistoryOptions, Snapshot};
 use super::registry;
@@ -18,7 +19,7 @@ use crate::{Device, Error, Result};
 /// Where a block is now. Readers of `lock` keep it there; who moves it, or writes host bytes, holds it for writing.
 #[repr(align(64))] // neighbours are other threads' blocks
 pub(crate) struct Slot {
-    pub(crate) lock: RwLock<()>,
+    pub(crate) lock: Biased,
     segment: AtomicPtr<Segment>,
     offset: AtomicUsize,
     size: AtomicUsize,
@@ -29,9 +30,9 @@ pub(crate) struct Slot {
 }
 
 impl Slot {
-    pub(crate) const fn vacant() -> Slot {
+    pub(crate) fn vacant() -> Slot {
         Slot {
-            lock: RwLock::new(()),
+            lock: Biased::new(),
             segment: AtomicPtr::new(std::ptr::null_mut()),
             offset: AtomicUsize::new(0),
             size: AtomicUsize::new(0),
@@ -65,19 +66,11 @@ impl Slot {
     /// Becomes that of a block that nobody has seen yet.
     #[inline]
     fn begin(&self, size: usize, requested: usize) {
+        self.lock.give();
         self.exported.store(false, Relaxed);
         self.recorded.store(false, Relaxed);
         self.size.store(size, Relaxed);
         self.requested.store(requested, Relaxed);
-    }
-
-    /// The right to move the block, unless someone is using it at this moment.
-    pub(crate) fn try_write(&self) -> Option<RwLockWriteGuard<'_, ()>> {
-        match self.lock.try_write() {
-            Ok(guard) => Some(guard),
-            Err(TryLockError::Poisoned(poison)) => Some(poison.into_inner()),
-            Err(TryLockError::WouldBlock) => None,
-        }
     }
 }
 
@@ -243,8 +236,8 @@ impl Block {
     /// waits for the first. Printing a block with `{:?}` takes its place, too.
     #[inline]
     pub fn place(&self) -> Place<'_> {
-        let guard = self.slot().lock.read().unwrap_or_else(PoisonError::into_inner);
-        Place { segment: self.segment(), offset: self.slot().offset.load(Relaxed), _guard: guard }
+        let held = self.slot().lock.read();
+        Place { segment: self.segment(), offset: self.slot().offset.load(Relaxed), _held: held }
     }
 
     /// Makes the block stay where it is for good: its memory was handed out by address or `cl_mem`.
@@ -327,7 +320,7 @@ impl fmt::Debug for Block {
 pub struct Place<'a> {
     segment: &'a Segment,
     offset: usize,
-    _guard: RwLockReadGuard<'a, ()>,
+    _held: Hold<'a>,
 }
 
 impl Place<'_> {

@@ -10,6 +10,7 @@
 
 mod access;
 mod allocator;
+mod biased;
 mod caching;
 mod captured;
 mod config;
@@ -37,12 +38,13 @@ use std::ffi::c_void;
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
-use std::sync::{Arc, RwLock};
 
-pub(crate) use access::{ClPlace, with_host};
+pub(crate) use access::{ClPlace, with_few, with_host};
 use allocator::ALIGNMENT;
 pub use allocator::{Allocator, Block, Place};
+use biased::Biased;
 pub use caching::{
     CachingAllocator, FreeMemory, MemPool, MemPoolOptions, MemPoolStats, OomObserver, OutOfMemoryEvent, PoolCheckpoint,
     Registration, use_mem_pool,
@@ -116,6 +118,13 @@ fn alone(shared: &mut Arc<Allocation>) -> Option<&mut Allocation> {
     fence(Ordering::Acquire); // after all that others did with handles that are gone
     // SAFETY: nobody makes weak handles, so this is the only handle, and it is borrowed exclusively.
     Some(unsafe { &mut *Arc::as_ptr(shared).cast_mut() })
+}
+
+/// A place for a storage.
+#[cold]
+#[inline(never)]
+fn nothing() -> Arc<Allocation> {
+    Arc::new(Allocation { device: Device::Cpu, size: 0, version: AtomicU64::new(0), home: Home::Empty })
 }
 
 /// What a thread keeps of storages that are gone, at most.
@@ -222,7 +231,7 @@ impl Storage {
         let bytes = size_of_val(v.as_slice());
         let home = match bytes {
             0 => Home::Empty,
-            _ => Home::Adopted(Adopted { lock: RwLock::new(()), memory: Bytes::Vector(HostMemory::from_vec(v)) }),
+            _ => Home::Adopted(Adopted::new(Bytes::Vector(HostMemory::from_vec(v)))),
         };
         Storage::new(Device::Cpu, bytes, home)
     }
@@ -230,7 +239,7 @@ impl Storage {
     /// A storage on the CPU device with unspecified contents, pinned for transfers to and from `device`; `None` where that
     /// one needs none, or none is left.
     pub(crate) fn pinned(device: Device, bytes: usize) -> Result<Option<Storage>> {
-        let home = |memory| Home::Adopted(Adopted { lock: RwLock::new(()), memory: Bytes::Pinned(memory) });
+        let home = |memory| Home::Adopted(Adopted::new(Bytes::Pinned(memory)));
         Ok(staging::pin(device, bytes)?.map(|memory| Storage::new(Device::Cpu, bytes, home(memory))))
     }
 
@@ -242,17 +251,14 @@ impl Storage {
         staging::is_pinned(device, start..start + self.nbytes())
     }
 
-    #[inline]
+    #[inline(always)] // what is moved in words and read in vectors waits for the stores
     fn new(device: Device, size: usize, home: Home) -> Storage {
-        let allocation = Allocation { device, size, version: AtomicU64::new(0), home };
-        let mut spare = SPARE.try_with(|spare| spare.borrow_mut().pop()).ok().flatten();
-        let shared = match spare.as_mut().and_then(alone) {
-            Some(place) => {
-                *place = allocation;
-                spare.expect("there is one")
-            }
-            None => Arc::new(allocation),
-        };
+        let spare = SPARE.try_with(|spare| spare.borrow_mut().pop()).ok().flatten();
+        let mut shared = spare.unwrap_or_else(nothing);
+        let place = alone(&mut shared).expect("nobody else has a handle");
+        (place.device, place.size, place.version) = (device, size, AtomicU64::new(0));
+        // Nothing is there that would be dropped.
+        std::mem::forget(std::mem::replace(&mut place.home, home));
         Storage(ManuallyDrop::new(shared))
     }
 
@@ -264,6 +270,13 @@ impl Storage {
     /// How often the contents have been changed in place, shared by all views: autograd compares it.
     pub(crate) fn version(&self) -> u64 {
         self.0.version.load(Ordering::Acquire)
+    }
+
+    /// To be called when a storage that nobody has seen yet has its first contents: a capture alone has to know.
+    pub(crate) fn filled(&self) {
+        if opencl::capture::is_recording(self.device()) {
+            self.bump_version();
+        }
     }
 
     /// To be called by every in-place operation. Transfers do not call it.
@@ -299,14 +312,22 @@ enum Home {
     Empty,
     Host(Lease),
     /// Host memory that came with a vector, or is pinned.
-    Adopted(Adopted),
+    Adopted(Box<Adopted>), // rare, and so large that all others would be moved at the length of it
     OpenCl(&'static ClDevice, Lease),
 }
 
 /// Bytes taken over from the host. The lock is held while slices of them exist.
 struct Adopted {
-    lock: RwLock<()>,
+    lock: Biased,
     memory: Bytes,
+}
+
+impl Adopted {
+    fn new(memory: Bytes) -> Box<Adopted> {
+        let lock = Biased::new();
+        lock.give();
+        Box::new(Adopted { lock, memory })
+    }
 }
 
 enum Bytes {
@@ -354,7 +375,7 @@ impl Allocation {
     }
 
     /// What is locked while slices of the bytes exist; `None` where there are none in host memory.
-    fn host_lock(&self) -> Option<&RwLock<()>> {
+    fn host_lock(&self) -> Option<&Biased> {
         match &self.home {
             Home::Host(lease) => Some(&lease.block.slot().lock),
             Home::Adopted(adopted) => Some(&adopted.lock),
@@ -418,7 +439,7 @@ fn home_stream(device: Device) -> StreamId {
 }
 
 impl Lease {
-    #[inline]
+    #[inline(always)]
     fn new(device: Device, bytes: usize, current: &'static Current) -> Result<Lease> {
         let (from, is_own) = match scope::allocator(device) {
             Some(allocator) => (From::Scope(allocator), false),
