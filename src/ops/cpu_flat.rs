@@ -13,7 +13,7 @@ use super::program::{Action, Program};
 use super::tiles::{Scratch, Tile, TileIn};
 use crate::device::count_launch;
 use crate::device::cpu::parallel;
-use crate::storage::{Storage, with_host};
+use crate::storage::{Storage, with_few, with_host};
 use crate::{DType, Device, Error, Result, Scalar, Tensor};
 
 /// Where an operand has the element of the result's element `i`.
@@ -100,22 +100,31 @@ impl Launch<'_> {
     /// Gives whether an integer was divided by zero.
     fn run<C: Lane>(&self) -> Result<bool> {
         count_launch();
-        let reads: SmallVec<[&Storage; 3]> = self.inputs.iter().map(|t| &t.storage).collect();
-        with_host(&reads, &[&self.out.storage], |reads, writes| {
-            let (count, first) = (self.out.numel(), self.out.layout.offset);
-            let out: &mut [C] = &mut bytemuck::cast_slice_mut(writes[0])[first..first + count];
-            let step = cpu_map::step(count);
-            if count <= step {
-                return self.part(reads, 0, out);
+        let out = &self.out.storage;
+        match *self.inputs {
+            [x] => with_few([&x.storage], out, |reads, write| self.all::<C>(&reads, write)),
+            [x, y] => with_few([&x.storage, &y.storage], out, |reads, write| self.all::<C>(&reads, write)),
+            _ => {
+                let reads: SmallVec<[&Storage; 3]> = self.inputs.iter().map(|t| &t.storage).collect();
+                with_host(&reads, &[out], |reads, writes| self.all::<C>(reads, writes[0]))
             }
-            let zero = AtomicBool::new(false);
-            parallel::for_each_chunk(out, step, |i, part| {
-                if self.part(reads, i * step, part) {
-                    zero.store(true, Ordering::Relaxed);
-                }
-            });
-            zero.into_inner()
-        })
+        }
+    }
+
+    fn all<C: Lane>(&self, reads: &[&[u8]], write: &mut [u8]) -> bool {
+        let (count, first) = (self.out.numel(), self.out.layout.offset);
+        let out: &mut [C] = &mut bytemuck::cast_slice_mut(write)[first..first + count];
+        let step = cpu_map::step(count);
+        if count <= step {
+            return self.part(reads, 0, out);
+        }
+        let zero = AtomicBool::new(false);
+        parallel::for_each_chunk(out, step, |i, part| {
+            if self.part(reads, i * step, part) {
+                zero.store(true, Ordering::Relaxed);
+            }
+        });
+        zero.into_inner()
     }
 
     /// Elements from `first` on, as many as `out` has.

@@ -51,7 +51,8 @@ pub(crate) fn apply(
     let shape = broadcast_shape(op, inputs)?;
     let made =
         out.iter().map(|&t| Tensor::empty_like_shape(&shape, t, device)).collect::<Result<SmallVec<[Tensor; 2]>>>()?;
-    apply_into(op, inputs, params, exprs, &made.iter().collect::<SmallVec<[&Tensor; 2]>>())?;
+    fill(op, inputs, params, exprs, &made.iter().collect::<SmallVec<[&Tensor; 2]>>())?;
+    made.iter().for_each(|t| t.storage.filled());
     Ok(made)
 }
 
@@ -67,7 +68,8 @@ pub(crate) fn apply_one(
     // Stays where the caller wants it: to move a tensor costs as much as to compare a few.
     let made = Tensor::empty_like_shape(broadcast_shape(op, inputs)?, dtype, device);
     if let Ok(out) = &made {
-        apply_into(op, inputs, params, std::slice::from_ref(expr), &[out])?;
+        fill(op, inputs, params, std::slice::from_ref(expr), &[out])?;
+        out.storage.filled();
     }
     made
 }
@@ -81,6 +83,16 @@ pub(crate) fn apply_into(
     exprs: &[Expr],
     outputs: &[&Tensor],
 ) -> Result<()> {
+    let filled = fill(op, inputs, params, exprs, outputs);
+    // What divided by zero has written all the same.
+    if matches!(filled, Ok(()) | Err(Error::DivisionByZero { .. })) {
+        outputs.iter().for_each(|t| t.storage.bump_version());
+    }
+    filled
+}
+
+/// [`apply_into`], without a word to who watches for changes.
+fn fill(op: &'static str, inputs: &[&Tensor], params: Params, exprs: &[Expr], outputs: &[&Tensor]) -> Result<()> {
     let shape = outputs[0].shape();
     let device = outputs[0].device();
     // Those of the CPU are not looked up.
@@ -95,18 +107,13 @@ pub(crate) fn apply_into(
     // Nor is a storage that is read and written through different views.
     let place = match looked_up && (!in_place || inputs.iter().all(|t| is_clear_of(t, outputs))) {
         true => match memo::find(&key) {
-            Ok(known) => {
-                known.prepared.launch(&tensors, params)?;
-                outputs.iter().for_each(|t| t.storage.bump_version());
-                return Ok(());
-            }
+            Ok(known) => return known.prepared.launch(&tensors, params),
             Err(place) => Some(place),
         },
         false => None,
     };
-    let program = Program::of(exprs);
-    if params.seeds.is_empty() && cpu_flat::run(op, &program, inputs, params.scalars, outputs)? {
-        outputs[0].storage.bump_version();
+    let program: &Program = Program::kept(exprs);
+    if params.seeds.is_empty() && cpu_flat::run(op, program, inputs, params.scalars, outputs)? {
         return Ok(());
     }
     for t in inputs {
@@ -130,7 +137,7 @@ pub(crate) fn apply_into(
     if shape.numel() == 0 {
         return Ok(());
     }
-    let compute = compute_type(&program, inputs, outputs);
+    let compute = compute_type(program, inputs, outputs);
     let mut copied = false;
     let mut views: SmallVec<[Tensor; 4]> = SmallVec::new();
     for t in inputs {
@@ -145,30 +152,19 @@ pub(crate) fn apply_into(
     let inputs = views;
     let strides = inputs.iter().map(Tensor::strides).chain(outputs.iter().map(|t| t.strides()));
     let walk = Walk::new(shape, strides);
-    let launch = Launch {
-        op,
-        inputs: &inputs,
-        outputs,
-        scalars: params.scalars,
-        seeds: params.seeds,
-        program: &program,
-        compute,
-        walk,
-    };
-    // What divided by zero has written all the same.
-    let mut found = Ok(());
+    let launch =
+        Launch { op, inputs: &inputs, outputs, scalars: params.scalars, seeds: params.seeds, program, compute, walk };
     match device {
-        Device::Cpu => found = cpu_map::run(&launch),
+        Device::Cpu => cpu_map::run(&launch),
         Device::OpenCL(_) => {
             let prepared = opencl_map::prepare(&launch)?;
             prepared.launch(&inputs.iter().chain(outputs.iter().copied()).collect::<SmallVec<[_; 8]>>(), params)?;
             if let Some(place) = place.filter(|_| !copied) {
                 place.keep(&key, prepared);
             }
+            Ok(())
         }
     }
-    outputs.iter().for_each(|t| t.storage.bump_version());
-    found
 }
 
 /// The type to compute in: the widest an input has, at least f32 where a primitive needs floats; the outputs' without
@@ -218,7 +214,9 @@ fn overlaps(input: &Tensor, out: &Tensor) -> bool {
 pub(super) fn broadcast_shape(op: &'static str, inputs: &[&Tensor]) -> Result<Shape> {
     let Some((first, others)) = inputs.split_first() else { return Ok(Shape::default()) };
     let mut shape = first.shape().clone();
-    for t in others.iter().filter(|t| !first.shape().dims().ends_with(t.shape().dims())) {
+    // Most are of the first one's: found out number by number, where `ends_with` compares memory.
+    let like_first = |t: &Tensor| t.shape().dims().iter().rev().eq(first.shape().dims().iter().rev().take(t.rank()));
+    for t in others.iter().filter(|t| !like_first(t)) {
         shape = shape.broadcast(op, t.shape())?;
     }
     Ok(shape)

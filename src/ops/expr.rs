@@ -11,11 +11,12 @@ use std::collections::HashMap;
 use std::fmt;
 use std::hash::{Hash, Hasher};
 use std::ops;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use smallvec::{SmallVec, smallvec};
 
 pub(crate) use super::primitives::{Binary, Leaf, Op, Unary};
+use super::program::Program;
 
 /// A formula over tensor elements, see the [module](self).
 ///
@@ -35,6 +36,8 @@ struct Node {
     reads: u64,
     op: Op,
     args: Args<Expr>,
+    /// The program of this formula alone, once it was asked for.
+    program: OnceLock<&'static Arc<Program>>,
 }
 
 /// The operands of a node: none for a leaf, at most three.
@@ -90,7 +93,7 @@ impl Expr {
             Op::Leaf(Leaf::Input(i)) => read_bit(i),
             _ => args.iter().fold(0, |reads, a| reads | a.0.reads),
         };
-        Expr(Arc::new(Node { hash, reads, op, args }))
+        Expr(Arc::new(Node { hash, reads, op, args, program: OnceLock::new() }))
     }
 }
 
@@ -146,6 +149,11 @@ impl Expr {
             None if a == b => a,
             None => Expr::node(Op::Select, smallvec![self.clone(), a, b]),
         }
+    }
+
+    /// Where its program is kept.
+    pub(super) fn program(&self) -> &OnceLock<&'static Arc<Program>> {
+        &self.0.program
     }
 
     pub(crate) fn op(&self) -> Op {

@@ -89,13 +89,27 @@ impl Program {
 
     /// The program of these formulas, scheduled once a process. Formulas are few: numbers that change are scalars.
     pub(crate) fn of(exprs: &[Expr]) -> Arc<Program> {
-        type Cache = RwLock<KeyMap<Box<[Expr]>, Arc<Program>>>;
+        Arc::clone(Program::kept(exprs))
+    }
+
+    /// [`of`](Program::of), without counting a reference: programs are kept for good. That of one formula which is used again
+    /// and again is found in it.
+    #[inline]
+    pub(crate) fn kept(exprs: &[Expr]) -> &'static Arc<Program> {
+        match exprs {
+            [expr] => expr.program().get_or_init(|| Program::looked_up(exprs)),
+            _ => Program::looked_up(exprs),
+        }
+    }
+
+    fn looked_up(exprs: &[Expr]) -> &'static Arc<Program> {
+        type Cache = RwLock<KeyMap<Box<[Expr]>, &'static Arc<Program>>>;
         static CACHE: LazyLock<Cache> = LazyLock::new(Cache::default);
         if let Some(program) = CACHE.read().unwrap_or_else(PoisonError::into_inner).get(exprs) {
-            return program.clone();
+            return program;
         }
         let mut cache = CACHE.write().unwrap_or_else(PoisonError::into_inner);
-        cache.entry(exprs.into()).or_insert_with(|| Arc::new(Program::new(exprs))).clone()
+        cache.entry(exprs.into()).or_insert_with(|| Box::leak(Box::new(Arc::new(Program::new(exprs)))))
     }
 
     /// The formulas it computes. Those of [`Program::of`] are one set of objects a process: comparing them is free.

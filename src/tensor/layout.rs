@@ -1,6 +1,6 @@
 //! Where a tensor's elements lie in its storage: shape, strides and an offset, all in elements. Pure arithmetic.
 
-use super::shape::{Dims, Shape};
+use super::shape::{self, Dims, Shape};
 use crate::{Error, Result};
 
 #[cfg(test)]
@@ -24,13 +24,13 @@ impl PartialEq for Layout {
 impl Clone for Layout {
     #[inline]
     fn clone(&self) -> Layout {
-        Layout { shape: self.shape.clone(), strides: Dims::from_slice(&self.strides), offset: self.offset }
+        Layout { shape: self.shape.clone(), strides: shape::copied(&self.strides), offset: self.offset }
     }
 }
 
 impl Layout {
     /// Row-major from the start of the storage.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn contiguous(shape: Shape) -> Layout {
         let strides = shape.contiguous_strides();
         Layout { shape, strides, offset: 0 }

@@ -9,6 +9,20 @@ use crate::{Error, Result};
 /// Small vectors of dimensions: no heap up to rank 6.
 pub(crate) type Dims<T = usize> = SmallVec<[T; 6]>;
 
+/// The same numbers. A few of them are put together in registers: what is stored number by number and then moved in
+/// vectors waits for the stores, and every tensor is moved.
+#[inline(always)]
+pub(crate) fn copied<T: Copy + Default>(dims: &[T]) -> Dims<T> {
+    let zero = T::default();
+    let few = |first: [T; 3]| [first[0], first[1], first[2], zero, zero, zero];
+    match *dims {
+        [a] => SmallVec::from_buf_and_len(few([a, zero, zero]), 1),
+        [a, b] => SmallVec::from_buf_and_len(few([a, b, zero]), 2),
+        [a, b, c] => SmallVec::from_buf_and_len(few([a, b, c]), 3),
+        _ => SmallVec::from_slice(dims),
+    }
+}
+
 /// The size of each dimension, outermost first; `[]` is a scalar.
 ///
 /// ```
@@ -23,7 +37,7 @@ pub struct Shape(Dims);
 impl Clone for Shape {
     #[inline]
     fn clone(&self) -> Shape {
-        Shape(Dims::from_slice(&self.0)) // at once: SmallVec's own clone goes one by one
+        Shape(copied(&self.0)) // at once: SmallVec's own clone goes one by one
     }
 }
 
@@ -74,14 +88,20 @@ impl Shape {
     }
 
     /// Row-major strides in elements.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn contiguous_strides(&self) -> Dims<isize> {
-        // Not `from_elem` where there is no need: it is a call, and every tensor has strides.
-        const INLINE: [isize; 6] = [0; 6];
-        let mut strides: Dims<isize> = match self.rank() {
-            rank if rank <= INLINE.len() => SmallVec::from_buf_and_len(INLINE, rank),
-            rank => SmallVec::from_elem(0, rank),
-        };
+        let step = |d: usize| d.max(1) as isize;
+        match *self.dims() {
+            [] => Dims::new(),
+            [_] => copied(&[1]),
+            [_, b] => copied(&[step(b), 1]),
+            [_, b, c] => copied(&[step(c).saturating_mul(step(b)), step(c), 1]),
+            _ => self.many_strides(),
+        }
+    }
+
+    fn many_strides(&self) -> Dims<isize> {
+        let mut strides: Dims<isize> = SmallVec::from_elem(0, self.rank());
         let mut step = 1isize;
         for (s, &d) in strides.iter_mut().zip(self.0.iter()).rev() {
             *s = step;
@@ -133,7 +153,7 @@ impl fmt::Display for Shape {
 
 impl From<&[usize]> for Shape {
     fn from(dims: &[usize]) -> Shape {
-        Shape(SmallVec::from_slice(dims))
+        Shape(copied(dims))
     }
 }
 
@@ -169,13 +189,13 @@ impl From<usize> for Shape {
 
 impl<const N: usize> From<[usize; N]> for Shape {
     fn from(dims: [usize; N]) -> Shape {
-        Shape(SmallVec::from_slice(&dims))
+        Shape(copied(&dims))
     }
 }
 
 impl<const N: usize> From<&[usize; N]> for Shape {
     fn from(dims: &[usize; N]) -> Shape {
-        Shape(SmallVec::from_slice(dims))
+        Shape(copied(dims))
     }
 }
 
