@@ -62,7 +62,7 @@ mod tests {
 
     #[test]
     fn all_lengths_and_nothing_beside_them() {
-        let from: Vec<u8> = (0..70_000u32).map(|i| (i * 2_654_435_761 >> 13) as u8).collect();
+        let from: Vec<u8> = (0..70_000u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
         let lengths = (0..1200).chain([4095, 4096, 4097, 16 << 10, (16 << 10) + 1, 65_536]);
         for (i, n) in lengths.enumerate() {
             let (at, to_at) = (i % 67, 1 + i % 131);
@@ -76,7 +76,7 @@ mod tests {
     #[test]
     #[cfg(target_arch = "x86_64")]
     fn vectors_of_either_length() {
-        let from: Vec<u8> = (0..2000u32).map(|i| (i * 31 >> 2) as u8).collect();
+        let from: Vec<u8> = (0..2000u32).map(|i| ((i * 31) >> 2) as u8).collect();
         for n in (512..2000).step_by(13) {
             let (mut a, mut b) = (vec![0; n], vec![0; n]);
             if is_x86_feature_detected!("avx512f") {
