@@ -352,6 +352,14 @@ fn a_formula_after_a_layer() {
             let masked = f64s(&grad) * f64s(&plain).mapv(|v| if v > 0.0 { 0.5 } else { 0.0 });
             let want = reference(&masked.t().to_owned(), &f64s(&x)).mapv(|v| rounded(v, dtype));
             assert_eq!(f64s(&w.grad().unwrap()), want);
+            // Of relu alone the result says what the slope is.
+            w.zero_grad();
+            let tracked = x.linear_map(&w, Some(&b), |z| z.relu()).unwrap();
+            assert_eq!(f64s(&tracked), f64s(&plain).mapv(|v| v.max(0.0)));
+            tracked.backward_with(&grad).unwrap();
+            let masked = f64s(&grad) * f64s(&plain).mapv(|v| if v > 0.0 { 1.0 } else { 0.0 });
+            let want = reference(&masked.t().to_owned(), &f64s(&x)).mapv(|v| rounded(v, dtype));
+            assert_eq!(f64s(&w.grad().unwrap()), want);
         }
         let (x, w) = (whole(&[5, 6], DType::F32, device), whole(&[4, 6], DType::F32, device));
         for f in [Expr::input(1), Expr::scalar(0), Expr::uniform(0)] {

@@ -100,7 +100,7 @@ impl<'a> Gemm<'a> {
         let mut summed = false;
         if shape.numel() > 0 {
             match a.device() {
-                Device::Cpu => gemm_cpu::run(self, shape, outs)?,
+                Device::Cpu => summed = gemm_cpu::run(self, shape, outs)?,
                 Device::OpenCL(_) => summed = gemm_opencl::run(self, shape, outs)?,
             }
             outs.iter().for_each(|t| t.storage.bump_version());

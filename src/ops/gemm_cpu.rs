@@ -14,24 +14,28 @@ use super::expr::Expr;
 use super::gemm::{Gemm, Operand, Plan};
 use super::gemm_epilogue::Epilogue;
 use crate::device::count_launch;
-use crate::device::cpu::gemm::{Floats, Place, gemm, gemm_f32};
+use crate::device::cpu::gemm::{Floats, Place, gemm, gemm_and_sums, gemm_f32};
 use crate::storage::with_host;
 use crate::tensor::Layout;
 use crate::{Compute, DType, Device, Result, Shape, Tensor};
 
-pub(super) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<()> {
+/// Gives whether the sums have been made, too.
+pub(super) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     let dtype = g.compute().dtype();
     let in_place = outs[0].dtype == dtype;
     let nothing_follows = in_place && *g.epilogue == [Expr::input(0)];
     if dtype == DType::F32 && !nothing_follows && Epilogue::run(g, shape, outs)? {
-        return Ok(());
+        return Ok(false);
     }
     let product = match in_place {
         true => outs[0].detach(),
         false => Tensor::empty_like_shape(shape, dtype, Device::Cpu)?,
     };
     let plan = Plan::new(&g.a.layout, &g.b.layout, shape, &[&product.layout]);
-    with_host(&[&g.a.storage, &g.b.storage], &[&product.storage], |reads, writes| {
+    // An optimiser's gradients are in one storage.
+    let plain = |t: &Tensor| t.dtype == DType::F32 && t.is_contiguous();
+    let sums = g.sums.filter(|t| nothing_follows && plan.count() == 1 && t.shares_storage(&product) && plain(t));
+    let summed = with_host(&[&g.a.storage, &g.b.storage], &[&product.storage], |reads, writes| {
         let (a, b) = ((g.a, reads[0]), (g.b, reads[1]));
         let out = &mut *writes[0];
         let offset = product.layout.offset;
@@ -39,28 +43,36 @@ pub(super) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<()> {
             Compute::F32 => {
                 let (mut made_a, mut made_b) = (Vec::new(), Vec::new());
                 let (a, b) = (floats(a, &mut made_a), floats(b, &mut made_b));
-                let places = plan.places([a.offset, b.offset, offset]);
-                gemm_f32((plan.m, plan.n, plan.k), bytemuck::cast_slice_mut(out), a.data, b.data, places)
+                let (size, out) = ((plan.m, plan.n, plan.k), bytemuck::cast_slice_mut(out));
+                let mut places = plan.places([a.offset, b.offset, offset]);
+                if let Some(sums) = sums
+                    && let Some(places) = places.next()
+                {
+                    return gemm_and_sums(size, out, (a.data, b.data), places, sums.layout.offset);
+                }
+                gemm_f32(size, out, a.data, b.data, places).map(|()| false)
             }
             Compute::F64 => {
                 let (a, b, out) = (widen_f64(a), widen_f64(b), bytemuck::cast_slice_mut(out));
                 plan.places([a.offset, b.offset, offset]).try_for_each(|[at_a, at_b, at]| {
                     gemm((plan.m, plan.n, plan.k), (&mut *out, at), (&a.data[..], at_a), (&b.data[..], at_b))
-                })
+                })?;
+                Ok(false)
             }
             Compute::I64 => {
                 integers(&plan, &widen_i64(a), &widen_i64(b), bytemuck::cast_slice_mut(out), offset);
-                Ok(())
+                Ok(false)
             }
         }
     })??;
     if nothing_follows {
         count_launch();
-        return Ok(());
+        return Ok(summed);
     }
     let inputs: Vec<&Tensor> = std::iter::once(&product).chain(g.extras.iter().copied()).collect();
     let outs: Vec<&Tensor> = outs.iter().collect();
-    elementwise::apply_into(g.op, &inputs, Params { scalars: g.scalars, seeds: &[] }, g.epilogue, &outs)
+    elementwise::apply_into(g.op, &inputs, Params { scalars: g.scalars, seeds: &[] }, g.epilogue, &outs)?;
+    Ok(false)
 }
 
 /// Elements in memory, and where a tensor's first one is. Strides are the tensor's own.

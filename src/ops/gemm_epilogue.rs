@@ -90,15 +90,19 @@ impl Epilogue<'_> {
         let mut made: SmallVec<[Vec<f32>; 2]> =
             outs.iter().map(|_| if converts { vec![0.0; TILE] } else { Vec::new() }).collect();
         let mut scratch = Scratch::new();
+        let mut inputs: SmallVec<[TileIn<f32>; 4]> = SmallVec::new();
         for (i, product) in product.chunks(TILE).enumerate() {
             let (first, len) = (first + i * TILE, product.len());
-            let mut inputs: SmallVec<[TileIn<f32>; 3]> = SmallVec::new();
+            // Pushed one by one: `extend` is a call.
+            inputs.clear();
             inputs.push(TileIn::Slice(product));
-            inputs.extend(self.extras.iter().map(|extra| match extra {
-                Extra::Each(elements) => TileIn::Slice(&elements[first..][..len]),
-                Extra::Rows(repeated, row) => TileIn::Slice(&repeated[first % row..][..len]),
-                Extra::One(x) => TileIn::Scalar(*x),
-            }));
+            for extra in &self.extras {
+                inputs.push(match extra {
+                    Extra::Each(elements) => TileIn::Slice(&elements[first..][..len]),
+                    Extra::Rows(repeated, row) => TileIn::Slice(&repeated[first % row..][..len]),
+                    Extra::One(x) => TileIn::Scalar(*x),
+                });
+            }
             let mut targets: SmallVec<[&mut [f32]; 2]> = SmallVec::new();
             for (out, made) in outs.iter_mut().zip(&mut made) {
                 targets.push(match converts {

@@ -134,7 +134,7 @@ impl Tensor {
     }
 
     /// [`Tensor::linear`] and a formula applied to its result, all in one launch: `f(x wᵀ + b)`. Where a gradient will
-    /// be computed, the same launch keeps `x wᵀ + b` for it.
+    /// be computed, the same launch keeps `x wᵀ + b` for it, unless `f` is relu, whose result is enough.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -188,7 +188,9 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&
 
     let sum = if bias.is_some() { BIASED.clone() } else { PRODUCT.clone() };
     let mut results: SmallVec<[Expr; 2]> = smallvec![f.map_or_else(|| sum.clone(), |f| f(&sum))];
-    if tracked && f.is_some() {
+    // The slope of relu is the same for its result as for the sum: that is kept already.
+    let relu = RELU.contains(&results[0]);
+    if tracked && f.is_some() && !relu {
         results.push(sum);
     }
     let g = Gemm {
@@ -208,6 +210,7 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&
     }
     let mut outs = g.run()?.into_iter().map(|t| if vector { without_dim(&t, 0) } else { t });
     let (Some(out), before) = (outs.next(), outs.next()) else { unreachable!("a result an expression") };
+    let before = if relu { Some(out.detach()) } else { before };
     let shape = rows.shape().clone();
     // The slope of a formula depends on all of them.
     let saved_x = (weight.requires_grad() || f.is_some()).then(|| Saved::new(x));
@@ -317,6 +320,7 @@ fn layer_gradients(
 /// The epilogues of the plain product and of a layer, made once: making one asks the heap.
 static PRODUCT: LazyLock<Expr> = LazyLock::new(|| Expr::input(0));
 static BIASED: LazyLock<Expr> = LazyLock::new(|| Expr::input(0) + Expr::input(1));
+static RELU: LazyLock<[Expr; 2]> = LazyLock::new(|| [PRODUCT.relu(), BIASED.relu()]);
 
 /// The plain product, in `out` if it can be.
 fn product(op: &'static str, a: &Tensor, b: &Tensor, out: Option<Tensor>) -> Result<Tensor> {

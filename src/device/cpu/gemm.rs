@@ -19,7 +19,11 @@ mod blocks;
 #[cfg(target_arch = "x86_64")]
 mod kernel;
 #[cfg(target_arch = "x86_64")]
+mod matrix;
+#[cfg(target_arch = "x86_64")]
 mod pack;
+#[cfg(target_arch = "x86_64")]
+mod panels;
 #[cfg(test)]
 mod tests;
 
@@ -30,10 +34,6 @@ use kernel::Kernels;
 
 /// Up to this many multiplications one thread is done before others have woken up.
 const ALONE: usize = 80 * 80 * 80;
-
-/// Up to this many every thread does a part of its own.
-#[cfg(target_arch = "x86_64")]
-const APART: usize = 1 << 25;
 
 /// Whether one thread should do it.
 fn alone((m, n, k): (usize, usize, usize)) -> bool {
@@ -52,13 +52,6 @@ pub(crate) struct Place {
 }
 
 impl Place {
-    /// The same from element (row, col) on, which is one of the matrix.
-    #[cfg(target_arch = "x86_64")]
-    fn at(self, row: usize, col: usize) -> Place {
-        let more = row as isize * self.row + col as isize * self.col;
-        Place { offset: self.offset.wrapping_add_signed(more), ..self }
-    }
-
     /// Whether every element of a `rows` x `cols` matrix, neither of them 0, lies within `len`.
     fn fits(self, rows: usize, cols: usize, len: usize) -> bool {
         let reach = |n: usize, stride: isize| isize::try_from(n - 1).ok()?.checked_mul(stride);
@@ -99,15 +92,16 @@ impl Real for f64 {
     const ONE: f64 = 1.0;
 }
 
-/// How a result is cut into pieces, one a thread: along its rows and along its columns, so that they read the least.
-fn cut(m: usize, n: usize, k: usize) -> (usize, usize) {
+/// How a result is cut into pieces, one a thread: along its rows and along its columns, so that they read the least. Each reads its
+/// rows of `a` and its columns of `b`, which are `b(rows)` elements a step.
+fn cut((m, n, k): (usize, usize, usize), b: impl Fn(usize) -> usize) -> (usize, usize) {
     let threads = super::threads();
     if alone((m, n, k)) {
         return (1, 1);
     }
-    // Each piece reads its rows of `a` and its columns of `b`.
-    let read = |rows: usize| rows * n + threads / rows * m;
-    let rows = (1..=threads).filter(|rows| threads.is_multiple_of(*rows)).min_by_key(|&rows| read(rows)).unwrap_or(1);
+    let read = |rows: usize| rows * b(rows) + threads / rows * m;
+    let possible = |rows: &usize| threads.is_multiple_of(*rows) && (*rows == 1 || m / rows >= 2 * STEP);
+    let rows = (1..=threads).filter(possible).min_by_key(|&rows| read(rows)).unwrap_or(1);
     (rows, threads / rows)
 }
 
@@ -170,15 +164,15 @@ impl<'a> Floats<'a> {
     }
 
     #[cfg(target_arch = "x86_64")]
-    fn matrix(self, place: Place) -> blocks::Matrix<blocks::Start> {
-        use blocks::Start;
+    fn matrix(self, place: Place) -> matrix::Matrix<matrix::Start> {
+        use matrix::Start;
         // The place fits: the offset is one of an element.
         let start = match self {
             Floats::F32(s) => Start::F32(s[place.offset..].as_ptr()),
             Floats::F16(s) => Start::F16(s[place.offset..].as_ptr()),
             Floats::BF16(s) => Start::BF16(s[place.offset..].as_ptr()),
         };
-        blocks::Matrix { start, row: place.row, col: place.col }
+        matrix::Matrix { start, row: place.row, col: place.col }
     }
 }
 
@@ -207,25 +201,13 @@ pub(crate) fn gemm_f32(
 ) -> Result<()> {
     #[cfg(target_arch = "x86_64")]
     if let Some(kernels) = kernels(size, a, b) {
-        let (m, n, k) = size;
-        let (pieces, alone) = shared(size);
         for [place_a, place_b, place] in places {
             check(size, (out.len(), place), (a.len(), place_a), (b.len(), place_b))?;
-            let to = Start(out.as_mut_ptr());
-            each_piece((m, n), pieces, |down, across| {
-                let to = &to;
-                let (top, left) = (down.start, across.start);
-                let (a, b) = (a.matrix(place_a.at(top, 0)), b.matrix(place_b.at(0, left)));
-                let size = (down.len(), across.len(), k);
-                // SAFETY: none of the sizes is 0. All three matrices lie in their slices (`check`), which are initialised
-                // and live through the call, and so does a piece of them. `out` is borrowed exclusively, so it overlaps
-                // neither input, and its elements are distinct, so pieces without a common element are in different memory.
-                unsafe {
-                    let start = to.0.add(place.at(top, left).offset);
-                    let out = blocks::Out::Memory(blocks::Matrix { start, row: place.row, col: place.col });
-                    blocks::product(kernels, size, out, a, b, alone);
-                }
-            });
+            let start = out[place.offset..].as_mut_ptr();
+            let to = blocks::Out::Memory(matrix::Matrix { start, row: place.row, col: place.col });
+            // SAFETY: none of the sizes is 0. All three matrices lie in their slices (`check`), which are initialised and live
+            // through the call. `out` is borrowed exclusively, so it overlaps neither input, and its elements are distinct.
+            unsafe { blocks::product(kernels, size, to, a.matrix(place_a), b.matrix(place_b), None) };
         }
         return Ok(());
     }
@@ -236,13 +218,36 @@ pub(crate) fn gemm_f32(
     Ok(())
 }
 
-/// How a result is cut into pieces that share nothing, and whether one thread computes each of them.
-#[cfg(target_arch = "x86_64")]
-fn shared(size: (usize, usize, usize)) -> ((usize, usize), bool) {
-    let (m, n, k) = size;
-    // What is laid out by one thread for others has to come from its cache: small products share nothing.
-    let pieces = if m.saturating_mul(n).saturating_mul(k) <= APART { cut(m, n, k) } else { (1, 1) };
-    (pieces, pieces != (1, 1) || alone(size))
+/// As [`gemm_f32`] of one product, and the sums of the rows of `a` in the same go, to elements of `out` from `sums` on. Gives
+/// whether these were made, too: where the result is contiguous, `a` is laid out for the kernels, and the sums lie beside the result.
+///
+/// # Errors
+/// As [`gemm`].
+#[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
+pub(crate) fn gemm_and_sums(
+    size: (usize, usize, usize),
+    out: &mut [f32],
+    (a, b): (Floats, Floats),
+    places: [Place; 3],
+    sums: usize,
+) -> Result<bool> {
+    #[cfg(target_arch = "x86_64")]
+    if let Some(kernels) = kernels(size, a, b) {
+        let ([place_a, place_b, place], (m, n, _)) = (places, size);
+        check(size, (out.len(), place), (a.len(), place_a), (b.len(), place_b))?;
+        let beside = sums + m <= place.offset || place.offset + m * n <= sums;
+        if (place.row, place.col) == (n as isize, 1) && beside && sums + m <= out.len() {
+            let start = out.as_mut_ptr();
+            // SAFETY: as in `gemm_f32`; the sums lie in `out`, and none of them is an element of the result.
+            return Ok(unsafe {
+                let to = matrix::Matrix { start: start.add(place.offset), row: place.row, col: 1 };
+                let (a, b) = (a.matrix(place_a), b.matrix(place_b));
+                blocks::product(kernels, size, blocks::Out::Memory(to), a, b, Some(start.add(sums)))
+            });
+        }
+    }
+    gemm_f32(size, out, a, b, std::iter::once(places))?;
+    Ok(false)
 }
 
 /// Whether [`gemm_into`] does products of this size: where there are kernels for them, and not too many steps.
@@ -268,7 +273,7 @@ pub(crate) fn gemm_into<T: Send + Sync>(
     (b, place_b): (Floats, Place),
     each: impl Fn(usize, &[f32], &mut [&mut [T]]) + Sync,
 ) -> Result<()> {
-    let (m, n, k) = size;
+    let n = size.1;
     let Some(kernels) = kernels(size, a, b).filter(|_| in_pieces(size)) else {
         return Err(Error::invalid("gemm", "the product does not come in pieces"));
     };
@@ -277,30 +282,23 @@ pub(crate) fn gemm_into<T: Send + Sync>(
         check(size, (out.len(), contiguous), (a.len(), place_a), (b.len(), place_b))?;
     }
     let starts: SmallVec<[Start<T>; 2]> = outs.iter_mut().map(|out| Start(out.as_mut_ptr())).collect();
-    let (pieces, alone) = shared(size);
-    each_piece((m, n), pieces, |down, across| {
-        let (top, left) = (down.start, across.start);
-        let (a, b) = (a.matrix(place_a.at(top, 0)), b.matrix(place_b.at(0, left)));
-        let pass_on = |first: usize, product: &[f32]| {
-            // SAFETY: the elements are of the results, which are borrowed exclusively through the call; every element is
-            // handed over once, so that nobody else has these.
-            let outs = starts.iter().map(|s| unsafe { std::slice::from_raw_parts_mut(s.0.add(first), product.len()) });
-            each(first, product, &mut outs.collect::<SmallVec<[&mut [T]; 2]>>());
-        };
-        let hand_over = |rows: Range<usize>, columns: Range<usize>, product: &[f32]| {
-            let first = (top + rows.start) * n + left + columns.start;
-            match columns.len() == n {
-                true => pass_on(first, product),
-                false => product.chunks(columns.len()).enumerate().for_each(|(i, row)| pass_on(first + i * n, row)),
-            }
-        };
-        // SAFETY: none of the sizes is 0. Both matrices lie in their slices (`check`), which are initialised and live
-        // through the call, and so does a piece of them.
-        unsafe {
-            let out = blocks::Out::Pieces(&hand_over);
-            blocks::product(kernels, (down.len(), across.len(), k), out, a, b, alone);
+    let pass_on = |first: usize, product: &[f32]| {
+        // SAFETY: the elements are of the results, which are borrowed exclusively through the call; every element is
+        // handed over once, so that nobody else has these.
+        let outs = starts.iter().map(|s| unsafe { std::slice::from_raw_parts_mut(s.0.add(first), product.len()) });
+        each(first, product, &mut outs.collect::<SmallVec<[&mut [T]; 2]>>());
+    };
+    let hand_over = |rows: Range<usize>, columns: Range<usize>, product: &[f32]| {
+        let first = rows.start * n + columns.start;
+        match columns.len() == n {
+            true => pass_on(first, product),
+            false => product.chunks(columns.len()).enumerate().for_each(|(i, row)| pass_on(first + i * n, row)),
         }
-    });
+    };
+    let to = blocks::Out::Pieces(&hand_over);
+    // SAFETY: none of the sizes is 0. Both matrices lie in their slices (`check`), which are initialised and live through
+    // the call.
+    unsafe { blocks::product(kernels, size, to, a.matrix(place_a), b.matrix(place_b), None) };
     Ok(())
 }
 
@@ -348,7 +346,7 @@ pub(crate) fn gemm<T: Real>(
         return Ok(());
     }
     let to = Start(out.0.as_mut_ptr());
-    each_piece((m, n), cut(m, n, k), |down, across| {
+    each_piece((m, n), cut((m, n, k), |_| n), |down, across| {
         let to = &to;
         let (top, left) = (down.start, across.start);
         let at = |place: Place, row: usize, col: usize| {

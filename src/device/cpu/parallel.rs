@@ -235,9 +235,10 @@ pub(crate) fn for_each_index(count: usize, piece: impl Fn(usize) + Sync) {
     share(count, threads().min(count), &piece);
 }
 
-/// [`for_each_index`] where a piece may wait for those before it: they are begun in order.
-pub(crate) fn for_each_in_order(count: usize, piece: impl Fn(usize) + Sync) {
-    share(count, 1, &piece);
+/// [`for_each_index`] of `parts` parts of one length, where a piece may wait for those before it in its part: they are begun in
+/// order.
+pub(crate) fn for_each_in_order(count: usize, parts: usize, piece: impl Fn(usize) + Sync) {
+    share(count, parts, &piece);
 }
 
 /// Has the team do `count` pieces, cut into `parts` that threads begin with.

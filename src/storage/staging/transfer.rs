@@ -57,7 +57,7 @@ impl<'a> Transfer<'a> {
         copy: impl Fn(*mut u8, Range<usize>) + Sync,
         finish: impl Fn(usize) -> bool + Sync,
     ) -> Result<()> {
-        parallel::for_each_in_order(self.pieces.len(), |i| {
+        parallel::for_each_in_order(self.pieces.len(), 1, |i| {
             let (at, piece) = &self.pieces[i];
             let chunk = &self.chunks[*at];
             // Pieces are begun in order: who waits for another thread's waits for one that is under way.

@@ -1,21 +1,30 @@
-//! Products of f32 and of halves, block by block: both matrices are laid out in panels once, by all threads, and tiles of
-//! the result are computed from the panels, a group of neighbours at a time, so that what a group reads stays in the
-//! cache of the core that computes it.
+//! Products of f32 and of halves, block by block: both matrices are laid out in panels, and tiles of the result are
+//! computed from the panels, a group of neighbours at a time, so that what a group reads stays in the cache of the core
+//! that computes it. The result has parts, each with panels and a thread or several of its own, which go on with the
+//! others' when theirs is done.
 
 use std::cell::Cell;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use half::{bf16, f16};
+use smallvec::SmallVec;
 
 use super::super::{parallel, threads};
 use super::kernel::{Kernels, Tile};
-use super::pack::{Copies, From, Half, Pairs, SLACK, pack};
+use super::matrix::{Matrix, Start};
+use super::pack::{SLACK, add_steps};
+use super::panels::Panels;
+use super::{cut, start};
 use crate::storage::driver::host::advise_huge;
 
 /// Steps of k that a tile does before the next: of the panels that a group reads for them, one stays in the first-level cache
 /// and all in the second. Of 192, 256, 320, 384 and 512 this was the fastest.
 const DEPTH: usize = 512;
+/// Up to so many multiplications every thread has panels of its own: what one lays out for another has to come from its cache,
+/// which takes longer than to do it twice.
+const APART: usize = 1 << 28;
+/// Up to so many it does all of its part at once.
+const AT_ONCE: usize = 1 << 25;
 /// Steps of k, and elements of a matrix, that are laid out at a time.
 pub(super) const DEEP: usize = 2048;
 const LAID_OUT: usize = 1 << 20;
@@ -23,60 +32,14 @@ const LAID_OUT: usize = 1 << 20;
 /// steps of its tiles.
 const GROUPS: usize = 12;
 const STEPS: usize = 1024;
+/// Groups for each thread that are cut into rows of tiles, because they are the last.
+const LAST: usize = 2;
 /// Panels of a group at most, of rows and of columns: the rows stay in the second-level cache.
 const GROUP: [usize; 2] = [16, 32];
 /// Elements of a group that is handed over: it stays in the second-level cache beside the panels, too.
 const HANDED_OVER: usize = 1 << 14;
 /// Elements of a large page: panels that need more begin where one does, so that few are in use.
 const HUGE: usize = 1 << 19;
-/// Elements that it is worth going for to lay them out.
-const PIECE: usize = 1 << 14;
-/// Panels that are laid out together where a row of the matrix lies in one piece: it is read in long stretches.
-const TOGETHER: usize = 32;
-
-/// The first element of an operand.
-#[derive(Clone, Copy)]
-pub(super) enum Start {
-    F32(*const f32),
-    F16(*const f16),
-    BF16(*const bf16),
-    /// Two steps of k at a time, of so many of k.
-    Pairs(*const bf16, usize),
-}
-
-/// An operand: element (i, j) at `start + i * row + j * col`.
-#[derive(Clone, Copy)]
-pub(super) struct Matrix<T> {
-    pub(super) start: T,
-    pub(super) row: isize,
-    pub(super) col: isize,
-}
-
-impl<T> Matrix<T> {
-    fn transposed(self) -> Matrix<T> {
-        Matrix { row: self.col, col: self.row, ..self }
-    }
-}
-
-impl Matrix<Start> {
-    /// The first element, and how many bytes rows are apart, where kernels read rows as they are.
-    fn in_place(self) -> Option<(*const f32, isize)> {
-        let rows = |element: usize| self.row * element as isize;
-        match self.start {
-            Start::F32(start) if self.col == 1 => Some((start, rows(size_of::<f32>()))),
-            Start::Pairs(start, k) if self.col == 1 && k % 2 == 0 => Some((start.cast(), rows(size_of::<bf16>()))),
-            _ => None,
-        }
-    }
-
-    /// The same in pairs of steps.
-    fn in_pairs(self, k: usize) -> Matrix<Start> {
-        match self.start {
-            Start::BF16(start) => Matrix { start: Start::Pairs(start, k), ..self },
-            _ => self,
-        }
-    }
-}
 
 /// What is done with the result.
 #[derive(Clone, Copy)]
@@ -95,27 +58,27 @@ fn even(n: usize, most: usize, step: usize) -> usize {
     n.div_ceil(n.div_ceil(most)).next_multiple_of(step)
 }
 
-/// `out = a b` for an `m` x `k` and a `k` x `n` matrix, none of the numbers 0; on this thread alone where it is told so.
-/// Kernels of pairs are for two matrices of bf16.
+/// `out = a b` for an `m` x `k` and a `k` x `n` matrix, none of the numbers 0. Kernels of pairs are for two matrices of bf16. The sums
+/// of the rows of `a` go to `sums`, `m` elements, where it is laid out anyway; gives whether they did.
 ///
 /// # Safety
-/// The elements of all three are in memory that lives through the call. Nobody writes to those of the operands, nobody else
-/// uses those of the result, and no two of these are one.
+/// The elements of all of them are in memory that lives through the call. Nobody writes to those of the operands, nobody else
+/// uses those of the results, and no two of these are one.
 pub(super) unsafe fn product(
     kernels: &'static Kernels,
     (m, n, k): (usize, usize, usize),
     out: Out,
     a: Matrix<Start>,
     b: Matrix<Start>,
-    alone: bool,
-) {
+    sums: Option<*mut f32>,
+) -> bool {
     if let Out::Memory(out) = out
         && out.col != 1
         && out.row == 1
     {
         // SAFETY: the caller's promise. The columns of the transposed result follow one another.
         return unsafe {
-            product(kernels, (n, m, k), Out::Memory(out.transposed()), b.transposed(), a.transposed(), alone);
+            product(kernels, (n, m, k), Out::Memory(out.transposed()), b.transposed(), a.transposed(), None)
         };
     }
     debug_assert!(k <= DEEP || matches!(out, Out::Memory(_)));
@@ -123,6 +86,15 @@ pub(super) unsafe fn product(
         true => (a.in_pairs(k), b.in_pairs(k), k.div_ceil(2)),
         false => (a, b, k),
     };
+    let sums = sums.filter(|_| !kernels.pairs && a.in_place().is_none());
+    let ((down, across), threads) = shares(kernels, (m, n, k), b);
+    let along = |n: usize, pieces: usize| (0..pieces).map(move |i| start(n, pieces, i)..start(n, pieces, i + 1));
+    let parts: SmallVec<[(Range<usize>, Range<usize>); 8]> = along(m, down)
+        .flat_map(|down| along(n, across).map(move |across| (down.clone(), across)))
+        .filter(|(down, across)| !down.is_empty() && !across.is_empty())
+        .collect();
+    let m = parts.iter().map(|(down, _)| down.len()).max().unwrap_or(0);
+    let n = parts.iter().map(|(_, across)| across.len()).max().unwrap_or(0);
     let columns = 2 * kernels.lanes;
     let deep = even(k, DEEP, 1);
     let depth = even(deep, DEPTH, 1);
@@ -134,11 +106,11 @@ pub(super) unsafe fn product(
     let room_b = blocks * wide.min(n).div_ceil(columns) * (depth * columns + SLACK);
     let room_a = match a.in_place() {
         Some(_) => 0,
-        None => blocks * high.div_ceil(rows) * (depth * rows + SLACK),
+        None => (blocks * high.div_ceil(rows) * (depth * rows + SLACK)).next_multiple_of(SLACK),
     };
     BUFFER.with(|kept| {
         let mut buffer = kept.take();
-        let room = room_a + room_b + SLACK;
+        let room = parts.len() * (room_a + room_b) + SLACK;
         let line = if room >= HUGE { HUGE * size_of::<f32>() } else { 64 };
         if buffer.len() < room + buffer.as_ptr().align_offset(line) {
             buffer = Vec::with_capacity(room + line / size_of::<f32>());
@@ -146,31 +118,70 @@ pub(super) unsafe fn product(
             buffer.resize(buffer.capacity(), 0.0);
         }
         let aligned = buffer.as_ptr().align_offset(line);
-        let packed_b = buffer[aligned..].as_mut_ptr();
+        let panels = buffer[aligned..].as_mut_ptr();
         for k0 in (0..k).step_by(deep) {
             for j0 in (0..n).step_by(wide) {
                 for i0 in (0..m).step_by(high) {
-                    let region = Region {
-                        kernels,
-                        first: (i0, j0, k0),
-                        size: (high.min(m - i0), wide.min(n - j0), deep.min(k - k0)),
-                        rows,
-                        depth,
-                        out,
-                        a,
-                        b,
-                        packed_b,
-                        // SAFETY: the buffer has room for both.
-                        packed_a: unsafe { packed_b.add(room_b) },
-                        lay_out_b: i0 == 0,
+                    let region = |(part, (down, across)): (usize, &(Range<usize>, Range<usize>))| {
+                        let left = (down.len().checked_sub(i0)?, across.len().checked_sub(j0)?);
+                        // SAFETY: the buffer has room for both matrices' panels, of every part.
+                        let packed_b = unsafe { panels.add(part * (room_a + room_b)) };
+                        let packed_a = unsafe { packed_b.add(room_b) };
+                        (left.0 > 0 && left.1 > 0).then(|| Region {
+                            kernels,
+                            first: (down.start + i0, across.start + j0, k0),
+                            size: (high.min(left.0), wide.min(left.1), deep.min(k - k0)),
+                            rows,
+                            depth,
+                            out,
+                            a,
+                            b,
+                            sums,
+                            packed_b,
+                            packed_a,
+                            lay_out_b: i0 == 0,
+                        })
                     };
+                    let regions: SmallVec<[Region; 4]> = parts.iter().enumerate().filter_map(region).collect();
                     // SAFETY: the caller's promise; the buffer is this call's until it is put back.
-                    unsafe { region.compute(alone) };
+                    unsafe { compute(&regions, threads) };
                 }
             }
         }
         kept.set(buffer);
     });
+    sums.is_some()
+}
+
+/// How threads share a product: the parts of its result, down and across, each with panels of its own, and the threads that
+/// begin with each.
+fn shares(kernels: &Kernels, (m, n, k): (usize, usize, usize), b: Matrix<Start>) -> ((usize, usize), usize) {
+    let (down, across) = cut((m, n, k), |rows| match b.right_in_place(kernels, (m / rows, n * rows / threads(), k)) {
+        Some(_) => 0,
+        None => n,
+    });
+    match m.saturating_mul(n).saturating_mul(k) <= APART {
+        true => ((down, across), 1),
+        false => ((1, 1), threads()),
+    }
+}
+
+/// Computes regions that have no element of the result in common, each by `threads` threads to begin with.
+///
+/// # Safety
+/// As [`product`], of the regions' elements; nobody else uses the panels' memory.
+unsafe fn compute(regions: &[Region], threads: usize) {
+    if threads == 1 && regions.iter().all(Region::is_small) {
+        return parallel::for_each_index(regions.len(), |part| {
+            let work = Work::new(&regions[part], 1);
+            // SAFETY: as below.
+            (0..work.count).for_each(|i| unsafe { work.piece(i) });
+        });
+    }
+    let works: SmallVec<[Work; 8]> = regions.iter().map(|region| Work::new(region, threads)).collect();
+    let most = works.iter().map(|work| work.count).max().unwrap_or(0);
+    // SAFETY: the caller's promise. Every piece comes once, and those of a region are begun in order.
+    parallel::for_each_in_order(works.len() * most, works.len(), |i| unsafe { works[i / most].piece(i % most) });
 }
 
 thread_local! {
@@ -192,6 +203,8 @@ struct Region<'a> {
     out: Out<'a>,
     a: Matrix<Start>,
     b: Matrix<Start>,
+    /// Where sums of rows of a go, which is then laid out.
+    sums: Option<*mut f32>,
     /// For every `depth` steps of k all panels, one after another, [`SLACK`] behind each.
     packed_a: *mut f32,
     packed_b: *mut f32,
@@ -203,45 +216,92 @@ struct Region<'a> {
 // result that have no element in common.
 unsafe impl Sync for Region<'_> {}
 
-impl Region<'_> {
+/// What there is to do for a region: pieces that are laid out, and groups of tiles, which come after them.
+struct Work<'a> {
+    region: &'a Region<'a>,
+    a: Panels,
+    b: Panels,
+    /// Pieces of b, and of both matrices.
+    pieces_b: usize,
+    pieces: usize,
+    laid_out: Counter,
+    /// Panels of a group, and groups beside one another.
+    group: (usize, usize),
+    across: usize,
+    /// Groups that are not cut into rows of tiles.
+    whole: usize,
+    /// All pieces; it may be too many.
+    count: usize,
+}
+
+/// In a cache line of its own: what is beside it is read all the time.
+#[repr(align(128))]
+struct Counter(AtomicUsize);
+
+impl<'a> Work<'a> {
+    fn new(region: &'a Region, threads: usize) -> Work<'a> {
+        let (of_a, of_b) = region.panels();
+        let (a, b) = (region.operand_a(of_a), region.operand_b(of_b));
+        let pieces_b = if region.lay_out_b && region.b_in_place().is_none() { b.pieces() } else { 0 };
+        let pieces = pieces_b + if region.a.in_place().is_some() { 0 } else { a.pieces() };
+        let (groups, last) =
+            if threads == 1 && region.is_small() { (1, 0) } else { (GROUPS * threads, LAST * threads) };
+        let (high, wide) = match region.out {
+            Out::Memory(_) => group(of_a, of_b, region.size.2, groups),
+            Out::Pieces(_) => rows_of_groups(of_a, of_b, region.rows * 2 * region.kernels.lanes, groups),
+        };
+        let across = of_b.div_ceil(wide);
+        let groups = of_a.div_ceil(high) * across;
+        let whole = groups.saturating_sub(last);
+        let count = pieces + whole + (groups - whole) * high;
+        let laid_out = Counter(AtomicUsize::new(0));
+        Work { region, a, b, pieces_b, pieces, laid_out, group: (high, wide), across, whole, count }
+    }
+
     /// # Safety
-    /// As [`product`], of the region's elements; nobody else uses the panels' memory.
-    unsafe fn compute(&self, alone: bool) {
-        let (m, n, k) = self.size;
-        let (of_a, of_b) = (m.div_ceil(self.rows), n.div_ceil(2 * self.kernels.lanes));
-        let (a, b) = (self.operand_a(of_a), self.operand_b(of_b));
-        let pieces_b = if self.lay_out_b { b.pieces() } else { 0 };
-        let pieces = pieces_b + if self.a.in_place().is_some() { 0 } else { a.pieces() };
-        let groups = if alone { 1 } else { GROUPS * threads() };
-        let (high, wide) = match self.out {
-            Out::Memory(_) => group(of_a, of_b, k, groups),
-            Out::Pieces(_) => rows_of_groups(of_a, of_b, self.rows * 2 * self.kernels.lanes, groups),
-        };
-        let (down, across) = (of_a.div_ceil(high), of_b.div_ceil(wide));
-        let laid_out = AtomicUsize::new(0);
-        let piece = |i: usize| {
-            // SAFETY: the caller's promise. Every piece comes once, and groups come when all pieces are laid out.
-            unsafe {
-                if i < pieces_b {
-                    b.lay_out(i);
-                } else if i < pieces {
-                    a.lay_out(i - pieces_b);
-                } else {
-                    let mut looks = 0u32;
-                    while laid_out.load(Ordering::Acquire) < pieces {
-                        looks += 1;
-                        if looks.is_multiple_of(4096) { std::thread::yield_now() } else { std::hint::spin_loop() }
-                    }
-                    let (i, j) = ((i - pieces) / across, (i - pieces) % across);
-                    let (top, left) = (i * high, j * wide);
-                    self.group(top..of_a.min(top + high), left..of_b.min(left + wide), (of_a, of_b));
-                    return;
+    /// As [`compute`]; every piece comes once, when those before it have been begun.
+    unsafe fn piece(&self, i: usize) {
+        // SAFETY: the caller's promise; groups are computed when all pieces are laid out.
+        unsafe {
+            if i < self.pieces_b {
+                self.b.lay_out(i);
+            } else if i < self.pieces {
+                self.a.lay_out(i - self.pieces_b);
+            } else {
+                let mut looks = 0u32;
+                while self.laid_out.0.load(Ordering::Acquire) < self.pieces {
+                    looks += 1;
+                    if looks.is_multiple_of(4096) { std::thread::yield_now() } else { std::hint::spin_loop() }
                 }
+                let ((of_a, of_b), (high, wide)) = (self.region.panels(), self.group);
+                let (group, first, rows) = match i - self.pieces {
+                    group if group < self.whole => (group, 0, high),
+                    row => (self.whole + (row - self.whole) / high, (row - self.whole) % high, 1),
+                };
+                let (top, left) = (group / self.across * high + first, group % self.across * wide);
+                if top < of_a {
+                    self.region.group(top..of_a.min(top + rows), left..of_b.min(left + wide), (of_a, of_b));
+                }
+                return;
             }
-            laid_out.fetch_add(1, Ordering::Release);
-        };
-        let count = pieces + down * across;
-        if alone { (0..count).for_each(piece) } else { parallel::for_each_in_order(count, piece) }
+        }
+        self.laid_out.0.fetch_add(1, Ordering::Release);
+    }
+}
+
+impl Region<'_> {
+    /// Whether one thread computes all of it where it is its own.
+    fn is_small(&self) -> bool {
+        self.size.0 * self.size.1 * self.size.2 <= AT_ONCE
+    }
+
+    /// Panels of a and of b.
+    fn panels(&self) -> (usize, usize) {
+        (self.size.0.div_ceil(self.rows), self.size.1.div_ceil(2 * self.kernels.lanes))
+    }
+
+    fn b_in_place(&self) -> Option<(*const f32, isize)> {
+        self.b.right_in_place(self.kernels, self.size)
     }
 
     /// Each `depth` steps of k: their number, the first, and how many they are.
@@ -264,7 +324,7 @@ impl Region<'_> {
     /// Some panels of rows and of columns, computed and, where that is wanted, handed over.
     ///
     /// # Safety
-    /// As [`compute`](Region::compute); all panels are laid out, and nobody else uses the tiles.
+    /// As [`compute`]; all panels are laid out, and nobody else uses the tiles.
     unsafe fn group(&self, down: Range<usize>, across: Range<usize>, panels: (usize, usize)) {
         let (rows, columns) = (self.rows, 2 * self.kernels.lanes);
         let i = down.start * rows..self.size.0.min(down.end * rows);
@@ -305,15 +365,34 @@ impl Region<'_> {
     ) {
         let (top, start) = (down.start, across.start);
         let (rows, columns) = (self.rows, 2 * self.kernels.lanes);
-        let in_place = self.a.in_place();
+        let (in_place, b_in_place) = (self.a.in_place(), self.b_in_place());
         for (z, first, steps) in self.depths() {
             for right in across.clone() {
                 let left = columns.min(self.size.1 - right * columns);
-                // SAFETY: in the buffer.
-                let b = unsafe { self.packed_b.add((z * of_b + right) * (self.depth * columns + SLACK)) };
+                // SAFETY: an element of the matrix, or in the buffer.
+                let (b, b_step) = unsafe {
+                    match b_in_place {
+                        Some((b, row)) => {
+                            let at = (self.first.2 + first) as isize * row;
+                            (b.byte_offset(at).add(self.first.1 + right * columns), row)
+                        }
+                        None => {
+                            let at = (z * of_b + right) * (self.depth * columns + SLACK);
+                            let step = left.next_multiple_of(self.kernels.lanes) * size_of::<f32>();
+                            (self.packed_b.add(at).cast_const(), step as isize)
+                        }
+                    }
+                };
                 for down in down.clone() {
                     let (i, high) = (down * rows, rows.min(self.size.0 - down * rows));
                     let kernel = self.kernels.tile(high, left.div_ceil(self.kernels.lanes), in_place.is_some());
+                    if let Some(sums) = self.sums.filter(|_| self.first.1 + right == 0) {
+                        // SAFETY: the panel is in the buffer and laid out, and the sums of its rows are this call's alone.
+                        unsafe {
+                            let panel = self.packed_a.add((z * of_a + down) * (self.depth * rows + SLACK));
+                            add_steps(panel, (steps, high), sums.add(self.first.0 + i), self.first.2 + first > 0);
+                        }
+                    }
                     let at = ((down - top) * rows) as isize * out.row + ((right - start) * columns) as isize * out.col;
                     // SAFETY: the panel is in the buffer and laid out; the tile is in the result, and this call's alone.
                     unsafe {
@@ -327,6 +406,7 @@ impl Region<'_> {
                             },
                             a_row: in_place.map_or(0, |(_, row)| row),
                             b,
+                            b_step,
                             out: out.start.offset(at),
                             row: out.row,
                             col: out.col,
@@ -357,123 +437,4 @@ fn rows_of_groups(of_a: usize, of_b: usize, tile: usize, groups: usize) -> (usiz
     let wide = even(of_b, GROUP[1], 1);
     let high = GROUP[0].min(HANDED_OVER / (wide * tile)).min(of_a * of_b.div_ceil(wide) / groups).max(1);
     (even(of_a, high, 1), wide)
-}
-
-/// A matrix that is laid out in panels of neighbouring rows, piece by piece.
-struct Panels {
-    from: Matrix<Start>,
-    /// Its rows and steps, and the first of them.
-    size: (usize, usize),
-    first: (usize, usize),
-    /// For every `depth` steps all panels, one after another, [`SLACK`] behind each.
-    to: *mut f32,
-    /// Rows of a panel; the last one has as many as there are, up to a multiple of `lanes`.
-    rows: usize,
-    lanes: usize,
-    panels: usize,
-    depth: usize,
-    /// Panels and steps of a piece.
-    piece: (usize, usize),
-}
-
-// SAFETY: threads read the matrix, and each writes to pieces of its own.
-unsafe impl Sync for Panels {}
-
-impl Panels {
-    fn new(
-        from: Matrix<Start>,
-        size: (usize, usize),
-        first: (usize, usize),
-        to: *mut f32,
-        (rows, lanes): (usize, usize),
-        (panels, depth): (usize, usize),
-    ) -> Panels {
-        // Rows of the matrix follow one another, then its steps are far apart: each is read over many panels. Otherwise a
-        // panel is laid out in one go, for that may write behind what it lays out.
-        let piece = match from.row == 1 && from.col != 1 {
-            true => (panels.min(TOGETHER), (PIECE / (rows * panels.min(TOGETHER))).clamp(1, depth)),
-            false => ((PIECE / (rows * depth)).max(1), depth),
-        };
-        Panels { from, size, first, to, rows, lanes, panels, depth, piece }
-    }
-
-    /// In each block of `depth` steps, groups of panels and parts of the steps.
-    fn grid(&self) -> (usize, usize, usize) {
-        let blocks = self.size.1.div_ceil(self.depth);
-        (blocks, self.panels.div_ceil(self.piece.0), self.depth.div_ceil(self.piece.1))
-    }
-
-    fn pieces(&self) -> usize {
-        let (blocks, groups, parts) = self.grid();
-        blocks * groups * parts
-    }
-
-    /// # Safety
-    /// The matrix is there to be read, the panels' memory is there to be written, and nobody else uses that of this piece.
-    unsafe fn lay_out(&self, piece: usize) {
-        let (_, groups, parts) = self.grid();
-        let (block, group, part) = (piece / (groups * parts), piece / parts % groups, piece % parts);
-        let depth = self.depth.min(self.size.1 - block * self.depth);
-        let (begin, end) = (depth.min(part * self.piece.1), depth.min((part + 1) * self.piece.1));
-        let (first, last) = (group * self.piece.0, self.panels.min((group + 1) * self.piece.0));
-        let whole = last.min(self.size.0 / self.rows).max(first);
-        let apart = self.depth * self.rows + SLACK;
-        // SAFETY: the panels' memory has room for all of them; the rows and steps are the matrix's.
-        let to =
-            |panel: usize, width: usize| unsafe { self.to.add((block * self.panels + panel) * apart + begin * width) };
-        let from = |panel: usize| (self.first.0 + panel * self.rows, self.first.1 + block * self.depth + begin);
-        // SAFETY: the caller's promise, and as above. Lanes beyond the matrix are written as zeros.
-        unsafe {
-            if first < whole {
-                let copies = Copies { panels: whole - first, apart, steps: end - begin };
-                lay_out(self.from, from(first), to(first, self.rows), copies, self.rows, self.rows);
-            }
-            if whole < last {
-                let lanes = self.size.0 - whole * self.rows;
-                let width = lanes.next_multiple_of(self.lanes);
-                let copies = Copies { panels: 1, apart, steps: end - begin };
-                lay_out(self.from, from(whole), to(whole, width), copies, lanes, width);
-            }
-        }
-    }
-}
-
-/// Panels of the matrix: lanes along its rows, from `first` on.
-///
-/// # Safety
-/// As [`pack`].
-unsafe fn lay_out(
-    from: Matrix<Start>,
-    first: (usize, usize),
-    to: *mut f32,
-    copies: Copies,
-    lanes: usize,
-    width: usize,
-) {
-    let at = |steps: usize| first.0 as isize * from.row + (first.1 * steps) as isize * from.col;
-    let (across, along) = (from.row, from.col);
-    // SAFETY: the caller's promise.
-    unsafe {
-        match from.start {
-            Start::F32(start) => {
-                pack::<f32>(From { start: start.offset(at(1)), across, along }, to, copies, lanes, width)
-            }
-            Start::F16(start) => {
-                pack::<f16>(From { start: start.offset(at(1)), across, along }, to, copies, lanes, width)
-            }
-            Start::BF16(start) => {
-                pack::<bf16>(From { start: start.offset(at(1)), across, along }, to, copies, lanes, width)
-            }
-            Start::Pairs(start, k) => {
-                let pairs = copies.steps.min((k / 2).saturating_sub(first.1));
-                let start = start.offset(at(2));
-                pack::<Pairs>(From { start, across, along }, to, Copies { steps: pairs, ..copies }, lanes, width);
-                if pairs < copies.steps {
-                    let start = start.offset(2 * pairs as isize * along);
-                    let copies = Copies { steps: 1, ..copies };
-                    pack::<Half>(From { start, across, along }, to.add(pairs * width), copies, lanes, width);
-                }
-            }
-        }
-    }
 }

@@ -17,8 +17,9 @@ pub(super) struct Tile {
     /// A panel: an element of each row, step after step. Or, [direct](Kernels::tile), rows `a_row` bytes apart in memory.
     pub(super) a: *const f32,
     pub(super) a_row: isize,
-    /// A panel: the vectors, step after step.
+    /// The vectors of a step, and how many bytes further those of the next are: a panel, or in place.
     pub(super) b: *const f32,
+    pub(super) b_step: isize,
     /// Where the first element goes, and how far rows and columns are apart there.
     pub(super) out: *mut f32,
     pub(super) row: isize,
@@ -164,7 +165,7 @@ unsafe fn tile<V: Vector, const R: usize, const N: usize, const DIRECT: bool>(t:
                 }
             }
             a = a.add(step);
-            b = b.add(N * V::LANES);
+            b = b.byte_offset(t.b_step);
         }
         if t.col == 1 && t.columns == N * V::LANES {
             for (i, sums) in sums.into_iter().enumerate() {

@@ -22,8 +22,11 @@ pub(super) struct Copies {
     pub(super) steps: usize,
 }
 
-/// Elements behind a panel that packing may write to: a line, so that panels begin where lines do.
+/// Elements behind a panel that packing may write to and [`add_steps`] may read: a line, so that panels begin where lines do.
 pub(super) const SLACK: usize = 16;
+
+/// Steps, or blocks of eight of them, that are fetched ahead: what is laid out was often written by another core just before.
+const AHEAD: usize = 8;
 
 /// Lays out panels of `width` lanes at `to`; lanes from `lanes` on are zero.
 ///
@@ -198,8 +201,37 @@ unsafe fn rows<S: Source, const W: usize>(from: From<S::Element>, to: *mut f32, 
             // SAFETY: the caller's promise.
             unsafe {
                 let start = from.start.offset((p * S::STEPS) as isize * from.along).add(panel * W);
+                _mm_prefetch::<_MM_HINT_T0>(start.wrapping_offset((AHEAD * S::STEPS) as isize * from.along).cast());
                 S::row::<W>(start, from.along, to.add(panel * copies.apart + p * W));
             }
+        }
+    }
+}
+
+/// The sums over all steps of a panel of up to 16 lanes, written to `to` or added to what is there.
+///
+/// # Safety
+/// The panel, with [`SLACK`] behind it, and as many sums as lanes are there, which nobody else uses; the processor has AVX2.
+#[target_feature(enable = "avx2")]
+pub(super) unsafe fn add_steps(panel: *const f32, (steps, lanes): (usize, usize), to: *mut f32, accumulate: bool) {
+    // Steps that do not wait for one another. What is read behind a step's lanes is the next one's, and left out below.
+    const CHAINS: usize = 4;
+    let mut sums = [[_mm256_setzero_ps(); 2]; CHAINS];
+    let mut total = [0f32; 16];
+    // SAFETY: the caller's promise: 16 elements from a step of the panel on are in it or in what is behind it.
+    unsafe {
+        for p in 0..steps {
+            let step = panel.add(p * lanes);
+            let [low, high] = &mut sums[p % CHAINS];
+            *low = _mm256_add_ps(*low, _mm256_loadu_ps(step));
+            *high = _mm256_add_ps(*high, _mm256_loadu_ps(step.add(8)));
+        }
+        for half in 0..2 {
+            let pair = |i: usize| _mm256_add_ps(sums[i][half], sums[i + 1][half]);
+            _mm256_storeu_ps(total[8 * half..].as_mut_ptr(), _mm256_add_ps(pair(0), pair(2)));
+        }
+        for (i, sum) in total[..lanes].iter().enumerate() {
+            *to.add(i) = if accumulate { *to.add(i) + sum } else { *sum };
         }
     }
 }
@@ -218,7 +250,9 @@ unsafe fn turned<S: Source>(from: From<S::Element>, to: *mut f32, steps: usize, 
             unsafe {
                 let mut block = [_mm256_setzero_ps(); 8];
                 for (i, row) in block.iter_mut().enumerate().take(lanes.saturating_sub(first)) {
-                    *row = S::steps(from.start.offset((first + i) as isize * from.across).add(p * S::STEPS));
+                    let start = from.start.offset((first + i) as isize * from.across).add(p * S::STEPS);
+                    _mm_prefetch::<_MM_HINT_T0>(start.wrapping_add(8 * AHEAD * S::STEPS).cast());
+                    *row = S::steps(start);
                 }
                 for (i, step) in turn(block).into_iter().enumerate() {
                     _mm256_storeu_ps(to.add((p + i) * width + first), step);

@@ -36,6 +36,9 @@ fn products_are_those_of_f64() {
         (47, 1100, 1030),
         (1040, 9, 1024),
         (25, 40, 4103),
+        (20, 48, 600),
+        (300, 272, 1000),
+        (1040, 96, 850),
     ];
     for (m, n, k) in sizes {
         let x: Vec<f32> = (0..3 + m * k).map(number).collect();
@@ -90,6 +93,35 @@ fn in_pieces_it_is_the_same(size: (usize, usize, usize), whole: &[f32], a: (Floa
     assert!(outs[0] == whole, "{size:?} in pieces");
     assert!(outs[1].iter().enumerate().all(|(i, &number)| number == i as f32), "{size:?}: the numbers of elements");
     assert!(gemm_into(size, &mut [&mut outs[0][1..]], a, b, |_, _, _| ()).is_err(), "a result that is too short");
+}
+
+/// In one slice with the product, before it or behind it, wherever the left matrix is laid out.
+#[test]
+fn sums_beside_a_product() {
+    let number = |i: usize| ((i * 7919) % 1009) as f32 / 1009.0 - 0.5;
+    for (m, n, k) in [(8, 8, 8), (10, 128, 1024), (13, 33, 1030), (47, 1100, 2100), (300, 272, 1000)] {
+        let x: Vec<f32> = (0..m * k).map(number).collect();
+        let y: Vec<f32> = (0..k * n).map(|i| number(i + 71)).collect();
+        let (a, b) = (Floats::F32(&x), Floats::F32(&y));
+        for (turned, [sums, first]) in [(true, [0, m + 3]), (true, [m * n + 3, 3]), (false, [0, m + 3]), (true, [4, 3])]
+        {
+            let at = if turned { place(0, 1, m as isize) } else { place(0, k as isize, 1) };
+            let places = [at, place(0, n as isize, 1), place(first, n as isize, 1)];
+            let mut out = vec![f32::NAN; m * n + m + 3];
+            let made = gemm_and_sums((m, n, k), &mut out, (a, b), places, sums).unwrap();
+            let mut alone = vec![f32::NAN; out.len()];
+            gemm_f32((m, n, k), &mut alone, a, b, std::iter::once(places)).unwrap();
+            assert!(out[first..first + m * n] == alone[first..first + m * n], "{m} x {k} x {n}");
+            assert_eq!(made, turned && sums != 4 && in_pieces((8, 8, 8)), "{m} x {k} x {n}");
+            for i in 0..m {
+                let want: f64 = (0..k).map(|p| f64::from(x[i * at.row as usize + p * at.col as usize])).sum();
+                match made {
+                    true => assert!((f64::from(out[sums + i]) - want).abs() <= 1e-6 * k as f64, "{m} x {k}: sum {i}"),
+                    false => assert_eq!(out[sums + i].to_bits(), alone[sums + i].to_bits(), "{m} x {k}: {i}"),
+                }
+            }
+        }
+    }
 }
 
 /// With strides of every kind and sign, read where they lie or not.

@@ -84,7 +84,7 @@ fn work_inside_work() {
 #[test]
 fn pieces_may_wait_for_those_before_them() {
     let done: Vec<AtomicBool> = (0..200).map(|_| AtomicBool::new(false)).collect();
-    for_each_in_order(done.len(), |i| {
+    for_each_in_order(done.len(), 1, |i| {
         while i > 0 && !done[i - 1].load(Acquire) {
             std::thread::yield_now();
         }

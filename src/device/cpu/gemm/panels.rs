@@ -1,0 +1,130 @@
+//! Which piece of a matrix goes where when it is laid out in panels, so that threads can share that.
+
+use half::{bf16, f16};
+
+use super::matrix::{Matrix, Start};
+use super::pack::{Copies, From, Half, Pairs, SLACK, pack};
+
+/// Elements that it is worth going for to lay them out.
+const PIECE: usize = 1 << 14;
+/// Panels that are laid out together where a row of the matrix lies in one piece: it is read in long stretches.
+const TOGETHER: usize = 32;
+
+/// A matrix that is laid out in panels of neighbouring rows, piece by piece.
+pub(super) struct Panels {
+    from: Matrix<Start>,
+    /// Its rows and steps, and the first of them.
+    size: (usize, usize),
+    first: (usize, usize),
+    /// For every `depth` steps all panels, one after another, [`SLACK`] behind each.
+    to: *mut f32,
+    /// Rows of a panel; the last one has as many as there are, up to a multiple of `lanes`.
+    rows: usize,
+    lanes: usize,
+    panels: usize,
+    depth: usize,
+    /// Panels and steps of a piece.
+    piece: (usize, usize),
+}
+
+// SAFETY: threads read the matrix, and each writes to pieces of its own.
+unsafe impl Sync for Panels {}
+
+impl Panels {
+    pub(super) fn new(
+        from: Matrix<Start>,
+        size: (usize, usize),
+        first: (usize, usize),
+        to: *mut f32,
+        (rows, lanes): (usize, usize),
+        (panels, depth): (usize, usize),
+    ) -> Panels {
+        // Rows of the matrix follow one another, then its steps are far apart: each is read over many panels. Otherwise a
+        // panel is laid out in one go, for that may write behind what it lays out.
+        let piece = match from.row == 1 && from.col != 1 {
+            true => (panels.min(TOGETHER), (PIECE / (rows * panels.min(TOGETHER))).clamp(1, depth)),
+            false => ((PIECE / (rows * depth)).max(1), depth),
+        };
+        Panels { from, size, first, to, rows, lanes, panels, depth, piece }
+    }
+
+    /// In each block of `depth` steps, groups of panels and parts of the steps.
+    fn grid(&self) -> (usize, usize, usize) {
+        let blocks = self.size.1.div_ceil(self.depth);
+        (blocks, self.panels.div_ceil(self.piece.0), self.depth.div_ceil(self.piece.1))
+    }
+
+    pub(super) fn pieces(&self) -> usize {
+        let (blocks, groups, parts) = self.grid();
+        blocks * groups * parts
+    }
+
+    /// # Safety
+    /// The matrix is there to be read, the panels' memory is there to be written, and nobody else uses that of this piece.
+    pub(super) unsafe fn lay_out(&self, piece: usize) {
+        let (_, groups, parts) = self.grid();
+        let (block, group, part) = (piece / (groups * parts), piece / parts % groups, piece % parts);
+        let depth = self.depth.min(self.size.1 - block * self.depth);
+        let (begin, end) = (depth.min(part * self.piece.1), depth.min((part + 1) * self.piece.1));
+        let (first, last) = (group * self.piece.0, self.panels.min((group + 1) * self.piece.0));
+        let whole = last.min(self.size.0 / self.rows).max(first);
+        let apart = self.depth * self.rows + SLACK;
+        // SAFETY: the panels' memory has room for all of them; the rows and steps are the matrix's.
+        let to =
+            |panel: usize, width: usize| unsafe { self.to.add((block * self.panels + panel) * apart + begin * width) };
+        let from = |panel: usize| (self.first.0 + panel * self.rows, self.first.1 + block * self.depth + begin);
+        // SAFETY: the caller's promise, and as above. Lanes beyond the matrix are written as zeros.
+        unsafe {
+            if first < whole {
+                let copies = Copies { panels: whole - first, apart, steps: end - begin };
+                lay_out(self.from, from(first), to(first, self.rows), copies, self.rows, self.rows);
+            }
+            if whole < last {
+                let lanes = self.size.0 - whole * self.rows;
+                let width = lanes.next_multiple_of(self.lanes);
+                let copies = Copies { panels: 1, apart, steps: end - begin };
+                lay_out(self.from, from(whole), to(whole, width), copies, lanes, width);
+            }
+        }
+    }
+}
+
+/// Panels of the matrix: lanes along its rows, from `first` on.
+///
+/// # Safety
+/// As [`pack`].
+unsafe fn lay_out(
+    from: Matrix<Start>,
+    first: (usize, usize),
+    to: *mut f32,
+    copies: Copies,
+    lanes: usize,
+    width: usize,
+) {
+    let at = |steps: usize| first.0 as isize * from.row + (first.1 * steps) as isize * from.col;
+    let (across, along) = (from.row, from.col);
+    // SAFETY: the caller's promise.
+    unsafe {
+        match from.start {
+            Start::F32(start) => {
+                pack::<f32>(From { start: start.offset(at(1)), across, along }, to, copies, lanes, width)
+            }
+            Start::F16(start) => {
+                pack::<f16>(From { start: start.offset(at(1)), across, along }, to, copies, lanes, width)
+            }
+            Start::BF16(start) => {
+                pack::<bf16>(From { start: start.offset(at(1)), across, along }, to, copies, lanes, width)
+            }
+            Start::Pairs(start, k) => {
+                let pairs = copies.steps.min((k / 2).saturating_sub(first.1));
+                let start = start.offset(at(2));
+                pack::<Pairs>(From { start, across, along }, to, Copies { steps: pairs, ..copies }, lanes, width);
+                if pairs < copies.steps {
+                    let start = start.offset(2 * pairs as isize * along);
+                    let copies = Copies { steps: 1, ..copies };
+                    pack::<Half>(From { start, across, along }, to.add(pairs * width), copies, lanes, width);
+                }
+            }
+        }
+    }
+}
