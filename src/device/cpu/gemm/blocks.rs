@@ -124,9 +124,8 @@ pub(super) unsafe fn product(
                 for i0 in (0..m).step_by(high) {
                     let region = |(part, (down, across)): (usize, &(Range<usize>, Range<usize>))| {
                         let left = (down.len().checked_sub(i0)?, across.len().checked_sub(j0)?);
-                        // SAFETY: the buffer has room for both matrices' panels, of every part.
-                        let packed_b = unsafe { panels.add(part * (room_a + room_b)) };
-                        let packed_a = unsafe { packed_b.add(room_b) };
+                        let packed_b = panels.wrapping_add(part * (room_a + room_b));
+                        let packed_a = packed_b.wrapping_add(room_b);
                         (left.0 > 0 && left.1 > 0).then(|| Region {
                             kernels,
                             first: (down.start + i0, across.start + j0, k0),
