@@ -2,11 +2,11 @@
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
+use std::sync::{PoisonError, RwLockReadGuard, RwLockWriteGuard};
 
 use bytemuck::{AnyBitPattern, NoUninit};
 use smallvec::SmallVec;
 
-use super::biased::{Biased, Hold, Own};
 use super::driver::MemoryKind;
 use super::driver::host::advise_huge;
 use super::{Allocation, Home, Place, Storage, captured, staging};
@@ -38,61 +38,29 @@ impl ClPlace<'_> {
     }
 }
 
+/// Held while slices of an allocation exist.
+enum Guard<'a> {
+    Read(#[expect(dead_code, reason = "held")] RwLockReadGuard<'a, ()>),
+    Write(#[expect(dead_code, reason = "held")] RwLockWriteGuard<'a, ()>),
+}
+
 /// Calls `f` with the bytes of storages on the CPU device: `reads` shared, `writes` exclusive, in the order given.
 ///
-/// Calls never deadlock each other, see [`hold`]; `f` must not lock storages itself. The slices are exactly the storages'
-/// bytes. A storage may be read through several handles, but [`Error::Invalid`] where one is in both lists or twice in
-/// `writes`. Empty storages are never locked.
+/// Locks each allocation once, in the order of their addresses, so calls never deadlock each other; `f` must not lock
+/// storages itself. The slices are exactly the storages' bytes. A storage may be read through several handles, but
+/// [`Error::Invalid`] where one is in both lists or twice in `writes`. Empty storages are never locked.
 pub(crate) fn with_host<R>(
     reads: &[&Storage],
     writes: &[&Storage],
     f: impl FnOnce(&[&[u8]], &mut [&mut [u8]]) -> R,
 ) -> Result<R> {
-    let (mut own, mut held) = (SmallVec::new(), SmallVec::new());
-    if hold_own(reads, writes, &mut own).is_none() {
-        own.clear();
-        hold(reads, writes, &mut held)?;
-    }
-    let mut read: SmallVec<[&[u8]; 8]> = SmallVec::new();
-    for s in reads {
-        let (start, size) = s.allocation().host_range();
-        // SAFETY: `size` initialised bytes that live as long as the borrowed storage; no other allocation has any
-        // of them, and this one's lock is held, for reading, until after the slice's last use in `f`.
-        read.push(unsafe { std::slice::from_raw_parts(start.as_ptr(), size) });
-    }
-    let mut write: SmallVec<[&mut [u8]; 4]> = SmallVec::new();
-    for s in writes {
-        let (start, size) = s.allocation().host_range();
-        // SAFETY: as above, with the lock held for writing; and no other slice made here is of this allocation,
-        // or it could not be held. (Empty slices alias nothing.)
-        write.push(unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), size) });
-    }
-    let result = f(&read, &mut write);
-    drop((own, held));
-    Ok(result)
-}
-
-/// Holds storages whose locks this thread owns, as almost always: it waits for nobody, so that any order will do. None, and
-/// perhaps some of them held, where it does not own all, or one is to be written and is in either list again.
-#[inline(always)]
-fn hold_own<'a>(reads: &[&'a Storage], writes: &[&'a Storage], held: &mut SmallVec<[Own<'a>; 8]>) -> Option<()> {
     // Pushed one by one: `extend` and `collect` are calls, and small operations are made of such.
-    for s in reads {
-        held.push(s.allocation().host_lock()?.own_read()?);
-    }
-    for s in writes {
-        held.push(s.allocation().host_lock()?.own_write()?);
-    }
-    Some(())
-}
-
-/// Locks each allocation once, in the order of their addresses, so that threads wait for each other in one direction.
-#[cold]
-fn hold<'a>(reads: &[&'a Storage], writes: &[&'a Storage], held: &mut SmallVec<[Hold<'a>; 8]>) -> Result<()> {
     let mut order: SmallVec<[(&Allocation, bool); 8]> = SmallVec::new();
     reads.iter().for_each(|s| order.push((s.allocation(), false)));
     writes.iter().for_each(|s| order.push((s.allocation(), true)));
     order.sort_unstable_by_key(|&(allocation, _)| std::ptr::from_ref(allocation).addr());
+
+    let mut guards: SmallVec<[Guard; 8]> = SmallVec::new();
     let mut last: Option<(&Allocation, bool)> = None;
     for &(allocation, write) in &order {
         let Some(lock) = allocation.host_lock() else {
@@ -108,32 +76,71 @@ fn hold<'a>(reads: &[&'a Storage], writes: &[&'a Storage], held: &mut SmallVec<[
             continue;
         }
         last = Some((allocation, write));
-        held.push(if write { lock.write() } else { lock.read() });
+        guards.push(match write {
+            true => Guard::Write(lock.write().unwrap_or_else(PoisonError::into_inner)),
+            false => Guard::Read(lock.read().unwrap_or_else(PoisonError::into_inner)),
+        });
     }
-    Ok(())
+
+    let mut read: SmallVec<[&[u8]; 8]> = SmallVec::new();
+    for s in reads {
+        let (start, size) = s.allocation().host_range();
+        // SAFETY: `size` initialised bytes that live as long as the borrowed storage; no other allocation has any
+        // of them, and this one's lock is held, for reading, until after the slice's last use in `f`.
+        read.push(unsafe { std::slice::from_raw_parts(start.as_ptr(), size) });
+    }
+    let mut write: SmallVec<[&mut [u8]; 4]> = SmallVec::new();
+    for s in writes {
+        let (start, size) = s.allocation().host_range();
+        // SAFETY: as above, with the lock held for writing; and no other slice made here is of this allocation,
+        // or the loop above had returned an error. (Empty slices alias nothing.)
+        write.push(unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), size) });
+    }
+    let result = f(&read, &mut write);
+    drop(guards);
+    Ok(result)
 }
 
-/// [`with_host`] for a few storages to read and one to write, in half the time where this thread owns their locks.
+/// [`with_host`] for one or two storages to read and one to write, without lists.
 #[inline]
 pub(crate) fn with_few<const N: usize, R>(
     reads: [&Storage; N],
     write: &Storage,
     f: impl FnOnce([&[u8]; N], &mut [u8]) -> R,
 ) -> Result<R> {
-    let reading = reads.map(|s| s.allocation().host_lock().and_then(Biased::own_read));
-    let writing = write.allocation().host_lock().and_then(Biased::own_write);
-    if reading.iter().any(Option::is_none) || writing.is_none() {
-        drop((reading, writing));
+    const { assert!(N == 1 || N == 2) };
+    let addr = |s: &Storage| std::ptr::from_ref(s.allocation()).addr();
+    let (from, to) = (reads.map(addr), addr(write));
+    let locks = reads.map(|s| s.allocation().host_lock());
+    let (false, false, Some(lock)) =
+        (from.contains(&to), locks.iter().any(Option::is_none), write.allocation().host_lock())
+    else {
         return with_host(&reads, &[write], |reads, writes| f(std::array::from_fn(|i| reads[i]), writes[0]));
+    };
+    let mut order: [usize; N] = std::array::from_fn(|i| i);
+    if from[0] > from[N - 1] {
+        order.reverse();
     }
-    // SAFETY: as in `with_host`. What is written is not read as well, or its lock could not be held.
-    let read = reads.map(|s| unsafe {
+    let mut reading: [Option<RwLockReadGuard<()>>; N] = [const { None }; N];
+    let mut read = |before: bool| {
+        for (k, &i) in order.iter().enumerate().filter(|&(_, &i)| (from[i] < to) == before) {
+            let again = k > 0 && from[order[0]] == from[i];
+            reading[i] = locks[i].filter(|_| !again).map(|lock| lock.read().unwrap_or_else(PoisonError::into_inner));
+        }
+    };
+    read(true);
+    let writing = lock.write().unwrap_or_else(PoisonError::into_inner);
+    read(false);
+    // SAFETY: as in `with_host`; what is written is not among what is read.
+    let slices = reads.map(|s| unsafe {
         let (start, size) = s.allocation().host_range();
         std::slice::from_raw_parts(start.as_ptr(), size)
     });
     let (start, size) = write.allocation().host_range();
     // SAFETY: as above.
-    Ok(f(read, unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), size) }))
+    let result = f(slices, unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), size) });
+    drop((reading, writing));
+    Ok(result)
 }
 
 impl Storage {

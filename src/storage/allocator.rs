@@ -4,10 +4,9 @@ use std::any::Any;
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
 
-use super::biased::{Biased, Hold};
 use super::caching::{FreeMemory, OomObserver, Registration};
 use super::history::{HistoryOptions, Snapshot};
 use super::registry;
@@ -19,7 +18,7 @@ use crate::{Device, Error, Result};
 /// Where a block is now. Readers of `lock` keep it there; who moves it, or writes host bytes, holds it for writing.
 #[repr(align(64))] // neighbours are other threads' blocks
 pub(crate) struct Slot {
-    pub(crate) lock: Biased,
+    pub(crate) lock: RwLock<()>,
     segment: AtomicPtr<Segment>,
     offset: AtomicUsize,
     size: AtomicUsize,
@@ -30,9 +29,9 @@ pub(crate) struct Slot {
 }
 
 impl Slot {
-    pub(crate) fn vacant() -> Slot {
+    pub(crate) const fn vacant() -> Slot {
         Slot {
-            lock: Biased::new(),
+            lock: RwLock::new(()),
             segment: AtomicPtr::new(std::ptr::null_mut()),
             offset: AtomicUsize::new(0),
             size: AtomicUsize::new(0),
@@ -66,11 +65,19 @@ impl Slot {
     /// Becomes that of a block that nobody has seen yet.
     #[inline]
     fn begin(&self, size: usize, requested: usize) {
-        self.lock.give();
         self.exported.store(false, Relaxed);
         self.recorded.store(false, Relaxed);
         self.size.store(size, Relaxed);
         self.requested.store(requested, Relaxed);
+    }
+
+    /// The right to move the block, unless someone is using it at this moment.
+    pub(crate) fn try_write(&self) -> Option<RwLockWriteGuard<'_, ()>> {
+        match self.lock.try_write() {
+            Ok(guard) => Some(guard),
+            Err(TryLockError::Poisoned(poison)) => Some(poison.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
     }
 }
 
@@ -236,8 +243,8 @@ impl Block {
     /// waits for the first. Printing a block with `{:?}` takes its place, too.
     #[inline]
     pub fn place(&self) -> Place<'_> {
-        let held = self.slot().lock.read();
-        Place { segment: self.segment(), offset: self.slot().offset.load(Relaxed), _held: held }
+        let guard = self.slot().lock.read().unwrap_or_else(PoisonError::into_inner);
+        Place { segment: self.segment(), offset: self.slot().offset.load(Relaxed), _guard: guard }
     }
 
     /// Makes the block stay where it is for good: its memory was handed out by address or `cl_mem`.
@@ -320,7 +327,7 @@ impl fmt::Debug for Block {
 pub struct Place<'a> {
     segment: &'a Segment,
     offset: usize,
-    _held: Hold<'a>,
+    _guard: RwLockReadGuard<'a, ()>,
 }
 
 impl Place<'_> {

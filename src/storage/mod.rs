@@ -10,7 +10,6 @@
 
 mod access;
 mod allocator;
-mod biased;
 mod caching;
 mod captured;
 mod config;
@@ -38,13 +37,12 @@ use std::ffi::c_void;
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::{Arc, RwLock};
 
 pub(crate) use access::{ClPlace, with_few, with_host};
 use allocator::ALIGNMENT;
 pub use allocator::{Allocator, Block, Place};
-use biased::Biased;
 pub use caching::{
     CachingAllocator, FreeMemory, MemPool, MemPoolOptions, MemPoolStats, OomObserver, OutOfMemoryEvent, PoolCheckpoint,
     Registration, use_mem_pool,
@@ -318,15 +316,13 @@ enum Home {
 
 /// Bytes taken over from the host. The lock is held while slices of them exist.
 struct Adopted {
-    lock: Biased,
+    lock: RwLock<()>,
     memory: Bytes,
 }
 
 impl Adopted {
     fn new(memory: Bytes) -> Box<Adopted> {
-        let lock = Biased::new();
-        lock.give();
-        Box::new(Adopted { lock, memory })
+        Box::new(Adopted { lock: RwLock::new(()), memory })
     }
 }
 
@@ -375,7 +371,7 @@ impl Allocation {
     }
 
     /// What is locked while slices of the bytes exist; `None` where there are none in host memory.
-    fn host_lock(&self) -> Option<&Biased> {
+    fn host_lock(&self) -> Option<&RwLock<()>> {
         match &self.home {
             Home::Host(lease) => Some(&lease.block.slot().lock),
             Home::Adopted(adopted) => Some(&adopted.lock),

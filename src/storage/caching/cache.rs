@@ -2,17 +2,16 @@
 //!
 //! To the allocator a cached block is live: it is in no bin and merges with nothing. Whoever needs memory that is not
 //! there empties all caches first, so that they cost nothing in the end. Threads share 64 caches by number, each behind
-//! a lock that belongs to the first of them.
+//! a lock that is almost always free.
 
 use std::array;
-use std::cell::{Cell, UnsafeCell};
+use std::cell::Cell;
 use std::ptr::NonNull;
 use std::sync::OnceLock;
 
 use super::super::allocator::Slot;
-use super::super::biased::{self, Biased, Claim, Hold};
 use super::super::counters::{Amounts, Deltas};
-use super::sync::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering::Relaxed};
+use super::sync::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Mutex, Ordering::Relaxed, lock};
 
 const SHARDS: usize = if cfg!(loom) { 2 } else { 64 };
 /// Blocks of one size.
@@ -66,25 +65,17 @@ pub(super) struct Shard {
     highest: [AtomicI64; 3],
     /// Whether anything was taken out since then.
     raised: AtomicBool,
-    lock: Biased,
-    contents: UnsafeCell<Contents>,
+    contents: Mutex<Contents>,
 }
 
-// SAFETY: the contents are used only by who holds the lock for writing, or has claimed it and waited.
-unsafe impl Sync for Shard {}
-
 impl Shard {
-    /// That of this thread.
     fn new() -> Box<Shard> {
-        let lock = Biased::new();
-        lock.give();
         Box::new(Shard {
-            lock,
             occupied: array::from_fn(|_| AtomicU64::new(0)),
             change: array::from_fn(|_| AtomicI64::new(0)),
             highest: array::from_fn(|_| AtomicI64::new(0)),
             raised: AtomicBool::new(false),
-            contents: UnsafeCell::new(Contents {
+            contents: Mutex::new(Contents {
                 counts: [0; SIZES],
                 blocks: [[None; DEPTH]; SIZES],
                 bytes: 0,
@@ -107,12 +98,10 @@ impl Shard {
         (change, raised)
     }
 
-    fn held(&self) -> Held<'_> {
-        Held { shard: self, _hold: self.lock.write() }
-    }
-
     /// Takes everything out: the blocks, which are nobody's now, and what the cache did.
-    fn drain(&self, contents: &mut Contents, ids: &mut Vec<u32>) -> Deltas {
+    fn drain(&self, ids: &mut Vec<u32>) -> Deltas {
+        let mut guard = lock(&self.contents);
+        let contents = &mut *guard;
         for (word, first) in self.occupied.iter().zip((0..).step_by(64)) {
             let mut left = word.swap(0, Relaxed);
             while left != 0 {
@@ -126,20 +115,6 @@ impl Shard {
         let take = |amounts: &[AtomicI64; 3]| array::from_fn(|i| amounts[i].swap(0, Relaxed));
         let increases = std::mem::take(&mut contents.increases);
         Deltas { change: take(&self.change), highest: take(&self.highest), increases }
-    }
-}
-
-/// A cache, held by this thread alone.
-struct Held<'a> {
-    shard: &'a Shard,
-    _hold: Hold<'a>,
-}
-
-impl Held<'_> {
-    #[inline(always)]
-    fn contents(&mut self) -> &mut Contents {
-        // SAFETY: the lock is held for writing, and this borrowed for as long as the contents are.
-        unsafe { &mut *self.shard.contents.get() }
     }
 }
 
@@ -215,8 +190,8 @@ impl ThreadCaches {
         if word.load(Relaxed) & bit == 0 {
             return None;
         }
-        let mut held = shard.held();
-        let contents = held.contents();
+        let mut guard = lock(&shard.contents);
+        let contents = &mut *guard;
         let left = contents.counts[at].checked_sub(1)?;
         let cached = contents.blocks[at][usize::from(left)]?;
         contents.counts[at] = left;
@@ -242,8 +217,8 @@ impl ThreadCaches {
             return Put::Refused;
         }
         let at = (size >> self.shift) - 1;
-        let mut held = shard.held();
-        let contents = held.contents();
+        let mut guard = lock(&shard.contents);
+        let contents = &mut *guard;
         let count = usize::from(contents.counts[at]);
         // Looked at again under the lock: who turns the caches off empties them then.
         if count == DEPTH || contents.bytes + size > self.most.load(Relaxed) {
@@ -269,29 +244,14 @@ impl ThreadCaches {
     /// Empties all caches: gives their blocks, and what they did.
     pub(super) fn drain(&self) -> (Vec<u32>, Vec<Deltas>) {
         let mut ids = Vec::new();
-        let claimed: Vec<(&Shard, Claim)> = self.made().map(|shard| (shard, shard.lock.claim())).collect();
-        // Not where there are no others, which is often.
-        if claimed.iter().any(|(shard, claim)| claim.bars() && !shard.lock.is_own()) {
-            biased::barrier();
-        }
-        let drain = |(shard, claim): &(&Shard, Claim)| {
-            claim.wait();
-            // SAFETY: nobody else holds the lock, nor takes it as long as the claim is there.
-            shard.drain(unsafe { &mut *shard.contents.get() }, &mut ids)
-        };
-        let deltas = claimed.iter().map(drain).collect();
+        let deltas = self.shards.iter().filter_map(OnceLock::get).map(|shard| shard.drain(&mut ids)).collect();
         (ids, deltas)
-    }
-
-    fn made(&self) -> impl Iterator<Item = &Shard> {
-        self.shards.iter().filter_map(OnceLock::get).map(|shard| &**shard)
     }
 
     /// Empties this thread's cache.
     pub(super) fn drain_own(&self) -> (Vec<u32>, Vec<Deltas>) {
         let mut ids = Vec::new();
-        let drain = |shard: &Shard| shard.drain(shard.held().contents(), &mut ids);
-        let deltas = self.own().map(drain).into_iter().collect();
+        let deltas = self.shards[index()].get().map(|shard| shard.drain(&mut ids)).into_iter().collect();
         (ids, deltas)
     }
 }

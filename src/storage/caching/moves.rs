@@ -1,10 +1,9 @@
 //! Which blocks are to move where, and the table after that.
 
 use std::cmp::Reverse;
-use std::sync::Arc;
+use std::sync::{Arc, RwLockWriteGuard};
 
 use super::super::allocator::Slot;
-use super::super::biased::{self, Claim};
 use super::super::driver::Memory;
 use super::super::history::TraceAction;
 use super::super::segment::Segment;
@@ -33,7 +32,7 @@ pub(super) struct Move<'a> {
     pub(super) to: usize,
     pub(super) size: usize,
     pub(super) slot: &'a Slot,
-    _still: Claim<'a>,
+    _still: RwLockWriteGuard<'a, ()>,
 }
 
 /// Segments whose blocks are about to move into one.
@@ -112,39 +111,34 @@ impl Core {
         if segments.iter().any(|&segment| self.heap.blocks_of(segment).any(is_pending)) {
             return None; // it may become free at any moment
         }
-        // All are claimed before the first is looked at: one barrier serves all of them.
-        let mut blocks = Vec::new();
-        for &segment in &segments {
-            let ids: Vec<u32> = self.heap.blocks_of(segment).collect();
-            for id in ids {
-                match self.heap.table[id as usize].usage() {
-                    Use::Free => self.heap.hold(id),
-                    Use::Unmapped => {}
-                    _ => {
-                        // SAFETY: slots live as long as the allocator, which outlives this call's plan.
-                        let slot: &'a Slot = unsafe { self.slots.of(id).as_ref() };
-                        self.moving.insert(id, Then::Stay);
-                        blocks.push((id, slot, slot.lock.try_claim()));
-                    }
-                }
-            }
-        }
-        if blocks.iter().any(|(.., claim)| claim.as_ref().is_some_and(Claim::bars)) {
-            biased::barrier();
-        }
         let mut plan = Plan { segments, moves: Vec::new(), stay: Vec::new(), stream };
         let mut to = 0;
-        for (id, slot, claim) in blocks {
-            let entry = self.heap.table[id as usize];
-            match claim.filter(|claim| claim.is_alone() && !slot.is_exported()) {
-                Some(still) => {
-                    let from = (Arc::clone(&self.heap.held(id).segment), entry.offset());
-                    plan.moves.push(Move { id, from, to, size: entry.size(), slot, _still: still });
-                    to += entry.size();
+        for segment in plan.segments.clone() {
+            let ids: Vec<u32> = self.heap.blocks_of(segment).collect();
+            for id in ids {
+                let entry = self.heap.table[id as usize];
+                match entry.usage() {
+                    Use::Free => {
+                        self.heap.hold(id);
+                        continue;
+                    }
+                    Use::Unmapped => continue,
+                    _ => {}
                 }
-                None => {
-                    plan.stay.push((id, entry.offset(), entry.size()));
-                    to = if around { entry.offset() + entry.size() } else { to };
+                let slot = self.slots.of(id);
+                // SAFETY: slots live as long as the allocator, which outlives this call's plan.
+                let slot: &'a Slot = unsafe { slot.as_ref() };
+                self.moving.insert(id, Then::Stay);
+                match slot.try_write().filter(|_| !slot.is_exported()) {
+                    Some(still) => {
+                        let from = (Arc::clone(&self.heap.held(id).segment), entry.offset());
+                        plan.moves.push(Move { id, from, to, size: entry.size(), slot, _still: still });
+                        to += entry.size();
+                    }
+                    None => {
+                        plan.stay.push((id, entry.offset(), entry.size()));
+                        to = if around { entry.offset() + entry.size() } else { to };
+                    }
                 }
             }
         }

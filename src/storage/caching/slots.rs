@@ -1,6 +1,5 @@
 //! One slot an entry of the table, at an address that never changes.
 
-use std::array;
 use std::ptr::NonNull;
 
 use super::super::allocator::Slot;
@@ -30,17 +29,11 @@ impl Slots {
     pub(super) fn of(&mut self, id: u32) -> NonNull<Slot> {
         let (chunk, at) = (id as usize / CHUNK, id as usize % CHUNK);
         while self.chunks.len() <= chunk {
-            self.grow();
+            let made = Box::new([const { Slot::vacant() }; CHUNK]);
+            self.chunks.push(NonNull::from(Box::leak(made)));
         }
         // SAFETY: `at` is inside the chunk.
         unsafe { self.chunks[chunk].cast::<Slot>().add(at) }
-    }
-
-    #[cold]
-    #[inline(never)] // room for a chunk on the stack of everybody who allocates
-    fn grow(&mut self) {
-        let made = Box::new(array::from_fn::<_, CHUNK, _>(|_| Slot::vacant()));
-        self.chunks.push(NonNull::from(Box::leak(made)));
     }
 }
 

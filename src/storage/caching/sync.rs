@@ -23,9 +23,15 @@ pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 #[cfg(not(loom))]
 mod spin {
+    use std::hint;
     use std::sync::atomic::{AtomicBool, Ordering};
+    use std::thread;
+    use std::time::Duration;
 
-    use super::super::super::biased;
+    /// Turns before giving the processor away, and before sleeping.
+    const TURNS: u32 = 100;
+    const YIELDS: u32 = 120;
+    const NAP: Duration = Duration::from_micros(50);
 
     /// A lock for moments: nothing is called, waited for or allocated much under it. It costs one atomic operation, where
     /// one that can wake who waits needs two: half of what an uncontended pair costs. Who waits looks again by itself.
@@ -60,7 +66,11 @@ mod spin {
         #[cold]
         fn wait(&self) {
             for turn in 0u32.. {
-                biased::pause(turn);
+                match turn {
+                    0..TURNS => hint::spin_loop(),
+                    TURNS..YIELDS => thread::yield_now(),
+                    _ => thread::sleep(NAP),
+                }
                 // Looking first leaves the line with its owner.
                 if !self.0.load(Ordering::Relaxed) && !self.0.swap(true, Ordering::Acquire) {
                     return;
