@@ -16,6 +16,9 @@ use crate::device::cpu::parallel;
 use crate::storage::{Storage, with_few, with_host};
 use crate::{DType, Device, Error, Result, Scalar, Tensor};
 
+/// Elements that are changed in place at a time, from a copy of what they were: it stays in the first-level cache.
+const IN_PLACE: usize = 2048;
+
 /// Where an operand has the element of the result's element `i`.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum Lies {
@@ -44,20 +47,22 @@ pub(super) fn run(
     if !computes || count == 0 || out.device() != Device::Cpu || !out.is_contiguous() {
         return Ok(false);
     }
-    let mut lies: SmallVec<[Lies; 3]> = SmallVec::new();
+    let mut lies: SmallVec<[Option<Lies>; 3]> = SmallVec::new();
     for t in inputs {
         match place(t, out) {
-            Some(place) if t.dtype == out.dtype && !t.shares_storage(out) => lies.push(place),
+            Some(place) if t.dtype == out.dtype && !t.shares_storage(out) => lies.push(Some(place)),
+            Some(Lies::Each) if t.dtype == out.dtype && t.layout.offset == out.layout.offset => lies.push(None),
             _ => return Ok(false),
         }
     }
     // A row goes with an operand that has an element for each.
     let two = matches!(step.action, Action::Compute(Op::Binary(_)));
-    if lies.iter().any(|l| matches!(l, Lies::Rows(_))) && !(two && lies.len() == 2 && lies.contains(&Lies::Each)) {
+    let each = |lies: &Option<Lies>| matches!(lies, Some(Lies::Each) | None);
+    if lies.iter().any(|l| matches!(l, Some(Lies::Rows(_)))) && !(two && lies.len() == 2 && lies.iter().any(each)) {
         return Ok(false);
     }
     let bytes = inputs.iter().map(|t| t.numel()).sum::<usize>().saturating_add(count) * out.dtype.size();
-    let streamed = program.goes_past_cache(count * out.dtype.size(), bytes);
+    let streamed = !lies.contains(&None) && program.goes_past_cache(count * out.dtype.size(), bytes);
     if (streamed && !program.streams()) || compute_type(program, inputs, outputs).dtype() != out.dtype {
         return Ok(false);
     }
@@ -90,7 +95,8 @@ pub(super) fn place(t: &Tensor, out: &Tensor) -> Option<Lies> {
 struct Launch<'a> {
     program: &'a Program,
     inputs: &'a [&'a Tensor],
-    lies: &'a [Lies],
+    /// None: there, it is the one that is changed.
+    lies: &'a [Option<Lies>],
     scalars: &'a [Scalar],
     out: &'a Tensor,
     streamed: bool,
@@ -101,13 +107,14 @@ impl Launch<'_> {
     fn run<C: Lane>(&self) -> Result<bool> {
         count_launch();
         let out = &self.out.storage;
-        match *self.inputs {
-            [x] => with_few([&x.storage], out, |reads, write| self.all::<C>(&reads, write)),
-            [x, y] => with_few([&x.storage, &y.storage], out, |reads, write| self.all::<C>(&reads, write)),
-            _ => {
-                let reads: SmallVec<[&Storage; 3]> = self.inputs.iter().map(|t| &t.storage).collect();
-                with_host(&reads, &[out], |reads, writes| self.all::<C>(reads, writes[0]))
-            }
+        let mut reads: SmallVec<[&Storage; 3]> = SmallVec::new();
+        for (t, _) in self.inputs.iter().zip(self.lies).filter(|(_, lies)| lies.is_some()) {
+            reads.push(&t.storage);
+        }
+        match *reads {
+            [x] => with_few([x], out, |reads, write| self.all::<C>(&reads, write)),
+            [x, y] => with_few([x, y], out, |reads, write| self.all::<C>(&reads, write)),
+            _ => with_host(&reads, &[out], |reads, writes| self.all::<C>(reads, writes[0])),
         }
     }
 
@@ -129,20 +136,52 @@ impl Launch<'_> {
 
     /// Elements from `first` on, as many as `out` has.
     fn part<C: Lane>(&self, reads: &[&[u8]], first: usize, out: &mut [C]) -> bool {
-        let len = out.len();
-        let mut inputs: SmallVec<[TileIn<C>; 3]> = SmallVec::new();
-        for ((t, lies), bytes) in self.inputs.iter().zip(self.lies).zip(reads) {
-            let elements: &[C] = &bytemuck::cast_slice(bytes)[t.layout.offset..];
-            inputs.push(match *lies {
-                Lies::Each => TileIn::Slice(&elements[first..first + len]),
-                Lies::Rows(n) => TileIn::Rows(&elements[..n], first % n),
-                Lies::One => TileIn::Scalar(elements[0]),
-            });
-        }
         let mut scratch = Scratch::new();
         scratch.streamed = self.streamed;
+        match self.lies.contains(&None) {
+            true => self.in_place(&mut scratch, reads, first, out),
+            false => self.tile(&mut scratch, reads, &[], first, out),
+        }
+    }
+
+    /// [`part`](Self::part) of what is an operand, too.
+    #[inline(never)] // with room on the stack
+    fn in_place<C: Lane>(&self, scratch: &mut Scratch<C>, reads: &[&[u8]], first: usize, out: &mut [C]) -> bool {
+        let mut before: SmallVec<[C; IN_PLACE]> = SmallVec::new();
+        let mut zero = false;
+        for (i, piece) in out.chunks_mut(IN_PLACE).enumerate() {
+            before.clear();
+            before.extend_from_slice(piece);
+            zero |= self.tile(scratch, reads, &before, first + i * IN_PLACE, piece);
+        }
+        zero
+    }
+
+    /// One tile, of elements that were `before`.
+    fn tile<C: Lane>(
+        &self,
+        scratch: &mut Scratch<C>,
+        reads: &[&[u8]],
+        before: &[C],
+        first: usize,
+        out: &mut [C],
+    ) -> bool {
+        let (len, mut reads) = (out.len(), reads.iter());
+        let mut inputs: SmallVec<[TileIn<C>; 3]> = SmallVec::new();
+        for (t, lies) in self.inputs.iter().zip(self.lies) {
+            let mut elements = || -> &[C] {
+                let bytes = reads.next().expect("one for each operand that is not changed");
+                &bytemuck::cast_slice(bytes)[t.layout.offset..]
+            };
+            inputs.push(match *lies {
+                Some(Lies::Each) => TileIn::Slice(&elements()[first..first + len]),
+                Some(Lies::Rows(n)) => TileIn::Rows(&elements()[..n], first % n),
+                Some(Lies::One) => TileIn::Scalar(elements()[0]),
+                None => TileIn::Slice(before),
+            });
+        }
         let tile = Tile { inputs: &inputs, scalars: self.scalars, seeds: &[], first: first as u64, len };
-        self.program.eval_tile(&tile, &mut scratch, &mut [out])
+        self.program.eval_tile(&tile, scratch, &mut [out])
     }
 }
 
@@ -206,9 +245,25 @@ mod tests {
             for refused in [x.clone(), &x * 2.0 + &y] {
                 assert!(!run("test", &Program::of(&[refused]), &[&full, &other], &[], &[&out]).unwrap());
             }
+            // In place: as if what is changed were another tensor, whichever operand it is, or both.
+            let program = Program::of(std::slice::from_ref(&sum));
+            for other in [&other, &row, &one] {
+                let copy = full.clone();
+                for (inputs, right) in [
+                    ([&out, other], planned(&sum, &[&copy, other], &out)),
+                    ([other, &out], planned(&sum, &[other, &copy], &out)),
+                    ([&out, &out], vec![0.0; n]),
+                ] {
+                    out.copy_(&full).unwrap();
+                    assert!(run("test", &program, &inputs, &[], &[&out]).unwrap());
+                    assert_eq!(out.to_vec::<f32>().unwrap(), right);
+                }
+            }
+            let long = number(n + 1, 6);
+            let (from, to) = (long.narrow(0, 0, n).unwrap(), long.narrow(0, 1, n).unwrap());
             assert!(
-                !run("test", &Program::of(std::slice::from_ref(&sum)), &[&out, &other], &[], &[&out]).unwrap(),
-                "in place"
+                !run("test", &program, &[&from, &other.flatten(0, -1).unwrap()], &[], &[&to]).unwrap(),
+                "overlapping"
             );
         }
     }
