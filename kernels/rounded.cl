@@ -1,4 +1,5 @@
 // bf16 results in one instruction each, not in six: for compilers that take NVIDIA's PTX, where there are tensor cores.
+// A NaN becomes 0x7fff, whatever its sign and payload.
 static inline bf16_t bf16_rounded(float v)
 {
     ushort bits;

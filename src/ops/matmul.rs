@@ -134,7 +134,8 @@ impl Tensor {
     }
 
     /// [`Tensor::linear`] and a formula applied to its result, all in one launch: `f(x wᵀ + b)`. Where a gradient will
-    /// be computed, the same launch keeps `x wᵀ + b` for it, unless `f` is relu, whose result is enough.
+    /// be computed, the same launch keeps `x wᵀ + b` for it; the gradient of relu needs the result instead, which must not
+    /// be changed in place before.
     ///
     /// ```
     /// use claystone::{Device, Tensor};

@@ -191,7 +191,7 @@ fn vectors(walk: &Walk, tensors: &[&Tensor], streamed: bool, operands: &mut Oper
     {
         return None;
     }
-    for (_, operand) in operands.iter_mut().enumerate().filter(|(k, _)| step(*k) == 1) {
+    for (_, operand) in operands.iter_mut().enumerate().filter(|(k, o)| o.used && step(*k) == 1) {
         operand.reach = Reach::Neighbours;
     }
     Some(Form::Vector { width, streamed })
@@ -240,6 +240,32 @@ mod tests {
     use super::*;
     use crate::Device;
     use crate::device::opencl;
+
+    /// Wider than what is computed, and than any vector of as many elements.
+    #[test]
+    fn operands_that_nobody_reads() {
+        for device in (0..opencl::count()).map(Device::OpenCL) {
+            let a = Tensor::arange(0, 40, 1, device).unwrap();
+            let (b, out) = (a.to_dtype(DType::U8).unwrap(), a.to_dtype(DType::U8).unwrap());
+            Tensor::map_into(&[&a, &b], &[], &[&out], |x, _| vec![&x[1] + 1.0]).unwrap();
+            assert_eq!(out.to_vec::<u8>().unwrap(), (1..41).collect::<Vec<u8>>());
+        }
+    }
+
+    /// Strided copies keep every bit, those of quiet NaNs too; what is computed of NaNs are NaNs.
+    #[test]
+    fn bits_of_nans() {
+        let bits: Vec<half::bf16> =
+            (0..2 * 72u16).map(|i| half::bf16::from_bits(0xffc0 - i % 64 * 0x400 + i % 64)).collect();
+        for device in (0..opencl::count()).map(Device::OpenCL) {
+            let rows = Tensor::from_slice(&bits, [2, 72], device).unwrap().narrow(1, 0, 64).unwrap();
+            let (copy, negative) = (rows.contiguous().unwrap(), rows.neg().unwrap());
+            let of = |t: &Tensor| t.to_vec::<half::bf16>().unwrap();
+            let right: Vec<half::bf16> = [&bits[..64], &bits[72..136]].concat();
+            assert!(of(&copy).iter().zip(&right).all(|(a, b)| a.to_bits() == b.to_bits()), "{device}");
+            assert!(of(&negative).iter().zip(&right).all(|(a, b)| a.is_nan() == b.is_nan()), "{device}");
+        }
+    }
 
     /// Processors store them past their caches, but for those in place, which take turns with the others here.
     #[test]

@@ -87,6 +87,11 @@ impl Program {
         }
     }
 
+    /// Whether there is more to do than to copy.
+    pub(crate) fn computes(&self) -> bool {
+        self.steps.iter().any(|step| matches!(step.action, Action::Compute(_)))
+    }
+
     /// The program of these formulas, scheduled once a process. Formulas are few: numbers that change are scalars.
     pub(crate) fn of(exprs: &[Expr]) -> Arc<Program> {
         Arc::clone(Program::kept(exprs))

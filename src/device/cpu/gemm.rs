@@ -166,11 +166,11 @@ impl<'a> Floats<'a> {
     #[cfg(target_arch = "x86_64")]
     fn matrix(self, place: Place) -> matrix::Matrix<matrix::Start> {
         use matrix::Start;
-        // The place fits: the offset is one of an element.
+        // Not of what is left of the slice: with negative strides elements lie before the first one.
         let start = match self {
-            Floats::F32(s) => Start::F32(s[place.offset..].as_ptr()),
-            Floats::F16(s) => Start::F16(s[place.offset..].as_ptr()),
-            Floats::BF16(s) => Start::BF16(s[place.offset..].as_ptr()),
+            Floats::F32(s) => Start::F32(s.as_ptr().wrapping_add(place.offset)),
+            Floats::F16(s) => Start::F16(s.as_ptr().wrapping_add(place.offset)),
+            Floats::BF16(s) => Start::BF16(s.as_ptr().wrapping_add(place.offset)),
         };
         matrix::Matrix { start, row: place.row, col: place.col }
     }
@@ -203,7 +203,7 @@ pub(crate) fn gemm_f32(
     if let Some(kernels) = kernels(size, a, b) {
         for [place_a, place_b, place] in places {
             check(size, (out.len(), place), (a.len(), place_a), (b.len(), place_b))?;
-            let start = out[place.offset..].as_mut_ptr();
+            let start = out.as_mut_ptr().wrapping_add(place.offset); // others may lie before it
             let to = blocks::Out::Memory(matrix::Matrix { start, row: place.row, col: place.col });
             // SAFETY: none of the sizes is 0. All three matrices lie in their slices (`check`), which are initialised and live
             // through the call. `out` is borrowed exclusively, so it overlaps neither input, and its elements are distinct.

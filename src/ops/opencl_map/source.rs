@@ -41,9 +41,10 @@ pub(super) fn write(
         names.join(", ")
     );
     let w = &mut s;
-    // Whether there are is asked last, for the answer takes building a kernel.
+    // Not for copies, which keep a NaN's bits. Whether there are such cores is asked last: the answer takes building a kernel.
     let rounds = |o: &Operand| o.dtype == DType::BF16 && o.reach == Reach::Neighbours;
-    if launch.compute == Compute::F32
+    if launch.program.computes()
+        && launch.compute == Compute::F32
         && operands[launch.inputs.len()..].iter().any(rounds)
         && device.tensor_cores().local > 0
     {

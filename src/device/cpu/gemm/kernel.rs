@@ -165,7 +165,7 @@ unsafe fn tile<V: Vector, const R: usize, const N: usize, const DIRECT: bool>(t:
                 }
             }
             a = a.add(step);
-            b = b.byte_offset(t.b_step);
+            b = b.wrapping_byte_offset(t.b_step); // after the last one it is nowhere
         }
         if t.col == 1 && t.columns == N * V::LANES {
             for (i, sums) in sums.into_iter().enumerate() {

@@ -66,6 +66,9 @@ impl Panels {
         let (block, group, part) = (piece / (groups * parts), piece / parts % groups, piece % parts);
         let depth = self.depth.min(self.size.1 - block * self.depth);
         let (begin, end) = (depth.min(part * self.piece.1), depth.min((part + 1) * self.piece.1));
+        if begin == end {
+            return;
+        }
         let (first, last) = (group * self.piece.0, self.panels.min((group + 1) * self.piece.0));
         let whole = last.min(self.size.0 / self.rows).max(first);
         let apart = self.depth * self.rows + SLACK;
