@@ -72,7 +72,7 @@ fn a_training_step_under_a_plan_reserves_what_is_planned() {
         let mut got = vec![training.step(32).unwrap()]; // warm: everything that persists is there
         let (loss, mut plan) = Plan::record(device, || training.step(32)).unwrap();
         got.push(loss.unwrap());
-        assert!(plan.blocks() > 5 && plan.arena() > 0 && plan.lower_bound() <= plan.arena(), "{plan}");
+        assert!(plan.blocks() > 3 && plan.arena() > 0 && plan.lower_bound() <= plan.arena(), "{plan}");
 
         device.empty_cache().unwrap();
         let persistent = device.memory_stats().unwrap();
