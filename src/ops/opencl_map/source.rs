@@ -68,7 +68,7 @@ pub(super) fn write(
             let _ = writeln!(w, "#define VEC {width}");
             let wide =
                 DType::ALL.iter().filter(|t| operands.iter().any(|o| o.reach == Reach::Neighbours && o.dtype == **t));
-            wide.for_each(|&t| w.push_str(&neighbours(t, width)));
+            wide.for_each(|&t| w.push_str(&Words::of(t, width).define(t, width)));
             writer.function(w, "elements", &dims, width);
             if rank <= 1 {
                 let _ = writeln!(w, "#define TAIL");
@@ -153,16 +153,46 @@ fn parameters(launch: &Launch, operands: &[Operand], rank: usize) -> Vec<(String
     params
 }
 
-/// The type `wide_{dtype}` of `n` neighbours: `all` is for moves, `each` for the formulas. All of them are words, for
-/// compilers move vectors of shorter elements in two pieces.
-fn neighbours(dtype: DType, n: usize) -> String {
-    let all = match dtype.size() * n {
-        1 => "uchar".into(),
-        2 => "ushort".into(),
-        4 => "uint".into(),
-        bytes => format!("uint{}", bytes / 4),
-    };
-    format!("typedef union {{ {all} all; {dtype}_t each[{n}]; }} wide_{dtype};\n")
+/// How `n` neighbours are moved: as words, for compilers move vectors of shorter elements in two pieces, or leave them in
+/// memory. Each word is taken on its own, or some would make one number of all.
+struct Words {
+    word: &'static str,
+    count: usize,
+}
+
+impl Words {
+    fn of(dtype: DType, n: usize) -> Words {
+        let (word, size) = match dtype.size() * n {
+            2 => ("ushort", 2),
+            _ if dtype.size() == 8 => ("ulong", 8),
+            _ => ("uint", 4),
+        };
+        Words { word, count: dtype.size() * n / size }
+    }
+
+    /// The type `wide_{dtype}`: words, each of them some elements.
+    fn define(&self, dtype: DType, n: usize) -> String {
+        format!("typedef union {{ {} word[{}]; {dtype}_t each[{n}]; }} wide_{dtype};\n", self.word, self.count)
+    }
+
+    /// The type of all words at once.
+    fn all(&self) -> String {
+        if self.count > 1 { format!("{}{}", self.word, self.count) } else { self.word.into() }
+    }
+
+    /// The words of `to` from those at `from`.
+    fn load(&self, to: &str, from: &str) -> String {
+        let all = self.all();
+        let part = |i: usize| if self.count > 1 { format!("{to}_all.s{i}") } else { format!("{to}_all") };
+        let each: String = (0..self.count).map(|i| format!(" {to}.word[{i}] = {};", part(i))).collect();
+        format!("const {all} {to}_all = *(const __global {all}*)({from});{each}")
+    }
+
+    /// All words of `from`, as one value.
+    fn value(&self, from: &str) -> String {
+        let each: Vec<String> = (0..self.count).map(|i| format!("{from}.word[{i}]")).collect();
+        format!("({})({})", self.all(), each.join(", "))
+    }
 }
 
 struct Writer<'a> {
@@ -214,7 +244,8 @@ impl Writer<'_> {
                 Reach::Neighbours => {
                     let _ = writeln!(w, "    wide_{t} b{k};");
                     if k < inputs {
-                        let _ = writeln!(w, "    b{k}.all = ((const __global wide_{t}*)(p{k} + at{k}))->all;");
+                        let load = Words::of(t, width).load(&format!("b{k}"), &format!("p{k} + at{k}"));
+                        let _ = writeln!(w, "    {load}");
                     }
                 }
                 _ => _ = writeln!(w, "    const {t}_t b{k} = p{k}[at{k}];"),
@@ -229,10 +260,11 @@ impl Writer<'_> {
         self.body(w, width, load, ".each");
         w.push_str("    }\n");
         for (k, o) in self.used().filter(|(k, _)| *k >= inputs) {
-            let to = format!("((__global wide_{}*)(p{k} + at{k}))->all", o.dtype);
+            let words = Words::of(o.dtype, width);
+            let (to, value) = (format!("(__global {}*)(p{k} + at{k})", words.all()), words.value(&format!("b{k}")));
             let _ = match self.streamed {
-                true => writeln!(w, "    STORE_PAST(b{k}.all, &{to});"),
-                false => writeln!(w, "    {to} = b{k}.all;"),
+                true => writeln!(w, "    STORE_PAST({value}, {to});"),
+                false => writeln!(w, "    *{to} = {value};"),
             };
         }
         w.push_str("}\n");
