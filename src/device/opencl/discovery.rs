@@ -33,6 +33,8 @@ pub(super) struct Found {
     pub platform_version: String,
     /// Major and minor of the OpenCL C it compiles.
     pub opencl_c: (u32, u32),
+    /// Whether it tells what version of NVIDIA's instructions it has, as whatever takes PTX does.
+    pub tells_capability: bool,
     pub info: DeviceInfo,
     /// Opened at first use and kept for the life of the process.
     pub opened: OnceLock<&'static ClDevice>,
@@ -234,6 +236,7 @@ fn describe(place: (usize, usize), platform: cl_platform_id, id: cl_device_id) -
         platform_name: platform_text(opencl3::platform::platform::CL_PLATFORM_NAME),
         platform_version: platform_text(opencl3::platform::platform::CL_PLATFORM_VERSION),
         opencl_c,
+        tells_capability: has("cl_nv_device_attribute_query"),
         info,
         opened: OnceLock::new(),
         opening: Mutex::new(()),

@@ -30,11 +30,12 @@ const LEVELS: [TensorCores; 3] = [
 ];
 
 impl ClDevice {
-    /// What tensor cores there are. The first call builds and runs small kernels, except on a processor, unless an earlier
-    /// process has.
+    /// What tensor cores there are. The first call builds and runs small kernels, except where there cannot be any, unless an
+    /// earlier process has.
     pub(crate) fn tensor_cores(&self) -> TensorCores {
         *self.tensor_cores.get_or_init(|| {
-            if self.info().kind == DeviceKind::Cpu {
+            // Others are not given what they could not build.
+            if self.info().kind == DeviceKind::Cpu || !self.found.tells_capability {
                 return TensorCores::default();
             }
             let level = self.remembered(PROBE, || {
