@@ -182,7 +182,8 @@ impl Suite {
         }
     }
 
-    /// Allocations, copies on the device, and transfers from and to ordinary host memory.
+    /// Allocations, copies on the device, and transfers from and to ordinary host memory: `d2h` to memory of the library's
+    /// own, seen as a slice (PyTorch's `cpu().numpy()`), `d2h_vec` to a vector.
     fn memory(&self) -> Outcome {
         for n in ALLOCATIONS {
             let allocate = || Tensor::empty([n / 4], self.device);
@@ -207,15 +208,13 @@ impl Suite {
         }
         for n in TRANSFERS.into_iter().filter(|_| self.wants_any(&["h2d", "d2h"])) {
             let values = first(n / 4);
-            let same = |got: Vec<f32>| near(&got, n / 4, 997, 0.0, |i| values[i].into());
+            let same = |got: &[f32]| near(got, n / 4, 997, 0.0, |i| values[i].into());
             let up = || Tensor::from_slice(&values, [n / 4], self.device);
-            self.run(self.case("h2d", n, Work::Bytes(n)), Calls::Single, up, |c| same(host(&c)?));
+            self.run(self.case("h2d", n, Work::Bytes(n)), Calls::Single, up, |c| same(&host(&c)?));
             let a = up()?;
-            let d2h = self.case("d2h", n, Work::Bytes(n));
-            match self.device {
-                Device::Cpu => self.run(d2h, Calls::Single, || a.to_vec::<f32>(), same),
-                _ => self.run(d2h, Calls::Single, || a.to_device(Device::Cpu), |c| same(host(&c)?)),
-            }
+            let d2h = |name| self.case(name, n, Work::Bytes(n));
+            self.run(d2h("d2h"), Calls::Single, || a.to_host::<f32>(), |c| same(&c));
+            self.run(d2h("d2h_vec"), Calls::Single, || a.to_vec::<f32>(), |c| same(&c));
         }
         Ok(())
     }

@@ -180,6 +180,15 @@ macro_rules! elements {
 
 elements!(f32 => F32, f16 => F16, bf16 => BF16, f64 => F64, i64 => I64, i32 => I32, u8 => U8, u32 => U32, bool => Bool);
 
+/// The elements that have these bytes.
+///
+/// # Errors
+/// [`Error::Invalid`] where some are no `T`: a bool's are 0 or 1.
+pub(crate) fn elements<'a, T: Element>(op: &'static str, bytes: &'a [u8]) -> Result<&'a [T]> {
+    let refused = |_| Error::invalid(op, format!("the storage holds bytes that are no {}", T::DTYPE));
+    bytemuck::checked::try_cast_slice(bytes).map_err(refused)
+}
+
 /// A number given on the host: `2.0`, `3`, `true`. Converted to the tensor's dtype where it is used.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Scalar {

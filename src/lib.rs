@@ -53,7 +53,7 @@ pub mod tune;
 
 pub use autograd::{enable_grad, is_grad_enabled, no_grad, set_grad_enabled};
 pub use device::{Device, Kernel, Stream, with_stream};
-pub(crate) use dtype::Compute;
+pub(crate) use dtype::{Compute, elements};
 pub use dtype::{DType, Element, Scalar};
 pub use error::{Error, Result};
 pub use graph::Graph;
@@ -63,7 +63,7 @@ pub use ops::{
     get_float32_matmul_precision, manual_seed, promote_types, result_type, set_default_dtype,
     set_float32_matmul_precision, with_generator,
 };
-pub use tensor::{Assigned, Index, Indices, NewShape, PadMode, Shape, Tensor, TensorOptions};
+pub use tensor::{Assigned, HostArray, Index, Indices, NewShape, PadMode, Shape, Tensor, TensorOptions};
 
 /// The README's example runs as a doctest.
 #[cfg(doctest)]

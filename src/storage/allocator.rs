@@ -57,7 +57,7 @@ impl Slot {
         self.requested.load(Relaxed)
     }
 
-    /// Whether the block may never move again.
+    /// Whether the block may not move, now or ever again.
     pub(crate) fn is_exported(&self) -> bool {
         self.exported.load(Relaxed)
     }
@@ -249,8 +249,21 @@ impl Block {
 
     /// Makes the block stay where it is for good: its memory was handed out by address or `cl_mem`.
     pub fn export(&self) {
+        self.pin();
+    }
+
+    /// As [`export`](Block::export), until [`unpin`](Block::unpin), which has to be told whether the block could move before.
+    pub(super) fn pin(&self) -> bool {
         let _still = self.place(); // a move under way is done first
-        self.slot().exported.store(true, Relaxed);
+        !self.slot().exported.swap(true, Relaxed)
+    }
+
+    /// Ends what [`pin`](Block::pin) began. Under the lock: bytes written without it are written before they move.
+    pub(super) fn unpin(&self, could_move: bool) {
+        let _still = self.place();
+        if could_move {
+            self.slot().exported.store(false, Relaxed);
+        }
     }
 
     /// Whether the block is not that of the allocator with this number, which then says so: whoever handed it out still

@@ -26,6 +26,7 @@ mod pool;
 mod registry;
 mod scope;
 mod segment;
+mod sole;
 mod staging;
 mod stats;
 #[cfg(test)]
@@ -63,6 +64,7 @@ pub use pinned::{DurationStat, PinnedStats};
 pub use pool::{PoolAllocator, StorageType};
 pub use registry::{allocator, build_allocator, driver, set_allocator};
 pub use segment::Segment;
+pub(crate) use sole::Sole;
 pub use stats::{DeviceStats, PoolStats, Stat};
 
 use crate::device::opencl::{self, ClDevice};
@@ -380,7 +382,7 @@ impl Allocation {
     }
 
     /// The first byte and the number of bytes in host memory; no bytes, aligned all the same, elsewhere. Valid as long
-    /// as the host lock is held.
+    /// as the host lock is held, or the block pinned.
     fn host_range(&self) -> (NonNull<u8>, usize) {
         let nowhere = (NonNull::<Aligned>::dangling().cast(), 0);
         match &self.home {

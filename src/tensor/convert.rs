@@ -7,10 +7,11 @@ use ndarray::{ArrayD, IxDyn};
 use super::Layout;
 use crate::autograd::record_unary_twice;
 use crate::storage::Storage;
-use crate::{DType, Device, Element, Error, Result, Tensor};
+use crate::{DType, Device, Element, Error, Result, Tensor, elements};
 
 impl Tensor {
-    /// The elements in row-major order. Waits for the device.
+    /// The elements in row-major order. Waits for the device. Where they are only looked at, [`Tensor::to_host`] has no
+    /// new memory to ask for.
     ///
     /// # Errors
     /// [`Error::DTypeMismatch`] where `T` is not this tensor's element type.
@@ -47,9 +48,7 @@ impl Tensor {
     }
 
     fn read_out<T: Element>(&self, op: &'static str) -> Result<Vec<T>> {
-        if T::DTYPE != self.dtype {
-            return Err(Error::DTypeMismatch { op, lhs: self.dtype, rhs: T::DTYPE });
-        }
+        self.check_element::<T>(op)?;
         // First, for it fails where no memory has room for an expanded tensor's elements; a vector would panic.
         let source = self.detach().contiguous()?;
         let bits: Vec<T::Bits> = source.storage.read_vec(source.layout.offset * self.dtype.size(), source.numel())?;
@@ -58,9 +57,13 @@ impl Tensor {
             Ok(values) => return Ok(*values),
             Err(bits) => bits.downcast::<Vec<T::Bits>>().unwrap_or_default(),
         };
-        match bytemuck::checked::try_cast_slice::<T::Bits, T>(&bits) {
-            Ok(values) => Ok(values.to_vec()),
-            Err(_) => Err(Error::invalid(op, format!("the storage holds bytes that are no {}", self.dtype))),
+        elements::<T>(op, bytemuck::cast_slice(&bits)).map(<[T]>::to_vec)
+    }
+
+    pub(super) fn check_element<T: Element>(&self, op: &'static str) -> Result<()> {
+        match T::DTYPE == self.dtype {
+            true => Ok(()),
+            false => Err(Error::DTypeMismatch { op, lhs: self.dtype, rhs: T::DTYPE }),
         }
     }
 

@@ -6,7 +6,8 @@
 //! [`Tensor::shallow_clone`] copies the handle.
 //!
 //! One file a subject: `shape` and `layout` are pure arithmetic, `create` makes tensors, `view` and `index` look at them
-//! differently, `join` and `pad` put them together, `convert` moves them between dtypes, devices and ndarray, `display` prints them.
+//! differently, `join` and `pad` put them together, `convert` moves them between dtypes, devices and ndarray, `host` shows them to the host without a lock,
+//! `display` prints them.
 
 use std::sync::Arc;
 
@@ -16,6 +17,7 @@ mod assign;
 mod convert;
 mod create;
 mod display;
+mod host;
 mod index;
 mod join;
 pub(crate) mod layout;
@@ -30,6 +32,7 @@ mod view;
 mod window;
 
 pub use assign::Assigned;
+pub use host::HostArray;
 pub use index::{Index, Indices};
 pub(crate) use layout::Layout;
 pub(crate) use operations::OPERATIONS;

@@ -1,0 +1,79 @@
+//! Elements in host memory that their owner sees without a lock.
+
+use std::ops::{Deref, DerefMut};
+use std::ptr::NonNull;
+use std::slice;
+
+use super::{Block, Storage, alone};
+use crate::{Device, Element, Error, Result, elements};
+
+/// Elements of a storage on the CPU that nobody else has a handle on, nor gets one, in a block that stays where it is.
+pub(crate) struct Sole<T> {
+    storage: Storage,
+    /// Whether the block may move again after this.
+    could_move: bool,
+    start: NonNull<T>,
+    count: usize,
+}
+
+// SAFETY: it owns its elements as a `Box<[T]>` does: there is no other handle on them, and its own is never lent.
+unsafe impl<T: Send> Send for Sole<T> {}
+// SAFETY: as above; a shared one gives out shared elements only.
+unsafe impl<T: Sync> Sync for Sole<T> {}
+
+impl<T: Element> Sole<T> {
+    /// The `count` elements from byte `offset` on.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where bytes are no elements; for what is not on the CPU, and where there is another handle.
+    pub(crate) fn new(op: &'static str, mut storage: Storage, offset: usize, count: usize) -> Result<Sole<T>> {
+        if storage.device() != Device::Cpu || alone(&mut storage.0).is_none() {
+            return Err(Error::invalid(op, format!("{storage:?} are not one handle's alone")));
+        }
+        let could_move = storage.allocation().block().is_some_and(Block::pin);
+        // From here on, also where an error is returned, dropping it lets the block go.
+        let mut sole = Sole { storage, could_move, start: NonNull::dangling(), count: 0 };
+        let (start, size) = sole.storage.allocation().host_range();
+        let bytes = count.checked_mul(size_of::<T>());
+        let Some(end) = bytes.and_then(|bytes| bytes.checked_add(offset)).filter(|&end| end <= size) else {
+            return Err(Error::invalid(op, format!("{count} elements at {offset} are not in a storage of {size}")));
+        };
+        // SAFETY: inside the storage's bytes, or their end.
+        let start = unsafe { start.add(offset) };
+        // SAFETY: bytes of the storage, all initialised. Nobody writes to them: there is no other handle, and the block is
+        // pinned, so that they are not moved either.
+        elements::<T>(op, unsafe { slice::from_raw_parts(start.as_ptr(), end - offset) })?;
+        (sole.start, sole.count) = (start.cast(), count);
+        Ok(sole)
+    }
+
+    /// The storage again, as it was before.
+    pub(crate) fn into_storage(self) -> Storage {
+        self.storage.clone() // and `self`, who sees the elements no more, lets the block go
+    }
+}
+
+impl<T> Drop for Sole<T> {
+    fn drop(&mut self) {
+        if let Some(block) = self.storage.allocation().block() {
+            block.unpin(self.could_move);
+        }
+    }
+}
+
+impl<T> Deref for Sole<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        // SAFETY: `new` found so many aligned, valid elements there, where they stay as long as this lives. Nobody else
+        // reaches them, and this is borrowed as long as the slice is used.
+        unsafe { slice::from_raw_parts(self.start.as_ptr(), self.count) }
+    }
+}
+
+impl<T> DerefMut for Sole<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        // SAFETY: as above, and borrowed exclusively.
+        unsafe { slice::from_raw_parts_mut(self.start.as_ptr(), self.count) }
+    }
+}
