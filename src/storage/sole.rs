@@ -77,3 +77,6 @@ impl<T> DerefMut for Sole<T> {
         unsafe { slice::from_raw_parts_mut(self.start.as_ptr(), self.count) }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -237,52 +237,6 @@ fn a_panic_inside_leaves_the_storage_usable() {
     s.write(0, &[2]).unwrap();
 }
 
-#[test]
-fn a_sole_owner_sees_the_elements_where_they_stay() {
-    let exported = |s: &Storage| s.allocation().block().unwrap().slot().is_exported();
-    let values: Vec<u8> = (1..8_i32).flat_map(i32::to_ne_bytes).collect();
-    let s = holding(Device::Cpu, &values);
-    let mut sole = Sole::<i32>::new("test", s, 8, 4).unwrap();
-    assert!(sole[..] == [3, 4, 5, 6] && exported(&sole.storage));
-    // Another thread writes without the lock, and the block is free to move after that.
-    let s = thread::spawn(move || {
-        sole[3] = -1;
-        sole.into_storage()
-    });
-    let s = s.join().unwrap();
-    assert!(!exported(&s) && s.is_unique());
-    assert_eq!(contents(&s)[20..24], (-1_i32).to_ne_bytes());
-    s.allocation().block().unwrap().export();
-    let s = Sole::<i32>::new("test", s, 0, 7).unwrap().into_storage();
-    assert!(exported(&s), "what others made stay stays");
-    drop(Sole::<i32>::new("test", s, 28, 0).unwrap());
-    for storage in [Storage::adopt(vec![1_i32, 2]), Storage::alloc(Device::Cpu, 8).unwrap()] {
-        storage.write(0, bytemuck::bytes_of(&[1_i32, 2])).unwrap();
-        let sole = Sole::<i32>::new("test", storage, 0, 2).unwrap();
-        thread::scope(|scope| scope.spawn(|| assert_eq!(sole[..], [1, 2])).join().unwrap());
-    }
-    for device in devices() {
-        let sole = Sole::<f64>::new("test", Storage::alloc(device, 0).unwrap(), 0, 0);
-        assert_eq!(sole.is_ok_and(|sole| sole.is_empty()), device == Device::Cpu);
-    }
-}
-
-#[test]
-fn what_is_no_sole_owners_is_refused() {
-    let message = |made: Result<Sole<bool>>| made.err().unwrap().to_string();
-    let s = holding(Device::Cpu, &[0, 1, 2, 1]);
-    assert!(message(Sole::new("test", s.clone(), 0, 2)).contains("not one handle's alone"));
-    assert!(!s.allocation().block().unwrap().slot().is_exported());
-    assert_eq!(Sole::<bool>::new("test", s, 0, 2).unwrap()[..], [false, true]);
-    let s = || holding(Device::Cpu, &[0, 1, 2, 1]);
-    assert_eq!(message(Sole::new("test", s(), 0, 4)), "test: the storage holds bytes that are no bool");
-    for (offset, count) in [(0, 5), (5, 0), (usize::MAX, 1), (1, usize::MAX)] {
-        assert!(message(Sole::new("test", s(), offset, count)).contains("not in a storage"));
-    }
-    assert!(Sole::<u32>::new("test", holding(Device::Cpu, &[0; 8]), 2, 1).is_err(), "not aligned");
-    assert!(Sole::<u32>::new("test", s(), 4, usize::MAX / 2).is_err(), "no such size");
-}
-
 /// Every thread locks the same storages in another order, and moves one unit from one to another: none deadlocks and no
 /// unit is lost.
 #[test]
