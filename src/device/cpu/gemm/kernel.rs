@@ -140,6 +140,10 @@ vector!(V16Pairs(__m512), 16: _mm512_setzero_ps _mm512_loadu_ps _mm512_set1_ps _
 /// The widest tile's columns.
 const WIDEST: usize = 32;
 
+/// Steps of the right matrix that are fetched ahead: rows that are read in place are pages apart, which the processor does not
+/// foresee.
+const AHEAD: isize = 32;
+
 /// `R` rows and `N` vectors. Only ever inlined into functions that are compiled for V.
 ///
 /// # Safety
@@ -152,11 +156,14 @@ unsafe fn tile<V: Vector, const R: usize, const N: usize, const DIRECT: bool>(t:
     // no fewer than N vectors.
     unsafe {
         let mut sums = [[V::zero(); N]; R];
-        let (mut a, mut b) = (t.a, t.b);
+        let (mut a, mut b, ahead) = (t.a, t.b, AHEAD * t.b_step);
         for _ in 0..t.k {
             let mut columns = [V::zero(); N];
             for (j, column) in columns.iter_mut().enumerate() {
                 *column = V::load(b.add(j * V::LANES));
+                if !DIRECT {
+                    _mm_prefetch::<_MM_HINT_T0>(b.wrapping_byte_offset(ahead).wrapping_add(j * V::LANES).cast());
+                }
             }
             for (i, sums) in sums.iter_mut().enumerate() {
                 let x = V::splat(a.byte_offset(i as isize * row));

@@ -220,12 +220,16 @@ pub(super) unsafe fn add_steps(panel: *const f32, (steps, lanes): (usize, usize)
     let mut total = [0f32; 16];
     // SAFETY: the caller's promise: 16 elements from a step of the panel on are in it or in what is behind it.
     unsafe {
-        for p in 0..steps {
+        let add = |p: usize, [low, high]: &mut [__m256; 2]| {
             let step = panel.add(p * lanes);
-            let [low, high] = &mut sums[p % CHAINS];
             *low = _mm256_add_ps(*low, _mm256_loadu_ps(step));
             *high = _mm256_add_ps(*high, _mm256_loadu_ps(step.add(8)));
+        };
+        let whole = steps / CHAINS * CHAINS;
+        for p in (0..whole).step_by(CHAINS) {
+            sums.iter_mut().enumerate().for_each(|(i, sum)| add(p + i, sum));
         }
+        (whole..steps).for_each(|p| add(p, &mut sums[0]));
         for half in 0..2 {
             let pair = |i: usize| _mm256_add_ps(sums[i][half], sums[i + 1][half]);
             _mm256_storeu_ps(total[8 * half..].as_mut_ptr(), _mm256_add_ps(pair(0), pair(2)));
