@@ -19,6 +19,12 @@ use crate::{DType, Device, Error, Result, Scalar, Tensor};
 /// Elements that are changed in place at a time, from a copy of what they were: it stays in the first-level cache.
 const IN_PLACE: usize = 2048;
 
+/// Bytes of a result that the first-level cache has room for, and from which on no cache has, with those of two operands.
+const FEW: usize = 12 << 10;
+const MANY: usize = 8 << 20;
+/// Pieces of what is computed from its end to its start: as few as leave the first one in that cache.
+const PIECES: usize = 3;
+
 /// Where an operand has the element of the result's element `i`.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum Lies {
@@ -123,15 +129,27 @@ impl Launch<'_> {
         let out: &mut [C] = &mut bytemuck::cast_slice_mut(write)[first..first + count];
         let step = cpu_map::step(count);
         if count <= step {
-            return self.part(reads, 0, out);
+            return self.by_turns(reads, out);
         }
         let zero = AtomicBool::new(false);
-        parallel::for_each_chunk(out, step, |i, part| {
+        let reverse = size_of_val(out) <= MANY && parallel::turn();
+        parallel::for_each_chunk_from(out, step, reverse, |i, part| {
             if self.part(reads, i * step, part) {
                 zero.store(true, Ordering::Relaxed);
             }
         });
         zero.into_inner()
+    }
+
+    /// All elements on this thread. What the first-level cache has no room for is begun from either end by turns, where some
+    /// of it is still there from the time before.
+    fn by_turns<C: Lane>(&self, reads: &[&[u8]], out: &mut [C]) -> bool {
+        if size_of_val(out) <= FEW || !parallel::turn() {
+            return self.part(reads, 0, out);
+        }
+        let piece = out.len().div_ceil(PIECES).next_multiple_of(16);
+        let parts = out.chunks_mut(piece).enumerate().rev();
+        parts.fold(false, |zero, (i, part)| self.part(reads, i * piece, part) | zero)
     }
 
     /// Elements from `first` on, as many as `out` has.
@@ -219,7 +237,7 @@ mod tests {
             Tensor::from_slice(&values, n + 1, Device::Cpu).unwrap().narrow(0, 1, n).unwrap()
         };
         let (x, y) = (Expr::input(0), Expr::input(1));
-        for (rows, columns) in [(1, 1), (1, 7), (7, 1), (3, 5), (40, 1000), (3000, 17)] {
+        for (rows, columns) in [(1, 1), (1, 7), (7, 1), (3, 5), (3, 1367), (10, 1000), (40, 1000), (3000, 17)] {
             let (n, shape) = (rows * columns, [rows, columns]);
             let (full, other) = (number(n, 1).reshape(shape).unwrap(), number(n, 2).reshape(shape).unwrap());
             let (row, one) = (number(columns, 3), number(1, 4));
@@ -239,7 +257,12 @@ mod tests {
                 let got = run("test", &Program::of(std::slice::from_ref(&sum)), &inputs, &[], &[&out]).unwrap();
                 assert_eq!(got, flat, "{:?} {:?}", inputs[0].shape(), inputs[1].shape());
                 if flat {
-                    assert_eq!(out.to_vec::<f32>().unwrap(), planned(&sum, &inputs, &out));
+                    let right = planned(&sum, &inputs, &out);
+                    assert_eq!(out.to_vec::<f32>().unwrap(), right);
+                    // The next turn, from the other end.
+                    out.fill_(0).unwrap();
+                    assert!(run("test", &Program::of(std::slice::from_ref(&sum)), &inputs, &[], &[&out]).unwrap());
+                    assert_eq!(out.to_vec::<f32>().unwrap(), right);
                 }
             }
             for refused in [x.clone(), &x * 2.0 + &y] {

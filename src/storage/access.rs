@@ -284,7 +284,8 @@ pub(super) fn copy(dst: &mut [u8], src: &[u8]) {
         return small::copy(dst, src);
     }
     let large = dst.len() >= LARGE;
-    parallel::for_each_chunk(dst, PIECE, |i, d| {
+    let reverse = !large && parallel::turn();
+    parallel::for_each_chunk_from(dst, PIECE, reverse, |i, d| {
         let s = &src[i * PIECE..][..d.len()];
         if large { Streaming::new().copy(d, s) } else { d.copy_from_slice(s) }
     });

@@ -10,6 +10,7 @@
 mod tests;
 
 use std::any::Any;
+use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
@@ -176,6 +177,8 @@ impl Team {
 struct Call {
     work: Work,
     count: usize,
+    /// Whether every part begins with its last piece.
+    reverse: bool,
     panicked: AtomicBool,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
     /// Set before it goes to sleep.
@@ -195,13 +198,14 @@ impl Call {
         let mut part = first % parts;
         let all = || {
             for _ in 0..parts {
-                let (next, end) = (&self.parts[part].0, self.count * (part + 1) / parts);
+                let (next, start) = (&self.parts[part].0, self.count * part / parts);
+                let end = self.count * (part + 1) / parts;
                 // Looked at first: it stays in the cache of who has it if nothing is left.
                 while next.load(Relaxed) < end && !self.panicked.load(Relaxed) {
                     between();
                     let i = next.fetch_add(1, Relaxed);
                     if i < end {
-                        piece(i);
+                        piece(if self.reverse { start + (end - 1 - i) } else { i });
                     }
                 }
                 part = (part + 1) % parts;
@@ -232,19 +236,19 @@ unsafe impl Sync for Work {}
 /// # Panics
 /// With the panic of a piece; the others may then not have been done.
 pub(crate) fn for_each_index(count: usize, piece: impl Fn(usize) + Sync) {
-    share(count, threads().min(count), &piece);
+    share(count, threads().min(count), false, &piece);
 }
 
 /// [`for_each_index`] of `parts` parts of one length, where a piece may wait for those before it in its part: they are begun in
 /// order.
 pub(crate) fn for_each_in_order(count: usize, parts: usize, piece: impl Fn(usize) + Sync) {
-    share(count, parts, &piece);
+    share(count, parts, false, &piece);
 }
 
-/// Has the team do `count` pieces, cut into `parts` that threads begin with.
-fn share(count: usize, parts: usize, piece: &(dyn Fn(usize) + Sync)) {
+/// Has the team do `count` pieces, cut into `parts` that threads begin with, from the end of each where `reverse`.
+fn share(count: usize, parts: usize, reverse: bool, piece: &(dyn Fn(usize) + Sync)) {
     if count <= 1 || threads() == 1 {
-        return (0..count).for_each(piece);
+        return (0..count).for_each(|i| piece(if reverse { count - 1 - i } else { i }));
     }
     let team = Team::get();
     // SAFETY: only the lifetime changes. The pointer is followed by helpers that have taken up the call, and this function
@@ -254,6 +258,7 @@ fn share(count: usize, parts: usize, piece: &(dyn Fn(usize) + Sync)) {
     let call = Call {
         work,
         count,
+        reverse,
         panicked: AtomicBool::new(false),
         panic: Mutex::new(None),
         caller: OnceLock::new(),
@@ -295,6 +300,26 @@ pub(crate) fn for_each_chunk<T: Send>(data: &mut [T], size: usize, f: impl Fn(us
     for_each_chunks(&mut [data], &[size], |i, chunks| f(i, chunks[0]));
 }
 
+/// Whether this thread's next operation had best begin at the end: every other one does. What the last one touched last is
+/// then what the next one finds in the caches.
+pub(crate) fn turn() -> bool {
+    thread_local!(static REVERSE: Cell<bool> = const { Cell::new(true) });
+    REVERSE.try_with(|reverse| reverse.replace(!reverse.get())).unwrap_or(false) // a thread that is ending has no turns
+}
+
+/// [`for_each_chunk`], from the end where `reverse`: see [`turn`].
+///
+/// # Panics
+/// As [`for_each_chunk`].
+pub(crate) fn for_each_chunk_from<T: Send>(
+    data: &mut [T],
+    size: usize,
+    reverse: bool,
+    f: impl Fn(usize, &mut [T]) + Sync,
+) {
+    cut(&mut [data], &[size], reverse, |i, chunks| f(i, chunks[0]));
+}
+
 /// Calls `f` with the pieces of several slices that go together and their index: `sizes[j]` elements of the `j`th slice,
 /// of all of which there are equally many pieces, the last one shorter.
 ///
@@ -305,6 +330,10 @@ pub(crate) fn for_each_chunks<T: Send>(
     sizes: &[usize],
     f: impl Fn(usize, &mut [&mut [T]]) + Sync,
 ) {
+    cut(data, sizes, false, f);
+}
+
+fn cut<T: Send>(data: &mut [&mut [T]], sizes: &[usize], reverse: bool, f: impl Fn(usize, &mut [&mut [T]]) + Sync) {
     struct Start<T>(*mut T, usize, usize);
     // SAFETY: each thread makes of it references to elements that no other has.
     unsafe impl<T: Send> Sync for Start<T> {}
@@ -324,7 +353,7 @@ pub(crate) fn for_each_chunks<T: Send>(
         };
         f(i, &mut starts.iter().map(chunk).collect::<SmallVec<[&mut [T]; 2]>>());
     };
-    share(count, threads().min(count), &piece);
+    share(count, threads().min(count), reverse, &piece);
 }
 
 /// `f` of every number below `count`, in order, at least `group` of them to a thread at a time.

@@ -34,6 +34,24 @@ fn slices_that_go_together_are_cut_together() {
     assert!(catch_unwind(unequal).is_err());
 }
 
+#[test]
+fn from_either_end() {
+    for n in [0, 1, 4, 5, 100, 1003] {
+        for reverse in [false, true] {
+            let mut data = vec![0usize; n];
+            for_each_chunk_from(&mut data, 4, reverse, |i, part| part.iter_mut().for_each(|x| *x += i + 1));
+            assert!(data.iter().enumerate().all(|(at, &x)| x == at / 4 + 1), "{n}");
+            let seen = Mutex::new(Vec::new());
+            share(n, 1, reverse, &|i| seen.lock().unwrap().push(i));
+            let mut seen = seen.into_inner().unwrap();
+            assert!(threads() > 1 || seen.is_sorted_by(|a, b| (a < b) != reverse), "{n}");
+            seen.sort_unstable();
+            assert!(seen.into_iter().eq(0..n), "{n}");
+        }
+    }
+    assert_ne!(turn(), turn());
+}
+
 /// Helpers that sleep, and callers that go to sleep waiting for them, are woken.
 #[test]
 fn nobody_sleeps_on() {
@@ -44,7 +62,7 @@ fn nobody_sleeps_on() {
             std::thread::sleep(Duration::from_millis(1));
             ran.fetch_add(1, Relaxed);
         };
-        share(5, 2, &slow);
+        share(5, 2, false, &slow);
         assert_eq!(ran.into_inner(), 5);
     }
 }
@@ -59,7 +77,7 @@ fn callers_at_once() {
                 for round in 0..all {
                     let count = 2 + round % 5;
                     let done: Vec<AtomicUsize> = (0..count).map(|_| AtomicUsize::new(0)).collect();
-                    share(count, threads().min(count), &|i| {
+                    share(count, threads().min(count), round % 2 == 0, &|i| {
                         done[i].fetch_add(caller + 1, Relaxed);
                     });
                     assert!(done.iter().all(|done| done.load(Relaxed) == caller + 1), "{caller} {round}");
