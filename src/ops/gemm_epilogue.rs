@@ -1,7 +1,8 @@
 //! Epilogues of products on the CPU, evaluated where a piece of the product lies in the cache of the core that made it: it is
-//! never written to memory, but the results are.
+//! never written to memory, but the results are. The formulas of a layer, and of what goes back through relu, the product's kernels
+//! compute in their registers.
 
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 use bytemuck::Pod;
 use smallvec::SmallVec;
@@ -15,7 +16,7 @@ use super::gemm_cpu::floats;
 use super::program::Program;
 use super::tiles::{Scratch, TILE, Tile, TileIn};
 use crate::device::count_launch;
-use crate::device::cpu::gemm::{gemm_into, in_pieces};
+use crate::device::cpu::gemm::{Finish, gemm_finished, gemm_into, in_pieces};
 use crate::storage::{Storage, with_host};
 use crate::{Compute, DType, Result, Scalar, Shape, Tensor};
 
@@ -76,6 +77,21 @@ impl Epilogue<'_> {
         }
         count_launch();
         Ok(true)
+    }
+
+    /// How the kernels finish the product, where they know the formula: those of a layer, and of what goes back through relu.
+    fn finish(&self, formula: &[Expr], plan: &Plan) -> Option<Finish<&[f32]>> {
+        static KNOWN: LazyLock<[Expr; 3]> = LazyLock::new(|| {
+            let (x, y) = (Expr::input(0), Expr::input(1));
+            [&x + &y, (&x + &y).relu(), &x * y.relu().diff(1)]
+        });
+        let ([formula], [extra], DType::F32) = (formula, &self.extras[..], self.dtype) else { return None };
+        match (KNOWN.iter().position(|known| known == formula)?, extra) {
+            (0, Extra::Rows(repeated, row)) if *row == plan.n => Some(Finish::Add(&repeated[..*row])),
+            (1, Extra::Rows(repeated, row)) if *row == plan.n => Some(Finish::AddRelu(&repeated[..*row])),
+            (2, Extra::Each(elements)) => Some(Finish::Slope(&elements[..plan.m * plan.n])),
+            _ => None,
+        }
     }
 
     /// The results of elements from `first` on.
@@ -141,6 +157,15 @@ fn compute<T: Pod + Send + Sync>(
             dtype: outs[0].dtype,
             plain: *g.epilogue == [Expr::input(0)],
         };
+        if let Some(finish) = epilogue.finish(g.epilogue, plan)
+            && let ([t], [bytes]) = (outs, &mut *writes)
+            && let Some([at_a, at_b, _]) = plan.places([a.offset, b.offset, 0]).next()
+        {
+            let out = &mut bytemuck::cast_slice_mut(bytes)[t.layout.offset..][..t.numel()];
+            if gemm_finished((plan.m, plan.n, plan.k), out, (a.data, at_a), (b.data, at_b), finish)? {
+                return Ok(());
+            }
+        }
         let results = outs.iter().zip(writes);
         let mut results: SmallVec<[&mut [T]; 2]> = results
             .map(|(t, bytes)| &mut bytemuck::cast_slice_mut::<u8, T>(bytes)[t.layout.offset..][..t.numel()])
@@ -224,10 +249,40 @@ mod tests {
             check(&a, &b, &[&row], &[sum.relu(), sum.clone()], true);
             check(&a, &bt, &[&row.reshape(n).unwrap()], from_ref(&sum), true);
             check(&a, &b, &[&each], &[x(0) * x(1).gt(0.0)], true);
+            check(&a, &b, &[&row], &[sum.relu()], true);
+            check(&a, &bt, &[&each], &[x(0) * x(1).relu().diff(1)], true);
             check(&a, &b, &[&one, &row, &each], &[x(0) * Expr::scalar(0) + (x(1) - x(2)) * x(3)], true);
             check(&a, &b, &[], &[x(0).sigmoid()], true);
             check(&a, &b, &[&tensor([m, 1], 7)], from_ref(&sum), false);
             check(&a, &b, &[&tensor([n, m], 8).t().unwrap()], from_ref(&sum), false);
+        }
+    }
+
+    /// As the formulas say: what is no number stays that, the slope at 0 is 0.
+    #[test]
+    fn special_values() {
+        const VALUES: [f32; 7] = [0.0, f32::NAN, -0.0, f32::INFINITY, f32::NEG_INFINITY, 1e9, -1e9];
+        let special = |n: usize| (0..n).map(|i| VALUES[i % 7]).collect::<Vec<f32>>();
+        let x = |i| Expr::input(i);
+        for (m, n, k) in [(9, 10, 17), (30, 64, 8), (13, 37, 600), (1030, 33, 2048)] {
+            let (a, b) = (tensor([m, k], 1), tensor([k, n], 2));
+            let product = a.matmul(&b).unwrap().to_vec::<f32>().unwrap();
+            let (row, each) = (special(n), special(m * n));
+            let run = |extra: &[f32], shape: [usize; 2], epilogue: &Expr| {
+                let extra = Tensor::from_slice(extra, shape, Device::Cpu).unwrap();
+                let g = Gemm { extras: &[&extra], ..Gemm::plain("test", &a, &b, from_ref(epilogue), &DType::F32) };
+                g.run_one().unwrap().to_vec::<f32>().unwrap()
+            };
+            let (added, relu) = (run(&row, [1, n], &(x(0) + x(1))), run(&row, [1, n], &(x(0) + x(1)).relu()));
+            let slope = run(&each, [m, n], &(x(0) * x(1).relu().diff(1)));
+            for i in 0..m * n {
+                let same = |got: f32, want: f32| got.to_bits() == want.to_bits() || (got.is_nan() && want.is_nan());
+                let sum = product[i] + row[i % n];
+                assert!(same(added[i], sum), "{m} x {n} x {k}: {i}");
+                assert!(same(relu[i], if sum <= 0.0 { 0.0 } else { sum }), "{m} x {n} x {k}, relu: {i}");
+                let factor = if each[i] <= 0.0 { 0.0 } else { 1.0 };
+                assert!(same(slope[i], product[i] * factor), "{m} x {n} x {k}, slope: {i}");
+            }
         }
     }
 

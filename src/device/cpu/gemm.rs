@@ -204,7 +204,8 @@ pub(crate) fn gemm_f32(
         for [place_a, place_b, place] in places {
             check(size, (out.len(), place), (a.len(), place_a), (b.len(), place_b))?;
             let start = out.as_mut_ptr().wrapping_add(place.offset); // others may lie before it
-            let to = blocks::Out::Memory(matrix::Matrix { start, row: place.row, col: place.col });
+            let to = matrix::Matrix { start, row: place.row, col: place.col };
+            let to = blocks::Out::Memory(to, Finish::Nothing);
             // SAFETY: none of the sizes is 0. All three matrices lie in their slices (`check`), which are initialised and live
             // through the call. `out` is borrowed exclusively, so it overlaps neither input, and its elements are distinct.
             unsafe { blocks::product(kernels, size, to, a.matrix(place_a), b.matrix(place_b), None) };
@@ -242,11 +243,70 @@ pub(crate) fn gemm_and_sums(
             return Ok(unsafe {
                 let to = matrix::Matrix { start: start.add(place.offset), row: place.row, col: 1 };
                 let (a, b) = (a.matrix(place_a), b.matrix(place_b));
-                blocks::product(kernels, size, blocks::Out::Memory(to), a, b, Some(start.add(sums)))
+                blocks::product(kernels, size, blocks::Out::Memory(to, Finish::Nothing), a, b, Some(start.add(sums)))
             });
         }
     }
     gemm_f32(size, out, a, b, std::iter::once(places))?;
+    Ok(false)
+}
+
+/// What is made of the elements of a product, `m` x `n`, before they are written.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Finish<S> {
+    /// Nothing else.
+    Nothing,
+    /// The element of its column of these, `n` of them, is added.
+    Add(S),
+    /// That, and what is at most 0 then is 0.
+    AddRelu(S),
+    /// It is multiplied by 0 where its own element of these, `m * n` of them, is at most 0, otherwise by 1.
+    Slope(S),
+}
+
+impl<S> Finish<S> {
+    #[cfg(target_arch = "x86_64")]
+    fn map<T>(self, row: impl FnOnce(S) -> T, elements: impl FnOnce(S) -> T) -> Finish<T> {
+        match self {
+            Finish::Nothing => Finish::Nothing,
+            Finish::Add(x) => Finish::Add(row(x)),
+            Finish::AddRelu(x) => Finish::AddRelu(row(x)),
+            Finish::Slope(x) => Finish::Slope(elements(x)),
+        }
+    }
+}
+
+/// As [`gemm_f32`] of one product, contiguous, that is finished in the kernels' registers: it is written once, and what that
+/// takes is hidden behind the next sums. Gives whether there are kernels for it.
+///
+/// # Errors
+/// As [`gemm`]; where what it is finished with is of another size.
+#[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
+pub(crate) fn gemm_finished(
+    size: (usize, usize, usize),
+    out: &mut [f32],
+    (a, place_a): (Floats, Place),
+    (b, place_b): (Floats, Place),
+    finish: Finish<&[f32]>,
+) -> Result<bool> {
+    #[cfg(target_arch = "x86_64")]
+    if let Some(kernels) = kernels(size, a, b) {
+        let (m, n, _) = size;
+        check(size, (out.len(), Place { offset: 0, row: n as isize, col: 1 }), (a.len(), place_a), (b.len(), place_b))?;
+        let fits = match finish {
+            Finish::Nothing => true,
+            Finish::Add(row) | Finish::AddRelu(row) => row.len() == n,
+            Finish::Slope(x) => x.len() == m * n,
+        };
+        if !fits {
+            return Err(Error::invalid("gemm", "what the product is finished with has another size"));
+        }
+        let to = matrix::Matrix { start: out.as_mut_ptr(), row: n as isize, col: 1 };
+        let to = blocks::Out::Memory(to, finish.map(<[f32]>::as_ptr, <[f32]>::as_ptr));
+        // SAFETY: as in `gemm_f32`; what is read to finish it is as large as the kernels take it to be, and borrowed.
+        unsafe { blocks::product(kernels, size, to, a.matrix(place_a), b.matrix(place_b), None) };
+        return Ok(true);
+    }
     Ok(false)
 }
 

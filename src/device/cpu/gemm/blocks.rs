@@ -14,7 +14,7 @@ use super::kernel::{Kernels, Tile};
 use super::matrix::{Matrix, Start};
 use super::pack::{SLACK, add_steps};
 use super::panels::Panels;
-use super::{cut, start};
+use super::{Finish, cut, start};
 use crate::storage::driver::host::advise_huge;
 
 /// Steps of k that a tile does before the next, for each lane of a vector: of the panels that a group reads for them, one stays in
@@ -44,8 +44,8 @@ const HUGE: usize = 1 << 19;
 /// What is done with the result.
 #[derive(Clone, Copy)]
 pub(super) enum Out<'a> {
-    /// It is written there.
-    Memory(Matrix<*mut f32>),
+    /// It is written there, finished; columns are one apart unless nothing is left to do.
+    Memory(Matrix<*mut f32>, Finish<*const f32>),
     /// Pieces of it are handed over as soon as they are computed; of at most [`DEEP`] steps.
     Pieces(HandOver<'a>),
 }
@@ -72,16 +72,17 @@ pub(super) unsafe fn product(
     b: Matrix<Start>,
     sums: Option<*mut f32>,
 ) -> bool {
-    if let Out::Memory(out) = out
+    if let Out::Memory(out, Finish::Nothing) = out
         && out.col != 1
         && out.row == 1
     {
         // SAFETY: the caller's promise. The columns of the transposed result follow one another.
         return unsafe {
-            product(kernels, (n, m, k), Out::Memory(out.transposed()), b.transposed(), a.transposed(), None)
+            let out = Out::Memory(out.transposed(), Finish::Nothing);
+            product(kernels, (n, m, k), out, b.transposed(), a.transposed(), None)
         };
     }
-    debug_assert!(k <= DEEP || matches!(out, Out::Memory(_)));
+    debug_assert!(k <= DEEP || matches!(out, Out::Memory(..)));
     let (a, b, k) = match kernels.pairs {
         true => (a.in_pairs(k), b.in_pairs(k), k.div_ceil(2)),
         false => (a, b, k),
@@ -139,6 +140,7 @@ pub(super) unsafe fn product(
                             packed_b,
                             packed_a,
                             lay_out_b: i0 == 0,
+                            last: k0 + deep >= k,
                         })
                     };
                     let regions: SmallVec<[Region; 4]> = parts.iter().enumerate().filter_map(region).collect();
@@ -209,6 +211,8 @@ struct Region<'a> {
     packed_b: *mut f32,
     /// Whether the panels of b are not there yet.
     lay_out_b: bool,
+    /// Whether these are the last steps.
+    last: bool,
 }
 
 // SAFETY: threads read the operands, write panels of their own, read panels when all are written, and write groups of the
@@ -246,7 +250,7 @@ impl<'a> Work<'a> {
         let (groups, last) =
             if threads == 1 && region.is_small() { (1, 0) } else { (GROUPS * threads, LAST * threads) };
         let (high, wide) = match region.out {
-            Out::Memory(_) => group(of_a, of_b, region.size.2, groups),
+            Out::Memory(..) => group(of_a, of_b, region.size.2, groups),
             Out::Pieces(_) => rows_of_groups(of_a, of_b, region.rows * 2 * region.kernels.lanes, groups),
         };
         let across = of_b.div_ceil(wide);
@@ -330,10 +334,12 @@ impl Region<'_> {
         let j = across.start * columns..self.size.1.min(across.end * columns);
         let (top, left) = (self.first.0 + i.start, self.first.1 + j.start);
         match self.out {
-            Out::Memory(out) => {
+            Out::Memory(out, finish) => {
                 let at = top as isize * out.row + left as isize * out.col;
+                // Of the group's first row or element.
+                let finish = finish.map(|row| row.wrapping_add(left), |x| x.wrapping_offset(at));
                 // SAFETY: the caller's promise; the group's first element is one of the result.
-                unsafe { self.tiles(down, across, panels, Matrix { start: out.start.offset(at), ..out }) }
+                unsafe { self.tiles(down, across, panels, Matrix { start: out.start.offset(at), ..out }, finish) }
             }
             Out::Pieces(hand_over) => PIECE_OF_OUT.with(|kept| {
                 let mut piece = kept.take();
@@ -344,7 +350,7 @@ impl Region<'_> {
                 let out = Matrix { start: piece.as_mut_ptr(), row: j.len() as isize, col: 1 };
                 let (down_to, right_to) = (top + i.len(), left + j.len());
                 // SAFETY: the caller's promise; the piece has room for the group, and is this call's until it is put back.
-                unsafe { self.tiles(down, across, panels, out) };
+                unsafe { self.tiles(down, across, panels, out, Finish::Nothing) };
                 hand_over(top..down_to, left..right_to, &piece[..len]);
                 kept.set(piece);
             }),
@@ -361,11 +367,13 @@ impl Region<'_> {
         across: Range<usize>,
         (of_a, of_b): (usize, usize),
         out: Matrix<*mut f32>,
+        finish: Finish<*const f32>,
     ) {
         let (top, start) = (down.start, across.start);
         let (rows, columns) = (self.rows, 2 * self.kernels.lanes);
         let (in_place, b_in_place) = (self.a.in_place(), self.b_in_place());
         for (z, first, steps) in self.depths() {
+            let finish = if self.last && first + steps == self.size.2 { finish } else { Finish::Nothing };
             for right in across.clone() {
                 let left = columns.min(self.size.1 - right * columns);
                 // SAFETY: an element of the matrix, or in the buffer.
@@ -392,7 +400,8 @@ impl Region<'_> {
                             add_steps(panel, (steps, high), sums.add(self.first.0 + i), self.first.2 + first > 0);
                         }
                     }
-                    let at = ((down - top) * rows) as isize * out.row + ((right - start) * columns) as isize * out.col;
+                    let beside = (right - start) * columns;
+                    let at = ((down - top) * rows) as isize * out.row + beside as isize * out.col;
                     // SAFETY: the panel is in the buffer and laid out; the tile is in the result, and this call's alone.
                     unsafe {
                         kernel(&Tile {
@@ -411,6 +420,7 @@ impl Region<'_> {
                             col: out.col,
                             columns: left,
                             accumulate: self.first.2 + first > 0,
+                            finish: finish.map(|row| row.wrapping_add(beside), |x| x.wrapping_offset(at)),
                         });
                     }
                 }

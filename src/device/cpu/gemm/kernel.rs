@@ -10,6 +10,8 @@ use std::arch::x86_64::*;
 use std::mem::transmute;
 use std::sync::OnceLock;
 
+use super::Finish;
+
 /// A tile's operands and where it goes.
 pub(super) struct Tile {
     /// Steps: how many products, or pairs of them, every sum has.
@@ -28,6 +30,13 @@ pub(super) struct Tile {
     pub(super) columns: usize,
     /// Whether the sums are added to what the result holds.
     pub(super) accumulate: bool,
+    /// Of the tile's first row or element.
+    pub(super) finish: Finish<*const f32>,
+}
+
+/// `y`, or 0 where `x` is at most 0.
+fn where_above(y: f32, x: f32) -> f32 {
+    if x <= 0.0 { 0.0 } else { y }
 }
 
 /// Computes a tile.
@@ -80,12 +89,15 @@ trait Vector: Copy {
     unsafe fn splat(at: *const f32) -> Self;
     unsafe fn store(self, at: *mut f32);
     unsafe fn add(self, other: Self) -> Self;
+    unsafe fn mul(self, other: Self) -> Self;
+    /// Itself, or 0 where `x` is at most 0.
+    unsafe fn where_above(self, x: Self) -> Self;
     /// `self + x * y`; of pairs, plus both products.
     unsafe fn add_product(self, x: Self, y: Self) -> Self;
 }
 
 macro_rules! vector {
-    ($name:ident($type:ty), $lanes:literal: $zero:ident $load:ident $set1:ident $store:ident $add:ident $add_product:ident) => {
+    ($name:ident($type:ty), $lanes:literal: $zero:ident $load:ident $set1:ident $store:ident $add:ident $mul:ident $where_above:ident $add_product:ident) => {
         #[derive(Clone, Copy)]
         struct $name($type);
 
@@ -117,6 +129,16 @@ macro_rules! vector {
                 $name(unsafe { $add(self.0, other.0) })
             }
             #[inline(always)]
+            unsafe fn mul(self, other: Self) -> Self {
+                // SAFETY: the caller's promise.
+                $name(unsafe { $mul(self.0, other.0) })
+            }
+            #[inline(always)]
+            unsafe fn where_above(self, x: Self) -> Self {
+                // SAFETY: the caller's promise.
+                $name(unsafe { $where_above(self.0, x.0) })
+            }
+            #[inline(always)]
             unsafe fn add_product(self, x: Self, y: Self) -> Self {
                 // SAFETY: the caller's promise.
                 $name(unsafe { $add_product(x.0, y.0, self.0) })
@@ -133,9 +155,25 @@ unsafe fn add_pairs(x: __m512, y: __m512, sum: __m512) -> __m512 {
     unsafe { _mm512_dpbf16_ps(sum, transmute::<__m512, __m512bh>(x), transmute::<__m512, __m512bh>(y)) }
 }
 
-vector!(V8(__m256), 8: _mm256_setzero_ps _mm256_loadu_ps _mm256_set1_ps _mm256_storeu_ps _mm256_add_ps _mm256_fmadd_ps);
-vector!(V16(__m512), 16: _mm512_setzero_ps _mm512_loadu_ps _mm512_set1_ps _mm512_storeu_ps _mm512_add_ps _mm512_fmadd_ps);
-vector!(V16Pairs(__m512), 16: _mm512_setzero_ps _mm512_loadu_ps _mm512_set1_ps _mm512_storeu_ps _mm512_add_ps add_pairs);
+/// # Safety
+/// The processor has AVX.
+#[inline(always)]
+unsafe fn above_8(y: __m256, x: __m256) -> __m256 {
+    // SAFETY: the caller's promise.
+    unsafe { _mm256_andnot_ps(_mm256_cmp_ps::<_CMP_LE_OQ>(x, _mm256_setzero_ps()), y) }
+}
+
+/// # Safety
+/// The processor has AVX-512.
+#[inline(always)]
+unsafe fn above_16(y: __m512, x: __m512) -> __m512 {
+    // SAFETY: the caller's promise.
+    unsafe { _mm512_maskz_mov_ps(_mm512_cmp_ps_mask::<_CMP_NLE_UQ>(x, _mm512_setzero_ps()), y) }
+}
+
+vector!(V8(__m256), 8: _mm256_setzero_ps _mm256_loadu_ps _mm256_set1_ps _mm256_storeu_ps _mm256_add_ps _mm256_mul_ps above_8 _mm256_fmadd_ps);
+vector!(V16(__m512), 16: _mm512_setzero_ps _mm512_loadu_ps _mm512_set1_ps _mm512_storeu_ps _mm512_add_ps _mm512_mul_ps above_16 _mm512_fmadd_ps);
+vector!(V16Pairs(__m512), 16: _mm512_setzero_ps _mm512_loadu_ps _mm512_set1_ps _mm512_storeu_ps _mm512_add_ps _mm512_mul_ps above_16 add_pairs);
 
 /// The widest tile's columns.
 const WIDEST: usize = 32;
@@ -180,6 +218,18 @@ unsafe fn tile<V: Vector, const R: usize, const N: usize, const DIRECT: bool>(t:
                 for (j, sum) in sums.into_iter().enumerate() {
                     let out = out.add(j * V::LANES);
                     let sum = if t.accumulate { sum.add(V::load(out)) } else { sum };
+                    let sum = match t.finish {
+                        Finish::Nothing => sum,
+                        Finish::Add(row) => sum.add(V::load(row.add(j * V::LANES))),
+                        Finish::AddRelu(row) => {
+                            let sum = sum.add(V::load(row.add(j * V::LANES)));
+                            sum.where_above(sum)
+                        }
+                        Finish::Slope(x) => {
+                            let x = V::load(x.offset(i as isize * t.row).add(j * V::LANES));
+                            sum.mul(V::splat(&1.0).where_above(x))
+                        }
+                    };
                     sum.store(out);
                 }
             }
@@ -193,7 +243,16 @@ unsafe fn tile<V: Vector, const R: usize, const N: usize, const DIRECT: bool>(t:
             let out = t.out.offset(i as isize * t.row);
             for (j, sum) in buffer[..t.columns].iter().enumerate() {
                 let out = out.offset(j as isize * t.col);
-                *out = if t.accumulate { *out + sum } else { *sum };
+                let sum = if t.accumulate { *out + sum } else { *sum };
+                *out = match t.finish {
+                    Finish::Nothing => sum,
+                    Finish::Add(row) => sum + *row.add(j),
+                    Finish::AddRelu(row) => {
+                        let sum = sum + *row.add(j);
+                        where_above(sum, sum)
+                    }
+                    Finish::Slope(x) => sum * where_above(1.0, *x.offset(i as isize * t.row).add(j)),
+                };
             }
         }
     }
