@@ -58,6 +58,11 @@ fn sgd_follows_its_definition() {
         s[0] = if t == 1 { g } else { 0.8 * s[0] + 0.7 * g };
         w - 0.1 * s[0]
     });
+    let light = SgdConfig { lr: 0.1, momentum: 0.8, ..Default::default() };
+    follows(light, |w, g, s, _| {
+        s[0] = 0.8 * s[0] + g;
+        w - 0.1 * s[0]
+    });
     let nesterov = SgdConfig { momentum: 0.8, nesterov: true, ..plain };
     follows(nesterov, |w, g, s, _| {
         let g = g + 0.05 * w;

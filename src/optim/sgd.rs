@@ -66,7 +66,7 @@ impl Rule for SgdConfig {
     }
 
     fn update(&self, w: &Expr, g: &Expr, state: &[Expr], s: &[Expr]) -> (Expr, Vec<Expr>) {
-        let grad = g + &s[1] * w;
+        let grad = if self.weight_decay == 0.0 { g.clone() } else { g + &s[1] * w };
         let Some(v) = state.first() else { return (w - &s[0] * grad, vec![]) };
         let taken = if self.dampening == 0.0 { grad.clone() } else { &s[3] * &grad };
         let v = &s[2] * v + taken;
