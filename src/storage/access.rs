@@ -188,7 +188,8 @@ impl Storage {
             let range = self.range("read", offset, count * size_of::<T>())?;
             return with_host(&[self], &[], |r, _| to_vec(bytemuck::cast_slice(&r[0][range])));
         }
-        let mut values = vec![T::zeroed(); count];
+        let mut values = vec![T::zeroed(); count]; // large ones come untouched, as zeros of the system's
+        advise_huge(&mut values);
         self.read(offset, bytemuck::cast_slice_mut(&mut values))?;
         Ok(values)
     }

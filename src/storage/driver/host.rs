@@ -11,7 +11,7 @@ mod map;
 mod tests;
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
-use std::mem::{ManuallyDrop, MaybeUninit};
+use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
 
 use super::{At, Driver, Failure, Marker, MarkerKind, Memory, MemoryKind};
@@ -21,7 +21,7 @@ use crate::{Device, Element, Error, Result};
 use map::{HUGE, Mapping};
 
 /// Asks for huge pages under memory of the global allocator's that has not been touched yet: one fault instead of 512.
-pub(crate) fn advise_huge<T>(memory: &mut [MaybeUninit<T>]) {
+pub(crate) fn advise_huge<T>(memory: &mut [T]) {
     map::advise_huge(memory);
 }
 

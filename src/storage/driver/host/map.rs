@@ -1,7 +1,6 @@
 //! Memory straight from the kernel: large segments, and addresses reserved before there is memory behind them.
 
 use std::collections::BTreeMap;
-use std::mem::MaybeUninit;
 use std::ptr::NonNull;
 use std::sync::{OnceLock, PoisonError, RwLock};
 
@@ -129,7 +128,7 @@ impl Drop for Mapping {
 }
 
 /// Asks for huge pages under memory that has not been touched yet. The kernel is free to do otherwise.
-pub(super) fn advise_huge<T>(memory: &mut [MaybeUninit<T>]) {
+pub(super) fn advise_huge<T>(memory: &mut [T]) {
     let (start, bytes) = (memory.as_mut_ptr().cast::<u8>(), size_of_val(memory));
     let inside = start.align_offset(page()).min(bytes);
     let whole = (bytes - inside) / page() * page();

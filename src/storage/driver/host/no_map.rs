@@ -1,7 +1,6 @@
 //! Where the kernel is not Linux, or there is none (Miri): no memory but the global allocator's.
 
 use std::convert::Infallible;
-use std::mem::MaybeUninit;
 use std::ptr::NonNull;
 
 pub(super) const HUGE: usize = usize::MAX;
@@ -40,4 +39,4 @@ pub(super) fn page() -> usize {
     0
 }
 
-pub(super) fn advise_huge<T>(_: &mut [MaybeUninit<T>]) {}
+pub(super) fn advise_huge<T>(_: &mut [T]) {}
