@@ -93,14 +93,16 @@ impl Real for f64 {
 }
 
 /// How a result is cut into pieces, one a thread: along its rows and along its columns, so that they read the least. Each reads its
-/// rows of `a` and its columns of `b`, which are `b(rows)` elements a step.
-fn cut((m, n, k): (usize, usize, usize), b: impl Fn(usize) -> usize) -> (usize, usize) {
+/// rows of `a` and its columns of `b`; all of them cost as much as `a` and `b(rows)` elements a step.
+fn cut((m, n, k): (usize, usize, usize), a: usize, b: impl Fn(usize) -> usize) -> (usize, usize) {
     let threads = super::threads();
     if alone((m, n, k)) {
         return (1, 1);
     }
-    let read = |rows: usize| rows * b(rows) + threads / rows * m;
-    let possible = |rows: &usize| threads.is_multiple_of(*rows) && (*rows == 1 || m / rows >= 2 * STEP);
+    let read = |rows: usize| rows * b(rows) + threads / rows * a;
+    let (down, across) = (|rows: usize| m / rows >= 2 * STEP, |columns: usize| n / columns >= 4 * STEP);
+    let wide = |rows: usize| (rows == 1 || down(rows)) && (rows == threads || across(threads / rows));
+    let possible = |rows: &usize| threads.is_multiple_of(*rows) && wide(*rows);
     let rows = (1..=threads).filter(possible).min_by_key(|&rows| read(rows)).unwrap_or(1);
     (rows, threads / rows)
 }
@@ -406,7 +408,7 @@ pub(crate) fn gemm<T: Real>(
         return Ok(());
     }
     let to = Start(out.0.as_mut_ptr());
-    each_piece((m, n), cut((m, n, k), |_| n), |down, across| {
+    each_piece((m, n), cut((m, n, k), m, |_| n), |down, across| {
         let to = &to;
         let (top, left) = (down.start, across.start);
         let at = |place: Place, row: usize, col: usize| {

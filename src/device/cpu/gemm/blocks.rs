@@ -23,6 +23,8 @@ const DEPTH: usize = 64;
 /// Up to so many multiplications every thread has panels of its own: what one lays out for another has to come from its cache,
 /// which takes longer than to do it twice.
 const APART: usize = 1 << 28;
+/// Elements of the left matrix that threads read in place for what it takes to lay out one.
+const IN_PLACE: usize = 6;
 /// Up to so many it does all of its part at once.
 const AT_ONCE: usize = 1 << 25;
 /// Steps of k, and elements of a matrix, that are laid out at a time.
@@ -88,7 +90,7 @@ pub(super) unsafe fn product(
         false => (a, b, k),
     };
     let sums = sums.filter(|_| !kernels.pairs && a.in_place().is_none());
-    let ((down, across), threads) = shares(kernels, (m, n, k), b);
+    let ((down, across), threads) = shares(kernels, (m, n, k), a, b);
     let along = |n: usize, pieces: usize| (0..pieces).map(move |i| start(n, pieces, i)..start(n, pieces, i + 1));
     let parts: SmallVec<[(Range<usize>, Range<usize>); 8]> = along(m, down)
         .flat_map(|down| along(n, across).map(move |across| (down.clone(), across)))
@@ -156,11 +158,18 @@ pub(super) unsafe fn product(
 
 /// How threads share a product: the parts of its result, down and across, each with panels of its own, and the threads that
 /// begin with each.
-fn shares(kernels: &Kernels, (m, n, k): (usize, usize, usize), b: Matrix<Start>) -> ((usize, usize), usize) {
-    let (down, across) = cut((m, n, k), |rows| match b.right_in_place(kernels, (m / rows, n * rows / threads(), k)) {
-        Some(_) => 0,
-        None => n,
-    });
+fn shares(
+    kernels: &Kernels,
+    (m, n, k): (usize, usize, usize),
+    a: Matrix<Start>,
+    b: Matrix<Start>,
+) -> ((usize, usize), usize) {
+    let of_a = if a.in_place().is_some() { m / IN_PLACE } else { m };
+    let (down, across) =
+        cut((m, n, k), of_a, |rows| match b.right_in_place(kernels, (m / rows, n * rows / threads(), k)) {
+            Some(_) => 0,
+            None => n,
+        });
     match m.saturating_mul(n).saturating_mul(k) <= APART {
         true => ((down, across), 1),
         false => ((1, 1), threads()),
