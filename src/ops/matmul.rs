@@ -190,7 +190,11 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&
     let sum = if bias.is_some() { BIASED.clone() } else { PRODUCT.clone() };
     let mut results: SmallVec<[Expr; 2]> = smallvec![f.map_or_else(|| sum.clone(), |f| f(&sum))];
     // The slope of relu is the same for its result as for the sum: that is kept already.
-    let relu = RELU.contains(&results[0]);
+    let known = RELU.iter().find(|known| **known == results[0]);
+    let relu = known.is_some();
+    if let Some(known) = known {
+        results[0] = known.clone(); // whose program is found in it
+    }
     if tracked && f.is_some() && !relu {
         results.push(sum);
     }
@@ -218,9 +222,10 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&
     let saved_w = (x.requires_grad() || f.is_some()).then(|| Saved::new(weight));
     let saved_b = bias.filter(|_| f.is_some()).map(Saved::new);
     // The slope where the sum is the second operand of the product with the gradient.
-    let factor = f
-        .zip(before)
-        .map(|(f, t)| Factor { product: Expr::input(0) * f(&Expr::input(1)).diff(1), tensor: Saved::new(&t) });
+    let factor = f.zip(before).map(|(f, t)| {
+        let product = if relu { SLOPE.clone() } else { &*PRODUCT * f(&Expr::input(1)).diff(1) };
+        Factor { product, tensor: Saved::new(&t) }
+    });
     let (weight_shape, biased) = (weight.shape().clone(), bias.is_some());
     Ok(autograd::record_with_factor(op, out, inputs, factor, move |ctx| {
         let mut grad = ctx.grad()?;
@@ -322,6 +327,8 @@ fn layer_gradients(
 static PRODUCT: LazyLock<Expr> = LazyLock::new(|| Expr::input(0));
 static BIASED: LazyLock<Expr> = LazyLock::new(|| Expr::input(0) + Expr::input(1));
 static RELU: LazyLock<[Expr; 2]> = LazyLock::new(|| [PRODUCT.relu(), BIASED.relu()]);
+/// A product times the slope of relu.
+static SLOPE: LazyLock<Expr> = LazyLock::new(|| &*PRODUCT * Expr::input(1).relu().diff(1));
 
 /// The plain product, in `out` if it can be.
 fn product(op: &'static str, a: &Tensor, b: &Tensor, out: Option<Tensor>) -> Result<Tensor> {
