@@ -206,7 +206,7 @@ impl Suite {
             let copy = || out.copy_(&a);
             self.run(self.case("clone_into", n, Work::Bytes(2 * n)), Calls::Pipelined, copy, same);
         }
-        for n in TRANSFERS.into_iter().filter(|_| self.wants_any(&["h2d", "d2h"])) {
+        for n in TRANSFERS.into_iter().filter(|_| self.wants_any(&["h2d", "d2h", "d2h_vec"])) {
             let values = first(n / 4);
             let same = |got: &[f32]| near(got, n / 4, 997, 0.0, |i| values[i].into());
             let up = || Tensor::from_slice(&values, [n / 4], self.device);

@@ -461,6 +461,27 @@ fn scaled_losses_neither_underflow_nor_overflow() {
     });
 }
 
+/// As in PyTorch: what decays by nothing is not multiplied by 0.
+#[test]
+fn an_infinite_weight_is_no_nan_without_decay() {
+    fn without<R: Rule + Clone>(rule: R) {
+        each_device(|device| {
+            let mut w = leaf(&[f64::INFINITY, 1.0], DType::F32, device);
+            let mut optimizer = Fused::new(vec![&mut w], rule.clone()).unwrap();
+            backward_of_ones(&w);
+            optimizer.step().unwrap();
+            let after = f64s(&w);
+            assert!(after[0] == f64::INFINITY && after[1] < 1.0, "{}: {after:?} on {device}", R::NAME);
+        });
+    }
+    without(SgdConfig { lr: 0.1, momentum: 0.5, ..Default::default() });
+    without(AdamConfig::default());
+    without(AdamWConfig { weight_decay: 0.0, ..Default::default() });
+    without(RmsPropConfig::default());
+    without(AdagradConfig::default());
+    without(LionConfig::default());
+}
+
 fn backward_of_ones(w: &Tensor) {
     w.sum((), false).unwrap().backward().unwrap();
 }

@@ -1,7 +1,7 @@
 //! Adam, with the weight decay in the gradient or beside it.
 
 use super::flat::check;
-use super::fused::{Fused, Rule, numbers_of};
+use super::fused::{Fused, Rule, decayed, numbers_of};
 use crate::{Expr, Result};
 
 macro_rules! adam {
@@ -133,7 +133,10 @@ impl Moments {
 
     fn update(&self, w: &Expr, g: &Expr, state: &[Expr], s: &[Expr]) -> (Expr, Vec<Expr>) {
         let decay = &s[7];
-        let (w, g) = if self.decoupled { (w * decay, g.clone()) } else { (w.clone(), g + decay * w) };
+        let (w, g) = match self.decoupled {
+            true => (w * decay, g.clone()),
+            false => (w.clone(), decayed(g, w, self.weight_decay, decay)),
+        };
         let m = &s[0] * &state[0] + &s[1] * &g;
         let v = &s[2] * &state[1] + &s[3] * (&g * &g);
         let greatest = self.amsgrad.then(|| state[2].max(&v));

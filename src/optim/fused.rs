@@ -119,6 +119,12 @@ pub(super) fn numbers_of(rule: &impl Rule, step: i32) -> Vec<f64> {
     numbers
 }
 
+/// The gradient with the weight `decay`, which is also the number `by`. None at all where that is 0, as in PyTorch: a weight that is
+/// infinite is no reason for a NaN then.
+pub(super) fn decayed(g: &Expr, w: &Expr, decay: f64, by: &Expr) -> Expr {
+    if decay == 0.0 { g.clone() } else { g + by * w }
+}
+
 impl<R: Rule> Fused<R> {
     /// Takes over `parameters`: leaves that require a gradient, of one float dtype, on one device. They become views of
     /// one buffer and keep their values; gradients collected before are dropped.

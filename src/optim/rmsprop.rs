@@ -1,7 +1,7 @@
 //! Optimisers that divide by the root of what squares have come to.
 
 use super::flat::check;
-use super::fused::{Fused, Rule, numbers_of};
+use super::fused::{Fused, Rule, decayed, numbers_of};
 use crate::{Expr, Result};
 
 /// Hyperparameters of [`RmsProp`], with PyTorch's defaults.
@@ -57,7 +57,7 @@ impl Rule for RmsPropConfig {
     }
 
     fn update(&self, w: &Expr, g: &Expr, state: &[Expr], s: &[Expr]) -> (Expr, Vec<Expr>) {
-        let g = g + &s[4] * w;
+        let g = decayed(g, w, self.weight_decay, &s[4]);
         let squares = &s[1] * &state[0] + &s[2] * (&g * &g);
         let mean = self.centered.then(|| &s[1] * &state[1] + &s[2] * &g);
         let spread = mean.as_ref().map_or_else(|| squares.clone(), |m| &squares - m * m);
@@ -126,7 +126,7 @@ impl Rule for AdagradConfig {
     }
 
     fn update(&self, w: &Expr, g: &Expr, state: &[Expr], s: &[Expr]) -> (Expr, Vec<Expr>) {
-        let g = g + &s[2] * w;
+        let g = decayed(g, w, self.weight_decay, &s[2]);
         let sum = &state[0] + &g * &g;
         (w - &s[0] * &g / (sum.sqrt() + &s[1]), vec![sum])
     }

@@ -1,7 +1,7 @@
 //! Stochastic gradient descent.
 
 use super::flat::check;
-use super::fused::{Fused, Rule, numbers_of};
+use super::fused::{Fused, Rule, decayed, numbers_of};
 use crate::{Error, Expr, Result};
 
 /// Hyperparameters of [`Sgd`], with PyTorch's defaults except that `lr` is 0.01.
@@ -66,7 +66,7 @@ impl Rule for SgdConfig {
     }
 
     fn update(&self, w: &Expr, g: &Expr, state: &[Expr], s: &[Expr]) -> (Expr, Vec<Expr>) {
-        let grad = if self.weight_decay == 0.0 { g.clone() } else { g + &s[1] * w };
+        let grad = decayed(g, w, self.weight_decay, &s[1]);
         let Some(v) = state.first() else { return (w - &s[0] * grad, vec![]) };
         let taken = if self.dampening == 0.0 { grad.clone() } else { &s[3] * &grad };
         let v = &s[2] * v + taken;

@@ -188,7 +188,7 @@ impl Storage {
             let range = self.range("read", offset, count * size_of::<T>())?;
             return with_host(&[self], &[], |r, _| to_vec(bytemuck::cast_slice(&r[0][range])));
         }
-        let mut values = vec![T::zeroed(); count]; // large ones come untouched, as zeros of the system's
+        let mut values: Vec<T> = bytemuck::zeroed_vec(count); // a large one comes untouched, as zeros of the system's
         advise_huge(&mut values);
         self.read(offset, bytemuck::cast_slice_mut(&mut values))?;
         Ok(values)

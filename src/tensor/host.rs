@@ -12,8 +12,8 @@ use crate::{Device, Element, Error, Result, Tensor};
 /// Values of a tensor in memory of the host, which nobody else sees: a slice, and an ndarray view, without a copy.
 ///
 /// What [`Tensor::to_host`] and [`Tensor::into_host`] give (PyTorch's `t.cpu().numpy()`), and [`HostArray::into_tensor`]
-/// takes back. The memory is of the CPU's allocator, which keeps it when the array is dropped, where a [`Vec`]'s goes back
-/// to the system and comes anew for the next one.
+/// takes back. A copy's memory is of the CPU's allocator, which keeps it when the array is dropped, where a [`Vec`]'s goes back
+/// to the system and comes anew for the next one. As long as the array lives compaction does not move it.
 ///
 /// ```
 /// use claystone::{Device, Tensor};
@@ -49,7 +49,7 @@ impl Tensor {
     }
 
     /// As [`Tensor::to_host`], without a copy where the tensor is on the CPU, contiguous and the last handle on its
-    /// storage. Others keep their values: there it copies.
+    /// storage, all of which then stays with the array. Others keep their values: there it copies.
     ///
     /// ```
     /// use claystone::{Device, Tensor};

@@ -94,16 +94,19 @@ impl Real for f64 {
 
 /// How a result is cut into pieces, one a thread: along its rows and along its columns, so that they read the least. Each reads its
 /// rows of `a` and its columns of `b`; all of them cost as much as `a` and `b(rows)` elements a step.
-fn cut((m, n, k): (usize, usize, usize), a: usize, b: impl Fn(usize) -> usize) -> (usize, usize) {
-    let threads = super::threads();
-    if alone((m, n, k)) {
-        return (1, 1);
-    }
+fn cut(size: (usize, usize, usize), a: usize, b: impl Fn(usize) -> usize) -> (usize, usize) {
+    if alone(size) { (1, 1) } else { cut_for(super::threads(), (size.0, size.1), a, b) }
+}
+
+fn cut_for(threads: usize, (m, n): (usize, usize), a: usize, b: impl Fn(usize) -> usize) -> (usize, usize) {
     let read = |rows: usize| rows * b(rows) + threads / rows * a;
     let (down, across) = (|rows: usize| m / rows >= 2 * STEP, |columns: usize| n / columns >= 4 * STEP);
-    let wide = |rows: usize| (rows == 1 || down(rows)) && (rows == threads || across(threads / rows));
-    let possible = |rows: &usize| threads.is_multiple_of(*rows) && wide(*rows);
-    let rows = (1..=threads).filter(possible).min_by_key(|&rows| read(rows)).unwrap_or(1);
+    let high = |rows: usize| rows == 1 || down(rows);
+    let wide = |rows: usize| rows == threads || across(threads / rows);
+    let possible = (1..=threads).filter(|rows| threads.is_multiple_of(*rows) && high(*rows));
+    // Of a small product that many threads share, pieces may be less wide than a tile.
+    let tiles = possible.clone().filter(|&rows| wide(rows)).min_by_key(|&rows| read(rows));
+    let rows = tiles.or_else(|| possible.min_by_key(|&rows| read(rows))).unwrap_or(1);
     (rows, threads / rows)
 }
 
@@ -257,6 +260,7 @@ pub(crate) fn gemm_and_sums(
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Finish<S> {
     /// Nothing else.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
     Nothing,
     /// The element of its column of these, `n` of them, is added.
     Add(S),

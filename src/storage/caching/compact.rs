@@ -2,8 +2,8 @@
 //!
 //! Handles are indirect, so a block may move while nobody holds its place: its slot is locked for writing from the choice
 //! of the new place until the table says so. Moves are copies on the device; where there is no room for old and new side
-//! by side, the bytes go through the host. A block that is exported, or in use at this moment, stays, and its segment
-//! with it.
+//! by side, the bytes go through the host. A block that is exported or pinned, or in use at this moment, stays, and its
+//! segment with it.
 //!
 //! With this an allocation succeeds whenever all that is free suffices and the device can hold it in one buffer.
 

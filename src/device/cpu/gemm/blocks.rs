@@ -64,8 +64,8 @@ fn even(n: usize, most: usize, step: usize) -> usize {
 /// of the rows of `a` go to `sums`, `m` elements, where it is laid out anyway; gives whether they did.
 ///
 /// # Safety
-/// The elements of all of them are in memory that lives through the call. Nobody writes to those of the operands, nobody else
-/// uses those of the results, and no two of these are one.
+/// The elements of all of them are in memory that lives through the call. Nobody writes to those of the operands, to which what the
+/// result is finished with belongs, as many as [`Finish`] says; nobody else uses those of the results, and no two of these are one.
 pub(super) unsafe fn product(
     kernels: &'static Kernels,
     (m, n, k): (usize, usize, usize),
@@ -84,7 +84,10 @@ pub(super) unsafe fn product(
             product(kernels, (n, m, k), out, b.transposed(), a.transposed(), None)
         };
     }
-    debug_assert!(k <= DEEP || matches!(out, Out::Memory(..)));
+    debug_assert!(match out {
+        Out::Memory(out, finish) => matches!(finish, Finish::Nothing) || out.col == 1,
+        Out::Pieces(_) => k <= DEEP,
+    });
     let (a, b, k) = match kernels.pairs {
         true => (a.in_pairs(k), b.in_pairs(k), k.div_ceil(2)),
         false => (a, b, k),

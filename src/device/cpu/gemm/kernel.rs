@@ -42,8 +42,8 @@ fn where_above(y: f32, x: f32) -> f32 {
 /// Computes a tile.
 ///
 /// # Safety
-/// The panels, of the kernel's rows and vectors, are in memory that nobody writes to; the rows and columns of the result are in
-/// memory that nobody else uses. The processor has the kernel's instructions.
+/// The panels, of the kernel's rows and vectors, and what there is of a tile's size to finish it with are in memory that nobody writes
+/// to; the rows and columns of the result are in memory that nobody else uses, one apart in a row unless nothing finishes it. The processor has the kernel's instructions.
 pub(super) type Function = unsafe fn(&Tile);
 
 /// The kernels for one kind of processor.
@@ -178,8 +178,8 @@ vector!(V16Pairs(__m512), 16: _mm512_setzero_ps _mm512_loadu_ps _mm512_set1_ps _
 /// The widest tile's columns.
 const WIDEST: usize = 32;
 
-/// Steps of the right matrix that are fetched ahead: rows that are read in place are pages apart, which the processor does not
-/// foresee.
+/// Steps of the right matrix that are fetched ahead where the left one is laid out: rows that are read in place are pages apart, which
+/// the processor does not foresee. Beside rows of the left one in place it gained nothing.
 const AHEAD: isize = 32;
 
 /// `R` rows and `N` vectors. Only ever inlined into functions that are compiled for V.

@@ -95,6 +95,51 @@ fn in_pieces_it_is_the_same(size: (usize, usize, usize), whole: &[f32], a: (Floa
     assert!(gemm_into(size, &mut [&mut outs[0][1..]], a, b, |_, _, _| ()).is_err(), "a result that is too short");
 }
 
+#[test]
+fn pieces_are_tiles_where_there_are_so_many() {
+    let cut = |threads, size: (usize, usize)| cut_for(threads, size, size.0, |_| size.1);
+    assert_eq!(cut(2, (1024, 784)), (2, 1));
+    assert_eq!(cut(2, (64, 784)), (1, 2));
+    assert_eq!(cut(16, (1024, 1024)), (4, 4));
+    assert_eq!(cut(16, (64, 64)), (4, 4), "less wide than a tile");
+    assert_eq!(cut(16, (8, 4096)), (1, 16));
+}
+
+/// Finished after the last steps only, however many there are, and in tiles of every width.
+#[test]
+fn finished_products() {
+    let number = |i: usize| ((i * 7919) % 1009) as f32 / 1009.0 - 0.5;
+    for (m, n, k) in [(8, 8, 8), (13, 33, 1030), (47, 110, 5000), (300, 49, 2500)] {
+        let (x, y): (Vec<f32>, Vec<f32>) = ((0..m * k).map(number).collect(), (0..k * n).map(number).collect());
+        let brains: Vec<bf16> = x.iter().map(|&x| bf16::from_f32(x)).collect();
+        let others: Vec<bf16> = y.iter().map(|&y| bf16::from_f32(y)).collect();
+        let (row, each): (Vec<f32>, Vec<f32>) = ((0..n).map(number).collect(), (3..3 + m * n).map(number).collect());
+        let (a, b) = (place(0, k as isize, 1), place(0, n as isize, 1));
+        for (left, right) in [(Floats::F32(&x), Floats::F32(&y)), (Floats::BF16(&brains), Floats::BF16(&others))] {
+            let mut plain = vec![f32::NAN; m * n];
+            gemm_f32((m, n, k), &mut plain, left, right, std::iter::once([a, b, b])).unwrap();
+            let finishes = [Finish::Add(&row[..]), Finish::AddRelu(&row), Finish::Slope(&each)];
+            for (kind, finish) in finishes.into_iter().enumerate() {
+                let mut out = vec![f32::NAN; m * n];
+                if !gemm_finished((m, n, k), &mut out, (left, a), (right, b), finish).unwrap() {
+                    continue; // there are no kernels for this processor
+                }
+                for (i, (&got, &sum)) in out.iter().zip(&plain).enumerate() {
+                    let want = match kind {
+                        0 => sum + row[i % n],
+                        1 => (sum + row[i % n]).max(0.0),
+                        _ => sum * f32::from(each[i] > 0.0),
+                    };
+                    assert!(got == want, "{m} x {k} x {n}, {kind}: {i} is {got}, not {want}");
+                }
+            }
+            let mut out = vec![0.0; m * n];
+            let short = gemm_finished((m, n, k), &mut out, (left, a), (right, b), Finish::Add(&row[1..]));
+            assert!(short.is_err() || matches!(short, Ok(false)), "a row that is too short");
+        }
+    }
+}
+
 /// In one slice with the product, before it or behind it, wherever the left matrix is laid out.
 #[test]
 fn sums_beside_a_product() {
