@@ -31,16 +31,32 @@ use crate::{Device, Result};
 /// How a transfer is cut up: pinned slices of so many bytes, used in turn, and what one thread copies at a time.
 #[derive(Debug, Clone, Copy)]
 struct Cut {
+    /// Bytes of the pinned blocks that slices lie in.
+    block: usize,
     slice: usize,
     slices: usize,
     piece: usize,
 }
 
+impl Cut {
+    /// The same for a transfer of so many bytes: a small one goes in halves, and in pieces of which all threads get some.
+    fn of(self, total: usize) -> Cut {
+        match total < SMALL {
+            true => Cut { slice: (total / 2).clamp(1, self.block), piece: SMALL_PIECE, ..self },
+            false => self,
+        }
+    }
+}
+
 /// To the device, through few pinned bytes, and to the host, where the device needs more to go on with.
-const UP: Cut = Cut { slice: 2 << 20, slices: 4, piece: 512 << 10 };
-const DOWN: Cut = Cut { slice: 4 << 20, slices: 6, piece: 256 << 10 };
-/// The least transfer that is cut up: below, the driver's own way is as fast.
-const LEAST: usize = 4 << 20;
+const UP: Cut = Cut { block: 2 << 20, slice: 2 << 20, slices: 4, piece: 512 << 10 };
+const DOWN: Cut = Cut { block: 4 << 20, slice: 4 << 20, slices: 6, piece: 256 << 10 };
+/// The least transfer that is cut up: below, the driver's own way is as fast. And what is small.
+const STAGED: usize = 1 << 20;
+const SMALL: usize = 4 << 20;
+const SMALL_PIECE: usize = 64 << 10;
+/// The least copy from or to a buffer of a processor that all threads share.
+const MAPPED: usize = 4 << 20;
 /// The part of the machine's memory that may be pinned, and how much where that is not known.
 const PINNED_PART: u64 = 8;
 const PINNED_UNKNOWN: u64 = 1 << 30;
@@ -118,7 +134,7 @@ pub(super) fn read(device: &'static ClDevice, src: &ClBuffer, off: usize, dst: &
         return device.with_mapped([region], n, |[from]| unsafe { bytes(from, to, n, copy) });
     }
     let staged = is_staged(device, dst.len()) && !is_pinned(device.device(), addresses(dst));
-    match staged.then(|| Ring::new(pool(device), device, DOWN, dst.len())).flatten() {
+    match staged.then(|| Ring::new(pool(device), device, DOWN.of(dst.len()), dst.len())).flatten() {
         Some(ring) => ring.read(src, off, dst),
         None => device.read(src, off, dst),
     }
@@ -133,7 +149,7 @@ pub(super) fn write(device: &'static ClDevice, src: &[u8], dst: &ClBuffer, off: 
         return device.with_mapped([region], n, |[to]| unsafe { bytes(from, to, n, copy) });
     }
     let staged = is_staged(device, src.len()) && !is_pinned(device.device(), addresses(src));
-    match staged.then(|| Ring::new(pool(device), device, UP, src.len())).flatten() {
+    match staged.then(|| Ring::new(pool(device), device, UP.of(src.len()), src.len())).flatten() {
         Some(ring) => ring.write(src, dst, off),
         None => device.write(src, dst, off),
     }
@@ -160,12 +176,12 @@ pub(super) fn copy_within(
 /// Whether a transfer is cut up, or the driver's own way is better.
 fn is_staged(device: &ClDevice, bytes: usize) -> bool {
     let info = device.info();
-    bytes >= LEAST && !info.unified_memory && info.kind != DeviceKind::Cpu
+    bytes >= STAGED && !info.unified_memory && info.kind != DeviceKind::Cpu
 }
 
 /// Whether the device's memory is the host's, and a transfer large enough for several threads.
 fn is_mapped(device: &ClDevice, bytes: usize) -> bool {
-    bytes >= LEAST && device.info().kind == DeviceKind::Cpu
+    bytes >= MAPPED && device.info().kind == DeviceKind::Cpu
 }
 
 /// Pinned bytes of users' tensors: of which device, and from where to where.
@@ -214,7 +230,7 @@ impl Drop for PinnedBytes {
 pub(super) fn pin(device: Device, bytes: usize) -> Result<Option<PinnedBytes>> {
     let Device::OpenCL(index) = device else { return Ok(None) };
     let opened = opencl::open(index)?;
-    if bytes == 0 || !is_staged(opened, LEAST) {
+    if bytes == 0 || !is_staged(opened, STAGED) {
         return Ok(None);
     }
     Ok(PinnedBytes::new(pool(opened), device, bytes))
@@ -241,7 +257,7 @@ impl Ring {
         let wanted = total.div_ceil(cut.slice).min(cut.slices);
         let stream = device.current_stream(); // this thread's: the pool's have none
         let slice = |block| Shared::new(Slice { device, stream, block: Some(block), event: None });
-        let slices: Vec<Shared> = (0..wanted).map_while(|_| pool.alloc(cut.slice)).map(slice).collect();
+        let slices: Vec<Shared> = (0..wanted).map_while(|_| pool.alloc(cut.block)).map(slice).collect();
         (slices.len() >= wanted.min(2)).then_some(Ring { device, slices, cut })
     }
 

@@ -18,7 +18,7 @@ const RING: usize = 6;
 
 /// A transfer through slices of so many bytes, of which threads copy a third at a time.
 fn ring(pool: &'static Pool, device: &'static ClDevice, slice: usize, total: usize) -> Ring {
-    let cut = Cut { slice, slices: RING, piece: slice.div_ceil(3) };
+    let cut = Cut { block: slice, slice, slices: RING, piece: slice.div_ceil(3) };
     Ring::new(pool, device, cut, total).expect("there is pinned memory")
 }
 
@@ -162,14 +162,14 @@ fn a_range_beyond_the_buffer_is_an_error_and_gives_the_slices_back() {
 fn without_pinned_memory_the_plain_way_is_taken() {
     for device in devices() {
         let ring = |cap: usize, total: usize| {
-            Ring::new(new_pool(device, cap), device, Cut { slice: 4096, slices: RING, piece: 4096 }, total)
+            Ring::new(new_pool(device, cap), device, Cut { block: 4096, slice: 4096, slices: RING, piece: 4096 }, total)
         };
         assert!(ring(4096, 8192).is_none(), "one slice is no ring");
         assert!(ring(4096, 4000).is_some(), "unless one is enough");
         assert!(ring(0, 4000).is_none());
         let info = device.info();
         let staged = !info.unified_memory && info.kind != DeviceKind::Cpu;
-        for (bytes, large) in [(1 << 20, false), (4 << 20, true), (1 << 30, true)] {
+        for (bytes, large) in [(STAGED - 1, false), (STAGED, true), (1 << 30, true)] {
             assert_eq!(is_staged(device, bytes), staged && large);
         }
     }
@@ -198,6 +198,28 @@ fn pinned_bytes_are_known_as_long_as_they_live() {
     }
 }
 
+/// In halves, on both sides of the sizes where that begins and ends.
+#[test]
+fn small_transfers_through_the_blocks_of_large_ones() {
+    for device in devices() {
+        let pool = new_pool(device, 32 << 20);
+        for total in [1, 2, 3, STAGED - 1, STAGED + 13, 2 * STAGED + 1, SMALL - 1, SMALL, SMALL + 1] {
+            let data = pattern(total, 9);
+            let s = holding(device.device(), &vec![7; total + 2]);
+            let place = s.cl().unwrap();
+            for cut in [UP.of(total), DOWN.of(total)] {
+                assert!(cut.slice <= cut.block && cut.piece <= cut.block, "{cut:?}");
+            }
+            let up = Ring::new(pool, device, UP.of(total), total).unwrap();
+            up.write(&data, place.buffer(), place.offset() + 1).unwrap();
+            let mut got = vec![0; total];
+            let down = Ring::new(pool, device, DOWN.of(total), total).unwrap();
+            down.read(place.buffer(), place.offset() + 1, &mut got).unwrap();
+            assert!(got == data, "{total} bytes on {}", device.device());
+        }
+    }
+}
+
 #[test]
 fn tensors_in_pinned_memory_hold_their_values() {
     let x = Tensor::from_vec((0..3_000_000).collect::<Vec<i32>>(), &[1000, 3000], Device::Cpu).unwrap();
@@ -206,7 +228,7 @@ fn tensors_in_pinned_memory_hold_their_values() {
     for opened in devices() {
         let device = opened.device();
         let pinned = odd.pin_memory(device).unwrap();
-        assert_eq!((pinned.device(), pinned.is_pinned(device)), (Device::Cpu, is_staged(opened, LEAST)));
+        assert_eq!((pinned.device(), pinned.is_pinned(device)), (Device::Cpu, is_staged(opened, STAGED)));
         assert!(!pinned.is_pinned(Device::Cpu) && !x.is_pinned(device));
         let there = pinned.to_device(device).unwrap();
         assert!(there.to_vec::<i32>().unwrap() == want);
@@ -241,10 +263,10 @@ fn statistics_of_devices_that_need_no_pinned_memory() {
 #[test]
 fn copies_that_wait_are_whole_and_apart() {
     for device in devices() {
-        let n = LEAST + 4099;
+        let n = MAPPED + 4099;
         let data = pattern(2 * n, 5);
         let (here, there) = (holding(device.device(), &data), holding(device.device(), &vec![7; n]));
-        for (from, to, bytes) in [(0, 3, LEAST - 1), (1, 0, n), (n, 1, n - 1), (n - 5, 4098, LEAST)] {
+        for (from, to, bytes) in [(0, 3, MAPPED - 1), (1, 0, n), (n, 1, n - 1), (n - 5, 4098, MAPPED)] {
             there.fill(0, n, &[7]).unwrap();
             there.copy_from(to, &here, from, bytes, true).unwrap();
             let mut got = vec![0; n];
@@ -253,7 +275,7 @@ fn copies_that_wait_are_whole_and_apart() {
             assert!(got[..to].iter().chain(&got[to + bytes..]).all(|&b| b == 7), "nothing else is written");
         }
         let mut want = data.clone();
-        for (from, to, bytes) in [(n, 0, n), (9, n, LEAST), (100, 0, LEAST + 1), (0, 4096, LEAST)] {
+        for (from, to, bytes) in [(n, 0, n), (9, n, MAPPED), (100, 0, MAPPED + 1), (0, 4096, MAPPED)] {
             here.copy_from(to, &here, from, bytes, true).unwrap();
             want.copy_within(from..from + bytes, to);
             let mut got = vec![0; 2 * n];
