@@ -263,7 +263,10 @@ fn main() -> Outcome<()> {
         bench.transposed(side, DType::F16)?;
     }
     if bench.device != Device::Cpu {
-        [MI, 16 * MI, 64 * MI, 256 * MI].into_iter().filter(|&n| n / 4 <= most).try_for_each(|n| bench.transfers(n))?;
+        [MI, 2 * MI, 3 * MI, 16 * MI, 64 * MI, 256 * MI]
+            .into_iter()
+            .filter(|&n| n / 4 <= most)
+            .try_for_each(|n| bench.transfers(n))?;
     }
     Ok(())
 }
