@@ -2,7 +2,7 @@
 //! never written to memory, but the results are. The formulas of a layer, and of what goes back through relu, the product's kernels
 //! compute in their registers.
 
-use std::sync::{Arc, LazyLock};
+use std::sync::Arc;
 
 use bytemuck::Pod;
 use smallvec::SmallVec;
@@ -13,6 +13,7 @@ use super::elementwise::compute_type;
 use super::expr::Expr;
 use super::gemm::{Gemm, Operand, Plan};
 use super::gemm_cpu::floats;
+use super::matmul::{BIASED, RELU, SLOPE};
 use super::program::Program;
 use super::tiles::{Scratch, TILE, Tile, TileIn};
 use crate::device::count_launch;
@@ -81,15 +82,13 @@ impl Epilogue<'_> {
 
     /// How the kernels finish the product, where they know the formula: those of a layer, and of what goes back through relu.
     fn finish(&self, formula: &[Expr], plan: &Plan) -> Option<Finish<&[f32]>> {
-        static KNOWN: LazyLock<[Expr; 3]> = LazyLock::new(|| {
-            let (x, y) = (Expr::input(0), Expr::input(1));
-            [&x + &y, (&x + &y).relu(), &x * y.relu().diff(1)]
-        });
         let ([formula], [extra], DType::F32) = (formula, &self.extras[..], self.dtype) else { return None };
-        match (KNOWN.iter().position(|known| known == formula)?, extra) {
-            (0, Extra::Rows(repeated, row)) if *row == plan.n => Some(Finish::Add(&repeated[..*row])),
-            (1, Extra::Rows(repeated, row)) if *row == plan.n => Some(Finish::AddRelu(&repeated[..*row])),
-            (2, Extra::Each(elements)) => Some(Finish::Slope(&elements[..plan.m * plan.n])),
+        match extra {
+            Extra::Rows(repeated, row) if *row == plan.n && *formula == *BIASED => Some(Finish::Add(&repeated[..*row])),
+            Extra::Rows(repeated, row) if *row == plan.n && *formula == RELU[1] => {
+                Some(Finish::AddRelu(&repeated[..*row]))
+            }
+            Extra::Each(elements) if *formula == *SLOPE => Some(Finish::Slope(&elements[..plan.m * plan.n])),
             _ => None,
         }
     }

@@ -325,10 +325,10 @@ fn layer_gradients(
 
 /// The epilogues of the plain product and of a layer, made once: making one asks the heap.
 static PRODUCT: LazyLock<Expr> = LazyLock::new(|| Expr::input(0));
-static BIASED: LazyLock<Expr> = LazyLock::new(|| Expr::input(0) + Expr::input(1));
-static RELU: LazyLock<[Expr; 2]> = LazyLock::new(|| [PRODUCT.relu(), BIASED.relu()]);
+pub(super) static BIASED: LazyLock<Expr> = LazyLock::new(|| Expr::input(0) + Expr::input(1));
+pub(super) static RELU: LazyLock<[Expr; 2]> = LazyLock::new(|| [PRODUCT.relu(), BIASED.relu()]);
 /// A product times the slope of relu.
-static SLOPE: LazyLock<Expr> = LazyLock::new(|| &*PRODUCT * Expr::input(1).relu().diff(1));
+pub(super) static SLOPE: LazyLock<Expr> = LazyLock::new(|| &*PRODUCT * Expr::input(1).relu().diff(1));
 
 /// The plain product, in `out` if it can be.
 fn product(op: &'static str, a: &Tensor, b: &Tensor, out: Option<Tensor>) -> Result<Tensor> {
