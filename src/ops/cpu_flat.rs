@@ -1,16 +1,19 @@
 //! Launches on the CPU that need no plan: one primitive, of operands that lie as the result does, are one row for all of
 //! its rows, or one number. Most launches of small tensors are, and planning would take longer than they do.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use pulp::Arch;
 use smallvec::SmallVec;
 
 use super::cpu_map;
 use super::elementwise::compute_type;
-use super::expr::Op;
+use super::expr::{Expr, Op};
 use super::lane::Lane;
-use super::program::{Action, Program};
-use super::tiles::{Scratch, Tile, TileIn};
+use super::program::{Action, Program, Value};
+use super::tiles::{self, Scratch, Tile, TileIn};
+use super::update::updates;
 use crate::device::count_launch;
 use crate::device::cpu::parallel;
 use crate::storage::{Storage, with_few, with_host};
@@ -98,6 +101,102 @@ pub(super) fn place(t: &Tensor, out: &Tensor) -> Option<Lies> {
     }
 }
 
+/// Computes all elements on this thread: `part` is called with the number of the first of some, and these. What the first-level
+/// cache has no room for is begun from either end by turns, where some of it is still there from the time before.
+fn by_turns<C>(out: &mut [C], mut part: impl FnMut(usize, &mut [C])) {
+    if size_of_val(out) <= FEW || !parallel::turn() {
+        return part(0, out);
+    }
+    let piece = out.len().div_ceil(PIECES).next_multiple_of(16);
+    out.chunks_mut(piece).enumerate().rev().for_each(|(i, elements)| part(i * piece, elements));
+}
+
+/// A primitive of one or two operands that lie as the result does, or of one and a number, in floats of one type, and few enough for
+/// one thread. Most operations on small tensors are, and to find out more about them would take longer than they do.
+pub(super) struct Alike<'a> {
+    op: Op,
+    args: &'a [Value],
+    inputs: &'a [&'a Tensor],
+    scalars: &'a [Scalar],
+}
+
+impl<'a> Alike<'a> {
+    /// The result is one of `dtype`, of the first operand's shape.
+    #[inline]
+    pub(super) fn of(
+        inputs: &'a [&'a Tensor],
+        scalars: &'a [Scalar],
+        expr: &'a Expr,
+        dtype: DType,
+    ) -> Option<Alike<'a>> {
+        let first = *inputs.first()?;
+        let fits = |t: &&Tensor| t.dtype == dtype && t.device() == Device::Cpu;
+        let alike = matches!(dtype, DType::F32 | DType::F64) && inputs.iter().all(fits);
+        let program = Program::kept(std::slice::from_ref(expr));
+        let [step] = &program.steps[..] else { return None };
+        let Action::Compute(op @ (Op::Unary(_) | Op::Binary(_))) = step.action else { return None };
+        let tensors = step.args.iter().filter(|arg| matches!(arg, Value::Input(_))).count();
+        let count = first.numel();
+        (alike
+            && tensors > 0
+            && !program.uses_bits()
+            && inputs.len() <= 2
+            && (1..=cpu_map::step(0)).contains(&count)
+            && inputs[1..].iter().all(|t| t.layout.lies_like(&first.layout, 1))
+            && first.is_contiguous())
+        .then_some(Alike { op, args: &step.args, inputs, scalars })
+    }
+
+    /// Computes the elements of `out`, new and contiguous.
+    pub(super) fn fill(&self, out: &Tensor) -> Result<()> {
+        count_launch();
+        match out.dtype {
+            DType::F32 => self.fill_as::<f32>(out),
+            _ => self.fill_as::<f64>(out),
+        }
+    }
+
+    fn operand<'b, C: Lane>(&self, k: usize, elements: &'b [C], range: Range<usize>) -> TileIn<'b, C> {
+        match self.args[k] {
+            Value::Scalar(i) => TileIn::Scalar(C::from_scalar(self.scalars[i])),
+            Value::Const(c) => TileIn::Scalar(C::from_f64(c)),
+            _ => TileIn::Slice(&elements[range]),
+        }
+    }
+
+    fn fill_as<C: Lane>(&self, out: &Tensor) -> Result<()> {
+        let (arch, count, to) = (Arch::new(), out.numel(), &out.storage);
+        let compute = |a: &[C], b: &[C], write: &mut [u8]| {
+            by_turns(bytemuck::cast_slice_mut(write), |first, part| {
+                let range = first..first + part.len();
+                let uniform = match self.op {
+                    Op::Unary(op) => tiles::unary(arch, op, self.operand(0, a, range), part),
+                    Op::Binary(op) => {
+                        tiles::binary(arch, op, self.operand(0, a, range.clone()), self.operand(1, b, range), part)
+                    }
+                    _ => unreachable!("neither leaves nor choices"),
+                };
+                debug_assert!(uniform.is_none(), "an operand is a tensor");
+            });
+        };
+        fn all<'b, C: Lane>(t: &Tensor, bytes: &'b [u8], count: usize) -> &'b [C] {
+            &bytemuck::cast_slice(bytes)[t.layout.offset..][..count]
+        }
+        let tensor = |k: usize| match self.args.get(k) {
+            Some(&Value::Input(i)) => Some(self.inputs[i]),
+            _ => None,
+        };
+        match (tensor(0), tensor(1)) {
+            (Some(x), Some(y)) => with_few([&x.storage, &y.storage], to, |[a, b], write| {
+                compute(all(x, a, count), all(y, b, count), write);
+            }),
+            (Some(x), None) => with_few([&x.storage], to, |[a], write| compute(all(x, a, count), &[], write)),
+            (None, Some(y)) => with_few([&y.storage], to, |[b], write| compute(&[], all(y, b, count), write)),
+            (None, None) => unreachable!("an operand is a tensor"),
+        }
+    }
+}
+
 struct Launch<'a> {
     program: &'a Program,
     inputs: &'a [&'a Tensor],
@@ -129,7 +228,9 @@ impl Launch<'_> {
         let out: &mut [C] = &mut bytemuck::cast_slice_mut(write)[first..first + count];
         let step = cpu_map::step(count);
         if count <= step {
-            return self.by_turns(reads, out);
+            let mut zero = false;
+            by_turns(out, |first, part| zero |= self.part(reads, first, part));
+            return zero;
         }
         let zero = AtomicBool::new(false);
         let reverse = size_of_val(out) <= MANY && parallel::turn();
@@ -141,25 +242,20 @@ impl Launch<'_> {
         zero.into_inner()
     }
 
-    /// All elements on this thread. What the first-level cache has no room for is begun from either end by turns, where some
-    /// of it is still there from the time before.
-    fn by_turns<C: Lane>(&self, reads: &[&[u8]], out: &mut [C]) -> bool {
-        if size_of_val(out) <= FEW || !parallel::turn() {
-            return self.part(reads, 0, out);
-        }
-        let piece = out.len().div_ceil(PIECES).next_multiple_of(16);
-        let parts = out.chunks_mut(piece).enumerate().rev();
-        parts.fold(false, |zero, (i, part)| self.part(reads, i * piece, part) | zero)
-    }
-
     /// Elements from `first` on, as many as `out` has.
     fn part<C: Lane>(&self, reads: &[&[u8]], first: usize, out: &mut [C]) -> bool {
         let mut scratch = Scratch::new();
         scratch.streamed = self.streamed;
-        match self.lies.contains(&None) {
+        match self.lies.contains(&None) && !self.updates() {
             true => self.in_place(&mut scratch, reads, first, out),
-            false => self.tile(&mut scratch, reads, &[], first, out),
+            false => self.tile(&mut scratch, reads, TileIn::Output(0), first, out),
         }
+    }
+
+    /// Whether it changes one of two operands by the other where it is, without a copy.
+    fn updates(&self) -> bool {
+        let others = matches!(self.lies, [None, Some(Lies::Each | Lies::One)] | [Some(Lies::Each | Lies::One), None]);
+        others && matches!(self.program.steps[0].action, Action::Compute(Op::Binary(op)) if updates(op))
     }
 
     /// [`part`](Self::part) of what is an operand, too.
@@ -170,17 +266,17 @@ impl Launch<'_> {
         for (i, piece) in out.chunks_mut(IN_PLACE).enumerate() {
             before.clear();
             before.extend_from_slice(piece);
-            zero |= self.tile(scratch, reads, &before, first + i * IN_PLACE, piece);
+            zero |= self.tile(scratch, reads, TileIn::Slice(&before), first + i * IN_PLACE, piece);
         }
         zero
     }
 
-    /// One tile, of elements that were `before`.
+    /// One tile; what it held is found at `before`.
     fn tile<C: Lane>(
         &self,
         scratch: &mut Scratch<C>,
         reads: &[&[u8]],
-        before: &[C],
+        before: TileIn<'_, C>,
         first: usize,
         out: &mut [C],
     ) -> bool {
@@ -195,7 +291,7 @@ impl Launch<'_> {
                 Some(Lies::Each) => TileIn::Slice(&elements()[first..first + len]),
                 Some(Lies::Rows(n)) => TileIn::Rows(&elements()[..n], first % n),
                 Some(Lies::One) => TileIn::Scalar(elements()[0]),
-                None => TileIn::Slice(before),
+                None => before,
             });
         }
         let tile = Tile { inputs: &inputs, scalars: self.scalars, seeds: &[], first: first as u64, len };
@@ -206,15 +302,18 @@ impl Launch<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Expr;
     use crate::ops::elementwise::{Params, apply_into};
 
     /// The launch as it is planned otherwise, of operands that do not lie as the result does: from the end on.
     fn planned(expr: &Expr, inputs: &[&Tensor], out: &Tensor) -> Vec<f32> {
+        planned_with(expr, inputs, Params::default(), out)
+    }
+
+    fn planned_with(expr: &Expr, inputs: &[&Tensor], params: Params, out: &Tensor) -> Vec<f32> {
         let flipped: Vec<Tensor> = inputs.iter().map(|t| t.flip_view()).collect();
         let flipped: Vec<&Tensor> = flipped.iter().collect();
         let to = out.zeros_like().unwrap().flip_view();
-        apply_into("test", &flipped, Params::default(), std::slice::from_ref(expr), &[&to]).unwrap();
+        apply_into("test", &flipped, params, std::slice::from_ref(expr), &[&to]).unwrap();
         to.flip_view().contiguous().unwrap().to_vec().unwrap()
     }
 
@@ -288,6 +387,54 @@ mod tests {
                 !run("test", &program, &[&from, &other.flatten(0, -1).unwrap()], &[], &[&to]).unwrap(),
                 "overlapping"
             );
+        }
+    }
+
+    #[test]
+    fn operands_that_lie_alike() {
+        let number = |n: usize, at: usize, seed: usize| -> Tensor {
+            let values =
+                (0..n + at).map(|i| if i % 97 == 3 { f32::NAN } else { (i * 7919 + seed) as f32 % 201.0 - 100.0 });
+            let values: Vec<f32> = values.collect();
+            Tensor::from_slice(&values, n + at, Device::Cpu).unwrap().narrow(0, at, n).unwrap()
+        };
+        let (x, y, s) = (Expr::input(0), Expr::input(1), Expr::scalar(0));
+        let few = cpu_map::step(0);
+        for n in [1, 2, 15, 16, 17, 97, FEW / 4, FEW / 4 + 1, 5003, few] {
+            let (a, b) = (number(n, 1, 1), number(n, 5, 2));
+            for expr in
+                [&x - &y, &y / &x, x.max(&y), &x * &x, x.exp(), x.sin(), &x * 0.5, &s - &x, x.max(0.0), x.lt(&y)]
+            {
+                let inputs: &[&Tensor] = if expr.uses_input(1) { &[&a, &b] } else { &[&a] };
+                let scalars = [Scalar::Float(2.5)];
+                let alike = Alike::of(inputs, &scalars, &expr, DType::F32).expect("it is of this kind");
+                for _ in 0..2 {
+                    // from either end
+                    let out = a.zeros_like().unwrap();
+                    alike.fill(&out).unwrap();
+                    let right = Params { scalars: &scalars, seeds: &[] };
+                    let bits = |v: Vec<f32>| v.into_iter().map(f32::to_bits).collect::<Vec<u32>>();
+                    let planned = planned_with(&expr, inputs, right, &out);
+                    assert_eq!(bits(out.to_vec().unwrap()), bits(planned), "{expr:?} {n}");
+                }
+            }
+        }
+        let (a, rows) = (number(12, 0, 1), number(12, 0, 2).reshape([3, 4]).unwrap());
+        let whole = a.to_dtype(DType::I64).unwrap();
+        let long = number(few + 1, 0, 1);
+        let refused: [(&[&Tensor], Expr, DType); 9] = [
+            (&[&a, &rows], &x + &y, DType::F32),
+            (&[&rows.t().unwrap()], x.exp(), DType::F32),
+            (&[&a, &a.to_dtype(DType::F64).unwrap()], &x + &y, DType::F32),
+            (&[&a, &a], &x + &y, DType::F64),
+            (&[&whole, &whole], &x + &y, DType::I64),
+            (&[&long], x.exp(), DType::F32),
+            (&[&a.narrow(0, 0, 0).unwrap()], x.exp(), DType::F32),
+            (&[&a, &a], &x * 2.0 + &y, DType::F32),
+            (&[&a], x.clone(), DType::F32),
+        ];
+        for (inputs, expr, dtype) in &refused {
+            assert!(Alike::of(inputs, &[], expr, *dtype).is_none(), "{expr:?} of {} {dtype}", inputs[0].shape());
         }
     }
 }

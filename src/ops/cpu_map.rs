@@ -25,7 +25,7 @@ const JOBS: usize = 8;
 const STREAMED: usize = 4 * TILE;
 /// Elements of a row that is written out several times: with an operand and a result they stay in the first-level cache.
 const REPEATED: usize = 4 * TILE;
-/// So much shorter are tiles that are changed in place, for there is a copy of what they were beside them.
+/// So much shorter are tiles of which there are copies of what they were beside them.
 const IN_PLACE: usize = 2;
 /// From this length on, runs along the last dimension are tiles of their own, so that operands are read in place.
 const WORTH_A_TILE: usize = 64;
@@ -144,6 +144,14 @@ impl Job<'_> {
         if self.launch.program.has_registers() { TILE } else { REPEATED }
     }
 
+    /// The result that the `k`-th input is, if it has to be copied before it is written.
+    fn copied(&self, k: usize, source: &Source) -> Option<usize> {
+        match *source {
+            Source::Output(j) if !self.launch.program.reads_before(k, j) => Some(j),
+            _ => None,
+        }
+    }
+
     fn is_in_place(&self) -> bool {
         self.sources.iter().any(|source| matches!(source, Source::Output(_)))
     }
@@ -168,7 +176,8 @@ impl Job<'_> {
         if let Some(row) = self.repeats() {
             // Rows that are the same for all are written out a few times: what a tile costs beside its arithmetic is
             // then that of several rows.
-            let most = match (row, self.is_in_place()) {
+            let copies = self.sources.iter().enumerate().any(|(k, source)| self.copied(k, source).is_some());
+            let most = match (row, copies) {
                 (1, true) => self.repeated() / IN_PLACE,
                 _ => self.repeated() / row * row,
             };
@@ -181,20 +190,19 @@ impl Job<'_> {
                     _ => Vec::new(),
                 })
                 .collect();
-            // What is changed in place is read from a copy.
+            // What is changed in place is read from a copy where it is read after it was written.
             let mut before: SmallVec<[Vec<C>; 2]> = outs.iter().map(|_| Vec::new()).collect();
             for at in (0..count).step_by(longest) {
                 let (start, len) = (first + at, longest.min(count - at));
-                for source in self.sources {
-                    if let Source::Output(j) = *source {
-                        before[j].clear();
-                        before[j].extend_from_slice(&outs[j][at..at + len]);
-                    }
+                for j in self.sources.iter().enumerate().filter_map(|(k, source)| self.copied(k, source)) {
+                    before[j].clear();
+                    before[j].extend_from_slice(&outs[j][at..at + len]);
                 }
                 let mut tile_inputs: SmallVec<[TileIn<C>; 4]> = SmallVec::new();
                 for (k, (&(elements, differ, offset), repeated)) in operands.iter().zip(&repeated).enumerate() {
                     tile_inputs.push(match (elements, &repeated[..]) {
                         ([], _) => match self.sources[k] {
+                            Source::Output(j) if before[j].is_empty() => TileIn::Output(j),
                             Source::Output(j) => TileIn::Slice(&before[j]),
                             _ => TileIn::Scalar(C::from_i32(0)),
                         },

@@ -64,6 +64,15 @@ pub(crate) fn apply_one(
     expr: &Expr,
     dtype: DType,
 ) -> Result<Tensor> {
+    if params.seeds.is_empty()
+        && let Some(alike) = cpu_flat::Alike::of(inputs, params.scalars, expr, dtype)
+    {
+        let made = Tensor::empty_like_shape(inputs[0].shape(), dtype, Device::Cpu);
+        if let Ok(out) = &made {
+            alike.fill(out)?;
+        }
+        return made;
+    }
     let device = same_device(op, inputs)?;
     // Stays where the caller wants it: to move a tensor costs as much as to compare a few.
     let made = Tensor::empty_like_shape(broadcast_shape(op, inputs)?, dtype, device);

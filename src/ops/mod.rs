@@ -68,6 +68,7 @@ mod special;
 mod stream;
 pub mod table;
 pub(crate) mod tiles;
+mod update;
 mod window;
 
 pub use arguments::Argument;

@@ -137,6 +137,13 @@ impl Program {
         self.registers > 0
     }
 
+    /// Whether the input is read by no step after the one that writes the result: it may be what the result held before.
+    pub(crate) fn reads_before(&self, input: usize, output: usize) -> bool {
+        let writes = |step: &Step| step.dst == Value::Output(output);
+        let after = self.steps.iter().skip_while(|step| !writes(step)).skip(1);
+        after.flat_map(|step| &step.args).all(|&arg| arg != Value::Input(input))
+    }
+
     pub(crate) fn outputs(&self) -> usize {
         self.exprs.len()
     }

@@ -181,6 +181,7 @@ mod tests {
                         TileIn::Slice(s) => s[i],
                         TileIn::Scalar(x) => *x,
                         TileIn::Rows(row, at) => row[(at + i) % row.len()],
+                        TileIn::Output(_) => unreachable!("none of them"),
                     };
                     for (op, f) in [
                         (Binary::Add, Lane::add as fn(f32, f32) -> f32),

@@ -8,14 +8,16 @@
 mod tests;
 
 use std::marker::PhantomData;
+use std::ops::Range;
 
 use pulp::{Arch, Simd, WithSimd};
 
 use super::expr::{Binary, Leaf, Op, Unary};
 use super::lane::Lane;
 use super::philox::{Bits, Normal, Seed, Uniform};
-use super::program::{Action, Program, Value};
+use super::program::{Action, Program, Step, Value};
 use super::stream;
+use super::update::{update, updates};
 use crate::device::cpu::streaming;
 use crate::{Compute, Scalar};
 
@@ -31,6 +33,8 @@ pub(crate) enum TileIn<'a, C> {
     Scalar(C),
     /// The same row again and again, from this element of it on: operand of a primitive of two, the other one a slice.
     Rows(&'a [C], usize),
+    /// What this result holds, which [nobody reads](Program::reads_before) once it is written.
+    Output(usize),
 }
 
 /// What a program is run on.
@@ -51,10 +55,12 @@ pub(crate) struct Scratch<C> {
     arch: Arch,
     /// Whether results go past the cache; of a program that [`streams`](Program::streams).
     pub(crate) streamed: bool,
+    /// One more than a program has where results are copied that steps read and write.
     registers: Vec<Register<C>>,
 }
 
 struct Register<C> {
+    /// What it holds is [aligned] in it.
     data: Vec<C>,
     /// The value of all elements, where they are known to be the same; `data` is then not used.
     uniform: Option<C>,
@@ -64,6 +70,29 @@ impl<C: Lane> Scratch<C> {
     pub(crate) fn new() -> Scratch<C> {
         Scratch { arch: Arch::new(), streamed: false, registers: Vec::new() }
     }
+
+    /// Has so many registers at least.
+    fn make(&mut self, registers: usize) {
+        while self.registers.len() < registers {
+            self.registers.push(Register { data: Vec::new(), uniform: None });
+        }
+    }
+
+    /// What a register has its elements in, for so many.
+    fn take(&mut self, register: usize, len: usize) -> Vec<C> {
+        let mut data = std::mem::take(&mut self.registers[register].data);
+        data.resize(data.len().max(len + LINE), C::from_f64(0.0));
+        data
+    }
+}
+
+/// Elements of a register that may lie before those it holds.
+const LINE: usize = 16;
+
+/// The first so many elements that begin where a line of the cache does: vectors then lie in one line each.
+fn aligned<C>(data: &[C], len: usize) -> Range<usize> {
+    let first = data.as_ptr().align_offset(64).min(LINE);
+    first..first + len
 }
 
 impl Program {
@@ -79,6 +108,19 @@ impl Program {
         !self.calls_functions() && streaming::is_worth_it(bytes, all)
     }
 
+    /// Whether the step reads what the result that it writes holds, and cannot do so while it writes it.
+    fn copies<C: Lane>(&self, step: &Step, inputs: &[TileIn<'_, C>]) -> bool {
+        let is_dst = |arg: &&Value| match **arg {
+            Value::Input(k) => matches!(inputs[k], TileIn::Output(j) if step.dst == Value::Output(j)),
+            _ => false,
+        };
+        match (step.action, step.args.iter().filter(is_dst).count()) {
+            (_, 0) => false,
+            (Action::Compute(Op::Binary(op)), 1) => !updates(op),
+            _ => true,
+        }
+    }
+
     /// Runs the program over a tile; `outs[j]` (`len` long) receives the `j`-th result.
     ///
     /// Returns whether an integer was divided by zero, which gives 0. The program must not need floats where `C` is
@@ -92,34 +134,45 @@ impl Program {
         debug_assert!(C::COMPUTE != Compute::I64 || !self.needs_float());
         debug_assert!((tile.len <= TILE || !self.has_registers()) && outs.len() == self.outputs());
         let mut divided_by_zero = false;
-        while scratch.registers.len() < self.registers {
-            scratch.registers.push(Register { data: Vec::new(), uniform: None });
-        }
+        let in_place = tile.inputs.iter().any(|input| matches!(input, TileIn::Output(_)));
+        scratch.make(self.registers);
         for step in &self.steps {
             // the destination is taken out, so that the operands can be borrowed beside it
             let (mut register, output): (Vec<C>, &mut [C]) = match step.dst {
-                Value::Register(r) => {
-                    let mut data = std::mem::take(&mut scratch.registers[r].data);
-                    data.resize(data.len().max(tile.len), C::from_f64(0.0));
-                    (data, &mut [])
-                }
+                Value::Register(r) => (scratch.take(r, tile.len), &mut []),
                 Value::Output(j) => (Vec::new(), std::mem::take(&mut outs[j])),
                 _ => unreachable!("steps write registers and outputs"),
             };
-            let dst = if output.is_empty() { &mut register[..] } else { &mut *output };
-            let dst = &mut dst[..tile.len];
+            let dst = match output.is_empty() {
+                true => {
+                    let held = aligned(&register, tile.len);
+                    &mut register[held]
+                }
+                false => &mut output[..tile.len],
+            };
+            let copied = in_place && self.copies(step, tile.inputs);
+            if copied {
+                scratch.make(self.registers + 1);
+                let mut data = scratch.take(self.registers, tile.len);
+                let held = aligned(&data, tile.len);
+                data[held].copy_from_slice(dst);
+                scratch.registers[self.registers].data = data;
+            }
 
             let registers = &scratch.registers;
+            let held = |r: usize| &registers[r].data[aligned(&registers[r].data, tile.len)];
             let operand = |i: usize| match step.args[i] {
                 Value::Input(k) => match tile.inputs[k] {
                     TileIn::Slice(s) => TileIn::Slice(&s[..tile.len]),
-                    scalar => scalar,
+                    TileIn::Output(j) if step.dst != Value::Output(j) => TileIn::Slice(&outs[j][..tile.len]),
+                    TileIn::Output(_) if copied => TileIn::Slice(held(self.registers)),
+                    other => other,
                 },
                 Value::Scalar(k) => TileIn::Scalar(C::from_scalar(tile.scalars[k])),
                 Value::Const(c) => TileIn::Scalar(C::from_f64(c)),
                 Value::Register(r) => match registers[r].uniform {
                     Some(x) => TileIn::Scalar(x),
-                    None => TileIn::Slice(&registers[r].data[..tile.len]),
+                    None => TileIn::Slice(held(r)),
                 },
                 Value::Output(j) => TileIn::Slice(&outs[j][..tile.len]),
             };
@@ -158,6 +211,7 @@ fn has_zero<C: Lane>(x: TileIn<'_, C>) -> bool {
     match x {
         TileIn::Slice(s) | TileIn::Rows(s, _) => s.iter().any(|&x| !x.is_true()),
         TileIn::Scalar(x) => !x.is_true(),
+        TileIn::Output(_) => unreachable!("what is divided by is copied"),
     }
 }
 
@@ -167,7 +221,7 @@ fn copy<C: Lane>(a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
     match a {
         TileIn::Slice(a) => dst.copy_from_slice(a),
         TileIn::Scalar(x) => return Some(x),
-        TileIn::Rows(..) => unreachable!("an operand of a primitive of two"),
+        _ => unreachable!("operands of a primitive of two"),
     }
     None
 }
@@ -216,7 +270,7 @@ fn map<C: Lane, F: Function<C, C>>(arch: Arch, a: TileIn<'_, C>, dst: &mut [C]) 
     match a {
         TileIn::Slice(a) => run::<C, _, F>(arch, dst, a.iter().copied()),
         TileIn::Scalar(x) => Some(F::call(x)),
-        TileIn::Rows(..) => unreachable!("an operand of a primitive of two"),
+        _ => unreachable!("operands of a primitive of two"),
     }
 }
 
@@ -277,7 +331,7 @@ impl<C: Lane> WithSimd for Exponentials<'_, C> {
     }
 }
 
-fn unary<C: Lane>(arch: Arch, op: Unary, a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
+pub(super) fn unary<C: Lane>(arch: Arch, op: Unary, a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
     macro_rules! each {
         ($method:ident) => {{
             struct F;
@@ -304,7 +358,7 @@ fn unary<C: Lane>(arch: Arch, op: Unary, a: TileIn<'_, C>, dst: &mut [C]) -> Opt
                 None
             }
             TileIn::Scalar(x) => Some(x.exp()),
-            TileIn::Rows(..) => unreachable!("an operand of a primitive of two"),
+            _ => unreachable!("operands of a primitive of two"),
         },
         Unary::Log => each!(log),
         Unary::Log2 => each!(log2),
@@ -348,6 +402,10 @@ pub(super) fn binary<C: Lane>(arch: Arch, op: Binary, a: TileIn<'_, C>, b: TileI
             map2::<C, F>(arch, a, b, dst)
         }};
     }
+    if let (TileIn::Output(_), other) | (other, TileIn::Output(_)) = (a, b) {
+        update(arch, op, matches!(a, TileIn::Output(_)), other, dst);
+        return None;
+    }
     match op {
         Binary::Add => each!(x, y => x.add(y)),
         Binary::Sub => each!(x, y => x.sub(y)),
@@ -382,7 +440,7 @@ fn select<C: Lane>(arch: Arch, c: TileIn<'_, C>, a: TileIn<'_, C>, b: TileIn<'_,
     let c = match c {
         Slice(c) => c.iter().copied(),
         Scalar(c) => return copy(if c.is_true() { a } else { b }, dst),
-        TileIn::Rows(..) => unreachable!("an operand of a primitive of two"),
+        _ => unreachable!("operands of a primitive of two"),
     };
     match (a, b) {
         (Slice(a), Slice(b)) => {
@@ -391,6 +449,6 @@ fn select<C: Lane>(arch: Arch, c: TileIn<'_, C>, a: TileIn<'_, C>, b: TileIn<'_,
         (Slice(a), Scalar(y)) => run::<C, _, F>(arch, dst, c.zip(a.iter().copied()).map(|(c, x)| (c, x, y))),
         (Scalar(x), Slice(b)) => run::<C, _, F>(arch, dst, c.zip(b.iter().copied()).map(|(c, y)| (c, x, y))),
         (Scalar(x), Scalar(y)) => run::<C, _, F>(arch, dst, c.map(|c| (c, x, y))),
-        _ => unreachable!("rows are operands of primitives of two"),
+        _ => unreachable!("operands of a primitive of two"),
     }
 }

@@ -125,3 +125,45 @@ fn large_angles() {
         assert!((f64::from(outs[1][i]) - f64::from(x).cos()).abs() < 1e-6, "{x}");
     }
 }
+
+#[test]
+fn results_that_are_operands() {
+    let (w, g, m) = (Expr::input(0), Expr::input(1), Expr::input(2));
+    let momentum = &m * 0.5 + &g;
+    let two = |w: Expr, m: Expr| [w, m];
+    let programs = [
+        // Updated where it is, from either side and by numbers; from a copy; the same twice; not by a single step.
+        two(&w - &momentum * 0.25, momentum.clone()),
+        two(&g - &w, &g * &m),
+        two(&w + 2.0, 3.0 - &m),
+        two(w.max(&g), m.min(2.0)),
+        two(&w / &g, (&m).exp()),
+        two(&w * &w, &g / &m),
+        two(w.lt(&g).select(&w, 1.0), w.lt(&g).select(&g, &m)),
+        two((&w + &g) * (&w - &g), (&m - 1.0).abs()),
+    ];
+    for exprs in &programs {
+        let program = Program::new(exprs);
+        assert!(program.reads_before(2, 1), "{exprs:?}");
+        for len in [1, 15, 16, 17, TILE - 1, TILE] {
+            let column = |k: usize| -> Vec<f64> {
+                (0..len).map(|i| if i == 7 { f64::NAN } else { (i * 37 + k * 11) as f64 % 19.0 + 1.0 }).collect()
+            };
+            let [x, y, z] = [0, 1, 2].map(column);
+            let (expected, _) = run(exprs, &[&x, &y, &z], &[], &[]);
+            let w_before = program.reads_before(0, 0);
+            let (mut out0, mut out1) = (x.clone(), z);
+            let inputs =
+                [if w_before { TileIn::Output(0) } else { TileIn::Slice(&x) }, TileIn::Slice(&y), TileIn::Output(1)];
+            let tile = Tile { inputs: &inputs, scalars: &[], seeds: &[], first: 0, len };
+            let mut scratch = Scratch::new();
+            program.eval_tile(&tile, &mut scratch, &mut [&mut out0, &mut out1]);
+            for (got, expected) in [out0, out1].iter().zip(&expected) {
+                let same = |(a, b): (&f64, &f64)| a == b || (a.is_nan() && b.is_nan());
+                assert!(got.iter().zip(expected).all(same), "{exprs:?} {len}");
+            }
+        }
+    }
+    let late = Program::new(&[&w + &g, (&w * &g).exp()]);
+    assert!(!late.reads_before(0, 0) && late.reads_before(0, 1));
+}
