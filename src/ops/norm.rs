@@ -121,21 +121,11 @@ fn spread(t: &Tensor, shape: &Shape, dims: [bool; 4]) -> Result<Tensor> {
 }
 
 impl Norm<'_> {
-    /// The normalised x, and [`Rows::statistics`].
-    fn forward(&self, x: &Tensor) -> Result<(Tensor, Tensor)> {
-        let out = Tensor::empty_like_shape(x.shape(), x.dtype, x.device())?;
-        let [r1, r2] = self.view.rows(x);
-        let statistics = Tensor::empty_like_shape([2, r1, r2, 1, 1], x.dtype.compute().dtype(), x.device())?;
+    /// Writes the normalised x, and [`Rows::statistics`].
+    fn forward(&self, x: &Tensor, out: &Tensor, statistics: &Tensor) -> Result<()> {
         if out.numel() == 0 {
-            statistics.fill_(f64::NAN)?;
-            return Ok((out, statistics));
+            return statistics.fill_(f64::NAN).map(|_| ());
         }
-        self.fill(x, &out, &statistics)?;
-        Ok((out, statistics))
-    }
-
-    /// [`forward`](Self::forward) into results that are there.
-    fn fill(&self, x: &Tensor, out: &Tensor, statistics: &Tensor) -> Result<()> {
         let (weight, bias, eps, rms) = (self.weight, self.bias, self.eps, self.rms);
         // The views are not even made where a launch of such tensors is known.
         let given = Rows { x, y: out, z: None, weight, bias, statistics, sums: None, eps, rms };
@@ -257,6 +247,12 @@ impl View {
         if let View::Batch = self { [1, second] } else { [first, second] }
     }
 
+    /// Room for [`Rows::statistics`] of x.
+    fn statistics(&self, x: &Tensor) -> Result<Tensor> {
+        let [r1, r2] = self.rows(x);
+        Tensor::empty_like_shape([2, r1, r2, 1, 1], x.dtype.compute().dtype(), x.device())
+    }
+
     /// `t` as four dims; a copy only where its strides cannot express that.
     fn of(&self, t: &Tensor) -> Result<Tensor> {
         let t = reshaped(t, &Shape::from(self.shape(t)))?;
@@ -299,30 +295,31 @@ impl View {
     }
 }
 
-/// A norm, recorded; gives [`Rows::statistics`] too.
+/// A norm, recorded, that writes `statistics` too: [those of its view](View::statistics).
 fn normalised(
     op: &'static str,
-    x: &Tensor,
+    (x, statistics): (&Tensor, &Tensor),
     view: View,
     weight: Option<&Tensor>,
     bias: Option<&Tensor>,
     eps: f64,
     rms: bool,
-) -> Result<(Tensor, Tensor)> {
+) -> Result<Tensor> {
     // As many groups as channels: each has one, and its weight is the row's.
     let dims = match view {
         View::Groups(groups) if x.shape().dims()[1] == groups => [false, true, false, false],
         _ => view.weighted(),
     };
-    let (out, statistics) = Norm { op, view: &view, weight, bias, dims, eps, rms }.forward(x)?;
+    let out = Tensor::empty_like_shape(x.shape(), x.dtype, x.device())?;
+    Norm { op, view: &view, weight, bias, dims, eps, rms }.forward(x, &out, statistics)?;
     let inputs: SmallVec<[&Tensor; 3]> = [x].into_iter().chain(weight).chain(bias).collect();
     if !autograd::is_tracked(&inputs) {
-        return Ok((out, statistics));
+        return Ok(out);
     }
     let saved = [Some(x), weight, bias].map(|t| t.map(Saved::new));
-    let kept = Saved::new(&statistics);
+    let kept = Saved::new(statistics);
     let view = view.clone();
-    let out = autograd::record_twice(op, out, &inputs, move |ctx| {
+    Ok(autograd::record_twice(op, out, &inputs, move |ctx| {
         if ctx.create_graph() {
             let get = |s: &Option<Saved>| s.as_ref().map(|s| s.unpack(op)).transpose();
             let (x, weight, bias) = (get(&saved[0])?.expect("the input"), get(&saved[1])?, get(&saved[2])?);
@@ -337,6 +334,5 @@ fn normalised(
         let gradients = norm.backward(&x, &ctx.grad()?, kept.get(op)?, needs)?;
         let wanted = gradients.into_iter().zip(given).zip(needs);
         Ok(wanted.filter(|((_, given), _)| *given).map(|((g, _), needed)| g.filter(|_| needed)).collect::<Gradients>())
-    });
-    Ok((out, statistics))
+    }))
 }

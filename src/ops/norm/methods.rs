@@ -99,7 +99,8 @@ impl Tensor {
         replace!(op, inputs, weight, bias, normalized_shape, eps);
         check_last(op, self, normalized_shape, &[weight, bias])?;
         let n = normalized_shape.iter().product();
-        Ok(normalised(op, self, View::Last(n), weight, bias, eps, false)?.0)
+        let statistics = View::Last(n).statistics(self)?;
+        normalised(op, (self, &statistics), View::Last(n), weight, bias, eps, false)
     }
 
     /// `x / sqrt(mean(x²) + eps) * weight` over the last dims, which have the normalised shape, as the weight does (PyTorch's
@@ -122,7 +123,8 @@ impl Tensor {
             crate::DType::BF16 => 2f64.powi(-7),
             _ => f32::EPSILON.into(),
         };
-        Ok(normalised(op, self, View::Last(n), weight, None, eps.unwrap_or(least), true)?.0)
+        let statistics = View::Last(n).statistics(self)?;
+        normalised(op, (self, &statistics), View::Last(n), weight, None, eps.unwrap_or(least), true)
     }
 
     /// [`Tensor::layer_norm`] of each group of the channels of `[N, C, ..]`, with a weight and a bias for each channel
@@ -151,7 +153,8 @@ impl Tensor {
             let reason = format!("{groups} groups do not divide {channels} channels evenly");
             return Err(Error::invalid(op, reason));
         }
-        Ok(normalised(op, self, View::Groups(groups), weight, bias, eps, false)?.0)
+        let statistics = View::Groups(groups).statistics(self)?;
+        normalised(op, (self, &statistics), View::Groups(groups), weight, bias, eps, false)
     }
 
     /// [`Tensor::layer_norm`] of each channel of each of `[N, C, ..]`, with a weight and a bias for each channel (PyTorch's
@@ -208,7 +211,8 @@ impl Tensor {
                 let reason = format!("shape {} has one element a channel, which has no variance", self.shape());
                 return Err(Error::invalid(op, reason));
             }
-            let (out, statistics) = normalised(op, self, View::Batch, weight, bias, eps, false)?;
+            let statistics = View::Batch.statistics(self)?;
+            let out = normalised(op, (self, &statistics), View::Batch, weight, bias, eps, false)?;
             let unbiased = n as f64 / (n as f64 - 1.0);
             let scalars = [Scalar::Float(momentum), Scalar::Float(1.0 - momentum), Scalar::Float(momentum * unbiased)];
             let [mean, var] = apart(op, &statistics)?;
