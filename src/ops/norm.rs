@@ -71,6 +71,8 @@ struct Rows<'a> {
     statistics: &'a Tensor,
     /// In backward with one weight a row: `[2, rows]`.
     sums: Option<&'a Tensor>,
+    /// In backward on the CPU, with weights for each column: [`cpu::columns`].
+    columns: Option<&'a Tensor>,
     eps: f64,
     rms: bool,
 }
@@ -128,7 +130,7 @@ impl Norm<'_> {
         }
         let (weight, bias, eps, rms) = (self.weight, self.bias, self.eps, self.rms);
         // The views are not even made where a launch of such tensors is known.
-        let given = Rows { x, y: out, z: None, weight, bias, statistics, sums: None, eps, rms };
+        let given = Rows { x, y: out, z: None, weight, bias, statistics, sums: None, columns: None, eps, rms };
         let (tensors, numbers) = (given.tensors(), self.numbers());
         let key = Key { of: Of::Norm, device: x.device(), numbers: &numbers, exprs: &[], tensors: &tensors };
         let found = if x.device() == Device::Cpu { None } else { Some(memo::find(&key)) };
@@ -189,10 +191,23 @@ impl Norm<'_> {
         };
         let (eps, rms, bias) = (self.eps, self.rms, None);
         let (z, weight, sums) = (Some(&rows), weight.as_ref(), sums.as_ref());
-        Rows { x: &g, y: &to, z, weight, bias, statistics, sums, eps, rms }.run()?;
+        let columns = match self.view {
+            View::Last(n) if x.device() == Device::Cpu && (needs[1] || needs[2]) => {
+                Some(cpu::columns(x, x.numel() / n, *n)?)
+            }
+            _ => None,
+        };
+        Rows { x: &g, y: &to, z, weight, bias, statistics, sums, columns: columns.as_ref(), eps, rms }.run()?;
+        let columns = columns.map(|parts| reduce::sum_into(op, &parts, &[0isize][..], false, None)).transpose()?;
         let mut gradients = [Some(out), None, None];
         for (i, t) in [(1, self.weight), (2, self.bias)] {
             let Some(t) = t.filter(|_| needs[i]) else { continue };
+            if let Some(columns) = &columns {
+                let [sum, product] = apart(op, columns)?;
+                let gradient = if i == 1 { product } else { sum }.to_dtype(t.dtype)?;
+                gradients[i] = Some(reshaped(&gradient, t.shape())?);
+                continue;
+            }
             let whole = match (sums, i) {
                 (Some(sums), _) => {
                     let [sum, product] = apart(op, sums)?;
