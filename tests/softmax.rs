@@ -166,11 +166,52 @@ fn entropy(x: &Tensor, labels: &Tensor, ignore: i64) -> (Vec<f64>, Vec<f64>) {
             grad.extend(vec![0.0; classes]);
             continue;
         }
-        let l = lse(row);
-        losses.push(l - row[label as usize]);
-        grad.extend(row.iter().enumerate().map(|(j, x)| (x - l).exp() - f64::from(u8::from(j == label as usize))));
+        let top = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let sum: f64 = row.iter().map(|x| (x - top).exp()).sum();
+        losses.push(sum.ln() + top - row[label as usize]);
+        let one = |j: usize| f64::from(u8::from(j == label as usize));
+        grad.extend(row.iter().enumerate().map(|(j, x)| (x - top).exp() / sum - one(j)));
     }
     (losses, grad)
+}
+
+/// Loss and gradient of `x` for labels of which every seventh is ignored, against f64.
+fn check_entropy(x: &Tensor) {
+    let (n, classes, eps) = (x.shape().dims()[0], x.shape().dims()[1], tolerance(x.dtype()));
+    let x = x.detach().requires_grad_(true).unwrap();
+    let labels = labels(n, classes, x.device());
+    let (losses, grad) = entropy(&x, &labels, -100);
+    let counted = (0..n).filter(|i| i % 7 != 3).count() as f64;
+    let total: f64 = losses.iter().sum();
+
+    let loss = x.cross_entropy(&labels).unwrap();
+    assert_eq!((loss.dtype(), loss.rank()), (x.dtype(), 0));
+    close(&loss, &[total / counted], eps);
+    loss.backward().unwrap();
+    close(&x.grad().unwrap(), &grad.iter().map(|g| g / counted).collect::<Vec<_>>(), eps);
+    x.zero_grad();
+
+    let with = |reduction| CrossEntropy { reduction, ..CrossEntropy::default() };
+    let sum = x.cross_entropy_with(&labels, with(LossReduction::Sum)).unwrap();
+    close(&sum, &[total], eps);
+    sum.mul_scalar(3.0).unwrap().backward().unwrap();
+    close(&x.grad().unwrap(), &grad.iter().map(|g| 3.0 * g).collect::<Vec<_>>(), eps * 3.0);
+    for x in [x.detach(), x] {
+        close(&x.cross_entropy_with(&labels, with(LossReduction::None)).unwrap(), &losses, eps);
+    }
+}
+
+/// As a matrix whose rows lie apart, and as one whose columns do.
+fn strided(x: &Tensor) -> [Tensor; 2] {
+    let (n, classes) = (x.shape().dims()[0], x.shape().dims()[1]);
+    let wide = Tensor::zeros([n + 1, classes + 2], (x.dtype(), x.device())).unwrap();
+    [wide.shallow_clone(), Tensor::zeros([classes + 2, n + 1], (x.dtype(), x.device())).unwrap().t().unwrap()].map(
+        |whole| {
+            let part = whole.narrow(0, 1, n).unwrap().narrow(1, 1, classes).unwrap();
+            part.copy_(x).unwrap();
+            part
+        },
+    )
 }
 
 #[test]
@@ -178,36 +219,140 @@ fn cross_entropy_and_its_gradient() {
     each_device(|device| {
         for dtype in FLOATS {
             for (n, classes) in [(1, 1), (2, 10), (5, 16), (64, 10), (65, 33), (300, 100), (3, 1000), (1000, 7)] {
-                let eps = tolerance(dtype);
-                let whole = logits(&[classes + 2, n + 1], dtype, device);
-                for x in [
-                    logits(&[n, classes], dtype, device),
-                    whole.narrow(0, 1, classes).unwrap().narrow(1, 1, n).unwrap().t().unwrap(),
-                ] {
-                    let x = x.requires_grad_(true).unwrap();
-                    let labels = labels(n, classes, device);
-                    let (losses, grad) = entropy(&x, &labels, -100);
-                    let counted = (0..n).filter(|i| i % 7 != 3).count() as f64;
-                    let total: f64 = losses.iter().sum();
-
-                    let loss = x.cross_entropy(&labels).unwrap();
-                    assert_eq!((loss.dtype(), loss.rank()), (dtype, 0));
-                    close(&loss, &[total / counted], eps);
-                    loss.backward().unwrap();
-                    close(&x.grad().unwrap(), &grad.iter().map(|g| g / counted).collect::<Vec<_>>(), eps);
-                    x.zero_grad();
-
-                    let with = |reduction| CrossEntropy { reduction, ..CrossEntropy::default() };
-                    let sum = x.cross_entropy_with(&labels, with(LossReduction::Sum)).unwrap();
-                    close(&sum, &[total], eps);
-                    sum.mul_scalar(3.0).unwrap().backward().unwrap();
-                    close(&x.grad().unwrap(), &grad.iter().map(|g| 3.0 * g).collect::<Vec<_>>(), eps * 3.0);
-                    let rows = x.cross_entropy_with(&labels, with(LossReduction::None)).unwrap();
-                    close(&rows, &losses, eps);
-                }
+                let x = logits(&[n, classes], dtype, device);
+                check_entropy(&x);
+                strided(&x).iter().for_each(check_entropy);
             }
         }
     });
+}
+
+/// Numbers of rows and of their elements around those that the CPU has at a time.
+const BLOCKS: [usize; 9] = [1, 15, 16, 17, 63, 64, 65, 127, 200];
+const SHORT: [usize; 14] = [1, 2, 7, 8, 10, 16, 17, 31, 32, 33, 63, 64, 65, 130];
+
+#[test]
+fn short_rows_in_blocks() {
+    for (dtype, classes) in FLOATS.into_iter().flat_map(|dtype| SHORT.map(|classes| (dtype, classes))) {
+        for n in BLOCKS {
+            let x = logits(&[n, classes], dtype, Device::Cpu);
+            check(&x, 1);
+            check_entropy(&x);
+            if n % 16 == 1 {
+                strided(&x).iter().for_each(|x| {
+                    check(x, 1);
+                    check_entropy(x);
+                });
+            }
+        }
+    }
+}
+
+#[test]
+fn gradients_of_short_rows_in_blocks() {
+    for (n, classes) in BLOCKS.into_iter().flat_map(|n| SHORT.map(|classes| (n, classes))) {
+        for dtype in [DType::F32, DType::F64] {
+            let whole = logits(&[n, classes], dtype, Device::Cpu);
+            let g = logits(&[classes, n], dtype, Device::Cpu).t().unwrap();
+            let slopes = values(&g);
+            for x in strided(&whole).into_iter().chain([whole]) {
+                let x = x.detach().requires_grad_(true).unwrap();
+                let (p, mut log) =
+                    (values(&x.detach().to_dtype(DType::F64).unwrap().softmax(1).unwrap()), slopes.clone());
+                let mut of = slopes.clone();
+                for ((p, of), log) in p.chunks(classes).zip(of.chunks_mut(classes)).zip(log.chunks_mut(classes)) {
+                    let both: f64 = p.iter().zip(&*of).map(|(p, g)| p * g).sum();
+                    let sum: f64 = log.iter().sum();
+                    of.iter_mut().zip(p).for_each(|(g, p)| *g = p * (*g - both));
+                    log.iter_mut().zip(p).for_each(|(g, p)| *g -= p * sum);
+                }
+                let magnitude = slopes.chunks(classes).map(|row| row.iter().map(|g| g.abs()).sum()).fold(1.0, f64::max);
+                let eps = tolerance(dtype) * magnitude;
+                x.softmax(1).unwrap().backward_with(&g).unwrap();
+                close(&x.grad().unwrap(), &of, eps);
+                x.zero_grad();
+                x.log_softmax(1).unwrap().backward_with(&g).unwrap();
+                close(&x.grad().unwrap(), &log, eps);
+            }
+        }
+    }
+}
+
+/// Every eleventh row has an infinity, or only negative ones, or one among others, or NaN.
+fn extreme(n: usize, classes: usize, dtype: DType) -> Tensor {
+    let mut all = values(&logits(&[n, classes], dtype, Device::Cpu));
+    for (r, row) in all.chunks_mut(classes).enumerate() {
+        match r % 11 {
+            1 => row[r % classes] = f64::INFINITY,
+            3 => row.fill(f64::NEG_INFINITY),
+            5 => row[r % classes] = f64::NAN,
+            7 => row[r % classes] = f64::NEG_INFINITY,
+            9 => row.iter_mut().for_each(|x| *x = *x * 100.0 + 5000.0),
+            _ => {}
+        }
+    }
+    Tensor::from_slice(&all, [n, classes], Device::Cpu).unwrap().to_dtype(dtype).unwrap()
+}
+
+#[test]
+fn extreme_logits_in_blocks() {
+    for (n, classes) in BLOCKS.into_iter().flat_map(|n| SHORT.map(|classes| (n, classes))) {
+        for dtype in FLOATS {
+            let whole = extreme(n, classes, dtype);
+            let labels = labels(n, classes, Device::Cpu);
+            let options = CrossEntropy { reduction: LossReduction::None, ..CrossEntropy::default() };
+            for x in strided(&whole).into_iter().chain([whole]) {
+                let (losses, grad) = entropy(&x, &labels, -100);
+                let x = x.detach().requires_grad_(true).unwrap();
+                let got = x.cross_entropy_with(&labels, options).unwrap();
+                close(&got, &losses, tolerance(dtype));
+                got.backward_with(&got.ones_like().unwrap()).unwrap();
+                close(&x.grad().unwrap(), &grad, tolerance(dtype));
+                let x = x.detach();
+                check_extreme(&x);
+            }
+        }
+    }
+}
+
+/// As [`check`], of rows whose greatest element may be infinite or NaN.
+fn check_extreme(x: &Tensor) {
+    let eps = tolerance(x.dtype());
+    let top = |row: &[f64]| row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let softmax = by_row(x, 1, |row| {
+        let top = top(row);
+        let sum: f64 = row.iter().map(|x| (x - top).exp()).sum();
+        row.iter_mut().for_each(|x| *x = (*x - top).exp() / sum);
+    });
+    close(&x.softmax(1).unwrap(), &softmax, eps);
+    let log = by_row(x, 1, |row| {
+        let top = top(row);
+        let sum: f64 = row.iter().map(|x| (x - top).exp()).sum();
+        row.iter_mut().for_each(|x| *x = *x - top - sum.ln());
+    });
+    close(&x.log_softmax(1).unwrap(), &log, eps);
+    let sums = by_row(x, 1, |row| {
+        let l = lse(row);
+        row.fill(l);
+    });
+    close(&x.logsumexp(1, true).unwrap().expand(x.shape()).unwrap(), &sums, eps);
+}
+
+#[test]
+fn a_loss_does_not_depend_on_the_rows_beside_it() {
+    let options = CrossEntropy { reduction: LossReduction::None, ..CrossEntropy::default() };
+    for classes in [3, 10, 64, 65, 300] {
+        let (x, labels) = (logits(&[1000, classes], DType::F32, Device::Cpu), labels(1000, classes, Device::Cpu));
+        let whole = values(&x.cross_entropy_with(&labels, options).unwrap());
+        for (start, n) in [(0, 64), (1, 33), (63, 129), (17, 700)] {
+            let (x, labels) = (x.narrow(0, start, n).unwrap(), labels.narrow(0, start, n).unwrap());
+            assert_eq!(
+                values(&x.cross_entropy_with(&labels, options).unwrap()),
+                whole[start..start + n],
+                "{classes} {start}"
+            );
+        }
+    }
 }
 
 #[test]
@@ -262,7 +407,7 @@ fn a_label_out_of_range_is_an_error_and_harms_nothing() {
     each_device(|device| {
         let x = logits(&[3, 4], DType::F32, device).requires_grad_(true).unwrap();
         let before = values(&x);
-        for bad in [4i64, -1, i64::MAX] {
+        for bad in [4i64, -1, -101, i64::MAX, i64::MIN] {
             let labels = Tensor::from_slice(&[0, bad, 1], 3, device).unwrap();
             let error = x.cross_entropy(&labels).and_then(|loss| loss.item::<f32>()).unwrap_err();
             assert!(

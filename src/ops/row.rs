@@ -21,6 +21,7 @@ use crate::{DType, Device, Error, Result, Shape, Tensor};
 
 mod cpu;
 mod opencl;
+mod turned;
 
 /// What a row becomes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

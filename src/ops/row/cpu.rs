@@ -1,18 +1,24 @@
-//! Row operations on the CPU: a row at a time in the compute type, rows shared out among the team's threads.
+//! Row operations on the CPU: a row at a time in the compute type, short ones a block at a time ([`turned`]), rows shared out among
+//! the team's threads.
 
 use pulp::{Arch, Simd, WithSimd};
+use smallvec::SmallVec;
 
+use super::turned::{self, LANES, Place, Turned, TurnedEntropy};
 use super::{CrossEntropy, LossReduction, Mask, RowOp, Rows};
 use crate::device::{count_launch, cpu::parallel};
 use crate::ops::convert::{load_tile, store_tile};
 use crate::ops::fold::{Add, Max, fold, fold_in, fold_map};
 use crate::ops::lane::Lane;
-use crate::ops::tiles::TILE;
 use crate::storage::with_host;
-use crate::{Compute, Error, Result, Tensor};
+use crate::{Compute, DType, Error, Result, Tensor};
 
 /// Elements a job of the pool has: enough to hide what handing it over costs.
 const JOB: usize = 1 << 13;
+/// Elements of short rows that a thread has at a time, where there are more than a job's.
+const BLOCKS: usize = 1 << 11;
+/// Elements of other rows that a thread has at a time for a loss.
+const PIECE: usize = 1 << 12;
 /// Elements whose exponentials are computed before they are added up.
 const PART: usize = 256;
 /// Rows whose losses are added up before they meet the others': fixed, so that the sum is the same on any machine.
@@ -55,9 +61,20 @@ impl Job<'_> {
     fn run<C: Lane>(&self, out: &mut [u8]) {
         let length = if self.kind == RowOp::LogSumExp { 1 } else { self.rows.n };
         let stretch = (self.inner * length).max(1);
-        let least = JOB.div_ceil(self.inner * self.rows.n).max(1);
+        let (n, count) = (self.rows.n, self.rows.count());
+        // Short rows that are equally far apart, and whose results lie one after another.
+        let even = self.inner == 1 && self.rows.walk.dims.len() <= 1 && self.kind != RowOp::MaskedSoftmax;
+        let short = even && turned::pays(count, n);
+        let least = match short {
+            true if count * n <= JOB => count,
+            true => turned::rows_of(BLOCKS, n),
+            false => JOB.div_ceil(self.inner * n).max(1),
+        };
         let size = self.out.dtype.size();
-        parallel::for_each_chunk(out, stretch * least * size, |i, part| self.part::<C>(i * least * self.inner, part));
+        parallel::for_each_chunk(out, stretch * least * size, |i, part| match short {
+            true => self.turned::<C>(i * least, part),
+            false => self.part::<C>(i * least * self.inner, part),
+        });
     }
 
     /// Rows from `first` on, into `out`, which starts where the first of them does.
@@ -86,6 +103,29 @@ impl Job<'_> {
             let len = compute(i, &mut row);
             let to = i / inner * inner * length + i % inner;
             store_tile(self.out.dtype, &row[..len], out, to as _, inner as isize);
+        }
+    }
+
+    /// [`part`](Self::part), a block at a time.
+    fn turned<C: Lane>(&self, first: usize, out: &mut [u8]) {
+        let (n, rows) = (self.rows.n, self.rows);
+        let length = if self.kind == RowOp::LogSumExp { 1 } else { n };
+        let mut buffer = vec![C::from_i32(0); 2 * n * LANES];
+        let (columns, others) = buffer.as_chunks_mut().0.split_at_mut(n);
+        let place = |t: &Tensor, k: usize, first: usize| {
+            let row = rows.walk.strides[k].first().copied().unwrap_or(0);
+            let start = (t.layout.offset as isize + first as isize * row) as usize;
+            Place { start, row, element: rows.steps[k] }
+        };
+        for (i, out) in out.chunks_mut(LANES * length * self.out.dtype.size()).enumerate() {
+            let (first, count) = (first + i * LANES, out.len() / self.out.dtype.size() / length);
+            turned::load(self.x.dtype, self.bytes[0], place(self.x, 0, first), columns, count);
+            if matches!(self.kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad) {
+                turned::load(self.z.dtype, self.bytes[1], place(self.z, 2, first), others, count);
+            }
+            Arch::new().dispatch(Turned { kind: self.kind, columns: &mut *columns, others: &mut *others });
+            let to = Place { start: 0, row: length as isize, element: 1 };
+            turned::store(self.out.dtype, &columns[..length], out, to, count);
         }
     }
 
@@ -184,14 +224,13 @@ fn exp_sum<C: Lane, S: Simd>(simd: S, row: &[C], finite: bool) -> (C, C) {
     (m, sum)
 }
 
-/// The losses of rows of logits, 0 where a row does not count; rows become their gradients, divided by `count`, where there
-/// is one. Several rows at a time, for what a row costs is much more than a few exponentials.
+/// The losses of rows of logits, 0 where a row does not count; rows become their gradients, times `scale`, where there is one.
 struct Entropy<'a, C, F> {
     rows: &'a mut [C],
     targets: &'a [i64],
     counts: F,
     losses: &'a mut [C],
-    count: Option<C>,
+    scale: Option<C>,
 }
 
 impl<C: Lane, F: Fn(i64) -> bool> WithSimd for Entropy<'_, C, F> {
@@ -199,42 +238,52 @@ impl<C: Lane, F: Fn(i64) -> bool> WithSimd for Entropy<'_, C, F> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Entropy { rows, targets, counts, losses, count } = self;
-        let (zero, one) = (C::from_i32(0), C::from_i32(1));
-        let classes = (rows.len() / targets.len()).max(1);
-        let (mut sums, mut tops) = ([zero; BLOCK], [zero; BLOCK]);
-        let (sums, tops) = (&mut sums[..targets.len()], &mut tops[..targets.len()]);
-        match rows.len() <= TILE {
-            true => {
-                let mut powers = [zero; TILE];
-                let powers = &mut powers[..rows.len()];
-                for ((row, to), top) in rows.chunks(classes).zip(powers.chunks_mut(classes)).zip(&mut *tops) {
-                    *top = fold_in::<Max, C, S>(simd, row);
-                    to.iter_mut().zip(row).for_each(|(p, x)| *p = x.sub(*top));
-                }
-                C::exp_in_place(powers, |x| x);
-                powers.chunks(classes).zip(&mut *sums).for_each(|(row, s)| *s = fold_in::<Add, C, S>(simd, row));
-            }
-            false => {
-                for ((row, top), sum) in rows.chunks(classes).zip(&mut *tops).zip(&mut *sums) {
-                    (*top, *sum) = exp_sum(simd, row, false);
-                }
-            }
+        let Entropy { rows, targets, counts, losses, scale } = self;
+        let classes = rows.len() / targets.len();
+        let zero = C::from_i32(0);
+        for ((row, &target), loss) in rows.chunks_mut(classes).zip(targets).zip(&mut *losses) {
+            let top = fold_in::<Max, C, S>(simd, row);
+            row.iter_mut().for_each(|x| *x = x.sub(top));
+            *loss = if counts(target) { row[target as usize] } else { zero };
         }
-        sums.iter_mut().zip(tops).for_each(|(s, top)| *s = top.add(s.log()));
-        for (((row, lse), &target), loss) in rows.chunks_mut(classes).zip(&mut *sums).zip(targets).zip(losses) {
-            *loss = if counts(target) { lse.sub(row[target as usize]) } else { zero };
-            row.iter_mut().for_each(|x| *x = x.sub(*lse));
-        }
-        let Some(count) = count else { return };
         C::exp_in_place(rows, |x| x);
-        for (row, &target) in rows.chunks_mut(classes).zip(targets).filter(|(_, target)| counts(**target)) {
-            row[target as usize] = row[target as usize].sub(one);
+        let mut sums = [zero; LANES];
+        for (row, sum) in rows.chunks(classes).zip(&mut sums) {
+            *sum = fold_in::<Add, C, S>(simd, row);
         }
-        rows.iter_mut().for_each(|x| *x = x.div(count));
-        // Last: where no row counts the others were divided by 0.
-        let others = rows.chunks_mut(classes).zip(targets).filter(|(_, target)| !counts(**target));
-        others.for_each(|(row, _)| row.fill(zero));
+        for ((loss, sum), &target) in losses.iter_mut().zip(&sums).zip(targets) {
+            let x = sum.log().sub(*loss);
+            *loss = if counts(target) { x } else { zero };
+        }
+        let Some(scale) = scale else { return };
+        for ((row, &target), sum) in rows.chunks_mut(classes).zip(targets).zip(&sums) {
+            if counts(target) {
+                let factor = scale.div(*sum);
+                row.iter_mut().for_each(|x| *x = x.mul(factor));
+                row[target as usize] = row[target as usize].sub(scale);
+            } else {
+                row.fill(zero);
+            }
+        }
+    }
+}
+
+/// How many targets count, and whether all of those are classes.
+struct Counted<'a, F> {
+    targets: &'a [i64],
+    counts: F,
+    classes: usize,
+}
+
+impl<F: Fn(i64) -> bool> WithSimd for Counted<'_, F> {
+    type Output = (i64, bool);
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) -> (i64, bool) {
+        self.targets.iter().fold((0, true), |(count, fine), &t| {
+            let counts = (self.counts)(t);
+            (count + i64::from(counts), fine & (!counts | ((t as u64) < self.classes as u64)))
+        })
     }
 }
 
@@ -249,13 +298,20 @@ pub(super) fn cross_entropy(
     let out = Tensor::empty_like_shape(shape, x.dtype, x.device())?;
     let writes: Vec<_> = std::iter::once(&out).chain(grad).map(|t| &t.storage).collect();
     with_host(&[&x.storage, &labels.storage], &writes, |reads, writes| {
-        let mut targets = vec![0i64; labels.numel()];
-        load_tile(labels.dtype, reads[1], labels.layout.offset as _, labels.strides()[0], &mut targets);
+        let mut loaded = Vec::new();
+        let targets = match labels.dtype == DType::I64 && labels.strides()[0] == 1 {
+            true => &bytemuck::cast_slice(reads[1])[labels.layout.offset..][..labels.numel()],
+            false => {
+                loaded.resize(labels.numel(), 0i64);
+                load_tile(labels.dtype, reads[1], labels.layout.offset, labels.strides()[0], &mut loaded);
+                &loaded[..]
+            }
+        };
         let (loss, grad) = writes.split_first_mut().expect("the loss at least");
         let grad = grad.first_mut().map(|g| &mut **g);
         match x.dtype.compute() {
-            Compute::F64 => entropy::<f64>(x, reads[0], &targets, options, loss, grad),
-            _ => entropy::<f32>(x, reads[0], &targets, options, loss, grad),
+            Compute::F64 => entropy::<f64>(x, reads[0], targets, options, loss, grad),
+            _ => entropy::<f32>(x, reads[0], targets, options, loss, grad),
         }
     })??;
     Ok(out)
@@ -271,54 +327,63 @@ fn entropy<C: Lane>(
 ) -> Result<()> {
     let classes = x.shape().dims()[1];
     let counts = |t: i64| t != options.ignore_index;
-    if let Some(&index) = targets.iter().find(|t| counts(**t) && !(0..classes as i64).contains(*t)) {
+    let (count, fine) = Arch::new().dispatch(Counted { targets, counts, classes });
+    if !fine && let Some(&index) = targets.iter().find(|t| counts(**t) && !(0..classes as i64).contains(*t)) {
         return Err(Error::IndexOutOfRange { op: "cross_entropy", index, size: classes });
     }
-    let count = match options.reduction {
-        LossReduction::Mean => targets.iter().filter(|t| counts(**t)).count(),
-        _ => 1,
-    };
-    let count = C::from_i64(count as i64);
-    let zero = C::from_i32(0);
-    let together = (TILE / classes.max(1)).clamp(1, BLOCK);
-    // Losses of a block of rows, and their gradients where wanted.
-    let block = |b: usize, grad: Option<&mut [u8]>| -> Vec<C> {
-        let targets = &targets[b * BLOCK..targets.len().min((b + 1) * BLOCK)];
-        let (mut grad, mut losses) = (grad, vec![zero; targets.len()]);
-        let mut rows = vec![zero; together.min(targets.len()) * classes];
-        for (i, (targets, losses)) in targets.chunks(together).zip(losses.chunks_mut(together)).enumerate() {
-            let rows = &mut rows[..targets.len() * classes];
-            for (j, row) in rows.chunks_mut(classes.max(1)).enumerate() {
-                let start = x.layout.offset as isize + (b * BLOCK + i * together + j) as isize * x.strides()[0];
-                load_tile(x.dtype, bytes, start as _, x.strides()[1], row);
+    let count = C::from_i64(if options.reduction == LossReduction::Mean { count } else { 1 });
+    let (zero, steps, size) = (C::from_i32(0), x.strides(), x.dtype.size());
+    let scale = grad.is_some().then(|| C::from_i32(1).div(count));
+    let rows = (PIECE / classes.max(1)).clamp(1, LANES);
+    let short = turned::pays(targets.len(), classes);
+    let mut losses = vec![zero; targets.len()];
+    // Losses of rows from `first` on, and their gradients where wanted.
+    let part = |first: usize, losses: &mut [C], mut grad: Option<&mut [u8]>| {
+        let mut buffer = vec![zero; if short { LANES } else { rows.min(losses.len()) } * classes];
+        for (b, losses) in losses.chunks_mut(rows).enumerate() {
+            let (n, first) = (losses.len(), first + b * rows);
+            let targets = &targets[first..][..n];
+            let start = (x.layout.offset as isize + first as isize * steps[0]) as usize;
+            if short {
+                let columns = buffer.as_chunks_mut().0;
+                turned::load(x.dtype, bytes, Place { start, row: steps[0], element: steps[1] }, columns, n);
+                Arch::new().dispatch(TurnedEntropy { columns, targets, counts, losses, scale });
+            } else {
+                for (i, row) in buffer.chunks_mut(classes).take(n).enumerate() {
+                    load_tile(x.dtype, bytes, start.wrapping_add_signed(i as isize * steps[0]), steps[1], row);
+                }
+                let rows = &mut buffer[..n * classes];
+                Arch::new().dispatch(Entropy { rows, targets, counts, losses, scale });
             }
-            let count = grad.is_some().then_some(count);
-            Arch::new().dispatch(Entropy { rows, targets, counts, losses, count });
-            if let Some(grad) = &mut grad {
-                store_tile(x.dtype, rows, grad, i * together * classes, 1);
+            let Some(grad) = &mut grad else { continue };
+            let start = b * rows * classes;
+            match short {
+                true => {
+                    let to = Place { start, row: classes as isize, element: 1 };
+                    turned::store(x.dtype, buffer.as_chunks().0, grad, to, n);
+                }
+                false => store_tile(x.dtype, &buffer[..n * classes], grad, start, 1),
             }
         }
-        losses
     };
-    let blocks = targets.len().div_ceil(BLOCK);
-    let alone = targets.len() * classes <= JOB;
-    let stretch = BLOCK * classes * x.dtype.size();
-    let mut grads: Vec<Option<&mut [u8]>> = match grad {
-        Some(grad) => grad.chunks_mut(stretch).take(blocks).map(Some).collect(),
-        None => (0..blocks).map(|_| None).collect(),
-    };
-    let mut losses: Vec<Vec<C>> = vec![Vec::new(); blocks];
-    let mut work: Vec<_> = losses.iter_mut().zip(&mut grads).collect();
-    let one = |b: usize, (losses, grad): &mut (&mut Vec<C>, &mut Option<&mut [u8]>)| **losses = block(b, grad.take());
-    match alone {
-        true => work.iter_mut().enumerate().for_each(|(b, work)| one(b, work)),
-        false => parallel::for_each(&mut work, one),
+    if targets.len() * classes <= JOB {
+        part(0, &mut losses, grad);
+    } else {
+        let mut data: SmallVec<[&mut [u8]; 2]> = SmallVec::new();
+        data.push(bytemuck::cast_slice_mut(&mut losses));
+        data.extend(grad.map(|grad| &mut grad[..targets.len() * classes * size]));
+        let piece = if short { turned::rows_of(BLOCKS, classes) } else { rows };
+        let sizes = &[piece * size_of::<C>(), piece * classes * size][..data.len()];
+        parallel::for_each_chunks(&mut data, sizes, |i, chunks| {
+            let (losses, grad) = chunks.split_first_mut().expect("the losses at least");
+            part(i * piece, bytemuck::cast_slice_mut(losses), grad.first_mut().map(|grad| &mut **grad));
+        });
     }
     if options.reduction == LossReduction::None {
-        store_tile(x.dtype, &losses.concat(), out, 0 as _, 1);
+        store_tile(x.dtype, &losses, out, 0 as _, 1);
         return Ok(());
     }
-    let blocks: Vec<C> = losses.iter().map(|l| fold::<Add, C>(l)).collect();
+    let blocks: SmallVec<[C; 16]> = losses.chunks(BLOCK).map(fold::<Add, C>).collect();
     let total = fold::<Add, C>(&blocks);
     store_tile(x.dtype, &[total.div(count)], out, 0 as _, 1);
     Ok(())
