@@ -50,7 +50,7 @@ pub(super) fn run(
     let ([out], [step]) = (outputs, &program.steps[..]) else { return Ok(false) };
     let computes = match step.action {
         Action::Compute(op) => !matches!(op, Op::Leaf(_)),
-        Action::Copy => false,
+        Action::Copy | Action::MultiplyAdd(_) => false,
     };
     let count = out.numel();
     if !computes || count == 0 || out.device() != Device::Cpu || !out.is_contiguous() {

@@ -44,6 +44,7 @@ mod lines;
 mod map;
 mod matmul;
 mod memo;
+mod multiply_add;
 mod norm;
 mod opencl_map;
 mod order;

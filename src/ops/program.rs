@@ -8,6 +8,7 @@ use std::sync::{Arc, LazyLock, PoisonError, RwLock};
 
 use super::expr::{Args, Binary, Dag, Expr, Leaf, Op};
 use super::kernels::KeyMap;
+use super::multiply_add::Sum;
 use crate::Compute;
 
 /// Where a step finds an operand.
@@ -27,6 +28,8 @@ pub(crate) enum Action {
     Compute(Op),
     /// A result that is a leaf, or the same as another result.
     Copy,
+    /// Of the first two arguments and the third: a step where there were two.
+    MultiplyAdd(Sum),
 }
 
 /// One primitive over a tile of elements.
@@ -89,7 +92,7 @@ impl Program {
 
     /// Whether there is more to do than to copy.
     pub(crate) fn computes(&self) -> bool {
-        self.steps.iter().any(|step| matches!(step.action, Action::Compute(_)))
+        self.steps.iter().any(|step| step.action != Action::Copy)
     }
 
     /// The program of these formulas, scheduled once a process. Formulas are few: numbers that change are scalars.
@@ -180,12 +183,10 @@ fn op_needs_float(op: Op) -> bool {
     }
 }
 
-/// An operation and the nodes that it reads.
-type Operation = (Op, Args<usize>);
-
-/// The nodes that results need. `select(x <= c, c, x)` is the single step `max(x, c)`, which it is for NaN and -0 too.
-fn operations(dag: &Dag) -> Vec<Option<Operation>> {
-    let mut nodes: Vec<Operation> = dag.nodes.iter().map(|n| (n.expr.op(), n.args.clone())).collect();
+/// The nodes that results need, what each does and the nodes that it reads. `select(x <= c, c, x)` is the single step `max(x, c)`,
+/// which it is for NaN and -0 too; a product that one sum alone reads is part of it.
+fn operations(dag: &Dag) -> Vec<Option<(Action, Args<usize>)>> {
+    let mut nodes: Vec<(Op, Args<usize>)> = dag.nodes.iter().map(|n| (n.expr.op(), n.args.clone())).collect();
     for i in 0..nodes.len() {
         let (Op::Select, [condition, c, x]) = (nodes[i].0, &nodes[i].1[..]) else { continue };
         let number = matches!(nodes[*c].0, Op::Leaf(Leaf::Const(c)) if !c.is_nan());
@@ -193,14 +194,34 @@ fn operations(dag: &Dag) -> Vec<Option<Operation>> {
             nodes[i] = (Op::Binary(Binary::Max), Args::from_slice(&[*x, *c]));
         }
     }
-    let mut needed = vec![false; nodes.len()];
-    dag.roots.iter().for_each(|&root| needed[root] = true);
+    let mut uses = vec![0; nodes.len()];
+    dag.roots.iter().for_each(|&root| uses[root] += 2); // by nobody alone
     for i in (0..nodes.len()).rev() {
-        if needed[i] {
-            nodes[i].1.iter().for_each(|&a| needed[a] = true);
+        if uses[i] > 0 {
+            nodes[i].1.iter().for_each(|&a| uses[a] += 1);
         }
     }
-    nodes.into_iter().zip(needed).map(|(node, needed)| needed.then_some(node)).collect()
+    let mut out: Vec<_> = nodes.into_iter().map(|(op, args)| Some((Action::Compute(op), args))).collect();
+    for i in 0..out.len() {
+        let product = |out: &[Option<(Action, Args<usize>)>], a: usize| match &out[a] {
+            Some((Action::Compute(Op::Binary(Binary::Mul)), args)) if uses[a] == 1 => Some(args.clone()),
+            _ => None,
+        };
+        let Some((Action::Compute(Op::Binary(op @ (Binary::Add | Binary::Sub))), args)) = &out[i] else { continue };
+        let (op, args) = (*op, args.clone());
+        if uses[i] == 0 {
+            continue;
+        }
+        let Some((k, mut factors)) = (0..2).find_map(|k| Some((k, product(&out, args[k])?))) else { continue };
+        let sum = match (op, k) {
+            (Binary::Add, _) => Sum::Plus,
+            (_, 0) => Sum::Less,
+            _ => Sum::Rest,
+        };
+        factors.push(args[1 - k]);
+        (out[i], out[args[k]]) = (Some((Action::MultiplyAdd(sum), factors)), None);
+    }
+    out.into_iter().zip(uses).map(|(node, uses)| node.filter(|_| uses > 0)).collect()
 }
 
 /// Puts the nodes in order and gives each a place; returns the number of registers too.
@@ -215,14 +236,14 @@ fn schedule(dag: &Dag) -> (Vec<Step>, usize) {
     let mut places: Vec<Value> = Vec::with_capacity(dag.nodes.len());
     let (mut free, mut registers) = (Vec::new(), 0);
     for (i, node) in nodes.iter().enumerate() {
-        let Some((op, args)) = node else {
+        let Some((action, args)) = node else {
             places.push(Value::Const(0.0)); // nobody looks
             continue;
         };
-        let place = match *op {
-            Op::Leaf(Leaf::Input(k)) => Value::Input(k),
-            Op::Leaf(Leaf::Scalar(k)) => Value::Scalar(k),
-            Op::Leaf(Leaf::Const(c)) => Value::Const(c),
+        let place = match *action {
+            Action::Compute(Op::Leaf(Leaf::Input(k))) => Value::Input(k),
+            Action::Compute(Op::Leaf(Leaf::Scalar(k))) => Value::Scalar(k),
+            Action::Compute(Op::Leaf(Leaf::Const(c))) => Value::Const(c),
             _ => {
                 let dst = match dag.roots.iter().position(|&r| r == i) {
                     Some(j) => Value::Output(j),
@@ -232,7 +253,7 @@ fn schedule(dag: &Dag) -> (Vec<Step>, usize) {
                     })),
                 };
                 let operands = args.iter().map(|&a| places[a]).collect();
-                steps.push(Step { action: Action::Compute(*op), args: operands, dst });
+                steps.push(Step { action: *action, args: operands, dst });
                 // after `dst` was chosen: a step never writes where it reads
                 for (k, &a) in args.iter().enumerate() {
                     if let Value::Register(r) = places[a]
@@ -271,7 +292,7 @@ mod tests {
             e = (&e + (i as f64 + 0.5)).sin() * &x;
         }
         let p = Program::new(&[e]);
-        assert_eq!(p.steps.len(), 150);
+        assert_eq!(p.steps.len(), 101); // sums but the first are one with the product before
         assert!(p.registers <= 2, "{}", p.registers);
         for s in &p.steps {
             assert!(!s.args.contains(&s.dst));
@@ -295,6 +316,25 @@ mod tests {
         assert_eq!(steps(x.lt(0.0).select(0.0, &x)), 2, "-0 stays");
         let both = Program::new(&[x.relu(), x.le(0.0)]);
         assert_eq!((both.steps.len(), both.registers), (2, 0));
+    }
+
+    #[test]
+    fn products_and_sums_are_one_step() {
+        let (a, b, c) = (Expr::input(0), Expr::input(1), Expr::input(2));
+        let steps = |exprs: &[Expr]| {
+            let p = Program::new(exprs);
+            (p.steps.len(), p.registers)
+        };
+        assert_eq!(steps(&[&a * &b + &c]), (1, 0));
+        assert_eq!(steps(&[&c - &a * &b]), (1, 0));
+        assert_eq!(steps(&[&a * &b - &c]), (1, 0));
+        assert_eq!(steps(&[&a * &b + &c * 2.0]), (2, 1));
+        let product = &a * &b;
+        assert_eq!(steps(&[&product + &product]), (2, 1), "read twice");
+        assert_eq!(steps(&[(&product + &c) * &product]), (3, 2), "read later");
+        assert_eq!(steps(&[&product + &c, product.clone()]), (2, 0), "a result");
+        let momentum = &a * 0.9 + &b;
+        assert_eq!(steps(&[&c - &momentum * 0.1, momentum]), (2, 0), "SGD");
     }
 
     #[test]

@@ -14,6 +14,7 @@ use pulp::{Arch, Simd, WithSimd};
 
 use super::expr::{Binary, Leaf, Op, Unary};
 use super::lane::Lane;
+use super::multiply_add::multiply_add;
 use super::philox::{Bits, Normal, Seed, Uniform};
 use super::program::{Action, Program, Step, Value};
 use super::stream;
@@ -117,6 +118,7 @@ impl Program {
         match (step.action, step.args.iter().filter(is_dst).count()) {
             (_, 0) => false,
             (Action::Compute(Op::Binary(op)), 1) => !updates(op),
+            (Action::MultiplyAdd(_), 1) => false,
             _ => true,
         }
     }
@@ -188,6 +190,10 @@ impl Program {
                         true => stream::binary(arch, op, a, b, dst),
                         false => binary(arch, op, a, b, dst),
                     }
+                }
+                Action::MultiplyAdd(sum) => {
+                    multiply_add(arch, sum, [operand(0), operand(1), operand(2)], dst);
+                    None
                 }
                 Action::Compute(Op::Select) => select(arch, operand(0), operand(1), operand(2), dst),
             };
@@ -405,6 +411,13 @@ pub(super) fn binary<C: Lane>(arch: Arch, op: Binary, a: TileIn<'_, C>, b: TileI
     if let (TileIn::Output(_), other) | (other, TileIn::Output(_)) = (a, b) {
         update(arch, op, matches!(a, TileIn::Output(_)), other, dst);
         return None;
+    }
+    // As PyTorch's `pow` has it: a product is much less than a power.
+    if let (Binary::Pow, TileIn::Scalar(y)) = (op, b)
+        && y == C::from_i32(2)
+        && !matches!(a, TileIn::Rows(..))
+    {
+        return binary(arch, Binary::Mul, a, a, dst);
     }
     match op {
         Binary::Add => each!(x, y => x.add(y)),

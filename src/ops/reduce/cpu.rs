@@ -87,14 +87,21 @@ impl Job<'_> {
             Element::Of(formula) => {
                 let program = Program::of(std::slice::from_ref(formula));
                 reduced(&|at, stride, out| {
-                    let (mut values, mut made) = ([C::from_i32(0); TILE], [C::from_i32(0); TILE]);
-                    let (values, made) = (&mut values[..out.len()], &mut made[..out.len()]);
-                    load_tile(dtype, bytes, at as usize, stride, values);
-                    eval(&program, values, &[], made);
-                    match C::COMPUTE == S::COMPUTE {
-                        true => out.copy_from_slice(bytemuck::cast_slice(made)),
-                        false => out.iter_mut().zip(made).for_each(|(o, v)| *o = S::from_i64(v.to_i64())),
+                    let (mut loaded, mut made) = (Vec::new(), Vec::new());
+                    let values = match stride == 1 && dtype == C::COMPUTE.dtype() {
+                        true => &bytemuck::cast_slice(bytes)[at as usize..][..out.len()],
+                        false => {
+                            loaded.resize(out.len(), C::from_i32(0));
+                            load_tile(dtype, bytes, at as usize, stride, &mut loaded);
+                            &loaded[..]
+                        }
+                    };
+                    if C::COMPUTE == S::COMPUTE {
+                        return eval(&program, values, &[], bytemuck::cast_slice_mut(out));
                     }
+                    made.resize(out.len(), C::from_i32(0));
+                    eval(&program, values, &[], &mut made);
+                    out.iter_mut().zip(made).for_each(|(o, v)| *o = S::from_i64(v.to_i64()));
                 });
             }
         }

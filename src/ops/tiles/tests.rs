@@ -167,3 +167,47 @@ fn results_that_are_operands() {
     let late = Program::new(&[&w + &g, (&w * &g).exp()]);
     assert!(!late.reads_before(0, 0) && late.reads_before(0, 1));
 }
+
+#[test]
+fn products_and_the_sums_they_are_part_of() {
+    let (a, b, c) = (Expr::input(0), Expr::input(1), Expr::input(2));
+    type Of = fn(f32, f32, f32) -> f32;
+    let formulas: [(Expr, Of); 4] = [
+        (&a * &b + &c, |a, b, c| a * b + c),
+        (&c + &a * &b, |a, b, c| c + a * b),
+        (&a * &b - &c, |a, b, c| a * b - c),
+        (&c - &a * &b, |a, b, c| c - a * b),
+    ];
+    for (expr, of) in formulas {
+        let program = Program::new(&[expr]);
+        assert_eq!((program.steps.len(), program.registers), (1, 0));
+        for len in [1, 7, 16, 33, TILE + 1] {
+            let value = |k: usize, i: usize| match (i + 5 * k) % 11 {
+                3 => f32::NAN,
+                7 => f32::INFINITY,
+                _ => (i * 7919 + k * 31) as f32 % 1.7 - 0.8,
+            };
+            let columns: [Vec<f32>; 3] = [0, 1, 2].map(|k| (0..len).map(|i| value(k, i)).collect());
+            // Each an element for each or a number, and none or one of them what the result held.
+            for form in 0..32 {
+                let (numbers, own) = (form % 8, form / 8);
+                let one = |k: usize| numbers >> k & 1 == 1 && own != k + 1;
+                let inputs: Vec<TileIn<f32>> = (0..3)
+                    .map(|k| match (own == k + 1, one(k)) {
+                        (true, _) => TileIn::Output(0),
+                        (_, true) => TileIn::Scalar(columns[k][0]),
+                        _ => TileIn::Slice(&columns[k]),
+                    })
+                    .collect();
+                let mut out = if own > 0 { columns[own - 1].clone() } else { vec![1.0; len] };
+                let tile = Tile { inputs: &inputs, scalars: &[], seeds: &[], first: 0, len };
+                program.eval_tile(&tile, &mut Scratch::new(), &mut [&mut out]);
+                for i in 0..len {
+                    let [x, y, z] = [0, 1, 2].map(|k| columns[k][if one(k) { 0 } else { i }]);
+                    let want = of(x, y, z);
+                    assert!(out[i] == want || (out[i].is_nan() && want.is_nan()), "{form} {i} of {len}: {}", out[i]);
+                }
+            }
+        }
+    }
+}

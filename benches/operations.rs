@@ -1,0 +1,224 @@
+//! What operations cost that no other bench has, small and large: `operations [--device D] [--only TEXT]`, a line of JSON each,
+//! the median of many calls in microseconds. `benches/operations_torch.py` sets PyTorch's beside them.
+
+use std::cell::RefCell;
+use std::error::Error;
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use claystone::optim::{AdamW, AdamWConfig, Optimizer, Sgd, SgdConfig};
+use claystone::{BatchNormOptions, DType, Device, PadMode, Result, Tensor};
+
+/// Time that a case is measured for.
+const BUDGET: Duration = Duration::from_millis(150);
+
+type Case<'a> = (&'static str, Box<dyn Fn() -> Result<()> + 'a>);
+
+/// Cases of these names, of expressions that give something.
+macro_rules! cases {
+    ($($name:literal => $e:expr;)*) => { vec![$(($name, Box::new(|| $e.map(|made| _ = black_box(made))) as Box<dyn Fn() -> Result<()>>)),*] };
+}
+
+struct Suite {
+    device: Device,
+    only: String,
+}
+
+impl Suite {
+    fn run(&self, size: &str, cases: Vec<Case>) -> Result<()> {
+        for (name, f) in cases.iter().filter(|(name, _)| name.contains(&self.only)) {
+            let call = || -> Result<f64> {
+                let from = Instant::now();
+                f()?;
+                self.device.synchronize()?;
+                Ok(from.elapsed().as_secs_f64() * 1e6)
+            };
+            (0..3).try_for_each(|_| call().map(drop))?;
+            let (begun, mut times) = (Instant::now(), Vec::new());
+            while times.len() < 3 || begun.elapsed() < BUDGET {
+                times.push(call()?);
+            }
+            times.sort_by(f64::total_cmp);
+            let median = times[times.len() / 2];
+            println!("{{\"case\": \"{name}\", \"size\": \"{size}\", \"median_us\": {median:.2}}}");
+        }
+        Ok(())
+    }
+
+    fn matrices(&self, rows: usize, columns: usize) -> Result<()> {
+        let device = self.device;
+        let shape = [rows, columns];
+        let made = || Tensor::randn(&shape, device);
+        let (x, y, turned) = (made()?, made()?, Tensor::randn(&[columns, rows], device)?.t()?);
+        let (flat, row, column) =
+            (x.reshape([rows * columns])?, Tensor::randn(&[columns], device)?, x.narrow(1, 0, 1)?);
+        let (positive, mask) = (x.abs()?.add_scalar(0.1)?, x.lt_scalar(0.3)?);
+        let whole = |below: usize, shape: &[usize]| Tensor::randint(0, below as i64, shape, (DType::I64, device));
+        let (places, down) = (whole(columns, &shape)?, whole(rows, &shape)?);
+        let (lines, some) = (whole(rows, &[rows])?, whole(columns, &[columns])?);
+        let [f16, bf16] = [DType::F16, DType::BF16].map(|dtype| x.to_dtype(dtype));
+        let (f16, bf16, f64) = (f16?, bf16?, x.to_dtype(DType::F64)?);
+        let four = x.reshape([rows / 16, 16, 4, columns / 4])?;
+        let leaf = |t: &Tensor| t.try_clone()?.requires_grad_(true);
+        let (tracked, weight, bias) = (leaf(&x)?, leaf(&row)?, leaf(&row)?);
+        // Forward, and backward with a gradient of ones.
+        let backward = |y: Result<Tensor>| -> Result<()> {
+            let y = y?;
+            y.backward_with(&y.ones_like()?)?;
+            [&tracked, &weight, &bias].into_iter().for_each(Tensor::zero_grad);
+            Ok(())
+        };
+        let norm = |x: &Tensor| x.layer_norm(&[columns], Some(&row), Some(&row), 1e-5);
+        let tracked_norm = || tracked.layer_norm(&[columns], Some(&weight), Some(&bias), 1e-5);
+        self.run(
+            &format!("{rows}x{columns}"),
+            cases! {
+                "layer_norm" => norm(&x);
+                "layer_norm, backward" => backward(tracked_norm());
+                "rms_norm" => x.rms_norm(&[columns], Some(&row), Some(1e-5));
+                "softmax" => x.softmax(1);
+                "softmax, dim 0" => x.softmax(0);
+                "log_softmax" => x.log_softmax(1);
+                "softmax, backward" => backward(tracked.softmax(1));
+                "logsumexp, dim 0" => x.logsumexp(0, false);
+                "gelu" => x.gelu();
+                "silu" => x.silu();
+                "pow 2" => x.pow_scalar(2.0);
+                "clamp" => x.clamp(-0.5, 0.5);
+                "where" => mask.where_cond(&x, &y);
+                "addcmul" => x.addcmul(&y, &y, 0.5);
+                "add_" => x.add_(&y).map(drop);
+                "logical_and" => mask.logical_and(&mask);
+                "add, a row" => x.add(&row);
+                "add, a column" => x.add(&column);
+                "add, transposed" => x.add(&turned);
+                "exp, transposed" => turned.exp();
+                "sum" => x.sum((), false);
+                "sum, dim 0" => x.sum(0, false);
+                "sum, dim 1" => x.sum(1, false);
+                "var, dim 1" => x.var(1, 1, false);
+                "norm, dim 1" => x.norm(1, false);
+                "argmax, dim 1" => x.argmax(1, false);
+                "cumsum, dim 0" => x.cumsum(0);
+                "cumsum, dim 1" => x.cumsum(1);
+                "sort" => x.sort(1, false);
+                "topk" => x.topk(8, 1, true);
+                "topk, flat" => flat.topk(8, 0, true);
+                "median" => x.median(1, false);
+                "gather" => x.gather(1, &places);
+                "gather, dim 0" => x.gather(0, &down);
+                "scatter_add" => x.scatter_add(1, &places, &y);
+                "scatter_add, dim 0" => x.scatter_add(0, &down, &y);
+                "index_select" => x.index_select(0, &lines);
+                "index_select, dim 1" => x.index_select(1, &some);
+                "index_add" => x.index_add(0, &lines, &y);
+                "embedding, backward" => backward(tracked.embedding(&lines));
+                "nonzero" => mask.nonzero();
+                "masked_select" => x.masked_select(&mask);
+                "cat, dim 0" => Tensor::cat(&[&x, &y], 0);
+                "cat, dim 1" => Tensor::cat(&[&x, &y], 1);
+                "stack, dim 2" => Tensor::stack(&[&x, &y], 2);
+                "permute 0213" => four.permute(&[0, 2, 1, 3])?.contiguous();
+                "permute 0231" => four.permute(&[0, 2, 3, 1])?.contiguous();
+                "transpose" => turned.contiguous();
+                "repeat" => x.repeat(&[2, 2]);
+                "expand, a row" => row.expand(shape)?.contiguous();
+                "roll" => x.roll(&[3], &[1]);
+                "pad" => x.pad(&[2, 2, 2, 2], PadMode::Constant(0.0.into()));
+                "tril" => x.tril(0);
+                "f16, add" => f16.add(&f16);
+                "f16, sum" => f16.sum((), false);
+                "f16, softmax" => f16.softmax(1);
+                "f16 to f32" => f16.to_dtype(DType::F32);
+                "f32 to f16" => x.to_dtype(DType::F16);
+                "bf16, add" => bf16.add(&bf16);
+                "bf16 to f32" => bf16.to_dtype(DType::F32);
+                "f32 to bf16" => x.to_dtype(DType::BF16);
+                "f32 to i64" => x.to_dtype(DType::I64);
+                "i64, add" => places.add(&places);
+                "f64, exp" => f64.exp();
+                "dropout" => x.dropout(0.3);
+                "randn" => made();
+                "arange" => Tensor::arange(0, (rows * columns) as i64, 1, (DType::I64, device));
+                "mse_loss" => x.mse_loss(&positive);
+            },
+        )
+    }
+
+    fn labels(&self, rows: usize, classes: usize) -> Result<()> {
+        let x = Tensor::randn(&[rows, classes], self.device)?;
+        let labels = Tensor::randint(0, classes as i64, &[rows], (DType::I64, self.device))?;
+        let tracked = x.try_clone()?.requires_grad_(true)?;
+        let backward = || -> Result<()> {
+            tracked.cross_entropy(&labels)?.backward()?;
+            tracked.zero_grad();
+            Ok(())
+        };
+        self.run(
+            &format!("{rows}x{classes}"),
+            cases! {
+                "cross_entropy" => x.cross_entropy(&labels);
+                "cross_entropy, backward" => backward();
+            },
+        )
+    }
+
+    fn images(&self, [n, channels, high, wide]: [usize; 4]) -> Result<()> {
+        let x = Tensor::randn(&[n, channels, high, wide], self.device)?;
+        let (ones, zeros) = (Tensor::ones(&[channels], self.device)?, Tensor::zeros(&[channels], self.device)?);
+        let options = |training| BatchNormOptions {
+            running_mean: Some(&zeros),
+            running_var: Some(&ones),
+            weight: Some(&ones),
+            bias: Some(&zeros),
+            training,
+            momentum: 0.0,
+            ..BatchNormOptions::default()
+        };
+        self.run(
+            &format!("{n}x{channels}x{high}x{wide}"),
+            cases! {
+                "group_norm" => x.group_norm(8, Some(&ones), Some(&zeros), 1e-5);
+                "batch_norm, training" => x.batch_norm(options(true));
+                "batch_norm" => x.batch_norm(options(false));
+                "max_pool2d" => x.max_pool2d([2, 2], Default::default());
+                "avg_pool2d" => x.avg_pool2d([2, 2], Default::default());
+                "softmax, channels" => x.softmax(1);
+            },
+        )
+    }
+
+    fn optimisers(&self, rows: usize, columns: usize) -> Result<()> {
+        let leaf = || -> Result<Tensor> { Tensor::randn(&[rows, columns], self.device)?.requires_grad_(true) };
+        let (mut a, mut b) = (leaf()?, leaf()?);
+        let momentum = SgdConfig { momentum: 0.9, ..SgdConfig::default() };
+        let sgd = RefCell::new(Sgd::new(vec![&mut a], momentum)?);
+        let adamw = RefCell::new(AdamW::new(vec![&mut b], AdamWConfig::default())?);
+        a.mean((), false)?.backward()?;
+        b.mean((), false)?.backward()?;
+        self.run(
+            &format!("{rows}x{columns}"),
+            cases! {
+                "sgd" => sgd.borrow_mut().step();
+                "adamw" => adamw.borrow_mut().step();
+            },
+        )
+    }
+}
+
+fn main() -> std::result::Result<(), Box<dyn Error>> {
+    let args: Vec<String> = std::env::args().collect();
+    let value = |option: &str| args.iter().position(|a| a == option).and_then(|i| args.get(i + 1));
+    let device = value("--device").map_or(Ok(Device::best()), |name| name.parse())?;
+    let suite = Suite { device, only: value("--only").cloned().unwrap_or_default() };
+    for (rows, columns) in [(64, 64), (1024, 768)] {
+        suite.matrices(rows, columns)?;
+        suite.optimisers(rows, columns)?;
+    }
+    for (rows, classes) in [(64, 10), (1024, 10), (1024, 1000)] {
+        suite.labels(rows, classes)?;
+    }
+    suite.images([8, 16, 32, 32])?;
+    suite.images([32, 64, 28, 28])?;
+    Ok(())
+}

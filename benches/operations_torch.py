@@ -1,0 +1,122 @@
+#!/usr/bin/env python3
+"""operations_torch.py FILE.jsonl [DEVICE]: PyTorch on the cases that `operations` printed to FILE, on DEVICE (cpu), with two
+threads there unless OMP_NUM_THREADS says otherwise; a table of both medians in microseconds and ours / PyTorch's, the largest first.
+`cargo bench --bench operations -- --device cpu > FILE.jsonl` makes the file."""
+import json
+import os
+import statistics
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+
+dev = torch.device(sys.argv[2] if len(sys.argv) > 2 else "cpu")
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+
+
+def backward(f, *leaves):
+    def step():
+        y = f()
+        y.backward(torch.ones_like(y))
+        for leaf in leaves:
+            leaf.grad = None
+    return step
+
+
+def leaf(t):
+    return t.clone().requires_grad_()
+
+
+def matrices(r, c):
+    x, y, turned = torch.randn(r, c, device=dev), torch.randn(r, c, device=dev), torch.randn(c, r, device=dev).t()
+    flat, row, column, positive, mask = x.reshape(-1), torch.randn(c, device=dev), x[:, :1], x.abs() + 0.1, x < 0.3
+    places, down = torch.randint(0, c, (r, c), device=dev), torch.randint(0, r, (r, c), device=dev)
+    lines, some = torch.randint(0, r, (r,), device=dev), torch.randint(0, c, (c,), device=dev)
+    f16, bf16, f64, four = x.half(), x.bfloat16(), x.double(), x.reshape(r // 16, 16, 4, c // 4)
+    tx, w, b = leaf(x), leaf(row), leaf(row)
+    return {
+        "layer_norm": lambda: F.layer_norm(x, (c,), row, row),
+        "layer_norm, backward": backward(lambda: F.layer_norm(tx, (c,), w, b), tx, w, b),
+        "rms_norm": lambda: F.rms_norm(x, (c,), row, 1e-5),
+        "softmax": lambda: x.softmax(1), "softmax, dim 0": lambda: x.softmax(0), "log_softmax": lambda: x.log_softmax(1),
+        "softmax, backward": backward(lambda: tx.softmax(1), tx), "logsumexp, dim 0": lambda: x.logsumexp(0),
+        "gelu": lambda: F.gelu(x), "silu": lambda: F.silu(x), "pow 2": lambda: x.pow(2), "clamp": lambda: x.clamp(-0.5, 0.5),
+        "where": lambda: torch.where(mask, x, y), "addcmul": lambda: torch.addcmul(x, y, y, value=0.5),
+        "add_": lambda: x.add_(y), "logical_and": lambda: mask.logical_and(mask),
+        "add, a row": lambda: x + row, "add, a column": lambda: x + column, "add, transposed": lambda: x + turned,
+        "exp, transposed": lambda: turned.exp(),
+        "sum": lambda: x.sum(), "sum, dim 0": lambda: x.sum(0), "sum, dim 1": lambda: x.sum(1),
+        "var, dim 1": lambda: x.var(1), "norm, dim 1": lambda: torch.linalg.vector_norm(x, dim=1),
+        "argmax, dim 1": lambda: x.argmax(1), "cumsum, dim 0": lambda: x.cumsum(0), "cumsum, dim 1": lambda: x.cumsum(1),
+        "sort": lambda: x.sort(dim=1, stable=True), "topk": lambda: x.topk(8, 1), "topk, flat": lambda: flat.topk(8),
+        "median": lambda: x.median(1),
+        "gather": lambda: x.gather(1, places), "gather, dim 0": lambda: x.gather(0, down),
+        "scatter_add": lambda: x.scatter_add(1, places, y), "scatter_add, dim 0": lambda: x.scatter_add(0, down, y),
+        "index_select": lambda: x.index_select(0, lines), "index_select, dim 1": lambda: x.index_select(1, some),
+        "index_add": lambda: x.index_add(0, lines, y),
+        "embedding, backward": backward(lambda: F.embedding(lines, tx), tx),
+        "nonzero": lambda: mask.nonzero(), "masked_select": lambda: x.masked_select(mask),
+        "cat, dim 0": lambda: torch.cat([x, y], 0), "cat, dim 1": lambda: torch.cat([x, y], 1),
+        "stack, dim 2": lambda: torch.stack([x, y], 2),
+        "permute 0213": lambda: four.permute(0, 2, 1, 3).contiguous(), "permute 0231": lambda: four.permute(0, 2, 3, 1).contiguous(),
+        "transpose": lambda: turned.contiguous(), "repeat": lambda: x.repeat(2, 2),
+        "expand, a row": lambda: row.expand(r, c).contiguous(), "roll": lambda: x.roll(3, 1),
+        "pad": lambda: F.pad(x, (2, 2, 2, 2)), "tril": lambda: x.tril(),
+        "f16, add": lambda: f16 + f16, "f16, sum": lambda: f16.sum(), "f16, softmax": lambda: f16.softmax(1),
+        "f16 to f32": lambda: f16.float(), "f32 to f16": lambda: x.half(), "bf16, add": lambda: bf16 + bf16,
+        "bf16 to f32": lambda: bf16.float(), "f32 to bf16": lambda: x.bfloat16(), "f32 to i64": lambda: x.long(),
+        "i64, add": lambda: places + places, "f64, exp": lambda: f64.exp(),
+        "dropout": lambda: F.dropout(x, 0.3), "randn": lambda: torch.randn(r, c, device=dev),
+        "arange": lambda: torch.arange(0, r * c, device=dev), "mse_loss": lambda: F.mse_loss(x, positive),
+    }
+
+
+def optimisers(r, c):
+    def made(kind, **options):
+        t = torch.randn(r, c, device=dev, requires_grad=True)
+        t.grad = torch.ones_like(t)
+        return kind([t], fused=True, **options).step
+    return {"sgd": made(torch.optim.SGD, lr=1e-3, momentum=0.9), "adamw": made(torch.optim.AdamW)}
+
+
+def labels(r, c):
+    x, t = torch.randn(r, c, device=dev), torch.randint(0, c, (r,), device=dev)
+    tx = leaf(x)
+    return {"cross_entropy": lambda: F.cross_entropy(x, t),
+            "cross_entropy, backward": backward(lambda: F.cross_entropy(tx, t), tx)}
+
+
+def images(n, c, h, w):
+    x, one, zero = torch.randn(n, c, h, w, device=dev), torch.ones(c, device=dev), torch.zeros(c, device=dev)
+    return {"group_norm": lambda: F.group_norm(x, 8, one, zero),
+            "batch_norm, training": lambda: F.batch_norm(x, zero, one, one, zero, True, 0.0),
+            "batch_norm": lambda: F.batch_norm(x, zero, one, one, zero),
+            "max_pool2d": lambda: F.max_pool2d(x, 2), "avg_pool2d": lambda: F.avg_pool2d(x, 2),
+            "softmax, channels": lambda: x.softmax(1)}
+
+
+def measure(f):
+    for _ in range(3):
+        f()
+    begun, times = time.perf_counter(), []
+    while len(times) < 3 or time.perf_counter() - begun < 0.15:
+        a = time.perf_counter()
+        f()
+        if dev.type == "cuda":
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - a) * 1e6)
+    return statistics.median(times)
+
+
+cases, rows = {}, []
+for line in map(json.loads, open(sys.argv[1])):
+    size = tuple(map(int, line["size"].split("x")))
+    if size not in cases:
+        kinds = [images] if len(size) == 4 else [matrices, optimisers, labels] if size[1] % 16 == 0 else [labels]
+        cases = {size: {name: f for kind in kinds for name, f in kind(*size).items()}}
+    theirs = measure(cases[size][line["case"]])
+    rows.append((line["median_us"] / theirs, line["case"], line["size"], line["median_us"], theirs))
+print(f"{'case':26}{'size':>14}{'ours':>10}{'torch':>10}{'ratio':>8}")
+for ratio, case, size, ours, theirs in sorted(rows, reverse=True):
+    print(f"{case:26}{size:>14}{ours:>10.1f}{theirs:>10.1f}{ratio:>8.2f}")

@@ -1,0 +1,129 @@
+//! A product and the sum it is part of, in one pass: half the loads and stores of two. Each is rounded, as by itself.
+
+use std::marker::PhantomData;
+
+use pulp::{Arch, Simd, WithSimd};
+
+use super::expr::Binary;
+use super::lane::Lane;
+use super::tiles::{Function, TileIn, binary};
+use super::update::update;
+
+/// How `a * b` and `c` become one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Sum {
+    /// `a * b + c`.
+    Plus,
+    /// `a * b - c`.
+    Less,
+    /// `c - a * b`.
+    Rest,
+}
+
+struct Loop<'a, C, I, F> {
+    dst: &'a mut [C],
+    args: I,
+    function: PhantomData<F>,
+}
+
+impl<C, I: Iterator, F: Function<I::Item, C>> WithSimd for Loop<'_, C, I, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        self.dst.iter_mut().zip(self.args).for_each(|(d, x)| *d = F::call(x));
+    }
+}
+
+/// Of a result that is `c`, or `a` where that is `FIRST`.
+struct Update<'a, C, I, F, const FIRST: bool> {
+    dst: &'a mut [C],
+    others: I,
+    function: PhantomData<F>,
+}
+
+impl<C: Lane, I: Iterator<Item = (C, C)>, F: Function<(C, C, C), C>, const FIRST: bool> WithSimd
+    for Update<'_, C, I, F, FIRST>
+{
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        for (d, (x, y)) in self.dst.iter_mut().zip(self.others) {
+            *d = if FIRST { F::call((*d, x, y)) } else { F::call((x, y, *d)) };
+        }
+    }
+}
+
+/// Fills `dst`, which is [`TileIn::Output`] where it is an operand, once.
+pub(super) fn multiply_add<C: Lane>(arch: Arch, sum: Sum, [a, b, c]: [TileIn<'_, C>; 3], dst: &mut [C]) {
+    use TileIn::{Output, Scalar, Slice};
+    // A product is the same either way round: a number comes second, and a result that is changed first.
+    let (a, b) = match (a, b) {
+        (Scalar(_), Slice(_) | Output(_)) | (Slice(_), Output(_)) => (b, a),
+        _ => (a, b),
+    };
+    macro_rules! each {
+        ($x:ident, $y:ident, $z:ident => $e:expr) => {{
+            struct F;
+            impl<C: Lane> Function<(C, C, C), C> for F {
+                #[inline(always)]
+                fn call(($x, $y, $z): (C, C, C)) -> C {
+                    $e
+                }
+            }
+            let function = PhantomData::<F>;
+            match (a, b, c) {
+                (Slice(a), Slice(b), Slice(c)) => {
+                    let args = a.iter().zip(b).zip(c).map(|((x, y), z)| (*x, *y, *z));
+                    arch.dispatch(Loop { dst, args, function });
+                }
+                (Slice(a), Scalar(y), Slice(c)) => {
+                    arch.dispatch(Loop { dst, args: a.iter().zip(c).map(|(x, z)| (*x, y, *z)), function });
+                }
+                (Slice(a), Scalar(y), Scalar(z)) => {
+                    arch.dispatch(Loop { dst, args: a.iter().map(|x| (*x, y, z)), function });
+                }
+                (Slice(a), Slice(b), Output(_)) => {
+                    let others = a.iter().zip(b).map(|(x, y)| (*x, *y));
+                    arch.dispatch(Update::<_, _, _, false> { dst, others, function });
+                }
+                (Slice(a), Scalar(y), Output(_)) => {
+                    arch.dispatch(Update::<_, _, _, false> { dst, others: a.iter().map(|x| (*x, y)), function });
+                }
+                (Output(_), Scalar(y), Slice(c)) => {
+                    arch.dispatch(Update::<_, _, _, true> { dst, others: c.iter().map(|z| (y, *z)), function });
+                }
+                _ => in_two(arch, sum, [a, b, c], dst),
+            }
+        }};
+    }
+    match sum {
+        Sum::Plus => each!(x, y, z => x.mul(y).add(z)),
+        Sum::Less => each!(x, y, z => x.mul(y).sub(z)),
+        Sum::Rest => each!(x, y, z => z.sub(x.mul(y))),
+    }
+}
+
+/// The product, and then the sum. Of a product of numbers the sum alone.
+fn in_two<C: Lane>(arch: Arch, sum: Sum, [a, b, c]: [TileIn<'_, C>; 3], dst: &mut [C]) {
+    let (op, left) = match sum {
+        Sum::Plus => (Binary::Add, true),
+        Sum::Less => (Binary::Sub, true),
+        Sum::Rest => (Binary::Sub, false),
+    };
+    let product = match (a, b) {
+        (TileIn::Scalar(x), TileIn::Scalar(y)) => {
+            let (x, y) = if left { (TileIn::Scalar(x.mul(y)), c) } else { (c, TileIn::Scalar(x.mul(y))) };
+            binary(arch, op, x, y, dst)
+        }
+        _ => {
+            binary(arch, Binary::Mul, a, b, dst);
+            update(arch, op, left, c, dst);
+            None
+        }
+    };
+    if let Some(same) = product {
+        dst.fill(same);
+    }
+}
