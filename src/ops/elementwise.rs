@@ -14,7 +14,7 @@ use super::philox::Seed;
 use super::program::Program;
 use super::rows::rows;
 use super::table::{Accepts, Output, Row, methods};
-use super::{cpu_flat, cpu_map, opencl_map, promote, registry, same_device};
+use super::{cpu_flat, cpu_map, masks, opencl_map, promote, registry, same_device};
 use crate::autograd::{self, Saved};
 use crate::device::opencl::{self, ClDevice};
 use crate::{Compute, DType, Device, Error, Result, Scalar, Shape, Tensor};
@@ -123,6 +123,9 @@ fn fill(op: &'static str, inputs: &[&Tensor], params: Params, exprs: &[Expr], ou
     };
     let program: &Program = Program::kept(exprs);
     if params.seeds.is_empty() && cpu_flat::run(op, program, inputs, params.scalars, outputs)? {
+        return Ok(());
+    }
+    if !looked_up && outputs[0].dtype == DType::Bool && masks::run(program, inputs, outputs)? {
         return Ok(());
     }
     for t in inputs {

@@ -42,6 +42,7 @@ pub(crate) mod lane;
 mod linalg;
 mod lines;
 mod map;
+mod masks;
 mod matmul;
 mod memo;
 mod multiply_add;

@@ -55,8 +55,8 @@ impl<C: Lane, I: Iterator<Item = (C, C)>, F: Function<(C, C, C), C>, const FIRST
     }
 }
 
-/// Fills `dst`, which is [`TileIn::Output`] where it is an operand, once.
-pub(super) fn multiply_add<C: Lane>(arch: Arch, sum: Sum, [a, b, c]: [TileIn<'_, C>; 3], dst: &mut [C]) {
+/// Fills `dst`, which is [`TileIn::Output`] where it is an operand, once; or gives the one value that all elements have.
+pub(super) fn multiply_add<C: Lane>(arch: Arch, sum: Sum, [a, b, c]: [TileIn<'_, C>; 3], dst: &mut [C]) -> Option<C> {
     use TileIn::{Output, Scalar, Slice};
     // A product is the same either way round: a number comes second, and a result that is changed first.
     let (a, b) = match (a, b) {
@@ -94,8 +94,9 @@ pub(super) fn multiply_add<C: Lane>(arch: Arch, sum: Sum, [a, b, c]: [TileIn<'_,
                 (Output(_), Scalar(y), Slice(c)) => {
                     arch.dispatch(Update::<_, _, _, true> { dst, others: c.iter().map(|z| (y, *z)), function });
                 }
-                _ => in_two(arch, sum, [a, b, c], dst),
+                _ => return in_two(arch, sum, [a, b, c], dst),
             }
+            None
         }};
     }
     match sum {
@@ -106,24 +107,17 @@ pub(super) fn multiply_add<C: Lane>(arch: Arch, sum: Sum, [a, b, c]: [TileIn<'_,
 }
 
 /// The product, and then the sum. Of a product of numbers the sum alone.
-fn in_two<C: Lane>(arch: Arch, sum: Sum, [a, b, c]: [TileIn<'_, C>; 3], dst: &mut [C]) {
+fn in_two<C: Lane>(arch: Arch, sum: Sum, [a, b, c]: [TileIn<'_, C>; 3], dst: &mut [C]) -> Option<C> {
     let (op, left) = match sum {
         Sum::Plus => (Binary::Add, true),
         Sum::Less => (Binary::Sub, true),
         Sum::Rest => (Binary::Sub, false),
     };
-    let product = match (a, b) {
-        (TileIn::Scalar(x), TileIn::Scalar(y)) => {
-            let (x, y) = if left { (TileIn::Scalar(x.mul(y)), c) } else { (c, TileIn::Scalar(x.mul(y))) };
-            binary(arch, op, x, y, dst)
-        }
-        _ => {
-            binary(arch, Binary::Mul, a, b, dst);
-            update(arch, op, left, c, dst);
-            None
-        }
-    };
-    if let Some(same) = product {
-        dst.fill(same);
+    if let (TileIn::Scalar(x), TileIn::Scalar(y)) = (a, b) {
+        let product = TileIn::Scalar(x.mul(y));
+        return if left { binary(arch, op, product, c, dst) } else { binary(arch, op, c, product, dst) };
     }
+    binary(arch, Binary::Mul, a, b, dst);
+    update(arch, op, left, c, dst);
+    None
 }

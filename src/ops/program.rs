@@ -167,6 +167,11 @@ impl Program {
         self.calls_functions
     }
 
+    /// Whether an integer may be divided by another.
+    pub(crate) fn divides(&self) -> bool {
+        self.divides
+    }
+
     /// Whether a run in this type can meet an integer division by zero.
     pub(crate) fn can_fault(&self, compute: Compute) -> bool {
         self.divides && compute == Compute::I64

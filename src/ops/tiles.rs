@@ -191,10 +191,7 @@ impl Program {
                         false => binary(arch, op, a, b, dst),
                     }
                 }
-                Action::MultiplyAdd(sum) => {
-                    multiply_add(arch, sum, [operand(0), operand(1), operand(2)], dst);
-                    None
-                }
+                Action::MultiplyAdd(sum) => multiply_add(arch, sum, [operand(0), operand(1), operand(2)], dst),
                 Action::Compute(Op::Select) => select(arch, operand(0), operand(1), operand(2), dst),
             };
 

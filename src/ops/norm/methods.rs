@@ -241,8 +241,10 @@ impl Tensor {
         let column = |t: &Tensor| t.reshape(&shape);
         let all: Dims<Tensor> = [mean, var].into_iter().chain(weight).chain(bias).map(column).collect::<Result<_>>()?;
         let inputs: Dims<&Tensor> = std::iter::once(self).chain(&all).collect();
-        let normal = (Expr::input(0) - Expr::input(1)) * (Expr::input(2) + eps).rsqrt();
-        let scaled = if weight.is_some() { normal * Expr::input(3) } else { normal };
+        // The scale of a channel, which the CPU computes once for all of its elements.
+        let scale = (Expr::input(2) + eps).rsqrt();
+        let scale = if weight.is_some() { scale * Expr::input(3) } else { scale };
+        let scaled = (Expr::input(0) - Expr::input(1)) * scale;
         let shifted = if bias.is_some() { scaled + Expr::input(all.len()) } else { scaled };
         formula(op, &inputs, self.dtype, &shifted, |i| shifted.diff(i))
     }
