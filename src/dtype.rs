@@ -226,6 +226,7 @@ impl Scalar {
 
     /// The bytes of one element of `dtype` with this value, into `out`, which has just that size. As kernels store it:
     /// halves are rounded from f32, floats saturate to integers, integers wrap, what is not 0 is true.
+    #[inline(always)] // where the dtype is known nothing is left of the choice
     pub(crate) fn encode(self, dtype: DType, out: &mut [u8]) {
         macro_rules! int {
             ($t:ty) => {

@@ -168,6 +168,150 @@ fn scatter_add_adds_equal_indices_up() {
     });
 }
 
+/// Every element of `source` goes to its place in row-major order.
+fn added<T: Element + std::ops::AddAssign>(x: &Tensor, d: usize, index: &Tensor, source: &Tensor) -> Vec<T> {
+    let (mut values, indices) =
+        (x.to_vec::<T>().unwrap(), index.to_dtype(DType::I64).unwrap().to_vec::<i64>().unwrap());
+    let from = source.to_vec::<T>().unwrap();
+    for (mut p, i) in positions(index.shape().dims()).into_iter().zip(&indices) {
+        let v = from[at(source.shape().dims(), &p)];
+        p[d] = *i as usize;
+        values[at(x.shape().dims(), &p)] += v;
+    }
+    values
+}
+
+/// Indices below `size`, many of them equal.
+fn some_indices(shape: &[usize], size: usize, device: Device) -> Tensor {
+    let n: usize = shape.iter().product();
+    let values: Vec<i64> = (0..n).map(|i| (i * 7919 % 1009 * 31 % size) as i64).collect();
+    index(&values, shape, device)
+}
+
+/// Of shapes that threads share by rows, by columns, and not at all.
+#[test]
+fn many_elements_arrive_in_order_however_they_are_shared_out() {
+    let shapes: [(&[usize], &[usize]); 6] = [
+        (&[300, 200], &[290, 190]),
+        (&[3, 500, 50], &[3, 480, 47]),
+        (&[50, 3, 300], &[50, 9, 300]),
+        (&[7, 40000], &[7, 39999]),
+        (&[90000], &[40001]),
+        (&[1, 33000, 1], &[1, 33000, 1]),
+    ];
+    let fractions = |shape: &[usize]| {
+        let n: usize = shape.iter().product();
+        let values: Vec<f32> = (0..n).map(|i| (i * 131 % 1013) as f32 * 0.37 - 150.1).collect();
+        Tensor::from_slice(&values, shape, Device::Cpu).unwrap()
+    };
+    for (shape, places) in shapes {
+        for d in 0..shape.len() {
+            let mut of = places.to_vec();
+            of.iter_mut().zip(shape).enumerate().filter(|(i, _)| *i != d).for_each(|(_, (n, most))| *n = *most.min(n));
+            let (x, source) = (fractions(shape), fractions(&of));
+            let i = some_indices(&of, shape[d], Device::Cpu);
+            let want = added::<f32>(&x, d, &i, &source);
+            let dim = d as isize;
+            assert_eq!(x.scatter_add(dim, &i, &source).unwrap().to_vec::<f32>().unwrap(), want, "{shape:?} {d}");
+            let narrow = i.to_dtype(DType::I32).unwrap();
+            assert_eq!(x.scatter_add(dim, &narrow, &source).unwrap().to_vec::<f32>().unwrap(), want);
+            assert_eq!(vec(&x.gather(dim, &i).unwrap()), gathered(&x, d, &i));
+            assert_eq!(vec(&x.gather(dim, &narrow).unwrap()), gathered(&x, d, &i));
+            let back: Vec<isize> = (0..shape.len() as isize).rev().collect();
+            let turned = |t: &Tensor| t.permute(&back).unwrap();
+            let (far, flipped) = (shape.len() as isize - 1 - dim, turned(&x).contiguous().unwrap());
+            let got = flipped.scatter_add(far, &turned(&i), &turned(&source)).unwrap();
+            let (wide, deep) = (turned(&i).contiguous().unwrap(), turned(&source).contiguous().unwrap());
+            let turned_want = added::<f32>(&flipped, far as usize, &wide, &deep);
+            assert_eq!(got.to_vec::<f32>().unwrap(), turned_want);
+            assert_eq!(vec(&turned(&x).gather(far, &turned(&i)).unwrap()), gathered(&flipped, far as usize, &wide));
+            // Into a view with gaps, whose surroundings stay.
+            let mut larger = shape.to_vec();
+            larger.iter_mut().for_each(|n| *n += 3);
+            let base = fractions(&larger);
+            let mut view = base.shallow_clone();
+            for (k, &n) in shape.iter().enumerate() {
+                view = view.narrow(k as isize, 2, n).unwrap();
+            }
+            let (before, outside) = (view.contiguous().unwrap(), base.try_clone().unwrap());
+            view.scatter_add_(dim, &i, &source).unwrap();
+            assert_eq!(view.contiguous().unwrap().to_vec::<f32>().unwrap(), added::<f32>(&before, d, &i, &source));
+            view.copy_(&before).unwrap();
+            assert_eq!(vec(&base), vec(&outside));
+        }
+    }
+}
+
+#[test]
+fn slices_are_added_in_order_and_the_last_copy_stays() {
+    each_device(|device| {
+        for (rows, columns, many) in [(1, 40000, 1), (30, 100, 500), (500, 17, 3000), (40000, 1, 40000)] {
+            for dtype in [DType::F32, DType::I64, DType::U8, DType::BF16] {
+                let values: Vec<i64> = (0..rows * columns).map(|i| (i % 3) as i64).collect();
+                let x = index(&values, &[rows, columns], device).to_dtype(dtype).unwrap();
+                let values: Vec<i64> = (0..many * columns).map(|i| (i % 4 / 3) as i64).collect();
+                let source = index(&values, &[many, columns], device).to_dtype(dtype).unwrap();
+                let i = some_indices(&[many], rows, device);
+                let all = i.reshape([many, 1]).unwrap().expand([many, columns]).unwrap();
+                let wide = |t: &Tensor| t.to_dtype(DType::I64).unwrap();
+                let want = added::<i64>(&wide(&x), 0, &all, &wide(&source));
+                let want: Vec<i64> = match dtype {
+                    DType::U8 => want.into_iter().map(|v| v & 255).collect(),
+                    _ => want,
+                };
+                assert_eq!(wide(&x.index_add(0, &i, &source).unwrap()).to_vec::<i64>().unwrap(), want);
+                let (turned, from) = (x.t().unwrap().contiguous().unwrap(), source.t().unwrap());
+                let got = turned.index_add(1, &i, &from).unwrap().t().unwrap().contiguous().unwrap();
+                assert_eq!(wide(&got).to_vec::<i64>().unwrap(), want);
+                let (mut last, picks) = (wide(&x).to_vec::<i64>().unwrap(), i.to_vec::<i64>().unwrap());
+                for (k, &row) in picks.iter().enumerate() {
+                    let to = &mut last[row as usize * columns..][..columns];
+                    to.copy_from_slice(&values[k * columns..][..columns]);
+                }
+                assert_eq!(wide(&x.index_copy(0, &i, &source).unwrap()).to_vec::<i64>().unwrap(), last);
+                let greatest = x.scatter_reduce(0, &all, &source, claystone::ops::ScatterReduce::Amax, true).unwrap();
+                let mut want = wide(&x).to_vec::<i64>().unwrap();
+                for (k, &row) in picks.iter().enumerate() {
+                    for c in 0..columns {
+                        let to = &mut want[row as usize * columns + c];
+                        *to = values[k * columns + c].max(*to);
+                    }
+                }
+                assert_eq!(wide(&greatest).to_vec::<i64>().unwrap(), want);
+            }
+        }
+    });
+}
+
+#[test]
+fn the_first_bad_index_of_many_is_named_and_nothing_is_written() {
+    let (rows, columns) = (400, 300);
+    let x = iota(&[rows, columns], Device::Cpu);
+    for (d, size) in [(0, rows), (1, columns)] {
+        for bad in [size as i64, -1, i64::MIN, i64::MAX] {
+            let mut values = some_indices(&[rows * columns], size, Device::Cpu).to_vec::<i64>().unwrap();
+            (values[70_001], values[110_000]) = (bad, -7);
+            let i = index(&values, &[rows, columns], Device::Cpu);
+            let is_named = |error: Error| {
+                assert!(
+                    matches!(error, Error::IndexOutOfRange { index, size: n, .. } if (index, n) == (bad, size)),
+                    "{error}"
+                );
+            };
+            is_named(x.gather(d, &i).unwrap_err());
+            is_named(x.scatter_add_(d, &i, &x.try_clone().unwrap()).unwrap_err());
+            is_named(x.scatter_(d, &i, &x.try_clone().unwrap()).unwrap_err());
+            assert_eq!(vec(&x), vec(&iota(&[rows, columns], Device::Cpu)));
+        }
+        let fits = index(&[-1, -(size as i64), size as i64 - 1], &[3], Device::Cpu);
+        let filled = x.index_fill(d, &fits, -5).unwrap();
+        for k in [size - 1, 0] {
+            assert!(vec(&filled.select(d, k as isize).unwrap()).iter().all(|&v| v == -5.0));
+        }
+        assert!(x.index_fill(d, &index(&[-(size as i64) - 1], &[1], Device::Cpu), 0).is_err());
+    }
+}
+
 #[test]
 fn in_place_through_views() {
     each_device(|device| {

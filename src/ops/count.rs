@@ -2,6 +2,7 @@
 //! `masked_select`, `bincount` and kin. Each reads one number back and so waits for the device.
 //!
 //! All are made of sorts, running sums and searches: the k-th element that is not zero is where the running count reaches k.
+//! On the CPU places are counted and filled in, in two passes.
 
 use super::catalogue::{Dtypes, Gives, Kind, Operation};
 use super::elementwise::{Params, apply};
@@ -9,6 +10,8 @@ use super::expr::Expr;
 use super::pair;
 use super::registry::{replaced, replaced_several, replacement};
 use crate::{DType, Device, Error, Result, Scalar, Tensor};
+
+mod cpu;
 
 pub(super) static OPERATIONS: &[Operation] = &[
     Operation::new("unique", "unique", Kind::Sorting, Dtypes::All, Gives::Same, |a| a.x(0)?.unique()),
@@ -45,10 +48,18 @@ fn flat(t: &Tensor) -> Result<Tensor> {
     t.detach().reshape([t.numel()])
 }
 
+/// Where a tensor is not zero, in one piece.
+fn mask(t: &Tensor) -> Result<Tensor> {
+    if t.dtype == DType::Bool { t.detach().contiguous() } else { t.detach().ne_scalar(0)?.contiguous() }
+}
+
 /// Where the elements of a tensor that are not zero are, in row-major order; a vector.
 fn places(t: &Tensor) -> Result<Tensor> {
     if t.numel() == 0 {
         return Tensor::zeros(0, (DType::I64, t.device()));
+    }
+    if t.device() == Device::Cpu {
+        return cpu::places(&mask(t)?, &[t.numel()])?.reshape([-1]);
     }
     let running = flat(&t.detach().ne_scalar(0)?)?.cumsum(0)?;
     let count = running.select(0, -1)?.item::<i64>()?;
@@ -152,6 +163,9 @@ impl Tensor {
     /// [`Error::OutOfMemory`] and device failures.
     pub fn nonzero(&self) -> Result<Tensor> {
         replaced!("nonzero", [self]);
+        if self.device() == Device::Cpu && self.rank() > 0 && self.numel() > 0 {
+            return cpu::places(&mask(self)?, self.shape().dims());
+        }
         let places = places(self)?;
         let (count, rank) = (places.numel(), self.rank());
         if count == 0 || rank == 0 {

@@ -1,13 +1,14 @@
 //! What is chosen by order along a dim: the greatest k, the k-th, medians, quantiles, the most frequent. Each finds indices
-//! and reads the elements through them, which is also the gradient.
+//! and reads the elements through them, which is also the gradient. Where one or a few of a line are wanted, the CPU selects
+//! and does not sort.
 
 use super::catalogue::{Dtypes, Gives, Kind, Operation};
 use super::elementwise::{Params, apply, apply_into};
 use super::expr::Expr;
 use super::pair;
 use super::registry::{replaced, replaced_several};
-use super::sort::sorted;
-use crate::{DType, Error, Result, Scalar, Tensor};
+use super::sort::{first_sorted, nth, sorted};
+use crate::{DType, Device, Error, Result, Scalar, Tensor};
 
 pub(super) static OPERATIONS: &[Operation] = &[
     Operation::several("topk", "topk", Kind::Sorting, Dtypes::All, Gives::Same, |a| {
@@ -119,7 +120,7 @@ impl Tensor {
         if k > n {
             return Err(Error::invalid(op, format!("{k} elements of {n} along dimension {dim} of {}", self.shape())));
         }
-        let indices = sorted(op, &x, dim, largest)?.1.narrow(dim, 0, k)?.contiguous()?;
+        let indices = first_sorted(op, &x.detach(), dim, k, largest)?;
         let values = x.gather(dim, &indices)?;
         match self.rank() == 0 && k == 1 {
             true => Ok((values.squeeze(dim)?, indices.squeeze(dim)?)),
@@ -141,7 +142,10 @@ impl Tensor {
                 let reason = format!("the dimension has elements 1 to {n}, and {k} was asked for");
                 return Err(Error::invalid(op, reason));
             }
-            sorted(op, x, dim, false)?.1.narrow(dim, k - 1, 1)
+            match x.device() {
+                Device::Cpu => nth(op, x, dim, |_| k - 1),
+                Device::OpenCL(_) => sorted(op, x, dim, false)?.1.narrow(dim, k - 1, 1),
+            }
         })
     }
 
@@ -163,6 +167,9 @@ impl Tensor {
         chosen("median", self, dim, keepdim, |x| {
             let n = size(x, dim)?;
             // The first of the NaN, which are at the end.
+            if x.device() == Device::Cpu {
+                return nth("median", x, dim, |nans| if nans > 0 { n - nans } else { (n - 1) / 2 });
+            }
             let nans = Expr::input(0);
             Sorted::new("median", x, dim)?.at("median", nans.gt(0.0).select(n as f64 - &nans, ((n - 1) / 2) as f64))
         })
@@ -176,8 +183,11 @@ impl Tensor {
     pub fn nanmedian(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         replaced_several!("nanmedian", [self], dim, keepdim; pair);
         chosen("nanmedian", self, dim, keepdim, |x| {
-            let last = (size(x, dim)? - 1) as f64;
-            Sorted::new("nanmedian", x, dim)?.at("nanmedian", (last - Expr::input(0)).max(0.0) / 2.0)
+            let last = size(x, dim)? - 1;
+            if x.device() == Device::Cpu {
+                return nth("nanmedian", x, dim, |nans| last.saturating_sub(nans) / 2);
+            }
+            Sorted::new("nanmedian", x, dim)?.at("nanmedian", (last as f64 - Expr::input(0)).max(0.0) / 2.0)
         })
     }
 

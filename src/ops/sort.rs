@@ -12,6 +12,7 @@ use crate::autograd::{self, Saved};
 use crate::tensor::{Dims, Layout};
 use crate::{DType, Device, Error, Result, Tensor};
 
+mod choose;
 mod cpu;
 mod opencl;
 
@@ -32,6 +33,38 @@ pub(super) fn sorted(op: &'static str, t: &Tensor, dim: isize, descending: bool)
     // Of a scalar too.
     let shaped = |made: Tensor| made.with_layout(Layout::contiguous(t.shape().clone()));
     Ok((shaped(values), shaped(places)))
+}
+
+/// The indices of the first `k` elements of each line in order, outside the graph; of a tensor of rank 1 at least.
+pub(super) fn first_sorted(op: &'static str, t: &Tensor, dim: isize, k: usize, descending: bool) -> Result<Tensor> {
+    match t.device() {
+        Device::Cpu => chosen(op, t, dim, k, |x, d, out| choose::first(x, d, k, descending, out)),
+        Device::OpenCL(_) => sorted(op, t, dim, descending)?.1.narrow(dim, 0, k)?.contiguous(),
+    }
+}
+
+/// The index of the element of each line that has place `which(number of NaN)` in ascending order, as a tensor that keeps
+/// the dim with size 1; on the CPU, of a tensor of rank 1 at least.
+pub(super) fn nth(op: &'static str, t: &Tensor, dim: isize, which: impl Fn(usize) -> usize + Sync) -> Result<Tensor> {
+    chosen(op, t, dim, 1, |x, d, out| choose::nth(x, d, which, out))
+}
+
+fn chosen(
+    op: &'static str,
+    t: &Tensor,
+    dim: isize,
+    k: usize,
+    choose: impl FnOnce(&Tensor, usize, &Tensor) -> Result<()>,
+) -> Result<Tensor> {
+    let d = t.shape().dim(op, dim)?;
+    let mut dims = Dims::from_slice(t.shape().dims());
+    dims[d] = k;
+    let out = Tensor::empty_like_shape(dims, DType::I64, t.device())?;
+    if out.numel() > 0 {
+        choose(t, d, &out)?;
+        out.storage.bump_version();
+    }
+    Ok(out)
 }
 
 pub(super) static OPERATIONS: &[Operation] = &[

@@ -4,7 +4,8 @@ use ndarray::{Array, ArrayBase, Data, Dimension};
 
 use super::Layout;
 use super::options::TensorOptions;
-use crate::storage::Storage;
+use crate::device::cpu::parallel;
+use crate::storage::{Storage, with_host};
 use crate::{DType, Device, Element, Error, Result, Scalar, Shape, Tensor};
 
 /// Constants and sequences.
@@ -149,14 +150,18 @@ impl Tensor {
         Ok(out)
     }
 
-    /// Values computed on the host, then written in one go.
+    /// Values computed on the host: in place on the CPU, else written in one go.
     fn sequence(
         op: &'static str,
         n: usize,
         TensorOptions { dtype, device }: TensorOptions,
-        value: impl Fn(usize) -> Scalar,
+        value: impl Fn(usize) -> Scalar + Sync,
     ) -> Result<Tensor> {
         let out = Tensor::empty_like_shape(n, dtype, device)?;
+        if n > 0 && device == Device::Cpu {
+            with_host(&[], &[&out.storage], |_, to| values(dtype, to[0], value))?;
+            return Ok(out);
+        }
         let mut bytes = Vec::new();
         let size = out.storage.nbytes();
         bytes.try_reserve_exact(size).map_err(|_| Error::OutOfMemory {
@@ -165,9 +170,7 @@ impl Tensor {
             detail: format!("{op} computes its values on the host"),
         })?;
         bytes.resize(size, 0);
-        for (i, element) in bytes.chunks_exact_mut(dtype.size()).enumerate() {
-            value(i).encode(dtype, element);
-        }
+        values(dtype, &mut bytes, value);
         out.storage.write(0, &bytes)?;
         Ok(out)
     }
@@ -275,6 +278,30 @@ impl Tensor {
 fn spaced(start: f64, end: f64, n: usize) -> impl Fn(usize) -> f64 {
     let step = if n > 1 { (end - start) / (n - 1) as f64 } else { 0.0 };
     move |i| if i < n.div_ceil(2) { start + step * i as f64 } else { end - step * (n - 1 - i) as f64 }
+}
+
+/// `value(i)` as the i-th element; long sequences with all threads of the team.
+fn values(dtype: DType, out: &mut [u8], value: impl Fn(usize) -> Scalar + Sync) {
+    /// Bytes a thread computes at a time.
+    const PIECE: usize = 1 << 16;
+    let part = |first: usize, out: &mut [u8]| {
+        // The dtype is a constant in each: the loop is one of its own type.
+        macro_rules! each {
+            ($($dtype:ident)*) => {
+                match dtype {
+                    $(DType::$dtype => {
+                        let elements = out.chunks_exact_mut(DType::$dtype.size()).enumerate();
+                        elements.for_each(|(i, element)| value(first + i).encode(DType::$dtype, element));
+                    })*
+                }
+            };
+        }
+        each!(F32 F16 BF16 F64 I64 I32 U8 U32 Bool);
+    };
+    if out.len() <= PIECE {
+        return part(0, out);
+    }
+    parallel::for_each_chunk(out, PIECE, |i, out| part(i * (PIECE / dtype.size()), out));
 }
 
 fn fits(op: &'static str, given: usize, shape: Shape) -> Result<Shape> {

@@ -9,6 +9,7 @@ mod in_place;
 mod indexing_edges;
 mod one_row;
 mod second;
+mod selection;
 
 use std::collections::HashSet;
 

@@ -187,14 +187,14 @@ fn order(a: f64, b: f64) -> Ordering {
 }
 
 /// The indices that sort a line stably.
-fn sorted(line: &[f64], descending: bool) -> Vec<usize> {
+pub fn sorted(line: &[f64], descending: bool) -> Vec<usize> {
     let mut indices: Vec<usize> = (0..line.len()).collect();
     indices.sort_by(|&i, &j| if descending { order(line[j], line[i]) } else { order(line[i], line[j]) });
     indices
 }
 
 /// `f` of every line along `d`, of as many numbers as the first gives.
-fn along(x: &ArrayD<f64>, d: usize, f: impl Fn(&[f64]) -> Vec<f64>) -> ArrayD<f64> {
+pub fn along(x: &ArrayD<f64>, d: usize, f: impl Fn(&[f64]) -> Vec<f64>) -> ArrayD<f64> {
     let lines: Vec<Vec<f64>> = x.lanes(Axis(d)).into_iter().map(|line| f(&line.to_vec())).collect();
     let mut shape = x.shape().to_vec();
     shape[d] = lines.first().map_or(0, Vec::len);
@@ -231,7 +231,7 @@ fn check(t: &Tensor) {
 }
 
 /// Few different numbers: most are equal to others.
-fn numbers(shape: &[usize], dtype: DType, device: Device) -> Tensor {
+pub fn numbers(shape: &[usize], dtype: DType, device: Device) -> Tensor {
     let n: usize = shape.iter().product();
     let signed = !matches!(dtype, DType::U8 | DType::U32 | DType::Bool);
     let values: Vec<i64> = (0..n as i64).map(|i| i * 7919 % 1009 % 101 - if signed { 50 } else { 0 }).collect();

@@ -2,6 +2,7 @@
 
 use std::sync::OnceLock;
 
+pub(crate) mod bands;
 pub(crate) mod copy;
 pub(crate) mod gemm;
 pub(crate) mod math;

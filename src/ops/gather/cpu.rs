@@ -1,32 +1,82 @@
-//! Indices on the CPU: checked all at once, before anything is written.
+//! Indices on the CPU: nothing is written where one is out of range, but to results that the error then drops.
+
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use super::Indexed;
-use super::scatter::Combine;
 use crate::device::{count_launch, cpu::parallel};
 use crate::ops::collapse::Walk;
-use crate::ops::convert::{load_tile, store_tile};
+use crate::ops::convert::load_tile;
 use crate::ops::lane::Lane;
 use crate::ops::tiles::TILE;
 use crate::storage::with_host;
 use crate::tensor::Layout;
-use crate::{Compute, Error, Result, Tensor};
+use crate::{DType, Error, Result, Tensor};
+
+mod write;
+
+pub(super) use write::scatter;
 
 /// Elements a job of the pool reads.
 const JOB: usize = 1 << 15;
+
+/// Indices that are converted at a time.
+const SOME: usize = 256;
+
+/// Indices as they lie in memory.
+#[derive(Clone, Copy)]
+struct Indices<'a> {
+    dtype: DType,
+    bytes: &'a [u8],
+}
+
+impl Indices<'_> {
+    fn one(&self, at: isize) -> i64 {
+        let mut index = [0];
+        load_tile(self.dtype, self.bytes, at as usize, 0, &mut index);
+        index[0]
+    }
+
+    /// Calls `f(how many came before, indices)` until that were `n`, from element `start` of the memory on.
+    #[inline(always)]
+    fn each(&self, tile: &mut [i64; SOME], start: isize, stride: isize, n: usize, mut f: impl FnMut(usize, &[i64])) {
+        if self.dtype == DType::I64 && stride == 1 {
+            let all: &[i64] = bytemuck::cast_slice(self.bytes);
+            return f(0, &all[start as usize..][..n]);
+        }
+        for done in (0..n).step_by(SOME) {
+            let tile = &mut tile[..SOME.min(n - done)];
+            load_tile(self.dtype, self.bytes, (start + done as isize * stride) as usize, stride, tile);
+            f(done, tile);
+        }
+    }
+}
 
 /// The first index of the layout that is not in `low..size`, as an error. Positions along broadcast dims are looked at once.
 fn check(op: &'static str, t: &Tensor, bytes: &[u8], layout: &Layout, size: usize, wraps: bool) -> Result<()> {
     let shape = layout.shape.dims().iter().zip(&layout.strides).map(|(&n, &s)| if s == 0 { 1 } else { n }).collect();
     let walk = Walk::new(&shape, [&layout.strides[..]]);
-    let mut tile = [0i64; TILE];
-    let mut bad = None;
-    let (count, low) = (shape.numel(), if wraps { -(size as i64) } else { 0 });
-    for first in (0..count).step_by(TILE) {
-        let len = TILE.min(count - first);
-        read(t, bytes, layout, &walk, 0, first, &mut tile[..len]);
-        bad = bad.or(tile[..len].iter().copied().find(|i| !(low..size as i64).contains(i)));
-    }
-    bad.map_or(Ok(()), |index| Err(Error::IndexOutOfRange { op, index, size }))
+    let indices = Indices { dtype: t.dtype, bytes };
+    let (stride, count) = (walk.strides[0].last().copied().unwrap_or(0), shape.numel());
+    let low = if wraps { -(size as i64) } else { 0 };
+    let last = size as i64 - 1 - low;
+    let bad = |first: usize| {
+        let (mut bad, mut tile) = (None, [0; SOME]);
+        walk.runs(first, JOB.min(count - first), |_, offsets, n| {
+            indices.each(&mut tile, layout.offset as isize + offsets[0], stride, n, |_, some| {
+                // The sign of one of them says that it is not in 0..=last.
+                let signs = |i: i64| i.wrapping_sub(low) | last.wrapping_sub(i.wrapping_sub(low));
+                if bad.is_none() && some.iter().fold(0, |all, &i| all | signs(i)) < 0 {
+                    bad = some.iter().copied().find(|i| !(low..size as i64).contains(i));
+                }
+            });
+        });
+        bad
+    };
+    let found = match count <= JOB {
+        true => bad(0),
+        false => parallel::map(count.div_ceil(JOB), 1, |i| bad(i * JOB)).into_iter().flatten().next(),
+    };
+    found.map_or(Ok(()), |index| Err(Error::IndexOutOfRange { op, index, size }))
 }
 
 /// Elements `first..` of operand k of the walk.
@@ -39,142 +89,86 @@ fn read<C: Lane>(t: &Tensor, bytes: &[u8], layout: &Layout, walk: &Walk, k: usiz
 }
 
 impl Indexed<'_> {
-    /// Indices from element `start` of the index's storage on, as steps in the tensor they point into; they are good.
-    fn steps(&self, bytes: &[u8], start: isize, stride: isize, out: &mut [i64]) {
-        load_tile(self.index.dtype, bytes, start as _, stride, out);
-        for i in out {
-            *i = (*i + if *i < 0 { self.size as i64 } else { 0 }) * self.step as i64;
-        }
+    /// What an index points to along the dim: below its size if it is good.
+    #[inline(always)]
+    fn place(&self, index: i64) -> usize {
+        (if self.wraps && index < 0 { index.wrapping_add(self.size as i64) } else { index }) as usize
     }
 }
 
 pub(super) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
     count_launch();
     with_host(&[&g.x.storage, &g.index.storage], &[&out.storage], |reads, writes| {
-        check(g.op, g.index, reads[1], &g.index_layout, g.size, g.wraps)?;
         let to = &mut *writes[0];
-        match g.x.dtype.size() {
-            1 => gather_as::<u8>(g, reads, bytemuck::cast_slice_mut(to)),
-            2 => gather_as::<u16>(g, reads, bytemuck::cast_slice_mut(to)),
-            4 => gather_as::<u32>(g, reads, bytemuck::cast_slice_mut(to)),
-            _ => gather_as::<u64>(g, reads, bytemuck::cast_slice_mut(to)),
-        }
-        Ok(())
+        let good = g.size > 0
+            && match g.x.dtype.size() {
+                1 => gather_as::<u8>(g, reads, bytemuck::cast_slice_mut(to)),
+                2 => gather_as::<u16>(g, reads, bytemuck::cast_slice_mut(to)),
+                4 => gather_as::<u32>(g, reads, bytemuck::cast_slice_mut(to)),
+                _ => gather_as::<u64>(g, reads, bytemuck::cast_slice_mut(to)),
+            };
+        if good { Ok(()) } else { check(g.op, g.index, reads[1], &g.index_layout, g.size, g.wraps) }
     })?
 }
 
-/// Elements as bits of their size; the indices are good.
-fn gather_as<T: bytemuck::Pod + Send + Sync>(g: &Indexed, reads: &[&[u8]], out: &mut [T]) {
+/// Elements as bits of their size; whether all indices were good.
+fn gather_as<T: bytemuck::Pod + Send + Sync>(g: &Indexed, reads: &[&[u8]], out: &mut [T]) -> bool {
     let x: &[T] = bytemuck::cast_slice(reads[0]);
+    let indices = Indices { dtype: g.index.dtype, bytes: reads[1] };
     let walk = Walk::new(&g.x_layout.shape, [&g.x_layout.strides[..], &g.index_layout.strides[..]]);
     let steps = [0, 1].map(|k| walk.strides[k].last().copied().unwrap_or(0));
     let count = g.x_layout.numel();
+    let bad = AtomicBool::new(false);
     let part = |first: usize, out: &mut [T]| {
+        let (mut good, mut tile) = (true, [0; SOME]);
         walk.runs(first, out.len(), |at, offsets, n| {
             let out = &mut out[at..at + n];
             let base = g.x_layout.offset as isize + offsets[0];
             let index_at = g.index_layout.offset as isize + offsets[1];
             if steps[1] == 0 {
-                let mut step = [0i64];
-                g.steps(reads[1], index_at, 0, &mut step);
-                let base = base + step[0] as isize;
+                let place = g.place(indices.one(index_at));
+                if place >= g.size {
+                    good = false;
+                    return;
+                }
+                let base = base + place as isize * g.step;
                 if steps[0] == 1 {
                     return out.copy_from_slice(&x[base as usize..][..n]);
                 }
                 return out.iter_mut().enumerate().for_each(|(i, o)| *o = x[(base + i as isize * steps[0]) as usize]);
             }
-            let mut tile = [0i64; TILE];
-            for (j, out) in out.chunks_mut(TILE).enumerate() {
-                let (tile, from) = (&mut tile[..out.len()], (j * TILE) as isize);
-                g.steps(reads[1], index_at + from * steps[1], steps[1], tile);
-                for (i, (o, step)) in out.iter_mut().zip(tile).enumerate() {
-                    *o = x[(base + (from + i as isize) * steps[0] + *step as isize) as usize];
+            indices.each(&mut tile, index_at, steps[1], n, |done, indices| {
+                let to = out[done..].iter_mut().zip(indices);
+                if steps[0] == 0 && g.step == 1 {
+                    let line = &x[base as usize..][..g.size];
+                    for (o, &index) in to {
+                        match line.get(g.place(index)) {
+                            Some(element) => *o = *element,
+                            None => good = false,
+                        }
+                    }
+                    return;
                 }
-            }
+                let mut at = base + done as isize * steps[0];
+                for (o, &index) in to {
+                    let place = g.place(index);
+                    match place < g.size {
+                        true => *o = x[(at + place as isize * g.step) as usize],
+                        false => good = false,
+                    }
+                    at += steps[0];
+                }
+            });
         });
+        if !good {
+            bad.store(true, Relaxed);
+        }
     };
-    if count <= JOB {
-        return part(0, &mut out[..count]);
+    match count <= JOB {
+        true => part(0, &mut out[..count]),
+        false => parallel::for_each_chunk(&mut out[..count], JOB, |i, out| part(i * JOB, out)),
     }
-    parallel::for_each_chunk(&mut out[..count], JOB, |i, out| part(i * JOB, out));
-}
-
-pub(super) fn scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &Layout) -> Result<()> {
-    count_launch();
-    with_host(&[&g.x.storage, &g.index.storage], &[&target.storage], |reads, writes| {
-        check(g.op, g.index, reads[1], &g.index_layout, g.size, g.wraps)?;
-        let to = &mut *writes[0];
-        match (combine, target.dtype.compute()) {
-            (Combine::Set, _) => match target.dtype.size() {
-                1 => set_as::<u8>(g, layout, reads, to),
-                2 => set_as::<u16>(g, layout, reads, to),
-                4 => set_as::<u32>(g, layout, reads, to),
-                _ => set_as::<u64>(g, layout, reads, to),
-            },
-            (_, Compute::F32) => combine_as::<f32>(g, combine, target, layout, reads, to),
-            (_, Compute::F64) => combine_as::<f64>(g, combine, target, layout, reads, to),
-            (_, Compute::I64) => combine_as::<i64>(g, combine, target, layout, reads, to),
-        }
-        Ok(())
-    })?
-}
-
-/// Calls `f` for runs of elements in row-major order, with where the source's and the target's first is (before its
-/// index), the step along both, and the indices as steps: one for the whole run, or one for each element. One thread:
-/// what goes to one element must not meet.
-fn each_run(g: &Indexed, layout: &Layout, bytes: &[u8], mut f: impl FnMut([isize; 2], [isize; 2], &[i64], usize)) {
-    let walk =
-        Walk::new(&g.x_layout.shape, [&g.x_layout.strides[..], &g.index_layout.strides[..], &layout.strides[..]]);
-    let steps = [0, 1, 2].map(|k| walk.strides[k].last().copied().unwrap_or(0));
-    let mut tile = [0i64; TILE];
-    let count = g.x_layout.numel();
-    for first in (0..count).step_by(TILE) {
-        walk.runs(first, TILE.min(count - first), |_, offsets, n| {
-            let starts = [&g.x_layout, &g.index_layout, layout].map(|l| l.offset as isize);
-            let at = [0, 1, 2].map(|k| starts[k] + offsets[k]);
-            let one = steps[1] == 0 && steps[2] != 0;
-            let indices = &mut tile[..if one { 1 } else { n }];
-            g.steps(bytes, at[1], steps[1], indices);
-            f([at[0], at[2]], [steps[0], steps[2]], indices, n);
-        });
-    }
-}
-
-fn set_as<T: bytemuck::Pod>(g: &Indexed, layout: &Layout, reads: &[&[u8]], to: &mut [u8]) {
-    let (x, to): (&[T], &mut [T]) = (bytemuck::cast_slice(reads[0]), bytemuck::cast_slice_mut(to));
-    each_run(g, layout, reads[1], |[from, at], steps, indices, n| {
-        for i in 0..n {
-            let index = indices[i.min(indices.len() - 1)] as isize;
-            to[(at + i as isize * steps[1] + index) as usize] = x[(from + i as isize * steps[0]) as usize];
-        }
-    });
-}
-
-fn combine_as<C: Lane>(
-    g: &Indexed,
-    combine: Combine,
-    target: &Tensor,
-    layout: &Layout,
-    reads: &[&[u8]],
-    to: &mut [u8],
-) {
-    let dtype = target.dtype;
-    let (mut source, mut sums) = ([C::from_i32(0); TILE], [C::from_i32(0); TILE]);
-    each_run(g, layout, reads[1], |[from, at], steps, indices, n| {
-        let (source, sums) = (&mut source[..n], &mut sums[..n]);
-        load_tile(dtype, reads[0], from as _, steps[0], source);
-        if let [index] = indices {
-            let start = at + *index as isize;
-            load_tile(dtype, to, start as _, steps[1], sums);
-            sums.iter_mut().zip(source).for_each(|(s, x)| *s = combine.of(*s, *x));
-            return store_tile(dtype, sums, to, start as _, steps[1]);
-        }
-        for (i, (x, index)) in source.iter().zip(indices).enumerate() {
-            let start = at + i as isize * steps[1] + *index as isize;
-            load_tile(dtype, to, start as _, 0, &mut sums[..1]);
-            store_tile(dtype, &[combine.of(sums[0], *x)], to, start as _, 0);
-        }
-    });
+    !bad.into_inner()
 }
 
 pub(super) fn linear(

@@ -12,37 +12,90 @@ use crate::{Compute, Result, Tensor};
 /// Values that a job of the pool searches for.
 const JOB: usize = 1 << 10;
 
-pub(super) fn run(x: &Tensor, d: usize, descending: bool, values: &Tensor, places: &Tensor) -> Result<()> {
+/// Elements whose order keys give.
+pub(super) trait Ordered: Lane {
+    /// An unsigned number that orders as the elements do, equal ones by their indices: -0 and 0 are equal, NaN is above
+    /// everything. Of a descending order the elements are the other way round, not the indices.
+    type Key: Ord + Copy + Send + Sync;
+
+    fn key(self, index: usize, descending: bool) -> Self::Key;
+    fn index(key: Self::Key) -> usize;
+    /// An element that has this key.
+    fn value(key: Self::Key, descending: bool) -> Self;
+}
+
+macro_rules! ordered {
+    ($t:ident, $key:ident, $bits:ident, $to_bits:expr, $from_bits:expr) => {
+        impl Ordered for $t {
+            type Key = $key;
+
+            #[inline(always)]
+            fn key(self, index: usize, descending: bool) -> $key {
+                let bits: $bits = $to_bits(self);
+                $key::from(if descending { !bits } else { bits }) << $bits::BITS | index as $key
+            }
+            #[inline(always)]
+            fn index(key: $key) -> usize {
+                key as $bits as usize
+            }
+            #[inline(always)]
+            fn value(key: $key, descending: bool) -> $t {
+                let bits = (key >> $bits::BITS) as $bits;
+                $from_bits(if descending { !bits } else { bits })
+            }
+        }
+    };
+}
+
+macro_rules! ordered_float {
+    ($t:ident, $key:ident, $bits:ident) => {
+        ordered!(
+            $t,
+            $key,
+            $bits,
+            |v: $t| match (v + 0.0).to_bits() {
+                _ if v.is_nan() => $bits::MAX,
+                bits if bits >> ($bits::BITS - 1) == 1 => !bits,
+                bits => bits | 1 << ($bits::BITS - 1),
+            },
+            |bits: $bits| $t::from_bits(match bits >> ($bits::BITS - 1) {
+                0 => !bits,
+                _ => bits & ($bits::MAX >> 1),
+            })
+        );
+    };
+}
+
+ordered_float!(f32, u64, u32);
+ordered_float!(f64, u128, u64);
+ordered!(i64, u128, u64, |v: i64| v as u64 ^ 1 << 63, |bits: u64| (bits ^ 1 << 63) as i64);
+
+/// The type to compare a tensor's elements in: floats that a key of their own could not number are taken as f64.
+pub(super) fn compared_in(x: &Tensor, n: usize) -> Compute {
     match x.dtype.compute() {
+        Compute::F32 if u32::try_from(n).is_err() => Compute::F64,
+        compute => compute,
+    }
+}
+
+pub(super) fn run(x: &Tensor, d: usize, descending: bool, values: &Tensor, places: &Tensor) -> Result<()> {
+    match compared_in(x, x.shape().dims()[d]) {
         Compute::F32 => run_as::<f32>(x, d, descending, values, places),
         Compute::F64 => run_as::<f64>(x, d, descending, values, places),
         Compute::I64 => run_as::<i64>(x, d, descending, values, places),
     }
 }
 
-fn run_as<C: Lane>(x: &Tensor, d: usize, descending: bool, values: &Tensor, places: &Tensor) -> Result<()> {
+fn run_as<C: Ordered>(x: &Tensor, d: usize, descending: bool, values: &Tensor, places: &Tensor) -> Result<()> {
     each::<C>(x, d, values, Some(places), |line, values, places| {
-        let key = |v: C| if descending { !key(v) } else { key(v) };
-        let mut keys: Vec<(u64, usize)> = line.iter().enumerate().map(|(i, &v)| (key(v), i)).collect();
+        let mut keys: Vec<C::Key> = line.iter().enumerate().map(|(i, &v)| v.key(i, descending)).collect();
         // The indices make equal keys different: this is stable.
         keys.sort_unstable();
-        for ((value, place), (_, i)) in values.iter_mut().zip(places).zip(keys) {
+        for ((value, place), key) in values.iter_mut().zip(places).zip(keys) {
+            let i = C::index(key);
             (*value, *place) = (line[i], i as i64);
         }
     })
-}
-
-/// An unsigned number that orders as the element does: -0 and 0 are equal, NaN is above everything.
-fn key<C: Lane>(v: C) -> u64 {
-    if C::COMPUTE == Compute::I64 {
-        return v.to_i64() as u64 ^ 1 << 63;
-    }
-    let v = v.to_f64();
-    match (v + 0.0).to_bits() {
-        _ if v.is_nan() => u64::MAX,
-        bits if bits >> 63 == 1 => !bits,
-        bits => bits | 1 << 63,
-    }
 }
 
 pub(super) fn search(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right: bool, out: &Tensor) -> Result<()> {
