@@ -233,7 +233,8 @@ fn many_elements_arrive_in_order_however_they_are_shared_out() {
             for (k, &n) in shape.iter().enumerate() {
                 view = view.narrow(k as isize, 2, n).unwrap();
             }
-            let (before, outside) = (view.contiguous().unwrap(), base.try_clone().unwrap());
+            let before = view.contiguous().unwrap().try_clone().unwrap(); // a vector is its own contiguous view
+            let outside = base.try_clone().unwrap();
             view.scatter_add_(dim, &i, &source).unwrap();
             assert_eq!(view.contiguous().unwrap().to_vec::<f32>().unwrap(), added::<f32>(&before, d, &i, &source));
             view.copy_(&before).unwrap();
