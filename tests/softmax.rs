@@ -442,3 +442,62 @@ fn bad_input_is_an_error() {
     assert!(x.cross_entropy(&Tensor::ones(3, Device::Cpu).unwrap()).is_err(), "neither labels nor probabilities");
     assert!(matches!(labels.cross_entropy(&labels), Err(Error::UnsupportedDType { .. })));
 }
+
+/// Rows along dim 1 of three: short ones in blocks, longer ones whole, in pieces of lines, and in pieces of those.
+const ACROSS: [[usize; 3]; 12] = [
+    [1, 64, 64],
+    [2, 17, 8],
+    [3, 1, 129],
+    [1, 2, 65],
+    [2, 97, 63],
+    [2, 65, 127],
+    [1, 1031, 9],
+    [2, 307, 129],
+    [1, 5000, 8],
+    [1, 3, 20_011],
+    [2, 37, 2049],
+    [0, 3, 64],
+];
+
+#[test]
+fn side_by_side() {
+    for (shape, dtype) in ACROSS.into_iter().flat_map(|shape| FLOATS.map(|dtype| (shape, dtype))) {
+        check(&logits(&shape, dtype, Device::Cpu), 1);
+    }
+    for [o, n, inner] in ACROSS {
+        let (within, turned) = (logits(&[o, n + 3, inner + 5], DType::F32, Device::Cpu), [inner, n, o]);
+        check(&within.narrow(1, 2, n).unwrap().narrow(2, 4, inner).unwrap(), 1);
+        check(&logits(&turned, DType::F32, Device::Cpu).transpose(0, 2).unwrap(), 1);
+        check(&logits(&[n, inner], DType::F32, Device::Cpu).expand([3, n, inner]).unwrap(), 1);
+    }
+}
+
+/// Rows side by side give what those along the last dim do, infinities and NaN included, and so do their gradients.
+#[test]
+fn side_by_side_as_one_after_another() {
+    for ([o, n, inner], dtype) in ACROSS.into_iter().flat_map(|shape| FLOATS.map(|dtype| (shape, dtype))) {
+        let rows = extreme(o * inner, n, dtype).reshape([o, inner, n]).unwrap();
+        let x = rows.transpose(1, 2).unwrap().contiguous().unwrap();
+        let eps = tolerance(dtype);
+        let same = |got: &Tensor, want: &Tensor, eps: f64| close(&got.transpose(1, 2).unwrap(), &values(want), eps);
+        same(&x.softmax(1).unwrap(), &rows.softmax(2).unwrap(), eps);
+        same(&x.log_softmax(1).unwrap(), &rows.log_softmax(2).unwrap(), eps);
+        same(&x.logsumexp(1, true).unwrap(), &rows.logsumexp(2, true).unwrap(), eps);
+        let g = logits(&[o, inner, n], dtype, Device::Cpu);
+        let gradient = |x: &Tensor, g: &Tensor, f: &dyn Fn(&Tensor) -> Tensor| {
+            let x = x.detach().requires_grad_(true).unwrap();
+            f(&x).backward_with(g).unwrap();
+            x.grad().unwrap()
+        };
+        let across = g.transpose(1, 2).unwrap();
+        let eps = eps * 8.0 * n as f64;
+        let (got, want) =
+            (gradient(&x, &across, &|x| x.softmax(1).unwrap()), gradient(&rows, &g, &|x| x.softmax(2).unwrap()));
+        same(&got, &want, eps);
+        let (got, want) = (
+            gradient(&x, &across, &|x| x.log_softmax(1).unwrap()),
+            gradient(&rows, &g, &|x| x.log_softmax(2).unwrap()),
+        );
+        same(&got, &want, eps);
+    }
+}

@@ -19,6 +19,7 @@ use crate::autograd::{self, Saved};
 use crate::tensor::{Dims, Layout};
 use crate::{DType, Device, Error, Result, Shape, Tensor};
 
+mod across;
 mod cpu;
 mod opencl;
 mod turned;

@@ -1,11 +1,11 @@
-//! Row operations on the CPU: a row at a time in the compute type, short ones a block at a time ([`turned`]), rows shared out among
-//! the team's threads.
+//! Row operations on the CPU: a row at a time in the compute type, short ones a block at a time ([`turned`]), those that lie side
+//! by side an element of each at a time ([`super::across`]); shared out among the team's threads.
 
 use pulp::{Arch, Simd, WithSimd};
 use smallvec::SmallVec;
 
 use super::turned::{self, LANES, Place, Turned, TurnedEntropy};
-use super::{CrossEntropy, LossReduction, Mask, RowOp, Rows};
+use super::{CrossEntropy, LossReduction, Mask, RowOp, Rows, across};
 use crate::device::{count_launch, cpu::parallel};
 use crate::ops::convert::{load_tile, store_tile};
 use crate::ops::fold::{Add, Max, fold, fold_in, fold_map};
@@ -45,15 +45,15 @@ pub(super) fn run(kind: RowOp, x: &Tensor, z: &Tensor, out: &Tensor, d: usize, r
     })
 }
 
-struct Job<'a> {
-    kind: RowOp,
-    x: &'a Tensor,
-    z: &'a Tensor,
-    bytes: [&'a [u8]; 2],
-    out: &'a Tensor,
-    rows: &'a Rows,
+pub(super) struct Job<'a> {
+    pub(super) kind: RowOp,
+    pub(super) x: &'a Tensor,
+    pub(super) z: &'a Tensor,
+    pub(super) bytes: [&'a [u8]; 2],
+    pub(super) out: &'a Tensor,
+    pub(super) rows: &'a Rows,
     /// Elements after the row's dim: rows that share a stretch of the output.
-    inner: usize,
+    pub(super) inner: usize,
 }
 
 impl Job<'_> {
@@ -62,17 +62,25 @@ impl Job<'_> {
         let length = if self.kind == RowOp::LogSumExp { 1 } else { self.rows.n };
         let stretch = (self.inner * length).max(1);
         let (n, count) = (self.rows.n, self.rows.count());
-        // Short rows that are equally far apart, and whose results lie one after another.
-        let even = self.inner == 1 && self.rows.walk.dims.len() <= 1 && self.kind != RowOp::MaskedSoftmax;
-        let short = even && turned::pays(count, n);
+        // Those that are equally far apart: all of them, or those whose results share a stretch.
+        let even = self.kind != RowOp::MaskedSoftmax
+            && match self.inner {
+                1 => self.rows.walk.dims.len() <= 1,
+                inner => self.rows.walk.dims.last().is_some_and(|&last| last % inner == 0),
+            };
+        let whole = self.inner * n <= across::PIECE;
+        let short = even && if self.inner == 1 { turned::pays(count, n) } else { whole && turned::pays(self.inner, n) };
+        if even && !short && self.inner >= across::NARROW {
+            return self.across::<C>(out);
+        }
         let least = match short {
-            true if count * n <= JOB => count,
-            true => turned::rows_of(BLOCKS, n),
-            false => JOB.div_ceil(self.inner * n).max(1),
+            true if self.inner == 1 && count * n <= JOB => count,
+            true if self.inner == 1 => turned::rows_of(BLOCKS, n),
+            _ => JOB.div_ceil(self.inner * n).max(1),
         };
         let size = self.out.dtype.size();
         parallel::for_each_chunk(out, stretch * least * size, |i, part| match short {
-            true => self.turned::<C>(i * least, part),
+            true => self.turned::<C>(i * least * self.inner, part),
             false => self.part::<C>(i * least * self.inner, part),
         });
     }
@@ -113,19 +121,27 @@ impl Job<'_> {
         let mut buffer = vec![C::from_i32(0); 2 * n * LANES];
         let (columns, others) = buffer.as_chunks_mut().0.split_at_mut(n);
         let place = |t: &Tensor, k: usize, first: usize| {
-            let row = rows.walk.strides[k].first().copied().unwrap_or(0);
-            let start = (t.layout.offset as isize + first as isize * row) as usize;
+            let row = rows.walk.strides[k].last().copied().unwrap_or(0);
+            let start = (t.layout.offset as isize + rows.walk.offsets(first)[k]) as usize;
             Place { start, row, element: rows.steps[k] }
         };
-        for (i, out) in out.chunks_mut(LANES * length * self.out.dtype.size()).enumerate() {
-            let (first, count) = (first + i * LANES, out.len() / self.out.dtype.size() / length);
-            turned::load(self.x.dtype, self.bytes[0], place(self.x, 0, first), columns, count);
-            if matches!(self.kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad) {
-                turned::load(self.z.dtype, self.bytes[1], place(self.z, 2, first), others, count);
+        let size = self.out.dtype.size();
+        // Rows whose results share a stretch, or lie one after another.
+        let together = if self.inner == 1 { out.len() / size / length } else { self.inner };
+        for (i, out) in out.chunks_mut(together * length * size).enumerate() {
+            for lane in (0..together).step_by(LANES) {
+                let (first, count) = (first + i * together + lane, LANES.min(together - lane));
+                turned::load(self.x.dtype, self.bytes[0], place(self.x, 0, first), columns, count);
+                if matches!(self.kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad) {
+                    turned::load(self.z.dtype, self.bytes[1], place(self.z, 2, first), others, count);
+                }
+                Arch::new().dispatch(Turned { kind: self.kind, columns: &mut *columns, others: &mut *others });
+                let to = match self.inner {
+                    1 => Place { start: lane * length, row: length as isize, element: 1 },
+                    inner => Place { start: lane, row: 1, element: inner as isize },
+                };
+                turned::store(self.out.dtype, &columns[..length], out, to, count);
             }
-            Arch::new().dispatch(Turned { kind: self.kind, columns: &mut *columns, others: &mut *others });
-            let to = Place { start: 0, row: length as isize, element: 1 };
-            turned::store(self.out.dtype, &columns[..length], out, to, count);
         }
     }
 
