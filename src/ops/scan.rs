@@ -18,6 +18,7 @@ use crate::{DType, Device, Result, Tensor};
 
 mod cpu;
 mod opencl;
+mod running;
 
 /// What elements are combined into.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -155,6 +155,46 @@ fn few_long_lines_are_cut_in_slices() {
     });
 }
 
+/// Lines side by side and one after another, whole and in pieces.
+#[test]
+fn many_lines_and_pieces_of_them() {
+    for shape in [[2, 9, 65], [3, 64, 127], [1, 700, 64], [2, 5000, 9], [1, 3, 20_011], [2, 601, 129], [5, 33, 1026]] {
+        for dtype in [DType::F32, DType::F64, DType::I32] {
+            let t = numbers(&shape, dtype, Device::Cpu);
+            check(&t);
+            if dtype == DType::F32 {
+                check(&t.transpose(0, 2).unwrap());
+                check(&t.narrow(2, 1, shape[2] - 2).unwrap().narrow(1, 1, shape[1] - 1).unwrap());
+                check(&t.flip(1).unwrap());
+            }
+        }
+        // Halves as far as they hold whole numbers; a product that wraps, and one that is 0 before it would overflow.
+        let few = numbers(&shape, DType::BF16, Device::Cpu).eq_scalar(3).unwrap().to_dtype(DType::BF16).unwrap();
+        let want = along(&f64s(&few), 1, cumsum);
+        let rounded = Tensor::from_ndarray(want, Device::Cpu).unwrap().to_dtype(DType::BF16).unwrap();
+        equal(&few.cumsum(1).unwrap(), &f64s(&rounded), "sums of halves");
+        let large = Tensor::full(shape, 1e30, Device::Cpu).unwrap();
+        for d in [1, 2] {
+            large.narrow(d, 0, 1).unwrap().zero_().unwrap();
+            assert_eq!(large.cumprod(d).unwrap().abs().unwrap().sum((), false).unwrap().item::<f32>().unwrap(), 0.0);
+            large.fill_(1e30).unwrap();
+        }
+        let threes = Tensor::full(shape, 3, (DType::I64, Device::Cpu)).unwrap().cumprod(1).unwrap();
+        let mut power = 1i64;
+        for i in 0..shape[1].min(100) {
+            power = power.wrapping_mul(3);
+            let line = threes.narrow(1, i, 1).unwrap().to_vec::<i64>().unwrap();
+            assert!(line.iter().all(|&x| x == power), "{i} of {shape:?}");
+        }
+    }
+    let mut values = vec![1f32; 100_003];
+    values[40_000] = f32::INFINITY;
+    values[90_000] = f32::NEG_INFINITY;
+    check(&Tensor::from_slice(&values, values.len(), Device::Cpu).unwrap());
+    let side = Tensor::from_slice(&values[..99_990], [9090, 11], Device::Cpu).unwrap();
+    check(&side);
+}
+
 #[test]
 fn running_sums_and_products_of_every_dtype() {
     each_device(|device| {

@@ -1,9 +1,10 @@
 //! Scans on the CPU: a line at a time, accumulated in f64 or i64.
 
-use super::Scan;
+use super::{Scan, running};
+use crate::ops::fold::{Add, Mul};
 use crate::ops::lane::Lane;
 use crate::ops::lines::each;
-use crate::{Compute, Result, Tensor};
+use crate::{Compute, DType, Result, Tensor};
 
 pub(super) fn run(kind: Scan, x: &Tensor, d: usize, values: &Tensor, places: Option<&Tensor>) -> Result<()> {
     match x.dtype.compute() {
@@ -13,15 +14,6 @@ pub(super) fn run(kind: Scan, x: &Tensor, d: usize, values: &Tensor, places: Opt
 }
 
 fn run_as<C: Lane>(kind: Scan, x: &Tensor, d: usize, values: &Tensor, places: Option<&Tensor>) -> Result<()> {
-    let running = |from: C, combine: fn(C, C) -> C| {
-        each::<C>(x, d, values, places, |line, values, _| {
-            let mut so_far = from;
-            for (value, &element) in values.iter_mut().zip(line) {
-                so_far = combine(so_far, element);
-                *value = so_far;
-            }
-        })
-    };
     let chosen = |reaches: fn(C, C) -> bool| {
         each::<C>(x, d, values, places, |line, values, places| {
             let (mut best, mut at) = (line[0], 0);
@@ -34,9 +26,15 @@ fn run_as<C: Lane>(kind: Scan, x: &Tensor, d: usize, values: &Tensor, places: Op
         })
     };
     match kind {
-        Scan::Sum => running(C::from_i32(0), C::add),
-        Scan::Prod => running(C::from_i32(1), C::mul),
-        Scan::LogSumExp => running(C::from_f64(f64::NEG_INFINITY), log_sum),
+        Scan::Sum => running::run::<Add, C>(x, d, values, x.dtype != DType::F64),
+        Scan::Prod => running::run::<Mul, C>(x, d, values, C::COMPUTE == Compute::I64),
+        Scan::LogSumExp => each::<C>(x, d, values, places, |line, values, _| {
+            let mut so_far = C::from_f64(f64::NEG_INFINITY);
+            for (value, &element) in values.iter_mut().zip(line) {
+                so_far = log_sum(so_far, element);
+                *value = so_far;
+            }
+        }),
         Scan::Max => chosen(|a, b| a >= b),
         Scan::Min => chosen(|a, b| a <= b),
     }
