@@ -13,6 +13,7 @@ use crate::{DType, Device, Error, Result, Shape, Tensor};
 
 mod cpu;
 mod opencl;
+mod taps;
 
 /// Where windows lie; pairs are rows and columns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

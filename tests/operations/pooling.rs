@@ -129,6 +129,11 @@ pub fn cases() -> Vec<Case> {
         (&[0, 2, 4, 4], pool([2, 2], [2, 2], [0, 0], one, false)),
         (&[2, 0, 4, 4], pool([2, 2], [2, 2], [0, 0], one, false)),
         (&[3, 5, 33, 31], pool([3, 3], [2, 2], [1, 1], one, false)),
+        (&[2, 2, 7, 15], pool([2, 2], [2, 2], [1, 1], one, true)),
+        (&[1, 2, 6, 9], pool([3, 3], [1, 1], [1, 1], one, false)),
+        (&[1, 2, 8, 9], pool([2, 4], [3, 3], [1, 2], one, true)),
+        (&[1, 2, 3, 2], pool([1, 2], [1, 2], [0, 0], one, false)),
+        (&[1, 2, 9, 8], pool([2, 2], [2, 2], [1, 1], [3, 2], false)),
     ] {
         for name in ["max_pool2d", "max_pool2d_with_indices"] {
             let made = case(name).distinct(x).arg(&p.kernel).arg(&p.stride).arg(&p.padding).arg(&p.dilation).arg(p.ceil);
@@ -198,6 +203,44 @@ fn greatest_elements_of_special_values() {
         assert!(y[0].is_nan() && y[1..] == [5.0, low], "{y:?} on {device}");
         assert_eq!(at.to_vec::<i64>().unwrap(), [2, 4, 8]);
     });
+}
+
+/// More planes than a job has, of each layout, with infinities and NaN.
+#[test]
+fn many_planes() {
+    let (n, c, h, w) = (37, 3, 27, 29);
+    let mut values: Vec<f32> = (0..n * c * h * w).map(|i| (i * 7919 % 1009) as f32 / 1009.0 - 0.5).collect();
+    values[5000] = f32::INFINITY;
+    values[70_000] = f32::NAN;
+    values[80_000..80_200].fill(f32::NEG_INFINITY);
+    let x = Tensor::from_slice(&values, [n, c, h, w], Device::Cpu).unwrap();
+    let turned = x.transpose(2, 3).unwrap().contiguous().unwrap().transpose(2, 3).unwrap();
+    let within = Tensor::cat(&[&x, &x], 3).unwrap().narrow(3, w, w).unwrap();
+    let (mut means, mut greatest) = (Vec::new(), Vec::new());
+    for plane in values.chunks(h * w) {
+        for (i, j) in (0..h / 2).flat_map(|i| (0..w / 2).map(move |j| (2 * i, 2 * j))) {
+            let four = [0, 1, w, w + 1].map(|k| plane[i * w + j + k]);
+            means.push(four.iter().sum::<f32>() / 4.0);
+            greatest.push(four.iter().fold(f32::NEG_INFINITY, |a, &b| if b > a || b.is_nan() { b } else { a }));
+        }
+    }
+    let same = |got: &Tensor, want: &[f32]| {
+        let got = got.to_vec::<f32>().unwrap();
+        assert!(got.len() == want.len() && got.iter().zip(want).all(|(a, b)| a == b || (a.is_nan() && b.is_nan())));
+    };
+    for x in [&x, &turned, &within] {
+        let x = x.detach().requires_grad_(true).unwrap();
+        let y = x.avg_pool2d([2, 2], AvgPoolOptions::default()).unwrap();
+        same(&y, &means);
+        y.sum((), false).unwrap().backward().unwrap();
+        let slopes = x.grad().unwrap().to_vec::<f32>().unwrap();
+        let inside = |i: usize| i / w % h < h - 1 && i % w < w - 1;
+        assert!(slopes.iter().enumerate().all(|(i, &g)| g == if inside(i) { 0.25 } else { 0.0 }));
+        let (y, at) = x.max_pool2d_with_indices([2, 2], MaxPoolOptions::default()).unwrap();
+        same(&y, &greatest);
+        let flat = x.detach().reshape([n * c, h * w]).unwrap();
+        same(&flat.gather(1, &at.reshape([n * c, (h / 2) * (w / 2)]).unwrap()).unwrap(), &greatest);
+    }
 }
 
 /// Overlapping windows that choose the same element add up their gradients.

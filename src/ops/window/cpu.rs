@@ -1,5 +1,8 @@
 //! Windows on the CPU: a plane (one channel of one image) at a time, planes shared out among the team's threads.
 
+use pulp::Arch;
+
+use super::taps::{Greatest, Means, Spread, Taps, greater};
 use super::{Task, Windows};
 use crate::device::{count_launch, cpu::parallel};
 use crate::ops::convert::{load_tile, store_tile};
@@ -148,44 +151,64 @@ struct Job<'a> {
 }
 
 impl Job<'_> {
-    /// Plane i of what is read, in the compute type.
-    fn plane<C: Lane>(&self, bytes: &[u8], i: usize) -> Vec<C> {
+    /// Plane i of what is read, in the compute type: where it lies if it can be read there, otherwise in `buffer`.
+    fn plane<'b, C: Lane>(&self, bytes: &'b [u8], i: usize, buffer: &'b mut Vec<C>) -> &'b [C] {
         let (dims, s) = (self.x.shape().dims(), self.x.strides());
         let start = self.x.layout.offset as isize + (i / dims[1]) as isize * s[0] + (i % dims[1]) as isize * s[1];
-        let mut plane = vec![C::from_i32(0); dims[2] * dims[3]];
-        for (h, row) in plane.chunks_mut(dims[3]).enumerate() {
+        if s[3] == 1 && s[2] == dims[3] as isize && self.x.dtype == C::COMPUTE.dtype() {
+            return &bytemuck::cast_slice(bytes)[start as usize..][..dims[2] * dims[3]];
+        }
+        buffer.resize(dims[2] * dims[3], C::from_i32(0));
+        for (h, row) in buffer.chunks_mut(dims[3]).enumerate() {
             load_tile(self.x.dtype, bytes, (start + h as isize * s[2]) as _, s[3], row);
         }
-        plane
+        buffer
     }
 
     fn greatest<C: Lane>(&self, bytes: &[u8], values: &mut [u8], indices: &mut [u8]) {
         let (w, dims, dtype) = (self.w, self.x.shape().dims(), self.x.dtype);
         let count = w.grid[0] * w.grid[1];
-        let all = dims[0] * dims[1] * count;
-        let values = values[..all * dtype.size()].chunks_mut(count * dtype.size());
-        let indices = bytemuck::cast_slice_mut::<u8, i64>(indices)[..all].chunks_mut(count);
-        let mut planes: Vec<_> = values.zip(indices).collect();
-        let one = |i: usize, (values, indices): &mut (&mut [u8], &mut [i64])| {
-            let plane = self.plane::<C>(bytes, i);
-            let mut best = vec![C::from_i32(0); count];
-            for (o, (best, at)) in best.iter_mut().zip(indices.iter_mut()).enumerate() {
-                let ((top, bottom), (left, right)) = (w.span(0, o / w.grid[1]), w.span(1, o % w.grid[1]));
-                (*best, *at) = (plane[top * w.image[1] + left], (top * w.image[1] + left) as i64);
-                for h in (top..bottom).step_by(w.dilation[0]) {
-                    for v in (left..right).step_by(w.dilation[1]) {
-                        let x = plane[h * w.image[1] + v];
-                        if x > *best || x.partial_cmp(&x).is_none() {
-                            (*best, *at) = (x, (h * w.image[1] + v) as i64);
-                        }
+        let (planes, taps) = (dims[0] * dims[1], Taps::new(w));
+        let firsts: Vec<i64> =
+            (0..count).map(|o| (w.span(0, o / w.grid[1]).0 * w.image[1] + w.span(1, o % w.grid[1]).0) as i64).collect();
+        let together = match planes * count * w.kernel[0] * w.kernel[1] <= JOB {
+            true => planes,
+            false => (JOB / 4).div_ceil(w.image[0] * w.image[1]),
+        };
+        let mut results =
+            [&mut values[..planes * count * dtype.size()], &mut indices[..planes * count * size_of::<i64>()]];
+        let sizes = [together * count * dtype.size(), together * count * size_of::<i64>()];
+        parallel::for_each_chunks(&mut results, &sizes, |i, chunks| {
+            let [values, indices] = chunks else { unreachable!("two were given") };
+            let (mut buffer, mut best) = (Vec::new(), vec![C::from_i32(0); count]);
+            let mut picked = vec![C::from_i32(0); w.grid[1]];
+            let indices: &mut [i64] = bytemuck::cast_slice_mut(indices);
+            for (j, (values, at)) in values.chunks_mut(count * dtype.size()).zip(indices.chunks_mut(count)).enumerate()
+            {
+                let plane = self.plane::<C>(bytes, i * together + j, &mut buffer);
+                best.fill(C::from_f64(f64::NEG_INFINITY));
+                at.copy_from_slice(&firsts);
+                match w.adaptive {
+                    true => self.greatest_each(plane, &mut best, at),
+                    false => {
+                        Arch::new().dispatch(Greatest { taps: &taps, plane, picked: &mut picked, best: &mut best, at })
                     }
                 }
+                store_tile(dtype, &best, values, 0, 1);
             }
-            store_tile(dtype, &best, values, 0, 1);
-        };
-        match all * w.kernel[0] * w.kernel[1] <= JOB {
-            true => planes.iter_mut().enumerate().for_each(|(i, p)| one(i, p)),
-            false => parallel::for_each(&mut planes, one),
+        });
+    }
+
+    /// The greatest elements of windows that differ in size.
+    fn greatest_each<C: Lane>(&self, plane: &[C], best: &mut [C], at: &mut [i64]) {
+        let w = self.w;
+        for (o, (best, at)) in best.iter_mut().zip(at).enumerate() {
+            let ((top, bottom), (left, right)) = (w.span(0, o / w.grid[1]), w.span(1, o % w.grid[1]));
+            for h in top..bottom {
+                for v in left..right {
+                    greater(best, at, plane[h * w.image[1] + v], (h * w.image[1] + v) as i64);
+                }
+            }
         }
     }
 
@@ -194,30 +217,57 @@ impl Job<'_> {
         let (w, dims) = (self.w, self.x.shape().dims());
         let (windows, elements) = (w.grid[0] * w.grid[1], w.image[0] * w.image[1]);
         let made = if let Task::Mean(_) = self.task { windows } else { elements };
-        let share = |o: usize, divisor| C::from_i64(w.divisor([o / w.grid[1], o % w.grid[1]], divisor) as i64);
         let inside = |o: usize| {
             let ((top, bottom), (left, right)) = (w.span(0, o / w.grid[1]), w.span(1, o % w.grid[1]));
             (top..bottom).flat_map(move |h| (left..right).map(move |v| h * w.image[1] + v))
         };
-        let one = |i: usize, out: &mut [u8]| {
-            let plane = self.plane::<C>(bytes, i);
-            let mut result = vec![C::from_i32(0); made];
-            match self.task {
-                Task::Mean(divisor) => result.iter_mut().enumerate().for_each(|(o, y)| {
-                    *y = inside(o).fold(*y, |sum, at| sum.add(plane[at])).div(share(o, divisor));
-                }),
-                Task::Unmean(divisor) => plane.iter().enumerate().for_each(|(o, g)| {
-                    let g = g.div(share(o, divisor));
-                    inside(o).for_each(|at| result[at] = result[at].add(g));
-                }),
-                Task::Unmax => plane.iter().zip(&indices[i * windows..]).for_each(|(g, &at)| {
-                    result[at as usize] = result[at as usize].add(*g);
-                }),
-                Task::Max => unreachable!("has two results"),
+        let shares: Vec<C> = match self.task {
+            Task::Mean(divisor) | Task::Unmean(divisor) => {
+                (0..windows).map(|o| C::from_i64(w.divisor([o / w.grid[1], o % w.grid[1]], divisor) as i64)).collect()
             }
-            store_tile(self.x.dtype, &result, out, 0, 1);
+            _ => Vec::new(),
         };
-        let size = DType::size(self.x.dtype);
-        pieces(&mut out[..dims[0] * dims[1] * made * size], made * size, one);
+        let (zero, size, taps) = (C::from_i32(0), DType::size(self.x.dtype), Taps::new(w));
+        let several = |first: usize, out: &mut [u8]| {
+            let (mut buffer, mut result, mut picked) = (Vec::new(), vec![zero; made], vec![zero; w.grid[1]]);
+            let mut scaled = vec![zero; if let Task::Unmean(_) = self.task { windows } else { 0 }];
+            for (i, out) in out.chunks_mut(made * size).enumerate() {
+                let plane = self.plane::<C>(bytes, first + i, &mut buffer);
+                result.fill(zero);
+                let result = &mut result[..];
+                match self.task {
+                    Task::Mean(_) if !w.adaptive => {
+                        Arch::new().dispatch(Means { taps: &taps, plane, picked: &mut picked, shares: &shares, result })
+                    }
+                    Task::Unmean(_) if !w.adaptive => {
+                        Arch::new().dispatch(Spread {
+                            taps: &taps,
+                            grads: plane,
+                            shares: &shares,
+                            scaled: &mut scaled,
+                            result,
+                        });
+                    }
+                    Task::Mean(_) => result.iter_mut().zip(&shares).enumerate().for_each(|(o, (y, share))| {
+                        *y = inside(o).fold(*y, |sum, at| sum.add(plane[at])).div(*share);
+                    }),
+                    Task::Unmean(_) => plane.iter().zip(&shares).enumerate().for_each(|(o, (g, share))| {
+                        let g = g.div(*share);
+                        inside(o).for_each(|at| result[at] = result[at].add(g));
+                    }),
+                    Task::Unmax => plane.iter().zip(&indices[(first + i) * windows..]).for_each(|(g, &at)| {
+                        result[at as usize] = result[at as usize].add(*g);
+                    }),
+                    Task::Max => unreachable!("has two results"),
+                }
+                store_tile(self.x.dtype, result, out, 0, 1);
+            }
+        };
+        let out = &mut out[..dims[0] * dims[1] * made * size];
+        let together = (JOB / 4).div_ceil(elements.max(windows));
+        match dims[0] * dims[1] * elements.max(windows) <= JOB {
+            true => several(0, out),
+            false => parallel::for_each_chunk(out, together * made * size, |i, out| several(i * together, out)),
+        }
     }
 }
