@@ -3,114 +3,157 @@
 //! The rules are Rust's `as`: floats to integers saturate and truncate, NaN gives 0; integers wrap; anything that is not
 //! 0 is `true`. f16 and bf16 round to nearest even and are reached through f32. `kernels/prelude.cl` does the same.
 
+use std::marker::PhantomData;
+
+use bytemuck::Pod;
 use half::f16;
-use half::slice::HalfFloatSliceExt;
 use pulp::{Arch, Simd, WithSimd};
 
 use super::lane::Lane;
-use crate::DType;
+use super::tiles::Function;
+use crate::device::cpu::convert::{narrow, truncate, widen};
+use crate::{Compute, DType};
 
-/// f16 elements converted at a time, in the processor's instructions where it has them.
+/// f16 elements converted at a time where they are not one after another, or not computed in f32.
 const CHUNK: usize = 64;
 
 /// Reads `out.len()` elements, the first at `start`, each next one `stride` elements on.
 pub(crate) fn load_tile<C: Lane>(dtype: DType, bytes: &[u8], start: usize, stride: isize, out: &mut [C]) {
+    macro_rules! load {
+        ($T:ty, $x:ident => $e:expr) => {{
+            struct F;
+            impl<C: Lane> Function<$T, C> for F {
+                #[inline(always)]
+                fn call($x: $T) -> C {
+                    $e
+                }
+            }
+            load::<$T, C, F>(bytes, start, stride, out)
+        }};
+    }
     match dtype {
-        DType::F32 => load(bytes, start, stride, out, C::from_f32),
+        DType::F32 => load!(f32, x => C::from_f32(x)),
         DType::F16 => load_f16(bytes, start, stride, out),
-        DType::BF16 => load(bytes, start, stride, out, |x: u16| C::from_f32(f32::from_bits(u32::from(x) << 16))),
-        DType::F64 => load(bytes, start, stride, out, C::from_f64),
-        DType::I64 => load(bytes, start, stride, out, C::from_i64),
-        DType::I32 => load(bytes, start, stride, out, C::from_i32),
-        DType::U8 => load(bytes, start, stride, out, |x: u8| C::from_i32(i32::from(x))),
-        DType::U32 => load(bytes, start, stride, out, |x: u32| C::from_i64(i64::from(x))),
-        DType::Bool => load(bytes, start, stride, out, |x: u8| C::truth(x != 0)),
+        DType::BF16 => load!(u16, x => C::from_f32(f32::from_bits(u32::from(x) << 16))),
+        DType::F64 => load!(f64, x => C::from_f64(x)),
+        DType::I64 => load!(i64, x => C::from_i64(x)),
+        DType::I32 => load!(i32, x => C::from_i32(x)),
+        DType::U8 => load!(u8, x => C::from_i32(i32::from(x))),
+        DType::U32 => load!(u32, x => C::from_i64(i64::from(x))),
+        DType::Bool => load!(u8, x => C::truth(x != 0)),
     }
 }
 
 /// Writes `values`, the first at `start`, each next one `stride` elements on.
 pub(crate) fn store_tile<C: Lane>(dtype: DType, values: &[C], bytes: &mut [u8], start: usize, stride: isize) {
+    macro_rules! store {
+        ($T:ty, $x:ident => $e:expr) => {{
+            struct F;
+            impl<C: Lane> Function<C, $T> for F {
+                #[inline(always)]
+                fn call($x: C) -> $T {
+                    $e
+                }
+            }
+            store::<$T, C, F>(values, bytes, start, stride)
+        }};
+    }
     match dtype {
-        DType::F32 => store(values, bytes, start, stride, C::to_f32),
+        DType::F32 => store!(f32, x => x.to_f32()),
         DType::F16 => store_f16(values, bytes, start, stride),
-        DType::BF16 if stride == 1 => {
-            let out = &mut bytemuck::cast_slice_mut(bytes)[start..start + values.len()];
-            Arch::new().dispatch(RoundToBf16 { values, out });
+        DType::BF16 => store!(u16, x => bf16_bits(x.to_f32())),
+        DType::F64 => store!(f64, x => x.to_f64()),
+        DType::I64 if stride == 1 && C::COMPUTE == Compute::F32 => {
+            let to = &mut bytemuck::cast_slice_mut(bytes)[start..start + values.len()];
+            truncate(bytemuck::cast_slice(values), to);
         }
-        DType::BF16 => store(values, bytes, start, stride, |x| bf16_bits(x.to_f32())),
-        DType::F64 => store(values, bytes, start, stride, C::to_f64),
-        DType::I64 => store(values, bytes, start, stride, C::to_i64),
-        DType::I32 => store(values, bytes, start, stride, C::to_i32),
-        DType::U8 => store(values, bytes, start, stride, C::to_u8),
-        DType::U32 => store(values, bytes, start, stride, C::to_u32),
-        DType::Bool => store(values, bytes, start, stride, |x| u8::from(x.is_true())),
+        DType::I64 => store!(i64, x => x.to_i64()),
+        DType::I32 => store!(i32, x => x.to_i32()),
+        DType::U8 => store!(u8, x => x.to_u8()),
+        DType::U32 => store!(u32, x => x.to_u32()),
+        DType::Bool => store!(u8, x => u8::from(x.is_true())),
     }
 }
 
-fn load<T: bytemuck::Pod, C>(bytes: &[u8], start: usize, stride: isize, out: &mut [C], f: impl Fn(T) -> C) {
+/// A function of every element, compiled for the processor's vectors.
+struct Each<'a, A, B, F> {
+    from: &'a [A],
+    to: &'a mut [B],
+    function: PhantomData<F>,
+}
+
+impl<A: Copy, B, F: Function<A, B>> WithSimd for Each<'_, A, B, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        self.to.iter_mut().zip(self.from).for_each(|(to, &x)| *to = F::call(x));
+    }
+}
+
+fn load<T: Pod, C, F: Function<T, C>>(bytes: &[u8], start: usize, stride: isize, out: &mut [C]) {
     let src: &[T] = bytemuck::cast_slice(bytes);
     if stride == 1 {
-        let src = &src[start..start + out.len()];
-        out.iter_mut().zip(src).for_each(|(o, &x)| *o = f(x));
+        let from = &src[start..start + out.len()];
+        Arch::new().dispatch(Each::<T, C, F> { from, to: out, function: PhantomData });
     } else {
         let mut i = start;
         for o in out {
-            *o = f(src[i]);
+            *o = F::call(src[i]);
             i = i.wrapping_add_signed(stride); // the step after the last may leave the range
         }
     }
 }
 
-fn store<T: bytemuck::Pod, C: Copy>(values: &[C], bytes: &mut [u8], start: usize, stride: isize, f: impl Fn(C) -> T) {
+fn store<T: Pod, C: Copy, F: Function<C, T>>(values: &[C], bytes: &mut [u8], start: usize, stride: isize) {
     let dst: &mut [T] = bytemuck::cast_slice_mut(bytes);
     if stride == 1 {
-        let dst = &mut dst[start..start + values.len()];
-        dst.iter_mut().zip(values).for_each(|(d, &x)| *d = f(x));
+        let to = &mut dst[start..start + values.len()];
+        Arch::new().dispatch(Each::<C, T, F> { from: values, to, function: PhantomData });
     } else {
         let mut i = start;
         for &x in values {
-            dst[i] = f(x);
+            dst[i] = F::call(x);
             i = i.wrapping_add_signed(stride);
         }
     }
 }
 
 fn load_f16<C: Lane>(bytes: &[u8], start: usize, stride: isize, out: &mut [C]) {
-    let (mut halves, mut singles) = ([f16::ZERO; CHUNK], [0.0f32; CHUNK]);
+    let src: &[f16] = bytemuck::cast_slice(bytes);
+    if stride == 1 && C::COMPUTE == Compute::F32 {
+        let from = &src[start..start + out.len()];
+        return widen(from, bytemuck::cast_slice_mut(out));
+    }
+    let (mut gathered, mut singles) = ([f16::ZERO; CHUNK], [0.0f32; CHUNK]);
     let mut i = start;
     for out in out.chunks_mut(CHUNK) {
         let n = out.len();
-        load(bytes, i, stride, &mut halves[..n], |x: f16| x);
-        halves[..n].convert_to_f32_slice(&mut singles[..n]);
+        for half in &mut gathered[..n] {
+            *half = src[i];
+            i = i.wrapping_add_signed(stride);
+        }
+        widen(&gathered[..n], &mut singles[..n]);
         out.iter_mut().zip(&singles).for_each(|(o, &x)| *o = C::from_f32(x));
-        i = i.wrapping_add_signed(stride * n as isize);
     }
 }
 
 fn store_f16<C: Lane>(values: &[C], bytes: &mut [u8], start: usize, stride: isize) {
-    let (mut halves, mut singles) = ([f16::ZERO; CHUNK], [0.0f32; CHUNK]);
+    let dst: &mut [f16] = bytemuck::cast_slice_mut(bytes);
+    if stride == 1 && C::COMPUTE == Compute::F32 {
+        let to = &mut dst[start..start + values.len()];
+        return narrow(bytemuck::cast_slice(values), to);
+    }
+    let (mut rounded, mut singles) = ([f16::ZERO; CHUNK], [0.0f32; CHUNK]);
     let mut i = start;
     for values in values.chunks(CHUNK) {
         let n = values.len();
         singles.iter_mut().zip(values).for_each(|(o, &x)| *o = x.to_f32());
-        halves[..n].convert_from_f32_slice(&singles[..n]);
-        store(&halves[..n], bytes, i, stride, |x| x);
-        i = i.wrapping_add_signed(stride * n as isize);
-    }
-}
-
-/// Compiled for the processor's vectors.
-struct RoundToBf16<'a, C> {
-    values: &'a [C],
-    out: &'a mut [u16],
-}
-
-impl<C: Lane> WithSimd for RoundToBf16<'_, C> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
-        self.out.iter_mut().zip(self.values).for_each(|(o, x)| *o = bf16_bits(x.to_f32()));
+        narrow(&singles[..n], &mut rounded[..n]);
+        for &half in &rounded[..n] {
+            dst[i] = half;
+            i = i.wrapping_add_signed(stride);
+        }
     }
 }
 

@@ -1,26 +1,24 @@
 //! Elementwise launches on the CPU: tiles of the expression, spread over the worker pool.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use smallvec::SmallVec;
 
 use super::convert::{load_tile, store_tile};
-use super::cpu_transpose::Transpose;
+use super::cpu_copy;
+use super::cpu_deal::{Dealt, deal};
+use super::cpu_transpose::{Transpose, straightened};
 use super::elementwise::Launch;
 use super::lane::Lane;
 use super::tiles::{Scratch, TILE, Tile, TileIn};
 use crate::device::count_launch;
 use crate::device::cpu::streaming::Streaming;
-use crate::device::cpu::{parallel, threads};
 use crate::storage::{Storage, with_host};
 use crate::{Compute, Error, Result, Tensor};
 
-/// Tiles a job of the pool computes, at least and at most: enough to hide what handing it over costs, and not so many
-/// that threads wait for the last.
-const TILES_A_JOB: usize = 16;
-const MOST_TILES_A_JOB: usize = 64;
-/// Jobs a thread has where they are neither the smallest nor the largest.
-const JOBS: usize = 8;
+pub(super) use super::cpu_deal::step;
+
 /// Elements computed before they are streamed to where they belong: they stay in the first-level cache until then.
 const STREAMED: usize = 4 * TILE;
 /// Elements of a row that is written out several times: with an operand and a result they stay in the first-level cache.
@@ -40,13 +38,29 @@ enum Source {
     Unused,
 }
 
-/// Elements that a thread computes at a time.
-pub(super) fn step(count: usize) -> usize {
-    (count / (JOBS * threads()) / TILE + 1).clamp(TILES_A_JOB, MOST_TILES_A_JOB) * TILE
-}
-
 pub(super) fn run(launch: &Launch) -> Result<()> {
     count_launch();
+    // As the result lies in memory. Random numbers depend on the order.
+    let ordered = if launch.program.seeds() == 0 { launch.walk.in_order_of(launch.inputs.len()) } else { None };
+    match ordered {
+        Some(walk) => run_straightened(&Launch { walk, ..*launch }),
+        None => run_straightened(launch),
+    }
+}
+
+fn run_straightened(launch: &Launch) -> Result<()> {
+    match straightened(launch)? {
+        Some((inputs, walk)) => run_ordered(&Launch { inputs: &inputs, walk, ..*launch }),
+        None => run_ordered(launch),
+    }
+}
+
+/// A result that lies in one piece, in its storage.
+fn bytes_of(t: &Tensor) -> Range<usize> {
+    t.layout.offset * t.dtype.size()..(t.layout.offset + t.numel()) * t.dtype.size()
+}
+
+fn run_ordered(launch: &Launch) -> Result<()> {
     let mut reads: SmallVec<[&Storage; 4]> = SmallVec::new();
     let sources: SmallVec<[Source; 4]> = launch
         .inputs
@@ -66,10 +80,12 @@ pub(super) fn run(launch: &Launch) -> Result<()> {
         })
         .collect();
     let writes: SmallVec<[&Storage; 2]> = launch.outputs.iter().map(|t| &t.storage).collect();
-    if let Some(transpose) = Transpose::of(launch) {
-        let out = launch.outputs[0];
-        let range = out.layout.offset * out.dtype.size()..(out.layout.offset + out.numel()) * out.dtype.size();
-        return with_host(&reads, &writes, |reads, writes| transpose.run(reads[0], &mut writes[0][range]));
+    if cpu_copy::is_copy(launch) {
+        let transpose = Transpose::of(launch, 0).filter(|_| launch.walk.is_contiguous(1));
+        return with_host(&reads, &writes, |reads, writes| match transpose {
+            Some(transpose) => transpose.run(reads[0], &mut writes[0][bytes_of(launch.outputs[0])]),
+            None => cpu_copy::run(launch, reads[0], writes[0]),
+        });
     }
     let divided_by_zero = with_host(&reads, &writes, |reads, writes| match launch.compute {
         Compute::F32 => run_as::<f32>(launch, &sources, reads, writes),
@@ -80,24 +96,9 @@ pub(super) fn run(launch: &Launch) -> Result<()> {
 }
 
 fn run_as<C: Lane>(launch: &Launch, sources: &[Source], reads: &[&[u8]], writes: &mut [&mut [u8]]) -> bool {
-    let count = launch.outputs[0].numel();
-    let first_output = launch.inputs.len();
-    let contiguous = (0..launch.outputs.len()).all(|j| launch.walk.is_contiguous(first_output + j));
-    if !contiguous {
-        // Elements of a strided output cannot be dealt out as slices: one thread walks them all.
-        return Job { launch, sources, reads, scatter: true }.run::<C>(0, count, writes);
-    }
-    let job = Job { launch, sources, reads, scatter: false };
-    let mut parts: SmallVec<[&mut [u8]; 2]> = SmallVec::new();
-    for (t, bytes) in launch.outputs.iter().zip(writes.iter_mut()) {
-        let size = t.dtype.size();
-        parts.push(&mut bytes[t.layout.offset * size..][..count * size]);
-    }
-    let step = step(count);
-    let sizes: SmallVec<[usize; 2]> = launch.outputs.iter().map(|t| step * t.dtype.size()).collect();
     let divided_by_zero = AtomicBool::new(false);
-    parallel::for_each_chunks(&mut parts, &sizes, |i, outs| {
-        if job.run::<C>(i * step, step.min(count - i * step), outs) {
+    deal(launch, writes, |first, count, dealt, outs| {
+        if (Job { launch, sources, reads, dealt }).run::<C>(first, count, outs) {
             divided_by_zero.store(true, Ordering::Relaxed);
         }
     });
@@ -109,8 +110,7 @@ struct Job<'a> {
     launch: &'a Launch<'a>,
     sources: &'a [Source],
     reads: &'a [&'a [u8]],
-    /// Outputs are whole storages walked by their strides; otherwise slices of exactly the elements computed.
-    scatter: bool,
+    dealt: Dealt,
 }
 
 impl Job<'_> {
@@ -122,13 +122,16 @@ impl Job<'_> {
             && self.sources.iter().enumerate().all(|(k, source)| match source {
                 Source::Unused => true,
                 Source::Storage(_) => matches!(last(k), 0 | 1),
-                Source::Output(_) => false,
+                Source::Output(_) => self.copied(k, source).is_none(),
             })
     }
 
     /// The length of a row, where all rows of an operand are the same, or follow one another, or it is one element. 1 where
     /// none is of the first kind, and the whole cannot be one tile.
     fn repeats(&self) -> Option<usize> {
+        if self.dealt != Dealt::Elements {
+            return None;
+        }
         let walk = &self.launch.walk;
         let row = match walk.dims[..] {
             [_] if self.launch.program.has_registers() || self.is_in_place() => 1,
@@ -218,22 +221,65 @@ impl Job<'_> {
             }
             return divided_by_zero;
         }
+        let bases = self.bases(first);
         walk.runs(first, count, |at, offsets, len| {
             let mut tile_inputs: SmallVec<[TileIn<C>; 4]> = SmallVec::new();
-            for (&(elements, differ, offset), &more) in operands.iter().zip(offsets) {
+            for ((&(elements, differ, offset), &more), source) in operands.iter().zip(offsets).zip(self.sources) {
                 let from = offset.wrapping_add_signed(more);
-                tile_inputs.push(match elements {
-                    [] => TileIn::Scalar(C::from_i32(0)),
-                    elements if differ => TileIn::Slice(&elements[from..from + len]),
-                    elements => TileIn::Scalar(elements[from]),
+                tile_inputs.push(match (elements, source) {
+                    ([], &Source::Output(j)) => TileIn::Output(j),
+                    ([], _) => TileIn::Scalar(C::from_i32(0)),
+                    (elements, _) if differ => TileIn::Slice(&elements[from..from + len]),
+                    (elements, _) => TileIn::Scalar(elements[from]),
                 });
             }
             let tile = Tile { inputs: &tile_inputs, scalars, seeds, first: (first + at) as u64, len };
             let mut targets: SmallVec<[&mut [C]; 2]> = SmallVec::new();
-            outs.iter_mut().for_each(|out| targets.push(&mut out[at..at + len]));
+            for (j, out) in outs.iter_mut().enumerate() {
+                targets.push(&mut out[self.place(j, at, &bases, offsets)..][..len]);
+            }
             divided_by_zero |= program.eval_tile(&tile, scratch, &mut targets);
         });
         divided_by_zero
+    }
+
+    /// [`Dealt::base`] of every result.
+    fn bases(&self, first: usize) -> SmallVec<[isize; 2]> {
+        (0..self.launch.outputs.len()).map(|j| self.dealt.base(self.launch, j, first)).collect()
+    }
+
+    /// Where result `j` has the job's element `at`, which the walk has at `offsets`.
+    fn place(&self, j: usize, at: usize, bases: &[isize], offsets: &[isize]) -> usize {
+        match self.dealt {
+            Dealt::Elements => at,
+            _ => (bases[j] + offsets[self.launch.inputs.len() + j]) as usize,
+        }
+    }
+
+    /// As [`run`](Job::run), of what is only converted: without a detour where one side is the type computed in.
+    fn convert<C: Lane>(&self, first: usize, count: usize, outs: &mut [&mut [u8]]) {
+        let (walk, input, output) = (&self.launch.walk, &self.launch.inputs[0], self.launch.outputs[0]);
+        let last = |k: usize| walk.strides[k].last().copied().unwrap_or(1);
+        let (step, to_step) = (last(0), if self.dealt == Dealt::Elements { 1 } else { last(1) });
+        let (bases, from) = (self.bases(first), self.reads[0]);
+        let (mut tile, same) = ([C::from_i32(0); TILE], C::COMPUTE.dtype());
+        walk.runs(first, count, |at, offsets, len| {
+            let source = input.layout.offset.wrapping_add_signed(offsets[0]);
+            let (target, to) = (self.place(0, at, &bases, offsets), &mut *outs[0]);
+            if input.dtype == same && step == 1 {
+                let values = &bytemuck::cast_slice::<u8, C>(from)[source..][..len];
+                return store_tile(output.dtype, values, to, target, to_step);
+            }
+            if output.dtype == same && to_step == 1 {
+                let values = &mut bytemuck::cast_slice_mut::<u8, C>(to)[target..][..len];
+                return load_tile(input.dtype, from, source, step, values);
+            }
+            for done in (0..len).step_by(TILE) {
+                let tile = &mut tile[..TILE.min(len - done)];
+                load_tile(input.dtype, from, source.wrapping_add_signed(done as isize * step), step, tile);
+                store_tile(output.dtype, tile, to, target.wrapping_add_signed(done as isize * to_step), to_step);
+            }
+        });
     }
 
     /// Computes elements `first..first + count`; gives whether an integer was divided by zero.
@@ -241,12 +287,20 @@ impl Job<'_> {
         let Launch { inputs, outputs, program, walk, .. } = self.launch;
         let zero = C::from_f64(0.0);
         let mut scratch = Scratch::<C>::new();
+        let step = |k: usize| walk.strides[k].last().copied().unwrap_or(0);
+        let row = walk.dims.last().copied().unwrap_or(1).max(1);
+        let elements = self.dealt == Dealt::Elements;
         // Results of the type computed in go straight to their place, or are streamed there.
-        let same = |j: usize| !self.scatter && outputs[j].dtype == C::COMPUTE.dtype();
+        let in_rows = |j: usize| row >= WORTH_A_TILE && step(inputs.len() + j) == 1;
+        let same = |j: usize| outputs[j].dtype == C::COMPUTE.dtype() && (elements || in_rows(j));
         let bytes = |t: &Tensor| t.numel() * t.dtype.size();
         let all = || inputs.iter().map(bytes).chain(outputs.iter().map(|t| bytes(t))).sum();
-        let streamed = |j: usize| same(j) && program.goes_past_cache(bytes(outputs[j]), all());
+        let streamed = |j: usize| elements && same(j) && program.goes_past_cache(bytes(outputs[j]), all());
         let direct = |j: usize| same(j) && !streamed(j);
+        if matches!(self.sources, [Source::Storage(_)]) && outputs.len() == 1 && !streamed(0) && program.is_identity() {
+            self.convert::<C>(first, count, outs);
+            return false;
+        }
         let streaming = Streaming::new();
         // Where nothing is kept in registers or converted, a tile may be as long as it likes.
         let unconverted = inputs.iter().all(|t| t.dtype == C::COMPUTE.dtype());
@@ -260,15 +314,15 @@ impl Job<'_> {
             return self.rows::<C>(first, count, outs, &mut scratch);
         }
         let longest = match plain {
-            true if all_direct => count,
+            true if all_direct && elements => count,
+            true if all_direct => row,
             true if (0..outputs.len()).all(streamed) => STREAMED,
             _ => TILE,
         };
         let mut loaded: SmallVec<[Vec<C>; 4]> = inputs.iter().map(|_| Vec::new()).collect();
         let mut results: SmallVec<[Vec<C>; 2]> =
             (0..outputs.len()).map(|j| if direct(j) { Vec::new() } else { vec![zero; longest] }).collect();
-        let step = |k: usize| walk.strides[k].last().copied().unwrap_or(0);
-        let row = walk.dims.last().copied().unwrap_or(1).max(1);
+        let bases = self.bases(first);
         let mut divided_by_zero = false;
         let (mut start, end) = (first, first + count);
         while start < end {
@@ -290,11 +344,14 @@ impl Job<'_> {
                 };
                 let buffer = &mut loaded[k];
                 buffer.resize(longest, zero);
-                if matches!(self.sources[k], Source::Output(_)) && !self.scatter {
+                if matches!(self.sources[k], Source::Output(_)) && elements {
                     load_tile(t.dtype, bytes, start - first, 1, &mut buffer[..len]);
                     continue;
                 }
-                let offset = t.layout.offset as isize;
+                let offset = match self.sources[k] {
+                    Source::Output(j) => bases[j],
+                    _ => t.layout.offset as isize,
+                };
                 walk.runs(start, len, |at, offsets, n| {
                     load_tile(t.dtype, bytes, (offset + offsets[k]) as usize, step(k), &mut buffer[at..at + n]);
                 });
@@ -326,7 +383,10 @@ impl Job<'_> {
                 let mut targets: SmallVec<[&mut [C]; 2]> = SmallVec::new();
                 for (j, (bytes, result)) in outs.iter_mut().zip(&mut results).enumerate() {
                     targets.push(match direct(j) {
-                        true => &mut bytemuck::cast_slice_mut::<u8, C>(bytes)[start - first..][..len],
+                        true => {
+                            let at = self.place(j, start - first, &bases, &offsets);
+                            &mut bytemuck::cast_slice_mut::<u8, C>(bytes)[at..][..len]
+                        }
                         false => &mut result[..len],
                     });
                 }
@@ -337,13 +397,13 @@ impl Job<'_> {
                 if streamed(j) {
                     let out = &mut bytemuck::cast_slice_mut::<u8, C>(outs[j])[start - first..][..len];
                     streaming.copy(out, &results[j][..len]);
-                } else if self.scatter {
-                    walk.runs(start, len, |at, offsets, n| {
-                        let from = (t.layout.offset as isize + offsets[k]) as usize;
-                        store_tile(t.dtype, &results[j][at..at + n], outs[j], from, step(k));
-                    });
-                } else {
+                } else if elements {
                     store_tile(t.dtype, &results[j][..len], outs[j], start - first, 1);
+                } else {
+                    walk.runs(start, len, |at, offsets, n| {
+                        let to = (bases[j] + offsets[k]) as usize;
+                        store_tile(t.dtype, &results[j][at..at + n], outs[j], to, step(k));
+                    });
                 }
             }
             start += len;
@@ -357,6 +417,7 @@ mod tests {
     use super::*;
     use crate::device::cpu::math;
     use crate::device::cpu::streaming::LARGE;
+    use crate::ops::cpu_deal::TILES_A_JOB;
     use crate::{Device, Expr};
 
     fn number(i: usize, seed: usize) -> f32 {

@@ -1,12 +1,14 @@
 //! Transposed copies on the CPU, block by block: walked row by row, every element would cost a cache line of its own.
 
 use bytemuck::Pod;
+use smallvec::SmallVec;
 
 use super::collapse::Walk;
 use super::elementwise::Launch;
-use super::expr::Expr;
 use crate::device::cpu::parallel;
 use crate::device::cpu::streaming::{LARGE, Streaming};
+use crate::storage::with_host;
+use crate::{Device, Result, Shape, Tensor};
 
 /// Elements along each side of a block: as many pages as the processor finds at once, and whole cache lines of each.
 const BLOCK: usize = 64;
@@ -14,9 +16,44 @@ const BLOCK: usize = 64;
 /// Copies that are smaller stay in the cache however they are walked.
 const SMALL: usize = 1 << 12;
 
+/// Steps, and numbers of them, from which on every element read along a row is from another line of the cache.
+const FAR: usize = 8;
+
+/// The operands and the walk of a launch whose transposed operands are copied first; None where it has none.
+pub(super) fn straightened(launch: &Launch) -> Result<Option<(SmallVec<[Tensor; 4]>, Walk)>> {
+    let Launch { inputs, outputs, walk, program, .. } = launch;
+    let transpose = |k: usize| {
+        let is_read = program.exprs().iter().any(|e| e.uses_input(k)) && !program.is_identity();
+        let alone = is_read && !outputs.iter().any(|out| out.shares_storage(&inputs[k]));
+        Transpose::of(launch, k).filter(|t| alone && t.is_worth_it())
+    };
+    if (0..inputs.len()).all(|k| transpose(k).is_none()) {
+        return Ok(None);
+    }
+    let shape = Shape::from(&walk.dims[..]);
+    let mut straight: SmallVec<[Tensor; 4]> = inputs.iter().map(Tensor::shallow_clone).collect();
+    let mut dense = walk.strides[0].clone();
+    dense.iter_mut().zip(&walk.dims).rev().fold(1, |step, (stride, &size)| {
+        *stride = step;
+        step * size as isize
+    });
+    let mut strides: SmallVec<[&[isize]; 4]> = walk.strides.iter().map(|s| &s[..]).collect();
+    for (k, t) in inputs.iter().enumerate() {
+        let Some(transpose) = transpose(k) else { continue };
+        let copy = Tensor::empty_like_shape(&shape, t.dtype, Device::Cpu)?;
+        let bytes = copy.numel() * t.dtype.size();
+        with_host(&[&t.storage], &[&copy.storage], |from, to| transpose.run(from[0], &mut to[0][..bytes]))?;
+        (straight[k], strides[k]) = (copy, &dense);
+    }
+    let walk = Walk::new(&shape, strides.iter().copied());
+    Ok(Some((straight, walk)))
+}
+
 /// A copy of unchanged elements whose closest neighbours in memory lie along another dimension than the last.
 pub(super) struct Transpose<'a> {
     walk: &'a Walk,
+    /// Of the source.
+    strides: &'a [isize],
     /// The dimension with the shortest steps through the source.
     near: usize,
     offset: usize,
@@ -24,18 +61,25 @@ pub(super) struct Transpose<'a> {
 }
 
 impl<'a> Transpose<'a> {
-    /// The launch as a transposed copy, if it is one.
-    pub(super) fn of(launch: &'a Launch) -> Option<Transpose<'a>> {
-        let ([input], [output]) = (launch.inputs, launch.outputs) else { return None };
-        let walk = &launch.walk;
-        let copies = launch.program.exprs() == [Expr::input(0)] && input.dtype == output.dtype;
-        if !copies || !walk.is_contiguous(1) || input.shares_storage(output) || output.numel() < SMALL {
+    /// A copy of the launch's `k`-th operand to where the walk has its elements one after another, if it is a transposed one.
+    pub(super) fn of(launch: &'a Launch, k: usize) -> Option<Transpose<'a>> {
+        let (walk, input) = (&launch.walk, &launch.inputs[k]);
+        let strides = &walk.strides[k][..];
+        let &last = strides.last()?;
+        if matches!(last, 0 | 1) || walk.dims.iter().product::<usize>() < SMALL {
             return None;
         }
-        let strides = &walk.strides[0];
-        let near = (0..strides.len()).min_by_key(|&d| (strides[d].unsigned_abs(), strides.len() - d))?;
-        let last = strides.len() - 1;
-        (near != last).then(|| Transpose { walk, near, offset: input.layout.offset, size: input.dtype.size() })
+        let steps = (0..strides.len()).filter(|&d| strides[d] != 0);
+        let near = steps.min_by_key(|&d| (strides[d].unsigned_abs(), strides.len() - d))?;
+        let transpose = Transpose { walk, strides, near, offset: input.layout.offset, size: input.dtype.size() };
+        (near != strides.len() - 1).then_some(transpose)
+    }
+
+    /// Whether a formula had better read the copy: elements of a column are much farther apart than those of a row.
+    fn is_worth_it(&self) -> bool {
+        let (dims, strides) = (&self.walk.dims, self.strides);
+        let far = strides.last().is_some_and(|s| s.unsigned_abs() >= FAR);
+        far && dims[self.near] >= FAR && !strides.contains(&0)
     }
 
     /// Copies from the bytes of the source's storage to the bytes of the result alone.
@@ -49,7 +93,7 @@ impl<'a> Transpose<'a> {
     }
 
     fn copy<T: Pod + Send + Sync>(&self, from: &[T], to: &mut [T]) {
-        let (dims, strides) = (&self.walk.dims, &self.walk.strides[0]);
+        let (dims, strides) = (&self.walk.dims, self.strides);
         let (near, last) = (self.near, dims.len() - 1);
         // The result is `outer` pieces of `rows` rows; a row is `middle` runs of `columns`.
         let (rows, columns) = (dims[near], dims[last]);

@@ -135,6 +135,10 @@ impl Program {
     pub(crate) fn seeds(&self) -> usize {
         self.seeds
     }
+    /// Whether it is the first input, as it is.
+    pub(crate) fn is_identity(&self) -> bool {
+        matches!(&self.steps[..], [Step { action: Action::Copy, args, dst: Value::Output(0) }] if args[0] == Value::Input(0))
+    }
     /// Whether it keeps intermediate results, a tile of each.
     pub(crate) fn has_registers(&self) -> bool {
         self.registers > 0

@@ -7,8 +7,8 @@ use smallvec::SmallVec;
 use super::shape::Dims;
 use super::{NewShape, PadMode, Shape};
 use crate::autograd::{is_tracked, record_twice, record_unary_twice};
-use crate::ops::promote;
 use crate::ops::registry::{replaced, replacement};
+use crate::ops::{cpu_join, promote};
 use crate::{DType, Error, Result, Tensor};
 
 impl Tensor {
@@ -309,10 +309,12 @@ fn join(op: &'static str, all: &[&Tensor], dim: isize) -> Result<Tensor> {
     dims[d] = pieces.iter().fold(0, |sum, &(n, _)| sum.saturating_add(n));
     let dtype = promote::result_type(all, &[]).unwrap_or(first.dtype());
     let out = Tensor::empty_like_shape(&dims[..], dtype, first.device())?;
-    let mut start = 0;
-    for (t, &(n, _)) in tensors.iter().zip(&pieces) {
-        out.with_layout(out.layout.narrow(op, d, start, n)?).copy_(&t.detach())?;
-        start += n;
+    if !cpu_join::join(&out, &tensors, d)? {
+        let mut start = 0;
+        for (t, &(n, _)) in tensors.iter().zip(&pieces) {
+            out.with_layout(out.layout.narrow(op, d, start, n)?).copy_(&t.detach())?;
+            start += n;
+        }
     }
     if !is_tracked(&tensors) || !dtype.is_float() {
         return Ok(out);

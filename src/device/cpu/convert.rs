@@ -1,0 +1,161 @@
+//! Conversions that the compiler does not turn into the processor's instructions, many elements at a time.
+
+use half::f16;
+use half::slice::HalfFloatSliceExt;
+
+/// `from` as f32, exactly.
+pub(crate) fn widen(from: &[f16], to: &mut [f32]) {
+    assert_eq!(from.len(), to.len());
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx512f") {
+        let ((from, rest), (to, last)) = (from.as_chunks(), to.as_chunks_mut());
+        // SAFETY: the processor has the instructions.
+        unsafe { x86::widen_16(from, to) };
+        return rest.convert_to_f32_slice(last);
+    } else if is_x86_feature_detected!("f16c") && is_x86_feature_detected!("avx") {
+        let ((from, rest), (to, last)) = (from.as_chunks(), to.as_chunks_mut());
+        // SAFETY: likewise.
+        unsafe { x86::widen_8(from, to) };
+        return rest.convert_to_f32_slice(last);
+    }
+    from.convert_to_f32_slice(to);
+}
+
+/// `from` as f16, rounded to nearest even.
+pub(crate) fn narrow(from: &[f32], to: &mut [f16]) {
+    assert_eq!(from.len(), to.len());
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx512f") {
+        let ((from, rest), (to, last)) = (from.as_chunks(), to.as_chunks_mut());
+        // SAFETY: the processor has the instructions.
+        unsafe { x86::narrow_16(from, to) };
+        return last.convert_from_f32_slice(rest);
+    } else if is_x86_feature_detected!("f16c") && is_x86_feature_detected!("avx") {
+        let ((from, rest), (to, last)) = (from.as_chunks(), to.as_chunks_mut());
+        // SAFETY: likewise.
+        unsafe { x86::narrow_8(from, to) };
+        return last.convert_from_f32_slice(rest);
+    }
+    to.convert_from_f32_slice(from);
+}
+
+/// `from` as i64: towards zero, the nearest there is where there is none, NaN as 0.
+pub(crate) fn truncate(from: &[f32], to: &mut [i64]) {
+    assert_eq!(from.len(), to.len());
+    let (mut rest, mut last) = (from, to);
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx512f")
+        && is_x86_feature_detected!("avx512dq")
+        && is_x86_feature_detected!("avx512vl")
+    {
+        let ((from, from_rest), (to, to_rest)) = (rest.as_chunks(), last.as_chunks_mut());
+        // SAFETY: the processor has the instructions.
+        unsafe { x86::truncate(from, to) };
+        (rest, last) = (from_rest, to_rest);
+    }
+    last.iter_mut().zip(rest).for_each(|(to, &x)| *to = x as i64);
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::*;
+
+    use half::f16;
+
+    /// A function that converts a vector at a time; neither side need be aligned.
+    macro_rules! by_vectors {
+        ($name:ident, $feature:literal, [$A:ty] -> [$B:ty; $n:literal], $load:ident, $store:ident, $convert:expr) => {
+            #[target_feature(enable = $feature)]
+            pub(super) fn $name(from: &[[$A; $n]], to: &mut [[$B; $n]]) {
+                for (from, to) in from.iter().zip(to) {
+                    // SAFETY: each side has as many bytes as its vector.
+                    unsafe { $store(to.as_mut_ptr().cast(), $convert($load(from.as_ptr().cast()))) };
+                }
+            }
+        };
+    }
+
+    const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT;
+
+    by_vectors!(widen_16, "avx512f", [f16] -> [f32; 16], _mm256_loadu_si256, _mm512_storeu_ps, _mm512_cvtph_ps);
+    by_vectors!(widen_8, "avx,f16c", [f16] -> [f32; 8], _mm_loadu_si128, _mm256_storeu_ps, _mm256_cvtph_ps);
+    by_vectors!(narrow_16, "avx512f", [f32] -> [f16; 16], _mm512_loadu_ps, _mm256_storeu_si256, _mm512_cvtps_ph::<NEAREST>);
+    by_vectors!(narrow_8, "avx,f16c", [f32] -> [f16; 8], _mm256_loadu_ps, _mm_storeu_si128, _mm256_cvtps_ph::<NEAREST>);
+
+    /// What is too small becomes i64::MIN in the instruction itself.
+    #[target_feature(enable = "avx512f,avx512dq,avx512vl")]
+    pub(super) fn truncate(from: &[[f32; 8]], to: &mut [[i64; 8]]) {
+        let (limit, most) = (_mm256_set1_ps(-(i64::MIN as f32)), _mm512_set1_epi64(i64::MAX));
+        for (from, to) in from.iter().zip(to) {
+            // SAFETY: the array has as many bytes as the vector, which need not be aligned.
+            let x = unsafe { _mm256_loadu_ps(from.as_ptr()) };
+            let whole = _mm512_maskz_cvttps_epi64(_mm256_cmp_ps_mask::<_CMP_ORD_Q>(x, x), x);
+            let whole = _mm512_mask_mov_epi64(whole, _mm256_cmp_ps_mask::<_CMP_GE_OQ>(x, limit), most);
+            // SAFETY: likewise.
+            unsafe { _mm512_storeu_si512(to.as_mut_ptr().cast(), whole) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_half_and_any_length() {
+        let all: Vec<f16> = (0..=u16::MAX).map(f16::from_bits).collect();
+        let mut wide = vec![0.0; all.len()];
+        widen(&all, &mut wide);
+        for (half, &single) in all.iter().zip(&wide) {
+            let want = half.to_f32();
+            assert!(single == want || (single.is_nan() && want.is_nan()), "{half:?}: {single}");
+        }
+        // what lies between two neighbours, too
+        let singles: Vec<f32> =
+            wide.iter().flat_map(|&x| [-1i32, 0, 1, 0xFFF, 0x1000, 0x1001].map(|d| beside(x, d))).collect();
+        for n in [0, 1, 7, 8, 9, 63, 64, 65, singles.len()] {
+            let mut halves = vec![f16::ONE; n];
+            narrow(&singles[..n], &mut halves);
+            for (&x, half) in singles.iter().zip(&halves) {
+                let want = f16::from_f32(x);
+                assert!(half.to_bits() == want.to_bits() || (half.is_nan() && want.is_nan()), "{x}: {half}");
+            }
+        }
+    }
+
+    fn beside(x: f32, steps: i32) -> f32 {
+        f32::from_bits(x.to_bits().wrapping_add_signed(steps))
+    }
+
+    #[test]
+    fn every_float_and_any_length_as_whole_numbers() {
+        let edges = [0.0, -0.5, 0.99, -1.99, 1e9, 9.2233715e18, 9.223372e18, -9.223372e18, -9.2233735e18, 1e30, -1e30];
+        let more = [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MIN_POSITIVE, 16777217.0];
+        let bits = (0..=u32::MAX).step_by(65_521).map(f32::from_bits);
+        let all: Vec<f32> = edges.into_iter().chain(more).chain(bits).collect();
+        for n in [0, 1, 7, 8, 9, 17, all.len()] {
+            let mut whole = vec![7; n];
+            truncate(&all[..n], &mut whole);
+            assert!(all.iter().zip(&whole).all(|(&x, &i)| x as i64 == i), "{n}");
+        }
+    }
+
+    #[test]
+    #[cfg(target_arch = "x86_64")]
+    fn vectors_of_either_length() {
+        let all: Vec<f16> = (0..=u16::MAX).map(f16::from_bits).collect();
+        if is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("f16c") {
+            let (mut a, mut b) = (vec![0.0f32; all.len()], vec![0.0f32; all.len()]);
+            let (mut c, mut d) = (vec![f16::ONE; all.len()], vec![f16::ONE; all.len()]);
+            // SAFETY: the processor has the instructions.
+            unsafe {
+                x86::widen_16(all.as_chunks().0, a.as_chunks_mut().0);
+                x86::widen_8(all.as_chunks().0, b.as_chunks_mut().0);
+                x86::narrow_16(a.as_chunks().0, c.as_chunks_mut().0);
+                x86::narrow_8(a.as_chunks().0, d.as_chunks_mut().0);
+            }
+            assert!(a.iter().zip(&b).all(|(a, b)| a.to_bits() == b.to_bits()));
+            assert!(c.iter().zip(&d).all(|(c, d)| c.to_bits() == d.to_bits()));
+        }
+    }
+}
