@@ -295,7 +295,9 @@ impl Job<'_> {
         let same = |j: usize| outputs[j].dtype == C::COMPUTE.dtype() && (elements || in_rows(j));
         let bytes = |t: &Tensor| t.numel() * t.dtype.size();
         let all = || inputs.iter().map(bytes).chain(outputs.iter().map(|t| bytes(t))).sum();
-        let streamed = |j: usize| elements && same(j) && program.goes_past_cache(bytes(outputs[j]), all());
+        // What is changed in place is in the cache by then, and streamed loops have no operand that is written.
+        let fresh = !self.is_in_place();
+        let streamed = |j: usize| fresh && elements && same(j) && program.goes_past_cache(bytes(outputs[j]), all());
         let direct = |j: usize| same(j) && !streamed(j);
         if matches!(self.sources, [Source::Storage(_)]) && outputs.len() == 1 && !streamed(0) && program.is_identity() {
             self.convert::<C>(first, count, outs);
@@ -482,5 +484,22 @@ mod tests {
         let x = x.narrow(0, 0, rows * columns).unwrap().reshape([rows, columns]).unwrap();
         let row = y.narrow(0, 0, columns).unwrap();
         assert_is(x.mul(&row).unwrap(), |i| number(i, 1) * number(i % columns, 2), "rows");
+    }
+
+    #[test]
+    fn larger_than_the_cache_in_place() {
+        let (rows, columns) = (LARGE / 4 / 1000 + 3, 1000);
+        let x = tensor(rows * columns, 1).reshape([rows, columns]).unwrap().clone();
+        let (column, wide) = (tensor(rows, 3).reshape([rows, 1]).unwrap(), tensor(rows * (columns + 5), 4));
+        let part = wide.reshape([rows, columns + 5]).unwrap().narrow(1, 2, columns).unwrap();
+        let each = |i: usize| number(i, 1) - number(i / columns, 3);
+        x.sub_(&column).unwrap();
+        assert_is(x.shallow_clone(), each, "a column");
+        x.maximum_(&part).unwrap();
+        let at = |i: usize| number(i / columns * (columns + 5) + 2 + i % columns, 4);
+        let each = |i: usize| each(i).max(at(i));
+        assert_is(x.shallow_clone(), each, "an operand that is part of another");
+        Tensor::map_into(&[&x, &column], &[], &[&x], |x, _| vec![&x[0] * 0.5 + &x[1]]).unwrap();
+        assert_is(x.shallow_clone(), |i| each(i) * 0.5 + number(i / columns, 3), "a product and a sum");
     }
 }

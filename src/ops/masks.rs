@@ -20,7 +20,12 @@ pub(super) fn run(program: &Program, inputs: &[&Tensor], outputs: &[&Tensor]) ->
             && !t.shares_storage(out)
     };
     let fits = out.dtype == DType::Bool && out.is_contiguous() && out.numel() > 0 && inputs.iter().all(|t| alike(&t));
-    if !fits || program.needs_float() || program.scalars() + program.seeds() > 0 || program.divides() {
+    if !fits
+        || !(1..=2).contains(&inputs.len())
+        || program.needs_float()
+        || program.scalars() + program.seeds() > 0
+        || program.divides()
+    {
         return Ok(false);
     }
     let (count, to) = (out.numel(), &out.storage);
@@ -66,6 +71,7 @@ impl WithSimd for Polynomial<'_> {
     fn with_simd<S: Simd>(self, _: S) {
         let [one, x, y, both] = self.of;
         for (out, (a, b)) in self.out.iter_mut().zip(self.x.iter().zip(self.y)) {
+            let (a, b) = (u8::from(*a != 0), u8::from(*b != 0));
             *out = one ^ (x & a) ^ (y & b) ^ (both & a & b);
         }
     }
@@ -100,5 +106,10 @@ mod tests {
             let want: Vec<bool> = a.iter().zip(&b).map(|(&a, &b)| of(a, b)).collect();
             assert_eq!(got.unwrap().to_vec::<bool>().unwrap(), want, "operation {k}");
         }
+        // Three of them are others' work.
+        let chosen = x.where_cond(&y, &x.logical_not().unwrap()).unwrap().to_vec::<bool>().unwrap();
+        assert!(chosen.iter().zip(a.iter().zip(&b)).all(|(&got, (&a, &b))| got == if a { b } else { !a }));
+        let all = Tensor::map(&[&x, &y, &x], |m| &m[0] * &m[1] * &m[2]).unwrap().to_vec::<bool>().unwrap();
+        assert!(all.iter().zip(a.iter().zip(&b)).all(|(&got, (&a, &b))| got == (a & b)));
     }
 }

@@ -34,7 +34,7 @@ pub(crate) enum TileIn<'a, C> {
     Scalar(C),
     /// The same row again and again, from this element of it on: operand of a primitive of two, the other one a slice.
     Rows(&'a [C], usize),
-    /// What this result holds, which [nobody reads](Program::reads_before) once it is written.
+    /// What this result holds, which [nobody reads](Program::reads_before) once it is written; where nothing is streamed.
     Output(usize),
 }
 
@@ -145,12 +145,12 @@ impl Program {
                 Value::Output(j) => (Vec::new(), std::mem::take(&mut outs[j])),
                 _ => unreachable!("steps write registers and outputs"),
             };
-            let dst = match output.is_empty() {
-                true => {
+            let dst = match step.dst {
+                Value::Output(_) => &mut output[..tile.len],
+                _ => {
                     let held = aligned(&register, tile.len);
                     &mut register[held]
                 }
-                false => &mut output[..tile.len],
             };
             let copied = in_place && self.copies(step, tile.inputs);
             if copied {
@@ -409,7 +409,7 @@ pub(super) fn binary<C: Lane>(arch: Arch, op: Binary, a: TileIn<'_, C>, b: TileI
         update(arch, op, matches!(a, TileIn::Output(_)), other, dst);
         return None;
     }
-    // As PyTorch's `pow` has it: a product is much less than a power.
+    // As PyTorch's `pow` has it: a product is much less than a power, and may differ from it in the last bit.
     if let (Binary::Pow, TileIn::Scalar(y)) = (op, b)
         && y == C::from_i32(2)
         && !matches!(a, TileIn::Rows(..))
