@@ -19,7 +19,7 @@ pub(super) fn run(program: &Program, inputs: &[&Tensor], outputs: &[&Tensor]) ->
             && t.device() == Device::Cpu
             && !t.shares_storage(out)
     };
-    let fits = out.dtype == DType::Bool && out.is_contiguous() && out.numel() > 0 && inputs.iter().all(|t| alike(&t));
+    let fits = out.dtype == DType::Bool && out.is_contiguous() && out.numel() > 0 && inputs.iter().all(alike);
     if !fits
         || !(1..=2).contains(&inputs.len())
         || program.needs_float()

@@ -171,7 +171,7 @@ fn joined_along_every_dimension() -> Result<()> {
                 for n in 2..=5 {
                     let all: Vec<&Tensor> = [&a, &b].into_iter().cycle().take(n).collect();
                     let cards = values(&Tensor::stack(&all, 2)?)?;
-                    let want = |i: usize| if i % n % 2 == 0 { left[i / n] } else { right[i / n] };
+                    let want = |i: usize| if (i % n).is_multiple_of(2) { left[i / n] } else { right[i / n] };
                     assert!((0..cards.len()).all(|i| cards[i] == want(i)), "stack {n} {dtype} {first:?} {second:?}");
                 }
                 let turned = values(&a.roll(&[1], &[1])?)?;
