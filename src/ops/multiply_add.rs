@@ -6,7 +6,7 @@ use pulp::{Arch, Simd, WithSimd};
 
 use super::expr::Binary;
 use super::lane::Lane;
-use super::tiles::{Function, TileIn, binary};
+use super::tiles::{Function, TileIn, binary, run};
 use super::update::update;
 
 /// How `a * b` and `c` become one.
@@ -18,21 +18,6 @@ pub(crate) enum Sum {
     Less,
     /// `c - a * b`.
     Rest,
-}
-
-struct Loop<'a, C, I, F> {
-    dst: &'a mut [C],
-    args: I,
-    function: PhantomData<F>,
-}
-
-impl<C, I: Iterator, F: Function<I::Item, C>> WithSimd for Loop<'_, C, I, F> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
-        self.dst.iter_mut().zip(self.args).for_each(|(d, x)| *d = F::call(x));
-    }
 }
 
 /// Of a result that is `c`, or `a` where that is `FIRST`.
@@ -76,13 +61,13 @@ pub(super) fn multiply_add<C: Lane>(arch: Arch, sum: Sum, [a, b, c]: [TileIn<'_,
             match (a, b, c) {
                 (Slice(a), Slice(b), Slice(c)) => {
                     let args = a.iter().zip(b).zip(c).map(|((x, y), z)| (*x, *y, *z));
-                    arch.dispatch(Loop { dst, args, function });
+                    run::<C, _, F>(arch, dst, args);
                 }
                 (Slice(a), Scalar(y), Slice(c)) => {
-                    arch.dispatch(Loop { dst, args: a.iter().zip(c).map(|(x, z)| (*x, y, *z)), function });
+                    run::<C, _, F>(arch, dst, a.iter().zip(c).map(|(x, z)| (*x, y, *z)));
                 }
                 (Slice(a), Scalar(y), Scalar(z)) => {
-                    arch.dispatch(Loop { dst, args: a.iter().map(|x| (*x, y, z)), function });
+                    run::<C, _, F>(arch, dst, a.iter().map(|x| (*x, y, z)));
                 }
                 (Slice(a), Slice(b), Output(_)) => {
                     let others = a.iter().zip(b).map(|(x, y)| (*x, *y));

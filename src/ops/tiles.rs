@@ -262,8 +262,9 @@ impl<C, I: Iterator, F: Function<I::Item, C>> WithSimd for Loop<'_, C, I, F> {
     }
 }
 
+/// Fills `dst` with what the function gives for each of `args`.
 #[inline(always)]
-fn run<C, I: Iterator, F: Function<I::Item, C>>(arch: Arch, dst: &mut [C], args: I) -> Option<C> {
+pub(super) fn run<C, I: Iterator, F: Function<I::Item, C>>(arch: Arch, dst: &mut [C], args: I) -> Option<C> {
     arch.dispatch(Loop::<C, I, F> { dst, args, function: PhantomData });
     None
 }
