@@ -220,5 +220,12 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
     }
     suite.images([8, 16, 32, 32])?;
     suite.images([32, 64, 28, 28])?;
+    if device != Device::Cpu {
+        // What fills a GPU.
+        suite.matrices(8192, 4096)?;
+        suite.optimisers(8192, 4096)?;
+        suite.labels(8192, 4096)?;
+        suite.images([64, 64, 112, 112])?;
+    }
     Ok(())
 }
