@@ -82,6 +82,7 @@ impl Suite {
                 "softmax, backward" => backward(tracked.softmax(1));
                 "logsumexp, dim 0" => x.logsumexp(0, false);
                 "gelu" => x.gelu();
+                "gelu, tanh" => x.gelu_tanh();
                 "silu" => x.silu();
                 "pow 2" => x.pow_scalar(2.0);
                 "clamp" => x.clamp(-0.5, 0.5);

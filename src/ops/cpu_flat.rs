@@ -7,13 +7,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use pulp::Arch;
 use smallvec::SmallVec;
 
-use super::cpu_map;
 use super::elementwise::compute_type;
 use super::expr::{Expr, Op};
+use super::idioms;
 use super::lane::Lane;
 use super::program::{Action, Program, Value};
 use super::tiles::{self, Scratch, Tile, TileIn};
 use super::update::updates;
+use super::cpu_map;
 use crate::device::count_launch;
 use crate::device::cpu::parallel;
 use crate::storage::{Storage, with_few, with_host};
@@ -50,6 +51,7 @@ pub(super) fn run(
     let ([out], [step]) = (outputs, &program.steps[..]) else { return Ok(false) };
     let computes = match step.action {
         Action::Compute(op) => !matches!(op, Op::Leaf(_)),
+        Action::Idiom(_) => true,
         Action::Copy | Action::MultiplyAdd(_) => false,
     };
     let count = out.numel();
@@ -114,7 +116,7 @@ fn by_turns<C>(out: &mut [C], mut part: impl FnMut(usize, &mut [C])) {
 /// A primitive of one or two operands that lie as the result does, or of one and a number, in floats of one type, and few enough for
 /// one thread. Most operations on small tensors are, and to find out more about them would take longer than they do.
 pub(super) struct Alike<'a> {
-    op: Op,
+    action: Action,
     args: &'a [Value],
     inputs: &'a [&'a Tensor],
     scalars: &'a [Scalar],
@@ -134,7 +136,9 @@ impl<'a> Alike<'a> {
         let alike = matches!(dtype, DType::F32 | DType::F64) && inputs.iter().all(fits);
         let program = Program::kept(std::slice::from_ref(expr));
         let [step] = &program.steps[..] else { return None };
-        let Action::Compute(op @ (Op::Unary(_) | Op::Binary(_))) = step.action else { return None };
+        let action @ (Action::Compute(Op::Unary(_) | Op::Binary(_)) | Action::Idiom(_)) = step.action else {
+            return None;
+        };
         let tensors = step.args.iter().filter(|arg| matches!(arg, Value::Input(_))).count();
         let count = first.numel();
         (alike
@@ -144,7 +148,7 @@ impl<'a> Alike<'a> {
             && (1..=cpu_map::step(0)).contains(&count)
             && inputs[1..].iter().all(|t| t.layout.lies_like(&first.layout, 1))
             && first.is_contiguous())
-        .then_some(Alike { op, args: &step.args, inputs, scalars })
+        .then_some(Alike { action, args: &step.args, inputs, scalars })
     }
 
     /// Computes the elements of `out`, new and contiguous.
@@ -169,11 +173,12 @@ impl<'a> Alike<'a> {
         let compute = |a: &[C], b: &[C], write: &mut [u8]| {
             by_turns(bytemuck::cast_slice_mut(write), |first, part| {
                 let range = first..first + part.len();
-                let uniform = match self.op {
-                    Op::Unary(op) => tiles::unary(arch, op, self.operand(0, a, range), part),
-                    Op::Binary(op) => {
+                let uniform = match self.action {
+                    Action::Compute(Op::Unary(op)) => tiles::unary(arch, op, self.operand(0, a, range), part),
+                    Action::Compute(Op::Binary(op)) => {
                         tiles::binary(arch, op, self.operand(0, a, range.clone()), self.operand(1, b, range), part)
                     }
+                    Action::Idiom(idiom) => idioms::run(arch, idiom, |k| self.operand(k, a, range.clone()), part),
                     _ => unreachable!("neither leaves nor choices"),
                 };
                 debug_assert!(uniform.is_none(), "an operand is a tensor");
@@ -402,9 +407,21 @@ mod tests {
         let few = cpu_map::step(0);
         for n in [1, 2, 15, 16, 17, 97, FEW / 4, FEW / 4 + 1, 5003, few] {
             let (a, b) = (number(n, 1, 1), number(n, 5, 2));
-            for expr in
-                [&x - &y, &y / &x, x.max(&y), &x * &x, x.exp(), x.sin(), &x * 0.5, &s - &x, x.max(0.0), x.lt(&y)]
-            {
+            for expr in [
+                &x - &y,
+                &y / &x,
+                x.max(&y),
+                &x * &x,
+                x.exp(),
+                x.sin(),
+                &x * 0.5,
+                &s - &x,
+                x.max(0.0),
+                x.lt(&y),
+                x.gelu(),
+                x.silu(),
+                x.clamp(-1.0, &s),
+            ] {
                 let inputs: &[&Tensor] = if expr.uses_input(1) { &[&a, &b] } else { &[&a] };
                 let scalars = [Scalar::Float(2.5)];
                 let alike = Alike::of(inputs, &scalars, &expr, DType::F32).expect("it is of this kind");

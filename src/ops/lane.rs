@@ -1,8 +1,22 @@
 //! The three types formulas are evaluated in on the CPU, and every primitive on one element of them.
 
+use std::f64::consts::{FRAC_1_SQRT_2, PI};
+
 use super::expr::{Binary, Unary};
-use crate::device::cpu::math;
+use crate::device::cpu::math::{self, Halves};
 use crate::{Compute, Scalar};
+
+/// Functions that have loops of their own.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Many {
+    Exp,
+    Tanh,
+    Sigmoid,
+    Erf,
+    Gelu,
+    GeluTanh,
+    Silu,
+}
 
 /// A type formulas are evaluated in: f32, f64, or i64 for integers, which wrap.
 ///
@@ -54,6 +68,9 @@ pub(crate) trait Lane: bytemuck::Pod + PartialOrd + Send + Sync + std::fmt::Debu
     fn exp_in_place(elements: &mut [Self], map: impl Fn(Self) -> Self) {
         elements.iter_mut().for_each(|x| *x = map(*x).exp());
     }
+    /// The function of each element of `from`, into `to`.
+    #[inline(always)]
+    fn many(_: Many, to: &mut [Self], from: &[Self]) { to.copy_from_slice(from); }
     fn log(self) -> Self { self }
     fn log2(self) -> Self { self }
     fn log10(self) -> Self { self }
@@ -62,12 +79,9 @@ pub(crate) trait Lane: bytemuck::Pod + PartialOrd + Send + Sync + std::fmt::Debu
     fn sin(self) -> Self { self }
     fn cos(self) -> Self { self }
     fn is_huge_angle(self) -> bool { false }
-    fn tanh(self) -> Self { self }
-    fn erf(self) -> Self { self }
     fn erfc(self) -> Self { self }
     fn lgamma(self) -> Self { self }
     fn atan(self) -> Self { self }
-    fn sigmoid(self) -> Self { self }
     fn copysign(self, _: Self) -> Self { self }
 
     fn and(self, _: Self) -> Self { self }
@@ -157,11 +171,23 @@ impl Lane for f32 {
     conversions!(f32, F32, to_f64);
     float_arithmetic!(f32);
     #[inline(always)]
-    fn exp_each(to: &mut [f32], from: &[f32], map: impl Fn(f32) -> f32) { math::exp_each(to, from, map) }
+    fn exp_each(to: &mut [f32], from: &[f32], map: impl Fn(f32) -> f32) { math::each::<math::Exp>(to, from, map); }
     #[inline(always)]
-    fn exp_in_place(elements: &mut [f32], map: impl Fn(f32) -> f32) { math::exp_in_place(elements, map) }
+    fn exp_in_place(elements: &mut [f32], map: impl Fn(f32) -> f32) { math::in_place::<math::Exp>(elements, map); }
+    #[inline(always)]
+    fn many(function: Many, to: &mut [f32], from: &[f32]) {
+        match function {
+            Many::Exp => math::each::<math::Exp>(to, from, |x| x),
+            Many::Tanh => math::each::<math::Tanh>(to, from, |x| x),
+            Many::Sigmoid => math::each::<math::Sigmoid>(to, from, |x| x),
+            Many::Erf => math::each::<math::Erf>(to, from, |x| x),
+            Many::Gelu => math::each::<math::Gelu>(to, from, |x| x),
+            Many::GeluTanh => math::each::<math::GeluTanh>(to, from, |x| x),
+            Many::Silu => math::each::<math::Silu>(to, from, |x| x),
+        }
+    }
     methods! {
-        exp(self) -> f32 = math::exp(self);
+        exp(self) -> f32 = math::Exp::of(self);
         log(self) -> f32 = math::log(self);
         log2(self) -> f32 = math::log2(self);
         log10(self) -> f32 = math::log10(self);
@@ -170,12 +196,9 @@ impl Lane for f32 {
         sin(self) -> f32 = math::sin(self);
         cos(self) -> f32 = math::cos(self);
         is_huge_angle(self) -> bool = f32::abs(self) > math::TRIG_LIMIT;
-        tanh(self) -> f32 = math::tanh(self);
-        erf(self) -> f32 = math::erf(self);
         erfc(self) -> f32 = libm::erfc(f64::from(self)) as f32;
         lgamma(self) -> f32 = libm::lgamma(f64::from(self)) as f32;
         atan(self) -> f32 = math::atan(self);
-        sigmoid(self) -> f32 = math::sigmoid(self);
         pow(self, b) -> f32 = math::pow(self, b);
     }
 }
@@ -184,8 +207,30 @@ impl Lane for f32 {
 impl Lane for f64 {
     conversions!(f64, F64, to_f64);
     float_arithmetic!(f64);
+    #[inline(always)]
+    fn exp_each(to: &mut [f64], from: &[f64], map: impl Fn(f64) -> f64) { math::each::<math::Exp64>(to, from, map); }
+    #[inline(always)]
+    fn exp_in_place(elements: &mut [f64], map: impl Fn(f64) -> f64) { math::in_place::<math::Exp64>(elements, map); }
+    #[inline(always)]
+    fn many(function: Many, to: &mut [f64], from: &[f64]) {
+        let gelu = |x: f64| 0.5 * x * (1.0 + Unary::Erf.eval(x * FRAC_1_SQRT_2));
+        let gelu_tanh = |x: f64| 0.5 * x * (1.0 + Unary::Tanh.eval((2.0 / PI).sqrt() * (x + 0.044715 * (x * x) * x)));
+        let one = |x: f64| match function {
+            Many::Exp => Unary::Exp.eval(x),
+            Many::Tanh => Unary::Tanh.eval(x),
+            Many::Sigmoid => Unary::Sigmoid.eval(x),
+            Many::Erf => Unary::Erf.eval(x),
+            Many::Gelu => gelu(x),
+            Many::GeluTanh => gelu_tanh(x),
+            Many::Silu => x * Unary::Sigmoid.eval(x),
+        };
+        match function {
+            Many::Exp => math::each::<math::Exp64>(to, from, |x| x),
+            _ => to.iter_mut().zip(from).for_each(|(to, &x)| *to = one(x)),
+        }
+    }
     methods! {
-        exp(self) -> f64 = Unary::Exp.eval(self);
+        exp(self) -> f64 = math::Exp64::of(self);
         log(self) -> f64 = Unary::Log.eval(self);
         log2(self) -> f64 = Unary::Log2.eval(self);
         log10(self) -> f64 = Unary::Log10.eval(self);
@@ -193,12 +238,9 @@ impl Lane for f64 {
         log1p(self) -> f64 = Unary::Log1p.eval(self);
         sin(self) -> f64 = Unary::Sin.eval(self);
         cos(self) -> f64 = Unary::Cos.eval(self);
-        tanh(self) -> f64 = Unary::Tanh.eval(self);
-        erf(self) -> f64 = Unary::Erf.eval(self);
         erfc(self) -> f64 = Unary::Erfc.eval(self);
         lgamma(self) -> f64 = Unary::Lgamma.eval(self);
         atan(self) -> f64 = Unary::Atan.eval(self);
-        sigmoid(self) -> f64 = Unary::Sigmoid.eval(self);
         pow(self, b) -> f64 = Binary::Pow.eval(self, b);
     }
 }

@@ -39,6 +39,7 @@ mod gemm_epilogue;
 mod gemm_mma;
 mod gemm_opencl;
 mod gemm_panel;
+mod idioms;
 mod interpolate;
 mod kernels;
 pub(crate) mod lane;

@@ -7,6 +7,7 @@
 use std::sync::{Arc, LazyLock, PoisonError, RwLock};
 
 use super::expr::{Args, Binary, Dag, Expr, Leaf, Op};
+use super::idioms::{self, Idiom};
 use super::kernels::KeyMap;
 use super::multiply_add::Sum;
 use crate::Compute;
@@ -30,6 +31,8 @@ pub(crate) enum Action {
     Copy,
     /// Of the first two arguments and the third: a step where there were two.
     MultiplyAdd(Sum),
+    /// A formula of several primitives.
+    Idiom(Idiom),
 }
 
 /// One primitive over a tile of elements.
@@ -192,17 +195,11 @@ fn op_needs_float(op: Op) -> bool {
     }
 }
 
-/// The nodes that results need, what each does and the nodes that it reads. `select(x <= c, c, x)` is the single step `max(x, c)`,
-/// which it is for NaN and -0 too; a product that one sum alone reads is part of it.
+/// The nodes that results need, what each does and the nodes that it reads. A product that one sum alone reads is part of it.
 fn operations(dag: &Dag) -> Vec<Option<(Action, Args<usize>)>> {
-    let mut nodes: Vec<(Op, Args<usize>)> = dag.nodes.iter().map(|n| (n.expr.op(), n.args.clone())).collect();
-    for i in 0..nodes.len() {
-        let (Op::Select, [condition, c, x]) = (nodes[i].0, &nodes[i].1[..]) else { continue };
-        let number = matches!(nodes[*c].0, Op::Leaf(Leaf::Const(c)) if !c.is_nan());
-        if number && nodes[*condition] == (Op::Binary(Binary::Le), Args::from_slice(&[*x, *c])) {
-            nodes[i] = (Op::Binary(Binary::Max), Args::from_slice(&[*x, *c]));
-        }
-    }
+    let as_written = |i: usize| (Action::Compute(dag.nodes[i].expr.op()), dag.nodes[i].args.clone());
+    let find = |i| idioms::find(&dag.nodes, i).unwrap_or_else(|| as_written(i));
+    let nodes: Vec<(Action, Args<usize>)> = (0..dag.nodes.len()).map(find).collect();
     let mut uses = vec![0; nodes.len()];
     dag.roots.iter().for_each(|&root| uses[root] += 2); // by nobody alone
     for i in (0..nodes.len()).rev() {
@@ -210,7 +207,7 @@ fn operations(dag: &Dag) -> Vec<Option<(Action, Args<usize>)>> {
             nodes[i].1.iter().for_each(|&a| uses[a] += 1);
         }
     }
-    let mut out: Vec<_> = nodes.into_iter().map(|(op, args)| Some((Action::Compute(op), args))).collect();
+    let mut out: Vec<_> = nodes.into_iter().map(Some).collect();
     for i in 0..out.len() {
         let product = |out: &[Option<(Action, Args<usize>)>], a: usize| match &out[a] {
             Some((Action::Compute(Op::Binary(Binary::Mul)), args)) if uses[a] == 1 => Some(args.clone()),
@@ -314,17 +311,6 @@ mod tests {
         let p = Program::new(&[(&a + &b).exp(), (&a + &b).exp() * 2.0, b.clone(), (&a + &b).exp()]);
         assert_eq!(p.steps.len(), 5); // add, exp, mul and two copies
         assert_eq!((p.inputs(), p.outputs(), p.scalars(), p.seeds()), (2, 4, 0, 0));
-    }
-
-    #[test]
-    fn a_clamp_from_below_is_one_step() {
-        let x = Expr::input(0);
-        let steps = |e: Expr| Program::new(&[e]).steps.len();
-        assert_eq!(steps(x.relu()), 1);
-        assert_eq!(steps(x.le(0.0).select(1.0, &x)), 2, "another value");
-        assert_eq!(steps(x.lt(0.0).select(0.0, &x)), 2, "-0 stays");
-        let both = Program::new(&[x.relu(), x.le(0.0)]);
-        assert_eq!((both.steps.len(), both.registers), (2, 0));
     }
 
     #[test]

@@ -13,7 +13,8 @@ use std::ops::Range;
 use pulp::{Arch, Simd, WithSimd};
 
 use super::expr::{Binary, Leaf, Op, Unary};
-use super::lane::Lane;
+use super::idioms;
+use super::lane::{Lane, Many};
 use super::multiply_add::multiply_add;
 use super::philox::{Bits, Normal, Seed, Uniform};
 use super::program::{Action, Program, Step, Value};
@@ -192,6 +193,7 @@ impl Program {
                     }
                 }
                 Action::MultiplyAdd(sum) => multiply_add(arch, sum, [operand(0), operand(1), operand(2)], dst),
+                Action::Idiom(idiom) => idioms::run(arch, idiom, operand, dst),
                 Action::Compute(Op::Select) => select(arch, operand(0), operand(1), operand(2), dst),
             };
 
@@ -320,18 +322,34 @@ impl<C: Lane, F: Function<(C, C), C>, const RIGHT: bool> WithSimd for RowLoop<'_
     }
 }
 
-/// The exponential function, which has a loop of its own.
-struct Exponentials<'a, C> {
+/// A function that has a loop of its own.
+struct ManyOf<'a, C> {
+    function: Many,
     dst: &'a mut [C],
     from: &'a [C],
 }
 
-impl<C: Lane> WithSimd for Exponentials<'_, C> {
+impl<C: Lane> WithSimd for ManyOf<'_, C> {
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) {
-        C::exp_each(self.dst, self.from, |x| x);
+        C::many(self.function, self.dst, self.from);
+    }
+}
+
+pub(super) fn many<C: Lane>(arch: Arch, function: Many, a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
+    match a {
+        TileIn::Slice(from) => {
+            arch.dispatch(ManyOf { function, dst, from });
+            None
+        }
+        TileIn::Scalar(x) => {
+            let mut one = [x];
+            C::many(function, &mut one, &[x]);
+            Some(one[0])
+        }
+        _ => unreachable!("operands of a primitive of two"),
     }
 }
 
@@ -356,14 +374,7 @@ pub(super) fn unary<C: Lane>(arch: Arch, op: Unary, a: TileIn<'_, C>, dst: &mut 
         Unary::Round => each!(round),
         Unary::Trunc => each!(trunc),
         Unary::Sqrt => each!(sqrt),
-        Unary::Exp => match a {
-            TileIn::Slice(from) => {
-                arch.dispatch(Exponentials { dst, from });
-                None
-            }
-            TileIn::Scalar(x) => Some(x.exp()),
-            _ => unreachable!("operands of a primitive of two"),
-        },
+        Unary::Exp => many(arch, Many::Exp, a, dst),
         Unary::Log => each!(log),
         Unary::Log2 => each!(log2),
         Unary::Log10 => each!(log10),
@@ -371,12 +382,12 @@ pub(super) fn unary<C: Lane>(arch: Arch, op: Unary, a: TileIn<'_, C>, dst: &mut 
         Unary::Log1p => each!(log1p),
         Unary::Sin => large_angles(each!(sin), a, dst, f64::sin),
         Unary::Cos => large_angles(each!(cos), a, dst, f64::cos),
-        Unary::Tanh => each!(tanh),
-        Unary::Erf => each!(erf),
+        Unary::Tanh => many(arch, Many::Tanh, a, dst),
+        Unary::Erf => many(arch, Many::Erf, a, dst),
         Unary::Erfc => each!(erfc),
         Unary::Lgamma => each!(lgamma),
         Unary::Atan => each!(atan),
-        Unary::Sigmoid => each!(sigmoid),
+        Unary::Sigmoid => many(arch, Many::Sigmoid, a, dst),
     }
 }
 

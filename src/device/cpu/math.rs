@@ -6,12 +6,16 @@
 //! multiply-add, so the results are the same on every processor.
 //!
 //! The error against f64, in units in the last place, is below 1 for `exp`, `log`, `log1p` and `pow`, below 2 for `log2`, `log10`,
-//! `expm1`, `sin`, `cos`, `tanh`, `erf` and `atan`, and below 3 for `sigmoid` (the tests assert it over every exponent,
-//! subnormal numbers too). NaN, infinities and signed zeros are as in C99.
+//! `expm1`, `sin`, `cos`, `tanh`, `erf` and `atan`, and below 3 for `sigmoid` and `silu` (the tests assert it over every exponent,
+//! subnormal numbers too); [`Exp64`] is f64's. NaN, infinities and signed zeros are as in C99.
 
 #![allow(clippy::excessive_precision)] // nine digits name an f32 exactly; clippy would cut some to eight
 
+mod exponential;
+
 use std::f32::consts::{LOG2_E, PI};
+
+pub(crate) use exponential::{Erf, Exp, Exp64, Gelu, GeluTanh, Halves, Sigmoid, Silu, Tanh, each, in_place};
 
 /// Adding and subtracting it rounds an f32 below 2²² to an integer; in the low bits is then that plus 254, twice what the
 /// exponent of 1 is.
@@ -57,79 +61,6 @@ fn reduce_exp(x: f32) -> (u32, f32) {
     let t = x * LOG2_E + ROUND;
     let n = t - ROUND;
     (t.to_bits(), (x - n * LN2_HI) - n * LN2_LO)
-}
-
-/// [`reduce_exp`] of an argument of [`exp`].
-#[inline(always)]
-fn exp_begin(x: f32) -> (u32, f32) {
-    reduce_exp(bounded(x, -105.0, 89.0))
-}
-
-/// `e^x` of what [`exp_begin`] gave for x.
-#[inline(always)]
-fn exp_end((n, r): (u32, f32)) -> f32 {
-    const C: [f32; 5] = [0.499_999_94, 0.166_665_167, 0.041_668_281, 0.008_369_249_29, 0.001_382_077_93];
-    let z = r * r;
-    let p = (C[0] + C[1] * r) + z * ((C[2] + C[3] * r) + z * C[4]); // in pairs, which need not wait for each other
-    // 2^n as the product of two powers, for one would leave the range at both ends: their exponents add up to n + 254
-    let half = n >> 1 << 23;
-    (z * p + r + 1.0) * f32::from_bits(half) * f32::from_bits((n << 23).wrapping_sub(half))
-}
-
-/// `e^x`
-#[inline(always)]
-pub(crate) fn exp(x: f32) -> f32 {
-    exp_end(exp_begin(x))
-}
-
-/// [`exp`] of some elements in two loops. The operations on one element wait for each other, and a processor looks ahead by
-/// so many of them: in a loop of half of them it finds twice as many elements to work on.
-struct Exps {
-    n: [u32; Exps::LEN],
-    r: [f32; Exps::LEN],
-}
-
-impl Exps {
-    const LEN: usize = 128;
-
-    #[inline(always)]
-    fn new() -> Exps {
-        Exps { n: [0; Exps::LEN], r: [0.0; Exps::LEN] }
-    }
-
-    #[inline(always)]
-    fn begin(&mut self, from: &[f32], map: impl Fn(f32) -> f32) {
-        for ((n, r), x) in self.n.iter_mut().zip(&mut self.r).zip(from) {
-            (*n, *r) = exp_begin(map(*x));
-        }
-    }
-
-    #[inline(always)]
-    fn end(&self, to: &mut [f32]) {
-        for (y, (n, r)) in to.iter_mut().zip(self.n.iter().zip(&self.r)) {
-            *y = exp_end((*n, *r));
-        }
-    }
-}
-
-/// [`exp`] of `map` of each element of `from`, into `to`.
-#[inline(always)]
-pub(crate) fn exp_each(to: &mut [f32], from: &[f32], map: impl Fn(f32) -> f32) {
-    let mut exps = Exps::new();
-    for (to, from) in to.chunks_mut(Exps::LEN).zip(from.chunks(Exps::LEN)) {
-        exps.begin(from, &map);
-        exps.end(to);
-    }
-}
-
-/// As [`exp_each`], in place.
-#[inline(always)]
-pub(crate) fn exp_in_place(elements: &mut [f32], map: impl Fn(f32) -> f32) {
-    let mut exps = Exps::new();
-    for part in elements.chunks_mut(Exps::LEN) {
-        exps.begin(part, &map);
-        exps.end(part);
-    }
 }
 
 /// `e^x - 1`
@@ -273,46 +204,6 @@ pub(crate) fn cos(x: f32) -> f32 {
     f32::from_bits(y.to_bits() ^ ((q.wrapping_add(1) as u32 & 2) << 30))
 }
 
-/// The hyperbolic tangent.
-#[inline(always)]
-pub(crate) fn tanh(x: f32) -> f32 {
-    const C: [f32; 5] = [-0.333_332_807, 0.133_314_103, -0.053_737_118_8, 0.020_630_667, -0.005_695_544_18];
-    let a = x.abs();
-    let z = x * x;
-    let small = a * z * poly(z, C) + a;
-    let large = 1.0 - 2.0 / (exp(2.0 * a) + 1.0);
-    (if a < 0.625 { small } else { large }).copysign(x)
-}
-
-/// The logistic function `1 / (1 + e^-x)`.
-#[inline(always)]
-pub(crate) fn sigmoid(x: f32) -> f32 {
-    // through e^-|x|, so that nothing overflows and small results keep their digits
-    let e = exp(-x.abs());
-    (if x < 0.0 { e } else { 1.0 }) / (1.0 + e)
-}
-
-/// The error function.
-#[inline(always)]
-pub(crate) fn erf(x: f32) -> f32 {
-    const SMALL: [f32; 6] =
-        [0.128_379_151, -0.376_124_799, 0.112_816_207, -0.026_758_747_2, 0.004_981_028_38, -0.000_592_711_44];
-    // -log(1 - erf(a)) for a in [0.93, 4]
-    const LARGE: [f32; 7] = [
-        0.000_208_307_247,
-        1.127_623_56,
-        0.637_269_735,
-        0.103_854_969,
-        -0.022_190_053,
-        0.003_033_985_85,
-        -0.000_194_997_92,
-    ];
-    let a = bounded(x.abs(), 0.0, 4.0);
-    let small = x * poly(x * x, SMALL) + x;
-    let large = (1.0 - exp(-poly(a, LARGE))).copysign(x);
-    if a < 0.9375 { small } else { large }
-}
-
 /// The arc tangent.
 #[inline(always)]
 pub(crate) fn atan(x: f32) -> f32 {
@@ -378,7 +269,7 @@ mod tests {
     use super::*;
 
     /// The distance from the f32 nearest to the right answer, in units of its last place.
-    fn ulps(got: f32, right: f64) -> f64 {
+    pub(super) fn ulps(got: f32, right: f64) -> f64 {
         let nearest = right as f32;
         if got.is_nan() || nearest.is_nan() {
             return if got.is_nan() && nearest.is_nan() { 0.0 } else { f64::INFINITY };
@@ -393,17 +284,17 @@ mod tests {
     }
 
     /// Bit patterns of every exponent and sign, and the special values.
-    fn samples() -> impl Iterator<Item = f32> {
+    pub(super) fn samples() -> impl Iterator<Item = f32> {
         let special = [0.0, -0.0, 1.0, -1.0, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, f32::MAX, f32::MIN_POSITIVE];
         special.into_iter().chain((0..u32::MAX / 4001).map(|i| f32::from_bits(i * 4001)))
     }
 
     /// Evenly spaced numbers.
-    fn dense(low: f32, high: f32) -> impl Iterator<Item = f32> {
+    pub(super) fn dense(low: f32, high: f32) -> impl Iterator<Item = f32> {
         (0..=400_000).map(move |i| low + (high - low) * (i as f32 / 400_000.0))
     }
 
-    fn check(name: &str, f: fn(f32) -> f32, right: fn(f64) -> f64, bound: f64, low: f32, high: f32) {
+    pub(super) fn check(name: &str, f: fn(f32) -> f32, right: fn(f64) -> f64, bound: f64, low: f32, high: f32) {
         let mut worst = (0.0, 0.0);
         for x in samples().chain(dense(low, high)) {
             let (got, expected) = (f(x), right(f64::from(x)));
@@ -421,30 +312,16 @@ mod tests {
 
     #[test]
     fn within_the_stated_units_in_the_last_place() {
-        check("exp", exp, f64::exp, 1.0, -104.0, 89.0);
+        check("exp", Exp::of, f64::exp, 1.0, -104.0, 89.0);
         check("expm1", expm1, f64::exp_m1, 2.0, -2.0, 2.0);
         check("log", log, f64::ln, 1.0, 0.5, 2.0);
         check("log2", log2, f64::log2, 2.0, 0.5, 2.0);
         check("log10", log10, f64::log10, 2.0, 0.5, 2.0);
         check("log1p", log1p, f64::ln_1p, 1.0, -0.9, 2.0);
-        check("tanh", tanh, f64::tanh, 2.0, -2.0, 2.0);
-        check("erf", erf, libm::erf, 2.0, -4.5, 4.5);
+        check("tanh", Tanh::of, f64::tanh, 2.0, -2.0, 2.0);
+        check("erf", Erf::of, libm::erf, 2.0, -4.5, 4.5);
         check("atan", atan, f64::atan, 2.0, -4.0, 4.0);
-        check("sigmoid", sigmoid, |x| 1.0 / (1.0 + (-x).exp()), 3.0, -20.0, 20.0);
-    }
-
-    #[test]
-    fn many_exponentials_are_those_of_each() {
-        let x: Vec<f32> = samples().step_by(97).collect();
-        let twice = |x: f32| 2.0 * x;
-        for n in [0, 1, 7, Exps::LEN - 1, Exps::LEN, Exps::LEN + 1, x.len()] {
-            let mut y = vec![7.0; n];
-            exp_each(&mut y, &x[..n], twice);
-            let mut z = x[..n].to_vec();
-            exp_in_place(&mut z, twice);
-            let right = |i: usize| f64::from(exp(2.0 * x[i]));
-            assert!((0..n).all(|i| ulps(y[i], right(i)) == 0.0 && ulps(z[i], right(i)) == 0.0), "{n}");
-        }
+        check("sigmoid", Sigmoid::of, |x| 1.0 / (1.0 + (-x).exp()), 3.0, -20.0, 20.0);
     }
 
     #[test]

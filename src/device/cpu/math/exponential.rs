@@ -1,0 +1,413 @@
+//! The exponential function, and the functions that are made of one.
+//!
+//! Each is in two halves, and many elements go through the first before the second: the operations on one element wait for
+//! each other, and a processor looks ahead by so many of them. In a loop of half of them it finds twice as many elements
+//! to work on. Polynomials are in pairs for the same reason.
+
+use super::{LN2_HI, LN2_LO, bounded, poly, reduce_exp};
+
+/// A function in two halves.
+pub(crate) trait Halves {
+    /// What it is of: f32 or f64.
+    type T: Copy + Default;
+    /// The bits of a whole number, in the low ones, as large as an element.
+    type N: Copy + Default;
+
+    /// The power of two in the exponential, and the rest of its exponent.
+    fn begin(x: Self::T) -> (Self::N, Self::T);
+    /// The function of x, for which [`begin`](Halves::begin) gave this.
+    fn end(x: Self::T, begun: (Self::N, Self::T)) -> Self::T;
+
+    /// The function of x.
+    #[inline(always)]
+    fn of(x: Self::T) -> Self::T {
+        Self::end(x, Self::begin(x))
+    }
+}
+
+/// Elements that go through the first half before the second: what that gives stays in the first-level cache.
+const LEN: usize = 128;
+
+/// What the first half gives, where vectors lie in one line of the cache each.
+#[repr(align(64))]
+struct Begun<H: Halves> {
+    ns: [H::N; LEN],
+    rs: [H::T; LEN],
+}
+
+impl<H: Halves> Begun<H> {
+    #[inline(always)]
+    fn new() -> Begun<H> {
+        Begun { ns: [H::N::default(); LEN], rs: [H::T::default(); LEN] }
+    }
+
+    #[inline(always)]
+    fn begin(&mut self, from: &[H::T], map: impl Fn(H::T) -> H::T) {
+        for ((n, r), x) in self.ns.iter_mut().zip(&mut self.rs).zip(from) {
+            (*n, *r) = H::begin(map(*x));
+        }
+    }
+
+    #[inline(always)]
+    fn halves(&self) -> impl Iterator<Item = (H::N, H::T)> {
+        self.ns.iter().zip(&self.rs).map(|(n, r)| (*n, *r))
+    }
+}
+
+/// The function of `map` of each element of `from`, into `to`.
+#[inline(always)]
+pub(crate) fn each<H: Halves>(to: &mut [H::T], from: &[H::T], map: impl Fn(H::T) -> H::T) {
+    let mut begun = Begun::<H>::new();
+    for (to, from) in to.chunks_mut(LEN).zip(from.chunks(LEN)) {
+        begun.begin(from, &map);
+        to.iter_mut().zip(from).zip(begun.halves()).for_each(|((y, x), half)| *y = H::end(map(*x), half));
+    }
+}
+
+/// As [`each`], in place.
+#[inline(always)]
+pub(crate) fn in_place<H: Halves>(elements: &mut [H::T], map: impl Fn(H::T) -> H::T) {
+    let mut begun = Begun::<H>::new();
+    for part in elements.chunks_mut(LEN) {
+        begun.begin(part, &map);
+        part.iter_mut().zip(begun.halves()).for_each(|(x, half)| *x = H::end(map(*x), half));
+    }
+}
+
+/// `e^x` of what [`reduce_exp`] gave for x.
+#[inline(always)]
+fn exp_end((n, r): (u32, f32)) -> f32 {
+    // 2^n as the product of two powers, for one would leave the range at both ends: their exponents add up to n + 254
+    let half = n >> 1 << 23;
+    exp_rest(r) * f32::from_bits(half) * f32::from_bits((n << 23).wrapping_sub(half))
+}
+
+/// `e^r`, |r| <= ln 2 / 2.
+#[inline(always)]
+fn exp_rest(r: f32) -> f32 {
+    const C: [f32; 5] = [0.499_999_94, 0.166_665_167, 0.041_668_281, 0.008_369_249_29, 0.001_382_077_93];
+    let z = r * r;
+    let p = (C[0] + C[1] * r) + z * ((C[2] + C[3] * r) + z * C[4]);
+    z * p + r + 1.0
+}
+
+/// `e^x`
+pub(crate) struct Exp;
+
+impl Halves for Exp {
+    type T = f32;
+    type N = u32;
+
+    #[inline(always)]
+    fn begin(x: f32) -> (u32, f32) {
+        reduce_exp(bounded(x, -105.0, 89.0))
+    }
+
+    #[inline(always)]
+    fn end(_: f32, begun: (u32, f32)) -> f32 {
+        exp_end(begun)
+    }
+}
+
+/// `e^x` in f64: within a unit in the last place.
+pub(crate) struct Exp64;
+
+impl Halves for Exp64 {
+    type T = f64;
+    type N = u64;
+
+    #[inline(always)]
+    fn begin(x: f64) -> (u64, f64) {
+        const ROUND: f64 = 6_755_399_441_055_744.0 + 2046.0; // 1.5 * 2^52, and twice what the exponent of 1 is
+        const LN2_HI: f64 = 0.693_147_180_559_663; // 42 bits
+        const LN2_LO: f64 = 2.823_529_056_303_157_7e-13;
+        let x = if x < -746.0 { -746.0 } else { x };
+        let x = if x > 710.0 { 710.0 } else { x };
+        let t = x * std::f64::consts::LOG2_E + ROUND;
+        let n = t - ROUND;
+        (t.to_bits(), (x - n * LN2_HI) - n * LN2_LO)
+    }
+
+    #[inline(always)]
+    fn end(_: f64, (n, r): (u64, f64)) -> f64 {
+        const C: [f64; 10] = [
+            0.500_000_000_000_000_1,
+            0.166_666_666_666_666_69,
+            0.041_666_666_666_624_13,
+            0.008_333_333_333_330_062,
+            0.001_388_888_891_721_371_7,
+            0.000_198_412_698_630_536_18,
+            2.480_152_129_595_459e-5,
+            2.755_726_845_999_723e-6,
+            2.762_008_844_530_822_4e-7,
+            2.510_038_549_543_224_8e-8,
+        ];
+        let z = r * r;
+        let low = (C[0] + C[1] * r) + z * (C[2] + C[3] * r);
+        let high = ((C[4] + C[5] * r) + z * (C[6] + C[7] * r)) + z * z * (C[8] + C[9] * r);
+        let p = low + z * z * high;
+        let half = n >> 1 << 52;
+        (z * p + r + 1.0) * f64::from_bits(half) * f64::from_bits((n << 52).wrapping_sub(half))
+    }
+}
+
+/// As `ROUND`, with what the exponent of 1 is, once; and with that of a half.
+const ONE: f32 = 12_582_912.0 + 127.0;
+const HALF: f32 = 12_582_912.0 + 126.0;
+
+/// The whole number nearest to q, beside what `scale` has there, and the rest: of an exponent of two, -125 to 127.
+#[inline(always)]
+fn whole(q: f32, scale: f32) -> (u32, f32) {
+    let t = q + scale;
+    (t.to_bits(), q - (t - scale))
+}
+
+/// 2 to the power of what [`whole`] was given, times its scale.
+#[inline(always)]
+fn exp2_end((n, r): (u32, f32)) -> f32 {
+    const C: [f32; 5] = [0.693_147_004, 0.240_222_469, 0.055_507_104_8, 0.009_671_291_34, 0.001_326_977_28];
+    let z = r * r;
+    let p = (C[0] + C[1] * r) + z * ((C[2] + C[3] * r) + z * C[4]);
+    (r * p + 1.0) * f32::from_bits(n << 23)
+}
+
+/// The hyperbolic tangent.
+pub(crate) struct Tanh;
+
+impl Halves for Tanh {
+    type T = f32;
+    type N = u32;
+
+    #[inline(always)]
+    fn begin(x: f32) -> (u32, f32) {
+        let a = 2.0 * bounded(x.abs(), 0.0, 10.0); // where it is 1
+        let t = a * std::f32::consts::LOG2_E + ONE;
+        let n = t - ONE;
+        (t.to_bits(), (a - n * LN2_HI) - n * LN2_LO)
+    }
+
+    #[inline(always)]
+    fn end(x: f32, (n, r): (u32, f32)) -> f32 {
+        const C: [f32; 5] = [-0.333_332_807, 0.133_314_103, -0.053_737_118_8, 0.020_630_667, -0.005_695_544_18];
+        let a = x.abs();
+        let z = x * x;
+        let small = a * z * poly(z, C) + a;
+        let large = 1.0 - 2.0 / (exp_rest(r) * f32::from_bits(n << 23) + 1.0);
+        (if a < 0.625 { small } else { large }).copysign(x)
+    }
+}
+
+/// `e^-|x|`, through which nothing overflows and small results keep their digits.
+#[inline(always)]
+fn decay(x: f32) -> (u32, f32) {
+    let x = -x.abs();
+    reduce_exp(if x < -105.0 { -105.0 } else { x })
+}
+
+/// The logistic function `1 / (1 + e^-x)`.
+pub(crate) struct Sigmoid;
+
+impl Halves for Sigmoid {
+    type T = f32;
+    type N = u32;
+
+    #[inline(always)]
+    fn begin(x: f32) -> (u32, f32) {
+        decay(x)
+    }
+
+    #[inline(always)]
+    fn end(x: f32, begun: (u32, f32)) -> f32 {
+        let e = exp_end(begun);
+        (if x < 0.0 { e } else { 1.0 }) / (1.0 + e)
+    }
+}
+
+/// x times its logistic function.
+pub(crate) struct Silu;
+
+impl Halves for Silu {
+    type T = f32;
+    type N = u32;
+
+    #[inline(always)]
+    fn begin(x: f32) -> (u32, f32) {
+        decay(x)
+    }
+
+    #[inline(always)]
+    fn end(x: f32, begun: (u32, f32)) -> f32 {
+        let e = exp_end(begun);
+        (if x < 0.0 { x * e } else { x }) / (1.0 + e)
+    }
+}
+
+/// x times the logistic function of what is nearly the exponent of the normal distribution's: [`Gelu`], approximated.
+pub(crate) struct GeluTanh;
+
+impl Halves for GeluTanh {
+    type T = f32;
+    type N = u32;
+
+    #[inline(always)]
+    fn begin(x: f32) -> (u32, f32) {
+        // 2 sqrt(2 / pi) (x + 0.044715 x^3)
+        decay(x * (1.595_769_12 + 0.071_354_816_3 * (x * x)))
+    }
+
+    #[inline(always)]
+    fn end(x: f32, begun: (u32, f32)) -> f32 {
+        Silu::end(x, begun)
+    }
+}
+
+/// The error function.
+pub(crate) struct Erf;
+
+impl Halves for Erf {
+    type T = f32;
+    type N = u32;
+
+    #[inline(always)]
+    fn begin(x: f32) -> (u32, f32) {
+        // log2(1 - erf(a)) for a in [0.7, 4]
+        const C: [f32; 7] = [
+            -4.177_087_7e-6,
+            -1.628_109_57,
+            -0.917_092_383,
+            -0.151_947_021,
+            0.033_082_984_4,
+            -0.004_657_684_83,
+            0.000_311_150_128,
+        ];
+        let a = x.abs();
+        let a = if a > 4.0 { 4.0 } else { a };
+        let z = a * a;
+        whole((C[0] + C[1] * a) + z * ((C[2] + C[3] * a) + z * ((C[4] + C[5] * a) + z * C[6])), ONE)
+    }
+
+    #[inline(always)]
+    fn end(x: f32, begun: (u32, f32)) -> f32 {
+        const C: [f32; 5] = [0.128_379_121, -0.376_121_998, 0.112_768_181, -0.026_469_536_1, 0.004_277_518_95];
+        let large = (1.0 - exp2_end(begun)).copysign(x);
+        if x.abs() < 0.7 { x * poly(x * x, C) + x } else { large }
+    }
+}
+
+/// x times the normal distribution's cumulative function.
+pub(crate) struct Gelu;
+
+impl Halves for Gelu {
+    type T = f32;
+    type N = u32;
+
+    #[inline(always)]
+    fn begin(x: f32) -> (u32, f32) {
+        // log2 of twice that function of -a, for a in [0, 5.6]
+        const C: [f32; 9] = [
+            -1.151_105_05,
+            -0.459_210_962,
+            -0.052_480_850_4,
+            0.007_024_739_4,
+            -8.575_939_14e-5,
+            -0.000_223_752_853,
+            5.466_945e-5,
+            -6.041_247_62e-6,
+            2.683_994_47e-7,
+        ];
+        let a = x.abs();
+        let z = a * a;
+        let low = C[0] * a + z * (C[1] + C[2] * a);
+        let high = (C[3] + C[4] * a) + z * ((C[5] + C[6] * a) + z * (C[7] + C[8] * a));
+        whole(low + z * z * high, HALF)
+    }
+
+    #[inline(always)]
+    fn end(x: f32, begun: (u32, f32)) -> f32 {
+        let below = exp2_end(begun);
+        let below = if x.abs() > 5.6 { 0.0 } else { below }; // half a unit in the last place of 1 - it
+        x * if x < 0.0 { below } else { 1.0 - below }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{check, dense, samples, ulps};
+    use super::*;
+
+    #[test]
+    fn many_are_those_of_each() {
+        let x: Vec<f32> = samples().step_by(97).collect();
+        let twice = |x: f32| 2.0 * x;
+        fn both<H: Halves<T = f32>>(x: &[f32], map: impl Fn(f32) -> f32) {
+            for n in [0, 1, 7, LEN - 1, LEN, LEN + 1, x.len()] {
+                let mut y = vec![7.0; n];
+                each::<H>(&mut y, &x[..n], &map);
+                let mut z = x[..n].to_vec();
+                in_place::<H>(&mut z, &map);
+                let right = |i: usize| f64::from(H::of(map(x[i])));
+                assert!((0..n).all(|i| ulps(y[i], right(i)) == 0.0 && ulps(z[i], right(i)) == 0.0), "{n}");
+            }
+        }
+        both::<Exp>(&x, twice);
+        both::<Tanh>(&x, twice);
+        both::<Sigmoid>(&x, twice);
+        both::<Silu>(&x, twice);
+        both::<Erf>(&x, twice);
+        both::<Gelu>(&x, twice);
+        both::<GeluTanh>(&x, twice);
+    }
+
+    #[test]
+    fn exponentials_of_f64() {
+        let special = [0.0, -0.0, f64::MIN_POSITIVE, 710.0, -746.0, 1e300, -1e300, f64::INFINITY, f64::NEG_INFINITY];
+        let patterns = (0..200_000u64).map(|i| f64::from_bits(i.wrapping_mul(0x9E37_79B9_7F4A_7C15)));
+        let x: Vec<f64> = (0..=1_500_000).map(|i| f64::from(i) * 1e-3 - 750.0).chain(special).chain(patterns).collect();
+        let mut y = vec![0.0; x.len()];
+        each::<Exp64>(&mut y, &x, |x| x);
+        let off = |(x, &y): (&f64, &f64)| match x.exp() {
+            right if right.is_nan() => u64::from(!y.is_nan()) * 99,
+            right => y.to_bits().abs_diff(right.to_bits()),
+        };
+        // The standard library's is off by half a unit itself.
+        assert!(x.iter().zip(&y).map(off).max() <= Some(1));
+        assert_eq!((Exp64::of(0.0), Exp64::of(-0.0)), (1.0, 1.0));
+    }
+
+    #[test]
+    fn gelu_and_silu() {
+        let logistic = |x: f64| x / (1.0 + (-x).exp());
+        // Where the exponential is subnormal, it is off by as much as it is, and x times that is.
+        let (from, above) = (-86.0, |x: f32| if x < -86.0 { 0.0 } else { Silu::of(x) });
+        check("silu", above, |x| if x < -86.0 { 0.0 } else { x / (1.0 + (-x).exp()) }, 3.0, -20.0, 20.0);
+        assert!(dense(-120.0, from).all(|x| (f64::from(Silu::of(x)) - logistic(f64::from(x))).abs() < 1e-42));
+        assert!(Silu::of(f32::NEG_INFINITY).is_nan());
+
+        for x in samples().chain(dense(-12.0, 12.0)) {
+            let wide = f64::from(x);
+            let twice = 8f64.sqrt() / std::f64::consts::PI.sqrt() * (wide + 0.044715 * wide.powi(3));
+            let (y, right) = (f64::from(GeluTanh::of(x)), logistic(twice) / twice * wide);
+            match x {
+                x if x.is_nan() || x == f32::NEG_INFINITY => assert!(y.is_nan()),
+                x if x == 0.0 || x > 1e6 => assert_eq!(y, wide * if x == 0.0 { 0.5 } else { 1.0 }),
+                x if x < -1e6 => assert!(y == 0.0),
+                // As much as the rounded exponent is off.
+                _ => assert!((y - right).abs() <= (1e-6 + 3e-7 * twice.abs()) * right.abs() + 1e-44, "{y} for {x:e}"),
+            }
+        }
+
+        let below = |x: f32| 0.5 * libm::erfc(-f64::from(x) / 2f64.sqrt());
+        for x in samples().chain(dense(-8.0, 8.0)) {
+            let (y, right) = (Gelu::of(x), f64::from(x) * below(x));
+            let error = (f64::from(y) - right).abs();
+            match x {
+                x if x.is_nan() || x == f32::NEG_INFINITY => assert!(y.is_nan()),
+                x if x >= 0.0 => assert!(ulps(y, right) <= 3.0, "{y} for {x:e}, not {right}"),
+                x if x >= -5.6 => assert!(error <= 1e-4 * right.abs() + 1e-45, "{y} for {x:e}, not {right}"),
+                // What 1 + erf cannot tell from 0.
+                _ => assert!(y == 0.0 && y.is_sign_negative() && right > -7e-8),
+            }
+        }
+        assert!(Gelu::of(-0.0).is_sign_negative());
+    }
+}
