@@ -11,7 +11,7 @@ use pulp::{Arch, Simd, WithSimd};
 
 use super::lane::Lane;
 use super::tiles::Function;
-use crate::device::cpu::convert::{narrow, truncate, widen};
+use crate::device::cpu::convert::{bf16_bits, narrow, truncate, widen};
 use crate::{Compute, DType};
 
 /// f16 elements converted at a time where they are not one after another, or not computed in f32.
@@ -155,14 +155,6 @@ fn store_f16<C: Lane>(values: &[C], bytes: &mut [u8], start: usize, stride: isiz
             i = i.wrapping_add_signed(stride);
         }
     }
-}
-
-/// As `bf16::from_f32`, without its branch.
-#[inline(always)]
-fn bf16_bits(x: f32) -> u16 {
-    let u = x.to_bits();
-    let rounded = (u.wrapping_add(0x7FFF + ((u >> 16) & 1)) >> 16) as u16;
-    if x.is_nan() { (u >> 16) as u16 | 0x40 } else { rounded }
 }
 
 #[cfg(test)]

@@ -14,7 +14,7 @@ use super::lane::Lane;
 use super::program::{Action, Program, Value};
 use super::tiles::{self, Scratch, Tile, TileIn};
 use super::update::updates;
-use super::cpu_map;
+use super::{cpu_half, cpu_map};
 use crate::device::count_launch;
 use crate::device::cpu::parallel;
 use crate::storage::{Storage, with_few, with_host};
@@ -71,6 +71,9 @@ pub(super) fn run(
     let each = |lies: &Option<Lies>| matches!(lies, Some(Lies::Each) | None);
     if lies.iter().any(|l| matches!(l, Some(Lies::Rows(_)))) && !(two && lies.len() == 2 && lies.iter().any(each)) {
         return Ok(false);
+    }
+    if matches!(out.dtype, DType::F16 | DType::BF16) {
+        return cpu_half::run(program, inputs, &lies, scalars, out);
     }
     let bytes = inputs.iter().map(|t| t.numel()).sum::<usize>().saturating_add(count) * out.dtype.size();
     let streamed = !lies.contains(&None) && program.goes_past_cache(count * out.dtype.size(), bytes);

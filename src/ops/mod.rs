@@ -20,6 +20,7 @@ mod count;
 mod cpu_copy;
 mod cpu_deal;
 mod cpu_flat;
+mod cpu_half;
 pub(crate) mod cpu_join;
 mod cpu_map;
 mod cpu_transpose;

@@ -56,6 +56,14 @@ pub(crate) fn truncate(from: &[f32], to: &mut [i64]) {
     last.iter_mut().zip(rest).for_each(|(to, &x)| *to = x as i64);
 }
 
+/// As `bf16::from_f32`, without its branch.
+#[inline(always)]
+pub(crate) fn bf16_bits(x: f32) -> u16 {
+    let u = x.to_bits();
+    let rounded = (u.wrapping_add(0x7FFF + ((u >> 16) & 1)) >> 16) as u16;
+    if x.is_nan() { (u >> 16) as u16 | 0x40 } else { rounded }
+}
+
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use std::arch::x86_64::*;

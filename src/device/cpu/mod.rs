@@ -6,6 +6,7 @@ pub(crate) mod bands;
 pub(crate) mod convert;
 pub(crate) mod copy;
 pub(crate) mod gemm;
+pub(crate) mod halves;
 pub(crate) mod math;
 pub(crate) mod parallel;
 pub(crate) mod streaming;
