@@ -11,7 +11,7 @@ use super::cpu_deal::{Dealt, deal};
 use super::cpu_transpose::{Transpose, straightened};
 use super::elementwise::Launch;
 use super::lane::Lane;
-use super::tiles::{Scratch, TILE, Tile, TileIn};
+use super::tiles::{LINE, Scratch, TILE, Tile, TileIn, aligned};
 use crate::device::count_launch;
 use crate::device::cpu::streaming::Streaming;
 use crate::storage::{Storage, with_host};
@@ -323,7 +323,7 @@ impl Job<'_> {
         };
         let mut loaded: SmallVec<[Vec<C>; 4]> = inputs.iter().map(|_| Vec::new()).collect();
         let mut results: SmallVec<[Vec<C>; 2]> =
-            (0..outputs.len()).map(|j| if direct(j) { Vec::new() } else { vec![zero; longest] }).collect();
+            (0..outputs.len()).map(|j| if direct(j) { Vec::new() } else { vec![zero; longest + LINE] }).collect();
         let bases = self.bases(first);
         let mut divided_by_zero = false;
         let (mut start, end) = (first, first + count);
@@ -345,9 +345,11 @@ impl Job<'_> {
                     Source::Output(j) => outs[j],
                 };
                 let buffer = &mut loaded[k];
-                buffer.resize(longest, zero);
+                buffer.resize(longest + LINE, zero);
+                let held = aligned(buffer, len);
+                let buffer = &mut buffer[held];
                 if matches!(self.sources[k], Source::Output(_)) && elements {
-                    load_tile(t.dtype, bytes, start - first, 1, &mut buffer[..len]);
+                    load_tile(t.dtype, bytes, start - first, 1, buffer);
                     continue;
                 }
                 let offset = match self.sources[k] {
@@ -371,7 +373,7 @@ impl Job<'_> {
                             _ => TileIn::Scalar(elements[from]),
                         }
                     }
-                    _ => TileIn::Slice(&loaded[k][..len]),
+                    _ => TileIn::Slice(&loaded[k][aligned(&loaded[k], len)]),
                 })
                 .collect();
             let tile = Tile {
@@ -389,22 +391,25 @@ impl Job<'_> {
                             let at = self.place(j, start - first, &bases, &offsets);
                             &mut bytemuck::cast_slice_mut::<u8, C>(bytes)[at..][..len]
                         }
-                        false => &mut result[..len],
+                        false => {
+                            let held = aligned(result, len);
+                            &mut result[held]
+                        }
                     });
                 }
                 divided_by_zero |= program.eval_tile(&tile, &mut scratch, &mut targets);
             }
             for (j, t) in outputs.iter().enumerate().filter(|(j, _)| !direct(*j)) {
-                let k = inputs.len() + j;
+                let (k, result) = (inputs.len() + j, &results[j][aligned(&results[j], len)]);
                 if streamed(j) {
                     let out = &mut bytemuck::cast_slice_mut::<u8, C>(outs[j])[start - first..][..len];
-                    streaming.copy(out, &results[j][..len]);
+                    streaming.copy(out, result);
                 } else if elements {
-                    store_tile(t.dtype, &results[j][..len], outs[j], start - first, 1);
+                    store_tile(t.dtype, result, outs[j], start - first, 1);
                 } else {
                     walk.runs(start, len, |at, offsets, n| {
                         let to = (bases[j] + offsets[k]) as usize;
-                        store_tile(t.dtype, &results[j][at..at + n], outs[j], to, step(k));
+                        store_tile(t.dtype, &result[at..at + n], outs[j], to, step(k));
                     });
                 }
             }

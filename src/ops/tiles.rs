@@ -89,10 +89,10 @@ impl<C: Lane> Scratch<C> {
 }
 
 /// Elements of a register that may lie before those it holds.
-const LINE: usize = 16;
+pub(super) const LINE: usize = 16;
 
 /// The first so many elements that begin where a line of the cache does: vectors then lie in one line each.
-fn aligned<C>(data: &[C], len: usize) -> Range<usize> {
+pub(super) fn aligned<C>(data: &[C], len: usize) -> Range<usize> {
     let first = data.as_ptr().align_offset(64).min(LINE);
     first..first + len
 }
