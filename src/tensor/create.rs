@@ -1,6 +1,7 @@
 //! New tensors: constants, sequences and the host's values. (Random ones are in `ops::random`.)
 
 use ndarray::{Array, ArrayBase, Data, Dimension};
+use pulp::{Arch, Simd, WithSimd};
 
 use super::Layout;
 use super::options::TensorOptions;
@@ -103,7 +104,7 @@ impl Tensor {
                 return Err(error());
             }
             let count = span.unsigned_abs().div_ceil(u128::from(s.unsigned_abs()));
-            let value = |i: usize| Scalar::Int(a.wrapping_add(s.wrapping_mul(i as i64)));
+            let value = move |i: usize| Scalar::Int(a.wrapping_add(s.wrapping_mul(i as i64)));
             return Tensor::sequence(op, usize::try_from(count).unwrap_or(usize::MAX), options.into(), value);
         }
         let [a, b, s] = [start, end, step].map(Scalar::to_f64);
@@ -112,7 +113,7 @@ impl Tensor {
             return Err(error());
         }
         let count = steps.ceil();
-        let value = |i: usize| Scalar::Float(a + s * i as f64);
+        let value = move |i: usize| Scalar::Float(a + s * i as f64);
         Tensor::sequence(op, count as usize, options.into(), value)
     }
 
@@ -122,7 +123,7 @@ impl Tensor {
     /// [`Error::NoDevice`] and [`Error::OutOfMemory`].
     pub fn linspace(start: f64, end: f64, n: usize, options: impl Into<TensorOptions>) -> Result<Tensor> {
         let value = spaced(start, end, n);
-        Tensor::sequence("linspace", n, options.into(), |i| Scalar::Float(value(i)))
+        Tensor::sequence("linspace", n, options.into(), move |i| Scalar::Float(value(i)))
     }
 
     /// `base` to the powers that [`Tensor::linspace`] gives (PyTorch's `logspace`, whose base is 10 where nothing is said).
@@ -137,7 +138,7 @@ impl Tensor {
     /// [`Error::NoDevice`] and [`Error::OutOfMemory`].
     pub fn logspace(start: f64, end: f64, n: usize, base: f64, options: impl Into<TensorOptions>) -> Result<Tensor> {
         let value = spaced(start, end, n);
-        Tensor::sequence("logspace", n, options.into(), |i| Scalar::Float(base.powf(value(i))))
+        Tensor::sequence("logspace", n, options.into(), move |i| Scalar::Float(base.powf(value(i))))
     }
 
     /// The identity matrix of `n` rows (PyTorch's `eye`).
@@ -155,7 +156,7 @@ impl Tensor {
         op: &'static str,
         n: usize,
         TensorOptions { dtype, device }: TensorOptions,
-        value: impl Fn(usize) -> Scalar + Sync,
+        value: impl Fn(usize) -> Scalar + Sync + Copy,
     ) -> Result<Tensor> {
         let out = Tensor::empty_like_shape(n, dtype, device)?;
         if n > 0 && device == Device::Cpu {
@@ -275,33 +276,49 @@ impl Tensor {
 }
 
 /// The i-th of `n` numbers evenly from `start` to `end`, counted from the nearer end, so that both are exact.
-fn spaced(start: f64, end: f64, n: usize) -> impl Fn(usize) -> f64 {
+fn spaced(start: f64, end: f64, n: usize) -> impl Fn(usize) -> f64 + Copy {
     let step = if n > 1 { (end - start) / (n - 1) as f64 } else { 0.0 };
     move |i| if i < n.div_ceil(2) { start + step * i as f64 } else { end - step * (n - 1 - i) as f64 }
 }
 
 /// `value(i)` as the i-th element; long sequences with all threads of the team.
-fn values(dtype: DType, out: &mut [u8], value: impl Fn(usize) -> Scalar + Sync) {
+fn values(dtype: DType, out: &mut [u8], value: impl Fn(usize) -> Scalar + Sync + Copy) {
     /// Bytes a thread computes at a time.
     const PIECE: usize = 1 << 16;
-    let part = |first: usize, out: &mut [u8]| {
+    let part = |first: usize, out: &mut [u8]| Arch::new().dispatch(Values { dtype, first, out, value });
+    if out.len() <= PIECE {
+        return part(0, out);
+    }
+    parallel::for_each_chunk(out, PIECE, |i, out| part(i * (PIECE / dtype.size()), out));
+}
+
+/// `value(first + i)` as the i-th element, compiled for the processor's vectors. The function has its numbers in itself: those
+/// that it were to read elsewhere could be among the bytes that are written.
+struct Values<'a, F> {
+    dtype: DType,
+    first: usize,
+    out: &'a mut [u8],
+    value: F,
+}
+
+impl<F: Fn(usize) -> Scalar + Copy> WithSimd for Values<'_, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
         // The dtype is a constant in each: the loop is one of its own type.
         macro_rules! each {
             ($($dtype:ident)*) => {
-                match dtype {
+                match self.dtype {
                     $(DType::$dtype => {
-                        let elements = out.chunks_exact_mut(DType::$dtype.size()).enumerate();
-                        elements.for_each(|(i, element)| value(first + i).encode(DType::$dtype, element));
+                        let elements = self.out.chunks_exact_mut(DType::$dtype.size()).enumerate();
+                        elements.for_each(|(i, element)| (self.value)(self.first + i).encode(DType::$dtype, element));
                     })*
                 }
             };
         }
         each!(F32 F16 BF16 F64 I64 I32 U8 U32 Bool);
-    };
-    if out.len() <= PIECE {
-        return part(0, out);
     }
-    parallel::for_each_chunk(out, PIECE, |i, out| part(i * (PIECE / dtype.size()), out));
 }
 
 fn fits(op: &'static str, given: usize, shape: Shape) -> Result<Shape> {
