@@ -111,7 +111,7 @@ mod x86 {
 
     /// A function that computes a vector at a time; no side need be aligned.
     macro_rules! by_vectors {
-        ($name:ident, $feature:literal, $n:literal, $load:ident, $widen:ident, $narrow:expr, $store:ident) => {
+        ($name:ident, $feature:literal, $Vector:ident = [f32; $n:literal], $load:ident, $widen:ident, $narrow:expr, $store:ident) => {
             #[target_feature(enable = $feature)]
             pub(super) fn $name<F: OfTwo, const FORM: u8>(
                 a: &[[u16; $n]],
@@ -119,17 +119,19 @@ mod x86 {
                 number: f32,
                 to: &mut [[u16; $n]],
             ) {
+                let wide = |side: &[u16; $n]| {
+                    // SAFETY: as many bytes as the vector's, of which any will do; and a vector is so many f32.
+                    unsafe { transmute::<$Vector, [f32; $n]>($widen($load(side.as_ptr().cast()))) }
+                };
                 for ((to, a), b) in to.iter_mut().zip(a).zip(b) {
-                    // SAFETY: each has as many bytes as its vector, of which any will do.
-                    let [x, y]: [[f32; $n]; 2] =
-                        [a, b].map(|side| unsafe { transmute($widen($load(side.as_ptr().cast()))) });
+                    let (x, y) = (wide(a), wide(b));
                     let made: [f32; $n] = std::array::from_fn(|i| match FORM {
                         BOTH => F::call(x[i], y[i]),
                         LEFT => F::call(x[i], number),
                         _ => F::call(number, y[i]),
                     });
                     // SAFETY: likewise.
-                    unsafe { $store(to.as_mut_ptr().cast(), $narrow(transmute::<[f32; $n], _>(made))) };
+                    unsafe { $store(to.as_mut_ptr().cast(), $narrow(transmute::<[f32; $n], $Vector>(made))) };
                 }
             }
         };
@@ -140,13 +142,21 @@ mod x86 {
     by_vectors!(
         of_16,
         "avx512f",
-        16,
+        __m512 = [f32; 16],
         _mm256_loadu_si256,
         _mm512_cvtph_ps,
         _mm512_cvtps_ph::<NEAREST>,
         _mm256_storeu_si256
     );
-    by_vectors!(of_8, "avx,f16c", 8, _mm_loadu_si128, _mm256_cvtph_ps, _mm256_cvtps_ph::<NEAREST>, _mm_storeu_si128);
+    by_vectors!(
+        of_8,
+        "avx,f16c",
+        __m256 = [f32; 8],
+        _mm_loadu_si128,
+        _mm256_cvtph_ps,
+        _mm256_cvtps_ph::<NEAREST>,
+        _mm_storeu_si128
+    );
 }
 
 #[cfg(test)]
