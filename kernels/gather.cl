@@ -1,21 +1,27 @@
 // Reading and writing through indices. The host gives: T (the index's dtype), NK (rank), IDX, one of GATHER, SCATTER, LINEAR,
-// ONE_HOT, and for the first V (an unsigned type of the element's size), for the second V or A (dtype), ACC, ACC_NAME and
-// COMBINE. `code` is what is recorded for an index out of range; with `wraps` negative ones count from the end.
+// ONE_HOT, and for the first V (an unsigned type of a unit's size), PER and NEAR, for the second V (of an element's) or A
+// (dtype), ACC, ACC_NAME and COMBINE. `code` is what is recorded for an index out of range; with `wraps` negative ones
+// count from the end.
 
 inline long wrapped(long index, ulong size, uint wraps) { return wraps && index < 0 ? index + (long)size : index; }
 inline bool in_range(long at, ulong size) { return at >= 0 && at < (long)size; }
 
 #ifdef GATHER
-// y[p] = x[.., index[p], ..]: x and the index are walked together over y's shape, where a stride of zero broadcasts.
+// y[p] = x[.., index[p], ..]: x and the index are walked together over y's shape, where a stride of zero broadcasts. Elements
+// are units of V, several neighbours of a row at once where the index is the same for all of them. A work-item has one of
+// them on processors and else PER, where a group's lie side by side.
 typedef struct {
     ulong size[NK];
     long x[NK], index[NK];
 } Walk;
+// NEAR is int where strides and sizes fit in one: products of those take one instruction of GPUs.
+#define OFFSET(i, stride) ((long)(NEAR)(i) * (NEAR)(stride))
 __kernel void gather(__global const V *x, ulong x_at, __global const CAT(T, _t) *index, ulong index_at, __global V *y,
-                     ulong y_at, volatile __global int *word, uint code, Walk walk, ulong count, ulong size, long stride,
-                     uint wraps) {
+                     ulong y_at, volatile __global int *word, uint code, Walk walk, ulong count_, ulong size,
+                     long stride, uint wraps) {
+#ifdef IS_CPU
     const IDX p = (IDX)get_global_id(0);
-    if (p >= (IDX)count)
+    if (p >= (IDX)count_)
         return;
     IDX i = p;
     for (int k = NK - 1; k >= 0; --k) {
@@ -27,9 +33,45 @@ __kernel void gather(__global const V *x, ulong x_at, __global const CAT(T, _t) 
     if (in_range(at, size)) {
         y[y_at + p] = x[x_at + at * stride];
     } else {
-        y[y_at + p] = 0;
+        y[y_at + p] = (V)(0);
         fault_record(word, code, given, size);
     }
+#else
+    const IDX count = (IDX)count_, group = (IDX)get_local_size(0);
+    const IDX first = (IDX)get_group_id(0) * group * PER + (IDX)get_local_id(0);
+    long given[PER], from[PER];
+    V v[PER];
+    #pragma unroll
+    for (IDX k = 0; k < PER; ++k) {
+        const IDX p = first + k * group;
+        if (p < count) {
+            IDX i = p;
+            ulong at = index_at;
+            from[k] = (long)x_at;
+            for (int d = NK - 1; d >= 0; --d) {
+                const IDX r = NEXT(i, walk.size, d);
+                from[k] += OFFSET(r, walk.x[d]);
+                at += OFFSET(r, walk.index[d]);
+            }
+            given[k] = CAT(load_, T)(index, at);
+        }
+    }
+    #pragma unroll
+    for (IDX k = 0; k < PER; ++k) {
+        const long at = wrapped(given[k], size, wraps);
+        v[k] = (V)(0);
+        if (first + k * group < count) {
+            if (in_range(at, size))
+                v[k] = x[from[k] + OFFSET(at, stride)];
+            else
+                fault_record(word, code, given[k], size);
+        }
+    }
+    #pragma unroll
+    for (IDX k = 0; k < PER; ++k)
+        if (first + k * group < count)
+            y[y_at + first + k * group] = v[k];
+#endif
 }
 #endif
 

@@ -133,7 +133,14 @@ fn gathers() {
         let a = numbers(35, DType::F32, device)?.reshape([7, 5])?;
         let rows = Tensor::from_slice(&[6i64, 0, 3, 3], 4, device)?;
         let index = Tensor::from_slice(&[4i64, 0, 1, 2, 3, 4, 0], [7, 1], device)?;
-        Ok(vec![a.index_select(0, &rows)?, a.index_select(1, &rows.narrow(0, 1, 3)?)?, a.gather(1, &index)?])
+        let wide = numbers(96, DType::F32, device)?.reshape([8, 12])?;
+        Ok(vec![
+            a.index_select(0, &rows)?,
+            a.index_select(1, &rows.narrow(0, 1, 3)?)?,
+            a.gather(1, &index)?,
+            wide.index_select(0, &rows)?,
+            wide.index_add(0, &rows, &wide.narrow(0, 2, 4)?)?,
+        ])
     });
 }
 

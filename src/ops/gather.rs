@@ -2,10 +2,12 @@
 //! tensors at once in `advanced`.
 //!
 //! All reads are one kernel: source and index are walked together over the result's shape, and a stride of zero says that
-//! the index is the same along a dim. All writes are another one, deterministic and without atomics: a work-item owns one
-//! column (a position outside the indexed dim) and a range of destinations, and goes through the indices in order. That
-//! costs one pass over the indices for each range, a few thousand at most, and gives the same bits on every run; atomics
-//! would be faster for millions of indices into a single column, and never twice the same.
+//! the index is the same along a dim; neighbours with one index are moved together, sixteen bytes at a time. All writes are
+//! deterministic: what arrives in an element does so in the order of the indices. On OpenCL processors a work-item owns one
+//! column (a position outside the indexed dim) and a range of destinations, and goes through the indices in order. On GPUs
+//! (`kernels/scatter.cl`) a group does so with many indices at a time: where one index serves a whole row it lists those of
+//! its destinations and adds up the rows; elsewhere those that meet in an element take turns. Atomics would be faster for
+//! millions of indices into a single column, and never twice the same.
 
 use smallvec::SmallVec;
 

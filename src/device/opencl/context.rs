@@ -18,7 +18,7 @@ use super::program::Programs;
 use super::queues::{Locked, Queues, SERVICE};
 use super::tuning::Tuning;
 use crate::device::stream::MAX_STREAMS;
-use crate::device::{Device, DeviceInfo, StreamId};
+use crate::device::{Device, DeviceInfo, DeviceKind, StreamId};
 use crate::{Error, Result};
 
 /// Counters of a stream that a kernel may use; see [`ClDevice::arrivals`].
@@ -167,13 +167,20 @@ impl ClDevice {
     ) -> Result<()> {
         self.check_lost()?;
         let mut faults: SmallVec<[(&'static Slot, Words); 1]> = SmallVec::new();
-        self.submit_and_wait(stream, |q, event| {
+        let mut ask = |q: &mut Locked<'_>, blocking| {
             slots.iter().filter(|slot| slot.is_pending()).for_each(|slot| faults.push((*slot, [0; 4])));
+            faults.iter_mut().try_for_each(|(slot, words)| slot.enqueue_read(q, words, blocking))
+        };
+        let done = match self.info().kind {
+            // NVIDIA's driver takes 17 us longer over a read that waits for kernels than over one that finds them done.
+            DeviceKind::DiscreteGpu => self.submit_and_wait(stream, submit).and_then(|()| {
+                let pending = slots.iter().any(|slot| slot.is_pending());
+                if pending { self.submit_and_wait(stream, |q, _| ask(q, true)) } else { Ok(()) }
+            }),
             // The faults first: the event is that of the last command.
-            faults.iter_mut().try_for_each(|(slot, words)| slot.enqueue_read(q, words))?;
-            submit(q, event)
-        })
-        .map_err(|e| self.error(e))?;
+            _ => self.submit_and_wait(stream, |q, event| ask(q, false).and_then(|()| submit(q, event))),
+        };
+        done.map_err(|e| self.error(e))?;
         // Every slot is cleared, the first fault is told.
         faults.into_iter().map(|(slot, words)| self.report(slot, words)).fold(Ok(()), Result::and)
     }

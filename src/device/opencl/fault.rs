@@ -157,8 +157,13 @@ impl Slot {
         self.is_pending() && self.pending().contains(&stream)
     }
 
-    /// Enqueues a read of the words, if there is anything to read, behind all kernels that may write them.
-    pub(super) fn enqueue_read(&self, queue: &mut Locked<'_>, words: &mut Words) -> Result<(), ClError> {
+    /// Enqueues a read of the words, if there is anything to read, behind all kernels that may write them; or waits for it.
+    pub(super) fn enqueue_read(
+        &self,
+        queue: &mut Locked<'_>,
+        words: &mut Words,
+        blocking: bool,
+    ) -> Result<(), ClError> {
         if !self.is_pending() {
             return Ok(());
         }
@@ -167,7 +172,7 @@ impl Slot {
         queue.after(&writers)?;
         let (mem, to) = (self.buffer.mem(), words.as_mut_ptr().cast());
         let none: *mut cl_event = ptr::null_mut();
-        call!(clEnqueueReadBuffer(queue.raw, mem, 0, 0, size_of::<Words>(), to, 0, ptr::null(), none))
+        call!(clEnqueueReadBuffer(queue.raw, mem, blocking.into(), 0, size_of::<Words>(), to, 0, ptr::null(), none))
     }
 }
 

@@ -196,7 +196,7 @@ impl ClDevice {
         }
         let (slot, mut words, none) = (self.slot(), [0; 4], ptr::null_mut());
         self.while_idle(self.current_stream(), |q| {
-            slot.enqueue_read(q, &mut words)?;
+            slot.enqueue_read(q, &mut words, false)?;
             let mut places = [ptr::null_mut(); N];
             let mapped = places.iter_mut().zip(&regions).try_for_each(|(place, r)| {
                 let flags = if r.overwrite { CL_MAP_WRITE_INVALIDATE_REGION } else { CL_MAP_READ };

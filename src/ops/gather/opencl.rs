@@ -11,9 +11,11 @@ use crate::ops::elementwise::Params;
 use crate::ops::kernels::{KernelKey, kernel};
 use crate::ops::memo::{self, Key, Of};
 use crate::ops::prepared::{Prepared, Ready};
-use crate::ops::reduce::opencl::{WALK, is_wide};
+use crate::ops::reduce::opencl::{WALK, WIDEST, group_size, is_wide};
 use crate::tensor::Layout;
-use crate::{Result, Tensor};
+use crate::{DType, Result, Tensor};
+
+mod write;
 
 const TEMPLATE: &str = include_str!("../../../kernels/gather.cl");
 
@@ -32,7 +34,7 @@ fn words(walk: &Walk) -> SmallVec<[i64; 32]> {
 
 /// An unsigned type of so many bytes: elements that are only moved.
 fn bits(size: usize) -> &'static str {
-    ["uchar", "ushort", "uint", "ulong"][size.ilog2() as usize]
+    ["uchar", "ushort", "uint", "ulong", "uint4"][size.ilog2() as usize]
 }
 
 fn index_type(wide: bool) -> &'static str {
@@ -66,34 +68,87 @@ fn skip(layout: &Layout, t: &Tensor) -> isize {
 
 pub(super) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
     launch(g, Of::Gather, out, &[], |device| {
-        let walk = Walk::new(&g.x_layout.shape, [&g.x_layout.strides[..], &g.index_layout.strides[..]]);
-        let (rank, count, size) = (walk.dims.len().max(1), out.numel(), out.dtype.size());
-        let wide = is_wide([count]);
-        let params = SmallVec::from_slice(&[size as u64, g.index.dtype as u64, rank as u64, wide as u64]);
+        let mut walk = Walk::new(&g.x_layout.shape, [&g.x_layout.strides[..], &g.index_layout.strides[..]]);
+        // Neighbours with one index are moved together.
+        let gpu = device.info().kind != DeviceKind::Cpu;
+        let one = walk.strides[1].last().is_some_and(|&s| s == 0);
+        let most = if one { WIDEST / out.dtype.size() } else { 1 };
+        let unit = in_units(&mut walk, &[0], most, &[g.step, g.x_layout.offset as isize]);
+        let (rank, count, size) = (walk.dims.len().max(1), out.numel() / unit, out.dtype.size() * unit);
+        let (wide, near) = (is_wide([count]), is_near(&walk, &[g.size as isize, g.step]));
+        // Several loads at a time hide that one waits for another.
+        let (per, local) = match gpu {
+            true => (if unit > 1 { 2 } else { 4 }, group_size(device)),
+            false => (1, LOCAL),
+        };
+        let params = [size as u64, g.index.dtype as u64, rank as u64, wide as u64, near as u64, per as u64];
+        let params = SmallVec::from_slice(&params);
         let key = KernelKey { template: "gather", params, exprs: SmallVec::new() };
         let kernel = kernel(device, key, "gather", || {
             let (v, t, idx) = (bits(size), g.index.dtype, index_type(wide));
+            let near = if near { "int" } else { "long" };
             format!(
-                "#define GATHER\n#define V {v}\n#define T {t}\n#define NK {rank}\n#define IDX {idx}\n{WALK}{TEMPLATE}"
+                "#define GATHER\n#define V {v}\n#define T {t}\n#define NK {rank}\n#define IDX {idx}\n#define PER {per}\n\
+                 #define NEAR {near}\n{WALK}{TEMPLATE}"
             )
         })?;
-        let mut ready = Ready::new(kernel, count, LOCAL);
-        ready.tensor_from(0, skip(&g.x_layout, g.x), 1);
+        let mut ready = Ready::new(kernel, count.div_ceil(per * local) * local, local);
+        ready.tensor_from(0, skip(&g.x_layout, g.x), unit);
         ready.tensor_from(1, skip(&g.index_layout, g.index), 1);
-        ready.tensor(2);
+        ready.tensor_from(2, 0, unit);
         ready.faults();
         ready.args([Arg::U32(index_fault(g.op))]);
         ready.words(words(&walk));
         ready.args([count, g.size].map(|n| Arg::U64(n as u64)));
-        ready.args([Arg::I64(g.step as i64), Arg::U32(g.wraps.into())]);
+        ready.args([Arg::I64((g.step / unit as isize) as i64), Arg::U32(g.wraps.into())]);
         Ok(Prepared::one(device, ready))
     })
+}
+
+/// Whether all that offsets are made of fits in 31 bits.
+fn is_near(walk: &Walk, others: &[isize]) -> bool {
+    let strides = walk.strides.iter().flatten().chain(others).map(|s| s.unsigned_abs());
+    !is_wide(strides.chain(walk.dims.iter().copied()))
+}
+
+/// Takes neighbours of the walk together, so many at most and a power of two: those of `operands` lie side by side and begin
+/// at multiples of that, as these `starts` do. How many it takes.
+fn in_units(walk: &mut Walk, operands: &[usize], most: usize, starts: &[isize]) -> usize {
+    let Some(last) = walk.dims.len().checked_sub(1) else { return 1 };
+    if operands.iter().any(|&k| walk.strides[k][last] != 1) {
+        return 1;
+    }
+    let steps = operands.iter().flat_map(|&k| &walk.strides[k][..last]).chain(starts);
+    let all = steps.fold(walk.dims[last] | most, |all, s| all | s.unsigned_abs());
+    let unit = 1 << all.trailing_zeros();
+    walk.dims[last] /= unit;
+    for &k in operands {
+        walk.strides[k][..last].iter_mut().for_each(|s| *s /= unit as isize);
+    }
+    unit
+}
+
+/// What tells a kernel's elements from others', and how it is told of them: those that are only moved are bits of their size.
+fn element(combine: Combine, dtype: DType) -> (u64, String) {
+    if combine == Combine::Set {
+        return (dtype.size() as u64, format!("#define V {}\n", bits(dtype.size())));
+    }
+    let acc = dtype.compute();
+    let (name, combine) = (acc.cl_name(), combine.cl_name(acc));
+    let defines =
+        format!("#define A {dtype}\n#define ACC {name}\n#define ACC_NAME {acc:?}\n#define COMBINE {combine}\n");
+    (dtype as u64, defines)
 }
 
 pub(super) fn scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &Layout, d: usize) -> Result<()> {
     let mut others: SmallVec<[u64; 8]> = SmallVec::from_slice(&[combine as u64, d as u64, skip(layout, target) as u64]);
     others.extend(layout.strides.iter().map(|&s| s as u64));
     launch(g, Of::Scatter, target, &others, |device| {
+        if device.info().kind != DeviceKind::Cpu
+            && let Some(prepared) = write::prepare(device, g, combine, target, layout, d)?
+        {
+            return Ok(prepared);
+        }
         // Columns: everything but the dim.
         let drop_dim = |strides: &[isize]| -> SmallVec<[isize; 6]> {
             strides.iter().enumerate().filter(|(i, _)| *i != d).map(|(_, &s)| s).collect()
@@ -113,21 +168,12 @@ pub(super) fn scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &L
         let span = g.size.div_ceil((fill / blocks).clamp(1, most));
         let parts = g.size.div_ceil(span);
         let wide = is_wide([columns, count, blocks * parts]);
-        let (acc, set) = (target.dtype.compute(), combine == Combine::Set);
-        // Elements that are only moved are bits of their size.
-        let element = if set { target.dtype.size() as u64 } else { target.dtype as u64 };
+        let (element, defines) = element(combine, target.dtype);
         let params = [combine as u64, element, g.index.dtype as u64, rank as u64, wide as u64];
         let key = KernelKey { template: "scatter", params: SmallVec::from_slice(&params), exprs: SmallVec::new() };
         let kernel = kernel(device, key, "scatter", || {
-            let (a, t, name, idx) = (target.dtype, g.index.dtype, acc.cl_name(), index_type(wide));
-            let element = match set {
-                true => format!("#define V {}\n", bits(a.size())),
-                false => {
-                    let combine = combine.cl_name(acc);
-                    format!("#define A {a}\n#define ACC {name}\n#define ACC_NAME {acc:?}\n#define COMBINE {combine}\n")
-                }
-            };
-            format!("#define SCATTER\n{element}#define T {t}\n#define NK {rank}\n#define IDX {idx}\n{WALK}{TEMPLATE}")
+            let (t, idx) = (g.index.dtype, index_type(wide));
+            format!("#define SCATTER\n{defines}#define T {t}\n#define NK {rank}\n#define IDX {idx}\n{WALK}{TEMPLATE}")
         })?;
         let mut ready = Ready::new(kernel, blocks * parts, local);
         ready.tensor_from(0, skip(&g.x_layout, g.x), 1);
