@@ -13,7 +13,7 @@ use super::memo::{self, Key, Of};
 use super::philox::Seed;
 use super::program::Program;
 use super::rows::rows;
-use super::table::{Accepts, Output, Row, methods};
+use super::table::{self, Accepts, Output, Row, methods};
 use super::{cpu_flat, cpu_map, masks, opencl_map, promote, registry, same_device};
 use crate::autograd::{self, Saved};
 use crate::device::opencl::{self, ClDevice};
@@ -306,6 +306,22 @@ impl Row {
         apply_row_(self, inputs, scalars)
     }
 
+    /// The row that computes the same of these arguments in fewer instructions, and its arguments: powers that are
+    /// products and roots, as PyTorch's `pow` has them.
+    fn cheaper<'a>(&'static self, scalars: &'a [Scalar], common: DType) -> (&'static Row, &'a [Scalar]) {
+        use table::rows::{pow_scalar, reciprocal, rsqrt, sqrt, square};
+        if !std::ptr::eq(self, &pow_scalar) {
+            return (self, scalars);
+        }
+        match scalars[0].to_f64() {
+            2.0 => (&square, &[]),
+            0.5 if common.is_float() => (&sqrt, &[]),
+            -0.5 if common.is_float() => (&rsqrt, &[]),
+            -1.0 if common.is_float() => (&reciprocal, &[]),
+            _ => (self, scalars),
+        }
+    }
+
     fn check_counts(&self, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<()> {
         if (inputs.len(), scalars.len()) == (self.arity, self.samples.len()) {
             return Ok(());
@@ -335,8 +351,9 @@ pub(crate) fn apply_row(row: &'static Row, inputs: &[&Tensor], scalars: &[Scalar
         return apply_row(row, &converted.iter().collect::<SmallVec<[&Tensor; 3]>>(), scalars);
     }
     let dtype = if row.output == Output::Bool { DType::Bool } else { common };
+    let (computed, scalars) = row.cheaper(scalars, common);
     let params = Params { scalars, seeds: &[] };
-    apply_tracked(row.name, inputs, params, row.expr(), dtype, &|i| row.derivatives()[i].clone())
+    apply_tracked(row.name, inputs, params, computed.expr(), dtype, &|i| computed.derivatives()[i].clone())
 }
 
 /// The in-place form: the result goes into the row's first input.
@@ -352,8 +369,9 @@ pub(crate) fn apply_row_(row: &'static Row, inputs: &[&Tensor], scalars: &[Scala
     if let Some(out) = registry::replacement(row.name, inputs, arguments)? {
         return target.copy_(&out[0]).map(|_| ());
     }
+    let (computed, scalars) = row.cheaper(scalars, common);
     let params = Params { scalars, seeds: &[] };
-    let expr = std::slice::from_ref(row.expr());
+    let expr = std::slice::from_ref(computed.expr());
     if !all_are(common, row, inputs)
         && let Some(inputs) = converted(row, inputs, common)?
     {

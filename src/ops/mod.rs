@@ -69,6 +69,7 @@ pub(crate) mod registry;
 mod row;
 mod rows;
 mod scan;
+pub(crate) mod sequence;
 mod sort;
 pub(crate) mod source;
 mod special;

@@ -136,7 +136,7 @@ fn reduce(
             match t.device() {
                 Device::Cpu => cpu::run(rule, t, &plan(), &out)?,
                 device => {
-                    let row = std::iter::once(std::ptr::from_ref(row).addr() as u64);
+                    let row = std::iter::once(memo::number_of(row));
                     let numbers: SmallVec<[u64; 8]> = row.chain(mask.iter().map(|&reduced| reduced.into())).collect();
                     let key = Key { of: Of::Reduce, device, numbers: &numbers, exprs: &[], tensors: &[t, &out] };
                     memo::launch(&key, Params::default(), || opencl::prepare(rule, t, &plan(), &out))?;

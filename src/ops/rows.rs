@@ -77,7 +77,7 @@ macro_rules! rows {
             /// [`remainder`](Self::remainder) by a number. PyTorch: `remainder`.
             remainder_scalar (x; value = 1.25) + remainder_scalar_: Any -> Same
                 { x.remainder(value) } { x - value * (x / value).floor() } on [-3.0..3.0];
-            /// x to the power of a number. PyTorch: `pow`.
+            /// x to the power of a number; of 2, 1/2, -1/2 and -1 by a product, roots and a quotient. PyTorch: `pow`.
             pow_scalar (x; exponent = 2.5) + pow_scalar_: Any -> Same
                 { x.pow(exponent) } { x.powf(exponent) } on [0.2..3.0];
             /// `value - x`. PyTorch: `rsub`.

@@ -6,6 +6,7 @@ use pulp::{Arch, Simd, WithSimd};
 use super::Layout;
 use super::options::TensorOptions;
 use crate::device::cpu::parallel;
+use crate::ops::sequence::Sequence;
 use crate::storage::{Storage, with_host};
 use crate::{DType, Device, Element, Error, Result, Scalar, Shape, Tensor};
 
@@ -104,17 +105,16 @@ impl Tensor {
                 return Err(error());
             }
             let count = span.unsigned_abs().div_ceil(u128::from(s.unsigned_abs()));
-            let value = move |i: usize| Scalar::Int(a.wrapping_add(s.wrapping_mul(i as i64)));
-            return Tensor::sequence(op, usize::try_from(count).unwrap_or(usize::MAX), options.into(), value);
+            let count = usize::try_from(count).unwrap_or(usize::MAX);
+            return Tensor::sequence(op, count, options.into(), Sequence::Int { start: a, step: s });
         }
         let [a, b, s] = [start, end, step].map(Scalar::to_f64);
         let steps = (b - a) / s;
         if !(s.is_finite() && steps.is_finite() && steps >= 0.0) {
             return Err(error());
         }
-        let count = steps.ceil();
-        let value = move |i: usize| Scalar::Float(a + s * i as f64);
-        Tensor::sequence(op, count as usize, options.into(), value)
+        let n = steps.ceil() as usize;
+        Tensor::sequence(op, n, options.into(), Sequence::Float { start: a, step: s, turn: n, end: b, n })
     }
 
     /// `n` values evenly from `start` to `end`, both included, in one dimension (PyTorch's `linspace`).
@@ -122,8 +122,7 @@ impl Tensor {
     /// # Errors
     /// [`Error::NoDevice`] and [`Error::OutOfMemory`].
     pub fn linspace(start: f64, end: f64, n: usize, options: impl Into<TensorOptions>) -> Result<Tensor> {
-        let value = spaced(start, end, n);
-        Tensor::sequence("linspace", n, options.into(), move |i| Scalar::Float(value(i)))
+        Tensor::sequence("linspace", n, options.into(), Sequence::between(start, end, n))
     }
 
     /// `base` to the powers that [`Tensor::linspace`] gives (PyTorch's `logspace`, whose base is 10 where nothing is said).
@@ -137,8 +136,8 @@ impl Tensor {
     /// # Errors
     /// [`Error::NoDevice`] and [`Error::OutOfMemory`].
     pub fn logspace(start: f64, end: f64, n: usize, base: f64, options: impl Into<TensorOptions>) -> Result<Tensor> {
-        let value = spaced(start, end, n);
-        Tensor::sequence("logspace", n, options.into(), move |i| Scalar::Float(base.powf(value(i))))
+        let power = Sequence::between(start, end, n);
+        Tensor::computed("logspace", n, options.into(), move |i| Scalar::Float(base.powf(power.at(i).to_f64())))
     }
 
     /// The identity matrix of `n` rows (PyTorch's `eye`).
@@ -151,8 +150,28 @@ impl Tensor {
         Ok(out)
     }
 
+    /// The device writes them where it can.
+    fn sequence(op: &'static str, n: usize, options: TensorOptions, values: Sequence) -> Result<Tensor> {
+        if n > 0 && options.device != Device::Cpu {
+            let out = Tensor::empty_like_shape(n, options.dtype, options.device)?;
+            if values.launch(&out)? {
+                out.storage.filled();
+                return Ok(out);
+            }
+        }
+        // A closure for each kind: neither asks for every element which it is.
+        match values {
+            Sequence::Int { start, step } => {
+                Tensor::computed(op, n, options, move |i| Sequence::Int { start, step }.at(i))
+            }
+            Sequence::Float { start, step, turn, end, n } => {
+                Tensor::computed(op, n, options, move |i| Sequence::Float { start, step, turn, end, n }.at(i))
+            }
+        }
+    }
+
     /// Values computed on the host: in place on the CPU, else written in one go.
-    fn sequence(
+    fn computed(
         op: &'static str,
         n: usize,
         TensorOptions { dtype, device }: TensorOptions,
@@ -273,12 +292,6 @@ impl Tensor {
             None => Tensor::from_vec(array.iter().copied().collect(), array.shape(), device),
         }
     }
-}
-
-/// The i-th of `n` numbers evenly from `start` to `end`, counted from the nearer end, so that both are exact.
-fn spaced(start: f64, end: f64, n: usize) -> impl Fn(usize) -> f64 + Copy {
-    let step = if n > 1 { (end - start) / (n - 1) as f64 } else { 0.0 };
-    move |i| if i < n.div_ceil(2) { start + step * i as f64 } else { end - step * (n - 1 - i) as f64 }
 }
 
 /// `value(i)` as the i-th element; long sequences with all threads of the team.
