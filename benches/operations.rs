@@ -6,8 +6,9 @@ use std::error::Error;
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
+use claystone::ops::Attention;
 use claystone::optim::{AdamW, AdamWConfig, Optimizer, Sgd, SgdConfig};
-use claystone::{BatchNormOptions, DType, Device, PadMode, Result, Tensor};
+use claystone::{BatchNormOptions, ConvOptions, DType, Device, Interpolation, PadMode, Result, Tensor};
 
 /// Time that a case is measured for.
 const BUDGET: Duration = Duration::from_millis(150);
@@ -58,6 +59,8 @@ impl Suite {
         let (lines, some) = (whole(rows, &[rows])?, whole(columns, &[columns])?);
         let [f16, bf16] = [DType::F16, DType::BF16].map(|dtype| x.to_dtype(dtype));
         let (f16, bf16, f64) = (f16?, bf16?, x.to_dtype(DType::F64)?);
+        let down_one = Tensor::randn(&[rows], device)?;
+        let f16_one = down_one.to_dtype(DType::F16)?;
         let four = x.reshape([rows / 16, 16, 4, columns / 4])?;
         let leaf = |t: &Tensor| t.try_clone()?.requires_grad_(true);
         let (tracked, weight, bias) = (leaf(&x)?, leaf(&row)?, leaf(&row)?);
@@ -94,6 +97,10 @@ impl Suite {
                 "add, a column" => x.add(&column);
                 "add, transposed" => x.add(&turned);
                 "exp, transposed" => turned.exp();
+                "matrix and vector" => x.matmul(&row);
+                "vector and matrix" => down_one.matmul(&x);
+                "f16, vector and matrix" => f16_one.matmul(&f16);
+                "linear, one row" => row.unsqueeze(0)?.linear(&x, None);
                 "sum" => x.sum((), false);
                 "sum, dim 0" => x.sum(0, false);
                 "sum, dim 1" => x.sum(1, false);
@@ -176,6 +183,21 @@ impl Suite {
             momentum: 0.0,
             ..BatchNormOptions::default()
         };
+        let weight = |of: usize, side: usize| Tensor::randn(&[channels, of, side, side], self.device);
+        let (three, one, deep) = (weight(channels, 3)?, weight(channels, 1)?, weight(1, 3)?);
+        let conv = |x: &Tensor, weight: &Tensor, padding: usize, groups: usize| {
+            x.conv2d(weight, None, ConvOptions { padding: padding.into(), groups, ..ConvOptions::default() })
+        };
+        let [half, half_three] = [&x, &three].map(|t| t.to_dtype(DType::F16));
+        let (half, half_three) = (half?, half_three?);
+        let leaf = |t: &Tensor| t.try_clone()?.requires_grad_(true);
+        let (tracked, tracked_three) = (leaf(&x)?, leaf(&three)?);
+        let backward = |y: Result<Tensor>| -> Result<()> {
+            let y = y?;
+            y.backward_with(&y.ones_like()?)?;
+            [&tracked, &tracked_three].into_iter().for_each(Tensor::zero_grad);
+            Ok(())
+        };
         self.run(
             &format!("{n}x{channels}x{high}x{wide}"),
             cases! {
@@ -185,6 +207,41 @@ impl Suite {
                 "max_pool2d" => x.max_pool2d([2, 2], Default::default());
                 "avg_pool2d" => x.avg_pool2d([2, 2], Default::default());
                 "softmax, channels" => x.softmax(1);
+                "conv2d 3x3" => conv(&x, &three, 1, 1);
+                "conv2d 3x3, backward" => backward(conv(&tracked, &tracked_three, 1, 1));
+                "conv2d 3x3, f16" => conv(&half, &half_three, 1, 1);
+                "conv2d 1x1" => conv(&x, &one, 0, 1);
+                "conv2d 3x3, depthwise" => conv(&x, &deep, 1, channels);
+                "max_pool2d, backward" => backward(tracked.max_pool2d([2, 2], Default::default()));
+                "interpolate" => x.interpolate(&[2 * high, 2 * wide], Interpolation::Linear { align_corners: false });
+            },
+        )
+    }
+
+    /// Attention of `heads` heads in each of `n` sequences.
+    fn sequences(&self, [n, heads, length, width]: [usize; 4]) -> Result<()> {
+        let made = || Tensor::randn(&[n * heads, length, width], self.device);
+        let (q, k, v) = (made()?, made()?, made()?);
+        let four = |t: &Tensor| t.reshape([n, heads, length, width]);
+        let half = |t: &Tensor| four(t)?.to_dtype(DType::F16);
+        let (q4, k4, v4, q16, k16, v16) = (four(&q)?, four(&k)?, four(&v)?, half(&q)?, half(&k)?, half(&v)?);
+        let tracked = q4.try_clone()?.requires_grad_(true)?;
+        let plain = Attention::default();
+        let causal = Attention { is_causal: true, ..plain };
+        let backward = || -> Result<()> {
+            let y = tracked.scaled_dot_product_attention(&tracked, &tracked, causal)?;
+            y.backward_with(&y.ones_like()?)?;
+            tracked.zero_grad();
+            Ok(())
+        };
+        self.run(
+            &format!("{n}x{heads}x{length}x{width}"),
+            cases! {
+                "bmm" => q.bmm(&k.transpose(1, 2)?);
+                "attention" => q4.scaled_dot_product_attention(&k4, &v4, plain);
+                "attention, causal" => q4.scaled_dot_product_attention(&k4, &v4, causal);
+                "attention, backward" => backward();
+                "attention, f16" => q16.scaled_dot_product_attention(&k16, &v16, causal);
             },
         )
     }
@@ -221,12 +278,14 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
     }
     suite.images([8, 16, 32, 32])?;
     suite.images([32, 64, 28, 28])?;
+    suite.sequences([4, 8, 128, 64])?;
     if device != Device::Cpu {
         // What fills a GPU.
         suite.matrices(8192, 4096)?;
         suite.optimisers(8192, 4096)?;
         suite.labels(8192, 4096)?;
         suite.images([64, 64, 112, 112])?;
+        suite.sequences([16, 16, 1024, 64])?;
     }
     Ok(())
 }

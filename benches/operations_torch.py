@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 dev = torch.device(sys.argv[2] if len(sys.argv) > 2 else "cpu")
+torch.backends.cudnn.allow_tf32 = False  # f32 is f32 here, as in products
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 
 
@@ -35,6 +36,8 @@ def matrices(r, c):
     lines, some = torch.randint(0, r, (r,), device=dev), torch.randint(0, c, (c,), device=dev)
     f16, bf16, f64, four = x.half(), x.bfloat16(), x.double(), x.reshape(r // 16, 16, 4, c // 4)
     tx, w, b = leaf(x), leaf(row), leaf(row)
+    one = torch.randn(r, device=dev)
+    one16 = one.half()
     return {
         "layer_norm": lambda: F.layer_norm(x, (c,), row, row),
         "layer_norm, backward": backward(lambda: F.layer_norm(tx, (c,), w, b), tx, w, b),
@@ -47,6 +50,8 @@ def matrices(r, c):
         "add_": lambda: x.add_(y), "logical_and": lambda: mask.logical_and(mask),
         "add, a row": lambda: x + row, "add, a column": lambda: x + column, "add, transposed": lambda: x + turned,
         "exp, transposed": lambda: turned.exp(),
+        "matrix and vector": lambda: x @ row, "vector and matrix": lambda: one @ x,
+        "f16, vector and matrix": lambda: one16 @ f16, "linear, one row": lambda: F.linear(row[None], x),
         "sum": lambda: x.sum(), "sum, dim 0": lambda: x.sum(0), "sum, dim 1": lambda: x.sum(1),
         "var, dim 1": lambda: x.var(1), "norm, dim 1": lambda: torch.linalg.vector_norm(x, dim=1),
         "argmax, dim 1": lambda: x.argmax(1), "cumsum, dim 0": lambda: x.cumsum(0), "cumsum, dim 1": lambda: x.cumsum(1),
@@ -90,11 +95,31 @@ def labels(r, c):
 
 def images(n, c, h, w):
     x, one, zero = torch.randn(n, c, h, w, device=dev), torch.ones(c, device=dev), torch.zeros(c, device=dev)
+    three, w1, deep = (torch.randn(c, of, side, side, device=dev) for of, side in ((c, 3), (c, 1), (1, 3)))
+    x16, three16, tx, t3 = x.half(), three.half(), leaf(x), leaf(three)
     return {"group_norm": lambda: F.group_norm(x, 8, one, zero),
             "batch_norm, training": lambda: F.batch_norm(x, zero, one, one, zero, True, 0.0),
             "batch_norm": lambda: F.batch_norm(x, zero, one, one, zero),
             "max_pool2d": lambda: F.max_pool2d(x, 2), "avg_pool2d": lambda: F.avg_pool2d(x, 2),
-            "softmax, channels": lambda: x.softmax(1)}
+            "softmax, channels": lambda: x.softmax(1),
+            "conv2d 3x3": lambda: F.conv2d(x, three, padding=1),
+            "conv2d 3x3, backward": backward(lambda: F.conv2d(tx, t3, padding=1), tx, t3),
+            "conv2d 3x3, f16": lambda: F.conv2d(x16, three16, padding=1),
+            "conv2d 1x1": lambda: F.conv2d(x, w1),
+            "conv2d 3x3, depthwise": lambda: F.conv2d(x, deep, padding=1, groups=c),
+            "max_pool2d, backward": backward(lambda: F.max_pool2d(tx, 2), tx),
+            "interpolate": lambda: F.interpolate(x, (2 * h, 2 * w), mode="bilinear")}
+
+
+def sequences(n, h, s, e):
+    q, k, v = (torch.randn(n * h, s, e, device=dev) for _ in range(3))
+    four = [t.reshape(n, h, s, e) for t in (q, k, v)]
+    half, tq = [t.half() for t in four], leaf(four[0])
+    attention = F.scaled_dot_product_attention
+    return {"bmm": lambda: q.bmm(k.transpose(1, 2)), "attention": lambda: attention(*four),
+            "attention, causal": lambda: attention(*four, is_causal=True),
+            "attention, backward": backward(lambda: attention(tq, tq, tq, is_causal=True), tq),
+            "attention, f16": lambda: attention(*half, is_causal=True)}
 
 
 def measure(f):
@@ -114,7 +139,7 @@ cases, rows = {}, []
 for line in map(json.loads, open(sys.argv[1])):
     size = tuple(map(int, line["size"].split("x")))
     if size not in cases:
-        kinds = [images] if len(size) == 4 else [matrices, optimisers, labels] if size[1] % 16 == 0 else [labels]
+        kinds = [sequences if "bmm" in line["case"] or "attention" in line["case"] else images] if len(size) == 4 else [matrices, optimisers, labels] if size[1] % 16 == 0 else [labels]
         cases = {size: {name: f for kind in kinds for name, f in kind(*size).items()}}
     theirs = measure(cases[size][line["case"]])
     rows.append((line["median_us"] / theirs, line["case"], line["size"], line["median_us"], theirs))

@@ -40,23 +40,29 @@ inline void holders(const Windows *w, int d, long h, long *first, long *last) {
 }
 
 #ifdef UNFOLD
-// y is [n, c, kh, kw, oh, ow], or with `inside` [c, kh, kw, n, oh, ow]; 0 where a tap is outside of the image.
+// y is [n, c, kh, kw, oh, ow], or with `inside` [c, kh, kw, n, oh, ow]; 0 where a tap is outside of the image. A work-item
+// has all taps of a window of one channel, so that it divides once for them.
 __kernel void window(__global const V *x, ulong x_at, __global V *y, ulong y_at, Windows w, ulong count, uint inside) {
-    const IDX p = (IDX)get_global_id(0);
-    if (p >= (IDX)count)
+    IDX i = (IDX)get_global_id(0);
+    if (i >= (IDX)count)
         return;
-    IDX i = p, n = 0;
     const IDX ow = next_index(&i, (IDX)w.grid[1]), oh = next_index(&i, (IDX)w.grid[0]);
-    if (inside)
-        n = next_index(&i, (IDX)w.n);
-    const IDX kw = next_index(&i, (IDX)w.taps[1]), kh = next_index(&i, (IDX)w.taps[0]);
-    const IDX c = next_index(&i, (IDX)w.c);
-    if (!inside)
-        n = i;
-    const long h = (long)oh * w.stride[0] - w.padding[0] + (long)kh * w.dilation[0];
-    const long v = (long)ow * w.stride[1] - w.padding[1] + (long)kw * w.dilation[1];
-    const bool in = h >= 0 && h < w.image[0] && v >= 0 && v < w.image[1];
-    y[y_at + p] = in ? x[x_at + (long)n * w.x[0] + (long)c * w.x[1] + h * w.x[2] + v * w.x[3]] : 0;
+    const IDX within = next_index(&i, inside ? (IDX)w.n : (IDX)w.c), outer = i;
+    const IDX n = inside ? within : outer, c = inside ? outer : within;
+    const long h = (long)oh * w.stride[0] - w.padding[0], v = (long)ow * w.stride[1] - w.padding[1];
+    const ulong windows = (ulong)w.grid[0] * w.grid[1], step = inside ? w.n * windows : windows;
+    x_at += (long)n * w.x[0] + (long)c * w.x[1] + h * w.x[2] + v * w.x[3];
+    y_at += (inside ? ((ulong)c * w.taps[0] * w.taps[1] * w.n + n) * windows
+                    : ((ulong)n * w.c + c) * w.taps[0] * w.taps[1] * windows) + (ulong)oh * w.grid[1] + ow;
+    for (long kh = 0; kh < w.taps[0]; ++kh) {
+        const long row = kh * w.dilation[0];
+        const bool in = h + row >= 0 && h + row < w.image[0];
+        for (long kw = 0; kw < w.taps[1]; ++kw, y_at += step) {
+            const long column = kw * w.dilation[1];
+            const bool there = in && v + column >= 0 && v + column < w.image[1];
+            y[y_at] = there ? x[x_at + row * w.x[2] + column * w.x[3]] : 0;
+        }
+    }
 }
 #else
 

@@ -12,6 +12,7 @@ use super::expr::Expr;
 use super::gemm::{Gemm, Plan};
 use super::gemm_mma::{self, Found, Mma, Parts};
 use super::gemm_panel::Panel;
+use super::gemm_thin::{self, Thin};
 use super::kernels::{KernelKey, kernel};
 use super::memo::{self, Key, Of};
 use super::prepared::{Prepared, Ready, Word};
@@ -33,6 +34,7 @@ enum Variant {
     Panel { panel: Panel, width: usize, unit: bool, height: usize },
     Dot { rows: usize, cols: usize, width: usize },
     Mma(Mma),
+    Thin(Thin),
 }
 
 impl Variant {
@@ -43,6 +45,7 @@ impl Variant {
             Variant::Panel { panel, width, height, .. } => (height, panel.vectors * width),
             Variant::Dot { rows, cols, .. } => (rows, cols),
             Variant::Mma(mma) => mma.tile(),
+            Variant::Thin(thin) => thin.tile(),
         }
     }
 
@@ -50,6 +53,7 @@ impl Variant {
         match self {
             Variant::Tiled { .. } => THREADS,
             Variant::Mma(mma) => mma.threads(),
+            Variant::Thin(thin) => thin.threads(),
             _ => 1,
         }
     }
@@ -83,6 +87,7 @@ impl Variant {
             }
             Variant::Dot { rows, cols, width } => [3, rows, cols, width, 0],
             Variant::Mma(mma) => [4, 0, 0, 0, mma.key()],
+            Variant::Thin(thin) => [5, 0, 0, 0, thin.key()],
         };
         (kind << 56 | a << 32 | b << 20 | c << 8 | flags) as u64
     }
@@ -103,6 +108,7 @@ impl Variant {
                 format!("#define DOT\n#define MR {rows}\n#define NR {cols}\n#define W {width}\n")
             }
             Variant::Mma(mma) => mma.defines(),
+            Variant::Thin(thin) => thin.defines(),
         }
     }
 }
@@ -245,11 +251,24 @@ fn choose(plan: Plan, found: [Found; 2], compute: Compute, device: &ClDevice) ->
     if is_processor(device) || !big {
         return vectors(plan, compute, device);
     }
+    if let Some(found) = thin(&plan, device) {
+        return found;
+    }
     let (plan, flip) = along_rows(plan);
     let [a, b] = if flip { [found[1], found[0]] } else { found };
     let mma = Mma::choose(&plan, a, b, info.compute_units, || device.tensor_cores());
     let variant = mma.map_or_else(|| tiled(&plan, compute, device), Variant::Mma);
     (plan, variant, flip)
+}
+
+/// The kernel for few rows, or few columns the other way round.
+fn thin(plan: &Plan, device: &ClDevice) -> Option<(Plan, Variant, bool)> {
+    let info = device.info();
+    let flip = plan.n < plan.m;
+    let plan = if flip { plan.clone().transposed() } else { plan.clone() };
+    let most = info.max_work_group.min(info.local_memory / Thin::LOCAL_EACH);
+    let thin = Thin::choose(&plan, info.compute_units.max(1), most)?;
+    Some((plan, Variant::Thin(thin), flip))
 }
 
 /// The way round in which neighbouring work-items write neighbouring columns, and whether that is the other one.
@@ -425,6 +444,10 @@ fn source(
         results.join(", "),
         call.join(", "),
         program.emit(compute, "epilogue"),
-        if matches!(variant, Variant::Mma(_)) { gemm_mma::TEMPLATE } else { "" },
+        match variant {
+            Variant::Mma(_) => gemm_mma::TEMPLATE,
+            Variant::Thin(_) => gemm_thin::TEMPLATE,
+            _ => "",
+        },
     )
 }

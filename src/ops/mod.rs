@@ -40,6 +40,7 @@ mod gemm_epilogue;
 mod gemm_mma;
 mod gemm_opencl;
 mod gemm_panel;
+mod gemm_thin;
 mod idioms;
 mod interpolate;
 mod kernels;

@@ -74,6 +74,34 @@ fn mixed_dtypes_promote_as_pytorchs_do() {
     });
 }
 
+/// Those of 2, 1/2, -1/2 and -1, and one beside each.
+#[test]
+fn powers_that_are_products_and_roots() {
+    let positive = [0.25f32, 1.0, 1.5, 9.0, 1e-3, 700.0, 2.0];
+    let signed = [-0.25f32, 1.5, -3.0, 7.0, -1e3, 0.1, -1.0];
+    let close = |got: f64, right: f64| (got - right).abs() <= 1e-6 * right.abs();
+    each_device(|d| {
+        for exponent in [2.0f64, 0.5, -0.5, -1.0, 3.0, 1.5] {
+            let given = if exponent.fract() == 0.0 { signed } else { positive };
+            let x = Tensor::from_slice(&given, 7, d).unwrap().requires_grad_(true).unwrap();
+            let y = x.pow_scalar(exponent).unwrap();
+            y.sum((), false).unwrap().backward().unwrap();
+            let (y, slope) = (f64s(&y), f64s(&x.grad().unwrap()));
+            let in_place = f64s(x.detach().pow_scalar_(exponent).unwrap());
+            for (i, x) in given.into_iter().map(f64::from).enumerate() {
+                assert!(close(y[i], x.powf(exponent)) && close(in_place[i], y[i]), "{x} to {exponent} on {d}: {}", y[i]);
+                assert!(close(slope[i], exponent * x.powf(exponent - 1.0)), "slope of {x} to {exponent}: {}", slope[i]);
+            }
+        }
+        let whole = Tensor::from_slice(&[3i64, -5, 1 << 40], 3, d).unwrap();
+        let square = whole.pow_scalar(2).unwrap();
+        assert_eq!(square.to_vec::<i64>().unwrap(), [9, 25, 0]);
+        assert_eq!(whole.pow_scalar(2.0).unwrap().dtype(), DType::F32);
+        let root = whole.narrow(0, 0, 1).unwrap().pow_scalar(0.5).unwrap();
+        assert!(root.dtype() == DType::F32 && close(f64s(&root)[[0]], 3f64.sqrt()));
+    });
+}
+
 #[test]
 fn the_default_dtype() {
     if !alone("pointwise::the_default_dtype") {

@@ -37,6 +37,26 @@ fn the_tiled_kernel() {
     }
 }
 
+/// One to four rows or columns, long and short, in every orientation.
+#[test]
+fn the_thin_kernel() {
+    if opencl::count() == 0 {
+        return;
+    }
+    let device = Device::OpenCL(0);
+    let sizes =
+        [(1, 1, 1), (1, 257, 9), (2, 31, 300), (4, 300, 65), (33, 1, 255), (257, 3, 64), (1, 2, 20_000), (3, 5, 0)];
+    for (size, turns) in sizes.into_iter().flat_map(|size| (0..8).map(move |turns| (size, turns))) {
+        check(device, DType::F32, size, turns);
+    }
+    for dtype in [DType::F16, DType::BF16, DType::F64, DType::I32] {
+        if dtype != DType::F64 || device.info().unwrap().fp64 {
+            check(device, dtype, (1, 70, 300), 0);
+            check(device, dtype, (2, 70, 300), 2);
+        }
+    }
+}
+
 /// Bits of `turns`: whether a, b and the result are transposed.
 fn check(device: Device, dtype: DType, (m, n, k): (usize, usize, usize), turns: u8) {
     let run = |device| {

@@ -36,7 +36,7 @@ fn computing(
 
 pub(super) fn unfold(w: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> {
     let device = out.cl_device()?;
-    let (count, size) = (out.numel(), out.dtype.size());
+    let (count, size) = (out.numel() / (w.kernel[0] * w.kernel[1]), out.dtype.size());
     let wide = is_wide([count]);
     let params = SmallVec::from_slice(&[size as u64, wide as u64]);
     let kernel = kernel(device, KernelKey { template: "UNFOLD", params, exprs: SmallVec::new() }, "window", || {
