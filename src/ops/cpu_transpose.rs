@@ -7,6 +7,7 @@ use super::collapse::Walk;
 use super::elementwise::Launch;
 use crate::device::cpu::parallel;
 use crate::device::cpu::streaming::{LARGE, Streaming};
+use crate::device::cpu::transpose::turn;
 use crate::storage::with_host;
 use crate::{Device, Result, Shape, Tensor};
 
@@ -85,14 +86,14 @@ impl<'a> Transpose<'a> {
     /// Copies from the bytes of the source's storage to the bytes of the result alone.
     pub(super) fn run(&self, from: &[u8], to: &mut [u8]) {
         match self.size {
-            1 => self.copy::<u8>(from, to),
-            2 => self.copy::<u16>(bytemuck::cast_slice(from), bytemuck::cast_slice_mut(to)),
-            4 => self.copy::<u32>(bytemuck::cast_slice(from), bytemuck::cast_slice_mut(to)),
-            _ => self.copy::<u64>(bytemuck::cast_slice(from), bytemuck::cast_slice_mut(to)),
+            1 => self.copy::<u8, 16>(from, to),
+            2 => self.copy::<u16, 8>(bytemuck::cast_slice(from), bytemuck::cast_slice_mut(to)),
+            4 => self.copy::<u32, 4>(bytemuck::cast_slice(from), bytemuck::cast_slice_mut(to)),
+            _ => self.copy::<u64, 2>(bytemuck::cast_slice(from), bytemuck::cast_slice_mut(to)),
         }
     }
 
-    fn copy<T: Pod + Send + Sync>(&self, from: &[T], to: &mut [T]) {
+    fn copy<T: Pod + Send + Sync, const N: usize>(&self, from: &[T], to: &mut [T]) {
         let (dims, strides) = (&self.walk.dims, self.strides);
         let (near, last) = (self.near, dims.len() - 1);
         // The result is `outer` pieces of `rows` rows; a row is `middle` runs of `columns`.
@@ -106,36 +107,50 @@ impl<'a> Transpose<'a> {
                 sum + i as isize * strides[d]
             })
         };
+        // Short rows are as many as have the elements of a block.
+        let most = if row <= BLOCK { BLOCK * BLOCK / row } else { BLOCK };
         let mut jobs: Vec<(usize, usize, &mut [T])> = to
             .chunks_mut(rows * row)
             .enumerate()
-            .flat_map(|(o, piece)| piece.chunks_mut(BLOCK * row).enumerate().map(move |(b, rows)| (o, b * BLOCK, rows)))
+            .flat_map(|(o, piece)| piece.chunks_mut(most * row).enumerate().map(move |(b, rows)| (o, b * most, rows)))
             .collect();
         let large = jobs.iter().map(|(.., part)| size_of_val(*part)).sum::<usize>() >= LARGE;
+        // Columns `columns` of so many rows, the first of which begins at `start`, to rows `pitch` apart.
+        let block = |start: isize, columns: std::ops::Range<usize>, height: usize, to: &mut [T], pitch: usize| {
+            let first = |j: usize| start + (columns.start + j) as isize * strides[last];
+            if strides[near] == 1 {
+                return turn::<T, N>(|j| &from[first(j) as usize..][..height], (height, columns.len()), to, pitch);
+            }
+            for j in 0..columns.len() {
+                (0..height).for_each(|i| to[i * pitch + j] = from[(first(j) + i as isize * strides[near]) as usize]);
+            }
+        };
         let copy = |outer: usize, first: usize, to: &mut [T]| {
             let streaming = large.then(Streaming::new);
-            let mut block = [[T::zeroed(); BLOCK]; BLOCK];
+            let height = to.len() / row;
             let start = self.offset as isize + at(outer, 0..near) + first as isize * strides[near];
-            for middle in 0..row / columns {
-                let start = start + at(middle, near + 1..last);
+            let starts = (0..row / columns).map(|middle| start + at(middle, near + 1..last));
+            if row <= BLOCK && !large {
+                return starts.enumerate().for_each(|(middle, start)| {
+                    block(start, 0..columns, height, &mut to[middle * columns..], row);
+                });
+            }
+            let mut made = [T::zeroed(); BLOCK * BLOCK];
+            if let (Some(streaming), true) = (&streaming, row <= BLOCK) {
+                starts.enumerate().for_each(|(middle, start)| {
+                    block(start, 0..columns, height, &mut made[middle * columns..], row);
+                });
+                return streaming.copy(to, &made[..to.len()]);
+            }
+            for (middle, start) in starts.enumerate() {
                 for left in (0..columns).step_by(BLOCK) {
                     let width = BLOCK.min(columns - left);
-                    let height = to.len() / row;
-                    for j in 0..width {
-                        let start = start + (left + j) as isize * strides[last];
-                        if strides[near] == 1 {
-                            let line = &from[start as usize..][..height];
-                            line.iter().zip(&mut block).for_each(|(x, row)| row[j] = *x);
-                        } else {
-                            let at = |i: usize| (start + i as isize * strides[near]) as usize;
-                            block.iter_mut().take(height).enumerate().for_each(|(i, row)| row[j] = from[at(i)]);
-                        }
-                    }
-                    for (to, block) in to.chunks_mut(row).zip(&block) {
+                    block(start, left..left + width, height, &mut made, BLOCK);
+                    for (to, made) in to.chunks_mut(row).zip(made.chunks(BLOCK)) {
                         let to = &mut to[middle * columns + left..][..width];
                         match &streaming {
-                            Some(streaming) => streaming.copy(to, &block[..width]),
-                            None => to.copy_from_slice(&block[..width]),
+                            Some(streaming) => streaming.copy(to, &made[..width]),
+                            None => to.copy_from_slice(&made[..width]),
                         }
                     }
                 }

@@ -10,6 +10,7 @@ pub(crate) mod halves;
 pub(crate) mod math;
 pub(crate) mod parallel;
 pub(crate) mod streaming;
+pub(crate) mod transpose;
 
 /// Threads that work together on one operation: as many as the machine runs at once, or `RAYON_NUM_THREADS`, the name by
 /// which users know the number.

@@ -215,3 +215,28 @@ fn broadcast_and_large_copies() -> Result<()> {
     assert!(values(&column)?.iter().enumerate().all(|(i, &x)| x == number(i / 70, 1)));
     Ok(())
 }
+
+/// Rows of a transposed copy that are shorter than a block, of every size of element, with runs of columns, and streamed.
+#[test]
+fn transposed_to_short_rows() -> Result<()> {
+    for (dtype, shape) in [
+        (DType::U8, [3, 40, 2, 300]),
+        (DType::F16, [3, 9, 5, 301]),
+        (DType::F32, [2, 16, 1, 5000]),
+        (DType::F32, [2, 3, 21, 257]),
+        (DType::F32, [2, 17, 4, 50_001]),
+        (DType::F64, [5, 64, 1, 129]),
+    ] {
+        let [a, b, c, d] = shape;
+        let all = whole(shape.iter().product(), 1, dtype)?.reshape(shape)?;
+        for order in [[0, 3, 1, 2], [0, 3, 2, 1], [3, 0, 2, 1]] {
+            let got = values(&all.permute(&order)?.contiguous()?)?;
+            let (sizes, steps) = ([a, b, c, d], [b * c * d, c * d, d, 1]);
+            let of = |k: usize| order[k] as usize;
+            let view = View(0, (0..4).map(|k| (sizes[of(k)], steps[of(k)] as isize)).collect());
+            let right = values(&all.flatten(0, -1)?)?;
+            assert!(got.iter().zip(view.places()).all(|(&x, f)| x == right[f]), "{dtype} {shape:?} {order:?}");
+        }
+    }
+    Ok(())
+}
