@@ -8,8 +8,8 @@ use crate::Compute;
 
 /// Vectors that are accumulated side by side, so that one addition need not wait for the one before.
 const SIDE: usize = 8;
-/// Elements that [`fold_map`] computes before it accumulates them.
-const PART: usize = 256;
+/// Elements that are accumulated on their own before they meet the others: sums of many stay as good as those of few.
+const PART: usize = 1 << 10;
 
 /// How two partial results become one.
 pub(super) trait Combine {
@@ -55,7 +55,7 @@ combines! {
 }
 
 macro_rules! in_vectors {
-    ($name:ident, $t:ident, $vectors:ident, $splat:ident, $join:ident) => {
+    ($name:ident, $map:ident, $together:ident, $t:ident, $vectors:ident, $splat:ident, $join:ident) => {
         #[inline(always)]
         fn $name<K: Combine, V: Simd>(simd: V, elements: &[$t]) -> $t {
             let (vectors, rest) = V::$vectors(elements);
@@ -69,6 +69,41 @@ macro_rules! in_vectors {
             for (sum, x) in sums.iter_mut().zip(last) {
                 *sum = K::$join(simd, *sum, *x);
             }
+            rest.iter().fold($together::<K, V>(simd, sums), |a, &b| K::combine(a, b))
+        }
+
+        /// [`fold_map`] where `C` is this type: as many as the accumulators take are computed, then accumulated.
+        #[inline(always)]
+        fn $map<K: Combine, C: Lane, V: Simd>(simd: V, x: &[C], y: &[C], map: impl Fn(C, C) -> C) -> $t {
+            let mut sums = [simd.$splat(K::neutral()); SIDE];
+            let mut made = sums;
+            let all = size_of_val(&made) / size_of::<C>();
+            let (xs, ys) = (x.chunks_exact(all), y.chunks_exact(all));
+            let (x_rest, y_rest) = (xs.remainder(), ys.remainder());
+            for (x, y) in xs.zip(ys) {
+                let to: &mut [C] = bytemuck::cast_slice_mut(&mut made);
+                to.iter_mut().zip(x.iter().zip(y)).for_each(|(m, (x, y))| *m = map(*x, *y));
+                for (sum, x) in sums.iter_mut().zip(&made) {
+                    *sum = K::$join(simd, *sum, *x);
+                }
+            }
+            let (xs, ys) = (x_rest.chunks_exact(all / SIDE), y_rest.chunks_exact(all / SIDE));
+            let (x_rest, y_rest) = (xs.remainder(), ys.remainder());
+            for (sum, (x, y)) in sums.iter_mut().zip(xs.zip(ys)) {
+                let to: &mut [C] = bytemuck::cast_slice_mut(&mut made[..1]);
+                to.iter_mut().zip(x.iter().zip(y)).for_each(|(m, (x, y))| *m = map(*x, *y));
+                *sum = K::$join(simd, *sum, made[0]);
+            }
+            let mut total = $together::<K, V>(simd, sums);
+            for (x, y) in x_rest.iter().zip(y_rest) {
+                total = K::combine(total, bytemuck::cast(map(*x, *y)));
+            }
+            total
+        }
+
+        /// All lanes of all accumulators as one.
+        #[inline(always)]
+        fn $together<K: Combine, V: Simd>(simd: V, mut sums: [V::$join; SIDE]) -> $t {
             for half in [4, 2, 1] {
                 for i in 0..half {
                     sums[i] = K::$join(simd, sums[i], sums[i + half]);
@@ -82,13 +117,13 @@ macro_rules! in_vectors {
                 }
                 half /= 2;
             }
-            rest.iter().fold(lanes[0], |a, &b| K::combine(a, b))
+            lanes[0]
         }
     };
 }
 
-in_vectors!(fold_f32, f32, as_simd_f32s, splat_f32s, f32s);
-in_vectors!(fold_f64, f64, as_simd_f64s, splat_f64s, f64s);
+in_vectors!(fold_f32, map_f32, lanes_f32, f32, as_simd_f32s, splat_f32s, f32s);
+in_vectors!(fold_f64, map_f64, lanes_f64, f64, as_simd_f64s, splat_f64s, f64s);
 
 /// All elements as one; a sum of n f32 is off by at most n / 32 + 20 roundings of the sum of magnitudes where vectors
 /// have four lanes, less where they are wider. To be called where code is compiled for `V`.
@@ -101,15 +136,17 @@ pub(super) fn fold_in<K: Combine, C: Lane, V: Simd>(simd: V, elements: &[C]) -> 
     }
 }
 
-/// [`fold_in`] of `map(x, y)`.
+/// [`fold_in`] of `map(x, y)`, of long slices in parts of [`PART`] elements.
 #[inline(always)]
 pub(super) fn fold_map<K: Combine, C: Lane, V: Simd>(simd: V, x: &[C], y: &[C], map: impl Fn(C, C) -> C) -> C {
-    let mut part = [K::neutral(); PART];
     let mut total = K::neutral();
     for (x, y) in x.chunks(PART).zip(y.chunks(PART)) {
-        let part = &mut part[..x.len()];
-        part.iter_mut().zip(x.iter().zip(y)).for_each(|(p, (x, y))| *p = map(*x, *y));
-        total = K::combine(total, fold_in::<K, C, V>(simd, part));
+        let part = match C::COMPUTE {
+            Compute::F32 => bytemuck::cast(map_f32::<K, C, V>(simd, x, y, &map)),
+            Compute::F64 => bytemuck::cast(map_f64::<K, C, V>(simd, x, y, &map)),
+            Compute::I64 => x.iter().zip(y).fold(K::neutral(), |a, (&x, &y)| K::combine(a, map(x, y))),
+        };
+        total = K::combine(total, part);
     }
     total
 }
@@ -129,20 +166,23 @@ pub(super) fn fold<K: Combine, C: Lane>(elements: &[C]) -> C {
     Arch::new().dispatch(Fold::<K, C>(elements, std::marker::PhantomData))
 }
 
-/// [`fold`] of every `n` elements: each row of `rows` as one of `out`.
-pub(super) fn fold_rows<K: Combine, C: Lane>(rows: &[C], n: usize, out: &mut [C]) {
-    struct FoldRows<'a, K, C>(&'a [C], usize, &'a mut [C], std::marker::PhantomData<K>);
+/// [`fold`] of every `n` elements, or of their squares: each row of `rows` as one of `out`.
+pub(super) fn fold_rows<K: Combine, C: Lane>(rows: &[C], n: usize, squares: bool, out: &mut [C]) {
+    struct FoldRows<'a, K, C>(&'a [C], usize, bool, &'a mut [C], std::marker::PhantomData<K>);
     impl<K: Combine, C: Lane> WithSimd for FoldRows<'_, K, C> {
         type Output = ();
 
         #[inline(always)]
         fn with_simd<V: Simd>(self, simd: V) {
-            for (out, row) in self.2.iter_mut().zip(self.0.chunks_exact(self.1)) {
-                *out = fold_in::<K, C, V>(simd, row);
+            for (out, row) in self.3.iter_mut().zip(self.0.chunks_exact(self.1)) {
+                *out = match self.2 {
+                    true => fold_map::<K, C, V>(simd, row, row, |x, _| x.mul(x)),
+                    false => fold_in::<K, C, V>(simd, row),
+                };
             }
         }
     }
-    Arch::new().dispatch(FoldRows::<K, C>(rows, n, out, std::marker::PhantomData));
+    Arch::new().dispatch(FoldRows::<K, C>(rows, n, squares, out, std::marker::PhantomData));
 }
 
 #[cfg(test)]
@@ -179,11 +219,15 @@ mod tests {
 
     #[test]
     fn rows_are_folded_one_by_one() {
-        for n in [1, 7, 64, 100] {
+        for n in [1, 7, 64, 100, 127, 128, 129, 300] {
             let x: Vec<f32> = (0..n * 5).map(|i| (i * 7919 % 201) as f32 - 100.0).collect();
             let mut out = [0f32; 5];
-            fold_rows::<Max, f32>(&x, n, &mut out);
+            fold_rows::<Max, f32>(&x, n, false, &mut out);
             assert!(out.iter().zip(x.chunks(n)).all(|(&got, row)| got == fold::<Max, f32>(row)), "{n}");
+            fold_rows::<Add, f32>(&x, n, true, &mut out);
+            // Whole numbers: exact in any order.
+            let squares = |row: &[f32]| row.iter().map(|x| x * x).sum::<f32>();
+            assert!(out.iter().zip(x.chunks(n)).all(|(&got, row)| got == squares(row)), "squares of {n}");
         }
     }
 

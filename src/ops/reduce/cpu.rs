@@ -2,6 +2,7 @@
 //! the result does not depend on the number of threads.
 
 use std::marker::PhantomData;
+use std::sync::LazyLock;
 
 use pulp::{Arch, Simd, WithSimd};
 use smallvec::SmallVec;
@@ -29,6 +30,9 @@ const FEW: usize = 64;
 const ACROSS: usize = 32;
 /// Elements a job of the pool reduces: enough to hide what handing it over costs.
 const JOB: usize = 1 << 15;
+
+/// The formula whose results are accumulated as they are computed.
+static SQUARE: LazyLock<Expr> = LazyLock::new(|| Expr::input(0).square());
 
 pub(super) fn run(rule: &Rule, t: &Tensor, plan: &Plan, out: &Tensor) -> Result<()> {
     count_launch();
@@ -59,10 +63,11 @@ impl Job<'_> {
     /// Elements are computed in `C` and accumulated in `S`, which is `C` or i64.
     fn run<C: Lane, S: Lane>(&self, out_dtype: DType, out: &mut [u8], start: usize) {
         let Job { rule, dtype, bytes, plan } = *self;
-        let in_place = rule.element == Element::Itself && dtype == S::COMPUTE.dtype();
+        let squares = matches!(&rule.element, Element::Of(formula) if *formula == *SQUARE);
+        let in_place = (rule.element == Element::Itself || squares) && dtype == S::COMPUTE.dtype();
         let elements = if in_place { bytemuck::cast_slice(bytes) } else { &[] };
         let mut reduced = |load: Load<S>| {
-            let source = Source { plan, load, elements };
+            let source = Source { plan, load, elements, squares };
             let finish = |results: Vec<S>| match &rule.finish {
                 Some(finish) => evaluated(finish, plan.n, &results),
                 None => results,
@@ -85,7 +90,7 @@ impl Job<'_> {
                 out.iter_mut().zip(values).for_each(|(o, v)| *o = S::truth(v.is_true()));
             }),
             Element::Of(formula) => {
-                let program = Program::of(std::slice::from_ref(formula));
+                let program: &Program = Program::kept(std::slice::from_ref(formula));
                 reduced(&|at, stride, out| {
                     let (mut loaded, mut made) = (Vec::new(), Vec::new());
                     let values = match stride == 1 && dtype == C::COMPUTE.dtype() {
@@ -117,7 +122,7 @@ fn eval<C: Lane>(program: &Program, values: &[C], scalars: &[Scalar], out: &mut 
 
 /// A formula of each result and of the number of elements.
 fn evaluated<S: Lane>(finish: &Expr, n: usize, results: &[S]) -> Vec<S> {
-    let program = Program::of(std::slice::from_ref(finish));
+    let program = Program::kept(std::slice::from_ref(finish));
     let mut out = vec![S::from_i32(0); results.len()];
     for (out, results) in out.chunks_mut(TILE).zip(results.chunks(TILE)) {
         eval(&program, results, &[Scalar::Float(n as f64)], out);
@@ -128,8 +133,9 @@ fn evaluated<S: Lane>(finish: &Expr, n: usize, results: &[S]) -> Vec<S> {
 struct Source<'a, S> {
     plan: &'a Plan,
     load: Load<'a, S>,
-    /// The storage's elements, if they can be accumulated as they are; else nothing.
+    /// The storage's elements, if they or their squares can be accumulated as they are; else nothing.
     elements: &'a [S],
+    squares: bool,
 }
 
 impl<S: Lane> Source<'_, S> {
@@ -145,7 +151,9 @@ impl<S: Lane> Source<'_, S> {
             let (n, elements) = (plan.n, &self.elements[plan.start..][..plan.outs * plan.n]);
             let mut out = vec![K::neutral(); plan.outs];
             let group = (JOB / n).max(1);
-            parallel::for_each_chunk(&mut out, group, |i, out| fold_rows::<K, S>(&elements[i * group * n..], n, out));
+            parallel::for_each_chunk(&mut out, group, |i, out| {
+                fold_rows::<K, S>(&elements[i * group * n..], n, self.squares, out);
+            });
             return out;
         }
         let partial = self.items(plan.outs * slices, SLICE.min(plan.n), |item| {
@@ -168,7 +176,9 @@ impl<S: Lane> Source<'_, S> {
         while r < end && stride == 1 && !self.elements.is_empty() {
             let (at, n) = self.plan.reduced.run(r, end - r);
             for stretch in self.elements[(base + at) as usize..][..n].chunks(STRETCH) {
-                total = K::combine(total, fold::<K, S>(stretch));
+                let mut part = [K::neutral()];
+                fold_rows::<K, S>(stretch, stretch.len(), self.squares, &mut part);
+                total = K::combine(total, part[0]);
             }
             r += n;
         }
@@ -213,6 +223,7 @@ impl<S: Lane> Source<'_, S> {
                         sums,
                         elements: self.elements,
                         starts: &starts,
+                        squares: self.squares,
                         combine: PhantomData,
                     });
                 } else {
@@ -255,21 +266,36 @@ impl<S: Lane> Source<'_, S> {
     fn arg_line<K: Combine>(&self, o: usize, mut r: usize, end: usize) -> (S, usize) {
         let base = self.plan.start as isize + self.plan.kept.run(o, 1).0;
         let stride = self.plan.reduced.inner().1;
-        let mut tile = [K::neutral::<S>(); TILE];
-        let mut best = None;
+        let (mut loaded, mut best) = (Vec::new(), None);
         while r < end {
             let (at, n) = self.plan.reduced.run(r, (end - r).min(TILE));
-            let tile = &mut tile[..n];
-            (self.load)(base + at, stride, tile);
+            let tile = match stride == 1 && !self.elements.is_empty() {
+                true => &self.elements[(base + at) as usize..][..n],
+                false => {
+                    loaded.resize(n, K::neutral());
+                    (self.load)(base + at, stride, &mut loaded);
+                    &loaded[..]
+                }
+            };
             let value = fold::<K, S>(tile);
             if best.is_none_or(|(b, _)| !stays::<K, S>(b, value)) {
-                let same = |v: &S| *v == value || (is_nan(*v) && is_nan(value));
-                best = Some((value, r + tile.iter().position(same).unwrap_or(0)));
+                best = Some((value, r + place(tile, value)));
             }
             r += n;
         }
         best.unwrap_or((K::neutral(), r))
     }
+}
+
+/// Where the first is that equals `value`, or is NaN as it is.
+fn place<S: Lane>(elements: &[S], value: S) -> usize {
+    if is_nan(value) {
+        return elements.iter().position(|v| is_nan(*v)).unwrap_or(0);
+    }
+    // A loop without an end of its own, which is put in vectors, tells which of them to look through.
+    let has = |some: &[S]| some.iter().map(|v| u32::from(*v == value)).sum::<u32>() > 0;
+    let (which, some) = elements.chunks(FEW).enumerate().find(|(_, some)| has(some)).unwrap_or((0, elements));
+    which * FEW + some.iter().position(|v| *v == value).unwrap_or(0)
 }
 
 fn is_nan<S: Lane>(v: S) -> bool {
@@ -296,11 +322,12 @@ fn combine_all<K: Combine, S: Lane>(to: &mut [S], from: &[S]) {
     Arch::new().dispatch(All::<K, S>(to, from, PhantomData));
 }
 
-/// Combines rows of elements, as long as there are sums, that lie where they start, into these.
+/// Combines rows of elements, as long as there are sums, that lie where they start, or their squares, into these.
 struct Columns<'a, K, S> {
     sums: &'a mut [S],
     elements: &'a [S],
     starts: &'a [isize],
+    squares: bool,
     combine: PhantomData<K>,
 }
 
@@ -309,19 +336,29 @@ impl<K: Combine, S: Lane> WithSimd for Columns<'_, K, S> {
 
     #[inline(always)]
     fn with_simd<V: Simd>(self, _: V) {
+        match self.squares {
+            true => self.each(|x| x.mul(x)),
+            false => self.each(|x| x),
+        }
+    }
+}
+
+impl<K: Combine, S: Lane> Columns<'_, K, S> {
+    #[inline(always)]
+    fn each(self, of: impl Fn(S) -> S) {
         let (blocks, rest) = self.sums.as_chunks_mut::<ACROSS>();
         let done = blocks.len() * ACROSS;
         for (b, sums) in blocks.iter_mut().enumerate() {
             let mut kept = *sums;
             for &start in self.starts {
                 let row = &self.elements[start as usize + b * ACROSS..][..ACROSS];
-                kept.iter_mut().zip(row).for_each(|(a, &x)| *a = K::combine(*a, x));
+                kept.iter_mut().zip(row).for_each(|(a, &x)| *a = K::combine(*a, of(x)));
             }
             *sums = kept;
         }
         for &start in self.starts {
             let row = &self.elements[start as usize + done..][..rest.len()];
-            rest.iter_mut().zip(row).for_each(|(a, &x)| *a = K::combine(*a, x));
+            rest.iter_mut().zip(row).for_each(|(a, &x)| *a = K::combine(*a, of(x)));
         }
     }
 }
@@ -339,4 +376,22 @@ fn merge<K: Combine, S: Lane>(mut partial: Vec<S>, outs: usize, slices: usize) -
         }
     }
     (0..outs).map(|o| partial[o * slices]).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_of_those_that_are_equal_is_found() {
+        for n in [1, 2, FEW - 1, FEW, FEW + 1, 3 * FEW + 5] {
+            for at in 0..n {
+                let mut elements = vec![1f32; n];
+                (at..n).step_by(3).for_each(|i| elements[i] = 2.0);
+                assert_eq!(place(&elements, 2.0), at, "of {n}");
+                elements[at] = f32::NAN;
+                assert_eq!(place(&elements, f32::NAN), at, "NaN of {n}");
+            }
+        }
+    }
 }
