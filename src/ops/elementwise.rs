@@ -393,22 +393,20 @@ pub(crate) fn apply_tracked(
     derivative: &dyn Fn(usize) -> Expr,
 ) -> Result<Tensor> {
     match dtype.is_float() && autograd::is_tracked(inputs) {
-        true => apply_recorded(op, inputs, params, expr, dtype, derivative),
+        true => apply_one(op, inputs, params, expr, dtype).map(|out| recorded(op, out, inputs, params, derivative)),
         false => apply_one(op, inputs, params, expr, dtype),
     }
 }
 
-/// [`apply_tracked`] where an input is. Apart from it, so that others' results are not moved once more.
+/// What was computed of inputs, with its derivative by each. Apart, so that others' results are not moved once more.
 #[inline(never)]
-fn apply_recorded(
+pub(super) fn recorded(
     op: &'static str,
+    out: Tensor,
     inputs: &[&Tensor],
     params: Params,
-    expr: &Expr,
-    dtype: DType,
     derivative: &dyn Fn(usize) -> Expr,
-) -> Result<Tensor> {
-    let out = apply_one(op, inputs, params, expr, dtype)?;
+) -> Tensor {
     let derivatives: SmallVec<[Option<Expr>; 3]> =
         inputs.iter().enumerate().map(|(i, t)| t.node.as_ref().map(|_| derivative(i))).collect();
     // An input that no derivative mentions is not kept alive.
@@ -418,7 +416,7 @@ fn apply_recorded(
     let layouts: SmallVec<[(Shape, DType); 3]> = inputs.iter().map(|t| (t.shape().clone(), t.dtype)).collect();
     let scalars: SmallVec<[Scalar; 2]> = SmallVec::from_slice(params.scalars);
     let seeds: SmallVec<[Seed; 1]> = SmallVec::from_slice(params.seeds);
-    Ok(autograd::record_twice(op, out, inputs, move |ctx| {
+    autograd::record_twice(op, out, inputs, move |ctx| {
         let grad = ctx.grad()?;
         let saved =
             saved.iter().map(|s| s.as_ref().map(|s| s.get(op)).transpose()).collect::<Result<SmallVec<[_; 3]>>>()?;
@@ -464,7 +462,7 @@ fn apply_recorded(
             gradients[i] = Some(target.sum_to(&layouts[i].0)?);
         }
         Ok(gradients)
-    }))
+    })
 }
 
 /// A formula over tensors of any dtypes, broadcast, with its derivative by each input; recorded where one is tracked.

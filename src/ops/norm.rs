@@ -15,6 +15,7 @@ use crate::autograd::{self, Gradients, Saved};
 use crate::tensor::Dims;
 use crate::{Device, Result, Scalar, Shape, Tensor};
 
+mod channels;
 mod cpu;
 mod methods;
 mod opencl;

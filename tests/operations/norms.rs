@@ -126,6 +126,8 @@ pub fn cases() -> Vec<Case> {
         cases.push(evaluation(&[3, 2, 4], given));
         cases.push(evaluation(&[4, 5], given));
         cases.push(evaluation(&[0, 3, 2], given));
+        cases.push(evaluation(&[2, 3, 4, 5], given));
+        cases.push(training(&[2, 2, 19], given));
     }
     for (shape, p, dim) in [(&[3, 4][..], 2.0, 1), (&[3, 4, 2], 1.0, -2isize), (&[2, 5], 3.0, -1), (&[0, 4], 2.0, 1)] {
         let axis = if dim < 0 { shape.len() - dim.unsigned_abs() } else { dim as usize };

@@ -1,9 +1,10 @@
 //! Normalisation on the CPU: row by row where results lie in the order of rows, each while it is in the cache. Where they do not
-//! (a channel of a batch), sums of rows, then one formula over all elements.
+//! (a channel of a batch), sums of rows, then one pass over all elements.
 
 use pulp::{Arch, Simd, WithSimd};
 use smallvec::SmallVec;
 
+use super::channels::{self, Shifted};
 use super::{Rows, apart};
 use crate::device::count_launch;
 use crate::device::cpu::parallel;
@@ -31,8 +32,8 @@ pub(super) fn run(rows: &Rows) -> Result<()> {
 #[derive(Clone, Copy)]
 enum Factor<'a, C> {
     Nothing,
-    /// The same for all elements.
-    One(C),
+    /// An element for each of as many runs of one length, of which a row is made: one where it is the same for all.
+    Runs(&'a [C]),
     /// An element for each.
     Each(&'a [C]),
 }
@@ -81,13 +82,14 @@ impl<'a, C: Lane> Operand<'a, C> {
     }
 
     fn factor(&mut self, r: usize) -> Factor<'_, C> {
-        let (dims, s) = (&self.t.shape().dims()[2..], &self.t.strides()[2..]);
-        if dims.iter().zip(s).all(|(&n, &s)| n == 1 || s == 0) {
-            let mut one = [C::from_i32(0)];
-            load_tile(self.t.dtype, self.bytes, self.start(r) as _, 1, &mut one);
-            return Factor::One(one[0]);
+        let (dims, s, start) = (self.t.shape().dims(), self.t.strides(), self.start(r));
+        if dims[3] > 1 && s[3] != 0 || dims[3] == 1 && dims[2] > 1 && s[2] != 0 {
+            return Factor::Each(self.row(r));
         }
-        Factor::Each(self.row(r))
+        let runs = if s[2] == 0 { 1 } else { dims[2] };
+        self.buffer.resize(runs, C::from_i32(0));
+        load_tile(self.t.dtype, self.bytes, start as _, s[2], &mut self.buffer);
+        Factor::Runs(&self.buffer)
     }
 }
 
@@ -111,7 +113,7 @@ impl<C: Lane> WithSimd for Forward<'_, C> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) -> [C; 2] {
-        use Factor::{Each, Nothing, One};
+        use Factor::{Each, Runs};
         let Forward { x, y, weight, bias, eps, rms } = self;
         let (n, one) = (C::from_i64(x.len() as i64), C::from_i32(1));
         let mean = if rms { C::from_i32(0) } else { fold_in::<Add, C, S>(simd, x).div(n) };
@@ -121,18 +123,22 @@ impl<C: Lane> WithSimd for Forward<'_, C> {
             (Each(w), Each(b)) => {
                 let xs = x.iter().zip(w).zip(b);
                 y.iter_mut().zip(xs).for_each(|(y, ((x, w), b))| *y = x.sub(mean).mul(scale).mul(*w).add(*b));
-                return [mean, var];
             }
             (Each(w), _) => {
                 y.iter_mut().zip(x.iter().zip(w)).for_each(|(y, (x, w))| *y = x.sub(mean).mul(scale).mul(*w));
             }
-            (One(w), _) => y.iter_mut().zip(x).for_each(|(y, x)| *y = x.sub(mean).mul(scale).mul(w)),
-            (Nothing, _) => y.iter_mut().zip(x).for_each(|(y, x)| *y = x.sub(mean).mul(scale)),
-        }
-        match bias {
-            Each(b) => y.iter_mut().zip(b).for_each(|(y, b)| *y = y.add(*b)),
-            One(b) => y.iter_mut().for_each(|y| *y = y.add(b)),
-            Nothing => {}
+            (_, Each(b)) => {
+                y.iter_mut().zip(x.iter().zip(b)).for_each(|(y, (x, b))| *y = x.sub(mean).mul(scale).add(*b))
+            }
+            _ => {
+                let runs = [weight, bias].map(|t| if let Runs(t) = t { t } else { &[] });
+                let run = x.len() / runs[0].len().max(runs[1].len()).max(1);
+                for (i, (x, y)) in x.chunks(run).zip(y.chunks_mut(run)).enumerate() {
+                    let of = |runs: &[C]| runs.get(i % runs.len().max(1)).copied();
+                    let scale = of(runs[0]).map_or(scale, |w| scale.mul(w));
+                    Shifted { x, y, mean, scale, shift: of(runs[1]) }.with_simd(simd);
+                }
+            }
         }
         [mean, var]
     }
@@ -179,18 +185,26 @@ impl<C: Lane> WithSimd for Backward<'_, C> {
             *product = product.add(z.sub(mean).mul(scale).mul(*g));
         }
         let g = match weight {
+            Factor::Nothing | Factor::Runs([_]) => g,
             Factor::Each(w) => {
                 weighted.resize(g.len(), C::from_i32(0));
                 weighted.iter_mut().zip(g.iter().zip(w)).for_each(|(to, (g, w))| *to = g.mul(*w));
                 &weighted[..]
             }
-            _ => g,
+            Factor::Runs(w) => {
+                weighted.resize(g.len(), C::from_i32(0));
+                let run = g.len() / w.len();
+                for (w, (to, g)) in w.iter().zip(weighted.chunks_mut(run).zip(g.chunks(run))) {
+                    to.iter_mut().zip(g).for_each(|(to, g)| *to = g.mul(*w));
+                }
+                &weighted[..]
+            }
         };
         let sum = fold_in::<Add, C, S>(simd, g);
         let product = fold_map::<Add, C, S>(simd, z, g, |z, g| z.sub(mean).mul(scale).mul(g));
         let less = if rms { C::from_i32(0) } else { sum.div(n) };
         let share = product.div(n);
-        let scaled = if let Factor::One(w) = weight { scale.mul(w) } else { scale };
+        let scaled = if let Factor::Runs([w]) = weight { scale.mul(*w) } else { scale };
         dz.iter_mut().zip(g.iter().zip(z)).for_each(|(dz, (g, z))| {
             *dz = g.sub(less).sub(z.sub(mean).mul(scale).mul(share)).mul(scaled);
         });
@@ -312,6 +326,9 @@ fn out_of_order<C: Lane>(rows: &Rows) -> Result<()> {
         });
     })?;
     let [mean, var] = &apart("norm", rows.statistics)?;
+    if rows.z.is_none() && channels::into(rows.x, rows.y, [Some(mean), Some(var), rows.weight, rows.bias], rows.eps)? {
+        return Ok(());
+    }
     let scalars = [Scalar::Float(rows.eps), Scalar::Float(1.0 / rows.len() as f64)];
     let params = Params { scalars: &scalars, seeds: &[] };
     let (x, root) = (Expr::input, |i: usize| (Expr::input(i) + Expr::scalar(0)).rsqrt());

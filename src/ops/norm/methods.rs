@@ -1,9 +1,11 @@
 //! The norms as methods: what they check, and which rows they are.
 
-use super::{BatchNormOptions, View, apart, normalised};
+use super::{BatchNormOptions, View, apart, channels, normalised};
+use crate::autograd::is_tracked;
 use crate::ops::arguments::Args;
 use crate::ops::autocast::widened;
 use crate::ops::catalogue::{Dtypes, Gives, Kind, Operation};
+use crate::ops::elementwise::{Params, recorded};
 use crate::ops::expr::Expr;
 use crate::ops::registry::{replaced, replacement};
 use crate::ops::{formula, same_device, same_dtype};
@@ -241,12 +243,19 @@ impl Tensor {
         let column = |t: &Tensor| t.reshape(&shape);
         let all: Dims<Tensor> = [mean, var].into_iter().chain(weight).chain(bias).map(column).collect::<Result<_>>()?;
         let inputs: Dims<&Tensor> = std::iter::once(self).chain(&all).collect();
-        // The scale of a channel, which the CPU computes once for all of its elements.
+        // The scale of a channel is computed once for all of its elements.
         let scale = (Expr::input(2) + eps).rsqrt();
         let scale = if weight.is_some() { scale * Expr::input(3) } else { scale };
         let scaled = (Expr::input(0) - Expr::input(1)) * scale;
         let shifted = if bias.is_some() { scaled + Expr::input(all.len()) } else { scaled };
-        formula(op, &inputs, self.dtype, &shifted, |i| shifted.diff(i))
+        let derivative = |i| shifted.diff(i);
+        let numbers = [Some(mean), Some(var), weight, bias];
+        let alike = mean.dtype == self.dtype && var.dtype == self.dtype;
+        match if alike { channels::normalised(self, numbers, eps)? } else { None } {
+            Some(out) if is_tracked(&inputs) => Ok(recorded(op, out, &inputs, Params::default(), &derivative)),
+            Some(out) => Ok(out),
+            None => formula(op, &inputs, self.dtype, &shifted, derivative),
+        }
     }
 
     /// `x / max(|x|, eps)` with the p-norm along `dim` (PyTorch's `normalize`, whose defaults are 2, 1 and 1e-12). Floats.
