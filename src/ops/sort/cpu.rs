@@ -19,6 +19,8 @@ pub(super) trait Ordered: Lane {
     type Key: Ord + Copy + Send + Sync;
 
     fn key(self, index: usize, descending: bool) -> Self::Key;
+    /// The last of the keys of elements that equal this one.
+    fn last_key(self, descending: bool) -> Self::Key;
     fn index(key: Self::Key) -> usize;
     /// An element that has this key.
     fn value(key: Self::Key, descending: bool) -> Self;
@@ -33,6 +35,10 @@ macro_rules! ordered {
             fn key(self, index: usize, descending: bool) -> $key {
                 let bits: $bits = $to_bits(self);
                 $key::from(if descending { !bits } else { bits }) << $bits::BITS | index as $key
+            }
+            #[inline(always)]
+            fn last_key(self, descending: bool) -> $key {
+                self.key($bits::MAX as usize, descending)
             }
             #[inline(always)]
             fn index(key: $key) -> usize {
