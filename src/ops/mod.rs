@@ -77,6 +77,7 @@ mod special;
 mod stream;
 pub mod table;
 pub(crate) mod tiles;
+pub(crate) mod triangle;
 mod update;
 mod window;
 

@@ -6,7 +6,8 @@ use std::ops::Range;
 use super::shape::Dims;
 use super::{Layout, Shape};
 use crate::ops::registry::replaced;
-use crate::{DType, Device, Error, Result, Tensor};
+use crate::ops::triangle;
+use crate::{DType, Device, Error, Result, Tensor, autograd};
 
 impl Tensor {
     /// The elements on and below a diagonal of each matrix (the last two dimensions), 0 above it; diagonal 0 is the main
@@ -24,7 +25,7 @@ impl Tensor {
     /// Fewer than two dimensions.
     pub fn tril(&self, diagonal: isize) -> Result<Tensor> {
         replaced!("tril", [self], diagonal);
-        self.masked_fill(&self.band("tril", diagonal.saturating_add(1), isize::MAX)?, 0)
+        self.zeroed("tril", diagonal.saturating_add(1), isize::MAX)
     }
 
     /// The elements on and above a diagonal of each matrix, 0 below it: see [`Tensor::tril`] (PyTorch's `triu`).
@@ -33,7 +34,7 @@ impl Tensor {
     /// Fewer than two dimensions.
     pub fn triu(&self, diagonal: isize) -> Result<Tensor> {
         replaced!("triu", [self], diagonal);
-        self.masked_fill(&self.band("triu", isize::MIN, diagonal)?, 0)
+        self.zeroed("triu", isize::MIN, diagonal)
     }
 
     /// [`Tensor::tril`] in place.
@@ -50,6 +51,15 @@ impl Tensor {
     /// As [`Tensor::tril`], and as [`Tensor::fill_`].
     pub fn triu_(&self, diagonal: isize) -> Result<&Tensor> {
         self.masked_fill_(&self.band("triu_", isize::MIN, diagonal)?, 0)
+    }
+
+    /// A copy with zeros where column - row is in `from..to`. Recorded.
+    fn zeroed(&self, op: &'static str, from: isize, to: isize) -> Result<Tensor> {
+        if self.device() != Device::Cpu || self.rank() < 2 || self.numel() == 0 {
+            return self.masked_fill(&self.band(op, from, to)?, 0);
+        }
+        let out = triangle::zeroed(self, from, to)?;
+        Ok(autograd::record_unary_twice(op, out, self, move |grad| grad.zeroed(op, from, to)))
     }
 
     /// A mask of the last two dimensions, true where column - row is in `from..to`. It is the same along diagonals: a
