@@ -125,8 +125,16 @@ fn rows_and_elements_are_read() {
 fn rows_arrive_in_order() {
     let Some(device) = gpu("rows_arrive_in_order") else { return };
     // Lists that fill up and lists that stay empty; rows of single elements and of vectors, shorter and longer than a group.
-    let shapes =
-        [(3, 8, 5), (1, 12, 5000), (2, 40, 2560), (700, 16, 2049), (5000, 9, 300), (33, 1030, 70), (2, 5000, 40)];
+    let shapes = [
+        (3, 8, 5),
+        (30, 5, 200),
+        (1, 12, 5000),
+        (2, 40, 2560),
+        (700, 16, 2049),
+        (5000, 9, 300),
+        (33, 1030, 70),
+        (2, 5000, 40),
+    ];
     for (rows, columns, n) in shapes {
         for (skip, crowded) in [(0, false), (0, true), (4, true), (1, false)] {
             let what = format!("{n} of {rows} x {columns} from {skip}");
@@ -175,6 +183,22 @@ fn elements_arrive_in_order() {
             assert_same(&values(&x.scatter(1, &i, &source).unwrap()), &want, &what);
         }
     }
+}
+
+/// Two indices are one into all elements, of which few are named: tiles serve what would be rows.
+#[test]
+fn few_rows_of_many_arrive_in_order() {
+    let Some(device) = gpu("few_rows_of_many_arrive_in_order") else { return };
+    let (blocks, rows, columns, n) = (40, 500, 9, 3000);
+    let (xs, from) = (fractions(blocks * rows * columns, 1), fractions(n * columns, 5));
+    let x = matrix(&xs, [blocks * rows, columns], 0, DType::F32, device).reshape([blocks, rows, columns]).unwrap();
+    let source = matrix(&from, [n, columns], 0, DType::F32, device);
+    let (block, row) = (places(n, blocks, true), places(n, rows, true));
+    let [i, j] = [&block, &row].map(|p| index(p, &[n], DType::I64, device));
+    let got = x.index_put(&[Some(&i), Some(&j)], &source, true).unwrap();
+    let place = |k: usize, c: usize| [block[k] as usize * rows + row[k] as usize, c];
+    let want = arrived(&xs, [blocks * rows, columns], &from, [n, columns], place, added);
+    assert_same(&values(&got), &want, "rows of two indices");
 }
 
 #[test]
