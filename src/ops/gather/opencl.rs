@@ -50,7 +50,7 @@ fn launch(
     prepare: impl FnOnce(&'static ClDevice) -> Result<Prepared>,
 ) -> Result<()> {
     let mut numbers: SmallVec<[u64; 24]> = SmallVec::new();
-    numbers.extend([g.op.as_ptr().addr() as u64, g.size as u64, g.step as u64, g.wraps.into()]);
+    numbers.extend([memo::number_of(g.op.as_ptr()), g.size as u64, g.step as u64, g.wraps.into()]);
     numbers.extend([skip(&g.x_layout, g.x) as u64, skip(&g.index_layout, g.index) as u64]);
     numbers.extend_from_slice(others);
     // What is walked is not the tensors' own shape.
