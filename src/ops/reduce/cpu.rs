@@ -102,10 +102,10 @@ impl Job<'_> {
                         }
                     };
                     if C::COMPUTE == S::COMPUTE {
-                        return eval(&program, values, &[], bytemuck::cast_slice_mut(out));
+                        return eval(program, values, &[], bytemuck::cast_slice_mut(out));
                     }
                     made.resize(out.len(), C::from_i32(0));
-                    eval(&program, values, &[], &mut made);
+                    eval(program, values, &[], &mut made);
                     out.iter_mut().zip(made).for_each(|(o, v)| *o = S::from_i64(v.to_i64()));
                 });
             }
@@ -125,7 +125,7 @@ fn evaluated<S: Lane>(finish: &Expr, n: usize, results: &[S]) -> Vec<S> {
     let program = Program::kept(std::slice::from_ref(finish));
     let mut out = vec![S::from_i32(0); results.len()];
     for (out, results) in out.chunks_mut(TILE).zip(results.chunks(TILE)) {
-        eval(&program, results, &[Scalar::Float(n as f64)], out);
+        eval(program, results, &[Scalar::Float(n as f64)], out);
     }
     out
 }
