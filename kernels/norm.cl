@@ -1,7 +1,12 @@
 // Rows brought to mean 0 and variance 1, or to a mean square of 1, with a factor and a shift: the layers named norm. A row is
 // two dims of a view of four, [rows, inner rows | outer, inner], so that a channel of a batch is one as well. The host
 // gives A (dtype), ACC and ACC_NAME, IDX, FLAT where rows have one outer index, RMS where means stay as they are, BACKWARD
-// for the gradient, WEIGHT and BIAS where there are some, and GROUP. `lanes` work-items share a row (processors: one).
+// for the gradient, WEIGHT and BIAS where there are some, and WEIGHTED_ROWS where a weight is a whole row's. Processors: one
+// work-item a row. GPUs: LANES work-items of a group of GROUP keep a row in registers, CACHED times VEC neighbours each (loaded
+// as WIDE_T where VEC is above 1), so that it is read once. Longer rows are cut in `slices` of `chunk` elements, which go
+// through registers block by block: a launch with PARTS leaves what the slices add up to, one with APPLY combines it, always in
+// the same order, and writes. EACH: neighbours have weights of their own. COLUMNS: a lane's rows follow one another, and it
+// leaves what the gradients of weights add up. VARIANCE: only the sum of squared deviations over eps is wanted, or its ROOT.
 
 typedef struct {
     ulong inner_rows, outer, inner;
@@ -13,26 +18,49 @@ typedef __global const CAT(A, _t) *In;
 typedef __global CAT(A, _t) *Out;
 #define LOAD CAT(load_, A)
 #define STORE CAT(CAT(CAT(store_, A), _), ACC_NAME)
-#define PLUS(a, b) ((a) + (b))
 
 #ifdef FLAT
-#define AT(base, s) ((base) + (long)e * (s)[3])
+#define PLACE(s2, s3) ((long)e * (s3))
 #else
-#define AT(base, s) ((base) + (long)(e / inner) * (s)[2] + (long)(e % inner) * (s)[3])
+#define PLACE(s2, s3) ((long)(e / inner) * (s2) + (long)(e % inner) * (s3))
 #endif
-#define ROW(base, s) ((base) + (long)r1 * (s)[0] + (long)r2 * (s)[1])
+#define AT(base, s) ((base) + PLACE((s)[2], (s)[3]))
+#define ROW(base, s) ((base) + (long)(r / (IDX)d.inner_rows) * (s)[0] + (long)(r % (IDX)d.inner_rows) * (s)[1])
+
+#ifdef BACKWARD
+#define FORWARDS_INPUT In z, ulong z_at,
+#else
+#define FORWARDS_INPUT
+#endif
+#ifdef WEIGHT
+#define ITS_WEIGHT In w, ulong w_at,
+#else
+#define ITS_WEIGHT
+#endif
+#ifdef BIAS
+#define ITS_BIAS In b, ulong b_at,
+#else
+#define ITS_BIAS
+#endif
+#ifdef WEIGHTED_ROWS
+#define ITS_SUMS __global ACC *sums, ulong sums_at,
+#else
+#define ITS_SUMS
+#endif
+// Forward: mean and variance of each row are written. Backward: x is the gradient of the result, z the forward's input; the
+// row's sums of the gradient, and of its products with the normalised input, are written too, unweighted.
+#define PARAMETERS                                                                                                     \
+    In x, ulong x_at, Out y, ulong y_at, FORWARDS_INPUT ITS_WEIGHT ITS_BIAS __global ACC *statistics,                   \
+        ulong statistics_at, ITS_SUMS Rows d, ulong count_, ACC eps
 
 #ifdef IS_CPU
-#define FOLD(OP, v)
-#endif
-
-// The sum of `term` over the row, in blocks: thousands in one chain would round too often. Every work-item comes here.
+// The sum of `term` over the row, in blocks: thousands in one chain would round too often.
 #define SUM(result, term)                                                                                              \
     {                                                                                                                  \
         ACC block = 0;                                                                                                 \
         uint terms = 0;                                                                                                \
         result = 0;                                                                                                    \
-        for (IDX e = lane; e < stop; e += lanes) {                                                                     \
+        for (IDX e = 0; e < n; ++e) {                                                                                  \
             block += term;                                                                                             \
             if (++terms % 64 == 0) {                                                                                   \
                 result += block;                                                                                       \
@@ -40,46 +68,14 @@ typedef __global CAT(A, _t) *Out;
             }                                                                                                          \
         }                                                                                                              \
         result += block;                                                                                               \
-        FOLD(PLUS, result);                                                                                            \
     }
 
-// Forward: mean and variance of each row are written. Backward: x is the gradient of the result, z the forward's input; the
-// row's sums of the gradient, and of its products with the normalised input, are written too, unweighted.
-__kernel
-#ifndef IS_CPU
-    __attribute__((reqd_work_group_size(GROUP, 1, 1)))
-#endif
-    void
-    norm(In x, ulong x_at, Out y, ulong y_at,
-#ifdef BACKWARD
-         In z, ulong z_at,
-#endif
-#ifdef WEIGHT
-         In w, ulong w_at,
-#endif
-#ifdef BIAS
-         In b, ulong b_at,
-#endif
-         __global ACC *statistics, ulong statistics_at,
-#ifdef WEIGHTED_ROWS
-         __global ACC *sums, ulong sums_at,
-#endif
-         Rows d, ulong count_, ACC eps, uint lanes_) {
+__kernel void norm(PARAMETERS) {
     const IDX count = (IDX)count_, inner = (IDX)d.inner, n = (IDX)d.outer * inner;
-#ifdef IS_CPU
-    const uint lane = 0, lanes = 1;
     const IDX r = (IDX)get_global_id(0);
     if (r >= count)
         return;
-#else
-    const uint lanes = lanes_, lid = get_local_id(0), lane = lid % lanes, step = 1;
-    const IDX r = (IDX)get_group_id(0) * (GROUP / lanes) + lid / lanes;
-    __local ACC scratch[GROUP];
-#endif
     __global ACC *means = statistics + statistics_at, *vars = means + count;
-    // Work-items past the last row see an empty row, and come to every barrier.
-    const IDX stop = r < count ? n : 0, row = r < count ? r : 0;
-    const IDX r1 = row / (IDX)d.inner_rows, r2 = row % (IDX)d.inner_rows;
     const ulong xa = ROW(x_at, d.x), ya = ROW(y_at, d.y);
 #ifdef WEIGHT
     const ulong wa = ROW(w_at, d.w);
@@ -103,26 +99,22 @@ __kernel
     SUM(var, (LOAD(x, AT(xa, d.x)) - mean) * (LOAD(x, AT(xa, d.x)) - mean));
 #endif
     var /= (ACC)n;
-    if (lane == 0 && r < count) {
-        means[r] = mean;
-        vars[r] = var;
-    }
+    means[r] = mean;
+    vars[r] = var;
     const ACC scale = 1 / sqrt(var + eps);
-    for (IDX e = lane; e < stop; e += lanes)
+    for (IDX e = 0; e < n; ++e)
         STORE(y, AT(ya, d.y), (LOAD(x, AT(xa, d.x)) - mean) * scale TIMES_WEIGHT PLUS_BIAS);
 #else
     const ulong za = ROW(z_at, d.z);
-    const ACC mean = means[row], scale = 1 / sqrt(vars[row] + eps);
+    const ACC mean = means[r], scale = 1 / sqrt(vars[r] + eps);
 #define NORMAL ((LOAD(z, AT(za, d.z)) - mean) * scale)
     ACC sum, product;
 #ifdef WEIGHTED_ROWS
     // One weight for the whole row: what its gradient needs are the same sums.
     SUM(sum, LOAD(x, AT(xa, d.x)));
     SUM(product, LOAD(x, AT(xa, d.x)) * NORMAL);
-    if (lane == 0 && r < count) {
-        sums[sums_at + r] = sum;
-        sums[sums_at + count + r] = product;
-    }
+    sums[sums_at + r] = sum;
+    sums[sums_at + count + r] = product;
 #ifdef WEIGHT
     sum *= LOAD(w, wa);
     product *= LOAD(w, wa);
@@ -136,7 +128,340 @@ __kernel
 #endif
     sum /= (ACC)n;
     product /= (ACC)n;
-    for (IDX e = lane; e < stop; e += lanes)
+    for (IDX e = 0; e < n; ++e)
         STORE(y, AT(ya, d.y), (LOAD(x, AT(xa, d.x)) TIMES_WEIGHT - sum - NORMAL * product) * scale);
 #endif
 }
+#else
+
+#define KEPT (CACHED * VEC)
+#define BLOCK (LANES * KEPT)
+#define PLUS(a, b) ((a) + (b))
+typedef CAT(ACC, 2) Two;
+
+// VEC neighbours.
+inline void get(ACC *v, In x, ulong at) {
+#if VEC > 1
+    CAT(A, _t) raw[VEC];
+    CAT(vstore, VEC)(*(__global const WIDE_T *)(x + at), 0, raw);
+    #pragma unroll
+    for (int j = 0; j < VEC; ++j)
+        v[j] = CAT(from_, A)(raw[j]);
+#else
+    v[0] = LOAD(x, at);
+#endif
+}
+
+inline void put(Out y, ulong at, const ACC *v) {
+#if VEC > 1
+    CAT(A, _t) raw[VEC];
+    #pragma unroll
+    for (int j = 0; j < VEC; ++j)
+        raw[j] = CAT(CAT(CAT(to_, A), _), ACC_NAME)(v[j]);
+    *(__global WIDE_T *)(y + at) = CAT(vload, VEC)(0, raw);
+#else
+    STORE(y, at, v[0]);
+#endif
+}
+
+// What VEC neighbours are multiplied by, or what is added to them.
+inline void factors(ACC *v, In w, ulong at) {
+#ifdef EACH
+    get(v, w, at);
+#else
+    const ACC f = LOAD(w, at);
+    #pragma unroll
+    for (int j = 0; j < VEC; ++j)
+        v[j] = f;
+#endif
+}
+
+// A lane's part of a block that ends at `stop`, of which element e is its first; `other` past the end.
+inline void block_of(ACC *v, In x, ulong at, long s2, long s3, IDX inner, IDX e, IDX stop, ACC other) {
+    #pragma unroll
+    for (int k = 0; k < CACHED; ++k, e += LANES * VEC) {
+        if (e < stop) {
+            get(v + k * VEC, x, at + PLACE(s2, s3));
+        } else {
+            #pragma unroll
+            for (int j = 0; j < VEC; ++j)
+                v[k * VEC + j] = other;
+        }
+    }
+}
+
+inline ACC sum_of(const ACC *v) {
+    ACC s = 0;
+    #pragma unroll
+    for (int k = 0; k < KEPT; ++k)
+        s += v[k];
+    return s;
+}
+
+inline ACC squares_of(const ACC *v, ACC mean, IDX e, IDX stop) {
+    ACC s = 0;
+    #pragma unroll
+    for (int k = 0; k < CACHED; ++k, e += LANES * VEC) {
+        if (e < stop) {
+            #pragma unroll
+            for (int j = 0; j < VEC; ++j)
+                s += (v[k * VEC + j] - mean) * (v[k * VEC + j] - mean);
+        }
+    }
+    return s;
+}
+
+inline void normalise(ACC *v, ACC mean, ACC scale) {
+    #pragma unroll
+    for (int k = 0; k < KEPT; ++k)
+        v[k] = (v[k] - mean) * scale;
+}
+
+inline Two sums_of(const ACC *g, const ACC *z) {
+    Two s = 0;
+    #pragma unroll
+    for (int k = 0; k < KEPT; ++k)
+        s += (Two)(g[k], g[k] * z[k]);
+    return s;
+}
+
+#if defined(WEIGHT) && !defined(WEIGHTED_ROWS)
+inline void weigh(ACC *v, In w, ulong at, long s2, long s3, IDX inner, IDX e, IDX stop) {
+    #pragma unroll
+    for (int k = 0; k < CACHED; ++k, e += LANES * VEC) {
+        if (e < stop) {
+            ACC f[VEC];
+            factors(f, w, at + PLACE(s2, s3));
+            #pragma unroll
+            for (int j = 0; j < VEC; ++j)
+                v[k * VEC + j] *= f[j];
+        }
+    }
+}
+#define WEIGH(v, r) weigh(v, w, ROW(w_at, d.w), d.w[2], d.w[3], inner, first, stop)
+#else
+#define WEIGH(v, r)
+#endif
+
+#define FETCH(v, t, base, s, other) block_of(v, t, base, (s)[2], (s)[3], inner, first, stop, other)
+
+#if defined(PARTS) || defined(APPLY)
+#define SLICED , __global Two *parts, ulong parts_at, uint slices, ulong chunk_
+#else
+#define SLICED
+#endif
+#ifdef COLUMNS
+#define ITS_COLUMNS __global ACC *columns, ulong columns_at, uint each_has,
+#else
+#define ITS_COLUMNS
+#endif
+
+__kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void norm(ITS_COLUMNS PARAMETERS SLICED) {
+    const IDX count = (IDX)count_, inner = (IDX)d.inner, n = (IDX)d.outer * inner;
+    const uint lid = get_local_id(0), lanes = LANES, lane = lid % LANES, step = 1;
+    __global ACC *means = statistics + statistics_at, *vars = means + count;
+    const IDX group = (IDX)get_group_id(0);
+    ACC v[KEPT];
+#if defined(PARTS) || defined(APPLY) && !defined(VARIANCE)
+    const IDX r = group / slices, slice = group % slices, chunk = (IDX)chunk_;
+    const IDX start = slice * chunk, stop = min(start + chunk, n);
+#elif defined(APPLY)
+    const IDX r = group, slice = 0, chunk = (IDX)chunk_;
+#elif !defined(COLUMNS)
+    // Work-items past the last row see an empty one, and come to every barrier.
+    const IDX mine = group * (GROUP / LANES) + lid / LANES, r = min(mine, count - 1), stop = mine < count ? n : 0;
+    const IDX first = lane * VEC, slice = mine < count ? 0 : 1;
+#endif
+
+#ifndef BACKWARD
+    __local ACC scratch[GROUP];
+#ifdef PARTS
+    ACC seen = 0, mean = 0, squares = 0;
+    for (IDX from = start; from < stop; from += BLOCK) {
+        const IDX first = from + lane * VEC;
+        const ACC here = (ACC)min((IDX)BLOCK, stop - from), all = seen + here;
+        FETCH(v, x, ROW(x_at, d.x), d.x, 0);
+        ACC middle = 0;
+#ifndef RMS
+        middle = sum_of(v);
+        FOLD(PLUS, middle);
+        middle /= here;
+#endif
+        ACC s = squares_of(v, middle, first, stop);
+        FOLD(PLUS, s);
+        const ACC apart = middle - mean;
+        mean += apart * (here / all);
+        squares += s + apart * apart * (seen * here / all);
+        seen = all;
+    }
+    if (lane == 0)
+        parts[parts_at + (ulong)r * slices + slice] = (Two)(mean, squares);
+#else
+    ACC mean = 0, var = 0;
+#ifdef APPLY
+    for (uint s = lane; s < slices; s += LANES)
+        mean += parts[parts_at + (ulong)r * slices + s].x * (ACC)min(chunk, n - s * chunk);
+    FOLD(PLUS, mean);
+    mean /= (ACC)n;
+    for (uint s = lane; s < slices; s += LANES) {
+        const Two part = parts[parts_at + (ulong)r * slices + s];
+        var += part.y + (part.x - mean) * (part.x - mean) * (ACC)min(chunk, n - s * chunk);
+    }
+    FOLD(PLUS, var);
+#else
+    FETCH(v, x, ROW(x_at, d.x), d.x, 0);
+#ifndef RMS
+    mean = sum_of(v);
+    FOLD(PLUS, mean);
+    mean /= (ACC)n;
+#endif
+    var = squares_of(v, mean, first, stop);
+    FOLD(PLUS, var);
+#endif
+#ifdef VARIANCE
+    var /= eps;
+#ifdef ROOT
+    var = sqrt(var);
+#endif
+    if (lane == 0 && slice == 0)
+        STORE(y, y_at + r, var);
+#else
+    var /= (ACC)n;
+    if (lane == 0 && slice == 0) {
+        means[r] = mean;
+        vars[r] = var;
+    }
+    const ACC scale = 1 / sqrt(var + eps);
+#ifdef APPLY
+    for (IDX first = start + lane * VEC; first < stop; first += BLOCK) {
+        FETCH(v, x, ROW(x_at, d.x), d.x, 0);
+#else
+    {
+#endif
+        normalise(v, mean, scale);
+        IDX e = first;
+        #pragma unroll
+        for (int k = 0; k < CACHED; ++k, e += LANES * VEC) {
+            if (e < stop) {
+                ACC f[VEC];
+#ifdef WEIGHT
+                factors(f, w, AT(ROW(w_at, d.w), d.w));
+                #pragma unroll
+                for (int j = 0; j < VEC; ++j)
+                    v[k * VEC + j] *= f[j];
+#endif
+#ifdef BIAS
+                factors(f, b, AT(ROW(b_at, d.b), d.b));
+                #pragma unroll
+                for (int j = 0; j < VEC; ++j)
+                    v[k * VEC + j] += f[j];
+#endif
+                put(y, AT(ROW(y_at, d.y), d.y), v + k * VEC);
+            }
+        }
+    }
+#endif
+#endif
+
+#else
+    __local Two scratch[GROUP];
+    ACC g[KEPT];
+#ifdef COLUMNS
+    const IDX slot = group * (GROUP / LANES) + lid / LANES, begin = slot * each_has, first = lane * VEC;
+    ACC gs[KEPT], products[KEPT];
+    #pragma unroll
+    for (int k = 0; k < KEPT; ++k)
+        gs[k] = products[k] = 0;
+    for (uint i = 0; i < each_has; ++i) {
+        const IDX mine = begin + i, r = min(mine, count - 1), stop = mine < count ? n : 0;
+#else
+    {
+#endif
+        const ACC mean = means[r], scale = 1 / sqrt(vars[r] + eps);
+        Two s = 0;
+#ifdef APPLY
+        for (uint k = lane; k < slices; k += LANES)
+            s += parts[parts_at + (ulong)r * slices + k];
+#elif defined(PARTS)
+        for (IDX first = start + lane * VEC; first < stop; first += BLOCK) {
+            FETCH(g, x, ROW(x_at, d.x), d.x, 0);
+            FETCH(v, z, ROW(z_at, d.z), d.z, mean);
+            normalise(v, mean, scale);
+            WEIGH(g, r);
+            s += sums_of(g, v);
+        }
+#else
+        FETCH(g, x, ROW(x_at, d.x), d.x, 0);
+        FETCH(v, z, ROW(z_at, d.z), d.z, mean);
+        normalise(v, mean, scale);
+#ifdef COLUMNS
+        #pragma unroll
+        for (int k = 0; k < KEPT; ++k) {
+            gs[k] += g[k];
+            products[k] += g[k] * v[k];
+        }
+#endif
+        WEIGH(g, r);
+        s = sums_of(g, v);
+#endif
+        FOLD(PLUS, s);
+#ifdef PARTS
+        if (lane == 0)
+            parts[parts_at + (ulong)r * slices + slice] = s;
+#else
+        ACC weight = 1;
+#ifdef WEIGHTED_ROWS
+        // One weight for the whole row: what its gradient needs are the same sums.
+        if (lane == 0 && slice == 0) {
+            sums[sums_at + r] = s.x;
+            sums[sums_at + count + r] = s.y;
+        }
+#ifdef WEIGHT
+        weight = LOAD(w, ROW(w_at, d.w));
+#endif
+#endif
+#ifdef RMS
+        s.x = 0;
+#endif
+        s = s * weight / (ACC)n;
+#ifdef APPLY
+        for (IDX first = start + lane * VEC; first < stop; first += BLOCK) {
+            FETCH(g, x, ROW(x_at, d.x), d.x, 0);
+            FETCH(v, z, ROW(z_at, d.z), d.z, mean);
+            normalise(v, mean, scale);
+            WEIGH(g, r);
+#else
+        {
+#endif
+            IDX e = first;
+            #pragma unroll
+            for (int k = 0; k < CACHED; ++k, e += LANES * VEC) {
+                if (e < stop) {
+                    #pragma unroll
+                    for (int j = 0; j < VEC; ++j)
+                        v[k * VEC + j] = (g[k * VEC + j] * weight - s.x - v[k * VEC + j] * s.y) * scale;
+                    put(y, AT(ROW(y_at, d.y), d.y), v + k * VEC);
+                }
+            }
+        }
+#endif
+    }
+#ifdef COLUMNS
+    if (begin < count) {
+        __global ACC *to = columns + columns_at + (ulong)slot * 2 * n;
+        #pragma unroll
+        for (int k = 0; k < CACHED; ++k) {
+            const IDX e = first + k * LANES * VEC;
+            #pragma unroll
+            for (int j = 0; j < VEC; ++j) {
+                if (e < n) {
+                    to[e + j] = gs[k * VEC + j];
+                    to[n + e + j] = products[k * VEC + j];
+                }
+            }
+        }
+    }
+#endif
+#endif
+}
+#endif

@@ -1,5 +1,5 @@
-// Kernels that see a whole row at once: softmax and its kin along any dim, and cross-entropy, which gives the loss and the
-// gradient in one launch. The host gives: A (dtype), ACC and ACC_NAME (float F32, double F64), NK (rank of the rows), IDX,
+// Kernels that see a whole row at once: softmax and its kin along any dim, and on processors (GPUs: entropy.cl) cross-entropy, which
+// gives the loss and the gradient in one launch. The host gives: A (dtype), ACC and ACC_NAME (float F32, double F64), NK (rank of the rows), IDX,
 // one of SOFTMAX LOG_SOFTMAX LOGSUMEXP SOFTMAX_GRAD LOG_SOFTMAX_GRAD CROSS_ENTROPY; for the last also T (the labels' dtype)
 // and WITH_GRAD. Processors: one work-item a row, or run of rows. GPUs: `lanes` work-items a row, as in reduce.cl; with CACHED
 // each keeps that many groups of VEC elements (loaded as WIDE_T where VEC is above 1), all there are, in registers; LANES
@@ -95,118 +95,68 @@ inline ACC sum_exp(In x, ulong at, IDX n, long stride, ACC m, uint lane, uint la
 #define COUNT_ONE 1
 #define COUNT_GIVEN 2
 
-#ifdef IS_CPU
-#define FOLD_GROUP(v)
-#else
-// The sum over the whole group.
-#define FOLD_GROUP(v)                                                                                                  \
-    barrier(CLK_LOCAL_MEM_FENCE);                                                                                      \
-    scratch[lid] = v;                                                                                                  \
-    for (uint s = GROUP / 2; s > 0; s /= 2) {                                                                          \
-        barrier(CLK_LOCAL_MEM_FENCE);                                                                                  \
-        if (lid < s)                                                                                                   \
-            scratch[lid] += scratch[lid + s];                                                                          \
-    }                                                                                                                  \
-    barrier(CLK_LOCAL_MEM_FENCE);                                                                                      \
-    v = scratch[0]
-#endif
-
 // loss[row] = logsumexp(x) - x[label] and grad = (softmax(x) - onehot) / count, both 0 where the label is `ignore`.
 // The count of labels that are not ignored: 1 with COUNT_ONE (no mean is wanted), counted[0] with COUNT_GIVEN, else every
-// group counts for itself. With `sums`, group g writes the sum of its losses divided by the count to loss[g]; otherwise
+// work-item counts for itself. With `sums`, work-item g writes the sum of its losses divided by the count to loss[g]; otherwise
 // every row writes its own.
-__kernel
-#ifndef IS_CPU
-    __attribute__((reqd_work_group_size(GROUP, 1, 1)))
-#endif
-    void
+__kernel void
     row(In x, ulong x_at, __global const CAT(T, _t) *label, ulong label_at, long label_stride, Out grad, ulong grad_at,
         __global CAT(B, _t) *loss, ulong loss_at, __global const long *counted, ulong counted_at, volatile __global int *word,
-        ulong rows_, ulong n_, long row_stride, long stride, long ignore, uint counting, uint sums, uint lanes) {
+        ulong rows_, ulong n_, long row_stride, long stride, long ignore, uint counting, uint sums) {
     const IDX rows = (IDX)rows_, n = (IDX)n_;
-#ifdef IS_CPU
-    const uint lid = 0, lane = 0, per = 1;
+    const uint lane = 0, lanes = 1;
     const IDX group = (IDX)get_global_id(0), groups = (IDX)get_global_size(0);
     const IDX chunk = (rows + groups - 1) / groups;
-    const IDX first = group * chunk, end = min(first + chunk, rows), by = 1;
-#else
-    const uint lid = get_local_id(0), lane = lid % lanes, per = GROUP / lanes, step = 1;
-    const IDX group = (IDX)get_group_id(0), groups = (IDX)get_num_groups(0);
-    const IDX first = group * per, end = rows, by = groups * per;
-    __local ACC scratch[GROUP];
-#endif
+    const IDX first = group * chunk, end = min(first + chunk, rows);
     ACC count = counting == COUNT_ONE ? 1 : 0;
     if (counting == COUNT_GIVEN) {
         count = (ACC)counted[counted_at];
     } else if (counting == COUNT_HERE) {
-#ifdef IS_CPU
         for (IDX r = 0; r < rows; ++r)
             count += CAT(load_, T)(label, label_at + (long)r * label_stride) != ignore;
-#else
-        for (IDX r = lid; r < rows; r += GROUP)
-            count += CAT(load_, T)(label, label_at + (long)r * label_stride) != ignore;
-        FOLD_GROUP(count);
-#endif
     }
     // Losses are added up in blocks: thousands in one chain would round too often.
     ACC total = 0, block = 0;
     uint blocked = 0;
-    for (IDX top = first; top < end; top += by) {
-        const IDX r = top + lid / lanes;
-        const bool inside = r < end;
-        const ulong at = x_at + (inside ? (long)r * row_stride : 0);
-        const long target = inside ? CAT(load_, T)(label, label_at + (long)r * label_stride) : ignore;
+    for (IDX r = first; r < end; ++r) {
+        const ulong at = x_at + (long)r * row_stride;
+        const long target = CAT(load_, T)(label, label_at + (long)r * label_stride);
         const bool counts = target != ignore, valid = target >= 0 && target < (long)n;
-        ACC m = inside ? largest(x, at, n, stride, lane, lanes) : 0;
-        FOLD(LARGER, m);
-        ACC s = inside ? sum_exp(x, at, n, stride, m, lane, lanes) : 0;
-        FOLD(PLUS, s);
-        const ACC lse = m + log(s);
+        const ACC m = largest(x, at, n, stride, lane, lanes);
+        const ACC lse = m + log(sum_exp(x, at, n, stride, m, lane, lanes));
         ACC l = 0;
         if (counts) {
             l = NAN;
             if (valid)
                 l = lse - LOAD(x, at + target * stride);
-            else if (lane == 0)
+            else
                 fault_record(word, FAULT_LABEL, target, n);
         }
-        if (lane == 0 && inside) {
-            block += l;
-            if (++blocked % 64 == 0) {
-                total += block;
-                block = 0;
-            }
-            if (!sums)
-                CAT(CAT(CAT(store_, B), _), ACC_NAME)(loss, loss_at + r, l);
+        block += l;
+        if (++blocked % 64 == 0) {
+            total += block;
+            block = 0;
         }
+        if (!sums)
+            CAT(CAT(CAT(store_, B), _), ACC_NAME)(loss, loss_at + r, l);
 #ifdef WITH_GRAD
-        if (inside) {
-            const ulong to = grad_at + (ulong)r * n;
-            const ACC scale = counts && valid ? 1 / count : 0;
-            IDX i = lane;
-            if (scale == 0) {
-                for (; i < n; i += lanes)
-                    STORE(grad, to + i, (ACC)0);
-            }
-#ifdef IS_CPU
-            WIDE(stride == 1) STORE16(grad, to + i, exp(LOAD16(x, at + i) - lse) * scale);
-#endif
-            for (; i < n; i += lanes)
-                STORE(grad, to + i, (exp(LOAD(x, at + (long)i * stride) - lse) - (ACC)(i == target)) * scale);
-#ifdef IS_CPU
-            // The wide loop left the label's own 1 out.
-            if (scale != 0)
-                STORE(grad, to + target, (exp(LOAD(x, at + target * stride) - lse) - 1) * scale);
-#endif
+        const ulong to = grad_at + (ulong)r * n;
+        const ACC scale = counts && valid ? 1 / count : 0;
+        IDX i = 0;
+        if (scale == 0) {
+            for (; i < n; ++i)
+                STORE(grad, to + i, (ACC)0);
         }
+        WIDE(stride == 1) STORE16(grad, to + i, exp(LOAD16(x, at + i) - lse) * scale);
+        for (; i < n; ++i)
+            STORE(grad, to + i, (exp(LOAD(x, at + (long)i * stride) - lse) - (ACC)(i == target)) * scale);
+        // The wide loop left the label's own 1 out.
+        if (scale != 0)
+            STORE(grad, to + target, (exp(LOAD(x, at + target * stride) - lse) - 1) * scale);
 #endif
     }
-    if (sums) {
-        total += block;
-        FOLD_GROUP(total);
-        if (lid == 0)
-            CAT(CAT(CAT(store_, B), _), ACC_NAME)(loss, loss_at + group, total / count);
-    }
+    if (sums)
+        CAT(CAT(CAT(store_, B), _), ACC_NAME)(loss, loss_at + group, (total + block) / count);
 }
 #else
 

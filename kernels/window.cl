@@ -1,6 +1,7 @@
 // Windows over the last two dims of images: taking them apart (UNFOLD) and adding them up again (FOLD_WINDOWS), greatest elements
 // (MAX) and means (MEAN), and the gradients of these (UNMAX, UNMEAN). The host gives one of those names, IDX, and V (an
-// unsigned type of the element's size) or A (dtype) with ACC and ACC_NAME; ADAPTIVE where windows divide the image among
+// unsigned type of the element's size) or A (dtype) with ACC and ACC_NAME, and INT, a type for places in an image: int where they fit,
+// for 64-bit products and quotients cost GPUs more than the windows' elements do; ADAPTIVE where windows divide the image among
 // themselves instead of having one size. Everything is a gather: a work-item owns one element of a contiguous result and
 // reads what belongs to it, so there are no atomics and the bits are the same on every run.
 
@@ -12,30 +13,36 @@ typedef struct {
     long x[6];
 } Windows;
 
+#ifndef INT
+#define INT long
+#endif
+// Number k along direction d.
+#define W(k, d) ((INT)w->k[d])
+
 #define LOAD CAT(load_, A)
 #define STORE CAT(CAT(CAT(store_, A), _), ACC_NAME)
 
 // The elements of the image that window o has along direction d: from start to stop, a dilation apart.
-inline void span(const Windows *w, int d, long o, long *start, long *stop) {
+inline void span(const Windows *w, int d, INT o, INT *start, INT *stop) {
 #ifdef ADAPTIVE
-    *start = o * w->image[d] / w->grid[d];
-    *stop = ((o + 1) * w->image[d] + w->grid[d] - 1) / w->grid[d];
+    *start = o * W(image, d) / W(grid, d);
+    *stop = ((o + 1) * W(image, d) + W(grid, d) - 1) / W(grid, d);
 #else
-    const long step = w->dilation[d], from = o * w->stride[d] - w->padding[d];
-    *stop = min(from + step * (w->taps[d] - 1) + 1, w->image[d]);
+    const INT step = W(dilation, d), from = o * W(stride, d) - W(padding, d);
+    *stop = min(from + step * (W(taps, d) - 1) + 1, W(image, d));
     *start = from < 0 ? from + (step - 1 - from) / step * step : from;
 #endif
 }
 
 // The windows, first to last, that may have element h along direction d.
-inline void holders(const Windows *w, int d, long h, long *first, long *last) {
+inline void holders(const Windows *w, int d, INT h, INT *first, INT *last) {
 #ifdef ADAPTIVE
-    *first = h * w->grid[d] / w->image[d];
-    *last = ((h + 1) * w->grid[d] - 1) / w->image[d];
+    *first = h * W(grid, d) / W(image, d);
+    *last = ((h + 1) * W(grid, d) - 1) / W(image, d);
 #else
-    const long at = h + w->padding[d], reach = w->dilation[d] * (w->taps[d] - 1);
-    *first = at <= reach ? 0 : (at - reach - 1) / w->stride[d] + 1;
-    *last = min(at / w->stride[d], w->grid[d] - 1);
+    const INT at = h + W(padding, d), reach = W(dilation, d) * (W(taps, d) - 1);
+    *first = at <= reach ? 0 : (at - reach - 1) / W(stride, d) + 1;
+    *last = min(at / W(stride, d), W(grid, d) - 1);
 #endif
 }
 
@@ -72,23 +79,23 @@ __kernel void window(__global const V *x, ulong x_at, __global V *y, ulong y_at,
     if (p >= (IDX)count)                                                                                               \
         return;                                                                                                        \
     IDX n = p;                                                                                                         \
-    const long v = (long)next_index(&n, (IDX)(columns)), h = (long)next_index(&n, (IDX)(rows));                        \
+    const INT v = (INT)next_index(&n, (IDX)(columns)), h = (INT)next_index(&n, (IDX)(rows));                           \
     const long c = (long)next_index(&n, (IDX)w.c);                                                                     \
     x_at += (long)n * w.x[0] + c * w.x[1]
 
 // What a mean is divided by: `divide` where that is above 0; else the window's elements, with 0 those in the padding too.
-inline ACC divisor(const Windows *w, long oh, long ow, long divide) {
+inline ACC divisor(const Windows *w, INT oh, INT ow, long divide) {
     if (divide > 0)
         return (ACC)divide;
-    long size = 1;
+    INT size = 1;
     for (int d = 0; d < 2; ++d) {
-        const long o = d == 0 ? oh : ow;
-        long start, stop;
+        const INT o = d == 0 ? oh : ow;
+        INT start, stop;
         span(w, d, o, &start, &stop);
 #ifndef ADAPTIVE
         if (divide == 0) {
-            start = o * w->stride[d] - w->padding[d];
-            stop = min(start + w->taps[d], w->image[d] + w->padding[d]);
+            start = o * W(stride, d) - W(padding, d);
+            stop = min(start + W(taps, d), W(image, d) + W(padding, d));
         }
 #endif
         size *= stop - start;
@@ -99,19 +106,19 @@ inline ACC divisor(const Windows *w, long oh, long ow, long divide) {
 #ifdef FOLD_WINDOWS
 __kernel void window(__global const CAT(A, _t) *x, ulong x_at, __global CAT(A, _t) *y, ulong y_at, Windows w, ulong count) {
     POSITION(w.image[0], w.image[1]);
-    long top, bottom, left, right;
+    INT top, bottom, left, right;
     holders(&w, 0, h, &top, &bottom);
     holders(&w, 1, v, &left, &right);
     ACC sum = 0;
-    for (long oh = top; oh <= bottom; ++oh) {
-        const long dh = h + w.padding[0] - oh * w.stride[0];
-        if (dh % w.dilation[0] != 0)
+    for (INT oh = top; oh <= bottom; ++oh) {
+        const INT dh = h + (INT)w.padding[0] - oh * (INT)w.stride[0];
+        if (dh % (INT)w.dilation[0] != 0)
             continue;
-        const ulong row = x_at + dh / w.dilation[0] * w.x[2] + oh * w.x[4];
-        for (long ow = left; ow <= right; ++ow) {
-            const long dv = v + w.padding[1] - ow * w.stride[1];
-            if (dv % w.dilation[1] == 0)
-                sum += LOAD(x, row + dv / w.dilation[1] * w.x[3] + ow * w.x[5]);
+        const ulong row = x_at + dh / (INT)w.dilation[0] * w.x[2] + oh * w.x[4];
+        for (INT ow = left; ow <= right; ++ow) {
+            const INT dv = v + (INT)w.padding[1] - ow * (INT)w.stride[1];
+            if (dv % (INT)w.dilation[1] == 0)
+                sum += LOAD(x, row + dv / (INT)w.dilation[1] * w.x[3] + ow * w.x[5]);
         }
     }
     STORE(y, y_at + p, sum);
@@ -123,17 +130,18 @@ __kernel void window(__global const CAT(A, _t) *x, ulong x_at, __global CAT(A, _
 __kernel void window(__global const CAT(A, _t) *x, ulong x_at, __global CAT(A, _t) *y, ulong y_at, __global long *index,
                      ulong index_at, Windows w, ulong count) {
     POSITION(w.grid[0], w.grid[1]);
-    long top, bottom, left, right;
+    INT top, bottom, left, right;
     span(&w, 0, h, &top, &bottom);
     span(&w, 1, v, &left, &right);
-    long at = top * w.image[1] + left;
+    const INT across = (INT)w.image[1];
+    INT at = top * across + left;
     ACC best = LOAD(x, x_at + top * w.x[2] + left * w.x[3]);
-    for (long i = top; i < bottom; i += w.dilation[0]) {
-        for (long j = left; j < right; j += w.dilation[1]) {
+    for (INT i = top; i < bottom; i += (INT)w.dilation[0]) {
+        for (INT j = left; j < right; j += (INT)w.dilation[1]) {
             const ACC value = LOAD(x, x_at + i * w.x[2] + j * w.x[3]);
             if (value > best || value != value) {
                 best = value;
-                at = i * w.image[1] + j;
+                at = i * across + j;
             }
         }
     }
@@ -148,13 +156,14 @@ __kernel void window(__global const CAT(A, _t) *x, ulong x_at, __global CAT(A, _
                      __global const long *index, ulong index_at, Windows w, ulong count) {
     POSITION(w.image[0], w.image[1]);
     index_at += ((ulong)n * w.c + c) * w.grid[0] * w.grid[1];
-    long top, bottom, left, right;
+    INT top, bottom, left, right;
     holders(&w, 0, h, &top, &bottom);
     holders(&w, 1, v, &left, &right);
     ACC sum = 0;
-    for (long oh = top; oh <= bottom; ++oh)
-        for (long ow = left; ow <= right; ++ow)
-            if (index[index_at + oh * w.grid[1] + ow] == h * w.image[1] + v)
+    const INT here = h * (INT)w.image[1] + v;
+    for (INT oh = top; oh <= bottom; ++oh)
+        for (INT ow = left; ow <= right; ++ow)
+            if (index[index_at + oh * (INT)w.grid[1] + ow] == here)
                 sum += LOAD(x, x_at + oh * w.x[2] + ow * w.x[3]);
     STORE(y, y_at + p, sum);
 }
@@ -164,12 +173,12 @@ __kernel void window(__global const CAT(A, _t) *x, ulong x_at, __global CAT(A, _
 __kernel void window(__global const CAT(A, _t) *x, ulong x_at, __global CAT(A, _t) *y, ulong y_at, Windows w, ulong count,
                      long divide) {
     POSITION(w.grid[0], w.grid[1]);
-    long top, bottom, left, right;
+    INT top, bottom, left, right;
     span(&w, 0, h, &top, &bottom);
     span(&w, 1, v, &left, &right);
     ACC sum = 0;
-    for (long i = top; i < bottom; ++i)
-        for (long j = left; j < right; ++j)
+    for (INT i = top; i < bottom; ++i)
+        for (INT j = left; j < right; ++j)
             sum += LOAD(x, x_at + i * w.x[2] + j * w.x[3]);
     STORE(y, y_at + p, sum / divisor(&w, h, v, divide));
 }
@@ -179,12 +188,12 @@ __kernel void window(__global const CAT(A, _t) *x, ulong x_at, __global CAT(A, _
 __kernel void window(__global const CAT(A, _t) *x, ulong x_at, __global CAT(A, _t) *y, ulong y_at, Windows w, ulong count,
                      long divide) {
     POSITION(w.image[0], w.image[1]);
-    long top, bottom, left, right;
+    INT top, bottom, left, right;
     holders(&w, 0, h, &top, &bottom);
     holders(&w, 1, v, &left, &right);
     ACC sum = 0;
-    for (long oh = top; oh <= bottom; ++oh)
-        for (long ow = left; ow <= right; ++ow)
+    for (INT oh = top; oh <= bottom; ++oh)
+        for (INT ow = left; ow <= right; ++ow)
             sum += LOAD(x, x_at + oh * w.x[2] + ow * w.x[3]) / divisor(&w, oh, ow, divide);
     STORE(y, y_at + p, sum);
 }

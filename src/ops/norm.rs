@@ -2,7 +2,8 @@
 //!
 //! Layer, group, instance and batch norm are one operation on different rows. Each is a view of four dims, `[rows, inner rows,
 //! outer, inner]`: a row is the last two, so that a channel of a whole batch is a row too and nothing is copied. Forward is
-//! one launch; backward is one as well, and where a weight is not the same for a whole row a few more for its gradient.
+//! one launch, or two where GPUs cut long rows; so is backward, and where a weight is not the same for a whole row it takes one
+//! more or a few for its gradient.
 
 use smallvec::SmallVec;
 
@@ -18,7 +19,7 @@ use crate::{Device, Result, Scalar, Shape, Tensor};
 mod channels;
 mod cpu;
 mod methods;
-mod opencl;
+pub(in crate::ops) mod opencl;
 
 pub(super) use methods::OPERATIONS;
 
@@ -72,17 +73,21 @@ struct Rows<'a> {
     statistics: &'a Tensor,
     /// In backward with one weight a row: `[2, rows]`.
     sums: Option<&'a Tensor>,
-    /// In backward on the CPU, with weights for each column: [`cpu::columns`].
+    /// In backward, with weights for each column, where their gradients are added up on the way: [`cpu::columns`].
     columns: Option<&'a Tensor>,
     eps: f64,
     rms: bool,
+    /// The variance over eps is all that is wanted, or its root; not on processors.
+    variance: Option<bool>,
 }
 
 impl Rows<'_> {
     /// All there are, as the launch has them.
     fn tensors(&self) -> SmallVec<[&Tensor; 7]> {
         let mut all = SmallVec::from_slice(&[self.x, self.y]);
-        all.extend([self.z, self.weight, self.bias, Some(self.statistics), self.sums].into_iter().flatten());
+        all.extend(
+            [self.z, self.weight, self.bias, Some(self.statistics), self.sums, self.columns].into_iter().flatten(),
+        );
         all
     }
 
@@ -131,7 +136,8 @@ impl Norm<'_> {
         }
         let (weight, bias, eps, rms) = (self.weight, self.bias, self.eps, self.rms);
         // The views are not even made where a launch of such tensors is known.
-        let given = Rows { x, y: out, z: None, weight, bias, statistics, sums: None, columns: None, eps, rms };
+        let given =
+            Rows { x, y: out, z: None, weight, bias, statistics, sums: None, columns: None, eps, rms, variance: None };
         let (tensors, numbers) = (given.tensors(), self.numbers());
         let key = Key { of: Of::Norm, device: x.device(), numbers: &numbers, exprs: &[], tensors: &tensors };
         let found = if x.device() == Device::Cpu { None } else { Some(memo::find(&key)) };
@@ -193,13 +199,15 @@ impl Norm<'_> {
         let (eps, rms, bias) = (self.eps, self.rms, None);
         let (z, weight, sums) = (Some(&rows), weight.as_ref(), sums.as_ref());
         let columns = match self.view {
-            View::Last(n) if x.device() == Device::Cpu && (needs[1] || needs[2]) => {
-                Some(cpu::columns(x, x.numel() / n, *n)?)
-            }
+            View::Last(n) if needs[1] || needs[2] => match x.device() {
+                Device::Cpu => Some(cpu::columns(x, x.numel() / n, *n)?),
+                Device::OpenCL(_) => opencl::columns(x, x.numel() / n, *n)?,
+            },
             _ => None,
         };
-        Rows { x: &g, y: &to, z, weight, bias, statistics, sums, columns: columns.as_ref(), eps, rms }.run()?;
-        let columns = columns.map(|parts| reduce::sum_into(op, &parts, &[0isize][..], false, None)).transpose()?;
+        let columns = columns.as_ref();
+        Rows { x: &g, y: &to, z, weight, bias, statistics, sums, columns, eps, rms, variance: None }.run()?;
+        let columns = columns.map(|parts| reduce::sum_into(op, parts, &[0isize][..], false, None)).transpose()?;
         let mut gradients = [Some(out), None, None];
         for (i, t) in [(1, self.weight), (2, self.bias)] {
             let Some(t) = t.filter(|_| needs[i]) else { continue };

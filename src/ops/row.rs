@@ -21,6 +21,7 @@ use crate::{DType, Device, Error, Result, Shape, Tensor};
 
 mod across;
 mod cpu;
+mod entropy;
 mod opencl;
 mod turned;
 
@@ -304,7 +305,7 @@ impl Tensor {
         let out = match (self.numel(), self.device()) {
             (0, _) => nothing(self, labels, options.reduction)?,
             (_, Device::Cpu) => cpu::cross_entropy(self, labels, options, grad.as_ref())?,
-            (_, Device::OpenCL(_)) => opencl::cross_entropy(self, labels, options, grad.as_ref())?,
+            (_, Device::OpenCL(_)) => entropy::cross_entropy(self, labels, options, grad.as_ref())?,
         };
         let Some(saved) = grad else { return Ok(out) };
         let (saved, labels) = (Saved::new(&saved), Saved::new(labels));

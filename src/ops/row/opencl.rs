@@ -2,24 +2,17 @@
 
 use smallvec::SmallVec;
 
-use super::{CrossEntropy, LossReduction, RowOp, Rows};
+use super::{RowOp, Rows};
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice};
-use crate::ops::elementwise::{Params, apply};
-use crate::ops::expr::Expr;
 use crate::ops::kernels::{KernelKey, kernel};
-use crate::ops::memo::{self, Key, Of};
 use crate::ops::prepared::{Prepared, Ready};
-use crate::ops::reduce;
 use crate::ops::reduce::opencl::{WALK, group_size, is_wide, lanes, neighbours, vector_defines};
-use crate::{DType, Error, Result, Scalar, Tensor};
+use crate::{DType, Error, Result, Tensor};
 
-const TEMPLATE: &str = include_str!("../../../kernels/row.cl");
+pub(super) const TEMPLATE: &str = include_str!("../../../kernels/row.cl");
 
-/// Up to so many labels, every group counts for itself those that are not ignored: cheaper than a launch.
-const COUNTED: usize = 1 << 16;
-
-fn defines(t: &Tensor, rank: usize, wide: bool, group: usize) -> String {
+pub(super) fn defines(t: &Tensor, rank: usize, wide: bool, group: usize) -> String {
     let acc = t.dtype.compute();
     let (name, index) = (acc.cl_name(), if wide { "ulong" } else { "uint" });
     let a = t.dtype;
@@ -173,79 +166,4 @@ pub(super) fn prepare(kind: RowOp, tensors: [&Tensor; 3], rows: &Rows) -> Result
     let sight = Arg::U64(rows.sight.causal as u64);
     ready.args([Arg::U32(way.by_column.into()), Arg::U32(way.lanes as u32), sight]);
     Ok(Prepared::one(device, ready))
-}
-
-pub(super) fn cross_entropy(
-    x: &Tensor,
-    labels: &Tensor,
-    options: CrossEntropy,
-    grad: Option<&Tensor>,
-) -> Result<Tensor> {
-    let device = x.cl_device()?;
-    let op = "cross_entropy";
-    let (rows, n) = (x.shape().dims()[0], x.shape().dims()[1]);
-    let group = group_size(device);
-    let units = device.info().compute_units.max(1);
-    let lanes = lanes(group, false, n, 1, |_| true);
-    // Small batches in one group, which then gives the loss itself.
-    let (groups, lanes, local) = match device.info().kind {
-        DeviceKind::Cpu => (if rows * n <= 1 << 13 { 1 } else { rows.min(4 * units) }, 1, 1),
-        // All rows at once, if they fit.
-        _ if rows * n <= 16 * group => (1, lanes.min(1 << (group / rows).max(1).ilog2()), group),
-        _ => (rows.div_ceil(group / lanes).min(4 * units), lanes, group),
-    };
-    let each = options.reduction == LossReduction::None;
-    let loss = match (each, groups) {
-        (true, _) => Tensor::empty_like_shape(rows, x.dtype, x.device())?,
-        (false, 1) => Tensor::empty_like_shape((), x.dtype, x.device())?,
-        (false, _) => Tensor::empty_like_shape(groups, x.dtype.compute().dtype(), x.device())?,
-    };
-    let counted = match options.reduction {
-        LossReduction::Mean if rows > COUNTED => Some(count(op, labels, options.ignore_index)?),
-        _ => None,
-    };
-    let counting = match options.reduction {
-        LossReduction::Mean if counted.is_some() => 2,
-        LossReduction::Mean => 0,
-        _ => 1,
-    };
-    let prepare = || {
-        let wide = is_wide([rows, n, groups * local]);
-        let params = [x.dtype as u64, labels.dtype as u64, loss.dtype as u64, grad.is_some() as u64, wide as u64];
-        let params = SmallVec::from_slice(&params);
-        let key = KernelKey { template: "cross_entropy", params, exprs: SmallVec::new() };
-        let kernel = kernel(device, key, "row", || {
-            let gradient = if grad.is_some() { "#define WITH_GRAD\n" } else { "" };
-            let (b, t) = (loss.dtype, labels.dtype);
-            format!(
-                "{}#define B {b}\n#define T {t}\n#define CROSS_ENTROPY\n{gradient}{WALK}{TEMPLATE}",
-                defines(x, 1, wide, group)
-            )
-        })?;
-        let mut ready = Ready::new(kernel, groups * local, local);
-        (0..2).for_each(|k| ready.tensor(k));
-        ready.args([Arg::I64(labels.strides()[0] as i64)]);
-        (2..5).for_each(|k| ready.tensor(k));
-        ready.faults();
-        ready.args([rows, n].map(|n| Arg::U64(n as u64)));
-        ready.args([x.strides()[0], x.strides()[1]].map(|s| Arg::I64(s as i64)));
-        ready.args([Arg::I64(options.ignore_index)]);
-        ready.args([counting, u32::from(!each), lanes as u32].map(Arg::U32));
-        Ok(Prepared::one(device, ready))
-    };
-    let numbers = [grad.is_some().into(), options.reduction as u64, options.ignore_index as u64];
-    // What the kernel does not touch still has to be some buffer.
-    let tensors = [x, labels, grad.unwrap_or(&loss), &loss, counted.as_ref().unwrap_or(&loss)];
-    let key = Key { of: Of::CrossEntropy, device: device.device(), numbers: &numbers, exprs: &[], tensors: &tensors };
-    memo::launch(&key, Params::default(), prepare)?;
-    loss.storage.bump_version();
-    if each || groups == 1 { Ok(loss) } else { reduce::sum_all(op, &loss, x.dtype) }
-}
-
-/// How many labels are not ignored, on the device.
-fn count(op: &'static str, labels: &Tensor, ignore: i64) -> Result<Tensor> {
-    let params = Params { scalars: &[Scalar::Int(ignore)], seeds: &[] };
-    let kept = [Expr::input(0).ne(Expr::scalar(0))];
-    let kept = apply(op, &[labels], params, &kept, &[DType::Bool])?.remove(0);
-    reduce::sum_all(op, &kept, DType::I64)
 }

@@ -15,20 +15,33 @@ const TEMPLATE: &str = include_str!("../../../kernels/window.cl");
 /// Work-items a group.
 const LOCAL: usize = 64;
 
-/// The kernel of a task, named by its macro, that computes in `dtype`'s compute type.
+/// Whether all places in an image, of an element and of a window, and products of them that kernels compute fit in 31 bits.
+fn is_near(w: &Windows) -> bool {
+    let along = |d: usize| {
+        let parts = [w.image[d], 2 * w.padding[d], w.dilation[d] * w.kernel[d], w.grid[d] * w.stride[d]];
+        let products = if w.adaptive { (w.grid[d] + 1) * (w.image[d] + 1) } else { 0 };
+        parts.iter().sum::<usize>().max(products)
+    };
+    let places = (w.image[0] * w.image[1]).max(w.grid[0] * w.grid[1]).max(w.kernel[0] * w.kernel[1]);
+    places.max(along(0)).max(along(1)) < 1 << 30
+}
+
+/// The kernel of a task, named by its macro, that computes in `dtype`'s compute type, of windows of `count` elements' result.
 fn computing(
     device: &'static ClDevice,
     name: &'static str,
     dtype: DType,
-    adaptive: bool,
-    wide: bool,
+    w: &Windows,
+    count: usize,
 ) -> Result<Arc<ClKernel>> {
-    let params = SmallVec::from_slice(&[dtype as u64, adaptive as u64, wide as u64]);
+    let (adaptive, wide, near) = (w.adaptive, is_wide([count]), is_near(w));
+    let params = SmallVec::from_slice(&[dtype as u64, adaptive as u64, wide as u64, near as u64]);
     kernel(device, KernelKey { template: name, params, exprs: SmallVec::new() }, "window", || {
         let (acc, idx) = (dtype.compute(), if wide { "ulong" } else { "uint" });
         let adaptive = if adaptive { "#define ADAPTIVE\n" } else { "" };
+        let near = if near { "#define INT int\n" } else { "" };
         format!(
-            "#define {name}\n#define A {dtype}\n#define ACC {}\n#define ACC_NAME {acc:?}\n#define IDX {idx}\n{adaptive}{WALK}{TEMPLATE}",
+            "#define {name}\n#define A {dtype}\n#define ACC {}\n#define ACC_NAME {acc:?}\n#define IDX {idx}\n{adaptive}{near}{WALK}{TEMPLATE}",
             acc.cl_name()
         )
     })
@@ -61,7 +74,7 @@ pub(super) fn unfold(w: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Res
 pub(super) fn fold(w: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> {
     let device = out.cl_device()?;
     let count = out.numel();
-    let kernel = computing(device, "FOLD_WINDOWS", out.dtype, false, is_wide([count]))?;
+    let kernel = computing(device, "FOLD_WINDOWS", out.dtype, w, count)?;
     let words = words(w, columns, columns.strides());
     let (from, to) = (columns.place()?, out.place()?);
     let args = [
@@ -84,7 +97,7 @@ pub(super) fn run(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Ten
         Task::Mean(_) => "MEAN",
         Task::Unmean(_) => "UNMEAN",
     };
-    let kernel = computing(device, name, out.dtype, w.adaptive, is_wide([count]))?;
+    let kernel = computing(device, name, out.dtype, w, count)?;
     let words = words(w, x, x.strides());
     let words = Arg::Bytes(bytemuck::cast_slice(&words));
     let (from, to, place) = (x.place()?, out.place()?, index.place()?);

@@ -1,0 +1,209 @@
+// Cross-entropy of labels on GPUs, the loss and the gradient in one launch. The host gives: A (dtype), B (the losses'), T (the
+// labels'), ACC and ACC_NAME, IDX, WITH_GRAD where the gradient is wanted, GROUP, and what is compiled in of row.cl's way to keep
+// rows in registers: LANES work-items share a row, of which each keeps CACHED groups of VEC neighbours (loaded as WIDE_T where VEC is
+// above 1); WHOLE where that is all of it. With TOGETHER the work-group that comes last combines the losses of all.
+
+#define COUNT_HERE 0
+#define COUNT_ONE 1
+#define COUNT_GIVEN 2
+#define COUNT_ALONG 3
+
+typedef __global const CAT(A, _t) *In;
+typedef __global CAT(A, _t) *Out;
+typedef CAT(ACC, 2) Two;
+#define LOAD CAT(load_, A)
+#define STORE CAT(CAT(CAT(store_, A), _), ACC_NAME)
+#define STORE_LOSS CAT(CAT(CAT(store_, B), _), ACC_NAME)
+#define LABEL(r) CAT(load_, T)(label, label_at + (long)(r) * label_stride)
+#define PLUS(a, b) ((a) + (b))
+#define KEPT (CACHED * VEC)
+#define BLOCK (LANES * KEPT)
+
+// The sum over the whole group.
+#define FOLD_GROUP(v)                                                                                                  \
+    {                                                                                                                  \
+        const uint lanes = GROUP, lane = lid;                                                                          \
+        FOLD(PLUS, v);                                                                                                 \
+    }
+
+// A lane's part of a block that ends at `stop`, of which element i is its first; -inf past the end.
+inline void fetch(ACC *v, In x, ulong at, IDX i, IDX stop, long stride) {
+    #pragma unroll
+    for (int k = 0; k < CACHED; ++k, i += LANES * VEC) {
+#if VEC > 1
+        CAT(A, _t) raw[VEC];
+        const bool inside = i < stop;
+        CAT(vstore, VEC)(inside ? *(__global const WIDE_T *)(x + at + i) : (WIDE_T)(0), 0, raw);
+        #pragma unroll
+        for (int j = 0; j < VEC; ++j)
+            v[k * VEC + j] = inside ? CAT(from_, A)(raw[j]) : -INFINITY;
+#else
+        v[k] = i < stop ? LOAD(x, at + (long)i * stride) : -INFINITY;
+#endif
+    }
+}
+
+// A NaN need not be found here: the sum has it.
+inline ACC largest_of(const ACC *v) {
+    ACC m = -INFINITY;
+    #pragma unroll
+    for (int k = 0; k < KEPT; ++k)
+        m = fmax(v[k], m);
+    return m;
+}
+
+inline ACC sum_exp_of(const ACC *v, ACC m) {
+    ACC s = 0;
+    #pragma unroll
+    for (int k = 0; k < KEPT; ++k)
+        s += exp(v[k] - m);
+    return s;
+}
+
+// The gradient of these: nothing where `scale` is 0.
+inline void keep(ACC *v, Out grad, ulong at, IDX i, IDX stop, ACC lse, IDX target, ACC scale) {
+    #pragma unroll
+    for (int k = 0; k < CACHED; ++k, i += LANES * VEC) {
+        if (i < stop) {
+            CAT(A, _t) raw[VEC];
+            #pragma unroll
+            for (int j = 0; j < VEC; ++j) {
+                const ACC p = exp(v[k * VEC + j] - lse) - (ACC)(i + j == target);
+                raw[j] = CAT(CAT(CAT(to_, A), _), ACC_NAME)(scale == 0 ? 0 : p * scale);
+            }
+#if VEC > 1
+            *(__global WIDE_T *)(grad + at + i) = CAT(vload, VEC)(0, raw);
+#else
+            grad[at + i] = raw[0];
+#endif
+        }
+    }
+}
+
+#ifdef TOGETHER
+#define TOGETHER_PARAMETERS                                                                                            \
+    , __global Two *parts, ulong parts_at, volatile __global uint *arrived, uint first_arrived
+#else
+#define TOGETHER_PARAMETERS
+#endif
+
+// loss[row] = logsumexp(x) - x[label] and grad = (softmax(x) - onehot) / count, both 0 where the label is `ignore`.
+// The count of labels that are not ignored: 1 with COUNT_ONE (no mean is wanted), counted[0] with COUNT_GIVEN; every group counts
+// all with COUNT_HERE, its own with COUNT_ALONG, which is enough where one group has the sum. With `sums`, group g writes the sum of its
+// losses divided by the count to loss[g]; otherwise every row writes its own.
+__kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void
+row(In x, ulong x_at, __global const CAT(T, _t) *label, ulong label_at, long label_stride, Out grad, ulong grad_at,
+    __global CAT(B, _t) *loss, ulong loss_at, __global const long *counted, ulong counted_at, volatile __global int *word,
+    ulong rows_, ulong n_, long row_stride, long stride, long ignore, uint counting, uint sums TOGETHER_PARAMETERS) {
+    const IDX rows = (IDX)rows_, n = (IDX)n_;
+    const uint lid = get_local_id(0), lanes = LANES, lane = lid % LANES, step = 1;
+    const IDX group = (IDX)get_group_id(0), by = (IDX)get_num_groups(0) * (GROUP / LANES);
+    __local ACC scratch[GROUP];
+    ACC count = counting == COUNT_ONE ? 1 : 0;
+    if (counting == COUNT_GIVEN) {
+        count = (ACC)counted[counted_at];
+    } else if (counting == COUNT_HERE) {
+        #pragma unroll 8
+        for (IDX r = lid; r < rows; r += GROUP)
+            count += LABEL(r) != ignore;
+        FOLD_GROUP(count);
+    }
+    // Losses are added up in blocks: thousands in one chain would round too often.
+    ACC total = 0, block = 0;
+    uint blocked = 0;
+    for (IDX top = group * (GROUP / LANES); top < rows; top += by) {
+        const IDX r = top + lid / LANES;
+        const bool inside = r < rows;
+        const IDX stop = inside ? n : 0;
+        const ulong at = x_at + (inside ? (long)r * row_stride : 0);
+        const long target = inside ? LABEL(r) : ignore;
+        const bool counts = target != ignore, valid = counts && target >= 0 && target < (long)n;
+        const ACC chosen = valid ? LOAD(x, at + target * stride) : 0;
+        ACC v[KEPT], m = -INFINITY, s = 0;
+#ifdef WHOLE
+        fetch(v, x, at, lane * VEC, stop, stride);
+        m = largest_of(v);
+        FOLD(fmax, m);
+        s = sum_exp_of(v, m);
+#else
+        // What a lane has seen so far is a sum of exp(x - base), of which the base moves with the largest x.
+        ACC base = 0;
+        for (IDX i = lane * VEC; i < stop; i += BLOCK) {
+            fetch(v, x, at, i, stop, stride);
+            const ACC above = fmax(m, largest_of(v)), next = isinf(above) ? 0 : above;
+            s = (s == 0 ? 0 : s * exp(base - next)) + sum_exp_of(v, next);
+            m = above;
+            base = next;
+        }
+        FOLD(fmax, m);
+        if (m == INFINITY)
+            s = NAN; // as inf - inf
+        m = isinf(m) ? 0 : m;
+        s = s == 0 ? 0 : s * exp(base - m);
+#endif
+        FOLD(PLUS, s);
+        const ACC lse = m + log(s);
+        ACC l = 0;
+        if (counts) {
+            l = valid ? lse - chosen : NAN;
+            if (!valid && lane == 0)
+                fault_record(word, FAULT_LABEL, target, n);
+        }
+        if (lane == 0 && inside) {
+            block += l;
+            if (++blocked % 64 == 0) {
+                total += block;
+                block = 0;
+            }
+            if (counting == COUNT_ALONG)
+                count += counts;
+            if (!sums)
+                STORE_LOSS(loss, loss_at + r, l);
+        }
+#ifdef WITH_GRAD
+        const ACC scale = valid ? 1 / count : 0;
+#ifdef WHOLE
+        keep(v, grad, grad_at + (ulong)r * n, lane * VEC, stop, lse, (IDX)target, scale);
+#else
+        for (IDX i = lane * VEC; i < stop; i += BLOCK) {
+            fetch(v, x, at, i, stop, stride);
+            keep(v, grad, grad_at + (ulong)r * n, i, stop, lse, (IDX)target, scale);
+        }
+#endif
+#endif
+    }
+    if (!sums)
+        return;
+    total += block;
+    FOLD_GROUP(total);
+    if (counting == COUNT_ALONG)
+        FOLD_GROUP(count);
+#ifdef TOGETHER
+    __local uint others;
+    if (lid == 0) {
+        parts[parts_at + group] = (Two)(total, count);
+        FENCE;
+        others = atomic_inc(arrived + first_arrived);
+        FENCE;
+    }
+    barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE);
+    if (others != get_num_groups(0) - 1)
+        return;
+    if (lid == 0)
+        arrived[first_arrived] = 0;
+    Two all = 0;
+    for (uint g = lid; g < get_num_groups(0); g += GROUP)
+        all += parts[parts_at + g];
+    total = all.x;
+    FOLD_GROUP(total);
+    if (counting == COUNT_ALONG) {
+        count = all.y;
+        FOLD_GROUP(count);
+    }
+    if (lid == 0)
+        STORE_LOSS(loss, loss_at, total / count);
+#else
+    if (lid == 0)
+        STORE_LOSS(loss, loss_at + group, total / count);
+#endif
+}
