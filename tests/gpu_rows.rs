@@ -1,6 +1,6 @@
 //! Norms, variances and cross-entropy by the kernels of GPUs, which keep rows in registers or cut them in slices: at sizes around the
 //! edges of both, through offsets and strides, beside formulas in f64. Where no GPU is, OpenCL processors run them: each test starts
-//! itself again with `CLAYSTONE_KERNELS=gpu`.
+//! itself again with `CLAYSTONE_KERNELS=gpu`. The same is asked of processors' own kernels.
 
 mod common;
 
@@ -11,6 +11,16 @@ fn gpus(test: &str) -> Vec<Device> {
     match common::again_with(test, "CLAYSTONE_KERNELS", "gpu") {
         true => common::devices().into_iter().filter(|&d| d != Device::Cpu).take(1).collect(),
         false => Vec::new(),
+    }
+}
+
+/// The CPU and the best device with their own kernels, and an OpenCL processor with those of GPUs.
+fn everywhere(test: &str) -> Vec<Device> {
+    match gpus(test) {
+        none if none.is_empty() => {
+            common::devices().into_iter().filter(|&d| d == Device::Cpu || d == Device::best()).collect()
+        }
+        stand_in => stand_in,
     }
 }
 
@@ -111,7 +121,7 @@ fn assert_norm(
 
 #[test]
 fn norms_of_rows_kept_in_registers_and_of_slices() {
-    for device in gpus("norms_of_rows_kept_in_registers_and_of_slices") {
+    for device in everywhere("norms_of_rows_kept_in_registers_and_of_slices") {
         for dtype in cases(&[DType::F32, DType::F64, DType::F16], 2, device) {
             let lengths = [2, 3, 4, 8, 33, 64, 100, 768, 1000, 4096, 4099, 16_384, 16_388, 32_771, 70_000];
             for n in cases(&lengths, 4, device) {
@@ -140,7 +150,7 @@ fn norms_of_rows_kept_in_registers_and_of_slices() {
 
 #[test]
 fn norms_of_channels_in_registers_and_in_slices() {
-    for device in gpus("norms_of_channels_in_registers_and_in_slices") {
+    for device in everywhere("norms_of_channels_in_registers_and_in_slices") {
         for dtype in cases(&[DType::F32, DType::F64, DType::F16], 2, device) {
             let shapes = [[2, 4, 1], [2, 4, 3], [3, 4, 64], [5, 6, 500], [4, 2, 12_544], [3, 2, 20_001], [600, 2, 196]];
             for [n, c, l] in cases(&shapes, 2, device) {
@@ -227,7 +237,7 @@ fn variances_in_one_go() {
 
 #[test]
 fn cross_entropy_of_labels_in_one_group_and_many() {
-    for device in gpus("cross_entropy_of_labels_in_one_group_and_many") {
+    for device in everywhere("cross_entropy_of_labels_in_one_group_and_many") {
         for dtype in cases(&[DType::F32, DType::F64, DType::F16], 2, device) {
             let shapes =
                 [[1, 1], [64, 10], [7, 33], [300, 10], [1000, 12], [9, 1000], [5, 4096], [3, 8195], [2, 40_000]];

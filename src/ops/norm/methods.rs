@@ -72,8 +72,8 @@ fn check_last(op: &'static str, x: &Tensor, shape: &[usize], given: &[Option<&Te
 
 impl Tensor {
     /// `(x - mean) / sqrt(var + eps) * weight + bias` over the last dims, which have the normalised shape, as weight and bias
-    /// do (PyTorch's `layer_norm`, whose default eps is 1e-5). Floats, computed in f32 at least. One launch. Differentiable in
-    /// all three.
+    /// do (PyTorch's `layer_norm`, whose default eps is 1e-5). Floats, computed in f32 at least. One launch, on GPUs two of rows
+    /// longer than their registers. Differentiable in all three.
     ///
     /// ```
     /// use claystone::{Device, Tensor};
@@ -106,7 +106,8 @@ impl Tensor {
     }
 
     /// `x / sqrt(mean(x²) + eps) * weight` over the last dims, which have the normalised shape, as the weight does (PyTorch's
-    /// `rms_norm`); without an eps it is that of the dtype. Floats, computed in f32 at least. One launch. Differentiable.
+    /// `rms_norm`); without an eps it is that of the dtype. Floats, computed in f32 at least. Launches as
+    /// [`Tensor::layer_norm`]. Differentiable.
     ///
     /// # Errors
     /// As [`Tensor::layer_norm`].
@@ -130,7 +131,7 @@ impl Tensor {
     }
 
     /// [`Tensor::layer_norm`] of each group of the channels of `[N, C, ..]`, with a weight and a bias for each channel
-    /// (PyTorch's `group_norm`, whose default eps is 1e-5). One launch. Differentiable.
+    /// (PyTorch's `group_norm`, whose default eps is 1e-5). Launches as that. Differentiable.
     ///
     /// # Errors
     /// As [`Tensor::layer_norm`]; [`Error::Invalid`] where the groups do not divide the channels.
@@ -160,7 +161,7 @@ impl Tensor {
     }
 
     /// [`Tensor::layer_norm`] of each channel of each of `[N, C, ..]`, with a weight and a bias for each channel (PyTorch's
-    /// `instance_norm`, whose default eps is 1e-5). One launch. Differentiable.
+    /// `instance_norm`, whose default eps is 1e-5). Launches as that. Differentiable.
     ///
     /// # Errors
     /// As [`Tensor::layer_norm`].
@@ -173,8 +174,8 @@ impl Tensor {
     }
 
     /// Each channel of `[N, C, ..]` less its mean, over its standard deviation (PyTorch's `batch_norm`): in training over the
-    /// batch, one launch and one more for the running statistics, which move towards the batch's mean and unbiased variance;
-    /// otherwise by the running statistics. Floats, computed in f32 at least. Differentiable in x, weight and bias.
+    /// batch, launched as [`Tensor::layer_norm`] and once more for the running statistics, which move towards the batch's mean
+    /// and unbiased variance; otherwise by the running statistics. Floats, computed in f32 at least. Differentiable in x, weight and bias.
     ///
     /// ```
     /// use claystone::{BatchNormOptions, Device, Tensor};
