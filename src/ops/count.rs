@@ -1,17 +1,17 @@
 //! What is counted or told apart, where the shape of the result depends on the elements: `unique`, `nonzero`,
 //! `masked_select`, `bincount` and kin. Each reads one number back and so waits for the device.
 //!
-//! All are made of sorts, running sums and searches: the k-th element that is not zero is where the running count reaches k.
-//! On the CPU places are counted and filled in, in two passes.
+//! Places of what is not zero are counted and filled in, in two passes; the others are made of sorts, running sums and searches.
 
 use super::catalogue::{Dtypes, Gives, Kind, Operation};
 use super::elementwise::{Params, apply};
 use super::expr::Expr;
 use super::pair;
 use super::registry::{replaced, replaced_several, replacement};
-use crate::{DType, Device, Error, Result, Scalar, Tensor};
+use crate::{DType, Device, Error, Result, Scalar, Tensor, autograd};
 
 mod cpu;
+mod opencl;
 
 pub(super) static OPERATIONS: &[Operation] = &[
     Operation::new("unique", "unique", Kind::Sorting, Dtypes::All, Gives::Same, |a| a.x(0)?.unique()),
@@ -53,17 +53,13 @@ fn mask(t: &Tensor) -> Result<Tensor> {
     if t.dtype == DType::Bool { t.detach().contiguous() } else { t.detach().ne_scalar(0)?.contiguous() }
 }
 
-/// Where the elements of a tensor that are not zero are, in row-major order; a vector.
-fn places(t: &Tensor) -> Result<Tensor> {
-    if t.numel() == 0 {
-        return Tensor::zeros(0, (DType::I64, t.device()));
+/// Where the elements of a tensor that are not zero are, in row-major order: a row of indices each, as of a tensor of sizes `dims`.
+fn places(t: &Tensor, dims: &[usize]) -> Result<Tensor> {
+    match t.device() {
+        _ if t.numel() == 0 => Tensor::zeros([0, dims.len()], (DType::I64, t.device())),
+        Device::Cpu => cpu::places(&mask(t)?, dims),
+        Device::OpenCL(_) => opencl::places(t, dims),
     }
-    if t.device() == Device::Cpu {
-        return cpu::places(&mask(t)?, &[t.numel()])?.reshape([-1]);
-    }
-    let running = flat(&t.detach().ne_scalar(0)?)?.cumsum(0)?;
-    let count = running.select(0, -1)?.item::<i64>()?;
-    running.searchsorted(&numbers(1, count + 1, t)?, false)
 }
 
 /// A vector's runs of equal elements: for each element the number of its run, from 1; where each run starts, and at the
@@ -163,20 +159,11 @@ impl Tensor {
     /// [`Error::OutOfMemory`] and device failures.
     pub fn nonzero(&self) -> Result<Tensor> {
         replaced!("nonzero", [self]);
-        if self.device() == Device::Cpu && self.rank() > 0 && self.numel() > 0 {
-            return cpu::places(&mask(self)?, self.shape().dims());
+        if self.rank() == 0 {
+            let count = places(self, &[1])?.numel();
+            return Tensor::zeros([count, 0], (DType::I64, self.device()));
         }
-        let places = places(self)?;
-        let (count, rank) = (places.numel(), self.rank());
-        if count == 0 || rank == 0 {
-            return Tensor::zeros([count, rank], (DType::I64, self.device()));
-        }
-        let host = |values: Vec<i64>| Tensor::from_slice(&values, rank, self.device());
-        let strides = host(self.shape().contiguous_strides().iter().map(|&s| s as i64).collect())?;
-        let sizes = host(self.shape().dims().iter().map(|&n| n as i64).collect())?;
-        let index = [(Expr::input(0) / Expr::input(1)) % Expr::input(2)];
-        let inputs = [&places.unsqueeze(1)?, &strides, &sizes];
-        Ok(apply("nonzero", &inputs, Params::default(), &index, &[DType::I64])?.remove(0))
+        places(self, self.shape().dims())
     }
 
     /// [`Tensor::nonzero`] by its other name (PyTorch's `argwhere`).
@@ -198,7 +185,12 @@ impl Tensor {
         replaced!(op, [self, mask]);
         super::same_device(op, &[self, mask])?;
         let shape = self.shape().broadcast(op, mask.shape())?;
-        let places = places(&mask.with_layout(mask.layout.broadcast_to(&shape)))?;
+        let over = |t: &Tensor| t.with_layout(t.layout.broadcast_to(&shape));
+        let mask = over(mask);
+        if self.device() != Device::Cpu && shape.numel() > 0 && !autograd::is_tracked(&[self]) {
+            return opencl::selected(&over(self), &mask);
+        }
+        let places = places(&mask, &[shape.numel()])?.reshape([-1])?;
         let sizes: Vec<isize> = shape.dims().iter().map(|&n| n as isize).collect();
         self.broadcast_to(sizes)?.reshape([shape.numel()])?.index_select(0, &places)
     }
