@@ -117,6 +117,57 @@ typedef CAT(B, _t) Out;
 
 #ifndef IS_CPU
 #if VEC > 1
+// Loads of a lane that are under way at a time; of halves fewer, which have more to compute.
+#define AHEAD (VEC > 4 ? 4 : 8)
+
+#ifdef ARG
+// The best element of [r, end) that falls to a lane which starts at r: of every place in a vector, then of those.
+inline Acc share(__global const In *x, IDX r, IDX end, uint lanes) {
+    if (r >= end)
+        return neutral();
+    ACC best[VEC];
+    IDX at[VEC];
+    #pragma unroll
+    for (int k = 0; k < VEC; ++k) {
+        best[k] = ELEMENT(CAT(from_, A)(x[r]));
+        at[k] = r;
+    }
+#define OFFER(k, raw, i)                                                                                               \
+    {                                                                                                                  \
+        const ACC v = ELEMENT(CAT(from_, A)(raw));                                                                     \
+        if (BEATS(v, best[k]) | (IS_NAN(v) & !IS_NAN(best[k]))) {                                                      \
+            best[k] = v;                                                                                               \
+            at[k] = i;                                                                                                 \
+        }                                                                                                              \
+    }
+    for (; r + (AHEAD - 1) * lanes * VEC + VEC <= end; r += AHEAD * lanes * VEC) {
+        In raw[AHEAD][VEC];
+        #pragma unroll
+        for (int a = 0; a < AHEAD; ++a)
+            CAT(vstore, VEC)(*(__global const WIDE_T *)(x + r + a * lanes * VEC), 0, raw[a]);
+        #pragma unroll
+        for (int a = 0; a < AHEAD; ++a) {
+            #pragma unroll
+            for (int k = 0; k < VEC; ++k)
+                OFFER(k, raw[a][k], r + a * lanes * VEC + k)
+        }
+    }
+    for (; r + VEC <= end; r += lanes * VEC) {
+        In raw[VEC];
+        CAT(vstore, VEC)(*(__global const WIDE_T *)(x + r), 0, raw);
+        #pragma unroll
+        for (int k = 0; k < VEC; ++k)
+            OFFER(k, raw[k], r + k)
+    }
+    for (; r < end; ++r)
+        OFFER(0, x[r], r)
+    Acc total = pair(best[0], (long)at[0]);
+    #pragma unroll
+    for (int k = 1; k < VEC; ++k)
+        total = combine(total, pair(best[k], (long)at[k]));
+    return total;
+}
+#else
 // Adds VEC elements from x on.
 inline void take(Acc *acc, __global const In *x) {
     In raw[VEC];
@@ -152,9 +203,6 @@ inline void shares(Acc *total, __global const In *x, const Reduced *reduced, IDX
     }
 }
 #else
-// Loads of a lane that are under way at a time; of halves fewer, which have more to compute.
-#define AHEAD (VEC > 4 ? 4 : 8)
-
 // The part of elements [r, end) that falls to a lane which starts at r.
 inline Acc share(__global const In *x, IDX r, IDX end, uint lanes) {
     Acc total = neutral();
@@ -182,6 +230,7 @@ inline Acc share(__global const In *x, IDX r, IDX end, uint lanes) {
     }
     return total;
 }
+#endif
 #endif
 #endif
 

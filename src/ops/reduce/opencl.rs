@@ -78,7 +78,8 @@ pub(super) fn prepare(rule: &Rule, t: &Tensor, plan: &Plan, out: &Tensor) -> Res
     };
     let stage = if arg { Stage::Second } else { Stage::Whole };
     let second = Kind { rule: &second, input: acc.dtype(), output: out.dtype, acc, stage };
-    let width = vector(device, arg, acc.dtype(), &rest);
+    // Pairs are 16 bytes.
+    let width = if arg { 1 } else { vector(device, arg, acc.dtype(), &rest) };
     let way = Way { slices: 1, chunk: rest.n, ..Way::choose(device, &rest, width) };
     let second = second.ready(device, (2, 0), 1, &rest, &way, plan.n)?;
     Ok(Prepared::new(device, partial, [first, second]))
@@ -89,7 +90,7 @@ pub(super) fn prepare(rule: &Rule, t: &Tensor, plan: &Plan, out: &Tensor) -> Res
 fn vector(device: &ClDevice, arg: bool, dtype: DType, plan: &Plan) -> usize {
     let by_column = plan.by_column();
     let rows = plan.reduced.rank() == 1 && plan.reduced.inner().1 == 1;
-    if arg || !(rows || by_column && plan.kept.inner().1 == 1) {
+    if !(rows || by_column && plan.kept.inner().1 == 1) || (arg && by_column) {
         return 1;
     }
     let all = |axes: &Axes| axes.strides.iter().copied().collect::<SmallVec<[isize; 6]>>();
