@@ -1,34 +1,11 @@
-// Stable sorting along a dim of a strided tensor, and searching in what is sorted. The host gives: A (dtype), V (an unsigned
-// type of the element's size), KEY_F32, KEY_F64 or KEY_I64 (what A computes in), PLACE (the type of indices: uint or ulong),
-// NK (rank), IDX, BLOCK, DESCENDING, FINAL where the launch writes the results, and one of BLOCKS, MERGE, SEARCH.
-// A key is an unsigned number that orders as its element does: -0 and 0 are equal, NaN is above everything. Keys and indices
+// Stable sorting along a dim of a strided tensor, and searching in what is sorted; but for the search it comes after key.cl.
+// The host gives: A (dtype), V (an unsigned type of the element's size), PLACE (the type of indices: uint or ulong),
+// NK (rank), IDX, BLOCK, FINAL where the launch writes the results, and one of BLOCKS, MERGE, SEARCH. Keys and indices
 // of line l are elements [l * n, l * n + n) of `keys` and `at`; there BLOCKS sorts every BLOCK of them, and each MERGE
 // makes one run of two. Equal keys stay in the order of their indices.
 
 #ifndef SEARCH
 WALK(Rest, NK)
-
-#ifdef KEY_F32
-typedef uint Key;
-inline Key ascending(float v) {
-    const uint u = as_uint(v == 0 ? 0.0f : v);
-    return v != v ? UINT_MAX : u >> 31 ? ~u : u | 0x80000000u;
-}
-#elif defined(KEY_F64)
-typedef ulong Key;
-inline Key ascending(double v) {
-    const ulong u = as_ulong(v == 0 ? 0.0 : v);
-    return v != v ? ULONG_MAX : u >> 63 ? ~u : u | 0x8000000000000000UL;
-}
-#else
-typedef ulong Key;
-inline Key ascending(long v) { return (ulong)v ^ 0x8000000000000000UL; }
-#endif
-#ifdef DESCENDING
-#define KEY_OF(v) (~ascending(v))
-#else
-#define KEY_OF(v) ascending(v)
-#endif
 
 #define PARAMETERS                                                                                                     \
     __global const CAT(A, _t) *x, ulong x_at, __global V *y, ulong y_at, __global long *places, ulong places_at,       \

@@ -126,6 +126,24 @@ pub(super) static OPERATIONS: &[Operation] = &[
     }),
 ];
 
+/// `out`, which was read from `x` along `dim` through `index`, as [`Tensor::gather`] gives it: with its node.
+pub(super) fn read_through(out: Tensor, x: &Tensor, dim: isize, index: &Tensor) -> Tensor {
+    gathered_through("gather", out, x, dim, index)
+}
+
+fn gathered_through(op: &'static str, out: Tensor, x: &Tensor, dim: isize, index: &Tensor) -> Tensor {
+    let (index, shape) = (Saved::new(index), x.shape().clone());
+    recorded(op, out, &[x], move |_, grad| {
+        let (total, index) = (zeros_for(grad, &shape)?, index.get(op)?);
+        let wide = grad.to_dtype(total.dtype)?;
+        let total = match autograd::is_tracked(&[grad]) {
+            true => total.scatter_add(dim, index, &wide)?,
+            false => total.scatter_add_(dim, index, &wide)?.detach(),
+        };
+        total.to_dtype(grad.dtype)
+    })
+}
+
 impl Tensor {
     /// The slices of this tensor along `dim` that a vector of indices names, in its order (PyTorch's `index_select`). Any
     /// integer dtype but bool indexes. Differentiable.
@@ -204,16 +222,7 @@ impl Tensor {
         let (x_layout, step) = without(self, d, index.shape());
         let (index_layout, size) = (index.layout.clone(), self.shape().dims()[d]);
         let out = Indexed { op, x: self, x_layout, index, index_layout, size, step, wraps: false }.read()?;
-        let (index, shape) = (Saved::new(index), self.shape().clone());
-        Ok(recorded(op, out, &[self], move |_, grad| {
-            let (total, index) = (zeros_for(grad, &shape)?, index.get(op)?);
-            let wide = grad.to_dtype(total.dtype)?;
-            let total = match autograd::is_tracked(&[grad]) {
-                true => total.scatter_add(dim, index, &wide)?,
-                false => total.scatter_add_(dim, index, &wide)?.detach(),
-            };
-            total.to_dtype(grad.dtype)
-        }))
+        Ok(gathered_through(op, out, self, dim, index))
     }
 
     /// [`Tensor::gather`] with this tensor and `index` broadcast against each other outside `dim`; without a `dim` both are

@@ -1,14 +1,14 @@
 //! What is chosen by order along a dim: the greatest k, the k-th, medians, quantiles, the most frequent. Each finds indices
-//! and reads the elements through them, which is also the gradient. Where one or a few of a line are wanted, the CPU selects
-//! and does not sort.
+//! and reads the elements through them, which is also the gradient. Where one or a few of a line are wanted, the CPU and GPUs
+//! choose and do not sort.
 
 use super::catalogue::{Dtypes, Gives, Kind, Operation};
 use super::elementwise::{Params, apply, apply_into};
 use super::expr::Expr;
 use super::pair;
 use super::registry::{replaced, replaced_several};
-use super::sort::{first_sorted, nth, sorted};
-use crate::{DType, Device, Error, Result, Scalar, Tensor};
+use super::sort::{Chosen, Nth, first_sorted, nth, sorted};
+use crate::{DType, Error, Result, Scalar, Tensor};
 
 pub(super) static OPERATIONS: &[Operation] = &[
     Operation::several("topk", "topk", Kind::Sorting, Dtypes::All, Gives::Same, |a| {
@@ -56,7 +56,7 @@ fn chosen(
     t: &Tensor,
     dim: isize,
     keepdim: bool,
-    find: impl FnOnce(&Tensor) -> Result<Tensor>,
+    find: impl FnOnce(&Tensor) -> Result<Chosen>,
 ) -> Result<(Tensor, Tensor)> {
     let x = if t.rank() == 0 { t.unsqueeze(0)? } else { t.shallow_clone() };
     let d = x.shape().dim(op, dim)?;
@@ -64,8 +64,7 @@ fn chosen(
         let reason = format!("dimension {dim} is empty in shape {}: there is no element to choose", t.shape());
         return Err(Error::invalid(op, reason));
     }
-    let indices = find(&x.detach()).map_err(|e| e.of(op))?;
-    let values = x.gather(dim, &indices).map_err(|e| e.of(op))?;
+    let (values, indices) = find(&x.detach()).and_then(|found| found.of(&x, dim)).map_err(|e| e.of(op))?;
     match keepdim && t.rank() > 0 {
         true => Ok((values, indices)),
         false => Ok((values.squeeze(dim)?, indices.squeeze(dim)?)),
@@ -100,9 +99,9 @@ impl Sorted {
     }
 
     /// The indices of the elements at `place`, a formula of the number of NaN.
-    fn at(&self, op: &'static str, place: Expr) -> Result<Tensor> {
+    fn at(&self, op: &'static str, place: Expr) -> Result<Chosen> {
         let places = apply(op, &[&self.nans], Params::default(), &[place], &[DType::I64])?.remove(0);
-        self.order.gather(self.dim, &places)
+        self.order.gather(self.dim, &places).map(Chosen::from)
     }
 }
 
@@ -120,8 +119,7 @@ impl Tensor {
         if k > n {
             return Err(Error::invalid(op, format!("{k} elements of {n} along dimension {dim} of {}", self.shape())));
         }
-        let indices = first_sorted(op, &x.detach(), dim, k, largest)?;
-        let values = x.gather(dim, &indices)?;
+        let (values, indices) = first_sorted(op, &x.detach(), dim, k, largest)?.of(&x, dim)?;
         match self.rank() == 0 && k == 1 {
             true => Ok((values.squeeze(dim)?, indices.squeeze(dim)?)),
             false => Ok((values, indices)),
@@ -142,9 +140,9 @@ impl Tensor {
                 let reason = format!("the dimension has elements 1 to {n}, and {k} was asked for");
                 return Err(Error::invalid(op, reason));
             }
-            match x.device() {
-                Device::Cpu => nth(op, x, dim, |_| k - 1),
-                Device::OpenCL(_) => sorted(op, x, dim, false)?.1.narrow(dim, k - 1, 1),
+            match nth(op, x, dim, Nth::Place(k - 1))? {
+                Some(found) => Ok(found),
+                None => sorted(op, x, dim, false)?.1.narrow(dim, k - 1, 1).map(Chosen::from),
             }
         })
     }
@@ -165,12 +163,11 @@ impl Tensor {
     pub fn median(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         replaced_several!("median", [self], dim, keepdim; pair);
         chosen("median", self, dim, keepdim, |x| {
-            let n = size(x, dim)?;
-            // The first of the NaN, which are at the end.
-            if x.device() == Device::Cpu {
-                return nth("median", x, dim, |nans| if nans > 0 { n - nans } else { (n - 1) / 2 });
+            if let Some(found) = nth("median", x, dim, Nth::Median)? {
+                return Ok(found);
             }
-            let nans = Expr::input(0);
+            // The first of the NaN, which are at the end.
+            let (n, nans) = (size(x, dim)?, Expr::input(0));
             Sorted::new("median", x, dim)?.at("median", nans.gt(0.0).select(n as f64 - &nans, ((n - 1) / 2) as f64))
         })
     }
@@ -183,10 +180,10 @@ impl Tensor {
     pub fn nanmedian(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         replaced_several!("nanmedian", [self], dim, keepdim; pair);
         chosen("nanmedian", self, dim, keepdim, |x| {
-            let last = size(x, dim)? - 1;
-            if x.device() == Device::Cpu {
-                return nth("nanmedian", x, dim, |nans| last.saturating_sub(nans) / 2);
+            if let Some(found) = nth("nanmedian", x, dim, Nth::NanMedian)? {
+                return Ok(found);
             }
+            let last = size(x, dim)? - 1;
             Sorted::new("nanmedian", x, dim)?.at("nanmedian", (last as f64 - Expr::input(0)).max(0.0) / 2.0)
         })
     }
@@ -241,11 +238,11 @@ impl Tensor {
             let made = apply(op, &[&nans], Params::default(), &exprs, &dtypes)?;
             let [low, high] = [&made[0], &made[1]].map(|place| sorted.order.gather(dim, place));
             between = Some((high?, made[2].shallow_clone()));
-            low
+            low.map(Chosen::from)
         })?;
         let Some((high, share)) = between else { return Ok(low) };
         let share = if keepdim && self.rank() > 0 { share } else { share.squeeze(dim)? };
-        let (high, _) = chosen(op, self, dim, keepdim, |_| Ok(high))?;
+        let (high, _) = chosen(op, self, dim, keepdim, |_| Ok(high.into()))?;
         low.lerp_tensor(&high, &share)?.to_dtype(self.dtype)
     }
 
@@ -280,7 +277,7 @@ impl Tensor {
                 &[&starts.narrow(dim, 1, n - 1)?],
             )?;
             let run = place.sub(&starts.cummax(dim)?.0)?;
-            order.gather(dim, &run.argmax(dim, true)?)
+            order.gather(dim, &run.argmax(dim, true)?).map(Chosen::from)
         })
     }
 
@@ -291,7 +288,7 @@ impl Tensor {
     /// As [`Tensor::median`].
     pub fn max_dim(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         replaced_several!("max_dim", [self], dim, keepdim; pair);
-        chosen("max_dim", self, dim, keepdim, |x| x.argmax(dim, true))
+        chosen("max_dim", self, dim, keepdim, |x| x.argmax(dim, true).map(Chosen::from))
     }
 
     /// The least element along `dim` and its index (PyTorch's `min` with a dim); as [`Tensor::max_dim`] otherwise.
@@ -300,6 +297,6 @@ impl Tensor {
     /// As [`Tensor::median`].
     pub fn min_dim(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         replaced_several!("min_dim", [self], dim, keepdim; pair);
-        chosen("min_dim", self, dim, keepdim, |x| x.argmin(dim, true))
+        chosen("min_dim", self, dim, keepdim, |x| x.argmin(dim, true).map(Chosen::from))
     }
 }

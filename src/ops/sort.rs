@@ -1,10 +1,11 @@
 //! Sorting along a dim, stably, and searching in what is sorted.
 //!
 //! On GPUs groups sort blocks in local memory, then each launch makes one run of two; a line that fits in a block is one
-//! launch. Elements are compared by unsigned keys: NaN is above everything, as in PyTorch, and -0 equals 0. The gradient of
+//! launch. Where one or a few of a line are wanted, the CPU and GPUs choose them and do not sort. Elements are compared by unsigned keys: NaN is above everything, as in PyTorch, and -0 equals 0. The gradient of
 //! sorting is a reading through the inverse permutation.
 
 use super::catalogue::{Dtypes, Gives, Kind, Operation};
+use super::gather::read_through;
 use super::lines::at_least_1d;
 use super::registry::{replaced, replaced_several};
 use super::{pair, result_type, same_device, same_dtype};
@@ -13,6 +14,7 @@ use crate::tensor::{Dims, Layout};
 use crate::{DType, Device, Error, Result, Tensor};
 
 mod choose;
+mod choose_opencl;
 mod cpu;
 mod opencl;
 
@@ -35,36 +37,116 @@ pub(super) fn sorted(op: &'static str, t: &Tensor, dim: isize, descending: bool)
     Ok((shaped(values), shaped(places)))
 }
 
-/// The indices of the first `k` elements of each line in order, outside the graph; of a tensor of rank 1 at least.
-pub(super) fn first_sorted(op: &'static str, t: &Tensor, dim: isize, k: usize, descending: bool) -> Result<Tensor> {
-    match t.device() {
-        Device::Cpu => chosen(op, t, dim, k, |x, d, out| choose::first(x, d, k, descending, out)),
-        Device::OpenCL(_) => sorted(op, t, dim, descending)?.1.narrow(dim, 0, k)?.contiguous(),
+/// What is chosen from lines: indices, and values where they are found on the way.
+pub(super) struct Chosen {
+    pub(super) values: Option<Tensor>,
+    pub(super) indices: Tensor,
+}
+
+impl From<Tensor> for Chosen {
+    fn from(indices: Tensor) -> Chosen {
+        Chosen { values: None, indices }
     }
 }
 
-/// The index of the element of each line that has place `which(number of NaN)` in ascending order, as a tensor that keeps
-/// the dim with size 1; on the CPU, of a tensor of rank 1 at least.
-pub(super) fn nth(op: &'static str, t: &Tensor, dim: isize, which: impl Fn(usize) -> usize + Sync) -> Result<Tensor> {
-    chosen(op, t, dim, 1, |x, d, out| choose::nth(x, d, which, out))
+impl Chosen {
+    fn empty(x: &Tensor, dims: Dims) -> Result<Chosen> {
+        let indices = Tensor::empty_like_shape(&dims[..], DType::I64, x.device())?;
+        Ok(Chosen { values: Some(Tensor::empty_like_shape(dims, x.dtype, x.device())?), indices })
+    }
+
+    /// Written to.
+    fn changed(self) -> Chosen {
+        self.values.iter().chain([&self.indices]).for_each(|t| t.storage.bump_version());
+        self
+    }
+
+    /// Values, read from `x` along `dim` where there are none, and indices. Differentiable.
+    pub(super) fn of(self, x: &Tensor, dim: isize) -> Result<(Tensor, Tensor)> {
+        let values = match self.values {
+            Some(values) => read_through(values, x, dim, &self.indices),
+            None => x.gather(dim, &self.indices)?,
+        };
+        Ok((values, self.indices))
+    }
+}
+
+/// A place among the elements of a line in ascending order.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Nth {
+    Place(usize),
+    /// The middle, of two the lower; the first NaN if there is one.
+    Median,
+    /// The middle of those that are not NaN.
+    NanMedian,
+}
+
+impl Nth {
+    /// In a line of n elements of which so many are NaN.
+    fn place(self, n: usize, nans: usize) -> usize {
+        match self {
+            Nth::Place(place) => place,
+            Nth::Median if nans > 0 => n - nans,
+            Nth::Median => (n - 1) / 2,
+            Nth::NanMedian => (n - 1).saturating_sub(nans) / 2,
+        }
+    }
+
+    /// As `kernels/choose.cl` has it: a place, from 1, and which of its rules.
+    fn rule(self) -> (usize, u32) {
+        match self {
+            Nth::Place(place) => (place + 1, 0),
+            Nth::Median => (1, 1),
+            Nth::NanMedian => (1, 2),
+        }
+    }
+}
+
+/// The first `k` elements of each line in order, outside the graph; of a tensor of rank 1 at least.
+pub(super) fn first_sorted(op: &'static str, t: &Tensor, dim: isize, k: usize, descending: bool) -> Result<Chosen> {
+    let d = t.shape().dim(op, dim)?;
+    if t.device() == Device::Cpu {
+        return chosen(t, d, k, |x, d, out| choose::first(x, d, k, descending, out));
+    }
+    if t.numel() > 0
+        && let Some(found) = choose_opencl::first(t, d, k, descending)?
+    {
+        return Ok(found.changed());
+    }
+    Ok(sorted(op, t, dim, descending)?.1.narrow(dim, 0, k)?.contiguous()?.into())
+}
+
+/// The element of each line that has a place in ascending order, keeping the dim with size 1, of a tensor of rank 1 at least;
+/// `None` where sorting is the way.
+pub(super) fn nth(op: &'static str, t: &Tensor, dim: isize, nth: Nth) -> Result<Option<Chosen>> {
+    let d = t.shape().dim(op, dim)?;
+    let n = t.shape().dims()[d];
+    match t.device() {
+        Device::Cpu => chosen(t, d, 1, |x, d, out| choose::nth(x, d, |nans| nth.place(n, nans), out)).map(Some),
+        Device::OpenCL(_) if t.numel() > 0 => Ok(choose_opencl::nth(t, d, nth)?.map(Chosen::changed)),
+        Device::OpenCL(_) => Ok(None),
+    }
+}
+
+/// The tensor's sizes, but `k` along d.
+fn with(t: &Tensor, d: usize, k: usize) -> Dims {
+    let mut dims = Dims::from_slice(t.shape().dims());
+    dims[d] = k;
+    dims
 }
 
 fn chosen(
-    op: &'static str,
     t: &Tensor,
-    dim: isize,
+    d: usize,
     k: usize,
     choose: impl FnOnce(&Tensor, usize, &Tensor) -> Result<()>,
-) -> Result<Tensor> {
-    let d = t.shape().dim(op, dim)?;
-    let mut dims = Dims::from_slice(t.shape().dims());
-    dims[d] = k;
-    let out = Tensor::empty_like_shape(dims, DType::I64, t.device())?;
+) -> Result<Chosen> {
+    let out = Tensor::empty_like_shape(with(t, d, k), DType::I64, t.device())?;
     if out.numel() > 0 {
         choose(t, d, &out)?;
         out.storage.bump_version();
     }
-    Ok(out)
+    Ok(out.into())
 }
 
 pub(super) static OPERATIONS: &[Operation] = &[

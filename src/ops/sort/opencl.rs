@@ -11,6 +11,7 @@ use crate::ops::reduce::opencl::{WALK, group_size, is_wide};
 use crate::tensor::Layout;
 use crate::{Compute, DType, Result, Tensor};
 
+const KEYS: &str = include_str!("../../../kernels/key.cl");
 const TEMPLATE: &str = include_str!("../../../kernels/sort.cl");
 
 /// Work-items a group where they do not work together.
@@ -56,7 +57,7 @@ pub(super) fn run(x: &Tensor, d: usize, descending: bool, values: &Tensor, place
     let group = group_size(device).min(tile / 2);
     let job = Job { x, descending, values, places, lines, block, tile, group, place };
     let runs = || -> Result<Runs> {
-        let key = if x.dtype.compute() == Compute::F32 { DType::U32 } else { DType::I64 };
+        let key = if short(x.dtype) { DType::U32 } else { DType::I64 };
         let count = lines.count * n;
         let make = |dtype| Tensor::empty_like_shape(count, dtype, x.device());
         Ok(Runs { keys: make(key)?, at: make(place)? })
@@ -128,22 +129,36 @@ impl Job<'_> {
     fn source(&self, stage: Stage, last: bool, wide: bool) -> String {
         let flag = |on: bool, name: &str| if on { format!("#define {name}\n") } else { String::new() };
         format!(
-            "#define {}\n#define A {}\n#define V {}\n#define KEY_{:?}\n#define PLACE {}\n#define NK {}\n#define IDX {}\n\
-             #define BLOCK {}\n#define TILE {}\n#define GROUP {}\n{}{}{WALK}{TEMPLATE}",
+            "#define {}\n{}#define PLACE {}\n#define NK {}\n#define IDX {}\n\
+             #define BLOCK {}\n#define TILE {}\n#define GROUP {}\n{}{WALK}{KEYS}{TEMPLATE}",
             if stage == Stage::Blocks { "BLOCKS" } else { "MERGE" },
-            self.x.dtype,
-            ["uchar", "ushort", "uint", "ulong"][self.x.dtype.size().ilog2() as usize],
-            self.x.dtype.compute(),
+            keys_of(self.x.dtype, self.descending),
             if self.place == DType::U32 { "uint" } else { "ulong" },
             self.lines.rank(),
             if wide { "ulong" } else { "uint" },
             self.block,
             self.tile,
             self.group,
-            flag(self.descending, "DESCENDING"),
             flag(last, "FINAL"),
         )
     }
+}
+
+/// Whether keys have 32 bits.
+fn short(dtype: DType) -> bool {
+    dtype.compute() == Compute::F32 || (dtype.compute() == Compute::I64 && dtype.size() <= 4)
+}
+
+/// What `kernels/key.cl` and those that come after it want to know of elements.
+pub(super) fn keys_of(dtype: DType, descending: bool) -> String {
+    let compute = dtype.compute();
+    let kind = if compute == Compute::I64 && short(dtype) { "I32".to_owned() } else { format!("{compute:?}") };
+    format!(
+        "#define A {dtype}\n#define V {}\n#define KEY_{kind}\n#define LOWEST {}\n{}",
+        ["uchar", "ushort", "uint", "ulong"][dtype.size().ilog2() as usize],
+        if dtype == DType::I32 { "0x80000000u" } else { "0" },
+        if descending { "#define DESCENDING\n" } else { "" },
+    )
 }
 
 /// Walks the lines of `x` (over the values' shape, with `step` along a line) and the values together.

@@ -1,0 +1,337 @@
+// What is chosen by order from each line along a dim of a strided tensor, on GPUs, without sorting it: its first k in order (TOP), or
+// the one that has some place in ascending order. Comes after key.cl. The host gives: A (dtype), V (an unsigned type of the
+// element's size), PLACE (the type of indices: uint or ulong), NK (rank), IDX, GROUP, PER (elements that a work-item has in
+// registers at a time), CAP (those that a group holds, a multiple of GROUP), FROM where the indices are those of a tensor.
+// Equal keys stay in the order of their indices: those decide where keys do not.
+
+WALK(Rest, NK)
+
+// How many have each value of the digit under way, sums of eight, and where the one that is sought is found.
+typedef struct {
+    uint bins[256], sums[32], digit, below, inside, count;
+} Digits;
+
+// Digits count from the last of the place, `low` of them, to the first of the key.
+#define DIGIT(key, at, d, low) (((d) >= (low) ? (uint)((key) >> 8 * ((d) - (low))) : (uint)((at) >> 8 * (d))) & 255)
+
+inline int place_digits(ulong n) {
+    int low = 0;
+    for (ulong left = n - 1; left > 0; left >>= 8)
+        ++low;
+    return low;
+}
+
+inline void clear(__local Digits *d, uint lid) {
+    for (uint b = lid; b < 256; b += GROUP)
+        d->bins[b] = 0;
+    barrier(CLK_LOCAL_MEM_FENCE);
+}
+
+// The value of the need-th of what is in the bins, how many are below that and how many have it.
+inline void find_digit(__local Digits *d, ulong need, uint lid) {
+    barrier(CLK_LOCAL_MEM_FENCE);
+    uint own = 0;
+    if (lid < 32) {
+        #pragma unroll
+        for (uint k = 0; k < 8; ++k)
+            own += d->bins[8 * lid + k];
+        d->sums[lid] = own;
+    }
+    barrier(CLK_LOCAL_MEM_FENCE);
+    if (lid < 32) {
+        uint before = 0;
+        #pragma unroll
+        for (uint k = 0; k < 31; ++k)
+            before += k < lid ? d->sums[k] : 0;
+        if (before < need && need <= before + own) {
+            uint b = 8 * lid;
+            while (before + d->bins[b] < need)
+                before += d->bins[b++];
+            d->digit = b;
+            d->below = before;
+            d->inside = d->bins[b];
+        }
+    }
+    barrier(CLK_LOCAL_MEM_FENCE);
+}
+
+// The sum over a group.
+inline uint together(__local Digits *d, uint v, uint lid) {
+    barrier(CLK_LOCAL_MEM_FENCE);
+    if (lid == 0)
+        d->count = 0;
+    barrier(CLK_LOCAL_MEM_FENCE);
+    if (v > 0)
+        atomic_add(&d->count, v);
+    barrier(CLK_LOCAL_MEM_FENCE);
+    return d->count;
+}
+
+#define PARAMETERS                                                                                                     \
+    __global const CAT(A, _t) *x, ulong x_at, __global V *y, ulong y_at, __global long *places, ulong places_at,       \
+        __global const long *from, ulong from_at, Rest rest, ulong n_, long stride, ulong inner_, ulong k_,            \
+        uint slices, uint rule
+#define KEY(i) KEY_OF(CAT(load_, A)(x, (ulong)(start + (long)(i) * stride)))
+
+#ifdef FROM
+#define INDEX(i) from[from_at + line * n + (i)]
+#else
+#define INDEX(i) (long)(i)
+#endif
+// Result j of `of` is the one of index p.
+#define PUT(of, j, p)                                                                                                  \
+    {                                                                                                                  \
+        const IDX put_at = (of) / inner * inner * k + (of) % inner + (j) * inner;                                      \
+        y[y_at + put_at] = ((__global const V *)x)[start + (long)(p) * stride];                                        \
+        places[places_at + put_at] = INDEX(p);                                                                         \
+    }
+
+#ifdef TOP
+#define SLOTS (CAP / GROUP)
+#define ENTRIES (PER + SLOTS)
+
+// A key that `need` of those that are alive, one of each work-item, are not above.
+inline Key bound_of(Key key, int alive, uint need, uint lid, __local Digits *d) {
+    Key found = 0, mask = 0;
+    for (int digit = (int)sizeof(Key) - 1; digit >= 0; --digit) {
+        clear(d, lid);
+        if (alive && ((key ^ found) & mask) == 0)
+            atomic_inc(&d->bins[DIGIT(key, 0u, digit, 0)]);
+        find_digit(d, need, lid);
+        need -= d->below;
+        found |= (Key)d->digit << 8 * digit;
+        mask |= (Key)255 << 8 * digit;
+        if (d->inside == need)
+            break;
+    }
+    return found | ~mask;
+}
+
+// Of the entries that are alive, a bit each in every work-item, the `need` least. No key of them is above *bound; *exact: where
+// that is known to the last digit.
+inline uint least(const Key *key, const PLACE *at, uint alive, uint need, int low, uint lid, __local Digits *d, Key *bound,
+                  int *exact) {
+    uint taken = 0;
+    *bound = (Key)-1;
+    for (int digit = low + (int)sizeof(Key) - 1;; --digit) {
+        clear(d, lid);
+        #pragma unroll
+        for (uint s = 0; s < ENTRIES; ++s)
+            if (alive >> s & 1)
+                atomic_inc(&d->bins[DIGIT(key[s], at[s], digit, low)]);
+        find_digit(d, need, lid);
+        const uint b = d->digit, inside = d->inside;
+        need -= d->below;
+        uint below = 0, same = 0;
+        #pragma unroll
+        for (uint s = 0; s < ENTRIES; ++s) {
+            const uint own = DIGIT(key[s], at[s], digit, low);
+            below |= (uint)(own < b) << s;
+            same |= (uint)(own == b) << s;
+        }
+        taken |= alive & below;
+        alive &= same;
+        if (digit >= low)
+            *bound -= (Key)(255 - b) << 8 * (digit - low);
+        *exact = digit <= low;
+        if (inside == need || digit == 0)
+            return taken | alive;
+    }
+}
+
+// Every group goes through a slice of a line, tile by tile, and holds what may be among the first k: what is before a limit, which
+// falls whenever more than `rule` would be held.
+__kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void choose(PARAMETERS) {
+    const IDX n = (IDX)n_, inner = (IDX)inner_, line = (IDX)get_group_id(0) / slices, slice = (IDX)get_group_id(0) % slices;
+    const IDX share = n / slices, rest_of = n % slices;
+    const IDX first = slice * share + min(slice, rest_of), end = first + share + (slice < rest_of);
+    const long start = (long)x_at + at_Rest(&rest, line);
+    const uint lid = get_local_id(0), k = (uint)k_;
+    const int low = place_digits(n_);
+    __local Digits digits;
+    __local Key held_key[CAP];
+    __local PLACE held_at[CAP];
+    uint held = 0;
+    Key limit = 0;
+    int open = 1;
+    for (IDX tile = first; tile < end; tile += GROUP * PER) {
+        Key key[ENTRIES];
+        PLACE at[ENTRIES];
+        uint alive = 0;
+        #pragma unroll
+        for (uint s = 0; s < PER; ++s) {
+            const IDX i = tile + s * GROUP + lid;
+            key[s] = (Key)-1;
+            at[s] = (PLACE)i;
+            if (i < end) {
+                key[s] = KEY(i);
+                alive |= (uint)(open || key[s] < limit) << s;
+            }
+        }
+        // In one sum, who has any.
+        uint counts = together(&digits, popcount(alive) | (uint)(alive != 0) << 16, lid);
+        uint found = counts & 0xffff;
+        if (found == 0)
+            continue;
+        if (held + found > rule && counts >> 16 >= k) {
+            // Of the best of every work-item k are not above this.
+            Key best = (Key)-1;
+            #pragma unroll
+            for (uint s = 0; s < PER; ++s)
+                if (alive >> s & 1)
+                    best = min(best, key[s]);
+            const Key bound = bound_of(best, alive != 0, k, lid, &digits);
+            #pragma unroll
+            for (uint s = 0; s < PER; ++s)
+                if (key[s] > bound)
+                    alive &= ~(1u << s);
+            found = together(&digits, popcount(alive), lid);
+            limit = bound + 1;
+            open = bound == (Key)-1;
+        }
+        if (held + found > rule) {
+            #pragma unroll
+            for (uint s = 0; s < SLOTS; ++s) {
+                const uint j = s * GROUP + lid;
+                key[PER + s] = (Key)-1;
+                at[PER + s] = (PLACE)-1;
+                if (j < held) {
+                    key[PER + s] = held_key[j];
+                    at[PER + s] = held_at[j];
+                    alive |= 1u << (PER + s);
+                }
+            }
+            Key bound;
+            int exact;
+            alive = least(key, at, alive, k, low, lid, &digits, &bound, &exact);
+            held = 0;
+            found = k;
+            // What comes later and is equal is behind.
+            limit = exact ? bound : bound + 1;
+            open = !exact && bound == (Key)-1;
+        }
+        barrier(CLK_LOCAL_MEM_FENCE);
+        if (lid == 0)
+            digits.count = held;
+        barrier(CLK_LOCAL_MEM_FENCE);
+        if (alive) {
+            uint to = atomic_add(&digits.count, popcount(alive));
+            #pragma unroll
+            for (uint s = 0; s < ENTRIES; ++s) {
+                if (alive >> s & 1) {
+                    held_key[to] = key[s];
+                    held_at[to++] = at[s];
+                }
+            }
+        }
+        held += found;
+    }
+    // By Batcher's bitonic network.
+    uint size = 1;
+    while (size < held)
+        size *= 2;
+    for (uint j = held + lid; j < size; j += GROUP) {
+        held_key[j] = (Key)-1;
+        held_at[j] = (PLACE)-1;
+    }
+    for (uint run = 2; run <= size; run *= 2) {
+        for (uint step = run / 2; step > 0; step /= 2) {
+            barrier(CLK_LOCAL_MEM_FENCE);
+            for (uint p = lid; p < size / 2; p += GROUP) {
+                const uint i = 2 * p - (p & (step - 1)), j = i + step;
+                const int up = (i & run & (size - 1)) == 0;
+                const Key ki = held_key[i], kj = held_key[j];
+                const PLACE ai = held_at[i], aj = held_at[j];
+                const int after = ki > kj || (ki == kj && ai > aj);
+                if (after == up) {
+                    held_key[i] = kj;
+                    held_key[j] = ki;
+                    held_at[i] = aj;
+                    held_at[j] = ai;
+                }
+            }
+        }
+    }
+    barrier(CLK_LOCAL_MEM_FENCE);
+    for (uint j = lid; j < k; j += GROUP)
+        PUT(line * slices + slice, j, held_at[j]);
+}
+#else
+// Rules for the place that is sought, of n of which some are NaN, which are the last: PLAIN is k, counted from 1; MEDIAN the middle,
+// or the first NaN; otherwise the middle of those that are none.
+#define PLAIN 0
+#define MEDIAN 1
+
+#ifdef RESIDENT
+#define KEY_AT(s, i) key[s]
+#else
+#define KEY_AT(s, i) KEY(i)
+#endif
+
+// A group finds the key of the one that is sought digit by digit, and then its place.
+__kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void choose(PARAMETERS) {
+    const IDX n = (IDX)n_, inner = (IDX)inner_, line = (IDX)get_group_id(0), k = 1;
+    const long start = (long)x_at + at_Rest(&rest, line);
+    const uint lid = get_local_id(0);
+    const int low = place_digits(n_);
+    __local Digits digits;
+#ifdef RESIDENT
+    Key key[PER];
+    #pragma unroll
+    for (uint s = 0; s < PER; ++s)
+        key[s] = s * GROUP + lid < n ? KEY(s * GROUP + lid) : 0;
+#endif
+    ulong need = k_;
+    if (rule != PLAIN) {
+        uint nans = 0;
+#if defined(KEY_F32) || defined(KEY_F64)
+        for (IDX block = 0; block < n; block += GROUP * PER) {
+            #pragma unroll
+            for (uint s = 0; s < PER; ++s) {
+                const IDX i = block + s * GROUP + lid;
+                if (i < n)
+                    nans += KEY_AT(s, i) == (Key)-1;
+            }
+        }
+        nans = together(&digits, nans, lid);
+#endif
+        need = rule == MEDIAN && nans > 0 ? n - nans + 1 : (n - 1 - (rule == MEDIAN ? 0 : min((IDX)nans, n - 1))) / 2 + 1;
+    }
+    Key key_found = 0, key_mask = 0;
+    IDX at_found = 0, at_mask = 0;
+    for (int digit = low + (int)sizeof(Key) - 1; digit >= 0; --digit) {
+        clear(&digits, lid);
+        for (IDX block = 0; block < n; block += GROUP * PER) {
+            #pragma unroll
+            for (uint s = 0; s < PER; ++s) {
+                const IDX i = block + s * GROUP + lid;
+                if (i < n) {
+                    const Key own = KEY_AT(s, i);
+                    if (((own ^ key_found) & key_mask) == 0 && ((i ^ at_found) & at_mask) == 0)
+                        atomic_inc(&digits.bins[DIGIT(own, i, digit, low)]);
+                }
+            }
+        }
+        find_digit(&digits, need, lid);
+        const uint b = digits.digit, inside = digits.inside;
+        need -= digits.below;
+        if (digit >= low) {
+            key_found |= (Key)b << 8 * (digit - low);
+            key_mask |= (Key)255 << 8 * (digit - low);
+        } else {
+            at_found |= (IDX)b << 8 * digit;
+            at_mask |= (IDX)255 << 8 * digit;
+        }
+        if (inside == 1)
+            break;
+    }
+    for (IDX block = 0; block < n; block += GROUP * PER) {
+        #pragma unroll
+        for (uint s = 0; s < PER; ++s) {
+            const IDX i = block + s * GROUP + lid;
+            if (i < n && ((KEY_AT(s, i) ^ key_found) & key_mask) == 0 && ((i ^ at_found) & at_mask) == 0)
+                PUT(line, 0, i);
+        }
+    }
+}
+#endif
