@@ -142,10 +142,20 @@ impl<'a> Transpose<'a> {
                 });
                 return streaming.copy(to, &made[..to.len()]);
             }
+            let mut lines = large.then(|| [T::zeroed(); BLOCK * BLOCK]);
             for (middle, start) in starts.enumerate() {
                 for left in (0..columns).step_by(BLOCK) {
                     let width = BLOCK.min(columns - left);
-                    block(start, left..left + width, height, &mut made, BLOCK);
+                    if let (true, Some(lines)) = (strides[near] == 1, &mut lines) {
+                        // From memory a line is fetched faster as a whole than beside others.
+                        for (j, line) in lines[..width * BLOCK].chunks_mut(BLOCK).enumerate() {
+                            let first = start + (left + j) as isize * strides[last];
+                            line[..height].copy_from_slice(&from[first as usize..][..height]);
+                        }
+                        turn::<T, N>(|j| &lines[j * BLOCK..], (height, width), &mut made, BLOCK);
+                    } else {
+                        block(start, left..left + width, height, &mut made, BLOCK);
+                    }
                     for (to, made) in to.chunks_mut(row).zip(made.chunks(BLOCK)) {
                         let to = &mut to[middle * columns + left..][..width];
                         match &streaming {
