@@ -2,8 +2,8 @@
 // (MAX) and means (MEAN), and the gradients of these (UNMAX, UNMEAN). The host gives one of those names, IDX, and V (an
 // unsigned type of the element's size) or A (dtype) with ACC and ACC_NAME, and INT, a type for places in an image: int where they fit,
 // for 64-bit products and quotients cost GPUs more than the windows' elements do; ADAPTIVE where windows divide the image among
-// themselves instead of having one size. Everything is a gather: a work-item owns one element of a contiguous result and
-// reads what belongs to it, so there are no atomics and the bits are the same on every run.
+// themselves instead of having one size. Everything is a gather: a work-item owns elements of a contiguous result, one but for
+// UNFOLD, and reads what belongs to them, so there are no atomics and the bits are the same on every run.
 
 // Pairs are rows and columns.
 typedef struct {
@@ -48,11 +48,14 @@ inline void holders(const Windows *w, int d, INT h, INT *first, INT *last) {
 
 #ifdef UNFOLD
 // y is [n, c, kh, kw, oh, ow], or with `inside` [c, kh, kw, n, oh, ow]; 0 where a tap is outside of the image. A work-item
-// has all taps of a window of one channel, so that it divides once for them.
-__kernel void window(__global const V *x, ulong x_at, __global V *y, ulong y_at, Windows w, ulong count, uint inside) {
+// has `each` rows of taps of one of `count` windows of a channel, so that it divides once for them.
+__kernel void window(__global const V *x, ulong x_at, __global V *y, ulong y_at, Windows w, ulong count, uint each,
+                     uint inside) {
     IDX i = (IDX)get_global_id(0);
-    if (i >= (IDX)count)
+    const long top = (long)(i / (IDX)count) * each;
+    if (top >= w.taps[0])
         return;
+    i %= (IDX)count;
     const IDX ow = next_index(&i, (IDX)w.grid[1]), oh = next_index(&i, (IDX)w.grid[0]);
     const IDX within = next_index(&i, inside ? (IDX)w.n : (IDX)w.c), outer = i;
     const IDX n = inside ? within : outer, c = inside ? outer : within;
@@ -61,7 +64,8 @@ __kernel void window(__global const V *x, ulong x_at, __global V *y, ulong y_at,
     x_at += (long)n * w.x[0] + (long)c * w.x[1] + h * w.x[2] + v * w.x[3];
     y_at += (inside ? ((ulong)c * w.taps[0] * w.taps[1] * w.n + n) * windows
                     : ((ulong)n * w.c + c) * w.taps[0] * w.taps[1] * windows) + (ulong)oh * w.grid[1] + ow;
-    for (long kh = 0; kh < w.taps[0]; ++kh) {
+    y_at += (ulong)top * w.taps[1] * step;
+    for (long kh = top; kh < min(top + each, w.taps[0]); ++kh) {
         const long row = kh * w.dilation[0];
         const bool in = h + row >= 0 && h + row < w.image[0];
         for (long kw = 0; kw < w.taps[1]; ++kw, y_at += step) {

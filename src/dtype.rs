@@ -237,10 +237,12 @@ impl Scalar {
             };
         }
         let x = self.to_f64();
+        // Rounded once.
+        let single = if let Scalar::Int(i) = self { i as f32 } else { x as f32 };
         match dtype {
-            DType::F32 => out.copy_from_slice(bytemuck::bytes_of(&(x as f32))),
-            DType::F16 => out.copy_from_slice(bytemuck::bytes_of(&f16::from_f32(x as f32))),
-            DType::BF16 => out.copy_from_slice(bytemuck::bytes_of(&bf16::from_f32(x as f32))),
+            DType::F32 => out.copy_from_slice(bytemuck::bytes_of(&single)),
+            DType::F16 => out.copy_from_slice(bytemuck::bytes_of(&f16::from_f32(single))),
+            DType::BF16 => out.copy_from_slice(bytemuck::bytes_of(&bf16::from_f32(single))),
             DType::F64 => out.copy_from_slice(bytemuck::bytes_of(&x)),
             DType::I64 => int!(i64),
             DType::I32 => int!(i32),

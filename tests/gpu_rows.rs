@@ -69,7 +69,7 @@ fn normalised(
     [w, b]: [&[f64]; 2],
     of: impl Fn(usize, usize) -> usize,
     (eps, rms): (f64, bool),
-) -> (Vec<Vec<f64>>, Vec<Vec<f64>>, Vec<f64>, Vec<f64>) {
+) -> ([Vec<Vec<f64>>; 2], [Vec<f64>; 2]) {
     let (mut ys, mut dxs, mut dw, mut db) = (vec![], vec![], vec![0.0; w.len()], vec![0.0; b.len()]);
     for (r, (x, g)) in rows.iter().zip(grads).enumerate() {
         let n = x.len() as f64;
@@ -85,7 +85,7 @@ fn normalised(
             db[of(r, e)] += g;
         }
     }
-    (ys, dxs, dw, db)
+    ([ys, dxs], [dw, db])
 }
 
 fn tolerance(dtype: DType) -> f64 {
@@ -135,7 +135,8 @@ fn norms_of_rows_kept_in_registers_and_of_slices() {
                     for rms in [false, true] {
                         let none = vec![0.0; n];
                         let shifts = if rms { &none } else { &bs };
-                        let (ys, dxs, dw, db) = normalised(&cut(&xs), &cut(&gs), [&ws, shifts], |_, e| e, (1e-5, rms));
+                        let ([ys, dxs], [dw, db]) =
+                            normalised(&cut(&xs), &cut(&gs), [&ws, shifts], |_, e| e, (1e-5, rms));
                         let want = [&ys.concat()[..], &dxs.concat(), &dw, &db];
                         assert_norm([&x, &w, &b, &g], want, tolerance(dtype), &what, |x, w, b| match rms {
                             true => x.rms_norm(&[n], Some(w), Some(1e-5)).unwrap(),
@@ -171,7 +172,7 @@ fn norms_of_channels_in_registers_and_in_slices() {
                     let back = |rows: &[Vec<f64>]| -> Vec<f64> {
                         (0..n * c * l).map(|i| rows[i / l % c][i / (c * l) * l + i % l]).collect()
                     };
-                    let (ys, dxs, dw, db) =
+                    let ([ys, dxs], [dw, db]) =
                         normalised(&channels(&xs), &channels(&gs), [&ws, &bs], |r, _| r, (1e-5, false));
                     let want = [&back(&ys)[..], &back(&dxs), &dw, &db];
                     assert_norm(
@@ -191,7 +192,7 @@ fn norms_of_channels_in_registers_and_in_slices() {
                     );
                     let cut = |v: &[f64]| v.chunks(c / 2 * l).map(<[f64]>::to_vec).collect::<Vec<_>>();
                     let of = |r: usize, e: usize| r % 2 * (c / 2) + e / l;
-                    let (ys, dxs, dw, db) = normalised(&cut(&xs), &cut(&gs), [&ws, &bs], of, (1e-5, false));
+                    let ([ys, dxs], [dw, db]) = normalised(&cut(&xs), &cut(&gs), [&ws, &bs], of, (1e-5, false));
                     let want = [&ys.concat()[..], &dxs.concat(), &dw, &db];
                     assert_norm(
                         [&x, &w, &b, &g],

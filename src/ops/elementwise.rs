@@ -306,8 +306,8 @@ impl Row {
         apply_row_(self, inputs, scalars)
     }
 
-    /// The row that computes the same of these arguments in fewer instructions, and its arguments: powers that are
-    /// products and roots, as PyTorch's `pow` has them.
+    /// The row that computes this one of these arguments in fewer instructions, and its arguments: powers that are products and
+    /// roots, as PyTorch's `pow` has them (of -0 and -inf the signs and NaN are those of `sqrt` then).
     fn cheaper<'a>(&'static self, scalars: &'a [Scalar], common: DType) -> (&'static Row, &'a [Scalar]) {
         use table::rows::{pow_scalar, reciprocal, rsqrt, sqrt, square};
         if !std::ptr::eq(self, &pow_scalar) {

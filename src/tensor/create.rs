@@ -152,12 +152,11 @@ impl Tensor {
 
     /// The device writes them where it can.
     fn sequence(op: &'static str, n: usize, options: TensorOptions, values: Sequence) -> Result<Tensor> {
-        if n > 0 && options.device != Device::Cpu {
+        if n > 0 && values.is_for(options.dtype, options.device)? {
             let out = Tensor::empty_like_shape(n, options.dtype, options.device)?;
-            if values.launch(&out)? {
-                out.storage.filled();
-                return Ok(out);
-            }
+            values.launch(&out)?;
+            out.storage.filled();
+            return Ok(out);
         }
         // A closure for each kind: neither asks for every element which it is.
         match values {

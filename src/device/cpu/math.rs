@@ -6,7 +6,7 @@
 //! multiply-add, so the results are the same on every processor.
 //!
 //! The error against f64, in units in the last place, is below 1 for `exp`, `log`, `log1p` and `pow`, below 2 for `log2`, `log10`,
-//! `expm1`, `sin`, `cos`, `tanh`, `erf` and `atan`, and below 3 for `sigmoid` and `silu` (the tests assert it over every exponent,
+//! `expm1`, `sin`, `cos`, `tanh`, `erf` and `atan`, and below 3 for `sigmoid` and, above -86, `silu` (the tests assert it over every exponent,
 //! subnormal numbers too); [`Exp64`] is f64's. NaN, infinities and signed zeros are as in C99.
 
 #![allow(clippy::excessive_precision)] // nine digits name an f32 exactly; clippy would cut some to eight

@@ -175,7 +175,10 @@ impl ClDevice {
             // NVIDIA's driver takes 9 us for words that are read once kernels are done, 14 to 40 behind them.
             DeviceKind::DiscreteGpu => self.submit_and_wait(stream, submit).and_then(|()| {
                 let pending = slots.iter().any(|slot| slot.is_pending());
-                if pending { self.submit_and_wait(stream, |q, _| ask(q, true)) } else { Ok(()) }
+                // Under the lock nothing is waited for that takes long.
+                let ready =
+                    || self.queues.is_first(stream) && slots.iter().all(|slot| slot.is_pending_on_no_other(stream));
+                if pending { self.submit_and_wait(stream, |q, _| ask(q, ready())) } else { Ok(()) }
             }),
             // The faults first: the event is that of the last command.
             _ => self.submit_and_wait(stream, |q, event| ask(q, false).and_then(|()| submit(q, event))),

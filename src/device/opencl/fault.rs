@@ -157,6 +157,11 @@ impl Slot {
         self.is_pending() && self.pending().contains(&stream)
     }
 
+    /// Whether no other stream has to be done before there is all to read.
+    pub(super) fn is_pending_on_no_other(&self, stream: StreamId) -> bool {
+        self.pending().iter().all(|&other| other == stream)
+    }
+
     /// Enqueues a read of the words, if there is anything to read, behind all kernels that may write them; or waits for it.
     pub(super) fn enqueue_read(
         &self,

@@ -159,6 +159,12 @@ impl Queues {
         progress.finished.load(Acquire) == progress.submitted.load(Acquire)
     }
 
+    /// Under the lock that somebody took to submit to it: whether everything before is known to be done.
+    pub(super) fn is_first(&self, stream: StreamId) -> bool {
+        let progress = self.progress(stream);
+        progress.finished.load(Acquire) + 1 == progress.submitted.load(Acquire)
+    }
+
     fn finished(&self, stream: StreamId, submitted: u64) {
         self.progress(stream).finished.fetch_max(submitted, AcqRel);
     }

@@ -14,6 +14,8 @@ const TEMPLATE: &str = include_str!("../../../kernels/window.cl");
 
 /// Work-items a group.
 const LOCAL: usize = 64;
+/// Work-items that occupy a compute unit.
+const BUSY: usize = 2048;
 
 /// Whether all places in an image, of an element and of a window, and products of them that kernels compute fit in 31 bits.
 fn is_near(w: &Windows) -> bool {
@@ -50,7 +52,10 @@ fn computing(
 pub(super) fn unfold(w: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> {
     let device = out.cl_device()?;
     let (count, size) = (out.numel() / (w.kernel[0] * w.kernel[1]), out.dtype.size());
-    let wide = is_wide([count]);
+    // A row of taps a work-item where there are few windows.
+    let each = if count < device.info().compute_units * BUSY { 1 } else { w.kernel[0] };
+    let items = count * w.kernel[0].div_ceil(each);
+    let wide = is_wide([items]);
     let params = SmallVec::from_slice(&[size as u64, wide as u64]);
     let kernel = kernel(device, KernelKey { template: "UNFOLD", params, exprs: SmallVec::new() }, "window", || {
         let v = ["uchar", "ushort", "uint", "ulong"][size.ilog2() as usize];
@@ -66,9 +71,10 @@ pub(super) fn unfold(w: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Res
         to.offset(),
         Arg::Bytes(bytemuck::cast_slice(&words)),
         Arg::U64(count as u64),
+        Arg::U32(each as u32),
         Arg::U32(inside.into()),
     ];
-    device.launch(&kernel, &args, &[count], &[LOCAL])
+    device.launch(&kernel, &args, &[items], &[LOCAL])
 }
 
 pub(super) fn fold(w: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> {

@@ -44,7 +44,7 @@ struct Job<'a> {
     group: usize,
 }
 
-/// The launch for it; none where counts are beyond what the kernels number.
+/// The launch for it; none where counts are beyond what the kernels number, and where columns are many and short.
 pub(super) fn prepare(
     device: &'static ClDevice,
     g: &Indexed,
@@ -74,9 +74,17 @@ pub(super) fn prepare(
         return Ok(None);
     }
     let tiling = job.tiling();
-    let rows = job.rows(tiling.picoseconds(&job))?;
-    rows.map_or_else(|| job.tiles(&tiling), Ok).map(Some)
+    match job.rows(tiling.picoseconds(&job))? {
+        Some(rows) => Ok(Some(rows)),
+        // A work-item each does for columns of a few indices.
+        None if job.count <= FEW && job.shape.numel() >= job.units() * BUSY => Ok(None),
+        None => job.tiles(&tiling).map(Some),
+    }
 }
+
+/// Indices of a column that are few, and columns that occupy a compute unit.
+const FEW: usize = 8;
+const BUSY: usize = 1024;
 
 /// How groups share the columns of a job whose elements have an index each.
 struct Tiling {
