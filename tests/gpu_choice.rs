@@ -157,12 +157,22 @@ fn the_first_of_what_is_in_order_already() {
             for largest in [true, false] {
                 for k in [1, 8, 300].into_iter().skip(usize::from(!is_gpu(device))) {
                     let first = |line: &[f64]| sorted(line, largest)[..k].to_vec();
-                    same(t.topk(k, 0, largest).unwrap(), &[host.clone()], first, &format!("{what}, {k}, {largest}"));
+                    same(
+                        t.topk(k, 0, largest).unwrap(),
+                        std::slice::from_ref(&host),
+                        first,
+                        &format!("{what}, {k}, {largest}"),
+                    );
                 }
             }
             let nans = host.iter().filter(|v| v.is_nan()).count();
             let middle = if nans > 0 { 0 } else { (n as usize - 1) / 2 };
-            same(t.median(0, false).unwrap(), &[host.clone()], |line| vec![sorted(line, false)[middle]], what);
+            same(
+                t.median(0, false).unwrap(),
+                std::slice::from_ref(&host),
+                |line| vec![sorted(line, false)[middle]],
+                what,
+            );
         }
     }
 }
