@@ -1,5 +1,5 @@
 //! What is counted or told apart, where the shape of the result depends on the elements: `unique`, `nonzero`,
-//! `masked_select`, `bincount` and kin. Each reads one number back and so waits for the device.
+//! `masked_select`, `bincount` and kin. Each reads back how many there are, and so waits for the device.
 //!
 //! Places of what is not zero are counted and filled in, in two passes; the others are made of sorts, running sums and searches.
 

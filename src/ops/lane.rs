@@ -215,18 +215,15 @@ impl Lane for f64 {
     fn many(function: Many, to: &mut [f64], from: &[f64]) {
         let gelu = |x: f64| 0.5 * x * (1.0 + Unary::Erf.eval(x * FRAC_1_SQRT_2));
         let gelu_tanh = |x: f64| 0.5 * x * (1.0 + Unary::Tanh.eval((2.0 / PI).sqrt() * (x + 0.044715 * (x * x) * x)));
-        let one = |x: f64| match function {
-            Many::Exp => Unary::Exp.eval(x),
-            Many::Tanh => Unary::Tanh.eval(x),
-            Many::Sigmoid => Unary::Sigmoid.eval(x),
-            Many::Erf => Unary::Erf.eval(x),
-            Many::Gelu => gelu(x),
-            Many::GeluTanh => gelu_tanh(x),
-            Many::Silu => x * Unary::Sigmoid.eval(x),
-        };
+        let mut each = |one: &dyn Fn(f64) -> f64| to.iter_mut().zip(from).for_each(|(to, &x)| *to = one(x));
         match function {
             Many::Exp => math::each::<math::Exp64>(to, from, |x| x),
-            _ => to.iter_mut().zip(from).for_each(|(to, &x)| *to = one(x)),
+            Many::Tanh => each(&|x| Unary::Tanh.eval(x)),
+            Many::Sigmoid => each(&|x| Unary::Sigmoid.eval(x)),
+            Many::Erf => each(&|x| Unary::Erf.eval(x)),
+            Many::Gelu => each(&gelu),
+            Many::GeluTanh => each(&gelu_tanh),
+            Many::Silu => each(&|x| x * Unary::Sigmoid.eval(x)),
         }
     }
     methods! {

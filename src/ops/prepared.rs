@@ -106,11 +106,6 @@ impl Ready {
         Ready { kernel, global, local, takes, slots, words, late }
     }
 
-    /// What is launched.
-    pub(super) fn kernel(&self) -> &ClKernel {
-        &self.kernel
-    }
-
     /// The next argument is the buffer of tensor `k`: its number among those that the kernel is given.
     pub(super) fn buffer(&mut self, k: usize) -> usize {
         self.takes.push(k);

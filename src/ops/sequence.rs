@@ -10,8 +10,8 @@ use crate::{DType, Device, Result, Scalar, Tensor};
 const TEMPLATE: &str = include_str!("../../kernels/sequence.cl");
 
 /// Work-items a group, and elements of each on GPUs.
-const LOCAL: usize = 128;
-const PER_ITEM: usize = 4;
+const LOCAL: usize = 64;
+const PER_ITEM: usize = 8;
 
 /// What the element at each place is.
 #[derive(Debug, Clone, Copy)]
@@ -83,7 +83,7 @@ mod tests {
     fn devices_write_what_the_host_writes() {
         let whole: [(i64, i64); 4] = [(0, 1), (-3, 7), (300, -1), (i64::MAX - 5, 1 << 60)];
         for device in (0..opencl::count()).map(Device::OpenCL) {
-            for n in [0, 1, 2, 127, 128, 129, 511, 512, 513, 5003] {
+            for n in [0, 1, 2, 63, 64, 65, 511, 512, 513, 5003] {
                 for dtype in DTYPES.into_iter().filter(|&t| t != DType::F64 || device.info().unwrap().fp64) {
                     let all = |device| -> Result<Vec<Tensor>> {
                         let mut made = vec![

@@ -1,8 +1,9 @@
 //! Sorting along a dim, stably, and searching in what is sorted.
 //!
 //! On GPUs groups sort blocks in local memory, then each launch makes one run of two; a line that fits in a block is one
-//! launch. Where one or a few of a line are wanted, the CPU and GPUs choose them and do not sort. Elements are compared by unsigned keys: NaN is above everything, as in PyTorch, and -0 equals 0. The gradient of
-//! sorting is a reading through the inverse permutation.
+//! launch. Where one or a few of a line are wanted, the CPU and GPUs choose them and do not sort. Elements are compared by
+//! unsigned keys: NaN is above everything, as in PyTorch, and -0 equals 0. The gradient of sorting is a reading through the
+//! inverse permutation.
 
 use super::catalogue::{Dtypes, Gives, Kind, Operation};
 use super::gather::read_through;

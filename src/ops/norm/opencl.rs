@@ -148,21 +148,9 @@ pub(super) fn prepare(rows: &Rows) -> Result<Prepared> {
     }
     let way = Way::choose(device, rows);
     if way.slices == 0 {
-        let whole = |way: &Way| {
-            let slots = rows.columns.map_or(rows.count(), |parts| parts.shape().dims()[0]);
-            ready(device, rows, "", Some(way), (slots.div_ceil(way.group / way.lanes) * way.group, way.group))
-        };
-        let made = whole(&way)?;
-        // How many registers a kernel takes is the compiler's to say.
-        let most = made.kernel().max_work_group();
-        if way.group <= most {
-            return Ok(Prepared::one(device, made));
-        }
-        if rows.columns.is_some() {
-            let lanes = way.lanes.min(1 << most.max(1).ilog2());
-            let way = Way { lanes, group: lanes, kept: rows.len().div_ceil(way.width * lanes), ..way };
-            return Ok(Prepared::one(device, whole(&way)?));
-        }
+        let slots = rows.columns.map_or(rows.count(), |parts| parts.shape().dims()[0]);
+        let global = slots.div_ceil(way.group / way.lanes) * way.group;
+        return Ok(Prepared::one(device, ready(device, rows, "", Some(&way), (global, way.group))?));
     }
     let numbers = registers(rows.x, rows.z.is_some(), false);
     let way = Way { each: way.each, ..Way::sliced(device, rows, way.width, numbers) };
