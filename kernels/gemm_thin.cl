@@ -4,7 +4,7 @@
 #define LANE (B_ALONG_K ? t % LANES : t / WIDTH)
 #define COLUMN (B_ALONG_K ? t / LANES : t % WIDTH)
 #define NEXT_LANE (B_ALONG_K ? 1 : WIDTH)
-#define AT_ONCE (MR == 1 ? 16 : 8) // elements of B on their way to a work-item
+#define AT_ONCE 8 // elements of B on their way to a work-item
 
 // What elements k to k + count * LANES of the column add to the sums.
 #define TAKE(count)                                                                                                    \
