@@ -6,8 +6,9 @@ mod common;
 
 use std::cmp::Ordering;
 
-use claystone::device::DeviceKind;
 use claystone::{DType, Device, Tensor};
+use common::gpus::{gpus, is_gpu, upload};
+use common::values;
 
 /// Numbers with many that are equal, zeros of both signs and, of floats, infinities and NaN, as every dtype stores them.
 fn numbers(n: usize, seed: usize, dtype: DType, nans: bool) -> Vec<f64> {
@@ -31,15 +32,6 @@ fn numbers(n: usize, seed: usize, dtype: DType, nans: bool) -> Vec<f64> {
             }
         })
         .collect()
-}
-
-fn upload(values: &[f64], shape: &[usize], dtype: DType, device: Device) -> Tensor {
-    let host = Tensor::from_slice(values, shape, Device::Cpu).unwrap().to_dtype(dtype).unwrap();
-    host.to_device(device).unwrap()
-}
-
-fn values(t: &Tensor) -> Vec<f64> {
-    t.to_device(Device::Cpu).unwrap().to_dtype(DType::F64).unwrap().to_vec().unwrap()
 }
 
 /// NaN is above everything.
@@ -66,18 +58,6 @@ fn same(got: (Tensor, Tensor), lines: &[Vec<f64>], places: impl Fn(&[f64]) -> Ve
 /// One NaN is as another.
 fn bits(v: f64) -> u64 {
     if v.is_nan() { f64::NAN.to_bits() } else { v.to_bits() }
-}
-
-fn gpus(test: &str) -> Vec<Device> {
-    match common::again_with(test, "CLAYSTONE_KERNELS", "gpu") {
-        true => common::devices().into_iter().filter(|&d| d != Device::Cpu).take(1).collect(),
-        false => Vec::new(),
-    }
-}
-
-/// A processor that stands in for a GPU takes seconds for a kernel: it is given fewer of them.
-fn is_gpu(device: Device) -> bool {
-    matches!(device.info().unwrap().kind, DeviceKind::DiscreteGpu | DeviceKind::IntegratedGpu)
 }
 
 /// Lines of the last dim of a contiguous tensor.

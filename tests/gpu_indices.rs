@@ -5,6 +5,7 @@ mod common;
 
 use claystone::ops::ScatterReduce;
 use claystone::{DType, Device, Error, Tensor};
+use common::values;
 
 fn gpu(test: &str) -> Option<Device> {
     let there = common::again_with(test, "CLAYSTONE_KERNELS", "gpu");
@@ -34,10 +35,6 @@ fn matrix(xs: &[f64], [rows, columns]: [usize; 2], skip: usize, dtype: DType, de
         xs.chunks(columns).flat_map(|row| vec![0.0; skip].into_iter().chain(row.iter().copied())).collect();
     let host = Tensor::from_slice(&padded, [rows, columns + skip], Device::Cpu).unwrap().to_dtype(dtype).unwrap();
     host.to_device(device).unwrap().narrow(1, skip, columns).unwrap()
-}
-
-fn values(t: &Tensor) -> Vec<f64> {
-    t.to_device(Device::Cpu).unwrap().to_dtype(DType::F64).unwrap().to_vec().unwrap()
 }
 
 #[track_caller]

@@ -4,34 +4,12 @@
 
 mod common;
 
-use claystone::device::DeviceKind;
 use claystone::{DType, Device, Tensor};
+use common::gpus::{assert_same, cases, everywhere, gpus, upload};
+use common::values;
 
 /// Sizes around vectors of 2 to 16 elements and groups of 256.
 const SIZES: [usize; 19] = [0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 255, 256, 257, 1023, 4099];
-
-fn gpus(test: &str) -> Vec<Device> {
-    match common::again_with(test, "CLAYSTONE_KERNELS", "gpu") {
-        true => common::devices().into_iter().filter(|&d| d != Device::Cpu).take(1).collect(),
-        false => Vec::new(),
-    }
-}
-
-/// The CPU and the best device with their own kernels, and an OpenCL processor with those of GPUs.
-fn everywhere(test: &str) -> Vec<Device> {
-    match gpus(test) {
-        none if none.is_empty() => {
-            common::devices().into_iter().filter(|&d| d == Device::Cpu || d == Device::best()).collect()
-        }
-        stand_in => stand_in,
-    }
-}
-
-/// All of the cases on a GPU, every `n`-th on a processor that stands in for one: it takes a second for some kernels.
-fn cases<T: Copy>(all: &[T], n: usize, device: Device) -> Vec<T> {
-    let gpu = matches!(device.info().unwrap().kind, DeviceKind::DiscreteGpu | DeviceKind::IntegratedGpu);
-    all.iter().copied().step_by(if gpu { 1 } else { n }).collect()
-}
 
 /// Numbers that every dtype stores exactly, but for the sign; with a NaN and an infinity where there are any.
 fn numbers(n: usize, seed: usize, dtype: DType) -> Vec<f64> {
@@ -44,26 +22,6 @@ fn numbers(n: usize, seed: usize, dtype: DType) -> Vec<f64> {
             (x, _) => (x % 17) as f64 + f64::from(least),
         })
         .collect()
-}
-
-fn upload(values: &[f64], shape: &[usize], dtype: DType, device: Device) -> Tensor {
-    // Converted on the host: what is tested does not make its own inputs.
-    let host = Tensor::from_slice(values, [values.len()], Device::Cpu).unwrap().to_dtype(dtype).unwrap();
-    host.to_device(device).unwrap().reshape(shape).unwrap()
-}
-
-/// The elements, converted on the host.
-fn values(t: &Tensor) -> Vec<f64> {
-    t.to_device(Device::Cpu).unwrap().to_dtype(DType::F64).unwrap().to_vec().unwrap()
-}
-
-#[track_caller]
-fn assert_same(got: &[f64], want: &[f64], tolerance: f64, what: &str) {
-    assert_eq!(got.len(), want.len(), "{what}");
-    for (i, (g, w)) in got.iter().zip(want).enumerate() {
-        let same = g == w || g.is_nan() && w.is_nan() || (g - w).abs() <= tolerance * (1.0 + w.abs());
-        assert!(same, "{what}: element {i} of {} is {g}, not {w}", want.len());
-    }
 }
 
 /// A sum of two elements as the dtype stores it.

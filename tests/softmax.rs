@@ -4,17 +4,13 @@ mod common;
 use claystone::{
     CrossEntropy, DType, Device, Error, LossReduction, Tensor, autograd::gradcheck, device::count_launches,
 };
-use common::each_device;
+use common::{each_device, values};
 
 /// Numbers between -4 and 4.
 fn logits(shape: &[usize], dtype: DType, device: Device) -> Tensor {
     let n: usize = shape.iter().product();
     let values: Vec<f64> = (0..n).map(|i| ((i * 7919 % 1009) as f64 / 1009.0 - 0.5) * 8.0).collect();
     Tensor::from_slice(&values, shape, Device::Cpu).unwrap().to_dtype(dtype).unwrap().to_device(device).unwrap()
-}
-
-fn values(t: &Tensor) -> Vec<f64> {
-    t.to_device(Device::Cpu).unwrap().to_dtype(DType::F64).unwrap().to_vec().unwrap()
 }
 
 /// `f` of every row along d, in place.

@@ -1,6 +1,8 @@
 //! What the integration tests share.
 #![allow(dead_code)] // each test program uses a part
 
+pub mod gpus;
+
 use claystone::{DType, Device, Tensor};
 use ndarray::{ArrayD, Axis, IxDyn};
 
@@ -36,6 +38,11 @@ pub fn vec(t: &Tensor) -> Vec<f32> {
 /// The elements in f64.
 pub fn f64s(t: &Tensor) -> ArrayD<f64> {
     t.to_device(Device::Cpu).unwrap().to_dtype(DType::F64).unwrap().to_ndarray().unwrap()
+}
+
+/// The elements in f64, converted on the host, in a row.
+pub fn values(t: &Tensor) -> Vec<f64> {
+    t.to_device(Device::Cpu).unwrap().to_dtype(DType::F64).unwrap().to_vec().unwrap()
 }
 
 /// The product in f64, one element after the other; two dimensions or more, the others broadcast.
