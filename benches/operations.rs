@@ -190,6 +190,7 @@ impl Suite {
         };
         let [half, half_three] = [&x, &three].map(|t| t.to_dtype(DType::F16));
         let (half, half_three) = (half?, half_three?);
+        let linear = Interpolation::Linear { align_corners: false };
         let leaf = |t: &Tensor| t.try_clone()?.requires_grad_(true);
         let (tracked, tracked_three) = (leaf(&x)?, leaf(&three)?);
         let backward = |y: Result<Tensor>| -> Result<()> {
@@ -213,7 +214,11 @@ impl Suite {
                 "conv2d 1x1" => conv(&x, &one, 0, 1);
                 "conv2d 3x3, depthwise" => conv(&x, &deep, 1, channels);
                 "max_pool2d, backward" => backward(tracked.max_pool2d([2, 2], Default::default()));
-                "interpolate" => x.interpolate(&[2 * high, 2 * wide], Interpolation::Linear { align_corners: false });
+                "interpolate" => x.interpolate(&[2 * high, 2 * wide], linear);
+                "interpolate, half" => x.interpolate(&[high / 2, wide / 2], linear);
+                "interpolate, nearest" => x.interpolate(&[2 * high, 2 * wide], Interpolation::Nearest);
+                "interpolate, f16" => half.interpolate(&[2 * high, 2 * wide], linear);
+                "interpolate, backward" => backward(tracked.interpolate(&[2 * high, 2 * wide], linear));
             },
         )
     }

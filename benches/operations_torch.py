@@ -108,7 +108,11 @@ def images(n, c, h, w):
             "conv2d 1x1": lambda: F.conv2d(x, w1),
             "conv2d 3x3, depthwise": lambda: F.conv2d(x, deep, padding=1, groups=c),
             "max_pool2d, backward": backward(lambda: F.max_pool2d(tx, 2), tx),
-            "interpolate": lambda: F.interpolate(x, (2 * h, 2 * w), mode="bilinear")}
+            "interpolate": lambda: F.interpolate(x, (2 * h, 2 * w), mode="bilinear"),
+            "interpolate, half": lambda: F.interpolate(x, (h // 2, w // 2), mode="bilinear"),
+            "interpolate, nearest": lambda: F.interpolate(x, (2 * h, 2 * w), mode="nearest"),
+            "interpolate, f16": lambda: F.interpolate(x16, (2 * h, 2 * w), mode="bilinear"),
+            "interpolate, backward": backward(lambda: F.interpolate(tx, (2 * h, 2 * w), mode="bilinear"), tx)}
 
 
 def sequences(n, h, s, e):
