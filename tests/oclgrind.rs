@@ -7,7 +7,7 @@ use std::sync::{Mutex, PoisonError};
 use claystone::nn::{Activation, Linear, Module, Sequential};
 use claystone::ops::{Attention, ConvOptions, MaxPoolOptions, ScatterReduce};
 use claystone::optim::{AdamW, AdamWConfig, Optimizer, Sgd, SgdConfig};
-use claystone::{DType, Device, Result, Tensor, manual_seed};
+use claystone::{DType, Device, Interpolation, Result, Tensor, manual_seed};
 
 /// Small sizes around the edges of vectors, work-groups and tiles.
 const SIZES: [usize; 6] = [1, 2, 15, 16, 17, 33];
@@ -210,6 +210,33 @@ fn windows() {
             let grads = [&x, &w, &bias].map(|t| t.grad().expect("each took part"));
             Ok([y, pooled, mean].iter().map(Tensor::detach).chain(grads).collect())
         });
+    }
+}
+
+/// Sizes that grow, shrink and stay, of one to three dims, and their gradients.
+#[test]
+fn images_of_other_sizes() {
+    let linear = [false, true].map(|align_corners| Interpolation::Linear { align_corners });
+    let modes = [linear[0], linear[1], Interpolation::Nearest, Interpolation::NearestExact];
+    for (i, (from, to)) in [
+        (&[2, 3, 17][..], &[33][..]),
+        (&[1, 2, 5, 4], &[9, 2]),
+        (&[2, 2, 1, 7], &[3, 7]),
+        (&[1, 2, 2, 3, 5], &[3, 1, 8]),
+        (&[1, 1, 16, 15], &[1, 17]),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        for (k, mode) in modes.into_iter().enumerate() {
+            agree(1e-2, |device| {
+                let x = numbers(from.iter().product(), FLOATS[(i + k) % 3], device)?.reshape(from)?;
+                let x = x.flip(-1)?.requires_grad_(true)?;
+                let y = x.interpolate(to, mode)?;
+                y.square()?.sum((), false)?.backward()?;
+                Ok(vec![y.detach(), x.grad().expect("it took part")])
+            });
+        }
     }
 }
 

@@ -3,7 +3,13 @@
 use super::arguments::{Args, Argument};
 use super::catalogue::{Dtypes, Gives, Kind, Operation};
 use super::registry::replaced;
-use crate::{Device, Error, Result, Shape, Tensor};
+use super::window::four;
+use crate::{Device, Error, Result, Shape, Tensor, autograd};
+use places::Places;
+
+mod cpu;
+mod opencl;
+mod places;
 
 /// How [`Tensor::interpolate`] finds an element between others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,32 +48,6 @@ impl Interpolation {
             other => Err(Error::invalid("call", format!("the mode is nearest, nearest-exact or linear, not {other}"))),
         }
     }
-
-    /// `to` elements of dim d, by each of which there are indices into x.
-    fn along(self, x: &Tensor, d: usize, to: usize) -> Result<Tensor> {
-        let from = x.shape().dims()[d];
-        // The places are computed on the host.
-        let too_many = |_| Error::invalid("interpolate", format!("there is no room for {to} elements"));
-        Vec::<i64>::new().try_reserve_exact(to).map_err(too_many)?;
-        let picked = |at: &dyn Fn(usize) -> usize| {
-            let index: Vec<i64> = (0..to).map(|o| at(o).min(from - 1) as i64).collect();
-            x.index_select(d as isize, &Tensor::from_vec(index, to, x.device())?)
-        };
-        // Where element o of the result is among those of x.
-        let place = |o: usize| match self {
-            Interpolation::Nearest => (o * from / to) as f64,
-            Interpolation::NearestExact => ((2 * o + 1) * from / (2 * to)) as f64,
-            Interpolation::Linear { align_corners: true } => (o * (from - 1)) as f64 / (to - 1).max(1) as f64,
-            Interpolation::Linear { align_corners: false } => {
-                ((o as f64 + 0.5) * from as f64 / to as f64 - 0.5).max(0.0)
-            }
-        };
-        let Interpolation::Linear { .. } = self else { return picked(&|o| place(o) as usize) };
-        let shares: Vec<f64> = (0..to).map(|o| place(o).fract()).collect();
-        let shape: Shape = (0..x.rank()).map(|i| if i == d { to } else { 1 }).collect();
-        let shares = Tensor::from_vec(shares, shape, Device::Cpu)?.to_dtype(x.dtype)?.to_device(x.device())?;
-        picked(&|o| place(o) as usize)?.lerp_tensor(&picked(&|o| place(o) as usize + 1)?, &shares)
-    }
 }
 
 impl From<Interpolation> for Argument {
@@ -76,9 +56,48 @@ impl From<Interpolation> for Argument {
     }
 }
 
+/// Rows, columns or both of `[N, C, H, W]` in another number: one launch. Linear, so that its gradient is its transpose, and
+/// the gradient of that is itself again.
+#[derive(Debug, Clone, Copy)]
+struct Resize {
+    rows: Option<Places>,
+    columns: Option<Places>,
+}
+
+impl Resize {
+    fn is_linear(&self) -> bool {
+        self.rows.or(self.columns).is_some_and(|places| places.linear)
+    }
+
+    fn forward(self, op: &'static str, x: &Tensor) -> Result<Tensor> {
+        let out = self.run(x, false)?;
+        Ok(autograd::record_unary_twice(op, out, x, move |grad| self.backward(op, &grad)))
+    }
+
+    fn backward(self, op: &'static str, grad: &Tensor) -> Result<Tensor> {
+        let out = self.run(grad, true)?;
+        Ok(autograd::record_unary_twice(op, out, grad, move |grad| self.forward(op, &grad)))
+    }
+
+    fn run(&self, x: &Tensor, transposed: bool) -> Result<Tensor> {
+        let [n, c, h, w] = four(x);
+        let [h, w] = [(self.rows, h), (self.columns, w)]
+            .map(|(places, n)| places.map_or(n, |places| if transposed { places.from } else { places.to }));
+        let out = Tensor::empty_like_shape([n, c, h, w], x.dtype, x.device())?;
+        if out.numel() > 0 {
+            match x.device() {
+                Device::Cpu => cpu::run(self, x, &out, transposed)?,
+                Device::OpenCL(_) => opencl::run(self, x, &out, transposed)?,
+            }
+            out.storage.bump_version();
+        }
+        Ok(out)
+    }
+}
+
 impl Tensor {
-    /// Images `[N, C, ..]` with dims of other sizes (PyTorch's `interpolate` with a `size`). Floats, any number of dims.
-    /// Differentiable.
+    /// Images `[N, C, ..]` with dims of other sizes (PyTorch's `interpolate` with a `size`). Floats, any number of dims: one
+    /// launch for up to two, one more for each other. Differentiable.
     ///
     /// ```
     /// use claystone::{Device, Interpolation, Tensor};
@@ -105,10 +124,26 @@ impl Tensor {
             let reason = format!("sizes are above 0, and {} is to become {size:?}", self.shape());
             return Err(Error::invalid(op, reason));
         }
-        let compute = self.dtype.compute().dtype();
-        let wide = if let Interpolation::Linear { .. } = mode { self.to_dtype(compute)? } else { self.shallow_clone() };
-        let out = size.iter().enumerate().try_fold(wide, |x, (i, &to)| mode.along(&x, 2 + i, to));
-        out.map_err(|e| e.of(op))?.to_dtype(self.dtype)
+        let dims = self.shape().dims();
+        let places = |d: usize| Places::new(op, mode, dims[2 + d], size[d]);
+        // The last two dims together, then those before them, one after another: computed in f32 at least, rounded once.
+        let last = size.len() - 1;
+        let first = last.saturating_sub(1);
+        let wide = match mode {
+            Interpolation::Linear { .. } if first > 0 => self.to_dtype(self.dtype.compute().dtype())?,
+            _ => self.shallow_clone(),
+        };
+        let rows = if last > 0 { Some(places(first)?) } else { None };
+        let high = if last > 0 { dims[2 + first] } else { 1 };
+        let product = |dims: &[usize]| dims.iter().fold(1, |product: usize, &n| product.saturating_mul(n));
+        let planes = |d: usize| product(&dims[1..2 + d]);
+        let images = wide.reshape([dims[0], planes(first), high, dims[2 + last]])?;
+        let mut out = Resize { rows, columns: Some(places(last)?) }.forward(op, &images)?;
+        for d in (0..first).rev() {
+            let images = out.reshape([dims[0], planes(d), dims[2 + d], product(&size[d + 1..])])?;
+            out = Resize { rows: Some(places(d)?), columns: None }.forward(op, &images)?;
+        }
+        out.reshape(dims[..2].iter().chain(size).copied().collect::<Shape>())?.to_dtype(self.dtype)
     }
 
     /// `[.., C r², H, W]` as `[.., C, H r, W r]`: each r² channels become the r by r elements at a place (PyTorch's
