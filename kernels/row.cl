@@ -3,8 +3,8 @@
 // one of SOFTMAX LOG_SOFTMAX LOGSUMEXP SOFTMAX_GRAD LOG_SOFTMAX_GRAD CROSS_ENTROPY; for the last also T (the labels' dtype)
 // and WITH_GRAD. Processors: one work-item a row, or run of rows. GPUs: `lanes` work-items a row, as in reduce.cl; with CACHED
 // each keeps that many groups of VEC elements (loaded as WIDE_T where VEC is above 1), all there are, in registers; LANES
-// and BY_COLUMN are then compiled in. SOFTMAX with MASK sees part of a row: up to the row's number in its matrix of `causal`
-// rows where that is not 0; of these elements those where z (dtype Z) is true with MASK 1; z is added to them with MASK 2.
+// and BY_COLUMN are then compiled in. SOFTMAX with MASK sees part of a row: up to `first` and the row's number in its matrix
+// of `causal` rows where that is not 0; of these elements those where z (dtype Z) is true with MASK 1; z is added to them with MASK 2.
 
 // Where a row starts in each of three tensors.
 typedef struct {
@@ -270,7 +270,7 @@ __kernel
 #endif
     void
     row(In x, ulong x_at, Out y, ulong y_at, Other z, ulong z_at, Rows rows, ulong count_, ulong n_, long xs, long ys,
-        long zs, uint by_column_, uint lanes_, ulong causal) {
+        long zs, uint by_column_, uint lanes_, ulong causal, ulong first) {
     const IDX count = (IDX)count_, n = (IDX)n_;
 #ifdef CACHED
     const uint by_column = BY_COLUMN, lanes = LANES;
@@ -295,7 +295,7 @@ __kernel
     const ulong xa = x_at + at.x, ya = y_at + at.y, za = z_at + at.z;
     IDX i = lane;
 #ifdef MASK
-    const IDX seen = causal == 0 ? stop : min(stop, r % (IDX)causal + 1);
+    const IDX seen = causal == 0 ? stop : min(stop, (IDX)first + r % (IDX)causal + 1);
 #endif
 #ifdef CACHED
     ACC v[KEPT];

@@ -5,6 +5,7 @@ mod common;
 mod model;
 
 use claystone::nn::Module;
+use claystone::ops::Attention;
 use claystone::optim::{AdamW, AdamWConfig, Optimizer};
 use claystone::{DType, Device, Tensor, manual_seed, no_grad};
 use common::{alone, devices};
@@ -84,4 +85,32 @@ fn it_is_causal_and_its_parameters_have_names() {
             );
         }
     }
+}
+
+/// The scores of 3,000 positions and two heads are 69 MiB, of which only blocks exist.
+#[test]
+fn attention_over_long_sequences_keeps_no_scores() {
+    // The statistics are the process's.
+    if !alone("attention_over_long_sequences_keeps_no_scores") {
+        return;
+    }
+    let device = Device::Cpu;
+    let made = || Tensor::randn(&[2, 3000, 8], device).unwrap().requires_grad_(true).unwrap();
+    let (q, k, v) = (made(), made(), made());
+    let most = |f: &dyn Fn()| {
+        device.reset_peak_stats().unwrap();
+        let before = device.memory_stats().unwrap().allocated_bytes.current;
+        f();
+        device.memory_stats().unwrap().allocated_bytes.peak - before
+    };
+    let attend = |is_causal, dropout_p| {
+        let options = Attention { is_causal, dropout_p, ..Attention::default() };
+        q.scaled_dot_product_attention(&k, &v, options).unwrap()
+    };
+    let forward = most(&|| drop(no_grad(|| attend(false, 0.0))));
+    let trained = most(&|| attend(true, 0.0).backward_with(&q.detach()).unwrap());
+    let kept = most(&|| drop(attend(false, 0.0)));
+    println!("{forward} bytes forward, {trained} with backward, {kept} with dropout");
+    assert!(forward < 4 << 20 && trained < 8 << 20, "{forward} bytes forward, {trained} with backward");
+    assert!(kept > 69 << 20, "{kept} bytes with dropout");
 }

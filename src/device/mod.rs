@@ -71,9 +71,14 @@ impl Device {
     /// # Errors
     /// [`Error::NoDevice`] if it is not there.
     pub fn info(&self) -> Result<DeviceInfo> {
-        match *self {
-            Device::Cpu => Ok(info::cpu().clone()),
-            Device::OpenCL(i) => opencl::info(i).cloned(),
+        self.known().cloned()
+    }
+
+    /// [`info`](Self::info), which is kept.
+    pub(crate) fn known(self) -> Result<&'static DeviceInfo> {
+        match self {
+            Device::Cpu => Ok(info::cpu()),
+            Device::OpenCL(i) => opencl::info(i),
         }
     }
 

@@ -53,14 +53,15 @@ enum Mask {
 #[derive(Debug, Clone, Copy, Default)]
 struct Sight {
     mask: Mask,
-    /// Row i of each matrix of so many sees elements up to i; 0: each sees all.
+    /// Row i of each matrix of so many sees elements up to `first + i`; 0: each sees all.
     causal: usize,
+    first: usize,
 }
 
 impl Sight {
     /// How many elements row r sees of n.
     fn of(self, r: usize, n: usize) -> usize {
-        if self.causal == 0 { n } else { n.min(r % self.causal + 1) }
+        if self.causal == 0 { n } else { n.min(self.first + r % self.causal + 1) }
     }
 }
 
@@ -113,7 +114,7 @@ fn seeing(kind: RowOp, x: &Tensor, z: Option<&Tensor>, d: usize, sight: Sight) -
     match x.device() {
         Device::Cpu => cpu::run(kind, x, z, &out, d, &rows())?,
         device => {
-            let numbers = [kind as u64, d as u64, sight.mask as u64, sight.causal as u64];
+            let numbers = [kind as u64, d as u64, sight.mask as u64, sight.causal as u64, sight.first as u64];
             let key = Key { of: Of::Row, device, numbers: &numbers, exprs: &[], tensors: &[x, &out, z] };
             memo::launch(&key, Params::default(), || opencl::prepare(kind, [x, &out, z], &rows()))?;
         }
@@ -123,9 +124,14 @@ fn seeing(kind: RowOp, x: &Tensor, z: Option<&Tensor>, d: usize, sight: Sight) -
 }
 
 /// The softmax along the last dim of what each row sees: elements where a bool `mask`, broadcast, is true, or all, with a
-/// mask of floats added to them; with `causal` no element beyond the row's number in its matrix. A row that sees nothing is
-/// all zeros. One launch either way. Recorded for scores and mask.
-pub(super) fn masked_softmax(op: &'static str, scores: &Tensor, mask: Option<&Tensor>, causal: bool) -> Result<Tensor> {
+/// mask of floats added to them; with `causal`, which is the number of a matrix's first row, no element beyond the row's own. A row
+/// that sees nothing is all zeros. One launch either way. Recorded for scores and mask.
+pub(super) fn masked_softmax(
+    op: &'static str,
+    scores: &Tensor,
+    mask: Option<&Tensor>,
+    causal: Option<usize>,
+) -> Result<Tensor> {
     let d = scores.rank() - 1;
     let sight = Sight {
         mask: match mask {
@@ -133,7 +139,8 @@ pub(super) fn masked_softmax(op: &'static str, scores: &Tensor, mask: Option<&Te
             Some(mask) if mask.dtype == DType::Bool => Mask::Keep,
             Some(_) => Mask::Add,
         },
-        causal: if causal { scores.shape().dims()[d - 1] } else { 0 },
+        causal: causal.map_or(0, |_| scores.shape().dims()[d - 1]),
+        first: causal.unwrap_or(0),
     };
     let spread = mask.map(|mask| mask.with_layout(mask.layout.broadcast_to(scores.shape())));
     let out = seeing(RowOp::MaskedSoftmax, scores, spread.as_ref(), d, sight)?;

@@ -163,7 +163,7 @@ pub(super) fn prepare(kind: RowOp, tensors: [&Tensor; 3], rows: &Rows) -> Result
     }
     ready.args([count, n].map(|n| Arg::U64(n as u64)));
     ready.args(rows.steps.map(|s| Arg::I64(s as i64)));
-    let sight = Arg::U64(rows.sight.causal as u64);
-    ready.args([Arg::U32(way.by_column.into()), Arg::U32(way.lanes as u32), sight]);
+    ready.args([way.by_column.into(), way.lanes as u32].map(Arg::U32));
+    ready.args([rows.sight.causal, rows.sight.first].map(|n| Arg::U64(n as u64)));
     Ok(Prepared::one(device, ready))
 }
