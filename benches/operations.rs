@@ -284,6 +284,7 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
     suite.images([8, 16, 32, 32])?;
     suite.images([32, 64, 28, 28])?;
     suite.sequences([4, 8, 128, 64])?;
+    suite.sequences([16, 12, 256, 64])?;
     suite.sequences([1, 8, 2048, 64])?;
     if device != Device::Cpu {
         // What fills a GPU.
