@@ -1,108 +1,38 @@
-//! Convolutions: windows as columns, then one product.
+//! Convolutions.
 //!
-//! The columns of all windows, `[C, kernel, N, windows]`, make a convolution the product of the weight `[O, C kernel]` with
+//! On OpenCL devices, of f64 and in gradients that are to have gradients: windows as columns, then one product. The columns of all
+//! windows, `[C, kernel, N, windows]`, make a convolution the product of the weight `[O, C kernel]` with
 //! one wide matrix, groups a batch of them, the bias its epilogue: two launches, a third that puts the images of a batch one
-//! after another, and one where a window is a single element and the image is its own columns. A transposed convolution is the other way round, a product whose columns are added up. The
-//! gradients are again these two: products, columns and sums of columns.
+//! after another, and one where a window is a single element and the image is its own columns. A transposed convolution is the
+//! other way round, a product whose columns are added up. The gradients are again these two: products, columns and sums of columns.
+//!
+//! On the CPU no columns are in memory: `cpu` has all of it in one launch, and each gradient in one. What is kept for the gradients
+//! is the image itself.
 
 use std::slice;
 use std::sync::LazyLock;
 
 use smallvec::SmallVec;
 
-use super::arguments::{Args, Argument};
+use super::arguments::Argument;
 use super::autocast::lowered;
-use super::catalogue::{Dtypes, Gives, Kind, Operation};
 use super::expr::Expr;
 use super::gemm::Gemm;
 use super::registry::replacement;
-use super::window::{Windows, as_given, as_images, both, fold, four, unfold};
+use super::window::{Windows, as_given, as_images, both, four};
 use super::{reduce, same_dtype};
 use crate::autograd::{self, Gradients, Saved};
 use crate::tensor::{Dims, Layout};
 use crate::{Error, Result, Shape, Tensor};
 
-/// Zeros around an image.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Padding<const D: usize> {
-    /// None: windows lie inside of the image (PyTorch's `'valid'`).
-    Valid,
-    /// As many as make the result as large as the image, where there is a remainder one more behind it; for strides of 1
-    /// (PyTorch's `'same'`).
-    Same,
-    /// So many before and after each dim.
-    Zeros([usize; D]),
-}
+#[cfg(target_arch = "x86_64")]
+mod cpu;
+mod options;
+#[cfg(target_arch = "x86_64")]
+mod slab;
 
-impl<const D: usize> From<usize> for Padding<D> {
-    fn from(n: usize) -> Padding<D> {
-        Padding::Zeros([n; D])
-    }
-}
-
-impl<const D: usize> From<[usize; D]> for Padding<D> {
-    fn from(n: [usize; D]) -> Padding<D> {
-        Padding::Zeros(n)
-    }
-}
-
-impl<const D: usize> From<Padding<D>> for Argument {
-    fn from(padding: Padding<D>) -> Argument {
-        match padding {
-            Padding::Valid => "valid".into(),
-            Padding::Same => "same".into(),
-            Padding::Zeros(zeros) => (&zeros).into(),
-        }
-    }
-}
-
-/// How [`Tensor::conv1d`] and [`Tensor::conv2d`] move their windows, with PyTorch's defaults.
-///
-/// ```
-/// use claystone::{ConvOptions, Device, Tensor};
-/// let (x, w) = (Tensor::ones(&[1, 2, 8, 8], Device::Cpu)?, Tensor::ones(&[4, 2, 3, 3], Device::Cpu)?);
-/// let halved = ConvOptions { stride: [2, 2], padding: 1.into(), ..ConvOptions::default() };
-/// assert_eq!(x.conv2d(&w, None, halved)?.shape().dims(), [1, 4, 4, 4]);
-/// # Ok::<(), claystone::Error>(())
-/// ```
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ConvOptions<const D: usize> {
-    /// Elements from one window to the next.
-    pub stride: [usize; D],
-    /// Zeros around the image.
-    pub padding: Padding<D>,
-    /// Elements from one of a window to the next.
-    pub dilation: [usize; D],
-    /// Parts of the channels that go separate ways.
-    pub groups: usize,
-}
-
-impl<const D: usize> Default for ConvOptions<D> {
-    fn default() -> Self {
-        ConvOptions { stride: [1; D], padding: Padding::Valid, dilation: [1; D], groups: 1 }
-    }
-}
-
-/// How [`Tensor::conv_transpose1d`] and [`Tensor::conv_transpose2d`] move their windows, with PyTorch's defaults.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ConvTransposeOptions<const D: usize> {
-    /// Elements of the result from one window to the next.
-    pub stride: [usize; D],
-    /// Elements taken off the result on each side.
-    pub padding: [usize; D],
-    /// Elements added to the result behind.
-    pub output_padding: [usize; D],
-    /// Elements from one of a window to the next.
-    pub dilation: [usize; D],
-    /// Parts of the channels that go separate ways.
-    pub groups: usize,
-}
-
-impl<const D: usize> Default for ConvTransposeOptions<D> {
-    fn default() -> Self {
-        ConvTransposeOptions { stride: [1; D], padding: [0; D], output_padding: [0; D], dilation: [1; D], groups: 1 }
-    }
-}
+pub(super) use options::OPERATIONS;
+pub use options::{ConvOptions, ConvTransposeOptions, Padding};
 
 impl Tensor {
     /// Each window's products with the weight, summed (PyTorch's `conv1d`): x `[N, C, L]` or `[C, L]`, `weight`
@@ -115,8 +45,9 @@ impl Tensor {
     }
 
     /// Each window's products with the weight, summed (PyTorch's `conv2d`): x `[N, C, H, W]` or `[C, H, W]`, `weight`
-    /// `[O, C / groups, KH, KW]`, `bias` `[O]`, the result `[N, O, rows, columns]` of windows, contiguous. Floats. Two launches
-    /// and a third for a batch, one for windows of a single element. Differentiable in all three.
+    /// `[O, C / groups, KH, KW]`, `bias` `[O]`, the result `[N, O, rows, columns]` of windows, contiguous. Floats. One launch on
+    /// the CPU, otherwise two and a third for a batch, or one for windows of a single element. Differentiable in all three; then
+    /// x and the weight are kept.
     ///
     /// ```
     /// use claystone::{ConvOptions, Device, Padding, Tensor};
@@ -253,15 +184,16 @@ fn convolution<const D: usize>(
         }
     }
     let windows = Windows::new(op, [h, w], [kh, kw], [both(stride, 1), before, both(dilation, 1)], after)?;
-    let [oh, ow] = windows.grid;
-    let single = [kh, kw, oh, ow] == [1, 1, h, w] && before == [0; 2];
+    let single = [[kh, kw], windows.grid] == [[1, 1], [h, w]] && before == [0; 2];
     let out = if single {
         let columns = x.reshape([n, groups, c / groups, h * w])?;
         product(op, &columns, &weight, bias, false)?.reshape([n, out_channels, h, w])?
     } else {
-        let columns = windows.columns(op, &x, true)?.reshape([1, groups, c / groups * kh * kw, n * oh * ow])?;
-        let out = product(op, &columns, &weight, bias, false)?;
-        out.reshape([out_channels, n, oh, ow])?.transpose(0, 1)?.contiguous()?
+        let meeting = Meeting { op, windows, groups, turned: false };
+        match meeting.at_once(&x, &weight, bias)? {
+            Some(out) => out,
+            None => meeting.by_columns(&x, &weight, bias)?,
+        }
     };
     as_given(&out, given, D)
 }
@@ -284,9 +216,9 @@ fn transposed<const D: usize>(
     {
         return Ok(out.swap_remove(0));
     }
-    let out_channels = check::<D>(op, given, weight, bias, groups, true)?;
+    check::<D>(op, given, weight, bias, groups, true)?;
     let (x, weight) = (as_images(op, given, D)?, as_taps::<D>(weight)?);
-    let ([n, c, h, w], [_, _, kh, kw]) = (four(&x), four(&weight));
+    let ([_, _, h, w], [_, _, kh, kw]) = (four(&x), four(&weight));
     let (stride, padding, dilation) = (both(stride, 1), both(padding, 0), both(dilation, 1));
     let behind = both(output_padding, 0);
     let mut image = [0; 2];
@@ -307,13 +239,96 @@ fn transposed<const D: usize>(
     }
     // What `output_padding` adds no window reaches.
     let windows = Windows { grid: [h, w], ..Windows::new(op, image, [kh, kw], [stride, padding, dilation], [0; 2])? };
-    let columns = product(op, &x.reshape([n, groups, c / groups, h * w])?, &weight, None, true)?;
-    let images = windows.images(op, &columns.reshape([n, out_channels, kh, kw, h, w])?)?;
-    let out = match bias {
-        Some(bias) => images.add(&bias.reshape([out_channels, 1, 1])?)?,
-        None => images,
+    let meeting = Meeting { op, windows, groups, turned: true };
+    let out = match meeting.at_once(&x, &weight, bias)? {
+        Some(out) => out,
+        None => meeting.by_columns(&x, &weight, bias)?,
     };
     as_given(&out, given, D)
+}
+
+/// What a convolution, or a `turned` one that is transposed, has beside its tensors.
+#[derive(Clone)]
+struct Meeting {
+    op: &'static str,
+    windows: Windows,
+    groups: usize,
+    turned: bool,
+}
+
+impl Meeting {
+    /// As products and columns, all of them recorded.
+    fn by_columns(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        let Meeting { op, windows, groups, turned } = *self;
+        let ([n, c, h, w], [a, b, kh, kw]) = (four(x), four(weight));
+        if turned {
+            let columns = product(op, &x.reshape([n, groups, c / groups, h * w])?, weight, None, true)?;
+            let images = windows.images(op, &columns.reshape([n, b * groups, kh, kw, h, w])?)?;
+            return match bias {
+                Some(bias) => images.add(&bias.reshape([b * groups, 1, 1])?),
+                None => Ok(images),
+            };
+        }
+        let [oh, ow] = windows.grid;
+        let columns = windows.columns(op, x, true)?.reshape([1, groups, c / groups * kh * kw, n * oh * ow])?;
+        let out = product(op, &columns, weight, bias, false)?;
+        out.reshape([a, n, oh, ow])?.transpose(0, 1)?.contiguous()
+    }
+
+    /// In one launch, where there is one for it.
+    #[cfg(target_arch = "x86_64")]
+    fn at_once(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Option<Tensor>> {
+        let Meeting { op, windows, groups, turned } = *self;
+        let Some(conv) = cpu::Conv::new(windows, x, weight, groups) else { return Ok(None) };
+        let out = match turned {
+            true => conv.images(&x.detach().contiguous()?, weight, bias)?,
+            false => conv.windows(x, weight, bias)?,
+        };
+        let inputs: SmallVec<[&Tensor; 3]> = [x, weight].into_iter().chain(bias).collect();
+        if !autograd::is_tracked(&inputs) {
+            return Ok(Some(out));
+        }
+        let (saved_x, saved_w) = (weight.requires_grad().then(|| Saved::new(x)), Saved::new(weight));
+        let (meeting, shape) = (self.clone(), x.shape().clone());
+        let bias_shape = bias.map(|b| b.shape().clone());
+        Ok(Some(autograd::record_twice(op, out, &inputs, move |ctx| {
+            let weight = saved_w.get(op)?;
+            let x = saved_x.as_ref().map(|x| x.get(op)).transpose()?;
+            if ctx.create_graph() {
+                // No gradient that is wanted depends on the values of what was not kept.
+                let zeros = |shape: &Shape, i| Ok(ctx.input(i, Tensor::zeros(shape, weight)?));
+                let x = x.map_or_else(|| zeros(&shape, 0), |x| Ok(x.shallow_clone()))?;
+                let bias = bias_shape.as_ref().map(|shape| zeros(shape, 2)).transpose()?;
+                return ctx.through(&meeting.by_columns(&x, weight, bias.as_ref())?);
+            }
+            let grad = ctx.grad()?.detach();
+            let (grad_in_line, mut gradients) = (grad.contiguous()?, Gradients::new());
+            gradients.push(match (ctx.needs(0), turned) {
+                (false, _) => None,
+                (true, true) => Some(conv.windows(&grad, weight, None)?),
+                (true, false) => Some(conv.images(&grad_in_line, weight, None)?),
+            });
+            gradients.push(None);
+            if let Some(x) = x.filter(|_| ctx.needs(1)) {
+                let slot = ctx.slot(1).filter(|s| s.is_contiguous() && s.dtype == grad.dtype && !s.shares_storage(x));
+                gradients[1] = Some(match turned {
+                    true => conv.weight(&grad, &x.detach().contiguous()?, slot)?,
+                    false => conv.weight(x, &grad_in_line, slot)?,
+                });
+            }
+            if bias_shape.is_some() {
+                let slot = if ctx.needs(2) { ctx.slot(2) } else { None };
+                let sum = || reduce::sum_into(op, &grad, [0, 2, 3], false, slot);
+                gradients.push(ctx.needs(2).then(sum).transpose()?);
+            }
+            Ok(gradients)
+        })))
+    }
+
+    #[cfg(not(target_arch = "x86_64"))]
+    fn at_once(&self, _: &Tensor, _: &Tensor, _: Option<&Tensor>) -> Result<Option<Tensor>> {
+        Ok(None)
+    }
 }
 
 /// `[N, groups, rows, columns]`: for each group its part of the weight times its columns, plus the bias, which is `[groups *
@@ -397,49 +412,3 @@ pub(super) fn reshaped(t: &Tensor, shape: &Shape) -> Result<Tensor> {
 fn swapped(t: &Tensor) -> Tensor {
     t.with_layout(t.layout.transpose(t.rank() - 2, t.rank() - 1))
 }
-
-impl<const D: usize> ConvOptions<D> {
-    fn of(a: &Args) -> Result<Self> {
-        let padding = match (a.given(1), a.text(1)) {
-            (false, _) | (_, Ok("valid")) => Padding::Valid,
-            (_, Ok("same")) => Padding::Same,
-            _ => Padding::Zeros(a.array(1, [0; D])?),
-        };
-        let groups = if a.given(3) { a.size(3)? } else { 1 };
-        Ok(ConvOptions { stride: a.array(0, [1; D])?, padding, dilation: a.array(2, [1; D])?, groups })
-    }
-}
-
-impl<const D: usize> ConvTransposeOptions<D> {
-    fn of(a: &Args) -> Result<Self> {
-        let groups = if a.given(3) { a.size(3)? } else { 1 };
-        let (stride, padding, output_padding) = (a.array(0, [1; D])?, a.array(1, [0; D])?, a.array(2, [0; D])?);
-        Ok(ConvTransposeOptions { stride, padding, output_padding, dilation: a.array(4, [1; D])?, groups })
-    }
-}
-
-const fn layer(name: &'static str, torch: &'static str, takes: Dtypes, call: fn(&Args) -> Result<Tensor>) -> Operation {
-    Operation::new(name, torch, Kind::NeuralNetwork, takes, Gives::Same, call).differentiable()
-}
-
-pub(super) static OPERATIONS: &[Operation] = &[
-    layer("conv1d", "nn.functional.conv1d", Dtypes::Floats, |a| {
-        a.x(0)?.conv1d(a.x(1)?, a.xs().get(2).copied(), ConvOptions::of(a)?)
-    }),
-    layer("conv2d", "nn.functional.conv2d", Dtypes::Floats, |a| {
-        a.x(0)?.conv2d(a.x(1)?, a.xs().get(2).copied(), ConvOptions::of(a)?)
-    }),
-    layer("conv_transpose1d", "nn.functional.conv_transpose1d", Dtypes::Floats, |a| {
-        a.x(0)?.conv_transpose1d(a.x(1)?, a.xs().get(2).copied(), ConvTransposeOptions::of(a)?)
-    }),
-    layer("conv_transpose2d", "nn.functional.conv_transpose2d", Dtypes::Floats, |a| {
-        a.x(0)?.conv_transpose2d(a.x(1)?, a.xs().get(2).copied(), ConvTransposeOptions::of(a)?)
-    }),
-    layer("unfold2d", "nn.functional.unfold", Dtypes::All, |a| {
-        unfold(a.x(0)?, a.array(0, [1; 2])?, a.array(1, [1; 2])?, a.array(2, [0; 2])?, a.array(3, [1; 2])?)
-    }),
-    layer("fold", "nn.functional.fold", Dtypes::Floats, |a| {
-        let (size, kernel, dilation) = (a.array(0, [1; 2])?, a.array(1, [1; 2])?, a.array(2, [1; 2])?);
-        fold(a.x(0)?, size, kernel, dilation, a.array(3, [0; 2])?, a.array(4, [1; 2])?)
-    }),
-];

@@ -132,7 +132,7 @@ impl Windows {
     }
 
     /// The windows that have row or column tap k inside of the image, first to before the last.
-    fn inside(&self, d: usize, k: usize) -> (usize, usize) {
+    pub(super) fn inside(&self, d: usize, k: usize) -> (usize, usize) {
         let (tap, padding, stride) = (k * self.dilation[d], self.padding[d], self.stride[d]);
         let first = padding.saturating_sub(tap).div_ceil(stride);
         let last = (self.image[d] + padding).saturating_sub(tap).div_ceil(stride);

@@ -4,6 +4,7 @@
 mod bad_input;
 #[path = "../common/mod.rs"]
 mod common;
+mod conv_blocks;
 mod harness;
 mod in_place;
 mod indexing_edges;

@@ -15,6 +15,8 @@ use half::{bf16, f16};
 use smallvec::SmallVec;
 
 #[cfg(target_arch = "x86_64")]
+pub(crate) mod alone;
+#[cfg(target_arch = "x86_64")]
 mod blocks;
 #[cfg(target_arch = "x86_64")]
 mod kernel;

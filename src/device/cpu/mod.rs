@@ -3,6 +3,7 @@
 use std::sync::OnceLock;
 
 pub(crate) mod bands;
+pub(crate) mod blocks;
 pub(crate) mod convert;
 pub(crate) mod copy;
 pub(crate) mod gemm;

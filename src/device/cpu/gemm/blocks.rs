@@ -56,7 +56,7 @@ pub(super) enum Out<'a> {
 type HandOver<'a> = &'a (dyn Fn(Range<usize>, Range<usize>, &[f32]) + Sync);
 
 /// `n` in pieces of one size, a multiple of `step`, at most `most`.
-fn even(n: usize, most: usize, step: usize) -> usize {
+pub(super) fn even(n: usize, most: usize, step: usize) -> usize {
     n.div_ceil(n.div_ceil(most)).next_multiple_of(step)
 }
 
@@ -418,6 +418,8 @@ impl Region<'_> {
                     unsafe {
                         kernel(&Tile {
                             k: steps,
+                            times: 1,
+                            b_jump: 0,
                             a: match in_place {
                                 Some((a, row)) => {
                                     a.byte_offset((self.first.0 + i) as isize * row).add(self.first.2 + first)

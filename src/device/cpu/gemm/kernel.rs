@@ -14,8 +14,11 @@ use super::Finish;
 
 /// A tile's operands and where it goes.
 pub(super) struct Tile {
-    /// Steps: how many products, or pairs of them, every sum has.
+    /// Steps: how many products, or pairs of them, every sum has; so many times, of the right matrix `b_jump` bytes behind the last
+    /// step of the time before.
     pub(super) k: usize,
+    pub(super) times: usize,
+    pub(super) b_jump: isize,
     /// A panel: an element of each row, step after step. Or, [direct](Kernels::tile), rows `a_row` bytes apart in memory.
     pub(super) a: *const f32,
     pub(super) a_row: isize,
@@ -195,22 +198,25 @@ unsafe fn tile<V: Vector, const R: usize, const N: usize, const DIRECT: bool>(t:
     unsafe {
         let mut sums = [[V::zero(); N]; R];
         let (mut a, mut b, ahead) = (t.a, t.b, AHEAD * t.b_step);
-        for _ in 0..t.k {
-            let mut columns = [V::zero(); N];
-            for (j, column) in columns.iter_mut().enumerate() {
-                *column = V::load(b.add(j * V::LANES));
-                if !DIRECT {
-                    _mm_prefetch::<_MM_HINT_T0>(b.wrapping_byte_offset(ahead).wrapping_add(j * V::LANES).cast());
+        for _ in 0..t.times {
+            for _ in 0..t.k {
+                let mut columns = [V::zero(); N];
+                for (j, column) in columns.iter_mut().enumerate() {
+                    *column = V::load(b.add(j * V::LANES));
+                    if !DIRECT {
+                        _mm_prefetch::<_MM_HINT_T0>(b.wrapping_byte_offset(ahead).wrapping_add(j * V::LANES).cast());
+                    }
                 }
-            }
-            for (i, sums) in sums.iter_mut().enumerate() {
-                let x = V::splat(a.byte_offset(i as isize * row));
-                for (sum, &y) in sums.iter_mut().zip(&columns) {
-                    *sum = sum.add_product(x, y);
+                for (i, sums) in sums.iter_mut().enumerate() {
+                    let x = V::splat(a.byte_offset(i as isize * row));
+                    for (sum, &y) in sums.iter_mut().zip(&columns) {
+                        *sum = sum.add_product(x, y);
+                    }
                 }
+                a = a.add(step);
+                b = b.wrapping_byte_offset(t.b_step); // after the last one it is nowhere
             }
-            a = a.add(step);
-            b = b.wrapping_byte_offset(t.b_step); // after the last one it is nowhere
+            b = b.wrapping_byte_offset(t.b_jump);
         }
         if t.col == 1 && t.columns == N * V::LANES {
             for (i, sums) in sums.into_iter().enumerate() {
