@@ -29,7 +29,11 @@ use crate::{Error, Result, Shape, Tensor};
 mod cpu;
 mod options;
 #[cfg(target_arch = "x86_64")]
+mod scratch;
+#[cfg(target_arch = "x86_64")]
 mod slab;
+#[cfg(target_arch = "x86_64")]
+mod weight;
 
 pub(super) use options::OPERATIONS;
 pub use options::{ConvOptions, ConvTransposeOptions, Padding};

@@ -22,9 +22,27 @@ pub(crate) struct Block<'a, T> {
     lives: PhantomData<&'a mut [T]>,
 }
 
-impl<T> Block<'_, T> {
+impl<'a, T> Block<'a, T> {
+    /// `rows` rows of `width` elements, `apart` elements from one to the next.
+    ///
+    /// # Panics
+    /// Where the slice is too short, or rows are closer to one another than they are long.
+    pub(crate) fn new(data: &'a mut [T], rows: usize, width: usize, apart: usize) -> Block<'a, T> {
+        assert!(width <= apart && (rows == 0 || (rows - 1) * apart + width <= data.len()));
+        Block { first: data.as_mut_ptr(), rows, width, apart, lives: PhantomData }
+    }
+
     pub(crate) fn rows(&self) -> usize {
         self.rows
+    }
+
+    pub(crate) fn width(&self) -> usize {
+        self.width
+    }
+
+    /// The first element, which nobody else uses while this is borrowed, nor any other of the block, and how far rows are apart.
+    pub(crate) fn start(&mut self) -> (*mut T, usize) {
+        (self.first, self.apart)
     }
 
     /// # Panics
@@ -33,6 +51,19 @@ impl<T> Block<'_, T> {
         assert!(i < self.rows);
         // SAFETY: a row of the block, which no other block has elements of, in a slice that is borrowed exclusively.
         unsafe { std::slice::from_raw_parts_mut(self.first.add(i * self.apart), self.width) }
+    }
+}
+
+impl Block<'_, u8> {
+    /// The bytes as f32.
+    ///
+    /// # Panics
+    /// Where they do not begin or end where one does.
+    pub(crate) fn floats(&mut self) -> Block<'_, f32> {
+        const SIZE: usize = size_of::<f32>();
+        let first = self.first.cast::<f32>();
+        assert!(first.is_aligned() && self.width.is_multiple_of(SIZE) && self.apart.is_multiple_of(SIZE));
+        Block { first, rows: self.rows, width: self.width / SIZE, apart: self.apart / SIZE, lives: PhantomData }
     }
 }
 

@@ -7,6 +7,7 @@ use super::Floats;
 use super::blocks::even;
 use super::kernel::{Kernels, Tile};
 use super::pack::{Copies, From, SLACK, pack};
+use crate::device::cpu::blocks::Block;
 use crate::device::cpu::gemm::Finish;
 
 /// The kernels of f32 for this processor.
@@ -56,8 +57,7 @@ impl Alone {
         self.whole(n) * steps + SLACK
     }
 
-    /// `out = left right` of `m` rows, `n` columns and `k` steps, as often as the right matrix says, or that added to it. A row of
-    /// the result is `apart` elements from the one before.
+    /// `out = left right` of `m` rows, `n` columns and `k` steps, as often as the right matrix says, or that added to it.
     ///
     /// # Panics
     /// Where a matrix reaches out of its slice.
@@ -66,13 +66,13 @@ impl Alone {
         (m, n, k): (usize, usize, usize),
         left: Left,
         right: Right,
-        (out, apart): (&mut [f32], usize),
+        out: &mut Block<f32>,
         add: bool,
     ) {
         let (rows, columns, times) = (self.rows(m), self.columns(), right.times);
         assert!(m > 0 && n > 0 && k > 0 && times > 0, "an empty product");
         assert!((times - 1) * right.jump + (k - 1) * right.apart + self.whole(n) <= right.data.len());
-        assert!(n <= apart && (m - 1) * apart + n <= out.len());
+        assert!(n <= out.width() && m <= out.rows());
         let (a, a_row) = match left {
             Left::Panels(data) => {
                 assert!(m * k * times <= data.len());
@@ -83,13 +83,15 @@ impl Alone {
                 (data, Some(apart))
             }
         };
-        for i in (0..m).step_by(rows) {
-            let high = rows.min(m - i);
-            for j in (0..n).step_by(columns) {
-                let left = columns.min(n - j);
+        let (out, apart) = out.start();
+        // The columns of a tile stay in the first-level cache, panels pass by.
+        for j in (0..n).step_by(columns) {
+            let left = columns.min(n - j);
+            for i in (0..m).step_by(rows) {
+                let high = rows.min(m - i);
                 let kernel = self.0.tile(high, left.div_ceil(self.0.lanes), a_row.is_some());
                 // SAFETY: the tile's rows and columns are below m and n, whose matrices lie in their slices, up to whole
-                // vectors of the right one; `out` is borrowed exclusively. The processor has the kernels' instructions.
+                // vectors of the right one, or in the block, which is borrowed exclusively. The processor has the kernels' instructions.
                 unsafe {
                     kernel(&Tile {
                         k,
@@ -99,7 +101,7 @@ impl Alone {
                         a_row: (a_row.unwrap_or(0) * size_of::<f32>()) as isize,
                         b: right.data.as_ptr().add(j),
                         b_step: (right.apart * size_of::<f32>()) as isize,
-                        out: out.as_mut_ptr().add(i * apart + j),
+                        out: out.add(i * apart + j),
                         row: apart as isize,
                         col: 1,
                         columns: left,
