@@ -96,6 +96,24 @@ impl Indexed<'_> {
     }
 }
 
+/// [`Indexed::place`] without a branch; `below` is what is added to indices below 0.
+#[inline(always)]
+fn place(index: i64, below: i64) -> usize {
+    index.wrapping_add((index >> 63) & below) as usize
+}
+
+/// Elements of `line` that indices name; whether all of these are in it.
+fn pick<T: Copy>(to: &mut [T], line: &[T], indices: &[i64], below: i64) -> bool {
+    let mut good = true;
+    for (o, &index) in to.iter_mut().zip(indices) {
+        match line.get(place(index, below)) {
+            Some(element) => *o = *element,
+            None => good = false,
+        }
+    }
+    good
+}
+
 pub(super) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
     count_launch();
     with_host(&[&g.x.storage, &g.index.storage], &[&out.storage], |reads, writes| {
@@ -138,26 +156,23 @@ fn gather_as<T: bytemuck::Pod + Send + Sync>(g: &Indexed, reads: &[&[u8]], out: 
                 return out.iter_mut().enumerate().for_each(|(i, o)| *o = x[(base + i as isize * steps[0]) as usize]);
             }
             indices.each(&mut tile, index_at, steps[1], n, |done, indices| {
-                let to = out[done..].iter_mut().zip(indices);
+                // In registers: `g` would be read for every element, for the result might lie over it.
+                let (to, below) = (&mut out[done..], if g.wraps { g.size as i64 } else { 0 });
                 if steps[0] == 0 && g.step == 1 {
-                    let line = &x[base as usize..][..g.size];
-                    for (o, &index) in to {
-                        match line.get(g.place(index)) {
-                            Some(element) => *o = *element,
-                            None => good = false,
-                        }
-                    }
+                    good &= pick(to, &x[base as usize..][..g.size], indices, below);
                     return;
                 }
-                let mut at = base + done as isize * steps[0];
-                for (o, &index) in to {
-                    let place = g.place(index);
-                    match place < g.size {
-                        true => *o = x[(at + place as isize * g.step) as usize],
-                        false => good = false,
+                let (size, step, next) = (g.size, g.step, steps[0]);
+                let (mut at, mut all) = (base + done as isize * next, true);
+                for (o, &index) in to.iter_mut().zip(indices) {
+                    let place = place(index, below);
+                    match place < size {
+                        true => *o = x[(at + place as isize * step) as usize],
+                        false => all = false,
                     }
-                    at += steps[0];
+                    at += next;
                 }
+                good &= all;
             });
         });
         if !good {
