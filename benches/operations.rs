@@ -184,7 +184,7 @@ impl Suite {
             ..BatchNormOptions::default()
         };
         let weight = |of: usize, side: usize| Tensor::randn(&[channels, of, side, side], self.device);
-        let (three, one, deep) = (weight(channels, 3)?, weight(channels, 1)?, weight(1, 3)?);
+        let (three, one, deep, fours) = (weight(channels, 3)?, weight(channels, 1)?, weight(1, 3)?, weight(4, 3)?);
         let conv = |x: &Tensor, weight: &Tensor, padding: usize, groups: usize| {
             x.conv2d(weight, None, ConvOptions { padding: padding.into(), groups, ..ConvOptions::default() })
         };
@@ -192,13 +192,15 @@ impl Suite {
         let (half, half_three) = (half?, half_three?);
         let linear = Interpolation::Linear { align_corners: false };
         let leaf = |t: &Tensor| t.try_clone()?.requires_grad_(true);
-        let (tracked, tracked_three) = (leaf(&x)?, leaf(&three)?);
+        let (tracked, tracked_three, tracked_deep) = (leaf(&x)?, leaf(&three)?, leaf(&deep)?);
         let backward = |y: Result<Tensor>| -> Result<()> {
             let y = y?;
             y.backward_with(&y.ones_like()?)?;
-            [&tracked, &tracked_three].into_iter().for_each(Tensor::zero_grad);
+            [&tracked, &tracked_three, &tracked_deep].into_iter().for_each(Tensor::zero_grad);
             Ok(())
         };
+        let (line, four) = (x.reshape([n, channels, high * wide])?, Tensor::randn(&[channels, 1, 4], self.device)?);
+        let along = ConvOptions { padding: 3.into(), groups: channels, ..ConvOptions::<1>::default() };
         self.run(
             &format!("{n}x{channels}x{high}x{wide}"),
             cases! {
@@ -213,6 +215,9 @@ impl Suite {
                 "conv2d 3x3, f16" => conv(&half, &half_three, 1, 1);
                 "conv2d 1x1" => conv(&x, &one, 0, 1);
                 "conv2d 3x3, depthwise" => conv(&x, &deep, 1, channels);
+                "conv2d 3x3, depthwise, backward" => backward(conv(&tracked, &tracked_deep, 1, channels));
+                "conv2d 3x3, groups of 4" => conv(&x, &fours, 1, channels / 4);
+                "conv1d 4, depthwise" => line.conv1d(&four, None, along);
                 "max_pool2d, backward" => backward(tracked.max_pool2d([2, 2], Default::default()));
                 "interpolate" => x.interpolate(&[2 * high, 2 * wide], linear);
                 "interpolate, half" => x.interpolate(&[high / 2, wide / 2], linear);

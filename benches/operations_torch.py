@@ -95,8 +95,9 @@ def labels(r, c):
 
 def images(n, c, h, w):
     x, one, zero = torch.randn(n, c, h, w, device=dev), torch.ones(c, device=dev), torch.zeros(c, device=dev)
-    three, w1, deep = (torch.randn(c, of, side, side, device=dev) for of, side in ((c, 3), (c, 1), (1, 3)))
-    x16, three16, tx, t3 = x.half(), three.half(), leaf(x), leaf(three)
+    three, w1, deep, fours = (torch.randn(c, of, side, side, device=dev) for of, side in ((c, 3), (c, 1), (1, 3), (4, 3)))
+    x16, three16, tx, t3, td = x.half(), three.half(), leaf(x), leaf(three), leaf(deep)
+    line, four = x.reshape(n, c, h * w), torch.randn(c, 1, 4, device=dev)
     return {"group_norm": lambda: F.group_norm(x, 8, one, zero),
             "batch_norm, training": lambda: F.batch_norm(x, zero, one, one, zero, True, 0.0),
             "batch_norm": lambda: F.batch_norm(x, zero, one, one, zero),
@@ -107,6 +108,9 @@ def images(n, c, h, w):
             "conv2d 3x3, f16": lambda: F.conv2d(x16, three16, padding=1),
             "conv2d 1x1": lambda: F.conv2d(x, w1),
             "conv2d 3x3, depthwise": lambda: F.conv2d(x, deep, padding=1, groups=c),
+            "conv2d 3x3, depthwise, backward": backward(lambda: F.conv2d(tx, td, padding=1, groups=c), tx, td),
+            "conv2d 3x3, groups of 4": lambda: F.conv2d(x, fours, padding=1, groups=c // 4),
+            "conv1d 4, depthwise": lambda: F.conv1d(line, four, padding=3, groups=c),
             "max_pool2d, backward": backward(lambda: F.max_pool2d(tx, 2), tx),
             "interpolate": lambda: F.interpolate(x, (2 * h, 2 * w), mode="bilinear"),
             "interpolate, half": lambda: F.interpolate(x, (h // 2, w // 2), mode="bilinear"),

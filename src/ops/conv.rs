@@ -1,13 +1,13 @@
 //! Convolutions.
 //!
-//! On OpenCL devices, of f64 and in gradients that are to have gradients: windows as columns, then one product. The columns of all
-//! windows, `[C, kernel, N, windows]`, make a convolution the product of the weight `[O, C kernel]` with
+//! On OpenCL devices, where there is no other way, and in gradients that are to have gradients: windows as columns, then one product.
+//! The columns of all windows, `[C, kernel, N, windows]`, make a convolution the product of the weight `[O, C kernel]` with
 //! one wide matrix, groups a batch of them, the bias its epilogue: two launches, a third that puts the images of a batch one
 //! after another, and one where a window is a single element and the image is its own columns. A transposed convolution is the
 //! other way round, a product whose columns are added up. The gradients are again these two: products, columns and sums of columns.
 //!
-//! On the CPU no columns are in memory: `cpu` has all of it in one launch, and each gradient in one. What is kept for the gradients
-//! is the image itself.
+//! On the CPU no columns are in memory: a [`Way`] has all of it in one launch, and each gradient in one, `depthwise` for groups of
+//! few channels, `cpu` otherwise. What is kept for the gradients is the image itself.
 
 use std::slice;
 use std::sync::LazyLock;
@@ -27,6 +27,7 @@ use crate::{Error, Result, Shape, Tensor};
 
 #[cfg(target_arch = "x86_64")]
 mod cpu;
+mod depthwise;
 mod options;
 #[cfg(target_arch = "x86_64")]
 mod scratch;
@@ -35,6 +36,7 @@ mod slab;
 #[cfg(target_arch = "x86_64")]
 mod weight;
 
+use self::depthwise::Depthwise;
 pub(super) use options::OPERATIONS;
 pub use options::{ConvOptions, ConvTransposeOptions, Padding};
 
@@ -189,15 +191,14 @@ fn convolution<const D: usize>(
     }
     let windows = Windows::new(op, [h, w], [kh, kw], [both(stride, 1), before, both(dilation, 1)], after)?;
     let single = [[kh, kw], windows.grid] == [[1, 1], [h, w]] && before == [0; 2];
-    let out = if single {
-        let columns = x.reshape([n, groups, c / groups, h * w])?;
-        product(op, &columns, &weight, bias, false)?.reshape([n, out_channels, h, w])?
-    } else {
-        let meeting = Meeting { op, windows, groups, turned: false };
-        match meeting.at_once(&x, &weight, bias)? {
-            Some(out) => out,
-            None => meeting.by_columns(&x, &weight, bias)?,
+    let meeting = Meeting { op, windows, groups, turned: false };
+    let out = match meeting.way(&x, &weight, single) {
+        Some(way) => meeting.at_once(way, &x, &weight, bias)?,
+        None if single => {
+            let columns = x.reshape([n, groups, c / groups, h * w])?;
+            product(op, &columns, &weight, bias, false)?.reshape([n, out_channels, h, w])?
         }
+        None => meeting.by_columns(&x, &weight, bias)?,
     };
     as_given(&out, given, D)
 }
@@ -244,15 +245,41 @@ fn transposed<const D: usize>(
     // What `output_padding` adds no window reaches.
     let windows = Windows { grid: [h, w], ..Windows::new(op, image, [kh, kw], [stride, padding, dilation], [0; 2])? };
     let meeting = Meeting { op, windows, groups, turned: true };
-    let out = match meeting.at_once(&x, &weight, bias)? {
-        Some(out) => out,
+    let out = match meeting.way(&x, &weight, false) {
+        Some(way) => meeting.at_once(way, &x, &weight, bias)?,
         None => meeting.by_columns(&x, &weight, bias)?,
     };
     as_given(&out, given, D)
 }
 
+/// A way to make images `[N, C, image]`, windows `[N, O, grid]` and a weight `[O, C / groups, kernel]` of one another in one launch.
+trait Way: Send + Sync {
+    /// The convolution of images.
+    fn windows(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor>;
+    /// The transposed convolution of windows.
+    fn images(&self, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor>;
+    /// The gradient of the weight from images and the gradient of windows, or the other way round; in `slot`, which is contiguous,
+    /// where it is given.
+    fn weight(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor>;
+}
+
+#[cfg(target_arch = "x86_64")]
+impl Way for cpu::Conv {
+    fn windows(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        cpu::Conv::windows(self, x, weight, bias)
+    }
+
+    fn images(&self, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        cpu::Conv::images(self, &y.detach().contiguous()?, weight, bias)
+    }
+
+    fn weight(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor> {
+        cpu::Conv::weight(self, x, &y.detach().contiguous()?, slot)
+    }
+}
+
 /// What a convolution, or a `turned` one that is transposed, has beside its tensors.
-#[derive(Clone)]
+#[derive(Clone, Copy)]
 struct Meeting {
     op: &'static str,
     windows: Windows,
@@ -262,8 +289,8 @@ struct Meeting {
 
 impl Meeting {
     /// As products and columns, all of them recorded.
-    fn by_columns(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        let Meeting { op, windows, groups, turned } = *self;
+    fn by_columns(self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        let Meeting { op, windows, groups, turned } = self;
         let ([n, c, h, w], [a, b, kh, kw]) = (four(x), four(weight));
         if turned {
             let columns = product(op, &x.reshape([n, groups, c / groups, h * w])?, weight, None, true)?;
@@ -279,23 +306,33 @@ impl Meeting {
         out.reshape([a, n, oh, ow])?.transpose(0, 1)?.contiguous()
     }
 
-    /// In one launch, where there is one for it.
-    #[cfg(target_arch = "x86_64")]
-    fn at_once(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Option<Tensor>> {
-        let Meeting { op, windows, groups, turned } = *self;
-        let Some(conv) = cpu::Conv::new(windows, x, weight, groups) else { return Ok(None) };
+    /// The way to do it at once, where there is one that is better than products alone if images are their own columns.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
+    fn way(self, x: &Tensor, weight: &Tensor, single: bool) -> Option<Box<dyn Way>> {
+        if let Some(depthwise) = Depthwise::new(self.windows, x, weight, self.groups) {
+            return Some(Box::new(depthwise));
+        }
+        #[cfg(target_arch = "x86_64")]
+        if !single {
+            return Some(Box::new(cpu::Conv::new(self.windows, x, weight, self.groups)?));
+        }
+        None
+    }
+
+    /// In one launch, and each gradient in one.
+    fn at_once(self, way: Box<dyn Way>, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        let Meeting { op, turned, .. } = self;
         let out = match turned {
-            true => conv.images(&x.detach().contiguous()?, weight, bias)?,
-            false => conv.windows(x, weight, bias)?,
+            true => way.images(x, weight, bias)?,
+            false => way.windows(x, weight, bias)?,
         };
         let inputs: SmallVec<[&Tensor; 3]> = [x, weight].into_iter().chain(bias).collect();
         if !autograd::is_tracked(&inputs) {
-            return Ok(Some(out));
+            return Ok(out);
         }
         let (saved_x, saved_w) = (weight.requires_grad().then(|| Saved::new(x)), Saved::new(weight));
-        let (meeting, shape) = (self.clone(), x.shape().clone());
-        let bias_shape = bias.map(|b| b.shape().clone());
-        Ok(Some(autograd::record_twice(op, out, &inputs, move |ctx| {
+        let (shape, bias_shape) = (x.shape().clone(), bias.map(|b| b.shape().clone()));
+        Ok(autograd::record_twice(op, out, &inputs, move |ctx| {
             let weight = saved_w.get(op)?;
             let x = saved_x.as_ref().map(|x| x.get(op)).transpose()?;
             if ctx.create_graph() {
@@ -303,22 +340,19 @@ impl Meeting {
                 let zeros = |shape: &Shape, i| Ok(ctx.input(i, Tensor::zeros(shape, weight)?));
                 let x = x.map_or_else(|| zeros(&shape, 0), |x| Ok(x.shallow_clone()))?;
                 let bias = bias_shape.as_ref().map(|shape| zeros(shape, 2)).transpose()?;
-                return ctx.through(&meeting.by_columns(&x, weight, bias.as_ref())?);
+                return ctx.through(&self.by_columns(&x, weight, bias.as_ref())?);
             }
             let grad = ctx.grad()?.detach();
-            let (grad_in_line, mut gradients) = (grad.contiguous()?, Gradients::new());
+            let mut gradients = Gradients::new();
             gradients.push(match (ctx.needs(0), turned) {
                 (false, _) => None,
-                (true, true) => Some(conv.windows(&grad, weight, None)?),
-                (true, false) => Some(conv.images(&grad_in_line, weight, None)?),
+                (true, true) => Some(way.windows(&grad, weight, None)?),
+                (true, false) => Some(way.images(&grad, weight, None)?),
             });
             gradients.push(None);
             if let Some(x) = x.filter(|_| ctx.needs(1)) {
                 let slot = ctx.slot(1).filter(|s| s.is_contiguous() && s.dtype == grad.dtype && !s.shares_storage(x));
-                gradients[1] = Some(match turned {
-                    true => conv.weight(&grad, &x.detach().contiguous()?, slot)?,
-                    false => conv.weight(x, &grad_in_line, slot)?,
-                });
+                gradients[1] = Some(if turned { way.weight(&grad, x, slot)? } else { way.weight(x, &grad, slot)? });
             }
             if bias_shape.is_some() {
                 let slot = if ctx.needs(2) { ctx.slot(2) } else { None };
@@ -326,12 +360,7 @@ impl Meeting {
                 gradients.push(ctx.needs(2).then(sum).transpose()?);
             }
             Ok(gradients)
-        })))
-    }
-
-    #[cfg(not(target_arch = "x86_64"))]
-    fn at_once(&self, _: &Tensor, _: &Tensor, _: Option<&Tensor>) -> Result<Option<Tensor>> {
-        Ok(None)
+        }))
     }
 }
 

@@ -210,6 +210,13 @@ pub fn cases() -> Vec<Case> {
         conv1d(&[2, 3, 5], &[4, 3, 1], true, PLAIN),
         conv1d(&[0, 3, 9], &[4, 3, 4], true, PLAIN),
         conv1d(&[3, 6, 131], &[10, 6, 5], true, moves([1, 1], [0, 2], [1, 1], 1)),
+        // Groups of one channel.
+        conv2d(&[2, 3, 6, 5], &[3, 1, 3, 3], true, moves([1, 1], [1, 1], [1, 1], 3)),
+        conv2d(&[2, 6, 9], &[4, 1, 3, 2], false, moves([1, 1], [1, 2], [1, 2], 2)),
+        conv2d(&[0, 3, 5, 5], &[3, 1, 3, 3], true, moves([1, 1], [0, 0], [1, 1], 3)),
+        conv1d(&[2, 3, 9], &[3, 1, 4], true, moves([1, 1], [0, 3], [1, 1], 3)),
+        conv1d(&[4, 11], &[8, 1, 3], true, moves([1, 2], [0, 1], [1, 2], 4)),
+        conv_transpose2d(&[2, 3, 4, 4], &[3, 1, 3, 3], true, moves([2, 2], [1, 1], [1, 1], 3), [1, 1]),
         conv_transpose2d(&[2, 3, 3, 4], &[3, 2, 2, 3], true, PLAIN, [0, 0]),
         conv_transpose2d(&[2, 2, 3, 3], &[2, 3, 3, 3], true, moves([2, 3], [1, 1], [1, 1], 1), [1, 2]),
         conv_transpose2d(&[1, 4, 3, 2], &[4, 2, 3, 2], true, moves([2, 1], [1, 0], [2, 1], 2), [0, 0]),
@@ -220,6 +227,7 @@ pub fn cases() -> Vec<Case> {
     for (x, w, m, behind) in [
         (&[2, 3, 5][..], [3, 2, 4], moves([1, 2], [0, 1], [1, 1], 1), 1),
         (&[4, 5], [4, 1, 3], moves([1, 1], [0, 0], [1, 2], 2), 0),
+        (&[3, 5], [3, 1, 4], moves([1, 2], [0, 1], [1, 1], 3), 1),
         (&[0, 3, 5], [3, 2, 4], PLAIN, 0),
     ] {
         let made = case("conv_transpose1d").input(x).input(&w).input(&[w[1] * m.groups]).tolerance(PRODUCTS);

@@ -5,6 +5,7 @@ mod bad_input;
 #[path = "../common/mod.rs"]
 mod common;
 mod conv_blocks;
+mod conv_depthwise;
 mod harness;
 mod in_place;
 mod indexing_edges;
