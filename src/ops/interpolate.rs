@@ -97,7 +97,7 @@ impl Resize {
 
 impl Tensor {
     /// Images `[N, C, ..]` with dims of other sizes (PyTorch's `interpolate` with a `size`). Floats, any number of dims: one
-    /// launch for up to two, one more for each other. Differentiable.
+    /// launch for up to two, one more for each other, and two where halves of three or more are mixed. Differentiable.
     ///
     /// ```
     /// use claystone::{Device, Interpolation, Tensor};
@@ -109,8 +109,8 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] for sizes of 0 and another number of sizes than of dims; [`Error::UnsupportedDType`] for integers and
-    /// bool.
+    /// [`Error::Invalid`] for sizes of 0 or beyond any memory and another number of sizes than of dims;
+    /// [`Error::UnsupportedDType`] for integers and bool; [`Error::OutOfMemory`].
     pub fn interpolate(&self, size: &[usize], mode: Interpolation) -> Result<Tensor> {
         let op = "interpolate";
         replaced!(op, [self], size, mode, mode.align_corners());
@@ -126,7 +126,7 @@ impl Tensor {
         }
         let dims = self.shape().dims();
         let places = |d: usize| Places::new(op, mode, dims[2 + d], size[d]);
-        // The last two dims together, then those before them, one after another: computed in f32 at least, rounded once.
+        // The last two dims together, then those before them, one after another: what is mixed is computed in f32 at least and rounded once.
         let last = size.len() - 1;
         let first = last.saturating_sub(1);
         let wide = match mode {

@@ -9,6 +9,8 @@ use smallvec::SmallVec;
 use super::super::linalg::product_in;
 use super::super::row::{masked_softmax, softmax_slope};
 use super::{Attention, heads_inside};
+use crate::autograd;
+use crate::device::cpu::threads;
 use crate::tensor::Dims;
 use crate::{DType, Device, Result, Scalar, Shape, Tensor};
 
@@ -24,17 +26,19 @@ pub(super) struct Limits {
 }
 
 impl Limits {
-    /// On processors blocks take less time where keys are left out, and no more where there is no backward that makes scores again.
-    /// Elsewhere they are there for the memory's sake.
+    /// Blocks are `cheap` on processors where keys are left out, which takes less time, or no backward makes scores again, and lie in
+    /// the caches of the threads that share them. Elsewhere they are there for the memory's sake.
     fn of(device: Device, cheap: bool) -> Result<Limits> {
         #[cfg(test)]
         if let Some(limits) = super::tests::LIMITS.get() {
             return Ok(limits);
         }
-        const CACHED: usize = 1 << 20;
-        let much = usize::try_from(device.known()?.memory / 32).unwrap_or(usize::MAX).max(4 * CACHED);
+        const FEW: usize = 4 << 20;
+        let much = usize::try_from(device.known()?.memory / 32).unwrap_or(usize::MAX).max(FEW);
         Ok(match device {
-            Device::Cpu => Limits { whole: if cheap { 4 * CACHED } else { much }, block: CACHED, queries: 128 },
+            Device::Cpu => {
+                Limits { whole: if cheap { FEW } else { much }, block: FEW.min(threads() << 19), queries: 128 }
+            }
             Device::OpenCL(_) => Limits { whole: much, block: much / 4, queries: 256 },
         })
     }
@@ -61,18 +65,22 @@ struct Block {
 }
 
 impl Blocks {
-    /// None where all scores are made in one go, and where not all goes together. The options' scale is given; `backward`
-    /// says whether there will be one.
+    /// None where all scores are made in one go, and where shapes do not fit, which the other way reports. The options' scale is given;
+    /// `backward` says whether there will be one.
     pub(super) fn new([q, k, v]: [&Tensor; 3], options: &Attention<'_>, backward: bool) -> Option<Blocks> {
         let Attention { attn_mask: mask, is_causal: causal, dropout_p, scale, .. } = *options;
-        if dropout_p != 0.0 || mask.is_some_and(Tensor::requires_grad) {
+        if dropout_p != 0.0 || mask.is_some_and(|mask| autograd::is_tracked(&[mask])) {
             return None;
         }
-        let [[batch_q @ .., queries, _], [batch_k @ .., keys, _], [batch_v @ .., _, _]] =
+        let [[batch_q @ .., queries, width], [batch_k @ .., keys, _], [batch_v @ .., _, _]] =
             [q, k, v].map(|t| t.shape().dims())
         else {
             return None;
         };
+        // Scores that are no larger than the keys.
+        if queries <= width {
+            return None;
+        }
         let broadcast = |a: &Shape, b: &[usize]| a.broadcast("scaled_dot_product_attention", &Shape::from(b)).ok();
         let batch = broadcast(&Shape::from(batch_q), batch_k)?;
         let scores: Shape = batch.dims().iter().copied().chain([*queries, *keys]).collect();
@@ -85,7 +93,7 @@ impl Blocks {
             return None;
         }
         let even = |n: usize, most: usize| n.div_ceil(n.div_ceil(most.max(1)));
-        let room = limits.block / (keys * q.dtype.size());
+        let room = limits.block / keys.saturating_mul(q.dtype.size());
         // Eight blocks one under the other leave out all but a sixteenth of what lies above the diagonal.
         let most = if causal { queries.div_ceil(8) } else { *queries };
         let together = even(*queries, room.min(most).max(limits.queries)).next_multiple_of(8).min(*queries);
@@ -120,7 +128,8 @@ impl Blocks {
         Ok(())
     }
 
-    /// Whether no two blocks have a part of `t`, with queries or otherwise keys before its last dim, in common, and all of it is in one.
+    /// Whether every element of `t`, which has queries before its last dim or otherwise keys, is in exactly one block: then blocks
+    /// write it, otherwise they add to it.
     fn is_parted(&self, t: &Tensor, of_queries: bool) -> bool {
         let (batch, length) = self.sizes.split_at(self.sizes.len() - 1);
         let all_keys = self.tile[batch.len()] == length[0] && (!self.causal || self.keys <= length[0]);
