@@ -6,8 +6,8 @@
 //! after another, and one where a window is a single element and the image is its own columns. A transposed convolution is the
 //! other way round, a product whose columns are added up. The gradients are again these two: products, columns and sums of columns.
 //!
-//! On the CPU no columns are in memory: a [`Way`] has all of it in one launch, and each gradient in one, `depthwise` for groups of
-//! few channels, `cpu` otherwise. What is kept for the gradients is the image itself.
+//! On the CPU a [`Way`] has all of it in one launch, and each gradient in one, without columns in memory: `depthwise` for groups of
+//! few channels, `cpu` for others of f32 and halves, where there are windows enough. What is kept for the gradients is the image itself.
 
 use std::slice;
 use std::sync::LazyLock;
@@ -51,8 +51,8 @@ impl Tensor {
     }
 
     /// Each window's products with the weight, summed (PyTorch's `conv2d`): x `[N, C, H, W]` or `[C, H, W]`, `weight`
-    /// `[O, C / groups, KH, KW]`, `bias` `[O]`, the result `[N, O, rows, columns]` of windows, contiguous. Floats. One launch on
-    /// the CPU, otherwise two and a third for a batch, or one for windows of a single element. Differentiable in all three; then
+    /// `[O, C / groups, KH, KW]`, `bias` `[O]`, the result `[N, O, rows, columns]` of windows, contiguous. Floats. One launch for
+    /// most on the CPU and for windows of a single element, otherwise two and a third for a batch. Differentiable in all three; then
     /// x and the weight are kept.
     ///
     /// ```
@@ -351,7 +351,8 @@ impl Meeting {
             });
             gradients.push(None);
             if let Some(x) = x.filter(|_| ctx.needs(1)) {
-                let slot = ctx.slot(1).filter(|s| s.is_contiguous() && s.dtype == grad.dtype && !s.shares_storage(x));
+                let usable = |s: &Tensor| s.is_contiguous() && s.dtype == grad.dtype;
+                let slot = ctx.slot(1).filter(|s| usable(s) && ![x, &grad].iter().any(|t| t.shares_storage(s)));
                 gradients[1] = Some(if turned { way.weight(&grad, x, slot)? } else { way.weight(x, &grad, slot)? });
             }
             if bias_shape.is_some() {

@@ -26,6 +26,13 @@ pub(super) const WINDOWS: usize = 128;
 const JOBS: usize = 4;
 /// Up to this many multiplications one thread is done before others have woken up.
 const ALONE: usize = 1 << 19;
+/// Elements that the sums of images have in a job, where these are smaller.
+const SUMS: usize = 1 << 20;
+/// Columns of images, taps of a row, a weight's elements and windows beyond or below which columns are the better way.
+const LONG: usize = 1 << 14;
+const WIDE: usize = 64;
+const LARGE: usize = 1 << 18;
+const MANY: usize = 1 << 10;
 /// What is read behind the last slab: up to a vector.
 pub(super) const SLACK: usize = 32;
 
@@ -49,12 +56,19 @@ pub(super) struct Share {
 }
 
 impl Conv {
-    /// If there are kernels for it, something to do, and enough windows that every thread has some.
+    /// If there are kernels for it, something to do, enough windows that every thread has some and that a weight which is larger
+    /// than the caches is worth reading for each job, and rows and kernels of which some fit into these.
     pub(super) fn new(w: Windows, images: &Tensor, weight: &Tensor, groups: usize) -> Option<Conv> {
         let (n, [outer, inner, ..]) = (images.shape().dims()[0], four(weight));
         let sizes = [n, inner, outer, w.image[0], w.image[1], w.grid[0], w.grid[1], w.kernel[0], w.kernel[1]];
         let floats = matches!(images.dtype, DType::F32 | DType::F16 | DType::BF16);
         if images.device() != Device::Cpu || !floats || sizes.contains(&0) {
+            return None;
+        }
+        if w.image[1].max(w.grid[1]) > LONG
+            || w.kernel[1] > WIDE
+            || (weight.numel() > LARGE && n.saturating_mul(w.grid[0] * w.grid[1]) < MANY)
+        {
             return None;
         }
         let conv = Conv { alone: Alone::get()?, w, n, groups, inner, outer: outer / groups };
@@ -236,7 +250,8 @@ impl Conv {
         let pieces = self.pieces(share);
         let parts = (JOBS * threads()).div_ceil(self.n.div_ceil(share.images) * self.groups);
         let height = if share.images > 1 { self.inner } else { self.inner.div_ceil(parts) };
-        let channels = even(height, PRODUCT / (taps * self.part(share, 0, 0).count()));
+        let of_image = share.images * self.image();
+        let channels = even(height, (PRODUCT / (taps * self.part(share, 0, 0).count())).min(SUMS / of_image));
         let height = height.next_multiple_of(channels);
         let blocks = self.inner.div_ceil(channels);
         let apart = self.outer * channels * taps;

@@ -5,9 +5,12 @@ use std::cell::Cell;
 use crate::storage::driver::host::advise_huge;
 
 thread_local! {
-    /// What a job works in, kept so that its pages stay.
+    /// What a job works in, kept so that its pages stay, unless it is far larger than jobs are meant to need.
     static SCRATCH: Cell<(Vec<f32>, Vec<isize>)> = const { Cell::new((Vec::new(), Vec::new())) };
 }
+
+/// Elements that a thread keeps.
+pub(super) const MOST: usize = 1 << 24;
 
 /// Calls `f` with room for as many elements each, which begins where a line does.
 pub(super) fn with_scratch<const N: usize>(rooms: [usize; N], f: impl FnOnce([&mut [f32]; N], &mut Vec<isize>)) {
@@ -31,6 +34,8 @@ pub(super) fn with_scratch<const N: usize>(rooms: [usize; N], f: impl FnOnce([&m
             &mut part[..room]
         });
         f(parts, &mut table);
-        kept.set((buffer, table));
+        if buffer.len() <= MOST {
+            kept.set((buffer, table));
+        }
     });
 }

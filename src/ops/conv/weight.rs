@@ -3,7 +3,7 @@
 use std::cell::Cell;
 
 use super::cpu::{Conv, PRODUCT, SLABS, SLACK, WINDOWS, even};
-use super::scratch::with_scratch;
+use super::scratch::{MOST, with_scratch};
 use super::slab::{self, Images, Slabs};
 use crate::device::count_launch;
 use crate::device::cpu::blocks::Block;
@@ -108,6 +108,7 @@ impl Conv {
             SUMS.with(|kept| {
                 let mut sums = kept.take();
                 if sums.len() < parts * of_part {
+                    drop(sums);
                     sums = vec![0.0; parts * of_part];
                 }
                 let used = &mut sums[..parts * of_part];
@@ -149,7 +150,9 @@ impl Conv {
                     true => out_bytes.chunks_mut(of_turn).enumerate().for_each(|(i, to)| turn(i, to)),
                     false => parallel::for_each_chunk(out_bytes, of_turn, turn),
                 }
-                kept.set(sums);
+                if sums.len() <= MOST {
+                    kept.set(sums);
+                }
             });
         })?;
         count_launch();

@@ -154,7 +154,8 @@ pub(super) struct Parts {
 
 impl Parts {
     pub(super) fn new(dims: [usize; 2], most: [usize; 2], range: Range<usize>) -> Parts {
-        let (plane, place) = (range.start / (dims[0] * dims[1]), range.start % (dims[0] * dims[1]));
+        let of_plane = dims[0].saturating_mul(dims[1]);
+        let (plane, place) = (range.start / of_plane, range.start % of_plane);
         Parts { dims, most, plane, first: [place / dims[1], place % dims[1]], left: range.len() }
     }
 }
