@@ -6,6 +6,7 @@ mod bad_input;
 mod common;
 mod conv_blocks;
 mod conv_depthwise;
+mod conv_size;
 mod harness;
 mod in_place;
 mod indexing_edges;
