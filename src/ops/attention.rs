@@ -93,7 +93,7 @@ impl Tensor {
     ///
     /// Many scores are made for a block of queries at a time, and again in backward, so that memory grows with `L + S` and not with
     /// `L S`: above 4 MiB of them on the CPU where `is_causal` is set or no gradient is wanted, otherwise above a 32nd of the
-    /// device's memory. Never with dropout, or where a gradient of the mask is wanted.
+    /// device's memory. Never with dropout, where a gradient of the mask is wanted, or where L is at most E.
     ///
     /// # Errors
     /// [`Error::ShapeMismatch`]; [`Error::UnsupportedDType`] for integers and a mask of them; [`Error::Invalid`] for a
