@@ -1,0 +1,156 @@
+//! Endurance: networks train for as long as the environment asks, and what the process holds does not grow.
+//!
+//! Ten seconds unless `CLAYSTONE_SOAK_SECONDS` says otherwise: `CLAYSTONE_SOAK_SECONDS=3600 cargo test --release --test soak --
+//! --nocapture` prints a line of measurements for each hundredth of the time.
+
+mod common;
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use claystone::nn::{Activation, Conv2d, Linear, Module, Sequential};
+use claystone::optim::{AdamW, AdamWConfig, Optimizer, Sgd, SgdConfig};
+use claystone::storage::{HistoryOptions, Recording};
+use claystone::{ConvOptions, DType, Device, Result, Stream, Tensor, with_stream};
+use common::{alone, devices};
+
+const THREADS: usize = 4;
+/// Measurements of a run.
+const SAMPLES: u32 = 100;
+
+/// What the process holds at one moment.
+#[derive(Debug, Clone, Copy, Default)]
+struct Sample {
+    resident: u64,
+    /// Reserved by the allocators of all devices.
+    reserved: u64,
+    descriptors: u64,
+    /// Bytes of the program cache on disk.
+    cache: u64,
+}
+
+impl Sample {
+    fn take(cache: &Path) -> Sample {
+        let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
+        let pages: u64 = pages.split_whitespace().nth(1).unwrap().parse().unwrap();
+        let reserved = devices().iter().map(|d| d.memory_stats().unwrap().reserved_bytes.current).sum::<u64>();
+        let descriptors = std::fs::read_dir("/proc/self/fd").unwrap().count() as u64;
+        Sample { resident: pages * 4096, reserved, descriptors, cache: bytes_in(cache) }
+    }
+
+    /// The greater of both in each field.
+    fn max(self, other: Sample) -> Sample {
+        Sample {
+            resident: self.resident.max(other.resident),
+            reserved: self.reserved.max(other.reserved),
+            descriptors: self.descriptors.max(other.descriptors),
+            cache: self.cache.max(other.cache),
+        }
+    }
+}
+
+/// Bytes of all files in a folder and its subfolders.
+fn bytes_in(folder: &Path) -> u64 {
+    let Ok(entries) = std::fs::read_dir(folder) else { return 0 };
+    let size = |entry: std::fs::DirEntry| match entry.metadata() {
+        Ok(m) if m.is_dir() => bytes_in(&entry.path()),
+        Ok(m) => m.len(),
+        Err(_) => 0, // replaced at this moment
+    };
+    entries.flatten().map(size).sum()
+}
+
+fn cache_folder() -> PathBuf {
+    std::env::var_os("XDG_CACHE_HOME")
+        .map(PathBuf::from)
+        .or_else(|| std::env::var_os("HOME").map(|home| Path::new(&home).join(".cache")))
+        .unwrap_or_default()
+        .join("claystone")
+}
+
+/// Trains two networks on batches of all sizes up to 48 until told to stop: convolutions with AdamW, and layers with SGD,
+/// in turn on two streams.
+fn train(device: Device, seed: usize, stop: &AtomicBool, steps: &AtomicU64) -> Result<()> {
+    let streams = [Stream::new(device)?, Stream::new(device)?];
+    let mut images = Sequential::new()
+        .push(Conv2d::new(1, 4, [3, 3], ConvOptions::default(), device)?)
+        .push(claystone::nn::func(|x: &Tensor| x.relu()?.flatten(1, -1)))
+        .push(Linear::new(4 * 10 * 10, 10, device)?);
+    let mut rows = Sequential::new()
+        .push(Linear::new(64, 96, device)?.with_activation(Activation::Relu))
+        .push(Linear::new(96, 10, device)?);
+    let mut adamw = AdamW::new(images.parameters_mut(), AdamWConfig::default())?;
+    let mut sgd = Sgd::new(rows.parameters_mut(), SgdConfig { lr: 0.05, momentum: 0.9, ..Default::default() })?;
+    device.synchronize()?;
+    let mut step = seed;
+    while !stop.load(Relaxed) {
+        let batch = 1 + step * 29 % 48;
+        let labels = Tensor::randint(0, 10, &[batch], (DType::I64, device))?;
+        streams[step % 2].wait_stream(&Stream::current(device)?)?;
+        let loss = with_stream(&streams[step % 2], || -> Result<Tensor> {
+            // Of another stream from now on as well.
+            labels.storage().record_stream(&streams[step % 2])?;
+            let (net, optimizer, shape): (&Sequential, &mut dyn Optimizer, Vec<usize>) = match step / 2 % 2 {
+                0 => (&rows, &mut sgd, vec![batch, 64]),
+                _ => (&images, &mut adamw, vec![batch, 1, 12, 12]),
+            };
+            optimizer.zero_grad();
+            let loss = net.forward(&Tensor::rand(shape, device)?)?.cross_entropy(&labels)?;
+            loss.backward()?;
+            optimizer.step()?;
+            streams[step % 2].synchronize()?; // the next step of this network may be on the other stream
+            Ok(loss)
+        })?;
+        assert!(loss.item::<f32>()?.is_finite());
+        if step % 64 == 0 {
+            device.memory_snapshot()?.to_pickle()?;
+        }
+        step += 1;
+        steps.fetch_add(1, Relaxed);
+    }
+    Ok(())
+}
+
+#[test]
+fn memory_descriptors_and_the_cache_stay_as_they_are() {
+    if !alone("memory_descriptors_and_the_cache_stay_as_they_are") {
+        return;
+    }
+    let seconds = std::env::var("CLAYSTONE_SOAK_SECONDS").map_or(10, |s| s.parse().expect("a number of seconds"));
+    let (stop, steps, cache) = (AtomicBool::new(false), AtomicU64::new(0), cache_folder());
+    let options = HistoryOptions { enabled: Recording::All, max_entries: 10_000, ..Default::default() };
+    for device in devices() {
+        device.record_memory_history(options.clone()).unwrap();
+    }
+    let mut samples = Vec::new();
+    thread::scope(|scope| {
+        for t in 0..THREADS {
+            let (stop, steps, all) = (&stop, &steps, devices());
+            let device = all[t % all.len()];
+            scope
+                .spawn(move || train(device, t, stop, steps).unwrap_or_else(|e| panic!("thread {t} on {device}: {e}")));
+        }
+        let begin = Instant::now();
+        for i in 1..=SAMPLES {
+            let at = Duration::from_secs(seconds) * i / SAMPLES;
+            thread::sleep((begin + at).saturating_duration_since(Instant::now()));
+            let sample = Sample::take(&cache);
+            println!("{:6.1} s, {} steps: {sample:?}", at.as_secs_f64(), steps.load(Relaxed));
+            samples.push(sample);
+        }
+        stop.store(true, Relaxed);
+    });
+    // The first half is for compiling and for the allocators to learn what is needed.
+    let most = |part: &[Sample]| part.iter().fold(Sample::default(), |most, &s| most.max(s));
+    let (early, late) = samples.split_at(samples.len() / 2);
+    let (before, after) = (most(early), most(late));
+    println!("at most {before:?} in the first half, {after:?} in the second");
+    assert!(steps.load(Relaxed) > 0);
+    let slack = 16 << 20; // of the system's allocator, and of what threads happen to hold at the same time
+    assert!(after.resident <= before.resident + before.resident / 20 + slack, "resident memory grows");
+    assert!(after.reserved <= before.reserved + before.reserved / 20 + slack, "reserved memory grows");
+    assert!(after.descriptors <= before.descriptors + 2, "descriptors are not closed");
+    assert!(after.cache <= before.cache + (64 << 10), "the cache of programs grows");
+}
