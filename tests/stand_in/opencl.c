@@ -1,0 +1,227 @@
+/* An OpenCL library that stands in for the real one, forwards every call to it, and fails those that it is told to.
+ *
+ * mod.rs compiles and controls it. It needs no OpenCL headers: handles are pointers, and the types of everything else are
+ * those of the 64-bit platforms that the tests run on. STAND_IN_REAL names the real library where it is not the usual
+ * one, STAND_IN_CONTROL the file through which the test process counts calls and asks for faults (without it there are
+ * none), and STAND_IN_DISCRETE=1 has every device say that it is a discrete GPU. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+
+/* One function's entry in the control file; mod.rs knows the offsets. */
+struct slot {
+    char name[40];
+    uint64_t calls, errors, injected;
+    /* Calls number `first` to `first + times - 1` fail, counted from 1. */
+    uint64_t first, times;
+    /* The code they fail with; for a command that is to be accepted and to fail later, `late` is 1. */
+    int32_t code, late;
+    /* For how many microseconds commands are held back. */
+    uint64_t delay;
+};
+enum { SLOTS = 64 };
+_Static_assert(sizeof(struct slot) == 96, "mod.rs reads entries of this size");
+
+static struct slot *slots, *any, *events;
+static void *library;
+
+static struct slot *add_slot(const char *name) {
+    for (int i = 0; i < SLOTS; i++)
+        if (!slots[i].name[0])
+            return strncpy(slots[i].name, name, sizeof slots->name - 1), &slots[i];
+    fprintf(stderr, "stand-in: more than %d functions\n", SLOTS), abort();
+}
+
+/* Runs before the constructors that the functions below have. */
+__attribute__((constructor(101))) static void load(void) {
+    const char *real = getenv("STAND_IN_REAL"), *control = getenv("STAND_IN_CONTROL");
+    library = dlopen(real ? real : "libOpenCL.so.1", RTLD_NOW | RTLD_LOCAL);
+    int file = control ? open(control, O_RDWR | O_CLOEXEC) : -1;
+    slots = mmap(NULL, SLOTS * sizeof *slots, PROT_READ | PROT_WRITE, file < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED, file, 0);
+    if (!library || slots == MAP_FAILED || (control && file < 0))
+        fprintf(stderr, "stand-in: no real library or no control file: %s\n", dlerror()), abort();
+    any = add_slot("any"), events = add_slot("event");
+}
+
+static uint64_t count(uint64_t *counter) { return __atomic_add_fetch(counter, 1, __ATOMIC_SEQ_CST); }
+
+static int is_due(struct slot *s, uint64_t call) {
+    uint64_t times = __atomic_load_n(&s->times, __ATOMIC_SEQ_CST);
+    return call >= s->first && call - s->first < times;
+}
+
+/* Counts a call of the function. Returns the entry that says how it fails, or NULL. */
+static struct slot *begin(struct slot *self, int has_event) {
+    uint64_t call = count(&self->calls), of_all = count(&any->calls);
+    struct slot *fault = is_due(self, call) ? self : is_due(any, of_all) ? any : NULL;
+    if (!fault || (fault->late && !has_event)) return NULL;
+    return count(&self->injected), count(&any->injected), fault;
+}
+
+static int end(struct slot *self, int code) {
+    if (code) count(&self->errors), count(&any->errors);
+    return code;
+}
+
+#define REAL(type, name, parameters) ((type(*) parameters)dlsym(library, #name))
+
+/* A user event in the context of the queue. */
+static void *user_event(void *queue) {
+    void *context = NULL;
+    int code = 0;
+    REAL(int, clGetCommandQueueInfo, (void *, unsigned, size_t, void *, size_t *))(queue, 0x1090, sizeof context, &context, NULL);
+    return REAL(void *, clCreateUserEvent, (void *, int *))(context, &code);
+}
+
+static void set_status(void *event, int status) { REAL(int, clSetUserEventStatus, (void *, int))(event, status); }
+
+struct gate {
+    void *event;
+    uint64_t delay;
+};
+
+static void *open_gate(void *argument) {
+    struct gate gate = *(struct gate *)argument;
+    free(argument);
+    struct timespec time = {gate.delay / 1000000, gate.delay % 1000000 * 1000};
+    nanosleep(&time, NULL);
+    set_status(gate.event, 0);
+    REAL(int, clReleaseEvent, (void *))(gate.event);
+    return NULL;
+}
+
+/* An event that is complete after so many microseconds. */
+static void *gate(void *queue, uint64_t delay) {
+    struct gate *gate = malloc(sizeof *gate);
+    *gate = (struct gate){user_event(queue), delay};
+    void *event = gate->event;
+    pthread_t thread;
+    pthread_create(&thread, NULL, open_gate, gate), pthread_detach(thread);
+    return event;
+}
+
+/* Has the device say that it is a discrete GPU. */
+static void disguise(unsigned what, void *value) {
+    const char *discrete = getenv("STAND_IN_DISCRETE");
+    if (!value || !discrete || strcmp(discrete, "1")) return;
+    if (what == 0x1000) *(uint64_t *)value = 4; /* CL_DEVICE_TYPE is CL_DEVICE_TYPE_GPU */
+    if (what == 0x1035) *(uint32_t *)value = 0; /* CL_DEVICE_HOST_UNIFIED_MEMORY */
+}
+
+/* What all functions share: the pointer to the real one, and the entry. A function that the real library lacks answers
+ * CL_INVALID_OPERATION, as a loader does for a driver of an earlier version. */
+#define DECLARE(type, name, parameters)                                                                                \
+    static struct slot *slot_##name;                                                                                   \
+    static type(*real_##name) parameters;                                                                              \
+    __attribute__((constructor(102))) static void add_##name(void) {                                                   \
+        slot_##name = add_slot(#name), real_##name = (type(*) parameters)dlsym(library, #name);                        \
+    }
+
+/* A function that returns its status. */
+#define STATUS(name, parameters, arguments, then)                                                                      \
+    DECLARE(int, name, parameters)                                                                                     \
+    int name parameters {                                                                                              \
+        struct slot *fault = begin(slot_##name, 0);                                                                    \
+        int code = fault ? fault->code : real_##name ? real_##name arguments : -59;                                    \
+        if (!code) { then; }                                                                                           \
+        return end(slot_##name, code);                                                                                 \
+    }
+
+/* A function that returns a handle, and its status through its last parameter, `status`. */
+#define CREATE(name, parameters, arguments, then)                                                                      \
+    DECLARE(void *, name, parameters)                                                                                  \
+    void *name parameters {                                                                                            \
+        struct slot *fault = begin(slot_##name, 0);                                                                    \
+        int code = 0, *out = status;                                                                                   \
+        status = &code;                                                                                                \
+        void *handle = fault ? (code = fault->code, NULL) : real_##name ? real_##name arguments : (code = -59, NULL);  \
+        if (!code) { then; }                                                                                           \
+        if (out) *out = code;                                                                                          \
+        end(slot_##name, code);                                                                                        \
+        return handle;                                                                                                 \
+    }
+
+/* A command with a wait list and an event, which may be held back, or fail after it was accepted. */
+#define COMMAND(name, parameters, arguments)                                                                           \
+    DECLARE(int, name, (parameters unsigned waits, void *const *list, void **event))                                   \
+    int name(parameters unsigned waits, void *const *list, void **event) {                                             \
+        struct slot *fault = begin(slot_##name, event != NULL);                                                        \
+        uint64_t delay = slot_##name->delay;                                                                           \
+        void *held;                                                                                                    \
+        int code = 0;                                                                                                  \
+        if (fault && fault->late)                                                                                      \
+            set_status(*event = user_event(queue), fault->code);                                                       \
+        else if (fault)                                                                                                \
+            code = fault->code;                                                                                        \
+        else if (!real_##name)                                                                                         \
+            code = -59;                                                                                                \
+        else if (delay && !waits)                                                                                      \
+            held = gate(queue, delay), code = real_##name(arguments 1, &held, event);                                  \
+        else                                                                                                           \
+            code = real_##name(arguments waits, list, event);                                                          \
+        if (!code && event) count(&events->calls);                                                                     \
+        return end(slot_##name, code);                                                                                 \
+    }
+
+#define P(...) __VA_ARGS__ /* parameters, or arguments, with a comma behind the last */
+#define INFO(name, object)                                                                                             \
+    STATUS(name, (void *object, unsigned what, size_t size, void *value, size_t *needed), (object, what, size, value, needed), )
+#define RELEASE(name) STATUS(name, (void *object), (object), )
+
+typedef void (*callback)(void);
+
+STATUS(clGetPlatformIDs, (unsigned room, void **platforms, unsigned *n), (room, platforms, n), )
+INFO(clGetPlatformInfo, platform)
+STATUS(clGetDeviceIDs, (void *platform, uint64_t type, unsigned room, void **devices, unsigned *n), (platform, type, room, devices, n), )
+STATUS(clGetDeviceInfo, (void *device, unsigned what, size_t size, void *value, size_t *needed), (device, what, size, value, needed), disguise(what, value))
+CREATE(clCreateContext, (const intptr_t *properties, unsigned n, void *const *devices, callback notify, void *user, int *status), (properties, n, devices, notify, user, status), )
+RELEASE(clReleaseContext)
+INFO(clGetContextInfo, context)
+CREATE(clCreateCommandQueue, (void *context, void *device, uint64_t properties, int *status), (context, device, properties, status), )
+RELEASE(clReleaseCommandQueue)
+INFO(clGetCommandQueueInfo, queue)
+CREATE(clCreateBuffer, (void *context, uint64_t flags, size_t bytes, void *host, int *status), (context, flags, bytes, host, status), )
+RELEASE(clRetainMemObject)
+RELEASE(clReleaseMemObject)
+INFO(clGetMemObjectInfo, object)
+CREATE(clCreateProgramWithSource, (void *context, unsigned n, const char **lines, const size_t *lengths, int *status), (context, n, lines, lengths, status), )
+CREATE(clCreateProgramWithBinary, (void *context, unsigned n, void *const *devices, const size_t *lengths, const unsigned char **binaries, int *each, int *status), (context, n, devices, lengths, binaries, each, status), )
+STATUS(clBuildProgram, (void *program, unsigned n, void *const *devices, const char *options, callback notify, void *user), (program, n, devices, options, notify, user), )
+RELEASE(clReleaseProgram)
+INFO(clGetProgramInfo, program)
+STATUS(clGetProgramBuildInfo, (void *program, void *device, unsigned what, size_t size, void *value, size_t *needed), (program, device, what, size, value, needed), )
+CREATE(clCreateKernel, (void *program, const char *name, int *status), (program, name, status), )
+RELEASE(clReleaseKernel)
+STATUS(clSetKernelArg, (void *kernel, unsigned index, size_t size, const void *value), (kernel, index, size, value), )
+INFO(clGetKernelInfo, kernel)
+STATUS(clGetKernelArgInfo, (void *kernel, unsigned index, unsigned what, size_t size, void *value, size_t *needed), (kernel, index, what, size, value, needed), )
+STATUS(clGetKernelWorkGroupInfo, (void *kernel, void *device, unsigned what, size_t size, void *value, size_t *needed), (kernel, device, what, size, value, needed), )
+STATUS(clWaitForEvents, (unsigned n, void *const *list), (n, list), )
+INFO(clGetEventInfo, event)
+CREATE(clCreateUserEvent, (void *context, int *status), (context, status), count(&events->calls))
+STATUS(clSetUserEventStatus, (void *event, int status), (event, status), )
+STATUS(clSetEventCallback, (void *event, int type, callback notify, void *user), (event, type, notify, user), )
+STATUS(clRetainEvent, (void *event), (event), count(&events->calls))
+RELEASE(clReleaseEvent)
+RELEASE(clFlush)
+RELEASE(clFinish)
+COMMAND(clEnqueueReadBuffer, P(void *queue, void *buffer, unsigned blocking, size_t offset, size_t bytes, void *to,), P(queue, buffer, blocking, offset, bytes, to,))
+COMMAND(clEnqueueWriteBuffer, P(void *queue, void *buffer, unsigned blocking, size_t offset, size_t bytes, const void *from,), P(queue, buffer, blocking, offset, bytes, from,))
+COMMAND(clEnqueueCopyBuffer, P(void *queue, void *from, void *to, size_t from_offset, size_t to_offset, size_t bytes,), P(queue, from, to, from_offset, to_offset, bytes,))
+COMMAND(clEnqueueFillBuffer, P(void *queue, void *buffer, const void *pattern, size_t length, size_t offset, size_t bytes,), P(queue, buffer, pattern, length, offset, bytes,))
+COMMAND(clEnqueueNDRangeKernel, P(void *queue, void *kernel, unsigned dims, const size_t *offset, const size_t *global, const size_t *local,), P(queue, kernel, dims, offset, global, local,))
+COMMAND(clEnqueueMigrateMemObjects, P(void *queue, unsigned n, void *const *objects, uint64_t flags,), P(queue, n, objects, flags,))
+COMMAND(clEnqueueUnmapMemObject, P(void *queue, void *buffer, void *mapped,), P(queue, buffer, mapped,))
+COMMAND(clEnqueueMarkerWithWaitList, P(void *queue,), P(queue,))
+COMMAND(clEnqueueBarrierWithWaitList, P(void *queue,), P(queue,))
+STATUS(clEnqueueMarker, (void *queue, void **event), (queue, event), count(&events->calls))
+STATUS(clEnqueueWaitForEvents, (void *queue, unsigned n, void *const *list), (queue, n, list), )
+CREATE(clEnqueueMapBuffer, (void *queue, void *buffer, unsigned blocking, uint64_t flags, size_t offset, size_t bytes, unsigned waits, void *const *list, void **event, int *status), (queue, buffer, blocking, flags, offset, bytes, waits, list, event, status), if (event) count(&events->calls))
