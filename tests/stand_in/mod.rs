@@ -112,11 +112,14 @@ pub fn run(test: &str, kind: Kind, variables: &[(&str, &str)], limit: Duration) 
     control.as_file().set_len(SLOT * SLOTS).unwrap();
     let text = NamedTempFile::new().unwrap(); // a pipe that nobody empties would hold it up
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args([test, "--exact", "--nocapture"]).envs(variables.iter().copied());
-    command.env("OPENCL_DYLIB_PATH", library()).env("STAND_IN_CONTROL", control.path());
+    command
+        .args([test, "--exact", "--nocapture"])
+        .env("OPENCL_DYLIB_PATH", library())
+        .env("STAND_IN_CONTROL", control.path());
     command.env("STAND_IN_DISCRETE", if kind == Kind::DiscreteGpu { "1" } else { "0" });
-    command.env_remove("CLAYSTONE_ALLOC_CONF").stdin(Stdio::null());
-    command.stdout(text.reopen().unwrap()).stderr(text.reopen().unwrap());
+    command.env_remove("CLAYSTONE_ALLOC_CONF").envs(variables.iter().copied()).stdin(Stdio::null());
+    let both = text.reopen().unwrap();
+    command.stdout(both.try_clone().unwrap()).stderr(both);
     let mut child = command.spawn().unwrap();
     let begin = Instant::now();
     let status = loop {
@@ -242,22 +245,23 @@ impl Faults {
         self.get(self.slot(name) + ERRORS)
     }
 
-    fn succeeded(&self, name: &str) -> i64 {
-        (self.calls(name) - self.errors(name)) as i64
+    /// What a function created, less what was given back with another: whether the driver agreed or not.
+    fn live(&self, create: &str, release: &str) -> i64 {
+        (self.calls(create) - self.errors(create)) as i64 - self.calls(release) as i64
     }
 
     /// Buffers that were created, less those released.
     pub fn live_buffers(&self) -> i64 {
-        self.succeeded("clCreateBuffer") + self.succeeded("clRetainMemObject") - self.succeeded("clReleaseMemObject")
+        self.live("clCreateBuffer", "clReleaseMemObject")
     }
 
     /// Events that were asked for, less those released.
     pub fn live_events(&self) -> i64 {
-        self.succeeded("event") - self.succeeded("clReleaseEvent")
+        self.live("event", "clReleaseEvent")
     }
 
     /// Ranges of buffers that were mapped, less those unmapped.
     pub fn live_mappings(&self) -> i64 {
-        self.succeeded("clEnqueueMapBuffer") - self.succeeded("clEnqueueUnmapMemObject")
+        self.live("clEnqueueMapBuffer", "clEnqueueUnmapMemObject")
     }
 }

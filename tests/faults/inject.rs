@@ -1,0 +1,377 @@
+//! The processes that the sweep starts: each runs one step over and over, with another fault each time.
+
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::thread;
+use std::time::Duration;
+
+use claystone::{Device, Error, Result, Tensor};
+
+use crate::stand_in::{ALWAYS, Faults};
+use crate::steps::{Kept, Run, STEPS, Step, Values, is_wrong};
+
+const CODES: [i32; 8] = [-4, -5, -6, -11, -14, -36, -58, -61];
+
+/// A fault of the driver.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Injection {
+    /// The function, or `any`.
+    pub name: String,
+    /// Which call of it in the step is the first to fail, and how many do.
+    pub nth: u64,
+    pub times: u64,
+    pub code: i32,
+    /// The call succeeds and its command fails.
+    pub late: bool,
+}
+
+impl Injection {
+    pub fn line(&self) -> String {
+        format!("{} {} {} {} {}", self.name, self.nth, self.times, self.code, u8::from(self.late))
+    }
+
+    fn arm(&self, faults: &Faults) {
+        match self.late {
+            true => faults.fail_command(&self.name, self.nth, self.times, self.code),
+            false => faults.fail(&self.name, self.nth, self.times, self.code),
+        }
+    }
+
+    pub fn parse(line: &str) -> Injection {
+        let fields: Vec<&str> = line.split(' ').collect();
+        let [name, nth, times, code, late] = fields[..] else { panic!("not an injection: {line}") };
+        let number = |s: &str| s.parse().unwrap();
+        let code = code.parse().unwrap();
+        Injection { name: name.into(), nth: number(nth), times: number(times), code, late: late == "1" }
+    }
+}
+
+impl std::fmt::Display for Injection {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let times = if self.times == ALWAYS { "on".into() } else { format!("x{}", self.times) };
+        let late = if self.late { " (command)" } else { "" };
+        write!(f, "{} #{} {times} {}{late}", self.name, self.nth, self.code)
+    }
+}
+
+/// What came of an injection.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Outcome {
+    /// The step did not make so many calls.
+    Missed,
+    /// The step succeeded all the same.
+    Absorbed,
+    /// The step returned an error, and succeeded when it was tried again.
+    Failed,
+    /// The device was lost, after at least three failures.
+    Lost,
+    /// What must not be.
+    Wrong(String),
+}
+
+impl Outcome {
+    fn line(&self) -> String {
+        match self {
+            Outcome::Wrong(what) => format!("wrong {}", what.replace('\n', " ")),
+            other => format!("{other:?}").to_lowercase(),
+        }
+    }
+
+    pub fn parse(text: &str) -> Outcome {
+        match text {
+            "missed" => Outcome::Missed,
+            "absorbed" => Outcome::Absorbed,
+            "failed" => Outcome::Failed,
+            "lost" => Outcome::Lost,
+            other => Outcome::Wrong(other.trim_start_matches("wrong ").into()),
+        }
+    }
+}
+
+/// What a step must not leave behind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Held {
+    /// Of tensors, and of pinned memory that is not only kept for the next transfer.
+    bytes: u64,
+    pinned: u64,
+    /// Those that are mapped for good, as pinned memory is, aside.
+    buffers: i64,
+    events: i64,
+}
+
+/// The markers that queues may keep for the next question whether they are idle, and those of pinned memory that waits to be
+/// used again, with its bytes.
+const KEPT_EVENTS: i64 = 6;
+const KEPT_PINNED: u64 = 16 << 20;
+
+impl Held {
+    fn now(device: Device, faults: &Faults) -> Result<Held> {
+        device.synchronize()?;
+        device.empty_cache()?;
+        let bytes = device.memory_stats()?.allocated_bytes.current;
+        let pinned = device.pinned_memory_stats()?.active_bytes.current;
+        let buffers = faults.live_buffers() - faults.live_mappings();
+        Ok(Held { bytes, pinned, buffers, events: faults.live_events() })
+    }
+
+    /// Whether this is more than there was.
+    fn is_leak(self, base: Held) -> bool {
+        let more = self.events > base.events + KEPT_EVENTS || self.pinned > base.pinned + KEPT_PINNED;
+        more || (self.bytes, self.buffers) != (base.bytes, base.buffers)
+    }
+}
+
+fn run(step: &Step, device: Device) -> (Vec<Kept>, thread::Result<Result<Values>>) {
+    let mut run = Run { device, kept: Vec::new() };
+    let result = catch_unwind(AssertUnwindSafe(|| (step.run)(&mut run)));
+    (run.kept, result)
+}
+
+/// Like equal values, NaN too.
+fn same(a: &Values, b: &Values) -> bool {
+    let bits = |v: &Values| -> Vec<Vec<u32>> { v.iter().map(|v| v.iter().map(|x| x.to_bits()).collect()).collect() };
+    a.len() == b.len() && bits(a) == bits(b)
+}
+
+/// A child of the sweep. `FAULTS_STEP` is the step, `FAULTS_PLAN` a file with an injection a line, `FAULTS_FROM` the first
+/// of them to run, `FAULTS_RESULTS` where it tells what came of each. The child that finds no plan makes it: every
+/// `FAULTS_STRIDE`-th fault of the step.
+pub fn child(faults: &Faults) {
+    let variable = |name| std::env::var(name).unwrap();
+    let number = |name| variable(name).parse::<usize>().unwrap();
+    let text = std::fs::read_to_string(variable("FAULTS_PLAN")).unwrap();
+    let mut plan: Vec<Injection> = text.lines().map(Injection::parse).collect();
+    let mut results = OpenOptions::new().append(true).open(variable("FAULTS_RESULTS")).unwrap();
+    let (step, device) = (&STEPS[number("FAULTS_STEP")], Device::OpenCL(0));
+    watch();
+    if step.first && !plan.is_empty() {
+        let i = number("FAULTS_FROM");
+        tell(&mut results, format_args!("run {i}"));
+        let outcome = inject_first(faults, &plan[i], step, device);
+        return tell(&mut results, format_args!("done {i} {}", outcome.line()));
+    }
+    let plainly =
+        || run(step, device).1.expect("no panic").unwrap_or_else(|e| panic!("{} without a fault: {e}", step.name));
+    // What every step finds on the device and has to leave as it is.
+    let witness = |values: Vec<f32>| Kept {
+        tensor: Tensor::from_slice(&values, [values.len()], device).unwrap(),
+        either: vec![values],
+    };
+    let witnesses = || [witness((0..3000).map(|i| i as f32 * 0.5).collect()), witness(vec![9.0; 100_000])];
+    let (mut want, mut base, mut kept) = (Values::new(), None, None);
+    if !step.first {
+        kept = Some(witnesses());
+        want = plainly(); // compiles
+        assert!(same(&want, &plainly()), "{} gives the same each time", step.name);
+        base = Some(Held::now(device, faults).unwrap());
+    }
+    if plan.is_empty() {
+        let before: Vec<u64> = faults.names().map(|name| faults.calls(name)).collect();
+        plainly();
+        let calls = faults.names().zip(before).map(|(name, before)| (name, faults.calls(name) - before));
+        let calls: Vec<(&str, u64)> = calls.collect();
+        tell(&mut results, format_args!("calls {}", calls.iter().map(|(_, calls)| calls).sum::<u64>()));
+        let stride = number("FAULTS_STRIDE");
+        plan = injections(&calls);
+        if std::env::var_os("CLAYSTONE_FAULTS").is_none() {
+            plan.retain(|injection| is_mended(step, injection));
+        }
+        plan = plan.into_iter().skip(number("FAULTS_STEP") % stride).step_by(stride).collect();
+        let lines: String = plan.iter().map(|i| i.line() + "\n").collect();
+        std::fs::write(variable("FAULTS_PLAN"), lines).unwrap();
+    }
+    let (Some(mut base), Some(kept)) = (base, kept) else { return };
+    let now = Held::now(device, faults).unwrap();
+    assert!(!now.is_leak(base), "{} leaves something behind without a fault: {base:?}, {now:?}", step.name);
+    for (i, injection) in plan.iter().enumerate().skip(number("FAULTS_FROM")) {
+        tell(&mut results, format_args!("run {i}"));
+        let (outcome, after) = inject(faults, injection, step, device, &want, &kept, base);
+        tell(&mut results, format_args!("done {i} {}", outcome.line()));
+        match after {
+            Some(after) => base = after,
+            None => return,
+        }
+    }
+}
+
+/// Whether what the sweep found of such faults is mended. What is not is left out of the gate until it is.
+fn is_mended(step: &Step, injection: &Injection) -> bool {
+    let steps = ["bad index", "graphs", "in place", "streams", "record_stream"];
+    let calls = ["clFinish", "clFlush", "any"];
+    !step.first
+        && !steps.contains(&step.name)
+        && !calls.contains(&injection.name.as_str())
+        && !injection.late
+        && injection.times == 1
+        && injection.code != -36
+}
+
+/// Every fault of a step that makes so many calls of each function.
+fn injections(calls: &[(&str, u64)]) -> Vec<Injection> {
+    let mut all = Vec::new();
+    let mut add =
+        |name: &str, nth, times, code, late| all.push(Injection { name: name.into(), nth, times, code, late });
+    for &(name, calls) in calls {
+        for nth in 1..=calls {
+            for code in CODES {
+                [1, 2, 5, ALWAYS].into_iter().for_each(|times| add(name, nth, times, code, false));
+                if name.starts_with("clEnqueue") && name != "clEnqueueMapBuffer" {
+                    add(name, nth, 1, code, true);
+                }
+            }
+        }
+    }
+    for nth in 1..=calls.iter().map(|(_, calls)| calls).sum() {
+        for code in CODES {
+            [2, 5].into_iter().for_each(|times| add("any", nth, times, code, false));
+        }
+    }
+    all
+}
+
+/// Runs a step with the fault in a process that has made no call yet. Afterwards every device is there, in its place.
+fn inject_first(faults: &Faults, injection: &Injection, step: &Step, device: Device) -> Outcome {
+    injection.arm(faults);
+    let result = run(step, device).1;
+    faults.clear();
+    let injected = faults.injected("any");
+    let mut wrong = Vec::new();
+    let text = match &result {
+        Err(_) => "a panic".into(),
+        Ok(Err(error)) => error.to_string(),
+        Ok(Ok(_)) => String::new(),
+    };
+    if result.is_err() || matches!(&result, Ok(Err(error)) if is_wrong(error) || injected == 0) {
+        wrong.push(text.clone());
+    }
+    let lost = matches!(&result, Ok(Err(Error::DeviceLost { .. }))) && !device.is_available();
+    if lost && injected < 3 {
+        wrong.push(format!("device lost after {injected} failures"));
+    }
+    if !lost {
+        let names: Vec<String> =
+            Device::all().iter().map(|d| d.info().map_or_else(|e| e.to_string(), |i| i.name)).collect();
+        let known = std::env::var("FAULTS_DEVICES").unwrap();
+        if names.join(", ") != known {
+            wrong.push(format!("the devices are {names:?} and not {known}"));
+        }
+        match run(step, device).1 {
+            Ok(Ok(_)) => {}
+            Ok(Err(error)) => wrong.push(format!("trying again failed: {error}")),
+            Err(_) => wrong.push("trying again panicked".into()),
+        }
+    }
+    match (wrong.is_empty(), lost, result) {
+        (false, ..) => Outcome::Wrong(format!("{} (the step said: {text})", wrong.join("; "))),
+        (_, true, _) => Outcome::Lost,
+        _ if injected == 0 => Outcome::Missed,
+        (.., Ok(Ok(_))) => Outcome::Absorbed,
+        _ => Outcome::Failed,
+    }
+}
+
+fn tell(to: &mut File, line: std::fmt::Arguments<'_>) {
+    PROGRESS.fetch_add(1, Relaxed);
+    to.write_all(format!("{line}\n").as_bytes()).unwrap();
+}
+
+static PROGRESS: AtomicU64 = AtomicU64::new(0);
+
+/// Ends the process when an injection takes longer than anything here can.
+fn watch() {
+    thread::spawn(|| {
+        loop {
+            let before = PROGRESS.load(Relaxed);
+            thread::sleep(Duration::from_secs(30));
+            if PROGRESS.load(Relaxed) == before {
+                println!("hangs");
+                std::process::abort();
+            }
+        }
+    });
+}
+
+/// Runs the step with the fault. What is held afterwards; none where the device is of no more use.
+fn inject(
+    faults: &Faults,
+    injection: &Injection,
+    step: &Step,
+    device: Device,
+    want: &Values,
+    witness: &[Kept],
+    base: Held,
+) -> (Outcome, Option<Held>) {
+    let before = faults.injected("any");
+    injection.arm(faults);
+    let (kept, result) = run(step, device);
+    faults.clear();
+    let injected = faults.injected("any") - before;
+
+    let mut wrong = Vec::new();
+    let (failed, text) = match &result {
+        Err(panic) => {
+            let text = panic.downcast_ref::<String>().cloned();
+            wrong.push(format!("panic: {}", text.unwrap_or_else(|| format!("{:?}", panic.downcast_ref::<&str>()))));
+            (true, String::new())
+        }
+        Ok(Ok(values)) => {
+            if !same(values, want) {
+                wrong.push("Ok with wrong values".into());
+            }
+            (false, String::new())
+        }
+        Ok(Err(error)) => {
+            if is_wrong(error) {
+                wrong.push(error.to_string());
+            }
+            if injected == 0 {
+                wrong.push(format!("without a fault: {error}"));
+            }
+            (true, format!(" (the step said: {error})"))
+        }
+    };
+    drop(result);
+    let outcome = |wrong: Vec<String>, right| match wrong.is_empty() {
+        true => right,
+        false => Outcome::Wrong(format!("{}{text}", wrong.join("; "))),
+    };
+    if !device.is_available() {
+        if injected < 3 {
+            wrong.push(format!("device lost after {injected} failures"));
+        }
+        return (outcome(wrong, Outcome::Lost), None);
+    }
+    for (i, kept) in kept.iter().chain(witness).enumerate() {
+        match kept.tensor.to_vec::<f32>() {
+            Ok(values) if kept.either.contains(&values) => {}
+            Ok(_) => wrong.push(format!("tensor {i} lost its values")),
+            Err(error) => wrong.push(format!("tensor {i} cannot be read: {error}")),
+        }
+    }
+    drop(kept);
+    match run(step, device).1 {
+        Ok(Ok(values)) if same(&values, want) => {}
+        Ok(Ok(_)) => wrong.push("trying again gave wrong values".into()),
+        Ok(Err(error)) => wrong.push(format!("trying again failed: {error}")),
+        Err(_) => wrong.push("trying again panicked".into()),
+    }
+    let after = match Held::now(device, faults) {
+        Ok(after) if !after.is_leak(base) => Some(base),
+        Ok(after) => {
+            wrong.push(format!("leak: {base:?} became {after:?}"));
+            Some(after)
+        }
+        Err(error) => {
+            wrong.push(format!("synchronize or empty_cache failed afterwards: {error}"));
+            None
+        }
+    };
+    let right = match (injected, failed) {
+        (0, _) => Outcome::Missed,
+        (_, true) => Outcome::Failed,
+        (_, false) => Outcome::Absorbed,
+    };
+    (outcome(wrong, right), after)
+}
