@@ -7,6 +7,7 @@ use std::process::Command;
 
 use claystone::ops::{Backend, Implementation, register};
 use claystone::{Device, tune as tuning};
+use sha2::{Digest, Sha256};
 
 /// What the program prints, with programs and tuning in a folder of their own.
 #[track_caller]
@@ -56,12 +57,23 @@ fn what_is_stored_is_used() {
     assert!(measured.len() >= 2 * (values.len() - 1) && measured.iter().all(|line| line.contains(" us")), "{told}");
     assert_eq!(shown().lines().collect::<Vec<_>>(), values[..values.len() - 1], "{told}");
 
-    // Another choice in the file is another choice in use.
-    let text = std::fs::read_to_string(&file).unwrap();
+    // Another choice in the file is another choice in use, if it is sealed: behind a name and a checksum of 32 bytes, which
+    // is of the file's name as well.
+    let sealed = std::fs::read(&file).unwrap();
+    let (head, text) = (&sealed[..16], String::from_utf8(sealed[48..].to_vec()).unwrap());
+    let seal = |text: &str| {
+        let name = file.file_name().unwrap().as_encoded_bytes();
+        let sum = Sha256::new().chain_update(name).chain_update([0]).chain_update(text).finalize();
+        [head, &sum[..], text.as_bytes()].concat()
+    };
+    assert!(seal(&text) == sealed);
     let line = text.lines().find(|line| line.starts_with("map_group ")).unwrap();
-    std::fs::write(&file, text.replace(line, "map_group 64")).unwrap();
+    let other = text.replace(line, "map_group 64");
+    std::fs::write(&file, seal(&other)).unwrap();
     assert!(shown().contains("map_group 64 (default 256): "), "{}", shown());
-    for broken in [text.replace(line, "map_group 65"), text[..text.len() / 2].to_owned(), String::new()] {
+    let unsealed = [head, &sealed[16..48], text.replace(line, "map_group 128").as_bytes()].concat();
+    let broken = [text.replace(line, "map_group 65"), text[..text.len() / 2].to_owned(), String::new()];
+    for broken in broken.iter().map(|text| seal(text)).chain([unsealed, other.into_bytes(), Vec::new()]) {
         std::fs::write(&file, broken).unwrap();
         assert_eq!(shown(), defaults);
     }

@@ -7,6 +7,19 @@
 //! Work on a device is asynchronous: an operation returns when it is submitted, in order with everything before it on
 //! the same [`Stream`]. Reading values, cloning and [`Device::synchronize`] wait. This room knows queues and programs,
 //! never tensors.
+//!
+//! # Compiled kernels
+//!
+//! What is compiled for a device, and what `claystone tune` measures on it, is kept in files for later processes: in the
+//! folder `CLAYSTONE_CACHE_DIR`, else in `$XDG_CACHE_HOME/claystone` (where that is an absolute path), else in
+//! `~/.cache/claystone`. `CLAYSTONE_CACHE_DIR=off` keeps none. Kernels may take `CLAYSTONE_CACHE_MAXSIZE` bytes, 256 MiB
+//! unless set; beyond that those go that were not used for longest. `claystone cache` prints where they are and how large,
+//! `claystone cache --clear` removes them; so may anybody, at any time.
+//!
+//! As a compiled kernel is code, the folder has to be the user's own with mode 0700, as which it is made. One that others
+//! may enter is not used, and a warning (through `tracing`) says so once; but if others could only read, and nothing else
+//! is in there, it is closed to them. What a file holds that is damaged, another user's, a link or the file of another
+//! kernel is compiled anew.
 
 use std::cell::Cell;
 use std::fmt;
@@ -21,6 +34,7 @@ pub(crate) mod stream;
 
 pub use info::{DeviceInfo, DeviceKind};
 pub use kernel::{Kernel, KernelCall, KernelScalar};
+pub use opencl::ProgramCache;
 pub use stream::{Event, Stream, StreamId, with_stream};
 
 /// A place where tensors live and work runs. A plain name: nothing is opened until it is used.

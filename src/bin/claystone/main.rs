@@ -1,5 +1,6 @@
 //! The `claystone` program: what allocators do with a trace, what devices there are and which parameters suit them.
 
+mod cache;
 mod devices;
 mod measure;
 mod min_capacity;
@@ -15,7 +16,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-/// Looks at memory and devices: replays what a program allocated, shows snapshots, lists devices, tunes their kernels
+/// Looks at memory and devices: replays what a program allocated, shows snapshots, lists devices, tunes and keeps their kernels
 #[derive(Parser)]
 #[command(
     version,
@@ -38,6 +39,7 @@ enum Command {
     /// List the devices, with their memory and driver
     Devices,
     Tune(tune::Args),
+    Cache(cache::Args),
     /// Print the tables of all operations: docs/operations.md
     Operations,
 }
@@ -48,6 +50,7 @@ fn main() -> ExitCode {
         Command::Snapshot(args) => snapshot::run(&args, &mut io::stdout()),
         Command::Devices => devices::run(&mut io::stdout()),
         Command::Tune(args) => tune::run(&args, &mut io::stdout()),
+        Command::Cache(args) => cache::run(&args, &mut io::stdout()),
         Command::Operations => write!(io::stdout(), "{}", claystone::ops::operations_markdown()).map(|()| true),
     };
     match done {

@@ -7,9 +7,10 @@
 use std::cell::{Cell, RefCell};
 use std::ffi::{CString, c_void};
 use std::ptr;
+use std::sync::Arc;
 
-use opencl3::kernel::{CL_KERNEL_FUNCTION_NAME, CL_KERNEL_PROGRAM};
-use opencl3::types::{cl_mem, cl_program};
+use opencl3::kernel::CL_KERNEL_FUNCTION_NAME;
+use opencl3::types::cl_mem;
 
 use super::driver::{ClKernel, call, create};
 use super::errors::ClError;
@@ -174,15 +175,13 @@ impl ClDevice {
 
     /// Another kernel object of the same function, with arguments of its own.
     fn duplicate(&self, kernel: &ClKernel) -> Result<ClKernel, ClError> {
-        let mut program: cl_program = ptr::null_mut();
-        let to = ptr::from_mut(&mut program).cast::<c_void>();
-        call!(clGetKernelInfo(kernel.raw(), CL_KERNEL_PROGRAM, size_of::<cl_program>(), to, ptr::null_mut()))?;
         let mut name = [0u8; 256];
         let (to, size) = (name.as_mut_ptr().cast::<c_void>(), name.len() - 1);
         call!(clGetKernelInfo(kernel.raw(), CL_KERNEL_FUNCTION_NAME, size, to, ptr::null_mut()))?;
         let entry = name.split(|&b| b == 0).next().and_then(|n| CString::new(n).ok()).unwrap_or_default();
-        let raw = create!(clCreateKernel(program, entry.as_ptr()))?;
-        Ok(ClKernel::new(raw, kernel.name()).with_limits(kernel.arg_count(), kernel.max_work_group()))
+        let raw = create!(clCreateKernel(kernel.program().0, entry.as_ptr()))?;
+        Ok(ClKernel::new(raw, Arc::clone(kernel.program()), kernel.name())
+            .with_limits(kernel.arg_count(), kernel.max_work_group()))
     }
 
     /// Submits what was recorded, to the stream it was recorded on. Returns when it is submitted.

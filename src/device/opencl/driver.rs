@@ -6,6 +6,7 @@
 
 use std::ffi::c_void;
 use std::ptr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
@@ -79,6 +80,8 @@ impl Drop for ClBuffer {
 #[derive(Debug)]
 pub(crate) struct ClKernel {
     kernel: cl_kernel,
+    /// Released after the kernel.
+    program: Arc<Program>,
     name: &'static str,
     /// The bits of the numbers that arguments were last set to, [`NOT_SET`] elsewhere. Changed under the queue lock.
     numbers: Box<[AtomicU64]>,
@@ -89,8 +92,8 @@ pub(crate) struct ClKernel {
 const NOT_SET: u64 = u64::MAX;
 
 impl ClKernel {
-    pub(super) fn new(kernel: cl_kernel, name: &'static str) -> ClKernel {
-        ClKernel { kernel, name, numbers: Box::default(), max_work_group: 0 }
+    pub(super) fn new(kernel: cl_kernel, program: Arc<Program>, name: &'static str) -> ClKernel {
+        ClKernel { kernel, program, name, numbers: Box::default(), max_work_group: 0 }
     }
 
     pub(super) fn with_limits(mut self, args: usize, max_work_group: usize) -> ClKernel {
@@ -128,6 +131,11 @@ impl ClKernel {
 
     pub(super) fn raw(&self) -> cl_kernel {
         self.kernel
+    }
+
+    /// What it is a function of.
+    pub(super) fn program(&self) -> &Arc<Program> {
+        &self.program
     }
 }
 

@@ -2,12 +2,13 @@
 //!
 //! [`discovery`] finds them; [`open`] makes a device usable: one context and one in-order queue a stream, kept for the
 //! life of the process. Work is submitted under the device's one lock and waited for outside it, so a thread that waits
-//! never stops another from submitting: see [`queues`]. [`program`] builds kernels and keeps them on disk, [`launch`]
+//! never stops another from submitting: see [`queues`]. [`program`] builds kernels, [`cache`] keeps them on disk, [`launch`]
 //! runs them, [`capture`] records them instead, [`probe`] finds out what they may use, [`tuning`] holds the numbers they
 //! are made with, [`transfer`] moves bytes, through [`pinned`] memory where it is to be fast. [`driver`] is the only file
 //! that owns raw handles; [`exit`] stops everything before the process ends.
 
 mod background;
+mod cache;
 pub(crate) mod capture;
 mod context;
 mod discovery;
@@ -28,6 +29,7 @@ mod tests;
 mod transfer;
 mod tuning;
 
+pub use cache::ProgramCache;
 pub(crate) use context::{ARRIVALS, ClDevice};
 pub(crate) use driver::{ClBuffer, ClEvent, ClKernel};
 pub(crate) use errors::{ClError, Class};

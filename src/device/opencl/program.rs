@@ -1,23 +1,21 @@
-//! Building kernels, once a process, and keeping the result on disk for the next.
+//! Building kernels, once a process, and keeping the result on disk for the next: see [`cache`](super::cache).
 //!
 //! A program is named by the SHA-256 of everything that its binary depends on: the device, its driver, the source, the
-//! options and this crate's version. Binaries lie in `CLAYSTONE_CACHE_DIR`, else in `$XDG_CACHE_HOME/claystone`, else in
-//! `~/.cache/claystone`; `CLAYSTONE_CACHE_DIR=off` keeps none. The disk is a convenience: whatever goes wrong with it,
-//! the program is built from source.
+//! options and this crate's version.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::ffi::{CString, c_void};
-use std::path::{Path, PathBuf};
+use std::ptr;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
-use std::{fs, io, process, ptr};
 
 use opencl3::kernel::{CL_KERNEL_COMPILE_WORK_GROUP_SIZE, CL_KERNEL_NUM_ARGS, CL_KERNEL_WORK_GROUP_SIZE};
 use opencl3::program::{CL_PROGRAM_BINARIES, CL_PROGRAM_BINARY_SIZES, CL_PROGRAM_BUILD_LOG};
 use sha2::{Digest, Sha256};
 
 use super::ClDevice;
+use super::cache::{Cache, Key, Kind};
 use super::driver::{ClKernel, Program, call, create};
 use super::errors::ClError;
 use super::exit;
@@ -29,14 +27,17 @@ use crate::{Error, Result};
 pub(crate) const SM_90A: &str = "#define SM_90A\n";
 const HIDDEN: &str = "//@ ";
 
-type Key = [u8; 32];
 /// A program, or nothing yet. The lock is held while building, so that a second thread waits for the first's result.
 type Slot = Arc<Mutex<Option<Arc<Program>>>>;
 
 /// The programs of one device.
 #[derive(Default)]
 pub(super) struct Programs {
-    built: Mutex<HashMap<Key, Slot>>,
+    /// This crate's own: there are only so many.
+    own: Mutex<HashMap<Key, Slot>>,
+    /// The user's, of which there is no end, the last used at the back. A kernel keeps its program, so these are only for
+    /// kernels that are made again.
+    recent: Mutex<VecDeque<(Key, Slot)>>,
     from_source: AtomicU64,
     from_disk: AtomicU64,
     /// Binaries that the driver took long to give.
@@ -49,6 +50,32 @@ pub(super) struct Programs {
 const SLOW: Duration = Duration::from_millis(20);
 const SLOW_BINARIES: u32 = 2;
 
+/// Programs of the user's that are kept when their kernels are dropped. A `Kernel` has two or more.
+const RECENT: usize = 32;
+
+/// Whose source it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum By {
+    Crate,
+    User,
+}
+
+impl Programs {
+    fn slot(&self, key: Key, by: By) -> Slot {
+        if by == By::Crate {
+            return Arc::clone(lock(&self.own).entry(key).or_default());
+        }
+        let mut recent = lock(&self.recent);
+        let known = recent.iter().position(|(other, _)| *other == key).and_then(|at| recent.remove(at));
+        let (_, slot) = known.unwrap_or_else(|| (key, Slot::default()));
+        recent.push_back((key, Arc::clone(&slot)));
+        let forgotten = (recent.len() > RECENT).then(|| recent.pop_front());
+        drop(recent); // before the driver is asked to release a program
+        drop(forgotten);
+        slot
+    }
+}
+
 impl ClDevice {
     /// A kernel: `entry` of the program in `source`, which is built unless this process or an earlier one has.
     /// `HAS_F64` is defined where the device has doubles, `IS_CPU` where it is a processor. Every call makes a new
@@ -57,41 +84,41 @@ impl ClDevice {
     /// # Errors
     /// [`Error::Build`] with the compiler's log; `name` is what it calls the kernel.
     pub(crate) fn build(&self, name: &'static str, source: &str, entry: &str) -> Result<ClKernel> {
-        self.build_cached(name, source, "", entry, cache_dir().as_deref())
+        self.build_cached(By::Crate, name, source, "", entry, Cache::of_process())
     }
 
-    /// [`build`](Self::build) with options of the user's for the compiler.
+    /// [`build`](Self::build) of a source of the user's, with further options for the compiler.
     pub(crate) fn build_with(&self, name: &'static str, source: &str, options: &str, entry: &str) -> Result<ClKernel> {
-        self.build_cached(name, source, options, entry, cache_dir().as_deref())
+        self.build_cached(By::User, name, source, options, entry, Cache::of_process())
     }
 
     /// [`build`](Self::build) with the cache in a given place.
     pub(super) fn build_cached(
         &self,
+        by: By,
         name: &'static str,
         source: &str,
         more_options: &str,
         entry: &str,
-        dir: Option<&Path>,
+        cache: Option<&Cache>,
     ) -> Result<ClKernel> {
         self.check_lost()?;
         let options = self.build_options() + more_options;
         let key = self.key(source, &options);
         let _under_way = exit::building();
-        let slot = Arc::clone(lock(&self.programs.built).entry(key).or_default());
+        let slot = self.programs.slot(key, by);
         let program = {
             let mut slot = lock(&slot);
             match &*slot {
                 Some(program) => Arc::clone(program),
                 None => {
-                    let file = dir.map(|d| d.join(format!("{}.clbin", hex(&key))));
-                    let program = Arc::new(self.obtain(name, source, &options, file.as_deref())?);
+                    let program = Arc::new(self.obtain(name, source, &options, cache, &Kind::Program.name(&key))?);
                     exit::built();
                     Arc::clone(slot.insert(program))
                 }
             }
         };
-        self.kernel(&program, name, entry).map_err(|e| match e.code {
+        self.kernel(program, name, entry).map_err(|e| match e.code {
             // CL_INVALID_KERNEL_NAME
             -46 => Error::Build {
                 device: self.device(),
@@ -143,20 +170,19 @@ impl ClDevice {
 
     /// What an earlier process found out about the device by way of `source`; else what `find` does, kept for the next one.
     pub(super) fn remembered(&self, source: &str, find: impl FnOnce() -> Option<Vec<u8>>) -> Option<Vec<u8>> {
-        let file = cache_dir().map(|dir| dir.join(format!("{}.found", hex(&self.key(source, &self.build_options())))));
-        let known = file.as_deref().and_then(|file| unseal(&fs::read(file).ok()?).map(<[u8]>::to_vec));
-        known.or_else(|| {
+        let (cache, name) = (Cache::of_process(), Kind::Found.name(&self.key(source, &self.build_options())));
+        cache.and_then(|cache| cache.load(&name).ok()).or_else(|| {
             let found = find()?;
-            if let Some(file) = &file {
-                let _ = save(file, &found);
+            if let Some(cache) = cache {
+                let _ = cache.store(&name, &found);
             }
             Some(found)
         })
     }
 
     /// From the file if it is there and whole, otherwise from source, and then into the file.
-    fn obtain(&self, name: &str, source: &str, options: &str, file: Option<&Path>) -> Result<Program> {
-        if let Some(program) = file.and_then(|f| self.load(f, options)) {
+    fn obtain(&self, name: &str, source: &str, options: &str, cache: Option<&Cache>, file: &str) -> Result<Program> {
+        if let Some(program) = cache.and_then(|cache| self.load(cache, file, options)) {
             self.programs.from_disk.fetch_add(1, Relaxed);
             return Ok(program);
         }
@@ -172,13 +198,13 @@ impl ClDevice {
         }
         self.programs.from_source.fetch_add(1, Relaxed);
         tracing::debug!(kernel = name, device = %self.device(), took = ?started.elapsed(), "built from source");
-        if let Some(file) = file
+        if let Some(cache) = cache
             && self.programs.slow_binaries.load(Relaxed) < SLOW_BINARIES
         {
             let asked = Instant::now();
             let saved = binary(&program)
                 .map_err(|e| e.name().to_owned())
-                .and_then(|b| save(file, &b).map_err(|e| e.to_string()));
+                .and_then(|b| cache.store(file, &b).map_err(|e| e.to_string()));
             if let Err(cause) = saved {
                 tracing::debug!(?file, cause, "program not kept on disk");
             }
@@ -225,13 +251,11 @@ impl ClDevice {
         String::from_utf8_lossy(&bytes).trim_matches(|c: char| c == '\0' || c.is_whitespace()).to_owned()
     }
 
-    /// The program in a file; a file that is damaged, or that the driver refuses, is removed.
-    fn load(&self, file: &Path, options: &str) -> Option<Program> {
-        let bytes = fs::read(file).ok()?;
-        let program = unseal(&bytes).and_then(|binary| self.of_binary(binary, options));
+    /// The program in a file, which is removed if the driver refuses it.
+    fn load(&self, cache: &Cache, file: &str, options: &str) -> Option<Program> {
+        let program = self.of_binary(&cache.load(file).ok()?, options);
         if program.is_none() {
-            tracing::debug!(?file, "cached program refused");
-            let _ = fs::remove_file(file);
+            cache.remove(file);
         }
         program
     }
@@ -249,11 +273,11 @@ impl ClDevice {
         self.of_binary(open_ptx(&bytes)?.as_bytes(), options)
     }
 
-    fn kernel(&self, program: &Program, name: &'static str, entry: &str) -> Result<ClKernel, ClError> {
+    fn kernel(&self, program: Arc<Program>, name: &'static str, entry: &str) -> Result<ClKernel, ClError> {
         let entry = CString::new(entry).map_err(|_| ClError::new("clCreateKernel", -46))?;
         let raw = create!(clCreateKernel(program.0, entry.as_ptr()))?;
         // Owned from here on, so that it is released if a query fails.
-        let kernel = ClKernel::new(raw, name);
+        let kernel = ClKernel::new(raw, program, name);
         let (mut args, mut group) = (0u32, 0usize);
         let to = ptr::from_mut(&mut args).cast::<c_void>();
         call!(clGetKernelInfo(raw, CL_KERNEL_NUM_ARGS, size_of::<u32>(), to, ptr::null_mut()))?;
@@ -286,71 +310,9 @@ fn open_ptx(binary: &[u8]) -> Option<String> {
     tail.contains(HIDDEN).then(|| format!("{head}{target}a{}", tail.replace(HIDDEN, "")))
 }
 
-/// Where binaries are kept.
-pub(super) fn cache_dir() -> Option<PathBuf> {
-    cache_dir_from(|name| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from))
-}
-
-fn cache_dir_from(var: impl Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
-    match var("CLAYSTONE_CACHE_DIR") {
-        Some(dir) if dir.as_os_str() == "off" => None,
-        Some(dir) => Some(dir),
-        None => var("XDG_CACHE_HOME").or_else(|| Some(var("HOME")?.join(".cache"))).map(|d| d.join("claystone")),
-    }
-}
-
-/// Before the binary in its file: what it is, and a checksum, for a driver given a damaged binary may crash.
-const MAGIC: &[u8; 16] = b"claystone binary";
-
-pub(super) fn seal(binary: &[u8]) -> Vec<u8> {
-    [&MAGIC[..], &Sha256::digest(binary)[..], binary].concat()
-}
-
-fn unseal(file: &[u8]) -> Option<&[u8]> {
-    let (sum, binary) = file.strip_prefix(MAGIC)?.split_first_chunk::<32>()?;
-    (!binary.is_empty() && Sha256::digest(binary)[..] == sum[..]).then_some(binary)
-}
-
-fn save(file: &Path, binary: &[u8]) -> io::Result<()> {
-    write_whole(file, &seal(binary))
-}
-
-/// Writes a file that other processes see whole or not at all.
-pub(super) fn write_whole(file: &Path, bytes: &[u8]) -> io::Result<()> {
-    static SERIAL: AtomicU64 = AtomicU64::new(0);
-    if let Some(dir) = file.parent() {
-        fs::create_dir_all(dir)?;
-    }
-    let temporary = file.with_extension(format!("{}-{}.tmp", process::id(), SERIAL.fetch_add(1, Relaxed)));
-    let written = fs::write(&temporary, bytes).and_then(|()| fs::rename(&temporary, file));
-    if written.is_err() {
-        let _ = fs::remove_file(&temporary);
-    }
-    written
-}
-
-pub(super) fn hex(key: &Key) -> String {
-    key.iter().map(|b| format!("{b:02x}")).collect()
-}
-
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
-mod tests {
-    use super::open_ptx;
-
-    #[test]
-    fn hidden_instructions_are_opened_or_refused() {
-        let ptx = ".version 9.0\n.target sm_90, texmode_independent\n//@ a;\n//@ b;\n// c\n\0";
-        let want = ".version 9.0\n.target sm_90a, texmode_independent\na;\nb;\n// c\n\0";
-        assert_eq!(open_ptx(ptx.as_bytes()).unwrap(), want);
-        for other in
-            [".target sm_80\n//@ a;", ".target sm_90\n// a", ".target sm_90a\n//@ a;", ".target sm_900\n//@ a;", ""]
-        {
-            assert_eq!(open_ptx(other.as_bytes()), None, "{other}");
-        }
-        assert_eq!(open_ptx(b"\x7fELF\xff"), None);
-    }
-}
+mod tests;

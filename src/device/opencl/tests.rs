@@ -1,6 +1,5 @@
 //! The room against real drivers, on every device present. On a machine without OpenCL these have nothing to run on.
 
-use std::fs;
 use std::sync::Barrier;
 
 use super::*;
@@ -29,7 +28,7 @@ pub(super) fn pattern(n: usize) -> Vec<u8> {
 }
 
 /// `y[i] = a * x[i] + b`, in ints.
-const AXB: &str = "__kernel void axb(__global const int* x, __global int* y, ulong n, int a, int b) {
+pub(super) const AXB: &str = "__kernel void axb(__global const int* x, __global int* y, ulong n, int a, int b) {
     size_t i = get_global_id(0);
     if (i < n) y[i] = a * x[i] + b;
 }";
@@ -295,53 +294,6 @@ fn a_build_failure_carries_the_log() {
         assert!(matches!(device.build("axb", AXB, "other"), Err(Error::Build { .. })), "no such entry");
         assert!(matches!(device.build("axb", "a\0b", "axb"), Err(Error::Invalid { .. })));
         device.build("axb", AXB, "axb").expect("the device is none the worse");
-    }
-}
-
-#[test]
-fn programs_come_back_from_disk() {
-    for i in 0..count() {
-        let dir = tempfile::tempdir().unwrap();
-        let dir = dir.path().join("made/on/demand");
-        let source = format!("__kernel void answer(__global int* x) {{ x[0] = 42; }} // {i}");
-        // A device of its own knows no programs, as a new process.
-        let fresh = || ClDevice::open(i, discovery::find(i).unwrap()).unwrap();
-        let built = |device: &ClDevice| {
-            let kernel = device.build_cached("answer", &source, "", "answer", Some(&dir)).unwrap();
-            let out = buffer(device, &[0; 4]);
-            device.launch(&kernel, &[Arg::Buffer(&out)], &[1], &[1]).unwrap();
-            assert_eq!(contents(device, &out), 42i32.to_ne_bytes());
-            device.builds()
-        };
-        assert_eq!(built(&fresh()), (1, 0), "from source");
-        let files: Vec<_> = fs::read_dir(&dir).unwrap().map(|f| f.unwrap().path()).collect();
-        assert_eq!(files.len(), 1, "one file, no temporary");
-        let whole = fs::read(&files[0]).unwrap();
-        assert_eq!(built(&fresh()), (0, 1), "from disk");
-
-        // Cut short, with a flipped bit, empty, and whole but no binary that a driver could take.
-        let mut flipped = whole.clone();
-        flipped[whole.len() / 2] ^= 1;
-        let refused = program::seal(b"this is no program");
-        let damaged = [&whole[..whole.len() - 1], &whole[..20], &flipped, &[], &refused];
-        for bytes in damaged {
-            fs::write(&files[0], bytes).unwrap();
-            let device = fresh();
-            assert_eq!(built(&device), (1, 0), "from source");
-            assert_eq!(built(&device), (1, 0), "then from memory");
-            assert_eq!(built(&fresh()), (0, 1), "and the file is whole again");
-        }
-    }
-}
-
-#[test]
-fn a_disk_that_cannot_be_written_stops_nothing() {
-    for device in devices() {
-        let file = tempfile::NamedTempFile::new().unwrap();
-        // A directory inside a file.
-        let dir = file.path().join("cache");
-        device.build_cached("axb", &format!("{AXB} // no disk"), "", "axb", Some(&dir)).unwrap();
-        device.build_cached("axb", &format!("{AXB} // no cache"), "", "axb", None).unwrap();
     }
 }
 

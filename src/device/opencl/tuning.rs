@@ -2,14 +2,14 @@
 //! devices. [`tune`](crate::tune) measures the choices and keeps what it finds beside the programs, in a file a device;
 //! every process that opens the device later has it. A file that is damaged, or of another driver, is not used.
 
-use std::path::{Path, PathBuf};
+use std::io;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
-use std::{fs, io};
 
 use sha2::{Digest, Sha256};
 
 use super::ClDevice;
-use super::program::{cache_dir, hex, write_whole};
+use super::cache::{Cache, Kind};
 use crate::device::DeviceKind;
 
 /// Devices with the same defaults.
@@ -191,34 +191,34 @@ impl ClDevice {
     /// Keeps the values for other processes: in which file, unless there is no cache.
     ///
     /// # Errors
-    /// Those of writing.
+    /// Those of [`Cache::store`].
     pub(crate) fn save_tuning(&self) -> io::Result<Option<PathBuf>> {
-        let Some(file) = self.tuning_file(cache_dir().as_deref()) else { return Ok(None) };
+        let Some(cache) = Cache::of_process() else { return Ok(None) };
         let values = std::array::from_fn(|i| self.tuning().values[i].load(Relaxed));
-        write_whole(&file, write(&self.identity(), self.family(), &values).as_bytes())?;
-        Ok(Some(file))
+        cache.store(&self.tuning_file(), write(&self.identity(), self.family(), &values).as_bytes()).map(Some)
     }
 
     fn tuning(&self) -> &Tuning {
         self.tuning.get_or_init(|| {
-            let stored = self.tuning_file(cache_dir().as_deref()).and_then(|file| self.stored_tuning(&file));
+            let stored = Cache::of_process().and_then(|cache| self.stored_tuning(cache));
             Tuning { values: stored.unwrap_or_else(|| defaults(self.family())).map(AtomicUsize::new) }
         })
     }
 
-    /// What is in the file, if it is there and says what it should.
-    fn stored_tuning(&self, file: &Path) -> Option<Values> {
-        let read = match fs::read_to_string(file) {
+    /// What is in the file, if it is there and of this driver and version.
+    fn stored_tuning(&self, cache: &Cache) -> Option<Values> {
+        let read = match cache.load(&self.tuning_file()) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return None,
             Err(error) => Err(error.to_string()),
-            Ok(text) => read(&text, &self.identity(), self.family()),
+            Ok(text) => read(&String::from_utf8_lossy(&text), &self.identity(), self.family()),
         };
-        read.inspect_err(|why| tracing::warn!(?file, why, "stored tuning not used: run `claystone tune` again")).ok()
+        read.inspect_err(|why| tracing::warn!(why, "stored tuning not used: run `claystone tune` again")).ok()
     }
 
-    fn tuning_file(&self, dir: Option<&Path>) -> Option<PathBuf> {
-        let name = format!("{}\n{}\n{:?}", self.info().name, self.info().vendor, self.family());
-        Some(dir?.join(format!("{}.tuning", hex(&Sha256::digest(name).into()))))
+    /// A file a device, whatever its driver: so that an update can be told of.
+    fn tuning_file(&self) -> String {
+        let device = format!("{}\n{}\n{:?}", self.info().name, self.info().vendor, self.family());
+        Kind::Tuning.name(&Sha256::digest(device).into())
     }
 
     /// What the times are of.
@@ -260,6 +260,8 @@ fn many_registers() -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::super::tests::devices;
     use super::*;
 
@@ -292,20 +294,30 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_missing_or_broken_is_not_used() {
+    fn a_file_that_is_missing_or_of_something_else_is_not_used() {
         let dir = tempfile::tempdir().unwrap();
+        let cache = Cache::at(dir.path(), 1 << 20);
         for device in devices() {
-            let file = device.tuning_file(Some(dir.path())).unwrap();
-            assert_eq!(device.stored_tuning(&file), None);
+            let file = device.tuning_file();
+            assert_eq!(device.stored_tuning(&cache), None);
             let mut values = defaults(device.family());
             rows(device.family()).for_each(|(i, p)| values[i] = p.choices[0]);
             let text = write(&device.identity(), device.family(), &values);
-            write_whole(&file, text.as_bytes()).unwrap();
-            assert_eq!(device.stored_tuning(&file), Some(values));
-            for broken in [&b""[..], b"\xff\xfe", &text.as_bytes()[..text.len() / 2]] {
-                fs::write(&file, broken).unwrap();
-                assert_eq!(device.stored_tuning(&file), None);
+            let path = cache.store(&file, text.as_bytes()).unwrap();
+            assert_eq!(device.stored_tuning(&cache), Some(values));
+            let whole = fs::read(&path).unwrap();
+            for broken in [&b""[..], b"\xff\xfe", text.as_bytes(), &whole[..whole.len() - 1]] {
+                fs::write(&path, broken).unwrap();
+                assert_eq!(device.stored_tuning(&cache), None);
             }
+            for other in [&b"\xff\xfe"[..], &text.as_bytes()[..text.len() / 2], &text.as_bytes()[1..]] {
+                cache.store(&file, other).unwrap();
+                assert_eq!(device.stored_tuning(&cache), None);
+            }
+            // That of another device, whole.
+            cache.store(&Kind::Tuning.name(&[7; 32]), text.as_bytes()).unwrap();
+            fs::rename(dir.path().join(Kind::Tuning.name(&[7; 32])), &path).unwrap();
+            assert_eq!(device.stored_tuning(&cache), None);
         }
     }
 }

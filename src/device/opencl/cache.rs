@@ -1,0 +1,382 @@
+//! What one process compiles or finds out about a device, in files for the next.
+//!
+//! They lie in `CLAYSTONE_CACHE_DIR`, else in `$XDG_CACHE_HOME/claystone`, else in `~/.cache/claystone`;
+//! `CLAYSTONE_CACHE_DIR=off` keeps none. A file is named by a hash of all that its contents depend on, and sealed with its
+//! name. Where they would exceed `CLAYSTONE_CACHE_MAXSIZE` bytes those go that were not used for longest.
+//!
+//! A binary is code that this process runs, so nobody else may have a hand in it: the folder is this user's with mode 0700,
+//! a file is regular, this user's, and writable by nobody else. Folders above are not judged: whoever can rename them can
+//! only put in place what is refused here. The disk is a convenience: whatever goes wrong with it, there is no file.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{LazyLock, Once};
+use std::time::{Duration, SystemTime};
+
+use sha2::{Digest, Sha256};
+
+use crate::{Error, Result};
+
+/// The hash of what a file's contents depend on.
+pub(super) type Key = [u8; 32];
+
+/// What the folder may hold in bytes, where nothing else is asked for: as CUDA's cache.
+const MAX_SIZE: u64 = 256 << 20;
+/// After so large a part of the bound is written, the folder is looked through, and cut to the bound less this part: so
+/// that one process does not exceed it, and does not look through it after every file.
+const PART: u64 = 16;
+/// A temporary file that nobody has written to for so long is of a process that was killed.
+const STALE: Duration = Duration::from_secs(600);
+/// In front of the contents: what the file is, and a checksum, for a driver given a damaged binary may crash.
+const MAGIC: &[u8; 16] = b"claystone binary";
+/// What to do about a folder that is not used.
+const ADVICE: &str = "make it yours alone (chmod 700), or set CLAYSTONE_CACHE_DIR to a folder that is, or to off";
+/// Temporary files end with this.
+const TEMPORARY: &str = ".tmp";
+
+/// What is in a file, which is how its name ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    Program,
+    /// An answer of a device to a probe.
+    Found,
+    /// What `claystone tune` measured: small, and minutes of work, so never thrown out.
+    Tuning,
+}
+
+impl Kind {
+    const ALL: [Kind; 3] = [Kind::Program, Kind::Found, Kind::Tuning];
+
+    fn extension(self) -> &'static str {
+        match self {
+            Kind::Program => "clbin",
+            Kind::Found => "found",
+            Kind::Tuning => "tuning",
+        }
+    }
+
+    pub(super) fn name(self, key: &Key) -> String {
+        let hex: String = key.iter().map(|byte| format!("{byte:02x}")).collect();
+        format!("{hex}.{}", self.extension())
+    }
+}
+
+/// The folder of the files.
+#[derive(Debug)]
+pub(super) struct Cache {
+    folder: PathBuf,
+    max_size: u64,
+    /// Bytes written since the folder was last looked through; as if it were full before the first time.
+    written: AtomicU64,
+    warned: Once,
+}
+
+impl Cache {
+    /// The one that the environment asks for, when it is first asked for.
+    pub(super) fn of_process() -> Option<&'static Cache> {
+        static CACHE: LazyLock<Option<Cache>> =
+            LazyLock::new(|| Cache::from_variables(|name| std::env::var_os(name).filter(|value| !value.is_empty())));
+        CACHE.as_ref()
+    }
+
+    fn from_variables(variable: impl Fn(&str) -> Option<OsString>) -> Option<Cache> {
+        // The XDG specification has relative paths ignored: they would be another folder in each working directory.
+        let absolute = |name| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
+        let default = || absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")));
+        let folder = match variable("CLAYSTONE_CACHE_DIR") {
+            Some(folder) if folder == "off" => return None,
+            Some(folder) => PathBuf::from(folder),
+            None => default()?.join("claystone"),
+        };
+        let asked = variable("CLAYSTONE_CACHE_MAXSIZE");
+        let max_size = asked.as_deref().map_or(Some(MAX_SIZE), |text| text.to_str()?.trim().parse().ok());
+        let max_size = max_size.unwrap_or_else(|| {
+            tracing::warn!(?asked, "CLAYSTONE_CACHE_MAXSIZE is no number of bytes: {MAX_SIZE} is used instead");
+            MAX_SIZE
+        });
+        (max_size > 0).then(|| Cache::at(folder, max_size))
+    }
+
+    pub(super) fn at(folder: impl Into<PathBuf>, max_size: u64) -> Cache {
+        let (folder, written) = (folder.into(), AtomicU64::new(max_size));
+        Cache { folder, max_size, written, warned: Once::new() }
+    }
+
+    /// What was stored under this name. A damaged file is removed.
+    ///
+    /// # Errors
+    /// `NotFound`; `PermissionDenied` for a folder or a file that is not for us alone, `InvalidData` for a damaged file.
+    pub(super) fn load(&self, name: &str) -> io::Result<Vec<u8>> {
+        self.check_folder()?;
+        let mut file = open(&self.folder.join(name))?;
+        let mut bytes = Vec::new();
+        (&mut file).take(self.max_size).read_to_end(&mut bytes)?;
+        let contents = unseal(name, bytes).ok_or_else(|| {
+            self.remove(name);
+            io::Error::new(io::ErrorKind::InvalidData, "the file was damaged")
+        })?;
+        let _ = file.set_modified(SystemTime::now()); // it was used
+        Ok(contents)
+    }
+
+    /// Stores contents under a name, for this process and others: they see the file whole or not at all.
+    ///
+    /// # Errors
+    /// A folder that is not for us alone, contents larger than all of it may be, and those of writing.
+    pub(super) fn store(&self, name: &str, contents: &[u8]) -> io::Result<PathBuf> {
+        let sealed = seal(name, contents);
+        let size = sealed.len() as u64;
+        if size > self.max_size {
+            return Err(io::Error::other(format!("{size} bytes are more than all files may be: {}", self.max_size)));
+        }
+        make_folder(&self.folder)?;
+        self.check_folder()?;
+        // Created by this process, readable by its user alone; not synced, for a file that is cut short is not used.
+        let mut builder = tempfile::Builder::new();
+        let mut file = builder.prefix(&format!("{name}.")).suffix(TEMPORARY).tempfile_in(&self.folder)?;
+        file.write_all(&sealed)?;
+        let path = self.folder.join(name);
+        file.persist(&path)?;
+        if self.written.fetch_add(size, Relaxed).saturating_add(size) > self.max_size / PART {
+            self.written.store(0, Relaxed);
+            self.shrink()?;
+        }
+        Ok(path)
+    }
+
+    /// Removes a file that turned out to be of no use.
+    pub(super) fn remove(&self, name: &str) {
+        tracing::debug!(folder = ?self.folder, name, "cached file refused");
+        let _ = fs::remove_file(self.folder.join(name));
+    }
+
+    /// Removes what killed processes left, and the files that were not used for longest beyond the bound. Another process
+    /// may do so at the same time: a file that is gone already is as good as removed.
+    fn shrink(&self) -> io::Result<()> {
+        let mut files = self.files()?;
+        files.retain(|file| {
+            // One from the future is of before the clock was set.
+            let stale = file.kind.is_none() && !file.modified.elapsed().is_ok_and(|age| age < STALE);
+            !(stale && fs::remove_file(&file.path).is_ok())
+        });
+        files.sort_unstable_by_key(|file| file.modified);
+        let mut size: u64 = files.iter().map(|file| file.bytes).sum();
+        for file in files.iter().filter(|file| matches!(file.kind, Some(Kind::Program | Kind::Found))) {
+            if size <= self.max_size - self.max_size / PART {
+                break;
+            }
+            match fs::remove_file(&file.path) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => {}
+                _ => size -= file.bytes,
+            }
+        }
+        Ok(())
+    }
+
+    /// The files of ours in the folder, whoever made it.
+    fn files(&self) -> io::Result<Vec<Listed>> {
+        let listed = |entry: fs::DirEntry| {
+            let (kind, metadata) = (kind_of(&entry.file_name())?, entry.metadata().ok()?);
+            let modified = metadata.modified().unwrap_or(SystemTime::UNIX_EPOCH);
+            Some(Listed { kind, modified, bytes: metadata.len(), path: entry.path() })
+        };
+        Ok(fs::read_dir(&self.folder)?.flatten().filter_map(listed).collect())
+    }
+
+    /// Fails where the folder is not there, or others may have put something in. The latter is told once.
+    fn check_folder(&self) -> io::Result<()> {
+        let checked = private_folder(&self.folder);
+        if let Err(error) = &checked
+            && error.kind() == io::ErrorKind::PermissionDenied
+        {
+            self.warned.call_once(|| {
+                let advice =
+                    "make it yours alone (chmod 700), or set CLAYSTONE_CACHE_DIR to a folder that is, or to off";
+                tracing::warn!(folder = ?self.folder, "compiled kernels are not kept: {error}; {advice}");
+            });
+        }
+        checked
+    }
+}
+
+/// A file in the folder.
+struct Listed {
+    /// None of a temporary file.
+    kind: Option<Kind>,
+    /// When it was last used.
+    modified: SystemTime,
+    bytes: u64,
+    path: PathBuf,
+}
+
+/// The kind of a file of ours, nothing inside for a temporary one, nothing for what is not ours.
+fn kind_of(name: &OsStr) -> Option<Option<Kind>> {
+    let (key, rest) = name.to_str()?.split_once('.')?;
+    if key.len() != 2 * size_of::<Key>() || !key.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+        return None;
+    }
+    let kind = Kind::ALL.into_iter().find(|kind| kind.extension() == rest);
+    (kind.is_some() || rest.ends_with(TEMPORARY)).then_some(kind)
+}
+
+/// The checksum is of the name as well, so that no file can stand in for another.
+fn checksum(name: &str, contents: &[u8]) -> [u8; 32] {
+    Sha256::new().chain_update(name).chain_update([0]).chain_update(contents).finalize().into()
+}
+
+pub(super) fn seal(name: &str, contents: &[u8]) -> Vec<u8> {
+    [&MAGIC[..], &checksum(name, contents), contents].concat()
+}
+
+fn unseal(name: &str, mut file: Vec<u8>) -> Option<Vec<u8>> {
+    let (sum, contents) = file.strip_prefix(MAGIC)?.split_first_chunk::<32>()?;
+    if contents.is_empty() || checksum(name, contents) != *sum {
+        return None;
+    }
+    file.drain(..file.len() - contents.len());
+    Some(file)
+}
+
+fn make_folder(folder: &Path) -> io::Result<()> {
+    let mut builder = DirBuilder::new();
+    builder.recursive(true);
+    #[cfg(unix)]
+    std::os::unix::fs::DirBuilderExt::mode(&mut builder, 0o700);
+    builder.create(folder)
+}
+
+/// Opens a file to read it, if it is a regular one of ours that nobody else may write to. No link is followed and no pipe
+/// waited for.
+fn open(path: &Path) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.read(true);
+    #[cfg(unix)]
+    std::os::unix::fs::OpenOptionsExt::custom_flags(&mut options, libc::O_NOFOLLOW | libc::O_NONBLOCK);
+    let file = options.open(path)?;
+    let metadata = file.metadata()?;
+    if !metadata.is_file() {
+        return Err(denied("it is no regular file"));
+    }
+    #[cfg(unix)]
+    unix::owned(&metadata, 0o022)?;
+    Ok(file)
+}
+
+/// Fails with `PermissionDenied` where the folder is not for us alone. One that others could only look into is closed to
+/// them if it is empty or holds our files alone: it was made for us, perhaps by an earlier version.
+fn private_folder(folder: &Path) -> io::Result<()> {
+    let metadata = fs::metadata(folder)?;
+    if !metadata.is_dir() {
+        return Err(denied("it is no folder"));
+    }
+    #[cfg(unix)]
+    {
+        unix::owned(&fs::symlink_metadata(folder)?, 0)?;
+        let closed = unix::owned(&metadata, 0o077);
+        if closed.is_err() && unix::owned(&metadata, 0o022).is_ok() {
+            let mut entries = fs::read_dir(folder)?;
+            if entries.all(|entry| entry.is_ok_and(|entry| kind_of(&entry.file_name()).is_some())) {
+                return fs::set_permissions(folder, std::os::unix::fs::PermissionsExt::from_mode(0o700));
+            }
+        }
+        closed?;
+    }
+    Ok(())
+}
+
+fn denied(why: impl Into<String>) -> io::Error {
+    io::Error::new(io::ErrorKind::PermissionDenied, why.into())
+}
+
+#[cfg(unix)]
+mod unix {
+    use std::fs::Metadata;
+    use std::io;
+    use std::os::unix::fs::MetadataExt;
+
+    /// Fails where it is another user's, or its mode has some of these bits.
+    pub(super) fn owned(metadata: &Metadata, never: u32) -> io::Result<()> {
+        // SAFETY: a call without arguments that cannot fail.
+        let user = unsafe { libc::geteuid() };
+        let (owner, mode) = (metadata.uid(), metadata.mode() & 0o7777);
+        if owner != user {
+            return Err(super::denied(format!("it belongs to user {owner}, and this process runs as user {user}")));
+        }
+        if mode & never != 0 {
+            return Err(super::denied(format!("its mode is {mode:04o}, so that others have access")));
+        }
+        Ok(())
+    }
+}
+
+/// The files in which compiled kernels and what `claystone tune` found are kept for later processes; `claystone cache`
+/// prints this. [`device`](crate::device) says where they are.
+///
+/// ```
+/// if let Some(cache) = claystone::device::ProgramCache::of_process()? {
+///     println!("{}: {} of at most {} bytes", cache.folder.display(), cache.bytes, cache.max_bytes);
+/// }
+/// # Ok::<(), claystone::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct ProgramCache {
+    /// Where they are. It is made when there is something to keep.
+    pub folder: PathBuf,
+    /// How many there are.
+    pub files: usize,
+    /// How large they are together.
+    pub bytes: u64,
+    /// How large they may be together.
+    pub max_bytes: u64,
+}
+
+impl ProgramCache {
+    /// The one that this process uses, as it is now; none where it keeps no files.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a folder that cannot be read, or is not used because others have access to it.
+    pub fn of_process() -> Result<Option<ProgramCache>> {
+        let Some(cache) = Cache::of_process() else { return Ok(None) };
+        let files = cache.usable_files()?;
+        let bytes = files.iter().map(|file| file.bytes).sum();
+        let (folder, max_bytes) = (cache.folder.clone(), cache.max_size);
+        Ok(Some(ProgramCache { folder, files: files.len(), bytes, max_bytes }))
+    }
+
+    /// Removes the files, all but what `claystone tune` found. Processes keep what they have in memory.
+    ///
+    /// # Errors
+    /// As [`of_process`](Self::of_process), and for a file that cannot be removed.
+    pub fn clear() -> Result<()> {
+        let Some(cache) = Cache::of_process() else { return Ok(()) };
+        for file in cache.usable_files()?.iter().filter(|file| file.kind != Some(Kind::Tuning)) {
+            match fs::remove_file(&file.path) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(cache.error(&error)),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Cache {
+    /// The files of a folder that is used, or would be if it were there.
+    fn usable_files(&self) -> Result<Vec<Listed>> {
+        match self.check_folder().and_then(|()| self.files()) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
+            files => files.map_err(|error| self.error(&error)),
+        }
+    }
+
+    fn error(&self, error: &io::Error) -> Error {
+        let advice = if error.kind() == io::ErrorKind::PermissionDenied { ADVICE } else { "look at the disk" };
+        Error::invalid("ProgramCache", format!("{}: {error}: {advice}", self.folder.display()))
+    }
+}
+
+#[cfg(test)]
+mod tests;
