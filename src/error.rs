@@ -54,6 +54,11 @@ pub enum Error {
     /// An OpenCL program did not compile.
     #[error("{device}: kernel {kernel} does not compile:\n{log}")]
     Build { device: Device, kernel: String, log: String },
+    /// An operation in place failed after a part of it was done, or may have been: what it writes to holds neither the old
+    /// values nor all of the new ones. Any other error but [`DeviceLost`](Error::DeviceLost) leaves it as it was, so that
+    /// the operation can be tried again; after this one its contents have to be set anew first.
+    #[error("{op} was done in part, so what it writes to has to be set anew before it is tried again: {source}")]
+    Partial { op: &'static str, source: Box<Error> },
     /// The device has faulted; nothing can run on it in this process any more.
     #[error("{device} is lost after a device fault ({cause}): restart the process to use it again")]
     DeviceLost { device: Device, cause: String },
@@ -81,6 +86,7 @@ impl Error {
         | UnsupportedDType { op, .. }
         | DeviceMismatch { op, .. }
         | DivisionByZero { op }
+        | Partial { op, .. }
         | Autograd { op, .. }
         | Invalid { op, .. } = &mut self
         {
@@ -88,6 +94,27 @@ impl Error {
         }
         self
     }
+
+    /// The error of an operation in place of which a part was done before: [`Error::Partial`] where the device or memory
+    /// failed. What the caller did wrong stays what it is.
+    pub(crate) fn in_part(self, op: &'static str) -> Error {
+        match self {
+            source @ (Error::OpenCl { .. } | Error::OutOfMemory { .. } | Error::Build { .. }) => {
+                Error::Partial { op, source: Box::new(source) }
+            }
+            other => other.of(op),
+        }
+    }
+}
+
+/// An operation in place that is made of several: calls `f` for each item up to the first that fails. After one that was
+/// done the error is [`Error::Partial`].
+pub(crate) fn for_each_part<T>(
+    op: &'static str,
+    items: impl IntoIterator<Item = T>,
+    mut f: impl FnMut(T) -> Result<()>,
+) -> Result<()> {
+    items.into_iter().enumerate().try_for_each(|(i, item)| f(item).map_err(|e| if i > 0 { e.in_part(op) } else { e }))
 }
 
 /// Which dims a tensor of this rank has.

@@ -1,6 +1,6 @@
 //! Work recorded once and replayed: a training step without what it costs the host.
 
-use std::fmt;
+use std::{fmt, mem};
 
 use crate::device::opencl::capture::{self, Recorder, Recording};
 use crate::device::opencl::{self, ClDevice};
@@ -43,7 +43,8 @@ pub struct Graph {
     /// Keeps the stream from being given to others.
     stream: Stream,
     recording: Recording,
-    memory: Captured,
+    /// Until dropped.
+    memory: Option<Captured>,
 }
 
 impl Graph {
@@ -65,18 +66,22 @@ impl Graph {
         let recorder = Recorder::start(cl)?;
         let (memory, result) = Captured::during(device, f)?;
         let recording = recorder.finish();
-        Ok((Graph { device: cl, stream, recording, memory }, result))
+        Ok((Graph { device: cl, stream, recording, memory: Some(memory) }, result))
     }
 
     /// Submits everything recorded, in order. Returns when it is submitted.
     ///
     /// # Errors
-    /// [`Error::Invalid`] inside a capture, what the driver refuses, and [`Error::DeviceLost`].
+    /// [`Error::Invalid`] inside a capture, what the driver refuses, and [`Error::DeviceLost`]. [`Error::Partial`] where the
+    /// driver refuses one command after others were submitted: what the graph writes to has to be set anew. After any other
+    /// error nothing was submitted.
     pub fn replay(&self) -> Result<()> {
         capture::refuse(self.device.device(), "Graph::replay", "graphs are not made of graphs")?;
-        self.device.replay(&self.recording)?;
-        self.memory.replayed();
-        Ok(())
+        let replayed = self.device.replay(&self.recording);
+        if matches!(replayed, Ok(()) | Err(Error::Partial { .. })) {
+            self.memory.iter().for_each(Captured::replayed);
+        }
+        replayed
     }
 
     /// Whether this thread is capturing a graph of the device (PyTorch's `torch.cuda.is_current_stream_capturing`).
@@ -101,14 +106,19 @@ impl Graph {
 
     /// Bytes of device memory that are the graph's own.
     pub fn reserved_bytes(&self) -> u64 {
-        self.memory.pool_bytes()
+        self.memory.as_ref().map_or(0, Captured::pool_bytes)
     }
 }
 
 impl Drop for Graph {
-    /// Waits for replays under way: their memory is about to be others'.
+    /// Waits for replays under way: their memory is about to be others'. Where the driver does not tell that they are over,
+    /// the memory is leaked.
     fn drop(&mut self) {
-        let _ = self.device.record(self.stream.id()).and_then(|event| self.device.wait(&event));
+        let wait = || self.device.record(self.stream.id()).and_then(|event| self.device.wait(&event));
+        let over = wait().or_else(|_| wait()).or_else(|_| self.device.drain());
+        if over.is_err() && self.device.device().is_available() {
+            mem::forget(self.memory.take());
+        }
     }
 }
 

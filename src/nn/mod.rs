@@ -32,6 +32,7 @@ pub use rnn::{Gru, Lstm, Rnn, RnnOptions};
 pub use sequential::{Dropout, Dropout2d, Func, Sequential, func};
 pub use state::{IncompatibleKeys, StateDict};
 
+use crate::error::for_each_part;
 use crate::{DType, Device, Result, Tensor, no_grad};
 
 /// A layer or a network: a function of one tensor with parameters.
@@ -146,7 +147,8 @@ pub trait Module: Send + Sync {
     /// anything is changed.
     ///
     /// # Errors
-    /// [`crate::Error::ShapeMismatch`]; [`crate::Error::Invalid`] where strict.
+    /// [`crate::Error::ShapeMismatch`]; [`crate::Error::Invalid`] where strict; [`crate::Error::Partial`] where the device
+    /// fails after some were copied.
     fn load_state_dict(&self, state: &StateDict, strict: bool) -> Result<IncompatibleKeys> {
         let (op, own) = ("load_state_dict", self.state_dict());
         if strict {
@@ -154,7 +156,7 @@ pub trait Module: Send + Sync {
         }
         own.iter().try_for_each(|(name, t)| state.check_shape(op, name, t))?;
         no_grad(|| {
-            own.iter().try_for_each(|(name, t)| match state.get(name) {
+            for_each_part(op, own.iter(), |(name, t)| match state.get(name) {
                 Some(value) => t.copy_(&value.detach().to_dtype(t.dtype())?.to_device(t.device())?).map(|_| ()),
                 None => Ok(()),
             })

@@ -7,7 +7,7 @@ use super::catalogue::{Dtypes, Gives, Kind, Operation};
 use super::elementwise::{self, Params};
 use super::expr::Expr;
 use crate::autograd;
-use crate::{DType, Graph, Result, Scalar, Tensor};
+use crate::{DType, Error, Graph, Result, Scalar, Tensor};
 
 /// `x`, and a scalar: made once, since making one asks the heap.
 static IDENTITY: LazyLock<Expr> = LazyLock::new(|| Expr::input(0));
@@ -124,7 +124,8 @@ impl Tensor {
     ///
     /// # Errors
     /// [`crate::Error::ShapeMismatch`], [`crate::Error::DeviceMismatch`]; [`crate::Error::Autograd`] where either is
-    /// tracked; [`crate::Error::Invalid`] into an expanded view.
+    /// tracked; [`crate::Error::Invalid`] into an expanded view; [`crate::Error::Partial`] where a copy between devices, or
+    /// to where it overlaps, fails midway.
     pub fn copy_(&self, src: &Tensor) -> Result<&Tensor> {
         let op = "copy_";
         autograd::check_in_place(op, self, &[src])?;
@@ -136,7 +137,10 @@ impl Tensor {
         }
         let size = self.dtype.size();
         let (to, from) = (self.layout.offset * size, src.layout.offset * size);
-        self.storage.copy_from(to, &src.storage, from, self.numel() * size, false)?;
+        let copied = self.storage.copy_from(to, &src.storage, from, self.numel() * size, false);
+        // Between devices in pieces, of which some may be there.
+        let across = self.device() != src.device();
+        copied.map_err(|e| if across || matches!(e, Error::Partial { .. }) { e.in_part(op) } else { e })?;
         self.storage.bump_version();
         Ok(self)
     }

@@ -1,6 +1,7 @@
 //! Gradients kept within bounds, on the device: nothing waits.
 
 use super::flat::check;
+use crate::error::for_each_part;
 use crate::tensor::{Dims, Layout};
 use crate::{DType, Device, Result, Shape, Tensor, no_grad};
 
@@ -58,7 +59,8 @@ fn norm(t: &Tensor, p: f64) -> Result<Tensor> {
 ///
 /// # Errors
 /// [`crate::Error::Invalid`] for a `max_norm` below 0 or a `norm_type` that is not above 0;
-/// [`crate::Error::DeviceMismatch`] where gradients are on several devices.
+/// [`crate::Error::DeviceMismatch`] where gradients are on several devices; [`crate::Error::Partial`] where the device fails
+/// after some of them were scaled.
 pub fn clip_grad_norm_<'a>(
     parameters: impl IntoIterator<Item = &'a Tensor>,
     max_norm: f64,
@@ -81,11 +83,11 @@ pub fn clip_grad_norm_<'a>(
                 norm(&Tensor::stack(&all, 0)?, norm_type)?
             }
         };
-        for run in &runs {
+        for_each_part(op, &runs, |run| {
             Tensor::map_into(&[run, &total], &[max_norm.into()], &[run], |x, s| {
                 vec![&x[0] * (&s[0] / (&x[1] + 1e-6)).min(1.0)]
-            })?;
-        }
+            })
+        })?;
         Ok(total)
     })
     .map_err(|e| e.of(op))
@@ -95,10 +97,10 @@ pub fn clip_grad_norm_<'a>(
 /// parameters of an optimiser.
 ///
 /// # Errors
-/// [`crate::Error::Invalid`] for a `value` below 0.
+/// [`crate::Error::Invalid`] for a `value` below 0; [`crate::Error::Partial`] as for [`clip_grad_norm_`].
 pub fn clip_grad_value_<'a>(parameters: impl IntoIterator<Item = &'a Tensor>, value: f64) -> Result<()> {
     let op = "clip_grad_value_";
     check(op, "value", value, 0.0..f64::INFINITY)?;
-    no_grad(|| gradients(parameters).iter().try_for_each(|run| run.clamp_(-value, value).map(|_| ())))
+    no_grad(|| for_each_part(op, &gradients(parameters), |run| run.clamp_(-value, value).map(|_| ())))
         .map_err(|e| e.of(op))
 }

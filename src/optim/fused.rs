@@ -6,6 +6,7 @@ use smallvec::SmallVec;
 
 use super::Optimizer;
 use super::flat::{Flat, Parts, Run};
+use crate::error::for_each_part;
 use crate::nn::StateDict;
 use crate::ops::program::Program;
 use crate::ops::{Params, apply_into, formulas};
@@ -188,7 +189,8 @@ impl<R: Rule> Group<R> {
             return Err(Error::invalid(R::NAME, reason));
         }
         let together = |a: usize, b: usize| steps[a] == steps[b] || next(a) == next(b);
-        for (i, run) in self.flat.runs(together)?.into_iter().enumerate() {
+        let runs = self.flat.runs(together)?;
+        for_each_part(R::NAME, runs.into_iter().enumerate(), |(i, run)| {
             let updated = run.parameters.clone();
             self.numbers.clear();
             self.rule.numbers_to(self.steps[updated.start].saturating_add(1), &mut self.numbers);
@@ -200,7 +202,8 @@ impl<R: Rule> Group<R> {
             }
             self.launches[i].go(R::NAME, &self.numbers)?;
             self.steps[updated].iter_mut().for_each(|t| *t = t.saturating_add(1));
-        }
+            Ok(())
+        })?;
         self.flat.updated();
         Ok(())
     }
@@ -255,7 +258,7 @@ fn host_number(dtype: DType, value: impl Into<Scalar>) -> Result<Tensor> {
 
 impl<R: Rule> Optimizer for Fused<R> {
     fn step_scaled(&mut self, factor: f64) -> Result<()> {
-        no_grad(|| self.groups.iter_mut().try_for_each(|g| g.step(factor)))
+        no_grad(|| for_each_part(R::NAME, &mut self.groups, |group| group.step(factor)))
     }
 
     fn zero_grad(&self) {

@@ -39,8 +39,8 @@ pub trait Optimizer {
     /// Updates every parameter that has a gradient, in place. One launch a group where all have one; zero allocations.
     ///
     /// # Errors
-    /// Device failures. Parameters are then as they were or fully updated, where backward reached only some of them each
-    /// stretch of those for itself.
+    /// Device failures. Parameters are then as they were; [`Error::Partial`](crate::Error::Partial) says that those of some
+    /// groups, or stretches of those that backward reached, were updated fully and the others not at all.
     fn step(&mut self) -> Result<()> {
         self.step_scaled(1.0)
     }

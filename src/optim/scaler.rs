@@ -3,6 +3,7 @@
 use super::Optimizer;
 use super::clip::gradients;
 use super::flat::check;
+use crate::error::for_each_part;
 use crate::{Error, Result, Tensor, no_grad};
 
 /// How [`GradScaler`] changes its factor; PyTorch's defaults.
@@ -83,14 +84,17 @@ impl GradScaler {
     /// that; a step without it divides in f32.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where this step's already are.
+    /// [`Error::Invalid`] where this step's already are; [`Error::Partial`] where the device fails after some were divided.
     pub fn unscale_(&mut self, optimizer: &dyn Optimizer) -> Result<()> {
+        let op = "GradScaler::unscale_";
         if self.unscaled.is_some() {
-            return Err(Error::invalid("GradScaler::unscale_", "the gradients of this step are unscaled already"));
+            return Err(Error::invalid(op, "the gradients of this step are unscaled already"));
         }
-        self.unscaled = Some(all_finite(optimizer)?);
-        let factor = 1.0 / self.scale;
-        no_grad(|| gradients(optimizer.parameters()).iter().try_for_each(|run| run.mul_scalar_(factor).map(|_| ())))
+        let (finite, factor) = (all_finite(optimizer)?, 1.0 / self.scale);
+        let gradients = gradients(optimizer.parameters());
+        no_grad(|| for_each_part(op, &gradients, |run| run.mul_scalar_(factor).map(|_| ())))?;
+        self.unscaled = Some(finite);
+        Ok(())
     }
 
     /// Makes the optimiser's step unless a gradient is infinite or NaN; gives whether it did.

@@ -173,8 +173,7 @@ impl Storage {
         if self.device() == Device::Cpu {
             return with_host(&[self], &[], |r, _| copy(dst, &r[0][range]));
         }
-        capture::refuse(self.device(), "read", "no values are computed yet that could be read")?;
-        let from = self.cl()?;
+        let from = self.readable()?;
         staging::read(from.device, from.buffer(), from.offset() + offset, dst)
     }
 
@@ -190,8 +189,18 @@ impl Storage {
         }
         let mut values: Vec<T> = bytemuck::zeroed_vec(count); // a large one comes untouched, as zeros of the system's
         advise_huge(&mut values);
-        self.read(offset, bytemuck::cast_slice_mut(&mut values))?;
-        Ok(values)
+        self.range("read", offset, count * size_of::<T>())?;
+        if count == 0 {
+            return Ok(values);
+        }
+        let from = self.readable()?;
+        staging::read_into(from.device, from.buffer(), from.offset() + offset, values)
+    }
+
+    /// Where the bytes are in OpenCL memory, for reading them to the host.
+    fn readable(&self) -> Result<ClPlace<'_>> {
+        capture::refuse(self.device(), "read", "no values are computed yet that could be read")?;
+        self.cl()
     }
 
     /// Copies `src` from the host to bytes `offset..offset + src.len()`. `src` may be reused when it returns.

@@ -10,12 +10,14 @@
 mod tests;
 mod transfer;
 
+use std::mem::{self, ManuallyDrop};
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering::Release;
 use std::sync::{Arc, LockResult, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
+use bytemuck::{AnyBitPattern, NoUninit};
 use transfer::{Start, Transfer, bytes};
 
 use super::access::copy;
@@ -24,7 +26,7 @@ use super::driver::host::Host;
 use super::pinned::{Budget, Pinned, PinnedPool, PinnedSource, PinnedStats};
 use super::{Config, Driver, registry};
 use crate::device::cpu::streaming::Streaming;
-use crate::device::opencl::{self, ClBuffer, ClDevice, ClEvent, ClPinned, Mapped, capture};
+use crate::device::opencl::{self, ClBuffer, ClDevice, ClEvent, ClPinned, HostMemory, Mapped, capture};
 use crate::device::{DeviceKind, StreamId};
 use crate::{Device, Result};
 
@@ -75,7 +77,8 @@ impl PinnedSource for Source {
     }
 
     fn is_done(&self, event: &ClEvent) -> bool {
-        event.is_done()
+        // On a lost device nobody knows.
+        !self.0.is_lost() && event.is_done()
     }
 }
 
@@ -127,17 +130,35 @@ fn budget() -> &'static Arc<Budget> {
 
 /// Reads bytes of a buffer to the host, waits for them and reports what a kernel of this thread found wrong.
 pub(super) fn read(device: &'static ClDevice, src: &ClBuffer, off: usize, dst: &mut [u8]) -> Result<()> {
+    match UserPinned::new(device, dst.as_mut_ptr(), dst.len()) {
+        Some(pinned) => device.read_into(src, off, pinned).map(drop),
+        None => read_apart(device, src, off, dst).unwrap_or_else(|| device.read(src, off, dst)),
+    }
+}
+
+/// [`read`] into a vector, which the device may write to.
+pub(super) fn read_into<T: AnyBitPattern + NoUninit>(
+    device: &'static ClDevice,
+    src: &ClBuffer,
+    off: usize,
+    mut dst: Vec<T>,
+) -> Result<Vec<T>> {
+    match read_apart(device, src, off, bytemuck::cast_slice_mut(&mut dst)) {
+        Some(read) => read.map(|()| dst),
+        None => device.read_into(src, off, dst),
+    }
+}
+
+/// Reads by maps or through pinned slices, so that no command gets to know of `dst`; `None` where that is not the way.
+fn read_apart(device: &'static ClDevice, src: &ClBuffer, off: usize, dst: &mut [u8]) -> Option<Result<()>> {
     if is_mapped(device, dst.len()) {
         let (n, to) = (dst.len(), dst.as_mut_ptr());
         let region = Mapped { buffer: src, off, overwrite: false };
         // SAFETY: n bytes are mapped there, and nothing runs on the device meanwhile; `dst` is borrowed alone.
-        return device.with_mapped([region], n, |[from]| unsafe { bytes(from, to, n, copy) });
+        return Some(device.with_mapped([region], n, |[from]| unsafe { bytes(from, to, n, copy) }));
     }
-    let staged = is_staged(device, dst.len()) && !is_pinned(device.device(), addresses(dst));
-    match staged.then(|| Ring::new(pool(device), device, DOWN.of(dst.len()), dst.len())).flatten() {
-        Some(ring) => ring.read(src, off, dst),
-        None => device.read(src, off, dst),
-    }
+    let ring = is_staged(device, dst.len()).then(|| Ring::new(pool(device), device, DOWN.of(dst.len()), dst.len()));
+    ring.flatten().map(|ring| ring.read(src, off, dst))
 }
 
 /// Writes bytes from the host to a buffer and waits until they are there.
@@ -148,8 +169,11 @@ pub(super) fn write(device: &'static ClDevice, src: &[u8], dst: &ClBuffer, off: 
         // SAFETY: n bytes are mapped there, and nothing runs on the device meanwhile; `src` is borrowed.
         return device.with_mapped([region], n, |[to]| unsafe { bytes(from, to, n, copy) });
     }
-    let staged = is_staged(device, src.len()) && !is_pinned(device.device(), addresses(src));
-    match staged.then(|| Ring::new(pool(device), device, UP.of(src.len()), src.len())).flatten() {
+    if let Some(pinned) = UserPinned::new(device, src.as_ptr().cast_mut(), src.len()) {
+        return device.write_from(pinned, dst, off).map(drop);
+    }
+    let ring = is_staged(device, src.len()).then(|| Ring::new(pool(device), device, UP.of(src.len()), src.len()));
+    match ring.flatten() {
         Some(ring) => ring.write(src, dst, off),
         None => device.write(src, dst, off),
     }
@@ -193,20 +217,35 @@ pub(super) fn is_pinned(device: Device, bytes: Range<usize>) -> bool {
     pinned.iter().any(|(of, range)| *of == device && range.start <= bytes.start && bytes.end <= range.end)
 }
 
-fn addresses(bytes: &[u8]) -> Range<usize> {
-    let start = bytes.as_ptr().addr();
-    start..start + bytes.len()
+/// Bytes of a user's tensor that are pinned for a device: its transfers use them where they are. Whoever makes one has
+/// borrowed them.
+struct UserPinned(*mut u8, usize);
+
+impl UserPinned {
+    fn new(device: &ClDevice, start: *mut u8, bytes: usize) -> Option<UserPinned> {
+        let pinned = is_staged(device, STAGED) && is_pinned(device.device(), start.addr()..start.addr() + bytes);
+        pinned.then_some(UserPinned(start, bytes))
+    }
+}
+
+// SAFETY: `new` found the bytes to be of a `PinnedBytes`, which gives none back once the device is lost, and who calls it
+// has them borrowed, exclusively where they are written.
+unsafe impl HostMemory for UserPinned {
+    fn range(&mut self) -> (*mut u8, usize) {
+        (self.0, self.1)
+    }
 }
 
 /// Pinned host memory for a tensor's elements.
 pub(super) struct PinnedBytes {
-    block: Pinned<'static, Source>,
+    /// Until dropped.
+    block: ManuallyDrop<Pinned<'static, Source>>,
     device: Device,
 }
 
 impl PinnedBytes {
     fn new(pool: &'static Pool, device: Device, bytes: usize) -> Option<PinnedBytes> {
-        let pinned = PinnedBytes { block: pool.alloc(bytes)?, device };
+        let pinned = PinnedBytes { block: ManuallyDrop::new(pool.alloc(bytes)?), device };
         let range = pinned.start().addr().get()..pinned.start().addr().get() + pinned.block.bytes();
         PINNED.write().unwrap_or_else(PoisonError::into_inner).push((device, range));
         Some(pinned)
@@ -223,6 +262,12 @@ impl Drop for PinnedBytes {
         let start = self.start().addr().get();
         let mut pinned = PINNED.write().unwrap_or_else(PoisonError::into_inner);
         pinned.retain(|(of, range)| *of != self.device || range.start != start);
+        drop(pinned);
+        // Transfers of a lost device may be using it for good.
+        if !matches!(self.device, Device::OpenCL(index) if !opencl::is_available(index)) {
+            // SAFETY: dropped once, here, and not used again.
+            unsafe { ManuallyDrop::drop(&mut self.block) };
+        }
     }
 }
 
@@ -230,6 +275,7 @@ impl Drop for PinnedBytes {
 pub(super) fn pin(device: Device, bytes: usize) -> Result<Option<PinnedBytes>> {
     let Device::OpenCL(index) = device else { return Ok(None) };
     let opened = opencl::open(index)?;
+    opened.check_lost()?; // its pool may hold what unfinished transfers use
     if bytes == 0 || !is_staged(opened, STAGED) {
         return Ok(None);
     }
@@ -372,8 +418,11 @@ impl Slice {
 
 impl Drop for Slice {
     fn drop(&mut self) {
-        if let (Some(block), Some(event)) = (self.block.take(), self.event.take()) {
-            block.release_after(event); // an error left it behind
+        match (self.block.take(), self.event.take()) {
+            (Some(block), Some(event)) => block.release_after(event), // an error left it behind
+            // A transfer that nobody has an event of may be using it.
+            (Some(block), None) if self.device.is_lost() => mem::forget(block),
+            _ => {}
         }
     }
 }

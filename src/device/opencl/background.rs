@@ -11,6 +11,9 @@ use super::{ClBuffer, ClDevice, ClError};
 use crate::Result;
 use crate::device::StreamId;
 
+/// A driver that gives no event although it takes the command.
+const NO_EVENT: ClError = ClError::new("clEnqueueReadBuffer", -58);
+
 impl ClDevice {
     /// Starts reading `bytes` bytes of a buffer to the host, on a stream; they are there when the event is done. Faults
     /// are not asked about: see [`report_faults`](Self::report_faults).
@@ -57,7 +60,8 @@ impl ClDevice {
         })
     }
 
-    /// Submits a command that fills in the event. After an error nothing of it uses the caller's memory any more.
+    /// Submits a command that fills in the event. After an error nothing of it uses the caller's memory any more, or the
+    /// device is lost.
     fn start(
         &self,
         stream: StreamId,
@@ -65,19 +69,18 @@ impl ClDevice {
     ) -> Result<ClEvent> {
         self.check_lost()?;
         let mut raw = ptr::null_mut();
-        let submitted = {
+        let (submitted, event) = {
             let mut queue = self.lock(stream);
-            submit(&mut queue, &mut raw).and_then(|()| queue.flush())
+            let submitted = submit(&mut queue, &mut raw);
+            let event = (!raw.is_null()).then(|| ClEvent(raw));
+            let submitted = match submitted {
+                Ok(()) if event.is_none() => queue.ascertain(None, NO_EVENT).and(Err(NO_EVENT)),
+                // A failed flush does not take the command off the queue: what counts is how it ends.
+                Ok(()) => queue.flush().or_else(|e| queue.ascertain(event.as_ref(), e)),
+                Err(refused) => queue.ascertain(None, refused).and(Err(refused)),
+            };
+            (submitted, event)
         };
-        let event = (!raw.is_null()).then(|| ClEvent(raw));
-        match (submitted, event) {
-            (Ok(()), Some(event)) => Ok(event),
-            (failed, event) => {
-                // A failed flush does not take the command off the queue.
-                let waited = event.map_or(Ok(()), |event| event.wait());
-                let no_event = ClError::new("clEnqueueReadBuffer", -58);
-                Err(self.error(self.settle(failed.and(waited).err().unwrap_or(no_event))))
-            }
-        }
+        submitted.and(event.ok_or(NO_EVENT)).map_err(|e| self.error(self.settle(e)))
     }
 }

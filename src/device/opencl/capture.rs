@@ -187,23 +187,29 @@ impl ClDevice {
     /// Submits what was recorded, to the stream it was recorded on. Returns when it is submitted.
     ///
     /// # Errors
-    /// What the driver refuses, or a lost device.
+    /// What the driver refuses, as [`Error::Partial`] where other commands were submitted before, or a lost device.
     pub(crate) fn replay(&self, recording: &Recording) -> Result<()> {
         self.check_lost()?;
+        recording.faults.map_or(Ok(()), |slot| self.clear(slot))?;
         let (submitted, behind) = {
             let mut queue = self.lock(recording.stream);
             let mut behind = None;
-            let submitted = recording.commands.iter().try_for_each(|command| {
-                behind = submit(&mut queue, command)?.or(behind.take());
-                Ok(())
-            });
+            let submitted: Result<(), (usize, ClError)> =
+                recording.commands.iter().enumerate().try_for_each(|(i, command)| {
+                    behind = submit(&mut queue, command).map_err(|e| (i, e))?.or(behind.take());
+                    Ok(())
+                });
             (0..recording.launches).for_each(|_| device::count_launch());
             if let Some(slot) = recording.faults {
                 slot.note_pending(recording.stream);
             }
             (submitted, behind)
         };
-        submitted.and_then(|()| behind.map_or(Ok(()), |e| e.wait())).map_err(|e| self.error(self.settle(e)))
+        self.hold_back(recording.stream, behind);
+        submitted.map_err(|(before, e)| {
+            let error = self.error(self.settle(e));
+            if before > 0 { error.in_part("Graph::replay") } else { error }
+        })
     }
 }
 

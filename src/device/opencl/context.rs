@@ -6,13 +6,12 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 
 use opencl3::memory::{CL_MEM_READ_WRITE, CL_MIGRATE_MEM_OBJECT_CONTENT_UNDEFINED};
 use opencl3::types::{cl_context, cl_device_id, cl_event};
-use smallvec::SmallVec;
 
 use super::discovery::Found;
 use super::driver::{ClBuffer, ClKernel, call, create};
 use super::errors::{ClError, Class};
 use super::exit;
-use super::fault::{Slot, Slots, Words};
+use super::fault::{Readings, Slot, Slots, Words, ZEROS};
 use super::probe::TensorCores;
 use super::program::Programs;
 use super::queues::{Locked, Queues, SERVICE};
@@ -23,6 +22,10 @@ use crate::{Error, Result};
 
 /// Counters of a stream that a kernel may use; see [`ClDevice::arrivals`].
 pub(crate) const ARRIVALS: usize = 256;
+
+/// What a message says where commands may never end.
+const UNFINISHED: &str =
+    "; the operation's commands may still be using memory of the host, which is therefore never released";
 
 /// An open OpenCL device: one context, one in-order queue a stream. Lives as long as the process.
 pub(crate) struct ClDevice {
@@ -88,7 +91,6 @@ impl ClDevice {
             driver_text,
             lost: OnceLock::new(),
         };
-        opened.write_words(opened.faults.shared(), &[0; 4])?;
         exit::register();
         tracing::debug!(%device, name = opened.info().name, "opened");
         Ok(opened)
@@ -121,17 +123,15 @@ impl ClDevice {
         self.alive("clEnqueueMigrateMemObjects")?;
         let mem = buffer.mem();
         let undefined = CL_MIGRATE_MEM_OBJECT_CONTENT_UNDEFINED;
-        let migrated = self.submit_and_wait(SERVICE, |q, event| {
+        let migrated = self.submit_and_wait(SERVICE, (), |q, (), event| {
             call!(clEnqueueMigrateMemObjects(q.raw, 1, &mem, undefined, 0, ptr::null(), event))
         });
         match migrated {
             // An OpenCL 1.1 driver has no such function: a write touches the buffer as well.
-            Err(e) if e.is_missing() => {
-                let byte = [0u8];
-                self.submit_and_wait(SERVICE, |q, event| {
-                    call!(clEnqueueWriteBuffer(q.raw, mem, 0, 0, 1, byte.as_ptr().cast(), 0, ptr::null(), event))
-                })
-            }
+            Err(e) if e.is_missing() => self.submit_and_wait(SERVICE, (), |q, (), event| {
+                let from = ZEROS.as_ptr().cast();
+                call!(clEnqueueWriteBuffer(q.raw, mem, 0, 0, 1, from, 0, ptr::null(), event))
+            }),
             other => other,
         }
     }
@@ -154,38 +154,40 @@ impl ClDevice {
         if self.queues.is_finished(stream) && !slots.iter().any(|slot| slot.is_pending()) {
             return self.check_lost();
         }
-        self.submit_and_report(stream, slots, |q, event| q.marker(event))
+        self.submit_and_report(stream, slots, (), |q, (), event| q.marker(event))
     }
 
     /// [`submit_and_wait`](Self::submit_and_wait), and reports the faults that kernels submitted before recorded in these
     /// slots.
-    pub(super) fn submit_and_report(
+    pub(super) fn submit_and_report<M>(
         &self,
         stream: StreamId,
         slots: &[&'static Slot],
-        submit: impl FnOnce(&mut Locked<'_>, *mut cl_event) -> Result<(), ClError>,
-    ) -> Result<()> {
+        memory: M,
+        submit: impl FnOnce(&mut Locked<'_>, &mut M, *mut cl_event) -> Result<(), ClError>,
+    ) -> Result<M> {
         self.check_lost()?;
-        let mut faults: SmallVec<[(&'static Slot, Words); 1]> = SmallVec::new();
-        let mut ask = |q: &mut Locked<'_>, blocking| {
-            slots.iter().filter(|slot| slot.is_pending()).for_each(|slot| faults.push((*slot, [0; 4])));
-            faults.iter_mut().try_for_each(|(slot, words)| slot.enqueue_read(q, words, blocking))
-        };
+        let readings = Readings::default();
         let done = match self.info().kind {
             // NVIDIA's driver takes 9 us for words that are read once kernels are done, 14 to 40 behind them.
-            DeviceKind::DiscreteGpu => self.submit_and_wait(stream, submit).and_then(|()| {
-                let pending = slots.iter().any(|slot| slot.is_pending());
+            DeviceKind::DiscreteGpu => self.submit_and_wait(stream, memory, submit).and_then(|memory| {
+                if !slots.iter().any(|slot| slot.is_pending()) {
+                    return Ok((readings, memory));
+                }
                 // Under the lock nothing is waited for that takes long.
                 let ready =
                     || self.queues.is_first(stream) && slots.iter().all(|slot| slot.is_pending_on_no_other(stream));
-                if pending { self.submit_and_wait(stream, |q, _| ask(q, ready())) } else { Ok(()) }
+                let read = self.submit_and_wait(stream, readings, |q, readings, _| readings.enqueue(q, slots, ready()));
+                read.map(|readings| (readings, memory))
             }),
             // The faults first: the event is that of the last command.
-            _ => self.submit_and_wait(stream, |q, event| ask(q, false).and_then(|()| submit(q, event))),
+            _ => self.submit_and_wait(stream, (readings, memory), |q, (readings, memory), event| {
+                readings.enqueue(q, slots, false)?;
+                submit(q, memory, event)
+            }),
         };
-        done.map_err(|e| self.error(e))?;
-        // Every slot is cleared, the first fault is told.
-        faults.into_iter().map(|(slot, words)| self.report(slot, words)).fold(Ok(()), Result::and)
+        let (readings, memory) = done.map_err(|e| self.error(e))?;
+        self.report(readings).map(|()| memory)
     }
 
     /// Whether the device has faulted: everything but dropping gives [`Error::DeviceLost`] then.
@@ -214,7 +216,7 @@ impl ClDevice {
     }
 
     /// An error once the device is lost.
-    pub(super) fn check_lost(&self) -> Result<()> {
+    pub(crate) fn check_lost(&self) -> Result<()> {
         match self.lost.get() {
             None => Ok(()),
             Some(cause) => Err(Error::DeviceLost { device: self.device, cause: cause.clone() }),
@@ -228,9 +230,10 @@ impl ClDevice {
 
     /// Decides whether a failure means that the device is lost. Not under the queue lock.
     pub(super) fn settle(&self, mut e: ClError) -> ClError {
-        e.lost = e.is_fatal() || e.is_suspicious() && !self.answers();
+        e.lost = e.unfinished || e.is_fatal() || e.is_suspicious() && !self.answers();
         if e.lost {
-            self.lost.get_or_init(|| format!("{}: {}{}", e.call, e.name(), detail(&e, self.driver_text)));
+            let kept = if e.unfinished { UNFINISHED } else { "" };
+            self.lost.get_or_init(|| format!("{}: {}{}{kept}", e.call, e.name(), detail(&e, self.driver_text)));
             tracing::error!(device = %self.device, call = e.call, code = e.name(), "device lost");
         }
         e
@@ -238,19 +241,9 @@ impl ClDevice {
 
     /// Whether sixteen bytes can still be read. A device that has only run out of something answers, a dead one never.
     fn answers(&self) -> bool {
-        let mut words: Words = [0; 4];
-        let (queue, to) = (self.lock(self.current_stream()), words.as_mut_ptr().cast());
+        let (queue, to) = (self.lock(self.current_stream()), self.faults.unread());
         let (mem, n, none) = (self.faults.shared().buffer().mem(), size_of::<Words>(), ptr::null_mut());
         call!(clEnqueueReadBuffer(queue.raw, mem, 1, 0, n, to, 0, ptr::null(), none)).is_ok()
-    }
-
-    /// Overwrites a fault slot.
-    pub(super) fn write_words(&self, slot: &Slot, words: &Words) -> Result<()> {
-        let (mem, from) = (slot.buffer().mem(), words.as_ptr().cast());
-        self.submit_and_wait(self.current_stream(), |q, event| {
-            call!(clEnqueueWriteBuffer(q.raw, mem, 0, 0, size_of::<Words>(), from, 0, ptr::null(), event))
-        })
-        .map_err(|e| self.error(e))
     }
 }
 

@@ -155,22 +155,40 @@ impl Drop for Program {
     }
 }
 
+/// How often in a row the driver may fail to tell how far a command is before that counts as unknown.
+pub(super) const ATTEMPTS: u32 = 3;
+
+/// Calls again what failed, a few times: for what has to be done whoever waits.
+pub(super) fn insist(f: impl Fn() -> Result<(), ClError>) -> Result<(), ClError> {
+    (1..ATTEMPTS).fold(f(), |done, _| done.or_else(|_| f()))
+}
+
 /// A command that can be waited for.
 #[derive(Debug)]
 pub(crate) struct ClEvent(pub(super) cl_event);
 
 impl ClEvent {
-    /// Blocks until the command is done. The code is the command's own where the driver tells it.
+    /// Blocks until the command, which was flushed, is over. An error is the command's own failure, or, marked as
+    /// [`unfinished`](ClError::unfinished), says that the driver does not tell how far it is.
     pub(super) fn wait(&self) -> Result<(), ClError> {
-        let Err(error) = call!(clWaitForEvents(1, &self.0)) else { return Ok(()) };
-        // A wait may fail while the command goes on, and with it what it does to the caller's memory.
-        loop {
+        let Err(failed) = call!(clWaitForEvents(1, &self.0)) else { return Ok(()) };
+        // The wait has failed, not the command: that goes on, and with it what it does to the host's memory.
+        let mut refused = 0;
+        while refused < ATTEMPTS {
             match self.status() {
-                Ok(1..) => std::thread::sleep(Duration::from_micros(100)),
-                Ok(status) if status < 0 => return Err(ClError::new(error.call, status)),
-                _ => return Err(error),
+                Ok(CL_COMPLETE) => return Ok(()),
+                Ok(code @ ..0) => return Err(ClError::new(failed.call, code)),
+                Ok(_) => refused = 0,
+                Err(_) => refused += 1,
             }
+            std::thread::sleep(Duration::from_micros(100));
         }
+        Err(ClError { unfinished: true, ..failed })
+    }
+
+    /// The error that the command ended with, if the driver tells of one.
+    pub(super) fn failure(&self) -> Option<i32> {
+        self.status().ok().filter(|&status| status < 0)
     }
 
     /// Whether the command is done; the error it ended with, if it did.

@@ -9,6 +9,9 @@ pub(crate) struct ClError {
     pub code: i32,
     /// The device does not answer any more: set by [`ClDevice`](super::ClDevice) after it has asked it again.
     pub lost: bool,
+    /// Whether the commands that it was about are over cannot be known: the device is lost, and what host memory they may
+    /// use is never released.
+    pub unfinished: bool,
 }
 
 /// What a failed call means to its caller.
@@ -28,8 +31,8 @@ pub(crate) enum Class {
 const NVIDIA_ILLEGAL_ACCESS: i32 = -9999;
 
 impl ClError {
-    pub(crate) fn new(call: &'static str, code: i32) -> ClError {
-        ClError { call, code, lost: false }
+    pub(crate) const fn new(call: &'static str, code: i32) -> ClError {
+        ClError { call, code, lost: false, unfinished: false }
     }
 
     /// The code by name.
@@ -43,7 +46,7 @@ impl ClError {
     /// What the code means. `CL_OUT_OF_RESOURCES` (-5) is taken for memory, unless the device has since been found lost.
     pub(crate) fn classify(&self) -> Class {
         match self.code {
-            _ if self.lost || self.is_fatal() => Class::Lost,
+            _ if self.lost || self.unfinished || self.is_fatal() => Class::Lost,
             -6..=-4 => Class::OutOfMemory,
             -61 => Class::TooBig,
             _ => Class::Other,

@@ -2,14 +2,19 @@
 //!
 //! A kernel cannot return an error, and asking after every launch would make each one wait. So a kernel records the
 //! first fault in four words of device memory, and whoever waits for the device anyway reads them too, if a kernel that
-//! has them was launched, on whichever stream: the read is ordered behind it. Every thread has words of its own: one thread's bad index never fails another's read.
+//! has them was launched, on whichever stream: the read is ordered behind it. Every thread has words of its own: one
+//! thread's bad index never fails another's read.
+//!
+//! A fault is told once. What a read that failed did not tell is left to the next one ([`Reading`]), and words that were
+//! told are zero again before the next kernel gets them ([`ClDevice::clear`]).
 
-use std::cell::RefCell;
-use std::ptr;
+use std::cell::{RefCell, UnsafeCell};
+use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, Ordering::Acquire, Ordering::Release};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::{mem, ptr};
 
-use opencl3::types::{cl_context, cl_event};
+use opencl3::types::cl_context;
 
 use super::context::create_buffer;
 use super::driver::call;
@@ -33,6 +38,9 @@ pub(crate) enum Fault {
 /// Code, index (low and high word), size of the dimension.
 pub(super) type Words = [i32; 4];
 
+/// What words are without a fault. Never released, so that any command may read them.
+pub(super) static ZEROS: Words = [0; 4];
+
 /// The operations whose kernels record an index, in the order in which they were first launched.
 fn named() -> MutexGuard<'static, Vec<&'static str>> {
     static NAMES: Mutex<Vec<&'static str>> = Mutex::new(Vec::new());
@@ -52,11 +60,75 @@ pub(crate) fn index_fault(op: &'static str) -> u32 {
 /// The words of one thread.
 pub(super) struct Slot {
     buffer: ClBuffer,
-    /// The streams on which a kernel that may record a fault here was launched since it was last read. Changed under
-    /// the queues' lock.
-    pending: Mutex<Vec<StreamId>>,
-    /// Whether there are any: every wait asks.
+    pending: Mutex<Pending>,
+    /// Whether there is anything to read, or being read: every wait asks.
     is_pending: AtomicBool,
+    /// Whether the words may be other than zero although nobody is to be told: at first, and when they were told.
+    stale: AtomicBool,
+    /// Held while they are cleared.
+    clearing: Mutex<()>,
+}
+
+/// What is to be read of a slot.
+#[derive(Default)]
+struct Pending {
+    /// The streams on which a kernel that may record a fault was launched since the words were last read.
+    writers: Vec<StreamId>,
+    /// Somebody reads them: nobody else does meanwhile.
+    reading: bool,
+}
+
+/// Words of a slot being read. Unless they were told of, dropping it leaves them to the next read.
+struct Reading {
+    slot: &'static Slot,
+    words: Words,
+    /// The streams they were pending on.
+    writers: Vec<StreamId>,
+    told: bool,
+}
+
+impl Drop for Reading {
+    fn drop(&mut self) {
+        let mut pending = self.slot.pending();
+        pending.reading = false;
+        if !self.told {
+            self.writers.iter().for_each(|&stream| pending.add(stream));
+        }
+        self.slot.is_pending.store(!pending.writers.is_empty(), Release);
+    }
+}
+
+impl Pending {
+    fn add(&mut self, stream: StreamId) {
+        if !self.writers.contains(&stream) {
+            self.writers.push(stream);
+        }
+    }
+}
+
+/// Words of several slots being read: memory that the reads own until they are over.
+#[derive(Default)]
+pub(super) struct Readings(Vec<Reading>);
+
+impl Readings {
+    /// Enqueues a read of the words of each slot that has any to read, behind all kernels that may write them; or waits
+    /// for it.
+    pub(super) fn enqueue(
+        &mut self,
+        queue: &mut Locked<'_>,
+        slots: &[&'static Slot],
+        blocking: bool,
+    ) -> Result<(), ClError> {
+        self.0.extend(slots.iter().filter_map(|slot| slot.begin_reading()));
+        // From here on they stay where they are.
+        for reading in &mut self.0 {
+            queue.after(&reading.writers)?;
+            let (mem, to, none) = (reading.slot.buffer.mem(), reading.words.as_mut_ptr().cast(), ptr::null_mut());
+            let bytes = size_of::<Words>();
+            call!(clEnqueueReadBuffer(queue.raw, mem, blocking.into(), 0, bytes, to, 0, ptr::null(), none))?;
+        }
+        Ok(())
+    }
 }
 
 type Idle = Mutex<Vec<&'static Slot>>;
@@ -67,6 +139,8 @@ pub(super) struct Slots {
     shared: &'static Slot,
     /// Slots whose threads have ended.
     idle: &'static Idle,
+    /// Where a read goes that nobody looks at.
+    unread: &'static UnsafeCell<Words>,
 }
 
 /// A thread's hold on a slot; its end makes the slot idle.
@@ -87,7 +161,7 @@ thread_local! {
 
 impl Slots {
     pub(super) fn new(context: cl_context) -> Result<Slots, ClError> {
-        Ok(Slots { shared: Slot::new(context)?, idle: Box::leak(Box::default()) })
+        Ok(Slots { shared: Slot::new(context)?, idle: Box::leak(Box::default()), unread: Box::leak(Box::default()) })
     }
 
     /// The slot this thread has, or the shared one.
@@ -108,11 +182,7 @@ impl Slots {
             let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
             let clean = idle.iter().position(|s| !s.is_pending()).map(|i| idle.swap_remove(i));
             drop(idle);
-            let slot = clean.or_else(|| {
-                let slot = Slot::new(device.context).ok()?;
-                device.write_words(slot, &[0; 4]).ok()?;
-                Some(slot)
-            })?;
+            let slot = clean.or_else(|| Slot::new(device.context).ok())?;
             mine.push(Mine { idle: self.idle, slot });
             Some(slot)
         };
@@ -122,19 +192,30 @@ impl Slots {
     pub(super) fn shared(&self) -> &'static Slot {
         self.shared
     }
+
+    /// Room for words that nobody looks at, and that is never released.
+    pub(super) fn unread(&self) -> *mut c_void {
+        self.unread.get().cast()
+    }
 }
 
 impl Slot {
     fn new(context: cl_context) -> Result<&'static Slot, ClError> {
         let buffer = create_buffer(context, size_of::<Words>())?;
-        Ok(Box::leak(Box::new(Slot { buffer, pending: Mutex::default(), is_pending: AtomicBool::new(false) })))
+        Ok(Box::leak(Box::new(Slot {
+            buffer,
+            pending: Mutex::default(),
+            is_pending: AtomicBool::new(false),
+            stale: AtomicBool::new(true),
+            clearing: Mutex::default(),
+        })))
     }
 
     pub(super) fn buffer(&self) -> &ClBuffer {
         &self.buffer
     }
 
-    fn pending(&self) -> MutexGuard<'_, Vec<StreamId>> {
+    fn pending(&self) -> MutexGuard<'_, Pending> {
         self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -146,38 +227,31 @@ impl Slot {
     /// Notes, under the queues' lock, that one was launched.
     pub(super) fn note_pending(&self, stream: StreamId) {
         let mut pending = self.pending();
-        if !pending.contains(&stream) {
-            pending.push(stream);
-        }
+        pending.add(stream);
         self.is_pending.store(true, Release);
+    }
+
+    /// Under the queues' lock: takes what there is to read, unless somebody else is reading.
+    fn begin_reading(&'static self) -> Option<Reading> {
+        if !self.is_pending() {
+            return None;
+        }
+        let mut pending = self.pending();
+        if pending.reading || pending.writers.is_empty() {
+            return None;
+        }
+        pending.reading = true;
+        Some(Reading { slot: self, words: [0; 4], writers: mem::take(&mut pending.writers), told: false })
     }
 
     /// Whether there may be something to read once this stream is done.
     pub(super) fn is_pending_on(&self, stream: StreamId) -> bool {
-        self.is_pending() && self.pending().contains(&stream)
+        self.is_pending() && self.pending().writers.contains(&stream)
     }
 
     /// Whether no other stream has to be done before there is all to read.
     pub(super) fn is_pending_on_no_other(&self, stream: StreamId) -> bool {
-        self.pending().iter().all(|&other| other == stream)
-    }
-
-    /// Enqueues a read of the words, if there is anything to read, behind all kernels that may write them; or waits for it.
-    pub(super) fn enqueue_read(
-        &self,
-        queue: &mut Locked<'_>,
-        words: &mut Words,
-        blocking: bool,
-    ) -> Result<(), ClError> {
-        if !self.is_pending() {
-            return Ok(());
-        }
-        let writers = std::mem::take(&mut *self.pending());
-        self.is_pending.store(false, Release);
-        queue.after(&writers)?;
-        let (mem, to) = (self.buffer.mem(), words.as_mut_ptr().cast());
-        let none: *mut cl_event = ptr::null_mut();
-        call!(clEnqueueReadBuffer(queue.raw, mem, blocking.into(), 0, size_of::<Words>(), to, 0, ptr::null(), none))
+        self.pending().writers.iter().all(|&other| other == stream)
     }
 }
 
@@ -220,15 +294,36 @@ impl ClDevice {
         idle.iter().copied().filter(|s| s.is_pending()).chain([self.slot()]).collect()
     }
 
-    /// Turns what was read from a slot into a result, and clears the slot when something was there.
-    pub(super) fn report(&self, slot: &Slot, words: Words) -> Result<()> {
-        match decode(words) {
-            None => Ok(()),
-            Some(error) => {
-                self.write_words(slot, &[0; 4])?;
-                Err(error)
+    /// Tells the first fault among what was read, and leaves those of other slots to the next read.
+    pub(super) fn report(&self, readings: Readings) -> Result<()> {
+        for mut reading in readings.0 {
+            reading.told = true;
+            if let Some(fault) = decode(reading.words) {
+                reading.slot.stale.store(true, Release);
+                // Where this fails it is tried again before the next kernel that could record a fault.
+                let _ = self.clear(reading.slot);
+                return Err(fault);
             }
         }
+        Ok(())
+    }
+
+    /// Sets a slot's words to zero where they are not: before a kernel gets them.
+    pub(super) fn clear(&self, slot: &Slot) -> Result<()> {
+        if !slot.stale.load(Acquire) {
+            return Ok(());
+        }
+        let _one_at_a_time = slot.clearing.lock().unwrap_or_else(PoisonError::into_inner);
+        if !slot.stale.load(Acquire) {
+            return Ok(());
+        }
+        let (mem, from, bytes) = (slot.buffer.mem(), ZEROS.as_ptr().cast(), size_of::<Words>());
+        self.submit_and_wait(self.current_stream(), (), |q, (), event| {
+            call!(clEnqueueWriteBuffer(q.raw, mem, 0, 0, bytes, from, 0, ptr::null(), event))
+        })
+        .map_err(|e| self.error(e))?;
+        slot.stale.store(false, Release);
+        Ok(())
     }
 }
 

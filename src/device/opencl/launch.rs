@@ -1,12 +1,12 @@
 //! Running kernels: the hot path of everything on an OpenCL device.
 
 use std::ffi::c_void;
-use std::ptr;
+use std::{mem, ptr};
 
 use super::driver::{ClBuffer, ClEvent, ClKernel, call};
 use super::errors::ClError;
 use super::{ClDevice, capture, queues::Queue};
-use crate::device::count_launch;
+use crate::device::{StreamId, count_launch};
 use crate::{Error, Result};
 
 /// A kernel's argument. A closed set, so that its size is always the one OpenCL C gives the type.
@@ -39,7 +39,8 @@ impl ClDevice {
     /// counted, if `global` has a zero.
     ///
     /// # Errors
-    /// A wrong number of arguments, a group larger than the kernel can have, and everything the driver refuses.
+    /// A wrong number of arguments, a group larger than the kernel can have, and everything the driver refuses. The kernel
+    /// does not run then.
     pub(crate) fn launch(&self, kernel: &ClKernel, args: &[Arg<'_>], global: &[usize], local: &[usize]) -> Result<()> {
         self.launch_uncounted(kernel, args, global, local)?;
         if !global.contains(&0) && !capture::count_launch(self.device()) {
@@ -85,16 +86,29 @@ impl ClDevice {
         if capture::is_recording(self.device()) {
             return self.record_kernel(kernel, args, &whole[..dims], local);
         }
+        let slot = records_faults(args).then(|| self.slot());
+        slot.map_or(Ok(()), |slot| self.clear(slot))?;
+        let stream = self.current_stream();
         let behind = {
-            let stream = self.current_stream();
             let mut queue = self.lock(stream);
             let launched = enqueue(&mut queue, kernel, args, &whole[..dims], local);
-            if records_faults(args) {
-                self.slot().note_pending(stream);
+            if let Some(slot) = slot {
+                slot.note_pending(stream);
             }
             launched
         };
-        behind.and_then(|event| event.map_or(Ok(()), |e| e.wait())).map_err(|e| self.error(self.settle(e)))
+        self.hold_back(stream, behind.map_err(|e| self.error(self.settle(e)))?);
+        Ok(())
+    }
+
+    /// Waits for the earlier launch that is given where the queue is too long. What was just submitted runs however that
+    /// one ends: who waits for the stream next is told.
+    pub(super) fn hold_back(&self, stream: StreamId, behind: Option<ClEvent>) {
+        if let Some(Err(e)) = behind.map(|event| event.wait())
+            && !e.unfinished
+        {
+            self.note_failed(stream, ClError::new("an earlier clEnqueueNDRangeKernel", e.code));
+        }
     }
 }
 
@@ -117,7 +131,8 @@ fn enqueue(
     enqueue_kernel(queue, kernel, global, local)
 }
 
-/// Enqueues a kernel whose arguments are set, as [`enqueue`] does.
+/// Enqueues a kernel whose arguments are set, as [`enqueue`] does. It runs unless there is an error: a flush that fails is due
+/// again with the next launch, and whoever waits flushes as well.
 pub(super) fn enqueue_kernel(
     queue: &mut Queue,
     kernel: &ClKernel,
@@ -138,14 +153,18 @@ pub(super) fn enqueue_kernel(
         ptr::null(),
         if checkpoint { &mut raw } else { ptr::null_mut() }
     ))?;
+    let event = (!raw.is_null()).then(|| ClEvent(raw));
     queue.unflushed += 1;
     if queue.unflushed >= queue.flush_at || checkpoint {
+        if let Err(e) = queue.flush() {
+            tracing::warn!(call = e.call, code = e.name(), "a flush, to be tried again");
+            return Ok(None); // nor is there a checkpoint that might never be reached
+        }
         queue.flush_at = (2 * queue.flush_at).min(FLUSH_EVERY);
-        queue.flush()?;
     }
-    if checkpoint {
+    if event.is_some() {
         queue.since_checkpoint = 0;
-        return Ok(queue.checkpoint.replace(ClEvent(raw)));
+        return Ok(mem::replace(&mut queue.checkpoint, event));
     }
     Ok(None)
 }

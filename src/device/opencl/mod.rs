@@ -4,8 +4,8 @@
 //! life of the process. Work is submitted under the device's one lock and waited for outside it, so a thread that waits
 //! never stops another from submitting: see [`queues`]. [`program`] builds kernels, [`cache`] keeps them on disk, [`launch`]
 //! runs them, [`capture`] records them instead, [`probe`] finds out what they may use, [`tuning`] holds the numbers they
-//! are made with, [`transfer`] moves bytes, through [`pinned`] memory where it is to be fast. [`driver`] is the only file
-//! that owns raw handles; [`exit`] stops everything before the process ends.
+//! are made with, [`transfer`] moves bytes, through [`pinned`] memory where it is to be fast, and from and to memory that
+//! outlives what uses it: see [`host_memory`]. [`driver`] is the only file that owns raw handles; [`exit`] stops everything before the process ends.
 
 mod background;
 mod cache;
@@ -16,6 +16,7 @@ mod driver;
 mod errors;
 mod exit;
 mod fault;
+mod host_memory;
 mod launch;
 mod pinned;
 mod probe;
@@ -34,6 +35,7 @@ pub(crate) use context::{ARRIVALS, ClDevice};
 pub(crate) use driver::{ClBuffer, ClEvent, ClKernel};
 pub(crate) use errors::{ClError, Class};
 pub(crate) use fault::{Fault, index_fault};
+pub(crate) use host_memory::HostMemory;
 pub(crate) use launch::Arg;
 pub(crate) use pinned::ClPinned;
 pub(crate) use probe::TensorCores;

@@ -1,6 +1,7 @@
 //! Host memory that the device reads and writes at full speed.
 
 use std::ffi::c_void;
+use std::mem::ManuallyDrop;
 use std::ptr::{self, NonNull};
 
 use opencl3::memory::{CL_MAP_READ, CL_MAP_WRITE, CL_MEM_ALLOC_HOST_PTR, CL_MEM_READ_WRITE};
@@ -13,7 +14,8 @@ use super::{ClDevice, ClError};
 /// of a read or a write it saves the driver's own staging.
 pub(crate) struct ClPinned {
     device: &'static ClDevice,
-    buffer: ClBuffer,
+    /// Until dropped.
+    buffer: ManuallyDrop<ClBuffer>,
     start: NonNull<u8>,
 }
 
@@ -33,13 +35,13 @@ impl ClDevice {
         let mem = create!(clCreateBuffer(self.context, flags, bytes, ptr::null_mut())).map_err(|e| self.settle(e))?;
         let buffer = ClBuffer::new(mem, bytes);
         let (map, mut mapped) = (CL_MAP_READ | CL_MAP_WRITE, ptr::null_mut::<c_void>());
-        self.submit_and_wait(SERVICE, |q, event| {
+        self.submit_and_wait(SERVICE, (), |q, (), event| {
             mapped = create!(clEnqueueMapBuffer(q.raw, mem, 0, map, 0, bytes, 0, ptr::null(), event))?;
             Ok(())
         })?;
         // `create!` lets no null through.
         let start = NonNull::new(mapped.cast()).ok_or(ClError::new("clEnqueueMapBuffer", -12))?;
-        Ok(ClPinned { device: self, buffer, start })
+        Ok(ClPinned { device: self, buffer: ManuallyDrop::new(buffer), start })
     }
 }
 
@@ -55,12 +57,20 @@ impl ClPinned {
     }
 }
 
-/// No transfer may use it any more. The driver releases the buffer once it is unmapped.
+/// No transfer may use it any more, but on a lost device, where it is leaked: transfers may be using it for good. The driver
+/// releases the buffer once it is unmapped.
 impl Drop for ClPinned {
     fn drop(&mut self) {
+        if self.device.is_lost() {
+            return;
+        }
         let (mem, at) = (self.buffer.mem(), self.start.as_ptr().cast::<c_void>());
-        let mut queue = self.device.lock(SERVICE);
-        let _ = call!(clEnqueueUnmapMemObject(queue.raw, mem, at, 0, ptr::null(), ptr::null_mut()));
-        let _ = queue.flush();
+        {
+            let mut queue = self.device.lock(SERVICE);
+            let _ = call!(clEnqueueUnmapMemObject(queue.raw, mem, at, 0, ptr::null(), ptr::null_mut()));
+            let _ = queue.flush();
+        }
+        // SAFETY: dropped once, here, and not used again.
+        unsafe { ManuallyDrop::drop(&mut self.buffer) };
     }
 }

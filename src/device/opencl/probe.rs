@@ -73,10 +73,10 @@ impl ClDevice {
             self.write(bytes, &buffer, 0)?;
             Ok(buffer)
         };
-        let mut out = vec![0u8; results * size_of::<f32>()];
+        let out = vec![0u8; results * size_of::<f32>()];
         let buffers = [filled(a)?, filled(b)?, filled(&out)?];
         // Neither counted as a launch nor told of faults: it is no operation of this thread's.
-        self.submit_and_wait(SERVICE, |q, event| {
+        let out = self.submit_and_wait(SERVICE, out, |q, out, event| {
             for (i, buffer) in buffers.iter().enumerate() {
                 let mem = buffer.mem();
                 let value = ptr::from_ref(&mem).cast();
@@ -86,8 +86,8 @@ impl ClDevice {
             let (mem, n, unasked) = (buffers[2].mem(), out.len(), ptr::null_mut());
             call!(clEnqueueNDRangeKernel(q.raw, kernel.raw(), 1, none, &size, &size, 0, ptr::null(), unasked))?;
             call!(clEnqueueReadBuffer(q.raw, mem, 0, 0, n, to, 0, ptr::null(), event))
-        })
-        .map_err(|e: ClError| self.error(e))?;
+        });
+        let out = out.map_err(|e: ClError| self.error(e))?;
         Ok(out.chunks_exact(4).map(|v| f32::from_le_bytes([v[0], v[1], v[2], v[3]])).collect())
     }
 }

@@ -2,15 +2,22 @@
 //!
 //! One lock covers all queues of a device, since kernel objects are shared and setting arguments and enqueueing must be
 //! one step. Queues are never released: a stream that nobody holds any more leaves its queue to the next.
+//!
+//! A call that fails says little of the commands it was about: they may be done, or still be using the host's memory. So
+//! whoever submits commands and waits hands that memory in, and has it back once they are over. A failed wait is followed
+//! by others ([`Queue::ascertain`]); where none tells, the device is lost and the memory is never released.
 
+use std::mem;
 use std::ops::{Deref, DerefMut};
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
 
 use opencl3::types::{cl_command_queue, cl_context, cl_device_id, cl_event};
 
-use super::driver::{ClEvent, call, create};
+use super::driver::{ATTEMPTS, ClEvent, call, create};
 use super::errors::ClError;
 use super::exit;
 use super::{ClDevice, capture};
@@ -29,6 +36,9 @@ const WAITS: &str = "nothing of it runs yet that could be waited for";
 /// time after.
 const FIRST_FLUSH: u32 = 2;
 
+/// Between two attempts to find out whether commands are over.
+const RETRY_AFTER: Duration = Duration::from_millis(1);
+
 /// A queue and what is counted under the lock.
 pub(super) struct Queue {
     pub raw: cl_command_queue,
@@ -39,6 +49,8 @@ pub(super) struct Queue {
     pub since_checkpoint: u32,
     /// An earlier launch to wait for when the queue has grown too long behind it.
     pub checkpoint: Option<ClEvent>,
+    /// A launch that was found to have failed when nobody waited for it: the next wait tells.
+    failed: Option<ClError>,
     /// The last answer sought by `is_idle`: what had been submitted then, and the event behind it.
     probe: Option<(u64, ClEvent)>,
 }
@@ -48,13 +60,47 @@ unsafe impl Send for Queue {}
 
 impl Queue {
     fn new(raw: cl_command_queue) -> Queue {
-        Queue { raw, unflushed: 0, flush_at: FIRST_FLUSH, since_checkpoint: 0, checkpoint: None, probe: None }
+        Queue {
+            raw,
+            unflushed: 0,
+            flush_at: FIRST_FLUSH,
+            since_checkpoint: 0,
+            checkpoint: None,
+            failed: None,
+            probe: None,
+        }
     }
 
-    /// Makes sure that the device starts on what was enqueued.
+    /// Makes sure that the device starts on what was enqueued. After a failure it is due as before.
     pub(super) fn flush(&mut self) -> Result<(), ClError> {
+        call!(clFlush(self.raw))?;
         self.unflushed = 0;
-        call!(clFlush(self.raw))
+        Ok(())
+    }
+
+    /// Waits, under the lock, until everything on the queue is over.
+    fn finish(&mut self) -> Result<(), ClError> {
+        call!(clFinish(self.raw)).or_else(|failed| self.ascertain(None, failed))
+    }
+
+    /// Waits, under the lock and after a call that failed, until everything on the queue is over, and tells how the command
+    /// of this event ended. Everything that waits is tried a few times; after that the error says
+    /// [`unfinished`](ClError::unfinished).
+    pub(super) fn ascertain(&mut self, event: Option<&ClEvent>, failed: ClError) -> Result<(), ClError> {
+        for attempt in 0..ATTEMPTS {
+            if attempt > 0 {
+                thread::sleep(RETRY_AFTER);
+            }
+            // A marker behind a command that failed may fail as well: it is over all the same.
+            let marker_is_over = |queue: &mut Queue| {
+                queue.mark().is_ok_and(|marker| marker.wait().map_or_else(|e| !e.unfinished, |()| true))
+            };
+            if call!(clFinish(self.raw)).is_ok() || marker_is_over(self) {
+                let code = event.and_then(ClEvent::failure);
+                return code.map_or(Ok(()), |code| Err(ClError::new(failed.call, code)));
+            }
+        }
+        Err(ClError { unfinished: true, ..failed })
     }
 
     /// Enqueues a marker: its event is done when everything before it is. None where nobody wants its event.
@@ -203,50 +249,86 @@ impl ClDevice {
     /// event to fill in: the queue is in order. On discrete GPUs there is none (null), and everything submitted to the stream
     /// so far is waited for: their drivers finish a queue sooner than an event, and while others submit to it. PoCL's queues
     /// are used by one thread at a time: there clFinish would hold up others.
-    pub(super) fn submit_and_wait(
+    ///
+    /// `memory` owns what the commands use of the host's memory, and comes back when they are done. After an error it is
+    /// dropped if they are over, and else leaked.
+    pub(super) fn submit_and_wait<M>(
         &self,
         stream: StreamId,
-        submit: impl FnOnce(&mut Locked<'_>, *mut cl_event) -> Result<(), ClError>,
-    ) -> Result<(), ClError> {
+        mut memory: M,
+        submit: impl FnOnce(&mut Locked<'_>, &mut M, *mut cl_event) -> Result<(), ClError>,
+    ) -> Result<M, ClError> {
         let (by_event, mut raw) = (self.info().kind != DeviceKind::DiscreteGpu, ptr::null_mut());
-        let (submitted, ours, count) = {
+        let (over, event, earlier, ours, count) = {
             let mut queue = self.lock(stream);
-            let submitted = submit(&mut queue, if by_event { &mut raw } else { ptr::null_mut() });
-            (queue.unflushed, queue.flush_at) = (0, FIRST_FLUSH);
-            // Even after a failure: what did get onto the queue may be writing to the caller's memory.
-            let flushed = match (by_event, &submitted) {
-                (true, Ok(())) => queue.flush(),
-                (true, Err(_)) => call!(clFinish(queue.raw)),
-                (false, _) => Ok(()),
+            let submitted = submit(&mut queue, &mut memory, if by_event { &mut raw } else { ptr::null_mut() });
+            queue.flush_at = FIRST_FLUSH;
+            let event = (!raw.is_null()).then(|| ClEvent(raw));
+            let over = match submitted {
+                // What did get onto the queue may be using the memory.
+                Err(refused) => Some(queue.ascertain(None, refused).and(Err(refused))),
+                Ok(()) if event.is_some() => queue.flush().err().map(|e| queue.ascertain(event.as_ref(), e)),
+                Ok(()) if by_event => Some(queue.finish()), // nothing that could be waited for
+                Ok(()) => {
+                    queue.unflushed = 0; // clFinish flushes
+                    None
+                }
             };
-            (submitted.and(flushed), queue.raw, self.submitted(stream))
+            (over, event, queue.failed.take(), queue.raw, self.submitted(stream))
         };
-        let waited = match by_event {
-            true => (!raw.is_null()).then(|| ClEvent(raw)).map_or(Ok(()), |event| event.wait()),
-            false => call!(clFinish(ours)),
-        };
-        submitted.and(waited).map_err(|e| self.settle(e))?;
+        let over = over.unwrap_or_else(|| {
+            let waited = event.as_ref().map_or_else(|| call!(clFinish(ours)), ClEvent::wait);
+            match waited {
+                Err(failed) if event.is_none() || failed.unfinished => {
+                    self.queues.lock()[stream.index()].ascertain(event.as_ref(), failed)
+                }
+                over => over,
+            }
+        });
+        if let Err(e) = over.and(earlier.map_or(Ok(()), Err)) {
+            if e.unfinished {
+                mem::forget(memory);
+            }
+            return Err(self.settle(e));
+        }
         exit::waited();
         self.queues.finished(stream, count);
-        Ok(())
+        Ok(memory)
     }
 
-    /// Calls `f` with the queue of a stream while nothing runs on the device and nobody submits anything to it. Waits for
-    /// what runs before it takes the lock, so that others are held up for little more than `f`.
-    pub(super) fn while_idle<T>(
+    /// Has the next wait for the stream tell of a launch that failed.
+    pub(super) fn note_failed(&self, stream: StreamId, e: ClError) {
+        self.queues.lock()[stream.index()].failed.get_or_insert(e);
+    }
+
+    /// Calls `f` with the queue of a stream while nothing runs on the device and nobody submits anything to it, and waits for
+    /// what it submits. Waits for what runs before it takes the lock, so that others are held up for little more than `f`.
+    /// `memory` is as in [`submit_and_wait`](Self::submit_and_wait).
+    pub(super) fn while_idle<M>(
         &self,
         stream: StreamId,
-        f: impl FnOnce(&mut Locked<'_>) -> Result<T, ClError>,
-    ) -> Result<T, ClError> {
+        mut memory: M,
+        f: impl FnOnce(&mut Locked<'_>, &mut M) -> Result<(), ClError>,
+    ) -> Result<M, ClError> {
         if !self.queues.is_finished(stream) {
-            self.submit_and_wait(stream, |q, event| q.marker(event))?;
+            self.submit_and_wait(stream, (), |q, (), event| q.marker(event))?;
         }
         let done = {
             let mut queue = self.lock(stream);
-            let idle = queue.queues.iter().try_for_each(|q| call!(clFinish(q.raw)));
-            idle.and_then(|()| f(&mut queue))
+            queue.queues.iter_mut().try_for_each(Queue::finish).and_then(|()| {
+                let done = f(&mut queue, &mut memory);
+                queue.finish().and(done)
+            })
         };
-        done.map_err(|e| self.settle(e))
+        match done {
+            Ok(()) => Ok(memory),
+            Err(e) => {
+                if e.unfinished {
+                    mem::forget(memory);
+                }
+                Err(self.settle(e))
+            }
+        }
     }
 
     /// An event that is done when everything submitted to the stream so far is. Other streams may wait for it.
@@ -265,7 +347,8 @@ impl ClDevice {
     /// A failed command, or a lost device.
     pub(crate) fn wait(&self, event: &ClEvent) -> Result<()> {
         self.check_lost()?;
-        event.wait().map_err(|e| self.error(self.settle(e)))?;
+        // Nobody's memory depends on it: where nothing is known of the event, its owner may ask again.
+        event.wait().map_err(|e| self.error(self.settle(ClError { unfinished: false, ..e })))?;
         exit::waited();
         Ok(())
     }

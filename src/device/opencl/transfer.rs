@@ -5,11 +5,15 @@ use std::ptr;
 use opencl3::memory::{CL_MAP_READ, CL_MAP_WRITE_INVALIDATE_REGION};
 use opencl3::types::cl_event;
 
-use super::driver::{ClBuffer, ClKernel, call, create};
+use super::driver::{ClBuffer, ClKernel, call, create, insist};
 use super::errors::ClError;
+use super::fault::{Readings, Slot};
+use super::host_memory::{BOUNCE, Bounce, HostMemory};
 use super::queues::Queue;
 use super::{Arg, ClDevice, capture};
+use crate::device::cpu::copy::copy as copy_bytes;
 use crate::device::{DeviceKind, StreamId};
+use crate::error::for_each_part;
 use crate::{Error, Result};
 
 /// Which kernel of `kernels/memory.cl`.
@@ -48,7 +52,7 @@ impl ClDevice {
         let (stream, recording) = (self.current_stream(), capture::is_recording(self.device()));
         let apart = src.mem() != dst.mem() || src_off.abs_diff(dst_off) >= bytes;
         if bytes > 0 && apart && blocking && !recording {
-            return self.submit_and_report(stream, &[self.slot()], |q, event| {
+            return self.submit_and_report(stream, &[self.slot()], (), |q, (), event| {
                 copy(q, src, src_off, dst, dst_off, bytes, event)
             });
         }
@@ -87,11 +91,10 @@ impl ClDevice {
         if bytes == 0 || same && src_off == dst_off {
             return Ok(());
         }
-        let copied = if same && src_off.abs_diff(dst_off) < bytes {
-            self.copy_overlapping(stream, src, src_off, dst_off, bytes)
-        } else {
-            copy(&mut self.lock(stream), src, src_off, dst, dst_off, bytes, ptr::null_mut())
-        };
+        if same && src_off.abs_diff(dst_off) < bytes {
+            return self.copy_overlapping(stream, src, src_off, dst_off, bytes);
+        }
+        let copied = copy(&mut self.lock(stream), src, src_off, dst, dst_off, bytes, ptr::null_mut());
         copied.map_err(|e| self.error(self.settle(e)))
     }
 
@@ -104,44 +107,72 @@ impl ClDevice {
         src: usize,
         dst: usize,
         bytes: usize,
-    ) -> Result<(), ClError> {
+    ) -> Result<()> {
         let apart = src.abs_diff(dst);
         let direct = apart >= OVERLAP_CHUNK || bytes / apart <= 2;
         let piece = if direct { apart } else { bytes.min(OVERLAP_CHUNK) };
-        let temporary = if direct { None } else { Some(self.create_buffer(piece)?) };
-        let mut queue = self.lock(stream);
+        let temporary = if direct { None } else { Some(self.create_buffer(piece).map_err(|e| self.error(e))?) };
         let mut done = 0;
-        while done < bytes {
-            let n = piece.min(bytes - done);
-            // Moving up: start from the end.
-            let at = if dst > src { bytes - done - n } else { done };
-            match &temporary {
-                None => copy(&mut queue, buffer, src + at, buffer, dst + at, n, ptr::null_mut())?,
-                Some(t) => {
-                    copy(&mut queue, buffer, src + at, t, 0, n, ptr::null_mut())?;
-                    copy(&mut queue, t, 0, buffer, dst + at, n, ptr::null_mut())?;
+        let copied: Result<(), ClError> = {
+            let mut queue = self.lock(stream);
+            (0..bytes).step_by(piece).try_for_each(|from| {
+                let n = piece.min(bytes - from);
+                // Moving up: start from the end.
+                let at = if dst > src { bytes - from - n } else { from };
+                match &temporary {
+                    None => copy(&mut queue, buffer, src + at, buffer, dst + at, n, ptr::null_mut())?,
+                    Some(t) => {
+                        copy(&mut queue, buffer, src + at, t, 0, n, ptr::null_mut())?;
+                        copy(&mut queue, t, 0, buffer, dst + at, n, ptr::null_mut())?;
+                    }
                 }
-            }
-            done += n;
-        }
-        drop(queue);
-        Ok(())
+                done += n;
+                Ok(())
+            })
+        };
+        copied.map_err(|e| self.midway("copy", done, e))
     }
 
-    /// Reads bytes to the host and waits for them.
+    /// The error of a command that the driver refused after others had done `done` bytes of the operation.
+    fn midway(&self, op: &'static str, done: usize, e: ClError) -> Error {
+        let error = self.error(self.settle(e));
+        if done > 0 { error.in_part(op) } else { error }
+    }
+
+    /// Fills memory of the host with bytes of a buffer, and gives it back when they are there.
     ///
     /// # Errors
     /// A range beyond the buffer, and what a kernel of this thread recorded as a fault.
-    pub(crate) fn read(&self, src: &ClBuffer, off: usize, dst: &mut [u8]) -> Result<()> {
+    pub(crate) fn read_into<M: HostMemory>(&self, src: &ClBuffer, off: usize, dst: M) -> Result<M> {
+        self.read_on(self.current_stream(), &[self.slot()], src, off, dst)
+    }
+
+    fn read_on<M: HostMemory>(
+        &self,
+        stream: StreamId,
+        slots: &[&'static Slot],
+        src: &ClBuffer,
+        off: usize,
+        mut dst: M,
+    ) -> Result<M> {
         self.check_lost()?;
-        in_range("read", src, off, dst.len())?;
-        if dst.is_empty() {
-            return Ok(());
+        let (_, bytes) = dst.range();
+        in_range("read", src, off, bytes)?;
+        if bytes == 0 {
+            return Ok(dst);
         }
-        let to = dst.as_mut_ptr().cast();
-        self.submit_and_report(self.current_stream(), &[self.slot()], |q, event| {
-            call!(clEnqueueReadBuffer(q.raw, src.mem(), 0, off, dst.len(), to, 0, ptr::null(), event))
+        self.submit_and_report(stream, slots, dst, |q, dst, event| {
+            let to = dst.range().0.cast();
+            call!(clEnqueueReadBuffer(q.raw, src.mem(), 0, off, bytes, to, 0, ptr::null(), event))
         })
+    }
+
+    /// Reads bytes to memory that the caller lends and waits for them.
+    ///
+    /// # Errors
+    /// As [`read_into`](Self::read_into).
+    pub(crate) fn read(&self, src: &ClBuffer, off: usize, dst: &mut [u8]) -> Result<()> {
+        self.read_bounced(self.current_stream(), &[self.slot()], src, off, dst)
     }
 
     /// [`read`](Self::read) on the default stream, telling no fault.
@@ -149,33 +180,54 @@ impl ClDevice {
     /// # Errors
     /// A range beyond the buffer.
     pub(crate) fn read_quietly(&self, src: &ClBuffer, off: usize, dst: &mut [u8]) -> Result<()> {
-        self.check_lost()?;
+        self.read_bounced(StreamId::DEFAULT, &[], src, off, dst)
+    }
+
+    fn read_bounced(
+        &self,
+        stream: StreamId,
+        slots: &[&'static Slot],
+        src: &ClBuffer,
+        off: usize,
+        dst: &mut [u8],
+    ) -> Result<()> {
         in_range("read", src, off, dst.len())?;
-        if dst.is_empty() {
-            return Ok(());
+        dst.chunks_mut(BOUNCE).enumerate().try_for_each(|(i, part)| {
+            let mut read = self.read_on(stream, slots, src, off + i * BOUNCE, Bounce::new(part.len())?)?;
+            copy_bytes(part, read.bytes());
+            Ok(())
+        })
+    }
+
+    /// Writes bytes from the host, and gives their memory back when they are there.
+    ///
+    /// # Errors
+    /// A range beyond the buffer.
+    pub(crate) fn write_from<M: HostMemory>(&self, mut src: M, dst: &ClBuffer, off: usize) -> Result<M> {
+        self.check_lost()?;
+        let (_, bytes) = src.range();
+        in_range("write", dst, off, bytes)?;
+        if bytes == 0 {
+            return Ok(src);
         }
-        let to = dst.as_mut_ptr().cast();
-        self.submit_and_wait(StreamId::DEFAULT, |q, event| {
-            call!(clEnqueueReadBuffer(q.raw, src.mem(), 0, off, dst.len(), to, 0, ptr::null(), event))
+        self.submit_and_wait(self.current_stream(), src, |q, src, event| {
+            let from = src.range().0.cast_const().cast();
+            call!(clEnqueueWriteBuffer(q.raw, dst.mem(), 0, off, bytes, from, 0, ptr::null(), event))
         })
         .map_err(|e| self.error(e))
     }
 
-    /// Writes bytes from the host, and returns when `src` may be reused.
+    /// Writes bytes from memory that the caller lends, and returns when they are there.
     ///
     /// # Errors
     /// A range beyond the buffer.
     pub(crate) fn write(&self, src: &[u8], dst: &ClBuffer, off: usize) -> Result<()> {
-        self.check_lost()?;
         in_range("write", dst, off, src.len())?;
-        if src.is_empty() {
-            return Ok(());
-        }
-        let from = src.as_ptr().cast();
-        self.submit_and_wait(self.current_stream(), |q, event| {
-            call!(clEnqueueWriteBuffer(q.raw, dst.mem(), 0, off, src.len(), from, 0, ptr::null(), event))
+        src.chunks(BOUNCE).enumerate().try_for_each(|(i, part)| {
+            let mut copy = Bounce::new(part.len())?;
+            copy_bytes(copy.bytes(), part);
+            self.write_from(copy, dst, off + i * BOUNCE).map(drop)
         })
-        .map_err(|e| self.error(e))
     }
 
     /// Calls `f` with the places of so many bytes of buffers, to read them or to overwrite all of them, while nothing runs on
@@ -194,9 +246,9 @@ impl ClDevice {
         if bytes == 0 {
             return Ok(());
         }
-        let (slot, mut words, none) = (self.slot(), [0; 4], ptr::null_mut());
-        self.while_idle(self.current_stream(), |q| {
-            slot.enqueue_read(q, &mut words, false)?;
+        let none = ptr::null_mut();
+        let readings = self.while_idle(self.current_stream(), Readings::default(), |q, readings| {
+            readings.enqueue(q, &[self.slot()], false)?;
             let mut places = [ptr::null_mut(); N];
             let mapped = places.iter_mut().zip(&regions).try_for_each(|(place, r)| {
                 let flags = if r.overwrite { CL_MAP_WRITE_INVALIDATE_REGION } else { CL_MAP_READ };
@@ -208,12 +260,12 @@ impl ClDevice {
                 f(places.map(|place| place.cast()));
             }
             let there = places.iter().zip(&regions).filter(|(place, _)| !place.is_null());
-            let unmapped = there
-                .map(|(&place, r)| call!(clEnqueueUnmapMemObject(q.raw, r.buffer.mem(), place, 0, ptr::null(), none)));
-            unmapped.fold(mapped, Result::and).and(call!(clFinish(q.raw)))
-        })
-        .map_err(|e| self.error(e))?;
-        self.report(slot, words)
+            let unmapped = there.map(|(&place, r)| {
+                insist(|| call!(clEnqueueUnmapMemObject(q.raw, r.buffer.mem(), place, 0, ptr::null(), none)))
+            });
+            unmapped.fold(mapped, Result::and)
+        });
+        self.report(readings.map_err(|e| self.error(e))?)
     }
 
     /// Repeats a pattern of 1, 2, 4, 8 or 16 bytes. `off` and `bytes` are multiples of its length.
@@ -248,23 +300,26 @@ impl ClDevice {
                 .step_by(FILL_CHUNK)
                 .try_for_each(|at| self.record_fill(dst, off + at, FILL_CHUNK.min(bytes - at), wide, n));
         }
-        let filled = {
+        let mut done = 0;
+        let filled: Result<(), ClError> = {
             let queue = self.lock(self.current_stream());
-            (0..bytes).step_by(FILL_CHUNK).try_for_each(|at| {
-                let (at, len) = (off + at, FILL_CHUNK.min(bytes - at));
+            (0..bytes).step_by(FILL_CHUNK).try_for_each(|start| {
+                let (at, len) = (off + start, FILL_CHUNK.min(bytes - start));
                 let (mem, from) = (dst.mem(), wide.as_ptr().cast());
-                call!(clEnqueueFillBuffer(queue.raw, mem, from, n, at, len, 0, ptr::null(), ptr::null_mut()))
+                call!(clEnqueueFillBuffer(queue.raw, mem, from, n, at, len, 0, ptr::null(), ptr::null_mut()))?;
+                done += len;
+                Ok(())
             })
         };
         match filled {
             // An OpenCL 1.1 driver cannot fill.
             Err(e) if e.is_missing() => {
                 let block = pattern.repeat((1usize << 20).min(bytes) / pattern.len());
-                (0..bytes)
-                    .step_by(block.len())
-                    .try_for_each(|at| self.write(&block[..block.len().min(bytes - at)], dst, off + at))
+                for_each_part("fill", (0..bytes).step_by(block.len()), |at| {
+                    self.write(&block[..block.len().min(bytes - at)], dst, off + at)
+                })
             }
-            other => other.map_err(|e| self.error(self.settle(e))),
+            other => other.map_err(|e| self.midway("fill", done, e)),
         }
     }
 }

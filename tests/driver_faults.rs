@@ -1,0 +1,254 @@
+//! What a failed call of the driver may not do: have host memory released that the device still uses, tell a kernel's
+//! fault to somebody else, or tell of an operation that it did not happen although it did.
+
+mod stand_in;
+
+use std::thread;
+use std::time::Duration;
+
+use claystone::optim::{Optimizer, Sgd, SgdConfig};
+use claystone::{Device, Error, Graph, Result, Tensor};
+use stand_in::{ALWAYS, Faults, Kind};
+
+const DEVICE: Device = Device::OpenCL(0);
+/// Everything that tells whether commands are over.
+const WAITS: [&str; 6] =
+    ["clFinish", "clFlush", "clWaitForEvents", "clGetEventInfo", "clEnqueueMarkerWithWaitList", "clEnqueueMarker"];
+/// Elements of a transfer that goes neither through maps nor through pinned slices.
+const SMALL: usize = 1000;
+
+fn ramp(n: usize) -> Vec<f32> {
+    (0..n).map(|i| i as f32).collect()
+}
+
+fn on_device(values: &[f32]) -> Tensor {
+    Tensor::from_slice(values, values.len(), DEVICE).unwrap()
+}
+
+/// Waits as long as any command is held back in these tests, and longer.
+fn outwait() {
+    thread::sleep(Duration::from_millis(600));
+}
+
+/// Has nothing tell any more whether commands are over, and reads reach the host late.
+fn nothing_is_known(faults: &Faults) {
+    faults.delay("clEnqueueReadBuffer", 300_000);
+    WAITS.iter().for_each(|name| faults.fail(name, 1, ALWAYS, -6));
+}
+
+#[track_caller]
+fn is_lost_and_says_why<T: std::fmt::Debug>(result: Result<T>) {
+    let error = result.unwrap_err();
+    assert!(matches!(error, Error::DeviceLost { .. }), "{error}");
+    assert!(error.to_string().contains("never released"), "{error}");
+}
+
+/// The vector of a failed read must not become somebody else's while the driver may still write to it.
+fn a_vector_is_kept(test: &str, kind: Kind) {
+    let Some(faults) = Faults::install(test, kind) else { return };
+    let t = on_device(&ramp(SMALL));
+    assert_eq!(t.to_vec::<f32>().unwrap(), ramp(SMALL));
+    nothing_is_known(&faults);
+    is_lost_and_says_why(t.to_vec::<f32>());
+    let others: Vec<Vec<u8>> = (0..300).map(|_| vec![0xab; SMALL * size_of::<f32>()]).collect();
+    outwait();
+    assert!(others.iter().flatten().all(|&byte| byte == 0xab), "the driver wrote to somebody else's memory");
+    is_lost_and_says_why(t.to_vec::<f32>());
+}
+
+#[test]
+fn a_vector_is_kept_on_a_processor() {
+    a_vector_is_kept("a_vector_is_kept_on_a_processor", Kind::Real);
+}
+
+#[test]
+fn a_vector_is_kept_on_a_discrete_gpu() {
+    a_vector_is_kept("a_vector_is_kept_on_a_discrete_gpu", Kind::DiscreteGpu);
+}
+
+/// Nor is memory that the caller has only lent written to after the error.
+fn lent_memory_is_left_alone(test: &str, kind: Kind) {
+    let Some(faults) = Faults::install(test, kind) else { return };
+    let (t, here) = (on_device(&ramp(SMALL)), Tensor::full(SMALL, -1, Device::Cpu).unwrap());
+    nothing_is_known(&faults);
+    is_lost_and_says_why(here.copy_(&t));
+    outwait();
+    assert_eq!(here.to_vec::<f32>().unwrap(), [-1.0; SMALL]);
+}
+
+#[test]
+fn lent_memory_is_left_alone_by_a_processor() {
+    lent_memory_is_left_alone("lent_memory_is_left_alone_by_a_processor", Kind::Real);
+}
+
+#[test]
+fn lent_memory_is_left_alone_by_a_discrete_gpu() {
+    lent_memory_is_left_alone("lent_memory_is_left_alone_by_a_discrete_gpu", Kind::DiscreteGpu);
+}
+
+/// A call that fails says nothing of the command: others tell that it is done, and it was.
+fn failed_waits_are_no_failed_commands(test: &str, kind: Kind) {
+    let Some(faults) = Faults::install(test, kind) else { return };
+    let (t, here) = (on_device(&ramp(SMALL)), Tensor::zeros(SMALL, Device::Cpu).unwrap());
+    faults.delay("clEnqueueReadBuffer", 5_000);
+    for name in WAITS {
+        for (times, code) in [(1, -6), (2, -5), (2, -36), (5, -6), (ALWAYS, -14)] {
+            faults.fail(name, 1, times, code);
+            assert_eq!(t.to_vec::<f32>().unwrap(), ramp(SMALL), "{times} times {code} of {name}");
+            here.zero_().unwrap();
+            here.copy_(&t).unwrap();
+            assert_eq!(here.to_vec::<f32>().unwrap(), ramp(SMALL), "{times} times {code} of {name}");
+            faults.fail(name, 1, 0, code);
+        }
+    }
+    assert!(faults.injected("any") > 0 && DEVICE.is_available());
+}
+
+#[test]
+fn failed_waits_are_no_failed_commands_on_a_processor() {
+    failed_waits_are_no_failed_commands("failed_waits_are_no_failed_commands_on_a_processor", Kind::Real);
+}
+
+#[test]
+fn failed_waits_are_no_failed_commands_on_a_discrete_gpu() {
+    failed_waits_are_no_failed_commands("failed_waits_are_no_failed_commands_on_a_discrete_gpu", Kind::DiscreteGpu);
+}
+
+/// A kernel's fault is told once, by the operation of the thread that made it, whatever the driver refuses meanwhile.
+fn faults_are_told_once(test: &str, kind: Kind) {
+    let Some(faults) = Faults::install(test, kind) else { return };
+    let x = on_device(&[1.0, 2.0, 3.0]);
+    let index = |at: i64| Tensor::from_slice(&[at], 1, DEVICE).unwrap();
+    let (bad, good) = (index(99), index(1));
+    let told = |result: Result<Vec<f32>>| {
+        let error = result.unwrap_err();
+        assert!(matches!(error, Error::IndexOutOfRange { index: 99, .. }), "{error}");
+    };
+    // The read of the data, the read of what kernels found, and the write that clears it.
+    for (name, nth) in [("clEnqueueReadBuffer", 1), ("clEnqueueReadBuffer", 2), ("clEnqueueWriteBuffer", 1)] {
+        let y = x.index_select(0, &bad).unwrap();
+        faults.fail(name, nth, 1, -4);
+        if name == "clEnqueueReadBuffer" {
+            let error = y.to_vec::<f32>().unwrap_err();
+            assert!(matches!(error, Error::OpenCl { call: "clEnqueueReadBuffer", .. }), "{error}");
+        }
+        told(y.to_vec::<f32>());
+        for _ in 0..2 {
+            let z = x.index_select(0, &good).unwrap();
+            assert_eq!(z.to_vec::<f32>().unwrap(), [2.0], "after a failed {name}");
+        }
+        faults.clear();
+    }
+    // The write that clears them may fail several times: no kernel gets the words before.
+    let y = x.index_select(0, &bad).unwrap();
+    faults.fail("clEnqueueWriteBuffer", 1, 2, -4);
+    told(y.to_vec::<f32>());
+    assert!(x.index_select(0, &good).is_err());
+    assert_eq!(x.index_select(0, &good).unwrap().to_vec::<f32>().unwrap(), [2.0]);
+}
+
+#[test]
+fn faults_are_told_once_on_a_processor() {
+    faults_are_told_once("faults_are_told_once_on_a_processor", Kind::Real);
+}
+
+#[test]
+fn faults_are_told_once_on_a_discrete_gpu() {
+    faults_are_told_once("faults_are_told_once_on_a_discrete_gpu", Kind::DiscreteGpu);
+}
+
+/// A flush that fails after a launch does not undo the launch.
+fn failed_flushes_are_tried_again(test: &str, kind: Kind) {
+    let Some(faults) = Faults::install(test, kind) else { return };
+    let (t, one) = (on_device(&[0.0; 8]), on_device(&[1.0]));
+    let mut sum = 0.0;
+    for times in [1, 3, ALWAYS] {
+        faults.fail("clFlush", 1, times, -5);
+        for _ in 0..50 {
+            t.add_(&one).expect("it is on the queue");
+            sum += 1.0;
+        }
+        assert_eq!(t.to_vec::<f32>().unwrap(), [sum; 8]);
+    }
+    assert!(faults.injected("clFlush") > 4 && DEVICE.is_available());
+}
+
+#[test]
+fn failed_flushes_are_tried_again_on_a_processor() {
+    failed_flushes_are_tried_again("failed_flushes_are_tried_again_on_a_processor", Kind::Real);
+}
+
+#[test]
+fn failed_flushes_are_tried_again_on_a_discrete_gpu() {
+    failed_flushes_are_tried_again("failed_flushes_are_tried_again_on_a_discrete_gpu", Kind::DiscreteGpu);
+}
+
+/// When a queue is long a launch waits for an earlier one. That one's failure is told by the next wait, as an earlier one's.
+#[test]
+fn an_earlier_launch_that_failed_is_told_by_the_wait() {
+    let Some(faults) = Faults::install("an_earlier_launch_that_failed_is_told_by_the_wait", Kind::Real) else { return };
+    let (t, one) = (on_device(&[0.0; 8]), on_device(&[1.0]));
+    faults.fail_command("clEnqueueNDRangeKernel", 1, 1500, -4); // of one of them an event is asked
+    for _ in 0..2500 {
+        t.add_(&one).expect("an earlier launch's failure is not this one's");
+    }
+    assert_eq!(faults.injected("clEnqueueNDRangeKernel"), 1);
+    let error = t.to_vec::<f32>().unwrap_err();
+    assert!(error.to_string().contains("an earlier clEnqueueNDRangeKernel"), "{error}");
+    assert_eq!(t.to_vec::<f32>().unwrap(), [2499.0; 8], "all but the one that failed");
+}
+
+#[track_caller]
+fn is_partial<T: std::fmt::Debug>(result: Result<T>, name: &str) {
+    let error = result.unwrap_err();
+    let Error::Partial { op, source } = &error else { panic!("{error}") };
+    assert!(*op == name && matches!(**source, Error::OpenCl { .. }), "{error}");
+    assert!(error.to_string().contains("done in part"), "{error}");
+}
+
+#[track_caller]
+fn is_whole<T: std::fmt::Debug>(result: Result<T>) {
+    let error = result.unwrap_err();
+    assert!(matches!(error, Error::OpenCl { .. }), "{error}");
+}
+
+#[test]
+fn what_fails_midway_says_so() {
+    let Some(faults) = Faults::install("what_fails_midway_says_so", Kind::Real) else { return };
+    let (t, one) = (on_device(&[0.0; 8]), on_device(&[1.0]));
+    let step = || t.add_(&one).map(|_| ());
+    let (graph, ()) = Graph::capture(DEVICE, || (0..3).try_for_each(|_| step())).unwrap();
+    faults.fail("clEnqueueNDRangeKernel", 1, 1, -4);
+    is_whole(graph.replay());
+    assert_eq!(t.to_vec::<f32>().unwrap(), [0.0; 8], "nothing of it");
+    faults.fail("clEnqueueNDRangeKernel", 3, 1, -4);
+    is_partial(graph.replay(), "Graph::replay");
+    assert_eq!(t.to_vec::<f32>().unwrap(), [2.0; 8], "a part of it");
+    t.zero_().unwrap();
+    graph.replay().unwrap();
+    assert_eq!(t.to_vec::<f32>().unwrap(), [3.0; 8]);
+
+    // A copy to where it overlaps goes in pieces.
+    let values = ramp(3 * SMALL);
+    let t = on_device(&values);
+    let (from, to) = (t.narrow(0, 0, 2 * SMALL).unwrap(), t.narrow(0, SMALL, 2 * SMALL).unwrap());
+    faults.fail("clEnqueueCopyBuffer", 1, 1, -4);
+    is_whole(to.copy_(&from));
+    assert_eq!(t.to_vec::<f32>().unwrap(), values, "nothing of it");
+    faults.fail("clEnqueueCopyBuffer", 2, 1, -4);
+    is_partial(to.copy_(&from), "copy_");
+    assert_ne!(t.to_vec::<f32>().unwrap(), values, "a part of it");
+
+    // A step of two groups is two launches.
+    let leaf = || on_device(&[1.0; 4]).requires_grad_(true).unwrap();
+    let (mut a, mut b) = (leaf(), leaf());
+    let config = SgdConfig { lr: 0.5, ..SgdConfig::default() };
+    let mut sgd = Sgd::new(vec![&mut a], config).unwrap().with_group(vec![&mut b], config).unwrap();
+    a.mul(&b).unwrap().sum((), false).unwrap().backward().unwrap();
+    faults.fail("clEnqueueNDRangeKernel", 1, 1, -4);
+    is_whole(sgd.step());
+    assert_eq!([&a, &b].map(|p| p.to_vec::<f32>().unwrap()), [[1.0; 4], [1.0; 4]]);
+    faults.fail("clEnqueueNDRangeKernel", 2, 1, -4);
+    is_partial(sgd.step(), "Sgd");
+    assert_eq!([&a, &b].map(|p| p.to_vec::<f32>().unwrap()), [[0.5; 4], [1.0; 4]]);
+}
