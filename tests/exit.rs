@@ -2,11 +2,12 @@
 
 mod common;
 
-use std::process::{Command, Stdio, exit};
+use std::process::{Child, Command, Stdio, exit};
 use std::thread;
 use std::time::Duration;
 
 use claystone::{Device, Result, Stream, Tensor, with_stream};
+use tempfile::TempDir;
 
 /// What a process does before it ends, by name.
 type End = (&'static str, fn(Device));
@@ -39,30 +40,67 @@ extern "C" fn linger() {
     thread::sleep(Duration::from_millis(1500));
 }
 
-#[test]
-fn a_process_ends_well_whatever_is_under_way() {
-    if let Ok(end) = std::env::var("CLAYSTONE_EXIT") {
-        // SAFETY: a C function, which does not unwind.
-        assert_eq!(unsafe { libc::atexit(linger) }, 0);
-        let (index, device) = end.split_once(' ').unwrap();
-        let device: Device = device.parse().unwrap();
-        assert_eq!(Tensor::ones([4], device).unwrap().sum((), false).unwrap().item::<f32>().unwrap(), 4.0);
-        return ENDS[index.parse::<usize>().unwrap()].1(device);
+/// How long after a thread has begun to use a device, which nobody has used before, the process ends: in milliseconds.
+const MOMENTS: [u64; 16] = [0, 1, 2, 4, 8, 15, 25, 40, 60, 100, 200, 350, 600, 1000, 1500, 2500];
+/// The status that it ends with then.
+const STATUS: i32 = 7;
+
+/// This program again, told how it ends. Whatever runs there is compiled first.
+fn start(end: String) -> (Child, TempDir) {
+    let cache = tempfile::tempdir().unwrap();
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    child.env("CLAYSTONE_EXIT", end).env("CLAYSTONE_CACHE_DIR", "off");
+    child.env("POCL_CACHE_DIR", cache.path()).env("XDG_CACHE_HOME", cache.path());
+    (child.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap(), cache)
+}
+
+fn ends_with(status: i32, what: &str, children: [(Child, TempDir); 2]) {
+    for (child, _cache) in children {
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(status), "{what}: {output:?}");
     }
+}
+
+fn a_process_ends_well_whatever_is_under_way() {
     for device in common::devices() {
         for (index, (name, _)) in ENDS.iter().enumerate() {
-            let children = [(); 2].map(|()| {
-                let cache = tempfile::tempdir().unwrap(); // whatever runs is compiled first
-                let mut child = Command::new(std::env::current_exe().unwrap());
-                child.args(["a_process_ends_well_whatever_is_under_way", "--exact"]);
-                child.env("CLAYSTONE_EXIT", format!("{index} {device}"));
-                child.env("CLAYSTONE_CACHE_DIR", "off").env("POCL_CACHE_DIR", cache.path());
-                (child.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap(), cache)
-            });
-            for (child, _cache) in children {
-                let output = child.wait_with_output().unwrap();
-                assert!(output.status.success(), "{name} on {device}: {output:?}");
-            }
+            ends_with(0, &format!("{name} on {device}"), [(); 2].map(|()| start(format!("whatever {index} {device}"))));
         }
     }
+}
+
+/// At some of these moments the driver is being loaded, at most it compiles for the first time: a program, or for the
+/// launch of a kernel. PoCL registers exit handlers while it does either.
+fn a_process_ends_well_while_it_compiles_for_the_first_time() {
+    for device in common::devices() {
+        for delay in MOMENTS {
+            let children = [(); 2].map(|()| start(format!("first {delay} {device}")));
+            ends_with(STATUS, &format!("after {delay} ms on {device}"), children);
+        }
+    }
+}
+
+fn end(how: &str) {
+    let [what, number, device] = how.split(' ').collect::<Vec<_>>()[..] else { panic!("{how}") };
+    let (number, device): (u64, Device) = (number.parse().unwrap(), device.parse().unwrap());
+    if what == "first" {
+        let worker = thread::spawn(move || while queue(device, 5).is_ok() {});
+        thread::sleep(Duration::from_millis(number));
+        assert!(!worker.is_finished(), "the device works until the end");
+        exit(STATUS);
+    }
+    // SAFETY: a C function, which does not unwind.
+    assert_eq!(unsafe { libc::atexit(linger) }, 0);
+    assert_eq!(Tensor::ones([4], device).unwrap().sum((), false).unwrap().item::<f32>().unwrap(), 4.0);
+    ENDS[number as usize].1(device)
+}
+
+/// Without a harness, which runs tests in threads of their own: this is about the main thread's end.
+fn main() {
+    if let Ok(how) = std::env::var("CLAYSTONE_EXIT") {
+        return end(&how);
+    }
+    a_process_ends_well_whatever_is_under_way();
+    a_process_ends_well_while_it_compiles_for_the_first_time();
+    println!("every process ended well");
 }

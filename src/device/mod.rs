@@ -57,7 +57,8 @@ pub enum Device {
 
 impl Device {
     /// Every device: the OpenCL devices in order of their index (discrete GPUs, integrated GPUs, accelerators, CPUs),
-    /// then the CPU.
+    /// then the CPU. A device keeps its index as long as the process lives. Where a driver fails to tell which devices it
+    /// has, after several attempts, there is only the CPU and a warning in the log; the next call asks again.
     ///
     /// The environment variable `CLAYSTONE_DEVICES` chooses and orders the OpenCL devices: a list, separated by commas,
     /// of `platform:index` (as the drivers count them) or of parts of names. `CLAYSTONE_DEVICES=0:1,nvidia` takes the
@@ -67,9 +68,11 @@ impl Device {
         (0..opencl::count()).map(Device::OpenCL).chain([Device::Cpu]).collect()
     }
 
-    /// The first of [`Device::all`]: the first OpenCL device where there is one, otherwise the CPU.
+    /// The first of [`Device::all`]: the first OpenCL device where there is one, otherwise the CPU. Where a driver is there
+    /// but fails to tell which devices it has, `opencl:0`, so that nobody computes on the CPU without knowing: the first
+    /// use asks the driver again, and what it then fails with is the error of that use.
     pub fn best() -> Device {
-        if opencl::count() > 0 { Device::OpenCL(0) } else { Device::Cpu }
+        if opencl::may_have_any() { Device::OpenCL(0) } else { Device::Cpu }
     }
 
     /// Whether the device exists and has not been lost to a fault. Opens nothing.
@@ -83,7 +86,7 @@ impl Device {
     /// What the device is and has. Opens nothing.
     ///
     /// # Errors
-    /// [`Error::NoDevice`] if it is not there.
+    /// [`Error::NoDevice`] if it is not there, [`Error::OpenCl`] where its driver fails to tell; a later call asks again.
     pub fn info(&self) -> Result<DeviceInfo> {
         self.known().cloned()
     }

@@ -8,20 +8,22 @@
 //! done, while others of the class whose events are done already overtake it.
 //!
 //! There is a bound on all pinned memory of the process, since no one else can use it: a pool that may take no more, or
-//! whose source refuses, says so, and its caller uses ordinary memory.
+//! whose source refuses, says so, and its caller uses ordinary memory. A source that has refused is asked again after a number
+//! of requests that grows with every refusal.
 
 mod stats;
 #[cfg(test)]
 mod tests;
 
 use std::mem;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 pub use stats::{DurationStat, PinnedStats};
 
 use super::driver::Failure;
+use crate::device::opencl::Backoff;
 use stats::Counters;
 
 /// Smallest class, and the granularity of the reserve: a page.
@@ -70,8 +72,8 @@ pub(crate) struct PinnedPool<S: PinnedSource> {
     classes: Box<[Mutex<Class<S>>]>,
     reserve: Option<Reserve<S::Memory>>,
     budget: Arc<Budget>,
-    /// The source has failed with nothing cached that could be given back: asking again would only cost time.
-    refused: AtomicBool,
+    /// When to ask the source again after it has failed with nothing cached that could be given back.
+    source_backoff: Backoff,
     counters: Counters,
 }
 
@@ -120,7 +122,7 @@ impl<S: PinnedSource> PinnedPool<S> {
             classes: (0..=last).map(class).collect(),
             reserve: None,
             budget,
-            refused: AtomicBool::new(false),
+            source_backoff: Backoff::default(),
             counters: Counters::default(),
         };
         if reserve > 0 {
@@ -141,7 +143,7 @@ impl<S: PinnedSource> PinnedPool<S> {
 
     /// Releases every block that nothing uses (`torch.cuda.host_empty_cache`), except the reserve's.
     pub(crate) fn empty_cache(&self) {
-        self.refused.store(false, Relaxed);
+        self.source_backoff.reset();
         self.release_unused();
     }
 
@@ -201,7 +203,7 @@ impl<S: PinnedSource> PinnedPool<S> {
 
     /// A piece from the source; if that fails or would be too much, once more without what is cached.
     fn create(&self, size: usize) -> Option<Piece<S::Memory>> {
-        if self.refused.load(Relaxed) {
+        if !self.source_backoff.is_due() {
             return None;
         }
         for last in [false, true] {
@@ -209,13 +211,16 @@ impl<S: PinnedSource> PinnedPool<S> {
                 let start = Instant::now();
                 match self.source.create(size) {
                     Ok(memory) => {
+                        self.source_backoff.reset();
                         self.counters.made(size, start.elapsed());
                         return Some(Piece { memory: Arc::new(memory), offset: 0, reserved: false });
                     }
                     Err(failure) => {
                         tracing::debug!(size, ?failure, "no pinned memory");
                         self.budget.give(size);
-                        self.refused.fetch_or(last, Relaxed);
+                        if last {
+                            self.source_backoff.refused();
+                        }
                     }
                 }
             }

@@ -3,8 +3,9 @@
 use std::ffi::{CStr, c_char, c_void};
 use std::ptr;
 use std::sync::{Mutex, OnceLock, PoisonError};
+use std::thread;
 
-use opencl3::memory::{CL_MEM_READ_WRITE, CL_MIGRATE_MEM_OBJECT_CONTENT_UNDEFINED};
+use opencl3::memory::{CL_MAP_READ, CL_MEM_READ_WRITE, CL_MIGRATE_MEM_OBJECT_CONTENT_UNDEFINED};
 use opencl3::types::{cl_context, cl_device_id, cl_event};
 
 use super::discovery::Found;
@@ -15,6 +16,7 @@ use super::fault::{Readings, Slot, Slots, Words, ZEROS};
 use super::probe::TensorCores;
 use super::program::Programs;
 use super::queues::{Locked, Queues, SERVICE};
+use super::retry::{PAUSES, Probed, retry};
 use super::tuning::Tuning;
 use crate::device::stream::MAX_STREAMS;
 use crate::device::{Device, DeviceInfo, DeviceKind, StreamId};
@@ -35,29 +37,29 @@ pub(crate) struct ClDevice {
     pub(super) queues: Queues,
     pub(super) programs: Programs,
     pub(super) faults: Slots,
-    pub(super) tensor_cores: OnceLock<TensorCores>,
+    pub(super) tensor_cores: Probed<TensorCores>,
     pub(super) tuning: OnceLock<Tuning>,
     /// See [`arrivals`](Self::arrivals).
     arrivals: OnceLock<ClBuffer>,
     /// `fill` and `copy` of `kernels/memory.cl`, where they are used.
-    pub(super) memory_kernels: [OnceLock<Option<ClKernel>>; 2],
-    driver_text: &'static DriverText,
+    pub(super) memory_kernels: [Probed<Option<ClKernel>>; 2],
     lost: OnceLock<String>,
 }
 
-// SAFETY: a context is a process-wide object that OpenCL's thread-safe functions take. It is never released.
+// SAFETY: a context is a process-wide object that OpenCL's thread-safe functions take; it is released with the device.
 unsafe impl Send for ClDevice {}
 // SAFETY: as above.
 unsafe impl Sync for ClDevice {}
 
 /// The last thing the driver said through the context's callback.
-type DriverText = Mutex<String>;
+pub(super) type DriverText = Mutex<String>;
 
 extern "C" fn notify(text: *const c_char, _: *const c_void, _: usize, user: *mut c_void) {
     if text.is_null() || user.is_null() {
         return;
     }
-    // SAFETY: `user` is the leaked DriverText given at clCreateContext, `text` a string that lives during the call.
+    // SAFETY: `user` is the DriverText given at clCreateContext, which is never released, `text` a string that lives
+    // during the call.
     let (slot, text) = unsafe { (&*user.cast::<DriverText>(), CStr::from_ptr(text)) };
     let text = text.to_string_lossy();
     tracing::warn!(%text, "OpenCL driver");
@@ -65,35 +67,40 @@ extern "C" fn notify(text: *const c_char, _: *const c_void, _: usize, user: *mut
 }
 
 impl ClDevice {
-    /// Creates the context, the first queues and the first fault slot.
+    /// Creates the context, the first queues and the first fault slot. What was created before a failure is released, and
+    /// tried again a few times.
     pub(super) fn open(index: usize, found: &'static Found) -> Result<ClDevice> {
         let device = Device::OpenCL(index);
-        let driver_text: &'static DriverText = Box::leak(Box::default());
-        let failed =
-            |e: ClError| Error::OpenCl { device, call: e.call, code: e.name(), detail: detail(&e, driver_text) };
+        let opened = retry(|| ClDevice::create(device, found)).map_err(|e| Error::OpenCl {
+            device,
+            call: e.call,
+            code: e.name(),
+            detail: detail(&e, &found.driver_text) + ": the device could not be opened; the next use tries again",
+        })?;
+        exit::register();
+        tracing::debug!(%device, name = opened.info().name, "opened");
+        Ok(opened)
+    }
+
+    fn create(device: Device, found: &'static Found) -> Result<ClDevice, ClError> {
         let properties = [opencl3::context::context::CL_CONTEXT_PLATFORM, found.platform as isize, 0];
-        let user = ptr::from_ref(driver_text).cast_mut().cast();
-        let context =
-            create!(clCreateContext(properties.as_ptr(), 1, &found.id, Some(notify), user)).map_err(failed)?;
-        let queues = Queues::new(context, found.id).map_err(failed)?;
-        let faults = Slots::new(context).map_err(failed)?;
-        let opened = ClDevice {
+        let user = ptr::from_ref(&found.driver_text).cast_mut().cast();
+        let context = create!(clCreateContext(properties.as_ptr(), 1, &found.id, Some(notify), user))?;
+        let parts = Queues::new(context, found.id).and_then(|queues| Ok((queues, Slots::new(context)?)));
+        let (queues, faults) = parts.inspect_err(|_| _ = call!(clReleaseContext(context)))?;
+        Ok(ClDevice {
             device,
             found,
             context,
             queues,
             programs: Programs::default(),
             faults,
-            tensor_cores: OnceLock::new(),
+            tensor_cores: Probed::default(),
             tuning: OnceLock::new(),
             arrivals: OnceLock::new(),
             memory_kernels: Default::default(),
-            driver_text,
             lost: OnceLock::new(),
-        };
-        exit::register();
-        tracing::debug!(%device, name = opened.info().name, "opened");
-        Ok(opened)
+        })
     }
 
     /// Its name in the public interface.
@@ -209,10 +216,11 @@ impl ClDevice {
     /// An error for the caller, with the code's name and what the driver had to say.
     pub(crate) fn error(&self, e: ClError) -> Error {
         if e.classify() == Class::Lost {
-            let cause = self.lost.get_or_init(|| format!("{}: {}{}", e.call, e.name(), detail(&e, self.driver_text)));
+            let cause =
+                self.lost.get_or_init(|| format!("{}: {}{}", e.call, e.name(), detail(&e, &self.found.driver_text)));
             return Error::DeviceLost { device: self.device, cause: cause.clone() };
         }
-        Error::OpenCl { device: self.device, call: e.call, code: e.name(), detail: detail(&e, self.driver_text) }
+        Error::OpenCl { device: self.device, call: e.call, code: e.name(), detail: detail(&e, &self.found.driver_text) }
     }
 
     /// An error once the device is lost.
@@ -232,18 +240,36 @@ impl ClDevice {
     pub(super) fn settle(&self, mut e: ClError) -> ClError {
         e.lost = e.unfinished || e.is_fatal() || e.is_suspicious() && !self.answers();
         if e.lost {
-            let kept = if e.unfinished { UNFINISHED } else { "" };
-            self.lost.get_or_init(|| format!("{}: {}{}{kept}", e.call, e.name(), detail(&e, self.driver_text)));
+            let (kept, detail) = (if e.unfinished { UNFINISHED } else { "" }, detail(&e, &self.found.driver_text));
+            self.lost.get_or_init(|| format!("{}: {}{detail}{kept}", e.call, e.name()));
             tracing::error!(device = %self.device, call = e.call, code = e.name(), "device lost");
         }
         e
     }
 
-    /// Whether sixteen bytes can still be read. A device that has only run out of something answers, a dead one never.
+    /// Whether sixteen bytes can still be read, in one way or another. A device that has only run out of something answers
+    /// sooner or later, a dead one never.
     fn answers(&self) -> bool {
-        let (queue, to) = (self.lock(self.current_stream()), self.faults.unread());
+        self.reads()
+            || PAUSES.iter().any(|&pause| {
+                thread::sleep(pause); // not under the lock
+                self.reads()
+            })
+    }
+
+    fn reads(&self) -> bool {
+        let (queue, to) = (self.lock(SERVICE), self.faults.unread());
         let (mem, n, none) = (self.faults.shared().buffer().mem(), size_of::<Words>(), ptr::null_mut());
         call!(clEnqueueReadBuffer(queue.raw, mem, 1, 0, n, to, 0, ptr::null(), none)).is_ok()
+            || create!(clEnqueueMapBuffer(queue.raw, mem, 1, CL_MAP_READ, 0, n, 0, ptr::null(), none))
+                .is_ok_and(|at| call!(clEnqueueUnmapMemObject(queue.raw, mem, at, 0, ptr::null(), none)).is_ok())
+    }
+}
+
+/// Never of a device that is in use. What was made in the context keeps it until that is released as well.
+impl Drop for ClDevice {
+    fn drop(&mut self) {
+        let _ = call!(clReleaseContext(self.context));
     }
 }
 

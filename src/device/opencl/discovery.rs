@@ -1,21 +1,28 @@
 //! Which OpenCL devices there are, and in which order.
 //!
-//! Every platform is asked once, at first use. Discrete GPUs come first, then integrated ones, other accelerators and
+//! Every platform is asked at first use. A call that fails is made again a few times; a driver that still does not tell
+//! which devices it has is asked at the next use, and a device that does not tell what it is keeps its number meanwhile:
+//! only an answer is remembered. Discrete GPUs come first, then integrated ones, other accelerators and
 //! CPUs; of a kind the one with more compute units first, equals in the drivers' order. `CLAYSTONE_DEVICES` chooses and
 //! orders them itself. `CLAYSTONE_KERNELS=gpu` has processors run the kernels of GPUs, to test those where there is none.
+
+#[cfg(test)]
+mod tests;
 
 use std::cmp::Reverse;
 use std::ffi::c_void;
 use std::fmt::Write as _;
 use std::ptr;
-use std::sync::{Mutex, OnceLock};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use opencl3::device as cl;
 use opencl3::types::{cl_device_id, cl_platform_id};
 
-use super::context::ClDevice;
+use super::context::{ClDevice, DriverText};
 use super::driver::{call, runtime};
 use super::errors::ClError;
+use super::exit;
+use super::retry::retry;
 use crate::device::{Device, DeviceInfo, DeviceKind};
 use crate::{Error, Result};
 
@@ -23,11 +30,9 @@ use crate::{Error, Result};
 const INSTALL: &str = "install your GPU vendor's driver, or for the processor PoCL: \
                        `apt-get install pocl-opencl-icd ocl-icd-libopencl1`";
 
-/// A device that a driver reported.
+/// What a driver says a device is.
 pub(super) struct Found {
     pub id: cl_device_id,
-    /// `platform:index`, as CLAYSTONE_DEVICES names it.
-    pub place: (usize, usize),
     pub platform: cl_platform_id,
     pub platform_name: String,
     pub platform_version: String,
@@ -36,6 +41,18 @@ pub(super) struct Found {
     /// Whether it tells what version of NVIDIA's instructions it has, as whatever takes PTX does.
     pub tells_capability: bool,
     pub info: DeviceInfo,
+    /// The last thing the driver said through the callback of the device's context.
+    pub driver_text: DriverText,
+}
+
+/// A device in its place among all, which it keeps for the life of the process.
+pub(super) struct Entry {
+    id: cl_device_id,
+    /// `platform:index`, as CLAYSTONE_DEVICES names it.
+    place: (usize, usize),
+    platform: cl_platform_id,
+    /// What it is, once it has said so.
+    found: OnceLock<Found>,
     /// Opened at first use and kept for the life of the process.
     pub opened: OnceLock<&'static ClDevice>,
     /// Held while opening, so that it happens once.
@@ -47,29 +64,100 @@ pub(super) struct Found {
 unsafe impl Send for Found {}
 // SAFETY: as above.
 unsafe impl Sync for Found {}
+// SAFETY: as above.
+unsafe impl Send for Entry {}
+// SAFETY: as above.
+unsafe impl Sync for Entry {}
+
+/// Why a device did not say what it is.
+enum Silent {
+    /// A call failed: it may say so later.
+    Failed(ClError),
+    /// It cannot be used.
+    Unusable(String),
+}
+
+impl From<ClError> for Silent {
+    fn from(e: ClError) -> Silent {
+        Silent::Failed(e)
+    }
+}
+
+impl Entry {
+    #[cfg(test)]
+    pub(super) fn place(&self) -> (usize, usize) {
+        self.place
+    }
+
+    #[cfg(test)]
+    pub(super) fn is_described(&self) -> bool {
+        self.found.get().is_some()
+    }
+
+    /// What the device is; asked if it has not said so yet.
+    pub(super) fn found(&self, device: Device) -> Result<&Found> {
+        if let Some(found) = self.found.get() {
+            return Ok(found);
+        }
+        match describe(self) {
+            Ok(found) => Ok(self.found.get_or_init(|| found)),
+            Err(Silent::Failed(e)) => Err(failed(device, &e)),
+            Err(Silent::Unusable(why)) => Err(Error::NoDevice { device, reason: format!("it {why}") }),
+        }
+    }
+}
 
 /// Everything found, in order, or why nothing was.
 pub(super) struct Discovery {
-    pub devices: Vec<Found>,
-    pub why_none: String,
+    pub devices: Vec<Entry>,
+    why_none: String,
 }
 
-/// The process's devices. Looked for once.
-pub(super) fn discovery() -> &'static Discovery {
-    static DISCOVERY: OnceLock<Discovery> = OnceLock::new();
-    DISCOVERY.get_or_init(|| {
-        let choice = std::env::var("CLAYSTONE_DEVICES").unwrap_or_default();
-        let discovery = discover(&choice);
-        tracing::debug!(devices = discovery.devices.len(), why_none = discovery.why_none, "OpenCL discovery");
-        discovery
-    })
+/// Set once the devices are known, or known not to be there: their numbers do not change after that.
+static DISCOVERY: OnceLock<Discovery> = OnceLock::new();
+
+/// The process's devices. Where a driver fails to tell of its own, the next use asks again.
+fn discovery() -> Result<&'static Discovery, ClError> {
+    if let Some(known) = DISCOVERY.get() {
+        return Ok(known);
+    }
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let _one_at_a_time = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(known) = DISCOVERY.get() {
+        return Ok(known);
+    }
+    let (_under_way, _loading) = (exit::under_way(), exit::registering());
+    let choice = std::env::var("CLAYSTONE_DEVICES").unwrap_or_default();
+    let found = discover(&choice);
+    exit::register(); // before the handlers of what was loaded
+    match found {
+        Ok(found) => {
+            tracing::debug!(devices = found.devices.len(), why_none = found.why_none, "OpenCL discovery");
+            Ok(DISCOVERY.get_or_init(|| found))
+        }
+        Err(e) => {
+            tracing::warn!(call = e.call, code = e.name(), "which OpenCL devices there are is not known");
+            Err(e)
+        }
+    }
+}
+
+/// The entries of the devices that are known, without asking a driver.
+pub(super) fn known() -> &'static [Entry] {
+    DISCOVERY.get().map_or(&[], |known| &known.devices)
+}
+
+/// How many devices there are; `None` where a driver fails to tell.
+pub(super) fn count() -> Option<usize> {
+    discovery().ok().map(|known| known.devices.len())
 }
 
 /// The device of this index, or an error that says what is there instead.
-pub(super) fn find(index: usize) -> Result<&'static Found> {
-    let all = discovery();
+pub(super) fn entry(index: usize) -> Result<&'static Entry> {
+    let device = Device::OpenCL(index);
+    let all = discovery().map_err(|e| failed(device, &e))?;
     all.devices.get(index).ok_or_else(|| Error::NoDevice {
-        device: Device::OpenCL(index),
+        device,
         reason: match all.devices.len() {
             0 => all.why_none.clone(),
             1 => "there is one OpenCL device, opencl:0".into(),
@@ -78,42 +166,117 @@ pub(super) fn find(index: usize) -> Result<&'static Found> {
     })
 }
 
-fn discover(choice: &str) -> Discovery {
-    let none = |why_none: String| Discovery { devices: Vec::new(), why_none };
+/// What the device of this index is.
+pub(super) fn find(index: usize) -> Result<&'static Found> {
+    entry(index)?.found(Device::OpenCL(index))
+}
+
+/// A driver that does not say which devices there are, or what this one is.
+fn failed(device: Device, e: &ClError) -> Error {
+    let detail = " when the driver was asked, several times, which devices there are: the next use asks it again; if that \
+                  fails too, see what `clinfo` says, or choose other devices with CLAYSTONE_DEVICES (none: only the CPU)";
+    Error::OpenCl { device, call: e.call, code: e.name(), detail: detail.into() }
+}
+
+/// Asks all drivers. An error where one fails to tell and that would change the numbers of the devices.
+pub(super) fn discover(choice: &str) -> Result<Discovery, ClError> {
+    let none = |why_none: String| Ok(Discovery { devices: Vec::new(), why_none });
+    if choice.trim().eq_ignore_ascii_case("none") {
+        return none(format!("CLAYSTONE_DEVICES={choice} takes no OpenCL device"));
+    }
     if let Err(cause) = cl3::load_library() {
         return none(no_library(&cause.to_string(), std::env::var("OPENCL_DYLIB_PATH").ok().as_deref()));
     }
-    let platforms = match platforms() {
+    let platforms = match retry(platforms) {
         Ok(p) if !p.is_empty() => p,
         Ok(_) => return none(no_driver("it names none")),
+        Err(e) if e.is_transient() => return Err(e),
         Err(e) => return none(no_driver(e.name())),
     };
     let mut devices = Vec::new();
     let mut skipped = String::new();
+    let mut failure = None;
     for (p, &platform) in platforms.iter().enumerate() {
-        for (d, &id) in device_ids(platform).unwrap_or_default().iter().enumerate() {
-            match describe((p, d), platform, id) {
-                Ok(found) => devices.push(found),
-                Err(why) => _ = write!(skipped, " ({p}:{d} {why})"),
+        let ids = match retry(|| device_ids(platform)) {
+            // Whoever chooses has numbered the devices, and those of this platform may not be among them.
+            Err(e) if e.is_transient() && choice.trim().is_empty() => return Err(e),
+            Err(e) if e.is_transient() => {
+                tracing::warn!(platform = p, call = e.call, code = e.name(), "platform left out");
+                failure = Some(e);
+                Vec::new()
             }
+            ids => ids.unwrap_or_default(),
+        };
+        for (d, &id) in ids.iter().enumerate() {
+            let (found, opened, opening) = (OnceLock::new(), OnceLock::new(), Mutex::new(()));
+            let entry = Entry { id, place: (p, d), platform, found, opened, opening };
+            match describe(&entry) {
+                Ok(found) => _ = entry.found.set(found),
+                Err(Silent::Failed(e)) => {
+                    tracing::warn!(
+                        platform = p,
+                        index = d,
+                        call = e.call,
+                        code = e.name(),
+                        "what a device is is not known"
+                    );
+                    failure = Some(e);
+                }
+                Err(Silent::Unusable(why)) => {
+                    _ = write!(skipped, " ({p}:{d} {why})");
+                    continue;
+                }
+            }
+            devices.push(entry);
         }
     }
-    devices.sort_by_key(|f| (rank(f.info.kind), Reverse(f.info.compute_units), f.place));
-    if devices.is_empty() {
-        return none(format!(
-            "{} OpenCL platform(s), but none has a usable device{skipped}: {INSTALL}",
-            platforms.len()
-        ));
+    if let (true, Some(e)) = (devices.is_empty(), failure) {
+        return Err(e);
     }
-    let names: Vec<_> =
-        devices.iter().map(|f| (f.place, format!("{} {} {}", f.info.name, f.info.vendor, f.platform_name))).collect();
+    if devices.is_empty() {
+        let count = platforms.len();
+        return none(format!("{count} OpenCL platform(s), but none has a usable device{skipped}: {INSTALL}"));
+    }
+    let names = sort(&mut devices);
     let (order, unmatched) = select(choice, &names);
-    for entry in &unmatched {
-        tracing::warn!(entry, "CLAYSTONE_DEVICES names no device");
+    match failure {
+        // It may be the name of a device that did not say it.
+        Some(e) if !unmatched.is_empty() => return Err(e),
+        _ => unmatched.iter().for_each(|entry| tracing::warn!(entry, "CLAYSTONE_DEVICES names no device")),
     }
     let why_none = format!("CLAYSTONE_DEVICES={choice} matches none of the {} OpenCL device(s) here", devices.len());
     let mut devices: Vec<_> = devices.into_iter().map(Some).collect();
-    Discovery { devices: order.into_iter().filter_map(|i| devices[i].take()).collect(), why_none }
+    Ok(Discovery { devices: order.into_iter().filter_map(|i| devices[i].take()).collect(), why_none })
+}
+
+/// Puts devices in order. Their places and names for [`select`].
+///
+/// A device that does not even say what kind it is counts as one like its neighbour on the platform; without a neighbour
+/// that does, it comes before all but discrete GPUs. So it most likely gets the number that it always has.
+fn sort(devices: &mut Vec<Entry>) -> Vec<((usize, usize), String)> {
+    let like = |i: usize| {
+        let neighbours = devices[..=i].iter().rev().chain(&devices[i + 1..]);
+        neighbours.filter(|other| other.place.0 == devices[i].place.0).find_map(|other| other.found.get())
+    };
+    let keys: Vec<_> = (0..devices.len())
+        .map(|i| {
+            let name = like(i).map(|f| format!("{} {} {}", f.info.name, f.info.vendor, f.platform_name));
+            let of = |f: &Found| (f.info.kind, f.info.compute_units);
+            let (kind, units) = match devices[i].found.get() {
+                Some(found) => of(found),
+                // It may at least say this.
+                None => {
+                    kind_and_units(devices[i].id).unwrap_or_else(|_| like(i).map_or((DeviceKind::DiscreteGpu, 0), of))
+                }
+            };
+            ((rank(kind), Reverse(units), devices[i].place), name.unwrap_or_default())
+        })
+        .collect();
+    let mut all: Vec<_> = keys.into_iter().zip(devices.drain(..)).collect();
+    all.sort_by_key(|((key, _), _)| *key);
+    let (keys, sorted): (Vec<_>, Vec<_>) = all.into_iter().unzip();
+    *devices = sorted;
+    keys.into_iter().map(|((_, _, place), name)| (place, name)).collect()
 }
 
 fn no_library(cause: &str, dylib_path: Option<&str>) -> String {
@@ -183,22 +346,11 @@ fn device_ids(platform: cl_platform_id) -> Result<Vec<cl_device_id>, ClError> {
     Ok(ids)
 }
 
-/// Asks a device everything; `Err` says why it cannot be used.
-fn describe(place: (usize, usize), platform: cl_platform_id, id: cl_device_id) -> Result<Found, String> {
-    let text = |what| device_bytes(id, what).map(|b| text(&b)).map_err(|e| format!("{} {}", e.call, e.name()));
-    let number = |what| device_number(id, what).map_err(|e| format!("{} {}", e.call, e.name()));
-    for (what, problem) in [
-        (cl::CL_DEVICE_AVAILABLE, "is not available"),
-        (cl::CL_DEVICE_COMPILER_AVAILABLE, "has no compiler"),
-        (cl::CL_DEVICE_ENDIAN_LITTLE, "is big-endian"),
-    ] {
-        if number(what)? == 0 {
-            return Err(problem.into());
-        }
-    }
-    let (kind, unified) = (number(cl::CL_DEVICE_TYPE)?, number(cl::CL_DEVICE_HOST_UNIFIED_MEMORY).unwrap_or(0) != 0);
-    let kind = match kind {
-        k if k & cl::CL_DEVICE_TYPE_GPU != 0 && unified => DeviceKind::IntegratedGpu,
+/// What decides about a device's place in the order.
+fn kind_and_units(id: cl_device_id) -> Result<(DeviceKind, usize), Silent> {
+    let number = |what| retry(|| device_number(id, what));
+    let kind = match number(cl::CL_DEVICE_TYPE)? {
+        k if k & cl::CL_DEVICE_TYPE_GPU != 0 && has_unified_memory(id)? => DeviceKind::IntegratedGpu,
         k if k & cl::CL_DEVICE_TYPE_GPU != 0 => DeviceKind::DiscreteGpu,
         // For testing the kernels of GPUs where there is none.
         k if k & cl::CL_DEVICE_TYPE_CPU != 0 && std::env::var("CLAYSTONE_KERNELS").is_ok_and(|k| k == "gpu") => {
@@ -206,8 +358,38 @@ fn describe(place: (usize, usize), platform: cl_platform_id, id: cl_device_id) -
         }
         k if k & cl::CL_DEVICE_TYPE_CPU != 0 => DeviceKind::Cpu,
         k if k & cl::CL_DEVICE_TYPE_ACCELERATOR != 0 => DeviceKind::Accelerator,
-        _ => return Err("is of no known type".into()),
+        _ => return Err(Silent::Unusable("is of no known type".into())),
     };
+    Ok((kind, number(cl::CL_DEVICE_MAX_COMPUTE_UNITS)? as usize))
+}
+
+fn has_unified_memory(id: cl_device_id) -> Result<bool, ClError> {
+    if_known(retry(|| device_number(id, cl::CL_DEVICE_HOST_UNIFIED_MEMORY)))
+}
+
+/// Whether the answer is yes; no of a driver of an earlier version, which does not know the query.
+fn if_known(answer: Result<u64, ClError>) -> Result<bool, ClError> {
+    match answer {
+        Err(e) if e.is_transient() => Err(e),
+        answer => Ok(answer.unwrap_or(0) != 0),
+    }
+}
+
+/// Asks a device everything.
+fn describe(entry: &Entry) -> Result<Found, Silent> {
+    let (id, platform) = (entry.id, entry.platform);
+    let text = |what| retry(|| device_bytes(id, what)).map(|b| text(&b));
+    let number = |what| retry(|| device_number(id, what));
+    for (what, problem) in [
+        (cl::CL_DEVICE_AVAILABLE, "is not available"),
+        (cl::CL_DEVICE_COMPILER_AVAILABLE, "has no compiler"),
+        (cl::CL_DEVICE_ENDIAN_LITTLE, "is big-endian"),
+    ] {
+        if number(what)? == 0 {
+            return Err(Silent::Unusable(problem.into()));
+        }
+    }
+    let (kind, compute_units) = kind_and_units(id)?;
     let extensions = text(cl::CL_DEVICE_EXTENSIONS)?;
     let has = |name| extensions.split_whitespace().any(|e| e == name);
     // "OpenCL C 1.2 ..."
@@ -217,29 +399,27 @@ fn describe(place: (usize, usize), platform: cl_platform_id, id: cl_device_id) -
         vendor: text(cl::CL_DEVICE_VENDOR)?,
         driver: text(cl::CL_DRIVER_VERSION)?,
         kind,
-        compute_units: number(cl::CL_DEVICE_MAX_COMPUTE_UNITS)? as usize,
+        compute_units,
         memory: number(cl::CL_DEVICE_GLOBAL_MEM_SIZE)?,
         largest_buffer: number(cl::CL_DEVICE_MAX_MEM_ALLOC_SIZE)?,
         // The driver answers in bits.
         base_alignment: (number(cl::CL_DEVICE_MEM_BASE_ADDR_ALIGN)? / 8).max(1) as usize,
         fp16: has("cl_khr_fp16"),
-        fp64: has("cl_khr_fp64") || number(cl::CL_DEVICE_DOUBLE_FP_CONFIG).is_ok_and(|c| c != 0),
-        unified_memory: unified,
+        fp64: has("cl_khr_fp64") || if_known(number(cl::CL_DEVICE_DOUBLE_FP_CONFIG))?,
+        unified_memory: has_unified_memory(id)?,
         local_memory: number(cl::CL_DEVICE_LOCAL_MEM_SIZE)? as usize,
         max_work_group: number(cl::CL_DEVICE_MAX_WORK_GROUP_SIZE)? as usize,
     };
-    let platform_text = |what| platform_bytes(platform, what).map(|b| self::text(&b)).unwrap_or_default();
+    let platform_text = |what| retry(|| platform_bytes(platform, what)).map(|b| self::text(&b));
     Ok(Found {
         id,
-        place,
         platform,
-        platform_name: platform_text(opencl3::platform::platform::CL_PLATFORM_NAME),
-        platform_version: platform_text(opencl3::platform::platform::CL_PLATFORM_VERSION),
+        platform_name: platform_text(opencl3::platform::platform::CL_PLATFORM_NAME)?,
+        platform_version: platform_text(opencl3::platform::platform::CL_PLATFORM_VERSION)?,
         opencl_c,
         tells_capability: has("cl_nv_device_attribute_query"),
         info,
-        opened: OnceLock::new(),
-        opening: Mutex::new(()),
+        driver_text: DriverText::default(),
     })
 }
 
@@ -277,56 +457,4 @@ fn version(s: &str) -> Option<(u32, u32)> {
     let (major, rest) = s.split_once('.')?;
     let minor: String = rest.chars().take_while(char::is_ascii_digit).collect();
     Some((major.parse().ok()?, minor.parse().ok()?))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn names() -> Vec<((usize, usize), String)> {
-        vec![
-            ((1, 0), "NVIDIA H200 NVIDIA Corporation NVIDIA CUDA".into()),
-            ((0, 0), "pthread-Xeon GenuineIntel Portable Computing Language".into()),
-            ((0, 1), "basic GenuineIntel Portable Computing Language".into()),
-        ]
-    }
-
-    #[test]
-    fn choice_by_place_and_by_name() {
-        let pick = |choice| select(choice, &names());
-        assert_eq!(pick("").0, [0, 1, 2]);
-        assert_eq!(pick(" , ").0, [0, 1, 2]);
-        assert_eq!(pick("0:1").0, [2]);
-        assert_eq!(pick("0:1, h200").0, [2, 0]);
-        assert_eq!(pick("portable").0, [1, 2]);
-        assert_eq!(pick("basic,Portable,0:0").0, [2, 1], "each device once, where it was first named");
-        assert_eq!(pick("0:7,xyz,basic"), (vec![2], vec!["0:7".to_owned(), "xyz".to_owned()]));
-        assert!(pick("none").0.is_empty());
-    }
-
-    #[test]
-    fn discrete_before_integrated_before_cpu() {
-        use DeviceKind::*;
-        let mut kinds = [Cpu, Accelerator, IntegratedGpu, DiscreteGpu];
-        kinds.sort_by_key(|&k| rank(k));
-        assert_eq!(kinds, [DiscreteGpu, IntegratedGpu, Accelerator, Cpu]);
-    }
-
-    #[test]
-    fn messages_say_what_was_looked_for_and_what_to_install() {
-        for message in [no_library("cannot open", Some("/nonexistent")), no_driver("CL_PLATFORM_NOT_FOUND_KHR")] {
-            for part in ["libOpenCL.so.1", "ICD", "pocl-opencl-icd", "ocl-icd-libopencl1"] {
-                assert!(message.contains(part), "{message}");
-            }
-        }
-        assert!(no_library("x", Some("/nonexistent")).contains("/nonexistent"));
-    }
-
-    #[test]
-    fn drivers_strings() {
-        assert_eq!(text(b"  a b \0"), "a b");
-        assert_eq!(version("1.2 PoCL"), Some((1, 2)));
-        assert_eq!(version("3.0"), Some((3, 0)));
-        assert_eq!(version("x"), None);
-    }
 }

@@ -58,16 +58,26 @@ impl ClError {
         matches!(self.code, -2001 | -59)
     }
 
-    /// Codes that a queue which has worked before gives only after a fault: the queue or the context is gone
-    /// (-36, -34), the context was terminated (-1121), the kernel was (-1108), or NVIDIA's -9999.
+    /// Codes that drivers give for nothing but a fault: the context was terminated (-1121), the kernel was (-1108), or
+    /// NVIDIA's -9999.
     pub(super) fn is_fatal(&self) -> bool {
-        matches!(self.code, -36 | -34 | -1108 | -1121 | NVIDIA_ILLEGAL_ACCESS)
+        matches!(self.code, -1108 | -1121 | NVIDIA_ILLEGAL_ACCESS)
     }
 
-    /// Codes that a fault as well as something harmless can give (-5 is also a kernel that wants too much local
-    /// memory, -14 an event that failed): ask the device again before believing either.
+    /// Codes that a fault as well as something harmless can give: ask the device again before believing either. -5 is
+    /// also a kernel that wants too much local memory, -14 an event that failed; a queue or a context that has worked
+    /// before (-36, -34) is gone, or this one call was refused.
     pub(super) fn is_suspicious(&self) -> bool {
-        matches!(self.code, -5 | -14) || opencl3::error_codes::error_text(self.code) == "UNKNOWN_ERROR"
+        matches!(self.code, -5 | -14 | -34 | -36) || opencl3::error_codes::error_text(self.code) == "UNKNOWN_ERROR"
+    }
+
+    /// Whether the same call may succeed a moment later. Otherwise the code is an answer: there is nothing of that kind
+    /// (-1, -1001), no such query, platform or device (-30, -32, -33), no such function, or no library (-2000).
+    pub(super) fn is_transient(&self) -> bool {
+        !(self.lost
+            || self.is_fatal()
+            || self.is_missing()
+            || matches!(self.code, -1 | -30 | -32 | -33 | -1001 | -2000))
     }
 }
 
@@ -92,9 +102,20 @@ mod tests {
             assert_eq!(ClError::new("x", code).classify(), class);
         }
         assert_eq!(ClError::new("x", -61).classify(), Class::TooBig);
-        assert_eq!(ClError::new("x", -36).classify(), Class::Lost);
+        assert_eq!(ClError::new("x", -36).classify(), Class::Other, "before the device was asked again");
+        assert_eq!(ClError { lost: true, ..ClError::new("x", -36) }.classify(), Class::Lost);
         assert_eq!(ClError::new("x", -9999).classify(), Class::Lost);
         assert_eq!(ClError { lost: true, ..ClError::new("x", -5) }.classify(), Class::Lost);
         assert_eq!(ClError::new("x", -54).classify(), Class::Other);
+    }
+
+    #[test]
+    fn failures_are_told_from_answers() {
+        for code in [-4, -5, -6, -11, -14, -36, -58, -61] {
+            assert!(ClError::new("x", code).is_transient(), "{code}");
+        }
+        for code in [-1, -30, -59, -1001, -2000, -2001, -9999] {
+            assert!(!ClError::new("x", code).is_transient(), "{code}");
+        }
     }
 }

@@ -4,47 +4,107 @@
 //! PoCL does, crashes where any of that is still under way. So before it gets there, builds are waited for, queues
 //! finished, and the driver called no more: what other threads still ask of it fails as on a lost device.
 //!
-//! Exit handlers run in the reverse of the order in which they were registered. Ours is therefore registered once the
-//! driver is loaded, and again whenever the driver, which registers more of its own as it compiles, may have done so.
-//! Only its very first compilation, when under way at the exit, is not waited for in time.
+//! Exit handlers run in the reverse of the order in which they were registered, and destructors of a library's static
+//! objects are among them. A driver registers those as it is loaded and while it compiles: LLVM has some in functions that
+//! are reached by the first kernel that needs them. If one of them runs before ours, the driver crashes as it goes on. So
+//!
+//! * the main thread, whose end is that of the process, waits before any exit handler runs, in a destructor of the thread
+//!   ([`main_thread_ends`]), until nothing is under way, and registers ours behind all others;
+//! * for the sake of other threads, which may call `exit` as well, ours is registered again whenever the driver may have
+//!   registered more, and every half a millisecond while it is loaded or compiles ([`registering`]).
 
-use std::process;
 use std::sync::atomic::{
-    AtomicBool, AtomicU32, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
+    AtomicBool, AtomicU32, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release, Ordering::SeqCst,
 };
-use std::sync::{PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{PoisonError, RwLock};
+use std::time::Duration;
+use std::{process, thread};
 
 use super::discovery;
 use super::errors::ClError;
 
 /// The driver may not be called any more.
 static OVER: AtomicBool = AtomicBool::new(false);
-/// Held for reading by builds.
-static BUILDS: RwLock<()> = RwLock::new(());
+/// The main thread has ended: nothing is to be begun that the driver's exit handlers could meet.
+static ENDING: AtomicBool = AtomicBool::new(false);
+/// Held for reading while a driver is loaded, a device opened, or a program built.
+static UNDER_WAY: RwLock<()> = RwLock::new(());
+/// Loads and compilations under way.
+static REGISTERING: AtomicU32 = AtomicU32::new(0);
 /// A program was built since the handler was last registered: its first launch may compile once more.
 static BUILT: AtomicBool = AtomicBool::new(false);
-/// The process that registered the handler: in a fork of it the driver's threads are missing.
+/// The process that registered the handler, 0 before: in a fork of it the driver's threads are missing.
 static PROCESS: AtomicU32 = AtomicU32::new(0);
+
+/// How often the handler is registered while the driver is loaded or compiles. That takes some bytes each time: after [`OFTEN`] times
+/// it is done less often.
+const INTERVAL: Duration = Duration::from_micros(500);
+const OFTEN: u32 = 2000;
+/// For how long nothing begins once the main thread has ended. The process is gone by then, unless it lives on without
+/// its main thread.
+const STANDSTILL: Duration = Duration::from_secs(2);
 
 /// An error once the driver may not be called any more.
 pub(super) fn check() -> Result<(), ClError> {
     if OVER.load(Acquire) { Err(ClError { lost: true, ..ClError::new("exit", -36) }) } else { Ok(()) }
 }
 
-/// Holds up the end of the process.
-pub(super) fn building() -> RwLockReadGuard<'static, ()> {
-    BUILDS.read().unwrap_or_else(PoisonError::into_inner)
+/// Holds up the end of the process. Not for a thread that has this already.
+pub(super) fn under_way() -> impl Sized {
+    loop {
+        let guard = UNDER_WAY.read().unwrap_or_else(PoisonError::into_inner);
+        if !ENDING.load(Acquire) {
+            return guard;
+        }
+        drop(guard);
+        thread::sleep(STANDSTILL);
+        ENDING.store(false, Release);
+    }
+}
+
+/// Has the handler registered again and again as long as this lives, and after a build until a launch is waited for.
+pub(super) fn registering() -> impl Sized {
+    struct Registering;
+    impl Drop for Registering {
+        fn drop(&mut self) {
+            REGISTERING.fetch_sub(1, SeqCst);
+        }
+    }
+    REGISTERING.fetch_add(1, SeqCst);
+    register();
+    keep_registering();
+    Registering
+}
+
+/// Starts the thread that registers the handler again and again, unless it runs. Without it the process ends well almost
+/// always.
+fn keep_registering() {
+    static RUNNING: AtomicBool = AtomicBool::new(false);
+    static TIMES: AtomicU32 = AtomicU32::new(0);
+    let needed = || REGISTERING.load(SeqCst) > 0 || BUILT.load(SeqCst);
+    let run = move || {
+        while needed() && !RUNNING.swap(true, SeqCst) {
+            while needed() && !OVER.load(Relaxed) {
+                register();
+                thread::sleep(INTERVAL * (1 + TIMES.fetch_add(1, Relaxed) / OFTEN));
+            }
+            RUNNING.store(false, SeqCst);
+        }
+    };
+    if !RUNNING.load(SeqCst) {
+        let _ = thread::Builder::new().name("claystone exit".into()).spawn(run);
+    }
 }
 
 /// A program was built.
 pub(super) fn built() {
     register();
-    BUILT.store(true, Relaxed);
+    BUILT.store(true, SeqCst);
 }
 
 /// Something that was submitted is done.
 pub(super) fn waited() {
-    if BUILT.load(Relaxed) && BUILT.swap(false, Relaxed) {
+    if BUILT.load(Relaxed) && BUILT.swap(false, SeqCst) {
         register();
     }
 }
@@ -62,10 +122,63 @@ extern "C" fn at_exit() {
     if PROCESS.load(Relaxed) != process::id() || BEGUN.swap(true, AcqRel) {
         return;
     }
-    let builds = BUILDS.write().unwrap_or_else(PoisonError::into_inner);
-    let devices: Vec<_> = discovery::discovery().devices.iter().filter_map(|found| found.opened.get()).collect();
+    let under_way = UNDER_WAY.write().unwrap_or_else(PoisonError::into_inner);
+    let devices: Vec<_> = discovery::known().iter().filter_map(|entry| entry.opened.get()).collect();
     // All locks, so that nothing is submitted between the last finish and the end.
     let queues: Vec<_> = devices.iter().map(|device| device.finish_for_good()).collect();
     OVER.store(true, Release);
-    drop((queues, builds));
+    drop((queues, under_way));
+}
+
+/// Called as the main thread ends, before the process's exit handlers.
+fn main_thread_ends() {
+    if ![0, process::id()].contains(&PROCESS.load(Relaxed)) {
+        return;
+    }
+    let under_way = UNDER_WAY.write().unwrap_or_else(PoisonError::into_inner);
+    ENDING.store(true, Release);
+    drop(under_way);
+    if BUILT.load(Relaxed) {
+        // Their launches compile; a failure is told to whoever asks for the results.
+        discovery::known().iter().filter_map(|entry| entry.opened.get()).for_each(|device| _ = device.drain());
+    }
+    register();
+}
+
+/// glibc calls the destructors of the thread that calls `exit` before it calls exit handlers. Where the C library has no
+/// such list, there are the handlers alone.
+#[cfg(all(target_os = "linux", target_env = "gnu", not(miri)))]
+mod main_thread {
+    use std::ffi::{c_int, c_void};
+    use std::ptr;
+
+    unsafe extern "C" {
+        /// Registers a destructor of the calling thread, which C++ compilers do for objects of threads.
+        fn __cxa_thread_atexit_impl(
+            destructor: extern "C" fn(*mut c_void),
+            object: *mut c_void,
+            library: *const c_void,
+        ) -> c_int;
+        /// Stands for the executable or the library that this is linked into, which stays loaded.
+        static __dso_handle: u8;
+    }
+
+    /// Called when this is loaded: by the main thread before `main`, or by whichever loads the library.
+    #[used]
+    #[unsafe(link_section = ".init_array")]
+    static LOADED: extern "C" fn() = loaded;
+
+    extern "C" fn loaded() {
+        // SAFETY: both only return a number.
+        let is_main = unsafe { libc::getpid() == libc::gettid() };
+        if is_main {
+            // SAFETY: the destructor is a function of the type that C wants, does not unwind, and ignores the object; the
+            // handle is only named.
+            unsafe { __cxa_thread_atexit_impl(ends, ptr::null_mut(), (&raw const __dso_handle).cast()) };
+        }
+    }
+
+    extern "C" fn ends(_: *mut c_void) {
+        super::main_thread_ends();
+    }
 }

@@ -22,6 +22,9 @@ mod pinned;
 mod probe;
 mod program;
 mod queues;
+#[cfg(test)]
+mod recovery_tests;
+mod retry;
 mod signature;
 #[cfg(test)]
 mod stream_tests;
@@ -40,30 +43,38 @@ pub(crate) use launch::Arg;
 pub(crate) use pinned::ClPinned;
 pub(crate) use probe::TensorCores;
 pub(crate) use program::SM_90A;
+pub(crate) use retry::Backoff;
 pub(crate) use signature::{Parameter, Space};
 pub(crate) use transfer::Mapped;
 pub(crate) use tuning::{Knob, PARAMETERS, Tunable, times_tuned};
 
 use crate::Result;
-use crate::device::DeviceInfo;
+use crate::device::{Device, DeviceInfo};
 
 /// The device of this index in [`Device::all`](crate::Device::all)'s order, opened at first use.
 pub(crate) fn open(index: usize) -> Result<&'static ClDevice> {
-    let found = discovery::find(index)?;
-    if let Some(device) = found.opened.get() {
+    let entry = discovery::entry(index)?;
+    if let Some(device) = entry.opened.get() {
         return Ok(device);
     }
-    let _one_at_a_time = found.opening.lock().unwrap_or_else(|poison| poison.into_inner());
-    if let Some(device) = found.opened.get() {
+    let _one_at_a_time = entry.opening.lock().unwrap_or_else(|poison| poison.into_inner());
+    if let Some(device) = entry.opened.get() {
         return Ok(device);
     }
+    let found = entry.found(Device::OpenCL(index))?;
+    let _under_way = exit::under_way();
     let device: &'static ClDevice = Box::leak(Box::new(ClDevice::open(index, found)?));
-    Ok(found.opened.get_or_init(|| device))
+    Ok(entry.opened.get_or_init(|| device))
 }
 
-/// How many OpenCL devices there are.
+/// How many OpenCL devices there are; none where a driver fails to tell.
 pub(crate) fn count() -> usize {
-    discovery::discovery().devices.len()
+    discovery::count().unwrap_or(0)
+}
+
+/// Whether there is one, or may be, for a driver fails to tell.
+pub(crate) fn may_have_any() -> bool {
+    discovery::count() != Some(0)
 }
 
 /// A device's properties, without opening it.
@@ -73,10 +84,13 @@ pub(crate) fn info(index: usize) -> Result<&'static DeviceInfo> {
 
 /// Whether the device exists and has not been lost.
 pub(crate) fn is_available(index: usize) -> bool {
-    discovery::find(index).is_ok_and(|found| found.opened.get().is_none_or(|device| !device.is_lost()))
+    discovery::entry(index).is_ok_and(|entry| match entry.opened.get() {
+        Some(device) => !device.is_lost(),
+        None => entry.found(Device::OpenCL(index)).is_ok(),
+    })
 }
 
 /// The device, if anything has used it yet.
 pub(crate) fn opened(index: usize) -> Option<&'static ClDevice> {
-    discovery::find(index).ok()?.opened.get().copied()
+    discovery::known().get(index)?.opened.get().copied()
 }

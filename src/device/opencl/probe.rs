@@ -8,8 +8,10 @@ use half::{bf16, f16};
 use super::driver::{ClBuffer, call};
 use super::program::SM_90A;
 use super::queues::SERVICE;
+use super::retry::retry_if;
 use super::{ClDevice, ClError};
 use crate::device::DeviceKind;
+use crate::{Error, Result};
 
 const PROBE: &str = include_str!("../../../kernels/probe.cl");
 
@@ -31,25 +33,38 @@ const LEVELS: [TensorCores; 3] = [
 
 impl ClDevice {
     /// What tensor cores there are. The first call builds and runs small kernels, except where there cannot be any, unless an
-    /// earlier process has.
+    /// earlier process has. Where a call of the driver fails meanwhile there are none for now: a later call tries again.
     pub(crate) fn tensor_cores(&self) -> TensorCores {
-        *self.tensor_cores.get_or_init(|| {
-            // Others are not given what they could not build.
-            if self.info().kind == DeviceKind::Cpu || !self.found.tells_capability {
-                return TensorCores::default();
-            }
-            let level = self.remembered(PROBE, || {
-                let at = LEVELS.iter().position(|&level| self.multiplies(level));
-                at.map(|at| vec![at as u8]) // a device without any may only have been short of memory
-            });
-            let level = level.and_then(|known| LEVELS.get(usize::from(*known.first()?)).copied()).unwrap_or_default();
-            tracing::debug!(device = %self.device(), ?level, "tensor cores");
-            level
-        })
+        self.tensor_cores.get(|| self.probe()).copied().unwrap_or_default()
     }
 
-    /// Whether the kernel builds, runs with this much local memory, and is right.
-    fn multiplies(&self, level: TensorCores) -> bool {
+    /// The best level that works; `None` where a failure leaves that open.
+    fn probe(&self) -> Option<TensorCores> {
+        // Others are not given what they could not build.
+        if self.info().kind == DeviceKind::Cpu || !self.found.tells_capability {
+            return Some(TensorCores::default());
+        }
+        let (mut failed, mut level) = (false, None);
+        let works = |level| retry_if(|e| !matches!(e, Error::Build { .. }), || self.multiplies(level));
+        let known = self.remembered(PROBE, || {
+            level = LEVELS.iter().position(|&level| match works(level) {
+                Ok(right) => right,
+                Err(error) => {
+                    failed |= !matches!(error, Error::Build { .. });
+                    false
+                }
+            });
+            // A device without any, or where one failed, may only have been short of memory.
+            level.filter(|_| !failed).map(|at| vec![at as u8])
+        });
+        let level = known.and_then(|known| Some(usize::from(*known.first()?))).or(level);
+        let level = level.and_then(|at| LEVELS.get(at)).copied();
+        tracing::debug!(device = %self.device(), ?level, failed, "tensor cores");
+        level.or_else(|| (!failed).then(TensorCores::default))
+    }
+
+    /// Whether the kernel, which builds and runs with this much local memory, is right.
+    fn multiplies(&self, level: TensorCores) -> Result<bool> {
         let value = |i: usize| ((i * i + 3 * i) % 11) as f32 - 5.0;
         // Two of each: in f16 and in bf16. A is [64, 16], B [16, 8] the other way round.
         let (a, b): (Vec<f32>, Vec<f32>) = ((0..2 * 1024).map(value).collect(), (7..7 + 2 * 128).map(value).collect());
@@ -62,13 +77,13 @@ impl ClDevice {
             (0..16).map(|k| a[matrix * 1024 + i * 16 + k] * b[matrix * 128 + j * 16 + k]).sum()
         };
         let want: Vec<f32> = (0..1024).map(|e| product(e / 512, e / 8 % 64, e % 8)).collect();
-        self.run_probe(level, &bits(&a), &bits(&b), want.len()).is_ok_and(|got| got == want)
+        Ok(self.run_probe(level, &bits(&a), &bits(&b), want.len())? == want)
     }
 
-    fn run_probe(&self, level: TensorCores, a: &[u8], b: &[u8], results: usize) -> crate::Result<Vec<f32>> {
+    fn run_probe(&self, level: TensorCores, a: &[u8], b: &[u8], results: usize) -> Result<Vec<f32>> {
         let source = format!("{}#define LOCAL {}\n{PROBE}", if level.wgmma { SM_90A } else { "" }, level.local);
         let kernel = self.build("probe", &source, "probe")?;
-        let filled = |bytes: &[u8]| -> crate::Result<ClBuffer> {
+        let filled = |bytes: &[u8]| -> Result<ClBuffer> {
             let buffer = self.create_buffer(bytes.len()).map_err(|e| self.error(e))?;
             self.write(bytes, &buffer, 0)?;
             Ok(buffer)

@@ -105,13 +105,14 @@ impl ClDevice {
         self.check_lost()?;
         let options = self.build_options() + more_options;
         let key = self.key(source, &options);
-        let _under_way = exit::building();
+        let _under_way = exit::under_way();
         let slot = self.programs.slot(key, by);
         let program = {
             let mut slot = lock(&slot);
             match &*slot {
                 Some(program) => Arc::clone(program),
                 None => {
+                    let _compiling = exit::registering();
                     let program = Arc::new(self.obtain(name, source, &options, cache, &Kind::Program.name(&key))?);
                     exit::built();
                     Arc::clone(slot.insert(program))

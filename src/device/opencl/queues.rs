@@ -1,7 +1,7 @@
 //! A device's queues, one in-order queue a stream, and the events between them.
 //!
 //! One lock covers all queues of a device, since kernel objects are shared and setting arguments and enqueueing must be
-//! one step. Queues are never released: a stream that nobody holds any more leaves its queue to the next.
+//! one step. Queues live as long as their device: a stream that nobody holds any more leaves its queue to the next.
 //!
 //! A call that fails says little of the commands it was about: they may be done, or still be using the host's memory. So
 //! whoever submits commands and waits hands that memory in, and has it back once they are over. A failed wait is followed
@@ -55,8 +55,15 @@ pub(super) struct Queue {
     probe: Option<(u64, ClEvent)>,
 }
 
-// SAFETY: a queue is a process-wide object that OpenCL's thread-safe functions take; it is never released.
+// SAFETY: a queue is a process-wide object that OpenCL's thread-safe functions take.
 unsafe impl Send for Queue {}
+
+/// Only where opening its device failed.
+impl Drop for Queue {
+    fn drop(&mut self) {
+        let _ = call!(clReleaseCommandQueue(self.raw));
+    }
+}
 
 impl Queue {
     fn new(raw: cl_command_queue) -> Queue {

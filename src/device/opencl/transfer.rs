@@ -330,8 +330,13 @@ impl ClDevice {
         if self.info().kind == DeviceKind::Cpu {
             return None;
         }
-        let build = || self.build("memory", include_str!("../../../kernels/memory.cl"), ["fill", "copy"][which]).ok();
-        self.memory_kernels[which].get_or_init(build).as_ref()
+        let source = include_str!("../../../kernels/memory.cl");
+        let build = || match self.build("memory", source, ["fill", "copy"][which]) {
+            Ok(kernel) => Some(Some(kernel)),
+            Err(Error::Build { .. }) => Some(None),
+            Err(_) => None,
+        };
+        self.memory_kernels[which].get(build)?.as_ref()
     }
 
     /// A copy by kernel between ranges that do not overlap, on the current stream; false where there is none for it.

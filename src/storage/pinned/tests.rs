@@ -1,5 +1,6 @@
 use std::collections::HashMap;
 use std::sync::OnceLock;
+use std::sync::atomic::AtomicBool;
 
 use proptest::prelude::*;
 
@@ -15,6 +16,8 @@ struct FakeState {
     live: AtomicUsize,
     /// Creations beyond so many live bytes fail.
     room: Option<usize>,
+    /// So many creations fail.
+    refuses: AtomicUsize,
     calls: AtomicUsize,
     /// Called at every call of the source.
     spy: OnceLock<Box<dyn Fn() + Send + Sync>>,
@@ -50,6 +53,9 @@ impl PinnedSource for Fake {
 
     fn create(&self, bytes: usize) -> Result<FakeMemory, Failure> {
         self.called();
+        if self.0.refuses.fetch_update(Relaxed, Relaxed, |n| n.checked_sub(1)).is_ok() {
+            return Err(Failure::HostMemory);
+        }
         if self.0.room.is_some_and(|room| self.live() + bytes > room) {
             return Err(Failure::HostMemory);
         }
@@ -185,6 +191,25 @@ fn a_source_that_refuses_is_not_asked_again_and_again() {
     assert!(pool.alloc(800 << 10).is_some(), "what is cached still serves");
     pool.empty_cache();
     assert!(pool.alloc(1 << 20).is_some());
+}
+
+#[test]
+fn a_source_that_refused_is_asked_again_later() {
+    let source = Fake::default();
+    let pool = pool(&source);
+    source.0.refuses.store(2, Relaxed); // the request and its repetition without what is cached
+    assert!(pool.alloc(1 << 20).is_none());
+    assert_eq!(pool.stats(), PinnedStats::default(), "a refusal counts nowhere");
+    let skipped = (0..1000).take_while(|_| pool.alloc(1 << 20).is_none()).count();
+    assert!((1..100).contains(&skipped), "asked again after {skipped} requests");
+    let stats = pool.stats();
+    assert_eq!((stats.num_host_alloc, stats.active_requests.allocated), (1, 1));
+
+    source.0.refuses.store(usize::MAX, Relaxed);
+    let calls = source.0.calls.load(Relaxed);
+    let held: Vec<_> = (0..10_000).map(|_| pool.alloc(1 << 20)).collect();
+    assert_eq!(held.iter().flatten().count(), 1, "what is cached still serves");
+    assert!(source.0.calls.load(Relaxed) - calls < 40, "asked ever less often");
 }
 
 #[test]

@@ -1,0 +1,48 @@
+use super::*;
+
+fn names() -> Vec<((usize, usize), String)> {
+    vec![
+        ((1, 0), "NVIDIA H200 NVIDIA Corporation NVIDIA CUDA".into()),
+        ((0, 0), "pthread-Xeon GenuineIntel Portable Computing Language".into()),
+        ((0, 1), "basic GenuineIntel Portable Computing Language".into()),
+    ]
+}
+
+#[test]
+fn choice_by_place_and_by_name() {
+    let pick = |choice| select(choice, &names());
+    assert_eq!(pick("").0, [0, 1, 2]);
+    assert_eq!(pick(" , ").0, [0, 1, 2]);
+    assert_eq!(pick("0:1").0, [2]);
+    assert_eq!(pick("0:1, h200").0, [2, 0]);
+    assert_eq!(pick("portable").0, [1, 2]);
+    assert_eq!(pick("basic,Portable,0:0").0, [2, 1], "each device once, where it was first named");
+    assert_eq!(pick("0:7,xyz,basic"), (vec![2], vec!["0:7".to_owned(), "xyz".to_owned()]));
+    assert!(pick("none").0.is_empty());
+}
+
+#[test]
+fn discrete_before_integrated_before_cpu() {
+    use DeviceKind::*;
+    let mut kinds = [Cpu, Accelerator, IntegratedGpu, DiscreteGpu];
+    kinds.sort_by_key(|&k| rank(k));
+    assert_eq!(kinds, [DiscreteGpu, IntegratedGpu, Accelerator, Cpu]);
+}
+
+#[test]
+fn messages_say_what_was_looked_for_and_what_to_install() {
+    for message in [no_library("cannot open", Some("/nonexistent")), no_driver("CL_PLATFORM_NOT_FOUND_KHR")] {
+        for part in ["libOpenCL.so.1", "ICD", "pocl-opencl-icd", "ocl-icd-libopencl1"] {
+            assert!(message.contains(part), "{message}");
+        }
+    }
+    assert!(no_library("x", Some("/nonexistent")).contains("/nonexistent"));
+}
+
+#[test]
+fn drivers_strings() {
+    assert_eq!(text(b"  a b \0"), "a b");
+    assert_eq!(version("1.2 PoCL"), Some((1, 2)));
+    assert_eq!(version("3.0"), Some((3, 0)));
+    assert_eq!(version("x"), None);
+}

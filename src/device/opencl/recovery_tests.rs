@@ -1,0 +1,181 @@
+//! What fails for a moment is there again: against the library that stands in for OpenCL's, which fails calls on demand.
+
+#[path = "../../../tests/stand_in/mod.rs"]
+mod stand_in;
+
+use stand_in::{ALWAYS, Faults, Kind};
+
+use super::discovery::{self, Entry};
+use super::{ClBuffer, ClDevice};
+use crate::{Device, Error};
+
+const CODES: [i32; 8] = [-4, -5, -6, -11, -14, -36, -58, -61];
+
+fn install(test: &str) -> Option<Faults> {
+    Faults::install(&format!("device::opencl::recovery_tests::{test}"), Kind::Real)
+}
+
+/// Index, place and name of each device.
+fn listed(devices: &[Entry]) -> Vec<(usize, (usize, usize), String)> {
+    let name = |i, entry: &Entry| entry.found(Device::OpenCL(i)).unwrap().info.name.clone();
+    devices.iter().enumerate().map(|(i, entry)| (i, entry.place(), name(i, entry))).collect()
+}
+
+fn discovered() -> Vec<(usize, (usize, usize), String)> {
+    listed(&discovery::discover("").unwrap_or_else(|e| panic!("{}", e.name())).devices)
+}
+
+/// The call and the code that an error names.
+fn told<T>(result: crate::Result<T>) -> (&'static str, &'static str) {
+    match result {
+        Err(Error::OpenCl { call, code, .. }) => (call, code),
+        Err(other) => panic!("{other}"),
+        Ok(_) => panic!("it succeeds"),
+    }
+}
+
+#[test]
+fn no_call_of_discovery_that_fails_twice_changes_what_is_found() {
+    let Some(faults) = install("no_call_of_discovery_that_fails_twice_changes_what_is_found") else { return };
+    discovered();
+    let before = faults.calls("any");
+    let devices = discovered();
+    let calls = faults.calls("any") - before;
+    assert!(!devices.is_empty() && calls > 30, "{calls} calls, {devices:?}");
+    for code in CODES {
+        for (nth, times) in (1..=calls).flat_map(|nth| [(nth, 1), (nth, 2)]) {
+            let injected = faults.injected("any");
+            faults.fail("any", nth, times, code);
+            assert_eq!(discovered(), devices, "call {nth} failed {times} times with {code}");
+            assert!(faults.injected("any") > injected);
+        }
+    }
+}
+
+#[test]
+fn a_device_that_does_not_answer_keeps_its_number() {
+    let Some(faults) = install("a_device_that_does_not_answer_keeps_its_number") else { return };
+    let devices = discovered();
+    let before = faults.calls("clGetDeviceInfo");
+    discovered();
+    let calls = faults.calls("clGetDeviceInfo") - before;
+    for nth in 1..=calls {
+        faults.fail("clGetDeviceInfo", nth, 4, -5);
+        let found = discovery::discover("").unwrap_or_else(|e| panic!("{}", e.name())).devices;
+        assert_eq!(found.iter().map(Entry::place).collect::<Vec<_>>(), devices.iter().map(|d| d.1).collect::<Vec<_>>());
+        assert_eq!(found.iter().filter(|entry| !entry.is_described()).count(), 1, "call {nth}");
+        faults.clear();
+        assert_eq!(listed(&found), devices, "it is asked again");
+        if nth == 1 {
+            let found = {
+                faults.fail("clGetDeviceInfo", 1, ALWAYS, -6);
+                discovery::discover("").unwrap_or_else(|e| panic!("{}", e.name())).devices
+            };
+            let error = found[0].found(Device::OpenCL(0)).err().unwrap();
+            assert!(error.to_string().contains("clinfo"), "{error}");
+            assert_eq!(told::<()>(Err(error)), ("clGetDeviceInfo", "CL_OUT_OF_HOST_MEMORY"));
+            faults.clear();
+        }
+    }
+}
+
+#[test]
+fn a_driver_that_fails_to_list_devices_is_asked_again_at_the_next_use() {
+    let Some(faults) = install("a_driver_that_fails_to_list_devices_is_asked_again_at_the_next_use") else { return };
+    let first = Device::OpenCL(0);
+    for call in ["clGetPlatformIDs", "clGetDeviceIDs"] {
+        for code in [-4, -5, -6] {
+            faults.fail(call, 1, ALWAYS, code);
+            assert_eq!(Device::best(), first, "not silently the CPU");
+            assert_eq!(Device::all(), [Device::Cpu]);
+            let error = first.info().unwrap_err();
+            assert!(!error.to_string().contains("install") && error.to_string().contains("next use"), "{error}");
+            assert_eq!(told::<()>(Err(error)).0, call);
+        }
+        faults.clear();
+    }
+    assert_eq!(Device::best(), first);
+    assert!(first.is_available() && Device::all().len() > 1);
+    // The numbers stay, whatever happens from now on.
+    faults.fail("any", 1, ALWAYS, -5);
+    assert!(Device::all().len() > 1 && first.info().is_ok());
+}
+
+#[test]
+fn a_device_opens_although_calls_fail_and_what_a_failure_leaves_is_released() {
+    let test = "a_device_opens_although_calls_fail_and_what_a_failure_leaves_is_released";
+    let Some(faults) = install(test) else { return };
+    let found = discovery::find(0).unwrap();
+    let before = faults.calls("any");
+    let device = ClDevice::open(0, found).unwrap();
+    let calls = faults.calls("any") - before;
+    drop(device);
+    let live = || {
+        let succeeded = |name| (faults.calls(name) - faults.errors(name)) as i64;
+        [("clCreateContext", "clReleaseContext"), ("clCreateCommandQueue", "clReleaseCommandQueue")]
+            .map(|(create, release)| succeeded(create) - succeeded(release))
+    };
+    assert_eq!(live(), [0, 0]);
+    for (code, nth) in CODES.into_iter().flat_map(|code| (1..=calls).map(move |nth| (code, nth))) {
+        for times in [1, 2] {
+            faults.fail("any", nth, times, code);
+            let opened = ClDevice::open(0, found).unwrap_or_else(|e| panic!("call {nth}, {times} times {code}: {e}"));
+            assert!(!opened.is_lost());
+            faults.clear();
+            drop(opened);
+        }
+    }
+    let leaked = live(); // a release may have been the call that failed
+    for (name, nth) in
+        [("clCreateContext", 1), ("clCreateCommandQueue", 1), ("clCreateCommandQueue", 2), ("clCreateBuffer", 1)]
+    {
+        let before = faults.calls("clCreateContext");
+        // The first queue succeeds, and those of the attempts after it do not get so far.
+        faults.fail(name, nth, ALWAYS, -6);
+        assert_eq!(told(ClDevice::open(0, found)), (name, "CL_OUT_OF_HOST_MEMORY"));
+        assert_eq!(faults.calls("clCreateContext") - before, 4, "attempts");
+        assert_eq!(live(), leaked, "after {name} failed");
+        faults.clear();
+        drop(ClDevice::open(0, found).unwrap());
+    }
+}
+
+#[test]
+fn two_failures_in_a_row_lose_no_device() {
+    let Some(faults) = install("two_failures_in_a_row_lose_no_device") else { return };
+    let device = super::open(0).unwrap();
+    let buffer: &'static ClBuffer = Box::leak(Box::new(device.create_buffer(64).unwrap()));
+    // Host memory that outlives whatever a failed call leaves behind.
+    let (ones, read): (&[u8], &mut [u8]) = (Box::leak(Box::new([1; 64])), Box::leak(Box::new([0; 64])));
+    let mut work = || {
+        device.write(ones, buffer, 0)?;
+        device.fill(buffer, 0, 64, &[2])?;
+        device.finish()?;
+        device.read(buffer, 0, read)?;
+        device.create_buffer(64).map(drop).map_err(|e| device.error(e))
+    };
+    work().unwrap();
+    let before = faults.calls("any");
+    work().unwrap();
+    let calls = faults.calls("any") - before;
+    for (code, nth) in CODES.into_iter().flat_map(|code| (1..=calls).map(move |nth| (code, nth))) {
+        for times in [1, 2] {
+            faults.fail("any", nth, times, code);
+            let _ = work();
+            faults.clear();
+            assert!(!device.is_lost(), "call {nth} failed {times} times with {code}");
+            work().unwrap_or_else(|e| panic!("after call {nth} failed {times} times with {code}: {e}"));
+        }
+    }
+    // Every read fails from now on: not the device, as long as its memory can be mapped.
+    for code in [-5, -14, -36] {
+        faults.fail("clEnqueueReadBuffer", 1, ALWAYS, code);
+        assert!(matches!(work(), Err(Error::OpenCl { .. })), "{code}");
+        faults.clear();
+        work().unwrap();
+    }
+    faults.fail("any", 1, ALWAYS, -36);
+    assert!(matches!(work(), Err(Error::DeviceLost { .. })));
+    faults.clear();
+    assert!(device.is_lost() && matches!(work(), Err(Error::DeviceLost { .. })), "that is for good");
+}
