@@ -5,6 +5,7 @@ use std::fmt;
 use bytemuck::{CheckedBitPattern, NoUninit};
 use half::{bf16, f16};
 
+use crate::error::Excerpt;
 use crate::{Error, Result};
 
 /// The type of a tensor's elements in storage.
@@ -115,7 +116,7 @@ impl std::str::FromStr for DType {
     fn from_str(s: &str) -> Result<DType> {
         DType::ALL.into_iter().find(|d| d.name() == s).ok_or_else(|| {
             let names: Vec<_> = DType::ALL.iter().map(|d| d.name()).collect();
-            Error::invalid("dtype", format!("'{s}' is not one of {}", names.join(", ")))
+            Error::invalid("dtype", format!("'{}' is not one of {}", Excerpt(s), names.join(", ")))
         })
     }
 }

@@ -3,6 +3,8 @@
 //! Every fallible method returns [`Result`]. A message is one sentence that names the operation, what it was given
 //! (shapes, dtypes, devices) and what to do about it. After any error every other tensor still holds its values.
 
+use std::fmt::{self, Display, Write};
+
 use crate::{DType, Device, tensor::Shape};
 
 /// `Result` with claystone's [`Error`], unless another is named.
@@ -71,9 +73,9 @@ pub enum Error {
 }
 
 impl Error {
-    /// Shorthand for [`Error::Invalid`].
+    /// Shorthand for [`Error::Invalid`]. A reason that quotes much of a file keeps its ends.
     pub(crate) fn invalid(op: &'static str, reason: impl Into<String>) -> Error {
-        Error::Invalid { op, reason: reason.into() }
+        Error::Invalid { op, reason: shortened(reason.into()) }
     }
 
     /// The same error of another operation: of the one that the user called, where it is made of others.
@@ -117,7 +119,59 @@ pub(crate) fn for_each_part<T>(
     items.into_iter().enumerate().try_for_each(|(i, item)| f(item).map_err(|e| if i > 0 { e.in_part(op) } else { e }))
 }
 
+/// Text of a file or a user as errors quote it: on one line, and no more than its start.
+pub(crate) struct Excerpt<'a>(pub(crate) &'a str);
+
+impl Excerpt<'_> {
+    /// How many characters are quoted.
+    const LENGTH: usize = 80;
+}
+
+impl Display for Excerpt<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut chars = self.0.chars();
+        for c in chars.by_ref().take(Excerpt::LENGTH) {
+            if c.is_control() { write!(f, "{}", c.escape_default())? } else { f.write_char(c)? }
+        }
+        if chars.next().is_some() { f.write_str("...") } else { Ok(()) }
+    }
+}
+
+/// Reasons longer than this are shortened: those of libraries that read a file may quote all of it.
+const LONGEST: usize = 2000;
+
+fn shortened(reason: String) -> String {
+    if reason.len() <= LONGEST {
+        return reason;
+    }
+    let boundary = |at: &usize| reason.is_char_boundary(*at);
+    let head = (0..LONGEST / 2).rev().find(boundary).unwrap_or(0);
+    let tail = (reason.len() - LONGEST / 4..reason.len()).find(boundary).unwrap_or(reason.len());
+    format!("{} ... ({} bytes left out) ... {}", &reason[..head], tail - head, &reason[tail..])
+}
+
 /// Which dims a tensor of this rank has.
 fn dims_there_are(rank: usize) -> String {
     if rank == 0 { "there is none".into() } else { format!("give one in -{rank}..{rank}") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_errors_quote_is_short_and_on_one_line() {
+        assert_eq!(Excerpt("layer 1").to_string(), "layer 1");
+        assert_eq!(Excerpt("a\nb\u{1b}[31m").to_string(), "a\\nb\\u{1b}[31m");
+        let quoted = Excerpt(&"é".repeat(1 << 20)).to_string();
+        assert_eq!(quoted, format!("{}...", "é".repeat(80)));
+        for short in ["", "x", &"é".repeat(1000)] {
+            assert_eq!(shortened(short.to_owned()), short);
+        }
+        let error = Error::invalid("load", format!("the start, {} and the end", "é".repeat(1 << 20))).to_string();
+        assert!(
+            error.starts_with("load: the start") && error.ends_with("and the end") && error.len() < LONGEST,
+            "{error}"
+        );
+    }
 }

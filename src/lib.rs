@@ -39,6 +39,7 @@
 
 mod dtype;
 mod error;
+mod file;
 mod graph;
 
 pub mod autograd;

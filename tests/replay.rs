@@ -192,7 +192,7 @@ fn other_formats_of_the_same_events_give_the_same_figures() {
             size,
             stream: 0,
             time_us: 0,
-            frames: vec![],
+            frames: [].into(),
             compile_context: String::new(),
         };
         if bytes > 0 {

@@ -24,6 +24,7 @@
 use std::cell::Cell;
 use std::fmt;
 
+use crate::error::Excerpt;
 use crate::{Error, Result};
 
 pub(crate) mod cpu;
@@ -137,7 +138,10 @@ impl std::str::FromStr for Device {
             Some(("opencl", i)) => index(i).map(Device::OpenCL),
             _ => None,
         }
-        .ok_or_else(|| Error::invalid("device", format!("'{s}' is no device: write cpu, or opencl:0, opencl:1, ...")))
+        .ok_or_else(|| {
+            let reason = format!("'{}' is no device: write cpu, or opencl:0, opencl:1, ...", Excerpt(s));
+            Error::invalid("device", reason)
+        })
     }
 }
 

@@ -5,7 +5,10 @@
 //! that no tensor is ever on the heap as a whole, and views are written by their strides. Dtypes are kept: npy has no
 //! bf16, and keeps its bits as ml_dtypes does (`<V2`).
 //!
-//! An error names the file, the tensor and what is wrong with it.
+//! An error names the file, the tensor and what is wrong with it. What a file says about itself is believed as far as it has
+//! the bytes: reading takes little more memory than the tensors that are really in it, and a file that is damaged takes
+//! little more than its own size. An archive that claims to hold far more than its size is decompressed once to see that it
+//! does, before its tensors are made.
 
 use std::fmt::Display;
 use std::fs::File;
@@ -20,6 +23,8 @@ pub use self::npy::{read_npy, write_npy};
 pub use self::npz::{read_npz, write_npz};
 pub use self::safetensors::{SafeTensors, read_safetensors, write_safetensors};
 
+use crate::error::Excerpt;
+use crate::file::NewFile;
 use crate::nn::StateDict;
 use crate::storage::Storage;
 use crate::tensor::Layout;
@@ -28,7 +33,8 @@ use crate::{DType, Device, Error, Result, Shape, Tensor};
 /// Elements pass through a buffer of this size.
 const PIECE: usize = 4 << 20;
 
-/// Writes tensors to a file: `.safetensors` or `.npz` by its name.
+/// Writes tensors to a file: `.safetensors` or `.npz` by its name. The file is replaced as a whole: it has its old contents
+/// until the new ones are on the disk, so that a full disk or a crash leaves the checkpoint before.
 ///
 /// ```
 /// use claystone::{Device, Tensor, io, nn::StateDict};
@@ -76,15 +82,23 @@ fn fail(op: &'static str, path: &Path, cause: impl Display) -> Error {
 
 /// The error of one tensor in a file.
 fn fail_in(op: &'static str, path: &Path, tensor: &str, cause: impl Display) -> Error {
-    Error::invalid(op, format!("{}: tensor {tensor}: {cause}", path.display()))
+    Error::invalid(op, format!("{}: tensor {}: {cause}", path.display(), Excerpt(tensor)))
 }
 
-fn open(op: &'static str, path: &Path) -> Result<File> {
-    File::open(path).map_err(|e| fail(op, path, e))
+/// The file, and how many bytes it has: a pipe or a device does not say.
+fn open(op: &'static str, path: &Path) -> Result<(File, Option<u64>)> {
+    let opened = File::open(path).and_then(|file| Ok((file.metadata()?, file)));
+    let (about, file) = opened.map_err(|e| fail(op, path, e))?;
+    Ok((file, about.is_file().then_some(about.len())))
 }
 
-fn create(op: &'static str, path: &Path) -> Result<BufWriter<File>> {
-    File::create(path).map(BufWriter::new).map_err(|e| fail(op, path, e))
+/// A file that has its name once [`finish`] has been called.
+fn create(op: &'static str, path: &Path) -> Result<BufWriter<NewFile>> {
+    NewFile::create(path).map(BufWriter::new).map_err(|e| fail(op, path, e))
+}
+
+fn finish(op: &'static str, path: &Path, file: BufWriter<NewFile>) -> Result<()> {
+    file.into_inner().map_err(|e| e.into_error()).and_then(NewFile::commit).map_err(|e| fail(op, path, e))
 }
 
 /// Why a tensor was not read or written: the file, or the device.
@@ -118,25 +132,42 @@ impl Cause {
     }
 }
 
+/// No tensor in a file has more dims.
+const MOST_DIMS: usize = 1000;
+
 /// A file's sizes as a shape whose bytes can be counted.
-fn shape_of(sizes: impl Iterator<Item = u64>) -> Result<Shape, Cause> {
+fn shape_of(sizes: impl ExactSizeIterator<Item = u64>) -> Result<Shape, Cause> {
+    if sizes.len() > MOST_DIMS {
+        return Err(Cause::File(format!("it has {} dims, and {MOST_DIMS} are the most", sizes.len())));
+    }
     let sizes: Option<Shape> = sizes.map(|d| usize::try_from(d).ok()).collect();
     let fits =
         |s: &Shape| s.dims().iter().try_fold(16usize, |n, &d| n.checked_mul(d.max(1))).is_some_and(|n| n < 1 << 62);
     sizes.filter(fits).ok_or_else(|| Cause::File("its sizes are too large".into()))
 }
 
-/// A tensor of the bytes that `from` gives next, turned around in each element where `swapped`.
+/// A tensor of the bytes that `from` gives next, turned around in each element where `swapped`. `there` is how many bytes
+/// it has: what is shorter than its shape asks for no memory.
 fn read_elements(
     from: &mut dyn Read,
+    there: Option<u64>,
     shape: Shape,
     dtype: DType,
     device: Device,
     swapped: bool,
 ) -> Result<Tensor, Cause> {
     let bytes = shape.numel() * dtype.size();
+    let Some(there) = there else {
+        // A pipe does not say how much it has: what comes is collected, and memory taken for that alone.
+        let mut piped = Vec::new();
+        from.take(bytes as u64).read_to_end(&mut piped)?;
+        return read_elements(&mut &piped[..], Some(piped.len() as u64), shape, dtype, device, swapped);
+    };
+    if bytes as u64 > there {
+        return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
+    }
     let mut piece = vec![0u8; bytes.min(PIECE)];
-    // Read first: a file that is shorter than it says asks for no memory of the device.
+    // Read first: a file that cannot be read asks for no memory of the device.
     let first = piece.len();
     from.read_exact(&mut piece)?;
     let storage = Storage::alloc(device, bytes)?;

@@ -3,9 +3,8 @@
 use std::io::{BufReader, Read, Write};
 use std::path::Path;
 
-use npyz::{Endianness, NpyHeader, Order, TypeChar};
-
-use super::{Cause, create, open, read_elements, shape_of, write_elements};
+use super::{Cause, create, finish, open, read_elements, shape_of, write_elements};
+use crate::error::Excerpt;
 use crate::{DType, Device, Result, Shape, Tensor};
 
 /// The tensor in an npy file, on `device` (NumPy's `load`). Big-endian files too; one in Fortran's order gives a tensor with
@@ -27,8 +26,8 @@ use crate::{DType, Device, Result, Shape, Tensor};
 /// have; [`crate::Error::OutOfMemory`].
 pub fn read_npy(path: impl AsRef<Path>, device: Device) -> Result<Tensor> {
     let (op, path) = ("read_npy", path.as_ref());
-    let mut file = BufReader::new(open(op, path)?);
-    from_reader(&mut file, device).map_err(|e| e.of(op, path, None))
+    let (file, there) = open(op, path)?;
+    from_reader(BufReader::new(file), there, device).map_err(|e| e.of(op, path, None))
 }
 
 /// Writes the tensor as an npy file (NumPy's `save`).
@@ -38,56 +37,123 @@ pub fn read_npy(path: impl AsRef<Path>, device: Device) -> Result<Tensor> {
 pub fn write_npy(path: impl AsRef<Path>, tensor: &Tensor) -> Result<()> {
     let (op, path) = ("write_npy", path.as_ref());
     let mut file = create(op, path)?;
-    to_writer(tensor, &mut file).and_then(|()| Ok(file.flush()?)).map_err(|e| e.of(op, path, None))
+    to_writer(tensor, &mut file).map_err(|e| e.of(op, path, None))?;
+    finish(op, path, file)
 }
 
-pub(super) fn from_reader(mut from: impl Read, device: Device) -> Result<Tensor, Cause> {
-    let start = start_of(&mut from)?;
-    let header = NpyHeader::from_reader(&start[..])?;
-    let unknown = || Cause::File(format!("its dtype {} is none of claystone's", header.dtype().descr()));
-    let npyz::DType::Plain(element) = header.dtype() else { return Err(unknown()) };
-    let dtype = match (element.type_char(), element.size_field()) {
-        (TypeChar::Float, 8) => DType::F64,
-        (TypeChar::Float, 4) => DType::F32,
-        (TypeChar::Float, 2) => DType::F16,
-        (TypeChar::RawData, 2) => DType::BF16,
-        (TypeChar::Int, 8) => DType::I64,
-        (TypeChar::Int, 4) => DType::I32,
-        (TypeChar::Uint, 4) => DType::U32,
-        (TypeChar::Uint, 1) => DType::U8,
-        (TypeChar::Bool, 1) => DType::Bool,
-        _ => return Err(unknown()),
-    };
-    let swapped = element.endianness() == Endianness::Big;
-    let sizes = header.shape().iter().copied();
-    match header.order() {
-        Order::C => read_elements(&mut from, shape_of(sizes)?, dtype, device, swapped),
-        Order::Fortran => {
-            let turned = read_elements(&mut from, shape_of(sizes.rev())?, dtype, device, swapped)?;
-            let dims: Vec<isize> = (0..turned.rank() as isize).rev().collect();
-            Ok(turned.permute(&dims)?)
+/// The tensor that `from` gives; `there` is how many bytes it has, where that is known.
+pub(super) fn from_reader(mut from: impl Read, there: Option<u64>, device: Device) -> Result<Tensor, Cause> {
+    let (text, length) = header_text(&mut from)?;
+    let there = there.map(|there| there.saturating_sub(length));
+    let Header { dtype, swapped, fortran, sizes } = Header::parse(&text)?;
+    if !fortran {
+        return read_elements(&mut from, there, shape_of(sizes.into_iter())?, dtype, device, swapped);
+    }
+    let turned = read_elements(&mut from, there, shape_of(sizes.into_iter().rev())?, dtype, device, swapped)?;
+    let dims: Vec<isize> = (0..turned.rank() as isize).rev().collect();
+    Ok(turned.permute(&dims)?)
+}
+
+/// Headers are no longer than this in version 1 of the format; the others need no more for a dtype and a shape.
+const LONGEST_HEADER: u32 = u16::MAX as u32;
+
+/// The Python literal before the elements, and where these begin.
+fn header_text(from: &mut impl Read) -> Result<(String, u64), Cause> {
+    let mut start = [0; 8];
+    from.read_exact(&mut start)?;
+    let [magic @ .., version, _] = start;
+    if &magic != b"\x93NUMPY" || !(1..=3).contains(&version) {
+        return Err(Cause::File("it is no npy file of version 1, 2 or 3".into()));
+    }
+    // From version 2 on the length of the header has four bytes.
+    let mut length = [0; 4];
+    let width = if version == 1 { 2 } else { 4 };
+    from.read_exact(&mut length[..width])?;
+    let length = u32::from_le_bytes(length);
+    if length > LONGEST_HEADER {
+        return Err(Cause::File(format!("its header of {length} bytes is longer than any array's")));
+    }
+    let mut text = vec![0; length as usize];
+    from.read_exact(&mut text)?;
+    let text = String::from_utf8(text).map_err(|_| Cause::File("its header is not UTF-8".into()))?;
+    Ok((text, (start.len() + width) as u64 + u64::from(length)))
+}
+
+struct Header {
+    dtype: DType,
+    /// The highest byte comes first.
+    swapped: bool,
+    /// The first dim's elements are beside each other.
+    fortran: bool,
+    sizes: Vec<u64>,
+}
+
+impl Header {
+    /// Reads a dict of `descr`, `fortran_order` and `shape`, in any order.
+    fn parse(text: &str) -> Result<Header, Cause> {
+        let wrong = || Cause::File(format!("its header is not one of an array: {}", Excerpt(text.trim())));
+        let (mut descr, mut fortran, mut sizes) = (None, None, None);
+        let mut rest = text.trim().strip_prefix('{').and_then(|rest| rest.strip_suffix('}')).ok_or_else(wrong)?.trim();
+        while !rest.is_empty() {
+            let (key, value) = string(rest).ok_or_else(wrong)?;
+            let value = value.trim_start().strip_prefix(':').ok_or_else(wrong)?.trim_start();
+            let after = match key {
+                // A list of the dtypes of fields, which may have commas of their own: quoted to the end.
+                "descr" if value.starts_with('[') => return Err(unknown(value)),
+                "descr" => string(value).map(|(name, after)| (descr = Some(name), after).1),
+                "fortran_order" => boolean(value).map(|(is, after)| (fortran = Some(is), after).1),
+                "shape" => tuple(value).map(|(list, after)| (sizes = Some(list), after).1),
+                _ => None,
+            };
+            let after = after.ok_or_else(wrong)?.trim_start();
+            rest = match after.strip_prefix(',') {
+                Some(next) => next.trim_start(),
+                None if after.is_empty() => after,
+                None => return Err(wrong()),
+            };
+        }
+        let (Some(descr), Some(fortran), Some(sizes)) = (descr, fortran, sizes) else { return Err(wrong()) };
+        let (order, element) = descr.split_at_checked(1).ok_or_else(|| unknown(descr))?;
+        let dtype = match element {
+            "f8" => DType::F64,
+            "f4" => DType::F32,
+            "f2" => DType::F16,
+            "V2" => DType::BF16,
+            "i8" => DType::I64,
+            "i4" => DType::I32,
+            "u4" => DType::U32,
+            "u1" => DType::U8,
+            "b1" => DType::Bool,
+            _ => return Err(unknown(descr)),
+        };
+        match order {
+            "<" | ">" | "|" | "=" => Ok(Header { dtype, swapped: order == ">", fortran, sizes }),
+            _ => Err(unknown(descr)),
         }
     }
 }
 
-/// The file up to its first element, with sizes that can be multiplied: npyz does so unchecked.
-fn start_of(from: &mut impl Read) -> Result<Vec<u8>, Cause> {
-    let mut start = vec![0; 10];
-    from.read_exact(&mut start)?;
-    let mut length = usize::from(u16::from_le_bytes([start[8], start[9]]));
-    if start[6] > 1 {
-        // From version 2 on the length of the header has four bytes.
-        start.resize(12, 0);
-        from.read_exact(&mut start[10..])?;
-        length |= usize::from(u16::from_le_bytes([start[10], start[11]])) << 16;
-    }
-    let text = start.len();
-    from.take(length as u64).read_to_end(&mut start)?;
-    let header = String::from_utf8_lossy(&start[text..]);
-    let sizes = header.split_once("'shape'").and_then(|(_, rest)| rest.split_once('(')?.1.split_once(')'));
-    let sizes = sizes.map_or("", |(sizes, _)| sizes).split(',').filter_map(|size| size.trim().parse::<u64>().ok());
-    shape_of(sizes)?;
-    Ok(start)
+fn unknown(descr: &str) -> Cause {
+    Cause::File(format!("its dtype '{}' is none of claystone's", Excerpt(descr)))
+}
+
+/// A string in quotes, and what comes after it.
+fn string(text: &str) -> Option<(&str, &str)> {
+    let quote = text.chars().next().filter(|c| matches!(c, '\'' | '"'))?;
+    text[1..].split_once(quote)
+}
+
+fn boolean(text: &str) -> Option<(bool, &str)> {
+    let is = |word, value| text.strip_prefix(word).map(|after| (value, after));
+    is("True", true).or_else(|| is("False", false))
+}
+
+/// A tuple of sizes. Python 2 wrote its long ones with an L.
+fn tuple(text: &str) -> Option<(Vec<u64>, &str)> {
+    let (list, after) = text.strip_prefix('(')?.split_once(')')?;
+    let sizes = list.split_terminator(',').map(str::trim);
+    let sizes = sizes.filter(|size| !size.is_empty()).map(|size| size.strip_suffix('L').unwrap_or(size).parse().ok());
+    Some((sizes.collect::<Option<_>>()?, after))
 }
 
 pub(super) fn to_writer(tensor: &Tensor, to: &mut dyn Write) -> Result<(), Cause> {

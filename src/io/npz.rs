@@ -1,13 +1,15 @@
 //! npz: npy files in a zip archive.
 
-use std::io::Write;
+use std::io::{BufReader, Read, Seek};
 use std::path::Path;
 
+use zip::read::ZipFile;
+use zip::result::ZipError;
 use zip::write::SimpleFileOptions;
 use zip::{CompressionMethod, ZipArchive, ZipWriter};
 
 use super::npy::{from_reader, to_writer};
-use super::{create, fail, fail_in, open};
+use super::{create, fail, fail_in, finish, open};
 use crate::nn::StateDict;
 use crate::{Device, Result};
 
@@ -17,16 +19,51 @@ use crate::{Device, Result};
 /// As [`read_npy`](super::read_npy), with the tensor's name.
 pub fn read_npz(path: impl AsRef<Path>, device: Device) -> Result<StateDict> {
     let (op, path) = ("read_npz", path.as_ref());
-    let mut archive = ZipArchive::new(open(op, path)?).map_err(|e| fail(op, path, e))?;
-    let mut tensors = Vec::with_capacity(archive.len());
+    let (file, size) = open(op, path)?;
+    let mut archive = ZipArchive::new(BufReader::new(file)).map_err(|e| fail(op, path, e))?;
+    // Entries that share bytes would let a small archive stand for any number of large tensors.
+    if archive.has_overlapping_entries().map_err(|e| fail(op, path, e))? {
+        return Err(fail(op, path, "its entries overlap"));
+    }
+    let sum = (0..archive.len()).try_fold(0u64, |sum, i| Ok(sum.saturating_add(claimed(&archive.by_index(i)?))));
+    if sum.map_err(|e: ZipError| fail(op, path, e))? > size.unwrap_or(0).saturating_add(UNCHECKED) {
+        check_sizes(&mut archive).map_err(|e| fail(op, path, e))?;
+    }
+    let mut tensors = Vec::new();
     for i in 0..archive.len() {
         let mut file = archive.by_index(i).map_err(|e| fail(op, path, e))?;
         let name = file.name().map_err(|e| fail(op, path, e))?.into_owned();
         let name = name.strip_suffix(".npy").unwrap_or(&name).to_owned();
-        let tensor = from_reader(&mut file, device).map_err(|e| e.of(op, path, Some(&name)))?;
+        let there = claimed(&file);
+        let tensor = from_reader(&mut file, Some(there), device).map_err(|e| e.of(op, path, Some(&name)))?;
         tensors.push((name, tensor));
     }
     Ok(tensors.into_iter().collect())
+}
+
+/// How far beyond the archive's own size its entries are believed to go without a look at all of them.
+const UNCHECKED: u64 = 32 << 20;
+
+/// The bytes of an entry, as the archive has it.
+fn claimed<R: Read>(file: &ZipFile<'_, R>) -> u64 {
+    match file.compression() {
+        CompressionMethod::Stored => file.compressed_size(),
+        _ => file.size(),
+    }
+}
+
+/// Decompresses everything, keeping nothing, to see that there is as much as the archive says.
+fn check_sizes(archive: &mut ZipArchive<impl Read + Seek>) -> Result<(), String> {
+    for i in 0..archive.len() {
+        let file = archive.by_index(i).map_err(|e| e.to_string())?;
+        let claimed = claimed(&file);
+        let there = std::io::copy(&mut file.take(claimed.saturating_add(1)), &mut std::io::sink());
+        match there.map_err(|e| e.to_string())? {
+            there if there == claimed => {}
+            _ => return Err(format!("an entry has not the {claimed} bytes that the archive says")),
+        }
+    }
+    Ok(())
 }
 
 /// Writes tensors as an npz file (NumPy's `savez`), not compressed.
@@ -42,5 +79,6 @@ pub fn write_npz(path: impl AsRef<Path>, tensors: &StateDict) -> Result<()> {
         archive.start_file(format!("{name}.npy"), stored).map_err(|e| fail_in(op, path, name, e))?;
         to_writer(tensor, &mut archive).map_err(|e| e.of(op, path, Some(name)))?;
     }
-    archive.finish().and_then(|mut file| Ok(file.flush()?)).map_err(|e| fail(op, path, e))
+    let file = archive.finish().map_err(|e| fail(op, path, e))?;
+    finish(op, path, file)
 }

@@ -1,12 +1,16 @@
 //! safetensors: a header in JSON and the elements, as Hugging Face's libraries write them.
 
+use std::collections::HashMap;
+use std::fmt;
 use std::io::{BufReader, Read, Write};
 use std::path::Path;
 
+use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
-use safetensors::{Dtype, SafeTensorError};
+use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
 
-use super::{Cause, create, fail, fail_in, open, read_elements, shape_of, write_elements, write_piece};
+use super::{Cause, create, fail, fail_in, finish, open, read_elements, shape_of, write_elements, write_piece};
+use crate::error::Excerpt;
 use crate::nn::StateDict;
 use crate::storage::{MappedFile, Storage};
 use crate::tensor::Layout;
@@ -22,32 +26,83 @@ const HEADER: u64 = 100_000_000;
 /// has a dtype that claystone does not have; [`crate::Error::OutOfMemory`].
 pub fn read_safetensors(path: impl AsRef<Path>, device: Device) -> Result<StateDict> {
     let (op, path) = ("read_safetensors", path.as_ref());
-    let file = open(op, path)?;
-    let size = file.metadata().map_err(|e| fail(op, path, e))?.len();
+    let (file, size) = open(op, path)?;
+    let size = size.ok_or_else(|| fail(op, path, "it is no regular file"))?;
     let mut file = BufReader::new(file);
     let mut length = [0; 8];
-    file.read_exact(&mut length).map_err(|_| fail(op, path, "it is too short for a safetensors file"))?;
-    let length = u64::from_le_bytes(length);
-    let Some(there) = size.checked_sub(8).and_then(|rest| rest.checked_sub(length)).filter(|_| length <= HEADER) else {
-        return Err(fail(op, path, format!("a header of {length} bytes does not go with a file of {size}")));
-    };
-    let mut header = vec![0; length as usize];
-    file.read_exact(&mut header).map_err(|e| fail(op, path, e))?;
-    let header: Metadata = serde_json::from_slice(&header).map_err(|e| fail(op, path, e))?;
-    if header.data_len() as u64 != there {
-        let cause = format!("its header tells of {} bytes of elements and there are {there}", header.data_len());
-        return Err(fail(op, path, cause));
-    }
+    file.read_exact(&mut length).map_err(|_| fail(op, path, TOO_SHORT))?;
+    let length = header_length(length, size).map_err(|e| fail(op, path, e))?;
+    let mut header = Vec::new();
+    file.by_ref().take(length).read_to_end(&mut header).map_err(|e| fail(op, path, e))?;
+    let header = header_of(&header, size - 8 - length).map_err(|e| fail(op, path, e))?;
     // In the order of their offsets there is nothing between them: the header was checked for that.
     let read = |name: String| {
         let info = header.info(&name).expect("a name of its own");
         let tensor = dtype_of(info.dtype).and_then(|dtype| {
             let shape = shape_of(info.shape.iter().map(|&d| d as u64))?;
-            read_elements(&mut file, shape, dtype, device, false)
+            read_elements(&mut file, Some(bytes_of(info)), shape, dtype, device, false)
         });
         Ok((name.clone(), tensor.map_err(|e| e.of(op, path, Some(&name)))?))
     };
     header.offset_keys().into_iter().map(read).collect()
+}
+
+const TOO_SHORT: &str = "it is too short for a safetensors file";
+
+/// The length of the header in a file of this size, from the file's first bytes.
+fn header_length(bytes: [u8; 8], size: u64) -> Result<u64, String> {
+    let length = u64::from_le_bytes(bytes);
+    match size.checked_sub(8) {
+        Some(rest) if length <= rest.min(HEADER) => Ok(length),
+        _ => Err(format!("a header of {length} bytes does not go with a file of {size}")),
+    }
+}
+
+/// The header, if it is about as many bytes of elements as are there.
+fn header_of(json: &[u8], there: u64) -> Result<Metadata, String> {
+    let Infos(tensors) = serde_json::from_slice(json).map_err(|e| e.to_string())?;
+    let mut tensors: Vec<(String, TensorInfo)> = tensors.into_iter().collect();
+    tensors.sort_by_key(|(_, info)| info.data_offsets);
+    let header = Metadata::new(None, tensors).map_err(|e| e.to_string())?;
+    match header.data_len() as u64 {
+        told if told == there => Ok(header),
+        told => Err(format!("its header tells of {told} bytes of elements and there are {there}")),
+    }
+}
+
+fn bytes_of(info: &TensorInfo) -> u64 {
+    (info.data_offsets.1 - info.data_offsets.0) as u64
+}
+
+/// The tensors of a header by name. The library's own reader first keeps each value in a form of many times its size.
+struct Infos(HashMap<String, TensorInfo>);
+
+impl<'de> Deserialize<'de> for Infos {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Infos, D::Error> {
+        struct Entries;
+        impl<'de> Visitor<'de> for Entries {
+            type Value = Infos;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("tensors by name")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Infos, A::Error> {
+                let mut tensors = HashMap::new();
+                while let Some(name) = map.next_key::<String>()? {
+                    if name == "__metadata__" {
+                        map.next_value::<Option<HashMap<String, String>>>()?;
+                    } else if tensors.contains_key(&name) {
+                        return Err(A::Error::custom(format_args!("tensor {} is there twice", Excerpt(&name))));
+                    } else {
+                        tensors.insert(name, map.next_value()?);
+                    }
+                }
+                Ok(Infos(tensors))
+            }
+        }
+        deserializer.deserialize_map(Entries)
+    }
 }
 
 /// Writes tensors as a safetensors file, those of wide dtypes first, so that all elements are aligned.
@@ -74,7 +129,7 @@ pub fn write_safetensors(path: impl AsRef<Path>, tensors: &StateDict) -> Result<
     for (name, tensor) in order {
         write_elements(tensor, &mut file).map_err(|e| e.of(op, path, Some(name)))?;
     }
-    file.flush().map_err(|e| fail(op, path, e))
+    finish(op, path, file)
 }
 
 fn dtype_in_file(dtype: DType) -> Dtype {
@@ -122,9 +177,14 @@ impl<'a> SafeTensors<'a> {
     /// # Errors
     /// [`crate::Error::Invalid`] with the file's name where it is no whole safetensors file.
     pub fn new(file: &'a MappedFile) -> Result<SafeTensors<'a>> {
-        let read = safetensors::SafeTensors::read_metadata(file.bytes());
-        let (length, header) = read.map_err(|e: SafeTensorError| fail("SafeTensors::new", file.path(), e))?;
-        Ok(SafeTensors { file, start: 8 + length, names: header.offset_keys(), header })
+        let read = || {
+            let (length, rest) = file.bytes().split_first_chunk::<8>().ok_or(TOO_SHORT)?;
+            let length = header_length(*length, file.bytes().len() as u64)? as usize;
+            let header = header_of(&rest[..length], (rest.len() - length) as u64)?;
+            Ok((8 + length, header))
+        };
+        let (start, header) = read().map_err(|e: String| fail("SafeTensors::new", file.path(), e))?;
+        Ok(SafeTensors { file, start, names: header.offset_keys(), header })
     }
 
     /// The tensors' names, in the file's order.

@@ -13,6 +13,7 @@ use super::autocast::lowered;
 use super::catalogue::{Dtypes, Gives, Kind, Operation};
 use super::registry::{replaced, replacement};
 use super::{same_device, same_dtype};
+use crate::error::Excerpt;
 use crate::{Error, Result, Shape, Tensor};
 
 /// A dim's name: a letter, or a number above all letters for the dims of an ellipsis.
@@ -232,14 +233,17 @@ fn names_of(text: &str) -> Result<Vec<Option<Name>>> {
     while let Some(c) = rest.chars().next() {
         if let Some(after) = rest.strip_prefix("...") {
             if names.contains(&None) {
-                return Err(Error::invalid(op, format!("'{text}' has more than one '...'")));
+                return Err(Error::invalid(op, format!("'{}' has more than one '...'", Excerpt(text))));
             }
             names.push(None);
             rest = after;
             continue;
         }
         if !c.is_ascii_alphabetic() {
-            return Err(Error::invalid(op, format!("'{c}' in '{text}' is no letter: dims are named by letters")));
+            return Err(Error::invalid(
+                op,
+                format!("'{c}' in '{}' is no letter: dims are named by letters", Excerpt(text)),
+            ));
         }
         names.push(Some(c as Name));
         rest = &rest[1..];
@@ -257,7 +261,8 @@ fn parse(equation: &str, ranks: &[usize]) -> Result<(Vec<Vec<Name>>, Vec<Name>)>
     };
     let inputs = inputs.split(',').map(names_of).collect::<Result<Vec<_>>>()?;
     if inputs.len() != ranks.len() {
-        let reason = format!("'{equation}' is about {} operands, and {} are given", inputs.len(), ranks.len());
+        let (about, given) = (inputs.len(), ranks.len());
+        let reason = format!("'{}' is about {about} operands, and {given} are given", Excerpt(&equation));
         return Err(Error::invalid(op, reason));
     }
     let mut most = 0;
@@ -267,7 +272,7 @@ fn parse(equation: &str, ranks: &[usize]) -> Result<(Vec<Vec<Name>>, Vec<Name>)>
             true if letters <= rank => most = most.max(rank - letters),
             false if letters == rank => {}
             _ => {
-                let reason = format!("'{equation}' names {letters} dims of an operand that has {rank}");
+                let reason = format!("'{}' names {letters} dims of an operand that has {rank}", Excerpt(&equation));
                 return Err(Error::invalid(op, reason));
             }
         }
@@ -286,10 +291,11 @@ fn parse(equation: &str, ranks: &[usize]) -> Result<(Vec<Vec<Name>>, Vec<Name>)>
                 .flat_map(|n| n.map_or_else(|| ellipsis(most).collect::<Vec<Name>>(), |n| vec![n]))
                 .collect();
             if let Some((_, j)) = repeated(&names) {
-                return Err(Error::invalid(op, format!("the result of '{equation}' has {} twice", spelled(names[j]))));
+                let reason = format!("the result of '{}' has {} twice", Excerpt(&equation), spelled(names[j]));
+                return Err(Error::invalid(op, reason));
             }
             if let Some(&n) = names.iter().find(|n| !named.iter().any(|o| o.contains(n))) {
-                return Err(Error::invalid(op, format!("no operand of '{equation}' has {}", spelled(n))));
+                return Err(Error::invalid(op, format!("no operand of '{}' has {}", Excerpt(&equation), spelled(n))));
             }
             names
         }

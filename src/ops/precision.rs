@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
+use crate::error::Excerpt;
 use crate::{Error, Result};
 
 const NAMES: [&str; 3] = ["highest", "high", "medium"];
@@ -29,7 +30,7 @@ static PRECISION: AtomicUsize = AtomicUsize::new(0);
 /// [`Error::Invalid`] for any other word.
 pub fn set_float32_matmul_precision(precision: &str) -> Result<()> {
     let index = NAMES.iter().position(|&name| name == precision).ok_or_else(|| {
-        let reason = format!("'{precision}' is no precision: write highest, high or medium");
+        let reason = format!("'{}' is no precision: write highest, high or medium", Excerpt(precision));
         Error::invalid("set_float32_matmul_precision", reason)
     })?;
     PRECISION.store(index, Relaxed);

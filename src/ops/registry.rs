@@ -12,6 +12,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 use super::arguments::Argument;
 use super::catalogue;
 use crate::autograd::{self, Gradients, Saved};
+use crate::error::Excerpt;
 use crate::{Device, Error, Result, Tensor};
 
 /// The devices that an implementation is for.
@@ -164,7 +165,10 @@ pub fn call(name: &str, tensors: &[&Tensor], arguments: &[Argument]) -> Result<V
         Some(name) => replacement(name, tensors, || arguments.to_vec())?.ok_or_else(|| {
             Error::invalid("call", format!("{name} calls itself, and nothing is built in under that name"))
         }),
-        None => Err(Error::invalid("call", format!("there is no operation {name} for {backend:?}: see operations()"))),
+        None => Err(Error::invalid(
+            "call",
+            format!("there is no operation {} for {backend:?}: see operations()", Excerpt(name)),
+        )),
     }
 }
 

@@ -14,6 +14,7 @@ use std::time::Duration;
 pub use keys::ConfigKey;
 use keys::{NO_MEANING, list};
 
+use crate::error::Excerpt;
 use crate::{Error, Result};
 
 /// What errors call the place of a mistake.
@@ -179,7 +180,7 @@ impl Config {
             None | Some("" | "0") => {}
             Some("1") => config.backend = Backend::Direct,
             Some(other) => {
-                return Err(Error::invalid("CLAYSTONE_NO_CACHING", format!("'{other}' is neither 0 nor 1")));
+                return Err(Error::invalid("CLAYSTONE_NO_CACHING", format!("'{}' is neither 0 nor 1", Excerpt(other))));
             }
         }
         Ok(config)
@@ -263,17 +264,19 @@ impl FromStr for Config {
         let mut seen: Vec<&str> = Vec::new();
         for item in list(&text) {
             let Some((name, value)) = item.split_once(':') else {
-                return Err(Error::invalid(OP, format!("'{item}' has no value: write key:value,key:value")));
+                return Err(Error::invalid(OP, format!("'{}' has no value: write key:value,key:value", Excerpt(item))));
             };
             if let Some((_, why)) = NO_MEANING.iter().find(|(key, _)| *key == name) {
                 return Err(Error::invalid(OP, format!("{name} has no meaning here, as {why}: leave it out")));
             }
             let Some(key) = Config::KEYS.iter().find(|key| key.name == name) else {
                 let known: Vec<&str> = Config::KEYS.iter().map(|key| key.name).collect();
-                return Err(Error::invalid(OP, format!("unknown key '{name}': the keys are {}", known.join(", "))));
+                let reason = format!("unknown key '{}': the keys are {}", Excerpt(name), known.join(", "));
+                return Err(Error::invalid(OP, reason));
             };
             if seen.contains(&name) {
-                return Err(Error::invalid(OP, format!("{name} is there twice, again as '{value}': give it once")));
+                let reason = format!("{name} is there twice, again as '{}': give it once", Excerpt(value));
+                return Err(Error::invalid(OP, reason));
             }
             seen.push(name);
             key.set(&mut config, value)?;

@@ -188,7 +188,7 @@ impl Device {
     /// let x = annotate("setup", || with_context("input", || Tensor::ones(&[64, 64], device)))?;
     /// let snapshot = device.memory_snapshot()?;
     /// snapshot.save(std::env::temp_dir().join("claystone-doc.pickle"))?;
-    /// let names = snapshot.segments.iter().flat_map(|s| &s.blocks).flat_map(|b| &b.frames).map(|f| f.name.as_str());
+    /// let names = snapshot.segments.iter().flat_map(|s| &s.blocks).flat_map(|b| b.frames.iter()).map(|f| f.name.as_str());
     /// assert!(names.into_iter().any(|name| name == "input"));
     /// # Ok::<(), claystone::Error>(())
     /// ```

@@ -1,6 +1,7 @@
 //! What this room has in the catalogue of operations.
 
 use super::{Index, PadMode};
+use crate::error::Excerpt;
 use crate::ops::arguments::Args;
 use crate::ops::catalogue::{Dtypes, Gives, Kind, Operation};
 use crate::{Error, Result, Shape, Tensor, TensorOptions};
@@ -58,7 +59,9 @@ fn pad_mode(a: &Args) -> Result<PadMode> {
         "reflect" => Ok(PadMode::Reflect),
         "replicate" => Ok(PadMode::Replicate),
         "circular" => Ok(PadMode::Circular),
-        other => Err(Error::invalid("pad", format!("'{other}' is not constant, reflect, replicate or circular"))),
+        other => {
+            Err(Error::invalid("pad", format!("'{}' is not constant, reflect, replicate or circular", Excerpt(other))))
+        }
     }
 }
 

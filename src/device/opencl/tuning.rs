@@ -11,6 +11,7 @@ use sha2::{Digest, Sha256};
 use super::ClDevice;
 use super::cache::{Cache, Kind};
 use crate::device::DeviceKind;
+use crate::error::Excerpt;
 
 /// Devices with the same defaults.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -238,7 +239,7 @@ fn write(identity: &str, family: Family, values: &Values) -> String {
 fn read(text: &str, identity: &str, family: Family) -> Result<Values, String> {
     let (first, rest) = text.split_once('\n').unwrap_or((text, ""));
     if first != identity {
-        return Err(format!("it is of \"{first}\", not of \"{identity}\""));
+        return Err(format!("it is of \"{}\", not of \"{identity}\"", Excerpt(first)));
     }
     let mut values = defaults(family);
     let mut lines = rest.lines();
@@ -246,9 +247,9 @@ fn read(text: &str, identity: &str, family: Family) -> Result<Values, String> {
         let line = lines.next().unwrap_or_default();
         let value = line.strip_prefix(p.name).and_then(|value| value.strip_prefix(' ')?.parse().ok());
         let choice = value.filter(|value| p.choices.contains(value));
-        values[i] = choice.ok_or_else(|| format!("\"{line}\" is no choice of {}", p.name))?;
+        values[i] = choice.ok_or_else(|| format!("\"{}\" is no choice of {}", Excerpt(line), p.name))?;
     }
-    lines.next().map_or(Ok(values), |line| Err(format!("\"{line}\" is one line too many")))
+    lines.next().map_or(Ok(values), |line| Err(format!("\"{}\" is one line too many", Excerpt(line))))
 }
 
 fn many_registers() -> bool {

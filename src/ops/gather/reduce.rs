@@ -3,6 +3,7 @@
 use super::along;
 use super::scatter::{Combine, Places, everywhere, scatter};
 use crate::autograd::{self, Saved};
+use crate::error::Excerpt;
 use crate::ops::catalogue::{Dtypes, Gives, Kind, Operation};
 use crate::ops::recorded_with_result;
 use crate::ops::registry::replaced;
@@ -70,7 +71,7 @@ impl std::str::FromStr for ScatterReduce {
     fn from_str(s: &str) -> Result<ScatterReduce> {
         let all = [Self::Sum, Self::Prod, Self::Mean, Self::Amax, Self::Amin];
         all.into_iter().find(|r| r.name() == s).ok_or_else(|| {
-            let reason = format!("'{s}' is not one of sum, prod, mean, amax, amin");
+            let reason = format!("'{}' is not one of sum, prod, mean, amax, amin", Excerpt(s));
             Error::invalid("scatter_reduce", reason)
         })
     }

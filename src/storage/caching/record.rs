@@ -129,7 +129,7 @@ impl Core {
             },
             segment_pool_id: (0, held.pool.into()),
             is_expandable: held.segment.is_reserved(),
-            frames: Vec::new(),
+            frames: [].into(),
             blocks,
         };
         Named { segment, context: held.context, contexts }
@@ -150,7 +150,7 @@ impl Core {
             size: entry.size() as u64,
             requested_size: if live { self.slots.requested(id) as u64 } else { 0 },
             state,
-            frames: Vec::new(),
+            frames: [].into(),
         };
         (block, context)
     }

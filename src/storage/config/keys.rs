@@ -5,6 +5,7 @@ use std::ops::RangeInclusive;
 use std::time::Duration;
 
 use super::{Backend, Config, INTERVALS, MIB, OP, SegmentSizes};
+use crate::error::Excerpt;
 use crate::{Error, Result};
 
 const KIB: usize = 1 << 10;
@@ -40,7 +41,7 @@ impl ConfigKey {
         if (self.parse)(config, value) {
             return Ok(());
         }
-        let given = if value.is_empty() { "has no value".into() } else { format!("cannot be '{value}'") };
+        let given = if value.is_empty() { "has no value".into() } else { format!("cannot be '{}'", Excerpt(value)) };
         Err(Error::invalid(OP, format!("{} {given}: give {}", self.name, self.allowed)))
     }
 }

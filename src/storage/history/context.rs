@@ -3,7 +3,7 @@
 use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
 use super::now_us;
 use super::snapshot::{Annotation, Frame, Stage};
@@ -37,7 +37,7 @@ impl Context {
     }
 
     /// One frame a name, the innermost first, as stacks are written.
-    pub fn frames(self) -> Vec<Frame> {
+    pub fn frames(self) -> Arc<[Frame]> {
         self.names().into_iter().map(|name| Frame { filename: String::new(), line: 0, name }).collect()
     }
 

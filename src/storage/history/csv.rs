@@ -1,16 +1,20 @@
 //! RMM's log of allocations: what its `logging_resource_adaptor` writes and its replay benchmark reads.
 
 use std::cell::Cell;
+use std::fmt::Display;
 use std::io::{BufRead, BufReader, BufWriter, Read, Write};
 use std::str::FromStr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use super::now_us;
+use crate::error::Excerpt;
 use crate::{Error, Result};
 
 const HEADER: &str = "Thread,Time,Action,Pointer,Size,Stream";
 const COLUMNS: usize = 6;
+/// No line of a log is longer, in bytes: what has none may go on for ever.
+const LONGEST_LINE: u64 = 1 << 16;
 
 /// What happened, in RMM's words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -124,15 +128,21 @@ impl CsvEvent {
     /// When reading fails, or a line is not of this format: the message says which.
     pub fn read_all(reader: impl Read) -> Result<Vec<CsvEvent>> {
         let mut events = Vec::new();
-        for (index, line) in BufReader::new(reader).lines().enumerate() {
-            let line = line.map_err(|e| Error::invalid("csv log", format!("it cannot be read: {e}")))?;
-            match line.trim() {
+        let mut reader = BufReader::new(reader);
+        let mut line = Vec::new();
+        for number in 1.. {
+            let fault = |what: &dyn Display| Error::invalid("csv log", format!("line {number}: {what}"));
+            line.clear();
+            let read = reader.by_ref().take(LONGEST_LINE + 1).read_until(b'\n', &mut line);
+            match read.map_err(|e| fault(&e))? {
+                0 => break,
+                long if long as u64 > LONGEST_LINE => return Err(fault(&"it is longer than any event")),
+                _ => {}
+            }
+            match std::str::from_utf8(&line).map_err(|e| fault(&e))?.trim() {
                 "" => (),
-                header if index == 0 && header == HEADER => (),
-                line => {
-                    let fault = |what| Error::invalid("csv log", format!("line {}: {what}", index + 1));
-                    events.push(line.parse().map_err(fault)?);
-                }
+                header if number == 1 && header == HEADER => (),
+                line => events.push(line.parse().map_err(|what: String| fault(&what))?),
             }
         }
         Ok(events)
@@ -144,18 +154,19 @@ impl FromStr for CsvEvent {
 
     /// Reads a line; the error says what is wrong with it.
     fn from_str(line: &str) -> Result<CsvEvent, String> {
-        let columns: Vec<&str> = line.split(',').map(str::trim).collect();
+        let columns: Vec<&str> = line.split(',').map(str::trim).take(COLUMNS + 1).collect();
         let &[thread, time, action, addr, bytes, stream] = columns.as_slice() else {
-            return Err(format!("it has {} columns, not the {COLUMNS} of {HEADER}", columns.len()));
+            return Err(format!("it has {} columns, not the {COLUMNS} of {HEADER}", line.split(',').count()));
         };
+        let wrong = |what, column, wanted| format!("{what} \"{}\" is not {wanted}", Excerpt(column));
         let known = CsvAction::ALL.into_iter().find(|a| a.name() == action);
         Ok(CsvEvent {
-            thread: thread.parse().map_err(|_| format!("thread {thread:?} is not a number"))?,
-            time_us: microseconds(time).ok_or_else(|| format!("time {time:?} is not like 23:59:59.999999"))?,
-            action: known.ok_or_else(|| format!("action {action:?} is not one of allocate, free, allocate failure"))?,
-            addr: hexadecimal(addr).ok_or_else(|| format!("pointer {addr:?} is not a hexadecimal number"))?,
-            bytes: bytes.parse().map_err(|_| format!("size {bytes:?} is not a number"))?,
-            stream: hexadecimal(stream).ok_or_else(|| format!("stream {stream:?} is not a hexadecimal number"))?,
+            thread: thread.parse().map_err(|_| wrong("thread", thread, "a number"))?,
+            time_us: microseconds(time).ok_or_else(|| wrong("time", time, "like 23:59:59.999999"))?,
+            action: known.ok_or_else(|| wrong("action", action, "one of allocate, free, allocate failure"))?,
+            addr: hexadecimal(addr).ok_or_else(|| wrong("pointer", addr, "a hexadecimal number"))?,
+            bytes: bytes.parse().map_err(|_| wrong("size", bytes, "a number"))?,
+            stream: hexadecimal(stream).ok_or_else(|| wrong("stream", stream, "a hexadecimal number"))?,
         })
     }
 }
@@ -170,7 +181,7 @@ fn hexadecimal(text: &str) -> Option<u64> {
 
 /// Of a time of day: RMM writes the microseconds behind a point or a colon, by its version.
 fn microseconds(text: &str) -> Option<u64> {
-    let parts: Vec<u64> = text.split([':', '.']).map(|part| part.parse().ok()).collect::<Option<_>>()?;
+    let parts: Vec<u64> = text.split([':', '.']).take(5).map(|part| part.parse().ok()).collect::<Option<_>>()?;
     match parts[..] {
         [h @ 0..24, m @ 0..60, s @ 0..=60, us @ 0..1_000_000] => Some(((h * 60 + m) * 60 + s) * 1_000_000 + us),
         _ => None,

@@ -12,7 +12,9 @@ mod check;
 mod collect;
 mod context;
 mod csv;
+mod frames;
 mod pickle;
+mod setting;
 mod snapshot;
 mod summary;
 #[cfg(test)]
@@ -24,9 +26,9 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 pub use context::{Context, annotate, annotations, with_context};
 pub use csv::{CsvAction, CsvEvent, CsvLog};
+pub use setting::Setting;
 pub use snapshot::{
-    Annotation, BlockInfo, BlockState, Frame, SegmentInfo, SegmentType, Setting, Snapshot, Stage, TraceAction,
-    TraceEntry,
+    Annotation, BlockInfo, BlockState, Frame, SegmentInfo, SegmentType, Snapshot, Stage, TraceAction, TraceEntry,
 };
 pub use summary::{Fragmentation, FreeSpace};
 

@@ -2,79 +2,119 @@
 //!
 //! serde-pickle's reader forgets a shared value after as many uses as it counted, but each use of a shared list uses
 //! what is shared inside it once more: snapshots, whose entries share their frames, then fail to load.
+//!
+//! With sharing a short pickle may stand for any amount of data. Frames, which many events have in common, are made once;
+//! everything else may be used about as often as the file has bytes.
 
+use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
+use std::sync::Arc;
 
-use serde_json::{Map, Number, Value};
+use serde::de::value::{Error, MapDeserializer, SeqDeserializer};
+use serde::de::{Deserialize, Deserializer, Error as _, IntoDeserializer, Visitor};
+use serde::forward_to_deserialize_any;
 
-/// The value that the pickle holds, with tuples as lists. Of the instructions, those that PyTorch's viewer knows.
-pub(super) fn read(bytes: &[u8]) -> Result<Value, String> {
-    let mut reader = Reader { bytes, nodes: Vec::new(), stack: Vec::new(), marks: Vec::new(), memo: HashMap::new() };
-    let root = reader.run()?;
-    reader.value(root, MAX_DEPTH, &mut MAX_VALUES.clone())
+use super::frames::{HANDED, SHARED};
+use super::snapshot::Frame;
+
+/// The value that the pickle holds. Of the instructions, those that PyTorch's viewer knows.
+pub(super) fn read<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Result<T, Error> {
+    let most_values = LEAST_VALUES + bytes.len() / BYTES_OF_A_VALUE;
+    let mut reader = Reader {
+        bytes,
+        values: most_values,
+        lists: Vec::new(),
+        stack: Vec::new(),
+        marks: Vec::new(),
+        memo: HashMap::new(),
+    };
+    let root = reader.run().map_err(Error::custom)?;
+    let pickle = Pickle {
+        lists: &reader.lists,
+        values: Cell::new(most_values),
+        frame_bytes: Cell::new(LEAST_FRAME_BYTES.saturating_add(bytes.len().saturating_mul(FRAME_BYTES_A_BYTE))),
+        frames: RefCell::default(),
+    };
+    T::deserialize(At { pickle: &pickle, item: root, depth: MAX_DEPTH })
 }
 
 /// Snapshots nest six deep. The bound keeps lists that contain themselves from going on for ever.
 const MAX_DEPTH: usize = 32;
-/// With sharing, a short pickle may stand for more values than there is memory for.
-const MAX_VALUES: usize = 1 << 28;
+/// A pickle has at most this many values, and one more for so many bytes. Without sharing a value has two bytes or more.
+const LEAST_VALUES: usize = 100_000;
+const BYTES_OF_A_VALUE: usize = 2;
+/// Text that counts as one value where it is copied.
+const TEXT: usize = 32;
+/// All different frames together take so many bytes, and so many for each byte of the file: a stack of shared frames is a
+/// list of references of 2 to 5 bytes each.
+const LEAST_FRAME_BYTES: usize = 16 << 20;
+const FRAME_BYTES_A_BYTE: usize = 48;
 
-/// Where a value is among the reader's nodes.
-type Id = usize;
-
-enum Node {
-    Leaf(Value),
-    List(Vec<Id>),
+/// A value: itself, or which of the reader's lists has its items.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+enum Item<'a> {
+    Null,
+    Bool(bool),
+    Int(i64),
+    /// By its bits.
+    Float(u64),
+    Text(&'a str),
+    List(u32),
     /// Keys and values in turn.
-    Dict(Vec<Id>),
+    Dict(u32),
 }
 
 struct Reader<'a> {
     bytes: &'a [u8],
-    nodes: Vec<Node>,
-    stack: Vec<Id>,
+    /// How many values there may still be.
+    values: usize,
+    lists: Vec<Vec<Item<'a>>>,
+    stack: Vec<Item<'a>>,
     marks: Vec<usize>,
-    memo: HashMap<usize, Id>,
+    memo: HashMap<u32, Item<'a>>,
 }
 
 impl<'a> Reader<'a> {
-    fn run(&mut self) -> Result<Id, String> {
+    fn run(&mut self) -> Result<Item<'a>, String> {
         loop {
             let opcode = self.take(1)?[0];
             match opcode {
                 b'.' => return self.pop(),
                 0x80 => _ = self.take(1)?, // PROTO
                 0x95 => _ = self.take(8)?, // FRAME
-                b'(' => self.marks.push(self.stack.len()),
-                b'N' => self.leaf(Value::Null),
-                0x88 => self.leaf(true),
-                0x89 => self.leaf(false),
+                b'(' => {
+                    self.spend()?;
+                    self.marks.push(self.stack.len());
+                }
+                b'N' => self.push(Item::Null)?,
+                0x88 => self.push(Item::Bool(true))?,
+                0x89 => self.push(Item::Bool(false))?,
                 b'J' => self.int(4, true)?,
                 b'K' => self.int(1, false)?,
                 b'M' => self.int(2, false)?,
                 0x8a => {
                     let n = self.size(1)?;
-                    self.int(n, true)?
+                    self.int(n as usize, true)?
                 }
                 b'G' => {
-                    let float = f64::from_be_bytes(self.take(8)?.try_into().map_err(|_| "cut short")?);
-                    self.leaf(Number::from_f64(float).map_or(Value::Null, Value::Number));
+                    let float = self.take(8)?.try_into().map_err(|_| "cut short")?;
+                    self.push(Item::Float(u64::from_be_bytes(float)))?;
                 }
                 b'X' => self.text(4)?,
                 0x8c => self.text(1)?,
-                b']' | b')' => self.push(Node::List(Vec::new())),
-                b'}' => self.push(Node::Dict(Vec::new())),
+                b']' | b')' => self.list(Vec::new(), Item::List)?,
+                b'}' => self.list(Vec::new(), Item::Dict)?,
                 b'l' | b't' => {
                     let items = self.marked()?;
-                    self.push(Node::List(items));
+                    self.list(items, Item::List)?;
                 }
                 b'd' => {
                     let items = self.marked()?;
-                    self.push(Node::Dict(items));
+                    self.list(items, Item::Dict)?;
                 }
                 0x85..=0x87 => {
                     let items = self.last(usize::from(opcode - 0x84))?;
-                    self.push(Node::List(items));
+                    self.list(items, Item::List)?;
                 }
                 b'a' => {
                     let items = self.last(1)?;
@@ -96,7 +136,7 @@ impl<'a> Reader<'a> {
                     let id = self.size(4)?;
                     self.memoize(id)?;
                 }
-                0x94 => self.memoize(self.memo.len())?,
+                0x94 => self.memoize(self.memo.len() as u32)?,
                 b'h' => {
                     let id = self.size(1)?;
                     self.recall(id)?;
@@ -116,8 +156,9 @@ impl<'a> Reader<'a> {
         Ok(head)
     }
 
-    fn size(&mut self, n: usize) -> Result<usize, String> {
-        Ok(self.take(n)?.iter().rev().fold(0, |size, byte| size << 8 | usize::from(*byte)))
+    /// A number of up to four bytes.
+    fn size(&mut self, n: usize) -> Result<u32, String> {
+        Ok(self.take(n)?.iter().rev().fold(0, |size, byte| size << 8 | u32::from(*byte)))
     }
 
     fn int(&mut self, n: usize, signed: bool) -> Result<(), String> {
@@ -126,78 +167,229 @@ impl<'a> Reader<'a> {
         let mut wide = [if negative { 0xff } else { 0 }; 16];
         wide.get_mut(..n).ok_or("an integer has more than 16 bytes")?.copy_from_slice(bytes);
         let value = i64::try_from(i128::from_le_bytes(wide)).map_err(|_| "an integer does not fit in 64 bits")?;
-        self.leaf(value);
-        Ok(())
+        self.push(Item::Int(value))
     }
 
     fn text(&mut self, n: usize) -> Result<(), String> {
         let n = self.size(n)?;
-        let text = std::str::from_utf8(self.take(n)?).map_err(|e| e.to_string())?;
-        self.leaf(text);
+        let text = std::str::from_utf8(self.take(n as usize)?).map_err(|e| e.to_string())?;
+        self.push(Item::Text(text))
+    }
+
+    fn spend(&mut self) -> Result<(), String> {
+        self.values = self.values.checked_sub(1).ok_or(TOO_MANY)?;
         Ok(())
     }
 
-    fn push(&mut self, node: Node) {
-        self.stack.push(self.nodes.len());
-        self.nodes.push(node);
+    fn push(&mut self, item: Item<'a>) -> Result<(), String> {
+        self.spend()?;
+        self.stack.push(item);
+        Ok(())
     }
 
-    fn leaf(&mut self, value: impl Into<Value>) {
-        self.push(Node::Leaf(value.into()));
+    fn list(&mut self, items: Vec<Item<'a>>, kind: fn(u32) -> Item<'a>) -> Result<(), String> {
+        let id = u32::try_from(self.lists.len()).map_err(|_| TOO_MANY)?;
+        self.lists.push(items);
+        self.push(kind(id))
     }
 
-    fn pop(&mut self) -> Result<Id, String> {
+    fn pop(&mut self) -> Result<Item<'a>, String> {
         self.stack.pop().ok_or_else(|| "an instruction finds nothing on the stack".into())
     }
 
-    fn last(&mut self, n: usize) -> Result<Vec<Id>, String> {
+    fn last(&mut self, n: usize) -> Result<Vec<Item<'a>>, String> {
         let rest = self.stack.len().checked_sub(n).ok_or("an instruction finds too little on the stack")?;
         Ok(self.stack.split_off(rest))
     }
 
-    fn marked(&mut self) -> Result<Vec<Id>, String> {
+    fn marked(&mut self) -> Result<Vec<Item<'a>>, String> {
         let mark = self.marks.pop().filter(|m| *m <= self.stack.len()).ok_or("an instruction finds no mark")?;
         Ok(self.stack.split_off(mark))
     }
 
     /// Adds to the list or dict on top of the stack.
-    fn extend(&mut self, items: Vec<Id>) -> Result<(), String> {
-        match self.stack.last().map(|id| &mut self.nodes[*id]) {
-            Some(Node::List(list) | Node::Dict(list)) => list.extend(items),
+    fn extend(&mut self, items: Vec<Item<'a>>) -> Result<(), String> {
+        match self.stack.last() {
+            Some(Item::List(id) | Item::Dict(id)) => self.lists[*id as usize].extend(items),
             _ => return Err("what is added to is neither list nor dict".into()),
         }
         Ok(())
     }
 
-    fn memoize(&mut self, key: usize) -> Result<(), String> {
+    fn memoize(&mut self, key: u32) -> Result<(), String> {
+        self.spend()?;
         let top = *self.stack.last().ok_or("an instruction finds nothing on the stack")?;
         self.memo.insert(key, top);
         Ok(())
     }
 
-    fn recall(&mut self, key: usize) -> Result<(), String> {
-        self.stack.push(*self.memo.get(&key).ok_or("a shared value is used before it is there")?);
-        Ok(())
+    fn recall(&mut self, key: u32) -> Result<(), String> {
+        let item = *self.memo.get(&key).ok_or("a shared value is used before it is there")?;
+        self.push(item)
+    }
+}
+
+const TOO_MANY: &str = "it holds too many values for its size";
+
+/// What has been read, and how much may still be made of it.
+struct Pickle<'r, 'a> {
+    lists: &'r [Vec<Item<'a>>],
+    values: Cell<usize>,
+    frame_bytes: Cell<usize>,
+    /// The stacks that were met, by the frames in them.
+    frames: RefCell<HashMap<&'r [Item<'a>], Arc<[Frame]>>>,
+}
+
+fn spend(budget: &Cell<usize>, n: usize) -> Result<(), Error> {
+    budget.set(budget.get().checked_sub(n).ok_or_else(|| Error::custom(TOO_MANY))?);
+    Ok(())
+}
+
+/// A value of a pickle, for serde.
+#[derive(Clone, Copy)]
+struct At<'r, 'a> {
+    pickle: &'r Pickle<'r, 'a>,
+    item: Item<'a>,
+    depth: usize,
+}
+
+impl<'r, 'a> At<'r, 'a> {
+    /// The items of a list or dict.
+    fn items(self, id: u32) -> Result<(&'r [Item<'a>], impl Fn(Item<'a>) -> At<'r, 'a>), Error> {
+        let depth = self.depth.checked_sub(1).ok_or_else(|| Error::custom("it is nested too deep"))?;
+        Ok((&self.pickle.lists[id as usize], move |item| At { item, depth, ..self }))
     }
 
-    fn value(&self, id: Id, depth: usize, budget: &mut usize) -> Result<Value, String> {
-        *budget = budget.checked_sub(1).ok_or("it holds too many values")?;
-        let depth = depth.checked_sub(1).ok_or("it is nested too deep")?;
-        match &self.nodes[id] {
-            Node::Leaf(value) => Ok(value.clone()),
-            Node::List(items) => items.iter().map(|item| self.value(*item, depth, budget)).collect(),
-            Node::Dict(items) => {
-                let mut map = Map::new();
-                for pair in items.chunks_exact(2) {
-                    let value = self.value(pair[1], depth, budget)?;
-                    match &self.nodes[pair[0]] {
-                        Node::Leaf(Value::String(key)) => map.insert(key.clone(), value),
-                        Node::Leaf(key) => map.insert(key.to_string(), value),
-                        _ => return Err("a dict has a key that is no text".into()),
-                    };
+    /// As a dict's key.
+    fn key(self) -> Result<String, Error> {
+        let key = match self.item {
+            Item::Text(text) => text.to_owned(),
+            Item::Int(int) => int.to_string(),
+            Item::Float(bits) => f64::from_bits(bits).to_string(),
+            Item::Bool(is) => is.to_string(),
+            Item::Null => "null".to_owned(),
+            Item::List(_) | Item::Dict(_) => return Err(Error::custom("a dict has a key that is no text")),
+        };
+        spend(&self.pickle.values, 1 + key.len() / TEXT)?;
+        Ok(key)
+    }
+
+    /// The frames in a list, made when they are met first.
+    fn frames(self) -> Result<Arc<[Frame]>, Error> {
+        spend(&self.pickle.values, 1)?;
+        let Item::List(id) = self.item else { return Err(Error::custom("frames are no list")) };
+        let (items, at) = self.items(id)?;
+        let is_frame =
+            |item: &Item| matches!(item, Item::Dict(id) if self.pickle.lists[*id as usize].len() <= FRAME_ITEMS);
+        if !items.iter().all(is_frame) {
+            return Err(Error::custom("a frame is no dict, or one of too many entries"));
+        }
+        if let Some(known) = self.pickle.frames.borrow().get(items) {
+            return Ok(Arc::clone(known));
+        }
+        // Shared frames do not count as values: what counts is what they take.
+        let values = self.pickle.values.get();
+        let mut frames = Vec::new();
+        for item in items {
+            self.pickle.values.set(FRAME_VALUES);
+            let frame = Frame::deserialize(at(*item))?;
+            spend(&self.pickle.frame_bytes, size_of::<Frame>() + frame.filename.len() + frame.name.len())?;
+            frames.push(frame);
+        }
+        self.pickle.values.set(values);
+        let frames: Arc<[Frame]> = frames.into();
+        self.pickle.frames.borrow_mut().insert(items, Arc::clone(&frames));
+        Ok(frames)
+    }
+}
+
+/// The keys and values of a frame: three each, and what versions of PyTorch add.
+const FRAME_ITEMS: usize = 64;
+/// What a frame may count: its names and text of a mebibyte.
+const FRAME_VALUES: usize = (1 << 20) / TEXT + FRAME_ITEMS;
+
+impl<'de> Deserializer<'de> for At<'_, 'de> {
+    type Error = Error;
+
+    fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Error> {
+        let text = if let Item::Text(text) = self.item { text.len() } else { 0 };
+        spend(&self.pickle.values, 1 + text / TEXT)?;
+        match self.item {
+            Item::Null => visitor.visit_unit(),
+            Item::Bool(is) => visitor.visit_bool(is),
+            Item::Int(int) => visitor.visit_i64(int),
+            Item::Float(bits) if f64::from_bits(bits).is_finite() => visitor.visit_f64(f64::from_bits(bits)),
+            Item::Float(_) => visitor.visit_unit(),
+            Item::Text(text) => visitor.visit_borrowed_str(text),
+            Item::List(id) => {
+                let (items, at) = self.items(id)?;
+                let mut items = SeqDeserializer::new(items.iter().map(|item| at(*item)));
+                let value = visitor.visit_seq(&mut items)?;
+                items.end()?;
+                Ok(value)
+            }
+            Item::Dict(id) => {
+                let (items, at) = self.items(id)?;
+                let mut wrong = None;
+                let pairs = items.chunks_exact(2).map_while(|pair| match at(pair[0]).key() {
+                    Ok(key) => Some((key, at(pair[1]))),
+                    Err(e) => {
+                        wrong = Some(e);
+                        None
+                    }
+                });
+                let value = visitor.visit_map(MapDeserializer::new(pairs));
+                match wrong {
+                    Some(e) => Err(e),
+                    None => value,
                 }
-                Ok(Value::Object(map))
             }
         }
+    }
+
+    fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Error> {
+        match self.item {
+            Item::Null => visitor.visit_none(),
+            _ => visitor.visit_some(self),
+        }
+    }
+
+    fn deserialize_enum<V: Visitor<'de>>(
+        self,
+        _: &'static str,
+        _: &'static [&'static str],
+        visitor: V,
+    ) -> Result<V::Value, Error> {
+        spend(&self.pickle.values, 1)?;
+        match self.item {
+            Item::Text(text) => visitor.visit_enum(text.into_deserializer()),
+            _ => Err(Error::custom("a name is no text")),
+        }
+    }
+
+    fn deserialize_newtype_struct<V: Visitor<'de>>(self, name: &'static str, visitor: V) -> Result<V::Value, Error> {
+        if name != SHARED {
+            return visitor.visit_newtype_struct(self);
+        }
+        HANDED.set(Some(self.frames()?));
+        visitor.visit_unit()
+    }
+
+    /// What nobody asked for is not looked at.
+    fn deserialize_ignored_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Error> {
+        visitor.visit_unit()
+    }
+
+    forward_to_deserialize_any! {
+        bool i8 i16 i32 i64 i128 u8 u16 u32 u64 u128 f32 f64 char str string bytes byte_buf unit unit_struct seq tuple
+        tuple_struct map struct identifier
+    }
+}
+
+impl<'a> IntoDeserializer<'a> for At<'_, 'a> {
+    type Deserializer = Self;
+
+    fn into_deserializer(self) -> Self {
+        self
     }
 }

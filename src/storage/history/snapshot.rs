@@ -5,18 +5,19 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::Arc;
 
 use serde::ser::{SerializeMap, SerializeStruct};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use super::pickle;
+use super::{Setting, frames, pickle};
 use crate::{Error, Result};
 
 /// The segments and blocks of some allocators, and the events that led there.
 ///
 /// ```
 /// use claystone::storage::{BlockInfo, BlockState, SegmentInfo, SegmentType, Snapshot};
-/// let block = |address, size, state| BlockInfo { address, size, requested_size: size, state, frames: vec![] };
+/// let block = |address, size, state| BlockInfo { address, size, requested_size: size, state, frames: [].into() };
 /// let segment = SegmentInfo {
 ///     device: 0,
 ///     address: 2 << 20,
@@ -25,7 +26,7 @@ use crate::{Error, Result};
 ///     segment_type: SegmentType::Small,
 ///     segment_pool_id: (0, 0),
 ///     is_expandable: false,
-///     frames: vec![],
+///     frames: [].into(),
 ///     blocks: vec![
 ///         block(2 << 20, 1 << 20, BlockState::ActiveAllocated),
 ///         block(3 << 20, 1 << 20, BlockState::Inactive),
@@ -77,8 +78,8 @@ pub struct SegmentInfo {
     #[serde(default)]
     pub is_expandable: bool,
     /// Where it was allocated.
-    #[serde(default)]
-    pub frames: Vec<Frame>,
+    #[serde(default, with = "frames")]
+    pub frames: Arc<[Frame]>,
     /// Its blocks: each begins where the one before ends.
     pub blocks: Vec<BlockInfo>,
 }
@@ -117,7 +118,7 @@ impl Serialize for SegmentInfo {
         s.serialize_field("allocated_size", &Int(self.allocated_size()))?;
         s.serialize_field("active_size", &Int(self.active_size()))?;
         s.serialize_field("requested_size", &Int(self.requested_size()))?;
-        s.serialize_field("frames", &self.frames)?;
+        s.serialize_field("frames", &*self.frames)?;
         s.serialize_field("blocks", &self.blocks)?;
         s.end()
     }
@@ -149,8 +150,8 @@ pub struct BlockInfo {
     /// Whether it is in use.
     pub state: BlockState,
     /// Where it was allocated.
-    #[serde(default)]
-    pub frames: Vec<Frame>,
+    #[serde(default, with = "frames")]
+    pub frames: Arc<[Frame]>,
 }
 
 /// Whether a block is in use.
@@ -182,7 +183,7 @@ pub struct TraceEntry {
     /// When, in microseconds since 1970.
     pub time_us: u64,
     /// Where in the program, the innermost first.
-    pub frames: Vec<Frame>,
+    pub frames: Arc<[Frame]>,
     /// The names given to [`with_context`](super::with_context), joined by slashes; empty for none.
     pub compile_context: String,
 }
@@ -204,8 +205,8 @@ struct TraceEntryFields {
     stream: u64,
     #[serde(default, with = "int")]
     time_us: u64,
-    #[serde(default)]
-    frames: Vec<Frame>,
+    #[serde(default, with = "frames")]
+    frames: Arc<[Frame]>,
     #[serde(default)]
     compile_context: Option<String>,
 }
@@ -233,7 +234,7 @@ impl Serialize for TraceEntry {
         map.serialize_entry("size", &Int(self.size))?;
         map.serialize_entry("stream", &Int(self.stream))?;
         map.serialize_entry("time_us", &Int(self.time_us))?;
-        map.serialize_entry("frames", &self.frames)?;
+        map.serialize_entry("frames", &*self.frames)?;
         let context = if self.compile_context.is_empty() { NO_CONTEXT } else { &self.compile_context };
         map.serialize_entry("compile_context", context)?;
         map.end()
@@ -301,26 +302,6 @@ pub enum Stage {
     End,
 }
 
-/// The value of a setting: integers are i64, because of the viewer.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(untagged)]
-pub enum Setting {
-    /// `True` or `False`.
-    Bool(bool),
-    /// A number of bytes or of anything else.
-    Int(i64),
-    /// A fraction.
-    Float(f64),
-    /// Text.
-    Text(String),
-    /// Values by index.
-    List(Vec<Setting>),
-    /// Values by name.
-    Map(BTreeMap<String, Setting>),
-    /// Not set.
-    None,
-}
-
 impl Snapshot {
     /// Python's pickle of it, protocol 3: opens in PyTorch's memory viewer.
     ///
@@ -341,10 +322,10 @@ impl Snapshot {
     /// Reads a pickle of [`to_pickle`](Snapshot::to_pickle) or of PyTorch. What claystone has no field for is ignored.
     ///
     /// # Errors
-    /// When it is no pickle, or not of a snapshot.
+    /// When it is no pickle, or not of a snapshot, or one that uses shared values so often that they would take far more
+    /// memory than the file.
     pub fn from_pickle(bytes: &[u8]) -> Result<Snapshot> {
-        let value = pickle::read(bytes).map_err(|e| unreadable("pickle", &e))?;
-        serde_json::from_value(value).map(Snapshot::complete).map_err(|e| unreadable("pickle", &e))
+        pickle::read(bytes).map(Snapshot::complete).map_err(|e| unreadable("pickle", &e))
     }
 
     /// Reads JSON of [`to_json`](Snapshot::to_json), or of PyTorch's snapshot dumped as JSON.
@@ -365,7 +346,7 @@ impl Snapshot {
             Format::Pickle => self.to_pickle()?,
             Format::Json => self.to_json()?.into_bytes(),
         };
-        std::fs::write(path, bytes).map_err(|e| Error::invalid("save", format!("{}: {e}", path.display())))
+        crate::file::replace(path, &bytes).map_err(|e| Error::invalid("save", format!("{}: {e}", path.display())))
     }
 
     /// Reads a file that [`save`](Snapshot::save) or PyTorch's `_dump_snapshot` wrote, by the ending of its name.

@@ -54,7 +54,7 @@ impl Trace {
     }
 
     /// Reads a file's bytes, whatever their format.
-    fn read(bytes: &[u8], name: &str) -> Result<Vec<Trace>, Fault> {
+    pub fn read(bytes: &[u8], name: &str) -> Result<Vec<Trace>, Fault> {
         let unknown = || format!("not a trace: those are {FORMATS}");
         let bad = |error: claystone::Error| Fault::from(error.to_string());
         if bytes.first() == Some(&PICKLE) {
@@ -95,9 +95,9 @@ impl Trace {
 
 /// What is wrong with a trace, and in which line (0: none in particular).
 #[derive(Debug, PartialEq, Eq)]
-struct Fault {
-    line: usize,
-    what: String,
+pub struct Fault {
+    pub line: usize,
+    pub what: String,
 }
 
 impl Fault {

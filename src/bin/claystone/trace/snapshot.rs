@@ -4,9 +4,9 @@
 //! the first event are not allocated by any: they are those that are freed without, and those that are live in the
 //! segments without. They are allocated first.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
-use claystone::storage::{BlockState, Snapshot, TraceAction, TraceEntry};
+use claystone::storage::{BlockState, SegmentInfo, Snapshot, TraceAction, TraceEntry};
 
 use super::{Builder, Fault, Hex, Trace};
 
@@ -22,15 +22,20 @@ pub(super) fn read(snapshot: &Snapshot, name: &str) -> Result<Vec<Trace>, Fault>
     if devices.is_empty() {
         return Err(Fault::from("the snapshot has neither events nor segments".to_owned()));
     }
+    let mut segments: HashMap<u32, Vec<&SegmentInfo>> = HashMap::new();
+    for segment in &snapshot.segments {
+        segments.entry(segment.device).or_default().push(segment);
+    }
+    let segments = |device| segments.get(&device).map_or(&[][..], Vec::as_slice);
     let one = devices.len() == 1;
     let name = |device| if one { name.to_owned() } else { format!("{name} (device {device})") };
-    devices.iter().map(|&device| trace(snapshot, device, name(device))).collect()
+    devices.iter().map(|&device| trace(snapshot, segments(device), device, name(device))).collect()
 }
 
-fn trace(snapshot: &Snapshot, device: u32, name: String) -> Result<Trace, Fault> {
+fn trace(snapshot: &Snapshot, segments: &[&SegmentInfo], device: u32, name: String) -> Result<Trace, Fault> {
     let steps = steps(snapshot.device_traces.get(device as usize).map_or(&[][..], Vec::as_slice));
     let mut trace = Builder::default();
-    for Of { address, bytes, stream } in alive_before(snapshot, device, &steps) {
+    for Of { address, bytes, stream } in alive_before(segments, &steps) {
         trace.allocate(address, bytes, stream, Hex(address))?;
     }
     for Step { index, frees, of: Of { address, bytes, stream } } in steps {
@@ -44,7 +49,7 @@ fn trace(snapshot: &Snapshot, device: u32, name: String) -> Result<Trace, Fault>
 }
 
 /// The blocks that were live before the first step, each once.
-fn alive_before(snapshot: &Snapshot, device: u32, steps: &[Step]) -> Vec<Of> {
+fn alive_before(segments: &[&SegmentInfo], steps: &[Step]) -> Vec<Of> {
     let mut before = Vec::new();
     let mut met = HashSet::new(); // only the first step of an address can tell of the time before
     for step in steps {
@@ -52,7 +57,7 @@ fn alive_before(snapshot: &Snapshot, device: u32, steps: &[Step]) -> Vec<Of> {
             before.push(step.of);
         }
     }
-    for segment in snapshot.segments.iter().filter(|segment| segment.device == device) {
+    for segment in segments {
         for block in segment.blocks.iter().filter(|block| block.state == BlockState::ActiveAllocated) {
             if met.insert(block.address) {
                 before.push(Of { address: block.address, bytes: block.requested_size, stream: segment.stream });

@@ -40,7 +40,7 @@ const CSV: &str = "Thread,Time,Action,Pointer,Size,Stream
 ";
 
 fn entry(action: TraceAction, addr: u64, size: u64) -> TraceEntry {
-    TraceEntry { action, addr, size, stream: 0, time_us: 0, frames: vec![], compile_context: String::new() }
+    TraceEntry { action, addr, size, stream: 0, time_us: 0, frames: [].into(), compile_context: String::new() }
 }
 
 fn snapshot(entries: Vec<TraceEntry>, live: &[(u64, u64)]) -> Snapshot {
@@ -49,7 +49,7 @@ fn snapshot(entries: Vec<TraceEntry>, live: &[(u64, u64)]) -> Snapshot {
         size: 1024,
         requested_size,
         state: BlockState::ActiveAllocated,
-        frames: vec![],
+        frames: [].into(),
     };
     let segment = SegmentInfo {
         device: 0,
@@ -59,7 +59,7 @@ fn snapshot(entries: Vec<TraceEntry>, live: &[(u64, u64)]) -> Snapshot {
         segment_type: SegmentType::Small,
         segment_pool_id: (0, 0),
         is_expandable: false,
-        frames: vec![],
+        frames: [].into(),
         blocks: live.iter().map(block).collect(),
     };
     Snapshot { segments: vec![segment], device_traces: vec![entries], ..Default::default() }

@@ -2,6 +2,9 @@
 
 use super::{Builder, Fault, Trace};
 
+/// How many characters of a line errors quote.
+const QUOTED: usize = 80;
+
 /// Whether a line looks like one of this format.
 pub(super) fn is_event(line: &str) -> bool {
     matches!(line.split_whitespace().next(), Some("a" | "f"))
@@ -17,18 +20,19 @@ pub(super) fn read(text: &str, name: &str) -> Result<Trace, Fault> {
 
 fn event(trace: &mut Builder, line: &str) -> Result<(), String> {
     let code = line.split('#').next().unwrap_or_default();
-    let words: Vec<&str> = code.split_whitespace().collect();
+    // One word more than an event has tells that there are too many.
+    let words: Vec<&str> = code.split_whitespace().take(4).collect();
     match words[..] {
         [] => Ok(()),
         ["a", id, bytes] => {
-            let size = bytes.parse().map_err(|_| format!("'{bytes}' is not a number of bytes"))?;
+            let size = bytes.parse().map_err(|_| format!("'{bytes:.QUOTED$}' is not a number of bytes"))?;
             trace.allocate(number(id)?, size, 0, format_args!("block {id}"))
         }
         ["f", id] => trace.free(number(id)?, format_args!("block {id}")),
-        _ => Err(format!("'{}' is neither 'a ID BYTES' nor 'f ID'", words.join(" "))),
+        _ => Err(format!("'{:.QUOTED$}' is neither 'a ID BYTES' nor 'f ID'", code.trim())),
     }
 }
 
 fn number(id: &str) -> Result<u64, String> {
-    id.parse().map_err(|_| format!("'{id}' is not the number of a block"))
+    id.parse().map_err(|_| format!("'{id:.QUOTED$}' is not the number of a block"))
 }

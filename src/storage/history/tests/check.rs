@@ -137,7 +137,7 @@ fn pages_merge_and_split() -> Result<()> {
         size: 4096,
         requested_size: 0,
         state: BlockState::Inactive,
-        frames: vec![],
+        frames: [].into(),
     };
     let template = whole()?.segments[0].clone();
     let segment = |address| SegmentInfo { address, total_size: 4096, blocks: vec![page(address)], ..template.clone() };

@@ -99,7 +99,7 @@ fn context_by_level() -> Result<()> {
 
 #[test]
 fn contexts_nest_and_end() {
-    let names = |c: Context| c.frames().into_iter().map(|f| f.name).collect::<Vec<_>>();
+    let names = |c: Context| c.frames().iter().map(|f| f.name.clone()).collect::<Vec<_>>();
     let inner = with_context("a", || with_context("b", || with_context("ö", Context::current)));
     assert_eq!((names(inner), inner.path()), (vec!["ö".into(), "b".into(), "a".into()], "a/b/ö".into()));
     assert_eq!(with_context("a", || with_context("b", || with_context("ö", Context::current))), inner, "known already");

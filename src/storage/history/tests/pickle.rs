@@ -1,6 +1,7 @@
 //! What is written, read back by others: a small unpickler of the instructions that PyTorch's viewer knows, and Python.
 
 use std::process::Command;
+use std::sync::Arc;
 
 use serde_json::{Map, Value, json};
 
@@ -180,9 +181,10 @@ fn reads_pytorchs() -> Result<()> {
     assert_eq!(segment.blocks[1].address, 0x7f12_3400_0400, "filled in");
     assert_eq!(segment.blocks[1].state, BlockState::ActivePendingFree, "by its old name");
     let frame = Frame { filename: "train.py".into(), line: 12, name: "step".into() };
-    assert_eq!(segment.blocks[0].frames, std::slice::from_ref(&frame));
+    assert_eq!(*segment.blocks[0].frames, [frame.clone()]);
     let trace = &snapshot.device_traces[0];
-    assert_eq!(trace[1].frames, [frame]);
+    assert_eq!(*trace[1].frames, [frame]);
+    assert!(Arc::ptr_eq(&segment.blocks[0].frames, &trace[1].frames), "stacks of the same frames are one");
     assert_eq!((trace[3].action, trace[3].addr), (TraceAction::Oom, 5 << 30));
     assert_eq!(snapshot.allocator_settings["max_split_size"], Setting::Int(-1));
     Ok(())

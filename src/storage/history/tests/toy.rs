@@ -186,11 +186,11 @@ fn segment(address: u64, total_size: u64, stream: u64) -> SegmentInfo {
         segment_type: if total_size == PAGE { SegmentType::Small } else { SegmentType::Large },
         segment_pool_id: (0, stream as i64 % 2),
         is_expandable: false,
-        frames: vec![],
+        frames: [].into(),
         blocks: vec![free_block(address, total_size)],
     }
 }
 
 fn free_block(address: u64, size: u64) -> BlockInfo {
-    BlockInfo { address, size, requested_size: 0, state: BlockState::Inactive, frames: vec![] }
+    BlockInfo { address, size, requested_size: 0, state: BlockState::Inactive, frames: [].into() }
 }

@@ -1,0 +1,108 @@
+//! Files that are replaced as a whole: whoever opens one finds the old contents or the new, whatever happens meanwhile.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+use tempfile::NamedTempFile;
+
+/// How many links a name may go through, as on Linux.
+const LINKS: usize = 40;
+
+/// A file that takes its name in [`commit`](NewFile::commit), once all of it is on the disk; until then whatever has the
+/// name keeps it, and a file that is dropped before leaves nothing behind.
+pub(crate) enum NewFile {
+    /// Written beside the file that it replaces, under an unpredictable name that nothing had.
+    Temporary { file: NamedTempFile, target: PathBuf },
+    /// A pipe or a device, which is written to and never replaced.
+    Stream(File),
+}
+
+impl NewFile {
+    /// Begins a file with the mode that creating it would give, or the mode and the owner of the file that it replaces. A
+    /// link stays, and the file that it names is replaced.
+    pub(crate) fn create(path: &Path) -> io::Result<NewFile> {
+        let target = behind_links(path);
+        // A file that may not be written to, and a folder, are refused as if they were opened to be overwritten.
+        let old = match OpenOptions::new().write(true).open(&target) {
+            Ok(old) => Some(old),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => None,
+            Err(e) => return Err(e),
+        };
+        let attributes = old.as_ref().map(File::metadata).transpose()?;
+        if let (Some(old), Some(attributes)) = (old, &attributes)
+            && !attributes.is_file()
+        {
+            return Ok(NewFile::Stream(old));
+        }
+        let mut temporary = tempfile::Builder::new();
+        temporary.prefix(".claystone-").suffix(".tmp");
+        #[cfg(unix)]
+        temporary.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666)); // less the process's umask
+        let file = temporary.tempfile_in(folder(&target))?;
+        if let Some(attributes) = attributes {
+            #[cfg(unix)]
+            {
+                use std::os::unix::fs::MetadataExt;
+                // Only root may give files away; for others the file becomes their own.
+                let _ = std::os::unix::fs::fchown(file.as_file(), Some(attributes.uid()), Some(attributes.gid()));
+            }
+            file.as_file().set_permissions(attributes.permissions())?;
+        }
+        Ok(NewFile::Temporary { file, target })
+    }
+
+    /// Gives the file its name, after its contents are on the disk.
+    pub(crate) fn commit(self) -> io::Result<()> {
+        let NewFile::Temporary { file, target } = self else { return Ok(()) };
+        file.as_file().sync_all()?;
+        file.persist(&target)?;
+        // Not every file system can sync a folder; without it a crash of the machine may bring the old file back, whole.
+        let _ = File::open(folder(&target)).and_then(|folder| folder.sync_all());
+        Ok(())
+    }
+
+    fn file(&mut self) -> &mut File {
+        match self {
+            NewFile::Temporary { file, .. } => file.as_file_mut(),
+            NewFile::Stream(file) => file,
+        }
+    }
+}
+
+impl Write for NewFile {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.file().write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.file().flush()
+    }
+}
+
+impl Seek for NewFile {
+    fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
+        self.file().seek(to)
+    }
+}
+
+/// Writes a file whole or not at all.
+pub(crate) fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let mut file = NewFile::create(path)?;
+    file.write_all(bytes)?;
+    file.commit()
+}
+
+/// The file that a name stands for, there or not: opening a link for writing creates the file that it names.
+fn behind_links(path: &Path) -> PathBuf {
+    let mut target = path.to_owned();
+    for _ in 0..LINKS {
+        let Ok(next) = fs::read_link(&target) else { break };
+        target = folder(&target).join(next);
+    }
+    target
+}
+
+fn folder(path: &Path) -> &Path {
+    path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}

@@ -1,0 +1,42 @@
+//! Frames in files. Events and blocks share them in memory, as they do in PyTorch's pickles.
+
+use std::cell::Cell;
+use std::fmt;
+use std::sync::Arc;
+
+use serde::de::{Error, Visitor};
+use serde::{Deserialize, Deserializer, Serializer};
+
+use super::snapshot::Frame;
+
+/// What frames are called for the reader of pickles, which has them already.
+pub(super) const SHARED: &str = "claystone frames";
+
+thread_local! {
+    /// From the reader of pickles to the visitor below: between them serde passes plain data only.
+    pub(super) static HANDED: Cell<Option<Arc<[Frame]>>> = const { Cell::new(None) };
+}
+
+pub(super) fn serialize<S: Serializer>(frames: &Arc<[Frame]>, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_seq(frames.iter())
+}
+
+pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Arc<[Frame]>, D::Error> {
+    struct Frames;
+    impl<'de> Visitor<'de> for Frames {
+        type Value = Arc<[Frame]>;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("a list of frames")
+        }
+
+        fn visit_newtype_struct<D: Deserializer<'de>>(self, deserializer: D) -> Result<Arc<[Frame]>, D::Error> {
+            Vec::deserialize(deserializer).map(Into::into)
+        }
+
+        fn visit_unit<E: Error>(self) -> Result<Arc<[Frame]>, E> {
+            HANDED.take().ok_or_else(|| E::custom("there are no frames"))
+        }
+    }
+    deserializer.deserialize_newtype_struct(SHARED, Frames)
+}

@@ -1,0 +1,82 @@
+//! The values of an allocator's settings in a snapshot.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use serde::Serialize;
+use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
+
+/// The value of a setting: integers are i64, because of the viewer.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(untagged)]
+pub enum Setting {
+    /// `True` or `False`.
+    Bool(bool),
+    /// A number of bytes or of anything else.
+    Int(i64),
+    /// A fraction.
+    Float(f64),
+    /// Text.
+    Text(String),
+    /// Values by index.
+    List(Vec<Setting>),
+    /// Values by name.
+    Map(BTreeMap<String, Setting>),
+    /// Not set.
+    None,
+}
+
+/// What serde derives for such an enum first keeps a value in a form of many times its size.
+impl<'de> Deserialize<'de> for Setting {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Setting, D::Error> {
+        struct Value;
+        impl<'de> Visitor<'de> for Value {
+            type Value = Setting;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a setting")
+            }
+
+            fn visit_bool<E: Error>(self, is: bool) -> Result<Setting, E> {
+                Ok(Setting::Bool(is))
+            }
+
+            fn visit_i64<E: Error>(self, int: i64) -> Result<Setting, E> {
+                Ok(Setting::Int(int))
+            }
+
+            fn visit_u64<E: Error>(self, int: u64) -> Result<Setting, E> {
+                Ok(i64::try_from(int).map_or(Setting::Float(int as f64), Setting::Int))
+            }
+
+            fn visit_f64<E: Error>(self, float: f64) -> Result<Setting, E> {
+                Ok(Setting::Float(float))
+            }
+
+            fn visit_str<E: Error>(self, text: &str) -> Result<Setting, E> {
+                Ok(Setting::Text(text.to_owned()))
+            }
+
+            fn visit_unit<E: Error>(self) -> Result<Setting, E> {
+                Ok(Setting::None)
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Setting, A::Error> {
+                let mut list = Vec::new();
+                while let Some(item) = items.next_element()? {
+                    list.push(item);
+                }
+                Ok(Setting::List(list))
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<Setting, A::Error> {
+                let mut map = BTreeMap::new();
+                while let Some((name, value)) = entries.next_entry()? {
+                    map.insert(name, value);
+                }
+                Ok(Setting::Map(map))
+            }
+        }
+        deserializer.deserialize_any(Value)
+    }
+}

@@ -1,0 +1,139 @@
+//! What mutations begin with: whole files of each format, written by the library and by hand.
+
+use std::io::{Cursor, Write};
+
+use claystone::nn::StateDict;
+use claystone::storage::{Config, CsvAction, CsvLog, HistoryOptions, Snapshot, annotate, with_context};
+use claystone::{DType, Device, Tensor, io};
+use zip::write::SimpleFileOptions;
+use zip::{CompressionMethod, ZipWriter};
+
+/// The whole inputs of a reader.
+pub fn of(name: &str) -> Vec<Vec<u8>> {
+    let texts = |texts: &[&str]| texts.iter().map(|text| text.as_bytes().to_vec()).collect();
+    match name {
+        "npy" => npys(),
+        "npz" => {
+            vec![written("x.npz"), zip(CompressionMethod::Deflated, &npys()), zip(CompressionMethod::Stored, &npys())]
+        }
+        "safetensors" | "mapped" => vec![written("x.safetensors")],
+        "pickle" => vec![snapshot().to_pickle().unwrap(), PYTORCH.to_vec(), shared(3, 4)],
+        "json" => vec![snapshot().to_json().unwrap().into_bytes()],
+        "csv" => vec![log()],
+        "traces" => {
+            let mut all = vec![log(), snapshot().to_pickle().unwrap(), snapshot().to_json().unwrap().into_bytes()];
+            all.extend(texts(&["# a step\na 7 1000\na 8 600 # bytes\nf 7\na 9 0\na 7 300\nf 9\nf 8\n"]));
+            all
+        }
+        "config" => {
+            let keys = Config::KEYS.iter().map(|key| format!("{}:{}", key.name, key.default_value()));
+            let lists = "roundup_power2_divisions:[64:8,256:4,>:1],decay_ms:20,segments:pytorch,pool_overfit:1.5";
+            let all = "max_split_size_mb:20,garbage_collection_threshold:0.5,backend:pool,memory_limit_mb:100";
+            keys.map(String::into_bytes).chain(texts(&[lists, all])).collect()
+        }
+        "device" => texts(&["cpu", "opencl:0", "opencl", "opencl:4294967295", "f32", "bf16"]),
+        "einsum" => texts(&["abc,bcd->ad", "...c,...cd", "iji->j", "abc->", "a b c , c b a -> c a b"]),
+        _ => unreachable!("{name} is no reader"),
+    }
+}
+
+const PYTORCH: &[u8] = include_bytes!("../../src/storage/history/tests/pytorch.pickle");
+
+/// An npy file of this version with this literal as its header.
+pub fn npy(version: u8, literal: &str, elements: &[u8]) -> Vec<u8> {
+    let length = (literal.len() as u32).to_le_bytes();
+    let length = if version == 1 { &length[..2] } else { &length[..] };
+    [b"\x93NUMPY", &[version, 0][..], length, literal.as_bytes(), elements].concat()
+}
+
+/// The literal of an array of bytes.
+pub fn literal(shape: &str) -> String {
+    format!("{{'descr': '|u1', 'fortran_order': False, 'shape': {shape}, }}")
+}
+
+fn npys() -> Vec<Vec<u8>> {
+    let turned = "{'descr': '>i4', 'fortran_order': True, 'shape': (2, 3), }";
+    let halves = "{\"shape\": (2L,), \"descr\": \"<f2\", \"fortran_order\": False}";
+    vec![
+        npy(1, turned, &[7; 24]),
+        npy(2, halves, &[1; 4]),
+        npy(3, &literal("()"), &[1]),
+        npy(1, &literal("(30000,)"), &[0; 30000]),
+    ]
+}
+
+/// An archive of these files, which takes few bytes for many zeros if it is compressed.
+pub fn zip(method: CompressionMethod, files: &[Vec<u8>]) -> Vec<u8> {
+    let mut archive = ZipWriter::new(Cursor::new(Vec::new()));
+    for (i, file) in files.iter().enumerate() {
+        let options = SimpleFileOptions::default().compression_method(method);
+        archive.start_file(format!("{i}.npy"), options).unwrap();
+        archive.write_all(file).unwrap();
+    }
+    archive.finish().unwrap().into_inner()
+}
+
+/// A file of tensors of all dtypes.
+fn written(name: &str) -> Vec<u8> {
+    let folder = tempfile::tempdir().unwrap();
+    let tensor =
+        |dtype| Tensor::arange(0, 6, 1, Device::Cpu).unwrap().reshape([2, 3]).unwrap().to_dtype(dtype).unwrap();
+    let state: StateDict = DType::ALL.into_iter().map(|dtype| (format!("layer.{dtype}"), tensor(dtype))).collect();
+    io::save(folder.path().join(name), &state).unwrap();
+    std::fs::read(folder.path().join(name)).unwrap()
+}
+
+/// What the CPU device holds while a few tensors are made and dropped.
+fn snapshot() -> Snapshot {
+    Device::Cpu.record_memory_history(HistoryOptions::default()).unwrap();
+    let _kept = annotate("setup", || with_context("input", || Tensor::ones(&[64, 64], Device::Cpu))).unwrap();
+    for n in 1..4 {
+        with_context("step", || Tensor::zeros(1000 * n, Device::Cpu)).unwrap();
+    }
+    Device::Cpu.memory_snapshot().unwrap()
+}
+
+fn log() -> Vec<u8> {
+    struct Bytes<'a>(&'a mut Vec<u8>);
+    impl Write for Bytes<'_> {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            self.0.write(bytes)
+        }
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+    let mut bytes = Vec::new();
+    let log = CsvLog::new(Bytes(&mut bytes)).unwrap();
+    for (action, addr) in [
+        (CsvAction::Allocate, 512),
+        (CsvAction::Allocate, 1024),
+        (CsvAction::Free, 512),
+        (CsvAction::AllocateFailure, 0),
+        (CsvAction::Allocate, 512),
+    ] {
+        log.log(action, addr, 500, 1).unwrap();
+    }
+    drop(log);
+    bytes
+}
+
+/// A pickle of a snapshot with one setting: a list that holds the list inside it `fold` times, `depth` times over.
+pub fn shared(depth: u8, fold: usize) -> Vec<u8> {
+    fn list(depth: u8, fold: usize) -> Vec<u8> {
+        let Some(inner) = depth.checked_sub(1) else { return b"]q\x00".to_vec() };
+        let more = [b'h', inner].repeat(fold - 1);
+        [&b"]("[..], &list(inner, fold), &more, &[b'e', b'q', depth]].concat()
+    }
+    pickled("allocator_settings", &[&b"}("[..], &text("a"), &list(depth, fold), b"u"].concat())
+}
+
+/// A pickle of a snapshot without segments and with this value under this name.
+pub fn pickled(name: &str, value: &[u8]) -> Vec<u8> {
+    [&b"\x80\x02}("[..], &text("segments"), b"]", &text(name), value, b"u."].concat()
+}
+
+/// A short text as the instruction that pushes it.
+pub fn text(text: &str) -> Vec<u8> {
+    [&b"X"[..], &(text.len() as u32).to_le_bytes(), text.as_bytes()].concat()
+}

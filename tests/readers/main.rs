@@ -1,0 +1,223 @@
+//! Readers of files and text: whatever the bytes, no panic, no more memory than there is data, and an error of one sentence.
+//!
+//! Mutations of whole inputs: 2,000 a reader, or `CLAYSTONE_MUTATIONS`.
+
+mod corpus;
+mod mutate;
+mod targets;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use claystone::storage::{Config, CsvEvent, Snapshot};
+use claystone::{Device, Result, Tensor, io};
+use corpus::{literal, npy, pickled, shared, text, zip};
+use mutate::{Random, mutated};
+use peak_alloc::PeakAlloc;
+use targets::TARGETS;
+use zip::CompressionMethod::{Deflated, Stored};
+
+#[global_allocator]
+static HEAP: PeakAlloc = PeakAlloc;
+
+/// What a reader may take beyond the size of its input.
+const SLACK: usize = 64 << 20;
+
+/// Memory is the whole process's: one test at a time.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    let guard = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    Device::Cpu.empty_cache().unwrap();
+    guard
+}
+
+/// The most memory, on the heap and of the CPU device, that was taken while `f` ran.
+fn peak<R>(f: impl FnOnce() -> R) -> (usize, R) {
+    Device::Cpu.reset_peak_stats().unwrap();
+    let before = HEAP.current_usage();
+    HEAP.reset_peak_usage();
+    let result = f();
+    let heap = HEAP.peak_usage() - before;
+    (heap + Device::Cpu.memory_stats().unwrap().reserved_bytes.peak as usize, result)
+}
+
+#[test]
+fn no_mutation_makes_a_reader_panic_or_take_much_memory() {
+    let _alone = alone();
+    let count: u64 = std::env::var("CLAYSTONE_MUTATIONS").map_or(2000, |n| n.parse().unwrap());
+    let only = std::env::var("CLAYSTONE_READER").ok();
+    for (name, run) in TARGETS.into_iter().filter(|(name, _)| only.as_deref().is_none_or(|only| only == *name)) {
+        let whole = corpus::of(name);
+        whole.iter().for_each(|bytes| run(bytes));
+        let mut random = Random(0);
+        let (mut most, mut longest, begun) = (0, Duration::ZERO, Instant::now());
+        for i in 0..count {
+            let input = mutated(&mut random, &whole);
+            let started = Instant::now();
+            let (taken, outcome) = peak(|| catch_unwind(AssertUnwindSafe(|| run(&input))));
+            longest = longest.max(started.elapsed());
+            most = most.max(taken.saturating_sub(input.len()));
+            if outcome.is_err() || taken > input.len() + SLACK {
+                let path = std::env::temp_dir().join(format!("claystone-{name}.input"));
+                std::fs::write(&path, &input).unwrap();
+                panic!("{name}: mutation {i}, which is in {}: {taken} bytes, {outcome:?}", path.display());
+            }
+        }
+        println!("{name}: {count} inputs in {:.1?}, at most {most} bytes, {longest:.1?} for one", begun.elapsed());
+    }
+}
+
+/// What reading `bytes` as a file of this name gives, within the bounds.
+#[track_caller]
+fn bounded<T>(name: &str, bytes: &[u8], read: impl FnOnce(&std::path::Path) -> Result<T>) -> Result<T> {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join(name);
+    std::fs::write(&path, bytes).unwrap();
+    let (taken, outcome) = peak(|| read(&path));
+    assert!(taken <= bytes.len() + SLACK, "{taken} bytes for a file of {}", bytes.len());
+    outcome
+}
+
+#[track_caller]
+fn refused<T>(outcome: Result<T>, why: &str) {
+    let error = outcome.err().expect("it is damaged").to_string();
+    assert!(error.contains(why) && error.len() < 3000, "{error}");
+}
+
+#[test]
+fn headers_are_not_believed_beyond_the_file() {
+    let _alone = alone();
+    let read_npy = |bytes: &[u8]| bounded("x.npy", bytes, |path| io::read_npy(path, Device::Cpu));
+    let mut long = npy(2, &literal("(1,)"), &[1]);
+    long[8..12].copy_from_slice(&u32::MAX.to_le_bytes());
+    refused(read_npy(&long), "longer than any array's");
+    refused(read_npy(&npy(1, &literal("(9000000000,)"), &[1; 8 << 20])), "ends before");
+    refused(read_npy(&npy(1, &"(".repeat(60_000), &[])), "header");
+    refused(read_npy(&npy(1, &literal(&format!("({})", "0,".repeat(20_000))), &[])), "dims");
+    let load = |bytes: &[u8]| bounded("x.safetensors", bytes, |path| io::load(path, Device::Cpu));
+    let file = |header: &str| [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat();
+    let sizes = format!("[{}0]", "0,".repeat(1 << 20));
+    refused(load(&file(&format!(r#"{{"a":{{"dtype":"U8","shape":{sizes},"data_offsets":[0,0]}}}}"#))), "dims");
+    refused(load(&file(&"[".repeat(1 << 20))), "x.safetensors");
+    let one = r#""a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}"#;
+    refused(load(&file(&format!("{{{one},{one}}}"))), "twice");
+}
+
+#[test]
+fn archives_hold_what_they_say_before_memory_is_taken() {
+    let _alone = alone();
+    let load = |bytes: &[u8]| bounded("x.npz", bytes, |path| io::load(path, Device::Cpu));
+    // A header of 200 MiB of spaces, in as many KiB.
+    let header = npy(2, &" ".repeat(200 << 20), &[]);
+    refused(load(&zip(Deflated, &[header])), "longer than any array's");
+    // 200 MiB of zeros: whole they are read, and damaged they take no memory.
+    let zeros = npy(1, &literal("(209715200,)"), &vec![0; 200 << 20]);
+    let mut archive = zip(Deflated, &[zeros]);
+    assert!(archive.len() < 1 << 20);
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("x.npz"), &archive).unwrap();
+    let state = io::load(folder.path().join("x.npz"), Device::Cpu).unwrap();
+    assert_eq!(state.get("0").unwrap().sum((), false).unwrap().item::<i64>().unwrap(), 0);
+    drop(state);
+    Device::Cpu.empty_cache().unwrap();
+    let end = archive.len() - 500;
+    archive[end] ^= 0x55;
+    refused(load(&archive), "x.npz");
+    // An array of more than its entry has, and an entry of more than is there.
+    refused(load(&zip(Stored, &[npy(1, &literal("(1000000000,)"), &[0; 100])])), "ends before");
+    let small = npy(1, &literal("(3,)"), &[1, 2, 3]);
+    let mut long = zip(Deflated, &[small.clone()]);
+    let directory = long.windows(4).rposition(|w| w == b"PK\x01\x02").unwrap();
+    long[directory + 24..directory + 28].copy_from_slice(&0xf000_0000_u32.to_le_bytes());
+    refused(load(&long), "x.npz");
+    refused(load(&overlapping(&zip(Stored, &[small]))), "overlap");
+}
+
+/// The archive of one file with its entry in the directory twice.
+fn overlapping(archive: &[u8]) -> Vec<u8> {
+    let directory = archive.windows(4).rposition(|w| w == b"PK\x01\x02").unwrap();
+    let end = archive.windows(4).rposition(|w| w == b"PK\x05\x06").unwrap();
+    let (entry, mut tail) = (&archive[directory..end], archive[end..].to_vec());
+    let mut second = entry.to_vec();
+    let name = second.windows(5).position(|w| w == b"0.npy").unwrap();
+    second[name] = b'1';
+    tail[8..12].copy_from_slice(&[2, 0, 2, 0]);
+    tail[12..16].copy_from_slice(&(2 * entry.len() as u32).to_le_bytes());
+    [&archive[..end], &second, &tail].concat()
+}
+
+#[test]
+fn pickles_that_share_values_are_bounded() {
+    let _alone = alone();
+    let read = |bytes: &[u8]| {
+        let (taken, outcome) = peak(|| Snapshot::from_pickle(bytes));
+        assert!(taken <= bytes.len() + SLACK, "{taken} bytes for a pickle of {}", bytes.len());
+        outcome
+    };
+    assert_eq!(read(&shared(3, 4)).unwrap().allocator_settings.len(), 1);
+    refused(read(&shared(5, 200)), "too many values");
+    refused(read(&shared(40, 2)), "nested too deep");
+    refused(read(&b"(".repeat(1 << 20)), "too many values");
+    refused(read(&b"]".repeat(1 << 20)), "too many values");
+    // A list that holds itself.
+    refused(read(&pickled("allocator_settings", &[&b"}("[..], &text("a"), b"]q\x00h\x00au"].concat())), "too deep");
+    // An event with a hundred thousand frames of a long name, used over and over.
+    let frame = [&b"}("[..], &text("filename"), &text(&"x".repeat(10_000)), &text("line"), b"K\x01"].concat();
+    let frame = [&frame[..], &text("name"), &text("f"), b"uq\x00"].concat();
+    let stack = [&b"]("[..], &frame, &b"h\x00".repeat(100_000), b"e"].concat();
+    let event = [&b"}("[..], &text("action"), &text("alloc"), &text("size"), b"K\x01"].concat();
+    let event = [&event[..], &text("frames"), &stack, b"uq\x01"].concat();
+    let traces = [&b"](]("[..], &event, &b"h\x01".repeat(100_000), b"ee"].concat();
+    refused(read(&pickled("device_traces", &traces)), "too many values");
+}
+
+/// As PyTorch writes them: every event has a list of its own, of frames that all of them share.
+#[test]
+fn stacks_that_events_have_in_common_are_kept_once() {
+    let _alone = alone();
+    let mut frames = Vec::new();
+    for i in 0..100u8 {
+        let head = [&b"}("[..], &text("filename"), &text(&"x".repeat(100)), &text("line"), b"K\x01"].concat();
+        frames.extend([&head[..], &text("name"), &text("function"), &[b'u', b'q', i]].concat());
+    }
+    let recalled: Vec<u8> = (0..100u8).flat_map(|i| [b'h', i]).collect();
+    let event = [&b"}("[..], &text("action"), &text("alloc"), &text("size"), b"K\x01"].concat();
+    let event = [&event[..], &text("frames"), b"](", &recalled, b"eu"].concat();
+    // The frames come first, in a setting that nobody reads.
+    let first = [&text("frames")[..], b"](", &frames, b"e"].concat();
+    let value = [&b"](]("[..], &event.repeat(20_000), b"ee"].concat();
+    let pickle = pickled("device_traces", &value);
+    let pickle = [&b"\x80\x02}("[..], &first, &pickle[4..]].concat();
+    let (taken, snapshot) = peak(|| Snapshot::from_pickle(&pickle).unwrap());
+    assert_eq!(snapshot.device_traces[0].len(), 20_000);
+    assert!(snapshot.device_traces[0].iter().all(|event| event.frames.len() == 100));
+    // 400 MiB if each event had frames of its own.
+    assert!(taken < 16 * pickle.len(), "{taken} bytes for a pickle of {}", pickle.len());
+}
+
+#[test]
+fn errors_quote_the_start_of_what_they_read() {
+    let _alone = alone();
+    let long = "x".repeat(1 << 20);
+    let tensor = Tensor::ones([2, 2], Device::Cpu).unwrap();
+    refused(long.parse::<Config>(), "xxx...");
+    refused(format!("backend:{long}").parse::<Config>(), "caching, pool or direct");
+    refused(long.parse::<Device>(), "write cpu");
+    refused(long.parse::<claystone::DType>(), "f32");
+    refused(Tensor::einsum(&long, &[&tensor]), "dims");
+    refused(Tensor::einsum(&format!("{long}!"), &[&tensor]), "letter");
+    refused(Snapshot::from_json(&format!("{{\"segments\": \"{long}\"}}")), "JSON");
+    refused(Snapshot::from_json(&"[".repeat(1 << 20)), "JSON");
+    let action = [&b"](](}("[..], &text("action"), &text(&long), b"uee"].concat();
+    refused(Snapshot::from_pickle(&pickled("device_traces", &action)), "pickle");
+    refused(CsvEvent::read_all(long.as_bytes()), "longer than any event");
+    refused(CsvEvent::read_all(format!("1,{},allocate,0,0,0", &long[..60_000]).as_bytes()), "23:59");
+    let (taken, outcome) = peak(|| CsvEvent::read_all(",".repeat(8 << 20).as_bytes()));
+    refused(outcome, "longer");
+    assert!(taken < 12 << 20, "{taken}");
+    refused(io::read_npy("/dev/zero", Device::Cpu), "npy");
+    let header = format!("{{\"{long}\":{{\"dtype\":\"{long}\"}}}}");
+    let file = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat();
+    refused(bounded("x.safetensors", &file, |path| io::load(path, Device::Cpu)), "x.safetensors");
+}

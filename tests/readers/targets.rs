@@ -1,0 +1,135 @@
+//! Every reader of files and text as a function of bytes: what the tests here and the targets of `fuzz/` run.
+
+#![allow(dead_code)] // a target of `fuzz/` runs one of them
+
+use std::cell::RefCell;
+use std::fs;
+use std::path::PathBuf;
+
+use claystone::storage::{Config, CsvEvent, MappedFile, Snapshot};
+use claystone::{DType, Device, Result, Tensor, io};
+use tempfile::TempDir;
+
+#[path = "../../src/bin/claystone/trace/mod.rs"]
+pub mod trace;
+
+/// An error of a reader is a sentence, however long what it read.
+const LONGEST_ERROR: usize = 3000;
+
+thread_local! {
+    static FOLDER: RefCell<Option<TempDir>> = const { RefCell::new(None) };
+}
+
+/// A file of this thread's with these contents; in memory where the system has a file system there.
+fn file(name: &str, bytes: &[u8]) -> PathBuf {
+    FOLDER.with_borrow_mut(|folder| {
+        let folder = folder.get_or_insert_with(|| {
+            TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).expect("a folder for the files")
+        });
+        let path = folder.path().join(name);
+        fs::write(&path, bytes).expect("the file is written");
+        path
+    })
+}
+
+/// Looks at an outcome: any tensor or none, and an error that can be read.
+#[track_caller]
+fn seen<T>(outcome: Result<T>) -> Option<T> {
+    outcome.inspect_err(|e| short(&e.to_string())).ok()
+}
+
+#[track_caller]
+fn short(error: &str) {
+    assert!(error.len() < LONGEST_ERROR, "an error of {} bytes: {:.200}", error.len(), error);
+}
+
+pub fn npy(bytes: &[u8]) {
+    seen(io::read_npy(file("x.npy", bytes), Device::Cpu));
+}
+
+pub fn npz(bytes: &[u8]) {
+    seen(io::load(file("x.npz", bytes), Device::Cpu));
+}
+
+pub fn safetensors(bytes: &[u8]) {
+    seen(io::load(file("x.safetensors", bytes), Device::Cpu));
+}
+
+pub fn mapped(bytes: &[u8]) {
+    let path = file("mapped.safetensors", bytes);
+    // SAFETY: the folder is this thread's, which writes the file again when the mapping is gone.
+    let Some(mapped) = seen(unsafe { MappedFile::open(path) }) else { return };
+    let Some(tensors) = seen(io::SafeTensors::new(&mapped)) else { return };
+    let names: Vec<&str> = tensors.names().collect();
+    names.into_iter().for_each(|name| drop(seen(tensors.get(name, Device::Cpu))));
+}
+
+/// What is done with a snapshot that was read.
+fn used(snapshot: Option<Snapshot>) {
+    if let Some(snapshot) = snapshot {
+        seen(snapshot.check());
+        let _ = snapshot.to_string();
+    }
+}
+
+pub fn pickle(bytes: &[u8]) {
+    used(seen(Snapshot::from_pickle(bytes)));
+}
+
+pub fn json(bytes: &[u8]) {
+    used(seen(Snapshot::from_json(&String::from_utf8_lossy(bytes))));
+}
+
+pub fn csv(bytes: &[u8]) {
+    seen(CsvEvent::read_all(bytes));
+}
+
+pub fn traces(bytes: &[u8]) {
+    match trace::Trace::read(bytes, "trace") {
+        Ok(traces) => traces.iter().for_each(|trace| assert_eq!(trace.lifetimes().len(), trace.blocks)),
+        Err(fault) => short(&fault.what),
+    }
+}
+
+pub fn config(bytes: &[u8]) {
+    let text = String::from_utf8_lossy(bytes);
+    if let Some(config) = seen(text.parse::<Config>()) {
+        assert_eq!(config.to_string().parse::<Config>().expect("what is printed is read"), config);
+    }
+}
+
+pub fn device(bytes: &[u8]) {
+    let text = String::from_utf8_lossy(bytes);
+    if let Some(device) = seen(text.parse::<Device>()) {
+        assert_eq!(device.to_string().parse::<Device>().expect("what is printed is read"), device);
+    }
+    seen(text.parse::<DType>());
+}
+
+pub fn einsum(bytes: &[u8]) {
+    thread_local! {
+        static OPERANDS: [Tensor; 2] = [[2, 3, 2], [3, 2, 2]].map(|shape| Tensor::ones(shape, Device::Cpu).expect("small"));
+    }
+    let text = String::from_utf8_lossy(bytes);
+    OPERANDS.with(|operands| {
+        seen(Tensor::einsum(&text, operands));
+        seen(Tensor::einsum(&text, &operands[..1]));
+    });
+}
+
+/// A reader: what it is called, and what runs it.
+pub type Target = (&'static str, fn(&[u8]));
+
+pub const TARGETS: [Target; 11] = [
+    ("npy", npy),
+    ("npz", npz),
+    ("safetensors", safetensors),
+    ("mapped", mapped),
+    ("pickle", pickle),
+    ("json", json),
+    ("csv", csv),
+    ("traces", traces),
+    ("config", config),
+    ("device", device),
+    ("einsum", einsum),
+];
