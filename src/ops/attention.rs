@@ -72,6 +72,7 @@ pub(super) static OPERATIONS: &[Operation] = &[
         Kind::NeuralNetwork,
         Dtypes::Floats,
         Gives::Same,
+        (4, 4),
         |a| a.x(0)?.scaled_dot_product_attention(a.x(1)?, a.x(2)?, Attention::from_args(a, 0, 3)?),
     )
     .differentiable(),
@@ -81,6 +82,7 @@ pub(super) static OPERATIONS: &[Operation] = &[
         Kind::NeuralNetwork,
         Dtypes::Floats,
         Gives::Same,
+        (2, 5),
         |a| a.x(0)?.packed_attention(a.size(0)?, Attention::from_args(a, 1, 1)?),
     )
     .differentiable(),

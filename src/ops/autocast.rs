@@ -27,8 +27,8 @@ struct Weight {
     recorded: bool,
 }
 
-/// Runs `f` in mixed precision (PyTorch's `torch.autocast`): matrix products, linear layers, convolutions, attention and
-/// einsum take their inputs in `dtype`, BF16 or F16, and give it; softmax, losses, norms, distances, sums and products
+/// Runs `f` in mixed precision (PyTorch's `torch.autocast`): matrix products, linear layers, convolutions, attention, einsum
+/// and `prelu` take their inputs in `dtype`, BF16 or F16, and give it; softmax, losses, norms, distances, sums and products
 /// (cumulative ones too), powers, exponentials and logarithms take halves in f32, and give that. Everything else keeps the
 /// dtype of its inputs. A parameter is cast once a scope, however often it
 /// is used. f64 stays as it is. `None` switches it off inside; backward runs without, in the dtypes of forward.

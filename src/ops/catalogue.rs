@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 
 use super::arguments::{Args, Argument};
 use super::table::{Accepts, Output, ROWS, Row};
-use crate::{DType, Result, Tensor};
+use crate::{DType, Error, Result, Tensor};
 
 /// The lists of all families, in the order of the documentation.
 const FAMILIES: &[&[Operation]] = &[
@@ -165,6 +165,12 @@ impl Gives {
     }
 }
 
+/// How many tensors and how many other arguments a call takes at most.
+pub(crate) type Arity = (usize, usize);
+
+/// As many tensors as one likes.
+pub(crate) const ANY: usize = usize::MAX;
+
 /// How an operation is run.
 #[derive(Clone, Copy)]
 enum Call {
@@ -188,6 +194,10 @@ pub struct Operation {
     pub takes: Dtypes,
     /// The dtype of its first result.
     pub gives: Gives,
+    /// How many tensors a call takes at most; `usize::MAX` where it takes any number.
+    pub max_tensors: usize,
+    /// How many other arguments a call takes at most.
+    pub max_arguments: usize,
     differentiable: bool,
     call: Call,
 }
@@ -199,28 +209,41 @@ impl std::fmt::Debug for Operation {
 }
 
 impl Operation {
-    /// An operation with one result.
+    /// An operation with one result; `most` is how many tensors and how many other arguments it takes at most.
     pub(crate) const fn new(
         name: &'static str,
         torch: &'static str,
         kind: Kind,
         takes: Dtypes,
         gives: Gives,
+        most: Arity,
         call: fn(&Args) -> Result<Tensor>,
     ) -> Operation {
-        Operation { name, torch, kind, takes, gives, differentiable: false, call: Call::One(call) }
+        Operation::with(name, torch, kind, (takes, gives), most, Call::One(call))
     }
 
-    /// An operation with several results.
+    /// [`Operation::new`] with several results.
     pub(crate) const fn several(
         name: &'static str,
         torch: &'static str,
         kind: Kind,
         takes: Dtypes,
         gives: Gives,
+        most: Arity,
         call: fn(&Args) -> Result<Vec<Tensor>>,
     ) -> Operation {
-        Operation { name, torch, kind, takes, gives, differentiable: false, call: Call::Several(call) }
+        Operation::with(name, torch, kind, (takes, gives), most, Call::Several(call))
+    }
+
+    const fn with(
+        name: &'static str,
+        torch: &'static str,
+        kind: Kind,
+        (takes, gives): (Dtypes, Gives),
+        (max_tensors, max_arguments): Arity,
+        call: Call,
+    ) -> Operation {
+        Operation { name, torch, kind, takes, gives, max_tensors, max_arguments, differentiable: false, call }
     }
 
     /// The same, with a gradient for every float tensor it takes.
@@ -254,6 +277,17 @@ impl Operation {
 
     /// The method of this name.
     pub(super) fn run(&self, tensors: &[&Tensor], arguments: &[Argument]) -> Result<Vec<Tensor>> {
+        for (given, most, what) in [
+            (tensors.len(), self.max_tensors, "tensors"),
+            (arguments.len(), self.max_arguments, "arguments besides tensors"),
+        ] {
+            if given > most {
+                return Err(Error::invalid(
+                    self.name,
+                    format!("it takes at most {most} {what} and was called with {given}"),
+                ));
+            }
+        }
         let args = Args::new(self.name, tensors, arguments);
         match self.call {
             Call::One(call) => Ok(vec![call(&args)?]),
@@ -285,7 +319,8 @@ fn of_row(row: &'static Row) -> impl Iterator<Item = Operation> {
     };
     let takes = if row.accepts == Accepts::Integer { Dtypes::Integers } else { Dtypes::All };
     let torch = torch_name(row);
-    let entry = |name, kind, call| Operation { name, torch, kind, takes, gives, differentiable: false, call };
+    let most = (row.arity, row.samples.len());
+    let entry = |name, kind, call| Operation::with(name, torch, kind, (takes, gives), most, call);
     let in_place = row.in_place.map(|name| entry(name, Kind::InPlace, Call::RowInPlace(row)));
     std::iter::once(entry(row.name, Kind::Elementwise, Call::Row(row))).chain(in_place)
 }

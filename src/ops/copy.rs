@@ -14,18 +14,23 @@ static IDENTITY: LazyLock<Expr> = LazyLock::new(|| Expr::input(0));
 static SCALAR: LazyLock<Expr> = LazyLock::new(|| Expr::scalar(0));
 
 pub(super) static OPERATIONS: &[Operation] = &[
-    Operation::new("clone", "clone", Kind::Copying, Dtypes::All, Gives::Same, |a| a.x(0)?.try_clone()).differentiable(),
-    Operation::new("contiguous", "contiguous", Kind::Copying, Dtypes::All, Gives::Same, |a| a.x(0)?.contiguous())
+    Operation::new("clone", "clone", Kind::Copying, Dtypes::All, Gives::Same, (1, 0), |a| a.x(0)?.try_clone())
         .differentiable(),
-    Operation::new("to_dtype", "to", Kind::Copying, Dtypes::All, Gives::Asked, |a| a.x(0)?.to_dtype(a.dtype(0)?))
-        .differentiable(),
-    Operation::new("copy_", "copy_", Kind::InPlace, Dtypes::All, Gives::Same, |a| {
+    Operation::new("contiguous", "contiguous", Kind::Copying, Dtypes::All, Gives::Same, (1, 0), |a| {
+        a.x(0)?.contiguous()
+    })
+    .differentiable(),
+    Operation::new("to_dtype", "to", Kind::Copying, Dtypes::All, Gives::Asked, (1, 1), |a| {
+        a.x(0)?.to_dtype(a.dtype(0)?)
+    })
+    .differentiable(),
+    Operation::new("copy_", "copy_", Kind::InPlace, Dtypes::All, Gives::Same, (2, 0), |a| {
         a.x(0)?.copy_(a.x(1)?).map(Tensor::shallow_clone)
     }),
-    Operation::new("fill_", "fill_", Kind::InPlace, Dtypes::All, Gives::Same, |a| {
+    Operation::new("fill_", "fill_", Kind::InPlace, Dtypes::All, Gives::Same, (1, 1), |a| {
         a.x(0)?.fill_(a.scalar(0)?).map(Tensor::shallow_clone)
     }),
-    Operation::new("zero_", "zero_", Kind::InPlace, Dtypes::All, Gives::Same, |a| {
+    Operation::new("zero_", "zero_", Kind::InPlace, Dtypes::All, Gives::Same, (1, 0), |a| {
         a.x(0)?.zero_().map(Tensor::shallow_clone)
     }),
 ];

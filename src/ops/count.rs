@@ -14,25 +14,31 @@ mod cpu;
 mod opencl;
 
 pub(super) static OPERATIONS: &[Operation] = &[
-    Operation::new("unique", "unique", Kind::Sorting, Dtypes::All, Gives::Same, |a| a.x(0)?.unique()),
-    Operation::several("unique_inverse", "unique", Kind::Sorting, Dtypes::All, Gives::Same, |a| {
+    Operation::new("unique", "unique", Kind::Sorting, Dtypes::All, Gives::Same, (1, 0), |a| a.x(0)?.unique()),
+    Operation::several("unique_inverse", "unique", Kind::Sorting, Dtypes::All, Gives::Same, (1, 0), |a| {
         a.x(0)?.unique_inverse().map(|(v, i)| vec![v, i])
     }),
-    Operation::several("unique_counts", "unique", Kind::Sorting, Dtypes::All, Gives::Same, |a| {
+    Operation::several("unique_counts", "unique", Kind::Sorting, Dtypes::All, Gives::Same, (1, 0), |a| {
         a.x(0)?.unique_counts().map(|(v, i)| vec![v, i])
     }),
-    Operation::several("unique_consecutive", "unique_consecutive", Kind::Sorting, Dtypes::All, Gives::Same, |a| {
-        a.x(0)?.unique_consecutive().map(|(v, i, c)| vec![v, i, c])
-    }),
-    Operation::new("bincount", "bincount", Kind::Sorting, Dtypes::IntegersOnly, Gives::I64, |a| {
+    Operation::several(
+        "unique_consecutive",
+        "unique_consecutive",
+        Kind::Sorting,
+        Dtypes::All,
+        Gives::Same,
+        (1, 0),
+        |a| a.x(0)?.unique_consecutive().map(|(v, i, c)| vec![v, i, c]),
+    ),
+    Operation::new("bincount", "bincount", Kind::Sorting, Dtypes::IntegersOnly, Gives::I64, (2, 1), |a| {
         a.x(0)?.bincount(a.xs().get(1).copied(), a.size(0)?)
     }),
-    Operation::new("histc", "histc", Kind::Sorting, Dtypes::Floats, Gives::Same, |a| {
+    Operation::new("histc", "histc", Kind::Sorting, Dtypes::Floats, Gives::Same, (1, 3), |a| {
         a.x(0)?.histc(a.size(0)?, a.float(1)?, a.float(2)?)
     }),
-    Operation::new("nonzero", "nonzero", Kind::Indexing, Dtypes::All, Gives::I64, |a| a.x(0)?.nonzero()),
-    Operation::new("argwhere", "argwhere", Kind::Indexing, Dtypes::All, Gives::I64, |a| a.x(0)?.argwhere()),
-    Operation::new("masked_select", "masked_select", Kind::Indexing, Dtypes::All, Gives::Same, |a| {
+    Operation::new("nonzero", "nonzero", Kind::Indexing, Dtypes::All, Gives::I64, (1, 0), |a| a.x(0)?.nonzero()),
+    Operation::new("argwhere", "argwhere", Kind::Indexing, Dtypes::All, Gives::I64, (1, 0), |a| a.x(0)?.argwhere()),
+    Operation::new("masked_select", "masked_select", Kind::Indexing, Dtypes::All, Gives::Same, (2, 0), |a| {
         a.x(0)?.masked_select(a.x(1)?)
     })
     .differentiable(),

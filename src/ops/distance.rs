@@ -15,11 +15,17 @@ use crate::{DType, Error, Result, Tensor, promote_types};
 const MANY: usize = 26;
 
 pub(super) static OPERATIONS: &[Operation] = &[
-    Operation::new("vector_norm", "linalg.vector_norm", Kind::LinearAlgebra, Dtypes::Floats, Gives::Same, |a| {
-        a.x(0)?.vector_norm(a.float(0)?, a.dims(1)?, a.bool(2)?)
-    })
+    Operation::new(
+        "vector_norm",
+        "linalg.vector_norm",
+        Kind::LinearAlgebra,
+        Dtypes::Floats,
+        Gives::Same,
+        (1, 3),
+        |a| a.x(0)?.vector_norm(a.float(0)?, a.dims(1)?, a.bool(2)?),
+    )
     .differentiable(),
-    Operation::new("cdist", "cdist", Kind::LinearAlgebra, Dtypes::Floats, Gives::Same, |a| {
+    Operation::new("cdist", "cdist", Kind::LinearAlgebra, Dtypes::Floats, Gives::Same, (2, 1), |a| {
         a.x(0)?.cdist(a.x(1)?, a.float(0)?)
     })
     .differentiable(),
@@ -29,6 +35,7 @@ pub(super) static OPERATIONS: &[Operation] = &[
         Kind::LinearAlgebra,
         Dtypes::Floats,
         Gives::Same,
+        (2, 3),
         |a| a.x(0)?.pairwise_distance(a.x(1)?, a.float(0)?, a.float(1)?, a.bool(2)?),
     )
     .differentiable(),
@@ -38,6 +45,7 @@ pub(super) static OPERATIONS: &[Operation] = &[
         Kind::LinearAlgebra,
         Dtypes::Floats,
         Gives::Same,
+        (2, 2),
         |a| a.x(0)?.cosine_similarity(a.x(1)?, a.int(0)?, a.float(1)?),
     )
     .differentiable(),

@@ -1,6 +1,6 @@
 //! Random numbers of other distributions, into tensors that there are and after probabilities in tensors.
 
-use super::catalogue::{Dtypes, Gives, Kind, Operation};
+use super::catalogue::{Arity, Dtypes, Gives, Kind, Operation};
 use super::elementwise::{self, Params};
 use super::expr::Expr;
 use super::random::{next_seed, uniform};
@@ -10,36 +10,42 @@ const fn random(
     name: &'static str,
     takes: Dtypes,
     gives: Gives,
+    most: Arity,
     call: fn(&super::arguments::Args) -> Result<Tensor>,
 ) -> Operation {
-    Operation::new(name, name, Kind::Random, takes, gives, call)
+    Operation::new(name, name, Kind::Random, takes, gives, most, call)
 }
 
-const fn in_place(name: &'static str, takes: Dtypes, call: fn(&super::arguments::Args) -> Result<Tensor>) -> Operation {
-    Operation::new(name, name, Kind::InPlace, takes, Gives::Same, call)
+const fn in_place(
+    name: &'static str,
+    takes: Dtypes,
+    most: Arity,
+    call: fn(&super::arguments::Args) -> Result<Tensor>,
+) -> Operation {
+    Operation::new(name, name, Kind::InPlace, takes, Gives::Same, most, call)
 }
 
 #[rustfmt::skip]
 pub(super) static OPERATIONS: &[Operation] = &[
-    random("rand", Dtypes::Floats, Gives::Same, |a| Tensor::rand(a.sizes(0)?, (a.dtype(1)?, a.device(2)?))),
-    random("randn", Dtypes::Floats, Gives::Same, |a| Tensor::randn(a.sizes(0)?, (a.dtype(1)?, a.device(2)?))),
-    random("randint", Dtypes::Numbers, Gives::Same, |a| Tensor::randint(a.int(0)? as i64, a.int(1)? as i64, a.sizes(2)?, (a.dtype(3)?, a.device(4)?))),
-    random("randperm", Dtypes::All, Gives::I64, |a| Tensor::randperm(a.size(0)?, a.device(1)?)),
-    random("rand_like", Dtypes::Floats, Gives::Same, |a| a.x(0)?.rand_like()),
-    random("randn_like", Dtypes::Floats, Gives::Same, |a| a.x(0)?.randn_like()),
-    random("randint_like", Dtypes::Numbers, Gives::Same, |a| a.x(0)?.randint_like(a.int(0)? as i64, a.int(1)? as i64)),
-    random("bernoulli", Dtypes::Floats, Gives::Same, |a| a.x(0)?.bernoulli()),
-    random("normal", Dtypes::Floats, Gives::Same, |a| Tensor::normal(a.x(0)?, a.x(1)?)),
-    random("multinomial", Dtypes::Floats, Gives::I64, |a| a.x(0)?.multinomial(a.size(0)?, a.bool(1)?)),
-    random("dropout", Dtypes::Floats, Gives::Same, |a| a.x(0)?.dropout(a.float(0)?)).differentiable(),
-    Operation::new("dropout2d", "nn.functional.dropout2d", Kind::Random, Dtypes::Floats, Gives::Same, |a| {
+    random("rand", Dtypes::Floats, Gives::Same, (0, 3), |a| Tensor::rand(a.sizes(0)?, (a.dtype(1)?, a.device(2)?))),
+    random("randn", Dtypes::Floats, Gives::Same, (0, 3), |a| Tensor::randn(a.sizes(0)?, (a.dtype(1)?, a.device(2)?))),
+    random("randint", Dtypes::Numbers, Gives::Same, (0, 5), |a| Tensor::randint(a.int(0)? as i64, a.int(1)? as i64, a.sizes(2)?, (a.dtype(3)?, a.device(4)?))),
+    random("randperm", Dtypes::All, Gives::I64, (0, 2), |a| Tensor::randperm(a.size(0)?, a.device(1)?)),
+    random("rand_like", Dtypes::Floats, Gives::Same, (1, 0), |a| a.x(0)?.rand_like()),
+    random("randn_like", Dtypes::Floats, Gives::Same, (1, 0), |a| a.x(0)?.randn_like()),
+    random("randint_like", Dtypes::Numbers, Gives::Same, (1, 2), |a| a.x(0)?.randint_like(a.int(0)? as i64, a.int(1)? as i64)),
+    random("bernoulli", Dtypes::Floats, Gives::Same, (1, 0), |a| a.x(0)?.bernoulli()),
+    random("normal", Dtypes::Floats, Gives::Same, (2, 0), |a| Tensor::normal(a.x(0)?, a.x(1)?)),
+    random("multinomial", Dtypes::Floats, Gives::I64, (1, 2), |a| a.x(0)?.multinomial(a.size(0)?, a.bool(1)?)),
+    random("dropout", Dtypes::Floats, Gives::Same, (1, 1), |a| a.x(0)?.dropout(a.float(0)?)).differentiable(),
+    Operation::new("dropout2d", "nn.functional.dropout2d", Kind::Random, Dtypes::Floats, Gives::Same, (1, 1), |a| {
         a.x(0)?.dropout2d(a.float(0)?)
     })
     .differentiable(),
-    in_place("uniform_", Dtypes::Floats, |a| a.x(0)?.uniform_(a.float(0)?, a.float(1)?).map(Tensor::shallow_clone)),
-    in_place("normal_", Dtypes::Floats, |a| a.x(0)?.normal_(a.float(0)?, a.float(1)?).map(Tensor::shallow_clone)),
-    in_place("exponential_", Dtypes::Floats, |a| a.x(0)?.exponential_(a.float(0)?).map(Tensor::shallow_clone)),
-    in_place("bernoulli_", Dtypes::All, |a| a.x(0)?.bernoulli_(a.float(0)?).map(Tensor::shallow_clone)),
+    in_place("uniform_", Dtypes::Floats, (1, 2), |a| a.x(0)?.uniform_(a.float(0)?, a.float(1)?).map(Tensor::shallow_clone)),
+    in_place("normal_", Dtypes::Floats, (1, 2), |a| a.x(0)?.normal_(a.float(0)?, a.float(1)?).map(Tensor::shallow_clone)),
+    in_place("exponential_", Dtypes::Floats, (1, 1), |a| a.x(0)?.exponential_(a.float(0)?).map(Tensor::shallow_clone)),
+    in_place("bernoulli_", Dtypes::All, (1, 1), |a| a.x(0)?.bernoulli_(a.float(0)?).map(Tensor::shallow_clone)),
 ];
 
 impl Tensor {

@@ -10,7 +10,7 @@ use std::borrow::Borrow;
 use std::collections::BTreeMap;
 
 use super::autocast::lowered;
-use super::catalogue::{Dtypes, Gives, Kind, Operation};
+use super::catalogue::{ANY, Dtypes, Gives, Kind, Operation};
 use super::registry::{replaced, replacement};
 use super::{same_device, same_dtype};
 use crate::error::Excerpt;
@@ -339,11 +339,11 @@ impl<const N: usize> From<([isize; N], [isize; N])> for TensordotDims {
 }
 
 pub(super) static OPERATIONS: &[Operation] = &[
-    Operation::new("einsum", "einsum", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| {
+    Operation::new("einsum", "einsum", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (ANY, 1), |a| {
         Tensor::einsum(a.text(0)?, a.xs())
     })
     .differentiable(),
-    Operation::new("tensordot", "tensordot", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| {
+    Operation::new("tensordot", "tensordot", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (2, 2), |a| {
         let dims = match a.given(1) {
             true => TensordotDims::Lists(a.ints(0)?, a.ints(1)?),
             false => TensordotDims::Count(a.size(0)?),
@@ -351,8 +351,10 @@ pub(super) static OPERATIONS: &[Operation] = &[
         a.x(0)?.tensordot(a.x(1)?, dims)
     })
     .differentiable(),
-    Operation::new("inner", "inner", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| a.x(0)?.inner(a.x(1)?))
-        .differentiable(),
+    Operation::new("inner", "inner", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (2, 0), |a| {
+        a.x(0)?.inner(a.x(1)?)
+    })
+    .differentiable(),
 ];
 
 impl Tensor {

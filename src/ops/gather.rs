@@ -99,29 +99,37 @@ fn zeros_for(grad: &Tensor, shape: &Shape) -> Result<Tensor> {
 }
 
 pub(super) static OPERATIONS: &[Operation] = &[
-    Operation::new("index_select", "index_select", Kind::Indexing, Dtypes::All, Gives::Same, |a| {
+    Operation::new("index_select", "index_select", Kind::Indexing, Dtypes::All, Gives::Same, (2, 1), |a| {
         a.x(0)?.index_select(a.int(0)?, a.x(1)?)
     })
     .differentiable(),
-    Operation::new("gather", "gather", Kind::Indexing, Dtypes::All, Gives::Same, |a| {
+    Operation::new("gather", "gather", Kind::Indexing, Dtypes::All, Gives::Same, (2, 1), |a| {
         a.x(0)?.gather(a.int(0)?, a.x(1)?)
     })
     .differentiable(),
-    Operation::new("take_along_dim", "take_along_dim", Kind::Indexing, Dtypes::All, Gives::Same, |a| {
+    Operation::new("take_along_dim", "take_along_dim", Kind::Indexing, Dtypes::All, Gives::Same, (2, 1), |a| {
         let dim = if a.given(0) { Some(a.int(0)?) } else { None };
         a.x(0)?.take_along_dim(a.x(1)?, dim)
     })
     .differentiable(),
-    Operation::new("embedding", "nn.functional.embedding", Kind::Indexing, Dtypes::All, Gives::Same, |a| {
+    Operation::new("embedding", "nn.functional.embedding", Kind::Indexing, Dtypes::All, Gives::Same, (2, 0), |a| {
         a.x(0)?.embedding(a.x(1)?)
     })
     .differentiable(),
-    Operation::new("embedding_with", "nn.functional.embedding", Kind::Indexing, Dtypes::All, Gives::Same, |a| {
-        let padding = if a.given(0) { Some(a.int(0)?) } else { None };
-        a.x(0)?.embedding_with(a.x(1)?, padding)
-    })
+    Operation::new(
+        "embedding_with",
+        "nn.functional.embedding",
+        Kind::Indexing,
+        Dtypes::All,
+        Gives::Same,
+        (2, 1),
+        |a| {
+            let padding = if a.given(0) { Some(a.int(0)?) } else { None };
+            a.x(0)?.embedding_with(a.x(1)?, padding)
+        },
+    )
     .differentiable(),
-    Operation::new("one_hot", "nn.functional.one_hot", Kind::Indexing, Dtypes::IntegersOnly, Gives::I64, |a| {
+    Operation::new("one_hot", "nn.functional.one_hot", Kind::Indexing, Dtypes::IntegersOnly, Gives::I64, (1, 1), |a| {
         a.x(0)?.one_hot(a.size(0)?)
     }),
 ];

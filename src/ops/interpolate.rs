@@ -42,6 +42,9 @@ impl Interpolation {
 
     fn of(a: &Args) -> Result<Interpolation> {
         match a.text(1)? {
+            mode if mode != "linear" && a.bool(2)? => {
+                Err(Error::invalid("interpolate", format!("align_corners goes with linear, not with {mode}")))
+            }
             "nearest" => Ok(Interpolation::Nearest),
             "nearest-exact" => Ok(Interpolation::NearestExact),
             "linear" => Ok(Interpolation::Linear { align_corners: a.bool(2)? }),
@@ -191,9 +194,15 @@ impl Tensor {
 }
 
 pub(super) static OPERATIONS: &[Operation] = &[
-    Operation::new("interpolate", "nn.functional.interpolate", Kind::NeuralNetwork, Dtypes::Floats, Gives::Same, |a| {
-        a.x(0)?.interpolate(&a.sizes(0)?, Interpolation::of(a)?)
-    })
+    Operation::new(
+        "interpolate",
+        "nn.functional.interpolate",
+        Kind::NeuralNetwork,
+        Dtypes::Floats,
+        Gives::Same,
+        (1, 3),
+        |a| a.x(0)?.interpolate(&a.sizes(0)?, Interpolation::of(a)?),
+    )
     .differentiable(),
     Operation::new(
         "pixel_shuffle",
@@ -201,6 +210,7 @@ pub(super) static OPERATIONS: &[Operation] = &[
         Kind::NeuralNetwork,
         Dtypes::All,
         Gives::Same,
+        (1, 1),
         |a| a.x(0)?.pixel_shuffle(a.size(0)?),
     )
     .differentiable(),
@@ -210,6 +220,7 @@ pub(super) static OPERATIONS: &[Operation] = &[
         Kind::NeuralNetwork,
         Dtypes::All,
         Gives::Same,
+        (1, 1),
         |a| a.x(0)?.pixel_unshuffle(a.size(0)?),
     )
     .differentiable(),

@@ -6,7 +6,7 @@
 use std::sync::LazyLock;
 
 use super::autocast::lowered;
-use super::catalogue::{Dtypes, Gives, Kind, Operation};
+use super::catalogue::{ANY, Dtypes, Gives, Kind, Operation};
 use super::expr::Expr;
 use super::gemm::{Gemm, product_shape};
 use super::registry::{replaced, replacement};
@@ -105,53 +105,65 @@ fn check_batches(op: &'static str, a: &Tensor, b: &Tensor) -> Result<()> {
 }
 
 pub(super) static OPERATIONS: &[Operation] = &[
-    Operation::new("mm", "mm", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| a.x(0)?.mm(a.x(1)?))
+    Operation::new("mm", "mm", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (2, 0), |a| a.x(0)?.mm(a.x(1)?))
         .differentiable(),
-    Operation::new("bmm", "bmm", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| a.x(0)?.bmm(a.x(1)?))
+    Operation::new("bmm", "bmm", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (2, 0), |a| a.x(0)?.bmm(a.x(1)?))
         .differentiable(),
-    Operation::new("mv", "mv", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| a.x(0)?.mv(a.x(1)?))
+    Operation::new("mv", "mv", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (2, 0), |a| a.x(0)?.mv(a.x(1)?))
         .differentiable(),
-    Operation::new("dot", "dot", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| a.x(0)?.dot(a.x(1)?))
+    Operation::new("dot", "dot", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (2, 0), |a| a.x(0)?.dot(a.x(1)?))
         .differentiable(),
-    Operation::new("vdot", "vdot", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| a.x(0)?.vdot(a.x(1)?))
+    Operation::new("vdot", "vdot", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (2, 0), |a| {
+        a.x(0)?.vdot(a.x(1)?)
+    })
+    .differentiable(),
+    Operation::new("outer", "outer", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (2, 0), |a| {
+        a.x(0)?.outer(a.x(1)?)
+    })
+    .differentiable(),
+    Operation::new("ger", "ger", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (2, 0), |a| a.x(0)?.ger(a.x(1)?))
         .differentiable(),
-    Operation::new("outer", "outer", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| a.x(0)?.outer(a.x(1)?))
-        .differentiable(),
-    Operation::new("ger", "ger", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| a.x(0)?.ger(a.x(1)?))
-        .differentiable(),
-    Operation::new("addmm", "addmm", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| {
+    Operation::new("addmm", "addmm", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (3, 2), |a| {
         a.x(0)?.addmm(a.x(1)?, a.x(2)?, a.scalar(0)?, a.scalar(1)?)
     })
     .differentiable(),
-    Operation::new("addmv", "addmv", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| {
+    Operation::new("addmv", "addmv", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (3, 2), |a| {
         a.x(0)?.addmv(a.x(1)?, a.x(2)?, a.scalar(0)?, a.scalar(1)?)
     })
     .differentiable(),
-    Operation::new("addr", "addr", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| {
+    Operation::new("addr", "addr", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (3, 2), |a| {
         a.x(0)?.addr(a.x(1)?, a.x(2)?, a.scalar(0)?, a.scalar(1)?)
     })
     .differentiable(),
-    Operation::new("baddbmm", "baddbmm", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| {
+    Operation::new("baddbmm", "baddbmm", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (3, 2), |a| {
         a.x(0)?.baddbmm(a.x(1)?, a.x(2)?, a.scalar(0)?, a.scalar(1)?)
     })
     .differentiable(),
-    Operation::new("addbmm", "addbmm", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| {
+    Operation::new("addbmm", "addbmm", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (3, 2), |a| {
         a.x(0)?.addbmm(a.x(1)?, a.x(2)?, a.scalar(0)?, a.scalar(1)?)
     })
     .differentiable(),
-    Operation::new("multi_dot", "linalg.multi_dot", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| {
+    Operation::new("multi_dot", "linalg.multi_dot", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (ANY, 0), |a| {
         Tensor::multi_dot(a.xs())
     })
     .differentiable(),
-    Operation::new("matrix_power", "linalg.matrix_power", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| {
-        a.x(0)?.matrix_power(a.size(0)?)
+    Operation::new(
+        "matrix_power",
+        "linalg.matrix_power",
+        Kind::LinearAlgebra,
+        Dtypes::Numbers,
+        Gives::Same,
+        (1, 1),
+        |a| a.x(0)?.matrix_power(a.size(0)?),
+    )
+    .differentiable(),
+    Operation::new("trace", "trace", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Sum, (1, 0), |a| a.x(0)?.trace())
+        .differentiable(),
+    Operation::new("kron", "kron", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (2, 0), |a| {
+        a.x(0)?.kron(a.x(1)?)
     })
     .differentiable(),
-    Operation::new("trace", "trace", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Sum, |a| a.x(0)?.trace())
-        .differentiable(),
-    Operation::new("kron", "kron", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| a.x(0)?.kron(a.x(1)?))
-        .differentiable(),
-    Operation::new("cross", "linalg.cross", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| {
+    Operation::new("cross", "linalg.cross", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (2, 1), |a| {
         a.x(0)?.cross(a.x(1)?, a.int(0)?)
     })
     .differentiable(),

@@ -22,9 +22,11 @@ use crate::tensor::{Dims, Layout};
 use crate::{Error, Result, Shape, Tensor};
 
 pub(super) static OPERATIONS: &[Operation] = &[
-    Operation::new("matmul", "matmul", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, |a| a.x(0)?.matmul(a.x(1)?))
-        .differentiable(),
-    Operation::new("linear", "nn.functional.linear", Kind::NeuralNetwork, Dtypes::Numbers, Gives::Same, |a| {
+    Operation::new("matmul", "matmul", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (2, 0), |a| {
+        a.x(0)?.matmul(a.x(1)?)
+    })
+    .differentiable(),
+    Operation::new("linear", "nn.functional.linear", Kind::NeuralNetwork, Dtypes::Numbers, Gives::Same, (3, 0), |a| {
         a.x(0)?.linear(a.x(1)?, a.xs().get(2).copied())
     })
     .differentiable(),

@@ -11,39 +11,39 @@ use super::sort::{Chosen, Nth, first_sorted, nth, sorted};
 use crate::{DType, Error, Result, Scalar, Tensor};
 
 pub(super) static OPERATIONS: &[Operation] = &[
-    Operation::several("topk", "topk", Kind::Sorting, Dtypes::All, Gives::Same, |a| {
+    Operation::several("topk", "topk", Kind::Sorting, Dtypes::All, Gives::Same, (1, 3), |a| {
         a.x(0)?.topk(a.size(0)?, a.int(1)?, a.bool(2)?).map(|(v, i)| vec![v, i])
     })
     .differentiable(),
-    Operation::several("kthvalue", "kthvalue", Kind::Sorting, Dtypes::All, Gives::Same, |a| {
+    Operation::several("kthvalue", "kthvalue", Kind::Sorting, Dtypes::All, Gives::Same, (1, 3), |a| {
         a.x(0)?.kthvalue(a.size(0)?, a.int(1)?, a.bool(2)?).map(|(v, i)| vec![v, i])
     })
     .differentiable(),
-    Operation::several("median", "median", Kind::Sorting, Dtypes::All, Gives::Same, |a| {
+    Operation::several("median", "median", Kind::Sorting, Dtypes::All, Gives::Same, (1, 2), |a| {
         a.x(0)?.median(a.int(0)?, a.bool(1)?).map(|(v, i)| vec![v, i])
     })
     .differentiable(),
-    Operation::several("nanmedian", "nanmedian", Kind::Sorting, Dtypes::All, Gives::Same, |a| {
+    Operation::several("nanmedian", "nanmedian", Kind::Sorting, Dtypes::All, Gives::Same, (1, 2), |a| {
         a.x(0)?.nanmedian(a.int(0)?, a.bool(1)?).map(|(v, i)| vec![v, i])
     })
     .differentiable(),
-    Operation::several("mode", "mode", Kind::Sorting, Dtypes::All, Gives::Same, |a| {
+    Operation::several("mode", "mode", Kind::Sorting, Dtypes::All, Gives::Same, (1, 2), |a| {
         a.x(0)?.mode(a.int(0)?, a.bool(1)?).map(|(v, i)| vec![v, i])
     })
     .differentiable(),
-    Operation::new("quantile", "quantile", Kind::Sorting, Dtypes::Floats, Gives::Same, |a| {
+    Operation::new("quantile", "quantile", Kind::Sorting, Dtypes::Floats, Gives::Same, (1, 3), |a| {
         a.x(0)?.quantile(a.float(0)?, a.int(1)?, a.bool(2)?)
     })
     .differentiable(),
-    Operation::new("nanquantile", "nanquantile", Kind::Sorting, Dtypes::Floats, Gives::Same, |a| {
+    Operation::new("nanquantile", "nanquantile", Kind::Sorting, Dtypes::Floats, Gives::Same, (1, 3), |a| {
         a.x(0)?.nanquantile(a.float(0)?, a.int(1)?, a.bool(2)?)
     })
     .differentiable(),
-    Operation::several("max_dim", "max", Kind::Reduction, Dtypes::All, Gives::Same, |a| {
+    Operation::several("max_dim", "max", Kind::Reduction, Dtypes::All, Gives::Same, (1, 2), |a| {
         a.x(0)?.max_dim(a.int(0)?, a.bool(1)?).map(|(v, i)| vec![v, i])
     })
     .differentiable(),
-    Operation::several("min_dim", "min", Kind::Reduction, Dtypes::All, Gives::Same, |a| {
+    Operation::several("min_dim", "min", Kind::Reduction, Dtypes::All, Gives::Same, (1, 2), |a| {
         a.x(0)?.min_dim(a.int(0)?, a.bool(1)?).map(|(v, i)| vec![v, i])
     })
     .differentiable(),

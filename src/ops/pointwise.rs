@@ -1,8 +1,10 @@
 //! Elementwise operations that are made of rows of the table, and PyTorch's other names of some rows.
 
+use super::autocast::lowered;
 use super::catalogue::{Dtypes, Gives, Kind, Operation};
 use super::registry::{replaced, replacement};
-use crate::{DType, Error, Expr, Result, Tensor};
+use super::{formula, same_device, same_dtype};
+use crate::{DType, Error, Expr, Result, Shape, Tensor};
 
 /// What a method says of all elements, as the catalogue's operations give it: a tensor.
 fn verdict(x: &Tensor, says: bool) -> Result<Tensor> {
@@ -10,24 +12,28 @@ fn verdict(x: &Tensor, says: bool) -> Result<Tensor> {
 }
 
 pub(super) static OPERATIONS: &[Operation] = &[
-    Operation::new("equal", "equal", Kind::Reduction, Dtypes::All, Gives::Bool, |a| {
+    Operation::new("equal", "equal", Kind::Reduction, Dtypes::All, Gives::Bool, (2, 0), |a| {
         verdict(a.x(0)?, a.x(0)?.equal(a.x(1)?)?)
     }),
-    Operation::new("allclose", "allclose", Kind::Reduction, Dtypes::All, Gives::Bool, |a| {
+    Operation::new("allclose", "allclose", Kind::Reduction, Dtypes::All, Gives::Bool, (2, 3), |a| {
         verdict(a.x(0)?, a.x(0)?.allclose(a.x(1)?, a.float(0)?, a.float(1)?, a.bool(2)?)?)
     }),
-    Operation::new("bitwise_not", "bitwise_not", Kind::Elementwise, Dtypes::Integers, Gives::Same, |a| {
+    Operation::new("bitwise_not", "bitwise_not", Kind::Elementwise, Dtypes::Integers, Gives::Same, (1, 0), |a| {
         a.x(0)?.bitwise_not()
     }),
-    Operation::new("bitwise_not_", "bitwise_not_", Kind::InPlace, Dtypes::Integers, Gives::Same, |a| {
+    Operation::new("bitwise_not_", "bitwise_not_", Kind::InPlace, Dtypes::Integers, Gives::Same, (1, 0), |a| {
         a.x(0)?.bitwise_not_().map(Tensor::shallow_clone)
     }),
-    Operation::new("round_decimals", "round", Kind::Elementwise, Dtypes::Floats, Gives::Same, |a| {
+    Operation::new("round_decimals", "round", Kind::Elementwise, Dtypes::Floats, Gives::Same, (1, 1), |a| {
         a.x(0)?.round_decimals(a.int(0)? as i32)
     }),
-    Operation::new("positive", "positive", Kind::View, Dtypes::Numbers, Gives::Same, |a| a.x(0)?.positive())
+    Operation::new("positive", "positive", Kind::View, Dtypes::Numbers, Gives::Same, (1, 0), |a| a.x(0)?.positive())
         .differentiable(),
-    Operation::new("glu", "nn.functional.glu", Kind::NeuralNetwork, Dtypes::Floats, Gives::Same, |a| {
+    Operation::new("prelu", "prelu", Kind::Elementwise, Dtypes::Floats, Gives::Same, (2, 0), |a| {
+        a.x(0)?.prelu(a.x(1)?)
+    })
+    .differentiable(),
+    Operation::new("glu", "nn.functional.glu", Kind::NeuralNetwork, Dtypes::Floats, Gives::Same, (1, 1), |a| {
         a.x(0)?.glu(a.int(0)?)
     })
     .differentiable(),
@@ -55,6 +61,39 @@ impl Tensor {
             DType::Bool => self.logical_not_(),
             _ => self.bitwise_xor_scalar_(-1).map_err(|e| e.of("bitwise_not_")),
         }
+    }
+
+    /// x above 0, `weight * x` below, with one weight or, for `[N, C, ..]`, one for each of the C channels (PyTorch's `prelu`).
+    /// Floats of one dtype; one launch. Differentiable in both.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let x = Tensor::full(&[1, 2, 2], -4.0, Device::Cpu)?;
+    /// let weight = Tensor::from_slice(&[0.5f32, 0.25], 2, Device::Cpu)?;
+    /// assert_eq!(x.prelu(&weight)?.to_vec::<f32>()?, [-2.0, -2.0, -1.0, -1.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::ShapeMismatch`] for a weight that is neither one number nor `[C]`; [`Error::UnsupportedDType`],
+    /// [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
+    pub fn prelu(&self, weight: &Tensor) -> Result<Tensor> {
+        let op = "prelu";
+        if let Some(low) = lowered(op, &[self, weight])? {
+            return low[0].prelu(&low[1]);
+        }
+        self.dtype().check_float(op)?;
+        replaced!(op, [self, weight]);
+        same_device(op, &[self, weight])?;
+        same_dtype(op, &[self, weight])?;
+        let channels = self.shape().dims().get(1).copied().unwrap_or(1);
+        if weight.rank() > 1 || (weight.numel() != 1 && weight.numel() != channels) {
+            let hint = "the weight is one number or has one for each channel, which is dim 1";
+            return Err(Error::ShapeMismatch { op, lhs: self.shape().clone(), rhs: weight.shape().clone(), hint });
+        }
+        let spread: Shape = (0..self.rank()).map(|d| if d == 1 { weight.numel() } else { 1 }).collect();
+        let (weight, slope) = (weight.reshape(&spread)?, Expr::input(0).leaky_relu(Expr::input(1)));
+        formula(op, &[self, &weight], self.dtype(), &slope, |i| slope.diff(i))
     }
 
     /// The first half along `dim` times the logistic function of the second (PyTorch's `glu`). Differentiable.

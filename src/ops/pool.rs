@@ -1,7 +1,7 @@
 //! Pooling: the greatest element or the mean of each window.
 
 use super::arguments::{Args, Argument};
-use super::catalogue::{Dtypes, Gives, Kind, Operation};
+use super::catalogue::{Arity, Dtypes, Gives, Kind, Operation};
 use super::registry::{replaced, replacement};
 use super::window::{Divisor, Windows, as_given, as_images, both};
 use crate::{DType, Error, Result, Tensor};
@@ -309,43 +309,54 @@ fn one(a: &Args) -> Result<usize> {
     a.array::<1>(0, [1]).map(|[n]| n)
 }
 
-const fn pool(name: &'static str, torch: &'static str, takes: Dtypes, call: fn(&Args) -> Result<Tensor>) -> Operation {
-    Operation::new(name, torch, Kind::NeuralNetwork, takes, Gives::Same, call).differentiable()
+const fn pool(
+    name: &'static str,
+    torch: &'static str,
+    takes: Dtypes,
+    most: Arity,
+    call: fn(&Args) -> Result<Tensor>,
+) -> Operation {
+    Operation::new(name, torch, Kind::NeuralNetwork, takes, Gives::Same, most, call).differentiable()
 }
 
-const fn two(name: &'static str, torch: &'static str, call: fn(&Args) -> Result<Vec<Tensor>>) -> Operation {
-    Operation::several(name, torch, Kind::NeuralNetwork, Dtypes::Numbers, Gives::Same, call).differentiable()
+const fn two(
+    name: &'static str,
+    torch: &'static str,
+    most: Arity,
+    call: fn(&Args) -> Result<Vec<Tensor>>,
+) -> Operation {
+    Operation::several(name, torch, Kind::NeuralNetwork, Dtypes::Numbers, Gives::Same, most, call).differentiable()
 }
 
 pub(super) static OPERATIONS: &[Operation] = &[
-    pool("max_pool1d", "nn.functional.max_pool1d", Dtypes::Numbers, |a| {
+    pool("max_pool1d", "nn.functional.max_pool1d", Dtypes::Numbers, (1, 5), |a| {
         a.x(0)?.max_pool1d(one(a)?, MaxPoolOptions::of(a)?)
     }),
-    pool("max_pool2d", "nn.functional.max_pool2d", Dtypes::Numbers, |a| {
+    pool("max_pool2d", "nn.functional.max_pool2d", Dtypes::Numbers, (1, 5), |a| {
         a.x(0)?.max_pool2d(a.array(0, [1; 2])?, MaxPoolOptions::of(a)?)
     }),
-    two("max_pool1d_with_indices", "nn.functional.max_pool1d_with_indices", |a| {
+    two("max_pool1d_with_indices", "nn.functional.max_pool1d_with_indices", (1, 5), |a| {
         a.x(0)?.max_pool1d_with_indices(one(a)?, MaxPoolOptions::of(a)?).map(|(v, i)| vec![v, i])
     }),
-    two("max_pool2d_with_indices", "nn.functional.max_pool2d_with_indices", |a| {
+    two("max_pool2d_with_indices", "nn.functional.max_pool2d_with_indices", (1, 5), |a| {
         a.x(0)?.max_pool2d_with_indices(a.array(0, [1; 2])?, MaxPoolOptions::of(a)?).map(|(v, i)| vec![v, i])
     }),
-    pool("avg_pool1d", "nn.functional.avg_pool1d", Dtypes::Floats, |a| {
+    pool("avg_pool1d", "nn.functional.avg_pool1d", Dtypes::Floats, (1, 6), |a| {
         a.x(0)?.avg_pool1d(one(a)?, AvgPoolOptions::of(a)?)
     }),
-    pool("avg_pool2d", "nn.functional.avg_pool2d", Dtypes::Floats, |a| {
+    pool("avg_pool2d", "nn.functional.avg_pool2d", Dtypes::Floats, (1, 6), |a| {
         a.x(0)?.avg_pool2d(a.array(0, [1; 2])?, AvgPoolOptions::of(a)?)
     }),
-    pool("adaptive_avg_pool1d", "nn.functional.adaptive_avg_pool1d", Dtypes::Floats, |a| {
+    pool("adaptive_avg_pool1d", "nn.functional.adaptive_avg_pool1d", Dtypes::Floats, (1, 1), |a| {
         a.x(0)?.adaptive_avg_pool1d(one(a)?)
     }),
-    pool("adaptive_avg_pool2d", "nn.functional.adaptive_avg_pool2d", Dtypes::Floats, |a| {
+    pool("adaptive_avg_pool2d", "nn.functional.adaptive_avg_pool2d", Dtypes::Floats, (1, 1), |a| {
         a.x(0)?.adaptive_avg_pool2d(a.array(0, [1; 2])?)
     }),
-    pool("adaptive_max_pool1d", "nn.functional.adaptive_max_pool1d", Dtypes::Numbers, |a| {
+    pool("adaptive_max_pool1d", "nn.functional.adaptive_max_pool1d", Dtypes::Numbers, (1, 1), |a| {
         a.x(0)?.adaptive_max_pool1d(one(a)?)
     }),
-    pool("adaptive_max_pool2d", "nn.functional.adaptive_max_pool2d", Dtypes::Numbers, |a| {
+    pool("adaptive_max_pool2d", "nn.functional.adaptive_max_pool2d", Dtypes::Numbers, (1, 1), |a| {
         a.x(0)?.adaptive_max_pool2d(a.array(0, [1; 2])?)
     }),
 ];

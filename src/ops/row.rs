@@ -172,15 +172,15 @@ fn at_least_1d(t: &Tensor) -> Tensor {
 }
 
 pub(super) static OPERATIONS: &[Operation] = &[
-    Operation::new("softmax", "softmax", Kind::NeuralNetwork, Dtypes::Floats, Gives::Same, |a| {
+    Operation::new("softmax", "softmax", Kind::NeuralNetwork, Dtypes::Floats, Gives::Same, (1, 1), |a| {
         a.x(0)?.softmax(a.int(0)?)
     })
     .differentiable(),
-    Operation::new("log_softmax", "log_softmax", Kind::NeuralNetwork, Dtypes::Floats, Gives::Same, |a| {
+    Operation::new("log_softmax", "log_softmax", Kind::NeuralNetwork, Dtypes::Floats, Gives::Same, (1, 1), |a| {
         a.x(0)?.log_softmax(a.int(0)?)
     })
     .differentiable(),
-    Operation::new("logsumexp", "logsumexp", Kind::Reduction, Dtypes::Floats, Gives::Same, |a| {
+    Operation::new("logsumexp", "logsumexp", Kind::Reduction, Dtypes::Floats, Gives::Same, (1, 2), |a| {
         a.x(0)?.logsumexp(a.dims(0)?, a.bool(1)?)
     })
     .differentiable(),

@@ -318,9 +318,6 @@ macro_rules! rows {
             /// x above 0, `slope * x` below. PyTorch: `leaky_relu`.
             leaky_relu (x; slope = 0.1) + leaky_relu_: Float -> Same
                 { x.leaky_relu(slope) } { if x > 0.0 { x } else { slope * x } } on [-3.0..3.0];
-            /// x above 0, `weight * x` below. PyTorch: `prelu`.
-            prelu (x, weight): Float -> Same
-                { x.leaky_relu(weight) } { if x > 0.0 { x } else { weight * x } } on [-3.0..3.0, -1.0..1.0];
             /// x above 0, `alpha * (exp(x) - 1)` below. PyTorch: `elu`.
             elu (x; alpha = 1.3) + elu_: Float -> Same
                 { x.elu(alpha) } { if x > 0.0 { x } else { alpha * x.exp_m1() } } on [-3.0..3.0];

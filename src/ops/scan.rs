@@ -90,24 +90,26 @@ fn doubling(x: &Tensor, dim: isize) -> Result<Tensor> {
 }
 
 pub(super) static OPERATIONS: &[Operation] = &[
-    Operation::new("cumsum", "cumsum", Kind::Scan, Dtypes::All, Gives::Sum, |a| a.x(0)?.cumsum(a.int(0)?))
+    Operation::new("cumsum", "cumsum", Kind::Scan, Dtypes::All, Gives::Sum, (1, 1), |a| a.x(0)?.cumsum(a.int(0)?))
         .differentiable(),
-    Operation::new("cumprod", "cumprod", Kind::Scan, Dtypes::All, Gives::Sum, |a| a.x(0)?.cumprod(a.int(0)?))
+    Operation::new("cumprod", "cumprod", Kind::Scan, Dtypes::All, Gives::Sum, (1, 1), |a| a.x(0)?.cumprod(a.int(0)?))
         .differentiable(),
-    Operation::several("cummax", "cummax", Kind::Scan, Dtypes::All, Gives::Same, |a| {
+    Operation::several("cummax", "cummax", Kind::Scan, Dtypes::All, Gives::Same, (1, 1), |a| {
         a.x(0)?.cummax(a.int(0)?).map(|(v, i)| vec![v, i])
     })
     .differentiable(),
-    Operation::several("cummin", "cummin", Kind::Scan, Dtypes::All, Gives::Same, |a| {
+    Operation::several("cummin", "cummin", Kind::Scan, Dtypes::All, Gives::Same, (1, 1), |a| {
         a.x(0)?.cummin(a.int(0)?).map(|(v, i)| vec![v, i])
     })
     .differentiable(),
-    Operation::new("logcumsumexp", "logcumsumexp", Kind::Scan, Dtypes::Floats, Gives::Same, |a| {
+    Operation::new("logcumsumexp", "logcumsumexp", Kind::Scan, Dtypes::Floats, Gives::Same, (1, 1), |a| {
         a.x(0)?.logcumsumexp(a.int(0)?)
     })
     .differentiable(),
-    Operation::new("diff", "diff", Kind::Scan, Dtypes::All, Gives::Same, |a| a.x(0)?.diff(a.size(0)?, a.int(1)?))
-        .differentiable(),
+    Operation::new("diff", "diff", Kind::Scan, Dtypes::All, Gives::Same, (1, 2), |a| {
+        a.x(0)?.diff(a.size(0)?, a.int(1)?)
+    })
+    .differentiable(),
 ];
 
 impl Tensor {

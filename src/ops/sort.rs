@@ -151,19 +151,20 @@ fn chosen(
 }
 
 pub(super) static OPERATIONS: &[Operation] = &[
-    Operation::several("sort", "sort", Kind::Sorting, Dtypes::All, Gives::Same, |a| {
+    Operation::several("sort", "sort", Kind::Sorting, Dtypes::All, Gives::Same, (1, 2), |a| {
         a.x(0)?.sort(a.int(0)?, a.bool(1)?).map(|(v, i)| vec![v, i])
     })
     .differentiable(),
-    Operation::new("argsort", "argsort", Kind::Sorting, Dtypes::All, Gives::I64, |a| {
+    Operation::new("argsort", "argsort", Kind::Sorting, Dtypes::All, Gives::I64, (1, 2), |a| {
         a.x(0)?.argsort(a.int(0)?, a.bool(1)?)
     }),
-    Operation::new("msort", "msort", Kind::Sorting, Dtypes::All, Gives::Same, |a| a.x(0)?.msort()).differentiable(),
-    Operation::new("isin", "isin", Kind::Sorting, Dtypes::All, Gives::Bool, |a| a.x(0)?.isin(a.x(1)?)),
-    Operation::new("searchsorted", "searchsorted", Kind::Sorting, Dtypes::All, Gives::I64, |a| {
+    Operation::new("msort", "msort", Kind::Sorting, Dtypes::All, Gives::Same, (1, 0), |a| a.x(0)?.msort())
+        .differentiable(),
+    Operation::new("isin", "isin", Kind::Sorting, Dtypes::All, Gives::Bool, (2, 0), |a| a.x(0)?.isin(a.x(1)?)),
+    Operation::new("searchsorted", "searchsorted", Kind::Sorting, Dtypes::All, Gives::I64, (2, 1), |a| {
         a.x(0)?.searchsorted(a.x(1)?, a.bool(0)?)
     }),
-    Operation::new("bucketize", "bucketize", Kind::Sorting, Dtypes::All, Gives::I64, |a| {
+    Operation::new("bucketize", "bucketize", Kind::Sorting, Dtypes::All, Gives::I64, (2, 1), |a| {
         a.x(0)?.bucketize(a.x(1)?, a.bool(0)?)
     }),
 ];

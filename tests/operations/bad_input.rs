@@ -199,15 +199,19 @@ impl Call {
     }
 }
 
+/// A call of each row of the table, and of its form in place.
+pub fn rows() -> impl Iterator<Item = Case> {
+    let rows = ops::operations().iter().filter_map(|op| op.row().map(|row| (op, row)));
+    rows.map(|(op, row)| {
+        let case = (0..row.arity).fold(case(op.name), |case, _| case.input(&[2, 3]));
+        row.samples.iter().fold(case, |case, &x| case.arg(x))
+    })
+}
+
 /// Panics of calls on a device, and how many other calls were refused and how many were answered.
 fn provoke(cases: Vec<Case>, device: Device, calls: usize) -> (Vec<String>, usize, usize) {
     let (mut panics, mut refused, mut answered) = (Vec::new(), 0, 0);
-    let rows = ops::operations().iter().filter_map(|op| op.row().map(|row| (op, row)));
-    let rows = rows.map(|(op, row)| {
-        let case = (0..row.arity).fold(case(op.name), |case, _| case.input(&[2, 3]));
-        row.samples.iter().fold(case, |case, &x| case.arg(x))
-    });
-    let cases: Vec<Case> = cases.into_iter().chain(rows).collect();
+    let cases: Vec<Case> = cases.into_iter().chain(rows()).collect();
     let only = std::env::var("CASE").ok();
     for case in cases.iter().filter(|case| only.as_deref().is_none_or(|name| name == case.op.name)) {
         let mut random = Random(case.op.name.bytes().fold(7, |seed, b| (seed * 31 + u64::from(b)) & 0xffff_ffff));

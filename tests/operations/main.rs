@@ -2,6 +2,7 @@
 //! in the file of its name; `CASE=name` runs those of one operation.
 
 mod bad_input;
+mod calls;
 #[path = "../common/mod.rs"]
 mod common;
 mod conv_blocks;

@@ -1,10 +1,11 @@
 //! Normalisation against its definition.
 
 use claystone::device::{DeviceKind, count_launches};
+use claystone::ops::{self, Argument};
 use claystone::{BatchNormOptions, DType, Device, Tensor};
 use ndarray::{ArrayD, Dimension, IxDyn};
 
-use crate::common::{each_device, f64s};
+use crate::common::{each_device, f64s, vec};
 use crate::harness::{Case, case};
 
 /// Each element less the mean of its row, over the root of the row's variance (or mean square) and eps; `row` says which row
@@ -77,7 +78,7 @@ fn instance(shape: &[usize], given: usize) -> Case {
 
 fn training(shape: &[usize], given: usize) -> Case {
     let made = (0..given).fold(case("batch_norm").input(shape), |c, _| c.input(&shape[1..2]));
-    made.arg(true).arg(0.1).arg(1e-5).gives(move |x| {
+    made.arg(true).arg(Argument::None).arg(1e-5).gives(move |x| {
         let y = normal(&x[0], 1e-5, false, |at| at[1]);
         affine(y, &x[1..], |at| vec![at[1]])
     })
@@ -182,6 +183,30 @@ fn variances_survive_large_means() {
         let y = x.layer_norm(&[4], None, None, 0.0).unwrap().to_vec::<f32>().unwrap();
         let want = [-1.3416408, -0.4472136, 0.4472136, 1.3416408];
         assert!(y.iter().zip(want).all(|(y, w): (&f32, f32)| (y - w).abs() < 1e-4), "{y:?} on {device}");
+    });
+}
+
+/// The tensors of a call by name are in PyTorch's order: the running statistics come before weight and bias, and move.
+#[test]
+fn batch_norm_by_name_takes_the_running_statistics_first() {
+    each_device(|device| {
+        let x = Tensor::from_slice(&[1f32, 10.0, 3.0, 30.0], [2, 2], device).unwrap();
+        let of = |values: [f32; 2]| Tensor::from_slice(&values, 2, device).unwrap();
+        let (weight, bias) = (of([2.0, 3.0]), of([0.5, -0.5]));
+        for given in [3, 4, 5] {
+            let (mean, var) = (of([100.0, 200.0]), of([7.0, 9.0]));
+            let all = [&x, &mean, &var, &weight, &bias];
+            let y = ops::call("batch_norm", &all[..given], &[true.into(), 0.5.into(), 0.0.into()]).unwrap().remove(0);
+            let right = match given {
+                3 => [-1.0, -1.0, 1.0, 1.0],
+                4 => [-2.0, -3.0, 2.0, 3.0],
+                _ => [-1.5, -3.5, 2.5, 2.5],
+            };
+            assert!(vec(&y).iter().zip(right).all(|(y, r)| (y - r).abs() < 1e-5), "{given} tensors: {y}");
+            assert_eq!((vec(&mean), vec(&var)), (vec![51.0, 110.0], vec![4.5, 104.5]), "{given} tensors on {device}");
+        }
+        let surplus = ops::call("batch_norm", &[&x; 4], &[true.into(), Argument::None, 0.0.into()]);
+        assert!(surplus.unwrap_err().to_string().contains("x, weight and bias only"));
     });
 }
 

@@ -1,7 +1,7 @@
 //! Elementwise operations that are no rows, and what rows do with special values and dtypes.
 
 use claystone::ops;
-use claystone::{DType, Device, Error, Tensor, get_default_dtype, set_default_dtype};
+use claystone::{DType, Device, Error, Tensor, autocast, get_default_dtype, set_default_dtype};
 use ndarray::{ArrayD, Axis, IxDyn, Slice};
 
 use crate::common::{alone, each_device, f64s, vec};
@@ -30,6 +30,26 @@ pub fn cases() -> Vec<Case> {
         // Halves of tenths fall on either side.
         cases.push(case("round_decimals").input(shape).arg(1).tolerance(4.0).gives(tenths));
     }
+    // One weight for all or one a channel, also where the last dim has as many elements as there are channels.
+    for (shape, weights) in [
+        (&[2, 3, 3][..], &[3][..]),
+        (&[2, 3, 3], &[1]),
+        (&[3, 3], &[3]),
+        (&[2, 3, 4, 5], &[3]),
+        (&[2, 1, 3], &[1]),
+        (&[4], &[1]),
+        (&[4], &[]),
+        (&[], &[1]),
+        (&[0, 3], &[3]),
+        (&[2, 0, 3], &[0]),
+    ] {
+        cases.push(case("prelu").input(shape).input(weights).gives(|x| {
+            let (of, only) = (&x[1], x[1].first().copied());
+            let slope = |at: &IxDyn| if of.len() == 1 { only.unwrap_or_default() } else { of[[at[1]]] };
+            let value = |at: IxDyn| if x[0][&at] > 0.0 { x[0][&at] } else { slope(&at) * x[0][&at] };
+            vec![ArrayD::from_shape_fn(x[0].raw_dim(), value)]
+        }));
+    }
     for n in [6, 2, 0] {
         cases.push(case("glu").input(&[3, n]).arg(-1).gives(move |x| {
             let half = |a: usize, b: usize| x[0].slice_axis(Axis(1), Slice::from(a..b)).to_owned();
@@ -37,6 +57,19 @@ pub fn cases() -> Vec<Case> {
         }));
     }
     cases
+}
+
+#[test]
+fn prelu_says_which_weights_fit() {
+    let zeros = |shape: &[usize]| Tensor::zeros(shape, Device::Cpu).unwrap();
+    for (x, weight) in [(&[2, 3, 4][..], &[4][..]), (&[2, 3, 4], &[3, 1]), (&[3], &[3]), (&[2, 3], &[1, 1]), (&[], &[0])] {
+        let message = zeros(x).prelu(&zeros(weight)).unwrap_err().to_string();
+        assert!(message.contains("one for each channel"), "{x:?} {weight:?}: {message}");
+    }
+    let halves = zeros(&[3]).to_dtype(DType::F16).unwrap();
+    assert!(matches!(zeros(&[2, 3]).prelu(&halves), Err(Error::DTypeMismatch { .. })));
+    let mixed = autocast(DType::BF16, || zeros(&[2, 3]).prelu(&halves)).unwrap();
+    assert_eq!(mixed.dtype(), DType::BF16);
 }
 
 #[test]

@@ -9,7 +9,7 @@ mod pointwise;
 
 use crate::ops::arguments::{Args, Argument};
 use crate::ops::autocast::widened;
-use crate::ops::catalogue::{Dtypes, Gives, Kind, Operation};
+use crate::ops::catalogue::{Arity, Dtypes, Gives, Kind, Operation};
 use crate::{CrossEntropy, Error, Expr, LossReduction, Result, Tensor};
 
 /// The losses as a mean, a sum, or as they are.
@@ -86,8 +86,8 @@ fn reduction(a: &Args, i: usize) -> Result<LossReduction> {
     }
 }
 
-const fn loss(name: &'static str, torch: &'static str, call: fn(&Args) -> Result<Tensor>) -> Operation {
-    Operation::new(name, torch, Kind::Loss, Dtypes::Floats, Gives::Same, call).differentiable()
+const fn loss(name: &'static str, torch: &'static str, most: Arity, call: fn(&Args) -> Result<Tensor>) -> Operation {
+    Operation::new(name, torch, Kind::Loss, Dtypes::Floats, Gives::Same, most, call).differentiable()
 }
 
 /// Tensor i where it was given.
@@ -96,52 +96,54 @@ fn maybe<'a>(a: &Args<'a>, i: usize) -> Option<&'a Tensor> {
 }
 
 pub(crate) static OPERATIONS: &[Operation] = &[
-    loss("mse_loss", "nn.functional.mse_loss", |a| a.x(0)?.mse_loss_with(a.x(1)?, reduction(a, 0)?)),
-    loss("l1_loss", "nn.functional.l1_loss", |a| a.x(0)?.l1_loss_with(a.x(1)?, reduction(a, 0)?)),
-    loss("smooth_l1_loss", "nn.functional.smooth_l1_loss", |a| {
+    loss("mse_loss", "nn.functional.mse_loss", (2, 1), |a| a.x(0)?.mse_loss_with(a.x(1)?, reduction(a, 0)?)),
+    loss("l1_loss", "nn.functional.l1_loss", (2, 1), |a| a.x(0)?.l1_loss_with(a.x(1)?, reduction(a, 0)?)),
+    loss("smooth_l1_loss", "nn.functional.smooth_l1_loss", (2, 2), |a| {
         a.x(0)?.smooth_l1_loss(a.x(1)?, a.float(0)?, reduction(a, 1)?)
     }),
-    loss("huber_loss", "nn.functional.huber_loss", |a| a.x(0)?.huber_loss(a.x(1)?, a.float(0)?, reduction(a, 1)?)),
-    loss("binary_cross_entropy", "nn.functional.binary_cross_entropy", |a| {
+    loss("huber_loss", "nn.functional.huber_loss", (2, 2), |a| {
+        a.x(0)?.huber_loss(a.x(1)?, a.float(0)?, reduction(a, 1)?)
+    }),
+    loss("binary_cross_entropy", "nn.functional.binary_cross_entropy", (3, 1), |a| {
         a.x(0)?.binary_cross_entropy(a.x(1)?, maybe(a, 2), reduction(a, 0)?)
     }),
-    loss("binary_cross_entropy_with_logits", "nn.functional.binary_cross_entropy_with_logits", |a| {
-        // The last one is for positive targets, if the switch is on.
-        let others = a.xs().get(2..).unwrap_or(&[]);
-        let (weight, positive) = match (a.bool(1)?, others) {
-            (true, [weight, positive]) => (Some(*weight), Some(*positive)),
-            (true, [positive]) => (None, Some(*positive)),
-            (_, others) => (others.first().copied(), None),
+    loss("binary_cross_entropy_with_logits", "nn.functional.binary_cross_entropy_with_logits", (4, 2), |a| {
+        // The switch says that a single third tensor is for positive targets; of two it is always the second.
+        let (weight, positive) = match (a.bool(1)?, maybe(a, 2), maybe(a, 3)) {
+            (true, positive, None) => (None, positive),
+            (_, weight, positive) => (weight, positive),
         };
         a.x(0)?.binary_cross_entropy_with_logits(a.x(1)?, weight, positive, reduction(a, 0)?)
     }),
-    loss("kl_div", "nn.functional.kl_div", |a| a.x(0)?.kl_div(a.x(1)?, reduction(a, 0)?, a.bool(1)?)),
-    loss("poisson_nll_loss", "nn.functional.poisson_nll_loss", |a| {
+    loss("kl_div", "nn.functional.kl_div", (2, 2), |a| a.x(0)?.kl_div(a.x(1)?, reduction(a, 0)?, a.bool(1)?)),
+    loss("poisson_nll_loss", "nn.functional.poisson_nll_loss", (2, 4), |a| {
         a.x(0)?.poisson_nll_loss(a.x(1)?, a.bool(0)?, a.bool(1)?, a.float(2)?, reduction(a, 3)?)
     }),
-    loss("gaussian_nll_loss", "nn.functional.gaussian_nll_loss", |a| {
+    loss("gaussian_nll_loss", "nn.functional.gaussian_nll_loss", (3, 3), |a| {
         a.x(0)?.gaussian_nll_loss(a.x(1)?, a.x(2)?, a.bool(0)?, a.float(1)?, reduction(a, 2)?)
     }),
-    loss("soft_margin_loss", "nn.functional.soft_margin_loss", |a| a.x(0)?.soft_margin_loss(a.x(1)?, reduction(a, 0)?)),
-    loss("hinge_embedding_loss", "nn.functional.hinge_embedding_loss", |a| {
+    loss("soft_margin_loss", "nn.functional.soft_margin_loss", (2, 1), |a| {
+        a.x(0)?.soft_margin_loss(a.x(1)?, reduction(a, 0)?)
+    }),
+    loss("hinge_embedding_loss", "nn.functional.hinge_embedding_loss", (2, 2), |a| {
         a.x(0)?.hinge_embedding_loss(a.x(1)?, a.float(0)?, reduction(a, 1)?)
     }),
-    loss("margin_ranking_loss", "nn.functional.margin_ranking_loss", |a| {
+    loss("margin_ranking_loss", "nn.functional.margin_ranking_loss", (3, 2), |a| {
         a.x(0)?.margin_ranking_loss(a.x(1)?, a.x(2)?, a.float(0)?, reduction(a, 1)?)
     }),
-    loss("cosine_embedding_loss", "nn.functional.cosine_embedding_loss", |a| {
+    loss("cosine_embedding_loss", "nn.functional.cosine_embedding_loss", (3, 2), |a| {
         a.x(0)?.cosine_embedding_loss(a.x(1)?, a.x(2)?, a.float(0)?, reduction(a, 1)?)
     }),
-    loss("triplet_margin_loss", "nn.functional.triplet_margin_loss", |a| {
+    loss("triplet_margin_loss", "nn.functional.triplet_margin_loss", (3, 4), |a| {
         a.x(0)?.triplet_margin_loss(a.x(1)?, a.x(2)?, a.float(0)?, a.float(1)?, a.bool(2)?, reduction(a, 3)?)
     }),
-    loss("cross_entropy", "nn.functional.cross_entropy", |a| {
+    loss("cross_entropy", "nn.functional.cross_entropy", (3, 3), |a| {
         let ignore_index = a.int(1)? as i64;
         let (reduction, label_smoothing) = (reduction(a, 0)?, a.float(2)?);
         let options = CrossEntropy { reduction, ignore_index, label_smoothing, weight: maybe(a, 2) };
         a.x(0)?.cross_entropy_with(a.x(1)?, options)
     }),
-    loss("nll_loss", "nn.functional.nll_loss", |a| {
+    loss("nll_loss", "nn.functional.nll_loss", (3, 2), |a| {
         let (reduction, ignore_index) = (reduction(a, 0)?, a.int(1)? as i64);
         a.x(0)?
             .nll_loss(a.x(1)?, CrossEntropy { reduction, ignore_index, weight: maybe(a, 2), ..CrossEntropy::default() })

@@ -1,7 +1,7 @@
 //! How convolutions move their windows, and the operations by name.
 
 use super::super::arguments::{Args, Argument};
-use super::super::catalogue::{Dtypes, Gives, Kind, Operation};
+use super::super::catalogue::{Arity, Dtypes, Gives, Kind, Operation};
 use super::super::window::{fold, unfold};
 use crate::{Result, Tensor};
 
@@ -107,27 +107,33 @@ impl<const D: usize> ConvTransposeOptions<D> {
     }
 }
 
-const fn layer(name: &'static str, torch: &'static str, takes: Dtypes, call: fn(&Args) -> Result<Tensor>) -> Operation {
-    Operation::new(name, torch, Kind::NeuralNetwork, takes, Gives::Same, call).differentiable()
+const fn layer(
+    name: &'static str,
+    torch: &'static str,
+    takes: Dtypes,
+    most: Arity,
+    call: fn(&Args) -> Result<Tensor>,
+) -> Operation {
+    Operation::new(name, torch, Kind::NeuralNetwork, takes, Gives::Same, most, call).differentiable()
 }
 
 pub(in crate::ops) static OPERATIONS: &[Operation] = &[
-    layer("conv1d", "nn.functional.conv1d", Dtypes::Floats, |a| {
+    layer("conv1d", "nn.functional.conv1d", Dtypes::Floats, (3, 4), |a| {
         a.x(0)?.conv1d(a.x(1)?, a.xs().get(2).copied(), ConvOptions::of(a)?)
     }),
-    layer("conv2d", "nn.functional.conv2d", Dtypes::Floats, |a| {
+    layer("conv2d", "nn.functional.conv2d", Dtypes::Floats, (3, 4), |a| {
         a.x(0)?.conv2d(a.x(1)?, a.xs().get(2).copied(), ConvOptions::of(a)?)
     }),
-    layer("conv_transpose1d", "nn.functional.conv_transpose1d", Dtypes::Floats, |a| {
+    layer("conv_transpose1d", "nn.functional.conv_transpose1d", Dtypes::Floats, (3, 5), |a| {
         a.x(0)?.conv_transpose1d(a.x(1)?, a.xs().get(2).copied(), ConvTransposeOptions::of(a)?)
     }),
-    layer("conv_transpose2d", "nn.functional.conv_transpose2d", Dtypes::Floats, |a| {
+    layer("conv_transpose2d", "nn.functional.conv_transpose2d", Dtypes::Floats, (3, 5), |a| {
         a.x(0)?.conv_transpose2d(a.x(1)?, a.xs().get(2).copied(), ConvTransposeOptions::of(a)?)
     }),
-    layer("unfold2d", "nn.functional.unfold", Dtypes::All, |a| {
+    layer("unfold2d", "nn.functional.unfold", Dtypes::All, (1, 4), |a| {
         unfold(a.x(0)?, a.array(0, [1; 2])?, a.array(1, [1; 2])?, a.array(2, [0; 2])?, a.array(3, [1; 2])?)
     }),
-    layer("fold", "nn.functional.fold", Dtypes::Floats, |a| {
+    layer("fold", "nn.functional.fold", Dtypes::Floats, (1, 5), |a| {
         let (size, kernel, dilation) = (a.array(0, [1; 2])?, a.array(1, [1; 2])?, a.array(2, [1; 2])?);
         fold(a.x(0)?, size, kernel, dilation, a.array(3, [0; 2])?, a.array(4, [1; 2])?)
     }),

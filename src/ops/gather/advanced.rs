@@ -10,7 +10,7 @@ use super::scatter::{Combine, apart};
 use super::{Indexed, check_index, cpu, opencl, zeros_for};
 use crate::autograd::{self, Saved};
 use crate::ops::arguments::{Args, Argument};
-use crate::ops::catalogue::{Dtypes, Gives, Kind, Operation};
+use crate::ops::catalogue::{ANY, Dtypes, Gives, Kind, Operation};
 use crate::ops::registry::{replaced, replacement};
 use crate::ops::{recorded, same_device, same_dtype};
 use crate::tensor::{Dims, Layout};
@@ -183,31 +183,31 @@ impl Kept {
 }
 
 pub(in crate::ops) static OPERATIONS: &[Operation] = &[
-    Operation::new("index", "Tensor.__getitem__", Kind::Indexing, Dtypes::All, Gives::Same, |a| {
+    Operation::new("index", "Tensor.__getitem__", Kind::Indexing, Dtypes::All, Gives::Same, (ANY, 1), |a| {
         a.x(0)?.index(&at_dims(a, 1)?)
     })
     .differentiable(),
-    Operation::new("index_put", "index_put", Kind::Indexing, Dtypes::Numbers, Gives::Same, |a| {
+    Operation::new("index_put", "index_put", Kind::Indexing, Dtypes::Numbers, Gives::Same, (ANY, 2), |a| {
         a.x(0)?.index_put(&at_dims(a, 2)?, a.x(1)?, a.bool(1)?)
     })
     .differentiable(),
-    Operation::new("index_put_", "index_put_", Kind::InPlace, Dtypes::Numbers, Gives::Same, |a| {
+    Operation::new("index_put_", "index_put_", Kind::InPlace, Dtypes::Numbers, Gives::Same, (ANY, 2), |a| {
         Ok(a.x(0)?.index_put_(&at_dims(a, 2)?, a.x(1)?, a.bool(1)?)?.shallow_clone())
     }),
-    Operation::new("take", "take", Kind::Indexing, Dtypes::All, Gives::Same, |a| a.x(0)?.take(a.x(1)?))
+    Operation::new("take", "take", Kind::Indexing, Dtypes::All, Gives::Same, (2, 0), |a| a.x(0)?.take(a.x(1)?))
         .differentiable(),
-    Operation::new("masked_scatter", "masked_scatter", Kind::Indexing, Dtypes::All, Gives::Same, |a| {
+    Operation::new("masked_scatter", "masked_scatter", Kind::Indexing, Dtypes::All, Gives::Same, (3, 0), |a| {
         a.x(0)?.masked_scatter(a.x(1)?, a.x(2)?)
     })
     .differentiable(),
-    Operation::new("masked_scatter_", "masked_scatter_", Kind::InPlace, Dtypes::All, Gives::Same, |a| {
+    Operation::new("masked_scatter_", "masked_scatter_", Kind::InPlace, Dtypes::All, Gives::Same, (3, 0), |a| {
         Ok(a.x(0)?.masked_scatter_(a.x(1)?, a.x(2)?)?.shallow_clone())
     }),
-    Operation::new("put", "put", Kind::Indexing, Dtypes::Numbers, Gives::Same, |a| {
+    Operation::new("put", "put", Kind::Indexing, Dtypes::Numbers, Gives::Same, (3, 1), |a| {
         a.x(0)?.put(a.x(1)?, a.x(2)?, a.bool(0)?)
     })
     .differentiable(),
-    Operation::new("put_", "put_", Kind::InPlace, Dtypes::Numbers, Gives::Same, |a| {
+    Operation::new("put_", "put_", Kind::InPlace, Dtypes::Numbers, Gives::Same, (3, 1), |a| {
         Ok(a.x(0)?.put_(a.x(1)?, a.x(2)?, a.bool(0)?)?.shallow_clone())
     }),
 ];
@@ -217,6 +217,11 @@ fn at_dims<'a>(args: &Args<'a>, first: usize) -> Result<Vec<Option<&'a Tensor>>>
     let (dims, rank) = (args.sizes(0)?, args.x(0)?.rank());
     if let Some(&d) = dims.iter().find(|d| **d >= rank) {
         return Err(Error::DimOutOfRange { op: args.name(), dim: isize::try_from(d).unwrap_or(isize::MAX), rank });
+    }
+    if args.xs().len() != first + dims.len() {
+        let reason =
+            format!("{} tensors of indices were given for {} dims", args.xs().len().saturating_sub(first), dims.len());
+        return Err(Error::invalid(args.name(), reason));
     }
     let mut indices = vec![None; dims.iter().max().map_or(0, |d| d + 1)];
     for (k, &d) in dims.iter().enumerate() {

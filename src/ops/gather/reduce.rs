@@ -113,14 +113,14 @@ fn reduce_into(
 }
 
 pub(in crate::ops) static OPERATIONS: &[Operation] = &[
-    Operation::new("scatter_reduce", "scatter_reduce", Kind::Indexing, Dtypes::Numbers, Gives::Same, |a| {
+    Operation::new("scatter_reduce", "scatter_reduce", Kind::Indexing, Dtypes::Numbers, Gives::Same, (3, 3), |a| {
         a.x(0)?.scatter_reduce(a.int(0)?, a.x(1)?, a.x(2)?, a.text(1)?.parse()?, a.bool(2)?)
     })
     .differentiable(),
-    Operation::new("scatter_reduce_", "scatter_reduce_", Kind::InPlace, Dtypes::Numbers, Gives::Same, |a| {
+    Operation::new("scatter_reduce_", "scatter_reduce_", Kind::InPlace, Dtypes::Numbers, Gives::Same, (3, 3), |a| {
         Ok(a.x(0)?.scatter_reduce_(a.int(0)?, a.x(1)?, a.x(2)?, a.text(1)?.parse()?, a.bool(2)?)?.shallow_clone())
     }),
-    Operation::new("index_reduce", "index_reduce", Kind::Indexing, Dtypes::Numbers, Gives::Same, |a| {
+    Operation::new("index_reduce", "index_reduce", Kind::Indexing, Dtypes::Numbers, Gives::Same, (3, 3), |a| {
         a.x(0)?.index_reduce(a.int(0)?, a.x(1)?, a.x(2)?, a.text(1)?.parse()?, a.bool(2)?)
     })
     .differentiable(),

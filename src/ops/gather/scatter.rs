@@ -133,53 +133,53 @@ pub(super) fn everywhere(op: &'static str, value: Scalar, shape: &Shape, like: &
 }
 
 pub(in crate::ops) static OPERATIONS: &[Operation] = &[
-    Operation::new("scatter", "scatter", Kind::Indexing, Dtypes::All, Gives::Same, |a| {
+    Operation::new("scatter", "scatter", Kind::Indexing, Dtypes::All, Gives::Same, (3, 1), |a| {
         a.x(0)?.scatter(a.int(0)?, a.x(1)?, a.x(2)?)
     })
     .differentiable(),
-    Operation::new("scatter_", "scatter_", Kind::InPlace, Dtypes::All, Gives::Same, |a| {
+    Operation::new("scatter_", "scatter_", Kind::InPlace, Dtypes::All, Gives::Same, (3, 1), |a| {
         Ok(a.x(0)?.scatter_(a.int(0)?, a.x(1)?, a.x(2)?)?.shallow_clone())
     }),
-    Operation::new("scatter_add", "scatter_add", Kind::Indexing, Dtypes::Numbers, Gives::Same, |a| {
+    Operation::new("scatter_add", "scatter_add", Kind::Indexing, Dtypes::Numbers, Gives::Same, (3, 1), |a| {
         a.x(0)?.scatter_add(a.int(0)?, a.x(1)?, a.x(2)?)
     })
     .differentiable(),
-    Operation::new("scatter_add_", "scatter_add_", Kind::InPlace, Dtypes::Numbers, Gives::Same, |a| {
+    Operation::new("scatter_add_", "scatter_add_", Kind::InPlace, Dtypes::Numbers, Gives::Same, (3, 1), |a| {
         Ok(a.x(0)?.scatter_add_(a.int(0)?, a.x(1)?, a.x(2)?)?.shallow_clone())
     }),
-    Operation::new("scatter_value", "scatter", Kind::Indexing, Dtypes::All, Gives::Same, |a| {
+    Operation::new("scatter_value", "scatter", Kind::Indexing, Dtypes::All, Gives::Same, (2, 2), |a| {
         a.x(0)?.scatter_value(a.int(0)?, a.x(1)?, a.scalar(1)?)
     })
     .differentiable(),
-    Operation::new("scatter_value_", "scatter_", Kind::InPlace, Dtypes::All, Gives::Same, |a| {
+    Operation::new("scatter_value_", "scatter_", Kind::InPlace, Dtypes::All, Gives::Same, (2, 2), |a| {
         Ok(a.x(0)?.scatter_value_(a.int(0)?, a.x(1)?, a.scalar(1)?)?.shallow_clone())
     }),
-    Operation::new("index_add", "index_add", Kind::Indexing, Dtypes::Numbers, Gives::Same, |a| {
+    Operation::new("index_add", "index_add", Kind::Indexing, Dtypes::Numbers, Gives::Same, (3, 1), |a| {
         a.x(0)?.index_add(a.int(0)?, a.x(1)?, a.x(2)?)
     })
     .differentiable(),
-    Operation::new("index_add_", "index_add_", Kind::InPlace, Dtypes::Numbers, Gives::Same, |a| {
+    Operation::new("index_add_", "index_add_", Kind::InPlace, Dtypes::Numbers, Gives::Same, (3, 1), |a| {
         Ok(a.x(0)?.index_add_(a.int(0)?, a.x(1)?, a.x(2)?)?.shallow_clone())
     }),
-    Operation::new("index_add_alpha", "index_add", Kind::Indexing, Dtypes::Numbers, Gives::Same, |a| {
+    Operation::new("index_add_alpha", "index_add", Kind::Indexing, Dtypes::Numbers, Gives::Same, (3, 2), |a| {
         a.x(0)?.index_add_alpha(a.int(0)?, a.x(1)?, a.x(2)?, a.scalar(1)?)
     })
     .differentiable(),
-    Operation::new("index_add_alpha_", "index_add_", Kind::InPlace, Dtypes::Numbers, Gives::Same, |a| {
+    Operation::new("index_add_alpha_", "index_add_", Kind::InPlace, Dtypes::Numbers, Gives::Same, (3, 2), |a| {
         Ok(a.x(0)?.index_add_alpha_(a.int(0)?, a.x(1)?, a.x(2)?, a.scalar(1)?)?.shallow_clone())
     }),
-    Operation::new("index_copy", "index_copy", Kind::Indexing, Dtypes::All, Gives::Same, |a| {
+    Operation::new("index_copy", "index_copy", Kind::Indexing, Dtypes::All, Gives::Same, (3, 1), |a| {
         a.x(0)?.index_copy(a.int(0)?, a.x(1)?, a.x(2)?)
     })
     .differentiable(),
-    Operation::new("index_copy_", "index_copy_", Kind::InPlace, Dtypes::All, Gives::Same, |a| {
+    Operation::new("index_copy_", "index_copy_", Kind::InPlace, Dtypes::All, Gives::Same, (3, 1), |a| {
         Ok(a.x(0)?.index_copy_(a.int(0)?, a.x(1)?, a.x(2)?)?.shallow_clone())
     }),
-    Operation::new("index_fill", "index_fill", Kind::Indexing, Dtypes::All, Gives::Same, |a| {
+    Operation::new("index_fill", "index_fill", Kind::Indexing, Dtypes::All, Gives::Same, (2, 2), |a| {
         a.x(0)?.index_fill(a.int(0)?, a.x(1)?, a.scalar(1)?)
     })
     .differentiable(),
-    Operation::new("index_fill_", "index_fill_", Kind::InPlace, Dtypes::All, Gives::Same, |a| {
+    Operation::new("index_fill_", "index_fill_", Kind::InPlace, Dtypes::All, Gives::Same, (2, 2), |a| {
         Ok(a.x(0)?.index_fill_(a.int(0)?, a.x(1)?, a.scalar(1)?)?.shallow_clone())
     }),
 ];

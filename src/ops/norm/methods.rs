@@ -2,9 +2,9 @@
 
 use super::{BatchNormOptions, View, apart, channels, normalised};
 use crate::autograd::is_tracked;
-use crate::ops::arguments::Args;
+use crate::ops::arguments::{Args, Argument};
 use crate::ops::autocast::widened;
-use crate::ops::catalogue::{Dtypes, Gives, Kind, Operation};
+use crate::ops::catalogue::{Arity, Dtypes, Gives, Kind, Operation};
 use crate::ops::elementwise::{Params, recorded};
 use crate::ops::expr::Expr;
 use crate::ops::registry::{replaced, replacement};
@@ -177,6 +177,9 @@ impl Tensor {
     /// batch, launched as [`Tensor::layer_norm`] and once more for the running statistics, which move towards the batch's mean
     /// and unbiased variance; otherwise by the running statistics. Floats, computed in f32 at least. Differentiable in x, weight and bias.
     ///
+    /// By name ([`ops::call`](crate::ops::call)) it takes x, running mean, running variance, weight and bias, then whether it is
+    /// training, the momentum and eps. In training without a momentum there are no running statistics among the tensors.
+    ///
     /// ```
     /// use claystone::{BatchNormOptions, Device, Tensor};
     /// let x = Tensor::from_slice(&[1f32, 10.0, 3.0, 30.0], [2, 2], Device::Cpu)?;
@@ -197,7 +200,7 @@ impl Tensor {
             return wide[0].batch_norm(BatchNormOptions { weight, bias, ..options });
         }
         match (training, running_mean, running_var) {
-            (true, None, None) => replace!(op, inputs, weight, bias, true, momentum, eps),
+            (true, None, None) => replace!(op, inputs, weight, bias, true, Argument::None, eps),
             (false, Some(mean), Some(var)) => {
                 let inputs: Dims<&Tensor> = [self, mean, var].into_iter().chain(weight).chain(bias).collect();
                 replace!(op, inputs, weight, bias, false, momentum, eps);
@@ -282,8 +285,8 @@ impl Tensor {
     }
 }
 
-const fn norm(name: &'static str, torch: &'static str, call: fn(&Args) -> Result<Tensor>) -> Operation {
-    Operation::new(name, torch, Kind::NeuralNetwork, Dtypes::Floats, Gives::Same, call).differentiable()
+const fn norm(name: &'static str, torch: &'static str, most: Arity, call: fn(&Args) -> Result<Tensor>) -> Operation {
+    Operation::new(name, torch, Kind::NeuralNetwork, Dtypes::Floats, Gives::Same, most, call).differentiable()
 }
 
 /// Tensor i where it was given.
@@ -292,26 +295,29 @@ fn maybe<'a>(a: &Args<'a>, i: usize) -> Option<&'a Tensor> {
 }
 
 pub(in crate::ops) static OPERATIONS: &[Operation] = &[
-    norm("layer_norm", "nn.functional.layer_norm", |a| {
+    norm("layer_norm", "nn.functional.layer_norm", (3, 2), |a| {
         a.x(0)?.layer_norm(&a.sizes(0)?, maybe(a, 1), maybe(a, 2), a.float(1)?)
     }),
-    norm("rms_norm", "nn.functional.rms_norm", |a| {
+    norm("rms_norm", "nn.functional.rms_norm", (2, 2), |a| {
         a.x(0)?.rms_norm(&a.sizes(0)?, maybe(a, 1), if a.given(1) { Some(a.float(1)?) } else { None })
     }),
-    norm("group_norm", "nn.functional.group_norm", |a| {
+    norm("group_norm", "nn.functional.group_norm", (3, 2), |a| {
         a.x(0)?.group_norm(a.size(0)?, maybe(a, 1), maybe(a, 2), a.float(1)?)
     }),
-    norm("instance_norm", "nn.functional.instance_norm", |a| {
+    norm("instance_norm", "nn.functional.instance_norm", (3, 1), |a| {
         a.x(0)?.instance_norm(maybe(a, 1), maybe(a, 2), a.float(0)?)
     }),
-    norm("batch_norm", "nn.functional.batch_norm", |a| {
-        let training = a.bool(0)?;
-        let first = if training { 1 } else { 3 };
-        let of = |i: usize| if training { None } else { maybe(a, i) };
-        let (running_mean, running_var) = (of(1), of(2));
-        let (weight, bias) = (maybe(a, first), maybe(a, first + 1));
-        let (momentum, eps) = (a.float(1)?, a.float(2)?);
+    norm("batch_norm", "nn.functional.batch_norm", (5, 3), |a| {
+        let (training, eps) = (a.bool(0)?, a.float(2)?);
+        // In training without a momentum there are no running statistics.
+        let tracked = !training || a.given(1);
+        let momentum = if tracked { a.float(1)? } else { 0.0 };
+        let [running_mean, running_var, weight, bias] = match tracked {
+            true => [1, 2, 3, 4].map(|i| maybe(a, i)),
+            false if a.xs().len() <= 3 => [None, None, maybe(a, 1), maybe(a, 2)],
+            false => return Err(Error::invalid(a.name(), "without a momentum it takes x, weight and bias only")),
+        };
         a.x(0)?.batch_norm(BatchNormOptions { running_mean, running_var, weight, bias, training, momentum, eps })
     }),
-    norm("normalize", "nn.functional.normalize", |a| a.x(0)?.normalize(a.float(0)?, a.int(1)?, a.float(2)?)),
+    norm("normalize", "nn.functional.normalize", (1, 3), |a| a.x(0)?.normalize(a.float(0)?, a.int(1)?, a.float(2)?)),
 ];

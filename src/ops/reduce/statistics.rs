@@ -15,27 +15,27 @@ use crate::tensor::Layout;
 use crate::{DType, Device, Result, Scalar, Tensor};
 
 pub(in crate::ops) static OPERATIONS: &[Operation] = &[
-    Operation::new("var", "var", Kind::Reduction, Dtypes::Floats, Gives::Same, |a| {
+    Operation::new("var", "var", Kind::Reduction, Dtypes::Floats, Gives::Same, (1, 3), |a| {
         a.x(0)?.var(a.dims(0)?, a.size(1)?, a.bool(2)?)
     })
     .differentiable(),
-    Operation::new("std", "std", Kind::Reduction, Dtypes::Floats, Gives::Same, |a| {
+    Operation::new("std", "std", Kind::Reduction, Dtypes::Floats, Gives::Same, (1, 3), |a| {
         a.x(0)?.std(a.dims(0)?, a.size(1)?, a.bool(2)?)
     })
     .differentiable(),
-    Operation::several("var_mean", "var_mean", Kind::Reduction, Dtypes::Floats, Gives::Same, |a| {
+    Operation::several("var_mean", "var_mean", Kind::Reduction, Dtypes::Floats, Gives::Same, (1, 3), |a| {
         a.x(0)?.var_mean(a.dims(0)?, a.size(1)?, a.bool(2)?).map(|(v, m)| vec![v, m])
     })
     .differentiable(),
-    Operation::several("std_mean", "std_mean", Kind::Reduction, Dtypes::Floats, Gives::Same, |a| {
+    Operation::several("std_mean", "std_mean", Kind::Reduction, Dtypes::Floats, Gives::Same, (1, 3), |a| {
         a.x(0)?.std_mean(a.dims(0)?, a.size(1)?, a.bool(2)?).map(|(s, m)| vec![s, m])
     })
     .differentiable(),
-    Operation::several("aminmax", "aminmax", Kind::Reduction, Dtypes::All, Gives::Same, |a| {
+    Operation::several("aminmax", "aminmax", Kind::Reduction, Dtypes::All, Gives::Same, (1, 2), |a| {
         a.x(0)?.aminmax(a.dims(0)?, a.bool(1)?).map(|(l, g)| vec![l, g])
     })
     .differentiable(),
-    Operation::new("nanmean", "nanmean", Kind::Reduction, Dtypes::Floats, Gives::Same, |a| {
+    Operation::new("nanmean", "nanmean", Kind::Reduction, Dtypes::Floats, Gives::Same, (1, 2), |a| {
         a.x(0)?.nanmean(a.dims(0)?, a.bool(1)?)
     })
     .differentiable(),

@@ -199,7 +199,7 @@ macro_rules! define {
         pub(in crate::ops) static OPERATIONS: &[Operation] = &[$(
             entry!(
                 $gradient
-                Operation::new(stringify!($name), $torch, Kind::Reduction, Dtypes::$takes, Gives::$gives, |a| {
+                Operation::new(stringify!($name), $torch, Kind::Reduction, Dtypes::$takes, Gives::$gives, (1, 2), |a| {
                     a.x(0)?.$name(a.dims(0)?, a.bool(1)?)
                 })
             )
