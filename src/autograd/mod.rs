@@ -41,7 +41,7 @@ pub(crate) use record::{
 };
 
 use hooks::Retained;
-use node::State;
+use node::{Leaf, State};
 
 /// The gradients of an operation's inputs, in order; None where none flows or none was wanted.
 pub(crate) type Gradients = SmallVec<[Option<Tensor>; 3]>;
@@ -52,6 +52,8 @@ pub(crate) enum Collected {
     /// Where the optimiser wants it.
     InSlot,
     Elsewhere(Tensor),
+    /// In the leaf that took this one's place.
+    InSuccessor,
 }
 
 impl Tensor {
@@ -101,7 +103,10 @@ impl Tensor {
     pub fn grad(&self) -> Option<Tensor> {
         let node = self.node.as_ref()?;
         if let State::Leaf(leaf) = &*node.state() {
-            return leaf.grad.as_ref().map(Tensor::shallow_clone);
+            return match &leaf.successor {
+                Some(new) => new.grad(),
+                None => leaf.grad.as_ref().map(Tensor::shallow_clone),
+            };
         }
         match &*node.watch()?.retained() {
             Retained::Yes(grad) => grad.as_ref().map(Tensor::shallow_clone),
@@ -115,6 +120,9 @@ impl Tensor {
         if let State::Leaf(leaf) = &mut *node.state() {
             leaf.grad = None;
             leaf.lent = false; // where a backward failed
+            if let Some(new) = &leaf.successor {
+                new.zero_grad();
+            }
         } else if let Some(watch) = node.watch()
             && let Retained::Yes(grad) = &mut *watch.retained()
         {
@@ -131,11 +139,40 @@ impl Tensor {
         }
     }
 
+    /// Where an optimiser has told backward to write this leaf's gradient.
+    pub(crate) fn grad_slot(&self) -> Option<Tensor> {
+        match &*self.node.as_ref()?.state() {
+            State::Leaf(leaf) => leaf.slot.as_ref().map(Tensor::shallow_clone),
+            _ => None,
+        }
+    }
+
+    /// The leaf that stands for this one now, where conversions of its module have put another in its place.
+    pub(crate) fn successor(&self) -> Option<Tensor> {
+        let State::Leaf(leaf) = &*self.node.as_ref()?.state() else { return None };
+        let next = leaf.successor.as_ref()?;
+        next.successor().or_else(|| Some(next.shallow_clone()))
+    }
+
+    /// A leaf over `data` in the place of this one, with that gradient and that slot: an optimiser of this leaf goes on with
+    /// the new one.
+    pub(crate) fn succeeded_by(&self, data: Tensor, grad: Option<Tensor>, slot: Option<Tensor>) -> Tensor {
+        let state = State::Leaf(Box::new(Leaf { grad, slot, ..Leaf::default() }));
+        let new = Tensor { node: Some(Node::new("leaf", SmallVec::new(), state)), ..data };
+        if let Some(node) = &self.node
+            && let State::Leaf(leaf) = &mut *node.state()
+        {
+            **leaf = Leaf { successor: Some(new.shallow_clone()), ..Leaf::default() };
+        }
+        new
+    }
+
     /// What this leaf has collected, for the optimiser that gave it the slot.
     pub(crate) fn collected(&self) -> Collected {
         let Some(node) = &self.node else { return Collected::Nothing };
         let State::Leaf(leaf) = &*node.state() else { return Collected::Nothing };
         match (&leaf.grad, &leaf.slot) {
+            _ if leaf.successor.is_some() => Collected::InSuccessor,
             (None, _) => Collected::Nothing,
             (Some(grad), Some(slot)) if grad.shares_storage(slot) && grad.layout == slot.layout => Collected::InSlot,
             (Some(grad), _) => Collected::Elsewhere(grad.shallow_clone()),

@@ -60,6 +60,8 @@ pub(super) struct Leaf {
     pub(super) slot: Option<Tensor>,
     /// Whether a backward may be writing to the slot: that of another thread then keeps away.
     pub(super) lent: bool,
+    /// The leaf that took this one's place when its module was converted: the gradient is collected there.
+    pub(super) successor: Option<Tensor>,
 }
 
 static SEQ: AtomicU64 = AtomicU64::new(0);

@@ -32,8 +32,11 @@ pub use rnn::{Gru, Lstm, Rnn, RnnOptions};
 pub use sequential::{Dropout, Dropout2d, Func, Sequential, func};
 pub use state::{IncompatibleKeys, StateDict};
 
+use std::collections::HashSet;
+
 use crate::error::for_each_part;
-use crate::{DType, Device, Result, Tensor, no_grad};
+use crate::tensor::Layout;
+use crate::{DType, Device, Error, Result, Shape, Tensor, no_grad};
 
 /// A layer or a network: a function of one tensor with parameters.
 ///
@@ -94,17 +97,18 @@ pub trait Module: Send + Sync {
         self.named_parameters("").into_iter().map(|(_, t)| t).collect()
     }
 
-    /// The parameters, for an optimiser to rehome, in the same order.
+    /// The parameters, for an optimiser to rehome, in the same order; one that is tied to another once.
     fn parameters_mut(&mut self) -> Vec<&mut Tensor> {
-        let mut out = Vec::new();
-        self.visit_mut("", &mut |_, role, t| out.extend((role == Role::Parameter).then_some(t)));
+        let (mut out, mut seen) = (Vec::new(), HashSet::new());
+        self.visit_mut("", &mut |_, role, t| out.extend(is_new_parameter(role, t, &mut seen).then_some(t)));
         out
     }
 
-    /// The parameters with PyTorch's dotted names, after `prefix` where that is not empty.
+    /// The parameters with PyTorch's dotted names, after `prefix` where that is not empty; one that is tied to another by the
+    /// first of its names.
     fn named_parameters(&self, prefix: &str) -> Vec<(String, &Tensor)> {
-        let mut out = Vec::new();
-        self.visit(prefix, &mut |name, role, t| out.extend((role == Role::Parameter).then_some((name, t))));
+        let (mut out, mut seen) = (Vec::new(), HashSet::new());
+        self.visit(prefix, &mut |name, role, t| out.extend(is_new_parameter(role, t, &mut seen).then_some((name, t))));
         out
     }
 
@@ -164,7 +168,8 @@ pub trait Module: Send + Sync {
         Ok(state.compared_with(&own))
     }
 
-    /// Moves all tensors to a device. To be called before an optimiser has taken the parameters over.
+    /// Moves all tensors to a device, gradients too. An optimiser of the parameters goes on with them there, and its state
+    /// follows at its next step.
     ///
     /// # Errors
     /// [`crate::Error::NoDevice`] and [`crate::Error::OutOfMemory`].
@@ -172,7 +177,8 @@ pub trait Module: Send + Sync {
         replace(self, |t| t.to_device(device))
     }
 
-    /// Converts all tensors of floats. To be called before an optimiser has taken the parameters over.
+    /// Converts all tensors of floats, gradients too. An optimiser of the parameters goes on with them, and its state follows at
+    /// its next step.
     ///
     /// # Errors
     /// [`crate::Error::UnsupportedDType`] for a dtype of integers; [`crate::Error::OutOfMemory`].
@@ -182,18 +188,64 @@ pub trait Module: Send + Sync {
     }
 }
 
+/// Whether it is a parameter, and none of those seen before: layers that are tied have the same leaf.
+fn is_new_parameter(role: Role, t: &Tensor, seen: &mut HashSet<u64>) -> bool {
+    role == Role::Parameter && t.leaf_number().is_none_or(|leaf| seen.insert(leaf))
+}
+
 /// Puts what `f` makes of each tensor, outside the graph, in its place.
 fn replace<M: Module + ?Sized>(module: &mut M, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<()> {
-    let mut result = Ok(());
+    let (mut result, mut buffers) = (Ok(()), Vec::new());
     module.visit_mut("", &mut |_, _, t| {
         if result.is_ok() {
-            match f(&t.detach()).and_then(|new| new.requires_grad_(t.requires_grad())) {
+            match converted(t, &f, &mut buffers) {
                 Ok(new) => *t = new,
                 Err(e) => result = Err(e),
             }
         }
     });
     result
+}
+
+/// What `f` makes of a tensor of a module: of a parameter a leaf that stands for it from now on, with its gradient. `buffers`
+/// are those of optimisers, before and after: each is converted as a whole, so that what lay in one does so afterwards.
+fn converted(
+    t: &Tensor,
+    f: &impl Fn(&Tensor) -> Result<Tensor>,
+    buffers: &mut Vec<(Tensor, Tensor)>,
+) -> Result<Tensor> {
+    // One that is tied to others may have been converted there.
+    let t = t.successor().unwrap_or_else(|| t.shallow_clone());
+    let mut in_buffer = |part: &Tensor| {
+        let known = buffers.iter().position(|(buffer, _)| buffer.shares_storage(part));
+        let at = known.map_or_else(
+            || {
+                let whole = Layout::contiguous(Shape::from(part.storage().nbytes() / part.dtype().size()));
+                let whole = part.with_layout(whole);
+                buffers.push((whole.shallow_clone(), f(&whole)?));
+                Ok(buffers.len() - 1)
+            },
+            Ok,
+        )?;
+        Ok::<Tensor, Error>(buffers[at].1.with_layout(part.layout.clone()))
+    };
+    let slot = t.grad_slot();
+    // Only an optimiser has buffers of parameters and of gradients that are alike.
+    let alike = |slot: &Tensor| slot.offset() == t.offset() && slot.storage().nbytes() == t.storage().nbytes();
+    let data = if slot.as_ref().is_some_and(alike) { in_buffer(&t)? } else { f(&t.detach())? };
+    if !t.requires_grad() {
+        return Ok(data);
+    }
+    if data.shares_storage(&t) {
+        return Ok(t);
+    }
+    let grad = match t.grad() {
+        Some(grad) if slot.as_ref().is_some_and(|slot| slot.shares_storage(&grad)) => Some(in_buffer(&grad)?),
+        Some(grad) => Some(f(&grad.detach())?),
+        None => None,
+    };
+    let slot = slot.as_ref().map(in_buffer).transpose()?;
+    Ok(t.succeeded_by(data, grad, slot))
 }
 
 /// A module in a box is the module.

@@ -1,15 +1,11 @@
 //! Gradients kept within bounds, on the device: nothing waits.
 
-use super::flat::check;
+use super::flat::{adjoin, check, line};
 use crate::error::for_each_part;
-use crate::tensor::{Dims, Layout};
-use crate::{DType, Device, Result, Shape, Tensor, no_grad};
+use crate::{DType, Device, Result, Tensor, no_grad};
 
 /// The gradients of `parameters` in as few views as can be: neighbours in an optimiser's buffer are one.
 pub(super) fn gradients<'a>(parameters: impl IntoIterator<Item = &'a Tensor>) -> Vec<Tensor> {
-    let line = |t: &Tensor, n: usize| {
-        t.with_layout(Layout { shape: Shape::from(n), strides: Dims::from_slice(&[1]), offset: t.offset() })
-    };
     let mut runs: Vec<Tensor> = Vec::new();
     for grad in parameters.into_iter().filter_map(Tensor::grad).filter(|g| g.numel() > 0) {
         if !grad.is_contiguous() {
@@ -17,15 +13,8 @@ pub(super) fn gradients<'a>(parameters: impl IntoIterator<Item = &'a Tensor>) ->
             continue;
         }
         match runs.last_mut() {
-            Some(run)
-                if run.is_contiguous()
-                    && run.shares_storage(&grad)
-                    && run.dtype() == grad.dtype()
-                    && run.offset() + run.numel() == grad.offset() =>
-            {
-                *run = line(run, run.numel() + grad.numel());
-            }
-            _ => runs.push(line(&grad, grad.numel())),
+            Some(run) if adjoin(run, &grad) => *run = line(run, run.offset(), run.numel() + grad.numel()),
+            _ => runs.push(line(&grad, grad.offset(), grad.numel())),
         }
     }
     runs

@@ -5,19 +5,33 @@ use std::ops::Range;
 use smallvec::SmallVec;
 
 use crate::autograd::Collected;
-use crate::{DType, Device, Error, Result, Tensor, no_grad};
+use crate::storage::Storage;
+use crate::tensor::Layout;
+use crate::{DType, Device, Error, Result, Shape, Tensor, no_grad};
 
-/// Parameters rehomed as views of one buffer, gradients of another.
+/// The parameters of a group. They are moved into one buffer, and their gradients into another, except for those whose memory
+/// somebody else holds too (another optimiser, a state dict, a tied layer): these stay where everybody sees them change.
 pub(super) struct Flat {
-    /// In the parameters' dtype; what the model's views look at.
-    params: Tensor,
-    grads: Tensor,
+    dtype: DType,
+    device: Device,
+    parameters: Vec<Parameter>,
     /// f32 copies of half-precision parameters, which the steps accumulate into.
     master: Option<Tensor>,
-    /// The version of `params` that `master` goes with.
+    /// What the parameters lie in, where there is a master.
+    homes: SmallVec<[Storage; 1]>,
+    /// The [`Flat::version`] of the parameters that `master` goes with.
     version: u64,
-    /// The parameters, in order, with where the buffers have each.
-    views: Vec<(Tensor, Range<usize>)>,
+}
+
+/// A parameter and where its parts are.
+struct Parameter {
+    leaf: Tensor,
+    /// Where backward leaves its gradient.
+    slot: Tensor,
+    /// Where the flat buffers of the optimiser's state have it.
+    elements: Range<usize>,
+    /// Whether it and its gradient lie right behind those of the parameter before.
+    adjoins: bool,
 }
 
 /// The consecutive parameters that one launch updates.
@@ -25,11 +39,11 @@ pub(super) struct Flat {
 pub(super) struct Run {
     /// Which parameters these are.
     pub(super) parameters: Range<usize>,
-    /// Where the flat buffers have them.
+    /// Where the flat buffers of the optimiser's state have them.
     elements: Range<usize>,
 }
 
-/// What a launch reads and writes of the flat buffers.
+/// What a launch reads and writes, besides the optimiser's state.
 pub(super) struct Parts {
     /// The master weights where there are any.
     pub(super) weights: Tensor,
@@ -38,16 +52,45 @@ pub(super) struct Parts {
     pub(super) rounded: Option<Tensor>,
 }
 
-impl Run {
-    /// What a flat buffer holds for its parameters.
-    pub(super) fn of(&self, flat: &Tensor) -> Result<Tensor> {
-        flat.narrow(0, self.elements.start, self.elements.len())
+/// A buffer that is handed out from the beginning.
+struct Room {
+    buffer: Tensor,
+    used: usize,
+}
+
+impl Room {
+    /// Room for those of the parameters that `wanted` says.
+    fn new(parameters: &[&mut Tensor], wanted: impl Fn(usize) -> bool, dtype: DType, device: Device) -> Result<Room> {
+        let sizes = parameters.iter().enumerate().filter(|(i, _)| wanted(*i)).map(|(_, p)| p.numel());
+        Ok(Room { buffer: Tensor::zeros(sizes.fold(0, usize::saturating_add), (dtype, device))?, used: 0 })
+    }
+
+    fn take(&mut self, shape: &Shape) -> Result<Tensor> {
+        let part = self.buffer.narrow(0, self.used, shape.numel())?.view(shape)?;
+        self.used += shape.numel();
+        Ok(part)
     }
 }
 
+/// `n` elements of `t`'s storage in a line, from `offset` on.
+pub(super) fn line(t: &Tensor, offset: usize, n: usize) -> Tensor {
+    t.with_layout(Layout { offset, ..Layout::contiguous(Shape::from(n)) })
+}
+
+/// Whether `next` begins where `t` ends.
+pub(super) fn adjoin(t: &Tensor, next: &Tensor) -> bool {
+    t.is_contiguous()
+        && next.is_contiguous()
+        && t.shares_storage(next)
+        && t.dtype() == next.dtype()
+        && t.offset() + t.numel() == next.offset()
+}
+
 impl Flat {
-    /// Moves `parameters` (leaves that require a gradient, of one float dtype, on one device) into a flat buffer.
-    pub(super) fn new(op: &'static str, parameters: Vec<&mut Tensor>) -> Result<Flat> {
+    /// Takes over `parameters`: leaves that require a gradient, of one float dtype, on one device.
+    pub(super) fn new(op: &'static str, mut parameters: Vec<&mut Tensor>) -> Result<Flat> {
+        // A handle from before a conversion stands for what came of it.
+        parameters.iter_mut().for_each(|p| p.successor().into_iter().for_each(|new| **p = new));
         let Some(first) = parameters.first() else {
             return Err(Error::invalid(op, "there are no parameters"));
         };
@@ -66,50 +109,75 @@ impl Flat {
         }
         for (i, p) in parameters.iter().enumerate().filter(|(_, p)| p.numel() > 0) {
             if parameters[..i].iter().any(|q| q.shares_storage(p) && q.offset() == p.offset()) {
-                let reason = format!(
-                    "a parameter of shape {} is given twice, and would be two afterwards: use one tensor in both places",
-                    p.shape()
-                );
+                let reason = format!("a parameter of shape {} is given twice: give a tied one once", p.shape());
                 return Err(Error::invalid(op, reason));
             }
         }
-        let total = parameters.iter().fold(0usize, |sum, p| sum.saturating_add(p.numel()));
-        let params = Tensor::zeros(total, (dtype, device))?;
-        let grads = Tensor::zeros(total, (dtype, device))?;
+        let slots: Vec<Option<Tensor>> = parameters.iter().map(|p| p.grad_slot()).collect();
+        let moves = |i: usize| slots[i].is_none() && (parameters[i].numel() == 0 || parameters[i].storage.is_unique());
+        let moves: Vec<bool> = (0..parameters.len()).map(moves).collect();
+        let mut homes = Room::new(&parameters, |i| moves[i], dtype, device)?;
+        let mut grads = Room::new(&parameters, |i| slots[i].is_none(), dtype, device)?;
         // Everything that can fail comes first: on an error the model keeps the parameters it had.
-        let mut views = Vec::with_capacity(parameters.len());
-        let mut start = 0;
-        for p in &parameters {
-            let place = |flat: &Tensor| flat.narrow(0, start, p.numel())?.view(p.shape());
-            let view = place(&params)?;
-            no_grad(|| view.copy_(p))?;
-            let view = view.requires_grad_(true)?;
-            view.set_grad_slot(place(&grads)?);
-            views.push((view, start..start + p.numel()));
-            start += p.numel();
+        let mut made: Vec<Parameter> = Vec::with_capacity(parameters.len());
+        for ((p, slot), &moves) in parameters.iter().zip(slots).zip(&moves) {
+            let leaf = match moves {
+                true => {
+                    let view = homes.take(p.shape())?;
+                    no_grad(|| view.copy_(p))?;
+                    Tensor { node: p.node.clone(), ..view }
+                }
+                false => p.shallow_clone(),
+            };
+            let slot = slot.map_or_else(|| grads.take(p.shape()), Ok)?;
+            let before = made.last();
+            let start = before.map_or(0, |before| before.elements.end);
+            let adjoins = before.is_some_and(|b| adjoin(&b.leaf, &leaf) && adjoin(&b.slot, &slot));
+            made.push(Parameter { leaf, slot, elements: start..start + p.numel(), adjoins });
         }
-        let master = if dtype.size() < 4 { Some(params.to_dtype(DType::F32)?) } else { None };
-        for (p, (view, _)) in parameters.into_iter().zip(&views) {
-            *p = view.shallow_clone();
+        let mut flat = Flat { dtype, device, parameters: made, master: None, homes: SmallVec::new(), version: 0 };
+        if dtype.size() < 4 {
+            for p in &flat.parameters {
+                if !flat.homes.iter().any(|home| home.ptr_eq(p.leaf.storage())) {
+                    flat.homes.push(p.leaf.storage().clone());
+                }
+            }
+            flat.master = Some(Tensor::empty(flat.numel(), (DType::F32, device))?);
+            flat.refresh()?;
+            flat.updated();
         }
-        let version = params.storage().version();
-        Ok(Flat { params, grads, master, version, views })
+        for ((p, made), moved) in parameters.into_iter().zip(&flat.parameters).zip(moves) {
+            made.leaf.set_grad_slot(made.slot.shallow_clone());
+            if moved {
+                *p = made.leaf.shallow_clone();
+            }
+        }
+        Ok(flat)
     }
 
     /// How many parameters there are.
     pub(super) fn count(&self) -> usize {
-        self.views.len()
+        self.parameters.len()
     }
 
     /// The parameters, in order.
     pub(super) fn parameters(&self) -> impl Iterator<Item = &Tensor> {
-        self.views.iter().map(|(p, _)| p)
+        self.parameters.iter().map(|p| &p.leaf)
     }
 
-    /// A flat buffer for the optimiser's state, in the dtype steps are computed in, full of `start`.
+    /// How many elements they have together.
+    fn numel(&self) -> usize {
+        self.parameters.last().map_or(0, |p| p.elements.end)
+    }
+
+    /// A flat buffer for the optimiser's state, full of `start`.
     pub(super) fn state(&self, start: f64) -> Result<Tensor> {
-        let dtype = self.master.as_ref().map_or(self.params.dtype(), Tensor::dtype);
-        Tensor::full(self.params.numel(), start, (dtype, self.device()))
+        Tensor::full(self.numel(), start, (self.state_dtype(), self.device))
+    }
+
+    /// The dtype that steps are computed in.
+    pub(super) fn state_dtype(&self) -> DType {
+        self.master.as_ref().map_or(self.dtype, Tensor::dtype)
     }
 
     /// The f32 weights, where the parameters are half-precision.
@@ -117,57 +185,96 @@ impl Flat {
         self.master.as_ref()
     }
 
-    /// What a flat buffer holds for the i-th parameter, in its shape.
+    /// What a flat buffer of the state holds for the i-th parameter, in its shape.
     pub(super) fn part(&self, flat: &Tensor, i: usize) -> Result<Tensor> {
-        let (p, elements) = &self.views[i];
-        flat.detach().narrow(0, elements.start, elements.len())?.view(p.shape())
+        let Parameter { leaf, elements, .. } = &self.parameters[i];
+        flat.detach().narrow(0, elements.start, elements.len())?.view(leaf.shape())
     }
 
     pub(super) fn device(&self) -> Device {
-        self.params.device()
+        self.device
     }
 
     pub(super) fn zero_grad(&self) {
-        self.views.iter().for_each(|(p, _)| p.zero_grad());
+        self.parameters().for_each(Tensor::zero_grad);
+    }
+
+    /// Grows with every change of the parameters in place.
+    fn version(&self) -> u64 {
+        self.homes.iter().map(Storage::version).sum()
+    }
+
+    /// Makes the master what the parameters are.
+    fn refresh(&self) -> Result<()> {
+        let Some(master) = &self.master else { return Ok(()) };
+        for stretch in self.parameters.chunk_by(|_, next| next.adjoins) {
+            let first = &stretch[0];
+            let elements = first.elements.start..stretch.last().map_or(0, |p| p.elements.end);
+            let of = |t: &Tensor, offset| line(t, offset, elements.len());
+            let source = if first.leaf.is_contiguous() {
+                of(&first.leaf, first.leaf.offset())
+            } else {
+                first.leaf.detach().contiguous()?.flatten(0, -1)?
+            };
+            of(master, elements.start).copy_(&source.to_dtype(DType::F32)?)?;
+        }
+        Ok(())
     }
 
     /// The longest stretches of parameters that have a gradient and go together, each with the one before it: one for
-    /// all, unless some were not reached by backward. What was written to the parameters since the last step counts.
-    pub(super) fn runs(&self, together: impl Fn(usize, usize) -> bool) -> Result<SmallVec<[Run; 1]>> {
-        if let Some(master) = self.master.as_ref().filter(|_| self.params.storage().version() != self.version) {
-            master.copy_(&self.params.to_dtype(DType::F32)?)?;
+    /// all, unless some were not reached by backward. What was written to the parameters since the last step counts. None
+    /// where the model was converted: others are in the place of these parameters.
+    pub(super) fn runs(&self, together: impl Fn(usize, usize) -> bool) -> Result<Option<SmallVec<[Run; 1]>>> {
+        if self.version() != self.version {
+            self.refresh()?;
         }
         let mut runs: SmallVec<[Run; 1]> = SmallVec::new();
-        for (i, (p, elements)) in self.views.iter().enumerate() {
-            match p.collected() {
+        for (i, p) in self.parameters.iter().enumerate() {
+            match p.leaf.collected() {
                 Collected::Nothing => continue,
                 Collected::InSlot => {}
-                Collected::Elsewhere(grad) => _ = self.part(&self.grads, i)?.copy_(&grad)?,
+                Collected::Elsewhere(grad) => _ = p.slot.copy_(&grad)?,
+                Collected::InSuccessor => return Ok(None),
             }
             match runs.last_mut() {
-                Some(run) if run.parameters.end == i && together(i - 1, i) => {
+                Some(run) if run.parameters.end == i && p.adjoins && together(i - 1, i) => {
                     run.parameters.end = i + 1;
-                    run.elements.end = elements.end;
+                    run.elements.end = p.elements.end;
                 }
-                _ => runs.push(Run { parameters: i..i + 1, elements: elements.clone() }),
+                _ => runs.push(Run { parameters: i..i + 1, elements: p.elements.clone() }),
             }
         }
-        Ok(runs)
+        Ok(Some(runs))
+    }
+
+    /// What a run has of `t`, its first element at `offset`: a line, or one parameter's shape where that has strides of its own.
+    fn stretch(&self, run: &Run, t: &Tensor, offset: usize) -> Tensor {
+        let leaf = &self.parameters[run.parameters.start].leaf;
+        match leaf.is_contiguous() {
+            true => line(t, offset, run.elements.len()),
+            false => t.with_layout(Layout { offset, ..Layout::contiguous(leaf.shape().clone()) }),
+        }
+    }
+
+    /// What a flat buffer of the state holds for a run.
+    pub(super) fn of(&self, run: &Run, state: &Tensor) -> Tensor {
+        self.stretch(run, state, run.elements.start)
     }
 
     /// What a run's launch reads and writes, besides the optimiser's state.
-    pub(super) fn parts(&self, run: &Run) -> Result<Parts> {
-        let params = run.of(&self.params)?;
-        let (weights, rounded) = match &self.master {
-            Some(master) => (run.of(master)?, Some(params)),
-            None => (params, None),
-        };
-        Ok(Parts { weights, grads: run.of(&self.grads)?, rounded })
+    pub(super) fn parts(&self, run: &Run) -> Parts {
+        let Parameter { leaf, slot, .. } = &self.parameters[run.parameters.start];
+        let weights = if leaf.is_contiguous() { self.stretch(run, leaf, leaf.offset()) } else { leaf.detach() };
+        let grads = self.stretch(run, slot, slot.offset());
+        match &self.master {
+            Some(master) => Parts { weights: self.of(run, master), grads, rounded: Some(weights) },
+            None => Parts { weights, grads, rounded: None },
+        }
     }
 
     /// The runs were updated, rounded copies and all.
     pub(super) fn updated(&mut self) {
-        self.version = self.params.storage().version();
+        self.version = self.version();
     }
 }
 

@@ -128,7 +128,9 @@ pub(super) fn decayed(g: &Expr, w: &Expr, decay: f64, by: &Expr) -> Expr {
 
 impl<R: Rule> Fused<R> {
     /// Takes over `parameters`: leaves that require a gradient, of one float dtype, on one device. They become views of
-    /// one buffer and keep their values; gradients collected before are dropped.
+    /// one buffer and keep their values and gradients. A parameter whose memory somebody else holds too (another optimiser, a
+    /// state dict, a layer it is tied to) stays where it is, so that everybody sees the steps; those that do not lie one after
+    /// another then are a launch each.
     ///
     /// # Errors
     /// [`Error::Autograd`] for a parameter that is no such leaf, [`Error::Invalid`] for none at all or a hyperparameter out
@@ -179,7 +181,8 @@ impl<R: Rule> Group<R> {
         Ok(Group { flat, state, rule, steps, numbers: Vec::new(), launches: Vec::new() })
     }
 
-    fn step(&mut self, factor: f64) -> Result<()> {
+    /// What to launch. Goes over to the parameters that are in the place of these first, where the model was converted.
+    fn runs(&mut self) -> Result<SmallVec<[Run; 1]>> {
         let (rule, steps) = (&self.rule, &self.steps);
         let next = |i: usize| rule.numbers(steps[i].saturating_add(1));
         if Graph::is_capturing(self.flat.device())
@@ -189,7 +192,33 @@ impl<R: Rule> Group<R> {
             return Err(Error::invalid(R::NAME, reason));
         }
         let together = |a: usize, b: usize| steps[a] == steps[b] || next(a) == next(b);
-        let runs = self.flat.runs(together)?;
+        match self.flat.runs(together)? {
+            Some(runs) => Ok(runs),
+            None => {
+                self.follow()?;
+                self.runs()
+            }
+        }
+    }
+
+    /// Goes on with the parameters that conversions of the model have put in the place of these, and converts the state.
+    fn follow(&mut self) -> Result<()> {
+        let mut now: Vec<Tensor> = self.flat.parameters().map(Tensor::shallow_clone).collect();
+        let flat = Flat::new(R::NAME, now.iter_mut().collect()).map_err(|e| match e {
+            Error::DTypeMismatch { .. } | Error::DeviceMismatch { .. } => {
+                let hint = "convert all parameters of a group alike, or make a group for each dtype and device";
+                Error::invalid(R::NAME, format!("parts of the model were converted since the last step: {hint} ({e})"))
+            }
+            e => e,
+        })?;
+        let converted = |state: &Tensor| state.to(flat.state_dtype(), flat.device());
+        self.state = self.state.iter().map(converted).collect::<Result<_>>()?;
+        self.flat = flat;
+        self.launches.clear();
+        Ok(())
+    }
+
+    fn step(&mut self, runs: SmallVec<[Run; 1]>, factor: f64) -> Result<()> {
         for_each_part(R::NAME, runs.into_iter().enumerate(), |(i, run)| {
             let updated = run.parameters.clone();
             self.numbers.clear();
@@ -209,8 +238,8 @@ impl<R: Rule> Group<R> {
     }
 
     fn launch(&self, run: Run, scaled: bool, numbers: usize) -> Result<Launch> {
-        let Parts { weights, grads, rounded } = self.flat.parts(&run)?;
-        let state = self.state.iter().map(|s| run.of(s)).collect::<Result<Vec<Tensor>>>()?;
+        let Parts { weights, grads, rounded } = self.flat.parts(&run);
+        let state: Vec<Tensor> = self.state.iter().map(|s| self.flat.of(&run, s)).collect();
         let handles = || state.iter().map(Tensor::shallow_clone);
         let inputs: Vec<Tensor> = [weights.shallow_clone(), grads].into_iter().chain(handles()).collect();
         let halves = rounded.is_some();
@@ -241,7 +270,7 @@ impl<R: Rule> Group<R> {
 }
 
 impl Launch {
-    /// Buffers are a group's own, apart from one another and of one length: nothing is left to check.
+    /// Buffers are apart from one another and of one shape: nothing is left to check.
     fn go(&self, op: &'static str, numbers: &[f64]) -> Result<()> {
         let mut scalars: SmallVec<[Scalar; 10]> = SmallVec::new();
         let (mut inputs, mut outputs): (SmallVec<[&Tensor; 5]>, SmallVec<[&Tensor; 5]>) = Default::default();
@@ -258,7 +287,11 @@ fn host_number(dtype: DType, value: impl Into<Scalar>) -> Result<Tensor> {
 
 impl<R: Rule> Optimizer for Fused<R> {
     fn step_scaled(&mut self, factor: f64) -> Result<()> {
-        no_grad(|| for_each_part(R::NAME, &mut self.groups, |group| group.step(factor)))
+        no_grad(|| {
+            // What can be found wrong is found before the first group is stepped.
+            let runs = self.groups.iter_mut().map(Group::runs).collect::<Result<SmallVec<[_; 2]>>>()?;
+            for_each_part(R::NAME, self.groups.iter_mut().zip(runs), |(group, runs)| group.step(runs, factor))
+        })
     }
 
     fn zero_grad(&self) {
@@ -300,6 +333,11 @@ impl<R: Rule> Optimizer for Fused<R> {
     }
 
     fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
+        for group in &mut self.groups {
+            if group.flat.parameters().any(|p| p.successor().is_some()) {
+                group.follow()?;
+            }
+        }
         state.check_against(R::NAME, &self.state_dict()?)?;
         let number = |name: String| state.get(&name).expect("checked").to_dtype(DType::F64)?.item::<f64>();
         let mut first = 0;

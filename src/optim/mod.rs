@@ -1,9 +1,9 @@
 //! Optimisers: one fused launch a step, whatever the number of parameters.
 //!
 //! An optimiser rehomes the parameters it is given: they become views of one flat buffer, and their gradients views of
-//! another, into which backward writes directly. A step is then one expression over flat buffers. Half-precision
-//! parameters get master weights and state in f32; the step updates the master and rounds it into the parameters in the
-//! same launch.
+//! another, into which backward writes directly. Those whose memory somebody else holds too stay where they are. A step is
+//! then one expression over flat buffers. Half-precision parameters get master weights and state in f32; the step updates
+//! the master and rounds it into the parameters in the same launch.
 //!
 //! What tells one optimiser from another is a [`Rule`]: the names of its state, its numbers, and one formula. [`Fused`] does
 //! the rest, for rules of other crates too. [`Scheduler`] changes the learning rate from step to step, [`clip_grad_norm_`]

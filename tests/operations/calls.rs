@@ -8,8 +8,8 @@ use crate::common::f64s;
 
 #[test]
 fn what_an_operation_does_not_take_is_refused() {
-    // No weight, bias or mask has this shape, and no argument is this text.
-    let odd = Tensor::zeros(&[1, 2, 3, 1, 2, 3, 1, 2, 3], Device::Cpu).unwrap();
+    // No weight, bias or mask of more than one element has this shape, and no argument is this text.
+    let odd = Tensor::zeros(&[11, 13], Device::Cpu).unwrap();
     let nonsense = Argument::from("nonsense");
     for case in crate::all_cases().into_iter().chain(rows()) {
         let op = case.op;
@@ -31,9 +31,8 @@ fn what_an_operation_does_not_take_is_refused() {
             more.push(&odd);
             if more.len() > op.max_tensors {
                 refuse(&more, &arguments, "at most");
-            } else if let Ok(outs) = ops::call(op.name, &more, &arguments) {
-                // It may have been broadcast, of a scalar even to its shape; it was not ignored then.
-                assert_eq!(outs[0].shape(), odd.shape(), "{} ignores tensor {}", op.name, more.len());
+            } else if tensors[0].numel() > 1 {
+                refuse(&more, &arguments, "");
             }
         }
         let tensors: Vec<&Tensor> = tensors.iter().collect();
