@@ -13,7 +13,8 @@ use crate::{DType, Device, Error, Result, Tensor};
 /// A tensor is passed where the kernel has a `__global` pointer, which then points at the tensor's first element: views
 /// need nothing special, but a kernel that is to take any strides takes them as numbers. bf16 has no type in OpenCL C: its
 /// bits are a `ushort`; a bool is a `uchar`. The kernel is compiled when it first runs on a device, and kept on disk with the
-/// crate's own (see [`device`](crate::device)); when this is dropped it is released. `HAS_F64` is defined where the device has doubles, `IS_CPU` on processors.
+/// crate's own (see [`device`](crate::device)); programs of dropped kernels are released, but for the last few. `HAS_F64` is
+/// defined where the device has doubles, `IS_CPU` on processors.
 ///
 /// ```
 /// use claystone::{Device, Kernel, Tensor};
