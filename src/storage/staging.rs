@@ -77,8 +77,8 @@ impl PinnedSource for Source {
     }
 
     fn is_done(&self, event: &ClEvent) -> bool {
-        // On a lost device nobody knows.
-        !self.0.is_lost() && event.is_done()
+        // Where the driver does not say, and on a lost device, nobody knows.
+        !self.0.is_lost() && event.is_over().unwrap_or(false)
     }
 }
 

@@ -14,7 +14,7 @@ use cl3::OpenClRuntime;
 use opencl3::event::{CL_COMPLETE, CL_EVENT_COMMAND_EXECUTION_STATUS};
 use opencl3::types::{cl_event, cl_kernel, cl_mem, cl_program};
 
-use super::errors::{ClError, Class};
+use super::errors::ClError;
 use super::exit;
 
 /// The loaded library, or -2000 when there is none; an error once the process ends.
@@ -199,9 +199,9 @@ impl ClEvent {
         }
     }
 
-    /// Whether the command is over: done, or failed, or on a device that is lost.
-    pub(crate) fn is_done(&self) -> bool {
-        self.status().map_or_else(|e| e.classify() == Class::Lost, |status| status <= CL_COMPLETE)
+    /// Whether the command is over: done or failed. Where the driver does not say, nobody knows.
+    pub(crate) fn is_over(&self) -> Result<bool, ClError> {
+        self.status().map(|status| status <= CL_COMPLETE)
     }
 
     /// How far the command is; an error's code if it failed.

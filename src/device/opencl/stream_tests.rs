@@ -51,7 +51,7 @@ fn events_are_done_when_what_is_before_them_is() {
         with_stream(&stream, || add_ones(device, &x, 50));
         let event = device.record(stream.id()).unwrap();
         device.wait(&event).unwrap();
-        assert!(event.is_done() && device.query(&event).unwrap());
+        assert!(event.is_over().unwrap() && device.query(&event).unwrap());
         // On another stream, with no order but the event's.
         assert_ints(device, &x, 50);
 

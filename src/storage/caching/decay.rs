@@ -131,7 +131,7 @@ impl CachingAllocator {
     fn is_idle(&self, streams: BTreeSet<StreamId>) -> bool {
         streams.into_iter().all(|stream| {
             let Ok(marker) = self.driver.record(stream) else { return false };
-            (0..QUESTIONS).any(|_| self.driver.is_done(&marker))
+            (0..QUESTIONS).any(|_| self.driver.is_done(&marker).unwrap_or(false))
         })
     }
 

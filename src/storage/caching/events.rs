@@ -2,10 +2,14 @@
 //!
 //! Such a block, given back, is pending until the work those streams had at that moment is done. Each stream has a
 //! queue of its own, so that one that is slow delays nobody else's blocks.
+//!
+//! Where the driver makes no marker behind that work, or cannot say whether it is reached, the block stays pending: each
+//! time events are looked at another marker is asked for, which is behind that work as well. On a device that is lost such
+//! a block is never reused.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
-use smallvec::SmallVec;
+use smallvec::{SmallVec, smallvec};
 
 use super::super::allocator::Block;
 use super::super::driver::Marker;
@@ -17,12 +21,14 @@ use crate::device::StreamId;
 use std::sync::atomic::Ordering::Relaxed;
 
 pub(super) type Streams = SmallVec<[StreamId; 2]>;
-pub(super) type Markers = SmallVec<[(StreamId, Marker); 2]>;
+/// Streams that may still be using a block, with a marker behind that work; none where the driver has made none yet.
+pub(super) type Uses = SmallVec<[(StreamId, Option<Marker>); 2]>;
 
-/// A block that waits for a marker. The ticket is never given twice: the block may settle, be reused and wait again.
+/// A block that waits for a stream. The ticket is never given twice: the block may settle, be reused and wait again.
 #[derive(Debug)]
 struct Waiting {
-    marker: Marker,
+    /// Behind the stream's work with the block. None where it has yet to be made, or could not be asked.
+    marker: Option<Marker>,
     id: u32,
     ticket: u64,
 }
@@ -59,28 +65,48 @@ impl Pending {
         self.used.remove(&id);
     }
 
-    fn add(&mut self, id: u32, markers: &[(StreamId, Marker)]) {
-        self.waiting.insert(id, markers.len());
-        for (stream, marker) in markers {
-            let waiting = Waiting { marker: marker.clone(), id, ticket: self.tickets };
+    fn add(&mut self, id: u32, uses: Uses) {
+        self.waiting.insert(id, uses.len());
+        for (stream, marker) in uses {
+            let waiting = Waiting { marker, id, ticket: self.tickets };
             self.tickets += 1;
-            self.queues.entry(*stream).or_default().push_back(waiting);
+            self.queues.entry(stream).or_default().push_back(waiting);
         }
     }
 
     /// The oldest marker of every stream, with its ticket.
     pub(super) fn heads(&self) -> Vec<(StreamId, Marker, u64)> {
         let head = |(stream, queue): (&StreamId, &VecDeque<Waiting>)| {
-            queue.front().map(|head| (*stream, head.marker.clone(), head.ticket))
+            queue.iter().find_map(|waiting| Some((*stream, waiting.marker.clone()?, waiting.ticket)))
         };
         self.queues.iter().filter_map(head).collect()
     }
 
-    /// Removes a stream's oldest marker, if it is still that of this ticket; gives the block if it waits for no more.
+    /// Streams of which a block waits for work that has no marker.
+    fn unmarked(&self) -> Vec<StreamId> {
+        let lacks_one = |queue: &VecDeque<Waiting>| queue.iter().any(|waiting| waiting.marker.is_none());
+        self.queues.iter().filter(|(_, queue)| lacks_one(queue)).map(|(stream, _)| *stream).collect()
+    }
+
+    /// A marker that was made when all tickets before this one had been given: behind all work of those that have none.
+    fn mark(&mut self, stream: StreamId, before: u64, marker: &Marker) {
+        let queue = self.queues.get_mut(&stream).into_iter().flatten();
+        for waiting in queue.filter(|waiting| waiting.marker.is_none() && waiting.ticket < before) {
+            waiting.marker = Some(marker.clone());
+        }
+    }
+
+    /// Forgets a marker that could not be asked.
+    fn unmark(&mut self, stream: StreamId, ticket: u64) {
+        let mut queue = self.queues.get_mut(&stream).into_iter().flatten();
+        queue.find(|waiting| waiting.ticket == ticket).into_iter().for_each(|waiting| waiting.marker = None);
+    }
+
+    /// What waits with this ticket waits no more; gives the block if it waits for nothing else.
     fn pop(&mut self, stream: StreamId, ticket: u64) -> Option<u32> {
         let queue = self.queues.get_mut(&stream)?;
-        let id = queue.front().filter(|head| head.ticket == ticket)?.id;
-        queue.pop_front();
+        let at = queue.iter().position(|waiting| waiting.ticket == ticket)?; // almost always the first
+        let id = queue.remove(at)?.id;
         if queue.is_empty() {
             self.queues.remove(&stream);
         }
@@ -89,20 +115,27 @@ impl Pending {
         (*left == 0).then(|| self.waiting.remove(&id)).flatten().map(|_| id)
     }
 
-    /// Takes a block out, with the markers it still waits for.
-    pub(super) fn take(&mut self, id: u32) -> Vec<Marker> {
+    /// As [`pop`](Self::pop), of all tickets before this one. Gives the blocks that wait for nothing else.
+    fn pop_before(&mut self, ticket: u64) -> Vec<u32> {
+        let waiting = self.queues.iter().flat_map(|(stream, queue)| queue.iter().map(|w| (*stream, w.ticket)));
+        let before: Vec<_> = waiting.filter(|(_, of)| *of < ticket).collect();
+        before.into_iter().filter_map(|(stream, ticket)| self.pop(stream, ticket)).collect()
+    }
+
+    /// Takes a block out, with what it still waits for.
+    pub(super) fn take(&mut self, id: u32) -> Uses {
         self.waiting.remove(&id);
-        let mut markers = Vec::new();
-        for queue in self.queues.values_mut() {
+        let mut uses = Uses::new();
+        for (stream, queue) in &mut self.queues {
             queue.retain(|waiting| {
                 if waiting.id == id {
-                    markers.push(waiting.marker.clone());
+                    uses.push((*stream, waiting.marker.clone()));
                 }
                 waiting.id != id
             });
         }
         self.queues.retain(|_, queue| !queue.is_empty());
-        markers
+        uses
     }
 }
 
@@ -130,103 +163,110 @@ impl CachingAllocator {
     #[inline(never)]
     pub(super) fn deallocate_recorded(&self, block: Block, requested: usize) {
         let streams = self.lock().pending.used.remove(&block.id()).unwrap_or_default();
-        let marker = |stream: StreamId| Some((stream, self.driver.record(stream).ok()?));
-        let markers: Option<Markers> = streams.into_iter().map(marker).collect();
-        let markers = match markers {
-            Some(markers) => markers,
-            None => {
-                // A stream that takes no commands: the device is lost, or wait for all of it.
-                let _ = self.driver.synchronize();
-                Markers::new()
-            }
-        };
-        let mut core = self.lock_folded();
-        match markers.is_empty() {
-            true => core.give_back(block.id(), requested),
-            false => core.give_back_pending(block.id(), requested, markers),
-        }
+        let uses = streams.into_iter().map(|stream| (stream, self.driver.record(stream).ok())).collect();
+        self.lock_folded().give_back_used(block.id(), requested, uses);
     }
 
     /// Frees pending blocks whose streams are done; with `wait`, waits for all of them. Says whether any became free.
+    ///
+    /// # Errors
+    /// With `wait`, what the driver reports: blocks whose streams it could not wait for stay pending.
     pub(super) fn settle_events(&self, wait: bool) -> Result<bool> {
-        let mut settled = false;
+        let (mut settled, mut failed) = (false, self.mark_uses());
         loop {
             let heads = self.lock().pending.heads();
-            let done: Vec<_> = heads
-                .into_iter()
-                .map(|(stream, marker, ticket)| {
-                    let done =
-                        if wait { self.driver.wait(&marker).map(|()| true)? } else { self.driver.is_done(&marker) };
-                    Ok((stream, ticket, done))
-                })
-                .collect::<Result<_>>()?;
-            let done: Vec<_> = done.into_iter().filter(|(_, _, done)| *done).collect();
-            if done.is_empty() {
-                return Ok(settled);
+            let ask = |marker| if wait { self.driver.wait(marker).map(|()| true) } else { self.driver.is_done(marker) };
+            let asked: Vec<_> = heads.iter().map(|(stream, marker, ticket)| (*stream, *ticket, ask(marker))).collect();
+            if asked.iter().all(|(.., done)| matches!(done, Ok(false))) {
+                return if wait { failed.map(|()| settled) } else { Ok(settled) };
             }
             let mut core = self.lock();
-            for (stream, ticket, _) in done {
-                if let Some(id) = core.pending.pop(stream, ticket) {
-                    let requested = core.slots.requested(id);
-                    core.heap.settle(id, requested);
-                    settled = true;
+            for (stream, ticket, done) in asked {
+                match done {
+                    Ok(true) => settled |= core.pending.pop(stream, ticket).map(|id| core.settle(id)).is_some(),
+                    Ok(false) => {}
+                    Err(error) => {
+                        core.pending.unmark(stream, ticket);
+                        failed = failed.and(Err(error));
+                    }
                 }
             }
         }
     }
 
-    /// Reuses a block that another stream, or a pending one that any stream, may still be using, behind a wait on the
-    /// device.
-    pub(super) fn take_with_wait(&self, request: &Request) -> Result<Option<Block>> {
-        let (block, markers, streams) = {
-            let mut core = self.lock_folded();
-            if !core.heap.rules.config.cross_stream_reuse {
-                return Ok(None);
-            }
-            if let Some((block, from)) = core.take_from_other_stream(self.number, request) {
-                (block, Vec::new(), vec![from])
-            } else if let Some((block, markers, from)) = core.take_pending(self.number, request) {
-                let streams = if from == request.stream { vec![] } else { vec![from] };
-                (block, markers, streams)
-            } else {
-                return Ok(None);
-            }
+    /// Asks for the markers that pending blocks lack.
+    fn mark_uses(&self) -> Result<()> {
+        let (streams, before) = {
+            let core = self.lock();
+            (core.pending.unmarked(), core.pending.tickets)
         };
-        let waits = || -> Result<()> {
-            for marker in markers {
-                self.driver.stream_waits(request.stream, &marker)?;
-            }
-            for stream in streams {
-                self.driver.stream_waits(request.stream, &self.driver.record(stream)?)?;
-            }
+        let mark = |stream| {
+            let marker = self.driver.record(stream)?;
+            self.lock().pending.mark(stream, before, &marker);
             Ok(())
         };
-        if let Err(error) = waits() {
-            // Not waited for: free only when the whole device is done, which a lost one is at once.
-            let _ = self.driver.synchronize();
-            let requested = block.requested();
-            self.lock_folded().give_back(block.id(), requested); // it may be on the move
-            return Err(error);
+        streams.into_iter().map(mark).fold(Ok(()), Result::and) // all are asked
+    }
+
+    /// Waits for the whole device: what was pending before is free then, even where no marker could be asked.
+    pub(super) fn synchronize(&self) -> Result<()> {
+        let before = self.lock().pending.tickets;
+        self.driver.synchronize()?;
+        let mut core = self.lock();
+        core.pending.pop_before(before).into_iter().for_each(|id| core.settle(id));
+        Ok(())
+    }
+
+    /// Reuses a block that another stream, or a pending one that any stream, may still be using, behind a wait on the
+    /// device. A block that cannot be waited for is pending.
+    pub(super) fn take_with_wait(&self, request: &Request) -> Option<Block> {
+        let (block, mut uses) = {
+            let mut core = self.lock_folded();
+            if !core.heap.rules.config.cross_stream_reuse {
+                return None;
+            }
+            core.take_from_other_stream(self.number, request).or_else(|| core.take_pending(self.number, request))?
+        };
+        let wait = |(stream, marker): &mut (StreamId, Option<Marker>)| {
+            let marker = match marker {
+                Some(marker) => marker,
+                None => marker.insert(self.driver.record(*stream)?),
+            };
+            self.driver.stream_waits(request.stream, marker)
+        };
+        match uses.iter_mut().try_for_each(wait) {
+            Ok(()) => Some(block),
+            Err(error) => {
+                tracing::debug!(%error, "no wait for another stream: its block is not reused yet");
+                self.lock_folded().give_back_used(block.id(), block.requested(), uses);
+                None
+            }
         }
-        Ok(Some(block))
     }
 }
 
 impl Core {
-    /// Takes back a block that streams may be using until these markers; one on the move when it has arrived, since who
-    /// moves blocks need not have waited for what was enqueued last.
-    pub(super) fn give_back_pending(&mut self, id: u32, requested: usize, markers: Markers) {
+    /// Takes back a block that these streams may still be using; one on the move when it has arrived, since who moves
+    /// blocks need not have waited for what was enqueued last.
+    pub(super) fn give_back_used(&mut self, id: u32, requested: usize, uses: Uses) {
         match self.moving.get_mut(&id) {
-            Some(then) => *then = Then::Pend(requested, markers),
+            _ if uses.is_empty() => self.give_back(id, requested),
+            Some(then) => *then = Then::Pend(requested, uses),
             None => {
                 self.heap.give_back_pending(id, requested);
-                self.pending.add(id, &markers);
+                self.pending.add(id, uses);
             }
         }
     }
 
+    /// A pending block is free.
+    fn settle(&mut self, id: u32) {
+        let requested = self.slots.requested(id);
+        self.heap.settle(id, requested);
+    }
+
     /// Takes a free block of another stream's; it belongs to the request's stream from now on.
-    fn take_from_other_stream(&mut self, owner: u32, request: &Request) -> Option<(Block, StreamId)> {
+    fn take_from_other_stream(&mut self, owner: u32, request: &Request) -> Option<(Block, Uses)> {
         let others = |heap: &Heap, arena: &u32| {
             let arena = &heap.arenas[*arena as usize];
             arena.pool == request.pool && arena.kind == request.kind && arena.stream != request.stream
@@ -239,11 +279,11 @@ impl Core {
         let id = self.heap.take(id, request.size, request.bytes);
         let arena = self.heap.arena(request.pool, request.stream, request.kind);
         self.heap.table[id as usize].set_arena(arena);
-        Some((self.block(owner, id, request.bytes), from))
+        Some((self.block(owner, id, request.bytes), smallvec![(from, None)]))
     }
 
-    /// Takes a pending block, with the markers that its new owner has to wait for and the stream it belonged to.
-    fn take_pending(&mut self, owner: u32, request: &Request) -> Option<(Block, Vec<Marker>, StreamId)> {
+    /// Takes a pending block, with what its new owner has to wait for.
+    fn take_pending(&mut self, owner: u32, request: &Request) -> Option<(Block, Uses)> {
         let heap = &self.heap;
         let fits = |&id: &u32| {
             let entry = heap.table[id as usize];
@@ -253,10 +293,13 @@ impl Core {
         };
         let id = self.pending.blocks().filter(fits).min_by_key(|&id| (heap.table[id as usize].size(), id))?;
         let from = heap.arenas[heap.table[id as usize].arena() as usize].stream;
-        let markers = self.pending.take(id);
+        let mut uses = self.pending.take(id);
+        if from != request.stream {
+            uses.push((from, None));
+        }
         self.heap.take_pending(id, self.slots.requested(id), request.bytes);
         let arena = self.heap.arena(request.pool, request.stream, request.kind);
         self.heap.table[id as usize].set_arena(arena);
-        Some((self.block(owner, id, request.bytes), markers, from))
+        Some((self.block(owner, id, request.bytes), uses))
     }
 }

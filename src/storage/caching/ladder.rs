@@ -107,7 +107,7 @@ impl CachingAllocator {
                 self.settle_events(false)?;
             }
             Rung::ThreadCaches => drop(self.drain_caches()),
-            Rung::OtherStreams => return self.take_with_wait(request),
+            Rung::OtherStreams => return Ok(self.take_with_wait(request)),
             Rung::Collect if self.collect(request) => count(rung), // the room is the next rung's
             Rung::Collect => {}
             Rung::Grow => return self.grow(request, false, climb),
@@ -161,7 +161,7 @@ impl CachingAllocator {
     pub(super) fn wait_for_streams(&self, request: &Request) -> Result<()> {
         for _ in 0..WAITS {
             let given_back = self.drain_caches().heap.given_back;
-            self.driver.synchronize()?;
+            self.synchronize()?;
             self.settle_events(true)?;
             let mut core = self.lock();
             if core.heap.given_back == given_back {

@@ -10,8 +10,9 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
-use super::super::allocator::{Allocator, Block};
+use super::super::allocator::Block;
 use super::super::registry;
+use super::events::Uses;
 use super::heap::{Heap, Use};
 use super::{CachingAllocator, Core};
 use crate::device::StreamId;
@@ -249,8 +250,9 @@ impl MemPool {
         for (segment, place) in missing {
             let (id, streams) = core.heap.claim(segment, &place);
             let stream = core.heap.arenas[place.arena as usize].stream;
-            waits.extend(streams.into_iter().filter(|&from| from != stream).map(|from| (from, stream)));
-            restored.push(core.block(allocator.number, id, place.requested));
+            let uses: Uses = streams.into_iter().filter(|&from| from != stream).map(|from| (from, None)).collect();
+            waits.extend(uses.iter().map(|(from, _)| (*from, stream)));
+            restored.push((core.block(allocator.number, id, place.requested), uses));
         }
         drop(core);
         let waited = waits.into_iter().try_for_each(|(from, to)| {
@@ -258,10 +260,13 @@ impl MemPool {
             allocator.driver.stream_waits(to, &marker)
         });
         if let Err(error) = waited.or_else(|_| allocator.driver.synchronize()) {
-            restored.into_iter().for_each(|block| allocator.deallocate(block));
+            let mut core = allocator.lock_folded();
+            for (block, uses) in restored {
+                core.give_back_used(block.id(), block.requested(), uses);
+            }
             return Err(error);
         }
-        Ok(restored)
+        Ok(restored.into_iter().map(|(block, _)| block).collect())
     }
 }
 

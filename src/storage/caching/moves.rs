@@ -8,7 +8,7 @@ use super::super::driver::Memory;
 use super::super::history::TraceAction;
 use super::super::segment::Segment;
 use super::Core;
-use super::events::Markers;
+use super::events::Uses;
 use super::heap::{Held, Use};
 use crate::device::StreamId;
 
@@ -19,7 +19,7 @@ pub(super) enum Then {
     /// It was given back; so many bytes had been asked for.
     GiveBack(usize),
     /// As `GiveBack`, while streams may still be using it.
-    Pend(usize, Markers),
+    Pend(usize, Uses),
     /// It left a thread's cache.
     Uncache,
 }
@@ -195,7 +195,7 @@ impl Core {
         for id in moves.iter().map(|m| m.id).chain(stay.into_iter().map(|(id, ..)| id)) {
             match self.moving.remove(&id) {
                 Some(Then::GiveBack(requested)) => self.heap.give_back(id, requested),
-                Some(Then::Pend(requested, markers)) => self.give_back_pending(id, requested, markers),
+                Some(Then::Pend(requested, uses)) => self.give_back_used(id, requested, uses),
                 Some(Then::Uncache) => self.heap.uncache(id),
                 Some(Then::Stay) | None => {}
             }

@@ -180,8 +180,8 @@ impl Driver for Host {
         Ok(Marker(MarkerKind::Done))
     }
 
-    fn is_done(&self, _: &Marker) -> bool {
-        true
+    fn is_done(&self, _: &Marker) -> Result<bool> {
+        Ok(true)
     }
 
     fn wait(&self, _: &Marker) -> Result<()> {

@@ -150,8 +150,9 @@ pub trait Driver: sealed::Sealed + Send + Sync + fmt::Debug {
     fn synchronize(&self) -> Result<()>;
     /// A marker after everything submitted to the stream so far, which is flushed.
     fn record(&self, stream: StreamId) -> Result<Marker>;
-    /// Whether the work before the marker is done, or has failed for good.
-    fn is_done(&self, marker: &Marker) -> bool;
+    /// Whether the work before the marker is done, or has failed for good; an error where that cannot be known, as on a
+    /// device that is lost.
+    fn is_done(&self, marker: &Marker) -> Result<bool>;
     /// Blocks until the work before the marker is done.
     fn wait(&self, marker: &Marker) -> Result<()>;
     /// Makes what is submitted to `stream` from now on wait, on the device, for the marker.

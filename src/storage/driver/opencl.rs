@@ -77,8 +77,8 @@ impl Driver for OpenCl {
         Ok(Marker(MarkerKind::OpenCl(Arc::new(event))))
     }
 
-    fn is_done(&self, marker: &Marker) -> bool {
-        event(marker).is_none_or(ClEvent::is_done)
+    fn is_done(&self, marker: &Marker) -> Result<bool> {
+        event(marker).map_or(Ok(true), |event| event.is_over().map_err(|e| self.device.error(e)))
     }
 
     fn wait(&self, marker: &Marker) -> Result<()> {

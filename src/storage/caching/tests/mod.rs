@@ -2,6 +2,7 @@
 
 mod compact;
 mod decay;
+mod events;
 mod expand;
 #[cfg(loom)]
 mod interleavings;

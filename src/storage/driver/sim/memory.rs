@@ -48,7 +48,7 @@ impl Sim {
     /// Commits bytes, unless it is to fail.
     pub(super) fn find(&self, s: &mut State, m: &SimMemory, from: usize, to: usize) -> Result<(), Failure> {
         let room = self.room(s);
-        s.commit_failures.pop_front().map_or_else(|| s.pieces.commit(m.id, &(from..to), room), Err)
+        s.failures.commit.pop_front().map_or_else(|| s.pieces.commit(m.id, &(from..to), room), Err)
     }
 }
 

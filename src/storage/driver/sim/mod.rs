@@ -5,6 +5,7 @@
 //! [`SimOptions::alignment`] bytes. Work is writing a block's tag and checking it: bytes that were reused too early, moved
 //! without their contents or handed out twice show as a [violation](Sim::violations) when the check runs.
 
+mod failures;
 mod memory;
 mod queue;
 #[cfg(test)]
@@ -19,6 +20,7 @@ use super::{At, Driver, Failure, Marker, MarkerKind, Memory, MemoryKind};
 use crate::device::StreamId;
 use crate::storage::Block;
 use crate::{Device, Error, Result};
+use failures::Failures;
 use memory::Pieces;
 pub(crate) use memory::SimMemory;
 pub(crate) use queue::SimMarker;
@@ -104,9 +106,7 @@ struct State {
     violations: Vec<String>,
     stalls: u64,
     copied: u64,
-    create_failures: VecDeque<Failure>,
-    commit_failures: VecDeque<Failure>,
-    enqueue_failures: VecDeque<Failure>,
+    failures: Failures,
     at_synchronize: Vec<Box<dyn FnOnce() + Send>>,
 }
 
@@ -167,40 +167,6 @@ impl Sim {
     /// Bytes that other processes hold: `capacity` does not tell.
     pub fn set_others(&self, bytes: u64) {
         self.with(|s| s.others = bytes);
-    }
-
-    /// The next creation fails so; calling again lines up another failure, here and below.
-    pub fn fail_next_create(&self, failure: Failure) {
-        self.with(|s| s.create_failures.push_back(failure));
-    }
-
-    /// The next commit or extension fails so.
-    pub fn fail_next_commit(&self, failure: Failure) {
-        self.with(|s| s.commit_failures.push_back(failure));
-    }
-
-    /// The next work that touches memory not yet committed fails so when it is enqueued.
-    pub fn fail_next_enqueue(&self, failure: Failure) {
-        self.with(|s| s.enqueue_failures.push_back(failure));
-    }
-
-    /// Failures lined up that have not happened yet.
-    pub fn failures_left(&self) -> usize {
-        self.failures_lined_up().into_iter().sum()
-    }
-
-    /// Those of creation, commit and enqueueing.
-    pub(crate) fn failures_lined_up(&self) -> [usize; 3] {
-        self.with(|s| [s.create_failures.len(), s.commit_failures.len(), s.enqueue_failures.len()])
-    }
-
-    /// Takes back every failure that has not happened yet.
-    pub fn clear_failures(&self) {
-        self.with(|s| {
-            s.create_failures.clear();
-            s.commit_failures.clear();
-            s.enqueue_failures.clear();
-        });
     }
 
     /// What happens while the allocator next waits for the device.
@@ -328,20 +294,8 @@ impl Sim {
             s.violations.push(fault.clone());
             return Err(Error::invalid("clEnqueue", fault));
         }
-        let done = s.enqueue_failures.pop_front().map_or_else(|| s.pieces.commit_late(span.piece, &range, room), Err);
+        let done = s.failures.enqueue.pop_front().map_or_else(|| s.pieces.commit_late(span.piece, &range, room), Err);
         done.map_err(|failure| self.error("clEnqueue", failure))
-    }
-
-    /// A failure as work reports it.
-    fn error(&self, call: &'static str, failure: Failure) -> Error {
-        let code = match failure {
-            Failure::Other(error) => return error,
-            Failure::DeviceMemory => "CL_MEM_OBJECT_ALLOCATION_FAILURE",
-            Failure::Resources => "CL_OUT_OF_RESOURCES",
-            Failure::HostMemory => "CL_OUT_OF_HOST_MEMORY",
-            Failure::TooBig => "CL_INVALID_BUFFER_SIZE",
-        };
-        Error::OpenCl { device: self.device(), call, code, detail: String::new() }
     }
 
     fn submit(&self, s: &mut State, stream: StreamId, command: Command) {
@@ -371,7 +325,7 @@ impl Driver for Sim {
 
     fn create(&self, bytes: usize) -> Result<Memory, Failure> {
         self.call(Call::Create(bytes), |s| {
-            if let Some(failure) = s.create_failures.pop_front() {
+            if let Some(failure) = s.failures.create.pop_front() {
                 return Err(failure);
             }
             if bytes > self.0.options.largest_segment {
@@ -415,14 +369,14 @@ impl Driver for Sim {
     }
 
     fn synchronize(&self) -> Result<()> {
-        let hooks = self.call(Call::Synchronize, |s| std::mem::take(&mut s.at_synchronize));
+        let hooks = self.try_call(Call::Synchronize, "clFinish", |s| Ok(std::mem::take(&mut s.at_synchronize)))?;
         hooks.into_iter().for_each(|hook| hook()); // without the lock: a hook may use the allocator
         self.with(State::finish_all);
         Ok(())
     }
 
     fn record(&self, stream: StreamId) -> Result<Marker> {
-        self.call(Call::Record, |s| {
+        self.try_call(Call::Record, "clEnqueueMarkerWithWaitList", |s| {
             if !self.0.options.asynchronous {
                 return Ok(Marker(MarkerKind::Done));
             }
@@ -432,30 +386,36 @@ impl Driver for Sim {
         })
     }
 
-    fn is_done(&self, marker: &Marker) -> bool {
+    fn is_done(&self, marker: &Marker) -> Result<bool> {
         match &marker.0 {
-            MarkerKind::Sim(marker) => self.call(Call::Query, |_| marker.is_done()),
-            _ => true,
+            MarkerKind::Sim(marker) => self.try_call(Call::Query, "clGetEventInfo", |_| Ok(marker.is_done())),
+            _ => Ok(true),
         }
     }
 
     fn wait(&self, marker: &Marker) -> Result<()> {
-        if let MarkerKind::Sim(marker) = &marker.0 {
-            self.call(Call::Wait, |s| s.finish(marker.clone()));
+        match &marker.0 {
+            MarkerKind::Sim(marker) => self.try_call(Call::Wait, "clWaitForEvents", |s| {
+                s.finish(marker.clone());
+                Ok(())
+            }),
+            _ => Ok(()),
         }
-        Ok(())
     }
 
     fn stream_waits(&self, stream: StreamId, marker: &Marker) -> Result<()> {
-        if let MarkerKind::Sim(marker) = &marker.0 {
-            self.call(Call::StreamWaits, |s| self.submit(s, stream, Command::Wait(marker.clone())));
+        match &marker.0 {
+            MarkerKind::Sim(marker) => self.try_call(Call::StreamWaits, "clEnqueueBarrierWithWaitList", |s| {
+                self.submit(s, stream, Command::Wait(marker.clone()));
+                Ok(())
+            }),
+            _ => Ok(()),
         }
-        Ok(())
     }
 
     unsafe fn copy(&self, stream: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()> {
         let (from, to) = (self.span(from, bytes)?, self.span(to, bytes)?);
-        self.call(Call::Copy(bytes), |s| {
+        self.try_call(Call::Copy(bytes), "clEnqueueCopyBuffer", |s| {
             if from.overlaps(&to) {
                 return Err(Error::invalid("copy", format!("{bytes} bytes of {from:?} overlap {to:?}")));
             }
@@ -470,7 +430,7 @@ impl Driver for Sim {
     /// The bytes of a granule are its tag, over and over: written elsewhere they are the same tag.
     unsafe fn read(&self, from: At<'_>, to: &mut [u8]) -> Result<()> {
         let span = self.span(from, to.len())?;
-        self.call(Call::Read(to.len()), |s| {
+        self.try_call(Call::Read(to.len()), "clEnqueueReadBuffer", |s| {
             self.touch(s, span)?;
             s.copied += to.len() as u64;
             s.finish_stream(StreamId::DEFAULT);
@@ -481,7 +441,7 @@ impl Driver for Sim {
 
     unsafe fn write(&self, from: &[u8], to: At<'_>) -> Result<()> {
         let span = self.span(to, from.len())?;
-        self.call(Call::Write(from.len()), |s| {
+        self.try_call(Call::Write(from.len()), "clEnqueueWriteBuffer", |s| {
             self.touch(s, span)?;
             s.finish_stream(StreamId::DEFAULT);
             s.pieces.write(span, self.granule(), from);

@@ -39,7 +39,7 @@ type Tally = BTreeMap<String, u64>;
 
 /// What has to happen for the runs to show anything: every operation, every rung of the ladder, and what they lead to.
 #[cfg(not(miri))]
-const EXPECTED: [&str; 53] = [
+const EXPECTED: [&str; 58] = [
     "Allocate",
     "Free",
     "Share",
@@ -54,6 +54,7 @@ const EXPECTED: [&str; 53] = [
     "FailCreate",
     "FailCommit",
     "FailEnqueue",
+    "FailCall",
     "ResetPeaks",
     "ResetSums",
     "MakePool",
@@ -81,6 +82,10 @@ const EXPECTED: [&str; 53] = [
     "commit failed with -4",
     "commit failed with -5",
     "commit failed with -6",
+    "asking failed with -4",
+    "asking failed with -5",
+    "asking failed with -6",
+    "told of a failure",
     "rung Events",
     "rung ThreadCaches",
     "rung OtherStreams",

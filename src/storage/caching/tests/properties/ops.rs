@@ -49,6 +49,11 @@ pub(super) enum Op {
     FailEnqueue {
         code: i32,
     },
+    /// The device makes no marker, or cannot say how far it is, or does not wait.
+    FailCall {
+        kind: usize,
+        code: i32,
+    },
     ResetPeaks,
     ResetSums,
     MakePool {
@@ -147,8 +152,9 @@ pub(super) fn generate(seed: u64, n: usize, capacity: u64) -> Vec<Op> {
                 965..970 => Op::Others { bytes: random.below(3).saturating_sub(1) * random.below(capacity / 2) },
                 970..980 => Op::FailCreate { code: -4 - random.below(3) as i32 },
                 980..990 => Op::FailCommit { code: -4 - random.below(3) as i32 },
-                990..994 => Op::FailEnqueue { code: -4 - random.below(3) as i32 },
-                994..997 => Op::ResetPeaks,
+                990..993 => Op::FailEnqueue { code: -4 - random.below(3) as i32 },
+                993..996 => Op::FailCall { kind: random.below(5) as usize, code: -4 - random.below(3) as i32 },
+                996..998 => Op::ResetPeaks,
                 _ => Op::ResetSums,
             }
         })

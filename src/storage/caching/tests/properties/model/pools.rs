@@ -49,9 +49,11 @@ impl World {
     }
 
     pub(super) fn empty_pool(&mut self, pool: usize) -> Result<(), String> {
-        let Some(pool) = self.pick(pool) else { return Ok(()) };
-        pool.handle.empty_cache().map_err(|error| format!("emptying a pool reported: {error}"))?;
-        let id = pool.handle.id();
+        let Some(handle) = self.pick(pool).map(|pool| pool.handle.clone()) else { return Ok(()) };
+        if self.told(|_| handle.empty_cache())?.is_none() {
+            return Ok(());
+        }
+        let id = handle.id();
         let unused = self.allocator.lock().heap.unused_segments(id).len();
         ensure!(unused == 0, "an emptied pool holds {unused} unused segments");
         Ok(())
@@ -104,6 +106,7 @@ impl World {
             let inside = |part: &Range<usize>| part.start <= *offset && offset + size <= part.end;
             segments.get(segment).is_some_and(|parts| parts.iter().any(inside))
         });
+        let failures = self.sim.failures_left();
         match handle.restore(&checkpoint, &mut blocks) {
             Ok(restored) => {
                 ensure!(possible && blocks.is_empty(), "restored what was gone, or left blocks");
@@ -116,6 +119,12 @@ impl World {
                     self.add(block, stream, handle.id())?;
                 }
                 self.note(if missing.is_empty() { "restored nothing" } else { "restored" });
+            }
+            Err(_) if failures != self.sim.failures_left() => {
+                // Before anything has changed, or after all was given back.
+                ensure!(blocks.is_empty() || blocks.len() == leaving.len(), "some blocks went, and others not");
+                self.live.extend(leaving.into_iter().zip(blocks).map(|(live, block)| live(block)));
+                self.note("told of a failure");
             }
             Err(error) => {
                 let error = error.to_string();

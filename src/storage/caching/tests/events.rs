@@ -1,0 +1,166 @@
+//! Blocks that several streams use, on a device that does not always answer.
+
+use super::*;
+
+const CONFIGS: [&str; 4] =
+    ["", "segments:pytorch", "cross_stream_reuse:False", "cross_stream_reuse:False,segments:pytorch"];
+
+/// A device whose streams run when they are told to, and its allocator.
+fn device(config: &str) -> (Sim, CachingAllocator) {
+    let sim = Sim::new(SimOptions {
+        capacity: 48 * MIB as u64,
+        alignment: if cfg!(miri) { 64 << 10 } else { 512 }, // a tag for each
+        asynchronous: true,
+        contents: true,
+        ..SimOptions::default()
+    });
+    let allocator = CachingAllocator::new(Arc::new(sim.clone()), config.parse().unwrap()).unwrap();
+    (sim, allocator)
+}
+
+fn fail(sim: &Sim, times: usize, kinds: &[Call]) {
+    kinds.iter().for_each(|&kind| (0..times).for_each(|_| sim.fail_next_call(kind, Failure::Resources)));
+}
+
+fn pending(allocator: &CachingAllocator) -> usize {
+    let core = allocator.lock();
+    core.pending.blocks().count()
+}
+
+/// What is given out next is written to, before anything that was queued before has run.
+fn overwrite(sim: &Sim, allocator: &CachingAllocator, stream: StreamId, bytes: usize) {
+    if let Ok(block) = allocator.allocate(bytes, stream) {
+        sim.write_tag(stream, &block, 99).unwrap();
+        sim.run(stream, 1000);
+        allocator.deallocate(block);
+    }
+}
+
+#[test]
+fn a_block_whose_stream_cannot_be_asked_is_not_reused() {
+    let side = StreamId(1);
+    for config in CONFIGS {
+        for times in [1, 2, 5] {
+            let (sim, allocator) = device(config);
+            let block = take(&allocator, 20 * MIB);
+            allocator.record_stream(&block, side);
+            sim.write_tag(side, &block, 1).unwrap();
+            sim.check_tag(side, &block, 1).unwrap();
+            fail(&sim, times, &[Call::Record, Call::Query, Call::Wait, Call::StreamWaits, Call::Synchronize]);
+            allocator.deallocate(block);
+            assert_eq!((pending(&allocator), allocator.stats().active.current), (1, 1), "{config}");
+            for _ in 0..3 {
+                // Larger than what is left: only this block would do.
+                overwrite(&sim, &allocator, StreamId::DEFAULT, 30 * MIB);
+                overwrite(&sim, &allocator, StreamId::DEFAULT, 20 * MIB);
+            }
+            sim.synchronize().unwrap_or(());
+            assert_eq!(sim.violations(), [""; 0], "{config} {times}");
+            // As soon as the device answers the block is free.
+            sim.clear_failures();
+            sim.synchronize().unwrap();
+            allocator.empty_cache().unwrap();
+            assert_eq!((pending(&allocator), sim.committed()), (0, 0), "{config} {times}");
+            allocator.check();
+        }
+    }
+}
+
+#[test]
+fn a_block_that_no_stream_waits_for_is_not_handed_out() {
+    let (one, two) = (StreamId(1), StreamId(2));
+    for config in &CONFIGS[..2] {
+        for failing in [Call::Record, Call::StreamWaits] {
+            for shared in [false, true] {
+                let (sim, allocator) = device(config);
+                let block = allocator.allocate(20 * MIB, one).unwrap();
+                sim.write_tag(one, &block, 1).unwrap();
+                sim.check_tag(one, &block, 1).unwrap();
+                if shared {
+                    allocator.record_stream(&block, two);
+                }
+                allocator.deallocate(block);
+                fail(&sim, 1, &[failing, Call::Synchronize]);
+                overwrite(&sim, &allocator, two, 20 * MIB);
+                sim.clear_failures();
+                overwrite(&sim, &allocator, two, 20 * MIB);
+                sim.synchronize().unwrap();
+                assert_eq!(sim.violations(), [""; 0], "{config} {failing:?} {shared}");
+                allocator.empty_cache().unwrap();
+                assert_eq!(pending(&allocator), 0);
+                allocator.check();
+            }
+        }
+    }
+}
+
+#[test]
+fn a_marker_that_cannot_be_asked_is_replaced_by_a_later_one() {
+    let (sim, allocator) = device("");
+    let side = StreamId(1);
+    let blocks = [MIB, 2 * MIB, 3 * MIB].map(|bytes| take(&allocator, bytes));
+    blocks.iter().for_each(|block| allocator.record_stream(block, side));
+    let [first, second, third] = blocks;
+    allocator.deallocate(first);
+    fail(&sim, 1, &[Call::Record]);
+    allocator.deallocate(second);
+    allocator.deallocate(third);
+    assert_eq!(pending(&allocator), 3);
+    fail(&sim, 1, &[Call::Query]);
+    assert!(!allocator.settle_events(false).unwrap(), "nothing has run");
+    sim.run(side, 100);
+    assert!(allocator.settle_events(false).unwrap());
+    assert_eq!(pending(&allocator), 0);
+    // One that waits says what the device reports, and leaves the block for the next.
+    let block = take(&allocator, MIB);
+    allocator.record_stream(&block, side);
+    allocator.deallocate(block);
+    fail(&sim, 1, &[Call::Wait]);
+    assert!(allocator.empty_cache().is_err());
+    assert_eq!(pending(&allocator), 1);
+    allocator.empty_cache().unwrap();
+    assert_eq!((pending(&allocator), sim.committed()), (0, 0));
+}
+
+#[test]
+fn on_a_lost_device_pending_blocks_stay() {
+    let (sim, allocator) = device("");
+    let side = StreamId(1);
+    let block = take(&allocator, 20 * MIB);
+    allocator.record_stream(&block, side);
+    sim.check_tag(side, &block, 0).unwrap();
+    fail(&sim, 1000, &[Call::Record, Call::Query, Call::Wait, Call::StreamWaits, Call::Synchronize]);
+    let was = place(&block);
+    allocator.deallocate(block);
+    for _ in 0..5 {
+        let other = allocator.allocate(20 * MIB, StreamId::DEFAULT).unwrap();
+        assert_ne!(place(&other), was);
+        allocator.deallocate(other);
+    }
+    assert!(allocator.empty_cache().is_err() && pending(&allocator) == 1);
+}
+
+#[test]
+fn a_restoration_that_cannot_be_ordered_hands_nothing_out() {
+    let (one, two) = (StreamId(1), StreamId(2));
+    let (sim, allocator) = device("");
+    let allocator = Arc::new(allocator);
+    let pool = MemPool::new(&allocator, MemPoolOptions::default());
+    let of_pool = |stream| use_mem_pool(&pool, || allocator.allocate(8 * MIB, stream)).unwrap();
+    let block = of_pool(one);
+    let checkpoint = pool.checkpoint();
+    allocator.deallocate(block);
+    let block = of_pool(two); // behind a wait, and from now on this stream's
+    sim.write_tag(two, &block, 1).unwrap();
+    sim.check_tag(two, &block, 1).unwrap();
+    fail(&sim, 1, &[Call::StreamWaits, Call::Synchronize]);
+    assert!(pool.restore(&checkpoint, &mut vec![block]).is_err());
+    sim.clear_failures();
+    let block = of_pool(one);
+    sim.write_tag(one, &block, 2).unwrap();
+    sim.run(one, 1000);
+    sim.synchronize().unwrap();
+    assert_eq!(sim.violations(), [""; 0]);
+    allocator.deallocate(block);
+    allocator.check();
+}
