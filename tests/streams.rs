@@ -3,12 +3,16 @@
 //! Memory is given to the next tensor behind whatever still uses it.
 
 mod common;
+mod stand_in;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use claystone::device::StreamId;
-use claystone::{Device, Error, Stream, Tensor, storage, with_stream};
-use common::{devices, each_device, iota, vec};
+use claystone::nn::{Activation, Linear, Module, Sequential};
+use claystone::optim::{Optimizer, Sgd, SgdConfig};
+use claystone::{DType, Device, Error, Stream, Tensor, storage, with_stream};
+use common::{alone, devices, each_device, iota, vec};
+use stand_in::{Faults, Kind};
 
 #[test]
 fn two_streams_in_turn() {
@@ -244,4 +248,92 @@ fn streams_of_another_device_are_nothing_to_wait_for() {
         allocator.deallocate(block);
         assert_eq!(vec(&Tensor::ones(16 << 20, device).unwrap())[0], 1.0);
     }
+}
+
+/// A stream that cannot be asked how far it is may still be writing to what another gave back.
+#[test]
+fn memory_of_a_stream_that_takes_no_marker_is_not_reused() {
+    let Some(faults) = Faults::install("memory_of_a_stream_that_takes_no_marker_is_not_reused", Kind::Real) else {
+        return;
+    };
+    let (device, n) = (Device::OpenCL(0), 1_000_000);
+    let (side, main) = (Stream::new(device).unwrap(), Stream::current(device).unwrap());
+    for markers in [0, 1, 2, 5] {
+        let x = Tensor::zeros(&[n], device).unwrap();
+        with_stream(&side, || Tensor::full(&[n], 7, device).unwrap().add_scalar_(1).map(drop)).unwrap(); // compiled from now on
+        side.wait_stream(&main).unwrap();
+        device.synchronize().unwrap();
+        faults.delay("clEnqueueNDRangeKernel", 300_000);
+        with_stream(&side, || x.add_scalar_(1).map(drop)).unwrap();
+        x.record_stream(&side).unwrap();
+        faults.clear();
+        if markers > 0 {
+            faults.fail("clEnqueueMarkerWithWaitList", 1, markers, -6);
+        }
+        drop(x);
+        let y: Vec<Tensor> = (0..3).filter_map(|_| Tensor::full(&[n], 7, device).ok()).collect();
+        faults.clear();
+        device.synchronize().unwrap();
+        assert!(!y.is_empty());
+        for y in &y {
+            let changed = vec(y).into_iter().filter(|&v| v != 7.0).count();
+            assert_eq!(changed, 0, "{markers} markers failed");
+        }
+    }
+}
+
+/// Bytes reserved at the peak of training eight networks in turn, each on one of so many streams, and the allocator that did it.
+fn train(device: Device, streams: usize, config: &str) -> u64 {
+    let allocator = storage::build_allocator(storage::driver(device).unwrap(), config.parse().unwrap()).unwrap();
+    storage::set_allocator(device, allocator).unwrap();
+    let streams: Vec<Stream> = (0..streams).map(|_| Stream::new(device).unwrap()).collect();
+    let mut networks: Vec<(Sequential, Sgd)> = (0..8)
+        .map(|_| {
+            let relu = |a, b| Linear::new(a, b, device).unwrap().with_activation(Activation::Relu);
+            let mut network = Sequential::new().push(relu(64, 256)).push(relu(256, 192));
+            network = network.push(Linear::new(192, 10, device).unwrap());
+            let sgd = Sgd::new(network.parameters_mut(), SgdConfig { lr: 0.05, ..Default::default() }).unwrap();
+            (network, sgd)
+        })
+        .collect();
+    device.synchronize().unwrap();
+    for step in 0..25 {
+        for (i, (network, sgd)) in networks.iter_mut().enumerate() {
+            let batch = 64 + (step * 97 + i * 131) % 1000;
+            with_stream(&streams[i % streams.len()], || {
+                let x = Tensor::rand(&[batch, 64], device).unwrap();
+                let labels = Tensor::zeros(&[batch], (DType::I64, device)).unwrap();
+                sgd.zero_grad();
+                network.forward(&x).unwrap().cross_entropy(&labels).unwrap().backward().unwrap();
+                sgd.step().unwrap();
+            });
+        }
+    }
+    device.synchronize().unwrap();
+    device.memory_stats().unwrap().reserved_bytes.peak
+}
+
+#[test]
+fn networks_on_several_streams_need_little_more_memory() {
+    if !alone("networks_on_several_streams_need_little_more_memory") {
+        return;
+    }
+    each_device(|device| {
+        let one = train(device, 1, "");
+        for (streams, most) in [(2, 1.25), (4, 1.5), (8, 1.5)] {
+            let several = train(device, streams, "");
+            println!("{device}: {several} bytes on {streams} streams, {one} on one");
+            assert!(several as f64 <= most * one as f64, "{several} bytes on {streams} streams, {one} on one");
+        }
+        // What they freed goes back by itself.
+        train(device, 4, "decay_ms:20");
+        let reserved = || device.memory_stats().unwrap().reserved_bytes.current;
+        for _ in 0..500 {
+            if reserved() > 2 << 20 {
+                std::thread::sleep(std::time::Duration::from_millis(5));
+                (0..64).for_each(|_| drop(Tensor::empty(&[1 << 16], device).unwrap()));
+            }
+        }
+        assert!(reserved() <= 2 << 20, "{} bytes are still reserved", reserved());
+    });
 }

@@ -51,7 +51,7 @@ pub use caching::{
 pub(crate) use captured::Captured;
 pub use config::{Backend, Config, ConfigKey, SegmentSizes};
 pub use direct::DirectAllocator;
-pub use driver::{At, Call, Driver, Failure, Marker, Memory, Sim, SimOptions};
+pub use driver::{At, Call, Driver, Failure, Marker, Memory, Progress, Sim, SimOptions};
 pub use guard::GuardAllocator;
 pub use history::{
     Annotation, BlockInfo, BlockState, Context, ContextLevel, CsvAction, CsvEvent, CsvLog, Fragmentation, Frame,

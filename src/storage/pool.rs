@@ -322,7 +322,7 @@ impl Allocator for PoolAllocator {
         };
         let mut idle = BTreeSet::new();
         for stream in streams {
-            if self.driver.is_done(&self.driver.record(stream)?)? {
+            if self.driver.is_idle(stream)? {
                 idle.insert(stream);
             }
         }

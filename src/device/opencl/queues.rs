@@ -239,6 +239,13 @@ impl ClDevice {
         self.queues.progress(stream).submitted.load(Acquire)
     }
 
+    /// What was [`submitted`](Self::submitted) to the stream, and up to what count that is known to be done. Reads two
+    /// atomics.
+    pub(crate) fn progress(&self, stream: StreamId) -> (u64, u64) {
+        let of = self.queues.progress.get(stream.index());
+        of.map_or((0, 0), |of| (of.submitted.load(Acquire), of.finished.load(Acquire))) // in this order: neither shrinks
+    }
+
     /// Whether the stream is one of this device's.
     pub(crate) fn has_stream(&self, stream: StreamId) -> bool {
         stream.index() < self.queues.lock().len()

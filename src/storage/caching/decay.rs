@@ -21,7 +21,7 @@ const LOOK_EVERY: u64 = 64;
 const LOOKS: u64 = 4;
 /// The most intervals to wait for after segments had to be made again.
 const PATIENCE: u64 = 64;
-/// Times to ask a marker whether it is done: an idle device needs some microseconds to say so.
+/// Times to ask a stream whether it is idle: an idle device needs some microseconds to say so.
 const QUESTIONS: usize = 64;
 
 /// What decay remembers.
@@ -103,24 +103,28 @@ impl CachingAllocator {
         }
         let now = self.now();
         let (ticks, active) = (core.heap.ticks, core.heap.stats.active_bytes());
-        if core.decay.is_due(now) {
+        let due = core.decay.is_due(now);
+        if due {
             core.heap.look_at_ends();
         }
-        let Some(old) = core.decay.look(now, ticks, active) else { return core };
-        if core.aged(old).is_empty() && !core.heap.has_old_ends(self.expandable.as_ref()) {
+        let old = core.decay.look(now, ticks, active);
+        let any = |old| !core.aged(old).is_empty() || core.heap.has_old_ends(self.expandable.as_ref());
+        if !(old.is_some_and(any) || due && core.has_unused_in_parts()) {
             return core;
         }
         let streams = core.heap.streams();
         drop(core);
         if self.is_idle(streams) {
             let mut core = self.lock();
-            let aged = core.aged(old);
+            core.heap.now = now;
+            core.unite_unused(|stream| self.driver.progress(stream));
+            let aged = old.map_or_else(Vec::new, |old| core.aged(old));
             let keep = core.decay.peaks[0].max(core.decay.peaks[1]);
             let freed = core.release_above(aged, keep);
             drop(core);
             let any = !freed.is_empty();
             drop(freed);
-            if self.release_old_ends(keep) > 0 || any {
+            if old.is_some() && self.release_old_ends(keep) > 0 || any {
                 self.lock().decay.released = Some(now);
             }
         }
@@ -129,10 +133,8 @@ impl CachingAllocator {
 
     /// Whether every stream is done with everything. Waits for none: one that needs longer than a moment is not.
     fn is_idle(&self, streams: BTreeSet<StreamId>) -> bool {
-        streams.into_iter().all(|stream| {
-            let Ok(marker) = self.driver.record(stream) else { return false };
-            (0..QUESTIONS).any(|_| self.driver.is_done(&marker).unwrap_or(false))
-        })
+        let is_idle = |stream| (0..QUESTIONS).any(|_| self.driver.is_idle(stream).unwrap_or(false));
+        streams.into_iter().all(is_idle)
     }
 
     /// Gives unused segments back, the largest first, as long as at least `keep` bytes stay held.

@@ -9,11 +9,10 @@
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
-use smallvec::{SmallVec, smallvec};
+use smallvec::SmallVec;
 
 use super::super::allocator::Block;
 use super::super::driver::Marker;
-use super::heap::{Heap, Search};
 use super::moves::Then;
 use super::{CachingAllocator, Core, Request};
 use crate::Result;
@@ -39,6 +38,8 @@ pub(super) struct Pending {
     /// Streams that used live blocks.
     used: HashMap<u32, Streams>,
     queues: BTreeMap<StreamId, VecDeque<Waiting>>,
+    /// What had been submitted to the second stream when the first last waited for it.
+    waited: HashMap<(StreamId, StreamId), u64>,
     /// The next ticket.
     tickets: u64,
     /// Markers each pending block still waits for.
@@ -217,22 +218,26 @@ impl CachingAllocator {
         Ok(())
     }
 
-    /// Reuses a block that another stream, or a pending one that any stream, may still be using, behind a wait on the
-    /// device. A block that cannot be waited for is pending.
+    /// Reuses blocks that other streams, or a pending one that any stream, may still be using, behind a wait on the device. A block that cannot be waited for is pending.
     pub(super) fn take_with_wait(&self, request: &Request) -> Option<Block> {
         let (block, mut uses) = {
             let mut core = self.lock_folded();
             if !core.heap.rules.config.cross_stream_reuse {
                 return None;
             }
-            core.take_from_other_stream(self.number, request).or_else(|| core.take_pending(self.number, request))?
+            core.take_from_other_streams(self.number, request).or_else(|| core.take_pending(self.number, request))?
         };
         let wait = |(stream, marker): &mut (StreamId, Option<Marker>)| {
-            let marker = match marker {
-                Some(marker) => marker,
-                None => marker.insert(self.driver.record(*stream)?),
-            };
-            self.driver.stream_waits(request.stream, marker)
+            if let Some(marker) = marker {
+                return self.driver.stream_waits(request.stream, marker);
+            }
+            let (streams, at) = ((request.stream, *stream), self.driver.progress(*stream));
+            if at.is_finished() || self.lock().pending.waited.get(&streams) == Some(&at.submitted) {
+                return Ok(()); // done, or nothing was submitted since the last wait
+            }
+            self.driver.stream_waits(request.stream, marker.insert(self.driver.record(*stream)?))?;
+            self.lock().pending.waited.insert(streams, at.submitted);
+            Ok(())
         };
         match uses.iter_mut().try_for_each(wait) {
             Ok(()) => Some(block),
@@ -265,21 +270,14 @@ impl Core {
         self.heap.settle(id, requested);
     }
 
-    /// Takes a free block of another stream's; it belongs to the request's stream from now on.
-    fn take_from_other_stream(&mut self, owner: u32, request: &Request) -> Option<(Block, Uses)> {
-        let others = |heap: &Heap, arena: &u32| {
-            let arena = &heap.arenas[*arena as usize];
-            arena.pool == request.pool && arena.kind == request.kind && arena.stream != request.stream
-        };
-        let arenas = (0..self.heap.arenas.len() as u32).filter(|arena| others(&self.heap, arena));
-        let candidates =
-            arenas.filter_map(|arena| self.heap.find(arena, request.size, Search::Thorough, || usize::MAX));
-        let id = candidates.min_by_key(|&id| self.heap.table[id as usize].size())?;
-        let from = self.heap.arenas[self.heap.table[id as usize].arena() as usize].stream;
-        let id = self.heap.take(id, request.size, request.bytes);
-        let arena = self.heap.arena(request.pool, request.stream, request.kind);
-        self.heap.table[id as usize].set_arena(arena);
-        Some((self.block(owner, id, request.bytes), smallvec![(from, None)]))
+    /// Takes free blocks that lie together, some of them other streams'; they belong to the request's stream from now on.
+    fn take_from_other_streams(&mut self, owner: u32, request: &Request) -> Option<(Block, Uses)> {
+        let run = self.heap.find_run(request)?;
+        let (id, mut streams) = self.heap.take_run(run, request);
+        streams.sort_unstable();
+        streams.dedup();
+        let others = streams.into_iter().filter(|&stream| stream != request.stream);
+        Some((self.block(owner, id, request.bytes), others.map(|stream| (stream, None)).collect()))
     }
 
     /// Takes a pending block, with what its new owner has to wait for.

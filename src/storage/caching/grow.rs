@@ -196,7 +196,7 @@ impl CachingAllocator {
         core.limits.exceeded = false;
         let limit = core.limit();
         let excess = core.heap.stats.reserved().saturating_sub(limit);
-        let unused = core.remove_to_spare(excess, |core| core.heap.whole_blocks(0));
+        let unused = core.remove_to_spare(excess, |core| core.heap.first_blocks_of_unused(0));
         drop(core);
         drop(unused);
         self.release_pages(0, limit);
@@ -206,7 +206,11 @@ impl CachingAllocator {
     /// PyTorch's garbage collection: where a threshold is set and passed, gives back the unused large segments that have
     /// been unused for longer than the average, until enough is free again, and says whether any did. Waits for nothing.
     pub(super) fn collect(&self, request: &Request) -> bool {
-        let (freed, keep) = self.lock().collect(request.size as u64);
+        let (freed, keep) = {
+            let mut core = self.lock();
+            core.unite_unused(|stream| self.driver.progress(stream));
+            core.collect(request.size as u64)
+        };
         let any = !freed.is_empty() || keep.is_some();
         drop(freed);
         if let Some(keep) = keep {
@@ -241,8 +245,8 @@ impl Core {
         if excess == 0 {
             return Vec::new();
         }
-        let bytes = |core: &Core, id: u32| core.heap.table[id as usize].size() as u64;
-        let mut unused = self.heap.whole_blocks(0);
+        let bytes = |core: &Core, id: u32| core.heap.held(id).committed() as u64;
+        let mut unused = self.heap.first_blocks_of_unused(0);
         unused.sort_unstable_by_key(|&id| std::cmp::Reverse((bytes(self, id), id)));
         let mut sum = 0;
         let enough = unused.iter().position(|&id| {
@@ -264,11 +268,11 @@ impl Core {
     /// Takes unused segments out of the table, the largest first, until they have `bytes` bytes.
     fn remove_to_spare(&mut self, bytes: u64, candidates: impl Fn(&Core) -> Vec<u32>) -> Vec<Arc<Segment>> {
         let mut unused = candidates(self);
-        unused.sort_unstable_by_key(|&id| std::cmp::Reverse((self.heap.table[id as usize].size(), id)));
+        unused.sort_unstable_by_key(|&id| std::cmp::Reverse((self.heap.held(id).committed(), id)));
         let (mut left, mut removed) = (bytes, Vec::new());
         for id in unused {
             if left > 0 {
-                left = left.saturating_sub(self.heap.table[id as usize].size() as u64);
+                left = left.saturating_sub(self.heap.held(id).committed() as u64);
                 removed.push(self.heap.remove_whole(id));
             }
         }
@@ -277,9 +281,9 @@ impl Core {
 
     fn take_oversize(&mut self, size: usize) -> Vec<Arc<Segment>> {
         let max = self.heap.rules.config.max_split_size;
-        let bytes = |core: &Core, id: u32| core.heap.table[id as usize].size();
+        let bytes = |core: &Core, id: u32| core.heap.held(id).committed();
         let oversize = |core: &Core| {
-            let mut unused = core.heap.whole_blocks(0);
+            let mut unused = core.heap.first_blocks_of_unused(0);
             unused.retain(|&id| bytes(core, id) >= max);
             unused
         };

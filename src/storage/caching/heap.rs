@@ -59,7 +59,7 @@ pub(super) struct Arena {
     pub(super) stream: StreamId,
     pub(super) kind: Kind,
     /// The least remainder of a block that is worth keeping.
-    least_rest: usize,
+    pub(super) least_rest: usize,
     pub(super) partial: Bins,
     pub(super) whole: Bins,
 }

@@ -30,6 +30,7 @@ mod pages;
 mod policy;
 mod record;
 mod report;
+mod runs;
 mod segments;
 mod slots;
 mod sync;

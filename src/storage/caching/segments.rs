@@ -43,7 +43,7 @@ impl Heap {
         held.segment
     }
 
-    /// Takes the segment of a free block that is all of it out of the table.
+    /// Takes the segment of a block out of the table, in which nothing but free ones are left.
     pub(super) fn remove_whole(&mut self, id: u32) -> Arc<Segment> {
         self.remove_segment(self.table[id as usize].segment)
     }

@@ -14,7 +14,7 @@ use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
 
-use super::{At, Driver, Failure, Marker, MarkerKind, Memory, MemoryKind};
+use super::{At, Driver, Failure, Marker, MarkerKind, Memory, MemoryKind, Progress};
 use crate::device::StreamId;
 use crate::storage::Config;
 use crate::{Device, Element, Error, Result};
@@ -182,6 +182,14 @@ impl Driver for Host {
 
     fn is_done(&self, _: &Marker) -> Result<bool> {
         Ok(true)
+    }
+
+    fn is_idle(&self, _: StreamId) -> Result<bool> {
+        Ok(true)
+    }
+
+    fn progress(&self, _: StreamId) -> Progress {
+        Progress::default()
     }
 
     fn wait(&self, _: &Marker) -> Result<()> {

@@ -92,6 +92,22 @@ impl fmt::Debug for Marker {
     }
 }
 
+/// How far a stream is: what was submitted to it so far, counted, and up to what count that is known to be done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Progress {
+    /// Grows with everything that is submitted, markers aside.
+    pub submitted: u64,
+    /// At most `submitted`; the device may be further than anybody has asked.
+    pub finished: u64,
+}
+
+impl Progress {
+    /// Whether everything submitted is known to be done.
+    pub fn is_finished(self) -> bool {
+        self.finished >= self.submitted
+    }
+}
+
 /// A place in a piece of memory: bytes from its start.
 pub type At<'a> = (&'a Memory, usize);
 
@@ -153,6 +169,11 @@ pub trait Driver: sealed::Sealed + Send + Sync + fmt::Debug {
     /// Whether the work before the marker is done, or has failed for good; an error where that cannot be known, as on a
     /// device that is lost.
     fn is_done(&self, marker: &Marker) -> Result<bool>;
+    /// Whether all work submitted to the stream is done; asks the device.
+    fn is_idle(&self, stream: StreamId) -> Result<bool>;
+    /// How far the stream is, as far as that is known without asking the device: an allocator may call this one under its
+    /// lock.
+    fn progress(&self, stream: StreamId) -> Progress;
     /// Blocks until the work before the marker is done.
     fn wait(&self, marker: &Marker) -> Result<()>;
     /// Makes what is submitted to `stream` from now on wait, on the device, for the marker.

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::{At, Driver, Failure, Marker, MarkerKind, Memory, MemoryKind};
+use super::{At, Driver, Failure, Marker, MarkerKind, Memory, MemoryKind, Progress};
 use crate::device::StreamId;
 use crate::device::opencl::{ClBuffer, ClDevice, ClError, ClEvent, Class};
 use crate::{Device, Error, Result};
@@ -79,6 +79,15 @@ impl Driver for OpenCl {
 
     fn is_done(&self, marker: &Marker) -> Result<bool> {
         event(marker).map_or(Ok(true), |event| event.is_over().map_err(|e| self.device.error(e)))
+    }
+
+    fn is_idle(&self, stream: StreamId) -> Result<bool> {
+        if self.device.has_stream(stream) { self.device.is_idle(stream) } else { Ok(true) }
+    }
+
+    fn progress(&self, stream: StreamId) -> Progress {
+        let (submitted, finished) = self.device.progress(stream);
+        Progress { submitted, finished }
     }
 
     fn wait(&self, marker: &Marker) -> Result<()> {

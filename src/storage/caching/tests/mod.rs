@@ -11,6 +11,7 @@ mod mempool;
 mod policy;
 mod properties;
 mod sequences;
+mod streams;
 
 use super::heap::{NONE, NOWHERE, Use};
 use super::*;

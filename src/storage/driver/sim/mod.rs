@@ -7,6 +7,7 @@
 
 mod failures;
 mod memory;
+mod order;
 mod queue;
 #[cfg(test)]
 mod tests;
@@ -16,13 +17,14 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::{At, Driver, Failure, Marker, MarkerKind, Memory, MemoryKind};
+use super::{At, Driver, Failure, Marker, MarkerKind, Memory, MemoryKind, Progress};
 use crate::device::StreamId;
 use crate::storage::Block;
 use crate::{Device, Error, Result};
 use failures::Failures;
 use memory::Pieces;
 pub(crate) use memory::SimMemory;
+use order::Order;
 pub(crate) use queue::SimMarker;
 use queue::{Command, Span};
 
@@ -68,6 +70,9 @@ pub struct SimOptions {
     pub contents: bool,
     /// Bytes of the pages that reserved memory is committed in; 0 for a device that cannot reserve.
     pub page: usize,
+    /// Whether uses of the same bytes by streams that nothing has ordered are [violations](Sim::violations), in whatever
+    /// order they run.
+    pub check_order: bool,
     /// Whether to keep every call for [`Sim::calls`].
     pub record_calls: bool,
 }
@@ -82,6 +87,7 @@ impl Default for SimOptions {
             asynchronous: false,
             contents: false,
             page: 0,
+            check_order: false,
             record_calls: false,
         }
     }
@@ -101,6 +107,7 @@ struct Shared {
 struct State {
     pieces: Pieces,
     streams: BTreeMap<StreamId, VecDeque<Command>>,
+    order: Order,
     others: u64,
     calls: Vec<Call>,
     violations: Vec<String>,
@@ -119,7 +126,9 @@ impl fmt::Debug for Sim {
 impl Sim {
     /// A device like this.
     pub fn new(options: SimOptions) -> Sim {
-        Sim(Arc::new(Shared { options, count: AtomicU64::new(0), state: Mutex::default() }))
+        let mut state = State::default();
+        state.order.checks = options.check_order;
+        Sim(Arc::new(Shared { options, count: AtomicU64::new(0), state: Mutex::new(state) }))
     }
 
     /// How often the driver was called: everything in [`Call`].
@@ -299,10 +308,12 @@ impl Sim {
     }
 
     fn submit(&self, s: &mut State, stream: StreamId, command: Command) {
-        match self.0.options.asynchronous {
-            true => s.streams.entry(stream).or_default().push_back(command),
-            false => s.execute(stream, command),
+        if !self.0.options.asynchronous {
+            return s.execute(stream, command);
         }
+        let unordered = s.order.submit(stream, &command);
+        s.violations.extend(unordered);
+        s.streams.entry(stream).or_default().push_back(command);
     }
 }
 
@@ -371,7 +382,10 @@ impl Driver for Sim {
     fn synchronize(&self) -> Result<()> {
         let hooks = self.try_call(Call::Synchronize, "clFinish", |s| Ok(std::mem::take(&mut s.at_synchronize)))?;
         hooks.into_iter().for_each(|hook| hook()); // without the lock: a hook may use the allocator
-        self.with(State::finish_all);
+        self.with(|s| {
+            s.finish_all();
+            s.order.know_all();
+        });
         Ok(())
     }
 
@@ -380,7 +394,7 @@ impl Driver for Sim {
             if !self.0.options.asynchronous {
                 return Ok(Marker(MarkerKind::Done));
             }
-            let marker = SimMarker::new(stream);
+            let marker = SimMarker::new(stream, s.order.now(stream));
             self.submit(s, stream, Command::Mark(marker.clone()));
             Ok(Marker(MarkerKind::Sim(marker)))
         })
@@ -388,15 +402,30 @@ impl Driver for Sim {
 
     fn is_done(&self, marker: &Marker) -> Result<bool> {
         match &marker.0 {
-            MarkerKind::Sim(marker) => self.try_call(Call::Query, "clGetEventInfo", |_| Ok(marker.is_done())),
+            MarkerKind::Sim(marker) => self.try_call(Call::Query, "clGetEventInfo", |s| {
+                if marker.is_done() {
+                    s.order.know(marker.before());
+                }
+                Ok(marker.is_done())
+            }),
             _ => Ok(true),
         }
+    }
+
+    fn is_idle(&self, stream: StreamId) -> Result<bool> {
+        self.try_call(Call::Query, "clGetEventInfo", |s| Ok(s.order.progress(stream).is_finished()))
+    }
+
+    /// It knows at once what is done.
+    fn progress(&self, stream: StreamId) -> Progress {
+        self.with(|s| s.order.progress(stream))
     }
 
     fn wait(&self, marker: &Marker) -> Result<()> {
         match &marker.0 {
             MarkerKind::Sim(marker) => self.try_call(Call::Wait, "clWaitForEvents", |s| {
                 s.finish(marker.clone());
+                s.order.know(marker.before());
                 Ok(())
             }),
             _ => Ok(()),
@@ -433,7 +462,7 @@ impl Driver for Sim {
         self.try_call(Call::Read(to.len()), "clEnqueueReadBuffer", |s| {
             self.touch(s, span)?;
             s.copied += to.len() as u64;
-            s.finish_stream(StreamId::DEFAULT);
+            s.finish_default(span, false);
             s.pieces.read(span, self.granule(), to);
             Ok(())
         })
@@ -443,7 +472,7 @@ impl Driver for Sim {
         let span = self.span(to, from.len())?;
         self.try_call(Call::Write(from.len()), "clEnqueueWriteBuffer", |s| {
             self.touch(s, span)?;
-            s.finish_stream(StreamId::DEFAULT);
+            s.finish_default(span, true);
             s.pieces.write(span, self.granule(), from);
             Ok(())
         })

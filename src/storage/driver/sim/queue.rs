@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use super::State;
+use super::order::Clock;
 use crate::device::StreamId;
 
 /// Granules `first..end` of a piece of memory.
@@ -20,6 +21,11 @@ impl Span {
     pub(super) fn overlaps(&self, other: &Span) -> bool {
         self.piece == other.piece && self.first < other.end && other.first < self.end
     }
+
+    /// Whether all of the other is in it.
+    pub(super) fn covers(&self, other: &Span) -> bool {
+        self.piece == other.piece && self.first <= other.first && other.end <= self.end
+    }
 }
 
 impl fmt::Debug for Span {
@@ -33,11 +39,17 @@ impl fmt::Debug for Span {
 pub(crate) struct SimMarker {
     stream: StreamId,
     done: Arc<AtomicBool>,
+    before: Arc<Clock>,
 }
 
 impl SimMarker {
-    pub(super) fn new(stream: StreamId) -> SimMarker {
-        SimMarker { stream, done: Arc::default() }
+    pub(super) fn new(stream: StreamId, before: Clock) -> SimMarker {
+        SimMarker { stream, done: Arc::default(), before: Arc::new(before) }
+    }
+
+    /// The work of all streams that is done when it is.
+    pub(super) fn before(&self) -> &Clock {
+        &self.before
     }
 
     pub(super) fn is_done(&self) -> bool {
@@ -55,12 +67,19 @@ pub(super) enum Command {
 }
 
 impl Command {
-    fn uses(&self, span: &Span) -> bool {
+    /// The bytes it reads and those it writes.
+    pub(super) fn spans(&self) -> (Option<Span>, Option<Span>) {
         match self {
-            Command::Write(at, _) | Command::Check(at, _) => at.overlaps(span),
-            Command::Copy(from, to) => from.overlaps(span) || to.overlaps(span),
-            Command::Mark(_) | Command::Wait(_) => false,
+            Command::Write(at, _) => (None, Some(*at)),
+            Command::Check(at, _) => (Some(*at), None),
+            Command::Copy(from, to) => (Some(*from), Some(*to)),
+            Command::Mark(_) | Command::Wait(_) => (None, None),
         }
+    }
+
+    fn uses(&self, span: &Span) -> bool {
+        let (reads, writes) = self.spans();
+        reads.into_iter().chain(writes).any(|at| at.overlaps(span))
     }
 }
 
@@ -98,7 +117,10 @@ impl State {
             return false;
         }
         match self.streams.get_mut(&stream).and_then(|queue| queue.pop_front()) {
-            Some(command) => self.execute(stream, command),
+            Some(command) => {
+                self.order.ran(stream, &command);
+                self.execute(stream, command);
+            }
             None => return false,
         }
         true
@@ -142,6 +164,13 @@ impl State {
         while self.force(stream) {}
     }
 
+    /// Runs the default stream to its end, for the host to read or write these bytes.
+    pub(super) fn finish_default(&mut self, span: Span, writes: bool) {
+        self.finish_stream(StreamId::DEFAULT);
+        let unordered = self.order.use_by_host(span, writes);
+        self.violations.extend(unordered);
+    }
+
     /// Runs everything, stream by stream.
     pub(super) fn finish_all(&mut self) {
         let streams: Vec<StreamId> = self.streams.keys().copied().collect();
@@ -157,6 +186,7 @@ impl State {
         for stream in streams {
             while self.streams.get(&stream).is_some_and(uses) && self.force(stream) {}
         }
+        self.order.forget(span);
     }
 
     /// Runs up to 16 commands of streams chosen by `seed` (splitmix64).

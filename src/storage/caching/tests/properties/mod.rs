@@ -15,6 +15,7 @@ use proptest::test_runner::{Config as Cases, FileFailurePersistence, TestCaseErr
 use model::World;
 pub(super) use model::binned;
 use ops::Op;
+pub(super) use ops::Random;
 
 /// One kind of device and allocator.
 #[derive(Debug, Clone, Copy)]

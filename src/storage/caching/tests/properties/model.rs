@@ -85,6 +85,7 @@ impl World {
             largest_segment: setup.capacity as usize,
             asynchronous: setup.asynchronous,
             contents: true,
+            check_order: true,
             page: setup.page,
             ..SimOptions::default()
         };
@@ -190,6 +191,7 @@ impl World {
                 self.failures[2].push_back(code);
             }
             Op::FailCall { kind, code } => {
+                let kind = if self.setup.compacts { kind % 4 } else { kind };
                 self.sim.fail_next_call(ASKING[kind], failure(code));
                 self.failures[3].push_back(code);
             }
@@ -224,11 +226,16 @@ impl World {
         let id = self.sim.stream(stream);
         let handle = self.pools.get(pool.wrapping_sub(1)).map(|pool| pool.handle.clone());
         let pool = handle.as_ref().map_or(0, MemPool::id);
+        let allocator = Arc::clone(&self.allocator);
         let allocate = || match &handle {
-            Some(handle) => use_mem_pool(handle, || self.allocator.allocate(bytes, id)),
-            None => self.allocator.allocate(bytes, id),
+            Some(handle) => use_mem_pool(handle, || allocator.allocate(bytes, id)),
+            None => allocator.allocate(bytes, id),
         };
-        match allocate() {
+        let allocated = allocate();
+        if failures != self.sim.failures_left() {
+            self.accept_peaks()?;
+        }
+        match allocated {
             Ok(block) => {
                 ensure!(block.requested() == bytes && block.size() >= bytes, "{block:?} is not for {bytes} bytes");
                 ensure!(self.sim.committed() <= held.max(self.limit), "more is held than the limit {}", self.limit);
@@ -313,7 +320,7 @@ impl World {
 
     fn unused_segments(&self) -> usize {
         let core = self.allocator.lock();
-        core.heap.whole_blocks(0).len()
+        core.heap.unused_segments(0).len()
     }
 
     /// An allocation failed though nothing was made to fail: then nothing would have served it.

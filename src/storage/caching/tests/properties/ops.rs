@@ -92,22 +92,22 @@ impl Op {
 
 /// Random numbers from a seed: splitmix64.
 #[derive(Debug, Clone)]
-pub(super) struct Random(pub(super) u64);
+pub(in super::super) struct Random(pub(in super::super) u64);
 
 impl Random {
-    pub(super) fn next(&mut self) -> u64 {
+    pub(in super::super) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
         let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
         z ^ (z >> 31)
     }
 
-    pub(super) fn below(&mut self, n: u64) -> u64 {
+    pub(in super::super) fn below(&mut self, n: u64) -> u64 {
         self.next() % n
     }
 
     /// Log-uniform from 1 to `most`.
-    pub(super) fn size(&mut self, most: usize) -> usize {
+    pub(in super::super) fn size(&mut self, most: usize) -> usize {
         let unit = (self.next() >> 11) as f64 / (1_u64 << 53) as f64;
         ((most as f64).powf(unit) as usize).clamp(1, most)
     }

@@ -12,7 +12,13 @@ use crate::storage::Driver;
 /// runs at random; none ever finds another's contents in its blocks.
 fn threads(config: &str) {
     let (threads, rounds) = if cfg!(miri) { (2, 30) } else { (4, 6000) };
-    let options = SimOptions { capacity: 48 << 20, asynchronous: true, contents: true, ..SimOptions::default() };
+    let options = SimOptions {
+        capacity: 48 << 20,
+        asynchronous: true,
+        contents: true,
+        check_order: true,
+        ..SimOptions::default()
+    };
     let sim = Sim::new(options);
     let allocator = Arc::new(CachingAllocator::new(Arc::new(sim.clone()), config.parse().unwrap()).unwrap());
     let start = Barrier::new(threads);

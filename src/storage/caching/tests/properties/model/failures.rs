@@ -32,6 +32,17 @@ impl World {
         }
     }
 
+    /// After a failure that was made up: blocks that could not be ordered were handed out and taken back at once, and
+    /// statistics have seen them.
+    pub(super) fn accept_peaks(&mut self) -> Result<(), String> {
+        let s = self.allocator.stats();
+        let peaks = [s.allocation.peak, s.allocated_bytes.peak, s.requested_bytes.peak];
+        let less = peaks.iter().zip(&self.peaks).any(|(now, before)| now < before);
+        ensure!(!less, "peaks were {:?}, statistics say {peaks:?}", self.peaks);
+        self.peaks = peaks;
+        Ok(())
+    }
+
     /// Counts the failures that have happened by now. None is met when work is enqueued: memory was committed before.
     pub(super) fn note_failures(&mut self) -> Result<(), String> {
         let left = self.sim.failures_lined_up();

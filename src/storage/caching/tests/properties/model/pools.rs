@@ -124,6 +124,7 @@ impl World {
                 // Before anything has changed, or after all was given back.
                 ensure!(blocks.is_empty() || blocks.len() == leaving.len(), "some blocks went, and others not");
                 self.live.extend(leaving.into_iter().zip(blocks).map(|(live, block)| live(block)));
+                self.accept_peaks()?;
                 self.note("told of a failure");
             }
             Err(error) => {
