@@ -383,3 +383,19 @@ fn help_explains_itself() {
     let devices = run(&["devices"]);
     assert!(devices.status.success() && text(&devices.stdout).contains("cpu: "));
 }
+
+/// A block that moves by less than its size goes over the host; of a simulated device it is only counted, however large.
+#[test]
+fn simulated_memory_may_be_larger_than_the_hosts() {
+    let folder = TempDir::new().unwrap();
+    let (file, unit) = (folder.path().join("huge.trace"), 64usize << 30);
+    let (part, most) = (unit / 128, 3 * unit);
+    // Until segments are cut up, and then a block between two that are given back.
+    let mut trace: String = (0..200).map(|i| format!("a {i} {most}\nf {i}\n")).collect();
+    let (rest, double) = (2 * unit - part, 2 * unit);
+    trace += &format!("a 200 {part}\na 201 {rest}\na 202 {unit}\nf 200\nf 201\na 203 {double}\nf 202\nf 203\n");
+    std::fs::write(&file, trace).unwrap();
+    let row = json(&[&file], &["--min-capacity", "--passes", "1"]).remove(0);
+    assert_eq!(number(&row, "min_capacity"), most as u64, "{row}");
+    assert_eq!(number(&row, "peak_requested"), most as u64);
+}

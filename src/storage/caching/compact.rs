@@ -210,18 +210,22 @@ impl CachingAllocator {
     fn repack_through_host(&self, segments: &[u64], budget: &mut u64) -> Result<bool> {
         let Some(plan) = self.plan_repack(segments, budget, false) else { return Ok(false) };
         let bytes = plan.bytes();
+        // What has no contents is only counted.
+        let contents = self.driver.has_contents();
+        let part = |m: &Move| if contents { m.to..m.to + m.size } else { 0..0 };
+        let host_bytes = if contents { bytes } else { 0 };
         let mut host = Vec::new();
-        if host.try_reserve_exact(bytes).is_err() {
+        if host.try_reserve_exact(host_bytes).is_err() {
             let mut core = self.lock();
             core.making -= bytes as u64;
             *budget = budget.saturating_add(bytes as u64);
             core.abandon(plan);
             return Ok(false);
         }
-        host.resize(bytes, 0u8);
+        host.resize(host_bytes, 0u8);
         let read = self.driver.synchronize().and_then(|()| {
             plan.moves.iter().try_for_each(|m| {
-                let (from, to) = ((m.from.0.memory(), m.from.1), &mut host[m.to..m.to + m.size]);
+                let (from, to) = ((m.from.0.memory(), m.from.1), &mut host[part(m)]);
                 // SAFETY: the block is locked for writing.
                 unsafe { self.driver.read(from, to) }
             })
@@ -248,7 +252,7 @@ impl CachingAllocator {
         }
         let written = made.ok().map(|memory| Arc::new(Segment::new(memory, bytes))).and_then(|target| {
             // SAFETY: the target is new, and nobody else's.
-            let write = |m: &Move| unsafe { self.driver.write(&host[m.to..m.to + m.size], (target.memory(), m.to)) };
+            let write = |m: &Move| unsafe { self.driver.write(&host[part(m)], (target.memory(), m.to)) };
             plan.moves.iter().try_for_each(write).ok().map(|()| target)
         });
         let mut core = self.lock();
@@ -291,13 +295,14 @@ impl CachingAllocator {
         }
         let (from, to) = ((m.from.0.memory(), m.from.1), (target.memory(), m.to));
         if m.size / down > PIECES {
+            let size = if self.driver.has_contents() { m.size } else { 0 };
             let mut host = Vec::new();
-            host.try_reserve_exact(m.size).map_err(|_| Error::OutOfMemory {
+            host.try_reserve_exact(size).map_err(|_| Error::OutOfMemory {
                 device: Device::Cpu,
                 requested: m.size,
                 detail: "the host has no room for a block that is being moved".into(),
             })?;
-            host.resize(m.size, 0u8);
+            host.resize(size, 0u8);
             // SAFETY: as below.
             unsafe { self.driver.read(from, &mut host) }?;
             // SAFETY: as below.

@@ -133,6 +133,11 @@ pub trait Driver: sealed::Sealed + Send + Sync + fmt::Debug {
         512
     }
 
+    /// Whether memory has contents, which have to be copied where a block moves.
+    fn has_contents(&self) -> bool {
+        true
+    }
+
     /// Makes a segment. The device may be lazy: nothing is promised before [`commit`](Driver::commit).
     fn create(&self, bytes: usize) -> Result<Memory, Failure>;
     /// Makes the device find the memory now, so that running out is reported here and not at some later launch. What it

@@ -334,6 +334,10 @@ impl Driver for Sim {
         self.0.options.alignment
     }
 
+    fn has_contents(&self) -> bool {
+        self.0.options.contents
+    }
+
     fn create(&self, bytes: usize) -> Result<Memory, Failure> {
         self.call(Call::Create(bytes), |s| {
             if let Some(failure) = s.failures.create.pop_front() {
