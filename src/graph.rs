@@ -1,6 +1,6 @@
 //! Work recorded once and replayed: a training step without what it costs the host.
 
-use std::{fmt, mem};
+use std::fmt;
 
 use crate::device::opencl::capture::{self, Recorder, Recording};
 use crate::device::opencl::{self, ClDevice};
@@ -43,8 +43,7 @@ pub struct Graph {
     /// Keeps the stream from being given to others.
     stream: Stream,
     recording: Recording,
-    /// Until dropped.
-    memory: Option<Captured>,
+    memory: Captured,
 }
 
 impl Graph {
@@ -66,7 +65,7 @@ impl Graph {
         let recorder = Recorder::start(cl)?;
         let (memory, result) = Captured::during(device, f)?;
         let recording = recorder.finish();
-        Ok((Graph { device: cl, stream, recording, memory: Some(memory) }, result))
+        Ok((Graph { device: cl, stream, recording, memory }, result))
     }
 
     /// Submits everything recorded, in order. Returns when it is submitted.
@@ -79,7 +78,7 @@ impl Graph {
         capture::refuse(self.device.device(), "Graph::replay", "graphs are not made of graphs")?;
         let replayed = self.device.replay(&self.recording);
         if matches!(replayed, Ok(()) | Err(Error::Partial { .. })) {
-            self.memory.iter().for_each(Captured::replayed);
+            self.memory.replayed();
         }
         replayed
     }
@@ -106,19 +105,14 @@ impl Graph {
 
     /// Bytes of device memory that are the graph's own.
     pub fn reserved_bytes(&self) -> u64 {
-        self.memory.as_ref().map_or(0, Captured::pool_bytes)
+        self.memory.pool_bytes()
     }
 }
 
 impl Drop for Graph {
-    /// Waits for replays under way: their memory is about to be others'. Where the driver does not tell that they are over,
-    /// the memory is leaked.
+    /// Waits for replays under way: their memory is about to be others'.
     fn drop(&mut self) {
-        let wait = || self.device.record(self.stream.id()).and_then(|event| self.device.wait(&event));
-        let over = wait().or_else(|_| wait()).or_else(|_| self.device.drain());
-        if over.is_err() && self.device.device().is_available() {
-            mem::forget(self.memory.take());
-        }
+        let _ = self.device.drain_stream(self.stream.id()); // an error is a lost device, on which nobody gets any
     }
 }
 

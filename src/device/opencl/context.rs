@@ -174,7 +174,11 @@ impl ClDevice {
         submit: impl FnOnce(&mut Locked<'_>, &mut M, *mut cl_event) -> Result<(), ClError>,
     ) -> Result<M> {
         self.check_lost()?;
-        let readings = Readings::default();
+        let (readings, mut earlier) = (Readings::default(), None);
+        let submit = |q: &mut Locked<'_>, memory: &mut M, event| {
+            earlier = q.failed.take();
+            submit(q, memory, event)
+        };
         let done = match self.info().kind {
             // NVIDIA's driver takes 9 us for words that are read once kernels are done, 14 to 40 behind them.
             DeviceKind::DiscreteGpu => self.submit_and_wait(stream, memory, submit).and_then(|memory| {
@@ -194,6 +198,7 @@ impl ClDevice {
             }),
         };
         let (readings, memory) = done.map_err(|e| self.error(e))?;
+        earlier.map_or(Ok(()), |e| Err(self.error(self.settle(e))))?;
         self.report(readings).map(|()| memory)
     }
 

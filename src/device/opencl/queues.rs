@@ -50,7 +50,7 @@ pub(super) struct Queue {
     /// An earlier launch to wait for when the queue has grown too long behind it.
     pub checkpoint: Option<ClEvent>,
     /// A launch that was found to have failed when nobody waited for it: the next wait tells.
-    failed: Option<ClError>,
+    pub failed: Option<ClError>,
     /// The last answer sought by `is_idle`: what had been submitted then, and the event behind it.
     probe: Option<(u64, ClEvent)>,
 }
@@ -273,7 +273,7 @@ impl ClDevice {
         submit: impl FnOnce(&mut Locked<'_>, &mut M, *mut cl_event) -> Result<(), ClError>,
     ) -> Result<M, ClError> {
         let (by_event, mut raw) = (self.info().kind != DeviceKind::DiscreteGpu, ptr::null_mut());
-        let (over, event, earlier, ours, count) = {
+        let (over, event, ours, count) = {
             let mut queue = self.lock(stream);
             let submitted = submit(&mut queue, &mut memory, if by_event { &mut raw } else { ptr::null_mut() });
             queue.flush_at = FIRST_FLUSH;
@@ -288,7 +288,7 @@ impl ClDevice {
                     None
                 }
             };
-            (over, event, queue.failed.take(), queue.raw, self.submitted(stream))
+            (over, event, queue.raw, self.submitted(stream))
         };
         let over = over.unwrap_or_else(|| {
             let waited = event.as_ref().map_or_else(|| call!(clFinish(ours)), ClEvent::wait);
@@ -299,7 +299,7 @@ impl ClDevice {
                 over => over,
             }
         });
-        if let Err(e) = over.and(earlier.map_or(Ok(()), Err)) {
+        if let Err(e) = over {
             if e.unfinished {
                 mem::forget(memory);
             }
@@ -393,7 +393,7 @@ impl ClDevice {
     pub(crate) fn finish(&self) -> Result<()> {
         capture::refuse(self.device(), "synchronize", WAITS)?;
         let here = self.current_stream();
-        let marks = self.mark_busy(Some(here))?;
+        let marks = self.mark_busy(here)?;
         let reported = self.wait_and_report(here, &self.slots_to_finish());
         self.reach(marks).and(reported)
     }
@@ -404,7 +404,21 @@ impl ClDevice {
     /// # Errors
     /// What the driver refuses, or a lost device.
     pub(crate) fn drain(&self) -> Result<()> {
-        self.mark_busy(None).and_then(|marks| self.reach(marks))
+        let streams = self.queues.lock().len() as u32;
+        (0..streams).try_for_each(|stream| self.drain_stream(StreamId(stream)))
+    }
+
+    /// [`drain`](Self::drain) for one stream. Whatever call the driver refuses, everything is over when this returns, or the
+    /// device is lost.
+    ///
+    /// # Errors
+    /// A lost device.
+    pub(crate) fn drain_stream(&self, stream: StreamId) -> Result<()> {
+        self.check_lost()?;
+        if !self.queues.is_finished(stream) {
+            let _ = self.submit_and_wait(stream, (), |q, (), event| q.marker(event));
+        }
+        self.check_lost()
     }
 
     /// Waits for everything, and makes the device lost: the process ends. What it returns keeps others from submitting.
@@ -420,12 +434,12 @@ impl ClDevice {
     }
 
     /// A marker on every stream that may be busy, but for one.
-    fn mark_busy(&self, except: Option<StreamId>) -> Result<Vec<(StreamId, u64, ClEvent)>> {
+    fn mark_busy(&self, except: StreamId) -> Result<Vec<(StreamId, u64, ClEvent)>> {
         self.check_lost()?;
         let marks: Result<Vec<_>, ClError> = {
             let mut queues = self.queues.lock();
             let streams = (0u32..).map(StreamId).zip(queues.iter_mut());
-            let busy = streams.filter(|(stream, _)| Some(*stream) != except && !self.queues.is_finished(*stream));
+            let busy = streams.filter(|(stream, _)| *stream != except && !self.queues.is_finished(*stream));
             busy.map(|(stream, queue)| Ok((stream, self.submitted(stream), queue.mark()?))).collect()
         };
         marks.map_err(|e| self.error(self.settle(e)))

@@ -349,14 +349,12 @@ fn a_fault_outlives_its_thread() {
         };
         // Two threads, which have words of their own.
         let both = std::sync::Barrier::new(2);
-        std::thread::scope(|s| {
-            for _ in 0..2 {
-                s.spawn(|| {
-                    launch();
-                    both.wait();
-                });
-            }
-        });
+        let launch_at_once = || {
+            launch();
+            both.wait();
+        };
+        // Joined one by one: a scope does not wait until threads have given their words back.
+        std::thread::scope(|s| [s.spawn(launch_at_once), s.spawn(launch_at_once)].map(|t| t.join().unwrap()));
         assert_eq!(contents(device, &x), 99i32.to_ne_bytes(), "a read is not disturbed");
         for _ in 0..2 {
             assert!(matches!(device.finish(), Err(Error::IndexOutOfRange { index: 99, .. })), "each is told once");
