@@ -1,6 +1,7 @@
 //! safetensors: a header in JSON and the elements, as Hugging Face's libraries write them.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::fmt;
 use std::io::{BufReader, Read, Write};
 use std::path::Path;
@@ -92,10 +93,14 @@ impl<'de> Deserialize<'de> for Infos {
                 while let Some(name) = map.next_key::<String>()? {
                     if name == "__metadata__" {
                         map.next_value::<Option<HashMap<String, String>>>()?;
-                    } else if tensors.contains_key(&name) {
-                        return Err(A::Error::custom(format_args!("tensor {} is there twice", Excerpt(&name))));
-                    } else {
-                        tensors.insert(name, map.next_value()?);
+                        continue;
+                    }
+                    match tensors.entry(name) {
+                        Entry::Vacant(entry) => _ = entry.insert(map.next_value()?),
+                        Entry::Occupied(entry) => {
+                            let name = Excerpt(entry.key());
+                            return Err(A::Error::custom(format_args!("tensor {name} is there twice")));
+                        }
                     }
                 }
                 Ok(Infos(tensors))
