@@ -143,7 +143,7 @@ fn no_failing_call_corrupts_leaks_or_hangs() {
                     let plan = NamedTempFile::new().unwrap();
                     let sweep = Sweep { step, kind, plan, stride: stride.to_string(), devices: devices.clone() };
                     let report = sweep.run();
-                    eprintln!("{} on {kind:?}: {} injections wrong", STEPS[step].name, report.wrong.len());
+                    report.wrong.iter().for_each(|what| eprintln!("{} on {kind:?}: {what}", STEPS[step].name));
                     reports.lock().unwrap().insert((step, kind == Kind::DiscreteGpu), report);
                 }
             });
