@@ -196,16 +196,15 @@ pub fn child(faults: &Faults) {
     }
 }
 
-/// Whether what the sweep found of such faults is mended. What is not is left out of the gate until it is.
+/// Whether what the sweep found of such faults is mended. What is not is left out of the gate until it is: five failing
+/// flushes in a row behind work on two streams, and in graphs.
 fn is_mended(step: &Step, injection: &Injection) -> bool {
-    let steps = ["streams", "record_stream"];
-    let calls = ["any"];
-    !step.first
-        && !steps.contains(&step.name)
-        && !calls.contains(&injection.name.as_str())
-        && !injection.late
-        && injection.times == 1
-        && injection.code != -36
+    /// Whether what the sweep found of such faults is mended. What is not is left out of the gate until it is: several failing
+    /// flushes in a row behind work on two streams.
+    fn is_mended(step: &Step, injection: &Injection) -> bool {
+        let flushes = ["clFlush", "any"].contains(&injection.name.as_str()) && injection.times > 2;
+        !(flushes && step.name == "record_stream")
+    }
 }
 
 /// Every fault of a step that makes so many calls of each function.
@@ -217,7 +216,10 @@ fn injections(calls: &[(&str, u64)]) -> Vec<Injection> {
         for nth in 1..=calls {
             for code in CODES {
                 [1, 2, 5, ALWAYS].into_iter().for_each(|times| add(name, nth, times, code, false));
-                if name.starts_with("clEnqueue") && name != "clEnqueueMapBuffer" {
+                // PoCL never gets past a barrier that waits for a marker which failed.
+                if name.starts_with("clEnqueue")
+                    && !["clEnqueueMapBuffer", "clEnqueueMarkerWithWaitList"].contains(&name)
+                {
                     add(name, nth, 1, code, true);
                 }
             }
@@ -251,11 +253,17 @@ fn inject_first(faults: &Faults, injection: &Injection, step: &Step, device: Dev
         wrong.push(format!("device lost after {injected} failures"));
     }
     if !lost {
-        let names: Vec<String> =
+        let mut names: Vec<String> =
             Device::all().iter().map(|d| d.info().map_or_else(|e| e.to_string(), |i| i.name)).collect();
         let known = std::env::var("FAULTS_DEVICES").unwrap();
-        if names.join(", ") != known {
-            wrong.push(format!("the devices are {names:?} and not {known}"));
+        let mut known: Vec<&str> = known.split(", ").collect();
+        if injected >= 3 {
+            // Numbered while one of them did not say what it is: they keep those numbers.
+            names.sort();
+            known.sort();
+        }
+        if names != known {
+            wrong.push(format!("the devices are {names:?} and not {known:?}"));
         }
         match run(step, device).1 {
             Ok(Ok(_)) => {}
@@ -332,7 +340,6 @@ fn inject(
             (true, format!(" (the step said: {error})"))
         }
     };
-    let in_part = matches!(&result, Ok(Err(Error::Partial { .. })));
     drop(result);
     let outcome = |wrong: Vec<String>, right| match wrong.is_empty() {
         true => right,
@@ -344,15 +351,10 @@ fn inject(
         }
         return (outcome(wrong, Outcome::Lost), None);
     }
-    // A kernel's fault that the step did not get to see is told by the next wait; and what an operation has done in part
-    // holds anything.
+    // A kernel's fault that the step did not get to see is told by the next wait.
     match device.synchronize() {
         Ok(()) | Err(Error::IndexOutOfRange { .. }) => {}
         Err(error) => wrong.push(format!("synchronize failed afterwards: {error}")),
-    }
-    let mut kept = kept;
-    if in_part {
-        kept.clear();
     }
     for (i, kept) in kept.iter().chain(witness).enumerate() {
         match kept.tensor.to_vec::<f32>() {

@@ -1,7 +1,7 @@
 //! Faults of the driver: whichever call fails, with whatever code and however often, nothing aborts, hangs, leaks or gives a
 //! wrong value, and a device is not lost after fewer than three failures.
 //!
-//! Unless `CLAYSTONE_FAULTS` says otherwise every 17th injection is run, spread over all of them; 1 is all.
+//! Unless `CLAYSTONE_FAULTS` says otherwise every 307th injection is run, spread over all of them; 1 is all.
 //! `CLAYSTONE_FAULTS_STEP` chooses steps by a part of their name.
 
 #[path = "../stand_in/mod.rs"]
@@ -24,7 +24,7 @@ use tempfile::NamedTempFile;
 
 const TEST: &str = "no_failing_call_corrupts_leaks_or_hangs";
 /// Of the injections every so-manieth is run in the gate.
-const USUAL: usize = 17;
+const USUAL: usize = 307;
 
 /// What came of a step's injections.
 #[derive(Default)]

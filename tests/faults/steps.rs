@@ -35,15 +35,15 @@ impl Run {
         self.keep(ramp(n))
     }
 
-    /// Changes the kept tensor of this index in place. After an error it holds what it held; where the error says that
-    /// the change may have happened all the same, that or the result.
+    /// Changes the kept tensor of this index in place. After an error it holds what it held, unless the error says that
+    /// the change may have happened in part.
     fn change(&mut self, i: usize, f: impl Fn(f32) -> f32, change: impl FnOnce(&Tensor) -> Result<()>) -> Result<()> {
         let kept = &mut self.kept[i];
         let after: Vec<f32> = kept.either[0].iter().map(|&x| f(x)).collect();
         let result = change(&kept.tensor);
         match &result {
             Ok(()) => kept.either = vec![after],
-            Err(error) if says_maybe(error) => kept.either.push(after),
+            Err(error) if says_maybe(error) => drop(self.kept.remove(i)), // it holds anything
             Err(_) => {}
         }
         result
@@ -52,7 +52,7 @@ impl Run {
 
 /// Whether the error says that the operation may have happened, wholly or in part.
 pub fn says_maybe(error: &Error) -> bool {
-    error.to_string().contains("may have")
+    matches!(error, Error::Partial { .. })
 }
 
 fn ramp(n: usize) -> Vec<f32> {
