@@ -358,18 +358,29 @@ impl Place<'_> {
 /// Where blocks of tensors begin: kernels find elements of every dtype, and vectors of them, by dividing.
 pub(crate) const ALIGNMENT: usize = 512;
 
+/// What the allocator inside says, or else what one that wraps none does: every default of [`Allocator`] is this.
+macro_rules! ask_inner {
+    ($self:ident.$method:ident($($argument:ident),*), $otherwise:expr) => {
+        match $self.inner() {
+            Some(inner) => inner.$method($($argument),*),
+            None => $otherwise,
+        }
+    };
+}
+
 /// Hands out blocks of one device's memory.
 ///
 /// Three come with the crate: [`CachingAllocator`](super::CachingAllocator), [`PoolAllocator`](super::PoolAllocator) and
 /// [`DirectAllocator`](super::DirectAllocator). One of a user's own is put in place with
-/// [`set_allocator`](super::set_allocator); one that wraps another, to count or limit or log, needs no unsafe code.
+/// [`set_allocator`](super::set_allocator); one that wraps another, to count or limit or log, needs no unsafe code, and says which
+/// one with [`inner`](Allocator::inner): whatever it does not define itself is asked of that.
 pub trait Allocator: Any + Send + Sync + fmt::Debug {
     /// The device whose memory it hands out.
     fn device(&self) -> Device;
 
     /// Blocks begin at multiples of this many bytes, a power of two, at least 512: its driver's.
     fn alignment(&self) -> usize {
-        ALIGNMENT
+        ask_inner!(self.alignment(), ALIGNMENT)
     }
 
     /// The allocator that it passes requests on to, if it wraps one.
@@ -405,8 +416,9 @@ pub trait Allocator: Any + Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// [`Error::Invalid`] where the allocator cannot.
-    fn set_memory_limit(&self, _bytes: u64) -> Result<()> {
-        Err(Error::invalid("set_memory_limit", format!("{self:?} cannot limit what it holds")))
+    fn set_memory_limit(&self, bytes: u64) -> Result<()> {
+        let cannot = || Error::invalid("set_memory_limit", format!("{self:?} cannot limit what it holds"));
+        ask_inner!(self.set_memory_limit(bytes), Err(cannot()))
     }
 
     /// Holds at most this part, 0 to 1, of the device's memory from now on, within [`set_memory_limit`]'s bound; what it
@@ -417,11 +429,14 @@ pub trait Allocator: Any + Send + Sync + fmt::Debug {
     ///
     /// [`set_memory_limit`]: Allocator::set_memory_limit
     fn set_memory_fraction(&self, fraction: f64) -> Result<()> {
-        if !(0.0..=1.0).contains(&fraction) {
-            return Err(Error::invalid("set_memory_fraction", format!("{fraction} is not between 0 and 1")));
-        }
-        let capacity = registry::driver(self.device())?.capacity();
-        self.set_memory_limit((capacity as f64 * fraction) as u64)
+        let limit = || {
+            if !(0.0..=1.0).contains(&fraction) {
+                return Err(Error::invalid("set_memory_fraction", format!("{fraction} is not between 0 and 1")));
+            }
+            let capacity = registry::driver(self.device())?.capacity();
+            self.set_memory_limit((capacity as f64 * fraction) as u64)
+        };
+        ask_inner!(self.set_memory_fraction(fraction), limit())
     }
 
     /// Has `free` called when there is no room for an allocation: it may drop what it can spare, and says whether it did
@@ -431,10 +446,8 @@ pub trait Allocator: Any + Send + Sync + fmt::Debug {
     /// # Errors
     /// [`Error::Invalid`] where neither the allocator nor one inside it calls anybody.
     fn add_free_memory_callback(&self, free: Box<FreeMemory>) -> Result<Registration> {
-        match self.inner() {
-            Some(inner) => inner.add_free_memory_callback(free),
-            None => Err(Error::invalid("add_free_memory_callback", format!("{self:?} asks nobody for memory"))),
-        }
+        let nobody = || Error::invalid("add_free_memory_callback", format!("{self:?} asks nobody for memory"));
+        ask_inner!(self.add_free_memory_callback(free), Err(nobody()))
     }
 
     /// Has `observe` called when an allocation fails for want of memory, before the error is returned (PyTorch's
@@ -444,34 +457,32 @@ pub trait Allocator: Any + Send + Sync + fmt::Debug {
     /// # Errors
     /// [`Error::Invalid`] where neither the allocator nor one inside it tells anybody.
     fn add_oom_observer(&self, observe: Box<OomObserver>) -> Result<Registration> {
-        match self.inner() {
-            Some(inner) => inner.add_oom_observer(observe),
-            None => Err(Error::invalid("add_oom_observer", format!("{self:?} tells nobody that memory ran out"))),
-        }
+        let nobody = || Error::invalid("add_oom_observer", format!("{self:?} tells nobody that memory ran out"));
+        ask_inner!(self.add_oom_observer(observe), Err(nobody()))
     }
 
     /// How many blocks were found to have been written around, by a debugging allocator that looks
     /// ([`GuardAllocator`](super::GuardAllocator)).
     fn guard_violations(&self) -> u64 {
-        0
+        ask_inner!(self.guard_violations(), 0)
     }
 
     /// Gives unused memory back as long as at least `keep` bytes stay held, and says how many bytes went back. Waits for
     /// nothing: memory that streams may still be using stays.
-    fn trim(&self, _keep: u64) -> Result<u64> {
-        Ok(0)
+    fn trim(&self, keep: u64) -> Result<u64> {
+        ask_inner!(self.trim(keep), Ok(0))
     }
 
     /// Moves blocks together, copying at most `budget` bytes, and gives back what that frees; says how many bytes went
     /// back.
-    fn compact(&self, _budget: u64) -> Result<u64> {
-        Ok(0)
+    fn compact(&self, budget: u64) -> Result<u64> {
+        ask_inner!(self.compact(budget), Ok(0))
     }
 
     /// What it holds at this moment, block by block, and what its history has recorded (PyTorch's
     /// `torch.cuda.memory._snapshot`). One that cannot tell gives an empty one.
     fn snapshot(&self) -> Snapshot {
-        Snapshot::default()
+        ask_inner!(self.snapshot(), Snapshot::default())
     }
 
     /// Begins or ends recording what happens, for [`snapshot`](Allocator::snapshot) to show (PyTorch's
@@ -479,7 +490,11 @@ pub trait Allocator: Any + Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// [`Error::Invalid`] where there is no memory for as many entries, or the allocator cannot record.
-    fn record_memory_history(&self, _options: HistoryOptions) -> Result<()> {
-        Err(Error::invalid("record_memory_history", format!("{self:?} does not record")))
+    fn record_memory_history(&self, options: HistoryOptions) -> Result<()> {
+        let cannot = || Error::invalid("record_memory_history", format!("{self:?} does not record"));
+        ask_inner!(self.record_memory_history(options), Err(cannot()))
     }
 }
+
+#[cfg(test)]
+mod tests;

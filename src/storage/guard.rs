@@ -9,10 +9,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use super::allocator::{Allocator, Block, owner_number};
 use super::config::JUNK;
 use super::driver::{Driver, Memory, MemoryKind};
-use super::history::{HistoryOptions, Snapshot};
-use super::stats::DeviceStats;
+use super::plan::forward_to_inner;
 use crate::device::StreamId;
-use crate::{Device, Error, Result};
+use crate::{Error, Result};
 
 /// What guards are made of.
 const GUARD: u8 = 0xFD;
@@ -130,17 +129,7 @@ impl fmt::Debug for GuardAllocator {
 }
 
 impl Allocator for GuardAllocator {
-    fn device(&self) -> Device {
-        self.inner.device()
-    }
-
-    fn alignment(&self) -> usize {
-        self.inner.alignment()
-    }
-
-    fn inner(&self) -> Option<&Arc<dyn Allocator>> {
-        Some(&self.inner)
-    }
+    forward_to_inner!();
 
     fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block> {
         if let Some(error) = self.lock().unsaid.take() {
@@ -186,48 +175,8 @@ impl Allocator for GuardAllocator {
         }
     }
 
-    fn stats(&self) -> DeviceStats {
-        self.inner.stats()
-    }
-
-    fn reset_peak_stats(&self) {
-        self.inner.reset_peak_stats();
-    }
-
-    fn reset_accumulated_stats(&self) {
-        self.inner.reset_accumulated_stats();
-    }
-
-    fn empty_cache(&self) -> Result<()> {
-        self.inner.empty_cache()
-    }
-
-    fn set_memory_limit(&self, bytes: u64) -> Result<()> {
-        self.inner.set_memory_limit(bytes)
-    }
-
-    fn set_memory_fraction(&self, fraction: f64) -> Result<()> {
-        self.inner.set_memory_fraction(fraction)
-    }
-
     fn guard_violations(&self) -> u64 {
         self.violations.load(Relaxed) + self.inner.guard_violations()
-    }
-
-    fn trim(&self, keep: u64) -> Result<u64> {
-        self.inner.trim(keep)
-    }
-
-    fn compact(&self, budget: u64) -> Result<u64> {
-        self.inner.compact(budget)
-    }
-
-    fn snapshot(&self) -> Snapshot {
-        self.inner.snapshot()
-    }
-
-    fn record_memory_history(&self, options: HistoryOptions) -> Result<()> {
-        self.inner.record_memory_history(options)
     }
 }
 

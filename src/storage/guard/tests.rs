@@ -1,4 +1,5 @@
 use super::*;
+use crate::Device;
 use crate::storage::{self, Config, Sim, SimOptions, build_allocator};
 
 const STREAM: StreamId = StreamId::DEFAULT;

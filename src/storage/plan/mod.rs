@@ -15,9 +15,6 @@ macro_rules! forward_to_inner {
         fn device(&self) -> crate::Device {
             self.inner.device()
         }
-        fn alignment(&self) -> usize {
-            self.inner.alignment()
-        }
         fn inner(&self) -> Option<&std::sync::Arc<dyn crate::storage::Allocator>> {
             Some(&self.inner)
         }
@@ -32,27 +29,6 @@ macro_rules! forward_to_inner {
         }
         fn empty_cache(&self) -> crate::Result<()> {
             self.inner.empty_cache()
-        }
-        fn set_memory_limit(&self, bytes: u64) -> crate::Result<()> {
-            self.inner.set_memory_limit(bytes)
-        }
-        fn trim(&self, keep: u64) -> crate::Result<u64> {
-            self.inner.trim(keep)
-        }
-        fn compact(&self, budget: u64) -> crate::Result<u64> {
-            self.inner.compact(budget)
-        }
-        fn set_memory_fraction(&self, fraction: f64) -> crate::Result<()> {
-            self.inner.set_memory_fraction(fraction)
-        }
-        fn guard_violations(&self) -> u64 {
-            self.inner.guard_violations()
-        }
-        fn snapshot(&self) -> crate::storage::Snapshot {
-            self.inner.snapshot()
-        }
-        fn record_memory_history(&self, options: crate::storage::HistoryOptions) -> crate::Result<()> {
-            self.inner.record_memory_history(options)
         }
     };
 }
