@@ -7,6 +7,7 @@ use std::sync::{PoisonError, RwLockReadGuard, RwLockWriteGuard};
 use bytemuck::{AnyBitPattern, NoUninit};
 use smallvec::SmallVec;
 
+use super::caching::caching_inside;
 use super::driver::MemoryKind;
 use super::driver::host::advise_huge;
 use super::{Allocation, Home, Place, Storage, captured, staging};
@@ -159,8 +160,16 @@ impl Storage {
         self.not_cl()
     }
 
+    /// Brings what is kept on the host back first.
     #[cold]
     fn not_cl(&self) -> Result<ClPlace<'_>> {
+        if let Home::OpenCl(_, lease) = &self.allocation().home
+            && lease.is_spilled()
+            && let Some(allocator) = caching_inside(lease.from.allocator())
+        {
+            allocator.restore(&lease.block)?;
+            return self.cl();
+        }
         Err(Error::invalid("storage", format!("{self:?} are not in OpenCL memory")))
     }
 
@@ -172,6 +181,9 @@ impl Storage {
         }
         if self.device() == Device::Cpu {
             return with_host(&[self], &[], |r, _| copy(dst, &r[0][range]));
+        }
+        if self.read_spilled(range, dst) {
+            return Ok(());
         }
         let from = self.readable()?;
         staging::read(from.device, from.buffer(), from.offset() + offset, dst)
@@ -189,12 +201,21 @@ impl Storage {
         }
         let mut values: Vec<T> = bytemuck::zeroed_vec(count); // a large one comes untouched, as zeros of the system's
         advise_huge(&mut values);
-        self.range("read", offset, count * size_of::<T>())?;
-        if count == 0 {
+        let range = self.range("read", offset, count * size_of::<T>())?;
+        if count == 0 || self.read_spilled(range, bytemuck::cast_slice_mut(&mut values)) {
             return Ok(values);
         }
         let from = self.readable()?;
         staging::read_into(from.device, from.buffer(), from.offset() + offset, values)
+    }
+
+    /// Copies bytes that are kept on the host; false where they are not.
+    fn read_spilled(&self, range: Range<usize>, dst: &mut [u8]) -> bool {
+        let Home::OpenCl(_, lease) = &self.allocation().home else { return false };
+        let place = lease.block.place();
+        let MemoryKind::Spilled(bytes) = &place.segment().memory().0 else { return false };
+        copy(dst, &bytes[place.offset()..][range]);
+        true
     }
 
     /// Where the bytes are in OpenCL memory, for reading them to the host.

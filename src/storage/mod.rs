@@ -453,6 +453,13 @@ impl Lease {
     }
 }
 
+impl Lease {
+    /// Whether the block is kept on the host until its device has memory.
+    fn is_spilled(&self) -> bool {
+        matches!(self.block.place().segment().memory().0, MemoryKind::Spilled(_))
+    }
+}
+
 /// Gives back a block that is not what was asked for.
 #[cold]
 fn refused(allocator: &dyn Allocator, block: Block, device: Device, bytes: usize) -> Error {

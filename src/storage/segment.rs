@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 
-use super::driver::Memory;
+use super::driver::{Memory, MemoryKind};
 
 /// One piece of device memory that a driver made, and that blocks are parts of.
 #[derive(Debug)]
@@ -46,6 +46,12 @@ impl Segment {
         // A step on either side, so that viewers never take its pages and a neighbour's for one run.
         let address = at.unwrap_or_else(|| NEXT_ADDRESS.fetch_add(span, Relaxed) + ADDRESS_STEP);
         Segment { id: next_id(), address, bytes, memory, reserved: true }
+    }
+
+    /// Bytes of a device that are kept on the host.
+    pub(super) fn spilled(bytes: Box<[u8]>) -> Segment {
+        let size = bytes.len();
+        Segment::new(Memory(MemoryKind::Spilled(bytes)), size)
     }
 
     /// Whether it grows in place: its bytes are reserved, and committed as far as blocks need them.

@@ -3,27 +3,34 @@
 //! Handles are indirect, so a block may move while nobody holds its place: its slot is locked for writing from the choice
 //! of the new place until the table says so. Moves are copies on the device; where there is no room for old and new side
 //! by side, the bytes go through the host. A block that is exported or pinned, or in use at this moment, stays, and its
-//! segment with it.
+//! segment with it. A failure on the way leaves every block where it was or where it arrived ([`copies`](super::copies)),
+//! or on the host ([`spill`](super::spill)), with its contents.
 //!
 //! With this an allocation succeeds whenever all that is free suffices and the device can hold it in one buffer.
 
 use std::sync::{Arc, PoisonError};
-use std::time::Duration;
 
 use super::super::allocator::Block;
 use super::super::driver::{Failure, Memory};
 use super::super::segment::Segment;
+use super::copies::{RETRIES, RETRY_AFTER, Stranded, TRIES, while_moving};
 use super::ladder::Climb;
 use super::moves::{Move, Plan, largest_gap};
 use super::{CachingAllocator, Request};
 use crate::device::StreamId;
 use crate::{Device, Error, Result};
 
-/// How often and how long to wait for memory that was given back a moment ago.
-const RETRIES: u32 = 100;
-const RETRY_AFTER: Duration = Duration::from_millis(10);
-/// Copies for one block that moves by less than its size.
-const PIECES: usize = 64;
+/// How the blocks of segments get into a new one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
+    /// By copies, with both there at a time.
+    Beside,
+    /// Likewise, where the old ones shrink as the new one fills: for memory of the host's own.
+    Relocated,
+    /// With the old ones given back before the new one is made.
+    ThroughHost,
+}
+
 impl CachingAllocator {
     /// The last rung: makes room for the request by moving blocks.
     pub(super) fn compact_for(&self, request: &Request, climb: &mut Climb) -> Result<Option<Block>> {
@@ -83,11 +90,12 @@ impl CachingAllocator {
                 held.map(|held| (held.segment.id(), held.segment.is_reserved())).collect()
             };
             let fixed: Vec<u64> = all.iter().filter(|(_, grows)| !grows).map(|&(segment, _)| segment).collect();
-            let together = fixed.len() > 1 && self.repack_beside(&fixed, &mut budget)?;
+            let together = fixed.len() > 1 && self.repack_beside(&fixed, &mut budget, Way::Beside)?;
             for (segment, _) in all.into_iter().filter(|&(_, grows)| grows || !together) {
                 self.repack(segment, &mut budget)?;
             }
         }
+        self.restore_all();
         let mut core = self.lock();
         core.growth.forget();
         Ok(before.saturating_sub(core.heap.stats.reserved()))
@@ -120,26 +128,24 @@ impl CachingAllocator {
         Ok(false)
     }
 
-    /// Moves the blocks of a plan within their segment.
-    pub(super) fn slide_down(&self, plan: Plan<'_>) -> Result<()> {
+    /// Moves the blocks of a plan within their segment. Where that fails, each is in its old or in its new place.
+    pub(super) fn slide_down(&self, mut plan: Plan<'_>) -> Result<()> {
         let Some(target) = plan.moves.first().map(|first| Arc::clone(&first.from.0)) else {
             self.lock().abandon(plan);
             return Ok(());
         };
-        // Upwards from the start: nothing is overwritten before it has moved.
-        if let Err(error) = self.copy_all(&plan, &target) {
-            // Some bytes may have been overwritten by others already: nothing there can be relied on.
-            // The device is lost before the blocks are unlocked: nobody reads them in between.
-            self.driver.give_up(&format!("a move within a segment failed: {error}"));
-            self.lock().abandon(plan);
-            return Err(error);
+        let (moved, stranded) = self.copy_down(&mut plan, &target);
+        if moved.is_err() {
+            // A copy may still be under way: whoever gets what it writes to comes after it.
+            plan.stream = StreamId::DEFAULT;
         }
         let mut core = self.lock();
+        self.keep_on_host(&mut core, stranded);
         let bytes = core.segment_bytes(plan.segments[0]);
         let gone = core.settle_moves(plan, &target, bytes);
         drop(core);
         drop(gone);
-        Ok(())
+        moved
     }
 
     /// Moves the blocks of a segment together: to its start if it grows, else as [`repack_apart`](Self::repack_apart).
@@ -153,24 +159,29 @@ impl CachingAllocator {
 
     /// Moves the blocks of segments into a new one of just their size, beside the old ones or else through the host.
     pub(super) fn repack_apart(&self, segments: &[u64], budget: &mut u64) -> Result<bool> {
-        if self.repack_beside(segments, budget)? {
+        if self.repack_beside(segments, budget, Way::Beside)? {
             return Ok(true);
         }
-        // What the host's own memory has no room for beside, it has none for on the way either.
-        if self.driver.device() == Device::Cpu {
-            return Ok(false);
+        match self.driver.device() {
+            Device::Cpu => self.repack_beside(segments, budget, Way::Relocated),
+            Device::OpenCL(_) => self.repack_through_host(segments, budget),
         }
-        self.repack_through_host(segments, budget)
     }
 
-    fn plan_repack(&self, segments: &[u64], budget: &mut u64, beside: bool) -> Option<Plan<'_>> {
+    fn plan_repack(&self, segments: &[u64], budget: &mut u64, way: Way) -> Option<Plan<'_>> {
         let mut core = self.lock();
         let plan = core.plan(segments, false, StreamId::DEFAULT)?;
         let bytes = plan.bytes() as u64;
-        let room = core.limit().saturating_sub(core.heap.stats.reserved() + core.making);
-        let largest = self.driver.largest_segment() as u64;
+        let most = match way {
+            Way::Beside => core.limit(),
+            // A system that cannot take pages back has both in memory for a while.
+            Way::Relocated if self.driver.page() == 0 => self.driver.capacity(),
+            Way::Relocated | Way::ThroughHost => u64::MAX,
+        };
+        let room = most.saturating_sub(core.heap.stats.reserved() + core.making);
+        let largest = if way == Way::ThroughHost { u64::MAX } else { self.driver.largest_segment() as u64 };
         let old: u64 = plan.segments.iter().map(|&s| core.committed_bytes(s) as u64).sum();
-        if !plan.stay.is_empty() || bytes > *budget || bytes >= old || beside && (bytes > room || bytes > largest) {
+        if !plan.stay.is_empty() || bytes > *budget || bytes >= old || bytes > room || bytes > largest {
             core.abandon(plan);
             return None;
         }
@@ -179,140 +190,109 @@ impl CachingAllocator {
         Some(plan)
     }
 
-    fn repack_beside(&self, segments: &[u64], budget: &mut u64) -> Result<bool> {
-        let Some(plan) = self.plan_repack(segments, budget, true) else { return Ok(false) };
+    fn repack_beside(&self, segments: &[u64], budget: &mut u64, way: Way) -> Result<bool> {
+        let Some(plan) = self.plan_repack(segments, budget, way) else { return Ok(false) };
         let bytes = plan.bytes();
-        let made = if bytes == 0 { Ok(Memory::gone()) } else { self.make(bytes) };
-        let copied = made.map_err(Some).and_then(|memory| {
+        let copied = self.make(bytes).and_then(|memory| {
             let target = Arc::new(Segment::new(memory, bytes));
-            self.copy_all(&plan, &target).map(|()| target).map_err(|e| Some(Failure::Other(e)))
+            let copied = match way {
+                Way::Relocated => self.relocate(&plan, &target),
+                _ => self.copy_beside(&plan, &target),
+            };
+            copied.map(|()| target).map_err(Failure::Other)
         });
-        let mut core = self.lock();
-        core.making -= bytes as u64;
         match copied {
             Ok(target) => {
-                let gone = core.settle_moves(plan, &target, bytes);
-                drop(core);
-                drop(gone);
+                self.settle_repacked(plan, &target);
                 Ok(true)
             }
             Err(failure) => {
-                *budget = budget.saturating_add(bytes as u64);
-                core.abandon(plan);
+                self.abandon_repack(plan, budget);
                 match failure {
-                    Some(Failure::Other(error)) => Err(error),
+                    Failure::Other(error) => Err(while_moving(error)),
                     _ => Ok(false),
                 }
             }
         }
     }
 
+    /// As [`repack_beside`](Self::repack_beside), giving the old segments back in between. What the device then has no
+    /// memory for is kept on the host.
     fn repack_through_host(&self, segments: &[u64], budget: &mut u64) -> Result<bool> {
-        let Some(plan) = self.plan_repack(segments, budget, false) else { return Ok(false) };
+        let Some(mut plan) = self.plan_repack(segments, budget, Way::ThroughHost) else { return Ok(false) };
         let bytes = plan.bytes();
-        // What has no contents is only counted.
-        let contents = self.driver.has_contents();
-        let part = |m: &Move| if contents { m.to..m.to + m.size } else { 0..0 };
-        let host_bytes = if contents { bytes } else { 0 };
-        let mut host = Vec::new();
-        if host.try_reserve_exact(host_bytes).is_err() {
-            let mut core = self.lock();
-            core.making -= bytes as u64;
-            *budget = budget.saturating_add(bytes as u64);
-            core.abandon(plan);
-            return Ok(false);
-        }
-        host.resize(host_bytes, 0u8);
-        let read = self.driver.synchronize().and_then(|()| {
-            plan.moves.iter().try_for_each(|m| {
-                let (from, to) = ((m.from.0.memory(), m.from.1), &mut host[part(m)]);
-                // SAFETY: the block is locked for writing.
-                unsafe { self.driver.read(from, to) }
-            })
-        });
-        if let Err(error) = read {
-            let mut core = self.lock();
-            core.making -= bytes as u64;
-            core.abandon(plan);
-            return Err(error);
-        }
+        let fetch = |m: &Move<'_>| self.persist(TRIES, || self.fetch(m, 0, &m.from.0));
+        let read = self.wait_for_all().and_then(|()| plan.moves.iter().map(fetch).collect::<Result<Vec<_>>>());
+        let host = match read {
+            Ok(host) => host,
+            Err(error) => {
+                self.abandon_repack(plan, budget);
+                return match error {
+                    Error::OutOfMemory { device: Device::Cpu, .. } => Ok(false),
+                    other => Err(while_moving(other)),
+                };
+            }
+        };
         // From here on the bytes are on the host only, until there is a segment for them again.
         let gone = self.lock().let_go(&plan);
-        let mut plan = plan;
         let nowhere = Arc::new(Segment::new(Memory::gone(), bytes));
         plan.moves.iter_mut().for_each(|m| m.from.0 = Arc::clone(&nowhere));
         drop(gone);
-        let mut made = if bytes == 0 { Ok(Memory::gone()) } else { self.make(bytes) };
-        for _ in 0..RETRIES {
-            if made.is_ok() {
+        let mut made = self.make(bytes);
+        for _ in 1..RETRIES {
+            if !made.as_ref().is_err_and(|failure| failure.ran_out().is_some()) {
                 break;
             }
             std::thread::sleep(RETRY_AFTER); // somebody else was faster: what is given back may take a moment
             made = self.make(bytes);
         }
-        let written = made.ok().map(|memory| Arc::new(Segment::new(memory, bytes))).and_then(|target| {
-            // SAFETY: the target is new, and nobody else's.
-            let write = |m: &Move| unsafe { self.driver.write(&host[part(m)], (target.memory(), m.to)) };
-            plan.moves.iter().try_for_each(write).ok().map(|()| target)
+        let written = made.map_err(|failure| failure.to_string()).and_then(|memory| {
+            let target = Arc::new(Segment::new(memory, bytes));
+            let written = plan.moves.iter().zip(&host).try_for_each(|(m, host)| self.put(RETRIES, host, &target, m.to));
+            written.map(|()| target).map_err(|error| error.to_string())
         });
-        let mut core = self.lock();
-        core.making -= bytes as u64;
-        let Some(target) = written else {
-            let blocks = plan.moves.len();
-            drop(core);
-            let cause = format!("{blocks} blocks were moved, and the memory for them was taken by another process");
-            self.driver.give_up(&cause); // before the blocks are unlocked
-            let gone = self.lock().settle_moves(plan, &nowhere, bytes);
-            drop(gone);
-            return Err(Error::DeviceLost { device: self.driver.device(), cause });
-        };
-        let gone = core.settle_moves(plan, &target, bytes);
-        drop(core);
-        drop(gone);
+        match written {
+            Ok(target) => self.settle_repacked(plan, &target),
+            Err(why) => {
+                tracing::error!(device = %self.driver.device(), bytes, why, "blocks that were moved stay on the host");
+                let stranded = std::mem::take(&mut plan.moves).into_iter().zip(host);
+                let mut core = self.lock();
+                self.keep_on_host(&mut core, stranded.map(|(block, bytes)| Stranded { block, bytes }));
+                core.making -= bytes as u64;
+                let gone = core.settle_moves(plan, &nowhere, 0);
+                drop(core);
+                drop(gone);
+                self.restore_all(); // one by one there may be room
+                *budget = 0; // no others follow them
+            }
+        }
         Ok(true)
     }
 
-    fn make(&self, bytes: usize) -> Result<Memory, Failure> {
+    /// The blocks of a plan have arrived.
+    fn settle_repacked(&self, plan: Plan<'_>, target: &Arc<Segment>) {
+        let bytes = plan.bytes();
+        let mut core = self.lock();
+        core.making -= bytes as u64;
+        let gone = core.settle_moves(plan, target, bytes);
+        drop(core);
+        drop(gone);
+    }
+
+    /// The blocks of a plan are where they were.
+    fn abandon_repack(&self, plan: Plan<'_>, budget: &mut u64) {
+        let bytes = plan.bytes() as u64;
+        *budget = budget.saturating_add(bytes);
+        let mut core = self.lock();
+        core.making -= bytes;
+        core.abandon(plan);
+    }
+
+    /// A segment of so many bytes, for blocks to move to.
+    pub(super) fn make(&self, bytes: usize) -> Result<Memory, Failure> {
+        if bytes == 0 {
+            return Ok(Memory::gone()); // there is nothing to move
+        }
         self.driver.create(bytes).and_then(|memory| self.driver.commit(memory))
-    }
-
-    fn copy_all(&self, plan: &Plan<'_>, target: &Arc<Segment>) -> Result<()> {
-        self.driver.synchronize()?; // work may have been enqueued until the blocks were locked
-        for m in &plan.moves {
-            self.copy_one(m, target)?;
-        }
-        // Other streams may use the blocks next.
-        self.driver.synchronize()
-    }
-
-    /// Copies a block to its new place. Drivers refuse copies that overlap: a block that moves down by less than its
-    /// size goes in pieces, or over the host if those would be too many.
-    fn copy_one(&self, m: &Move<'_>, target: &Arc<Segment>) -> Result<()> {
-        let inside = Arc::ptr_eq(&m.from.0, target);
-        let down = if inside { m.from.1 - m.to } else { m.size };
-        if down == 0 {
-            return Ok(());
-        }
-        let (from, to) = ((m.from.0.memory(), m.from.1), (target.memory(), m.to));
-        if m.size / down > PIECES {
-            let size = if self.driver.has_contents() { m.size } else { 0 };
-            let mut host = Vec::new();
-            host.try_reserve_exact(size).map_err(|_| Error::OutOfMemory {
-                device: Device::Cpu,
-                requested: m.size,
-                detail: "the host has no room for a block that is being moved".into(),
-            })?;
-            host.resize(size, 0u8);
-            // SAFETY: as below.
-            unsafe { self.driver.read(from, &mut host) }?;
-            // SAFETY: as below.
-            return unsafe { self.driver.write(&host, to) };
-        }
-        (0..m.size).step_by(down).try_for_each(|at| {
-            let bytes = down.min(m.size - at);
-            // SAFETY: the block is locked for writing. Its new place is held by the plan: free, or of blocks that are
-            // locked as well and have moved on.
-            unsafe { self.driver.copy(StreamId::DEFAULT, (from.0, from.1 + at), (to.0, to.1 + at), bytes) }
-        })
     }
 }

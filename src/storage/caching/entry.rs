@@ -4,6 +4,8 @@
 pub(super) const NONE: u32 = 0;
 /// No segment, no pool.
 pub(super) const NOWHERE: u32 = u32::MAX;
+/// The pool of blocks that are kept on the host: no request searches it.
+pub(super) const SPILLED: u32 = NOWHERE - 1;
 
 /// Blocks begin at multiples of this many bytes, and have multiples of it: entries count in it, so that two of them are
 /// one line of a cache.

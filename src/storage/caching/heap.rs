@@ -14,7 +14,7 @@ use super::super::history::{Context, History, TraceAction};
 use super::super::segment::Segment;
 use super::super::stats::Split;
 use super::bins::Bins;
-pub(super) use super::entry::{Entry, NONE, NOWHERE, Use};
+pub(super) use super::entry::{Entry, NONE, NOWHERE, SPILLED, Use};
 use super::entry::{absorb, cut, prefetch};
 use super::pages::End;
 use super::policy::{Kind, Rules};

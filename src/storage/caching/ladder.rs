@@ -77,6 +77,7 @@ impl CachingAllocator {
     #[cold]
     pub(super) fn climb(&self, request: &Request) -> Result<Block> {
         let mut climb = Climb::default();
+        self.drop_spilled();
         let found = self.find(request, &mut climb);
         // Not before: a subscriber may allocate, and some rungs hold locks.
         if let Some((what, bytes)) = climb.made {

@@ -154,7 +154,7 @@ impl MemPool {
         let mut core = allocator.lock();
         let id = loop {
             let id = NEXT.fetch_add(1, Relaxed);
-            if id != 0 && id != super::heap::NOWHERE && !core.pools.contains_key(&id) {
+            if id != 0 && id < super::heap::SPILLED && !core.pools.contains_key(&id) {
                 break id;
             }
         };

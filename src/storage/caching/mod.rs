@@ -15,6 +15,7 @@ mod bins;
 mod cache;
 mod clock;
 mod compact;
+mod copies;
 mod decay;
 mod entry;
 mod events;
@@ -33,6 +34,7 @@ mod report;
 mod runs;
 mod segments;
 mod slots;
+mod spill;
 mod sync;
 
 use std::collections::{BTreeMap, HashMap};
@@ -60,6 +62,7 @@ use moves::Then;
 pub(super) use policy::Kind;
 use policy::Rules;
 use slots::Slots;
+pub(super) use spill::caching_inside;
 use sync::{Mutex, MutexGuard, lock};
 
 /// The default allocator of every device: PyTorch's caching allocator, rebuilt for devices without virtual memory.
@@ -412,6 +415,9 @@ impl Allocator for CachingAllocator {
         };
         drop(unused); // outside the lock: releasing waits for the device
         self.release_pages(0, 0);
+        if let Ok(_alone) = self.compacting.try_lock() {
+            self.restore_all();
+        }
         Ok(())
     }
 

@@ -35,6 +35,19 @@ pub(super) struct Move<'a> {
     _still: RwLockWriteGuard<'a, ()>,
 }
 
+impl<'a> Move<'a> {
+    pub(super) fn new(
+        id: u32,
+        from: (Arc<Segment>, usize),
+        to: usize,
+        size: usize,
+        slot: &'a Slot,
+        still: RwLockWriteGuard<'a, ()>,
+    ) -> Move<'a> {
+        Move { id, from, to, size, slot, _still: still }
+    }
+}
+
 /// Segments whose blocks are about to move into one.
 pub(super) struct Plan<'a> {
     pub(super) segments: Vec<u32>,
@@ -132,7 +145,7 @@ impl Core {
                 match slot.try_write().filter(|_| !slot.is_exported()) {
                     Some(still) => {
                         let from = (Arc::clone(&self.heap.held(id).segment), entry.offset());
-                        plan.moves.push(Move { id, from, to, size: entry.size(), slot, _still: still });
+                        plan.moves.push(Move::new(id, from, to, entry.size(), slot, still));
                         to += entry.size();
                     }
                     None => {
@@ -191,7 +204,12 @@ impl Core {
     }
 
     /// Unlocks the blocks of a plan; those given back meanwhile become free now.
-    fn finish(&mut self, moves: Vec<Move<'_>>, stay: Vec<(u32, usize, usize)>) {
+    pub(super) fn finish<'a>(
+        &mut self,
+        moves: impl IntoIterator<Item = Move<'a>>,
+        stay: impl IntoIterator<Item = (u32, usize, usize)>,
+    ) {
+        let moves: Vec<Move<'a>> = moves.into_iter().collect(); // unlocked when all of them are in the table
         for id in moves.iter().map(|m| m.id).chain(stay.into_iter().map(|(id, ..)| id)) {
             match self.moving.remove(&id) {
                 Some(Then::GiveBack(requested)) => self.heap.give_back(id, requested),

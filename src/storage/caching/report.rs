@@ -41,6 +41,8 @@ struct Report {
     /// Every pool by number, the default one first, and whether others may borrow from it.
     pools: Vec<(u32, MemPoolStats, bool)>,
     ran_out: Option<&'static str>,
+    /// Bytes of tensors that are on the host since they made room.
+    spilled: u64,
     /// Whether these are possible and off.
     could_compact: bool,
     could_keep_whole: bool,
@@ -65,6 +67,7 @@ impl CachingAllocator {
                 limit: core.limit(),
                 stats: core.heap.stats.stats(),
                 pools,
+                spilled: core.spilled_bytes(),
                 ran_out: failure.as_ref().and_then(Failure::ran_out),
                 could_compact: !config.compaction,
                 could_keep_whole: config.max_split_size == usize::MAX && !config.expandable_segments,
@@ -121,6 +124,9 @@ impl fmt::Display for Report {
                 write!(f, "; pool {id}: {allocated} of {reserved}, the largest free block has ")?;
                 f.write_str(&exact(stats.largest_free))?;
             }
+        }
+        if self.spilled > 0 {
+            write!(f, ". {} of tensors are kept on the host until the device has memory", exact(self.spilled))?;
         }
         if let Some(what) = self.ran_out {
             write!(f, ". The driver ran out of {what}")?;

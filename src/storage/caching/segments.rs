@@ -12,10 +12,7 @@ impl Heap {
     /// Adds a segment as one free block of the arena.
     pub(super) fn add_segment(&mut self, segment: Arc<Segment>, size: usize, arena: u32) -> u32 {
         let Arena { pool, stream, kind, .. } = self.arenas[arena as usize];
-        let at = self.vacant_segments.pop().unwrap_or_else(|| {
-            self.segments.push(None);
-            self.segments.len() as u32 - 1
-        });
+        let at = self.vacant_segment();
         let id = self.insert(Entry::new(at, arena, Use::Free, 0, size));
         let idle_since = (self.ticks, self.now);
         let (address, context) = (segment.address(), self.history.context());
@@ -26,6 +23,14 @@ impl Heap {
         self.stats.segment_made(kind, size);
         self.put_free(id, &mut Split::default());
         id
+    }
+
+    /// A number for a new segment.
+    pub(super) fn vacant_segment(&mut self) -> u32 {
+        self.vacant_segments.pop().unwrap_or_else(|| {
+            self.segments.push(None);
+            self.segments.len() as u32 - 1
+        })
     }
 
     /// Takes a segment whose blocks are all free out of the table: it is the caller's to release.

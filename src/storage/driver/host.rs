@@ -207,6 +207,25 @@ impl Driver for Host {
         Ok(())
     }
 
+    unsafe fn relocate(&self, moves: &[(At<'_>, At<'_>, usize)]) -> Result<()> {
+        let place = |&(from, to, bytes): &(_, _, usize)| Ok((bytes_at(from, bytes)?, bytes_at(to, bytes)?));
+        let places = moves.iter().map(place).collect::<Result<Vec<_>>>()?;
+        for ((start, target), &((memory, offset), _, bytes)) in places.into_iter().zip(moves) {
+            let mut there = offset; // up to where the memory is gone, but for what shares a page with what is not
+            for at in (0..bytes).step_by(HUGE) {
+                let n = HUGE.min(bytes - at);
+                let end = offset + at + n;
+                // SAFETY: inside both ranges, which are committed (checked; what is given back below was copied before),
+                // and the caller's as `Driver::relocate` says.
+                unsafe { std::ptr::copy(start.as_ptr().add(at), target.as_ptr().add(at), n) }
+                // SAFETY: nobody needs what was just copied.
+                unsafe { self.shrink(memory, there, end) }
+                there = end - end.checked_rem(self.page()).unwrap_or(0).min(n);
+            }
+        }
+        Ok(())
+    }
+
     unsafe fn read(&self, from: At<'_>, to: &mut [u8]) -> Result<()> {
         let from = bytes_at(from, to.len())?;
         // SAFETY: as in `copy`.

@@ -46,6 +46,16 @@ impl Failure {
     }
 }
 
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (self, self.ran_out()) {
+            (_, Some(what)) => write!(f, "the driver ran out of {what}"),
+            (Failure::Other(error), _) => fmt::Display::fmt(error, f),
+            _ => f.write_str("the driver makes no segment that large (-61)"),
+        }
+    }
+}
+
 /// An owned piece of a device's memory. Released on drop, ignoring errors.
 pub struct Memory(pub(crate) MemoryKind);
 
@@ -53,6 +63,8 @@ pub(crate) enum MemoryKind {
     Host(HostMemory),
     OpenCl(ClBuffer),
     Sim(SimMemory),
+    /// A block's bytes, on the host until the device has memory for them again.
+    Spilled(Box<[u8]>),
     /// Given back while its blocks were elsewhere.
     Gone,
 }
@@ -69,6 +81,7 @@ impl fmt::Debug for Memory {
             MemoryKind::Host(_) => "host memory",
             MemoryKind::OpenCl(_) => "an OpenCL buffer",
             MemoryKind::Sim(_) => "simulated memory",
+            MemoryKind::Spilled(_) => "bytes kept on the host",
             MemoryKind::Gone => "no memory",
         })
     }
@@ -190,6 +203,15 @@ pub trait Driver: sealed::Sealed + Send + Sync + fmt::Debug {
     /// Until it returns, nothing on the host writes to the bytes of `from`, nor reads or writes those of `to`: they are
     /// free, or of blocks that the caller has locked.
     unsafe fn copy(&self, stream: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()>;
+    /// Copies runs of bytes, each from a place to another, in the order given, that nobody needs at their old places any
+    /// more: memory there is given back as it goes, so that no more than a few MiB are taken twice. For devices whose memory
+    /// is the host's. Where it fails nothing was copied.
+    ///
+    /// # Safety
+    /// As [`copy`](Driver::copy); and the bytes at the old places are not used again.
+    unsafe fn relocate(&self, _moves: &[(At<'_>, At<'_>, usize)]) -> Result<()> {
+        Err(Error::invalid("relocate", format!("{self:?} has memory of its own")))
+    }
     /// Reads bytes to the host, after all work of the default stream. Waits.
     ///
     /// # Safety

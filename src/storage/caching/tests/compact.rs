@@ -3,6 +3,7 @@
 use std::sync::Mutex;
 
 use super::*;
+use crate::storage::driver::host::Host;
 
 #[test]
 fn what_is_given_back_during_a_move_waits_for_the_streams_that_use_it() {
@@ -70,4 +71,38 @@ fn a_private_segment_with_the_number_of_one_that_is_gone_stays_as_it_is() {
     assert_eq!(restored.iter().map(place).collect::<Vec<_>>(), [place_then]);
     give_back(&allocator, restored.into_iter().chain([first, second, c]));
     allocator.check();
+}
+
+#[test]
+fn free_memory_in_pieces_counts_on_the_cpu_too() {
+    let driver = Arc::new(Host::new(&Config::default()));
+    for config in ["", "segments:pytorch", "expandable_segments:True"] {
+        let config = format!("memory_limit_mb:40,{config}");
+        if config.contains("True") && driver.page() == 0 {
+            continue;
+        }
+        let allocator = CachingAllocator::new(driver.clone(), config.parse().unwrap()).unwrap();
+        let blocks: Vec<Block> = (0..19).map(|_| take(&allocator, 2 * MIB)).collect();
+        let (mut live, mut given_back) = (Vec::new(), Vec::new());
+        for (n, block) in blocks.into_iter().enumerate() {
+            let place = block.place();
+            // SAFETY: nobody else uses the block.
+            unsafe { driver.write(&vec![n as u8; block.size()], (place.segment().memory(), place.offset())) }.unwrap();
+            drop(place);
+            if n % 2 == 0 { live.push((n, block)) } else { given_back.push(block) }
+        }
+        give_back(&allocator, given_back);
+        // 20 MiB are live and 20 are not, nowhere more than two of them in one piece.
+        let large = take(&allocator, 19 * MIB);
+        assert!(allocator.stats().reserved_bytes.peak <= 40 * MIB as u64, "{config}");
+        for (n, block) in &live {
+            let (place, mut bytes) = (block.place(), vec![0; block.size()]);
+            // SAFETY: nobody else uses the block.
+            unsafe { driver.read((place.segment().memory(), place.offset()), &mut bytes) }.unwrap();
+            assert!(bytes.iter().all(|byte| usize::from(*byte) == *n), "{config}");
+        }
+        allocator.check();
+        give_back(&allocator, live.into_iter().map(|(_, block)| block).chain([large]));
+        allocator.check();
+    }
 }

@@ -4,6 +4,7 @@ mod compact;
 mod decay;
 mod events;
 mod expand;
+mod failures;
 #[cfg(loom)]
 mod interleavings;
 mod ladder;

@@ -17,6 +17,11 @@ impl Host {
         unsafe { Driver::write(self, from, to) }
     }
 
+    fn relocate(&self, moves: &[(At<'_>, At<'_>, usize)]) -> Result<()> {
+        // SAFETY: as above.
+        unsafe { Driver::relocate(self, moves) }
+    }
+
     fn shrink(&self, memory: &Memory, from: usize, to: usize) {
         // SAFETY: as above.
         unsafe { Driver::shrink(self, memory, from, to) }
@@ -143,4 +148,24 @@ mod reserved {
             unsafe { libc::mincore(std::ptr::without_provenance_mut(at + (8 << 30)), page, pages.as_mut_ptr()) };
         assert_eq!((known, std::io::Error::last_os_error().raw_os_error()), (-1, Some(libc::ENOMEM)));
     }
+}
+
+#[test]
+fn what_is_relocated_has_memory_in_one_place() {
+    let host = host();
+    let huge = if HUGE == usize::MAX { 4096 } else { HUGE };
+    let (bytes, offset) = (3 * huge + 1000, 512);
+    let [from, to] = [offset + bytes, bytes].map(|n| host.create(n).unwrap());
+    let values: Vec<u8> = (0..bytes).map(|at| (at % 251) as u8).collect();
+    host.write(&values, (&from, offset)).unwrap();
+    let beyond = ((&from, 0), (&to, 0), bytes + 1000);
+    assert!(host.relocate(&[((&from, offset), (&to, 0), bytes), beyond]).is_err());
+    let mut found = vec![0; bytes];
+    host.read((&from, offset), &mut found).unwrap();
+    assert!(found == values, "nothing happens unless all of it can");
+    host.relocate(&[((&from, offset), (&to, 0), bytes)]).unwrap();
+    host.read((&to, 0), &mut found).unwrap();
+    assert!(found == values);
+    let is_there = |at: usize| host.read((&from, at), &mut [0]).is_ok();
+    assert_eq!([0, huge, 2 * huge].map(is_there), [true, host.page() == 0, host.page() == 0]);
 }

@@ -114,6 +114,7 @@ struct State {
     stalls: u64,
     copied: u64,
     failures: Failures,
+    lost: Option<String>,
     at_synchronize: Vec<Box<dyn FnOnce() + Send>>,
 }
 
@@ -339,7 +340,7 @@ impl Driver for Sim {
     }
 
     fn create(&self, bytes: usize) -> Result<Memory, Failure> {
-        self.call(Call::Create(bytes), |s| {
+        self.attempt(Call::Create(bytes), |s| {
             if let Some(failure) = s.failures.create.pop_front() {
                 return Err(failure);
             }
@@ -352,7 +353,7 @@ impl Driver for Sim {
 
     fn commit(&self, memory: Memory) -> Result<Memory, Failure> {
         let m = self.own(&memory).map_err(Failure::Other)?;
-        self.call(Call::Commit(m.size), |s| self.find(s, m, 0, m.size))?;
+        self.attempt(Call::Commit(m.size), |s| self.find(s, m, 0, m.size))?;
         Ok(memory)
     }
 
@@ -367,7 +368,7 @@ impl Driver for Sim {
     fn extend(&self, memory: &Memory, from: usize, to: usize) -> Result<(), Failure> {
         let m = self.own(memory).map_err(Failure::Other)?;
         m.check_pages("extend", self.0.options.page, from, to).map_err(Failure::Other)?;
-        self.call(Call::Extend(to - from), |s| self.find(s, m, from, to))
+        self.attempt(Call::Extend(to - from), |s| self.find(s, m, from, to))
     }
 
     unsafe fn shrink(&self, memory: &Memory, from: usize, to: usize) {
@@ -383,14 +384,19 @@ impl Driver for Sim {
         });
     }
 
+    fn give_up(&self, cause: &str) {
+        self.with(|s| _ = s.lost.get_or_insert_with(|| cause.to_owned()));
+    }
+
     fn synchronize(&self) -> Result<()> {
         let hooks = self.try_call(Call::Synchronize, "clFinish", |s| Ok(std::mem::take(&mut s.at_synchronize)))?;
         hooks.into_iter().for_each(|hook| hook()); // without the lock: a hook may use the allocator
-        self.with(|s| {
+        let failed = self.with(|s| {
             s.finish_all();
             s.order.know_all();
+            s.failures.met.take()
         });
-        Ok(())
+        failed.map_or(Ok(()), |failure| Err(self.error("clFinish", failure)))
     }
 
     fn record(&self, stream: StreamId) -> Result<Marker> {
