@@ -221,7 +221,7 @@ impl CachingAllocator {
     fn repack_through_host(&self, segments: &[u64], budget: &mut u64) -> Result<bool> {
         let Some(mut plan) = self.plan_repack(segments, budget, Way::ThroughHost) else { return Ok(false) };
         let bytes = plan.bytes();
-        let fetch = |m: &Move<'_>| self.persist(TRIES, || self.fetch(m, 0, &m.from.0));
+        let fetch = |m: &Move<'_>| self.fetch(TRIES, m, 0, &m.from.0);
         let read = self.wait_for_all().and_then(|()| plan.moves.iter().map(fetch).collect::<Result<Vec<_>>>());
         let host = match read {
             Ok(host) => host,

@@ -137,7 +137,7 @@ impl CachingAllocator {
                 }
                 Step::OverHost(index) => {
                     let m = &plan.moves[*index];
-                    let bytes = self.persist(TRIES, || self.fetch(m, 0, target))?;
+                    let bytes = self.fetch(TRIES, m, 0, target)?;
                     there[*index] = m.size;
                     self.put(RETRIES, &bytes, target, m.to).inspect_err(|_| on_host = Some((*index, bytes)))
                 }
@@ -151,7 +151,7 @@ impl CachingAllocator {
         let torn = plan.moves.iter().zip(&there).enumerate().find(is_torn).map(|(index, (_, there))| (index, *there));
         if let Some((index, done)) = torn {
             let m = &plan.moves[index];
-            match self.persist(RETRIES, || self.fetch(m, done, target)) {
+            match self.fetch(RETRIES, m, done, target) {
                 Ok(bytes) if self.put(RETRIES, &bytes, target, m.to).is_err() => on_host = Some((index, bytes)),
                 Ok(_) => there[index] = m.size,
                 // Before the blocks are unlocked: nobody reads them in between.
@@ -178,23 +178,25 @@ impl CachingAllocator {
     }
 
     /// A block's bytes on the host. The first `done` of them are at its new place already.
-    pub(super) fn fetch(&self, m: &Move<'_>, done: usize, target: &Segment) -> Result<Box<[u8]>> {
+    pub(super) fn fetch(&self, tries: u32, m: &Move<'_>, done: usize, target: &Segment) -> Result<Box<[u8]>> {
         let bytes = if self.driver.has_contents() { m.size } else { 0 }; // else the call is only counted
-        let mut host = Vec::new();
-        host.try_reserve_exact(bytes).map_err(|_| Error::OutOfMemory {
+        let full = |()| Error::OutOfMemory {
             device: Device::Cpu,
             requested: m.size,
             detail: "the host has no room for a block that is being moved".into(),
-        })?;
-        host.resize(bytes, 0);
+        };
+        let mut host = self.persist(tries, || bytemuck::allocation::try_zeroed_slice_box::<u8>(bytes).map_err(full))?;
         let (new, old) = host.split_at_mut(done.min(bytes));
-        // SAFETY: the block is locked for writing, here and below.
-        unsafe { self.driver.read((m.from.0.memory(), m.from.1 + done), old) }?;
-        if done > 0 {
-            // SAFETY: as above.
-            unsafe { self.driver.read((target.memory(), m.to), new) }?;
-        }
-        Ok(host.into_boxed_slice())
+        self.persist(tries, || {
+            // SAFETY: the block is locked for writing, here and below.
+            unsafe { self.driver.read((m.from.0.memory(), m.from.1 + done), old) }?;
+            match done {
+                0 => Ok(()),
+                // SAFETY: as above.
+                _ => unsafe { self.driver.read((target.memory(), m.to), new) },
+            }
+        })?;
+        Ok(host)
     }
 
     /// Writes bytes of the host to a place that no other block has.

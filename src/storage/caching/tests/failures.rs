@@ -8,6 +8,10 @@ use crate::storage::driver::MemoryKind;
 const GRANULE: usize = MIB;
 const ALWAYS: u64 = u64::MAX;
 
+fn is_on_host(block: &Block) -> bool {
+    matches!(block.place().segment().memory().0, MemoryKind::Spilled(_))
+}
+
 /// One segment's worth of blocks, in order: MiB, and whether it is given back.
 type Layout = &'static [(usize, bool)];
 
@@ -64,7 +68,8 @@ impl Full {
                     }
                 }
             }
-            on_host += usize::from(matches!(place.segment().memory().0, MemoryKind::Spilled(_)));
+            drop(place);
+            on_host += usize::from(is_on_host(block));
         }
         self.sim.synchronize().unwrap();
         assert_eq!(self.sim.violations(), [""; 0], "{what}");
@@ -144,34 +149,36 @@ fn a_copy_that_fails_when_it_runs_is_done_again() {
 
 #[test]
 fn blocks_without_memory_to_come_back_to_stay_on_the_host() {
-    let full = Full::new(true, &[THROUGH_HOST, THROUGH_HOST]);
-    // From the first move on somebody else has what is given back.
-    let others = full.sim.clone();
-    (0..1000).for_each(|_| others.fail_next_commit(Failure::DeviceMemory));
-    let error = full.allocator.allocate(14 * MIB, StreamId::DEFAULT).unwrap_err().to_string();
-    assert!(error.contains("kept on the host"), "{error}");
-    assert_eq!(full.check("no memory"), 2, "the blocks of the other segment do not follow");
-    assert_eq!(full.sim.cause_of_loss(), None);
-    for (block, _) in &full.live[..2] {
-        let error = full.allocator.restore(block).unwrap_err();
+    for gives_back in [false, true] {
+        let mut full = Full::new(true, &[THROUGH_HOST, THROUGH_HOST]);
+        // From the first move on somebody else has what is given back.
+        (0..1000).for_each(|_| full.sim.fail_next_commit(Failure::DeviceMemory));
+        let error = full.allocator.allocate(14 * MIB, StreamId::DEFAULT).unwrap_err().to_string();
+        assert!(error.contains("kept on the host"), "{error}");
+        assert_eq!(full.sim.cause_of_loss(), None);
+        // The smaller one fits between the other segment's, which do not follow.
+        assert_eq!(full.check("no memory"), 1);
+        let at = full.live.iter().position(|(block, _)| is_on_host(block)).unwrap();
+        let (block, tag) = full.live.remove(at);
+        assert_eq!(block.size(), 8 * MIB);
+        let error = full.allocator.restore(&block).unwrap_err();
         assert!(matches!(error, Error::OutOfMemory { requested, .. } if requested == block.size()), "{error}");
+        full.sim.clear_failures();
+        if gives_back {
+            full.allocator.deallocate(block);
+            full.allocator.empty_cache().unwrap();
+            assert!(full.allocator.lock().heap.segments.iter().flatten().all(|held| held.pool != SPILLED));
+        } else {
+            let place = block.place();
+            assert!(full.allocator.restore(&block).unwrap_err().to_string().contains("is being read"));
+            drop(place);
+            full.allocator.restore(&block).unwrap();
+            full.allocator.restore(&block).unwrap();
+            full.live.push((block, tag));
+        }
+        assert_eq!(full.check("memory"), 0);
+        full.end();
     }
-    // One that is being read cannot come back; then it does, and one that is given back is nobody's.
-    full.sim.clear_failures();
-    let (block, _) = &full.live[0];
-    let place = block.place();
-    assert!(full.allocator.restore(block).unwrap_err().to_string().contains("is being read"));
-    drop(place);
-    full.allocator.restore(block).unwrap();
-    full.allocator.restore(block).unwrap();
-    assert_eq!(full.check("one is back"), 1);
-    let mut full = full;
-    let (gone, _) = full.live.remove(1);
-    full.allocator.deallocate(gone);
-    full.allocator.empty_cache().unwrap();
-    assert_eq!(full.check("all are back"), 0);
-    assert!(full.allocator.lock().heap.segments.iter().flatten().all(|held| held.pool != SPILLED));
-    full.end();
 }
 
 #[test]

@@ -45,6 +45,12 @@ impl Order {
     pub(super) fn progress(&mut self, stream: StreamId) -> Progress {
         let progress = self.progress.get(&stream).copied().unwrap_or_default();
         raise(&mut self.known, stream, progress.finished);
+        if progress.is_finished()
+            && let Some(before) = self.before.get(&stream)
+        {
+            // Its waits are over as well.
+            before.iter().for_each(|(&other, &at)| raise(&mut self.known, other, at));
+        }
         progress
     }
 
