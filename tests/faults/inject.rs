@@ -196,15 +196,11 @@ pub fn child(faults: &Faults) {
     }
 }
 
-/// Whether what the sweep found of such faults is mended. What is not is left out of the gate until it is: five failing
-/// flushes in a row behind work on two streams, and in graphs.
+/// Whether what the sweep found of such faults is mended. What is not is left out of the gate until it is: several failing
+/// flushes in a row behind work on two streams.
 fn is_mended(step: &Step, injection: &Injection) -> bool {
-    /// Whether what the sweep found of such faults is mended. What is not is left out of the gate until it is: several failing
-    /// flushes in a row behind work on two streams.
-    fn is_mended(step: &Step, injection: &Injection) -> bool {
-        let flushes = ["clFlush", "any"].contains(&injection.name.as_str()) && injection.times > 2;
-        !(flushes && step.name == "record_stream")
-    }
+    let flushes = ["clFlush", "any"].contains(&injection.name.as_str()) && injection.times > 2;
+    !(flushes && step.name == "record_stream")
 }
 
 /// Every fault of a step that makes so many calls of each function.

@@ -193,9 +193,7 @@ impl Cache {
             && error.kind() == io::ErrorKind::PermissionDenied
         {
             self.warned.call_once(|| {
-                let advice =
-                    "make it yours alone (chmod 700), or set CLAYSTONE_CACHE_DIR to a folder that is, or to off";
-                tracing::warn!(folder = ?self.folder, "compiled kernels are not kept: {error}; {advice}");
+                tracing::warn!(folder = ?self.folder, "compiled kernels are not kept: {error}; {ADVICE}");
             });
         }
         checked

@@ -16,7 +16,7 @@ use super::driver::{ClKernel, call, create};
 use super::errors::ClError;
 use super::fault::Slot;
 use super::launch::{Arg, enqueue_kernel, records_faults, set_arg};
-use super::queues::Queue;
+use super::queue::Queue;
 use super::{ClBuffer, ClDevice};
 use crate::device::{self, Device, StreamId};
 use crate::{Error, Result};

@@ -5,7 +5,7 @@ use std::{mem, ptr};
 
 use super::driver::{ClBuffer, ClEvent, ClKernel, call};
 use super::errors::ClError;
-use super::{ClDevice, capture, queues::Queue};
+use super::{ClDevice, capture, queue::Queue};
 use crate::device::{StreamId, count_launch};
 use crate::{Error, Result};
 

@@ -21,6 +21,7 @@ mod launch;
 mod pinned;
 mod probe;
 mod program;
+mod queue;
 mod queues;
 #[cfg(test)]
 mod recovery_tests;

@@ -9,7 +9,7 @@ use super::driver::{ClBuffer, ClKernel, call, create, insist};
 use super::errors::ClError;
 use super::fault::{Readings, Slot};
 use super::host_memory::{BOUNCE, Bounce, HostMemory};
-use super::queues::Queue;
+use super::queue::Queue;
 use super::{Arg, ClDevice, capture};
 use crate::device::cpu::copy::copy as copy_bytes;
 use crate::device::{DeviceKind, StreamId};

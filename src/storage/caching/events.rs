@@ -218,7 +218,8 @@ impl CachingAllocator {
         Ok(())
     }
 
-    /// Reuses blocks that other streams, or a pending one that any stream, may still be using, behind a wait on the device. A block that cannot be waited for is pending.
+    /// Reuses blocks that other streams, or a pending one that any stream, may still be using, behind a wait on the device. A
+    /// block that cannot be waited for is pending.
     pub(super) fn take_with_wait(&self, request: &Request) -> Option<Block> {
         let (block, mut uses) = {
             let mut core = self.lock_folded();

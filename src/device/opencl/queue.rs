@@ -1,0 +1,122 @@
+//! One in-order queue: flushing it, markers and barriers, and finding out whether what was put on it is over.
+
+use std::ptr;
+use std::thread;
+use std::time::Duration;
+
+use opencl3::types::{cl_command_queue, cl_context, cl_device_id, cl_event};
+
+use super::driver::{ATTEMPTS, ClEvent, call, create};
+use super::errors::ClError;
+
+/// Launches after a wait that are flushed together, so that the device starts while the host goes on; twice as many each
+/// time after.
+pub(super) const FIRST_FLUSH: u32 = 2;
+
+/// Between two attempts to find out whether commands are over.
+const RETRY_AFTER: Duration = Duration::from_millis(1);
+
+/// A queue and what is counted under the lock.
+pub(super) struct Queue {
+    pub raw: cl_command_queue,
+    /// Launches since the last flush, and how many make the next one due.
+    pub unflushed: u32,
+    pub flush_at: u32,
+    /// Launches since `checkpoint` was taken.
+    pub since_checkpoint: u32,
+    /// An earlier launch to wait for when the queue has grown too long behind it.
+    pub checkpoint: Option<ClEvent>,
+    /// A launch that was found to have failed when nobody waited for it: the next wait tells.
+    pub failed: Option<ClError>,
+    /// The last answer sought by `is_idle`: what had been submitted then, and the event behind it.
+    pub(super) probe: Option<(u64, ClEvent)>,
+}
+
+// SAFETY: a queue is a process-wide object that OpenCL's thread-safe functions take.
+unsafe impl Send for Queue {}
+
+/// Only where opening its device failed.
+impl Drop for Queue {
+    fn drop(&mut self) {
+        let _ = call!(clReleaseCommandQueue(self.raw));
+    }
+}
+
+impl Queue {
+    /// A new queue of a device.
+    pub(super) fn create(context: cl_context, id: cl_device_id) -> Result<Queue, ClError> {
+        let raw = create!(clCreateCommandQueue(context, id, 0))?;
+        Ok(Queue {
+            raw,
+            unflushed: 0,
+            flush_at: FIRST_FLUSH,
+            since_checkpoint: 0,
+            checkpoint: None,
+            failed: None,
+            probe: None,
+        })
+    }
+
+    /// Makes sure that the device starts on what was enqueued. After a failure it is due as before.
+    pub(super) fn flush(&mut self) -> Result<(), ClError> {
+        call!(clFlush(self.raw))?;
+        self.unflushed = 0;
+        Ok(())
+    }
+
+    /// Waits, under the lock, until everything on the queue is over.
+    pub(super) fn finish(&mut self) -> Result<(), ClError> {
+        call!(clFinish(self.raw)).or_else(|failed| self.ascertain(None, failed))
+    }
+
+    /// Waits, under the lock and after a call that failed, until everything on the queue is over, and tells how the command
+    /// of this event ended. Everything that waits is tried a few times; after that the error says
+    /// [`unfinished`](ClError::unfinished).
+    pub(super) fn ascertain(&mut self, event: Option<&ClEvent>, failed: ClError) -> Result<(), ClError> {
+        for attempt in 0..ATTEMPTS {
+            if attempt > 0 {
+                thread::sleep(RETRY_AFTER);
+            }
+            // A marker behind a command that failed may fail as well: it is over all the same.
+            let marker_is_over = |queue: &mut Queue| {
+                queue.mark().is_ok_and(|marker| marker.wait().map_or_else(|e| !e.unfinished, |()| true))
+            };
+            if call!(clFinish(self.raw)).is_ok() || marker_is_over(self) {
+                let code = event.and_then(ClEvent::failure);
+                return code.map_or(Ok(()), |code| Err(ClError::new(failed.call, code)));
+            }
+        }
+        Err(ClError { unfinished: true, ..failed })
+    }
+
+    /// Enqueues a marker: its event is done when everything before it is. None where nobody wants its event.
+    pub(super) fn marker(&self, event: *mut cl_event) -> Result<(), ClError> {
+        if event.is_null() {
+            return Ok(());
+        }
+        match call!(clEnqueueMarkerWithWaitList(self.raw, 0, ptr::null(), event)) {
+            Err(e) if e.is_missing() => call!(clEnqueueMarker(self.raw, event)),
+            other => other,
+        }
+    }
+
+    /// A marker that another queue may wait for: nothing else promises that this queue ever gets there.
+    pub(super) fn mark(&mut self) -> Result<ClEvent, ClError> {
+        let mut raw = ptr::null_mut();
+        self.marker(&mut raw)?;
+        let event = ClEvent(raw);
+        self.flush()?;
+        Ok(event)
+    }
+
+    /// Holds back everything enqueued later until the event is done.
+    pub(super) fn barrier(&self, event: &ClEvent) -> Result<(), ClError> {
+        match call!(clEnqueueBarrierWithWaitList(self.raw, 1, &event.0, ptr::null_mut())) {
+            Err(e) if e.is_missing() => {
+                let mut raw = event.0;
+                call!(clEnqueueWaitForEvents(self.raw, 1, &mut raw))
+            }
+            other => other,
+        }
+    }
+}
