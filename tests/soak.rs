@@ -104,7 +104,7 @@ fn train(device: Device, seed: usize, stop: &AtomicBool, steps: &AtomicU64) -> R
             Ok(loss)
         })?;
         assert!(loss.item::<f32>()?.is_finite());
-        if step % 64 == 0 {
+        if step.is_multiple_of(64) {
             device.memory_snapshot()?.to_pickle()?;
         }
         step += 1;
@@ -122,7 +122,7 @@ fn memory_descriptors_and_the_cache_stay_as_they_are() {
     let (stop, steps, cache) = (AtomicBool::new(false), AtomicU64::new(0), cache_folder());
     let options = HistoryOptions { enabled: Recording::All, max_entries: 10_000, ..Default::default() };
     for device in devices() {
-        device.record_memory_history(options.clone()).unwrap();
+        device.record_memory_history(options).unwrap();
     }
     let mut samples = Vec::new();
     thread::scope(|scope| {

@@ -180,10 +180,10 @@ fn reads_pytorchs() -> Result<()> {
     assert_eq!(segment.segment_pool_id, (0, 0));
     assert_eq!(segment.blocks[1].address, 0x7f12_3400_0400, "filled in");
     assert_eq!(segment.blocks[1].state, BlockState::ActivePendingFree, "by its old name");
-    let frame = Frame { filename: "train.py".into(), line: 12, name: "step".into() };
-    assert_eq!(*segment.blocks[0].frames, [frame.clone()]);
+    let frames = [Frame { filename: "train.py".into(), line: 12, name: "step".into() }];
+    assert_eq!(*segment.blocks[0].frames, frames);
     let trace = &snapshot.device_traces[0];
-    assert_eq!(*trace[1].frames, [frame]);
+    assert_eq!(*trace[1].frames, frames);
     assert!(Arc::ptr_eq(&segment.blocks[0].frames, &trace[1].frames), "stacks of the same frames are one");
     assert_eq!((trace[3].action, trace[3].addr), (TraceAction::Oom, 5 << 30));
     assert_eq!(snapshot.allocator_settings["max_split_size"], Setting::Int(-1));

@@ -440,7 +440,7 @@ impl World {
         if !heads.is_empty() {
             self.note("pending");
         }
-        if self.failures[3].len() > 0 {
+        if !self.failures[3].is_empty() {
             return; // the question would be the one that fails
         }
         let done = |marker| self.sim.is_done(marker).unwrap();
