@@ -186,6 +186,12 @@ impl ClEvent {
         Err(ClError { unfinished: true, ..failed })
     }
 
+    /// As [`wait`](Self::wait), and asks how the command ended: NVIDIA's wait succeeds for one that failed as well.
+    pub(super) fn wait_for_success(&self) -> Result<(), ClError> {
+        self.wait()?;
+        self.failure().map_or(Ok(()), |code| Err(ClError::new("clWaitForEvents", code)))
+    }
+
     /// The error that the command ended with, if the driver tells of one.
     pub(super) fn failure(&self) -> Option<i32> {
         self.status().ok().filter(|&status| status < 0)

@@ -104,14 +104,10 @@ impl ClDevice {
     /// Waits for the earlier launch that is given where the queue is too long. What was just submitted runs however that
     /// one ends: who waits for the stream next is told.
     pub(super) fn hold_back(&self, stream: StreamId, behind: Option<ClEvent>) {
-        let Some(event) = behind else { return };
-        // NVIDIA's wait succeeds for a command that failed: its event tells.
-        let ended = match event.wait() {
-            Ok(()) => event.failure(),
-            Err(e) => Some(e.code).filter(|_| !e.unfinished),
-        };
-        if let Some(code) = ended {
-            self.note_failed(stream, ClError::new("an earlier clEnqueueNDRangeKernel", code));
+        if let Some(Err(e)) = behind.map(|event| event.wait_for_success())
+            && !e.unfinished
+        {
+            self.note_failed(stream, ClError::new("an earlier clEnqueueNDRangeKernel", e.code));
         }
     }
 }

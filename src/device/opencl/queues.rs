@@ -247,7 +247,7 @@ impl ClDevice {
     pub(crate) fn wait(&self, event: &ClEvent) -> Result<()> {
         self.check_lost()?;
         // Nobody's memory depends on it: where nothing is known of the event, its owner may ask again.
-        event.wait().map_err(|e| self.error(self.settle(ClError { unfinished: false, ..e })))?;
+        event.wait_for_success().map_err(|e| self.error(self.settle(ClError { unfinished: false, ..e })))?;
         exit::waited();
         Ok(())
     }
