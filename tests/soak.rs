@@ -5,11 +5,11 @@
 
 mod common;
 
-use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use claystone::device::ProgramCache;
 use claystone::nn::{Activation, Conv2d, Linear, Module, Sequential};
 use claystone::optim::{AdamW, AdamWConfig, Optimizer, Sgd, SgdConfig};
 use claystone::storage::{HistoryOptions, Recording};
@@ -32,12 +32,13 @@ struct Sample {
 }
 
 impl Sample {
-    fn take(cache: &Path) -> Sample {
+    fn take() -> Sample {
         let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
         let pages: u64 = pages.split_whitespace().nth(1).unwrap().parse().unwrap();
         let reserved = devices().iter().map(|d| d.memory_stats().unwrap().reserved_bytes.current).sum::<u64>();
         let descriptors = std::fs::read_dir("/proc/self/fd").unwrap().count() as u64;
-        Sample { resident: pages * 4096, reserved, descriptors, cache: bytes_in(cache) }
+        let cache = ProgramCache::of_process().unwrap().map_or(0, |cache| cache.bytes);
+        Sample { resident: pages * 4096, reserved, descriptors, cache }
     }
 
     /// The greater of both in each field.
@@ -49,25 +50,6 @@ impl Sample {
             cache: self.cache.max(other.cache),
         }
     }
-}
-
-/// Bytes of all files in a folder and its subfolders.
-fn bytes_in(folder: &Path) -> u64 {
-    let Ok(entries) = std::fs::read_dir(folder) else { return 0 };
-    let size = |entry: std::fs::DirEntry| match entry.metadata() {
-        Ok(m) if m.is_dir() => bytes_in(&entry.path()),
-        Ok(m) => m.len(),
-        Err(_) => 0, // replaced at this moment
-    };
-    entries.flatten().map(size).sum()
-}
-
-fn cache_folder() -> PathBuf {
-    std::env::var_os("XDG_CACHE_HOME")
-        .map(PathBuf::from)
-        .or_else(|| std::env::var_os("HOME").map(|home| Path::new(&home).join(".cache")))
-        .unwrap_or_default()
-        .join("claystone")
 }
 
 /// Trains two networks on batches of all sizes up to 48 until told to stop: convolutions with AdamW, and layers with SGD,
@@ -119,7 +101,7 @@ fn memory_descriptors_and_the_cache_stay_as_they_are() {
         return;
     }
     let seconds = std::env::var("CLAYSTONE_SOAK_SECONDS").map_or(10, |s| s.parse().expect("a number of seconds"));
-    let (stop, steps, cache) = (AtomicBool::new(false), AtomicU64::new(0), cache_folder());
+    let (stop, steps) = (AtomicBool::new(false), AtomicU64::new(0));
     let options = HistoryOptions { enabled: Recording::All, max_entries: 10_000, ..Default::default() };
     for device in devices() {
         device.record_memory_history(options).unwrap();
@@ -136,7 +118,7 @@ fn memory_descriptors_and_the_cache_stay_as_they_are() {
         for i in 1..=SAMPLES {
             let at = Duration::from_secs(seconds) * i / SAMPLES;
             thread::sleep((begin + at).saturating_duration_since(Instant::now()));
-            let sample = Sample::take(&cache);
+            let sample = Sample::take();
             println!("{:6.1} s, {} steps: {sample:?}", at.as_secs_f64(), steps.load(Relaxed));
             samples.push(sample);
         }
