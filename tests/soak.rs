@@ -14,7 +14,7 @@ use claystone::nn::{Activation, Conv2d, Linear, Module, Sequential};
 use claystone::optim::{AdamW, AdamWConfig, Optimizer, Sgd, SgdConfig};
 use claystone::storage::{HistoryOptions, Recording};
 use claystone::{ConvOptions, DType, Device, Result, Stream, Tensor, with_stream};
-use common::{alone, devices};
+use common::{again_with, devices};
 
 const THREADS: usize = 4;
 /// Measurements of a run.
@@ -52,9 +52,14 @@ impl Sample {
     }
 }
 
-/// Trains two networks on batches of all sizes up to 48 until told to stop: convolutions with AdamW, and layers with SGD,
-/// in turn on two streams.
-fn train(device: Device, seed: usize, stop: &AtomicBool, steps: &AtomicU64) -> Result<()> {
+/// A cache of programs of this test's own: other tests, which run beside it, fill the user's.
+const CACHE: &str = concat!(env!("CARGO_TARGET_TMPDIR"), "/soak-cache");
+/// Batches have all sizes up to this one: 48 steps in a row meet each of them once.
+const SIZES: usize = 48;
+
+/// Trains two networks, convolutions with AdamW and layers with SGD, in turn on two streams, for as long as `more` of the
+/// step's number says.
+fn train(device: Device, first: usize, more: impl Fn(usize) -> bool, steps: &AtomicU64) -> Result<()> {
     let streams = [Stream::new(device)?, Stream::new(device)?];
     let mut images = Sequential::new()
         .push(Conv2d::new(1, 4, [3, 3], ConvOptions::default(), device)?)
@@ -66,9 +71,9 @@ fn train(device: Device, seed: usize, stop: &AtomicBool, steps: &AtomicU64) -> R
     let mut adamw = AdamW::new(images.parameters_mut(), AdamWConfig::default())?;
     let mut sgd = Sgd::new(rows.parameters_mut(), SgdConfig { lr: 0.05, momentum: 0.9, ..Default::default() })?;
     device.synchronize()?;
-    let mut step = seed;
-    while !stop.load(Relaxed) {
-        let batch = 1 + step * 29 % 48;
+    let mut step = first;
+    while more(step) {
+        let batch = 1 + step * 29 % SIZES;
         let labels = Tensor::randint(0, 10, &[batch], (DType::I64, device))?;
         streams[step % 2].wait_stream(&Stream::current(device)?)?;
         let loss = with_stream(&streams[step % 2], || -> Result<Tensor> {
@@ -97,7 +102,7 @@ fn train(device: Device, seed: usize, stop: &AtomicBool, steps: &AtomicU64) -> R
 
 #[test]
 fn memory_descriptors_and_the_cache_stay_as_they_are() {
-    if !alone("memory_descriptors_and_the_cache_stay_as_they_are") {
+    if !again_with("memory_descriptors_and_the_cache_stay_as_they_are", "CLAYSTONE_CACHE_DIR", CACHE) {
         return;
     }
     let seconds = std::env::var("CLAYSTONE_SOAK_SECONDS").map_or(10, |s| s.parse().expect("a number of seconds"));
@@ -105,14 +110,17 @@ fn memory_descriptors_and_the_cache_stay_as_they_are() {
     let options = HistoryOptions { enabled: Recording::All, max_entries: 10_000, ..Default::default() };
     for device in devices() {
         device.record_memory_history(options).unwrap();
+        train(device, 0, |step| step < SIZES, &steps).unwrap(); // compiles what the threads need
     }
     let mut samples = Vec::new();
     thread::scope(|scope| {
         for t in 0..THREADS {
             let (stop, steps, all) = (&stop, &steps, devices());
             let device = all[t % all.len()];
-            scope
-                .spawn(move || train(device, t, stop, steps).unwrap_or_else(|e| panic!("thread {t} on {device}: {e}")));
+            scope.spawn(move || {
+                train(device, t, |_| !stop.load(Relaxed), steps)
+                    .unwrap_or_else(|e| panic!("thread {t} on {device}: {e}"))
+            });
         }
         let begin = Instant::now();
         for i in 1..=SAMPLES {
@@ -124,7 +132,7 @@ fn memory_descriptors_and_the_cache_stay_as_they_are() {
         }
         stop.store(true, Relaxed);
     });
-    // The first half is for compiling and for the allocators to learn what is needed.
+    // The first half is for the allocators to learn what is needed.
     let most = |part: &[Sample]| part.iter().fold(Sample::default(), |most, &s| most.max(s));
     let (early, late) = samples.split_at(samples.len() / 2);
     let (before, after) = (most(early), most(late));

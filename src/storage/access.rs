@@ -19,6 +19,9 @@ use crate::{Device, Error, Result};
 /// Copies between devices go through a host buffer of at most this size.
 const STAGING: usize = 16 << 20;
 
+/// Why nothing is read while a graph is captured.
+const NOT_COMPUTED: &str = "no values are computed yet that could be read";
+
 /// Where a storage's bytes are in OpenCL memory. They stay there as long as this lives: until the work is enqueued.
 pub(crate) struct ClPlace<'a> {
     /// The open device.
@@ -182,7 +185,7 @@ impl Storage {
         if self.device() == Device::Cpu {
             return with_host(&[self], &[], |r, _| copy(dst, &r[0][range]));
         }
-        if self.read_spilled(range, dst) {
+        if self.read_spilled(range, dst)? {
             return Ok(());
         }
         let from = self.readable()?;
@@ -202,25 +205,30 @@ impl Storage {
         let mut values: Vec<T> = bytemuck::zeroed_vec(count); // a large one comes untouched, as zeros of the system's
         advise_huge(&mut values);
         let range = self.range("read", offset, count * size_of::<T>())?;
-        if count == 0 || self.read_spilled(range, bytemuck::cast_slice_mut(&mut values)) {
+        if count == 0 || self.read_spilled(range, bytemuck::cast_slice_mut(&mut values))? {
             return Ok(values);
         }
         let from = self.readable()?;
         staging::read_into(from.device, from.buffer(), from.offset() + offset, values)
     }
 
-    /// Copies bytes that are kept on the host; false where they are not.
-    fn read_spilled(&self, range: Range<usize>, dst: &mut [u8]) -> bool {
-        let Home::OpenCl(_, lease) = &self.allocation().home else { return false };
+    /// Copies bytes that are kept on the host, and reports faults as every read does; false where they are not there.
+    fn read_spilled(&self, range: Range<usize>, dst: &mut [u8]) -> Result<bool> {
+        let Home::OpenCl(device, lease) = &self.allocation().home else { return Ok(false) };
+        if !lease.is_spilled() {
+            return Ok(false);
+        }
+        capture::refuse(self.device(), "read", NOT_COMPUTED)?;
+        device.report_faults()?;
         let place = lease.block.place();
-        let MemoryKind::Spilled(bytes) = &place.segment().memory().0 else { return false };
+        let MemoryKind::Spilled(bytes) = &place.segment().memory().0 else { return Ok(false) };
         copy(dst, &bytes[place.offset()..][range]);
-        true
+        Ok(true)
     }
 
     /// Where the bytes are in OpenCL memory, for reading them to the host.
     fn readable(&self) -> Result<ClPlace<'_>> {
-        capture::refuse(self.device(), "read", "no values are computed yet that could be read")?;
+        capture::refuse(self.device(), "read", NOT_COMPUTED)?;
         self.cl()
     }
 

@@ -87,6 +87,7 @@ pub fn again_with(test: &str, variable: &str, value: &str) -> bool {
     let output = command.output().unwrap();
     let text = [&output.stdout[..], &output.stderr].map(String::from_utf8_lossy).concat();
     assert!(output.status.success() && text.contains("1 passed"), "{text}");
+    print!("{text}"); // shown with --nocapture
     false
 }
 

@@ -39,6 +39,17 @@ impl Injection {
         }
     }
 
+    /// How often it fails, and whether the call or its command does.
+    pub fn run(&self) -> &'static str {
+        match (self.late, self.times) {
+            (true, _) => "command",
+            (false, 1) => "once",
+            (false, 2) => "twice",
+            (false, ALWAYS) => "from then on",
+            (false, _) => "five times",
+        }
+    }
+
     pub fn parse(line: &str) -> Injection {
         let fields: Vec<&str> = line.split(' ').collect();
         let [name, nth, times, code, late] = fields[..] else { panic!("not an injection: {line}") };
@@ -50,9 +61,7 @@ impl Injection {
 
 impl std::fmt::Display for Injection {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let times = if self.times == ALWAYS { "on".into() } else { format!("x{}", self.times) };
-        let late = if self.late { " (command)" } else { "" };
-        write!(f, "{} #{} {times} {}{late}", self.name, self.nth, self.code)
+        write!(f, "{} #{} {} {}", self.name, self.nth, self.run(), self.code)
     }
 }
 
@@ -72,10 +81,20 @@ pub enum Outcome {
 }
 
 impl Outcome {
+    pub fn name(&self) -> &'static str {
+        match self {
+            Outcome::Missed => "missed",
+            Outcome::Absorbed => "absorbed",
+            Outcome::Failed => "failed",
+            Outcome::Lost => "lost",
+            Outcome::Wrong(_) => "wrong",
+        }
+    }
+
     fn line(&self) -> String {
         match self {
             Outcome::Wrong(what) => format!("wrong {}", what.replace('\n', " ")),
-            other => format!("{other:?}").to_lowercase(),
+            other => other.name().into(),
         }
     }
 
@@ -96,7 +115,7 @@ struct Held {
     /// Of tensors, and of pinned memory that is not only kept for the next transfer.
     bytes: u64,
     pinned: u64,
-    /// Those that are mapped for good, as pinned memory is, aside.
+    /// Without those that stay mapped, as pinned memory does.
     buffers: i64,
     events: i64,
 }
@@ -129,7 +148,7 @@ fn run(step: &Step, device: Device) -> (Vec<Kept>, thread::Result<Result<Values>
     (run.kept, result)
 }
 
-/// Like equal values, NaN too.
+/// Compares bit by bit, so that NaN equals NaN.
 fn same(a: &Values, b: &Values) -> bool {
     let bits = |v: &Values| -> Vec<Vec<u32>> { v.iter().map(|v| v.iter().map(|x| x.to_bits()).collect()).collect() };
     a.len() == b.len() && bits(a) == bits(b)
@@ -137,7 +156,7 @@ fn same(a: &Values, b: &Values) -> bool {
 
 /// A child of the sweep. `FAULTS_STEP` is the step, `FAULTS_PLAN` a file with an injection a line, `FAULTS_FROM` the first
 /// of them to run, `FAULTS_RESULTS` where it tells what came of each. The child that finds no plan makes it: every
-/// `FAULTS_STRIDE`-th fault of the step.
+/// `FAULTS_STRIDE`-th fault of the step, beginning with number `FAULTS_OFFSET`.
 pub fn child(faults: &Faults) {
     let variable = |name| std::env::var(name).unwrap();
     let number = |name| variable(name).parse::<usize>().unwrap();
@@ -175,10 +194,7 @@ pub fn child(faults: &Faults) {
         tell(&mut results, format_args!("calls {}", calls.iter().map(|(_, calls)| calls).sum::<u64>()));
         let stride = number("FAULTS_STRIDE");
         plan = injections(&calls);
-        if std::env::var_os("CLAYSTONE_FAULTS").is_none() {
-            plan.retain(|injection| is_mended(step, injection));
-        }
-        plan = plan.into_iter().skip(number("FAULTS_STEP") % stride).step_by(stride).collect();
+        plan = plan.into_iter().skip(number("FAULTS_OFFSET")).step_by(stride).collect();
         let lines: String = plan.iter().map(|i| i.line() + "\n").collect();
         std::fs::write(variable("FAULTS_PLAN"), lines).unwrap();
     }
@@ -194,13 +210,6 @@ pub fn child(faults: &Faults) {
             None => return,
         }
     }
-}
-
-/// Whether what the sweep found of such faults is mended. What is not is left out of the gate until it is: several failing
-/// flushes in a row behind work on two streams.
-fn is_mended(step: &Step, injection: &Injection) -> bool {
-    let flushes = ["clFlush", "any"].contains(&injection.name.as_str()) && injection.times > 2;
-    !(flushes && step.name == "record_stream")
 }
 
 /// Every fault of a step that makes so many calls of each function.

@@ -1,7 +1,7 @@
 //! Faults of the driver: whichever call fails, with whatever code and however often, nothing aborts, hangs, leaks or gives a
 //! wrong value, and a device is not lost after fewer than three failures.
 //!
-//! Unless `CLAYSTONE_FAULTS` says otherwise every 307th injection is run, spread over all of them; 1 is all.
+//! `CLAYSTONE_FAULTS=N` runs every N-th injection, spread over all of them, and 1 all; without it every 307th is run.
 //! `CLAYSTONE_FAULTS_STEP` chooses steps by a part of their name.
 
 #[path = "../stand_in/mod.rs"]
@@ -23,15 +23,32 @@ use steps::STEPS;
 use tempfile::NamedTempFile;
 
 const TEST: &str = "no_failing_call_corrupts_leaks_or_hangs";
-/// Of the injections every so-manieth is run in the gate.
+/// Without `CLAYSTONE_FAULTS` every 307th injection is run.
 const USUAL: usize = 307;
 
 /// What came of a step's injections.
 #[derive(Default)]
 struct Report {
+    /// The calls that the step makes.
     calls: u64,
-    outcomes: BTreeMap<&'static str, usize>,
+    outcomes: Vec<(Injection, Outcome)>,
+    /// What must not be, the end of a process included.
     wrong: Vec<String>,
+}
+
+const OUTCOMES: [&str; 5] = ["absorbed", "failed", "lost", "missed", "wrong"];
+
+/// How many of each of [`OUTCOMES`].
+fn count<'a>(outcomes: impl Iterator<Item = &'a (Injection, Outcome)>) -> [usize; 5] {
+    let mut counts = [0; 5];
+    outcomes.for_each(|(_, outcome)| counts[OUTCOMES.iter().position(|&n| n == outcome.name()).unwrap()] += 1);
+    counts
+}
+
+/// Adds a row to a table.
+fn row(table: &mut String, head: &str, counts: &[usize]) {
+    let cells: Vec<String> = counts.iter().map(usize::to_string).collect();
+    writeln!(table, "| {head} | {} |", cells.join(" | ")).unwrap();
 }
 
 /// The plan and the results of a step's children.
@@ -39,7 +56,9 @@ struct Sweep {
     step: usize,
     kind: Kind,
     plan: NamedTempFile,
-    stride: String,
+    /// Which of the step's injections are run: every `stride`-th, beginning with number `offset`.
+    stride: usize,
+    offset: usize,
     /// The names of all devices.
     devices: String,
 }
@@ -48,12 +67,13 @@ impl Sweep {
     /// Runs a child. Gives what it wrote, and how it ended where that was not as it should.
     fn child(&self, from: usize) -> (String, Option<String>) {
         let results = NamedTempFile::new().unwrap();
-        let (step, from) = (self.step.to_string(), from.to_string());
+        let [step, from, stride, offset] = [self.step, from, self.stride, self.offset].map(|n| n.to_string());
         let mut variables = vec![
             ("FAULTS_STEP", step.as_str()),
             ("FAULTS_PLAN", self.plan.path().to_str().unwrap()),
             ("FAULTS_FROM", from.as_str()),
-            ("FAULTS_STRIDE", self.stride.as_str()),
+            ("FAULTS_STRIDE", stride.as_str()),
+            ("FAULTS_OFFSET", offset.as_str()),
             ("FAULTS_RESULTS", results.path().to_str().unwrap()),
             ("FAULTS_DEVICES", self.devices.as_str()),
             ("CLAYSTONE_ALLOC_CONF", STEPS[self.step].conf),
@@ -110,17 +130,16 @@ impl Sweep {
 
 impl Report {
     fn add(&mut self, injection: &Injection, outcome: Outcome) {
-        let name = match &outcome {
-            Outcome::Missed => "missed",
-            Outcome::Absorbed => "absorbed",
-            Outcome::Failed => "failed",
-            Outcome::Lost => "lost",
-            Outcome::Wrong(_) => "wrong",
-        };
-        *self.outcomes.entry(name).or_default() += 1;
-        if let Outcome::Wrong(what) = outcome {
+        if let Outcome::Wrong(what) = &outcome {
             self.wrong.push(format!("{injection}: {what}"));
         }
+        self.outcomes.push((injection.clone(), outcome));
+    }
+
+    fn merge(&mut self, other: Report) {
+        self.calls = self.calls.max(other.calls);
+        self.outcomes.extend(other.outcomes);
+        self.wrong.extend(other.wrong);
     }
 }
 
@@ -131,41 +150,49 @@ fn no_failing_call_corrupts_leaks_or_hangs() {
     }
     let stride = std::env::var("CLAYSTONE_FAULTS").map_or(USUAL, |n| n.parse().expect("a number"));
     let only = std::env::var("CLAYSTONE_FAULTS_STEP").unwrap_or_default();
+    let workers = thread::available_parallelism().map_or(2, |n| n.get());
+    // Many injections of a step are shared out among the workers.
+    let parts = (workers / stride).max(1);
     let steps = (0..STEPS.len()).filter(|&i| STEPS[i].name.contains(&only));
-    let work: VecDeque<(usize, Kind)> = steps.flat_map(|i| [(i, Kind::Real), (i, Kind::DiscreteGpu)]).collect();
-    let (work, reports, begin) = (Mutex::new(work), Mutex::new(BTreeMap::new()), Instant::now());
+    let work =
+        steps.flat_map(|i| (0..parts).flat_map(move |part| [(i, Kind::Real, part), (i, Kind::DiscreteGpu, part)]));
+    let (work, begin) = (Mutex::new(work.collect::<VecDeque<_>>()), Instant::now());
+    let reports = Mutex::new(BTreeMap::<_, Report>::new());
     let devices: Vec<String> = Device::all().iter().map(|d| d.info().unwrap().name).collect();
     let devices = devices.join(", ");
     thread::scope(|scope| {
-        for _ in 0..thread::available_parallelism().map_or(2, |n| n.get()) {
+        for _ in 0..workers {
             scope.spawn(|| {
-                while let Some((step, kind)) = { work.lock().unwrap_or_else(PoisonError::into_inner).pop_front() } {
-                    let plan = NamedTempFile::new().unwrap();
-                    let sweep = Sweep { step, kind, plan, stride: stride.to_string(), devices: devices.clone() };
-                    let report = sweep.run();
+                while let Some((step, kind, part)) = { work.lock().unwrap_or_else(PoisonError::into_inner).pop_front() }
+                {
+                    let (plan, devices) = (NamedTempFile::new().unwrap(), devices.clone());
+                    let offset = step % stride + part * stride;
+                    let report = Sweep { step, kind, plan, stride: stride * parts, offset, devices }.run();
                     report.wrong.iter().for_each(|what| eprintln!("{} on {kind:?}: {what}", STEPS[step].name));
-                    reports.lock().unwrap().insert((step, kind == Kind::DiscreteGpu), report);
+                    let key = (step, if kind == Kind::DiscreteGpu { "discrete GPU" } else { "processor" });
+                    reports.lock().unwrap().entry(key).or_default().merge(report);
                 }
             });
         }
     });
     let reports = reports.into_inner().unwrap();
-    let names = ["absorbed", "failed", "lost", "missed", "wrong"];
     let (mut table, mut wrong) = (String::new(), String::new());
-    writeln!(table, "| step | device | calls | {} |", names.join(" | ")).unwrap();
-    writeln!(table, "|---|---|{}", "---:|".repeat(names.len() + 1)).unwrap();
-    let mut totals = [0; 6];
-    for ((step, discrete), report) in &reports {
-        let (step, device) = (STEPS[*step].name, if *discrete { "discrete GPU" } else { "processor" });
-        let counts = names.map(|name| report.outcomes.get(name).copied().unwrap_or(0));
-        let all: Vec<usize> = [report.calls as usize].into_iter().chain(counts).collect();
-        totals.iter_mut().zip(&all).for_each(|(total, n)| *total += n);
-        let cells: Vec<String> = all.iter().map(usize::to_string).collect();
-        writeln!(table, "| {step} | {device} | {} |", cells.join(" | ")).unwrap();
-        report.wrong.iter().for_each(|what| writeln!(wrong, "{step}, {device}: {what}").unwrap());
+    let heads = OUTCOMES.join(" | ");
+    writeln!(table, "| step | device | calls | {heads} |\n|---|---|{}", "---:|".repeat(OUTCOMES.len() + 1)).unwrap();
+    for ((step, device), report) in &reports {
+        let counts: Vec<usize> = [report.calls as usize].into_iter().chain(count(report.outcomes.iter())).collect();
+        row(&mut table, &format!("{} | {device}", STEPS[*step].name), &counts);
+        report.wrong.iter().for_each(|what| writeln!(wrong, "{}, {device}: {what}", STEPS[*step].name).unwrap());
     }
-    writeln!(table, "| all | | {} |", totals.map(|n| n.to_string()).join(" | ")).unwrap();
-    println!("{table}\n{} injections in {:.0} s", totals[1..].iter().sum::<usize>(), begin.elapsed().as_secs_f64());
-    assert!(totals[1..].iter().sum::<usize>() > 0, "no step is called {only}");
+    let mut by_fault = BTreeMap::<_, Vec<_>>::new();
+    let all = || reports.values().flat_map(|report| &report.outcomes);
+    all().for_each(|one| by_fault.entry((-one.0.code, one.0.late, one.0.times, one.0.run())).or_default().push(one));
+    writeln!(table, "\n| code | failures | {heads} |\n|---|---|{}", "---:|".repeat(OUTCOMES.len())).unwrap();
+    for ((code, .., run), outcomes) in by_fault {
+        row(&mut table, &format!("-{code} | {run}"), &count(outcomes.into_iter()));
+    }
+    row(&mut table, "all | ", &count(all()));
+    println!("{table}\n{} injections in {:.0} s", all().count(), begin.elapsed().as_secs_f64());
+    assert!(all().count() > 0, "no step is called {only}");
     assert!(wrong.is_empty(), "{wrong}");
 }

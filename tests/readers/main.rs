@@ -45,7 +45,7 @@ fn peak<R>(f: impl FnOnce() -> R) -> (usize, R) {
 #[test]
 fn no_mutation_makes_a_reader_panic_or_take_much_memory() {
     let _alone = alone();
-    let count: u64 = std::env::var("CLAYSTONE_MUTATIONS").map_or(2000, |n| n.parse().unwrap());
+    let count = mutate::count(2000);
     let only = std::env::var("CLAYSTONE_READER").ok();
     for (name, run) in TARGETS.into_iter().filter(|(name, _)| only.as_deref().is_none_or(|only| only == *name)) {
         let whole = corpus::of(name);

@@ -1,5 +1,10 @@
 //! Mutations of inputs: a few edits that keep most of a file, from a seeded generator.
 
+/// How many mutations a test makes of each kind of input: `CLAYSTONE_MUTATIONS`, or `usual`.
+pub fn count(usual: u64) -> u64 {
+    std::env::var("CLAYSTONE_MUTATIONS").map_or(usual, |n| n.parse().unwrap())
+}
+
 /// SplitMix64.
 pub struct Random(pub u64);
 

@@ -137,8 +137,8 @@ pub fn run(test: &str, kind: Kind, variables: &[(&str, &str)], limit: Duration) 
 }
 
 impl Faults {
-    /// Gives a test of this name a process of its own that loads the library: `Some` there; elsewhere it has passed there
-    /// when this returns.
+    /// Gives a test of this name a process of its own that loads the library: `Some` in that process. The process that calls
+    /// it runs that one, panics if it failed, and gets `None`.
     #[track_caller]
     pub fn install(test: &str, kind: Kind) -> Option<Faults> {
         let here = Faults::here();

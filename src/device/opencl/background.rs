@@ -11,7 +11,7 @@ use super::{ClBuffer, ClDevice, ClError};
 use crate::Result;
 use crate::device::StreamId;
 
-/// A driver that gives no event although it takes the command.
+/// The error for a driver that accepts a command and returns no event.
 const NO_EVENT: ClError = ClError::new("clEnqueueReadBuffer", -58);
 
 impl ClDevice {

@@ -25,8 +25,8 @@ pub(super) type Key = [u8; 32];
 
 /// What the folder may hold in bytes, where nothing else is asked for: as CUDA's cache.
 const MAX_SIZE: u64 = 256 << 20;
-/// After so large a part of the bound is written, the folder is looked through, and cut to the bound less this part: so
-/// that one process does not exceed it, and does not look through it after every file.
+/// After every 1/16 of the bound that is written the folder is scanned and shrunk to 15/16 of the bound: so one process does
+/// not exceed it, and does not scan the folder after every file.
 const PART: u64 = 16;
 /// A temporary file that nobody has written to for so long is of a process that was killed.
 const STALE: Duration = Duration::from_secs(600);
@@ -69,7 +69,7 @@ impl Kind {
 pub(super) struct Cache {
     folder: PathBuf,
     max_size: u64,
-    /// Bytes written since the folder was last looked through; as if it were full before the first time.
+    /// Bytes written since the folder was last scanned. It starts so that the first write scans.
     written: AtomicU64,
     warned: Once,
 }
@@ -263,8 +263,8 @@ fn open(path: &Path) -> io::Result<File> {
     Ok(file)
 }
 
-/// Fails with `PermissionDenied` where the folder is not for us alone. One that others could only look into is closed to
-/// them if it is empty or holds our files alone: it was made for us, perhaps by an earlier version.
+/// Fails with `PermissionDenied` where the folder is not for us alone. One that others could only look into is set to
+/// mode 0700 if it is empty or holds our files alone: it was made for us, perhaps by an earlier version.
 fn private_folder(folder: &Path) -> io::Result<()> {
     let metadata = fs::metadata(folder)?;
     if !metadata.is_dir() {

@@ -159,7 +159,7 @@ impl ClDevice {
     /// where there is something to wait for.
     pub(super) fn wait_and_report(&self, stream: StreamId, slots: &[&'static Slot]) -> Result<()> {
         if self.queues.is_finished(stream) && !slots.iter().any(|slot| slot.is_pending()) {
-            return self.check_lost();
+            return self.check_lost().and_then(|()| self.take_failed(stream));
         }
         self.submit_and_report(stream, slots, (), |q, (), event| q.marker(event))
     }
@@ -174,11 +174,7 @@ impl ClDevice {
         submit: impl FnOnce(&mut Locked<'_>, &mut M, *mut cl_event) -> Result<(), ClError>,
     ) -> Result<M> {
         self.check_lost()?;
-        let (readings, mut earlier) = (Readings::default(), None);
-        let submit = |q: &mut Locked<'_>, memory: &mut M, event| {
-            earlier = q.failed.take();
-            submit(q, memory, event)
-        };
+        let readings = Readings::default();
         let done = match self.info().kind {
             // NVIDIA's driver takes 9 us for words that are read once kernels are done, 14 to 40 behind them.
             DeviceKind::DiscreteGpu => self.submit_and_wait(stream, memory, submit).and_then(|memory| {
@@ -198,7 +194,7 @@ impl ClDevice {
             }),
         };
         let (readings, memory) = done.map_err(|e| self.error(e))?;
-        earlier.map_or(Ok(()), |e| Err(self.error(self.settle(e))))?;
+        self.take_failed(stream)?;
         self.report(readings).map(|()| memory)
     }
 
@@ -271,7 +267,7 @@ impl ClDevice {
     }
 }
 
-/// Never of a device that is in use. What was made in the context keeps it until that is released as well.
+/// Runs only if opening the device failed. The context itself lives until all objects made in it are released.
 impl Drop for ClDevice {
     fn drop(&mut self) {
         let _ = call!(clReleaseContext(self.context));

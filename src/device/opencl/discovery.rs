@@ -240,7 +240,7 @@ pub(super) fn discover(choice: &str) -> Result<Discovery, ClError> {
     let names = sort(&mut devices);
     let (order, unmatched) = select(choice, &names);
     match failure {
-        // It may be the name of a device that did not say it.
+        // An unmatched entry may name a device that could not be queried.
         Some(e) if !unmatched.is_empty() => return Err(e),
         _ => unmatched.iter().for_each(|entry| tracing::warn!(entry, "CLAYSTONE_DEVICES names no device")),
     }

@@ -133,7 +133,7 @@ impl ClKernel {
         self.kernel
     }
 
-    /// What it is a function of.
+    /// The program that the kernel belongs to.
     pub(super) fn program(&self) -> &Arc<Program> {
         &self.program
     }
@@ -158,8 +158,8 @@ impl Drop for Program {
 /// How often in a row the driver may fail to tell how far a command is before that counts as unknown.
 pub(super) const ATTEMPTS: u32 = 3;
 
-/// Calls again what failed, a few times: for what has to be done whoever waits.
-pub(super) fn insist(f: impl Fn() -> Result<(), ClError>) -> Result<(), ClError> {
+/// Calls `f` until it succeeds, at most [`ATTEMPTS`] times: for what has to be done without a pause.
+pub(super) fn insist<T>(f: impl Fn() -> Result<T, ClError>) -> Result<T, ClError> {
     (1..ATTEMPTS).fold(f(), |done, _| done.or_else(|_| f()))
 }
 
@@ -172,6 +172,9 @@ impl ClEvent {
     /// [`unfinished`](ClError::unfinished), says that the driver does not tell how far it is.
     pub(super) fn wait(&self) -> Result<(), ClError> {
         let Err(failed) = call!(clWaitForEvents(1, &self.0)) else { return Ok(()) };
+        if failed.is_fatal() {
+            return Err(ClError { unfinished: true, ..failed }); // the command may never end
+        }
         // The wait has failed, not the command: that goes on, and with it what it does to the host's memory.
         let mut refused = 0;
         while refused < ATTEMPTS {
@@ -189,12 +192,13 @@ impl ClEvent {
     /// As [`wait`](Self::wait), and asks how the command ended: NVIDIA's wait succeeds for one that failed as well.
     pub(super) fn wait_for_success(&self) -> Result<(), ClError> {
         self.wait()?;
-        self.failure().map_or(Ok(()), |code| Err(ClError::new("clWaitForEvents", code)))
+        let code = self.failure().map_err(|e| ClError { unfinished: true, ..e })?;
+        code.map_or(Ok(()), |code| Err(ClError::new("clWaitForEvents", code)))
     }
 
-    /// The error that the command ended with, if the driver tells of one.
-    pub(super) fn failure(&self) -> Option<i32> {
-        self.status().ok().filter(|&status| status < 0)
+    /// The code that the command failed with, if it did.
+    pub(super) fn failure(&self) -> Result<Option<i32>, ClError> {
+        Ok(Some(insist(|| self.status())?).filter(|&status| status < 0))
     }
 
     /// Whether the command is done; the error it ended with, if it did.

@@ -33,11 +33,12 @@ static UNDER_WAY: RwLock<()> = RwLock::new(());
 static REGISTERING: AtomicU32 = AtomicU32::new(0);
 /// A program was built since the handler was last registered: its first launch may compile once more.
 static BUILT: AtomicBool = AtomicBool::new(false);
-/// The process that registered the handler, 0 before: in a fork of it the driver's threads are missing.
+/// The process that registered the handler, 0 before. A forked child has to leave the driver alone, as the driver's threads
+/// do not exist there.
 static PROCESS: AtomicU32 = AtomicU32::new(0);
 
-/// How often the handler is registered while the driver is loaded or compiles. That takes some bytes each time: after [`OFTEN`] times
-/// it is done less often.
+/// How often the handler is registered while the driver is loaded or compiles. Each registration takes a few bytes for
+/// good: after [`OFTEN`] of them it is done less often.
 const INTERVAL: Duration = Duration::from_micros(500);
 const OFTEN: u32 = 2000;
 /// For how long nothing begins once the main thread has ended. The process is gone by then, unless it lives on without
@@ -49,7 +50,7 @@ pub(super) fn check() -> Result<(), ClError> {
     if OVER.load(Acquire) { Err(ClError { lost: true, ..ClError::new("exit", -36) }) } else { Ok(()) }
 }
 
-/// Holds up the end of the process. Not for a thread that has this already.
+/// Delays the end of the process until what it returns is dropped. A thread that has it must not ask for another.
 pub(super) fn under_way() -> impl Sized {
     loop {
         let guard = UNDER_WAY.read().unwrap_or_else(PoisonError::into_inner);
@@ -81,10 +82,10 @@ pub(super) fn registering() -> impl Sized {
 fn keep_registering() {
     static RUNNING: AtomicBool = AtomicBool::new(false);
     static TIMES: AtomicU32 = AtomicU32::new(0);
-    let needed = || REGISTERING.load(SeqCst) > 0 || BUILT.load(SeqCst);
+    let needed = || !OVER.load(Relaxed) && (REGISTERING.load(SeqCst) > 0 || BUILT.load(SeqCst));
     let run = move || {
         while needed() && !RUNNING.swap(true, SeqCst) {
-            while needed() && !OVER.load(Relaxed) {
+            while needed() {
                 register();
                 thread::sleep(INTERVAL * (1 + TIMES.fetch_add(1, Relaxed) / OFTEN));
             }

@@ -5,8 +5,8 @@
 //! has them was launched, on whichever stream: the read is ordered behind it. Every thread has words of its own: one
 //! thread's bad index never fails another's read.
 //!
-//! A fault is told once. What a read that failed did not tell is left to the next one ([`Reading`]), and words that were
-//! told are zero again before the next kernel gets them ([`ClDevice::clear`]).
+//! A fault is reported once. If the read of the words fails, the next read reports it ([`Reading`]). Words that were reported
+//! are set to zero before another kernel gets them ([`ClDevice::clear`]).
 
 use std::cell::{RefCell, UnsafeCell};
 use std::ffi::c_void;
@@ -57,13 +57,13 @@ pub(crate) fn index_fault(op: &'static str) -> u32 {
     Fault::Index as u32 | (place as u32) << 8
 }
 
-/// The words of one thread.
+/// The words in which the kernels that one thread launches record a fault.
 pub(super) struct Slot {
     buffer: ClBuffer,
     pending: Mutex<Pending>,
     /// Whether there is anything to read, or being read: every wait asks.
     is_pending: AtomicBool,
-    /// Whether the words may be other than zero although nobody is to be told: at first, and when they were told.
+    /// Whether the words have to be set to zero before use: they are new, or their fault was reported.
     stale: AtomicBool,
     /// Held while they are cleared.
     clearing: Mutex<()>,
@@ -139,7 +139,7 @@ pub(super) struct Slots {
     shared: &'static Slot,
     /// Slots whose threads have ended.
     idle: &'static Idle,
-    /// Where a read goes that nobody looks at.
+    /// Where a read goes whose result is not used.
     unread: &'static UnsafeCell<Words>,
 }
 
@@ -279,8 +279,8 @@ impl ClDevice {
 
     /// Reports what a kernel of this thread found wrong; waits only if one that could was launched.
     pub(crate) fn report_faults(&self) -> Result<()> {
-        let slot = self.slot();
-        if slot.is_pending() { self.wait_and_report(self.current_stream(), &[slot]) } else { Ok(()) }
+        let (slot, stream) = (self.slot(), self.current_stream());
+        if slot.is_pending() { self.wait_and_report(stream, &[slot]) } else { self.take_failed(stream) }
     }
 
     /// The slot to read when this thread waits.

@@ -101,13 +101,13 @@ impl ClDevice {
         Ok(())
     }
 
-    /// Waits for the earlier launch that is given where the queue is too long. What was just submitted runs however that
-    /// one ends: who waits for the stream next is told.
+    /// Waits for `behind`, an earlier launch that is given when the queue has grown too long. If that one failed, the next wait
+    /// on the stream reports it; what was just submitted runs anyway.
     pub(super) fn hold_back(&self, stream: StreamId, behind: Option<ClEvent>) {
         if let Some(Err(e)) = behind.map(|event| event.wait_for_success())
             && !e.unfinished
         {
-            self.note_failed(stream, ClError::new("an earlier clEnqueueNDRangeKernel", e.code));
+            self.note_failed(stream, e.code);
         }
     }
 }
@@ -156,8 +156,7 @@ pub(super) fn enqueue_kernel(
     let event = (!raw.is_null()).then(|| ClEvent(raw));
     queue.unflushed += 1;
     if queue.unflushed >= queue.flush_at || checkpoint {
-        if let Err(e) = queue.flush() {
-            tracing::warn!(call = e.call, code = e.name(), "a flush, to be tried again");
+        if queue.flush().is_err() {
             return Ok(None); // nor is there a checkpoint that might never be reached
         }
         queue.flush_at = (2 * queue.flush_at).min(FLUSH_EVERY);

@@ -18,6 +18,9 @@ mod exit;
 mod fault;
 mod host_memory;
 mod launch;
+#[cfg(test)]
+#[path = "../../../tests/readers/mutate.rs"]
+mod mutate;
 mod pinned;
 mod probe;
 mod program;
@@ -73,7 +76,7 @@ pub(crate) fn count() -> usize {
     discovery::count().unwrap_or(0)
 }
 
-/// Whether there is one, or may be, for a driver fails to tell.
+/// Whether there is an OpenCL device, or may be one because a driver did not answer.
 pub(crate) fn may_have_any() -> bool {
     discovery::count() != Some(0)
 }

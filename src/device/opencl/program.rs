@@ -50,10 +50,10 @@ pub(super) struct Programs {
 const SLOW: Duration = Duration::from_millis(20);
 const SLOW_BINARIES: u32 = 2;
 
-/// Programs of the user's that are kept when their kernels are dropped. A `Kernel` has two or more.
+/// How many programs from users' sources stay loaded after their kernels are dropped. A `Kernel` needs two or more.
 const RECENT: usize = 32;
 
-/// Whose source it is.
+/// Who wrote the source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum By {
     Crate,

@@ -26,8 +26,8 @@ pub(super) struct Queue {
     pub since_checkpoint: u32,
     /// An earlier launch to wait for when the queue has grown too long behind it.
     pub checkpoint: Option<ClEvent>,
-    /// A launch that was found to have failed when nobody waited for it: the next wait tells.
-    pub failed: Option<ClError>,
+    /// The code of a launch that failed after it was submitted: the next wait that a user asks for reports it.
+    pub failed: Option<i32>,
     /// The last answer sought by `is_idle`: what had been submitted then, and the event behind it.
     pub(super) probe: Option<(u64, ClEvent)>,
 }
@@ -35,7 +35,7 @@ pub(super) struct Queue {
 // SAFETY: a queue is a process-wide object that OpenCL's thread-safe functions take.
 unsafe impl Send for Queue {}
 
-/// Only where opening its device failed.
+/// A queue is dropped only if opening its device failed.
 impl Drop for Queue {
     fn drop(&mut self) {
         let _ = call!(clReleaseCommandQueue(self.raw));
@@ -55,6 +55,16 @@ impl Queue {
             failed: None,
             probe: None,
         })
+    }
+
+    /// The code of a launch that failed after it was submitted, once. A wait for the queue may
+    /// succeed although a launch failed; the checkpoint's event says how that one launch ended.
+    pub(super) fn take_failed(&mut self) -> Option<i32> {
+        if let Some(launch) = self.checkpoint.take_if(|launch| launch.is_over().unwrap_or(false)) {
+            self.since_checkpoint = 0;
+            self.failed = self.failed.or(launch.failure().unwrap_or_else(|e| Some(e.code)));
+        }
+        self.failed.take()
     }
 
     /// Makes sure that the device starts on what was enqueued. After a failure it is due as before.
@@ -77,14 +87,19 @@ impl Queue {
             if attempt > 0 {
                 thread::sleep(RETRY_AFTER);
             }
-            // A marker behind a command that failed may fail as well: it is over all the same.
-            let marker_is_over = |queue: &mut Queue| {
-                queue.mark().is_ok_and(|marker| marker.wait().map_or_else(|e| !e.unfinished, |()| true))
+            // A marker behind a command that failed may fail as well: everything before it is over all the same.
+            let ended = match call!(clFinish(self.raw)) {
+                Ok(()) => Ok(()),
+                Err(_) => match self.mark().map(|marker| marker.wait()) {
+                    Ok(ended) if !ended.is_err_and(|e| e.unfinished) => ended,
+                    _ => continue,
+                },
             };
-            if call!(clFinish(self.raw)).is_ok() || marker_is_over(self) {
-                let code = event.and_then(ClEvent::failure);
-                return code.map_or(Ok(()), |code| Err(ClError::new(failed.call, code)));
+            if failed.is_fatal() {
+                return Err(failed);
             }
+            let ended = event.map_or(Ok(ended.err().map(|e| e.code)), ClEvent::failure)?;
+            return ended.map_or(Ok(()), |code| Err(ClError::new(failed.call, code)));
         }
         Err(ClError { unfinished: true, ..failed })
     }
@@ -100,7 +115,7 @@ impl Queue {
         }
     }
 
-    /// A marker that another queue may wait for: nothing else promises that this queue ever gets there.
+    /// Enqueues a marker and flushes, so that another queue may wait for it: without the flush this one might never get there.
     pub(super) fn mark(&mut self) -> Result<ClEvent, ClError> {
         let mut raw = ptr::null_mut();
         self.marker(&mut raw)?;

@@ -195,9 +195,16 @@ impl ClDevice {
         Ok(memory)
     }
 
-    /// Has the next wait for the stream tell of a launch that failed.
-    pub(super) fn note_failed(&self, stream: StreamId, e: ClError) {
-        self.queues.lock()[stream.index()].failed.get_or_insert(e);
+    /// Has the next wait for the stream report a launch that failed with this code.
+    pub(super) fn note_failed(&self, stream: StreamId, code: i32) {
+        self.queues.lock()[stream.index()].failed.get_or_insert(code);
+    }
+
+    /// Once the stream's launches are over: the error of one that failed after it was submitted, as far as the driver tells.
+    pub(super) fn take_failed(&self, stream: StreamId) -> Result<()> {
+        let failed = self.queues.lock()[stream.index()].take_failed();
+        let error = |code| self.error(self.settle(ClError::new("an earlier clEnqueueNDRangeKernel", code)));
+        failed.map_or(Ok(()), |code| Err(error(code)))
     }
 
     /// Calls `f` with the queue of a stream while nothing runs on the device and nobody submits anything to it, and waits for
@@ -280,7 +287,9 @@ impl ClDevice {
         let here = self.current_stream();
         let marks = self.mark_busy(here)?;
         let reported = self.wait_and_report(here, &self.slots_to_finish());
-        self.reach(marks).and(reported)
+        let reached = self.reach(marks);
+        let streams = self.queues.lock().len() as u32;
+        reported.and(reached).and_then(|()| (0..streams).try_for_each(|stream| self.take_failed(StreamId(stream))))
     }
 
     /// [`finish`](Self::finish) for those who have their own reasons to wait: tells no fault, so that the user's next

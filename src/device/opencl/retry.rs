@@ -41,7 +41,7 @@ pub(super) fn retry_if<T, E: Debug>(
 /// for every request would cost more than doing without.
 #[derive(Debug, Default)]
 pub(crate) struct Backoff {
-    /// Requests still to be let go by.
+    /// Requests still to be skipped.
     rest: AtomicU32,
     /// How many there were after the last refusal.
     last: AtomicU32,
@@ -67,7 +67,7 @@ impl Backoff {
     }
 }
 
-/// What is found out about a device by trying, which a failed call does not tell.
+/// A property of a device that is found out by trying. A try that a failing call ended leaves it unknown, and is repeated later.
 #[derive(Debug)]
 pub(super) struct Probed<T> {
     known: OnceLock<T>,

@@ -265,7 +265,9 @@ impl ClDevice {
             });
             unmapped.fold(mapped, Result::and)
         });
-        self.report(readings.map_err(|e| self.error(e))?)
+        let readings = readings.map_err(|e| self.error(e))?;
+        self.take_failed(self.current_stream())?;
+        self.report(readings)
     }
 
     /// Repeats a pattern of 1, 2, 4, 8 or 16 bytes. `off` and `bytes` are multiples of its length.

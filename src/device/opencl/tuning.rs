@@ -263,6 +263,7 @@ fn many_registers() -> bool {
 mod tests {
     use std::fs;
 
+    use super::super::mutate::{self, Random, mutated};
     use super::super::tests::devices;
     use super::*;
 
@@ -291,6 +292,27 @@ mod tests {
                 assert!(error.contains(name), "{error}");
             }
             assert!(read(&(text + "more 1\n"), "here, driver 1", family).is_err());
+        }
+    }
+
+    /// What is read from a changed file, if it is read at all, are choices that the parameters have. `CLAYSTONE_MUTATIONS`
+    /// says how many inputs are tried for each family of devices.
+    #[test]
+    fn mutated_files_give_choices_or_errors() {
+        for family in ALL.iter().copied() {
+            let whole = [0, 1].map(|i| {
+                let mut values = defaults(family);
+                rows(family).for_each(|(row, p)| values[row] = p.choices[i % p.choices.len()]);
+                write("here, driver 1", family, &values).into_bytes()
+            });
+            let mut random = Random(0);
+            for _ in 0..mutate::count(2000) {
+                let text = mutated(&mut random, &whole);
+                match read(&String::from_utf8_lossy(&text), "here, driver 1", family) {
+                    Ok(values) => assert!(rows(family).all(|(i, p)| p.choices.contains(&values[i]))),
+                    Err(why) => assert!(why.len() < 1000, "{why}"),
+                }
+            }
         }
     }
 

@@ -23,9 +23,9 @@ use crate::{Device, Error, Result};
 /// How the blocks of segments get into a new one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Way {
-    /// By copies, with both there at a time.
+    /// By copies on the device: old and new segments exist at the same time.
     Beside,
-    /// Likewise, where the old ones shrink as the new one fills: for memory of the host's own.
+    /// By copies, while the old ones give their pages back as the new one fills: on the CPU device only.
     Relocated,
     /// With the old ones given back before the new one is made.
     ThroughHost,

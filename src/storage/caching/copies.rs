@@ -1,8 +1,8 @@
 //! Copying blocks to their new places, so that no failure loses one.
 //!
-//! Within a segment one block's new place may be what another had before, or the block itself. Copies therefore go in
-//! waves: none of a wave writes to what the wave reads, so that one that fails is done again, and the next begins when the
-//! device has done the last. Until then a block's old place is as it was.
+//! Within a segment a block's new place may overlap another block's old place, or its own. Copies are therefore done in waves:
+//! no copy writes what another one of its wave reads, so a wave that fails can be repeated. The next wave starts when the
+//! device has done this one.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,7 +18,7 @@ pub(super) const TRIES: u32 = 8;
 pub(super) const RETRY_AFTER: Duration = Duration::from_micros(if cfg!(test) { 10 } else { 10_000 });
 /// As [`TRIES`], where the only other way is to keep blocks on the host, or to lose one.
 pub(super) const RETRIES: u32 = 100;
-/// Copies for one block that moves by less than its size; if there would be more it goes over the host.
+/// Copies for one block that moves by less than its size; if there would be more it is copied through the host.
 const PIECES: usize = 64;
 
 /// Bytes `at..at + bytes` of a block of a plan.
@@ -85,7 +85,7 @@ pub(super) fn while_moving(error: Error) -> Error {
 }
 
 impl CachingAllocator {
-    /// Calls `f` again, a few times, where the driver refuses what it may not refuse a moment later.
+    /// Calls `f` until it succeeds, at most `tries` times, while its errors are of a kind that may pass.
     pub(super) fn persist<T>(&self, tries: u32, mut f: impl FnMut() -> Result<T>) -> Result<T> {
         let mut result = f();
         for _ in 1..tries {
@@ -110,7 +110,7 @@ impl CachingAllocator {
         self.copy_wave(&plan.moves, &plan.moves.iter().enumerate().map(whole).collect::<Vec<_>>(), target)
     }
 
-    /// As [`copy_beside`](Self::copy_beside), without the old places having memory to the end.
+    /// As [`copy_beside`](Self::copy_beside), but the old segments give back their pages as these are copied.
     pub(super) fn relocate(&self, plan: &Plan<'_>, target: &Segment) -> Result<()> {
         let places = plan.moves.iter().map(|m| ((m.from.0.memory(), m.from.1), (target.memory(), m.to), m.size));
         let moves: Vec<_> = places.collect();

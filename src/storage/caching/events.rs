@@ -20,13 +20,15 @@ use crate::device::StreamId;
 use std::sync::atomic::Ordering::Relaxed;
 
 pub(super) type Streams = SmallVec<[StreamId; 2]>;
-/// Streams that may still be using a block, with a marker behind that work; none where the driver has made none yet.
+/// Streams that may still be using a block, each with a marker behind that work, or none where the driver has not yet made
+/// one.
 pub(super) type Uses = SmallVec<[(StreamId, Option<Marker>); 2]>;
 
-/// A block that waits for a stream. The ticket is never given twice: the block may settle, be reused and wait again.
+/// A block that waits for a stream. Its ticket is unique, as one block may wait several times.
 #[derive(Debug)]
 struct Waiting {
-    /// Behind the stream's work with the block. None where it has yet to be made, or could not be asked.
+    /// Behind the stream's work with the block. None where it has yet to be made, or its status could not be
+    /// queried.
     marker: Option<Marker>,
     id: u32,
     ticket: u64,
@@ -218,8 +220,8 @@ impl CachingAllocator {
         Ok(())
     }
 
-    /// Reuses blocks that other streams, or a pending one that any stream, may still be using, behind a wait on the device. A
-    /// block that cannot be waited for is pending.
+    /// Takes free blocks of other streams, or one pending block, and has the request's stream wait on the device until the
+    /// streams that may still use them are done. A block for which that wait cannot be enqueued becomes pending instead.
     pub(super) fn take_with_wait(&self, request: &Request) -> Option<Block> {
         let (block, mut uses) = {
             let mut core = self.lock_folded();

@@ -25,7 +25,7 @@ impl Heap {
 
     /// The free blocks from one on, as long as they adjoin.
     fn run(&self, first: u32) -> impl Iterator<Item = u32> + '_ {
-        let is_free = |id: &u32| self.table[*id as usize].usage() == Use::Free; // that of none is vacant
+        let is_free = |id: &u32| self.table[*id as usize].usage() == Use::Free; // the entry behind the last one, `NONE`, is vacant
         std::iter::successors(Some(first), move |&id| Some(self.table[id as usize].next).filter(is_free))
     }
 
@@ -88,8 +88,8 @@ impl Core {
         !self.heap.unused_in_parts(0).is_empty()
     }
 
-    /// Makes one block of each unused segment that several streams freed, if all of them but one are known to be done: it
-    /// is that one's. What counts as long unused begins now.
+    /// Makes one block of each unused segment that several streams freed, if all of them but one are known to be done. The
+    /// block belongs to that one, and counts as unused from now on.
     pub(super) fn unite_unused(&mut self, progress: impl Fn(StreamId) -> Progress) {
         for first in self.heap.unused_in_parts(0) {
             let parts: Vec<u32> = self.heap.run(first).collect();
@@ -99,7 +99,7 @@ impl Core {
             let home = arenas.iter().copied().find(busy).unwrap_or(arenas[0]);
             if arenas.iter().all(|arena| *arena == home || !busy(arena)) {
                 let apart = parts.into_iter().zip(arenas).filter(|(_, arena)| *arena != home);
-                apart.for_each(|(id, _)| self.heap.rehome(id, home)); // merges with what is home already, nothing else
+                apart.for_each(|(id, _)| self.heap.rehome(id, home)); // merges only with neighbours that are in that arena
             }
         }
     }

@@ -8,7 +8,7 @@
 use std::sync::{Arc, PoisonError};
 
 use super::super::allocator::{Allocator, Block};
-use super::super::driver::MemoryKind;
+use super::super::driver::{Failure, MemoryKind};
 use super::super::history::TraceAction;
 use super::super::segment::Segment;
 use super::copies::{Stranded, TRIES};
@@ -19,7 +19,7 @@ use crate::{Error, Result};
 use std::any::Any;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Room that is held for a block, and the number of its entry.
+/// A reserved range of a segment for a block that comes back; `id` is the reservation's entry in the table.
 struct Room {
     id: u32,
     segment: Arc<Segment>,
@@ -59,8 +59,8 @@ impl CachingAllocator {
         })
     }
 
-    /// Brings back every block that is kept on the host, if there is memory; for who compacts. What was given back there
-    /// goes.
+    /// Brings back every block that is kept on the host, if there is memory; called by compaction. Host copies of
+    /// tensors that were dropped are freed as well.
     pub(super) fn restore_all(&self) {
         self.drop_spilled();
         let spilled = self.lock().spilled();
@@ -117,13 +117,16 @@ impl CachingAllocator {
 
     /// Room for a block that is kept on the host, in a segment of its own.
     fn make_for(&self, id: u32, size: usize) -> Result<Room> {
-        let memory = self.make(size).map_err(|why| Error::OutOfMemory {
-            device: self.driver.device(),
-            requested: size,
-            detail: format!(
-                "a tensor of that size is kept on the host since it had to make room: it can be read, and comes back when the \
-                 device has memory for it ({why})"
-            ),
+        let memory = self.make(size).map_err(|why| match why {
+            Failure::Other(error) => error,
+            full => Error::OutOfMemory {
+                device: self.driver.device(),
+                requested: size,
+                detail: format!(
+                    "a tensor of that size is kept on the host since it had to make room: it can be read, and comes back when \
+                     the device has memory for it ({full})"
+                ),
+            },
         })?;
         let mut core = self.lock_folded();
         let home = core.home(id);
@@ -152,7 +155,7 @@ impl Core {
         self.spilled().into_iter().map(|id| self.heap.table[id as usize].size() as u64).sum()
     }
 
-    /// The right to move a block that is kept on the host; none if it is not, and the size of one in use at this moment.
+    /// Locks a block that is kept on the host for moving. `None` if it is not there, `Err` with its size if it is in use now.
     fn lock_spilled<'a>(&mut self, id: u32) -> Result<Option<Move<'a>>, usize> {
         let entry = self.heap.table[id as usize];
         if entry.usage() != Use::Live || self.heap.held(id).pool != SPILLED {
@@ -227,7 +230,7 @@ impl Core {
 }
 
 impl Heap {
-    /// Moves a live block out of its segment into one of its own, in the pool of those on the host. Its place is held.
+    /// Moves a live block out of its segment into one of its own, in the pool of those on the host. Its old place stays reserved.
     fn move_out(&mut self, id: u32, segment: Arc<Segment>) {
         let entry = self.table[id as usize];
         let size = entry.size();
@@ -248,7 +251,7 @@ impl Heap {
         self.segments[at as usize] = Some(held);
     }
 
-    /// Puts a block where another of its size is, which is nowhere then.
+    /// Gives entry `id` the place of entry `of`, which has the same size and is left without one.
     fn take_place(&mut self, id: u32, of: u32) {
         let Entry { segment, prev, next, .. } = self.table[of as usize];
         let offset = self.table[of as usize].offset();

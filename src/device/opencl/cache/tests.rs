@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::sync::Barrier;
 use std::thread;
 
+use super::super::mutate::{self, Random, mutated};
 use super::*;
 
 /// A cache in a folder of its own, that is closed to others.
@@ -86,36 +87,24 @@ fn what_is_stored_is_loaded_under_its_name_alone() {
     refused(&cache, &found, io::ErrorKind::InvalidData);
 }
 
-/// Cut short, longer, with bits flipped, with ranges of another file: whatever is changed, nothing is loaded.
+/// Whatever is changed, nothing is loaded. `CLAYSTONE_MUTATIONS` says how many inputs are tried.
 #[test]
 fn no_damaged_file_is_loaded() {
     let (dir, cache) = cache();
     let contents: Vec<u8> = (0..2000u32).flat_map(u32::to_le_bytes).collect();
     let path = cache.store(&name(1), &contents).unwrap();
-    let whole = fs::read(&path).unwrap();
-    let other = seal(&name(2), &contents.iter().rev().copied().collect::<Vec<_>>());
-    let mut state = 1u64;
-    let mut random = |below: usize| {
-        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        (state >> 33) as usize % below
-    };
-    for round in 0..5000 {
-        let mut bytes = whole.clone();
-        let at = if round % 2 == 0 { random(64) } else { random(whole.len()) };
-        match round % 5 {
-            0 => bytes.truncate(at),
-            1 => bytes[at] ^= 1 << random(8),
-            2 => bytes.extend_from_slice(&other[..1 + at]),
-            3 => bytes[at..].copy_from_slice(&other[at..]),
-            _ => _ = bytes.drain(..1 + at),
-        }
-        if bytes == whole {
+    let reversed: Vec<u8> = contents.iter().rev().copied().collect();
+    let whole = [fs::read(&path).unwrap(), seal(&name(2), &reversed), seal(&name(1), b"short")];
+    let mut random = Random(0);
+    for _ in 0..mutate::count(2000) {
+        let bytes = mutated(&mut random, &whole);
+        if whole.contains(&bytes) {
             continue;
         }
         fs::write(&path, &bytes).unwrap();
         refused(&cache, &name(1), io::ErrorKind::InvalidData);
     }
-    fs::write(dir.path().join(name(1)), &whole).unwrap();
+    fs::write(dir.path().join(name(1)), &whole[0]).unwrap();
     assert_eq!(cache.load(&name(1)).unwrap(), contents);
 }
 
