@@ -110,7 +110,7 @@ fn memory_descriptors_and_the_cache_stay_as_they_are() {
     let options = HistoryOptions { enabled: Recording::All, max_entries: 10_000, ..Default::default() };
     for device in devices() {
         device.record_memory_history(options).unwrap();
-        train(device, 0, |step| step < SIZES, &steps).unwrap(); // compiles what the threads need
+        train(device, 0, |step| step < SIZES, &AtomicU64::new(0)).unwrap(); // compiles what the threads need
     }
     let mut samples = Vec::new();
     thread::scope(|scope| {
