@@ -37,14 +37,16 @@
 //! `+ - * /` on tensors panic with the same sentence.
 #![warn(missing_docs)]
 
+pub mod autograd;
+mod backend;
+pub mod device;
 mod dtype;
 mod error;
+pub mod expr;
 mod file;
 mod graph;
-
-pub mod autograd;
-pub mod device;
 pub mod io;
+mod layout;
 pub mod nn;
 pub mod ops;
 pub mod optim;
@@ -52,18 +54,18 @@ pub mod storage;
 pub mod tensor;
 pub mod tune;
 
+pub use crate::ops::{
+    AvgPoolOptions, BatchNormOptions, ConvOptions, ConvTransposeOptions, CrossEntropy, Expr, Generator, Interpolation,
+    LossReduction, MaxPoolOptions, Padding, ReduceDims, Seed, autocast, autocast_dtype, can_cast, get_default_dtype,
+    get_float32_matmul_precision, manual_seed, promote_types, result_type, set_default_dtype,
+    set_float32_matmul_precision, with_generator,
+};
 pub use autograd::{enable_grad, is_grad_enabled, no_grad, set_grad_enabled};
 pub use device::{Device, Kernel, Stream, with_stream};
 pub(crate) use dtype::{Compute, elements};
 pub use dtype::{DType, Element, Scalar};
 pub use error::{Error, Result};
 pub use graph::Graph;
-pub use ops::{
-    AvgPoolOptions, BatchNormOptions, ConvOptions, ConvTransposeOptions, CrossEntropy, Expr, Generator, Interpolation,
-    LossReduction, MaxPoolOptions, Padding, ReduceDims, Seed, autocast, autocast_dtype, can_cast, get_default_dtype,
-    get_float32_matmul_precision, manual_seed, promote_types, result_type, set_default_dtype,
-    set_float32_matmul_precision, with_generator,
-};
 pub use tensor::{Assigned, HostArray, Index, Indices, NewShape, PadMode, Shape, Tensor, TensorOptions};
 
 /// The README's example runs as a doctest.

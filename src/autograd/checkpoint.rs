@@ -6,7 +6,7 @@ use super::Saved;
 use super::modes::{enable_grad, is_grad_enabled, sketching};
 use super::node::{Node, next_seq};
 use super::record::record_of_nodes;
-use crate::ops::draws::{recorded, replayed};
+use crate::autograd::rng_replay::{recorded, replayed};
 use crate::{Result, Tensor, autocast, autocast_dtype};
 
 /// `f(inputs)` without keeping what its operations save for backward: `f` runs once more in backward, with the same random

@@ -13,10 +13,6 @@
 //! One file a subject: `node` is the graph, `record` how operations enter it, `backward` the walk, `context` what a closure
 //! sees of it. The others are what users do with it.
 
-use smallvec::SmallVec;
-
-use crate::{Error, Result, Tensor};
-
 mod backward;
 mod check;
 mod checkpoint;
@@ -27,6 +23,13 @@ mod hooks;
 mod modes;
 mod node;
 mod record;
+pub(crate) mod rng_replay;
+
+use smallvec::SmallVec;
+
+use crate::{Error, Result, Tensor};
+use hooks::Retained;
+use node::{Leaf, State};
 
 pub use check::{gradcheck, gradgradcheck};
 pub use checkpoint::{checkpoint, checkpoint_sequential};
@@ -39,9 +42,6 @@ pub(crate) use node::{Factor, Node};
 pub(crate) use record::{
     Saved, check_in_place, is_tracked, record, record_twice, record_unary_twice, record_with_factor,
 };
-
-use hooks::Retained;
-use node::{Leaf, State};
 
 /// The gradients of an operation's inputs, in order; None where none flows or none was wanted.
 pub(crate) type Gradients = SmallVec<[Option<Tensor>; 3]>;

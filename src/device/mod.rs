@@ -21,20 +21,19 @@
 //! is in there, it is closed to them. What a file holds that is damaged, another user's, a link or the file of another
 //! kernel is compiled anew.
 
+pub(crate) mod cpu;
+mod info;
+pub(crate) mod opencl;
+pub(crate) mod stream;
+
 use std::cell::Cell;
 use std::fmt;
 
 use crate::error::Excerpt;
 use crate::{Error, Result};
 
-pub(crate) mod cpu;
-mod info;
-mod kernel;
-pub(crate) mod opencl;
-pub(crate) mod stream;
-
+pub use crate::backend::opencl::user_kernel::{Kernel, KernelCall, KernelScalar};
 pub use info::{DeviceInfo, DeviceKind};
-pub use kernel::{Kernel, KernelCall, KernelScalar};
 pub use opencl::ProgramCache;
 pub use stream::{Event, Stream, StreamId, with_stream};
 

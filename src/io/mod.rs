@@ -10,18 +10,15 @@
 //! little more than its own size. An archive that claims to hold far more than its size is decompressed once to see that it
 //! does, before its tensors are made.
 
+mod npy;
+mod npz;
+mod safetensors;
+pub(crate) mod state;
+
 use std::fmt::Display;
 use std::fs::File;
 use std::io::{self, BufWriter, Read, Write};
 use std::path::Path;
-
-mod npy;
-mod npz;
-mod safetensors;
-
-pub use self::npy::{read_npy, write_npy};
-pub use self::npz::{read_npz, write_npz};
-pub use self::safetensors::{SafeTensors, read_safetensors, write_safetensors};
 
 use crate::error::Excerpt;
 use crate::file::NewFile;
@@ -29,6 +26,10 @@ use crate::nn::StateDict;
 use crate::storage::Storage;
 use crate::tensor::Layout;
 use crate::{DType, Device, Error, Result, Shape, Tensor};
+
+pub use self::npy::{read_npy, write_npy};
+pub use self::npz::{read_npz, write_npz};
+pub use self::safetensors::{SafeTensors, read_safetensors, write_safetensors};
 
 /// Elements pass through a buffer of this size.
 const PIECE: usize = 4 << 20;

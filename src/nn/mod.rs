@@ -11,26 +11,25 @@ mod embedding;
 pub mod functional;
 pub mod init;
 mod linear;
-pub(crate) mod loss;
 mod norm;
 mod part;
 mod pool;
 mod rnn;
 mod sequential;
-mod state;
 
+pub use crate::io::state::{IncompatibleKeys, StateDict};
 pub use attention::{AttentionMasks, MultiheadAttention};
 pub use conv::{Conv1d, Conv2d, ConvTranspose2d};
 pub use embedding::Embedding;
 pub use linear::{Activation, Linear};
 pub use norm::{BatchNorm, BatchNorm1d, BatchNorm2d, GroupNorm, LayerNorm, RmsNorm};
+
 #[doc(hidden)]
 pub use part::joined;
 pub use part::{Buffer, Mode, Part, Role};
 pub use pool::{AdaptiveAvgPool2d, AvgPool2d, Flatten, MaxPool2d};
 pub use rnn::{Gru, Lstm, Rnn, RnnOptions};
 pub use sequential::{Dropout, Dropout2d, Func, Sequential, func};
-pub use state::{IncompatibleKeys, StateDict};
 
 use std::collections::HashSet;
 

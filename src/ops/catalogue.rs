@@ -8,37 +8,37 @@ use std::collections::HashMap;
 use std::fmt::Write as _;
 use std::sync::OnceLock;
 
-use super::arguments::{Args, Argument};
-use super::table::{Accepts, Output, ROWS, Row};
+use crate::expr::table::{Accepts, Output, ROWS, Row};
+use crate::ops::dispatch::arguments::{Args, Argument};
 use crate::{DType, Error, Result, Tensor};
 
 /// The lists of all families, in the order of the documentation.
 const FAMILIES: &[&[Operation]] = &[
     crate::tensor::OPERATIONS,
-    super::distributions::OPERATIONS,
-    super::copy::OPERATIONS,
-    super::pointwise::OPERATIONS,
-    super::row::OPERATIONS,
+    crate::ops::random::distributions::OPERATIONS,
+    crate::ops::elementwise::copy::OPERATIONS,
+    crate::ops::elementwise::pointwise::OPERATIONS,
+    crate::ops::nn::softmax::OPERATIONS,
     super::reduce::table::OPERATIONS,
     super::reduce::statistics::OPERATIONS,
-    super::scan::OPERATIONS,
+    crate::ops::reduce::scan::OPERATIONS,
     super::sort::OPERATIONS,
-    super::order::OPERATIONS,
-    super::count::OPERATIONS,
-    super::gather::OPERATIONS,
-    super::gather::WRITES,
-    super::gather::REDUCTIONS,
-    super::gather::SEVERAL,
-    super::matmul::OPERATIONS,
-    super::linalg::OPERATIONS,
-    super::einsum::OPERATIONS,
-    super::distance::OPERATIONS,
-    super::attention::OPERATIONS,
-    super::conv::OPERATIONS,
-    super::pool::OPERATIONS,
-    super::norm::OPERATIONS,
-    super::interpolate::OPERATIONS,
-    crate::nn::loss::OPERATIONS,
+    crate::ops::sort::select::OPERATIONS,
+    crate::ops::index::nonzero::OPERATIONS,
+    crate::ops::index::gather::OPERATIONS,
+    crate::ops::index::gather::WRITES,
+    crate::ops::index::gather::REDUCTIONS,
+    crate::ops::index::gather::SEVERAL,
+    crate::ops::linalg::matmul::OPERATIONS,
+    crate::ops::linalg::products::OPERATIONS,
+    crate::ops::linalg::einsum::OPERATIONS,
+    crate::ops::linalg::distance::OPERATIONS,
+    crate::ops::nn::attention::OPERATIONS,
+    crate::ops::nn::conv::OPERATIONS,
+    crate::ops::nn::pool::OPERATIONS,
+    crate::ops::nn::norm::OPERATIONS,
+    crate::ops::nn::interpolate::OPERATIONS,
+    crate::ops::nn::loss::OPERATIONS,
 ];
 
 /// What an operation is about.
@@ -276,7 +276,7 @@ impl Operation {
     }
 
     /// The method of this name.
-    pub(super) fn run(&self, tensors: &[&Tensor], arguments: &[Argument]) -> Result<Vec<Tensor>> {
+    pub(crate) fn run(&self, tensors: &[&Tensor], arguments: &[Argument]) -> Result<Vec<Tensor>> {
         for (given, most, what) in [
             (tensors.len(), self.max_tensors, "tensors"),
             (arguments.len(), self.max_arguments, "arguments besides tensors"),
@@ -337,7 +337,7 @@ pub fn operations() -> &'static [Operation] {
     ALL.get_or_init(|| {
         let mut all: Vec<Operation> = FAMILIES.iter().flat_map(|family| family.iter().cloned()).collect();
         all.extend(ROWS.iter().copied().flat_map(of_row));
-        for &(name, row) in super::pointwise::ALIASES {
+        for &(name, row) in crate::ops::elementwise::pointwise::ALIASES {
             let same = all.iter().find(|op| op.name == row).expect("aliases name rows");
             all.push(Operation { name, torch: name, ..same.clone() });
         }
@@ -347,7 +347,7 @@ pub fn operations() -> &'static [Operation] {
 }
 
 /// The operation of this name.
-pub(super) fn find(name: &str) -> Option<&'static Operation> {
+pub(crate) fn find(name: &str) -> Option<&'static Operation> {
     static BY_NAME: OnceLock<HashMap<&'static str, &'static Operation>> = OnceLock::new();
     BY_NAME.get_or_init(|| operations().iter().map(|op| (op.name, op)).collect()).get(name).copied()
 }

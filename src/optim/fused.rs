@@ -7,8 +7,8 @@ use smallvec::SmallVec;
 use super::Optimizer;
 use super::flat::{Flat, Parts, Run};
 use crate::error::for_each_part;
+use crate::expr::program::Program;
 use crate::nn::StateDict;
-use crate::ops::program::Program;
 use crate::ops::{Params, apply_into, formulas};
 use crate::{DType, Device, Error, Expr, Graph, Result, Scalar, Tensor, no_grad};
 

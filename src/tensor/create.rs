@@ -5,8 +5,8 @@ use pulp::{Arch, Simd, WithSimd};
 
 use super::Layout;
 use super::options::TensorOptions;
+use crate::backend::opencl::sequence::Sequence;
 use crate::device::cpu::parallel;
-use crate::ops::sequence::Sequence;
 use crate::storage::{Storage, with_host};
 use crate::{DType, Device, Element, Error, Result, Scalar, Shape, Tensor};
 

@@ -161,7 +161,7 @@ impl Indices for &[Index] {
     }
 }
 
-pub(super) fn indexed(op: &'static str, layout: &Layout, items: &[Index]) -> Result<Layout> {
+pub(crate) fn indexed(op: &'static str, layout: &Layout, items: &[Index]) -> Result<Layout> {
     let rank = layout.shape.rank();
     let used = items.iter().filter(|i| matches!(i, Index::At(_) | Index::Range { .. } | Index::Step { .. })).count();
     let ellipses = items.iter().filter(|&&i| i == Index::Ellipsis).count();

@@ -9,37 +9,32 @@
 //! differently, `join` and `pad` put them together, `convert` moves them between dtypes, devices and ndarray, `host` shows them to the host without a lock,
 //! `display` prints them.
 
-use std::sync::Arc;
-
-use crate::{DType, Device, Result, Stream, autograd::Node, storage::Storage};
-
-mod assign;
 mod convert;
 mod create;
 mod display;
 mod host;
-mod index;
-mod join;
-pub(crate) mod layout;
-mod operations;
+pub(crate) mod index;
 mod operators;
 mod options;
-mod pad;
 mod pieces;
-pub(crate) mod shape;
-mod triangle;
 mod view;
 mod window;
 
-pub use assign::Assigned;
+use std::sync::Arc;
+
+use crate::autograd::Node;
+use crate::storage::Storage;
+use crate::{DType, Device, Result, Stream};
+
+pub(crate) use crate::layout::Layout;
+pub(crate) use crate::layout::shape::Dims;
+pub use crate::layout::shape::{NewShape, Shape};
+pub use crate::ops::index::assign::Assigned;
+pub(crate) use crate::ops::shape::operations::OPERATIONS;
+pub use crate::ops::shape::pad::PadMode;
 pub use host::HostArray;
 pub use index::{Index, Indices};
-pub(crate) use layout::Layout;
-pub(crate) use operations::OPERATIONS;
 pub use options::TensorOptions;
-pub use pad::PadMode;
-pub(crate) use shape::Dims;
-pub use shape::{NewShape, Shape};
 
 /// A multi-dimensional array on a device.
 ///

@@ -5,9 +5,9 @@
 
 use smallvec::SmallVec;
 
-use super::shape::{Dims, NewShape};
 use super::{Layout, Shape};
 use crate::autograd::record_unary_twice;
+use crate::layout::shape::{Dims, NewShape};
 use crate::{Error, ReduceDims, Result, Tensor};
 
 impl Tensor {
@@ -22,7 +22,7 @@ impl Tensor {
     }
 
     /// The view that `pick` makes of this layout, which has each element at most once: the gradient of the others is zero.
-    pub(super) fn picked(
+    pub(crate) fn picked(
         &self,
         op: &'static str,
         pick: impl Fn(&Layout) -> Result<Layout> + Clone + Send + Sync + 'static,
@@ -33,7 +33,7 @@ impl Tensor {
     }
 
     /// Zeros of `shape` with this tensor where `pick` says: the opposite of [`picked`](Tensor::picked).
-    pub(super) fn placed(
+    pub(crate) fn placed(
         &self,
         op: &'static str,
         shape: &Shape,

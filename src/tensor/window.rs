@@ -1,8 +1,8 @@
 //! Views that repeat elements: sliding windows, and strides of the caller's own.
 
 use super::Layout;
-use super::shape::Shape;
 use crate::autograd::{is_tracked, record_unary_twice};
+use crate::layout::shape::Shape;
 use crate::{DType, Error, Result, Tensor};
 
 /// Longer steps are no strides: no storage is as large.

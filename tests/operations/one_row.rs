@@ -25,7 +25,7 @@ fn it_is_written_in_one_file() {
     assert!(all.len() > 100);
     let names_it = |path: &&PathBuf| String::from_utf8_lossy(&std::fs::read(path).expect("a file")).contains(NAME);
     let naming: Vec<&PathBuf> = all.iter().filter(names_it).collect();
-    assert_eq!(naming, [&root.join("src/ops/rows.rs")]);
+    assert_eq!(naming, [&root.join("src/expr/rows.rs")]);
 }
 
 #[test]

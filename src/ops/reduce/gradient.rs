@@ -5,9 +5,9 @@ use smallvec::SmallVec;
 use super::table::{Gradient, ReductionRow, rows};
 use super::{Mask, ReduceDims, reduce, reduced_count, reduced_shape, spread};
 use crate::autograd::{self, Saved};
-use crate::ops::autocast::widened;
+use crate::expr::Expr;
+use crate::ops::dispatch::autocast::widened;
 use crate::ops::elementwise::{Params, apply, apply_tracked};
-use crate::ops::expr::Expr;
 use crate::tensor::Shape;
 use crate::{DType, Device, Result, Scalar, Tensor};
 
@@ -30,7 +30,7 @@ impl ReductionRow {
 }
 
 /// A row on a tensor, recorded where it is tracked.
-pub(super) fn apply_reduction(
+pub(crate) fn apply_reduction(
     row: &'static ReductionRow,
     x: &Tensor,
     dims: &ReduceDims,

@@ -3,18 +3,18 @@
 use smallvec::SmallVec;
 
 use super::ReduceDims;
-use super::plan::Plan;
 use crate::autograd::{self, Saved};
+use crate::backend::problem::reduction::Plan;
+use crate::expr::Expr;
 use crate::ops::catalogue::{Dtypes, Gives, Kind, Operation};
+use crate::ops::dispatch::registry::{replaced, replaced_several};
 use crate::ops::elementwise::{Params, apply};
-use crate::ops::expr::Expr;
-use crate::ops::norm;
+use crate::ops::nn::norm;
 use crate::ops::pair;
-use crate::ops::registry::{replaced, replaced_several};
 use crate::tensor::Layout;
 use crate::{DType, Device, Result, Scalar, Tensor};
 
-pub(in crate::ops) static OPERATIONS: &[Operation] = &[
+pub(crate) static OPERATIONS: &[Operation] = &[
     Operation::new("var", "var", Kind::Reduction, Dtypes::Floats, Gives::Same, (1, 3), |a| {
         a.x(0)?.var(a.dims(0)?, a.size(1)?, a.bool(2)?)
     })

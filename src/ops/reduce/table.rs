@@ -7,10 +7,10 @@
 use std::fmt;
 use std::sync::OnceLock;
 
+use crate::expr::Expr;
+use crate::expr::program::Program;
 use crate::ops::catalogue::{Dtypes, Gives, Kind, Operation};
-use crate::ops::expr::Expr;
-use crate::ops::program::Program;
-use crate::ops::reductions::reductions;
+use crate::ops::reduce::reductions::reductions;
 use crate::{Compute, DType, Error, Result};
 
 /// How elements come together.
@@ -26,14 +26,14 @@ pub(crate) enum Combination {
 }
 
 impl Combination {
-    pub(super) fn is_arg(self) -> bool {
+    pub(crate) fn is_arg(self) -> bool {
         matches!(self, Combination::ArgMax | Combination::ArgMin)
     }
 }
 
 /// What becomes of an element before.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Element {
+pub(crate) enum Element {
     Itself,
     /// 1 where it is not zero, else 0: its kernels are written out.
     Truth,
@@ -42,22 +42,22 @@ pub(super) enum Element {
 
 /// What a launch does.
 #[derive(Debug, Clone)]
-pub(super) struct Rule {
-    pub(super) combination: Combination,
-    pub(super) element: Element,
+pub(crate) struct Rule {
+    pub(crate) combination: Combination,
+    pub(crate) element: Element,
     /// Of the result, input 0, and the number of elements, scalar 0; None where it stays as it is.
-    pub(super) finish: Option<Expr>,
+    pub(crate) finish: Option<Expr>,
     /// Whether it accumulates in i64 whatever the elements are.
     counts: bool,
 }
 
 impl Rule {
-    pub(super) fn accumulator(&self, dtype: DType) -> Compute {
+    pub(crate) fn accumulator(&self, dtype: DType) -> Compute {
         if self.counts { Compute::I64 } else { dtype.compute() }
     }
 
     /// What gives partial results, and what reduces those.
-    pub(super) fn stages(&self) -> (Rule, Rule) {
+    pub(crate) fn stages(&self) -> (Rule, Rule) {
         (Rule { finish: None, ..self.clone() }, Rule { element: Element::Itself, ..self.clone() })
     }
 }
@@ -66,7 +66,7 @@ impl Rule {
 type Slope = fn(&Expr, &Expr, &Expr, &Expr) -> Expr;
 
 /// How the gradient comes back.
-pub(super) enum Gradient {
+pub(crate) enum Gradient {
     None,
     Each(Slope),
     /// In equal parts to the elements that the result equals.
@@ -90,8 +90,8 @@ pub struct ReductionRow {
     pub domain: (f64, f64),
     /// The operation in f64 on the elements of one result, written without [`Expr`].
     pub reference: fn(&[f64]) -> f64,
-    pub(super) of_nothing: Option<f64>,
-    pub(super) gradient: Gradient,
+    pub(crate) of_nothing: Option<f64>,
+    pub(crate) gradient: Gradient,
     combination: Combination,
     element: fn(&Expr) -> Expr,
     finish: fn(&Expr, &Expr) -> Expr,
@@ -126,18 +126,18 @@ impl ReductionRow {
         })
     }
 
-    pub(super) fn rule(&self) -> &Rule {
+    pub(crate) fn rule(&self) -> &Rule {
         &self.made().rule
     }
 
     /// The gradient's formula, where it has one: of element, result and gradient, and of the number as scalar 0.
-    pub(super) fn slope(&self) -> Option<&Expr> {
+    pub(crate) fn slope(&self) -> Option<&Expr> {
         self.made().slope.as_ref()
     }
 
     /// Whether the result may be far greater than the elements: that of sums and products, not of means. Autocast widens
     /// halves there.
-    pub(super) fn grows(&self) -> bool {
+    pub(crate) fn grows(&self) -> bool {
         self.made().grows
     }
 
@@ -147,7 +147,7 @@ impl ReductionRow {
     }
 
     /// The dtype of the result.
-    pub(super) fn output(&self, dtype: DType) -> Result<DType> {
+    pub(crate) fn output(&self, dtype: DType) -> Result<DType> {
         if self.takes.contain(dtype) {
             return Ok(self.gives.of(dtype));
         }
@@ -172,11 +172,11 @@ macro_rules! define {
     )*) => {
         /// Every row by its name.
         #[allow(non_upper_case_globals)]
-        pub(in crate::ops) mod rows {
+        pub(crate) mod rows {
             use std::sync::OnceLock;
             use super::{Combination, Dtypes, Gives, Gradient, ReductionRow};
             $(
-                pub(in crate::ops) static $name: ReductionRow = ReductionRow {
+                pub(crate) static $name: ReductionRow = ReductionRow {
                     name: stringify!($name),
                     doc: concat!($($doc, "\n"),+),
                     takes: Dtypes::$takes,
@@ -196,7 +196,7 @@ macro_rules! define {
         /// Every reduction, in the order of the documentation.
         pub static REDUCTIONS: &[&ReductionRow] = &[$(&rows::$name),*];
 
-        pub(in crate::ops) static OPERATIONS: &[Operation] = &[$(
+        pub(crate) static OPERATIONS: &[Operation] = &[$(
             entry!(
                 $gradient
                 Operation::new(stringify!($name), $torch, Kind::Reduction, Dtypes::$takes, Gives::$gives, (1, 2), |a| {
@@ -245,4 +245,4 @@ macro_rules! methods {
     };
 }
 
-pub(super) use methods;
+pub(crate) use methods;

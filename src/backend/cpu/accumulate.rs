@@ -1,0 +1,259 @@
+//! A stretch of elements as one value: several accumulators in vector registers, written out, because the compiler makes
+//! scalars of arrays of accumulators.
+
+use pulp::{Arch, Simd, WithSimd};
+
+use crate::Compute;
+use crate::backend::cpu::scalar::Lane;
+
+/// Vectors that are accumulated side by side, so that one addition need not wait for the one before.
+const SIDE: usize = 8;
+/// Elements that are accumulated on their own before they meet the others: sums of many stay as good as those of few.
+const PART: usize = 1 << 10;
+
+/// How two partial results become one.
+pub(crate) trait Combine {
+    fn neutral<C: Lane>() -> C;
+    fn combine<C: Lane>(a: C, b: C) -> C;
+    fn f32s<V: Simd>(simd: V, a: V::f32s, b: V::f32s) -> V::f32s;
+    fn f64s<V: Simd>(simd: V, a: V::f64s, b: V::f64s) -> V::f64s;
+}
+
+macro_rules! combines {
+    ($($name:ident: $neutral:expr, $method:ident; |$v:ident, $a:ident, $b:ident| $f32s:expr, $f64s:expr;)*) => { $(
+        pub(crate) struct $name;
+        impl Combine for $name {
+            fn neutral<C: Lane>() -> C {
+                C::from_f64($neutral)
+            }
+            #[inline(always)]
+            fn combine<C: Lane>(a: C, b: C) -> C {
+                a.$method(b)
+            }
+            #[inline(always)]
+            fn f32s<V: Simd>($v: V, $a: V::f32s, $b: V::f32s) -> V::f32s {
+                $f32s
+            }
+            #[inline(always)]
+            fn f64s<V: Simd>($v: V, $a: V::f64s, $b: V::f64s) -> V::f64s {
+                $f64s
+            }
+        }
+    )* };
+}
+
+// An infinity becomes the least or greatest integer. What is kept of two that are not ordered is `a` where that is NaN.
+combines! {
+    Add: 0.0, add; |v, a, b| v.add_f32s(a, b), v.add_f64s(a, b);
+    Mul: 1.0, mul; |v, a, b| v.mul_f32s(a, b), v.mul_f64s(a, b);
+    Max: f64::NEG_INFINITY, max; |v, a, b|
+        v.select_f32s(v.less_than_or_equal_f32s(a, b), b, v.select_f32s(v.equal_f32s(b, b), a, b)),
+        v.select_f64s(v.less_than_or_equal_f64s(a, b), b, v.select_f64s(v.equal_f64s(b, b), a, b));
+    Min: f64::INFINITY, min; |v, a, b|
+        v.select_f32s(v.greater_than_or_equal_f32s(a, b), b, v.select_f32s(v.equal_f32s(b, b), a, b)),
+        v.select_f64s(v.greater_than_or_equal_f64s(a, b), b, v.select_f64s(v.equal_f64s(b, b), a, b));
+}
+
+macro_rules! in_vectors {
+    ($name:ident, $map:ident, $together:ident, $t:ident, $vectors:ident, $splat:ident, $join:ident) => {
+        #[inline(always)]
+        fn $name<K: Combine, V: Simd>(simd: V, elements: &[$t]) -> $t {
+            let (vectors, rest) = V::$vectors(elements);
+            let mut sums = [simd.$splat(K::neutral()); SIDE];
+            let (whole, last) = vectors.as_chunks::<SIDE>();
+            for chunk in whole {
+                for (sum, x) in sums.iter_mut().zip(chunk) {
+                    *sum = K::$join(simd, *sum, *x);
+                }
+            }
+            for (sum, x) in sums.iter_mut().zip(last) {
+                *sum = K::$join(simd, *sum, *x);
+            }
+            rest.iter().fold($together::<K, V>(simd, sums), |a, &b| K::combine(a, b))
+        }
+
+        /// [`fold_map`] where `C` is this type: as many as the accumulators take are computed, then accumulated.
+        #[inline(always)]
+        fn $map<K: Combine, C: Lane, V: Simd>(simd: V, x: &[C], y: &[C], map: impl Fn(C, C) -> C) -> $t {
+            let mut sums = [simd.$splat(K::neutral()); SIDE];
+            let mut made = sums;
+            let all = size_of_val(&made) / size_of::<C>();
+            let (xs, ys) = (x.chunks_exact(all), y.chunks_exact(all));
+            let (x_rest, y_rest) = (xs.remainder(), ys.remainder());
+            for (x, y) in xs.zip(ys) {
+                let to: &mut [C] = bytemuck::cast_slice_mut(&mut made);
+                to.iter_mut().zip(x.iter().zip(y)).for_each(|(m, (x, y))| *m = map(*x, *y));
+                for (sum, x) in sums.iter_mut().zip(&made) {
+                    *sum = K::$join(simd, *sum, *x);
+                }
+            }
+            let (xs, ys) = (x_rest.chunks_exact(all / SIDE), y_rest.chunks_exact(all / SIDE));
+            let (x_rest, y_rest) = (xs.remainder(), ys.remainder());
+            for (sum, (x, y)) in sums.iter_mut().zip(xs.zip(ys)) {
+                let to: &mut [C] = bytemuck::cast_slice_mut(&mut made[..1]);
+                to.iter_mut().zip(x.iter().zip(y)).for_each(|(m, (x, y))| *m = map(*x, *y));
+                *sum = K::$join(simd, *sum, made[0]);
+            }
+            let mut total = $together::<K, V>(simd, sums);
+            for (x, y) in x_rest.iter().zip(y_rest) {
+                total = K::combine(total, bytemuck::cast(map(*x, *y)));
+            }
+            total
+        }
+
+        /// All lanes of all accumulators as one.
+        #[inline(always)]
+        fn $together<K: Combine, V: Simd>(simd: V, mut sums: [V::$join; SIDE]) -> $t {
+            for half in [4, 2, 1] {
+                for i in 0..half {
+                    sums[i] = K::$join(simd, sums[i], sums[i + half]);
+                }
+            }
+            let lanes: &mut [$t] = bytemuck::cast_slice_mut(&mut sums[..1]);
+            let mut half = lanes.len() / 2;
+            while half > 0 {
+                for i in 0..half {
+                    lanes[i] = K::combine(lanes[i], lanes[i + half]);
+                }
+                half /= 2;
+            }
+            lanes[0]
+        }
+    };
+}
+
+in_vectors!(fold_f32, map_f32, lanes_f32, f32, as_simd_f32s, splat_f32s, f32s);
+in_vectors!(fold_f64, map_f64, lanes_f64, f64, as_simd_f64s, splat_f64s, f64s);
+
+/// All elements as one; a sum of n f32 is off by at most n / 32 + 20 roundings of the sum of magnitudes where vectors
+/// have four lanes, less where they are wider. To be called where code is compiled for `V`.
+#[inline(always)]
+pub(crate) fn fold_in<K: Combine, C: Lane, V: Simd>(simd: V, elements: &[C]) -> C {
+    match C::COMPUTE {
+        Compute::F32 => bytemuck::cast(fold_f32::<K, V>(simd, bytemuck::cast_slice(elements))),
+        Compute::F64 => bytemuck::cast(fold_f64::<K, V>(simd, bytemuck::cast_slice(elements))),
+        Compute::I64 => elements.iter().fold(K::neutral(), |a, &b| K::combine(a, b)),
+    }
+}
+
+/// [`fold_in`] of `map(x, y)`, of long slices in parts of [`PART`] elements.
+#[inline(always)]
+pub(crate) fn fold_map<K: Combine, C: Lane, V: Simd>(simd: V, x: &[C], y: &[C], map: impl Fn(C, C) -> C) -> C {
+    let mut total = K::neutral();
+    for (x, y) in x.chunks(PART).zip(y.chunks(PART)) {
+        let part = match C::COMPUTE {
+            Compute::F32 => bytemuck::cast(map_f32::<K, C, V>(simd, x, y, &map)),
+            Compute::F64 => bytemuck::cast(map_f64::<K, C, V>(simd, x, y, &map)),
+            Compute::I64 => x.iter().zip(y).fold(K::neutral(), |a, (&x, &y)| K::combine(a, map(x, y))),
+        };
+        total = K::combine(total, part);
+    }
+    total
+}
+
+/// [`fold_in`] with the vectors that the processor has.
+pub(crate) fn fold<K: Combine, C: Lane>(elements: &[C]) -> C {
+    // A type, not a closure: a closure that is not inlined is compiled without the vector units.
+    struct Fold<'a, K, C>(&'a [C], std::marker::PhantomData<K>);
+    impl<K: Combine, C: Lane> WithSimd for Fold<'_, K, C> {
+        type Output = C;
+
+        #[inline(always)]
+        fn with_simd<V: Simd>(self, simd: V) -> C {
+            fold_in::<K, C, V>(simd, self.0)
+        }
+    }
+    Arch::new().dispatch(Fold::<K, C>(elements, std::marker::PhantomData))
+}
+
+/// [`fold`] of every `n` elements, or of their squares: each row of `rows` as one of `out`.
+pub(crate) fn fold_rows<K: Combine, C: Lane>(rows: &[C], n: usize, squares: bool, out: &mut [C]) {
+    struct FoldRows<'a, K, C>(&'a [C], usize, bool, &'a mut [C], std::marker::PhantomData<K>);
+    impl<K: Combine, C: Lane> WithSimd for FoldRows<'_, K, C> {
+        type Output = ();
+
+        #[inline(always)]
+        fn with_simd<V: Simd>(self, simd: V) {
+            for (out, row) in self.3.iter_mut().zip(self.0.chunks_exact(self.1)) {
+                *out = match self.2 {
+                    true => fold_map::<K, C, V>(simd, row, row, |x, _| x.mul(x)),
+                    false => fold_in::<K, C, V>(simd, row),
+                };
+            }
+        }
+    }
+    Arch::new().dispatch(FoldRows::<K, C>(rows, n, squares, out, std::marker::PhantomData));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every length up to several vectors a side, against the elements one after another, with NaN at every place.
+    fn checked<C: Lane>(of: impl Fn(usize) -> C, nan: Option<C>) {
+        for n in (0..200).chain([PART - 1, PART, PART + 1, 1009, 4096]) {
+            let x: Vec<C> = (0..n).map(&of).collect();
+            let one_by_one = |f: fn(C, C) -> C, from: C| x.iter().fold(from, |a, &b| f(a, b));
+            assert_eq!(fold::<Add, C>(&x), one_by_one(C::add, C::from_i32(0)), "sum of {n}");
+            assert_eq!(fold::<Max, C>(&x), one_by_one(C::max, Max::neutral()), "greatest of {n}");
+            assert_eq!(fold::<Min, C>(&x), one_by_one(C::min, Min::neutral()), "least of {n}");
+            let Some(nan) = nan else { continue };
+            for at in (0..n).step_by(1 + n / 50) {
+                let mut x = x.clone();
+                x[at] = nan;
+                for got in [fold::<Add, C>(&x), fold::<Max, C>(&x), fold::<Min, C>(&x), fold::<Mul, C>(&x)] {
+                    assert!(got.to_f64().is_nan(), "{at} of {n}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn every_length_and_type() {
+        // Small whole numbers: sums are exact in any order.
+        let of = |i: usize| (i * 7919 % 201) as i32 - 100;
+        checked(|i| of(i) as f32, Some(f32::NAN));
+        checked(|i| f64::from(of(i)), Some(f64::NAN));
+        checked(|i| i64::from(of(i)), None);
+    }
+
+    #[test]
+    fn rows_are_folded_one_by_one() {
+        for n in [1, 7, 64, 100, 127, 128, 129, 300] {
+            let x: Vec<f32> = (0..n * 5).map(|i| (i * 7919 % 201) as f32 - 100.0).collect();
+            let mut out = [0f32; 5];
+            fold_rows::<Max, f32>(&x, n, false, &mut out);
+            assert!(out.iter().zip(x.chunks(n)).all(|(&got, row)| got == fold::<Max, f32>(row)), "{n}");
+            fold_rows::<Add, f32>(&x, n, true, &mut out);
+            // Whole numbers: exact in any order.
+            let squares = |row: &[f32]| row.iter().map(|x| x * x).sum::<f32>();
+            assert!(out.iter().zip(x.chunks(n)).all(|(&got, row)| got == squares(row)), "squares of {n}");
+        }
+    }
+
+    #[test]
+    fn products_and_maps() {
+        let x: Vec<f64> = (0..777).map(|i| 1.0 + f64::from(i % 13) * 1e-3).collect();
+        let want: f64 = x.iter().product();
+        assert!((fold::<Mul, f64>(&x) - want).abs() < 1e-12 * want);
+        assert_eq!(fold::<Mul, i64>(&[3, -4, 5]), -60);
+        struct Dot<'a>(&'a [f64]);
+        impl WithSimd for Dot<'_> {
+            type Output = f64;
+            fn with_simd<V: Simd>(self, simd: V) -> f64 {
+                fold_map::<Add, f64, V>(simd, self.0, self.0, |a, b| a * b)
+            }
+        }
+        let want: f64 = x.iter().map(|v| v * v).sum();
+        assert!((Arch::new().dispatch(Dot(&x)) - want).abs() < 1e-12 * want);
+    }
+
+    #[test]
+    fn sums_stay_within_their_bound() {
+        let x: Vec<f32> = (0..100_000).map(|i| ((i * 7919) % 1009) as f32 / 1009.0 - 0.3).collect();
+        let exact: f64 = x.iter().map(|&v| f64::from(v)).sum();
+        let magnitudes: f64 = x.iter().map(|&v| f64::from(v.abs())).sum();
+        let bound = (x.len() as f64 / 32.0 + 20.0) * f64::from(f32::EPSILON) / 2.0 * magnitudes;
+        assert!((f64::from(fold::<Add, f32>(&x)) - exact).abs() <= bound);
+    }
+}

@@ -1,0 +1,380 @@
+//! Convolutions on the CPU, without columns in memory: jobs of some windows of an image each, whose columns stay in the cache of
+//! the core that multiplies them.
+//!
+//! Of images, windows and a weight that meet in a convolution, each is a product of the other two: [`Conv::windows`] of a
+//! convolution, [`Conv::images`] of a transposed one, [`Conv::weight`] of their gradients. The weight is laid out once for all
+//! jobs. Sums are f32, in an order that depends on the sizes and on the number of threads alone.
+
+pub(crate) mod scratch;
+pub(crate) mod slab;
+pub(crate) mod weight;
+
+use std::borrow::Cow;
+
+use crate::backend::cpu::conv::scratch::with_scratch;
+use crate::backend::cpu::conv::slab::{Images, Part, Slabs, fold};
+use crate::backend::cpu::convert::{load_tile, store_tile};
+use crate::device::count_launch;
+use crate::device::cpu::blocks::{Block, Cut, for_each_block};
+use crate::device::cpu::gemm::alone::{Alone, Left, Right};
+use crate::device::cpu::{parallel, threads};
+use crate::ops::nn::window::{Windows, four};
+use crate::storage::with_host;
+use crate::{DType, Device, Result, Tensor};
+
+/// Elements of slabs and of a product that a job has at a time: they stay in the second-level cache.
+pub(crate) const SLABS: usize = 3 << 15;
+pub(crate) const PRODUCT: usize = 1 << 16;
+/// Windows of a job that are worth one, and jobs for each thread where there are so many.
+pub(crate) const WINDOWS: usize = 128;
+const JOBS: usize = 4;
+/// Up to this many multiplications one thread is done before others have woken up.
+const ALONE: usize = 1 << 19;
+/// Elements that the sums of images have in a job, where these are smaller.
+const SUMS: usize = 1 << 20;
+/// Columns of images, taps of a row, a weight's elements and windows beyond or below which columns are the better way.
+const LONG: usize = 1 << 14;
+const WIDE: usize = 64;
+const LARGE: usize = 1 << 18;
+const MANY: usize = 1 << 10;
+/// What is read behind the last slab: up to a vector.
+pub(crate) const SLACK: usize = 32;
+
+/// Images `[N, groups * inner, image]`, windows `[N, groups * outer, grid]` and a weight `[groups * outer, inner, kernel]`.
+#[derive(Clone)]
+pub(crate) struct Conv {
+    pub(crate) alone: Alone,
+    pub(crate) w: Windows,
+    pub(crate) n: usize,
+    pub(crate) groups: usize,
+    pub(crate) inner: usize,
+    pub(crate) outer: usize,
+}
+
+/// Windows of a job.
+#[derive(Clone, Copy)]
+pub(crate) struct Share {
+    pub(crate) images: usize,
+    rows: usize,
+    columns: usize,
+}
+
+impl Conv {
+    /// If there are kernels for it, something to do, enough windows that every thread has some and that a weight which is larger
+    /// than the caches is worth reading for each job, and rows and kernels of which some fit into these.
+    pub(crate) fn new(w: Windows, images: &Tensor, weight: &Tensor, groups: usize) -> Option<Conv> {
+        let (n, [outer, inner, ..]) = (images.shape().dims()[0], four(weight));
+        let sizes = [n, inner, outer, w.image[0], w.image[1], w.grid[0], w.grid[1], w.kernel[0], w.kernel[1]];
+        let floats = matches!(images.dtype, DType::F32 | DType::F16 | DType::BF16);
+        if images.device() != Device::Cpu || !floats || sizes.contains(&0) {
+            return None;
+        }
+        if w.image[1].max(w.grid[1]) > LONG
+            || w.kernel[1] > WIDE
+            || (weight.numel() > LARGE && n.saturating_mul(w.grid[0] * w.grid[1]) < MANY)
+        {
+            return None;
+        }
+        let conv = Conv { alone: Alone::get()?, w, n, groups, inner, outer: outer / groups };
+        let pieces = conv.plane().div_ceil(WINDOWS);
+        let pieces = if w.grid[0] == 1 { pieces } else { pieces.min(w.grid[0]) };
+        (conv.is_small() || n * groups * pieces >= threads()).then_some(conv)
+    }
+
+    pub(crate) fn taps(&self) -> usize {
+        self.w.kernel[0] * self.w.kernel[1]
+    }
+
+    pub(crate) fn plane(&self) -> usize {
+        self.w.grid[0] * self.w.grid[1]
+    }
+
+    fn image(&self) -> usize {
+        self.w.image[0] * self.w.image[1]
+    }
+
+    /// Whether one thread should do it.
+    pub(crate) fn is_small(&self) -> bool {
+        [self.n, self.groups, self.plane(), self.outer, self.inner, self.taps()]
+            .into_iter()
+            .fold(1, usize::saturating_mul)
+            <= ALONE
+    }
+
+    /// Images that a job has together because they are small, as many in each thread's jobs.
+    pub(crate) fn together(&self) -> usize {
+        let images = (2 * WINDOWS / self.plane()).min(self.n.div_ceil(threads())).max(1);
+        self.n.div_ceil(self.n.div_ceil(images).next_multiple_of(threads()))
+    }
+
+    /// How windows are shared out, up to about `most` of them a job; those of an image in `pieces` pieces, unless these are too
+    /// small.
+    pub(crate) fn share(&self, images: usize, most: usize, pieces: usize) -> Share {
+        let ([rows, columns], plane) = (self.w.grid, self.plane());
+        if images > 1 {
+            return Share { images, rows, columns };
+        }
+        let pieces = plane.div_ceil(most).max(pieces.min(plane.div_ceil(WINDOWS)));
+        match rows {
+            1 => Share { images, rows, columns: self.alone.whole(columns.div_ceil(pieces)).min(columns) },
+            _ => Share { images, rows: rows.div_ceil(pieces), columns },
+        }
+    }
+
+    /// The windows of piece `piece` of those `images` that begin with the given one.
+    pub(crate) fn part(&self, share: Share, image: usize, piece: usize) -> Part {
+        let [rows, columns] = self.w.grid;
+        let (row, column) = match rows {
+            1 => (0, piece * share.columns),
+            _ => (piece * share.rows, 0),
+        };
+        Part {
+            images: image..self.n.min(image + share.images),
+            rows: row..rows.min(row + share.rows),
+            columns: column..columns.min(column + share.columns),
+        }
+    }
+
+    /// Pieces of an image that a share has.
+    pub(crate) fn pieces(&self, share: Share) -> usize {
+        self.w.grid[0].div_ceil(share.rows) * self.w.grid[1].div_ceil(share.columns)
+    }
+
+    /// Channels whose slabs stay in the cache together, of up to `most`.
+    pub(crate) fn channels(&self, share: Share, most: usize) -> usize {
+        let slabs = self.w.kernel[1] * slab::apart(&self.w, &self.part(share, 0, 0));
+        even(most, SLABS / slabs)
+    }
+
+    /// Every window's products with the weight, summed, plus the bias.
+    pub(crate) fn windows(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        let (dtype, size, taps) = (x.dtype, x.dtype.size(), self.taps());
+        let [rows, columns] = self.w.grid;
+        let out = Tensor::empty_like_shape([self.n, self.groups * self.outer, rows, columns], dtype, Device::Cpu)?;
+        let jobs = (JOBS * threads()).div_ceil(self.groups);
+        let images = if self.groups == 1 { self.together() } else { 1 };
+        let share = self.share(images, (PRODUCT / self.outer).max(WINDOWS), jobs.div_ceil(self.n));
+        let channels = self.channels(share, self.inner);
+        let chunks = self.inner.div_ceil(channels);
+        let apart = self.outer * channels * taps;
+        // Steps of a chunk: rows of taps, its channels, columns of taps.
+        let lay_out = |weight: &[f32], piece: usize, to: &mut [f32]| {
+            let (group, first) = (piece / chunks, piece % chunks * channels);
+            let (count, kw) = (channels.min(self.inner - first), self.w.kernel[1]);
+            let high = self.alone.rows(self.outer);
+            for i in 0..self.outer {
+                let (panel, lane) = (i / high * high, i % high);
+                let width = high.min(self.outer - panel);
+                let panel = &mut to[panel * count * taps..][..width * count * taps];
+                let from = &weight[((group * self.outer + i) * self.inner + first) * taps..][..count * taps];
+                for (c, from) in from.chunks_exact(taps).enumerate() {
+                    for (row, from) in from.chunks_exact(kw).enumerate() {
+                        for (column, x) in from.iter().enumerate() {
+                            panel[((row * count + c) * kw + column) * width + lane] = *x;
+                        }
+                    }
+                }
+            }
+        };
+        let storages = [&x.storage, &weight.storage, &bias.unwrap_or(weight).storage];
+        with_host(&storages, &[&out.storage], |reads, writes| {
+            let images = Images { t: x, bytes: reads[0] };
+            let weight = self.laid_out(weight, reads[1], (self.groups * chunks, apart), lay_out);
+            let bias = bias.map(|bias| plain(bias, reads[2]));
+            let (band, width) = (share.images * self.outer, share.rows * share.columns * size);
+            let cut = Cut { columns: self.plane() * size, band, height: band, width };
+            for_each_block(
+                &mut writes[0][..out.numel() * size],
+                cut,
+                self.is_small(),
+                |[band, _, piece], mut block| {
+                    let (group, first) = (band % self.groups, band / self.groups * share.images);
+                    let part = self.part(share, first, piece);
+                    let (count, of_image) = (part.count(), part.of_image());
+                    let (wide, room) = (self.alone.whole(count), Slabs::room(&self.w, &part));
+                    let slabs = self.w.kernel[1] * channels * slab::apart(&self.w, &part) + SLACK;
+                    // Written where it belongs; or first to the scratch, to be converted or because images lie apart.
+                    let direct = dtype == DType::F32 && part.images.len() == 1;
+                    let of_product = if direct { 0 } else { self.outer * wide };
+                    with_scratch([slabs, of_product, room], |[slabs, product, lines], table| {
+                        let from = Slabs::new(&self.w, x, part, table);
+                        let biased = direct && bias.is_some();
+                        if let Some(bias) = bias.as_ref().filter(|_| biased) {
+                            let mut to = block.floats();
+                            (0..self.outer).for_each(|o| to.row(o).fill(bias[group * self.outer + o]));
+                        }
+                        for chunk in 0..chunks {
+                            let channels = chunk * channels..self.inner.min((chunk + 1) * channels);
+                            let k = channels.len() * self.w.kernel[1];
+                            let of_group = |c: usize| group * self.inner + c;
+                            from.fill(&images, of_group(channels.start)..of_group(channels.end), lines, slabs);
+                            let left = Left::Panels(&weight[(group * chunks + chunk) * apart..]);
+                            let right =
+                                Right { data: slabs, apart: from.apart, times: self.w.kernel[0], jump: from.jump };
+                            let size = (self.outer, count, k);
+                            match direct {
+                                true => {
+                                    self.alone.multiply(size, left, right, &mut block.floats(), chunk > 0 || biased)
+                                }
+                                false => {
+                                    let to = &mut Block::new(product, self.outer, count, wide);
+                                    self.alone.multiply(size, left, right, to, chunk > 0);
+                                }
+                            }
+                        }
+                        if direct {
+                            return;
+                        }
+                        for i in 0..block.rows() {
+                            let (image, o) = (i / self.outer, i % self.outer);
+                            let values = &mut product[o * wide + image * of_image..][..of_image];
+                            if let Some(bias) = &bias {
+                                let bias = bias[group * self.outer + o];
+                                values.iter_mut().for_each(|y| *y += bias);
+                            }
+                            store_tile(dtype, values, block.row(i), 0, 1);
+                        }
+                    });
+                },
+            );
+        })?;
+        count_launch();
+        out.storage.bump_version();
+        Ok(out)
+    }
+
+    /// Every window times the weight, added up in images, plus the bias. `x` is contiguous.
+    pub(crate) fn images(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        let (dtype, size, taps) = (x.dtype, x.dtype.size(), self.taps());
+        let [rows, columns] = self.w.image;
+        let out = Tensor::empty_like_shape([self.n, self.groups * self.inner, rows, columns], dtype, Device::Cpu)?;
+        let most = (SLABS / self.outer).min(PRODUCT / taps).max(1);
+        let images = if self.groups == 1 { self.together() } else { 1 };
+        let share = self.share(images, most, 1);
+        let pieces = self.pieces(share);
+        let parts = (JOBS * threads()).div_ceil(self.n.div_ceil(share.images) * self.groups);
+        let height = if share.images > 1 { self.inner } else { self.inner.div_ceil(parts) };
+        let of_image = share.images * self.image();
+        let channels = even(height, (PRODUCT / (taps * self.part(share, 0, 0).count())).min(SUMS / of_image));
+        let height = height.next_multiple_of(channels);
+        let blocks = self.inner.div_ceil(channels);
+        let apart = self.outer * channels * taps;
+        let lay_out = |weight: &[f32], piece: usize, to: &mut [f32]| {
+            let (group, first) = (piece / blocks, piece % blocks * channels);
+            let m = channels.min(self.inner - first) * taps;
+            let high = self.alone.rows(m);
+            for o in 0..self.outer {
+                let from = &weight[((group * self.outer + o) * self.inner + first) * taps..][..m];
+                for (panel, from) in from.chunks(high).enumerate() {
+                    to[panel * high * self.outer + o * from.len()..][..from.len()].copy_from_slice(from);
+                }
+            }
+        };
+        let storages = [&x.storage, &weight.storage, &bias.unwrap_or(weight).storage];
+        with_host(&storages, &[&out.storage], |reads, writes| {
+            let weight = self.laid_out(weight, reads[1], (self.groups * blocks, apart), lay_out);
+            let bias = bias.map(|bias| plain(bias, reads[2]));
+            let cut = Cut {
+                columns: self.image() * size,
+                band: share.images * self.inner,
+                height: share.images * height,
+                width: self.image() * size,
+            };
+            for_each_block(&mut writes[0][..out.numel() * size], cut, self.is_small(), |[band, down, _], mut block| {
+                let (group, first) = (band % self.groups, band / self.groups * share.images);
+                let part = self.part(share, first, 0);
+                let (count, image) = (part.count(), self.image());
+                let (wide, of_channel) = (self.alone.whole(count), part.images.len() * image);
+                let rooms = [self.outer * wide + SLACK, channels * taps * wide, channels * of_channel];
+                with_scratch(rooms, |[windows, product, sums], _| {
+                    let last = self.inner.min((down + 1) * height);
+                    for from in (down * height..last).step_by(channels) {
+                        let some = channels.min(last - from);
+                        sums[..some * of_channel].fill(0.0);
+                        for piece in 0..pieces {
+                            let part = self.part(share, first, piece);
+                            let count = part.count();
+                            if pieces > 1 || from == down * height {
+                                self.load(x, reads[0], group, &part, &mut windows[..], wide);
+                            }
+                            let left = Left::Panels(&weight[(group * blocks + from / channels) * apart..]);
+                            let right = Right { data: windows, apart: wide, times: 1, jump: 0 };
+                            let to = &mut Block::new(product, some * taps, count, wide);
+                            self.alone.multiply((some * taps, count, self.outer), left, right, to, false);
+                            for (c, sums) in sums.chunks_exact_mut(of_channel).take(some).enumerate() {
+                                fold(&self.w, &part, &mut product[c * taps * wide..], wide, sums);
+                            }
+                        }
+                        for (c, sums) in sums.chunks_exact_mut(of_channel).take(some).enumerate() {
+                            if let Some(bias) = &bias {
+                                let bias = bias[group * self.inner + from + c];
+                                sums.iter_mut().for_each(|y| *y += bias);
+                            }
+                            for (i, values) in sums.chunks_exact(image).enumerate() {
+                                let row = i * self.inner + from - down * height + c;
+                                store_tile(dtype, values, block.row(row), 0, 1);
+                            }
+                        }
+                    }
+                });
+            });
+        })?;
+        count_launch();
+        out.storage.bump_version();
+        Ok(out)
+    }
+
+    /// The channels of a group of a part of the windows, as rows.
+    fn load(&self, x: &Tensor, bytes: &[u8], group: usize, part: &Part, to: &mut [f32], apart: usize) {
+        let of_image = part.of_image();
+        for o in 0..self.outer {
+            for (j, image) in part.images.clone().enumerate() {
+                let channel = (image * self.groups + group) * self.outer + o;
+                let at = channel * self.plane() + part.rows.start * self.w.grid[1] + part.columns.start;
+                let to = &mut to[o * apart + j * of_image..][..of_image];
+                load_tile(x.dtype, bytes, x.layout.offset + at, 1, to);
+            }
+        }
+    }
+
+    /// `pieces` pieces of the weight, `apart` elements from one to the next, each as `lay_out` writes it.
+    fn laid_out(
+        &self,
+        weight: &Tensor,
+        bytes: &[u8],
+        (pieces, apart): (usize, usize),
+        lay_out: impl Fn(&[f32], usize, &mut [f32]) + Sync,
+    ) -> Vec<f32> {
+        let from = plain(weight, bytes);
+        let mut to = vec![0.0; pieces * apart];
+        match to.len() <= 1 << 14 {
+            true => to.chunks_exact_mut(apart).enumerate().for_each(|(i, to)| lay_out(&from, i, to)),
+            false => parallel::for_each_chunk(&mut to, apart, |i, to| lay_out(&from, i, to)),
+        }
+        to
+    }
+}
+
+/// `n` in pieces of about one size, at most `most`.
+pub(crate) fn even(n: usize, most: usize) -> usize {
+    n.div_ceil(n.div_ceil(most.max(1)))
+}
+
+/// The elements of a weight or a bias, one after another.
+fn plain<'a>(t: &Tensor, bytes: &'a [u8]) -> Cow<'a, [f32]> {
+    if t.dtype == DType::F32 && t.is_contiguous() {
+        return bytemuck::cast_slice(bytes)[t.layout.offset..][..t.numel()].into();
+    }
+    let mut made = vec![0.0; t.numel()];
+    let (dims, strides) = (t.shape().dims(), t.strides());
+    let (row, step) = (dims[dims.len() - 1], strides[dims.len() - 1]);
+    for (i, made) in made.chunks_exact_mut(row).enumerate() {
+        let (mut rest, mut at) = (i, t.layout.offset as isize);
+        for d in (0..dims.len() - 1).rev() {
+            at += (rest % dims[d]) as isize * strides[d];
+            rest /= dims[d];
+        }
+        load_tile(t.dtype, bytes, at as usize, step, made);
+    }
+    made.into()
+}

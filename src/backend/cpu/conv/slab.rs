@@ -1,0 +1,290 @@
+//! Windows of images taken apart, and added up again, as far as a product of one job needs it: in the cache of its core.
+//!
+//! A slab has the elements that one column of taps sees in one channel, row after row of windows. Where windows are one row
+//! apart the rows of its taps are the same but for where they begin, and a slab has each once: a third of the columns of a 3 x 3
+//! kernel.
+
+use std::ops::Range;
+
+use pulp::{Simd, WithSimd};
+
+use crate::backend::cpu::convert::load_tile;
+use crate::ops::nn::window::Windows;
+use crate::{DType, Tensor};
+
+/// Images, and the windows that are looked at of each: rows of them, of one image only unless it is all of them, or a part of the
+/// only row.
+#[derive(Debug, Clone)]
+pub(crate) struct Part {
+    pub(crate) images: Range<usize>,
+    pub(crate) rows: Range<usize>,
+    pub(crate) columns: Range<usize>,
+}
+
+impl Part {
+    pub(crate) fn count(&self) -> usize {
+        self.images.len() * self.of_image()
+    }
+
+    pub(crate) fn of_image(&self) -> usize {
+        self.rows.len() * self.columns.len()
+    }
+}
+
+/// Images in memory, `[N, C, H, W]`.
+pub(crate) struct Images<'a> {
+    pub(crate) t: &'a Tensor,
+    pub(crate) bytes: &'a [u8],
+}
+
+impl Images<'_> {
+    fn in_place(&self) -> bool {
+        self.t.dtype == DType::F32 && self.t.strides()[3] == 1
+    }
+}
+
+/// A row that lies in the padding.
+const NOTHING: isize = isize::MIN;
+
+/// How slabs of a part of the windows lie.
+pub(crate) struct Slabs<'a> {
+    w: &'a Windows,
+    part: Part,
+    /// Rows of each image that are seen.
+    seen: Range<usize>,
+    /// For each row of a slab where it comes from.
+    from: &'a [isize],
+    /// From the windows of a row of taps to those of the next, and from slab to slab.
+    pub(crate) jump: usize,
+    pub(crate) apart: usize,
+}
+
+/// Whether rows of taps share a slab's rows: that takes fewer.
+fn shared(w: &Windows, part: &Part) -> bool {
+    let rows = part.rows.len();
+    part.images.len() == 1 && w.stride[0] == 1 && (w.kernel[0] - 1) * w.dilation[0] + rows <= w.kernel[0] * rows
+}
+
+fn rows(w: &Windows, part: &Part) -> usize {
+    match shared(w, part) {
+        true => (w.kernel[0] - 1) * w.dilation[0] + part.rows.len(),
+        false => w.kernel[0] * part.images.len() * part.rows.len(),
+    }
+}
+
+/// From slab to slab of a part: an odd number of lines, so that they do not displace one another in the cache.
+pub(crate) fn apart(w: &Windows, part: &Part) -> usize {
+    (rows(w, part) * part.columns.len()).div_ceil(16) / 2 * 32 + 16
+}
+
+impl<'a> Slabs<'a> {
+    pub(crate) fn new(w: &'a Windows, x: &Tensor, part: Part, table: &'a mut Vec<isize>) -> Slabs<'a> {
+        let (count, width) = (part.rows.len(), part.columns.len());
+        let row = |o: usize, tap: usize| {
+            let h = (o * w.stride[0] + tap * w.dilation[0]).checked_sub(w.padding[0])?;
+            (h < w.image[0]).then_some(h)
+        };
+        let last = (part.rows.end - 1) * w.stride[0] + (w.kernel[0] - 1) * w.dilation[0] + 1;
+        let first = (part.rows.start * w.stride[0]).saturating_sub(w.padding[0]).min(w.image[0]);
+        let seen = first..last.saturating_sub(w.padding[0]).clamp(first, w.image[0]);
+        let in_place = x.dtype == DType::F32 && x.strides()[3] == 1;
+        let place = |image: usize, h: Option<usize>| match h {
+            None => NOTHING,
+            Some(h) if in_place => (part.images.start + image) as isize * x.strides()[0] + h as isize * x.strides()[2],
+            Some(h) => ((image * seen.len() + h - seen.start) * w.image[1]) as isize,
+        };
+        table.clear();
+        let shared = shared(w, &part);
+        match shared {
+            true => table.extend((0..rows(w, &part)).map(|r| place(0, row(part.rows.start + r, 0)))),
+            false => {
+                for tap in 0..w.kernel[0] {
+                    for image in 0..part.images.len() {
+                        table.extend(part.rows.clone().map(|o| place(image, row(o, tap))));
+                    }
+                }
+            }
+        }
+        let jump = if shared { w.dilation[0] * width } else { part.images.len() * count * width };
+        let apart = apart(w, &part);
+        Slabs { w, part, seen, from: table, jump, apart }
+    }
+
+    /// Elements that rows of images take that are not read in place.
+    pub(crate) fn room(w: &Windows, part: &Part) -> usize {
+        let rows = (part.rows.len() - 1) * w.stride[0] + (w.kernel[0] - 1) * w.dilation[0] + 1;
+        part.images.len() * rows.min(w.image[0]) * w.image[1]
+    }
+
+    /// The slabs of some channels, one for each and column of taps; `lines` has [room](Slabs::room).
+    pub(crate) fn fill(&self, x: &Images, channels: Range<usize>, lines: &mut [f32], to: &mut [f32]) {
+        let (s, w, part) = (x.t.strides(), self.w, &self.part);
+        let in_place = x.in_place();
+        for (i, c) in channels.enumerate() {
+            let first = x.t.layout.offset as isize + c as isize * s[1];
+            if !in_place {
+                let rows = part.images.clone().flat_map(|n| self.seen.clone().map(move |h| (n, h)));
+                for ((n, h), line) in rows.zip(lines.chunks_exact_mut(w.image[1])) {
+                    let start = first + n as isize * s[0] + h as isize * s[2];
+                    load_tile(x.t.dtype, x.bytes, start as usize, s[3], line);
+                }
+            }
+            let (from, first) = if in_place { (bytemuck::cast_slice(x.bytes), first) } else { (&*lines, 0) };
+            for tap in 0..w.kernel[1] {
+                let (left, right) = w.inside(1, tap);
+                let (left, right) = (left.max(part.columns.start), right.min(part.columns.end));
+                let slab = &mut to[(i * w.kernel[1] + tap) * self.apart..][..self.from.len() * part.columns.len()];
+                if left >= right {
+                    slab.fill(0.0);
+                    continue;
+                }
+                let column = left * w.stride[1] + tap * w.dilation[1] - w.padding[1];
+                let (left, right) = (left - part.columns.start, right - part.columns.start);
+                let taken = Taken { from, first: first + column as isize, rows: self.from, step: w.stride[1] };
+                let inside = Inside { width: part.columns.len(), left, right };
+                let together = w.image[1] == inside.width && w.stride[1] == 1;
+                pulp::Arch::new().dispatch(Fill { slab, taken, inside, together });
+            }
+        }
+    }
+}
+
+/// The columns of a row that have something inside of the image.
+#[derive(Clone, Copy)]
+struct Inside {
+    width: usize,
+    left: usize,
+    right: usize,
+}
+
+impl Inside {
+    /// Zeros in the other columns of rows.
+    #[inline(always)]
+    fn clear(self, rows: &mut [f32]) {
+        for column in (0..self.left).chain(self.right..self.width) {
+            rows.iter_mut().skip(column).step_by(self.width).for_each(|x| *x = 0.0);
+        }
+    }
+}
+
+struct Taken<'a> {
+    from: &'a [f32],
+    first: isize,
+    rows: &'a [isize],
+    step: usize,
+}
+
+struct Fill<'a> {
+    slab: &'a mut [f32],
+    taken: Taken<'a>,
+    inside: Inside,
+    /// Whether rows that follow one another in the image do so in the slab.
+    together: bool,
+}
+
+impl WithSimd for Fill<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let Fill { slab, taken: Taken { from, first, rows, step }, inside, together } = self;
+        let Inside { width, left, right } = inside;
+        let mut r = 0;
+        while r < rows.len() {
+            if rows[r] == NOTHING {
+                slab[r * width..][..width].fill(0.0);
+                r += 1;
+                continue;
+            }
+            let (start, begin) = ((first + rows[r]) as usize, r);
+            r += 1;
+            while together && r < rows.len() && rows[r] == rows[r - 1] + width as isize {
+                r += 1;
+            }
+            let rows = &mut slab[begin * width..r * width];
+            let end = rows.len() - (width - right);
+            let to = &mut rows[left..end];
+            match step {
+                1 => copy(to, &from[start..][..to.len()]),
+                _ => to.iter_mut().zip(from[start..].iter().step_by(step)).for_each(|(y, x)| *y = *x),
+            }
+            inside.clear(rows);
+        }
+    }
+}
+
+/// Copies in vectors, of which the last two may overlap: a call would take longer than a short row does.
+#[inline(always)]
+fn copy(to: &mut [f32], from: &[f32]) {
+    const LANES: usize = 16;
+    let n = to.len();
+    if n < LANES {
+        to.iter_mut().zip(from).for_each(|(y, x)| *y = *x);
+        return;
+    }
+    for i in (0..n - LANES).step_by(LANES).chain([n - LANES]) {
+        let vector: [f32; LANES] = from[i..][..LANES].try_into().unwrap_or([0.0; LANES]);
+        to[i..][..LANES].copy_from_slice(&vector);
+    }
+}
+
+/// Adds the columns of one channel, `apart` elements from tap to tap, where their windows see it in images, whose planes follow one
+/// another in `to`. Elements of columns outside of the image may be changed.
+pub(crate) fn fold(w: &Windows, part: &Part, columns: &mut [f32], apart: usize, to: &mut [f32]) {
+    let (count, width) = (part.rows.len(), part.columns.len());
+    let plane = w.image[0] * w.image[1];
+    for tap in 0..w.kernel[0] * w.kernel[1] {
+        let (down, across) = (tap / w.kernel[1], tap % w.kernel[1]);
+        let ((top, bottom), (left, right)) = (w.inside(0, down), w.inside(1, across));
+        let (top, bottom) = (top.max(part.rows.start), bottom.min(part.rows.end));
+        let (left, right) = (left.max(part.columns.start), right.min(part.columns.end));
+        if top >= bottom || left >= right {
+            continue;
+        }
+        let row = top * w.stride[0] + down * w.dilation[0] - w.padding[0];
+        let column = left * w.stride[1] + across * w.dilation[1] - w.padding[1];
+        let inside = Inside { width, left: left - part.columns.start, right: right - part.columns.start };
+        for image in 0..part.images.len() {
+            let first = tap * apart + (image * count + top - part.rows.start) * width;
+            pulp::Arch::new().dispatch(Fold {
+                columns: &mut columns[first..][..(bottom - top) * width],
+                to: &mut to[image * plane + row * w.image[1] + column..(image + 1) * plane],
+                inside,
+                step: w.stride[1],
+                line: w.stride[0] * w.image[1],
+            });
+        }
+    }
+}
+
+struct Fold<'a> {
+    columns: &'a mut [f32],
+    to: &'a mut [f32],
+    inside: Inside,
+    /// From window to window, and from row to row of them.
+    step: usize,
+    line: usize,
+}
+
+impl WithSimd for Fold<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let Fold { columns, to, inside, step, line } = self;
+        let Inside { width, left, right } = inside;
+        if step == 1 && line == width {
+            inside.clear(columns);
+            let end = columns.len() - (width - right);
+            to.iter_mut().zip(&columns[left..end]).for_each(|(y, x)| *y += *x);
+            return;
+        }
+        for (r, row) in columns.chunks_exact(width).enumerate() {
+            let (row, to) = (&row[left..right], &mut to[r * line..]);
+            match step {
+                1 => to.iter_mut().zip(row).for_each(|(y, x)| *y += *x),
+                _ => to.iter_mut().step_by(step).zip(row).for_each(|(y, x)| *y += *x),
+            }
+        }
+    }
+}

@@ -1,0 +1,103 @@
+//! Strided copies of unchanged elements on the CPU: rows that lie in one piece on both sides are moved as they are.
+
+use bytemuck::Pod;
+
+use crate::backend::cpu::partition::{Dealt, deal};
+use crate::device::cpu::copy as small;
+use crate::device::cpu::streaming::{LARGE, Streaming};
+use crate::ops::elementwise::Launch;
+
+/// Elements gathered before they are streamed.
+const GATHERED: usize = 1024;
+
+/// A row whose elements are not neighbours on one side, and as many on the other; the steps from each to the next.
+struct Row {
+    from: usize,
+    step: isize,
+    to: usize,
+    to_step: isize,
+    len: usize,
+}
+
+/// Whether the launch is a copy between tensors of one dtype and different storages.
+pub(crate) fn is_copy(launch: &Launch) -> bool {
+    let ([input], [output]) = (launch.inputs, launch.outputs) else { return false };
+    launch.program.is_identity() && input.dtype == output.dtype && !input.shares_storage(output)
+}
+
+/// Runs such a launch, from and to the bytes of whole storages.
+pub(crate) fn run(launch: &Launch, from: &[u8], to: &mut [u8]) {
+    match launch.inputs[0].dtype.size() {
+        1 => copy::<u8>(launch, from, to),
+        2 => copy::<u16>(launch, from, to),
+        4 => copy::<u32>(launch, from, to),
+        _ => copy::<u64>(launch, from, to),
+    }
+}
+
+fn copy<T: Pod + Send + Sync>(launch: &Launch, from: &[u8], to: &mut [u8]) {
+    let (walk, input) = (&launch.walk, &launch.inputs[0]);
+    let from: &[T] = bytemuck::cast_slice(from);
+    let last = |k: usize| walk.strides[k].last().copied().unwrap_or(1);
+    let (step, to_step) = (last(0), last(1));
+    let large = input.numel() * size_of::<T>() >= LARGE && to_step == 1;
+    deal(launch, &mut [to], |first, count, dealt, outs| {
+        let to: &mut [T] = bytemuck::cast_slice_mut(outs[0]);
+        let base = dealt.base(launch, 0, first);
+        let streaming = large.then(Streaming::new);
+        walk.runs(first, count, |at, offsets, len| {
+            let source = input.layout.offset.wrapping_add_signed(offsets[0]);
+            let target = if dealt == Dealt::Elements { at } else { (base + offsets[1]) as usize };
+            if (step, to_step) != (1, 1) {
+                let row = Row { from: source, step, to: target, to_step, len };
+                return row.copy(from, to, streaming.as_ref());
+            }
+            let (from, to) = (&from[source..][..len], &mut to[target..][..len]);
+            match &streaming {
+                Some(streaming) => streaming.copy(to, from),
+                None => small::copy(bytemuck::cast_slice_mut(to), bytemuck::cast_slice(from)),
+            }
+        });
+    });
+}
+
+impl Row {
+    fn copy<T: Pod>(&self, from: &[T], to: &mut [T], streaming: Option<&Streaming>) {
+        let Row { from: start, step, to: target, to_step, len } = *self;
+        if to_step != 1 {
+            let (mut i, mut o) = (start, target);
+            for _ in 0..len {
+                to[o] = from[i];
+                i = i.wrapping_add_signed(step); // the step after the last may leave the range
+                o = o.wrapping_add_signed(to_step);
+            }
+            return;
+        }
+        let to = &mut to[target..][..len];
+        match streaming {
+            None => gather(from, start, step, to),
+            Some(streaming) => {
+                let mut gathered = [T::zeroed(); GATHERED];
+                for (i, to) in to.chunks_mut(GATHERED).enumerate() {
+                    let part = &mut gathered[..to.len()];
+                    gather(from, start.wrapping_add_signed((i * GATHERED) as isize * step), step, part);
+                    streaming.copy(to, part);
+                }
+            }
+        }
+    }
+}
+
+/// Every `step`-th element from `start` on.
+fn gather<T: Pod>(from: &[T], start: usize, step: isize, to: &mut [T]) {
+    let len = to.len();
+    match step {
+        0 => to.fill(from[start]),
+        -1 => to.iter_mut().zip(from[start + 1 - len..=start].iter().rev()).for_each(|(to, x)| *to = *x),
+        1.. => to.iter_mut().zip(from[start..].iter().step_by(step as usize)).for_each(|(to, x)| *to = *x),
+        _ => (0..).zip(to).for_each(|(i, to)| *to = from[start.wrapping_add_signed(i * step)]),
+    }
+}
+
+#[cfg(test)]
+mod tests;

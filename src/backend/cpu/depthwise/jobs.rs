@@ -1,0 +1,268 @@
+//! What a job makes: windows of images, images of windows, gradients of weights.
+
+use pulp::{Simd, WithSimd};
+
+use crate::backend::cpu::depthwise::planes::{Made, Part, Planes};
+use crate::backend::cpu::depthwise::vectors::{Real, correlate, dots, lanes, together, weave};
+use crate::backend::cpu::depthwise::{Depthwise, SLACK, SLICE, are_finite};
+
+/// Windows of images, from element `first` of each channel on.
+pub(crate) struct OfWindows<'a, C> {
+    pub(crate) d: &'a Depthwise,
+    pub(crate) x: Planes<'a, C>,
+    pub(crate) weights: &'a [C],
+    pub(crate) starts: &'a [C],
+    pub(crate) first: usize,
+    pub(crate) made: Made<'a, C>,
+}
+
+impl<C: Real> WithSimd for OfWindows<'_, C> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let OfWindows { d, x, weights, starts, first, mut made } = self;
+        let (outer, taps, grid) = (d.outer, d.inner * d.taps(), d.w.grid);
+        let (mut seen, mut sums, mut offsets, mut last) = (Vec::new(), Vec::new(), Vec::new(), [[0; 2]; 2]);
+        for part in d.parts(grid, first..first + made.len() / outer) {
+            let (n, group) = (part.plane / d.groups, part.plane % d.groups);
+            let is_new = last != [part.first, part.size];
+            d.see(&x, [n, group], &part, is_new, &mut seen);
+            let [high, wide] = part.size;
+            let pitch = wide + d.along[1].reach;
+            let len = ((high - 1) * pitch + wide).next_multiple_of(lanes::<C, S>());
+            if is_new {
+                last = [part.first, part.size];
+                d.offsets(part.size, &mut offsets);
+                sums.resize(outer * len, C::from_i32(0));
+            }
+            let weights = &weights[group * outer * taps..][..outer * taps];
+            correlate(simd, (&mut sums, len), (&seen, &offsets), (weights, &starts[group * outer..][..outer]));
+            for (channel, sums) in sums.chunks_exact(len).enumerate() {
+                let plane = (part.plane * outer + channel) * grid[0] * grid[1];
+                for (row, sums) in (part.first[0]..part.first[0] + high).zip(sums.chunks(pitch)) {
+                    made.store(plane + row * grid[1] + part.first[1] - first * outer, &sums[..wide]);
+                }
+            }
+        }
+    }
+}
+
+/// What the elements of a phase of images are sums of.
+pub(crate) struct Phase<C> {
+    /// Of each tap that reads it, how far on from the window's place.
+    pub(crate) shifts: Vec<[usize; 2]>,
+    pub(crate) weights: Vec<C>,
+}
+
+/// Images of windows, from element `first` of each channel on.
+pub(crate) struct OfImages<'a, C> {
+    pub(crate) d: &'a Depthwise,
+    pub(crate) y: Planes<'a, C>,
+    pub(crate) phases: &'a [Phase<C>],
+    /// Of each group, whether its weights are finite.
+    pub(crate) finite: &'a [bool],
+    pub(crate) starts: &'a [C],
+    pub(crate) first: usize,
+    pub(crate) made: Made<'a, C>,
+}
+
+impl<C: Real> OfImages<'_, C> {
+    /// The places of phases that a part is in, the first one and how many.
+    fn places(&self, part: &Part) -> [[usize; 2]; 2] {
+        let [rows, columns] = [0, 1].map(|d| self.d.along[d].places(part.first[d], part.size[d]));
+        [[rows.0, columns.0], [rows.1, columns.1]]
+    }
+
+    /// The windows that meet these places: each channel of the group with as much before as taps reach.
+    #[inline(always)]
+    fn see(&self, [n, group]: [usize; 2], [first, size]: [[usize; 2]; 2], is_new: bool, to: &mut Vec<C>) {
+        let (d, [high, pitch]) = (self.d, self.d.seen(size));
+        if is_new {
+            to.clear();
+            to.resize(d.outer * high * pitch + SLACK, C::from_i32(0));
+        }
+        for (channel, to) in (group * d.outer..(group + 1) * d.outer).zip(to.chunks_exact_mut(high * pitch)) {
+            let first = [0, 1].map(|i| first[i] as isize - d.along[i].reach as isize);
+            self.y.copy([n, channel], first, [1, 1], (pitch, pitch), to);
+        }
+    }
+
+    /// The sums of a phase once more, in which weights that are not finite meet no padding.
+    fn exactly(&self, phase: &Phase<C>, group: usize, [first, size]: [[usize; 2]; 2], seen: &[C], sums: &mut [C]) {
+        let d = self.d;
+        let (len, [high, pitch]) = (sums.len() / d.inner, d.seen(size));
+        let k = d.outer * phase.shifts.len();
+        let weights = &phase.weights[group * d.inner * k..][..d.inner * k];
+        let mut channel = 0;
+        while channel < d.inner {
+            let many = together(d.inner - channel);
+            for (i, sums) in sums[channel * len..(channel + many) * len].chunks_exact_mut(len).enumerate() {
+                for (at, sum) in
+                    sums.iter_mut().enumerate().filter(|(at, _)| at / pitch < size[0] && at % pitch < size[1])
+                {
+                    *sum = self.starts[group * d.inner + channel + i];
+                    for tap in 0..k {
+                        let shift = phase.shifts[tap % phase.shifts.len()];
+                        let place = [at / pitch + first[0], at % pitch + first[1]];
+                        let is_window = |i: usize| place[i] >= shift[i] && place[i] - shift[i] < d.w.grid[i];
+                        if is_window(0) && is_window(1) {
+                            let row = at / pitch + d.along[0].reach - shift[0];
+                            let column = at % pitch + d.along[1].reach - shift[1];
+                            let y = seen[(tap / phase.shifts.len() * high + row) * pitch + column];
+                            *sum = sum.add(weights[channel * k + tap * many + i].mul(y));
+                        }
+                    }
+                }
+            }
+            channel += many;
+        }
+    }
+}
+
+impl<C: Real> WithSimd for OfImages<'_, C> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(mut self, simd: S) {
+        let (d, zero) = (self.d, C::from_i32(0));
+        let (inner, image, [rows, columns]) = (d.inner, d.w.image, &d.along);
+        let (mut seen, mut sums, mut offsets, mut line) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        let (mut last, mut lines, mut skips) = ([[0; 2]; 2], Vec::new(), Vec::new());
+        for part in d.parts(image, self.first..self.first + self.made.len() / inner) {
+            let (n, group) = (part.plane / d.groups, part.plane % d.groups);
+            let places = self.places(&part);
+            let [first, size] = places;
+            let [high, pitch] = d.seen(size);
+            let len = ((size[0] - 1) * pitch + size[1]).next_multiple_of(lanes::<C, S>());
+            let is_new = last != [part.first, part.size];
+            self.see([n, group], places, is_new, &mut seen);
+            if is_new {
+                last = [part.first, part.size];
+                sums.resize(d.phases() * inner * len, zero);
+                line.resize(part.size[1], zero);
+                // Where the sums of each row begin, in the first phase of columns and the first channel, if any tap reads it.
+                lines.clear();
+                lines.extend((part.first[0] + rows.padding..).take(part.size[0]).map(|at| {
+                    let phase = rows.phases.iter().position(|&phase| phase == at % rows.stride)?;
+                    Some(phase * columns.phases.len() * inner * len + (at / rows.stride - first[0]) * pitch)
+                }));
+                // Of each phase of columns the first element in a row, and its place among the sums.
+                let from = part.first[1] + columns.padding;
+                skips.clear();
+                skips.extend(columns.phases.iter().map(|phase| {
+                    let skip = (phase + columns.stride - from % columns.stride) % columns.stride;
+                    (skip, (from + skip) / columns.stride - first[1])
+                }));
+            }
+            let starts = &self.starts[group * inner..][..inner];
+            for (phase, sums) in self.phases.iter().zip(sums.chunks_exact_mut(inner * len)) {
+                offsets.clear();
+                for channel in 0..d.outer {
+                    let place = |&[down, right]: &[usize; 2]| {
+                        (channel * high + rows.reach - down) * pitch + columns.reach - right
+                    };
+                    offsets.extend(phase.shifts.iter().map(place));
+                }
+                match self.finite[group] {
+                    true => {
+                        let weights = &phase.weights[group * inner * offsets.len()..][..inner * offsets.len()];
+                        correlate(simd, (sums, len), (&seen, &offsets), (weights, starts));
+                    }
+                    false => self.exactly(phase, group, places, &seen, sums),
+                }
+            }
+            for (channel, &start) in starts.iter().enumerate() {
+                let plane = (part.plane * inner + channel) * image[0] * image[1];
+                for (row, at) in (part.first[0]..).zip(&lines) {
+                    let to = plane + row * image[1] + part.first[1] - self.first * inner;
+                    // The row of a phase of columns from its first element in the line on.
+                    let of = |column: usize| Some(&sums[(*at)? + (column * inner + channel) * len + skips[column].1..]);
+                    if let (1, Some(sums)) = (columns.stride, of(0)) {
+                        self.made.store(to, &sums[..part.size[1]]);
+                        continue;
+                    }
+                    match (columns.stride, &skips[..], of(0), of(columns.phases.len() - 1)) {
+                        (2, [(0, _), _], Some(even), Some(odd)) | (2, [_, (0, _)], Some(odd), Some(even)) => {
+                            weave(&mut line, even, odd);
+                        }
+                        _ => {
+                            line.fill(start);
+                            for (column, &(skip, _)) in skips.iter().enumerate() {
+                                let to = line.iter_mut().skip(skip).step_by(columns.stride);
+                                to.zip(of(column).unwrap_or(&[])).for_each(|(to, x)| *to = *x);
+                            }
+                        }
+                    }
+                    self.made.store(to, &line);
+                }
+            }
+        }
+    }
+}
+
+/// Sums of products of images and windows, for each group and slice, from the `first` of these on.
+pub(crate) struct OfWeight<'a, C> {
+    pub(crate) d: &'a Depthwise,
+    pub(crate) x: Planes<'a, C>,
+    pub(crate) y: Planes<'a, C>,
+    pub(crate) slices: usize,
+    pub(crate) first: usize,
+    pub(crate) sums: &'a mut [C],
+}
+
+impl<C: Real> WithSimd for OfWeight<'_, C> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let OfWeight { d, x, y, slices, first, sums } = self;
+        let (zero, lanes, count) = (C::from_i32(0), lanes::<C, S>(), d.n * d.w.grid[0] * d.w.grid[1]);
+        let taps = d.inner * d.taps();
+        let (mut seen, mut with, mut offsets, mut last) = (Vec::new(), Vec::new(), Vec::new(), [[0; 2]; 2]);
+        let mut products = vec![zero; d.outer * taps];
+        for (i, sums) in (first..).zip(sums.chunks_exact_mut(d.outer * taps)) {
+            let (group, slice) = (i / slices, i % slices);
+            for part in d.parts(d.w.grid, slice * SLICE..count.min((slice + 1) * SLICE)) {
+                let (n, is_new) = (part.plane, last != [part.first, part.size]);
+                d.see(&x, [n, group], &part, is_new, &mut seen);
+                let [high, wide] = part.size;
+                let pitch = wide + d.along[1].reach;
+                let len = (high * pitch).next_multiple_of(lanes);
+                if is_new {
+                    last = [part.first, part.size];
+                    d.offsets(part.size, &mut offsets);
+                    with.clear();
+                    with.resize(d.outer * len, zero);
+                }
+                // What lies between rows and behind them is 0: it meets what is no window's.
+                for (channel, with) in (group * d.outer..).zip(with.chunks_exact_mut(len)) {
+                    let place = part.first.map(|first| first as isize);
+                    y.copy([n, channel], place, [1, 1], (wide, pitch), &mut with[..high * pitch]);
+                }
+                let count = ((high - 1) * pitch + wide).next_multiple_of(lanes);
+                dots(simd, (&with, len, count), (&seen, &offsets), &mut products);
+                if !are_finite(&products) {
+                    exactly(&with, [high, wide, pitch, len], &seen, &offsets, &mut products);
+                }
+                sums.iter_mut().zip(&products).for_each(|(sum, x)| *sum = sum.add(*x));
+            }
+        }
+    }
+}
+
+/// [`dots`] of rows alone: where something is not finite, 0 times what lies between them is not 0.
+fn exactly<C: Real>(
+    with: &[C],
+    [high, wide, pitch, len]: [usize; 4],
+    seen: &[C],
+    offsets: &[usize],
+    products: &mut [C],
+) {
+    for (with, products) in with.chunks_exact(len).zip(products.chunks_exact_mut(offsets.len())) {
+        for (product, &offset) in products.iter_mut().zip(offsets) {
+            let rows = (0..high).flat_map(|row| row * pitch..row * pitch + wide);
+            *product = rows.fold(C::from_i32(0), |sum, at| sum.add(with[at].mul(seen[offset + at])));
+        }
+    }
+}

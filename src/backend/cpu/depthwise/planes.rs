@@ -1,0 +1,188 @@
+//! Planes in memory: parts of them are copied, computed, and stored.
+
+use std::ops::Range;
+
+use crate::backend::cpu::convert::{load_tile, store_tile};
+use crate::backend::cpu::depthwise::vectors::{Real, copy_row, pick, unweave};
+use crate::ops::nn::window::four;
+use crate::{DType, Tensor};
+
+/// Planes in memory, `[N, C, rows, columns]`.
+#[derive(Clone, Copy)]
+pub(crate) struct Planes<'a, C> {
+    t: &'a Tensor,
+    bytes: &'a [u8],
+    /// The storage's elements, if they can be read as they are.
+    elements: &'a [C],
+}
+
+impl<'a, C: Real> Planes<'a, C> {
+    pub(crate) fn new(t: &'a Tensor, bytes: &'a [u8]) -> Planes<'a, C> {
+        let elements = if t.dtype == C::COMPUTE.dtype() { bytemuck::cast_slice(bytes) } else { &[] };
+        Planes { t, bytes, elements }
+    }
+
+    /// Every `step`th element of a plane from `first` on, `width` in each row of `pitch`, of as many rows as `to` has; where the
+    /// plane has none, `to` is left as it is.
+    #[inline(always)]
+    pub(crate) fn copy(
+        &self,
+        [n, channel]: [usize; 2],
+        first: [isize; 2],
+        step: [usize; 2],
+        (width, pitch): (usize, usize),
+        to: &mut [C],
+    ) {
+        let ([top, bottom], [left, right]) =
+            (self.inside(0, first[0], step[0], to.len() / pitch), self.inside(1, first[1], step[1], width));
+        if left >= right {
+            return;
+        }
+        let s = self.t.strides();
+        let start = self.start([n, channel], [first[0], first[1] + (left * step[1]) as isize]);
+        for row in top..bottom {
+            let start = start + (row * step[0]) as isize * s[2];
+            let to = &mut to[row * pitch + left..row * pitch + right];
+            match self.in_place() {
+                true => pick(to, &self.elements[start as usize..], step[1]),
+                false => load_tile(self.t.dtype, self.bytes, start as usize, s[3] * step[1] as isize, to),
+            }
+        }
+    }
+
+    /// [`copy`](Self::copy) of every other column to `even`, and of those between them to `odd`, in rows of `pitch`.
+    #[inline(always)]
+    pub(crate) fn copy_by_turns(
+        &self,
+        plane: [usize; 2],
+        first: [isize; 2],
+        step: usize,
+        pitch: usize,
+        [even, odd]: [&mut [C]; 2],
+    ) {
+        if !self.in_place() {
+            self.copy(plane, first, [step, 2], (pitch, pitch), even);
+            return self.copy(plane, [first[0], first[1] + 1], [step, 2], (pitch, pitch), odd);
+        }
+        let ([top, bottom], [left, right]) =
+            (self.inside(0, first[0], step, even.len() / pitch), self.inside(1, first[1], 1, 2 * pitch));
+        if left >= right {
+            return;
+        }
+        let start = self.start(plane, [first[0], first[1] + left as isize]);
+        for row in top..bottom {
+            let start = start + (row * step) as isize * self.t.strides()[2];
+            let mut from = &self.elements[start as usize..][..right - left];
+            let (even, odd) = (&mut even[row * pitch..][..pitch], &mut odd[row * pitch..][..pitch]);
+            if !left.is_multiple_of(2) {
+                (odd[left / 2], from) = (from[0], &from[1..]);
+            }
+            let (first, pairs) = (left.div_ceil(2), from.len() / 2);
+            if let Some(&last) = from.get(2 * pairs) {
+                even[first + pairs] = last;
+            }
+            unweave(&mut even[first..first + pairs], &mut odd[first..first + pairs], &from[..2 * pairs]);
+        }
+    }
+
+    /// Which of `count` elements, `step` apart from `first` on, the plane has in direction `d`.
+    #[inline(always)]
+    fn inside(&self, d: usize, first: isize, step: usize, count: usize) -> [usize; 2] {
+        // A division takes as long as a short row.
+        let steps = |n: usize| if step == 1 { n } else { n.div_ceil(step) };
+        [-first, four(self.t)[2 + d] as isize - first].map(|end| steps(end.max(0) as usize).min(count))
+    }
+
+    fn in_place(&self) -> bool {
+        self.t.strides()[3] == 1 && !self.elements.is_empty()
+    }
+
+    fn start(&self, [n, channel]: [usize; 2], [row, column]: [isize; 2]) -> isize {
+        let s = self.t.strides();
+        self.t.layout.offset as isize + n as isize * s[0] + channel as isize * s[1] + row * s[2] + column * s[3]
+    }
+}
+
+/// What a job makes.
+pub(crate) enum Made<'a, C> {
+    Elements(&'a mut [C]),
+    Bytes(&'a mut [u8], DType),
+}
+
+impl<'a, C: Real> Made<'a, C> {
+    pub(crate) fn new(dtype: DType, bytes: &'a mut [u8]) -> Made<'a, C> {
+        match dtype == C::COMPUTE.dtype() {
+            true => Made::Elements(bytemuck::cast_slice_mut(bytes)),
+            false => Made::Bytes(bytes, dtype),
+        }
+    }
+
+    /// Elements.
+    pub(crate) fn len(&self) -> usize {
+        match self {
+            Made::Elements(to) => to.len(),
+            Made::Bytes(to, dtype) => to.len() / dtype.size(),
+        }
+    }
+
+    #[inline(always)]
+    pub(crate) fn store(&mut self, at: usize, row: &[C]) {
+        match self {
+            Made::Elements(to) => copy_row(&mut to[at..at + row.len()], row),
+            Made::Bytes(to, dtype) => store_tile(*dtype, row, to, at, 1),
+        }
+    }
+}
+
+/// A part of a plane: some of its rows, or of the elements of one.
+pub(crate) struct Part {
+    pub(crate) plane: usize,
+    pub(crate) first: [usize; 2],
+    pub(crate) size: [usize; 2],
+}
+
+/// The parts that elements of planes of these rows and columns, one plane after another, are made of.
+pub(crate) struct Parts {
+    dims: [usize; 2],
+    /// Rows and columns that a part has at most.
+    pub(crate) most: [usize; 2],
+    /// Where the next one begins, and how many elements are left.
+    plane: usize,
+    first: [usize; 2],
+    left: usize,
+}
+
+impl Parts {
+    pub(crate) fn new(dims: [usize; 2], most: [usize; 2], range: Range<usize>) -> Parts {
+        let of_plane = dims[0].saturating_mul(dims[1]);
+        let (plane, place) = (range.start / of_plane, range.start % of_plane);
+        Parts { dims, most, plane, first: [place / dims[1], place % dims[1]], left: range.len() }
+    }
+}
+
+impl Iterator for Parts {
+    type Item = Part;
+
+    fn next(&mut self) -> Option<Part> {
+        let ([rows, columns], first) = (self.dims, self.first);
+        if self.left == 0 {
+            return None;
+        }
+        let most = self.most[0].min(rows - first[0]);
+        let size = match first[1] == 0 && columns <= self.left && columns <= self.most[1] {
+            true if columns * most <= self.left => [most, columns],
+            true => [self.left / columns, columns],
+            false => [1, (columns - first[1]).min(self.left).min(self.most[1])],
+        };
+        let part = Part { plane: self.plane, first, size };
+        self.left -= size[0] * size[1];
+        self.first = match first[1] + size[1] == columns {
+            true => [first[0] + size[0], 0],
+            false => [first[0], first[1] + size[1]],
+        };
+        if self.first[0] == rows {
+            (self.plane, self.first) = (self.plane + 1, [0; 2]);
+        }
+        Some(part)
+    }
+}

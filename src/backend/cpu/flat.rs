@@ -1,0 +1,459 @@
+//! Launches on the CPU that need no plan: one primitive, of operands that lie as the result does, are one row for all of
+//! its rows, or one number. Most launches of small tensors are, and planning would take longer than they do.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use pulp::Arch;
+use smallvec::SmallVec;
+
+use crate::backend::cpu::in_place::updates;
+use crate::backend::cpu::interpreter::{Scratch, Tile, TileIn};
+use crate::backend::cpu::scalar::Lane;
+use crate::backend::cpu::{fused_functions as idioms, half as cpu_half, interpreter as tiles, map as cpu_map};
+use crate::device::count_launch;
+use crate::device::cpu::parallel;
+use crate::expr::program::{Action, Program, Value};
+use crate::expr::{Expr, Op};
+use crate::ops::elementwise::compute_type;
+use crate::storage::{Storage, with_few, with_host};
+use crate::{DType, Device, Error, Result, Scalar, Tensor};
+
+/// Elements that are changed in place at a time, from a copy of what they were: it stays in the first-level cache.
+const IN_PLACE: usize = 2048;
+
+/// Bytes of a result that the first-level cache has room for, and from which on no cache has, with those of two operands.
+const FEW: usize = 12 << 10;
+const MANY: usize = 8 << 20;
+/// Pieces of what is computed from its end to its start: as few as leave the first one in that cache.
+const PIECES: usize = 3;
+
+/// Where an operand has the element of the result's element `i`.
+#[derive(Clone, Copy, PartialEq)]
+pub(crate) enum Lies {
+    /// At `i`.
+    Each,
+    /// At `i` modulo the length of a row.
+    Rows(usize),
+    /// At 0.
+    One,
+}
+
+/// Runs the launch if it is of this kind; gives whether it was. Shapes are not checked: what does not fit is not of this kind.
+pub(crate) fn run(
+    op: &'static str,
+    program: &Program,
+    inputs: &[&Tensor],
+    scalars: &[Scalar],
+    outputs: &[&Tensor],
+) -> Result<bool> {
+    let ([out], [step]) = (outputs, &program.steps[..]) else { return Ok(false) };
+    let computes = match step.action {
+        Action::Compute(op) => !matches!(op, Op::Leaf(_)),
+        Action::Idiom(_) => true,
+        Action::Copy | Action::MultiplyAdd(_) => false,
+    };
+    let count = out.numel();
+    if !computes || count == 0 || out.device() != Device::Cpu || !out.is_contiguous() {
+        return Ok(false);
+    }
+    let mut lies: SmallVec<[Option<Lies>; 3]> = SmallVec::new();
+    for t in inputs {
+        match place(t, out) {
+            Some(place) if t.dtype == out.dtype && !t.shares_storage(out) => lies.push(Some(place)),
+            Some(Lies::Each) if t.dtype == out.dtype && t.layout.offset == out.layout.offset => lies.push(None),
+            _ => return Ok(false),
+        }
+    }
+    // A row goes with an operand that has an element for each.
+    let two = matches!(step.action, Action::Compute(Op::Binary(_)));
+    let each = |lies: &Option<Lies>| matches!(lies, Some(Lies::Each) | None);
+    if lies.iter().any(|l| matches!(l, Some(Lies::Rows(_)))) && !(two && lies.len() == 2 && lies.iter().any(each)) {
+        return Ok(false);
+    }
+    if matches!(out.dtype, DType::F16 | DType::BF16) {
+        return cpu_half::run(program, inputs, &lies, scalars, out);
+    }
+    let bytes = inputs.iter().map(|t| t.numel()).sum::<usize>().saturating_add(count) * out.dtype.size();
+    let streamed = !lies.contains(&None) && program.goes_past_cache(count * out.dtype.size(), bytes);
+    if (streamed && !program.streams()) || compute_type(program, inputs, outputs).dtype() != out.dtype {
+        return Ok(false);
+    }
+    let launch = Launch { program, inputs, lies: &lies, scalars, out, streamed };
+    let zero = match out.dtype {
+        DType::F32 => launch.run::<f32>()?,
+        DType::F64 => launch.run::<f64>()?,
+        _ => launch.run::<i64>()?,
+    };
+    if zero { Err(Error::DivisionByZero { op }) } else { Ok(true) }
+}
+
+/// Where `t`, broadcast to the shape of `out`, has its elements, if it is in one piece and its dimensions are the last ones.
+pub(crate) fn place(t: &Tensor, out: &Tensor) -> Option<Lies> {
+    let (dims, all) = (t.shape().dims(), out.shape().dims());
+    if t.layout.lies_like(&out.layout, 1) && t.device() == Device::Cpu {
+        return out.is_contiguous().then_some(Lies::Each); // almost always
+    }
+    let ones = dims.iter().take_while(|&&d| d == 1).count();
+    if t.device() != Device::Cpu || dims.len() > all.len() || !all.ends_with(&dims[ones..]) || !t.is_contiguous() {
+        return None;
+    }
+    match t.numel() {
+        n if n == out.numel() => Some(Lies::Each),
+        1 => Some(Lies::One),
+        n => Some(Lies::Rows(n)),
+    }
+}
+
+/// Computes all elements on this thread: `part` is called with the number of the first of some, and these. What the first-level
+/// cache has no room for is begun from either end by turns, where some of it is still there from the time before.
+fn by_turns<C>(out: &mut [C], mut part: impl FnMut(usize, &mut [C])) {
+    if size_of_val(out) <= FEW || !parallel::turn() {
+        return part(0, out);
+    }
+    let piece = out.len().div_ceil(PIECES).next_multiple_of(16);
+    out.chunks_mut(piece).enumerate().rev().for_each(|(i, elements)| part(i * piece, elements));
+}
+
+/// A primitive of one or two operands that lie as the result does, or of one and a number, in floats of one type, and few enough for
+/// one thread. Most operations on small tensors are, and to find out more about them would take longer than they do.
+pub(crate) struct Alike<'a> {
+    action: Action,
+    args: &'a [Value],
+    inputs: &'a [&'a Tensor],
+    scalars: &'a [Scalar],
+}
+
+impl<'a> Alike<'a> {
+    /// The result is one of `dtype`, of the first operand's shape.
+    #[inline]
+    pub(crate) fn of(
+        inputs: &'a [&'a Tensor],
+        scalars: &'a [Scalar],
+        expr: &'a Expr,
+        dtype: DType,
+    ) -> Option<Alike<'a>> {
+        let first = *inputs.first()?;
+        let fits = |t: &&Tensor| t.dtype == dtype && t.device() == Device::Cpu;
+        let alike = matches!(dtype, DType::F32 | DType::F64) && inputs.iter().all(fits);
+        let program = Program::kept(std::slice::from_ref(expr));
+        let [step] = &program.steps[..] else { return None };
+        let action @ (Action::Compute(Op::Unary(_) | Op::Binary(_)) | Action::Idiom(_)) = step.action else {
+            return None;
+        };
+        let tensors = step.args.iter().filter(|arg| matches!(arg, Value::Input(_))).count();
+        let count = first.numel();
+        (alike
+            && tensors > 0
+            && !program.uses_bits()
+            && inputs.len() <= 2
+            && (1..=cpu_map::step(0)).contains(&count)
+            && inputs[1..].iter().all(|t| t.layout.lies_like(&first.layout, 1))
+            && first.is_contiguous())
+        .then_some(Alike { action, args: &step.args, inputs, scalars })
+    }
+
+    /// Computes the elements of `out`, new and contiguous.
+    pub(crate) fn fill(&self, out: &Tensor) -> Result<()> {
+        count_launch();
+        match out.dtype {
+            DType::F32 => self.fill_as::<f32>(out),
+            _ => self.fill_as::<f64>(out),
+        }
+    }
+
+    fn operand<'b, C: Lane>(&self, k: usize, elements: &'b [C], range: Range<usize>) -> TileIn<'b, C> {
+        match self.args[k] {
+            Value::Scalar(i) => TileIn::Scalar(C::from_scalar(self.scalars[i])),
+            Value::Const(c) => TileIn::Scalar(C::from_f64(c)),
+            _ => TileIn::Slice(&elements[range]),
+        }
+    }
+
+    fn fill_as<C: Lane>(&self, out: &Tensor) -> Result<()> {
+        let (arch, count, to) = (Arch::new(), out.numel(), &out.storage);
+        let compute = |a: &[C], b: &[C], write: &mut [u8]| {
+            by_turns(bytemuck::cast_slice_mut(write), |first, part| {
+                let range = first..first + part.len();
+                let uniform = match self.action {
+                    Action::Compute(Op::Unary(op)) => tiles::unary(arch, op, self.operand(0, a, range), part),
+                    Action::Compute(Op::Binary(op)) => {
+                        tiles::binary(arch, op, self.operand(0, a, range.clone()), self.operand(1, b, range), part)
+                    }
+                    Action::Idiom(idiom) => idioms::run(arch, idiom, |k| self.operand(k, a, range.clone()), part),
+                    _ => unreachable!("neither leaves nor choices"),
+                };
+                debug_assert!(uniform.is_none(), "an operand is a tensor");
+            });
+        };
+        fn all<'b, C: Lane>(t: &Tensor, bytes: &'b [u8], count: usize) -> &'b [C] {
+            &bytemuck::cast_slice(bytes)[t.layout.offset..][..count]
+        }
+        let tensor = |k: usize| match self.args.get(k) {
+            Some(&Value::Input(i)) => Some(self.inputs[i]),
+            _ => None,
+        };
+        match (tensor(0), tensor(1)) {
+            (Some(x), Some(y)) => with_few([&x.storage, &y.storage], to, |[a, b], write| {
+                compute(all(x, a, count), all(y, b, count), write);
+            }),
+            (Some(x), None) => with_few([&x.storage], to, |[a], write| compute(all(x, a, count), &[], write)),
+            (None, Some(y)) => with_few([&y.storage], to, |[b], write| compute(&[], all(y, b, count), write)),
+            (None, None) => unreachable!("an operand is a tensor"),
+        }
+    }
+}
+
+struct Launch<'a> {
+    program: &'a Program,
+    inputs: &'a [&'a Tensor],
+    /// None: there, it is the one that is changed.
+    lies: &'a [Option<Lies>],
+    scalars: &'a [Scalar],
+    out: &'a Tensor,
+    streamed: bool,
+}
+
+impl Launch<'_> {
+    /// Gives whether an integer was divided by zero.
+    fn run<C: Lane>(&self) -> Result<bool> {
+        count_launch();
+        let out = &self.out.storage;
+        let mut reads: SmallVec<[&Storage; 3]> = SmallVec::new();
+        for (t, _) in self.inputs.iter().zip(self.lies).filter(|(_, lies)| lies.is_some()) {
+            reads.push(&t.storage);
+        }
+        match *reads {
+            [x] => with_few([x], out, |reads, write| self.all::<C>(&reads, write)),
+            [x, y] => with_few([x, y], out, |reads, write| self.all::<C>(&reads, write)),
+            _ => with_host(&reads, &[out], |reads, writes| self.all::<C>(reads, writes[0])),
+        }
+    }
+
+    fn all<C: Lane>(&self, reads: &[&[u8]], write: &mut [u8]) -> bool {
+        let (count, first) = (self.out.numel(), self.out.layout.offset);
+        let out: &mut [C] = &mut bytemuck::cast_slice_mut(write)[first..first + count];
+        let step = cpu_map::step(count);
+        if count <= step {
+            let mut zero = false;
+            by_turns(out, |first, part| zero |= self.part(reads, first, part));
+            return zero;
+        }
+        let zero = AtomicBool::new(false);
+        let reverse = size_of_val(out) <= MANY && parallel::turn();
+        parallel::for_each_chunk_from(out, step, reverse, |i, part| {
+            if self.part(reads, i * step, part) {
+                zero.store(true, Ordering::Relaxed);
+            }
+        });
+        zero.into_inner()
+    }
+
+    /// Elements from `first` on, as many as `out` has.
+    fn part<C: Lane>(&self, reads: &[&[u8]], first: usize, out: &mut [C]) -> bool {
+        let mut scratch = Scratch::new();
+        scratch.streamed = self.streamed;
+        match self.lies.contains(&None) && !self.updates() {
+            true => self.in_place(&mut scratch, reads, first, out),
+            false => self.tile(&mut scratch, reads, TileIn::Output(0), first, out),
+        }
+    }
+
+    /// Whether it changes one of two operands by the other where it is, without a copy.
+    fn updates(&self) -> bool {
+        let others = matches!(self.lies, [None, Some(Lies::Each | Lies::One)] | [Some(Lies::Each | Lies::One), None]);
+        others && matches!(self.program.steps[0].action, Action::Compute(Op::Binary(op)) if updates(op))
+    }
+
+    /// [`part`](Self::part) of what is an operand, too.
+    #[inline(never)] // with room on the stack
+    fn in_place<C: Lane>(&self, scratch: &mut Scratch<C>, reads: &[&[u8]], first: usize, out: &mut [C]) -> bool {
+        let mut before: SmallVec<[C; IN_PLACE]> = SmallVec::new();
+        let mut zero = false;
+        for (i, piece) in out.chunks_mut(IN_PLACE).enumerate() {
+            before.clear();
+            before.extend_from_slice(piece);
+            zero |= self.tile(scratch, reads, TileIn::Slice(&before), first + i * IN_PLACE, piece);
+        }
+        zero
+    }
+
+    /// One tile; what it held is found at `before`.
+    fn tile<C: Lane>(
+        &self,
+        scratch: &mut Scratch<C>,
+        reads: &[&[u8]],
+        before: TileIn<'_, C>,
+        first: usize,
+        out: &mut [C],
+    ) -> bool {
+        let (len, mut reads) = (out.len(), reads.iter());
+        let mut inputs: SmallVec<[TileIn<C>; 3]> = SmallVec::new();
+        for (t, lies) in self.inputs.iter().zip(self.lies) {
+            let mut elements = || -> &[C] {
+                let bytes = reads.next().expect("one for each operand that is not changed");
+                &bytemuck::cast_slice(bytes)[t.layout.offset..]
+            };
+            inputs.push(match *lies {
+                Some(Lies::Each) => TileIn::Slice(&elements()[first..first + len]),
+                Some(Lies::Rows(n)) => TileIn::Rows(&elements()[..n], first % n),
+                Some(Lies::One) => TileIn::Scalar(elements()[0]),
+                None => before,
+            });
+        }
+        let tile = Tile { inputs: &inputs, scalars: self.scalars, seeds: &[], first: first as u64, len };
+        self.program.eval_tile(&tile, scratch, &mut [out])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::elementwise::{Params, apply_into};
+
+    /// The launch as it is planned otherwise, of operands that do not lie as the result does: from the end on.
+    fn planned(expr: &Expr, inputs: &[&Tensor], out: &Tensor) -> Vec<f32> {
+        planned_with(expr, inputs, Params::default(), out)
+    }
+
+    fn planned_with(expr: &Expr, inputs: &[&Tensor], params: Params, out: &Tensor) -> Vec<f32> {
+        let flipped: Vec<Tensor> = inputs.iter().map(|t| t.flip_view()).collect();
+        let flipped: Vec<&Tensor> = flipped.iter().collect();
+        let to = out.zeros_like().unwrap().flip_view();
+        apply_into("test", &flipped, params, std::slice::from_ref(expr), &[&to]).unwrap();
+        to.flip_view().contiguous().unwrap().to_vec().unwrap()
+    }
+
+    impl Tensor {
+        fn flip_view(&self) -> Tensor {
+            let mut layout = self.layout.clone();
+            for d in 0..self.rank() {
+                layout.offset =
+                    layout.offset.wrapping_add_signed(layout.strides[d] * (self.shape().dims()[d] as isize - 1));
+                layout.strides[d] = -layout.strides[d];
+            }
+            self.with_layout(layout)
+        }
+    }
+
+    #[test]
+    fn the_same_as_planned() {
+        let number = |n: usize, seed: usize| -> Tensor {
+            let values: Vec<f32> = (0..n + 1).map(|i| (i * 7919 + seed) as f32 % 201.0 - 100.0).collect();
+            Tensor::from_slice(&values, n + 1, Device::Cpu).unwrap().narrow(0, 1, n).unwrap()
+        };
+        let (x, y) = (Expr::input(0), Expr::input(1));
+        for (rows, columns) in [(1, 1), (1, 7), (7, 1), (3, 5), (3, 1367), (10, 1000), (40, 1000), (3000, 17)] {
+            let (n, shape) = (rows * columns, [rows, columns]);
+            let (full, other) = (number(n, 1).reshape(shape).unwrap(), number(n, 2).reshape(shape).unwrap());
+            let (row, one) = (number(columns, 3), number(1, 4));
+            let flat_row = row.reshape([1, columns]).unwrap();
+            let column = number(rows, 5).reshape([rows, 1]).unwrap();
+            let out = full.zeros_like().unwrap();
+            let sum = &x - &y;
+            for (inputs, flat) in [
+                ([&full, &other], true),
+                ([&full, &row], true),
+                ([&flat_row, &full], true),
+                ([&full, &one], true),
+                ([&one, &other], true),
+                ([&full, &column], columns == 1 || rows == 1),
+                ([&row, &row], rows == 1 || columns == 1),
+            ] {
+                let got = run("test", &Program::of(std::slice::from_ref(&sum)), &inputs, &[], &[&out]).unwrap();
+                assert_eq!(got, flat, "{:?} {:?}", inputs[0].shape(), inputs[1].shape());
+                if flat {
+                    let right = planned(&sum, &inputs, &out);
+                    assert_eq!(out.to_vec::<f32>().unwrap(), right);
+                    // The next turn, from the other end.
+                    out.fill_(0).unwrap();
+                    assert!(run("test", &Program::of(std::slice::from_ref(&sum)), &inputs, &[], &[&out]).unwrap());
+                    assert_eq!(out.to_vec::<f32>().unwrap(), right);
+                }
+            }
+            for refused in [x.clone(), &x * 2.0 + &y] {
+                assert!(!run("test", &Program::of(&[refused]), &[&full, &other], &[], &[&out]).unwrap());
+            }
+            // In place: as if what is changed were another tensor, whichever operand it is, or both.
+            let program = Program::of(std::slice::from_ref(&sum));
+            for other in [&other, &row, &one] {
+                let copy = full.clone();
+                for (inputs, right) in [
+                    ([&out, other], planned(&sum, &[&copy, other], &out)),
+                    ([other, &out], planned(&sum, &[other, &copy], &out)),
+                    ([&out, &out], vec![0.0; n]),
+                ] {
+                    out.copy_(&full).unwrap();
+                    assert!(run("test", &program, &inputs, &[], &[&out]).unwrap());
+                    assert_eq!(out.to_vec::<f32>().unwrap(), right);
+                }
+            }
+            let long = number(n + 1, 6);
+            let (from, to) = (long.narrow(0, 0, n).unwrap(), long.narrow(0, 1, n).unwrap());
+            assert!(
+                !run("test", &program, &[&from, &other.flatten(0, -1).unwrap()], &[], &[&to]).unwrap(),
+                "overlapping"
+            );
+        }
+    }
+
+    #[test]
+    fn operands_that_lie_alike() {
+        let number = |n: usize, at: usize, seed: usize| -> Tensor {
+            let values =
+                (0..n + at).map(|i| if i % 97 == 3 { f32::NAN } else { (i * 7919 + seed) as f32 % 201.0 - 100.0 });
+            let values: Vec<f32> = values.collect();
+            Tensor::from_slice(&values, n + at, Device::Cpu).unwrap().narrow(0, at, n).unwrap()
+        };
+        let (x, y, s) = (Expr::input(0), Expr::input(1), Expr::scalar(0));
+        let few = cpu_map::step(0);
+        for n in [1, 2, 15, 16, 17, 97, FEW / 4, FEW / 4 + 1, 5003, few] {
+            let (a, b) = (number(n, 1, 1), number(n, 5, 2));
+            for expr in [
+                &x - &y,
+                &y / &x,
+                x.max(&y),
+                &x * &x,
+                x.exp(),
+                x.sin(),
+                &x * 0.5,
+                &s - &x,
+                x.max(0.0),
+                x.lt(&y),
+                x.gelu(),
+                x.silu(),
+                x.clamp(-1.0, &s),
+            ] {
+                let inputs: &[&Tensor] = if expr.uses_input(1) { &[&a, &b] } else { &[&a] };
+                let scalars = [Scalar::Float(2.5)];
+                let alike = Alike::of(inputs, &scalars, &expr, DType::F32).expect("it is of this kind");
+                for _ in 0..2 {
+                    // from either end
+                    let out = a.zeros_like().unwrap();
+                    alike.fill(&out).unwrap();
+                    let right = Params { scalars: &scalars, seeds: &[] };
+                    let bits = |v: Vec<f32>| v.into_iter().map(f32::to_bits).collect::<Vec<u32>>();
+                    let planned = planned_with(&expr, inputs, right, &out);
+                    assert_eq!(bits(out.to_vec().unwrap()), bits(planned), "{expr:?} {n}");
+                }
+            }
+        }
+        let (a, rows) = (number(12, 0, 1), number(12, 0, 2).reshape([3, 4]).unwrap());
+        let whole = a.to_dtype(DType::I64).unwrap();
+        let long = number(few + 1, 0, 1);
+        let refused: [(&[&Tensor], Expr, DType); 9] = [
+            (&[&a, &rows], &x + &y, DType::F32),
+            (&[&rows.t().unwrap()], x.exp(), DType::F32),
+            (&[&a, &a.to_dtype(DType::F64).unwrap()], &x + &y, DType::F32),
+            (&[&a, &a], &x + &y, DType::F64),
+            (&[&whole, &whole], &x + &y, DType::I64),
+            (&[&long], x.exp(), DType::F32),
+            (&[&a.narrow(0, 0, 0).unwrap()], x.exp(), DType::F32),
+            (&[&a, &a], &x * 2.0 + &y, DType::F32),
+            (&[&a], x.clone(), DType::F32),
+        ];
+        for (inputs, expr, dtype) in &refused {
+            assert!(Alike::of(inputs, &[], expr, *dtype).is_none(), "{expr:?} of {} {dtype}", inputs[0].shape());
+        }
+    }
+}

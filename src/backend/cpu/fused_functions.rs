@@ -1,0 +1,236 @@
+//! Formulas that are one step on the CPU, written as several primitives: each of these would read and write all elements of
+//! a tile.
+
+use std::f64::consts::{FRAC_1_SQRT_2, PI};
+
+use pulp::Arch;
+
+use crate::backend::cpu::interpreter::{Function, TileIn, many, run as run_each};
+use crate::backend::cpu::scalar::{Lane, Many};
+use crate::expr::program::Action;
+use crate::expr::{Args, Binary, DagNode, Leaf, Op, Unary};
+
+/// What such a step computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Idiom {
+    /// [`Expr::gelu`](crate::ops::Expr::gelu) of the operand.
+    Gelu,
+    /// [`Expr::gelu_tanh`](crate::ops::Expr::gelu_tanh) of the operand.
+    GeluTanh,
+    /// [`Expr::silu`](crate::ops::Expr::silu) of the operand.
+    Silu,
+    /// [`Expr::clamp`](crate::ops::Expr::clamp) of the first operand between two numbers.
+    Clamp,
+}
+
+/// What node `i` is other than its primitive, and of which nodes.
+pub(crate) fn find(nodes: &[DagNode], i: usize) -> Option<(Action, Args<usize>)> {
+    let of = |idiom, args: &[usize]| Some((Action::Idiom(idiom), Args::from_slice(args)));
+    match op(nodes, i) {
+        Op::Binary(Binary::Mul) => {
+            let (a, b) = (nodes[i].args[0], nodes[i].args[1]);
+            let either = [(a, b), (b, a)];
+            if let Some(x) = either.into_iter().find_map(|(half, rest)| gelu(nodes, half, rest)) {
+                return of(Idiom::Gelu, &[x]);
+            }
+            if let Some(x) = either.into_iter().find_map(|(half, rest)| gelu_tanh(nodes, half, rest)) {
+                return of(Idiom::GeluTanh, &[x]);
+            }
+            let (x, _) = either.into_iter().find(|&(x, y)| unary(nodes, y, Unary::Sigmoid) == Some(x))?;
+            of(Idiom::Silu, &[x])
+        }
+        Op::Select => {
+            if let Some([x, low, high]) = clamp(nodes, i) {
+                return of(Idiom::Clamp, &[x, low, high]);
+            }
+            // `select(x <= c, c, x)` is `max(x, c)`, for NaN and -0 too.
+            let (condition, c, x) = (nodes[i].args[0], nodes[i].args[1], nodes[i].args[2]);
+            let number = matches!(op(nodes, c), Op::Leaf(Leaf::Const(c)) if !c.is_nan());
+            let max = (Action::Compute(Op::Binary(Binary::Max)), Args::from_slice(&[x, c]));
+            (number && is(nodes, condition, Binary::Le, [x, c])).then_some(max)
+        }
+        _ => None,
+    }
+}
+
+fn op(nodes: &[DagNode], i: usize) -> Op {
+    nodes[i].expr.op()
+}
+
+/// Whether node `i` is this primitive of these.
+fn is(nodes: &[DagNode], i: usize, binary: Binary, args: [usize; 2]) -> bool {
+    op(nodes, i) == Op::Binary(binary) && nodes[i].args[..] == args
+}
+
+/// The operand, if node `i` is this primitive.
+fn unary(nodes: &[DagNode], i: usize, unary: Unary) -> Option<usize> {
+    (op(nodes, i) == Op::Unary(unary)).then(|| nodes[i].args[0])
+}
+
+/// The other operand, if node `i` is this primitive, the same either way round, of the number.
+fn beside(nodes: &[DagNode], i: usize, binary: Binary, number: f64) -> Option<usize> {
+    let [a, b] = nodes[i].args[..] else { return None };
+    let is_number = |&(n, _): &(usize, usize)| matches!(op(nodes, n), Op::Leaf(Leaf::Const(c)) if c == number);
+    let found = [(a, b), (b, a)].into_iter().find(is_number)?;
+    (op(nodes, i) == Op::Binary(binary)).then_some(found.1)
+}
+
+/// x, if these are `x / 2` and `1 + erf(x / sqrt(2))`.
+fn gelu(nodes: &[DagNode], half: usize, rest: usize) -> Option<usize> {
+    let x = beside(nodes, half, Binary::Mul, 0.5)?;
+    let erf = beside(nodes, rest, Binary::Add, 1.0)?;
+    let of = beside(nodes, unary(nodes, erf, Unary::Erf)?, Binary::Mul, FRAC_1_SQRT_2)?;
+    (of == x).then_some(x)
+}
+
+/// x, if these are `x / 2` and `1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x² * x))`.
+fn gelu_tanh(nodes: &[DagNode], half: usize, rest: usize) -> Option<usize> {
+    let x = beside(nodes, half, Binary::Mul, 0.5)?;
+    let tanh = beside(nodes, rest, Binary::Add, 1.0)?;
+    let sum = beside(nodes, unary(nodes, tanh, Unary::Tanh)?, Binary::Mul, (2.0 / PI).sqrt())?;
+    let [_, cube] = nodes[sum].args[..] else { return None };
+    let scaled = *nodes[cube].args.first()?;
+    let square = beside(nodes, scaled, Binary::Mul, 0.044715)?;
+    let fits = is(nodes, sum, Binary::Add, [x, cube]) && is(nodes, cube, Binary::Mul, [scaled, x]);
+    (fits && is(nodes, square, Binary::Mul, [x, x])).then_some(x)
+}
+
+/// x, low and high, if node `i` is `raised > high ? high : raised` of `x < low ? low : x`, and these are numbers.
+fn clamp(nodes: &[DagNode], i: usize) -> Option<[usize; 3]> {
+    let select = |i: usize| match (op(nodes, i), &nodes[i].args[..]) {
+        (Op::Select, &[condition, a, b]) => Some((condition, a, b)),
+        _ => None,
+    };
+    let number = |i: usize| matches!(op(nodes, i), Op::Leaf(Leaf::Const(_) | Leaf::Scalar(_)));
+    let (above, high, raised) = select(i)?;
+    let (below, low, x) = select(raised)?;
+    let fits = is(nodes, above, Binary::Lt, [high, raised]) && is(nodes, below, Binary::Lt, [x, low]);
+    (fits && number(low) && number(high)).then_some([x, low, high])
+}
+
+/// Fills `dst`, or gives the one value that all elements have.
+pub(crate) fn run<'a, C: Lane>(
+    arch: Arch,
+    idiom: Idiom,
+    operand: impl Fn(usize) -> TileIn<'a, C>,
+    dst: &mut [C],
+) -> Option<C> {
+    match idiom {
+        Idiom::Gelu => many(arch, Many::Gelu, operand(0), dst),
+        Idiom::GeluTanh => many(arch, Many::GeluTanh, operand(0), dst),
+        Idiom::Silu => many(arch, Many::Silu, operand(0), dst),
+        Idiom::Clamp => {
+            struct Clamp;
+            impl<C: Lane> Function<(C, C, C), C> for Clamp {
+                #[inline(always)]
+                fn call((x, low, high): (C, C, C)) -> C {
+                    let raised = if x < low { low } else { x };
+                    if high < raised { high } else { raised }
+                }
+            }
+            let (TileIn::Scalar(low), TileIn::Scalar(high)) = (operand(1), operand(2)) else {
+                unreachable!("numbers alone are recognised")
+            };
+            match operand(0) {
+                TileIn::Slice(x) => run_each::<C, _, Clamp>(arch, dst, x.iter().map(|&x| (x, low, high))),
+                TileIn::Scalar(x) => Some(Clamp::call((x, low, high))),
+                _ => unreachable!("operands of a primitive of two"),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Scalar;
+    use crate::backend::cpu::interpreter::{Scratch, Tile};
+    use crate::expr::program::Program;
+    use crate::ops::Expr;
+
+    #[test]
+    fn what_is_one_step() {
+        let (x, y, s) = (Expr::input(0), Expr::input(1), Expr::scalar(0));
+        let steps = |e: &Expr| Program::new(std::slice::from_ref(e)).steps.len();
+        for e in [x.gelu(), x.gelu_tanh(), x.silu(), x.sigmoid() * &x, x.clamp(0.0, 1.0), x.clamp(&s, 6.0), x.relu()] {
+            assert_eq!(steps(&e), 1, "{e:?}");
+        }
+        // Not quite these.
+        for e in [
+            0.5 * &x * (1.0 + (&y * FRAC_1_SQRT_2).erf()),
+            0.5 * &x * (1.0 + (&x * 0.7).erf()),
+            0.5 * &x * (1.0 + (&x * 0.7).tanh()),
+            &y * x.sigmoid(),
+            x.clamp(&y, 1.0),
+            x.hardtanh(0.0, 1.0),
+            x.le(0.0).select(1.0, &x),
+            x.lt(0.0).select(0.0, &x),
+        ] {
+            assert!(steps(&e) > 1, "{e:?}");
+        }
+        let both = Program::new(&[x.relu(), x.le(0.0)]);
+        assert_eq!((both.steps.len(), both.registers), (2, 0));
+    }
+
+    /// One result of one input, which is one for each element, a number, or what the result held.
+    fn compute<C: Lane>(e: &Expr, x: &[C], scalars: &[Scalar], form: usize) -> Vec<C> {
+        let mut out = x.to_vec();
+        let inputs = [[TileIn::Slice(x), TileIn::Scalar(x[0]), TileIn::Output(0)][form]];
+        let tile = Tile { inputs: &inputs, scalars, seeds: &[], first: 0, len: x.len() };
+        Program::new(std::slice::from_ref(e)).eval_tile(&tile, &mut Scratch::new(), &mut [&mut out]);
+        out
+    }
+
+    #[test]
+    fn clamped_as_it_is_written() {
+        let special = [f64::NAN, -0.0, 0.0, 0.5, -0.5, 1.0, f64::INFINITY, f64::NEG_INFINITY, 0.25, 7.0];
+        let x: Vec<f64> = (0..300).map(|i| special[i * 7 % 10] + (i / 10) as f64 * 0.01).collect();
+        let (narrow, whole): (Vec<f32>, Vec<i64>) = x.iter().map(|&x| (x as f32, x as i64)).unzip();
+        for bounds in [(-0.25, 0.5), (0.0, -0.0), (-0.0, 3.0), (1.0, -1.0), (f64::NAN, 0.5), (0.5, f64::NAN)] {
+            let scalars = [Scalar::Float(bounds.0), Scalar::Float(bounds.1)];
+            let e = Expr::input(0).clamp(Expr::scalar(0), Expr::scalar(1));
+            macro_rules! check {
+                ($x:expr, $t:ty) => {
+                    for form in 0..3 {
+                        let (low, high) = (bounds.0 as $t, bounds.1 as $t);
+                        for (i, got) in compute(&e, &$x, &scalars, form).into_iter().enumerate() {
+                            let x = $x[if form == 1 { 0 } else { i }];
+                            let raised = if x < low { low } else { x };
+                            let want = if high < raised { high } else { raised };
+                            assert_eq!(got.to_ne_bytes(), want.to_ne_bytes(), "{x} {bounds:?} {form}");
+                        }
+                    }
+                };
+            }
+            check!(x, f64);
+            check!(narrow, f32);
+            if !bounds.0.is_nan() && !bounds.1.is_nan() {
+                check!(whole, i64);
+            }
+        }
+    }
+
+    #[test]
+    fn functions_as_they_are_written() {
+        let phi = |x: f64| 0.5 * (1.0 + libm::erf(x * FRAC_1_SQRT_2));
+        let logistic = |x: f64| 1.0 / (1.0 + (-x).exp());
+        let inner = |x: f64| (2.0 / PI).sqrt() * (x + 0.044715 * x * x * x);
+        let by_tanh = |x: f64| 0.5 * (1.0 + inner(x).tanh());
+        type Of<'a> = &'a dyn Fn(f64) -> f64;
+        let x: Vec<f64> = (0..700).map(|i| (i * 37 % 700) as f64 * 0.02 - 7.0).collect();
+        let narrow: Vec<f32> = x.iter().map(|&x| x as f32).collect();
+        let input = Expr::input(0);
+        for (e, of) in [(input.gelu(), &phi as Of), (input.gelu_tanh(), &by_tanh), (input.silu(), &logistic)] {
+            for form in 0..3 {
+                let (wide, single) = (compute(&e, &x, &[], form), compute(&e, &narrow, &[], form));
+                for i in 0..x.len() {
+                    let at = if form == 1 { 0 } else { i };
+                    let (right, near) = (x[at] * of(x[at]), f64::from(narrow[at]));
+                    assert!((wide[i] - right).abs() <= 1e-15 * x[at].abs(), "{e:?} of {}: {}", x[at], wide[i]);
+                    let error = (f64::from(single[i]) - near * of(near)).abs();
+                    assert!(error <= 2e-7 * near.abs(), "{e:?} of {near}: {}", single[i]);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,315 @@
+//! Epilogues of products on the CPU, evaluated where a piece of the product lies in the cache of the core that made it: it is
+//! never written to memory, but the results are. The formulas of a layer, and of what goes back through relu, the product's kernels
+//! compute in their registers.
+
+use std::sync::Arc;
+
+use bytemuck::Pod;
+use smallvec::SmallVec;
+
+use crate::backend::cpu::convert::{load_tile, store_tile};
+use crate::backend::cpu::flat::{Lies, place};
+use crate::backend::cpu::gemm::floats;
+use crate::backend::cpu::interpreter::{Scratch, TILE, Tile, TileIn};
+use crate::device::count_launch;
+use crate::device::cpu::gemm::{Finish, gemm_finished, gemm_into, in_pieces};
+use crate::expr::Expr;
+use crate::expr::program::Program;
+use crate::ops::elementwise::compute_type;
+use crate::ops::linalg::gemm::{Gemm, Operand, Plan};
+use crate::ops::linalg::matmul::{BIASED, RELU, SLOPE};
+use crate::storage::{Storage, with_host};
+use crate::{Compute, DType, Result, Scalar, Shape, Tensor};
+
+pub(crate) struct Epilogue<'a> {
+    program: Arc<Program>,
+    extras: SmallVec<[Extra<'a>; 2]>,
+    scalars: &'a [Scalar],
+    /// Of the results.
+    dtype: DType,
+    /// Whether the result is the product, rounded.
+    plain: bool,
+}
+
+/// Where a further operand has the element of the result's element `i`.
+enum Extra<'a> {
+    /// At `i`.
+    Each(&'a [f32]),
+    /// At `i` modulo the length of a row, which is repeated for [`TILE`] elements and one row.
+    Rows(Vec<f32>, usize),
+    One(f32),
+}
+
+/// What is made from f32, a piece at a time.
+fn is_float(dtype: DType) -> bool {
+    matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
+}
+
+impl Epilogue<'_> {
+    /// Runs a product of f32 and its epilogue if it is of this kind: one matrix, whose results are contiguous, all of f32 or of one
+    /// half, and extras of f32 that lie as they do, or of halves too that are a row for all rows or a number. Gives whether
+    /// it was.
+    pub(crate) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
+        let dtype = outs[0].dtype;
+        let mut lies: SmallVec<[Lies; 2]> = SmallVec::new();
+        for t in g.extras {
+            let converted = |lie| t.dtype == DType::F32 || (is_float(t.dtype) && lie != Lies::Each);
+            match place(t, &outs[0]) {
+                Some(lie) if converted(lie) && !outs.iter().any(|out| t.shares_storage(out)) => lies.push(lie),
+                _ => return Ok(false),
+            }
+        }
+        let plan = Plan::new(&g.a.layout, &g.b.layout, shape, &[&outs[0].layout]);
+        let rows = Operand { row: plan.n as isize, col: 1, batch: SmallVec::new() };
+        let straight = in_pieces((plan.m, plan.n, plan.k)) && plan.count() == 1 && plan.others[0] == rows;
+        let program = Program::of(g.epilogue);
+        let operands: SmallVec<[&Tensor; 4]> = outs.iter().take(1).chain(g.extras.iter().copied()).collect();
+        if !straight
+            || !is_float(dtype)
+            || !outs.iter().all(|t| t.dtype == dtype && t.is_contiguous())
+            || program.seeds() > 0
+            || compute_type(&program, &operands, &outs.iter().collect::<SmallVec<[&Tensor; 2]>>()) != Compute::F32
+        {
+            return Ok(false);
+        }
+        match dtype {
+            DType::F32 => compute::<f32>(g, &plan, program, &lies, outs)?,
+            _ => compute::<u16>(g, &plan, program, &lies, outs)?,
+        }
+        count_launch();
+        Ok(true)
+    }
+
+    /// How the kernels finish the product, where they know the formula: those of a layer, and of what goes back through relu.
+    fn finish(&self, formula: &[Expr], plan: &Plan) -> Option<Finish<&[f32]>> {
+        let ([formula], [extra], DType::F32) = (formula, &self.extras[..], self.dtype) else { return None };
+        match extra {
+            Extra::Rows(repeated, row) if *row == plan.n && *formula == *BIASED => Some(Finish::Add(&repeated[..*row])),
+            Extra::Rows(repeated, row) if *row == plan.n && *formula == RELU[1] => {
+                Some(Finish::AddRelu(&repeated[..*row]))
+            }
+            Extra::Each(elements) if *formula == *SLOPE => Some(Finish::Slope(&elements[..plan.m * plan.n])),
+            _ => None,
+        }
+    }
+
+    /// The results of elements from `first` on.
+    fn evaluate<T: Pod>(&self, first: usize, product: &[f32], outs: &mut [&mut [T]]) {
+        let store = |values: &[f32], out: &mut [T]| {
+            store_tile(self.dtype, values, bytemuck::cast_slice_mut(out), 0, 1);
+        };
+        if self.plain {
+            return store(product, outs[0]);
+        }
+        let converts = self.dtype != DType::F32;
+        let mut made: SmallVec<[Vec<f32>; 2]> =
+            outs.iter().map(|_| if converts { vec![0.0; TILE] } else { Vec::new() }).collect();
+        let mut scratch = Scratch::new();
+        let mut inputs: SmallVec<[TileIn<f32>; 4]> = SmallVec::new();
+        for (i, product) in product.chunks(TILE).enumerate() {
+            let (first, len) = (first + i * TILE, product.len());
+            // Pushed one by one: `extend` is a call.
+            inputs.clear();
+            inputs.push(TileIn::Slice(product));
+            for extra in &self.extras {
+                inputs.push(match extra {
+                    Extra::Each(elements) => TileIn::Slice(&elements[first..][..len]),
+                    Extra::Rows(repeated, row) => TileIn::Slice(&repeated[first % row..][..len]),
+                    Extra::One(x) => TileIn::Scalar(*x),
+                });
+            }
+            let mut targets: SmallVec<[&mut [f32]; 2]> = SmallVec::new();
+            for (out, made) in outs.iter_mut().zip(&mut made) {
+                targets.push(match converts {
+                    true => &mut made[..len],
+                    false => &mut bytemuck::cast_slice_mut(out)[i * TILE..][..len],
+                });
+            }
+            let tile = Tile { inputs: &inputs, scalars: self.scalars, seeds: &[], first: first as u64, len };
+            self.program.eval_tile(&tile, &mut scratch, &mut targets);
+            drop(targets);
+            if converts {
+                outs.iter_mut().zip(&made).for_each(|(out, made)| store(&made[..len], &mut out[i * TILE..][..len]));
+            }
+        }
+    }
+}
+
+/// The product and its epilogue, into results of elements as large as `T`.
+fn compute<T: Pod + Send + Sync>(
+    g: &Gemm,
+    plan: &Plan,
+    program: Arc<Program>,
+    lies: &[Lies],
+    outs: &[Tensor],
+) -> Result<()> {
+    let reads: SmallVec<[&Storage; 4]> = [g.a, g.b].iter().chain(g.extras).map(|t| &t.storage).collect();
+    let writes: SmallVec<[&Storage; 2]> = outs.iter().map(|t| &t.storage).collect();
+    with_host(&reads, &writes, |reads, writes| {
+        let (mut made_a, mut made_b) = (Vec::new(), Vec::new());
+        let (a, b) = (floats((g.a, reads[0]), &mut made_a), floats((g.b, reads[1]), &mut made_b));
+        let extras = g.extras.iter().zip(lies).zip(&reads[2..]);
+        let epilogue = Epilogue {
+            program,
+            extras: extras.map(|((t, lies), bytes)| Extra::new(t, *lies, bytes)).collect(),
+            scalars: g.scalars,
+            dtype: outs[0].dtype,
+            plain: *g.epilogue == [Expr::input(0)],
+        };
+        if let Some(finish) = epilogue.finish(g.epilogue, plan)
+            && let ([t], [bytes]) = (outs, &mut *writes)
+            && let Some([at_a, at_b, _]) = plan.places([a.offset, b.offset, 0]).next()
+        {
+            let out = &mut bytemuck::cast_slice_mut(bytes)[t.layout.offset..][..t.numel()];
+            if gemm_finished((plan.m, plan.n, plan.k), out, (a.data, at_a), (b.data, at_b), finish)? {
+                return Ok(());
+            }
+        }
+        let results = outs.iter().zip(writes);
+        let mut results: SmallVec<[&mut [T]; 2]> = results
+            .map(|(t, bytes)| &mut bytemuck::cast_slice_mut::<u8, T>(bytes)[t.layout.offset..][..t.numel()])
+            .collect();
+        plan.places([a.offset, b.offset, 0]).try_for_each(|[at_a, at_b, _]| {
+            let (a, b) = ((a.data, at_a), (b.data, at_b));
+            gemm_into((plan.m, plan.n, plan.k), &mut results, a, b, |first, product, outs| {
+                epilogue.evaluate(first, product, outs);
+            })
+        })
+    })?
+}
+
+impl<'a> Extra<'a> {
+    fn new(t: &Tensor, lies: Lies, bytes: &'a [u8]) -> Extra<'a> {
+        let converted = |n: usize| {
+            let mut elements = vec![0f32; n];
+            load_tile(t.dtype, bytes, t.layout.offset, 1, &mut elements);
+            elements
+        };
+        match lies {
+            Lies::Each => Extra::Each(&bytemuck::cast_slice(bytes)[t.layout.offset..]),
+            Lies::Rows(row) => Extra::Rows(converted(row).repeat(TILE.div_ceil(row) + 1), row),
+            Lies::One => Extra::One(converted(1)[0]),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::slice::from_ref;
+
+    use super::*;
+    use crate::Device;
+    use crate::ops::elementwise::{Params, apply};
+
+    fn tensor(shape: [usize; 2], seed: usize) -> Tensor {
+        let n: usize = shape.iter().product();
+        // In memory that starts in the middle of a vector.
+        let values: Vec<f32> = (0..n + 1).map(|i| ((i * 7919 + seed) % 1009) as f32 / 1009.0 - 0.5).collect();
+        Tensor::from_slice(&values, n + 1, Device::Cpu).unwrap().narrow(0, 1, n).unwrap().reshape(shape).unwrap()
+    }
+
+    /// The results beside those of the product in f32 and the formula one after the other, and whether they were computed in
+    /// pieces; of the type of `a`.
+    fn check(a: &Tensor, b: &Tensor, extras: &[&Tensor], epilogue: &[Expr], in_pieces: bool) {
+        let dtypes = vec![a.dtype; epilogue.len()];
+        let g = Gemm {
+            extras,
+            scalars: &[Scalar::Float(0.25)],
+            dtypes: &dtypes,
+            ..Gemm::plain("test", a, b, epilogue, &a.dtype)
+        };
+        let product = Gemm::plain("test", a, b, &[Expr::input(0)], &DType::F32).run_one().unwrap();
+        let shape = product.shape();
+        let nan = |_| Tensor::full(shape, f32::NAN, Device::Cpu).unwrap().to_dtype(a.dtype).unwrap();
+        let outs: Vec<Tensor> = epilogue.iter().map(nan).collect();
+        assert_eq!(Epilogue::run(&g, shape, &outs).unwrap(), in_pieces, "{a:?} {b:?}");
+        let inputs: Vec<&Tensor> = std::iter::once(&product).chain(extras.iter().copied()).collect();
+        let params = Params { scalars: &[Scalar::Float(0.25)], seeds: &[] };
+        let want = apply("test", &inputs, params, epilogue, &dtypes).unwrap();
+        let got = g.run().unwrap();
+        let values = |t: &Tensor| t.to_dtype(DType::F32).unwrap().to_vec::<f32>().unwrap();
+        for (i, want) in want.iter().enumerate() {
+            let want = values(want);
+            assert_eq!(values(&got[i]), want, "result {i} of {shape:?}");
+            assert!(!in_pieces || values(&outs[i]) == want, "result {i} of {shape:?}, in pieces");
+        }
+    }
+
+    /// At sizes around tiles of the product, of the formula and of what is handed over, on one thread and on all.
+    #[test]
+    fn the_same_as_one_after_the_other() {
+        let x = |i| Expr::input(i);
+        let sum = x(0) + x(1);
+        let sizes =
+            [(8, 8, 8), (9, 10, 300), (65, 33, 17), (1030, 10, 128), (600, 256, 300), (64, 1100, 513), (2600, 47, 300)];
+        for (m, n, k) in sizes {
+            let (a, b, bt) = (tensor([m, k], 1), tensor([k, n], 2), tensor([n, k], 3).t().unwrap());
+            let (each, row, one) = (tensor([m, n], 4), tensor([1, n], 5), tensor([1, 1], 6));
+            check(&a, &b, &[&row], &[sum.relu(), sum.clone()], true);
+            check(&a, &bt, &[&row.reshape(n).unwrap()], from_ref(&sum), true);
+            check(&a, &b, &[&each], &[x(0) * x(1).gt(0.0)], true);
+            check(&a, &b, &[&row], &[sum.relu()], true);
+            check(&a, &bt, &[&each], &[x(0) * x(1).relu().diff(1)], true);
+            check(&a, &b, &[&one, &row, &each], &[x(0) * Expr::scalar(0) + (x(1) - x(2)) * x(3)], true);
+            check(&a, &b, &[], &[x(0).sigmoid()], true);
+            check(&a, &b, &[&tensor([m, 1], 7)], from_ref(&sum), false);
+            check(&a, &b, &[&tensor([n, m], 8).t().unwrap()], from_ref(&sum), false);
+        }
+    }
+
+    /// As the formulas say: what is no number stays that, the slope at 0 is 0.
+    #[test]
+    fn special_values() {
+        const VALUES: [f32; 7] = [0.0, f32::NAN, -0.0, f32::INFINITY, f32::NEG_INFINITY, 1e9, -1e9];
+        let special = |n: usize| (0..n).map(|i| VALUES[i % 7]).collect::<Vec<f32>>();
+        let x = |i| Expr::input(i);
+        for (m, n, k) in [(9, 10, 17), (30, 64, 8), (13, 37, 600), (1030, 33, 2048)] {
+            let (a, b) = (tensor([m, k], 1), tensor([k, n], 2));
+            let product = a.matmul(&b).unwrap().to_vec::<f32>().unwrap();
+            let (row, each) = (special(n), special(m * n));
+            let run = |extra: &[f32], shape: [usize; 2], epilogue: &Expr| {
+                let extra = Tensor::from_slice(extra, shape, Device::Cpu).unwrap();
+                let g = Gemm { extras: &[&extra], ..Gemm::plain("test", &a, &b, from_ref(epilogue), &DType::F32) };
+                g.run_one().unwrap().to_vec::<f32>().unwrap()
+            };
+            let (added, relu) = (run(&row, [1, n], &(x(0) + x(1))), run(&row, [1, n], &(x(0) + x(1)).relu()));
+            let slope = run(&each, [m, n], &(x(0) * x(1).relu().diff(1)));
+            for i in 0..m * n {
+                let same = |got: f32, want: f32| got.to_bits() == want.to_bits() || (got.is_nan() && want.is_nan());
+                let sum = product[i] + row[i % n];
+                assert!(same(added[i], sum), "{m} x {n} x {k}: {i}");
+                assert!(same(relu[i], if sum <= 0.0 { 0.0 } else { sum }), "{m} x {n} x {k}, relu: {i}");
+                let factor = if each[i] <= 0.0 { 0.0 } else { 1.0 };
+                assert!(same(slope[i], product[i] * factor), "{m} x {n} x {k}, slope: {i}");
+            }
+        }
+    }
+
+    /// Halves are rounded where the product is, extras of halves are read as f32.
+    #[test]
+    fn halves() {
+        let x = |i| Expr::input(i);
+        let sum = x(0) + x(1);
+        for dtype in [DType::F16, DType::BF16] {
+            let half = |t: Tensor| t.to_dtype(dtype).unwrap();
+            for (m, n, k) in [(8, 8, 8), (9, 10, 301), (65, 33, 17), (600, 256, 300), (64, 1100, 513)] {
+                let (a, b) = (half(tensor([m, k], 1)), half(tensor([n, k], 3)).t().unwrap());
+                let (each, row, one) = (tensor([m, n], 4), tensor([1, n], 5), tensor([1, 1], 6));
+                check(&a, &b, &[], &[x(0)], true);
+                check(&a, &b, &[&half(row.shallow_clone())], &[sum.relu(), sum.clone()], true);
+                check(&a, &b, &[&half(one), &row, &each], &[x(0) * Expr::scalar(0) + (x(1) - x(2)) * x(3)], true);
+                check(&a, &b, &[&half(each)], from_ref(&sum), false);
+            }
+        }
+    }
+
+    #[test]
+    fn products_that_do_not_come_in_pieces() {
+        let sum = Expr::input(0) + Expr::input(1);
+        for (m, n, k) in [(7, 9, 8), (8, 8, 2100)] {
+            check(&tensor([m, k], 1), &tensor([k, n], 2), &[&tensor([1, n], 3)], from_ref(&sum), false);
+        }
+        let batch = |shape: [usize; 2], seed| tensor(shape, seed).reshape([2, shape[0] / 2, shape[1]]).unwrap();
+        check(&batch([18, 8], 1), &batch([16, 10], 2), &[&tensor([1, 10], 3)], &[sum], false);
+    }
+}

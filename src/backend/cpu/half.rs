@@ -1,0 +1,184 @@
+//! Launches on the CPU in f16 or bf16 that need no plan: one cheap primitive of two operands, which are read, converted,
+//! computed with and written in one go. In tiles of f32 they would be written and read again three times.
+
+use smallvec::SmallVec;
+
+use crate::backend::cpu::flat::Lies;
+use crate::backend::cpu::map as cpu_map;
+use crate::backend::cpu::scalar::Lane;
+use crate::device::count_launch;
+use crate::device::cpu::halves::{OfTwo, Side, bf16_of_two, f16_of_two};
+use crate::device::cpu::parallel;
+use crate::expr::program::{Action, Program, Value};
+use crate::expr::{Binary, Op};
+use crate::storage::{Storage, with_host};
+use crate::{DType, Result, Scalar, Tensor};
+
+/// Shorter rows are left to tiles, of which one has many.
+const SHORTEST_ROW: usize = 64;
+
+/// Where an operand has its elements.
+#[derive(Clone, Copy)]
+enum Operand<'a> {
+    Each(&'a [u16]),
+    Rows(&'a [u16]),
+    One(f32),
+}
+
+/// Runs the launch, of operands of the result's dtype that lie so, if it is of this kind; gives whether it was.
+pub(crate) fn run(
+    program: &Program,
+    inputs: &[&Tensor],
+    lies: &[Option<Lies>],
+    scalars: &[Scalar],
+    out: &Tensor,
+) -> Result<bool> {
+    let [step] = &program.steps[..] else { return Ok(false) };
+    let Action::Compute(Op::Binary(op)) = step.action else { return Ok(false) };
+    let fits = |lies: &Option<Lies>| match *lies {
+        Some(Lies::Rows(n)) => n >= SHORTEST_ROW,
+        Some(_) => true,
+        None => false,
+    };
+    if !is_cheap(op) || !lies.iter().all(fits) || !lies.contains(&Some(Lies::Each)) {
+        return Ok(false);
+    }
+    count_launch();
+    let reads: SmallVec<[&Storage; 2]> = inputs.iter().map(|t| &t.storage).collect();
+    with_host(&reads, &[&out.storage], |reads, writes| {
+        let operand = |value: Value| match value {
+            Value::Input(k) => {
+                let elements: &[u16] = &bytemuck::cast_slice(reads[k])[inputs[k].layout.offset..];
+                match lies[k] {
+                    Some(Lies::Rows(n)) => Operand::Rows(&elements[..n]),
+                    Some(Lies::Each) => Operand::Each(elements),
+                    _ => Operand::One(match out.dtype {
+                        DType::F16 => half::f16::from_bits(elements[0]).to_f32(),
+                        _ => half::bf16::from_bits(elements[0]).to_f32(),
+                    }),
+                }
+            }
+            Value::Scalar(k) => Operand::One(f32::from_scalar(scalars[k])),
+            Value::Const(c) => Operand::One(f32::from_f64(c)),
+            Value::Register(_) | Value::Output(_) => unreachable!("the one step reads operands"),
+        };
+        let (a, b) = (operand(step.args[0]), operand(step.args[1]));
+        let (count, first) = (out.numel(), out.layout.offset);
+        let to = &mut bytemuck::cast_slice_mut(writes[0])[first..first + count];
+        let size = cpu_map::step(count);
+        match count <= size {
+            true => part(op, out.dtype, a, b, 0, to),
+            false => parallel::for_each_chunk(to, size, |i, to| part(op, out.dtype, a, b, i * size, to)),
+        }
+    })?;
+    Ok(true)
+}
+
+/// Elements from `first` on, as many as `to` has: a row at a time where an operand is one.
+fn part(op: Binary, dtype: DType, a: Operand, b: Operand, mut first: usize, mut to: &mut [u16]) {
+    while !to.is_empty() {
+        let left = |operand| match operand {
+            Operand::Rows(row) => row.len() - first % row.len(),
+            _ => usize::MAX,
+        };
+        let n = to.len().min(left(a)).min(left(b));
+        let side = |operand| match operand {
+            Operand::Each(s) => Side::Each(&s[first..first + n]),
+            Operand::Rows(row) => Side::Each(&row[first % row.len()..][..n]),
+            Operand::One(x) => Side::One(x),
+        };
+        let (now, rest) = to.split_at_mut(n);
+        compute(op, dtype, side(a), side(b), now);
+        (first, to) = (first + n, rest);
+    }
+}
+
+fn is_cheap(op: Binary) -> bool {
+    matches!(op, Binary::Add | Binary::Sub | Binary::Mul | Binary::Div | Binary::Max | Binary::Min)
+}
+
+fn compute(op: Binary, dtype: DType, a: Side, b: Side, to: &mut [u16]) {
+    macro_rules! each {
+        ($method:ident) => {{
+            struct F;
+            impl OfTwo for F {
+                #[inline(always)]
+                fn call(x: f32, y: f32) -> f32 {
+                    Lane::$method(x, y)
+                }
+            }
+            match dtype {
+                DType::F16 => f16_of_two::<F>(a, b, to),
+                _ => bf16_of_two::<F>(a, b, to),
+            }
+        }};
+    }
+    match op {
+        Binary::Add => each!(add),
+        Binary::Sub => each!(sub),
+        Binary::Mul => each!(mul),
+        Binary::Div => each!(div),
+        Binary::Max => each!(max),
+        Binary::Min => each!(min),
+        _ => unreachable!("the caller has asked `is_cheap`"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Device, Expr};
+
+    #[test]
+    fn as_if_computed_in_f32_and_rounded() {
+        let number = |n: usize, seed: usize| -> Tensor {
+            let value = |i: usize| match (i + seed) % 97 {
+                3 => f32::NAN,
+                5 => f32::INFINITY,
+                _ => (i * 7919 + seed) as f32 % 201.0 * 0.37 - 30.0,
+            };
+            let values: Vec<f32> = (0..n + 1).map(value).collect();
+            Tensor::from_slice(&values, n + 1, Device::Cpu).unwrap().narrow(0, 1, n).unwrap()
+        };
+        let (x, y, s) = (Expr::input(0), Expr::input(1), Expr::scalar(0));
+        let of_two = [&x + &y, &x - &y, &x * &y, &x / &y, x.max(&y), x.min(&y)];
+        let of_one = [&x * &s, &s - &x, x.relu(), &x / 3.0];
+        for (rows, columns) in [(1, 1), (3, 5), (7, 64), (5, 1367), (40, 1000)] {
+            let full = number(rows * columns, 1).reshape([rows, columns]).unwrap();
+            let others = [
+                number(rows * columns, 2).reshape([rows, columns]).unwrap(),
+                number(columns, 3),
+                number(1, 4),
+                full.shallow_clone(),
+            ];
+            for dtype in [DType::F16, DType::BF16] {
+                let cast = |t: &Tensor| t.to_dtype(dtype).unwrap();
+                let half = cast(&full);
+                let check = |e: &Expr, inputs: &[&Tensor], flat: bool| {
+                    let scalars = [Scalar::Float(0.1)];
+                    let out = half.zeros_like().unwrap();
+                    let program = Program::of(std::slice::from_ref(e));
+                    let ran = crate::backend::cpu::flat::run("test", &program, inputs, &scalars, &[&out]).unwrap();
+                    assert_eq!(ran, flat, "{e:?} {rows} {columns}");
+                    let wide: Vec<Tensor> = inputs.iter().map(|t| t.to_dtype(DType::F32).unwrap()).collect();
+                    let wide: Vec<&Tensor> = wide.iter().collect();
+                    let right = full.zeros_like().unwrap();
+                    let params = crate::ops::Params { scalars: &scalars, seeds: &[] };
+                    crate::ops::apply_into("test", &wide, params, std::slice::from_ref(e), &[&right]).unwrap();
+                    let bits = |t: &Tensor| t.to_dtype(DType::F32).unwrap().to_vec::<f32>().unwrap();
+                    let same = |(a, b): (&f32, &f32)| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan());
+                    assert!(!ran || bits(&out).iter().zip(&bits(&cast(&right))).all(same), "{e:?} {rows} {columns}");
+                };
+                for other in &others {
+                    let flat = !(2..SHORTEST_ROW).contains(&other.numel()) || other.numel() == full.numel();
+                    let other = cast(other);
+                    of_two.iter().for_each(|e| check(e, &[&half, &other], flat));
+                    of_two.iter().for_each(|e| check(e, &[&other, &half], flat));
+                }
+                of_one.iter().for_each(|e| check(e, &[&half], true));
+                check(&x.exp(), &[&half], false);
+                check(&(&x * &y + 1.0), &[&half, &half], false);
+            }
+        }
+    }
+}

@@ -1,0 +1,68 @@
+//! Results that are changed where they are: a primitive reads and writes the same elements, and nobody else reads what they were.
+
+use std::marker::PhantomData;
+
+use pulp::{Arch, Simd, WithSimd};
+
+use crate::backend::cpu::interpreter::{Function, TileIn};
+use crate::backend::cpu::scalar::Lane;
+use crate::expr::Binary;
+
+/// A result that is an operand too, the `LEFT` one or the right one.
+struct Update<'a, C, I, F, const LEFT: bool> {
+    dst: &'a mut [C],
+    other: I,
+    function: PhantomData<F>,
+}
+
+impl<C: Lane, I: Iterator<Item = C>, F: Function<(C, C), C>, const LEFT: bool> WithSimd for Update<'_, C, I, F, LEFT> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        for (d, x) in self.dst.iter_mut().zip(self.other) {
+            *d = if LEFT { F::call((*d, x)) } else { F::call((x, *d)) };
+        }
+    }
+}
+
+/// Whether a result that is an operand too is changed where it is, by another that is no row.
+pub(crate) fn updates(op: Binary) -> bool {
+    matches!(op, Binary::Add | Binary::Sub | Binary::Mul | Binary::Max | Binary::Min)
+}
+
+/// [`binary`](crate::backend::cpu::interpreter::binary) of what is in `dst`, the left operand or the right one, and another.
+pub(crate) fn update<C: Lane>(arch: Arch, op: Binary, left: bool, other: TileIn<'_, C>, dst: &mut [C]) {
+    macro_rules! each {
+        ($method:ident) => {{
+            struct F;
+            impl<C: Lane> Function<(C, C), C> for F {
+                #[inline(always)]
+                fn call((x, y): (C, C)) -> C {
+                    x.$method(y)
+                }
+            }
+            let function = PhantomData::<F>;
+            let same = |x| std::iter::repeat_n(x, dst.len());
+            match (other, left) {
+                (TileIn::Slice(s), true) => {
+                    arch.dispatch(Update::<_, _, _, true> { dst, other: s.iter().copied(), function })
+                }
+                (TileIn::Slice(s), false) => {
+                    arch.dispatch(Update::<_, _, _, false> { dst, other: s.iter().copied(), function })
+                }
+                (TileIn::Scalar(x), true) => arch.dispatch(Update::<_, _, _, true> { other: same(x), dst, function }),
+                (TileIn::Scalar(x), false) => arch.dispatch(Update::<_, _, _, false> { other: same(x), dst, function }),
+                _ => unreachable!("the other one is no row, nor a result"),
+            }
+        }};
+    }
+    match op {
+        Binary::Add => each!(add),
+        Binary::Sub => each!(sub),
+        Binary::Mul => each!(mul),
+        Binary::Max => each!(max),
+        Binary::Min => each!(min),
+        _ => unreachable!("an operation that updates"),
+    }
+}

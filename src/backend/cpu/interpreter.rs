@@ -1,0 +1,475 @@
+//! Formulas on the CPU: a program is run over a tile of elements, one primitive at a time.
+//!
+//! A tile's registers stay in the first-level cache, and the loop over a primitive is compiled for the vector units
+//! the processor turns out to have. Inputs are slices read in place, or one number for the whole tile; whatever is
+//! computed from such numbers alone is computed once a tile.
+
+#[cfg(test)]
+mod tests;
+
+use std::marker::PhantomData;
+use std::ops::Range;
+
+use pulp::{Arch, Simd, WithSimd};
+
+use crate::backend::cpu::in_place::{update, updates};
+use crate::backend::cpu::multiply_add::multiply_add;
+use crate::backend::cpu::scalar::{Lane, Many};
+use crate::backend::cpu::{fused_functions as idioms, nontemporal as stream};
+use crate::device::cpu::streaming;
+use crate::expr::philox::{Bits, Normal, Seed, Uniform};
+use crate::expr::program::{Action, Program, Step, Value};
+use crate::expr::{Binary, Leaf, Op, Unary};
+use crate::{Compute, Scalar};
+
+/// Elements in a tile: 4 KiB of f32, so that two operands and a result fit the first-level cache.
+pub(crate) const TILE: usize = 1024;
+
+/// One operand of a tile.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum TileIn<'a, C> {
+    /// An element each.
+    Slice(&'a [C]),
+    /// The same for all.
+    Scalar(C),
+    /// The same row again and again, from this element of it on: operand of a primitive of two, the other one a slice.
+    Rows(&'a [C], usize),
+    /// What this result holds, which [nobody reads](Program::reads_before) once it is written; where nothing is streamed.
+    Output(usize),
+}
+
+/// What a program is run on.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Tile<'a, C> {
+    /// One for each input, slices at least `len` long.
+    pub(crate) inputs: &'a [TileIn<'a, C>],
+    pub(crate) scalars: &'a [Scalar],
+    pub(crate) seeds: &'a [Seed],
+    /// The index of the tile's first element: what random numbers depend on.
+    pub(crate) first: u64,
+    /// At most [`TILE`] where the program has registers.
+    pub(crate) len: usize,
+}
+
+/// Registers, kept from tile to tile.
+pub(crate) struct Scratch<C> {
+    arch: Arch,
+    /// Whether results go past the cache; of a program that [`streams`](Program::streams).
+    pub(crate) streamed: bool,
+    /// One more than a program has where results are copied that steps read and write.
+    registers: Vec<Register<C>>,
+}
+
+struct Register<C> {
+    /// What it holds is [aligned] in it.
+    data: Vec<C>,
+    /// The value of all elements, where they are known to be the same; `data` is then not used.
+    uniform: Option<C>,
+}
+
+impl<C: Lane> Scratch<C> {
+    pub(crate) fn new() -> Scratch<C> {
+        Scratch { arch: Arch::new(), streamed: false, registers: Vec::new() }
+    }
+
+    /// Has so many registers at least.
+    fn make(&mut self, registers: usize) {
+        while self.registers.len() < registers {
+            self.registers.push(Register { data: Vec::new(), uniform: None });
+        }
+    }
+
+    /// What a register has its elements in, for so many.
+    fn take(&mut self, register: usize, len: usize) -> Vec<C> {
+        let mut data = std::mem::take(&mut self.registers[register].data);
+        data.resize(data.len().max(len + LINE), C::from_f64(0.0));
+        data
+    }
+}
+
+/// Elements of a register that may lie before those it holds.
+pub(crate) const LINE: usize = 16;
+
+/// The first so many elements that begin where a line of the cache does: vectors then lie in one line each.
+pub(crate) fn aligned<C>(data: &[C], len: usize) -> Range<usize> {
+    let first = data.as_ptr().align_offset(64).min(LINE);
+    first..first + len
+}
+
+impl Program {
+    /// Whether results can go past the cache as they are computed.
+    pub(crate) fn streams(&self) -> bool {
+        let cheap = |action: &Action| matches!(action, Action::Compute(Op::Binary(op)) if stream::streams(*op));
+        !self.has_registers() && self.steps.iter().all(|step| cheap(&step.action))
+    }
+
+    /// Whether a result of so many bytes, of `all` with its operands, had best go past the cache. Not where functions are
+    /// computed: what a store reads before it writes comes meanwhile.
+    pub(crate) fn goes_past_cache(&self, bytes: usize, all: usize) -> bool {
+        !self.calls_functions() && streaming::is_worth_it(bytes, all)
+    }
+
+    /// Whether the step reads what the result that it writes holds, and cannot do so while it writes it.
+    fn copies<C: Lane>(&self, step: &Step, inputs: &[TileIn<'_, C>]) -> bool {
+        let is_dst = |arg: &&Value| match **arg {
+            Value::Input(k) => matches!(inputs[k], TileIn::Output(j) if step.dst == Value::Output(j)),
+            _ => false,
+        };
+        match (step.action, step.args.iter().filter(is_dst).count()) {
+            (_, 0) => false,
+            (Action::Compute(Op::Binary(op)), 1) => !updates(op),
+            (Action::MultiplyAdd(_), 1) => false,
+            _ => true,
+        }
+    }
+
+    /// Runs the program over a tile; `outs[j]` (`len` long) receives the `j`-th result.
+    ///
+    /// Returns whether an integer was divided by zero, which gives 0. The program must not need floats where `C` is
+    /// i64.
+    pub(crate) fn eval_tile<C: Lane>(
+        &self,
+        tile: &Tile<'_, C>,
+        scratch: &mut Scratch<C>,
+        outs: &mut [&mut [C]],
+    ) -> bool {
+        debug_assert!(C::COMPUTE != Compute::I64 || !self.needs_float());
+        debug_assert!((tile.len <= TILE || !self.has_registers()) && outs.len() == self.outputs());
+        let mut divided_by_zero = false;
+        let in_place = tile.inputs.iter().any(|input| matches!(input, TileIn::Output(_)));
+        scratch.make(self.registers);
+        for step in &self.steps {
+            // the destination is taken out, so that the operands can be borrowed beside it
+            let (mut register, output): (Vec<C>, &mut [C]) = match step.dst {
+                Value::Register(r) => (scratch.take(r, tile.len), &mut []),
+                Value::Output(j) => (Vec::new(), std::mem::take(&mut outs[j])),
+                _ => unreachable!("steps write registers and outputs"),
+            };
+            let dst = match step.dst {
+                Value::Output(_) => &mut output[..tile.len],
+                _ => {
+                    let held = aligned(&register, tile.len);
+                    &mut register[held]
+                }
+            };
+            let copied = in_place && self.copies(step, tile.inputs);
+            if copied {
+                scratch.make(self.registers + 1);
+                let mut data = scratch.take(self.registers, tile.len);
+                let held = aligned(&data, tile.len);
+                data[held].copy_from_slice(dst);
+                scratch.registers[self.registers].data = data;
+            }
+
+            let registers = &scratch.registers;
+            let held = |r: usize| &registers[r].data[aligned(&registers[r].data, tile.len)];
+            let operand = |i: usize| match step.args[i] {
+                Value::Input(k) => match tile.inputs[k] {
+                    TileIn::Slice(s) => TileIn::Slice(&s[..tile.len]),
+                    TileIn::Output(j) if step.dst != Value::Output(j) => TileIn::Slice(&outs[j][..tile.len]),
+                    TileIn::Output(_) if copied => TileIn::Slice(held(self.registers)),
+                    other => other,
+                },
+                Value::Scalar(k) => TileIn::Scalar(C::from_scalar(tile.scalars[k])),
+                Value::Const(c) => TileIn::Scalar(C::from_f64(c)),
+                Value::Register(r) => match registers[r].uniform {
+                    Some(x) => TileIn::Scalar(x),
+                    None => TileIn::Slice(held(r)),
+                },
+                Value::Output(j) => TileIn::Slice(&outs[j][..tile.len]),
+            };
+            let arch = scratch.arch;
+            let uniform = match step.action {
+                Action::Copy => copy(operand(0), dst),
+                Action::Compute(Op::Leaf(leaf)) => random(leaf, tile.seeds, tile.first, dst),
+                Action::Compute(Op::Unary(op)) => unary(arch, op, operand(0), dst),
+                Action::Compute(Op::Binary(op)) => {
+                    let (a, b) = (operand(0), operand(1));
+                    divided_by_zero |= op.divides() && C::COMPUTE == Compute::I64 && has_zero(b);
+                    match scratch.streamed {
+                        true => stream::binary(arch, op, a, b, dst),
+                        false => binary(arch, op, a, b, dst),
+                    }
+                }
+                Action::MultiplyAdd(sum) => multiply_add(arch, sum, [operand(0), operand(1), operand(2)], dst),
+                Action::Idiom(idiom) => idioms::run(arch, idiom, operand, dst),
+                Action::Compute(Op::Select) => select(arch, operand(0), operand(1), operand(2), dst),
+            };
+
+            match step.dst {
+                Value::Output(j) => {
+                    if let Some(x) = uniform {
+                        dst.fill(x);
+                    }
+                    outs[j] = output;
+                }
+                Value::Register(r) => scratch.registers[r] = Register { data: register, uniform },
+                _ => {}
+            }
+        }
+        divided_by_zero
+    }
+}
+
+fn has_zero<C: Lane>(x: TileIn<'_, C>) -> bool {
+    match x {
+        TileIn::Slice(s) | TileIn::Rows(s, _) => s.iter().any(|&x| !x.is_true()),
+        TileIn::Scalar(x) => !x.is_true(),
+        TileIn::Output(_) => unreachable!("what is divided by is copied"),
+    }
+}
+
+// Each of the following fills `dst`, or returns the one value that all elements have.
+
+fn copy<C: Lane>(a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
+    match a {
+        TileIn::Slice(a) => dst.copy_from_slice(a),
+        TileIn::Scalar(x) => return Some(x),
+        _ => unreachable!("operands of a primitive of two"),
+    }
+    None
+}
+
+fn random<C: Lane>(leaf: Leaf, seeds: &[Seed], first: u64, dst: &mut [C]) -> Option<C> {
+    match leaf {
+        Leaf::Uniform(i) => seeds[i].fill::<Uniform, C>(first, dst, C::from_f32),
+        Leaf::Normal(i) => seeds[i].fill::<Normal, C>(first, dst, C::from_f32),
+        Leaf::Bits(i) => seeds[i].fill::<Bits, C>(first, dst, C::from_u32),
+        _ => unreachable!("other leaves are operands"),
+    }
+    None
+}
+
+/// A primitive on one element of each operand. A type, not a closure: its method is certain to be inlined into the
+/// loop that is compiled for the vector units, and code that is not does not use them.
+pub(crate) trait Function<X, C> {
+    fn call(x: X) -> C;
+}
+
+struct Loop<'a, C, I, F> {
+    dst: &'a mut [C],
+    args: I,
+    function: PhantomData<F>,
+}
+
+impl<C, I: Iterator, F: Function<I::Item, C>> WithSimd for Loop<'_, C, I, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        for (d, x) in self.dst.iter_mut().zip(self.args) {
+            *d = F::call(x);
+        }
+    }
+}
+
+/// Fills `dst` with what the function gives for each of `args`.
+#[inline(always)]
+pub(crate) fn run<C, I: Iterator, F: Function<I::Item, C>>(arch: Arch, dst: &mut [C], args: I) -> Option<C> {
+    arch.dispatch(Loop::<C, I, F> { dst, args, function: PhantomData });
+    None
+}
+
+#[inline(always)]
+fn map<C: Lane, F: Function<C, C>>(arch: Arch, a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
+    match a {
+        TileIn::Slice(a) => run::<C, _, F>(arch, dst, a.iter().copied()),
+        TileIn::Scalar(x) => Some(F::call(x)),
+        _ => unreachable!("operands of a primitive of two"),
+    }
+}
+
+#[inline(always)]
+fn map2<C: Lane, F: Function<(C, C), C>>(arch: Arch, a: TileIn<'_, C>, b: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
+    use TileIn::{Rows, Scalar, Slice};
+    let function = PhantomData::<F>;
+    match (a, b) {
+        (Slice(a), Slice(b)) => return run::<C, _, F>(arch, dst, a.iter().copied().zip(b.iter().copied())),
+        (Slice(a), Scalar(y)) => return run::<C, _, F>(arch, dst, a.iter().map(|&x| (x, y))),
+        (Scalar(x), Slice(b)) => return run::<C, _, F>(arch, dst, b.iter().map(|&y| (x, y))),
+        (Scalar(x), Scalar(y)) => return Some(F::call((x, y))),
+        (Slice(each), Rows(row, at)) => arch.dispatch(RowLoop::<C, F, true> { dst, each, row, at, function }),
+        (Rows(row, at), Slice(each)) => arch.dispatch(RowLoop::<C, F, false> { dst, each, row, at, function }),
+        _ => unreachable!("rows go with a slice"),
+    }
+    None
+}
+
+/// Elements, and a row that is the same for all of them, the `RIGHT` operand or the left one.
+struct RowLoop<'a, C, F, const RIGHT: bool> {
+    dst: &'a mut [C],
+    each: &'a [C],
+    row: &'a [C],
+    at: usize,
+    function: PhantomData<F>,
+}
+
+impl<C: Lane, F: Function<(C, C), C>, const RIGHT: bool> WithSimd for RowLoop<'_, C, F, RIGHT> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let (mut dst, mut each, mut row) = (self.dst, self.each, &self.row[self.at..]);
+        while !dst.is_empty() {
+            let n = row.len().min(dst.len());
+            let (now, then) = dst.split_at_mut(n);
+            for ((d, &x), &y) in now.iter_mut().zip(each).zip(row) {
+                *d = if RIGHT { F::call((x, y)) } else { F::call((y, x)) };
+            }
+            (dst, each, row) = (then, &each[n..], self.row);
+        }
+    }
+}
+
+/// A function that has a loop of its own.
+struct ManyOf<'a, C> {
+    function: Many,
+    dst: &'a mut [C],
+    from: &'a [C],
+}
+
+impl<C: Lane> WithSimd for ManyOf<'_, C> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        C::many(self.function, self.dst, self.from);
+    }
+}
+
+pub(crate) fn many<C: Lane>(arch: Arch, function: Many, a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
+    match a {
+        TileIn::Slice(from) => {
+            arch.dispatch(ManyOf { function, dst, from });
+            None
+        }
+        TileIn::Scalar(x) => {
+            let mut one = [x];
+            C::many(function, &mut one, &[x]);
+            Some(one[0])
+        }
+        _ => unreachable!("operands of a primitive of two"),
+    }
+}
+
+pub(crate) fn unary<C: Lane>(arch: Arch, op: Unary, a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
+    macro_rules! each {
+        ($method:ident) => {{
+            struct F;
+            impl<C: Lane> Function<C, C> for F {
+                #[inline(always)]
+                fn call(x: C) -> C {
+                    x.$method()
+                }
+            }
+            map::<C, F>(arch, a, dst)
+        }};
+    }
+    match op {
+        Unary::Neg => each!(neg),
+        Unary::Abs => each!(abs),
+        Unary::Floor => each!(floor),
+        Unary::Ceil => each!(ceil),
+        Unary::Round => each!(round),
+        Unary::Trunc => each!(trunc),
+        Unary::Sqrt => each!(sqrt),
+        Unary::Exp => many(arch, Many::Exp, a, dst),
+        Unary::Log => each!(log),
+        Unary::Log2 => each!(log2),
+        Unary::Log10 => each!(log10),
+        Unary::Expm1 => each!(expm1),
+        Unary::Log1p => each!(log1p),
+        Unary::Sin => large_angles(each!(sin), a, dst, f64::sin),
+        Unary::Cos => large_angles(each!(cos), a, dst, f64::cos),
+        Unary::Tanh => many(arch, Many::Tanh, a, dst),
+        Unary::Erf => many(arch, Many::Erf, a, dst),
+        Unary::Erfc => each!(erfc),
+        Unary::Lgamma => each!(lgamma),
+        Unary::Atan => each!(atan),
+        Unary::Sigmoid => many(arch, Many::Sigmoid, a, dst),
+    }
+}
+
+/// Mends what `sin` and `cos` made of the few arguments that are too large for them, through f64's functions.
+fn large_angles<C: Lane>(made: Option<C>, a: TileIn<'_, C>, dst: &mut [C], exact: fn(f64) -> f64) -> Option<C> {
+    let exactly = |x: C| C::from_f64(exact(x.to_f64()));
+    match a {
+        TileIn::Scalar(x) if x.is_huge_angle() => return Some(exactly(x)),
+        TileIn::Slice(a) if a.iter().any(|x| x.is_huge_angle()) => {
+            dst.iter_mut().zip(a).filter(|(_, x)| x.is_huge_angle()).for_each(|(d, &x)| *d = exactly(x));
+        }
+        _ => {}
+    }
+    made
+}
+
+pub(crate) fn binary<C: Lane>(arch: Arch, op: Binary, a: TileIn<'_, C>, b: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
+    macro_rules! each {
+        ($x:ident, $y:ident => $e:expr) => {{
+            struct F;
+            impl<C: Lane> Function<(C, C), C> for F {
+                #[inline(always)]
+                fn call(($x, $y): (C, C)) -> C {
+                    $e
+                }
+            }
+            map2::<C, F>(arch, a, b, dst)
+        }};
+    }
+    if let (TileIn::Output(_), other) | (other, TileIn::Output(_)) = (a, b) {
+        update(arch, op, matches!(a, TileIn::Output(_)), other, dst);
+        return None;
+    }
+    // As PyTorch's `pow` has it: a product is much less than a power, and may differ from it in the last bit.
+    if let (Binary::Pow, TileIn::Scalar(y)) = (op, b)
+        && y == C::from_i32(2)
+        && !matches!(a, TileIn::Rows(..))
+    {
+        return binary(arch, Binary::Mul, a, a, dst);
+    }
+    match op {
+        Binary::Add => each!(x, y => x.add(y)),
+        Binary::Sub => each!(x, y => x.sub(y)),
+        Binary::Mul => each!(x, y => x.mul(y)),
+        Binary::Div => each!(x, y => x.div(y)),
+        Binary::Rem => each!(x, y => x.rem(y)),
+        Binary::Pow => each!(x, y => x.pow(y)),
+        Binary::Max => each!(x, y => x.max(y)),
+        Binary::Min => each!(x, y => x.min(y)),
+        Binary::Lt => each!(x, y => C::truth(x < y)),
+        Binary::Le => each!(x, y => C::truth(x <= y)),
+        Binary::Eq => each!(x, y => C::truth(x == y)),
+        Binary::Copysign => each!(x, y => x.copysign(y)),
+        Binary::And => each!(x, y => x.and(y)),
+        Binary::Or => each!(x, y => x.or(y)),
+        Binary::Xor => each!(x, y => x.xor(y)),
+        Binary::Shl => each!(x, y => x.shl(y)),
+        Binary::Shr => each!(x, y => x.shr(y)),
+        Binary::Gcd => each!(x, y => x.gcd(y)),
+    }
+}
+
+fn select<C: Lane>(arch: Arch, c: TileIn<'_, C>, a: TileIn<'_, C>, b: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
+    use TileIn::{Scalar, Slice};
+    struct F;
+    impl<C: Lane> Function<(C, C, C), C> for F {
+        #[inline(always)]
+        fn call((c, x, y): (C, C, C)) -> C {
+            if c.is_true() { x } else { y }
+        }
+    }
+    let c = match c {
+        Slice(c) => c.iter().copied(),
+        Scalar(c) => return copy(if c.is_true() { a } else { b }, dst),
+        _ => unreachable!("operands of a primitive of two"),
+    };
+    match (a, b) {
+        (Slice(a), Slice(b)) => {
+            run::<C, _, F>(arch, dst, c.zip(a.iter().copied()).zip(b.iter().copied()).map(|((c, x), y)| (c, x, y)))
+        }
+        (Slice(a), Scalar(y)) => run::<C, _, F>(arch, dst, c.zip(a.iter().copied()).map(|(c, x)| (c, x, y))),
+        (Scalar(x), Slice(b)) => run::<C, _, F>(arch, dst, c.zip(b.iter().copied()).map(|(c, y)| (c, x, y))),
+        (Scalar(x), Scalar(y)) => run::<C, _, F>(arch, dst, c.map(|c| (c, x, y))),
+        _ => unreachable!("operands of a primitive of two"),
+    }
+}

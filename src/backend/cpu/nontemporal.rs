@@ -1,0 +1,210 @@
+//! Results that go past the cache as they are computed: a formula of one cheap operation is bound by memory, and a detour
+//! through a buffer costs it a quarter.
+
+use std::marker::PhantomData;
+
+use pulp::{Arch, Simd, WithSimd};
+
+use crate::backend::cpu::interpreter::{Function, TileIn};
+use crate::backend::cpu::scalar::Lane;
+use crate::device::cpu::streaming::{LINE, Streaming};
+use crate::expr::Binary;
+
+/// Operations that [`binary`] computes.
+pub(crate) fn streams(op: Binary) -> bool {
+    matches!(op, Binary::Add | Binary::Sub | Binary::Mul | Binary::Max | Binary::Min)
+}
+
+/// An operand, taken from an element or a line at a time.
+trait Lines<C> {
+    fn one(&mut self) -> Option<C>;
+    fn line(&mut self) -> Option<[C; LINE]>;
+}
+
+struct Each<'a, C>(&'a [C]);
+struct Same<C>([C; LINE]);
+/// A row again and again, and what is left of it this time.
+struct Rows<'a, C>(&'a [C], &'a [C]);
+
+impl<C: Lane> Lines<C> for Each<'_, C> {
+    #[inline(always)]
+    fn one(&mut self) -> Option<C> {
+        let (one, rest) = self.0.split_first()?;
+        self.0 = rest;
+        Some(*one)
+    }
+
+    #[inline(always)]
+    fn line(&mut self) -> Option<[C; LINE]> {
+        let (line, rest) = self.0.split_first_chunk()?;
+        self.0 = rest;
+        Some(*line)
+    }
+}
+
+impl<C: Lane> Lines<C> for Same<C> {
+    #[inline(always)]
+    fn one(&mut self) -> Option<C> {
+        Some(self.0[0])
+    }
+
+    #[inline(always)]
+    fn line(&mut self) -> Option<[C; LINE]> {
+        Some(self.0)
+    }
+}
+
+impl<C: Lane> Lines<C> for Rows<'_, C> {
+    #[inline(always)]
+    fn one(&mut self) -> Option<C> {
+        if self.1.is_empty() {
+            self.1 = self.0;
+        }
+        let (one, rest) = self.1.split_first()?;
+        self.1 = rest;
+        Some(*one)
+    }
+
+    #[inline(always)]
+    fn line(&mut self) -> Option<[C; LINE]> {
+        if let Some((line, rest)) = self.1.split_first_chunk() {
+            self.1 = rest;
+            return Some(*line);
+        }
+        let mut line = [self.one()?; LINE];
+        for x in &mut line[1..] {
+            *x = self.one()?;
+        }
+        Some(line)
+    }
+}
+
+struct Stream<'a, C, A, B, F> {
+    dst: &'a mut [C],
+    a: A,
+    b: B,
+    function: PhantomData<F>,
+}
+
+impl<C: Lane, A: Lines<C>, B: Lines<C>, F: Function<(C, C), C>> WithSimd for Stream<'_, C, A, B, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(mut self, _: S) {
+        let streaming = Streaming::new();
+        // Fewer than a line: the address of an element is a multiple of its size.
+        let head = self.dst.as_ptr().align_offset(64).min(self.dst.len());
+        let (head, lines) = self.dst.split_at_mut(head);
+        singly::<C, A, B, F>(head, &mut self.a, &mut self.b);
+        let (lines, tail) = lines.as_chunks_mut::<LINE>();
+        for to in lines {
+            let (Some(a), Some(b)) = (self.a.line(), self.b.line()) else { return };
+            streaming.line(to, std::array::from_fn(|i| F::call((a[i], b[i]))));
+        }
+        singly::<C, A, B, F>(tail, &mut self.a, &mut self.b);
+    }
+}
+
+/// Fewer elements than a line has.
+#[inline(always)]
+fn singly<C: Lane, A: Lines<C>, B: Lines<C>, F: Function<(C, C), C>>(dst: &mut [C], a: &mut A, b: &mut B) {
+    for d in dst {
+        let (Some(x), Some(y)) = (a.one(), b.one()) else { return };
+        *d = F::call((x, y));
+    }
+}
+
+/// Fills `dst` past the cache, or returns the one value that all elements have.
+pub(crate) fn binary<C: Lane>(arch: Arch, op: Binary, a: TileIn<'_, C>, b: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
+    macro_rules! each {
+        ($method:ident) => {{
+            struct F;
+            impl<C: Lane> Function<(C, C), C> for F {
+                #[inline(always)]
+                fn call((x, y): (C, C)) -> C {
+                    x.$method(y)
+                }
+            }
+            of::<C, F>(arch, a, b, dst)
+        }};
+    }
+    match op {
+        Binary::Add => each!(add),
+        Binary::Sub => each!(sub),
+        Binary::Mul => each!(mul),
+        Binary::Max => each!(max),
+        Binary::Min => each!(min),
+        _ => unreachable!("the caller has asked `streams`"),
+    }
+}
+
+fn of<C: Lane, F: Function<(C, C), C>>(arch: Arch, a: TileIn<'_, C>, b: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
+    use TileIn::{Scalar, Slice};
+    let function = PhantomData::<F>;
+    let rows = |row, at: usize| Rows(row, &row[at..]);
+    match (a, b) {
+        (Slice(a), Slice(b)) => arch.dispatch(Stream { dst, a: Each(a), b: Each(b), function }),
+        (Slice(a), Scalar(y)) => arch.dispatch(Stream { dst, a: Each(a), b: Same([y; LINE]), function }),
+        (Scalar(x), Slice(b)) => arch.dispatch(Stream { dst, a: Same([x; LINE]), b: Each(b), function }),
+        (Scalar(x), Scalar(y)) => return Some(F::call((x, y))),
+        (Slice(a), TileIn::Rows(row, at)) => arch.dispatch(Stream { dst, a: Each(a), b: rows(row, at), function }),
+        (TileIn::Rows(row, at), Slice(b)) => arch.dispatch(Stream { dst, a: rows(row, at), b: Each(b), function }),
+        _ => unreachable!("rows go with a slice"),
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::cpu::interpreter as tiles;
+
+    #[test]
+    fn any_length_at_any_place_in_every_form() {
+        let x: Vec<f32> = (0..200).map(|i| if i % 41 == 7 { f32::NAN } else { i as f32 - 90.5 }).collect();
+        let y: Vec<f32> = (0..200).map(|i| if i % 31 == 9 { f32::INFINITY } else { 70.0 - i as f32 }).collect();
+        let same = |a: f32, b: f32| a == b || (a.is_nan() && b.is_nan());
+        for start in 0..20 {
+            for n in [0, 1, 15, 16, 17, 31, 33, 150] {
+                for form in 0..7 {
+                    let (xs, ys) = (TileIn::Slice(&x[2..2 + n]), TileIn::Slice(&y[5..5 + n]));
+                    let (a, b) = match form {
+                        0 => (xs, ys),
+                        1 => (TileIn::Scalar(x[3]), ys),
+                        2 => (xs, TileIn::Scalar(y[3])),
+                        3 => (xs, TileIn::Rows(&y[..37], 30)),
+                        4 => (xs, TileIn::Rows(&y[4..5], 0)),
+                        5 => (xs, TileIn::Rows(&y[..16], 16)),
+                        _ => (TileIn::Rows(&x[1..4], 1), ys),
+                    };
+                    let at = |t: &TileIn<f32>, i: usize| match t {
+                        TileIn::Slice(s) => s[i],
+                        TileIn::Scalar(x) => *x,
+                        TileIn::Rows(row, at) => row[(at + i) % row.len()],
+                        TileIn::Output(_) => unreachable!("none of them"),
+                    };
+                    for (op, f) in [
+                        (Binary::Add, Lane::add as fn(f32, f32) -> f32),
+                        (Binary::Sub, Lane::sub),
+                        (Binary::Mul, Lane::mul),
+                        (Binary::Max, Lane::max),
+                        (Binary::Min, Lane::min),
+                    ] {
+                        let mut out = vec![0.5f32; 200];
+                        assert!(streams(op));
+                        let mut plain = vec![0.5f32; n];
+                        tiles::binary(Arch::new(), op, a, b, &mut plain);
+                        assert!((0..n).all(|i| same(plain[i], f(at(&a, i), at(&b, i)))), "{op:?} {form} {n}");
+                        assert_eq!(binary(Arch::new(), op, a, b, &mut out[start..start + n]), None);
+                        assert!(
+                            (0..n).all(|i| same(out[start + i], f(at(&a, i), at(&b, i)))),
+                            "{op:?} {form} {start} {n}"
+                        );
+                        assert!(out[..start].iter().chain(&out[start + n..]).all(|&x| x == 0.5));
+                    }
+                }
+            }
+        }
+        assert_eq!(binary(Arch::new(), Binary::Add, TileIn::Scalar(2.0), TileIn::Scalar(3.0), &mut []), Some(5.0f64));
+    }
+}

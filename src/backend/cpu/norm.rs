@@ -1,0 +1,362 @@
+//! Normalisation on the CPU: row by row where results lie in the order of rows, each while it is in the cache. Where they do not
+//! (a channel of a batch), sums of rows, then one pass over all elements.
+
+use pulp::{Arch, Simd, WithSimd};
+use smallvec::SmallVec;
+
+use crate::backend::cpu::accumulate::{Add, fold_in, fold_map};
+use crate::backend::cpu::convert::{load_tile, store_tile};
+use crate::backend::cpu::norm_channels as channels;
+use crate::backend::cpu::norm_channels::Shifted;
+use crate::backend::cpu::scalar::Lane;
+use crate::device::count_launch;
+use crate::device::cpu::parallel;
+use crate::expr::Expr;
+use crate::ops::elementwise::{Params, apply_into};
+use crate::ops::nn::norm::{Rows, apart};
+use crate::storage::with_host;
+use crate::{Compute, Result, Scalar, Tensor};
+
+/// Elements that are worth a job of the pool.
+const JOB: usize = 1 << 14;
+
+pub(crate) fn run(rows: &Rows) -> Result<()> {
+    match (rows.x.dtype.compute(), rows.y.is_contiguous()) {
+        (Compute::F64, true) => in_order::<f64>(rows),
+        (_, true) => in_order::<f32>(rows),
+        (Compute::F64, false) => out_of_order::<f64>(rows),
+        _ => out_of_order::<f32>(rows),
+    }
+}
+
+/// What a row is multiplied by, or what is added to it.
+#[derive(Clone, Copy)]
+enum Factor<'a, C> {
+    Nothing,
+    /// An element for each of as many runs of one length, of which a row is made: one where it is the same for all.
+    Runs(&'a [C]),
+    /// An element for each.
+    Each(&'a [C]),
+}
+
+/// A view of four dims, of which the last two are a row.
+struct Operand<'a, C> {
+    t: &'a Tensor,
+    bytes: &'a [u8],
+    /// A row that is not read where it lies.
+    buffer: Vec<C>,
+}
+
+impl<'a, C: Lane> Operand<'a, C> {
+    fn new(t: &'a Tensor, bytes: &'a [u8]) -> Operand<'a, C> {
+        Operand { t, bytes, buffer: Vec::new() }
+    }
+
+    fn start(&self, r: usize) -> isize {
+        let (dims, s) = (self.t.shape().dims(), self.t.strides());
+        self.t.layout.offset as isize + (r / dims[1]) as isize * s[0] + (r % dims[1]) as isize * s[1]
+    }
+
+    /// Row `r`, in the compute type.
+    fn row(&mut self, r: usize) -> &[C] {
+        let (dims, s, start) = (self.t.shape().dims(), self.t.strides(), self.start(r));
+        let n = dims[2] * dims[3];
+        let dense = (dims[3] == 1 || s[3] == 1) && (dims[2] == 1 || s[2] == dims[3] as isize);
+        if dense && self.t.dtype == C::COMPUTE.dtype() {
+            return &bytemuck::cast_slice(self.bytes)[start as usize..][..n];
+        }
+        let same = s[..2] == [0, 0] && self.buffer.len() == n; // as that of the row before
+        if !same {
+            self.buffer.resize(n, C::from_i32(0));
+            for (outer, run) in self.buffer.chunks_mut(dims[3]).enumerate() {
+                let from = (start + outer as isize * s[2]) as usize;
+                match s[3] {
+                    0 => {
+                        load_tile(self.t.dtype, self.bytes, from, 1, &mut run[..1]);
+                        run.fill(run[0]);
+                    }
+                    step => load_tile(self.t.dtype, self.bytes, from, step, run),
+                }
+            }
+        }
+        &self.buffer
+    }
+
+    fn factor(&mut self, r: usize) -> Factor<'_, C> {
+        let (dims, s, start) = (self.t.shape().dims(), self.t.strides(), self.start(r));
+        if dims[3] > 1 && s[3] != 0 || dims[3] == 1 && dims[2] > 1 && s[2] != 0 {
+            return Factor::Each(self.row(r));
+        }
+        let runs = if s[2] == 0 { 1 } else { dims[2] };
+        self.buffer.resize(runs, C::from_i32(0));
+        load_tile(self.t.dtype, self.bytes, start as _, s[2], &mut self.buffer);
+        Factor::Runs(&self.buffer)
+    }
+}
+
+/// What an operand has for a row, if there is one.
+fn factor<'b, C: Lane>(operand: &'b mut Option<Operand<'_, C>>, r: usize) -> Factor<'b, C> {
+    operand.as_mut().map_or(Factor::Nothing, |operand| operand.factor(r))
+}
+
+/// One row; gives its mean and its variance.
+struct Forward<'a, C> {
+    x: &'a [C],
+    y: &'a mut [C],
+    weight: Factor<'a, C>,
+    bias: Factor<'a, C>,
+    eps: C,
+    rms: bool,
+}
+
+impl<C: Lane> WithSimd for Forward<'_, C> {
+    type Output = [C; 2];
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) -> [C; 2] {
+        use Factor::{Each, Runs};
+        let Forward { x, y, weight, bias, eps, rms } = self;
+        let (n, one) = (C::from_i64(x.len() as i64), C::from_i32(1));
+        let mean = if rms { C::from_i32(0) } else { fold_in::<Add, C, S>(simd, x).div(n) };
+        let var = fold_map::<Add, C, S>(simd, x, x, |x, _| x.sub(mean).mul(x.sub(mean))).div(n);
+        let scale = one.div(var.add(eps).sqrt());
+        match (weight, bias) {
+            (Each(w), Each(b)) => {
+                let xs = x.iter().zip(w).zip(b);
+                y.iter_mut().zip(xs).for_each(|(y, ((x, w), b))| *y = x.sub(mean).mul(scale).mul(*w).add(*b));
+            }
+            (Each(w), _) => {
+                y.iter_mut().zip(x.iter().zip(w)).for_each(|(y, (x, w))| *y = x.sub(mean).mul(scale).mul(*w));
+            }
+            (_, Each(b)) => {
+                y.iter_mut().zip(x.iter().zip(b)).for_each(|(y, (x, b))| *y = x.sub(mean).mul(scale).add(*b))
+            }
+            _ => {
+                let runs = [weight, bias].map(|t| if let Runs(t) = t { t } else { &[] });
+                let run = x.len() / runs[0].len().max(runs[1].len()).max(1);
+                for (i, (x, y)) in x.chunks(run).zip(y.chunks_mut(run)).enumerate() {
+                    let of = |runs: &[C]| runs.get(i % runs.len().max(1)).copied();
+                    let scale = of(runs[0]).map_or(scale, |w| scale.mul(w));
+                    Shifted { x, y, mean, scale, shift: of(runs[1]) }.with_simd(simd);
+                }
+            }
+        }
+        [mean, var]
+    }
+}
+
+/// Rows whose gradient one job computes, of `n` elements each; at least a few where their columns are added up, for what is left
+/// of a job is then as long as two of them.
+fn together(n: usize, columns: bool) -> usize {
+    (JOB / n).max(if columns { 16 } else { 1 })
+}
+
+/// Room for the sums of columns of `count` rows of `n`, a part of them for each job: those of g, and of it times the normalised z.
+pub(crate) fn columns(x: &Tensor, count: usize, n: usize) -> Result<Tensor> {
+    let parts = count.div_ceil(together(n, true));
+    Tensor::empty_like_shape([parts, 2, n], x.dtype.compute().dtype(), x.device())
+}
+
+/// One row of the gradient; gives the sums over it of g, with a weight for each element, and of that times the normalised z.
+struct Backward<'a, C> {
+    g: &'a [C],
+    z: &'a [C],
+    dz: &'a mut [C],
+    /// g times its weight, where each has one.
+    weighted: &'a mut Vec<C>,
+    weight: Factor<'a, C>,
+    /// The sums of columns, where they are wanted.
+    columns: &'a mut [C],
+    statistics: [C; 2],
+    eps: C,
+    rms: bool,
+}
+
+impl<C: Lane> WithSimd for Backward<'_, C> {
+    type Output = [C; 2];
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) -> [C; 2] {
+        let Backward { g, z, dz, weighted, weight, columns, statistics: [mean, var], eps, rms } = self;
+        let (n, one) = (C::from_i64(g.len() as i64), C::from_i32(1));
+        let scale = one.div(var.add(eps).sqrt());
+        let (sums, products) = columns.split_at_mut(columns.len() / 2);
+        for ((sum, product), (g, z)) in sums.iter_mut().zip(products).zip(g.iter().zip(z)) {
+            *sum = sum.add(*g);
+            *product = product.add(z.sub(mean).mul(scale).mul(*g));
+        }
+        let g = match weight {
+            Factor::Nothing | Factor::Runs([_]) => g,
+            Factor::Each(w) => {
+                weighted.resize(g.len(), C::from_i32(0));
+                weighted.iter_mut().zip(g.iter().zip(w)).for_each(|(to, (g, w))| *to = g.mul(*w));
+                &weighted[..]
+            }
+            Factor::Runs(w) => {
+                weighted.resize(g.len(), C::from_i32(0));
+                let run = g.len() / w.len();
+                for (w, (to, g)) in w.iter().zip(weighted.chunks_mut(run).zip(g.chunks(run))) {
+                    to.iter_mut().zip(g).for_each(|(to, g)| *to = g.mul(*w));
+                }
+                &weighted[..]
+            }
+        };
+        let sum = fold_in::<Add, C, S>(simd, g);
+        let product = fold_map::<Add, C, S>(simd, z, g, |z, g| z.sub(mean).mul(scale).mul(g));
+        let less = if rms { C::from_i32(0) } else { sum.div(n) };
+        let share = product.div(n);
+        let scaled = if let Factor::Runs([w]) = weight { scale.mul(*w) } else { scale };
+        dz.iter_mut().zip(g.iter().zip(z)).for_each(|(dz, (g, z))| {
+            *dz = g.sub(less).sub(z.sub(mean).mul(scale).mul(share)).mul(scaled);
+        });
+        [sum, product]
+    }
+}
+
+/// Some rows of the result, the first of which is `first`, and two numbers for each.
+struct Part<'a, C> {
+    first: usize,
+    y: &'a mut [u8],
+    numbers: [&'a mut [C]; 2],
+}
+
+impl<C: Lane> Part<'_, C> {
+    /// Computes rows of `n` elements by `f`, of the row's number and its elements; gives the two numbers.
+    fn each(self, y: &Tensor, n: usize, mut f: impl FnMut(usize, &mut [C]) -> [C; 2]) {
+        let [a, b] = self.numbers;
+        let mut buffer = Vec::new();
+        for (k, (a, b)) in a.iter_mut().zip(b).enumerate() {
+            if y.dtype == C::COMPUTE.dtype() {
+                let out: &mut [C] = bytemuck::cast_slice_mut(self.y);
+                [*a, *b] = f(self.first + k, &mut out[k * n..][..n]);
+                continue;
+            }
+            buffer.resize(n, C::from_i32(0));
+            [*a, *b] = f(self.first + k, &mut buffer);
+            store_tile(y.dtype, &buffer, self.y, (k * n) as _, 1);
+        }
+    }
+}
+
+/// What is written beside the result, two numbers for each row: the statistics, in backward sums, wanted or not.
+fn numbers<C: Lane>(rows: &Rows) -> Result<Tensor> {
+    match (rows.z, rows.sums) {
+        (None, _) => Ok(rows.statistics.detach()),
+        (Some(_), Some(sums)) => Ok(sums.detach()),
+        (Some(_), None) => {
+            let dims = rows.x.shape().dims();
+            Tensor::empty_like_shape([2, dims[0], dims[1], 1, 1], C::COMPUTE.dtype(), rows.x.device())
+        }
+    }
+}
+
+/// Where the result's rows follow one another.
+fn in_order<C: Lane>(rows: &Rows) -> Result<()> {
+    count_launch();
+    let (count, n, y) = (rows.count(), rows.len(), rows.y);
+    let eps = C::from_f64(rows.eps);
+    let numbers = numbers::<C>(rows)?;
+    let others = [rows.z, rows.weight, rows.bias].map(|t| t.unwrap_or(rows.x));
+    let reads = [rows.x, others[0], others[1], others[2], rows.statistics].map(|t| &t.storage);
+    let read = if rows.z.is_some() { &reads[..] } else { &reads[..4] };
+    let mut writes = vec![&y.storage, &numbers.storage];
+    writes.extend(rows.columns.map(|t| &t.storage));
+    with_host(read, &writes, |reads, writes| {
+        let (size, each) = (y.dtype.size(), size_of::<C>());
+        let (out, others) = writes.split_first_mut().expect("the result");
+        let (numbers, columns) = others.split_first_mut().expect("the numbers");
+        let out = &mut out[y.layout.offset * size..][..count * n * size];
+        let (a, b) = numbers.split_at_mut(count * each);
+        let together = together(n, rows.columns.is_some());
+        let mut parts: SmallVec<[&mut [u8]; 4]> = SmallVec::from_iter([out, a, b]);
+        parts.extend(columns.iter_mut().map(|columns| &mut **columns));
+        let sizes = [together * n * size, together * each, together * each, 2 * n * each];
+        parallel::for_each_chunks(&mut parts, &sizes, |i, parts| {
+            let [y_part, a, b, columns @ ..] = parts else { unreachable!("three at least are dealt out") };
+            let columns: &mut [C] = columns.first_mut().map_or(&mut [], |bytes| bytemuck::cast_slice_mut(bytes));
+            columns.fill(C::from_i32(0));
+            let numbers = [&mut **a, &mut **b].map(bytemuck::cast_slice_mut::<u8, C>);
+            let part = Part { first: i * together, y: y_part, numbers };
+            let mut x = Operand::<C>::new(rows.x, reads[0]);
+            let mut weight = rows.weight.map(|t| Operand::<C>::new(t, reads[2]));
+            let Some(z) = rows.z else {
+                let mut bias = rows.bias.map(|t| Operand::<C>::new(t, reads[3]));
+                return part.each(y, n, |r, y| {
+                    let (weight, bias) = (factor(&mut weight, r), factor(&mut bias, r));
+                    Arch::new().dispatch(Forward { x: x.row(r), y, weight, bias, eps, rms: rows.rms })
+                });
+            };
+            let mut z = Operand::<C>::new(z, reads[1]);
+            let (means, vars) = bytemuck::cast_slice::<u8, C>(reads[4]).split_at(count);
+            let mut weighted = Vec::new();
+            part.each(y, n, |r, dz| {
+                let (weight, statistics) = (factor(&mut weight, r), [means[r], vars[r]]);
+                let (g, z, weighted, columns) = (x.row(r), z.row(r), &mut weighted, &mut *columns);
+                Arch::new().dispatch(Backward { g, z, dz, weighted, weight, columns, statistics, eps, rms: rows.rms })
+            });
+        });
+    })
+}
+
+/// Two numbers for each row, the second ones after all first ones.
+fn each_row<C: Lane>(to: &mut [u8], n: usize, f: impl Fn(usize) -> [C; 2] + Sync) {
+    let to: &mut [C] = bytemuck::cast_slice_mut(to);
+    let (first, second) = to.split_at_mut(to.len() / 2);
+    let mut rows: Vec<(&mut C, &mut C)> = first.iter_mut().zip(second).collect();
+    let fill = |r: usize, (first, second): &mut (&mut C, &mut C)| [**first, **second] = f(r);
+    match rows.len() * n <= JOB {
+        true => rows.iter_mut().enumerate().for_each(|(r, row)| fill(r, row)),
+        false => parallel::for_each(&mut rows, fill),
+    }
+}
+
+/// Where they do not.
+fn out_of_order<C: Lane>(rows: &Rows) -> Result<()> {
+    let numbers = numbers::<C>(rows)?;
+    let (eps, rms, reads) = (C::from_f64(rows.eps), rows.rms, [rows.x, rows.z.unwrap_or(rows.x), rows.statistics]);
+    let read = if rows.z.is_some() { 3 } else { 2 };
+    with_host(&reads.map(|t| &t.storage)[..read], &[&numbers.storage], |reads, writes| {
+        each_row::<C>(&mut *writes[0], rows.len(), |r| {
+            let mut x = Operand::new(rows.x, reads[0]);
+            let (x, y, weight, bias) = (x.row(r), &mut [][..], Factor::Nothing, Factor::Nothing);
+            let Some(z) = rows.z else { return Arch::new().dispatch(Forward { x, y, weight, bias, eps, rms }) };
+            let (means, vars) = bytemuck::cast_slice::<u8, C>(reads[2]).split_at(rows.count());
+            let (mut z, weighted, columns) = (Operand::new(z, reads[1]), &mut Vec::new(), &mut [][..]);
+            let statistics = [means[r], vars[r]];
+            Arch::new().dispatch(Backward { g: x, z: z.row(r), dz: y, weighted, weight, columns, statistics, eps, rms })
+        });
+    })?;
+    let [mean, var] = &apart("norm", rows.statistics)?;
+    if rows.z.is_none() && channels::into(rows.x, rows.y, [Some(mean), Some(var), rows.weight, rows.bias], rows.eps)? {
+        return Ok(());
+    }
+    let scalars = [Scalar::Float(rows.eps), Scalar::Float(1.0 / rows.len() as f64)];
+    let params = Params { scalars: &scalars, seeds: &[] };
+    let (x, root) = (Expr::input, |i: usize| (Expr::input(i) + Expr::scalar(0)).rsqrt());
+    // It counts itself as a launch: the numbers are part of it.
+    let Some(z) = rows.z else {
+        let mut inputs = vec![rows.x, mean, var];
+        let mut result = (x(0) - x(1)) * root(2);
+        if let Some(weight) = rows.weight {
+            result = result * x(inputs.len());
+            inputs.push(weight);
+        }
+        if let Some(bias) = rows.bias {
+            result = result + x(inputs.len());
+            inputs.push(bias);
+        }
+        return apply_into("norm", &inputs, params, &[result], &[rows.y]);
+    };
+    let [sum, product] = &apart("norm", &numbers)?;
+    let mut inputs = vec![rows.x, z, mean, var, sum, product];
+    // The sums are without the weight, which is one for a row.
+    let (mut grad, mut share) = (x(0), Expr::scalar(1));
+    if let Some(weight) = rows.weight {
+        (grad, share) = (grad * x(6), share * x(6));
+        inputs.push(weight);
+    }
+    let normal = (x(1) - x(2)) * root(3);
+    let less = if rows.rms { grad } else { grad - x(4) * &share };
+    let result = (less - normal * x(5) * share) * root(3);
+    apply_into("norm", &inputs, params, &[result], &[rows.y])
+}

@@ -1,0 +1,166 @@
+//! Channels of a batch on the CPU by statistics that are known: one pass over all elements in the order of memory.
+
+use pulp::{Arch, Simd, WithSimd};
+use smallvec::SmallVec;
+
+use crate::backend::cpu::convert::load_tile;
+use crate::backend::cpu::interpreter::TILE;
+use crate::backend::cpu::scalar::Lane;
+use crate::device::count_launch;
+use crate::device::cpu::parallel;
+use crate::device::cpu::streaming::{Streaming, is_worth_it};
+use crate::ops::nn::norm::{View, spread};
+use crate::storage::with_host;
+use crate::{Compute, Device, Result, Tensor};
+
+/// Elements that are worth a job of the pool.
+const JOB: usize = 1 << 14;
+/// Elements of a channel that lie side by side, at least.
+const RUN: usize = 16;
+
+/// The mean and the variance of each channel, its weight and its bias.
+pub(crate) type Numbers<'a> = [Option<&'a Tensor>; 4];
+
+/// `(x - mean) * scale + shift`.
+pub(crate) struct Shifted<'a, C> {
+    pub(crate) x: &'a [C],
+    pub(crate) y: &'a mut [C],
+    pub(crate) mean: C,
+    pub(crate) scale: C,
+    pub(crate) shift: Option<C>,
+}
+
+impl<C: Lane> WithSimd for Shifted<'_, C> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let Shifted { x, y, mean, scale, shift } = self;
+        match shift {
+            Some(shift) => y.iter_mut().zip(x).for_each(|(y, x)| *y = x.sub(mean).mul(scale).add(shift)),
+            None => y.iter_mut().zip(x).for_each(|(y, x)| *y = x.sub(mean).mul(scale)),
+        }
+    }
+}
+
+/// The batch norm of `[N, C, ..]` by such numbers; None where it does not lie for [`into`].
+pub(crate) fn normalised(x: &Tensor, numbers: Numbers, eps: f64) -> Result<Option<Tensor>> {
+    if x.device() != Device::Cpu || !x.is_contiguous() || x.numel() == 0 {
+        return Ok(None);
+    }
+    let view = View::Batch;
+    let from = view.of(&x.detach())?;
+    let own = |t: Option<&Tensor>| t.map(|t| spread(&t.detach(), from.shape(), view.weighted())).transpose();
+    let [mean, var, weight, bias] = numbers;
+    let own = [own(mean)?, own(var)?, own(weight)?, own(bias)?];
+    let out = Tensor::empty_like_shape(x.shape(), x.dtype, x.device())?;
+    let done = into(&from, &view.of(&out)?, own.each_ref().map(Option::as_ref), eps)?;
+    Ok(done.then_some(out))
+}
+
+/// As [`Rows`](crate::ops::nn::norm::Rows) has them, each of four dims; whether x and y, of the type that is computed in, lie as a
+/// contiguous batch does, else nothing is done.
+pub(crate) fn into(x: &Tensor, y: &Tensor, numbers: Numbers, eps: f64) -> Result<bool> {
+    match x.dtype.compute() {
+        Compute::F64 => into_as::<f64>(x, y, numbers, eps),
+        _ => into_as::<f32>(x, y, numbers, eps),
+    }
+}
+
+fn into_as<C: Lane>(x: &Tensor, y: &Tensor, numbers: Numbers, eps: f64) -> Result<bool> {
+    let [_, channels, batch, n] = *x.shape().dims() else { unreachable!("views of four dims") };
+    let lies = |t: &Tensor| {
+        let (s, same) = (t.strides(), |count: usize, s: isize, step: usize| count == 1 || s == step as isize);
+        t.dtype == C::COMPUTE.dtype() && same(channels, s[1], n) && same(batch, s[2], channels * n) && same(n, s[3], 1)
+    };
+    if n < RUN || !lies(x) || !lies(y) {
+        return Ok(false);
+    }
+    count_launch();
+    let mut read: SmallVec<[_; 5]> = SmallVec::from_slice(&[&x.storage]);
+    read.extend(numbers.iter().map(|t| &t.unwrap_or(x).storage));
+    let (count, bytes) = (x.numel(), x.numel() * x.dtype.size());
+    let streamed = is_worth_it(bytes, 2 * bytes);
+    with_host(&read, &[&y.storage], |reads, writes| {
+        // An element for each channel.
+        let each = |k: usize| {
+            numbers[k].map(|t| {
+                let mut all = vec![C::from_i32(0); channels];
+                load_tile(t.dtype, reads[1 + k], t.layout.offset, t.strides()[1], &mut all);
+                all
+            })
+        };
+        let (mean, mut scale, shift) = (each(0).expect("there is one"), each(1).expect("there is one"), each(3));
+        let (one, eps) = (C::from_i32(1), C::from_f64(eps));
+        scale.iter_mut().for_each(|s| *s = one.div(s.add(eps).sqrt()));
+        each(2).iter().for_each(|weight| scale.iter_mut().zip(weight).for_each(|(s, w)| *s = s.mul(*w)));
+        let from = &bytemuck::cast_slice::<u8, C>(reads[0])[x.layout.offset..][..count];
+        let to = &mut bytemuck::cast_slice_mut::<u8, C>(&mut *writes[0])[y.layout.offset..][..count];
+        parallel::for_each_chunk(to, JOB, |i, part| {
+            let streaming = streamed.then(Streaming::new);
+            let mut tile = [C::from_i32(0); TILE];
+            let (mut at, mut rest) = (i * JOB, part);
+            while !rest.is_empty() {
+                let most = if streamed { TILE } else { n };
+                let (run, more) = rest.split_at_mut(most.min(n - at % n).min(rest.len()));
+                let (c, x) = (at / n % channels, &from[at..][..run.len()]);
+                let shifted = |y| Shifted { x, y, mean: mean[c], scale: scale[c], shift: shift.as_ref().map(|s| s[c]) };
+                match &streaming {
+                    Some(streaming) => {
+                        let tile = &mut tile[..run.len()];
+                        Arch::new().dispatch(shifted(&mut *tile));
+                        streaming.copy(run, tile);
+                    }
+                    None => Arch::new().dispatch(shifted(run)),
+                }
+                at += x.len();
+                rest = more;
+            }
+        });
+    })?;
+    Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::BatchNormOptions;
+
+    /// Every length of runs, whole jobs and parts of them, and what is streamed, against the definition.
+    #[test]
+    fn as_defined() -> Result<()> {
+        let shapes = [[2, 3, 15], [2, 3, 16], [1, 1, 17], [5, 1, 40], [1, 4, 33], [3, 2, JOB + 7], [40, 5, 300]];
+        for [batch, channels, n] in shapes.into_iter().chain([[2, 3, 1_100_003]]) {
+            let of = |count: usize, f: &dyn Fn(usize) -> f64| (0..count).map(f).collect::<Vec<f64>>();
+            let x = of(batch * channels * n, &|i| (i * 7919 % 1009) as f64 / 100.0 - 5.0);
+            let [mean, var, weight, bias] = [0.3, 0.5, -0.7, 1.1].map(|by| of(channels, &|c| by + c as f64));
+            for (dtype, within) in [(crate::DType::F32, 1e-6), (crate::DType::F64, 1e-14)] {
+                let vector = |t: &[f64]| Tensor::from_slice(t, channels, Device::Cpu)?.to_dtype(dtype);
+                let given = Tensor::from_slice(&x, [batch, channels, n], Device::Cpu)?.to_dtype(dtype)?;
+                let [m, v, w, b] = [vector(&mean)?, vector(&var)?, vector(&weight)?, vector(&bias)?];
+                for (weighted, shifted) in [(true, true), (true, false), (false, true), (false, false)] {
+                    let (weight_of, bias_of) = (weighted.then_some(&w), shifted.then_some(&b));
+                    let options = BatchNormOptions {
+                        running_mean: Some(&m),
+                        running_var: Some(&v),
+                        weight: weight_of,
+                        bias: bias_of,
+                        ..BatchNormOptions::default()
+                    };
+                    let numbers = [Some(&m), Some(&v), weight_of, bias_of];
+                    assert_eq!(normalised(&given, numbers, options.eps)?.is_some(), n >= RUN);
+                    let got = given.batch_norm(options)?.to_dtype(crate::DType::F64)?.to_vec::<f64>()?;
+                    for (i, (got, x)) in got.iter().zip(&x).enumerate() {
+                        let c = i / n % channels;
+                        let w = if weighted { weight[c] } else { 1.0 };
+                        let b = if shifted { bias[c] } else { 0.0 };
+                        let right = (x - mean[c]) / (var[c] + options.eps).sqrt() * w + b;
+                        let size = 6.0 * (x.abs() + mean[c].abs()) * w.abs() + b.abs();
+                        assert!((got - right).abs() <= within * size, "{dtype} {i} of {batch} x {channels} x {n}");
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}

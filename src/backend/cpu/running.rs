@@ -1,0 +1,216 @@
+//! Running sums and products on the CPU: several lines at a time, for one operation waits for the one before in a line. Those that
+//! lie side by side in their elements' order in memory; long ones in pieces, whose totals are made first, where the order in
+//! which numbers come together does not show.
+
+use std::marker::PhantomData;
+
+use pulp::{Arch, Simd, WithSimd};
+
+use crate::backend::cpu::accumulate::{Combine, fold};
+use crate::backend::cpu::convert::{load_tile, store_tile};
+use crate::backend::cpu::lines::{Lines, each};
+use crate::backend::cpu::scalar::Lane;
+use crate::device::count_launch;
+use crate::device::cpu::parallel;
+use crate::storage::with_host;
+use crate::{DType, Result, Tensor};
+
+/// Elements a job of the pool has.
+const JOB: usize = 1 << 13;
+/// Elements of a piece.
+const PIECE: usize = 1 << 15;
+/// Lines side by side that are worth it.
+const NARROW: usize = 8;
+/// Lines one after another that are done at a time, and elements of each.
+const SIDE: usize = 4;
+const TILE: usize = 512;
+
+/// `splits`: whether lines may be cut, which shows where sums are not wider than their elements or products overflow.
+pub(crate) fn run<K: Combine, C: Lane>(x: &Tensor, d: usize, values: &Tensor, splits: bool) -> Result<()> {
+    let lines = Lines::new(x, d);
+    let even = lines.walk.dims.last().is_none_or(|last| last % lines.inner == 0);
+    if !even || (2..NARROW).contains(&lines.inner) {
+        return each::<C>(x, d, values, None, |line, values, _| {
+            values.copy_from_slice(line);
+            one::<K, C>(values, &mut K::neutral());
+        });
+    }
+    count_launch();
+    let len = values.numel() * values.dtype.size();
+    with_host(&[&x.storage], &[&values.storage], |reads, writes| {
+        let job = Job { x, bytes: reads[0], dtype: values.dtype, lines: &lines };
+        job.run::<K, C>(&mut writes[0][..len], splits);
+    })
+}
+
+struct Job<'a> {
+    x: &'a Tensor,
+    bytes: &'a [u8],
+    dtype: DType,
+    lines: &'a Lines,
+}
+
+impl Job<'_> {
+    fn run<K: Combine, C: Lane>(&self, out: &mut [u8], splits: bool) {
+        let (n, inner, size) = (self.lines.n, self.lines.inner, self.dtype.size());
+        let stretch = n * inner;
+        if !splits || stretch <= PIECE {
+            let side = if inner == 1 { SIDE } else { 1 };
+            let together = JOB.div_ceil(stretch).next_multiple_of(side);
+            return parallel::for_each_chunk(out, together * stretch * size, |i, out| {
+                for (j, out) in out.chunks_mut(side * stretch * size).enumerate() {
+                    let first = (i * together + j * side) * inner;
+                    match inner {
+                        1 => self.rows::<K, C>(first, out),
+                        _ => self.across::<K, C>(first, 0..n, &mut vec![K::neutral::<C>(); inner], Some(out)),
+                    }
+                }
+            });
+        }
+        let lines = (PIECE / inner).max(1);
+        let along = n.div_ceil(lines);
+        // What has come together before each piece.
+        let mut before = vec![K::neutral::<C>(); out.len() / size / stretch * along * inner];
+        parallel::for_each_chunk(&mut before, inner, |i, total| {
+            let line = i % along * lines;
+            let (first, lines) = (i / along * inner, line..n.min(line + lines));
+            match inner {
+                1 => total[0] = self.total::<K, C>(first, lines),
+                _ => self.across::<K, C>(first, lines, total, None),
+            }
+        });
+        for pieces in before.chunks_mut(along * inner) {
+            let mut so_far = vec![K::neutral::<C>(); inner];
+            for piece in pieces.chunks_mut(inner) {
+                for (now, piece) in so_far.iter_mut().zip(piece) {
+                    let total = std::mem::replace(piece, *now);
+                    *now = K::combine(*now, total);
+                }
+            }
+        }
+        let stretches = out.chunks_mut(stretch * size);
+        let mut work: Vec<_> = stretches.flat_map(|out| out.chunks_mut(lines * inner * size)).collect();
+        parallel::for_each(&mut work, |i, out| {
+            let line = i % along * lines;
+            let (first, lines) = (i / along * inner, line..n.min(line + lines));
+            let before = &before[i * inner..][..inner];
+            match inner {
+                1 => self.piece::<K, C>(first, lines, before[0], out),
+                _ => self.across::<K, C>(first, lines, &mut before.to_vec(), Some(out)),
+            }
+        });
+    }
+
+    fn load<C: Lane>(&self, line: usize, from: usize, to: &mut [C]) {
+        let start = self.x.layout.offset as isize + self.lines.walk.offsets(line)[0] + from as isize * self.lines.step;
+        load_tile(self.x.dtype, self.bytes, start as usize, self.lines.step, to);
+    }
+
+    /// Some elements of neighbouring lines from `first` on, an element of each after the other, from what has come together of each
+    /// line on.
+    fn across<K: Combine, C: Lane>(
+        &self,
+        first: usize,
+        elements: std::ops::Range<usize>,
+        so_far: &mut [C],
+        mut out: Option<&mut [u8]>,
+    ) {
+        let (lines, width) = (self.lines, so_far.len());
+        let next = lines.walk.strides[0].last().copied().unwrap_or(0);
+        let mut start = self.x.layout.offset as isize + lines.walk.offsets(first)[0];
+        start += elements.start as isize * lines.step;
+        let mut now = vec![K::neutral::<C>(); width];
+        for i in 0..elements.len() {
+            load_tile(self.x.dtype, self.bytes, start as usize, next, &mut now);
+            start += lines.step;
+            Arch::new().dispatch(Join { so_far, now: &now, combine: PhantomData::<K> });
+            if let Some(out) = &mut out {
+                store_tile(self.dtype, so_far, out, i * width, 1);
+            }
+        }
+    }
+
+    /// Lines from `first` on, as many as `out` has, at most [`SIDE`].
+    fn rows<K: Combine, C: Lane>(&self, first: usize, out: &mut [u8]) {
+        let n = self.lines.n;
+        let count = out.len() / self.dtype.size() / n;
+        let (mut tile, mut so_far) = ([K::neutral::<C>(); SIDE * TILE], [K::neutral::<C>(); SIDE]);
+        for from in (0..n).step_by(TILE) {
+            let len = TILE.min(n - from);
+            let tile = &mut tile[..count * len];
+            tile.chunks_exact_mut(len).enumerate().for_each(|(i, tile)| self.load(first + i, from, tile));
+            several::<K, C>(tile, len, &mut so_far);
+            for (i, tile) in tile.chunks_exact(len).enumerate() {
+                store_tile(self.dtype, tile, out, i * n + from, 1);
+            }
+        }
+    }
+
+    /// What some elements of a line come to.
+    fn total<K: Combine, C: Lane>(&self, line: usize, elements: std::ops::Range<usize>) -> C {
+        let mut tile = [K::neutral::<C>(); SIDE * TILE];
+        elements.clone().step_by(tile.len()).fold(K::neutral(), |total, from| {
+            let tile = &mut tile[..(SIDE * TILE).min(elements.end - from)];
+            self.load(line, from, tile);
+            K::combine(total, fold::<K, C>(tile))
+        })
+    }
+
+    /// Some elements of a line, behind what has come together `before`: quarters of a tile like lines, then what is before each.
+    fn piece<K: Combine, C: Lane>(&self, line: usize, elements: std::ops::Range<usize>, mut before: C, out: &mut [u8]) {
+        let mut tile = [K::neutral::<C>(); SIDE * TILE];
+        for from in elements.clone().step_by(tile.len()) {
+            let tile = &mut tile[..(SIDE * TILE).min(elements.end - from)];
+            self.load(line, from, tile);
+            let len = tile.len() / SIDE;
+            let (quarters, rest) = tile.split_at_mut(SIDE * len);
+            several::<K, C>(quarters, len, &mut [K::neutral(); SIDE]);
+            for quarter in quarters.chunks_exact_mut(len.max(1)) {
+                quarter.iter_mut().for_each(|x| *x = K::combine(before, *x));
+                before = quarter[len - 1];
+            }
+            one::<K, C>(rest, &mut before);
+            store_tile(self.dtype, tile, out, from - elements.start, 1);
+        }
+    }
+}
+
+/// A line, from what has come together so far on.
+#[inline(always)]
+fn one<K: Combine, C: Lane>(line: &mut [C], so_far: &mut C) {
+    for x in line {
+        *so_far = K::combine(*so_far, *x);
+        *x = *so_far;
+    }
+}
+
+/// Lines of `len` elements, at most [`SIDE`], each with what has come together of it.
+fn several<K: Combine, C: Lane>(lines: &mut [C], len: usize, so_far: &mut [C; SIDE]) {
+    if len == 0 || lines.len() < SIDE * len {
+        return lines.chunks_exact_mut(len.max(1)).zip(so_far).for_each(|(line, so_far)| one::<K, C>(line, so_far));
+    }
+    let (front, back) = lines.split_at_mut(2 * len);
+    let ((a, b), (c, d)) = (front.split_at_mut(len), back.split_at_mut(len));
+    let mut now = *so_far;
+    for ((a, b), (c, d)) in a.iter_mut().zip(b).zip(c.iter_mut().zip(d)) {
+        now = [K::combine(now[0], *a), K::combine(now[1], *b), K::combine(now[2], *c), K::combine(now[3], *d)];
+        [*a, *b, *c, *d] = now;
+    }
+    *so_far = now;
+}
+
+/// The next element of each line. A type, not a closure: a closure that is not inlined is compiled without the vector units.
+struct Join<'a, K, C> {
+    so_far: &'a mut [C],
+    now: &'a [C],
+    combine: PhantomData<K>,
+}
+
+impl<K: Combine, C: Lane> WithSimd for Join<'_, K, C> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        self.so_far.iter_mut().zip(self.now).for_each(|(so_far, x)| *so_far = K::combine(*so_far, *x));
+    }
+}

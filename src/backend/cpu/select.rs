@@ -1,0 +1,298 @@
+//! What is chosen from lines by order, on the CPU, without sorting all of them.
+
+use pulp::{Arch, Simd, WithSimd};
+
+use crate::backend::cpu::convert::load_tile;
+use crate::backend::cpu::lines::Lines;
+use crate::backend::cpu::sort::{Ordered, compared_in};
+use crate::device::count_launch;
+use crate::device::cpu::{parallel, threads};
+use crate::storage::with_host;
+use crate::{Compute, Result, Tensor};
+
+/// Elements a job of the pool has.
+const JOB: usize = 1 << 11;
+/// Elements of a long line that are read at a time.
+const PIECE: usize = 1 << 14;
+/// So many are kept, or twice as many as are wanted, before those that are too many are dropped.
+const FEW: usize = 32;
+/// Elements that are compared with the last of the first at a time: a bit each.
+const BLOCK: usize = 32;
+
+/// The keys of the first elements in order, of those seen so far.
+struct First<C: Ordered> {
+    k: usize,
+    descending: bool,
+    kept: Vec<C::Key>,
+    /// What comes after this key is not among them.
+    limit: Option<C::Key>,
+}
+
+impl<C: Ordered> First<C> {
+    fn new(k: usize, descending: bool) -> First<C> {
+        First { k, descending, kept: Vec::with_capacity(FEW.max(2 * k)), limit: None }
+    }
+
+    /// Looks at elements `first..` of a line; all before them were seen.
+    fn see(&mut self, elements: &[C], first: usize) {
+        if self.limit.is_none() {
+            let some = &elements[..elements.len().min(PIECE)];
+            self.limit = match self.k {
+                1..=8 => bar::<C, 16>(some, self.k, self.descending),
+                9..=32 => bar::<C, 64>(some, self.k, self.descending),
+                _ => None,
+            };
+        }
+        Arch::new().dispatch(See { first: self, elements, at: first });
+    }
+
+    #[inline(always)]
+    fn offer(&mut self, key: C::Key) {
+        if self.limit.is_some_and(|limit| key > limit) {
+            return;
+        }
+        self.kept.push(key);
+        if self.kept.len() >= FEW.max(2 * self.k) {
+            self.drop_others();
+            self.limit = self.kept.iter().max().copied();
+        }
+    }
+
+    fn drop_others(&mut self) {
+        if self.kept.len() > self.k {
+            self.kept.select_nth_unstable(self.k - 1);
+            self.kept.truncate(self.k);
+        }
+    }
+
+    /// The indices, in order.
+    fn write(&mut self, to: &mut [i64]) {
+        self.drop_others();
+        self.kept.sort_unstable();
+        to.iter_mut().zip(&self.kept).for_each(|(to, &key)| *to = C::index(key) as i64);
+    }
+}
+
+/// [`First::see`] once there is a limit, or none can be told.
+struct See<'a, C: Ordered> {
+    first: &'a mut First<C>,
+    elements: &'a [C],
+    at: usize,
+}
+
+impl<C: Ordered> WithSimd for See<'_, C> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let See { first, elements, at } = self;
+        let (blocks, rest) = elements.as_chunks::<BLOCK>();
+        for (b, block) in blocks.iter().enumerate() {
+            let mut bits = match first.limit {
+                // Conservative where there is NaN. Once there are k, one that equals the last of them comes after it.
+                Some(limit) => {
+                    let (limit, full) = (C::value(limit, first.descending), first.kept.len() >= first.k);
+                    match first.descending {
+                        true => each_bit(block, |v| !((v < limit) | ((v == limit) & full))),
+                        false => each_bit(block, |v| !((v > limit) | ((v == limit) & full))),
+                    }
+                }
+                None => u32::MAX,
+            };
+            while bits != 0 {
+                let i = bits.trailing_zeros() as usize;
+                bits &= bits - 1;
+                first.offer(block[i].key(at + b * BLOCK + i, first.descending));
+            }
+        }
+        for (v, i) in rest.iter().zip(at + blocks.len() * BLOCK..) {
+            first.offer(v.key(i, first.descending));
+        }
+    }
+}
+
+#[inline(always)]
+fn each_bit<C: Ordered>(block: &[C; BLOCK], is: impl Fn(C) -> bool) -> u32 {
+    block.iter().enumerate().fold(0, |bits, (i, v)| bits | u32::from(is(*v)) << i)
+}
+
+/// A key that those of `k` elements at least do not come after: of the `k`-th among the first of each of `LANES` lanes, which are
+/// more than k. So many elements are little above it that hardly any are kept in vain.
+fn bar<C: Ordered, const LANES: usize>(elements: &[C], k: usize, descending: bool) -> Option<C::Key> {
+    struct Lanes<'a, C, const LANES: usize>(&'a [[C; LANES]], C, bool);
+    impl<C: Ordered, const LANES: usize> WithSimd for Lanes<'_, C, LANES> {
+        type Output = [C; LANES];
+
+        #[inline(always)]
+        fn with_simd<S: Simd>(self, _: S) -> [C; LANES] {
+            let mut best = [self.1; LANES];
+            for row in self.0 {
+                match self.2 {
+                    true => best.iter_mut().zip(row).for_each(|(b, v)| *b = if *v > *b { *v } else { *b }),
+                    false => best.iter_mut().zip(row).for_each(|(b, v)| *b = if *v < *b { *v } else { *b }),
+                }
+            }
+            best
+        }
+    }
+    let (rows, _) = elements.as_chunks::<LANES>();
+    if rows.len() < 2 {
+        return None;
+    }
+    let none = C::from_f64(if descending { f64::NEG_INFINITY } else { f64::INFINITY });
+    let best = Arch::new().dispatch(Lanes(rows, none, descending));
+    let mut keys = best.map(|v| v.last_key(descending));
+    // A lane of NaN alone has what no element need be.
+    Some(*keys.select_nth_unstable(k - 1).1).filter(|&key| key != none.last_key(descending))
+}
+
+/// The indices of the first `k` elements of each line of `x` along d, into `out`.
+pub(crate) fn first(x: &Tensor, d: usize, k: usize, descending: bool, out: &Tensor) -> Result<()> {
+    match compared_in(x, x.shape().dims()[d]) {
+        Compute::F32 => first_as::<f32>(x, d, k, descending, out),
+        Compute::F64 => first_as::<f64>(x, d, k, descending, out),
+        Compute::I64 => first_as::<i64>(x, d, k, descending, out),
+    }
+}
+
+fn first_as<C: Ordered>(x: &Tensor, d: usize, k: usize, descending: bool, out: &Tensor) -> Result<()> {
+    count_launch();
+    let lines = Lines::new(x, d);
+    with_host(&[&x.storage], &[&out.storage], |reads, writes| {
+        let out: &mut [i64] = &mut bytemuck::cast_slice_mut(&mut *writes[0])[..lines.count * k];
+        let see = |kept: &mut First<C>, buffer: &mut Vec<C>, line: usize, from: usize, to: usize| {
+            let start = x.layout.offset as isize + lines.walk.offsets(line)[0];
+            if lines.step == 1 && x.dtype == C::COMPUTE.dtype() {
+                let all: &[C] = bytemuck::cast_slice(reads[0]);
+                return kept.see(&all[start as usize..][from..to], from);
+            }
+            buffer.resize(PIECE.min(to - from), C::from_i32(0));
+            for first in (from..to).step_by(PIECE) {
+                let piece = &mut buffer[..PIECE.min(to - first)];
+                load_tile(x.dtype, reads[0], (start + first as isize * lines.step) as usize, lines.step, piece);
+                kept.see(piece, first);
+            }
+        };
+        let threads = threads();
+        if lines.count < threads && lines.n >= threads * PIECE && k <= PIECE {
+            // A part of the line for each thread; then the first of theirs.
+            for (line, to) in out.chunks_mut(k).enumerate() {
+                let parts = parallel::map(threads, 1, |i| {
+                    let mut kept = First::<C>::new(k, descending);
+                    let end = |i: usize| lines.n / threads * i + (lines.n % threads) * i / threads;
+                    see(&mut kept, &mut Vec::new(), line, end(i), end(i + 1));
+                    kept.kept
+                });
+                First::<C> { kept: parts.concat(), ..First::new(k, descending) }.write(to);
+            }
+            return;
+        }
+        let mut beside = if lines.inner > 1 { vec![0; out.len()] } else { Vec::new() };
+        let found: &mut [i64] = if lines.inner > 1 { &mut beside } else { &mut *out };
+        let group = JOB.div_ceil(lines.n);
+        let part = |job: usize, found: &mut [i64]| {
+            let (mut kept, mut buffer) = (First::<C>::new(k, descending), Vec::new());
+            for (i, to) in found.chunks_mut(k).enumerate() {
+                (kept.limit, _) = (None, kept.kept.clear());
+                see(&mut kept, &mut buffer, job * group + i, 0, lines.n);
+                kept.write(to);
+            }
+        };
+        match lines.count <= group {
+            true => part(0, found),
+            false => parallel::for_each_chunk(found, group * k, part),
+        }
+        // Lines that lie side by side in the result were found one after the other.
+        for (line, found) in beside.chunks(k).enumerate() {
+            let to = line / lines.inner * lines.inner * k + line % lines.inner;
+            out[to..].iter_mut().step_by(lines.inner).zip(found).for_each(|(to, &index)| *to = index);
+        }
+    })
+}
+
+/// The index of the element of each line of `x` along d that has place `which(number of NaN)` in ascending order.
+pub(crate) fn nth(x: &Tensor, d: usize, which: impl Fn(usize) -> usize + Sync, out: &Tensor) -> Result<()> {
+    match compared_in(x, x.shape().dims()[d]) {
+        Compute::F32 => nth_as::<f32>(x, d, which, out),
+        Compute::F64 => nth_as::<f64>(x, d, which, out),
+        Compute::I64 => nth_as::<i64>(x, d, which, out),
+    }
+}
+
+fn nth_as<C: Ordered>(x: &Tensor, d: usize, which: impl Fn(usize) -> usize + Sync, out: &Tensor) -> Result<()> {
+    count_launch();
+    let lines = Lines::new(x, d);
+    let group = JOB.div_ceil(lines.n);
+    with_host(&[&x.storage], &[&out.storage], |reads, writes| {
+        let out: &mut [i64] = &mut bytemuck::cast_slice_mut(&mut *writes[0])[..lines.count];
+        let part = |job: usize, out: &mut [i64]| {
+            let (mut line, mut keys) = (vec![C::from_i32(0); lines.n], Vec::with_capacity(lines.n));
+            for (i, to) in out.iter_mut().enumerate() {
+                let start = x.layout.offset as isize + lines.walk.offsets(job * group + i)[0];
+                load_tile(x.dtype, reads[0], start as usize, lines.step, &mut line);
+                let nans = line.iter().filter(|v| v.partial_cmp(v).is_none()).count();
+                keys.clear();
+                keys.extend(line.iter().enumerate().map(|(i, v)| v.key(i, false)));
+                *to = C::index(*keys.select_nth_unstable(which(nans)).1) as i64;
+            }
+        };
+        match lines.count <= group {
+            true => part(0, out),
+            false => parallel::for_each_chunk(out, group, part),
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Lines of every kind, with ties, infinities and NaN, against a sort of all of them.
+    fn checked<C: Ordered>(of: impl Fn(f64) -> C) {
+        let mut state = 1u64;
+        let mut random = |below: u64| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 33) % below
+        };
+        for n in [1usize, 7, 31, 32, 33, 64, 100, 127, 128, 129, 768, 5000, 40_000] {
+            for kind in 0..7 {
+                let line: Vec<C> = (0..n)
+                    .map(|i| {
+                        of(match (kind, random(8)) {
+                            (0, _) => random(1 << 20) as f64 - 500_000.0,
+                            (1, _) => random(5) as f64,
+                            (2, _) => i as f64,
+                            (3, _) => -(i as f64),
+                            (4, 0) => f64::NAN,
+                            (4, 1) | (5, _) => f64::NEG_INFINITY,
+                            (4, 2) => f64::INFINITY,
+                            (4, _) => random(100) as f64 - 50.0,
+                            (6, 0..7) => f64::NAN,
+                            _ => -0.0 * random(2) as f64,
+                        })
+                    })
+                    .collect();
+                for k in [1, 2, 8, 9, 20, 32, 33, 70, 500].into_iter().filter(|&k| k <= n) {
+                    for (descending, pieces) in [(true, n), (false, n), (true, n.div_ceil(3))] {
+                        let mut keys: Vec<C::Key> =
+                            line.iter().enumerate().map(|(i, v)| v.key(i, descending)).collect();
+                        keys.sort_unstable();
+                        let right: Vec<i64> = keys[..k].iter().map(|&key| C::index(key) as i64).collect();
+                        let mut first = First::<C>::new(k, descending);
+                        line.chunks(pieces).enumerate().for_each(|(i, piece)| first.see(piece, i * pieces));
+                        let mut got = vec![0; k];
+                        first.write(&mut got);
+                        assert_eq!(got, right, "{k} of {n}, {kind} {descending} {pieces}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn as_a_sort_of_all_has_them() {
+        checked(|x| x as f32);
+        checked(|x| x);
+        checked(|x| x as i64);
+    }
+}

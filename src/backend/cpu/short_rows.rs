@@ -1,0 +1,231 @@
+//! Short rows a block at a time, turned: a column holds one element of many rows, so that vectors are full however short the
+//! rows are, and what a row is folded to takes an operation for each column instead of some for each row.
+
+use pulp::{Simd, WithSimd};
+
+use crate::DType;
+use crate::backend::cpu::convert::{load_tile, store_tile};
+use crate::backend::cpu::scalar::Lane;
+use crate::ops::nn::softmax::RowOp;
+
+/// Rows of a block.
+pub(crate) const LANES: usize = 64;
+/// The longest rows that are turned: a block of longer ones would displace too much of the first-level cache.
+const SHORT: usize = 64;
+
+/// Whether as many rows of n elements are done sooner in blocks, which take as long with few rows as with many.
+pub(crate) fn pays(rows: usize, n: usize) -> bool {
+    n <= SHORT && rows >= usize::max(8, n / 2)
+}
+
+/// How many rows of n elements make up about so many elements and whole blocks.
+pub(crate) fn rows_of(elements: usize, n: usize) -> usize {
+    elements.div_ceil(n).next_multiple_of(LANES)
+}
+
+/// An element of each row.
+pub(crate) type Column<C> = [C; LANES];
+
+/// Where a block of rows lies: its first element, the step from a row to the next and that along a row.
+#[derive(Clone, Copy)]
+pub(crate) struct Place {
+    pub(crate) start: usize,
+    pub(crate) row: isize,
+    pub(crate) element: isize,
+}
+
+impl Place {
+    fn of(self, row: usize, column: usize) -> usize {
+        self.start.wrapping_add_signed(row as isize * self.row + column as isize * self.element)
+    }
+}
+
+/// The first `rows` lanes of each column.
+pub(crate) fn load<C: Lane>(dtype: DType, bytes: &[u8], from: Place, columns: &mut [Column<C>], rows: usize) {
+    let n = columns.len();
+    if from.element == 1 && from.row == n as isize && dtype == C::COMPUTE.dtype() {
+        let elements: &[C] = &bytemuck::cast_slice(bytes)[from.start..][..n * rows];
+        for (j, column) in columns.iter_mut().enumerate() {
+            column.iter_mut().zip(elements.chunks_exact(n)).for_each(|(x, row)| *x = row[j]);
+        }
+        return;
+    }
+    for (j, column) in columns.iter_mut().enumerate() {
+        load_tile(dtype, bytes, from.of(0, j), from.row, &mut column[..rows]);
+    }
+}
+
+/// The reverse of [`load`].
+pub(crate) fn store<C: Lane>(dtype: DType, columns: &[Column<C>], bytes: &mut [u8], to: Place, rows: usize) {
+    // What lies between two elements that are written costs more than where they are read.
+    if to.element == 1 && columns.len() >= 8 && dtype == C::COMPUTE.dtype() {
+        let elements: &mut [C] = bytemuck::cast_slice_mut(bytes);
+        for lane in 0..rows.min(LANES) {
+            let row = &mut elements[to.of(lane, 0)..][..columns.len()];
+            columns.iter().zip(row).for_each(|(column, x)| *x = column[lane]);
+        }
+        return;
+    }
+    for (j, column) in columns.iter().enumerate() {
+        store_tile(dtype, &column[..rows], bytes, to.of(0, j), to.row);
+    }
+}
+
+/// Each row as one element; a sum of n is off by at most n / 4 + 5 roundings.
+#[inline(always)]
+fn fold<C: Lane>(columns: &[Column<C>], from: C, join: impl Fn(C, C) -> C) -> Column<C> {
+    let mut all = [from; LANES];
+    let (fours, rest) = columns.as_chunks::<4>();
+    for [a, b, c, d] in fours {
+        for i in 0..LANES {
+            all[i] = join(all[i], join(join(a[i], b[i]), join(c[i], d[i])));
+        }
+    }
+    for column in rest {
+        each(&mut all, column, &join);
+    }
+    all
+}
+
+/// A loop, for `array::map` is not put in vectors.
+#[inline(always)]
+fn mapped<C: Lane>(mut column: Column<C>, f: impl Fn(C) -> C) -> Column<C> {
+    column.iter_mut().for_each(|x| *x = f(*x));
+    column
+}
+
+#[inline(always)]
+fn each<C: Lane>(column: &mut Column<C>, other: &Column<C>, f: impl Fn(C, C) -> C) {
+    for i in 0..LANES {
+        column[i] = f(column[i], other[i]);
+    }
+}
+
+#[inline(always)]
+fn each_of<C: Lane>(columns: &mut [Column<C>], other: &Column<C>, f: impl Fn(C, C) -> C) {
+    columns.iter_mut().for_each(|column| each(column, other, &f));
+}
+
+#[inline(always)]
+fn greatest<C: Lane>(columns: &[Column<C>]) -> Column<C> {
+    fold(columns, C::from_f64(f64::NEG_INFINITY), C::max)
+}
+
+/// What [`RowOp`] makes of a block, into its columns; of a row as one element, into the first.
+pub(crate) struct Turned<'a, C> {
+    pub(crate) kind: RowOp,
+    pub(crate) columns: &'a mut [Column<C>],
+    /// The second operand where there is one; lost otherwise.
+    pub(crate) others: &'a mut [Column<C>],
+}
+
+impl<C: Lane> WithSimd for Turned<'_, C> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let Turned { kind, columns, others } = self;
+        let (zero, one) = (C::from_i32(0), C::from_i32(1));
+        let add = |columns: &[Column<C>]| fold(columns, zero, C::add);
+        match kind {
+            RowOp::Softmax => {
+                let top = greatest(columns);
+                each_of(columns, &top, C::sub);
+                C::exp_in_place(columns.as_flattened_mut(), |x| x);
+                let scale = mapped(add(columns), |s| one.div(s));
+                each_of(columns, &scale, C::mul);
+            }
+            RowOp::LogSoftmax | RowOp::LogSumExp => {
+                let mut top = greatest(columns);
+                if kind == RowOp::LogSumExp {
+                    // Infinite ones count as 0.
+                    top = mapped(top, |m| if m.abs() == C::from_f64(f64::INFINITY) { zero } else { m });
+                }
+                each_of(columns, &top, C::sub);
+                C::exp_each(others.as_flattened_mut(), columns.as_flattened(), |x| x);
+                let log = mapped(add(others), C::log);
+                match kind {
+                    RowOp::LogSumExp => {
+                        each(&mut top, &log, C::add);
+                        columns[0] = top;
+                    }
+                    _ => each_of(columns, &log, C::sub),
+                }
+            }
+            RowOp::SoftmaxGrad => {
+                let mut sum = [zero; LANES];
+                for (y, g) in columns.iter().zip(&*others) {
+                    for i in 0..LANES {
+                        sum[i] = sum[i].add(y[i].mul(g[i]));
+                    }
+                }
+                for (y, g) in columns.iter_mut().zip(&*others) {
+                    for i in 0..LANES {
+                        y[i] = g[i].sub(sum[i]).mul(y[i]);
+                    }
+                }
+            }
+            RowOp::LogSoftmaxGrad => {
+                let sum = add(others);
+                C::exp_in_place(columns.as_flattened_mut(), |x| x);
+                for (y, g) in columns.iter_mut().zip(&*others) {
+                    for i in 0..LANES {
+                        y[i] = g[i].sub(y[i].mul(sum[i]));
+                    }
+                }
+            }
+            RowOp::MaskedSoftmax => unreachable!("its rows see parts of their elements"),
+        }
+    }
+}
+
+/// The losses of a block of logits, 0 where a row does not count; columns become their gradients, times `scale`, where there is
+/// one.
+pub(crate) struct TurnedEntropy<'a, C, F> {
+    pub(crate) columns: &'a mut [Column<C>],
+    pub(crate) targets: &'a [i64],
+    pub(crate) counts: F,
+    pub(crate) losses: &'a mut [C],
+    pub(crate) scale: Option<C>,
+}
+
+impl<C: Lane, F: Fn(i64) -> bool> WithSimd for TurnedEntropy<'_, C, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let TurnedEntropy { columns, targets, counts, losses, scale } = self;
+        let (zero, none) = (C::from_i32(0), C::from_i32(-1));
+        let mut labels = [none; LANES];
+        for (label, &target) in labels.iter_mut().zip(targets) {
+            *label = if counts(target) { C::from_i32(target as i32) } else { none };
+        }
+        let top = greatest(columns);
+        each_of(columns, &top, C::sub);
+        let mut picked = [zero; LANES];
+        for (j, column) in columns.iter().enumerate() {
+            let j = C::from_i32(j as i32);
+            for i in 0..LANES {
+                picked[i] = picked[i].add(if labels[i] == j { column[i] } else { zero });
+            }
+        }
+        C::exp_in_place(columns.as_flattened_mut(), |x| x);
+        let sum = fold(columns, zero, C::add);
+        let mut loss = [zero; LANES];
+        for i in 0..LANES {
+            let x = sum[i].log().sub(picked[i]);
+            loss[i] = if labels[i] == none { zero } else { x };
+        }
+        losses.copy_from_slice(&loss[..targets.len()]);
+        let Some(scale) = scale else { return };
+        let factors = mapped(sum, |s| scale.div(s));
+        for (j, column) in columns.iter_mut().enumerate() {
+            let j = C::from_i32(j as i32);
+            for i in 0..LANES {
+                let slope = column[i].mul(factors[i]).sub(if labels[i] == j { scale } else { zero });
+                // Selected, not multiplied: what does not count may be infinite or NaN.
+                column[i] = if labels[i] == none { zero } else { slope };
+            }
+        }
+    }
+}

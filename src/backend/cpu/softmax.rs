@@ -1,0 +1,408 @@
+//! Row operations on the CPU: a row at a time in the compute type, short ones a block at a time ([`turned`]), those that lie side
+//! by side an element of each at a time ([`crate::backend::cpu::strided_rows`]); shared out among the team's threads.
+
+use pulp::{Arch, Simd, WithSimd};
+use smallvec::SmallVec;
+
+use crate::backend::cpu::accumulate::{Add, Max, fold, fold_in, fold_map};
+use crate::backend::cpu::convert::{load_tile, store_tile};
+use crate::backend::cpu::scalar::Lane;
+use crate::backend::cpu::short_rows::{LANES, Place, Turned, TurnedEntropy};
+use crate::backend::cpu::{short_rows as turned, strided_rows as across};
+use crate::device::count_launch;
+use crate::device::cpu::parallel;
+use crate::ops::nn::softmax::{CrossEntropy, LossReduction, Mask, RowOp, Rows};
+use crate::storage::with_host;
+use crate::{Compute, DType, Error, Result, Tensor};
+
+/// Elements a job of the pool has: enough to hide what handing it over costs.
+const JOB: usize = 1 << 13;
+/// Elements of short rows that a thread has at a time, where there are more than a job's.
+const BLOCKS: usize = 1 << 11;
+/// Elements of other rows that a thread has at a time for a loss.
+const PIECE: usize = 1 << 12;
+/// Elements whose exponentials are computed before they are added up.
+const PART: usize = 256;
+/// Rows whose losses are added up before they meet the others': fixed, so that the sum is the same on any machine.
+const BLOCK: usize = 64;
+
+pub(crate) fn run(kind: RowOp, x: &Tensor, z: &Tensor, out: &Tensor, d: usize, rows: &Rows) -> Result<()> {
+    count_launch();
+    with_host(&[&x.storage, &z.storage], &[&out.storage], |reads, writes| {
+        let job = Job {
+            kind,
+            x,
+            z,
+            bytes: [reads[0], reads[1]],
+            out,
+            rows,
+            inner: out.shape().dims()[d + 1..].iter().product(),
+        };
+        let start = out.layout.offset * out.dtype.size();
+        let to = &mut writes[0][start..][..out.numel() * out.dtype.size()];
+        match x.dtype.compute() {
+            Compute::F64 => job.run::<f64>(to),
+            _ => job.run::<f32>(to),
+        }
+    })
+}
+
+pub(crate) struct Job<'a> {
+    pub(crate) kind: RowOp,
+    pub(crate) x: &'a Tensor,
+    pub(crate) z: &'a Tensor,
+    pub(crate) bytes: [&'a [u8]; 2],
+    pub(crate) out: &'a Tensor,
+    pub(crate) rows: &'a Rows,
+    /// Elements after the row's dim: rows that share a stretch of the output.
+    pub(crate) inner: usize,
+}
+
+impl Job<'_> {
+    /// Stretches of the output that hold whole rows are dealt out.
+    fn run<C: Lane>(&self, out: &mut [u8]) {
+        let length = if self.kind == RowOp::LogSumExp { 1 } else { self.rows.n };
+        let stretch = (self.inner * length).max(1);
+        let (n, count) = (self.rows.n, self.rows.count());
+        // Those that are equally far apart: all of them, or those whose results share a stretch.
+        let even = self.kind != RowOp::MaskedSoftmax
+            && match self.inner {
+                1 => self.rows.walk.dims.len() <= 1,
+                inner => self.rows.walk.dims.last().is_some_and(|&last| last % inner == 0),
+            };
+        let whole = self.inner * n <= across::PIECE;
+        let short = even && if self.inner == 1 { turned::pays(count, n) } else { whole && turned::pays(self.inner, n) };
+        if even && !short && self.inner >= across::NARROW {
+            return self.across::<C>(out);
+        }
+        let least = match short {
+            true if self.inner == 1 && count * n <= JOB => count,
+            true if self.inner == 1 => turned::rows_of(BLOCKS, n),
+            _ => JOB.div_ceil(self.inner * n).max(1),
+        };
+        let size = self.out.dtype.size();
+        parallel::for_each_chunk(out, stretch * least * size, |i, part| match short {
+            true => self.turned::<C>(i * least * self.inner, part),
+            false => self.part::<C>(i * least * self.inner, part),
+        });
+    }
+
+    /// Rows from `first` on, into `out`, which starts where the first of them does.
+    fn part<C: Lane>(&self, first: usize, out: &mut [u8]) {
+        let (n, inner, rows) = (self.rows.n, self.inner, self.rows);
+        let zero = C::from_i32(0);
+        let mask = rows.sight.mask;
+        let two = matches!(self.kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad) || mask != Mask::None;
+        let (mut one, mut other) = (Vec::new(), Vec::new());
+        let mut compute = |i: usize, row: &mut [C]| {
+            let at = rows.walk.offsets(first + i);
+            let from = self.row(self.x, 0, at[0], &mut one);
+            let other = if two { self.row(self.z, 2, at[2], &mut other) } else { &[] };
+            let from = &from[..rows.sight.of(first + i, n)];
+            Arch::new().dispatch(OnRow { kind: self.kind, from, row, other, mask })
+        };
+        let length = if self.kind == RowOp::LogSumExp { 1 } else { n };
+        if inner == 1 && self.out.dtype == C::COMPUTE.dtype() {
+            let out: &mut [C] = bytemuck::cast_slice_mut(out);
+            out.chunks_mut(length).enumerate().for_each(|(i, row)| _ = compute(i, row));
+            return;
+        }
+        let mut row = vec![zero; length];
+        let count = out.len() / self.out.dtype.size() / length;
+        for i in 0..count {
+            let len = compute(i, &mut row);
+            let to = i / inner * inner * length + i % inner;
+            store_tile(self.out.dtype, &row[..len], out, to as _, inner as isize);
+        }
+    }
+
+    /// [`part`](Self::part), a block at a time.
+    fn turned<C: Lane>(&self, first: usize, out: &mut [u8]) {
+        let (n, rows) = (self.rows.n, self.rows);
+        let length = if self.kind == RowOp::LogSumExp { 1 } else { n };
+        let mut buffer = vec![C::from_i32(0); 2 * n * LANES];
+        let (columns, others) = buffer.as_chunks_mut().0.split_at_mut(n);
+        let place = |t: &Tensor, k: usize, first: usize| {
+            let row = rows.walk.strides[k].last().copied().unwrap_or(0);
+            let start = (t.layout.offset as isize + rows.walk.offsets(first)[k]) as usize;
+            Place { start, row, element: rows.steps[k] }
+        };
+        let size = self.out.dtype.size();
+        // Rows whose results share a stretch, or lie one after another.
+        let together = if self.inner == 1 { out.len() / size / length } else { self.inner };
+        for (i, out) in out.chunks_mut(together * length * size).enumerate() {
+            for lane in (0..together).step_by(LANES) {
+                let (first, count) = (first + i * together + lane, LANES.min(together - lane));
+                turned::load(self.x.dtype, self.bytes[0], place(self.x, 0, first), columns, count);
+                if matches!(self.kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad) {
+                    turned::load(self.z.dtype, self.bytes[1], place(self.z, 2, first), others, count);
+                }
+                Arch::new().dispatch(Turned { kind: self.kind, columns: &mut *columns, others: &mut *others });
+                let to = match self.inner {
+                    1 => Place { start: lane * length, row: length as isize, element: 1 },
+                    inner => Place { start: lane, row: 1, element: inner as isize },
+                };
+                turned::store(self.out.dtype, &columns[..length], out, to, count);
+            }
+        }
+    }
+
+    /// A row of the `k`-th operand: where it lies if it can be read there, otherwise in `buffer`.
+    fn row<'b, C: Lane>(&'b self, t: &Tensor, k: usize, at: isize, buffer: &'b mut Vec<C>) -> &'b [C] {
+        let (n, start) = (self.rows.n, (t.layout.offset as isize + at) as usize);
+        let bytes = self.bytes[k.min(1)];
+        if self.rows.steps[k] == 1 && t.dtype == C::COMPUTE.dtype() {
+            return &bytemuck::cast_slice(bytes)[start..start + n];
+        }
+        buffer.resize(n, C::from_i32(0));
+        load_tile(t.dtype, bytes, start, self.rows.steps[k], buffer);
+        buffer
+    }
+}
+
+/// A type, not a closure: a closure that is not inlined is compiled without the vector units.
+struct OnRow<'a, C> {
+    kind: RowOp,
+    from: &'a [C],
+    row: &'a mut [C],
+    other: &'a [C],
+    mask: Mask,
+}
+
+impl<C: Lane> WithSimd for OnRow<'_, C> {
+    type Output = usize;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) -> usize {
+        let OnRow { kind, from, row, other, mask } = self;
+        match kind {
+            RowOp::Softmax => {
+                let m = fold_in::<Max, C, S>(simd, from);
+                C::exp_each(row, from, |x| x.sub(m));
+                let s = C::from_i32(1).div(fold_in::<Add, C, S>(simd, row));
+                row.iter_mut().for_each(|x| *x = x.mul(s));
+                row.len()
+            }
+            RowOp::MaskedSoftmax => {
+                let (seen, hidden) = row.split_at_mut(from.len());
+                let low = C::from_f64(f64::NEG_INFINITY);
+                seen.copy_from_slice(from);
+                match mask {
+                    Mask::None => {}
+                    Mask::Keep => {
+                        seen.iter_mut().zip(other).for_each(|(x, k)| *x = if k.is_true() { *x } else { low });
+                    }
+                    Mask::Add => seen.iter_mut().zip(other).for_each(|(x, a)| *x = x.add(*a)),
+                }
+                let m = fold_in::<Max, C, S>(simd, seen);
+                let m = if m == low { C::from_i32(0) } else { m };
+                C::exp_in_place(seen, |x| x.sub(m));
+                let s = fold_in::<Add, C, S>(simd, seen);
+                let scale = if s == C::from_i32(0) { s } else { C::from_i32(1).div(s) };
+                seen.iter_mut().for_each(|x| *x = x.mul(scale));
+                hidden.fill(C::from_i32(0));
+                row.len()
+            }
+            RowOp::LogSoftmax => {
+                let (m, s) = exp_sum(simd, from, false);
+                let log_s = s.log();
+                row.iter_mut().zip(from).for_each(|(y, x)| *y = x.sub(m).sub(log_s));
+                row.len()
+            }
+            RowOp::LogSumExp => {
+                let (m, s) = exp_sum(simd, from, true);
+                row[0] = m.add(s.log());
+                1
+            }
+            RowOp::SoftmaxGrad => {
+                let s = fold_map::<Add, C, S>(simd, from, other, |y, g| y.mul(g));
+                row.iter_mut().zip(from.iter().zip(other)).for_each(|(dx, (y, g))| *dx = g.sub(s).mul(*y));
+                row.len()
+            }
+            RowOp::LogSoftmaxGrad => {
+                let s = fold_in::<Add, C, S>(simd, other);
+                row.iter_mut().zip(from.iter().zip(other)).for_each(|(dx, (y, g))| *dx = g.sub(y.exp().mul(s)));
+                row.len()
+            }
+        }
+    }
+}
+
+/// The greatest element and the sum of `exp(x - greatest)`; `finite`: an infinite greatest counts as 0.
+#[inline(always)]
+fn exp_sum<C: Lane, S: Simd>(simd: S, row: &[C], finite: bool) -> (C, C) {
+    let m = fold_in::<Max, C, S>(simd, row);
+    let m = if finite && m.to_f64().is_infinite() { C::from_i32(0) } else { m };
+    let (mut part, mut sum) = ([C::from_i32(0); PART], C::from_i32(0));
+    for row in row.chunks(PART) {
+        let part = &mut part[..row.len()];
+        C::exp_each(part, row, |x| x.sub(m));
+        sum = sum.add(fold_in::<Add, C, S>(simd, part));
+    }
+    (m, sum)
+}
+
+/// The losses of rows of logits, 0 where a row does not count; rows become their gradients, times `scale`, where there is one.
+struct Entropy<'a, C, F> {
+    rows: &'a mut [C],
+    targets: &'a [i64],
+    counts: F,
+    losses: &'a mut [C],
+    scale: Option<C>,
+}
+
+impl<C: Lane, F: Fn(i64) -> bool> WithSimd for Entropy<'_, C, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Entropy { rows, targets, counts, losses, scale } = self;
+        let classes = rows.len() / targets.len();
+        let zero = C::from_i32(0);
+        for ((row, &target), loss) in rows.chunks_mut(classes).zip(targets).zip(&mut *losses) {
+            let top = fold_in::<Max, C, S>(simd, row);
+            row.iter_mut().for_each(|x| *x = x.sub(top));
+            *loss = if counts(target) { row[target as usize] } else { zero };
+        }
+        C::exp_in_place(rows, |x| x);
+        let mut sums = [zero; LANES];
+        for (row, sum) in rows.chunks(classes).zip(&mut sums) {
+            *sum = fold_in::<Add, C, S>(simd, row);
+        }
+        for ((loss, sum), &target) in losses.iter_mut().zip(&sums).zip(targets) {
+            let x = sum.log().sub(*loss);
+            *loss = if counts(target) { x } else { zero };
+        }
+        let Some(scale) = scale else { return };
+        for ((row, &target), sum) in rows.chunks_mut(classes).zip(targets).zip(&sums) {
+            if counts(target) {
+                let factor = scale.div(*sum);
+                row.iter_mut().for_each(|x| *x = x.mul(factor));
+                row[target as usize] = row[target as usize].sub(scale);
+            } else {
+                row.fill(zero);
+            }
+        }
+    }
+}
+
+/// How many targets count, and whether all of those are classes.
+struct Counted<'a, F> {
+    targets: &'a [i64],
+    counts: F,
+    classes: usize,
+}
+
+impl<F: Fn(i64) -> bool> WithSimd for Counted<'_, F> {
+    type Output = (i64, bool);
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) -> (i64, bool) {
+        self.targets.iter().fold((0, true), |(count, fine), &t| {
+            let counts = (self.counts)(t);
+            (count + i64::from(counts), fine & (!counts | ((t as u64) < self.classes as u64)))
+        })
+    }
+}
+
+pub(crate) fn cross_entropy(
+    x: &Tensor,
+    labels: &Tensor,
+    options: CrossEntropy,
+    grad: Option<&Tensor>,
+) -> Result<Tensor> {
+    count_launch();
+    let shape = if options.reduction == LossReduction::None { labels.shape().clone() } else { ().into() };
+    let out = Tensor::empty_like_shape(shape, x.dtype, x.device())?;
+    let writes: Vec<_> = std::iter::once(&out).chain(grad).map(|t| &t.storage).collect();
+    with_host(&[&x.storage, &labels.storage], &writes, |reads, writes| {
+        let mut loaded = Vec::new();
+        let targets = match labels.dtype == DType::I64 && labels.strides()[0] == 1 {
+            true => &bytemuck::cast_slice(reads[1])[labels.layout.offset..][..labels.numel()],
+            false => {
+                loaded.resize(labels.numel(), 0i64);
+                load_tile(labels.dtype, reads[1], labels.layout.offset, labels.strides()[0], &mut loaded);
+                &loaded[..]
+            }
+        };
+        let (loss, grad) = writes.split_first_mut().expect("the loss at least");
+        let grad = grad.first_mut().map(|g| &mut **g);
+        match x.dtype.compute() {
+            Compute::F64 => entropy::<f64>(x, reads[0], targets, options, loss, grad),
+            _ => entropy::<f32>(x, reads[0], targets, options, loss, grad),
+        }
+    })??;
+    Ok(out)
+}
+
+fn entropy<C: Lane>(
+    x: &Tensor,
+    bytes: &[u8],
+    targets: &[i64],
+    options: CrossEntropy,
+    out: &mut [u8],
+    grad: Option<&mut [u8]>,
+) -> Result<()> {
+    let classes = x.shape().dims()[1];
+    let counts = |t: i64| t != options.ignore_index;
+    let (count, fine) = Arch::new().dispatch(Counted { targets, counts, classes });
+    if !fine && let Some(&index) = targets.iter().find(|t| counts(**t) && !(0..classes as i64).contains(*t)) {
+        return Err(Error::IndexOutOfRange { op: "cross_entropy", index, size: classes });
+    }
+    let count = C::from_i64(if options.reduction == LossReduction::Mean { count } else { 1 });
+    let (zero, steps, size) = (C::from_i32(0), x.strides(), x.dtype.size());
+    let scale = grad.is_some().then(|| C::from_i32(1).div(count));
+    let rows = (PIECE / classes.max(1)).clamp(1, LANES);
+    let short = turned::pays(targets.len(), classes);
+    let mut losses = vec![zero; targets.len()];
+    // Losses of rows from `first` on, and their gradients where wanted.
+    let part = |first: usize, losses: &mut [C], mut grad: Option<&mut [u8]>| {
+        let mut buffer = vec![zero; if short { LANES } else { rows.min(losses.len()) } * classes];
+        for (b, losses) in losses.chunks_mut(rows).enumerate() {
+            let (n, first) = (losses.len(), first + b * rows);
+            let targets = &targets[first..][..n];
+            let start = (x.layout.offset as isize + first as isize * steps[0]) as usize;
+            if short {
+                let columns = buffer.as_chunks_mut().0;
+                turned::load(x.dtype, bytes, Place { start, row: steps[0], element: steps[1] }, columns, n);
+                Arch::new().dispatch(TurnedEntropy { columns, targets, counts, losses, scale });
+            } else {
+                for (i, row) in buffer.chunks_mut(classes).take(n).enumerate() {
+                    load_tile(x.dtype, bytes, start.wrapping_add_signed(i as isize * steps[0]), steps[1], row);
+                }
+                let rows = &mut buffer[..n * classes];
+                Arch::new().dispatch(Entropy { rows, targets, counts, losses, scale });
+            }
+            let Some(grad) = &mut grad else { continue };
+            let start = b * rows * classes;
+            match short {
+                true => {
+                    let to = Place { start, row: classes as isize, element: 1 };
+                    turned::store(x.dtype, buffer.as_chunks().0, grad, to, n);
+                }
+                false => store_tile(x.dtype, &buffer[..n * classes], grad, start, 1),
+            }
+        }
+    };
+    if targets.len() * classes <= JOB {
+        part(0, &mut losses, grad);
+    } else {
+        let mut data: SmallVec<[&mut [u8]; 2]> = SmallVec::new();
+        data.push(bytemuck::cast_slice_mut(&mut losses));
+        data.extend(grad.map(|grad| &mut grad[..targets.len() * classes * size]));
+        let piece = if short { turned::rows_of(BLOCKS, classes) } else { rows };
+        let sizes = &[piece * size_of::<C>(), piece * classes * size][..data.len()];
+        parallel::for_each_chunks(&mut data, sizes, |i, chunks| {
+            let (losses, grad) = chunks.split_first_mut().expect("the losses at least");
+            part(i * piece, bytemuck::cast_slice_mut(losses), grad.first_mut().map(|grad| &mut **grad));
+        });
+    }
+    if options.reduction == LossReduction::None {
+        store_tile(x.dtype, &losses, out, 0 as _, 1);
+        return Ok(());
+    }
+    let blocks: SmallVec<[C; 16]> = losses.chunks(BLOCK).map(fold::<Add, C>).collect();
+    let total = fold::<Add, C>(&blocks);
+    store_tile(x.dtype, &[total.div(count)], out, 0 as _, 1);
+    Ok(())
+}

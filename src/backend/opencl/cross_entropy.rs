@@ -1,0 +1,169 @@
+//! Cross-entropy of labels on OpenCL: `kernels/entropy.cl`, on processors `kernels/row.cl`.
+
+use smallvec::SmallVec;
+
+use crate::backend::opencl::kernels::{KernelKey, kernel};
+use crate::backend::opencl::launch_cache as memo;
+use crate::backend::opencl::launch_cache::{Key, Of};
+use crate::backend::opencl::launch_plan::{Prepared, Ready};
+use crate::backend::opencl::reduce::{WALK, group_size, is_wide, neighbours, vector_defines};
+use crate::backend::opencl::softmax::{TEMPLATE, defines};
+use crate::device::DeviceKind;
+use crate::device::opencl::{Arg, ClDevice};
+use crate::expr::Expr;
+use crate::ops::elementwise::{Params, apply};
+use crate::ops::nn::softmax::{CrossEntropy, LossReduction};
+use crate::ops::reduce;
+use crate::{DType, Result, Scalar, Tensor};
+
+const GPU_TEMPLATE: &str = include_str!("../../../kernels/entropy.cl");
+
+/// Up to so many labels, every group counts for itself those that are not ignored: cheaper than a launch.
+const COUNTED: usize = 1 << 16;
+
+/// Where the number of labels that are not ignored comes from, as the kernels know it.
+#[derive(Clone, Copy)]
+enum Count {
+    /// Every group counts them all.
+    Here,
+    /// It is 1: no mean is wanted.
+    One,
+    /// A launch before counted them.
+    Given,
+    /// Every group counts its own, and the last adds that up.
+    Along,
+}
+
+/// How the rows are spread over the device.
+struct Way {
+    /// Elements that a work-item loads at once.
+    width: usize,
+    /// Work-items that share a row, of a group of so many.
+    lanes: usize,
+    group: usize,
+    /// Groups of `width` elements that each of them keeps, of a whole row or of a block of it.
+    kept: usize,
+    whole: bool,
+    groups: usize,
+    /// Whether the last group has the sum of all.
+    together: bool,
+}
+
+impl Way {
+    fn choose(device: &ClDevice, x: &Tensor, grad: Option<&Tensor>, each: bool) -> Way {
+        let (rows, n) = (x.shape().dims()[0], x.shape().dims()[1]);
+        let units = device.info().compute_units.max(1);
+        if device.info().kind == DeviceKind::Cpu {
+            let groups = if rows * n <= 1 << 13 { 1 } else { rows.min(4 * units) };
+            return Way { width: 1, lanes: 1, group: 1, kept: 0, whole: true, groups, together: false };
+        }
+        let group = group_size(device);
+        let starts = [x.layout.offset as isize, if rows > 1 { x.strides()[0] } else { 0 }, n as isize];
+        let starts = starts.into_iter().chain(grad.map(|t| t.layout.offset as isize));
+        let width = if x.strides()[1] == 1 { neighbours(device, x.dtype, starts) } else { 1 };
+        // Small batches in one group, all rows at once if they fit.
+        let alone = rows * n <= 16 * group;
+        let most = if alone { 1 << (group / rows).max(1).ilog2() } else { group };
+        let lanes = n.div_ceil(4 * width).next_power_of_two().min(most);
+        let kept = match n.div_ceil(width * lanes) {
+            k @ ..=4 => k,
+            k => k.next_power_of_two(),
+        };
+        // Registers that a value takes.
+        let size = x.dtype.compute().dtype().size() / 4;
+        let whole = kept * width * size <= 32;
+        let (lanes, kept) = if whole { (lanes, kept) } else { (group, (16 / width / size).max(1)) };
+        let turns = rows.div_ceil(group / lanes);
+        // As many rows for each group, of as many groups as the device holds.
+        let groups = if alone { 1 } else { turns.div_ceil(turns.div_ceil(8 * units)) };
+        let together = !each && groups > 1 && device.tensor_cores().local > 0;
+        Way { width, lanes, group, kept, whole, groups, together }
+    }
+
+    fn defines(&self, dtype: DType) -> String {
+        let Way { lanes, kept, .. } = self;
+        let flag = |on: bool, name: &str| if on { format!("#define {name}\n") } else { String::new() };
+        let spread = format!("#define LANES {lanes}\n#define CACHED {kept}\n") + &vector_defines(dtype, self.width);
+        spread + &flag(self.whole, "WHOLE") + &flag(self.together, "TOGETHER")
+    }
+}
+
+pub(crate) fn cross_entropy(
+    x: &Tensor,
+    labels: &Tensor,
+    options: CrossEntropy,
+    grad: Option<&Tensor>,
+) -> Result<Tensor> {
+    let (device, op) = (x.cl_device()?, "cross_entropy");
+    let (rows, n) = (x.shape().dims()[0], x.shape().dims()[1]);
+    let each = options.reduction == LossReduction::None;
+    let cpu = device.info().kind == DeviceKind::Cpu;
+    let way = Way::choose(device, x, grad, each);
+    let (groups, alone) = (way.groups, way.groups == 1 || way.together);
+    let loss = match (each, alone) {
+        (true, _) => Tensor::empty_like_shape(rows, x.dtype, x.device())?,
+        (false, true) => Tensor::empty_like_shape((), x.dtype, x.device())?,
+        (false, false) => Tensor::empty_like_shape(groups, x.dtype.compute().dtype(), x.device())?,
+    };
+    let counting = match options.reduction {
+        LossReduction::Mean if grad.is_none() && alone && !cpu => Count::Along,
+        LossReduction::Mean if rows > COUNTED => Count::Given,
+        LossReduction::Mean => Count::Here,
+        _ => Count::One,
+    };
+    let counted = match counting {
+        Count::Given => Some(count(op, labels, options.ignore_index)?),
+        _ => None,
+    };
+    let prepare = || {
+        let block = way.lanes * way.kept * way.width;
+        let wide = is_wide([rows + way.group * groups, n + block]);
+        let bits =
+            [grad.is_some(), wide, way.whole, way.together].iter().fold(0, |bits, &on| bits << 1 | u64::from(on));
+        let spread = (way.group << 40 | way.lanes << 24 | way.kept << 8 | way.width) as u64;
+        let params = [x.dtype as u64, labels.dtype as u64, loss.dtype as u64, bits, spread];
+        let params = SmallVec::from_slice(&params);
+        let key = KernelKey { template: "cross_entropy", params, exprs: SmallVec::new() };
+        let kernel = kernel(device, key, "row", || {
+            let gradient = if grad.is_some() { "#define WITH_GRAD\n" } else { "" };
+            let (b, t) = (loss.dtype, labels.dtype);
+            let common = defines(x, 1, wide, way.group) + &format!("#define B {b}\n#define T {t}\n{gradient}");
+            match cpu {
+                true => format!("{common}#define CROSS_ENTROPY\n{WALK}{TEMPLATE}"),
+                false => common + &way.defines(x.dtype) + WALK + GPU_TEMPLATE,
+            }
+        })?;
+        let mut ready = Ready::new(kernel, groups * way.group, way.group);
+        (0..2).for_each(|k| ready.tensor(k));
+        ready.args([Arg::I64(labels.strides()[0] as i64)]);
+        (2..5).for_each(|k| ready.tensor(k));
+        ready.faults();
+        ready.args([rows, n].map(|n| Arg::U64(n as u64)));
+        ready.args([x.strides()[0], x.strides()[1]].map(|s| Arg::I64(s as i64)));
+        ready.args([Arg::I64(options.ignore_index)]);
+        ready.args([counting as u32, u32::from(!each)].map(Arg::U32));
+        if !way.together {
+            return Ok(Prepared::one(device, ready));
+        }
+        // Two numbers of each group.
+        ready.tensor_from(5, 0, 2);
+        ready.arrivals();
+        ready.first_arrival();
+        Ok(Prepared::new(device, Some((2 * groups, x.dtype.compute().dtype())), [ready]))
+    };
+    let numbers = [grad.is_some().into(), options.reduction as u64, options.ignore_index as u64];
+    // What the kernel does not touch still has to be some buffer.
+    let tensors = [x, labels, grad.unwrap_or(&loss), &loss, counted.as_ref().unwrap_or(&loss)];
+    let key = Key { of: Of::CrossEntropy, device: device.device(), numbers: &numbers, exprs: &[], tensors: &tensors };
+    memo::launch(&key, Params::default(), prepare)?;
+    loss.storage.bump_version();
+    if each || alone { Ok(loss) } else { reduce::sum_all(op, &loss, x.dtype) }
+}
+
+/// How many labels are not ignored, on the device.
+fn count(op: &'static str, labels: &Tensor, ignore: i64) -> Result<Tensor> {
+    let params = Params { scalars: &[Scalar::Int(ignore)], seeds: &[] };
+    let kept = [Expr::input(0).ne(Expr::scalar(0))];
+    let kept = apply(op, &[labels], params, &kept, &[DType::Bool])?.remove(0);
+    reduce::sum_all(op, &kept, DType::I64)
+}

@@ -1,0 +1,238 @@
+//! Indices on OpenCL: `kernels/gather.cl`.
+
+use smallvec::SmallVec;
+
+use crate::backend::opencl::kernels::{KernelKey, kernel};
+use crate::backend::opencl::launch_cache::{Key, Of};
+use crate::backend::opencl::launch_plan::{Prepared, Ready};
+use crate::backend::opencl::reduce::{WALK, WIDEST, group_size, is_wide};
+use crate::backend::opencl::{launch_cache as memo, scatter as write};
+use crate::device::DeviceKind;
+use crate::device::opencl::{Arg, ClDevice, index_fault};
+use crate::layout::collapse::Walk;
+use crate::ops::elementwise::Params;
+use crate::ops::index::gather::Indexed;
+use crate::ops::index::scatter::Combine;
+use crate::tensor::Layout;
+use crate::{DType, Result, Tensor};
+
+pub(crate) const TEMPLATE: &str = include_str!("../../../kernels/gather.cl");
+
+/// Work-items a group.
+const LOCAL: usize = 64;
+/// Most index reads of one scatter, over all of its ranges: bounds what splitting the destination costs.
+const READS: usize = 1 << 31;
+
+/// A walk as the kernels' structs have it: sizes, then the strides of each operand.
+pub(crate) fn words(walk: &Walk) -> SmallVec<[i64; 32]> {
+    if walk.dims.is_empty() {
+        return std::iter::once(1).chain(walk.strides.iter().map(|_| 0)).collect();
+    }
+    walk.dims.iter().map(|&d| d as i64).chain(walk.strides.iter().flatten().map(|&s| s as i64)).collect()
+}
+
+/// An unsigned type of so many bytes: elements that are only moved.
+pub(crate) fn bits(size: usize) -> &'static str {
+    ["uchar", "ushort", "uint", "ulong", "uint4"][size.ilog2() as usize]
+}
+
+pub(crate) fn index_type(wide: bool) -> &'static str {
+    if wide { "ulong" } else { "uint" }
+}
+
+/// Launches it as it was prepared before, or as `prepare` does it. Tensors are what is read, the index, what is written.
+fn launch(
+    g: &Indexed,
+    of: Of,
+    out: &Tensor,
+    others: &[u64],
+    prepare: impl FnOnce(&'static ClDevice) -> Result<Prepared>,
+) -> Result<()> {
+    let mut numbers: SmallVec<[u64; 24]> = SmallVec::new();
+    numbers.extend([memo::number_of(g.op.as_ptr()), g.size as u64, g.step as u64, g.wraps.into()]);
+    numbers.extend([skip(&g.x_layout, g.x) as u64, skip(&g.index_layout, g.index) as u64]);
+    numbers.extend_from_slice(others);
+    // What is walked is not the tensors' own shape.
+    numbers.extend(g.x_layout.shape.dims().iter().map(|&n| n as u64));
+    numbers.extend(g.x_layout.strides.iter().chain(&g.index_layout.strides).map(|&s| s as u64));
+    let tensors = [g.x, g.index, out];
+    let key = Key { of, device: out.device(), numbers: &numbers, exprs: &[], tensors: &tensors };
+    memo::launch(&key, Params::default(), || prepare(out.cl_device()?)).map(drop)
+}
+
+/// Where a layout begins, from the first element of the tensor it is of.
+pub(crate) fn skip(layout: &Layout, t: &Tensor) -> isize {
+    layout.offset as isize - t.layout.offset as isize
+}
+
+pub(crate) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
+    launch(g, Of::Gather, out, &[], |device| {
+        let mut walk = Walk::new(&g.x_layout.shape, [&g.x_layout.strides[..], &g.index_layout.strides[..]]);
+        // Neighbours with one index are moved together.
+        let gpu = device.info().kind != DeviceKind::Cpu;
+        let one = walk.strides[1].last().is_some_and(|&s| s == 0);
+        let most = if one { WIDEST / out.dtype.size() } else { 1 };
+        let unit = in_units(&mut walk, &[0], most, &[g.step, g.x_layout.offset as isize]);
+        let (rank, count, size) = (walk.dims.len().max(1), out.numel() / unit, out.dtype.size() * unit);
+        let (wide, near) = (is_wide([count]), is_near(&walk, &[g.size as isize, g.step]));
+        // Several loads at a time hide that one waits for another.
+        let (per, local) = match gpu {
+            true => (if unit > 1 { 2 } else { 4 }, group_size(device)),
+            false => (1, LOCAL),
+        };
+        let params = [size as u64, g.index.dtype as u64, rank as u64, wide as u64, near as u64, per as u64];
+        let params = SmallVec::from_slice(&params);
+        let key = KernelKey { template: "gather", params, exprs: SmallVec::new() };
+        let kernel = kernel(device, key, "gather", || {
+            let (v, t, idx) = (bits(size), g.index.dtype, index_type(wide));
+            let near = if near { "int" } else { "long" };
+            format!(
+                "#define GATHER\n#define V {v}\n#define T {t}\n#define NK {rank}\n#define IDX {idx}\n#define PER {per}\n\
+                 #define NEAR {near}\n{WALK}{TEMPLATE}"
+            )
+        })?;
+        let mut ready = Ready::new(kernel, count.div_ceil(per * local) * local, local);
+        ready.tensor_from(0, skip(&g.x_layout, g.x), unit);
+        ready.tensor_from(1, skip(&g.index_layout, g.index), 1);
+        ready.tensor_from(2, 0, unit);
+        ready.faults();
+        ready.args([Arg::U32(index_fault(g.op))]);
+        ready.words(words(&walk));
+        ready.args([count, g.size].map(|n| Arg::U64(n as u64)));
+        ready.args([Arg::I64((g.step / unit as isize) as i64), Arg::U32(g.wraps.into())]);
+        Ok(Prepared::one(device, ready))
+    })
+}
+
+/// Whether all that offsets are made of fits in 31 bits.
+fn is_near(walk: &Walk, others: &[isize]) -> bool {
+    let strides = walk.strides.iter().flatten().chain(others).map(|s| s.unsigned_abs());
+    !is_wide(strides.chain(walk.dims.iter().copied()))
+}
+
+/// Takes neighbours of the walk together, so many at most and a power of two: those of `operands` lie side by side and begin
+/// at multiples of that, as these `starts` do. How many it takes.
+pub(crate) fn in_units(walk: &mut Walk, operands: &[usize], most: usize, starts: &[isize]) -> usize {
+    let Some(last) = walk.dims.len().checked_sub(1) else { return 1 };
+    if operands.iter().any(|&k| walk.strides[k][last] != 1) {
+        return 1;
+    }
+    let steps = operands.iter().flat_map(|&k| &walk.strides[k][..last]).chain(starts);
+    let all = steps.fold(walk.dims[last] | most, |all, s| all | s.unsigned_abs());
+    let unit = 1 << all.trailing_zeros();
+    walk.dims[last] /= unit;
+    for &k in operands {
+        walk.strides[k][..last].iter_mut().for_each(|s| *s /= unit as isize);
+    }
+    unit
+}
+
+/// What tells a kernel's elements from others', and how it is told of them: those that are only moved are bits of their size.
+pub(crate) fn element(combine: Combine, dtype: DType) -> (u64, String) {
+    if combine == Combine::Set {
+        return (dtype.size() as u64, format!("#define V {}\n", bits(dtype.size())));
+    }
+    let acc = dtype.compute();
+    let (name, combine) = (acc.cl_name(), combine.cl_name(acc));
+    let defines =
+        format!("#define A {dtype}\n#define ACC {name}\n#define ACC_NAME {acc:?}\n#define COMBINE {combine}\n");
+    (dtype as u64, defines)
+}
+
+pub(crate) fn scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &Layout, d: usize) -> Result<()> {
+    let mut others: SmallVec<[u64; 8]> = SmallVec::from_slice(&[combine as u64, d as u64, skip(layout, target) as u64]);
+    others.extend(layout.strides.iter().map(|&s| s as u64));
+    launch(g, Of::Scatter, target, &others, |device| {
+        if device.info().kind != DeviceKind::Cpu
+            && let Some(prepared) = write::prepare(device, g, combine, target, layout, d)?
+        {
+            return Ok(prepared);
+        }
+        // Columns: everything but the dim.
+        let drop_dim = |strides: &[isize]| -> SmallVec<[isize; 6]> {
+            strides.iter().enumerate().filter(|(i, _)| *i != d).map(|(_, &s)| s).collect()
+        };
+        let shape = g.x_layout.shape.dims().iter().enumerate().filter(|(i, _)| *i != d).map(|(_, &n)| n).collect();
+        let strides = [&g.x_layout, &g.index_layout, layout].map(|l| drop_dim(&l.strides));
+        let walk = Walk::new(&shape, strides.iter().map(|s| &s[..]));
+        let (columns, count, rank) = (shape.numel(), g.x_layout.shape.dims()[d], walk.dims.len().max(1));
+        let units = device.info().compute_units.max(1);
+        // Enough work-items to fill the device, as far as the repeated reading of indices pays.
+        let (block, fill, local) = match device.info().kind {
+            DeviceKind::Cpu => (columns.clamp(1, 64), 2 * units, 1),
+            _ => (1, units * 1024, LOCAL),
+        };
+        let blocks = columns.div_ceil(block);
+        let most = (READS / (columns * count).max(1)).clamp(1, g.size);
+        let span = g.size.div_ceil((fill / blocks).clamp(1, most));
+        let parts = g.size.div_ceil(span);
+        let wide = is_wide([columns, count, blocks * parts]);
+        let (element, defines) = element(combine, target.dtype);
+        let params = [combine as u64, element, g.index.dtype as u64, rank as u64, wide as u64];
+        let key = KernelKey { template: "scatter", params: SmallVec::from_slice(&params), exprs: SmallVec::new() };
+        let kernel = kernel(device, key, "scatter", || {
+            let (t, idx) = (g.index.dtype, index_type(wide));
+            format!("#define SCATTER\n{defines}#define T {t}\n#define NK {rank}\n#define IDX {idx}\n{WALK}{TEMPLATE}")
+        })?;
+        let mut ready = Ready::new(kernel, blocks * parts, local);
+        ready.tensor_from(0, skip(&g.x_layout, g.x), 1);
+        ready.tensor_from(1, skip(&g.index_layout, g.index), 1);
+        ready.tensor_from(2, skip(layout, target), 1);
+        ready.faults();
+        ready.args([Arg::U32(index_fault(g.op))]);
+        ready.words(words(&walk));
+        ready.args([columns, count, g.size].map(|n| Arg::U64(n as u64)));
+        ready.args([g.x_layout.strides[d], g.index_layout.strides[d], g.step].map(|s| Arg::I64(s as i64)));
+        ready.args([Arg::U32(parts as u32), Arg::U64(span as u64), Arg::U32(block as u32), Arg::U32(g.wraps.into())]);
+        Ok(Prepared::one(device, ready))
+    })
+}
+
+pub(crate) fn linear(
+    op: &'static str,
+    index: &Tensor,
+    out: &Tensor,
+    (size, step): (usize, isize),
+    base: Option<i64>,
+) -> Result<()> {
+    let of_dim = [Arg::U64(size as u64), Arg::I64(step as i64)];
+    let first = [Arg::U32(base.is_some().into()), Arg::I64(base.unwrap_or(0))];
+    over_indices(op, "linear", index, out, of_dim.into_iter().chain(first))
+}
+
+pub(crate) fn one_hot(op: &'static str, t: &Tensor, out: &Tensor, classes: usize) -> Result<()> {
+    over_indices(op, "one_hot", t, out, [Arg::U64(classes as u64)])
+}
+
+/// The kernel of this name of the template on an index and what is made of it: a work-item for each element of that.
+fn over_indices(
+    op: &'static str,
+    name: &'static str,
+    index: &Tensor,
+    out: &Tensor,
+    others: impl IntoIterator<Item = Arg<'static>>,
+) -> Result<()> {
+    let device = out.cl_device()?;
+    let walk = Walk::new(index.shape(), [index.strides()]);
+    let (rank, count) = (walk.dims.len().max(1), out.numel());
+    let wide = is_wide([count]);
+    let params = SmallVec::from_slice(&[index.dtype as u64, rank as u64, wide as u64]);
+    let kernel = kernel(device, KernelKey { template: name, params, exprs: SmallVec::new() }, name, || {
+        let (define, t, idx) = (name.to_uppercase(), index.dtype, index_type(wide));
+        format!("#define {define}\n#define T {t}\n#define NK {rank}\n#define IDX {idx}\n{WALK}{TEMPLATE}")
+    })?;
+    let words = words(&walk);
+    let (index, y) = (index.place()?, out.place()?);
+    let mut args: SmallVec<[Arg; 12]> = SmallVec::from_iter([
+        index.buffer(),
+        index.offset(),
+        y.buffer(),
+        y.offset(),
+        device.faults(),
+        Arg::U32(index_fault(op)),
+        Arg::Bytes(bytemuck::cast_slice(&words)),
+        Arg::U64(count as u64),
+    ]);
+    others.into_iter().for_each(|other| args.push(other));
+    device.launch(&kernel, &args, &[count], &[LOCAL])
+}

@@ -1,0 +1,455 @@
+//! Matrix products on OpenCL: `kernels/gemm.cl` with the sizes and the epilogue that suit the device and the problem.
+
+#[cfg(test)]
+mod tests;
+
+use std::fmt::Write;
+
+use smallvec::SmallVec;
+
+use crate::backend::opencl::gemm_mma::{Found, Mma, Parts};
+use crate::backend::opencl::gemm_panel::Panel;
+use crate::backend::opencl::gemm_thin::Thin;
+use crate::backend::opencl::kernels::{KernelKey, kernel};
+use crate::backend::opencl::launch_cache::{Key, Of};
+use crate::backend::opencl::launch_plan::{Prepared, Ready, Word};
+use crate::backend::opencl::{gemm_mma, gemm_thin, launch_cache as memo};
+use crate::device::DeviceKind;
+use crate::device::opencl::{ClDevice, Knob};
+use crate::expr::Expr;
+use crate::expr::program::Program;
+use crate::ops::elementwise::Params;
+use crate::ops::linalg::gemm::{Gemm, Plan};
+use crate::ops::linalg::precision;
+use crate::tensor::Layout;
+use crate::{Compute, DType, Error, Result, Shape, Tensor};
+
+const TEMPLATE: &str = include_str!("../../../kernels/gemm.cl");
+
+/// Work-items a group of the tiled kernel.
+const THREADS: usize = 256;
+
+/// A kernel of the template and its sizes; see there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Variant {
+    Tiled { m: usize, n: usize, k: usize, items: usize, a_along_k: bool, b_along_k: bool },
+    Panel { panel: Panel, width: usize, unit: bool, height: usize },
+    Dot { rows: usize, cols: usize, width: usize },
+    Mma(Mma),
+    Thin(Thin),
+}
+
+impl Variant {
+    /// Rows and columns of the result that a work-group (tiled) or a work-item (the others) computes.
+    fn tile(self) -> (usize, usize) {
+        match self {
+            Variant::Tiled { m, n, .. } => (m, n),
+            Variant::Panel { panel, width, height, .. } => (height, panel.vectors * width),
+            Variant::Dot { rows, cols, .. } => (rows, cols),
+            Variant::Mma(mma) => mma.tile(),
+            Variant::Thin(thin) => thin.tile(),
+        }
+    }
+
+    fn local(self) -> usize {
+        match self {
+            Variant::Tiled { .. } => THREADS,
+            Variant::Mma(mma) => mma.threads(),
+            Variant::Thin(thin) => thin.threads(),
+            _ => 1,
+        }
+    }
+
+    /// Whether it can add up the rows of the left matrix on the way.
+    fn sums_rows(self, plan: &Plan) -> bool {
+        plan.batch.is_empty()
+            && match self {
+                Variant::Tiled { a_along_k, .. } => !a_along_k,
+                Variant::Mma(mma) => mma.sums_rows(),
+                _ => false,
+            }
+    }
+
+    /// How many work-groups share a tile.
+    fn parts(self, plan: &Plan, units: usize) -> Parts {
+        match self {
+            Variant::Mma(mma) => mma.parts(plan, units),
+            _ => Parts { count: 1, depth: plan.k },
+        }
+    }
+
+    /// One number that tells it from every other.
+    fn key(self) -> u64 {
+        let [kind, a, b, c, flags] = match self {
+            Variant::Tiled { m, n, k, items, a_along_k, b_along_k } => {
+                [1, m << 8 | n, k, items, (a_along_k as usize) << 1 | b_along_k as usize]
+            }
+            Variant::Panel { panel: Panel { rows, vectors, depth, block }, width, unit, .. } => {
+                [2, (block << 8) | rows, (vectors << 8) | (depth / 32), width, unit as usize]
+            }
+            Variant::Dot { rows, cols, width } => [3, rows, cols, width, 0],
+            Variant::Mma(mma) => [4, 0, 0, 0, mma.key()],
+            Variant::Thin(thin) => [5, 0, 0, 0, thin.key()],
+        };
+        (kind << 56 | a << 32 | b << 20 | c << 8 | flags) as u64
+    }
+
+    fn defines(self) -> String {
+        match self {
+            Variant::Tiled { m, n, k, items, a_along_k, b_along_k } => format!(
+                "#define TILED\n#define TILE_M {m}\n#define TILE_N {n}\n#define TILE_K {k}\n#define MI {items}\n\
+                 #define NI {items}\n#define A_ALONG_K {}\n#define B_ALONG_K {}\n",
+                a_along_k as u8, b_along_k as u8
+            ),
+            Variant::Panel { panel: Panel { rows, vectors, depth, block }, width, unit, .. } => format!(
+                "#define PANEL\n#define MR {rows}\n#define NV {vectors}\n#define W {width}\n#define B_UNIT {}\n\
+                 #define PANEL_DEPTH {depth}\n#define BLOCK {block}\n",
+                unit as u8
+            ),
+            Variant::Dot { rows, cols, width } => {
+                format!("#define DOT\n#define MR {rows}\n#define NR {cols}\n#define W {width}\n")
+            }
+            Variant::Mma(mma) => mma.defines(),
+            Variant::Thin(thin) => thin.defines(),
+        }
+    }
+}
+
+/// Whether the sums of rows, if any were asked for, are computed as well.
+pub(crate) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
+    let mut tensors: SmallVec<[&Tensor; 6]> = SmallVec::from_slice(&[g.a, g.b]);
+    outs.iter().chain(g.extras.iter().copied()).chain(g.sums).for_each(|t| tensors.push(t));
+    let sums = g.sums.filter(|t| ![g.a, g.b].iter().any(|x| x.shares_storage(t)));
+    let device = outs[0].device();
+    let cpu = is_processor(outs[0].cl_device()?);
+    let numbers = [outs.len() as u64, sums.is_some().into(), precision::planes() as u64, cpu.into()];
+    let key = Key { of: Of::Gemm, device, numbers: &numbers, exprs: g.epilogue, tensors: &tensors };
+    let params = Params { scalars: g.scalars, seeds: &[] };
+    let known = memo::launch(&key, params, || prepare(g, shape, outs, sums))?;
+    Ok(sums.is_some() && known.prepared.takes(tensors.len() - 1))
+}
+
+/// Tensors of the launch are the two matrices, results, extras, and last the sums that were asked for; `sums` are these where
+/// the launch may write them.
+fn prepare(g: &Gemm, shape: &Shape, outs: &[Tensor], sums: Option<&Tensor>) -> Result<Prepared> {
+    let device = outs[0].cl_device()?;
+    let operands: SmallVec<[&Tensor; 6]> = [g.a, g.b].into_iter().chain(outs).chain(g.extras.iter().copied()).collect();
+    if !device.info().fp64 && operands.iter().any(|t| t.dtype == DType::F64) {
+        let expected = "f32, f16 or bf16 on this device, which has no double precision";
+        return Err(Error::UnsupportedDType { op: g.op, dtype: DType::F64, expected });
+    }
+    let others: SmallVec<[Layout; 4]> = operands[2..].iter().map(|t| t.layout.broadcast_to(shape)).collect();
+    let others: SmallVec<[&Layout; 4]> = others.iter().collect();
+    let plan = Plan::new(&g.a.layout, &g.b.layout, shape, &others);
+    let compute = g.compute();
+    let found = [g.a, g.b].map(|t| Found { dtype: t.dtype, first: t.layout.offset });
+    let (plan, variant, flipped) = choose(plan, found, compute, device);
+    // The left and the right matrix by their places in the list.
+    let (left, right) = if flipped { (1, 0) } else { (0, 1) };
+    let (a, b) = (operands[left], operands[right]);
+    let sums = sums.filter(|_| !flipped && variant.sums_rows(&plan));
+    let parts = variant.parts(&plan, device.info().compute_units);
+    let wide = wide(variant, &plan, outs);
+    let (rows, cols) = variant.tile();
+    let tiles = plan.m.div_ceil(rows) * plan.n.div_ceil(cols) * plan.count();
+    let partial = (parts.count > 1).then(|| (tiles * parts.count * (rows * cols + rows), DType::F32));
+
+    let program = Program::of(g.epilogue);
+    let flags = plan.batch.len() as u64
+        | u64::from(sums.is_some()) << 8
+        | u64::from(partial.is_some()) << 9
+        | (wide as u64) << 10;
+    let mut params: SmallVec<[u64; 8]> = SmallVec::from_slice(&[variant.key(), flags]);
+    params.extend([a, b].into_iter().chain(operands[2..].iter().copied()).map(|t| t.dtype as u64));
+    let key = KernelKey { template: "gemm", params, exprs: SmallVec::from(program.exprs()) };
+    let kernel = kernel(device, key, "gemm", || {
+        let types = operands[2..].iter().map(|t| t.dtype).collect::<SmallVec<[DType; 4]>>();
+        let extent =
+            Extent { batch: plan.batch.len(), outs: outs.len(), sums: sums.is_some(), parts: partial.is_some(), wide };
+        source(&program, compute, variant, extent, [a.dtype, b.dtype], &types)
+    })?;
+
+    let mut ready = Ready::new(kernel, tiles * parts.count * variant.local(), variant.local());
+    // A matrix without elements has no memory; it is not read either.
+    let [of_a, of_b] = [left, right].map(|k| ready.buffer(if operands[k].numel() == 0 { 2 } else { k }));
+    let mut numbers = Numbers::default();
+    numbers.extend([plan.m, plan.n, plan.k]);
+    for (of, t) in [(of_a, &plan.a), (of_b, &plan.b)] {
+        numbers.late(Word::First(of));
+        numbers.steps([t.row, t.col]);
+    }
+    numbers.extend(plan.batch.iter().copied());
+    numbers.steps(plan.a.batch.iter().chain(&plan.b.batch).copied());
+    // The struct comes before the other buffers.
+    for (i, operand) in plan.others.iter().enumerate() {
+        numbers.late(Word::First(2 + i));
+        numbers.steps([operand.row, operand.col].into_iter().chain(operand.batch.iter().copied()));
+    }
+    let mut given = 2 + plan.others.len();
+    if let Some(t) = sums {
+        numbers.late(Word::First(given));
+        numbers.steps([t.strides()[0]]);
+        given += 1;
+    }
+    if partial.is_some() {
+        numbers.extend([parts.depth, parts.count]);
+        numbers.late(Word::First(given));
+        numbers.late(Word::FirstArrival);
+    }
+    if let Variant::Panel { height, .. } = variant {
+        numbers.extend([height]);
+    }
+    ready.words(numbers.words);
+    numbers.late.into_iter().for_each(|(at, word)| ready.late(at, word));
+    (2..operands.len()).for_each(|k| _ = ready.buffer(k));
+    if sums.is_some() {
+        ready.buffer(operands.len());
+    }
+    if partial.is_some() {
+        ready.buffer(operands.len() + usize::from(g.sums.is_some()));
+        ready.arrivals();
+    }
+    ready.scalars(program.scalars(), compute);
+    if program.can_fault(compute) {
+        ready.faults();
+    }
+    Ok(Prepared::new(device, partial, [ready]))
+}
+
+/// The words of the kernels' struct.
+#[derive(Default)]
+struct Numbers {
+    words: Vec<i64>,
+    late: Vec<(usize, Word)>,
+}
+
+impl Numbers {
+    fn extend(&mut self, numbers: impl IntoIterator<Item = usize>) {
+        self.words.extend(numbers.into_iter().map(|n| n as i64));
+    }
+
+    fn steps(&mut self, steps: impl IntoIterator<Item = isize>) {
+        self.words.extend(steps.into_iter().map(|s| s as i64));
+    }
+
+    fn late(&mut self, word: Word) {
+        self.late.push((self.words.len(), word));
+        self.words.push(0);
+    }
+}
+
+/// Whether the device has the processors' kernels.
+fn is_processor(device: &ClDevice) -> bool {
+    let cpu = device.info().kind == DeviceKind::Cpu;
+    #[cfg(test)]
+    let cpu = cpu && !tests::PRETEND_GPU.get();
+    cpu
+}
+
+/// The kernel for this device and problem, and the plan the way round it wants it: (plan, kernel, whether transposed).
+fn choose(plan: Plan, found: [Found; 2], compute: Compute, device: &ClDevice) -> (Plan, Variant, bool) {
+    let info = device.info();
+    let big = info.max_work_group >= THREADS && info.local_memory >= 24 << 10;
+    if is_processor(device) || !big {
+        return vectors(plan, compute, device);
+    }
+    if let Some(found) = thin(&plan, device) {
+        return found;
+    }
+    let (plan, flip) = along_rows(plan);
+    let [a, b] = if flip { [found[1], found[0]] } else { found };
+    let mma = Mma::choose(&plan, a, b, info.compute_units, || device.tensor_cores());
+    let variant = mma.map_or_else(|| tiled(&plan, compute, device), Variant::Mma);
+    (plan, variant, flip)
+}
+
+/// The kernel for few rows, or few columns the other way round.
+fn thin(plan: &Plan, device: &ClDevice) -> Option<(Plan, Variant, bool)> {
+    let info = device.info();
+    let flip = plan.n < plan.m;
+    let plan = if flip { plan.clone().transposed() } else { plan.clone() };
+    let most = info.max_work_group.min(info.local_memory / Thin::LOCAL_EACH);
+    let thin = Thin::choose(&plan, info.compute_units.max(1), most)?;
+    Some((plan, Variant::Thin(thin), flip))
+}
+
+/// The way round in which neighbouring work-items write neighbouring columns, and whether that is the other one.
+fn along_rows(plan: Plan) -> (Plan, bool) {
+    let flip = plan.others[0].col.abs() != 1 && plan.others[0].row.abs() == 1;
+    (if flip { plan.transposed() } else { plan }, flip)
+}
+
+/// The largest tiles of which every compute unit gets one.
+fn tiled(plan: &Plan, compute: Compute, device: &ClDevice) -> Variant {
+    let wide = compute != Compute::F32;
+    let (units, largest) = (device.info().compute_units.max(1), device.tuned(Knob::Tile));
+    let busy = |tile: usize| tile <= largest && plan.m.div_ceil(tile) * plan.n.div_ceil(tile) * plan.count() >= units;
+    let (tile, k, items) = match () {
+        _ if !wide && busy(128) => (128, 16, 8),
+        _ if busy(64) => (64, if wide { 16 } else { 32 }, 4),
+        _ => (32, if wide { 32 } else { 64 }, 4),
+    };
+    let a_along_k = plan.a.col.abs() == 1 || plan.a.row.abs() > plan.a.col.abs();
+    let b_along_k = plan.b.col.abs() != 1 && plan.b.row.abs() == 1;
+    Variant::Tiled { m: tile, n: tile, k, items, a_along_k, b_along_k }
+}
+
+/// Vectors along whichever direction is contiguous.
+fn vectors(plan: Plan, compute: Compute, device: &ClDevice) -> (Plan, Variant, bool) {
+    let width = if compute == Compute::F32 { 16 } else { 8 };
+    let whole = width * device.tuned(Knob::PanelVectors);
+    let panel = |plan: Plan, flipped: bool, unit: bool| {
+        let panel = Panel::of(device, plan.m);
+        let height = panel.height(&plan, width, device.info().compute_units);
+        (plan, Variant::Panel { panel, width, unit: unit && compute != Compute::I64, height }, flipped)
+    };
+    let (b_cols, a_rows) = (plan.b.col == 1, plan.a.row == 1);
+    let along_k = (plan.a.col == 1 && plan.b.row == 1) || plan.k == 1;
+    match () {
+        _ if b_cols && plan.n >= whole => panel(plan, false, true),
+        _ if a_rows && plan.m >= whole => panel(plan.transposed(), true, true),
+        _ if along_k && compute != Compute::I64 => {
+            let flip = plan.n == 1 && plan.m > 1;
+            let plan = if flip { plan.transposed() } else { plan };
+            let side = device.tuned(Knob::DotSide);
+            let rows = if plan.m == 1 { 1 } else { side };
+            (plan, Variant::Dot { rows, cols: side, width }, flip)
+        }
+        _ if plan.n < plan.m && plan.n < whole => panel(plan.transposed(), true, a_rows),
+        _ => panel(plan, false, b_cols),
+    }
+}
+
+/// How many neighbouring results a work-item of the tensor cores' kernel stores at once, 16 bytes of the widest; 1 where
+/// they are not contiguous or not aligned.
+fn wide(variant: Variant, plan: &Plan, outs: &[Tensor]) -> usize {
+    let Variant::Mma(_) = variant else { return 1 };
+    let wide = outs.iter().map(|t| 16 / t.dtype.size()).min().unwrap_or(1).min(8);
+    for (t, at) in outs.iter().zip(&plan.others) {
+        let steps = at.batch.iter().copied().chain([at.row]).map(isize::unsigned_abs);
+        let aligned = steps.chain([t.layout.offset]).all(|step| step.is_multiple_of(wide));
+        if at.col != 1 || !aligned || wide < 4 {
+            return 1;
+        }
+    }
+    wide
+}
+
+/// Whether the epilogue leaves the product as it is.
+fn is_product(program: &Program) -> bool {
+    program.exprs() == [Expr::input(0)]
+}
+
+/// What a kernel is made for, besides types.
+struct Extent {
+    /// Dimensions before the last two.
+    batch: usize,
+    /// Results; the other operands are extras.
+    outs: usize,
+    sums: bool,
+    parts: bool,
+    /// Results that are stored at once.
+    wide: usize,
+}
+
+/// What comes before the template: types, sizes, and the epilogue with its operands.
+fn source(
+    program: &Program,
+    compute: Compute,
+    variant: Variant,
+    Extent { batch, outs, sums, parts, wide }: Extent,
+    [a, b]: [DType; 2],
+    others: &[DType],
+) -> String {
+    let c = compute.cl_name();
+    let acc = if compute == Compute::I64 { "ulong" } else { c };
+    let (first, step) = (9 + 3 * batch, 3 + batch);
+    let mut operands = String::new();
+    let mut places = String::new();
+    let mut call: Vec<String> = vec![format!("({c})(value)")];
+    let mut stores = String::new();
+    // Writing to a String cannot fail.
+    for (i, t) in others.iter().enumerate() {
+        let at = first + i * step;
+        let constant = if i < outs { "" } else { "const " };
+        // No result shares elements with another operand: loads of the next element need not wait for a store.
+        let _ = write!(operands, ", {constant}__global {t}_t* restrict p{i}");
+        let _ = write!(places, "const long at{i} = p.v[{at}] + batch_offset(p, z, {}); ", at + 3);
+        let element = format!("at{i} + (i) * p.v[{}] + (j) * p.v[{}]", at + 1, at + 2);
+        if i < outs {
+            let _ = write!(stores, "store_{t}_{compute:?}(p{i}, {element}, y{i}); ");
+        } else {
+            call.push(format!("({c})load_{t}(p{i}, {element})"));
+        }
+    }
+    call.truncate(program.inputs());
+    let mut numbers = first + others.len() * step;
+    let mut defines = String::new();
+    if sums {
+        let _ = write!(operands, ", __global {a}_t* sums");
+        let at = format!("p.v[{numbers}] + (i) * p.v[{}]", numbers + 1);
+        let _ = writeln!(defines, "#define STORE_SUM(i, sum) store_{a}_{compute:?}(sums, {at}, ({c})(sum));");
+        numbers += 2;
+    }
+    if parts {
+        operands.push_str(", __global float* partial, volatile __global uint* arrived");
+        for (i, name) in ["PART_DEPTH", "PARTS", "FIRST_PARTIAL", "FIRST_ARRIVED"].iter().enumerate() {
+            let _ = writeln!(defines, "#define {name} p.v[{}]", numbers + i);
+        }
+        numbers += 4;
+    }
+    if let Variant::Panel { .. } = variant {
+        let convert = if a == DType::F16 { "#define CONVERT_A\n" } else { "" };
+        let _ = writeln!(defines, "#define HEIGHT p.v[{numbers}]\n{convert}");
+        numbers += 1;
+    }
+    for i in 0..program.scalars() {
+        let _ = write!(operands, ", const {c} s{i}");
+        call.push(format!("s{i}"));
+    }
+    if program.can_fault(compute) {
+        operands.push_str(", __global int* fault");
+        call.push("fault".into());
+    }
+    call.extend((0..outs).map(|i| format!("&y{i}")));
+    let results: Vec<String> = (0..outs).map(|i| format!("y{i}")).collect();
+    if wide > 1 {
+        let each = |f: &dyn Fn(usize, DType) -> String| -> String {
+            others[..outs].iter().enumerate().map(|(i, &t)| f(i, t)).collect()
+        };
+        let buffers = each(&|i, t| format!("{t}_t b{i}[WIDE]; "));
+        let rounded = each(&|i, t| format!("b{i}[u] = to_{t}_{compute:?}(y{i}); "));
+        let stored = each(&|i, t| {
+            let (raw, at) = (t.cl_storage(), first + i * step);
+            let place = format!("at{i} + (row_) * p.v[{}] + (col_)", at + 1);
+            format!("*(__global {raw}{wide}*)(p{i} + {place}) = vload{wide}(0, b{i}); ")
+        });
+        let _ = writeln!(
+            defines,
+            "#define WIDE {wide}\n#define FINISH_WIDE(row_, col_, values) {{ {buffers}_Pragma(\"unroll\") \
+             for (uint u = 0; u < WIDE; u++) {{ const long i = row_, j = (col_) + u; const {c} value = values[u]; \
+             {c} {}; epilogue({}); {rounded}}} {stored}}}",
+            results.join(", "),
+            call.join(", "),
+        );
+    }
+    let halves = matches!(others[0], DType::F16 | DType::BF16);
+    if matches!(variant, Variant::Mma(mma) if mma.rounds()) && wide == 8 && halves && !parts && is_product(program) {
+        let at = format!("at0 + (row_) * p.v[{}] + (col_)", first + 1);
+        let _ = writeln!(defines, "#define ROUNDED \"{}\"\n#define RESULT_AT(row_, col_) (p0 + {at})", others[0]);
+    }
+    format!(
+        "#define A {a}\n#define B {b}\n#define ACC {acc}\n#define BATCH {batch}\n#define PARAMS {numbers}\n{}\
+         {defines}#define OPERANDS {operands}\n#define PLACES(z) {places}\n\
+         #define FINISH(i, j, value) {{ {c} {}; epilogue({}); {stores}}}\n{}\n{TEMPLATE}{}",
+        variant.defines(),
+        results.join(", "),
+        call.join(", "),
+        program.emit(compute, "epilogue"),
+        match variant {
+            Variant::Mma(_) => gemm_mma::TEMPLATE,
+            Variant::Thin(_) => gemm_thin::TEMPLATE,
+            _ => "",
+        },
+    )
+}

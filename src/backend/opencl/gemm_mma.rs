@@ -1,0 +1,344 @@
+//! Matrix products on tensor cores: which problems `kernels/gemm_mma.cl` takes, and with which tiles.
+
+use crate::DType;
+use crate::device::opencl::{ARRIVALS, SM_90A, TensorCores};
+use crate::ops::linalg::gemm::{Operand, Plan};
+use crate::ops::linalg::precision;
+
+/// What comes after the template of the other kernels.
+pub(crate) const TEMPLATE: &str = concat!(
+    include_str!("../../../kernels/rounded.cl"),
+    include_str!("../../../kernels/mma.cl"),
+    include_str!("../../../kernels/gemm_mma.cl")
+);
+
+/// Rows, columns and depth of a work-group's tile, warps along rows and columns, slices in local memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Tile {
+    m: usize,
+    n: usize,
+    k: usize,
+    warps: (usize, usize),
+    stages: usize,
+    wgmma: bool,
+}
+
+/// By warps, each its own part; by two groups of four warps, 64 rows each.
+const fn by_warps(m: usize, n: usize, k: usize, warps: (usize, usize), stages: usize) -> Tile {
+    Tile { m, n, k, warps, stages, wgmma: false }
+}
+const fn by_groups(n: usize, k: usize, stages: usize) -> Tile {
+    Tile { m: 128, n, k, warps: (8, 1), stages, wgmma: true }
+}
+
+/// Fewer rows or columns are left to the other kernels, and up to the second number of them where they are not deep.
+const LEAST: (usize, usize) = (8, 32);
+const DEEP: usize = 1024;
+
+/// Of f16 and bf16, and of f32, whose slices are in local memory twice over: the fastest first, then the ones for fewer
+/// rows and columns.
+const HALF: [Tile; 6] = [
+    by_groups(256, 64, 4),
+    by_groups(128, 64, 4),
+    by_groups(64, 64, 4),
+    by_warps(128, 256, 64, (2, 4), 3),
+    by_warps(128, 128, 32, (2, 2), 4),
+    by_warps(64, 64, 64, (2, 2), 4),
+];
+const SINGLE: [Tile; 5] = [
+    by_groups(128, 32, 3),
+    by_groups(64, 32, 4),
+    by_warps(128, 256, 16, (2, 4), 3),
+    by_warps(128, 128, 16, (2, 2), 3),
+    by_warps(64, 64, 16, (2, 2), 4),
+];
+
+/// A kernel of the template; see there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Mma {
+    dtype: DType,
+    planes: usize,
+    tile: Tile,
+    a: Side,
+    b: Side,
+}
+
+/// How a matrix lies in memory: whether along k, and the bytes that may be copied at once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Side {
+    along_k: bool,
+    copy: usize,
+}
+
+/// How the depth of a product is cut up among work-groups; the last of them to finish a tile adds the parts up, always
+/// in the same order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Parts {
+    pub(crate) count: usize,
+    /// Of each but the last.
+    pub(crate) depth: usize,
+}
+
+impl Parts {
+    /// Tiles that parts may be counted of.
+    pub(crate) const TILES: usize = ARRIVALS;
+}
+
+/// A matrix as it is found: its dtype, and how many elements from the start of the buffer.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Found {
+    pub(crate) dtype: DType,
+    pub(crate) first: usize,
+}
+
+impl Mma {
+    /// The kernel for this problem on a device of so many compute units; none where the matrices are too small, or not
+    /// contiguous in any direction. What its tensor cores can do is asked last, for the answer takes building a kernel.
+    pub(crate) fn choose(
+        plan: &Plan,
+        a: Found,
+        b: Found,
+        units: usize,
+        cores: impl FnOnce() -> TensorCores,
+    ) -> Option<Mma> {
+        // In fewer terms the errors of f32 are not yet those of its sums, which are ours.
+        let (tiles, planes, depth): (&[Tile], _, _) = match a.dtype {
+            DType::F16 | DType::BF16 => (&HALF, 1, 32),
+            DType::F32 => (&SINGLE, precision::planes(), 128),
+            _ => return None,
+        };
+        let fits = i32::MAX as usize;
+        if a.dtype != b.dtype || plan.k < depth || plan.k > fits {
+            return None;
+        }
+        if plan.m.min(plan.n) < if plan.k < DEEP { LEAST.1 } else { LEAST.0 } {
+            return None;
+        }
+        let bytes = a.dtype.size();
+        let side = |t: &Operand, first: usize, k: isize, across: isize| {
+            let (along_k, line) = match (k, across) {
+                (1, line) => (true, line),
+                (line, 1) => (false, line),
+                _ => return None,
+            };
+            let whole = |copy: usize| {
+                let strides = t.batch.iter().copied().chain([line]).map(isize::unsigned_abs);
+                strides.chain([first]).all(|elements| (elements * bytes).is_multiple_of(copy))
+            };
+            Some(Side { along_k, copy: [16, 8, 4].into_iter().find(|&copy| whole(copy))? })
+        };
+        let a_side = side(&plan.a, a.first, plan.a.col, plan.a.row)?;
+        let b_side = side(&plan.b, b.first, plan.b.row, plan.b.col)?;
+        let cores = cores();
+        let made = tiles.iter().map(|&tile| Mma { dtype: a.dtype, planes, tile, a: a_side, b: b_side });
+        let usable = made.filter(|mma: &Mma| mma.local_memory() <= cores.local && (cores.wgmma || !mma.tile.wgmma));
+        // The largest that occupies the device; else the one that takes the least time, with parts.
+        let timed = || usable.clone().map(|mma| (mma.best(plan, units).1, mma));
+        let quickest = || timed().min_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, mma)| mma);
+        let chosen = usable.clone().find(|mma| mma.is_busy(plan, units)).or_else(quickest)?;
+        (chosen.tiles(plan) <= fits).then_some(chosen)
+    }
+
+    fn tiles(&self, plan: &Plan) -> usize {
+        plan.m.div_ceil(self.tile.m) * plan.n.div_ceil(self.tile.n) * plan.count()
+    }
+
+    /// Whether a tile each occupies the device.
+    fn is_busy(&self, plan: &Plan, units: usize) -> bool {
+        4 * self.tiles(plan) >= 3 * units
+    }
+
+    /// How many work-groups share a tile.
+    pub(crate) fn parts(&self, plan: &Plan, units: usize) -> Parts {
+        let depth = plan.k.div_ceil(self.best(plan, units).0).next_multiple_of(self.tile.k);
+        Parts { count: plan.k.div_ceil(depth), depth }
+    }
+
+    /// The number of parts that takes the least time, and how long that is, in us. The numbers were measured on an H200;
+    /// what matters is how they compare.
+    fn best(&self, plan: &Plan, units: usize) -> (usize, f64) {
+        let Tile { m, n, k, wgmma, .. } = self.tile;
+        let tiles = self.tiles(plan);
+        // A slice: what passes until the next one is there, and the multiplications.
+        let (wait, rate) = match (self.dtype, wgmma) {
+            (DType::F32, true) => (0.35, 1.3e6 / self.planes as f64),
+            (DType::F32, false) => (0.24, 0.87e6 / self.planes as f64),
+            (_, true) => (0.2, 2.6e6),
+            (_, false) => (0.2, 1.4e6),
+        };
+        let work = (m * n * k) as f64 / rate;
+        let time = |parts: usize| {
+            let slices = plan.k.div_ceil(parts).div_ceil(k) as f64;
+            // Two of the smaller work-groups fit on a unit, and wait at the same time.
+            let together = (tiles * parts).div_ceil(units) as f64;
+            let waits = if wgmma { together } else { (together / 2.0).ceil() };
+            // Writing the parts down, and one work-group reading all of a tile.
+            let read = ((m.min(plan.m) * n) as f64 * 4.0 / 1e5).max(0.17);
+            slices * (waits * wait + together * work) + if parts > 1 { 4.5 + parts as f64 * read } else { 0.0 }
+        };
+        let alone = tiles > Parts::TILES || self.is_busy(plan, units);
+        let most = if alone { 1 } else { (2 * units / tiles).min(plan.k / (2 * k)) };
+        let steps = [2, 3, 4, 5, 6, 8, 9, 10, 12, 16, 20, 24, 32, 48, 64];
+        let shared = steps.into_iter().take_while(|&parts| parts <= most).map(|parts| (parts, time(parts)));
+        shared.fold((1, time(1)), |best, other| if other.1 < best.1 { other } else { best })
+    }
+
+    /// Whether the kernel adds up the rows of the left matrix on the way: where a work-item cuts elements of few of them.
+    pub(crate) fn sums_rows(&self) -> bool {
+        self.dtype == DType::F32 && !self.a.along_k
+    }
+
+    /// Whether the kernel can round results on their way from registers: to halves, where it has nothing else to do with them.
+    pub(crate) fn rounds(&self) -> bool {
+        self.tile.wgmma && self.dtype != DType::F32
+    }
+
+    /// Rows and columns of the result that a work-group computes.
+    pub(crate) fn tile(self) -> (usize, usize) {
+        (self.tile.m, self.tile.n)
+    }
+
+    /// Work-items of a group.
+    pub(crate) fn threads(self) -> usize {
+        32 * self.tile.warps.0 * self.tile.warps.1
+    }
+
+    /// Bytes of local memory.
+    fn local_memory(self) -> usize {
+        let Tile { m, n, k, stages, .. } = self.tile;
+        let cut = if self.dtype == DType::F32 { 2 * self.planes * 2 } else { 0 };
+        let slices = (m + n) * k * (stages * self.dtype.size() + cut);
+        slices.max(m * (n + 8) * size_of::<f32>()) + 16
+    }
+
+    /// One number that tells it from every other of the same dtypes.
+    pub(crate) fn key(self) -> usize {
+        let Tile { m, n, k, wgmma, .. } = self.tile;
+        let side = |s: Side| (s.copy / 4) << 1 | s.along_k as usize;
+        [wgmma as usize, k / 16, n / 16, m / 16, self.planes, side(self.a), side(self.b)]
+            .into_iter()
+            .fold(0, |key, x| key << 5 | x)
+    }
+
+    pub(crate) fn defines(self) -> String {
+        let Tile { m, n, k, warps, stages, wgmma } = self.tile;
+        let Mma { dtype, planes, a, b, .. } = self;
+        let unit = if dtype == DType::F16 { "f16" } else { "bf16" };
+        // Tile rows that are worked on together; measured.
+        let band = if dtype == DType::F32 { 4 } else { 8 };
+        // One slot more is in use where the multiplication of one slice begins before that of the last one has ended.
+        let ahead = stages - if wgmma && dtype != DType::F32 { 3 } else { 2 };
+        format!(
+            "{}#define MMA \"{unit}\"\n#define BYTES {}\n#define PLANES {planes}\n#define TILE_M {m}\n#define TILE_N {n}\n\
+             #define TILE_K {k}\n#define WARPS_M {}\n#define WARPS_N {}\n#define STAGES {stages}\n#define AHEAD {ahead}\n\
+             #define A_ALONG_K {}\n#define B_ALONG_K {}\n#define A_TURNED {}\n#define B_TURNED {}\n\
+             #define A_COPY {}\n#define B_COPY {}\n#define BAND {band}\n",
+            if wgmma { SM_90A } else { "" },
+            dtype.size(),
+            warps.0,
+            warps.1,
+            a.along_k as u8,
+            b.along_k as u8,
+            !a.along_k as u8,
+            !b.along_k as u8,
+            a.copy,
+            b.copy,
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Shape;
+    use crate::tensor::Layout;
+
+    const HOPPER: TensorCores = TensorCores { local: 200 << 10, wgmma: true };
+    const OTHER: TensorCores = TensorCores { local: 97 << 10, wgmma: false };
+
+    /// For contiguous matrices whose lines are `pad` longer, on 132 units.
+    fn choose([m, n, k]: [usize; 3], dtype: DType, pad: usize, first: usize, cores: TensorCores) -> Option<Mma> {
+        let layout = |rows: usize, cols: usize, pad: usize| Layout {
+            shape: Shape::from([rows, cols]),
+            strides: [(cols + pad) as isize, 1].into_iter().collect(),
+            offset: 0,
+        };
+        let (a, b, out) = (layout(m, k, pad), layout(k, n, 0), layout(m, n, 0));
+        let plan = Plan::new(&a, &b, &out.shape, &[&out]);
+        let found = |first| Found { dtype, first };
+        Mma::choose(&plan, found(first), found(0), 132, || cores)
+    }
+
+    #[test]
+    fn the_largest_tile_that_occupies_the_device() {
+        let tile = |sizes, dtype, cores| {
+            let mma = choose(sizes, dtype, 0, 0, cores).unwrap();
+            assert!(mma.local_memory() <= cores.local);
+            (mma.tile.m, mma.tile.n, mma.tile.wgmma)
+        };
+        assert_eq!(tile([2048; 3], DType::F16, HOPPER), (128, 256, true));
+        assert_eq!(tile([1024, 2048, 64], DType::BF16, HOPPER), (128, 128, true));
+        assert_eq!(tile([2048; 3], DType::F32, HOPPER), (128, 128, true));
+        assert_eq!(tile([1024; 3], DType::F32, HOPPER), (128, 64, true));
+        assert_eq!(tile([512; 3], DType::F32, HOPPER), (128, 64, true));
+        assert_eq!(tile([2048; 3], DType::F16, OTHER), (128, 128, false));
+        assert_eq!(tile([2048; 3], DType::F32, OTHER), (128, 128, false));
+    }
+
+    #[test]
+    fn few_tiles_are_shared() {
+        let parts = |[m, n, k]: [usize; 3], dtype, cores| {
+            let mma = choose([m, n, k], dtype, 0, 0, cores).unwrap();
+            let (a, out) = (Layout::contiguous([m, k].into()), Layout::contiguous([m, n].into()));
+            let b = Layout::contiguous([k, n].into());
+            let (plan, k_of_tile) = (Plan::new(&a, &b, &out.shape, &[&out]), mma.tile.k);
+            let Parts { count, depth } = mma.parts(&plan, 132);
+            // All of k, none of them empty; whole slices, but for the last.
+            assert!(
+                (count - 1) * depth < k && k <= count * depth && depth.is_multiple_of(k_of_tile),
+                "{count} of {depth}"
+            );
+            assert!(count == 1 || mma.tiles(&plan) <= Parts::TILES);
+            count
+        };
+        for cores in [HOPPER, OTHER] {
+            for dtype in [DType::F32, DType::BF16] {
+                assert_eq!(parts([4096; 3], dtype, cores), 1);
+                assert_eq!(parts([4096, 4096, 128], dtype, cores), 1);
+                assert!(parts([256, 784, 8192], dtype, cores) >= 3);
+                assert!(parts([10, 128, 8192], dtype, cores) >= 16);
+                assert!((128..2000).step_by(56).all(|k| parts([64, 64, k], dtype, cores) >= 1));
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_left_to_the_other_kernels() {
+        let copy = |dtype, pad, first| choose([256; 3], dtype, pad, first, HOPPER).map(|mma| mma.a.copy);
+        assert_eq!([0, 8, 4, 2, 1].map(|pad| copy(DType::F16, pad, 0)), [Some(16), Some(16), Some(8), Some(4), None]);
+        assert_eq!([0, 8, 4, 2, 1].map(|first| copy(DType::F32, 0, first)), [16, 16, 16, 8, 4].map(Some));
+        for (sizes, dtype) in
+            [([7, 256, 256], DType::F16), ([256, 256, 31], DType::BF16), ([256, 256, 127], DType::F32)]
+        {
+            assert_eq!(choose(sizes, dtype, 0, 0, HOPPER), None);
+        }
+        assert_eq!(choose([256; 3], DType::F64, 0, 0, HOPPER), None);
+        assert_eq!(choose([256; 3], DType::F16, 0, 0, TensorCores::default()), None);
+    }
+
+    #[test]
+    fn kernels_have_different_keys() {
+        let mut keys = Vec::new();
+        for (tiles, planes) in [(&HALF[..], 1), (&SINGLE[..], 2), (&SINGLE[..], 3)] {
+            let sides = [16, 8, 4].into_iter().flat_map(|copy| [true, false].map(|along_k| Side { along_k, copy }));
+            for (&tile, a) in tiles.iter().flat_map(|tile| sides.clone().map(move |side| (tile, side))) {
+                let b = Side { along_k: !a.along_k, copy: 16 };
+                keys.push(Mma { dtype: DType::F16, planes, tile, a, b }.key());
+            }
+        }
+        let count = keys.len();
+        keys.sort_unstable();
+        keys.dedup();
+        assert_eq!(keys.len(), count);
+    }
+}

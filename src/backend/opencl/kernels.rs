@@ -1,0 +1,98 @@
+//! Compiled kernels by what they compute: built at first use, found by a hash lookup ever after.
+
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
+use std::sync::{Arc, LazyLock, PoisonError, RwLock};
+
+use smallvec::SmallVec;
+
+use crate::device::opencl::{Arg, ClDevice, ClKernel, Fault};
+use crate::expr::Expr;
+use crate::storage::ClPlace;
+use crate::{Device, Result};
+
+/// What tells one kernel of a device from another: the template, the numbers that fill it in, the expressions inside.
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub(crate) struct KernelKey {
+    pub(crate) template: &'static str,
+    pub(crate) params: SmallVec<[u64; 8]>,
+    pub(crate) exprs: SmallVec<[Expr; 2]>,
+}
+
+/// A map that is asked on every launch: its hash is a rotation and a multiplication a word.
+pub(crate) type KeyMap<K, V> = HashMap<K, V, BuildHasherDefault<KeyHasher>>;
+
+#[derive(Default)]
+pub(crate) struct KeyHasher(u64);
+
+impl Hasher for KeyHasher {
+    fn write(&mut self, bytes: &[u8]) {
+        let (words, rest) = bytes.as_chunks::<8>();
+        words.iter().for_each(|w| self.write_u64(u64::from_le_bytes(*w)));
+        rest.iter().for_each(|b| self.write_u64((*b).into()));
+    }
+
+    fn write_u64(&mut self, x: u64) {
+        self.0 = (self.0.rotate_left(5) ^ x).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+
+    fn write_usize(&mut self, x: usize) {
+        self.write_u64(x as u64);
+    }
+
+    fn finish(&self) -> u64 {
+        // The map takes its bucket from the low bits, which depend on little.
+        self.0 ^ (self.0 >> 32)
+    }
+}
+
+/// `source` after what is common to every kernel: fault codes, storage types, loads and stores, random bits.
+pub(crate) fn with_prelude(source: &str) -> String {
+    let codes = [("INDEX", Fault::Index), ("DIVISION", Fault::DivisionByZero), ("LABEL", Fault::Label)]
+        .map(|(name, fault)| format!("#define FAULT_{name} {}\n", fault as i32));
+    [&codes.concat(), include_str!("../../../kernels/prelude.cl"), "\n", source].concat()
+}
+
+/// The kernel of this key, from the cache or built from `source` (without the prelude); `entry` is its name there.
+pub(crate) fn kernel(
+    device: &'static ClDevice,
+    key: KernelKey,
+    entry: &str,
+    source: impl FnOnce() -> String,
+) -> Result<Arc<ClKernel>> {
+    type Cache = RwLock<KeyMap<(Device, KernelKey), Arc<ClKernel>>>;
+    static CACHE: LazyLock<Cache> = LazyLock::new(Cache::default);
+    let key = (device.device(), key);
+    if let Some(kernel) = CACHE.read().unwrap_or_else(PoisonError::into_inner).get(&key) {
+        return Ok(kernel.clone());
+    }
+    // Built outside the lock: a build takes up to a second. Two threads may build the same kernel; one of them is kept.
+    let built = device.build(key.1.template, &with_prelude(&source()), entry)?;
+    let mut cache = CACHE.write().unwrap_or_else(PoisonError::into_inner);
+    Ok(cache.entry(key).or_insert_with(|| Arc::new(built)).clone())
+}
+
+/// Where a kernel finds a tensor. Its memory stays there as long as this lives; the arguments of a launch borrow from it,
+/// so it lives until they are enqueued.
+pub(crate) struct Placed<'a> {
+    pub(crate) place: ClPlace<'a>,
+    /// Elements from the buffer's start to the tensor's first.
+    pub(crate) first: usize,
+}
+
+impl Placed<'_> {
+    /// The buffer.
+    pub(crate) fn buffer(&self) -> Arg<'_> {
+        Arg::Buffer(self.place.buffer())
+    }
+
+    /// Elements from the buffer's start to the tensor's first.
+    pub(crate) fn first_element(&self) -> usize {
+        self.first
+    }
+
+    /// The same as an argument.
+    pub(crate) fn offset(&self) -> Arg<'_> {
+        Arg::U64(self.first_element() as u64)
+    }
+}

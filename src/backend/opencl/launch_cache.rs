@@ -1,0 +1,163 @@
+//! Launches as they were prepared before: a thread's next launch of the same operation over operands that lie in the same
+//! way is looked up, not worked out again.
+//!
+//! What was looked at to prepare it is the [`Key`]: of tensors all but where their storages are, and of where they begin in
+//! these only how that is aligned. Nothing of the tensors is kept.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+
+use smallvec::SmallVec;
+
+use crate::backend::opencl::launch_plan::Prepared;
+use crate::device::opencl::times_tuned;
+use crate::expr::Expr;
+use crate::ops::elementwise::Params;
+use crate::tensor::Layout;
+use crate::{DType, Device, Result, Tensor};
+
+/// Launches that a thread knows, at most: so many sets of so many each, and one set where a launch can be.
+const SETS: usize = 128;
+const WAYS: usize = 4;
+
+/// Elements that tell how a tensor is aligned: 16 bytes, the most that is loaded at once, of any dtype.
+const ALIGNED: usize = 16;
+
+/// The operations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Of {
+    Map,
+    Reduce,
+    Row,
+    CrossEntropy,
+    Norm,
+    /// Its rows as four dims, which need not be views of the operands.
+    NormRows,
+    Gather,
+    Scatter,
+    Gemm,
+}
+
+/// A number for what is static: how far it lies from others, so that every run finds its launches at the same places.
+pub(crate) fn number_of<T>(of: *const T) -> u64 {
+    static OTHER: u8 = 0;
+    of.addr().wrapping_sub((&raw const OTHER).addr()) as u64
+}
+
+/// All that a launch is prepared by. The parameters of kernels are not in it: a change makes all threads forget.
+pub(crate) struct Key<'a> {
+    pub(crate) of: Of,
+    pub(crate) device: Device,
+    pub(crate) numbers: &'a [u64],
+    pub(crate) exprs: &'a [Expr],
+    pub(crate) tensors: &'a [&'a Tensor],
+}
+
+/// A launch that was prepared, with its key.
+pub(crate) struct Known {
+    of: Of,
+    device: Device,
+    numbers: SmallVec<[u64; 8]>,
+    exprs: SmallVec<[Expr; 2]>,
+    tensors: SmallVec<[(DType, Layout); 4]>,
+    pub(crate) prepared: Prepared,
+}
+
+/// Where a launch would have been.
+#[derive(Clone, Copy)]
+pub(crate) struct Place {
+    hash: u64,
+    tuned: u64,
+}
+
+struct Table {
+    /// Of the parameters that these were prepared with.
+    tuned: u64,
+    /// How many were kept so far.
+    kept: usize,
+    places: Vec<(u64, Option<Rc<Known>>)>,
+}
+
+thread_local! {
+    static TABLE: RefCell<Table> = const { RefCell::new(Table { tuned: 0, kept: 0, places: Vec::new() }) };
+}
+
+impl Key<'_> {
+    fn hash(&self) -> u64 {
+        let mix = |hash: u64, x: u64| (hash.rotate_left(9) ^ x).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let device = if let Device::OpenCL(index) = self.device { index as u64 } else { u64::MAX };
+        let hash = self.numbers.iter().fold(mix(self.of as u64, device), |hash, &x| mix(hash, x));
+        let hash = self.exprs.iter().fold(hash, |hash, e| hash.rotate_left(7) ^ e.hash_value());
+        self.tensors.iter().fold(hash, |hash, t| {
+            let sizes = t.shape().dims().iter().zip(t.strides());
+            sizes.fold(hash ^ t.dtype as u64, |hash, (&n, &s)| mix(hash, n as u64 ^ (s as u64) << 32))
+        })
+    }
+
+    fn is(&self, known: &Known) -> bool {
+        let alike = |(t, (dtype, layout)): (&&Tensor, &(DType, Layout))| {
+            t.dtype == *dtype && t.device() == self.device && t.layout.lies_like(layout, ALIGNED)
+        };
+        (self.of, self.device) == (known.of, known.device)
+            && self.numbers.len() == known.numbers.len()
+            && self.numbers.iter().zip(&known.numbers).all(|(a, b)| a == b)
+            && self.exprs == &known.exprs[..]
+            && self.tensors.len() == known.tensors.len()
+            && self.tensors.iter().zip(&known.tensors).all(alike)
+    }
+}
+
+/// What was prepared for a launch like this one, or where to keep it.
+pub(crate) fn find(key: &Key) -> std::result::Result<Rc<Known>, Place> {
+    let place = Place { hash: key.hash(), tuned: times_tuned() };
+    let found = TABLE.try_with(|table| {
+        let table = table.try_borrow().ok().filter(|table| table.tuned == place.tuned)?;
+        let set = table.places.get(place.set()..place.set() + WAYS)?;
+        let known = |(hash, known): &'_ (u64, Option<Rc<Known>>)| match known {
+            Some(known) if *hash == place.hash && key.is(known) => Some(Rc::clone(known)),
+            _ => None,
+        };
+        set.iter().find_map(known)
+    });
+    found.ok().flatten().ok_or(place)
+}
+
+impl Place {
+    fn set(self) -> usize {
+        (self.hash >> 40) as usize % SETS * WAYS
+    }
+
+    /// Keeps it for the next launch like this one, instead of another one where there is no room.
+    pub(crate) fn keep(self, key: &Key, prepared: Prepared) -> Rc<Known> {
+        let tensors = key.tensors.iter().map(|t| (t.dtype, t.layout.clone())).collect();
+        let (numbers, exprs) = (SmallVec::from_slice(key.numbers), key.exprs.iter().cloned().collect());
+        let known = Rc::new(Known { of: key.of, device: key.device, numbers, exprs, tensors, prepared });
+        let _ = TABLE.try_with(|table| {
+            let Ok(mut table) = table.try_borrow_mut() else { return };
+            if table.tuned != self.tuned || table.places.is_empty() {
+                table.tuned = self.tuned;
+                table.places.clear();
+                table.places.resize_with(SETS * WAYS, Default::default);
+            }
+            table.kept += 1;
+            let oldest = table.kept % WAYS;
+            let set = &mut table.places[self.set()..self.set() + WAYS];
+            let way = set.iter().position(|(_, known)| known.is_none()).unwrap_or(oldest);
+            set[way] = (self.hash, Some(Rc::clone(&known)));
+        });
+        known
+    }
+}
+
+/// Launches what the key says: as it was prepared before, or else as `prepare` does it.
+pub(crate) fn launch(key: &Key, params: Params, prepare: impl FnOnce() -> Result<Prepared>) -> Result<Rc<Known>> {
+    let known = match find(key) {
+        Ok(known) => known,
+        Err(place) => place.keep(key, prepare()?),
+    };
+    known.prepared.launch(key.tensors, params)?;
+    Ok(known)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,220 @@
+//! Launches made ready: all of them but where their tensors are and what numbers a call brings.
+//!
+//! An operation chooses its kernel, its sizes and its arguments once, for operands that lie in some way, and [`memo`](crate::backend::opencl::launch_cache)
+//! keeps that. It names its tensors by their place in a list, which every call gives anew.
+
+use std::sync::Arc;
+
+use smallvec::SmallVec;
+
+use crate::backend::opencl::kernels::Placed;
+use crate::backend::opencl::map::scalar_arg;
+use crate::device::opencl::{ARRIVALS, Arg, ClDevice, ClKernel};
+use crate::ops::elementwise::Params;
+use crate::{Compute, DType, Result, Tensor};
+
+/// One launch, or several that pass something on.
+pub(crate) struct Prepared {
+    device: &'static ClDevice,
+    /// Elements of a tensor that is made for the call, the last of the list.
+    scratch: Option<(usize, DType)>,
+    launches: SmallVec<[Ready; 1]>,
+}
+
+/// A launch of one kernel.
+pub(crate) struct Ready {
+    kernel: Arc<ClKernel>,
+    global: usize,
+    local: usize,
+    /// Of the list, the tensors that the kernel is given; [`Slot`]s and [`Word`]s count in this one.
+    takes: Vec<usize>,
+    slots: Vec<Slot>,
+    /// What structs by value are made of.
+    words: Vec<i64>,
+    /// Those of the words that are known at the call.
+    late: Vec<(usize, Word)>,
+}
+
+/// An argument.
+#[derive(Clone, Copy)]
+enum Slot {
+    Buffer(u32),
+    /// Where a tensor begins in its buffer, in units of so many elements, after so many more elements.
+    Offset {
+        of: u32,
+        unit: u32,
+        skip: isize,
+    },
+    /// The same at every call.
+    Fixed(Arg<'static>),
+    /// A struct of the words from one to another.
+    Words(u32, u32),
+    /// So many scalars of the call, an argument each.
+    Scalars(u32, Compute),
+    /// So many seeds, key and stream of each.
+    Seeds(u32),
+    /// What this thread's faults are recorded in.
+    Faults,
+    /// Counters of work-groups that are done, and the first of them that are this stream's.
+    Arrivals,
+    FirstArrival,
+}
+
+/// A word that a call brings.
+#[derive(Clone, Copy)]
+pub(crate) enum Word {
+    /// Elements from the start of a tensor's buffer to its first.
+    First(usize),
+    FirstArrival,
+}
+
+impl Prepared {
+    /// Of one launch.
+    pub(crate) fn one(device: &'static ClDevice, ready: Ready) -> Prepared {
+        Prepared::new(device, None, [ready])
+    }
+
+    /// Of launches in this order, with as many elements of scratch memory.
+    pub(crate) fn new(
+        device: &'static ClDevice,
+        scratch: Option<(usize, DType)>,
+        launches: impl IntoIterator<Item = Ready>,
+    ) -> Prepared {
+        Prepared { device, scratch, launches: launches.into_iter().collect() }
+    }
+
+    /// Whether tensor `k` of the list is given to a kernel.
+    pub(crate) fn takes(&self, k: usize) -> bool {
+        self.launches.iter().any(|ready| ready.takes.contains(&k))
+    }
+
+    /// Launches it with these tensors, which lie as those it was prepared for.
+    pub(crate) fn launch(&self, tensors: &[&Tensor], params: Params) -> Result<()> {
+        let Some((count, dtype)) = self.scratch else {
+            return self.launches.iter().try_for_each(|ready| ready.launch(self.device, tensors, params));
+        };
+        let scratch = Tensor::empty_like_shape(count, dtype, self.device.device())?;
+        let tensors: SmallVec<[&Tensor; 8]> = tensors.iter().copied().chain([&scratch]).collect();
+        self.launches.iter().try_for_each(|ready| ready.launch(self.device, &tensors, params))
+    }
+}
+
+impl Ready {
+    /// A launch over at least so many work-items in groups of so many, as yet without arguments.
+    pub(crate) fn new(kernel: Arc<ClKernel>, global: usize, local: usize) -> Ready {
+        let (takes, slots, words, late) = Default::default();
+        Ready { kernel, global, local, takes, slots, words, late }
+    }
+
+    /// The next argument is the buffer of tensor `k`: its number among those that the kernel is given.
+    pub(crate) fn buffer(&mut self, k: usize) -> usize {
+        self.takes.push(k);
+        self.slots.push(Slot::Buffer((self.takes.len() - 1) as u32));
+        self.takes.len() - 1
+    }
+
+    /// The next two arguments are the buffer of tensor `k` and where in it the tensor begins.
+    pub(crate) fn tensor(&mut self, k: usize) {
+        self.tensor_from(k, 0, 1);
+    }
+
+    /// [`tensor`](Self::tensor) from `skip` elements after its first on, counted in units of so many elements.
+    pub(crate) fn tensor_from(&mut self, k: usize, skip: isize, unit: usize) {
+        let of = self.buffer(k) as u32;
+        self.slots.push(Slot::Offset { of, unit: unit as u32, skip });
+    }
+
+    /// The next arguments are the same at every call.
+    pub(crate) fn args(&mut self, args: impl IntoIterator<Item = Arg<'static>>) {
+        self.slots.extend(args.into_iter().map(Slot::Fixed));
+    }
+
+    /// The next argument is a struct of these words.
+    pub(crate) fn words(&mut self, words: impl IntoIterator<Item = i64>) {
+        let from = self.words.len() as u32;
+        self.words.extend(words);
+        self.slots.push(Slot::Words(from, self.words.len() as u32));
+    }
+
+    /// The call brings this word of those given so far.
+    pub(crate) fn late(&mut self, word: usize, what: Word) {
+        self.late.push((word, what));
+    }
+
+    /// The next arguments are so many scalars of a call, as the type computed in.
+    pub(crate) fn scalars(&mut self, count: usize, compute: Compute) {
+        self.slots.push(Slot::Scalars(count as u32, compute));
+    }
+
+    /// The next arguments are so many seeds of a call.
+    pub(crate) fn seeds(&mut self, count: usize) {
+        self.slots.push(Slot::Seeds(count as u32));
+    }
+
+    /// The next argument is what faults are recorded in.
+    pub(crate) fn faults(&mut self) {
+        self.slots.push(Slot::Faults);
+    }
+
+    /// The next argument is the counters of work-groups that are done.
+    pub(crate) fn arrivals(&mut self) {
+        self.slots.push(Slot::Arrivals);
+    }
+
+    /// The next argument is the first of these counters that is this stream's.
+    pub(crate) fn first_arrival(&mut self) {
+        self.slots.push(Slot::FirstArrival);
+    }
+
+    fn launch(&self, device: &'static ClDevice, tensors: &[&Tensor], params: Params) -> Result<()> {
+        let mut places: SmallVec<[Placed; 10]> = SmallVec::new();
+        for &k in &self.takes {
+            match tensors[k].place() {
+                Ok(place) => places.push(place),
+                Err(error) => return Err(error),
+            }
+        }
+        let first_arrival = || device.current_stream().index() * ARRIVALS;
+        let mut known: SmallVec<[i64; 64]> = SmallVec::new();
+        let words = match self.late[..] {
+            [] => &self.words[..],
+            _ => {
+                known.extend_from_slice(&self.words);
+                for &(word, what) in &self.late {
+                    known[word] = match what {
+                        Word::First(of) => places[of].first_element() as i64,
+                        Word::FirstArrival => first_arrival() as i64,
+                    };
+                }
+                &known[..]
+            }
+        };
+        let mut args: SmallVec<[Arg; 32]> = SmallVec::new();
+        for slot in &self.slots {
+            let arg = match *slot {
+                Slot::Buffer(of) => places[of as usize].buffer(),
+                Slot::Offset { of, unit, skip } => {
+                    let first = places[of as usize].first_element().wrapping_add_signed(skip);
+                    Arg::U64(if unit == 1 { first } else { first / unit as usize } as u64)
+                }
+                Slot::Fixed(arg) => arg,
+                Slot::Words(from, to) => Arg::Bytes(bytemuck::cast_slice(&words[from as usize..to as usize])),
+                Slot::Scalars(count, compute) => {
+                    let scalars = params.scalars.iter().take(count as usize);
+                    scalars.for_each(|&s| args.push(scalar_arg(compute, s))); // `extend` is a call
+                    continue;
+                }
+                Slot::Seeds(count) => {
+                    let seeds = params.seeds.iter().take(count as usize);
+                    args.extend(seeds.flat_map(|seed| [Arg::U64(seed.key), Arg::U64(seed.stream)]));
+                    continue;
+                }
+                Slot::Faults => device.faults(),
+                Slot::Arrivals => Arg::Buffer(device.arrivals()?),
+                Slot::FirstArrival => Arg::U32(first_arrival() as u32),
+            };
+            args.push(arg);
+        }
+        device.launch(&self.kernel, &args, &[self.global], &[self.local])
+    }
+}

@@ -1,0 +1,289 @@
+//! Elementwise launches on OpenCL: which form of `kernels/elementwise.cl` to use, and its arguments.
+
+mod source;
+
+use smallvec::SmallVec;
+
+use crate::backend::opencl::kernels::{KernelKey, kernel};
+use crate::backend::opencl::launch_plan::{Prepared, Ready};
+use crate::backend::opencl::reduce::WIDEST;
+use crate::device::DeviceKind;
+use crate::device::cpu::streaming;
+use crate::device::opencl::{Arg, ClDevice, Knob};
+use crate::layout::collapse::Walk;
+use crate::ops::elementwise::{Launch, in_place};
+use crate::{Compute, DType, Result, Tensor};
+
+/// Local memory that tiles may take, where there is as much.
+const TILES: usize = 32 << 10;
+
+/// How an operand's offset is found: part of the kernel, so that the common cases cost no index arithmetic.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Access {
+    /// Element `e` of the walk is element `e` of the operand.
+    Contiguous,
+    /// One element for all.
+    Broadcast,
+    /// By the walk's dims and strides.
+    Strided,
+}
+
+/// What a work-item reads or writes of an operand.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Reach {
+    /// One element, or one for several positions.
+    One,
+    /// Neighbours, at once.
+    Neighbours,
+    /// One element of a tile in local memory.
+    Tile,
+}
+
+#[derive(Clone, Copy)]
+struct Operand {
+    dtype: DType,
+    access: Access,
+    reach: Reach,
+    /// An input that the expressions never read is not passed.
+    used: bool,
+}
+
+type Operands = SmallVec<[Operand; 6]>;
+
+/// How a launch is shared out: see `kernels/elementwise.cl`.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Form {
+    Scalar {
+        per_item: usize,
+    },
+    Vector {
+        width: usize,
+        /// Results that no cache holds are stored past it; likewise below.
+        streamed: bool,
+    },
+    /// Tiles of `side` x `side` over the innermost dim and dim `turn`; processors move whole lines of them.
+    Tiled {
+        side: usize,
+        turn: usize,
+        lines: Option<Lines>,
+    },
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Lines {
+    streamed: bool,
+}
+
+pub(crate) fn prepare(launch: &Launch) -> Result<Prepared> {
+    let device = launch.outputs[0].cl_device()?;
+    let gpu = device.info().kind != DeviceKind::Cpu;
+    let tensors: SmallVec<[&Tensor; 6]> = launch.inputs.iter().chain(launch.outputs.iter().copied()).collect();
+    let inputs = launch.inputs.len();
+    // In the order in which the results lie in memory. Random numbers count positions in the shape's own.
+    let reordered = if gpu && launch.program.seeds() == 0 { launch.walk.in_order_of(inputs) } else { None };
+    let walk = reordered.as_ref().unwrap_or(&launch.walk);
+    let mut operands: Operands = (0..tensors.len())
+        .map(|k| Operand {
+            dtype: tensors[k].dtype,
+            access: match () {
+                _ if walk.is_contiguous(k) => Access::Contiguous,
+                _ if walk.strides[k].iter().all(|&s| s == 0) => Access::Broadcast,
+                _ => Access::Strided,
+            },
+            reach: Reach::One,
+            used: k >= inputs || launch.program.exprs().iter().any(|e| e.uses_input(k)),
+        })
+        .collect();
+    let count = launch.outputs[0].numel();
+    let streamed = !gpu && is_streamed(launch);
+    // PoCL vectorises functions across work-items, but not loads and stores.
+    let form = match gpu || !launch.program.calls_functions() {
+        true => vectors(walk, &tensors, streamed, &mut operands)
+            .or_else(|| tiles(device, walk, launch, streamed, &mut operands)),
+        false => None,
+    };
+    let form = form.unwrap_or_else(|| Form::Scalar { per_item: if gpu { device.tuned(Knob::MapLoads) } else { 1 } });
+    let most = device.info().max_work_group.max(1);
+    let local = match form {
+        Form::Tiled { .. } if !gpu => 1,
+        _ => device.tuned(Knob::MapGroup).min(1 << most.ilog2()),
+    };
+    let strided = operands.iter().any(|o| o.access == Access::Strided);
+    let rank = if strided { walk.dims.len() } else { 0 };
+    // With room for the last group's positions past the end: were they to wrap, an in-place result would be computed twice.
+    let wide = count >= u32::MAX as usize - WIDEST * local;
+
+    let mut params: SmallVec<[u64; 8]> = SmallVec::new();
+    params.extend([
+        launch.compute as u64,
+        rank as u64,
+        wide as u64,
+        match form {
+            Form::Scalar { per_item } => per_item as u64,
+            Form::Vector { width, streamed } => 1 << 8 | width as u64 | u64::from(streamed) << 24,
+            Form::Tiled { side, turn, lines } => {
+                let streamed = lines.is_some_and(|lines| lines.streamed);
+                2 << 8 | side as u64 | (turn as u64) << 16 | u64::from(streamed) << 24 | (local as u64) << 32
+            }
+        },
+    ]);
+    // Four operands a word, so that keys of usual length are not on the heap.
+    let code = |o: &Operand| (o.dtype as u64) << 8 | (o.reach as u64) << 4 | (o.access as u64) << 1 | u64::from(o.used);
+    params.extend(operands.chunks(4).map(|four| four.iter().fold(1, |word, o| word << 15 | code(o))));
+    let key = KernelKey { template: "elementwise", params, exprs: SmallVec::from(launch.program.exprs()) };
+    let kernel =
+        kernel(device, key, "elementwise", || source::write(device, launch, &operands, form, local, rank, wide))?;
+
+    let (counts, items): (SmallVec<[usize; 2]>, _) = match form {
+        Form::Tiled { side, turn, .. } => {
+            let (columns, rows) = (walk.dims[rank - 1], walk.dims[turn]);
+            let (across, down) = (columns.div_ceil(side), rows.div_ceil(side));
+            (SmallVec::from_slice(&[across, down]), across * down * (count / columns / rows) * local)
+        }
+        Form::Vector { width: each, .. } | Form::Scalar { per_item: each } => {
+            (SmallVec::from_slice(&[count]), count.div_ceil(each))
+        }
+    };
+    // Where the source does not say the size of its groups, the driver may allow no more than 256.
+    let local = if matches!(form, Form::Tiled { .. }) { local } else { local.min(kernel.max_work_group()) };
+    let mut ready = Ready::new(kernel, items, local);
+    operands.iter().enumerate().filter(|(_, o)| o.used).for_each(|(k, _)| ready.tensor(k));
+    if strided {
+        // `layout_t` in the source.
+        let strides = walk.strides.iter().flatten().map(|&s| s as i64);
+        ready.words(walk.dims.iter().map(|&d| d as i64).chain(strides));
+    }
+    ready.scalars(launch.program.scalars(), launch.compute);
+    ready.seeds(launch.program.seeds());
+    if launch.program.can_fault(launch.compute) {
+        ready.faults();
+    }
+    ready.args(counts.into_iter().map(|n| if wide { Arg::U64(n as u64) } else { Arg::U32(n as u32) }));
+    Ok(Prepared::one(device, ready))
+}
+
+/// Whether a processor had best store the results past its caches. Not in place: what was read is in them.
+fn is_streamed(launch: &Launch) -> bool {
+    let bytes = |t: &Tensor| t.numel() * t.dtype.size();
+    let results = launch.outputs.iter().map(|t| bytes(t)).sum();
+    let all = launch.inputs.iter().map(bytes).sum::<usize>() + results;
+    !in_place(launch.inputs.iter(), launch.outputs) && streaming::is_worth_it(results, all)
+}
+
+/// Several neighbours along the innermost dim a work-item, where every operand has them one after another, or one for all,
+/// and starts and steps by whole groups of them: the largest elements then move 16 bytes at a time.
+fn vectors(walk: &Walk, tensors: &[&Tensor], streamed: bool, operands: &mut Operands) -> Option<Form> {
+    let (&inner, outer) = walk.dims.split_last()?;
+    let step = |k: usize| walk.strides[k][outer.len()];
+    let largest =
+        operands.iter().enumerate().filter(|(k, o)| o.used && step(*k) != 0).map(|(_, o)| o.dtype.size()).max()?;
+    let width = WIDEST / largest;
+    let fits = |k: usize| match step(k) {
+        0 => true,
+        1 => {
+            let whole = |s: &isize| s.unsigned_abs().is_multiple_of(width);
+            tensors[k].layout.offset.is_multiple_of(width) && walk.strides[k][..outer.len()].iter().all(whole)
+        }
+        _ => false,
+    };
+    // A single dim may end in fewer: the kernel has a tail for them.
+    if !(outer.is_empty() || inner.is_multiple_of(width)) || !(0..operands.len()).all(|k| !operands[k].used || fits(k))
+    {
+        return None;
+    }
+    for (_, operand) in operands.iter_mut().enumerate().filter(|(k, o)| o.used && step(*k) == 1) {
+        operand.reach = Reach::Neighbours;
+    }
+    Some(Form::Vector { width, streamed })
+}
+
+/// Tiles, in local memory on GPUs, where the results are neighbours along the innermost dim and some inputs along another.
+fn tiles(device: &ClDevice, walk: &Walk, launch: &Launch, streamed: bool, operands: &mut Operands) -> Option<Form> {
+    let (inputs, last) = (launch.inputs.len(), walk.dims.len().checked_sub(1)?);
+    if launch.program.seeds() > 0 || (inputs..operands.len()).any(|k| walk.strides[k][last] != 1) {
+        return None;
+    }
+    let turned =
+        |k: usize, d: usize| operands[k].used && walk.strides[k][d] == 1 && !matches!(walk.strides[k][last], 0 | 1);
+    // Short dims would leave tiles empty.
+    let turn = (0..last).find(|&d| walk.dims[d] >= 8 && walk.dims[last] >= 8 && (0..inputs).any(|k| turned(k, d)))?;
+    let size: usize = (0..inputs).filter(|&k| turned(k, turn)).map(|k| operands[k].dtype.size()).sum();
+    let info = device.info();
+    let (side, lines) = match info.kind {
+        DeviceKind::Cpu => (device.tuned(Knob::TurnLine), Some(Lines { streamed })),
+        _ => {
+            let fits = |side: &usize| side * (side + 1) * size <= TILES.min(info.local_memory);
+            ([device.tuned(Knob::TurnTile), 32].into_iter().find(fits)?, None)
+        }
+    };
+    let tiled: SmallVec<[bool; 6]> = (0..operands.len()).map(|k| k < inputs && turned(k, turn)).collect();
+    for (operand, tiled) in operands.iter_mut().zip(tiled) {
+        operand.reach = if tiled { Reach::Tile } else { Reach::One };
+        if operand.access == Access::Contiguous {
+            operand.access = Access::Strided;
+        }
+    }
+    Some(Form::Tiled { side, turn, lines })
+}
+
+/// A host number as a kernel argument of the type computed in.
+pub(crate) fn scalar_arg<'a>(compute: Compute, s: crate::Scalar) -> Arg<'a> {
+    match compute {
+        Compute::F32 => Arg::F32(s.to_f64() as f32),
+        Compute::F64 => Arg::F64(s.to_f64()),
+        Compute::I64 => Arg::I64(s.to_i64()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Device;
+    use crate::device::opencl;
+
+    /// Wider than what is computed, and than any vector of as many elements.
+    #[test]
+    fn operands_that_nobody_reads() {
+        for device in (0..opencl::count()).map(Device::OpenCL) {
+            let a = Tensor::arange(0, 40, 1, device).unwrap();
+            let (b, out) = (a.to_dtype(DType::U8).unwrap(), a.to_dtype(DType::U8).unwrap());
+            Tensor::map_into(&[&a, &b], &[], &[&out], |x, _| vec![&x[1] + 1.0]).unwrap();
+            assert_eq!(out.to_vec::<u8>().unwrap(), (1..41).collect::<Vec<u8>>());
+        }
+    }
+
+    /// Strided copies keep every bit, those of quiet NaNs too; what is computed of NaNs are NaNs.
+    #[test]
+    fn bits_of_nans() {
+        let bits: Vec<half::bf16> =
+            (0..2 * 72u16).map(|i| half::bf16::from_bits(0xffc0 - i % 64 * 0x400 + i % 64)).collect();
+        for device in (0..opencl::count()).map(Device::OpenCL) {
+            let rows = Tensor::from_slice(&bits, [2, 72], device).unwrap().narrow(1, 0, 64).unwrap();
+            let (copy, negative) = (rows.contiguous().unwrap(), rows.neg().unwrap());
+            let of = |t: &Tensor| t.to_vec::<half::bf16>().unwrap();
+            let right: Vec<half::bf16> = [&bits[..64], &bits[72..136]].concat();
+            assert!(of(&copy).iter().zip(&right).all(|(a, b)| a.to_bits() == b.to_bits()), "{device}");
+            assert!(of(&negative).iter().zip(&right).all(|(a, b)| a.is_nan() == b.is_nan()), "{device}");
+        }
+    }
+
+    /// Processors store them past their caches, but for those in place, which take turns with the others here.
+    #[test]
+    fn results_larger_than_the_cache_are_the_cpus() {
+        let n = (streaming::LARGE / 4 + 1003) as i64;
+        let results = |device| -> Result<Vec<Tensor>> {
+            let (x, y) = (Tensor::arange(0, n, 1, device)?, Tensor::arange(n, 0, -1, device)?);
+            let (half, out) = (y.to_dtype(DType::BF16)?, x.empty_like()?);
+            Tensor::map_into(&[&x, &y], &[], &[&out], |x, _| vec![&x[0] - &x[1]])?;
+            let sum = x.add(&out)?;
+            x.add_(&out)?;
+            Ok(vec![out.relu()?, out, sum, x.add(&half)?, half.abs()?.to_dtype(DType::F32)?, x])
+        };
+        let right = results(Device::Cpu).unwrap();
+        for device in (0..opencl::count()).map(Device::OpenCL) {
+            for (i, (got, right)) in results(device).unwrap().iter().zip(&right).enumerate() {
+                assert!(got.to_device(Device::Cpu).unwrap().equal(right).unwrap(), "result {i} on {device}");
+            }
+        }
+    }
+}

@@ -1,0 +1,334 @@
+//! What an elementwise kernel consists of besides its template: formulas, operands, loads and stores.
+
+use std::fmt::Write;
+
+use crate::backend::opencl::map::{Access, Form, Operand, Reach};
+use crate::device::opencl::ClDevice;
+use crate::ops::elementwise::Launch;
+use crate::{Compute, DType};
+
+const TEMPLATE: &str = include_str!("../../../../kernels/elementwise.cl");
+
+/// What rounds bf16 results where there are tensor cores.
+const ROUNDED: &str = include_str!("../../../../kernels/rounded.cl");
+
+/// A store past the cache, where the compiler has one.
+const STORE_PAST: &str = "#ifdef __has_builtin
+#if __has_builtin(__builtin_nontemporal_store)
+#define STORE_PAST(value, to) __builtin_nontemporal_store(value, to)
+#endif
+#endif
+#ifndef STORE_PAST
+#define STORE_PAST(value, to) *(to) = value
+#endif
+";
+
+/// The whole kernel for a device, prelude aside.
+pub(crate) fn write(
+    device: &ClDevice,
+    launch: &Launch,
+    operands: &[Operand],
+    form: Form,
+    local: usize,
+    rank: usize,
+    wide: bool,
+) -> String {
+    let index = if wide { "ulong" } else { "uint" };
+    let (params, names): (Vec<_>, Vec<_>) = parameters(launch, operands, rank).into_iter().unzip();
+    let mut s = format!(
+        "#define INDEX {index}\n#define PARAMETERS {}\n#define ARGUMENTS {}\n",
+        params.join(", "),
+        names.join(", ")
+    );
+    let w = &mut s;
+    // Not for copies, which keep a NaN's bits. Whether there are such cores is asked last: the answer takes building a kernel.
+    let rounds = |o: &Operand| o.dtype == DType::BF16 && o.reach == Reach::Neighbours;
+    if launch.program.computes()
+        && launch.compute == Compute::F32
+        && operands[launch.inputs.len()..].iter().any(rounds)
+        && device.tensor_cores().local > 0
+    {
+        w.push_str(ROUNDED);
+    }
+    // Writing to a String cannot fail.
+    if rank > 0 {
+        let n = operands.len();
+        let _ = writeln!(w, "typedef struct {{ ulong dims[{rank}]; long strides[{n}][{rank}]; }} layout_t;");
+    }
+    w.push_str(&launch.program.emit(launch.compute, "compute"));
+    let writer = Writer { launch, operands, streamed: matches!(form, Form::Vector { streamed: true, .. }) };
+    let dims: Vec<usize> = (0..rank).collect();
+    match form {
+        Form::Scalar { per_item } => {
+            let _ = writeln!(w, "#define PER_ITEM {per_item}");
+            writer.function(w, "element", &dims, 1);
+        }
+        Form::Vector { width, streamed } => {
+            w.push_str(if streamed { STORE_PAST } else { "" });
+            let _ = writeln!(w, "#define VEC {width}");
+            let wide =
+                DType::ALL.iter().filter(|t| operands.iter().any(|o| o.reach == Reach::Neighbours && o.dtype == **t));
+            wide.for_each(|&t| w.push_str(&Words::of(t, width).define(t, width)));
+            writer.function(w, "elements", &dims, width);
+            if rank <= 1 {
+                let _ = writeln!(w, "#define TAIL");
+                writer.function(w, "element", &dims, 1);
+            }
+        }
+        Form::Tiled { side, turn, lines } => {
+            let inner = rank - 1;
+            let _ = writeln!(w, "#define TILE {side}\n#define GROUP {local}");
+            let _ = writeln!(w, "#define COLUMNS (INDEX)layout.dims[{inner}]\n#define ROWS (INDEX)layout.dims[{turn}]");
+            let batch: Vec<usize> = dims.iter().copied().filter(|&d| d != inner && d != turn).collect();
+            let _ = writeln!(w, "#define POSITIONS(b) {}", writer.positions("b", &batch));
+            let (mut turned, mut fetch, mut fetch_line) = (String::new(), String::new(), String::new());
+            for (k, o) in operands.iter().enumerate().filter(|(_, o)| o.used && o.reach == Reach::Tile) {
+                let space = if local > 1 { "__local " } else { "" };
+                let _ = write!(turned, "{space}{}_t tile{k}[TILE][TILE + 1]; ", o.dtype);
+                let line = format!("at{k} + (long)(column + c) * layout.strides[{k}][{inner}] + row");
+                let _ = write!(fetch, "tile{k}[c][r] = p{k}[{line} + r]; ");
+                let _ = write!(fetch_line, "LOAD_LINE(p{k} + {line}, tile{k}[c]); ");
+            }
+            let _ = writeln!(w, "#define TURNED {turned}\n#define FETCH {fetch}");
+            if let Some(lines) = lines {
+                let streamed = if lines.streamed { "#define STREAMED\n" } else { "" };
+                let line = writer.line(side, turn, inner);
+                let _ = writeln!(w, "#define LINE {side}\n{streamed}#define FETCH_LINE {fetch_line}");
+                let _ = writeln!(w, "#define ELEMENT_LINE {line}");
+            }
+            let mut element = String::new();
+            for (k, _) in operands.iter().enumerate().filter(|(_, o)| o.used && direct(o)) {
+                let _ = write!(
+                    element,
+                    "const ulong i{k} = at{k} + (long)(row + r) * layout.strides[{k}][{turn}] \
+                     + (long)(column + c) * layout.strides[{k}][{inner}]; "
+                );
+            }
+            writer.body(
+                &mut element,
+                1,
+                |k| {
+                    let o = &operands[k];
+                    match o.reach {
+                        Reach::Tile => format!("from_{}(tile{k}[c][r])", o.dtype),
+                        _ if direct(o) => format!("load_{}(p{k}, i{k})", o.dtype),
+                        _ => format!("load_{}(p{k}, at{k})", o.dtype),
+                    }
+                },
+                "i",
+            );
+            let _ = writeln!(w, "#define ELEMENT {}", element.replace('\n', " "));
+        }
+    }
+    s.push_str(TEMPLATE);
+    s
+}
+
+/// Whether an operand of a tiled kernel is read or written where it lies, by row and column.
+fn direct(o: &Operand) -> bool {
+    o.reach != Reach::Tile && o.access != Access::Broadcast
+}
+
+/// Declarations and names of the kernel's parameters.
+fn parameters(launch: &Launch, operands: &[Operand], rank: usize) -> Vec<(String, String)> {
+    let (program, c) = (launch.program, launch.compute.cl_name());
+    let mut params: Vec<(String, String)> = Vec::new();
+    let mut param = |ty: &str, name: String| params.push((format!("{ty} {name}"), name));
+    for (k, o) in operands.iter().enumerate().filter(|(_, o)| o.used) {
+        let constant = if k < launch.inputs.len() { "const " } else { "" };
+        param(&format!("__global {constant}{}_t*", o.dtype), format!("p{k}"));
+        param("const ulong", format!("p{k}_offset"));
+    }
+    if rank > 0 {
+        param("const layout_t", "layout".into());
+    }
+    (0..program.scalars()).for_each(|i| param(&format!("const {c}"), format!("s{i}")));
+    for i in 0..program.seeds() {
+        param("const ulong", format!("key{i}"));
+        param("const ulong", format!("stream{i}"));
+    }
+    if program.can_fault(launch.compute) {
+        param("__global int*", "fault".into());
+    }
+    params
+}
+
+/// How `n` neighbours are moved: as words, for compilers move vectors of shorter elements in two pieces, or leave them in
+/// memory. Each word is taken on its own, or some would make one number of all.
+struct Words {
+    word: &'static str,
+    count: usize,
+}
+
+impl Words {
+    fn of(dtype: DType, n: usize) -> Words {
+        let (word, size) = match dtype.size() * n {
+            2 => ("ushort", 2),
+            _ if dtype.size() == 8 => ("ulong", 8),
+            _ => ("uint", 4),
+        };
+        Words { word, count: dtype.size() * n / size }
+    }
+
+    /// The type `wide_{dtype}`: words, each of them some elements.
+    fn define(&self, dtype: DType, n: usize) -> String {
+        format!("typedef union {{ {} word[{}]; {dtype}_t each[{n}]; }} wide_{dtype};\n", self.word, self.count)
+    }
+
+    /// The type of all words at once.
+    fn all(&self) -> String {
+        if self.count > 1 { format!("{}{}", self.word, self.count) } else { self.word.into() }
+    }
+
+    /// The words of `to` from those at `from`.
+    fn load(&self, to: &str, from: &str) -> String {
+        let all = self.all();
+        let part = |i: usize| if self.count > 1 { format!("{to}_all.s{i}") } else { format!("{to}_all") };
+        let each: String = (0..self.count).map(|i| format!(" {to}.word[{i}] = {};", part(i))).collect();
+        format!("const {all} {to}_all = *(const __global {all}*)({from});{each}")
+    }
+
+    /// All words of `from`, as one value.
+    fn value(&self, from: &str) -> String {
+        let each: Vec<String> = (0..self.count).map(|i| format!("{from}.word[{i}]")).collect();
+        format!("({})({})", self.all(), each.join(", "))
+    }
+}
+
+struct Writer<'a> {
+    launch: &'a Launch<'a>,
+    operands: &'a [Operand],
+    /// Whether several neighbours are stored past the cache.
+    streamed: bool,
+}
+
+impl Writer<'_> {
+    fn used(&self) -> impl Iterator<Item = (usize, &Operand)> {
+        self.operands.iter().enumerate().filter(|(_, o)| o.used)
+    }
+
+    /// Statements that declare `at{k}`, where position `e` of `dims` is in operand k.
+    fn positions(&self, e: &str, dims: &[usize]) -> String {
+        let mut s = String::new();
+        for (k, o) in self.used() {
+            let at = if o.access == Access::Contiguous { format!(" + {e}") } else { String::new() };
+            let _ = write!(s, "ulong at{k} = p{k}_offset{at}; ");
+        }
+        if dims.is_empty() {
+            return s;
+        }
+        let _ = write!(s, "INDEX rest = {e}; ");
+        for (n, &d) in dims.iter().enumerate().rev() {
+            let divide = format!("const INDEX n = layout.dims[{d}]; const INDEX i = rest % n; rest /= n;");
+            let _ = write!(s, "{{ {} ", if n > 0 { &divide } else { "const INDEX i = rest;" });
+            for (k, _) in self.used().filter(|(_, o)| o.access == Access::Strided) {
+                let _ = write!(s, "at{k} += (long)i * layout.strides[{k}][{d}]; ");
+            }
+            s.push_str("} ");
+        }
+        s
+    }
+
+    /// A function that computes `width` neighbouring positions from e on.
+    fn function(&self, w: &mut String, name: &str, dims: &[usize], width: usize) {
+        let _ = writeln!(w, "inline void {name}(const INDEX e, PARAMETERS) {{\n    {}", self.positions("e", dims));
+        if width == 1 {
+            self.body(w, 1, |k| format!("load_{}(p{k}, at{k})", self.operands[k].dtype), "at");
+            w.push_str("}\n");
+            return;
+        }
+        let inputs = self.launch.inputs.len();
+        for (k, o) in self.used() {
+            let t = o.dtype;
+            match o.reach {
+                Reach::Neighbours => {
+                    let _ = writeln!(w, "    wide_{t} b{k};");
+                    if k < inputs {
+                        let load = Words::of(t, width).load(&format!("b{k}"), &format!("p{k} + at{k}"));
+                        let _ = writeln!(w, "    {load}");
+                    }
+                }
+                _ => _ = writeln!(w, "    const {t}_t b{k} = p{k}[at{k}];"),
+            }
+        }
+        let _ = writeln!(w, "    #pragma unroll\n    for (int k = 0; k < VEC; k++) {{");
+        let load = |k: usize| {
+            let o = &self.operands[k];
+            let at = if o.reach == Reach::Neighbours { ".each[k]" } else { "" };
+            format!("from_{}(b{k}{at})", o.dtype)
+        };
+        self.body(w, width, load, ".each");
+        w.push_str("    }\n");
+        for (k, o) in self.used().filter(|(k, _)| *k >= inputs) {
+            let words = Words::of(o.dtype, width);
+            let (to, value) = (format!("(__global {}*)(p{k} + at{k})", words.all()), words.value(&format!("b{k}")));
+            let _ = match self.streamed {
+                true => writeln!(w, "    STORE_PAST({value}, {to});"),
+                false => writeln!(w, "    *{to} = {value};"),
+            };
+        }
+        w.push_str("}\n");
+    }
+
+    /// Statements that compute a row of a tile, row r, in whole lines.
+    fn line(&self, side: usize, turn: usize, inner: usize) -> String {
+        let (mut s, inputs) = (String::new(), self.launch.inputs.len());
+        for (k, _) in self.used().filter(|(_, o)| direct(o)) {
+            let _ = write!(
+                s,
+                "const ulong i{k} = at{k} + (long)(row + r) * layout.strides[{k}][{turn}] \
+                 + (long)column * layout.strides[{k}][{inner}]; "
+            );
+        }
+        let outputs = || self.used().filter(|(k, _)| *k >= inputs);
+        for (k, o) in outputs() {
+            let _ = write!(s, "{}_t b{k}[TILE]; ", o.dtype);
+        }
+        s.push_str("_Pragma(\"unroll\") for (uint k = 0; k < TILE; k++) { ");
+        let load = |k: usize| {
+            let o = &self.operands[k];
+            match o.reach {
+                Reach::Tile => format!("from_{}(tile{k}[k][r])", o.dtype),
+                _ if direct(o) => format!("load_{}(p{k}, i{k} + (long)k * layout.strides[{k}][{inner}])", o.dtype),
+                _ => format!("load_{}(p{k}, at{k})", o.dtype),
+            }
+        };
+        self.body(&mut s, side, load, "");
+        s.push_str("} ");
+        for (k, o) in outputs() {
+            let _ = write!(s, "STORE_LINE({}, b{k}, p{k} + i{k}) ", o.dtype.cl_storage());
+        }
+        s.replace('\n', " ")
+    }
+
+    /// Statements that compute one position from what `load` gives, and store the results: at `{at}{k}`, or among several
+    /// in `b{k}{at}`.
+    fn body(&self, w: &mut String, width: usize, load: impl Fn(usize) -> String, at: &str) {
+        let (program, compute) = (self.launch.program, self.launch.compute);
+        let (c, class, inputs) = (compute.cl_name(), format!("{compute:?}"), self.launch.inputs.len());
+        let outputs = self.operands.len() - inputs;
+        (0..outputs).for_each(|j| {
+            let _ = writeln!(w, "    {c} y{j};");
+        });
+        let used = |k: usize| self.operands.get(k).is_some_and(|o| o.used) && k < inputs;
+        let mut call: Vec<String> =
+            (0..program.inputs()).map(|k| if used(k) { format!("({c}){}", load(k)) } else { "0".into() }).collect();
+        call.extend((0..program.scalars()).map(|i| format!("s{i}")));
+        if program.seeds() > 0 {
+            (0..program.seeds()).for_each(|i| call.push(format!("key{i}, stream{i}")));
+            call.push(if width > 1 { "e + k".into() } else { "e".into() });
+        }
+        if program.can_fault(compute) {
+            call.push("fault".into());
+        }
+        call.extend((0..outputs).map(|j| format!("&y{j}")));
+        let _ = writeln!(w, "    compute({});", call.join(", "));
+        for j in 0..outputs {
+            let (k, t) = (inputs + j, self.operands[inputs + j].dtype);
+            let _ = match width {
+                1 => writeln!(w, "    store_{t}_{class}(p{k}, {at}{k}, y{j});"),
+                _ => writeln!(w, "        b{k}{at}[k] = to_{t}_{class}(y{j});"),
+            };
+        }
+    }
+}

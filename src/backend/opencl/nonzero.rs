@@ -1,0 +1,149 @@
+//! Where a tensor is not zero, on OpenCL: `kernels/count.cl`. The counts of chunks are read back, for how many there are in all; they
+//! also say, on the device, where the places of each chunk begin.
+
+use smallvec::SmallVec;
+
+use crate::backend::opencl::kernels::{KernelKey, kernel};
+use crate::backend::opencl::reduce::{WALK, group_size, is_wide};
+use crate::device::DeviceKind;
+use crate::device::opencl::{Arg, ClDevice};
+use crate::layout::collapse::Walk;
+use crate::{Compute, DType, Result, Tensor};
+
+const TEMPLATE: &str = include_str!("../../../kernels/count.cl");
+
+/// Elements that a work-item of a group takes at a time.
+const PER: usize = 16;
+/// Elements that are worth a work-item of a processor.
+const SERIAL: usize = 1 << 12;
+
+/// What becomes of what is true.
+enum Stage<'a> {
+    Count,
+    /// A row of indices in a tensor of these sizes.
+    Rows(&'a [usize]),
+    /// What this tensor has there.
+    Elements(&'a Tensor),
+}
+
+/// Where the elements of `mask` that are not zero are, in row-major order: a row of indices each, as of a tensor of sizes
+/// `dims`. The mask has elements.
+pub(crate) fn places(mask: &Tensor, dims: &[usize]) -> Result<Tensor> {
+    let counts = Counts::new(mask)?;
+    let out = Tensor::empty_like_shape([counts.total, dims.len()], DType::I64, mask.device())?;
+    counts.fill(&Stage::Rows(dims), &out)
+}
+
+/// The elements of `x` where `mask` is not zero, in row-major order. They have one shape, and elements.
+pub(crate) fn selected(x: &Tensor, mask: &Tensor) -> Result<Tensor> {
+    let counts = Counts::new(mask)?;
+    let out = Tensor::empty_like_shape(counts.total, x.dtype, x.device())?;
+    counts.fill(&Stage::Elements(x), &out)
+}
+
+/// How many elements of each chunk are not zero.
+struct Counts<'a> {
+    device: &'static ClDevice,
+    mask: &'a Tensor,
+    chunk: usize,
+    counts: Tensor,
+    total: usize,
+}
+
+impl Counts<'_> {
+    /// Waits.
+    fn new(mask: &Tensor) -> Result<Counts<'_>> {
+        let (device, n) = (mask.cl_device()?, mask.numel());
+        let units = device.info().compute_units.max(1);
+        let (least, most) = match device.info().kind {
+            DeviceKind::Cpu => (SERIAL, 4 * units),
+            _ => (PER * group_size(device), 8 * units),
+        };
+        let chunk = n.div_ceil(most).next_multiple_of(least);
+        let counts = Tensor::empty_like_shape(n.div_ceil(chunk), DType::U32, mask.device())?;
+        let mut made = Counts { device, mask, chunk, counts, total: 0 };
+        made.launch(&Stage::Count, &made.counts)?;
+        made.total = made.counts.to_vec::<u32>()?.iter().map(|&n| n as usize).sum();
+        Ok(made)
+    }
+
+    fn fill(&self, stage: &Stage, out: &Tensor) -> Result<Tensor> {
+        if self.total > 0 {
+            self.launch(stage, out)?;
+        }
+        out.storage.bump_version();
+        Ok(out.shallow_clone())
+    }
+
+    fn launch(&self, stage: &Stage, out: &Tensor) -> Result<()> {
+        let (mask, n, chunks) = (self.mask, self.mask.numel(), self.counts.numel());
+        let cpu = self.device.info().kind == DeviceKind::Cpu;
+        let group = group_size(self.device);
+        let local = if cpu { 1 } else { group };
+        let axes = |t: &Tensor| {
+            let walk = Walk::new(mask.shape(), [t.strides()]);
+            match walk.dims.is_empty() {
+                true => (1, SmallVec::from_slice(&[1, 0])),
+                false => (walk.dims.len(), words(&walk)),
+            }
+        };
+        let (rank, walk) = axes(mask);
+        let (from_rank, from) = if let Stage::Elements(x) = stage { axes(x) } else { Default::default() };
+        let (tag, of) = match stage {
+            Stage::Count => (0, 0),
+            Stage::Rows(dims) => (1, dims.len()),
+            Stage::Elements(x) => (2, from_rank << 8 | x.dtype.size()),
+        };
+        let wide = is_wide([n + self.chunk]);
+        let params = [mask.dtype as u64, rank as u64, tag, of as u64, u64::from(wide)];
+        let key = KernelKey { template: "count", params: SmallVec::from_slice(&params), exprs: SmallVec::new() };
+        let kernel = kernel(self.device, key, "count", || {
+            let stage = match stage {
+                Stage::Count => "#define COUNT\n".to_owned(),
+                Stage::Rows(dims) => format!("#define ROWS\n#define RANK {}\n", dims.len()),
+                Stage::Elements(x) => {
+                    let v = ["uchar", "ushort", "uint", "ulong"][x.dtype.size().ilog2() as usize];
+                    format!("#define ELEMENTS\n#define NV {from_rank}\n#define V {v}\n")
+                }
+            };
+            let idx = if wide { "ulong" } else { "uint" };
+            // What a comparison of vectors gives.
+            let truth = if mask.dtype.compute() == Compute::F32 { "int" } else { "long" };
+            let a = mask.dtype;
+            format!(
+                "#define A {a}\n#define NK {rank}\n#define IDX {idx}\n#define GROUP {group}\n#define MASK {truth}\n{stage}{WALK}{TEMPLATE}"
+            )
+        })?;
+        let sizes: SmallVec<[u64; 8]> = match stage {
+            Stage::Rows(dims) => dims.iter().map(|&n| n as u64).collect(),
+            _ => SmallVec::new(),
+        };
+        let v = if let Stage::Elements(x) = stage { Some(x.place()?) } else { None };
+        let (x, counts, y) = (mask.place()?, self.counts.place()?, out.place()?);
+        let mut args: SmallVec<[Arg; 16]> = SmallVec::from_slice(&[
+            x.buffer(),
+            x.offset(),
+            counts.buffer(),
+            counts.offset(),
+            Arg::Bytes(bytemuck::cast_slice(&walk)),
+            Arg::U64(n as u64),
+            Arg::U64(self.chunk as u64),
+        ]);
+        if matches!(stage, Stage::Count) {
+            return self.device.launch(&kernel, &args, &[chunks * local], &[local]);
+        }
+        args.extend([y.buffer(), y.offset()]);
+        match &v {
+            Some(v) => args.extend([v.buffer(), v.offset(), Arg::Bytes(bytemuck::cast_slice(&from))]),
+            None => args.push(Arg::Bytes(bytemuck::cast_slice(&sizes))),
+        }
+        args.push(Arg::U64(self.total as u64));
+        self.device.launch(&kernel, &args, &[chunks * local], &[local])
+    }
+}
+
+/// Sizes, then strides.
+fn words(walk: &Walk) -> SmallVec<[i64; 16]> {
+    let sizes = walk.dims.iter().map(|&n| n as i64);
+    sizes.chain(walk.strides[0].iter().map(|&s| s as i64)).collect()
+}

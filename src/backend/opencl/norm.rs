@@ -1,0 +1,240 @@
+//! Normalisation on OpenCL: `kernels/norm.cl`.
+
+use smallvec::SmallVec;
+
+use crate::backend::opencl::kernels::{KernelKey, kernel};
+use crate::backend::opencl::launch_cache as memo;
+use crate::backend::opencl::launch_cache::{Key, Of};
+use crate::backend::opencl::launch_plan::{Prepared, Ready};
+use crate::backend::opencl::reduce::{WALK, group_size, is_wide, neighbours, vector_defines};
+use crate::device::DeviceKind;
+use crate::device::opencl::{Arg, ClDevice};
+use crate::ops::elementwise::Params;
+use crate::ops::nn::norm::Rows;
+use crate::tensor::Layout;
+use crate::{Compute, Device, Result, Tensor};
+
+const TEMPLATE: &str = include_str!("../../../kernels/norm.cl");
+
+/// Registers that a work-item fills with a row, at most, and a group.
+const KEPT: usize = 64;
+const REGISTERS: usize = 32 << 10;
+/// Rows that a work-item of GPUs adds the columns of, at most: more in one chain would round too often.
+const ADDED: usize = 64;
+
+pub(crate) fn run(rows: &Rows, device: Device) -> Result<()> {
+    let (tensors, numbers) = (rows.tensors(), [switches(rows), rows.eps.to_bits()]);
+    let key = Key { of: Of::NormRows, device, numbers: &numbers, exprs: &[], tensors: &tensors };
+    memo::launch(&key, Params::default(), || prepare(rows)).map(drop)
+}
+
+/// What a kernel is made with besides types and sizes, a bit each.
+fn switches(rows: &Rows) -> u64 {
+    let given = [rows.z, rows.weight, rows.bias, rows.sums, rows.columns].map(|t| t.is_some());
+    let variance = [rows.variance.is_some(), rows.variance == Some(true)];
+    given.into_iter().chain(variance).chain([rows.rms]).fold(0, |bits, on| bits << 1 | u64::from(on))
+}
+
+/// How a GPU goes through the rows.
+struct Way {
+    /// Elements that a work-item loads at once.
+    width: usize,
+    /// Whether each of them has a weight of its own.
+    each: bool,
+    /// Work-items that share a row, and those of a group.
+    lanes: usize,
+    group: usize,
+    /// Groups of `width` elements that each of them keeps.
+    kept: usize,
+    /// Slices of a row, of `chunk` elements each; none where a row is kept whole.
+    slices: usize,
+    chunk: usize,
+}
+
+impl Way {
+    fn choose(device: &ClDevice, rows: &Rows) -> Way {
+        let (width, each) = width(device, rows);
+        let numbers = registers(rows.x, rows.z.is_some(), rows.columns.is_some());
+        let whole = Way::whole(device, rows.len(), width, numbers, rows.columns.is_some());
+        Way { each, ..whole.unwrap_or_else(|| Way::sliced(device, rows, width, numbers)) }
+    }
+
+    /// Four loads a lane: fewer leave the memory idle, more are many registers. None where rows are too long, unless it
+    /// `must` be.
+    fn whole(device: &ClDevice, n: usize, width: usize, numbers: usize, must: bool) -> Option<Way> {
+        let largest = 1 << device.info().max_work_group.clamp(1, 1024).ilog2();
+        let most = group_size(device);
+        let lanes = match width {
+            1 => n.div_ceil(16.min(KEPT / numbers)).max(32).min(n),
+            _ => n.div_ceil((4 * width).min(KEPT / numbers)).max(4),
+        };
+        let lanes = lanes.next_power_of_two().min(if n * numbers <= 1 << 14 { 512 } else { 1024 }).min(largest);
+        let kept = match n.div_ceil(width * lanes) {
+            k @ ..=4 => k,
+            k => k.next_power_of_two(),
+        };
+        let filled = kept * width * numbers;
+        let way = Way { width, each: false, lanes, group: most.max(lanes), kept, slices: 0, chunk: 0 };
+        (must || filled <= KEPT && filled * lanes <= REGISTERS).then_some(way)
+    }
+
+    /// As many slices as one group combines with a load each.
+    fn sliced(device: &ClDevice, rows: &Rows, width: usize, numbers: usize) -> Way {
+        let (n, group) = (rows.len(), group_size(device));
+        let kept = (KEPT / 2 / width / numbers).max(1);
+        let block = group * kept * width;
+        let chunk = block * n.div_ceil(block * group);
+        Way { width, each: false, lanes: group, group, kept, slices: n.div_ceil(chunk), chunk }
+    }
+
+    fn defines(&self, rows: &Rows) -> String {
+        let Way { lanes, group, kept, .. } = self;
+        let each = if self.each { "#define EACH\n" } else { "" };
+        let columns = if rows.columns.is_some() { "#define COLUMNS\n" } else { "" };
+        let spread = format!("#define LANES {lanes}\n#define GROUP {group}\n#define CACHED {kept}\n{each}{columns}");
+        let variance = match rows.variance {
+            None => "",
+            Some(false) => "#define VARIANCE\n",
+            Some(true) => "#define VARIANCE\n#define ROOT\n",
+        };
+        spread + variance + &vector_defines(rows.x.dtype, self.width)
+    }
+}
+
+/// Registers that an element of a row takes.
+fn registers(x: &Tensor, backward: bool, columns: bool) -> usize {
+    let numbers = if backward { 2 } else { 1 } * if columns { 2 } else { 1 };
+    numbers * x.dtype.compute().dtype().size() / 4
+}
+
+/// How many elements are loaded at once, and whether weights are too.
+fn width(device: &ClDevice, rows: &Rows) -> (usize, bool) {
+    let inner = rows.x.shape().dims()[3];
+    let starts = |t: &Tensor| -> SmallVec<[isize; 4]> {
+        let strides = t.strides()[..3].iter().zip(t.shape().dims()).filter(|(_, n)| **n > 1).map(|(s, _)| *s);
+        strides.chain([t.layout.offset as isize]).collect()
+    };
+    let written = rows.variance.is_none().then_some(rows.y);
+    let moved = [Some(rows.x), written, rows.z].into_iter().flatten();
+    let factors = || [rows.weight, rows.bias].into_iter().flatten();
+    let each = factors().next().is_some_and(|t| t.strides()[3] == 1);
+    let alike = factors().all(|t| t.strides()[3] == isize::from(each));
+    if !(alike && moved.clone().all(|t| t.strides()[3] == 1)) {
+        return (1, false);
+    }
+    let all = moved.chain(factors().filter(|_| each)).flat_map(starts);
+    let width = neighbours(device, rows.x.dtype, all.chain([inner as isize]));
+    (width, each && width > 1)
+}
+
+/// Room for the sums of columns of `count` rows of `n`, as [`cpu::columns`](crate::backend::cpu::norm::columns), where a launch of the gradient adds
+/// them up: a part of them for each of some rows.
+pub(crate) fn columns(x: &Tensor, count: usize, n: usize) -> Result<Option<Tensor>> {
+    let device = x.cl_device()?;
+    let width = neighbours(device, x.dtype, [n as isize].into_iter());
+    if device.info().kind == DeviceKind::Cpu {
+        return Ok(None);
+    }
+    let Some(way) = Way::whole(device, n, width, registers(x, true, true), false) else { return Ok(None) };
+    let slots = 2 * device.info().compute_units.max(1) * (way.group / way.lanes);
+    let parts = count.div_ceil(count.div_ceil(slots).min(ADDED));
+    Tensor::empty_like_shape([parts, 2, n], x.dtype.compute().dtype(), x.device()).map(Some)
+}
+
+/// Tensors of the launch are those of [`Rows::tensors`].
+pub(crate) fn prepare(rows: &Rows) -> Result<Prepared> {
+    let device = rows.x.cl_device()?;
+    if device.info().kind == DeviceKind::Cpu {
+        return Ok(Prepared::one(device, ready(device, rows, "", None, (rows.count(), 1))?));
+    }
+    let way = Way::choose(device, rows);
+    if way.slices == 0 {
+        let slots = rows.columns.map_or(rows.count(), |parts| parts.shape().dims()[0]);
+        let global = slots.div_ceil(way.group / way.lanes) * way.group;
+        return Ok(Prepared::one(device, ready(device, rows, "", Some(&way), (global, way.group))?));
+    }
+    let numbers = registers(rows.x, rows.z.is_some(), false);
+    let way = Way { each: way.each, ..Way::sliced(device, rows, way.width, numbers) };
+    let groups = rows.count() * way.slices;
+    let applied = if rows.variance.is_some() { rows.count() } else { groups };
+    let parts = ready(device, rows, "PARTS", Some(&way), (groups * way.group, way.group))?;
+    let apply = ready(device, rows, "APPLY", Some(&way), (applied * way.group, way.group))?;
+    let scratch = (2 * groups, rows.x.dtype.compute().dtype());
+    Ok(Prepared::new(device, Some(scratch), [parts, apply]))
+}
+
+/// One launch. `part`: what of it a launch of slices is.
+fn ready(
+    device: &'static ClDevice,
+    rows: &Rows,
+    part: &str,
+    way: Option<&Way>,
+    (global, local): (usize, usize),
+) -> Result<Ready> {
+    let tensors = rows.tensors();
+    let (count, n) = (rows.count(), rows.len());
+    // Positions past the end of a row are counted too.
+    let beyond = way.map_or(0, |way| way.lanes * way.kept * way.width);
+    let (wide, flat) = (is_wide([count + beyond, n + beyond, global]), rows.x.shape().dims()[2] == 1);
+    let dtype = rows.x.dtype;
+    let switched = [wide, flat].iter().fold(switches(rows), |bits, &on| bits << 1 | u64::from(on));
+    let spread = way.map_or(0, |way| way.kept << 40 | way.group << 28 | way.lanes << 16 | way.width << 8);
+    let spread = (spread | way.map_or(0, |way| usize::from(way.each)) << 1 | usize::from(part == "APPLY")) as u64;
+    let spread = spread | u64::from(!part.is_empty()) << 2;
+    let params = SmallVec::from_slice(&[dtype as u64, switched, spread]);
+    let kernel = kernel(device, KernelKey { template: "norm", params, exprs: SmallVec::new() }, "norm", || {
+        let given = [rows.z, rows.weight, rows.bias, rows.sums].map(|t| t.is_some());
+        let names = ["BACKWARD", "WEIGHT", "BIAS", "WEIGHTED_ROWS", "RMS", "FLAT"];
+        let on =
+            names.iter().zip(given.into_iter().chain([rows.rms, flat])).filter(|(_, on)| *on).map(|(name, _)| *name);
+        let on = on.chain([part].into_iter().filter(|part| !part.is_empty()));
+        let defines: String = on.map(|name| format!("#define {name}\n")).collect();
+        let (acc, idx) = (dtype.compute(), if wide { "ulong" } else { "uint" });
+        let spread = way.map_or_else(String::new, |way| way.defines(rows));
+        format!(
+            "#define A {dtype}\n#define ACC {}\n#define ACC_NAME {acc:?}\n#define IDX {idx}\n{spread}{defines}{WALK}{TEMPLATE}",
+            acc.cl_name()
+        )
+    })?;
+    let dims = rows.x.shape().dims();
+    let sizes = [dims[1], dims[2], dims[3]].map(|d| d as i64);
+    let strided = [Some(rows.x), Some(rows.y), rows.z, rows.weight, rows.bias];
+    let strides = strided.iter().flat_map(|t| t.unwrap_or(rows.x).strides().iter().map(|&s| s as i64));
+    let mut ready = Ready::new(kernel, global, local);
+    let of_rows = tensors.len() - usize::from(rows.columns.is_some());
+    if let Some(columns) = rows.columns {
+        ready.tensor(of_rows);
+        ready.args([Arg::U32(count.div_ceil(columns.shape().dims()[0]) as u32)]);
+    }
+    (0..of_rows).for_each(|k| ready.tensor(k));
+    ready.words(sizes.into_iter().chain(strides));
+    let eps = match dtype.compute() {
+        Compute::F64 => Arg::F64(rows.eps),
+        _ => Arg::F32(rows.eps as f32),
+    };
+    ready.args([Arg::U64(count as u64), eps]);
+    if let Some(way) = way.filter(|_| !part.is_empty()) {
+        // Two numbers are an element of the scratch memory, which comes after all tensors.
+        ready.tensor_from(tensors.len(), 0, 2);
+        ready.args([Arg::U32(way.slices as u32), Arg::U64(way.chunk as u64)]);
+    }
+    Ok(ready)
+}
+
+/// The sums of squared deviations over `freedom`, or their roots, of the rows of x, four dims of which the last two are a row, into as many
+/// elements that lie in a row. False where that is not for these kernels: on processors.
+pub(crate) fn variance(x: &Tensor, out: &Tensor, freedom: f64, root: bool) -> Result<bool> {
+    if x.cl_device()?.info().kind == DeviceKind::Cpu {
+        return Ok(false);
+    }
+    let dims = x.shape().dims();
+    let shape = [dims[0], dims[1], 1, 1].into();
+    let y = out.with_layout(Layout { offset: out.layout.offset, ..Layout::contiguous(shape) });
+    let (z, weight, bias, sums, columns) = Default::default();
+    // The kernel writes no statistics.
+    let (statistics, variance, rms) = (&y, Some(root), false);
+    let rows = Rows { x, y: &y, z, weight, bias, statistics, sums, columns, eps: freedom, rms, variance };
+    run(&rows, x.device())?;
+    out.storage.bump_version();
+    Ok(true)
+}

@@ -1,0 +1,153 @@
+//! Scans on OpenCL: `kernels/scan.cl`, in one launch or three.
+
+use smallvec::SmallVec;
+
+use crate::backend::cpu::lines::Lines;
+use crate::backend::opencl::kernels::{KernelKey, kernel};
+use crate::backend::opencl::reduce::{WALK, group_size, is_wide};
+use crate::device::DeviceKind;
+use crate::device::opencl::{Arg, ClDevice};
+use crate::ops::reduce::scan::Scan;
+use crate::{Compute, DType, Result, Tensor};
+
+const TEMPLATE: &str = include_str!("../../../kernels/scan.cl");
+
+/// Neighbours that a work-item of a group takes at a time.
+const PER: usize = 4;
+
+/// What of a scan a launch does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    Whole,
+    /// The total of every slice.
+    Totals,
+    /// The totals of a line, scanned.
+    Between,
+    /// The slices, from what comes before them.
+    Finish,
+}
+
+/// One scan, ready to be launched in phases.
+struct Job<'a> {
+    kind: Scan,
+    x: &'a Tensor,
+    values: &'a Tensor,
+    places: &'a Tensor,
+    /// Room for the totals of slices; any tensor where there are none.
+    totals: &'a Tensor,
+    lines: &'a Lines,
+    acc: Compute,
+    /// A work-item to itself does a slice, instead of a group.
+    serial: bool,
+    group: usize,
+}
+
+pub(crate) fn run(kind: Scan, x: &Tensor, d: usize, values: &Tensor, places: Option<&Tensor>) -> Result<()> {
+    let device = x.cl_device()?;
+    let lines = &Lines::new(x, d);
+    let cpu = device.info().kind == DeviceKind::Cpu;
+    // A processor's running sums of f32 are long, and double precision costs it nothing.
+    let acc = match x.dtype.compute() {
+        Compute::F32 if cpu && device.info().fp64 => Compute::F64,
+        acc => acc,
+    };
+    let group = group_size(device);
+    let serial = cpu || (lines.side_by_side() && lines.count >= 64 * device.info().compute_units);
+    let (chunk, slices) = cut(device, lines, serial, group);
+    let places = places.unwrap_or(values);
+    let job = Job { kind, x, values, places, totals: values, lines, acc, serial, group };
+    if slices == 1 {
+        return job.launch(device, Phase::Whole, chunk, 1);
+    }
+    let count = lines.count * slices;
+    let totals = match kind.is_arg() {
+        // A value and its index: 16 bytes.
+        true => Tensor::empty_like_shape(2 * count, DType::I64, x.device())?,
+        false => Tensor::empty_like_shape(count, acc.dtype(), x.device())?,
+    };
+    let job = Job { totals: &totals, ..job };
+    job.launch(device, Phase::Totals, chunk, slices)?;
+    job.launch(device, Phase::Between, slices, slices)?;
+    job.launch(device, Phase::Finish, chunk, slices)
+}
+
+/// The length of slices and how many a line is cut in: one, unless there are too few lines to keep the device busy.
+fn cut(device: &ClDevice, lines: &Lines, serial: bool, group: usize) -> (usize, usize) {
+    let units = device.info().compute_units.max(1);
+    let (least, unit, enough) = if serial { (1 << 14, 64, units) } else { (8 * group * PER, group * PER, 2 * units) };
+    if lines.count >= enough || lines.n < 2 * least {
+        return (lines.n, 1);
+    }
+    let wanted = (4 * units).div_ceil(lines.count).min(1 << 12);
+    let chunk = lines.n.div_ceil(wanted).max(least).next_multiple_of(unit);
+    (chunk, lines.n.div_ceil(chunk))
+}
+
+impl Job<'_> {
+    fn launch(&self, device: &'static ClDevice, phase: Phase, chunk: usize, slices: usize) -> Result<()> {
+        let lines = self.lines;
+        // Between slices a line is its totals.
+        let (n, slices_of_line) = if phase == Phase::Between { (slices, 1) } else { (lines.n, slices) };
+        let items = lines.count * slices_of_line;
+        let (global, local) = match (self.serial, device.info().kind) {
+            (true, DeviceKind::Cpu) => (items, if items >= 512 * device.info().compute_units { 64 } else { 1 }),
+            (true, _) => (items, 64),
+            (false, _) => (items * self.group, self.group),
+        };
+        let wide = is_wide([lines.count * lines.n, global + local]);
+        let params = [
+            self.kind as u64,
+            self.x.dtype as u64,
+            self.values.dtype as u64,
+            self.acc as u64,
+            lines.rank() as u64,
+            phase as u64,
+            u64::from(wide) | u64::from(self.serial) << 1,
+        ];
+        let key = KernelKey { template: "scan", params: SmallVec::from_slice(&params), exprs: SmallVec::new() };
+        let kernel = kernel(device, key, "scan", || self.source(phase, wide))?;
+        let words = lines.words();
+        let (x, y) = (self.x.place()?, self.values.place()?);
+        let (places, totals) = (self.places.place()?, self.totals.place()?);
+        // Pairs are 16 bytes, two elements of the tensor that holds them.
+        let totals_at = totals.first_element() / if self.kind.is_arg() { 2 } else { 1 };
+        let args = [
+            x.buffer(),
+            x.offset(),
+            y.buffer(),
+            y.offset(),
+            places.buffer(),
+            places.offset(),
+            totals.buffer(),
+            Arg::U64(totals_at as u64),
+            Arg::Bytes(bytemuck::cast_slice(&words)),
+            Arg::U64(lines.count as u64),
+            Arg::U64(n as u64),
+            Arg::I64(lines.step as i64),
+            Arg::U64(lines.inner as u64),
+            Arg::U64(chunk as u64),
+            Arg::U64(slices_of_line as u64),
+        ];
+        device.launch(&kernel, &args, &[global], &[local])
+    }
+
+    fn source(&self, phase: Phase, wide: bool) -> String {
+        let flag = |on: bool, name: &str| if on { format!("#define {name}\n") } else { String::new() };
+        let op = ["SUM", "PROD", "MAX", "MIN", "LOG_SUM"][self.kind as usize];
+        format!(
+            "#define A {}\n#define B {}\n#define ACC {}\n#define ACC_NAME {:?}\n#define OP_{op}\n#define NK {}\n\
+             #define IDX {}\n#define PHASE {}\n#define GROUP {}\n#define PER {PER}\n{}{}{}{WALK}{TEMPLATE}",
+            self.x.dtype,
+            self.values.dtype,
+            self.acc.cl_name(),
+            self.acc,
+            self.lines.rank(),
+            if wide { "ulong" } else { "uint" },
+            phase as usize,
+            self.group,
+            flag(self.kind.is_arg(), "ARG"),
+            flag(self.acc == Compute::I64, "INTEGERS"),
+            flag(self.serial, "SERIAL"),
+        )
+    }
+}

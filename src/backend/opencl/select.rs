@@ -1,0 +1,155 @@
+//! What is chosen from lines by order, on GPUs, without sorting all of them: `kernels/choose.cl`.
+
+use smallvec::SmallVec;
+
+use crate::backend::cpu::lines::Lines;
+use crate::backend::opencl::kernels::{KernelKey, kernel};
+use crate::backend::opencl::reduce::{WALK, group_size, is_wide};
+use crate::device::DeviceKind;
+use crate::device::opencl::{Arg, ClDevice};
+use crate::ops::sort::{Chosen, Nth, with};
+use crate::tensor::Dims;
+use crate::{DType, Result, Tensor};
+
+const KEYS: &str = include_str!("../../../kernels/key.cl");
+const TEMPLATE: &str = include_str!("../../../kernels/choose.cl");
+
+/// Shorter lines are sorted, several in a group.
+const SHORT: usize = 64;
+/// Elements that a work-item has in registers at a time, of the first ones and of one of a place; lines of which it has all are read once.
+const PER: usize = 16;
+const RESIDENT: usize = 32;
+/// Elements that it reads at a time of longer ones.
+const AHEAD: usize = 8;
+/// Of so many the first are chosen; more are sorted.
+const MOST: usize = 512;
+
+/// What is chosen of each line.
+enum What {
+    /// The first in order; of what may be among them so many are held.
+    First {
+        k: usize,
+        descending: bool,
+        hold: usize,
+    },
+    Nth(Nth),
+}
+
+/// The first `k` elements of each line of `x` along d; `None` where sorting is the way.
+pub(crate) fn first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Chosen>> {
+    let device = x.cl_device()?;
+    let mut lines = Lines::new(x, d);
+    if !serves(device, &lines) || k == 0 || k > MOST {
+        return Ok(None);
+    }
+    let made = Chosen::empty(x, with(x, d, k))?;
+    // Sorting a hundred is as quick as finding fewer of them.
+    let what = What::First { k, descending, hold: (4 * k).next_power_of_two().clamp(128, 2 * MOST) };
+    let units = device.info().compute_units.max(1);
+    let inner = lines.inner;
+    // Slices of few lines each give k, from which the others are chosen.
+    let mut of: Option<Chosen> = None;
+    loop {
+        let x = of.as_ref().map_or(x, |of| of.values.as_ref().unwrap_or(x));
+        let most = (lines.n / (4 * k)).min(lines.n / (PER * group_size(device)));
+        let slices = if lines.count >= 4 * units { 1 } else { (8 * units).div_ceil(lines.count).min(most).max(1) };
+        let from = of.as_ref().map(|of| &of.indices);
+        if slices == 1 {
+            launch(device, &what, x, from, &lines, inner, 1, &made)?;
+            return Ok(Some(made));
+        }
+        let part = Chosen::empty(x, Dims::from_slice(&[lines.count, slices * k]))?;
+        launch(device, &what, x, from, &lines, 1, slices, &part)?;
+        lines = Lines::new(&part.indices, 1);
+        of = Some(part);
+    }
+}
+
+/// The element of each line of `x` along d that has a place in ascending order; `None` where sorting is the way.
+pub(crate) fn nth(x: &Tensor, d: usize, nth: Nth) -> Result<Option<Chosen>> {
+    let device = x.cl_device()?;
+    let lines = Lines::new(x, d);
+    // One group a line goes through long ones several times.
+    if !serves(device, &lines) || (lines.n > 1 << 16 && lines.count < 16) {
+        return Ok(None);
+    }
+    let made = Chosen::empty(x, with(x, d, 1))?;
+    launch(device, &What::Nth(nth), x, None, &lines, lines.inner, 1, &made)?;
+    Ok(Some(made))
+}
+
+fn serves(device: &ClDevice, lines: &Lines) -> bool {
+    device.info().kind != DeviceKind::Cpu && group_size(device) >= 64 && lines.n >= SHORT && lines.count > 0
+}
+
+/// `from`: the indices of what is chosen from, where they are not their places in the line.
+#[expect(clippy::too_many_arguments, reason = "what a launch is made of")]
+fn launch(
+    device: &'static ClDevice,
+    what: &What,
+    x: &Tensor,
+    from: Option<&Tensor>,
+    lines: &Lines,
+    inner: usize,
+    slices: usize,
+    to: &Chosen,
+) -> Result<()> {
+    let n = lines.n;
+    let share = n.div_ceil(slices);
+    let group = share.div_ceil(4).next_power_of_two().clamp(32, group_size(device));
+    let per = share.div_ceil(group).next_power_of_two();
+    let place = if is_wide([n]) { DType::I64 } else { DType::U32 };
+    let wide = is_wide([lines.count * n + group * RESIDENT, lines.count * slices * group]);
+    let resident = matches!(what, What::Nth(_)) && per <= RESIDENT;
+    let (top, per, descending, cap, k, rule) = match *what {
+        What::First { k, descending, hold } => (true, per.min(PER), descending, hold.max(group), k, hold as u32),
+        What::Nth(nth) => {
+            let (k, rule) = nth.rule();
+            (false, if resident { per } else { AHEAD }, false, 0, k, rule)
+        }
+    };
+    let params = [
+        x.dtype as u64,
+        place as u64,
+        lines.rank() as u64,
+        group as u64,
+        per as u64,
+        cap as u64,
+        u64::from(wide)
+            | u64::from(descending) << 1
+            | u64::from(from.is_some()) << 2
+            | u64::from(top) << 3
+            | u64::from(resident) << 4,
+    ];
+    let key = KernelKey { template: "choose", params: SmallVec::from_slice(&params), exprs: SmallVec::new() };
+    let kernel = kernel(device, key, "choose", || {
+        let flag = |on: bool, name: &str| if on { format!("#define {name}\n") } else { String::new() };
+        format!(
+            "{}#define PLACE {}\n#define NK {}\n#define IDX {}\n#define GROUP {group}\n#define PER {per}\n#define CAP {cap}\n\
+             {}{}{}{WALK}{KEYS}{TEMPLATE}",
+            crate::backend::opencl::sort::keys_of(x.dtype, descending),
+            if place == DType::U32 { "uint" } else { "ulong" },
+            lines.rank(),
+            if wide { "ulong" } else { "uint" },
+            flag(top, "TOP"),
+            flag(from.is_some(), "FROM"),
+            flag(resident, "RESIDENT"),
+        )
+    })?;
+    let words = lines.words();
+    let values = to.values.as_ref().unwrap_or(&to.indices);
+    let (x, y, places) = (x.place()?, values.place()?, to.indices.place()?);
+    let from = from.unwrap_or(&to.indices).place()?;
+    let mut args: SmallVec<[Arg; 16]> =
+        [&x, &y, &places, &from].iter().flat_map(|p| [p.buffer(), p.offset()]).collect();
+    args.extend([
+        Arg::Bytes(bytemuck::cast_slice(&words)),
+        Arg::U64(n as u64),
+        Arg::I64(lines.step as i64),
+        Arg::U64(inner as u64),
+        Arg::U64(k as u64),
+        Arg::U32(slices as u32),
+        Arg::U32(rule),
+    ]);
+    device.launch(&kernel, &args, &[lines.count * slices * group], &[group])
+}

@@ -1,0 +1,119 @@
+//! Values told by their place: `arange` and `linspace`, on OpenCL `kernels/sequence.cl`.
+
+use smallvec::SmallVec;
+
+use crate::backend::opencl::kernels::{KernelKey, kernel};
+use crate::device::opencl::Arg;
+use crate::device::{DeviceKind, opencl};
+use crate::{DType, Device, Result, Scalar, Tensor};
+
+const TEMPLATE: &str = include_str!("../../../kernels/sequence.cl");
+
+/// Work-items a group, and elements of each on GPUs.
+const LOCAL: usize = 64;
+const PER_ITEM: usize = 8;
+
+/// What the element at each place is.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Sequence {
+    /// `start + i * step`, wrapping.
+    Int { start: i64, step: i64 },
+    /// The same in f64; from place `turn` on, of `n`, `end - (n - 1 - i) * step`.
+    Float { start: f64, step: f64, turn: usize, end: f64, n: usize },
+}
+
+impl Sequence {
+    /// `n` numbers evenly from `start` to `end`, counted from the nearer end, so that both are exact.
+    pub(crate) fn between(start: f64, end: f64, n: usize) -> Sequence {
+        let step = if n > 1 { (end - start) / (n - 1) as f64 } else { 0.0 };
+        Sequence::Float { start, step, turn: n.div_ceil(2), end, n }
+    }
+
+    #[inline(always)]
+    pub(crate) fn at(self, i: usize) -> Scalar {
+        match self {
+            Sequence::Int { start, step } => Scalar::Int(start.wrapping_add(step.wrapping_mul(i as i64))),
+            Sequence::Float { start, step, turn, .. } if i < turn => Scalar::Float(start + step * i as f64),
+            Sequence::Float { step, end, n, .. } => Scalar::Float(end - step * (n - 1 - i) as f64),
+        }
+    }
+
+    /// Whether the device can write them as this dtype.
+    pub(crate) fn is_for(self, dtype: DType, device: Device) -> Result<bool> {
+        let Device::OpenCL(index) = device else { return Ok(false) };
+        let doubles = dtype == DType::F64 || matches!(self, Sequence::Float { .. });
+        Ok(!doubles || opencl::open(index)?.info().fp64)
+    }
+
+    /// Writes all of a new vector on an OpenCL device.
+    pub(crate) fn launch(self, out: &Tensor) -> Result<()> {
+        let (device, count) = (out.cl_device()?, out.numel());
+        let float = matches!(self, Sequence::Float { .. });
+        // Compilers for processors vectorise across work-items.
+        let per_item = if device.info().kind == DeviceKind::Cpu { 1 } else { PER_ITEM };
+        let params = SmallVec::from_slice(&[out.dtype as u64, float.into(), per_item as u64]);
+        let key = KernelKey { template: "sequence", params, exprs: SmallVec::new() };
+        let kernel = kernel(device, key, "sequence", || {
+            let float = if float { "#define FLOAT\n" } else { "" };
+            let t = out.dtype;
+            format!("#define T {t}\n#define PER_ITEM {per_item}\n#define LOCAL {LOCAL}\n{float}{TEMPLATE}")
+        })?;
+        let y = out.place()?;
+        let [start, step, end] = match self {
+            Sequence::Int { start, step } => [start, step, 0].map(Arg::I64),
+            Sequence::Float { start, step, end, .. } => [start, step, end].map(Arg::F64),
+        };
+        let turn = if let Sequence::Float { turn, .. } = self { turn } else { count };
+        let [count, turn] = [count, turn].map(|n| Arg::U64(n as u64));
+        let args = [y.buffer(), y.offset(), count, start, step, turn, end];
+        device.launch(&kernel, &args, &[out.numel().div_ceil(per_item)], &[LOCAL])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::device::{count_launches, opencl};
+    use crate::{DType, Device, Result, Scalar, Tensor};
+
+    const DTYPES: [DType; 9] =
+        [DType::F32, DType::F16, DType::BF16, DType::F64, DType::I64, DType::I32, DType::U8, DType::U32, DType::Bool];
+
+    /// Bit by bit what the host computes, at sizes around those of groups; 64-bit numbers wrap.
+    #[test]
+    fn devices_write_what_the_host_writes() {
+        let whole: [(i64, i64); 4] = [(0, 1), (-3, 7), (300, -1), (i64::MAX - 5, 1 << 60)];
+        for device in (0..opencl::count()).map(Device::OpenCL) {
+            for n in [0, 1, 2, 63, 64, 65, 511, 512, 513, 5003] {
+                for dtype in DTYPES.into_iter().filter(|&t| t != DType::F64 || device.info().unwrap().fp64) {
+                    let all = |device| -> Result<Vec<Tensor>> {
+                        let mut made = vec![
+                            Tensor::linspace(-1.7, 300.1, n, (dtype, device))?,
+                            Tensor::linspace(5.0, f64::from(f32::MIN_POSITIVE), n, (dtype, device))?,
+                            Tensor::arange(-0.3, n as f64 * 0.0999 - 0.3, 0.1, (dtype, device))?,
+                        ];
+                        for (start, step) in whole {
+                            // As many as fit below the greatest number.
+                            let end = Scalar::Int(start.saturating_add(step.saturating_mul(n as i64)));
+                            made.push(Tensor::arange(start, end, step, (dtype, device))?);
+                        }
+                        Ok(made)
+                    };
+                    for (i, (got, right)) in all(device).unwrap().iter().zip(all(Device::Cpu).unwrap()).enumerate() {
+                        let got = got.to_device(Device::Cpu).unwrap();
+                        assert!(got.equal(&right).unwrap(), "{i}: {n} of {dtype} on {device}: {got} for {right}");
+                    }
+                }
+            }
+        }
+    }
+
+    /// One launch, and nothing of the values comes from the host.
+    #[test]
+    fn a_sequence_is_one_launch() {
+        for device in (0..opencl::count()).map(Device::OpenCL) {
+            let (made, launches) = count_launches(|| Tensor::arange(0, 1 << 20, 1, (DType::I64, device)).unwrap());
+            assert_eq!(launches, 1);
+            assert_eq!(made.sum((), false).unwrap().item::<i64>().unwrap(), (1 << 39) - (1 << 19));
+        }
+    }
+}

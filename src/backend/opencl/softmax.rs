@@ -1,0 +1,169 @@
+//! Row operations on OpenCL: `kernels/row.cl`.
+
+use smallvec::SmallVec;
+
+use crate::backend::opencl::kernels::{KernelKey, kernel};
+use crate::backend::opencl::launch_plan::{Prepared, Ready};
+use crate::backend::opencl::reduce::{WALK, group_size, is_wide, lanes, neighbours, vector_defines};
+use crate::device::DeviceKind;
+use crate::device::opencl::{Arg, ClDevice};
+use crate::ops::nn::softmax::{RowOp, Rows};
+use crate::{DType, Error, Result, Tensor};
+
+pub(crate) const TEMPLATE: &str = include_str!("../../../kernels/row.cl");
+
+pub(crate) fn defines(t: &Tensor, rank: usize, wide: bool, group: usize) -> String {
+    let acc = t.dtype.compute();
+    let (name, index) = (acc.cl_name(), if wide { "ulong" } else { "uint" });
+    let a = t.dtype;
+    format!(
+        "#define A {a}\n#define ACC {name}\n#define ACC_NAME {acc:?}\n#define NK {rank}\n#define IDX {index}\n#define GROUP {group}\n"
+    )
+}
+
+/// Values that a work-item keeps of a row in registers, at most.
+const KEPT: usize = 64;
+
+/// Work-items that share a row of f32, at most: as many as FOLD combines.
+const LONGEST: usize = 1024;
+/// Values of f32 that a group keeps, at most: half of the registers that NVIDIA's units have.
+const REGISTERS: usize = 32 << 10;
+
+/// How the rows are spread over a GPU.
+struct Way {
+    by_column: bool,
+    /// Elements that a work-item loads at once.
+    width: usize,
+    /// Work-items that share a row.
+    lanes: usize,
+    /// Work-items of a group.
+    group: usize,
+    /// Groups of `width` elements that each of them keeps; 0 where rows are too long for that, and read several times.
+    kept: usize,
+}
+
+impl Way {
+    fn choose(device: &ClDevice, kind: RowOp, tensors: [&Tensor; 3], rows: &Rows) -> Way {
+        let (count, n) = (rows.count(), rows.n);
+        let (units, most) = (device.info().compute_units.max(1), group_size(device));
+        let largest = 1 << device.info().max_work_group.max(1).ilog2();
+        // Neighbouring rows are read together where they lie closer than the elements of one.
+        let across = rows.walk.strides[0].last().copied().unwrap_or(0).unsigned_abs();
+        let by_column = count > 1 && n > 1 && across != 0 && across < rows.steps[0].unsigned_abs();
+        let columns = rows.walk.dims.last().copied().unwrap_or(1);
+        // The result of logsumexp has one element a row, which is not part of this; masks are read one by one.
+        let spans = match kind {
+            RowOp::LogSumExp => &[0usize][..],
+            RowOp::MaskedSoftmax => &[0, 1],
+            _ => &[0, 1, 2],
+        };
+        let in_rows = n > 1 && spans.iter().all(|&k| rows.steps[k] == 1);
+        let starts = spans.iter().flat_map(|&k| {
+            let steps = rows.walk.strides[k].iter().copied();
+            steps.chain([tensors[k].layout.offset as isize, n as isize])
+        });
+        let width = if in_rows { neighbours(device, tensors[0].dtype, starts) } else { 1 };
+        // Registers that an element takes.
+        let two = matches!(kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad);
+        let each = if two { 2 } else { 1 } * (tensors[0].dtype.compute().dtype().size() / 4);
+        let lanes = match by_column {
+            true => lanes(most, true, n, columns, |together| count.div_ceil(together) >= 2 * units),
+            // Four loads a lane: fewer leave the memory idle, more are many registers. Long rows take eight before they
+            // take the largest groups.
+            false if width > 1 => {
+                let most = (if n * each <= LONGEST * 16 { LONGEST / 2 } else { LONGEST }) / each;
+                n.div_ceil(4 * width).next_power_of_two().max(4).min(most).min(largest)
+            }
+            false => n.div_ceil(16).next_power_of_two().max(32).min(n.next_power_of_two()).min(most),
+        };
+        let group = most.max(lanes);
+        let kept = match n.div_ceil(width * lanes) {
+            k @ ..=4 => k,
+            k => k.next_power_of_two(),
+        };
+        let registers = kept * width * each;
+        let way = Way { by_column, width, lanes, group, kept };
+        if registers <= KEPT && registers * lanes <= REGISTERS { way } else { way.read_again(device) }
+    }
+
+    /// Rows that are read several times instead of kept.
+    fn read_again(self, device: &ClDevice) -> Way {
+        let group = group_size(device);
+        Way { width: 1, lanes: self.lanes.min(group), group, kept: 0, ..self }
+    }
+
+    fn defines(&self, dtype: DType) -> String {
+        let cached = match self.kept {
+            0 => String::new(),
+            kept => {
+                let (lanes, by_column) = (self.lanes, u8::from(self.by_column));
+                format!("#define CACHED {kept}\n#define LANES {lanes}\n#define BY_COLUMN {by_column}\n")
+            }
+        };
+        cached + &vector_defines(dtype, self.width)
+    }
+}
+
+/// Tensors of the launch are these three.
+pub(crate) fn prepare(kind: RowOp, tensors: [&Tensor; 3], rows: &Rows) -> Result<Prepared> {
+    let [x, _, z] = tensors;
+    let device = x.cl_device()?;
+    let (count, n, rank) = (rows.count(), rows.n, rows.walk.dims.len().max(1));
+    let units = device.info().compute_units.max(1);
+    let cpu = device.info().kind == DeviceKind::Cpu;
+    let way = match cpu {
+        true => Way { by_column: false, width: 1, lanes: 1, group: 1, kept: 0 },
+        false => Way::choose(device, kind, tensors, rows),
+    };
+    let build = |way: &Way| {
+        let (global, local) = match cpu {
+            true => (count, if count >= 64 * 8 * units { 64 } else { 1 }),
+            false => (count.div_ceil(way.group / way.lanes) * way.group, way.group),
+        };
+        let wide = is_wide([n, global]);
+        // What `defines` below compiles in.
+        let spread = (way.kept << 32 | way.width << 24 | way.lanes << 1) as u64 | u64::from(way.by_column);
+        let spread = if way.kept > 0 { spread } else { 0 };
+        let mask = (rows.sight.mask as u64) << 8 | z.dtype as u64;
+        let params = [kind as u64, x.dtype as u64, mask, rank as u64, wide as u64, spread];
+        let key = KernelKey { template: "row", params: SmallVec::from_slice(&params), exprs: SmallVec::new() };
+        let kernel = kernel(device, key, "row", || {
+            let name = match kind {
+                RowOp::Softmax => "SOFTMAX",
+                RowOp::MaskedSoftmax => {
+                    &format!("SOFTMAX\n#define MASK {}\n#define Z {}", rows.sight.mask as u8, z.dtype)
+                }
+                RowOp::LogSoftmax => "LOG_SOFTMAX",
+                RowOp::LogSumExp => "LOGSUMEXP",
+                RowOp::SoftmaxGrad => "SOFTMAX_GRAD",
+                RowOp::LogSoftmaxGrad => "LOG_SOFTMAX_GRAD",
+            };
+            let defines = defines(x, rank, wide, way.group) + &way.defines(x.dtype);
+            format!("{defines}#define {name}\n{WALK}{TEMPLATE}")
+        })?;
+        Ok::<_, Error>((kernel, global, local))
+    };
+    let made = build(&way)?;
+    // How many registers a kernel takes is the compiler's to say.
+    let (way, (kernel, global, local)) = if made.2 <= made.0.max_work_group() {
+        (way, made)
+    } else {
+        let way = way.read_again(device);
+        let made = build(&way)?;
+        (way, made)
+    };
+    let mut ready = Ready::new(kernel, global, local);
+    (0..3).for_each(|k| ready.tensor(k));
+    match rows.walk.dims.is_empty() {
+        true => ready.words([1, 0, 0, 0]),
+        false => {
+            let strides = rows.walk.strides.iter().flatten().map(|&s| s as i64);
+            ready.words(rows.walk.dims.iter().map(|&d| d as i64).chain(strides));
+        }
+    }
+    ready.args([count, n].map(|n| Arg::U64(n as u64)));
+    ready.args(rows.steps.map(|s| Arg::I64(s as i64)));
+    ready.args([way.by_column.into(), way.lanes as u32].map(Arg::U32));
+    ready.args([rows.sight.causal, rows.sight.first].map(|n| Arg::U64(n as u64)));
+    Ok(Prepared::one(device, ready))
+}

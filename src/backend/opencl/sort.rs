@@ -1,0 +1,198 @@
+//! Sorting on OpenCL: `kernels/sort.cl`. Blocks first, then launches that each make one run of two.
+
+use smallvec::SmallVec;
+
+use crate::backend::cpu::lines::Lines;
+use crate::backend::opencl::kernels::{KernelKey, kernel};
+use crate::backend::opencl::reduce::{WALK, group_size, is_wide};
+use crate::device::DeviceKind;
+use crate::device::opencl::{Arg, ClDevice};
+use crate::layout::collapse::Walk;
+use crate::tensor::Layout;
+use crate::{Compute, DType, Result, Tensor};
+
+const KEYS: &str = include_str!("../../../kernels/key.cl");
+const TEMPLATE: &str = include_str!("../../../kernels/sort.cl");
+
+/// Work-items a group where they do not work together.
+const LOCAL: usize = 64;
+/// Elements that a processor's work-item sorts by itself: a power of four, so that they end up where they began.
+const SERIAL: usize = 1 << 12;
+/// Elements that a group sorts in local memory, where their indices have 32 bits: with keys of 64 bits 12 KiB.
+const TILE: usize = 1 << 10;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    Blocks,
+    Merge,
+}
+
+/// Keys and the indices they came from.
+struct Runs {
+    keys: Tensor,
+    at: Tensor,
+}
+
+struct Job<'a> {
+    x: &'a Tensor,
+    descending: bool,
+    values: &'a Tensor,
+    places: &'a Tensor,
+    lines: &'a Lines,
+    block: usize,
+    tile: usize,
+    group: usize,
+    /// Type of indices.
+    place: DType,
+}
+
+pub(crate) fn run(x: &Tensor, d: usize, descending: bool, values: &Tensor, places: &Tensor) -> Result<()> {
+    let device = x.cl_device()?;
+    let lines = &Lines::new(x, d);
+    let n = lines.n;
+    let cpu = device.info().kind == DeviceKind::Cpu;
+    let place = if is_wide([n]) { DType::I64 } else { DType::U32 };
+    let tile = if cpu { SERIAL } else { TILE * 4 / place.size() };
+    let block = n.next_power_of_two().clamp(2, tile);
+    let group = group_size(device).min(tile / 2);
+    let job = Job { x, descending, values, places, lines, block, tile, group, place };
+    let runs = || -> Result<Runs> {
+        let key = if short(x.dtype) { DType::U32 } else { DType::I64 };
+        let count = lines.count * n;
+        let make = |dtype| Tensor::empty_like_shape(count, dtype, x.device());
+        Ok(Runs { keys: make(key)?, at: make(place)? })
+    };
+    if n <= block && !cpu {
+        return job.launch(device, Stage::Blocks, true, None, 0);
+    }
+    let (mut from, mut to) = (runs()?, runs()?);
+    job.launch(device, Stage::Blocks, n <= block, Some([&from, &to]), 0)?;
+    let mut run = block;
+    while run < n {
+        job.launch(device, Stage::Merge, 2 * run >= n, Some([&from, &to]), run)?;
+        std::mem::swap(&mut from, &mut to);
+        run *= 2;
+    }
+    Ok(())
+}
+
+impl Job<'_> {
+    /// `last`: it writes the results.
+    fn launch(
+        &self,
+        device: &'static ClDevice,
+        stage: Stage,
+        last: bool,
+        runs: Option<[&Runs; 2]>,
+        run: usize,
+    ) -> Result<()> {
+        let lines = self.lines;
+        let blocks = lines.count * lines.n.div_ceil(self.block);
+        let (global, local) = match (stage, device.info().kind) {
+            (Stage::Merge, _) => (lines.count * lines.n, LOCAL),
+            (_, DeviceKind::Cpu) => (blocks, if blocks >= 512 * device.info().compute_units { LOCAL } else { 1 }),
+            _ => (blocks.div_ceil(self.tile / self.block) * self.group, self.group),
+        };
+        let wide = is_wide([lines.count * lines.n + self.tile + LOCAL, global]);
+        let params = [
+            self.x.dtype as u64,
+            self.block as u64,
+            self.place as u64,
+            lines.rank() as u64,
+            stage as u64,
+            u64::from(wide) | u64::from(self.descending) << 1 | u64::from(last) << 2,
+        ];
+        let name = if stage == Stage::Blocks { "sort_blocks" } else { "sort_merge" };
+        let key = KernelKey { template: name, params: SmallVec::from_slice(&params), exprs: SmallVec::new() };
+        let kernel = kernel(device, key, name, || self.source(stage, last, wide))?;
+        let words = lines.words();
+        let (x, y, places) = (self.x.place()?, self.values.place()?, self.places.place()?);
+        // Without runs nothing is read or written there.
+        let [from, to] = match runs {
+            Some(runs) => runs.map(|r| [&r.keys, &r.at]),
+            None => [[self.places; 2]; 2],
+        };
+        let runs = [from[0].place()?, from[1].place()?, to[0].place()?, to[1].place()?];
+        let mut args: SmallVec<[Arg; 24]> =
+            SmallVec::from_iter([&x, &y, &places].into_iter().chain(&runs).flat_map(|p| [p.buffer(), p.offset()]));
+        args.extend([
+            Arg::Bytes(bytemuck::cast_slice(&words)),
+            Arg::U64(lines.count as u64),
+            Arg::U64(lines.n as u64),
+            Arg::I64(lines.step as i64),
+            Arg::U64(lines.inner as u64),
+            Arg::U64(run as u64),
+        ]);
+        device.launch(&kernel, &args, &[global], &[local])
+    }
+
+    fn source(&self, stage: Stage, last: bool, wide: bool) -> String {
+        let flag = |on: bool, name: &str| if on { format!("#define {name}\n") } else { String::new() };
+        format!(
+            "#define {}\n{}#define PLACE {}\n#define NK {}\n#define IDX {}\n\
+             #define BLOCK {}\n#define TILE {}\n#define GROUP {}\n{}{WALK}{KEYS}{TEMPLATE}",
+            if stage == Stage::Blocks { "BLOCKS" } else { "MERGE" },
+            keys_of(self.x.dtype, self.descending),
+            if self.place == DType::U32 { "uint" } else { "ulong" },
+            self.lines.rank(),
+            if wide { "ulong" } else { "uint" },
+            self.block,
+            self.tile,
+            self.group,
+            flag(last, "FINAL"),
+        )
+    }
+}
+
+/// Whether keys have 32 bits.
+fn short(dtype: DType) -> bool {
+    dtype.compute() == Compute::F32 || (dtype.compute() == Compute::I64 && dtype.size() <= 4)
+}
+
+/// What `kernels/key.cl` and those that come after it want to know of elements.
+pub(crate) fn keys_of(dtype: DType, descending: bool) -> String {
+    let compute = dtype.compute();
+    let kind = if compute == Compute::I64 && short(dtype) { "I32".to_owned() } else { format!("{compute:?}") };
+    format!(
+        "#define A {dtype}\n#define V {}\n#define KEY_{kind}\n#define LOWEST {}\n{}",
+        ["uchar", "ushort", "uint", "ulong"][dtype.size().ilog2() as usize],
+        if dtype == DType::I32 { "0x80000000u" } else { "0" },
+        if descending { "#define DESCENDING\n" } else { "" },
+    )
+}
+
+/// Walks the lines of `x` (over the values' shape, with `step` along a line) and the values together.
+pub(crate) fn search(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right: bool, out: &Tensor) -> Result<()> {
+    let device = out.cl_device()?;
+    let walk = Walk::new(v.shape(), [&lines.strides[..], v.strides()]);
+    let (rank, count) = (walk.dims.len().max(1), out.numel());
+    let wide = is_wide([count + LOCAL]);
+    let params = [x.dtype as u64, rank as u64, u64::from(wide) | u64::from(right) << 1];
+    let key = KernelKey { template: "search", params: SmallVec::from_slice(&params), exprs: SmallVec::new() };
+    let kernel = kernel(device, key, "search", || {
+        let idx = if wide { "ulong" } else { "uint" };
+        let right = if right { "#define RIGHT\n" } else { "" };
+        format!("#define SEARCH\n#define A {}\n#define NK {rank}\n#define IDX {idx}\n{right}{WALK}{TEMPLATE}", x.dtype)
+    })?;
+    let mut words: SmallVec<[i64; 24]> = walk.dims.iter().map(|&d| d as i64).collect();
+    words.extend(walk.strides.iter().flatten().map(|&s| s as i64));
+    if walk.dims.is_empty() {
+        words.extend([1, 0, 0]);
+    }
+    let n = x.shape().dims().last().copied().unwrap_or(1);
+    // What has no elements has no memory, and is not read.
+    let (x, v, y) = (if n == 0 { out } else { x }.place()?, v.place()?, out.place()?);
+    let args = [
+        x.buffer(),
+        x.offset(),
+        v.buffer(),
+        v.offset(),
+        y.buffer(),
+        y.offset(),
+        Arg::Bytes(bytemuck::cast_slice(&words)),
+        Arg::U64(count as u64),
+        Arg::U64(n as u64),
+        Arg::I64(step as i64),
+    ];
+    device.launch(&kernel, &args, &[count], &[LOCAL])
+}

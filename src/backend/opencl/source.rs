@@ -1,0 +1,170 @@
+//! Formulas as OpenCL C.
+//!
+//! A program becomes one function of plain values, so that the elementwise kernel, a reduction or the end of a matrix
+//! product can call it. Constants are printed so that they read back exactly.
+
+use std::fmt::Write;
+
+use crate::Compute;
+use crate::expr::program::Program;
+use crate::expr::{Args, Binary, Dag, Leaf, Op, Unary};
+
+impl Program {
+    /// A function `void name(inputs, scalars, seeds, index, fault, outputs)` in OpenCL C (after `prelude.cl`):
+    ///
+    /// - `const C x0, ...` and `const C s0, ...`, with C = `long`, `float` or `double`;
+    /// - where it has seeds, `const ulong key0, const ulong stream0, ...` and then `const ulong index`, the element's;
+    /// - where it [can fault](Program::can_fault), `__global int* fault`;
+    /// - `C* o0, ...`, private pointers to the results.
+    pub(crate) fn emit(&self, compute: Compute, name: &str) -> String {
+        let c = compute.cl_name();
+        let mut params: Vec<String> = Vec::new();
+        params.extend((0..self.inputs()).map(|i| format!("const {c} x{i}")));
+        params.extend((0..self.scalars()).map(|i| format!("const {c} s{i}")));
+        params.extend((0..self.seeds()).map(|i| format!("const ulong key{i}, const ulong stream{i}")));
+        params.extend((self.seeds() > 0).then(|| "const ulong index".into()));
+        params.extend(self.can_fault(compute).then(|| "__global int* fault".into()));
+        params.extend((0..self.outputs()).map(|j| format!("{c}* o{j}")));
+
+        let dag = Dag::new(self.exprs());
+        let mut body = format!("void {name}({})\n{{\n", params.join(", "));
+        let mut names: Vec<String> = Vec::with_capacity(dag.nodes.len());
+        for (i, node) in dag.nodes.iter().enumerate() {
+            let args: Args<&str> = node.args.iter().map(|&a| &*names[a]).collect();
+            let name = match node.expr.op() {
+                Op::Leaf(Leaf::Input(k)) => format!("x{k}"),
+                Op::Leaf(Leaf::Scalar(k)) => format!("s{k}"),
+                Op::Leaf(Leaf::Const(value)) => constant(value, compute),
+                op => {
+                    let value = expression(op, &args, compute);
+                    let _ = writeln!(body, "    const {c} v{i} = {value};");
+                    format!("v{i}")
+                }
+            };
+            drop(args);
+            names.push(name);
+        }
+        for (j, &root) in dag.roots.iter().enumerate() {
+            let _ = writeln!(body, "    *o{j} = {};", names[root]);
+        }
+        body + "}\n"
+    }
+}
+
+/// A literal that reads back as the same number.
+fn constant(value: f64, compute: Compute) -> String {
+    match compute {
+        Compute::I64 => format!("({}L)", value as i64),
+        _ if value.is_nan() => format!("({})NAN", compute.cl_name()),
+        _ if value.is_infinite() => format!("({}{}INFINITY)", if value < 0.0 { "-" } else { "" }, cast(compute)),
+        Compute::F32 => match value as f32 {
+            narrow if narrow.is_infinite() => constant(f64::from(narrow), compute),
+            narrow => format!("({narrow:e}f)"),
+        },
+        Compute::F64 => format!("({value:e})"),
+    }
+}
+
+fn cast(compute: Compute) -> String {
+    format!("({})", compute.cl_name())
+}
+
+/// The C expression of one primitive. Operands are names or parenthesised literals.
+fn expression(op: Op, args: &[&str], compute: Compute) -> String {
+    let c = compute.cl_name();
+    let int = compute == Compute::I64;
+    let call = |f: &str| format!("{f}({})", args.join(", "));
+    let call_typed = |f: &str| format!("{f}_{c}({})", args.join(", "));
+    let infix = |sign: &str, f: &str| {
+        if int { call_typed(f) } else { format!("{} {sign} {}", args[0], args[1]) }
+    };
+    let truth = |sign: &str| format!("({c})({} {sign} {})", args[0], args[1]);
+    let rounding = |f: &str| if int { args[0].to_string() } else { call(f) };
+    match op {
+        Op::Leaf(Leaf::Uniform(i)) => format!("({c})random_uniform(key{i}, stream{i}, index)"),
+        Op::Leaf(Leaf::Normal(i)) => format!("({c})random_normal(key{i}, stream{i}, index)"),
+        Op::Leaf(Leaf::Bits(i)) => format!("({c})random_bits(key{i}, stream{i}, index)"),
+        Op::Leaf(_) => unreachable!("other leaves have names"),
+        Op::Unary(op) => match op {
+            Unary::Neg if int => call_typed("neg"),
+            Unary::Neg => format!("-{}", args[0]),
+            Unary::Abs if int => call_typed("abs"),
+            Unary::Abs => call("fabs"),
+            Unary::Floor => rounding("floor"),
+            Unary::Ceil => rounding("ceil"),
+            Unary::Round => rounding("rint"),
+            Unary::Trunc => rounding("trunc"),
+            Unary::Sqrt => call("sqrt"),
+            Unary::Exp => call("exp"),
+            Unary::Log => call("log"),
+            Unary::Log2 => call("log2"),
+            Unary::Log10 => call("log10"),
+            Unary::Expm1 => call("expm1"),
+            Unary::Log1p => call("log1p"),
+            Unary::Sin => call("sin"),
+            Unary::Cos => call("cos"),
+            Unary::Tanh => call("tanh"),
+            Unary::Erf => call("erf"),
+            Unary::Erfc => call("erfc"),
+            Unary::Lgamma => call("lgamma"),
+            Unary::Atan => call("atan"),
+            Unary::Sigmoid => call_typed("sigmoid"),
+        },
+        Op::Binary(op) => match op {
+            Binary::Add => infix("+", "add"),
+            Binary::Sub => infix("-", "sub"),
+            Binary::Mul => infix("*", "mul"),
+            Binary::Div if int => format!("div_long({}, {}, fault)", args[0], args[1]),
+            Binary::Div => infix("/", "div"),
+            Binary::Rem if int => format!("rem_long({}, {}, fault)", args[0], args[1]),
+            Binary::Rem => call("fmod"),
+            Binary::Pow if int => call_typed("pow"),
+            Binary::Pow => call("pow"),
+            Binary::Max => call_typed("max"),
+            Binary::Min => call_typed("min"),
+            Binary::Lt => truth("<"),
+            Binary::Le => truth("<="),
+            Binary::Eq => truth("=="),
+            Binary::Copysign => call("copysign"),
+            Binary::And => format!("{} & {}", args[0], args[1]),
+            Binary::Or => format!("{} | {}", args[0], args[1]),
+            Binary::Xor => format!("{} ^ {}", args[0], args[1]),
+            Binary::Shl => call_typed("shl"),
+            Binary::Shr => call_typed("shr"),
+            Binary::Gcd => call_typed("gcd"),
+        },
+        Op::Select => format!("{} != 0 ? {} : {}", args[0], args[1], args[2]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::Expr;
+
+    #[test]
+    fn literals_read_back_exactly() {
+        for x in [0.1, -0.0, 1e-45, 3.4e38, 1.0 / 3.0, 123_456_789.0, -2.5] {
+            let text = constant(x, Compute::F32);
+            let digits = text.trim_start_matches('(').trim_end_matches("f)");
+            assert_eq!(digits.parse::<f32>().unwrap().to_bits(), (x as f32).to_bits(), "{text}");
+            let text = constant(x, Compute::F64);
+            assert_eq!(text.trim_matches(['(', ')']).parse::<f64>().unwrap().to_bits(), x.to_bits(), "{text}");
+        }
+        assert_eq!(constant(-7.0, Compute::I64), "(-7L)");
+        assert_eq!(constant(1e300, Compute::F32), "((float)INFINITY)");
+        assert_eq!(constant(f64::NEG_INFINITY, Compute::F64), "(-(double)INFINITY)");
+    }
+
+    #[test]
+    fn one_function_with_its_arguments_in_order() {
+        let (x, y) = (Expr::input(0), Expr::input(1));
+        let text = Program::new(&[(&x / &y) * Expr::scalar(0) + Expr::bits(0)]).emit(Compute::I64, "f");
+        let head = "void f(const long x0, const long x1, const long s0, const ulong key0, const ulong stream0, \
+                    const ulong index, __global int* fault, long* o0)";
+        assert!(text.starts_with(head), "{text}");
+        assert!(text.contains("div_long(x0, x1, fault)") && text.contains("*o0 = "), "{text}");
+        let text = Program::new(&[x.exp() + x.exp()]).emit(Compute::F32, "g");
+        assert_eq!(text.matches("exp(x0)").count(), 1, "{text}");
+    }
+}

@@ -1,0 +1,118 @@
+//! Windows on OpenCL: `kernels/window.cl`.
+
+use std::sync::Arc;
+
+use smallvec::SmallVec;
+
+use crate::backend::opencl::kernels::{KernelKey, kernel};
+use crate::backend::opencl::reduce::{WALK, is_wide};
+use crate::device::opencl::{Arg, ClDevice, ClKernel};
+use crate::ops::nn::window::{Task, Windows, words};
+use crate::{DType, Result, Tensor};
+
+const TEMPLATE: &str = include_str!("../../../kernels/window.cl");
+
+/// Work-items a group.
+const LOCAL: usize = 64;
+/// Work-items that occupy a compute unit.
+const BUSY: usize = 2048;
+
+/// Whether all places in an image, of an element and of a window, and products of them that kernels compute fit in 31 bits.
+fn is_near(w: &Windows) -> bool {
+    let along = |d: usize| {
+        let parts = [w.image[d], 2 * w.padding[d], w.dilation[d] * w.kernel[d], w.grid[d] * w.stride[d]];
+        let products = if w.adaptive { (w.grid[d] + 1) * (w.image[d] + 1) } else { 0 };
+        parts.iter().sum::<usize>().max(products)
+    };
+    let places = (w.image[0] * w.image[1]).max(w.grid[0] * w.grid[1]).max(w.kernel[0] * w.kernel[1]);
+    places.max(along(0)).max(along(1)) < 1 << 30
+}
+
+/// The kernel of a task, named by its macro, that computes in `dtype`'s compute type, of windows of `count` elements' result.
+fn computing(
+    device: &'static ClDevice,
+    name: &'static str,
+    dtype: DType,
+    w: &Windows,
+    count: usize,
+) -> Result<Arc<ClKernel>> {
+    let (adaptive, wide, near) = (w.adaptive, is_wide([count]), is_near(w));
+    let params = SmallVec::from_slice(&[dtype as u64, adaptive as u64, wide as u64, near as u64]);
+    kernel(device, KernelKey { template: name, params, exprs: SmallVec::new() }, "window", || {
+        let (acc, idx) = (dtype.compute(), if wide { "ulong" } else { "uint" });
+        let adaptive = if adaptive { "#define ADAPTIVE\n" } else { "" };
+        let near = if near { "#define INT int\n" } else { "" };
+        format!(
+            "#define {name}\n#define A {dtype}\n#define ACC {}\n#define ACC_NAME {acc:?}\n#define IDX {idx}\n{adaptive}{near}{WALK}{TEMPLATE}",
+            acc.cl_name()
+        )
+    })
+}
+
+pub(crate) fn unfold(w: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> {
+    let device = out.cl_device()?;
+    let (count, size) = (out.numel() / (w.kernel[0] * w.kernel[1]), out.dtype.size());
+    // A row of taps a work-item where there are few windows.
+    let each = if count < device.info().compute_units * BUSY { 1 } else { w.kernel[0] };
+    let items = count * w.kernel[0].div_ceil(each);
+    let wide = is_wide([items]);
+    let params = SmallVec::from_slice(&[size as u64, wide as u64]);
+    let kernel = kernel(device, KernelKey { template: "UNFOLD", params, exprs: SmallVec::new() }, "window", || {
+        let v = ["uchar", "ushort", "uint", "ulong"][size.ilog2() as usize];
+        let idx = if wide { "ulong" } else { "uint" };
+        format!("#define UNFOLD\n#define V {v}\n#define IDX {idx}\n{WALK}{TEMPLATE}")
+    })?;
+    let words = words(w, x, x.strides());
+    let (from, to) = (x.place()?, out.place()?);
+    let args = [
+        from.buffer(),
+        from.offset(),
+        to.buffer(),
+        to.offset(),
+        Arg::Bytes(bytemuck::cast_slice(&words)),
+        Arg::U64(count as u64),
+        Arg::U32(each as u32),
+        Arg::U32(inside.into()),
+    ];
+    device.launch(&kernel, &args, &[items], &[LOCAL])
+}
+
+pub(crate) fn fold(w: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> {
+    let device = out.cl_device()?;
+    let count = out.numel();
+    let kernel = computing(device, "FOLD_WINDOWS", out.dtype, w, count)?;
+    let words = words(w, columns, columns.strides());
+    let (from, to) = (columns.place()?, out.place()?);
+    let args = [
+        from.buffer(),
+        from.offset(),
+        to.buffer(),
+        to.offset(),
+        Arg::Bytes(bytemuck::cast_slice(&words)),
+        Arg::U64(count as u64),
+    ];
+    device.launch(&kernel, &args, &[count], &[LOCAL])
+}
+
+pub(crate) fn run(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> {
+    let device = out.cl_device()?;
+    let count = out.numel();
+    let name = match task {
+        Task::Max => "MAX",
+        Task::Unmax => "UNMAX",
+        Task::Mean(_) => "MEAN",
+        Task::Unmean(_) => "UNMEAN",
+    };
+    let kernel = computing(device, name, out.dtype, w, count)?;
+    let words = words(w, x, x.strides());
+    let words = Arg::Bytes(bytemuck::cast_slice(&words));
+    let (from, to, place) = (x.place()?, out.place()?, index.place()?);
+    let mut args: SmallVec<[Arg; 8]> = SmallVec::from_iter([from.buffer(), from.offset(), to.buffer(), to.offset()]);
+    match task {
+        Task::Max | Task::Unmax => args.extend([place.buffer(), place.offset(), words, Arg::U64(count as u64)]),
+        Task::Mean(divisor) | Task::Unmean(divisor) => {
+            args.extend([words, Arg::U64(count as u64), Arg::I64(divisor.code())]);
+        }
+    }
+    device.launch(&kernel, &args, &[count], &[LOCAL])
+}

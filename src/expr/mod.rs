@@ -1,0 +1,444 @@
+//! Formulas as values: what an elementwise operation computes.
+//!
+//! An [`Expr`] is an immutable graph over a few leaves (tensor elements, run-time scalars, constants, random numbers)
+//! and about thirty primitives. It is written with ordinary operators and methods, shared freely, compared by
+//! structure, and read three ways: evaluated in tiles on the CPU, printed as OpenCL C, and differentiated.
+//!
+//! Comparisons give 1 and 0. A formula is evaluated in one type throughout (f32, f64, or i64 for integers); `max` and
+//! `min` give NaN when either side is NaN, as PyTorch's do. `select` evaluates both of its branches.
+
+pub(crate) mod derivative;
+pub(crate) mod formulas;
+pub(crate) mod philox;
+pub(crate) mod primitives;
+pub(crate) mod program;
+pub(crate) mod rows;
+pub(crate) mod special;
+pub(crate) mod table;
+
+use std::collections::HashMap;
+use std::hash::{Hash, Hasher};
+use std::sync::{Arc, OnceLock};
+use std::{fmt, ops};
+
+use smallvec::{SmallVec, smallvec};
+
+use crate::expr::program::Program;
+
+pub(crate) use crate::expr::primitives::{Binary, Leaf, Op, Unary};
+
+/// A formula over tensor elements, see the [module](self).
+///
+/// ```
+/// use claystone::ops::Expr;
+/// let x = Expr::input(0);
+/// let silu = &x * x.sigmoid();
+/// assert_eq!(silu, Expr::input(0) * Expr::input(0).sigmoid()); // by structure
+/// assert!(silu.uses_input(0) && !silu.uses_input(1));
+/// ```
+#[derive(Clone)]
+pub struct Expr(Arc<Node>);
+
+struct Node {
+    hash: u64,
+    /// Bit i: the formula reads operand i; the last bit stands for all from 63 on. Asked on every launch.
+    reads: u64,
+    op: Op,
+    args: Args<Expr>,
+    /// The program of this formula alone, once it was asked for.
+    program: OnceLock<&'static Arc<Program>>,
+}
+
+/// The operands of a node: none for a leaf, at most three.
+pub(crate) type Args<T> = SmallVec<[T; 3]>;
+
+/// Leaves.
+impl Expr {
+    /// The element of the `i`-th operand.
+    pub fn input(i: usize) -> Expr {
+        Expr::leaf(Leaf::Input(i))
+    }
+
+    /// The `i`-th scalar argument, given when the formula is run: a learning rate costs no new kernel.
+    pub fn scalar(i: usize) -> Expr {
+        Expr::leaf(Leaf::Scalar(i))
+    }
+
+    /// A constant, written into the kernel.
+    pub fn constant(c: f64) -> Expr {
+        Expr::leaf(Leaf::Const(c))
+    }
+
+    /// A random number in [0, 1), a multiple of 2⁻²⁴, from the `i`-th seed and the element's index: the same on every
+    /// device and in f32 and f64.
+    pub fn uniform(i: usize) -> Expr {
+        Expr::leaf(Leaf::Uniform(i))
+    }
+
+    /// A random number of the standard normal distribution from the `i`-th seed and the element's index: the same on
+    /// every device and in f32 and f64 (it is computed in f32).
+    pub fn normal(i: usize) -> Expr {
+        Expr::leaf(Leaf::Normal(i))
+    }
+
+    /// 32 random bits as a number in 0..2³² (rounded where the formula is evaluated in f32).
+    pub fn bits(i: usize) -> Expr {
+        Expr::leaf(Leaf::Bits(i))
+    }
+
+    fn leaf(leaf: Leaf) -> Expr {
+        Expr::node(Op::Leaf(leaf), Args::new())
+    }
+
+    fn node(op: Op, args: Args<Expr>) -> Expr {
+        let (tag, payload) = match op {
+            Op::Leaf(l) => l.key(),
+            Op::Unary(u) => (6, u as u64),
+            Op::Binary(b) => (7, b as u64),
+            Op::Select => (8, 0),
+        };
+        let hash = args.iter().fold(mix(u64::from(tag) + 1, payload), |h, a| mix(h, a.0.hash));
+        let reads = match op {
+            Op::Leaf(Leaf::Input(i)) => read_bit(i),
+            _ => args.iter().fold(0, |reads, a| reads | a.0.reads),
+        };
+        Expr(Arc::new(Node { hash, reads, op, args, program: OnceLock::new() }))
+    }
+}
+
+/// The bit of operand i in [`Node::reads`].
+fn read_bit(i: usize) -> u64 {
+    1 << i.min(63)
+}
+
+/// One step of a hash that depends on nothing but its arguments (splitmix64's finaliser).
+fn mix(h: u64, x: u64) -> u64 {
+    let z = h.rotate_left(17).wrapping_add(x).wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// Construction with the simplifications that change no value: constants are folded (in f64), `x + 0`, `x * 1`,
+/// `x - 0`, `x / 1`, `-(-x)`, `pow` by 0, 1, 2, 3 and 1/2, and a selection between equals. `x * 0` stays: NaN and
+/// infinity must come through it. (`x + 0` keeps the sign of a negative zero.)
+impl Expr {
+    pub(crate) fn unary(op: Unary, x: Expr) -> Expr {
+        if let Some(c) = x.as_const() {
+            return Expr::constant(op.eval(c));
+        }
+        match (op, x.op()) {
+            (Unary::Neg, Op::Unary(Unary::Neg)) => x.args()[0].clone(),
+            _ => Expr::node(Op::Unary(op), smallvec![x]),
+        }
+    }
+
+    pub(crate) fn binary(op: Binary, a: Expr, b: Expr) -> Expr {
+        match (op, a.as_const(), b.as_const()) {
+            (_, Some(x), Some(y)) => Expr::constant(op.eval(x, y)),
+            (Binary::Add, Some(0.0), _) | (Binary::Mul, Some(1.0), _) => b,
+            (Binary::Add | Binary::Sub, _, Some(0.0)) => a,
+            (Binary::Mul | Binary::Div | Binary::Pow, _, Some(1.0)) => a,
+            (Binary::Mul, Some(-1.0), _) => -b,
+            (Binary::Mul | Binary::Div, _, Some(-1.0)) => -a,
+            (Binary::Pow, _, Some(0.0)) => Expr::constant(1.0),
+            (Binary::Pow, _, Some(2.0)) => a.square(),
+            (Binary::Pow, _, Some(3.0)) => a.square() * a,
+            (Binary::Pow, _, Some(0.5)) => a.sqrt(),
+            _ => Expr::node(Op::Binary(op), smallvec![a, b]),
+        }
+    }
+
+    /// `a` where this is not zero, else `b`. Both are evaluated.
+    pub fn select(&self, a: impl Into<Expr>, b: impl Into<Expr>) -> Expr {
+        let (a, b) = (a.into(), b.into());
+        match self.as_const() {
+            Some(0.0) => b,
+            Some(_) => a,
+            None if a == b => a,
+            None => Expr::node(Op::Select, smallvec![self.clone(), a, b]),
+        }
+    }
+
+    /// Where its program is kept.
+    pub(crate) fn program(&self) -> &OnceLock<&'static Arc<Program>> {
+        &self.0.program
+    }
+
+    pub(crate) fn op(&self) -> Op {
+        self.0.op
+    }
+
+    pub(crate) fn args(&self) -> &[Expr] {
+        &self.0.args
+    }
+
+    /// The value of a constant.
+    pub fn as_const(&self) -> Option<f64> {
+        match self.0.op {
+            Op::Leaf(Leaf::Const(c)) => Some(c),
+            _ => None,
+        }
+    }
+}
+
+/// Questions about a formula.
+impl Expr {
+    /// Whether the formula reads its `i`-th operand.
+    pub fn uses_input(&self, i: usize) -> bool {
+        let may = self.0.reads & read_bit(i) != 0;
+        may && (i < 63 || Dag::new(std::slice::from_ref(self)).leaves().any(|l| l == Leaf::Input(i)))
+    }
+
+    /// Whether the formula draws random numbers from the `i`-th seed.
+    pub fn uses_seed(&self, i: usize) -> bool {
+        Dag::new(std::slice::from_ref(self))
+            .leaves()
+            .any(|l| matches!(l, Leaf::Uniform(j) | Leaf::Normal(j) | Leaf::Bits(j) if i == j))
+    }
+
+    /// How many operands the formula takes: one more than the greatest index of an input.
+    pub fn arity(&self) -> usize {
+        Dag::new(std::slice::from_ref(self)).arity()
+    }
+}
+
+/// Formulas as one numbered list: every node once (equal ones share a number), operands before users.
+///
+/// Linear in the number of distinct nodes, and without recursion, however deep or shared the formulas are.
+pub(crate) struct Dag {
+    pub(crate) nodes: Vec<DagNode>,
+    pub(crate) roots: Vec<usize>,
+}
+
+pub(crate) struct DagNode {
+    pub(crate) expr: Expr,
+    pub(crate) args: Args<usize>,
+}
+
+impl Dag {
+    pub(crate) fn new(roots: &[Expr]) -> Dag {
+        let mut nodes: Vec<DagNode> = Vec::new();
+        let mut by_address: HashMap<*const Node, usize> = HashMap::new();
+        let mut by_structure: HashMap<(Op, Args<usize>), usize> = HashMap::new();
+        let mut stack: Vec<(&Expr, usize)> = roots.iter().rev().map(|r| (r, 0)).collect();
+        while let Some((expr, visited)) = stack.pop() {
+            let address = Arc::as_ptr(&expr.0);
+            if by_address.contains_key(&address) {
+                continue;
+            }
+            if let Some(arg) = expr.args().get(visited) {
+                stack.push((expr, visited + 1));
+                stack.push((arg, 0));
+                continue;
+            }
+            let args: Args<usize> = expr.args().iter().map(|a| by_address[&Arc::as_ptr(&a.0)]).collect();
+            let number = *by_structure.entry((expr.op(), args)).or_insert_with_key(|(_, args)| {
+                nodes.push(DagNode { expr: expr.clone(), args: args.clone() });
+                nodes.len() - 1
+            });
+            by_address.insert(address, number);
+        }
+        let roots = roots.iter().map(|r| by_address[&Arc::as_ptr(&r.0)]).collect();
+        Dag { nodes, roots }
+    }
+
+    pub(crate) fn leaves(&self) -> impl Iterator<Item = Leaf> + '_ {
+        self.nodes.iter().filter_map(|n| match n.expr.op() {
+            Op::Leaf(l) => Some(l),
+            _ => None,
+        })
+    }
+
+    /// One more than the greatest index of an input.
+    pub(crate) fn arity(&self) -> usize {
+        self.leaves()
+            .filter_map(|l| if let Leaf::Input(i) = l { Some(i.saturating_add(1)) } else { None })
+            .max()
+            .unwrap_or(0)
+    }
+}
+
+impl PartialEq for Expr {
+    /// Kernels are looked up by formula on every launch: small ones are compared where they are. What is shared deeply
+    /// has too many paths to follow and is numbered first.
+    fn eq(&self, other: &Expr) -> bool {
+        same(self, other, &mut 64).unwrap_or_else(|| {
+            let dag = Dag::new(&[self.clone(), other.clone()]);
+            dag.roots[0] == dag.roots[1]
+        })
+    }
+}
+
+/// Whether two formulas are equal, if looking at `budget` nodes is enough to tell.
+fn same(a: &Expr, b: &Expr, budget: &mut u32) -> Option<bool> {
+    if Arc::ptr_eq(&a.0, &b.0) {
+        return Some(true);
+    }
+    if a.0.hash != b.0.hash || a.0.op != b.0.op {
+        return Some(false);
+    }
+    *budget = budget.checked_sub(1)?;
+    for (a, b) in a.args().iter().zip(b.args()) {
+        if !same(a, b, budget)? {
+            return Some(false);
+        }
+    }
+    Some(true)
+}
+
+impl Eq for Expr {}
+
+impl Expr {
+    /// A hash of its structure, computed when it was made.
+    pub(crate) fn hash_value(&self) -> u64 {
+        self.0.hash
+    }
+}
+
+impl Hash for Expr {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        state.write_u64(self.0.hash);
+    }
+}
+
+impl Drop for Node {
+    /// Long chains are taken apart in a loop: the default would recurse once a node.
+    fn drop(&mut self) {
+        let mut orphans = std::mem::take(&mut self.args).into_vec();
+        while let Some(Expr(node)) = orphans.pop() {
+            if let Some(mut node) = Arc::into_inner(node) {
+                orphans.extend(std::mem::take(&mut node.args));
+            }
+        }
+    }
+}
+
+impl fmt::Debug for Expr {
+    /// The formula as a list of assignments, one a distinct node: sharing keeps it short.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let dag = Dag::new(std::slice::from_ref(self));
+        for (i, n) in dag.nodes.iter().enumerate() {
+            let sep = if i == 0 { "" } else { "; " };
+            match n.expr.op() {
+                Op::Leaf(l) => write!(f, "{sep}v{i} = {l:?}")?,
+                Op::Unary(u) => write!(f, "{sep}v{i} = {u:?}(v{})", n.args[0])?,
+                Op::Binary(b) => write!(f, "{sep}v{i} = {b:?}(v{}, v{})", n.args[0], n.args[1])?,
+                Op::Select => write!(f, "{sep}v{i} = v{} ? v{} : v{}", n.args[0], n.args[1], n.args[2])?,
+            }
+        }
+        Ok(())
+    }
+}
+
+impl From<f64> for Expr {
+    fn from(c: f64) -> Expr {
+        Expr::constant(c)
+    }
+}
+impl From<&Expr> for Expr {
+    fn from(e: &Expr) -> Expr {
+        e.clone()
+    }
+}
+
+macro_rules! operators {
+    ($($trait:ident $method:ident => $op:ident;)*) => { $(
+        operators!(@ $trait $method $op, Expr, Expr);
+        operators!(@ $trait $method $op, Expr, &Expr);
+        operators!(@ $trait $method $op, &Expr, Expr);
+        operators!(@ $trait $method $op, &Expr, &Expr);
+        operators!(@ $trait $method $op, Expr, f64);
+        operators!(@ $trait $method $op, &Expr, f64);
+        operators!(@ $trait $method $op, f64, Expr);
+        operators!(@ $trait $method $op, f64, &Expr);
+    )* };
+    (@ $trait:ident $method:ident $op:ident, $lhs:ty, $rhs:ty) => {
+        impl ops::$trait<$rhs> for $lhs {
+            type Output = Expr;
+            fn $method(self, rhs: $rhs) -> Expr {
+                Expr::binary(Binary::$op, self.into(), rhs.into())
+            }
+        }
+    };
+}
+
+operators! {
+    Add add => Add;
+    Sub sub => Sub;
+    Mul mul => Mul;
+    Div div => Div;
+    Rem rem => Rem;
+}
+
+impl ops::Neg for Expr {
+    type Output = Expr;
+    fn neg(self) -> Expr {
+        Expr::unary(Unary::Neg, self)
+    }
+}
+impl ops::Neg for &Expr {
+    type Output = Expr;
+    fn neg(self) -> Expr {
+        -self.clone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn equality_is_structural_and_hashes_agree() {
+        let f = |x: Expr| (&x * 2.0 + 1.0).exp() / x;
+        let (a, b) = (f(Expr::input(0)), f(Expr::input(0)));
+        assert_eq!(a, b);
+        assert_eq!(a.0.hash, b.0.hash);
+        assert_ne!(a, f(Expr::input(1)));
+        assert_ne!(Expr::constant(0.0), Expr::constant(-0.0));
+        assert_eq!(Expr::constant(f64::NAN), Expr::constant(-f64::NAN));
+    }
+
+    #[test]
+    fn shared_and_deep_formulas_are_linear() {
+        let doubled = |mut e: Expr| {
+            for _ in 0..200 {
+                e = (&e + &e).sin(); // 2^200 paths, 401 nodes
+            }
+            e
+        };
+        let (a, b) = (doubled(Expr::input(0)), doubled(Expr::input(0)));
+        assert_eq!(a, b);
+        assert_eq!(Dag::new(&[a, b]).nodes.len(), 401);
+
+        let mut deep = Expr::input(3);
+        for _ in 0..300_000 {
+            deep = deep.sin();
+        }
+        assert_eq!(deep.arity(), 4);
+        drop(deep); // no recursion
+    }
+
+    #[test]
+    fn simplifications() {
+        let x = Expr::input(0);
+        for e in [&x + 0.0, 0.0 + &x, &x - 0.0, &x * 1.0, 1.0 * &x, &x / 1.0, -(-&x), x.pow(1.0)] {
+            assert_eq!(e, x);
+        }
+        assert_eq!(x.pow(2.0), &x * &x);
+        assert_eq!(Expr::constant(2.0) * 3.0 + 1.0, Expr::constant(7.0));
+        assert_eq!(x.lt(0.0).select(&x, &x), x);
+        assert_ne!(&x * 0.0, Expr::constant(0.0)); // NaN must come through
+    }
+
+    #[test]
+    fn questions() {
+        let e = Expr::input(2) + Expr::uniform(1);
+        assert_eq!(e.arity(), 3);
+        assert!(e.uses_input(2) && !e.uses_input(0));
+        let far = Expr::input(70).exp() * Expr::input(62);
+        assert!(far.uses_input(70) && far.uses_input(62) && !far.uses_input(63) && !far.uses_input(71));
+        assert!(e.uses_seed(1) && !e.uses_seed(0));
+        assert_eq!(Expr::constant(1.0).arity(), 0);
+    }
+}

@@ -1,0 +1,184 @@
+//! The closed set of things a formula is made of, and what each is in f64.
+
+use std::hash::{Hash, Hasher};
+
+use crate::backend::cpu::scalar::Lane;
+
+/// What a node is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Op {
+    Leaf(Leaf),
+    Unary(Unary),
+    Binary(Binary),
+    /// `args[0] != 0 ? args[1] : args[2]`
+    Select,
+}
+
+/// Where values come from.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Leaf {
+    Input(usize),
+    Scalar(usize),
+    Const(f64),
+    Uniform(usize),
+    Normal(usize),
+    Bits(usize),
+}
+
+impl Leaf {
+    /// A unique pair for hashing and equality: constants differ by their bits, every NaN is the same.
+    pub(crate) fn key(self) -> (u8, u64) {
+        match self {
+            Leaf::Input(i) => (0, i as u64),
+            Leaf::Scalar(i) => (1, i as u64),
+            Leaf::Const(c) if c.is_nan() => (2, f64::NAN.to_bits()),
+            Leaf::Const(c) => (2, c.to_bits()),
+            Leaf::Uniform(i) => (3, i as u64),
+            Leaf::Normal(i) => (4, i as u64),
+            Leaf::Bits(i) => (5, i as u64),
+        }
+    }
+}
+
+impl PartialEq for Leaf {
+    fn eq(&self, other: &Leaf) -> bool {
+        self.key() == other.key()
+    }
+}
+impl Eq for Leaf {}
+impl Hash for Leaf {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.key().hash(state);
+    }
+}
+
+/// Primitives of one operand.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub(crate) enum Unary {
+    Neg,
+    Abs,
+    Floor,
+    Ceil,
+    Round,
+    Trunc,
+    Sqrt,
+    Exp,
+    Log,
+    Log2,
+    Log10,
+    Expm1,
+    Log1p,
+    Sin,
+    Cos,
+    Tanh,
+    Erf,
+    Erfc,
+    Lgamma,
+    Atan,
+    Sigmoid,
+}
+
+impl Unary {
+    /// Whether integers have to be converted to floats first.
+    pub(crate) fn needs_float(self) -> bool {
+        use Unary::*;
+        !matches!(self, Neg | Abs | Floor | Ceil | Round | Trunc)
+    }
+
+    /// The value in f64: how constants are folded.
+    pub(crate) fn eval(self, x: f64) -> f64 {
+        match self {
+            Unary::Neg => -x,
+            Unary::Abs => x.abs(),
+            Unary::Floor => x.floor(),
+            Unary::Ceil => x.ceil(),
+            Unary::Round => x.round_ties_even(),
+            Unary::Trunc => x.trunc(),
+            Unary::Sqrt => x.sqrt(),
+            Unary::Exp => x.exp(),
+            Unary::Log => x.ln(),
+            Unary::Log2 => x.log2(),
+            Unary::Log10 => x.log10(),
+            Unary::Expm1 => x.exp_m1(),
+            Unary::Log1p => x.ln_1p(),
+            Unary::Sin => x.sin(),
+            Unary::Cos => x.cos(),
+            Unary::Tanh => x.tanh(),
+            Unary::Erf => libm::erf(x),
+            Unary::Erfc => libm::erfc(x),
+            Unary::Lgamma => libm::lgamma(x),
+            Unary::Atan => x.atan(),
+            Unary::Sigmoid => 1.0 / (1.0 + (-x).exp()),
+        }
+    }
+}
+
+/// Primitives of two operands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub(crate) enum Binary {
+    Add,
+    Sub,
+    Mul,
+    Div,
+    /// Truncated: the result has the sign of the dividend (C's `fmod` and `%`).
+    Rem,
+    Pow,
+    Max,
+    Min,
+    Lt,
+    Le,
+    Eq,
+    Copysign,
+    // of integers only
+    And,
+    Or,
+    Xor,
+    /// 0 where the shift is not in 0..64.
+    Shl,
+    /// Keeps the sign; all of it is left where the shift is not in 0..64.
+    Shr,
+    /// The greatest common divisor, not negative; 0 of two zeros.
+    Gcd,
+}
+
+impl Binary {
+    /// Whether an integer divisor of zero is an error.
+    pub(crate) fn divides(self) -> bool {
+        matches!(self, Binary::Div | Binary::Rem)
+    }
+
+    /// Whether it works on the bits of integers.
+    pub(crate) fn needs_integers(self) -> bool {
+        use Binary::*;
+        matches!(self, And | Or | Xor | Shl | Shr | Gcd)
+    }
+
+    /// The value in f64: how constants are folded.
+    pub(crate) fn eval(self, a: f64, b: f64) -> f64 {
+        let integers = |f: fn(i64, i64) -> i64| f(a as i64, b as i64) as f64;
+        match self {
+            Binary::Add => a + b,
+            Binary::Sub => a - b,
+            Binary::Mul => a * b,
+            Binary::Div => a / b,
+            Binary::Rem => a % b,
+            Binary::Pow => a.powf(b),
+            Binary::Max if a.is_nan() || a > b => a,
+            Binary::Max => b,
+            Binary::Min if a.is_nan() || a < b => a,
+            Binary::Min => b,
+            Binary::Lt => (a < b) as u8 as f64,
+            Binary::Le => (a <= b) as u8 as f64,
+            Binary::Eq => (a == b) as u8 as f64,
+            Binary::Copysign => a.copysign(b),
+            Binary::And => integers(Lane::and),
+            Binary::Or => integers(Lane::or),
+            Binary::Xor => integers(Lane::xor),
+            Binary::Shl => integers(Lane::shl),
+            Binary::Shr => integers(Lane::shr),
+            Binary::Gcd => integers(Lane::gcd),
+        }
+    }
+}

@@ -1,0 +1,347 @@
+//! The table of elementwise operations: what a row holds, and what is made of it.
+//!
+//! A row (they are in `rows.rs`) is a name, a formula, a closed form of it in f64 and a domain to test it on. Everything
+//! else follows: the methods of `Tensor` (the operation, and where it has one its form in place), the CPU's loop, the
+//! OpenCL kernel, the gradient, the generated tests and the line in the documentation. A new operation is a new row.
+
+use std::fmt;
+use std::sync::OnceLock;
+
+use crate::expr::Expr;
+use crate::expr::rows::rows;
+
+/// What a row makes of its operands' dtype.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Output {
+    /// The operands' common dtype (the default one where [`Accepts::Float`] had to convert integers).
+    Same,
+    /// `Bool`.
+    Bool,
+}
+
+/// What a row takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Accepts {
+    /// Every dtype, computed as it is.
+    Any,
+    /// Floats; integers and `Bool` are converted to the default dtype first, as PyTorch does.
+    Float,
+    /// Integers and `Bool`; floats are refused.
+    Integer,
+}
+
+/// Made of the operands and the scalar arguments.
+type Formula<T> = fn(&[Expr], &[Expr]) -> T;
+
+/// One elementwise operation.
+#[non_exhaustive]
+pub struct Row {
+    /// The method's name.
+    pub name: &'static str,
+    /// What it computes, and the name of PyTorch's operation.
+    pub doc: &'static str,
+    /// The name of its form in place, where it has one.
+    pub in_place: Option<&'static str>,
+    /// How many tensors it takes.
+    pub arity: usize,
+    /// The operands that are masks: of any dtype, and without a say in the result's.
+    pub masks: &'static [usize],
+    /// A value for each of its scalar arguments, for tests.
+    pub samples: &'static [f64],
+    /// What it takes.
+    pub accepts: Accepts,
+    /// What it gives.
+    pub output: Output,
+    /// For each operand the range to test on, of whole numbers for [`Accepts::Integer`]. Within it the formula is finite, and smooth but for kinks and jumps at
+    /// single points.
+    pub domain: &'static [(f64, f64)],
+    /// The operation in f64 on one element of each operand and the scalar arguments, written without [`Expr`].
+    pub reference: fn(&[f64], &[f64]) -> f64,
+    formula: Formula<Expr>,
+    derivative: Option<Formula<Vec<Expr>>>,
+    made: OnceLock<Made>,
+}
+
+/// What is computed from a row once.
+struct Made {
+    expr: Expr,
+    derivatives: Vec<Expr>,
+}
+
+impl Row {
+    fn made(&self) -> &Made {
+        self.made.get_or_init(|| {
+            let inputs: Vec<Expr> = (0..self.arity).map(Expr::input).collect();
+            let scalars: Vec<Expr> = (0..self.samples.len()).map(Expr::scalar).collect();
+            let expr = (self.formula)(&inputs, &scalars);
+            let derivatives = match self.derivative {
+                Some(of) => of(&inputs, &scalars),
+                None => (0..self.arity).map(|i| expr.diff(i)).collect(),
+            };
+            Made { expr, derivatives }
+        })
+    }
+
+    /// The formula.
+    pub fn expr(&self) -> &Expr {
+        &self.made().expr
+    }
+
+    /// The derivatives with respect to each operand: the row's own, where the symbolic one would lose digits or be
+    /// undefined at a point where the true one is not. The constant 0 where there is none.
+    pub fn derivatives(&self) -> &[Expr] {
+        &self.made().derivatives
+    }
+}
+
+impl fmt::Debug for Row {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.name, self.doc.trim())
+    }
+}
+
+/// Makes the static of each row and the list of them. Called with all rows by `rows!`.
+macro_rules! define {
+    ($(
+        $(#[doc = $doc:literal])+
+        $name:ident ($($x:ident),+ $(; $($s:ident = $sample:literal),+)?) $(+ $inplace:ident)?: $accepts:ident -> $output:ident
+        { $formula:expr } { $reference:expr } on [$($low:literal..$high:literal),+]
+        $(masks $masks:tt)? $(derivative [$($derivative:expr),+])?;
+    )*) => {
+        /// Every row by its name.
+        #[allow(non_upper_case_globals, unused_variables)]
+        pub(crate) mod rows {
+            use std::sync::OnceLock;
+            use crate::expr::table::{Accepts, Expr, Output, Row};
+            $(
+                pub(crate) static $name: Row = Row {
+                    name: stringify!($name),
+                    doc: concat!($($doc),+),
+                    in_place: [$(Some(stringify!($inplace)),)? None][0],
+                    arity: [$(stringify!($x)),+].len(),
+                    masks: &[$(masks!($masks))?],
+                    samples: &[$($($sample),+)?],
+                    accepts: Accepts::$accepts,
+                    output: Output::$output,
+                    domain: &[$(($low, $high)),+],
+                    reference: |inputs, scalars| {
+                        let [$($x),+] = *inputs else { return f64::NAN };
+                        $(let [$($s),+] = *scalars else { return f64::NAN };)?
+                        $reference
+                    },
+                    formula: |inputs, scalars| {
+                        let [$($x),+] = inputs else { unreachable!("one expression for each operand") };
+                        $(let [$($s),+] = scalars else { unreachable!("one expression for each scalar") };)?
+                        $formula
+                    },
+                    derivative: derivative!([$($x),+] [$($($s),+)?] $([$($derivative),+])?),
+                    made: OnceLock::new(),
+                };
+            )*
+        }
+
+        /// Every elementwise operation, in the order of the documentation.
+        pub static ROWS: &[&Row] = &[$(&rows::$name),*];
+    };
+}
+
+macro_rules! masks {
+    ([$($i:literal),+]) => { $($i),+ };
+}
+
+macro_rules! derivative {
+    ([$($x:ident),+] [$($s:ident),*]) => { None };
+    ([$($x:ident),+] [$($s:ident),*] [$($d:expr),+]) => {
+        Some(|inputs, scalars| {
+            let [$($x),+] = inputs else { unreachable!("one expression for each operand") };
+            let [$($s),*] = scalars else { unreachable!("one expression for each scalar") };
+            vec![$($d),+]
+        })
+    };
+}
+
+rows!(define);
+
+/// Makes the methods of `Tensor`: `rows!(methods);` beside `apply_row` and `apply_row_`.
+macro_rules! methods {
+    ($(
+        $(#[doc = $doc:literal])+
+        $name:ident $args:tt $(+ $inplace:ident)?: $accepts:ident -> $output:ident
+        $formula:tt $reference:tt on $domain:tt
+        $(masks $masks:tt)? $(derivative $derivative:tt)?;
+    )*) => {
+        /// Elementwise operations: one method for each row of [`ROWS`](crate::ops::ROWS). Operands broadcast against
+        /// each other as NumPy's do and may have any strides.
+        ///
+        /// # Errors
+        /// Each of them: operands whose shapes do not broadcast, or that are on different devices; an integer divided
+        /// by zero; memory that runs out. In place also: a result of another shape or dtype, and a tensor whose elements
+        /// overlap or whose old value a gradient needs.
+        impl crate::tensor::Tensor { $(
+            methods!(@out-of-place [$($doc)+] $name $args);
+            $(methods!(@in-place $inplace $name $args);)?
+        )* }
+    };
+    (@out-of-place [$($doc:literal)+] $name:ident
+        ($x:ident $(, $other:ident)* $(; $($s:ident = $sample:literal),+)?)) => {
+        $(#[doc = $doc])+
+        pub fn $name(
+            &self,
+            $($other: &crate::tensor::Tensor,)*
+            $($($s: impl Into<crate::Scalar>,)+)?
+        ) -> crate::Result<crate::tensor::Tensor> {
+            let row = &crate::expr::table::rows::$name;
+            crate::ops::elementwise::apply_row(row, &[self $(, $other)*], &[$($($s.into()),+)?])
+        }
+    };
+    (@in-place $inplace:ident $name:ident
+        ($x:ident $(, $other:ident)* $(; $($s:ident = $sample:literal),+)?)) => {
+        #[doc = concat!("[`", stringify!($name), "`](Self::", stringify!($name), ") in place.")]
+        pub fn $inplace(
+            &self,
+            $($other: &crate::tensor::Tensor,)*
+            $($($s: impl Into<crate::Scalar>,)+)?
+        ) -> crate::Result<&crate::tensor::Tensor> {
+            let row = &crate::expr::table::rows::$name;
+            crate::ops::elementwise::apply_row_(row, &[self $(, $other)*], &[$($($s.into()),+)?])?;
+            Ok(self)
+        }
+    };
+}
+
+pub(crate) use methods;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::cpu::interpreter::{Scratch, TILE, Tile, TileIn};
+    use crate::backend::cpu::scalar::Lane;
+    use crate::expr::philox::{Seed, Uniform};
+    use crate::expr::program::Program;
+
+    /// `TILE` points of the row's domain, one column an operand; f32 holds them exactly.
+    fn points(row: &Row) -> Vec<Vec<f64>> {
+        let column = |(k, &(low, high)): (usize, &(f64, f64))| {
+            let mut u = vec![0.0; TILE];
+            Seed { key: 7, stream: k as u64 }.fill::<Uniform, _>(0, &mut u, f64::from);
+            let whole = |x: f64| if row.accepts == Accepts::Integer { x.floor() } else { x };
+            u.iter().map(|u| whole(f64::from((low + u * (high - low)) as f32))).collect()
+        };
+        row.domain.iter().enumerate().map(column).collect()
+    }
+
+    fn run<C: Lane>(row: &Row, expr: &Expr, columns: &[Vec<f64>]) -> Vec<f64> {
+        let columns: Vec<Vec<C>> = columns.iter().map(|c| c.iter().map(|&x| C::from_f64(x)).collect()).collect();
+        let inputs: Vec<_> = columns.iter().map(|c| TileIn::Slice(c)).collect();
+        let scalars: Vec<crate::Scalar> = row.samples.iter().map(|&s| s.into()).collect();
+        let tile = Tile { inputs: &inputs, scalars: &scalars, seeds: &[], first: 0, len: TILE };
+        let mut out = vec![C::from_f64(0.0); TILE];
+        Program::new(std::slice::from_ref(expr)).eval_tile(&tile, &mut Scratch::new(), &mut [&mut out]);
+        out.iter().map(|x| x.to_f64()).collect()
+    }
+
+    fn at(columns: &[Vec<f64>], i: usize) -> Vec<f64> {
+        columns.iter().map(|c| c[i]).collect()
+    }
+
+    #[test]
+    fn every_value_is_its_reference() {
+        for row in ROWS {
+            let columns = points(row);
+            if row.accepts == Accepts::Integer {
+                let got = run::<i64>(row, row.expr(), &columns);
+                let right = |i: usize| (row.reference)(&at(&columns, i), row.samples);
+                (0..TILE).for_each(|i| assert_eq!(got[i], right(i), "{} {:?}", row.name, at(&columns, i)));
+                continue;
+            }
+            let (wide, narrow) = (run::<f64>(row, row.expr(), &columns), run::<f32>(row, row.expr(), &columns));
+            for i in 0..TILE {
+                let x = at(&columns, i);
+                let right = (row.reference)(&x, row.samples);
+                assert!(
+                    (wide[i] - right).abs() <= 1e-13 * right.abs().max(1.0),
+                    "{} {x:?}: {} {right}",
+                    row.name,
+                    wide[i]
+                );
+                // scalars are rounded in f32: a jump may move
+                let near = (narrow[i] - right).abs() <= 2e-6 * right.abs().max(1.0);
+                assert!(near, "{} {x:?} in f32: {} {right}", row.name, narrow[i]);
+            }
+        }
+    }
+
+    #[test]
+    fn every_derivative_is_the_slope() {
+        for row in ROWS.iter().filter(|row| row.accepts != Accepts::Integer) {
+            let columns = points(row);
+            assert_eq!(row.derivatives().len(), row.arity, "{}", row.name);
+            for (k, derivative) in row.derivatives().iter().enumerate() {
+                let got = run::<f64>(row, derivative, &columns);
+                let mut skipped = 0;
+                for (i, &got) in got.iter().enumerate() {
+                    let slope = |h: f64| {
+                        let mut x = at(&columns, i);
+                        let middle = x[k];
+                        x[k] = middle + h;
+                        let up = (row.reference)(&x, row.samples);
+                        x[k] = middle - h;
+                        (up - (row.reference)(&x, row.samples)) / (2.0 * h)
+                    };
+                    // where two widths disagree there is a kink or a jump between them
+                    let (right, other) = (slope(1e-5), slope(3e-6));
+                    let tolerance = 1e-7 * right.abs().max(1.0);
+                    if (right - other).abs() > tolerance {
+                        skipped += 1;
+                        continue;
+                    }
+                    let x = at(&columns, i);
+                    assert!((got - right).abs() <= tolerance, "d {} / d {k} at {x:?}: {got} {right}", row.name);
+                }
+                assert!(skipped <= 3, "{}: {skipped} kinks", row.name);
+            }
+        }
+    }
+
+    #[test]
+    fn rows_say_what_they_take_and_give() {
+        for (i, row) in ROWS.iter().enumerate() {
+            assert!(ROWS[..i].iter().all(|other| other.name != row.name), "{} twice", row.name);
+            assert_eq!(row.expr().arity(), row.arity, "{}", row.name);
+            assert_eq!(row.domain.len(), row.arity, "{}", row.name);
+            let program = Program::new(std::slice::from_ref(row.expr()));
+            assert!(!program.needs_float() || row.accepts == Accepts::Float, "{} takes integers", row.name);
+            assert_eq!(program.uses_bits(), row.accepts == Accepts::Integer, "{}", row.name);
+            let flat = row.derivatives().iter().all(|d| d.as_const() == Some(0.0));
+            assert!(flat || row.accepts != Accepts::Integer, "{} has a gradient", row.name);
+            assert!(flat || row.output == Output::Same, "{} has a gradient", row.name);
+            assert!(row.masks.iter().all(|&m| row.derivatives()[m].as_const() == Some(0.0)), "{}", row.name);
+        }
+    }
+
+    #[test]
+    fn kinks_are_pytorchs() {
+        let slope = |row: &'static Row, x: f64| {
+            run::<f64>(row, &row.derivatives()[0], &[vec![x; TILE], vec![x; TILE]][..row.arity])[0]
+        };
+        for row in [&rows::relu, &rows::abs, &rows::relu6, &rows::sign] {
+            assert_eq!(slope(row, 0.0), 0.0, "{}", row.name);
+        }
+        assert_eq!((slope(&rows::maximum, 2.0), slope(&rows::minimum, 2.0)), (0.5, 0.5));
+        assert_eq!((slope(&rows::clamp, -1.0), slope(&rows::clamp, 1.5)), (1.0, 1.0));
+        assert_eq!((slope(&rows::hardtanh, -1.0), slope(&rows::hardtanh, 1.5)), (0.0, 0.0));
+        assert_eq!(slope(&rows::sqrt, 0.0), f64::INFINITY);
+        assert_eq!((slope(&rows::sigmoid, 0.0), slope(&rows::logsigmoid, 0.0)), (0.25, 0.5));
+        for row in [&rows::sigmoid, &rows::silu, &rows::softplus, &rows::mish, &rows::gelu, &rows::elu, &rows::tanh] {
+            for x in [-1e4, -90.0, 0.0, 90.0, 1e4] {
+                let f32_slope = run::<f32>(row, &row.derivatives()[0], &[vec![x; TILE]])[0];
+                assert!(f32_slope.is_finite() && slope(row, x).is_finite(), "{} at {x}: {f32_slope}", row.name);
+            }
+        }
+        let by_exponent =
+            |base: f64| run::<f64>(&rows::pow, &rows::pow.derivatives()[1], &[vec![base; TILE], vec![2.0; TILE]])[0];
+        assert_eq!(by_exponent(0.0), 0.0);
+    }
+}

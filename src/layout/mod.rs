@@ -1,0 +1,292 @@
+//! Where a tensor's elements lie in its storage: shape, strides and an offset, all in elements. Pure arithmetic.
+
+pub(crate) mod collapse;
+pub(crate) mod shape;
+
+#[cfg(test)]
+mod tests;
+
+use crate::layout::shape::{Dims, Shape};
+use crate::{Error, Result};
+
+/// Shape, strides and offset in elements. Strides may be zero (broadcast) or negative (flip).
+#[derive(Debug, Eq)]
+pub(crate) struct Layout {
+    pub(crate) shape: Shape,
+    pub(crate) strides: Dims<isize>,
+    pub(crate) offset: usize,
+}
+
+impl PartialEq for Layout {
+    #[inline]
+    fn eq(&self, other: &Layout) -> bool {
+        self.offset == other.offset && self.lies_like(other, 1)
+    }
+}
+
+impl Clone for Layout {
+    #[inline]
+    fn clone(&self) -> Layout {
+        Layout { shape: self.shape.clone(), strides: shape::copied(&self.strides), offset: self.offset }
+    }
+}
+
+impl Layout {
+    /// Row-major from the start of the storage.
+    #[inline(always)]
+    pub(crate) fn contiguous(shape: Shape) -> Layout {
+        let strides = shape.contiguous_strides();
+        Layout { shape, strides, offset: 0 }
+    }
+
+    pub(crate) fn numel(&self) -> usize {
+        self.shape.numel()
+    }
+
+    /// Whether shape and strides are the same, and the offsets the same but for a multiple of `aligned`. Every launch asks
+    /// for a few. Number by number: they are so few that it is sooner done than memory is compared.
+    #[inline]
+    pub(crate) fn lies_like(&self, other: &Layout, aligned: usize) -> bool {
+        fn alike<T: PartialEq>(a: &[T], b: &[T]) -> bool {
+            a.len() == b.len() && a.iter().zip(b).all(|(a, b)| a == b)
+        }
+        self.offset % aligned == other.offset % aligned
+            && alike(self.shape.dims(), other.shape.dims())
+            && alike(&self.strides, &other.strides)
+    }
+
+    /// Whether the elements lie one after another in row-major order (from `offset` on).
+    pub(crate) fn is_contiguous(&self) -> bool {
+        let mut step = 1isize;
+        for (&d, &s) in self.shape.dims().iter().zip(&self.strides).rev() {
+            if d != 1 {
+                if d != 0 && s != step {
+                    return self.numel() == 0;
+                }
+                step *= d as isize;
+            }
+        }
+        true
+    }
+
+    /// The same elements stretched to `shape`, which must be what [`Shape::broadcast`] gave.
+    pub(crate) fn broadcast_to(&self, shape: &Shape) -> Layout {
+        if self.shape == *shape {
+            return self.clone();
+        }
+        let missing = shape.rank() - self.shape.rank();
+        let strides = (0..shape.rank())
+            .map(|i| match i.checked_sub(missing) {
+                Some(j) if self.shape.dims()[j] == shape.dims()[i] => self.strides[j],
+                _ => 0,
+            })
+            .collect();
+        Layout { shape: shape.clone(), strides, offset: self.offset }
+    }
+
+    /// The first and last element touched, both included; None for an empty layout.
+    pub(crate) fn bounds(&self) -> Option<(usize, usize)> {
+        if self.numel() == 0 {
+            return None;
+        }
+        let (mut lo, mut hi) = (self.offset as isize, self.offset as isize);
+        for (&d, &s) in self.shape.dims().iter().zip(&self.strides) {
+            let reach = (d as isize - 1) * s;
+            if reach < 0 { lo += reach } else { hi += reach }
+        }
+        Some((lo as usize, hi as usize))
+    }
+
+    /// Whether two positions may share an element (broadcast dims, or strides that fold onto each other).
+    /// Exact for every layout that views of a contiguous tensor can make, conservative otherwise.
+    pub(crate) fn may_alias_itself(&self) -> bool {
+        if self.shape.numel() == 0 {
+            return false;
+        }
+        let mut dims: Dims<(usize, usize)> = self
+            .shape
+            .dims()
+            .iter()
+            .zip(&self.strides)
+            .filter(|(d, _)| **d > 1)
+            .map(|(&d, &s)| (s.unsigned_abs(), d))
+            .collect();
+        dims.sort_unstable();
+        let mut reach = 0usize;
+        for &(s, d) in &dims {
+            if s <= reach {
+                return true;
+            }
+            reach += s * (d - 1);
+        }
+        false
+    }
+}
+
+/// Views: the same elements in another order, some of them, or some several times.
+impl Layout {
+    /// Size and stride of each dimension.
+    fn axes(&self) -> Dims<(usize, isize)> {
+        self.shape.dims().iter().copied().zip(self.strides.iter().copied()).collect()
+    }
+
+    fn from_axes(axes: impl IntoIterator<Item = (usize, isize)>, offset: usize) -> Layout {
+        let (mut dims, mut strides) = (Dims::new(), Dims::new());
+        // One by one: `unzip` calls for each of them.
+        for (size, stride) in axes {
+            dims.push(size);
+            strides.push(stride);
+        }
+        Layout { shape: dims.into(), strides, offset }
+    }
+
+    pub(crate) fn transpose(&self, a: usize, b: usize) -> Layout {
+        let mut turned = self.clone();
+        turned.shape.swap(a, b);
+        turned.strides.swap(a, b);
+        turned
+    }
+
+    /// Dimension `dims[i]` becomes dimension `i`; `dims` must name each once.
+    pub(crate) fn permute(&self, dims: &[usize]) -> Layout {
+        let axes = self.axes();
+        Layout::from_axes(dims.iter().map(|&d| axes[d]), self.offset)
+    }
+
+    /// With a dimension of size 1 before `dim`.
+    pub(crate) fn insert(&self, dim: usize) -> Layout {
+        let mut axes = self.axes();
+        let stride = axes.get(dim).map_or(1, |&(d, s)| (d.max(1) as isize).saturating_mul(s));
+        axes.insert(dim, (1, stride));
+        Layout::from_axes(axes, self.offset)
+    }
+
+    /// Without dimension `dim`, at its first index.
+    pub(crate) fn remove(&self, dim: usize) -> Layout {
+        let mut axes = self.axes();
+        axes.remove(dim);
+        Layout::from_axes(axes, self.offset)
+    }
+
+    /// Indexes `start`, `start + step`, ... (`len` of them, all in range) of dimension `dim`.
+    fn pick(&self, dim: usize, start: usize, step: isize, len: usize) -> Layout {
+        let mut axes = self.axes();
+        let stride = axes[dim].1;
+        axes[dim] = (len, if len > 1 { stride.saturating_mul(step) } else { stride });
+        // What is empty keeps the offset: there is no element to point to, and perhaps no storage.
+        let skip = if len == 0 || self.numel() == 0 { 0 } else { start as isize * stride };
+        Layout::from_axes(axes, self.offset.wrapping_add_signed(skip))
+    }
+
+    /// Indexes `start..start + len` of dimension `dim`.
+    pub(crate) fn narrow(&self, op: &'static str, dim: usize, start: usize, len: usize) -> Result<Layout> {
+        let size = self.shape.dims()[dim];
+        if start.checked_add(len).is_none_or(|end| end > size) {
+            let reason = format!("{len} elements from index {start} on do not fit in dimension {dim} of size {size}");
+            return Err(Error::invalid(op, reason));
+        }
+        Ok(self.pick(dim, start, 1, len))
+    }
+
+    /// Index `index` of dimension `dim`, counted from the end when negative; the dimension goes.
+    pub(crate) fn select(&self, op: &'static str, dim: usize, index: isize) -> Result<Layout> {
+        let size = self.shape.dims()[dim];
+        let i = if index < 0 { index + size as isize } else { index };
+        if i < 0 || i as usize >= size {
+            return Err(Error::IndexOutOfRange { op, index: index as i64, size });
+        }
+        Ok(self.pick(dim, i as usize, 1, 1).remove(dim))
+    }
+
+    /// Python's `[start:end:step]` in dimension `dim`: ends count from the end when negative and are clamped.
+    pub(crate) fn slice(
+        &self,
+        op: &'static str,
+        dim: usize,
+        (start, end): (Option<isize>, Option<isize>),
+        step: isize,
+    ) -> Result<Layout> {
+        if step == 0 {
+            return Err(Error::invalid(op, "the step must not be 0"));
+        }
+        let size = self.shape.dims()[dim] as isize;
+        let (lo, hi) = if step > 0 { (0, size) } else { (-1, size - 1) };
+        let place = |i: isize| (if i < 0 { i.saturating_add(size) } else { i }).clamp(lo, hi);
+        let (first, last) = if step > 0 { (lo, hi) } else { (hi, lo) };
+        let (start, end) = (start.map_or(first, place), end.map_or(last, place));
+        let span = if step > 0 { end - start } else { start - end };
+        let len = (span.max(0) as usize).div_ceil(step.unsigned_abs());
+        Ok(self.pick(dim, start.max(0) as usize, step, len))
+    }
+
+    /// Dimension `dim` backwards.
+    pub(crate) fn flip(&self, dim: usize) -> Layout {
+        let size = self.shape.dims()[dim];
+        self.pick(dim, size.saturating_sub(1), -1, size)
+    }
+
+    /// The elements whose indexes in dimensions `a` and `b` differ by `shift` (`b`'s is the greater when positive), as a
+    /// new last dimension in the place of both.
+    pub(crate) fn diagonal(&self, shift: isize, a: usize, b: usize) -> Layout {
+        let mut axes = self.axes();
+        let ((rows, down), (columns, right)) = (axes[a], axes[b]);
+        let (top, left) = (shift.min(0).unsigned_abs(), shift.max(0).unsigned_abs());
+        let len = rows.saturating_sub(top).min(columns.saturating_sub(left));
+        let skip = if len == 0 || self.numel() == 0 { 0 } else { top as isize * down + left as isize * right };
+        axes.remove(a.max(b));
+        axes.remove(a.min(b));
+        axes.push((len, down.saturating_add(right)));
+        Layout::from_axes(axes, self.offset.wrapping_add_signed(skip))
+    }
+
+    /// Windows of `size`, `step` apart, along dimension `dim`, which is as large at least, as a new last dimension.
+    pub(crate) fn unfold(&self, dim: usize, size: usize, step: usize) -> Layout {
+        let mut axes = self.axes();
+        let (len, stride) = axes[dim];
+        axes[dim] = ((len - size) / step + 1, stride.saturating_mul(isize::try_from(step).unwrap_or(isize::MAX)));
+        axes.push((size, stride));
+        Layout::from_axes(axes, self.offset)
+    }
+
+    /// The same elements in the same order in another shape of equal `numel`, where strides can express it.
+    pub(crate) fn reshape(&self, shape: &Shape) -> Option<Layout> {
+        if self.numel() == 0 {
+            return Some(Layout { offset: self.offset, ..Layout::contiguous(shape.clone()) });
+        }
+        // Runs of dimensions that one stride can walk, outermost first.
+        let mut runs: Dims<(usize, isize)> = Dims::new();
+        for (d, s) in self.axes().into_iter().filter(|(d, _)| *d != 1) {
+            match runs.last_mut() {
+                Some(run) if run.1 == d as isize * s => *run = (run.0 * d, s),
+                _ => runs.push((d, s)),
+            }
+        }
+        // The new dimensions are cut from the runs, innermost first; none may span two.
+        let (mut left, mut step) = runs.pop().unwrap_or((1, 1));
+        let mut axes: Dims<(usize, isize)> = Dims::new();
+        for &d in shape.dims().iter().rev() {
+            if left == 1
+                && d != 1
+                && let Some(run) = runs.pop()
+            {
+                (left, step) = run;
+            }
+            if left % d != 0 {
+                return None;
+            }
+            axes.push((d, step));
+            (left, step) = (left / d, step * d as isize);
+        }
+        Some(Layout::from_axes(axes.into_iter().rev(), self.offset))
+    }
+
+    /// The first and last `n` indexes of every dimension larger than `2 * n`, as two dimensions `[2, n]` in its place:
+    /// one view of all that a summary prints.
+    pub(crate) fn edges(&self, n: usize) -> Layout {
+        let split = |(d, s): (usize, isize)| {
+            let (outer, inner) = if d > 2 * n { ((2, (d - n) as isize * s), (n, s)) } else { ((1, 0), (d, s)) };
+            [outer, inner]
+        };
+        Layout::from_axes(self.axes().into_iter().flat_map(split), self.offset)
+    }
+}

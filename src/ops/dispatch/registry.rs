@@ -1,0 +1,317 @@
+//! Operations are open: by name a user adds one, or replaces one for the CPU or for OpenCL, from outside the crate.
+//!
+//! A replacement stands for what the method computes, wherever it is called from; the gradient stays the operation's own
+//! (computed again in backward through what is built in) unless the replacement brings one. Where nothing is registered a
+//! method pays one relaxed load.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
+
+use crate::autograd::{Gradients, Saved};
+use crate::error::Excerpt;
+use crate::ops::catalogue;
+use crate::ops::dispatch::arguments::Argument;
+use crate::{Device, Error, Result, Tensor, autograd};
+
+/// The devices that an implementation is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Backend {
+    /// [`Device::Cpu`].
+    Cpu,
+    /// Every [`Device::OpenCL`].
+    OpenCL,
+}
+
+impl From<Device> for Backend {
+    fn from(device: Device) -> Backend {
+        match device {
+            Device::Cpu => Backend::Cpu,
+            Device::OpenCL(_) => Backend::OpenCL,
+        }
+    }
+}
+
+type Forward = dyn Fn(&[&Tensor], &[Argument]) -> Result<Vec<Tensor>> + Send + Sync;
+type Backward = dyn Fn(&[&Tensor], &[Argument], &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync;
+
+/// What an operation does on a device.
+#[derive(Clone)]
+pub struct Implementation {
+    forward: Arc<Forward>,
+    backward: Option<Arc<Backward>>,
+}
+
+impl Implementation {
+    /// From tensors and arguments (in the order of the method's parameters) to results. It is called outside the graph;
+    /// operations in it that would come back to it run what is built in.
+    pub fn new(
+        forward: impl Fn(&[&Tensor], &[Argument]) -> Result<Vec<Tensor>> + Send + Sync + 'static,
+    ) -> Implementation {
+        Implementation { forward: Arc::new(forward), backward: None }
+    }
+
+    /// With a gradient of its own: from the inputs, the arguments and the gradient of the (first) result to the gradients
+    /// of the inputs, None for those that have none.
+    pub fn with_backward(
+        self,
+        backward: impl Fn(&[&Tensor], &[Argument], &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
+    ) -> Implementation {
+        Implementation { backward: Some(Arc::new(backward)), ..self }
+    }
+}
+
+/// An implementation is in force as long as this lives.
+#[derive(Debug)]
+#[must_use = "dropped, it takes the implementation away again"]
+pub struct Registration {
+    name: &'static str,
+    backend: Backend,
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        // What it captured is dropped after the lock: it may hold another Registration.
+        let removed = write().remove(&(self.name, self.backend));
+        if removed.is_some() {
+            REGISTERED.fetch_sub(1, Ordering::Release);
+        }
+    }
+}
+
+type Table = HashMap<(&'static str, Backend), Implementation>;
+
+static TABLE: RwLock<Option<Table>> = RwLock::new(None);
+static REGISTERED: AtomicUsize = AtomicUsize::new(0);
+
+thread_local! {
+    /// The operations whose implementations are running: called again inside, they are the built-in ones.
+    static RUNNING: RefCell<Vec<&'static str>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Runs `f` with what is built in under `name`.
+fn built_in<R>(name: &'static str, f: impl FnOnce() -> R) -> R {
+    struct Leave;
+    impl Drop for Leave {
+        fn drop(&mut self) {
+            RUNNING.with_borrow_mut(|names| _ = names.pop());
+        }
+    }
+    RUNNING.with_borrow_mut(|names| names.push(name));
+    let _leave = Leave;
+    f()
+}
+
+/// Adds an operation of your own under `name`, or replaces one that is built in, for all devices of a backend.
+/// (PyTorch: `torch.library.impl`.)
+///
+/// ```
+/// use claystone::ops::{self, Backend, Implementation};
+/// use claystone::{Device, Tensor};
+/// let swish = Implementation::new(|x, _| Ok(vec![x[0].mul(&x[0].sigmoid()?)?]));
+/// let _kept = ops::register("my_swish", Backend::Cpu, swish)?;
+/// let x = Tensor::zeros(&[2], Device::Cpu)?;
+/// assert_eq!(ops::call("my_swish", &[&x], &[])?[0].to_vec::<f32>()?, [0.0, 0.0]);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+///
+/// # Errors
+/// [`Error::Invalid`] where `name` already has an implementation of that backend, and for built-in operations that
+/// compute nothing: views and what makes tensors.
+pub fn register(name: &'static str, backend: Backend, implementation: Implementation) -> Result<Registration> {
+    if catalogue::find(name).is_some_and(|op| !op.is_replaceable()) {
+        let reason = format!("{name} only names or makes elements, or is another's name: it cannot be replaced");
+        return Err(Error::invalid("register", reason));
+    }
+    let mut table = write();
+    if table.contains_key(&(name, backend)) {
+        let reason = format!("{name} already has an implementation for {backend:?}: drop its Registration first");
+        return Err(Error::invalid("register", reason));
+    }
+    table.insert((name, backend), implementation);
+    REGISTERED.fetch_add(1, Ordering::Release);
+    Ok(Registration { name, backend })
+}
+
+/// The operation `name` on tensors and arguments (those of the method, in its order): one that is built in
+/// ([`operations`](crate::ops::operations) lists them) or one that was [`register`]ed.
+///
+/// ```
+/// use claystone::{Device, Tensor, ops};
+/// let x = Tensor::ones(&[2, 3], Device::Cpu)?;
+/// let y = ops::call("add_scalar", &[&x], &[2.0.into()])?.remove(0);
+/// assert_eq!(y.to_vec::<f32>()?, [3.0; 6]);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+///
+/// # Errors
+/// Those of the operation; [`Error::Invalid`] for a name that nobody knows on that device, and for arguments that do not
+/// fit.
+pub fn call(name: &str, tensors: &[&Tensor], arguments: &[Argument]) -> Result<Vec<Tensor>> {
+    if let Some(operation) = catalogue::find(name) {
+        return operation.run(tensors, arguments);
+    }
+    let Some(first) = tensors.first() else {
+        return Err(Error::invalid(
+            "call",
+            format!("there is no built-in operation {name}, and no tensor names a device"),
+        ));
+    };
+    let backend = Backend::from(first.device());
+    let known = read(|table| table.keys().find(|(n, b)| (*n, *b) == (name, backend)).map(|(n, _)| *n));
+    match known {
+        Some(name) => replacement(name, tensors, || arguments.to_vec())?.ok_or_else(|| {
+            Error::invalid("call", format!("{name} calls itself, and nothing is built in under that name"))
+        }),
+        None => Err(Error::invalid(
+            "call",
+            format!("there is no operation {} for {backend:?}: see operations()", Excerpt(name)),
+        )),
+    }
+}
+
+fn write() -> WriteTable {
+    WriteTable(TABLE.write().unwrap_or_else(PoisonError::into_inner))
+}
+
+/// The table under its lock, made when it is first written to.
+struct WriteTable(std::sync::RwLockWriteGuard<'static, Option<Table>>);
+
+impl std::ops::Deref for WriteTable {
+    type Target = Table;
+    fn deref(&self) -> &Table {
+        static EMPTY: std::sync::LazyLock<Table> = std::sync::LazyLock::new(Table::new);
+        self.0.as_ref().unwrap_or(&EMPTY)
+    }
+}
+
+impl std::ops::DerefMut for WriteTable {
+    fn deref_mut(&mut self) -> &mut Table {
+        self.0.get_or_insert_default()
+    }
+}
+
+fn read<R>(f: impl FnOnce(&Table) -> Option<R>) -> Option<R> {
+    TABLE.read().unwrap_or_else(PoisonError::into_inner).as_ref().and_then(f)
+}
+
+/// What a registered implementation of `op` makes of these, on the device of the first; None where there is none: the
+/// method goes on. Recorded in the graph like the operation itself.
+#[inline]
+pub(crate) fn replacement(
+    op: &'static str,
+    inputs: &[&Tensor],
+    arguments: impl FnOnce() -> Vec<Argument>,
+) -> Result<Option<Vec<Tensor>>> {
+    if REGISTERED.load(Ordering::Relaxed) == 0 {
+        return Ok(None);
+    }
+    replace(op, inputs, arguments)
+}
+
+#[cold]
+fn replace(
+    op: &'static str,
+    inputs: &[&Tensor],
+    arguments: impl FnOnce() -> Vec<Argument>,
+) -> Result<Option<Vec<Tensor>>> {
+    let Some(first) = inputs.first() else { return Ok(None) };
+    let running = RUNNING.with_borrow(|names| names.contains(&op));
+    let key = (op, Backend::from(first.device()));
+    let implementation = if running { None } else { read(|table| table.get(&key).cloned()) };
+    let Some(implementation) = implementation else { return Ok(None) };
+    let arguments = arguments();
+    let detached: Vec<Tensor> = inputs.iter().map(|t| t.detach()).collect();
+    let refs: Vec<&Tensor> = detached.iter().collect();
+    let outs = built_in(op, || (implementation.forward)(&refs, &arguments))?;
+    if outs.is_empty() {
+        return Err(Error::invalid(op, "its registered implementation gave no result"));
+    }
+    if !autograd::is_tracked(inputs) {
+        return Ok(Some(outs.into_iter().map(|t| t.detach()).collect()));
+    }
+    let differentiable = catalogue::find(op).map_or(implementation.backward.is_some(), |op| op.is_differentiable());
+    let arguments = Arc::new(arguments);
+    let track = |(k, out): (usize, Tensor)| {
+        if !out.dtype().is_float() || !differentiable {
+            return out.detach();
+        }
+        let saved: Vec<Saved> = inputs.iter().map(|t| Saved::new(t)).collect();
+        let (arguments, backward) = (arguments.clone(), implementation.backward.clone());
+        autograd::record(op, out.detach(), inputs, move |ctx| {
+            let inputs = saved.iter().map(|s| s.get(op).map(Tensor::detach)).collect::<Result<Vec<_>>>()?;
+            let grad = ctx.grad()?;
+            let wanted: Vec<bool> = (0..inputs.len()).map(|i| ctx.needs(i)).collect();
+            match &backward {
+                Some(backward) if k == 0 => own_gradients(op, &**backward, &inputs, &arguments, &grad),
+                _ => built_in_gradients(op, k, inputs, &arguments, &grad, &wanted),
+            }
+        })
+    };
+    Ok(Some(outs.into_iter().enumerate().map(track).collect()))
+}
+
+fn own_gradients(
+    op: &'static str,
+    backward: &Backward,
+    inputs: &[Tensor],
+    arguments: &[Argument],
+    grad: &Tensor,
+) -> Result<Gradients> {
+    let gradients = built_in(op, || backward(&inputs.iter().collect::<Vec<_>>(), arguments, grad))?;
+    let alike = |g: &Tensor, x: &Tensor| (g.shape(), g.dtype(), g.device()) == (x.shape(), x.dtype(), x.device());
+    let fits = |(g, x): (&Option<Tensor>, &Tensor)| g.as_ref().is_none_or(|g| alike(g, x));
+    if gradients.len() != inputs.len() || !gradients.iter().zip(inputs).all(fits) {
+        let reason = "the backward of its registered implementation has to give one gradient for each input, of its \
+                      shape and dtype and on its device";
+        return Err(Error::Autograd { op, reason: reason.into() });
+    }
+    Ok(gradients.into_iter().map(|g| g.map(|g| g.detach())).collect())
+}
+
+/// The gradient of result `k` by what is built in, computed again from the inputs.
+fn built_in_gradients(
+    op: &'static str,
+    k: usize,
+    inputs: Vec<Tensor>,
+    arguments: &[Argument],
+    grad: &Tensor,
+    wanted: &[bool],
+) -> Result<Gradients> {
+    let Some(operation) = catalogue::find(op) else {
+        let reason = "its registered implementation has no backward: give it one with_backward";
+        return Err(Error::Autograd { op, reason: reason.into() });
+    };
+    let leaves = inputs.into_iter().zip(wanted).map(|(t, &w)| t.requires_grad_(w)).collect::<Result<Vec<_>>>()?;
+    let refs: Vec<&Tensor> = leaves.iter().collect();
+    let outs = autograd::enable_grad(|| built_in(op, || operation.run(&refs, arguments)))?;
+    let Some(out) = outs.get(k) else {
+        let reason = format!("its registered implementation gives result {k}, and the operation has {}", outs.len());
+        return Err(Error::Autograd { op, reason });
+    };
+    out.backward_with(grad)?;
+    Ok(leaves.iter().map(Tensor::grad).collect())
+}
+
+/// `replaced!("name", [tensors], arguments ...)` at the beginning of a method: returns what a registered implementation
+/// makes of it, where there is one.
+macro_rules! replaced {
+    ($op:expr, [$($x:expr),* $(,)?] $(, $argument:expr)* $(,)?) => {
+        if let Some(mut out) = $crate::ops::dispatch::registry::replacement($op, &[$($x),*], || vec![$($argument.into()),*])? {
+            return Ok(out.swap_remove(0));
+        }
+    };
+}
+
+/// [`replaced`] where a method gives several tensors: `as_results` makes its result of them.
+macro_rules! replaced_several {
+    ($op:expr, [$($x:expr),* $(,)?] $(, $argument:expr)* ; $as_results:expr) => {
+        if let Some(out) = $crate::ops::dispatch::registry::replacement($op, &[$($x),*], || vec![$($argument.into()),*])? {
+            return $as_results(out);
+        }
+    };
+}
+
+pub(crate) use {replaced, replaced_several};

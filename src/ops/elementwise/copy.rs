@@ -1,0 +1,184 @@
+//! Copies: between layouts, dtypes and tensors. A strided or converting copy is the expression `x`.
+
+use std::slice;
+use std::sync::LazyLock;
+
+use crate::expr::Expr;
+use crate::ops::catalogue::{Dtypes, Gives, Kind, Operation};
+use crate::ops::elementwise;
+use crate::ops::elementwise::Params;
+use crate::{DType, Error, Graph, Result, Scalar, Tensor, autograd};
+
+/// `x`, and a scalar: made once, since making one asks the heap.
+static IDENTITY: LazyLock<Expr> = LazyLock::new(|| Expr::input(0));
+static SCALAR: LazyLock<Expr> = LazyLock::new(|| Expr::scalar(0));
+
+pub(crate) static OPERATIONS: &[Operation] = &[
+    Operation::new("clone", "clone", Kind::Copying, Dtypes::All, Gives::Same, (1, 0), |a| a.x(0)?.try_clone())
+        .differentiable(),
+    Operation::new("contiguous", "contiguous", Kind::Copying, Dtypes::All, Gives::Same, (1, 0), |a| {
+        a.x(0)?.contiguous()
+    })
+    .differentiable(),
+    Operation::new("to_dtype", "to", Kind::Copying, Dtypes::All, Gives::Asked, (1, 1), |a| {
+        a.x(0)?.to_dtype(a.dtype(0)?)
+    })
+    .differentiable(),
+    Operation::new("copy_", "copy_", Kind::InPlace, Dtypes::All, Gives::Same, (2, 0), |a| {
+        a.x(0)?.copy_(a.x(1)?).map(Tensor::shallow_clone)
+    }),
+    Operation::new("fill_", "fill_", Kind::InPlace, Dtypes::All, Gives::Same, (1, 1), |a| {
+        a.x(0)?.fill_(a.scalar(0)?).map(Tensor::shallow_clone)
+    }),
+    Operation::new("zero_", "zero_", Kind::InPlace, Dtypes::All, Gives::Same, (1, 0), |a| {
+        a.x(0)?.zero_().map(Tensor::shallow_clone)
+    }),
+];
+
+impl Tensor {
+    /// A deep copy: a new contiguous tensor of this shape that shares nothing, the fallible form of [`Clone`].
+    ///
+    /// Contiguous elements (a view with an offset too) are copied by one blocking command of exactly their bytes
+    /// (`clEnqueueCopyBuffer`; where the device is a processor, many of them by all its threads), strided ones by one kernel
+    /// into an allocation of exactly the viewed elements. Differentiable.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let a = Tensor::arange(0, 6, 1, Device::Cpu)?.reshape([2, 3])?;
+    /// let b = a.t()?.try_clone()?;
+    /// assert_eq!(b.to_vec::<f32>()?, [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]);
+    /// assert!(b.is_contiguous() && !b.shares_storage(&a));
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`] and device failures.
+    pub fn try_clone(&self) -> Result<Tensor> {
+        match autograd::is_tracked(&[self]) {
+            true => Ok(autograd::record_unary_twice("clone", self.copied(true)?, self, Ok)),
+            false => self.copied(true),
+        }
+    }
+
+    /// A deep copy outside the graph; without `blocking` it is only enqueued, which is all that later operations need.
+    pub(crate) fn copied(&self, blocking: bool) -> Result<Tensor> {
+        // A graph that is being captured runs nothing to wait for.
+        let blocking = blocking && !Graph::is_capturing(self.device());
+        let size = self.dtype.size();
+        if self.is_contiguous() {
+            let made = Tensor::empty_like_shape(self.shape(), self.dtype, self.device());
+            if let Ok(out) = &made {
+                let bytes = self.numel() * size;
+                out.storage.copy_from(0, &self.storage, self.layout.offset * size, bytes, blocking)?;
+            }
+            return made;
+        }
+        let out = self.cast(self.dtype)?;
+        if blocking {
+            self.device().synchronize()?;
+        }
+        Ok(out)
+    }
+
+    /// These elements in row-major order: this tensor itself where they already are, otherwise a copy (one launch).
+    /// No operation of this crate needs it; it is there for code that hands bytes to somebody else. Differentiable.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`] and device failures.
+    pub fn contiguous(&self) -> Result<Tensor> {
+        if self.is_contiguous() {
+            return Ok(self.shallow_clone());
+        }
+        Ok(autograd::record_unary_twice("contiguous", self.cast(self.dtype)?, self, Ok))
+    }
+
+    /// These elements converted to `dtype`, in a new tensor; this tensor itself where it has that dtype. Differentiable
+    /// between floats.
+    ///
+    /// Conversions are Rust's `as`: floats to integers truncate towards zero and saturate, NaN gives 0, integers wrap,
+    /// halves round to nearest even; to bool, everything but 0 is true.
+    ///
+    /// ```
+    /// use claystone::{DType, Device, Tensor};
+    /// let t = Tensor::from_slice(&[1.5f32, -2.5, 300.0], 3, Device::Cpu)?;
+    /// assert_eq!(t.to_dtype(DType::U8)?.to_vec::<u8>()?, [1, 0, 255]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`]; a device without double precision cannot convert f64.
+    pub fn to_dtype(&self, dtype: DType) -> Result<Tensor> {
+        if dtype == self.dtype {
+            return Ok(self.shallow_clone());
+        }
+        let out = self.cast(dtype)?;
+        let from = self.dtype;
+        if !dtype.is_float() {
+            return Ok(out);
+        }
+        Ok(autograd::record_unary_twice("to_dtype", out, self, move |grad| grad.to_dtype(from)))
+    }
+
+    /// A contiguous copy of any dtype, outside the graph.
+    pub(crate) fn cast(&self, dtype: DType) -> Result<Tensor> {
+        elementwise::apply_one("copy", &[self], Params::default(), &IDENTITY, dtype)
+    }
+
+    /// Copies `src` into this tensor, broadcast to its shape and converted to its dtype; both on one device, or, where they
+    /// are contiguous and of one shape and dtype, on any two: that waits. In place.
+    ///
+    /// # Errors
+    /// [`crate::Error::ShapeMismatch`], [`crate::Error::DeviceMismatch`]; [`crate::Error::Autograd`] where either is
+    /// tracked; [`crate::Error::Invalid`] into an expanded view; [`crate::Error::Partial`] where a copy between devices, or
+    /// to where it overlaps, fails midway.
+    pub fn copy_(&self, src: &Tensor) -> Result<&Tensor> {
+        let op = "copy_";
+        autograd::check_in_place(op, self, &[src])?;
+        let plain =
+            self.dtype == src.dtype && self.shape() == src.shape() && self.is_contiguous() && src.is_contiguous();
+        if !plain {
+            elementwise::apply_into(op, &[src], Params::default(), slice::from_ref(&*IDENTITY), &[self])?;
+            return Ok(self);
+        }
+        let size = self.dtype.size();
+        let (to, from) = (self.layout.offset * size, src.layout.offset * size);
+        let copied = self.storage.copy_from(to, &src.storage, from, self.numel() * size, false);
+        // Between devices in pieces, of which some may be there.
+        let across = self.device() != src.device();
+        copied.map_err(|e| if across || matches!(e, Error::Partial { .. }) { e.in_part(op) } else { e })?;
+        self.storage.bump_version();
+        Ok(self)
+    }
+
+    /// Sets every element to `value`, converted to the dtype. In place.
+    ///
+    /// # Errors
+    /// [`crate::Error::Autograd`] where the tensor is tracked; [`crate::Error::Invalid`] on an expanded view.
+    pub fn fill_(&self, value: impl Into<Scalar>) -> Result<&Tensor> {
+        let op = "fill_";
+        autograd::check_in_place(op, self, &[])?;
+        let scalars = [value.into()];
+        scalars[0].check_whole(op, self.dtype)?;
+        elementwise::apply_into(op, &[], Params { scalars: &scalars, seeds: &[] }, slice::from_ref(&*SCALAR), &[self])?;
+        Ok(self)
+    }
+
+    /// Sets every element to zero. In place.
+    ///
+    /// # Errors
+    /// As [`Tensor::fill_`].
+    pub fn zero_(&self) -> Result<&Tensor> {
+        self.fill_(0).map_err(|e| e.of("zero_"))
+    }
+}
+
+impl Clone for Tensor {
+    /// A deep copy with its own storage; see [`Tensor::try_clone`]. [`Tensor::shallow_clone`] shares instead.
+    ///
+    /// # Panics
+    /// When the device is out of memory or lost; [`Tensor::try_clone`] gives the error instead.
+    #[track_caller]
+    fn clone(&self) -> Tensor {
+        self.try_clone().unwrap_or_else(|e| panic!("{e}"))
+    }
+}

@@ -1,0 +1,161 @@
+//! Formulas of the user's, on tensors: [`Tensor::map`] and its kin.
+
+use std::sync::Arc;
+
+use crate::expr::Expr;
+use crate::expr::program::Program;
+use crate::ops::elementwise::{Params, apply_into, apply_tracked, compute_type};
+use crate::{Compute, Error, Result, Scalar, Tensor, autograd};
+
+/// The formula that `f` makes of the inputs, where it goes with them.
+fn checked(op: &'static str, inputs: &[&Tensor], f: impl FnOnce(&[Expr]) -> Expr) -> Result<Expr> {
+    let Some(first) = inputs.first() else {
+        return Err(Error::invalid(op, "it needs at least one input"));
+    };
+    if let Some(t) = inputs.iter().find(|t| t.dtype != first.dtype) {
+        return Err(Error::DTypeMismatch { op, lhs: first.dtype, rhs: t.dtype });
+    }
+    let leaves: Vec<Expr> = (0..inputs.len()).map(Expr::input).collect();
+    let program = Program::of(&[f(&leaves)]);
+    let expr = program.exprs()[0].clone();
+    if program.inputs() > inputs.len() || program.scalars() > 0 || program.seeds() > 0 {
+        let reason = format!(
+            "the expression reads more than the {} inputs it was given: build it from the arguments of the closure",
+            inputs.len()
+        );
+        return Err(Error::invalid(op, reason));
+    }
+    if program.needs_float() && !first.dtype.is_float() {
+        return Err(Error::UnsupportedDType { op, dtype: first.dtype, expected: "floats for this expression" });
+    }
+    Ok(expr)
+}
+
+/// The formulas that `f` makes of so many inputs and numbers, one for each of so many results.
+pub(crate) fn formulas(
+    op: &'static str,
+    (inputs, scalars): (usize, usize),
+    outputs: usize,
+    f: impl FnOnce(&[Expr], &[Expr]) -> Vec<Expr>,
+) -> Result<Arc<Program>> {
+    let leaves: Vec<Expr> = (0..inputs).map(Expr::input).collect();
+    let numbers: Vec<Expr> = (0..scalars).map(Expr::scalar).collect();
+    let exprs = f(&leaves, &numbers);
+    if exprs.len() != outputs {
+        return Err(Error::invalid(op, format!("{} formulas for {outputs} outputs", exprs.len())));
+    }
+    let program = Program::of(&exprs);
+    if program.inputs() > inputs || program.scalars() > scalars || program.seeds() > 0 {
+        return Err(Error::invalid(op, "a formula reads more than the inputs and scalars given"));
+    }
+    Ok(program)
+}
+
+impl Tensor {
+    /// An elementwise operation of your own: `f` gets one [`Expr`] for each input and builds the formula; the result is
+    /// computed in one launch, on any device, broadcast and strided as any other operation, and is differentiable.
+    ///
+    /// The result has the dtype of the first input. Constants in the formula are compiled in: a number that changes
+    /// from call to call is better a one-element tensor.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let a = Tensor::from_slice(&[3f32, 5.0], 2, Device::Cpu)?;
+    /// let b = Tensor::from_slice(&[4f32, 12.0], 2, Device::Cpu)?;
+    /// let hypotenuse = Tensor::map(&[&a, &b], |e| (&e[0] * &e[0] + &e[1] * &e[1]).sqrt())?;
+    /// assert_eq!(hypotenuse.to_vec::<f32>()?, [5.0, 13.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Inputs on different devices, of different dtypes or with shapes that do not broadcast; no input at all; an
+    /// expression over an input that is not there.
+    pub fn map(inputs: &[&Tensor], f: impl FnOnce(&[Expr]) -> Expr) -> Result<Tensor> {
+        let expr = checked("map", inputs, f)?;
+        apply_tracked("map", inputs, Params::default(), &expr, inputs[0].dtype, &|i| expr.diff(i))
+    }
+
+    /// [`Tensor::map`] with derivatives of your own: `derivatives` gives one formula for each input. For gradients that are
+    /// not the formula's, or that it computes badly.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor, ops::Expr};
+    /// let x = Tensor::from_slice(&[0.4f32, 1.6], 2, Device::Cpu)?.requires_grad_(true)?;
+    /// // Rounds, and passes the gradient on as it is.
+    /// let y = Tensor::map_with(&[&x], |e| e[0].round(), |_| vec![Expr::constant(1.0)])?;
+    /// y.sum((), false)?.backward()?;
+    /// assert_eq!((y.to_vec::<f32>()?, x.grad().unwrap().to_vec::<f32>()?), (vec![0.0, 2.0], vec![1.0, 1.0]));
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Tensor::map`], for the derivatives too; another number of derivatives than of inputs.
+    pub fn map_with(
+        inputs: &[&Tensor],
+        f: impl FnOnce(&[Expr]) -> Expr,
+        derivatives: impl FnOnce(&[Expr]) -> Vec<Expr>,
+    ) -> Result<Tensor> {
+        let op = "map_with";
+        let expr = checked(op, inputs, f)?;
+        let leaves: Vec<Expr> = (0..inputs.len()).map(Expr::input).collect();
+        let given = derivatives(&leaves);
+        if given.len() != inputs.len() {
+            return Err(Error::invalid(op, format!("{} derivatives for {} inputs", given.len(), inputs.len())));
+        }
+        for derivative in &given {
+            checked(op, inputs, |_| derivative.clone())?;
+        }
+        apply_tracked(op, inputs, Params::default(), &expr, inputs[0].dtype, &|i| given[i].clone())
+    }
+
+    /// The in-place form of [`Tensor::map`], with several results and run-time scalars: `f` gets an [`Expr`] for each
+    /// input and for each scalar and gives one formula for each output. All are computed in one launch, so an output may
+    /// also be an input: an optimiser's step is one call. Inputs may differ in dtype; they meet in the widest,
+    /// and where all are integers in the outputs'.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let x = Tensor::ones(&[3], Device::Cpu)?;
+    /// let v = Tensor::full(&[3], 0.5, Device::Cpu)?;
+    /// Tensor::map_into(&[&x, &v], &[0.1.into()], &[&x, &v], |e, s| {
+    ///     let v = &e[1] - &s[0] * &e[0];
+    ///     vec![&e[0] + &v, v]
+    /// })?;
+    /// assert!((v.to_vec::<f32>()?[0] - 0.4).abs() < 1e-6 && (x.to_vec::<f32>()?[0] - 1.4).abs() < 1e-6);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Shapes that do not broadcast to the outputs', outputs of different shapes or that are one another's views,
+    /// different devices, tracked tensors (outside [`crate::no_grad`]), a wrong number of formulas, a fraction as a scalar
+    /// where all tensors are integers.
+    pub fn map_into(
+        inputs: &[&Tensor],
+        scalars: &[Scalar],
+        outputs: &[&Tensor],
+        f: impl FnOnce(&[Expr], &[Expr]) -> Vec<Expr>,
+    ) -> Result<()> {
+        let op = "map_into";
+        let Some(first) = outputs.first() else {
+            return Err(Error::invalid(op, "it needs at least one output"));
+        };
+        for (i, out) in outputs.iter().enumerate() {
+            autograd::check_in_place(op, out, inputs)?;
+            if out.shape() != first.shape() {
+                let hint = "all outputs have one shape";
+                return Err(Error::ShapeMismatch { op, lhs: first.shape().clone(), rhs: out.shape().clone(), hint });
+            }
+            if out.device() != first.device() {
+                return Err(Error::DeviceMismatch { op, lhs: first.device(), rhs: out.device() });
+            }
+            if outputs[..i].iter().any(|o| o.shares_storage(out)) {
+                return Err(Error::invalid(op, "two outputs are views of the same storage: write them one by one"));
+            }
+        }
+        let program = formulas(op, (inputs.len(), scalars.len()), outputs.len(), f)?;
+        if compute_type(&program, inputs, outputs) == Compute::I64 {
+            scalars.iter().try_for_each(|s| s.check_whole(op, first.dtype))?;
+        }
+        apply_into(op, inputs, Params { scalars, seeds: &[] }, program.exprs(), outputs)
+    }
+}

@@ -1,0 +1,501 @@
+//! Elementwise launches: expressions of any number of tensors, broadcast and strided, to any number of outputs at once.
+//!
+//! [`apply`] makes new tensors, [`apply_into`] writes into existing ones (any strides, in place too). Both are blind to
+//! autograd; [`apply_row`] and [`Tensor::map`] record what they compute and differentiate the expression itself.
+
+pub(crate) mod copy;
+pub(crate) mod map;
+pub(crate) mod pointwise;
+
+use smallvec::SmallVec;
+
+use crate::autograd::{self, Saved};
+use crate::backend::cpu::{flat as cpu_flat, map as cpu_map, masks};
+use crate::backend::opencl::kernels::Placed;
+use crate::backend::opencl::launch_cache::{Key, Of};
+use crate::backend::opencl::{launch_cache as memo, map as opencl_map};
+use crate::device::opencl::{self, ClDevice};
+use crate::expr::philox::Seed;
+use crate::expr::program::Program;
+use crate::expr::rows::rows;
+use crate::expr::table::{Accepts, Output, Row, methods};
+use crate::expr::{Expr, table};
+use crate::layout::collapse::Walk;
+use crate::ops::dispatch::autocast::{autocast_dtype, widened_row};
+use crate::ops::dispatch::{promote, registry};
+use crate::ops::same_device;
+use crate::{Compute, DType, Device, Error, Result, Scalar, Shape, Tensor};
+
+/// One launch, checked and ready to run on any device.
+pub(crate) struct Launch<'a> {
+    pub(crate) op: &'static str,
+    pub(crate) inputs: &'a [Tensor],
+    pub(crate) outputs: &'a [&'a Tensor],
+    pub(crate) scalars: &'a [Scalar],
+    pub(crate) seeds: &'a [Seed],
+    pub(crate) program: &'a Program,
+    pub(crate) compute: Compute,
+    /// Operands are the inputs, then the outputs.
+    pub(crate) walk: Walk,
+}
+
+/// What an expression reads besides tensors.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Params<'a> {
+    pub(crate) scalars: &'a [Scalar],
+    pub(crate) seeds: &'a [Seed],
+}
+
+/// Computes `exprs` over `inputs`, broadcast together, into new contiguous tensors of dtypes `out`. One launch.
+pub(crate) fn apply(
+    op: &'static str,
+    inputs: &[&Tensor],
+    params: Params,
+    exprs: &[Expr],
+    out: &[DType],
+) -> Result<SmallVec<[Tensor; 2]>> {
+    let device = same_device(op, inputs)?;
+    let shape = broadcast_shape(op, inputs)?;
+    let made =
+        out.iter().map(|&t| Tensor::empty_like_shape(&shape, t, device)).collect::<Result<SmallVec<[Tensor; 2]>>>()?;
+    fill(op, inputs, params, exprs, &made.iter().collect::<SmallVec<[&Tensor; 2]>>())?;
+    made.iter().for_each(|t| t.storage.filled());
+    Ok(made)
+}
+
+/// [`apply`] for one result.
+pub(crate) fn apply_one(
+    op: &'static str,
+    inputs: &[&Tensor],
+    params: Params,
+    expr: &Expr,
+    dtype: DType,
+) -> Result<Tensor> {
+    if params.seeds.is_empty()
+        && let Some(alike) = cpu_flat::Alike::of(inputs, params.scalars, expr, dtype)
+    {
+        let made = Tensor::empty_like_shape(inputs[0].shape(), dtype, Device::Cpu);
+        if let Ok(out) = &made {
+            alike.fill(out)?;
+        }
+        return made;
+    }
+    let device = same_device(op, inputs)?;
+    // Stays where the caller wants it: to move a tensor costs as much as to compare a few.
+    let made = Tensor::empty_like_shape(broadcast_shape(op, inputs)?, dtype, device);
+    if let Ok(out) = &made {
+        fill(op, inputs, params, std::slice::from_ref(expr), &[out])?;
+        out.storage.filled();
+    }
+    made
+}
+
+/// Computes `exprs` over `inputs`, broadcast to the outputs' shape, into `outputs`. One launch, more where an input
+/// overlaps an output without being the same view of it. The caller has checked autograd.
+pub(crate) fn apply_into(
+    op: &'static str,
+    inputs: &[&Tensor],
+    params: Params,
+    exprs: &[Expr],
+    outputs: &[&Tensor],
+) -> Result<()> {
+    let filled = fill(op, inputs, params, exprs, outputs);
+    // What divided by zero has written all the same.
+    if matches!(filled, Ok(()) | Err(Error::DivisionByZero { .. })) {
+        outputs.iter().for_each(|t| t.storage.bump_version());
+    }
+    filled
+}
+
+/// [`apply_into`], without a word to who watches for changes.
+fn fill(op: &'static str, inputs: &[&Tensor], params: Params, exprs: &[Expr], outputs: &[&Tensor]) -> Result<()> {
+    let shape = outputs[0].shape();
+    let device = outputs[0].device();
+    // Those of the CPU are not looked up.
+    let looked_up = device != Device::Cpu;
+    let mut tensors: SmallVec<[&Tensor; 10]> = SmallVec::new();
+    if looked_up {
+        inputs.iter().for_each(|t| tensors.push(t));
+        outputs.iter().for_each(|t| tensors.push(t));
+    }
+    let in_place = looked_up && in_place(inputs.iter().copied(), outputs);
+    let key = Key { of: Of::Map, device, numbers: &[in_place.into()], exprs, tensors: &tensors };
+    // Nor is a storage that is read and written through different views.
+    let place = match looked_up && (!in_place || inputs.iter().all(|t| is_clear_of(t, outputs))) {
+        true => match memo::find(&key) {
+            Ok(known) => return known.prepared.launch(&tensors, params),
+            Err(place) => Some(place),
+        },
+        false => None,
+    };
+    let program: &Program = Program::kept(exprs);
+    if params.seeds.is_empty() && cpu_flat::run(op, program, inputs, params.scalars, outputs)? {
+        return Ok(());
+    }
+    if !looked_up && outputs[0].dtype == DType::Bool && masks::run(program, inputs, outputs)? {
+        return Ok(());
+    }
+    for t in inputs {
+        if t.device() != device {
+            return Err(Error::DeviceMismatch { op, lhs: device, rhs: t.device() });
+        }
+        if &shape.broadcast(op, t.shape())? != shape {
+            let hint = "the result does not fit the tensor written to";
+            return Err(Error::ShapeMismatch { op, lhs: shape.clone(), rhs: t.shape().clone(), hint });
+        }
+    }
+    for out in outputs {
+        if out.layout.may_alias_itself() {
+            let reason = format!(
+                "the tensor written to has strides {:?}, so several of its elements are one: write to a clone()",
+                out.strides()
+            );
+            return Err(Error::invalid(op, reason));
+        }
+    }
+    if shape.numel() == 0 {
+        return Ok(());
+    }
+    let compute = compute_type(program, inputs, outputs);
+    let mut copied = false;
+    let mut views: SmallVec<[Tensor; 4]> = SmallVec::new();
+    for t in inputs {
+        views.push(t.with_layout(t.layout.broadcast_to(shape)));
+        let view = views.last_mut().expect("it was pushed");
+        if outputs.iter().any(|out| overlaps(view, out)) {
+            copied = true;
+            let copy = t.copied(false)?;
+            *view = copy.with_layout(copy.layout.broadcast_to(shape));
+        }
+    }
+    let inputs = views;
+    let strides = inputs.iter().map(Tensor::strides).chain(outputs.iter().map(|t| t.strides()));
+    let walk = Walk::new(shape, strides);
+    let launch =
+        Launch { op, inputs: &inputs, outputs, scalars: params.scalars, seeds: params.seeds, program, compute, walk };
+    match device {
+        Device::Cpu => cpu_map::run(&launch),
+        Device::OpenCL(_) => {
+            let prepared = opencl_map::prepare(&launch)?;
+            prepared.launch(&inputs.iter().chain(outputs.iter().copied()).collect::<SmallVec<[_; 8]>>(), params)?;
+            if let Some(place) = place.filter(|_| !copied) {
+                place.keep(&key, prepared);
+            }
+            Ok(())
+        }
+    }
+}
+
+/// The type to compute in: the widest an input has, at least f32 where a primitive needs floats; the outputs' without
+/// inputs, or where these are all integers and an output is not.
+pub(crate) fn compute_type(program: &Program, inputs: &[&Tensor], outputs: &[&Tensor]) -> Compute {
+    let widest = |operands: &[&Tensor]| operands.iter().map(|t| t.dtype.compute()).max().unwrap_or(Compute::I64);
+    let widest = match widest(inputs) {
+        Compute::I64 => widest(outputs),
+        float => float,
+    };
+    if program.uses_bits() {
+        Compute::I64
+    } else if program.needs_float() {
+        widest.max(Compute::F32)
+    } else {
+        widest
+    }
+}
+
+/// Whether an output is a view of an input, too.
+pub(crate) fn in_place<'a>(mut inputs: impl Iterator<Item = &'a Tensor>, outputs: &[&Tensor]) -> bool {
+    inputs.any(|t| outputs.iter().any(|out| t.shares_storage(out)))
+}
+
+/// Whether an input is the same view of a storage as the outputs that share it.
+fn is_clear_of(input: &Tensor, outputs: &[&Tensor]) -> bool {
+    let same = |out: &Tensor| input.layout == out.layout && input.dtype == out.dtype;
+    outputs.iter().all(|out| !input.shares_storage(out) || same(out))
+}
+
+/// Whether writing `out` element by element could change elements of `input` that are still to be read.
+fn overlaps(input: &Tensor, out: &Tensor) -> bool {
+    if is_clear_of(input, &[out]) {
+        return false;
+    }
+    // The CPU hands out a storage either for reading or for writing: there even disjoint parts count as overlapping.
+    if input.device() == Device::Cpu {
+        return true;
+    }
+    let bytes = |t: &Tensor| t.layout.bounds().map(|(lo, hi)| (lo * t.dtype.size(), (hi + 1) * t.dtype.size()));
+    match (bytes(input), bytes(out)) {
+        (Some((a, b)), Some((c, d))) => a < d && c < b,
+        _ => false,
+    }
+}
+
+pub(crate) fn broadcast_shape(op: &'static str, inputs: &[&Tensor]) -> Result<Shape> {
+    let Some((first, others)) = inputs.split_first() else { return Ok(Shape::default()) };
+    let mut shape = first.shape().clone();
+    // Most are of the first one's: found out number by number, where `ends_with` compares memory.
+    let like_first = |t: &Tensor| t.shape().dims().iter().rev().eq(first.shape().dims().iter().rev().take(t.rank()));
+    for t in others.iter().filter(|t| !like_first(t)) {
+        shape = shape.broadcast(op, t.shape())?;
+    }
+    Ok(shape)
+}
+
+/// Whether all operands are of this dtype, and none is a mask: almost always.
+fn all_are(dtype: DType, row: &Row, inputs: &[&Tensor]) -> bool {
+    row.masks.is_empty() && inputs.iter().all(|t| t.dtype == dtype)
+}
+
+/// The dtype that a row's operands but its masks meet in.
+fn common_dtype(row: &Row, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<DType> {
+    let op = row.name;
+    // Where a mask chooses, numbers are made what the tensors are; elsewhere they have a say.
+    let numbers = if row.masks.is_empty() { scalars } else { &[] };
+    let common = if numbers.is_empty() && all_are(inputs[0].dtype, row, inputs) {
+        inputs[0].dtype
+    } else {
+        let operands = inputs.iter().enumerate().filter(|(i, _)| !row.masks.contains(i));
+        promote::common(operands.map(|(_, t)| (t.dtype, t.rank() == 0)), numbers).unwrap_or(inputs[0].dtype)
+    };
+    match row.accepts {
+        Accepts::Float if !common.is_float() => return Ok(promote::get_default_dtype()),
+        Accepts::Integer if common.is_float() => {
+            return Err(Error::UnsupportedDType { op, dtype: common, expected: "integers or bool" });
+        }
+        _ => {}
+    }
+    scalars.iter().filter(|_| !common.is_float()).try_for_each(|s| s.check_whole(op, common))?;
+    Ok(common)
+}
+
+/// The operands, where one has to be converted before the launch, which reads each in its own dtype and computes in the
+/// widest of them.
+fn converted(row: &Row, inputs: &[&Tensor], common: DType) -> Result<Option<SmallVec<[Tensor; 3]>>> {
+    let is_mask = |i: usize| row.masks.contains(&i);
+    let integers = || inputs.iter().enumerate().all(|(i, t)| is_mask(i) || !t.dtype.is_float());
+    let wanted = |i: usize| match inputs[i].dtype {
+        // A mask of floats beside integers: computed in floats, large ones would be rounded.
+        float if is_mask(i) && float.is_float() && !common.is_float() => DType::Bool,
+        mask if is_mask(i) => mask,
+        // A 0-d tensor must not make the launch wider than its result.
+        wide if wide.compute() > common.compute() => common,
+        // Integers compared with a fraction: neither operands nor result say that they are to be floats.
+        _ if row.output == Output::Bool && common.is_float() && integers() => common,
+        dtype => dtype,
+    };
+    if (0..inputs.len()).all(|i| wanted(i) == inputs[i].dtype) {
+        return Ok(None);
+    }
+    (0..inputs.len()).map(|i| inputs[i].to_dtype(wanted(i))).collect::<Result<_>>().map(Some)
+}
+
+impl Row {
+    /// The operation on `inputs`, one for each operand, and `scalars`: what the method of its name does.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor, ops::ROWS};
+    /// let relu = ROWS.iter().find(|row| row.name == "relu").unwrap();
+    /// let x = Tensor::from_slice(&[-1f32, 2.0], 2, Device::Cpu)?;
+    /// assert_eq!(relu.apply(&[&x], &[])?.to_vec::<f32>()?, [0.0, 2.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of the method; [`Error::Invalid`] for a wrong number of inputs or scalars.
+    pub fn apply(&'static self, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<Tensor> {
+        self.check_counts(inputs, scalars)?;
+        apply_row(self, inputs, scalars)
+    }
+
+    /// [`Row::apply`] in place.
+    pub(crate) fn apply_(&'static self, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<()> {
+        self.check_counts(inputs, scalars)?;
+        apply_row_(self, inputs, scalars)
+    }
+
+    /// The row that computes this one of these arguments in fewer instructions, and its arguments: powers that are products and
+    /// roots, as PyTorch's `pow` has them (of -0 and -inf the signs and NaN are those of `sqrt` then).
+    fn cheaper<'a>(&'static self, scalars: &'a [Scalar], common: DType) -> (&'static Row, &'a [Scalar]) {
+        use table::rows::{pow_scalar, reciprocal, rsqrt, sqrt, square};
+        if !std::ptr::eq(self, &pow_scalar) {
+            return (self, scalars);
+        }
+        match scalars[0].to_f64() {
+            2.0 => (&square, &[]),
+            0.5 if common.is_float() => (&sqrt, &[]),
+            -0.5 if common.is_float() => (&rsqrt, &[]),
+            -1.0 if common.is_float() => (&reciprocal, &[]),
+            _ => (self, scalars),
+        }
+    }
+
+    fn check_counts(&self, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<()> {
+        if (inputs.len(), scalars.len()) == (self.arity, self.samples.len()) {
+            return Ok(());
+        }
+        let reason = format!("it takes {} tensors and {} scalars", self.arity, self.samples.len());
+        Err(Error::invalid(self.name, reason))
+    }
+}
+
+/// A table row on tensors: what every generated method calls. Recorded where an input is tracked.
+pub(crate) fn apply_row(row: &'static Row, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<Tensor> {
+    same_device(row.name, inputs)?;
+    // Asked first whether there may be any: what gives tensors is moved even where it gives none.
+    if autocast_dtype().is_some()
+        && let Some(wide) = widened_row(row.name, inputs)?
+    {
+        return apply_row(row, &wide.iter().collect::<SmallVec<[&Tensor; 3]>>(), scalars);
+    }
+    let common = common_dtype(row, inputs, scalars)?;
+    let arguments = || scalars.iter().map(|&s| s.into()).collect();
+    if let Some(mut out) = registry::replacement(row.name, inputs, arguments)? {
+        return Ok(out.swap_remove(0));
+    }
+    if !all_are(common, row, inputs)
+        && let Some(converted) = converted(row, inputs, common)?
+    {
+        return apply_row(row, &converted.iter().collect::<SmallVec<[&Tensor; 3]>>(), scalars);
+    }
+    let dtype = if row.output == Output::Bool { DType::Bool } else { common };
+    let (computed, scalars) = row.cheaper(scalars, common);
+    let params = Params { scalars, seeds: &[] };
+    apply_tracked(row.name, inputs, params, computed.expr(), dtype, &|i| computed.derivatives()[i].clone())
+}
+
+/// The in-place form: the result goes into the row's first input.
+pub(crate) fn apply_row_(row: &'static Row, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<()> {
+    same_device(row.name, inputs)?;
+    let (target, others) = (inputs[0], &inputs[1..]);
+    let common = common_dtype(row, inputs, scalars)?;
+    if row.output == Output::Same {
+        promote::check_in_place(row.name, common, target)?;
+    }
+    autograd::check_in_place(row.name, target, others)?;
+    let arguments = || scalars.iter().map(|&s| s.into()).collect();
+    if let Some(out) = registry::replacement(row.name, inputs, arguments)? {
+        return target.copy_(&out[0]).map(|_| ());
+    }
+    let (computed, scalars) = row.cheaper(scalars, common);
+    let params = Params { scalars, seeds: &[] };
+    let expr = std::slice::from_ref(computed.expr());
+    if !all_are(common, row, inputs)
+        && let Some(inputs) = converted(row, inputs, common)?
+    {
+        return apply_into(row.name, &inputs.iter().collect::<SmallVec<[&Tensor; 3]>>(), params, expr, &[target]);
+    }
+    apply_into(row.name, inputs, params, expr, &[target])
+}
+
+rows!(methods);
+
+/// One expression, recorded where an input is tracked: its gradient is the expression's derivative (by each input),
+/// computed for all inputs in one launch.
+pub(crate) fn apply_tracked(
+    op: &'static str,
+    inputs: &[&Tensor],
+    params: Params,
+    expr: &Expr,
+    dtype: DType,
+    derivative: &dyn Fn(usize) -> Expr,
+) -> Result<Tensor> {
+    match dtype.is_float() && autograd::is_tracked(inputs) {
+        true => apply_one(op, inputs, params, expr, dtype).map(|out| recorded(op, out, inputs, params, derivative)),
+        false => apply_one(op, inputs, params, expr, dtype),
+    }
+}
+
+/// What was computed of inputs, with its derivative by each. Apart, so that others' results are not moved once more.
+#[inline(never)]
+pub(crate) fn recorded(
+    op: &'static str,
+    out: Tensor,
+    inputs: &[&Tensor],
+    params: Params,
+    derivative: &dyn Fn(usize) -> Expr,
+) -> Tensor {
+    let derivatives: SmallVec<[Option<Expr>; 3]> =
+        inputs.iter().enumerate().map(|(i, t)| t.node.as_ref().map(|_| derivative(i))).collect();
+    // An input that no derivative mentions is not kept alive.
+    let used = |i: usize| derivatives.iter().flatten().any(|d| d.uses_input(i));
+    let saved: SmallVec<[Option<Saved>; 3]> =
+        inputs.iter().enumerate().map(|(i, t)| used(i).then(|| Saved::new(t))).collect();
+    let layouts: SmallVec<[(Shape, DType); 3]> = inputs.iter().map(|t| (t.shape().clone(), t.dtype)).collect();
+    let scalars: SmallVec<[Scalar; 2]> = SmallVec::from_slice(params.scalars);
+    let seeds: SmallVec<[Seed; 1]> = SmallVec::from_slice(params.seeds);
+    autograd::record_twice(op, out, inputs, move |ctx| {
+        let grad = ctx.grad()?;
+        let saved =
+            saved.iter().map(|s| s.as_ref().map(|s| s.get(op)).transpose()).collect::<Result<SmallVec<[_; 3]>>>()?;
+        // The gradient is the last operand; it also stands in for the inputs that nobody reads.
+        let operands: SmallVec<[&Tensor; 4]> =
+            saved.iter().map(|s| s.unwrap_or(&grad)).chain(std::iter::once(&grad)).collect();
+        let upstream = Expr::input(layouts.len());
+        let params = Params { scalars: &scalars, seeds: &seeds };
+        let mut exprs: SmallVec<[Expr; 2]> = SmallVec::new();
+        let mut targets: SmallVec<[(usize, Tensor); 2]> = SmallVec::new();
+        let mut gradients: autograd::Gradients = SmallVec::from_elem(None, 0);
+        gradients.resize_with(layouts.len(), || None);
+        for (i, derivative) in derivatives.iter().enumerate() {
+            let Some(derivative) = derivative.as_ref().filter(|_| ctx.needs(i)) else { continue };
+            let (shape, dtype) = &layouts[i];
+            match derivative.as_const() {
+                Some(0.0) => {}
+                Some(1.0) if *dtype == grad.dtype => gradients[i] = Some(grad.sum_to(shape)?),
+                // The same formula of the same operands, as an operation with derivatives of its own.
+                _ if ctx.create_graph() => {
+                    let product = &upstream * derivative;
+                    let gradient = apply_tracked(op, &operands, params, &product, *dtype, &|j| product.diff(j))?;
+                    gradients[i] = Some(gradient.sum_to(shape)?);
+                }
+                _ => {
+                    // One launch writes each storage once: of two slots in one flat buffer only the first is taken.
+                    let slot = if shape == grad.shape() { ctx.slot(i) } else { None };
+                    let slot = slot.filter(|s| targets.iter().all(|(_, t): &(usize, Tensor)| !t.shares_storage(s)));
+                    let target = match slot {
+                        Some(slot) => slot,
+                        None => Tensor::empty_like_shape(grad.shape(), *dtype, grad.device())?,
+                    };
+                    exprs.push(&upstream * derivative);
+                    targets.push((i, target));
+                }
+            }
+        }
+        if !exprs.is_empty() {
+            let outs: SmallVec<[&Tensor; 2]> = targets.iter().map(|(_, t)| t).collect();
+            apply_into(op, &operands, params, &exprs, &outs)?;
+        }
+        for (i, target) in targets {
+            gradients[i] = Some(target.sum_to(&layouts[i].0)?);
+        }
+        Ok(gradients)
+    })
+}
+
+/// A formula over tensors of any dtypes, broadcast, with its derivative by each input; recorded where one is tracked.
+pub(crate) fn formula(
+    op: &'static str,
+    inputs: &[&Tensor],
+    dtype: DType,
+    expr: &Expr,
+    derivative: impl Fn(usize) -> Expr,
+) -> Result<Tensor> {
+    apply_tracked(op, inputs, Params::default(), expr, dtype, &derivative)
+}
+
+impl Tensor {
+    /// The open device that launches of this tensor go to. For OpenCL only: the CPU's have been sent elsewhere.
+    pub(crate) fn cl_device(&self) -> Result<&'static ClDevice> {
+        let Device::OpenCL(index) = self.device() else { unreachable!("called for OpenCL only") };
+        opencl::open(index)
+    }
+
+    /// Where a kernel finds this tensor, held there until the launch. To be asked for last: what is held cannot be moved
+    /// to make room for an allocation.
+    #[inline(always)] // every launch asks, a few times: what is written in words and moved in vectors waits for the store
+    pub(crate) fn place(&self) -> Result<Placed<'_>> {
+        let place = self.storage.cl()?;
+        let start = place.offset() / self.dtype.size();
+        Ok(Placed { place, first: start + self.layout.offset })
+    }
+}

@@ -1,0 +1,335 @@
+//! Reading and writing through indices: `index_select`, `gather`, `embedding` here, `scatter` and its kin, several index
+//! tensors at once in `advanced`.
+//!
+//! All reads are one kernel: source and index are walked together over the result's shape, and a stride of zero says that
+//! the index is the same along a dim; neighbours with one index are moved together, sixteen bytes at a time. All writes are
+//! deterministic: what arrives in an element does so in the order of the indices. On OpenCL processors a work-item owns one
+//! column (a position outside the indexed dim) and a range of destinations, and goes through the indices in order. On GPUs
+//! (`kernels/scatter.cl`) a group does so with many indices at a time: where one index serves a whole row it lists those of
+//! its destinations and adds up the rows; elsewhere those that meet in an element take turns. Atomics would be faster for
+//! millions of indices into a single column, and never twice the same.
+
+use smallvec::SmallVec;
+
+use crate::autograd::Saved;
+use crate::backend::cpu::gather as cpu;
+use crate::backend::opencl::gather as opencl;
+use crate::ops::catalogue::{Dtypes, Gives, Kind, Operation};
+use crate::ops::dispatch::registry::replaced;
+use crate::ops::{recorded, same_device};
+use crate::tensor::{Dims, Layout};
+use crate::{DType, Device, Error, Result, Shape, Tensor, autograd};
+
+pub(crate) use crate::ops::index::advanced::OPERATIONS as SEVERAL;
+pub(crate) use crate::ops::index::scatter::OPERATIONS as WRITES;
+pub(crate) use crate::ops::index::scatter_reduce::OPERATIONS as REDUCTIONS;
+pub use crate::ops::index::scatter_reduce::ScatterReduce;
+
+/// Elements read or written through indices. Layouts have one shape, that of these elements.
+pub(crate) struct Indexed<'a> {
+    pub(crate) op: &'static str,
+    /// What is read from, with stride 0 along the indexed dim, or the source that is written.
+    pub(crate) x: &'a Tensor,
+    pub(crate) x_layout: Layout,
+    pub(crate) index: &'a Tensor,
+    pub(crate) index_layout: Layout,
+    /// Size of the indexed dim, and the step along it in the tensor that the index points into.
+    pub(crate) size: usize,
+    pub(crate) step: isize,
+    /// Whether negative indices count from the end.
+    pub(crate) wraps: bool,
+}
+
+/// The layout of t with the stride along d taken out, over `shape`.
+pub(crate) fn without(t: &Tensor, d: usize, shape: &Shape) -> (Layout, isize) {
+    let mut strides = Dims::from_slice(t.strides());
+    let step = std::mem::replace(&mut strides[d], 0);
+    (Layout { shape: shape.clone(), strides, offset: t.layout.offset }, step)
+}
+
+pub(crate) fn check_index(op: &'static str, index: &Tensor) -> Result<()> {
+    match index.dtype {
+        DType::I64 | DType::I32 | DType::U32 | DType::U8 => Ok(()),
+        dtype => Err(Error::UnsupportedDType { op, dtype, expected: "an integer index (i64, i32, u32, u8)" }),
+    }
+}
+
+/// A vector as a view of `shape`, along dim d.
+pub(crate) fn along(index: &Tensor, d: usize, shape: &Shape) -> Layout {
+    let mut strides: Dims<isize> = SmallVec::from_elem(0, shape.rank());
+    strides[d] = index.strides().first().copied().unwrap_or(0);
+    Layout { shape: shape.clone(), strides, offset: index.layout.offset }
+}
+
+pub(crate) fn with_dim(shape: &Shape, d: usize, size: usize) -> Shape {
+    let mut dims = Dims::from_slice(shape.dims());
+    dims[d] = size;
+    dims.into()
+}
+
+impl Indexed<'_> {
+    pub(crate) fn read(&self) -> Result<Tensor> {
+        let out = Tensor::empty_like_shape(&self.x_layout.shape, self.x.dtype, self.x.device())?;
+        if out.numel() > 0 {
+            match out.device() {
+                Device::Cpu => cpu::gather(self, &out)?,
+                Device::OpenCL(_) if self.size == 0 => return Err(self.nowhere()?),
+                Device::OpenCL(_) => opencl::gather(self, &out)?,
+            }
+            out.storage.bump_version();
+        }
+        Ok(out)
+    }
+
+    /// The error for an empty dim, which has no memory for a kernel to look at: the first index is out of range.
+    pub(crate) fn nowhere(&self) -> Result<Error> {
+        let indices = self.index.with_layout(self.index_layout.clone()).cast(DType::I64)?.to_vec::<i64>()?;
+        Ok(Error::IndexOutOfRange { op: self.op, index: indices[0], size: 0 })
+    }
+}
+
+/// A tensor of zeros to add gradients into, in the type that they are added up in.
+pub(crate) fn zeros_for(grad: &Tensor, shape: &Shape) -> Result<Tensor> {
+    let halves = matches!(grad.dtype, DType::F16 | DType::BF16);
+    Tensor::zeros(shape, (if halves { DType::F32 } else { grad.dtype }, grad.device()))
+}
+
+pub(crate) static OPERATIONS: &[Operation] = &[
+    Operation::new("index_select", "index_select", Kind::Indexing, Dtypes::All, Gives::Same, (2, 1), |a| {
+        a.x(0)?.index_select(a.int(0)?, a.x(1)?)
+    })
+    .differentiable(),
+    Operation::new("gather", "gather", Kind::Indexing, Dtypes::All, Gives::Same, (2, 1), |a| {
+        a.x(0)?.gather(a.int(0)?, a.x(1)?)
+    })
+    .differentiable(),
+    Operation::new("take_along_dim", "take_along_dim", Kind::Indexing, Dtypes::All, Gives::Same, (2, 1), |a| {
+        let dim = if a.given(0) { Some(a.int(0)?) } else { None };
+        a.x(0)?.take_along_dim(a.x(1)?, dim)
+    })
+    .differentiable(),
+    Operation::new("embedding", "nn.functional.embedding", Kind::Indexing, Dtypes::All, Gives::Same, (2, 0), |a| {
+        a.x(0)?.embedding(a.x(1)?)
+    })
+    .differentiable(),
+    Operation::new(
+        "embedding_with",
+        "nn.functional.embedding",
+        Kind::Indexing,
+        Dtypes::All,
+        Gives::Same,
+        (2, 1),
+        |a| {
+            let padding = if a.given(0) { Some(a.int(0)?) } else { None };
+            a.x(0)?.embedding_with(a.x(1)?, padding)
+        },
+    )
+    .differentiable(),
+    Operation::new("one_hot", "nn.functional.one_hot", Kind::Indexing, Dtypes::IntegersOnly, Gives::I64, (1, 1), |a| {
+        a.x(0)?.one_hot(a.size(0)?)
+    }),
+];
+
+/// `out`, which was read from `x` along `dim` through `index`, as [`Tensor::gather`] gives it: with its node.
+pub(crate) fn read_through(out: Tensor, x: &Tensor, dim: isize, index: &Tensor) -> Tensor {
+    gathered_through("gather", out, x, dim, index)
+}
+
+fn gathered_through(op: &'static str, out: Tensor, x: &Tensor, dim: isize, index: &Tensor) -> Tensor {
+    let (index, shape) = (Saved::new(index), x.shape().clone());
+    recorded(op, out, &[x], move |_, grad| {
+        let (total, index) = (zeros_for(grad, &shape)?, index.get(op)?);
+        let wide = grad.to_dtype(total.dtype)?;
+        let total = match autograd::is_tracked(&[grad]) {
+            true => total.scatter_add(dim, index, &wide)?,
+            false => total.scatter_add_(dim, index, &wide)?.detach(),
+        };
+        total.to_dtype(grad.dtype)
+    })
+}
+
+impl Tensor {
+    /// The slices of this tensor along `dim` that a vector of indices names, in its order (PyTorch's `index_select`). Any
+    /// integer dtype but bool indexes. Differentiable.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let t = Tensor::arange(0, 6, 1, Device::Cpu)?.reshape([2, 3])?;
+    /// let index = Tensor::from_slice(&[2i64, 0, 2], 3, Device::Cpu)?;
+    /// assert_eq!(t.index_select(1, &index)?.to_vec::<f32>()?, [2.0, 0.0, 2.0, 5.0, 3.0, 5.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::DimOutOfRange`], [`Error::UnsupportedDType`], [`Error::DeviceMismatch`]; [`Error::Invalid`] where `index` is
+    /// no vector. [`Error::IndexOutOfRange`] for a negative or too large index: on the CPU at once; on OpenCL from the next
+    /// call of this thread that waits for the device, until which the elements are 0.
+    pub fn index_select(&self, dim: isize, index: &Tensor) -> Result<Tensor> {
+        replaced!("index_select", [self, index], dim);
+        self.selected("index_select", dim, index)
+    }
+
+    fn selected(&self, op: &'static str, dim: isize, index: &Tensor) -> Result<Tensor> {
+        let d = self.shape().dim(op, dim)?;
+        self.check_vector(op, index)?;
+        let shape = with_dim(self.shape(), d, index.numel());
+        let (x_layout, step) = without(self, d, &shape);
+        let (index_layout, size) = (along(index, d, &shape), self.shape().dims()[d]);
+        let out = Indexed { op, x: self, x_layout, index, index_layout, size, step, wraps: false }.read()?;
+        if !autograd::is_tracked(&[self]) {
+            return Ok(out);
+        }
+        let (index, shape) = (Saved::new(index), self.shape().clone());
+        Ok(recorded(op, out, &[self], move |_, grad| {
+            let (total, index) = (zeros_for(grad, &shape)?, index.get(op)?);
+            let wide = grad.to_dtype(total.dtype)?;
+            let total = match autograd::is_tracked(&[grad]) {
+                true => total.index_add(dim, index, &wide)?,
+                false => total.index_add_(dim, index, &wide)?.detach(),
+            };
+            total.to_dtype(grad.dtype)
+        }))
+    }
+
+    pub(crate) fn check_vector(&self, op: &'static str, index: &Tensor) -> Result<()> {
+        check_index(op, index)?;
+        same_device(op, &[self, index])?;
+        match index.rank() {
+            1 => Ok(()),
+            _ => Err(Error::invalid(op, format!("the index is a vector, this one has shape {}", index.shape()))),
+        }
+    }
+
+    /// `out[i][j] = self[index[i][j]][j]` and so on along `dim`: an element for each index, other positions staying put
+    /// (PyTorch's `gather`). `index` has this tensor's rank and is nowhere larger outside `dim`. Differentiable.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let t = Tensor::arange(0, 6, 1, Device::Cpu)?.reshape([2, 3])?;
+    /// let index = Tensor::from_slice(&[2i64, 0], [2, 1], Device::Cpu)?;
+    /// assert_eq!(t.gather(1, &index)?.to_vec::<f32>()?, [2.0, 3.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Tensor::index_select`]; [`Error::ShapeMismatch`].
+    pub fn gather(&self, dim: isize, index: &Tensor) -> Result<Tensor> {
+        replaced!("gather", [self, index], dim);
+        self.gathered("gather", dim, index)
+    }
+
+    fn gathered(&self, op: &'static str, dim: isize, index: &Tensor) -> Result<Tensor> {
+        let d = self.shape().dim(op, dim)?;
+        check_index(op, index)?;
+        same_device(op, &[self, index])?;
+        fits(op, index.shape(), self.shape(), d)?;
+        let (x_layout, step) = without(self, d, index.shape());
+        let (index_layout, size) = (index.layout.clone(), self.shape().dims()[d]);
+        let out = Indexed { op, x: self, x_layout, index, index_layout, size, step, wraps: false }.read()?;
+        Ok(gathered_through(op, out, self, dim, index))
+    }
+
+    /// [`Tensor::gather`] with this tensor and `index` broadcast against each other outside `dim`; without a `dim` both are
+    /// taken as vectors (PyTorch's `take_along_dim`). What `argsort` and `argmax` give with `keepdim` fits. Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::gather`].
+    pub fn take_along_dim(&self, index: &Tensor, dim: impl Into<Option<isize>>) -> Result<Tensor> {
+        let (op, dim) = ("take_along_dim", dim.into());
+        replaced!(op, [self, index], dim);
+        let Some(dim) = dim else {
+            return self.reshape(self.numel())?.gathered(op, 0, &index.reshape(index.numel())?);
+        };
+        let d = self.shape().dim(op, dim)?;
+        if index.rank() != self.rank() {
+            let hint = "the index has the tensor's rank";
+            return Err(Error::ShapeMismatch { op, lhs: self.shape().clone(), rhs: index.shape().clone(), hint });
+        }
+        let outside = with_dim(self.shape(), d, 1).broadcast(op, &with_dim(index.shape(), d, 1))?;
+        let stretched = |t: &Tensor| t.expand(with_dim(&outside, d, t.shape().dims()[d]));
+        stretched(self)?.gathered(op, dim, &stretched(index)?)
+    }
+
+    /// The rows of this table that `index` (any shape) names: shape `index.shape() + self.shape()[1..]` (PyTorch's
+    /// `embedding`). Differentiable in the table.
+    ///
+    /// # Errors
+    /// As [`Tensor::index_select`]; [`Error::Invalid`] for a scalar table.
+    pub fn embedding(&self, index: &Tensor) -> Result<Tensor> {
+        replaced!("embedding", [self, index]);
+        self.embedding_with(index, None)
+    }
+
+    /// [`Tensor::embedding`] whose row `padding_idx` (from the end where negative) gets no gradient, so that it stays what
+    /// it is in training.
+    ///
+    /// # Errors
+    /// As [`Tensor::embedding`]; [`Error::IndexOutOfRange`] for the padding.
+    pub fn embedding_with(&self, index: &Tensor, padding_idx: impl Into<Option<isize>>) -> Result<Tensor> {
+        let (op, padding) = ("embedding", padding_idx.into());
+        replaced!("embedding_with", [self, index], padding);
+        check_index(op, index)?;
+        let Some((&count, width)) = self.shape().dims().split_first() else {
+            return Err(Error::invalid(op, "the table is a scalar: it has no rows"));
+        };
+        if let Some(row) = padding.filter(|&row| !(-(count as isize)..count as isize).contains(&row)) {
+            return Err(Error::IndexOutOfRange { op, index: row as i64, size: count });
+        }
+        let padded = match padding {
+            Some(row) if autograd::is_tracked(&[self]) => {
+                let row = Tensor::from_slice(&[row as i64], 1, self.device())?;
+                Some(recorded(op, self.detach(), &[self], move |_, grad| grad.index_fill(0, &row, 0)))
+            }
+            _ => None,
+        };
+        let table = padded.as_ref().unwrap_or(self);
+        if index.rank() == 1 {
+            return table.selected(op, 0, index);
+        }
+        let rows = table.selected(op, 0, &index.detach().reshape([index.numel()])?)?;
+        let shape: Shape = index.shape().dims().iter().chain(width).copied().collect();
+        rows.reshape(shape)
+    }
+
+    /// For class numbers of any shape, vectors with 1 at the class and 0 elsewhere, as i64: shape `self.shape() + [classes]`
+    /// (PyTorch's `one_hot`).
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let t = Tensor::from_slice(&[2i64, 0], 2, Device::Cpu)?;
+    /// assert_eq!(t.one_hot(3)?.to_vec::<i64>()?, [0, 0, 1, 1, 0, 0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::UnsupportedDType`]; [`Error::IndexOutOfRange`] as [`Tensor::index_select`] gives it.
+    pub fn one_hot(&self, classes: usize) -> Result<Tensor> {
+        replaced!("one_hot", [self], classes);
+        let op = "one_hot";
+        check_index(op, self)?;
+        let shape: Shape = self.shape().dims().iter().copied().chain([classes]).collect();
+        if classes == 0 && self.numel() > 0 {
+            return Err(Error::invalid(op, "there are no classes (0), but elements"));
+        }
+        let out = Tensor::empty_like_shape(shape, DType::I64, self.device())?;
+        if out.numel() > 0 {
+            match self.device() {
+                Device::Cpu => cpu::one_hot(op, self, &out, classes)?,
+                Device::OpenCL(_) => opencl::one_hot(op, self, &out, classes)?,
+            }
+            out.storage.bump_version();
+        }
+        Ok(out)
+    }
+}
+
+/// Whether an index of shape `index` goes with a tensor of shape `of` along d.
+pub(crate) fn fits(op: &'static str, index: &Shape, of: &Shape, d: usize) -> Result<()> {
+    let small =
+        index.rank() == of.rank() && index.dims().iter().zip(of.dims()).enumerate().all(|(i, (a, b))| i == d || a <= b);
+    if small {
+        return Ok(());
+    }
+    let hint = "the index has the tensor's rank and is nowhere larger outside the dim";
+    Err(Error::ShapeMismatch { op, lhs: of.clone(), rhs: index.clone(), hint })
+}

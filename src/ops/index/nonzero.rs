@@ -1,0 +1,282 @@
+//! What is counted or told apart, where the shape of the result depends on the elements: `unique`, `nonzero`,
+//! `masked_select`, `bincount` and kin. Each reads back how many there are, and so waits for the device.
+//!
+//! Places of what is not zero are counted and filled in, in two passes; the others are made of sorts, running sums and searches.
+
+use crate::backend::cpu::nonzero as cpu;
+use crate::backend::opencl::nonzero as opencl;
+use crate::expr::Expr;
+use crate::ops::catalogue::{Dtypes, Gives, Kind, Operation};
+use crate::ops::dispatch::registry::{replaced, replaced_several, replacement};
+use crate::ops::elementwise::{Params, apply};
+use crate::ops::pair;
+use crate::{DType, Device, Error, Result, Scalar, Tensor, autograd};
+
+pub(crate) static OPERATIONS: &[Operation] = &[
+    Operation::new("unique", "unique", Kind::Sorting, Dtypes::All, Gives::Same, (1, 0), |a| a.x(0)?.unique()),
+    Operation::several("unique_inverse", "unique", Kind::Sorting, Dtypes::All, Gives::Same, (1, 0), |a| {
+        a.x(0)?.unique_inverse().map(|(v, i)| vec![v, i])
+    }),
+    Operation::several("unique_counts", "unique", Kind::Sorting, Dtypes::All, Gives::Same, (1, 0), |a| {
+        a.x(0)?.unique_counts().map(|(v, i)| vec![v, i])
+    }),
+    Operation::several(
+        "unique_consecutive",
+        "unique_consecutive",
+        Kind::Sorting,
+        Dtypes::All,
+        Gives::Same,
+        (1, 0),
+        |a| a.x(0)?.unique_consecutive().map(|(v, i, c)| vec![v, i, c]),
+    ),
+    Operation::new("bincount", "bincount", Kind::Sorting, Dtypes::IntegersOnly, Gives::I64, (2, 1), |a| {
+        a.x(0)?.bincount(a.xs().get(1).copied(), a.size(0)?)
+    }),
+    Operation::new("histc", "histc", Kind::Sorting, Dtypes::Floats, Gives::Same, (1, 3), |a| {
+        a.x(0)?.histc(a.size(0)?, a.float(1)?, a.float(2)?)
+    }),
+    Operation::new("nonzero", "nonzero", Kind::Indexing, Dtypes::All, Gives::I64, (1, 0), |a| a.x(0)?.nonzero()),
+    Operation::new("argwhere", "argwhere", Kind::Indexing, Dtypes::All, Gives::I64, (1, 0), |a| a.x(0)?.argwhere()),
+    Operation::new("masked_select", "masked_select", Kind::Indexing, Dtypes::All, Gives::Same, (2, 0), |a| {
+        a.x(0)?.masked_select(a.x(1)?)
+    })
+    .differentiable(),
+];
+
+/// `first..end` on the tensor's device, as i64.
+fn numbers(first: i64, end: i64, t: &Tensor) -> Result<Tensor> {
+    Tensor::arange(first, end, 1, (DType::I64, t.device()))
+}
+
+/// The elements in row-major order, outside the graph.
+fn flat(t: &Tensor) -> Result<Tensor> {
+    t.detach().reshape([t.numel()])
+}
+
+/// Where a tensor is not zero, in one piece.
+fn mask(t: &Tensor) -> Result<Tensor> {
+    if t.dtype == DType::Bool { t.detach().contiguous() } else { t.detach().ne_scalar(0)?.contiguous() }
+}
+
+/// Where the elements of a tensor that are not zero are, in row-major order: a row of indices each, as of a tensor of sizes `dims`.
+fn places(t: &Tensor, dims: &[usize]) -> Result<Tensor> {
+    match t.device() {
+        _ if t.numel() == 0 => Tensor::zeros([0, dims.len()], (DType::I64, t.device())),
+        Device::Cpu => cpu::places(&mask(t)?, dims),
+        Device::OpenCL(_) => opencl::places(t, dims),
+    }
+}
+
+/// A vector's runs of equal elements: for each element the number of its run, from 1; where each run starts, and at the
+/// end the number of elements.
+fn runs(t: &Tensor) -> Result<(Tensor, Tensor)> {
+    let n = t.numel();
+    let first = Tensor::ones(n, (DType::Bool, t.device()))?;
+    if n > 1 {
+        first.narrow(0, 1, n - 1)?.copy_(&t.narrow(0, 1, n - 1)?.ne(&t.narrow(0, 0, n - 1)?)?)?;
+    }
+    let running = first.cumsum(0)?;
+    let count = if n == 0 { 0 } else { running.select(0, -1)?.item::<i64>()? };
+    let starts = running.searchsorted(&numbers(1, count + 2, t)?, false)?;
+    Ok((running, starts))
+}
+
+fn triple(made: Vec<Tensor>) -> Result<(Tensor, Tensor, Tensor)> {
+    match <[Tensor; 3]>::try_from(made) {
+        Ok([a, b, c]) => Ok((a, b, c)),
+        Err(made) => Err(Error::invalid("register", format!("{} results of an operation that has three", made.len()))),
+    }
+}
+
+impl Tensor {
+    /// The different elements, in ascending order; a vector (PyTorch's `unique`). Every NaN is different. Waits.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] and device failures.
+    pub fn unique(&self) -> Result<Tensor> {
+        replaced!("unique", [self]);
+        let sorted = flat(self)?.sort(0, false)?.0;
+        let (_, starts) = runs(&sorted)?;
+        sorted.index_select(0, &starts.narrow(0, 0, starts.numel() - 1)?)
+    }
+
+    /// [`Tensor::unique`], and for every element the place of its equal there, of this tensor's shape (PyTorch's `unique`
+    /// with `return_inverse`). Waits.
+    ///
+    /// # Errors
+    /// As [`Tensor::unique`].
+    pub fn unique_inverse(&self) -> Result<(Tensor, Tensor)> {
+        replaced_several!("unique_inverse", [self]; pair);
+        let (sorted, order) = flat(self)?.sort(0, false)?;
+        let (running, starts) = runs(&sorted)?;
+        let values = sorted.index_select(0, &starts.narrow(0, 0, starts.numel() - 1)?)?;
+        let inverse = running.sub_scalar(1)?.index_select(0, &order.argsort(0, false)?)?;
+        Ok((values, inverse.reshape(self.shape())?))
+    }
+
+    /// [`Tensor::unique`], and how often each element is there (PyTorch's `unique` with `return_counts`). Waits.
+    ///
+    /// # Errors
+    /// As [`Tensor::unique`].
+    pub fn unique_counts(&self) -> Result<(Tensor, Tensor)> {
+        replaced_several!("unique_counts", [self]; pair);
+        let sorted = flat(self)?.sort(0, false)?.0;
+        let (_, starts) = runs(&sorted)?;
+        let values = sorted.index_select(0, &starts.narrow(0, 0, starts.numel() - 1)?)?;
+        Ok((values, starts.diff(1, 0)?))
+    }
+
+    /// One of each run of equal elements in row-major order, for every element the number of its run, of this tensor's
+    /// shape, and how long each run is (PyTorch's `unique_consecutive` with `return_inverse` and `return_counts`). Waits.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let t = Tensor::from_slice(&[1i64, 1, 2, 2, 2, 1], 6, Device::Cpu)?;
+    /// let (values, inverse, counts) = t.unique_consecutive()?;
+    /// assert_eq!(values.to_vec::<i64>()?, [1, 2, 1]);
+    /// assert_eq!(inverse.to_vec::<i64>()?, [0, 0, 1, 1, 1, 2]);
+    /// assert_eq!(counts.to_vec::<i64>()?, [2, 3, 1]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Tensor::unique`].
+    pub fn unique_consecutive(&self) -> Result<(Tensor, Tensor, Tensor)> {
+        replaced_several!("unique_consecutive", [self]; triple);
+        let all = flat(self)?;
+        let (running, starts) = runs(&all)?;
+        let values = all.index_select(0, &starts.narrow(0, 0, starts.numel() - 1)?)?;
+        Ok((values, running.sub_scalar(1)?.reshape(self.shape())?, starts.diff(1, 0)?))
+    }
+
+    /// The indices of the elements that are not zero, one row for each in row-major order: shape `[count, rank]`, i64
+    /// (PyTorch's `nonzero`). NaN is not zero. Waits.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let t = Tensor::from_slice(&[0f32, 1.0, 2.0, 0.0], [2, 2], Device::Cpu)?;
+    /// assert_eq!(t.nonzero()?.to_vec::<i64>()?, [0, 1, 1, 0]);
+    /// assert_eq!(t.masked_select(&t.gt_scalar(1)?)?.to_vec::<f32>()?, [2.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] and device failures.
+    pub fn nonzero(&self) -> Result<Tensor> {
+        replaced!("nonzero", [self]);
+        if self.rank() == 0 {
+            let count = places(self, &[1])?.numel();
+            return Tensor::zeros([count, 0], (DType::I64, self.device()));
+        }
+        places(self, self.shape().dims())
+    }
+
+    /// [`Tensor::nonzero`] by its other name (PyTorch's `argwhere`).
+    ///
+    /// # Errors
+    /// As [`Tensor::nonzero`].
+    pub fn argwhere(&self) -> Result<Tensor> {
+        replaced!("argwhere", [self]);
+        self.nonzero()
+    }
+
+    /// The elements where `mask` is not zero, in row-major order; a vector (PyTorch's `masked_select`). Both are broadcast
+    /// together. Waits. Differentiable.
+    ///
+    /// # Errors
+    /// [`Error::ShapeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
+    pub fn masked_select(&self, mask: &Tensor) -> Result<Tensor> {
+        let op = "masked_select";
+        replaced!(op, [self, mask]);
+        crate::ops::same_device(op, &[self, mask])?;
+        let shape = self.shape().broadcast(op, mask.shape())?;
+        let over = |t: &Tensor| t.with_layout(t.layout.broadcast_to(&shape));
+        let mask = over(mask);
+        if self.device() != Device::Cpu && shape.numel() > 0 && !autograd::is_tracked(&[self]) {
+            return opencl::selected(&over(self), &mask);
+        }
+        let places = places(&mask, &[shape.numel()])?.reshape([-1])?;
+        let sizes: Vec<isize> = shape.dims().iter().map(|&n| n as isize).collect();
+        self.broadcast_to(sizes)?.reshape([shape.numel()])?.index_select(0, &places)
+    }
+
+    /// How often each number from 0 on is in a vector of integers, as i64; with weights their sums, in the weights' dtype
+    /// (PyTorch's `bincount`). At least `minlength` results. The same bits on every run. Waits.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let t = Tensor::from_slice(&[1i64, 3, 1], 3, Device::Cpu)?;
+    /// assert_eq!(t.bincount(None, 5)?.to_vec::<i64>()?, [0, 2, 0, 1, 0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::UnsupportedDType`] for floats, bool and weights that are not floats; [`Error::Invalid`] where the tensor is
+    /// no vector or has a negative element; [`Error::ShapeMismatch`] for weights of another shape.
+    pub fn bincount(&self, weights: Option<&Tensor>, minlength: usize) -> Result<Tensor> {
+        let op = "bincount";
+        let tensors: Vec<&Tensor> = std::iter::once(self).chain(weights).collect();
+        if let Some(mut out) = replacement(op, &tensors, || vec![minlength.into()])? {
+            return Ok(out.swap_remove(0));
+        }
+        if self.dtype.is_float() || self.dtype == DType::Bool {
+            return Err(Error::UnsupportedDType { op, dtype: self.dtype, expected: "integers (i64, i32, u32, u8)" });
+        }
+        if self.rank() != 1 {
+            return Err(Error::invalid(op, format!("it counts in a vector, not in shape {}", self.shape())));
+        }
+        if let Some(w) = weights {
+            w.dtype.check_float(op)?;
+            if w.shape() != self.shape() {
+                let hint = "there is a weight for each element";
+                return Err(Error::ShapeMismatch { op, lhs: self.shape().clone(), rhs: w.shape().clone(), hint });
+            }
+        }
+        let end = |t: Tensor| t.to_dtype(DType::I64)?.item::<i64>();
+        let (least, greatest) = match self.numel() {
+            0 => (0, -1),
+            _ => (end(self.min((), false)?)?, end(self.max((), false)?)?),
+        };
+        if least < 0 {
+            return Err(Error::invalid(op, format!("{least} is negative: numbers from 0 on are counted")));
+        }
+        let size = greatest.saturating_add(1).max(i64::try_from(minlength).unwrap_or(i64::MAX));
+        match weights {
+            Some(w) => Tensor::zeros(size as usize, w)?.index_add(0, self, &w.detach()),
+            None => {
+                let sorted = self.sort(0, false)?.0.to_dtype(DType::I64)?;
+                sorted.searchsorted(&numbers(0, size.saturating_add(1), self)?, false)?.diff(1, 0)
+            }
+        }
+    }
+
+    /// How many elements lie in each of `bins` equal parts of `min` to `max`, in this tensor's dtype (PyTorch's `histc`);
+    /// floats. What is outside, NaN too, does not count; `max` itself is in the last part. Where `min` and `max` are equal,
+    /// the least and greatest element stand for them. Waits.
+    ///
+    /// # Errors
+    /// [`Error::UnsupportedDType`]; [`Error::Invalid`] without bins, for `max` below `min`, and for ends that are not finite.
+    pub fn histc(&self, bins: usize, min: f64, max: f64) -> Result<Tensor> {
+        let op = "histc";
+        replaced!(op, [self], bins, min, max);
+        self.dtype.check_float(op)?;
+        let (mut low, mut high) = (min, max);
+        if low == high && self.numel() > 0 {
+            let end = |t: Tensor| t.to_device(Device::Cpu)?.to_dtype(DType::F64)?.item::<f64>();
+            (low, high) = (end(self.detach().min((), false)?)?, end(self.detach().max((), false)?)?);
+        }
+        if low == high {
+            (low, high) = (low - 1.0, high + 1.0);
+        }
+        if bins == 0 || !(low < high && (high - low).is_finite()) {
+            return Err(Error::invalid(op, format!("{bins} parts of {low} to {high}")));
+        }
+        let (x, [low_, high_, parts]) = (Expr::input(0), [0, 1, 2].map(Expr::scalar));
+        let part = ((&x - &low_) / (&high_ - &low_) * &parts).floor().min(&parts - 1.0);
+        let part = [(x.ge(&low_) * x.le(&high_)).select(part, &parts)];
+        let scalars = [Scalar::Float(low), Scalar::Float(high), Scalar::Float(bins as f64)];
+        let params = Params { scalars: &scalars, seeds: &[] };
+        let part = apply(op, &[&flat(self)?], params, &part, &[DType::I64])?.remove(0);
+        part.bincount(None, bins.saturating_add(1))?.narrow(0, 0, bins)?.to_dtype(self.dtype)
+    }
+}

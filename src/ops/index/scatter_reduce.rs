@@ -1,0 +1,277 @@
+//! Writing through an index with a reduction of all that meets in one element.
+
+use crate::autograd::Saved;
+use crate::error::Excerpt;
+use crate::ops::catalogue::{Dtypes, Gives, Kind, Operation};
+use crate::ops::dispatch::registry::replaced;
+use crate::ops::index::gather::along;
+use crate::ops::index::scatter::{Combine, Places, everywhere, scatter};
+use crate::ops::recorded_with_result;
+use crate::{DType, Error, Result, Scalar, Tensor, autograd, no_grad};
+
+/// How [`Tensor::scatter_reduce`] and [`Tensor::index_reduce`] combine what meets in one element.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ScatterReduce {
+    /// The sum.
+    Sum,
+    /// The product.
+    Prod,
+    /// The mean; of integers rounded down.
+    Mean,
+    /// The greatest; NaN if there is one.
+    Amax,
+    /// The least; NaN if there is one.
+    Amin,
+}
+
+impl ScatterReduce {
+    /// What combined with an element gives the element.
+    fn neutral(self, dtype: DType) -> Scalar {
+        let (low, high) = match dtype {
+            DType::I64 => (i64::MIN, i64::MAX),
+            DType::I32 => (i32::MIN.into(), i32::MAX.into()),
+            DType::U32 => (0, u32::MAX.into()),
+            DType::U8 => (0, u8::MAX.into()),
+            _ => (0, 1),
+        };
+        match self {
+            ScatterReduce::Sum | ScatterReduce::Mean => Scalar::Int(0),
+            ScatterReduce::Prod => Scalar::Int(1),
+            ScatterReduce::Amax if dtype.is_float() => Scalar::Float(f64::NEG_INFINITY),
+            ScatterReduce::Amin if dtype.is_float() => Scalar::Float(f64::INFINITY),
+            ScatterReduce::Amax => Scalar::Int(low),
+            ScatterReduce::Amin => Scalar::Int(high),
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            ScatterReduce::Sum => "sum",
+            ScatterReduce::Prod => "prod",
+            ScatterReduce::Mean => "mean",
+            ScatterReduce::Amax => "amax",
+            ScatterReduce::Amin => "amin",
+        }
+    }
+
+    fn combine(self) -> Combine {
+        match self {
+            ScatterReduce::Sum | ScatterReduce::Mean => Combine::Add,
+            ScatterReduce::Prod => Combine::Multiply,
+            ScatterReduce::Amax => Combine::Max,
+            ScatterReduce::Amin => Combine::Min,
+        }
+    }
+}
+
+impl std::str::FromStr for ScatterReduce {
+    type Err = Error;
+
+    /// By PyTorch's names: `sum`, `prod`, `mean`, `amax`, `amin`.
+    fn from_str(s: &str) -> Result<ScatterReduce> {
+        let all = [Self::Sum, Self::Prod, Self::Mean, Self::Amax, Self::Amin];
+        all.into_iter().find(|r| r.name() == s).ok_or_else(|| {
+            let reason = format!("'{}' is not one of sum, prod, mean, amax, amin", Excerpt(s));
+            Error::invalid("scatter_reduce", reason)
+        })
+    }
+}
+
+/// Reduces `source` into `target` along dim d.
+fn reduce_into(
+    op: &'static str,
+    target: &Tensor,
+    d: usize,
+    places: &Places,
+    source: &Tensor,
+    (reduce, include_self): (ScatterReduce, bool),
+) -> Result<()> {
+    let combine = reduce.combine();
+    if combine.rounds(target.dtype) {
+        let (wide, from) = (target.cast(DType::F32)?, source.cast(DType::F32)?);
+        reduce_into(op, &wide, d, places, &from, (reduce, include_self))?;
+        target.detach().copy_(&wide)?;
+        return Ok(());
+    }
+    if !include_self {
+        let neutral = everywhere(op, reduce.neutral(target.dtype), source.shape(), target)?;
+        scatter(op, Combine::Set, target, d, places, &neutral)?;
+    }
+    scatter(op, combine, target, d, places, source)?;
+    if reduce == ScatterReduce::Mean {
+        let dtype = if target.dtype.is_float() { target.dtype } else { DType::I64 };
+        let count = Tensor::full(target.shape(), include_self, (dtype, target.device()))?;
+        scatter(op, Combine::Add, &count, d, places, &everywhere(op, 1.into(), source.shape(), &count)?)?;
+        let target = target.detach();
+        Tensor::map_into(&[&target, &count], &[], &[&target], |e, _| {
+            let count = e[1].eq(0.0).select(1.0, &e[1]);
+            vec![if dtype.is_float() { &e[0] / count } else { e[0].floor_divide(count) }]
+        })
+        .map_err(|e| e.of(op))?;
+    }
+    Ok(())
+}
+
+pub(crate) static OPERATIONS: &[Operation] = &[
+    Operation::new("scatter_reduce", "scatter_reduce", Kind::Indexing, Dtypes::Numbers, Gives::Same, (3, 3), |a| {
+        a.x(0)?.scatter_reduce(a.int(0)?, a.x(1)?, a.x(2)?, a.text(1)?.parse()?, a.bool(2)?)
+    })
+    .differentiable(),
+    Operation::new("scatter_reduce_", "scatter_reduce_", Kind::InPlace, Dtypes::Numbers, Gives::Same, (3, 3), |a| {
+        Ok(a.x(0)?.scatter_reduce_(a.int(0)?, a.x(1)?, a.x(2)?, a.text(1)?.parse()?, a.bool(2)?)?.shallow_clone())
+    }),
+    Operation::new("index_reduce", "index_reduce", Kind::Indexing, Dtypes::Numbers, Gives::Same, (3, 3), |a| {
+        a.x(0)?.index_reduce(a.int(0)?, a.x(1)?, a.x(2)?, a.text(1)?.parse()?, a.bool(2)?)
+    })
+    .differentiable(),
+];
+
+impl Tensor {
+    /// A copy of this tensor with each `source[i][j]` reduced into `[index[i][j]][j]` and so on along `dim` (PyTorch's
+    /// `scatter_reduce`); without `include_self` the elements reduced into do not count themselves. Differentiable in both.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor, ops::ScatterReduce};
+    /// let index = Tensor::from_slice(&[0i64, 0, 2], 3, Device::Cpu)?;
+    /// let source = Tensor::from_slice(&[2f32, 4.0, 5.0], 3, Device::Cpu)?;
+    /// let t = Tensor::ones(&[3], Device::Cpu)?.scatter_reduce(0, &index, &source, ScatterReduce::Mean, false)?;
+    /// assert_eq!(t.to_vec::<f32>()?, [3.0, 1.0, 5.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Tensor::scatter`].
+    pub fn scatter_reduce(
+        &self,
+        dim: isize,
+        index: &Tensor,
+        source: &Tensor,
+        reduce: ScatterReduce,
+        include_self: bool,
+    ) -> Result<Tensor> {
+        replaced!("scatter_reduce", [self, index, source], dim, reduce.name(), include_self);
+        self.scatter_reduced("scatter_reduce", dim, index, source, (reduce, include_self))
+    }
+
+    /// [`Tensor::scatter_reduce`] in place.
+    ///
+    /// # Errors
+    /// As [`Tensor::scatter_`].
+    pub fn scatter_reduce_(
+        &self,
+        dim: isize,
+        index: &Tensor,
+        source: &Tensor,
+        reduce: ScatterReduce,
+        include_self: bool,
+    ) -> Result<&Tensor> {
+        let op = "scatter_reduce_";
+        let (d, from) = self.check_scatter(op, dim, index, source)?;
+        autograd::check_in_place(op, self, &[source])?;
+        reduce_into(op, self, d, &Places::of(index), &from, (reduce, include_self))?;
+        Ok(self)
+    }
+
+    fn scatter_reduced(
+        &self,
+        op: &'static str,
+        dim: isize,
+        index: &Tensor,
+        source: &Tensor,
+        how: (ScatterReduce, bool),
+    ) -> Result<Tensor> {
+        let (d, source) = self.check_scatter(op, dim, index, source)?;
+        let out = self.cast(self.dtype)?;
+        reduce_into(op, &out, d, &Places::of(index), &source, how)?;
+        let saved = [self, &source, index].map(Saved::new);
+        Ok(recorded_with_result(op, out, &[self, &source], move |i, grad, out| {
+            let [x, source, index] = &saved;
+            let of = Reduced {
+                x: x.get(op)?,
+                source: source.get(op)?,
+                index: index.get(op)?,
+                out,
+                dim,
+                include_self: how.1,
+            };
+            let slope = of.gradient(i, how.0, grad)?;
+            if i == 0 && !how.1 { slope.scatter_value(dim, of.index, 0) } else { Ok(slope) }
+        }))
+    }
+
+    /// A copy of this tensor with slice i of `source` reduced into slice `index[i]` along `dim` (PyTorch's `index_reduce`,
+    /// and sums too); see [`Tensor::scatter_reduce`]. Differentiable in both.
+    ///
+    /// # Errors
+    /// As [`Tensor::index_add`].
+    pub fn index_reduce(
+        &self,
+        dim: isize,
+        index: &Tensor,
+        source: &Tensor,
+        reduce: ScatterReduce,
+        include_self: bool,
+    ) -> Result<Tensor> {
+        replaced!("index_reduce", [self, index, source], dim, reduce.name(), include_self);
+        let op = "index_reduce";
+        let d = self.check_slices(op, dim, index, source)?;
+        let places = index.with_layout(along(index, d, source.shape()));
+        self.scatter_reduced(op, dim, &places, source, (reduce, include_self))
+    }
+}
+
+/// What the gradient of a reduction needs.
+struct Reduced<'a> {
+    x: &'a Tensor,
+    source: &'a Tensor,
+    index: &'a Tensor,
+    out: &'a Tensor,
+    dim: isize,
+    include_self: bool,
+}
+
+impl Reduced<'_> {
+    /// Of input i, x or the source, as if x were included.
+    fn gradient(&self, i: usize, reduce: ScatterReduce, grad: &Tensor) -> Result<Tensor> {
+        let at_source = |t: &Tensor| t.gather(self.dim, self.index);
+        match reduce {
+            ScatterReduce::Sum if i == 0 => Ok(grad.shallow_clone()),
+            ScatterReduce::Sum => at_source(grad),
+            ScatterReduce::Mean => {
+                let ones = Tensor::ones(self.source.shape(), (grad.dtype, grad.device()))?;
+                let count = Tensor::full(grad.shape(), self.include_self, (grad.dtype, grad.device()))?;
+                let share = grad.div(&count.scatter_add_(self.dim, self.index, &ones)?.clamp_min(1)?)?;
+                if i == 0 { Ok(share) } else { at_source(&share) }
+            }
+            ScatterReduce::Prod => self.of_product(i, grad),
+            ScatterReduce::Amax | ScatterReduce::Amin => {
+                // Those that are the extreme share the gradient evenly.
+                let (mine, theirs) = (self.x.eq(self.out)?, self.source.eq(&at_source(self.out)?)?);
+                let (mine, theirs) = (mine.to_dtype(grad.dtype)?, theirs.to_dtype(grad.dtype)?);
+                let mine = if self.include_self { mine } else { mine.scatter_value(self.dim, self.index, 0)? };
+                let share = grad.div(&mine.scatter_add(self.dim, self.index, &theirs)?)?;
+                if i == 0 { mine.mul(&share) } else { theirs.mul(&at_source(&share)?) }
+            }
+        }
+    }
+
+    /// The product of the others: the result divided by the element, and where that is 0 the product without it, if it is
+    /// the only one.
+    fn of_product(&self, i: usize, grad: &Tensor) -> Result<Tensor> {
+        let (dim, index, include) = (self.dim, self.index, self.include_self);
+        let product = |x: &Tensor, source: &Tensor| x.scatter_reduce(dim, index, source, ScatterReduce::Prod, include);
+        let zero = |t: &Tensor| no_grad(|| t.eq_scalar(0));
+        if i == 0 {
+            let x = self.x.masked_fill(&zero(self.x)?, 1)?;
+            return grad.mul(&product(&x, self.source)?)?.div(&x);
+        }
+        let is_zero = zero(self.source)?;
+        let counts = is_zero.to_dtype(grad.dtype)?;
+        let zeros = Tensor::zeros(grad.shape(), (grad.dtype, grad.device()))?;
+        let zeros = zeros.scatter_add_(dim, index, &counts)?.gather(dim, index)?;
+        let alone = is_zero.logical_and(&zeros.eq_scalar(1)?)?;
+        let without = product(self.x, &self.source.masked_fill(&alone, 1)?)?;
+        let others = self.out.gather(dim, index)?.div(&self.source.masked_fill(&is_zero, 1)?)?;
+        grad.gather(dim, index)?.mul(&alone.where_cond(&without.gather(dim, index)?, &others)?)
+    }
+}

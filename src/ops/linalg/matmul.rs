@@ -1,0 +1,382 @@
+//! Matrix products: [`Tensor::matmul`], [`Tensor::linear`] and their gradients.
+//!
+//! A gradient of a product is a product of transposed views, written straight into the optimiser's flat gradient
+//! where one offers a slot. A layer, `f(x wᵀ + b)`, is one launch. Backward, the product that gives the gradient of `f`'s result
+//! multiplies by the slope of `f` as well, and the one for the weight adds up the bias's gradient: a launch each.
+
+use std::slice;
+use std::sync::LazyLock;
+
+use smallvec::{SmallVec, smallvec};
+
+use crate::autograd::{Factor, Gradients, Saved};
+use crate::expr::Expr;
+use crate::expr::program::Program;
+use crate::ops::catalogue::{Dtypes, Gives, Kind, Operation};
+use crate::ops::dispatch::autocast::lowered;
+use crate::ops::dispatch::registry::{replaced, replacement};
+use crate::ops::elementwise::Params;
+use crate::ops::linalg::gemm::Gemm;
+use crate::ops::{elementwise, reduce, same_dtype};
+use crate::tensor::{Dims, Layout};
+use crate::{Error, Result, Shape, Tensor, autograd};
+
+pub(crate) static OPERATIONS: &[Operation] = &[
+    Operation::new("matmul", "matmul", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (2, 0), |a| {
+        a.x(0)?.matmul(a.x(1)?)
+    })
+    .differentiable(),
+    Operation::new("linear", "nn.functional.linear", Kind::NeuralNetwork, Dtypes::Numbers, Gives::Same, (3, 0), |a| {
+        a.x(0)?.linear(a.x(1)?, a.xs().get(2).copied())
+    })
+    .differentiable(),
+];
+
+impl Tensor {
+    /// The matrix product (PyTorch's `matmul`).
+    ///
+    /// `[.., m, k]` times `[.., k, n]` gives `[.., m, n]`, the dimensions before broadcast together. A vector on the left
+    /// is a row, on the right a column, and that dimension is left out of the result; two vectors give a scalar. Any
+    /// strides on either side, one launch, no copies.
+    ///
+    /// All dtypes, the same on both sides: floats up to f32 are summed in f32, f64 in f64, integers (wrapping) in i64. Of bf16
+    /// on a processor with AVX512-BF16, numbers below the smallest normal one (1.2e-38) may count as zeros, products and
+    /// sums of them too, as in PyTorch.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let a = Tensor::arange(0, 6, 1, Device::Cpu)?.reshape([2, 3])?;
+    /// assert_eq!(a.matmul(&a.t()?)?.to_vec::<f32>()?, [5.0, 14.0, 14.0, 50.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::ShapeMismatch`] where the inner sizes differ, the others do not broadcast, or a side is a scalar;
+    /// [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
+    pub fn matmul(&self, rhs: &Tensor) -> Result<Tensor> {
+        let op = "matmul";
+        replaced!(op, [self, rhs]);
+        if let Some(low) = lowered(op, &[self, rhs])? {
+            return low[0].matmul(&low[1]);
+        }
+        same_dtype(op, &[self, rhs])?;
+        if self.rank() == 0 || rhs.rank() == 0 {
+            let hint = "both need at least one dimension";
+            return Err(Error::ShapeMismatch { op, lhs: self.shape().clone(), rhs: rhs.shape().clone(), hint });
+        }
+        let (row, column) = (self.rank() == 1, rhs.rank() == 1);
+        let (as_row, as_column) = (row.then(|| with_dim(self, 0)), column.then(|| with_dim(rhs, 1)));
+        let (a, b) = (as_row.as_ref().unwrap_or(self), as_column.as_ref().unwrap_or(rhs));
+        let mut out = product(op, a, b, None)?;
+        if column {
+            out = without_dim(&out, out.rank() - 1);
+        }
+        if row {
+            out = without_dim(&out, out.rank() - 1 - usize::from(!column));
+        }
+        if !autograd::is_tracked(&[self, rhs]) {
+            return Ok(out);
+        }
+        let (shape_a, shape_b) = (a.shape().clone(), b.shape().clone());
+        let saved_a = rhs.requires_grad().then(|| Saved::new(self));
+        let saved_b = self.requires_grad().then(|| Saved::new(rhs));
+        Ok(autograd::record_twice(op, out, &[self, rhs], move |ctx| {
+            let mut grad = ctx.grad()?;
+            if row {
+                grad = grad.unsqueeze(if column { -1 } else { -2 })?;
+            }
+            if column {
+                grad = grad.unsqueeze(-1)?;
+            }
+            let mut gradients: Gradients = smallvec![None, None];
+            if let Some(b) = saved_b.as_ref().filter(|_| ctx.needs(0)) {
+                let b = if column { b.get(op)?.unsqueeze(1)? } else { b.unpack(op)? };
+                let slot = ctx.slot(0).map(|s| if row { with_dim(&s, 0) } else { s });
+                let da = match ctx.create_graph() {
+                    true => grad.matmul(&b.transpose(-2, -1)?)?.sum_to(&shape_a)?,
+                    false => product_onto(op, &grad, &swapped(&b), &shape_a, slot)?,
+                };
+                gradients[0] = Some(if row { da.squeeze(0)? } else { da });
+            }
+            if let Some(a) = saved_a.as_ref().filter(|_| ctx.needs(1)) {
+                let a = if row { a.get(op)?.unsqueeze(0)? } else { a.unpack(op)? };
+                let slot = ctx.slot(1).map(|s| if column { with_dim(&s, 1) } else { s });
+                let db = match ctx.create_graph() {
+                    true => a.transpose(-2, -1)?.matmul(&grad)?.sum_to(&shape_b)?,
+                    false => product_onto(op, &swapped(&a), &grad, &shape_b, slot)?,
+                };
+                gradients[1] = Some(if column { db.squeeze(1)? } else { db });
+            }
+            Ok(gradients)
+        }))
+    }
+
+    /// A fully connected layer, `x wᵀ + b` (PyTorch's `linear`): x is `[.., in]`, `weight` `[out, in]`, `bias` `[out]`, the
+    /// result `[.., out]`. One launch. All of one float dtype.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let x = Tensor::ones(&[5, 3], Device::Cpu)?;
+    /// let (w, b) = (Tensor::ones(&[2, 3], Device::Cpu)?, Tensor::ones(&[2], Device::Cpu)?);
+    /// assert_eq!(x.linear(&w, Some(&b))?.to_vec::<f32>()?, [4.0; 10]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::ShapeMismatch`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
+    pub fn linear(&self, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        let tensors: &[&Tensor] = match &bias {
+            Some(bias) => &[self, weight, bias],
+            None => &[self, weight],
+        };
+        match replacement("linear", tensors, Vec::new)? {
+            Some(mut out) => Ok(out.swap_remove(0)),
+            None => layer(self, weight, bias, None),
+        }
+    }
+
+    /// [`Tensor::linear`] and a formula applied to its result, all in one launch: `f(x wᵀ + b)`. Where a gradient will
+    /// be computed, the same launch keeps `x wᵀ + b` for it; the gradient of relu needs the result instead, which must not
+    /// be changed in place before.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let x = Tensor::ones(&[1, 3], Device::Cpu)?;
+    /// let w = Tensor::linspace(-1.0, 1.5, 6, Device::Cpu)?.reshape([2, 3])?;
+    /// assert_eq!(x.linear_map(&w, None, |z| z.relu())?.to_vec::<f32>()?, [0.0, 3.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Tensor::linear`]; [`Error::Invalid`] where `f` reads anything but its argument, and
+    /// [`Error::UnsupportedDType`] where it needs floats and the tensors are not.
+    pub fn linear_map(&self, weight: &Tensor, bias: Option<&Tensor>, f: impl Fn(&Expr) -> Expr) -> Result<Tensor> {
+        let plain = Program::of(&[f(&Expr::input(0))]);
+        if plain.inputs() > 1 || plain.scalars() > 0 || plain.seeds() > 0 {
+            return Err(Error::invalid("linear_map", "the formula reads more than its argument"));
+        }
+        if plain.needs_float() && !self.dtype.is_float() {
+            let expected = "floats for this formula";
+            return Err(Error::UnsupportedDType { op: "linear_map", dtype: self.dtype, expected });
+        }
+        layer(self, weight, bias, Some(&f)).map_err(|e| e.of("linear_map"))
+    }
+}
+
+/// `f(x wᵀ + b)`, recorded.
+fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&Expr) -> Expr>) -> Result<Tensor> {
+    let op = "linear";
+    let inputs: &[&Tensor] = match &bias {
+        Some(bias) => &[x, weight, bias],
+        None => &[x, weight],
+    };
+    if let Some(low) = lowered(op, inputs)? {
+        return layer(&low[0], &low[1], low.get(2), f);
+    }
+    let dtype = same_dtype(op, inputs)?;
+    let mismatch =
+        |rhs: &Tensor, hint| Error::ShapeMismatch { op, lhs: x.shape().clone(), rhs: rhs.shape().clone(), hint };
+    if weight.rank() != 2 || x.shape().dims().last() != weight.shape().dims().last() {
+        return Err(mismatch(weight, "the input is [.., in] and the weight [out, in]"));
+    }
+    if let Some(b) = bias
+        && b.shape().dims() != &weight.shape().dims()[..1]
+    {
+        return Err(mismatch(b, "the bias is [out]"));
+    }
+    let tracked = autograd::is_tracked(inputs);
+    let vector = x.rank() == 1;
+    let row = vector.then(|| with_dim(x, 0));
+    let rows = row.as_ref().unwrap_or(x);
+
+    let sum = if bias.is_some() { BIASED.clone() } else { PRODUCT.clone() };
+    let mut results: SmallVec<[Expr; 2]> = smallvec![f.map_or_else(|| sum.clone(), |f| f(&sum))];
+    // The slope of relu is the same for its result as for the sum: that is kept already.
+    let known = RELU.iter().find(|known| **known == results[0]);
+    let relu = known.is_some();
+    if let Some(known) = known {
+        results[0] = known.clone(); // whose program is found in it
+    }
+    if tracked && f.is_some() && !relu {
+        results.push(sum);
+    }
+    let g = Gemm {
+        op,
+        a: rows,
+        b: &swapped(weight),
+        epilogue: &results,
+        extras: bias.as_slice(),
+        scalars: &[],
+        out: None,
+        dtypes: &[dtype, dtype][..results.len()],
+        sums: None,
+    };
+    if !tracked {
+        let out = g.run_one()?;
+        return Ok(if vector { without_dim(&out, 0) } else { out });
+    }
+    let mut outs = g.run()?.into_iter().map(|t| if vector { without_dim(&t, 0) } else { t });
+    let (Some(out), before) = (outs.next(), outs.next()) else { unreachable!("a result an expression") };
+    let before = if relu { Some(out.detach()) } else { before };
+    let shape = rows.shape().clone();
+    // The slope of a formula depends on all of them.
+    let saved_x = (weight.requires_grad() || f.is_some()).then(|| Saved::new(x));
+    let saved_w = (x.requires_grad() || f.is_some()).then(|| Saved::new(weight));
+    let saved_b = bias.filter(|_| f.is_some()).map(Saved::new);
+    // The slope where the sum is the second operand of the product with the gradient.
+    let factor = f.zip(before).map(|(f, t)| {
+        let product = if relu { SLOPE.clone() } else { &*PRODUCT * f(&Expr::input(1)).diff(1) };
+        Factor { product, tensor: Saved::new(&t) }
+    });
+    let (weight_shape, biased) = (weight.shape().clone(), bias.is_some());
+    Ok(autograd::record_with_factor(op, out, inputs, factor, move |ctx| {
+        let mut grad = ctx.grad()?;
+        let get = |saved: &Option<Saved>| saved.as_ref().map(|s| s.unpack(op)).transpose();
+        if ctx.create_graph() {
+            return layer_gradients(ctx, grad, get(&saved_x)?, get(&saved_w)?, get(&saved_b)?, &weight_shape);
+        }
+        if let Some(factor) = ctx.factor() {
+            let inputs = [&grad, factor.tensor.get(op)?];
+            grad = elementwise::apply_one(op, &inputs, Params::default(), &factor.product, dtype)?;
+        }
+        if vector {
+            grad = with_dim(&grad, 0);
+        }
+        let bias_slot = (biased && ctx.needs(2)).then(|| ctx.slot(2));
+        let of_x = |x: &Saved| Ok(if vector { with_dim(x.get(op)?, 0) } else { x.unpack(op)? });
+        let saved_x = saved_x.as_ref().filter(|_| ctx.needs(1)).map(of_x).transpose()?;
+        let saved_w = saved_w.as_ref().filter(|_| ctx.needs(0)).map(|w| w.get(op)).transpose()?;
+        let (weight_grad, bias_grad) = match (saved_x, bias_slot) {
+            // Both are sums over the rows of the gradient.
+            (Some(x), Some(slot)) if grad.rank() == 2 => {
+                let sums = match slot {
+                    Some(slot) => slot,
+                    None => Tensor::empty_like_shape(&weight_shape.dims()[..1], dtype, grad.device())?,
+                };
+                let a = swapped(&grad);
+                let g = Gemm {
+                    sums: Some(&sums),
+                    out: ctx.slot(1),
+                    ..Gemm::plain(op, &a, &x, slice::from_ref(&PRODUCT), &dtype)
+                };
+                (Some(g.run_one()?), Some(sums))
+            }
+            (x, slot) => {
+                let rows: Dims<isize> = (0..grad.rank() as isize - 1).collect();
+                let sum = slot.map(|slot| reduce::sum_into(op, &grad, &rows[..], false, slot)).transpose()?;
+                let of = |x: Tensor| product_onto(op, &swapped(&grad), &x, &weight_shape, ctx.slot(1));
+                (x.map(of).transpose()?, sum)
+            }
+        };
+        let x_grad = match saved_w {
+            Some(w) if vector => {
+                let dx = product_onto(op, &grad, w, &shape, ctx.slot(0).map(|s| with_dim(&s, 0)))?;
+                Some(without_dim(&dx, 0))
+            }
+            Some(w) => Some(match ctx.factor_of(0) {
+                None => product_onto(op, &grad, w, &shape, ctx.slot(0))?,
+                Some(factor) => {
+                    let product = slice::from_ref(&factor.product);
+                    Gemm { extras: &[factor.tensor.get(op)?], ..Gemm::plain(op, &grad, w, product, &dtype) }
+                        .run_one()?
+                }
+            }),
+            None => None,
+        };
+        let mut gradients: Gradients = smallvec![x_grad, weight_grad];
+        if biased {
+            gradients.push(bias_grad);
+        }
+        Ok(gradients)
+    }))
+}
+
+/// The gradients of a layer as recorded operations. `x`, `w` and `b` are there as far as they are needed.
+fn layer_gradients(
+    ctx: &mut autograd::Context,
+    mut grad: Tensor,
+    x: Option<Tensor>,
+    w: Option<Tensor>,
+    b: Option<Tensor>,
+    weight_shape: &Shape,
+) -> Result<Gradients> {
+    if let (Some(factor), Some(x), Some(w)) = (ctx.factor(), &x, &w) {
+        let (z, product) = (x.linear(w, b.as_ref())?, &factor.product);
+        let params = Params::default();
+        grad = elementwise::apply_tracked("linear", &[&grad, &z], params, product, grad.dtype, &|i| product.diff(i))?;
+    }
+    // Vectors and batches as matrices.
+    let matrix = |t: &Tensor| match t.shape().dims() {
+        [outer @ .., last] => t.reshape([outer.iter().product(), *last]),
+        [] => t.reshape([1, 1]),
+    };
+    let mut gradients: Gradients = (0..3).map(|_| None).collect();
+    if let Some(w) = w.filter(|_| ctx.needs(0)) {
+        gradients[0] = Some(grad.matmul(&w)?);
+    }
+    if let Some(x) = x.filter(|_| ctx.needs(1)) {
+        gradients[1] = Some(matrix(&grad)?.t()?.matmul(&matrix(&x)?)?);
+    }
+    match ctx.inputs() {
+        2 => gradients.truncate(2),
+        _ if ctx.needs(2) => gradients[2] = Some(grad.sum_to(&Shape::from(weight_shape.dims()[0]))?),
+        _ => {}
+    }
+    Ok(gradients)
+}
+
+/// The epilogues of the plain product and of a layer, made once: making one asks the heap.
+static PRODUCT: LazyLock<Expr> = LazyLock::new(|| Expr::input(0));
+pub(crate) static BIASED: LazyLock<Expr> = LazyLock::new(|| Expr::input(0) + Expr::input(1));
+pub(crate) static RELU: LazyLock<[Expr; 2]> = LazyLock::new(|| [PRODUCT.relu(), BIASED.relu()]);
+/// A product times the slope of relu.
+pub(crate) static SLOPE: LazyLock<Expr> = LazyLock::new(|| &*PRODUCT * Expr::input(1).relu().diff(1));
+
+/// The plain product, in `out` if it can be.
+fn product(op: &'static str, a: &Tensor, b: &Tensor, out: Option<Tensor>) -> Result<Tensor> {
+    Gemm { out, ..Gemm::plain(op, a, b, slice::from_ref(&PRODUCT), &a.dtype) }.run_one()
+}
+
+/// The product summed over the batch dimensions that an operand of shape `target` was broadcast along: its gradient.
+fn product_onto(op: &'static str, a: &Tensor, b: &Tensor, target: &Shape, slot: Option<Tensor>) -> Result<Tensor> {
+    let batch = Shape::from(&a.shape().dims()[..a.rank() - 2])
+        .broadcast(op, &Shape::from(&b.shape().dims()[..b.rank() - 2]))?;
+    let kept = &target.dims()[..target.rank() - 2];
+    if batch.dims() == kept {
+        return product(op, a, b, slot);
+    }
+    // A matrix used by every one of a batch: batch and inner dimension are one long sum, if the strides allow.
+    if kept.is_empty()
+        && let (Some(a), Some(b)) = (merged(&swapped(a), &batch), merged(b, &batch))
+    {
+        return product(op, &swapped(&a), &b, slot);
+    }
+    let missing = batch.rank() - kept.len();
+    let stretched = |d: usize| d < missing || (kept[d - missing] == 1 && batch.dims()[d] != 1);
+    let dims: Dims<isize> = (0..batch.rank()).filter(|&d| stretched(d)).map(|d| d as isize).collect();
+    let fits = dims.len() == missing; // then what is left has the target's shape
+    let sum = reduce::sum_into(op, &product(op, a, b, None)?, &dims[..], false, slot.filter(|_| fits))?;
+    Ok(if fits { sum } else { sum.with_layout(Layout::contiguous(target.clone())) })
+}
+
+/// `[batch.., r, c]` as one matrix of all rows, where one stride reaches them all.
+fn merged(t: &Tensor, batch: &Shape) -> Option<Tensor> {
+    let [outer @ .., rows, cols] = t.shape().dims() else { return None };
+    let whole = outer == batch.dims();
+    whole.then(|| t.layout.reshape(&Shape::from([batch.numel() * rows, *cols])))?.map(|layout| t.with_layout(layout))
+}
+
+/// The last two dimensions exchanged, outside the graph.
+fn swapped(t: &Tensor) -> Tensor {
+    t.with_layout(t.layout.transpose(t.rank() - 2, t.rank() - 1))
+}
+
+/// A dimension of size 1 put in before `dim`, outside the graph.
+fn with_dim(t: &Tensor, dim: usize) -> Tensor {
+    t.with_layout(t.layout.insert(dim))
+}
+
+/// A dimension of size 1 taken out, outside the graph.
+fn without_dim(t: &Tensor, dim: usize) -> Tensor {
+    t.with_layout(t.layout.remove(dim))
+}

@@ -1,0 +1,8 @@
+//! Products of matrices and what is made of them.
+
+pub(crate) mod distance;
+pub(crate) mod einsum;
+pub(crate) mod gemm;
+pub(crate) mod matmul;
+pub(crate) mod precision;
+pub(crate) mod products;

@@ -1,0 +1,479 @@
+//! Products of vectors and matrices by PyTorch's names, and what is made of them.
+//!
+//! What is one product is one launch: `beta * input + alpha * (a b)` is a product with an epilogue. All else are short
+//! compositions of views, products and sums, whose gradients are those of their parts.
+
+use std::sync::LazyLock;
+
+use crate::autograd::Saved;
+use crate::expr::Expr;
+use crate::ops::catalogue::{ANY, Dtypes, Gives, Kind, Operation};
+use crate::ops::dispatch::autocast::lowered;
+use crate::ops::dispatch::registry::{replaced, replacement};
+use crate::ops::linalg::gemm::{Gemm, product_shape};
+use crate::ops::{recorded, same_device, same_dtype};
+use crate::tensor::Dims;
+use crate::{Error, Result, Scalar, Shape, Tensor};
+
+/// `a b`, `alpha * (a b)` and `alpha * (a b) + beta * input`.
+static PLAIN: LazyLock<Expr> = LazyLock::new(|| Expr::input(0));
+static SCALED: LazyLock<Expr> = LazyLock::new(|| Expr::input(0) * Expr::scalar(0));
+static ADDED: LazyLock<Expr> = LazyLock::new(|| Expr::input(1) * Expr::scalar(1) + Expr::input(0) * Expr::scalar(0));
+
+/// `alpha * (a b)`, plus `beta * input` where there is one, broadcast to the product's shape and not read where beta is 0.
+/// Both matrices have two dims or more, those before the last two are broadcast together. One launch, recorded.
+pub(crate) fn product(
+    op: &'static str,
+    input: Option<(&Tensor, Scalar)>,
+    a: &Tensor,
+    b: &Tensor,
+    alpha: Scalar,
+) -> Result<Tensor> {
+    let inputs: Dims<&Tensor> = [a, b].into_iter().chain(input.map(|(t, _)| t)).collect();
+    if let Some(low) = lowered(op, &inputs)? {
+        return product(op, low.get(2).zip(input).map(|(t, (_, beta))| (t, beta)), &low[0], &low[1], alpha);
+    }
+    product_in(op, None, input, a, b, alpha)
+}
+
+/// [`product`] written to `out`, of the product's shape, which shares no memory with the operands.
+pub(crate) fn product_in(
+    op: &'static str,
+    out: Option<Tensor>,
+    input: Option<(&Tensor, Scalar)>,
+    a: &Tensor,
+    b: &Tensor,
+    alpha: Scalar,
+) -> Result<Tensor> {
+    let dtype = same_dtype(op, &[a, b])?;
+    same_device(op, &[a, b])?;
+    let shape = product_shape(op, a, b)?;
+    let scalars = [alpha, input.map_or(Scalar::Int(0), |(_, beta)| beta)];
+    scalars.iter().try_for_each(|s| s.check_whole(op, dtype))?;
+    if let Some((t, _)) = input {
+        same_dtype(op, &[t, a])?;
+        same_device(op, &[t, a])?;
+        if shape.broadcast(op, t.shape())? != shape {
+            let hint = "the tensor added broadcasts to the shape of the product";
+            return Err(Error::ShapeMismatch { op, lhs: shape, rhs: t.shape().clone(), hint });
+        }
+    }
+    let read = input.filter(|(_, beta)| beta.to_f64() != 0.0).map(|(t, _)| t);
+    let (epilogue, scalars) = match read {
+        Some(_) => (&*ADDED, &scalars[..]),
+        None if alpha.to_f64() == 1.0 => (&*PLAIN, &[][..]),
+        None => (&*SCALED, &scalars[..1]),
+    };
+    let epilogue = std::slice::from_ref(epilogue);
+    let gemm = Gemm { out, extras: read.as_slice(), scalars, ..Gemm::plain(op, a, b, epilogue, &dtype) };
+    let out = gemm.run_one()?;
+
+    let saved = [a, b].map(Saved::new);
+    let added = input.map(|(t, beta)| (t.shape().clone(), beta));
+    let inputs: Dims<&Tensor> = [a, b].into_iter().chain(input.map(|(t, _)| t)).collect();
+    Ok(recorded(op, out, &inputs, move |i, grad| {
+        let [a, b] = [saved[0].get(op)?, saved[1].get(op)?];
+        match (i, &added) {
+            (0, _) => product_in(op, None, None, grad, &b.transpose(-1, -2)?, alpha)?.sum_to(a.shape()),
+            (1, _) => product_in(op, None, None, &a.transpose(-1, -2)?, grad, alpha)?.sum_to(b.shape()),
+            (_, Some((shape, beta))) => grad.mul_scalar(*beta)?.sum_to(shape),
+            _ => unreachable!("two matrices, and what is added"),
+        }
+    }))
+}
+
+/// Checks the ranks that a product by name asks for.
+fn check_ranks(op: &'static str, a: (&Tensor, usize), b: (&Tensor, usize), hint: &'static str) -> Result<()> {
+    if a.0.rank() == a.1 && b.0.rank() == b.1 {
+        return Ok(());
+    }
+    Err(Error::ShapeMismatch { op, lhs: a.0.shape().clone(), rhs: b.0.shape().clone(), hint })
+}
+
+const MATRICES: &str = "both are matrices, [m, k] and [k, n]";
+const BATCHES: &str = "both are batches of matrices, [b, m, k] and [b, k, n]";
+const MATRIX_AND_VECTOR: &str = "a matrix [m, k] and a vector [k]";
+const VECTORS: &str = "both are vectors";
+
+/// Checks two batches of matrices, as many in each.
+fn check_batches(op: &'static str, a: &Tensor, b: &Tensor) -> Result<()> {
+    check_ranks(op, (a, 3), (b, 3), BATCHES)?;
+    if a.shape().dims()[0] == b.shape().dims()[0] {
+        return Ok(());
+    }
+    Err(Error::ShapeMismatch { op, lhs: a.shape().clone(), rhs: b.shape().clone(), hint: BATCHES })
+}
+
+pub(crate) static OPERATIONS: &[Operation] = &[
+    Operation::new("mm", "mm", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (2, 0), |a| a.x(0)?.mm(a.x(1)?))
+        .differentiable(),
+    Operation::new("bmm", "bmm", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (2, 0), |a| a.x(0)?.bmm(a.x(1)?))
+        .differentiable(),
+    Operation::new("mv", "mv", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (2, 0), |a| a.x(0)?.mv(a.x(1)?))
+        .differentiable(),
+    Operation::new("dot", "dot", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (2, 0), |a| a.x(0)?.dot(a.x(1)?))
+        .differentiable(),
+    Operation::new("vdot", "vdot", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (2, 0), |a| {
+        a.x(0)?.vdot(a.x(1)?)
+    })
+    .differentiable(),
+    Operation::new("outer", "outer", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (2, 0), |a| {
+        a.x(0)?.outer(a.x(1)?)
+    })
+    .differentiable(),
+    Operation::new("ger", "ger", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (2, 0), |a| a.x(0)?.ger(a.x(1)?))
+        .differentiable(),
+    Operation::new("addmm", "addmm", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (3, 2), |a| {
+        a.x(0)?.addmm(a.x(1)?, a.x(2)?, a.scalar(0)?, a.scalar(1)?)
+    })
+    .differentiable(),
+    Operation::new("addmv", "addmv", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (3, 2), |a| {
+        a.x(0)?.addmv(a.x(1)?, a.x(2)?, a.scalar(0)?, a.scalar(1)?)
+    })
+    .differentiable(),
+    Operation::new("addr", "addr", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (3, 2), |a| {
+        a.x(0)?.addr(a.x(1)?, a.x(2)?, a.scalar(0)?, a.scalar(1)?)
+    })
+    .differentiable(),
+    Operation::new("baddbmm", "baddbmm", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (3, 2), |a| {
+        a.x(0)?.baddbmm(a.x(1)?, a.x(2)?, a.scalar(0)?, a.scalar(1)?)
+    })
+    .differentiable(),
+    Operation::new("addbmm", "addbmm", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (3, 2), |a| {
+        a.x(0)?.addbmm(a.x(1)?, a.x(2)?, a.scalar(0)?, a.scalar(1)?)
+    })
+    .differentiable(),
+    Operation::new("multi_dot", "linalg.multi_dot", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (ANY, 0), |a| {
+        Tensor::multi_dot(a.xs())
+    })
+    .differentiable(),
+    Operation::new(
+        "matrix_power",
+        "linalg.matrix_power",
+        Kind::LinearAlgebra,
+        Dtypes::Numbers,
+        Gives::Same,
+        (1, 1),
+        |a| a.x(0)?.matrix_power(a.size(0)?),
+    )
+    .differentiable(),
+    Operation::new("trace", "trace", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Sum, (1, 0), |a| a.x(0)?.trace())
+        .differentiable(),
+    Operation::new("kron", "kron", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (2, 0), |a| {
+        a.x(0)?.kron(a.x(1)?)
+    })
+    .differentiable(),
+    Operation::new("cross", "linalg.cross", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (2, 1), |a| {
+        a.x(0)?.cross(a.x(1)?, a.int(0)?)
+    })
+    .differentiable(),
+];
+
+/// Products by name.
+impl Tensor {
+    /// The product of two matrices (PyTorch's `mm`); [`Tensor::matmul`] that does not broadcast. Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::matmul`]; [`Error::ShapeMismatch`] for anything but matrices.
+    pub fn mm(&self, other: &Tensor) -> Result<Tensor> {
+        replaced!("mm", [self, other]);
+        check_ranks("mm", (self, 2), (other, 2), MATRICES)?;
+        self.matmul(other).map_err(|e| e.of("mm"))
+    }
+
+    /// The products of two batches of matrices (PyTorch's `bmm`); [`Tensor::matmul`] that does not broadcast.
+    /// Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::matmul`]; [`Error::ShapeMismatch`] for anything but `[b, m, k]` and `[b, k, n]`.
+    pub fn bmm(&self, other: &Tensor) -> Result<Tensor> {
+        replaced!("bmm", [self, other]);
+        check_batches("bmm", self, other)?;
+        self.matmul(other).map_err(|e| e.of("bmm"))
+    }
+
+    /// The product of a matrix and a vector (PyTorch's `mv`). Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::matmul`]; [`Error::ShapeMismatch`] for anything but `[m, k]` and `[k]`.
+    pub fn mv(&self, vector: &Tensor) -> Result<Tensor> {
+        replaced!("mv", [self, vector]);
+        check_ranks("mv", (self, 2), (vector, 1), MATRIX_AND_VECTOR)?;
+        self.matmul(vector).map_err(|e| e.of("mv"))
+    }
+
+    /// The scalar product of two vectors (PyTorch's `dot`). Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::matmul`]; [`Error::ShapeMismatch`] for anything but two vectors of one size.
+    pub fn dot(&self, other: &Tensor) -> Result<Tensor> {
+        replaced!("dot", [self, other]);
+        check_ranks("dot", (self, 1), (other, 1), VECTORS)?;
+        self.matmul(other).map_err(|e| e.of("dot"))
+    }
+
+    /// [`Tensor::dot`]: numbers here are real (PyTorch's `vdot`). Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::dot`].
+    pub fn vdot(&self, other: &Tensor) -> Result<Tensor> {
+        replaced!("vdot", [self, other]);
+        self.dot(other).map_err(|e| e.of("vdot"))
+    }
+
+    /// Every element of one vector times every one of another: `[n]` and `[m]` give `[n, m]` (PyTorch's `outer`).
+    /// Differentiable.
+    ///
+    /// # Errors
+    /// [`Error::ShapeMismatch`] for anything but vectors, [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
+    pub fn outer(&self, other: &Tensor) -> Result<Tensor> {
+        replaced!("outer", [self, other]);
+        check_ranks("outer", (self, 1), (other, 1), VECTORS)?;
+        self.unsqueeze(1)?.mul(other).map_err(|e| e.of("outer"))
+    }
+
+    /// [`Tensor::outer`] by BLAS's name (PyTorch's `ger`).
+    ///
+    /// # Errors
+    /// As [`Tensor::outer`].
+    pub fn ger(&self, other: &Tensor) -> Result<Tensor> {
+        replaced!("ger", [self, other]);
+        self.outer(other).map_err(|e| e.of("ger"))
+    }
+
+    /// `beta * self + alpha * (a b)` of matrices, this tensor broadcast (PyTorch's `addmm`). With a beta of 0 it is not read.
+    /// One launch. Differentiable.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let (a, b) = (Tensor::ones(&[2, 3], Device::Cpu)?, Tensor::ones(&[3, 2], Device::Cpu)?);
+    /// let y = Tensor::ones(&[2], Device::Cpu)?.addmm(&a, &b, 0.5, 2.0)?;
+    /// assert_eq!(y.to_vec::<f32>()?, [6.5; 4]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Tensor::mm`]; [`Error::ShapeMismatch`] where this tensor does not broadcast to the product's shape;
+    /// [`Error::Invalid`] for fractions with integers.
+    pub fn addmm(&self, a: &Tensor, b: &Tensor, beta: impl Into<Scalar>, alpha: impl Into<Scalar>) -> Result<Tensor> {
+        let (op, beta, alpha): (_, Scalar, Scalar) = ("addmm", beta.into(), alpha.into());
+        replaced!(op, [self, a, b], beta, alpha);
+        check_ranks(op, (a, 2), (b, 2), MATRICES)?;
+        product(op, Some((self, beta)), a, b, alpha)
+    }
+
+    /// `beta * self + alpha * (a x)` of a matrix and a vector (PyTorch's `addmv`); see [`Tensor::addmm`].
+    ///
+    /// # Errors
+    /// As [`Tensor::addmm`].
+    pub fn addmv(&self, a: &Tensor, x: &Tensor, beta: impl Into<Scalar>, alpha: impl Into<Scalar>) -> Result<Tensor> {
+        let (op, beta, alpha): (_, Scalar, Scalar) = ("addmv", beta.into(), alpha.into());
+        replaced!(op, [self, a, x], beta, alpha);
+        check_ranks(op, (a, 2), (x, 1), MATRIX_AND_VECTOR)?;
+        let input = self.unsqueeze(-1)?;
+        product(op, Some((&input, beta)), a, &x.unsqueeze(-1)?, alpha)?.squeeze(-1)
+    }
+
+    /// `beta * self + alpha * (x ⊗ y)`, the outer product of two vectors (PyTorch's `addr`); see [`Tensor::addmm`].
+    ///
+    /// # Errors
+    /// As [`Tensor::addmm`].
+    pub fn addr(&self, x: &Tensor, y: &Tensor, beta: impl Into<Scalar>, alpha: impl Into<Scalar>) -> Result<Tensor> {
+        let (op, beta, alpha): (_, Scalar, Scalar) = ("addr", beta.into(), alpha.into());
+        replaced!(op, [self, x, y], beta, alpha);
+        check_ranks(op, (x, 1), (y, 1), VECTORS)?;
+        product(op, Some((self, beta)), &x.unsqueeze(1)?, &y.unsqueeze(0)?, alpha)
+    }
+
+    /// `beta * self + alpha * (a b)` of batches of matrices (PyTorch's `baddbmm`); see [`Tensor::addmm`].
+    ///
+    /// # Errors
+    /// As [`Tensor::addmm`].
+    pub fn baddbmm(&self, a: &Tensor, b: &Tensor, beta: impl Into<Scalar>, alpha: impl Into<Scalar>) -> Result<Tensor> {
+        let (op, beta, alpha): (_, Scalar, Scalar) = ("baddbmm", beta.into(), alpha.into());
+        replaced!(op, [self, a, b], beta, alpha);
+        check_batches(op, a, b)?;
+        product(op, Some((self, beta)), a, b, alpha)
+    }
+
+    /// `beta * self + alpha * sum(a b)`, summed over the batch (PyTorch's `addbmm`); see [`Tensor::addmm`]. The sum is part of
+    /// the product.
+    ///
+    /// # Errors
+    /// As [`Tensor::addmm`].
+    pub fn addbmm(&self, a: &Tensor, b: &Tensor, beta: impl Into<Scalar>, alpha: impl Into<Scalar>) -> Result<Tensor> {
+        let (op, beta, alpha): (_, Scalar, Scalar) = ("addbmm", beta.into(), alpha.into());
+        replaced!(op, [self, a, b], beta, alpha);
+        check_batches(op, a, b)?;
+        let ([_, m, k], [batch, _, n]) = (dims(a), dims(b));
+        let rows = a.transpose(0, 1)?.reshape([m, batch * k])?;
+        if k != b.shape().dims()[1] {
+            let (lhs, rhs) = (a.shape().clone(), b.shape().clone());
+            return Err(Error::ShapeMismatch { op, lhs, rhs, hint: BATCHES });
+        }
+        product(op, Some((self, beta)), &rows, &b.reshape([batch * k, n])?, alpha)
+    }
+
+    /// The product of several matrices, in the order that takes the fewest multiplications (PyTorch's `linalg.multi_dot`).
+    /// The first may be a vector, a row, and the last one, a column. Differentiable.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for no tensor; [`Error::ShapeMismatch`] where neighbours do not fit or one is no matrix; as
+    /// [`Tensor::matmul`].
+    pub fn multi_dot<T: std::borrow::Borrow<Tensor>>(tensors: &[T]) -> Result<Tensor> {
+        let op = "multi_dot";
+        let tensors: Vec<&Tensor> = tensors.iter().map(|t| t.borrow()).collect();
+        let (Some(first), Some(last)) = (tensors.first(), tensors.last()) else {
+            return Err(Error::invalid(op, "there is no tensor"));
+        };
+        if let Some(mut out) = replacement(op, &tensors, Vec::new)? {
+            return Ok(out.swap_remove(0));
+        }
+        let ends = [first, last].map(|t| t.rank() == 1);
+        for (i, t) in tensors.iter().enumerate() {
+            let vector = t.rank() == 1 && (i == 0 || i + 1 == tensors.len()) && tensors.len() > 1;
+            if t.rank() != 2 && !vector {
+                let hint = "all are matrices but the first and the last, which may be vectors";
+                return Err(Error::ShapeMismatch { op, lhs: first.shape().clone(), rhs: t.shape().clone(), hint });
+            }
+        }
+        // Matrix i is sizes[i] by sizes[i + 1].
+        let mut sizes: Vec<usize> = tensors.iter().map(|t| t.shape().dims()[0]).collect();
+        sizes.push(last.shape().dims().last().copied().unwrap_or(1));
+        if ends[0] {
+            sizes[0] = 1;
+        }
+        if ends[1] {
+            *sizes.last_mut().expect("as many as tensors and one") = 1;
+        }
+        let order = cheapest(&sizes);
+        chain(&tensors, &order, 0, tensors.len() - 1).map_err(|e| e.of(op))
+    }
+
+    /// A square matrix, or a batch of them, multiplied n times by itself, by squaring (PyTorch's `matrix_power`); the identity
+    /// for 0. Differentiable.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for anything but square matrices; as [`Tensor::matmul`].
+    pub fn matrix_power(&self, n: usize) -> Result<Tensor> {
+        let op = "matrix_power";
+        replaced!(op, [self], n);
+        let [.., rows, columns] = *self.shape().dims() else {
+            return Err(Error::invalid(op, format!("shape {} is not one of square matrices", self.shape())));
+        };
+        if rows != columns {
+            return Err(Error::invalid(op, format!("shape {} is not one of square matrices", self.shape())));
+        }
+        let (mut power, mut square, mut n) = (None, self.shallow_clone(), n);
+        while n > 0 {
+            if n % 2 == 1 {
+                power = Some(match power {
+                    None => square.shallow_clone(),
+                    Some(power) => square.matmul(&power).map_err(|e| e.of(op))?,
+                });
+            }
+            n /= 2;
+            if n > 0 {
+                square = square.matmul(&square).map_err(|e| e.of(op))?;
+            }
+        }
+        match power {
+            Some(power) => Ok(power),
+            None => Tensor::eye(rows, (self.dtype, self.device()))?.expand(self.shape()),
+        }
+    }
+
+    /// The sum of a matrix's diagonal (PyTorch's `trace`); of integers as i64. Differentiable.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for anything but a matrix.
+    pub fn trace(&self) -> Result<Tensor> {
+        replaced!("trace", [self]);
+        if self.rank() != 2 {
+            return Err(Error::invalid("trace", format!("shape {} is not that of a matrix", self.shape())));
+        }
+        self.diagonal(0, 0, 1)?.sum((), false)
+    }
+
+    /// The Kronecker product: every element times the whole other tensor, as blocks of the result (PyTorch's `kron`). Where one
+    /// has fewer dims, they count as 1 in front. Differentiable.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let a = Tensor::from_slice(&[1f32, 2.0], 2, Device::Cpu)?;
+    /// let b = Tensor::from_slice(&[1f32, 10.0, 100.0], 3, Device::Cpu)?;
+    /// assert_eq!(a.kron(&b)?.to_vec::<f32>()?, [1.0, 10.0, 100.0, 2.0, 20.0, 200.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
+    pub fn kron(&self, other: &Tensor) -> Result<Tensor> {
+        replaced!("kron", [self, other]);
+        let op = "kron";
+        let rank = self.rank().max(other.rank());
+        let sizes = |t: &Tensor| -> Dims {
+            std::iter::repeat_n(1, rank - t.rank()).chain(t.shape().dims().iter().copied()).collect()
+        };
+        let (a, b) = (sizes(self), sizes(other));
+        let apart = |first: bool, sizes: &Dims| -> Shape {
+            sizes.iter().flat_map(|&d| if first { [d, 1] } else { [1, d] }).collect()
+        };
+        let product = self.reshape(apart(true, &a))?.mul(&other.reshape(apart(false, &b))?).map_err(|e| e.of(op))?;
+        product.reshape(a.iter().zip(&b).map(|(x, y)| x * y).collect::<Shape>())
+    }
+
+    /// The cross product of vectors of three along `dim`, others broadcast (PyTorch's `linalg.cross`). Differentiable.
+    ///
+    /// # Errors
+    /// [`Error::ShapeMismatch`] where `dim` is not of size 3 in both, or others do not broadcast; [`Error::DimOutOfRange`],
+    /// [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
+    pub fn cross(&self, other: &Tensor, dim: isize) -> Result<Tensor> {
+        let op = "cross";
+        replaced!(op, [self, other], dim);
+        let mismatch = |hint| Error::ShapeMismatch { op, lhs: self.shape().clone(), rhs: other.shape().clone(), hint };
+        if self.rank() != other.rank() {
+            return Err(mismatch("both have as many dims"));
+        }
+        let d = self.shape().dim(op, dim)?;
+        if [self, other].iter().any(|t| t.shape().dims()[d] != 3) {
+            return Err(mismatch("the dim of the product is of size 3"));
+        }
+        let of = |t: &Tensor, i: isize| t.select(dim, i % 3);
+        let row = |i: isize| -> Result<Tensor> {
+            let parts = [of(self, i + 1)?, of(other, i + 2)?, of(self, i + 2)?, of(other, i + 1)?];
+            Tensor::map(&parts.each_ref(), |e| &e[0] * &e[1] - &e[2] * &e[3]).map_err(|e| e.of(op))
+        };
+        Tensor::stack(&[row(0)?, row(1)?, row(2)?], d as isize)
+    }
+}
+
+/// The sizes of three dims.
+fn dims(t: &Tensor) -> [usize; 3] {
+    let d = t.shape().dims();
+    [d[0], d[1], d[2]]
+}
+
+/// For matrices `i..=j` of a chain, at `[i][j]`, after which one to split it for the fewest multiplications.
+fn cheapest(sizes: &[usize]) -> Vec<Vec<usize>> {
+    let n = sizes.len() - 1;
+    let (mut cost, mut split) = (vec![vec![0f64; n]; n], vec![vec![0; n]; n]);
+    for length in 1..n {
+        for i in 0..n - length {
+            let j = i + length;
+            let of =
+                |k: usize| cost[i][k] + cost[k + 1][j] + sizes[i] as f64 * sizes[k + 1] as f64 * sizes[j + 1] as f64;
+            let best = (i..j).min_by(|&a, &b| of(a).total_cmp(&of(b))).expect("i is below j");
+            (cost[i][j], split[i][j]) = (of(best), best);
+        }
+    }
+    split
+}
+
+fn chain(tensors: &[&Tensor], order: &[Vec<usize>], i: usize, j: usize) -> Result<Tensor> {
+    if i == j {
+        return Ok(tensors[i].shallow_clone());
+    }
+    let k = order[i][j];
+    chain(tensors, order, i, k)?.matmul(&chain(tensors, order, k + 1, j)?)
+}

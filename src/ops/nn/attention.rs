@@ -1,0 +1,399 @@
+//! Scaled dot-product attention: two batched products with a softmax between them, three launches forward and five backward.
+//!
+//! The scale is in the first product's epilogue, masks in the softmax, and heads are strides: queries, keys and values may be
+//! views of one projection, groups of queries that share a key are a batch stride of zero, and the result lies in memory as
+//! `[batch, length, heads, width]`, so that joining its heads copies nothing. Long sequences go block by block (`blocks`).
+
+mod blocks;
+
+#[cfg(test)]
+mod tests;
+
+use smallvec::SmallVec;
+
+use crate::autograd::{Gradients, Saved};
+use crate::ops::catalogue::{Dtypes, Gives, Kind, Operation};
+use crate::ops::dispatch::arguments::{Args, Argument};
+use crate::ops::dispatch::autocast::lowered;
+use crate::ops::dispatch::registry::replacement;
+use crate::ops::linalg::gemm::product_shape;
+use crate::ops::linalg::products::{product, product_in};
+use crate::ops::nn::attention::blocks::Blocks;
+use crate::ops::nn::softmax::{masked_softmax, softmax_slope};
+use crate::ops::{recorded, same_device, same_dtype};
+use crate::tensor::{Dims, Layout};
+use crate::{DType, Error, Result, Scalar, Shape, Tensor, autograd};
+
+/// How [`Tensor::scaled_dot_product_attention`] attends; by default to everything.
+///
+/// ```
+/// use claystone::{Device, Tensor, ops::Attention};
+/// let x = Tensor::ones(&[1, 2, 5, 4], Device::Cpu)?;
+/// let y = x.scaled_dot_product_attention(&x, &x, Attention { is_causal: true, ..Attention::default() })?;
+/// assert_eq!(y.shape(), x.shape());
+/// # Ok::<(), claystone::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Attention<'a> {
+    /// Broadcast to the scores, `[.., L, S]`: where a bool is true, the key takes part; floats are added to the scores.
+    pub attn_mask: Option<&'a Tensor>,
+    /// The probability with which a weight is dropped.
+    pub dropout_p: f64,
+    /// Whether query i attends to keys up to i only; together with a mask, to those of them that it leaves.
+    pub is_causal: bool,
+    /// What scores are multiplied by; `1 / sqrt(E)` where it is left out.
+    pub scale: Option<f64>,
+    /// Whether a head of keys and values serves several heads of queries.
+    pub enable_gqa: bool,
+}
+
+impl<'a> Attention<'a> {
+    /// The arguments of a call by name, where a mask is the last tensor.
+    fn arguments(&self) -> [Argument; 4] {
+        [self.is_causal.into(), self.scale.into(), self.enable_gqa.into(), self.dropout_p.into()]
+    }
+
+    /// The same read, from argument `i` on; the mask is tensor `mask`.
+    fn from_args(args: &Args<'a>, i: usize, mask: usize) -> Result<Attention<'a>> {
+        Ok(Attention {
+            attn_mask: args.xs().get(mask).copied(),
+            is_causal: args.bool(i)?,
+            scale: if args.given(i + 1) { Some(args.float(i + 1)?) } else { None },
+            enable_gqa: args.bool(i + 2)?,
+            dropout_p: if args.given(i + 3) { args.float(i + 3)? } else { 0.0 },
+        })
+    }
+}
+
+pub(crate) static OPERATIONS: &[Operation] = &[
+    Operation::new(
+        "scaled_dot_product_attention",
+        "nn.functional.scaled_dot_product_attention",
+        Kind::NeuralNetwork,
+        Dtypes::Floats,
+        Gives::Same,
+        (4, 4),
+        |a| a.x(0)?.scaled_dot_product_attention(a.x(1)?, a.x(2)?, Attention::from_args(a, 0, 3)?),
+    )
+    .differentiable(),
+    Operation::new(
+        "packed_attention",
+        "nn.functional.scaled_dot_product_attention",
+        Kind::NeuralNetwork,
+        Dtypes::Floats,
+        Gives::Same,
+        (2, 5),
+        |a| a.x(0)?.packed_attention(a.size(0)?, Attention::from_args(a, 1, 1)?),
+    )
+    .differentiable(),
+];
+
+impl Tensor {
+    /// `softmax(q kᵀ * scale + mask) v`, this tensor being the queries `[.., L, E]`, for keys `[.., S, E]` and values
+    /// `[.., S, V]`, whose dims before broadcast: `[.., L, V]` (PyTorch's `scaled_dot_product_attention`). A query that may
+    /// attend to nothing gives zeros. Floats of one dtype. Differentiable, in a mask of floats too.
+    ///
+    /// Many scores are made for a block of queries at a time, and again in backward, so that memory grows with `L + S` and not with
+    /// `L S`: above 4 MiB of them on the CPU where `is_causal` is set or no gradient is wanted, otherwise above a 32nd of the
+    /// device's memory. Never with dropout, where a gradient of the mask is wanted, or where L is at most E.
+    ///
+    /// # Errors
+    /// [`Error::ShapeMismatch`]; [`Error::UnsupportedDType`] for integers and a mask of them; [`Error::Invalid`] for a
+    /// `dropout_p` that is not in `0.0..1.0`; [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
+    pub fn scaled_dot_product_attention(&self, key: &Tensor, value: &Tensor, options: Attention<'_>) -> Result<Tensor> {
+        let op = "scaled_dot_product_attention";
+        let tensors: SmallVec<[&Tensor; 4]> = [self, key, value].into_iter().chain(options.attn_mask).collect();
+        match replacement(op, &tensors, || options.arguments().into())? {
+            Some(mut out) => Ok(out.swap_remove(0)),
+            None => attend(self, key, value, options),
+        }
+    }
+
+    /// Self-attention of all heads, from queries, keys and values as one projection gives them: `[.., L, 3 E]`, each of the
+    /// three `heads` times E / heads wide, gives `[.., L, E]` (PyTorch's `scaled_dot_product_attention` of the three parts, and
+    /// what `nn.MultiheadAttention` does between its projections). Nothing is copied, forward or backward.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor, ops::Attention};
+    /// let projected = Tensor::ones(&[2, 5, 3 * 8], Device::Cpu)?;
+    /// let y = projected.packed_attention(4, Attention { is_causal: true, ..Attention::default() })?;
+    /// assert_eq!(y.shape().dims(), [2, 5, 8]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Tensor::scaled_dot_product_attention`]; [`Error::Invalid`] for a width that is not 3 times a multiple of `heads`.
+    pub fn packed_attention(&self, heads: usize, options: Attention<'_>) -> Result<Tensor> {
+        let op = "packed_attention";
+        let tensors: SmallVec<[&Tensor; 2]> = std::iter::once(self).chain(options.attn_mask).collect();
+        let arguments = || std::iter::once(heads.into()).chain(options.arguments()).collect();
+        if let Some(mut out) = replacement(op, &tensors, arguments)? {
+            return Ok(out.swap_remove(0));
+        }
+        if let Some(low) = lowered(op, &[self])? {
+            return low[0].packed_attention(heads, options);
+        }
+        self.dtype.check_float(op)?;
+        let packed = Packed::new(op, self.shape(), heads)?;
+        let named = |e: Error| e.of(op);
+        if options.dropout_p > 0.0 || options.attn_mask.is_some_and(|mask| autograd::is_tracked(&[mask])) {
+            let [q, k, v] = packed.parts(self)?;
+            return packed.joined(&attend(&q, &k, &v, options).map_err(named)?);
+        }
+        let (scale, is_causal) = (options.scale.unwrap_or_else(|| usual_scale(packed.width)), options.is_causal);
+        let [q, k, v] = packed.layouts(&self.layout).map(|layout| self.with_layout(layout));
+        let options = Attention { scale: Some(scale), ..options };
+        check_mask(op, &q, options.attn_mask)?;
+        if let Some(blocks) = Blocks::new([&q, &k, &v], &options, autograd::is_tracked(&[self])) {
+            let out = packed.joined(&blocks.forward(op, [&q, &k, &v], options.attn_mask)?)?;
+            return Ok(packed.recorded(op, out, self, options, blocks));
+        }
+        let (out, weights) = weighted(op, [&q, &k, &v], options).map_err(named)?;
+        let out = packed.joined(&out)?;
+        let (saved, mask) = ([self, &weights].map(Saved::new), options.attn_mask.map(Saved::new));
+        Ok(recorded(op, out, &[self], move |_, grad| {
+            let all = saved[0].get(op)?;
+            let [q, k, v] = packed.parts(all)?;
+            let grad = packed.split(grad)?;
+            // Where a gradient of this gradient is wanted, all is made of recorded operations.
+            let twice = autograd::is_tracked(&[all, &grad]);
+            let weights = match twice {
+                true => {
+                    let attn_mask = mask.as_ref().map(|m| m.get(op)).transpose()?;
+                    let options = Attention { attn_mask, is_causal, scale: Some(scale), ..Attention::default() };
+                    weighted(op, [&q, &k, &v], options)?.1
+                }
+                false => saved[1].unpack(op)?,
+            };
+            let turned = |t: &Tensor| t.transpose(-1, -2);
+            let slots: [Option<Tensor>; 3] = match twice {
+                true => [None, None, None],
+                false => {
+                    let whole = Tensor::empty_like_shape(all.shape(), all.dtype, all.device())?;
+                    packed.layouts(&whole.layout).map(|layout| Some(whole.with_layout(layout)))
+                }
+            };
+            let [to_q, to_k, to_v] = slots;
+            let whole = to_q.as_ref().map(|q| q.with_layout(Layout::contiguous(all.shape().clone())));
+            let one = Scalar::Int(1);
+            let dv = product_in(op, to_v, None, &turned(&weights)?, &grad, one)?;
+            let slope = softmax_slope(&weights, &product_in(op, None, None, &grad, &turned(&v)?, one)?)?;
+            let dq = product_in(op, to_q, None, &slope, &k, scale.into())?;
+            let dk = product_in(op, to_k, None, &turned(&slope)?, &q, scale.into())?;
+            match whole {
+                Some(whole) => Ok(whole),
+                None => {
+                    let parts = [dq, dk, dv].iter().map(|t| packed.joined(t)).collect::<Result<Vec<_>>>()?;
+                    Tensor::cat(&parts, -1)
+                }
+            }
+        }))
+    }
+}
+
+/// How queries, keys and values lie in one tensor.
+#[derive(Clone)]
+struct Packed {
+    /// `[.., L]`.
+    rows: Shape,
+    heads: usize,
+    /// Of one head.
+    width: usize,
+}
+
+impl Packed {
+    fn new(op: &'static str, shape: &Shape, heads: usize) -> Result<Packed> {
+        let divides = |all: &usize| heads.checked_mul(3).is_some_and(|n| n > 0 && all.is_multiple_of(n));
+        match shape.dims() {
+            [rows @ .., all] if divides(all) && !rows.is_empty() => {
+                Ok(Packed { rows: Shape::from(rows), heads, width: all / (3 * heads) })
+            }
+            _ => {
+                let reason = format!("shape {shape} is not [.., L, 3 E] with E a multiple of the {heads} heads");
+                Err(Error::invalid(op, reason))
+            }
+        }
+    }
+
+    /// The three parts of a tensor, each `[.., heads, L, width]`.
+    fn layouts(&self, all: &Layout) -> [Layout; 3] {
+        let (rank, last) = (self.rows.rank(), all.strides[all.strides.len() - 1]);
+        let (batch, length) = self.rows.dims().split_at(rank - 1);
+        let shape: Shape = batch.iter().copied().chain([self.heads, length[0], self.width]).collect();
+        let strides: Dims<isize> = (all.strides[..rank - 1].iter().copied())
+            .chain([last * self.width as isize, all.strides[rank - 1], last])
+            .collect();
+        [0, 1, 2].map(|i| {
+            let skipped = (i * self.heads * self.width) as isize * last;
+            Layout { shape: shape.clone(), strides: strides.clone(), offset: all.offset.wrapping_add_signed(skipped) }
+        })
+    }
+
+    /// What [`Blocks::forward`] made of `all`, with its gradient, whose three parts lie in one tensor, too.
+    fn recorded(self, op: &'static str, out: Tensor, all: &Tensor, options: Attention<'_>, blocks: Blocks) -> Tensor {
+        if !autograd::is_tracked(&[all]) {
+            return out;
+        }
+        let (saved, again) = (Saved::new(all), Again::new(options));
+        autograd::record_twice(op, out, &[all], move |ctx| {
+            let (all, options) = (saved.get(op)?, again.options(op)?);
+            let [q, k, v] = self.parts(all)?;
+            if ctx.create_graph() {
+                return ctx.through(&self.joined(&weighted(op, [&q, &k, &v], options)?.0)?);
+            }
+            let whole = Tensor::empty_like_shape(all.shape(), all.dtype, all.device())?;
+            let slots = self.layouts(&whole.layout).map(|layout| Some(whole.with_layout(layout)));
+            let grad = self.split(&ctx.grad()?)?;
+            blocks.backward(op, [&q, &k, &v], options.attn_mask, &grad, slots, [true; 3])?;
+            Ok(Gradients::from_iter([Some(whole)]))
+        })
+    }
+
+    /// The same as [`Packed::layouts`], recorded.
+    fn parts(&self, all: &Tensor) -> Result<[Tensor; 3]> {
+        let each = self.heads * self.width;
+        let part = |i: usize| self.split(&all.narrow(-1, i * each, each)?);
+        Ok([part(0)?, part(1)?, part(2)?])
+    }
+
+    /// `[.., L, E]` as `[.., heads, L, width]`.
+    fn split(&self, t: &Tensor) -> Result<Tensor> {
+        t.unflatten(-1, [self.heads, self.width])?.transpose(-2, -3)
+    }
+
+    /// `[.., heads, L, width]` as `[.., L, E]`.
+    fn joined(&self, t: &Tensor) -> Result<Tensor> {
+        t.transpose(-2, -3)?.flatten(-2, -1)
+    }
+}
+
+fn usual_scale(width: usize) -> f64 {
+    1.0 / (width as f64).sqrt()
+}
+
+/// The result, recorded; block by block where there are many scores.
+fn attend(q: &Tensor, k: &Tensor, v: &Tensor, options: Attention<'_>) -> Result<Tensor> {
+    let op = "scaled_dot_product_attention";
+    if let Some(low) = lowered(op, &[q, k, v])? {
+        return attend(&low[0], &low[1], &low[2], options);
+    }
+    same_dtype(op, &[q, k, v])?;
+    same_device(op, &[q, k, v])?;
+    q.dtype.check_float(op)?;
+    let mismatch =
+        |t: &Tensor, hint| Err(Error::ShapeMismatch { op, lhs: q.shape().clone(), rhs: t.shape().clone(), hint });
+    let ([.., width], [.., keys, key_width], [.., values, _]) = (q.shape().dims(), k.shape().dims(), v.shape().dims())
+    else {
+        return mismatch(k, "queries are [.., L, E], keys [.., S, E], values [.., S, V]");
+    };
+    if q.rank() < 2 || width != key_width {
+        return mismatch(k, "queries are [.., L, E] and keys [.., S, E]");
+    }
+    if keys != values {
+        return mismatch(v, "there are as many values as keys");
+    }
+    check_mask(op, q, options.attn_mask)?;
+    if options.enable_gqa {
+        return grouped(op, [q, k, v], options);
+    }
+    let options = Attention { scale: Some(options.scale.unwrap_or_else(|| usual_scale(*width))), ..options };
+    let tracked = autograd::is_tracked(&[q, k, v]);
+    let Some(blocks) = Blocks::new([q, k, v], &options, tracked) else {
+        return Ok(weighted(op, [q, k, v], options)?.0);
+    };
+    let out = blocks.forward(op, [q, k, v], options.attn_mask)?;
+    if !tracked {
+        return Ok(out);
+    }
+    let (saved, again) = ([q, k, v].map(Saved::new), Again::new(options));
+    Ok(autograd::record_twice(op, out, &[q, k, v], move |ctx| {
+        let inputs = [saved[0].get(op)?, saved[1].get(op)?, saved[2].get(op)?];
+        let options = again.options(op)?;
+        if ctx.create_graph() {
+            return ctx.through(&weighted(op, inputs, options)?.0);
+        }
+        let (slots, wanted) = ([0, 1, 2].map(|i| ctx.slot(i)), [0, 1, 2].map(|i| ctx.needs(i)));
+        let gradients = blocks.backward(op, inputs, options.attn_mask, &ctx.grad()?, slots, wanted)?;
+        Ok(gradients.into_iter().collect())
+    }))
+}
+
+fn check_mask(op: &'static str, q: &Tensor, mask: Option<&Tensor>) -> Result<()> {
+    let Some(mask) = mask else { return Ok(()) };
+    same_device(op, &[q, mask])?;
+    match mask.dtype.is_float() || mask.dtype == DType::Bool {
+        true => Ok(()),
+        false => Err(Error::UnsupportedDType { op, dtype: mask.dtype, expected: "a mask of bool or floats" }),
+    }
+}
+
+/// What backward computes anew needs of the options, dropout and groups of heads not among it.
+struct Again {
+    mask: Option<Saved>,
+    is_causal: bool,
+    scale: Option<f64>,
+}
+
+impl Again {
+    fn new(options: Attention<'_>) -> Again {
+        let Attention { is_causal, scale, .. } = options;
+        Again { mask: options.attn_mask.map(Saved::new), is_causal, scale }
+    }
+
+    fn options(&self, op: &'static str) -> Result<Attention<'_>> {
+        let attn_mask = self.mask.as_ref().map(|mask| mask.get(op)).transpose()?;
+        Ok(Attention { attn_mask, is_causal: self.is_causal, scale: self.scale, ..Attention::default() })
+    }
+}
+
+/// The result and the weights of the values, recorded: all scores at once. The scale is given, heads are not in groups.
+fn weighted(op: &'static str, [q, k, v]: [&Tensor; 3], options: Attention<'_>) -> Result<(Tensor, Tensor)> {
+    let scale = Scalar::Float(options.scale.unwrap_or(1.0));
+    let scores = product(op, None, q, &k.transpose(-1, -2)?, scale)?;
+    if let Some(mask) = options.attn_mask
+        && scores.shape().broadcast(op, mask.shape())? != *scores.shape()
+    {
+        let (lhs, rhs) = (scores.shape().clone(), mask.shape().clone());
+        return Err(Error::ShapeMismatch { op, lhs, rhs, hint: "the mask broadcasts to the scores, [.., L, S]" });
+    }
+    let mut weights = masked_softmax(op, &scores, options.attn_mask, options.is_causal.then_some(0))?;
+    drop(scores);
+    if options.dropout_p != 0.0 {
+        weights = weights.dropout(options.dropout_p).map_err(|e| e.of(op))?;
+    }
+    let slot = heads_inside(&product_shape(op, &weights, v)?, &weights)?;
+    let out = product_in(op, slot, None, &weights, v, Scalar::Int(1))?;
+    Ok((out, weights))
+}
+
+/// Memory for a result `[batch, heads.., L, V]` that lies as `[batch, L, heads.., V]`.
+fn heads_inside(shape: &Shape, like: &Tensor) -> Result<Option<Tensor>> {
+    let [batch, heads @ .., length, width] = shape.dims() else { return Ok(None) };
+    if heads.is_empty() {
+        return Ok(None);
+    }
+    let memory: Shape = [*batch, *length].into_iter().chain(heads.iter().copied()).chain([*width]).collect();
+    let out = Tensor::empty_like_shape(memory, like.dtype, like.device())?;
+    let rank = shape.rank();
+    let order: Dims = [0].into_iter().chain(2..rank - 1).chain([1, rank - 1]).collect();
+    Ok(Some(out.with_layout(out.layout.permute(&order))))
+}
+
+/// Heads of queries in groups, one for each head of keys and values.
+fn grouped(op: &'static str, [q, k, v]: [&Tensor; 3], options: Attention<'_>) -> Result<Tensor> {
+    let heads = |t: &Tensor| t.rank().checked_sub(3).map(|d| t.shape().dims()[d]);
+    let groups = match [q, k, v].map(heads) {
+        [Some(all), Some(keys), Some(values)] if keys == values && keys > 0 && all % keys == 0 => [keys, all / keys],
+        _ => {
+            let hint = "the heads of the queries, dim -3, are a multiple of those of keys and values";
+            return Err(Error::ShapeMismatch { op, lhs: q.shape().clone(), rhs: k.shape().clone(), hint });
+        }
+    };
+    let mask = match options.attn_mask {
+        Some(mask) if heads(mask).is_some_and(|n| n != 1) => Some(mask.unflatten(-3, groups).map_err(|e| e.of(op))?),
+        Some(mask) if mask.rank() > 3 => Some(mask.unsqueeze(-3)?),
+        mask => mask.map(Tensor::shallow_clone),
+    };
+    let options = Attention { attn_mask: mask.as_ref(), enable_gqa: false, ..options };
+    attend(&q.unflatten(-3, groups)?, &k.unsqueeze(-3)?, &v.unsqueeze(-3)?, options)?.flatten(-4, -3)
+}

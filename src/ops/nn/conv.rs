@@ -1,0 +1,444 @@
+//! Convolutions.
+//!
+//! On OpenCL devices, where there is no other way, and in gradients that are to have gradients: windows as columns, then one product.
+//! The columns of all windows, `[C, kernel, N, windows]`, make a convolution the product of the weight `[O, C kernel]` with
+//! one wide matrix, groups a batch of them, the bias its epilogue: two launches, a third that puts the images of a batch one
+//! after another, and one where a window is a single element and the image is its own columns. A transposed convolution is the
+//! other way round, a product whose columns are added up. The gradients are again these two: products, columns and sums of columns.
+//!
+//! On the CPU a [`Way`] has all of it in one launch, and each gradient in one, without columns in memory: `depthwise` for groups of
+//! few channels, `cpu` for others of f32 and halves, where there are windows enough. What is kept for the gradients is the image itself.
+
+use std::slice;
+use std::sync::LazyLock;
+
+use smallvec::SmallVec;
+
+use crate::autograd::{Gradients, Saved};
+use crate::expr::Expr;
+use crate::ops::dispatch::arguments::Argument;
+use crate::ops::dispatch::autocast::lowered;
+use crate::ops::dispatch::registry::replacement;
+use crate::ops::linalg::gemm::Gemm;
+use crate::ops::nn::window::{Windows, as_given, as_images, both, four};
+use crate::ops::{reduce, same_dtype};
+use crate::tensor::{Dims, Layout};
+use crate::{Error, Result, Shape, Tensor, autograd};
+
+#[cfg(target_arch = "x86_64")]
+use crate::backend::cpu::conv as cpu;
+
+mod options;
+#[cfg(target_arch = "x86_64")]
+#[cfg(target_arch = "x86_64")]
+#[cfg(target_arch = "x86_64")]
+use crate::backend::cpu::depthwise::Depthwise;
+pub(crate) use crate::ops::nn::conv::options::OPERATIONS;
+pub use crate::ops::nn::conv::options::{ConvOptions, ConvTransposeOptions, Padding};
+
+impl Tensor {
+    /// Each window's products with the weight, summed (PyTorch's `conv1d`): x `[N, C, L]` or `[C, L]`, `weight`
+    /// `[O, C / groups, K]`, `bias` `[O]`, the result `[N, O, windows]`. Floats. Differentiable in all three.
+    ///
+    /// # Errors
+    /// As [`Tensor::conv2d`].
+    pub fn conv1d(&self, weight: &Tensor, bias: Option<&Tensor>, options: ConvOptions<1>) -> Result<Tensor> {
+        convolution("conv1d", self, weight, bias, options)
+    }
+
+    /// Each window's products with the weight, summed (PyTorch's `conv2d`): x `[N, C, H, W]` or `[C, H, W]`, `weight`
+    /// `[O, C / groups, KH, KW]`, `bias` `[O]`, the result `[N, O, rows, columns]` of windows, contiguous. Floats. One launch for
+    /// most on the CPU and for windows of a single element, otherwise two and a third for a batch. Differentiable in all three; then
+    /// x and the weight are kept.
+    ///
+    /// ```
+    /// use claystone::{ConvOptions, Device, Padding, Tensor};
+    /// let x = Tensor::arange(0, 9, 1, Device::Cpu)?.reshape([1, 3, 3])?;
+    /// let w = Tensor::ones(&[1, 1, 2, 2], Device::Cpu)?;
+    /// assert_eq!(x.conv2d(&w, None, ConvOptions::default())?.to_vec::<f32>()?, [8.0, 12.0, 20.0, 24.0]);
+    /// let same = ConvOptions { padding: Padding::Same, ..ConvOptions::default() };
+    /// assert_eq!(x.conv2d(&w, None, same)?.shape().dims(), [1, 3, 3]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::ShapeMismatch`] for channels that do not fit; [`Error::Invalid`] for windows larger than the image, a stride of
+    /// 0 and the like; [`Error::UnsupportedDType`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
+    pub fn conv2d(&self, weight: &Tensor, bias: Option<&Tensor>, options: ConvOptions<2>) -> Result<Tensor> {
+        convolution("conv2d", self, weight, bias, options)
+    }
+
+    /// Each element times the weight, added up where the windows of [`Tensor::conv1d`] would have read them (PyTorch's
+    /// `conv_transpose1d`): x `[N, C, L]` or `[C, L]`, `weight` `[C, O / groups, K]`, `bias` `[O]`. Floats. Differentiable in
+    /// all three.
+    ///
+    /// # Errors
+    /// As [`Tensor::conv2d`].
+    pub fn conv_transpose1d(
+        &self,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        options: ConvTransposeOptions<1>,
+    ) -> Result<Tensor> {
+        transposed("conv_transpose1d", self, weight, bias, options)
+    }
+
+    /// Each element times the weight, added up where the windows of [`Tensor::conv2d`] would have read them (PyTorch's
+    /// `conv_transpose2d`): x `[N, C, H, W]` or `[C, H, W]`, `weight` `[C, O / groups, KH, KW]`, `bias` `[O]`; a dim of the
+    /// result is `(size - 1) stride - 2 padding + dilation (kernel - 1) + output_padding + 1`. Floats. Differentiable in all
+    /// three.
+    ///
+    /// ```
+    /// use claystone::{ConvTransposeOptions, Device, Tensor};
+    /// let x = Tensor::ones(&[1, 2, 2], Device::Cpu)?;
+    /// let w = Tensor::ones(&[1, 1, 2, 2], Device::Cpu)?;
+    /// let doubled = ConvTransposeOptions { stride: [2, 2], ..ConvTransposeOptions::default() };
+    /// assert_eq!(x.conv_transpose2d(&w, None, doubled)?.to_vec::<f32>()?, [1.0; 16]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Tensor::conv2d`].
+    pub fn conv_transpose2d(
+        &self,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        options: ConvTransposeOptions<2>,
+    ) -> Result<Tensor> {
+        transposed("conv_transpose2d", self, weight, bias, options)
+    }
+}
+
+/// Checks dtypes and the shapes of weight and bias; gives the channels of the result.
+fn check<const D: usize>(
+    op: &'static str,
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    groups: usize,
+    turned: bool,
+) -> Result<usize> {
+    x.dtype.check_float(op)?;
+    let inputs: SmallVec<[&Tensor; 3]> = [x, weight].into_iter().chain(bias).collect();
+    same_dtype(op, &inputs)?;
+    crate::ops::same_device(op, &inputs)?;
+    let mismatch =
+        |rhs: &Tensor, hint| Error::ShapeMismatch { op, lhs: x.shape().clone(), rhs: rhs.shape().clone(), hint };
+    if weight.rank() != D + 2 || ![D + 1, D + 2].contains(&x.rank()) {
+        return Err(mismatch(weight, "the input has channels and perhaps a batch before, the weight two dims"));
+    }
+    let (channels, w) = (x.shape().dims()[x.rank() - D - 1], weight.shape().dims());
+    // Of the weight's first two dims one is a group's, the other is all groups'.
+    let (whole, wanted) = if turned { (w[0], channels) } else { (w[0], w[1].saturating_mul(groups)) };
+    if groups == 0 || whole % groups != 0 {
+        let reason = format!("{groups} groups do not divide the weight's {whole} channels evenly");
+        return Err(Error::invalid(op, reason));
+    }
+    if if turned { whole != channels } else { wanted != channels } {
+        let hint = if turned { "the weight is [C, O / groups, ..]" } else { "the weight is [O, C / groups, ..]" };
+        return Err(mismatch(weight, hint));
+    }
+    let out = if turned { w[1].saturating_mul(groups) } else { w[0] };
+    match bias {
+        Some(b) if b.shape().dims() != [out] => {
+            Err(mismatch(b, "the bias has one number for each channel of the result"))
+        }
+        _ => Ok(out),
+    }
+}
+
+/// A weight of one dim beside its channels, or two, as one of two.
+fn as_taps<const D: usize>(weight: &Tensor) -> Result<Tensor> {
+    if D == 1 { weight.unsqueeze(2) } else { Ok(weight.shallow_clone()) }
+}
+
+fn convolution<const D: usize>(
+    op: &'static str,
+    given: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    options: ConvOptions<D>,
+) -> Result<Tensor> {
+    let inputs: Dims<&Tensor> = [given, weight].into_iter().chain(bias).collect();
+    if let Some(low) = lowered(op, &inputs)? {
+        return convolution(op, &low[0], &low[1], low.get(2), options);
+    }
+    let ConvOptions { stride, padding, dilation, groups } = options;
+    let arguments = || vec![(&stride).into(), padding.into(), (&dilation).into(), groups.into()];
+    if let Some(mut out) = replacement(op, &inputs, arguments)? {
+        return Ok(out.swap_remove(0));
+    }
+    let out_channels = check::<D>(op, given, weight, bias, groups, false)?;
+    let (x, weight) = (as_images(op, given, D)?, as_taps::<D>(weight)?);
+    let ([n, c, h, w], [_, _, kh, kw]) = (four(&x), four(&weight));
+    let (mut before, mut after) = ([0; 2], [0; 2]);
+    match padding {
+        Padding::Valid => {}
+        Padding::Zeros(zeros) => before = both(zeros, 0),
+        Padding::Same if stride != [1; D] => {
+            return Err(Error::invalid(op, format!("the padding 'same' is for strides of 1, not {stride:?}")));
+        }
+        Padding::Same => {
+            for (d, (k, step)) in [kh, kw].into_iter().zip(both(dilation, 1)).enumerate() {
+                let total = step.saturating_mul(k.saturating_sub(1));
+                (before[d], after[d]) = (total / 2, total % 2);
+            }
+        }
+    }
+    let windows = Windows::new(op, [h, w], [kh, kw], [both(stride, 1), before, both(dilation, 1)], after)?;
+    let single = [[kh, kw], windows.grid] == [[1, 1], [h, w]] && before == [0; 2];
+    let meeting = Meeting { op, windows, groups, turned: false };
+    let out = match meeting.way(&x, &weight, single) {
+        Some(way) => meeting.at_once(way, &x, &weight, bias)?,
+        None if single => {
+            let columns = x.reshape([n, groups, c / groups, h * w])?;
+            product(op, &columns, &weight, bias, false)?.reshape([n, out_channels, h, w])?
+        }
+        None => meeting.by_columns(&x, &weight, bias)?,
+    };
+    as_given(&out, given, D)
+}
+
+fn transposed<const D: usize>(
+    op: &'static str,
+    given: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    options: ConvTransposeOptions<D>,
+) -> Result<Tensor> {
+    let inputs: Dims<&Tensor> = [given, weight].into_iter().chain(bias).collect();
+    if let Some(low) = lowered(op, &inputs)? {
+        return transposed(op, &low[0], &low[1], low.get(2), options);
+    }
+    let ConvTransposeOptions { stride, padding, output_padding, dilation, groups } = options;
+    let pairs = [&stride, &padding, &output_padding].map(Argument::from);
+    if let Some(mut out) =
+        replacement(op, &inputs, || pairs.into_iter().chain([groups.into(), (&dilation).into()]).collect())?
+    {
+        return Ok(out.swap_remove(0));
+    }
+    check::<D>(op, given, weight, bias, groups, true)?;
+    let (x, weight) = (as_images(op, given, D)?, as_taps::<D>(weight)?);
+    let ([_, _, h, w], [_, _, kh, kw]) = (four(&x), four(&weight));
+    let (stride, padding, dilation) = (both(stride, 1), both(padding, 0), both(dilation, 1));
+    let behind = both(output_padding, 0);
+    let mut image = [0; 2];
+    for d in 0..2 {
+        let (size, kernel) = ([h, w][d], [kh, kw][d]);
+        if behind[d] > 0 && behind[d] >= stride[d].max(dilation[d]) {
+            return Err(Error::invalid(op, "output_padding has to be below the stride or the dilation"));
+        }
+        let (rest, taps) = (size.saturating_sub(1), kernel.saturating_sub(1));
+        let reach = (rest.saturating_mul(stride[d]).saturating_add(dilation[d].saturating_mul(taps)))
+            .saturating_add(behind[d].saturating_add(1));
+        image[d] = reach.checked_sub(padding[d].saturating_mul(2)).filter(|&size| size > 0).ok_or_else(|| {
+            Error::invalid(op, format!("a padding of {} leaves nothing of {reach} elements", padding[d]))
+        })?;
+    }
+    if h * w == 0 {
+        return Err(Error::invalid(op, format!("the images are empty, of shape {}", given.shape())));
+    }
+    // What `output_padding` adds no window reaches.
+    let windows = Windows { grid: [h, w], ..Windows::new(op, image, [kh, kw], [stride, padding, dilation], [0; 2])? };
+    let meeting = Meeting { op, windows, groups, turned: true };
+    let out = match meeting.way(&x, &weight, false) {
+        Some(way) => meeting.at_once(way, &x, &weight, bias)?,
+        None => meeting.by_columns(&x, &weight, bias)?,
+    };
+    as_given(&out, given, D)
+}
+
+/// A way to make images `[N, C, image]`, windows `[N, O, grid]` and a weight `[O, C / groups, kernel]` of one another in one launch.
+pub(crate) trait Way: Send + Sync {
+    /// The convolution of images.
+    fn windows(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor>;
+    /// The transposed convolution of windows.
+    fn images(&self, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor>;
+    /// The gradient of the weight from images and the gradient of windows, or the other way round; in `slot`, which is contiguous,
+    /// where it is given.
+    fn weight(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor>;
+}
+
+#[cfg(target_arch = "x86_64")]
+impl Way for cpu::Conv {
+    fn windows(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        cpu::Conv::windows(self, x, weight, bias)
+    }
+
+    fn images(&self, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        cpu::Conv::images(self, &y.detach().contiguous()?, weight, bias)
+    }
+
+    fn weight(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor> {
+        cpu::Conv::weight(self, x, &y.detach().contiguous()?, slot)
+    }
+}
+
+/// What a convolution, or a `turned` one that is transposed, has beside its tensors.
+#[derive(Clone, Copy)]
+struct Meeting {
+    op: &'static str,
+    windows: Windows,
+    groups: usize,
+    turned: bool,
+}
+
+impl Meeting {
+    /// As products and columns, all of them recorded.
+    fn by_columns(self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        let Meeting { op, windows, groups, turned } = self;
+        let ([n, c, h, w], [a, b, kh, kw]) = (four(x), four(weight));
+        if turned {
+            let columns = product(op, &x.reshape([n, groups, c / groups, h * w])?, weight, None, true)?;
+            let images = windows.images(op, &columns.reshape([n, b * groups, kh, kw, h, w])?)?;
+            return match bias {
+                Some(bias) => images.add(&bias.reshape([b * groups, 1, 1])?),
+                None => Ok(images),
+            };
+        }
+        let [oh, ow] = windows.grid;
+        let columns = windows.columns(op, x, true)?.reshape([1, groups, c / groups * kh * kw, n * oh * ow])?;
+        let out = product(op, &columns, weight, bias, false)?;
+        out.reshape([a, n, oh, ow])?.transpose(0, 1)?.contiguous()
+    }
+
+    /// The way to do it at once, where there is one that is better than products alone if images are their own columns.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
+    fn way(self, x: &Tensor, weight: &Tensor, single: bool) -> Option<Box<dyn Way>> {
+        if let Some(depthwise) = Depthwise::new(self.windows, x, weight, self.groups) {
+            return Some(Box::new(depthwise));
+        }
+        #[cfg(target_arch = "x86_64")]
+        if !single {
+            return Some(Box::new(cpu::Conv::new(self.windows, x, weight, self.groups)?));
+        }
+        None
+    }
+
+    /// In one launch, and each gradient in one.
+    fn at_once(self, way: Box<dyn Way>, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        let Meeting { op, turned, .. } = self;
+        let out = match turned {
+            true => way.images(x, weight, bias)?,
+            false => way.windows(x, weight, bias)?,
+        };
+        let inputs: SmallVec<[&Tensor; 3]> = [x, weight].into_iter().chain(bias).collect();
+        if !autograd::is_tracked(&inputs) {
+            return Ok(out);
+        }
+        let (saved_x, saved_w) = (weight.requires_grad().then(|| Saved::new(x)), Saved::new(weight));
+        let (shape, bias_shape) = (x.shape().clone(), bias.map(|b| b.shape().clone()));
+        Ok(autograd::record_twice(op, out, &inputs, move |ctx| {
+            let weight = saved_w.get(op)?;
+            let x = saved_x.as_ref().map(|x| x.get(op)).transpose()?;
+            if ctx.create_graph() {
+                // No gradient that is wanted depends on the values of what was not kept.
+                let zeros = |shape: &Shape, i| Ok(ctx.input(i, Tensor::zeros(shape, weight)?));
+                let x = x.map_or_else(|| zeros(&shape, 0), |x| Ok(x.shallow_clone()))?;
+                let bias = bias_shape.as_ref().map(|shape| zeros(shape, 2)).transpose()?;
+                return ctx.through(&self.by_columns(&x, weight, bias.as_ref())?);
+            }
+            let grad = ctx.grad()?.detach();
+            let mut gradients = Gradients::new();
+            gradients.push(match (ctx.needs(0), turned) {
+                (false, _) => None,
+                (true, true) => Some(way.windows(&grad, weight, None)?),
+                (true, false) => Some(way.images(&grad, weight, None)?),
+            });
+            gradients.push(None);
+            if let Some(x) = x.filter(|_| ctx.needs(1)) {
+                let usable = |s: &Tensor| s.is_contiguous() && s.dtype == grad.dtype;
+                let slot = ctx.slot(1).filter(|s| usable(s) && ![x, &grad].iter().any(|t| t.shares_storage(s)));
+                gradients[1] = Some(if turned { way.weight(&grad, x, slot)? } else { way.weight(x, &grad, slot)? });
+            }
+            if bias_shape.is_some() {
+                let slot = if ctx.needs(2) { ctx.slot(2) } else { None };
+                let sum = || reduce::sum_into(op, &grad, [0, 2, 3], false, slot);
+                gradients.push(ctx.needs(2).then(sum).transpose()?);
+            }
+            Ok(gradients)
+        }))
+    }
+}
+
+/// `[N, groups, rows, columns]`: for each group its part of the weight times its columns, plus the bias, which is `[groups *
+/// rows]`. The weight, `[A, B, KH, KW]`, is `[groups, A / groups, B KH KW]`, or that `turned`.
+fn product(op: &'static str, columns: &Tensor, weight: &Tensor, bias: Option<&Tensor>, turned: bool) -> Result<Tensor> {
+    let groups = columns.shape().dims()[1];
+    let [a, b, kh, kw] = four(weight);
+    let split = Shape::from([groups, a / groups, b * kh * kw]);
+    let matrices = reshaped(weight, &split)?;
+    let matrices = if turned { swapped(&matrices) } else { matrices };
+    let rows = matrices.shape().dims()[1];
+    let bias_view = bias.map(|b| reshaped(b, &Shape::from([groups, rows, 1]))).transpose()?;
+    let epilogue = if bias.is_some() { &*SUM } else { &*PLAIN };
+    let g = Gemm::plain(op, &matrices, columns, slice::from_ref(epilogue), &columns.dtype);
+    let out = Gemm { extras: &bias_view.iter().collect::<SmallVec<[&Tensor; 1]>>(), ..g }.run_one()?;
+    let inputs: SmallVec<[&Tensor; 3]> = [columns, weight].into_iter().chain(bias).collect();
+    if !autograd::is_tracked(&inputs) {
+        return Ok(out);
+    }
+    let (saved_x, saved_w) = (weight.requires_grad().then(|| Saved::new(columns)), Saved::new(weight));
+    let bias_shape = bias.map(|b| b.shape().clone());
+    Ok(autograd::record_twice(op, out, &inputs, move |ctx| {
+        let (grad, weight) = (ctx.grad()?, saved_w.get(op)?);
+        let mut gradients: Gradients = SmallVec::new();
+        gradients.push(ctx.needs(0).then(|| product(op, &grad, weight, None, !turned)).transpose()?);
+        gradients.push(None);
+        if let Some(x) = saved_x.as_ref().filter(|_| ctx.needs(1)) {
+            let (x, shape) = (x.get(op)?, weight.shape());
+            gradients[1] = Some(match ctx.create_graph() {
+                true => {
+                    let (a, b) = (side_by_side(&grad)?, side_by_side(x)?);
+                    let (a, b) = if turned { (b, a) } else { (a, b) };
+                    a.matmul(&b.transpose(-2, -1)?)?.reshape(shape)?
+                }
+                false => {
+                    let slot = ctx.slot(1).and_then(|s| Some(s.with_layout(s.layout.reshape(&split)?)));
+                    let (a, b) = (side_by_side(&grad.detach())?, side_by_side(&x.detach())?);
+                    let (a, b) = if turned { (b, a) } else { (a, b) };
+                    let dtype = grad.dtype;
+                    let b = swapped(&b);
+                    let g = Gemm { out: slot, ..Gemm::plain(op, &a, &b, slice::from_ref(&*PLAIN), &dtype) };
+                    let made = g.run_one()?;
+                    made.with_layout(Layout { offset: made.layout.offset, ..Layout::contiguous(shape.clone()) })
+                }
+            });
+        }
+        if let Some(shape) = &bias_shape {
+            gradients.push(match (ctx.needs(2), ctx.create_graph()) {
+                (false, _) => None,
+                (true, true) => Some(grad.sum([0, 3], false)?.reshape(shape)?),
+                (true, false) => {
+                    let slot = ctx.slot(2).and_then(|s| {
+                        Some(s.with_layout(s.layout.reshape(&Shape::from([groups, grad.shape().dims()[2]]))?))
+                    });
+                    let sum = reduce::sum_into(op, &grad.detach(), [0, 3], false, slot)?;
+                    Some(sum.with_layout(Layout { offset: sum.layout.offset, ..Layout::contiguous(shape.clone()) }))
+                }
+            });
+        }
+        Ok(gradients)
+    }))
+}
+
+static PLAIN: LazyLock<Expr> = LazyLock::new(|| Expr::input(0));
+static SUM: LazyLock<Expr> = LazyLock::new(|| Expr::input(0) + Expr::input(1));
+
+/// `[N, groups, rows, columns]` as `[groups, rows, N columns]`: a sum over the batch is then part of a product.
+fn side_by_side(t: &Tensor) -> Result<Tensor> {
+    let [n, groups, rows, columns] = four(t);
+    t.permute(&[1, 2, 0, 3])?.reshape([groups, rows, n * columns])
+}
+
+/// A view of `shape` where the strides can express it, otherwise a copy, outside the graph.
+pub(crate) fn reshaped(t: &Tensor, shape: &Shape) -> Result<Tensor> {
+    match t.layout.reshape(shape) {
+        Some(layout) => Ok(t.with_layout(layout)),
+        None => Ok(t.cast(t.dtype)?.with_layout(Layout::contiguous(shape.clone()))),
+    }
+}
+
+fn swapped(t: &Tensor) -> Tensor {
+    t.with_layout(t.layout.transpose(t.rank() - 2, t.rank() - 1))
+}

@@ -1,0 +1,140 @@
+//! How convolutions move their windows, and the operations by name.
+
+use crate::ops::catalogue::{Arity, Dtypes, Gives, Kind, Operation};
+use crate::ops::dispatch::arguments::{Args, Argument};
+use crate::ops::nn::window::{fold, unfold};
+use crate::{Result, Tensor};
+
+/// Zeros around an image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Padding<const D: usize> {
+    /// None: windows lie inside of the image (PyTorch's `'valid'`).
+    Valid,
+    /// As many as make the result as large as the image, where there is a remainder one more behind it; for strides of 1
+    /// (PyTorch's `'same'`).
+    Same,
+    /// So many before and after each dim.
+    Zeros([usize; D]),
+}
+
+impl<const D: usize> From<usize> for Padding<D> {
+    fn from(n: usize) -> Padding<D> {
+        Padding::Zeros([n; D])
+    }
+}
+
+impl<const D: usize> From<[usize; D]> for Padding<D> {
+    fn from(n: [usize; D]) -> Padding<D> {
+        Padding::Zeros(n)
+    }
+}
+
+impl<const D: usize> From<Padding<D>> for Argument {
+    fn from(padding: Padding<D>) -> Argument {
+        match padding {
+            Padding::Valid => "valid".into(),
+            Padding::Same => "same".into(),
+            Padding::Zeros(zeros) => (&zeros).into(),
+        }
+    }
+}
+
+/// How [`Tensor::conv1d`] and [`Tensor::conv2d`] move their windows, with PyTorch's defaults.
+///
+/// ```
+/// use claystone::{ConvOptions, Device, Tensor};
+/// let (x, w) = (Tensor::ones(&[1, 2, 8, 8], Device::Cpu)?, Tensor::ones(&[4, 2, 3, 3], Device::Cpu)?);
+/// let halved = ConvOptions { stride: [2, 2], padding: 1.into(), ..ConvOptions::default() };
+/// assert_eq!(x.conv2d(&w, None, halved)?.shape().dims(), [1, 4, 4, 4]);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ConvOptions<const D: usize> {
+    /// Elements from one window to the next.
+    pub stride: [usize; D],
+    /// Zeros around the image.
+    pub padding: Padding<D>,
+    /// Elements from one of a window to the next.
+    pub dilation: [usize; D],
+    /// Parts of the channels that go separate ways.
+    pub groups: usize,
+}
+
+impl<const D: usize> Default for ConvOptions<D> {
+    fn default() -> Self {
+        ConvOptions { stride: [1; D], padding: Padding::Valid, dilation: [1; D], groups: 1 }
+    }
+}
+
+/// How [`Tensor::conv_transpose1d`] and [`Tensor::conv_transpose2d`] move their windows, with PyTorch's defaults.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ConvTransposeOptions<const D: usize> {
+    /// Elements of the result from one window to the next.
+    pub stride: [usize; D],
+    /// Elements taken off the result on each side.
+    pub padding: [usize; D],
+    /// Elements added to the result behind.
+    pub output_padding: [usize; D],
+    /// Elements from one of a window to the next.
+    pub dilation: [usize; D],
+    /// Parts of the channels that go separate ways.
+    pub groups: usize,
+}
+
+impl<const D: usize> Default for ConvTransposeOptions<D> {
+    fn default() -> Self {
+        ConvTransposeOptions { stride: [1; D], padding: [0; D], output_padding: [0; D], dilation: [1; D], groups: 1 }
+    }
+}
+
+impl<const D: usize> ConvOptions<D> {
+    fn of(a: &Args) -> Result<Self> {
+        let padding = match (a.given(1), a.text(1)) {
+            (false, _) | (_, Ok("valid")) => Padding::Valid,
+            (_, Ok("same")) => Padding::Same,
+            _ => Padding::Zeros(a.array(1, [0; D])?),
+        };
+        let groups = if a.given(3) { a.size(3)? } else { 1 };
+        Ok(ConvOptions { stride: a.array(0, [1; D])?, padding, dilation: a.array(2, [1; D])?, groups })
+    }
+}
+
+impl<const D: usize> ConvTransposeOptions<D> {
+    fn of(a: &Args) -> Result<Self> {
+        let groups = if a.given(3) { a.size(3)? } else { 1 };
+        let (stride, padding, output_padding) = (a.array(0, [1; D])?, a.array(1, [0; D])?, a.array(2, [0; D])?);
+        Ok(ConvTransposeOptions { stride, padding, output_padding, dilation: a.array(4, [1; D])?, groups })
+    }
+}
+
+const fn layer(
+    name: &'static str,
+    torch: &'static str,
+    takes: Dtypes,
+    most: Arity,
+    call: fn(&Args) -> Result<Tensor>,
+) -> Operation {
+    Operation::new(name, torch, Kind::NeuralNetwork, takes, Gives::Same, most, call).differentiable()
+}
+
+pub(crate) static OPERATIONS: &[Operation] = &[
+    layer("conv1d", "nn.functional.conv1d", Dtypes::Floats, (3, 4), |a| {
+        a.x(0)?.conv1d(a.x(1)?, a.xs().get(2).copied(), ConvOptions::of(a)?)
+    }),
+    layer("conv2d", "nn.functional.conv2d", Dtypes::Floats, (3, 4), |a| {
+        a.x(0)?.conv2d(a.x(1)?, a.xs().get(2).copied(), ConvOptions::of(a)?)
+    }),
+    layer("conv_transpose1d", "nn.functional.conv_transpose1d", Dtypes::Floats, (3, 5), |a| {
+        a.x(0)?.conv_transpose1d(a.x(1)?, a.xs().get(2).copied(), ConvTransposeOptions::of(a)?)
+    }),
+    layer("conv_transpose2d", "nn.functional.conv_transpose2d", Dtypes::Floats, (3, 5), |a| {
+        a.x(0)?.conv_transpose2d(a.x(1)?, a.xs().get(2).copied(), ConvTransposeOptions::of(a)?)
+    }),
+    layer("unfold2d", "nn.functional.unfold", Dtypes::All, (1, 4), |a| {
+        unfold(a.x(0)?, a.array(0, [1; 2])?, a.array(1, [1; 2])?, a.array(2, [0; 2])?, a.array(3, [1; 2])?)
+    }),
+    layer("fold", "nn.functional.fold", Dtypes::Floats, (1, 5), |a| {
+        let (size, kernel, dilation) = (a.array(0, [1; 2])?, a.array(1, [1; 2])?, a.array(2, [1; 2])?);
+        fold(a.x(0)?, size, kernel, dilation, a.array(3, [0; 2])?, a.array(4, [1; 2])?)
+    }),
+];

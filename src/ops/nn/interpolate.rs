@@ -1,0 +1,225 @@
+//! Images of other sizes: elements picked, mixed with their neighbours, or moved between channels and places.
+
+use crate::backend::cpu::interpolate as cpu;
+use crate::backend::opencl::interpolate as opencl;
+use crate::backend::problem::interpolation::Places;
+use crate::ops::catalogue::{Dtypes, Gives, Kind, Operation};
+use crate::ops::dispatch::arguments::{Args, Argument};
+use crate::ops::dispatch::registry::replaced;
+use crate::ops::nn::window::four;
+use crate::{Device, Error, Result, Shape, Tensor, autograd};
+
+/// How [`Tensor::interpolate`] finds an element between others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Interpolation {
+    /// The one before it (PyTorch's `'nearest'`).
+    Nearest,
+    /// The one whose middle is nearest (PyTorch's `'nearest-exact'`).
+    NearestExact,
+    /// Both neighbours in each direction, in proportion (PyTorch's `'linear'`, `'bilinear'` and `'trilinear'`).
+    Linear {
+        /// Whether the middles of the corners stay where they are, instead of the corners' outer edges.
+        align_corners: bool,
+    },
+}
+
+impl Interpolation {
+    /// PyTorch's word for it, for one dim.
+    pub fn name(self) -> &'static str {
+        match self {
+            Interpolation::Nearest => "nearest",
+            Interpolation::NearestExact => "nearest-exact",
+            Interpolation::Linear { .. } => "linear",
+        }
+    }
+
+    fn align_corners(self) -> bool {
+        matches!(self, Interpolation::Linear { align_corners: true })
+    }
+
+    fn of(a: &Args) -> Result<Interpolation> {
+        match a.text(1)? {
+            mode if mode != "linear" && a.bool(2)? => {
+                Err(Error::invalid("interpolate", format!("align_corners goes with linear, not with {mode}")))
+            }
+            "nearest" => Ok(Interpolation::Nearest),
+            "nearest-exact" => Ok(Interpolation::NearestExact),
+            "linear" => Ok(Interpolation::Linear { align_corners: a.bool(2)? }),
+            other => Err(Error::invalid("call", format!("the mode is nearest, nearest-exact or linear, not {other}"))),
+        }
+    }
+}
+
+impl From<Interpolation> for Argument {
+    fn from(mode: Interpolation) -> Argument {
+        mode.name().into()
+    }
+}
+
+/// Rows, columns or both of `[N, C, H, W]` in another number: one launch. Linear, so that its gradient is its transpose, and
+/// the gradient of that is itself again.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Resize {
+    pub(crate) rows: Option<Places>,
+    pub(crate) columns: Option<Places>,
+}
+
+impl Resize {
+    pub(crate) fn is_linear(&self) -> bool {
+        self.rows.or(self.columns).is_some_and(|places| places.linear)
+    }
+
+    fn forward(self, op: &'static str, x: &Tensor) -> Result<Tensor> {
+        let out = self.run(x, false)?;
+        Ok(autograd::record_unary_twice(op, out, x, move |grad| self.backward(op, &grad)))
+    }
+
+    fn backward(self, op: &'static str, grad: &Tensor) -> Result<Tensor> {
+        let out = self.run(grad, true)?;
+        Ok(autograd::record_unary_twice(op, out, grad, move |grad| self.forward(op, &grad)))
+    }
+
+    fn run(&self, x: &Tensor, transposed: bool) -> Result<Tensor> {
+        let [n, c, h, w] = four(x);
+        let [h, w] = [(self.rows, h), (self.columns, w)]
+            .map(|(places, n)| places.map_or(n, |places| if transposed { places.from } else { places.to }));
+        let out = Tensor::empty_like_shape([n, c, h, w], x.dtype, x.device())?;
+        if out.numel() > 0 {
+            match x.device() {
+                Device::Cpu => cpu::run(self, x, &out, transposed)?,
+                Device::OpenCL(_) => opencl::run(self, x, &out, transposed)?,
+            }
+            out.storage.bump_version();
+        }
+        Ok(out)
+    }
+}
+
+impl Tensor {
+    /// Images `[N, C, ..]` with dims of other sizes (PyTorch's `interpolate` with a `size`). Floats, any number of dims: one
+    /// launch for up to two, one more for each other, and two where halves of three or more are mixed. Differentiable.
+    ///
+    /// ```
+    /// use claystone::{Device, Interpolation, Tensor};
+    /// let x = Tensor::from_slice(&[1f32, 3.0], [1, 1, 2], Device::Cpu)?;
+    /// assert_eq!(x.interpolate(&[4], Interpolation::Nearest)?.to_vec::<f32>()?, [1.0, 1.0, 3.0, 3.0]);
+    /// let linear = Interpolation::Linear { align_corners: false };
+    /// assert_eq!(x.interpolate(&[4], linear)?.to_vec::<f32>()?, [1.0, 1.5, 2.5, 3.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for sizes of 0 or beyond any memory and another number of sizes than of dims;
+    /// [`Error::UnsupportedDType`] for integers and bool; [`Error::OutOfMemory`].
+    pub fn interpolate(&self, size: &[usize], mode: Interpolation) -> Result<Tensor> {
+        let op = "interpolate";
+        replaced!(op, [self], size, mode, mode.align_corners());
+        self.dtype.check_float(op)?;
+        if size.is_empty() || self.rank() != size.len() + 2 {
+            let reason =
+                format!("the input is [N, C, ..] with a dim for each of {} sizes, not {}", size.len(), self.shape());
+            return Err(Error::invalid(op, reason));
+        }
+        if size.iter().chain(&self.shape().dims()[2..]).any(|&n| n == 0) {
+            let reason = format!("sizes are above 0, and {} is to become {size:?}", self.shape());
+            return Err(Error::invalid(op, reason));
+        }
+        let dims = self.shape().dims();
+        let places = |d: usize| Places::new(op, mode, dims[2 + d], size[d]);
+        // The last two dims together, then those before them, one after another: what is mixed is computed in f32 at least and rounded once.
+        let last = size.len() - 1;
+        let first = last.saturating_sub(1);
+        let wide = match mode {
+            Interpolation::Linear { .. } if first > 0 => self.to_dtype(self.dtype.compute().dtype())?,
+            _ => self.shallow_clone(),
+        };
+        let rows = if last > 0 { Some(places(first)?) } else { None };
+        let high = if last > 0 { dims[2 + first] } else { 1 };
+        let product = |dims: &[usize]| dims.iter().fold(1, |product: usize, &n| product.saturating_mul(n));
+        let planes = |d: usize| product(&dims[1..2 + d]);
+        let images = wide.reshape([dims[0], planes(first), high, dims[2 + last]])?;
+        let mut out = Resize { rows, columns: Some(places(last)?) }.forward(op, &images)?;
+        for d in (0..first).rev() {
+            let images = out.reshape([dims[0], planes(d), dims[2 + d], product(&size[d + 1..])])?;
+            out = Resize { rows: Some(places(d)?), columns: None }.forward(op, &images)?;
+        }
+        out.reshape(dims[..2].iter().chain(size).copied().collect::<Shape>())?.to_dtype(self.dtype)
+    }
+
+    /// `[.., C r², H, W]` as `[.., C, H r, W r]`: each r² channels become the r by r elements at a place (PyTorch's
+    /// `pixel_shuffle`). Differentiable.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where there are less than three dims and where r² does not divide the channels.
+    pub fn pixel_shuffle(&self, r: usize) -> Result<Tensor> {
+        let op = "pixel_shuffle";
+        replaced!(op, [self], r);
+        let (rest, [c, h, w]) = self.images(op)?;
+        let square = r.saturating_mul(r);
+        if square == 0 || !c.is_multiple_of(square) {
+            return Err(Error::invalid(op, format!("{c} channels are no multiple of {r} squared")));
+        }
+        let n: usize = rest.iter().product();
+        let parts = self.reshape([n, c / square, r, r, h, w])?.permute(&[0, 1, 4, 2, 5, 3])?;
+        parts.reshape(rest.iter().copied().chain([c / square, h * r, w * r]).collect::<Shape>())
+    }
+
+    /// `[.., C, H r, W r]` as `[.., C r², H, W]`, the opposite of [`Tensor::pixel_shuffle`] (PyTorch's `pixel_unshuffle`).
+    /// Differentiable.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where there are less than three dims and where r does not divide the last two.
+    pub fn pixel_unshuffle(&self, r: usize) -> Result<Tensor> {
+        let op = "pixel_unshuffle";
+        replaced!(op, [self], r);
+        let (rest, [c, h, w]) = self.images(op)?;
+        if r == 0 || !h.is_multiple_of(r) || !w.is_multiple_of(r) {
+            return Err(Error::invalid(op, format!("images of {h} x {w} have no parts of {r} x {r}")));
+        }
+        let n: usize = rest.iter().product();
+        let parts = self.reshape([n, c, h / r, r, w / r, r])?.permute(&[0, 1, 3, 5, 2, 4])?;
+        parts.reshape(rest.iter().copied().chain([c * r * r, h / r, w / r]).collect::<Shape>())
+    }
+
+    /// The dims before the last three, and these.
+    fn images(&self, op: &'static str) -> Result<(&[usize], [usize; 3])> {
+        match self.shape().dims() {
+            [rest @ .., c, h, w] => Ok((rest, [*c, *h, *w])),
+            _ => Err(Error::invalid(op, format!("images are [.., C, H, W], not of shape {}", self.shape()))),
+        }
+    }
+}
+
+pub(crate) static OPERATIONS: &[Operation] = &[
+    Operation::new(
+        "interpolate",
+        "nn.functional.interpolate",
+        Kind::NeuralNetwork,
+        Dtypes::Floats,
+        Gives::Same,
+        (1, 3),
+        |a| a.x(0)?.interpolate(&a.sizes(0)?, Interpolation::of(a)?),
+    )
+    .differentiable(),
+    Operation::new(
+        "pixel_shuffle",
+        "nn.functional.pixel_shuffle",
+        Kind::NeuralNetwork,
+        Dtypes::All,
+        Gives::Same,
+        (1, 1),
+        |a| a.x(0)?.pixel_shuffle(a.size(0)?),
+    )
+    .differentiable(),
+    Operation::new(
+        "pixel_unshuffle",
+        "nn.functional.pixel_unshuffle",
+        Kind::NeuralNetwork,
+        Dtypes::All,
+        Gives::Same,
+        (1, 1),
+        |a| a.x(0)?.pixel_unshuffle(a.size(0)?),
+    )
+    .differentiable(),
+];

@@ -1,0 +1,73 @@
+//! Losses that compare vectors.
+
+use crate::ops::dispatch::registry::replaced;
+use crate::ops::nn::loss::{losses, reduced, same_shape};
+use crate::{Error, LossReduction, Result, Tensor};
+
+impl Tensor {
+    /// `1 - cos` of two vectors whose target is 1, `max(0, cos - margin)` where it is -1 (PyTorch's
+    /// `cosine_embedding_loss`, whose default margin is 0): both `[N, D]` and the target `[N]`, or `[D]` and a scalar.
+    /// Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::mse_loss`].
+    pub fn cosine_embedding_loss(
+        &self,
+        other: &Tensor,
+        target: &Tensor,
+        margin: f64,
+        reduction: LossReduction,
+    ) -> Result<Tensor> {
+        let op = "cosine_embedding_loss";
+        replaced!(op, [self, other, target], margin, reduction);
+        same_shape(op, &[self, other])?;
+        if self.rank() == 0 || target.shape().dims() != &self.shape().dims()[..self.rank() - 1] {
+            let hint = "the inputs are [N, D] and the target [N], or [D] and a scalar";
+            return Err(Error::ShapeMismatch { op, lhs: self.shape().clone(), rhs: target.shape().clone(), hint });
+        }
+        let sums = || -> Result<[Tensor; 3]> {
+            let dot = |a: &Tensor, b: &Tensor| a.mul(b)?.sum(-1, false);
+            Ok([dot(self, other)?, dot(self, self)?, dot(other, other)?])
+        };
+        let [dot, a, b] = sums().map_err(|e| e.of(op))?;
+        losses(op, &[&dot, &a, &b, target], reduction, |e| {
+            let cos = &e[0] / ((&e[1] + 1e-12) * (&e[2] + 1e-12)).sqrt();
+            let (near, far) = (1.0 - &cos, &cos - margin);
+            e[3].eq(1.0).select(near, 0.0) + e[3].eq(-1.0).select(far.lt(0.0).select(0.0, far), 0.0)
+        })
+    }
+
+    /// `max(0, margin + |a - p| - |a - n|)` of an anchor (this tensor), a positive and a negative example (PyTorch's
+    /// `triplet_margin_loss`, whose default margin is 1), by the p-norm with 1e-6 added to each difference, over the last dim.
+    /// With `swap`, the distance between the two examples counts where it is less than that of the negative.
+    /// Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::mse_loss`]; [`Error::Invalid`] for a p that is not above 0.
+    pub fn triplet_margin_loss(
+        &self,
+        positive: &Tensor,
+        negative: &Tensor,
+        margin: f64,
+        p: f64,
+        swap: bool,
+        reduction: LossReduction,
+    ) -> Result<Tensor> {
+        let op = "triplet_margin_loss";
+        replaced!(op, [self, positive, negative], margin, p, swap, reduction);
+        same_shape(op, &[self, positive, negative])?;
+        let far = |a: &Tensor, b: &Tensor| a.pairwise_distance(b, p, 1e-6, false);
+        let each = || {
+            let (near, mut other) = (far(self, positive)?, far(self, negative)?);
+            if swap {
+                other = other.minimum(&far(positive, negative)?)?;
+            }
+            let losses = Tensor::map(&[&near, &other], |e| {
+                let loss = &e[0] - &e[1] + margin;
+                loss.lt(0.0).select(0.0, loss)
+            })?;
+            reduced(losses, reduction)
+        };
+        each().map_err(|e| e.of(op))
+    }
+}

@@ -1,0 +1,10 @@
+//! What neural networks are made of: softmax, attention, convolutions, pooling, norms and losses.
+
+pub(crate) mod attention;
+pub(crate) mod conv;
+pub(crate) mod interpolate;
+pub(crate) mod loss;
+pub(crate) mod norm;
+pub(crate) mod pool;
+pub(crate) mod softmax;
+pub(crate) mod window;

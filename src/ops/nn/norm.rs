@@ -1,0 +1,362 @@
+//! Normalisation: rows brought to mean 0 and variance 1, or to a mean square of 1, with a factor and a shift.
+//!
+//! Layer, group, instance and batch norm are one operation on different rows. Each is a view of four dims, `[rows, inner rows,
+//! outer, inner]`: a row is the last two, so that a channel of a whole batch is a row too and nothing is copied. Forward is
+//! one launch, or two where GPUs cut long rows; so is backward, and where a weight is not the same for a whole row it takes one
+//! more or a few for its gradient.
+
+mod methods;
+
+use smallvec::SmallVec;
+
+use crate::autograd::{Gradients, Saved};
+use crate::backend::cpu::norm as cpu;
+use crate::backend::opencl::launch_cache as memo;
+use crate::backend::opencl::launch_cache::{Key, Of};
+use crate::expr::Expr;
+use crate::ops::elementwise::{Params, apply_one};
+use crate::ops::nn::conv::reshaped;
+use crate::ops::reduce;
+use crate::tensor::Dims;
+use crate::{Device, Result, Scalar, Shape, Tensor, autograd};
+
+pub(crate) use crate::backend::opencl::norm as opencl;
+pub(crate) use crate::ops::nn::norm::methods::OPERATIONS;
+
+/// What of [`Tensor::batch_norm`] is optional, with PyTorch's defaults.
+#[derive(Debug, Clone, Copy)]
+pub struct BatchNormOptions<'a> {
+    /// The mean of each channel, used where not training, else moved towards the batch's.
+    pub running_mean: Option<&'a Tensor>,
+    /// The variance of each channel, likewise.
+    pub running_var: Option<&'a Tensor>,
+    /// A factor for each channel.
+    pub weight: Option<&'a Tensor>,
+    /// A shift for each channel.
+    pub bias: Option<&'a Tensor>,
+    /// Whether to use the batch's own mean and variance.
+    pub training: bool,
+    /// How far the running ones move towards the batch's.
+    pub momentum: f64,
+    /// Added to the variance.
+    pub eps: f64,
+}
+
+impl Default for BatchNormOptions<'_> {
+    fn default() -> Self {
+        let (running_mean, running_var, weight, bias) = (None, None, None, None);
+        BatchNormOptions { running_mean, running_var, weight, bias, training: false, momentum: 0.1, eps: 1e-5 }
+    }
+}
+
+/// Tensors as four dims, of which the last two are normalised over.
+struct Norm<'a> {
+    op: &'static str,
+    view: &'a View,
+    weight: Option<&'a Tensor>,
+    bias: Option<&'a Tensor>,
+    /// The strides' dims that a weight or bias has; the others repeat it.
+    dims: [bool; 4],
+    eps: f64,
+    rms: bool,
+}
+
+/// One normalisation, checked: what a kernel reads and writes, all of four dims where it is worked out.
+pub(crate) struct Rows<'a> {
+    pub(crate) x: &'a Tensor,
+    pub(crate) y: &'a Tensor,
+    /// The forward's input, in backward.
+    pub(crate) z: Option<&'a Tensor>,
+    pub(crate) weight: Option<&'a Tensor>,
+    pub(crate) bias: Option<&'a Tensor>,
+    /// The mean and the variance of each row, in the compute type: `[2, rows]`, contiguous.
+    pub(crate) statistics: &'a Tensor,
+    /// In backward with one weight a row: `[2, rows]`.
+    pub(crate) sums: Option<&'a Tensor>,
+    /// In backward, with weights for each column, where their gradients are added up on the way: [`cpu::columns`].
+    pub(crate) columns: Option<&'a Tensor>,
+    pub(crate) eps: f64,
+    pub(crate) rms: bool,
+    /// The variance over eps is all that is wanted, or its root; not on processors.
+    pub(crate) variance: Option<bool>,
+}
+
+impl Rows<'_> {
+    /// All there are, as the launch has them.
+    pub(crate) fn tensors(&self) -> SmallVec<[&Tensor; 7]> {
+        let mut all = SmallVec::from_slice(&[self.x, self.y]);
+        all.extend(
+            [self.z, self.weight, self.bias, Some(self.statistics), self.sums, self.columns].into_iter().flatten(),
+        );
+        all
+    }
+
+    pub(crate) fn count(&self) -> usize {
+        self.x.shape().dims()[..2].iter().product()
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.x.shape().dims()[2..].iter().product()
+    }
+
+    fn run(&self) -> Result<()> {
+        match self.x.device() {
+            Device::Cpu => cpu::run(self)?,
+            device => opencl::run(self, device)?,
+        }
+        self.written();
+        Ok(())
+    }
+
+    /// Notes what was written.
+    fn written(&self) {
+        let statistics = self.z.is_none().then_some(self.statistics); // backward reads them
+        [self.y].into_iter().chain(self.sums).chain(statistics).for_each(|t| t.storage.bump_version());
+    }
+}
+
+/// Two numbers for each row, `[2, rows]`, apart.
+pub(crate) fn apart(op: &'static str, t: &Tensor) -> Result<[Tensor; 2]> {
+    let part = |k| t.layout.select(op, 0, k).map(|layout| t.with_layout(layout));
+    Ok([part(0)?, part(1)?])
+}
+
+/// `t` as four dims: of the view where `dims` says so, else repeated.
+pub(crate) fn spread(t: &Tensor, shape: &Shape, dims: [bool; 4]) -> Result<Tensor> {
+    let own: Shape = shape.dims().iter().zip(dims).map(|(&n, own)| if own { n } else { 1 }).collect();
+    let t = reshaped(t, &own)?;
+    Ok(t.with_layout(t.layout.broadcast_to(shape)))
+}
+
+impl Norm<'_> {
+    /// Writes the normalised x, and [`Rows::statistics`].
+    fn forward(&self, x: &Tensor, out: &Tensor, statistics: &Tensor) -> Result<()> {
+        if out.numel() == 0 {
+            return statistics.fill_(f64::NAN).map(|_| ());
+        }
+        let (weight, bias, eps, rms) = (self.weight, self.bias, self.eps, self.rms);
+        // The views are not even made where a launch of such tensors is known.
+        let given =
+            Rows { x, y: out, z: None, weight, bias, statistics, sums: None, columns: None, eps, rms, variance: None };
+        let (tensors, numbers) = (given.tensors(), self.numbers());
+        let key = Key { of: Of::Norm, device: x.device(), numbers: &numbers, exprs: &[], tensors: &tensors };
+        let found = if x.device() == Device::Cpu { None } else { Some(memo::find(&key)) };
+        if let Some(Ok(known)) = found {
+            known.prepared.launch(&tensors, Params::default())?;
+            given.written();
+            return Ok(());
+        }
+        let (from, to) = (self.view.of(&x.detach())?, self.view.of(out)?);
+        let own = |t: Option<&Tensor>| t.map(|t| spread(t, from.shape(), self.dims)).transpose();
+        let (weight, bias) = (own(self.weight)?, own(self.bias)?);
+        let rows = Rows { x: &from, y: &to, weight: weight.as_ref(), bias: bias.as_ref(), ..given };
+        let Some(Err(place)) = found else { return rows.run() };
+        let prepared = opencl::prepare(&rows)?;
+        prepared.launch(&rows.tensors(), Params::default())?;
+        rows.written();
+        if rows.tensors().iter().zip(&tensors).all(|(view, t)| view.shares_storage(t)) {
+            place.keep(&key, prepared);
+        }
+        Ok(())
+    }
+
+    /// What there is besides tensors.
+    fn numbers(&self) -> [u64; 4] {
+        let (view, number) = match *self.view {
+            View::Last(n) => (0, n),
+            View::Groups(groups) => (1, groups),
+            View::Batch => (2, 0),
+        };
+        let switches = self.dims.into_iter().chain([self.rms, self.weight.is_some(), self.bias.is_some()]);
+        let switches = switches.fold(0, |bits, on| bits << 1 | u64::from(on));
+        [view, number as u64, switches, self.eps.to_bits()]
+    }
+
+    /// The gradients of x, weight and bias.
+    fn backward(
+        &self,
+        x: &Tensor,
+        grad: &Tensor,
+        statistics: &Tensor,
+        needs: [bool; 3],
+    ) -> Result<[Option<Tensor>; 3]> {
+        let op = self.op;
+        if x.numel() == 0 {
+            let zeros = |t: Option<&Tensor>| t.map(|t| Tensor::zeros(t.shape(), t)).transpose();
+            return Ok([zeros(Some(x))?, zeros(self.weight)?, zeros(self.bias)?]);
+        }
+        let out = Tensor::empty_like_shape(x.shape(), x.dtype, x.device())?;
+        let (g, rows, to) = (self.view.of(&grad.detach())?, self.view.of(&x.detach())?, self.view.of(&out)?);
+        let shape = g.shape().clone();
+        let weight = self.weight.map(|t| spread(t, &shape, self.dims)).transpose()?;
+        // One weight for a whole row has the sums that the row itself needs.
+        let by_row = !self.dims[2] && !self.dims[3];
+        let (r1, r2) = (shape.dims()[0], shape.dims()[1]);
+        let sums = match by_row {
+            true => Some(Tensor::empty_like_shape([2, r1, r2, 1, 1], statistics.dtype, x.device())?),
+            false => None,
+        };
+        let (eps, rms, bias) = (self.eps, self.rms, None);
+        let (z, weight, sums) = (Some(&rows), weight.as_ref(), sums.as_ref());
+        let columns = match self.view {
+            View::Last(n) if needs[1] || needs[2] => match x.device() {
+                Device::Cpu => Some(cpu::columns(x, x.numel() / n, *n)?),
+                Device::OpenCL(_) => opencl::columns(x, x.numel() / n, *n)?,
+            },
+            _ => None,
+        };
+        let columns = columns.as_ref();
+        Rows { x: &g, y: &to, z, weight, bias, statistics, sums, columns, eps, rms, variance: None }.run()?;
+        let columns = columns.map(|parts| reduce::sum_into(op, parts, &[0isize][..], false, None)).transpose()?;
+        let mut gradients = [Some(out), None, None];
+        for (i, t) in [(1, self.weight), (2, self.bias)] {
+            let Some(t) = t.filter(|_| needs[i]) else { continue };
+            if let Some(columns) = &columns {
+                let [sum, product] = apart(op, columns)?;
+                let gradient = if i == 1 { product } else { sum }.to_dtype(t.dtype)?;
+                gradients[i] = Some(reshaped(&gradient, t.shape())?);
+                continue;
+            }
+            let whole = match (sums, i) {
+                (Some(sums), _) => {
+                    let [sum, product] = apart(op, sums)?;
+                    if i == 1 { product } else { sum }
+                }
+                (None, 1) => {
+                    let (x, params) = (Expr::input, Params { scalars: &[Scalar::Float(eps)], seeds: &[] });
+                    let product = x(0) * (x(1) - x(2)) * (x(3) + Expr::scalar(0)).rsqrt();
+                    let [mean, var] = apart(op, statistics)?;
+                    apply_one(op, &[&g, &rows, &mean, &var], params, &product, g.dtype)?
+                }
+                _ => g.detach(),
+            };
+            let others: Dims<isize> = (0..4).filter(|&d| !self.dims[d as usize]).collect();
+            let sum = match whole.shape().dims().iter().zip(self.dims).any(|(&n, own)| !own && n > 1) {
+                true => reduce::sum_into(op, &whole, &others[..], true, None)?,
+                false => whole,
+            };
+            let sum = if sum.dtype == t.dtype { sum } else { sum.cast(t.dtype)? };
+            gradients[i] = Some(reshaped(&sum, t.shape())?);
+        }
+        Ok(gradients)
+    }
+}
+
+/// What tells one norm from another, for backward: owned.
+#[derive(Clone)]
+pub(crate) enum View {
+    /// The last dims: `[rows, 1, 1, n]`.
+    Last(usize),
+    /// Groups of channels: `[N, groups, C / groups, rest]`.
+    Groups(usize),
+    /// Channels of the batch: `[1, C, N, rest]`.
+    Batch,
+}
+
+impl View {
+    /// The four dims, before a batch's are put in order.
+    fn shape(&self, t: &Tensor) -> [usize; 4] {
+        let dims = t.shape().dims();
+        let rest = |from: usize| dims[from..].iter().product::<usize>();
+        match *self {
+            View::Last(n) => [t.numel() / n.max(1), 1, 1, n],
+            View::Groups(groups) => [dims[0], groups, dims[1] / groups, rest(2)],
+            View::Batch => [dims[0], dims[1], rest(2), 1],
+        }
+    }
+
+    /// How many rows: two dims.
+    fn rows(&self, t: &Tensor) -> [usize; 2] {
+        let [first, second, ..] = self.shape(t);
+        if let View::Batch = self { [1, second] } else { [first, second] }
+    }
+
+    /// Room for [`Rows::statistics`] of x.
+    fn statistics(&self, x: &Tensor) -> Result<Tensor> {
+        let [r1, r2] = self.rows(x);
+        Tensor::empty_like_shape([2, r1, r2, 1, 1], x.dtype.compute().dtype(), x.device())
+    }
+
+    /// `t` as four dims; a copy only where its strides cannot express that.
+    pub(crate) fn of(&self, t: &Tensor) -> Result<Tensor> {
+        let t = reshaped(t, &Shape::from(self.shape(t)))?;
+        match self {
+            View::Batch => Ok(t.with_layout(t.layout.permute(&[3, 1, 0, 2]))),
+            _ => Ok(t),
+        }
+    }
+
+    /// The norm as operations whose gradients have gradients.
+    fn composed(
+        &self,
+        x: &Tensor,
+        weight: Option<&Tensor>,
+        bias: Option<&Tensor>,
+        dims: [bool; 4],
+        eps: f64,
+        rms: bool,
+    ) -> Result<Tensor> {
+        let rows = x.to_dtype(x.dtype.compute().dtype())?.reshape(self.shape(x))?;
+        let rows = if let View::Batch = self { rows.permute(&[3, 1, 0, 2])? } else { rows };
+        let own: Shape = rows.shape().dims().iter().zip(dims).map(|(&n, own)| if own { n } else { 1 }).collect();
+        let centred = if rms { rows } else { rows.sub(&rows.mean([2, 3], true)?)? };
+        let scale = centred.square()?.mean([2, 3], true)?.add_scalar(eps)?.rsqrt()?;
+        let scaled = weight.map_or(Ok(scale.shallow_clone()), |w| w.reshape(&own)?.mul(&scale))?;
+        let out = centred.mul(&scaled)?;
+        let out = bias.map_or(Ok(out.shallow_clone()), |b| out.add(&b.reshape(&own)?))?;
+        let out = if let View::Batch = self { out.permute(&[2, 1, 3, 0])? } else { out };
+        out.reshape(x.shape())?.to_dtype(x.dtype)
+    }
+
+    /// The dims that a weight has.
+    pub(crate) fn weighted(&self) -> [bool; 4] {
+        match self {
+            View::Last(_) => [false, false, false, true],
+            View::Groups(1) => [false, false, true, false],
+            View::Groups(_) => [false, true, true, false],
+            View::Batch => [false, true, false, false],
+        }
+    }
+}
+
+/// A norm, recorded, that writes `statistics` too: [those of its view](View::statistics).
+fn normalised(
+    op: &'static str,
+    (x, statistics): (&Tensor, &Tensor),
+    view: View,
+    weight: Option<&Tensor>,
+    bias: Option<&Tensor>,
+    eps: f64,
+    rms: bool,
+) -> Result<Tensor> {
+    // As many groups as channels: each has one, and its weight is the row's.
+    let dims = match view {
+        View::Groups(groups) if x.shape().dims()[1] == groups => [false, true, false, false],
+        _ => view.weighted(),
+    };
+    let out = Tensor::empty_like_shape(x.shape(), x.dtype, x.device())?;
+    Norm { op, view: &view, weight, bias, dims, eps, rms }.forward(x, &out, statistics)?;
+    let inputs: SmallVec<[&Tensor; 3]> = [x].into_iter().chain(weight).chain(bias).collect();
+    if !autograd::is_tracked(&inputs) {
+        return Ok(out);
+    }
+    let saved = [Some(x), weight, bias].map(|t| t.map(Saved::new));
+    let kept = Saved::new(statistics);
+    let view = view.clone();
+    Ok(autograd::record_twice(op, out, &inputs, move |ctx| {
+        if ctx.create_graph() {
+            let get = |s: &Option<Saved>| s.as_ref().map(|s| s.unpack(op)).transpose();
+            let (x, weight, bias) = (get(&saved[0])?.expect("the input"), get(&saved[1])?, get(&saved[2])?);
+            return ctx.through(&view.composed(&x, weight.as_ref(), bias.as_ref(), dims, eps, rms)?);
+        }
+        let get = |s: &Option<Saved>| s.as_ref().map(|s| s.get(op).map(Tensor::detach)).transpose();
+        let (x, weight, bias) = (get(&saved[0])?.expect("the input"), get(&saved[1])?, get(&saved[2])?);
+        let given = [true, weight.is_some(), bias.is_some()];
+        let place = |i: usize| given[..i].iter().filter(|g| **g).count();
+        let needs = [0, 1, 2].map(|i| given[i] && ctx.needs(place(i)));
+        let norm = Norm { op, view: &view, weight: weight.as_ref(), bias: bias.as_ref(), dims, eps, rms };
+        let gradients = norm.backward(&x, &ctx.grad()?, kept.get(op)?, needs)?;
+        let wanted = gradients.into_iter().zip(given).zip(needs);
+        Ok(wanted.filter(|((_, given), _)| *given).map(|((g, _), needed)| g.filter(|_| needed)).collect::<Gradients>())
+    }))
+}

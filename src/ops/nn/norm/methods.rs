@@ -1,0 +1,324 @@
+//! The norms as methods: what they check, and which rows they are.
+
+use crate::autograd::is_tracked;
+use crate::backend::cpu::norm_channels as channels;
+use crate::expr::Expr;
+use crate::ops::catalogue::{Arity, Dtypes, Gives, Kind, Operation};
+use crate::ops::dispatch::arguments::{Args, Argument};
+use crate::ops::dispatch::autocast::widened;
+use crate::ops::dispatch::registry::{replaced, replacement};
+use crate::ops::elementwise::{Params, recorded};
+use crate::ops::nn::norm::{BatchNormOptions, View, apart, normalised};
+use crate::ops::{formula, same_device, same_dtype};
+use crate::tensor::Dims;
+use crate::{Error, Result, Scalar, Shape, Tensor, no_grad};
+
+/// x, and what there is of weight and bias.
+fn given<'a>(x: &'a Tensor, weight: Option<&'a Tensor>, bias: Option<&'a Tensor>) -> Dims<&'a Tensor> {
+    [x].into_iter().chain(weight).chain(bias).collect()
+}
+
+/// Weight and bias among tensors made of those of [`given`].
+fn rest<'a>(
+    all: &'a [Tensor],
+    weight: Option<&Tensor>,
+    bias: Option<&Tensor>,
+) -> (Option<&'a Tensor>, Option<&'a Tensor>) {
+    let mut others = all[1..].iter();
+    (weight.and_then(|_| others.next()), bias.and_then(|_| others.next()))
+}
+
+/// Asks the registry, by which a bias comes after a weight only.
+macro_rules! replace {
+    ($op:expr, $inputs:expr, $weight:expr, $bias:expr $(, $argument:expr)*) => {
+        if $weight.is_some() || $bias.is_none() {
+            if let Some(mut out) = replacement($op, &$inputs, || vec![$($argument.into()),*])? {
+                return Ok(out.swap_remove(0));
+            }
+        }
+    };
+}
+
+/// Weight and bias of one number for each channel.
+fn check_channels(op: &'static str, x: &Tensor, given: &[Option<&Tensor>]) -> Result<()> {
+    x.dtype.check_float(op)?;
+    if x.rank() < 2 {
+        return Err(Error::invalid(op, format!("the input is [N, C, ..], this one has shape {}", x.shape())));
+    }
+    for t in given.iter().flatten() {
+        same_device(op, &[x, t])?;
+        if t.shape().dims() != [x.shape().dims()[1]] {
+            let hint = "there is one number for each channel";
+            return Err(Error::ShapeMismatch { op, lhs: x.shape().clone(), rhs: t.shape().clone(), hint });
+        }
+    }
+    Ok(())
+}
+
+fn check_last(op: &'static str, x: &Tensor, shape: &[usize], given: &[Option<&Tensor>]) -> Result<()> {
+    x.dtype.check_float(op)?;
+    let mismatch = |rhs: Shape, hint| Error::ShapeMismatch { op, lhs: x.shape().clone(), rhs, hint };
+    if shape.is_empty() || !x.shape().dims().ends_with(shape) {
+        return Err(mismatch(shape.into(), "the normalised shape is that of the input's last dims"));
+    }
+    for t in given.iter().flatten() {
+        same_device(op, &[x, t])?;
+        same_dtype(op, &[x, t])?;
+        if t.shape().dims() != shape {
+            return Err(mismatch(t.shape().clone(), "weight and bias have the normalised shape"));
+        }
+    }
+    Ok(())
+}
+
+impl Tensor {
+    /// `(x - mean) / sqrt(var + eps) * weight + bias` over the last dims, which have the normalised shape, as weight and bias
+    /// do (PyTorch's `layer_norm`, whose default eps is 1e-5). Floats, computed in f32 at least. One launch, on GPUs two of rows
+    /// longer than their registers. Differentiable in all three.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let x = Tensor::from_slice(&[1f32, 3.0, 5.0, 9.0], [2, 2], Device::Cpu)?;
+    /// let y = x.layer_norm(&[2], None, None, 0.0)?;
+    /// assert_eq!(y.to_vec::<f32>()?, [-1.0, 1.0, -1.0, 1.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::ShapeMismatch`], [`Error::UnsupportedDType`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
+    pub fn layer_norm(
+        &self,
+        normalized_shape: &[usize],
+        weight: Option<&Tensor>,
+        bias: Option<&Tensor>,
+        eps: f64,
+    ) -> Result<Tensor> {
+        let op = "layer_norm";
+        let inputs = given(self, weight, bias);
+        if let Some(wide) = widened(&inputs)? {
+            let (weight, bias) = rest(&wide, weight, bias);
+            return wide[0].layer_norm(normalized_shape, weight, bias, eps);
+        }
+        replace!(op, inputs, weight, bias, normalized_shape, eps);
+        check_last(op, self, normalized_shape, &[weight, bias])?;
+        let n = normalized_shape.iter().product();
+        let statistics = View::Last(n).statistics(self)?;
+        normalised(op, (self, &statistics), View::Last(n), weight, bias, eps, false)
+    }
+
+    /// `x / sqrt(mean(x²) + eps) * weight` over the last dims, which have the normalised shape, as the weight does (PyTorch's
+    /// `rms_norm`); without an eps it is that of the dtype. Floats, computed in f32 at least. Launches as
+    /// [`Tensor::layer_norm`]. Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::layer_norm`].
+    pub fn rms_norm(&self, normalized_shape: &[usize], weight: Option<&Tensor>, eps: Option<f64>) -> Result<Tensor> {
+        let op = "rms_norm";
+        let inputs = given(self, weight, None);
+        if let Some(wide) = widened(&inputs)? {
+            return wide[0].rms_norm(normalized_shape, rest(&wide, weight, None).0, eps);
+        }
+        replace!(op, inputs, weight, None::<&Tensor>, normalized_shape, eps);
+        check_last(op, self, normalized_shape, &[weight])?;
+        let n = normalized_shape.iter().product();
+        let least = match self.dtype {
+            crate::DType::F64 => f64::EPSILON,
+            crate::DType::F16 => 2f64.powi(-10),
+            crate::DType::BF16 => 2f64.powi(-7),
+            _ => f32::EPSILON.into(),
+        };
+        let statistics = View::Last(n).statistics(self)?;
+        normalised(op, (self, &statistics), View::Last(n), weight, None, eps.unwrap_or(least), true)
+    }
+
+    /// [`Tensor::layer_norm`] of each group of the channels of `[N, C, ..]`, with a weight and a bias for each channel
+    /// (PyTorch's `group_norm`, whose default eps is 1e-5). Launches as that. Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::layer_norm`]; [`Error::Invalid`] where the groups do not divide the channels.
+    pub fn group_norm(
+        &self,
+        groups: usize,
+        weight: Option<&Tensor>,
+        bias: Option<&Tensor>,
+        eps: f64,
+    ) -> Result<Tensor> {
+        let op = "group_norm";
+        let inputs = given(self, weight, bias);
+        if let Some(wide) = widened(&inputs)? {
+            let (weight, bias) = rest(&wide, weight, bias);
+            return wide[0].group_norm(groups, weight, bias, eps);
+        }
+        replace!(op, inputs, weight, bias, groups, eps);
+        check_channels(op, self, &[weight, bias])?;
+        same_dtype(op, &inputs)?;
+        let channels = self.shape().dims()[1];
+        if groups == 0 || !channels.is_multiple_of(groups) {
+            let reason = format!("{groups} groups do not divide {channels} channels evenly");
+            return Err(Error::invalid(op, reason));
+        }
+        let statistics = View::Groups(groups).statistics(self)?;
+        normalised(op, (self, &statistics), View::Groups(groups), weight, bias, eps, false)
+    }
+
+    /// [`Tensor::layer_norm`] of each channel of each of `[N, C, ..]`, with a weight and a bias for each channel (PyTorch's
+    /// `instance_norm`, whose default eps is 1e-5). Launches as that. Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::layer_norm`].
+    pub fn instance_norm(&self, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
+        let op = "instance_norm";
+        let inputs = given(self, weight, bias);
+        replace!(op, inputs, weight, bias, eps);
+        check_channels(op, self, &[weight, bias])?;
+        self.group_norm(self.shape().dims()[1].max(1), weight, bias, eps).map_err(|e| e.of(op))
+    }
+
+    /// Each channel of `[N, C, ..]` less its mean, over its standard deviation (PyTorch's `batch_norm`): in training over the
+    /// batch, launched as [`Tensor::layer_norm`] and once more for the running statistics, which move towards the batch's mean
+    /// and unbiased variance; otherwise by the running statistics. Floats, computed in f32 at least. Differentiable in x, weight and bias.
+    ///
+    /// By name ([`ops::call`](crate::ops::call)) it takes x, running mean, running variance, weight and bias, then whether it is
+    /// training, the momentum and eps. In training without a momentum there are no running statistics among the tensors.
+    ///
+    /// ```
+    /// use claystone::{BatchNormOptions, Device, Tensor};
+    /// let x = Tensor::from_slice(&[1f32, 10.0, 3.0, 30.0], [2, 2], Device::Cpu)?;
+    /// let y = x.batch_norm(BatchNormOptions { training: true, eps: 0.0, ..Default::default() })?;
+    /// assert_eq!(y.to_vec::<f32>()?, [-1.0, -1.0, 1.0, 1.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Tensor::layer_norm`]; [`Error::Invalid`] without running statistics where not training, and in training for
+    /// channels of one element.
+    pub fn batch_norm(&self, options: BatchNormOptions) -> Result<Tensor> {
+        let op = "batch_norm";
+        let BatchNormOptions { running_mean, running_var, weight, bias, training, momentum, eps } = options;
+        let inputs = given(self, weight, bias);
+        if let Some(wide) = widened(&inputs)? {
+            let (weight, bias) = rest(&wide, weight, bias);
+            return wide[0].batch_norm(BatchNormOptions { weight, bias, ..options });
+        }
+        match (training, running_mean, running_var) {
+            (true, None, None) => replace!(op, inputs, weight, bias, true, Argument::None, eps),
+            (false, Some(mean), Some(var)) => {
+                let inputs: Dims<&Tensor> = [self, mean, var].into_iter().chain(weight).chain(bias).collect();
+                replace!(op, inputs, weight, bias, false, momentum, eps);
+            }
+            // What changes its arguments is nobody else's.
+            _ => {}
+        }
+        check_channels(op, self, &[weight, bias, running_mean, running_var])?;
+        same_dtype(op, &inputs)?;
+        let channels = self.shape().dims()[1];
+        let n: usize = self.shape().dims().iter().enumerate().filter(|(d, _)| *d != 1).map(|(_, &n)| n).product();
+        if training {
+            if n == 1 {
+                let reason = format!("shape {} has one element a channel, which has no variance", self.shape());
+                return Err(Error::invalid(op, reason));
+            }
+            let statistics = View::Batch.statistics(self)?;
+            let out = normalised(op, (self, &statistics), View::Batch, weight, bias, eps, false)?;
+            let unbiased = n as f64 / (n as f64 - 1.0);
+            let scalars = [Scalar::Float(momentum), Scalar::Float(1.0 - momentum), Scalar::Float(momentum * unbiased)];
+            let [mean, var] = apart(op, &statistics)?;
+            let (mean, var) = (mean.reshape([channels])?, var.reshape([channels])?);
+            if n > 0 {
+                let update = || match (running_mean, running_var) {
+                    (Some(m), Some(v)) => Tensor::map_into(&[m, v, &mean, &var], &scalars, &[m, v], |x, s| {
+                        vec![&s[1] * &x[0] + &s[0] * &x[2], &s[1] * &x[1] + &s[2] * &x[3]]
+                    }),
+                    (Some(m), None) => {
+                        Tensor::map_into(&[m, &mean], &scalars, &[m], |x, s| vec![&s[1] * &x[0] + &s[0] * &x[1]])
+                    }
+                    (None, Some(v)) => {
+                        Tensor::map_into(&[v, &var], &scalars, &[v], |x, s| vec![&s[1] * &x[0] + &s[2] * &x[1]])
+                    }
+                    (None, None) => Ok(()),
+                };
+                no_grad(update).map_err(|e| e.of(op))?;
+            }
+            return Ok(out);
+        }
+        let (Some(mean), Some(var)) = (running_mean, running_var) else {
+            return Err(Error::invalid(op, "where it is not training it needs the running mean and variance"));
+        };
+        let shape: Shape = (0..self.rank()).map(|d| if d == 1 { channels } else { 1 }).collect();
+        let column = |t: &Tensor| t.reshape(&shape);
+        let all: Dims<Tensor> = [mean, var].into_iter().chain(weight).chain(bias).map(column).collect::<Result<_>>()?;
+        let inputs: Dims<&Tensor> = std::iter::once(self).chain(&all).collect();
+        // The scale of a channel is computed once for all of its elements.
+        let scale = (Expr::input(2) + eps).rsqrt();
+        let scale = if weight.is_some() { scale * Expr::input(3) } else { scale };
+        let scaled = (Expr::input(0) - Expr::input(1)) * scale;
+        let shifted = if bias.is_some() { scaled + Expr::input(all.len()) } else { scaled };
+        let derivative = |i| shifted.diff(i);
+        let numbers = [Some(mean), Some(var), weight, bias];
+        let alike = mean.dtype == self.dtype && var.dtype == self.dtype;
+        match if alike { channels::normalised(self, numbers, eps)? } else { None } {
+            Some(out) if is_tracked(&inputs) => Ok(recorded(op, out, &inputs, Params::default(), &derivative)),
+            Some(out) => Ok(out),
+            None => formula(op, &inputs, self.dtype, &shifted, derivative),
+        }
+    }
+
+    /// `x / max(|x|, eps)` with the p-norm along `dim` (PyTorch's `normalize`, whose defaults are 2, 1 and 1e-12). Floats.
+    /// Differentiable.
+    ///
+    /// # Errors
+    /// [`Error::DimOutOfRange`], [`Error::UnsupportedDType`]; [`Error::Invalid`] for a p that is not above 0.
+    pub fn normalize(&self, p: f64, dim: isize, eps: f64) -> Result<Tensor> {
+        let op = "normalize";
+        self.dtype.check_float(op)?;
+        replaced!(op, [self], p, dim, eps);
+        if let Some(wide) = widened(&[self])? {
+            return wide[0].normalize(p, dim, eps);
+        }
+        if p.is_nan() || p <= 0.0 {
+            return Err(Error::invalid(op, format!("p is {p}, it must be above 0")));
+        }
+        let normal = || {
+            let norm = self.vector_norm(p, dim, true)?;
+            Tensor::map(&[self, &norm], |e| &e[0] / e[1].lt(eps).select(eps, &e[1]))
+        };
+        normal().map_err(|e| e.of(op))
+    }
+}
+
+const fn norm(name: &'static str, torch: &'static str, most: Arity, call: fn(&Args) -> Result<Tensor>) -> Operation {
+    Operation::new(name, torch, Kind::NeuralNetwork, Dtypes::Floats, Gives::Same, most, call).differentiable()
+}
+
+/// Tensor i where it was given.
+fn maybe<'a>(a: &Args<'a>, i: usize) -> Option<&'a Tensor> {
+    a.xs().get(i).copied()
+}
+
+pub(crate) static OPERATIONS: &[Operation] = &[
+    norm("layer_norm", "nn.functional.layer_norm", (3, 2), |a| {
+        a.x(0)?.layer_norm(&a.sizes(0)?, maybe(a, 1), maybe(a, 2), a.float(1)?)
+    }),
+    norm("rms_norm", "nn.functional.rms_norm", (2, 2), |a| {
+        a.x(0)?.rms_norm(&a.sizes(0)?, maybe(a, 1), if a.given(1) { Some(a.float(1)?) } else { None })
+    }),
+    norm("group_norm", "nn.functional.group_norm", (3, 2), |a| {
+        a.x(0)?.group_norm(a.size(0)?, maybe(a, 1), maybe(a, 2), a.float(1)?)
+    }),
+    norm("instance_norm", "nn.functional.instance_norm", (3, 1), |a| {
+        a.x(0)?.instance_norm(maybe(a, 1), maybe(a, 2), a.float(0)?)
+    }),
+    norm("batch_norm", "nn.functional.batch_norm", (5, 3), |a| {
+        let (training, eps) = (a.bool(0)?, a.float(2)?);
+        // In training without a momentum there are no running statistics.
+        let tracked = !training || a.given(1);
+        let momentum = if tracked { a.float(1)? } else { 0.0 };
+        let [running_mean, running_var, weight, bias] = match tracked {
+            true => [1, 2, 3, 4].map(|i| maybe(a, i)),
+            false if a.xs().len() <= 3 => [None, None, maybe(a, 1), maybe(a, 2)],
+            false => return Err(Error::invalid(a.name(), "without a momentum it takes x, weight and bias only")),
+        };
+        a.x(0)?.batch_norm(BatchNormOptions { running_mean, running_var, weight, bias, training, momentum, eps })
+    }),
+    norm("normalize", "nn.functional.normalize", (1, 3), |a| a.x(0)?.normalize(a.float(0)?, a.int(1)?, a.float(2)?)),
+];

@@ -1,0 +1,362 @@
+//! Pooling: the greatest element or the mean of each window.
+
+use crate::ops::catalogue::{Arity, Dtypes, Gives, Kind, Operation};
+use crate::ops::dispatch::arguments::{Args, Argument};
+use crate::ops::dispatch::registry::{replaced, replacement};
+use crate::ops::nn::window::{Divisor, Windows, as_given, as_images, both};
+use crate::{DType, Error, Result, Tensor};
+
+/// How [`Tensor::max_pool2d`] and its kin move their windows, with PyTorch's defaults.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MaxPoolOptions<const D: usize> {
+    /// Elements from one window to the next; None for as many as a window has.
+    pub stride: Option<[usize; D]>,
+    /// Elements around the image that are less than any other, at most half a window.
+    pub padding: [usize; D],
+    /// Elements from one of a window to the next.
+    pub dilation: [usize; D],
+    /// Whether windows may reach beyond the padded image, if they start in it.
+    pub ceil_mode: bool,
+}
+
+impl<const D: usize> Default for MaxPoolOptions<D> {
+    fn default() -> Self {
+        MaxPoolOptions { stride: None, padding: [0; D], dilation: [1; D], ceil_mode: false }
+    }
+}
+
+/// How [`Tensor::avg_pool1d`] and [`Tensor::avg_pool2d`] move their windows, with PyTorch's defaults.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AvgPoolOptions<const D: usize> {
+    /// Elements from one window to the next; None for as many as a window has.
+    pub stride: Option<[usize; D]>,
+    /// Zeros around the image, at most half a window.
+    pub padding: [usize; D],
+    /// Whether windows may reach beyond the padded image, if they start in it.
+    pub ceil_mode: bool,
+    /// Whether the zeros of the padding count in the mean.
+    pub count_include_pad: bool,
+    /// What to divide sums by instead of the number of elements.
+    pub divisor_override: Option<usize>,
+}
+
+impl<const D: usize> Default for AvgPoolOptions<D> {
+    fn default() -> Self {
+        AvgPoolOptions {
+            stride: None,
+            padding: [0; D],
+            ceil_mode: false,
+            count_include_pad: true,
+            divisor_override: None,
+        }
+    }
+}
+
+/// Windows of a pool; with `ceil_mode` the last may reach beyond the padding, but not start there.
+fn windows(
+    op: &'static str,
+    x: &Tensor,
+    kernel: [usize; 2],
+    [stride, padding, dilation]: [[usize; 2]; 3],
+    ceil_mode: bool,
+) -> Result<Windows> {
+    let image = [x.shape().dims()[2], x.shape().dims()[3]];
+    if image.contains(&0) {
+        return Err(Error::invalid(op, format!("the images are empty, of shape {}", x.shape())));
+    }
+    for d in 0..2 {
+        let reach = dilation[d].saturating_mul(kernel[d].saturating_sub(1)).saturating_add(1);
+        if padding[d] > reach / 2 {
+            return Err(Error::invalid(
+                op,
+                format!("a padding of {} is more than half a window of {reach}", padding[d]),
+            ));
+        }
+    }
+    let after = if ceil_mode { stride.map(|s| s.saturating_sub(1)) } else { [0; 2] };
+    let mut windows = Windows::new(op, image, kernel, [stride, padding, dilation], after)?;
+    for d in 0..2 {
+        if ceil_mode && (windows.grid[d] - 1) * stride[d] >= image[d] + padding[d] {
+            windows.grid[d] -= 1;
+        }
+        // Only windows that begin in the padding may step over all of a small image.
+        let outside = |o: &usize| {
+            let (first, end) = windows.span(d, *o);
+            first >= end
+        };
+        if let Some(o) = (0..windows.grid[d]).take_while(|o| o * stride[d] < padding[d]).find(outside) {
+            let reason = format!(
+                "window {o} along an image of {} has no element of it: its {} elements, {} apart, are all padding",
+                image[d], kernel[d], dilation[d]
+            );
+            return Err(Error::invalid(op, reason));
+        }
+    }
+    Ok(windows)
+}
+
+fn max_pool<const D: usize>(
+    op: &'static str,
+    given: &Tensor,
+    kernel: [usize; D],
+    options: MaxPoolOptions<D>,
+) -> Result<(Tensor, Tensor)> {
+    numbers(op, given)?;
+    let MaxPoolOptions { stride, padding, dilation, ceil_mode } = options;
+    let arguments = || {
+        let stride = stride.as_ref().map_or(Argument::None, Argument::from);
+        vec![(&kernel).into(), stride, (&padding).into(), (&dilation).into(), ceil_mode.into()]
+    };
+    if let Some(out) = replacement(op, &[given], arguments)? {
+        let mut out = out.into_iter();
+        let values = out.next().expect("one at least");
+        // Where the index was not asked for there is none.
+        let index = out.next().unwrap_or_else(|| values.detach());
+        return Ok((values, index));
+    }
+    let x = as_images(op, given, D)?;
+    let moved = [both(stride.unwrap_or(kernel), 1), both(padding, 0), both(dilation, 1)];
+    let (values, index) = windows(op, &x, both(kernel, 1), moved, ceil_mode)?.greatest(op, &x)?;
+    Ok((as_given(&values, given, D)?, as_given(&index, given, D)?))
+}
+
+fn numbers(op: &'static str, x: &Tensor) -> Result<()> {
+    match x.dtype {
+        DType::Bool => Err(Error::UnsupportedDType { op, dtype: DType::Bool, expected: "numbers" }),
+        _ => Ok(()),
+    }
+}
+
+fn avg_pool<const D: usize>(
+    op: &'static str,
+    given: &Tensor,
+    kernel: [usize; D],
+    options: AvgPoolOptions<D>,
+) -> Result<Tensor> {
+    given.dtype.check_float(op)?;
+    let AvgPoolOptions { stride, padding, ceil_mode, count_include_pad, divisor_override } = options;
+    let arguments = || {
+        let stride = stride.as_ref().map_or(Argument::None, Argument::from);
+        let switches = [ceil_mode.into(), count_include_pad.into(), divisor_override.into()];
+        [(&kernel).into(), stride, (&padding).into()].into_iter().chain(switches).collect()
+    };
+    if let Some(mut out) = replacement(op, &[given], arguments)? {
+        return Ok(out.swap_remove(0));
+    }
+    let x = as_images(op, given, D)?;
+    let moved = [both(stride.unwrap_or(kernel), 1), both(padding, 0), [1; 2]];
+    let divisor = match divisor_override {
+        Some(0) => return Err(Error::invalid(op, "the divisor must not be 0")),
+        Some(n) => Divisor::Number(n),
+        None if count_include_pad => Divisor::Window,
+        None => Divisor::Inside,
+    };
+    as_given(&windows(op, &x, both(kernel, 1), moved, ceil_mode)?.mean(op, &x, divisor)?, given, D)
+}
+
+/// Windows that divide the images of x among themselves.
+fn divided<const D: usize>(op: &'static str, x: &Tensor, size: [usize; D]) -> Result<Windows> {
+    let image = [x.shape().dims()[2], x.shape().dims()[3]];
+    if image.contains(&0) {
+        return Err(Error::invalid(op, format!("the images are empty, of shape {}", x.shape())));
+    }
+    Ok(Windows::adaptive(image, both(size, 1)))
+}
+
+impl Tensor {
+    /// The greatest element of each window (PyTorch's `max_pool1d`): x `[N, C, L]` or `[C, L]`. Numbers. Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::max_pool2d`].
+    pub fn max_pool1d(&self, kernel: usize, options: MaxPoolOptions<1>) -> Result<Tensor> {
+        Ok(max_pool("max_pool1d", self, [kernel], options)?.0)
+    }
+
+    /// The greatest element of each window (PyTorch's `max_pool2d`): x `[N, C, H, W]` or `[C, H, W]`; NaN where the window has
+    /// one. Numbers. One launch. Differentiable: of equal elements the first has the gradient.
+    ///
+    /// ```
+    /// use claystone::{Device, MaxPoolOptions, Tensor};
+    /// let x = Tensor::arange(0, 16, 1, Device::Cpu)?.reshape([1, 4, 4])?;
+    /// let y = x.max_pool2d([2, 2], MaxPoolOptions::default())?;
+    /// assert_eq!(y.to_vec::<f32>()?, [5.0, 7.0, 13.0, 15.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for another rank, images that are empty or smaller than a window, a padding of more than half a
+    /// window, a dilated window that has nothing but padding, or a stride of 0; [`Error::UnsupportedDType`] for bool.
+    pub fn max_pool2d(&self, kernel: [usize; 2], options: MaxPoolOptions<2>) -> Result<Tensor> {
+        Ok(max_pool("max_pool2d", self, kernel, options)?.0)
+    }
+
+    /// [`Tensor::max_pool1d`] and the index of each element in its row, i64 (PyTorch's `return_indices`).
+    ///
+    /// # Errors
+    /// As [`Tensor::max_pool2d`].
+    pub fn max_pool1d_with_indices(&self, kernel: usize, options: MaxPoolOptions<1>) -> Result<(Tensor, Tensor)> {
+        max_pool("max_pool1d_with_indices", self, [kernel], options)
+    }
+
+    /// [`Tensor::max_pool2d`] and the position of each element in its image, i64: `row * W + column` (PyTorch's
+    /// `return_indices`).
+    ///
+    /// # Errors
+    /// As [`Tensor::max_pool2d`].
+    pub fn max_pool2d_with_indices(&self, kernel: [usize; 2], options: MaxPoolOptions<2>) -> Result<(Tensor, Tensor)> {
+        max_pool("max_pool2d_with_indices", self, kernel, options)
+    }
+
+    /// The mean of each window (PyTorch's `avg_pool1d`): x `[N, C, L]` or `[C, L]`. Floats. Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::avg_pool2d`].
+    pub fn avg_pool1d(&self, kernel: usize, options: AvgPoolOptions<1>) -> Result<Tensor> {
+        avg_pool("avg_pool1d", self, [kernel], options)
+    }
+
+    /// The mean of each window (PyTorch's `avg_pool2d`): x `[N, C, H, W]` or `[C, H, W]`. Floats. One launch. Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::max_pool2d`]; [`Error::UnsupportedDType`] for integers.
+    pub fn avg_pool2d(&self, kernel: [usize; 2], options: AvgPoolOptions<2>) -> Result<Tensor> {
+        avg_pool("avg_pool2d", self, kernel, options)
+    }
+
+    /// The mean of each of `size` parts of a row (PyTorch's `adaptive_avg_pool1d`): x `[N, C, L]` or `[C, L]`. Floats.
+    /// Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::adaptive_avg_pool2d`].
+    pub fn adaptive_avg_pool1d(&self, size: usize) -> Result<Tensor> {
+        adaptive_mean("adaptive_avg_pool1d", self, [size])
+    }
+
+    /// The mean of each of `size` parts, rows and columns, of an image, which overlap where they do not divide it evenly
+    /// (PyTorch's `adaptive_avg_pool2d`): x `[N, C, H, W]` or `[C, H, W]`. `[1, 1]` is global average pooling. Floats.
+    /// Differentiable.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let x = Tensor::arange(0, 5, 1, Device::Cpu)?.reshape([1, 1, 5])?;
+    /// assert_eq!(x.adaptive_avg_pool2d([1, 2])?.to_vec::<f32>()?, [1.0, 3.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for another rank or empty images; [`Error::UnsupportedDType`] for integers.
+    pub fn adaptive_avg_pool2d(&self, size: [usize; 2]) -> Result<Tensor> {
+        adaptive_mean("adaptive_avg_pool2d", self, size)
+    }
+
+    /// The greatest element of each of `size` parts of a row (PyTorch's `adaptive_max_pool1d`). Numbers. Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::adaptive_avg_pool2d`].
+    pub fn adaptive_max_pool1d(&self, size: usize) -> Result<Tensor> {
+        adaptive_max("adaptive_max_pool1d", self, [size])
+    }
+
+    /// The greatest element of each of `size` parts, rows and columns, of an image (PyTorch's `adaptive_max_pool2d`). Numbers.
+    /// Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::adaptive_avg_pool2d`].
+    pub fn adaptive_max_pool2d(&self, size: [usize; 2]) -> Result<Tensor> {
+        adaptive_max("adaptive_max_pool2d", self, size)
+    }
+}
+
+fn adaptive_mean<const D: usize>(op: &'static str, given: &Tensor, size: [usize; D]) -> Result<Tensor> {
+    given.dtype.check_float(op)?;
+    replaced!(op, [given], &size);
+    let x = as_images(op, given, D)?;
+    let windows = divided(op, &x, size)?;
+    // One part is everything, which reductions share out better.
+    let out = if size == [1; D] { x.mean([-2, -1], true)? } else { windows.mean(op, &x, Divisor::Inside)? };
+    as_given(&out, given, D)
+}
+
+fn adaptive_max<const D: usize>(op: &'static str, given: &Tensor, size: [usize; D]) -> Result<Tensor> {
+    numbers(op, given)?;
+    replaced!(op, [given], &size);
+    let x = as_images(op, given, D)?;
+    as_given(&divided(op, &x, size)?.greatest(op, &x)?.0, given, D)
+}
+
+impl<const D: usize> MaxPoolOptions<D> {
+    fn of(a: &Args) -> Result<Self> {
+        let stride = if a.given(1) { Some(a.array(1, [1; D])?) } else { None };
+        let (padding, dilation) = (a.array(2, [0; D])?, a.array(3, [1; D])?);
+        Ok(MaxPoolOptions { stride, padding, dilation, ceil_mode: a.bool(4)? })
+    }
+}
+
+impl<const D: usize> AvgPoolOptions<D> {
+    fn of(a: &Args) -> Result<Self> {
+        Ok(AvgPoolOptions {
+            stride: if a.given(1) { Some(a.array(1, [1; D])?) } else { None },
+            padding: a.array(2, [0; D])?,
+            ceil_mode: a.bool(3)?,
+            count_include_pad: !a.given(4) || a.bool(4)?,
+            divisor_override: if a.given(5) { Some(a.size(5)?) } else { None },
+        })
+    }
+}
+
+/// The size of a window, or of a result, in one direction.
+fn one(a: &Args) -> Result<usize> {
+    a.array::<1>(0, [1]).map(|[n]| n)
+}
+
+const fn pool(
+    name: &'static str,
+    torch: &'static str,
+    takes: Dtypes,
+    most: Arity,
+    call: fn(&Args) -> Result<Tensor>,
+) -> Operation {
+    Operation::new(name, torch, Kind::NeuralNetwork, takes, Gives::Same, most, call).differentiable()
+}
+
+const fn two(
+    name: &'static str,
+    torch: &'static str,
+    most: Arity,
+    call: fn(&Args) -> Result<Vec<Tensor>>,
+) -> Operation {
+    Operation::several(name, torch, Kind::NeuralNetwork, Dtypes::Numbers, Gives::Same, most, call).differentiable()
+}
+
+pub(crate) static OPERATIONS: &[Operation] = &[
+    pool("max_pool1d", "nn.functional.max_pool1d", Dtypes::Numbers, (1, 5), |a| {
+        a.x(0)?.max_pool1d(one(a)?, MaxPoolOptions::of(a)?)
+    }),
+    pool("max_pool2d", "nn.functional.max_pool2d", Dtypes::Numbers, (1, 5), |a| {
+        a.x(0)?.max_pool2d(a.array(0, [1; 2])?, MaxPoolOptions::of(a)?)
+    }),
+    two("max_pool1d_with_indices", "nn.functional.max_pool1d_with_indices", (1, 5), |a| {
+        a.x(0)?.max_pool1d_with_indices(one(a)?, MaxPoolOptions::of(a)?).map(|(v, i)| vec![v, i])
+    }),
+    two("max_pool2d_with_indices", "nn.functional.max_pool2d_with_indices", (1, 5), |a| {
+        a.x(0)?.max_pool2d_with_indices(a.array(0, [1; 2])?, MaxPoolOptions::of(a)?).map(|(v, i)| vec![v, i])
+    }),
+    pool("avg_pool1d", "nn.functional.avg_pool1d", Dtypes::Floats, (1, 6), |a| {
+        a.x(0)?.avg_pool1d(one(a)?, AvgPoolOptions::of(a)?)
+    }),
+    pool("avg_pool2d", "nn.functional.avg_pool2d", Dtypes::Floats, (1, 6), |a| {
+        a.x(0)?.avg_pool2d(a.array(0, [1; 2])?, AvgPoolOptions::of(a)?)
+    }),
+    pool("adaptive_avg_pool1d", "nn.functional.adaptive_avg_pool1d", Dtypes::Floats, (1, 1), |a| {
+        a.x(0)?.adaptive_avg_pool1d(one(a)?)
+    }),
+    pool("adaptive_avg_pool2d", "nn.functional.adaptive_avg_pool2d", Dtypes::Floats, (1, 1), |a| {
+        a.x(0)?.adaptive_avg_pool2d(a.array(0, [1; 2])?)
+    }),
+    pool("adaptive_max_pool1d", "nn.functional.adaptive_max_pool1d", Dtypes::Numbers, (1, 1), |a| {
+        a.x(0)?.adaptive_max_pool1d(one(a)?)
+    }),
+    pool("adaptive_max_pool2d", "nn.functional.adaptive_max_pool2d", Dtypes::Numbers, (1, 1), |a| {
+        a.x(0)?.adaptive_max_pool2d(a.array(0, [1; 2])?)
+    }),
+];

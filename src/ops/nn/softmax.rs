@@ -1,0 +1,404 @@
+//! Operations that see a whole row at once: softmax and its kin along any dim, and cross-entropy.
+//!
+//! One launch each, on strided input, with the row's maximum taken out first so that no logit overflows. Cross-entropy
+//! computes the gradient of its logits in the same launch as the loss, while the row is at hand; backward then hands it
+//! over, and launches nothing at all where the loss is what `backward()` starts from.
+
+use smallvec::SmallVec;
+
+use crate::autograd::Saved;
+use crate::backend::cpu::softmax as cpu;
+use crate::backend::opencl::launch_cache::{Key, Of};
+use crate::backend::opencl::{cross_entropy as entropy, launch_cache as memo, softmax as opencl};
+use crate::expr::Expr;
+use crate::layout::collapse::Walk;
+use crate::ops::catalogue::{Dtypes, Gives, Kind, Operation};
+use crate::ops::dispatch::autocast::widened;
+use crate::ops::dispatch::registry::replaced;
+use crate::ops::elementwise::{Params, apply_one};
+use crate::ops::recorded_with_result;
+use crate::ops::reduce::ReduceDims;
+use crate::tensor::{Dims, Layout};
+use crate::{DType, Device, Error, Result, Shape, Tensor, autograd};
+
+/// What a row becomes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum RowOp {
+    Softmax,
+    /// Of the part of a row that [`Sight`] says.
+    MaskedSoftmax,
+    LogSoftmax,
+    LogSumExp,
+    /// Of the result and its gradient.
+    SoftmaxGrad,
+    LogSoftmaxGrad,
+}
+
+/// What the third operand says about a row's elements.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) enum Mask {
+    #[default]
+    None,
+    /// Only those where it is true are seen.
+    Keep,
+    /// It is added to them.
+    Add,
+}
+
+/// What a softmax sees of its rows.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Sight {
+    pub(crate) mask: Mask,
+    /// Row i of each matrix of so many sees elements up to `first + i`; 0: each sees all.
+    pub(crate) causal: usize,
+    pub(crate) first: usize,
+}
+
+impl Sight {
+    /// How many elements row r sees of n.
+    pub(crate) fn of(self, r: usize, n: usize) -> usize {
+        if self.causal == 0 { n } else { n.min(self.first + r % self.causal + 1) }
+    }
+}
+
+/// Rows of n elements: where each starts in up to three operands, and the step along a row in each.
+#[derive(Debug)]
+pub(crate) struct Rows {
+    pub(crate) walk: Walk,
+    pub(crate) n: usize,
+    pub(crate) steps: [isize; 3],
+    pub(crate) sight: Sight,
+}
+
+impl Rows {
+    /// Rows of `shape` along dim d.
+    fn new(shape: &Shape, d: usize, operands: [&[isize]; 3]) -> Rows {
+        let without =
+            |s: &[isize]| -> Dims<isize> { s.iter().enumerate().filter(|(i, _)| *i != d).map(|(_, &s)| s).collect() };
+        let rest: Shape = shape.dims().iter().enumerate().filter(|(i, _)| *i != d).map(|(_, &n)| n).collect();
+        let starts = operands.map(without);
+        let walk = Walk::new(&rest, starts.iter().map(|s| &s[..]));
+        Rows { walk, n: shape.dims()[d], steps: operands.map(|s| s[d]), sight: Sight::default() }
+    }
+
+    pub(crate) fn count(&self) -> usize {
+        self.walk.dims.iter().product()
+    }
+}
+
+/// The row operation along dim d of `x` (and `z`, of its shape), outside the graph.
+fn along(kind: RowOp, x: &Tensor, z: Option<&Tensor>, d: usize) -> Result<Tensor> {
+    seeing(kind, x, z, d, Sight::default())
+}
+
+fn seeing(kind: RowOp, x: &Tensor, z: Option<&Tensor>, d: usize, sight: Sight) -> Result<Tensor> {
+    let z = z.unwrap_or(x);
+    let whole = kind != RowOp::LogSumExp;
+    let shape: Shape = match whole {
+        true => x.shape().clone(),
+        false => x.shape().dims().iter().enumerate().map(|(i, &n)| if i == d { 1 } else { n }).collect(),
+    };
+    let out = Tensor::empty_like_shape(shape, x.dtype, x.device())?;
+    if out.numel() == 0 {
+        return Ok(out);
+    }
+    if x.numel() == 0 {
+        out.fill_(f64::NEG_INFINITY)?;
+        return Ok(out);
+    }
+    let rows = || Rows { sight, ..Rows::new(x.shape(), d, [x.strides(), out.strides(), z.strides()]) };
+    match x.device() {
+        Device::Cpu => cpu::run(kind, x, z, &out, d, &rows())?,
+        device => {
+            let numbers = [kind as u64, d as u64, sight.mask as u64, sight.causal as u64, sight.first as u64];
+            let key = Key { of: Of::Row, device, numbers: &numbers, exprs: &[], tensors: &[x, &out, z] };
+            memo::launch(&key, Params::default(), || opencl::prepare(kind, [x, &out, z], &rows()))?;
+        }
+    }
+    out.storage.bump_version();
+    Ok(out)
+}
+
+/// The softmax along the last dim of what each row sees: elements where a bool `mask`, broadcast, is true, or all, with a
+/// mask of floats added to them; with `causal`, which is the number of a matrix's first row, no element beyond the row's own. A row
+/// that sees nothing is all zeros. One launch either way. Recorded for scores and mask.
+pub(crate) fn masked_softmax(
+    op: &'static str,
+    scores: &Tensor,
+    mask: Option<&Tensor>,
+    causal: Option<usize>,
+) -> Result<Tensor> {
+    let d = scores.rank() - 1;
+    let sight = Sight {
+        mask: match mask {
+            None => Mask::None,
+            Some(mask) if mask.dtype == DType::Bool => Mask::Keep,
+            Some(_) => Mask::Add,
+        },
+        causal: causal.map_or(0, |_| scores.shape().dims()[d - 1]),
+        first: causal.unwrap_or(0),
+    };
+    let spread = mask.map(|mask| mask.with_layout(mask.layout.broadcast_to(scores.shape())));
+    let out = seeing(RowOp::MaskedSoftmax, scores, spread.as_ref(), d, sight)?;
+    let like_mask = mask.map(|mask| (mask.shape().clone(), mask.dtype));
+    let inputs: SmallVec<[&Tensor; 2]> = std::iter::once(scores).chain(mask).collect();
+    Ok(recorded_with_result(op, out, &inputs, move |i, grad, weights| {
+        let slope = softmax_slope(weights, grad)?;
+        match &like_mask {
+            Some((shape, dtype)) if i == 1 => slope.sum_to(shape)?.to_dtype(*dtype),
+            _ => Ok(slope),
+        }
+    }))
+}
+
+/// The gradient of a softmax along the last dim, from its result and the gradient of that. Recorded.
+pub(crate) fn softmax_slope(weights: &Tensor, grad: &Tensor) -> Result<Tensor> {
+    match autograd::is_tracked(&[weights, grad]) {
+        true => weights.mul(&grad.sub(&weights.mul(grad)?.sum(-1, true)?)?),
+        false => along(RowOp::SoftmaxGrad, weights, Some(grad), weights.rank() - 1),
+    }
+}
+
+/// A scalar has one row of one element.
+fn at_least_1d(t: &Tensor) -> Tensor {
+    match t.rank() {
+        0 => t.with_layout(Layout { shape: Shape::from(1), strides: Dims::from_slice(&[0]), offset: t.layout.offset }),
+        _ => t.detach(),
+    }
+}
+
+pub(crate) static OPERATIONS: &[Operation] = &[
+    Operation::new("softmax", "softmax", Kind::NeuralNetwork, Dtypes::Floats, Gives::Same, (1, 1), |a| {
+        a.x(0)?.softmax(a.int(0)?)
+    })
+    .differentiable(),
+    Operation::new("log_softmax", "log_softmax", Kind::NeuralNetwork, Dtypes::Floats, Gives::Same, (1, 1), |a| {
+        a.x(0)?.log_softmax(a.int(0)?)
+    })
+    .differentiable(),
+    Operation::new("logsumexp", "logsumexp", Kind::Reduction, Dtypes::Floats, Gives::Same, (1, 2), |a| {
+        a.x(0)?.logsumexp(a.dims(0)?, a.bool(1)?)
+    })
+    .differentiable(),
+];
+
+impl Tensor {
+    /// `exp(x) / sum(exp(x))` along `dim` (PyTorch's `softmax`); floats. Differentiable, one launch either way.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let p = Tensor::from_slice(&[0f32, f32::NEG_INFINITY, 0.0], 3, Device::Cpu)?.softmax(-1)?;
+    /// assert_eq!(p.to_vec::<f32>()?, [0.5, 0.0, 0.5]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::DimOutOfRange`], [`Error::UnsupportedDType`] for integers and bool, [`Error::OutOfMemory`].
+    pub fn softmax(&self, dim: isize) -> Result<Tensor> {
+        self.normalised("softmax", RowOp::Softmax, RowOp::SoftmaxGrad, dim)
+    }
+
+    /// `x - logsumexp(x)` along `dim` (PyTorch's `log_softmax`); floats. Differentiable, one launch either way.
+    ///
+    /// # Errors
+    /// As [`Tensor::softmax`].
+    pub fn log_softmax(&self, dim: isize) -> Result<Tensor> {
+        self.normalised("log_softmax", RowOp::LogSoftmax, RowOp::LogSoftmaxGrad, dim)
+    }
+
+    fn normalised(&self, op: &'static str, forward: RowOp, backward: RowOp, dim: isize) -> Result<Tensor> {
+        replaced!(op, [self], dim);
+        self.dtype.check_float(op)?;
+        if let Some(wide) = widened(&[self])? {
+            return wide[0].normalised(op, forward, backward, dim);
+        }
+        let scalar = (self.rank() == 0).then(|| at_least_1d(self));
+        let x = scalar.as_ref().unwrap_or(self);
+        let d = x.shape().dim(op, dim)?;
+        let mut out = along(forward, x, None, d)?;
+        if scalar.is_some() {
+            out.layout = Layout::contiguous(self.shape().clone());
+        }
+        if !autograd::is_tracked(&[self]) {
+            return Ok(out);
+        }
+        let saved = Saved::new(&out);
+        let shape = self.shape().clone();
+        Ok(autograd::record_twice(op, out, &[self], move |ctx| {
+            let (y, grad) = (ctx.result(&saved)?, ctx.grad()?);
+            let grad = if !ctx.create_graph() {
+                let grad = along(backward, &at_least_1d(&y), Some(&at_least_1d(&grad)), d)?;
+                grad.with_layout(Layout::contiguous(shape.clone()))
+            } else if forward == RowOp::Softmax {
+                grad.sub(&grad.mul(&y)?.sum([d as isize], true)?)?.mul(&y)?
+            } else {
+                grad.sub(&y.exp()?.mul(&grad.sum([d as isize], true)?)?)?
+            };
+            Ok(SmallVec::from_iter([Some(grad)]))
+        }))
+    }
+
+    /// `log(sum(exp(x)))` over `dims` (PyTorch's `logsumexp`), without overflow; floats. Of nothing it is -inf.
+    /// `keepdim` leaves the dims in place with size 1. One launch a dim. Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::softmax`]; [`Error::Invalid`] for a dim given twice.
+    pub fn logsumexp(&self, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<Tensor> {
+        let (op, dims) = ("logsumexp", dims.into());
+        replaced!(op, [self], &dims, keepdim);
+        self.dtype.check_float(op)?;
+        if let Some(wide) = widened(&[self])? {
+            return wide[0].logsumexp(dims, keepdim);
+        }
+        let mask = dims.mask(op, self.shape())?;
+        if self.rank() == 0 {
+            return self.logsumexp_along(op, 0, keepdim);
+        }
+        let along = (0..self.rank()).rev().filter(|&d| mask[d]);
+        let out = along.clone().try_fold(self.shallow_clone(), |t, d| t.logsumexp_along(op, d, keepdim))?;
+        if along.count() == 0 { out.try_clone() } else { Ok(out) }
+    }
+
+    fn logsumexp_along(&self, op: &'static str, d: usize, keepdim: bool) -> Result<Tensor> {
+        let x = at_least_1d(self);
+        let kept = along(RowOp::LogSumExp, &x, None, d)?;
+        let mut shape = self.shape().dims().to_vec();
+        match keepdim {
+            _ if self.rank() == 0 => {}
+            true => shape[d] = 1,
+            false => drop(shape.remove(d)),
+        }
+        let out = kept.with_layout(Layout::contiguous(shape.into()));
+        if !autograd::is_tracked(&[self]) {
+            return Ok(out);
+        }
+        let (x, result) = (Saved::new(self), Saved::new(&out));
+        let (shape, kept) = (self.shape().clone(), kept.layout);
+        Ok(autograd::record_twice(op, out, &[self], move |ctx| {
+            let (x, result, grad) = (x.get(op)?, ctx.result(&result)?, ctx.grad()?);
+            if ctx.create_graph() {
+                let wide = |t: Tensor| if keepdim || t.rank() == x.rank() { Ok(t) } else { t.unsqueeze(d as isize) };
+                let weight = x.sub(&wide(result)?)?.exp()?;
+                return Ok(SmallVec::from_iter([Some(weight.mul(&wide(grad)?)?)]));
+            }
+            let (x, result) = (at_least_1d(x), result.with_layout(kept.clone()));
+            let grad = grad.contiguous()?;
+            let grad = grad.with_layout(Layout { offset: grad.layout.offset, ..result.layout.clone() });
+            // exp(x - result) is the softmax; an infinite result has no finite gradient, as in PyTorch.
+            let weight = (Expr::input(0) - Expr::input(1)).exp() * Expr::input(2);
+            let grad = apply_one(op, &[&x, &result, &grad], Params::default(), &weight, x.dtype)?;
+            Ok(SmallVec::from_iter([Some(grad.with_layout(Layout::contiguous(shape.clone())))]))
+        }))
+    }
+
+    /// Cross-entropy of logits `[N, C]` and class labels `[N]`, neither weighted nor smoothed: one launch gives losses and
+    /// gradient, at most one more their sum. `composed` is the same of log-probabilities, for gradients of gradients.
+    pub(crate) fn label_entropy(
+        &self,
+        labels: &Tensor,
+        options: CrossEntropy,
+        composed: impl Fn(&Tensor, &Tensor) -> Result<Tensor> + Send + Sync + 'static,
+    ) -> Result<Tensor> {
+        let op = "cross_entropy";
+        let tracked = autograd::is_tracked(&[self]);
+        let grad = match tracked {
+            true => Some(Tensor::empty_like_shape(self.shape(), self.dtype, self.device())?),
+            false => None,
+        };
+        let out = match (self.numel(), self.device()) {
+            (0, _) => nothing(self, labels, options.reduction)?,
+            (_, Device::Cpu) => cpu::cross_entropy(self, labels, options, grad.as_ref())?,
+            (_, Device::OpenCL(_)) => entropy::cross_entropy(self, labels, options, grad.as_ref())?,
+        };
+        let Some(saved) = grad else { return Ok(out) };
+        let (saved, labels) = (Saved::new(&saved), Saved::new(labels));
+        let CrossEntropy { reduction, ignore_index, .. } = options;
+        Ok(autograd::record_twice(op, out, &[self], move |ctx| {
+            let saved = saved.unpack(op)?;
+            if ctx.create_graph() {
+                let labels = labels.get(op)?;
+                let log = log_probabilities(&saved, labels, reduction, ignore_index)?;
+                // Logits are these but for a number that a row has in common, which changes nothing.
+                return ctx.through(&composed(&ctx.input(0, log).log_softmax(1)?, labels)?);
+            }
+            let grad = match ctx.grad_unless_one() {
+                None => saved,
+                Some(grad) => {
+                    // One upstream number for all rows, or one a row.
+                    let step = if grad.rank() == 0 { 0 } else { grad.strides()[0] };
+                    let shape = saved.shape().clone();
+                    let strides = Dims::from_slice(&[step, 0]);
+                    let grad = grad.with_layout(Layout { shape, strides, offset: grad.layout.offset });
+                    let product = Expr::input(0) * Expr::input(1);
+                    apply_one(op, &[&saved, &grad], Params::default(), &product, saved.dtype)?
+                }
+            };
+            Ok(SmallVec::from_iter([Some(grad)]))
+        }))
+    }
+}
+
+/// The logarithms of the probabilities that [`Tensor::label_entropy`] had, from its gradient: a probability less 1 at the label,
+/// over the number of rows that count for their mean.
+fn log_probabilities(grad: &Tensor, labels: &Tensor, reduction: LossReduction, ignore_index: i64) -> Result<Tensor> {
+    let ignored = labels.eq_scalar(ignore_index)?;
+    let labels = labels.masked_fill(&ignored, 0)?.one_hot(grad.shape().dims()[1])?;
+    let whole = match reduction {
+        LossReduction::Mean => grad.mul(&ignored.logical_not()?.sum((), false)?)?,
+        _ => grad.shallow_clone(),
+    };
+    whole.add(&labels)?.clamp_min(0)?.log()
+}
+
+/// The loss where there are no logits: no rows, or rows without a class, where every label is out of range.
+fn nothing(logits: &Tensor, labels: &Tensor, reduction: LossReduction) -> Result<Tensor> {
+    if labels.numel() > 0 {
+        return Err(Error::invalid("cross_entropy", "the logits have no class (shape [N, 0])"));
+    }
+    let options = (logits.dtype, logits.device());
+    match reduction {
+        LossReduction::Mean => Tensor::full((), f64::NAN, options),
+        LossReduction::Sum => Tensor::zeros((), options),
+        LossReduction::None => Tensor::zeros(0, options),
+    }
+}
+
+/// What becomes of the losses of single rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum LossReduction {
+    /// Their mean, over those that count.
+    #[default]
+    Mean,
+    /// Their sum.
+    Sum,
+    /// Nothing: one loss a row.
+    None,
+}
+
+/// How [`Tensor::cross_entropy_with`] computes its loss.
+///
+/// ```
+/// use claystone::{CrossEntropy, Device, LossReduction, Tensor};
+/// let options = CrossEntropy { reduction: LossReduction::Sum, ..CrossEntropy::default() };
+/// let labels = Tensor::from_slice(&[1i64, -100], 2, Device::Cpu)?;
+/// let loss = Tensor::zeros(&[2, 4], Device::Cpu)?.cross_entropy_with(&labels, options)?;
+/// assert!((loss.item::<f32>()? - 4f32.ln()).abs() < 1e-6);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy)]
+pub struct CrossEntropy<'a> {
+    /// Mean, sum or none.
+    pub reduction: LossReduction,
+    /// Rows with this label have loss and gradient 0 and do not count in the mean; -100, as in PyTorch.
+    pub ignore_index: i64,
+    /// The part of each label's probability that is spread evenly over all classes, in `0..=1`.
+    pub label_smoothing: f64,
+    /// A factor for each class, `[C]`, of the logits' dtype.
+    pub weight: Option<&'a Tensor>,
+}
+
+impl Default for CrossEntropy<'_> {
+    fn default() -> Self {
+        CrossEntropy { reduction: LossReduction::Mean, ignore_index: -100, label_smoothing: 0.0, weight: None }
+    }
+}

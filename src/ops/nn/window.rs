@@ -1,0 +1,345 @@
+//! Windows over the last two dims of images: what convolution and pooling look through.
+//!
+//! One family: windows taken apart into columns and added up again ([`Windows::columns`], [`Windows::images`], each the
+//! other's gradient), greatest elements, means. Every kernel owns an element of its result and reads what belongs to it:
+//! one launch, no atomics. `conv` and `pool` have the public methods; one dim is a row of an image with one row.
+
+use smallvec::SmallVec;
+
+use crate::autograd::Saved;
+use crate::backend::cpu::window as cpu;
+use crate::backend::opencl::window as opencl;
+use crate::ops::dispatch::registry::replaced;
+use crate::tensor::Dims;
+use crate::{DType, Device, Error, Result, Shape, Tensor, autograd};
+
+/// Where windows lie; pairs are rows and columns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Windows {
+    /// Elements of the image, taps of a window, windows.
+    pub(crate) image: [usize; 2],
+    pub(crate) kernel: [usize; 2],
+    pub(crate) grid: [usize; 2],
+    /// Elements from one window to the next, before the first element, from one tap to the next.
+    pub(crate) stride: [usize; 2],
+    pub(crate) padding: [usize; 2],
+    pub(crate) dilation: [usize; 2],
+    /// Windows divide the image among themselves: only `image` and `grid` count.
+    pub(crate) adaptive: bool,
+}
+
+/// What the numbers that say how windows lie are below: their products with strides are computed without checks.
+const LARGEST: usize = 1 << 30;
+
+/// What a mean is divided by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Divisor {
+    /// The elements of the window, with those in the padding.
+    Window,
+    /// The elements of the image in the window.
+    Inside,
+    Number(usize),
+}
+
+impl Divisor {
+    /// As the kernels have it.
+    pub(crate) fn code(self) -> i64 {
+        match self {
+            Divisor::Window => 0,
+            Divisor::Inside => -1,
+            Divisor::Number(n) => i64::try_from(n).unwrap_or(i64::MAX),
+        }
+    }
+}
+
+/// What is done with windows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Task {
+    Max,
+    Unmax,
+    Mean(Divisor),
+    Unmean(Divisor),
+}
+
+impl Windows {
+    /// Windows of one size over `image`, with `after` more elements behind than `padding` before it.
+    pub(crate) fn new(
+        op: &'static str,
+        image: [usize; 2],
+        kernel: [usize; 2],
+        [stride, padding, dilation]: [[usize; 2]; 3],
+        after: [usize; 2],
+    ) -> Result<Windows> {
+        let mut grid = [0; 2];
+        for d in 0..2 {
+            if [kernel, stride, padding, dilation, after].iter().any(|numbers| numbers[d] >= LARGEST) {
+                let reason = format!(
+                    "kernel {kernel:?}, stride {stride:?}, padding {padding:?} and dilation {dilation:?} have to be below 2^30"
+                );
+                return Err(Error::invalid(op, reason));
+            }
+            if [kernel[d], stride[d], dilation[d]].contains(&0) {
+                let reason =
+                    format!("kernel {kernel:?}, stride {stride:?} and dilation {dilation:?} have to be above 0");
+                return Err(Error::invalid(op, reason));
+            }
+            let window = dilation[d].saturating_mul(kernel[d] - 1).saturating_add(1);
+            let padded = image[d].saturating_add(padding[d].saturating_mul(2)).saturating_add(after[d]);
+            if window > padded {
+                let reason = format!(
+                    "a window of {window} does not fit into an image of {} with its padding, {padded}",
+                    image[d]
+                );
+                return Err(Error::invalid(op, reason));
+            }
+            grid[d] = (padded - window) / stride[d] + 1;
+        }
+        Ok(Windows { image, kernel, grid, stride, padding, dilation, adaptive: false })
+    }
+
+    /// As many windows as `grid` says.
+    pub(crate) fn adaptive(image: [usize; 2], grid: [usize; 2]) -> Windows {
+        let one = [1; 2];
+        Windows { image, kernel: one, grid, stride: one, padding: [0; 2], dilation: one, adaptive: true }
+    }
+
+    /// The elements of the image that window o has along direction d: from the first to before the last, a dilation apart.
+    pub(crate) fn span(&self, d: usize, o: usize) -> (usize, usize) {
+        if self.adaptive {
+            let (image, grid) = (self.image[d], self.grid[d]);
+            return (o * image / grid, ((o + 1) * image).div_ceil(grid));
+        }
+        let (from, step) = (o * self.stride[d], self.dilation[d]);
+        let end = from + step * (self.kernel[d] - 1) + 1;
+        let skipped = self.padding[d].saturating_sub(from).div_ceil(step) * step;
+        (from + skipped - self.padding[d], end.saturating_sub(self.padding[d]).min(self.image[d]))
+    }
+
+    pub(crate) fn divisor(&self, o: [usize; 2], divisor: Divisor) -> usize {
+        let size = |d: usize| {
+            let (start, stop) = self.span(d, o[d]);
+            let from = o[d] * self.stride[d];
+            match divisor {
+                Divisor::Window if !self.adaptive => {
+                    (from + self.kernel[d]).min(self.image[d] + 2 * self.padding[d]) - from
+                }
+                _ => stop - start,
+            }
+        };
+        if let Divisor::Number(n) = divisor { n } else { size(0) * size(1) }
+    }
+
+    /// The windows that have row or column tap k inside of the image, first to before the last.
+    pub(crate) fn inside(&self, d: usize, k: usize) -> (usize, usize) {
+        let (tap, padding, stride) = (k * self.dilation[d], self.padding[d], self.stride[d]);
+        let first = padding.saturating_sub(tap).div_ceil(stride);
+        let last = (self.image[d] + padding).saturating_sub(tap).div_ceil(stride);
+        (first.min(self.grid[d]), last.clamp(first.min(self.grid[d]), self.grid[d]))
+    }
+
+    /// The elements of x, `[N, C, image]`, that each window has, `[N, C, kernel, grid]`; with `inside` as
+    /// `[C, kernel, N, grid]`, which products want. 0 in the padding. Differentiable, one launch.
+    pub(crate) fn columns(self, op: &'static str, x: &Tensor, inside: bool) -> Result<Tensor> {
+        let out = self.unfold(x, inside)?;
+        Ok(autograd::record_unary_twice(op, out, x, move |grad| match inside {
+            true => self.images(op, &grad.permute(&[3, 0, 1, 2, 4, 5])?),
+            false => self.images(op, &grad),
+        }))
+    }
+
+    /// The sum of columns, `[N, C, kernel, grid]`, where they come from, `[N, C, image]`. Differentiable, one launch.
+    pub(crate) fn images(self, op: &'static str, columns: &Tensor) -> Result<Tensor> {
+        let out = self.fold(columns)?;
+        Ok(autograd::record_unary_twice(op, out, columns, move |grad| self.columns(op, &grad, false)))
+    }
+
+    fn unfold(&self, x: &Tensor, inside: bool) -> Result<Tensor> {
+        let (n, c) = (x.shape().dims()[0], x.shape().dims()[1]);
+        let ([kh, kw], [oh, ow]) = (self.kernel, self.grid);
+        let shape = if inside { [c, kh, kw, n, oh, ow] } else { [n, c, kh, kw, oh, ow] };
+        let out = Tensor::empty_like_shape(shape, x.dtype, x.device())?;
+        if out.numel() > 0 {
+            match x.device() {
+                // Only padding: there is no element to look at.
+                _ if x.numel() == 0 => drop(out.zero_()?),
+                Device::Cpu => cpu::unfold(self, x, &out, inside)?,
+                Device::OpenCL(_) => opencl::unfold(self, x, &out, inside)?,
+            }
+            out.storage.bump_version();
+        }
+        Ok(out)
+    }
+
+    fn fold(&self, columns: &Tensor) -> Result<Tensor> {
+        let dims = columns.shape().dims();
+        let out = Tensor::empty_like_shape(
+            [dims[0], dims[1], self.image[0], self.image[1]],
+            columns.dtype,
+            columns.device(),
+        )?;
+        if out.numel() > 0 {
+            match out.device() {
+                _ if columns.numel() == 0 => drop(out.zero_()?),
+                Device::Cpu => cpu::fold(self, columns, &out)?,
+                Device::OpenCL(_) => opencl::fold(self, columns, &out)?,
+            }
+            out.storage.bump_version();
+        }
+        Ok(out)
+    }
+
+    /// The greatest element of each window of x, `[N, C, image]`, and its position in the image. Differentiable.
+    pub(crate) fn greatest(self, op: &'static str, x: &Tensor) -> Result<(Tensor, Tensor)> {
+        let index = Tensor::empty_like_shape(self.pooled(x), DType::I64, x.device())?;
+        let out = self.run(Task::Max, x, &index, self.pooled(x))?;
+        if !autograd::is_tracked(&[x]) || !x.dtype.is_float() {
+            return Ok((out, index));
+        }
+        let (saved, shape) = (Saved::new(&index), x.shape().clone());
+        let out = autograd::record_unary_twice(op, out, x, move |grad| {
+            let index = saved.get(op)?;
+            if !autograd::is_tracked(&[&grad]) {
+                return self.run(Task::Unmax, &grad, index, shape.clone());
+            }
+            let ([n, c, oh, ow], [h, w]) = (four(&grad), self.image);
+            let flat = |t: &Tensor| t.reshape([n, c, oh * ow]);
+            Tensor::zeros([n, c, h * w], &grad)?.scatter_add(2, &flat(index)?, &flat(&grad)?)?.reshape(&shape)
+        });
+        Ok((out, index))
+    }
+
+    /// The mean of each window of x, `[N, C, image]`. Differentiable.
+    pub(crate) fn mean(self, op: &'static str, x: &Tensor, divisor: Divisor) -> Result<Tensor> {
+        let out = self.run(Task::Mean(divisor), x, x, self.pooled(x))?;
+        let shape = x.shape().clone();
+        Ok(autograd::record_unary_twice(op, out, x, move |grad| self.spread(op, &grad, divisor, shape.clone())))
+    }
+
+    /// The gradient of [`Windows::mean`], itself differentiable.
+    fn spread(self, op: &'static str, grad: &Tensor, divisor: Divisor, shape: Shape) -> Result<Tensor> {
+        let out = self.run(Task::Unmean(divisor), grad, grad, shape)?;
+        Ok(autograd::record_unary_twice(op, out, grad, move |grad| self.mean(op, &grad, divisor)))
+    }
+
+    fn pooled(&self, x: &Tensor) -> Shape {
+        let dims = x.shape().dims();
+        Shape::from([dims[0], dims[1], self.grid[0], self.grid[1]])
+    }
+
+    /// A task whose result is of x's dtype; `index` counts for the greatest elements only.
+    fn run(&self, task: Task, x: &Tensor, index: &Tensor, shape: Shape) -> Result<Tensor> {
+        let out = Tensor::empty_like_shape(shape, x.dtype, x.device())?;
+        if out.numel() == 0 {
+            return Ok(out);
+        }
+        match x.device() {
+            // A gradient of no windows.
+            _ if x.numel() == 0 => drop(out.zero_()?),
+            Device::Cpu => cpu::run(self, task, x, index, &out)?,
+            Device::OpenCL(_) => opencl::run(self, task, x, index, &out)?,
+        }
+        out.storage.bump_version();
+        if task == Task::Max {
+            index.storage.bump_version();
+        }
+        Ok(out)
+    }
+}
+
+/// x of `[C, dims..]` or `[N, C, dims..]` with one or two `dims` as `[N, C, rows, columns]`.
+pub(crate) fn as_images(op: &'static str, x: &Tensor, directions: usize) -> Result<Tensor> {
+    let batched = match x.rank().checked_sub(directions) {
+        Some(1) => false,
+        Some(2) => true,
+        _ => {
+            let form = if directions == 1 { "[C, L] or [N, C, L]" } else { "[C, H, W] or [N, C, H, W]" };
+            return Err(Error::invalid(op, format!("the input is {form}, this one has shape {}", x.shape())));
+        }
+    };
+    let x = if directions == 1 { x.unsqueeze(-2)? } else { x.shallow_clone() };
+    if batched { Ok(x) } else { x.unsqueeze(0) }
+}
+
+/// The result for images made by [`as_images`] in the form that `x` had.
+pub(crate) fn as_given(out: &Tensor, x: &Tensor, directions: usize) -> Result<Tensor> {
+    let out = if directions == 1 { out.squeeze(-2)? } else { out.shallow_clone() };
+    if x.rank() == directions + 2 { Ok(out) } else { out.squeeze(0) }
+}
+
+/// One number or two as rows and columns: one dim is a row.
+pub(crate) fn both<const D: usize>(given: [usize; D], other: usize) -> [usize; 2] {
+    match given[..] {
+        [columns] => [other, columns],
+        [rows, columns, ..] => [rows, columns],
+        [] => [other; 2],
+    }
+}
+
+/// The numbers of a launch as the kernels' struct has them; `strides` are those of what is read.
+pub(crate) fn words(w: &Windows, x: &Tensor, strides: &[isize]) -> SmallVec<[i64; 20]> {
+    let pairs = [w.image, w.kernel, w.grid, w.stride, w.padding, w.dilation];
+    let dims: Dims = x.shape().dims()[..2].iter().copied().collect();
+    let numbers = pairs.iter().flatten().chain(&dims).map(|&n| n as i64);
+    numbers.chain((0..6).map(|i| strides.get(i).copied().unwrap_or(0) as i64)).collect()
+}
+
+/// The sizes of four dims.
+pub(crate) fn four(t: &Tensor) -> [usize; 4] {
+    let dims = t.shape().dims();
+    [dims[0], dims[1], dims[2], dims[3]]
+}
+
+/// The elements of each window of `[N, C, H, W]` or `[C, H, W]` as a column, `[N, C KH KW, windows]` (PyTorch's `unfold`).
+pub(crate) fn unfold(
+    x: &Tensor,
+    kernel: [usize; 2],
+    dilation: [usize; 2],
+    padding: [usize; 2],
+    stride: [usize; 2],
+) -> Result<Tensor> {
+    let op = "unfold2d";
+    replaced!(op, [x], &kernel, &dilation, &padding, &stride);
+    let images = as_images(op, x, 2)?;
+    let [n, c, h, w] = four(&images);
+    let windows = Windows::new(op, [h, w], kernel, [stride, padding, dilation], [0; 2])?;
+    let columns = windows.columns(op, &images, false)?;
+    let rows = c * kernel[0] * kernel[1];
+    let columns = columns.reshape([n, rows, windows.grid[0] * windows.grid[1]])?;
+    if x.rank() == 4 { Ok(columns) } else { columns.squeeze(0) }
+}
+
+/// Columns, `[N, C KH KW, windows]` or without N, added up in images of `output_size` where [`unfold`] takes them from
+/// (PyTorch's `fold`).
+pub(crate) fn fold(
+    columns: &Tensor,
+    output_size: [usize; 2],
+    kernel: [usize; 2],
+    dilation: [usize; 2],
+    padding: [usize; 2],
+    stride: [usize; 2],
+) -> Result<Tensor> {
+    let op = "fold";
+    columns.dtype.check_float(op)?;
+    replaced!(op, [columns], &output_size, &kernel, &dilation, &padding, &stride);
+    let windows = Windows::new(op, output_size, kernel, [stride, padding, dilation], [0; 2])?;
+    let taps = kernel[0] * kernel[1];
+    let (batch, rows, count) = match *columns.shape().dims() {
+        [rows, count] => (1, rows, count),
+        [n, rows, count] => (n, rows, count),
+        _ => {
+            let reason = format!("columns are [N, C KH KW, windows], these have shape {}", columns.shape());
+            return Err(Error::invalid(op, reason));
+        }
+    };
+    let [oh, ow] = windows.grid;
+    if rows % taps != 0 || count != oh.saturating_mul(ow) {
+        let reason = format!(
+            "columns of shape {} do not fit kernels of {taps} elements and {oh} x {ow} windows",
+            columns.shape()
+        );
+        return Err(Error::invalid(op, reason));
+    }
+    let columns_6 = columns.reshape([batch, rows / taps, kernel[0], kernel[1], oh, ow])?;
+    let images = windows.images(op, &columns_6)?;
+    if columns.rank() == 3 { Ok(images) } else { images.squeeze(0) }
+}

@@ -1,0 +1,224 @@
+//! Random numbers of other distributions, into tensors that there are and after probabilities in tensors.
+
+use crate::expr::Expr;
+use crate::ops::catalogue::{Arity, Dtypes, Gives, Kind, Operation};
+use crate::ops::elementwise;
+use crate::ops::elementwise::Params;
+use crate::ops::random::{next_seed, uniform};
+use crate::{DType, Error, Result, Scalar, Tensor, autograd};
+
+const fn random(
+    name: &'static str,
+    takes: Dtypes,
+    gives: Gives,
+    most: Arity,
+    call: fn(&crate::ops::dispatch::arguments::Args) -> Result<Tensor>,
+) -> Operation {
+    Operation::new(name, name, Kind::Random, takes, gives, most, call)
+}
+
+const fn in_place(
+    name: &'static str,
+    takes: Dtypes,
+    most: Arity,
+    call: fn(&crate::ops::dispatch::arguments::Args) -> Result<Tensor>,
+) -> Operation {
+    Operation::new(name, name, Kind::InPlace, takes, Gives::Same, most, call)
+}
+
+#[rustfmt::skip]
+pub(crate) static OPERATIONS: &[Operation] = &[
+    random("rand", Dtypes::Floats, Gives::Same, (0, 3), |a| Tensor::rand(a.sizes(0)?, (a.dtype(1)?, a.device(2)?))),
+    random("randn", Dtypes::Floats, Gives::Same, (0, 3), |a| Tensor::randn(a.sizes(0)?, (a.dtype(1)?, a.device(2)?))),
+    random("randint", Dtypes::Numbers, Gives::Same, (0, 5), |a| Tensor::randint(a.int(0)? as i64, a.int(1)? as i64, a.sizes(2)?, (a.dtype(3)?, a.device(4)?))),
+    random("randperm", Dtypes::All, Gives::I64, (0, 2), |a| Tensor::randperm(a.size(0)?, a.device(1)?)),
+    random("rand_like", Dtypes::Floats, Gives::Same, (1, 0), |a| a.x(0)?.rand_like()),
+    random("randn_like", Dtypes::Floats, Gives::Same, (1, 0), |a| a.x(0)?.randn_like()),
+    random("randint_like", Dtypes::Numbers, Gives::Same, (1, 2), |a| a.x(0)?.randint_like(a.int(0)? as i64, a.int(1)? as i64)),
+    random("bernoulli", Dtypes::Floats, Gives::Same, (1, 0), |a| a.x(0)?.bernoulli()),
+    random("normal", Dtypes::Floats, Gives::Same, (2, 0), |a| Tensor::normal(a.x(0)?, a.x(1)?)),
+    random("multinomial", Dtypes::Floats, Gives::I64, (1, 2), |a| a.x(0)?.multinomial(a.size(0)?, a.bool(1)?)),
+    random("dropout", Dtypes::Floats, Gives::Same, (1, 1), |a| a.x(0)?.dropout(a.float(0)?)).differentiable(),
+    Operation::new("dropout2d", "nn.functional.dropout2d", Kind::Random, Dtypes::Floats, Gives::Same, (1, 1), |a| {
+        a.x(0)?.dropout2d(a.float(0)?)
+    })
+    .differentiable(),
+    in_place("uniform_", Dtypes::Floats, (1, 2), |a| a.x(0)?.uniform_(a.float(0)?, a.float(1)?).map(Tensor::shallow_clone)),
+    in_place("normal_", Dtypes::Floats, (1, 2), |a| a.x(0)?.normal_(a.float(0)?, a.float(1)?).map(Tensor::shallow_clone)),
+    in_place("exponential_", Dtypes::Floats, (1, 1), |a| a.x(0)?.exponential_(a.float(0)?).map(Tensor::shallow_clone)),
+    in_place("bernoulli_", Dtypes::All, (1, 1), |a| a.x(0)?.bernoulli_(a.float(0)?).map(Tensor::shallow_clone)),
+];
+
+impl Tensor {
+    /// The formula, of these scalars and the next seed, into this tensor.
+    fn draw_(&self, op: &'static str, scalars: &[Scalar], expr: Expr) -> Result<&Tensor> {
+        autograd::check_in_place(op, self, &[])?;
+        let params = Params { scalars, seeds: &[next_seed(op, self.device())?] };
+        elementwise::apply_into(op, &[], params, &[expr], &[self])?;
+        Ok(self)
+    }
+
+    /// The formula of these tensors and the next seed; without gradient.
+    fn drawn(op: &'static str, inputs: &[&Tensor], scalars: &[Scalar], expr: Expr, dtype: DType) -> Result<Tensor> {
+        let params = Params { scalars, seeds: &[next_seed(op, inputs[0].device())?] };
+        Ok(elementwise::apply(op, inputs, params, &[expr], &[dtype])?.remove(0))
+    }
+
+    /// Fills with numbers uniform in `from..to` (PyTorch's `uniform_`, which has 0 and 1 where nothing is said). In place,
+    /// one launch.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let weights = Tensor::empty([3, 3], Device::Cpu)?;
+    /// weights.uniform_(-0.5, 0.5)?;
+    /// assert!(weights.to_vec::<f32>()?.iter().all(|w| w.abs() <= 0.5));
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::UnsupportedDType`] for integers and bool; [`Error::Invalid`] where `to` is below `from` or either is not
+    /// finite; as [`Tensor::fill_`].
+    pub fn uniform_(&self, from: f64, to: f64) -> Result<&Tensor> {
+        let op = "uniform_";
+        self.dtype.check_float(op)?;
+        if !(from <= to && (to - from).is_finite()) {
+            return Err(Error::invalid(op, format!("{from}..{to} is no range of finite numbers")));
+        }
+        let expr = Expr::scalar(0) + Expr::scalar(1) * uniform(self.dtype);
+        self.draw_(op, &[from.into(), (to - from).into()], expr)
+    }
+
+    /// Fills with normal numbers of this mean and standard deviation (PyTorch's `normal_`, which has 0 and 1 where nothing is
+    /// said). In place, one launch.
+    ///
+    /// # Errors
+    /// [`Error::UnsupportedDType`] for integers and bool; [`Error::Invalid`] for a negative deviation; as [`Tensor::fill_`].
+    pub fn normal_(&self, mean: f64, std: f64) -> Result<&Tensor> {
+        let op = "normal_";
+        self.dtype.check_float(op)?;
+        if std < 0.0 {
+            return Err(Error::invalid(op, format!("a standard deviation of {std} makes no sense")));
+        }
+        self.draw_(op, &[mean.into(), std.into()], Expr::scalar(0) + Expr::scalar(1) * Expr::normal(0))
+    }
+
+    /// Fills with numbers of the exponential distribution of this rate (PyTorch's `exponential_`). In place, one launch.
+    ///
+    /// # Errors
+    /// [`Error::UnsupportedDType`] for integers and bool; [`Error::Invalid`] for a rate that is not positive; as
+    /// [`Tensor::fill_`].
+    pub fn exponential_(&self, rate: f64) -> Result<&Tensor> {
+        let op = "exponential_";
+        self.dtype.check_float(op)?;
+        if rate.is_nan() || rate <= 0.0 {
+            return Err(Error::invalid(op, format!("the rate {rate} is not positive")));
+        }
+        self.draw_(op, &[(-1.0 / rate).into()], (-Expr::uniform(0)).log1p() * Expr::scalar(0))
+    }
+
+    /// Fills with 1 with probability `p`, else 0; any dtype (PyTorch's `bernoulli_`). In place, one launch.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where `p` is not in `0.0..=1.0`; as [`Tensor::fill_`].
+    pub fn bernoulli_(&self, p: f64) -> Result<&Tensor> {
+        let op = "bernoulli_";
+        if !(0.0..=1.0).contains(&p) {
+            return Err(Error::invalid(op, format!("the probability {p} is not in 0.0..=1.0")));
+        }
+        self.draw_(op, &[p.into()], Expr::uniform(0).lt(Expr::scalar(0)))
+    }
+
+    /// 1 where a coin of probability x falls on its head, else 0, in x's dtype (PyTorch's `bernoulli`); without gradient.
+    ///
+    /// # Errors
+    /// [`Error::UnsupportedDType`] for integers and bool; [`Error::OutOfMemory`].
+    pub fn bernoulli(&self) -> Result<Tensor> {
+        let op = "bernoulli";
+        self.dtype.check_float(op)?;
+        Tensor::drawn(op, &[self], &[], Expr::uniform(0).lt(Expr::input(0)), self.dtype)
+    }
+
+    /// Normal numbers, each of its own mean and standard deviation, broadcast (PyTorch's `normal`); without gradient.
+    ///
+    /// # Errors
+    /// [`Error::UnsupportedDType`] for integers and bool; [`Error::DTypeMismatch`], [`Error::ShapeMismatch`].
+    pub fn normal(mean: &Tensor, std: &Tensor) -> Result<Tensor> {
+        let op = "normal";
+        mean.dtype.check_float(op)?;
+        crate::ops::same_device(op, &[mean, std])?;
+        let dtype = crate::ops::same_dtype(op, &[mean, std])?;
+        Tensor::drawn(op, &[mean, std], &[], Expr::input(0) + Expr::input(1) * Expr::normal(0), dtype)
+    }
+
+    /// [`Tensor::rand`] of this tensor's shape, dtype and device.
+    ///
+    /// # Errors
+    /// As [`Tensor::rand`].
+    pub fn rand_like(&self) -> Result<Tensor> {
+        Tensor::rand(self.shape(), self).map_err(|e| e.of("rand_like"))
+    }
+
+    /// [`Tensor::randn`] of this tensor's shape, dtype and device.
+    ///
+    /// # Errors
+    /// As [`Tensor::randn`].
+    pub fn randn_like(&self) -> Result<Tensor> {
+        Tensor::randn(self.shape(), self).map_err(|e| e.of("randn_like"))
+    }
+
+    /// [`Tensor::randint`] of this tensor's shape, dtype and device.
+    ///
+    /// # Errors
+    /// As [`Tensor::randint`].
+    pub fn randint_like(&self, low: i64, high: i64) -> Result<Tensor> {
+        Tensor::randint(low, high, self.shape(), self).map_err(|e| e.of("randint_like"))
+    }
+
+    /// `samples` indices into the last dimension, drawn with probabilities in proportion to the weights there, as i64
+    /// (PyTorch's `multinomial`): a vector gives a vector, a matrix a row for each of its rows. Without replacement no
+    /// index comes twice.
+    ///
+    /// Nobody waits to look at the weights: where they are negative, sum to nothing, or too few are positive, indices are in
+    /// range and mean nothing.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let weights = Tensor::from_slice(&[0f32, 3.0, 0.0, 1.0], 4, Device::Cpu)?;
+    /// let drawn = weights.multinomial(10, true)?.to_vec::<i64>()?;
+    /// assert!(drawn.iter().all(|i| [1, 3].contains(i)));
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::UnsupportedDType`] for integers and bool; [`Error::Invalid`] for a scalar, three dimensions or more, no
+    /// weights, and more samples than weights without replacement.
+    pub fn multinomial(&self, samples: usize, replacement: bool) -> Result<Tensor> {
+        let op = "multinomial";
+        self.dtype.check_float(op)?;
+        let [rows @ .., n] = self.shape().dims() else {
+            return Err(Error::invalid(op, "the weights are a vector or a matrix, not a scalar"));
+        };
+        let n = *n;
+        if rows.len() > 1 || n == 0 || (samples > n && !replacement) {
+            let reason = format!("{samples} indices cannot be drawn from weights of shape {}", self.shape());
+            return Err(Error::invalid(op, reason));
+        }
+        let weights = self.detach().to_dtype(if self.dtype == DType::F64 { DType::F64 } else { DType::F32 })?;
+        let indices = if replacement {
+            let shares = weights.cumsum(-1)?;
+            let total = shares.narrow(-1, n - 1, 1)?;
+            let places = total.expand(rows.iter().copied().chain([samples]).collect::<crate::Shape>())?;
+            let points = Tensor::drawn(op, &[&places], &[], Expr::uniform(0) * Expr::input(0), weights.dtype)?;
+            let indices = shares.searchsorted(&points, true)?;
+            indices.clamp_max_(n as i64 - 1)?;
+            Ok(indices)
+        } else {
+            // The first of exponential clocks with these rates to ring, the second, and so on.
+            let rate = Expr::input(0);
+            let clock = rate.gt(0.0).select(-(-Expr::uniform(0)).log1p() / &rate, f64::INFINITY);
+            let times = Tensor::drawn(op, &[&weights], &[], clock, weights.dtype)?;
+            times.argsort(-1, false)?.narrow(-1, 0, samples)?.contiguous()
+        };
+        indices.map_err(|e: Error| e.of(op))
+    }
+}

@@ -1,0 +1,237 @@
+//! Random tensors from a counter (Philox4x32-10): the same bits on every device.
+//!
+//! Every random operation takes the next stream of a generator, as a rule the process's; element `e` of its result is a
+//! function of (seed, stream, e) alone. Nothing is stored: backward of a dropout computes its mask again.
+
+pub(crate) mod distributions;
+
+use std::cell::RefCell;
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+
+use super::elementwise::{self, Params};
+use crate::autograd::rng_replay::draw;
+use crate::expr::Expr;
+use crate::expr::philox::{Bits, Seed};
+use crate::tensor::TensorOptions;
+use crate::{DType, Device, Error, Graph, Result, Scalar, Shape, Tensor};
+
+/// Where random operations get their seeds from (PyTorch's `Generator`): a seed and the number of draws made from it. One
+/// generator serves every device: the same draws give the same numbers on all of them. A clone is another handle on the
+/// same generator.
+///
+/// ```
+/// use claystone::{Device, Generator, Tensor, with_generator};
+/// let generator = Generator::new(7);
+/// let draw = || with_generator(&generator, || Tensor::rand(4, Device::Cpu))?.to_vec::<f32>();
+/// let (first, second) = (draw()?, draw()?);
+/// generator.manual_seed(7);
+/// assert!(first == draw()? && second == draw()? && first != second);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct Generator(Arc<Mutex<Seed>>);
+
+/// The process's own.
+static GENERATOR: LazyLock<Generator> = LazyLock::new(|| Generator::new(0));
+
+thread_local! {
+    /// Those of the calls of [`with_generator`] around.
+    static GENERATORS: RefCell<Vec<Generator>> = const { RefCell::new(Vec::new()) };
+}
+
+impl Generator {
+    /// A generator of this seed.
+    pub fn new(seed: u64) -> Generator {
+        Generator(Arc::new(Mutex::new(Seed { key: seed, stream: 0 })))
+    }
+
+    /// Starts it anew with another seed, or the same.
+    pub fn manual_seed(&self, seed: u64) {
+        self.set_state(Seed { key: seed, stream: 0 });
+    }
+
+    /// Its seed and the number of draws made since (PyTorch's `get_state`).
+    pub fn state(&self) -> Seed {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes it go on from a [`state`](Generator::state).
+    pub fn set_state(&self, state: Seed) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = state;
+    }
+
+    /// The generator that random operations of this thread draw from: that of the innermost [`with_generator`], or the
+    /// process's.
+    pub fn current() -> Generator {
+        GENERATORS.with_borrow(|all| all.last().cloned()).unwrap_or_else(|| GENERATOR.clone())
+    }
+
+    fn next(&self) -> Seed {
+        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let seed = *state;
+        state.stream = state.stream.wrapping_add(1);
+        seed
+    }
+}
+
+/// Runs `f` with random operations of this thread, of every kind, drawing from `generator` instead of the process's: what
+/// `generator=` does in PyTorch. See [`Generator`].
+pub fn with_generator<R>(generator: &Generator, f: impl FnOnce() -> R) -> R {
+    struct Restore;
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            GENERATORS.with_borrow_mut(|all| all.pop());
+        }
+    }
+    GENERATORS.with_borrow_mut(|all| all.push(generator.clone()));
+    let _restore = Restore;
+    f()
+}
+
+/// Starts the process-wide random generator anew (PyTorch's `manual_seed`). The same calls after the same seed give the
+/// same numbers on every device. Without it the seed is 0.
+///
+/// ```
+/// use claystone::{Device, Tensor, manual_seed};
+/// manual_seed(7);
+/// let a = Tensor::rand(&[4], Device::Cpu)?.to_vec::<f32>()?;
+/// manual_seed(7);
+/// assert_eq!(a, Tensor::rand(&[4], Device::Cpu)?.to_vec::<f32>()?);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+pub fn manual_seed(seed: u64) {
+    GENERATOR.manual_seed(seed);
+}
+
+/// The seed of the next random operation, which is of this device.
+pub(crate) fn next_seed(op: &'static str, device: Device) -> Result<Seed> {
+    if Graph::is_capturing(device) {
+        let reason = "not while a graph is captured: the generator is the host's, replays would draw the same again";
+        return Err(Error::invalid(op, reason));
+    }
+    Ok(draw(|| Generator::current().next()))
+}
+
+fn generate(op: &'static str, shape: Shape, options: TensorOptions, scalars: &[Scalar], expr: Expr) -> Result<Tensor> {
+    let seed = next_seed(op, options.device)?;
+    let out = Tensor::empty_like_shape(shape, options.dtype, options.device)?;
+    elementwise::apply_into(op, &[], Params { scalars, seeds: &[seed] }, &[expr], &[&out])?;
+    Ok(out)
+}
+
+/// Uniform in [0, 1), stored in this dtype. Halves keep as many bits as they have: rounding could give 1.
+pub(crate) fn uniform(dtype: DType) -> Expr {
+    let uniform = Expr::uniform(0);
+    match dtype {
+        DType::F16 => (uniform * 2048.0).floor() * (1.0 / 2048.0),
+        DType::BF16 => (uniform * 256.0).floor() * (1.0 / 256.0),
+        _ => uniform,
+    }
+}
+
+impl Tensor {
+    /// Uniform in [0, 1), never 1 in any dtype (PyTorch's `rand`). One launch.
+    ///
+    /// # Errors
+    /// [`Error::UnsupportedDType`] for integers and bool; [`Error::OutOfMemory`].
+    pub fn rand(shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
+        let options = options.into();
+        options.dtype.check_float("rand")?;
+        generate("rand", shape.into(), options, &[], uniform(options.dtype))
+    }
+
+    /// Normal with mean 0 and variance 1, by Box and Muller's transform (PyTorch's `randn`). One launch.
+    ///
+    /// # Errors
+    /// As [`Tensor::rand`].
+    pub fn randn(shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
+        let options = options.into();
+        options.dtype.check_float("randn")?;
+        generate("randn", shape.into(), options, &[], Expr::normal(0))
+    }
+
+    /// Whole numbers uniform in `low..high`, of any dtype that is not bool (PyTorch's `randint`). One launch.
+    ///
+    /// ```
+    /// use claystone::{DType, Device, Tensor};
+    /// let dice = Tensor::randint(1, 7, &[100], (DType::I64, Device::Cpu))?.to_vec::<i64>()?;
+    /// assert!(dice.iter().all(|d| (1..7).contains(d)));
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for an empty range or one of more than 2^31 numbers.
+    pub fn randint(low: i64, high: i64, shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
+        let (op, options) = ("randint", options.into());
+        if options.dtype == DType::Bool {
+            return Err(Error::UnsupportedDType { op, dtype: DType::Bool, expected: "integers or floats" });
+        }
+        let range = high.checked_sub(low).filter(|r| (1..=1i64 << 31).contains(r));
+        let Some(range) = range else {
+            let reason = format!("{low}..{high} must hold between 1 and 2^31 numbers");
+            return Err(Error::invalid(op, reason));
+        };
+        let scalars = [Scalar::Int(low), Scalar::Int(range)];
+        let expr = Expr::bits(0) * Expr::scalar(1) / 4294967296.0 + Expr::scalar(0);
+        generate(op, shape.into(), options, &scalars, expr)
+    }
+
+    /// The numbers `0..n` in random order, i64 (PyTorch's `randperm`). Shuffled on the host, then brought over.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub fn randperm(n: usize, device: Device) -> Result<Tensor> {
+        const BLOCK: usize = 512;
+        let out = Tensor::empty_like_shape(n, DType::I64, device)?; // fails where n is too large
+        let mut order: Vec<i64> = Vec::new();
+        order.try_reserve_exact(n).map_err(|_| Error::OutOfMemory {
+            device: Device::Cpu,
+            requested: out.storage.nbytes(),
+            detail: "randperm shuffles on the host".into(),
+        })?;
+        order.extend(0..n as i64);
+        let (seed, mut words) = (next_seed("randperm", device)?, [0i64; 2 * BLOCK]);
+        for first in (0..n).step_by(BLOCK).rev() {
+            seed.fill::<Bits, _>(2 * first as u64, &mut words, i64::from);
+            for i in (first.max(1)..n.min(first + BLOCK)).rev() {
+                let (high, low) = (words[2 * (i - first)] as u64, words[2 * (i - first) + 1] as u64);
+                order.swap(i, ((u128::from(high << 32 | low) * (i as u128 + 1)) >> 64) as usize);
+            }
+        }
+        out.storage.write(0, bytemuck::cast_slice(&order))?;
+        Ok(out)
+    }
+
+    /// Sets elements to zero with probability `p` and scales the others by `1 / (1 - p)` (PyTorch's `dropout` in
+    /// training). One launch forward, one backward; no mask is stored. Differentiable.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where `p` is not in `0.0..=1.0`; [`Error::UnsupportedDType`] for integers.
+    pub fn dropout(&self, p: f64) -> Result<Tensor> {
+        let op = "dropout";
+        if !(0.0..=1.0).contains(&p) {
+            return Err(Error::invalid(op, format!("the probability {p} is not in 0.0..=1.0")));
+        }
+        self.dtype.check_float(op)?;
+        let expr = Expr::uniform(0).lt(Expr::scalar(0)).select(0.0, Expr::input(0) * Expr::scalar(1));
+        let scale = if p < 1.0 { 1.0 / (1.0 - p) } else { 0.0 };
+        let scalars = [Scalar::Float(p), Scalar::Float(scale)];
+        let params = Params { scalars: &scalars, seeds: &[next_seed(op, self.device())?] };
+        elementwise::apply_tracked(op, &[self], params, &expr, self.dtype, &|i| expr.diff(i))
+    }
+
+    /// [`Tensor::dropout`] of whole channels: of `[N, C, ..]` all elements of a channel are zeroed, or none (PyTorch's
+    /// `dropout1d`, `dropout2d` and `dropout3d`). Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::dropout`]; [`Error::Invalid`] for less than two dims.
+    pub fn dropout2d(&self, p: f64) -> Result<Tensor> {
+        let op = "dropout2d";
+        self.dtype.check_float(op)?;
+        if self.rank() < 2 {
+            return Err(Error::invalid(op, format!("the input is [N, C, ..], this one has shape {}", self.shape())));
+        }
+        let channels: Shape = self.shape().dims().iter().enumerate().map(|(d, &n)| if d < 2 { n } else { 1 }).collect();
+        Tensor::ones(channels, self)?.dropout(p).and_then(|kept| self.mul(&kept)).map_err(|e| e.of(op))
+    }
+}

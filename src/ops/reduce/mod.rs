@@ -1,0 +1,206 @@
+//! Reductions: sums, products, extremes and their positions, over any dims.
+//!
+//! A reduction never copies its input first: `plan` splits the dims into kept and reduced ones with whatever strides they
+//! have, and `cpu` and `opencl` choose from that whether neighbouring work goes along a result or across results. Partial
+//! sums are blocked, so a sum of ten million f32 is good to about 1e-6, and every reduction gives the same bits each time on
+//! one device. f16 and bf16 accumulate in f32, integers in i64 (wrapping).
+
+mod gradient;
+pub(crate) mod reductions;
+pub(crate) mod scan;
+pub(crate) mod statistics;
+pub(crate) mod table;
+
+use smallvec::SmallVec;
+
+use super::elementwise::Params;
+use crate::backend::cpu::reduce as cpu;
+use crate::backend::opencl::launch_cache::{Key, Of};
+use crate::backend::opencl::{launch_cache as memo, reduce as opencl};
+use crate::backend::problem::reduction::Plan;
+use crate::ops::dispatch::registry::replaced;
+use crate::tensor::{Dims, Layout};
+use crate::{DType, Device, Error, Result, Shape, Tensor, autograd};
+use gradient::apply_reduction;
+use table::{ReductionRow, methods, rows};
+
+/// Which dimensions to reduce: `()` for all, an integer, an array or a slice; negative ones count from the end.
+/// An empty array reduces nothing.
+///
+/// ```
+/// use claystone::{Device, Tensor};
+/// let t = Tensor::ones(&[2, 3, 4], Device::Cpu)?;
+/// assert_eq!(t.sum((), false)?.item::<f32>()?, 24.0);
+/// assert_eq!(t.sum(-1, false)?.shape().dims(), [2, 3]);
+/// assert_eq!(t.sum([0, 2], true)?.shape().dims(), [1, 3, 1]);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ReduceDims(Option<Dims<isize>>);
+
+impl From<()> for ReduceDims {
+    fn from(_: ()) -> ReduceDims {
+        ReduceDims(None)
+    }
+}
+
+impl From<isize> for ReduceDims {
+    fn from(dim: isize) -> ReduceDims {
+        ReduceDims::from([dim])
+    }
+}
+
+impl From<&[isize]> for ReduceDims {
+    fn from(dims: &[isize]) -> ReduceDims {
+        ReduceDims(Some(Dims::from_slice(dims)))
+    }
+}
+
+impl<const N: usize> From<[isize; N]> for ReduceDims {
+    fn from(dims: [isize; N]) -> ReduceDims {
+        ReduceDims::from(&dims[..])
+    }
+}
+
+impl<const N: usize> From<&[isize; N]> for ReduceDims {
+    fn from(dims: &[isize; N]) -> ReduceDims {
+        ReduceDims::from(&dims[..])
+    }
+}
+
+impl ReduceDims {
+    /// The dims; None for all.
+    pub(crate) fn given(&self) -> Option<&[isize]> {
+        self.0.as_deref()
+    }
+
+    /// For each dim of `shape`, whether it is reduced.
+    pub(crate) fn mask(&self, op: &'static str, shape: &Shape) -> Result<Mask> {
+        let Some(dims) = &self.0 else { return Ok(SmallVec::from_elem(true, shape.rank())) };
+        let mut mask: Mask = SmallVec::from_elem(false, shape.rank());
+        for &dim in dims {
+            // PyTorch lets the only element of a scalar be reduced over one dim.
+            if shape.rank() == 0 && matches!(dim, -1 | 0) {
+                continue;
+            }
+            let d = shape.dim(op, dim)?;
+            if std::mem::replace(&mut mask[d], true) {
+                return Err(Error::invalid(op, format!("dimension {dim} is given twice in {dims:?}")));
+            }
+        }
+        Ok(mask)
+    }
+}
+
+type Mask = SmallVec<[bool; 6]>;
+
+/// The shape left of `shape`.
+fn reduced_shape(shape: &Shape, mask: &[bool], keepdim: bool) -> Shape {
+    let dims = shape.dims().iter().zip(mask);
+    match keepdim {
+        true => dims.map(|(&d, &r)| if r { 1 } else { d }).collect(),
+        false => dims.filter(|(_, r)| !**r).map(|(&d, _)| d).collect(),
+    }
+}
+
+/// The reduction of `t`, outside the graph: one launch, two where few results have many elements. Written into `out` where
+/// that is a contiguous tensor of the right shape and dtype, else into a new one.
+fn reduce(
+    op: &'static str,
+    row: &'static ReductionRow,
+    t: &Tensor,
+    mask: &[bool],
+    keepdim: bool,
+    dtype: DType,
+    out: Option<Tensor>,
+) -> Result<Tensor> {
+    let shape = reduced_shape(t.shape(), mask, keepdim);
+    let n = reduced_count(t.shape(), mask);
+    if n == 0 && !row.takes_nothing() {
+        let reason = format!("a dimension reduced is empty in shape {}: there is no element to choose", t.shape());
+        return Err(Error::invalid(op, reason));
+    }
+    let fits = |o: &Tensor| {
+        o.shape() == &shape && o.dtype == dtype && o.is_contiguous() && o.device() == t.device() && !o.shares_storage(t)
+    };
+    let out = match out.filter(fits) {
+        Some(out) => out.detach(),
+        None => Tensor::empty_like_shape(shape, dtype, t.device())?,
+    };
+    match row.of_nothing {
+        _ if out.numel() == 0 => return Ok(out),
+        Some(value) if n == 0 => drop(out.fill_(value)?),
+        _ => {
+            let rule = row.rule();
+            let plan = || Plan::new(&t.layout, mask, rule.combination.is_arg());
+            match t.device() {
+                Device::Cpu => cpu::run(rule, t, &plan(), &out)?,
+                device => {
+                    let row = std::iter::once(memo::number_of(row));
+                    let numbers: SmallVec<[u64; 8]> = row.chain(mask.iter().map(|&reduced| reduced.into())).collect();
+                    let key = Key { of: Of::Reduce, device, numbers: &numbers, exprs: &[], tensors: &[t, &out] };
+                    memo::launch(&key, Params::default(), || opencl::prepare(rule, t, &plan(), &out))?;
+                }
+            }
+            out.storage.bump_version();
+        }
+    }
+    Ok(out)
+}
+
+/// How many elements a result is of.
+fn reduced_count(shape: &Shape, mask: &[bool]) -> usize {
+    shape.dims().iter().zip(mask).filter(|(_, r)| **r).map(|(&d, _)| d).product()
+}
+
+/// The sum over `dims`, outside the graph; into `out` where it fits (see [`reduce`]).
+pub(crate) fn sum_into(
+    op: &'static str,
+    t: &Tensor,
+    dims: impl Into<ReduceDims>,
+    keepdim: bool,
+    out: Option<Tensor>,
+) -> Result<Tensor> {
+    let mask = dims.into().mask(op, t.shape())?;
+    reduce(op, &rows::sum, t, &mask, keepdim, rows::sum.output(t.dtype)?, out)
+}
+
+/// The sum of everything, converted to `dtype`: the second half of a loss.
+pub(crate) fn sum_all(op: &'static str, t: &Tensor, dtype: DType) -> Result<Tensor> {
+    reduce(op, &rows::sum, t, &Mask::from_elem(true, t.rank()), false, dtype, None)
+}
+
+/// `t`, a reduced tensor, as a view of the shape before: its elements repeated along the reduced dims. Recorded.
+fn spread(t: &Tensor, shape: &Shape, mask: &[bool], keepdim: bool) -> Tensor {
+    let mut strides = t.strides().iter().copied();
+    let stride = |(_, &reduced): (&usize, &bool)| {
+        let own = if keepdim || !reduced { strides.next() } else { None };
+        if reduced { 0 } else { own.unwrap_or(0) }
+    };
+    let strides = shape.dims().iter().zip(mask).map(stride).collect();
+    let view = t.with_layout(Layout { shape: shape.clone(), strides, offset: t.layout.offset });
+    let dims: SmallVec<[isize; 6]> = mask.iter().enumerate().filter(|(_, r)| **r).map(|(d, _)| d as isize).collect();
+    // No dims at all would mean all of them.
+    let same = dims.is_empty();
+    let back = move |grad: Tensor| if same { Ok(grad) } else { grad.sum(&dims[..], keepdim) };
+    autograd::record_unary_twice("expand", view, t, back)
+}
+
+crate::ops::reduce::reductions::reductions!(methods);
+
+impl Tensor {
+    /// The sum over the dims along which `shape` was broadcast to this tensor's shape: the gradient of broadcasting.
+    /// Launches nothing where the shapes are equal.
+    pub(crate) fn sum_to(&self, shape: &Shape) -> Result<Tensor> {
+        if self.shape() == shape {
+            return Ok(self.shallow_clone());
+        }
+        let missing = self.rank().saturating_sub(shape.rank());
+        let same = |i: usize| i >= missing && shape.dims()[i - missing] == self.shape().dims()[i];
+        let mask: Mask = (0..self.rank()).map(|i| !same(i)).collect();
+        let sum = reduce("sum_to", &rows::sum, self, &mask, true, self.dtype, None)?;
+        let sum = sum.with_layout(Layout::contiguous(shape.clone()));
+        let wide = self.shape().clone();
+        Ok(autograd::record_unary_twice("sum_to", sum, self, move |grad| grad.broadcast_to(&wide)))
+    }
+}

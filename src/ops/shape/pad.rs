@@ -1,0 +1,153 @@
+//! Padding.
+
+use crate::autograd::record_unary_twice;
+use crate::layout::shape::{Dims, Shape};
+use crate::ops::dispatch::registry::replaced;
+use crate::{Error, Result, Scalar, Tensor};
+
+/// What [`Tensor::pad`] puts around a tensor.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
+pub enum PadMode {
+    /// A number.
+    Constant(Scalar),
+    /// The elements next to the edge, in reverse; the edge itself is not repeated.
+    Reflect,
+    /// The element at the edge.
+    Replicate,
+    /// The elements of the other side.
+    Circular,
+}
+
+impl PadMode {
+    /// PyTorch's word for it.
+    pub fn name(self) -> &'static str {
+        match self {
+            PadMode::Constant(_) => "constant",
+            PadMode::Reflect => "reflect",
+            PadMode::Replicate => "replicate",
+            PadMode::Circular => "circular",
+        }
+    }
+
+    fn constant(self) -> Option<Scalar> {
+        if let PadMode::Constant(value) = self { Some(value) } else { None }
+    }
+}
+
+impl Default for PadMode {
+    fn default() -> PadMode {
+        PadMode::Constant(Scalar::Int(0))
+    }
+}
+
+impl Tensor {
+    /// This tensor with elements added at the ends of its last dimensions, or, where a number is negative, cut off (PyTorch's
+    /// `pad`). `pads` has two numbers for each dimension, before and after, and begins with the last dimension. As in PyTorch
+    /// what is cut off is reflected and repeated all the same, but does not go round. Differentiable.
+    ///
+    /// ```
+    /// use claystone::{Device, PadMode, Tensor};
+    /// let a = Tensor::arange(1, 4, 1, Device::Cpu)?;
+    /// assert_eq!(a.pad(&[1, 2], PadMode::default())?.to_vec::<f32>()?, [0.0, 1.0, 2.0, 3.0, 0.0, 0.0]);
+    /// assert_eq!(a.pad(&[2, 0], PadMode::Reflect)?.to_vec::<f32>()?, [3.0, 2.0, 1.0, 2.0, 3.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// An odd number of pads or more than two for each dimension; a dimension cut to less than nothing, one too small to be
+    /// reflected or repeated as far as is asked; a fraction as the constant for integers.
+    pub fn pad(&self, pads: &[isize], mode: PadMode) -> Result<Tensor> {
+        let op = "pad";
+        replaced!(op, [self], pads, mode.name(), mode.constant());
+        if !pads.len().is_multiple_of(2) || pads.len() / 2 > self.rank() {
+            let reason = format!("{} numbers are not two for each of up to {} dimensions", pads.len(), self.rank());
+            return Err(Error::invalid(op, reason));
+        }
+        let grown: Dims<isize> = pads.iter().map(|p| *p.max(&0)).collect();
+        let around = |x: Tensor| {
+            grown.chunks(2).enumerate().try_fold(x, |x, (i, ends)| {
+                x.extended(self.rank() - 1 - i, ends[0].unsigned_abs(), ends[1].unsigned_abs(), mode)
+            })
+        };
+        let out = match mode {
+            PadMode::Constant(value) => return self.trimmed(pads)?.framed(&grown, value),
+            PadMode::Circular => around(self.trimmed(pads)?)?,
+            PadMode::Reflect | PadMode::Replicate => around(self.shallow_clone())?.trimmed(pads)?,
+        };
+        match out.is_contiguous() && !out.shares_storage(self) {
+            true => Ok(out),
+            false => Ok(record_unary_twice(op, out.copied(false)?, &out, Ok)),
+        }
+    }
+
+    /// What negative pads leave.
+    fn trimmed(&self, pads: &[isize]) -> Result<Tensor> {
+        let mut left = self.shallow_clone();
+        for (i, ends) in pads.chunks(2).enumerate().filter(|(_, ends)| ends.iter().any(|&p| p < 0)) {
+            let d = self.rank() - 1 - i;
+            let size = self.shape().dims()[d];
+            let [before, after] = [ends[0].min(0).unsigned_abs(), ends[1].min(0).unsigned_abs()];
+            let Some(kept) = size.checked_sub(before).and_then(|rest| rest.checked_sub(after)) else {
+                let reason = format!("dimension {d} of size {size} cannot lose {before} and {after} elements");
+                return Err(Error::invalid("pad", reason));
+            };
+            left = left.narrow(d as isize, before, kept)?;
+        }
+        Ok(left)
+    }
+
+    /// With `value` around; no pad is negative.
+    fn framed(&self, pads: &[isize], value: Scalar) -> Result<Tensor> {
+        let op = "pad";
+        if pads.iter().all(|&p| p == 0) {
+            return Ok(record_unary_twice(op, self.copied(false)?, self, Ok));
+        }
+        let ends = |d: usize| {
+            let at = 2 * (self.rank() - 1 - d);
+            pads.get(at..at + 2).map_or((0, 0), |ends| (ends[0].unsigned_abs(), ends[1].unsigned_abs()))
+        };
+        let grown = |(d, &size): (usize, &usize)| size.saturating_add(ends(d).0).saturating_add(ends(d).1);
+        let shape: Shape = self.shape().dims().iter().enumerate().map(grown).collect();
+        let out = Tensor::full(shape, value, self).map_err(|e| e.of(op))?;
+        let mut inside = out.layout.clone();
+        for (d, &size) in self.shape().dims().iter().enumerate() {
+            inside = inside.narrow(op, d, ends(d).0, size)?;
+        }
+        out.with_layout(inside).copy_(&self.detach())?;
+        let back: Dims<isize> = pads.iter().map(|p| -p).collect();
+        Ok(record_unary_twice(op, out, self, move |grad| grad.trimmed(&back)))
+    }
+
+    /// With elements of its own before and after along dimension `d`.
+    fn extended(&self, d: usize, before: usize, after: usize, mode: PadMode) -> Result<Tensor> {
+        let (dim, size) = (d as isize, self.shape().dims()[d]);
+        let most = match mode {
+            PadMode::Reflect => size.saturating_sub(1),
+            PadMode::Circular => size,
+            _ if size > 0 => usize::MAX,
+            _ => 0,
+        };
+        if before.max(after) > most {
+            let reason =
+                format!("dimension {d} of size {size} has not the {before} and {after} elements that {mode:?} takes");
+            return Err(Error::invalid("pad", reason));
+        }
+        if before == 0 && after == 0 {
+            return Ok(self.shallow_clone());
+        }
+        let repeated = |at: usize, count: usize| {
+            let mut sizes: Dims<isize> = self.shape().dims().iter().map(|_| -1).collect();
+            sizes[d] = isize::try_from(count).unwrap_or(isize::MAX);
+            self.narrow(dim, at, 1)?.expand(&sizes[..])
+        };
+        let (head, tail) = match mode {
+            PadMode::Reflect => {
+                (self.narrow(dim, 1, before)?.flip(dim)?, self.narrow(dim, size - 1 - after, after)?.flip(dim)?)
+            }
+            PadMode::Circular => (self.narrow(dim, size - before, before)?, self.narrow(dim, 0, after)?),
+            _ => (repeated(0, before)?, repeated(size - 1, after)?),
+        };
+        Tensor::cat(&[&head, self, &tail], dim).map_err(|e| e.of("pad"))
+    }
+}

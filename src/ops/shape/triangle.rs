@@ -1,0 +1,210 @@
+//! Triangles of matrices, and diagonals made into matrices.
+
+use std::borrow::Borrow;
+use std::ops::Range;
+
+use crate::backend::cpu::triangle;
+use crate::layout::shape::Dims;
+use crate::ops::dispatch::registry::replaced;
+use crate::tensor::{Layout, Shape};
+use crate::{DType, Device, Error, Result, Tensor, autograd};
+
+impl Tensor {
+    /// The elements on and below a diagonal of each matrix (the last two dimensions), 0 above it; diagonal 0 is the main
+    /// one, positive ones lie above it (PyTorch's `tril`). Differentiable.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let a = Tensor::ones([2, 3], Device::Cpu)?;
+    /// assert_eq!(a.tril(0)?.to_vec::<f32>()?, [1.0, 0.0, 0.0, 1.0, 1.0, 0.0]);
+    /// assert_eq!(a.triu(1)?.to_vec::<f32>()?, [0.0, 1.0, 1.0, 0.0, 0.0, 1.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Fewer than two dimensions.
+    pub fn tril(&self, diagonal: isize) -> Result<Tensor> {
+        replaced!("tril", [self], diagonal);
+        self.zeroed("tril", diagonal.saturating_add(1), isize::MAX)
+    }
+
+    /// The elements on and above a diagonal of each matrix, 0 below it: see [`Tensor::tril`] (PyTorch's `triu`).
+    ///
+    /// # Errors
+    /// Fewer than two dimensions.
+    pub fn triu(&self, diagonal: isize) -> Result<Tensor> {
+        replaced!("triu", [self], diagonal);
+        self.zeroed("triu", isize::MIN, diagonal)
+    }
+
+    /// [`Tensor::tril`] in place.
+    ///
+    /// # Errors
+    /// As [`Tensor::tril`], and as [`Tensor::fill_`].
+    pub fn tril_(&self, diagonal: isize) -> Result<&Tensor> {
+        self.masked_fill_(&self.band("tril_", diagonal.saturating_add(1), isize::MAX)?, 0)
+    }
+
+    /// [`Tensor::triu`] in place.
+    ///
+    /// # Errors
+    /// As [`Tensor::tril`], and as [`Tensor::fill_`].
+    pub fn triu_(&self, diagonal: isize) -> Result<&Tensor> {
+        self.masked_fill_(&self.band("triu_", isize::MIN, diagonal)?, 0)
+    }
+
+    /// A copy with zeros where column - row is in `from..to`. Recorded.
+    fn zeroed(&self, op: &'static str, from: isize, to: isize) -> Result<Tensor> {
+        if self.device() != Device::Cpu || self.rank() < 2 || self.numel() == 0 {
+            return self.masked_fill(&self.band(op, from, to)?, 0);
+        }
+        let out = triangle::zeroed(self, from, to)?;
+        Ok(autograd::record_unary_twice(op, out, self, move |grad| grad.zeroed(op, from, to)))
+    }
+
+    /// A mask of the last two dimensions, true where column - row is in `from..to`. It is the same along diagonals: a
+    /// view of one vector, whose rows start one element earlier each.
+    fn band(&self, op: &'static str, from: isize, to: isize) -> Result<Tensor> {
+        let [.., rows, columns] = *self.shape().dims() else {
+            let reason = format!("a tensor of shape {} has no matrices: it takes two dimensions or more", self.shape());
+            return Err(Error::invalid(op, reason));
+        };
+        let options = (DType::Bool, self.device());
+        if self.numel() == 0 {
+            return Tensor::zeros([rows, columns], options);
+        }
+        // Element i stands for column - row = i - (rows - 1).
+        let diagonals = Tensor::zeros(rows + columns - 1, options)?;
+        let place = |d: isize| d.saturating_add_unsigned(rows - 1).clamp(0, diagonals.numel() as isize) as usize;
+        let (from, to) = (place(from), place(to));
+        if from < to {
+            diagonals.narrow(0, from, to - from)?.fill_(true)?;
+        }
+        let layout = Layout { shape: [rows, columns].into(), strides: [-1, 1].into_iter().collect(), offset: rows - 1 };
+        Ok(diagonals.with_layout(layout))
+    }
+
+    /// The row and column numbers, as a `[2, n]` tensor of i64, of the elements that [`Tensor::tril`] keeps in a matrix of
+    /// this size, in row-major order (PyTorch's `tril_indices`).
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] and [`Error::OutOfMemory`].
+    pub fn tril_indices(rows: usize, columns: usize, offset: isize, device: Device) -> Result<Tensor> {
+        let op = "tril_indices";
+        Shape::from([rows, columns]).checked(op)?;
+        // Rows before this one keep nothing.
+        let first = if columns == 0 { rows } else { offset.min(0).unsigned_abs().min(rows) };
+        let kept =
+            |row: usize| 0..offset.saturating_add_unsigned(row).saturating_add(1).clamp(0, columns as isize) as usize;
+        triangle_indices(op, first..rows, kept, device)
+    }
+
+    /// The row and column numbers of the elements that [`Tensor::triu`] keeps: see [`Tensor::tril_indices`] (PyTorch's
+    /// `triu_indices`).
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] and [`Error::OutOfMemory`].
+    pub fn triu_indices(rows: usize, columns: usize, offset: isize, device: Device) -> Result<Tensor> {
+        let op = "triu_indices";
+        Shape::from([rows, columns]).checked(op)?;
+        // Rows from this one on keep nothing.
+        let end = (columns as isize).saturating_sub(offset).max(0) as usize;
+        let kept = |row: usize| offset.saturating_add_unsigned(row).clamp(0, columns as isize) as usize..columns;
+        triangle_indices(op, 0..if columns == 0 { 0 } else { end.min(rows) }, kept, device)
+    }
+
+    /// A vector as a diagonal of a square matrix of zeros, or a diagonal of a matrix as a vector, which is a view (PyTorch's
+    /// `diag`).
+    /// Differentiable.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let v = Tensor::arange(1, 3, 1, Device::Cpu)?;
+    /// assert_eq!(v.diag(0)?.to_vec::<f32>()?, [1.0, 0.0, 0.0, 2.0]);
+    /// assert_eq!(v.diag(0)?.diag(0)?.to_vec::<f32>()?, [1.0, 2.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Neither one nor two dimensions.
+    pub fn diag(&self, diagonal: isize) -> Result<Tensor> {
+        match self.rank() {
+            1 => self.diag_embed(diagonal, 0, 1).map_err(|e| e.of("diag")),
+            2 => self.diagonal(diagonal, 0, 1).map_err(|e| e.of("diag")),
+            rank => Err(Error::invalid("diag", format!("a tensor of rank {rank} is neither a vector nor a matrix"))),
+        }
+    }
+
+    /// The last dimension as a diagonal of square matrices of zeros, whose dimensions are `dim1` and `dim2` of the result
+    /// (PyTorch's `diag_embed`, which has 0, -2 and -1 where nothing is said). Differentiable.
+    ///
+    /// # Errors
+    /// [`Error::DimOutOfRange`]; a scalar, or one dimension named twice.
+    pub fn diag_embed(&self, offset: isize, dim1: isize, dim2: isize) -> Result<Tensor> {
+        let op = "diag_embed";
+        replaced!(op, [self], offset, dim1, dim2);
+        let [outer @ .., len] = self.shape().dims() else {
+            return Err(Error::invalid(op, "a scalar has no dimension that could be a diagonal"));
+        };
+        let side = len.saturating_add(offset.unsigned_abs());
+        let flat: Shape = outer.iter().copied().chain([side, side]).collect();
+        let (a, b) = (flat.dim(op, dim1)?, flat.dim(op, dim2)?);
+        if a == b {
+            return Err(Error::invalid(op, format!("a diagonal needs two dimensions, and {dim1} and {dim2} are one")));
+        }
+        let mut shape: Dims = outer.iter().copied().collect();
+        [a.min(b), a.max(b)].into_iter().for_each(|d| shape.insert(d, side));
+        self.placed(op, &shape.into_iter().collect(), move |l| Ok(l.diagonal(offset, a, b)))
+    }
+
+    /// Vectors, each along a dimension of its own and repeated along the others: the coordinates of a grid (PyTorch's
+    /// `meshgrid` with `indexing='ij'`). Views, differentiable.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let (x, y) = (Tensor::arange(0, 2, 1, Device::Cpu)?, Tensor::arange(0, 3, 1, Device::Cpu)?);
+    /// let grid = Tensor::meshgrid(&[&x, &y])?;
+    /// assert_eq!(grid[0].to_vec::<f32>()?, [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]);
+    /// assert_eq!(grid[1].to_vec::<f32>()?, [0.0, 1.0, 2.0, 0.0, 1.0, 2.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// No tensor at all; one of two dimensions or more.
+    pub fn meshgrid<T: Borrow<Tensor>>(tensors: &[T]) -> Result<Vec<Tensor>> {
+        let op = "meshgrid";
+        if let Some(t) = tensors.iter().map(Borrow::borrow).find(|t| t.rank() > 1) {
+            return Err(Error::invalid(op, format!("it takes vectors, and one has shape {}", t.shape())));
+        }
+        if tensors.is_empty() {
+            return Err(Error::invalid(op, "there is no tensor"));
+        }
+        let shape: Shape = tensors.iter().map(|t| t.borrow().numel()).collect();
+        let along = |(d, t): (usize, &T)| {
+            let vector = t.borrow();
+            let sizes: Shape = (0..tensors.len()).map(|i| if i == d { vector.numel() } else { 1 }).collect();
+            vector.reshape(sizes)?.expand(&shape)
+        };
+        tensors.iter().enumerate().map(along).collect()
+    }
+}
+
+/// Of rows that keep one element at least.
+fn triangle_indices(
+    op: &'static str,
+    rows: Range<usize>,
+    kept: impl Fn(usize) -> Range<usize>,
+    device: Device,
+) -> Result<Tensor> {
+    let mut numbers: Vec<i64> = Vec::new();
+    let too_many = |_| Error::invalid(op, "there is no room for so many indices");
+    // Before they are counted, which takes as long as there are rows.
+    numbers.try_reserve(rows.len().saturating_mul(2)).map_err(too_many)?;
+    let count = rows.clone().map(|row| kept(row).len()).fold(0usize, usize::saturating_add);
+    let out = Tensor::empty_like_shape([2, count], DType::I64, device)?; // fails where there are too many
+    numbers.try_reserve_exact(count.saturating_mul(2)).map_err(too_many)?;
+    let places = || rows.clone().flat_map(|row| kept(row).map(move |column| (row, column)));
+    numbers.extend(places().map(|(row, _)| row as i64).chain(places().map(|(_, c)| c as i64)));
+    out.storage.write(0, bytemuck::cast_slice(&numbers))?;
+    Ok(out)
+}

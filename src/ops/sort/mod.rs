@@ -1,0 +1,309 @@
+//! Sorting along a dim, stably, and searching in what is sorted.
+//!
+//! On GPUs groups sort blocks in local memory, then each launch makes one run of two; a line that fits in a block is one
+//! launch. Where one or a few of a line are wanted, the CPU and GPUs choose them and do not sort. Elements are compared by
+//! unsigned keys: NaN is above everything, as in PyTorch, and -0 equals 0. The gradient of sorting is a reading through the
+//! inverse permutation.
+
+pub(crate) mod select;
+
+use super::catalogue::{Dtypes, Gives, Kind, Operation};
+use super::{pair, result_type, same_device, same_dtype};
+use crate::autograd::{self, Saved};
+use crate::backend::cpu::lines::at_least_1d;
+use crate::backend::cpu::{select as choose, sort as cpu};
+use crate::backend::opencl::{select as choose_opencl, sort as opencl};
+use crate::ops::dispatch::registry::{replaced, replaced_several};
+use crate::ops::index::gather::read_through;
+use crate::tensor::{Dims, Layout};
+use crate::{DType, Device, Error, Result, Tensor};
+
+/// Sorted values and the indices they had, outside the graph.
+pub(crate) fn sorted(op: &'static str, t: &Tensor, dim: isize, descending: bool) -> Result<(Tensor, Tensor)> {
+    let x = at_least_1d(t);
+    let d = x.shape().dim(op, dim)?;
+    let values = Tensor::empty_like_shape(x.shape(), x.dtype, x.device())?;
+    let places = Tensor::empty_like_shape(x.shape(), DType::I64, x.device())?;
+    if x.numel() > 0 {
+        match x.device() {
+            Device::Cpu => cpu::run(&x, d, descending, &values, &places)?,
+            Device::OpenCL(_) => opencl::run(&x, d, descending, &values, &places)?,
+        }
+        values.storage.bump_version();
+        places.storage.bump_version();
+    }
+    // Of a scalar too.
+    let shaped = |made: Tensor| made.with_layout(Layout::contiguous(t.shape().clone()));
+    Ok((shaped(values), shaped(places)))
+}
+
+/// What is chosen from lines: indices, and values where they are found on the way.
+pub(crate) struct Chosen {
+    pub(crate) values: Option<Tensor>,
+    pub(crate) indices: Tensor,
+}
+
+impl From<Tensor> for Chosen {
+    fn from(indices: Tensor) -> Chosen {
+        Chosen { values: None, indices }
+    }
+}
+
+impl Chosen {
+    pub(crate) fn empty(x: &Tensor, dims: Dims) -> Result<Chosen> {
+        let indices = Tensor::empty_like_shape(&dims[..], DType::I64, x.device())?;
+        Ok(Chosen { values: Some(Tensor::empty_like_shape(dims, x.dtype, x.device())?), indices })
+    }
+
+    /// Written to.
+    fn changed(self) -> Chosen {
+        self.values.iter().chain([&self.indices]).for_each(|t| t.storage.bump_version());
+        self
+    }
+
+    /// Values, read from `x` along `dim` where there are none, and indices. Differentiable.
+    pub(crate) fn of(self, x: &Tensor, dim: isize) -> Result<(Tensor, Tensor)> {
+        let values = match self.values {
+            Some(values) => read_through(values, x, dim, &self.indices),
+            None => x.gather(dim, &self.indices)?,
+        };
+        Ok((values, self.indices))
+    }
+}
+
+/// A place among the elements of a line in ascending order.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Nth {
+    Place(usize),
+    /// The middle, of two the lower; the first NaN if there is one.
+    Median,
+    /// The middle of those that are not NaN.
+    NanMedian,
+}
+
+impl Nth {
+    /// In a line of n elements of which so many are NaN.
+    fn place(self, n: usize, nans: usize) -> usize {
+        match self {
+            Nth::Place(place) => place,
+            Nth::Median if nans > 0 => n - nans,
+            Nth::Median => (n - 1) / 2,
+            Nth::NanMedian => (n - 1).saturating_sub(nans) / 2,
+        }
+    }
+
+    /// As `kernels/choose.cl` has it: a place, from 1, and which of its rules.
+    pub(crate) fn rule(self) -> (usize, u32) {
+        match self {
+            Nth::Place(place) => (place + 1, 0),
+            Nth::Median => (1, 1),
+            Nth::NanMedian => (1, 2),
+        }
+    }
+}
+
+/// The first `k` elements of each line in order, outside the graph; of a tensor of rank 1 at least.
+pub(crate) fn first_sorted(op: &'static str, t: &Tensor, dim: isize, k: usize, descending: bool) -> Result<Chosen> {
+    let d = t.shape().dim(op, dim)?;
+    if t.device() == Device::Cpu {
+        return chosen(t, d, k, |x, d, out| choose::first(x, d, k, descending, out));
+    }
+    if t.numel() > 0
+        && let Some(found) = choose_opencl::first(t, d, k, descending)?
+    {
+        return Ok(found.changed());
+    }
+    Ok(sorted(op, t, dim, descending)?.1.narrow(dim, 0, k)?.contiguous()?.into())
+}
+
+/// The element of each line that has a place in ascending order, keeping the dim with size 1, of a tensor of rank 1 at least;
+/// `None` where sorting is the way.
+pub(crate) fn nth(op: &'static str, t: &Tensor, dim: isize, nth: Nth) -> Result<Option<Chosen>> {
+    let d = t.shape().dim(op, dim)?;
+    let n = t.shape().dims()[d];
+    match t.device() {
+        Device::Cpu => chosen(t, d, 1, |x, d, out| choose::nth(x, d, |nans| nth.place(n, nans), out)).map(Some),
+        Device::OpenCL(_) if t.numel() > 0 => Ok(choose_opencl::nth(t, d, nth)?.map(Chosen::changed)),
+        Device::OpenCL(_) => Ok(None),
+    }
+}
+
+/// The tensor's sizes, but `k` along d.
+pub(crate) fn with(t: &Tensor, d: usize, k: usize) -> Dims {
+    let mut dims = Dims::from_slice(t.shape().dims());
+    dims[d] = k;
+    dims
+}
+
+fn chosen(
+    t: &Tensor,
+    d: usize,
+    k: usize,
+    choose: impl FnOnce(&Tensor, usize, &Tensor) -> Result<()>,
+) -> Result<Chosen> {
+    let out = Tensor::empty_like_shape(with(t, d, k), DType::I64, t.device())?;
+    if out.numel() > 0 {
+        choose(t, d, &out)?;
+        out.storage.bump_version();
+    }
+    Ok(out.into())
+}
+
+pub(crate) static OPERATIONS: &[Operation] = &[
+    Operation::several("sort", "sort", Kind::Sorting, Dtypes::All, Gives::Same, (1, 2), |a| {
+        a.x(0)?.sort(a.int(0)?, a.bool(1)?).map(|(v, i)| vec![v, i])
+    })
+    .differentiable(),
+    Operation::new("argsort", "argsort", Kind::Sorting, Dtypes::All, Gives::I64, (1, 2), |a| {
+        a.x(0)?.argsort(a.int(0)?, a.bool(1)?)
+    }),
+    Operation::new("msort", "msort", Kind::Sorting, Dtypes::All, Gives::Same, (1, 0), |a| a.x(0)?.msort())
+        .differentiable(),
+    Operation::new("isin", "isin", Kind::Sorting, Dtypes::All, Gives::Bool, (2, 0), |a| a.x(0)?.isin(a.x(1)?)),
+    Operation::new("searchsorted", "searchsorted", Kind::Sorting, Dtypes::All, Gives::I64, (2, 1), |a| {
+        a.x(0)?.searchsorted(a.x(1)?, a.bool(0)?)
+    }),
+    Operation::new("bucketize", "bucketize", Kind::Sorting, Dtypes::All, Gives::I64, (2, 1), |a| {
+        a.x(0)?.bucketize(a.x(1)?, a.bool(0)?)
+    }),
+];
+
+impl Tensor {
+    /// The elements in order along `dim`, and the indices they had, as i64 (PyTorch's `sort`, always stable). NaN is above
+    /// everything. Differentiable.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let t = Tensor::from_slice(&[3f32, 1.0, 2.0, 1.0], 4, Device::Cpu)?;
+    /// let (values, indices) = t.sort(-1, false)?;
+    /// assert_eq!(values.to_vec::<f32>()?, [1.0, 1.0, 2.0, 3.0]);
+    /// assert_eq!(indices.to_vec::<i64>()?, [1, 3, 2, 0]);
+    /// assert_eq!(t.topk(2, -1, true)?.0.to_vec::<f32>()?, [3.0, 2.0]);
+    /// assert_eq!(t.unique()?.to_vec::<f32>()?, [1.0, 2.0, 3.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::DimOutOfRange`], [`Error::OutOfMemory`].
+    pub fn sort(&self, dim: isize, descending: bool) -> Result<(Tensor, Tensor)> {
+        let op = "sort";
+        replaced_several!(op, [self], dim, descending; pair);
+        let (values, indices) = sorted(op, self, dim, descending)?;
+        let saved = Saved::new(&indices);
+        let values = autograd::record_unary_twice(op, values, self, move |grad| match grad.rank() {
+            0 => Ok(grad),
+            _ => grad.gather(dim, &saved.get(op)?.argsort(dim, false)?),
+        });
+        Ok((values, indices))
+    }
+
+    /// The indices that bring `dim` in order, as i64 (PyTorch's `argsort`, always stable).
+    ///
+    /// # Errors
+    /// As [`Tensor::sort`].
+    pub fn argsort(&self, dim: isize, descending: bool) -> Result<Tensor> {
+        replaced!("argsort", [self], dim, descending);
+        Ok(sorted("argsort", self, dim, descending)?.1)
+    }
+
+    /// The elements in ascending order along the first dim (PyTorch's `msort`). Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::sort`].
+    pub fn msort(&self) -> Result<Tensor> {
+        replaced!("msort", [self]);
+        Ok(self.sort(0, false).map_err(|e| e.of("msort"))?.0)
+    }
+
+    /// How many elements of this sorted tensor's last dim are below each of `values`, or with `right` not above it: where to
+    /// insert it so that the order stays; as i64 (PyTorch's `searchsorted`). A vector is searched for values of any shape,
+    /// otherwise all but the last dim are the same. NaN belongs at the end.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let t = Tensor::from_slice(&[1f32, 3.0, 5.0], 3, Device::Cpu)?;
+    /// let values = Tensor::from_slice(&[3f32, 6.0], 2, Device::Cpu)?;
+    /// assert_eq!(t.searchsorted(&values, false)?.to_vec::<i64>()?, [1, 3]);
+    /// assert_eq!(t.searchsorted(&values, true)?.to_vec::<i64>()?, [2, 3]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::ShapeMismatch`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`]; [`Error::Invalid`] for a scalar.
+    pub fn searchsorted(&self, values: &Tensor, right: bool) -> Result<Tensor> {
+        replaced!("searchsorted", [self, values], right);
+        searched("searchsorted", self, values, right)
+    }
+
+    /// The bucket of each element among `boundaries`, a sorted vector: how many of them are below it, or with `right` not
+    /// above it; as i64 (PyTorch's `bucketize`).
+    ///
+    /// # Errors
+    /// As [`Tensor::searchsorted`]; [`Error::Invalid`] where `boundaries` is no vector.
+    pub fn bucketize(&self, boundaries: &Tensor, right: bool) -> Result<Tensor> {
+        let op = "bucketize";
+        replaced!(op, [self, boundaries], right);
+        if boundaries.rank() != 1 {
+            return Err(Error::invalid(
+                op,
+                format!("the boundaries are a vector, not of shape {}", boundaries.shape()),
+            ));
+        }
+        searched(op, boundaries, self, right)
+    }
+
+    /// Whether each element is one of `test_elements`, of any shape; as bool (PyTorch's `isin`). NaN is in nothing.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let among = Tensor::from_slice(&[5i64, 2], 2, Device::Cpu)?;
+    /// let found = Tensor::arange(0, 4, 1, Device::Cpu)?.isin(&among)?;
+    /// assert_eq!(found.to_vec::<bool>()?, [false, false, true, false]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
+    pub fn isin(&self, test_elements: &Tensor) -> Result<Tensor> {
+        let op = "isin";
+        replaced!(op, [self, test_elements]);
+        same_device(op, &[self, test_elements])?;
+        let n = test_elements.numel();
+        if n == 0 {
+            return Tensor::zeros(self.shape(), (DType::Bool, self.device()));
+        }
+        let dtype = result_type(&[self, test_elements], &[]).unwrap_or(self.dtype);
+        let (x, among) = (self.detach().to_dtype(dtype)?, test_elements.detach().to_dtype(dtype)?.reshape(n)?);
+        let among = sorted(op, &among, 0, false)?.0;
+        // Beyond all there is the last, which differs.
+        let place = searched(op, &among, &x, false)?.clamp_max(n as i64 - 1)?;
+        among.take(&place)?.eq(&x)
+    }
+}
+
+fn searched(op: &'static str, sorted: &Tensor, values: &Tensor, right: bool) -> Result<Tensor> {
+    same_device(op, &[sorted, values])?;
+    same_dtype(op, &[sorted, values])?;
+    let Some((_, leading)) = sorted.shape().dims().split_last() else {
+        return Err(Error::invalid(op, "what is searched is a scalar: it has no dim"));
+    };
+    let of_values = values.shape().dims();
+    if !leading.is_empty() && of_values.split_last().is_none_or(|(_, of_values)| of_values != leading) {
+        let hint = "all dims but the last are the same, or what is searched is a vector";
+        return Err(Error::ShapeMismatch { op, lhs: sorted.shape().clone(), rhs: values.shape().clone(), hint });
+    }
+    // A value's line: stride 0 along what only the values have.
+    let mut strides: Dims<isize> = Dims::from_elem(0, values.rank());
+    strides.iter_mut().zip(&sorted.strides()[..leading.len()]).for_each(|(to, &stride)| *to = stride);
+    let lines = Layout { shape: values.shape().clone(), strides, offset: sorted.layout.offset };
+    let step = sorted.strides()[leading.len()];
+    let out = Tensor::empty_like_shape(values.shape(), DType::I64, values.device())?;
+    if out.numel() > 0 {
+        match out.device() {
+            Device::Cpu => cpu::search(sorted, &lines, step, values, right, &out)?,
+            Device::OpenCL(_) => opencl::search(sorted, &lines, step, values, right, &out)?,
+        }
+        out.storage.bump_version();
+    }
+    Ok(out)
+}

@@ -1,0 +1,302 @@
+//! What is chosen by order along a dim: the greatest k, the k-th, medians, quantiles, the most frequent. Each finds indices
+//! and reads the elements through them, which is also the gradient. Where one or a few of a line are wanted, the CPU and GPUs
+//! choose and do not sort.
+
+use crate::expr::Expr;
+use crate::ops::catalogue::{Dtypes, Gives, Kind, Operation};
+use crate::ops::dispatch::registry::{replaced, replaced_several};
+use crate::ops::elementwise::{Params, apply, apply_into};
+use crate::ops::pair;
+use crate::ops::sort::{Chosen, Nth, first_sorted, nth, sorted};
+use crate::{DType, Error, Result, Scalar, Tensor};
+
+pub(crate) static OPERATIONS: &[Operation] = &[
+    Operation::several("topk", "topk", Kind::Sorting, Dtypes::All, Gives::Same, (1, 3), |a| {
+        a.x(0)?.topk(a.size(0)?, a.int(1)?, a.bool(2)?).map(|(v, i)| vec![v, i])
+    })
+    .differentiable(),
+    Operation::several("kthvalue", "kthvalue", Kind::Sorting, Dtypes::All, Gives::Same, (1, 3), |a| {
+        a.x(0)?.kthvalue(a.size(0)?, a.int(1)?, a.bool(2)?).map(|(v, i)| vec![v, i])
+    })
+    .differentiable(),
+    Operation::several("median", "median", Kind::Sorting, Dtypes::All, Gives::Same, (1, 2), |a| {
+        a.x(0)?.median(a.int(0)?, a.bool(1)?).map(|(v, i)| vec![v, i])
+    })
+    .differentiable(),
+    Operation::several("nanmedian", "nanmedian", Kind::Sorting, Dtypes::All, Gives::Same, (1, 2), |a| {
+        a.x(0)?.nanmedian(a.int(0)?, a.bool(1)?).map(|(v, i)| vec![v, i])
+    })
+    .differentiable(),
+    Operation::several("mode", "mode", Kind::Sorting, Dtypes::All, Gives::Same, (1, 2), |a| {
+        a.x(0)?.mode(a.int(0)?, a.bool(1)?).map(|(v, i)| vec![v, i])
+    })
+    .differentiable(),
+    Operation::new("quantile", "quantile", Kind::Sorting, Dtypes::Floats, Gives::Same, (1, 3), |a| {
+        a.x(0)?.quantile(a.float(0)?, a.int(1)?, a.bool(2)?)
+    })
+    .differentiable(),
+    Operation::new("nanquantile", "nanquantile", Kind::Sorting, Dtypes::Floats, Gives::Same, (1, 3), |a| {
+        a.x(0)?.nanquantile(a.float(0)?, a.int(1)?, a.bool(2)?)
+    })
+    .differentiable(),
+    Operation::several("max_dim", "max", Kind::Reduction, Dtypes::All, Gives::Same, (1, 2), |a| {
+        a.x(0)?.max_dim(a.int(0)?, a.bool(1)?).map(|(v, i)| vec![v, i])
+    })
+    .differentiable(),
+    Operation::several("min_dim", "min", Kind::Reduction, Dtypes::All, Gives::Same, (1, 2), |a| {
+        a.x(0)?.min_dim(a.int(0)?, a.bool(1)?).map(|(v, i)| vec![v, i])
+    })
+    .differentiable(),
+];
+
+/// The element of every line of `t` along `dim` that `find` gives the index of (of a tensor of rank 1 at least; the
+/// indices keep the dim with size 1), and the indices.
+fn chosen(
+    op: &'static str,
+    t: &Tensor,
+    dim: isize,
+    keepdim: bool,
+    find: impl FnOnce(&Tensor) -> Result<Chosen>,
+) -> Result<(Tensor, Tensor)> {
+    let x = if t.rank() == 0 { t.unsqueeze(0)? } else { t.shallow_clone() };
+    let d = x.shape().dim(op, dim)?;
+    if x.shape().dims()[d] == 0 {
+        let reason = format!("dimension {dim} is empty in shape {}: there is no element to choose", t.shape());
+        return Err(Error::invalid(op, reason));
+    }
+    let (values, indices) = find(&x.detach()).and_then(|found| found.of(&x, dim)).map_err(|e| e.of(op))?;
+    match keepdim && t.rank() > 0 {
+        true => Ok((values, indices)),
+        false => Ok((values.squeeze(dim)?, indices.squeeze(dim)?)),
+    }
+}
+
+fn check_share(op: &'static str, t: &Tensor, q: f64) -> Result<()> {
+    t.dtype.check_float(op)?;
+    if !(0.0..=1.0).contains(&q) {
+        return Err(Error::invalid(op, format!("{q} is not between 0 and 1")));
+    }
+    Ok(())
+}
+
+fn size(t: &Tensor, dim: isize) -> Result<usize> {
+    Ok(t.shape().dims()[t.shape().dim("size", dim)?])
+}
+
+/// Lines in order.
+struct Sorted {
+    dim: isize,
+    /// The indices that sort each line.
+    order: Tensor,
+    /// How many elements of each are NaN, which are its last, as i64, with the dim.
+    nans: Tensor,
+}
+
+impl Sorted {
+    fn new(op: &'static str, x: &Tensor, dim: isize) -> Result<Sorted> {
+        let nans = x.isnan()?.count_nonzero(dim, true)?;
+        Ok(Sorted { dim, order: sorted(op, x, dim, false)?.1, nans })
+    }
+
+    /// The indices of the elements at `place`, a formula of the number of NaN.
+    fn at(&self, op: &'static str, place: Expr) -> Result<Chosen> {
+        let places = apply(op, &[&self.nans], Params::default(), &[place], &[DType::I64])?.remove(0);
+        self.order.gather(self.dim, &places).map(Chosen::from)
+    }
+}
+
+impl Tensor {
+    /// The `k` greatest elements along `dim`, greatest first, or with `largest` false the least, and their indices
+    /// (PyTorch's `topk`; always sorted). NaN is above everything. Differentiable.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where the dim has less than `k` elements; [`Error::DimOutOfRange`], [`Error::OutOfMemory`].
+    pub fn topk(&self, k: usize, dim: isize, largest: bool) -> Result<(Tensor, Tensor)> {
+        let op = "topk";
+        replaced_several!(op, [self], k, dim, largest; pair);
+        let x = if self.rank() == 0 { self.unsqueeze(0)? } else { self.shallow_clone() };
+        let n = x.shape().dims()[x.shape().dim(op, dim)?];
+        if k > n {
+            return Err(Error::invalid(op, format!("{k} elements of {n} along dimension {dim} of {}", self.shape())));
+        }
+        let (values, indices) = first_sorted(op, &x.detach(), dim, k, largest)?.of(&x, dim)?;
+        match self.rank() == 0 && k == 1 {
+            true => Ok((values.squeeze(dim)?, indices.squeeze(dim)?)),
+            false => Ok((values, indices)),
+        }
+    }
+
+    /// The `k`-th least element along `dim`, counted from 1, and its index (PyTorch's `kthvalue`). NaN is above everything.
+    /// `keepdim` leaves the dim in place with size 1. Differentiable.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where the dim has less than `k` elements or `k` is 0; [`Error::DimOutOfRange`].
+    pub fn kthvalue(&self, k: usize, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
+        let op = "kthvalue";
+        replaced_several!(op, [self], k, dim, keepdim; pair);
+        chosen(op, self, dim, keepdim, |x| {
+            let n = size(x, dim)?;
+            if k == 0 || k > n {
+                let reason = format!("the dimension has elements 1 to {n}, and {k} was asked for");
+                return Err(Error::invalid(op, reason));
+            }
+            match nth(op, x, dim, Nth::Place(k - 1))? {
+                Some(found) => Ok(found),
+                None => sorted(op, x, dim, false)?.1.narrow(dim, k - 1, 1).map(Chosen::from),
+            }
+        })
+    }
+
+    /// The median along `dim`, of two in the middle the lower, and its index (PyTorch's `median` with a dim); NaN if there
+    /// is one. Differentiable.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let t = Tensor::from_slice(&[7f32, 1.0, 3.0, 2.0], 4, Device::Cpu)?;
+    /// assert_eq!(t.median(0, false)?.0.item::<f32>()?, 2.0);
+    /// assert_eq!(t.quantile(0.5, 0, false)?.item::<f32>()?, 2.5);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where the dim is empty; [`Error::DimOutOfRange`], [`Error::OutOfMemory`].
+    pub fn median(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
+        replaced_several!("median", [self], dim, keepdim; pair);
+        chosen("median", self, dim, keepdim, |x| {
+            if let Some(found) = nth("median", x, dim, Nth::Median)? {
+                return Ok(found);
+            }
+            // The first of the NaN, which are at the end.
+            let (n, nans) = (size(x, dim)?, Expr::input(0));
+            Sorted::new("median", x, dim)?.at("median", nans.gt(0.0).select(n as f64 - &nans, ((n - 1) / 2) as f64))
+        })
+    }
+
+    /// The median along `dim` of the elements that are not NaN, and its index; NaN where all are (PyTorch's `nanmedian`).
+    /// Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::median`].
+    pub fn nanmedian(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
+        replaced_several!("nanmedian", [self], dim, keepdim; pair);
+        chosen("nanmedian", self, dim, keepdim, |x| {
+            if let Some(found) = nth("nanmedian", x, dim, Nth::NanMedian)? {
+                return Ok(found);
+            }
+            let last = size(x, dim)? - 1;
+            Sorted::new("nanmedian", x, dim)?.at("nanmedian", (last as f64 - Expr::input(0)).max(0.0) / 2.0)
+        })
+    }
+
+    /// The value along `dim` that a share `q` of the elements is below, between two elements in proportion (PyTorch's
+    /// `quantile`); NaN if there is one; floats. Differentiable.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a `q` outside 0 to 1 and where the dim is empty; [`Error::DimOutOfRange`],
+    /// [`Error::UnsupportedDType`].
+    pub fn quantile(&self, q: f64, dim: isize, keepdim: bool) -> Result<Tensor> {
+        let op = "quantile";
+        replaced!(op, [self], q, dim, keepdim);
+        check_share(op, self, q)?;
+        let last = match self.rank() {
+            0 => 0,
+            _ => self.shape().dims()[self.shape().dim(op, dim)?].saturating_sub(1),
+        };
+        let place = q * last as f64;
+        // Where the line has a NaN that is the last element.
+        let expr = |place: f64| Expr::input(0).gt(0.0).select(last as f64, place);
+        let mut high = None;
+        let low = chosen(op, self, dim, keepdim, |x| {
+            let sorted = Sorted::new(op, x, dim)?;
+            high = Some(sorted.at(op, expr(place.ceil()))?);
+            sorted.at(op, expr(place.floor()))
+        })?;
+        match high {
+            Some(high) if place.fract() > 0.0 => {
+                low.0.lerp(&chosen(op, self, dim, keepdim, |_| Ok(high))?.0, place.fract())
+            }
+            _ => Ok(low.0),
+        }
+    }
+
+    /// [`Tensor::quantile`] of the elements that are not NaN; NaN where all are (PyTorch's `nanquantile`). Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::quantile`].
+    pub fn nanquantile(&self, q: f64, dim: isize, keepdim: bool) -> Result<Tensor> {
+        let op = "nanquantile";
+        replaced!(op, [self], q, dim, keepdim);
+        check_share(op, self, q)?;
+        let mut between = None;
+        let (low, _) = chosen(op, self, dim, keepdim, |x| {
+            let sorted = Sorted::new(op, x, dim)?;
+            let nans = sorted.nans.to_dtype(x.dtype.compute().dtype())?;
+            // Of a line of NaN the first.
+            let place = ((size(x, dim)? - 1) as f64 - Expr::input(0)).max(0.0) * q;
+            let exprs = [place.floor(), place.ceil(), &place - place.floor()];
+            let dtypes = [DType::I64, DType::I64, nans.dtype];
+            let made = apply(op, &[&nans], Params::default(), &exprs, &dtypes)?;
+            let [low, high] = [&made[0], &made[1]].map(|place| sorted.order.gather(dim, place));
+            between = Some((high?, made[2].shallow_clone()));
+            low.map(Chosen::from)
+        })?;
+        let Some((high, share)) = between else { return Ok(low) };
+        let share = if keepdim && self.rank() > 0 { share } else { share.squeeze(dim)? };
+        let (high, _) = chosen(op, self, dim, keepdim, |_| Ok(high.into()))?;
+        low.lerp_tensor(&high, &share)?.to_dtype(self.dtype)
+    }
+
+    /// The most frequent element along `dim`, the least of several, and the index of its last appearance (PyTorch's
+    /// `mode`). Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::median`].
+    pub fn mode(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
+        let op = "mode";
+        replaced_several!(op, [self], dim, keepdim; pair);
+        chosen(op, self, dim, keepdim, |x| {
+            let n = size(x, dim)?;
+            let (values, order) = sorted(op, x, dim, false)?;
+            let place = Tensor::arange(0, n as i64, 1, (DType::I64, x.device()))?;
+            let behind = x.rank() - 1 - x.shape().dim(op, dim)?;
+            let place = place.reshape(std::iter::once(n).chain(std::iter::repeat_n(1, behind)).collect::<Vec<_>>())?;
+            // Where the run of equals that an element is in starts; the longest run ends at the first greatest distance.
+            let (place, scalars) = (
+                place.broadcast_to(x.shape().dims().iter().map(|&n| n as isize).collect::<Vec<_>>())?,
+                [Scalar::Int(0)],
+            );
+            let starts = Tensor::zeros(x.shape(), (DType::I64, x.device()))?;
+            let (next, this) = (values.narrow(dim, 1, n - 1)?, values.narrow(dim, 0, n - 1)?);
+            let differs = Expr::input(0).ne(Expr::input(1)).select(Expr::input(2), Expr::scalar(0));
+            let params = Params { scalars: &scalars, seeds: &[] };
+            apply_into(
+                op,
+                &[&next, &this, &place.narrow(dim, 1, n - 1)?],
+                params,
+                &[differs],
+                &[&starts.narrow(dim, 1, n - 1)?],
+            )?;
+            let run = place.sub(&starts.cummax(dim)?.0)?;
+            order.gather(dim, &run.argmax(dim, true)?).map(Chosen::from)
+        })
+    }
+
+    /// The greatest element along `dim` and its index, as i64 (PyTorch's `max` with a dim): the first among equals, the
+    /// first NaN if there is one. Differentiable.
+    ///
+    /// # Errors
+    /// As [`Tensor::median`].
+    pub fn max_dim(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
+        replaced_several!("max_dim", [self], dim, keepdim; pair);
+        chosen("max_dim", self, dim, keepdim, |x| x.argmax(dim, true).map(Chosen::from))
+    }
+
+    /// The least element along `dim` and its index (PyTorch's `min` with a dim); as [`Tensor::max_dim`] otherwise.
+    ///
+    /// # Errors
+    /// As [`Tensor::median`].
+    pub fn min_dim(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
+        replaced_several!("min_dim", [self], dim, keepdim; pair);
+        chosen("min_dim", self, dim, keepdim, |x| x.argmin(dim, true).map(Chosen::from))
+    }
+}
