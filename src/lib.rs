@@ -54,19 +54,21 @@ pub mod storage;
 pub mod tensor;
 pub mod tune;
 
-pub use crate::ops::{
-    AvgPoolOptions, BatchNormOptions, ConvOptions, ConvTransposeOptions, CrossEntropy, Expr, Generator, Interpolation,
-    LossReduction, MaxPoolOptions, Padding, ReduceDims, Seed, autocast, autocast_dtype, can_cast, get_default_dtype,
-    get_float32_matmul_precision, manual_seed, promote_types, result_type, set_default_dtype,
-    set_float32_matmul_precision, with_generator,
-};
 pub use autograd::{enable_grad, is_grad_enabled, no_grad, set_grad_enabled};
-pub use device::{Device, Kernel, Stream, with_stream};
+pub use backend::opencl::user_kernel::{Kernel, KernelCall, KernelScalar};
+pub use device::{Device, Stream, with_stream};
 pub(crate) use dtype::{Compute, elements};
 pub use dtype::{DType, Element, Scalar};
 pub use error::{Error, Result};
 pub use graph::Graph;
-pub use tensor::{Assigned, HostArray, Index, Indices, NewShape, PadMode, Shape, Tensor, TensorOptions};
+pub use layout::shape::{NewShape, Shape};
+pub use ops::{
+    Assigned, AvgPoolOptions, BatchNormOptions, ConvOptions, ConvTransposeOptions, CrossEntropy, Expr, Generator,
+    Interpolation, LossReduction, MaxPoolOptions, PadMode, Padding, ReduceDims, Seed, autocast, autocast_dtype,
+    can_cast, get_default_dtype, get_float32_matmul_precision, manual_seed, promote_types, result_type,
+    set_default_dtype, set_float32_matmul_precision, with_generator,
+};
+pub use tensor::{HostArray, Index, Indices, Tensor, TensorOptions};
 
 /// The README's example runs as a doctest.
 #[cfg(doctest)]

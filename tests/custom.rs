@@ -120,7 +120,7 @@ fn arguments_are_checked() {
         let integers = Tensor::zeros(32, (DType::I64, d)).unwrap();
         let leaf = Tensor::zeros(32, d).unwrap().requires_grad_(true).unwrap();
         let nothing = Tensor::zeros(0, d).unwrap();
-        let full = |call: claystone::device::KernelCall| {
+        let full = |call: claystone::KernelCall| {
             // SAFETY: none of these is launched; an earlier check fails.
             unsafe { call.global(&[32]).launch() }.unwrap_err().to_string()
         };

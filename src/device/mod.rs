@@ -32,7 +32,6 @@ use std::fmt;
 use crate::error::Excerpt;
 use crate::{Error, Result};
 
-pub use crate::backend::opencl::user_kernel::{Kernel, KernelCall, KernelScalar};
 pub use info::{DeviceInfo, DeviceKind};
 pub use opencl::ProgramCache;
 pub use stream::{Event, Stream, StreamId, with_stream};

@@ -13,7 +13,7 @@
 mod npy;
 mod npz;
 mod safetensors;
-pub(crate) mod state;
+mod state;
 
 use std::fmt::Display;
 use std::fs::File;
@@ -22,7 +22,6 @@ use std::path::Path;
 
 use crate::error::Excerpt;
 use crate::file::NewFile;
-use crate::nn::StateDict;
 use crate::storage::Storage;
 use crate::tensor::Layout;
 use crate::{DType, Device, Error, Result, Shape, Tensor};
@@ -30,6 +29,7 @@ use crate::{DType, Device, Error, Result, Shape, Tensor};
 pub use self::npy::{read_npy, write_npy};
 pub use self::npz::{read_npz, write_npz};
 pub use self::safetensors::{SafeTensors, read_safetensors, write_safetensors};
+pub use self::state::{IncompatibleKeys, StateDict};
 
 /// Elements pass through a buffer of this size.
 const PIECE: usize = 4 << 20;

@@ -10,7 +10,7 @@ use zip::{CompressionMethod, ZipArchive, ZipWriter};
 
 use super::npy::{from_reader, to_writer};
 use super::{create, fail, fail_in, finish, open};
-use crate::nn::StateDict;
+use crate::io::StateDict;
 use crate::{Device, Result};
 
 /// The tensors of an npz file, on `device`, in the archive's order (NumPy's `load`); compressed ones too.

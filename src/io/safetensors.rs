@@ -12,7 +12,7 @@ use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
 
 use super::{Cause, create, fail, fail_in, finish, open, read_elements, shape_of, write_elements, write_piece};
 use crate::error::Excerpt;
-use crate::nn::StateDict;
+use crate::io::StateDict;
 use crate::storage::{MappedFile, Storage};
 use crate::tensor::Layout;
 use crate::{DType, Device, Result, Tensor};

@@ -2,7 +2,7 @@
 
 use smallvec::SmallVec;
 
-use crate::tensor::{Dims, Shape};
+use crate::layout::shape::{Dims, Shape};
 
 /// A walk over the elements of one shape by several operands, in row-major order, with as few dimensions as they allow.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -17,7 +17,7 @@ mod pool;
 mod rnn;
 mod sequential;
 
-pub use crate::io::state::{IncompatibleKeys, StateDict};
+pub use crate::io::{IncompatibleKeys, StateDict};
 pub use attention::{AttentionMasks, MultiheadAttention};
 pub use conv::{Conv1d, Conv2d, ConvTranspose2d};
 pub use embedding::Embedding;

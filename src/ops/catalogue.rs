@@ -8,302 +8,42 @@ use std::collections::HashMap;
 use std::fmt::Write as _;
 use std::sync::OnceLock;
 
+use crate::error::Excerpt;
 use crate::expr::table::{Accepts, Output, ROWS, Row};
-use crate::ops::dispatch::arguments::{Args, Argument};
-use crate::{DType, Error, Result, Tensor};
+use crate::ops::dispatch::arguments::Argument;
+use crate::ops::dispatch::operation::{Call, Dtypes, Gives, Kind, Operation};
+use crate::ops::dispatch::registry::{self, Backend, Implementation, Registration};
+use crate::ops::{elementwise, index, linalg, nn, random, reduce, shape, sort};
+use crate::{Error, Result, Tensor};
 
 /// The lists of all families, in the order of the documentation.
 const FAMILIES: &[&[Operation]] = &[
-    crate::tensor::OPERATIONS,
-    crate::ops::random::distributions::OPERATIONS,
-    crate::ops::elementwise::copy::OPERATIONS,
-    crate::ops::elementwise::pointwise::OPERATIONS,
-    crate::ops::nn::softmax::OPERATIONS,
-    super::reduce::table::OPERATIONS,
-    super::reduce::statistics::OPERATIONS,
-    crate::ops::reduce::scan::OPERATIONS,
-    super::sort::OPERATIONS,
-    crate::ops::sort::select::OPERATIONS,
-    crate::ops::index::nonzero::OPERATIONS,
-    crate::ops::index::gather::OPERATIONS,
-    crate::ops::index::gather::WRITES,
-    crate::ops::index::gather::REDUCTIONS,
-    crate::ops::index::gather::SEVERAL,
-    crate::ops::linalg::matmul::OPERATIONS,
-    crate::ops::linalg::products::OPERATIONS,
-    crate::ops::linalg::einsum::OPERATIONS,
-    crate::ops::linalg::distance::OPERATIONS,
-    crate::ops::nn::attention::OPERATIONS,
-    crate::ops::nn::conv::OPERATIONS,
-    crate::ops::nn::pool::OPERATIONS,
-    crate::ops::nn::norm::OPERATIONS,
-    crate::ops::nn::interpolate::OPERATIONS,
-    crate::ops::nn::loss::OPERATIONS,
+    shape::operations::OPERATIONS,
+    random::distributions::OPERATIONS,
+    elementwise::copy::OPERATIONS,
+    elementwise::pointwise::OPERATIONS,
+    nn::softmax::OPERATIONS,
+    reduce::table::OPERATIONS,
+    reduce::statistics::OPERATIONS,
+    reduce::scan::OPERATIONS,
+    sort::OPERATIONS,
+    sort::select::OPERATIONS,
+    index::nonzero::OPERATIONS,
+    index::gather::OPERATIONS,
+    index::gather::WRITES,
+    index::gather::REDUCTIONS,
+    index::gather::SEVERAL,
+    linalg::matmul::OPERATIONS,
+    linalg::products::OPERATIONS,
+    linalg::einsum::OPERATIONS,
+    linalg::distance::OPERATIONS,
+    nn::attention::OPERATIONS,
+    nn::conv::OPERATIONS,
+    nn::pool::OPERATIONS,
+    nn::norm::OPERATIONS,
+    nn::interpolate::OPERATIONS,
+    nn::loss::OPERATIONS,
 ];
-
-/// What an operation is about.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-#[non_exhaustive]
-pub enum Kind {
-    /// Makes a tensor of nothing.
-    Creation,
-    /// Makes or fills a tensor with random numbers.
-    Random,
-    /// Shares the storage.
-    View,
-    /// Puts tensors together, or one several times.
-    Joining,
-    /// Copies and conversions.
-    Copying,
-    /// Reads or writes by index.
-    Indexing,
-    /// One formula on each element.
-    Elementwise,
-    /// Writes into its first tensor.
-    InPlace,
-    /// Fewer elements of many.
-    Reduction,
-    /// Each element of those before it.
-    Scan,
-    /// By order.
-    Sorting,
-    /// Products of matrices.
-    LinearAlgebra,
-    /// Layers.
-    NeuralNetwork,
-    /// Losses.
-    Loss,
-}
-
-impl Kind {
-    const ALL: [(Kind, &'static str); 14] = [
-        (Kind::Creation, "Creation"),
-        (Kind::Random, "Random numbers"),
-        (Kind::View, "Views"),
-        (Kind::Joining, "Joining"),
-        (Kind::Copying, "Copies"),
-        (Kind::Indexing, "Indexing"),
-        (Kind::Elementwise, "Elementwise"),
-        (Kind::InPlace, "In place"),
-        (Kind::Reduction, "Reductions"),
-        (Kind::Scan, "Scans"),
-        (Kind::Sorting, "Sorting"),
-        (Kind::LinearAlgebra, "Linear algebra"),
-        (Kind::NeuralNetwork, "Neural networks"),
-        (Kind::Loss, "Losses"),
-    ];
-}
-
-/// The dtypes that an operation takes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Dtypes {
-    /// Every one.
-    All,
-    /// All but bool.
-    Numbers,
-    /// f32, f16, bf16, f64.
-    Floats,
-    /// i64, i32, u8, u32 and bool.
-    Integers,
-    /// i64, i32, u8, u32.
-    IntegersOnly,
-}
-
-impl Dtypes {
-    /// Whether `dtype` is one of them.
-    pub fn contain(self, dtype: DType) -> bool {
-        match self {
-            Dtypes::All => true,
-            Dtypes::Numbers => dtype != DType::Bool,
-            Dtypes::Floats => dtype.is_float(),
-            Dtypes::Integers => !dtype.is_float(),
-            Dtypes::IntegersOnly => !dtype.is_float() && dtype != DType::Bool,
-        }
-    }
-
-    fn name(self) -> &'static str {
-        match self {
-            Dtypes::All => "all",
-            Dtypes::Numbers => "all but bool",
-            Dtypes::Floats => "floats",
-            Dtypes::Integers => "integers, bool",
-            Dtypes::IntegersOnly => "integers",
-        }
-    }
-}
-
-/// The dtype of an operation's first result.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Gives {
-    /// The first tensor's; of what makes a tensor, the one asked for.
-    Same,
-    /// `Bool`.
-    Bool,
-    /// `I64`.
-    I64,
-    /// Floats as they are, integers and bool as `I64`.
-    Sum,
-    /// Floats as they are, integers and bool as `F32`.
-    Float,
-    /// The one asked for.
-    Asked,
-}
-
-impl Gives {
-    /// The dtype of the result for operands of `dtype`, or where `dtype` is what is asked for.
-    pub fn of(self, dtype: DType) -> DType {
-        match self {
-            Gives::Same | Gives::Asked => dtype,
-            Gives::Bool => DType::Bool,
-            Gives::I64 => DType::I64,
-            Gives::Sum if !dtype.is_float() => DType::I64,
-            Gives::Float if !dtype.is_float() => DType::F32,
-            Gives::Sum | Gives::Float => dtype,
-        }
-    }
-}
-
-/// How many tensors and how many other arguments a call takes at most.
-pub(crate) type Arity = (usize, usize);
-
-/// As many tensors as one likes.
-pub(crate) const ANY: usize = usize::MAX;
-
-/// How an operation is run.
-#[derive(Clone, Copy)]
-enum Call {
-    One(fn(&Args) -> Result<Tensor>),
-    Several(fn(&Args) -> Result<Vec<Tensor>>),
-    Row(&'static Row),
-    RowInPlace(&'static Row),
-}
-
-/// One public operation.
-#[derive(Clone)]
-#[non_exhaustive]
-pub struct Operation {
-    /// The method's name.
-    pub name: &'static str,
-    /// PyTorch's name of it.
-    pub torch: &'static str,
-    /// What it is about.
-    pub kind: Kind,
-    /// The dtypes it takes.
-    pub takes: Dtypes,
-    /// The dtype of its first result.
-    pub gives: Gives,
-    /// How many tensors a call takes at most; `usize::MAX` where it takes any number.
-    pub max_tensors: usize,
-    /// How many other arguments a call takes at most.
-    pub max_arguments: usize,
-    differentiable: bool,
-    call: Call,
-}
-
-impl std::fmt::Debug for Operation {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} (PyTorch: {})", self.name, self.torch)
-    }
-}
-
-impl Operation {
-    /// An operation with one result; `most` is how many tensors and how many other arguments it takes at most.
-    pub(crate) const fn new(
-        name: &'static str,
-        torch: &'static str,
-        kind: Kind,
-        takes: Dtypes,
-        gives: Gives,
-        most: Arity,
-        call: fn(&Args) -> Result<Tensor>,
-    ) -> Operation {
-        Operation::with(name, torch, kind, (takes, gives), most, Call::One(call))
-    }
-
-    /// [`Operation::new`] with several results.
-    pub(crate) const fn several(
-        name: &'static str,
-        torch: &'static str,
-        kind: Kind,
-        takes: Dtypes,
-        gives: Gives,
-        most: Arity,
-        call: fn(&Args) -> Result<Vec<Tensor>>,
-    ) -> Operation {
-        Operation::with(name, torch, kind, (takes, gives), most, Call::Several(call))
-    }
-
-    const fn with(
-        name: &'static str,
-        torch: &'static str,
-        kind: Kind,
-        (takes, gives): (Dtypes, Gives),
-        (max_tensors, max_arguments): Arity,
-        call: Call,
-    ) -> Operation {
-        Operation { name, torch, kind, takes, gives, max_tensors, max_arguments, differentiable: false, call }
-    }
-
-    /// The same, with a gradient for every float tensor it takes.
-    pub(crate) const fn differentiable(mut self) -> Operation {
-        self.differentiable = true;
-        self
-    }
-
-    /// Whether gradients flow through it.
-    pub fn is_differentiable(&self) -> bool {
-        match self.call {
-            Call::Row(row) => row.derivatives().iter().any(|d| d.as_const() != Some(0.0)),
-            _ => self.differentiable,
-        }
-    }
-
-    /// Its row in the table of elementwise operations, where it has one.
-    pub fn row(&self) -> Option<&'static Row> {
-        match self.call {
-            Call::Row(row) | Call::RowInPlace(row) => Some(row),
-            _ => None,
-        }
-    }
-
-    /// Whether [`register`](super::register) can replace it: what computes can be, what only names elements or another
-    /// operation cannot.
-    pub fn is_replaceable(&self) -> bool {
-        let own = self.row().is_none_or(|row| row.name == self.name);
-        own && !matches!(self.kind, Kind::Creation | Kind::Random | Kind::View | Kind::Copying | Kind::InPlace)
-    }
-
-    /// The method of this name.
-    pub(crate) fn run(&self, tensors: &[&Tensor], arguments: &[Argument]) -> Result<Vec<Tensor>> {
-        for (given, most, what) in [
-            (tensors.len(), self.max_tensors, "tensors"),
-            (arguments.len(), self.max_arguments, "arguments besides tensors"),
-        ] {
-            if given > most {
-                return Err(Error::invalid(
-                    self.name,
-                    format!("it takes at most {most} {what} and was called with {given}"),
-                ));
-            }
-        }
-        let args = Args::new(self.name, tensors, arguments);
-        match self.call {
-            Call::One(call) => Ok(vec![call(&args)?]),
-            Call::Several(call) => call(&args),
-            Call::Row(row) => {
-                (0..row.arity).try_for_each(|i| args.x(i).map(|_| ()))?;
-                Ok(vec![row.apply(tensors, &args.scalars()?)?])
-            }
-            Call::RowInPlace(row) => {
-                (0..row.arity).try_for_each(|i| args.x(i).map(|_| ()))?;
-                row.apply_(tensors, &args.scalars()?)?;
-                Ok(vec![args.x(0)?.shallow_clone()])
-            }
-        }
-    }
-}
 
 /// PyTorch's name in a row's documentation: what stands between the first backquotes after "PyTorch:".
 fn torch_name(row: &Row) -> &'static str {
@@ -337,7 +77,7 @@ pub fn operations() -> &'static [Operation] {
     ALL.get_or_init(|| {
         let mut all: Vec<Operation> = FAMILIES.iter().flat_map(|family| family.iter().cloned()).collect();
         all.extend(ROWS.iter().copied().flat_map(of_row));
-        for &(name, row) in crate::ops::elementwise::pointwise::ALIASES {
+        for &(name, row) in elementwise::pointwise::ALIASES {
             let same = all.iter().find(|op| op.name == row).expect("aliases name rows");
             all.push(Operation { name, torch: name, ..same.clone() });
         }
@@ -350,6 +90,67 @@ pub fn operations() -> &'static [Operation] {
 pub(crate) fn find(name: &str) -> Option<&'static Operation> {
     static BY_NAME: OnceLock<HashMap<&'static str, &'static Operation>> = OnceLock::new();
     BY_NAME.get_or_init(|| operations().iter().map(|op| (op.name, op)).collect()).get(name).copied()
+}
+
+/// Adds an operation of your own under `name`, or replaces one that is built in, for all devices of a backend.
+/// (PyTorch: `torch.library.impl`.)
+///
+/// ```
+/// use claystone::ops::{self, Backend, Implementation};
+/// use claystone::{Device, Tensor};
+/// let swish = Implementation::new(|x, _| Ok(vec![x[0].mul(&x[0].sigmoid()?)?]));
+/// let _kept = ops::register("my_swish", Backend::Cpu, swish)?;
+/// let x = Tensor::zeros(&[2], Device::Cpu)?;
+/// assert_eq!(ops::call("my_swish", &[&x], &[])?[0].to_vec::<f32>()?, [0.0, 0.0]);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+///
+/// # Errors
+/// [`Error::Invalid`] where `name` already has an implementation of that backend, and for built-in operations that
+/// compute nothing: views and what makes tensors.
+pub fn register(name: &'static str, backend: Backend, implementation: Implementation) -> Result<Registration> {
+    let built_in = find(name);
+    if built_in.is_some_and(|op| !op.is_replaceable()) {
+        let reason = format!("{name} only names or makes elements, or is another's name: it cannot be replaced");
+        return Err(Error::invalid("register", reason));
+    }
+    registry::insert(name, backend, implementation, built_in)
+}
+
+/// The operation `name` on tensors and arguments (those of the method, in its order): one that is built in
+/// ([`operations`](crate::ops::operations) lists them) or one that was [`register`]ed.
+///
+/// ```
+/// use claystone::{Device, Tensor, ops};
+/// let x = Tensor::ones(&[2, 3], Device::Cpu)?;
+/// let y = ops::call("add_scalar", &[&x], &[2.0.into()])?.remove(0);
+/// assert_eq!(y.to_vec::<f32>()?, [3.0; 6]);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+///
+/// # Errors
+/// Those of the operation; [`Error::Invalid`] for a name that nobody knows on that device, and for arguments that do not
+/// fit.
+pub fn call(name: &str, tensors: &[&Tensor], arguments: &[Argument]) -> Result<Vec<Tensor>> {
+    if let Some(operation) = find(name) {
+        return operation.run(tensors, arguments);
+    }
+    let Some(first) = tensors.first() else {
+        return Err(Error::invalid(
+            "call",
+            format!("there is no built-in operation {name}, and no tensor names a device"),
+        ));
+    };
+    let backend = Backend::from(first.device());
+    match registry::registered(name, backend) {
+        Some(name) => registry::replacement(name, tensors, || arguments.to_vec())?.ok_or_else(|| {
+            Error::invalid("call", format!("{name} calls itself, and nothing is built in under that name"))
+        }),
+        None => Err(Error::invalid(
+            "call",
+            format!("there is no operation {} for {backend:?}: see operations()", Excerpt(name)),
+        )),
+    }
 }
 
 /// The tables of `docs/operations.md`, in Markdown: what `claystone operations` prints.

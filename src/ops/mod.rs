@@ -23,9 +23,11 @@ pub use crate::expr::philox::Seed;
 pub use crate::expr::table::{Accepts, Output, ROWS, Row};
 pub use crate::ops::dispatch::arguments::Argument;
 pub use crate::ops::dispatch::autocast::{autocast, autocast_dtype};
+pub use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
 pub use crate::ops::dispatch::promote::{can_cast, get_default_dtype, promote_types, result_type, set_default_dtype};
-pub use crate::ops::dispatch::registry::{Backend, Implementation, Registration, call, register};
+pub use crate::ops::dispatch::registry::{Backend, Implementation, Registration};
 pub(crate) use crate::ops::elementwise::map::formulas;
+pub use crate::ops::index::assign::Assigned;
 pub use crate::ops::index::gather::ScatterReduce;
 pub(crate) use crate::ops::index::gather::check_index;
 pub use crate::ops::linalg::einsum::TensordotDims;
@@ -37,10 +39,11 @@ pub use crate::ops::nn::norm::BatchNormOptions;
 pub use crate::ops::nn::pool::{AvgPoolOptions, MaxPoolOptions};
 pub use crate::ops::nn::softmax::{CrossEntropy, LossReduction};
 pub(crate) use crate::ops::nn::window::{fold, unfold};
-pub use catalogue::{Dtypes, Gives, Kind, Operation, operations, operations_markdown};
+pub use crate::ops::reduce::dims::ReduceDims;
+pub use crate::ops::shape::pad::PadMode;
+pub use catalogue::{call, operations, operations_markdown, register};
 pub(crate) use elementwise::{Params, apply_into, formula};
 pub use random::{Generator, manual_seed, with_generator};
-pub use reduce::ReduceDims;
 pub use reduce::table::{REDUCTIONS, ReductionRow};
 
 /// The one device of all inputs.

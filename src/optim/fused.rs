@@ -8,7 +8,7 @@ use super::Optimizer;
 use super::flat::{Flat, Parts, Run};
 use crate::error::for_each_part;
 use crate::expr::program::Program;
-use crate::nn::StateDict;
+use crate::io::StateDict;
 use crate::ops::{Params, apply_into, formulas};
 use crate::{DType, Device, Error, Expr, Graph, Result, Scalar, Tensor, no_grad};
 

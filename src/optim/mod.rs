@@ -19,6 +19,9 @@ mod scaler;
 mod schedule;
 mod sgd;
 
+use crate::io::StateDict;
+use crate::{Result, Tensor};
+
 pub use adam::{Adam, AdamConfig, AdamW, AdamWConfig};
 pub use clip::{clip_grad_norm_, clip_grad_value_};
 pub use fused::{Fused, Rule};
@@ -30,9 +33,6 @@ pub use schedule::{
     StepLr,
 };
 pub use sgd::{Sgd, SgdConfig};
-
-use crate::nn::StateDict;
-use crate::{Result, Tensor};
 
 /// What every optimiser does.
 pub trait Optimizer {

@@ -3,7 +3,7 @@
 use std::f64::consts::PI;
 
 use super::Optimizer;
-use crate::nn::StateDict;
+use crate::io::StateDict;
 use crate::{DType, Device, Result, Tensor};
 
 /// A learning rate as a function of time; a closure `|base, step| ..` is one too.

@@ -5,7 +5,9 @@ use smallvec::SmallVec;
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::device::opencl::Arg;
 use crate::device::{DeviceKind, opencl};
-use crate::{DType, Device, Result, Scalar, Tensor};
+use crate::{DType, Device, Result, Tensor};
+
+pub(crate) use crate::backend::problem::sequence::Sequence;
 
 const TEMPLATE: &str = include_str!("../../../kernels/sequence.cl");
 
@@ -13,31 +15,7 @@ const TEMPLATE: &str = include_str!("../../../kernels/sequence.cl");
 const LOCAL: usize = 64;
 const PER_ITEM: usize = 8;
 
-/// What the element at each place is.
-#[derive(Debug, Clone, Copy)]
-pub(crate) enum Sequence {
-    /// `start + i * step`, wrapping.
-    Int { start: i64, step: i64 },
-    /// The same in f64; from place `turn` on, of `n`, `end - (n - 1 - i) * step`.
-    Float { start: f64, step: f64, turn: usize, end: f64, n: usize },
-}
-
 impl Sequence {
-    /// `n` numbers evenly from `start` to `end`, counted from the nearer end, so that both are exact.
-    pub(crate) fn between(start: f64, end: f64, n: usize) -> Sequence {
-        let step = if n > 1 { (end - start) / (n - 1) as f64 } else { 0.0 };
-        Sequence::Float { start, step, turn: n.div_ceil(2), end, n }
-    }
-
-    #[inline(always)]
-    pub(crate) fn at(self, i: usize) -> Scalar {
-        match self {
-            Sequence::Int { start, step } => Scalar::Int(start.wrapping_add(step.wrapping_mul(i as i64))),
-            Sequence::Float { start, step, turn, .. } if i < turn => Scalar::Float(start + step * i as f64),
-            Sequence::Float { step, end, n, .. } => Scalar::Float(end - step * (n - 1 - i) as f64),
-        }
-    }
-
     /// Whether the device can write them as this dtype.
     pub(crate) fn is_for(self, dtype: DType, device: Device) -> Result<bool> {
         let Device::OpenCL(index) = device else { return Ok(false) };

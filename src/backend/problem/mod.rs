@@ -2,3 +2,4 @@
 
 pub(crate) mod interpolation;
 pub(crate) mod reduction;
+pub(crate) mod sequence;

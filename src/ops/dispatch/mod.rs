@@ -2,5 +2,6 @@
 
 pub(crate) mod arguments;
 pub(crate) mod autocast;
+pub(crate) mod operation;
 pub(crate) mod promote;
 pub(crate) mod registry;

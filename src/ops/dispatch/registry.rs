@@ -10,9 +10,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
 use crate::autograd::{Gradients, Saved};
-use crate::error::Excerpt;
-use crate::ops::catalogue;
 use crate::ops::dispatch::arguments::Argument;
+use crate::ops::dispatch::operation::Operation;
 use crate::{Device, Error, Result, Tensor, autograd};
 
 /// The devices that an implementation is for.
@@ -81,7 +80,14 @@ impl Drop for Registration {
     }
 }
 
-type Table = HashMap<(&'static str, Backend), Implementation>;
+/// An implementation, and the operation of its name that is built in, if there is one.
+#[derive(Clone)]
+struct Entry {
+    implementation: Implementation,
+    built_in: Option<&'static Operation>,
+}
+
+type Table = HashMap<(&'static str, Backend), Entry>;
 
 static TABLE: RwLock<Option<Table>> = RwLock::new(None);
 static REGISTERED: AtomicUsize = AtomicUsize::new(0);
@@ -104,72 +110,26 @@ fn built_in<R>(name: &'static str, f: impl FnOnce() -> R) -> R {
     f()
 }
 
-/// Adds an operation of your own under `name`, or replaces one that is built in, for all devices of a backend.
-/// (PyTorch: `torch.library.impl`.)
-///
-/// ```
-/// use claystone::ops::{self, Backend, Implementation};
-/// use claystone::{Device, Tensor};
-/// let swish = Implementation::new(|x, _| Ok(vec![x[0].mul(&x[0].sigmoid()?)?]));
-/// let _kept = ops::register("my_swish", Backend::Cpu, swish)?;
-/// let x = Tensor::zeros(&[2], Device::Cpu)?;
-/// assert_eq!(ops::call("my_swish", &[&x], &[])?[0].to_vec::<f32>()?, [0.0, 0.0]);
-/// # Ok::<(), claystone::Error>(())
-/// ```
-///
-/// # Errors
-/// [`Error::Invalid`] where `name` already has an implementation of that backend, and for built-in operations that
-/// compute nothing: views and what makes tensors.
-pub fn register(name: &'static str, backend: Backend, implementation: Implementation) -> Result<Registration> {
-    if catalogue::find(name).is_some_and(|op| !op.is_replaceable()) {
-        let reason = format!("{name} only names or makes elements, or is another's name: it cannot be replaced");
-        return Err(Error::invalid("register", reason));
-    }
+/// Registers `implementation` for the devices of `backend`, in the place of `built_in` if that is given.
+pub(crate) fn insert(
+    name: &'static str,
+    backend: Backend,
+    implementation: Implementation,
+    built_in: Option<&'static Operation>,
+) -> Result<Registration> {
     let mut table = write();
     if table.contains_key(&(name, backend)) {
         let reason = format!("{name} already has an implementation for {backend:?}: drop its Registration first");
         return Err(Error::invalid("register", reason));
     }
-    table.insert((name, backend), implementation);
+    table.insert((name, backend), Entry { implementation, built_in });
     REGISTERED.fetch_add(1, Ordering::Release);
     Ok(Registration { name, backend })
 }
 
-/// The operation `name` on tensors and arguments (those of the method, in its order): one that is built in
-/// ([`operations`](crate::ops::operations) lists them) or one that was [`register`]ed.
-///
-/// ```
-/// use claystone::{Device, Tensor, ops};
-/// let x = Tensor::ones(&[2, 3], Device::Cpu)?;
-/// let y = ops::call("add_scalar", &[&x], &[2.0.into()])?.remove(0);
-/// assert_eq!(y.to_vec::<f32>()?, [3.0; 6]);
-/// # Ok::<(), claystone::Error>(())
-/// ```
-///
-/// # Errors
-/// Those of the operation; [`Error::Invalid`] for a name that nobody knows on that device, and for arguments that do not
-/// fit.
-pub fn call(name: &str, tensors: &[&Tensor], arguments: &[Argument]) -> Result<Vec<Tensor>> {
-    if let Some(operation) = catalogue::find(name) {
-        return operation.run(tensors, arguments);
-    }
-    let Some(first) = tensors.first() else {
-        return Err(Error::invalid(
-            "call",
-            format!("there is no built-in operation {name}, and no tensor names a device"),
-        ));
-    };
-    let backend = Backend::from(first.device());
-    let known = read(|table| table.keys().find(|(n, b)| (*n, *b) == (name, backend)).map(|(n, _)| *n));
-    match known {
-        Some(name) => replacement(name, tensors, || arguments.to_vec())?.ok_or_else(|| {
-            Error::invalid("call", format!("{name} calls itself, and nothing is built in under that name"))
-        }),
-        None => Err(Error::invalid(
-            "call",
-            format!("there is no operation {} for {backend:?}: see operations()", Excerpt(name)),
-        )),
-    }
+/// The name as it was registered for `backend`, if it was.
+pub(crate) fn registered(name: &str, backend: Backend) -> Option<&'static str> {
+    read(|table| table.keys().find(|(n, b)| (*n, *b) == (name, backend)).map(|(n, _)| *n))
 }
 
 fn write() -> WriteTable {
@@ -220,8 +180,8 @@ fn replace(
     let Some(first) = inputs.first() else { return Ok(None) };
     let running = RUNNING.with_borrow(|names| names.contains(&op));
     let key = (op, Backend::from(first.device()));
-    let implementation = if running { None } else { read(|table| table.get(&key).cloned()) };
-    let Some(implementation) = implementation else { return Ok(None) };
+    let entry = if running { None } else { read(|table| table.get(&key).cloned()) };
+    let Some(Entry { implementation, built_in: operation }) = entry else { return Ok(None) };
     let arguments = arguments();
     let detached: Vec<Tensor> = inputs.iter().map(|t| t.detach()).collect();
     let refs: Vec<&Tensor> = detached.iter().collect();
@@ -232,7 +192,7 @@ fn replace(
     if !autograd::is_tracked(inputs) {
         return Ok(Some(outs.into_iter().map(|t| t.detach()).collect()));
     }
-    let differentiable = catalogue::find(op).map_or(implementation.backward.is_some(), |op| op.is_differentiable());
+    let differentiable = operation.map_or(implementation.backward.is_some(), |op| op.is_differentiable());
     let arguments = Arc::new(arguments);
     let track = |(k, out): (usize, Tensor)| {
         if !out.dtype().is_float() || !differentiable {
@@ -246,7 +206,7 @@ fn replace(
             let wanted: Vec<bool> = (0..inputs.len()).map(|i| ctx.needs(i)).collect();
             match &backward {
                 Some(backward) if k == 0 => own_gradients(op, &**backward, &inputs, &arguments, &grad),
-                _ => built_in_gradients(op, k, inputs, &arguments, &grad, &wanted),
+                _ => built_in_gradients(op, operation, k, inputs, &arguments, &grad, &wanted),
             }
         })
     };
@@ -274,13 +234,14 @@ fn own_gradients(
 /// The gradient of result `k` by what is built in, computed again from the inputs.
 fn built_in_gradients(
     op: &'static str,
+    operation: Option<&'static Operation>,
     k: usize,
     inputs: Vec<Tensor>,
     arguments: &[Argument],
     grad: &Tensor,
     wanted: &[bool],
 ) -> Result<Gradients> {
-    let Some(operation) = catalogue::find(op) else {
+    let Some(operation) = operation else {
         let reason = "its registered implementation has no backward: give it one with_backward";
         return Err(Error::Autograd { op, reason: reason.into() });
     };

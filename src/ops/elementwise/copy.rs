@@ -4,7 +4,7 @@ use std::slice;
 use std::sync::LazyLock;
 
 use crate::expr::Expr;
-use crate::ops::catalogue::{Dtypes, Gives, Kind, Operation};
+use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
 use crate::ops::elementwise;
 use crate::ops::elementwise::Params;
 use crate::{DType, Error, Graph, Result, Scalar, Tensor, autograd};

@@ -1,7 +1,7 @@
 //! Elementwise operations that are made of rows of the table, and PyTorch's other names of some rows.
 
-use crate::ops::catalogue::{Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::autocast::lowered;
+use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::registry::{replaced, replacement};
 use crate::ops::{formula, same_device, same_dtype};
 use crate::{DType, Error, Expr, Result, Shape, Tensor};

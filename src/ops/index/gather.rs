@@ -14,7 +14,7 @@ use smallvec::SmallVec;
 use crate::autograd::Saved;
 use crate::backend::cpu::gather as cpu;
 use crate::backend::opencl::gather as opencl;
-use crate::ops::catalogue::{Dtypes, Gives, Kind, Operation};
+use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::registry::replaced;
 use crate::ops::{recorded, same_device};
 use crate::tensor::{Dims, Layout};

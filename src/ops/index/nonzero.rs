@@ -6,7 +6,7 @@
 use crate::backend::cpu::nonzero as cpu;
 use crate::backend::opencl::nonzero as opencl;
 use crate::expr::Expr;
-use crate::ops::catalogue::{Dtypes, Gives, Kind, Operation};
+use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::registry::{replaced, replaced_several, replacement};
 use crate::ops::elementwise::{Params, apply};
 use crate::ops::pair;

@@ -4,7 +4,7 @@
 use crate::autograd::Saved;
 use crate::backend::cpu::gather as cpu;
 use crate::backend::opencl::gather as opencl;
-use crate::ops::catalogue::{Dtypes, Gives, Kind, Operation};
+use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::registry::replaced;
 use crate::ops::index::gather::{Indexed, along, check_index, fits, with_dim, without};
 use crate::ops::{recorded, same_device, same_dtype};

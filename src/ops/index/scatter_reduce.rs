@@ -2,7 +2,7 @@
 
 use crate::autograd::Saved;
 use crate::error::Excerpt;
-use crate::ops::catalogue::{Dtypes, Gives, Kind, Operation};
+use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::registry::replaced;
 use crate::ops::index::gather::along;
 use crate::ops::index::scatter::{Combine, Places, everywhere, scatter};

@@ -2,8 +2,8 @@
 
 use crate::autograd::Saved;
 use crate::expr::Expr;
-use crate::ops::catalogue::{Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::autocast::widened;
+use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::registry::replaced;
 use crate::ops::linalg::gemm::Gemm;
 use crate::ops::linalg::products::product_in;

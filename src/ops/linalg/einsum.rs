@@ -10,8 +10,8 @@ use std::borrow::Borrow;
 use std::collections::BTreeMap;
 
 use crate::error::Excerpt;
-use crate::ops::catalogue::{ANY, Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::autocast::lowered;
+use crate::ops::dispatch::operation::{ANY, Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::registry::{replaced, replacement};
 use crate::ops::{same_device, same_dtype};
 use crate::{Error, Result, Shape, Tensor};

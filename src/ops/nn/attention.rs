@@ -12,9 +12,9 @@ mod tests;
 use smallvec::SmallVec;
 
 use crate::autograd::{Gradients, Saved};
-use crate::ops::catalogue::{Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::arguments::{Args, Argument};
 use crate::ops::dispatch::autocast::lowered;
+use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::registry::replacement;
 use crate::ops::linalg::gemm::product_shape;
 use crate::ops::linalg::products::{product, product_in};

@@ -3,8 +3,8 @@
 use crate::backend::cpu::interpolate as cpu;
 use crate::backend::opencl::interpolate as opencl;
 use crate::backend::problem::interpolation::Places;
-use crate::ops::catalogue::{Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::arguments::{Args, Argument};
+use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::registry::replaced;
 use crate::ops::nn::window::four;
 use crate::{Device, Error, Result, Shape, Tensor, autograd};

@@ -1,7 +1,7 @@
 //! Pooling: the greatest element or the mean of each window.
 
-use crate::ops::catalogue::{Arity, Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::arguments::{Args, Argument};
+use crate::ops::dispatch::operation::{Arity, Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::registry::{replaced, replacement};
 use crate::ops::nn::window::{Divisor, Windows, as_given, as_images, both};
 use crate::{DType, Error, Result, Tensor};

@@ -1,7 +1,7 @@
 //! Random numbers of other distributions, into tensors that there are and after probabilities in tensors.
 
 use crate::expr::Expr;
-use crate::ops::catalogue::{Arity, Dtypes, Gives, Kind, Operation};
+use crate::ops::dispatch::operation::{Arity, Dtypes, Gives, Kind, Operation};
 use crate::ops::elementwise;
 use crate::ops::elementwise::Params;
 use crate::ops::random::{next_seed, uniform};

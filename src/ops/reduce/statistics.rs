@@ -6,7 +6,7 @@ use super::ReduceDims;
 use crate::autograd::{self, Saved};
 use crate::backend::problem::reduction::Plan;
 use crate::expr::Expr;
-use crate::ops::catalogue::{Dtypes, Gives, Kind, Operation};
+use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::registry::{replaced, replaced_several};
 use crate::ops::elementwise::{Params, apply};
 use crate::ops::nn::norm;

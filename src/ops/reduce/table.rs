@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 
 use crate::expr::Expr;
 use crate::expr::program::Program;
-use crate::ops::catalogue::{Dtypes, Gives, Kind, Operation};
+use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
 use crate::ops::reduce::reductions::reductions;
 use crate::{Compute, DType, Error, Result};
 

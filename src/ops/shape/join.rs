@@ -6,10 +6,10 @@ use smallvec::SmallVec;
 
 use crate::autograd::{is_tracked, record_twice, record_unary_twice};
 use crate::backend::cpu::join as cpu_join;
-use crate::layout::shape::Dims;
+use crate::layout::shape::{Dims, NewShape, Shape};
+use crate::ops::PadMode;
 use crate::ops::dispatch::promote;
 use crate::ops::dispatch::registry::{replaced, replacement};
-use crate::tensor::{NewShape, PadMode, Shape};
 use crate::{DType, Error, Result, Tensor};
 
 impl Tensor {

@@ -3,4 +3,5 @@
 pub(crate) mod join;
 pub(crate) mod operations;
 pub(crate) mod pad;
+pub(crate) mod sequence;
 pub(crate) mod triangle;

@@ -1,9 +1,10 @@
 //! What this room has in the catalogue of operations.
 
 use crate::error::Excerpt;
-use crate::ops::catalogue::{ANY, Arity, Dtypes, Gives, Kind, Operation};
+use crate::ops::PadMode;
 use crate::ops::dispatch::arguments::Args;
-use crate::tensor::{Index, PadMode};
+use crate::ops::dispatch::operation::{ANY, Arity, Dtypes, Gives, Kind, Operation};
+use crate::tensor::Index;
 use crate::{Error, Result, Shape, Tensor, TensorOptions};
 
 type One = fn(&Args) -> Result<Tensor>;

@@ -7,12 +7,12 @@
 
 pub(crate) mod select;
 
-use super::catalogue::{Dtypes, Gives, Kind, Operation};
 use super::{pair, result_type, same_device, same_dtype};
 use crate::autograd::{self, Saved};
 use crate::backend::cpu::lines::at_least_1d;
 use crate::backend::cpu::{select as choose, sort as cpu};
 use crate::backend::opencl::{select as choose_opencl, sort as opencl};
+use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::registry::{replaced, replaced_several};
 use crate::ops::index::gather::read_through;
 use crate::tensor::{Dims, Layout};

@@ -3,7 +3,7 @@
 //! choose and do not sort.
 
 use crate::expr::Expr;
-use crate::ops::catalogue::{Dtypes, Gives, Kind, Operation};
+use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::registry::{replaced, replaced_several};
 use crate::ops::elementwise::{Params, apply, apply_into};
 use crate::ops::pair;

@@ -1,7 +1,6 @@
 //! Copies, conversions and formulas from and to views of every kind, against plain loops over the elements.
 
-use crate::tensor::PadMode;
-use crate::{DType, Device, Expr, Result, Tensor};
+use crate::{DType, Device, Expr, PadMode, Result, Tensor};
 
 /// A view of some storage: its first element, and the size and stride of each dimension.
 #[derive(Clone, Debug)]

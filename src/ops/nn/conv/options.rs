@@ -1,7 +1,7 @@
 //! How convolutions move their windows, and the operations by name.
 
-use crate::ops::catalogue::{Arity, Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::arguments::{Args, Argument};
+use crate::ops::dispatch::operation::{Arity, Dtypes, Gives, Kind, Operation};
 use crate::ops::nn::window::{fold, unfold};
 use crate::{Result, Tensor};
 

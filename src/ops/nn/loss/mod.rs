@@ -7,9 +7,9 @@ mod distance;
 mod labels;
 mod pointwise;
 
-use crate::ops::catalogue::{Arity, Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::arguments::{Args, Argument};
 use crate::ops::dispatch::autocast::widened;
+use crate::ops::dispatch::operation::{Arity, Dtypes, Gives, Kind, Operation};
 use crate::{CrossEntropy, Error, Expr, LossReduction, Result, Tensor};
 
 /// The losses as a mean, a sum, or as they are.

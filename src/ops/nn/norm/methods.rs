@@ -3,9 +3,9 @@
 use crate::autograd::is_tracked;
 use crate::backend::cpu::norm_channels as channels;
 use crate::expr::Expr;
-use crate::ops::catalogue::{Arity, Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::arguments::{Args, Argument};
 use crate::ops::dispatch::autocast::widened;
+use crate::ops::dispatch::operation::{Arity, Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::registry::{replaced, replacement};
 use crate::ops::elementwise::{Params, recorded};
 use crate::ops::nn::norm::{BatchNormOptions, View, apart, normalised};

@@ -1,0 +1,77 @@
+//! The dims that a reduction goes over, as a caller names them.
+
+use smallvec::SmallVec;
+
+use crate::layout::shape::{Dims, Shape};
+use crate::{Error, Result};
+
+/// For each dim of a shape, whether it is reduced.
+pub(crate) type Mask = SmallVec<[bool; 6]>;
+
+/// Which dimensions to reduce: `()` for all, an integer, an array or a slice; negative ones count from the end.
+/// An empty array reduces nothing.
+///
+/// ```
+/// use claystone::{Device, Tensor};
+/// let t = Tensor::ones(&[2, 3, 4], Device::Cpu)?;
+/// assert_eq!(t.sum((), false)?.item::<f32>()?, 24.0);
+/// assert_eq!(t.sum(-1, false)?.shape().dims(), [2, 3]);
+/// assert_eq!(t.sum([0, 2], true)?.shape().dims(), [1, 3, 1]);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ReduceDims(Option<Dims<isize>>);
+
+impl From<()> for ReduceDims {
+    fn from(_: ()) -> ReduceDims {
+        ReduceDims(None)
+    }
+}
+
+impl From<isize> for ReduceDims {
+    fn from(dim: isize) -> ReduceDims {
+        ReduceDims::from([dim])
+    }
+}
+
+impl From<&[isize]> for ReduceDims {
+    fn from(dims: &[isize]) -> ReduceDims {
+        ReduceDims(Some(Dims::from_slice(dims)))
+    }
+}
+
+impl<const N: usize> From<[isize; N]> for ReduceDims {
+    fn from(dims: [isize; N]) -> ReduceDims {
+        ReduceDims::from(&dims[..])
+    }
+}
+
+impl<const N: usize> From<&[isize; N]> for ReduceDims {
+    fn from(dims: &[isize; N]) -> ReduceDims {
+        ReduceDims::from(&dims[..])
+    }
+}
+
+impl ReduceDims {
+    /// The dims; None for all.
+    pub(crate) fn given(&self) -> Option<&[isize]> {
+        self.0.as_deref()
+    }
+
+    /// For each dim of `shape`, whether it is reduced.
+    pub(crate) fn mask(&self, op: &'static str, shape: &Shape) -> Result<Mask> {
+        let Some(dims) = &self.0 else { return Ok(SmallVec::from_elem(true, shape.rank())) };
+        let mut mask: Mask = SmallVec::from_elem(false, shape.rank());
+        for &dim in dims {
+            // PyTorch lets the only element of a scalar be reduced over one dim.
+            if shape.rank() == 0 && matches!(dim, -1 | 0) {
+                continue;
+            }
+            let d = shape.dim(op, dim)?;
+            if std::mem::replace(&mut mask[d], true) {
+                return Err(Error::invalid(op, format!("dimension {dim} is given twice in {dims:?}")));
+            }
+        }
+        Ok(mask)
+    }
+}
