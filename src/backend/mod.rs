@@ -1,5 +1,150 @@
 //! How operations are computed.
+//!
+//! An operation checks its operands, makes its results and describes the work as a problem ([`problem`]). A [`Backend`]
+//! decides how the problem is tiled, vectorised, cached and launched. This file is the only place that chooses by the kind
+//! of a device.
 
 pub(crate) mod cpu;
 pub(crate) mod opencl;
 pub(crate) mod problem;
+
+use crate::backend::problem::attention::Blocking;
+use crate::backend::problem::conv::Convolution;
+use crate::backend::problem::cross_entropy::CrossEntropy;
+use crate::backend::problem::gemm::Gemm;
+use crate::backend::problem::index::{Combine, Indexed};
+use crate::backend::problem::interpolation::Resize;
+use crate::backend::problem::map::Formulas;
+use crate::backend::problem::norm::{Channels, Rows};
+use crate::backend::problem::reduction::Reduction;
+use crate::backend::problem::scan::Scan;
+use crate::backend::problem::select::{Chosen, Nth};
+use crate::backend::problem::sequence::Sequence;
+use crate::backend::problem::softmax::Softmax;
+use crate::backend::problem::windows::{Task, Windows};
+use crate::layout::Layout;
+use crate::{Device, Result, Shape, Tensor};
+
+pub(crate) use cpu::flat::Alike;
+
+/// A way to compute on a kind of device. Tensors of a problem are on one device, and results have elements.
+///
+/// Methods that return `Option` or `bool` may decline: the operation is then composed of others.
+pub(crate) trait Backend: Sync {
+    /// Formulas over tensors, broadcast and strided.
+    fn map(&self, formulas: &Formulas) -> Result<()>;
+    /// `start + i * step` as element i of a vector; false where the host has to compute it.
+    fn sequence(&self, values: Sequence, out: &Tensor) -> Result<bool>;
+    /// Tensors one after another along dim `d` of `out`; false where copies one by one are as good.
+    fn join(&self, out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool>;
+    /// A copy of matrices with zeros where column - row is in `from..to`.
+    fn zeroed(&self, x: &Tensor, from: isize, to: isize) -> Result<Option<Tensor>>;
+
+    /// A matrix product with an epilogue; whether the sums of rows that it may ask for were made as well.
+    fn gemm(&self, product: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool>;
+    /// A reduction over any dims.
+    fn reduce(&self, reduction: &Reduction) -> Result<()>;
+    /// A running reduction along dim `d`, with the indices of extremes.
+    fn scan(&self, scan: Scan, x: &Tensor, d: usize, values: &Tensor, indices: Option<&Tensor>) -> Result<()>;
+
+    /// Stable sort along dim `d`, with the indices of the sorted elements.
+    fn sort(&self, x: &Tensor, d: usize, descending: bool, values: &Tensor, indices: &Tensor) -> Result<()>;
+    /// Where `values` would be inserted into lines sorted along their last dim, whose steps are `step`.
+    fn search(&self, x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right: bool, out: &Tensor) -> Result<()>;
+    /// The first `k` elements along dim `d` in sorted order; None where sorting is the way.
+    fn first(&self, x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Chosen>>;
+    /// One element along dim `d` by its rank; None where sorting is the way.
+    fn nth(&self, x: &Tensor, d: usize, nth: Nth) -> Result<Option<Chosen>>;
+
+    /// Reads elements through an index.
+    fn gather(&self, g: &Indexed, out: &Tensor) -> Result<()>;
+    /// Writes elements through an index into `target`, which is walked as `layout` says, indexed along dim `d`.
+    fn scatter(&self, g: &Indexed, combine: Combine, target: &Tensor, layout: &Layout, d: usize) -> Result<()>;
+    /// Adds `index * step` of an axis `(size, step)` to linear indices, or writes it with `base` added.
+    fn linear_index(
+        &self,
+        op: &'static str,
+        index: &Tensor,
+        out: &Tensor,
+        axis: (usize, isize),
+        base: Option<i64>,
+    ) -> Result<()>;
+    /// Ones at the classes and zeros elsewhere.
+    fn one_hot(&self, op: &'static str, x: &Tensor, out: &Tensor, classes: usize) -> Result<()>;
+    /// The indices of elements that are not zero, as of a tensor of sizes `dims`. `mask` makes a contiguous bool tensor of x.
+    fn nonzero(&self, x: &Tensor, mask: &dyn Fn() -> Result<Tensor>, dims: &[usize]) -> Result<Tensor>;
+    /// The elements of x where the mask, of its shape, is true.
+    fn masked_select(&self, x: &Tensor, mask: &Tensor) -> Result<Option<Tensor>>;
+
+    /// Softmax and its kin over rows along a dim.
+    fn softmax(&self, softmax: &Softmax) -> Result<()>;
+    /// Cross-entropy of logits and class labels, and where `grad` is given the gradient of the logits.
+    fn cross_entropy(
+        &self,
+        logits: &Tensor,
+        labels: &Tensor,
+        options: CrossEntropy,
+        grad: Option<&Tensor>,
+    ) -> Result<Tensor>;
+    /// Normalises rows, forward or backward.
+    fn norm(&self, rows: &Rows) -> Result<()>;
+    /// Forward as it was launched before for tensors like `given` and the same `numbers`; false where it was not.
+    fn repeat_norm(&self, _given: &Rows, _numbers: &[u64; 4]) -> Result<bool> {
+        Ok(false)
+    }
+    /// [`norm`](Self::norm) of views of the tensors that are `given`, kept for [`repeat_norm`](Self::repeat_norm).
+    fn norm_of_views(&self, rows: &Rows, _given: &Rows, _numbers: &[u64; 4]) -> Result<()> {
+        self.norm(rows)
+    }
+    /// Where the gradients of weight and bias of rows of n elements are added up in parts; None where they are not.
+    fn norm_columns(&self, x: &Tensor, rows: usize, n: usize) -> Result<Option<Tensor>>;
+    /// `(x - mean) * scale + shift` of each channel.
+    fn normalise_channels(&self, x: &Tensor, numbers: Channels, eps: f64) -> Result<Option<Tensor>>;
+    /// Whether variances of rows may be asked for: see [`variance`](Self::variance).
+    fn has_variance(&self) -> bool {
+        false
+    }
+    /// The variances of rows of four dims, or their roots; false where they have to be composed.
+    fn variance(&self, _rows: &Tensor, _out: &Tensor, _freedom: f64, _root: bool) -> Result<bool> {
+        Ok(false)
+    }
+
+    /// A convolution in one launch, forward and each gradient; None where it is a product of columns.
+    /// `single` says that images are their own columns.
+    fn convolution(
+        &self,
+        windows: Windows,
+        x: &Tensor,
+        weight: &Tensor,
+        groups: usize,
+        single: bool,
+    ) -> Option<Box<dyn Convolution>>;
+    /// The elements of each window: im2col.
+    fn unfold(&self, windows: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()>;
+    /// Columns added up where they come from: col2im.
+    fn fold(&self, windows: &Windows, columns: &Tensor, out: &Tensor) -> Result<()>;
+    /// Pooling of windows and its gradients.
+    fn pool(&self, windows: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()>;
+    /// Images of other sizes, or the transpose of that.
+    fn interpolate(&self, resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -> Result<()>;
+    /// How large the blocks of attention's scores are; `cheap` where blocks save work.
+    fn blocking(&self, memory: usize, cheap: bool) -> Blocking;
+}
+
+/// The backend of a device.
+#[inline(always)]
+pub(crate) fn of(device: Device) -> &'static dyn Backend {
+    match device {
+        Device::Cpu => &cpu::Cpu,
+        Device::OpenCL(_) => &opencl::OpenCl,
+    }
+}
+
+/// Runs `f` with the backend of the device that `outputs` are on, and notes that they were written.
+pub(crate) fn launch<R>(outputs: &[&Tensor], f: impl FnOnce(&dyn Backend) -> Result<R>) -> Result<R> {
+    let device = outputs[0].device();
+    debug_assert!(outputs.iter().all(|t| t.device() == device), "results of one launch are on one device");
+    let made = f(of(device))?;
+    outputs.iter().for_each(|t| t.storage.bump_version());
+    Ok(made)
+}

@@ -18,6 +18,9 @@ pub(crate) mod sort;
 
 use crate::{DType, Device, Error, Result, Tensor, autograd};
 
+pub use crate::backend::problem::cross_entropy::{CrossEntropy, LossReduction};
+pub use crate::backend::problem::interpolation::Interpolation;
+pub(crate) use crate::backend::problem::map::Params;
 pub use crate::expr::Expr;
 pub use crate::expr::philox::Seed;
 pub use crate::expr::table::{Accepts, Output, ROWS, Row};
@@ -34,15 +37,13 @@ pub use crate::ops::linalg::einsum::TensordotDims;
 pub use crate::ops::linalg::precision::{get_float32_matmul_precision, set_float32_matmul_precision};
 pub use crate::ops::nn::attention::Attention;
 pub use crate::ops::nn::conv::{ConvOptions, ConvTransposeOptions, Padding};
-pub use crate::ops::nn::interpolate::Interpolation;
 pub use crate::ops::nn::norm::BatchNormOptions;
 pub use crate::ops::nn::pool::{AvgPoolOptions, MaxPoolOptions};
-pub use crate::ops::nn::softmax::{CrossEntropy, LossReduction};
 pub(crate) use crate::ops::nn::window::{fold, unfold};
 pub use crate::ops::reduce::dims::ReduceDims;
 pub use crate::ops::shape::pad::PadMode;
 pub use catalogue::{call, operations, operations_markdown, register};
-pub(crate) use elementwise::{Params, apply_into, formula};
+pub(crate) use elementwise::{apply_into, formula};
 pub use random::{Generator, manual_seed, with_generator};
 pub use reduce::table::{REDUCTIONS, ReductionRow};
 

@@ -17,7 +17,7 @@ pub(crate) mod index;
 mod operators;
 mod options;
 mod pieces;
-mod view;
+pub(crate) mod view;
 mod window;
 
 use std::sync::Arc;

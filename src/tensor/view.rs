@@ -355,3 +355,19 @@ impl Tensor {
         self.picked(op, move |l| Ok(l.diagonal(shift, i, j)))
     }
 }
+
+/// A view of `shape` where the strides can express it, otherwise a copy, outside the graph.
+pub(crate) fn reshaped(t: &Tensor, shape: &Shape) -> Result<Tensor> {
+    match t.layout.reshape(shape) {
+        Some(layout) => Ok(t.with_layout(layout)),
+        None => Ok(t.cast(t.dtype)?.with_layout(Layout::contiguous(shape.clone()))),
+    }
+}
+
+/// A scalar is a line of one element.
+pub(crate) fn at_least_1d(t: &Tensor) -> Tensor {
+    match t.rank() {
+        0 => t.with_layout(Layout { shape: Shape::from(1), strides: Dims::from_slice(&[0]), offset: t.layout.offset }),
+        _ => t.detach(),
+    }
+}

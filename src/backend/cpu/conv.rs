@@ -14,11 +14,12 @@ use std::borrow::Cow;
 use crate::backend::cpu::conv::scratch::with_scratch;
 use crate::backend::cpu::conv::slab::{Images, Part, Slabs, fold};
 use crate::backend::cpu::convert::{load_tile, store_tile};
+use crate::backend::problem::conv::Convolution;
+use crate::backend::problem::windows::{Windows, four};
 use crate::device::count_launch;
 use crate::device::cpu::blocks::{Block, Cut, for_each_block};
 use crate::device::cpu::gemm::alone::{Alone, Left, Right};
 use crate::device::cpu::{parallel, threads};
-use crate::ops::nn::window::{Windows, four};
 use crate::storage::with_host;
 use crate::{DType, Device, Result, Tensor};
 
@@ -57,6 +58,20 @@ pub(crate) struct Share {
     pub(crate) images: usize,
     rows: usize,
     columns: usize,
+}
+
+impl Convolution for Conv {
+    fn windows(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        Conv::windows(self, x, weight, bias)
+    }
+
+    fn images(&self, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        Conv::images(self, &y.detach().contiguous()?, weight, bias)
+    }
+
+    fn weight(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor> {
+        Conv::weight(self, x, &y.detach().contiguous()?, slot)
+    }
 }
 
 impl Conv {

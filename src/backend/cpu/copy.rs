@@ -3,9 +3,9 @@
 use bytemuck::Pod;
 
 use crate::backend::cpu::partition::{Dealt, deal};
+use crate::backend::problem::map::Launch;
 use crate::device::cpu::copy as small;
 use crate::device::cpu::streaming::{LARGE, Streaming};
-use crate::ops::elementwise::Launch;
 
 /// Elements gathered before they are streamed.
 const GATHERED: usize = 1024;

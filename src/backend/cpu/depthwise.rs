@@ -18,10 +18,10 @@ use crate::backend::cpu::convert::{load_tile, store_tile};
 use crate::backend::cpu::depthwise::jobs::{OfImages, OfWeight, OfWindows, Phase};
 use crate::backend::cpu::depthwise::planes::{Made, Part, Parts, Planes};
 use crate::backend::cpu::depthwise::vectors::{Real, packed};
+use crate::backend::problem::conv::Convolution;
+use crate::backend::problem::windows::{Windows, four};
 use crate::device::count_launch;
 use crate::device::cpu::parallel;
-use crate::ops::nn::conv::Way;
-use crate::ops::nn::window::{Windows, four};
 use crate::storage::with_host;
 use crate::{Compute, Device, Result, Shape, Tensor};
 
@@ -81,7 +81,7 @@ pub(crate) struct Depthwise {
     outer: usize,
 }
 
-impl Way for Depthwise {
+impl Convolution for Depthwise {
     fn windows(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         match x.dtype.compute() {
             Compute::F64 => self.windows_as::<f64>(x, weight, bias),

@@ -11,11 +11,11 @@ use crate::backend::cpu::in_place::updates;
 use crate::backend::cpu::interpreter::{Scratch, Tile, TileIn};
 use crate::backend::cpu::scalar::Lane;
 use crate::backend::cpu::{fused_functions as idioms, half as cpu_half, interpreter as tiles, map as cpu_map};
+use crate::backend::problem::map::compute_type;
 use crate::device::count_launch;
 use crate::device::cpu::parallel;
 use crate::expr::program::{Action, Program, Value};
 use crate::expr::{Expr, Op};
-use crate::ops::elementwise::compute_type;
 use crate::storage::{Storage, with_few, with_host};
 use crate::{DType, Device, Error, Result, Scalar, Tensor};
 
@@ -309,7 +309,8 @@ impl Launch<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ops::elementwise::{Params, apply_into};
+    use crate::backend::problem::map::Params;
+    use crate::ops::elementwise::apply_into;
 
     /// The launch as it is planned otherwise, of operands that do not lie as the result does: from the end on.
     fn planned(expr: &Expr, inputs: &[&Tensor], out: &Tensor) -> Vec<f32> {

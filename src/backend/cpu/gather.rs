@@ -13,8 +13,7 @@ use crate::storage::with_host;
 use crate::tensor::Layout;
 use crate::{DType, Error, Result, Tensor};
 
-pub(crate) use crate::backend::cpu::scatter::scatter;
-pub(crate) use crate::ops::index::gather::Indexed;
+pub(crate) use crate::backend::problem::index::Indexed;
 
 /// Elements a job of the pool reads.
 pub(crate) const JOB: usize = 1 << 15;

@@ -10,12 +10,12 @@ use bytemuck::Pod;
 use half::{bf16, f16};
 
 use crate::backend::cpu::gemm_epilogue::Epilogue;
+use crate::backend::problem::gemm::{Gemm, Operand, Plan};
+use crate::backend::problem::map::Params;
 use crate::device::count_launch;
 use crate::device::cpu::gemm::{Floats, Place, gemm, gemm_and_sums, gemm_f32};
 use crate::expr::Expr;
 use crate::ops::elementwise;
-use crate::ops::elementwise::Params;
-use crate::ops::linalg::gemm::{Gemm, Operand, Plan};
 use crate::storage::with_host;
 use crate::tensor::Layout;
 use crate::{Compute, DType, Device, Result, Shape, Tensor};

@@ -11,13 +11,12 @@ use crate::backend::cpu::convert::{load_tile, store_tile};
 use crate::backend::cpu::flat::{Lies, place};
 use crate::backend::cpu::gemm::floats;
 use crate::backend::cpu::interpreter::{Scratch, TILE, Tile, TileIn};
+use crate::backend::problem::gemm::{BIASED, Gemm, Operand, Plan, RELU, SLOPE};
+use crate::backend::problem::map::compute_type;
 use crate::device::count_launch;
 use crate::device::cpu::gemm::{Finish, gemm_finished, gemm_into, in_pieces};
 use crate::expr::Expr;
 use crate::expr::program::Program;
-use crate::ops::elementwise::compute_type;
-use crate::ops::linalg::gemm::{Gemm, Operand, Plan};
-use crate::ops::linalg::matmul::{BIASED, RELU, SLOPE};
 use crate::storage::{Storage, with_host};
 use crate::{Compute, DType, Result, Scalar, Shape, Tensor};
 
@@ -199,7 +198,8 @@ mod tests {
 
     use super::*;
     use crate::Device;
-    use crate::ops::elementwise::{Params, apply};
+    use crate::backend::problem::map::Params;
+    use crate::ops::elementwise::apply;
 
     fn tensor(shape: [usize; 2], seed: usize) -> Tensor {
         let n: usize = shape.iter().product();

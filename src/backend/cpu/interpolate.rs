@@ -6,11 +6,10 @@ use pulp::{Arch, Simd, WithSimd};
 
 use crate::backend::cpu::convert::{load_tile, store_tile};
 use crate::backend::cpu::scalar::Lane;
-use crate::backend::problem::interpolation::Places;
+use crate::backend::problem::interpolation::{Places, Resize};
 use crate::device::count_launch;
 use crate::device::cpu::parallel;
 use crate::device::cpu::streaming::{Streaming, is_worth_it};
-use crate::ops::nn::interpolate::Resize;
 use crate::storage::with_host;
 use crate::tensor::Tensor;
 use crate::{Compute, Result};

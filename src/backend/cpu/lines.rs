@@ -5,71 +5,14 @@ use smallvec::SmallVec;
 
 use crate::backend::cpu::convert::{load_tile, store_tile};
 use crate::backend::cpu::scalar::Lane;
+use crate::backend::problem::lines::Lines;
 use crate::device::count_launch;
 use crate::device::cpu::parallel;
-use crate::layout::collapse::Walk;
 use crate::storage::{Storage, with_host};
-use crate::tensor::{Dims, Layout, Shape};
 use crate::{Result, Tensor};
 
 /// Elements a job of the pool has: enough to hide what handing it over costs.
 const JOB: usize = 1 << 13;
-
-/// Where the lines of a tensor along a dim lie.
-#[derive(Debug)]
-pub(crate) struct Lines {
-    /// Where each line starts, from the tensor's first element on.
-    pub(crate) walk: Walk,
-    pub(crate) count: usize,
-    /// Elements of a line, and the step from one to the next.
-    pub(crate) n: usize,
-    pub(crate) step: isize,
-    /// Elements after the dim: the step along a line of a result.
-    pub(crate) inner: usize,
-}
-
-impl Lines {
-    pub(crate) fn new(x: &Tensor, d: usize) -> Lines {
-        let dims = || x.shape().dims().iter().zip(x.strides()).enumerate().filter(|(i, _)| *i != d).map(|(_, d)| d);
-        let (shape, strides): (Shape, Dims<isize>) = (dims().map(|d| *d.0).collect(), dims().map(|d| *d.1).collect());
-        Lines {
-            walk: Walk::new(&shape, [&strides[..]]),
-            count: shape.numel(),
-            n: x.shape().dims()[d],
-            step: x.strides()[d],
-            inner: x.shape().dims()[d + 1..].iter().product(),
-        }
-    }
-
-    /// Whether neighbouring lines lie closer together in memory than the elements of one.
-    pub(crate) fn side_by_side(&self) -> bool {
-        let across = self.walk.strides[0].last().copied().unwrap_or(0).unsigned_abs();
-        self.count > 1 && across != 0 && across < self.step.unsigned_abs()
-    }
-
-    pub(crate) fn rank(&self) -> usize {
-        self.walk.dims.len().max(1)
-    }
-
-    /// The walk as `kernels/walk.cl` has it: sizes, then strides.
-    pub(crate) fn words(&self) -> SmallVec<[i64; 16]> {
-        match self.walk.dims.is_empty() {
-            true => SmallVec::from_slice(&[1, 0]),
-            false => {
-                let sizes = self.walk.dims.iter().map(|&n| n as i64);
-                sizes.chain(self.walk.strides[0].iter().map(|&s| s as i64)).collect()
-            }
-        }
-    }
-}
-
-/// A scalar is a line of one element.
-pub(crate) fn at_least_1d(t: &Tensor) -> Tensor {
-    match t.rank() {
-        0 => t.with_layout(Layout { shape: Shape::from(1), strides: Dims::from_slice(&[0]), offset: t.layout.offset }),
-        _ => t.detach(),
-    }
-}
 
 /// On the CPU: `f(line, values, places)` for every line of `x` along d; lines are shared out among the team's threads.
 pub(crate) fn each<C: Lane>(

@@ -11,9 +11,9 @@ use crate::backend::cpu::interpreter::{LINE, Scratch, TILE, Tile, TileIn, aligne
 use crate::backend::cpu::partition::{Dealt, deal};
 use crate::backend::cpu::scalar::Lane;
 use crate::backend::cpu::transpose::{Transpose, straightened};
+use crate::backend::problem::map::Launch;
 use crate::device::count_launch;
 use crate::device::cpu::streaming::Streaming;
-use crate::ops::elementwise::Launch;
 use crate::storage::{Storage, with_host};
 use crate::{Compute, Error, Result, Tensor};
 

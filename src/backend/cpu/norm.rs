@@ -9,11 +9,12 @@ use crate::backend::cpu::convert::{load_tile, store_tile};
 use crate::backend::cpu::norm_channels as channels;
 use crate::backend::cpu::norm_channels::Shifted;
 use crate::backend::cpu::scalar::Lane;
+use crate::backend::problem::map::Params;
+use crate::backend::problem::norm::{Rows, apart};
 use crate::device::count_launch;
 use crate::device::cpu::parallel;
 use crate::expr::Expr;
-use crate::ops::elementwise::{Params, apply_into};
-use crate::ops::nn::norm::{Rows, apart};
+use crate::ops::elementwise::apply_into;
 use crate::storage::with_host;
 use crate::{Compute, Result, Scalar, Tensor};
 

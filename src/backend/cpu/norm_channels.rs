@@ -6,10 +6,10 @@ use smallvec::SmallVec;
 use crate::backend::cpu::convert::load_tile;
 use crate::backend::cpu::interpreter::TILE;
 use crate::backend::cpu::scalar::Lane;
+use crate::backend::problem::norm::{View, spread};
 use crate::device::count_launch;
 use crate::device::cpu::parallel;
 use crate::device::cpu::streaming::{Streaming, is_worth_it};
-use crate::ops::nn::norm::{View, spread};
 use crate::storage::with_host;
 use crate::{Compute, Device, Result, Tensor};
 
@@ -58,7 +58,7 @@ pub(crate) fn normalised(x: &Tensor, numbers: Numbers, eps: f64) -> Result<Optio
     Ok(done.then_some(out))
 }
 
-/// As [`Rows`](crate::ops::nn::norm::Rows) has them, each of four dims; whether x and y, of the type that is computed in, lie as a
+/// As [`Rows`](crate::backend::problem::norm::Rows) has them, each of four dims; whether x and y, of the type that is computed in, lie as a
 /// contiguous batch does, else nothing is done.
 pub(crate) fn into(x: &Tensor, y: &Tensor, numbers: Numbers, eps: f64) -> Result<bool> {
     match x.dtype.compute() {

@@ -3,9 +3,9 @@
 use smallvec::SmallVec;
 
 use crate::backend::cpu::interpreter::TILE;
+use crate::backend::problem::map::Launch;
 use crate::device::cpu::{parallel, threads};
 use crate::layout::collapse::Walk;
-use crate::ops::elementwise::Launch;
 
 /// Tiles a job of the pool computes, at least and at most: enough to hide what handing it over costs, and not so many
 /// that threads wait for the last.

@@ -4,7 +4,7 @@
 use pulp::{Simd, WithSimd};
 
 use crate::backend::cpu::scalar::Lane;
-use crate::ops::nn::window::Windows;
+use crate::backend::problem::windows::Windows;
 
 /// A column of taps in a row of windows: those from `first` to before `last` have it in the image, from column `at` on.
 #[derive(Clone, Copy)]

@@ -12,12 +12,11 @@ use crate::backend::cpu::accumulate::{Add, Combine, Mul, fold, fold_rows};
 use crate::backend::cpu::convert::{load_tile, store_tile};
 use crate::backend::cpu::interpreter::{Scratch, TILE, Tile, TileIn};
 use crate::backend::cpu::scalar::Lane;
-use crate::backend::problem::reduction::Plan;
+use crate::backend::problem::reduction::{Combination, Element, Plan, Rule};
 use crate::device::count_launch;
 use crate::device::cpu::parallel;
 use crate::expr::Expr;
 use crate::expr::program::Program;
-use crate::ops::reduce::table::{Combination, Element, Rule};
 use crate::storage::with_host;
 use crate::{Compute, DType, Result, Scalar, Tensor};
 

@@ -8,8 +8,9 @@ use pulp::{Arch, Simd, WithSimd};
 
 use crate::backend::cpu::accumulate::{Combine, fold};
 use crate::backend::cpu::convert::{load_tile, store_tile};
-use crate::backend::cpu::lines::{Lines, each};
+use crate::backend::cpu::lines::each;
 use crate::backend::cpu::scalar::Lane;
+use crate::backend::problem::lines::Lines;
 use crate::device::count_launch;
 use crate::device::cpu::parallel;
 use crate::storage::with_host;

@@ -4,7 +4,7 @@ use crate::backend::cpu::accumulate::{Add, Mul};
 use crate::backend::cpu::lines::each;
 use crate::backend::cpu::running;
 use crate::backend::cpu::scalar::Lane;
-use crate::ops::reduce::scan::Scan;
+use crate::backend::problem::scan::Scan;
 use crate::{Compute, DType, Result, Tensor};
 
 pub(crate) fn run(kind: Scan, x: &Tensor, d: usize, values: &Tensor, places: Option<&Tensor>) -> Result<()> {

@@ -5,11 +5,11 @@ use bytemuck::{cast_slice, cast_slice_mut};
 use half::{bf16, f16};
 
 use crate::backend::cpu::gather::{Indexed, Indices, JOB, SOME, check};
+use crate::backend::problem::index::Combine;
 use crate::device::count_launch;
 use crate::device::cpu::bands::for_each_band;
 use crate::device::cpu::{parallel, threads};
 use crate::layout::collapse::Walk;
-use crate::ops::index::scatter::Combine;
 use crate::storage::with_host;
 use crate::tensor::Layout;
 use crate::{DType, Result, Tensor};

@@ -3,12 +3,13 @@
 use pulp::{Arch, Simd, WithSimd};
 
 use crate::backend::cpu::convert::load_tile;
-use crate::backend::cpu::lines::Lines;
 use crate::backend::cpu::sort::{Ordered, compared_in};
+use crate::backend::problem::lines::Lines;
+use crate::backend::problem::select::{Chosen, Nth, with};
 use crate::device::count_launch;
 use crate::device::cpu::{parallel, threads};
 use crate::storage::with_host;
-use crate::{Compute, Result, Tensor};
+use crate::{Compute, DType, Result, Tensor};
 
 /// Elements a job of the pool has.
 const JOB: usize = 1 << 11;
@@ -146,8 +147,27 @@ fn bar<C: Ordered, const LANES: usize>(elements: &[C], k: usize, descending: boo
     Some(*keys.select_nth_unstable(k - 1).1).filter(|&key| key != none.last_key(descending))
 }
 
+/// Indices of the first `k` elements of each line in sorted order.
+pub(crate) fn first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Chosen> {
+    chosen(x, d, k, |out| first_into(x, d, k, descending, out))
+}
+
+/// The index of one element of each line by its rank.
+pub(crate) fn nth(x: &Tensor, d: usize, nth: Nth) -> Result<Chosen> {
+    let n = x.shape().dims()[d];
+    chosen(x, d, 1, |out| nth_into(x, d, |nans| nth.place(n, nans), out))
+}
+
+fn chosen(x: &Tensor, d: usize, k: usize, choose: impl FnOnce(&Tensor) -> Result<()>) -> Result<Chosen> {
+    let out = Tensor::empty_like_shape(with(x, d, k), DType::I64, x.device())?;
+    if out.numel() > 0 {
+        choose(&out)?;
+    }
+    Ok(out.into())
+}
+
 /// The indices of the first `k` elements of each line of `x` along d, into `out`.
-pub(crate) fn first(x: &Tensor, d: usize, k: usize, descending: bool, out: &Tensor) -> Result<()> {
+fn first_into(x: &Tensor, d: usize, k: usize, descending: bool, out: &Tensor) -> Result<()> {
     match compared_in(x, x.shape().dims()[d]) {
         Compute::F32 => first_as::<f32>(x, d, k, descending, out),
         Compute::F64 => first_as::<f64>(x, d, k, descending, out),
@@ -211,7 +231,7 @@ fn first_as<C: Ordered>(x: &Tensor, d: usize, k: usize, descending: bool, out: &
 }
 
 /// The index of the element of each line of `x` along d that has place `which(number of NaN)` in ascending order.
-pub(crate) fn nth(x: &Tensor, d: usize, which: impl Fn(usize) -> usize + Sync, out: &Tensor) -> Result<()> {
+fn nth_into(x: &Tensor, d: usize, which: impl Fn(usize) -> usize + Sync, out: &Tensor) -> Result<()> {
     match compared_in(x, x.shape().dims()[d]) {
         Compute::F32 => nth_as::<f32>(x, d, which, out),
         Compute::F64 => nth_as::<f64>(x, d, which, out),

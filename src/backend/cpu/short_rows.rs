@@ -6,7 +6,7 @@ use pulp::{Simd, WithSimd};
 use crate::DType;
 use crate::backend::cpu::convert::{load_tile, store_tile};
 use crate::backend::cpu::scalar::Lane;
-use crate::ops::nn::softmax::RowOp;
+use crate::backend::problem::softmax::RowOp;
 
 /// Rows of a block.
 pub(crate) const LANES: usize = 64;

@@ -9,9 +9,10 @@ use crate::backend::cpu::convert::{load_tile, store_tile};
 use crate::backend::cpu::scalar::Lane;
 use crate::backend::cpu::short_rows::{LANES, Place, Turned, TurnedEntropy};
 use crate::backend::cpu::{short_rows as turned, strided_rows as across};
+use crate::backend::problem::cross_entropy::{CrossEntropy, LossReduction};
+use crate::backend::problem::softmax::{Mask, RowOp, Rows};
 use crate::device::count_launch;
 use crate::device::cpu::parallel;
-use crate::ops::nn::softmax::{CrossEntropy, LossReduction, Mask, RowOp, Rows};
 use crate::storage::with_host;
 use crate::{Compute, DType, Error, Result, Tensor};
 

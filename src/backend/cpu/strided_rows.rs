@@ -7,8 +7,8 @@ use pulp::{Arch, Simd, WithSimd};
 use crate::backend::cpu::convert::{load_tile, store_tile};
 use crate::backend::cpu::scalar::Lane;
 use crate::backend::cpu::softmax::Job;
+use crate::backend::problem::softmax::RowOp;
 use crate::device::cpu::parallel;
-use crate::ops::nn::softmax::RowOp;
 
 /// Rows side by side that are worth it.
 pub(crate) const NARROW: usize = 8;

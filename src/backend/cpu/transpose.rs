@@ -3,11 +3,11 @@
 use bytemuck::Pod;
 use smallvec::SmallVec;
 
+use crate::backend::problem::map::Launch;
 use crate::device::cpu::parallel;
 use crate::device::cpu::streaming::{LARGE, Streaming};
 use crate::device::cpu::transpose::turn;
 use crate::layout::collapse::Walk;
-use crate::ops::elementwise::Launch;
 use crate::storage::with_host;
 use crate::{Device, Result, Shape, Tensor};
 

@@ -5,9 +5,9 @@ use pulp::Arch;
 use crate::backend::cpu::convert::{load_tile, store_tile};
 use crate::backend::cpu::pool_taps::{Greatest, Means, Spread, Taps, greater};
 use crate::backend::cpu::scalar::Lane;
+use crate::backend::problem::windows::{Task, Windows};
 use crate::device::count_launch;
 use crate::device::cpu::parallel;
-use crate::ops::nn::window::{Task, Windows};
 use crate::storage::with_host;
 use crate::{Compute, DType, Result, Tensor};
 

@@ -8,11 +8,12 @@ use crate::backend::opencl::launch_cache::{Key, Of};
 use crate::backend::opencl::launch_plan::{Prepared, Ready};
 use crate::backend::opencl::reduce::{WALK, group_size, is_wide, neighbours, vector_defines};
 use crate::backend::opencl::softmax::{TEMPLATE, defines};
+use crate::backend::problem::cross_entropy::{CrossEntropy, LossReduction};
+use crate::backend::problem::map::Params;
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice};
 use crate::expr::Expr;
-use crate::ops::elementwise::{Params, apply};
-use crate::ops::nn::softmax::{CrossEntropy, LossReduction};
+use crate::ops::elementwise::apply;
 use crate::ops::reduce;
 use crate::{DType, Result, Scalar, Tensor};
 

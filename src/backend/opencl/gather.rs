@@ -7,12 +7,11 @@ use crate::backend::opencl::launch_cache::{Key, Of};
 use crate::backend::opencl::launch_plan::{Prepared, Ready};
 use crate::backend::opencl::reduce::{WALK, WIDEST, group_size, is_wide};
 use crate::backend::opencl::{launch_cache as memo, scatter as write};
+use crate::backend::problem::index::{Combine, Indexed};
+use crate::backend::problem::map::Params;
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice, index_fault};
 use crate::layout::collapse::Walk;
-use crate::ops::elementwise::Params;
-use crate::ops::index::gather::Indexed;
-use crate::ops::index::scatter::Combine;
 use crate::tensor::Layout;
 use crate::{DType, Result, Tensor};
 

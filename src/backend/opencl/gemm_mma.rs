@@ -1,8 +1,8 @@
 //! Matrix products on tensor cores: which problems `kernels/gemm_mma.cl` takes, and with which tiles.
 
 use crate::DType;
+use crate::backend::problem::gemm::{Operand, Plan};
 use crate::device::opencl::{ARRIVALS, SM_90A, TensorCores};
-use crate::ops::linalg::gemm::{Operand, Plan};
 use crate::ops::linalg::precision;
 
 /// What comes after the template of the other kernels.

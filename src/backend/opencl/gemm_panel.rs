@@ -1,7 +1,7 @@
 //! Matrix products on OpenCL processors: how large the pieces are that stay in registers and caches.
 
+use crate::backend::problem::gemm::Plan;
 use crate::device::opencl::{ClDevice, Knob};
-use crate::ops::linalg::gemm::Plan;
 
 /// Of the kernel for processors: rows and vectors in registers, and how deep and high what stays in the caches is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

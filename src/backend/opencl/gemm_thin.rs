@@ -1,6 +1,6 @@
 //! Products with a matrix of few rows on GPUs: vectors and matrices, mostly, which are as fast as the other matrix is read.
 
-use crate::ops::linalg::gemm::Plan;
+use crate::backend::problem::gemm::Plan;
 
 /// What comes after the template of the other kernels.
 pub(crate) const TEMPLATE: &str = include_str!("../../../kernels/gemm_thin.cl");

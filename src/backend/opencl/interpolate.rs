@@ -4,10 +4,9 @@ use smallvec::SmallVec;
 
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::reduce::{WALK, is_wide};
-use crate::backend::problem::interpolation::Places;
+use crate::backend::problem::interpolation::{Places, Resize};
+use crate::backend::problem::windows::four;
 use crate::device::opencl::Arg;
-use crate::ops::nn::interpolate::Resize;
-use crate::ops::nn::window::four;
 use crate::{Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/interpolate.cl");

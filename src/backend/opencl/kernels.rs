@@ -6,10 +6,10 @@ use std::sync::{Arc, LazyLock, PoisonError, RwLock};
 
 use smallvec::SmallVec;
 
-use crate::device::opencl::{Arg, ClDevice, ClKernel, Fault};
+use crate::device::opencl::{self, Arg, ClDevice, ClKernel, Fault};
 use crate::expr::Expr;
 use crate::storage::ClPlace;
-use crate::{Device, Result};
+use crate::{Device, Result, Tensor};
 
 /// What tells one kernel of a device from another: the template, the numbers that fill it in, the expressions inside.
 #[derive(Clone, PartialEq, Eq, Hash)]
@@ -94,5 +94,21 @@ impl Placed<'_> {
     /// The same as an argument.
     pub(crate) fn offset(&self) -> Arg<'_> {
         Arg::U64(self.first_element() as u64)
+    }
+}
+
+impl Tensor {
+    /// The open device that launches of this tensor go to. For OpenCL only: the CPU's have been sent elsewhere.
+    pub(crate) fn cl_device(&self) -> Result<&'static ClDevice> {
+        opencl::open_device(self.device())
+    }
+
+    /// Where a kernel finds this tensor, held there until the launch. To be asked for last: what is held cannot be moved
+    /// to make room for an allocation.
+    #[inline(always)] // every launch asks, a few times: what is written in words and moved in vectors waits for the store
+    pub(crate) fn place(&self) -> Result<Placed<'_>> {
+        let place = self.storage.cl()?;
+        let start = place.offset() / self.dtype.size();
+        Ok(Placed { place, first: start + self.layout.offset })
     }
 }

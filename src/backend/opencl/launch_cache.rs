@@ -10,9 +10,9 @@ use std::rc::Rc;
 use smallvec::SmallVec;
 
 use crate::backend::opencl::launch_plan::Prepared;
+use crate::backend::problem::map::Params;
 use crate::device::opencl::times_tuned;
 use crate::expr::Expr;
-use crate::ops::elementwise::Params;
 use crate::tensor::Layout;
 use crate::{DType, Device, Result, Tensor};
 

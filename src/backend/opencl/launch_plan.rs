@@ -9,8 +9,8 @@ use smallvec::SmallVec;
 
 use crate::backend::opencl::kernels::Placed;
 use crate::backend::opencl::map::scalar_arg;
+use crate::backend::problem::map::Params;
 use crate::device::opencl::{ARRIVALS, Arg, ClDevice, ClKernel};
-use crate::ops::elementwise::Params;
 use crate::{Compute, DType, Result, Tensor};
 
 /// One launch, or several that pass something on.

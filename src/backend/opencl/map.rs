@@ -5,13 +5,15 @@ mod source;
 use smallvec::SmallVec;
 
 use crate::backend::opencl::kernels::{KernelKey, kernel};
+use crate::backend::opencl::launch_cache::{self, Key, Of};
 use crate::backend::opencl::launch_plan::{Prepared, Ready};
 use crate::backend::opencl::reduce::WIDEST;
+use crate::backend::problem::map::{Formulas, Launch, in_place, is_clear_of};
 use crate::device::DeviceKind;
 use crate::device::cpu::streaming;
 use crate::device::opencl::{Arg, ClDevice, Knob};
+use crate::expr::program::Program;
 use crate::layout::collapse::Walk;
-use crate::ops::elementwise::{Launch, in_place};
 use crate::{Compute, DType, Result, Tensor};
 
 /// Local memory that tiles may take, where there is as much.
@@ -72,6 +74,32 @@ enum Form {
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Lines {
     streamed: bool,
+}
+
+/// Launches formulas as they were launched before for tensors of these layouts, or else prepares the launch.
+pub(crate) fn run(formulas: &Formulas) -> Result<()> {
+    let Formulas { inputs, params, exprs, outputs, .. } = *formulas;
+    let tensors: SmallVec<[&Tensor; 10]> = inputs.iter().chain(outputs).copied().collect();
+    let in_place = in_place(inputs.iter().copied(), outputs);
+    let numbers = &[in_place.into()];
+    let key = Key { of: Of::Map, device: outputs[0].device(), numbers, exprs, tensors: &tensors };
+    // A storage that is read and written through different views is not looked up: its inputs are copied.
+    let slot = match !in_place || inputs.iter().all(|t| is_clear_of(t, outputs)) {
+        true => match launch_cache::find(&key) {
+            Ok(known) => return known.prepared.launch(&tensors, params),
+            Err(slot) => Some(slot),
+        },
+        false => None,
+    };
+    formulas.checked(Program::kept(exprs), true, |launch, copied| {
+        let prepared = prepare(launch)?;
+        let tensors: SmallVec<[&Tensor; 8]> = launch.inputs.iter().chain(outputs.iter().copied()).collect();
+        prepared.launch(&tensors, params)?;
+        if let Some(slot) = slot.filter(|_| !copied) {
+            slot.keep(&key, prepared);
+        }
+        Ok(())
+    })
 }
 
 pub(crate) fn prepare(launch: &Launch) -> Result<Prepared> {

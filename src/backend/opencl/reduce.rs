@@ -3,13 +3,14 @@
 use smallvec::SmallVec;
 
 use crate::backend::opencl::kernels::{KernelKey, kernel};
+use crate::backend::opencl::launch_cache::{self, Key, Of};
 use crate::backend::opencl::launch_plan::{Prepared, Ready};
-use crate::backend::problem::reduction::{Axes, Plan};
+use crate::backend::problem::map::Params;
+use crate::backend::problem::reduction::{Axes, Combination, Element, Plan, Reduction, Rule};
 use crate::device::DeviceKind;
 use crate::device::opencl::{ARRIVALS, Arg, ClDevice};
 use crate::expr::Expr;
 use crate::expr::program::Program;
-use crate::ops::reduce::table::{Combination, Element, Rule};
 use crate::{Compute, DType, Result, Tensor};
 
 pub(crate) const WALK: &str = include_str!("../../../kernels/walk.cl");
@@ -45,6 +46,15 @@ enum Stage {
     Second,
     /// Both stages: the last work-group of a result combines its slices.
     Together,
+}
+
+/// One launch, or two where few results have many elements.
+pub(crate) fn run(reduction: &Reduction) -> Result<()> {
+    let Reduction { rule, x, mask, out, .. } = *reduction;
+    let id = launch_cache::number_of::<u8>(std::ptr::without_provenance(reduction.id));
+    let numbers: SmallVec<[u64; 8]> = std::iter::once(id).chain(mask.iter().map(|&reduced| reduced.into())).collect();
+    let key = Key { of: Of::Reduce, device: x.device(), numbers: &numbers, exprs: &[], tensors: &[x, out] };
+    launch_cache::launch(&key, Params::default(), || prepare(rule, x, &reduction.plan(), out)).map(drop)
 }
 
 /// Tensors of a launch are the elements, the results, and where there are partial results those.

@@ -2,12 +2,12 @@
 
 use smallvec::SmallVec;
 
-use crate::backend::cpu::lines::Lines;
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::reduce::{WALK, group_size, is_wide};
+use crate::backend::problem::lines::Lines;
+use crate::backend::problem::scan::Scan;
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice};
-use crate::ops::reduce::scan::Scan;
 use crate::{Compute, DType, Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/scan.cl");

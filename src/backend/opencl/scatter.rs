@@ -6,10 +6,9 @@ use crate::backend::opencl::gather::{TEMPLATE, bits, element, in_units, index_ty
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::launch_plan::{Prepared, Ready};
 use crate::backend::opencl::reduce::{WALK, WIDEST, group_size, is_wide};
+use crate::backend::problem::index::{Combine, Indexed};
 use crate::device::opencl::{Arg, ClDevice, index_fault};
 use crate::layout::collapse::Walk;
-use crate::ops::index::gather::Indexed;
-use crate::ops::index::scatter::Combine;
 use crate::tensor::Layout;
 use crate::{Result, Shape, Tensor};
 

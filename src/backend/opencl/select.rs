@@ -2,12 +2,12 @@
 
 use smallvec::SmallVec;
 
-use crate::backend::cpu::lines::Lines;
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::reduce::{WALK, group_size, is_wide};
+use crate::backend::problem::lines::Lines;
+use crate::backend::problem::select::{Chosen, Nth, with};
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice};
-use crate::ops::sort::{Chosen, Nth, with};
 use crate::tensor::Dims;
 use crate::{DType, Result, Tensor};
 

@@ -3,9 +3,9 @@
 use smallvec::SmallVec;
 
 use crate::backend::opencl::kernels::{KernelKey, kernel};
+use crate::device::DeviceKind;
 use crate::device::opencl::Arg;
-use crate::device::{DeviceKind, opencl};
-use crate::{DType, Device, Result, Tensor};
+use crate::{DType, Result, Tensor};
 
 pub(crate) use crate::backend::problem::sequence::Sequence;
 
@@ -15,37 +15,32 @@ const TEMPLATE: &str = include_str!("../../../kernels/sequence.cl");
 const LOCAL: usize = 64;
 const PER_ITEM: usize = 8;
 
-impl Sequence {
-    /// Whether the device can write them as this dtype.
-    pub(crate) fn is_for(self, dtype: DType, device: Device) -> Result<bool> {
-        let Device::OpenCL(index) = device else { return Ok(false) };
-        let doubles = dtype == DType::F64 || matches!(self, Sequence::Float { .. });
-        Ok(!doubles || opencl::open(index)?.info().fp64)
+/// Writes all of a new vector, where the device has the doubles that this may take.
+pub(crate) fn run(values: Sequence, out: &Tensor) -> Result<bool> {
+    let (device, count) = (out.cl_device()?, out.numel());
+    let float = matches!(values, Sequence::Float { .. });
+    if (out.dtype == DType::F64 || float) && !device.info().fp64 {
+        return Ok(false);
     }
-
-    /// Writes all of a new vector on an OpenCL device.
-    pub(crate) fn launch(self, out: &Tensor) -> Result<()> {
-        let (device, count) = (out.cl_device()?, out.numel());
-        let float = matches!(self, Sequence::Float { .. });
-        // Compilers for processors vectorise across work-items.
-        let per_item = if device.info().kind == DeviceKind::Cpu { 1 } else { PER_ITEM };
-        let params = SmallVec::from_slice(&[out.dtype as u64, float.into(), per_item as u64]);
-        let key = KernelKey { template: "sequence", params, exprs: SmallVec::new() };
-        let kernel = kernel(device, key, "sequence", || {
-            let float = if float { "#define FLOAT\n" } else { "" };
-            let t = out.dtype;
-            format!("#define T {t}\n#define PER_ITEM {per_item}\n#define LOCAL {LOCAL}\n{float}{TEMPLATE}")
-        })?;
-        let y = out.place()?;
-        let [start, step, end] = match self {
-            Sequence::Int { start, step } => [start, step, 0].map(Arg::I64),
-            Sequence::Float { start, step, end, .. } => [start, step, end].map(Arg::F64),
-        };
-        let turn = if let Sequence::Float { turn, .. } = self { turn } else { count };
-        let [count, turn] = [count, turn].map(|n| Arg::U64(n as u64));
-        let args = [y.buffer(), y.offset(), count, start, step, turn, end];
-        device.launch(&kernel, &args, &[out.numel().div_ceil(per_item)], &[LOCAL])
-    }
+    // Compilers for processors vectorise across work-items.
+    let per_item = if device.info().kind == DeviceKind::Cpu { 1 } else { PER_ITEM };
+    let params = SmallVec::from_slice(&[out.dtype as u64, float.into(), per_item as u64]);
+    let key = KernelKey { template: "sequence", params, exprs: SmallVec::new() };
+    let kernel = kernel(device, key, "sequence", || {
+        let float = if float { "#define FLOAT\n" } else { "" };
+        let t = out.dtype;
+        format!("#define T {t}\n#define PER_ITEM {per_item}\n#define LOCAL {LOCAL}\n{float}{TEMPLATE}")
+    })?;
+    let y = out.place()?;
+    let [start, step, end] = match values {
+        Sequence::Int { start, step } => [start, step, 0].map(Arg::I64),
+        Sequence::Float { start, step, end, .. } => [start, step, end].map(Arg::F64),
+    };
+    let turn = if let Sequence::Float { turn, .. } = values { turn } else { count };
+    let [count, turn] = [count, turn].map(|n| Arg::U64(n as u64));
+    let args = [y.buffer(), y.offset(), count, start, step, turn, end];
+    device.launch(&kernel, &args, &[out.numel().div_ceil(per_item)], &[LOCAL])?;
+    Ok(true)
 }
 
 #[cfg(test)]

@@ -3,11 +3,13 @@
 use smallvec::SmallVec;
 
 use crate::backend::opencl::kernels::{KernelKey, kernel};
+use crate::backend::opencl::launch_cache::{self, Key, Of};
 use crate::backend::opencl::launch_plan::{Prepared, Ready};
 use crate::backend::opencl::reduce::{WALK, group_size, is_wide, lanes, neighbours, vector_defines};
+use crate::backend::problem::map::Params;
+use crate::backend::problem::softmax::{RowOp, Rows, Softmax};
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice};
-use crate::ops::nn::softmax::{RowOp, Rows};
 use crate::{DType, Error, Result, Tensor};
 
 pub(crate) const TEMPLATE: &str = include_str!("../../../kernels/row.cl");
@@ -102,6 +104,15 @@ impl Way {
         };
         cached + &vector_defines(dtype, self.width)
     }
+}
+
+/// One launch.
+pub(crate) fn run(softmax: &Softmax) -> Result<()> {
+    let Softmax { kind, x, z, out, d, sight } = *softmax;
+    let numbers = [kind as u64, d as u64, sight.mask as u64, sight.causal as u64, sight.first as u64];
+    let tensors = [x, out, z];
+    let key = Key { of: Of::Row, device: x.device(), numbers: &numbers, exprs: &[], tensors: &tensors };
+    launch_cache::launch(&key, Params::default(), || prepare(kind, tensors, &softmax.rows())).map(drop)
 }
 
 /// Tensors of the launch are these three.

@@ -2,9 +2,9 @@
 
 use smallvec::SmallVec;
 
-use crate::backend::cpu::lines::Lines;
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::reduce::{WALK, group_size, is_wide};
+use crate::backend::problem::lines::Lines;
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice};
 use crate::layout::collapse::Walk;

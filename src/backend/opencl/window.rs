@@ -6,8 +6,8 @@ use smallvec::SmallVec;
 
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::reduce::{WALK, is_wide};
+use crate::backend::problem::windows::{Task, Windows, words};
 use crate::device::opencl::{Arg, ClDevice, ClKernel};
-use crate::ops::nn::window::{Task, Windows, words};
 use crate::{DType, Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/window.cl");

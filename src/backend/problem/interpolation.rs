@@ -1,6 +1,5 @@
 //! Which elements each element of a result lies between, in whole numbers: the host and kernels find the same ones.
 
-use crate::ops::nn::interpolate::Interpolation;
 use crate::{Error, Result};
 
 /// Where the elements of a result are along one dim: element o at `(scale * o + shift) / unit`, not below 0.
@@ -126,4 +125,42 @@ mod tests {
         }
         assert!(Places::new("interpolate", Interpolation::Nearest, 3, usize::MAX).is_err());
     }
+}
+
+/// How [`Tensor::interpolate`] finds an element between others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Interpolation {
+    /// The one before it (PyTorch's `'nearest'`).
+    Nearest,
+    /// The one whose middle is nearest (PyTorch's `'nearest-exact'`).
+    NearestExact,
+    /// Both neighbours in each direction, in proportion (PyTorch's `'linear'`, `'bilinear'` and `'trilinear'`).
+    Linear {
+        /// Whether the middles of the corners stay where they are, instead of the corners' outer edges.
+        align_corners: bool,
+    },
+}
+
+impl Interpolation {
+    /// PyTorch's word for it, for one dim.
+    pub fn name(self) -> &'static str {
+        match self {
+            Interpolation::Nearest => "nearest",
+            Interpolation::NearestExact => "nearest-exact",
+            Interpolation::Linear { .. } => "linear",
+        }
+    }
+
+    pub(crate) fn align_corners(self) -> bool {
+        matches!(self, Interpolation::Linear { align_corners: true })
+    }
+}
+
+/// Rows, columns or both of `[N, C, H, W]` in another number: one launch. Linear, so that its gradient is its transpose, and
+/// the gradient of that is itself again.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Resize {
+    pub(crate) rows: Option<Places>,
+    pub(crate) columns: Option<Places>,
 }

@@ -2,6 +2,8 @@
 
 use smallvec::SmallVec;
 
+use crate::Tensor;
+use crate::expr::Expr;
 use crate::layout::collapse::Walk;
 use crate::tensor::{Dims, Layout, Shape};
 
@@ -101,6 +103,25 @@ impl Plan {
     }
 }
 
+/// A reduction, checked: the result exists and has elements, and so does what is reduced.
+pub(crate) struct Reduction<'a> {
+    /// Tells one row of the table from another.
+    pub(crate) id: usize,
+    pub(crate) rule: &'a Rule,
+    pub(crate) x: &'a Tensor,
+    /// For each dim of x, whether it is reduced.
+    pub(crate) mask: &'a [bool],
+    /// Contiguous.
+    pub(crate) out: &'a Tensor,
+}
+
+impl Reduction<'_> {
+    /// How the tensor is walked.
+    pub(crate) fn plan(&self) -> Plan {
+        Plan::new(&self.x.layout, self.mask, self.rule.combination.is_arg())
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -139,4 +160,42 @@ mod tests {
         assert_eq!(axes.run(4, 1), (9, 1));
         assert_eq!(axes.words()[..], [2, 3, 10, -1]);
     }
+}
+
+/// How elements come together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Combination {
+    Add,
+    Mul,
+    Max,
+    Min,
+    /// The position of what Max or Min would choose.
+    ArgMax,
+    ArgMin,
+}
+
+impl Combination {
+    pub(crate) fn is_arg(self) -> bool {
+        matches!(self, Combination::ArgMax | Combination::ArgMin)
+    }
+}
+
+/// What becomes of an element before.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Element {
+    Itself,
+    /// 1 where it is not zero, else 0: its kernels are written out.
+    Truth,
+    Of(Expr),
+}
+
+/// What a launch does.
+#[derive(Debug, Clone)]
+pub(crate) struct Rule {
+    pub(crate) combination: Combination,
+    pub(crate) element: Element,
+    /// Of the result, input 0, and the number of elements, scalar 0; None where it stays as it is.
+    pub(crate) finish: Option<Expr>,
+    /// Whether it accumulates in i64 whatever the elements are.
+    pub(crate) counts: bool,
 }

@@ -55,6 +55,12 @@ pub(crate) use tuning::{Knob, PARAMETERS, Tunable, times_tuned};
 use crate::Result;
 use crate::device::{Device, DeviceInfo};
 
+/// [`open`] for a device that is known to be an OpenCL device.
+pub(crate) fn open_device(device: Device) -> Result<&'static ClDevice> {
+    let Device::OpenCL(index) = device else { unreachable!("work for the CPU goes to the CPU's backend") };
+    open(index)
+}
+
 /// The device of this index in [`Device::all`](crate::Device::all)'s order, opened at first use.
 pub(crate) fn open(index: usize) -> Result<&'static ClDevice> {
     let entry = discovery::entry(index)?;

@@ -3,10 +3,10 @@
 use std::slice;
 use std::sync::LazyLock;
 
+use crate::backend::problem::map::Params;
 use crate::expr::Expr;
 use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
 use crate::ops::elementwise;
-use crate::ops::elementwise::Params;
 use crate::{DType, Error, Graph, Result, Scalar, Tensor, autograd};
 
 /// `x`, and a scalar: made once, since making one asks the heap.

@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
+use crate::backend::problem::map::{Params, compute_type};
 use crate::expr::Expr;
 use crate::expr::program::Program;
-use crate::ops::elementwise::{Params, apply_into, apply_tracked, compute_type};
+use crate::ops::elementwise::{apply_into, apply_tracked};
 use crate::{Compute, Error, Result, Scalar, Tensor, autograd};
 
 /// The formula that `f` makes of the inputs, where it goes with them.

@@ -10,41 +10,16 @@ pub(crate) mod pointwise;
 use smallvec::SmallVec;
 
 use crate::autograd::{self, Saved};
-use crate::backend::cpu::{flat as cpu_flat, map as cpu_map, masks};
-use crate::backend::opencl::kernels::Placed;
-use crate::backend::opencl::launch_cache::{Key, Of};
-use crate::backend::opencl::{launch_cache as memo, map as opencl_map};
-use crate::device::opencl::{self, ClDevice};
+use crate::backend::problem::map::{Formulas, Params};
+use crate::backend::{self, Alike};
 use crate::expr::philox::Seed;
-use crate::expr::program::Program;
 use crate::expr::rows::rows;
 use crate::expr::table::{Accepts, Output, Row, methods};
 use crate::expr::{Expr, table};
-use crate::layout::collapse::Walk;
 use crate::ops::dispatch::autocast::{autocast_dtype, widened_row};
 use crate::ops::dispatch::{promote, registry};
 use crate::ops::same_device;
-use crate::{Compute, DType, Device, Error, Result, Scalar, Shape, Tensor};
-
-/// One launch, checked and ready to run on any device.
-pub(crate) struct Launch<'a> {
-    pub(crate) op: &'static str,
-    pub(crate) inputs: &'a [Tensor],
-    pub(crate) outputs: &'a [&'a Tensor],
-    pub(crate) scalars: &'a [Scalar],
-    pub(crate) seeds: &'a [Seed],
-    pub(crate) program: &'a Program,
-    pub(crate) compute: Compute,
-    /// Operands are the inputs, then the outputs.
-    pub(crate) walk: Walk,
-}
-
-/// What an expression reads besides tensors.
-#[derive(Clone, Copy, Default)]
-pub(crate) struct Params<'a> {
-    pub(crate) scalars: &'a [Scalar],
-    pub(crate) seeds: &'a [Seed],
-}
+use crate::{DType, Error, Result, Scalar, Shape, Tensor};
 
 /// Computes `exprs` over `inputs`, broadcast together, into new contiguous tensors of dtypes `out`. One launch.
 pub(crate) fn apply(
@@ -58,8 +33,10 @@ pub(crate) fn apply(
     let shape = broadcast_shape(op, inputs)?;
     let made =
         out.iter().map(|&t| Tensor::empty_like_shape(&shape, t, device)).collect::<Result<SmallVec<[Tensor; 2]>>>()?;
-    fill(op, inputs, params, exprs, &made.iter().collect::<SmallVec<[&Tensor; 2]>>())?;
+    let outputs: SmallVec<[&Tensor; 2]> = made.iter().collect();
+    backend::of(device).map(&Formulas { op, inputs, params, exprs, outputs: &outputs })?;
     made.iter().for_each(|t| t.storage.filled());
+    drop(outputs);
     Ok(made)
 }
 
@@ -72,9 +49,9 @@ pub(crate) fn apply_one(
     dtype: DType,
 ) -> Result<Tensor> {
     if params.seeds.is_empty()
-        && let Some(alike) = cpu_flat::Alike::of(inputs, params.scalars, expr, dtype)
+        && let Some(alike) = Alike::of(inputs, params.scalars, expr, dtype)
     {
-        let made = Tensor::empty_like_shape(inputs[0].shape(), dtype, Device::Cpu);
+        let made = Tensor::empty_like_shape(inputs[0].shape(), dtype, inputs[0].device());
         if let Ok(out) = &made {
             alike.fill(out)?;
         }
@@ -84,7 +61,8 @@ pub(crate) fn apply_one(
     // Stays where the caller wants it: to move a tensor costs as much as to compare a few.
     let made = Tensor::empty_like_shape(broadcast_shape(op, inputs)?, dtype, device);
     if let Ok(out) = &made {
-        fill(op, inputs, params, std::slice::from_ref(expr), &[out])?;
+        let exprs = std::slice::from_ref(expr);
+        backend::of(device).map(&Formulas { op, inputs, params, exprs, outputs: &[out] })?;
         out.storage.filled();
     }
     made
@@ -99,135 +77,12 @@ pub(crate) fn apply_into(
     exprs: &[Expr],
     outputs: &[&Tensor],
 ) -> Result<()> {
-    let filled = fill(op, inputs, params, exprs, outputs);
+    let filled = backend::of(outputs[0].device()).map(&Formulas { op, inputs, params, exprs, outputs });
     // What divided by zero has written all the same.
     if matches!(filled, Ok(()) | Err(Error::DivisionByZero { .. })) {
         outputs.iter().for_each(|t| t.storage.bump_version());
     }
     filled
-}
-
-/// [`apply_into`], without a word to who watches for changes.
-fn fill(op: &'static str, inputs: &[&Tensor], params: Params, exprs: &[Expr], outputs: &[&Tensor]) -> Result<()> {
-    let shape = outputs[0].shape();
-    let device = outputs[0].device();
-    // Those of the CPU are not looked up.
-    let looked_up = device != Device::Cpu;
-    let mut tensors: SmallVec<[&Tensor; 10]> = SmallVec::new();
-    if looked_up {
-        inputs.iter().for_each(|t| tensors.push(t));
-        outputs.iter().for_each(|t| tensors.push(t));
-    }
-    let in_place = looked_up && in_place(inputs.iter().copied(), outputs);
-    let key = Key { of: Of::Map, device, numbers: &[in_place.into()], exprs, tensors: &tensors };
-    // Nor is a storage that is read and written through different views.
-    let place = match looked_up && (!in_place || inputs.iter().all(|t| is_clear_of(t, outputs))) {
-        true => match memo::find(&key) {
-            Ok(known) => return known.prepared.launch(&tensors, params),
-            Err(place) => Some(place),
-        },
-        false => None,
-    };
-    let program: &Program = Program::kept(exprs);
-    if params.seeds.is_empty() && cpu_flat::run(op, program, inputs, params.scalars, outputs)? {
-        return Ok(());
-    }
-    if !looked_up && outputs[0].dtype == DType::Bool && masks::run(program, inputs, outputs)? {
-        return Ok(());
-    }
-    for t in inputs {
-        if t.device() != device {
-            return Err(Error::DeviceMismatch { op, lhs: device, rhs: t.device() });
-        }
-        if &shape.broadcast(op, t.shape())? != shape {
-            let hint = "the result does not fit the tensor written to";
-            return Err(Error::ShapeMismatch { op, lhs: shape.clone(), rhs: t.shape().clone(), hint });
-        }
-    }
-    for out in outputs {
-        if out.layout.may_alias_itself() {
-            let reason = format!(
-                "the tensor written to has strides {:?}, so several of its elements are one: write to a clone()",
-                out.strides()
-            );
-            return Err(Error::invalid(op, reason));
-        }
-    }
-    if shape.numel() == 0 {
-        return Ok(());
-    }
-    let compute = compute_type(program, inputs, outputs);
-    let mut copied = false;
-    let mut views: SmallVec<[Tensor; 4]> = SmallVec::new();
-    for t in inputs {
-        views.push(t.with_layout(t.layout.broadcast_to(shape)));
-        let view = views.last_mut().expect("it was pushed");
-        if outputs.iter().any(|out| overlaps(view, out)) {
-            copied = true;
-            let copy = t.copied(false)?;
-            *view = copy.with_layout(copy.layout.broadcast_to(shape));
-        }
-    }
-    let inputs = views;
-    let strides = inputs.iter().map(Tensor::strides).chain(outputs.iter().map(|t| t.strides()));
-    let walk = Walk::new(shape, strides);
-    let launch =
-        Launch { op, inputs: &inputs, outputs, scalars: params.scalars, seeds: params.seeds, program, compute, walk };
-    match device {
-        Device::Cpu => cpu_map::run(&launch),
-        Device::OpenCL(_) => {
-            let prepared = opencl_map::prepare(&launch)?;
-            prepared.launch(&inputs.iter().chain(outputs.iter().copied()).collect::<SmallVec<[_; 8]>>(), params)?;
-            if let Some(place) = place.filter(|_| !copied) {
-                place.keep(&key, prepared);
-            }
-            Ok(())
-        }
-    }
-}
-
-/// The type to compute in: the widest an input has, at least f32 where a primitive needs floats; the outputs' without
-/// inputs, or where these are all integers and an output is not.
-pub(crate) fn compute_type(program: &Program, inputs: &[&Tensor], outputs: &[&Tensor]) -> Compute {
-    let widest = |operands: &[&Tensor]| operands.iter().map(|t| t.dtype.compute()).max().unwrap_or(Compute::I64);
-    let widest = match widest(inputs) {
-        Compute::I64 => widest(outputs),
-        float => float,
-    };
-    if program.uses_bits() {
-        Compute::I64
-    } else if program.needs_float() {
-        widest.max(Compute::F32)
-    } else {
-        widest
-    }
-}
-
-/// Whether an output is a view of an input, too.
-pub(crate) fn in_place<'a>(mut inputs: impl Iterator<Item = &'a Tensor>, outputs: &[&Tensor]) -> bool {
-    inputs.any(|t| outputs.iter().any(|out| t.shares_storage(out)))
-}
-
-/// Whether an input is the same view of a storage as the outputs that share it.
-fn is_clear_of(input: &Tensor, outputs: &[&Tensor]) -> bool {
-    let same = |out: &Tensor| input.layout == out.layout && input.dtype == out.dtype;
-    outputs.iter().all(|out| !input.shares_storage(out) || same(out))
-}
-
-/// Whether writing `out` element by element could change elements of `input` that are still to be read.
-fn overlaps(input: &Tensor, out: &Tensor) -> bool {
-    if is_clear_of(input, &[out]) {
-        return false;
-    }
-    // The CPU hands out a storage either for reading or for writing: there even disjoint parts count as overlapping.
-    if input.device() == Device::Cpu {
-        return true;
-    }
-    let bytes = |t: &Tensor| t.layout.bounds().map(|(lo, hi)| (lo * t.dtype.size(), (hi + 1) * t.dtype.size()));
-    match (bytes(input), bytes(out)) {
-        (Some((a, b)), Some((c, d))) => a < d && c < b,
-        _ => false,
-    }
 }
 
 pub(crate) fn broadcast_shape(op: &'static str, inputs: &[&Tensor]) -> Result<Shape> {
@@ -481,21 +336,4 @@ pub(crate) fn formula(
     derivative: impl Fn(usize) -> Expr,
 ) -> Result<Tensor> {
     apply_tracked(op, inputs, Params::default(), expr, dtype, &derivative)
-}
-
-impl Tensor {
-    /// The open device that launches of this tensor go to. For OpenCL only: the CPU's have been sent elsewhere.
-    pub(crate) fn cl_device(&self) -> Result<&'static ClDevice> {
-        let Device::OpenCL(index) = self.device() else { unreachable!("called for OpenCL only") };
-        opencl::open(index)
-    }
-
-    /// Where a kernel finds this tensor, held there until the launch. To be asked for last: what is held cannot be moved
-    /// to make room for an allocation.
-    #[inline(always)] // every launch asks, a few times: what is written in words and moved in vectors waits for the store
-    pub(crate) fn place(&self) -> Result<Placed<'_>> {
-        let place = self.storage.cl()?;
-        let start = place.offset() / self.dtype.size();
-        Ok(Placed { place, first: start + self.layout.offset })
-    }
 }

@@ -7,16 +7,15 @@
 use smallvec::SmallVec;
 
 use crate::autograd::Saved;
-use crate::backend::cpu::gather as cpu;
-use crate::backend::opencl::gather as opencl;
+use crate::backend::problem::index::{Combine, Indexed};
 use crate::ops::dispatch::arguments::{Args, Argument};
 use crate::ops::dispatch::operation::{ANY, Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::registry::{replaced, replacement};
-use crate::ops::index::gather::{Indexed, check_index, zeros_for};
-use crate::ops::index::scatter::{Combine, apart};
+use crate::ops::index::gather::{check_index, zeros_for};
+use crate::ops::index::scatter::apart;
 use crate::ops::{recorded, same_device, same_dtype};
 use crate::tensor::{Dims, Layout};
-use crate::{DType, Device, Error, Result, Shape, Tensor, autograd};
+use crate::{DType, Error, Result, Shape, Tensor, autograd, backend};
 
 /// What index tensors mean for a tensor of some shape.
 struct Picks {
@@ -108,10 +107,7 @@ impl Picks {
             for (i, ((_, index), axis)) in self.given.iter().zip(axes).enumerate() {
                 let index = index.with_layout(index.layout.broadcast_to(&self.places));
                 let base = (i == 0).then_some(back as i64);
-                match t.device() {
-                    Device::Cpu => cpu::linear(self.op, &index, &out, axis, base)?,
-                    Device::OpenCL(_) => opencl::linear(self.op, &index, &out, axis, base)?,
-                }
+                backend::of(t.device()).linear_index(self.op, &index, &out, axis, base)?;
             }
             out.storage.bump_version();
         }

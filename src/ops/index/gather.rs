@@ -12,33 +12,17 @@
 use smallvec::SmallVec;
 
 use crate::autograd::Saved;
-use crate::backend::cpu::gather as cpu;
-use crate::backend::opencl::gather as opencl;
+use crate::backend::problem::index::Indexed;
 use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::registry::replaced;
 use crate::ops::{recorded, same_device};
 use crate::tensor::{Dims, Layout};
-use crate::{DType, Device, Error, Result, Shape, Tensor, autograd};
+use crate::{DType, Error, Result, Shape, Tensor, autograd, backend};
 
 pub(crate) use crate::ops::index::advanced::OPERATIONS as SEVERAL;
 pub(crate) use crate::ops::index::scatter::OPERATIONS as WRITES;
 pub(crate) use crate::ops::index::scatter_reduce::OPERATIONS as REDUCTIONS;
 pub use crate::ops::index::scatter_reduce::ScatterReduce;
-
-/// Elements read or written through indices. Layouts have one shape, that of these elements.
-pub(crate) struct Indexed<'a> {
-    pub(crate) op: &'static str,
-    /// What is read from, with stride 0 along the indexed dim, or the source that is written.
-    pub(crate) x: &'a Tensor,
-    pub(crate) x_layout: Layout,
-    pub(crate) index: &'a Tensor,
-    pub(crate) index_layout: Layout,
-    /// Size of the indexed dim, and the step along it in the tensor that the index points into.
-    pub(crate) size: usize,
-    pub(crate) step: isize,
-    /// Whether negative indices count from the end.
-    pub(crate) wraps: bool,
-}
 
 /// The layout of t with the stride along d taken out, over `shape`.
 pub(crate) fn without(t: &Tensor, d: usize, shape: &Shape) -> (Layout, isize) {
@@ -71,12 +55,10 @@ impl Indexed<'_> {
     pub(crate) fn read(&self) -> Result<Tensor> {
         let out = Tensor::empty_like_shape(&self.x_layout.shape, self.x.dtype, self.x.device())?;
         if out.numel() > 0 {
-            match out.device() {
-                Device::Cpu => cpu::gather(self, &out)?,
-                Device::OpenCL(_) if self.size == 0 => return Err(self.nowhere()?),
-                Device::OpenCL(_) => opencl::gather(self, &out)?,
+            if self.size == 0 {
+                return Err(self.nowhere()?);
             }
-            out.storage.bump_version();
+            backend::launch(&[&out], |b| b.gather(self, &out))?;
         }
         Ok(out)
     }
@@ -313,11 +295,7 @@ impl Tensor {
         }
         let out = Tensor::empty_like_shape(shape, DType::I64, self.device())?;
         if out.numel() > 0 {
-            match self.device() {
-                Device::Cpu => cpu::one_hot(op, self, &out, classes)?,
-                Device::OpenCL(_) => opencl::one_hot(op, self, &out, classes)?,
-            }
-            out.storage.bump_version();
+            backend::launch(&[&out], |b| b.one_hot(op, self, &out, classes))?;
         }
         Ok(out)
     }

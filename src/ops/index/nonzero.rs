@@ -3,14 +3,13 @@
 //!
 //! Places of what is not zero are counted and filled in, in two passes; the others are made of sorts, running sums and searches.
 
-use crate::backend::cpu::nonzero as cpu;
-use crate::backend::opencl::nonzero as opencl;
+use crate::backend::problem::map::Params;
 use crate::expr::Expr;
 use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::registry::{replaced, replaced_several, replacement};
-use crate::ops::elementwise::{Params, apply};
+use crate::ops::elementwise::apply;
 use crate::ops::pair;
-use crate::{DType, Device, Error, Result, Scalar, Tensor, autograd};
+use crate::{DType, Device, Error, Result, Scalar, Tensor, autograd, backend};
 
 pub(crate) static OPERATIONS: &[Operation] = &[
     Operation::new("unique", "unique", Kind::Sorting, Dtypes::All, Gives::Same, (1, 0), |a| a.x(0)?.unique()),
@@ -62,8 +61,7 @@ fn mask(t: &Tensor) -> Result<Tensor> {
 fn places(t: &Tensor, dims: &[usize]) -> Result<Tensor> {
     match t.device() {
         _ if t.numel() == 0 => Tensor::zeros([0, dims.len()], (DType::I64, t.device())),
-        Device::Cpu => cpu::places(&mask(t)?, dims),
-        Device::OpenCL(_) => opencl::places(t, dims),
+        device => backend::of(device).nonzero(t, &|| mask(t), dims),
     }
 }
 
@@ -192,8 +190,11 @@ impl Tensor {
         let shape = self.shape().broadcast(op, mask.shape())?;
         let over = |t: &Tensor| t.with_layout(t.layout.broadcast_to(&shape));
         let mask = over(mask);
-        if self.device() != Device::Cpu && shape.numel() > 0 && !autograd::is_tracked(&[self]) {
-            return opencl::selected(&over(self), &mask);
+        if shape.numel() > 0
+            && !autograd::is_tracked(&[self])
+            && let Some(selected) = backend::of(self.device()).masked_select(&over(self), &mask)?
+        {
+            return Ok(selected);
         }
         let places = places(&mask, &[shape.numel()])?.reshape([-1])?;
         let sizes: Vec<isize> = shape.dims().iter().map(|&n| n as isize).collect();

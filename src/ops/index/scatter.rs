@@ -2,57 +2,13 @@
 //! whose index is a vector with a place for each slice.
 
 use crate::autograd::Saved;
-use crate::backend::cpu::gather as cpu;
-use crate::backend::opencl::gather as opencl;
+use crate::backend::problem::index::{Combine, Indexed};
 use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::registry::replaced;
-use crate::ops::index::gather::{Indexed, along, check_index, fits, with_dim, without};
+use crate::ops::index::gather::{along, check_index, fits, with_dim, without};
 use crate::ops::{recorded, same_device, same_dtype};
 use crate::tensor::Layout;
-use crate::{Compute, DType, Device, Error, Result, Scalar, Shape, Tensor, autograd};
-
-/// What becomes of an element and what is written to it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Combine {
-    /// The last one written stays.
-    Set,
-    Add,
-    Multiply,
-    Max,
-    Min,
-}
-
-impl Combine {
-    #[inline(always)]
-    pub(crate) fn of<C: crate::backend::cpu::scalar::Lane>(self, old: C, new: C) -> C {
-        match self {
-            Combine::Set => new,
-            Combine::Add => old.add(new),
-            Combine::Multiply => old.mul(new),
-            Combine::Max => old.max(new),
-            Combine::Min => old.min(new),
-        }
-    }
-
-    /// The function of that name in OpenCL C.
-    pub(crate) fn cl_name(self, acc: Compute) -> String {
-        let (integers, c) = (acc == Compute::I64, acc.cl_name());
-        match self {
-            Combine::Add if integers => "add_long".into(),
-            Combine::Multiply if integers => "mul_long".into(),
-            Combine::Add => "PLUS".into(),
-            Combine::Multiply => "TIMES".into(),
-            Combine::Max => format!("max_{c}"),
-            Combine::Min => format!("min_{c}"),
-            Combine::Set => unreachable!("elements that are only moved are not computed with"),
-        }
-    }
-
-    /// Whether each step would round an element of `dtype`, where only the last should.
-    pub(crate) fn rounds(self, dtype: DType) -> bool {
-        matches!(self, Combine::Add | Combine::Multiply) && matches!(dtype, DType::F16 | DType::BF16)
-    }
-}
+use crate::{DType, Error, Result, Scalar, Shape, Tensor, autograd, backend};
 
 impl Indexed<'_> {
     /// Writes `x` to `target`, whose elements lie as `layout` says, which has no stride along d.
@@ -64,13 +20,10 @@ impl Indexed<'_> {
             let reason = "several elements of the tensor written to are one (an expanded view): write to a clone()";
             return Err(Error::invalid(self.op, reason));
         }
-        match target.device() {
-            Device::Cpu => cpu::scatter(self, combine, target, layout)?,
-            Device::OpenCL(_) if self.size == 0 => return Err(self.nowhere()?),
-            Device::OpenCL(_) => opencl::scatter(self, combine, target, layout, d)?,
+        if self.size == 0 {
+            return Err(self.nowhere()?);
         }
-        target.storage.bump_version();
-        Ok(())
+        backend::launch(&[target], |b| b.scatter(self, combine, target, layout, d))
     }
 }
 

@@ -1,11 +1,12 @@
 //! Writing through an index with a reduction of all that meets in one element.
 
 use crate::autograd::Saved;
+use crate::backend::problem::index::Combine;
 use crate::error::Excerpt;
 use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::registry::replaced;
 use crate::ops::index::gather::along;
-use crate::ops::index::scatter::{Combine, Places, everywhere, scatter};
+use crate::ops::index::scatter::{Places, everywhere, scatter};
 use crate::ops::recorded_with_result;
 use crate::{DType, Error, Result, Scalar, Tensor, autograd, no_grad};
 

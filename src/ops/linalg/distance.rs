@@ -1,11 +1,11 @@
 //! Norms of any order, and the distances and angles made of them.
 
 use crate::autograd::Saved;
+use crate::backend::problem::gemm::Gemm;
 use crate::expr::Expr;
 use crate::ops::dispatch::autocast::widened;
 use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::registry::replaced;
-use crate::ops::linalg::gemm::Gemm;
 use crate::ops::linalg::products::product_in;
 use crate::ops::reduce::ReduceDims;
 use crate::ops::{recorded_with_result, same_device, same_dtype};

@@ -5,18 +5,17 @@
 //! multiplies by the slope of `f` as well, and the one for the weight adds up the bias's gradient: a launch each.
 
 use std::slice;
-use std::sync::LazyLock;
 
 use smallvec::{SmallVec, smallvec};
 
 use crate::autograd::{Factor, Gradients, Saved};
+use crate::backend::problem::gemm::{BIASED, Gemm, PRODUCT, RELU, SLOPE};
+use crate::backend::problem::map::Params;
 use crate::expr::Expr;
 use crate::expr::program::Program;
 use crate::ops::dispatch::autocast::lowered;
 use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::registry::{replaced, replacement};
-use crate::ops::elementwise::Params;
-use crate::ops::linalg::gemm::Gemm;
 use crate::ops::{elementwise, reduce, same_dtype};
 use crate::tensor::{Dims, Layout};
 use crate::{Error, Result, Shape, Tensor, autograd};
@@ -324,13 +323,6 @@ fn layer_gradients(
     }
     Ok(gradients)
 }
-
-/// The epilogues of the plain product and of a layer, made once: making one asks the heap.
-static PRODUCT: LazyLock<Expr> = LazyLock::new(|| Expr::input(0));
-pub(crate) static BIASED: LazyLock<Expr> = LazyLock::new(|| Expr::input(0) + Expr::input(1));
-pub(crate) static RELU: LazyLock<[Expr; 2]> = LazyLock::new(|| [PRODUCT.relu(), BIASED.relu()]);
-/// A product times the slope of relu.
-pub(crate) static SLOPE: LazyLock<Expr> = LazyLock::new(|| &*PRODUCT * Expr::input(1).relu().diff(1));
 
 /// The plain product, in `out` if it can be.
 fn product(op: &'static str, a: &Tensor, b: &Tensor, out: Option<Tensor>) -> Result<Tensor> {

@@ -6,11 +6,12 @@
 use std::sync::LazyLock;
 
 use crate::autograd::Saved;
+use crate::backend::problem::gemm::Gemm;
 use crate::expr::Expr;
 use crate::ops::dispatch::autocast::lowered;
 use crate::ops::dispatch::operation::{ANY, Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::registry::{replaced, replacement};
-use crate::ops::linalg::gemm::{Gemm, product_shape};
+use crate::ops::linalg::gemm::product_shape;
 use crate::ops::{recorded, same_device, same_dtype};
 use crate::tensor::Dims;
 use crate::{Error, Result, Scalar, Shape, Tensor};

@@ -6,8 +6,10 @@
 //! after another, and one where a window is a single element and the image is its own columns. A transposed convolution is the
 //! other way round, a product whose columns are added up. The gradients are again these two: products, columns and sums of columns.
 //!
-//! On the CPU a [`Way`] has all of it in one launch, and each gradient in one, without columns in memory: `depthwise` for groups of
+//! On the CPU a [`Convolution`] has all of it in one launch, and each gradient in one, without columns in memory: `depthwise` for groups of
 //! few channels, `cpu` for others of f32 and halves, where there are windows enough. What is kept for the gradients is the image itself.
+
+mod options;
 
 use std::slice;
 use std::sync::LazyLock;
@@ -15,24 +17,23 @@ use std::sync::LazyLock;
 use smallvec::SmallVec;
 
 use crate::autograd::{Gradients, Saved};
+use crate::backend::problem::conv::Convolution;
+use crate::backend::problem::gemm::Gemm;
+use crate::backend::problem::windows::{Windows, four};
 use crate::expr::Expr;
 use crate::ops::dispatch::arguments::Argument;
 use crate::ops::dispatch::autocast::lowered;
 use crate::ops::dispatch::registry::replacement;
-use crate::ops::linalg::gemm::Gemm;
-use crate::ops::nn::window::{Windows, as_given, as_images, both, four};
+use crate::ops::nn::window::{as_given, as_images, both};
 use crate::ops::{reduce, same_dtype};
+use crate::tensor::view::reshaped;
 use crate::tensor::{Dims, Layout};
 use crate::{Error, Result, Shape, Tensor, autograd};
 
 #[cfg(target_arch = "x86_64")]
-use crate::backend::cpu::conv as cpu;
-
-mod options;
 #[cfg(target_arch = "x86_64")]
 #[cfg(target_arch = "x86_64")]
-#[cfg(target_arch = "x86_64")]
-use crate::backend::cpu::depthwise::Depthwise;
+use crate::backend;
 pub(crate) use crate::ops::nn::conv::options::OPERATIONS;
 pub use crate::ops::nn::conv::options::{ConvOptions, ConvTransposeOptions, Padding};
 
@@ -248,32 +249,6 @@ fn transposed<const D: usize>(
     as_given(&out, given, D)
 }
 
-/// A way to make images `[N, C, image]`, windows `[N, O, grid]` and a weight `[O, C / groups, kernel]` of one another in one launch.
-pub(crate) trait Way: Send + Sync {
-    /// The convolution of images.
-    fn windows(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor>;
-    /// The transposed convolution of windows.
-    fn images(&self, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor>;
-    /// The gradient of the weight from images and the gradient of windows, or the other way round; in `slot`, which is contiguous,
-    /// where it is given.
-    fn weight(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor>;
-}
-
-#[cfg(target_arch = "x86_64")]
-impl Way for cpu::Conv {
-    fn windows(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        cpu::Conv::windows(self, x, weight, bias)
-    }
-
-    fn images(&self, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        cpu::Conv::images(self, &y.detach().contiguous()?, weight, bias)
-    }
-
-    fn weight(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor> {
-        cpu::Conv::weight(self, x, &y.detach().contiguous()?, slot)
-    }
-}
-
 /// What a convolution, or a `turned` one that is transposed, has beside its tensors.
 #[derive(Clone, Copy)]
 struct Meeting {
@@ -302,21 +277,13 @@ impl Meeting {
         out.reshape([a, n, oh, ow])?.transpose(0, 1)?.contiguous()
     }
 
-    /// The way to do it at once, where there is one that is better than products alone if images are their own columns.
-    #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
-    fn way(self, x: &Tensor, weight: &Tensor, single: bool) -> Option<Box<dyn Way>> {
-        if let Some(depthwise) = Depthwise::new(self.windows, x, weight, self.groups) {
-            return Some(Box::new(depthwise));
-        }
-        #[cfg(target_arch = "x86_64")]
-        if !single {
-            return Some(Box::new(cpu::Conv::new(self.windows, x, weight, self.groups)?));
-        }
-        None
+    /// The backend's convolution, where it has one that is better than products alone if images are their own columns.
+    fn way(self, x: &Tensor, weight: &Tensor, single: bool) -> Option<Box<dyn Convolution>> {
+        backend::of(x.device()).convolution(self.windows, x, weight, self.groups, single)
     }
 
     /// In one launch, and each gradient in one.
-    fn at_once(self, way: Box<dyn Way>, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    fn at_once(self, way: Box<dyn Convolution>, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let Meeting { op, turned, .. } = self;
         let out = match turned {
             true => way.images(x, weight, bias)?,
@@ -429,14 +396,6 @@ static SUM: LazyLock<Expr> = LazyLock::new(|| Expr::input(0) + Expr::input(1));
 fn side_by_side(t: &Tensor) -> Result<Tensor> {
     let [n, groups, rows, columns] = four(t);
     t.permute(&[1, 2, 0, 3])?.reshape([groups, rows, n * columns])
-}
-
-/// A view of `shape` where the strides can express it, otherwise a copy, outside the graph.
-pub(crate) fn reshaped(t: &Tensor, shape: &Shape) -> Result<Tensor> {
-    match t.layout.reshape(shape) {
-        Some(layout) => Ok(t.with_layout(layout)),
-        None => Ok(t.cast(t.dtype)?.with_layout(Layout::contiguous(shape.clone()))),
-    }
 }
 
 fn swapped(t: &Tensor) -> Tensor {

@@ -1,43 +1,13 @@
 //! Images of other sizes: elements picked, mixed with their neighbours, or moved between channels and places.
 
-use crate::backend::cpu::interpolate as cpu;
-use crate::backend::opencl::interpolate as opencl;
-use crate::backend::problem::interpolation::Places;
+use crate::backend::problem::interpolation::{Interpolation, Places, Resize};
+use crate::backend::problem::windows::four;
 use crate::ops::dispatch::arguments::{Args, Argument};
 use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::registry::replaced;
-use crate::ops::nn::window::four;
-use crate::{Device, Error, Result, Shape, Tensor, autograd};
-
-/// How [`Tensor::interpolate`] finds an element between others.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Interpolation {
-    /// The one before it (PyTorch's `'nearest'`).
-    Nearest,
-    /// The one whose middle is nearest (PyTorch's `'nearest-exact'`).
-    NearestExact,
-    /// Both neighbours in each direction, in proportion (PyTorch's `'linear'`, `'bilinear'` and `'trilinear'`).
-    Linear {
-        /// Whether the middles of the corners stay where they are, instead of the corners' outer edges.
-        align_corners: bool,
-    },
-}
+use crate::{Error, Result, Shape, Tensor, autograd, backend};
 
 impl Interpolation {
-    /// PyTorch's word for it, for one dim.
-    pub fn name(self) -> &'static str {
-        match self {
-            Interpolation::Nearest => "nearest",
-            Interpolation::NearestExact => "nearest-exact",
-            Interpolation::Linear { .. } => "linear",
-        }
-    }
-
-    fn align_corners(self) -> bool {
-        matches!(self, Interpolation::Linear { align_corners: true })
-    }
-
     fn of(a: &Args) -> Result<Interpolation> {
         match a.text(1)? {
             mode if mode != "linear" && a.bool(2)? => {
@@ -55,14 +25,6 @@ impl From<Interpolation> for Argument {
     fn from(mode: Interpolation) -> Argument {
         mode.name().into()
     }
-}
-
-/// Rows, columns or both of `[N, C, H, W]` in another number: one launch. Linear, so that its gradient is its transpose, and
-/// the gradient of that is itself again.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Resize {
-    pub(crate) rows: Option<Places>,
-    pub(crate) columns: Option<Places>,
 }
 
 impl Resize {
@@ -86,11 +48,7 @@ impl Resize {
             .map(|(places, n)| places.map_or(n, |places| if transposed { places.from } else { places.to }));
         let out = Tensor::empty_like_shape([n, c, h, w], x.dtype, x.device())?;
         if out.numel() > 0 {
-            match x.device() {
-                Device::Cpu => cpu::run(self, x, &out, transposed)?,
-                Device::OpenCL(_) => opencl::run(self, x, &out, transposed)?,
-            }
-            out.storage.bump_version();
+            backend::launch(&[&out], |b| b.interpolate(self, x, &out, transposed))?;
         }
         Ok(out)
     }

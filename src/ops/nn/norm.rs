@@ -10,17 +10,15 @@ mod methods;
 use smallvec::SmallVec;
 
 use crate::autograd::{Gradients, Saved};
-use crate::backend::cpu::norm as cpu;
-use crate::backend::opencl::launch_cache as memo;
-use crate::backend::opencl::launch_cache::{Key, Of};
+use crate::backend::problem::map::Params;
+use crate::backend::problem::norm::{Rows, View, apart, spread};
 use crate::expr::Expr;
-use crate::ops::elementwise::{Params, apply_one};
-use crate::ops::nn::conv::reshaped;
+use crate::ops::elementwise::apply_one;
 use crate::ops::reduce;
 use crate::tensor::Dims;
-use crate::{Device, Result, Scalar, Shape, Tensor, autograd};
+use crate::tensor::view::reshaped;
+use crate::{Result, Scalar, Shape, Tensor, autograd, backend};
 
-pub(crate) use crate::backend::opencl::norm as opencl;
 pub(crate) use crate::ops::nn::norm::methods::OPERATIONS;
 
 /// What of [`Tensor::batch_norm`] is optional, with PyTorch's defaults.
@@ -61,71 +59,18 @@ struct Norm<'a> {
     rms: bool,
 }
 
-/// One normalisation, checked: what a kernel reads and writes, all of four dims where it is worked out.
-pub(crate) struct Rows<'a> {
-    pub(crate) x: &'a Tensor,
-    pub(crate) y: &'a Tensor,
-    /// The forward's input, in backward.
-    pub(crate) z: Option<&'a Tensor>,
-    pub(crate) weight: Option<&'a Tensor>,
-    pub(crate) bias: Option<&'a Tensor>,
-    /// The mean and the variance of each row, in the compute type: `[2, rows]`, contiguous.
-    pub(crate) statistics: &'a Tensor,
-    /// In backward with one weight a row: `[2, rows]`.
-    pub(crate) sums: Option<&'a Tensor>,
-    /// In backward, with weights for each column, where their gradients are added up on the way: [`cpu::columns`].
-    pub(crate) columns: Option<&'a Tensor>,
-    pub(crate) eps: f64,
-    pub(crate) rms: bool,
-    /// The variance over eps is all that is wanted, or its root; not on processors.
-    pub(crate) variance: Option<bool>,
-}
-
 impl Rows<'_> {
-    /// All there are, as the launch has them.
-    pub(crate) fn tensors(&self) -> SmallVec<[&Tensor; 7]> {
-        let mut all = SmallVec::from_slice(&[self.x, self.y]);
-        all.extend(
-            [self.z, self.weight, self.bias, Some(self.statistics), self.sums, self.columns].into_iter().flatten(),
-        );
-        all
-    }
-
-    pub(crate) fn count(&self) -> usize {
-        self.x.shape().dims()[..2].iter().product()
-    }
-
-    pub(crate) fn len(&self) -> usize {
-        self.x.shape().dims()[2..].iter().product()
-    }
-
-    fn run(&self) -> Result<()> {
-        match self.x.device() {
-            Device::Cpu => cpu::run(self)?,
-            device => opencl::run(self, device)?,
-        }
+    pub(crate) fn run(&self) -> Result<()> {
+        backend::of(self.x.device()).norm(self)?;
         self.written();
         Ok(())
     }
 
     /// Notes what was written.
-    fn written(&self) {
+    pub(crate) fn written(&self) {
         let statistics = self.z.is_none().then_some(self.statistics); // backward reads them
         [self.y].into_iter().chain(self.sums).chain(statistics).for_each(|t| t.storage.bump_version());
     }
-}
-
-/// Two numbers for each row, `[2, rows]`, apart.
-pub(crate) fn apart(op: &'static str, t: &Tensor) -> Result<[Tensor; 2]> {
-    let part = |k| t.layout.select(op, 0, k).map(|layout| t.with_layout(layout));
-    Ok([part(0)?, part(1)?])
-}
-
-/// `t` as four dims: of the view where `dims` says so, else repeated.
-pub(crate) fn spread(t: &Tensor, shape: &Shape, dims: [bool; 4]) -> Result<Tensor> {
-    let own: Shape = shape.dims().iter().zip(dims).map(|(&n, own)| if own { n } else { 1 }).collect();
-    let t = reshaped(t, &own)?;
-    Ok(t.with_layout(t.layout.broadcast_to(shape)))
 }
 
 impl Norm<'_> {
@@ -138,11 +83,8 @@ impl Norm<'_> {
         // The views are not even made where a launch of such tensors is known.
         let given =
             Rows { x, y: out, z: None, weight, bias, statistics, sums: None, columns: None, eps, rms, variance: None };
-        let (tensors, numbers) = (given.tensors(), self.numbers());
-        let key = Key { of: Of::Norm, device: x.device(), numbers: &numbers, exprs: &[], tensors: &tensors };
-        let found = if x.device() == Device::Cpu { None } else { Some(memo::find(&key)) };
-        if let Some(Ok(known)) = found {
-            known.prepared.launch(&tensors, Params::default())?;
+        let (backend, numbers) = (backend::of(x.device()), self.numbers());
+        if backend.repeat_norm(&given, &numbers)? {
             given.written();
             return Ok(());
         }
@@ -150,13 +92,8 @@ impl Norm<'_> {
         let own = |t: Option<&Tensor>| t.map(|t| spread(t, from.shape(), self.dims)).transpose();
         let (weight, bias) = (own(self.weight)?, own(self.bias)?);
         let rows = Rows { x: &from, y: &to, weight: weight.as_ref(), bias: bias.as_ref(), ..given };
-        let Some(Err(place)) = found else { return rows.run() };
-        let prepared = opencl::prepare(&rows)?;
-        prepared.launch(&rows.tensors(), Params::default())?;
+        backend.norm_of_views(&rows, &given, &numbers)?;
         rows.written();
-        if rows.tensors().iter().zip(&tensors).all(|(view, t)| view.shares_storage(t)) {
-            place.keep(&key, prepared);
-        }
         Ok(())
     }
 
@@ -199,10 +136,7 @@ impl Norm<'_> {
         let (eps, rms, bias) = (self.eps, self.rms, None);
         let (z, weight, sums) = (Some(&rows), weight.as_ref(), sums.as_ref());
         let columns = match self.view {
-            View::Last(n) if needs[1] || needs[2] => match x.device() {
-                Device::Cpu => Some(cpu::columns(x, x.numel() / n, *n)?),
-                Device::OpenCL(_) => opencl::columns(x, x.numel() / n, *n)?,
-            },
+            View::Last(n) if needs[1] || needs[2] => backend::of(x.device()).norm_columns(x, x.numel() / n, *n)?,
             _ => None,
         };
         let columns = columns.as_ref();
@@ -240,17 +174,6 @@ impl Norm<'_> {
         }
         Ok(gradients)
     }
-}
-
-/// What tells one norm from another, for backward: owned.
-#[derive(Clone)]
-pub(crate) enum View {
-    /// The last dims: `[rows, 1, 1, n]`.
-    Last(usize),
-    /// Groups of channels: `[N, groups, C / groups, rest]`.
-    Groups(usize),
-    /// Channels of the batch: `[1, C, N, rest]`.
-    Batch,
 }
 
 impl View {

@@ -1,9 +1,10 @@
 //! Pooling: the greatest element or the mean of each window.
 
+use crate::backend::problem::windows::{Divisor, Windows};
 use crate::ops::dispatch::arguments::{Args, Argument};
 use crate::ops::dispatch::operation::{Arity, Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::registry::{replaced, replacement};
-use crate::ops::nn::window::{Divisor, Windows, as_given, as_images, both};
+use crate::ops::nn::window::{as_given, as_images, both};
 use crate::{DType, Error, Result, Tensor};
 
 /// How [`Tensor::max_pool2d`] and its kin move their windows, with PyTorch's defaults.

@@ -7,84 +7,18 @@
 use smallvec::SmallVec;
 
 use crate::autograd::Saved;
-use crate::backend::cpu::softmax as cpu;
-use crate::backend::opencl::launch_cache::{Key, Of};
-use crate::backend::opencl::{cross_entropy as entropy, launch_cache as memo, softmax as opencl};
+use crate::backend::problem::cross_entropy::{CrossEntropy, LossReduction};
+use crate::backend::problem::map::Params;
+use crate::backend::problem::softmax::{Mask, RowOp, Sight, Softmax};
 use crate::expr::Expr;
-use crate::layout::collapse::Walk;
 use crate::ops::dispatch::autocast::widened;
 use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::registry::replaced;
-use crate::ops::elementwise::{Params, apply_one};
+use crate::ops::elementwise::apply_one;
 use crate::ops::recorded_with_result;
 use crate::ops::reduce::ReduceDims;
 use crate::tensor::{Dims, Layout};
-use crate::{DType, Device, Error, Result, Shape, Tensor, autograd};
-
-/// What a row becomes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum RowOp {
-    Softmax,
-    /// Of the part of a row that [`Sight`] says.
-    MaskedSoftmax,
-    LogSoftmax,
-    LogSumExp,
-    /// Of the result and its gradient.
-    SoftmaxGrad,
-    LogSoftmaxGrad,
-}
-
-/// What the third operand says about a row's elements.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) enum Mask {
-    #[default]
-    None,
-    /// Only those where it is true are seen.
-    Keep,
-    /// It is added to them.
-    Add,
-}
-
-/// What a softmax sees of its rows.
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Sight {
-    pub(crate) mask: Mask,
-    /// Row i of each matrix of so many sees elements up to `first + i`; 0: each sees all.
-    pub(crate) causal: usize,
-    pub(crate) first: usize,
-}
-
-impl Sight {
-    /// How many elements row r sees of n.
-    pub(crate) fn of(self, r: usize, n: usize) -> usize {
-        if self.causal == 0 { n } else { n.min(self.first + r % self.causal + 1) }
-    }
-}
-
-/// Rows of n elements: where each starts in up to three operands, and the step along a row in each.
-#[derive(Debug)]
-pub(crate) struct Rows {
-    pub(crate) walk: Walk,
-    pub(crate) n: usize,
-    pub(crate) steps: [isize; 3],
-    pub(crate) sight: Sight,
-}
-
-impl Rows {
-    /// Rows of `shape` along dim d.
-    fn new(shape: &Shape, d: usize, operands: [&[isize]; 3]) -> Rows {
-        let without =
-            |s: &[isize]| -> Dims<isize> { s.iter().enumerate().filter(|(i, _)| *i != d).map(|(_, &s)| s).collect() };
-        let rest: Shape = shape.dims().iter().enumerate().filter(|(i, _)| *i != d).map(|(_, &n)| n).collect();
-        let starts = operands.map(without);
-        let walk = Walk::new(&rest, starts.iter().map(|s| &s[..]));
-        Rows { walk, n: shape.dims()[d], steps: operands.map(|s| s[d]), sight: Sight::default() }
-    }
-
-    pub(crate) fn count(&self) -> usize {
-        self.walk.dims.iter().product()
-    }
-}
+use crate::{DType, Error, Result, Shape, Tensor, autograd, backend};
 
 /// The row operation along dim d of `x` (and `z`, of its shape), outside the graph.
 fn along(kind: RowOp, x: &Tensor, z: Option<&Tensor>, d: usize) -> Result<Tensor> {
@@ -106,16 +40,7 @@ fn seeing(kind: RowOp, x: &Tensor, z: Option<&Tensor>, d: usize, sight: Sight) -
         out.fill_(f64::NEG_INFINITY)?;
         return Ok(out);
     }
-    let rows = || Rows { sight, ..Rows::new(x.shape(), d, [x.strides(), out.strides(), z.strides()]) };
-    match x.device() {
-        Device::Cpu => cpu::run(kind, x, z, &out, d, &rows())?,
-        device => {
-            let numbers = [kind as u64, d as u64, sight.mask as u64, sight.causal as u64, sight.first as u64];
-            let key = Key { of: Of::Row, device, numbers: &numbers, exprs: &[], tensors: &[x, &out, z] };
-            memo::launch(&key, Params::default(), || opencl::prepare(kind, [x, &out, z], &rows()))?;
-        }
-    }
-    out.storage.bump_version();
+    backend::launch(&[&out], |b| b.softmax(&Softmax { kind, x, z, out: &out, d, sight }))?;
     Ok(out)
 }
 
@@ -305,10 +230,9 @@ impl Tensor {
             true => Some(Tensor::empty_like_shape(self.shape(), self.dtype, self.device())?),
             false => None,
         };
-        let out = match (self.numel(), self.device()) {
-            (0, _) => nothing(self, labels, options.reduction)?,
-            (_, Device::Cpu) => cpu::cross_entropy(self, labels, options, grad.as_ref())?,
-            (_, Device::OpenCL(_)) => entropy::cross_entropy(self, labels, options, grad.as_ref())?,
+        let out = match self.numel() {
+            0 => nothing(self, labels, options.reduction)?,
+            _ => backend::of(self.device()).cross_entropy(self, labels, options, grad.as_ref())?,
         };
         let Some(saved) = grad else { return Ok(out) };
         let (saved, labels) = (Saved::new(&saved), Saved::new(labels));
@@ -360,45 +284,5 @@ fn nothing(logits: &Tensor, labels: &Tensor, reduction: LossReduction) -> Result
         LossReduction::Mean => Tensor::full((), f64::NAN, options),
         LossReduction::Sum => Tensor::zeros((), options),
         LossReduction::None => Tensor::zeros(0, options),
-    }
-}
-
-/// What becomes of the losses of single rows.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub enum LossReduction {
-    /// Their mean, over those that count.
-    #[default]
-    Mean,
-    /// Their sum.
-    Sum,
-    /// Nothing: one loss a row.
-    None,
-}
-
-/// How [`Tensor::cross_entropy_with`] computes its loss.
-///
-/// ```
-/// use claystone::{CrossEntropy, Device, LossReduction, Tensor};
-/// let options = CrossEntropy { reduction: LossReduction::Sum, ..CrossEntropy::default() };
-/// let labels = Tensor::from_slice(&[1i64, -100], 2, Device::Cpu)?;
-/// let loss = Tensor::zeros(&[2, 4], Device::Cpu)?.cross_entropy_with(&labels, options)?;
-/// assert!((loss.item::<f32>()? - 4f32.ln()).abs() < 1e-6);
-/// # Ok::<(), claystone::Error>(())
-/// ```
-#[derive(Debug, Clone, Copy)]
-pub struct CrossEntropy<'a> {
-    /// Mean, sum or none.
-    pub reduction: LossReduction,
-    /// Rows with this label have loss and gradient 0 and do not count in the mean; -100, as in PyTorch.
-    pub ignore_index: i64,
-    /// The part of each label's probability that is spread evenly over all classes, in `0..=1`.
-    pub label_smoothing: f64,
-    /// A factor for each class, `[C]`, of the logits' dtype.
-    pub weight: Option<&'a Tensor>,
-}
-
-impl Default for CrossEntropy<'_> {
-    fn default() -> Self {
-        CrossEntropy { reduction: LossReduction::Mean, ignore_index: -100, label_smoothing: 0.0, weight: None }
     }
 }

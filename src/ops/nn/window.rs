@@ -4,62 +4,13 @@
 //! other's gradient), greatest elements, means. Every kernel owns an element of its result and reads what belongs to it:
 //! one launch, no atomics. `conv` and `pool` have the public methods; one dim is a row of an image with one row.
 
-use smallvec::SmallVec;
-
 use crate::autograd::Saved;
-use crate::backend::cpu::window as cpu;
-use crate::backend::opencl::window as opencl;
+use crate::backend::problem::windows::{Divisor, Task, Windows, four};
 use crate::ops::dispatch::registry::replaced;
-use crate::tensor::Dims;
-use crate::{DType, Device, Error, Result, Shape, Tensor, autograd};
-
-/// Where windows lie; pairs are rows and columns.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Windows {
-    /// Elements of the image, taps of a window, windows.
-    pub(crate) image: [usize; 2],
-    pub(crate) kernel: [usize; 2],
-    pub(crate) grid: [usize; 2],
-    /// Elements from one window to the next, before the first element, from one tap to the next.
-    pub(crate) stride: [usize; 2],
-    pub(crate) padding: [usize; 2],
-    pub(crate) dilation: [usize; 2],
-    /// Windows divide the image among themselves: only `image` and `grid` count.
-    pub(crate) adaptive: bool,
-}
+use crate::{DType, Error, Result, Shape, Tensor, autograd, backend};
 
 /// What the numbers that say how windows lie are below: their products with strides are computed without checks.
 const LARGEST: usize = 1 << 30;
-
-/// What a mean is divided by.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Divisor {
-    /// The elements of the window, with those in the padding.
-    Window,
-    /// The elements of the image in the window.
-    Inside,
-    Number(usize),
-}
-
-impl Divisor {
-    /// As the kernels have it.
-    pub(crate) fn code(self) -> i64 {
-        match self {
-            Divisor::Window => 0,
-            Divisor::Inside => -1,
-            Divisor::Number(n) => i64::try_from(n).unwrap_or(i64::MAX),
-        }
-    }
-}
-
-/// What is done with windows.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Task {
-    Max,
-    Unmax,
-    Mean(Divisor),
-    Unmean(Divisor),
-}
 
 impl Windows {
     /// Windows of one size over `image`, with `after` more elements behind than `padding` before it.
@@ -162,8 +113,7 @@ impl Windows {
             match x.device() {
                 // Only padding: there is no element to look at.
                 _ if x.numel() == 0 => drop(out.zero_()?),
-                Device::Cpu => cpu::unfold(self, x, &out, inside)?,
-                Device::OpenCL(_) => opencl::unfold(self, x, &out, inside)?,
+                device => backend::of(device).unfold(self, x, &out, inside)?,
             }
             out.storage.bump_version();
         }
@@ -180,8 +130,7 @@ impl Windows {
         if out.numel() > 0 {
             match out.device() {
                 _ if columns.numel() == 0 => drop(out.zero_()?),
-                Device::Cpu => cpu::fold(self, columns, &out)?,
-                Device::OpenCL(_) => opencl::fold(self, columns, &out)?,
+                device => backend::of(device).fold(self, columns, &out)?,
             }
             out.storage.bump_version();
         }
@@ -235,8 +184,7 @@ impl Windows {
         match x.device() {
             // A gradient of no windows.
             _ if x.numel() == 0 => drop(out.zero_()?),
-            Device::Cpu => cpu::run(self, task, x, index, &out)?,
-            Device::OpenCL(_) => opencl::run(self, task, x, index, &out)?,
+            device => backend::of(device).pool(self, task, x, index, &out)?,
         }
         out.storage.bump_version();
         if task == Task::Max {
@@ -273,20 +221,6 @@ pub(crate) fn both<const D: usize>(given: [usize; D], other: usize) -> [usize; 2
         [rows, columns, ..] => [rows, columns],
         [] => [other; 2],
     }
-}
-
-/// The numbers of a launch as the kernels' struct has them; `strides` are those of what is read.
-pub(crate) fn words(w: &Windows, x: &Tensor, strides: &[isize]) -> SmallVec<[i64; 20]> {
-    let pairs = [w.image, w.kernel, w.grid, w.stride, w.padding, w.dilation];
-    let dims: Dims = x.shape().dims()[..2].iter().copied().collect();
-    let numbers = pairs.iter().flatten().chain(&dims).map(|&n| n as i64);
-    numbers.chain((0..6).map(|i| strides.get(i).copied().unwrap_or(0) as i64)).collect()
-}
-
-/// The sizes of four dims.
-pub(crate) fn four(t: &Tensor) -> [usize; 4] {
-    let dims = t.shape().dims();
-    [dims[0], dims[1], dims[2], dims[3]]
 }
 
 /// The elements of each window of `[N, C, H, W]` or `[C, H, W]` as a column, `[N, C KH KW, windows]` (PyTorch's `unfold`).

@@ -1,9 +1,9 @@
 //! Random numbers of other distributions, into tensors that there are and after probabilities in tensors.
 
+use crate::backend::problem::map::Params;
 use crate::expr::Expr;
 use crate::ops::dispatch::operation::{Arity, Dtypes, Gives, Kind, Operation};
 use crate::ops::elementwise;
-use crate::ops::elementwise::Params;
 use crate::ops::random::{next_seed, uniform};
 use crate::{DType, Error, Result, Scalar, Tensor, autograd};
 

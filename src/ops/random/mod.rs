@@ -8,8 +8,9 @@ pub(crate) mod distributions;
 use std::cell::RefCell;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
-use super::elementwise::{self, Params};
+use super::elementwise;
 use crate::autograd::rng_replay::draw;
+use crate::backend::problem::map::Params;
 use crate::expr::Expr;
 use crate::expr::philox::{Bits, Seed};
 use crate::tensor::TensorOptions;

@@ -5,9 +5,10 @@ use smallvec::SmallVec;
 use super::table::{Gradient, ReductionRow, rows};
 use super::{Mask, ReduceDims, reduce, reduced_count, reduced_shape, spread};
 use crate::autograd::{self, Saved};
+use crate::backend::problem::map::Params;
 use crate::expr::Expr;
 use crate::ops::dispatch::autocast::widened;
-use crate::ops::elementwise::{Params, apply, apply_tracked};
+use crate::ops::elementwise::{apply, apply_tracked};
 use crate::tensor::Shape;
 use crate::{DType, Device, Result, Scalar, Tensor};
 

@@ -14,14 +14,10 @@ pub(crate) mod table;
 
 use smallvec::SmallVec;
 
-use super::elementwise::Params;
-use crate::backend::cpu::reduce as cpu;
-use crate::backend::opencl::launch_cache::{Key, Of};
-use crate::backend::opencl::{launch_cache as memo, reduce as opencl};
-use crate::backend::problem::reduction::Plan;
+use crate::backend::problem::reduction::Reduction;
 use crate::ops::dispatch::registry::replaced;
 use crate::tensor::Layout;
-use crate::{DType, Device, Error, Result, Shape, Tensor, autograd};
+use crate::{DType, Error, Result, Shape, Tensor, autograd, backend};
 use gradient::apply_reduction;
 use table::{ReductionRow, methods, rows};
 
@@ -64,17 +60,8 @@ fn reduce(
         _ if out.numel() == 0 => return Ok(out),
         Some(value) if n == 0 => drop(out.fill_(value)?),
         _ => {
-            let rule = row.rule();
-            let plan = || Plan::new(&t.layout, mask, rule.combination.is_arg());
-            match t.device() {
-                Device::Cpu => cpu::run(rule, t, &plan(), &out)?,
-                device => {
-                    let row = std::iter::once(memo::number_of(row));
-                    let numbers: SmallVec<[u64; 8]> = row.chain(mask.iter().map(|&reduced| reduced.into())).collect();
-                    let key = Key { of: Of::Reduce, device, numbers: &numbers, exprs: &[], tensors: &[t, &out] };
-                    memo::launch(&key, Params::default(), || opencl::prepare(rule, t, &plan(), &out))?;
-                }
-            }
+            let id = row as *const ReductionRow;
+            backend::of(t.device()).reduce(&Reduction { id: id.addr(), rule: row.rule(), x: t, mask, out: &out })?;
             out.storage.bump_version();
         }
     }

@@ -8,32 +8,14 @@
 use smallvec::SmallVec;
 
 use crate::autograd::Saved;
-use crate::backend::cpu::lines::at_least_1d;
-use crate::backend::cpu::scan as cpu;
-use crate::backend::opencl::scan as opencl;
+use crate::backend::problem::scan::Scan;
 use crate::ops::dispatch::autocast::widened;
 use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::registry::{replaced, replaced_several};
 use crate::ops::pair;
 use crate::tensor::Layout;
-use crate::{DType, Device, Result, Tensor, autograd};
-
-/// What elements are combined into.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Scan {
-    Sum,
-    Prod,
-    Max,
-    Min,
-    LogSumExp,
-}
-
-impl Scan {
-    /// Whether it also gives the index of the element it chose.
-    pub(crate) fn is_arg(self) -> bool {
-        matches!(self, Scan::Max | Scan::Min)
-    }
-}
+use crate::tensor::view::at_least_1d;
+use crate::{DType, Result, Tensor, autograd, backend};
 
 /// The scan along `dim`, outside the graph: values, and indices where it chooses.
 fn scan(op: &'static str, kind: Scan, t: &Tensor, dim: isize) -> Result<(Tensor, Option<Tensor>)> {
@@ -49,11 +31,7 @@ fn scan(op: &'static str, kind: Scan, t: &Tensor, dim: isize) -> Result<(Tensor,
         false => None,
     };
     if x.numel() > 0 {
-        match x.device() {
-            Device::Cpu => cpu::run(kind, &x, d, &values, places.as_ref())?,
-            Device::OpenCL(_) => opencl::run(kind, &x, d, &values, places.as_ref())?,
-        }
-        values.storage.bump_version();
+        backend::launch(&[&values], |b| b.scan(kind, &x, d, &values, places.as_ref()))?;
     }
     // Of a scalar too.
     let shaped = |made: Tensor| made.with_layout(Layout::contiguous(t.shape().clone()));

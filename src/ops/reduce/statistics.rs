@@ -4,15 +4,15 @@ use smallvec::SmallVec;
 
 use super::ReduceDims;
 use crate::autograd::{self, Saved};
+use crate::backend::problem::map::Params;
 use crate::backend::problem::reduction::Plan;
 use crate::expr::Expr;
 use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::registry::{replaced, replaced_several};
-use crate::ops::elementwise::{Params, apply};
-use crate::ops::nn::norm;
+use crate::ops::elementwise::apply;
 use crate::ops::pair;
 use crate::tensor::Layout;
-use crate::{DType, Device, Result, Scalar, Tensor};
+use crate::{DType, Result, Scalar, Tensor, backend};
 
 pub(crate) static OPERATIONS: &[Operation] = &[
     Operation::new("var", "var", Kind::Reduction, Dtypes::Floats, Gives::Same, (1, 3), |a| {
@@ -166,7 +166,8 @@ fn in_rows(
     keepdim: bool,
     root: bool,
 ) -> Result<Option<Tensor>> {
-    if t.device() == Device::Cpu || !t.dtype.is_float() || t.numel() == 0 || autograd::is_tracked(&[t]) {
+    let backend = backend::of(t.device());
+    if !backend.has_variance() || !t.dtype.is_float() || t.numel() == 0 || autograd::is_tracked(&[t]) {
         return Ok(None);
     }
     let mask = dims.mask(op, t.shape())?;
@@ -184,7 +185,7 @@ fn in_rows(
     let rows = t.with_layout(Layout { shape: sizes.into(), offset: plan.start, ..rows });
     let out = Tensor::empty_like_shape(super::reduced_shape(t.shape(), &mask, keepdim), t.dtype, t.device())?;
     let freedom = plan.n.saturating_sub(correction) as f64;
-    Ok(norm::opencl::variance(&rows, &out, freedom, root)?.then_some(out))
+    Ok(backend.variance(&rows, &out, freedom, root)?.then_some(out))
 }
 
 /// What the sum of squares is divided by: how many elements a result is of, less the correction.

@@ -7,49 +7,12 @@
 use std::fmt;
 use std::sync::OnceLock;
 
+use crate::backend::problem::reduction::{Combination, Element, Rule};
 use crate::expr::Expr;
 use crate::expr::program::Program;
 use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
 use crate::ops::reduce::reductions::reductions;
 use crate::{Compute, DType, Error, Result};
-
-/// How elements come together.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Combination {
-    Add,
-    Mul,
-    Max,
-    Min,
-    /// The position of what Max or Min would choose.
-    ArgMax,
-    ArgMin,
-}
-
-impl Combination {
-    pub(crate) fn is_arg(self) -> bool {
-        matches!(self, Combination::ArgMax | Combination::ArgMin)
-    }
-}
-
-/// What becomes of an element before.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Element {
-    Itself,
-    /// 1 where it is not zero, else 0: its kernels are written out.
-    Truth,
-    Of(Expr),
-}
-
-/// What a launch does.
-#[derive(Debug, Clone)]
-pub(crate) struct Rule {
-    pub(crate) combination: Combination,
-    pub(crate) element: Element,
-    /// Of the result, input 0, and the number of elements, scalar 0; None where it stays as it is.
-    pub(crate) finish: Option<Expr>,
-    /// Whether it accumulates in i64 whatever the elements are.
-    counts: bool,
-}
 
 impl Rule {
     pub(crate) fn accumulator(&self, dtype: DType) -> Compute {

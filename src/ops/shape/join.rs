@@ -5,12 +5,11 @@ use std::borrow::Borrow;
 use smallvec::SmallVec;
 
 use crate::autograd::{is_tracked, record_twice, record_unary_twice};
-use crate::backend::cpu::join as cpu_join;
 use crate::layout::shape::{Dims, NewShape, Shape};
 use crate::ops::PadMode;
 use crate::ops::dispatch::promote;
 use crate::ops::dispatch::registry::{replaced, replacement};
-use crate::{DType, Error, Result, Tensor};
+use crate::{DType, Error, Result, Tensor, backend};
 
 impl Tensor {
     /// Tensors one after another along dimension `dim`, in which alone their shapes may differ (PyTorch's `cat`). Dtypes
@@ -310,7 +309,7 @@ fn join(op: &'static str, all: &[&Tensor], dim: isize) -> Result<Tensor> {
     dims[d] = pieces.iter().fold(0, |sum, &(n, _)| sum.saturating_add(n));
     let dtype = promote::result_type(all, &[]).unwrap_or(first.dtype());
     let out = Tensor::empty_like_shape(&dims[..], dtype, first.device())?;
-    if !cpu_join::join(&out, &tensors, d)? {
+    if !backend::of(out.device()).join(&out, &tensors, d)? {
         let mut start = 0;
         for (t, &(n, _)) in tensors.iter().zip(&pieces) {
             out.with_layout(out.layout.narrow(op, d, start, n)?).copy_(&t.detach())?;

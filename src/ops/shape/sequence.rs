@@ -6,7 +6,7 @@ use crate::backend::problem::sequence::Sequence;
 use crate::device::cpu::parallel;
 use crate::storage::with_host;
 use crate::tensor::TensorOptions;
-use crate::{DType, Device, Error, Result, Scalar, Tensor};
+use crate::{DType, Device, Error, Result, Scalar, Tensor, backend};
 
 /// Sequences.
 impl Tensor {
@@ -71,11 +71,12 @@ impl Tensor {
 
     /// The device writes them where it can.
     fn sequence(op: &'static str, n: usize, options: TensorOptions, values: Sequence) -> Result<Tensor> {
-        if n > 0 && values.is_for(options.dtype, options.device)? {
+        if n > 0 {
             let out = Tensor::empty_like_shape(n, options.dtype, options.device)?;
-            values.launch(&out)?;
-            out.storage.filled();
-            return Ok(out);
+            if backend::of(options.device).sequence(values, &out)? {
+                out.storage.filled();
+                return Ok(out);
+            }
         }
         // A closure for each kind: neither asks for every element which it is.
         match values {

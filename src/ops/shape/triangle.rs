@@ -3,11 +3,10 @@
 use std::borrow::Borrow;
 use std::ops::Range;
 
-use crate::backend::cpu::triangle;
 use crate::layout::shape::Dims;
 use crate::ops::dispatch::registry::replaced;
 use crate::tensor::{Layout, Shape};
-use crate::{DType, Device, Error, Result, Tensor, autograd};
+use crate::{DType, Device, Error, Result, Tensor, autograd, backend};
 
 impl Tensor {
     /// The elements on and below a diagonal of each matrix (the last two dimensions), 0 above it; diagonal 0 is the main
@@ -55,10 +54,9 @@ impl Tensor {
 
     /// A copy with zeros where column - row is in `from..to`. Recorded.
     fn zeroed(&self, op: &'static str, from: isize, to: isize) -> Result<Tensor> {
-        if self.device() != Device::Cpu || self.rank() < 2 || self.numel() == 0 {
-            return self.masked_fill(&self.band(op, from, to)?, 0);
-        }
-        let out = triangle::zeroed(self, from, to)?;
+        let plain = self.rank() < 2 || self.numel() == 0;
+        let made = if plain { None } else { backend::of(self.device()).zeroed(self, from, to)? };
+        let Some(out) = made else { return self.masked_fill(&self.band(op, from, to)?, 0) };
         Ok(autograd::record_unary_twice(op, out, self, move |grad| grad.zeroed(op, from, to)))
     }
 

@@ -9,14 +9,13 @@ pub(crate) mod select;
 
 use super::{pair, result_type, same_device, same_dtype};
 use crate::autograd::{self, Saved};
-use crate::backend::cpu::lines::at_least_1d;
-use crate::backend::cpu::{select as choose, sort as cpu};
-use crate::backend::opencl::{select as choose_opencl, sort as opencl};
+use crate::backend::problem::select::{Chosen, Nth};
 use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::registry::{replaced, replaced_several};
 use crate::ops::index::gather::read_through;
+use crate::tensor::view::at_least_1d;
 use crate::tensor::{Dims, Layout};
-use crate::{DType, Device, Error, Result, Tensor};
+use crate::{DType, Error, Result, Tensor, backend};
 
 /// Sorted values and the indices they had, outside the graph.
 pub(crate) fn sorted(op: &'static str, t: &Tensor, dim: isize, descending: bool) -> Result<(Tensor, Tensor)> {
@@ -25,28 +24,11 @@ pub(crate) fn sorted(op: &'static str, t: &Tensor, dim: isize, descending: bool)
     let values = Tensor::empty_like_shape(x.shape(), x.dtype, x.device())?;
     let places = Tensor::empty_like_shape(x.shape(), DType::I64, x.device())?;
     if x.numel() > 0 {
-        match x.device() {
-            Device::Cpu => cpu::run(&x, d, descending, &values, &places)?,
-            Device::OpenCL(_) => opencl::run(&x, d, descending, &values, &places)?,
-        }
-        values.storage.bump_version();
-        places.storage.bump_version();
+        backend::launch(&[&values, &places], |b| b.sort(&x, d, descending, &values, &places))?;
     }
     // Of a scalar too.
     let shaped = |made: Tensor| made.with_layout(Layout::contiguous(t.shape().clone()));
     Ok((shaped(values), shaped(places)))
-}
-
-/// What is chosen from lines: indices, and values where they are found on the way.
-pub(crate) struct Chosen {
-    pub(crate) values: Option<Tensor>,
-    pub(crate) indices: Tensor,
-}
-
-impl From<Tensor> for Chosen {
-    fn from(indices: Tensor) -> Chosen {
-        Chosen { values: None, indices }
-    }
 }
 
 impl Chosen {
@@ -71,46 +53,10 @@ impl Chosen {
     }
 }
 
-/// A place among the elements of a line in ascending order.
-#[derive(Debug, Clone, Copy)]
-pub(crate) enum Nth {
-    Place(usize),
-    /// The middle, of two the lower; the first NaN if there is one.
-    Median,
-    /// The middle of those that are not NaN.
-    NanMedian,
-}
-
-impl Nth {
-    /// In a line of n elements of which so many are NaN.
-    fn place(self, n: usize, nans: usize) -> usize {
-        match self {
-            Nth::Place(place) => place,
-            Nth::Median if nans > 0 => n - nans,
-            Nth::Median => (n - 1) / 2,
-            Nth::NanMedian => (n - 1).saturating_sub(nans) / 2,
-        }
-    }
-
-    /// As `kernels/choose.cl` has it: a place, from 1, and which of its rules.
-    pub(crate) fn rule(self) -> (usize, u32) {
-        match self {
-            Nth::Place(place) => (place + 1, 0),
-            Nth::Median => (1, 1),
-            Nth::NanMedian => (1, 2),
-        }
-    }
-}
-
 /// The first `k` elements of each line in order, outside the graph; of a tensor of rank 1 at least.
 pub(crate) fn first_sorted(op: &'static str, t: &Tensor, dim: isize, k: usize, descending: bool) -> Result<Chosen> {
     let d = t.shape().dim(op, dim)?;
-    if t.device() == Device::Cpu {
-        return chosen(t, d, k, |x, d, out| choose::first(x, d, k, descending, out));
-    }
-    if t.numel() > 0
-        && let Some(found) = choose_opencl::first(t, d, k, descending)?
-    {
+    if let Some(found) = backend::of(t.device()).first(t, d, k, descending)? {
         return Ok(found.changed());
     }
     Ok(sorted(op, t, dim, descending)?.1.narrow(dim, 0, k)?.contiguous()?.into())
@@ -120,33 +66,7 @@ pub(crate) fn first_sorted(op: &'static str, t: &Tensor, dim: isize, k: usize, d
 /// `None` where sorting is the way.
 pub(crate) fn nth(op: &'static str, t: &Tensor, dim: isize, nth: Nth) -> Result<Option<Chosen>> {
     let d = t.shape().dim(op, dim)?;
-    let n = t.shape().dims()[d];
-    match t.device() {
-        Device::Cpu => chosen(t, d, 1, |x, d, out| choose::nth(x, d, |nans| nth.place(n, nans), out)).map(Some),
-        Device::OpenCL(_) if t.numel() > 0 => Ok(choose_opencl::nth(t, d, nth)?.map(Chosen::changed)),
-        Device::OpenCL(_) => Ok(None),
-    }
-}
-
-/// The tensor's sizes, but `k` along d.
-pub(crate) fn with(t: &Tensor, d: usize, k: usize) -> Dims {
-    let mut dims = Dims::from_slice(t.shape().dims());
-    dims[d] = k;
-    dims
-}
-
-fn chosen(
-    t: &Tensor,
-    d: usize,
-    k: usize,
-    choose: impl FnOnce(&Tensor, usize, &Tensor) -> Result<()>,
-) -> Result<Chosen> {
-    let out = Tensor::empty_like_shape(with(t, d, k), DType::I64, t.device())?;
-    if out.numel() > 0 {
-        choose(t, d, &out)?;
-        out.storage.bump_version();
-    }
-    Ok(out.into())
+    Ok(backend::of(t.device()).nth(t, d, nth)?.map(Chosen::changed))
 }
 
 pub(crate) static OPERATIONS: &[Operation] = &[
@@ -299,11 +219,7 @@ fn searched(op: &'static str, sorted: &Tensor, values: &Tensor, right: bool) -> 
     let step = sorted.strides()[leading.len()];
     let out = Tensor::empty_like_shape(values.shape(), DType::I64, values.device())?;
     if out.numel() > 0 {
-        match out.device() {
-            Device::Cpu => cpu::search(sorted, &lines, step, values, right, &out)?,
-            Device::OpenCL(_) => opencl::search(sorted, &lines, step, values, right, &out)?,
-        }
-        out.storage.bump_version();
+        backend::launch(&[&out], |b| b.search(sorted, &lines, step, values, right, &out))?;
     }
     Ok(out)
 }

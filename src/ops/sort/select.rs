@@ -2,12 +2,14 @@
 //! and reads the elements through them, which is also the gradient. Where one or a few of a line are wanted, the CPU and GPUs
 //! choose and do not sort.
 
+use crate::backend::problem::map::Params;
+use crate::backend::problem::select::{Chosen, Nth};
 use crate::expr::Expr;
 use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::registry::{replaced, replaced_several};
-use crate::ops::elementwise::{Params, apply, apply_into};
+use crate::ops::elementwise::{apply, apply_into};
 use crate::ops::pair;
-use crate::ops::sort::{Chosen, Nth, first_sorted, nth, sorted};
+use crate::ops::sort::{first_sorted, nth, sorted};
 use crate::{DType, Error, Result, Scalar, Tensor};
 
 pub(crate) static OPERATIONS: &[Operation] = &[

@@ -9,7 +9,7 @@ use std::ops::Range;
 use pulp::{Simd, WithSimd};
 
 use crate::backend::cpu::convert::load_tile;
-use crate::ops::nn::window::Windows;
+use crate::backend::problem::windows::Windows;
 use crate::{DType, Tensor};
 
 /// Images, and the windows that are looked at of each: rows of them, of one image only unless it is all of them, or a part of the

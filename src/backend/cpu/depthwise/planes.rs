@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::backend::cpu::convert::{load_tile, store_tile};
 use crate::backend::cpu::depthwise::vectors::{Real, copy_row, pick, unweave};
-use crate::ops::nn::window::four;
+use crate::backend::problem::windows::four;
 use crate::{DType, Tensor};
 
 /// Planes in memory, `[N, C, rows, columns]`.

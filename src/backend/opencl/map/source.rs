@@ -3,8 +3,8 @@
 use std::fmt::Write;
 
 use crate::backend::opencl::map::{Access, Form, Operand, Reach};
+use crate::backend::problem::map::Launch;
 use crate::device::opencl::ClDevice;
-use crate::ops::elementwise::Launch;
 use crate::{Compute, DType};
 
 const TEMPLATE: &str = include_str!("../../../../kernels/elementwise.cl");

@@ -6,41 +6,22 @@ use std::ops::Range;
 
 use smallvec::SmallVec;
 
-use crate::device::cpu::threads;
+use crate::backend::problem::attention::Blocking;
 use crate::ops::linalg::products::product_in;
 use crate::ops::nn::attention::{Attention, heads_inside};
 use crate::ops::nn::softmax::{masked_softmax, softmax_slope};
 use crate::tensor::Dims;
-use crate::{DType, Device, Result, Scalar, Shape, Tensor, autograd};
+use crate::{DType, Device, Result, Scalar, Shape, Tensor, autograd, backend};
 
-/// What a device computes at once.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Limits {
-    /// Bytes of all scores, up to which they are made in one go and kept for backward.
-    pub(crate) whole: usize,
-    /// Bytes of the scores of a block, about.
-    pub(crate) block: usize,
-    /// Queries of a block, at least: each block's products lay out all of its keys and values anew.
-    pub(crate) queries: usize,
-}
-
-impl Limits {
-    /// Blocks are `cheap` on processors where keys are left out, which takes less time, or no backward makes scores again, and lie in
-    /// the caches of the threads that share them. Elsewhere they are there for the memory's sake.
-    fn of(device: Device, cheap: bool) -> Result<Limits> {
-        #[cfg(test)]
-        if let Some(limits) = crate::ops::nn::attention::tests::LIMITS.get() {
-            return Ok(limits);
-        }
-        const FEW: usize = 4 << 20;
-        let much = usize::try_from(device.known()?.memory / 32).unwrap_or(usize::MAX).max(FEW);
-        Ok(match device {
-            Device::Cpu => {
-                Limits { whole: if cheap { FEW } else { much }, block: FEW.min(threads() << 19), queries: 128 }
-            }
-            Device::OpenCL(_) => Limits { whole: much, block: much / 4, queries: 256 },
-        })
+/// Blocks are `cheap` on processors where keys are left out, which takes less time, or no backward makes scores again, and lie
+/// in the caches of the threads that share them. Elsewhere they are there for the memory's sake.
+fn blocking(device: Device, cheap: bool) -> Result<Blocking> {
+    #[cfg(test)]
+    if let Some(limits) = crate::ops::nn::attention::tests::LIMITS.get() {
+        return Ok(limits);
     }
+    let memory = usize::try_from(device.known()?.memory).unwrap_or(usize::MAX);
+    Ok(backend::of(device).blocking(memory, cheap))
 }
 
 /// How queries are cut into blocks, and what they see.
@@ -83,7 +64,7 @@ impl Blocks {
         let broadcast = |a: &Shape, b: &[usize]| a.broadcast("scaled_dot_product_attention", &Shape::from(b)).ok();
         let batch = broadcast(&Shape::from(batch_q), batch_k)?;
         let scores: Shape = batch.dims().iter().copied().chain([*queries, *keys]).collect();
-        let limits = Limits::of(q.device(), causal || !backward).ok()?;
+        let limits = blocking(q.device(), causal || !backward).ok()?;
         let fits = |mask: &Tensor| broadcast(&scores, mask.shape().dims()).as_ref() == Some(&scores);
         if scores.bytes(q.dtype.size()) <= limits.whole
             || broadcast(&batch, batch_v)? != batch

@@ -3,19 +3,19 @@
 use std::cell::Cell;
 
 use crate::autograd::{gradcheck, gradgradcheck};
+use crate::backend::problem::attention::Blocking;
 use crate::device::{count_launches, opencl};
-use crate::ops::nn::attention::blocks::Limits;
 use crate::ops::nn::attention::*;
 use crate::{Device, Result};
 
 thread_local! {
     /// In place of a device's own.
-    pub(crate) static LIMITS: Cell<Option<Limits>> = const { Cell::new(None) };
+    pub(crate) static LIMITS: Cell<Option<Blocking>> = const { Cell::new(None) };
 }
 
 /// Blocks of eight queries, or of as many, and of as many heads, as `bytes` have room for.
 fn in_blocks<R>(bytes: usize, f: impl FnOnce() -> R) -> R {
-    LIMITS.set(Some(Limits { whole: 0, block: bytes, queries: 1 }));
+    LIMITS.set(Some(Blocking { whole: 0, block: bytes, queries: 1 }));
     let result = f();
     LIMITS.set(None);
     result

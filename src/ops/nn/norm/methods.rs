@@ -1,17 +1,18 @@
 //! The norms as methods: what they check, and which rows they are.
 
 use crate::autograd::is_tracked;
-use crate::backend::cpu::norm_channels as channels;
+use crate::backend::problem::map::Params;
+use crate::backend::problem::norm::{View, apart};
 use crate::expr::Expr;
 use crate::ops::dispatch::arguments::{Args, Argument};
 use crate::ops::dispatch::autocast::widened;
 use crate::ops::dispatch::operation::{Arity, Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::registry::{replaced, replacement};
-use crate::ops::elementwise::{Params, recorded};
-use crate::ops::nn::norm::{BatchNormOptions, View, apart, normalised};
+use crate::ops::elementwise::recorded;
+use crate::ops::nn::norm::{BatchNormOptions, normalised};
 use crate::ops::{formula, same_device, same_dtype};
 use crate::tensor::Dims;
-use crate::{Error, Result, Scalar, Shape, Tensor, no_grad};
+use crate::{Error, Result, Scalar, Shape, Tensor, backend, no_grad};
 
 /// x, and what there is of weight and bias.
 fn given<'a>(x: &'a Tensor, weight: Option<&'a Tensor>, bias: Option<&'a Tensor>) -> Dims<&'a Tensor> {
@@ -256,7 +257,7 @@ impl Tensor {
         let derivative = |i| shifted.diff(i);
         let numbers = [Some(mean), Some(var), weight, bias];
         let alike = mean.dtype == self.dtype && var.dtype == self.dtype;
-        match if alike { channels::normalised(self, numbers, eps)? } else { None } {
+        match if alike { backend::of(self.device()).normalise_channels(self, numbers, eps)? } else { None } {
             Some(out) if is_tracked(&inputs) => Ok(recorded(op, out, &inputs, Params::default(), &derivative)),
             Some(out) => Ok(out),
             None => formula(op, &inputs, self.dtype, &shifted, derivative),

@@ -1,0 +1,43 @@
+//! Cross-entropy of logits and labels.
+
+use crate::Tensor;
+
+/// What becomes of the losses of single rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum LossReduction {
+    /// Their mean, over those that count.
+    #[default]
+    Mean,
+    /// Their sum.
+    Sum,
+    /// Nothing: one loss a row.
+    None,
+}
+
+/// How [`Tensor::cross_entropy_with`] computes its loss.
+///
+/// ```
+/// use claystone::{CrossEntropy, Device, LossReduction, Tensor};
+/// let options = CrossEntropy { reduction: LossReduction::Sum, ..CrossEntropy::default() };
+/// let labels = Tensor::from_slice(&[1i64, -100], 2, Device::Cpu)?;
+/// let loss = Tensor::zeros(&[2, 4], Device::Cpu)?.cross_entropy_with(&labels, options)?;
+/// assert!((loss.item::<f32>()? - 4f32.ln()).abs() < 1e-6);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy)]
+pub struct CrossEntropy<'a> {
+    /// Mean, sum or none.
+    pub reduction: LossReduction,
+    /// Rows with this label have loss and gradient 0 and do not count in the mean; -100, as in PyTorch.
+    pub ignore_index: i64,
+    /// The part of each label's probability that is spread evenly over all classes, in `0..=1`.
+    pub label_smoothing: f64,
+    /// A factor for each class, `[C]`, of the logits' dtype.
+    pub weight: Option<&'a Tensor>,
+}
+
+impl Default for CrossEntropy<'_> {
+    fn default() -> Self {
+        CrossEntropy { reduction: LossReduction::Mean, ignore_index: -100, label_smoothing: 0.0, weight: None }
+    }
+}

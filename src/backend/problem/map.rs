@@ -1,0 +1,130 @@
+//! Formulas over tensors, computed in one launch.
+
+use smallvec::SmallVec;
+
+use crate::expr::Expr;
+use crate::expr::philox::Seed;
+use crate::expr::program::Program;
+use crate::layout::collapse::Walk;
+use crate::{Compute, Error, Result, Scalar, Tensor};
+
+/// One launch, checked and ready to run on any device.
+pub(crate) struct Launch<'a> {
+    pub(crate) op: &'static str,
+    pub(crate) inputs: &'a [Tensor],
+    pub(crate) outputs: &'a [&'a Tensor],
+    pub(crate) scalars: &'a [Scalar],
+    pub(crate) seeds: &'a [Seed],
+    pub(crate) program: &'a Program,
+    pub(crate) compute: Compute,
+    /// Operands are the inputs, then the outputs.
+    pub(crate) walk: Walk,
+}
+
+/// What an expression reads besides tensors.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Params<'a> {
+    pub(crate) scalars: &'a [Scalar],
+    pub(crate) seeds: &'a [Seed],
+}
+
+/// The type to compute in: the widest an input has, at least f32 where a primitive needs floats; the outputs' without
+/// inputs, or where these are all integers and an output is not.
+pub(crate) fn compute_type(program: &Program, inputs: &[&Tensor], outputs: &[&Tensor]) -> Compute {
+    let widest = |operands: &[&Tensor]| operands.iter().map(|t| t.dtype.compute()).max().unwrap_or(Compute::I64);
+    let widest = match widest(inputs) {
+        Compute::I64 => widest(outputs),
+        float => float,
+    };
+    if program.uses_bits() {
+        Compute::I64
+    } else if program.needs_float() {
+        widest.max(Compute::F32)
+    } else {
+        widest
+    }
+}
+
+/// Whether an output is a view of an input, too.
+pub(crate) fn in_place<'a>(mut inputs: impl Iterator<Item = &'a Tensor>, outputs: &[&Tensor]) -> bool {
+    inputs.any(|t| outputs.iter().any(|out| t.shares_storage(out)))
+}
+
+/// What an operation asks for: `exprs` over `inputs`, broadcast to the shape of the outputs, written to `outputs`.
+pub(crate) struct Formulas<'a> {
+    pub(crate) op: &'static str,
+    pub(crate) inputs: &'a [&'a Tensor],
+    pub(crate) params: Params<'a>,
+    pub(crate) exprs: &'a [Expr],
+    pub(crate) outputs: &'a [&'a Tensor],
+}
+
+impl Formulas<'_> {
+    /// Checks devices and shapes, and calls `launch` unless there is nothing to compute. Inputs that would change while they
+    /// are read are copied first, which `launch` is told. `by_parts` says that disjoint parts of one storage can be read and
+    /// written at once.
+    pub(crate) fn checked(
+        &self,
+        program: &Program,
+        by_parts: bool,
+        launch: impl FnOnce(&Launch, bool) -> Result<()>,
+    ) -> Result<()> {
+        let Formulas { op, inputs, params: Params { scalars, seeds }, outputs, .. } = *self;
+        let (shape, device) = (outputs[0].shape(), outputs[0].device());
+        for t in inputs {
+            if t.device() != device {
+                return Err(Error::DeviceMismatch { op, lhs: device, rhs: t.device() });
+            }
+            if &shape.broadcast(op, t.shape())? != shape {
+                let hint = "the result does not fit the tensor written to";
+                return Err(Error::ShapeMismatch { op, lhs: shape.clone(), rhs: t.shape().clone(), hint });
+            }
+        }
+        for out in outputs {
+            if out.layout.may_alias_itself() {
+                let reason = format!(
+                    "the tensor written to has strides {:?}, so several of its elements are one: write to a clone()",
+                    out.strides()
+                );
+                return Err(Error::invalid(op, reason));
+            }
+        }
+        if shape.numel() == 0 {
+            return Ok(());
+        }
+        let compute = compute_type(program, inputs, outputs);
+        let mut copied = false;
+        let mut views: SmallVec<[Tensor; 4]> = SmallVec::new();
+        for t in inputs {
+            views.push(t.with_layout(t.layout.broadcast_to(shape)));
+            let view = views.last_mut().expect("it was pushed");
+            if outputs.iter().any(|out| overlaps(view, out, by_parts)) {
+                copied = true;
+                let copy = t.copied(false)?;
+                *view = copy.with_layout(copy.layout.broadcast_to(shape));
+            }
+        }
+        let strides = views.iter().map(Tensor::strides).chain(outputs.iter().map(|t| t.strides()));
+        let walk = Walk::new(shape, strides);
+        launch(&Launch { op, inputs: &views, outputs, scalars, seeds, program, compute, walk }, copied)
+    }
+}
+
+/// Whether an input is the same view of a storage as the outputs that share it.
+pub(crate) fn is_clear_of(input: &Tensor, outputs: &[&Tensor]) -> bool {
+    let same = |out: &Tensor| input.layout == out.layout && input.dtype == out.dtype;
+    outputs.iter().all(|out| !input.shares_storage(out) || same(out))
+}
+
+/// Whether writing `out` element by element could change elements of `input` that are still to be read.
+fn overlaps(input: &Tensor, out: &Tensor, by_parts: bool) -> bool {
+    if is_clear_of(input, &[out]) {
+        return false;
+    }
+    let bytes = |t: &Tensor| t.layout.bounds().map(|(lo, hi)| (lo * t.dtype.size(), (hi + 1) * t.dtype.size()));
+    match (bytes(input), bytes(out)) {
+        _ if !by_parts => true,
+        (Some((a, b)), Some((c, d))) => a < d && c < b,
+        _ => false,
+    }
+}

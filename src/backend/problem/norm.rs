@@ -1,0 +1,72 @@
+//! Rows brought to mean 0 and variance 1.
+
+use smallvec::SmallVec;
+
+use crate::tensor::view::reshaped;
+use crate::{Result, Shape, Tensor};
+
+/// One normalisation, checked: what a kernel reads and writes, all of four dims where it is worked out.
+pub(crate) struct Rows<'a> {
+    pub(crate) x: &'a Tensor,
+    pub(crate) y: &'a Tensor,
+    /// The forward's input, in backward.
+    pub(crate) z: Option<&'a Tensor>,
+    pub(crate) weight: Option<&'a Tensor>,
+    pub(crate) bias: Option<&'a Tensor>,
+    /// The mean and the variance of each row, in the compute type: `[2, rows]`, contiguous.
+    pub(crate) statistics: &'a Tensor,
+    /// In backward with one weight a row: `[2, rows]`.
+    pub(crate) sums: Option<&'a Tensor>,
+    /// In backward, with weights for each column, where their gradients are added up on the way: [`cpu::columns`].
+    pub(crate) columns: Option<&'a Tensor>,
+    pub(crate) eps: f64,
+    pub(crate) rms: bool,
+    /// The variance over eps is all that is wanted, or its root; not on processors.
+    pub(crate) variance: Option<bool>,
+}
+
+impl Rows<'_> {
+    /// All there are, as the launch has them.
+    pub(crate) fn tensors(&self) -> SmallVec<[&Tensor; 7]> {
+        let mut all = SmallVec::from_slice(&[self.x, self.y]);
+        all.extend(
+            [self.z, self.weight, self.bias, Some(self.statistics), self.sums, self.columns].into_iter().flatten(),
+        );
+        all
+    }
+
+    pub(crate) fn count(&self) -> usize {
+        self.x.shape().dims()[..2].iter().product()
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.x.shape().dims()[2..].iter().product()
+    }
+}
+
+/// Two numbers for each row, `[2, rows]`, apart.
+pub(crate) fn apart(op: &'static str, t: &Tensor) -> Result<[Tensor; 2]> {
+    let part = |k| t.layout.select(op, 0, k).map(|layout| t.with_layout(layout));
+    Ok([part(0)?, part(1)?])
+}
+
+/// `t` as four dims: of the view where `dims` says so, else repeated.
+pub(crate) fn spread(t: &Tensor, shape: &Shape, dims: [bool; 4]) -> Result<Tensor> {
+    let own: Shape = shape.dims().iter().zip(dims).map(|(&n, own)| if own { n } else { 1 }).collect();
+    let t = reshaped(t, &own)?;
+    Ok(t.with_layout(t.layout.broadcast_to(shape)))
+}
+
+/// Mean, variance, weight and bias of each channel.
+pub(crate) type Channels<'a> = [Option<&'a Tensor>; 4];
+
+/// What tells one norm from another, for backward: owned.
+#[derive(Clone)]
+pub(crate) enum View {
+    /// The last dims: `[rows, 1, 1, n]`.
+    Last(usize),
+    /// Groups of channels: `[N, groups, C / groups, rest]`.
+    Groups(usize),
+    /// Channels of the batch: `[1, C, N, rest]`.
+    Batch,
+}
