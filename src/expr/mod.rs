@@ -9,6 +9,7 @@
 
 pub(crate) mod derivative;
 pub(crate) mod formulas;
+pub(crate) mod key_map;
 pub(crate) mod philox;
 pub(crate) mod primitives;
 pub(crate) mod program;

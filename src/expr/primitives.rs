@@ -2,8 +2,6 @@
 
 use std::hash::{Hash, Hasher};
 
-use crate::backend::cpu::scalar::Lane;
-
 /// What a node is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Op {
@@ -173,12 +171,33 @@ impl Binary {
             Binary::Le => (a <= b) as u8 as f64,
             Binary::Eq => (a == b) as u8 as f64,
             Binary::Copysign => a.copysign(b),
-            Binary::And => integers(Lane::and),
-            Binary::Or => integers(Lane::or),
-            Binary::Xor => integers(Lane::xor),
-            Binary::Shl => integers(Lane::shl),
-            Binary::Shr => integers(Lane::shr),
-            Binary::Gcd => integers(Lane::gcd),
+            Binary::And => integers(|a, b| a & b),
+            Binary::Or => integers(|a, b| a | b),
+            Binary::Xor => integers(|a, b| a ^ b),
+            Binary::Shl => integers(shl),
+            Binary::Shr => integers(shr),
+            Binary::Gcd => integers(gcd),
         }
     }
+}
+
+/// A shift to the left; 0 where the shift is not in 0..64.
+#[inline(always)]
+pub(crate) fn shl(a: i64, b: i64) -> i64 {
+    if (0..64).contains(&b) { a << b } else { 0 }
+}
+
+/// A shift to the right that keeps the sign; all of it is left where the shift is not in 0..64.
+#[inline(always)]
+pub(crate) fn shr(a: i64, b: i64) -> i64 {
+    a >> if (0..64).contains(&b) { b } else { 63 }
+}
+
+/// The greatest common divisor, by Euclid's algorithm.
+pub(crate) fn gcd(a: i64, b: i64) -> i64 {
+    let (mut a, mut b) = (a.unsigned_abs(), b.unsigned_abs());
+    while b > 0 {
+        (a, b) = (b, a % b);
+    }
+    a as i64
 }

@@ -10,11 +10,13 @@ use smallvec::SmallVec;
 use crate::backend::cpu::in_place::updates;
 use crate::backend::cpu::interpreter::{Scratch, Tile, TileIn};
 use crate::backend::cpu::scalar::Lane;
+use crate::backend::cpu::steps::Action;
+use crate::backend::cpu::steps::Value;
 use crate::backend::cpu::{fused_functions as idioms, half as cpu_half, interpreter as tiles, map as cpu_map};
 use crate::backend::problem::map::compute_type;
 use crate::device::count_launch;
 use crate::device::cpu::parallel;
-use crate::expr::program::{Action, Program, Value};
+use crate::expr::program::Program;
 use crate::expr::{Expr, Op};
 use crate::storage::{Storage, with_few, with_host};
 use crate::{DType, Device, Error, Result, Scalar, Tensor};
@@ -47,7 +49,7 @@ pub(crate) fn run(
     scalars: &[Scalar],
     outputs: &[&Tensor],
 ) -> Result<bool> {
-    let ([out], [step]) = (outputs, &program.steps[..]) else { return Ok(false) };
+    let ([out], [step]) = (outputs, &program.steps().list[..]) else { return Ok(false) };
     let computes = match step.action {
         Action::Compute(op) => !matches!(op, Op::Leaf(_)),
         Action::Idiom(_) => true,
@@ -137,7 +139,7 @@ impl<'a> Alike<'a> {
         let fits = |t: &&Tensor| t.dtype == dtype && t.device() == Device::Cpu;
         let alike = matches!(dtype, DType::F32 | DType::F64) && inputs.iter().all(fits);
         let program = Program::kept(std::slice::from_ref(expr));
-        let [step] = &program.steps[..] else { return None };
+        let [step] = &program.steps().list[..] else { return None };
         let action @ (Action::Compute(Op::Unary(_) | Op::Binary(_)) | Action::Idiom(_)) = step.action else {
             return None;
         };
@@ -262,7 +264,7 @@ impl Launch<'_> {
     /// Whether it changes one of two operands by the other where it is, without a copy.
     fn updates(&self) -> bool {
         let others = matches!(self.lies, [None, Some(Lies::Each | Lies::One)] | [Some(Lies::Each | Lies::One), None]);
-        others && matches!(self.program.steps[0].action, Action::Compute(Op::Binary(op)) if updates(op))
+        others && matches!(self.program.steps().list[0].action, Action::Compute(Op::Binary(op)) if updates(op))
     }
 
     /// [`part`](Self::part) of what is an operand, too.

@@ -7,7 +7,7 @@ use pulp::Arch;
 
 use crate::backend::cpu::interpreter::{Function, TileIn, many, run as run_each};
 use crate::backend::cpu::scalar::{Lane, Many};
-use crate::expr::program::Action;
+use crate::backend::cpu::steps::Action;
 use crate::expr::{Args, Binary, DagNode, Leaf, Op, Unary};
 
 /// What such a step computes.
@@ -151,7 +151,7 @@ mod tests {
     #[test]
     fn what_is_one_step() {
         let (x, y, s) = (Expr::input(0), Expr::input(1), Expr::scalar(0));
-        let steps = |e: &Expr| Program::new(std::slice::from_ref(e)).steps.len();
+        let steps = |e: &Expr| Program::new(std::slice::from_ref(e)).steps().list.len();
         for e in [x.gelu(), x.gelu_tanh(), x.silu(), x.sigmoid() * &x, x.clamp(0.0, 1.0), x.clamp(&s, 6.0), x.relu()] {
             assert_eq!(steps(&e), 1, "{e:?}");
         }
@@ -169,7 +169,7 @@ mod tests {
             assert!(steps(&e) > 1, "{e:?}");
         }
         let both = Program::new(&[x.relu(), x.le(0.0)]);
-        assert_eq!((both.steps.len(), both.registers), (2, 0));
+        assert_eq!((both.steps().list.len(), both.steps().registers), (2, 0));
     }
 
     /// One result of one input, which is one for each element, a number, or what the result held.

@@ -10,12 +10,12 @@ use bytemuck::Pod;
 use half::{bf16, f16};
 
 use crate::backend::cpu::gemm_epilogue::Epilogue;
+use crate::backend::cpu::map;
 use crate::backend::problem::gemm::{Gemm, Operand, Plan};
-use crate::backend::problem::map::Params;
+use crate::backend::problem::map::{Formulas, Params};
 use crate::device::count_launch;
 use crate::device::cpu::gemm::{Floats, Place, gemm, gemm_and_sums, gemm_f32};
 use crate::expr::Expr;
-use crate::ops::elementwise;
 use crate::storage::with_host;
 use crate::tensor::Layout;
 use crate::{Compute, DType, Device, Result, Shape, Tensor};
@@ -72,7 +72,8 @@ pub(crate) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     }
     let inputs: Vec<&Tensor> = std::iter::once(&product).chain(g.extras.iter().copied()).collect();
     let outs: Vec<&Tensor> = outs.iter().collect();
-    elementwise::apply_into(g.op, &inputs, Params { scalars: g.scalars, seeds: &[] }, g.epilogue, &outs)?;
+    let params = Params { scalars: g.scalars, seeds: &[] };
+    map::formulas(&Formulas { op: g.op, inputs: &inputs, params, exprs: g.epilogue, outputs: &outs })?;
     Ok(false)
 }
 

@@ -6,10 +6,12 @@ use smallvec::SmallVec;
 use crate::backend::cpu::flat::Lies;
 use crate::backend::cpu::map as cpu_map;
 use crate::backend::cpu::scalar::Lane;
+use crate::backend::cpu::steps::Action;
+use crate::backend::cpu::steps::Value;
 use crate::device::count_launch;
 use crate::device::cpu::halves::{OfTwo, Side, bf16_of_two, f16_of_two};
 use crate::device::cpu::parallel;
-use crate::expr::program::{Action, Program, Value};
+use crate::expr::program::Program;
 use crate::expr::{Binary, Op};
 use crate::storage::{Storage, with_host};
 use crate::{DType, Result, Scalar, Tensor};
@@ -33,7 +35,7 @@ pub(crate) fn run(
     scalars: &[Scalar],
     out: &Tensor,
 ) -> Result<bool> {
-    let [step] = &program.steps[..] else { return Ok(false) };
+    let [step] = &program.steps().list[..] else { return Ok(false) };
     let Action::Compute(Op::Binary(op)) = step.action else { return Ok(false) };
     let fits = |lies: &Option<Lies>| match *lies {
         Some(Lies::Rows(n)) => n >= SHORTEST_ROW,

@@ -15,10 +15,13 @@ use pulp::{Arch, Simd, WithSimd};
 use crate::backend::cpu::in_place::{update, updates};
 use crate::backend::cpu::multiply_add::multiply_add;
 use crate::backend::cpu::scalar::{Lane, Many};
+use crate::backend::cpu::steps::Action;
+use crate::backend::cpu::steps::Step;
+use crate::backend::cpu::steps::Value;
 use crate::backend::cpu::{fused_functions as idioms, nontemporal as stream};
 use crate::device::cpu::streaming;
 use crate::expr::philox::{Bits, Normal, Seed, Uniform};
-use crate::expr::program::{Action, Program, Step, Value};
+use crate::expr::program::Program;
 use crate::expr::{Binary, Leaf, Op, Unary};
 use crate::{Compute, Scalar};
 
@@ -100,7 +103,7 @@ impl Program {
     /// Whether results can go past the cache as they are computed.
     pub(crate) fn streams(&self) -> bool {
         let cheap = |action: &Action| matches!(action, Action::Compute(Op::Binary(op)) if stream::streams(*op));
-        !self.has_registers() && self.steps.iter().all(|step| cheap(&step.action))
+        !self.has_registers() && self.steps().list.iter().all(|step| cheap(&step.action))
     }
 
     /// Whether a result of so many bytes, of `all` with its operands, had best go past the cache. Not where functions are
@@ -137,8 +140,8 @@ impl Program {
         debug_assert!((tile.len <= TILE || !self.has_registers()) && outs.len() == self.outputs());
         let mut divided_by_zero = false;
         let in_place = tile.inputs.iter().any(|input| matches!(input, TileIn::Output(_)));
-        scratch.make(self.registers);
-        for step in &self.steps {
+        scratch.make(self.steps().registers);
+        for step in &self.steps().list {
             // the destination is taken out, so that the operands can be borrowed beside it
             let (mut register, output): (Vec<C>, &mut [C]) = match step.dst {
                 Value::Register(r) => (scratch.take(r, tile.len), &mut []),
@@ -154,11 +157,11 @@ impl Program {
             };
             let copied = in_place && self.copies(step, tile.inputs);
             if copied {
-                scratch.make(self.registers + 1);
-                let mut data = scratch.take(self.registers, tile.len);
+                scratch.make(self.steps().registers + 1);
+                let mut data = scratch.take(self.steps().registers, tile.len);
                 let held = aligned(&data, tile.len);
                 data[held].copy_from_slice(dst);
-                scratch.registers[self.registers].data = data;
+                scratch.registers[self.steps().registers].data = data;
             }
 
             let registers = &scratch.registers;
@@ -167,7 +170,7 @@ impl Program {
                 Value::Input(k) => match tile.inputs[k] {
                     TileIn::Slice(s) => TileIn::Slice(&s[..tile.len]),
                     TileIn::Output(j) if step.dst != Value::Output(j) => TileIn::Slice(&outs[j][..tile.len]),
-                    TileIn::Output(_) if copied => TileIn::Slice(held(self.registers)),
+                    TileIn::Output(_) if copied => TileIn::Slice(held(self.steps().registers)),
                     other => other,
                 },
                 Value::Scalar(k) => TileIn::Scalar(C::from_scalar(tile.scalars[k])),

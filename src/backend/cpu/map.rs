@@ -11,11 +11,13 @@ use crate::backend::cpu::interpreter::{LINE, Scratch, TILE, Tile, TileIn, aligne
 use crate::backend::cpu::partition::{Dealt, deal};
 use crate::backend::cpu::scalar::Lane;
 use crate::backend::cpu::transpose::{Transpose, straightened};
-use crate::backend::problem::map::Launch;
+use crate::backend::cpu::{flat, masks};
+use crate::backend::problem::map::{Formulas, Launch};
 use crate::device::count_launch;
 use crate::device::cpu::streaming::Streaming;
+use crate::expr::program::Program;
 use crate::storage::{Storage, with_host};
-use crate::{Compute, Error, Result, Tensor};
+use crate::{Compute, DType, Error, Result, Tensor};
 
 pub(crate) use crate::backend::cpu::partition::step;
 
@@ -36,6 +38,20 @@ enum Source {
     Output(usize),
     /// Nobody reads it.
     Unused,
+}
+
+/// Formulas over tensors: by the shortest way that fits them.
+pub(crate) fn formulas(formulas: &Formulas) -> Result<()> {
+    let Formulas { op, inputs, params, exprs, outputs } = *formulas;
+    let program = Program::kept(exprs);
+    if params.seeds.is_empty() && flat::run(op, program, inputs, params.scalars, outputs)? {
+        return Ok(());
+    }
+    if outputs[0].dtype == DType::Bool && masks::run(program, inputs, outputs)? {
+        return Ok(());
+    }
+    // A storage is locked either for reading or for writing: there even disjoint parts count as overlapping.
+    formulas.checked(program, false, |launch, _| run(launch))
 }
 
 pub(crate) fn run(launch: &Launch) -> Result<()> {

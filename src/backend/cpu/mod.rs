@@ -34,6 +34,7 @@ pub(crate) mod select;
 pub(crate) mod short_rows;
 pub(crate) mod softmax;
 pub(crate) mod sort;
+pub(crate) mod steps;
 pub(crate) mod strided_rows;
 pub(crate) mod transpose;
 pub(crate) mod triangle;
@@ -55,25 +56,15 @@ use crate::backend::problem::sequence::Sequence;
 use crate::backend::problem::softmax::Softmax;
 use crate::backend::problem::windows::{Task, Windows};
 use crate::device::cpu::threads;
-use crate::expr::program::Program;
 use crate::layout::Layout;
-use crate::{DType, Result, Shape, Tensor};
+use crate::{Result, Shape, Tensor};
 
 /// The CPU.
 pub(crate) struct Cpu;
 
 impl Backend for Cpu {
     fn map(&self, formulas: &Formulas) -> Result<()> {
-        let Formulas { op, inputs, params, exprs, outputs } = *formulas;
-        let program = Program::kept(exprs);
-        if params.seeds.is_empty() && flat::run(op, program, inputs, params.scalars, outputs)? {
-            return Ok(());
-        }
-        if outputs[0].dtype == DType::Bool && masks::run(program, inputs, outputs)? {
-            return Ok(());
-        }
-        // A storage is locked either for reading or for writing: there even disjoint parts count as overlapping.
-        formulas.checked(program, false, |launch, _| map::run(launch))
+        map::formulas(formulas)
     }
 
     fn sequence(&self, _: Sequence, _: &Tensor) -> Result<bool> {

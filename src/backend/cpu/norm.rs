@@ -6,15 +6,15 @@ use smallvec::SmallVec;
 
 use crate::backend::cpu::accumulate::{Add, fold_in, fold_map};
 use crate::backend::cpu::convert::{load_tile, store_tile};
+use crate::backend::cpu::map;
 use crate::backend::cpu::norm_channels as channels;
 use crate::backend::cpu::norm_channels::Shifted;
 use crate::backend::cpu::scalar::Lane;
-use crate::backend::problem::map::Params;
+use crate::backend::problem::map::{Formulas, Params};
 use crate::backend::problem::norm::{Rows, apart};
 use crate::device::count_launch;
 use crate::device::cpu::parallel;
 use crate::expr::Expr;
-use crate::ops::elementwise::apply_into;
 use crate::storage::with_host;
 use crate::{Compute, Result, Scalar, Tensor};
 
@@ -346,7 +346,8 @@ fn out_of_order<C: Lane>(rows: &Rows) -> Result<()> {
             result = result + x(inputs.len());
             inputs.push(bias);
         }
-        return apply_into("norm", &inputs, params, &[result], &[rows.y]);
+        let (inputs, exprs, outputs) = (&inputs, &[result], &[rows.y]);
+        return map::formulas(&Formulas { op: "norm", inputs, params, exprs, outputs });
     };
     let [sum, product] = &apart("norm", &numbers)?;
     let mut inputs = vec![rows.x, z, mean, var, sum, product];
@@ -359,5 +360,5 @@ fn out_of_order<C: Lane>(rows: &Rows) -> Result<()> {
     let normal = (x(1) - x(2)) * root(3);
     let less = if rows.rms { grad } else { grad - x(4) * &share };
     let result = (less - normal * x(5) * share) * root(3);
-    apply_into("norm", &inputs, params, &[result], &[rows.y])
+    map::formulas(&Formulas { op: "norm", inputs: &inputs, params, exprs: &[result], outputs: &[rows.y] })
 }

@@ -4,6 +4,7 @@ use std::f64::consts::{FRAC_1_SQRT_2, PI};
 
 use crate::device::cpu::math;
 use crate::device::cpu::math::Halves;
+use crate::expr::primitives::{gcd, shl, shr};
 use crate::expr::{Binary, Unary};
 use crate::{Compute, Scalar};
 
@@ -260,19 +261,10 @@ impl Lane for i64 {
         and(self, b) -> i64 = self & b;
         or(self, b) -> i64 = self | b;
         xor(self, b) -> i64 = self ^ b;
-        shl(self, b) -> i64 = if (0..64).contains(&b) { self << b } else { 0 };
-        shr(self, b) -> i64 = self >> if (0..64).contains(&b) { b } else { 63 };
-        gcd(self, b) -> i64 = greatest_common_divisor(self, b);
+        shl(self, b) -> i64 = shl(self, b);
+        shr(self, b) -> i64 = shr(self, b);
+        gcd(self, b) -> i64 = gcd(self, b);
     }
-}
-
-/// Euclid's.
-fn greatest_common_divisor(a: i64, b: i64) -> i64 {
-    let (mut a, mut b) = (a.unsigned_abs(), b.unsigned_abs());
-    while b > 0 {
-        (a, b) = (b, a % b);
-    }
-    a as i64
 }
 
 /// By squaring, wrapping. A negative power is the truncated quotient: 0 unless the base is 1 or -1.

@@ -8,8 +8,8 @@ use crate::device::opencl;
 use crate::device::opencl::{Arg, ClBuffer, ClDevice};
 use crate::expr::program::Program;
 use crate::expr::{Binary, Op, Unary};
-use crate::ops::{Expr, Seed};
 use crate::{Compute, DType, Error, Result};
+use crate::{Expr, Seed};
 
 fn devices() -> impl Iterator<Item = &'static ClDevice> {
     (0..opencl::count()).map(|i| opencl::open(i).unwrap())

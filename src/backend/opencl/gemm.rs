@@ -16,11 +16,11 @@ use crate::backend::opencl::launch_plan::{Prepared, Ready, Word};
 use crate::backend::opencl::{gemm_mma, gemm_thin, launch_cache as memo};
 use crate::backend::problem::gemm::{Gemm, Plan};
 use crate::backend::problem::map::Params;
+use crate::backend::problem::precision;
 use crate::device::DeviceKind;
 use crate::device::opencl::{ClDevice, Knob};
 use crate::expr::Expr;
 use crate::expr::program::Program;
-use crate::ops::linalg::precision;
 use crate::tensor::Layout;
 use crate::{Compute, DType, Error, Result, Shape, Tensor};
 

@@ -2,8 +2,8 @@
 
 use crate::DType;
 use crate::backend::problem::gemm::{Operand, Plan};
+use crate::backend::problem::precision;
 use crate::device::opencl::{ARRIVALS, SM_90A, TensorCores};
-use crate::ops::linalg::precision;
 
 /// What comes after the template of the other kernels.
 pub(crate) const TEMPLATE: &str = concat!(

@@ -9,6 +9,7 @@ pub(crate) mod interpolation;
 pub(crate) mod lines;
 pub(crate) mod map;
 pub(crate) mod norm;
+pub(crate) mod precision;
 pub(crate) mod reduction;
 pub(crate) mod scan;
 pub(crate) mod select;

@@ -14,7 +14,7 @@ use crate::backend::problem::map::{Formulas, Params};
 use crate::backend::{self, Alike};
 use crate::expr::philox::Seed;
 use crate::expr::rows::rows;
-use crate::expr::table::{Accepts, Output, Row, methods};
+use crate::expr::table::{Accepts, Output, Row};
 use crate::expr::{Expr, table};
 use crate::ops::dispatch::autocast::{autocast_dtype, widened_row};
 use crate::ops::dispatch::{promote, registry};
@@ -240,6 +240,53 @@ pub(crate) fn apply_row_(row: &'static Row, inputs: &[&Tensor], scalars: &[Scala
         return apply_into(row.name, &inputs.iter().collect::<SmallVec<[&Tensor; 3]>>(), params, expr, &[target]);
     }
     apply_into(row.name, inputs, params, expr, &[target])
+}
+
+/// Makes the methods of `Tensor`: one for each row, and one in place.
+macro_rules! methods {
+    ($(
+        $(#[doc = $doc:literal])+
+        $name:ident $args:tt $(+ $inplace:ident)?: $accepts:ident -> $output:ident
+        $formula:tt $reference:tt on $domain:tt
+        $(masks $masks:tt)? $(derivative $derivative:tt)?;
+    )*) => {
+        /// Elementwise operations: one method for each row of [`ROWS`](crate::ops::ROWS). Operands broadcast against
+        /// each other as NumPy's do and may have any strides.
+        ///
+        /// # Errors
+        /// Each of them: operands whose shapes do not broadcast, or that are on different devices; an integer divided
+        /// by zero; memory that runs out. In place also: a result of another shape or dtype, and a tensor whose elements
+        /// overlap or whose old value a gradient needs.
+        impl crate::tensor::Tensor { $(
+            methods!(@out-of-place [$($doc)+] $name $args);
+            $(methods!(@in-place $inplace $name $args);)?
+        )* }
+    };
+    (@out-of-place [$($doc:literal)+] $name:ident
+        ($x:ident $(, $other:ident)* $(; $($s:ident = $sample:literal),+)?)) => {
+        $(#[doc = $doc])+
+        pub fn $name(
+            &self,
+            $($other: &crate::tensor::Tensor,)*
+            $($($s: impl Into<crate::Scalar>,)+)?
+        ) -> crate::Result<crate::tensor::Tensor> {
+            let row = &crate::expr::table::rows::$name;
+            apply_row(row, &[self $(, $other)*], &[$($($s.into()),+)?])
+        }
+    };
+    (@in-place $inplace:ident $name:ident
+        ($x:ident $(, $other:ident)* $(; $($s:ident = $sample:literal),+)?)) => {
+        #[doc = concat!("[`", stringify!($name), "`](Self::", stringify!($name), ") in place.")]
+        pub fn $inplace(
+            &self,
+            $($other: &crate::tensor::Tensor,)*
+            $($($s: impl Into<crate::Scalar>,)+)?
+        ) -> crate::Result<&crate::tensor::Tensor> {
+            let row = &crate::expr::table::rows::$name;
+            apply_row_(row, &[self $(, $other)*], &[$($($s.into()),+)?])?;
+            Ok(self)
+        }
+    };
 }
 
 rows!(methods);

@@ -4,5 +4,4 @@ pub(crate) mod distance;
 pub(crate) mod einsum;
 pub(crate) mod gemm;
 pub(crate) mod matmul;
-pub(crate) mod precision;
 pub(crate) mod products;

@@ -180,7 +180,7 @@ fn products_and_the_sums_they_are_part_of() {
     ];
     for (expr, of) in formulas {
         let program = Program::new(&[expr]);
-        assert_eq!((program.steps.len(), program.registers), (1, 0));
+        assert_eq!((program.steps().list.len(), program.steps().registers), (1, 0));
         for len in [1, 7, 16, 33, TILE + 1] {
             let value = |k: usize, i: usize| match (i + 5 * k) % 11 {
                 3 => f32::NAN,
