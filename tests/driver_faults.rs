@@ -94,6 +94,13 @@ fn failed_waits_are_no_failed_commands(test: &str, kind: Kind) {
     for name in WAITS {
         for (times, code) in [(1, -6), (2, -5), (2, -36), (5, -6), (ALWAYS, -14)] {
             faults.fail(name, 1, times, code);
+            if (name, times) == ("clGetEventInfo", ALWAYS) {
+                // It is over, and nothing tells whether it failed.
+                let error = t.to_vec::<f32>().unwrap_err();
+                assert!(matches!(error, Error::OpenCl { call: "clGetEventInfo", .. }), "{error}");
+                faults.clear();
+                faults.delay("clEnqueueReadBuffer", 5_000);
+            }
             assert_eq!(t.to_vec::<f32>().unwrap(), ramp(SMALL), "{times} times {code} of {name}");
             here.zero_().unwrap();
             here.copy_(&t).unwrap();
@@ -139,6 +146,15 @@ fn faults_are_told_once(test: &str, kind: Kind) {
         }
         faults.clear();
     }
+    // The read of what kernels found may fail after it was accepted, unnoticed: on a processor it comes first.
+    let nth = if kind == Kind::DiscreteGpu { 2 } else { 1 };
+    let y = x.index_select(0, &bad).unwrap();
+    faults.drop_command("clEnqueueReadBuffer", nth, 1);
+    let error = y.to_vec::<f32>().unwrap_err();
+    assert!(matches!(error, Error::OpenCl { call: "clEnqueueReadBuffer", .. }), "{error}");
+    assert_eq!(faults.injected("clEnqueueReadBuffer"), 3);
+    told(y.to_vec::<f32>());
+    assert_eq!(x.index_select(0, &good).unwrap().to_vec::<f32>().unwrap(), [2.0]);
     // The write that clears them may fail several times: no kernel gets the words before.
     let y = x.index_select(0, &bad).unwrap();
     faults.fail("clEnqueueWriteBuffer", 1, 2, -4);
@@ -155,6 +171,48 @@ fn faults_are_told_once_on_a_processor() {
 #[test]
 fn faults_are_told_once_on_a_discrete_gpu() {
     faults_are_told_once("faults_are_told_once_on_a_discrete_gpu", Kind::DiscreteGpu);
+}
+
+/// A transfer that was accepted and failed later is an error, although the wait succeeds, as NVIDIA's does.
+fn transfers_that_fail_late_are_told(test: &str, kind: Kind) {
+    let Some(faults) = Faults::install(test, kind) else { return };
+    let (t, new) = (on_device(&ramp(SMALL)), vec![-1.0; SMALL]);
+    let host = Tensor::from_slice(&new, SMALL, Device::Cpu).unwrap();
+    type Transfer<'a> = &'a dyn Fn() -> Result<Vec<f32>>;
+    let transfers: [(&str, Transfer<'_>); 4] = [
+        ("clEnqueueReadBuffer", &|| t.to_vec()),
+        ("clEnqueueReadBuffer", &|| t.to_device(Device::Cpu)?.to_vec()),
+        ("clEnqueueCopyBuffer", &|| t.try_clone()?.to_vec()),
+        ("clEnqueueWriteBuffer", &|| Tensor::from_slice(&ramp(SMALL), SMALL, DEVICE)?.to_vec()),
+    ];
+    faults.waits_succeed();
+    for (name, transfer) in transfers {
+        assert_eq!(transfer().unwrap(), ramp(SMALL));
+        let before = faults.injected(name);
+        faults.fail_command(name, 1, 1, -4);
+        let error = transfer().unwrap_err();
+        assert!(matches!(error, Error::OpenCl { .. }), "{name}: {error}");
+        assert_eq!(faults.injected(name), before + 1, "the command was asked for an event");
+        assert_eq!(transfer().unwrap(), ramp(SMALL), "after a {name} that failed");
+    }
+    faults.fail_command("clEnqueueWriteBuffer", 1, 1, -4);
+    t.copy_(&host).unwrap_err();
+    assert_eq!(t.to_vec::<f32>().unwrap(), ramp(SMALL));
+    t.copy_(&host).unwrap();
+    assert_eq!(t.to_vec::<f32>().unwrap(), new);
+    let events = faults.live_events();
+    (0..100).for_each(|_| assert_eq!(t.to_vec::<f32>().unwrap(), new));
+    assert!(faults.live_events() <= events, "each is released at once");
+}
+
+#[test]
+fn transfers_that_fail_late_are_told_on_a_processor() {
+    transfers_that_fail_late_are_told("transfers_that_fail_late_are_told_on_a_processor", Kind::Real);
+}
+
+#[test]
+fn transfers_that_fail_late_are_told_on_a_discrete_gpu() {
+    transfers_that_fail_late_are_told("transfers_that_fail_late_are_told_on_a_discrete_gpu", Kind::DiscreteGpu);
 }
 
 /// A flush that fails after a launch does not undo the launch.

@@ -186,13 +186,13 @@ impl Faults {
     }
 
     #[track_caller]
-    fn arm(&self, name: &str, nth: u64, times: u64, code: i32, late: bool) {
+    fn arm(&self, name: &str, nth: u64, times: u64, code: i32, late: i32) {
         assert!(nth > 0 && code < 0, "the next call is the first, and codes are negative");
         let slot = self.slot(name);
         self.set(slot + TIMES, 0);
         let mut words = [0; 8];
         words[..4].copy_from_slice(&code.to_ne_bytes());
-        words[4..].copy_from_slice(&i32::from(late).to_ne_bytes());
+        words[4..].copy_from_slice(&late.to_ne_bytes());
         self.file.write_all_at(&words, slot + CODE_AND_LATE).unwrap();
         self.set(slot + FIRST, self.calls(name) + nth);
         self.set(slot + TIMES, times);
@@ -202,14 +202,25 @@ impl Faults {
     /// What was asked of the function before is forgotten.
     #[track_caller]
     pub fn fail(&self, name: &str, nth: u64, times: u64, code: i32) {
-        self.arm(name, nth, times, code, false);
+        self.arm(name, nth, times, code, 0);
     }
 
     /// [`fail`](Self::fail), but the calls succeed and the commands that they enqueue end with the code, doing nothing.
     /// Only of commands that an event is asked of: nobody can tell about others.
     #[track_caller]
     pub fn fail_command(&self, name: &str, nth: u64, times: u64, code: i32) {
-        self.arm(name, nth, times, code, true);
+        self.arm(name, nth, times, code, 1);
+    }
+
+    /// [`fail`](Self::fail), but the commands are accepted and do nothing, and nobody is told, not even their events.
+    #[track_caller]
+    pub fn drop_command(&self, name: &str, nth: u64, times: u64) {
+        self.arm(name, nth, times, -1, 2);
+    }
+
+    /// Has waits for events succeed for commands that failed as well, as NVIDIA's driver does.
+    pub fn waits_succeed(&self) {
+        self.set(self.slot("lenient wait") + TIMES, 1);
     }
 
     /// Holds each command of a function back for so many microseconds after it was enqueued, and what follows it on its

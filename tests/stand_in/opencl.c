@@ -22,7 +22,8 @@ struct slot {
     uint64_t calls, errors, injected;
     /* Calls number `first` to `first + times - 1` fail, counted from 1. */
     uint64_t first, times;
-    /* The code they fail with; for a command that is to be accepted and to fail later, `late` is 1. */
+    /* The code they fail with; `late` is 1 for a command that is to be accepted and to fail later, where it is asked for an
+     * event, and 2 for one that is accepted and does nothing, and nobody is told. */
     int32_t code, late;
     /* For how many microseconds commands are held back. */
     uint64_t delay;
@@ -30,7 +31,7 @@ struct slot {
 enum { SLOTS = 64 };
 _Static_assert(sizeof(struct slot) == 96, "mod.rs reads entries of this size");
 
-static struct slot *slots, *any, *events;
+static struct slot *slots, *any, *events, *lenient;
 static void *library;
 
 static struct slot *add_slot(const char *name) {
@@ -48,7 +49,7 @@ __attribute__((constructor(101))) static void load(void) {
     slots = mmap(NULL, SLOTS * sizeof *slots, PROT_READ | PROT_WRITE, file < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED, file, 0);
     if (!library || slots == MAP_FAILED || (control && file < 0))
         fprintf(stderr, "stand-in: no real library or no control file: %s\n", dlerror()), abort();
-    any = add_slot("any"), events = add_slot("event");
+    any = add_slot("any"), events = add_slot("event"), lenient = add_slot("lenient wait");
 }
 
 static uint64_t count(uint64_t *counter) { return __atomic_add_fetch(counter, 1, __ATOMIC_SEQ_CST); }
@@ -62,7 +63,7 @@ static int is_due(struct slot *s, uint64_t call) {
 static struct slot *begin(struct slot *self, int has_event) {
     uint64_t call = count(&self->calls), of_all = count(&any->calls);
     struct slot *fault = is_due(self, call) ? self : is_due(any, of_all) ? any : NULL;
-    if (!fault || (fault->late && !has_event)) return NULL;
+    if (!fault || (fault->late == 1 && !has_event)) return NULL;
     return count(&self->injected), count(&any->injected), fault;
 }
 
@@ -157,9 +158,9 @@ static void disguise(unsigned what, void *value) {
         uint64_t delay = slot_##name->delay;                                                                           \
         void *held;                                                                                                    \
         int code = 0;                                                                                                  \
-        if (fault && fault->late)                                                                                      \
-            set_status(*event = user_event(queue), fault->code);                                                       \
-        else if (fault)                                                                                                \
+        if (fault && fault->late) {                                                                                    \
+            if (event) set_status(*event = user_event(queue), fault->late == 1 ? fault->code : 0);                     \
+        } else if (fault)                                                                                                \
             code = fault->code;                                                                                        \
         else if (!real_##name)                                                                                         \
             code = -59;                                                                                                \
@@ -204,7 +205,13 @@ STATUS(clSetKernelArg, (void *kernel, unsigned index, size_t size, const void *v
 INFO(clGetKernelInfo, kernel)
 STATUS(clGetKernelArgInfo, (void *kernel, unsigned index, unsigned what, size_t size, void *value, size_t *needed), (kernel, index, what, size, value, needed), )
 STATUS(clGetKernelWorkGroupInfo, (void *kernel, void *device, unsigned what, size_t size, void *value, size_t *needed), (kernel, device, what, size, value, needed), )
+/* While `lenient` is on it succeeds for commands that failed as well, as NVIDIA's does. */
+static int wait_for_events(unsigned n, void *const *list) {
+    int code = REAL(int, clWaitForEvents, (unsigned, void *const *))(n, list);
+    return code == -14 && __atomic_load_n(&lenient->times, __ATOMIC_SEQ_CST) ? 0 : code;
+}
 STATUS(clWaitForEvents, (unsigned n, void *const *list), (n, list), )
+__attribute__((constructor(103))) static void make_lenient(void) { real_clWaitForEvents = wait_for_events; }
 INFO(clGetEventInfo, event)
 CREATE(clCreateUserEvent, (void *context, int *status), (context, status), count(&events->calls))
 STATUS(clSetUserEventStatus, (void *event, int status), (event, status), )

@@ -161,7 +161,7 @@ impl ClDevice {
         if self.queues.is_finished(stream) && !slots.iter().any(|slot| slot.is_pending()) {
             return self.check_lost().and_then(|()| self.take_failed(stream));
         }
-        self.submit_and_report(stream, slots, (), |q, (), event| q.marker(event))
+        self.submit_and_report(stream, slots, (), self.wait_only())
     }
 
     /// [`submit_and_wait`](Self::submit_and_wait), and reports the faults that kernels submitted before recorded in these

@@ -191,7 +191,12 @@ impl ClEvent {
 
     /// As [`wait`](Self::wait), and asks how the command ended: NVIDIA's wait succeeds for one that failed as well.
     pub(super) fn wait_for_success(&self) -> Result<(), ClError> {
-        self.wait()?;
+        self.wait().and_then(|()| self.outcome())
+    }
+
+    /// An error if the command, which was waited for, has failed; marked as [`unfinished`](ClError::unfinished) if the driver
+    /// does not tell.
+    pub(super) fn outcome(&self) -> Result<(), ClError> {
         let code = self.failure().map_err(|e| ClError { unfinished: true, ..e })?;
         code.map_or(Ok(()), |code| Err(ClError::new("clWaitForEvents", code)))
     }

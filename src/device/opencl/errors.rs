@@ -27,6 +27,9 @@ pub(crate) enum Class {
     Other,
 }
 
+/// CL_EXEC_STATUS_ERROR_FOR_EVENTS_IN_WAIT_LIST: for a command that failed after it was accepted, and nobody knows why.
+pub(super) const FAILED_LATE: i32 = -14;
+
 /// NVIDIA's own code for a kernel that touched memory that is not its own.
 const NVIDIA_ILLEGAL_ACCESS: i32 = -9999;
 

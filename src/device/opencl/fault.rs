@@ -18,6 +18,7 @@ use opencl3::types::cl_context;
 
 use super::context::create_buffer;
 use super::driver::call;
+use super::errors::FAILED_LATE;
 use super::queues::Locked;
 use super::{Arg, ClBuffer, ClDevice, ClError};
 use crate::device::StreamId;
@@ -40,6 +41,10 @@ pub(super) type Words = [i32; 4];
 
 /// What words are without a fault. Never released, so that any command may read them.
 pub(super) static ZEROS: Words = [0; 4];
+
+/// What the first word is until a read has reached it: no fault has this code. A read that fails after it was accepted leaves
+/// it there, and nothing else tells of it.
+const UNREAD: i32 = -1;
 
 /// The operations whose kernels record an index, in the order in which they were first launched.
 fn named() -> MutexGuard<'static, Vec<&'static str>> {
@@ -241,7 +246,7 @@ impl Slot {
             return None;
         }
         pending.reading = true;
-        Some(Reading { slot: self, words: [0; 4], writers: mem::take(&mut pending.writers), told: false })
+        Some(Reading { slot: self, words: [UNREAD; 4], writers: mem::take(&mut pending.writers), told: false })
     }
 
     /// Whether there may be something to read once this stream is done.
@@ -294,9 +299,13 @@ impl ClDevice {
         idle.iter().copied().filter(|s| s.is_pending()).chain([self.slot()]).collect()
     }
 
-    /// Tells the first fault among what was read, and leaves those of other slots to the next read.
+    /// Tells the first fault among what was read, and leaves those of other slots to the next read, as well as words that the
+    /// read has not reached.
     pub(super) fn report(&self, readings: Readings) -> Result<()> {
         for mut reading in readings.0 {
+            if reading.words[0] == UNREAD {
+                return Err(self.error(self.settle(ClError::new("clEnqueueReadBuffer", FAILED_LATE))));
+            }
             reading.told = true;
             if let Some(fault) = decode(reading.words) {
                 reading.slot.stale.store(true, Release);

@@ -35,13 +35,15 @@ impl ClDevice {
         let mem = create!(clCreateBuffer(self.context, flags, bytes, ptr::null_mut())).map_err(|e| self.settle(e))?;
         let buffer = ClBuffer::new(mem, bytes);
         let (map, mut mapped) = (CL_MAP_READ | CL_MAP_WRITE, ptr::null_mut::<c_void>());
-        self.submit_and_wait(SERVICE, (), |q, (), event| {
+        let done = self.submit_and_wait(SERVICE, (), |q, (), event| {
             mapped = create!(clEnqueueMapBuffer(q.raw, mem, 0, map, 0, bytes, 0, ptr::null(), event))?;
             Ok(())
-        })?;
-        // `create!` lets no null through.
-        let start = NonNull::new(mapped.cast()).ok_or(ClError::new("clEnqueueMapBuffer", -12))?;
-        Ok(ClPinned { device: self, buffer: ManuallyDrop::new(buffer), start })
+        });
+        let Some(start) = NonNull::new(mapped.cast()) else {
+            return Err(done.err().unwrap_or(ClError::new("clEnqueueMapBuffer", -12)));
+        };
+        let pinned = ClPinned { device: self, buffer: ManuallyDrop::new(buffer), start }; // dropped, it is unmapped
+        done.map(|()| pinned)
     }
 }
 

@@ -104,11 +104,8 @@ impl Queue {
         Err(ClError { unfinished: true, ..failed })
     }
 
-    /// Enqueues a marker: its event is done when everything before it is. None where nobody wants its event.
+    /// Enqueues a marker: its event is done when everything before it is.
     pub(super) fn marker(&self, event: *mut cl_event) -> Result<(), ClError> {
-        if event.is_null() {
-            return Ok(());
-        }
         match call!(clEnqueueMarkerWithWaitList(self.raw, 0, ptr::null(), event)) {
             Err(e) if e.is_missing() => call!(clEnqueueMarker(self.raw, event)),
             other => other,

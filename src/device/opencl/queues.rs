@@ -144,10 +144,23 @@ impl ClDevice {
         Locked { queues, at: stream.index() }
     }
 
-    /// Submits commands to a stream under the lock, and waits outside it until they are done. The last of them is given the
-    /// event to fill in: the queue is in order. On discrete GPUs there is none (null), and everything submitted to the stream
-    /// so far is waited for: their drivers finish a queue sooner than an event, and while others submit to it. PoCL's queues
-    /// are used by one thread at a time: there clFinish would hold up others.
+    /// Whether waits finish a queue, as discrete GPUs' drivers do that sooner than they wait for an event, and while others
+    /// submit to it. PoCL's queues are used by one thread at a time: there clFinish would hold up others.
+    fn finishes(&self) -> bool {
+        self.info().kind == DeviceKind::DiscreteGpu
+    }
+
+    /// What [`submit_and_wait`](Self::submit_and_wait) submits where only what was submitted before is waited for.
+    pub(super) fn wait_only(
+        &self,
+    ) -> impl FnOnce(&mut Locked<'_>, &mut (), *mut cl_event) -> Result<(), ClError> + use<> {
+        let finishes = self.finishes();
+        move |q, (), event| if finishes { Ok(()) } else { q.marker(event) }
+    }
+
+    /// Submits commands to a stream under the lock, and waits outside it until they are done. The last of them fills in the
+    /// event: the queue is in order. Where queues are finished it may leave it null; otherwise the event is asked how the
+    /// command ended, since it may fail after it was accepted, and neither clFinish nor NVIDIA's clWaitForEvents says so.
     ///
     /// `memory` owns what the commands use of the host's memory, and comes back when they are done. After an error it is
     /// dropped if they are over, and else leaked.
@@ -157,32 +170,35 @@ impl ClDevice {
         mut memory: M,
         submit: impl FnOnce(&mut Locked<'_>, &mut M, *mut cl_event) -> Result<(), ClError>,
     ) -> Result<M, ClError> {
-        let (by_event, mut raw) = (self.info().kind != DeviceKind::DiscreteGpu, ptr::null_mut());
+        let (finishes, mut raw) = (self.finishes(), ptr::null_mut());
         let (over, event, ours, count) = {
             let mut queue = self.lock(stream);
-            let submitted = submit(&mut queue, &mut memory, if by_event { &mut raw } else { ptr::null_mut() });
+            let submitted = submit(&mut queue, &mut memory, &mut raw);
             queue.flush_at = FIRST_FLUSH;
             let event = (!raw.is_null()).then(|| ClEvent(raw));
             let over = match submitted {
                 // What did get onto the queue may be using the memory.
                 Err(refused) => Some(queue.ascertain(None, refused).and(Err(refused))),
-                Ok(()) if event.is_some() => queue.flush().err().map(|e| queue.ascertain(event.as_ref(), e)),
-                Ok(()) if by_event => Some(queue.finish()), // nothing that could be waited for
-                Ok(()) => {
+                Ok(()) if finishes => {
                     queue.unflushed = 0; // clFinish flushes
                     None
                 }
+                Ok(()) if event.is_some() => queue.flush().err().map(|e| queue.ascertain(event.as_ref(), e)),
+                Ok(()) => Some(queue.finish()), // nothing that could be waited for
             };
             (over, event, queue.raw, self.submitted(stream))
         };
         let over = over.unwrap_or_else(|| {
-            let waited = event.as_ref().map_or_else(|| call!(clFinish(ours)), ClEvent::wait);
-            match waited {
-                Err(failed) if event.is_none() || failed.unfinished => {
-                    self.queues.lock()[stream.index()].ascertain(event.as_ref(), failed)
-                }
-                over => over,
-            }
+            let event = event.as_ref();
+            let waited = match event {
+                Some(event) if !finishes => event.wait_for_success(),
+                _ => call!(clFinish(ours)).map_err(|e| ClError { unfinished: true, ..e }),
+            };
+            let over = waited.and_then(|()| event.filter(|_| finishes).map_or(Ok(()), ClEvent::outcome));
+            over.or_else(|failed| match failed.unfinished {
+                true => self.queues.lock()[stream.index()].ascertain(event, failed),
+                false => Err(failed),
+            })
         });
         if let Err(e) = over {
             if e.unfinished {
@@ -217,7 +233,7 @@ impl ClDevice {
         f: impl FnOnce(&mut Locked<'_>, &mut M) -> Result<(), ClError>,
     ) -> Result<M, ClError> {
         if !self.queues.is_finished(stream) {
-            self.submit_and_wait(stream, (), |q, (), event| q.marker(event))?;
+            self.submit_and_wait(stream, (), self.wait_only())?;
         }
         let done = {
             let mut queue = self.lock(stream);
@@ -310,7 +326,7 @@ impl ClDevice {
     pub(crate) fn drain_stream(&self, stream: StreamId) -> Result<()> {
         self.check_lost()?;
         if !self.queues.is_finished(stream) {
-            let _ = self.submit_and_wait(stream, (), |q, (), event| q.marker(event));
+            let _ = self.submit_and_wait(stream, (), self.wait_only());
         }
         self.check_lost()
     }
