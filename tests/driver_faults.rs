@@ -264,6 +264,56 @@ fn an_earlier_launch_that_failed_is_told_by_the_wait() {
     }
 }
 
+/// What the driver refuses to unmap is unmapped before anything else uses a buffer, and until then nothing does.
+#[test]
+fn a_buffer_that_stays_mapped_is_not_used() {
+    let Some(faults) = Faults::install("a_buffer_that_stays_mapped_is_not_used", Kind::Real) else { return };
+    let n = 1_050_000; // above 4 MiB a processor maps
+    let (values, one) = (ramp(n), on_device(&[1.0]));
+    let (t, host) = (on_device(&values), Tensor::full(n, -1, Device::Cpu).unwrap());
+    let (maps, launches) = (faults.live_mappings(), || faults.calls("clEnqueueNDRangeKernel"));
+    assert_eq!(t.to_vec::<f32>().unwrap(), values);
+    one.add_(&one).unwrap();
+    DEVICE.synchronize().unwrap();
+    for late in [false, true] {
+        let refuse = |times| match late {
+            true => faults.fail_command("clEnqueueUnmapMemObject", 1, times, -4),
+            false => faults.fail("clEnqueueUnmapMemObject", 1, times, -4),
+        };
+        refuse(2);
+        assert_eq!(t.to_vec::<f32>().unwrap(), values, "tried again at once");
+        assert_eq!(faults.live_mappings(), maps);
+        refuse(ALWAYS);
+        assert_eq!(t.to_vec::<f32>().unwrap(), values, "it was read");
+        assert_eq!(faults.live_mappings(), maps + 1);
+        let before = launches();
+        is_whole(one.add_(&one));
+        assert!(matches!(one.to_vec::<f32>().unwrap_err(), Error::OpenCl { call: "clEnqueueUnmapMemObject", .. }));
+        assert_eq!(launches(), before, "no kernel while a buffer is mapped");
+        DEVICE.synchronize().unwrap(); // waits for what is there all the same
+        faults.clear();
+        one.add_(&one).unwrap();
+        assert_eq!((launches(), faults.live_mappings()), (before + 1, maps));
+        assert_eq!(one.to_vec::<f32>().unwrap(), [if late { 8.0 } else { 4.0 }]);
+    }
+    // What was written is there once it is unmapped, and a copy as well.
+    faults.fail("clEnqueueUnmapMemObject", 1, 5, -4);
+    t.copy_(&host).unwrap();
+    assert_eq!(t.to_vec::<f32>().unwrap(), vec![-1.0; n]);
+    faults.fail("clEnqueueUnmapMemObject", 1, 5, -4);
+    let copy = t.try_clone().unwrap();
+    assert_eq!(copy.to_vec::<f32>().unwrap(), vec![-1.0; n]);
+    // The buffer is kept though its tensor is gone.
+    faults.fail("clEnqueueUnmapMemObject", 1, ALWAYS, -4);
+    let large = t.to_vec::<f32>().unwrap();
+    drop((t, copy));
+    let _ = DEVICE.empty_cache();
+    faults.clear();
+    assert_eq!(on_device(&large).to_vec::<f32>().unwrap(), large);
+    assert_eq!(faults.live_mappings(), maps);
+    assert!(DEVICE.is_available());
+}
+
 #[track_caller]
 fn is_partial<T: std::fmt::Debug>(result: Result<T>, name: &str) {
     let error = result.unwrap_err();

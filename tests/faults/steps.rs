@@ -76,6 +76,8 @@ const fn step(name: &'static str, conf: &'static str, run: fn(&mut Run) -> Resul
     Step { name, conf, cache: None, first: false, run }
 }
 
+/// Elements of more than 4 MiB.
+const LARGE: usize = 1_050_000;
 const PLAIN: &str = "decay_ms:0";
 /// Little memory, so that it has to be moved together.
 const TIGHT: &str = "decay_ms:0,memory_limit_mb:8";
@@ -93,6 +95,7 @@ pub const STEPS: &[Step] = &[
     step("bad index", PLAIN, bad_index),
     step("compile", PLAIN, compile),
     step("transfers", PLAIN, transfers),
+    step("large transfers", PLAIN, large_transfers),
     step("pinned", PLAIN, pinned),
     step("streams", PLAIN, streams),
     step("events", PLAIN, events),
@@ -263,6 +266,18 @@ fn transfers(run: &mut Run) -> Result<Values> {
     into.copy_(&small)?;
     let host = large.narrow(0, 7, 1000)?.to_host::<f32>()?;
     Ok(vec![large.to_vec()?, strided.to_vec()?, back.to_vec()?, into.to_vec()?, host.to_vec()])
+}
+
+/// Transfers that go by maps on a processor.
+fn large_transfers(run: &mut Run) -> Result<Values> {
+    let large = run.keep(vec![3.0; LARGE])?;
+    let copy = large.try_clone()?;
+    run.kept.push(Kept { tensor: copy.shallow_clone(), either: vec![vec![3.0; LARGE]] });
+    let twice = copy.mul_scalar(2)?;
+    let host = Tensor::full([LARGE], 5.0, Device::Cpu)?;
+    let first = run.kept.len() - 2;
+    run.change(first, |_| 5.0, |t| t.copy_(&host).map(drop))?;
+    Ok(vec![large.to_vec()?, twice.to_vec()?])
 }
 
 fn pinned(run: &mut Run) -> Result<Values> {

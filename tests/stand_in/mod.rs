@@ -250,7 +250,7 @@ impl Faults {
         self.get(self.slot(name) + INJECTED)
     }
 
-    /// How many calls of a function (or `any`) gave an error, whoever wanted it.
+    /// How many calls of a function (or `any`) gave an error, or failed after they were accepted, whoever wanted it.
     #[track_caller]
     pub fn errors(&self, name: &str) -> u64 {
         self.get(self.slot(name) + ERRORS)
@@ -258,12 +258,16 @@ impl Faults {
 
     /// What a function created, less what was given back with another: whether the driver agreed or not.
     fn live(&self, create: &str, release: &str) -> i64 {
-        (self.calls(create) - self.errors(create)) as i64 - self.calls(release) as i64
+        self.succeeded(create) - self.calls(release) as i64
     }
 
-    /// Buffers that were created, less those released.
+    fn succeeded(&self, name: &str) -> i64 {
+        (self.calls(name) - self.errors(name)) as i64
+    }
+
+    /// Handles of buffers, less those released.
     pub fn live_buffers(&self) -> i64 {
-        self.live("clCreateBuffer", "clReleaseMemObject")
+        self.live("clCreateBuffer", "clReleaseMemObject") + self.succeeded("clRetainMemObject")
     }
 
     /// Events that were asked for, less those released.
@@ -273,6 +277,6 @@ impl Faults {
 
     /// Ranges of buffers that were mapped, less those unmapped.
     pub fn live_mappings(&self) -> i64 {
-        self.live("clEnqueueMapBuffer", "clEnqueueUnmapMemObject")
+        self.succeeded("clEnqueueMapBuffer") - self.succeeded("clEnqueueUnmapMemObject")
     }
 }

@@ -169,7 +169,8 @@ static void disguise(unsigned what, void *value) {
         else                                                                                                           \
             code = real_##name(arguments waits, list, event);                                                          \
         if (!code && event) count(&events->calls);                                                                     \
-        return end(slot_##name, code);                                                                                 \
+        end(slot_##name, fault ? fault->code : code);                                                                  \
+        return code;                                                                                                   \
     }
 
 #define P(...) __VA_ARGS__ /* parameters, or arguments, with a comma behind the last */

@@ -70,7 +70,7 @@ impl ClDevice {
         self.check_lost()?;
         let mut raw = ptr::null_mut();
         let (submitted, event) = {
-            let mut queue = self.lock(stream);
+            let mut queue = self.lock(stream).map_err(|e| self.error(self.settle(e)))?;
             let submitted = submit(&mut queue, &mut raw);
             let event = (!raw.is_null()).then(|| ClEvent(raw));
             let submitted = match submitted {

@@ -192,7 +192,7 @@ impl ClDevice {
         self.check_lost()?;
         recording.faults.map_or(Ok(()), |slot| self.clear(slot))?;
         let (submitted, behind) = {
-            let mut queue = self.lock(recording.stream);
+            let mut queue = self.lock(recording.stream).map_err(|e| self.error(self.settle(e)))?;
             let mut behind = None;
             let submitted: Result<(), (usize, ClError)> =
                 recording.commands.iter().enumerate().try_for_each(|(i, command)| {

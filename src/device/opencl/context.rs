@@ -259,11 +259,12 @@ impl ClDevice {
     }
 
     fn reads(&self) -> bool {
-        let (queue, to) = (self.lock(SERVICE), self.faults.unread());
-        let (mem, n, none) = (self.faults.shared().buffer().mem(), size_of::<Words>(), ptr::null_mut());
+        let (mut queue, to) = (self.lock_for_waits(SERVICE), self.faults.unread());
+        let (buffer, n, none) = (self.faults.shared().buffer(), size_of::<Words>(), ptr::null_mut());
+        let mem = buffer.mem();
         call!(clEnqueueReadBuffer(queue.raw, mem, 1, 0, n, to, 0, ptr::null(), none)).is_ok()
             || create!(clEnqueueMapBuffer(queue.raw, mem, 1, CL_MAP_READ, 0, n, 0, ptr::null(), none))
-                .is_ok_and(|at| call!(clEnqueueUnmapMemObject(queue.raw, mem, at, 0, ptr::null(), none)).is_ok())
+                .is_ok_and(|at| queue.unmap(buffer, at).is_ok())
     }
 }
 

@@ -90,7 +90,7 @@ impl ClDevice {
         slot.map_or(Ok(()), |slot| self.clear(slot))?;
         let stream = self.current_stream();
         let behind = {
-            let mut queue = self.lock(stream);
+            let mut queue = self.lock(stream).map_err(|e| self.error(self.settle(e)))?;
             let launched = enqueue(&mut queue, kernel, args, &whole[..dims], local);
             if let Some(slot) = slot {
                 slot.note_pending(stream);

@@ -6,7 +6,7 @@ use std::ptr::{self, NonNull};
 
 use opencl3::memory::{CL_MAP_READ, CL_MAP_WRITE, CL_MEM_ALLOC_HOST_PTR, CL_MEM_READ_WRITE};
 
-use super::driver::{ClBuffer, call, create};
+use super::driver::{ClBuffer, call, create, insist};
 use super::queues::SERVICE;
 use super::{ClDevice, ClError};
 
@@ -68,8 +68,8 @@ impl Drop for ClPinned {
         }
         let (mem, at) = (self.buffer.mem(), self.start.as_ptr().cast::<c_void>());
         {
-            let mut queue = self.device.lock(SERVICE);
-            let _ = call!(clEnqueueUnmapMemObject(queue.raw, mem, at, 0, ptr::null(), ptr::null_mut()));
+            let mut queue = self.device.lock_for_waits(SERVICE);
+            let _ = insist(|| call!(clEnqueueUnmapMemObject(queue.raw, mem, at, 0, ptr::null(), ptr::null_mut())));
             let _ = queue.flush();
         }
         // SAFETY: dropped once, here, and not used again.

@@ -1,10 +1,11 @@
 //! One in-order queue: flushing it, markers and barriers, and finding out whether what was put on it is over.
 
+use std::ffi::c_void;
 use std::ptr;
 use std::thread;
 use std::time::Duration;
 
-use opencl3::types::{cl_command_queue, cl_context, cl_device_id, cl_event};
+use opencl3::types::{cl_command_queue, cl_context, cl_device_id, cl_event, cl_mem};
 
 use super::driver::{ATTEMPTS, ClEvent, call, create};
 use super::errors::ClError;
@@ -77,6 +78,28 @@ impl Queue {
     /// Waits, under the lock, until everything on the queue is over.
     pub(super) fn finish(&mut self) -> Result<(), ClError> {
         call!(clFinish(self.raw)).or_else(|failed| self.ascertain(None, failed))
+    }
+
+    /// Unmaps bytes of a buffer, and waits until that is done, under the lock. It is tried a few times. Where the driver has
+    /// accepted it and does not tell how it ended, it counts as done: a second time would be a mistake.
+    pub(super) fn try_unmap(&mut self, mem: cl_mem, at: *mut c_void) -> Result<(), ClError> {
+        let mut tried = Ok(());
+        for _ in 0..ATTEMPTS {
+            let mut raw = ptr::null_mut();
+            tried = call!(clEnqueueUnmapMemObject(self.raw, mem, at, 0, ptr::null(), &mut raw));
+            if tried.is_ok() {
+                let event = ClEvent(raw);
+                match self.finish() {
+                    Err(e) if e.unfinished || e.is_fatal() => return Err(ClError { unfinished: true, ..e }),
+                    _ => {}
+                }
+                match event.failure() {
+                    Ok(Some(code)) => tried = Err(ClError::new("clEnqueueUnmapMemObject", code)),
+                    _ => return Ok(()),
+                }
+            }
+        }
+        tried
     }
 
     /// Waits, under the lock and after a call that failed, until everything on the queue is over, and tells how the command

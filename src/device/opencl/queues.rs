@@ -7,6 +7,7 @@
 //! whoever submits commands and waits hands that memory in, and has it back once they are over. A failed wait is followed
 //! by others ([`Queue::ascertain`]); where none tells, the device is lost and the memory is never released.
 
+use std::ffi::c_void;
 use std::mem;
 use std::ops::{Deref, DerefMut};
 use std::ptr;
@@ -15,7 +16,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use opencl3::types::{cl_context, cl_device_id, cl_event};
 
-use super::driver::{ClEvent, call};
+use super::driver::{ClBuffer, ClEvent, call, insist};
 use super::errors::ClError;
 use super::exit;
 use super::queue::{FIRST_FLUSH, Queue};
@@ -40,16 +41,48 @@ struct Progress {
     finished: AtomicU64,
 }
 
+/// Bytes of a buffer that the driver has refused to unmap.
+struct StillMapped {
+    /// A handle of its own: the buffer's owner may release his.
+    buffer: ClBuffer,
+    at: *mut c_void,
+}
+
+// SAFETY: OpenCL's objects belong to the process, and `at` is only handed back to the driver.
+unsafe impl Send for StillMapped {}
+
+/// What the lock covers.
+struct Inner {
+    /// By stream.
+    queues: Vec<Queue>,
+    /// To be unmapped before any command uses a buffer: what one does with a buffer that is mapped is undefined.
+    mapped: Vec<StillMapped>,
+}
+
+impl Deref for Inner {
+    type Target = Vec<Queue>;
+
+    fn deref(&self) -> &Vec<Queue> {
+        &self.queues
+    }
+}
+
+impl DerefMut for Inner {
+    fn deref_mut(&mut self) -> &mut Vec<Queue> {
+        &mut self.queues
+    }
+}
+
 /// The queues of one device, by stream.
 pub(super) struct Queues {
-    all: Mutex<Vec<Queue>>,
+    all: Mutex<Inner>,
     ids: Mutex<Ids>,
     progress: Box<[Progress]>,
 }
 
 /// The queues, locked for submitting to one of them, which it stands for.
 pub(super) struct Locked<'a> {
-    queues: MutexGuard<'a, Vec<Queue>>,
+    queues: MutexGuard<'a, Inner>,
     at: usize,
 }
 
@@ -76,6 +109,35 @@ impl Locked<'_> {
         }
         Ok(())
     }
+
+    /// Unmaps bytes of a buffer and waits for it. If the driver refuses, that is done before the next command that uses a
+    /// buffer: to whoever submits that it makes no difference.
+    ///
+    /// # Errors
+    /// Nothing tells whether the queue's commands are over, or the driver refuses to keep the buffer until then.
+    pub(super) fn unmap(&mut self, buffer: &ClBuffer, at: *mut c_void) -> Result<(), ClError> {
+        match self.try_unmap(buffer.mem(), at) {
+            Err(e) if !e.unfinished => {
+                let retained = insist(|| call!(clRetainMemObject(buffer.mem())));
+                retained.map_err(|e| ClError { unfinished: true, ..e })?;
+                let buffer = ClBuffer::new(buffer.mem(), buffer.bytes());
+                self.queues.mapped.push(StillMapped { buffer, at });
+                Ok(())
+            }
+            done => done,
+        }
+    }
+
+    /// Unmaps what is still mapped: before a command that uses a user's buffer.
+    pub(super) fn unmap_rest(&mut self) -> Result<(), ClError> {
+        while let Some(rest) = self.queues.mapped.pop() {
+            if let Err(e) = self.try_unmap(rest.buffer.mem(), rest.at) {
+                self.queues.mapped.push(rest);
+                return Err(e);
+            }
+        }
+        Ok(())
+    }
 }
 
 impl Queues {
@@ -83,11 +145,12 @@ impl Queues {
     pub(super) fn new(context: cl_context, id: cl_device_id) -> Result<Queues, ClError> {
         let all = [Queue::create(context, id)?, Queue::create(context, id)?];
         let progress = (0..MAX_STREAMS).map(|_| Progress::default()).collect();
-        Ok(Queues { all: Mutex::new(all.into()), ids: Mutex::new(Ids::from(SERVICE.0 + 1)), progress })
+        let all = Inner { queues: all.into(), mapped: Vec::new() };
+        Ok(Queues { all: Mutex::new(all), ids: Mutex::new(Ids::from(SERVICE.0 + 1)), progress })
     }
 
     /// Whoever panicked while holding the lock left nothing half done that matters.
-    fn lock(&self) -> MutexGuard<'_, Vec<Queue>> {
+    fn lock(&self) -> MutexGuard<'_, Inner> {
         self.all.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -136,8 +199,18 @@ impl ClDevice {
         stream.index() < self.queues.lock().len()
     }
 
-    /// The queue of a stream, to submit something to it.
-    pub(super) fn lock(&self, stream: StreamId) -> Locked<'_> {
+    /// The queue of a stream, to submit commands that may use users' buffers.
+    ///
+    /// # Errors
+    /// A buffer cannot be unmapped.
+    pub(super) fn lock(&self, stream: StreamId) -> Result<Locked<'_>, ClError> {
+        let mut queue = self.lock_for_waits(stream);
+        queue.unmap_rest()?;
+        Ok(queue)
+    }
+
+    /// The queue of a stream, to submit what uses none of them, or [`unmap_rest`](Locked::unmap_rest) before what does.
+    pub(super) fn lock_for_waits(&self, stream: StreamId) -> Locked<'_> {
         let queues = self.queues.lock();
         let submitted = &self.queues.progress(stream).submitted;
         submitted.store(submitted.load(Relaxed) + 1, Release);
@@ -172,7 +245,7 @@ impl ClDevice {
     ) -> Result<M, ClError> {
         let (finishes, mut raw) = (self.finishes(), ptr::null_mut());
         let (over, event, ours, count) = {
-            let mut queue = self.lock(stream);
+            let mut queue = self.lock_for_waits(stream);
             let submitted = submit(&mut queue, &mut memory, &mut raw);
             queue.flush_at = FIRST_FLUSH;
             let event = (!raw.is_null()).then(|| ClEvent(raw));
@@ -236,10 +309,11 @@ impl ClDevice {
             self.submit_and_wait(stream, (), self.wait_only())?;
         }
         let done = {
-            let mut queue = self.lock(stream);
+            let mut queue = self.lock(stream).map_err(|e| self.settle(e))?;
             queue.queues.iter_mut().try_for_each(Queue::finish).and_then(|()| {
                 let done = f(&mut queue, &mut memory);
-                queue.finish().and(done)
+                // Any other error than these says that all is over.
+                queue.finish().or_else(|e| if e.unfinished || e.is_fatal() { Err(e) } else { Ok(()) }).and(done)
             })
         };
         match done {
@@ -290,7 +364,7 @@ impl ClDevice {
     /// What the driver refuses, or a lost device.
     pub(crate) fn stream_waits(&self, stream: StreamId, event: &ClEvent) -> Result<()> {
         self.check_lost()?;
-        let enqueued = self.lock(stream).barrier(event);
+        let enqueued = self.lock_for_waits(stream).barrier(event);
         enqueued.map_err(|e| self.error(self.settle(e)))
     }
 

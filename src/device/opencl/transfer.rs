@@ -5,7 +5,7 @@ use std::ptr;
 use opencl3::memory::{CL_MAP_READ, CL_MAP_WRITE_INVALIDATE_REGION};
 use opencl3::types::cl_event;
 
-use super::driver::{ClBuffer, ClKernel, call, create, insist};
+use super::driver::{ClBuffer, ClKernel, call, create};
 use super::errors::ClError;
 use super::fault::{Readings, Slot};
 use super::host_memory::{BOUNCE, Bounce, HostMemory};
@@ -53,6 +53,7 @@ impl ClDevice {
         let apart = src.mem() != dst.mem() || src_off.abs_diff(dst_off) >= bytes;
         if bytes > 0 && apart && blocking && !recording {
             return self.submit_and_report(stream, &[self.slot()], (), |q, (), event| {
+                q.unmap_rest()?;
                 copy(q, src, src_off, dst, dst_off, bytes, event)
             });
         }
@@ -94,7 +95,8 @@ impl ClDevice {
         if same && src_off.abs_diff(dst_off) < bytes {
             return self.copy_overlapping(stream, src, src_off, dst_off, bytes);
         }
-        let copied = copy(&mut self.lock(stream), src, src_off, dst, dst_off, bytes, ptr::null_mut());
+        let copied =
+            self.lock(stream).and_then(|mut q| copy(&mut q, src, src_off, dst, dst_off, bytes, ptr::null_mut()));
         copied.map_err(|e| self.error(self.settle(e)))
     }
 
@@ -114,7 +116,7 @@ impl ClDevice {
         let temporary = if direct { None } else { Some(self.create_buffer(piece).map_err(|e| self.error(e))?) };
         let mut done = 0;
         let copied: Result<(), ClError> = {
-            let mut queue = self.lock(stream);
+            let mut queue = self.lock(stream).map_err(|e| self.error(self.settle(e)))?;
             (0..bytes).step_by(piece).try_for_each(|from| {
                 let n = piece.min(bytes - from);
                 // Moving up: start from the end.
@@ -163,6 +165,7 @@ impl ClDevice {
         }
         self.submit_and_report(stream, slots, dst, |q, dst, event| {
             let to = dst.range().0.cast();
+            q.unmap_rest()?;
             call!(clEnqueueReadBuffer(q.raw, src.mem(), 0, off, bytes, to, 0, ptr::null(), event))
         })
     }
@@ -212,6 +215,7 @@ impl ClDevice {
         }
         self.submit_and_wait(self.current_stream(), src, |q, src, event| {
             let from = src.range().0.cast_const().cast();
+            q.unmap_rest()?;
             call!(clEnqueueWriteBuffer(q.raw, dst.mem(), 0, off, bytes, from, 0, ptr::null(), event))
         })
         .map_err(|e| self.error(e))
@@ -260,10 +264,7 @@ impl ClDevice {
                 f(places.map(|place| place.cast()));
             }
             let there = places.iter().zip(&regions).filter(|(place, _)| !place.is_null());
-            let unmapped = there.map(|(&place, r)| {
-                insist(|| call!(clEnqueueUnmapMemObject(q.raw, r.buffer.mem(), place, 0, ptr::null(), none)))
-            });
-            unmapped.fold(mapped, Result::and)
+            there.map(|(&place, r)| q.unmap(r.buffer, place)).fold(mapped, |done, unmapped| unmapped.and(done))
         });
         let readings = readings.map_err(|e| self.error(e))?;
         self.take_failed(self.current_stream())?;
@@ -304,7 +305,7 @@ impl ClDevice {
         }
         let mut done = 0;
         let filled: Result<(), ClError> = {
-            let queue = self.lock(self.current_stream());
+            let queue = self.lock(self.current_stream()).map_err(|e| self.error(self.settle(e)))?;
             (0..bytes).step_by(FILL_CHUNK).try_for_each(|start| {
                 let (at, len) = (off + start, FILL_CHUNK.min(bytes - start));
                 let (mem, from) = (dst.mem(), wide.as_ptr().cast());
