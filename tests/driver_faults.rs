@@ -183,6 +183,41 @@ fn lent_memory_is_not_read_late_by_a_staged_transfer() {
     lent_memory_is_not_read_late("lent_memory_is_not_read_late_by_a_staged_transfer", Kind::DiscreteGpu, STAGED);
 }
 
+/// A pinned tensor is not for anybody any more while the device may still write to it.
+#[test]
+fn a_pinned_tensor_that_is_written_late_is_kept_from_everybody() {
+    let test = "a_pinned_tensor_that_is_written_late_is_kept_from_everybody";
+    let Some(faults) = Faults::install(test, Kind::DiscreteGpu) else { return };
+    let (t, other) = (on_device(&ramp(SMALL)), Tensor::zeros(SMALL, Device::Cpu).unwrap());
+    let pinned = Tensor::full(SMALL, -1, Device::Cpu).unwrap().pin_memory(DEVICE).unwrap();
+    assert!(pinned.is_pinned(DEVICE));
+    pinned.copy_(&t).unwrap();
+    assert_eq!(pinned.to_vec::<f32>().unwrap(), ramp(SMALL));
+    nothing_is_known(&faults);
+    is_lost_and_says_why(pinned.copy_(&t));
+    let is_kept = |error: Error| assert!(matches!(error, Error::DeviceLost { device: DEVICE, .. }), "{error}");
+    is_kept(pinned.to_vec::<f32>().unwrap_err());
+    is_kept(pinned.add(&other).unwrap_err());
+    is_kept(other.copy_(&pinned).unwrap_err());
+    is_kept(pinned.zero_().unwrap_err());
+    is_kept(pinned.into_host::<f32>().err().unwrap());
+}
+
+/// Nor is it changed while the device may still read it.
+#[test]
+fn a_pinned_tensor_that_is_read_late_is_not_changed() {
+    let Some(faults) = Faults::install("a_pinned_tensor_that_is_read_late_is_not_changed", Kind::DiscreteGpu) else {
+        return;
+    };
+    let pinned = Tensor::full(SMALL, 2, Device::Cpu).unwrap().pin_memory(DEVICE).unwrap();
+    assert_eq!(pinned.to_device(DEVICE).unwrap().to_vec::<f32>().unwrap(), [2.0; SMALL]);
+    nothing_is_known(&faults);
+    is_lost_and_says_why(pinned.to_device(DEVICE));
+    assert!(matches!(pinned.zero_(), Err(Error::DeviceLost { device: DEVICE, .. })));
+    assert_eq!(pinned.to_vec::<f32>().unwrap(), [2.0; SMALL], "nobody writes to it");
+    assert!(matches!(pinned.into_host::<f32>(), Err(Error::DeviceLost { device: DEVICE, .. })));
+}
+
 /// A call that fails says nothing of the command: others tell that it is done, and it was.
 fn failed_waits_are_no_failed_commands(test: &str, kind: Kind) {
     let Some(faults) = Faults::install(test, kind) else { return };

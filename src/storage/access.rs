@@ -10,7 +10,8 @@ use smallvec::SmallVec;
 use super::caching::caching_inside;
 use super::driver::MemoryKind;
 use super::driver::host::advise_huge;
-use super::{Allocation, Home, Place, Storage, captured, staging};
+use super::staging::{self, PinnedBytes};
+use super::{Allocation, Home, Place, Storage, captured};
 use crate::device::cpu::streaming::{LARGE, Streaming};
 use crate::device::cpu::{copy as small, parallel};
 use crate::device::opencl::{ClBuffer, ClDevice, capture};
@@ -84,6 +85,9 @@ pub(crate) fn with_host<R>(
             true => Guard::Write(lock.write().unwrap_or_else(PoisonError::into_inner)),
             false => Guard::Read(lock.read().unwrap_or_else(PoisonError::into_inner)),
         });
+        if let Some(pinned) = allocation.pinned() {
+            pinned.check(write)?;
+        }
     }
 
     let mut read: SmallVec<[&[u8]; 8]> = SmallVec::new();
@@ -115,9 +119,9 @@ pub(crate) fn with_few<const N: usize, R>(
     const { assert!(N == 1 || N == 2) };
     let addr = |s: &Storage| std::ptr::from_ref(s.allocation()).addr();
     let (from, to) = (reads.map(addr), addr(write));
-    let locks = reads.map(|s| s.allocation().host_lock());
+    let locks = reads.map(|s| s.allocation().unpinned_lock());
     let (false, false, Some(lock)) =
-        (from.contains(&to), locks.iter().any(Option::is_none), write.allocation().host_lock())
+        (from.contains(&to), locks.iter().any(Option::is_none), write.allocation().unpinned_lock())
     else {
         return with_host(&reads, &[write], |reads, writes| f(std::array::from_fn(|i| reads[i]), writes[0]));
     };
@@ -178,6 +182,11 @@ impl Storage {
 
     /// Copies bytes `offset..offset + dst.len()` to the host. Waits for the device.
     pub(crate) fn read(&self, offset: usize, dst: &mut [u8]) -> Result<()> {
+        self.read_to(offset, dst, None)
+    }
+
+    /// [`read`](Self::read) to what is of this pinned memory, if any.
+    fn read_to(&self, offset: usize, dst: &mut [u8], pinned: Option<&PinnedBytes>) -> Result<()> {
         let range = self.range("read", offset, dst.len())?;
         if dst.is_empty() {
             return Ok(());
@@ -189,7 +198,7 @@ impl Storage {
             return Ok(());
         }
         let from = self.readable()?;
-        staging::read(from.device, from.buffer(), from.offset() + offset, dst)
+        staging::read(from.device, from.buffer(), from.offset() + offset, dst, pinned)
     }
 
     /// The `count` elements from byte `offset` on, a multiple of their size. Waits for the device.
@@ -234,6 +243,11 @@ impl Storage {
 
     /// Copies `src` from the host to bytes `offset..offset + src.len()`. `src` may be reused when it returns.
     pub(crate) fn write(&self, offset: usize, src: &[u8]) -> Result<()> {
+        self.write_from(offset, src, None)
+    }
+
+    /// [`write`](Self::write) from what is of this pinned memory, if any.
+    fn write_from(&self, offset: usize, src: &[u8], pinned: Option<&PinnedBytes>) -> Result<()> {
         let range = self.range("write", offset, src.len())?;
         if src.is_empty() {
             return Ok(());
@@ -243,7 +257,7 @@ impl Storage {
         }
         capture::refuse(self.device(), "write", "values of the host would be there once: make the tensor outside")?;
         let to = self.cl()?;
-        staging::write(to.device, src, to.buffer(), to.offset() + offset)
+        staging::write(to.device, src, to.buffer(), to.offset() + offset, pinned)
     }
 
     /// Copies `bytes` bytes of `src` (which may be this storage, and may overlap) from `src_offset` to `offset`: on one
@@ -265,8 +279,10 @@ impl Storage {
                 with_host(&[], &[self], |_, w| w[0].copy_within(from, offset))
             }
             (Device::Cpu, Device::Cpu) => with_few([src], self, |[r], w| copy(&mut w[to], &r[from])),
-            (Device::Cpu, _) => with_host(&[], &[self], |_, w| src.read(src_offset, &mut w[0][to]))?,
-            (_, Device::Cpu) => with_host(&[src], &[], |r, _| self.write(offset, &r[0][from]))?,
+            (Device::Cpu, _) => {
+                with_host(&[], &[self], |_, w| src.read_to(src_offset, &mut w[0][to], self.0.pinned()))?
+            }
+            (_, Device::Cpu) => with_host(&[src], &[], |r, _| self.write_from(offset, &r[0][from], src.0.pinned()))?,
             (here, there) if here == there => {
                 let (to, from) = (self.cl()?, src.cl()?);
                 let (there, here) = ((from.buffer(), from.offset() + src_offset), (to.buffer(), to.offset() + offset));

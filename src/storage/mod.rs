@@ -245,10 +245,7 @@ impl Storage {
 
     /// Whether it is memory of the host pinned for this device's transfers.
     pub(crate) fn is_pinned(&self, device: Device) -> bool {
-        // An adopted one alone: others may be moved, and nobody holds them here.
-        let Home::Adopted(adopted) = &self.0.home else { return false };
-        let start = adopted.memory.start().addr().get();
-        staging::is_pinned(device, start..start + self.nbytes())
+        self.0.pinned().is_some_and(|pinned| pinned.is_for(device))
     }
 
     #[inline(always)] // what is moved in words and read in vectors waits for the stores
@@ -372,6 +369,17 @@ impl Allocation {
         }
     }
 
+    /// The pinned memory that it is in. It is to be [checked](staging::PinnedBytes::check) under the lock.
+    fn pinned(&self) -> Option<&staging::PinnedBytes> {
+        match &self.home {
+            Home::Adopted(adopted) => match &adopted.memory {
+                Bytes::Pinned(pinned) => Some(pinned),
+                Bytes::Vector(_) => None,
+            },
+            _ => None,
+        }
+    }
+
     /// What is locked while slices of the bytes exist; `None` where there are none in host memory.
     fn host_lock(&self) -> Option<&RwLock<()>> {
         match &self.home {
@@ -379,6 +387,11 @@ impl Allocation {
             Home::Adopted(adopted) => Some(&adopted.lock),
             Home::Empty | Home::OpenCl(..) => None,
         }
+    }
+
+    /// [`host_lock`](Self::host_lock), but of no pinned memory, which is to be checked under it.
+    fn unpinned_lock(&self) -> Option<&RwLock<()>> {
+        self.host_lock().filter(|_| self.pinned().is_none())
     }
 
     /// The first byte and the number of bytes in host memory; no bytes, aligned all the same, elsewhere. Valid as long

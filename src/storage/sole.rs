@@ -26,9 +26,13 @@ impl<T: Element> Sole<T> {
     ///
     /// # Errors
     /// [`Error::Invalid`] where bytes are no elements; for what is not on the CPU, and where there is another handle.
+    /// [`Error::DeviceLost`] where a transfer may still be using them.
     pub(crate) fn new(op: &'static str, mut storage: Storage, offset: usize, count: usize) -> Result<Sole<T>> {
         if storage.device() != Device::Cpu || alone(&mut storage.0).is_none() {
             return Err(Error::invalid(op, format!("{storage:?} are not one handle's alone")));
+        }
+        if let Some(pinned) = storage.allocation().pinned() {
+            pinned.check(true)?;
         }
         let could_move = storage.allocation().block().is_some_and(Block::pin);
         // From here on, also where an error is returned, dropping it lets the block go.

@@ -11,9 +11,8 @@ mod tests;
 mod transfer;
 
 use std::mem::{self, ManuallyDrop};
-use std::ops::Range;
 use std::ptr::NonNull;
-use std::sync::atomic::Ordering::Release;
+use std::sync::atomic::{AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 use std::sync::{Arc, LockResult, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
@@ -28,7 +27,7 @@ use super::{Config, Driver, registry};
 use crate::device::cpu::streaming::Streaming;
 use crate::device::opencl::{self, ClBuffer, ClDevice, ClEvent, ClPinned, HostMemory, Mapped, capture};
 use crate::device::{DeviceKind, StreamId};
-use crate::{Device, Result};
+use crate::{Device, Error, Result};
 
 /// How a transfer is cut up: pinned slices of so many bytes, used in turn, and what one thread copies at a time.
 #[derive(Debug, Clone, Copy)]
@@ -128,10 +127,17 @@ fn budget() -> &'static Arc<Budget> {
     })
 }
 
-/// Reads bytes of a buffer to the host, waits for them and reports what a kernel of this thread found wrong.
-pub(super) fn read(device: &'static ClDevice, src: &ClBuffer, off: usize, dst: &mut [u8]) -> Result<()> {
-    match UserPinned::new(device, dst.as_mut_ptr(), dst.len()) {
-        Some(pinned) => device.read_into(src, off, pinned).map(drop),
+/// Reads bytes of a buffer to the host, waits for them and reports what a kernel of this thread found wrong. `pinned` is
+/// what `dst` lies in, if that is pinned memory.
+pub(super) fn read(
+    device: &'static ClDevice,
+    src: &ClBuffer,
+    off: usize,
+    dst: &mut [u8],
+    pinned: Option<&PinnedBytes>,
+) -> Result<()> {
+    match pinned.and_then(|pinned| pinned.lend(device, dst.as_mut_ptr(), dst.len(), true)) {
+        Some(lent) => device.read_into(src, off, lent).map(drop),
         None => read_apart(device, src, off, dst).unwrap_or_else(|| device.read(src, off, dst)),
     }
 }
@@ -161,16 +167,22 @@ fn read_apart(device: &'static ClDevice, src: &ClBuffer, off: usize, dst: &mut [
     ring.flatten().map(|ring| ring.read(src, off, dst))
 }
 
-/// Writes bytes from the host to a buffer and waits until they are there.
-pub(super) fn write(device: &'static ClDevice, src: &[u8], dst: &ClBuffer, off: usize) -> Result<()> {
+/// Writes bytes from the host to a buffer and waits until they are there. `pinned` is as in [`read`].
+pub(super) fn write(
+    device: &'static ClDevice,
+    src: &[u8],
+    dst: &ClBuffer,
+    off: usize,
+    pinned: Option<&PinnedBytes>,
+) -> Result<()> {
     if is_mapped(device, src.len()) {
         let (n, from) = (src.len(), src.as_ptr());
         let region = Mapped { buffer: dst, off, overwrite: true };
         // SAFETY: n bytes are mapped there, and nothing runs on the device meanwhile; `src` is borrowed.
         return device.with_mapped([region], n, |[to]| unsafe { bytes(from, to, n, copy) });
     }
-    if let Some(pinned) = UserPinned::new(device, src.as_ptr().cast_mut(), src.len()) {
-        return device.write_from(pinned, dst, off).map(drop);
+    if let Some(lent) = pinned.and_then(|pinned| pinned.lend(device, src.as_ptr().cast_mut(), src.len(), false)) {
+        return device.write_from(lent, dst, off).map(drop);
     }
     let ring = is_staged(device, src.len()).then(|| Ring::new(pool(device), device, UP.of(src.len()), src.len()));
     match ring.flatten() {
@@ -208,61 +220,80 @@ fn is_mapped(device: &ClDevice, bytes: usize) -> bool {
     bytes >= MAPPED && device.info().kind == DeviceKind::Cpu
 }
 
-/// Pinned bytes of users' tensors: of which device, and from where to where.
-static PINNED: RwLock<Vec<(Device, Range<usize>)>> = RwLock::new(Vec::new());
-
-/// Whether the bytes at these addresses are pinned for this device, which then transfers them as they are.
-pub(super) fn is_pinned(device: Device, bytes: Range<usize>) -> bool {
-    let pinned = PINNED.read().unwrap_or_else(PoisonError::into_inner);
-    pinned.iter().any(|(of, range)| *of == device && range.start <= bytes.start && bytes.end <= range.end)
-}
-
-/// Bytes of a user's tensor that are pinned for a device: its transfers use them where they are. Whoever makes one has
-/// borrowed them.
-struct UserPinned(*mut u8, usize);
-
-impl UserPinned {
-    fn new(device: &ClDevice, start: *mut u8, bytes: usize) -> Option<UserPinned> {
-        let pinned = is_staged(device, STAGED) && is_pinned(device.device(), start.addr()..start.addr() + bytes);
-        pinned.then_some(UserPinned(start, bytes))
-    }
-}
-
-// SAFETY: `new` found the bytes to be of a `PinnedBytes`, which gives none back once the device is lost, and who calls it
-// has them borrowed, exclusively where they are written.
-unsafe impl HostMemory for UserPinned {
-    fn range(&mut self) -> (*mut u8, usize) {
-        (self.0, self.1)
-    }
-}
-
 /// Pinned host memory for a tensor's elements.
 pub(super) struct PinnedBytes {
     /// Until dropped.
     block: ManuallyDrop<Pinned<'static, Source>>,
     device: Device,
+    /// Transfers that read the bytes, and those that write them: under way, or never known to be over.
+    readers: AtomicUsize,
+    writers: AtomicUsize,
+}
+
+/// Bytes of a [`PinnedBytes`] that a transfer uses where they are. Whoever has one made has borrowed them, under the lock of
+/// their tensor. One that is forgotten keeps everybody else out.
+struct Lent<'a> {
+    start: *mut u8,
+    bytes: usize,
+    users: &'a AtomicUsize,
+}
+
+// SAFETY: the bytes are borrowed, exclusively where they are written, and after that nobody gets at them until this is
+// dropped: `PinnedBytes::check`. Once the device is lost a `PinnedBytes` is never given back.
+unsafe impl HostMemory for Lent<'_> {
+    fn range(&mut self) -> (*mut u8, usize) {
+        (self.start, self.bytes)
+    }
+}
+
+impl Drop for Lent<'_> {
+    fn drop(&mut self) {
+        self.users.fetch_sub(1, Release);
+    }
 }
 
 impl PinnedBytes {
     fn new(pool: &'static Pool, device: Device, bytes: usize) -> Option<PinnedBytes> {
-        let pinned = PinnedBytes { block: ManuallyDrop::new(pool.alloc(bytes)?), device };
-        let range = pinned.start().addr().get()..pinned.start().addr().get() + pinned.block.bytes();
-        PINNED.write().unwrap_or_else(PoisonError::into_inner).push((device, range));
-        Some(pinned)
+        let block = ManuallyDrop::new(pool.alloc(bytes)?);
+        Some(PinnedBytes { block, device, readers: AtomicUsize::new(0), writers: AtomicUsize::new(0) })
     }
 
     /// The first byte. What the bytes are at first is unspecified, but they are initialised.
     pub(super) fn start(&self) -> NonNull<u8> {
         start_of(&self.block)
     }
+
+    /// Whether they are pinned for this device's transfers.
+    pub(super) fn is_for(&self, device: Device) -> bool {
+        self.device == device
+    }
+
+    /// Some of the bytes for a transfer of this device, which writes them or only reads them; `None` where they are another's.
+    fn lend(&self, device: &ClDevice, start: *mut u8, bytes: usize, written: bool) -> Option<Lent<'_>> {
+        if !self.is_for(device.device()) {
+            return None;
+        }
+        let offset = start.addr().wrapping_sub(self.start().addr().get());
+        assert!(offset <= self.block.bytes() && bytes <= self.block.bytes() - offset, "bytes of other memory");
+        let users = if written { &self.writers } else { &self.readers };
+        users.fetch_add(1, Relaxed);
+        Some(Lent { start, bytes, users })
+    }
+
+    /// Under the tensor's lock, before the bytes are read, or `written` as well: an error where a transfer of the lost device
+    /// may still be using them.
+    pub(super) fn check(&self, written: bool) -> Result<()> {
+        // Transfers that are under way hold the lock as well: those that write the bytes exclusively.
+        if self.writers.load(Acquire) == 0 && (!written || self.readers.load(Acquire) == 0) {
+            return Ok(());
+        }
+        let cause = "a transfer that nobody knows the end of may still be using this pinned memory".into();
+        Err(Error::DeviceLost { device: self.device, cause })
+    }
 }
 
 impl Drop for PinnedBytes {
     fn drop(&mut self) {
-        let start = self.start().addr().get();
-        let mut pinned = PINNED.write().unwrap_or_else(PoisonError::into_inner);
-        pinned.retain(|(of, range)| *of != self.device || range.start != start);
-        drop(pinned);
         // Transfers of a lost device may be using it for good.
         if !matches!(self.device, Device::OpenCL(index) if !opencl::is_available(index)) {
             // SAFETY: dropped once, here, and not used again.

@@ -176,23 +176,27 @@ fn without_pinned_memory_the_plain_way_is_taken() {
 }
 
 #[test]
-fn pinned_bytes_are_known_as_long_as_they_live() {
+fn pinned_bytes_belong_to_a_transfer_until_it_is_over() {
     for opened in devices() {
         let (pool, device) = (new_pool(opened, 1 << 20), opened.device());
         let pinned = PinnedBytes::new(pool, device, 10_000).unwrap();
-        let start = pinned.start().addr().get();
-        for (range, inside) in [
-            (start..start + 10_000, true),
-            (start + 9_999..start + 10_000, true),
-            (start - 1..start + 1, false),
-            (start + 1..start + (1 << 20), false),
-        ] {
-            assert_eq!(is_pinned(device, range.clone()), inside, "{range:?} of {start}");
+        let start = pinned.start().as_ptr();
+        assert!(pinned.is_for(device) && !pinned.is_for(Device::OpenCL(opencl::count())));
+        let refused = || [false, true].map(|written| pinned.check(written).is_err());
+        for (written, kept) in [(false, [false, true]), (true, [true, true])] {
+            let lent = || pinned.lend(opened, start, 10_000, written).unwrap();
+            let (first, mut second) = (lent(), lent());
+            assert_eq!((second.range(), refused()), ((start, 10_000), kept));
+            drop(first);
+            assert_eq!(refused(), kept);
+            drop(second);
+            assert_eq!(refused(), [false, false]);
         }
-        assert!(!is_pinned(Device::OpenCL(opencl::count()), start..start + 1), "another device's");
+        mem::forget(pinned.lend(opened, start.wrapping_add(9_999), 1, true).unwrap());
+        let error = pinned.check(false).unwrap_err();
+        assert!(matches!(error, Error::DeviceLost { device: of, .. } if of == device), "{error}");
         assert_eq!(pool.stats().active_requests.current, 1);
         drop(pinned);
-        assert!(!is_pinned(device, start..start + 1));
         assert_eq!(pool.stats().active_requests.current, 0);
         assert!(PinnedBytes::new(pool, device, 2 << 20).is_none(), "more than there may be");
     }
