@@ -3,6 +3,8 @@
 
 mod stand_in;
 
+use std::cell::Cell;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::thread;
 use std::time::Duration;
 
@@ -216,6 +218,51 @@ fn a_pinned_tensor_that_is_read_late_is_not_changed() {
     assert!(matches!(pinned.zero_(), Err(Error::DeviceLost { device: DEVICE, .. })));
     assert_eq!(pinned.to_vec::<f32>().unwrap(), [2.0; SMALL], "nobody writes to it");
     assert!(matches!(pinned.into_host::<f32>(), Err(Error::DeviceLost { device: DEVICE, .. })));
+}
+
+/// At every message it asks for the devices and uses one, and counts those messages that it was not the cause of.
+struct Using(&'static AtomicUsize);
+
+impl tracing::Subscriber for Using {
+    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
+        metadata.is_event()
+    }
+
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+
+    fn event(&self, _: &tracing::Event<'_>) {
+        thread_local!(static BUSY: Cell<bool> = const { Cell::new(false) });
+        if !BUSY.replace(true) {
+            self.0.fetch_add(1, Relaxed);
+            let sum = Tensor::ones(100, Device::best()).and_then(|ones| ones.exp()?.sum((), false)?.item::<f32>());
+            assert!(sum.unwrap() > 271.0);
+            BUSY.set(false);
+        }
+    }
+
+    fn enter(&self, _: &tracing::span::Id) {}
+
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+/// From the first use on: while devices are looked for, opened, and kernels compiled.
+#[test]
+fn a_subscriber_may_use_the_device_at_every_message() {
+    let Some(faults) = Faults::install("a_subscriber_may_use_the_device_at_every_message", Kind::Real) else { return };
+    static MESSAGES: AtomicUsize = AtomicUsize::new(0);
+    tracing::subscriber::set_global_default(Using(&MESSAGES)).unwrap();
+    let tried_again = ["clGetDeviceInfo", "clCreateContext"]; // and told
+    tried_again.iter().for_each(|name| faults.fail(name, 1, 1, -6));
+    assert_eq!(Device::best(), DEVICE);
+    assert!(MESSAGES.load(Relaxed) > 0);
+    assert_eq!(on_device(&[1.0, 2.0]).softmax(0).unwrap().to_vec::<f32>().unwrap().len(), 2);
+    assert_eq!(tried_again.map(|name| faults.injected(name)), [1, 1]);
 }
 
 /// A call that fails says nothing of the command: others tell that it is done, and it was.

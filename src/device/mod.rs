@@ -23,6 +23,7 @@
 
 pub(crate) mod cpu;
 mod info;
+pub(crate) mod log;
 pub(crate) mod opencl;
 pub(crate) mod stream;
 

@@ -18,6 +18,7 @@ use std::time::{Duration, SystemTime};
 
 use sha2::{Digest, Sha256};
 
+use crate::device::log;
 use crate::{Error, Result};
 
 /// The hash of what a file's contents depend on.
@@ -79,6 +80,7 @@ impl Cache {
     pub(super) fn of_process() -> Option<&'static Cache> {
         static CACHE: LazyLock<Option<Cache>> =
             LazyLock::new(|| Cache::from_variables(|name| std::env::var_os(name).filter(|value| !value.is_empty())));
+        let _messages = log::defer(); // a subscriber may ask for it as well
         CACHE.as_ref()
     }
 
@@ -94,7 +96,9 @@ impl Cache {
         let asked = variable("CLAYSTONE_CACHE_MAXSIZE");
         let max_size = asked.as_deref().map_or(Some(MAX_SIZE), |text| text.to_str()?.trim().parse().ok());
         let max_size = max_size.unwrap_or_else(|| {
-            tracing::warn!(?asked, "CLAYSTONE_CACHE_MAXSIZE is no number of bytes: {MAX_SIZE} is used instead");
+            log::emit(move || {
+                tracing::warn!(?asked, "CLAYSTONE_CACHE_MAXSIZE is no number of bytes: {MAX_SIZE} is used instead");
+            });
             MAX_SIZE
         });
         (max_size > 0).then(|| Cache::at(folder, max_size))
@@ -149,7 +153,8 @@ impl Cache {
 
     /// Removes a file that turned out to be of no use.
     pub(super) fn remove(&self, name: &str) {
-        tracing::debug!(folder = ?self.folder, name, "cached file refused");
+        let (folder, file) = (self.folder.clone(), name.to_owned());
+        log::emit(move || tracing::debug!(?folder, file, "cached file refused"));
         let _ = fs::remove_file(self.folder.join(name));
     }
 
@@ -192,8 +197,10 @@ impl Cache {
         if let Err(error) = &checked
             && error.kind() == io::ErrorKind::PermissionDenied
         {
+            let _messages = log::defer(); // a subscriber may get here as well
             self.warned.call_once(|| {
-                tracing::warn!(folder = ?self.folder, "compiled kernels are not kept: {error}; {ADVICE}");
+                let (folder, error) = (self.folder.clone(), error.to_string());
+                log::emit(move || tracing::warn!(?folder, "compiled kernels are not kept: {error}; {ADVICE}"));
             });
         }
         checked

@@ -19,7 +19,7 @@ use super::queues::{Locked, Queues, SERVICE};
 use super::retry::{PAUSES, Probed, retry};
 use super::tuning::Tuning;
 use crate::device::stream::MAX_STREAMS;
-use crate::device::{Device, DeviceInfo, DeviceKind, StreamId};
+use crate::device::{Device, DeviceInfo, DeviceKind, StreamId, log};
 use crate::{Error, Result};
 
 /// Counters of a stream that a kernel may use; see [`ClDevice::arrivals`].
@@ -78,7 +78,7 @@ impl ClDevice {
             detail: detail(&e, &found.driver_text) + ": the device could not be opened; the next use tries again",
         })?;
         exit::register();
-        tracing::debug!(%device, name = opened.info().name, "opened");
+        log::emit(move || tracing::debug!(%device, name = found.info.name, "opened"));
         Ok(opened)
     }
 
@@ -206,7 +206,8 @@ impl ClDevice {
     /// Makes the device lost: what its memory holds can no longer be relied on.
     pub(crate) fn give_up(&self, cause: &str) {
         self.end(cause);
-        tracing::error!(device = %self.device, cause, "device given up");
+        let (device, cause) = (self.device, cause.to_owned());
+        log::emit(move || tracing::error!(%device, cause, "device given up"));
     }
 
     /// [`give_up`](Self::give_up) without a word.
@@ -243,7 +244,8 @@ impl ClDevice {
         if e.lost {
             let (kept, detail) = (if e.unfinished { UNFINISHED } else { "" }, detail(&e, &self.found.driver_text));
             self.lost.get_or_init(|| format!("{}: {}{detail}{kept}", e.call, e.name()));
-            tracing::error!(device = %self.device, call = e.call, code = e.name(), "device lost");
+            let device = self.device;
+            log::emit(move || tracing::error!(%device, call = e.call, code = e.name(), "device lost"));
         }
         e
     }

@@ -23,7 +23,7 @@ use super::driver::{call, runtime};
 use super::errors::ClError;
 use super::exit;
 use super::retry::retry;
-use crate::device::{Device, DeviceInfo, DeviceKind};
+use crate::device::{Device, DeviceInfo, DeviceKind, log};
 use crate::{Error, Result};
 
 /// What to install where nothing is found.
@@ -121,6 +121,7 @@ fn discovery() -> Result<&'static Discovery, ClError> {
     if let Some(known) = DISCOVERY.get() {
         return Ok(known);
     }
+    let _messages = log::defer(); // a subscriber may ask for devices as well
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     let _one_at_a_time = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(known) = DISCOVERY.get() {
@@ -132,11 +133,16 @@ fn discovery() -> Result<&'static Discovery, ClError> {
     exit::register(); // before the handlers of what was loaded
     match found {
         Ok(found) => {
-            tracing::debug!(devices = found.devices.len(), why_none = found.why_none, "OpenCL discovery");
-            Ok(DISCOVERY.get_or_init(|| found))
+            let known = DISCOVERY.get_or_init(|| found);
+            log::emit(move || {
+                tracing::debug!(devices = known.devices.len(), why_none = known.why_none, "OpenCL discovery");
+            });
+            Ok(known)
         }
         Err(e) => {
-            tracing::warn!(call = e.call, code = e.name(), "which OpenCL devices there are is not known");
+            log::emit(move || {
+                tracing::warn!(call = e.call, code = e.name(), "which OpenCL devices there are is not known");
+            });
             Err(e)
         }
     }
@@ -201,7 +207,9 @@ pub(super) fn discover(choice: &str) -> Result<Discovery, ClError> {
             // Whoever chooses has numbered the devices, and those of this platform may not be among them.
             Err(e) if e.is_transient() && choice.trim().is_empty() => return Err(e),
             Err(e) if e.is_transient() => {
-                tracing::warn!(platform = p, call = e.call, code = e.name(), "platform left out");
+                log::emit(move || {
+                    tracing::warn!(platform = p, call = e.call, code = e.name(), "platform left out");
+                });
                 failure = Some(e);
                 Vec::new()
             }
@@ -213,13 +221,9 @@ pub(super) fn discover(choice: &str) -> Result<Discovery, ClError> {
             match describe(&entry) {
                 Ok(found) => _ = entry.found.set(found),
                 Err(Silent::Failed(e)) => {
-                    tracing::warn!(
-                        platform = p,
-                        index = d,
-                        call = e.call,
-                        code = e.name(),
-                        "what a device is is not known"
-                    );
+                    let (call, code) = (e.call, e.name());
+                    let unknown = "what a device is is not known";
+                    log::emit(move || tracing::warn!(platform = p, index = d, call, code, "{unknown}"));
                     failure = Some(e);
                 }
                 Err(Silent::Unusable(why)) => {
@@ -242,7 +246,9 @@ pub(super) fn discover(choice: &str) -> Result<Discovery, ClError> {
     match failure {
         // An unmatched entry may name a device that could not be queried.
         Some(e) if !unmatched.is_empty() => return Err(e),
-        _ => unmatched.iter().for_each(|entry| tracing::warn!(entry, "CLAYSTONE_DEVICES names no device")),
+        _ => unmatched.into_iter().for_each(|entry| {
+            log::emit(move || tracing::warn!(entry, "CLAYSTONE_DEVICES names no device"));
+        }),
     }
     let why_none = format!("CLAYSTONE_DEVICES={choice} matches none of the {} OpenCL device(s) here", devices.len());
     let mut devices: Vec<_> = devices.into_iter().map(Some).collect();

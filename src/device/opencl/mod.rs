@@ -53,7 +53,7 @@ pub(crate) use transfer::Mapped;
 pub(crate) use tuning::{Knob, PARAMETERS, Tunable, times_tuned};
 
 use crate::Result;
-use crate::device::{Device, DeviceInfo};
+use crate::device::{Device, DeviceInfo, log};
 
 /// [`open`] for a device that is known to be an OpenCL device.
 pub(crate) fn open_device(device: Device) -> Result<&'static ClDevice> {
@@ -67,6 +67,7 @@ pub(crate) fn open(index: usize) -> Result<&'static ClDevice> {
     if let Some(device) = entry.opened.get() {
         return Ok(device);
     }
+    let _messages = log::defer(); // a subscriber may use the device as well
     let _one_at_a_time = entry.opening.lock().unwrap_or_else(|poison| poison.into_inner());
     if let Some(device) = entry.opened.get() {
         return Ok(device);

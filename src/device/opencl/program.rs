@@ -19,7 +19,7 @@ use super::cache::{Cache, Key, Kind};
 use super::driver::{ClKernel, Program, call, create};
 use super::errors::ClError;
 use super::exit;
-use crate::device::DeviceKind;
+use crate::device::{DeviceKind, log};
 use crate::{Error, Result};
 
 /// A source with this line has instructions for NVIDIA's `sm_90a` in inline assembly, each of their lines behind
@@ -105,6 +105,7 @@ impl ClDevice {
         self.check_lost()?;
         let options = self.build_options() + more_options;
         let key = self.key(source, &options);
+        let _messages = log::defer(); // a subscriber may want the same program
         let _under_way = exit::under_way();
         let slot = self.programs.slot(key, by);
         let program = {
@@ -198,7 +199,8 @@ impl ClDevice {
             })?;
         }
         self.programs.from_source.fetch_add(1, Relaxed);
-        tracing::debug!(kernel = name, device = %self.device(), took = ?started.elapsed(), "built from source");
+        let (kernel, device, took) = (name.to_owned(), self.device(), started.elapsed());
+        log::emit(move || tracing::debug!(kernel, %device, ?took, "built from source"));
         if let Some(cache) = cache
             && self.programs.slow_binaries.load(Relaxed) < SLOW_BINARIES
         {
@@ -207,7 +209,8 @@ impl ClDevice {
                 .map_err(|e| e.name().to_owned())
                 .and_then(|b| cache.store(file, &b).map_err(|e| e.to_string()));
             if let Err(cause) = saved {
-                tracing::debug!(?file, cause, "program not kept on disk");
+                let file = file.to_owned();
+                log::emit(move || tracing::debug!(file, cause, "program not kept on disk"));
             }
             if asked.elapsed() > SLOW {
                 self.programs.slow_binaries.fetch_add(1, Relaxed);

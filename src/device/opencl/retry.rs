@@ -7,6 +7,7 @@ use std::thread;
 use std::time::Duration;
 
 use super::errors::ClError;
+use crate::device::log;
 
 /// Between attempts: what a driver is short of for a moment is there again at one of them.
 pub(super) const PAUSES: [Duration; 3] =
@@ -21,14 +22,14 @@ pub(super) fn retry<T>(f: impl FnMut() -> Result<T, ClError>) -> Result<T, ClErr
 }
 
 /// [`retry`] with errors of another type, of which `is_transient` tells those after which `f` is called again.
-pub(super) fn retry_if<T, E: Debug>(
+pub(super) fn retry_if<T, E: Debug + 'static>(
     is_transient: impl Fn(&E) -> bool,
     mut f: impl FnMut() -> Result<T, E>,
 ) -> Result<T, E> {
     for pause in PAUSES {
         match f() {
             Err(error) if is_transient(&error) => {
-                tracing::debug!(?error, ?pause, "tried again after a pause");
+                log::emit(move || tracing::debug!(?error, ?pause, "tried again after a pause"));
                 thread::sleep(pause);
             }
             answer => return answer,

@@ -17,7 +17,7 @@ use super::copies::{RETRIES, RETRY_AFTER, Stranded, TRIES, while_moving};
 use super::ladder::Climb;
 use super::moves::{Move, Plan, largest_gap};
 use super::{CachingAllocator, Request};
-use crate::device::StreamId;
+use crate::device::{StreamId, log};
 use crate::{Device, Error, Result};
 
 /// How the blocks of segments get into a new one.
@@ -32,6 +32,12 @@ enum Way {
 }
 
 impl CachingAllocator {
+    /// Lets nobody else compact meanwhile. A subscriber that allocates may have to: messages wait.
+    pub(super) fn compact_alone(&self) -> impl Sized + use<'_> {
+        let messages = log::defer();
+        (self.compacting.lock().unwrap_or_else(PoisonError::into_inner), messages) // dropped in this order
+    }
+
     /// The last rung: makes room for the request by moving blocks.
     pub(super) fn compact_for(&self, request: &Request, climb: &mut Climb) -> Result<Option<Block>> {
         if !self.rules.config.compaction {
@@ -41,7 +47,7 @@ impl CachingAllocator {
             0 => u64::MAX,
             bytes => bytes as u64,
         };
-        let _alone = self.compacting.lock().unwrap_or_else(PoisonError::into_inner);
+        let _alone = self.compact_alone();
         self.wait_for_streams(request)?;
         if let Some(block) = self.lock_folded().search_all(self.number, request, true) {
             return Ok(Some(block)); // somebody else has made room
@@ -76,7 +82,7 @@ impl CachingAllocator {
     /// Moves all blocks of the default pool together, copying at most `budget` bytes. Gives the bytes given back.
     pub(super) fn compact_all(&self, mut budget: u64) -> Result<u64> {
         let request = Request { bytes: 0, size: 0, kind: super::Kind::Large, pool: 0, stream: StreamId::DEFAULT };
-        let _alone = self.compacting.lock().unwrap_or_else(PoisonError::into_inner);
+        let _alone = self.compact_alone();
         self.wait_for_streams(&request)?;
         let (before, unused) = {
             let mut core = self.lock();
@@ -254,7 +260,8 @@ impl CachingAllocator {
         match written {
             Ok(target) => self.settle_repacked(plan, &target),
             Err(why) => {
-                tracing::error!(device = %self.driver.device(), bytes, why, "blocks that were moved stay on the host");
+                let device = self.driver.device();
+                log::emit(move || tracing::error!(%device, bytes, why, "blocks that were moved stay on the host"));
                 let stranded = std::mem::take(&mut plan.moves).into_iter().zip(host);
                 let mut core = self.lock();
                 self.keep_on_host(&mut core, stranded.map(|(block, bytes)| Stranded { block, bytes }));

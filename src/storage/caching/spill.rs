@@ -5,7 +5,7 @@
 //! when it is next used or the cache is emptied, as soon as there is memory. Statistics count it as reserved, so that a
 //! limit leaves room for it.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use super::super::allocator::{Allocator, Block};
 use super::super::driver::{Failure, MemoryKind};
@@ -15,6 +15,7 @@ use super::copies::{Stranded, TRIES};
 use super::heap::{Arena, Entry, Heap, Held, NONE, SPILLED, Search, Use};
 use super::moves::{Move, Then};
 use super::{CachingAllocator, Core};
+use crate::device::log;
 use crate::{Error, Result};
 use std::any::Any;
 use std::sync::atomic::Ordering::Relaxed;
@@ -47,7 +48,7 @@ impl CachingAllocator {
         if block.owner != self.number {
             return Err(Error::invalid("restore", format!("{block:?} is not of {self:?}")));
         }
-        let _alone = self.compacting.lock().unwrap_or_else(PoisonError::into_inner);
+        let _alone = self.compact_alone();
         self.bring_back(block.id()).or_else(|error| {
             if !matches!(error, Error::OutOfMemory { .. }) {
                 return Err(error);
@@ -66,9 +67,12 @@ impl CachingAllocator {
         let spilled = self.lock().spilled();
         for id in spilled {
             if let Err(error) = self.bring_back(id) {
-                tracing::warn!(device = %self.driver.device(), %error, "a block stays on the host");
-                if !matches!(error, Error::OutOfMemory { .. }) {
-                    break; // no matter of memory: the next one would fail as well
+                // No matter of memory: the next one would fail as well.
+                let stop = !matches!(error, Error::OutOfMemory { .. });
+                let device = self.driver.device();
+                log::emit(move || tracing::warn!(%device, %error, "a block stays on the host"));
+                if stop {
+                    break;
                 }
             }
         }

@@ -1,5 +1,7 @@
 //! Every call of a compaction fails, some times over: each block keeps its contents.
 
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
 use super::super::heap::SPILLED;
 use super::*;
 use crate::storage::driver::MemoryKind;
@@ -18,7 +20,7 @@ type Layout = &'static [(usize, bool)];
 /// A device that is full, with blocks that have contents and holes between them.
 struct Full {
     sim: Sim,
-    allocator: CachingAllocator,
+    allocator: Arc<CachingAllocator>,
     live: Vec<(Block, u32)>,
 }
 
@@ -30,6 +32,7 @@ impl Full {
             SimOptions { alignment: GRANULE, contents: true, asynchronous, capacity, ..SimOptions::default() };
         let sim = Sim::new(options);
         let allocator = CachingAllocator::new(Arc::new(sim.clone()), "segments:pytorch".parse().unwrap()).unwrap();
+        let allocator = Arc::new(allocator);
         let whole = |blocks: &&Layout| take(&allocator, blocks.iter().map(|(mib, _)| mib * MIB).sum());
         let all: Vec<Block> = segments.iter().map(|blocks| whole(&blocks)).collect();
         give_back(&allocator, all);
@@ -179,6 +182,46 @@ fn blocks_without_memory_to_come_back_to_stay_on_the_host() {
         assert_eq!(full.check("memory"), 0);
         full.end();
     }
+}
+
+/// A subscriber that allocates more than there is at every message, and counts them.
+struct Allocating(Arc<CachingAllocator>, Arc<AtomicUsize>);
+
+impl tracing::Subscriber for Allocating {
+    fn enabled(&self, _: &tracing::Metadata<'_>) -> bool {
+        true
+    }
+
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+
+    fn event(&self, _: &tracing::Event<'_>) {
+        assert!(self.0.compacting.try_lock().is_ok(), "a message while others have to wait");
+        assert!(self.0.allocate(300 * MIB, StreamId::DEFAULT).is_err());
+        self.1.fetch_add(1, Relaxed);
+    }
+
+    fn enter(&self, _: &tracing::span::Id) {}
+
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+#[test]
+fn a_subscriber_may_allocate_when_it_is_told_of_a_compaction() {
+    let full = Full::new(false, &[THROUGH_HOST, THROUGH_HOST]);
+    let messages = Arc::new(AtomicUsize::new(0));
+    let subscriber = Allocating(Arc::clone(&full.allocator), Arc::clone(&messages));
+    (0..1000).for_each(|_| full.sim.fail_next_commit(Failure::DeviceMemory));
+    let told = tracing::subscriber::with_default(subscriber, || full.allocator.allocate(14 * MIB, StreamId::DEFAULT));
+    assert!(told.is_err() && messages.load(Relaxed) >= 2, "{told:?}, {messages:?}");
+    full.sim.clear_failures();
+    full.check("told");
+    full.end();
 }
 
 #[test]
