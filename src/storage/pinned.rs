@@ -42,6 +42,8 @@ pub(crate) trait PinnedSource: Send + Sync {
     fn create(&self, bytes: usize) -> Result<Self::Memory, Failure>;
     /// Whether the transfer is done, or has failed for good.
     fn is_done(&self, event: &Self::Event) -> bool;
+    /// Whether what is dropped is not released: transfers may be using it for good.
+    fn is_lost(&self) -> bool;
 }
 
 /// Pinned memory of the whole process: what may be taken and what is.
@@ -232,6 +234,9 @@ impl<S: PinnedSource> PinnedPool<S> {
     }
 
     fn release_unused(&self) {
+        if self.source.is_lost() {
+            return; // it stays pinned, and counted
+        }
         self.poll();
         for class in 0..self.classes.len() {
             let unused: Vec<_> = self.lock(class).free.extract_if(.., |piece| !piece.reserved).collect();

@@ -79,6 +79,10 @@ impl PinnedSource for Source {
         // Where the driver does not say, and on a lost device, nobody knows.
         !self.0.is_lost() && event.is_over().unwrap_or(false)
     }
+
+    fn is_lost(&self) -> bool {
+        self.0.is_lost()
+    }
 }
 
 type Pool = PinnedPool<Source>;

@@ -19,6 +19,7 @@ struct FakeState {
     /// So many creations fail.
     refuses: AtomicUsize,
     calls: AtomicUsize,
+    lost: AtomicBool,
     /// Called at every call of the source.
     spy: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }
@@ -68,6 +69,10 @@ impl PinnedSource for Fake {
         self.called();
         event.load(Relaxed)
     }
+
+    fn is_lost(&self) -> bool {
+        self.0.lost.load(Relaxed)
+    }
 }
 
 impl Drop for FakeMemory {
@@ -101,6 +106,24 @@ fn classes() {
     let largest = 1usize << (usize::BITS - 2);
     assert_eq!(class_of(largest).map(class_size), Some(largest));
     assert_eq!((class_of(largest + 1), class_of(usize::MAX)), (None, None));
+}
+
+/// What a lost device keeps pinned still counts: other devices may not pin as much again.
+#[test]
+fn a_lost_source_gives_nothing_back() {
+    let (source, budget) = (Fake::default(), Budget::new(3 * PAGE));
+    let pool = |source: &Fake| PinnedPool::new(source.clone(), 0, Arc::clone(&budget));
+    let (lost, other) = (pool(&source), pool(&Fake::default()));
+    drop([lost.alloc(PAGE), lost.alloc(PAGE)].map(Option::unwrap));
+    source.0.lost.store(true, Relaxed);
+    lost.empty_cache();
+    assert_eq!((lost.stats().allocated_bytes.current, lost.stats().num_host_free), (2 * PAGE as u64, 0));
+    assert!(other.alloc(2 * PAGE).is_none() && other.alloc(PAGE).is_some());
+    source.0.lost.store(false, Relaxed);
+    lost.empty_cache();
+    assert_eq!((lost.stats().allocated_bytes.current, lost.stats().num_host_free), (0, 2));
+    other.empty_cache();
+    assert!(other.alloc(2 * PAGE).is_some());
 }
 
 #[test]
