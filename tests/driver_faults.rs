@@ -394,6 +394,34 @@ fn transfers_that_fail_late_are_told_on_a_discrete_gpu() {
     transfers_that_fail_late_are_told("transfers_that_fail_late_are_told_on_a_discrete_gpu", Kind::DiscreteGpu);
 }
 
+/// Threads that end without asking what their kernels found leave no more memory behind the more there are; what one found
+/// is told all the same.
+fn ended_threads_leave_little_behind(test: &str, kind: Kind) {
+    let Some(faults) = Faults::install(test, kind) else { return };
+    let x = on_device(&[1.0, 2.0, 3.0]);
+    let index = |at: i64| Tensor::from_slice(&[at], 1, DEVICE).unwrap();
+    let (bad, good) = (index(99), index(1));
+    let select = |index: &Tensor| drop(thread::scope(|s| s.spawn(|| x.index_select(0, index).unwrap()).join().unwrap()));
+    select(&bad);
+    (0..30).for_each(|_| select(&good));
+    let buffers = faults.live_buffers();
+    (0..50).for_each(|_| select(&good));
+    assert!(faults.live_buffers() <= buffers + 1, "{} buffers, then {}", buffers, faults.live_buffers());
+    let error = DEVICE.synchronize().unwrap_err();
+    assert!(matches!(error, Error::IndexOutOfRange { index: 99, .. }), "{error}");
+    DEVICE.synchronize().unwrap();
+}
+
+#[test]
+fn ended_threads_leave_little_behind_on_a_processor() {
+    ended_threads_leave_little_behind("ended_threads_leave_little_behind_on_a_processor", Kind::Real);
+}
+
+#[test]
+fn ended_threads_leave_little_behind_on_a_discrete_gpu() {
+    ended_threads_leave_little_behind("ended_threads_leave_little_behind_on_a_discrete_gpu", Kind::DiscreteGpu);
+}
+
 /// A flush that fails after a launch does not undo the launch.
 fn failed_flushes_are_tried_again(test: &str, kind: Kind) {
     let Some(faults) = Faults::install(test, kind) else { return };

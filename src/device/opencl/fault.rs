@@ -19,7 +19,7 @@ use opencl3::types::cl_context;
 use super::context::create_buffer;
 use super::driver::call;
 use super::errors::FAILED_LATE;
-use super::queues::Locked;
+use super::queues::{Locked, SERVICE};
 use super::{Arg, ClBuffer, ClDevice, ClError};
 use crate::device::StreamId;
 use crate::{Error, Result};
@@ -138,6 +138,9 @@ impl Readings {
 
 type Idle = Mutex<Vec<&'static Slot>>;
 
+/// Slots of ended threads that nobody has read. From so many on one is read before another is made.
+const MOST_UNREAD: usize = 16;
+
 /// The slots of one device.
 pub(super) struct Slots {
     /// For a thread that cannot have its own.
@@ -178,20 +181,54 @@ impl Slots {
 
     /// The slot this thread has, or an idle one, or a new one. Not under the queues' lock.
     fn claim(&self, device: &ClDevice) -> &'static Slot {
-        let find = |mine: &RefCell<Vec<Mine>>| {
-            let mut mine = mine.borrow_mut();
-            if let Some(m) = mine.iter().find(|m| ptr::eq(m.idle, self.idle)) {
-                return Some(m.slot);
+        let current = self.current();
+        if !ptr::eq(current, self.shared) {
+            return current;
+        }
+        let read = || (0..MOST_UNREAD).find_map(|_| self.read_one(device)); // some hold faults, and are passed over
+        let unused = self.clean().or_else(read).or_else(|| Slot::new(device.context).ok());
+        let Some(slot) = unused else { return current };
+        let mine = Mine { idle: self.idle, slot };
+        MINE.try_with(|all| all.borrow_mut().push(mine)).map_or(current, |()| slot)
+    }
+
+    fn idle(&self) -> MutexGuard<'_, Vec<&'static Slot>> {
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// An idle slot, but none with what may be a fault that its thread never asked about.
+    fn clean(&self) -> Option<&'static Slot> {
+        let mut idle = self.idle();
+        idle.iter().position(|slot| !slot.is_pending()).map(|at| idle.swap_remove(at))
+    }
+
+    /// Where many threads have ended without asking: one of their slots, read and found to be without a fault.
+    fn read_one(&self, device: &ClDevice) -> Option<&'static Slot> {
+        let slot = {
+            let mut idle = self.idle();
+            if idle.len() < MOST_UNREAD {
+                return None;
             }
-            // Not one with a fault that its thread never asked about.
-            let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
-            let clean = idle.iter().position(|s| !s.is_pending()).map(|i| idle.swap_remove(i));
-            drop(idle);
-            let slot = clean.or_else(|| Slot::new(device.context).ok())?;
-            mine.push(Mine { idle: self.idle, slot });
-            Some(slot)
+            let is_over = |slot: &Slot| slot.pending().writers.iter().all(|&s| device.queues.is_finished(s));
+            let at = idle.iter().position(|slot| is_over(slot)).unwrap_or(0); // the oldest has the least to wait for
+            idle.remove(at)
         };
-        MINE.try_with(find).ok().flatten().unwrap_or(self.shared)
+        let mut read = device.submit_and_wait(SERVICE, Readings::default(), |q, readings, event| {
+            readings.enqueue(q, &[slot], false)?;
+            q.marker(event)
+        });
+        let is_clean = match read.as_mut().map(|readings| &mut readings.0[..]) {
+            Ok([reading]) => {
+                reading.told = decode(reading.words).is_none();
+                reading.told
+            }
+            _ => false,
+        };
+        drop(read); // a fault is left to the next finish
+        if !is_clean {
+            self.idle().push(slot);
+        }
+        is_clean.then_some(slot)
     }
 
     pub(super) fn shared(&self) -> &'static Slot {
@@ -295,8 +332,7 @@ impl ClDevice {
 
     /// This thread's slot and those that ended threads left with something to read.
     pub(super) fn slots_to_finish(&self) -> Vec<&'static Slot> {
-        let idle = self.faults.idle.lock().unwrap_or_else(PoisonError::into_inner);
-        idle.iter().copied().filter(|s| s.is_pending()).chain([self.slot()]).collect()
+        self.faults.idle().iter().copied().filter(|s| s.is_pending()).chain([self.slot()]).collect()
     }
 
     /// Tells the first fault among what was read, and leaves those of other slots to the next read, as well as words that the
