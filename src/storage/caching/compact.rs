@@ -146,9 +146,10 @@ impl CachingAllocator {
             plan.stream = StreamId::DEFAULT;
         }
         let mut core = self.lock();
-        self.keep_on_host(&mut core, stranded);
+        let kept = self.keep_on_host(&mut core, stranded);
         let bytes = core.segment_bytes(plan.segments[0]);
         let gone = core.settle_moves(plan, &target, bytes);
+        core.count_kept(kept);
         drop(core);
         drop(gone);
         moved
@@ -176,7 +177,7 @@ impl CachingAllocator {
 
     fn plan_repack(&self, segments: &[u64], budget: &mut u64, way: Way) -> Option<Plan<'_>> {
         let mut core = self.lock();
-        let plan = core.plan(segments, false, StreamId::DEFAULT)?;
+        let mut plan = core.plan(segments, false, StreamId::DEFAULT)?;
         let bytes = plan.bytes() as u64;
         let most = match way {
             Way::Beside => core.limit(),
@@ -191,7 +192,13 @@ impl CachingAllocator {
             core.abandon(plan);
             return None;
         }
-        core.making += bytes;
+        plan.making = match way {
+            Way::Beside => bytes,
+            Way::Relocated if self.driver.page() == 0 => bytes,
+            // Made of what the old ones give back, which are counted until the blocks have arrived.
+            Way::Relocated | Way::ThroughHost => 0,
+        };
+        core.making += plan.making;
         *budget -= bytes;
         Some(plan)
     }
@@ -264,9 +271,10 @@ impl CachingAllocator {
                 log::emit(move || tracing::error!(%device, bytes, why, "blocks that were moved stay on the host"));
                 let stranded = std::mem::take(&mut plan.moves).into_iter().zip(host);
                 let mut core = self.lock();
-                self.keep_on_host(&mut core, stranded.map(|(block, bytes)| Stranded { block, bytes }));
-                core.making -= bytes as u64;
+                let kept = self.keep_on_host(&mut core, stranded.map(|(block, bytes)| Stranded { block, bytes }));
+                core.making -= plan.making;
                 let gone = core.settle_moves(plan, &nowhere, 0);
+                core.count_kept(kept);
                 drop(core);
                 drop(gone);
                 self.restore_all(); // one by one there may be room
@@ -280,7 +288,7 @@ impl CachingAllocator {
     fn settle_repacked(&self, plan: Plan<'_>, target: &Arc<Segment>) {
         let bytes = plan.bytes();
         let mut core = self.lock();
-        core.making -= bytes as u64;
+        core.making -= plan.making;
         let gone = core.settle_moves(plan, target, bytes);
         drop(core);
         drop(gone);
@@ -291,7 +299,7 @@ impl CachingAllocator {
         let bytes = plan.bytes() as u64;
         *budget = budget.saturating_add(bytes);
         let mut core = self.lock();
-        core.making -= bytes;
+        core.making -= plan.making;
         core.abandon(plan);
     }
 

@@ -56,6 +56,8 @@ pub(super) struct Plan<'a> {
     pub(super) stay: Vec<(u32, usize, usize)>,
     /// Whose what is left over is.
     pub(super) stream: StreamId,
+    /// Bytes of the new segment that count as being made, beside the old ones.
+    pub(super) making: u64,
 }
 
 impl Plan<'_> {
@@ -124,7 +126,7 @@ impl Core {
         if segments.iter().any(|&segment| self.heap.blocks_of(segment).any(is_pending)) {
             return None; // it may become free at any moment
         }
-        let mut plan = Plan { segments, moves: Vec::new(), stay: Vec::new(), stream };
+        let mut plan = Plan { segments, moves: Vec::new(), stay: Vec::new(), stream, making: 0 };
         let mut to = 0;
         for segment in plan.segments.clone() {
             let ids: Vec<u32> = self.heap.blocks_of(segment).collect();
@@ -181,7 +183,7 @@ impl Core {
 
     /// Writes the moves into the table: all blocks of the plan's segments are now in `target`. Gives what is left over.
     pub(super) fn settle_moves(&mut self, plan: Plan<'_>, target: &Arc<Segment>, bytes: usize) -> Vec<Arc<Segment>> {
-        let Plan { segments, moves, stay, stream } = plan;
+        let Plan { segments, moves, stay, stream, .. } = plan;
         let mut layout: Vec<(u32, usize)> =
             moves.iter().map(|m| (m.id, m.to)).chain(stay.iter().map(|&(id, offset, _)| (id, offset))).collect();
         layout.sort_unstable_by_key(|&(_, offset)| offset);

@@ -25,6 +25,8 @@ struct Room {
     id: u32,
     segment: Arc<Segment>,
     offset: usize,
+    /// Whether the segment was made for the block, and counts in the statistics in place of what is kept on the host.
+    counts: bool,
 }
 
 /// The caching allocator that hands out what `allocator` does, if there is one inside.
@@ -102,7 +104,11 @@ impl CachingAllocator {
             match self.wait_for_all().and_then(|()| self.put(TRIES, bytes, &place.segment, place.offset)) {
                 Ok(()) => Ok(place),
                 Err(error) => {
-                    self.lock().heap.unhold(place.id);
+                    let mut core = self.lock();
+                    core.heap.unhold(place.id);
+                    if place.counts {
+                        core.count_kept([id]);
+                    }
                     Err(error)
                 }
             }
@@ -134,16 +140,26 @@ impl CachingAllocator {
         })?;
         let mut core = self.lock_folded();
         let home = core.home(id);
+        let kind = core.heap.held(id).kind;
+        core.heap.stats.segment_released(kind, size);
         let made = core.heap.add_segment(Arc::new(Segment::new(memory, size)), size, home);
-        Ok(core.hold(made, size))
+        Ok(Room { counts: true, ..core.hold(made, size) })
     }
 
-    /// What becomes of blocks whose bytes are on the host only.
-    pub(super) fn keep_on_host<'a>(&self, core: &mut Core, stranded: impl IntoIterator<Item = Stranded<'a>>) {
-        for Stranded { block, bytes } in stranded {
+    /// What becomes of blocks whose bytes are on the host only: they are to be [counted](Core::count_kept) when what
+    /// they leave no longer is.
+    pub(super) fn keep_on_host<'a>(
+        &self,
+        core: &mut Core,
+        stranded: impl IntoIterator<Item = Stranded<'a>>,
+    ) -> Vec<u32> {
+        let keep = |Stranded { block, bytes }: Stranded<'a>| {
             self.recorded.store(true, Relaxed);
+            let id = block.id;
             core.spill(block, Arc::new(Segment::spilled(bytes)));
-        }
+            id
+        };
+        stranded.into_iter().map(keep).collect()
     }
 }
 
@@ -190,6 +206,14 @@ impl Core {
         self.finish([block], []);
     }
 
+    /// Counts blocks that are kept on the host as reserved.
+    pub(super) fn count_kept(&mut self, blocks: impl IntoIterator<Item = u32>) {
+        for id in blocks {
+            let (kind, size) = (self.heap.held(id).kind, self.heap.held(id).size);
+            self.heap.stats.segment_made(kind, size);
+        }
+    }
+
     /// The arena that a block kept on the host is to come back to.
     fn home(&mut self, id: u32) -> u32 {
         let Arena { stream, kind, .. } = self.heap.arenas[self.heap.table[id as usize].arena() as usize];
@@ -210,7 +234,8 @@ impl Core {
             let rest = self.heap.split(id, size);
             self.heap.unhold(rest);
         }
-        Room { id, segment: Arc::clone(&self.heap.held(id).segment), offset: self.heap.table[id as usize].offset() }
+        let (segment, offset) = (Arc::clone(&self.heap.held(id).segment), self.heap.table[id as usize].offset());
+        Room { id, segment, offset, counts: false }
     }
 
     /// A block that was kept on the host has been written to the place that was held for it.
@@ -224,7 +249,9 @@ impl Core {
         self.heap.vacate(place.id);
         let gone = self.heap.segments[at as usize].take().expect("a block's segment is held");
         self.heap.vacant_segments.push(at);
-        self.heap.stats.segment_released(gone.kind, block.size);
+        if !place.counts {
+            self.heap.stats.segment_released(gone.kind, block.size);
+        }
         self.heap.record(TraceAction::Alloc, id, requested);
         // SAFETY: as in `spill`.
         unsafe { block.slot.set_place(&place.segment, place.offset) };
@@ -247,7 +274,6 @@ impl Heap {
         (block.segment, block.prev, block.next) = (at, NONE, NONE);
         block.set_offset(0);
         block.set_arena(arena);
-        self.stats.segment_made(kind, size);
         self.history.record(TraceAction::SegmentAlloc, segment.address(), size as u64, stream.0);
         let (idle_since, end) = ((self.ticks, self.now), super::pages::End::default());
         let (address, context) = (segment.address(), self.history.context());

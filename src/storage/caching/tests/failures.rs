@@ -159,6 +159,7 @@ fn blocks_without_memory_to_come_back_to_stay_on_the_host() {
         let error = full.allocator.allocate(14 * MIB, StreamId::DEFAULT).unwrap_err().to_string();
         assert!(error.contains("kept on the host"), "{error}");
         assert_eq!(full.sim.cause_of_loss(), None);
+        assert_eq!(full.allocator.stats().reserved_bytes.peak, 40 * MIB as u64, "nothing was counted twice");
         // The smaller one fits between the other segment's, which do not follow.
         assert_eq!(full.check("no memory"), 1);
         let at = full.live.iter().position(|(block, _)| is_on_host(block)).unwrap();
@@ -175,8 +176,12 @@ fn blocks_without_memory_to_come_back_to_stay_on_the_host() {
             let place = block.place();
             assert!(full.allocator.restore(&block).unwrap_err().to_string().contains("is being read"));
             drop(place);
+            full.allocator.reset_peak_stats();
+            let before = full.allocator.stats().reserved_bytes.current;
             full.allocator.restore(&block).unwrap();
             full.allocator.restore(&block).unwrap();
+            let after = full.allocator.stats().reserved_bytes;
+            assert_eq!((after.current, after.peak), (before, before), "nor on the way back");
             full.live.push((block, tag));
         }
         assert_eq!(full.check("memory"), 0);
