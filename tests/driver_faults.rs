@@ -401,7 +401,8 @@ fn ended_threads_leave_little_behind(test: &str, kind: Kind) {
     let x = on_device(&[1.0, 2.0, 3.0]);
     let index = |at: i64| Tensor::from_slice(&[at], 1, DEVICE).unwrap();
     let (bad, good) = (index(99), index(1));
-    let select = |index: &Tensor| drop(thread::scope(|s| s.spawn(|| x.index_select(0, index).unwrap()).join().unwrap()));
+    let select =
+        |index: &Tensor| drop(thread::scope(|s| s.spawn(|| x.index_select(0, index).unwrap()).join().unwrap()));
     select(&bad);
     (0..30).for_each(|_| select(&good));
     let buffers = faults.live_buffers();
@@ -446,6 +447,37 @@ fn failed_flushes_are_tried_again_on_a_processor() {
 #[test]
 fn failed_flushes_are_tried_again_on_a_discrete_gpu() {
     failed_flushes_are_tried_again("failed_flushes_are_tried_again_on_a_discrete_gpu", Kind::DiscreteGpu);
+}
+
+/// Where the driver does not tell how a launch ended, it may have failed.
+#[test]
+fn a_launch_that_nobody_can_tell_of_is_told_by_the_wait() {
+    let test = "a_launch_that_nobody_can_tell_of_is_told_by_the_wait";
+    let Some(faults) = Faults::install(test, Kind::Real) else { return };
+    let (t, one) = (on_device(&[0.0; 8]), on_device(&[1.0]));
+    ["clWaitForEvents", "clGetEventInfo"].iter().for_each(|name| faults.fail(name, 1, ALWAYS, -6));
+    for _ in 0..2100 {
+        t.add_(&one).unwrap();
+    }
+    faults.clear();
+    let error = t.to_vec::<f32>().unwrap_err();
+    assert!(error.to_string().contains("an earlier clEnqueueNDRangeKernel"), "{error}");
+    assert_eq!(t.to_vec::<f32>().unwrap(), [2100.0; 8]);
+}
+
+/// In a graph of thousands every launch that has an event is asked.
+#[test]
+fn a_graphs_launch_that_failed_is_told_by_the_wait() {
+    let Some(faults) = Faults::install("a_graphs_launch_that_failed_is_told_by_the_wait", Kind::Real) else { return };
+    let (t, one) = (on_device(&[0.0; 8]), on_device(&[1.0]));
+    let (graph, ()) = Graph::capture(DEVICE, || (0..4200).try_for_each(|_| t.add_(&one).map(|_| ()))).unwrap();
+    assert_eq!(t.to_vec::<f32>().unwrap(), [0.0; 8]);
+    faults.fail_command("clEnqueueNDRangeKernel", 1, 1100, -4);
+    graph.replay().unwrap();
+    assert_eq!(faults.injected("clEnqueueNDRangeKernel"), 1);
+    let error = t.to_vec::<f32>().unwrap_err();
+    assert!(error.to_string().contains("an earlier clEnqueueNDRangeKernel"), "{error}");
+    assert_eq!(t.to_vec::<f32>().unwrap(), [4199.0; 8]);
 }
 
 /// One launch in a thousand has an event. If that one fails the next wait reports it, whether or not a later launch has

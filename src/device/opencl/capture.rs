@@ -17,7 +17,7 @@ use super::errors::ClError;
 use super::fault::Slot;
 use super::launch::{Arg, enqueue_kernel, records_faults, set_arg};
 use super::queue::Queue;
-use super::{ClBuffer, ClDevice};
+use super::{ClBuffer, ClDevice, ClEvent};
 use crate::device::{self, Device, StreamId};
 use crate::{Error, Result};
 
@@ -184,7 +184,8 @@ impl ClDevice {
             .with_limits(kernel.arg_count(), kernel.max_work_group()))
     }
 
-    /// Submits what was recorded, to the stream it was recorded on. Returns when it is submitted.
+    /// Submits what was recorded, to the stream it was recorded on. Returns when it is submitted, thousands of launches
+    /// when few of them are left to run.
     ///
     /// # Errors
     /// What the driver refuses, as [`Error::Partial`] where other commands were submitted before, or a lost device.
@@ -193,10 +194,14 @@ impl ClDevice {
         recording.faults.map_or(Ok(()), |slot| self.clear(slot))?;
         let (submitted, behind) = {
             let mut queue = self.lock(recording.stream).map_err(|e| self.error(self.settle(e)))?;
-            let mut behind = None;
+            let mut behind: Option<ClEvent> = None;
             let submitted: Result<(), (usize, ClError)> =
                 recording.commands.iter().enumerate().try_for_each(|(i, command)| {
-                    behind = submit(&mut queue, command).map_err(|e| (i, e))?.or(behind.take());
+                    if let Some(launch) = submit(&mut queue, command).map_err(|e| (i, e))?
+                        && let Some(Err(e)) = behind.replace(launch).map(|earlier| earlier.wait_for_success())
+                    {
+                        queue.failed.get_or_insert(e.code);
+                    }
                     Ok(())
                 });
             (0..recording.launches).for_each(|_| device::count_launch());
@@ -214,7 +219,7 @@ impl ClDevice {
 }
 
 /// Enqueues one; gives a command to wait for if the queue is too long.
-fn submit(queue: &mut Queue, command: &Command) -> Result<Option<super::ClEvent>, ClError> {
+fn submit(queue: &mut Queue, command: &Command) -> Result<Option<ClEvent>, ClError> {
     let none = ptr::null_mut();
     match command {
         Command::Kernel { kernel, dims, global, local } => {

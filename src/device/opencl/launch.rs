@@ -101,12 +101,10 @@ impl ClDevice {
         Ok(())
     }
 
-    /// Waits for `behind`, an earlier launch that is given when the queue has grown too long. If that one failed, the next wait
-    /// on the stream reports it; what was just submitted runs anyway.
+    /// Waits for `behind`, an earlier launch that is given when the queue has grown too long. If that one failed, or the driver
+    /// does not tell, the next wait on the stream reports it; what was just submitted runs anyway.
     pub(super) fn hold_back(&self, stream: StreamId, behind: Option<ClEvent>) {
-        if let Some(Err(e)) = behind.map(|event| event.wait_for_success())
-            && !e.unfinished
-        {
+        if let Some(Err(e)) = behind.map(|event| event.wait_for_success()) {
             self.note_failed(stream, e.code);
         }
     }
