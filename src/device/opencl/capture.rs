@@ -184,8 +184,8 @@ impl ClDevice {
             .with_limits(kernel.arg_count(), kernel.max_work_group()))
     }
 
-    /// Submits what was recorded, to the stream it was recorded on. Returns when it is submitted, thousands of launches
-    /// when few of them are left to run.
+    /// Submits what was recorded, to the stream it was recorded on. Returns when it is submitted. Of thousands of launches
+    /// the last are submitted when the first have run: the queue stays short.
     ///
     /// # Errors
     /// What the driver refuses, as [`Error::Partial`] where other commands were submitted before, or a lost device.

@@ -34,6 +34,7 @@ pub(super) fn read<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Result<T, Error> 
         values: Cell::new(most_values),
         frame_bytes: Cell::new(LEAST_FRAME_BYTES.saturating_add(bytes.len().saturating_mul(FRAME_BYTES_A_BYTE))),
         frames: RefCell::default(),
+        stacks: RefCell::default(),
     };
     T::deserialize(At { pickle: &pickle, item: root, depth: MAX_DEPTH })
 }
@@ -236,9 +237,14 @@ struct Pickle<'r, 'a> {
     lists: &'r [Vec<Item<'a>>],
     values: Cell<usize>,
     frame_bytes: Cell<usize>,
-    /// The stacks that were met, by the frames in them.
+    /// The stacks that were met, by the frames in them, and by their lists: one may be used any number of times.
     frames: RefCell<HashMap<&'r [Item<'a>], Arc<[Frame]>>>,
+    stacks: RefCell<HashMap<u32, Arc<[Frame]>>>,
 }
+
+// How many items of stacks this thread has looked at.
+#[cfg(test)]
+thread_local!(pub(super) static LOOKED_AT: Cell<usize> = const { Cell::new(0) });
 
 fn spend(budget: &Cell<usize>, n: usize) -> Result<(), Error> {
     budget.set(budget.get().checked_sub(n).ok_or_else(|| Error::custom(TOO_MANY))?);
@@ -274,11 +280,23 @@ impl<'r, 'a> At<'r, 'a> {
         Ok(key)
     }
 
-    /// The frames in a list, made when they are met first.
-    fn frames(self) -> Result<Arc<[Frame]>, Error> {
+    /// The frames in a list.
+    fn stack(self) -> Result<Arc<[Frame]>, Error> {
         spend(&self.pickle.values, 1)?;
         let Item::List(id) = self.item else { return Err(Error::custom("frames are no list")) };
+        if let Some(known) = self.pickle.stacks.borrow().get(&id) {
+            return Ok(Arc::clone(known));
+        }
+        let frames = self.frames(id)?;
+        self.pickle.stacks.borrow_mut().insert(id, Arc::clone(&frames));
+        Ok(frames)
+    }
+
+    /// The same for a list that is met first. Frames are made when they are met first.
+    fn frames(self, id: u32) -> Result<Arc<[Frame]>, Error> {
         let (items, at) = self.items(id)?;
+        #[cfg(test)]
+        LOOKED_AT.set(LOOKED_AT.get() + items.len());
         let is_frame =
             |item: &Item| matches!(item, Item::Dict(id) if self.pickle.lists[*id as usize].len() <= FRAME_ITEMS);
         if !items.iter().all(is_frame) {
@@ -371,7 +389,7 @@ impl<'de> Deserializer<'de> for At<'_, 'de> {
         if name != SHARED {
             return visitor.visit_newtype_struct(self);
         }
-        HANDED.set(Some(self.frames()?));
+        HANDED.set(Some(self.stack()?));
         visitor.visit_unit()
     }
 

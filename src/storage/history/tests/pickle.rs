@@ -6,6 +6,7 @@ use std::sync::Arc;
 use serde_json::{Map, Value, json};
 
 use super::*;
+use crate::storage::history::pickle::{LOOKED_AT, read};
 
 /// Reads a pickle as PyTorch's `MemoryViz.js` does, which fails on every other instruction, on integers of more than 8
 /// bytes, and on lists appended to in batches larger than the arguments a call may have.
@@ -167,6 +168,30 @@ fn files() -> Result<()> {
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     }
     Ok(())
+}
+
+/// A stack of many frames that is used many times is looked at once.
+#[test]
+fn a_shared_stack_costs_no_more_for_being_long() {
+    #[derive(serde::Deserialize)]
+    #[serde(transparent)]
+    struct Event {
+        #[serde(deserialize_with = "crate::storage::history::frames::deserialize")]
+        frames: Arc<[Frame]>,
+    }
+    const FRAMES: usize = 1000;
+    const USES: usize = 3000;
+    let text = |text: &str| [&b"X"[..], &(text.len() as u32).to_le_bytes()[..], text.as_bytes()].concat();
+    let line = [&text("line")[..], b"K\x07"].concat();
+    let frame = [&b"}("[..], &text("filename"), &text("a.py"), &line, &text("name"), &text("f"), b"uq\x01"].concat();
+    let again = [b'h', 1].repeat(FRAMES - 1);
+    let stack = [&b"]("[..], &frame, &again, b"eq\x00"].concat();
+    let pickle = [&b"\x80\x04]("[..], &stack, &[b'h', 0].repeat(USES - 1), b"e."].concat();
+    let before = LOOKED_AT.get();
+    let events: Vec<Event> = read(&pickle).unwrap();
+    assert_eq!((events.len(), events[0].frames.len(), events[0].frames[0].line), (USES, FRAMES, 7));
+    assert!(events.iter().all(|event| Arc::ptr_eq(&event.frames, &events[0].frames)));
+    assert_eq!(LOOKED_AT.get() - before, FRAMES);
 }
 
 /// A snapshot that Python's pickle wrote (protocol 4: memo, short strings, integers of 5 to 7 bytes) with what PyTorch
