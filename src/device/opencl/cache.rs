@@ -6,7 +6,8 @@
 //!
 //! A binary is code that this process runs, so nobody else may have a hand in it: the folder is this user's with mode 0700,
 //! a file is regular, this user's, and writable by nobody else. Folders above are not judged: whoever can rename them can
-//! only put in place what is refused here. The disk is a convenience: whatever goes wrong with it, there is no file.
+//! only put in place what is refused here, and on Linux not after the check, since the folder is held open meanwhile
+//! ([`Folder`]). The disk is a convenience: whatever goes wrong with it, there is no file.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, DirBuilder, File, OpenOptions};
@@ -114,8 +115,8 @@ impl Cache {
     /// # Errors
     /// `NotFound`; `PermissionDenied` for a folder or a file that is not for us alone, `InvalidData` for a damaged file.
     pub(super) fn load(&self, name: &str) -> io::Result<Vec<u8>> {
-        self.check_folder()?;
-        let mut file = open(&self.folder.join(name))?;
+        let folder = self.open_folder()?;
+        let mut file = open(&folder.at.join(name))?;
         let mut bytes = Vec::new();
         (&mut file).take(self.max_size).read_to_end(&mut bytes)?;
         let contents = unseal(name, bytes).ok_or_else(|| {
@@ -137,35 +138,34 @@ impl Cache {
             return Err(io::Error::other(format!("{size} bytes are more than all files may be: {}", self.max_size)));
         }
         make_folder(&self.folder)?;
-        self.check_folder()?;
+        let folder = self.open_folder()?;
         // Created by this process, readable by its user alone; not synced, for a file that is cut short is not used.
         let mut builder = tempfile::Builder::new();
-        let mut file = builder.prefix(&format!("{name}.")).suffix(TEMPORARY).tempfile_in(&self.folder)?;
+        let mut file = builder.prefix(&format!("{name}.")).suffix(TEMPORARY).tempfile_in(&folder.at)?;
         file.write_all(&sealed)?;
-        let path = self.folder.join(name);
-        file.persist(&path)?;
+        file.persist(folder.at.join(name))?;
         if self.written.fetch_add(size, Relaxed).saturating_add(size) > self.max_size / PART {
             self.written.store(0, Relaxed);
-            self.shrink()?;
+            self.shrink(&folder)?;
         }
-        Ok(path)
+        Ok(self.folder.join(name))
     }
 
     /// Removes a file that turned out to be of no use.
     pub(super) fn remove(&self, name: &str) {
         let (folder, file) = (self.folder.clone(), name.to_owned());
         log::emit(move || tracing::debug!(?folder, file, "cached file refused"));
-        let _ = fs::remove_file(self.folder.join(name));
+        let _ = self.open_folder().and_then(|folder| fs::remove_file(folder.at.join(name)));
     }
 
     /// Removes what killed processes left, and the files that were not used for longest beyond the bound. Another process
     /// may do so at the same time: a file that is gone already is as good as removed.
-    fn shrink(&self) -> io::Result<()> {
-        let mut files = self.files()?;
+    fn shrink(&self, folder: &Folder) -> io::Result<()> {
+        let mut files = folder.files()?;
         files.retain(|file| {
             // One from the future is of before the clock was set.
             let stale = file.kind.is_none() && !file.modified.elapsed().is_ok_and(|age| age < STALE);
-            !(stale && fs::remove_file(&file.path).is_ok())
+            !(stale && fs::remove_file(folder.at.join(&file.name)).is_ok())
         });
         files.sort_unstable_by_key(|file| file.modified);
         let mut size: u64 = files.iter().map(|file| file.bytes).sum();
@@ -173,7 +173,7 @@ impl Cache {
             if size <= self.max_size - self.max_size / PART {
                 break;
             }
-            match fs::remove_file(&file.path) {
+            match fs::remove_file(folder.at.join(&file.name)) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => {}
                 _ => size -= file.bytes,
             }
@@ -181,19 +181,9 @@ impl Cache {
         Ok(())
     }
 
-    /// The files of ours in the folder, whoever made it.
-    fn files(&self) -> io::Result<Vec<Listed>> {
-        let listed = |entry: fs::DirEntry| {
-            let (kind, metadata) = (kind_of(&entry.file_name())?, entry.metadata().ok()?);
-            let modified = metadata.modified().unwrap_or(SystemTime::UNIX_EPOCH);
-            Some(Listed { kind, modified, bytes: metadata.len(), path: entry.path() })
-        };
-        Ok(fs::read_dir(&self.folder)?.flatten().filter_map(listed).collect())
-    }
-
     /// Fails where the folder is not there, or others may have put something in. The latter is told once.
-    fn check_folder(&self) -> io::Result<()> {
-        let checked = private_folder(&self.folder);
+    fn open_folder(&self) -> io::Result<Folder> {
+        let checked = Folder::open(&self.folder);
         if let Err(error) = &checked
             && error.kind() == io::ErrorKind::PermissionDenied
         {
@@ -214,7 +204,7 @@ struct Listed {
     /// When it was last used.
     modified: SystemTime,
     bytes: u64,
-    path: PathBuf,
+    name: OsString,
 }
 
 /// The kind of a file of ours, nothing inside for a temporary one, nothing for what is not ours.
@@ -270,26 +260,58 @@ fn open(path: &Path) -> io::Result<File> {
     Ok(file)
 }
 
-/// Fails with `PermissionDenied` where the folder is not for us alone. One that others could only look into is set to
-/// mode 0700 if it is empty or holds our files alone: it was made for us, perhaps by an earlier version.
-fn private_folder(folder: &Path) -> io::Result<()> {
-    let metadata = fs::metadata(folder)?;
-    if !metadata.is_dir() {
-        return Err(denied("it is no folder"));
-    }
+/// The folder, found to be for us alone. What is done in it goes through its descriptor where the system has paths for those:
+/// its own path may lead elsewhere by then.
+struct Folder {
+    at: PathBuf,
     #[cfg(unix)]
-    {
-        unix::owned(&fs::symlink_metadata(folder)?, 0)?;
+    _open: File,
+}
+
+impl Folder {
+    /// Fails with `PermissionDenied` where it is not for us alone. One that others could only look into is set to mode 0700 if
+    /// it is empty or holds our files alone: it was made for us, perhaps by an earlier version.
+    #[cfg(unix)]
+    fn open(path: &Path) -> io::Result<Folder> {
+        use std::os::fd::AsRawFd;
+        use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+
+        unix::owned(&fs::symlink_metadata(path)?, 0)?; // it may be a link, but not one of others
+        let open = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
+        let metadata = open.metadata()?;
+        if !metadata.is_dir() {
+            return Err(denied("it is no folder"));
+        }
+        let by_descriptor = PathBuf::from(format!("/proc/self/fd/{}", open.as_raw_fd()));
+        let at = if by_descriptor.is_dir() { by_descriptor } else { path.to_owned() };
         let closed = unix::owned(&metadata, 0o077);
         if closed.is_err() && unix::owned(&metadata, 0o022).is_ok() {
-            let mut entries = fs::read_dir(folder)?;
+            let mut entries = fs::read_dir(&at)?;
             if entries.all(|entry| entry.is_ok_and(|entry| kind_of(&entry.file_name()).is_some())) {
-                return fs::set_permissions(folder, std::os::unix::fs::PermissionsExt::from_mode(0o700));
+                open.set_permissions(PermissionsExt::from_mode(0o700))?;
+                return Ok(Folder { at, _open: open });
             }
         }
-        closed?;
+        closed.map(|()| Folder { at, _open: open })
     }
-    Ok(())
+
+    #[cfg(not(unix))]
+    fn open(path: &Path) -> io::Result<Folder> {
+        match fs::metadata(path)?.is_dir() {
+            true => Ok(Folder { at: path.to_owned() }),
+            false => Err(denied("it is no folder")),
+        }
+    }
+
+    /// The files of ours in it, whoever made it.
+    fn files(&self) -> io::Result<Vec<Listed>> {
+        let listed = |entry: fs::DirEntry| {
+            let (kind, metadata) = (kind_of(&entry.file_name())?, entry.metadata().ok()?);
+            let modified = metadata.modified().unwrap_or(SystemTime::UNIX_EPOCH);
+            Some(Listed { kind, modified, bytes: metadata.len(), name: entry.file_name() })
+        };
+        Ok(fs::read_dir(&self.at)?.flatten().filter_map(listed).collect())
+    }
 }
 
 fn denied(why: impl Into<String>) -> io::Error {
@@ -346,7 +368,8 @@ impl ProgramCache {
     /// [`Error::Invalid`] for a folder that cannot be read, or is not used because others have access to it.
     pub fn of_process() -> Result<Option<ProgramCache>> {
         let Some(cache) = Cache::of_process() else { return Ok(None) };
-        let files = cache.usable_files()?;
+        let files =
+            cache.usable()?.map_or(Ok(Vec::new()), |folder| folder.files().map_err(|error| cache.error(&error)))?;
         let bytes = files.iter().map(|file| file.bytes).sum();
         let (folder, max_bytes) = (cache.folder.clone(), cache.max_size);
         Ok(Some(ProgramCache { folder, files: files.len(), bytes, max_bytes }))
@@ -358,8 +381,10 @@ impl ProgramCache {
     /// As [`of_process`](Self::of_process), and for a file that cannot be removed.
     pub fn clear() -> Result<()> {
         let Some(cache) = Cache::of_process() else { return Ok(()) };
-        for file in cache.usable_files()?.iter().filter(|file| file.kind != Some(Kind::Tuning)) {
-            match fs::remove_file(&file.path) {
+        let Some(folder) = cache.usable()? else { return Ok(()) };
+        let files = folder.files().map_err(|error| cache.error(&error))?;
+        for file in files.iter().filter(|file| file.kind != Some(Kind::Tuning)) {
+            match fs::remove_file(folder.at.join(&file.name)) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(cache.error(&error)),
                 _ => {}
             }
@@ -369,11 +394,11 @@ impl ProgramCache {
 }
 
 impl Cache {
-    /// The files of a folder that is used, or would be if it were there.
-    fn usable_files(&self) -> Result<Vec<Listed>> {
-        match self.check_folder().and_then(|()| self.files()) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
-            files => files.map_err(|error| self.error(&error)),
+    /// The folder, if it is there.
+    fn usable(&self) -> Result<Option<Folder>> {
+        match self.open_folder() {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            folder => folder.map(Some).map_err(|error| self.error(&error)),
         }
     }
 

@@ -10,7 +10,7 @@ use super::*;
 /// A cache in a folder of its own, that is closed to others.
 fn cache() -> (tempfile::TempDir, Cache) {
     let dir = tempfile::tempdir().unwrap();
-    private_folder(dir.path()).unwrap();
+    Folder::open(dir.path()).unwrap();
     let cache = Cache::at(dir.path(), 1 << 20);
     (dir, cache)
 }
@@ -287,6 +287,27 @@ mod unix {
             std::os::unix::fs::lchown(&link, Some(OTHER), None).unwrap();
             refused(&linked, &name(3), io::ErrorKind::PermissionDenied);
         }
+    }
+
+    /// Whoever may rename it can have its path lead elsewhere after it was found to be ours.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_folder_is_the_one_that_was_checked() {
+        let (dir, moved) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let path = dir.path().join("cache");
+        let cache = Cache::at(&path, 1 << 20);
+        cache.store(&name(1), b"ours").unwrap();
+        let folder = cache.open_folder().unwrap();
+        fs::rename(&path, moved.path().join("cache")).unwrap();
+        fs::create_dir(&path).unwrap();
+        fs::write(path.join(name(1)), seal(&name(1), b"theirs")).unwrap();
+        let mut file = open(&folder.at.join(name(1))).unwrap();
+        let mut bytes = Vec::new();
+        file.read_to_end(&mut bytes).unwrap();
+        assert_eq!(unseal(&name(1), bytes).unwrap(), b"ours");
+        assert_eq!(folder.files().unwrap().len(), 1);
+        fs::remove_file(folder.at.join(name(1))).unwrap();
+        assert_eq!([names(&path), names(&moved.path().join("cache"))], [vec![name(1)], vec![]]);
     }
 
     /// Whoever opens a pipe waits until somebody opens its other end.
