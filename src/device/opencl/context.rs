@@ -278,7 +278,7 @@ impl Drop for ClDevice {
 }
 
 pub(super) fn create_buffer(context: cl_context, bytes: usize) -> Result<ClBuffer, ClError> {
-    let mem = create!(clCreateBuffer(context, CL_MEM_READ_WRITE, bytes, ptr::null_mut()))?;
+    let mem = exit::call(|| create!(clCreateBuffer(context, CL_MEM_READ_WRITE, bytes, ptr::null_mut())))?;
     Ok(ClBuffer::new(mem, bytes))
 }
 

@@ -45,7 +45,12 @@ macro_rules! create {
         })
     }};
 }
-pub(super) use {call, create};
+
+/// [`call!`] outside the queues' lock.
+macro_rules! call_unlocked {
+    ($($call:tt)*) => { $crate::device::opencl::exit::call(|| $crate::device::opencl::driver::call!($($call)*)) };
+}
+pub(super) use {call, call_unlocked, create};
 
 /// Device memory. Released on drop, when the driver has finished every command that uses it.
 #[derive(Debug)]
@@ -72,7 +77,7 @@ impl ClBuffer {
 
 impl Drop for ClBuffer {
     fn drop(&mut self) {
-        let _ = call!(clReleaseMemObject(self.mem));
+        let _ = call_unlocked!(clReleaseMemObject(self.mem));
     }
 }
 
@@ -141,7 +146,7 @@ impl ClKernel {
 
 impl Drop for ClKernel {
     fn drop(&mut self) {
-        let _ = call!(clReleaseKernel(self.kernel));
+        let _ = call_unlocked!(clReleaseKernel(self.kernel));
     }
 }
 
@@ -151,7 +156,7 @@ pub(super) struct Program(pub cl_program);
 
 impl Drop for Program {
     fn drop(&mut self) {
-        let _ = call!(clReleaseProgram(self.0));
+        let _ = call_unlocked!(clReleaseProgram(self.0));
     }
 }
 
@@ -171,7 +176,7 @@ impl ClEvent {
     /// Blocks until the command, which was flushed, is over. An error is the command's own failure, or, marked as
     /// [`unfinished`](ClError::unfinished), says that the driver does not tell how far it is.
     pub(super) fn wait(&self) -> Result<(), ClError> {
-        let Err(failed) = call!(clWaitForEvents(1, &self.0)) else { return Ok(()) };
+        let Err(failed) = call_unlocked!(clWaitForEvents(1, &self.0)) else { return Ok(()) };
         if failed.is_fatal() {
             return Err(ClError { unfinished: true, ..failed }); // the command may never end
         }
@@ -223,14 +228,15 @@ impl ClEvent {
     fn status(&self) -> Result<i32, ClError> {
         let mut status = 0i32;
         let to = ptr::from_mut(&mut status).cast::<c_void>();
-        call!(clGetEventInfo(self.0, CL_EVENT_COMMAND_EXECUTION_STATUS, size_of::<i32>(), to, ptr::null_mut()))?;
+        let (what, bytes) = (CL_EVENT_COMMAND_EXECUTION_STATUS, size_of::<i32>());
+        call_unlocked!(clGetEventInfo(self.0, what, bytes, to, ptr::null_mut()))?;
         Ok(status)
     }
 }
 
 impl Drop for ClEvent {
     fn drop(&mut self) {
-        let _ = call!(clReleaseEvent(self.0));
+        let _ = call_unlocked!(clReleaseEvent(self.0));
     }
 }
 

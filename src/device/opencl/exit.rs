@@ -1,7 +1,7 @@
 //! The end of the process.
 //!
 //! A driver tears itself down when the process exits. One that compiles and runs kernels in threads of the process, as
-//! PoCL does, crashes where any of that is still under way. So before it gets there, builds are waited for, queues
+//! PoCL does, crashes where any of that is still under way. So before it gets there, builds and calls are waited for, queues
 //! finished, and the driver called no more: what other threads still ask of it fails as on a lost device.
 //!
 //! Exit handlers run in the reverse of the order in which they were registered, and destructors of a library's static
@@ -17,7 +17,7 @@ use std::sync::atomic::{
     AtomicBool, AtomicU32, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release, Ordering::SeqCst,
 };
 use std::sync::{PoisonError, RwLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use std::{process, thread};
 
 use super::discovery;
@@ -27,6 +27,8 @@ use super::errors::ClError;
 static OVER: AtomicBool = AtomicBool::new(false);
 /// The main thread has ended: nothing is to be begun that the driver's exit handlers could meet.
 static ENDING: AtomicBool = AtomicBool::new(false);
+/// Calls of the driver under way in [`call`].
+static CALLS: AtomicU32 = AtomicU32::new(0);
 /// Held for reading while a driver is loaded, a device opened, or a program built.
 static UNDER_WAY: RwLock<()> = RwLock::new(());
 /// Loads and compilations under way.
@@ -44,10 +46,25 @@ const OFTEN: u32 = 2000;
 /// For how long nothing begins once the main thread has ended. The process is gone by then, unless it lives on without
 /// its main thread.
 const STANDSTILL: Duration = Duration::from_secs(2);
+/// How long the end of the process waits for calls: they are short, or of a device that never answers.
+const LAST_CALLS: Duration = Duration::from_secs(1);
 
 /// An error once the driver may not be called any more.
 pub(super) fn check() -> Result<(), ClError> {
-    if OVER.load(Acquire) { Err(ClError { lost: true, ..ClError::new("exit", -36) }) } else { Ok(()) }
+    if OVER.load(SeqCst) { Err(ClError { lost: true, ..ClError::new("exit", -36) }) } else { Ok(()) }
+}
+
+/// Calls the driver outside the queues' lock, which the end of the process takes: it waits for this.
+pub(super) fn call<T>(f: impl FnOnce() -> Result<T, ClError>) -> Result<T, ClError> {
+    struct UnderWay;
+    impl Drop for UnderWay {
+        fn drop(&mut self) {
+            CALLS.fetch_sub(1, SeqCst);
+        }
+    }
+    CALLS.fetch_add(1, SeqCst);
+    let _under_way = UnderWay;
+    f() // which looks whether it is over: after it was counted
 }
 
 /// Delays the end of the process until what it returns is dropped. A thread that has it must not ask for another.
@@ -127,8 +144,12 @@ extern "C" fn at_exit() {
     let devices: Vec<_> = discovery::known().iter().filter_map(|entry| entry.opened.get()).collect();
     // All locks, so that nothing is submitted between the last finish and the end.
     let queues: Vec<_> = devices.iter().map(|device| device.finish_for_good()).collect();
-    OVER.store(true, Release);
+    OVER.store(true, SeqCst);
     drop((queues, under_way));
+    let begun = Instant::now();
+    while CALLS.load(SeqCst) > 0 && begun.elapsed() < LAST_CALLS {
+        thread::sleep(INTERVAL);
+    }
 }
 
 /// Called as the main thread ends, before the process's exit handlers.

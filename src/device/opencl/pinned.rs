@@ -8,7 +8,7 @@ use opencl3::memory::{CL_MAP_READ, CL_MAP_WRITE, CL_MEM_ALLOC_HOST_PTR, CL_MEM_R
 
 use super::driver::{ClBuffer, call, create, insist};
 use super::queues::SERVICE;
-use super::{ClDevice, ClError};
+use super::{ClDevice, ClError, exit};
 
 /// Pinned host memory: a buffer that the driver keeps in host memory, mapped for as long as it lives. As the host's side
 /// of a read or a write it saves the driver's own staging.
@@ -32,7 +32,8 @@ impl ClDevice {
     pub(crate) fn create_pinned(&'static self, bytes: usize) -> Result<ClPinned, ClError> {
         self.alive("clCreateBuffer")?;
         let flags = CL_MEM_READ_WRITE | CL_MEM_ALLOC_HOST_PTR;
-        let mem = create!(clCreateBuffer(self.context, flags, bytes, ptr::null_mut())).map_err(|e| self.settle(e))?;
+        let made = exit::call(|| create!(clCreateBuffer(self.context, flags, bytes, ptr::null_mut())));
+        let mem = made.map_err(|e| self.settle(e))?;
         let buffer = ClBuffer::new(mem, bytes);
         let (map, mut mapped) = (CL_MAP_READ | CL_MAP_WRITE, ptr::null_mut::<c_void>());
         let done = self.submit_and_wait(SERVICE, (), |q, (), event| {

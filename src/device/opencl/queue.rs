@@ -9,6 +9,7 @@ use opencl3::types::{cl_command_queue, cl_context, cl_device_id, cl_event, cl_me
 
 use super::driver::{ATTEMPTS, ClEvent, call, create};
 use super::errors::ClError;
+use super::exit;
 
 /// Launches after a wait that are flushed together, so that the device starts while the host goes on; twice as many each
 /// time after.
@@ -46,7 +47,7 @@ impl Drop for Queue {
 impl Queue {
     /// A new queue of a device.
     pub(super) fn create(context: cl_context, id: cl_device_id) -> Result<Queue, ClError> {
-        let raw = create!(clCreateCommandQueue(context, id, 0))?;
+        let raw = exit::call(|| create!(clCreateCommandQueue(context, id, 0)))?;
         Ok(Queue {
             raw,
             unflushed: 0,

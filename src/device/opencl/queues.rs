@@ -16,7 +16,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use opencl3::types::{cl_context, cl_device_id, cl_event};
 
-use super::driver::{ClBuffer, ClEvent, call, insist};
+use super::driver::{ClBuffer, ClEvent, call, call_unlocked, insist};
 use super::errors::ClError;
 use super::exit;
 use super::queue::{FIRST_FLUSH, Queue};
@@ -265,7 +265,7 @@ impl ClDevice {
             let event = event.as_ref();
             let waited = match event {
                 Some(event) if !finishes => event.wait_for_success(),
-                _ => call!(clFinish(ours)).map_err(|e| ClError { unfinished: true, ..e }),
+                _ => call_unlocked!(clFinish(ours)).map_err(|e| ClError { unfinished: true, ..e }),
             };
             let over = waited.and_then(|()| event.filter(|_| finishes).map_or(Ok(()), ClEvent::outcome));
             over.or_else(|failed| match failed.unfinished {
