@@ -57,8 +57,9 @@ pub enum Error {
     #[error("{device}: kernel {kernel} does not compile:\n{log}")]
     Build { device: Device, kernel: String, log: String },
     /// An operation in place failed after a part of it was done, or may have been: what it writes to holds neither the old
-    /// values nor all of the new ones. Any other error but [`DeviceLost`](Error::DeviceLost) leaves it as it was, so that
-    /// the operation can be tried again; after this one its contents have to be set anew first.
+    /// values nor all of the new ones. Any other failure of a device or of memory but [`DeviceLost`](Error::DeviceLost)
+    /// leaves it as it was, so that the operation can be tried again; after this one its contents have to be set anew first.
+    /// Errors that trying again cannot mend, such as a division by zero that a kernel found, stay what they are.
     #[error("{op} was done in part, so what it writes to has to be set anew before it is tried again: {source}")]
     Partial { op: &'static str, source: Box<Error> },
     /// The device has faulted; nothing can run on it in this process any more.
@@ -104,9 +105,17 @@ impl Error {
             source @ (Error::OpenCl { .. } | Error::OutOfMemory { .. } | Error::Build { .. }) => {
                 Error::Partial { op, source: Box::new(source) }
             }
-            other => other.of(op),
+            Error::Partial { source, .. } => Error::Partial { op, source },
+            other => other,
         }
     }
+}
+
+/// An operation in place of several steps. `version` is that of what it writes to, which grows with every change: an error
+/// after a change is [`Error::Partial`].
+pub(crate) fn in_steps<T>(op: &'static str, version: impl Fn() -> u64, f: impl FnOnce() -> Result<T>) -> Result<T> {
+    let before = version();
+    f().map_err(|e| if version() != before { e.in_part(op) } else { e })
 }
 
 /// An operation in place that is made of several: calls `f` for each item up to the first that fails. After one that was

@@ -1,5 +1,6 @@
 //! The backward walk: a heap of nodes ordered by age.
 
+use std::cell::Cell;
 use std::collections::{BinaryHeap, HashMap};
 use std::sync::Arc;
 
@@ -46,6 +47,8 @@ pub(super) struct Walk {
     /// Whether it is part of another walk, which goes on from the gradients that this one hands out, and shows them to
     /// those who watch them.
     pub(super) inner: bool,
+    /// Whether a leaf has collected a gradient: a failure after that leaves some leaves with theirs and others without.
+    pub(super) collected: Cell<bool>,
 }
 
 impl Walk {
@@ -66,6 +69,7 @@ impl Walk {
             true => enable_grad(|| self.walk(seeds)),
             false => no_grad(|| self.walk(seeds)),
         })
+        .map_err(|e| if self.collected.get() { e.in_part("backward") } else { e })
     }
 
     fn walk(&self, seeds: Vec<(Arc<Node>, Gradient)>) -> Result<HashMap<u64, Tensor>> {
@@ -148,6 +152,7 @@ impl Walk {
                 let in_slot = grad.in_slot();
                 leaf.grad = Some(settle(leaf, grad)?);
                 leaf.lent &= !in_slot;
+                self.collected.set(true);
             }
             return Ok(None);
         }

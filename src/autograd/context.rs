@@ -78,7 +78,8 @@ impl Context<'_> {
         let needed = inputs.iter().enumerate().filter(|(i, _)| self.needs(*i)).filter_map(|(_, node)| node.as_ref());
         let wanted = Wanted::new(std::iter::once(root), needed);
         let create_graph = self.create_graph();
-        let walk = Walk { retain_graph: create_graph, create_graph, wanted: Some(wanted), inner: true };
+        let walk =
+            Walk { retain_graph: create_graph, create_graph, wanted: Some(wanted), inner: true, ..Default::default() };
         let mut found = walk.run(vec![(root.clone(), grad.into())])?;
         // Of an input that is given twice the first has the gradient of both.
         for (gradient, node) in gradients.iter_mut().zip(inputs) {

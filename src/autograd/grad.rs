@@ -134,7 +134,8 @@ pub fn grad_with_options(outputs: &[&Tensor], inputs: &[&Tensor], options: GradO
         return Err(Error::Autograd { op, reason });
     }
     let wanted = Wanted::new(seeds.iter().map(|(node, _)| node), inputs.iter().filter_map(|t| t.node.as_ref()));
-    let walk = Walk { retain_graph: retain_graph || create_graph, create_graph, wanted: Some(wanted), inner: false };
+    let retain_graph = retain_graph || create_graph;
+    let walk = Walk { retain_graph, create_graph, wanted: Some(wanted), ..Default::default() };
     let captured = walk.run(seeds)?;
     let take = |(i, input): (usize, &&Tensor)| {
         let gradient = input.node.as_ref().and_then(|node| captured.get(&node.seq)).map(Tensor::shallow_clone);
@@ -191,7 +192,8 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::Autograd`] where nothing requires a gradient, the graph was already consumed, or a saved tensor was
-    /// changed in place; [`Error::Invalid`] for more than one element (see [`Tensor::backward_with`]).
+    /// changed in place; [`Error::Invalid`] for more than one element (see [`Tensor::backward_with`]); [`Error::Partial`]
+    /// where the device fails after some leaves have collected their gradients: call `zero_grad` before another try.
     pub fn backward(&self) -> Result<()> {
         self.run_backward("backward", BackwardOptions::default())
     }

@@ -1,5 +1,6 @@
 //! First values of parameters, in place (PyTorch's `torch.nn.init`). Gradients do not see it.
 
+use crate::error::in_steps;
 use crate::tensor::TensorOptions;
 use crate::{Error, Result, Scalar, Tensor, no_grad};
 
@@ -57,7 +58,8 @@ pub fn normal_(t: &Tensor, mean: f64, std: f64) -> Result<()> {
 /// Normal, drawn again where it is not within `low..=high` (`trunc_normal_`).
 ///
 /// # Errors
-/// As [`uniform_`]; [`Error::Invalid`] for bounds that hold less than a thousandth of the distribution.
+/// As [`uniform_`]; [`Error::Invalid`] for bounds that hold less than a thousandth of the distribution; [`Error::Partial`]
+/// where the device fails after the first draw.
 pub fn trunc_normal_(t: &Tensor, mean: f64, std: f64, low: f64, high: f64) -> Result<()> {
     let op = "trunc_normal_";
     let below = |x: f64| 0.5 * libm::erfc(-(x - mean) / (std * std::f64::consts::SQRT_2));
@@ -65,11 +67,11 @@ pub fn trunc_normal_(t: &Tensor, mean: f64, std: f64, low: f64, high: f64) -> Re
     if inside.is_nan() || inside < 1e-3 {
         return Err(Error::invalid(op, format!("{low}..={high} holds next to nothing of that distribution")));
     }
-    normal_(t, mean, std)?;
     // So often that of a billion elements hardly one is left, which is then put on the bound.
     let rounds = ((1e-12f64).ln() / (1.0 - inside).max(1e-12).ln()).ceil() as usize;
     let numbers = [mean, std, low, high].map(Scalar::Float);
-    no_grad(|| {
+    let draws = || {
+        normal_(t, mean, std)?;
         for _ in 0..rounds {
             let random = Tensor::randn(t.shape(), t)?;
             Tensor::map_into(&[t, &random], &numbers, &[t], |x, s| {
@@ -78,7 +80,8 @@ pub fn trunc_normal_(t: &Tensor, mean: f64, std: f64, low: f64, high: f64) -> Re
             })?;
         }
         t.clamp_(low, high).map(|_| ())
-    })
+    };
+    no_grad(|| in_steps(op, || t.storage().version(), draws))
 }
 
 /// Uniform with the variance that keeps that of activations under a leaky ReLU of slope `a` (He et al.; `kaiming_uniform_`):

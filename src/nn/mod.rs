@@ -171,7 +171,8 @@ pub trait Module: Send + Sync {
     /// follows at its next step.
     ///
     /// # Errors
-    /// [`crate::Error::NoDevice`] and [`crate::Error::OutOfMemory`].
+    /// [`crate::Error::NoDevice`] and [`crate::Error::OutOfMemory`]: tensors that were moved before that stay there, and
+    /// another call moves the rest.
     fn to_device(&mut self, device: Device) -> Result<()> {
         replace(self, |t| t.to_device(device))
     }
@@ -180,7 +181,8 @@ pub trait Module: Send + Sync {
     /// its next step.
     ///
     /// # Errors
-    /// [`crate::Error::UnsupportedDType`] for a dtype of integers; [`crate::Error::OutOfMemory`].
+    /// [`crate::Error::UnsupportedDType`] for a dtype of integers; [`crate::Error::OutOfMemory`], as for
+    /// [`Module::to_device`].
     fn to_dtype(&mut self, dtype: DType) -> Result<()> {
         dtype.check_float("to_dtype")?;
         replace(self, |t| if t.dtype().is_float() { t.to_dtype(dtype) } else { Ok(t.detach()) })

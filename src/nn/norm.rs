@@ -1,6 +1,7 @@
 //! Normalising layers.
 
 use super::{Buffer, Mode, Module};
+use crate::error::in_steps;
 use crate::tensor::TensorOptions;
 use crate::{BatchNormOptions, DType, Result, Tensor};
 
@@ -75,19 +76,23 @@ impl Module for BatchNorm {
 
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let training = self.mode.is_training();
-        let out = x.batch_norm(BatchNormOptions {
-            running_mean: Some(&self.running_mean.0),
-            running_var: Some(&self.running_var.0),
-            weight: Some(&self.weight),
-            bias: Some(&self.bias),
-            training,
-            momentum: self.momentum,
-            eps: self.eps,
-        })?;
-        if training {
-            self.num_batches_tracked.0.add_scalar_(1)?;
-        }
-        Ok(out)
+        let (mean, var) = (&self.running_mean.0, &self.running_var.0);
+        let version = || mean.storage().version() + var.storage().version();
+        in_steps("BatchNorm::forward", version, || {
+            let out = x.batch_norm(BatchNormOptions {
+                running_mean: Some(mean),
+                running_var: Some(var),
+                weight: Some(&self.weight),
+                bias: Some(&self.bias),
+                training,
+                momentum: self.momentum,
+                eps: self.eps,
+            })?;
+            if training {
+                self.num_batches_tracked.0.add_scalar_(1)?;
+            }
+            Ok(out)
+        })
     }
 }
 

@@ -340,16 +340,22 @@ impl<R: Rule> Optimizer for Fused<R> {
         }
         state.check_against(R::NAME, &self.state_dict()?)?;
         let number = |name: String| state.get(&name).expect("checked").to_dtype(DType::F64)?.item::<f64>();
-        let mut first = 0;
-        for (g, group) in self.groups.iter_mut().enumerate() {
-            let numbers = first..first + group.steps.len();
-            let steps = numbers.map(|i| Ok(number(format!("state.{i}.step"))? as i32)).collect::<Result<Vec<i32>>>()?;
-            let lr = number(format!("param_groups.{g}.lr"))?;
-            for (name, tensor) in group.state(first)? {
-                tensor.copy_(&state.get(&name).expect("checked").to_device(tensor.device())?)?;
-            }
-            group.rule.set_learning_rate(lr);
+        let (mut first, mut tensors, mut numbers) = (0, Vec::new(), Vec::new());
+        for (g, group) in self.groups.iter().enumerate() {
+            let of_group = first..first + group.steps.len();
+            let steps =
+                of_group.map(|i| Ok(number(format!("state.{i}.step"))? as i32)).collect::<Result<Vec<i32>>>()?;
+            tensors.extend(group.state(first)?);
             first += steps.len();
+            numbers.push((steps, number(format!("param_groups.{g}.lr"))?));
+        }
+        no_grad(|| {
+            for_each_part("load_state_dict", tensors, |(name, tensor)| {
+                tensor.copy_(&state.get(&name).expect("checked").to_device(tensor.device())?).map(|_| ())
+            })
+        })?;
+        for (group, (steps, lr)) in self.groups.iter_mut().zip(numbers) {
+            group.rule.set_learning_rate(lr);
             group.steps = steps;
             group.flat.updated();
         }

@@ -79,7 +79,8 @@ pub trait Optimizer {
     /// checked before anything is changed.
     ///
     /// # Errors
-    /// [`crate::Error::Invalid`] for a name that is missing or unknown, [`crate::Error::ShapeMismatch`].
+    /// [`crate::Error::Invalid`] for a name that is missing or unknown, [`crate::Error::ShapeMismatch`];
+    /// [`crate::Error::Partial`] where the device fails after some of the state was copied.
     fn load_state_dict(&mut self, state: &StateDict) -> Result<()>;
 
     /// The learning rate of the (first group's) next step.

@@ -102,14 +102,16 @@ impl GradScaler {
     /// # Errors
     /// As [`Optimizer::step`].
     pub fn step(&mut self, optimizer: &mut dyn Optimizer) -> Result<bool> {
-        let (finite, factor) = match self.unscaled.take() {
+        let (finite, factor) = match self.unscaled {
             Some(finite) => (finite, 1.0),
             None => (all_finite(optimizer)?, 1.0 / self.scale),
         };
-        self.overflowed |= !finite;
         if finite {
             optimizer.step_scaled(factor)?;
         }
+        // After a step that failed the gradients are what they were, to be tried again.
+        self.unscaled = None;
+        self.overflowed |= !finite;
         Ok(finite)
     }
 

@@ -8,6 +8,7 @@
 mod stand_in;
 
 mod inject;
+mod parts;
 mod steps;
 
 use std::collections::{BTreeMap, VecDeque};

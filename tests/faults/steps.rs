@@ -1,5 +1,7 @@
 //! The workload: short programs that together make every kind of call, with what each has to compute.
 
+mod updates;
+
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use claystone::nn::{Activation, Linear, Module, Sequential};
@@ -48,6 +50,17 @@ impl Run {
         }
         result
     }
+
+    /// Calls `f`, which changes these tensors in place. After an error they hold what they held, as for [`Run::change`].
+    fn change_all<T>(&mut self, tensors: &[Tensor], f: impl FnOnce() -> Result<T>) -> Result<T> {
+        let before = tensors.iter().map(Tensor::to_vec).collect::<Result<Values>>()?;
+        f().inspect_err(|error| {
+            if !says_maybe(error) {
+                let kept = tensors.iter().zip(before);
+                self.kept.extend(kept.map(|(t, v)| Kept { tensor: t.shallow_clone(), either: vec![v] }));
+            }
+        })
+    }
 }
 
 /// Whether the error says that the operation may have happened, wholly or in part.
@@ -91,6 +104,7 @@ pub const STEPS: &[Step] = &[
     step("launches", PLAIN, launches),
     step("reductions", PLAIN, reductions),
     step("in place", PLAIN, in_place),
+    step("scatter_reduce", PLAIN, updates::scatter_reduce),
     step("indexing", PLAIN, indexing),
     step("bad index", PLAIN, bad_index),
     step("compile", PLAIN, compile),
@@ -101,6 +115,8 @@ pub const STEPS: &[Step] = &[
     step("events", PLAIN, events),
     step("record_stream", PLAIN, record_stream),
     step("backward", PLAIN, backward),
+    step("accumulation", PLAIN, updates::accumulation),
+    step("running statistics", PLAIN, updates::running_statistics),
     step("optimisers", PLAIN, optimisers),
     step("graphs", PLAIN, graphs),
     step("plans", PLAIN, plans),

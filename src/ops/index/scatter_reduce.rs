@@ -2,7 +2,7 @@
 
 use crate::autograd::Saved;
 use crate::backend::problem::index::Combine;
-use crate::error::Excerpt;
+use crate::error::{Excerpt, in_steps};
 use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::registry::replaced;
 use crate::ops::index::gather::along;
@@ -94,23 +94,34 @@ fn reduce_into(
         target.detach().copy_(&wide)?;
         return Ok(());
     }
-    if !include_self {
-        let neutral = everywhere(op, reduce.neutral(target.dtype), source.shape(), target)?;
-        scatter(op, Combine::Set, target, d, places, &neutral)?;
-    }
-    scatter(op, combine, target, d, places, source)?;
-    if reduce == ScatterReduce::Mean {
-        let dtype = if target.dtype.is_float() { target.dtype } else { DType::I64 };
-        let count = Tensor::full(target.shape(), include_self, (dtype, target.device()))?;
-        scatter(op, Combine::Add, &count, d, places, &everywhere(op, 1.into(), source.shape(), &count)?)?;
-        let target = target.detach();
-        Tensor::map_into(&[&target, &count], &[], &[&target], |e, _| {
-            let count = e[1].eq(0.0).select(1.0, &e[1]);
-            vec![if dtype.is_float() { &e[0] / count } else { e[0].floor_divide(count) }]
-        })
-        .map_err(|e| e.of(op))?;
-    }
-    Ok(())
+    // How many values meet in each element: needed last, but what can fail is better done before the target is written to.
+    let count = match reduce {
+        ScatterReduce::Mean => {
+            let dtype = if target.dtype.is_float() { target.dtype } else { DType::I64 };
+            let count = Tensor::full(target.shape(), include_self, (dtype, target.device()))?;
+            scatter(op, Combine::Add, &count, d, places, &everywhere(op, 1.into(), source.shape(), &count)?)?;
+            Some(count)
+        }
+        _ => None,
+    };
+    in_steps(
+        op,
+        || target.storage.version(),
+        || {
+            if !include_self {
+                let neutral = everywhere(op, reduce.neutral(target.dtype), source.shape(), target)?;
+                scatter(op, Combine::Set, target, d, places, &neutral)?;
+            }
+            scatter(op, combine, target, d, places, source)?;
+            let Some(count) = &count else { return Ok(()) };
+            let target = target.detach();
+            Tensor::map_into(&[&target, count], &[], &[&target], |e, _| {
+                let n = e[1].eq(0.0).select(1.0, &e[1]);
+                vec![if count.dtype.is_float() { &e[0] / n } else { e[0].floor_divide(n) }]
+            })
+            .map_err(|e| e.of(op))
+        },
+    )
 }
 
 pub(crate) static OPERATIONS: &[Operation] = &[
