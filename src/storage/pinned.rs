@@ -8,8 +8,8 @@
 //! done, while others of the class whose events are done already overtake it.
 //!
 //! There is a bound on all pinned memory of the process, since no one else can use it: a pool that may take no more, or
-//! whose source refuses, says so, and its caller uses ordinary memory. A source that has refused is asked again after a number
-//! of requests that grows with every refusal.
+//! whose source refuses, says so, and its caller uses ordinary memory. A source that has refused a block, or the reserve, is
+//! asked for such again after a number of requests that grows with every refusal.
 
 mod stats;
 #[cfg(test)]
@@ -17,7 +17,7 @@ mod tests;
 
 use std::mem;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
 pub use stats::{DurationStat, PinnedStats};
@@ -72,7 +72,11 @@ impl Budget {
 pub(crate) struct PinnedPool<S: PinnedSource> {
     source: S,
     classes: Box<[Mutex<Class<S>>]>,
-    reserve: Option<Reserve<S::Memory>>,
+    /// Bytes of the reserve, 0 for none, and the reserve once the source has given it.
+    reserve_bytes: usize,
+    reserve: OnceLock<Reserve<S::Memory>>,
+    /// When to ask for the reserve again: blocks do not wait for what is larger than any of them.
+    reserve_backoff: Backoff,
     budget: Arc<Budget>,
     /// When to ask the source again after it has failed with nothing cached that could be given back.
     source_backoff: Backoff,
@@ -92,10 +96,15 @@ struct Piece<M> {
     reserved: bool,
 }
 
-/// One piece made at the beginning, handed out from its start to its end and never released.
+/// Who has refused a piece.
+enum Refused {
+    ByBudget,
+    BySource,
+}
+
+/// One piece made before any other, handed out from its start to its end and never released.
 struct Reserve<M> {
     memory: Arc<M>,
-    bytes: usize,
     used: AtomicUsize,
 }
 
@@ -115,22 +124,22 @@ fn class_size(class: usize) -> usize {
 }
 
 impl<S: PinnedSource> PinnedPool<S> {
-    /// A pool over `source`, with a reserve of `reserve` bytes (0 for none) if the source and the budget give that.
+    /// A pool over `source`, with a reserve of `reserve` bytes (0 for none). It is made at once, or at a later request where
+    /// the source or the budget refuses it.
     pub(crate) fn new(source: S, reserve: usize, budget: Arc<Budget>) -> PinnedPool<S> {
         let last = class_of(budget.cap.max(PAGE)).unwrap_or(0);
         let class = |_| Mutex::new(Class { free: Vec::new(), flying: Vec::new() });
-        let mut pool = PinnedPool {
+        let pool = PinnedPool {
             source,
             classes: (0..=last).map(class).collect(),
-            reserve: None,
+            reserve_bytes: reserve,
+            reserve: OnceLock::new(),
+            reserve_backoff: Backoff::default(),
             budget,
             source_backoff: Backoff::default(),
             counters: Counters::default(),
         };
-        if reserve > 0 {
-            let piece = pool.create(reserve);
-            pool.reserve = piece.map(|p| Reserve { memory: p.memory, bytes: reserve, used: AtomicUsize::new(0) });
-        }
+        pool.the_reserve();
         pool
     }
 
@@ -146,6 +155,7 @@ impl<S: PinnedSource> PinnedPool<S> {
     /// Releases every block that nothing uses (`torch.cuda.host_empty_cache`), except the reserve's.
     pub(crate) fn empty_cache(&self) {
         self.source_backoff.reset();
+        self.reserve_backoff.reset();
         self.release_unused();
     }
 
@@ -195,34 +205,63 @@ impl<S: PinnedSource> PinnedPool<S> {
         !class.flying.is_empty()
     }
 
+    /// The reserve, asked for again if the source has refused it.
+    fn the_reserve(&self) -> Option<&Reserve<S::Memory>> {
+        if self.reserve_bytes == 0 || self.reserve.get().is_some() {
+            return self.reserve.get();
+        }
+        if !self.reserve_backoff.is_due() {
+            return None;
+        }
+        let Ok(piece) = self.try_create(self.reserve_bytes) else {
+            self.reserve_backoff.refused();
+            return None;
+        };
+        if let Err(second) = self.reserve.set(Reserve { memory: piece.memory, used: AtomicUsize::new(0) }) {
+            // Another thread was faster.
+            self.release(self.reserve_bytes, Piece { memory: second.memory, offset: 0, reserved: false });
+        }
+        self.reserve.get()
+    }
+
     fn reserved(&self, size: usize) -> Option<Piece<S::Memory>> {
-        let reserve = self.reserve.as_ref()?;
+        let reserve = self.the_reserve()?;
         let pages = size.next_multiple_of(PAGE);
-        let room = |used: usize| used.checked_add(pages).filter(|end| *end <= reserve.bytes);
+        let room = |used: usize| used.checked_add(pages).filter(|end| *end <= self.reserve_bytes);
         let offset = reserve.used.fetch_update(Relaxed, Relaxed, room).ok()?;
         Some(Piece { memory: Arc::clone(&reserve.memory), offset, reserved: true })
     }
 
-    /// A piece from the source; if that fails or would be too much, once more without what is cached.
+    /// A piece from the source, unless it has refused one lately.
     fn create(&self, size: usize) -> Option<Piece<S::Memory>> {
         if !self.source_backoff.is_due() {
             return None;
         }
+        let made = self.try_create(size);
+        match &made {
+            Ok(_) => self.source_backoff.reset(),
+            Err(Refused::BySource) => self.source_backoff.refused(),
+            Err(Refused::ByBudget) => {}
+        }
+        made.ok()
+    }
+
+    /// A piece from the source; if that fails or would be too much, once more without what is cached.
+    fn try_create(&self, size: usize) -> Result<Piece<S::Memory>, Refused> {
+        let mut refused = Refused::ByBudget;
         for last in [false, true] {
+            refused = Refused::ByBudget;
             if self.budget.take(size) {
                 let start = Instant::now();
                 match self.source.create(size) {
                     Ok(memory) => {
-                        self.source_backoff.reset();
                         self.counters.made(size, start.elapsed());
-                        return Some(Piece { memory: Arc::new(memory), offset: 0, reserved: false });
+                        return Ok(Piece { memory: Arc::new(memory), offset: 0, reserved: false });
                     }
                     Err(failure) => {
                         tracing::debug!(size, ?failure, "no pinned memory");
                         self.budget.give(size);
-                        if last {
-                            self.source_backoff.refused();
-                        }
+                        refused = Refused::BySource;
                     }
                 }
             }
@@ -230,7 +269,7 @@ impl<S: PinnedSource> PinnedPool<S> {
                 self.release_unused();
             }
         }
-        None
+        Err(refused)
     }
 
     fn release_unused(&self) {

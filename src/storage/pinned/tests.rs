@@ -256,6 +256,27 @@ fn the_reserve_is_cut_up_and_never_released() {
     assert!(poor.alloc(1).is_none());
 }
 
+/// A reserve that was refused once is had later, and meanwhile blocks are had without it.
+#[test]
+fn a_reserve_that_was_refused_is_asked_for_again() {
+    let source = Fake::default();
+    source.0.refuses.store(2, Relaxed); // the request and its repetition without what is cached
+    let pool = PinnedPool::new(source.clone(), 64 << 10, Budget::new(1 << 20));
+    assert_eq!(source.live(), 0);
+    assert_eq!(pool.alloc(5000).unwrap().bytes(), 5120);
+    let blocks: Vec<_> = (0..100).map(|_| pool.alloc(4096).unwrap()).collect();
+    assert!(blocks.iter().any(|b| b.memory().0.bytes == 64 << 10), "the reserve is there");
+    drop(blocks);
+    pool.empty_cache();
+    assert_eq!(source.live(), 64 << 10);
+    assert_eq!(pool.stats().allocated_bytes.current, 64 << 10);
+
+    // One that never fits keeps no block from being made.
+    let small = PinnedPool::new(Fake::with_room(60_000), 64 << 10, Budget::new(1 << 20));
+    let blocks: Vec<_> = (0..10).map(|_| small.alloc(4096).unwrap()).collect();
+    assert_eq!(small.stats().allocated_bytes.current, 10 * blocks[0].bytes() as u64);
+}
+
 #[test]
 fn the_source_is_never_called_under_a_lock() {
     let source = Fake::default();
