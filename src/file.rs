@@ -1,10 +1,30 @@
 //! Files that are replaced as a whole: whoever opens one finds the old contents or the new, whatever happens meanwhile.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Seek, SeekFrom, Write};
+use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use tempfile::NamedTempFile;
+
+/// What is read of a pipe or a device, which does not say how much it has and may never end.
+const MOST_OF_A_STREAM: u64 = 64 << 20;
+
+/// The bytes of a file; of a pipe or a device no more than 64 MiB.
+pub(crate) fn read(path: &Path) -> io::Result<Vec<u8>> {
+    let mut file = File::open(path)?;
+    if file.metadata()?.is_file() {
+        let mut bytes = Vec::new();
+        file.read_to_end(&mut bytes)?;
+        return Ok(bytes);
+    }
+    // Once as large as it gets: a vector that grows is there twice.
+    let mut bytes = Vec::with_capacity(MOST_OF_A_STREAM as usize + 2);
+    file.take(MOST_OF_A_STREAM + 1).read_to_end(&mut bytes)?;
+    match bytes.len() as u64 > MOST_OF_A_STREAM {
+        true => Err(io::Error::other("it is no regular file and has more than 64 MiB: copy it to a file first")),
+        false => Ok(bytes),
+    }
+}
 
 /// How many links a name may go through, as on Linux.
 const LINKS: usize = 40;

@@ -7,8 +7,8 @@
 //!
 //! An error names the file, the tensor and what is wrong with it. What a file says about itself is believed as far as it has
 //! the bytes: reading takes little more memory than the tensors that are really in it, and a file that is damaged takes
-//! little more than its own size. An archive that claims to hold far more than its size is decompressed once to see that it
-//! does, before its tensors are made.
+//! little more than its own size. An archive that claims far more than its size is refused unless it is read with
+//! [`read_npz_limited`], and is then decompressed once to see that it has as much, before its tensors are made.
 
 mod npy;
 mod npz;
@@ -27,7 +27,7 @@ use crate::tensor::Layout;
 use crate::{DType, Device, Error, Result, Shape, Tensor};
 
 pub use self::npy::{read_npy, write_npy};
-pub use self::npz::{read_npz, write_npz};
+pub use self::npz::{read_npz, read_npz_limited, write_npz};
 pub use self::safetensors::{SafeTensors, read_safetensors, write_safetensors};
 pub use self::state::{IncompatibleKeys, StateDict};
 
@@ -62,7 +62,7 @@ pub fn save(path: impl AsRef<Path>, tensors: &StateDict) -> Result<()> {
 /// Reads the tensors of a file, `.safetensors` or `.npz` by its name, to `device`, in the file's order.
 ///
 /// # Errors
-/// As [`save`]; a dtype that claystone does not have.
+/// As [`save`]; a dtype that claystone does not have; an archive that is far larger unpacked ([`read_npz`]).
 pub fn load(path: impl AsRef<Path>, device: Device) -> Result<StateDict> {
     let path = path.as_ref();
     match extension(path) {

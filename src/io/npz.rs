@@ -13,20 +13,55 @@ use super::{create, fail, fail_in, finish, open};
 use crate::io::StateDict;
 use crate::{Device, Result};
 
-/// The tensors of an npz file, on `device`, in the archive's order (NumPy's `load`); compressed ones too.
+/// The tensors of an npz file, on `device`, in the archive's order (NumPy's `load`); compressed ones too. Archives that
+/// unpack to more than 8 times their size and 32 MiB are refused, because so few bytes can claim any amount of memory:
+/// [`read_npz_limited`] reads those that are trusted.
 ///
 /// # Errors
 /// As [`read_npy`](super::read_npy), with the tensor's name.
 pub fn read_npz(path: impl AsRef<Path>, device: Device) -> Result<StateDict> {
-    let (op, path) = ("read_npz", path.as_ref());
+    read("read_npz", path.as_ref(), device, None)
+}
+
+/// [`read_npz`] of an archive that may unpack to `max_bytes`, however small it is; `u64::MAX` for any number.
+///
+/// ```
+/// use claystone::{Device, Tensor, io, nn::StateDict};
+/// # let folder = tempfile::tempdir().unwrap();
+/// let path = folder.path().join("masks.npz");
+/// let state: StateDict = [("mask".to_string(), Tensor::zeros(&[1000], Device::Cpu)?)].into_iter().collect();
+/// io::save(&path, &state)?;
+/// assert!(io::read_npz_limited(&path, Device::Cpu, 1 << 20)?.get("mask").is_some());
+/// assert!(io::read_npz_limited(&path, Device::Cpu, 1000).is_err());
+/// # Ok::<(), claystone::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`read_npz`].
+pub fn read_npz_limited(path: impl AsRef<Path>, device: Device, max_bytes: u64) -> Result<StateDict> {
+    read("read_npz_limited", path.as_ref(), device, Some(max_bytes))
+}
+
+/// What an archive may unpack to without being asked for: so many times its size, and [`UNCHECKED`] bytes. Arrays of numbers
+/// are seldom compressed further.
+const RATIO: u64 = 8;
+
+fn read(op: &'static str, path: &Path, device: Device, max_bytes: Option<u64>) -> Result<StateDict> {
     let (file, size) = open(op, path)?;
+    let size = size.unwrap_or(0);
     let mut archive = ZipArchive::new(BufReader::new(file)).map_err(|e| fail(op, path, e))?;
     // Entries that share bytes would let a small archive stand for any number of large tensors.
     if archive.has_overlapping_entries().map_err(|e| fail(op, path, e))? {
         return Err(fail(op, path, "its entries overlap"));
     }
     let sum = (0..archive.len()).try_fold(0u64, |sum, i| Ok(sum.saturating_add(claimed(&archive.by_index(i)?))));
-    if sum.map_err(|e: ZipError| fail(op, path, e))? > size.unwrap_or(0).saturating_add(UNCHECKED) {
+    let sum = sum.map_err(|e: ZipError| fail(op, path, e))?;
+    let most = max_bytes.unwrap_or(size.saturating_mul(RATIO).saturating_add(UNCHECKED));
+    if sum > most {
+        let advice = "if it is to be trusted, read it with read_npz_limited";
+        return Err(fail(op, path, format!("its {size} bytes unpack to {sum}, more than {most}: {advice}")));
+    }
+    if sum > size.saturating_add(UNCHECKED) {
         check_sizes(&mut archive).map_err(|e| fail(op, path, e))?;
     }
     let mut tensors = Vec::new();

@@ -110,20 +110,29 @@ fn archives_hold_what_they_say_before_memory_is_taken() {
     let load = |bytes: &[u8]| bounded("x.npz", bytes, |path| io::load(path, Device::Cpu));
     // A header of 200 MiB of spaces, in as many KiB.
     let header = npy(2, &" ".repeat(200 << 20), &[]);
-    refused(load(&zip(Deflated, &[header])), "longer than any array's");
+    let header = zip(Deflated, &[header]);
+    refused(load(&header), "read it with read_npz_limited");
+    let load_all = |bytes: &[u8]| bounded("x.npz", bytes, |path| io::read_npz_limited(path, Device::Cpu, u64::MAX));
+    refused(load_all(&header), "longer than any array's");
     // 200 MiB of zeros: whole they are read, and damaged they take no memory.
     let zeros = npy(1, &literal("(209715200,)"), &vec![0; 200 << 20]);
     let mut archive = zip(Deflated, &[zeros]);
     assert!(archive.len() < 1 << 20);
     let folder = tempfile::tempdir().unwrap();
-    std::fs::write(folder.path().join("x.npz"), &archive).unwrap();
-    let state = io::load(folder.path().join("x.npz"), Device::Cpu).unwrap();
+    let path = folder.path().join("x.npz");
+    std::fs::write(&path, &archive).unwrap();
+    refused(load(&archive), "read it with read_npz_limited");
+    refused(io::read_npz_limited(&path, Device::Cpu, 200 << 20), "more than 209715200");
+    let state = io::read_npz_limited(&path, Device::Cpu, 201 << 20).unwrap();
     assert_eq!(state.get("0").unwrap().sum((), false).unwrap().item::<i64>().unwrap(), 0);
     drop(state);
     Device::Cpu.empty_cache().unwrap();
     let end = archive.len() - 500;
     archive[end] ^= 0x55;
-    refused(load(&archive), "x.npz");
+    refused(load_all(&archive), "x.npz");
+    // Within 8 times its size and 32 MiB it is read as it is.
+    let zeros = npy(1, &literal("(31457280,)"), &vec![0; 30 << 20]);
+    load(&zip(Deflated, &[zeros])).unwrap();
     // An array of more than its entry has, and an entry of more than is there.
     refused(load(&zip(Stored, &[npy(1, &literal("(1000000000,)"), &[0; 100])])), "ends before");
     let small = npy(1, &literal("(3,)"), &[1, 2, 3]);
@@ -145,6 +154,24 @@ fn overlapping(archive: &[u8]) -> Vec<u8> {
     tail[8..12].copy_from_slice(&[2, 0, 2, 0]);
     tail[12..16].copy_from_slice(&(2 * entry.len() as u32).to_le_bytes());
     [&archive[..end], &second, &tail].concat()
+}
+
+/// What never ends is read up to a bound.
+#[test]
+#[cfg(unix)]
+fn devices_and_pipes_are_read_up_to_a_bound() {
+    let _alone = alone();
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["x.pickle", "x.json"] {
+        let path = folder.path().join(name);
+        std::os::unix::fs::symlink("/dev/zero", &path).unwrap();
+        let (taken, outcome) = peak(|| Snapshot::load(&path));
+        refused(outcome, "copy it to a file");
+        assert!(taken <= SLACK + (1 << 20), "{taken} bytes of a device");
+        let (taken, outcome) = peak(|| targets::trace::Trace::open(&path));
+        assert!(outcome.unwrap_err().contains("copy it to a file"));
+        assert!(taken <= SLACK + (1 << 20), "{taken} bytes of a device");
+    }
 }
 
 #[test]

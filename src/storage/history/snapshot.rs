@@ -352,13 +352,15 @@ impl Snapshot {
     /// Reads a file that [`save`](Snapshot::save) or PyTorch's `_dump_snapshot` wrote, by the ending of its name.
     ///
     /// # Errors
-    /// When the name has another ending, the file cannot be read, or is not of a snapshot.
+    /// When the name has another ending, the file cannot be read, or is not of a snapshot; a pipe with more than 64 MiB.
     pub fn load(path: impl AsRef<Path>) -> Result<Snapshot> {
         let path = path.as_ref();
         let unread = |e: &dyn std::fmt::Display| Error::invalid("load", format!("{}: {e}", path.display()));
-        match Format::of("load", path)? {
-            Format::Pickle => Snapshot::from_pickle(&std::fs::read(path).map_err(|e| unread(&e))?),
-            Format::Json => Snapshot::from_json(&std::fs::read_to_string(path).map_err(|e| unread(&e))?),
+        let format = Format::of("load", path)?;
+        let bytes = crate::file::read(path).map_err(|e| unread(&e))?;
+        match format {
+            Format::Pickle => Snapshot::from_pickle(&bytes),
+            Format::Json => Snapshot::from_json(std::str::from_utf8(&bytes).map_err(|e| unread(&e))?),
         }
     }
 
