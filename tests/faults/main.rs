@@ -8,6 +8,7 @@
 mod stand_in;
 
 mod inject;
+mod numbers;
 mod parts;
 mod steps;
 

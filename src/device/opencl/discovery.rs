@@ -1,8 +1,8 @@
 //! Which OpenCL devices there are, and in which order.
 //!
-//! Every platform is asked at first use. A call that fails is made again a few times; a driver that still does not tell
-//! which devices it has is asked at the next use, and a device that does not tell what it is keeps its number meanwhile:
-//! only an answer is remembered. Discrete GPUs come first, then integrated ones, other accelerators and
+//! Every platform is asked at first use. A call that fails is made again a few times; numbers are given out once all that
+//! they depend on is known, so that they are the same in every process, and until then each use asks again. Devices that
+//! `CLAYSTONE_DEVICES` leaves out by naming places alone are not waited for. Discrete GPUs come first, then integrated ones, other accelerators and
 //! CPUs; of a kind the one with more compute units first, equals in the drivers' order. `CLAYSTONE_DEVICES` chooses and
 //! orders them itself. `CLAYSTONE_KERNELS=gpu` has processors run the kernels of GPUs, to test those where there is none.
 
@@ -51,7 +51,9 @@ pub(super) struct Entry {
     /// `platform:index`, as CLAYSTONE_DEVICES names it.
     place: (usize, usize),
     platform: cl_platform_id,
-    /// What it is, once it has said so.
+    /// Its kind and compute units, which its number depends on.
+    standing: (DeviceKind, usize),
+    /// What else it is, once it has said so.
     found: OnceLock<Found>,
     /// Opened at first use and kept for the life of the process.
     pub opened: OnceLock<&'static ClDevice>,
@@ -79,7 +81,10 @@ enum Silent {
 
 impl From<ClError> for Silent {
     fn from(e: ClError) -> Silent {
-        Silent::Failed(e)
+        if e.is_transient() || e.is_fatal() {
+            return Silent::Failed(e);
+        }
+        Silent::Unusable(format!("does not say what it is: {} gives {}", e.call, e.name()))
     }
 }
 
@@ -99,11 +104,8 @@ impl Entry {
         if let Some(found) = self.found.get() {
             return Ok(found);
         }
-        match describe(self) {
-            Ok(found) => Ok(self.found.get_or_init(|| found)),
-            Err(Silent::Failed(e)) => Err(failed(device, &e)),
-            Err(Silent::Unusable(why)) => Err(Error::NoDevice { device, reason: format!("it {why}") }),
-        }
+        let found = describe(self).map_err(|e| failed(device, &e))?;
+        Ok(self.found.get_or_init(|| found))
     }
 }
 
@@ -180,7 +182,8 @@ pub(super) fn find(index: usize) -> Result<&'static Found> {
 /// A driver that does not say which devices there are, or what this one is.
 fn failed(device: Device, e: &ClError) -> Error {
     let detail = " when the driver was asked, several times, which devices there are: the next use asks it again; if that \
-                  fails too, see what `clinfo` says, or choose other devices with CLAYSTONE_DEVICES (none: only the CPU)";
+                  fails too, see what `clinfo` says, or choose others by their places, as CLAYSTONE_DEVICES=0:0 (none: \
+                  only the CPU)";
     Error::OpenCl { device, call: e.call, code: e.name(), detail: detail.into() }
 }
 
@@ -199,90 +202,73 @@ pub(super) fn discover(choice: &str) -> Result<Discovery, ClError> {
         Err(e) if e.is_transient() => return Err(e),
         Err(e) => return none(no_driver(e.name())),
     };
+    let choice = Choice::parse(choice);
     let mut devices = Vec::new();
     let mut skipped = String::new();
-    let mut failure = None;
     for (p, &platform) in platforms.iter().enumerate() {
         let ids = match retry(|| device_ids(platform)) {
-            // Whoever chooses has numbered the devices, and those of this platform may not be among them.
-            Err(e) if e.is_transient() && choice.trim().is_empty() => return Err(e),
+            Err(e) if e.is_transient() && choice.asks_of(p, None) => return Err(e),
             Err(e) if e.is_transient() => {
                 log::emit(move || {
                     tracing::warn!(platform = p, call = e.call, code = e.name(), "platform left out");
                 });
-                failure = Some(e);
-                Vec::new()
+                continue;
             }
             ids => ids.unwrap_or_default(),
         };
         for (d, &id) in ids.iter().enumerate() {
-            let (found, opened, opening) = (OnceLock::new(), OnceLock::new(), Mutex::new(()));
-            let entry = Entry { id, place: (p, d), platform, found, opened, opening };
-            match describe(&entry) {
-                Ok(found) => _ = entry.found.set(found),
+            let standing = match standing(id) {
+                Ok(standing) => standing,
+                Err(Silent::Failed(e)) if choice.asks_of(p, Some(d)) => return Err(e),
                 Err(Silent::Failed(e)) => {
                     let (call, code) = (e.call, e.name());
-                    let unknown = "what a device is is not known";
-                    log::emit(move || tracing::warn!(platform = p, index = d, call, code, "{unknown}"));
-                    failure = Some(e);
+                    log::emit(move || tracing::warn!(platform = p, index = d, call, code, "device left out"));
+                    continue;
                 }
                 Err(Silent::Unusable(why)) => {
                     _ = write!(skipped, " ({p}:{d} {why})");
                     continue;
                 }
+            };
+            let (found, opened, opening) = (OnceLock::new(), OnceLock::new(), Mutex::new(()));
+            let entry = Entry { id, place: (p, d), platform, standing, found, opened, opening };
+            match describe(&entry) {
+                Ok(found) => _ = entry.found.set(found),
+                // Its name may be one that is asked for.
+                Err(e) if choice.has_names() && e.is_transient() => return Err(e),
+                Err(e) => {
+                    tracing::warn!(
+                        platform = p,
+                        index = d,
+                        call = e.call,
+                        code = e.name(),
+                        "a device is not known yet"
+                    );
+                }
             }
             devices.push(entry);
         }
-    }
-    if let (true, Some(e)) = (devices.is_empty(), failure) {
-        return Err(e);
     }
     if devices.is_empty() {
         let count = platforms.len();
         return none(format!("{count} OpenCL platform(s), but none has a usable device{skipped}: {INSTALL}"));
     }
     let names = sort(&mut devices);
-    let (order, unmatched) = select(choice, &names);
-    match failure {
-        // An unmatched entry may name a device that could not be queried.
-        Some(e) if !unmatched.is_empty() => return Err(e),
-        _ => unmatched.into_iter().for_each(|entry| {
-            log::emit(move || tracing::warn!(entry, "CLAYSTONE_DEVICES names no device"));
-        }),
-    }
+    let (order, unmatched) = choice.select(&names);
+    unmatched.into_iter().for_each(|entry| {
+        log::emit(move || tracing::warn!(entry, "CLAYSTONE_DEVICES names no device"));
+    });
+    let choice = choice.text;
     let why_none = format!("CLAYSTONE_DEVICES={choice} matches none of the {} OpenCL device(s) here", devices.len());
     let mut devices: Vec<_> = devices.into_iter().map(Some).collect();
     Ok(Discovery { devices: order.into_iter().filter_map(|i| devices[i].take()).collect(), why_none })
 }
 
-/// Puts devices in order. Their places and names for [`select`].
-///
-/// A device that does not even say what kind it is counts as one like its neighbour on the platform; without a neighbour
-/// that does, it comes before all but discrete GPUs. So it most likely gets the number that it always has.
-fn sort(devices: &mut Vec<Entry>) -> Vec<((usize, usize), String)> {
-    let like = |i: usize| {
-        let neighbours = devices[..=i].iter().rev().chain(&devices[i + 1..]);
-        neighbours.filter(|other| other.place.0 == devices[i].place.0).find_map(|other| other.found.get())
-    };
-    let keys: Vec<_> = (0..devices.len())
-        .map(|i| {
-            let name = like(i).map(|f| format!("{} {} {}", f.info.name, f.info.vendor, f.platform_name));
-            let of = |f: &Found| (f.info.kind, f.info.compute_units);
-            let (kind, units) = match devices[i].found.get() {
-                Some(found) => of(found),
-                // It may at least say this.
-                None => {
-                    kind_and_units(devices[i].id).unwrap_or_else(|_| like(i).map_or((DeviceKind::DiscreteGpu, 0), of))
-                }
-            };
-            ((rank(kind), Reverse(units), devices[i].place), name.unwrap_or_default())
-        })
-        .collect();
-    let mut all: Vec<_> = keys.into_iter().zip(devices.drain(..)).collect();
-    all.sort_by_key(|((key, _), _)| *key);
-    let (keys, sorted): (Vec<_>, Vec<_>) = all.into_iter().unzip();
-    *devices = sorted;
-    keys.into_iter().map(|((_, _, place), name)| (place, name)).collect()
+/// Puts devices in order. Their places and names for [`Choice::select`].
+fn sort(devices: &mut [Entry]) -> Vec<((usize, usize), String)> {
+    devices.sort_by_key(|d| (rank(d.standing.0), Reverse(d.standing.1), d.place));
+    let name = |f: &Found| format!("{} {} {}", f.info.name, f.info.vendor, f.platform_name);
+    devices.iter().map(|d| (d.place, d.found.get().map(name).unwrap_or_default())).collect()
 }
 
 fn no_library(cause: &str, dylib_path: Option<&str>) -> String {
@@ -306,31 +292,57 @@ fn rank(kind: DeviceKind) -> u8 {
     }
 }
 
-/// Indices into `names` in the order that `choice` asks for, each once, and the entries that match nothing.
-/// An entry is `platform:index` or part of a name, in any case. An empty choice is all, as they are.
-fn select(choice: &str, names: &[((usize, usize), String)]) -> (Vec<usize>, Vec<String>) {
-    let entries: Vec<&str> = choice.split(',').map(str::trim).filter(|e| !e.is_empty()).collect();
-    if entries.is_empty() {
-        return ((0..names.len()).collect(), Vec::new());
+/// What `CLAYSTONE_DEVICES` says: entries that are `platform:index` or part of a name, in any case. None is all devices, as
+/// they are.
+struct Choice<'a> {
+    text: &'a str,
+    entries: Vec<&'a str>,
+}
+
+/// A device by its platform and its index there.
+fn place_of(entry: &str) -> Option<(usize, usize)> {
+    let (p, d) = entry.split_once(':')?;
+    Some((p.parse().ok()?, d.parse().ok()?))
+}
+
+impl Choice<'_> {
+    fn parse(text: &str) -> Choice<'_> {
+        Choice { text, entries: text.split(',').map(str::trim).filter(|e| !e.is_empty()).collect() }
     }
-    let (mut order, mut unmatched) = (Vec::new(), Vec::new());
-    for entry in entries {
-        let place = entry.split_once(':').and_then(|(p, d)| Some((p.parse().ok()?, d.parse().ok()?)));
-        let part = entry.to_lowercase();
-        let mut hit = false;
-        for (i, (at, name)) in names.iter().enumerate() {
-            if place.map_or_else(|| name.to_lowercase().contains(&part), |p: (usize, usize)| p == *at) {
-                hit = true;
-                if !order.contains(&i) {
-                    order.push(i);
+
+    fn has_names(&self) -> bool {
+        self.entries.iter().any(|entry| place_of(entry).is_none())
+    }
+
+    /// Whether devices' numbers depend on this device, or on any of the platform: on all, unless only places are named.
+    fn asks_of(&self, platform: usize, index: Option<usize>) -> bool {
+        let is_named = |(p, d)| p == platform && index.is_none_or(|index| index == d);
+        self.entries.is_empty() || self.entries.iter().any(|entry| place_of(entry).is_none_or(is_named))
+    }
+
+    /// Indices into `names` in the order that is asked for, each once, and the entries that match nothing.
+    fn select(&self, names: &[((usize, usize), String)]) -> (Vec<usize>, Vec<String>) {
+        if self.entries.is_empty() {
+            return ((0..names.len()).collect(), Vec::new());
+        }
+        let (mut order, mut unmatched) = (Vec::new(), Vec::new());
+        for entry in &self.entries {
+            let (place, part) = (place_of(entry), entry.to_lowercase());
+            let mut hit = false;
+            for (i, (at, name)) in names.iter().enumerate() {
+                if place.map_or_else(|| name.to_lowercase().contains(&part), |p| p == *at) {
+                    hit = true;
+                    if !order.contains(&i) {
+                        order.push(i);
+                    }
                 }
             }
+            if !hit {
+                unmatched.push((*entry).to_owned());
+            }
         }
-        if !hit {
-            unmatched.push(entry.to_owned());
-        }
+        (order, unmatched)
     }
-    (order, unmatched)
 }
 
 fn platforms() -> Result<Vec<cl_platform_id>, ClError> {
@@ -352,9 +364,18 @@ fn device_ids(platform: cl_platform_id) -> Result<Vec<cl_device_id>, ClError> {
     Ok(ids)
 }
 
-/// What decides about a device's place in the order.
-fn kind_and_units(id: cl_device_id) -> Result<(DeviceKind, usize), Silent> {
+/// What decides about a device's number: whether it can be used, its kind and its compute units.
+fn standing(id: cl_device_id) -> Result<(DeviceKind, usize), Silent> {
     let number = |what| retry(|| device_number(id, what));
+    for (what, problem) in [
+        (cl::CL_DEVICE_AVAILABLE, "is not available"),
+        (cl::CL_DEVICE_COMPILER_AVAILABLE, "has no compiler"),
+        (cl::CL_DEVICE_ENDIAN_LITTLE, "is big-endian"),
+    ] {
+        if number(what)? == 0 {
+            return Err(Silent::Unusable(problem.into()));
+        }
+    }
     let kind = match number(cl::CL_DEVICE_TYPE)? {
         k if k & cl::CL_DEVICE_TYPE_GPU != 0 && has_unified_memory(id)? => DeviceKind::IntegratedGpu,
         k if k & cl::CL_DEVICE_TYPE_GPU != 0 => DeviceKind::DiscreteGpu,
@@ -381,21 +402,12 @@ fn if_known(answer: Result<u64, ClError>) -> Result<bool, ClError> {
     }
 }
 
-/// Asks a device everything.
-fn describe(entry: &Entry) -> Result<Found, Silent> {
+/// Asks a device everything else.
+fn describe(entry: &Entry) -> Result<Found, ClError> {
     let (id, platform) = (entry.id, entry.platform);
     let text = |what| retry(|| device_bytes(id, what)).map(|b| text(&b));
     let number = |what| retry(|| device_number(id, what));
-    for (what, problem) in [
-        (cl::CL_DEVICE_AVAILABLE, "is not available"),
-        (cl::CL_DEVICE_COMPILER_AVAILABLE, "has no compiler"),
-        (cl::CL_DEVICE_ENDIAN_LITTLE, "is big-endian"),
-    ] {
-        if number(what)? == 0 {
-            return Err(Silent::Unusable(problem.into()));
-        }
-    }
-    let (kind, compute_units) = kind_and_units(id)?;
+    let (kind, compute_units) = entry.standing;
     let extensions = text(cl::CL_DEVICE_EXTENSIONS)?;
     let has = |name| extensions.split_whitespace().any(|e| e == name);
     // "OpenCL C 1.2 ..."

@@ -10,7 +10,7 @@ fn names() -> Vec<((usize, usize), String)> {
 
 #[test]
 fn choice_by_place_and_by_name() {
-    let pick = |choice| select(choice, &names());
+    let pick = |choice| Choice::parse(choice).select(&names());
     assert_eq!(pick("").0, [0, 1, 2]);
     assert_eq!(pick(" , ").0, [0, 1, 2]);
     assert_eq!(pick("0:1").0, [2]);
@@ -19,6 +19,18 @@ fn choice_by_place_and_by_name() {
     assert_eq!(pick("basic,Portable,0:0").0, [2, 1], "each device once, where it was first named");
     assert_eq!(pick("0:7,xyz,basic"), (vec![2], vec!["0:7".to_owned(), "xyz".to_owned()]));
     assert!(pick("none").0.is_empty());
+}
+
+#[test]
+fn only_places_leave_devices_out_unasked() {
+    let asks = |choice: &str| {
+        let choice = Choice::parse(choice);
+        [choice.asks_of(0, None), choice.asks_of(0, Some(1)), choice.asks_of(1, None), choice.has_names()]
+    };
+    assert_eq!(asks(""), [true, true, true, false]);
+    assert_eq!(asks("0:0"), [true, false, false, false]);
+    assert_eq!(asks("1:0, 0:1"), [true, true, true, false]);
+    assert_eq!(asks("1:0,pocl"), [true, true, true, true]);
 }
 
 #[test]
