@@ -35,6 +35,8 @@ use crate::{Error, Result};
 
 pub use info::{DeviceInfo, DeviceKind};
 pub use opencl::ProgramCache;
+#[doc(hidden)]
+pub use opencl::read_cache_file;
 pub use stream::{Event, Stream, StreamId, with_stream};
 
 /// A place where tensors live and work runs. A plain name: nothing is opened until it is used.

@@ -5,8 +5,11 @@ use std::io::{Cursor, Write};
 use claystone::nn::StateDict;
 use claystone::storage::{Config, CsvAction, CsvLog, HistoryOptions, Snapshot, annotate, with_context};
 use claystone::{DType, Device, Tensor, io};
+use sha2::{Digest, Sha256};
 use zip::write::SimpleFileOptions;
 use zip::{CompressionMethod, ZipWriter};
+
+use crate::targets::CACHE_FILE;
 
 /// The whole inputs of a reader.
 pub fn of(name: &str) -> Vec<Vec<u8>> {
@@ -33,11 +36,21 @@ pub fn of(name: &str) -> Vec<Vec<u8>> {
         }
         "device" => texts(&["cpu", "opencl:0", "opencl", "opencl:4294967295", "f32", "bf16"]),
         "einsum" => texts(&["abc,bcd->ad", "...c,...cd", "iji->j", "abc->", "a b c , c b a -> c a b"]),
+        "cache" => {
+            let text = b"here, driver 1\ngemm_tile 8\n".to_vec();
+            vec![sealed(&text), sealed(&(0..2000u32).flat_map(u32::to_le_bytes).collect::<Vec<_>>()), text]
+        }
         _ => unreachable!("{name} is no reader"),
     }
 }
 
 const PYTORCH: &[u8] = include_bytes!("../../src/storage/history/tests/pytorch.pickle");
+
+/// A file of the cache, as the library seals it.
+fn sealed(contents: &[u8]) -> Vec<u8> {
+    let sum = Sha256::new().chain_update(CACHE_FILE).chain_update([0]).chain_update(contents).finalize();
+    [&b"claystone binary"[..], &sum[..], contents].concat()
+}
 
 /// An npy file of this version with this literal as its header.
 pub fn npy(version: u8, literal: &str, elements: &[u8]) -> Vec<u8> {

@@ -223,6 +223,26 @@ fn stacks_that_events_have_in_common_are_kept_once() {
     assert!(taken < 16 * pickle.len(), "{taken} bytes for a pickle of {}", pickle.len());
 }
 
+/// A seal that is right opens a file, and one that is not has it removed.
+#[test]
+fn cache_files_are_opened_by_their_seals() {
+    let _alone = alone();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join(targets::CACHE_FILE);
+    let read = |bytes: &[u8]| {
+        std::fs::write(&path, bytes).unwrap();
+        claystone::device::read_cache_file(&path).unwrap_err().to_string()
+    };
+    let [sealed, _, text] = &corpus::of("cache")[..] else { panic!("three files") };
+    let error = read(sealed);
+    assert!(path.exists() && error.contains("is no choice"), "{error}");
+    assert_eq!(read(text), error, "the same text without a seal");
+    let mut broken = sealed.clone();
+    broken[20] ^= 1;
+    read(&broken);
+    assert!(!path.exists(), "what is damaged is removed");
+}
+
 #[test]
 fn errors_quote_the_start_of_what_they_read() {
     let _alone = alone();

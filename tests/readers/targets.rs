@@ -117,10 +117,17 @@ pub fn einsum(bytes: &[u8]) {
     });
 }
 
+/// The name of a file in the cache of programs.
+pub const CACHE_FILE: &str = "0000000000000000000000000000000000000000000000000000000000000000.tuning";
+
+pub fn cache(bytes: &[u8]) {
+    seen(claystone::device::read_cache_file(&file(CACHE_FILE, bytes)));
+}
+
 /// A reader: what it is called, and what runs it.
 pub type Target = (&'static str, fn(&[u8]));
 
-pub const TARGETS: [Target; 11] = [
+pub const TARGETS: [Target; 12] = [
     ("npy", npy),
     ("npz", npz),
     ("safetensors", safetensors),
@@ -132,4 +139,5 @@ pub const TARGETS: [Target; 11] = [
     ("config", config),
     ("device", device),
     ("einsum", einsum),
+    ("cache", cache),
 ];

@@ -408,5 +408,18 @@ impl Cache {
     }
 }
 
+/// Reads a file as this library reads those of its cache: sealed, and what is sealed, or what it has where no seal is, as
+/// the choices of `claystone tune`. For tests and fuzzing.
+#[doc(hidden)]
+pub fn read_cache_file(path: &Path) -> Result<()> {
+    let error = |error: &dyn std::fmt::Display| Error::invalid("read_cache_file", error.to_string());
+    let (Some(folder), Some(name)) = (path.parent(), path.file_name().and_then(OsStr::to_str)) else {
+        return Err(error(&"it is no file"));
+    };
+    let bytes = fs::read(path).map_err(|e| error(&e))?;
+    let contents = Cache::at(folder, MAX_SIZE).load(name).unwrap_or(bytes);
+    super::tuning::check(&String::from_utf8_lossy(&contents)).map_err(|e| error(&e))
+}
+
 #[cfg(test)]
 mod tests;

@@ -37,7 +37,7 @@ mod tests;
 mod transfer;
 mod tuning;
 
-pub use cache::ProgramCache;
+pub use cache::{ProgramCache, read_cache_file};
 pub(crate) use context::{ARRIVALS, ClDevice};
 pub(crate) use driver::{ClBuffer, ClEvent, ClKernel};
 pub(crate) use errors::{ClError, Class};

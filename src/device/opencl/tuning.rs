@@ -252,6 +252,16 @@ fn read(text: &str, identity: &str, family: Family) -> Result<Values, String> {
     lines.next().map_or(Ok(values), |line| Err(format!("\"{}\" is one line too many", Excerpt(line))))
 }
 
+/// What is wrong with a file's contents, for whatever device they are.
+pub(super) fn check(text: &str) -> Result<(), String> {
+    let identity = text.split('\n').next().unwrap_or_default();
+    ALL.iter().try_for_each(|&family| {
+        let values = read(text, identity, family)?;
+        debug_assert!(rows(family).all(|(i, p)| p.choices.contains(&values[i])), "values that are no choices");
+        Ok(())
+    })
+}
+
 fn many_registers() -> bool {
     #[cfg(target_arch = "x86_64")]
     return std::arch::is_x86_feature_detected!("avx512f");
