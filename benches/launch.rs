@@ -1,7 +1,7 @@
 //! What an operation costs the host: `launch [--device D] [--only CASE] [--rounds N]`. Small tensors, many operations in a
 //! row, nanoseconds a call.
 //!
-//! Over a driver whose clSetKernelArg and clEnqueueNDRangeKernel do nothing (see docs/performance.md) it is our own part.
+//! Over a driver whose clSetKernelArg and clEnqueueNDRangeKernel do nothing (see docs/notebook/launches.md) it is our own part.
 
 use std::cell::RefCell;
 use std::error::Error;
