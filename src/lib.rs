@@ -74,3 +74,13 @@ pub use tensor::{HostArray, Index, Indices, Tensor, TensorOptions};
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;
+
+/// The guide's snippets run as doctests.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/guide.md")]
+struct Guide;
+
+/// The example of the allocator's page runs as a doctest.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/allocator.md")]
+struct AllocatorPage;
