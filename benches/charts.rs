@@ -1,18 +1,17 @@
 //! Draws docs/speed.png and docs/memory.png from the measured figures in docs/notebook/data: `cargo bench --bench charts`.
 
-#[path = "../examples/common/mod.rs"]
-#[allow(dead_code)]
-mod common;
-
+use std::error::Error;
 use std::path::{Path, PathBuf};
 
-use common::{Outcome, canvas};
 use plotters::coord::Shift;
-use plotters::prelude::{BLACK, BitMapBackend, Color, DrawingArea, PathElement, RGBColor, Rectangle, Text};
-use plotters::style::{IntoFont, TextStyle};
+use plotters::prelude::{
+    BLACK, BitMapBackend, Color, DrawingArea, IntoDrawingArea, PathElement, RGBColor, Rectangle, Text, WHITE,
+};
 use plotters::style::text_anchor::{HPos, Pos, VPos};
+use plotters::style::{FontStyle, IntoFont, TextStyle, register_font};
 
 type Area<'a> = DrawingArea<BitMapBackend<'a>, Shift>;
+type Outcome = Result<(), Box<dyn Error>>;
 
 /// A table of docs/notebook/data: its records without comments and the header.
 fn records(name: &str) -> Result<Vec<csv::StringRecord>, csv::Error> {
@@ -24,6 +23,13 @@ fn docs() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("docs")
 }
 
+/// A white picture of `size` pixels, written to `path` by `present`.
+fn canvas(path: &Path, size: (u32, u32)) -> Result<Area<'_>, Box<dyn Error>> {
+    let area = BitMapBackend::new(path, size).into_drawing_area();
+    area.fill(&WHITE)?;
+    Ok(area)
+}
+
 fn text(size: i32, horizontal: HPos) -> TextStyle<'static> {
     ("sans-serif", size).into_font().color(&BLACK).pos(Pos::new(horizontal, VPos::Center))
 }
@@ -33,7 +39,7 @@ fn speed_panel(area: &Area, title: &str, cases: &[(String, f64)]) -> Outcome {
     let (width, _) = area.dim_in_pixel();
     let (left, right, top, step) = (330, width as i32 - 70, 66, 25);
     let bottom = top + step * cases.len() as i32;
-    let x = |ratio: f64| left + (f64::from(right - left) * (ratio / 0.2).ln() / (12.0f64 / 0.2).ln()) as i32;
+    let x = |ratio: f64| left + (f64::from(right - left) * (ratio / 0.17).ln() / (12.0f64 / 0.17).ln()) as i32;
     area.draw(&Text::new(title, (16, 20), text(21, HPos::Left)))?;
     for (tick, name) in [(0.25, "a quarter"), (0.5, "half"), (1.0, "PyTorch"), (2.0, "2x"), (4.0, "4x"), (8.0, "8x")] {
         let line = if tick == 1.0 { BLACK.stroke_width(2) } else { BLACK.mix(0.15).stroke_width(1) };
@@ -70,8 +76,8 @@ fn speed() -> Outcome {
     for (device, cases) in &panels {
         let (panel, below) = rest.split_vertically(height(cases));
         let title = match &device[..] {
-            "CPU" => "Two cores of an AMD EPYC (Zen 5): how many times as fast as PyTorch 2.15",
-            _ => "NVIDIA H200, OpenCL: how many times as fast as PyTorch 2.11 on CUDA",
+            "CPU" => "Two cores of an AMD EPYC (Zen 5): times as fast as PyTorch 2.15 (right of the line: faster)",
+            _ => "NVIDIA H200, OpenCL: times as fast as PyTorch 2.11 on CUDA (right of the line: faster)",
         };
         speed_panel(&panel, title, cases)?;
         rest = below;
@@ -131,21 +137,30 @@ fn memory() -> Outcome {
         ("needed at the peak", GREY, column(1)?),
         ("claystone", BLUE, column(2)?),
         ("claystone, growing segments", LIGHT_BLUE, column(3)?),
-        ("PyTorch's policy", ORANGE, column(4)?),
+        ("PyTorch 2.0's policy", ORANGE, column(4)?),
     ];
-    memory_panel(&upper, "Memory taken from the driver in one pass of each trace", &traces, &reserved, 4200.0)?;
+    memory_panel(
+        &upper,
+        "Memory taken from the driver in one pass of each trace (less is better)",
+        &traces,
+        &reserved,
+        4200.0,
+    )?;
     let capacity = [
         ("needed at the peak", GREY, column(1)?),
         ("claystone", BLUE, column(5)?),
-        ("PyTorch's policy", ORANGE, column(6)?),
+        ("PyTorch 2.0's policy", ORANGE, column(6)?),
     ];
-    memory_panel(&lower, "The smallest device on which three passes run", &traces, &capacity, 2200.0)?;
+    memory_panel(&lower, "The smallest device on which three passes run (less is better)", &traces, &capacity, 2200.0)?;
     area.present()?;
     println!("{}", path.display());
     Ok(())
 }
 
 fn main() -> Outcome {
+    // The font comes from a crate, so that every machine draws the same picture.
+    register_font("sans-serif", FontStyle::Normal, epaint_default_fonts::UBUNTU_LIGHT)
+        .map_err(|_| "the font is broken")?;
     speed()?;
     memory()
 }
