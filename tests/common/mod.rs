@@ -3,6 +3,8 @@
 
 pub mod gpus;
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
 use claystone::{DType, Device, Tensor};
 use ndarray::{ArrayD, Axis, IxDyn};
 
@@ -69,7 +71,13 @@ pub fn reference(a: &ArrayD<f64>, b: &ArrayD<f64>) -> ArrayD<f64> {
     })
 }
 
-/// Gives a test of this name a process of its own, for what is the whole process's: true there; elsewhere it has passed
+/// Has the tests that look at what is the whole process's, the statistics of a device for one, take turns.
+pub fn turn() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Gives a test of this name, that of its module before it, a process of its own, for what is the whole process's: true there; elsewhere it has passed
 /// there when this returns.
 #[track_caller]
 pub fn alone(test: &str) -> bool {

@@ -7,7 +7,10 @@
 #[path = "../stand_in/mod.rs"]
 mod stand_in;
 
+mod compaction;
+mod driver;
 mod inject;
+mod library;
 mod numbers;
 mod parts;
 mod steps;

@@ -8,12 +8,18 @@ mod common;
 mod conv_blocks;
 mod conv_depthwise;
 mod conv_size;
+mod gather;
 mod harness;
 mod in_place;
 mod indexing_edges;
+mod matmul;
 mod one_row;
+mod programs;
+mod reduce;
 mod second;
 mod selection;
+mod softmax_rows;
+mod table;
 
 use std::collections::HashSet;
 

@@ -1,0 +1,249 @@
+//! Graphs: what is replayed is what would have been computed, on every OpenCL device.
+
+use claystone::device::count_launches;
+use claystone::nn::{Activation, Linear, Module, Sequential};
+use claystone::optim::{AdamW, AdamWConfig, Optimizer, Sgd, SgdConfig};
+use claystone::{Device, Error, Graph, Result, Stream, Tensor, no_grad, with_stream};
+
+use crate::common;
+use crate::common::{devices, vec};
+
+fn opencl() -> impl Iterator<Item = Device> {
+    devices().into_iter().filter(|&device| device != Device::Cpu)
+}
+
+fn ramp(n: usize, shape: &[usize], scale: f32, device: Device) -> Tensor {
+    let values: Vec<f32> = (0..n).map(|i| ((i * 37 + 11) % 101) as f32 / 101.0 * scale - scale / 2.0).collect();
+    Tensor::from_slice(&values, shape, device).unwrap()
+}
+
+/// An MLP whose weights are the same each time.
+struct Training {
+    net: Sequential,
+    sgd: Sgd,
+    x: Tensor,
+    y: Tensor,
+}
+
+impl Training {
+    fn new(device: Device) -> Training {
+        let layer = |inputs: usize, outputs: usize| {
+            let layer = Linear::new(inputs, outputs, device).unwrap();
+            no_grad(|| {
+                layer.weight().copy_(&ramp(inputs * outputs, &[outputs, inputs], 0.4, device)).unwrap();
+                layer.bias().unwrap().copy_(&ramp(outputs, &[outputs], 0.1, device)).unwrap();
+            });
+            layer
+        };
+        let mut net = Sequential::new().push(layer(40, 24).with_activation(Activation::Relu)).push(layer(24, 10));
+        let config = SgdConfig { lr: 0.1, momentum: 0.9, ..Default::default() };
+        let sgd = Sgd::new(net.parameters_mut(), config).unwrap();
+        let labels: Vec<i64> = (0..32).map(|i| i * 7 % 10).collect();
+        let y = Tensor::from_slice(&labels, 32, device).unwrap();
+        Training { net, sgd, x: ramp(32 * 40, &[32, 40], 2.0, device), y }
+    }
+
+    fn step(&mut self) -> Result<Tensor> {
+        self.sgd.zero_grad();
+        let loss = self.net.forward(&self.x)?.cross_entropy(&self.y)?;
+        loss.backward()?;
+        self.sgd.step()?;
+        Ok(loss)
+    }
+
+    fn weights(&self) -> Vec<Vec<f32>> {
+        self.net.parameters().into_iter().map(vec).collect()
+    }
+}
+
+#[test]
+fn replays_train_as_steps_do() {
+    for device in opencl() {
+        let (mut eager, mut replayed) = (Training::new(device), Training::new(device));
+        let before = replayed.weights();
+        let ((graph, loss), launches) = count_launches(|| Graph::capture(device, || replayed.step()).unwrap());
+        assert_eq!(launches, 0, "a capture launches nothing on {device}");
+        assert_eq!(replayed.weights(), before, "nor changes anything");
+        for step in 0..20 {
+            // Another batch each time.
+            let x = ramp(32 * 40, &[32, 40], 1.0 + step as f32 / 10.0, device);
+            eager.x.copy_(&x).unwrap();
+            replayed.x.copy_(&x).unwrap();
+            let (want, launches) = count_launches(|| eager.step().unwrap());
+            let ((), again) = count_launches(|| graph.replay().unwrap());
+            assert_eq!(launches, again);
+            assert_eq!(vec(&loss), vec(&want), "step {step} on {device}");
+        }
+        assert_eq!(replayed.weights(), eager.weights(), "on {device}");
+        assert!(graph.commands() >= 6 && graph.reserved_bytes() > 0);
+        // Eager steps go on from there.
+        assert_eq!(vec(&replayed.step().unwrap()), vec(&eager.step().unwrap()));
+    }
+}
+
+#[test]
+fn views_fills_copies_and_changes_in_place() {
+    let work = |x: &Tensor, sums: &Tensor| -> Result<(Tensor, Tensor)> {
+        let turned = x.t()?.contiguous()?; // [5, 6]
+        let part = x.narrow(0, 1, 3)?.slice(1, 0, 5, 2)?; // rows 1..4, columns 0, 2, 4
+        let copy = part.clone();
+        copy.add_scalar_(1)?;
+        let zeros = Tensor::zeros(&[40_000], x.device())?;
+        zeros.narrow(0, 2, 9)?.copy_(&part.reshape(9)?)?;
+        let whole = Tensor::full(&[6, 5], 3.0, x.device())?;
+        sums.add_(&whole.add(&turned.t()?)?)?;
+        x.i((0, ..))?.mul_scalar_(2)?;
+        Ok((copy, zeros.add(&zeros.clone())?))
+    };
+    for device in opencl() {
+        let make = |device| (ramp(30, &[6, 5], 8.0, device), Tensor::zeros(&[6, 5], device).unwrap());
+        let ((x, sums), (want_x, want_sums)) = (make(device), make(Device::Cpu));
+        let (graph, (copy, doubled)) = Graph::capture(device, || work(&x, &sums)).unwrap();
+        for _ in 0..3 {
+            graph.replay().unwrap();
+            let (want_copy, want_doubled) = work(&want_x, &want_sums).unwrap();
+            let pairs = [(&x, &want_x), (&sums, &want_sums), (&copy, &want_copy), (&doubled, &want_doubled)];
+            for (i, (got, want)) in pairs.into_iter().enumerate() {
+                assert_eq!(vec(got), vec(want), "tensor {i} on {device}");
+            }
+        }
+    }
+}
+
+#[test]
+fn memory_is_kept_while_the_graph_lives() {
+    for device in opencl() {
+        let x = ramp(5000, &[5000], 2.0, device);
+        let values = vec(&x);
+        let (graph, y) = Graph::capture(device, || x.exp()?.add_scalar(1)?.mul(&x)?.log1p()).unwrap();
+        // Its input is dropped, and so were the temporaries: others are given other memory.
+        drop(x);
+        let others: Vec<Tensor> = (0..20).map(|i| Tensor::full(&[5000], i, device).unwrap()).collect();
+        graph.replay().unwrap();
+        graph.replay().unwrap();
+        let want = values.iter().map(|&x| f64::from(x)).map(|x| ((x.exp() + 1.0) * x).ln_1p());
+        for (got, want) in vec(&y).into_iter().zip(want) {
+            assert!(f64::from(got).is_nan() && want.is_nan() || (f64::from(got) - want).abs() < 1e-5, "{got}, {want}");
+        }
+        for (i, t) in others.iter().enumerate() {
+            assert_eq!(vec(t), [i as f32; 5000]);
+        }
+        // Its memory serves others afterwards, the result stays.
+        let before = vec(&y);
+        drop(graph);
+        drop(others);
+        let _others: Vec<Tensor> = (0..20).map(|i| Tensor::full(&[5000], i, device).unwrap()).collect();
+        let bits = |values: &[f32]| values.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+        assert_eq!(bits(&vec(&y)), bits(&before));
+    }
+}
+
+#[test]
+fn two_graphs_and_a_stream_of_their_own() {
+    for device in opencl() {
+        let stream = Stream::new(device).unwrap();
+        let x = ramp(100, &[100], 2.0, device);
+        device.synchronize().unwrap();
+        let capture = |by: f64| with_stream(&stream, || Graph::capture(device, || x.mul_scalar(by)?.add_scalar(by)));
+        let ((double, a), (triple, b)) = (capture(2.0).unwrap(), capture(3.0).unwrap());
+        assert_eq!(double.stream(), &stream);
+        let threads = [&double, &triple];
+        std::thread::scope(|scope| {
+            for graph in threads {
+                scope.spawn(|| (0..50).for_each(|_| graph.replay().unwrap()));
+            }
+        });
+        stream.synchronize().unwrap();
+        let times = |by: f32| vec(&x).iter().map(|x| x * by + by).collect::<Vec<_>>();
+        assert_eq!((vec(&a), vec(&b)), (times(2.0), times(3.0)), "on {device}");
+    }
+}
+
+#[test]
+fn what_cannot_be_captured_says_so_and_changes_nothing() {
+    if !common::alone("graph::what_cannot_be_captured_says_so_and_changes_nothing") {
+        return; // others would allocate meanwhile
+    }
+    for device in opencl() {
+        let x = ramp(12, &[3, 4], 2.0, device);
+        let values = vec(&x);
+        let mut w = x.clone().requires_grad_(true).unwrap();
+        let mut adamw = AdamW::new(vec![&mut w], AdamWConfig::default()).unwrap();
+        let other = Stream::new(device).unwrap();
+        let (inside, made) = Graph::capture(device, || x.neg()).unwrap();
+        device.synchronize().unwrap();
+        let live = || device.memory_stats().unwrap().allocated_bytes.current;
+        let before = live();
+        type Case<'a> = (&'a str, Box<dyn FnMut() -> Result<()> + 'a>);
+        let cases: [Case; 11] = [
+            ("read", Box::new(|| x.add_scalar(1)?.to_vec::<f32>().map(drop))),
+            ("read", Box::new(|| x.sum((), false)?.item::<f32>().map(drop))),
+            ("write", Box::new(|| Tensor::from_slice(&[1f32], 1, device).map(drop))),
+            ("synchronize", Box::new(|| device.synchronize())),
+            ("synchronize", Box::new(|| Stream::current(device)?.synchronize())),
+            ("rand", Box::new(|| Tensor::rand(&[3], device).map(drop))),
+            ("dropout", Box::new(|| x.dropout(0.5).map(drop))),
+            ("another stream", Box::new(|| with_stream(&other, || x.exp().map(drop)))),
+            ("record_event", Box::new(|| Stream::current(device)?.record_event().map(drop))),
+            ("already", Box::new(|| Graph::capture(device, || x.exp()).map(drop))),
+            ("graphs", Box::new(|| inside.replay())),
+        ];
+        for (word, mut case) in cases {
+            let captured = Graph::capture(device, || {
+                x.add_scalar_(1)?; // would be seen below
+                case()
+            });
+            let error = captured.expect_err(word);
+            assert!(matches!(error, Error::Invalid { .. }) && error.to_string().contains(word), "{error}");
+            assert!(!Graph::is_capturing(device));
+            assert_eq!(vec(&x), values, "{word} on {device}");
+            assert_eq!(live(), before, "{word} on {device}");
+        }
+        w.mul(&w).unwrap().sum((), false).unwrap().backward().unwrap();
+        let error = Graph::capture(device, || adamw.step()).unwrap_err().to_string();
+        assert!(error.contains("AdamW"), "{error}");
+        let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            Graph::capture(device, || -> Result<()> { panic!("inside") })
+        }));
+        assert!(panicked.is_err() && !Graph::is_capturing(device));
+        assert_eq!(vec(&x.add_scalar(1).unwrap())[0], values[0] + 1.0, "work goes on");
+        drop((inside, made));
+    }
+    let error = Graph::capture(Device::Cpu, || Ok(())).unwrap_err();
+    assert!(matches!(error, Error::Invalid { .. }) && error.to_string().contains("call the closure"), "{error}");
+}
+
+/// A replay changes what it writes, for autograd as well; a failed capture has changed nothing.
+#[test]
+fn replays_count_as_changes() {
+    for device in opencl() {
+        let (x, w) = (ramp(4, &[4], 2.0, device), ramp(4, &[4], 1.0, device).requires_grad_(true).unwrap());
+        let saved = |x: &Tensor| w.mul(x).unwrap().sum((), false).unwrap();
+        let (graph, ()) = Graph::capture(device, || x.add_scalar_(1).map(drop)).unwrap();
+        let loss = saved(&x);
+        let failed = Graph::capture(device, || x.add_scalar_(1)?.to_vec::<f32>());
+        assert!(failed.is_err());
+        loss.backward().unwrap();
+        let loss = saved(&x);
+        graph.replay().unwrap();
+        assert!(matches!(loss.backward(), Err(Error::Autograd { .. })), "on {device}");
+    }
+}
+
+#[test]
+fn what_a_kernel_finds_wrong_is_told() {
+    for device in opencl() {
+        let logits = ramp(6, &[2, 3], 1.0, device);
+        let labels = Tensor::from_slice(&[0i64, 2], 2, device).unwrap();
+        let (graph, loss) = Graph::capture(device, || logits.cross_entropy(&labels)).unwrap();
+        graph.replay().unwrap();
+        assert!(vec(&loss)[0] > 0.0);
+        labels.fill_(7).unwrap();
+        graph.replay().unwrap();
+        let error = loss.item::<f32>().unwrap_err();
+        assert!(matches!(error, Error::IndexOutOfRange { index: 7, size: 3, .. }), "{error} on {device}");
+        labels.fill_(1).unwrap();
+        graph.replay().unwrap();
+        assert!(loss.item::<f32>().unwrap() > 0.0);
+    }
+}

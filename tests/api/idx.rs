@@ -1,0 +1,93 @@
+//! What the example `mnist` reads with `--data`: the digits of this repository, written as IDX files, packed and not.
+
+#[allow(dead_code)] // the example uses the rest
+#[path = "../../examples/common/images.rs"]
+mod images;
+
+use std::fs;
+use std::io::Write;
+use std::path::Path;
+
+use claystone::{DType, Device, Tensor};
+use flate2::{Compression, write::GzEncoder};
+use images::Set;
+
+use crate::common::each_device;
+
+/// The bytes of an IDX file of bytes.
+fn idx(shape: &[usize], elements: &[u8]) -> Vec<u8> {
+    let mut bytes = vec![0, 0, 8, shape.len() as u8];
+    shape.iter().for_each(|&d| bytes.extend((d as u32).to_be_bytes()));
+    bytes.extend(elements);
+    bytes
+}
+
+fn gzipped(bytes: &[u8]) -> Vec<u8> {
+    let mut packed = GzEncoder::new(Vec::new(), Compression::default());
+    packed.write_all(bytes).unwrap();
+    packed.finish().unwrap()
+}
+
+/// The bytes that stand for a set's pixels, 0 to 16 of them, and its labels.
+fn bytes(set: &Set) -> (Vec<u8>, Vec<u8>) {
+    let pixels = set.images.to_vec::<f32>().unwrap().iter().map(|p| (p * 16.0).round() as u8 * 15).collect();
+    (pixels, set.labels.to_vec::<i64>().unwrap().iter().map(|&l| l as u8).collect())
+}
+
+fn write(folder: &Path, name: &str, set: &Set, packed: bool) {
+    let (pixels, labels) = bytes(set);
+    for (name, file) in [
+        (format!("{name}-images-idx3-ubyte"), idx(&[set.len(), 8, 8], &pixels)),
+        (format!("{name}-labels-idx1-ubyte"), idx(&[set.len()], &labels)),
+    ] {
+        match packed {
+            true => fs::write(folder.join(format!("{name}.gz")), gzipped(&file)).unwrap(),
+            false => fs::write(folder.join(name), file).unwrap(),
+        }
+    }
+}
+
+#[test]
+fn idx_files_give_the_set_that_was_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let (train, test) = images::digits(Device::Cpu, DType::F32).unwrap();
+    write(folder.path(), "train", &train, false);
+    write(folder.path(), "t10k", &test, true);
+    each_device(|device| {
+        let (read_train, read_test) = images::idx(folder.path(), device, DType::F32).unwrap();
+        for (written, read) in [(&train, &read_train), (&test, &read_test)] {
+            assert_eq!(read.images.shape().dims(), [written.len(), 1, 8, 8]);
+            assert_eq!((read.images.device(), read.labels.dtype()), (device, DType::I64));
+            let labels = |set: &Set| set.labels.to_vec::<i64>().unwrap();
+            assert_eq!(labels(written), labels(read));
+            let wanted = written.images.mul_scalar(16.0 * 15.0 / 255.0).unwrap().to_device(device).unwrap();
+            assert!(wanted.allclose(&read.images, 0.0, 1e-6, false).unwrap());
+        }
+    });
+}
+
+#[test]
+fn what_is_no_idx_file_is_refused_by_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let says = |wanted: &str| {
+        let error = images::idx(folder.path(), Device::Cpu, DType::F32).err().unwrap().to_string();
+        assert!(error.contains(wanted), "{error}");
+    };
+    says("train-images-idx3-ubyte.gz");
+    let two = Set {
+        images: Tensor::zeros([2, 1, 8, 8], Device::Cpu).unwrap(),
+        labels: Tensor::zeros(2, (DType::I64, Device::Cpu)).unwrap(),
+    };
+    write(folder.path(), "train", &two, false);
+    write(folder.path(), "t10k", &two, true);
+    assert_eq!(images::idx(folder.path(), Device::Cpu, DType::F32).unwrap().0.len(), 2);
+    let labels = folder.path().join("train-labels-idx1-ubyte");
+    fs::write(&labels, idx(&[3], &[0, 1, 2])).unwrap();
+    says("2 images and 3 labels");
+    fs::write(&labels, idx(&[3], &[0])).unwrap();
+    says("has 1 bytes for shape [3]");
+    fs::write(&labels, [0, 0, 13, 1, 0, 0]).unwrap(); // floats
+    says("no IDX file of bytes");
+    fs::write(&labels, [0, 0, 8, 2, 0, 0]).unwrap(); // cut short
+    says("no IDX file of bytes");
+}

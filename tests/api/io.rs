@@ -1,0 +1,199 @@
+//! Files: round trips on every device, files that others wrote, files that are broken.
+
+use std::fs;
+use std::path::PathBuf;
+
+use claystone::nn::StateDict;
+use claystone::storage::MappedFile;
+use claystone::{DType, Device, Result, Tensor, io};
+use tempfile::TempDir;
+
+use crate::common::{each_device, f64s};
+
+struct Folder(TempDir);
+
+impl Folder {
+    fn new() -> Folder {
+        Folder(tempfile::tempdir().unwrap())
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn with(&self, name: &str, bytes: &[u8]) -> PathBuf {
+        fs::write(self.file(name), bytes).unwrap();
+        self.file(name)
+    }
+}
+
+fn hex(text: &str) -> Vec<u8> {
+    let digits: Vec<u8> = text.bytes().filter(u8::is_ascii_hexdigit).collect();
+    digits.chunks(2).map(|two| u8::from_str_radix(std::str::from_utf8(two).unwrap(), 16).unwrap()).collect()
+}
+
+/// Tensors of every dtype: contiguous, views with strides, empty, a scalar, and one of several pieces.
+fn tensors(device: Device) -> Vec<(String, Tensor)> {
+    let mut all = Vec::new();
+    for dtype in DType::ALL {
+        let numbers: Vec<f32> = (0..24).map(|i| (i % 7) as f32).collect();
+        let t = Tensor::from_slice(&numbers, [4, 6], Device::Cpu).unwrap();
+        let t = t.to_dtype(dtype).unwrap().to_device(device).unwrap();
+        all.push((format!("{dtype}.whole"), t.shallow_clone()));
+        all.push((format!("{dtype}.view"), t.i((1.., ..5)).unwrap().t().unwrap().slice(0, None, None, -2).unwrap()));
+        all.push((format!("{dtype}.wide"), t.i(1).unwrap().unsqueeze(1).unwrap().expand([6, 3]).unwrap()));
+        all.push((format!("{dtype}.empty"), t.narrow(0, 1, 0).unwrap()));
+        all.push((format!("{dtype}.scalar"), t.i((1, 1)).unwrap()));
+    }
+    let long = Tensor::arange(0, 1_500_001, 1, device).unwrap();
+    all.push(("long".into(), long));
+    all
+}
+
+fn assert_same(name: &str, got: &Tensor, want: &Tensor, device: Device) {
+    assert_eq!((got.shape(), got.dtype(), got.device()), (want.shape(), want.dtype(), device), "{name}");
+    assert_eq!(f64s(got), f64s(want), "{name} on {device}");
+}
+
+#[test]
+fn what_is_saved_is_loaded_on_every_device() {
+    let folder = Folder::new();
+    each_device(|d| {
+        let state: StateDict = tensors(d).into_iter().collect();
+        for name in ["all.safetensors", "all.npz"] {
+            let path = folder.file(name);
+            io::save(&path, &state).unwrap();
+            let loaded = io::load(&path, d).unwrap();
+            assert_eq!(loaded.len(), state.len());
+            state.iter().for_each(|(name, want)| assert_same(name, loaded.get(name).unwrap(), want, d));
+        }
+        // SAFETY: nobody writes to the file.
+        let file = unsafe { MappedFile::open(folder.file("all.safetensors")) }.unwrap();
+        let mapped = io::SafeTensors::new(&file).unwrap();
+        assert_eq!(mapped.names().count(), state.len());
+        for (name, want) in state.iter() {
+            assert_same(name, &mapped.get(name, d).unwrap(), want, d);
+            io::write_npy(folder.file("one.npy"), want).unwrap();
+            assert_same(name, &io::read_npy(folder.file("one.npy"), d).unwrap(), want, d);
+        }
+    });
+}
+
+/// NumPy's `save` of `[[1, 2, 3], [4, 5, 6]]` as `>i4` in Fortran's order, of `[1.5, -2]` as `<f2`, of three bools, of a scalar,
+/// and its `savez_compressed` of two of these.
+mod numpy {
+    pub const BIG_ENDIAN_FORTRAN: &str = "
+        934e554d5059010076007b276465736372273a20273e6934272c2027666f727472616e5f6f72646572273a20547275652c202773686170
+        65273a2028322c2033292c207d202020202020202020202020202020202020202020202020202020202020202020202020202020202020
+        20202020202020202020202020202020200a000000010000000400000002000000050000000300000006";
+    pub const HALVES: &str = "
+        934e554d5059010076007b276465736372273a20273c6632272c2027666f727472616e5f6f72646572273a2046616c73652c2027736861
+        7065273a2028322c292c207d20202020202020202020202020202020202020202020202020202020202020202020202020202020202020
+        20202020202020202020202020202020200a003e00c0";
+    pub const BOOLS: &str = "
+        934e554d5059010076007b276465736372273a20277c6231272c2027666f727472616e5f6f72646572273a2046616c73652c2027736861
+        7065273a2028332c292c207d20202020202020202020202020202020202020202020202020202020202020202020202020202020202020
+        20202020202020202020202020202020200a010001";
+    pub const SCALAR: &str = "
+        934e554d5059010076007b276465736372273a20273c6638272c2027666f727472616e5f6f72646572273a2046616c73652c2027736861
+        7065273a2028292c207d202020202020202020202020202020202020202020202020202020202020202020202020202020202020202020
+        20202020202020202020202020202020200a0000000000000440";
+    pub const INT16: &str = "
+        934e554d5059010076007b276465736372273a20273c6932272c2027666f727472616e5f6f72646572273a2046616c73652c2027736861
+        7065273a2028312c292c207d20202020202020202020202020202020202020202020202020202020202020202020202020202020202020
+        20202020202020202020202020202020200a0100";
+    pub const COMPRESSED: &str = "
+        504b03042d00000008000000210091f4e7dbffffffffffffffff100014006c617965722e7765696768742e6e7079010010009000000000
+        00000050000000000000009bec17ea1b10c9c850c650ad9e925a9c5ca46ea5a06e9366a2aea3a09e965f54529498179f5f94920a12774b
+        cc294e058a17672416a402f91a463a0a469a3a0ab50a64032e063068b007120e40e40000504b03042d00000008000000210023b8f06cff
+        ffffffffffffff050014006e2e6e707901001000880000000000000046000000000000009bec17ea1b10c9c850c650ad9e925a9c5ca46e
+        a5a06e9369a1aea3a09e965f54529498179f5f94920a12774bcc294e058a17672416a402f91a9a3a0ab50a14012e7606080000504b0102
+        2d032d00000008000000210091f4e7db50000000900000001000000000000000000000008001000000006c617965722e7765696768742e
+        6e7079504b01022d032d00000008000000210023b8f06c46000000880000000500000000000000000000008001920000006e2e6e707950
+        4b05060000000002000200710000000f0100000000";
+}
+
+#[test]
+fn numpys_files_are_read() {
+    let folder = Folder::new();
+    each_device(|d| {
+        let read = |text: &str| io::read_npy(folder.with("x.npy", &hex(text)), d).unwrap();
+        let x = read(numpy::BIG_ENDIAN_FORTRAN);
+        assert_eq!((x.shape().dims(), x.dtype(), x.strides()), (&[2, 3][..], DType::I32, &[1, 2][..]));
+        assert_eq!(x.to_vec::<i32>().unwrap(), [1, 2, 3, 4, 5, 6]);
+        let x = read(numpy::HALVES);
+        assert_eq!((x.dtype(), f64s(&x).into_raw_vec_and_offset().0), (DType::F16, vec![1.5, -2.0]));
+        assert_eq!(read(numpy::BOOLS).to_vec::<bool>().unwrap(), [true, false, true]);
+        assert_eq!(read(numpy::SCALAR).item::<f64>().unwrap(), 2.5);
+        let error = io::read_npy(folder.with("x.npy", &hex(numpy::INT16)), d).unwrap_err().to_string();
+        assert!(error.contains("x.npy") && error.contains("i2"), "{error}");
+        let all = io::load(folder.with("x.npz", &hex(numpy::COMPRESSED)), d).unwrap();
+        assert_eq!(all.names().collect::<Vec<_>>(), ["layer.weight", "n"]);
+        assert_eq!(all.get("layer.weight").unwrap().to_vec::<f32>().unwrap(), [0.0, 1.0, 2.0, 3.0]);
+        assert_eq!(all.get("n").unwrap().item::<i64>().unwrap(), 7);
+    });
+}
+
+/// As Hugging Face's library for Python writes them: metadata, and names in an order of its own.
+#[test]
+fn safetensors_of_others_are_read_and_ours_are_as_the_format_says() {
+    let folder = Folder::new();
+    let header = br#"{"__metadata__":{"format":"pt"},"b":{"dtype":"BF16","shape":[2],"data_offsets":[0,4]},"a":{"dtype":"U8","shape":[],"data_offsets":[4,5]}}"#;
+    let bytes = [&(header.len() as u64).to_le_bytes()[..], header, &[0xc0, 0x3f, 0x00, 0xc0, 9]].concat();
+    each_device(|d| {
+        let state = io::load(folder.with("x.safetensors", &bytes), d).unwrap();
+        assert_eq!(state.names().collect::<Vec<_>>(), ["b", "a"]);
+        assert_eq!(f64s(state.get("b").unwrap()).into_raw_vec_and_offset().0, [1.5, -2.0]);
+        assert_eq!(state.get("a").unwrap().item::<u8>().unwrap(), 9);
+    });
+    let t = Tensor::from_slice(&[1f32, 2.0], 2, Device::Cpu).unwrap();
+    let state: StateDict = [("w".to_string(), t)].into_iter().collect();
+    io::save(folder.file("y.safetensors"), &state).unwrap();
+    let written = fs::read(folder.file("y.safetensors")).unwrap();
+    let length = u64::from_le_bytes(written[..8].try_into().unwrap()) as usize;
+    assert_eq!((length % 8, written.len()), (0, 8 + length + 8));
+    let text = std::str::from_utf8(&written[8..8 + length]).unwrap();
+    assert_eq!(text.trim_end(), r#"{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}"#);
+    assert_eq!(written[8 + length..], [0, 0, 128, 63, 0, 0, 0, 64]);
+}
+
+#[test]
+fn broken_files_say_which_and_what() {
+    let folder = Folder::new();
+    let says = |r: Result<()>, what: &[&str]| {
+        let error = r.unwrap_err().to_string();
+        assert!(what.iter().all(|w| error.contains(w)), "{error} should say {what:?}");
+    };
+    let load = |name: &str, bytes: &[u8]| io::load(folder.with(name, bytes), Device::Cpu).map(drop);
+    says(io::load(folder.file("none.npz"), Device::Cpu).map(drop), &["none.npz"]);
+    says(load("x.bin", b""), &["x.bin", "safetensors"]);
+    says(load("x.npy", b""), &["read_npy"]);
+    says(load("x.npz", b"no archive at all"), &["x.npz"]);
+    says(load("x.safetensors", b"abc"), &["too short"]);
+    says(load("x.safetensors", &u64::MAX.to_le_bytes()), &["header of"]);
+    let file = |header: &str, data: &[u8]| [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), data].concat();
+    let one = |dtype: &str| format!(r#"{{"a.b":{{"dtype":"{dtype}","shape":[2],"data_offsets":[0,2]}}}}"#);
+    says(load("x.safetensors", &file(&one("BOOL"), &[1])), &["2 bytes of elements and there are 1"]);
+    says(load("x.safetensors", &file(&one("BOOL"), &[1, 2])), &["x.safetensors", "a.b", "neither 0 nor 1"]);
+    says(load("x.safetensors", &file(&one("I8"), &[1, 2])), &["a.b", "I8"]);
+    says(load("x.safetensors", &file(&one("F32"), &[1, 2])), &["x.safetensors"]);
+    says(load("x.safetensors", &file("{", &[])), &["x.safetensors"]);
+    let path = folder.with("x.safetensors", &file(&one("U8"), &[1, 2]));
+    // SAFETY: nobody writes to the file.
+    let mapped = unsafe { MappedFile::open(&path) }.unwrap();
+    says(io::SafeTensors::new(&mapped).unwrap().get("c", Device::Cpu).map(drop), &["tensor c", "none of this name"]);
+    // npy: no npy, cut off, with sizes beyond everything.
+    let npy = |bytes: &[u8]| io::read_npy(folder.with("y.npy", bytes), Device::Cpu).map(drop);
+    says(npy(b"\x93NUMPX"), &["y.npy"]);
+    io::write_npy(folder.file("whole.npy"), &Tensor::zeros(10, Device::Cpu).unwrap()).unwrap();
+    let whole = fs::read(folder.file("whole.npy")).unwrap();
+    says(npy(&whole[..whole.len() - 1]), &["y.npy", "ends before"]);
+    let huge = String::from_utf8_lossy(&whole[10..128]).replace("(10,)", "(9999999999, 9999999999)");
+    says(npy(&[&whole[..10], &huge.as_bytes()[..118]].concat()), &["y.npy", "too large"]);
+    // A size of 0 hides the others from the product.
+    let hidden = String::from_utf8_lossy(&whole[10..128]).replace("(10,)", "(0, 9223372036854775807, 4)");
+    says(npy(&[&whole[..10], &hidden.as_bytes()[..118]].concat()), &["y.npy", "too large"]);
+    let none = Tensor::zeros(1, Device::Cpu).unwrap();
+    says(io::write_npy(folder.file("no/such/folder.npy"), &none), &["folder.npy"]);
+    says(io::save(folder.file("x.txt"), &StateDict::new()), &["x.txt"]);
+}

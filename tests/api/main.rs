@@ -1,0 +1,24 @@
+//! The public face: tensors, views, autograd, streams, graphs, files, errors and devices as a user meets them.
+
+#[path = "../common/mod.rs"]
+mod common;
+#[path = "../stand_in/mod.rs"]
+mod stand_in;
+
+mod autograd;
+mod convert;
+mod custom;
+mod device;
+mod display;
+mod docs;
+mod edge_cases;
+mod errors;
+mod graph;
+mod idx;
+mod io;
+mod operators;
+mod precision;
+mod program_cache;
+mod saving;
+mod streams;
+mod views;

@@ -1,0 +1,66 @@
+//! How exact products of f32 are, by the precision that was asked for.
+
+use claystone::Tensor;
+use ndarray::{ArrayD, IxDyn};
+
+use crate::common;
+use crate::common::{each_device, f64s, reference, scaled};
+
+/// Root mean square and largest error of products, relative to the sums of magnitudes.
+fn errors(out: &ArrayD<f64>, a: &ArrayD<f64>, b: &ArrayD<f64>) -> [f64; 2] {
+    let (want, size) = (reference(a, b), reference(&a.mapv(f64::abs), &b.mapv(f64::abs)));
+    let all: Vec<f64> = (out - want).iter().zip(&size).map(|(e, s)| (e / s).abs()).collect();
+    [(all.iter().map(|e| e * e).sum::<f64>() / all.len() as f64).sqrt(), all.into_iter().fold(0.0, f64::max)]
+}
+
+#[test]
+fn errors_are_those_of_f32() {
+    let hash = |i: usize, j: usize| ((i * 131 + j * 71) % 1009 * 37 % 41) as i32 - 20;
+    type Scale<'a> = &'a dyn Fn(usize, usize) -> i32;
+    let cases: [(&str, Scale<'_>, Scale<'_>); 5] = [
+        ("random", &|_, _| 0, &|_, _| 0),
+        ("rows and columns", &|i, _| i as i32 % 81 - 40, &|_, j| 40 - j as i32 % 81),
+        ("along k", &|_, k| k as i32 % 61 - 30, &|k, _| 30 - k as i32 % 61),
+        ("each element", &hash, &|i, j| hash(j, i + 7)),
+        ("near the ends of the range", &|_, _| 120, &|_, _| -95),
+    ];
+    for (name, scale_a, scale_b) in cases {
+        for (m, n, k) in [(72, 64, 128), (40, 40, 1000)] {
+            let (a, b) = (scaled(m, k, 1, scale_a), scaled(k, n, 2, scale_b));
+            let plain = ArrayD::from_shape_fn(IxDyn(&[m, n]), |at| {
+                (0..k).fold(0f32, |sum, l| a[[at[0], l]].mul_add(b[[l, at[1]]], sum)) as f64
+            });
+            let wide = |t: &ArrayD<f32>| t.mapv(f64::from);
+            let limit = errors(&plain, &wide(&a), &wide(&b));
+            each_device(|device| {
+                let on = |t: &ArrayD<f32>| Tensor::from_ndarray_view(t, device).unwrap();
+                let got = errors(&f64s(&on(&a).matmul(&on(&b)).unwrap()), &wide(&a), &wide(&b));
+                assert!(
+                    (0..2).all(|i| got[i] <= 2.0 * limit[i]),
+                    "{name}, {k} deep on {device}: {got:?}, plain {limit:?}"
+                );
+            });
+        }
+    }
+}
+
+#[test]
+fn less_precision_on_request() {
+    if !common::alone("precision::less_precision_on_request") {
+        return;
+    }
+    assert_eq!(claystone::get_float32_matmul_precision(), "highest");
+    let error = claystone::set_float32_matmul_precision("higher").unwrap_err().to_string();
+    assert!(error.contains("higher") && error.contains("highest"), "{error}");
+    let (a, b) = (scaled(64, 256, 3, |_, _| 0), scaled(256, 64, 4, |_, _| 0));
+    let wide = |t: &ArrayD<f32>| t.mapv(f64::from);
+    for precision in ["high", "medium", "highest"] {
+        claystone::set_float32_matmul_precision(precision).unwrap();
+        assert_eq!(claystone::get_float32_matmul_precision(), precision);
+        each_device(|device| {
+            let on = |t: &ArrayD<f32>| Tensor::from_ndarray_view(t, device).unwrap();
+            let [_, most] = errors(&f64s(&on(&a).matmul(&on(&b)).unwrap()), &wide(&a), &wide(&b));
+            assert!(most < if precision == "highest" { 1e-6 } else { 3e-5 }, "{precision} on {device}: {most}");
+        });
+    }
+}

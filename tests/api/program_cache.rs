@@ -1,0 +1,196 @@
+//! The cache of compiled kernels as a user has it: one process after another, with files that are not what they should be.
+#![cfg(unix)]
+
+use std::fs;
+use std::os::unix::fs::{PermissionsExt, chown, symlink};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use claystone::{Device, Kernel, Tensor};
+
+use crate::common;
+
+const CHILD: &str = "CLAYSTONE_TEST_NUMBERS";
+
+/// A kernel that writes a number of its own: all of them are built from sources of the same length.
+fn number(n: u32, device: Device) -> f32 {
+    let source = format!("__kernel void number(__global float *x) {{ x[get_global_id(0)] = {n}; }}");
+    let kernel = Kernel::from_source("number", source, "").unwrap();
+    let x = Tensor::zeros([4], device).unwrap();
+    // SAFETY: four work-items write an element each of `x`, an `out`.
+    unsafe { kernel.call().out(&x).global(&[4]).launch() }.unwrap();
+    x.to_vec::<f32>().unwrap()[3]
+}
+
+/// A process that runs the kernels of some numbers on the first OpenCL device, with `variables` and no other cache, and
+/// has to find them right within two minutes.
+#[track_caller]
+fn run(numbers: &str, variables: &[(&str, &Path)], directory: &Path) {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["program_cache::the_child", "--exact", "--nocapture"]).current_dir(directory).env(CHILD, numbers);
+    for name in ["CLAYSTONE_CACHE_DIR", "CLAYSTONE_CACHE_MAXSIZE", "XDG_CACHE_HOME"] {
+        command.env_remove(name);
+    }
+    let mut child =
+        command.envs(variables.iter().copied()).stdout(Stdio::null()).stderr(Stdio::inherit()).spawn().unwrap();
+    let begin = Instant::now();
+    let status = loop {
+        match child.try_wait().unwrap() {
+            Some(status) => break status,
+            None if begin.elapsed() > Duration::from_secs(120) => {
+                child.kill().unwrap();
+                panic!("{numbers}: the process waits for something");
+            }
+            None => thread::sleep(Duration::from_millis(20)),
+        }
+    };
+    assert!(status.success(), "{numbers}: a number is wrong: {status}");
+}
+
+/// What [`run`] runs; nothing on its own.
+#[test]
+fn the_child() {
+    let (Ok(numbers), Some(device)) = (std::env::var(CHILD), opencl()) else { return };
+    for n in numbers.split(',').map(|n| n.parse().unwrap()) {
+        assert_eq!(number(n, device), n as f32);
+    }
+}
+
+fn opencl() -> Option<Device> {
+    common::devices().into_iter().find(|&device| device != Device::Cpu)
+}
+
+/// Files of a folder that is there, the last written last.
+fn files(folder: &Path) -> Vec<PathBuf> {
+    let Ok(entries) = fs::read_dir(folder) else { return Vec::new() };
+    let mut files: Vec<_> = entries.map(|entry| entry.unwrap().path()).collect();
+    files.sort_by_key(|path| fs::symlink_metadata(path).unwrap().modified().unwrap());
+    files
+}
+
+#[test]
+fn files_that_are_not_what_they_should_be_change_no_number() {
+    if opencl().is_none() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let run = |numbers| run(numbers, &[("CLAYSTONE_CACHE_DIR", dir.path())], dir.path());
+    // A process each: where drivers are slow to give binaries (PoCL), one keeps the first two.
+    run("1");
+    let first = files(dir.path());
+    run("2");
+    let second: Vec<_> = files(dir.path()).into_iter().filter(|file| !first.contains(file)).collect();
+    assert_eq!((first.len(), second.len()), (2, 2), "what the user wrote, and what is launched");
+    let contents = |files: &[PathBuf]| -> Vec<Vec<u8>> { files.iter().map(|file| fs::read(file).unwrap()).collect() };
+    let (one, two) = (contents(&first), contents(&second));
+    let put = |files: &[PathBuf], contents: &[Vec<u8>]| {
+        files.iter().zip(contents).for_each(|(file, contents)| fs::write(file, contents).unwrap());
+    };
+
+    // Those of two kernels exchanged.
+    put(&first, &two);
+    put(&second, &one);
+    run("1,2");
+    // Pipes, which nobody writes to, and links to what would do.
+    put(&second, &two);
+    let aside = tempfile::tempdir().unwrap();
+    for (file, contents) in first.iter().zip(&one) {
+        let _ = fs::remove_file(file);
+        assert!(Command::new("mkfifo").arg(file).status().unwrap().success());
+        let _ = fs::write(aside.path().join(file.file_name().unwrap()), contents);
+    }
+    for file in &second {
+        let _ = fs::rename(file, aside.path().join("target"));
+        symlink(aside.path().join("target"), file).unwrap();
+    }
+    run("1,2");
+}
+
+#[test]
+fn a_folder_that_others_may_write_to_is_not_used() {
+    if opencl().is_none() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let run = |numbers| run(numbers, &[("CLAYSTONE_CACHE_DIR", dir.path())], dir.path());
+    fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o777)).unwrap();
+    run("3");
+    assert!(files(dir.path()).is_empty());
+    fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o700)).unwrap();
+    // Only root may give it away.
+    if chown(dir.path(), Some(12_345), None).is_ok() {
+        run("3");
+        assert!(files(dir.path()).is_empty());
+    }
+}
+
+/// The XDG specification has relative paths ignored.
+#[test]
+fn a_relative_folder_is_ignored() {
+    if opencl().is_none() {
+        return;
+    }
+    let (home, work) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let pocl = home.path().join("pocl");
+    let variables = [("XDG_CACHE_HOME", Path::new("relative")), ("HOME", home.path()), ("POCL_CACHE_DIR", &pocl)];
+    run("4", &variables, work.path());
+    assert!(!work.path().join("relative/claystone").exists());
+    assert_eq!(files(&home.path().join(".cache/claystone")).len(), 2);
+}
+
+#[test]
+fn the_folder_has_a_bound_and_the_last_used_stay() {
+    if opencl().is_none() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let folder = dir.path().join("cache");
+    run("5", &[("CLAYSTONE_CACHE_DIR", &folder)], dir.path());
+    let size = |file: &PathBuf| fs::metadata(file).unwrap().len();
+    let one = files(&folder).iter().map(size).sum::<u64>();
+    let bound = (3 * one + one / 2).to_string();
+    let run = |numbers| {
+        run(numbers, &[("CLAYSTONE_CACHE_DIR", &folder), ("CLAYSTONE_CACHE_MAXSIZE", Path::new(&bound))], dir.path())
+    };
+    let fifth = files(&folder);
+    for numbers in ["6", "7", "5", "8", "9"] {
+        run(numbers);
+        assert!(files(&folder).iter().map(size).sum::<u64>() <= bound.parse().unwrap());
+    }
+    let left = files(&folder);
+    assert!(fifth.iter().all(|file| left.contains(file)), "used again since");
+    assert!((3..=6).contains(&left.len()), "{left:?}");
+}
+
+/// `claystone cache` says where the files are and how large, removes them, and tells why a folder is not used.
+#[test]
+fn the_program_shows_and_empties_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let folder = dir.path().join("cache");
+    let cache = |value: &Path, args: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_claystone"));
+        command.arg("cache").args(args).env("CLAYSTONE_CACHE_DIR", value).env("CLAYSTONE_CACHE_MAXSIZE", "3145728");
+        let done = command.output().unwrap();
+        let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).unwrap();
+        (done.status.success(), text(&done.stdout), text(&done.stderr))
+    };
+    let shown = |what: &str| (true, format!("{}: {what} of at most 3.0 MiB\n", folder.display()), String::new());
+    assert_eq!(cache(&folder, &[]), shown("0 files, 0.0"), "not made yet");
+    fs::create_dir(&folder).unwrap();
+    fs::set_permissions(&folder, PermissionsExt::from_mode(0o700)).unwrap();
+    let name = "0123456789abcdef".repeat(4);
+    for (end, size) in [("clbin", 3 << 19), ("found", 1), ("tuning", 1 << 19)] {
+        fs::write(folder.join(format!("{name}.{end}")), vec![0; size]).unwrap();
+    }
+    fs::write(folder.join("letter"), "of the user's").unwrap();
+    assert_eq!(cache(&folder, &[]), shown("3 files, 2.0"));
+    assert_eq!(cache(&folder, &["--clear"]), shown("1 file, 0.5"), "what was measured stays");
+    assert_eq!((files(&folder).len(), cache(&folder, &["--clear"])), (2, shown("1 file, 0.5")));
+    fs::set_permissions(&folder, PermissionsExt::from_mode(0o777)).unwrap();
+    let (good, _, error) = cache(&folder, &[]);
+    assert!(!good && error.contains("0777") && error.contains("chmod 700"), "{error}");
+    let (good, told, _) = cache(Path::new("off"), &[]);
+    assert!(good && told.contains("nothing is kept"), "{told}");
+}

@@ -1,0 +1,92 @@
+//! Files are replaced as a whole: what fails leaves the file before, what succeeds has its name, mode and link.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use claystone::nn::StateDict;
+use claystone::storage::Snapshot;
+use claystone::{Device, Error, Result, Tensor, io};
+
+/// The variable with the folder in which a process whose files may not grow is to write.
+const FULL: &str = "CLAYSTONE_FULL_DISK";
+/// What a file may grow to there, in KiB: more than what is there, less than what is written.
+const LIMIT: &str = "64";
+
+type Writer = (&'static str, fn(&Path, usize) -> Result<()>);
+
+fn state(elements: usize) -> StateDict {
+    [("weight".to_string(), Tensor::ones(elements, Device::Cpu).unwrap())].into_iter().collect()
+}
+
+fn snapshot(bytes: usize) -> Snapshot {
+    let setting = claystone::storage::Setting::Text("x".repeat(4 * bytes));
+    Snapshot { allocator_settings: [("text".to_string(), setting)].into(), ..Snapshot::default() }
+}
+
+const WRITERS: [Writer; 5] = [
+    ("x.safetensors", |path, n| io::save(path, &state(n))),
+    ("x.npz", |path, n| io::save(path, &state(n))),
+    ("x.npy", |path, n| io::write_npy(path, &Tensor::ones(n, Device::Cpu)?)),
+    ("x.json", |path, n| snapshot(n).save(path)),
+    ("x.pickle", |path, n| snapshot(n).save(path)),
+];
+
+#[test]
+fn a_full_disk_leaves_the_file_before() {
+    if let Some(folder) = std::env::var_os(FULL) {
+        for (name, write) in WRITERS {
+            let error = write(&Path::new(&folder).join(name), 1 << 20).unwrap_err();
+            assert!(matches!(&error, Error::Invalid { reason, .. } if reason.contains(name)), "{error}");
+        }
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    WRITERS.iter().for_each(|(name, write)| write(&folder.path().join(name), 100).unwrap());
+    let before = WRITERS.map(|(name, _)| fs::read(folder.path().join(name)).unwrap());
+    // No file grows past the limit there: an error of the write, as on a full disk, once the signal is ignored.
+    let full = Command::new("bash")
+        .args(["-c", &format!("trap '' XFSZ; ulimit -f {LIMIT}; exec \"$0\" \"$@\"")])
+        .arg(std::env::current_exe().unwrap())
+        .args(["saving::a_full_disk_leaves_the_file_before", "--exact"])
+        .env(FULL, folder.path())
+        .output()
+        .unwrap();
+    let passed = String::from_utf8_lossy(&full.stdout).contains("1 passed");
+    assert!(full.status.success() && passed, "{full:?}");
+    let after = WRITERS.map(|(name, _)| fs::read(folder.path().join(name)).unwrap());
+    assert!(before == after, "a file that could not be written is not what it was");
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), WRITERS.len(), "nothing else is left");
+}
+
+#[cfg(unix)]
+#[test]
+fn links_modes_and_streams_are_as_if_the_file_were_overwritten() {
+    use std::os::unix::fs::{PermissionsExt, symlink};
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str| folder.path().join(name);
+    let mode = |name: &str| fs::metadata(file(name)).unwrap().permissions().mode() & 0o777;
+    fs::create_dir(file("elsewhere")).unwrap();
+    fs::File::create(file("plain")).unwrap();
+    for (name, write) in WRITERS {
+        let (there, link) = (format!("elsewhere/{name}"), format!("link {name}"));
+        symlink(&there, file(&link)).unwrap();
+        // A link to nothing, then one to a file: the file behind it is written.
+        for elements in [10, 1000] {
+            write(&file(&link), elements).unwrap();
+            assert!(fs::symlink_metadata(file(&link)).unwrap().is_symlink() && file(&there).is_file());
+            write(&file(name), elements).unwrap();
+            assert!(fs::read(file(name)).unwrap() == fs::read(file(&there)).unwrap(), "{name}");
+        }
+        write(&file(&there), 1).unwrap();
+        assert_eq!(mode(name), mode("plain"), "{name}");
+        fs::set_permissions(file(name), fs::Permissions::from_mode(0o604)).unwrap();
+        write(&file(name), 10).unwrap();
+        assert_eq!(mode(name), 0o604, "{name}");
+        assert!(write(&file("elsewhere"), 1).is_err() && file("elsewhere").is_dir());
+    }
+    for (device, there) in [("/dev/null", true), ("/dev/full", false)] {
+        assert_eq!(io::write_npy(device, &Tensor::ones(10, Device::Cpu).unwrap()).is_ok(), there, "{device}");
+        assert!(!fs::metadata(device).unwrap().is_file(), "{device} is what it was");
+    }
+}

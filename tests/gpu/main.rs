@@ -1,0 +1,11 @@
+//! The kernels of GPUs. Where there is no GPU, an OpenCL processor runs them: such a test starts itself again, in a process with
+//! `CLAYSTONE_KERNELS=gpu`.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod choice;
+mod indices;
+mod kernels;
+mod rows;
+mod tune;

@@ -1,0 +1,62 @@
+//! Random programs: on the CPU, on every OpenCL device, and in an interpreter that knows nothing but positions in lists of
+//! f64. 10,000 of them, or `PROPTEST_CASES`.
+//!
+//! Values are whole numbers of at most a thousand, clamped after every step, so that all three agree exactly. Kernels are
+//! few, however many the programs: one operation a launch, shapes of up to three dims.
+
+mod interpreter;
+mod run;
+mod steps;
+
+use claystone::DType;
+use proptest::prelude::*;
+use proptest::test_runner::{Config, TestRunner};
+use run::Run;
+use steps::{Fold, Step, step};
+
+use crate::common::devices;
+
+/// Programs in all.
+const CASES: u32 = 10_000;
+/// Values stay within this.
+const BOUND: f64 = 1000.0;
+/// Elements of a value, at most.
+const ELEMENTS: usize = 200;
+
+/// f32 half of the time, i32 the other half.
+#[test]
+fn random_programs_agree_with_an_interpreter_on_every_device() {
+    let devices = devices();
+    let cases = std::env::var("PROPTEST_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(CASES);
+    let program = (prop_oneof![Just(DType::F32), Just(DType::I32)], prop::collection::vec(step(), 2..14));
+    let config = Config { cases, failure_persistence: None, ..Config::default() };
+    let outcome = TestRunner::new(config).run(&program, |(dtype, steps)| {
+        let mut run = Run::new(&devices, dtype);
+        steps.iter().for_each(|step| run.step(step));
+        run.check();
+        Ok(())
+    });
+    if let Err(e) = outcome {
+        panic!("{e}");
+    }
+}
+
+/// The interpreter is right where it can be looked at.
+#[test]
+fn the_interpreter_shares_and_copies_as_it_should() {
+    let mut run = Run::new(&devices(), DType::F32);
+    for step in [
+        Step::New { shape: vec![2, 3], seed: 0 },
+        Step::Transpose { of: 0, a: 0, b: 1 },
+        Step::Slice { of: 0, dim: 0, start: -1, end: -7, step: -2 },
+        Step::Fill { into: 0, value: 4 },
+        Step::Clone { of: 2 },
+        Step::Fold { what: Fold::Sum, of: 0, dims: 2, keepdim: false },
+    ] {
+        run.step(&step);
+    }
+    run.check();
+    assert_eq!(run.values[0].read(), [4.0, -2.0, 4.0, 4.0, 0.0, 4.0]);
+    assert_eq!(run.values[4].read(), [6.0, 8.0]);
+    assert_eq!(run.log[2], "t2 = t1.slice(0, -1, -7, -2)");
+}

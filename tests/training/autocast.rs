@@ -1,0 +1,68 @@
+//! Mixed precision: what autocast lowers, what it widens, and the casts of weights that it keeps.
+
+use claystone::device::count_launches;
+use claystone::{DType, Device, Result, Tensor, autocast, autocast_dtype, no_grad};
+
+use crate::common::each_device;
+
+fn leaf(values: &[f32], device: Device) -> Tensor {
+    Tensor::from_slice(values, values.len(), device).unwrap().requires_grad_(true).unwrap()
+}
+
+/// Products in half, sums in f32, one cast of a weight, gradients in the dtype of the leaves.
+#[test]
+fn autocast_lowers_products_and_widens_sums() {
+    each_device(|d| {
+        let (x, w) = (leaf(&[1.0, 2.0, 3.0, 0.3], d), leaf(&[0.5, -1.0, 0.25, 0.1], d));
+        let x = x.reshape([2, 2]).unwrap().detach();
+        let weight = w.reshape([2, 2]).unwrap().detach().requires_grad_(true).unwrap();
+        let f64s = x.detach().to_dtype(DType::F64).unwrap();
+        for half in [DType::BF16, DType::F16] {
+            autocast(half, || {
+                let dtypes = |t: Result<Tensor>| t.unwrap().dtype();
+                assert_eq!(autocast_dtype(), Some(half));
+                let (y, launches) = count_launches(|| x.matmul(&weight).unwrap());
+                let (_, again) = count_launches(|| x.linear(&weight, None).unwrap());
+                assert_eq!((y.dtype(), launches, again), (half, 3, 2), "the weight is cast once, x each time, on {d}");
+                assert_eq!(dtypes(Tensor::einsum("ij,jk", &[&x, &weight])), half);
+                assert_eq!(dtypes(y.softmax(1)), DType::F32);
+                assert_eq!(dtypes(y.logsumexp(1, false)), DType::F32);
+                assert_eq!(dtypes(y.mse_loss(&x)), DType::F32);
+                assert_eq!(dtypes(y.sum((), false)), DType::F32);
+                assert_eq!(dtypes(y.tanh()), half, "what is in no list stays");
+                for wide in
+                    [y.exp(), y.log1p(), y.pow_scalar(2), y.pow(&y), y.rpow_scalar(2), y.softplus(), y.cumsum(0)]
+                {
+                    assert_eq!(dtypes(wide), DType::F32);
+                }
+                let wide = [
+                    y.cumprod(0),
+                    y.vector_norm(f64::INFINITY, 0, false),
+                    y.cdist(&y, 1.0),
+                    y.normalize(2.0, 1, 1e-12),
+                ];
+                for wide in wide.into_iter().chain([y.cosine_similarity(&y, 1, 1e-8), y.rsqrt(), y.reciprocal()]) {
+                    assert_eq!(dtypes(wide), DType::F32);
+                }
+                let own = y.detach().clone();
+                assert_eq!(dtypes(own.exp_().map(Tensor::shallow_clone)), half, "in place there is no other dtype");
+                assert_eq!(dtypes(f64s.matmul(&f64s)), DType::F64);
+                assert_eq!(autocast(None, || dtypes(x.matmul(&weight))), DType::F32);
+                weight.zero_grad();
+                y.sum((), false).unwrap().backward().unwrap();
+            });
+            assert_eq!(weight.grad().unwrap().dtype(), DType::F32);
+            assert_eq!(x.matmul(&weight).unwrap().dtype(), DType::F32);
+        }
+        // An optimiser's step inside the scope makes another weight; a cast made without recording is not reused.
+        autocast(DType::BF16, || {
+            let frozen = no_grad(|| x.matmul(&weight)).unwrap();
+            let y = x.matmul(&weight).unwrap();
+            assert!(!frozen.requires_grad() && y.requires_grad());
+            no_grad(|| weight.fill_(1.0).map(drop)).unwrap();
+            assert_eq!(x.matmul(&weight).unwrap().to_dtype(DType::F32).unwrap().to_vec::<f32>().unwrap()[0], 3.0);
+        });
+        let error = autocast(DType::I64, || x.matmul(&weight)).unwrap_err().to_string();
+        assert!(error.contains("autocast"), "{error}");
+    });
+}

@@ -1,0 +1,12 @@
+//! Training: layers, optimisers, whole steps and small networks.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod autocast;
+mod layers;
+mod optim;
+mod optim_shared;
+mod recurrent;
+mod steps;
+mod transformer;

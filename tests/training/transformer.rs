@@ -1,0 +1,116 @@
+//! The model of the example `char_transformer`, tiny: it learns, the same on every device, in f32 and in mixed precision.
+
+#[path = "../../examples/char_transformer/model.rs"]
+mod model;
+
+use claystone::nn::Module;
+use claystone::ops::Attention;
+use claystone::optim::{AdamW, AdamWConfig, Optimizer};
+use claystone::{DType, Device, Tensor, manual_seed, no_grad};
+use model::{Gpt, Sizes, Text, windows};
+
+use crate::common::{alone, devices};
+
+const STEPS: usize = 100;
+
+fn text(device: Device) -> (Text, Tensor) {
+    let text = Text::new(include_str!("transformer.rs"));
+    let numbers = Tensor::from_slice(&text.numbers, text.numbers.len(), device).unwrap();
+    (text, numbers)
+}
+
+fn sizes(text: &Text, tied: bool) -> Sizes {
+    Sizes { vocabulary: text.characters.len(), context: 12, width: 16, layers: 1, heads: 2, tied }
+}
+
+/// The mean loss of the first and of the last five steps.
+fn train(device: Device, precision: DType) -> (f64, f64) {
+    manual_seed(1);
+    let (text, numbers) = text(device);
+    let mut gpt = Gpt::new(sizes(&text, false), device).unwrap();
+    let mut adamw = AdamW::new(gpt.parameters_mut(), AdamWConfig { lr: 1e-2, ..Default::default() }).unwrap();
+    let losses: Vec<f64> = (0..STEPS)
+        .map(|_| {
+            adamw.zero_grad();
+            let loss = gpt.loss(&windows(&numbers, 8, 13).unwrap(), precision).unwrap();
+            loss.backward().unwrap();
+            adamw.step().unwrap();
+            loss.item::<f32>().unwrap().into()
+        })
+        .collect();
+    let mean = |part: &[f64]| part.iter().sum::<f64>() / part.len() as f64;
+    (mean(&losses[..5]), mean(&losses[STEPS - 5..]))
+}
+
+#[test]
+fn it_learns_the_same_on_every_device_and_in_mixed_precision() {
+    // The generator is the process's.
+    if !alone("transformer::it_learns_the_same_on_every_device_and_in_mixed_precision") {
+        return;
+    }
+    let (start, end) = train(Device::Cpu, DType::F32);
+    println!("cpu: {start} to {end}");
+    assert!(end < 0.8 * start, "{start} to {end}");
+    for device in devices() {
+        for precision in [DType::F32, DType::BF16] {
+            let (_, other) = train(device, precision);
+            println!("{device} {precision}: {other}");
+            assert!((other - end).abs() <= 0.01 * end, "{other} on {device} in {precision}, {end} on the CPU in f32");
+        }
+    }
+}
+
+/// What comes later changes nothing, and the names are PyTorch's.
+#[test]
+fn it_is_causal_and_its_parameters_have_names() {
+    for device in devices() {
+        let (text, numbers) = text(device);
+        for tied in [false, true] {
+            let gpt = Gpt::new(sizes(&text, tied), device).unwrap();
+            let x = numbers.narrow(0, 0, 12).unwrap().unsqueeze(0).unwrap();
+            let last = x.try_clone().unwrap();
+            last.narrow(1, 11, 1).unwrap().fill_(0).unwrap();
+            let [a, b] = [&x, &last].map(|x| no_grad(|| gpt.forward(x)).unwrap());
+            let upto = |t: &Tensor, n: usize| t.narrow(1, 0, n).unwrap().to_vec::<f32>().unwrap();
+            assert_eq!(upto(&a, 11), upto(&b, 11));
+            assert_ne!(upto(&a, 12), upto(&b, 12));
+            let next = no_grad(|| gpt.next(&text.numbers[..20], device)).unwrap();
+            assert_eq!(next.shape().dims(), [1, text.characters.len()]);
+            let names: Vec<String> = gpt.named_parameters("").into_iter().map(|(name, _)| name).collect();
+            assert_eq!(names.contains(&"lm_head.weight".to_string()), !tied);
+            assert!(
+                ["wte.weight", "h.0.ln_1.weight", "h.0.attn.bias", "ln_f.bias"]
+                    .iter()
+                    .all(|n| names.contains(&n.to_string()))
+            );
+        }
+    }
+}
+
+/// The scores of 3,000 positions and two heads are 69 MiB, of which only blocks exist.
+#[test]
+fn attention_over_long_sequences_keeps_no_scores() {
+    // The statistics are the process's.
+    if !alone("transformer::attention_over_long_sequences_keeps_no_scores") {
+        return;
+    }
+    let device = Device::Cpu;
+    let made = || Tensor::randn(&[2, 3000, 8], device).unwrap().requires_grad_(true).unwrap();
+    let (q, k, v) = (made(), made(), made());
+    let most = |f: &dyn Fn()| {
+        device.reset_peak_stats().unwrap();
+        let before = device.memory_stats().unwrap().allocated_bytes.current;
+        f();
+        device.memory_stats().unwrap().allocated_bytes.peak - before
+    };
+    let attend = |is_causal, dropout_p| {
+        let options = Attention { is_causal, dropout_p, ..Attention::default() };
+        q.scaled_dot_product_attention(&k, &v, options).unwrap()
+    };
+    let forward = most(&|| drop(no_grad(|| attend(false, 0.0))));
+    let trained = most(&|| attend(true, 0.0).backward_with(&q.detach()).unwrap());
+    let kept = most(&|| drop(attend(true, 0.1)));
+    println!("{forward} bytes forward, {trained} with backward, {kept} with dropout");
+    assert!(forward < 12 << 20 && trained < 24 << 20, "{forward} bytes forward, {trained} with backward");
+    assert!(kept > 69 << 20, "{kept} bytes with dropout");
+}
