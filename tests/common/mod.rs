@@ -9,6 +9,9 @@ use claystone::{DType, Device, Tensor};
 use ndarray::{ArrayD, Axis, IxDyn};
 
 /// Every device that is there. The test command promises OpenCL devices: then none is a failure, not a smaller test.
+///
+/// It has PoCL show the same processor twice. A test that is about values needs one device of each kind, and both of PoCL's
+/// kinds run the same code; two of one kind share what was compiled for either, so that testing on each costs little.
 #[track_caller]
 pub fn devices() -> Vec<Device> {
     let all = Device::all();
