@@ -74,10 +74,13 @@ pub fn reference(a: &ArrayD<f64>, b: &ArrayD<f64>) -> ArrayD<f64> {
     })
 }
 
-/// Has the tests that look at what is the whole process's, the statistics of a device for one, take turns.
+/// Has the tests that look at what is the whole process's, the statistics of a device for one, take turns. Nothing is cached
+/// that earlier ones left: it would go back to the driver at some time.
 pub fn turn() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
-    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+    let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    Device::all().into_iter().for_each(|device| device.empty_cache().unwrap());
+    turn
 }
 
 /// Gives a test of this name, that of its module before it, a process of its own, for what is the whole process's: true there; elsewhere it has passed
