@@ -1,0 +1,54 @@
+//! Files that import each other in a circle.
+
+use crate::modules::Kind;
+use crate::resolve::Import;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write;
+
+/// Which files each file imports from.
+pub type Graph = BTreeMap<String, BTreeSet<String>>;
+
+/// The graph of imports. A re-export is no import: it hands a name on, and those who use it are drawn to its definition.
+pub fn graph(imports: &[Import]) -> Graph {
+    let mut graph = Graph::new();
+    for import in imports.iter().filter(|import| import.kind != Kind::Reexport && import.file != "src/lib.rs") {
+        let Some(to) = import.target_file.as_ref().filter(|to| **to != import.file && *to != "src/lib.rs") else {
+            continue;
+        };
+        graph.entry(import.file.clone()).or_default().insert(to.clone());
+    }
+    graph
+}
+
+/// The circles: the largest sets of files each of which reaches all others, the largest first.
+pub fn circles(graph: &Graph) -> Vec<BTreeSet<String>> {
+    let reached: BTreeMap<&String, BTreeSet<&String>> = graph.keys().map(|file| (file, reach(graph, file))).collect();
+    let mutual = |a: &String, b: &String| reached[a].contains(b) && reached.get(b).is_some_and(|back| back.contains(a));
+    let circle =
+        |file| reached[file].iter().filter(|other| mutual(file, other)).map(|other| (*other).clone()).collect();
+    let distinct: BTreeSet<BTreeSet<String>> = graph.keys().map(circle).collect();
+    let mut circles: Vec<_> = distinct.into_iter().filter(|circle| circle.len() > 1).collect();
+    circles.sort_by_key(|circle| std::cmp::Reverse(circle.len()));
+    circles
+}
+
+/// Every file that `from` leads to.
+fn reach<'a>(graph: &'a Graph, from: &String) -> BTreeSet<&'a String> {
+    let mut reached = BTreeSet::new();
+    let mut next: Vec<&String> = graph[from].iter().collect();
+    while let Some(file) = next.pop() {
+        if reached.insert(file) {
+            next.extend(graph.get(file).into_iter().flatten());
+        }
+    }
+    reached
+}
+
+/// The graph for `dot -Tsvg`.
+pub fn dot(graph: &Graph) -> String {
+    let mut text = "digraph imports {\n".to_string();
+    for (from, targets) in graph {
+        targets.iter().for_each(|to| writeln!(text, "  {from:?} -> {to:?};").expect("writing to a string"));
+    }
+    text + "}\n"
+}

@@ -1,0 +1,89 @@
+//! The rules of the architecture, held over the crate's own sources. `rules.rs` has the order of the rooms and the seven
+//! rules; `exceptions.txt` what breaks them today. Where a listed exception is gone, the list must follow:
+//! `ARCHITECTURE=renew cargo test --test architecture` writes it anew, and what it adds is yours to mend. With
+//! `-- --nocapture` the test prints how many exceptions each rule has and which files form circles;
+//! `ARCHITECTURE_DOT=imports.dot` names a file for the graph of imports.
+
+mod circles;
+mod exceptions;
+mod modules;
+mod paths;
+mod resolve;
+mod rules;
+mod snippets;
+
+use exceptions::Exceptions;
+use modules::{Crate, Sources};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+const LIST: &str = "tests/architecture/exceptions.txt";
+
+/// Every text of the repository that the rules are about.
+fn sources() -> Sources {
+    let mut sources = Sources::new();
+    for folder in ["src", "tests", "benches", "examples", "kernels"] {
+        read(Path::new(folder), &mut sources);
+    }
+    sources
+}
+
+fn read(folder: &Path, sources: &mut Sources) {
+    for entry in std::fs::read_dir(folder).unwrap_or_else(|e| panic!("{}: {e}", folder.display())) {
+        let path = entry.expect("a readable folder").path();
+        let is_source = path.extension().is_some_and(|e| ["rs", "cl", "c", "h", "py"].iter().any(|known| e == *known));
+        if path.is_dir() {
+            read(&path, sources);
+        } else if is_source {
+            let name = path.to_str().expect("names are UTF-8").replace('\\', "/");
+            let text = std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{name}: {e}"));
+            sources.insert(name, text);
+        }
+    }
+}
+
+#[test]
+fn the_rules_hold() {
+    let sources = sources();
+    let all = Crate::parse(&sources);
+    let imports = all.imports();
+    let violations = rules::violations(&sources, &imports);
+    let graph = circles::graph(&imports);
+    let circles = circles::circles(&graph);
+    let loose = |file: &&String| file.strip_prefix("src/ops/").is_some_and(|inside| !inside.contains('/'));
+    let limits = BTreeMap::from([
+        ("files-in-the-largest-circle".to_string(), circles.first().map_or(0, BTreeSet::len)),
+        ("loose-files-in-ops".to_string(), sources.keys().filter(loose).count()),
+    ]);
+
+    println!("{} files with imports, {} imports", graph.len(), graph.values().map(BTreeSet::len).sum::<usize>());
+    for (rule, count) in rules::counts(&violations) {
+        println!("{:>13}: {count} lines", rule.name());
+    }
+    for circle in &circles {
+        println!("circle of {}: {}", circle.len(), circle.iter().cloned().collect::<Vec<_>>().join(" "));
+    }
+    if let Some(file) = std::env::var_os("ARCHITECTURE_DOT") {
+        std::fs::write(file, circles::dot(&graph)).expect("the graph is written");
+    }
+
+    let list = Exceptions::parse(&std::fs::read_to_string(LIST).unwrap_or_default());
+    if std::env::var("ARCHITECTURE").is_ok_and(|what| what == "renew") {
+        let text = list.renewed(&violations, limits).text();
+        print!("{text}");
+        return std::fs::write(LIST, text).expect("the list is written");
+    }
+    let complaints = list.complaints(&violations, &limits);
+    assert!(complaints.is_empty(), "{} complaints:\n{}", complaints.len(), complaints.join("\n"));
+}
+
+/// Files that no module declares would escape the rules.
+#[test]
+fn every_file_is_in_a_module() {
+    let sources = sources();
+    let all = Crate::parse(&sources);
+    let reached: BTreeSet<&String> = all.modules.iter().map(|module| &module.file).collect();
+    let lost: Vec<_> = sources.keys().filter(|file| file.starts_with("src/") && file.ends_with(".rs")).collect();
+    let lost: Vec<_> = lost.into_iter().filter(|file| !reached.contains(file)).collect();
+    assert!(lost.is_empty(), "no `mod` declares {lost:?}");
+}

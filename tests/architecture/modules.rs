@@ -1,0 +1,217 @@
+//! The module tree of a crate: what each module declares, and every path that its code writes.
+
+use crate::paths::Collector;
+use std::collections::{BTreeMap, HashMap};
+use syn::{Attribute, Item, Meta, Visibility, punctuated::Punctuated, visit::Visit};
+
+/// File names, from the repository's root, with their texts.
+pub type Sources = BTreeMap<String, String>;
+
+/// The place of a module in [`Crate::modules`].
+pub type ModuleId = usize;
+
+/// Every module of the library and of its programs.
+#[derive(Default)]
+pub struct Crate {
+    pub modules: Vec<Module>,
+    /// The root of the library.
+    pub library: ModuleId,
+}
+
+pub struct Module {
+    /// As code writes it: `crate::ops::reduce`.
+    pub path: String,
+    pub file: String,
+    pub parent: Option<ModuleId>,
+    pub root: ModuleId,
+    /// Compiled for tests only.
+    pub test: bool,
+    pub names: HashMap<String, Vec<Entry>>,
+    /// What `use path::*` names.
+    pub globs: Vec<Vec<String>>,
+    pub paths: Vec<Written>,
+}
+
+/// A meaning of a name in a module; a name may have several, such as a module and a function.
+#[derive(Clone)]
+pub struct Entry {
+    pub meaning: Meaning,
+    pub public: bool,
+}
+
+#[derive(Clone)]
+pub enum Meaning {
+    Module(ModuleId),
+    /// Something that paths go through, as `Device::Cpu` does: a struct, an enum, a trait.
+    Type,
+    /// A function, a constant, a macro.
+    Value,
+    /// What `use` brought in from this path.
+    Import(Vec<String>),
+}
+
+/// A path as the source has it.
+pub struct Written {
+    pub segments: Vec<String>,
+    pub line: usize,
+    pub kind: Kind,
+}
+
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub enum Kind {
+    Use,
+    /// `pub use`, which hands a name on without using it.
+    Reexport,
+    /// A path in code or in the tokens of a macro.
+    Code,
+}
+
+impl Crate {
+    /// Parses the library at `src/lib.rs` and the programs at `src/bin/*/main.rs`.
+    pub fn parse(sources: &Sources) -> Self {
+        let mut all = Self::default();
+        let is_program = |file: &&String| file.starts_with("src/bin/") && file.ends_with("/main.rs");
+        for file in std::iter::once(&"src/lib.rs".to_string()).chain(sources.keys().filter(is_program)) {
+            let id = all.modules.len();
+            all.module("crate".into(), file, None, id, false);
+            all.file(sources, id);
+        }
+        all
+    }
+
+    fn module(&mut self, path: String, file: &str, parent: Option<ModuleId>, root: ModuleId, test: bool) -> ModuleId {
+        let (names, globs, paths) = Default::default();
+        self.modules.push(Module { path, file: file.into(), parent, root, test, names, globs, paths });
+        self.modules.len() - 1
+    }
+
+    fn file(&mut self, sources: &Sources, id: ModuleId) {
+        let name = self.modules[id].file.clone();
+        let text = sources.get(&name).unwrap_or_else(|| panic!("{name} is declared as a module, but is not there"));
+        let file = syn::parse_file(text).unwrap_or_else(|e| panic!("{name}:{}: {e}", e.span().start().line));
+        self.modules[id].test |= is_test(&file.attrs);
+        let (folder, last) = name.rsplit_once('/').expect("files lie in src");
+        let children = match last {
+            "mod.rs" | "lib.rs" | "main.rs" => folder.to_string(),
+            _ => name.trim_end_matches(".rs").to_string(),
+        };
+        self.items(sources, id, &file.items, &children);
+    }
+
+    /// Fills a module; files of its child modules are under `folder`.
+    fn items(&mut self, sources: &Sources, id: ModuleId, items: &[Item], folder: &str) {
+        for item in items {
+            if let Item::Mod(module) = item {
+                let name = module.ident.to_string();
+                let path = format!("{}::{name}", self.modules[id].path);
+                let test = self.modules[id].test || is_test(&module.attrs);
+                let files = match &module.content {
+                    Some(_) => vec![self.modules[id].file.clone()],
+                    None => self.files_of(sources, id, module, folder),
+                };
+                for file in files {
+                    let child = self.module(path.clone(), &file, Some(id), self.modules[id].root, test);
+                    self.declare(id, &name, Meaning::Module(child), &module.vis);
+                    match &module.content {
+                        Some((_, items)) => self.items(sources, child, items, &format!("{folder}/{name}")),
+                        None if file.starts_with("src/") => self.file(sources, child),
+                        None => {} // a file of the tests, which #[path] brought in
+                    }
+                }
+            } else if let Some((name, meaning, visibility)) = declared(item) {
+                self.declare(id, &name, meaning, visibility);
+                if matches!(item, Item::Macro(i) if i.attrs.iter().any(|a| a.path().is_ident("macro_export"))) {
+                    let path = self.modules[id].path.split("::").map(String::from).chain([name.clone()]).collect();
+                    let root = self.modules[id].root;
+                    self.declare(root, &name, Meaning::Import(path), &Visibility::Public(Default::default()));
+                }
+            }
+        }
+        let mut collector = Collector::new(&mut self.modules[id]);
+        items.iter().filter(|item| !matches!(item, Item::Mod(_))).for_each(|item| collector.visit_item(item));
+    }
+
+    /// The file of `mod name;`: several, where the target decides.
+    fn files_of(&self, sources: &Sources, id: ModuleId, module: &syn::ItemMod, folder: &str) -> Vec<String> {
+        let given = |meta: &Meta| path_value(meta).map(|path| beside(&self.modules[id].file, &path));
+        if let Some(file) = module.attrs.iter().find_map(|attribute| given(&attribute.meta)) {
+            return vec![file];
+        }
+        let flat = format!("{folder}/{}.rs", module.ident);
+        let nested = format!("{folder}/{}/mod.rs", module.ident);
+        let conditional = module.attrs.iter().filter(|attribute| attribute.path().is_ident("cfg_attr"));
+        let conditional = conditional.flat_map(|attribute| parts(&attribute.meta)).filter_map(|meta| given(&meta));
+        std::iter::once(if sources.contains_key(&flat) { flat } else { nested }).chain(conditional).collect()
+    }
+
+    fn declare(&mut self, id: ModuleId, name: &str, meaning: Meaning, visibility: &Visibility) {
+        let entry = Entry { meaning, public: matches!(visibility, Visibility::Public(_)) };
+        self.modules[id].names.entry(name.into()).or_default().push(entry);
+    }
+}
+
+/// The name that an item declares; those of `use` come from the [`Collector`].
+fn declared(item: &Item) -> Option<(String, Meaning, &Visibility)> {
+    let (attributes, name, meaning, visibility) = match item {
+        Item::Const(i) => (&i.attrs, &i.ident, Meaning::Value, &i.vis),
+        Item::Enum(i) => (&i.attrs, &i.ident, Meaning::Type, &i.vis),
+        Item::Fn(i) => (&i.attrs, &i.sig.ident, Meaning::Value, &i.vis),
+        Item::Macro(i) => (&i.attrs, i.ident.as_ref()?, Meaning::Value, &Visibility::Inherited),
+        Item::Static(i) => (&i.attrs, &i.ident, Meaning::Value, &i.vis),
+        Item::Struct(i) => (&i.attrs, &i.ident, Meaning::Type, &i.vis),
+        Item::Trait(i) => (&i.attrs, &i.ident, Meaning::Type, &i.vis),
+        Item::Type(i) => (&i.attrs, &i.ident, Meaning::Type, &i.vis),
+        Item::Union(i) => (&i.attrs, &i.ident, Meaning::Type, &i.vis),
+        _ => return None,
+    };
+    (!is_test(attributes)).then(|| (name.to_string(), meaning, visibility))
+}
+
+/// Whether these attributes leave an item out of everything but tests.
+pub fn is_test(attributes: &[Attribute]) -> bool {
+    attributes.iter().any(|attribute| {
+        attribute.path().is_ident("test")
+            || attribute.path().is_ident("cfg")
+                && attribute.parse_args().is_ok_and(|condition| requires_test(&condition))
+    })
+}
+
+fn requires_test(condition: &Meta) -> bool {
+    match condition.path() {
+        path if path.is_ident("test") || path.is_ident("doctest") => true,
+        path if path.is_ident("all") => parts(condition).iter().any(requires_test),
+        path if path.is_ident("any") => parts(condition).iter().all(requires_test),
+        _ => false,
+    }
+}
+
+/// The arguments of an attribute or of a condition.
+fn parts(meta: &Meta) -> Vec<Meta> {
+    let Meta::List(list) = meta else { return Vec::new() };
+    let parts = list.parse_args_with(Punctuated::<Meta, syn::Token![,]>::parse_terminated);
+    parts.map(|parts| parts.into_iter().collect()).unwrap_or_default()
+}
+
+/// The file that `path = "..."` names.
+fn path_value(meta: &Meta) -> Option<String> {
+    match meta {
+        Meta::NameValue(pair) if pair.path.is_ident("path") => match &pair.value {
+            syn::Expr::Lit(syn::ExprLit { lit: syn::Lit::Str(text), .. }) => Some(text.value()),
+            _ => None,
+        },
+        _ => None,
+    }
+}
+
+/// `relative`, from the folder of `file`.
+fn beside(file: &str, relative: &str) -> String {
+    let mut parts: Vec<&str> = file.split('/').collect();
+    parts.pop();
+    for part in relative.split('/') {
+        match part {
+            ".." => drop(parts.pop()),
+            _ => parts.push(part),
+        }
+    }
+    parts.join("/")
+}

@@ -1,0 +1,162 @@
+//! Collects every path that a module's code writes: in `use`, in code, and in the tokens of macros.
+
+use crate::modules::{Entry, Kind, Meaning, Module, Written, is_test};
+use proc_macro2::{Delimiter, Ident, TokenStream, TokenTree};
+use syn::visit::{self, Visit};
+use syn::{Type, UseTree, Visibility};
+
+/// Visits the items of one module, and leaves out what only tests see.
+pub struct Collector<'a> {
+    module: &'a mut Module,
+    /// What `Self` stands for, inside an `impl` or an enum.
+    itself: Option<Vec<String>>,
+}
+
+impl<'a> Collector<'a> {
+    pub fn new(module: &'a mut Module) -> Self {
+        Self { module, itself: None }
+    }
+
+    fn write(&mut self, mut segments: Vec<String>, line: usize, kind: Kind) {
+        if let (Some("Self"), Some(itself)) = (segments.first().map(String::as_str), &self.itself) {
+            segments.splice(..1, itself.iter().cloned());
+        }
+        self.module.paths.push(Written { segments, line, kind });
+    }
+
+    fn within<N>(&mut self, itself: Option<Vec<String>>, node: N, visit: impl FnOnce(&mut Self, N)) {
+        let outer = std::mem::replace(&mut self.itself, itself);
+        visit(self, node);
+        self.itself = outer;
+    }
+
+    /// Writes down the leaves of a `use`, and the names that they bring into the module.
+    fn leaves(&mut self, prefix: &[String], tree: &UseTree, public: bool, kind: Kind) {
+        let with = |ident: &Ident| [prefix, &[ident.to_string()]].concat();
+        let (ident, name) = match tree {
+            UseTree::Path(path) => return self.leaves(&with(&path.ident), &path.tree, public, kind),
+            UseTree::Group(group) => {
+                return group.items.iter().for_each(|tree| self.leaves(prefix, tree, public, kind));
+            }
+            UseTree::Glob(glob) => {
+                self.module.globs.push(prefix.to_vec());
+                let line = glob.star_token.spans[0].start().line;
+                return self.write([prefix, &["*".into()]].concat(), line, kind);
+            }
+            UseTree::Name(name) => (&name.ident, &name.ident),
+            UseTree::Rename(rename) => (&rename.ident, &rename.rename),
+        };
+        let path = if ident == "self" { prefix.to_vec() } else { with(ident) };
+        let name = if name == "self" { path.last().cloned().unwrap_or_default() } else { name.to_string() };
+        self.module.names.entry(name).or_default().push(Entry { meaning: Meaning::Import(path.clone()), public });
+        self.write(path, ident.span().start().line, kind);
+    }
+
+    /// Writes down the paths among a macro's tokens: `a`, `a::b`, `$crate::a`, `a::{b, c}`.
+    fn tokens(&mut self, prefix: &[String], tokens: TokenStream) {
+        let mut tokens = tokens.into_iter().peekable();
+        let mut path: Vec<String> = Vec::new();
+        let (mut line, mut field) = (0, false);
+        while let Some(token) = tokens.next() {
+            match token {
+                TokenTree::Ident(ident) if !field => {
+                    line = ident.span().start().line;
+                    path = if path.is_empty() { prefix.to_vec() } else { path };
+                    path.push(ident.to_string());
+                    if !colons(&mut tokens) {
+                        self.write(std::mem::take(&mut path), line, Kind::Code);
+                    }
+                }
+                TokenTree::Group(group) => {
+                    let inner = std::mem::take(&mut path);
+                    let continues = !inner.is_empty() && group.delimiter() == Delimiter::Brace;
+                    self.tokens(if continues { &inner } else { &[] }, group.stream());
+                }
+                TokenTree::Punct(punct) if punct.as_char() == '*' && !path.is_empty() => {
+                    path.push("*".into());
+                    self.write(std::mem::take(&mut path), line, Kind::Code);
+                }
+                token => {
+                    if !path.is_empty() {
+                        self.write(std::mem::take(&mut path), line, Kind::Code);
+                    }
+                    field = matches!(&token, TokenTree::Punct(punct) if punct.as_char() == '.');
+                    continue;
+                }
+            }
+            field = false;
+        }
+    }
+}
+
+/// Takes `::`, where it comes next.
+fn colons(tokens: &mut std::iter::Peekable<proc_macro2::token_stream::IntoIter>) -> bool {
+    let mut next = || tokens.next_if(|token| matches!(token, TokenTree::Punct(p) if p.as_char() == ':')).is_some();
+    next() && next()
+}
+
+macro_rules! leave_out_tests {
+    ($($visit:ident: $node:ident),*) => {
+        $(fn $visit(&mut self, node: &'ast syn::$node) {
+            if !is_test(&node.attrs) {
+                visit::$visit(self, node);
+            }
+        })*
+    };
+}
+
+impl<'ast> Visit<'ast> for Collector<'_> {
+    leave_out_tests! {
+        visit_item_const: ItemConst, visit_item_fn: ItemFn, visit_item_macro: ItemMacro, visit_item_static: ItemStatic,
+        visit_item_struct: ItemStruct, visit_item_trait: ItemTrait, visit_item_type: ItemType,
+        visit_impl_item_fn: ImplItemFn, visit_impl_item_const: ImplItemConst, visit_trait_item_fn: TraitItemFn,
+        visit_field: Field, visit_variant: Variant, visit_arm: Arm, visit_local: Local, visit_field_value: FieldValue,
+        visit_stmt_macro: StmtMacro, visit_expr_block: ExprBlock, visit_expr_if: ExprIf, visit_expr_call: ExprCall,
+        visit_expr_method_call: ExprMethodCall
+    }
+
+    // Comments of documentation are attributes, and `pub(in path)` is no import.
+    fn visit_attribute(&mut self, _: &'ast syn::Attribute) {}
+    fn visit_visibility(&mut self, _: &'ast Visibility) {}
+
+    fn visit_item_use(&mut self, item: &'ast syn::ItemUse) {
+        if is_test(&item.attrs) || item.leading_colon.is_some() {
+            return;
+        }
+        let public = matches!(item.vis, Visibility::Public(_));
+        let kind = if matches!(item.vis, Visibility::Inherited) { Kind::Use } else { Kind::Reexport };
+        self.leaves(&[], &item.tree, public, kind);
+    }
+
+    fn visit_item_impl(&mut self, item: &'ast syn::ItemImpl) {
+        if !is_test(&item.attrs) {
+            let itself = match &*item.self_ty {
+                Type::Path(path) if path.qself.is_none() => Some(segments(&path.path)),
+                _ => None,
+            };
+            self.within(itself, item, |this, item| visit::visit_item_impl(this, item));
+        }
+    }
+
+    fn visit_item_enum(&mut self, item: &'ast syn::ItemEnum) {
+        if !is_test(&item.attrs) {
+            self.within(Some(vec![item.ident.to_string()]), item, |this, item| visit::visit_item_enum(this, item));
+        }
+    }
+
+    fn visit_path(&mut self, path: &'ast syn::Path) {
+        if path.leading_colon.is_none() {
+            self.write(segments(path), path.segments[0].ident.span().start().line, Kind::Code);
+        }
+        visit::visit_path(self, path);
+    }
+
+    fn visit_macro(&mut self, call: &'ast syn::Macro) {
+        visit::visit_macro(self, call);
+        self.tokens(&[], call.tokens.clone());
+    }
+}
+
+fn segments(path: &syn::Path) -> Vec<String> {
+    path.segments.iter().map(|segment| segment.ident.to_string()).collect()
+}

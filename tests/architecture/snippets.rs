@@ -1,0 +1,190 @@
+//! The checks, checked: small crates that break a rule, and such as nearly do.
+
+use crate::circles;
+use crate::exceptions::Exceptions;
+use crate::modules::{Crate, Sources};
+use crate::resolve::Import;
+use crate::rules::{self, Rule, Violation};
+use std::collections::BTreeMap;
+
+/// A library of some files under `src`; those of `crate::device` are there always.
+fn sources(files: &[(&str, &str)]) -> Sources {
+    let device = "pub mod opencl; mod info; pub use info::Info; pub enum Device { Cpu, OpenCL(usize) }";
+    let always = [
+        ("device/mod.rs", device),
+        ("device/opencl/mod.rs", "pub struct ClDevice;"),
+        ("device/info.rs", "pub struct Info;"),
+    ];
+    always.iter().chain(files).map(|(name, text)| (format!("src/{name}"), text.to_string())).collect()
+}
+
+fn imports(files: &[(&str, &str)]) -> Vec<Import> {
+    Crate::parse(&sources(files)).imports()
+}
+
+fn violations(files: &[(&str, &str)]) -> Vec<Violation> {
+    rules::violations(&sources(files), &imports(files))
+}
+
+/// What breaks rules where `code` stands in a file of the library beside tensors, operations and layers.
+fn broken(file: &str, code: &str) -> Vec<(Rule, String)> {
+    let lib = "pub mod device; pub mod nn; pub mod ops; pub mod tensor; pub mod storage; pub mod backend; pub use device::Device;
+               pub use tensor::Tensor; pub(crate) use ops::hidden;";
+    let mut files = BTreeMap::from([
+        ("lib.rs", lib),
+        ("nn/mod.rs", "pub struct Linear; pub(crate) fn own() {}"),
+        ("ops/mod.rs", "mod private { pub fn inner() {} } pub mod reduce; pub(crate) fn hidden() {} pub fn add() {}"),
+        ("ops/reduce.rs", "pub fn sum() {} pub(super) fn rows() {}"),
+        ("tensor/mod.rs", "pub struct Tensor;"),
+        ("storage/mod.rs", ""),
+        ("backend/mod.rs", "mod cpu; mod opencl;"),
+        ("backend/cpu/mod.rs", "pub(crate) fn run() {}"),
+        ("backend/opencl/mod.rs", "pub(crate) fn run() {}"),
+    ]);
+    let text = format!("{}\n{code}", files[file]);
+    files.insert(file, &text);
+    let files: Vec<_> = files.into_iter().collect();
+    violations(&files).into_iter().map(|violation| (violation.rule, violation.target)).collect()
+}
+
+#[track_caller]
+fn breaks(rule: Rule, target: &str, file: &str, code: &str) {
+    let found = broken(file, code);
+    assert!(
+        found.contains(&(rule, target.into())),
+        "`{code}` in {file} breaks {found:?}, and not {rule:?} by {target}"
+    );
+}
+
+#[track_caller]
+fn holds(file: &str, code: &str) {
+    let found = broken(file, code);
+    assert!(found.is_empty(), "`{code}` in {file} breaks {found:?}");
+}
+
+#[test]
+fn imports_that_go_up_are_found_however_they_are_written() {
+    let up = |code| breaks(Rule::Downwards, "crate::nn", "ops/mod.rs", code);
+    up("use crate::nn::Linear;");
+    up("use crate::{device::Device, nn::{Linear as L}};");
+    up("use super::nn; fn f() -> nn::Linear { todo!() }");
+    up("fn f(x: &crate::nn::Linear) {}");
+    up("pub use crate::nn::Linear;");
+    up("use crate::nn::*;");
+    up("fn f() { use crate::nn::Linear; }");
+    up("mod inner { fn f() { super::super::nn::own() } }");
+    up("macro_rules! m { () => { $crate::nn::own() }; }");
+    up("fn f() { assert_eq!(1, crate::nn::{own}()); }");
+    up("fn f() { vec![crate::nn::Linear::<u8>::new()] }");
+    breaks(Rule::Downwards, "crate::tensor", "storage/mod.rs", "use crate::Tensor;");
+    breaks(Rule::Downwards, "crate::tensor", "storage/mod.rs", "use crate as root; fn f() -> root::Tensor { todo!() }");
+}
+
+#[test]
+fn imports_that_go_down_are_none_of_the_rules_business() {
+    holds("nn/mod.rs", "use crate::{Device, Tensor, ops}; fn f() { ops::add(); ops::reduce::sum() }");
+    holds("ops/mod.rs", "/// [`crate::nn::Linear`]\npub(in crate::ops) fn f() {} // crate::nn::Linear");
+    holds(
+        "ops/mod.rs",
+        "#[cfg(all(test, unix))] mod tests { use crate::nn::Linear; } #[test] fn t() { crate::nn::own() }",
+    );
+    holds("ops/mod.rs", "fn f() { let nn = 1; nn; \"crate::nn::Linear\" }");
+}
+
+#[test]
+fn kinds_of_devices_are_found() {
+    let kind = |target, code| breaks(Rule::DeviceKind, target, "ops/mod.rs", code);
+    kind("Device::Cpu", "use crate::Device; fn f(d: Device) -> bool { matches!(d, Device::Cpu) }");
+    kind("Device::OpenCL", "fn f(d: u8) { match d { crate::device::Device::OpenCL(_) => {} } }");
+    kind("Device::Cpu", "use crate::Device as D; fn f() { g(D::Cpu) }");
+    kind("Device::Cpu", "use crate::Device::{self, Cpu};");
+    kind("Device::*", "use crate::device::Device::*;");
+    kind("Device::Cpu", "use crate::Device; impl Device { fn f(self) { Self::Cpu } }");
+    holds("ops/mod.rs", "use crate::Device; enum Other { Cpu } fn f(d: Device) { (Other::Cpu, Device::best()) }");
+    holds("storage/mod.rs", "use crate::Device; fn f() { Device::Cpu }");
+    holds("backend/mod.rs", "use crate::Device; fn f() { Device::Cpu }");
+}
+
+#[test]
+fn types_of_opencl_are_found() {
+    breaks(Rule::OpenClTypes, "crate::device::opencl", "ops/mod.rs", "use crate::device::opencl::ClDevice;");
+    breaks(Rule::OpenClTypes, "opencl3", "ops/mod.rs", "fn f(b: opencl3::memory::Buffer<u8>) {}");
+    breaks(Rule::OpenClTypes, "cl3", "storage/mod.rs", "use cl3::ext as table;");
+    holds("backend/opencl/mod.rs", "use crate::device::opencl::ClDevice; use cl3::ext;");
+    holds("ops/mod.rs", "use crate::device::Info;");
+}
+
+#[test]
+fn unsafe_code_is_found() {
+    breaks(Rule::Unsafe, "unsafe", "ops/mod.rs", "fn f() { unsafe { g() } }");
+    breaks(Rule::Unsafe, "unsafe", "nn/mod.rs", "macro_rules! m { () => { unsafe { g() } }; }");
+    holds("storage/mod.rs", "fn f() { unsafe { g() } }");
+    holds("ops/mod.rs", "/// unsafe\nfn f() { \"unsafe\" } // unsafe");
+}
+
+#[test]
+fn backends_that_know_each_other_are_found() {
+    breaks(Rule::Backends, "crate::backend::opencl::run", "backend/cpu/mod.rs", "use super::opencl::run;");
+    breaks(
+        Rule::Backends,
+        "crate::backend::cpu::run",
+        "backend/opencl/mod.rs",
+        "fn f() { crate::backend::cpu::run() }",
+    );
+    holds("backend/mod.rs", "fn f() { cpu::run(); opencl::run() }");
+}
+
+#[test]
+fn what_is_not_published_is_found() {
+    let hidden = |target, code| breaks(Rule::Published, target, "nn/mod.rs", code);
+    hidden("crate::ops::hidden", "use crate::ops::hidden;");
+    hidden("crate::ops::hidden", "fn f() { crate::hidden() }");
+    hidden("crate::ops::reduce::rows", "use crate::ops::reduce; fn f() { reduce::rows() }");
+    hidden("crate::ops::private::inner", "use crate::ops; fn f() { ops::private::inner() }");
+    holds("nn/mod.rs", "fn f() { own() } mod part { fn g() { super::own(); crate::nn::own() } }");
+}
+
+#[test]
+fn long_files_are_found() {
+    breaks(Rule::Length, "over-500-lines", "ops/reduce.rs", &"\n".repeat(500));
+    holds("ops/reduce.rs", &"\n".repeat(498));
+}
+
+#[test]
+fn circles_are_those_of_imports_and_not_of_declarations() {
+    let circle = |a: &str, b: &str| {
+        let lib = "mod device; mod ops;";
+        let files = [("lib.rs", lib), ("ops/mod.rs", "pub mod a; pub mod b;"), ("ops/a.rs", a), ("ops/b.rs", b)];
+        circles::circles(&circles::graph(&imports(&files))).first().map_or(0, |circle| circle.len())
+    };
+    assert_eq!(circle("use super::b::g; pub fn f() { g() }", "use super::a; pub fn g() { a::f() }"), 2);
+    assert_eq!(circle("use super::b::g; pub fn f() { g() }", "use super::a; pub fn g() {}"), 0);
+    assert_eq!(circle("pub use super::b::g; pub fn f() {}", "pub fn g() { super::a::f() }"), 0);
+}
+
+#[test]
+fn the_list_follows_what_is_there() {
+    let up = "use crate::nn::Linear;\nuse crate::nn::Linear as Again;";
+    let kind = "use crate::Device;\nfn f() { Device::Cpu;\nDevice::Cpu }";
+    let lib = ("lib.rs", "pub mod device; pub mod nn; pub mod ops; pub use device::Device;");
+    let of = |ops: &str| violations(&[lib, ("nn.rs", "pub struct Linear;"), ("ops.rs", ops)]);
+    let none = BTreeMap::new();
+    let list = Exceptions::parse("downwards src/ops.rs crate::nn # history\ndevice-kind src/ops.rs Device::Cpu x2\n");
+    assert_eq!(list.complaints(&of(&format!("{up}\n{kind}")), &none), Vec::<String>::new());
+    assert_eq!(list, Exceptions::parse(&list.text()));
+    assert_eq!(list.renewed(&of(&format!("{up}\n{kind}")), BTreeMap::new()), list);
+
+    let complaints = Exceptions::default().complaints(&of(up), &none);
+    assert!(
+        complaints[0].starts_with("downwards: src/ops.rs:1 has crate::nn: imports go down only;"),
+        "{complaints:?}"
+    );
+    let complaints = list.complaints(&of(kind), &none);
+    assert!(complaints[0].ends_with("as often as the list says; delete its line."), "{complaints:?}");
+    assert_eq!(list.complaints(&of(&format!("{up}\n{kind}\nfn g() {{ Device::Cpu }}")), &none).len(), 1);
+    assert_eq!(list.complaints(&of(&format!("{up}\nfn g() {{ crate::Device::Cpu }}")), &none).len(), 1);
+
+    let limit = |limit: usize| Exceptions::parse(&format!("limit circle {limit}"));
+    let now = BTreeMap::from([("circle".to_string(), 5)]);
+    assert_eq!([4, 5, 6].map(|known| limit(known).complaints(&[], &now).len()), [1, 0, 1]);
+}
