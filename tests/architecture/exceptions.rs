@@ -46,6 +46,11 @@ impl Exceptions {
         Self { limits, listed: listed.collect() }
     }
 
+    /// How many exceptions a rule has.
+    pub fn count(&self, rule: Rule) -> usize {
+        self.listed.keys().filter(|(of, ..)| *of == rule).count()
+    }
+
     /// The text of the list.
     pub fn text(&self) -> String {
         let mut text =

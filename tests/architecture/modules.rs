@@ -30,6 +30,20 @@ pub struct Module {
     /// What `use path::*` names.
     pub globs: Vec<Vec<String>>,
     pub paths: Vec<Written>,
+    /// The names of functions in `impl`s and traits, and who may call them.
+    pub methods: Vec<(String, Access)>,
+    /// The methods that are called: `name` of `x.name()`, and the line.
+    pub calls: Vec<(String, usize)>,
+}
+
+/// Who may call a method.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub enum Access {
+    All,
+    /// All of the crate.
+    Crate,
+    /// A part of the crate.
+    Part,
 }
 
 /// A meaning of a name in a module; a name may have several, such as a module and a function.
@@ -80,8 +94,8 @@ impl Crate {
     }
 
     fn module(&mut self, path: String, file: &str, parent: Option<ModuleId>, root: ModuleId, test: bool) -> ModuleId {
-        let (names, globs, paths) = Default::default();
-        self.modules.push(Module { path, file: file.into(), parent, root, test, names, globs, paths });
+        let (names, globs, paths, methods, calls) = Default::default();
+        self.modules.push(Module { path, file: file.into(), parent, root, test, names, globs, paths, methods, calls });
         self.modules.len() - 1
     }
 

@@ -1,6 +1,6 @@
 //! Collects every path that a module's code writes: in `use`, in code, and in the tokens of macros.
 
-use crate::modules::{Entry, Kind, Meaning, Module, Written, is_test};
+use crate::modules::{Access, Entry, Kind, Meaning, Module, Written, is_test};
 use proc_macro2::{Delimiter, Ident, TokenStream, TokenTree};
 use syn::visit::{self, Visit};
 use syn::{Type, UseTree, Visibility};
@@ -10,11 +10,15 @@ pub struct Collector<'a> {
     module: &'a mut Module,
     /// What `Self` stands for, inside an `impl` or an enum.
     itself: Option<Vec<String>>,
+    /// Whether a macro stands for items, whose names are among its tokens.
+    of_items: bool,
+    /// Whether an `impl` is that of a trait, whose methods are as public as the trait.
+    of_trait: bool,
 }
 
 impl<'a> Collector<'a> {
     pub fn new(module: &'a mut Module) -> Self {
-        Self { module, itself: None }
+        Self { module, itself: None, of_items: false, of_trait: false }
     }
 
     fn write(&mut self, mut segments: Vec<String>, line: usize, kind: Kind) {
@@ -22,6 +26,17 @@ impl<'a> Collector<'a> {
             segments.splice(..1, itself.iter().cloned());
         }
         self.module.paths.push(Written { segments, line, kind });
+    }
+
+    fn access(&self, visibility: &Visibility) -> Access {
+        match visibility {
+            Visibility::Public(_) => Access::All,
+            Visibility::Restricted(to) if to.path.is_ident("crate") => Access::Crate,
+            Visibility::Restricted(to) if to.path.is_ident("super") && self.module.parent == Some(self.module.root) => {
+                Access::Crate
+            }
+            _ => Access::Part,
+        }
     }
 
     fn within<N>(&mut self, itself: Option<Vec<String>>, node: N, visit: impl FnOnce(&mut Self, N)) {
@@ -63,8 +78,17 @@ impl<'a> Collector<'a> {
                     line = ident.span().start().line;
                     path = if path.is_empty() { prefix.to_vec() } else { path };
                     path.push(ident.to_string());
+                    if self.of_items && path.len() == 1 {
+                        self.module.methods.push((ident.to_string(), Access::All));
+                    }
                     if !colons(&mut tokens) {
                         self.write(std::mem::take(&mut path), line, Kind::Code);
+                    }
+                }
+                TokenTree::Ident(method) => {
+                    let arguments = |token: &TokenTree| matches!(token, TokenTree::Group(g) if g.delimiter() == Delimiter::Parenthesis);
+                    if tokens.peek().is_some_and(arguments) {
+                        self.module.calls.push((method.to_string(), method.span().start().line));
                     }
                 }
                 TokenTree::Group(group) => {
@@ -107,12 +131,11 @@ macro_rules! leave_out_tests {
 
 impl<'ast> Visit<'ast> for Collector<'_> {
     leave_out_tests! {
-        visit_item_const: ItemConst, visit_item_fn: ItemFn, visit_item_macro: ItemMacro, visit_item_static: ItemStatic,
+        visit_item_const: ItemConst, visit_item_fn: ItemFn, visit_item_static: ItemStatic,
         visit_item_struct: ItemStruct, visit_item_trait: ItemTrait, visit_item_type: ItemType,
-        visit_impl_item_fn: ImplItemFn, visit_impl_item_const: ImplItemConst, visit_trait_item_fn: TraitItemFn,
+        visit_impl_item_const: ImplItemConst,
         visit_field: Field, visit_variant: Variant, visit_arm: Arm, visit_local: Local, visit_field_value: FieldValue,
-        visit_stmt_macro: StmtMacro, visit_expr_block: ExprBlock, visit_expr_if: ExprIf, visit_expr_call: ExprCall,
-        visit_expr_method_call: ExprMethodCall
+        visit_stmt_macro: StmtMacro, visit_expr_block: ExprBlock, visit_expr_if: ExprIf, visit_expr_call: ExprCall
     }
 
     // Comments of documentation are attributes, and `pub(in path)` is no import.
@@ -134,13 +157,52 @@ impl<'ast> Visit<'ast> for Collector<'_> {
                 Type::Path(path) if path.qself.is_none() => Some(segments(&path.path)),
                 _ => None,
             };
-            self.within(itself, item, |this, item| visit::visit_item_impl(this, item));
+            self.of_trait = item.trait_.is_some();
+            self.within(itself, item, visit::visit_item_impl);
+        }
+    }
+
+    fn visit_item_macro(&mut self, item: &'ast syn::ItemMacro) {
+        if !is_test(&item.attrs) {
+            self.of_items = true;
+            visit::visit_item_macro(self, item);
+            self.of_items = false;
+        }
+    }
+
+    fn visit_impl_item_macro(&mut self, item: &'ast syn::ImplItemMacro) {
+        if !is_test(&item.attrs) {
+            self.of_items = true;
+            visit::visit_impl_item_macro(self, item);
+            self.of_items = false;
+        }
+    }
+
+    fn visit_impl_item_fn(&mut self, item: &'ast syn::ImplItemFn) {
+        if !is_test(&item.attrs) {
+            let access = if self.of_trait { Access::All } else { self.access(&item.vis) };
+            self.module.methods.push((item.sig.ident.to_string(), access));
+            visit::visit_impl_item_fn(self, item);
+        }
+    }
+
+    fn visit_trait_item_fn(&mut self, item: &'ast syn::TraitItemFn) {
+        if !is_test(&item.attrs) {
+            self.module.methods.push((item.sig.ident.to_string(), Access::All));
+            visit::visit_trait_item_fn(self, item);
+        }
+    }
+
+    fn visit_expr_method_call(&mut self, call: &'ast syn::ExprMethodCall) {
+        if !is_test(&call.attrs) {
+            self.module.calls.push((call.method.to_string(), call.method.span().start().line));
+            visit::visit_expr_method_call(self, call);
         }
     }
 
     fn visit_item_enum(&mut self, item: &'ast syn::ItemEnum) {
         if !is_test(&item.attrs) {
-            self.within(Some(vec![item.ident.to_string()]), item, |this, item| visit::visit_item_enum(this, item));
+            self.within(Some(vec![item.ident.to_string()]), item, visit::visit_item_enum);
         }
     }
 

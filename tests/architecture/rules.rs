@@ -1,9 +1,9 @@
 //! The seven rules, each a function from the crate's imports or texts to what breaks it.
 
-use crate::modules::Sources;
+use crate::methods;
+use crate::modules::{Crate, Sources};
 use crate::resolve::Import;
 use proc_macro2::{TokenStream, TokenTree};
-use std::collections::BTreeMap;
 
 /// The rooms, from the top down. Those of one line do not import each other, unless [`CIRCLES`] says so.
 const ROOMS: &[&[&str]] = &[
@@ -19,7 +19,8 @@ const ROOMS: &[&[&str]] = &[
     &["storage"],
     &["device"],
     &["layout"],
-    &["dtype", "error", "file"],
+    &["file"],
+    &["dtype", "error"],
 ];
 
 /// Rooms that may import each other: a tensor carries its node, a node its tensors, and every error may name a dtype.
@@ -42,7 +43,7 @@ const OPENCL: &[&str] = &[
 const UNSAFE: &[&str] = &["src/device/", "src/storage/"];
 
 /// The rooms that use what any user of the crate could.
-const PUBLIC_ONLY: &[&str] = &["nn", "optim", "io"];
+pub const PUBLIC_ONLY: &[&str] = &["nn", "optim", "io"];
 
 const LONGEST: usize = 500;
 
@@ -105,8 +106,9 @@ pub struct Violation {
 }
 
 /// Everything that breaks a rule, in order, each line of a file once a target.
-pub fn violations(sources: &Sources, imports: &[Import]) -> Vec<Violation> {
+pub fn violations(sources: &Sources, crates: &Crate, imports: &[Import]) -> Vec<Violation> {
     let mut all: Vec<Violation> = imports.iter().flat_map(of_import).collect();
+    all.extend(methods::violations(crates, imports));
     all.extend(sources.iter().flat_map(|(file, text)| of_text(file, text)));
     all.sort();
     all.dedup();
@@ -200,11 +202,4 @@ pub fn module_of(file: &str) -> String {
 
 fn within(file: &str, places: &[&str]) -> bool {
     places.iter().any(|place| file.starts_with(place))
-}
-
-/// How often each rule is broken.
-pub fn counts(violations: &[Violation]) -> BTreeMap<Rule, usize> {
-    let mut counts: BTreeMap<_, _> = Rule::ALL.iter().map(|rule| (*rule, 0)).collect();
-    violations.iter().for_each(|violation| *counts.entry(violation.rule).or_default() += 1);
-    counts
 }

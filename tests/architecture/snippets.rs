@@ -23,7 +23,8 @@ fn imports(files: &[(&str, &str)]) -> Vec<Import> {
 }
 
 fn violations(files: &[(&str, &str)]) -> Vec<Violation> {
-    rules::violations(&sources(files), &imports(files))
+    let all = Crate::parse(&sources(files));
+    rules::violations(&sources(files), &all, &all.imports())
 }
 
 /// What breaks rules where `code` stands in a file of the library beside tensors, operations and layers.
@@ -35,7 +36,11 @@ fn broken(file: &str, code: &str) -> Vec<(Rule, String)> {
         ("nn/mod.rs", "pub struct Linear; pub(crate) fn own() {}"),
         ("ops/mod.rs", "mod private { pub fn inner() {} } pub mod reduce; pub(crate) fn hidden() {} pub fn add() {}"),
         ("ops/reduce.rs", "pub fn sum() {} pub(super) fn rows() {}"),
-        ("tensor/mod.rs", "pub struct Tensor;"),
+        (
+            "tensor/mod.rs",
+            "pub struct Tensor; methods! { mean } impl Tensor { pub(crate) fn slot(&self) {} pub fn sum(&self) {} }
+                       struct Mean; impl Mean { pub(crate) fn mean(&self) {} }",
+        ),
         ("storage/mod.rs", ""),
         ("backend/mod.rs", "mod cpu; mod opencl;"),
         ("backend/cpu/mod.rs", "pub(crate) fn run() {}"),
@@ -141,6 +146,11 @@ fn what_is_not_published_is_found() {
     hidden("crate::ops::hidden", "fn f() { crate::hidden() }");
     hidden("crate::ops::reduce::rows", "use crate::ops::reduce; fn f() { reduce::rows() }");
     hidden("crate::ops::private::inner", "use crate::ops; fn f() { ops::private::inner() }");
+    hidden(".slot()", "fn f(x: &crate::Tensor) { x.slot() }");
+    hidden("crate::tensor::Tensor::slot", "fn f(x: &crate::Tensor) { crate::Tensor::slot(x) }");
+    hidden(".slot()", "fn f(x: &crate::Tensor) { vec![x.slot()] }");
+    holds("nn/mod.rs", "fn f(x: &crate::Tensor) { x.sum(); x.mean() } struct S; impl S { fn f(&self) { self.f() } }");
+    holds("ops/mod.rs", "fn f(x: &crate::Tensor) { x.slot() }");
     holds("nn/mod.rs", "fn f() { own() } mod part { fn g() { super::own(); crate::nn::own() } }");
 }
 
