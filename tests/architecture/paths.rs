@@ -138,8 +138,7 @@ impl<'ast> Visit<'ast> for Collector<'_> {
         visit_stmt_macro: StmtMacro, visit_expr_block: ExprBlock, visit_expr_if: ExprIf, visit_expr_call: ExprCall
     }
 
-    // Comments of documentation are attributes, and `pub(in path)` is no import.
-    fn visit_attribute(&mut self, _: &'ast syn::Attribute) {}
+    // `pub(in path)` is no import.
     fn visit_visibility(&mut self, _: &'ast Visibility) {}
 
     fn visit_item_use(&mut self, item: &'ast syn::ItemUse) {

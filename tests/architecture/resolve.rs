@@ -113,7 +113,8 @@ impl Crate {
         if found.is_empty() {
             found = guarded((at, format!("* {name}")), seen, |seen| self.through_globs(at, path, reader, seen));
         }
-        if found.is_empty() && certain { vec![item(true)] } else { found }
+        let unknown = found.is_empty() && !self.modules[at].names.contains_key(name);
+        if unknown && certain { vec![item(true)] } else { found }
     }
 
     /// What `path` means in the modules that `at` imports everything of.

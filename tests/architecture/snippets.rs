@@ -34,7 +34,11 @@ fn broken(file: &str, code: &str) -> Vec<(Rule, String)> {
     let mut files = BTreeMap::from([
         ("lib.rs", lib),
         ("nn/mod.rs", "pub struct Linear; pub(crate) fn own() {}"),
-        ("ops/mod.rs", "mod private { pub fn inner() {} } pub mod reduce; pub(crate) fn hidden() {} pub fn add() {}"),
+        (
+            "ops/mod.rs",
+            "mod private { pub fn inner() {} } pub mod reduce; pub(crate) fn hidden() {} pub fn add() {}
+                     #[macro_export] macro_rules! made { () => {} }",
+        ),
         ("ops/reduce.rs", "pub fn sum() {} pub(super) fn rows() {}"),
         (
             "tensor/mod.rs",
@@ -82,6 +86,7 @@ fn imports_that_go_up_are_found_however_they_are_written() {
     up("fn f() { assert_eq!(1, crate::nn::{own}()); }");
     up("fn f() { vec![crate::nn::Linear::<u8>::new()] }");
     breaks(Rule::Downwards, "crate::tensor", "storage/mod.rs", "use crate::Tensor;");
+    breaks(Rule::Downwards, "crate::ops", "storage/mod.rs", "fn f() { crate::made!() }");
     breaks(Rule::Downwards, "crate::tensor", "storage/mod.rs", "use crate as root; fn f() -> root::Tensor { todo!() }");
 }
 
@@ -103,6 +108,7 @@ fn kinds_of_devices_are_found() {
     kind("Device::OpenCL", "fn f(d: u8) { match d { crate::device::Device::OpenCL(_) => {} } }");
     kind("Device::Cpu", "use crate::Device as D; fn f() { g(D::Cpu) }");
     kind("Device::Cpu", "use crate::Device::{self, Cpu};");
+    kind("Device::Cpu", "use crate::Device; mod inner { use super::*; fn f() { Device::Cpu } }");
     kind("Device::*", "use crate::device::Device::*;");
     kind("Device::Cpu", "use crate::Device; impl Device { fn f(self) { Self::Cpu } }");
     holds("ops/mod.rs", "use crate::Device; enum Other { Cpu } fn f(d: Device) { (Other::Cpu, Device::best()) }");
@@ -162,14 +168,17 @@ fn long_files_are_found() {
 
 #[test]
 fn circles_are_those_of_imports_and_not_of_declarations() {
-    let circle = |a: &str, b: &str| {
-        let lib = "mod device; mod ops;";
-        let files = [("lib.rs", lib), ("ops/mod.rs", "pub mod a; pub mod b;"), ("ops/a.rs", a), ("ops/b.rs", b)];
+    let circle = |ops: &str, a: &str, b: &str| {
+        let ops = format!("pub mod a; pub mod b; {ops}");
+        let files = [("lib.rs", "mod device; mod ops;"), ("ops/mod.rs", &ops), ("ops/a.rs", a), ("ops/b.rs", b)];
         circles::circles(&circles::graph(&imports(&files))).first().map_or(0, |circle| circle.len())
     };
-    assert_eq!(circle("use super::b::g; pub fn f() { g() }", "use super::a; pub fn g() { a::f() }"), 2);
-    assert_eq!(circle("use super::b::g; pub fn f() { g() }", "use super::a; pub fn g() {}"), 0);
-    assert_eq!(circle("pub use super::b::g; pub fn f() {}", "pub fn g() { super::a::f() }"), 0);
+    assert_eq!(circle("", "use super::b::g; pub fn f() { g() }", "use super::a; pub fn g() { a::f() }"), 2);
+    assert_eq!(circle("", "use super::b::g; pub fn f() { g() }", "use super::a; pub fn g() {}"), 0);
+    assert_eq!(circle("", "pub use super::b::g; pub fn f() {}", "pub fn g() { super::a::f() }"), 0);
+    assert_eq!(circle("fn h() { a::f() }", "pub(in crate::ops) fn f() {}", ""), 0);
+    // A function may have the name of a module.
+    assert_eq!(circle("pub use b::a;", "pub fn f() { super::a::f() }", "pub fn a() { super::a::f() }"), 0);
 }
 
 #[test]
