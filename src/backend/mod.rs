@@ -23,9 +23,7 @@ use crate::backend::problem::sequence::Sequence;
 use crate::backend::problem::softmax::Softmax;
 use crate::backend::problem::windows::{Task, Windows};
 use crate::layout::Layout;
-use crate::{Device, Result, Shape, Tensor};
-
-pub(crate) use cpu::flat::Alike;
+use crate::{DType, Device, Expr, Result, Scalar, Shape, Tensor};
 
 /// A way to compute on a kind of device. Tensors of a problem are on one device, and results have elements.
 ///
@@ -147,4 +145,18 @@ pub(crate) fn launch<R>(outputs: &[&Tensor], f: impl FnOnce(&dyn Backend) -> Res
     let made = f(of(device))?;
     outputs.iter().for_each(|t| t.storage.bump_version());
     Ok(made)
+}
+
+/// The shortest way to compute one primitive of operands that lie alike, where the device has one.
+#[inline]
+pub(crate) fn alike<'a>(
+    inputs: &'a [&'a Tensor],
+    scalars: &'a [Scalar],
+    expr: &'a Expr,
+    dtype: DType,
+) -> Option<cpu::flat::Alike<'a>> {
+    match inputs.first()?.device() {
+        Device::Cpu => cpu::flat::Alike::of(inputs, scalars, expr, dtype),
+        Device::OpenCL(_) => None,
+    }
 }

@@ -58,6 +58,19 @@ pub enum Device {
 }
 
 impl Device {
+    /// A number that tells it from every other device.
+    pub(crate) fn number(self) -> u64 {
+        match self {
+            Device::Cpu => u64::MAX,
+            Device::OpenCL(index) => index as u64,
+        }
+    }
+
+    /// Whether it is the CPU device.
+    pub(crate) fn is_cpu(self) -> bool {
+        self == Device::Cpu
+    }
+
     /// Every device: the OpenCL devices in order of their index (discrete GPUs, integrated GPUs, accelerators, CPUs),
     /// then the CPU. A device keeps its index as long as the process lives. Where a driver fails to tell which devices it
     /// has, after several attempts, there is only the CPU and a warning in the log; the next call asks again.

@@ -164,7 +164,7 @@ impl Tensor {
     /// # Ok::<(), claystone::Error>(())
     /// ```
     pub fn from_ndarray<T: Element, D: Dimension>(array: Array<T, D>, device: Device) -> Result<Tensor> {
-        if device != Device::Cpu || array.is_empty() {
+        if !device.is_cpu() || array.is_empty() {
             return Tensor::from_ndarray_view(&array, device);
         }
         let (shape, strides) = (Shape::from(array.shape()), array.strides().iter().copied().collect());

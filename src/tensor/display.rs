@@ -5,7 +5,7 @@
 
 use std::fmt::{self, Write};
 
-use crate::{DType, Device, Result, Scalar, Tensor};
+use crate::{DType, Result, Scalar, Tensor};
 
 /// Elements above which a tensor is summarised.
 const THRESHOLD: usize = 1000;
@@ -61,7 +61,7 @@ impl fmt::Debug for Tensor {
 impl Tensor {
     fn suffixes(&self) -> Vec<String> {
         let mut all = Vec::new();
-        if self.device() != Device::Cpu {
+        if !self.device().is_cpu() {
             all.push(format!("device={}", self.device()));
         }
         let empty = self.numel() == 0;

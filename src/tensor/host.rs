@@ -67,7 +67,7 @@ impl Tensor {
         let op = "into_host";
         self.check_element::<T>(op)?;
         self.detach_(); // what made it may have kept a handle
-        let is_sole = self.device() == Device::Cpu && self.is_contiguous() && self.storage.is_unique();
+        let is_sole = self.device().is_cpu() && self.is_contiguous() && self.storage.is_unique();
         HostArray::new(op, if is_sole { self } else { self.host_copy()? })
     }
 

@@ -21,7 +21,7 @@ use crate::device::cpu::blocks::{Block, Cut, for_each_block};
 use crate::device::cpu::gemm::alone::{Alone, Left, Right};
 use crate::device::cpu::{parallel, threads};
 use crate::storage::with_host;
-use crate::{DType, Device, Result, Tensor};
+use crate::{DType, Result, Tensor};
 
 /// Elements of slabs and of a product that a job has at a time: they stay in the second-level cache.
 pub(crate) const SLABS: usize = 3 << 15;
@@ -81,7 +81,7 @@ impl Conv {
         let (n, [outer, inner, ..]) = (images.shape().dims()[0], four(weight));
         let sizes = [n, inner, outer, w.image[0], w.image[1], w.grid[0], w.grid[1], w.kernel[0], w.kernel[1]];
         let floats = matches!(images.dtype, DType::F32 | DType::F16 | DType::BF16);
-        if images.device() != Device::Cpu || !floats || sizes.contains(&0) {
+        if !floats || sizes.contains(&0) {
             return None;
         }
         if w.image[1].max(w.grid[1]) > LONG
@@ -165,7 +165,7 @@ impl Conv {
     pub(crate) fn windows(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let (dtype, size, taps) = (x.dtype, x.dtype.size(), self.taps());
         let [rows, columns] = self.w.grid;
-        let out = Tensor::empty_like_shape([self.n, self.groups * self.outer, rows, columns], dtype, Device::Cpu)?;
+        let out = Tensor::empty_like_shape([self.n, self.groups * self.outer, rows, columns], dtype, x.device())?;
         let jobs = (JOBS * threads()).div_ceil(self.groups);
         let images = if self.groups == 1 { self.together() } else { 1 };
         let share = self.share(images, (PRODUCT / self.outer).max(WINDOWS), jobs.div_ceil(self.n));
@@ -262,7 +262,7 @@ impl Conv {
     pub(crate) fn images(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let (dtype, size, taps) = (x.dtype, x.dtype.size(), self.taps());
         let [rows, columns] = self.w.image;
-        let out = Tensor::empty_like_shape([self.n, self.groups * self.inner, rows, columns], dtype, Device::Cpu)?;
+        let out = Tensor::empty_like_shape([self.n, self.groups * self.inner, rows, columns], dtype, x.device())?;
         let most = (SLABS / self.outer).min(PRODUCT / taps).max(1);
         let images = if self.groups == 1 { self.together() } else { 1 };
         let share = self.share(images, most, 1);

@@ -23,7 +23,7 @@ use crate::backend::problem::windows::{Windows, four};
 use crate::device::count_launch;
 use crate::device::cpu::parallel;
 use crate::storage::with_host;
-use crate::{Compute, Device, Result, Shape, Tensor};
+use crate::{Compute, Result, Shape, Tensor};
 
 /// Multiplications that are worth a job of the pool, where loading and storing an element counts as [`MOVED`].
 const JOB: usize = 1 << 17;
@@ -110,11 +110,7 @@ impl Depthwise {
         let (n, [outer, inner, ..]) = (images.shape().dims()[0], four(weight));
         let sizes = [n, inner, outer, w.image[0], w.image[1], w.grid[0], w.grid[1], w.kernel[0], w.kernel[1]];
         let apart = [0, 1].map(|d| w.kernel[d].min(w.stride[d]));
-        if images.device() != Device::Cpu
-            || sizes.contains(&0)
-            || apart[0] * apart[1] > PHASES
-            || !is_few(groups, outer / groups, inner)
-        {
+        if sizes.contains(&0) || apart[0] * apart[1] > PHASES || !is_few(groups, outer / groups, inner) {
             return None;
         }
         let along = [0, 1].map(|d| Along::new(&w, d));

@@ -19,7 +19,7 @@ use crate::device::cpu::parallel;
 use crate::expr::program::Program;
 use crate::expr::{Expr, Op};
 use crate::storage::{Storage, with_few, with_host};
-use crate::{DType, Device, Error, Result, Scalar, Tensor};
+use crate::{DType, Error, Result, Scalar, Tensor};
 
 /// Elements that are changed in place at a time, from a copy of what they were: it stays in the first-level cache.
 const IN_PLACE: usize = 2048;
@@ -56,7 +56,7 @@ pub(crate) fn run(
         Action::Copy | Action::MultiplyAdd(_) => false,
     };
     let count = out.numel();
-    if !computes || count == 0 || out.device() != Device::Cpu || !out.is_contiguous() {
+    if !computes || count == 0 || !out.is_contiguous() {
         return Ok(false);
     }
     let mut lies: SmallVec<[Option<Lies>; 3]> = SmallVec::new();
@@ -93,11 +93,11 @@ pub(crate) fn run(
 /// Where `t`, broadcast to the shape of `out`, has its elements, if it is in one piece and its dimensions are the last ones.
 pub(crate) fn place(t: &Tensor, out: &Tensor) -> Option<Lies> {
     let (dims, all) = (t.shape().dims(), out.shape().dims());
-    if t.layout.lies_like(&out.layout, 1) && t.device() == Device::Cpu {
+    if t.layout.lies_like(&out.layout, 1) && t.device() == out.device() {
         return out.is_contiguous().then_some(Lies::Each); // almost always
     }
     let ones = dims.iter().take_while(|&&d| d == 1).count();
-    if t.device() != Device::Cpu || dims.len() > all.len() || !all.ends_with(&dims[ones..]) || !t.is_contiguous() {
+    if t.device() != out.device() || dims.len() > all.len() || !all.ends_with(&dims[ones..]) || !t.is_contiguous() {
         return None;
     }
     match t.numel() {
@@ -136,7 +136,7 @@ impl<'a> Alike<'a> {
         dtype: DType,
     ) -> Option<Alike<'a>> {
         let first = *inputs.first()?;
-        let fits = |t: &&Tensor| t.dtype == dtype && t.device() == Device::Cpu;
+        let fits = |t: &&Tensor| t.dtype == dtype && t.device() == first.device();
         let alike = matches!(dtype, DType::F32 | DType::F64) && inputs.iter().all(fits);
         let program = Program::kept(std::slice::from_ref(expr));
         let [step] = &program.steps().list[..] else { return None };
@@ -311,6 +311,7 @@ impl Launch<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Device;
     use crate::backend::problem::map::Params;
     use crate::ops::elementwise::apply_into;
 

@@ -18,7 +18,7 @@ use crate::device::cpu::gemm::{Floats, Place, gemm, gemm_and_sums, gemm_f32};
 use crate::expr::Expr;
 use crate::storage::with_host;
 use crate::tensor::Layout;
-use crate::{Compute, DType, Device, Result, Shape, Tensor};
+use crate::{Compute, DType, Result, Shape, Tensor};
 
 /// Gives whether the sums have been made, too.
 pub(crate) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
@@ -30,7 +30,7 @@ pub(crate) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     }
     let product = match in_place {
         true => outs[0].detach(),
-        false => Tensor::empty_like_shape(shape, dtype, Device::Cpu)?,
+        false => Tensor::empty_like_shape(shape, dtype, g.a.device())?,
     };
     let plan = Plan::new(&g.a.layout, &g.b.layout, shape, &[&product.layout]);
     // An optimiser's gradients are in one storage.

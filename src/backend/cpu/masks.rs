@@ -9,7 +9,7 @@ use crate::device::count_launch;
 use crate::device::cpu::parallel;
 use crate::expr::program::Program;
 use crate::storage::with_few;
-use crate::{DType, Device, Result, Tensor};
+use crate::{DType, Result, Tensor};
 
 /// Runs the launch if it is one of a mask or two that lie as the result does, a mask too; gives whether it was.
 pub(crate) fn run(program: &Program, inputs: &[&Tensor], outputs: &[&Tensor]) -> Result<bool> {
@@ -17,7 +17,7 @@ pub(crate) fn run(program: &Program, inputs: &[&Tensor], outputs: &[&Tensor]) ->
     let alike = |t: &&Tensor| {
         t.dtype == DType::Bool
             && t.layout.lies_like(&out.layout, 1)
-            && t.device() == Device::Cpu
+            && t.device() == outputs[0].device()
             && !t.shares_storage(out)
     };
     let fits = out.dtype == DType::Bool && out.is_contiguous() && out.numel() > 0 && inputs.iter().all(alike);
@@ -81,6 +81,7 @@ impl WithSimd for Polynomial<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Device;
 
     #[test]
     fn every_table() {

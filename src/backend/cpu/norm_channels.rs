@@ -11,7 +11,7 @@ use crate::device::count_launch;
 use crate::device::cpu::parallel;
 use crate::device::cpu::streaming::{Streaming, is_worth_it};
 use crate::storage::with_host;
-use crate::{Compute, Device, Result, Tensor};
+use crate::{Compute, Result, Tensor};
 
 /// Elements that are worth a job of the pool.
 const JOB: usize = 1 << 14;
@@ -45,7 +45,7 @@ impl<C: Lane> WithSimd for Shifted<'_, C> {
 
 /// The batch norm of `[N, C, ..]` by such numbers; None where it does not lie for [`into`].
 pub(crate) fn normalised(x: &Tensor, numbers: Numbers, eps: f64) -> Result<Option<Tensor>> {
-    if x.device() != Device::Cpu || !x.is_contiguous() || x.numel() == 0 {
+    if !x.is_contiguous() || x.numel() == 0 {
         return Ok(None);
     }
     let view = View::Batch;
@@ -125,6 +125,7 @@ fn into_as<C: Lane>(x: &Tensor, y: &Tensor, numbers: Numbers, eps: f64) -> Resul
 mod tests {
     use super::*;
     use crate::BatchNormOptions;
+    use crate::Device;
 
     /// Every length of runs, whole jobs and parts of them, and what is streamed, against the definition.
     #[test]

@@ -9,7 +9,7 @@ use crate::device::cpu::streaming::{LARGE, Streaming};
 use crate::device::cpu::transpose::turn;
 use crate::layout::collapse::Walk;
 use crate::storage::with_host;
-use crate::{Device, Result, Shape, Tensor};
+use crate::{Result, Shape, Tensor};
 
 /// Elements along each side of a block: as many pages as the processor finds at once, and whole cache lines of each.
 const BLOCK: usize = 64;
@@ -41,7 +41,7 @@ pub(crate) fn straightened(launch: &Launch) -> Result<Option<(SmallVec<[Tensor; 
     let mut strides: SmallVec<[&[isize]; 4]> = walk.strides.iter().map(|s| &s[..]).collect();
     for (k, t) in inputs.iter().enumerate() {
         let Some(transpose) = transpose(k) else { continue };
-        let copy = Tensor::empty_like_shape(&shape, t.dtype, Device::Cpu)?;
+        let copy = Tensor::empty_like_shape(&shape, t.dtype, t.device())?;
         let bytes = copy.numel() * t.dtype.size();
         with_host(&[&t.storage], &[&copy.storage], |from, to| transpose.run(from[0], &mut to[0][..bytes]))?;
         (straight[k], strides[k]) = (copy, &dense);

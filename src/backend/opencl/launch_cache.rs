@@ -85,8 +85,7 @@ thread_local! {
 impl Key<'_> {
     fn hash(&self) -> u64 {
         let mix = |hash: u64, x: u64| (hash.rotate_left(9) ^ x).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        let device = if let Device::OpenCL(index) = self.device { index as u64 } else { u64::MAX };
-        let hash = self.numbers.iter().fold(mix(self.of as u64, device), |hash, &x| mix(hash, x));
+        let hash = self.numbers.iter().fold(mix(self.of as u64, self.device.number()), |hash, &x| mix(hash, x));
         let hash = self.exprs.iter().fold(hash, |hash, e| hash.rotate_left(7) ^ e.hash_value());
         self.tensors.iter().fold(hash, |hash, t| {
             let sizes = t.shape().dims().iter().zip(t.strides());

@@ -257,7 +257,7 @@ impl<'a> KernelCall<'a> {
             if tensor.device() != first.device() {
                 return Err(Error::DeviceMismatch { op: name, lhs: first.device(), rhs: tensor.device() });
             }
-            if tensor.device() == Device::Cpu {
+            if tensor.device().is_cpu() {
                 let reason =
                     "kernels run on OpenCL devices and this tensor is on the CPU: bring it over with .to_device()";
                 return Err(Error::invalid(name, reason));

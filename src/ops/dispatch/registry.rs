@@ -26,10 +26,7 @@ pub enum Backend {
 
 impl From<Device> for Backend {
     fn from(device: Device) -> Backend {
-        match device {
-            Device::Cpu => Backend::Cpu,
-            Device::OpenCL(_) => Backend::OpenCL,
-        }
+        if device.is_cpu() { Backend::Cpu } else { Backend::OpenCL }
     }
 }
 

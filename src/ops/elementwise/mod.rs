@@ -10,8 +10,8 @@ pub(crate) mod pointwise;
 use smallvec::SmallVec;
 
 use crate::autograd::{self, Saved};
+use crate::backend;
 use crate::backend::problem::map::{Formulas, Params};
-use crate::backend::{self, Alike};
 use crate::expr::philox::Seed;
 use crate::expr::rows::rows;
 use crate::expr::table::{Accepts, Output, Row};
@@ -49,7 +49,7 @@ pub(crate) fn apply_one(
     dtype: DType,
 ) -> Result<Tensor> {
     if params.seeds.is_empty()
-        && let Some(alike) = Alike::of(inputs, params.scalars, expr, dtype)
+        && let Some(alike) = backend::alike(inputs, params.scalars, expr, dtype)
     {
         let made = Tensor::empty_like_shape(inputs[0].shape(), dtype, inputs[0].device());
         if let Ok(out) = &made {

@@ -12,7 +12,7 @@ use crate::device::cpu::gemm::Floats;
 use crate::device::cpu::gemm::alone::{Left, Right};
 use crate::device::cpu::{parallel, threads};
 use crate::storage::with_host;
-use crate::{DType, Device, Result, Tensor};
+use crate::{DType, Result, Tensor};
 
 /// Steps of a product of which the right matrix stays in the first-level cache.
 const STEPS: usize = 256;
@@ -32,7 +32,7 @@ impl Conv {
         let [kh, kw] = self.w.kernel;
         let out = match out {
             Some(out) => out,
-            None => Tensor::empty_like_shape([self.groups * self.outer, self.inner, kh, kw], dtype, Device::Cpu)?,
+            None => Tensor::empty_like_shape([self.groups * self.outer, self.inner, kh, kw], dtype, x.device())?,
         };
         // Channels whose sums stay in the cache, and parts of the windows that have sums of their own.
         let block = even(self.inner, SLABS / (taps * self.outer));
