@@ -285,8 +285,8 @@ impl Storage {
             (_, Device::Cpu) => with_host(&[src], &[], |r, _| self.write_from(offset, &r[0][from], src.0.pinned()))?,
             (here, there) if here == there => {
                 let (to, from) = (self.cl()?, src.cl()?);
-                let (there, here) = ((from.buffer(), from.offset() + src_offset), (to.buffer(), to.offset() + offset));
-                staging::copy_within(to.device, there, here, bytes, blocking)
+                let (there, here) = (from.offset() + src_offset, to.offset() + offset);
+                to.device.copy(from.buffer(), there, to.buffer(), here, bytes, blocking)
             }
             _ => {
                 let mut staging = vec![0; bytes.min(STAGING)];

@@ -3,8 +3,7 @@
 //! From ordinary memory a driver transfers at a third of the bus's speed or less, since it copies to pinned memory of
 //! its own with one thread. Here all threads of the CPU's team copy, past their caches, into a few pinned slices, while
 //! the device transfers what is in others. What the caller sees is the same: the call returns when everything is where
-//! it should be. On a processor there is nothing to transfer: all threads copy from or to the buffer where it lies, and from
-//! one to another.
+//! it should be. On a processor there is nothing to transfer: all threads copy from or to the buffer where it lies.
 
 #[cfg(test)]
 mod tests;
@@ -25,7 +24,7 @@ use super::driver::host::Host;
 use super::pinned::{Budget, Pinned, PinnedPool, PinnedSource, PinnedStats};
 use super::{Config, Driver, registry};
 use crate::device::cpu::streaming::Streaming;
-use crate::device::opencl::{self, ClBuffer, ClDevice, ClEvent, ClPinned, HostMemory, Mapped, capture};
+use crate::device::opencl::{self, ClBuffer, ClDevice, ClEvent, ClPinned, HostMemory, Mapped};
 use crate::device::{DeviceKind, StreamId};
 use crate::{Device, Error, Result};
 
@@ -165,7 +164,7 @@ fn read_apart(device: &'static ClDevice, src: &ClBuffer, off: usize, dst: &mut [
         let (n, to) = (dst.len(), dst.as_mut_ptr());
         let region = Mapped { buffer: src, off, overwrite: false };
         // SAFETY: n bytes are mapped there, and nothing runs on the device meanwhile; `dst` is borrowed alone.
-        return Some(device.with_mapped([region], n, |[from]| unsafe { bytes(from, to, n, copy) }));
+        return Some(device.with_mapped(region, n, |from| unsafe { bytes(from, to, n, copy) }));
     }
     let ring = is_staged(device, dst.len()).then(|| Ring::new(pool(device), device, DOWN.of(dst.len()), dst.len()));
     ring.flatten().map(|ring| ring.read(src, off, dst))
@@ -183,7 +182,7 @@ pub(super) fn write(
         let (n, from) = (src.len(), src.as_ptr());
         let region = Mapped { buffer: dst, off, overwrite: true };
         // SAFETY: n bytes are mapped there, and nothing runs on the device meanwhile; `src` is borrowed.
-        return device.with_mapped([region], n, |[to]| unsafe { bytes(from, to, n, copy) });
+        return device.with_mapped(region, n, |to| unsafe { bytes(from, to, n, copy) });
     }
     if let Some(lent) = pinned.and_then(|pinned| pinned.lend(device, src.as_ptr().cast_mut(), src.len(), false)) {
         return device.write_from(lent, dst, off).map(drop);
@@ -193,24 +192,6 @@ pub(super) fn write(
         Some(ring) => ring.write(src, dst, off),
         None => device.write(src, dst, off),
     }
-}
-
-/// Copies bytes from one buffer to another, or within one, and waits where `blocking`.
-pub(super) fn copy_within(
-    device: &'static ClDevice,
-    (src, src_off): (&ClBuffer, usize),
-    (dst, dst_off): (&ClBuffer, usize),
-    n: usize,
-    blocking: bool,
-) -> Result<()> {
-    let apart = src.mem() != dst.mem() || src_off.abs_diff(dst_off) >= n;
-    if blocking && apart && is_mapped(device, n) && !capture::is_recording(device.device()) {
-        let from = Mapped { buffer: src, off: src_off, overwrite: false };
-        let to = Mapped { buffer: dst, off: dst_off, overwrite: true };
-        // SAFETY: n bytes are mapped at both, which share none, and nothing runs on the device meanwhile.
-        return device.with_mapped([from, to], n, |[from, to]| unsafe { bytes(from, to, n, copy) });
-    }
-    device.copy(src, src_off, dst, dst_off, n, blocking)
 }
 
 /// Whether a transfer is cut up, or the driver's own way is better.

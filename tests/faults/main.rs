@@ -7,6 +7,7 @@
 #[path = "../stand_in/mod.rs"]
 mod stand_in;
 
+mod clones;
 mod compaction;
 mod driver;
 mod inject;

@@ -234,37 +234,25 @@ impl ClDevice {
         })
     }
 
-    /// Calls `f` with the places of so many bytes of buffers, to read them or to overwrite all of them, while nothing runs on
-    /// the device and nobody submits anything to it. For devices whose memory is the host's.
+    /// Calls `f` with the address of so many bytes of a buffer, to read them or to overwrite all of them, while nothing runs
+    /// on the device and nobody submits anything to it. For devices whose memory is the host's.
     ///
     /// # Errors
     /// A range beyond its buffer, and what a kernel of this thread recorded as a fault.
-    pub(crate) fn with_mapped<const N: usize>(
-        &self,
-        regions: [Mapped<'_>; N],
-        bytes: usize,
-        f: impl FnOnce([*mut u8; N]),
-    ) -> Result<()> {
+    pub(crate) fn with_mapped(&self, region: Mapped<'_>, bytes: usize, f: impl FnOnce(*mut u8)) -> Result<()> {
         self.check_lost()?;
-        regions.iter().try_for_each(|r| in_range("map", r.buffer, r.off, bytes))?;
+        in_range("map", region.buffer, region.off, bytes)?;
         if bytes == 0 {
             return Ok(());
         }
         let none = ptr::null_mut();
+        let (mem, off) = (region.buffer.mem(), region.off);
+        let flags = if region.overwrite { CL_MAP_WRITE_INVALIDATE_REGION } else { CL_MAP_READ };
         let readings = self.while_idle(self.current_stream(), Readings::default(), |q, readings| {
             readings.enqueue(q, &[self.slot()], false)?;
-            let mut places = [ptr::null_mut(); N];
-            let mapped = places.iter_mut().zip(&regions).try_for_each(|(place, r)| {
-                let flags = if r.overwrite { CL_MAP_WRITE_INVALIDATE_REGION } else { CL_MAP_READ };
-                let (mem, off) = (r.buffer.mem(), r.off);
-                *place = create!(clEnqueueMapBuffer(q.raw, mem, 1, flags, off, bytes, 0, ptr::null(), none))?;
-                Ok(())
-            });
-            if mapped.is_ok() {
-                f(places.map(|place| place.cast()));
-            }
-            let there = places.iter().zip(&regions).filter(|(place, _)| !place.is_null());
-            there.map(|(&place, r)| q.unmap(r.buffer, place)).fold(mapped, |done, unmapped| unmapped.and(done))
+            let start = create!(clEnqueueMapBuffer(q.raw, mem, 1, flags, off, bytes, 0, ptr::null(), none))?;
+            f(start.cast());
+            q.unmap(region.buffer, start)
         });
         let readings = readings.map_err(|e| self.error(e))?;
         self.take_failed(self.current_stream())?;

@@ -39,8 +39,8 @@ impl Tensor {
     /// A deep copy: a new contiguous tensor of this shape that shares nothing, the fallible form of [`Clone`].
     ///
     /// Contiguous elements (a view with an offset too) are copied by one blocking command of exactly their bytes
-    /// (`clEnqueueCopyBuffer`; where the device is a processor, many of them by all its threads), strided ones by one kernel
-    /// into an allocation of exactly the viewed elements. Differentiable.
+    /// (`clEnqueueCopyBuffer` on every OpenCL device), strided ones by one kernel into an allocation of exactly the viewed
+    /// elements. Differentiable.
     ///
     /// ```
     /// use claystone::{Device, Tensor};

@@ -262,8 +262,7 @@ fn statistics_of_devices_that_need_no_pinned_memory() {
     }
 }
 
-/// On both sides of the size from which all threads copy, within one segment and from one to another, at odd offsets; and
-/// ranges that overlap, which go another way.
+/// Large copies within one segment and from one to another, at odd offsets; and ranges that overlap, which go another way.
 #[test]
 fn copies_that_wait_are_whole_and_apart() {
     for device in devices() {
