@@ -1,5 +1,6 @@
 //! What an operation costs the host: `launch [--device D] [--only CASE] [--rounds N]`. Small tensors, many operations in a
-//! row, nanoseconds a call.
+//! row, nanoseconds a call. On the CPU also what a loop that several threads share costs, by the crate's own hand-over and by
+//! plain rayon, in turns: case `hand-over`.
 //!
 //! Over a driver whose clSetKernelArg and clEnqueueNDRangeKernel do nothing (see docs/notebook/launches.md) it is our own part.
 
@@ -9,6 +10,7 @@ use std::time::Instant;
 
 use claystone::optim::{AdamW, AdamWConfig, Fused, Optimizer, Rule, Sgd, SgdConfig};
 use claystone::{Device, Tensor};
+use rayon::prelude::*;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let args: Vec<String> = std::env::args().collect();
@@ -58,8 +60,50 @@ fn main() -> Result<(), Box<dyn Error>> {
             times.push(from.elapsed().as_secs_f64() * 1e9 / 200.0);
             device.synchronize()?;
         }
-        times.sort_by(f64::total_cmp);
-        println!("{name:16} {:8.0} ns", times[times.len() / 2]);
+        println!("{name:16} {:8.0} ns", median(times));
+    }
+    match device == Device::Cpu && only.is_none_or(|only| only == "hand-over") {
+        true => hand_over(rounds),
+        false => Ok(()),
+    }
+}
+
+fn median(mut times: Vec<f64>) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}
+
+/// `relu_` of a few elements and the same loop on one thread and on rayon's, in pieces of the same size.
+fn hand_over(rounds: usize) -> Result<(), Box<dyn Error>> {
+    const PIECE: usize = 16 << 10;
+    let relu = |x: &mut [f32]| x.iter_mut().for_each(|x| *x = x.max(0.0));
+    for n in [32 << 10, 64 << 10, 256 << 10] {
+        let (tensor, mut host) = (Tensor::rand(&[n], Device::Cpu)?, vec![0.5f32; n]);
+        type Arm<'a> = (&'a str, Box<dyn FnMut() + 'a>);
+        let (mut one, mut chunks) = (host.clone(), host.clone());
+        let mut arms: [Arm; 4] = [
+            ("ours", Box::new(|| _ = tensor.relu_().expect("relu_ runs"))),
+            ("one thread", Box::new(|| relu(&mut one))),
+            ("par_chunks_mut", Box::new(|| chunks.par_chunks_mut(PIECE).for_each(relu))),
+            (
+                "scope",
+                Box::new(|| {
+                    let pieces = host.chunks_mut(PIECE);
+                    rayon::scope(|scope| pieces.for_each(|piece| scope.spawn(move |_| relu(piece))));
+                }),
+            ),
+        ];
+        let mut times = [const { Vec::new() }; 4];
+        for _ in 0..rounds {
+            for ((_, call), times) in arms.iter_mut().zip(&mut times) {
+                let from = Instant::now();
+                (0..200).for_each(|_| call());
+                times.push(from.elapsed().as_secs_f64() * 1e9 / 200.0);
+            }
+        }
+        for ((name, _), times) in arms.iter().zip(times) {
+            println!("hand-over {:3} Ki {name:14} {:8.0} ns", n >> 10, median(times));
+        }
     }
     Ok(())
 }

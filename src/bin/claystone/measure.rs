@@ -27,8 +27,6 @@ pub struct Measured {
     /// The most at a time.
     pub segments: u64,
     pub driver_calls: u64,
-    /// `None` where memory ran out in a later pass than those that had to survive.
-    pub ns_per_pair: Option<f64>,
     /// Of the device that it ran on.
     pub alignment: usize,
 }
@@ -39,7 +37,7 @@ const PAGE: usize = 8;
 const TIMED: Duration = Duration::from_millis(30);
 const TIMED_PASSES: usize = 1000;
 
-/// The figures after `passes` passes, and the time of further ones.
+/// The figures after `passes` passes.
 pub fn measure(setup: &Setup, trace: &Trace, passes: u32) -> Result<Measured, String> {
     let mut run = Run::new(setup, trace).map_err(|error| error.to_string())?;
     run.passes(passes).map_err(|failed| failed.to_string())?;
@@ -52,9 +50,15 @@ pub fn measure(setup: &Setup, trace: &Trace, passes: u32) -> Result<Measured, St
         peak_reserved: stats.reserved_bytes.peak,
         segments: stats.segment.peak,
         driver_calls,
-        ns_per_pair: run.ns_per_pair(),
         alignment: run.alignment,
     })
+}
+
+/// Nanoseconds of an allocation and its release after `passes` passes; `None` where memory ran out later than in these.
+pub fn ns_per_pair(setup: &Setup, trace: &Trace, passes: u32) -> Result<Option<f64>, String> {
+    let mut run = Run::new(setup, trace).map_err(|error| error.to_string())?;
+    run.passes(passes).map_err(|failed| failed.to_string())?;
+    Ok(run.ns_per_pair())
 }
 
 /// Whether a simulated device of this capacity survives so many passes, and what was reserved there.

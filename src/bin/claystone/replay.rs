@@ -7,8 +7,9 @@ use std::str::FromStr;
 use clap::ValueEnum;
 use claystone::Device;
 use claystone::storage::{Backend, Config};
+use rayon::prelude::*;
 
-use crate::measure::{Setup, measure, served};
+use crate::measure::{Setup, measure, ns_per_pair, served};
 use crate::min_capacity::min_capacity;
 use crate::plan::arena;
 use crate::report::{self, Planned, Row};
@@ -149,25 +150,36 @@ pub fn run(args: &Args, out: &mut impl Write) -> io::Result<bool> {
         eprintln!("claystone replay: {what}");
         return Ok(false);
     }
-    let mut rows = Vec::new();
+    let opened: Vec<_> = args.traces.par_iter().map(|path| Trace::open(path)).collect();
+    let mut traces = Vec::new();
     let mut good = true;
-    for path in &args.traces {
-        let traces = Trace::open(path).unwrap_or_else(|what| {
-            eprintln!("claystone replay: {what}");
-            good = false;
-            Vec::new()
-        });
-        for (trace, &backend) in traces.iter().flat_map(|trace| args.backends().iter().map(move |b| (trace, b))) {
-            match args.row(trace, backend) {
-                Ok(row) if args.json => {
-                    serde_json::to_writer(&mut *out, &row)?;
-                    writeln!(out)?;
-                }
-                Ok(row) => rows.push(row),
-                Err(what) => {
-                    eprintln!("claystone replay: {}: {}: {what}", trace.name, report::name(backend));
-                    good = false;
-                }
+    for opened in opened {
+        match opened {
+            Ok(of_file) => traces.extend(of_file),
+            Err(what) => {
+                eprintln!("claystone replay: {what}");
+                good = false;
+            }
+        }
+    }
+    let runs: Vec<_> = traces.iter().flat_map(|trace| args.backends().iter().map(move |&b| (trace, b))).collect();
+    let counted: Vec<_> = match args.driver {
+        Driver::Sim => runs.par_iter().map(|&(trace, backend)| args.row(trace, backend)).collect(),
+        // All that runs on a real device shares its memory.
+        Driver::Real(_) => runs.iter().map(|&(trace, backend)| args.row(trace, backend)).collect(),
+    };
+    let mut rows = Vec::new();
+    for (&(trace, backend), counted) in runs.iter().zip(counted) {
+        // One after another: they would slow each other down.
+        match counted.and_then(|row| args.timed(trace, backend, row)) {
+            Ok(row) if args.json => {
+                serde_json::to_writer(&mut *out, &row)?;
+                writeln!(out)?;
+            }
+            Ok(row) => rows.push(row),
+            Err(what) => {
+                eprintln!("claystone replay: {}: {}: {what}", trace.name, report::name(backend));
+                good = false;
             }
         }
     }
@@ -198,14 +210,18 @@ impl Args {
         }
     }
 
-    /// Everything about one trace under one allocator.
-    fn row(&self, trace: &Trace, backend: Backend) -> Result<Row, String> {
-        let setup = Setup {
+    fn setup(&self, trace: &Trace, backend: Backend) -> Setup {
+        Setup {
             config: Config { backend, ..self.config.clone() },
             driver: self.driver,
             capacity: self.capacity,
             alignment: self.alignment.unwrap_or_else(|| trace.alignment()),
-        };
+        }
+    }
+
+    /// Everything about one trace under one allocator but the time.
+    fn row(&self, trace: &Trace, backend: Backend) -> Result<Row, String> {
+        let setup = self.setup(trace, backend);
         let measured = measure(&setup, trace, self.passes.unwrap_or(1))?;
         let min_capacity = match self.min_capacity {
             true => Some(min_capacity(&setup, trace, self.passes.unwrap_or(3))?),
@@ -219,6 +235,12 @@ impl Args {
             false => None,
         };
         Ok(Row::new(trace, backend, &measured, planned, min_capacity))
+    }
+
+    /// The row with the time.
+    fn timed(&self, trace: &Trace, backend: Backend, mut row: Row) -> Result<Row, String> {
+        row.ns_per_pair = ns_per_pair(&self.setup(trace, backend), trace, self.passes.unwrap_or(1))?;
+        Ok(row)
     }
 }
 

@@ -19,7 +19,8 @@ pub struct Row {
     utilisation: f64,
     segments: u64,
     driver_calls: u64,
-    ns_per_pair: Option<f64>,
+    /// Measured last, while nothing else runs.
+    pub ns_per_pair: Option<f64>,
     planned: Option<u64>,
     min_capacity: Option<u64>,
     #[serde(skip)]
@@ -60,7 +61,7 @@ impl Row {
             utilisation: trace.peak_requested as f64 / measured.peak_reserved as f64,
             segments: measured.segments,
             driver_calls: measured.driver_calls,
-            ns_per_pair: measured.ns_per_pair,
+            ns_per_pair: None,
             planned: planned.as_ref().map(|planned| planned.arena),
             min_capacity,
             served: planned.as_ref().map(|planned| planned.served),

@@ -1,6 +1,4 @@
-//! The CPU as a device: a team of threads that share work, in [`parallel`], and vectorised math.
-
-use std::sync::OnceLock;
+//! The CPU as a device: threads of rayon's that share work, in [`parallel`], and vectorised math.
 
 pub(crate) mod bands;
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // only products with kernels of their own are written so
@@ -14,11 +12,8 @@ pub(crate) mod parallel;
 pub(crate) mod streaming;
 pub(crate) mod transpose;
 
-/// Threads that work together on one operation: as many as the machine runs at once, or `RAYON_NUM_THREADS`, the name by
-/// which users know the number.
+/// Threads that work together on one operation: those of rayon's current pool, which is the one that the calling thread
+/// belongs to, or the global one (`RAYON_NUM_THREADS`).
 pub(crate) fn threads() -> usize {
-    static THREADS: OnceLock<usize> = OnceLock::new();
-    let asked = || std::env::var("RAYON_NUM_THREADS").ok()?.parse().ok().filter(|&n| n > 0);
-    let all = || std::thread::available_parallelism().map_or(1, usize::from);
-    *THREADS.get_or_init(|| asked().unwrap_or_else(all))
+    rayon::current_num_threads()
 }

@@ -2,6 +2,8 @@
 
 use std::time::{Duration, Instant};
 
+use rayon::prelude::*;
+
 use super::exact::{Blocks, within};
 use super::greedy::best_fit;
 use super::orders::{self, Random, Ranking};
@@ -92,20 +94,28 @@ const MOST_SEARCHED: usize = 2000;
 const STEPS: u64 = 250_000;
 /// Steps of the shortest tries. Their cost is heavy-tailed: many short tries find more than a few long ones.
 const STEPS_A_TRY: u64 = 1500;
+/// Fewer blocks are searched for on one thread: there is not enough to do for several.
+const FEW: usize = 64;
 /// Capacities tried, in eighths of the way from the goal to the best so far: all of it first, then from easy to hard.
 const EIGHTHS: [u64; 5] = [0, 6, 4, 2, 1];
 
 /// The best offsets found for `items` in the time that is `left`; those whose arena is at most `goal` are good enough.
+/// As many orders as there are threads are tried at once, and what comes of them is looked at in turn: the result is that of
+/// one after another.
 fn best(items: &[Item], live: &[u64], goal: u64, left: &dyn Fn() -> Duration) -> Vec<u64> {
     let mut best = (u64::MAX, Vec::new());
-    for order in orders::greedy(items) {
+    let threads = rayon::current_num_threads();
+    let orders = orders::greedy(items);
+    let (first, others) = orders.split_at(1);
+    for orders in [first].into_iter().chain(others.chunks(threads)) {
         let before = left();
-        let offsets = best_fit(items, &order);
-        let arena = arena(items, &offsets);
-        if arena < best.0 {
-            best = (arena, offsets);
+        for offsets in each(items, orders, |order| best_fit(items, order)) {
+            let arena = arena(items, &offsets);
+            if arena < best.0 && best.0 > goal {
+                best = (arena, offsets);
+            }
         }
-        // The next pass takes as long as this one did.
+        // The next passes take as long as this one did.
         let after = left();
         if best.0 <= goal || after <= before - after {
             return best.1;
@@ -122,21 +132,43 @@ fn best(items: &[Item], live: &[u64], goal: u64, left: &dyn Fn() -> Duration) ->
         let noise = if round == 0 { 0.0 } else { 0.1 * f64::from(1 + round % 3) };
         // 1, 2, 1, 4, 1, 2, 1, 8, ... times the shortest: in Luby's manner.
         let most = STEPS_A_TRY << (round + 1).trailing_zeros();
-        for (eighths, by) in EIGHTHS.iter().flat_map(|eighths| Ranking::ORDERS.map(|by| (eighths, by))) {
-            if steps == 0 || best.0 <= goal || left().is_zero() {
-                return best.1;
+        for eighths in EIGHTHS {
+            let orders = Ranking::ORDERS.map(|by| ranking.order(by, noise, &mut random));
+            let mut orders = &orders[..];
+            while !orders.is_empty() {
+                if steps == 0 || best.0 <= goal || left().is_zero() {
+                    return best.1;
+                }
+                let capacity = goal + (best.0 - goal) / 8 * eighths + (best.0 - goal) % 8 * eighths / 8;
+                let allowed = most.min(steps);
+                let tried = each(items, &orders[..threads.min(orders.len())], |order| {
+                    let mut unused = allowed;
+                    (within(&blocks, capacity, order, &mut unused), unused)
+                });
+                for (found, unused) in tried {
+                    if allowed != most.min(steps) {
+                        break; // alone it would have had fewer
+                    }
+                    orders = &orders[1..];
+                    // A search that never came to its first step counts as one, so that the loop ends.
+                    steps = steps.saturating_sub((allowed - unused).max(1));
+                    if let Some(offsets) = found {
+                        best = (arena(items, &offsets), offsets);
+                        break; // those after it are tried again, with the capacity that is now to be beaten
+                    }
+                }
             }
-            let capacity = goal + (best.0 - goal) / 8 * eighths + (best.0 - goal) % 8 * eighths / 8;
-            let allowed = most.min(steps);
-            let mut unused = allowed;
-            if let Some(offsets) = within(&blocks, capacity, &ranking.order(by, noise, &mut random), &mut unused) {
-                best = (arena(items, &offsets), offsets);
-            }
-            // A search that never came to its first step counts as one, so that the loop ends.
-            steps = steps.saturating_sub((allowed - unused).max(1));
         }
     }
     best.1
+}
+
+/// What `f` makes of each order, on several threads if there are many blocks.
+fn each<R: Send>(items: &[Item], orders: &[Vec<usize>], f: impl Fn(&Vec<usize>) -> R + Sync + Send) -> Vec<R> {
+    match items.len() < FEW {
+        true => orders.iter().map(f).collect(),
+        false => orders.par_iter().map(f).collect(),
+    }
 }
 
 /// The blocks in groups that share no section with each other, by time.

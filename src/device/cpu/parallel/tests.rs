@@ -1,3 +1,12 @@
+use std::collections::HashSet;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering::Acquire, Ordering::Release};
+use std::sync::{Barrier, Mutex};
+use std::thread::{self, ThreadId};
+use std::time::Instant;
+
+use rayon::prelude::*;
+
 use super::*;
 
 #[test]
@@ -56,10 +65,10 @@ fn from_either_end() {
 #[test]
 fn nobody_sleeps_on() {
     for pause in [Duration::ZERO, 2 * PATIENCE] {
-        std::thread::sleep(pause);
+        thread::sleep(pause);
         let ran = AtomicUsize::new(0);
         let slow = |_| {
-            std::thread::sleep(Duration::from_millis(1));
+            thread::sleep(Duration::from_millis(1));
             ran.fetch_add(1, Relaxed);
         };
         share(5, 2, false, &slow);
@@ -71,7 +80,7 @@ fn nobody_sleeps_on() {
 #[test]
 fn callers_at_once() {
     let all = if cfg!(miri) { 20 } else { 20_000 };
-    std::thread::scope(|scope| {
+    thread::scope(|scope| {
         for caller in 0..3 {
             scope.spawn(move || {
                 for round in 0..all {
@@ -85,6 +94,34 @@ fn callers_at_once() {
             });
         }
     });
+}
+
+/// The hand-over itself, whose helpers are threads made for it: what Miri is shown, which does not know rayon's own threads to
+/// end.
+#[test]
+fn handed_over_to_helpers_that_come_and_go() {
+    let mailboxes: Arc<[Mailbox; 2]> = Arc::new(std::array::from_fn(|_| Mailbox::new()));
+    let helpers = Mutex::new(Vec::new());
+    let rounds = if cfg!(miri) { 10 } else { 300 };
+    thread::scope(|scope| {
+        for caller in 0..2 {
+            let (mailboxes, helpers) = (&mailboxes, &helpers);
+            scope.spawn(move || {
+                for round in 0..rounds {
+                    let done: [Mutex<usize>; 5] = std::array::from_fn(|_| Mutex::new(0));
+                    let enter = |i: usize| {
+                        let (mailboxes, patience) = (Arc::clone(mailboxes), [PATIENCE, Duration::ZERO][round % 2]);
+                        let helper = thread::spawn(move || mailboxes[i].help(i + 1, patience));
+                        helpers.lock().unwrap().push(helper);
+                    };
+                    let piece = |i: usize| *done[i].try_lock().unwrap() += i + caller;
+                    hand_over::share(&mailboxes[..], enter, 5, 2, round % 3 == 0, &piece);
+                    assert_eq!(done.map(|x| x.into_inner().unwrap()), std::array::from_fn(|i| i + caller));
+                }
+            });
+        }
+    });
+    helpers.into_inner().unwrap().into_iter().for_each(|helper| helper.join().unwrap());
 }
 
 #[test]
@@ -104,7 +141,7 @@ fn pieces_may_wait_for_those_before_them() {
     let done: Vec<AtomicBool> = (0..200).map(|_| AtomicBool::new(false)).collect();
     for_each_in_order(done.len(), 1, |i| {
         while i > 0 && !done[i - 1].load(Acquire) {
-            std::thread::yield_now();
+            thread::yield_now();
         }
         done[i].store(true, Release);
     });
@@ -116,13 +153,158 @@ fn a_panic_reaches_the_caller_and_the_team_lives_on() {
     let caught = catch_unwind(|| for_each_index(100, |i| assert!(i != 50, "inside")));
     assert_eq!(caught.unwrap_err().downcast_ref::<&str>(), Some(&"inside"));
     every_item_is_visited_once();
+    // That of a helper too: no piece but the caller's own is done by the caller.
+    let (pool, all) = (pool(2), Barrier::new(2));
+    let call = || {
+        let caller = thread::current().id();
+        for_each_index(2, |_| {
+            all.wait();
+            assert!(thread::current().id() == caller, "of a helper");
+        });
+    };
+    let caught = catch_unwind(AssertUnwindSafe(|| pool.install(call)));
+    assert_eq!(caught.unwrap_err().downcast_ref::<&str>(), Some(&"of a helper"));
+    assert_eq!(pool.install(|| sum_of(1000)), 499_500);
+}
+
+fn pool(threads: usize) -> rayon::ThreadPool {
+    rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap()
+}
+
+/// The threads that do pieces, of many calls and of some whose pieces take long.
+fn threads_of_pieces() -> HashSet<ThreadId> {
+    let seen = Mutex::new(HashSet::new());
+    for round in 0..200 {
+        for_each_index(8, |_| {
+            seen.lock().unwrap().insert(thread::current().id());
+            if round % 50 == 0 {
+                thread::sleep(Duration::from_millis(1));
+            }
+        });
+    }
+    seen.into_inner().unwrap()
+}
+
+/// As many threads as the pool has do the work at once, when each piece waits for the others, and none of another pool ever
+/// does.
+#[test]
+fn an_installed_pool_does_the_work() {
+    for n in 1..=4 {
+        let pool = pool(n);
+        let own: HashSet<ThreadId> = pool.broadcast(|_| thread::current().id()).into_iter().collect();
+        let (all, begun) = (Barrier::new(n), Mutex::new(HashSet::new()));
+        pool.install(|| {
+            assert_eq!(threads(), n);
+            for_each_index(n, |_| {
+                all.wait();
+                begun.lock().unwrap().insert(thread::current().id());
+            });
+        });
+        assert_eq!(begun.into_inner().unwrap(), own);
+        assert!(pool.install(threads_of_pieces).is_subset(&own), "{n}");
+        let nested = pool.install(|| rayon::join(threads_of_pieces, threads_of_pieces));
+        assert!(nested.0.is_subset(&own) && nested.1.is_subset(&own), "{n}");
+    }
+}
+
+/// A process of its own, whose global pool has one thread.
+#[test]
+fn one_thread_is_the_callers() {
+    const NAME: &str = "device::cpu::parallel::tests::one_thread_is_the_callers";
+    if std::env::var("RAYON_NUM_THREADS").as_deref() == Ok("1") {
+        assert_eq!(threads(), 1);
+        assert_eq!(threads_of_pieces(), HashSet::from([thread::current().id()]));
+        return;
+    }
+    let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+    let output = child.args([NAME, "--exact"]).env("RAYON_NUM_THREADS", "1").output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && text.contains("1 passed"), "{text}");
+}
+
+fn sum_of(n: usize) -> usize {
+    let mut values = vec![0usize; n];
+    for_each(&mut values, |i, x| *x = i);
+    values.into_iter().sum()
+}
+
+/// Callers inside rayon's jobs get on, whether the pool's threads are free, busy with the same, or all their own.
+#[test]
+fn inside_jobs_of_rayon() {
+    let check = || {
+        let (a, b) = rayon::join(|| sum_of(1000), || rayon::join(|| sum_of(10), || sum_of(100)));
+        assert_eq!((a, b), (499_500, (45, 4950)));
+        let sums: Vec<usize> = (0..200usize).into_par_iter().map(sum_of).collect();
+        assert!(sums.iter().enumerate().all(|(n, &sum)| sum == n * n.saturating_sub(1) / 2));
+    };
+    check();
+    let pools: Vec<_> = (1..=4).map(pool).collect();
+    pools.iter().for_each(|pool| pool.install(check));
+    // From all of them, from one inside another, and from outside, at once.
+    thread::scope(|scope| {
+        for pool in &pools {
+            scope.spawn(|| (0..5).for_each(|_| pool.install(check)));
+            scope.spawn(|| (0..5).for_each(|_| check()));
+        }
+        scope.spawn(|| pools[1].install(|| pools[2].install(check)));
+    });
+}
+
+/// A pool whose threads all wait for something else has no helper to give: the caller does everything.
+#[test]
+fn a_busy_pool_is_not_waited_for() {
+    let pool = pool(3);
+    let (ready, done) = (Barrier::new(3), Barrier::new(3));
+    let seen = Mutex::new(HashSet::new());
+    pool.in_place_scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|_| {
+                ready.wait();
+                done.wait();
+            });
+        }
+        scope.spawn(|_| {
+            ready.wait();
+            *seen.lock().unwrap() = threads_of_pieces();
+            done.wait();
+        });
+    });
+    assert_eq!(seen.into_inner().unwrap().len(), 1);
+}
+
+/// Helpers give their threads back: to other jobs while work keeps coming, and for good when the pool goes.
+#[test]
+fn helpers_leave() {
+    let ended = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&ended);
+    let exit = move |_| _ = count.fetch_add(1, Release);
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(4).exit_handler(exit).build().unwrap();
+    let other = Arc::new(AtomicBool::new(false));
+    pool.install(|| {
+        let begin = Instant::now();
+        threads_of_pieces();
+        (0..4).for_each(|_| {
+            let other = Arc::clone(&other);
+            rayon::spawn(move || other.store(true, Release));
+        });
+        while !other.load(Acquire) {
+            for_each_index(8, |_| ());
+            assert!(begin.elapsed() < Duration::from_secs(60), "helpers keep the pool");
+        }
+    });
+    drop(pool);
+    let begin = Instant::now();
+    while ended.load(Acquire) < 4 {
+        assert!(begin.elapsed() < Duration::from_secs(10), "{ended:?} of 4 threads have ended");
+        thread::yield_now();
+    }
 }
 
 /// Many callers at once, each with a lock over its work: were they to do each other's, they would lock twice.
 #[test]
 fn a_lock_may_be_held_over_it() {
     let lock = Mutex::new(0usize);
-    std::thread::scope(|scope| {
+    thread::scope(|scope| {
         for _ in 0..4 {
             scope.spawn(|| {
                 for _ in 0..50 {
