@@ -22,16 +22,16 @@
 //! # }
 //! ```
 //!
-//! # The rooms
+//! # The modules
 //!
-//! - [`device`]: where work runs. Discovery, streams and events, programs, launches; the CPU's worker pool and vectorised
-//!   math.
-//! - [`storage`]: who owns the bytes. Three allocators and their configuration, plans, history and snapshots, transfers.
 //! - [`tensor`]: shapes, strides and an offset over a storage. Creation, views, conversion, display.
-//! - [`ops`]: what is computed. The table of expressions and the kernels it drives.
-//! - [`io`]: npy, npz and safetensors files.
-//! - [`tune`]: measuring which parameters of kernels suit a device.
+//! - [`ops`]: the operations, by name and as methods of [`Tensor`]. [`expr`]: formulas of elementwise operations.
 //! - [`autograd`]: gradients. [`nn`] and [`optim`]: layers, losses and optimisers made of the above.
+//! - [`storage`]: who owns the bytes. Three allocators and their configuration, plans, history and snapshots, transfers.
+//! - [`device`]: where work runs. Discovery, streams and events, the program cache.
+//! - [`io`]: npy, npz and safetensors files. [`tune`]: measuring which parameters of kernels suit a device.
+//!
+//! `docs/architecture.md` describes the private layers between them.
 //!
 //! Methods return [`Result`]: one sentence with the operation, the shapes or dtypes and what to do. The operators
 //! `+ - * /` on tensors panic with the same sentence.

@@ -1,9 +1,9 @@
-//! What is computed.
+//! What is computed: operations by family, and `catalogue`, which lists each of them once.
 //!
 //! An elementwise operation is a formula, an [`Expr`]: one row of a table. From it come the loop over tiles on the CPU,
-//! the OpenCL kernel, the gradient, the tests and the documentation. `elementwise` launches formulas over broadcast and
-//! strided tensors; `copy` and `random` are formulas too. The other files are one kernel family each, beside its template
-//! in `kernels/`.
+//! the OpenCL kernel, the gradient, the tests and the documentation. The other operations check their operands here, and
+//! describe the work as a problem for the device's backend. What every operation passes
+//! through is in `dispatch`.
 
 pub(crate) mod catalogue;
 pub(crate) mod dispatch;

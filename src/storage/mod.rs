@@ -67,11 +67,9 @@ pub use segment::Segment;
 pub(crate) use sole::Sole;
 pub use stats::{DeviceStats, PoolStats, Stat};
 
-use crate::device::opencl::{self, ClDevice};
-use crate::device::{Stream, StreamId, stream};
+use crate::device::{Stream, StreamId, opencl, opencl::ClDevice, stream};
 use crate::{Device, Element, Error, Result};
-use driver::MemoryKind;
-use driver::host::HostMemory;
+use driver::{MemoryKind, host::HostMemory};
 use registry::Current;
 
 /// A handle on bytes of one device. Cloning makes another handle on the same bytes.

@@ -11,217 +11,39 @@ use claystone::{Device, Error, Graph, Result, Stream, Tensor};
 
 use crate::stand_in::{ALWAYS, Faults, Kind};
 
-const DEVICE: Device = Device::OpenCL(0);
+pub(crate) const DEVICE: Device = Device::OpenCL(0);
 /// Everything that tells whether commands are over.
 const WAITS: [&str; 6] =
     ["clFinish", "clFlush", "clWaitForEvents", "clGetEventInfo", "clEnqueueMarkerWithWaitList", "clEnqueueMarker"];
 /// Elements of a transfer that goes neither through maps nor through pinned slices.
-const SMALL: usize = 1000;
+pub(crate) const SMALL: usize = 1000;
 /// Elements of 2 MiB, which go to and from a discrete GPU through pinned slices.
-const STAGED: usize = 512 << 10;
+pub(crate) const STAGED: usize = 512 << 10;
 
-fn ramp(n: usize) -> Vec<f32> {
+pub(crate) fn ramp(n: usize) -> Vec<f32> {
     (0..n).map(|i| i as f32).collect()
 }
 
-fn on_device(values: &[f32]) -> Tensor {
+pub(crate) fn on_device(values: &[f32]) -> Tensor {
     Tensor::from_slice(values, values.len(), DEVICE).unwrap()
 }
 
 /// Waits as long as any command is held back in these tests, and longer.
-fn outwait() {
+pub(crate) fn outwait() {
     thread::sleep(Duration::from_millis(600));
 }
 
 /// Has nothing tell any more whether commands are over, and reads and writes touch the host's memory late.
-fn nothing_is_known(faults: &Faults) {
+pub(crate) fn nothing_is_known(faults: &Faults) {
     ["clEnqueueReadBuffer", "clEnqueueWriteBuffer"].iter().for_each(|name| faults.delay(name, 300_000));
     WAITS.iter().for_each(|name| faults.fail(name, 1, ALWAYS, -6));
 }
 
 #[track_caller]
-fn is_lost_and_says_why<T: std::fmt::Debug>(result: Result<T>) {
+pub(crate) fn is_lost_and_says_why<T: std::fmt::Debug>(result: Result<T>) {
     let error = result.unwrap_err();
     assert!(matches!(error, Error::DeviceLost { .. }), "{error}");
     assert!(error.to_string().contains("never released"), "{error}");
-}
-
-/// The vector of a failed read must not become somebody else's while the driver may still write to it.
-fn a_vector_is_kept(test: &str, kind: Kind, n: usize) {
-    let Some(faults) = Faults::install(test, kind) else { return };
-    let t = on_device(&ramp(n));
-    assert_eq!(t.to_vec::<f32>().unwrap(), ramp(n));
-    nothing_is_known(&faults);
-    is_lost_and_says_why(t.to_vec::<f32>());
-    nobody_elses_memory_changes(n);
-    is_lost_and_says_why(t.to_vec::<f32>());
-}
-
-/// Takes memory of the size of that many elements, which the driver must not write to.
-#[track_caller]
-fn nobody_elses_memory_changes(n: usize) {
-    let others: Vec<Vec<u8>> = (0..300_000 / n + 20).map(|_| vec![0xab; n * size_of::<f32>()]).collect();
-    outwait();
-    assert!(others.iter().flatten().all(|&byte| byte == 0xab), "the driver wrote to somebody else's memory");
-}
-
-#[test]
-fn a_vector_is_kept_on_a_processor() {
-    a_vector_is_kept("driver::a_vector_is_kept_on_a_processor", Kind::Real, SMALL);
-}
-
-#[test]
-fn a_vector_is_kept_on_a_discrete_gpu() {
-    a_vector_is_kept("driver::a_vector_is_kept_on_a_discrete_gpu", Kind::DiscreteGpu, SMALL);
-}
-
-#[test]
-fn a_vector_is_kept_by_a_staged_transfer() {
-    a_vector_is_kept("driver::a_vector_is_kept_by_a_staged_transfer", Kind::DiscreteGpu, STAGED);
-}
-
-/// A pinned tensor is read and written where it lies, and may be dropped after the error.
-fn a_pinned_tensor_is_kept(test: &str, to_device: bool) {
-    let Some(faults) = Faults::install(test, Kind::DiscreteGpu) else { return };
-    let pinned = Tensor::full(STAGED, -1, Device::Cpu).unwrap().pin_memory(DEVICE).unwrap();
-    let t = on_device(&ramp(STAGED));
-    let values = ramp(2 * STAGED);
-    let transfer = |pinned: &Tensor| if to_device { t.copy_(pinned).map(drop) } else { pinned.copy_(&t).map(drop) };
-    transfer(&pinned).unwrap();
-    nothing_is_known(&faults);
-    is_lost_and_says_why(transfer(&pinned));
-    drop(pinned);
-    nobody_elses_memory_changes(STAGED);
-    assert_eq!(values, ramp(2 * STAGED));
-    is_lost_and_says_why(t.to_vec::<f32>());
-}
-
-#[test]
-fn a_pinned_tensor_is_kept_that_the_device_writes() {
-    a_pinned_tensor_is_kept("driver::a_pinned_tensor_is_kept_that_the_device_writes", false);
-}
-
-#[test]
-fn a_pinned_tensor_is_kept_that_the_device_reads() {
-    a_pinned_tensor_is_kept("driver::a_pinned_tensor_is_kept_that_the_device_reads", true);
-}
-
-/// Pinned slices are not used again before it is known that their transfer is over, which the error did not wait for.
-#[test]
-fn slices_of_a_failed_transfer_are_not_used_again_too_early() {
-    let test = "driver::slices_of_a_failed_transfer_are_not_used_again_too_early";
-    let Some(faults) = Faults::install(test, Kind::DiscreteGpu) else { return };
-    let all = |value: f32| vec![value; STAGED];
-    let (t, host) = (on_device(&all(1.0)), Tensor::full(STAGED, 3, Device::Cpu).unwrap());
-    assert_eq!(t.to_vec::<f32>().unwrap(), all(1.0));
-    let late_and_unknown = |name| {
-        faults.delay(name, 300_000);
-        ["clWaitForEvents", "clGetEventInfo"].iter().for_each(|wait| faults.fail(wait, 1, ALWAYS, -6));
-    };
-    late_and_unknown("clEnqueueReadBuffer");
-    t.to_vec::<f32>().unwrap_err();
-    faults.clear();
-    // Written to the device behind the reads, which may still be writing to slices.
-    assert_eq!(on_device(&all(2.0)).to_vec::<f32>().unwrap(), all(2.0));
-    assert_eq!(t.to_vec::<f32>().unwrap(), all(1.0));
-
-    late_and_unknown("clEnqueueWriteBuffer");
-    t.copy_(&host).unwrap_err();
-    faults.clear();
-    // Copied to slices while the writes may still be reading theirs.
-    assert_eq!(on_device(&all(4.0)).to_vec::<f32>().unwrap(), all(4.0));
-    assert!(t.to_vec::<f32>().unwrap().iter().all(|&x| x == 1.0 || x == 3.0), "what somebody else has written");
-    assert!(DEVICE.is_available());
-}
-
-/// Nor is memory that the caller has only lent written to after the error.
-fn lent_memory_is_left_alone(test: &str, kind: Kind, n: usize) {
-    let Some(faults) = Faults::install(test, kind) else { return };
-    let (t, here) = (on_device(&ramp(n)), Tensor::full(n, -1, Device::Cpu).unwrap());
-    nothing_is_known(&faults);
-    is_lost_and_says_why(here.copy_(&t));
-    outwait();
-    assert_eq!(here.to_vec::<f32>().unwrap(), vec![-1.0; n]);
-}
-
-#[test]
-fn lent_memory_is_left_alone_by_a_processor() {
-    lent_memory_is_left_alone("driver::lent_memory_is_left_alone_by_a_processor", Kind::Real, SMALL);
-}
-
-#[test]
-fn lent_memory_is_left_alone_by_a_discrete_gpu() {
-    lent_memory_is_left_alone("driver::lent_memory_is_left_alone_by_a_discrete_gpu", Kind::DiscreteGpu, SMALL);
-}
-
-#[test]
-fn lent_memory_is_left_alone_by_a_staged_transfer() {
-    lent_memory_is_left_alone("driver::lent_memory_is_left_alone_by_a_staged_transfer", Kind::DiscreteGpu, STAGED);
-}
-
-/// Nor is lent memory read after the error: its owner may release it.
-fn lent_memory_is_not_read_late(test: &str, kind: Kind, n: usize) {
-    let Some(faults) = Faults::install(test, kind) else { return };
-    let t = on_device(&ramp(n));
-    nothing_is_known(&faults);
-    is_lost_and_says_why(Tensor::from_slice(&ramp(n), n, DEVICE)); // the vector is gone
-    is_lost_and_says_why(t.to_vec::<f32>());
-    nobody_elses_memory_changes(n);
-}
-
-#[test]
-fn lent_memory_is_not_read_late_by_a_processor() {
-    lent_memory_is_not_read_late("driver::lent_memory_is_not_read_late_by_a_processor", Kind::Real, SMALL);
-}
-
-#[test]
-fn lent_memory_is_not_read_late_by_a_discrete_gpu() {
-    lent_memory_is_not_read_late("driver::lent_memory_is_not_read_late_by_a_discrete_gpu", Kind::DiscreteGpu, SMALL);
-}
-
-#[test]
-fn lent_memory_is_not_read_late_by_a_staged_transfer() {
-    lent_memory_is_not_read_late(
-        "driver::lent_memory_is_not_read_late_by_a_staged_transfer",
-        Kind::DiscreteGpu,
-        STAGED,
-    );
-}
-
-/// A pinned tensor is not for anybody any more while the device may still write to it.
-#[test]
-fn a_pinned_tensor_that_is_written_late_is_kept_from_everybody() {
-    let test = "driver::a_pinned_tensor_that_is_written_late_is_kept_from_everybody";
-    let Some(faults) = Faults::install(test, Kind::DiscreteGpu) else { return };
-    let (t, other) = (on_device(&ramp(SMALL)), Tensor::zeros(SMALL, Device::Cpu).unwrap());
-    let pinned = Tensor::full(SMALL, -1, Device::Cpu).unwrap().pin_memory(DEVICE).unwrap();
-    assert!(pinned.is_pinned(DEVICE));
-    pinned.copy_(&t).unwrap();
-    assert_eq!(pinned.to_vec::<f32>().unwrap(), ramp(SMALL));
-    nothing_is_known(&faults);
-    is_lost_and_says_why(pinned.copy_(&t));
-    let is_kept = |error: Error| assert!(matches!(error, Error::DeviceLost { device: DEVICE, .. }), "{error}");
-    is_kept(pinned.to_vec::<f32>().unwrap_err());
-    is_kept(pinned.add(&other).unwrap_err());
-    is_kept(other.copy_(&pinned).unwrap_err());
-    is_kept(pinned.zero_().unwrap_err());
-    is_kept(pinned.into_host::<f32>().err().unwrap());
-}
-
-/// Nor is it changed while the device may still read it.
-#[test]
-fn a_pinned_tensor_that_is_read_late_is_not_changed() {
-    let Some(faults) = Faults::install("driver::a_pinned_tensor_that_is_read_late_is_not_changed", Kind::DiscreteGpu)
-    else {
-        return;
-    };
-    let pinned = Tensor::full(SMALL, 2, Device::Cpu).unwrap().pin_memory(DEVICE).unwrap();
-    assert_eq!(pinned.to_device(DEVICE).unwrap().to_vec::<f32>().unwrap(), [2.0; SMALL]);
-    nothing_is_known(&faults);
-    is_lost_and_says_why(pinned.to_device(DEVICE));
-    assert!(matches!(pinned.zero_(), Err(Error::DeviceLost { device: DEVICE, .. })));
-    assert_eq!(pinned.to_vec::<f32>().unwrap(), [2.0; SMALL], "nobody writes to it");
-    assert!(matches!(pinned.into_host::<f32>(), Err(Error::DeviceLost { device: DEVICE, .. })));
 }
 
 /// At every message it asks for the devices and uses one, and counts those messages that it was not the cause of.

@@ -1,5 +1,6 @@
 //! The workload: short programs that together make every kind of call, with what each has to compute.
 
+mod memory;
 mod updates;
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -7,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use claystone::nn::{Activation, Linear, Module, Sequential};
 use claystone::optim::{AdamW, AdamWConfig, Optimizer, Sgd, SgdConfig};
 use claystone::storage::plan::Plan;
-use claystone::{DType, Device, Error, Graph, Kernel, Result, Stream, Tensor, manual_seed, no_grad, with_stream};
+use claystone::{DType, Device, Error, Graph, Kernel, Result, Stream, Tensor, manual_seed, with_stream};
 
 /// What a step computes, to be compared with what it computes where nothing fails.
 pub type Values = Vec<Vec<f32>>;
@@ -122,9 +123,9 @@ pub const STEPS: &[Step] = &[
     step("plans", PLAIN, plans),
     step("compaction", TIGHT, compaction),
     step("compaction for room", TIGHT, compaction_for_room),
-    step("out of memory", TIGHT, out_of_memory),
-    step("snapshots", PLAIN, snapshots),
-    step("empty_cache", PLAIN, empty_cache),
+    step("out of memory", TIGHT, memory::out_of_memory),
+    step("snapshots", PLAIN, memory::snapshots),
+    step("empty_cache", PLAIN, memory::empty_cache),
 ];
 
 /// Discovery, opening the device, and the first programs.
@@ -471,37 +472,6 @@ fn compaction_for_room(run: &mut Run) -> Result<Values> {
     let mut values = vec![large.to_vec()?];
     for k in &run.kept {
         values.push(k.tensor.to_vec()?);
-    }
-    Ok(values)
-}
-
-fn out_of_memory(run: &mut Run) -> Result<Values> {
-    let x = run.ramp(500_000)?;
-    match Tensor::zeros([3_000_000], run.device) {
-        Err(Error::OutOfMemory { .. }) => {}
-        Err(error) => return Err(error),
-        Ok(_) => return Err(wrong("12 MB were had of 8 MiB".into())),
-    }
-    Ok(vec![x.mul_scalar(2)?.to_vec()?])
-}
-
-fn snapshots(run: &mut Run) -> Result<Values> {
-    let x = run.ramp(1000)?;
-    let y = x.add_scalar(1)?;
-    let snapshot = run.device.memory_snapshot()?;
-    snapshot.to_json()?;
-    snapshot.to_pickle()?;
-    Ok(vec![y.to_vec()?])
-}
-
-fn empty_cache(run: &mut Run) -> Result<Values> {
-    let x = run.ramp(1000)?;
-    let mut values = Values::new();
-    for i in 1..4 {
-        let y = no_grad(|| x.add_scalar(i))?;
-        let large = Tensor::full([i as usize * 100_000], 2.0, run.device)?;
-        run.device.empty_cache()?;
-        values.extend([y.to_vec()?, large.to_vec()?]);
     }
     Ok(values)
 }

@@ -237,13 +237,8 @@ pub(super) fn discover(choice: &str) -> Result<Discovery, ClError> {
                 // Its name may be one that is asked for.
                 Err(e) if choice.has_names() && e.is_transient() => return Err(e),
                 Err(e) => {
-                    tracing::warn!(
-                        platform = p,
-                        index = d,
-                        call = e.call,
-                        code = e.name(),
-                        "a device is not known yet"
-                    );
+                    let (call, code) = (e.call, e.name());
+                    log::emit(move || tracing::warn!(platform = p, index = d, call, code, "a device is not known yet"));
                 }
             }
             devices.push(entry);
