@@ -456,7 +456,7 @@ impl Device {
     /// ```
     ///
     /// # Errors
-    /// [`Error::NoDevice`](crate::Error::NoDevice) where the device is not there; likewise below.
+    /// [`Error::NoDevice`] where the device is not there; likewise below.
     pub fn pinned_memory_stats(&self) -> Result<PinnedStats> {
         Ok(self.pinned_pool()?.map(Pool::stats).unwrap_or_default())
     }

@@ -127,7 +127,7 @@ mod tests {
     }
 }
 
-/// How [`Tensor::interpolate`] finds an element between others.
+/// How [`Tensor::interpolate`](crate::Tensor::interpolate) finds an element between others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Interpolation {
