@@ -65,39 +65,31 @@ impl Tensor {
     /// # Errors
     /// [`Error::NoDevice`] and [`Error::OutOfMemory`].
     pub fn logspace(start: f64, end: f64, n: usize, base: f64, options: impl Into<TensorOptions>) -> Result<Tensor> {
-        let power = Sequence::between(start, end, n);
-        Tensor::computed("logspace", n, options.into(), move |i| Scalar::Float(base.powf(power.at(i).to_f64())))
+        let (power, options) = (Sequence::between(start, end, n), options.into());
+        let out = Tensor::empty_like_shape(n, options.dtype, options.device)?;
+        Tensor::computed("logspace", out, move |i| Scalar::Float(base.powf(power.at(i).to_f64())))
     }
 
-    /// The device writes them where it can.
+    /// Written by the device where it can, else by the host.
     fn sequence(op: &'static str, n: usize, options: TensorOptions, values: Sequence) -> Result<Tensor> {
-        if n > 0 {
-            let out = Tensor::empty_like_shape(n, options.dtype, options.device)?;
-            if backend::of(options.device).sequence(values, &out)? {
-                out.storage.filled();
-                return Ok(out);
-            }
+        let out = Tensor::empty_like_shape(n, options.dtype, options.device)?;
+        if n > 0 && backend::of(options.device).sequence(values, &out)? {
+            out.storage.filled();
+            return Ok(out);
         }
         // A closure for each kind: neither asks for every element which it is.
         match values {
-            Sequence::Int { start, step } => {
-                Tensor::computed(op, n, options, move |i| Sequence::Int { start, step }.at(i))
-            }
+            Sequence::Int { start, step } => Tensor::computed(op, out, move |i| Sequence::Int { start, step }.at(i)),
             Sequence::Float { start, step, turn, end, n } => {
-                Tensor::computed(op, n, options, move |i| Sequence::Float { start, step, turn, end, n }.at(i))
+                Tensor::computed(op, out, move |i| Sequence::Float { start, step, turn, end, n }.at(i))
             }
         }
     }
 
-    /// Values computed on the host: in place on the CPU, else written in one go.
-    fn computed(
-        op: &'static str,
-        n: usize,
-        TensorOptions { dtype, device }: TensorOptions,
-        value: impl Fn(usize) -> Scalar + Sync + Copy,
-    ) -> Result<Tensor> {
-        let out = Tensor::empty_like_shape(n, dtype, device)?;
-        if n > 0 && device == Device::Cpu {
+    /// Fills `out`, which is new, with values computed on the host: in place on the CPU, else written in one go.
+    fn computed(op: &'static str, out: Tensor, value: impl Fn(usize) -> Scalar + Sync + Copy) -> Result<Tensor> {
+        let dtype = out.dtype;
+        if out.numel() > 0 && out.device() == Device::Cpu {
             with_host(&[], &[&out.storage], |_, to| values(dtype, to[0], value))?;
             return Ok(out);
         }
