@@ -91,6 +91,11 @@ fn a_subscriber_may_use_the_device_at_every_message() {
     assert!(MESSAGES.load(Relaxed) > 0);
     assert_eq!(on_device(&[1.0, 2.0]).softmax(0).unwrap().to_vec::<f32>().unwrap().len(), 2);
     assert_eq!(tried_again.map(|name| faults.injected(name)), [1, 1]);
+    // The driver tells of a fault inside the call that fails, under the queues' lock.
+    let (x, before) = (on_device(&[1.0, 2.0]), MESSAGES.load(Relaxed));
+    faults.fail("clEnqueueNDRangeKernel", 1, 1, -5);
+    x.exp().unwrap_err();
+    assert!(MESSAGES.load(Relaxed) > before, "the driver's message is logged");
 }
 
 /// A call that fails says nothing of the command: others tell that it is done, and it was.

@@ -1,6 +1,6 @@
 //! Memory of the host that a transfer uses is kept for as long as the driver may use it.
 
-use claystone::{Device, Error, Tensor};
+use claystone::{Device, Error, Stream, Tensor, with_stream};
 
 use crate::driver::{DEVICE, SMALL, STAGED, is_lost_and_says_why, nothing_is_known, on_device, outwait, ramp};
 use crate::stand_in::{ALWAYS, Faults, Kind};
@@ -37,6 +37,43 @@ fn a_vector_is_kept_on_a_discrete_gpu() {
 #[test]
 fn a_vector_is_kept_by_a_staged_transfer() {
     a_vector_is_kept("host_memory::a_vector_is_kept_by_a_staged_transfer", Kind::DiscreteGpu, STAGED);
+}
+
+/// A marker that fails does not say that the commands before it are over.
+#[test]
+fn a_vector_is_kept_where_only_a_marker_tells() {
+    let Some(faults) = Faults::install("host_memory::a_vector_is_kept_where_only_a_marker_tells", Kind::DiscreteGpu)
+    else {
+        return;
+    };
+    let t = on_device(&ramp(SMALL));
+    assert_eq!(t.to_vec::<f32>().unwrap(), ramp(SMALL));
+    faults.delay("clEnqueueReadBuffer", 300_000);
+    faults.fail("clFinish", 1, ALWAYS, -6);
+    faults.fail_command("clEnqueueMarkerWithWaitList", 1, ALWAYS, -14);
+    is_lost_and_says_why(t.to_vec::<f32>());
+    assert!(faults.injected("clEnqueueMarkerWithWaitList") > 0);
+    nobody_elses_memory_changes(SMALL);
+}
+
+/// Nor may a block be used again that a command of another stream uses, since the marker behind that command failed.
+#[test]
+fn a_block_is_kept_whose_marker_failed() {
+    let Some(faults) = Faults::install("host_memory::a_block_is_kept_whose_marker_failed", Kind::Real) else { return };
+    let (side, one) = (Stream::new(DEVICE).unwrap(), on_device(&[1.0]));
+    let t = on_device(&ramp(SMALL));
+    with_stream(&side, || t.add_(&one).map(drop)).unwrap();
+    DEVICE.synchronize().unwrap();
+    faults.delay("clEnqueueNDRangeKernel", 300_000);
+    with_stream(&side, || t.add_(&one).map(drop)).unwrap();
+    faults.delay("clEnqueueNDRangeKernel", 0);
+    t.record_stream(&side).unwrap();
+    faults.fail_command("clEnqueueMarkerWithWaitList", 1, 1, -14);
+    drop(t);
+    let others: Vec<Tensor> = (0..20).map(|_| on_device(&[7.0; SMALL])).collect();
+    assert_eq!(faults.injected("clEnqueueMarkerWithWaitList"), 1);
+    outwait();
+    assert!(others.iter().all(|other| other.to_vec::<f32>().unwrap() == [7.0; SMALL]), "a late command changed it");
 }
 
 /// A pinned tensor is read and written where it lies, and may be dropped after the error.
@@ -85,7 +122,7 @@ fn slices_of_a_failed_transfer_are_not_used_again_too_early() {
     assert_eq!(t.to_vec::<f32>().unwrap(), all(1.0));
 
     late_and_unknown("clEnqueueWriteBuffer");
-    t.copy_(&host).unwrap_err();
+    assert!(matches!(t.copy_(&host), Err(Error::Partial { .. })));
     faults.clear();
     // Copied to slices while the writes may still be reading theirs.
     assert_eq!(on_device(&all(4.0)).to_vec::<f32>().unwrap(), all(4.0));

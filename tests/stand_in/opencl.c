@@ -34,6 +34,14 @@ _Static_assert(sizeof(struct slot) == 96, "mod.rs reads entries of this size");
 static struct slot *slots, *any, *events, *lenient;
 static void *library;
 
+/* The callback of the first context, which is told of every fault, inside the call that fails. */
+static void (*notify_context)(const char *text, const void *data, size_t bytes, void *user);
+static void *notified;
+
+static void remember_callback(void (*notify)(void), void *user) {
+    if (!notify_context) notified = user, notify_context = (void (*)(const char *, const void *, size_t, void *))notify;
+}
+
 static struct slot *add_slot(const char *name) {
     for (int i = 0; i < SLOTS; i++)
         if (!slots[i].name[0])
@@ -64,6 +72,7 @@ static struct slot *begin(struct slot *self, int has_event) {
     uint64_t call = count(&self->calls), of_all = count(&any->calls);
     struct slot *fault = is_due(self, call) ? self : is_due(any, of_all) ? any : NULL;
     if (!fault || (fault->late == 1 && !has_event)) return NULL;
+    if (notify_context) notify_context("the stand-in fails a call", NULL, 0, notified);
     return count(&self->injected), count(&any->injected), fault;
 }
 
@@ -184,7 +193,7 @@ STATUS(clGetPlatformIDs, (unsigned room, void **platforms, unsigned *n), (room, 
 INFO(clGetPlatformInfo, platform)
 STATUS(clGetDeviceIDs, (void *platform, uint64_t type, unsigned room, void **devices, unsigned *n), (platform, type, room, devices, n), )
 STATUS(clGetDeviceInfo, (void *device, unsigned what, size_t size, void *value, size_t *needed), (device, what, size, value, needed), disguise(what, value))
-CREATE(clCreateContext, (const intptr_t *properties, unsigned n, void *const *devices, callback notify, void *user, int *status), (properties, n, devices, notify, user, status), )
+CREATE(clCreateContext, (const intptr_t *properties, unsigned n, void *const *devices, callback notify, void *user, int *status), (properties, n, devices, notify, user, status), remember_callback(notify, user))
 RELEASE(clReleaseContext)
 INFO(clGetContextInfo, context)
 CREATE(clCreateCommandQueue, (void *context, void *device, uint64_t properties, int *status), (context, device, properties, status), )

@@ -1,9 +1,9 @@
 //! An opened device: its context, its queues and what it remembers.
 
 use std::ffi::{CStr, c_char, c_void};
-use std::ptr;
-use std::sync::{Mutex, OnceLock, PoisonError};
-use std::thread;
+use std::sync::atomic::{AtomicBool, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::{mem, ptr, thread};
 
 use opencl3::memory::{CL_MAP_READ, CL_MEM_READ_WRITE, CL_MIGRATE_MEM_OBJECT_CONTENT_UNDEFINED};
 use opencl3::types::{cl_context, cl_device_id, cl_event};
@@ -51,8 +51,51 @@ unsafe impl Send for ClDevice {}
 // SAFETY: as above.
 unsafe impl Sync for ClDevice {}
 
-/// The last thing the driver said through the context's callback.
-pub(super) type DriverText = Mutex<String>;
+/// What the driver says through the callback of a context. It calls that when it likes, also inside another call and so under
+/// a lock of ours, where a `tracing` subscriber must not be called: the messages are logged later.
+#[derive(Default)]
+pub(super) struct DriverText {
+    messages: Mutex<Messages>,
+    is_unlogged: AtomicBool,
+}
+
+#[derive(Default)]
+struct Messages {
+    last: String,
+    unlogged: Vec<String>,
+}
+
+impl DriverText {
+    /// How many messages wait to be logged at most.
+    const UNLOGGED: usize = 64;
+
+    fn messages(&self) -> MutexGuard<'_, Messages> {
+        self.messages.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn say(&self, text: String) {
+        let mut messages = self.messages();
+        if messages.unlogged.len() < Self::UNLOGGED {
+            messages.unlogged.push(text.clone());
+        }
+        messages.last = text;
+        self.is_unlogged.store(true, Release);
+    }
+
+    /// Logs what was said since the last time. Not under a queue's lock.
+    pub(super) fn log(&self) {
+        if self.is_unlogged.load(Relaxed) && self.is_unlogged.swap(false, Acquire) {
+            let unlogged = mem::take(&mut self.messages().unlogged);
+            unlogged.into_iter().for_each(|text| log::emit(move || tracing::warn!(text, "OpenCL driver")));
+        }
+    }
+
+    /// The last thing that was said, once.
+    fn take(&self) -> String {
+        self.log();
+        mem::take(&mut self.messages().last)
+    }
+}
 
 extern "C" fn notify(text: *const c_char, _: *const c_void, _: usize, user: *mut c_void) {
     if text.is_null() || user.is_null() {
@@ -60,10 +103,8 @@ extern "C" fn notify(text: *const c_char, _: *const c_void, _: usize, user: *mut
     }
     // SAFETY: `user` is the DriverText given at clCreateContext, which is never released, `text` a string that lives
     // during the call.
-    let (slot, text) = unsafe { (&*user.cast::<DriverText>(), CStr::from_ptr(text)) };
-    let text = text.to_string_lossy();
-    tracing::warn!(%text, "OpenCL driver");
-    *slot.lock().unwrap_or_else(PoisonError::into_inner) = text.into_owned();
+    let (driver_text, text) = unsafe { (&*user.cast::<DriverText>(), CStr::from_ptr(text)) };
+    driver_text.say(text.to_string_lossy().into_owned());
 }
 
 impl ClDevice {
@@ -284,7 +325,7 @@ pub(super) fn create_buffer(context: cl_context, bytes: usize) -> Result<ClBuffe
 
 /// What follows the code's name in a message: the number where it has no name, and the driver's own words.
 fn detail(e: &ClError, text: &DriverText) -> String {
-    let text = std::mem::take(&mut *text.lock().unwrap_or_else(PoisonError::into_inner));
+    let text = text.take();
     let mut detail = String::new();
     if e.name() == "UNKNOWN_ERROR" {
         detail = format!(" ({})", e.code);

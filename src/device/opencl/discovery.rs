@@ -19,9 +19,10 @@ use opencl3::device as cl;
 use opencl3::types::{cl_device_id, cl_platform_id};
 
 use super::context::{ClDevice, DriverText};
-use super::driver::{call, runtime};
+use super::driver::{call, library};
 use super::errors::ClError;
 use super::exit;
+use super::functions;
 use super::retry::retry;
 use crate::device::{Device, DeviceInfo, DeviceKind, log};
 use crate::{Error, Result};
@@ -193,7 +194,7 @@ pub(super) fn discover(choice: &str) -> Result<Discovery, ClError> {
     if choice.trim().eq_ignore_ascii_case("none") {
         return none(format!("CLAYSTONE_DEVICES={choice} takes no OpenCL device"));
     }
-    if let Err(cause) = cl3::load_library() {
+    if let Err(cause) = functions::load() {
         return none(no_library(&cause.to_string(), std::env::var("OPENCL_DYLIB_PATH").ok().as_deref()));
     }
     let platforms = match retry(platforms) {
@@ -341,7 +342,7 @@ impl Choice<'_> {
 }
 
 fn platforms() -> Result<Vec<cl_platform_id>, ClError> {
-    runtime()?;
+    library()?;
     let mut n = 0;
     call!(clGetPlatformIDs(0, ptr::null_mut(), &mut n))?;
     let mut ids = vec![ptr::null_mut(); n as usize];

@@ -1,8 +1,7 @@
-//! The thin line between Rust and the driver: the function table, and one owning type for each kind of handle.
+//! The thin line between Rust and the driver: how its functions are called, and one owning type for each kind of handle.
 //!
-//! Calls go straight to cl3's table of functions that it finds in libOpenCL when the first one is made. The wrappers
-//! above it ask for an event on every command and panic when a release fails, which after a device fault, or while the
-//! process ends, it does; the handles here release themselves and ignore what the driver says to that.
+//! opencl3's wrappers ask for an event on every command and panic when a release fails, which it does after a device fault
+//! and while the process ends. The handles here release themselves and ignore what the driver answers.
 
 use std::ffi::c_void;
 use std::ptr;
@@ -10,25 +9,29 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-use cl3::OpenClRuntime;
 use opencl3::event::{CL_COMPLETE, CL_EVENT_COMMAND_EXECUTION_STATUS};
 use opencl3::types::{cl_event, cl_kernel, cl_mem, cl_program};
 
 use super::errors::ClError;
 use super::exit;
+use super::functions::{self, Functions};
 
 /// The loaded library, or -2000 when there is none; an error once the process ends.
-pub(super) fn runtime() -> Result<&'static OpenClRuntime, ClError> {
+pub(super) fn library() -> Result<&'static Functions, ClError> {
     exit::check()?;
-    cl3::load_library().as_ref().map_err(|_| ClError::new("dlopen", -2000))
+    functions::load().as_ref().map_err(|_| ClError::new("dlopen", -2000))
 }
 
 /// Calls a function that returns its status: `call!(clFinish(queue))` gives `Result<(), ClError>`.
 macro_rules! call {
     ($name:ident($($arg:expr),* $(,)?)) => {
-        $crate::device::opencl::driver::runtime().and_then(|table| match table.$name($($arg),*) {
-            Some(0) => Ok(()),
-            Some(code) => Err($crate::device::opencl::errors::ClError::new(stringify!($name), code)),
+        $crate::device::opencl::driver::library().and_then(|library| match library.$name {
+            // SAFETY: the handles are live, since the types that own them release them on drop; pointers are to memory that
+            // outlives the call, or the command where it goes on after the call.
+            Some(function) => match unsafe { function($($arg),*) } {
+                0 => Ok(()),
+                code => Err($crate::device::opencl::errors::ClError::new(stringify!($name), code)),
+            },
             None => Err($crate::device::opencl::errors::ClError::new(stringify!($name), -2001)),
         })
     };
@@ -36,14 +39,21 @@ macro_rules! call {
 
 /// Calls a function that returns a handle and its status through a last pointer: `create!(clCreateKernel(p, name))`.
 macro_rules! create {
-    ($name:ident($($arg:expr),* $(,)?)) => {{
-        let mut code = 0;
-        $crate::device::opencl::driver::runtime().and_then(|table| match table.$name($($arg,)* &mut code) {
-            Some(handle) if code == 0 && !handle.is_null() => Ok(handle),
-            Some(_) => Err($crate::device::opencl::errors::ClError::new(stringify!($name), if code == 0 { -30 } else { code })),
+    ($name:ident($($arg:expr),* $(,)?)) => {
+        $crate::device::opencl::driver::library().and_then(|library| match library.$name {
+            Some(function) => {
+                let mut code = 0;
+                // SAFETY: as in `call!`.
+                let handle = unsafe { function($($arg,)* &mut code) };
+                match code {
+                    0 if !handle.is_null() => Ok(handle),
+                    0 => Err($crate::device::opencl::errors::ClError::new(stringify!($name), -30)),
+                    code => Err($crate::device::opencl::errors::ClError::new(stringify!($name), code)),
+                }
+            }
             None => Err($crate::device::opencl::errors::ClError::new(stringify!($name), -2001)),
         })
-    }};
+    };
 }
 
 /// [`call!`] outside the queues' lock.

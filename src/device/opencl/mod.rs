@@ -16,6 +16,7 @@ mod driver;
 mod errors;
 mod exit;
 mod fault;
+mod functions;
 mod host_memory;
 mod launch;
 #[cfg(test)]

@@ -221,8 +221,8 @@ impl ClDevice {
 
     fn compile(&self, name: &str, source: &str, options: &str) -> Result<Program> {
         let text = CString::new(source).map_err(|_| Error::invalid("build", "the source contains a zero byte"))?;
-        let (line, len) = (text.as_ptr(), source.len());
-        let program = create!(clCreateProgramWithSource(self.context, 1, &line, &len))
+        let (mut line, len) = (text.as_ptr(), source.len());
+        let program = create!(clCreateProgramWithSource(self.context, 1, &mut line, &len))
             .map(Program)
             .map_err(|e| self.error(self.settle(e)))?;
         match self.build_program(&program, options) {
@@ -265,8 +265,8 @@ impl ClDevice {
     }
 
     fn of_binary(&self, binary: &[u8], options: &str) -> Option<Program> {
-        let (mut status, len, start) = (0, binary.len(), binary.as_ptr());
-        let program = create!(clCreateProgramWithBinary(self.context, 1, &self.id(), &len, &start, &mut status));
+        let (mut status, len, mut start) = (0, binary.len(), binary.as_ptr());
+        let program = create!(clCreateProgramWithBinary(self.context, 1, &self.id(), &len, &mut start, &mut status));
         let program = Program(program.ok()?);
         (status == 0 && self.build_program(&program, options).is_ok()).then_some(program)
     }

@@ -111,19 +111,15 @@ impl Queue {
             if attempt > 0 {
                 thread::sleep(RETRY_AFTER);
             }
-            // A marker behind a command that failed may fail as well: everything before it is over all the same.
-            let ended = match call!(clFinish(self.raw)) {
-                Ok(()) => Ok(()),
-                Err(_) => match self.mark().map(|marker| marker.wait()) {
-                    Ok(ended) if !ended.is_err_and(|e| e.unfinished) => ended,
-                    _ => continue,
-                },
-            };
+            // A marker that fails does not say that the commands before it are over.
+            if call!(clFinish(self.raw)).or_else(|_| self.mark()?.wait_for_success()).is_err() {
+                continue;
+            }
             if failed.is_fatal() {
                 return Err(failed);
             }
-            let ended = event.map_or(Ok(ended.err().map(|e| e.code)), ClEvent::failure)?;
-            return ended.map_or(Ok(()), |code| Err(ClError::new(failed.call, code)));
+            let code = event.map_or(Ok(None), ClEvent::failure)?;
+            return code.map_or(Ok(()), |code| Err(ClError::new(failed.call, code)));
         }
         Err(ClError { unfinished: true, ..failed })
     }

@@ -268,10 +268,8 @@ impl ClDevice {
                 _ => call_unlocked!(clFinish(ours)).map_err(|e| ClError { unfinished: true, ..e }),
             };
             let over = waited.and_then(|()| event.filter(|_| finishes).map_or(Ok(()), ClEvent::outcome));
-            over.or_else(|failed| match failed.unfinished {
-                true => self.queues.lock()[stream.index()].ascertain(event, failed),
-                false => Err(failed),
-            })
+            // The last command may have failed while others of these still run.
+            over.or_else(|failed| self.queues.lock()[stream.index()].ascertain(event, failed))
         });
         if let Err(e) = over {
             if e.unfinished {
@@ -280,6 +278,7 @@ impl ClDevice {
             return Err(self.settle(e));
         }
         exit::waited();
+        self.found.driver_text.log();
         self.queues.finished(stream, count);
         Ok(memory)
     }

@@ -78,7 +78,8 @@ impl Driver for OpenCl {
     }
 
     fn is_done(&self, marker: &Marker) -> Result<bool> {
-        event(marker).map_or(Ok(true), |event| event.is_over().map_err(|e| self.device.error(e)))
+        // A marker that failed does not say that what was submitted before it is over: an error, after which a new one is asked.
+        event(marker).map_or(Ok(true), |event| self.device.query(event))
     }
 
     fn is_idle(&self, stream: StreamId) -> Result<bool> {

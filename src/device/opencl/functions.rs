@@ -1,0 +1,92 @@
+//! The functions of libOpenCL.
+//!
+//! cl3 has a table of them as well, but declares them as Rust functions (`fn` instead of `unsafe extern "C" fn`), and calling a
+//! function through a type that it does not have is undefined behaviour. Here they have the types of OpenCL's headers.
+
+use std::env;
+use std::sync::OnceLock;
+
+use dlopen2::raw::Library;
+use opencl_sys::cl_function_types::*;
+
+const LIBRARY: &str = if cfg!(target_os = "windows") {
+    "OpenCL.dll"
+} else if cfg!(target_os = "macos") {
+    "/System/Library/Frameworks/OpenCL.framework/OpenCL"
+} else {
+    "libOpenCL.so.1"
+};
+
+macro_rules! functions {
+    ($($name:ident: $of:ident,)*) => {
+        /// The functions that this crate calls. A library of an earlier version of OpenCL lacks some.
+        #[allow(non_snake_case, reason = "OpenCL's names")]
+        pub(super) struct Functions {
+            $(pub(super) $name: $of,)*
+            /// Keeps the library loaded.
+            _library: Library,
+        }
+
+        impl Functions {
+            fn load(path: &str) -> Result<Functions, dlopen2::Error> {
+                let library = Library::open(path)?;
+                // SAFETY: an OpenCL library exports functions of these types under these names.
+                Ok(Functions { $($name: unsafe { library.symbol(stringify!($name)) }.ok(),)* _library: library })
+            }
+        }
+    };
+}
+
+functions! {
+    clBuildProgram: clBuildProgram_t,
+    clCreateBuffer: clCreateBuffer_t,
+    clCreateCommandQueue: clCreateCommandQueue_t,
+    clCreateContext: clCreateContext_t,
+    clCreateKernel: clCreateKernel_t,
+    clCreateProgramWithBinary: clCreateProgramWithBinary_t,
+    clCreateProgramWithSource: clCreateProgramWithSource_t,
+    clEnqueueBarrierWithWaitList: clEnqueueBarrierWithWaitList_t,
+    clEnqueueCopyBuffer: clEnqueueCopyBuffer_t,
+    clEnqueueFillBuffer: clEnqueueFillBuffer_t,
+    clEnqueueMapBuffer: clEnqueueMapBuffer_t,
+    clEnqueueMarker: clEnqueueMarker_t,
+    clEnqueueMarkerWithWaitList: clEnqueueMarkerWithWaitList_t,
+    clEnqueueMigrateMemObjects: clEnqueueMigrateMemObjects_t,
+    clEnqueueNDRangeKernel: clEnqueueNDRangeKernel_t,
+    clEnqueueReadBuffer: clEnqueueReadBuffer_t,
+    clEnqueueUnmapMemObject: clEnqueueUnmapMemObject_t,
+    clEnqueueWaitForEvents: clEnqueueWaitForEvents_t,
+    clEnqueueWriteBuffer: clEnqueueWriteBuffer_t,
+    clFinish: clFinish_t,
+    clFlush: clFlush_t,
+    clGetDeviceIDs: clGetDeviceIDs_t,
+    clGetDeviceInfo: clGetDeviceInfo_t,
+    clGetEventInfo: clGetEventInfo_t,
+    clGetKernelArgInfo: clGetKernelArgInfo_t,
+    clGetKernelInfo: clGetKernelInfo_t,
+    clGetKernelWorkGroupInfo: clGetKernelWorkGroupInfo_t,
+    clGetPlatformIDs: clGetPlatformIDs_t,
+    clGetPlatformInfo: clGetPlatformInfo_t,
+    clGetProgramBuildInfo: clGetProgramBuildInfo_t,
+    clGetProgramInfo: clGetProgramInfo_t,
+    clReleaseCommandQueue: clReleaseCommandQueue_t,
+    clReleaseContext: clReleaseContext_t,
+    clReleaseEvent: clReleaseEvent_t,
+    clReleaseKernel: clReleaseKernel_t,
+    clReleaseMemObject: clReleaseMemObject_t,
+    clReleaseProgram: clReleaseProgram_t,
+    clRetainMemObject: clRetainMemObject_t,
+    clSetKernelArg: clSetKernelArg_t,
+    clWaitForEvents: clWaitForEvents_t,
+}
+
+/// The library, which the first call of this loads: the first of the paths in `OPENCL_DYLIB_PATH` (separated by semicolons) that
+/// loads, else the system's.
+pub(super) fn load() -> &'static Result<Functions, dlopen2::Error> {
+    static LOADED: OnceLock<Result<Functions, dlopen2::Error>> = OnceLock::new();
+    LOADED.get_or_init(|| {
+        let paths = env::var("OPENCL_DYLIB_PATH").unwrap_or_default();
+        let chosen = paths.split(';').filter(|path| !path.is_empty()).find_map(|path| Functions::load(path).ok());
+        chosen.map_or_else(|| Functions::load(LIBRARY), Ok)
+    })
+}
