@@ -99,7 +99,7 @@ fn free_memory_in_pieces_counts_on_the_cpu_too() {
             let (place, mut bytes) = (block.place(), vec![0; block.size()]);
             // SAFETY: nobody else uses the block.
             unsafe { driver.read((place.segment().memory(), place.offset()), &mut bytes) }.unwrap();
-            assert!(bytes.iter().all(|byte| usize::from(*byte) == *n), "{config}");
+            assert!(bytes == vec![*n as u8; block.size()], "{config}");
         }
         allocator.check();
         give_back(&allocator, live.into_iter().map(|(_, block)| block).chain([large]));
