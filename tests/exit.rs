@@ -3,6 +3,8 @@
 mod common;
 
 use std::process::{Child, Command, Stdio, exit};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -70,11 +72,12 @@ fn a_process_ends_well_whatever_is_under_way() {
 }
 
 /// At some of these moments the driver is being loaded, at most it compiles for the first time: a program, or for the
-/// launch of a kernel. PoCL registers exit handlers while it does either.
+/// launch of a kernel. PoCL registers exit handlers while it does either. One process is ended by its main thread while
+/// another thread uses the device, the other by another thread while the main thread uses it.
 fn a_process_ends_well_while_it_compiles_for_the_first_time() {
     for device in common::devices() {
         for delay in MOMENTS {
-            let children = [(); 2].map(|()| start(format!("first {delay} {device}")));
+            let children = ["main", "another"].map(|thread| start(format!("{thread} {delay} {device}")));
             ends_with(STATUS, &format!("after {delay} ms on {device}"), children);
         }
     }
@@ -83,11 +86,25 @@ fn a_process_ends_well_while_it_compiles_for_the_first_time() {
 fn end(how: &str) {
     let [what, number, device] = how.split(' ').collect::<Vec<_>>()[..] else { panic!("{how}") };
     let (number, device): (u64, Device) = (number.parse().unwrap(), device.parse().unwrap());
-    if what == "first" {
+    if what == "main" {
         let worker = thread::spawn(move || while queue(device, 5).is_ok() {});
         thread::sleep(Duration::from_millis(number));
         assert!(!worker.is_finished(), "the device works until the end");
         exit(STATUS);
+    }
+    if what == "another" {
+        let ends = Arc::new(AtomicBool::new(false));
+        let ending = ends.clone();
+        thread::spawn(move || {
+            thread::sleep(Duration::from_millis(number));
+            ending.store(true, Ordering::Relaxed);
+            exit(STATUS)
+        });
+        while queue(device, 5).is_ok() {}
+        assert!(ends.load(Ordering::Relaxed), "the device works until the end");
+        loop {
+            thread::park();
+        }
     }
     // SAFETY: a C function, which does not unwind.
     assert_eq!(unsafe { libc::atexit(linger) }, 0);
