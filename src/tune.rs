@@ -166,7 +166,7 @@ impl Problem {
             let values = (0..dims.iter().product()).map(|i: usize| ((i * i + i / 7 + seed) % 7) as f32 - 3.0);
             Tensor::from_vec(values.collect::<Vec<f32>>(), dims, Device::Cpu)?.to_dtype(dtype)?.to_device(device)
         };
-        let matrix = |rows, cols, turned: bool, dtype| match turned {
+        let matrix = |rows, cols, transposed: bool, dtype| match transposed {
             true => make(&[cols, rows], rows, dtype)?.t(),
             false => make(&[rows, cols], cols, dtype),
         };
@@ -238,9 +238,9 @@ fn edges(cl: &ClDevice, knob: Knob) -> Vec<Problem> {
                 [Knob::PanelRows, Knob::PanelVectors, Knob::PanelDepth, Knob::PanelBlock].map(|knob| cl.tuned(knob));
             let w = 16 * v;
             let sizes = [[1, w, d], [r, w, d + 1], [r + 1, w + 1, d - 1], [b + 1, 2 * w - 1, 2 * d + 1], [b, 3, 9]];
-            let turned = [false, true].map(|a| sizes.map(|size| Problem::Product(size, [a, false], DType::F32)));
+            let transposed = [false, true].map(|a| sizes.map(|size| Problem::Product(size, [a, false], DType::F32)));
             let half = Problem::Product([b - 1, 8 * w + 3, d], [false; 2], DType::F16);
-            turned.into_iter().flatten().chain([half]).collect()
+            transposed.into_iter().flatten().chain([half]).collect()
         }
         Knob::DotSide => [[1, value + 1, 17], [value, value, 16], [2 * value - 1, value + 1, 33]]
             .map(|size| Problem::Product(size, [false, true], DType::F32))

@@ -35,10 +35,10 @@ impl Ord for Pending {
     }
 }
 
-/// One walk over the graph, from the youngest node to the oldest.
+/// One traversal of the graph, from the youngest node to the oldest.
 #[derive(Default)]
-pub(super) struct Walk {
-    /// Whether the closures stay for another walk.
+pub(super) struct Engine {
+    /// Whether the closures are kept for another traversal.
     pub(super) retain_graph: bool,
     /// Whether what the closures do is recorded.
     pub(super) create_graph: bool,
@@ -51,7 +51,7 @@ pub(super) struct Walk {
     pub(super) collected: Cell<bool>,
 }
 
-impl Walk {
+impl Engine {
     /// Whether a gradient is wanted of this node, or of one beyond it.
     pub(super) fn leads_on(&self, node: &Node) -> bool {
         self.wanted.as_ref().is_none_or(|wanted| wanted.leads_on(node.seq))

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use super::backward::Walk;
+use super::backward::Engine;
 use super::grad::Wanted;
 use super::node::{Factor, Node};
 use super::{Gradients, Saved};
@@ -13,7 +13,7 @@ use crate::{DType, Device, Error, Result, Shape, Tensor};
 
 /// What an operation's backward is given.
 pub(crate) struct Context<'a> {
-    pub(super) walk: &'a Walk,
+    pub(super) walk: &'a Engine,
     /// Whose gradient it is.
     pub(super) node: &'a Arc<Node>,
     pub(super) grad: Gradient,
@@ -78,8 +78,13 @@ impl Context<'_> {
         let needed = inputs.iter().enumerate().filter(|(i, _)| self.needs(*i)).filter_map(|(_, node)| node.as_ref());
         let wanted = Wanted::new(std::iter::once(root), needed);
         let create_graph = self.create_graph();
-        let walk =
-            Walk { retain_graph: create_graph, create_graph, wanted: Some(wanted), inner: true, ..Default::default() };
+        let walk = Engine {
+            retain_graph: create_graph,
+            create_graph,
+            wanted: Some(wanted),
+            inner: true,
+            ..Default::default()
+        };
         let mut found = walk.run(vec![(root.clone(), grad.into())])?;
         // Of an input that is given twice the first has the gradient of both.
         for (gradient, node) in gradients.iter_mut().zip(inputs) {

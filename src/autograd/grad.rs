@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use super::backward::Walk;
+use super::backward::Engine;
 use super::context::Gradient;
 use super::node::Node;
 use crate::{Error, Result, Tensor};
@@ -135,7 +135,7 @@ pub fn grad_with_options(outputs: &[&Tensor], inputs: &[&Tensor], options: GradO
     }
     let wanted = Wanted::new(seeds.iter().map(|(node, _)| node), inputs.iter().filter_map(|t| t.node.as_ref()));
     let retain_graph = retain_graph || create_graph;
-    let walk = Walk { retain_graph, create_graph, wanted: Some(wanted), ..Default::default() };
+    let walk = Engine { retain_graph, create_graph, wanted: Some(wanted), ..Default::default() };
     let captured = walk.run(seeds)?;
     let take = |(i, input): (usize, &&Tensor)| {
         let gradient = input.node.as_ref().and_then(|node| captured.get(&node.seq)).map(Tensor::shallow_clone);
@@ -230,7 +230,7 @@ impl Tensor {
         let BackwardOptions { gradient, retain_graph, create_graph } = options;
         let gradient = seed(op, self, gradient, create_graph)?;
         let Some(root) = &self.node else { return Err(untracked(op)) };
-        let walk = Walk { retain_graph: retain_graph || create_graph, create_graph, ..Default::default() };
+        let walk = Engine { retain_graph: retain_graph || create_graph, create_graph, ..Default::default() };
         walk.run(vec![(root.clone(), gradient)]).map(drop)
     }
 }

@@ -1,20 +1,20 @@
-//! Fewer dimensions for the same walk: what strided kernels and tile loops pay for each dimension, once.
+//! Merges dimensions: strided kernels and tile loops pay for each dimension, so there should be as few as possible.
 
 use smallvec::SmallVec;
 
 use crate::layout::shape::{Dims, Shape};
 
-/// A walk over the elements of one shape by several operands, in row-major order, with as few dimensions as they allow.
+/// The dims of an iteration over one shape in row-major order, merged as far as possible, and the strides of every operand.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Walk {
+pub(crate) struct StridedDims {
     pub(crate) dims: Dims,
     /// Strides in elements, one list an operand, each as long as `dims`.
     pub(crate) strides: SmallVec<[Dims<isize>; 4]>,
 }
 
-impl Walk {
+impl StridedDims {
     /// Leaves out dimensions of size 1 and merges neighbours that every operand steps through evenly.
-    pub(crate) fn new<'a>(shape: &Shape, operands: impl IntoIterator<Item = &'a [isize]>) -> Walk {
+    pub(crate) fn new<'a>(shape: &Shape, operands: impl IntoIterator<Item = &'a [isize]>) -> StridedDims {
         let operands: SmallVec<[&[isize]; 6]> = operands.into_iter().collect();
         let mut dims = Dims::new();
         let mut strides: SmallVec<[Dims<isize>; 4]> = SmallVec::from_elem(Dims::new(), operands.len());
@@ -32,11 +32,11 @@ impl Walk {
                 }
             }
         }
-        Walk { dims, strides }
+        StridedDims { dims, strides }
     }
 
     /// The same elements in the order in which operand `k` has them in memory; `None` where that is this one.
-    pub(crate) fn in_order_of(&self, k: usize) -> Option<Walk> {
+    pub(crate) fn in_order_of(&self, k: usize) -> Option<StridedDims> {
         let step = |d: usize| self.strides[k][d].unsigned_abs();
         if (1..self.dims.len()).all(|d| step(d - 1) >= step(d)) {
             return None;
@@ -46,7 +46,7 @@ impl Walk {
         let dims: Dims = order.iter().map(|&d| self.dims[d]).collect();
         let strides: SmallVec<[Dims<isize>; 6]> =
             self.strides.iter().map(|s| order.iter().map(|&d| s[d]).collect()).collect();
-        Some(Walk::new(&Shape::from(&dims[..]), strides.iter().map(|s| &s[..])))
+        Some(StridedDims::new(&Shape::from(&dims[..]), strides.iter().map(|s| &s[..])))
     }
 
     /// Whether operand `k` lies in one piece, in order: element `e` of the walk is its element `e`.
@@ -113,14 +113,14 @@ mod tests {
 
     #[test]
     fn contiguous_operands_become_one_dimension() {
-        let walk = Walk::new(&Shape::from([2, 3, 4]), [&[12, 4, 1][..], &[12, 4, 1]]);
+        let walk = StridedDims::new(&Shape::from([2, 3, 4]), [&[12, 4, 1][..], &[12, 4, 1]]);
         assert_eq!(walk.dims[..], [24]);
         assert!(walk.is_contiguous(0) && walk.is_contiguous(1));
     }
 
     #[test]
     fn a_broadcast_row_keeps_two() {
-        let walk = Walk::new(&Shape::from([2, 3, 4]), [&[12, 4, 1][..], &[0, 0, 1]]);
+        let walk = StridedDims::new(&Shape::from([2, 3, 4]), [&[12, 4, 1][..], &[0, 0, 1]]);
         assert_eq!(walk.dims[..], [6, 4]);
         assert_eq!(walk.strides[1][..], [0, 1]);
         assert!(walk.is_contiguous(0) && !walk.is_contiguous(1));
@@ -128,18 +128,18 @@ mod tests {
 
     #[test]
     fn size_one_and_scalars_vanish() {
-        assert!(Walk::new(&Shape::from([1, 1]), [&[7, 9][..]]).dims.is_empty());
-        assert_eq!(Walk::new(&Shape::from([5, 1, 2]), [&[0, 3, 0][..]]).dims[..], [10]);
+        assert!(StridedDims::new(&Shape::from([1, 1]), [&[7, 9][..]]).dims.is_empty());
+        assert_eq!(StridedDims::new(&Shape::from([5, 1, 2]), [&[0, 3, 0][..]]).dims[..], [10]);
     }
 
     #[test]
     fn reordered_for_a_transposed_result() {
-        let walk = Walk::new(&Shape::from([2, 3, 4]), [&[1, 2, 6][..], &[12, 4, 1], &[0, 1, 0]]);
+        let walk = StridedDims::new(&Shape::from([2, 3, 4]), [&[1, 2, 6][..], &[12, 4, 1], &[0, 1, 0]]);
         let ordered = walk.in_order_of(0).unwrap();
         assert_eq!((&ordered.dims[..], &ordered.strides[0][..]), (&[4, 3, 2][..], &[6, 2, 1][..]));
         assert_eq!((&ordered.strides[1][..], &ordered.strides[2][..]), (&[1, 4, 12][..], &[0, 1, 0][..]));
         assert!(walk.in_order_of(1).is_none() && ordered.in_order_of(0).is_none());
-        let both = Walk::new(&Shape::from([3, 4]), [&[1, 3][..], &[1, 3]]).in_order_of(0).unwrap();
+        let both = StridedDims::new(&Shape::from([3, 4]), [&[1, 3][..], &[1, 3]]).in_order_of(0).unwrap();
         assert_eq!(both.dims[..], [12], "dims merge once they are in order");
     }
 
@@ -147,7 +147,7 @@ mod tests {
     fn runs_visit_every_element_once_from_any_start() {
         let shape = Shape::from([3, 2, 5]);
         let strides = [20isize, -7, 3];
-        let walk = Walk::new(&shape, [&strides[..]]);
+        let walk = StridedDims::new(&shape, [&strides[..]]);
         let mut want = Vec::new();
         for i in 0..3 {
             for j in 0..2 {

@@ -141,10 +141,10 @@ impl Layout {
     }
 
     pub(crate) fn transpose(&self, a: usize, b: usize) -> Layout {
-        let mut turned = self.clone();
-        turned.shape.swap(a, b);
-        turned.strides.swap(a, b);
-        turned
+        let mut transposed = self.clone();
+        transposed.shape.swap(a, b);
+        transposed.strides.swap(a, b);
+        transposed
     }
 
     /// Dimension `dims[i]` becomes dimension `i`; `dims` must name each once.

@@ -11,7 +11,7 @@ use super::caching::caching_inside;
 use super::driver::MemoryKind;
 use super::driver::host::advise_huge;
 use super::staging::{self, PinnedBytes};
-use super::{Allocation, Home, Place, Storage, captured};
+use super::{Allocation, Backing, Place, Storage, captured};
 use crate::device::cpu::streaming::{LARGE, Streaming};
 use crate::device::cpu::{copy as small, parallel};
 use crate::device::opencl::{ClBuffer, ClDevice, capture};
@@ -69,7 +69,7 @@ pub(crate) fn with_host<R>(
     let mut last: Option<(&Allocation, bool)> = None;
     for &(allocation, write) in &order {
         let Some(lock) = allocation.host_lock() else {
-            if matches!(allocation.home, Home::Empty) {
+            if matches!(allocation.backing, Backing::Empty) {
                 continue;
             }
             return Err(Error::invalid("with_host", format!("storage is on {}", allocation.device())));
@@ -155,7 +155,7 @@ impl Storage {
     /// The buffer and the offset to enqueue work on. Empty storages have none, nor need it: callers launch nothing.
     #[inline(always)] // part of every launch, see `Tensor::place`
     pub(crate) fn cl(&self) -> Result<ClPlace<'_>> {
-        if let Home::OpenCl(device, lease) = &self.allocation().home {
+        if let Backing::OpenCl(device, lease) = &self.allocation().backing {
             if capture::is_recording(device.device()) {
                 captured::used(self, lease);
             }
@@ -170,7 +170,7 @@ impl Storage {
     /// Brings what is kept on the host back first.
     #[cold]
     fn not_cl(&self) -> Result<ClPlace<'_>> {
-        if let Home::OpenCl(_, lease) = &self.allocation().home
+        if let Backing::OpenCl(_, lease) = &self.allocation().backing
             && lease.is_spilled()
             && let Some(allocator) = caching_inside(lease.from.allocator())
         {
@@ -223,7 +223,7 @@ impl Storage {
 
     /// Copies bytes that are kept on the host, and reports faults as every read does; false where they are not there.
     fn read_spilled(&self, range: Range<usize>, dst: &mut [u8]) -> Result<bool> {
-        let Home::OpenCl(device, lease) = &self.allocation().home else { return Ok(false) };
+        let Backing::OpenCl(device, lease) = &self.allocation().backing else { return Ok(false) };
         if !lease.is_spilled() {
             return Ok(false);
         }

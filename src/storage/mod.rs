@@ -16,6 +16,7 @@ mod config;
 mod counters;
 mod direct;
 pub(crate) mod driver;
+mod exclusive_host;
 mod guard;
 mod history;
 mod logging;
@@ -26,12 +27,11 @@ mod pool;
 mod registry;
 mod scope;
 mod segment;
-mod sole;
 mod staging;
 mod stats;
 #[cfg(test)]
 mod tests;
-mod whole;
+mod unsplit;
 
 use std::cell::RefCell;
 use std::ffi::c_void;
@@ -52,6 +52,7 @@ pub(crate) use captured::Captured;
 pub use config::{Backend, Config, ConfigKey, SegmentSizes};
 pub use direct::DirectAllocator;
 pub use driver::{At, Call, Driver, Failure, Marker, Memory, Progress, Sim, SimOptions};
+pub(crate) use exclusive_host::ExclusiveHost;
 pub use guard::GuardAllocator;
 pub use history::{
     Annotation, BlockInfo, BlockState, Context, ContextLevel, CsvAction, CsvEvent, CsvLog, Fragmentation, Frame,
@@ -64,7 +65,6 @@ pub use pinned::{DurationStat, PinnedStats};
 pub use pool::{PoolAllocator, StorageType};
 pub use registry::{allocator, build_allocator, driver, set_allocator};
 pub use segment::Segment;
-pub(crate) use sole::Sole;
 pub use stats::{DeviceStats, PoolStats, Stat};
 
 use crate::device::{Stream, StreamId, opencl, opencl::ClDevice, stream};
@@ -96,7 +96,7 @@ impl Drop for Storage {
         // SAFETY: taken once, here, and not used again.
         let mut shared = unsafe { ManuallyDrop::take(&mut self.0) };
         if let Some(allocation) = alone(&mut shared) {
-            allocation.home = Home::Empty;
+            allocation.backing = Backing::Empty;
             let _ = SPARE.try_with(|spare| {
                 let mut spare = spare.borrow_mut();
                 if spare.len() < SPARES {
@@ -122,7 +122,7 @@ fn alone(shared: &mut Arc<Allocation>) -> Option<&mut Allocation> {
 #[cold]
 #[inline(never)]
 fn nothing() -> Arc<Allocation> {
-    Arc::new(Allocation { device: Device::Cpu, size: 0, version: AtomicU64::new(0), home: Home::Empty })
+    Arc::new(Allocation { device: Device::Cpu, size: 0, version: AtomicU64::new(0), backing: Backing::Empty })
 }
 
 /// What a thread keeps of storages that are gone, at most.
@@ -166,7 +166,7 @@ impl Storage {
         if stream.device() != self.device() {
             return Err(Error::DeviceMismatch { op: "record_stream", lhs: self.device(), rhs: stream.device() });
         }
-        if let Home::OpenCl(_, lease) = &self.0.home {
+        if let Backing::OpenCl(_, lease) = &self.0.backing {
             lease.from.allocator().record_stream(&lease.block, stream.id());
         }
         Ok(())
@@ -194,7 +194,7 @@ impl Storage {
     /// no driver.
     pub(crate) fn alloc(device: Device, bytes: usize) -> Result<Storage> {
         if bytes == 0 {
-            return Ok(Storage::new(device, 0, Home::Empty));
+            return Ok(Storage::new(device, 0, Backing::Empty));
         }
         let current = registry::current(device)?;
         let storage = Storage::raw(device, bytes, current)?;
@@ -207,7 +207,7 @@ impl Storage {
     /// `bytes` zero bytes.
     pub(crate) fn alloc_zeroed(device: Device, bytes: usize) -> Result<Storage> {
         if bytes == 0 {
-            return Ok(Storage::new(device, 0, Home::Empty));
+            return Ok(Storage::new(device, 0, Backing::Empty));
         }
         let storage = Storage::raw(device, bytes, registry::current(device)?)?;
         storage.fill(0, bytes, &[0])?;
@@ -217,28 +217,28 @@ impl Storage {
     #[inline]
     fn raw(device: Device, bytes: usize, current: &'static Current) -> Result<Storage> {
         let lease = Lease::new(device, bytes, current)?;
-        let home = match current.opened {
-            None => Home::Host(lease),
-            Some(opened) => Home::OpenCl(opened, lease),
+        let backing = match current.opened {
+            None => Backing::Host(lease),
+            Some(opened) => Backing::OpenCl(opened, lease),
         };
-        Ok(Storage::new(device, bytes, home))
+        Ok(Storage::new(device, bytes, backing))
     }
 
     /// A storage on the CPU device that owns the vector's elements where they are. The allocator does not count it.
     pub(crate) fn adopt<T: Element>(v: Vec<T>) -> Storage {
         let bytes = size_of_val(v.as_slice());
-        let home = match bytes {
-            0 => Home::Empty,
-            _ => Home::Adopted(Adopted::new(Bytes::Vector(HostMemory::from_vec(v)))),
+        let backing = match bytes {
+            0 => Backing::Empty,
+            _ => Backing::Adopted(Adopted::new(Bytes::Vector(HostMemory::from_vec(v)))),
         };
-        Storage::new(Device::Cpu, bytes, home)
+        Storage::new(Device::Cpu, bytes, backing)
     }
 
     /// A storage on the CPU device with unspecified contents, pinned for transfers to and from `device`; `None` where that
     /// one needs none, or none is left.
     pub(crate) fn pinned(device: Device, bytes: usize) -> Result<Option<Storage>> {
-        let home = |memory| Home::Adopted(Adopted::new(Bytes::Pinned(memory)));
-        Ok(staging::pin(device, bytes)?.map(|memory| Storage::new(Device::Cpu, bytes, home(memory))))
+        let backing = |memory| Backing::Adopted(Adopted::new(Bytes::Pinned(memory)));
+        Ok(staging::pin(device, bytes)?.map(|memory| Storage::new(Device::Cpu, bytes, backing(memory))))
     }
 
     /// Whether it is memory of the host pinned for this device's transfers.
@@ -247,13 +247,13 @@ impl Storage {
     }
 
     #[inline(always)] // what is moved in words and read in vectors waits for the stores
-    fn new(device: Device, size: usize, home: Home) -> Storage {
+    fn new(device: Device, size: usize, backing: Backing) -> Storage {
         let spare = SPARE.try_with(|spare| spare.borrow_mut().pop()).ok().flatten();
         let mut shared = spare.unwrap_or_else(nothing);
         let place = alone(&mut shared).expect("nobody else has a handle");
         (place.device, place.size, place.version) = (device, size, AtomicU64::new(0));
         // Nothing is there that would be dropped.
-        std::mem::forget(std::mem::replace(&mut place.home, home));
+        std::mem::forget(std::mem::replace(&mut place.backing, backing));
         Storage(ManuallyDrop::new(shared))
     }
 
@@ -298,12 +298,12 @@ pub struct Allocation {
     device: Device,
     size: usize,
     version: AtomicU64,
-    home: Home,
+    backing: Backing,
 }
 
-/// Where an allocation's bytes are.
-enum Home {
-    /// Nowhere: there are none.
+/// The memory that holds an allocation's bytes.
+enum Backing {
+    /// There are no bytes.
     Empty,
     Host(Lease),
     /// Host memory that came with a vector, or is pinned.
@@ -361,16 +361,16 @@ impl Allocation {
 
     /// The block; `None` for an empty allocation and for one that was taken over from the host.
     pub fn block(&self) -> Option<&Block> {
-        match &self.home {
-            Home::Empty | Home::Adopted(_) => None,
-            Home::Host(lease) | Home::OpenCl(_, lease) => Some(&lease.block),
+        match &self.backing {
+            Backing::Empty | Backing::Adopted(_) => None,
+            Backing::Host(lease) | Backing::OpenCl(_, lease) => Some(&lease.block),
         }
     }
 
     /// The pinned memory that it is in. It is to be [checked](staging::PinnedBytes::check) under the lock.
     fn pinned(&self) -> Option<&staging::PinnedBytes> {
-        match &self.home {
-            Home::Adopted(adopted) => match &adopted.memory {
+        match &self.backing {
+            Backing::Adopted(adopted) => match &adopted.memory {
                 Bytes::Pinned(pinned) => Some(pinned),
                 Bytes::Vector(_) => None,
             },
@@ -380,10 +380,10 @@ impl Allocation {
 
     /// What is locked while slices of the bytes exist; `None` where there are none in host memory.
     fn host_lock(&self) -> Option<&RwLock<()>> {
-        match &self.home {
-            Home::Host(lease) => Some(&lease.block.slot().lock),
-            Home::Adopted(adopted) => Some(&adopted.lock),
-            Home::Empty | Home::OpenCl(..) => None,
+        match &self.backing {
+            Backing::Host(lease) => Some(&lease.block.slot().lock),
+            Backing::Adopted(adopted) => Some(&adopted.lock),
+            Backing::Empty | Backing::OpenCl(..) => None,
         }
     }
 
@@ -396,14 +396,14 @@ impl Allocation {
     /// as the host lock is held, or the block pinned.
     fn host_range(&self) -> (NonNull<u8>, usize) {
         let nowhere = (NonNull::<Aligned>::dangling().cast(), 0);
-        match &self.home {
-            Home::Host(lease) => match &lease.block.segment().memory().0 {
+        match &self.backing {
+            Backing::Host(lease) => match &lease.block.segment().memory().0 {
                 // SAFETY: an allocator's blocks lie inside their segment.
                 MemoryKind::Host(m) => (unsafe { m.start().add(lease.block.offset()) }, self.size),
                 _ => nowhere, // set_allocator lets no other driver's allocator in
             },
-            Home::Adopted(adopted) => (adopted.memory.start(), self.size),
-            Home::Empty | Home::OpenCl(..) => nowhere,
+            Backing::Adopted(adopted) => (adopted.memory.start(), self.size),
+            Backing::Empty | Backing::OpenCl(..) => nowhere,
         }
     }
 }

@@ -12,7 +12,7 @@ use super::driver::Driver;
 use super::history::{HistoryOptions, Snapshot};
 use super::segment::Segment;
 use super::stats::DeviceStats;
-use super::whole::{Books, Unused, make, segment_size, snapshot};
+use super::unsplit::{Books, Unused, make, segment_size, snapshot};
 use crate::device::StreamId;
 use crate::{Device, Result};
 

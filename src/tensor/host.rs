@@ -6,7 +6,7 @@ use std::ops::{Deref, DerefMut};
 use ndarray::{ArrayViewD, ArrayViewMutD, IxDyn};
 
 use super::{Layout, Shape};
-use crate::storage::Sole;
+use crate::storage::ExclusiveHost;
 use crate::{Device, Element, Error, Result, Tensor};
 
 /// Values of a tensor in memory of the host, which nobody else sees: a slice, and an ndarray view, without a copy.
@@ -26,7 +26,7 @@ use crate::{Device, Element, Error, Result, Tensor};
 /// # Ok::<(), claystone::Error>(())
 /// ```
 pub struct HostArray<T: Element> {
-    elements: Sole<T>,
+    elements: ExclusiveHost<T>,
     layout: Layout,
 }
 
@@ -83,7 +83,7 @@ impl Tensor {
 impl<T: Element> HostArray<T> {
     fn new(op: &'static str, tensor: Tensor) -> Result<HostArray<T>> {
         let Tensor { storage, layout, .. } = tensor;
-        let elements = Sole::new(op, storage, layout.offset * size_of::<T>(), layout.numel())?;
+        let elements = ExclusiveHost::new(op, storage, layout.offset * size_of::<T>(), layout.numel())?;
         // ndarray refuses a shape without elements whose other sizes are too large for any.
         let shape = IxDyn(layout.shape.dims());
         ArrayViewD::from_shape(shape, &elements).map_err(|e| Error::invalid(op, e.to_string()))?;

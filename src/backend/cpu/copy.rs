@@ -2,7 +2,7 @@
 
 use bytemuck::Pod;
 
-use crate::backend::cpu::partition::{Dealt, deal};
+use crate::backend::cpu::partition::{Partition, partition};
 use crate::backend::problem::map::Launch;
 use crate::device::cpu::copy as small;
 use crate::device::cpu::streaming::{LARGE, Streaming};
@@ -41,13 +41,13 @@ fn copy<T: Pod + Send + Sync>(launch: &Launch, from: &[u8], to: &mut [u8]) {
     let last = |k: usize| walk.strides[k].last().copied().unwrap_or(1);
     let (step, to_step) = (last(0), last(1));
     let large = input.numel() * size_of::<T>() >= LARGE && to_step == 1;
-    deal(launch, &mut [to], |first, count, dealt, outs| {
+    partition(launch, &mut [to], |first, count, partition, outs| {
         let to: &mut [T] = bytemuck::cast_slice_mut(outs[0]);
-        let base = dealt.base(launch, 0, first);
+        let base = partition.base(launch, 0, first);
         let streaming = large.then(Streaming::new);
         walk.runs(first, count, |at, offsets, len| {
             let source = input.layout.offset.wrapping_add_signed(offsets[0]);
-            let target = if dealt == Dealt::Elements { at } else { (base + offsets[1]) as usize };
+            let target = if partition == Partition::Elements { at } else { (base + offsets[1]) as usize };
             if (step, to_step) != (1, 1) {
                 let row = Row { from: source, step, to: target, to_step, len };
                 return row.copy(from, to, streaming.as_ref());

@@ -30,15 +30,15 @@ const MANY: usize = 8 << 20;
 /// Pieces of what is computed from its end to its start: as few as leave the first one in that cache.
 const PIECES: usize = 3;
 
-/// Where an operand has the element of the result's element `i`.
+/// How an input is indexed when element `i` of the result is computed.
 #[derive(Clone, Copy, PartialEq)]
-pub(crate) enum Lies {
-    /// At `i`.
-    Each,
-    /// At `i` modulo the length of a row.
-    Rows(usize),
-    /// At 0.
-    One,
+pub(crate) enum OperandKind {
+    /// By `i`.
+    Contiguous,
+    /// By `i` modulo the length of a row, which is repeated.
+    RowBroadcast(usize),
+    /// By 0: one element for all.
+    Scalar,
 }
 
 /// Runs the launch if it is of this kind; gives whether it was. Shapes are not checked: what does not fit is not of this kind.
@@ -59,18 +59,22 @@ pub(crate) fn run(
     if !computes || count == 0 || !out.is_contiguous() {
         return Ok(false);
     }
-    let mut lies: SmallVec<[Option<Lies>; 3]> = SmallVec::new();
+    let mut lies: SmallVec<[Option<OperandKind>; 3]> = SmallVec::new();
     for t in inputs {
         match place(t, out) {
             Some(place) if t.dtype == out.dtype && !t.shares_storage(out) => lies.push(Some(place)),
-            Some(Lies::Each) if t.dtype == out.dtype && t.layout.offset == out.layout.offset => lies.push(None),
+            Some(OperandKind::Contiguous) if t.dtype == out.dtype && t.layout.offset == out.layout.offset => {
+                lies.push(None)
+            }
             _ => return Ok(false),
         }
     }
     // A row goes with an operand that has an element for each.
     let two = matches!(step.action, Action::Compute(Op::Binary(_)));
-    let each = |lies: &Option<Lies>| matches!(lies, Some(Lies::Each) | None);
-    if lies.iter().any(|l| matches!(l, Some(Lies::Rows(_)))) && !(two && lies.len() == 2 && lies.iter().any(each)) {
+    let each = |lies: &Option<OperandKind>| matches!(lies, Some(OperandKind::Contiguous) | None);
+    if lies.iter().any(|l| matches!(l, Some(OperandKind::RowBroadcast(_))))
+        && !(two && lies.len() == 2 && lies.iter().any(each))
+    {
         return Ok(false);
     }
     if matches!(out.dtype, DType::F16 | DType::BF16) {
@@ -91,19 +95,19 @@ pub(crate) fn run(
 }
 
 /// Where `t`, broadcast to the shape of `out`, has its elements, if it is in one piece and its dimensions are the last ones.
-pub(crate) fn place(t: &Tensor, out: &Tensor) -> Option<Lies> {
+pub(crate) fn place(t: &Tensor, out: &Tensor) -> Option<OperandKind> {
     let (dims, all) = (t.shape().dims(), out.shape().dims());
     if t.layout.lies_like(&out.layout, 1) && t.device() == out.device() {
-        return out.is_contiguous().then_some(Lies::Each); // almost always
+        return out.is_contiguous().then_some(OperandKind::Contiguous); // almost always
     }
     let ones = dims.iter().take_while(|&&d| d == 1).count();
     if t.device() != out.device() || dims.len() > all.len() || !all.ends_with(&dims[ones..]) || !t.is_contiguous() {
         return None;
     }
     match t.numel() {
-        n if n == out.numel() => Some(Lies::Each),
-        1 => Some(Lies::One),
-        n => Some(Lies::Rows(n)),
+        n if n == out.numel() => Some(OperandKind::Contiguous),
+        1 => Some(OperandKind::Scalar),
+        n => Some(OperandKind::RowBroadcast(n)),
     }
 }
 
@@ -210,7 +214,7 @@ struct Launch<'a> {
     program: &'a Program,
     inputs: &'a [&'a Tensor],
     /// None: there, it is the one that is changed.
-    lies: &'a [Option<Lies>],
+    lies: &'a [Option<OperandKind>],
     scalars: &'a [Scalar],
     out: &'a Tensor,
     streamed: bool,
@@ -263,7 +267,11 @@ impl Launch<'_> {
 
     /// Whether it changes one of two operands by the other where it is, without a copy.
     fn updates(&self) -> bool {
-        let others = matches!(self.lies, [None, Some(Lies::Each | Lies::One)] | [Some(Lies::Each | Lies::One), None]);
+        let others = matches!(
+            self.lies,
+            [None, Some(OperandKind::Contiguous | OperandKind::Scalar)]
+                | [Some(OperandKind::Contiguous | OperandKind::Scalar), None]
+        );
         others && matches!(self.program.steps().list[0].action, Action::Compute(Op::Binary(op)) if updates(op))
     }
 
@@ -297,9 +305,9 @@ impl Launch<'_> {
                 &bytemuck::cast_slice(bytes)[t.layout.offset..]
             };
             inputs.push(match *lies {
-                Some(Lies::Each) => TileIn::Slice(&elements()[first..first + len]),
-                Some(Lies::Rows(n)) => TileIn::Rows(&elements()[..n], first % n),
-                Some(Lies::One) => TileIn::Scalar(elements()[0]),
+                Some(OperandKind::Contiguous) => TileIn::Slice(&elements()[first..first + len]),
+                Some(OperandKind::RowBroadcast(n)) => TileIn::Rows(&elements()[..n], first % n),
+                Some(OperandKind::Scalar) => TileIn::Scalar(elements()[0]),
                 None => before,
             });
         }

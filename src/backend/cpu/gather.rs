@@ -8,7 +8,7 @@ use crate::backend::cpu::interpreter::TILE;
 use crate::backend::cpu::scalar::Lane;
 use crate::device::count_launch;
 use crate::device::cpu::parallel;
-use crate::layout::collapse::Walk;
+use crate::layout::collapse::StridedDims;
 use crate::storage::with_host;
 use crate::tensor::Layout;
 use crate::{DType, Error, Result, Tensor};
@@ -67,7 +67,7 @@ pub(crate) fn check(
     wraps: bool,
 ) -> Result<()> {
     let shape = layout.shape.dims().iter().zip(&layout.strides).map(|(&n, &s)| if s == 0 { 1 } else { n }).collect();
-    let walk = Walk::new(&shape, [&layout.strides[..]]);
+    let walk = StridedDims::new(&shape, [&layout.strides[..]]);
     let indices = Indices { dtype: t.dtype, bytes };
     let (stride, count) = (walk.strides[0].last().copied().unwrap_or(0), shape.numel());
     let low = if wraps { -(size as i64) } else { 0 };
@@ -93,7 +93,7 @@ pub(crate) fn check(
 }
 
 /// Elements `first..` of operand k of the walk.
-fn read<C: Lane>(t: &Tensor, bytes: &[u8], layout: &Layout, walk: &Walk, k: usize, first: usize, out: &mut [C]) {
+fn read<C: Lane>(t: &Tensor, bytes: &[u8], layout: &Layout, walk: &StridedDims, k: usize, first: usize, out: &mut [C]) {
     let stride = walk.strides[k].last().copied().unwrap_or(0);
     walk.runs(first, out.len(), |at, offsets, n| {
         let start = layout.offset as isize + offsets[k];
@@ -146,7 +146,7 @@ pub(crate) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
 fn gather_as<T: bytemuck::Pod + Send + Sync>(g: &Indexed, reads: &[&[u8]], out: &mut [T]) -> bool {
     let x: &[T] = bytemuck::cast_slice(reads[0]);
     let indices = Indices { dtype: g.index.dtype, bytes: reads[1] };
-    let walk = Walk::new(&g.x_layout.shape, [&g.x_layout.strides[..], &g.index_layout.strides[..]]);
+    let walk = StridedDims::new(&g.x_layout.shape, [&g.x_layout.strides[..], &g.index_layout.strides[..]]);
     let steps = [0, 1].map(|k| walk.strides[k].last().copied().unwrap_or(0));
     let count = g.x_layout.numel();
     let bad = AtomicBool::new(false);
@@ -209,7 +209,7 @@ pub(crate) fn linear(
     count_launch();
     with_host(&[&index.storage], &[&out.storage], |reads, writes| {
         check(op, index, reads[0], &index.layout, size, true)?;
-        let walk = Walk::new(index.shape(), [index.strides()]);
+        let walk = StridedDims::new(index.shape(), [index.strides()]);
         let out: &mut [i64] = &mut bytemuck::cast_slice_mut(&mut *writes[0])[..index.numel()];
         let mut tile = [0i64; TILE];
         for (k, out) in out.chunks_mut(TILE).enumerate() {
@@ -227,7 +227,7 @@ pub(crate) fn one_hot(op: &'static str, t: &Tensor, out: &Tensor, classes: usize
     count_launch();
     with_host(&[&t.storage], &[&out.storage], |reads, writes| {
         check(op, t, reads[0], &t.layout, classes, false)?;
-        let walk = Walk::new(t.shape(), [t.strides()]);
+        let walk = StridedDims::new(t.shape(), [t.strides()]);
         let mut indices = vec![0i64; t.numel()];
         read(t, reads[0], &t.layout, &walk, 0, 0, &mut indices);
         let out: &mut [i64] = bytemuck::cast_slice_mut(&mut *writes[0]);

@@ -8,7 +8,7 @@ use bytemuck::Pod;
 use smallvec::SmallVec;
 
 use crate::backend::cpu::convert::{load_tile, store_tile};
-use crate::backend::cpu::flat::{Lies, place};
+use crate::backend::cpu::flat::{OperandKind, place};
 use crate::backend::cpu::gemm::floats;
 use crate::backend::cpu::interpreter::{Scratch, TILE, Tile, TileIn};
 use crate::backend::problem::gemm::{BIASED, Gemm, Operand, Plan, RELU, SLOPE};
@@ -50,9 +50,9 @@ impl Epilogue<'_> {
     /// it was.
     pub(crate) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
         let dtype = outs[0].dtype;
-        let mut lies: SmallVec<[Lies; 2]> = SmallVec::new();
+        let mut lies: SmallVec<[OperandKind; 2]> = SmallVec::new();
         for t in g.extras {
-            let converted = |lie| t.dtype == DType::F32 || (is_float(t.dtype) && lie != Lies::Each);
+            let converted = |lie| t.dtype == DType::F32 || (is_float(t.dtype) && lie != OperandKind::Contiguous);
             match place(t, &outs[0]) {
                 Some(lie) if converted(lie) && !outs.iter().any(|out| t.shares_storage(out)) => lies.push(lie),
                 _ => return Ok(false),
@@ -139,7 +139,7 @@ fn compute<T: Pod + Send + Sync>(
     g: &Gemm,
     plan: &Plan,
     program: Arc<Program>,
-    lies: &[Lies],
+    lies: &[OperandKind],
     outs: &[Tensor],
 ) -> Result<()> {
     let reads: SmallVec<[&Storage; 4]> = [g.a, g.b].iter().chain(g.extras).map(|t| &t.storage).collect();
@@ -178,16 +178,16 @@ fn compute<T: Pod + Send + Sync>(
 }
 
 impl<'a> Extra<'a> {
-    fn new(t: &Tensor, lies: Lies, bytes: &'a [u8]) -> Extra<'a> {
+    fn new(t: &Tensor, lies: OperandKind, bytes: &'a [u8]) -> Extra<'a> {
         let converted = |n: usize| {
             let mut elements = vec![0f32; n];
             load_tile(t.dtype, bytes, t.layout.offset, 1, &mut elements);
             elements
         };
         match lies {
-            Lies::Each => Extra::Each(&bytemuck::cast_slice(bytes)[t.layout.offset..]),
-            Lies::Rows(row) => Extra::Rows(converted(row).repeat(TILE.div_ceil(row) + 1), row),
-            Lies::One => Extra::One(converted(1)[0]),
+            OperandKind::Contiguous => Extra::Each(&bytemuck::cast_slice(bytes)[t.layout.offset..]),
+            OperandKind::RowBroadcast(row) => Extra::Rows(converted(row).repeat(TILE.div_ceil(row) + 1), row),
+            OperandKind::Scalar => Extra::One(converted(1)[0]),
         }
     }
 }

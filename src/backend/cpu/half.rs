@@ -3,7 +3,7 @@
 
 use smallvec::SmallVec;
 
-use crate::backend::cpu::flat::Lies;
+use crate::backend::cpu::flat::OperandKind;
 use crate::backend::cpu::map as cpu_map;
 use crate::backend::cpu::scalar::Lane;
 use crate::backend::cpu::steps::Action;
@@ -31,18 +31,18 @@ enum Operand<'a> {
 pub(crate) fn run(
     program: &Program,
     inputs: &[&Tensor],
-    lies: &[Option<Lies>],
+    lies: &[Option<OperandKind>],
     scalars: &[Scalar],
     out: &Tensor,
 ) -> Result<bool> {
     let [step] = &program.steps().list[..] else { return Ok(false) };
     let Action::Compute(Op::Binary(op)) = step.action else { return Ok(false) };
-    let fits = |lies: &Option<Lies>| match *lies {
-        Some(Lies::Rows(n)) => n >= SHORTEST_ROW,
+    let fits = |lies: &Option<OperandKind>| match *lies {
+        Some(OperandKind::RowBroadcast(n)) => n >= SHORTEST_ROW,
         Some(_) => true,
         None => false,
     };
-    if !is_cheap(op) || !lies.iter().all(fits) || !lies.contains(&Some(Lies::Each)) {
+    if !is_cheap(op) || !lies.iter().all(fits) || !lies.contains(&Some(OperandKind::Contiguous)) {
         return Ok(false);
     }
     count_launch();
@@ -52,8 +52,8 @@ pub(crate) fn run(
             Value::Input(k) => {
                 let elements: &[u16] = &bytemuck::cast_slice(reads[k])[inputs[k].layout.offset..];
                 match lies[k] {
-                    Some(Lies::Rows(n)) => Operand::Rows(&elements[..n]),
-                    Some(Lies::Each) => Operand::Each(elements),
+                    Some(OperandKind::RowBroadcast(n)) => Operand::Rows(&elements[..n]),
+                    Some(OperandKind::Contiguous) => Operand::Each(elements),
                     _ => Operand::One(match out.dtype {
                         DType::F16 => half::f16::from_bits(elements[0]).to_f32(),
                         _ => half::bf16::from_bits(elements[0]).to_f32(),

@@ -79,7 +79,7 @@ impl<'a> Rows<'a> {
 }
 
 /// Calls `job(first, rows)` for rows of `out` that together are all, on as many threads as they are worth.
-fn deal(x: &Tensor, out: &Tensor, to: &mut [u8], job: impl Fn(usize, &mut [u8]) + Sync) {
+fn partition(x: &Tensor, out: &Tensor, to: &mut [u8], job: impl Fn(usize, &mut [u8]) + Sync) {
     let dims = out.shape().dims();
     let (height, work) = (dims[2], x.numel().max(out.numel()));
     let mut together = (JOB * (out.numel() / dims[3]) / work).max(1);
@@ -99,7 +99,7 @@ fn picked<T: Pod + Send + Sync>(resize: &Resize, rows: Rows, out: &Tensor, to: &
     let [down, across] = [(resize.rows, height), (resize.columns, width)]
         .map(|(places, n)| -> Vec<usize> { (0..n).map(|o| places.map_or(o, |places| places.at(o).0)).collect() });
     let from: &[T] = bytemuck::cast_slice(rows.bytes);
-    deal(rows.x, out, to, |first, to| {
+    partition(rows.x, out, to, |first, to| {
         let to: &mut [T] = bytemuck::cast_slice_mut(to);
         let (mut rows, mut last) = (rows, None);
         for r in 0..to.len() / width {
@@ -150,13 +150,13 @@ fn computed<C: Lane>(resize: &Resize, rows: Rows, out: &Tensor, to: &mut [u8], t
     let line = || vec![zero; rows.len()];
     if transposed {
         let [down, across] = [resize.rows, resize.columns].map(|places| places.map(|places| Shares::new(&places)));
-        deal(rows.x, out, to, |first, to| {
+        partition(rows.x, out, to, |first, to| {
             let job = Gather { rows, height, down: &down, across: &across, line: line(), sums: line() };
             pieces(first, to, Job::Gather(job));
         });
     } else {
         let [down, across] = [resize.rows, resize.columns].map(|places| places.map(|places| Mix::all(&places)));
-        deal(rows.x, out, to, |first, to| {
+        partition(rows.x, out, to, |first, to| {
             let held = [0; 2].map(|_| (None, vec![zero; width]));
             pieces(
                 first,

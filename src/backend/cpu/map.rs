@@ -8,7 +8,7 @@ use smallvec::SmallVec;
 use crate::backend::cpu::convert::{load_tile, store_tile};
 use crate::backend::cpu::copy as cpu_copy;
 use crate::backend::cpu::interpreter::{LINE, Scratch, TILE, Tile, TileIn, aligned};
-use crate::backend::cpu::partition::{Dealt, deal};
+use crate::backend::cpu::partition::{Partition, partition};
 use crate::backend::cpu::scalar::Lane;
 use crate::backend::cpu::transpose::{Transpose, straightened};
 use crate::backend::cpu::{flat, masks};
@@ -113,8 +113,8 @@ fn run_ordered(launch: &Launch) -> Result<()> {
 
 fn run_as<C: Lane>(launch: &Launch, sources: &[Source], reads: &[&[u8]], writes: &mut [&mut [u8]]) -> bool {
     let divided_by_zero = AtomicBool::new(false);
-    deal(launch, writes, |first, count, dealt, outs| {
-        if (Job { launch, sources, reads, dealt }).run::<C>(first, count, outs) {
+    partition(launch, writes, |first, count, partition, outs| {
+        if (Job { launch, sources, reads, partition }).run::<C>(first, count, outs) {
             divided_by_zero.store(true, Ordering::Relaxed);
         }
     });
@@ -126,7 +126,7 @@ struct Job<'a> {
     launch: &'a Launch<'a>,
     sources: &'a [Source],
     reads: &'a [&'a [u8]],
-    dealt: Dealt,
+    partition: Partition,
 }
 
 impl Job<'_> {
@@ -145,7 +145,7 @@ impl Job<'_> {
     /// The length of a row, where all rows of an operand are the same, or follow one another, or it is one element. 1 where
     /// none is of the first kind, and the whole cannot be one tile.
     fn repeats(&self) -> Option<usize> {
-        if self.dealt != Dealt::Elements {
+        if self.partition != Partition::Elements {
             return None;
         }
         let walk = &self.launch.walk;
@@ -259,15 +259,15 @@ impl Job<'_> {
         divided_by_zero
     }
 
-    /// [`Dealt::base`] of every result.
+    /// [`Partition::base`] of every result.
     fn bases(&self, first: usize) -> SmallVec<[isize; 2]> {
-        (0..self.launch.outputs.len()).map(|j| self.dealt.base(self.launch, j, first)).collect()
+        (0..self.launch.outputs.len()).map(|j| self.partition.base(self.launch, j, first)).collect()
     }
 
     /// Where result `j` has the job's element `at`, which the walk has at `offsets`.
     fn place(&self, j: usize, at: usize, bases: &[isize], offsets: &[isize]) -> usize {
-        match self.dealt {
-            Dealt::Elements => at,
+        match self.partition {
+            Partition::Elements => at,
             _ => (bases[j] + offsets[self.launch.inputs.len() + j]) as usize,
         }
     }
@@ -276,7 +276,7 @@ impl Job<'_> {
     fn convert<C: Lane>(&self, first: usize, count: usize, outs: &mut [&mut [u8]]) {
         let (walk, input, output) = (&self.launch.walk, &self.launch.inputs[0], self.launch.outputs[0]);
         let last = |k: usize| walk.strides[k].last().copied().unwrap_or(1);
-        let (step, to_step) = (last(0), if self.dealt == Dealt::Elements { 1 } else { last(1) });
+        let (step, to_step) = (last(0), if self.partition == Partition::Elements { 1 } else { last(1) });
         let (bases, from) = (self.bases(first), self.reads[0]);
         let (mut tile, same) = ([C::from_i32(0); TILE], C::COMPUTE.dtype());
         walk.runs(first, count, |at, offsets, len| {
@@ -305,7 +305,7 @@ impl Job<'_> {
         let mut scratch = Scratch::<C>::new();
         let step = |k: usize| walk.strides[k].last().copied().unwrap_or(0);
         let row = walk.dims.last().copied().unwrap_or(1).max(1);
-        let elements = self.dealt == Dealt::Elements;
+        let elements = self.partition == Partition::Elements;
         // Results of the type computed in go straight to their place, or are streamed there.
         let in_rows = |j: usize| row >= WORTH_A_TILE && step(inputs.len() + j) == 1;
         let same = |j: usize| outputs[j].dtype == C::COMPUTE.dtype() && (elements || in_rows(j));

@@ -273,7 +273,7 @@ fn in_order<C: Lane>(rows: &Rows) -> Result<()> {
         parts.extend(columns.iter_mut().map(|columns| &mut **columns));
         let sizes = [together * n * size, together * each, together * each, 2 * n * each];
         parallel::for_each_chunks(&mut parts, &sizes, |i, parts| {
-            let [y_part, a, b, columns @ ..] = parts else { unreachable!("three at least are dealt out") };
+            let [y_part, a, b, columns @ ..] = parts else { unreachable!("three at least are partitioned") };
             let columns: &mut [C] = columns.first_mut().map_or(&mut [], |bytes| bytemuck::cast_slice_mut(bytes));
             columns.fill(C::from_i32(0));
             let numbers = [&mut **a, &mut **b].map(bytemuck::cast_slice_mut::<u8, C>);

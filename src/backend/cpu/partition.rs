@@ -1,11 +1,11 @@
-//! Results dealt out to threads: as slices of their elements, or, where they do not lie in one piece, cut between rows.
+//! Partitions results among threads: as slices of their elements, or, where they do not lie in one piece, cut between rows.
 
 use smallvec::SmallVec;
 
 use crate::backend::cpu::interpreter::TILE;
 use crate::backend::problem::map::Launch;
 use crate::device::cpu::{parallel, threads};
-use crate::layout::collapse::Walk;
+use crate::layout::collapse::StridedDims;
 
 /// Tiles a job of the pool computes, at least and at most: enough to hide what handing it over costs, and not so many
 /// that threads wait for the last.
@@ -19,30 +19,30 @@ pub(crate) fn step(count: usize) -> usize {
     (count / (JOBS * threads()) / TILE + 1).clamp(TILES_A_JOB, MOST_TILES_A_JOB) * TILE
 }
 
-/// What a job has of each result.
+/// Which part of each result a job is given.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Dealt {
+pub(crate) enum Partition {
     /// Exactly its elements.
     Elements,
-    /// The bytes from its first element on, with what lies between the elements.
+    /// The bytes from its first element to its last, with the gaps between its elements.
     Rows,
     /// The whole storage.
     Storage,
 }
 
-impl Dealt {
+impl Partition {
     /// Where result `j` of a job that begins with element `first` has the element at `offsets` of the walk: this much on.
     pub(crate) fn base(self, launch: &Launch, j: usize, first: usize) -> isize {
         match self {
-            Dealt::Elements => 0,
-            Dealt::Rows => -launch.walk.offsets(first)[launch.inputs.len() + j],
-            Dealt::Storage => launch.outputs[j].layout.offset as isize,
+            Partition::Elements => 0,
+            Partition::Rows => -launch.walk.offsets(first)[launch.inputs.len() + j],
+            Partition::Storage => launch.outputs[j].layout.offset as isize,
         }
     }
 }
 
 /// Elements from the first of operand `k` to its last, if those of one index of the first dimension end before the next's begin.
-fn extent(walk: &Walk, k: usize) -> Option<usize> {
+fn extent(walk: &StridedDims, k: usize) -> Option<usize> {
     let (dims, strides) = (&walk.dims, &walk.strides[k]);
     if dims.is_empty() || strides.iter().any(|&s| s < 0) {
         return None;
@@ -53,10 +53,10 @@ fn extent(walk: &Walk, k: usize) -> Option<usize> {
 }
 
 /// Calls `job(first, count, what it has, results)` for elements that together are all, on as many threads as they are worth.
-pub(crate) fn deal(
+pub(crate) fn partition(
     launch: &Launch,
     writes: &mut [&mut [u8]],
-    job: impl Fn(usize, usize, Dealt, &mut [&mut [u8]]) + Sync,
+    job: impl Fn(usize, usize, Partition, &mut [&mut [u8]]) + Sync,
 ) {
     let Launch { inputs, outputs, walk, .. } = launch;
     let count = outputs[0].numel();
@@ -64,16 +64,16 @@ pub(crate) fn deal(
     let results = inputs.len()..inputs.len() + outputs.len();
     // What a job has: so many units of `unit` elements, which lie `pitch` apart; and how far it is from the first to the last.
     let mut cuts: SmallVec<[(usize, usize); 2]> = SmallVec::new();
-    let (dealt, unit) = if results.clone().all(|k| walk.is_contiguous(k)) {
+    let (partition, unit) = if results.clone().all(|k| walk.is_contiguous(k)) {
         results.for_each(|_| cuts.push((1, count)));
-        (Dealt::Elements, 1)
+        (Partition::Elements, 1)
     } else {
         let extents = results.map(|k| Some((walk.strides[k].first().copied()? as usize, extent(walk, k)?)));
         let Some(rows) = extents.collect::<Option<_>>().filter(|_| count > step) else {
-            return job(0, count, Dealt::Storage, writes);
+            return job(0, count, Partition::Storage, writes);
         };
         cuts = rows;
-        (Dealt::Rows, walk.dims[1..].iter().product())
+        (Partition::Rows, walk.dims[1..].iter().product())
     };
     let units = step.div_ceil(unit);
     let mut parts: SmallVec<[&mut [u8]; 2]> = SmallVec::new();
@@ -85,7 +85,7 @@ pub(crate) fn deal(
     }
     parallel::for_each_chunks(&mut parts, &sizes, |i, outs| {
         let first = i * units * unit;
-        job(first, (units * unit).min(count - first), dealt, outs);
+        job(first, (units * unit).min(count - first), partition, outs);
     });
 }
 
@@ -96,7 +96,7 @@ mod tests {
 
     #[test]
     fn only_rows_that_lie_one_after_another_are_cut() {
-        let of = |dims: &[usize], strides: &[isize]| extent(&Walk::new(&Shape::from(dims), [strides]), 0);
+        let of = |dims: &[usize], strides: &[isize]| extent(&StridedDims::new(&Shape::from(dims), [strides]), 0);
         assert_eq!(of(&[5], &[3]), Some(13));
         assert_eq!(of(&[4, 3], &[10, 1]), Some(33));
         assert_eq!(of(&[4, 3], &[3, 1]), Some(12));

@@ -9,7 +9,7 @@ use crate::backend::problem::index::Combine;
 use crate::device::count_launch;
 use crate::device::cpu::bands::for_each_band;
 use crate::device::cpu::{parallel, threads};
-use crate::layout::collapse::Walk;
+use crate::layout::collapse::StridedDims;
 use crate::storage::with_host;
 use crate::tensor::Layout;
 use crate::{DType, Result, Tensor};
@@ -31,7 +31,7 @@ pub(crate) fn scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &L
         let write = Write {
             g,
             indices: Indices { dtype: g.index.dtype, bytes: reads[1] },
-            walk: Walk::new(&g.x_layout.shape, strides),
+            walk: StridedDims::new(&g.x_layout.shape, strides),
             starts: [&g.x_layout, &g.index_layout, layout].map(|l| l.offset as isize),
             count: g.x_layout.numel(),
         };
@@ -70,7 +70,7 @@ struct Write<'a> {
     g: &'a Indexed<'a>,
     indices: Indices<'a>,
     /// Over source, index and target, whose stride is 0 along the indexed dim.
-    walk: Walk,
+    walk: StridedDims,
     starts: [isize; 3],
     count: usize,
 }
@@ -166,8 +166,10 @@ impl Write<'_> {
     ) {
         let (g, walk, pitch) = (self.g, &self.walk, self.g.step as usize);
         let outer = walk.dims.len() - 1;
-        let over =
-            Walk { dims: walk.dims[..outer].into(), strides: walk.strides.iter().map(|s| s[..outer].into()).collect() };
+        let over = StridedDims {
+            dims: walk.dims[..outer].into(),
+            strides: walk.strides.iter().map(|s| s[..outer].into()).collect(),
+        };
         let [step, index_step] = [0, 1].map(|k| walk.strides[k][outer]);
         let [next, index_next] = [0, 1].map(|k| over.strides[k].last().copied().unwrap_or(0));
         let lines = self.count / columns;

@@ -10,7 +10,7 @@ use crate::backend::problem::softmax::RowOp;
 
 /// Rows of a block.
 pub(crate) const LANES: usize = 64;
-/// The longest rows that are turned: a block of longer ones would displace too much of the first-level cache.
+/// The longest rows that are transposed into registers: a block of longer ones would not fit in the L1 cache.
 const SHORT: usize = 64;
 
 /// Whether as many rows of n elements are done sooner in blocks, which take as long with few rows as with many.

@@ -1,4 +1,4 @@
-//! Row operations on the CPU: a row at a time in the compute type, short ones a block at a time ([`turned`]), those that lie side
+//! Row operations on the CPU: a row at a time in the compute type, short ones a block at a time ([`short_rows`]), those that lie side
 //! by side an element of each at a time ([`crate::backend::cpu::strided_rows`]); shared out among the team's threads.
 
 use pulp::{Arch, Simd, WithSimd};
@@ -8,7 +8,7 @@ use crate::backend::cpu::accumulate::{Add, Max, fold, fold_in, fold_map};
 use crate::backend::cpu::convert::{load_tile, store_tile};
 use crate::backend::cpu::scalar::Lane;
 use crate::backend::cpu::short_rows::{LANES, Place, Turned, TurnedEntropy};
-use crate::backend::cpu::{short_rows as turned, strided_rows as across};
+use crate::backend::cpu::{short_rows, strided_rows};
 use crate::backend::problem::cross_entropy::{CrossEntropy, LossReduction};
 use crate::backend::problem::softmax::{Mask, RowOp, Rows};
 use crate::device::count_launch;
@@ -60,7 +60,7 @@ pub(crate) struct Job<'a> {
 }
 
 impl Job<'_> {
-    /// Stretches of the output that hold whole rows are dealt out.
+    /// The output is partitioned into stretches that hold whole rows.
     fn run<C: Lane>(&self, out: &mut [u8]) {
         let length = if self.kind == RowOp::LogSumExp { 1 } else { self.rows.n };
         let stretch = (self.inner * length).max(1);
@@ -71,19 +71,20 @@ impl Job<'_> {
                 1 => self.rows.walk.dims.len() <= 1,
                 inner => self.rows.walk.dims.last().is_some_and(|&last| last % inner == 0),
             };
-        let whole = self.inner * n <= across::PIECE;
-        let short = even && if self.inner == 1 { turned::pays(count, n) } else { whole && turned::pays(self.inner, n) };
-        if even && !short && self.inner >= across::NARROW {
-            return self.across::<C>(out);
+        let whole = self.inner * n <= strided_rows::PIECE;
+        let short =
+            even && if self.inner == 1 { short_rows::pays(count, n) } else { whole && short_rows::pays(self.inner, n) };
+        if even && !short && self.inner >= strided_rows::NARROW {
+            return self.strided_rows::<C>(out);
         }
         let least = match short {
             true if self.inner == 1 && count * n <= JOB => count,
-            true if self.inner == 1 => turned::rows_of(BLOCKS, n),
+            true if self.inner == 1 => short_rows::rows_of(BLOCKS, n),
             _ => JOB.div_ceil(self.inner * n).max(1),
         };
         let size = self.out.dtype.size();
         parallel::for_each_chunk(out, stretch * least * size, |i, part| match short {
-            true => self.turned::<C>(i * least * self.inner, part),
+            true => self.short_rows::<C>(i * least * self.inner, part),
             false => self.part::<C>(i * least * self.inner, part),
         });
     }
@@ -92,14 +93,14 @@ impl Job<'_> {
     fn part<C: Lane>(&self, first: usize, out: &mut [u8]) {
         let (n, inner, rows) = (self.rows.n, self.inner, self.rows);
         let zero = C::from_i32(0);
-        let mask = rows.sight.mask;
+        let mask = rows.mask.kind;
         let two = matches!(self.kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad) || mask != Mask::None;
         let (mut one, mut other) = (Vec::new(), Vec::new());
         let mut compute = |i: usize, row: &mut [C]| {
             let at = rows.walk.offsets(first + i);
             let from = self.row(self.x, 0, at[0], &mut one);
             let other = if two { self.row(self.z, 2, at[2], &mut other) } else { &[] };
-            let from = &from[..rows.sight.of(first + i, n)];
+            let from = &from[..rows.mask.visible(first + i, n)];
             Arch::new().dispatch(OnRow { kind: self.kind, from, row, other, mask })
         };
         let length = if self.kind == RowOp::LogSumExp { 1 } else { n };
@@ -118,7 +119,7 @@ impl Job<'_> {
     }
 
     /// [`part`](Self::part), a block at a time.
-    fn turned<C: Lane>(&self, first: usize, out: &mut [u8]) {
+    fn short_rows<C: Lane>(&self, first: usize, out: &mut [u8]) {
         let (n, rows) = (self.rows.n, self.rows);
         let length = if self.kind == RowOp::LogSumExp { 1 } else { n };
         let mut buffer = vec![C::from_i32(0); 2 * n * LANES];
@@ -134,16 +135,16 @@ impl Job<'_> {
         for (i, out) in out.chunks_mut(together * length * size).enumerate() {
             for lane in (0..together).step_by(LANES) {
                 let (first, count) = (first + i * together + lane, LANES.min(together - lane));
-                turned::load(self.x.dtype, self.bytes[0], place(self.x, 0, first), columns, count);
+                short_rows::load(self.x.dtype, self.bytes[0], place(self.x, 0, first), columns, count);
                 if matches!(self.kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad) {
-                    turned::load(self.z.dtype, self.bytes[1], place(self.z, 2, first), others, count);
+                    short_rows::load(self.z.dtype, self.bytes[1], place(self.z, 2, first), others, count);
                 }
                 Arch::new().dispatch(Turned { kind: self.kind, columns: &mut *columns, others: &mut *others });
                 let to = match self.inner {
                     1 => Place { start: lane * length, row: length as isize, element: 1 },
                     inner => Place { start: lane, row: 1, element: inner as isize },
                 };
-                turned::store(self.out.dtype, &columns[..length], out, to, count);
+                short_rows::store(self.out.dtype, &columns[..length], out, to, count);
             }
         }
     }
@@ -354,7 +355,7 @@ fn entropy<C: Lane>(
     let (zero, steps, size) = (C::from_i32(0), x.strides(), x.dtype.size());
     let scale = grad.is_some().then(|| C::from_i32(1).div(count));
     let rows = (PIECE / classes.max(1)).clamp(1, LANES);
-    let short = turned::pays(targets.len(), classes);
+    let short = short_rows::pays(targets.len(), classes);
     let mut losses = vec![zero; targets.len()];
     // Losses of rows from `first` on, and their gradients where wanted.
     let part = |first: usize, losses: &mut [C], mut grad: Option<&mut [u8]>| {
@@ -365,7 +366,7 @@ fn entropy<C: Lane>(
             let start = (x.layout.offset as isize + first as isize * steps[0]) as usize;
             if short {
                 let columns = buffer.as_chunks_mut().0;
-                turned::load(x.dtype, bytes, Place { start, row: steps[0], element: steps[1] }, columns, n);
+                short_rows::load(x.dtype, bytes, Place { start, row: steps[0], element: steps[1] }, columns, n);
                 Arch::new().dispatch(TurnedEntropy { columns, targets, counts, losses, scale });
             } else {
                 for (i, row) in buffer.chunks_mut(classes).take(n).enumerate() {
@@ -379,7 +380,7 @@ fn entropy<C: Lane>(
             match short {
                 true => {
                     let to = Place { start, row: classes as isize, element: 1 };
-                    turned::store(x.dtype, buffer.as_chunks().0, grad, to, n);
+                    short_rows::store(x.dtype, buffer.as_chunks().0, grad, to, n);
                 }
                 false => store_tile(x.dtype, &buffer[..n * classes], grad, start, 1),
             }
@@ -391,7 +392,7 @@ fn entropy<C: Lane>(
         let mut data: SmallVec<[&mut [u8]; 2]> = SmallVec::new();
         data.push(bytemuck::cast_slice_mut(&mut losses));
         data.extend(grad.map(|grad| &mut grad[..targets.len() * classes * size]));
-        let piece = if short { turned::rows_of(BLOCKS, classes) } else { rows };
+        let piece = if short { short_rows::rows_of(BLOCKS, classes) } else { rows };
         let sizes = &[piece * size_of::<C>(), piece * classes * size][..data.len()];
         parallel::for_each_chunks(&mut data, sizes, |i, chunks| {
             let (losses, grad) = chunks.split_first_mut().expect("the losses at least");

@@ -5,7 +5,7 @@ use crate::backend::cpu::lines::each;
 use crate::backend::cpu::scalar::Lane;
 use crate::device::count_launch;
 use crate::device::cpu::parallel;
-use crate::layout::collapse::Walk;
+use crate::layout::collapse::StridedDims;
 use crate::storage::with_host;
 use crate::tensor::Layout;
 use crate::{Compute, Result, Tensor};
@@ -116,7 +116,7 @@ pub(crate) fn search(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right:
 fn search_as<C: Lane>(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right: bool, out: &Tensor) -> Result<()> {
     count_launch();
     let n = x.shape().dims().last().copied().unwrap_or(1);
-    let walk = Walk::new(v.shape(), [&lines.strides[..], v.strides()]);
+    let walk = StridedDims::new(v.shape(), [&lines.strides[..], v.strides()]);
     with_host(&[&x.storage, &v.storage], &[&out.storage], |reads, writes| {
         let one = |t: &Tensor, bytes: &[u8], at: isize| {
             let mut element = [C::from_i32(0)];

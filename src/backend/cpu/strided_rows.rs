@@ -22,7 +22,7 @@ const TILE: usize = 2048;
 
 impl Job<'_> {
     /// The results of all rows, which are equally far apart where they share a stretch.
-    pub(crate) fn across<C: Lane>(&self, out: &mut [u8]) {
+    pub(crate) fn strided_rows<C: Lane>(&self, out: &mut [u8]) {
         let (n, inner, size) = (self.rows.n, self.inner, self.out.dtype.size());
         let folded = self.kind == RowOp::LogSumExp;
         let (length, zero) = (if folded { 1 } else { n }, C::from_i32(0));

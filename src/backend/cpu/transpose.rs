@@ -7,7 +7,7 @@ use crate::backend::problem::map::Launch;
 use crate::device::cpu::parallel;
 use crate::device::cpu::streaming::{LARGE, Streaming};
 use crate::device::cpu::transpose::turn;
-use crate::layout::collapse::Walk;
+use crate::layout::collapse::StridedDims;
 use crate::storage::with_host;
 use crate::{Result, Shape, Tensor};
 
@@ -21,7 +21,7 @@ const SMALL: usize = 1 << 12;
 const FAR: usize = 8;
 
 /// The operands and the walk of a launch whose transposed operands are copied first; None where it has none.
-pub(crate) fn straightened(launch: &Launch) -> Result<Option<(SmallVec<[Tensor; 4]>, Walk)>> {
+pub(crate) fn straightened(launch: &Launch) -> Result<Option<(SmallVec<[Tensor; 4]>, StridedDims)>> {
     let Launch { inputs, outputs, walk, program, .. } = launch;
     let transpose = |k: usize| {
         let is_read = program.exprs().iter().any(|e| e.uses_input(k)) && !program.is_identity();
@@ -46,13 +46,13 @@ pub(crate) fn straightened(launch: &Launch) -> Result<Option<(SmallVec<[Tensor; 
         with_host(&[&t.storage], &[&copy.storage], |from, to| transpose.run(from[0], &mut to[0][..bytes]))?;
         (straight[k], strides[k]) = (copy, &dense);
     }
-    let walk = Walk::new(&shape, strides.iter().copied());
+    let walk = StridedDims::new(&shape, strides.iter().copied());
     Ok(Some((straight, walk)))
 }
 
 /// A copy of unchanged elements whose closest neighbours in memory lie along another dimension than the last.
 pub(crate) struct Transpose<'a> {
-    walk: &'a Walk,
+    walk: &'a StridedDims,
     /// Of the source.
     strides: &'a [isize],
     /// The dimension with the shortest steps through the source.

@@ -3,10 +3,10 @@
 use smallvec::SmallVec;
 
 use crate::backend::opencl::kernels::{KernelKey, kernel};
-use crate::backend::opencl::launch_cache as memo;
-use crate::backend::opencl::launch_cache::{Key, Of};
-use crate::backend::opencl::launch_plan::{Prepared, Ready};
-use crate::backend::opencl::reduce::{WALK, group_size, is_wide, neighbours, vector_defines};
+use crate::backend::opencl::launch_cache;
+use crate::backend::opencl::launch_cache::{Key, OpKind};
+use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
+use crate::backend::opencl::reduce::{WALK, group_size, is_wide, vector_defines, vector_width};
 use crate::backend::opencl::softmax::{TEMPLATE, defines};
 use crate::backend::problem::cross_entropy::{CrossEntropy, LossReduction};
 use crate::backend::problem::map::Params;
@@ -61,7 +61,7 @@ impl Way {
         let group = group_size(device);
         let starts = [x.layout.offset as isize, if rows > 1 { x.strides()[0] } else { 0 }, n as isize];
         let starts = starts.into_iter().chain(grad.map(|t| t.layout.offset as isize));
-        let width = if x.strides()[1] == 1 { neighbours(device, x.dtype, starts) } else { 1 };
+        let width = if x.strides()[1] == 1 { vector_width(device, x.dtype, starts) } else { 1 };
         // Small batches in one group, all rows at once if they fit.
         let alone = rows * n <= 16 * group;
         let most = if alone { 1 << (group / rows).max(1).ilog2() } else { group };
@@ -134,7 +134,7 @@ pub(crate) fn cross_entropy(
                 false => common + &way.defines(x.dtype) + WALK + GPU_TEMPLATE,
             }
         })?;
-        let mut ready = Ready::new(kernel, groups * way.group, way.group);
+        let mut ready = KernelLaunch::new(kernel, groups * way.group, way.group);
         (0..2).for_each(|k| ready.tensor(k));
         ready.args([Arg::I64(labels.strides()[0] as i64)]);
         (2..5).for_each(|k| ready.tensor(k));
@@ -144,19 +144,20 @@ pub(crate) fn cross_entropy(
         ready.args([Arg::I64(options.ignore_index)]);
         ready.args([counting as u32, u32::from(!each)].map(Arg::U32));
         if !way.together {
-            return Ok(Prepared::one(device, ready));
+            return Ok(LaunchPlan::one(device, ready));
         }
         // Two numbers of each group.
         ready.tensor_from(5, 0, 2);
         ready.arrivals();
         ready.first_arrival();
-        Ok(Prepared::new(device, Some((2 * groups, x.dtype.compute().dtype())), [ready]))
+        Ok(LaunchPlan::new(device, Some((2 * groups, x.dtype.compute().dtype())), [ready]))
     };
     let numbers = [grad.is_some().into(), options.reduction as u64, options.ignore_index as u64];
     // What the kernel does not touch still has to be some buffer.
     let tensors = [x, labels, grad.unwrap_or(&loss), &loss, counted.as_ref().unwrap_or(&loss)];
-    let key = Key { of: Of::CrossEntropy, device: device.device(), numbers: &numbers, exprs: &[], tensors: &tensors };
-    memo::launch(&key, Params::default(), prepare)?;
+    let key =
+        Key { of: OpKind::CrossEntropy, device: device.device(), numbers: &numbers, exprs: &[], tensors: &tensors };
+    launch_cache::launch(&key, Params::default(), prepare)?;
     loss.storage.bump_version();
     if each || alone { Ok(loss) } else { reduce::sum_all(op, &loss, x.dtype) }
 }

@@ -3,15 +3,15 @@
 use smallvec::SmallVec;
 
 use crate::backend::opencl::kernels::{KernelKey, kernel};
-use crate::backend::opencl::launch_cache::{Key, Of};
-use crate::backend::opencl::launch_plan::{Prepared, Ready};
+use crate::backend::opencl::launch_cache::{Key, OpKind};
+use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
 use crate::backend::opencl::reduce::{WALK, WIDEST, group_size, is_wide};
-use crate::backend::opencl::{launch_cache as memo, scatter as write};
+use crate::backend::opencl::{launch_cache, scatter as write};
 use crate::backend::problem::index::{Combine, Indexed};
 use crate::backend::problem::map::Params;
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice, index_fault};
-use crate::layout::collapse::Walk;
+use crate::layout::collapse::StridedDims;
 use crate::tensor::Layout;
 use crate::{DType, Result, Tensor};
 
@@ -23,7 +23,7 @@ const LOCAL: usize = 64;
 const READS: usize = 1 << 31;
 
 /// A walk as the kernels' structs have it: sizes, then the strides of each operand.
-pub(crate) fn words(walk: &Walk) -> SmallVec<[i64; 32]> {
+pub(crate) fn words(walk: &StridedDims) -> SmallVec<[i64; 32]> {
     if walk.dims.is_empty() {
         return std::iter::once(1).chain(walk.strides.iter().map(|_| 0)).collect();
     }
@@ -42,13 +42,13 @@ pub(crate) fn index_type(wide: bool) -> &'static str {
 /// Launches it as it was prepared before, or as `prepare` does it. Tensors are what is read, the index, what is written.
 fn launch(
     g: &Indexed,
-    of: Of,
+    of: OpKind,
     out: &Tensor,
     others: &[u64],
-    prepare: impl FnOnce(&'static ClDevice) -> Result<Prepared>,
+    prepare: impl FnOnce(&'static ClDevice) -> Result<LaunchPlan>,
 ) -> Result<()> {
     let mut numbers: SmallVec<[u64; 24]> = SmallVec::new();
-    numbers.extend([memo::number_of(g.op.as_ptr()), g.size as u64, g.step as u64, g.wraps.into()]);
+    numbers.extend([launch_cache::number_of(g.op.as_ptr()), g.size as u64, g.step as u64, g.wraps.into()]);
     numbers.extend([skip(&g.x_layout, g.x) as u64, skip(&g.index_layout, g.index) as u64]);
     numbers.extend_from_slice(others);
     // What is walked is not the tensors' own shape.
@@ -56,7 +56,7 @@ fn launch(
     numbers.extend(g.x_layout.strides.iter().chain(&g.index_layout.strides).map(|&s| s as u64));
     let tensors = [g.x, g.index, out];
     let key = Key { of, device: out.device(), numbers: &numbers, exprs: &[], tensors: &tensors };
-    memo::launch(&key, Params::default(), || prepare(out.cl_device()?)).map(drop)
+    launch_cache::launch(&key, Params::default(), || prepare(out.cl_device()?)).map(drop)
 }
 
 /// Where a layout begins, from the first element of the tensor it is of.
@@ -65,8 +65,8 @@ pub(crate) fn skip(layout: &Layout, t: &Tensor) -> isize {
 }
 
 pub(crate) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
-    launch(g, Of::Gather, out, &[], |device| {
-        let mut walk = Walk::new(&g.x_layout.shape, [&g.x_layout.strides[..], &g.index_layout.strides[..]]);
+    launch(g, OpKind::Gather, out, &[], |device| {
+        let mut walk = StridedDims::new(&g.x_layout.shape, [&g.x_layout.strides[..], &g.index_layout.strides[..]]);
         // Neighbours with one index are moved together.
         let gpu = device.info().kind != DeviceKind::Cpu;
         let one = walk.strides[1].last().is_some_and(|&s| s == 0);
@@ -90,7 +90,7 @@ pub(crate) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
                  #define NEAR {near}\n{WALK}{TEMPLATE}"
             )
         })?;
-        let mut ready = Ready::new(kernel, count.div_ceil(per * local) * local, local);
+        let mut ready = KernelLaunch::new(kernel, count.div_ceil(per * local) * local, local);
         ready.tensor_from(0, skip(&g.x_layout, g.x), unit);
         ready.tensor_from(1, skip(&g.index_layout, g.index), 1);
         ready.tensor_from(2, 0, unit);
@@ -99,19 +99,19 @@ pub(crate) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
         ready.words(words(&walk));
         ready.args([count, g.size].map(|n| Arg::U64(n as u64)));
         ready.args([Arg::I64((g.step / unit as isize) as i64), Arg::U32(g.wraps.into())]);
-        Ok(Prepared::one(device, ready))
+        Ok(LaunchPlan::one(device, ready))
     })
 }
 
 /// Whether all that offsets are made of fits in 31 bits.
-fn is_near(walk: &Walk, others: &[isize]) -> bool {
+fn is_near(walk: &StridedDims, others: &[isize]) -> bool {
     let strides = walk.strides.iter().flatten().chain(others).map(|s| s.unsigned_abs());
     !is_wide(strides.chain(walk.dims.iter().copied()))
 }
 
 /// Takes neighbours of the walk together, so many at most and a power of two: those of `operands` lie side by side and begin
 /// at multiples of that, as these `starts` do. How many it takes.
-pub(crate) fn in_units(walk: &mut Walk, operands: &[usize], most: usize, starts: &[isize]) -> usize {
+pub(crate) fn in_units(walk: &mut StridedDims, operands: &[usize], most: usize, starts: &[isize]) -> usize {
     let Some(last) = walk.dims.len().checked_sub(1) else { return 1 };
     if operands.iter().any(|&k| walk.strides[k][last] != 1) {
         return 1;
@@ -141,7 +141,7 @@ pub(crate) fn element(combine: Combine, dtype: DType) -> (u64, String) {
 pub(crate) fn scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &Layout, d: usize) -> Result<()> {
     let mut others: SmallVec<[u64; 8]> = SmallVec::from_slice(&[combine as u64, d as u64, skip(layout, target) as u64]);
     others.extend(layout.strides.iter().map(|&s| s as u64));
-    launch(g, Of::Scatter, target, &others, |device| {
+    launch(g, OpKind::Scatter, target, &others, |device| {
         if device.info().kind != DeviceKind::Cpu
             && let Some(prepared) = write::prepare(device, g, combine, target, layout, d)?
         {
@@ -153,7 +153,7 @@ pub(crate) fn scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &L
         };
         let shape = g.x_layout.shape.dims().iter().enumerate().filter(|(i, _)| *i != d).map(|(_, &n)| n).collect();
         let strides = [&g.x_layout, &g.index_layout, layout].map(|l| drop_dim(&l.strides));
-        let walk = Walk::new(&shape, strides.iter().map(|s| &s[..]));
+        let walk = StridedDims::new(&shape, strides.iter().map(|s| &s[..]));
         let (columns, count, rank) = (shape.numel(), g.x_layout.shape.dims()[d], walk.dims.len().max(1));
         let units = device.info().compute_units.max(1);
         // Enough work-items to fill the device, as far as the repeated reading of indices pays.
@@ -173,7 +173,7 @@ pub(crate) fn scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &L
             let (t, idx) = (g.index.dtype, index_type(wide));
             format!("#define SCATTER\n{defines}#define T {t}\n#define NK {rank}\n#define IDX {idx}\n{WALK}{TEMPLATE}")
         })?;
-        let mut ready = Ready::new(kernel, blocks * parts, local);
+        let mut ready = KernelLaunch::new(kernel, blocks * parts, local);
         ready.tensor_from(0, skip(&g.x_layout, g.x), 1);
         ready.tensor_from(1, skip(&g.index_layout, g.index), 1);
         ready.tensor_from(2, skip(layout, target), 1);
@@ -183,7 +183,7 @@ pub(crate) fn scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &L
         ready.args([columns, count, g.size].map(|n| Arg::U64(n as u64)));
         ready.args([g.x_layout.strides[d], g.index_layout.strides[d], g.step].map(|s| Arg::I64(s as i64)));
         ready.args([Arg::U32(parts as u32), Arg::U64(span as u64), Arg::U32(block as u32), Arg::U32(g.wraps.into())]);
-        Ok(Prepared::one(device, ready))
+        Ok(LaunchPlan::one(device, ready))
     })
 }
 
@@ -212,7 +212,7 @@ fn over_indices(
     others: impl IntoIterator<Item = Arg<'static>>,
 ) -> Result<()> {
     let device = out.cl_device()?;
-    let walk = Walk::new(index.shape(), [index.strides()]);
+    let walk = StridedDims::new(index.shape(), [index.strides()]);
     let (rank, count) = (walk.dims.len().max(1), out.numel());
     let wide = is_wide([count]);
     let params = SmallVec::from_slice(&[index.dtype as u64, rank as u64, wide as u64]);
@@ -221,7 +221,7 @@ fn over_indices(
         format!("#define {define}\n#define T {t}\n#define NK {rank}\n#define IDX {idx}\n{WALK}{TEMPLATE}")
     })?;
     let words = words(&walk);
-    let (index, y) = (index.place()?, out.place()?);
+    let (index, y) = (index.device_view()?, out.device_view()?);
     let mut args: SmallVec<[Arg; 12]> = SmallVec::from_iter([
         index.buffer(),
         index.offset(),

@@ -11,9 +11,9 @@ use crate::backend::opencl::gemm_mma::{Found, Mma, Parts};
 use crate::backend::opencl::gemm_panel::Panel;
 use crate::backend::opencl::gemm_thin::Thin;
 use crate::backend::opencl::kernels::{KernelKey, kernel};
-use crate::backend::opencl::launch_cache::{Key, Of};
-use crate::backend::opencl::launch_plan::{Prepared, Ready, Word};
-use crate::backend::opencl::{gemm_mma, gemm_thin, launch_cache as memo};
+use crate::backend::opencl::launch_cache::{Key, OpKind};
+use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan, Word};
+use crate::backend::opencl::{gemm_mma, gemm_thin, launch_cache};
 use crate::backend::problem::gemm::{Gemm, Plan};
 use crate::backend::problem::map::Params;
 use crate::backend::problem::precision;
@@ -123,15 +123,15 @@ pub(crate) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     let device = outs[0].device();
     let cpu = is_processor(outs[0].cl_device()?);
     let numbers = [outs.len() as u64, sums.is_some().into(), precision::planes() as u64, cpu.into()];
-    let key = Key { of: Of::Gemm, device, numbers: &numbers, exprs: g.epilogue, tensors: &tensors };
+    let key = Key { of: OpKind::Gemm, device, numbers: &numbers, exprs: g.epilogue, tensors: &tensors };
     let params = Params { scalars: g.scalars, seeds: &[] };
-    let known = memo::launch(&key, params, || prepare(g, shape, outs, sums))?;
+    let known = launch_cache::launch(&key, params, || prepare(g, shape, outs, sums))?;
     Ok(sums.is_some() && known.prepared.takes(tensors.len() - 1))
 }
 
 /// Tensors of the launch are the two matrices, results, extras, and last the sums that were asked for; `sums` are these where
 /// the launch may write them.
-fn prepare(g: &Gemm, shape: &Shape, outs: &[Tensor], sums: Option<&Tensor>) -> Result<Prepared> {
+fn prepare(g: &Gemm, shape: &Shape, outs: &[Tensor], sums: Option<&Tensor>) -> Result<LaunchPlan> {
     let device = outs[0].cl_device()?;
     let operands: SmallVec<[&Tensor; 6]> = [g.a, g.b].into_iter().chain(outs).chain(g.extras.iter().copied()).collect();
     if !device.info().fp64 && operands.iter().any(|t| t.dtype == DType::F64) {
@@ -169,7 +169,7 @@ fn prepare(g: &Gemm, shape: &Shape, outs: &[Tensor], sums: Option<&Tensor>) -> R
         source(&program, compute, variant, extent, [a.dtype, b.dtype], &types)
     })?;
 
-    let mut ready = Ready::new(kernel, tiles * parts.count * variant.local(), variant.local());
+    let mut ready = KernelLaunch::new(kernel, tiles * parts.count * variant.local(), variant.local());
     // A matrix without elements has no memory; it is not read either.
     let [of_a, of_b] = [left, right].map(|k| ready.buffer(if operands[k].numel() == 0 { 2 } else { k }));
     let mut numbers = Numbers::default();
@@ -213,7 +213,7 @@ fn prepare(g: &Gemm, shape: &Shape, outs: &[Tensor], sums: Option<&Tensor>) -> R
     if program.can_fault(compute) {
         ready.faults();
     }
-    Ok(Prepared::new(device, partial, [ready]))
+    Ok(LaunchPlan::new(device, partial, [ready]))
 }
 
 /// The words of the kernels' struct.

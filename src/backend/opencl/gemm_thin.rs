@@ -81,20 +81,20 @@ mod tests {
     /// As many work-items as occupy the device, where the columns are long enough.
     #[test]
     fn the_work_is_shared_out() {
-        let chosen = |[m, n, k]: [usize; 3], turned: bool| {
+        let chosen = |[m, n, k]: [usize; 3], transposed: bool| {
             let (a, out) = (Layout::contiguous([m, k].into()), Layout::contiguous([m, n].into()));
-            let b = Layout::contiguous(Shape::from(if turned { [n, k] } else { [k, n] }));
-            let b = if turned { b.transpose(0, 1) } else { b };
+            let b = Layout::contiguous(Shape::from(if transposed { [n, k] } else { [k, n] }));
+            let b = if transposed { b.transpose(0, 1) } else { b };
             Thin::choose(&Plan::new(&a, &b, &out.shape, &[&out]), 132, 1024)
         };
         for sizes in [[1, 1, 1], [1, 10, 1 << 20], [4, 4096, 4096], [2, 1 << 20, 9], [3, 7, 0]] {
-            for turned in [false, true] {
-                let thin = chosen(sizes, turned).unwrap();
+            for transposed in [false, true] {
+                let thin = chosen(sizes, transposed).unwrap();
                 assert!((LEAST..=MOST).contains(&thin.threads()) && thin.threads().is_power_of_two(), "{thin:?}");
                 assert!(thin.threads() % 32 == 0 && thin.rows == sizes[0], "{thin:?}");
             }
         }
-        let lanes = |sizes, turned| chosen(sizes, turned).unwrap().lanes;
+        let lanes = |sizes, transposed| chosen(sizes, transposed).unwrap().lanes;
         assert_eq!([lanes([1, 4096, 8192], false), lanes([1, 1 << 20, 9], false)], [32, 1]);
         assert_eq!([lanes([1, 16_384, 4096], true), lanes([1, 10, 1 << 20], true)], [32, 1024]);
         assert_eq!(chosen([5, 64, 64], false), None);

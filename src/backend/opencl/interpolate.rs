@@ -41,7 +41,7 @@ pub(crate) fn run(resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -
     let strides = x.strides().iter().map(|&s| s as i64);
     let words: SmallVec<[i64; 16]> =
         rows.words().into_iter().chain(columns.words()).chain([c as i64]).chain(strides).collect();
-    let (from, to) = (x.place()?, out.place()?);
+    let (from, to) = (x.device_view()?, out.device_view()?);
     let args = [
         from.buffer(),
         from.offset(),

@@ -44,15 +44,15 @@ pub(crate) fn kernel(
     Ok(cache.entry(key).or_insert_with(|| Arc::new(built)).clone())
 }
 
-/// Where a kernel finds a tensor. Its memory stays there as long as this lives; the arguments of a launch borrow from it,
-/// so it lives until they are enqueued.
-pub(crate) struct Placed<'a> {
+/// A tensor's buffer and offset, as arguments of a kernel. The memory is not moved while the view lives; the arguments of a
+/// launch borrow from it, so it lives until they are enqueued.
+pub(crate) struct BufferView<'a> {
     pub(crate) place: ClPlace<'a>,
     /// Elements from the buffer's start to the tensor's first.
     pub(crate) first: usize,
 }
 
-impl Placed<'_> {
+impl BufferView<'_> {
     /// The buffer.
     pub(crate) fn buffer(&self) -> Arg<'_> {
         Arg::Buffer(self.place.buffer())
@@ -75,12 +75,12 @@ impl Tensor {
         opencl::open_device(self.device())
     }
 
-    /// Where a kernel finds this tensor, held there until the launch. To be asked for last: what is held cannot be moved
-    /// to make room for an allocation.
-    #[inline(always)] // every launch asks, a few times: what is written in words and moved in vectors waits for the store
-    pub(crate) fn place(&self) -> Result<Placed<'_>> {
+    /// The buffer of this tensor, which does not move while the view lives. Call this last: memory that is viewed cannot be
+    /// moved to make room for an allocation.
+    #[inline(always)] // every launch calls it several times; a copy in vectors of what was stored in words would wait for the stores
+    pub(crate) fn device_view(&self) -> Result<BufferView<'_>> {
         let place = self.storage.cl()?;
         let start = place.offset() / self.dtype.size();
-        Ok(Placed { place, first: start + self.layout.offset })
+        Ok(BufferView { place, first: start + self.layout.offset })
     }
 }

@@ -9,7 +9,7 @@ use std::rc::Rc;
 
 use smallvec::SmallVec;
 
-use crate::backend::opencl::launch_plan::Prepared;
+use crate::backend::opencl::launch_plan::LaunchPlan;
 use crate::backend::problem::map::Params;
 use crate::device::opencl::times_tuned;
 use crate::expr::Expr;
@@ -23,9 +23,9 @@ const WAYS: usize = 4;
 /// Elements that tell how a tensor is aligned: 16 bytes, the most that is loaded at once, of any dtype.
 const ALIGNED: usize = 16;
 
-/// The operations.
+/// The kind of operation that an entry was prepared for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Of {
+pub(crate) enum OpKind {
     Map,
     Reduce,
     Row,
@@ -46,36 +46,36 @@ pub(crate) fn number_of<T>(of: *const T) -> u64 {
 
 /// All that a launch is prepared by. The parameters of kernels are not in it: a change makes all threads forget.
 pub(crate) struct Key<'a> {
-    pub(crate) of: Of,
+    pub(crate) of: OpKind,
     pub(crate) device: Device,
     pub(crate) numbers: &'a [u64],
     pub(crate) exprs: &'a [Expr],
     pub(crate) tensors: &'a [&'a Tensor],
 }
 
-/// A launch that was prepared, with its key.
-pub(crate) struct Known {
-    of: Of,
+/// A launch plan with the key that it was prepared for.
+pub(crate) struct Entry {
+    of: OpKind,
     device: Device,
     numbers: SmallVec<[u64; 8]>,
     exprs: SmallVec<[Expr; 2]>,
     tensors: SmallVec<[(DType, Layout); 4]>,
-    pub(crate) prepared: Prepared,
+    pub(crate) prepared: LaunchPlan,
 }
 
-/// Where a launch would have been.
+/// The slot of the cache that a missing entry belongs in.
 #[derive(Clone, Copy)]
-pub(crate) struct Place {
+pub(crate) struct Slot {
     hash: u64,
     tuned: u64,
 }
 
 struct Table {
-    /// Of the parameters that these were prepared with.
+    /// The version of the kernel parameters that the entries were prepared with.
     tuned: u64,
     /// How many were kept so far.
     kept: usize,
-    places: Vec<(u64, Option<Rc<Known>>)>,
+    places: Vec<(u64, Option<Rc<Entry>>)>,
 }
 
 thread_local! {
@@ -93,7 +93,7 @@ impl Key<'_> {
         })
     }
 
-    fn is(&self, known: &Known) -> bool {
+    fn is(&self, known: &Entry) -> bool {
         let alike = |(t, (dtype, layout)): (&&Tensor, &(DType, Layout))| {
             t.dtype == *dtype && t.device() == self.device && t.layout.lies_like(layout, ALIGNED)
         };
@@ -107,12 +107,12 @@ impl Key<'_> {
 }
 
 /// What was prepared for a launch like this one, or where to keep it.
-pub(crate) fn find(key: &Key) -> std::result::Result<Rc<Known>, Place> {
-    let place = Place { hash: key.hash(), tuned: times_tuned() };
+pub(crate) fn find(key: &Key) -> std::result::Result<Rc<Entry>, Slot> {
+    let place = Slot { hash: key.hash(), tuned: times_tuned() };
     let found = TABLE.try_with(|table| {
         let table = table.try_borrow().ok().filter(|table| table.tuned == place.tuned)?;
         let set = table.places.get(place.set()..place.set() + WAYS)?;
-        let known = |(hash, known): &'_ (u64, Option<Rc<Known>>)| match known {
+        let known = |(hash, known): &'_ (u64, Option<Rc<Entry>>)| match known {
             Some(known) if *hash == place.hash && key.is(known) => Some(Rc::clone(known)),
             _ => None,
         };
@@ -121,16 +121,16 @@ pub(crate) fn find(key: &Key) -> std::result::Result<Rc<Known>, Place> {
     found.ok().flatten().ok_or(place)
 }
 
-impl Place {
+impl Slot {
     fn set(self) -> usize {
         (self.hash >> 40) as usize % SETS * WAYS
     }
 
     /// Keeps it for the next launch like this one, instead of another one where there is no room.
-    pub(crate) fn keep(self, key: &Key, prepared: Prepared) -> Rc<Known> {
+    pub(crate) fn keep(self, key: &Key, prepared: LaunchPlan) -> Rc<Entry> {
         let tensors = key.tensors.iter().map(|t| (t.dtype, t.layout.clone())).collect();
         let (numbers, exprs) = (SmallVec::from_slice(key.numbers), key.exprs.iter().cloned().collect());
-        let known = Rc::new(Known { of: key.of, device: key.device, numbers, exprs, tensors, prepared });
+        let known = Rc::new(Entry { of: key.of, device: key.device, numbers, exprs, tensors, prepared });
         let _ = TABLE.try_with(|table| {
             let Ok(mut table) = table.try_borrow_mut() else { return };
             if table.tuned != self.tuned || table.places.is_empty() {
@@ -149,7 +149,7 @@ impl Place {
 }
 
 /// Launches what the key says: as it was prepared before, or else as `prepare` does it.
-pub(crate) fn launch(key: &Key, params: Params, prepare: impl FnOnce() -> Result<Prepared>) -> Result<Rc<Known>> {
+pub(crate) fn launch(key: &Key, params: Params, prepare: impl FnOnce() -> Result<LaunchPlan>) -> Result<Rc<Entry>> {
     let known = match find(key) {
         Ok(known) => known,
         Err(place) => place.keep(key, prepare()?),

@@ -1,43 +1,43 @@
-//! Launches made ready: all of them but where their tensors are and what numbers a call brings.
+//! Launch plans: everything about the launches of an operation except its buffers and scalars.
 //!
-//! An operation chooses its kernel, its sizes and its arguments once, for operands that lie in some way, and [`memo`](crate::backend::opencl::launch_cache)
-//! keeps that. It names its tensors by their place in a list, which every call gives anew.
+//! An operation chooses its kernel, its sizes and its arguments once for each layout of its operands, and the
+//! [`launch_cache`](crate::backend::opencl::launch_cache) keeps the plan. A plan names its tensors by their index in a list that every call passes.
 
 use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use crate::backend::opencl::kernels::Placed;
+use crate::backend::opencl::kernels::BufferView;
 use crate::backend::opencl::map::scalar_arg;
 use crate::backend::problem::map::Params;
 use crate::device::opencl::{ARRIVALS, Arg, ClDevice, ClKernel};
 use crate::{Compute, DType, Result, Tensor};
 
-/// One launch, or several that pass something on.
-pub(crate) struct Prepared {
+/// The launches of one operation: one, or several that share scratch memory.
+pub(crate) struct LaunchPlan {
     device: &'static ClDevice,
-    /// Elements of a tensor that is made for the call, the last of the list.
+    /// The elements of a scratch tensor that is allocated for the call; it is the last of the list.
     scratch: Option<(usize, DType)>,
-    launches: SmallVec<[Ready; 1]>,
+    launches: SmallVec<[KernelLaunch; 1]>,
 }
 
 /// A launch of one kernel.
-pub(crate) struct Ready {
+pub(crate) struct KernelLaunch {
     kernel: Arc<ClKernel>,
     global: usize,
     local: usize,
-    /// Of the list, the tensors that the kernel is given; [`Slot`]s and [`Word`]s count in this one.
+    /// The indices, in the list, of the tensors that the kernel is given; [`Argument`]s and [`Word`]s index into this.
     takes: Vec<usize>,
-    slots: Vec<Slot>,
-    /// What structs by value are made of.
+    slots: Vec<Argument>,
+    /// The words of the structs that are passed by value.
     words: Vec<i64>,
-    /// Those of the words that are known at the call.
+    /// The words that are known only at the call, and their indices in `words`.
     late: Vec<(usize, Word)>,
 }
 
-/// An argument.
+/// An argument of the kernel.
 #[derive(Clone, Copy)]
-enum Slot {
+enum Argument {
     Buffer(u32),
     /// Where a tensor begins in its buffer, in units of so many elements, after so many more elements.
     Offset {
@@ -68,19 +68,19 @@ pub(crate) enum Word {
     FirstArrival,
 }
 
-impl Prepared {
+impl LaunchPlan {
     /// Of one launch.
-    pub(crate) fn one(device: &'static ClDevice, ready: Ready) -> Prepared {
-        Prepared::new(device, None, [ready])
+    pub(crate) fn one(device: &'static ClDevice, ready: KernelLaunch) -> LaunchPlan {
+        LaunchPlan::new(device, None, [ready])
     }
 
     /// Of launches in this order, with as many elements of scratch memory.
     pub(crate) fn new(
         device: &'static ClDevice,
         scratch: Option<(usize, DType)>,
-        launches: impl IntoIterator<Item = Ready>,
-    ) -> Prepared {
-        Prepared { device, scratch, launches: launches.into_iter().collect() }
+        launches: impl IntoIterator<Item = KernelLaunch>,
+    ) -> LaunchPlan {
+        LaunchPlan { device, scratch, launches: launches.into_iter().collect() }
     }
 
     /// Whether tensor `k` of the list is given to a kernel.
@@ -99,17 +99,17 @@ impl Prepared {
     }
 }
 
-impl Ready {
+impl KernelLaunch {
     /// A launch over at least so many work-items in groups of so many, as yet without arguments.
-    pub(crate) fn new(kernel: Arc<ClKernel>, global: usize, local: usize) -> Ready {
+    pub(crate) fn new(kernel: Arc<ClKernel>, global: usize, local: usize) -> KernelLaunch {
         let (takes, slots, words, late) = Default::default();
-        Ready { kernel, global, local, takes, slots, words, late }
+        KernelLaunch { kernel, global, local, takes, slots, words, late }
     }
 
     /// The next argument is the buffer of tensor `k`: its number among those that the kernel is given.
     pub(crate) fn buffer(&mut self, k: usize) -> usize {
         self.takes.push(k);
-        self.slots.push(Slot::Buffer((self.takes.len() - 1) as u32));
+        self.slots.push(Argument::Buffer((self.takes.len() - 1) as u32));
         self.takes.len() - 1
     }
 
@@ -121,19 +121,19 @@ impl Ready {
     /// [`tensor`](Self::tensor) from `skip` elements after its first on, counted in units of so many elements.
     pub(crate) fn tensor_from(&mut self, k: usize, skip: isize, unit: usize) {
         let of = self.buffer(k) as u32;
-        self.slots.push(Slot::Offset { of, unit: unit as u32, skip });
+        self.slots.push(Argument::Offset { of, unit: unit as u32, skip });
     }
 
     /// The next arguments are the same at every call.
     pub(crate) fn args(&mut self, args: impl IntoIterator<Item = Arg<'static>>) {
-        self.slots.extend(args.into_iter().map(Slot::Fixed));
+        self.slots.extend(args.into_iter().map(Argument::Fixed));
     }
 
     /// The next argument is a struct of these words.
     pub(crate) fn words(&mut self, words: impl IntoIterator<Item = i64>) {
         let from = self.words.len() as u32;
         self.words.extend(words);
-        self.slots.push(Slot::Words(from, self.words.len() as u32));
+        self.slots.push(Argument::Words(from, self.words.len() as u32));
     }
 
     /// The call brings this word of those given so far.
@@ -143,33 +143,33 @@ impl Ready {
 
     /// The next arguments are so many scalars of a call, as the type computed in.
     pub(crate) fn scalars(&mut self, count: usize, compute: Compute) {
-        self.slots.push(Slot::Scalars(count as u32, compute));
+        self.slots.push(Argument::Scalars(count as u32, compute));
     }
 
     /// The next arguments are so many seeds of a call.
     pub(crate) fn seeds(&mut self, count: usize) {
-        self.slots.push(Slot::Seeds(count as u32));
+        self.slots.push(Argument::Seeds(count as u32));
     }
 
     /// The next argument is what faults are recorded in.
     pub(crate) fn faults(&mut self) {
-        self.slots.push(Slot::Faults);
+        self.slots.push(Argument::Faults);
     }
 
     /// The next argument is the counters of work-groups that are done.
     pub(crate) fn arrivals(&mut self) {
-        self.slots.push(Slot::Arrivals);
+        self.slots.push(Argument::Arrivals);
     }
 
     /// The next argument is the first of these counters that is this stream's.
     pub(crate) fn first_arrival(&mut self) {
-        self.slots.push(Slot::FirstArrival);
+        self.slots.push(Argument::FirstArrival);
     }
 
     fn launch(&self, device: &'static ClDevice, tensors: &[&Tensor], params: Params) -> Result<()> {
-        let mut places: SmallVec<[Placed; 10]> = SmallVec::new();
+        let mut places: SmallVec<[BufferView; 10]> = SmallVec::new();
         for &k in &self.takes {
-            match tensors[k].place() {
+            match tensors[k].device_view() {
                 Ok(place) => places.push(place),
                 Err(error) => return Err(error),
             }
@@ -192,26 +192,26 @@ impl Ready {
         let mut args: SmallVec<[Arg; 32]> = SmallVec::new();
         for slot in &self.slots {
             let arg = match *slot {
-                Slot::Buffer(of) => places[of as usize].buffer(),
-                Slot::Offset { of, unit, skip } => {
+                Argument::Buffer(of) => places[of as usize].buffer(),
+                Argument::Offset { of, unit, skip } => {
                     let first = places[of as usize].first_element().wrapping_add_signed(skip);
                     Arg::U64(if unit == 1 { first } else { first / unit as usize } as u64)
                 }
-                Slot::Fixed(arg) => arg,
-                Slot::Words(from, to) => Arg::Bytes(bytemuck::cast_slice(&words[from as usize..to as usize])),
-                Slot::Scalars(count, compute) => {
+                Argument::Fixed(arg) => arg,
+                Argument::Words(from, to) => Arg::Bytes(bytemuck::cast_slice(&words[from as usize..to as usize])),
+                Argument::Scalars(count, compute) => {
                     let scalars = params.scalars.iter().take(count as usize);
                     scalars.for_each(|&s| args.push(scalar_arg(compute, s))); // `extend` is a call
                     continue;
                 }
-                Slot::Seeds(count) => {
+                Argument::Seeds(count) => {
                     let seeds = params.seeds.iter().take(count as usize);
                     args.extend(seeds.flat_map(|seed| [Arg::U64(seed.key), Arg::U64(seed.stream)]));
                     continue;
                 }
-                Slot::Faults => device.faults(),
-                Slot::Arrivals => Arg::Buffer(device.arrivals()?),
-                Slot::FirstArrival => Arg::U32(first_arrival() as u32),
+                Argument::Faults => device.faults(),
+                Argument::Arrivals => Arg::Buffer(device.arrivals()?),
+                Argument::FirstArrival => Arg::U32(first_arrival() as u32),
             };
             args.push(arg);
         }

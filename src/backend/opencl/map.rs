@@ -5,15 +5,15 @@ mod source;
 use smallvec::SmallVec;
 
 use crate::backend::opencl::kernels::{KernelKey, kernel};
-use crate::backend::opencl::launch_cache::{self, Key, Of};
-use crate::backend::opencl::launch_plan::{Prepared, Ready};
+use crate::backend::opencl::launch_cache::{self, Key, OpKind};
+use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
 use crate::backend::opencl::reduce::WIDEST;
 use crate::backend::problem::map::{Formulas, Launch, in_place, is_clear_of};
 use crate::device::DeviceKind;
 use crate::device::cpu::streaming;
 use crate::device::opencl::{Arg, ClDevice, Knob};
 use crate::expr::program::Program;
-use crate::layout::collapse::Walk;
+use crate::layout::collapse::StridedDims;
 use crate::{Compute, DType, Result, Tensor};
 
 /// Local memory that tiles may take, where there is as much.
@@ -82,7 +82,7 @@ pub(crate) fn run(formulas: &Formulas) -> Result<()> {
     let tensors: SmallVec<[&Tensor; 10]> = inputs.iter().chain(outputs).copied().collect();
     let in_place = in_place(inputs.iter().copied(), outputs);
     let numbers = &[in_place.into()];
-    let key = Key { of: Of::Map, device: outputs[0].device(), numbers, exprs, tensors: &tensors };
+    let key = Key { of: OpKind::Map, device: outputs[0].device(), numbers, exprs, tensors: &tensors };
     // A storage that is read and written through different views is not looked up: its inputs are copied.
     let slot = match !in_place || inputs.iter().all(|t| is_clear_of(t, outputs)) {
         true => match launch_cache::find(&key) {
@@ -102,7 +102,7 @@ pub(crate) fn run(formulas: &Formulas) -> Result<()> {
     })
 }
 
-pub(crate) fn prepare(launch: &Launch) -> Result<Prepared> {
+pub(crate) fn prepare(launch: &Launch) -> Result<LaunchPlan> {
     let device = launch.outputs[0].cl_device()?;
     let gpu = device.info().kind != DeviceKind::Cpu;
     let tensors: SmallVec<[&Tensor; 6]> = launch.inputs.iter().chain(launch.outputs.iter().copied()).collect();
@@ -174,7 +174,7 @@ pub(crate) fn prepare(launch: &Launch) -> Result<Prepared> {
     };
     // Where the source does not say the size of its groups, the driver may allow no more than 256.
     let local = if matches!(form, Form::Tiled { .. }) { local } else { local.min(kernel.max_work_group()) };
-    let mut ready = Ready::new(kernel, items, local);
+    let mut ready = KernelLaunch::new(kernel, items, local);
     operands.iter().enumerate().filter(|(_, o)| o.used).for_each(|(k, _)| ready.tensor(k));
     if strided {
         // `layout_t` in the source.
@@ -187,7 +187,7 @@ pub(crate) fn prepare(launch: &Launch) -> Result<Prepared> {
         ready.faults();
     }
     ready.args(counts.into_iter().map(|n| if wide { Arg::U64(n as u64) } else { Arg::U32(n as u32) }));
-    Ok(Prepared::one(device, ready))
+    Ok(LaunchPlan::one(device, ready))
 }
 
 /// Whether a processor had best store the results past its caches. Not in place: what was read is in them.
@@ -200,7 +200,7 @@ fn is_streamed(launch: &Launch) -> bool {
 
 /// Several neighbours along the innermost dim a work-item, where every operand has them one after another, or one for all,
 /// and starts and steps by whole groups of them: the largest elements then move 16 bytes at a time.
-fn vectors(walk: &Walk, tensors: &[&Tensor], streamed: bool, operands: &mut Operands) -> Option<Form> {
+fn vectors(walk: &StridedDims, tensors: &[&Tensor], streamed: bool, operands: &mut Operands) -> Option<Form> {
     let (&inner, outer) = walk.dims.split_last()?;
     let step = |k: usize| walk.strides[k][outer.len()];
     let largest =
@@ -226,7 +226,13 @@ fn vectors(walk: &Walk, tensors: &[&Tensor], streamed: bool, operands: &mut Oper
 }
 
 /// Tiles, in local memory on GPUs, where the results are neighbours along the innermost dim and some inputs along another.
-fn tiles(device: &ClDevice, walk: &Walk, launch: &Launch, streamed: bool, operands: &mut Operands) -> Option<Form> {
+fn tiles(
+    device: &ClDevice,
+    walk: &StridedDims,
+    launch: &Launch,
+    streamed: bool,
+    operands: &mut Operands,
+) -> Option<Form> {
     let (inputs, last) = (launch.inputs.len(), walk.dims.len().checked_sub(1)?);
     if launch.program.seeds() > 0 || (inputs..operands.len()).any(|k| walk.strides[k][last] != 1) {
         return None;

@@ -7,7 +7,7 @@ use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::reduce::{WALK, group_size, is_wide};
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice};
-use crate::layout::collapse::Walk;
+use crate::layout::collapse::StridedDims;
 use crate::{Compute, DType, Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/count.cl");
@@ -81,7 +81,7 @@ impl Counts<'_> {
         let group = group_size(self.device);
         let local = if cpu { 1 } else { group };
         let axes = |t: &Tensor| {
-            let walk = Walk::new(mask.shape(), [t.strides()]);
+            let walk = StridedDims::new(mask.shape(), [t.strides()]);
             match walk.dims.is_empty() {
                 true => (1, SmallVec::from_slice(&[1, 0])),
                 false => (walk.dims.len(), words(&walk)),
@@ -118,8 +118,8 @@ impl Counts<'_> {
             Stage::Rows(dims) => dims.iter().map(|&n| n as u64).collect(),
             _ => SmallVec::new(),
         };
-        let v = if let Stage::Elements(x) = stage { Some(x.place()?) } else { None };
-        let (x, counts, y) = (mask.place()?, self.counts.place()?, out.place()?);
+        let v = if let Stage::Elements(x) = stage { Some(x.device_view()?) } else { None };
+        let (x, counts, y) = (mask.device_view()?, self.counts.device_view()?, out.device_view()?);
         let mut args: SmallVec<[Arg; 16]> = SmallVec::from_slice(&[
             x.buffer(),
             x.offset(),
@@ -143,7 +143,7 @@ impl Counts<'_> {
 }
 
 /// Sizes, then strides.
-fn words(walk: &Walk) -> SmallVec<[i64; 16]> {
+fn words(walk: &StridedDims) -> SmallVec<[i64; 16]> {
     let sizes = walk.dims.iter().map(|&n| n as i64);
     sizes.chain(walk.strides[0].iter().map(|&s| s as i64)).collect()
 }

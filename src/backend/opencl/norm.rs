@@ -3,10 +3,10 @@
 use smallvec::SmallVec;
 
 use crate::backend::opencl::kernels::{KernelKey, kernel};
-use crate::backend::opencl::launch_cache as memo;
-use crate::backend::opencl::launch_cache::{Key, Of};
-use crate::backend::opencl::launch_plan::{Prepared, Ready};
-use crate::backend::opencl::reduce::{WALK, group_size, is_wide, neighbours, vector_defines};
+use crate::backend::opencl::launch_cache;
+use crate::backend::opencl::launch_cache::{Key, OpKind};
+use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
+use crate::backend::opencl::reduce::{WALK, group_size, is_wide, vector_defines, vector_width};
 use crate::backend::problem::map::Params;
 use crate::backend::problem::norm::Rows;
 use crate::device::DeviceKind;
@@ -24,19 +24,19 @@ const ADDED: usize = 64;
 
 pub(crate) fn run(rows: &Rows, device: Device) -> Result<()> {
     let (tensors, numbers) = (rows.tensors(), [switches(rows), rows.eps.to_bits()]);
-    let key = Key { of: Of::NormRows, device, numbers: &numbers, exprs: &[], tensors: &tensors };
-    memo::launch(&key, Params::default(), || prepare(rows)).map(drop)
+    let key = Key { of: OpKind::NormRows, device, numbers: &numbers, exprs: &[], tensors: &tensors };
+    launch_cache::launch(&key, Params::default(), || prepare(rows)).map(drop)
 }
 
 /// The key of a forward by the tensors as they are given, before they are views of four dims.
 fn key<'a>(tensors: &'a [&'a Tensor], numbers: &'a [u64; 4]) -> Key<'a> {
-    Key { of: Of::Norm, device: tensors[0].device(), numbers, exprs: &[], tensors }
+    Key { of: OpKind::Norm, device: tensors[0].device(), numbers, exprs: &[], tensors }
 }
 
 /// Launches a forward as it was launched before for tensors like these; whether it was.
 pub(crate) fn repeat(given: &Rows, numbers: &[u64; 4]) -> Result<bool> {
     let tensors = given.tensors();
-    match memo::find(&key(&tensors, numbers)) {
+    match launch_cache::find(&key(&tensors, numbers)) {
         Ok(known) => known.prepared.launch(&tensors, Params::default()).map(|()| true),
         Err(_) => Ok(false),
     }
@@ -48,7 +48,9 @@ pub(crate) fn run_views(rows: &Rows, given: &Rows, numbers: &[u64; 4]) -> Result
     let prepared = prepare(rows)?;
     prepared.launch(&views, Params::default())?;
     let key = key(&tensors, numbers);
-    if let (true, Err(slot)) = (views.iter().zip(&tensors).all(|(view, t)| view.shares_storage(t)), memo::find(&key)) {
+    if let (true, Err(slot)) =
+        (views.iter().zip(&tensors).all(|(view, t)| view.shares_storage(t)), launch_cache::find(&key))
+    {
         slot.keep(&key, prepared);
     }
     Ok(())
@@ -149,7 +151,7 @@ fn width(device: &ClDevice, rows: &Rows) -> (usize, bool) {
         return (1, false);
     }
     let all = moved.chain(factors().filter(|_| each)).flat_map(starts);
-    let width = neighbours(device, rows.x.dtype, all.chain([inner as isize]));
+    let width = vector_width(device, rows.x.dtype, all.chain([inner as isize]));
     (width, each && width > 1)
 }
 
@@ -157,7 +159,7 @@ fn width(device: &ClDevice, rows: &Rows) -> (usize, bool) {
 /// them up: a part of them for each of some rows.
 pub(crate) fn columns(x: &Tensor, count: usize, n: usize) -> Result<Option<Tensor>> {
     let device = x.cl_device()?;
-    let width = neighbours(device, x.dtype, [n as isize].into_iter());
+    let width = vector_width(device, x.dtype, [n as isize].into_iter());
     if device.info().kind == DeviceKind::Cpu {
         return Ok(None);
     }
@@ -168,16 +170,16 @@ pub(crate) fn columns(x: &Tensor, count: usize, n: usize) -> Result<Option<Tenso
 }
 
 /// Tensors of the launch are those of [`Rows::tensors`].
-pub(crate) fn prepare(rows: &Rows) -> Result<Prepared> {
+pub(crate) fn prepare(rows: &Rows) -> Result<LaunchPlan> {
     let device = rows.x.cl_device()?;
     if device.info().kind == DeviceKind::Cpu {
-        return Ok(Prepared::one(device, ready(device, rows, "", None, (rows.count(), 1))?));
+        return Ok(LaunchPlan::one(device, ready(device, rows, "", None, (rows.count(), 1))?));
     }
     let way = Way::choose(device, rows);
     if way.slices == 0 {
         let slots = rows.columns.map_or(rows.count(), |parts| parts.shape().dims()[0]);
         let global = slots.div_ceil(way.group / way.lanes) * way.group;
-        return Ok(Prepared::one(device, ready(device, rows, "", Some(&way), (global, way.group))?));
+        return Ok(LaunchPlan::one(device, ready(device, rows, "", Some(&way), (global, way.group))?));
     }
     let numbers = registers(rows.x, rows.z.is_some(), false);
     let way = Way { each: way.each, ..Way::sliced(device, rows, way.width, numbers) };
@@ -186,7 +188,7 @@ pub(crate) fn prepare(rows: &Rows) -> Result<Prepared> {
     let parts = ready(device, rows, "PARTS", Some(&way), (groups * way.group, way.group))?;
     let apply = ready(device, rows, "APPLY", Some(&way), (applied * way.group, way.group))?;
     let scratch = (2 * groups, rows.x.dtype.compute().dtype());
-    Ok(Prepared::new(device, Some(scratch), [parts, apply]))
+    Ok(LaunchPlan::new(device, Some(scratch), [parts, apply]))
 }
 
 /// One launch. `part`: what of it a launch of slices is.
@@ -196,7 +198,7 @@ fn ready(
     part: &str,
     way: Option<&Way>,
     (global, local): (usize, usize),
-) -> Result<Ready> {
+) -> Result<KernelLaunch> {
     let tensors = rows.tensors();
     let (count, n) = (rows.count(), rows.len());
     // Positions past the end of a row are counted too.
@@ -226,7 +228,7 @@ fn ready(
     let sizes = [dims[1], dims[2], dims[3]].map(|d| d as i64);
     let strided = [Some(rows.x), Some(rows.y), rows.z, rows.weight, rows.bias];
     let strides = strided.iter().flat_map(|t| t.unwrap_or(rows.x).strides().iter().map(|&s| s as i64));
-    let mut ready = Ready::new(kernel, global, local);
+    let mut ready = KernelLaunch::new(kernel, global, local);
     let of_rows = tensors.len() - usize::from(rows.columns.is_some());
     if let Some(columns) = rows.columns {
         ready.tensor(of_rows);

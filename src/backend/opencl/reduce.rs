@@ -3,8 +3,8 @@
 use smallvec::SmallVec;
 
 use crate::backend::opencl::kernels::{KernelKey, kernel};
-use crate::backend::opencl::launch_cache::{self, Key, Of};
-use crate::backend::opencl::launch_plan::{Prepared, Ready};
+use crate::backend::opencl::launch_cache::{self, Key, OpKind};
+use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
 use crate::backend::problem::map::Params;
 use crate::backend::problem::reduction::{Axes, Combination, Element, Plan, Reduction, Rule};
 use crate::device::DeviceKind;
@@ -32,7 +32,7 @@ pub(crate) const WIDEST: usize = 16;
 
 /// How many neighbours GPUs load at once where an operand's elements lie in a row and `starts` are where rows begin: as
 /// many as 16 bytes have, or one.
-pub(crate) fn neighbours(device: &ClDevice, dtype: DType, mut starts: impl Iterator<Item = isize>) -> usize {
+pub(crate) fn vector_width(device: &ClDevice, dtype: DType, mut starts: impl Iterator<Item = isize>) -> usize {
     let width = WIDEST / dtype.size();
     let whole = device.info().kind != DeviceKind::Cpu && starts.all(|s| s.unsigned_abs().is_multiple_of(width));
     if whole { width } else { 1 }
@@ -53,12 +53,12 @@ pub(crate) fn run(reduction: &Reduction) -> Result<()> {
     let Reduction { rule, x, mask, out, .. } = *reduction;
     let id = launch_cache::number_of::<u8>(std::ptr::without_provenance(reduction.id));
     let numbers: SmallVec<[u64; 8]> = std::iter::once(id).chain(mask.iter().map(|&reduced| reduced.into())).collect();
-    let key = Key { of: Of::Reduce, device: x.device(), numbers: &numbers, exprs: &[], tensors: &[x, out] };
+    let key = Key { of: OpKind::Reduce, device: x.device(), numbers: &numbers, exprs: &[], tensors: &[x, out] };
     launch_cache::launch(&key, Params::default(), || prepare(rule, x, &reduction.plan(), out)).map(drop)
 }
 
 /// Tensors of a launch are the elements, the results, and where there are partial results those.
-pub(crate) fn prepare(rule: &Rule, t: &Tensor, plan: &Plan, out: &Tensor) -> Result<Prepared> {
+pub(crate) fn prepare(rule: &Rule, t: &Tensor, plan: &Plan, out: &Tensor) -> Result<LaunchPlan> {
     let device = t.cl_device()?;
     let (acc, arg) = (rule.accumulator(t.dtype), rule.combination.is_arg());
     let way = Way::choose(device, plan, vector(device, arg, t.dtype, plan));
@@ -66,14 +66,14 @@ pub(crate) fn prepare(rule: &Rule, t: &Tensor, plan: &Plan, out: &Tensor) -> Res
     let start = plan.start as isize - t.layout.offset as isize;
     if way.slices == 1 {
         let whole = Kind { rule, input: t.dtype, output: out.dtype, acc, stage: Stage::Whole };
-        return Ok(Prepared::one(device, whole.ready(device, (0, start), 1, plan, &way, plan.n)?));
+        return Ok(LaunchPlan::one(device, whole.ready(device, (0, start), 1, plan, &way, plan.n)?));
     }
     // Partial results: of the accumulator's type, or 16 bytes with value and index.
     let count = plan.outs * way.slices;
     let partial = Some(if arg { (2 * count, DType::I64) } else { (count, acc.dtype()) });
     if way.meets(device) {
         let both = Kind { rule, input: t.dtype, output: out.dtype, acc, stage: Stage::Together };
-        return Ok(Prepared::new(device, partial, [both.ready(device, (0, start), 1, plan, &way, plan.n)?]));
+        return Ok(LaunchPlan::new(device, partial, [both.ready(device, (0, start), 1, plan, &way, plan.n)?]));
     }
     let stage = if arg { Stage::First } else { Stage::Whole };
     let (first, second) = rule.stages();
@@ -92,7 +92,7 @@ pub(crate) fn prepare(rule: &Rule, t: &Tensor, plan: &Plan, out: &Tensor) -> Res
     let width = if arg { 1 } else { vector(device, arg, acc.dtype(), &rest) };
     let way = Way { slices: 1, chunk: rest.n, ..Way::choose(device, &rest, width) };
     let second = second.ready(device, (2, 0), 1, &rest, &way, plan.n)?;
-    Ok(Prepared::new(device, partial, [first, second]))
+    Ok(LaunchPlan::new(device, partial, [first, second]))
 }
 
 /// Elements of a tensor of this dtype that a work-item takes at once: several where those of a result lie in a row, or where neighbouring
@@ -109,9 +109,9 @@ fn vector(device: &ClDevice, arg: bool, dtype: DType, plan: &Plan) -> usize {
     match by_column {
         true => {
             let steps = kept[..kept.len() - 1].iter().chain(&reduced).copied();
-            neighbours(device, dtype, steps.chain([start, plan.kept.inner().0 as isize]))
+            vector_width(device, dtype, steps.chain([start, plan.kept.inner().0 as isize]))
         }
-        false => neighbours(device, dtype, kept.into_iter().filter(|_| plan.outs > 1).chain([start])),
+        false => vector_width(device, dtype, kept.into_iter().filter(|_| plan.outs > 1).chain([start])),
     }
 }
 
@@ -220,7 +220,7 @@ impl Kind<'_> {
         plan: &Plan,
         way: &Way,
         number: usize,
-    ) -> Result<Ready> {
+    ) -> Result<KernelLaunch> {
         let wide = is_wide([plan.n, plan.outs * way.slices * 16, way.global]);
         let group = group_size(device);
         let (truth, mapped, finish) = (
@@ -249,7 +249,7 @@ impl Kind<'_> {
         };
         // Pairs are 16 bytes, two elements of the tensor that holds them.
         let elements = |pairs: bool| if pairs { 2 } else { 1 };
-        let mut ready = Ready::new(kernel, way.global, way.local);
+        let mut ready = KernelLaunch::new(kernel, way.global, way.local);
         ready.tensor_from(x, start, elements(self.stage == Stage::Second));
         ready.tensor_from(y, 0, elements(self.stage == Stage::First));
         ready.words(plan.kept.words());

@@ -107,8 +107,8 @@ impl Job<'_> {
         let key = KernelKey { template: "scan", params: SmallVec::from_slice(&params), exprs: SmallVec::new() };
         let kernel = kernel(device, key, "scan", || self.source(phase, wide))?;
         let words = lines.words();
-        let (x, y) = (self.x.place()?, self.values.place()?);
-        let (places, totals) = (self.places.place()?, self.totals.place()?);
+        let (x, y) = (self.x.device_view()?, self.values.device_view()?);
+        let (places, totals) = (self.places.device_view()?, self.totals.device_view()?);
         // Pairs are 16 bytes, two elements of the tensor that holds them.
         let totals_at = totals.first_element() / if self.kind.is_arg() { 2 } else { 1 };
         let args = [

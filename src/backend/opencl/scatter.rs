@@ -4,11 +4,11 @@ use smallvec::SmallVec;
 
 use crate::backend::opencl::gather::{TEMPLATE, bits, element, in_units, index_type, skip, words};
 use crate::backend::opencl::kernels::{KernelKey, kernel};
-use crate::backend::opencl::launch_plan::{Prepared, Ready};
+use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
 use crate::backend::opencl::reduce::{WALK, WIDEST, group_size, is_wide};
 use crate::backend::problem::index::{Combine, Indexed};
 use crate::device::opencl::{Arg, ClDevice, index_fault};
-use crate::layout::collapse::Walk;
+use crate::layout::collapse::StridedDims;
 use crate::tensor::Layout;
 use crate::{Result, Shape, Tensor};
 
@@ -51,7 +51,7 @@ pub(crate) fn prepare(
     target: &Tensor,
     layout: &Layout,
     d: usize,
-) -> Result<Option<Prepared>> {
+) -> Result<Option<LaunchPlan>> {
     let others = |strides: &[isize]| -> SmallVec<[isize; 6]> {
         strides.iter().enumerate().filter(|(i, _)| *i != d).map(|(_, &s)| s).collect()
     };
@@ -87,7 +87,7 @@ const BUSY: usize = 1024;
 
 /// How groups share the columns of a job whose elements have an index each.
 struct Tiling {
-    walk: Walk,
+    walk: StridedDims,
     /// Neighbouring columns of a group.
     side: usize,
     tiles: usize,
@@ -108,7 +108,7 @@ impl Tiling {
 
 impl Job<'_> {
     /// A launch of the kernel of that name over so many groups. `numbers` tell it from others with other `defines`.
-    fn ready(&self, entry: &'static str, numbers: &[usize], defines: &str, groups: usize) -> Result<Ready> {
+    fn ready(&self, entry: &'static str, numbers: &[usize], defines: &str, groups: usize) -> Result<KernelLaunch> {
         let (which, element) = element(self.combine, self.target.dtype);
         let params = [self.combine as u64, which, self.g.index.dtype as u64, self.group as u64];
         let params = params.into_iter().chain(numbers.iter().map(|&n| n as u64)).collect();
@@ -116,11 +116,11 @@ impl Job<'_> {
             let (t, group) = (self.g.index.dtype, self.group);
             format!("{defines}{element}#define T {t}\n#define GROUP {group}\n{WALK}{TEMPLATE}{WRITES}")
         })?;
-        Ok(Ready::new(kernel, groups * self.group, self.group))
+        Ok(KernelLaunch::new(kernel, groups * self.group, self.group))
     }
 
     /// The first arguments of both kernels; source and target begin at multiples of `unit` elements.
-    fn tensors(&self, ready: &mut Ready, unit: usize) {
+    fn tensors(&self, ready: &mut KernelLaunch, unit: usize) {
         ready.tensor_from(0, skip(&self.g.x_layout, self.g.x), unit);
         ready.tensor_from(1, skip(&self.g.index_layout, self.g.index), 1);
         ready.tensor_from(2, skip(self.layout, self.target), unit);
@@ -133,9 +133,9 @@ impl Job<'_> {
     }
 
     /// Where one index serves neighbours in memory, and looking for the indices is no more work than so many picoseconds.
-    fn rows(&self, most: usize) -> Result<Option<Prepared>> {
+    fn rows(&self, most: usize) -> Result<Option<LaunchPlan>> {
         let (g, units) = (self.g, self.units());
-        let mut walk = Walk::new(&self.shape, [&self.strides[0][..], &self.strides[2]]);
+        let mut walk = StridedDims::new(&self.shape, [&self.strides[0][..], &self.strides[2]]);
         let one = self.strides[1].iter().all(|&s| s == 0) && walk.strides.iter().all(|s| s.last() == Some(&1));
         if !one || walk.dims.last().is_some_and(|&n| n < NARROW) {
             return Ok(None);
@@ -164,12 +164,12 @@ impl Job<'_> {
         let per_unit = |s: isize| Arg::I64((s / unit as isize) as i64);
         ready.args([per_unit(self.steps[0]), Arg::I64(self.steps[1] as i64), per_unit(g.step)]);
         ready.args([span, slabs, lanes, g.wraps.into()].map(|n| Arg::U32(n as u32)));
-        Ok(Some(Prepared::one(self.device, ready)))
+        Ok(Some(LaunchPlan::one(self.device, ready)))
     }
 
     fn tiling(&self) -> Tiling {
         let (size, info) = (self.g.size, self.device.info());
-        let walk = Walk::new(&self.shape, self.strides.iter().map(|s| &s[..]));
+        let walk = StridedDims::new(&self.shape, self.strides.iter().map(|s| &s[..]));
         // Neighbours of the source or of the index, where these do not lie along the dim.
         let side_by_side = |k: usize| walk.strides[k].last() == Some(&1) && self.steps[k] != 1;
         let side = if side_by_side(0) || side_by_side(1) { SIDE } else { 1 };
@@ -186,7 +186,7 @@ impl Job<'_> {
     }
 
     /// Where elements have an index each, or neighbours in memory one each.
-    fn tiles(&self, tiling: &Tiling) -> Result<Prepared> {
+    fn tiles(&self, tiling: &Tiling) -> Result<LaunchPlan> {
         let (g, &Tiling { ref walk, side, tiles, parts, span, tags, held }) = (self.g, tiling);
         let (columns, rank) = (self.shape.numel(), walk.dims.len().max(1));
         let wide = is_wide([g.size, self.count + PER * self.group, tiles * parts]);
@@ -202,6 +202,6 @@ impl Job<'_> {
         ready.args([columns, self.count, g.size].map(|n| Arg::U64(n as u64)));
         ready.args([self.steps[0], self.steps[1], g.step].map(|s| Arg::I64(s as i64)));
         ready.args([Arg::U32(parts as u32), Arg::U64(span as u64), Arg::U32(g.wraps.into())]);
-        Ok(Prepared::one(self.device, ready))
+        Ok(LaunchPlan::one(self.device, ready))
     }
 }

@@ -138,8 +138,8 @@ fn launch(
     })?;
     let words = lines.words();
     let values = to.values.as_ref().unwrap_or(&to.indices);
-    let (x, y, places) = (x.place()?, values.place()?, to.indices.place()?);
-    let from = from.unwrap_or(&to.indices).place()?;
+    let (x, y, places) = (x.device_view()?, values.device_view()?, to.indices.device_view()?);
+    let from = from.unwrap_or(&to.indices).device_view()?;
     let mut args: SmallVec<[Arg; 16]> =
         [&x, &y, &places, &from].iter().flat_map(|p| [p.buffer(), p.offset()]).collect();
     args.extend([

@@ -31,7 +31,7 @@ pub(crate) fn run(values: Sequence, out: &Tensor) -> Result<bool> {
         let t = out.dtype;
         format!("#define T {t}\n#define PER_ITEM {per_item}\n#define LOCAL {LOCAL}\n{float}{TEMPLATE}")
     })?;
-    let y = out.place()?;
+    let y = out.device_view()?;
     let [start, step, end] = match values {
         Sequence::Int { start, step } => [start, step, 0].map(Arg::I64),
         Sequence::Float { start, step, end, .. } => [start, step, end].map(Arg::F64),

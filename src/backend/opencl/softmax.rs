@@ -3,9 +3,9 @@
 use smallvec::SmallVec;
 
 use crate::backend::opencl::kernels::{KernelKey, kernel};
-use crate::backend::opencl::launch_cache::{self, Key, Of};
-use crate::backend::opencl::launch_plan::{Prepared, Ready};
-use crate::backend::opencl::reduce::{WALK, group_size, is_wide, lanes, neighbours, vector_defines};
+use crate::backend::opencl::launch_cache::{self, Key, OpKind};
+use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
+use crate::backend::opencl::reduce::{WALK, group_size, is_wide, lanes, vector_defines, vector_width};
 use crate::backend::problem::map::Params;
 use crate::backend::problem::softmax::{RowOp, Rows, Softmax};
 use crate::device::DeviceKind;
@@ -64,7 +64,7 @@ impl Way {
             let steps = rows.walk.strides[k].iter().copied();
             steps.chain([tensors[k].layout.offset as isize, n as isize])
         });
-        let width = if in_rows { neighbours(device, tensors[0].dtype, starts) } else { 1 };
+        let width = if in_rows { vector_width(device, tensors[0].dtype, starts) } else { 1 };
         // Registers that an element takes.
         let two = matches!(kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad);
         let each = if two { 2 } else { 1 } * (tensors[0].dtype.compute().dtype().size() / 4);
@@ -108,15 +108,15 @@ impl Way {
 
 /// One launch.
 pub(crate) fn run(softmax: &Softmax) -> Result<()> {
-    let Softmax { kind, x, z, out, d, sight } = *softmax;
-    let numbers = [kind as u64, d as u64, sight.mask as u64, sight.causal as u64, sight.first as u64];
+    let Softmax { kind, x, z, out, d, mask } = *softmax;
+    let numbers = [kind as u64, d as u64, mask.kind as u64, mask.causal as u64, mask.first as u64];
     let tensors = [x, out, z];
-    let key = Key { of: Of::Row, device: x.device(), numbers: &numbers, exprs: &[], tensors: &tensors };
+    let key = Key { of: OpKind::Row, device: x.device(), numbers: &numbers, exprs: &[], tensors: &tensors };
     launch_cache::launch(&key, Params::default(), || prepare(kind, tensors, &softmax.rows())).map(drop)
 }
 
 /// Tensors of the launch are these three.
-pub(crate) fn prepare(kind: RowOp, tensors: [&Tensor; 3], rows: &Rows) -> Result<Prepared> {
+pub(crate) fn prepare(kind: RowOp, tensors: [&Tensor; 3], rows: &Rows) -> Result<LaunchPlan> {
     let [x, _, z] = tensors;
     let device = x.cl_device()?;
     let (count, n, rank) = (rows.count(), rows.n, rows.walk.dims.len().max(1));
@@ -135,14 +135,14 @@ pub(crate) fn prepare(kind: RowOp, tensors: [&Tensor; 3], rows: &Rows) -> Result
         // What `defines` below compiles in.
         let spread = (way.kept << 32 | way.width << 24 | way.lanes << 1) as u64 | u64::from(way.by_column);
         let spread = if way.kept > 0 { spread } else { 0 };
-        let mask = (rows.sight.mask as u64) << 8 | z.dtype as u64;
+        let mask = (rows.mask.kind as u64) << 8 | z.dtype as u64;
         let params = [kind as u64, x.dtype as u64, mask, rank as u64, wide as u64, spread];
         let key = KernelKey { template: "row", params: SmallVec::from_slice(&params), exprs: SmallVec::new() };
         let kernel = kernel(device, key, "row", || {
             let name = match kind {
                 RowOp::Softmax => "SOFTMAX",
                 RowOp::MaskedSoftmax => {
-                    &format!("SOFTMAX\n#define MASK {}\n#define Z {}", rows.sight.mask as u8, z.dtype)
+                    &format!("SOFTMAX\n#define MASK {}\n#define Z {}", rows.mask.kind as u8, z.dtype)
                 }
                 RowOp::LogSoftmax => "LOG_SOFTMAX",
                 RowOp::LogSumExp => "LOGSUMEXP",
@@ -163,7 +163,7 @@ pub(crate) fn prepare(kind: RowOp, tensors: [&Tensor; 3], rows: &Rows) -> Result
         let made = build(&way)?;
         (way, made)
     };
-    let mut ready = Ready::new(kernel, global, local);
+    let mut ready = KernelLaunch::new(kernel, global, local);
     (0..3).for_each(|k| ready.tensor(k));
     match rows.walk.dims.is_empty() {
         true => ready.words([1, 0, 0, 0]),
@@ -175,6 +175,6 @@ pub(crate) fn prepare(kind: RowOp, tensors: [&Tensor; 3], rows: &Rows) -> Result
     ready.args([count, n].map(|n| Arg::U64(n as u64)));
     ready.args(rows.steps.map(|s| Arg::I64(s as i64)));
     ready.args([way.by_column.into(), way.lanes as u32].map(Arg::U32));
-    ready.args([rows.sight.causal, rows.sight.first].map(|n| Arg::U64(n as u64)));
-    Ok(Prepared::one(device, ready))
+    ready.args([rows.mask.causal, rows.mask.first].map(|n| Arg::U64(n as u64)));
+    Ok(LaunchPlan::one(device, ready))
 }

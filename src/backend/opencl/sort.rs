@@ -7,7 +7,7 @@ use crate::backend::opencl::reduce::{WALK, group_size, is_wide};
 use crate::backend::problem::lines::Lines;
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice};
-use crate::layout::collapse::Walk;
+use crate::layout::collapse::StridedDims;
 use crate::tensor::Layout;
 use crate::{Compute, DType, Result, Tensor};
 
@@ -106,13 +106,13 @@ impl Job<'_> {
         let key = KernelKey { template: name, params: SmallVec::from_slice(&params), exprs: SmallVec::new() };
         let kernel = kernel(device, key, name, || self.source(stage, last, wide))?;
         let words = lines.words();
-        let (x, y, places) = (self.x.place()?, self.values.place()?, self.places.place()?);
+        let (x, y, places) = (self.x.device_view()?, self.values.device_view()?, self.places.device_view()?);
         // Without runs nothing is read or written there.
         let [from, to] = match runs {
             Some(runs) => runs.map(|r| [&r.keys, &r.at]),
             None => [[self.places; 2]; 2],
         };
-        let runs = [from[0].place()?, from[1].place()?, to[0].place()?, to[1].place()?];
+        let runs = [from[0].device_view()?, from[1].device_view()?, to[0].device_view()?, to[1].device_view()?];
         let mut args: SmallVec<[Arg; 24]> =
             SmallVec::from_iter([&x, &y, &places].into_iter().chain(&runs).flat_map(|p| [p.buffer(), p.offset()]));
         args.extend([
@@ -164,7 +164,7 @@ pub(crate) fn keys_of(dtype: DType, descending: bool) -> String {
 /// Walks the lines of `x` (over the values' shape, with `step` along a line) and the values together.
 pub(crate) fn search(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right: bool, out: &Tensor) -> Result<()> {
     let device = out.cl_device()?;
-    let walk = Walk::new(v.shape(), [&lines.strides[..], v.strides()]);
+    let walk = StridedDims::new(v.shape(), [&lines.strides[..], v.strides()]);
     let (rank, count) = (walk.dims.len().max(1), out.numel());
     let wide = is_wide([count + LOCAL]);
     let params = [x.dtype as u64, rank as u64, u64::from(wide) | u64::from(right) << 1];
@@ -181,7 +181,7 @@ pub(crate) fn search(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right:
     }
     let n = x.shape().dims().last().copied().unwrap_or(1);
     // What has no elements has no memory, and is not read.
-    let (x, v, y) = (if n == 0 { out } else { x }.place()?, v.place()?, out.place()?);
+    let (x, v, y) = (if n == 0 { out } else { x }.device_view()?, v.device_view()?, out.device_view()?);
     let args = [
         x.buffer(),
         x.offset(),

@@ -280,7 +280,7 @@ impl<'a> KernelCall<'a> {
         let local = self.group(&entry)?;
         let kernel = self.kernel.built(device, &entry, self.arguments.iter().map(Argument::kind).collect())?;
         // Places come last: what is held cannot be moved to make room.
-        let places = tensors.iter().map(|(t, _)| t.place()).collect::<Result<Vec<_>>>()?;
+        let places = tensors.iter().map(|(t, _)| t.device_view()).collect::<Result<Vec<_>>>()?;
         let mut places = places.iter().zip(&tensors);
         let mut args = Vec::with_capacity(self.arguments.len() + tensors.len());
         for argument in &self.arguments {

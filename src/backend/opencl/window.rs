@@ -63,7 +63,7 @@ pub(crate) fn unfold(w: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Res
         format!("#define UNFOLD\n#define V {v}\n#define IDX {idx}\n{WALK}{TEMPLATE}")
     })?;
     let words = words(w, x, x.strides());
-    let (from, to) = (x.place()?, out.place()?);
+    let (from, to) = (x.device_view()?, out.device_view()?);
     let args = [
         from.buffer(),
         from.offset(),
@@ -82,7 +82,7 @@ pub(crate) fn fold(w: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> {
     let count = out.numel();
     let kernel = computing(device, "FOLD_WINDOWS", out.dtype, w, count)?;
     let words = words(w, columns, columns.strides());
-    let (from, to) = (columns.place()?, out.place()?);
+    let (from, to) = (columns.device_view()?, out.device_view()?);
     let args = [
         from.buffer(),
         from.offset(),
@@ -106,7 +106,7 @@ pub(crate) fn run(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Ten
     let kernel = computing(device, name, out.dtype, w, count)?;
     let words = words(w, x, x.strides());
     let words = Arg::Bytes(bytemuck::cast_slice(&words));
-    let (from, to, place) = (x.place()?, out.place()?, index.place()?);
+    let (from, to, place) = (x.device_view()?, out.device_view()?, index.device_view()?);
     let mut args: SmallVec<[Arg; 8]> = SmallVec::from_iter([from.buffer(), from.offset(), to.buffer(), to.offset()]);
     match task {
         Task::Max | Task::Unmax => args.extend([place.buffer(), place.offset(), words, Arg::U64(count as u64)]),

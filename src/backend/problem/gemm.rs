@@ -6,7 +6,7 @@ use smallvec::SmallVec;
 
 use crate::expr::Expr;
 use crate::layout::Layout;
-use crate::layout::collapse::Walk;
+use crate::layout::collapse::StridedDims;
 use crate::layout::shape::{Dims, Shape};
 use crate::{DType, Scalar, Tensor};
 
@@ -86,7 +86,7 @@ impl Plan {
             steps[1].iter_mut().for_each(|s| *s = 0);
         }
         let sizes: Shape = batch.iter().copied().chain(shared.then_some(m)).collect();
-        let walk = Walk::new(&sizes, steps.iter().map(|s| &s[..]));
+        let walk = StridedDims::new(&sizes, steps.iter().map(|s| &s[..]));
         let joined = shared && !walk.dims.is_empty();
         let batch_rank = walk.dims.len() - joined as usize;
         let operand = |i: usize, row: isize, col: isize| {
@@ -141,7 +141,7 @@ pub(crate) static BIASED: LazyLock<Expr> = LazyLock::new(|| Expr::input(0) + Exp
 
 pub(crate) static RELU: LazyLock<[Expr; 2]> = LazyLock::new(|| [PRODUCT.relu(), BIASED.relu()]);
 
-/// A product times the slope of relu.
+/// A product times the derivative of relu.
 pub(crate) static SLOPE: LazyLock<Expr> = LazyLock::new(|| &*PRODUCT * Expr::input(1).relu().diff(1));
 
 /// The epilogues of the plain product and of a layer, made once: making one asks the heap.

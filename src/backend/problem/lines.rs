@@ -3,14 +3,14 @@
 use smallvec::SmallVec;
 
 use crate::Tensor;
-use crate::layout::collapse::Walk;
+use crate::layout::collapse::StridedDims;
 use crate::layout::shape::{Dims, Shape};
 
 /// Where the lines of a tensor along a dim lie.
 #[derive(Debug)]
 pub(crate) struct Lines {
     /// Where each line starts, from the tensor's first element on.
-    pub(crate) walk: Walk,
+    pub(crate) walk: StridedDims,
     pub(crate) count: usize,
     /// Elements of a line, and the step from one to the next.
     pub(crate) n: usize,
@@ -24,7 +24,7 @@ impl Lines {
         let dims = || x.shape().dims().iter().zip(x.strides()).enumerate().filter(|(i, _)| *i != d).map(|(_, d)| d);
         let (shape, strides): (Shape, Dims<isize>) = (dims().map(|d| *d.0).collect(), dims().map(|d| *d.1).collect());
         Lines {
-            walk: Walk::new(&shape, [&strides[..]]),
+            walk: StridedDims::new(&shape, [&strides[..]]),
             count: shape.numel(),
             n: x.shape().dims()[d],
             step: x.strides()[d],

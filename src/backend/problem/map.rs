@@ -5,7 +5,7 @@ use smallvec::SmallVec;
 use crate::expr::Expr;
 use crate::expr::philox::Seed;
 use crate::expr::program::Program;
-use crate::layout::collapse::Walk;
+use crate::layout::collapse::StridedDims;
 use crate::{Compute, Error, Result, Scalar, Tensor};
 
 /// One launch, checked and ready to run on any device.
@@ -18,7 +18,7 @@ pub(crate) struct Launch<'a> {
     pub(crate) program: &'a Program,
     pub(crate) compute: Compute,
     /// Operands are the inputs, then the outputs.
-    pub(crate) walk: Walk,
+    pub(crate) walk: StridedDims,
 }
 
 /// What an expression reads besides tensors.
@@ -105,7 +105,7 @@ impl Formulas<'_> {
             }
         }
         let strides = views.iter().map(Tensor::strides).chain(outputs.iter().map(|t| t.strides()));
-        let walk = Walk::new(shape, strides);
+        let walk = StridedDims::new(shape, strides);
         launch(&Launch { op, inputs: &views, outputs, scalars, seeds, program, compute, walk }, copied)
     }
 }

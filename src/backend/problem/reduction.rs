@@ -4,7 +4,7 @@ use smallvec::SmallVec;
 
 use crate::Tensor;
 use crate::expr::Expr;
-use crate::layout::collapse::Walk;
+use crate::layout::collapse::StridedDims;
 use crate::tensor::{Dims, Layout, Shape};
 
 /// Dims with the strides of one operand, innermost last; never empty.
@@ -17,7 +17,7 @@ pub(crate) struct Axes {
 impl Axes {
     fn new(dims: impl Iterator<Item = (usize, isize)>) -> Axes {
         let (shape, strides): (Dims, Dims<isize>) = dims.unzip();
-        let walk = Walk::new(&Shape::from(&shape[..]), [&strides[..]]);
+        let walk = StridedDims::new(&Shape::from(&shape[..]), [&strides[..]]);
         let mut axes = Axes { sizes: walk.dims, strides: walk.strides.into_iter().next().unwrap_or_default() };
         if axes.sizes.is_empty() {
             axes.sizes.push(1);

@@ -1,14 +1,14 @@
 //! Softmax and its kin over rows.
 
 use crate::Tensor;
-use crate::layout::collapse::Walk;
+use crate::layout::collapse::StridedDims;
 use crate::layout::shape::{Dims, Shape};
 
 /// What a row becomes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum RowOp {
     Softmax,
-    /// Of the part of a row that [`Sight`] says.
+    /// Of the part of a row that [`SoftmaxMask`] says.
     MaskedSoftmax,
     LogSoftmax,
     LogSumExp,
@@ -17,29 +17,29 @@ pub(crate) enum RowOp {
     LogSoftmaxGrad,
 }
 
-/// What the third operand says about a row's elements.
+/// How the third operand masks a row's elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum Mask {
     #[default]
     None,
-    /// Only those where it is true are seen.
+    /// Elements where it is false are left out.
     Keep,
-    /// It is added to them.
+    /// It is added to the elements.
     Add,
 }
 
-/// What a softmax sees of its rows.
+/// The mask of a softmax: which elements of a row take part.
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Sight {
-    pub(crate) mask: Mask,
-    /// Row i of each matrix of so many sees elements up to `first + i`; 0: each sees all.
+pub(crate) struct SoftmaxMask {
+    pub(crate) kind: Mask,
+    /// The rows of a matrix under a causal mask, of which row i sees the elements up to `first + i`; 0 without one.
     pub(crate) causal: usize,
     pub(crate) first: usize,
 }
 
-impl Sight {
-    /// How many elements row r sees of n.
-    pub(crate) fn of(self, r: usize, n: usize) -> usize {
+impl SoftmaxMask {
+    /// How many of its n elements row r sees.
+    pub(crate) fn visible(self, r: usize, n: usize) -> usize {
         if self.causal == 0 { n } else { n.min(self.first + r % self.causal + 1) }
     }
 }
@@ -47,10 +47,10 @@ impl Sight {
 /// Rows of n elements: where each starts in up to three operands, and the step along a row in each.
 #[derive(Debug)]
 pub(crate) struct Rows {
-    pub(crate) walk: Walk,
+    pub(crate) walk: StridedDims,
     pub(crate) n: usize,
     pub(crate) steps: [isize; 3],
-    pub(crate) sight: Sight,
+    pub(crate) mask: SoftmaxMask,
 }
 
 impl Rows {
@@ -60,8 +60,8 @@ impl Rows {
             |s: &[isize]| -> Dims<isize> { s.iter().enumerate().filter(|(i, _)| *i != d).map(|(_, &s)| s).collect() };
         let rest: Shape = shape.dims().iter().enumerate().filter(|(i, _)| *i != d).map(|(_, &n)| n).collect();
         let starts = operands.map(without);
-        let walk = Walk::new(&rest, starts.iter().map(|s| &s[..]));
-        Rows { walk, n: shape.dims()[d], steps: operands.map(|s| s[d]), sight: Sight::default() }
+        let walk = StridedDims::new(&rest, starts.iter().map(|s| &s[..]));
+        Rows { walk, n: shape.dims()[d], steps: operands.map(|s| s[d]), mask: SoftmaxMask::default() }
     }
 
     pub(crate) fn count(&self) -> usize {
@@ -77,13 +77,13 @@ pub(crate) struct Softmax<'a> {
     pub(crate) z: &'a Tensor,
     pub(crate) out: &'a Tensor,
     pub(crate) d: usize,
-    pub(crate) sight: Sight,
+    pub(crate) mask: SoftmaxMask,
 }
 
 impl Softmax<'_> {
     /// Where the rows of x, the result and z lie.
     pub(crate) fn rows(&self) -> Rows {
         let operands = [self.x.strides(), self.out.strides(), self.z.strides()];
-        Rows { sight: self.sight, ..Rows::new(self.x.shape(), self.d, operands) }
+        Rows { mask: self.mask, ..Rows::new(self.x.shape(), self.d, operands) }
     }
 }

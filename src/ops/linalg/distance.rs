@@ -104,8 +104,8 @@ impl Tensor {
         let kept = recorded_with_result(op, kept, &[self], move |_, grad, norm| {
             Tensor::map(&[x.get(op)?, norm, grad], |e| {
                 let (x, norm, grad) = (&e[0], &e[1], &e[2]);
-                let slope = x.sign() * (x.abs() / norm).pow(Expr::constant(ord - 1.0));
-                norm.eq(0.0).or(x.eq(0.0)).select(0.0, slope * grad)
+                let derivative = x.sign() * (x.abs() / norm).pow(Expr::constant(ord - 1.0));
+                norm.eq(0.0).or(x.eq(0.0)).select(0.0, derivative * grad)
             })
         });
         if keepdim { Ok(kept) } else { without(op, &kept, &dims, self.rank()) }

@@ -2,7 +2,7 @@
 //!
 //! A gradient of a product is a product of transposed views, written straight into the optimiser's flat gradient
 //! where one offers a slot. A layer, `f(x wᵀ + b)`, is one launch. Backward, the product that gives the gradient of `f`'s result
-//! multiplies by the slope of `f` as well, and the one for the weight adds up the bias's gradient: a launch each.
+//! multiplies by the derivative of `f` as well, and the one for the weight adds up the bias's gradient: a launch each.
 
 use std::slice;
 
@@ -190,7 +190,7 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&
 
     let sum = if bias.is_some() { BIASED.clone() } else { PRODUCT.clone() };
     let mut results: SmallVec<[Expr; 2]> = smallvec![f.map_or_else(|| sum.clone(), |f| f(&sum))];
-    // The slope of relu is the same for its result as for the sum: that is kept already.
+    // The derivative of relu is the same for its result as for the sum: that is kept already.
     let known = RELU.iter().find(|known| **known == results[0]);
     let relu = known.is_some();
     if let Some(known) = known {
@@ -218,11 +218,11 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&
     let (Some(out), before) = (outs.next(), outs.next()) else { unreachable!("a result an expression") };
     let before = if relu { Some(out.detach()) } else { before };
     let shape = rows.shape().clone();
-    // The slope of a formula depends on all of them.
+    // The derivative of a formula depends on all of them.
     let saved_x = (weight.requires_grad() || f.is_some()).then(|| Saved::new(x));
     let saved_w = (x.requires_grad() || f.is_some()).then(|| Saved::new(weight));
     let saved_b = bias.filter(|_| f.is_some()).map(Saved::new);
-    // The slope where the sum is the second operand of the product with the gradient.
+    // The derivative where the sum is the second operand of the product with the gradient.
     let factor = f.zip(before).map(|(f, t)| {
         let product = if relu { SLOPE.clone() } else { &*PRODUCT * f(&Expr::input(1)).diff(1) };
         Factor { product, tensor: Saved::new(&t) }

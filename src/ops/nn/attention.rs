@@ -19,7 +19,7 @@ use crate::ops::dispatch::registry::replacement;
 use crate::ops::linalg::gemm::product_shape;
 use crate::ops::linalg::products::{product, product_in};
 use crate::ops::nn::attention::blocks::Blocks;
-use crate::ops::nn::softmax::{masked_softmax, softmax_slope};
+use crate::ops::nn::softmax::{masked_softmax, softmax_derivative};
 use crate::ops::{recorded, same_device, same_dtype};
 use crate::tensor::{Dims, Layout};
 use crate::{DType, Error, Result, Scalar, Shape, Tensor, autograd};
@@ -165,7 +165,7 @@ impl Tensor {
                 }
                 false => saved[1].unpack(op)?,
             };
-            let turned = |t: &Tensor| t.transpose(-1, -2);
+            let transposed = |t: &Tensor| t.transpose(-1, -2);
             let slots: [Option<Tensor>; 3] = match twice {
                 true => [None, None, None],
                 false => {
@@ -176,10 +176,10 @@ impl Tensor {
             let [to_q, to_k, to_v] = slots;
             let whole = to_q.as_ref().map(|q| q.with_layout(Layout::contiguous(all.shape().clone())));
             let one = Scalar::Int(1);
-            let dv = product_in(op, to_v, None, &turned(&weights)?, &grad, one)?;
-            let slope = softmax_slope(&weights, &product_in(op, None, None, &grad, &turned(&v)?, one)?)?;
-            let dq = product_in(op, to_q, None, &slope, &k, scale.into())?;
-            let dk = product_in(op, to_k, None, &turned(&slope)?, &q, scale.into())?;
+            let dv = product_in(op, to_v, None, &transposed(&weights)?, &grad, one)?;
+            let ds = softmax_derivative(&weights, &product_in(op, None, None, &grad, &transposed(&v)?, one)?)?;
+            let dq = product_in(op, to_q, None, &ds, &k, scale.into())?;
+            let dk = product_in(op, to_k, None, &transposed(&ds)?, &q, scale.into())?;
             match whole {
                 Some(whole) => Ok(whole),
                 None => {

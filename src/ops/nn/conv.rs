@@ -117,7 +117,7 @@ fn check<const D: usize>(
     weight: &Tensor,
     bias: Option<&Tensor>,
     groups: usize,
-    turned: bool,
+    transposed: bool,
 ) -> Result<usize> {
     x.dtype.check_float(op)?;
     let inputs: SmallVec<[&Tensor; 3]> = [x, weight].into_iter().chain(bias).collect();
@@ -130,16 +130,16 @@ fn check<const D: usize>(
     }
     let (channels, w) = (x.shape().dims()[x.rank() - D - 1], weight.shape().dims());
     // Of the weight's first two dims one is a group's, the other is all groups'.
-    let (whole, wanted) = if turned { (w[0], channels) } else { (w[0], w[1].saturating_mul(groups)) };
+    let (whole, wanted) = if transposed { (w[0], channels) } else { (w[0], w[1].saturating_mul(groups)) };
     if groups == 0 || whole % groups != 0 {
         let reason = format!("{groups} groups do not divide the weight's {whole} channels evenly");
         return Err(Error::invalid(op, reason));
     }
-    if if turned { whole != channels } else { wanted != channels } {
-        let hint = if turned { "the weight is [C, O / groups, ..]" } else { "the weight is [O, C / groups, ..]" };
+    if if transposed { whole != channels } else { wanted != channels } {
+        let hint = if transposed { "the weight is [C, O / groups, ..]" } else { "the weight is [O, C / groups, ..]" };
         return Err(mismatch(weight, hint));
     }
-    let out = if turned { w[1].saturating_mul(groups) } else { w[0] };
+    let out = if transposed { w[1].saturating_mul(groups) } else { w[0] };
     match bias {
         Some(b) if b.shape().dims() != [out] => {
             Err(mismatch(b, "the bias has one number for each channel of the result"))
@@ -188,7 +188,7 @@ fn convolution<const D: usize>(
     }
     let windows = Windows::new(op, [h, w], [kh, kw], [both(stride, 1), before, both(dilation, 1)], after)?;
     let single = [[kh, kw], windows.grid] == [[1, 1], [h, w]] && before == [0; 2];
-    let meeting = Meeting { op, windows, groups, turned: false };
+    let meeting = Meeting { op, windows, groups, transposed: false };
     let out = match meeting.way(&x, &weight, single) {
         Some(way) => meeting.at_once(way, &x, &weight, bias)?,
         None if single => {
@@ -241,7 +241,7 @@ fn transposed<const D: usize>(
     }
     // What `output_padding` adds no window reaches.
     let windows = Windows { grid: [h, w], ..Windows::new(op, image, [kh, kw], [stride, padding, dilation], [0; 2])? };
-    let meeting = Meeting { op, windows, groups, turned: true };
+    let meeting = Meeting { op, windows, groups, transposed: true };
     let out = match meeting.way(&x, &weight, false) {
         Some(way) => meeting.at_once(way, &x, &weight, bias)?,
         None => meeting.by_columns(&x, &weight, bias)?,
@@ -249,21 +249,21 @@ fn transposed<const D: usize>(
     as_given(&out, given, D)
 }
 
-/// What a convolution, or a `turned` one that is transposed, has beside its tensors.
+/// What a convolution, or a transposed one, has beside its tensors.
 #[derive(Clone, Copy)]
 struct Meeting {
     op: &'static str,
     windows: Windows,
     groups: usize,
-    turned: bool,
+    transposed: bool,
 }
 
 impl Meeting {
     /// As products and columns, all of them recorded.
     fn by_columns(self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        let Meeting { op, windows, groups, turned } = self;
+        let Meeting { op, windows, groups, transposed } = self;
         let ([n, c, h, w], [a, b, kh, kw]) = (four(x), four(weight));
-        if turned {
+        if transposed {
             let columns = product(op, &x.reshape([n, groups, c / groups, h * w])?, weight, None, true)?;
             let images = windows.images(op, &columns.reshape([n, b * groups, kh, kw, h, w])?)?;
             return match bias {
@@ -284,8 +284,8 @@ impl Meeting {
 
     /// In one launch, and each gradient in one.
     fn at_once(self, way: Box<dyn Convolution>, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        let Meeting { op, turned, .. } = self;
-        let out = match turned {
+        let Meeting { op, transposed, .. } = self;
+        let out = match transposed {
             true => way.images(x, weight, bias)?,
             false => way.windows(x, weight, bias)?,
         };
@@ -307,7 +307,7 @@ impl Meeting {
             }
             let grad = ctx.grad()?.detach();
             let mut gradients = Gradients::new();
-            gradients.push(match (ctx.needs(0), turned) {
+            gradients.push(match (ctx.needs(0), transposed) {
                 (false, _) => None,
                 (true, true) => Some(way.windows(&grad, weight, None)?),
                 (true, false) => Some(way.images(&grad, weight, None)?),
@@ -316,7 +316,7 @@ impl Meeting {
             if let Some(x) = x.filter(|_| ctx.needs(1)) {
                 let usable = |s: &Tensor| s.is_contiguous() && s.dtype == grad.dtype;
                 let slot = ctx.slot(1).filter(|s| usable(s) && ![x, &grad].iter().any(|t| t.shares_storage(s)));
-                gradients[1] = Some(if turned { way.weight(&grad, x, slot)? } else { way.weight(x, &grad, slot)? });
+                gradients[1] = Some(if transposed { way.weight(&grad, x, slot)? } else { way.weight(x, &grad, slot)? });
             }
             if bias_shape.is_some() {
                 let slot = if ctx.needs(2) { ctx.slot(2) } else { None };
@@ -329,13 +329,19 @@ impl Meeting {
 }
 
 /// `[N, groups, rows, columns]`: for each group its part of the weight times its columns, plus the bias, which is `[groups *
-/// rows]`. The weight, `[A, B, KH, KW]`, is `[groups, A / groups, B KH KW]`, or that `turned`.
-fn product(op: &'static str, columns: &Tensor, weight: &Tensor, bias: Option<&Tensor>, turned: bool) -> Result<Tensor> {
+/// rows]`. The weight, `[A, B, KH, KW]`, is `[groups, A / groups, B KH KW]`, or that `transposed`.
+fn product(
+    op: &'static str,
+    columns: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    transposed: bool,
+) -> Result<Tensor> {
     let groups = columns.shape().dims()[1];
     let [a, b, kh, kw] = four(weight);
     let split = Shape::from([groups, a / groups, b * kh * kw]);
     let matrices = reshaped(weight, &split)?;
-    let matrices = if turned { swapped(&matrices) } else { matrices };
+    let matrices = if transposed { swapped(&matrices) } else { matrices };
     let rows = matrices.shape().dims()[1];
     let bias_view = bias.map(|b| reshaped(b, &Shape::from([groups, rows, 1]))).transpose()?;
     let epilogue = if bias.is_some() { &*SUM } else { &*PLAIN };
@@ -350,20 +356,20 @@ fn product(op: &'static str, columns: &Tensor, weight: &Tensor, bias: Option<&Te
     Ok(autograd::record_twice(op, out, &inputs, move |ctx| {
         let (grad, weight) = (ctx.grad()?, saved_w.get(op)?);
         let mut gradients: Gradients = SmallVec::new();
-        gradients.push(ctx.needs(0).then(|| product(op, &grad, weight, None, !turned)).transpose()?);
+        gradients.push(ctx.needs(0).then(|| product(op, &grad, weight, None, !transposed)).transpose()?);
         gradients.push(None);
         if let Some(x) = saved_x.as_ref().filter(|_| ctx.needs(1)) {
             let (x, shape) = (x.get(op)?, weight.shape());
             gradients[1] = Some(match ctx.create_graph() {
                 true => {
                     let (a, b) = (side_by_side(&grad)?, side_by_side(x)?);
-                    let (a, b) = if turned { (b, a) } else { (a, b) };
+                    let (a, b) = if transposed { (b, a) } else { (a, b) };
                     a.matmul(&b.transpose(-2, -1)?)?.reshape(shape)?
                 }
                 false => {
                     let slot = ctx.slot(1).and_then(|s| Some(s.with_layout(s.layout.reshape(&split)?)));
                     let (a, b) = (side_by_side(&grad.detach())?, side_by_side(&x.detach())?);
-                    let (a, b) = if turned { (b, a) } else { (a, b) };
+                    let (a, b) = if transposed { (b, a) } else { (a, b) };
                     let dtype = grad.dtype;
                     let b = swapped(&b);
                     let g = Gemm { out: slot, ..Gemm::plain(op, &a, &b, slice::from_ref(&*PLAIN), &dtype) };

@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 use crate::autograd::Saved;
 use crate::backend::problem::cross_entropy::{CrossEntropy, LossReduction};
 use crate::backend::problem::map::Params;
-use crate::backend::problem::softmax::{Mask, RowOp, Sight, Softmax};
+use crate::backend::problem::softmax::{Mask, RowOp, Softmax, SoftmaxMask};
 use crate::expr::Expr;
 use crate::ops::dispatch::autocast::widened;
 use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
@@ -22,10 +22,10 @@ use crate::{DType, Error, Result, Shape, Tensor, autograd, backend};
 
 /// The row operation along dim d of `x` (and `z`, of its shape), outside the graph.
 fn along(kind: RowOp, x: &Tensor, z: Option<&Tensor>, d: usize) -> Result<Tensor> {
-    seeing(kind, x, z, d, Sight::default())
+    seeing(kind, x, z, d, SoftmaxMask::default())
 }
 
-fn seeing(kind: RowOp, x: &Tensor, z: Option<&Tensor>, d: usize, sight: Sight) -> Result<Tensor> {
+fn seeing(kind: RowOp, x: &Tensor, z: Option<&Tensor>, d: usize, mask: SoftmaxMask) -> Result<Tensor> {
     let z = z.unwrap_or(x);
     let whole = kind != RowOp::LogSumExp;
     let shape: Shape = match whole {
@@ -40,7 +40,7 @@ fn seeing(kind: RowOp, x: &Tensor, z: Option<&Tensor>, d: usize, sight: Sight) -
         out.fill_(f64::NEG_INFINITY)?;
         return Ok(out);
     }
-    backend::launch(&[&out], |b| b.softmax(&Softmax { kind, x, z, out: &out, d, sight }))?;
+    backend::launch(&[&out], |b| b.softmax(&Softmax { kind, x, z, out: &out, d, mask }))?;
     Ok(out)
 }
 
@@ -54,8 +54,8 @@ pub(crate) fn masked_softmax(
     causal: Option<usize>,
 ) -> Result<Tensor> {
     let d = scores.rank() - 1;
-    let sight = Sight {
-        mask: match mask {
+    let softmax_mask = SoftmaxMask {
+        kind: match mask {
             None => Mask::None,
             Some(mask) if mask.dtype == DType::Bool => Mask::Keep,
             Some(_) => Mask::Add,
@@ -64,11 +64,11 @@ pub(crate) fn masked_softmax(
         first: causal.unwrap_or(0),
     };
     let spread = mask.map(|mask| mask.with_layout(mask.layout.broadcast_to(scores.shape())));
-    let out = seeing(RowOp::MaskedSoftmax, scores, spread.as_ref(), d, sight)?;
+    let out = seeing(RowOp::MaskedSoftmax, scores, spread.as_ref(), d, softmax_mask)?;
     let like_mask = mask.map(|mask| (mask.shape().clone(), mask.dtype));
     let inputs: SmallVec<[&Tensor; 2]> = std::iter::once(scores).chain(mask).collect();
     Ok(recorded_with_result(op, out, &inputs, move |i, grad, weights| {
-        let slope = softmax_slope(weights, grad)?;
+        let slope = softmax_derivative(weights, grad)?;
         match &like_mask {
             Some((shape, dtype)) if i == 1 => slope.sum_to(shape)?.to_dtype(*dtype),
             _ => Ok(slope),
@@ -77,7 +77,7 @@ pub(crate) fn masked_softmax(
 }
 
 /// The gradient of a softmax along the last dim, from its result and the gradient of that. Recorded.
-pub(crate) fn softmax_slope(weights: &Tensor, grad: &Tensor) -> Result<Tensor> {
+pub(crate) fn softmax_derivative(weights: &Tensor, grad: &Tensor) -> Result<Tensor> {
     match autograd::is_tracked(&[weights, grad]) {
         true => weights.mul(&grad.sub(&weights.mul(grad)?.sum(-1, true)?)?),
         false => along(RowOp::SoftmaxGrad, weights, Some(grad), weights.rank() - 1),

@@ -73,10 +73,10 @@ impl Back {
 
     fn by_formula(self, x: &Tensor, out: Tensor) -> Tensor {
         let op = self.row.name;
-        let slope = self.row.slope().expect("it has a formula");
-        let of_grad_alone = !slope.uses_input(0) && !slope.uses_input(1);
-        let saved_x = slope.uses_input(0).then(|| Saved::new(x));
-        let saved_y = slope.uses_input(1).then(|| Saved::new(&out));
+        let derivative = self.row.derivative().expect("it has a formula");
+        let of_grad_alone = !derivative.uses_input(0) && !derivative.uses_input(1);
+        let saved_x = derivative.uses_input(0).then(|| Saved::new(x));
+        let saved_y = derivative.uses_input(1).then(|| Saved::new(&out));
         autograd::record_twice(op, out, &[x], move |ctx| {
             let n = reduced_count(&self.shape, &self.mask) as f64;
             if of_grad_alone {
@@ -92,9 +92,9 @@ impl Back {
                 Some(y) => self.wide(&ctx.result(y)?),
                 None => grad.shallow_clone(),
             };
-            let (scalars, slope) = ([Scalar::Float(n)], self.row.slope().expect("it has a formula"));
+            let (scalars, derivative) = ([Scalar::Float(n)], self.row.derivative().expect("it has a formula"));
             let params = Params { scalars: &scalars, seeds: &[] };
-            let grad = apply_tracked(op, &[&x, &y, &grad], params, slope, self.dtype, &|i| slope.diff(i))?;
+            let grad = apply_tracked(op, &[&x, &y, &grad], params, derivative, self.dtype, &|i| derivative.diff(i))?;
             Ok(SmallVec::from_iter([Some(grad)]))
         })
     }
@@ -102,8 +102,8 @@ impl Back {
     /// A gradient that is the same for all elements of a result, before it is spread over them.
     fn small(&self, n: f64, ctx: &autograd::Context) -> Result<Tensor> {
         let Gradient::Each(formula) = self.row.gradient else { unreachable!("it has a formula") };
-        let slope = |g: &Expr, n: &Expr| formula(g, g, g, n);
-        let one = slope(&Expr::constant(1.0), &Expr::constant(n)).as_const();
+        let derivative = |g: &Expr, n: &Expr| formula(g, g, g, n);
+        let one = derivative(&Expr::constant(1.0), &Expr::constant(n)).as_const();
         match (ctx.grad_unless_one(), one) {
             (None, Some(factor)) => {
                 Tensor::full(reduced_shape(&self.shape, &self.mask, self.keepdim), factor, (self.dtype, self.device))
@@ -111,9 +111,9 @@ impl Back {
             (_, Some(1.0)) => ctx.grad(),
             _ => {
                 let (grad, scalars) = (ctx.grad()?, [Scalar::Float(n)]);
-                let slope = slope(&Expr::input(0), &Expr::scalar(0));
+                let derivative = derivative(&Expr::input(0), &Expr::scalar(0));
                 let params = Params { scalars: &scalars, seeds: &[] };
-                apply_tracked(self.row.name, &[&grad], params, &slope, self.dtype, &|i| slope.diff(i))
+                apply_tracked(self.row.name, &[&grad], params, &derivative, self.dtype, &|i| derivative.diff(i))
             }
         }
     }

@@ -101,7 +101,7 @@ impl Tensor {
                 return ctx.through(&variance.masked_fill(&none, 1)?.sqrt()?.masked_fill(&none, 0)?);
             }
             let grad = super::spread(&ctx.grad()?, deviations.shape(), &mask, keepdim);
-            Ok(SmallVec::from_iter([Some(slope(&deviations, &std, &grad, freedom)?)]))
+            Ok(SmallVec::from_iter([Some(derivative(&deviations, &std, &grad, freedom)?)]))
         }))
     }
 
@@ -196,8 +196,8 @@ fn freedom(op: &'static str, t: &Tensor, dims: &ReduceDims, correction: usize) -
 }
 
 /// `grad * x / (root * n)`: the gradient of `root = sqrt(sum(x²) / n)`, 0 where the root is.
-fn slope(x: &Tensor, root: &Tensor, grad: &Tensor, n: f64) -> Result<Tensor> {
+fn derivative(x: &Tensor, root: &Tensor, grad: &Tensor, n: f64) -> Result<Tensor> {
     let (e, params) = (Expr::input(1), Params { scalars: &[Scalar::Float(n)], seeds: &[] });
-    let slope = e.eq(0.0).select(0.0, Expr::input(0) / (&e * Expr::scalar(0))) * Expr::input(2);
-    Ok(apply("sqrt", &[x, root, grad], params, &[slope], &[x.dtype])?.remove(0))
+    let derivative = e.eq(0.0).select(0.0, Expr::input(0) / (&e * Expr::scalar(0))) * Expr::input(2);
+    Ok(apply("sqrt", &[x, root, grad], params, &[derivative], &[x.dtype])?.remove(0))
 }

@@ -64,7 +64,7 @@ pub struct ReductionRow {
 /// What is made of a row once.
 struct Made {
     rule: Rule,
-    slope: Option<Expr>,
+    derivative: Option<Expr>,
     grows: bool,
 }
 
@@ -79,13 +79,13 @@ impl ReductionRow {
             };
             let finish = Some((self.finish)(&x, &n)).filter(|e| *e != x);
             let counts = matches!(self.gives, Gives::I64 | Gives::Bool) && !self.combination.is_arg();
-            let slope = match self.gradient {
-                Gradient::Each(slope) => Some(slope(&x, &y, &g, &n)),
+            let derivative = match self.gradient {
+                Gradient::Each(derivative) => Some(derivative(&x, &y, &g, &n)),
                 _ => None,
             };
             let sums = matches!(self.combination, Combination::Add | Combination::Mul) && !counts;
             let grows = sums && finish.as_ref().is_none_or(|e| Program::of(std::slice::from_ref(e)).scalars() == 0);
-            Made { rule: Rule { combination: self.combination, element, finish, counts }, slope, grows }
+            Made { rule: Rule { combination: self.combination, element, finish, counts }, derivative, grows }
         })
     }
 
@@ -94,8 +94,8 @@ impl ReductionRow {
     }
 
     /// The gradient's formula, where it has one: of element, result and gradient, and of the number as scalar 0.
-    pub(crate) fn slope(&self) -> Option<&Expr> {
-        self.made().slope.as_ref()
+    pub(crate) fn derivative(&self) -> Option<&Expr> {
+        self.made().derivative.as_ref()
     }
 
     /// Whether the result may be far greater than the elements: that of sums and products, not of means. Autocast widens
@@ -130,7 +130,7 @@ macro_rules! define {
         $(#[doc = $doc:literal])+
         $name:ident $torch:literal: $takes:ident -> $gives:ident,
             $combination:ident $element:expr => $finish:expr,
-            nothing $nothing:expr, gradient $gradient:ident $(($slope:expr))?, is $reference:expr,
+            nothing $nothing:expr, gradient $gradient:ident $(($derivative:expr))?, is $reference:expr,
             on $low:literal..$high:literal;
     )*) => {
         /// Every row by its name.
@@ -147,7 +147,7 @@ macro_rules! define {
                     domain: ($low, $high),
                     reference: $reference,
                     of_nothing: $nothing,
-                    gradient: Gradient::$gradient $(($slope))?,
+                    gradient: Gradient::$gradient $(($derivative))?,
                     combination: Combination::$combination,
                     element: $element,
                     finish: $finish,
@@ -187,7 +187,7 @@ macro_rules! methods {
         $(#[doc = $doc:literal])+
         $name:ident $torch:literal: $takes:ident -> $gives:ident,
             $combination:ident $element:expr => $finish:expr,
-            nothing $nothing:expr, gradient $gradient:ident $(($slope:expr))?, is $reference:expr,
+            nothing $nothing:expr, gradient $gradient:ident $(($derivative:expr))?, is $reference:expr,
             on $low:literal..$high:literal;
     )*) => {
         /// Reductions over any dims: one method for each row of [`REDUCTIONS`](crate::ops::REDUCTIONS).

@@ -60,7 +60,7 @@ fn the_thin_kernel() {
 /// Bits of `turns`: whether a, b and the result are transposed.
 fn check(device: Device, dtype: DType, (m, n, k): (usize, usize, usize), turns: u8) {
     let run = |device| {
-        let matrix = |rows, cols, turned: bool| match turned {
+        let matrix = |rows, cols, transposed: bool| match transposed {
             true => whole([cols, rows], dtype, device).t().unwrap(),
             false => whole([rows, cols], dtype, device),
         };
@@ -87,7 +87,7 @@ fn check(device: Device, dtype: DType, (m, n, k): (usize, usize, usize), turns: 
     PRETEND_GPU.set(true);
     let got = run(device);
     PRETEND_GPU.set(false);
-    assert_eq!(got, run(Device::Cpu), "{dtype} {m} x {k} x {n}, turned {turns:03b}, on {device}");
+    assert_eq!(got, run(Device::Cpu), "{dtype} {m} x {k} x {n}, transposed {turns:03b}, on {device}");
 }
 
 /// Results in halves that are a part of a larger tensor, whose other elements stay: columns that are no multiple of

@@ -61,7 +61,7 @@ unsafe fn one<S: Source>(from: From<S::Element>, to: *mut f32, steps: usize, lan
     let whole = if from.along == 1 { steps / 8 * 8 } else { 0 };
     // SAFETY: the caller's promise; whole blocks of 8 steps first, then the others, which lie behind them.
     unsafe {
-        turned::<S>(from, to, whole, lanes, width);
+        transposed::<S>(from, to, whole, lanes, width);
         let rest = From { start: from.start.wrapping_offset((whole * S::STEPS) as isize * from.along), ..from };
         each::<S>(rest, to.add(whole * width), steps - whole, lanes, width);
     }
@@ -240,12 +240,12 @@ pub(super) unsafe fn add_steps(panel: *const f32, (steps, lanes): (usize, usize)
     }
 }
 
-/// Steps that lie one after another, `steps` a multiple of 8: blocks of 8 x 8, turned in registers.
+/// Steps that lie one after another, `steps` a multiple of 8: blocks of 8 x 8, transposed in registers.
 ///
 /// # Safety
 /// As [`pack`].
 #[target_feature(enable = "avx2,f16c")]
-unsafe fn turned<S: Source>(from: From<S::Element>, to: *mut f32, steps: usize, lanes: usize, width: usize) {
+unsafe fn transposed<S: Source>(from: From<S::Element>, to: *mut f32, steps: usize, lanes: usize, width: usize) {
     for p in (0..steps).step_by(8) {
         // From the last lanes on: what a block writes behind the width is the next step's first lanes, written after it.
         for first in (0..width).step_by(8).rev() {

@@ -148,16 +148,17 @@ fn sums_beside_a_product() {
         let x: Vec<f32> = (0..m * k).map(number).collect();
         let y: Vec<f32> = (0..k * n).map(|i| number(i + 71)).collect();
         let (a, b) = (Floats::F32(&x), Floats::F32(&y));
-        for (turned, [sums, first]) in [(true, [0, m + 3]), (true, [m * n + 3, 3]), (false, [0, m + 3]), (true, [4, 3])]
+        for (transposed, [sums, first]) in
+            [(true, [0, m + 3]), (true, [m * n + 3, 3]), (false, [0, m + 3]), (true, [4, 3])]
         {
-            let at = if turned { place(0, 1, m as isize) } else { place(0, k as isize, 1) };
+            let at = if transposed { place(0, 1, m as isize) } else { place(0, k as isize, 1) };
             let places = [at, place(0, n as isize, 1), place(first, n as isize, 1)];
             let mut out = vec![f32::NAN; m * n + m + 3];
             let made = gemm_and_sums((m, n, k), &mut out, (a, b), places, sums).unwrap();
             let mut alone = vec![f32::NAN; out.len()];
             gemm_f32((m, n, k), &mut alone, a, b, std::iter::once(places)).unwrap();
             assert!(out[first..first + m * n] == alone[first..first + m * n], "{m} x {k} x {n}");
-            assert_eq!(made, turned && sums != 4 && in_pieces((8, 8, 8)), "{m} x {k} x {n}");
+            assert_eq!(made, transposed && sums != 4 && in_pieces((8, 8, 8)), "{m} x {k} x {n}");
             for i in 0..m {
                 let want: f64 = (0..k).map(|p| f64::from(x[i * at.row as usize + p * at.col as usize])).sum();
                 match made {
@@ -203,11 +204,11 @@ fn strided_products_of_bf16() {
 #[test]
 fn special_values_of_bf16() {
     let (m, n) = (13, 35);
-    for (k, turned) in [8, 9, 1027].into_iter().flat_map(|k| [(k, false), (k, true)]) {
+    for (k, transposed) in [8, 9, 1027].into_iter().flat_map(|k| [(k, false), (k, true)]) {
         let mut a = vec![bf16::ONE; m * k];
         let mut b = vec![bf16::from_f32(2.0); k * n];
-        let at_a = |i: usize, p: usize| if turned { p * m + i } else { i * k + p };
-        let at_b = |p: usize, j: usize| if turned { j * k + p } else { p * n + j };
+        let at_a = |i: usize, p: usize| if transposed { p * m + i } else { i * k + p };
+        let at_b = |p: usize, j: usize| if transposed { j * k + p } else { p * n + j };
         a[at_a(2, k - 1)] = bf16::INFINITY;
         a[at_a(5, 0)] = bf16::NAN;
         a[at_a(7, k - 2)] = bf16::NEG_INFINITY;
@@ -215,7 +216,7 @@ fn special_values_of_bf16() {
         b[at_b(k - 1, n - 1)] = bf16::ZERO;
         b[at_b(3, 4)] = bf16::NEG_INFINITY;
         a[at_a(12, 3)] = bf16::ZERO;
-        let places = match turned {
+        let places = match transposed {
             false => [place(0, k as isize, 1), place(0, n as isize, 1), place(0, n as isize, 1)],
             true => [place(0, 1, m as isize), place(0, 1, k as isize), place(0, n as isize, 1)],
         };
@@ -225,14 +226,17 @@ fn special_values_of_bf16() {
         for (i, j) in (0..m).flat_map(|i| (0..n).map(move |j| (i, j))) {
             let want: f64 = (0..k).map(|p| f64::from(a[at_a(i, p)]) * f64::from(b[at_b(p, j)])).sum();
             let got = f64::from(out[i * n + j]);
-            assert!(got == want || (got.is_nan() && want.is_nan()), "{k} {turned}: ({i}, {j}) is {got}, not {want}");
+            assert!(
+                got == want || (got.is_nan() && want.is_nan()),
+                "{k} {transposed}: ({i}, {j}) is {got}, not {want}"
+            );
         }
         let small = f32::from_bits(0x0040_0000);
         let scale = 2f32.powi(120);
         a.fill(bf16::from_f32(small));
         b.fill(bf16::from_f32(scale));
         gemm_f32(size, &mut out, Floats::BF16(&a), Floats::BF16(&b), std::iter::once(places)).unwrap();
-        assert!(out.iter().all(|&x| x == 0.0 || x == k as f32 * small * scale), "{k} {turned}: {}", out[0]);
+        assert!(out.iter().all(|&x| x == 0.0 || x == k as f32 * small * scale), "{k} {transposed}: {}", out[0]);
     }
 }
 

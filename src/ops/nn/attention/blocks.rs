@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 use crate::backend::problem::attention::Blocking;
 use crate::ops::linalg::products::product_in;
 use crate::ops::nn::attention::{Attention, heads_inside};
-use crate::ops::nn::softmax::{masked_softmax, softmax_slope};
+use crate::ops::nn::softmax::{masked_softmax, softmax_derivative};
 use crate::tensor::Dims;
 use crate::{DType, Device, Result, Scalar, Shape, Tensor, autograd, backend};
 
@@ -153,7 +153,7 @@ impl Blocks {
     ) -> Result<[Option<Tensor>; 3]> {
         let [q, k, v] = inputs.map(Tensor::detach);
         let (mask, grad) = (mask.map(Tensor::detach), grad.detach());
-        let turned = |t: &Tensor| t.transpose(-1, -2);
+        let transposed = |t: &Tensor| t.transpose(-1, -2);
         let [slot_q, slot_k, slot_v] = slots;
         let sum =
             |i: usize, t: &Tensor, slot| wanted[i].then(|| Sum::new(t, slot, self.is_parted(t, i == 0))).transpose();
@@ -162,18 +162,18 @@ impl Blocks {
             let weights = self.weights(op, block, [&q, &k], mask.as_ref())?;
             let grad = block.queries(&grad)?;
             if let Some(dv) = &dv {
-                dv.add(op, |t| block.keys(t), &turned(&weights)?, &grad, Scalar::Int(1))?;
+                dv.add(op, |t| block.keys(t), &transposed(&weights)?, &grad, Scalar::Int(1))?;
             }
             if dq.is_none() && dk.is_none() {
                 return Ok(());
             }
-            let upstream = product_in(op, None, None, &grad, &turned(&block.keys(&v)?)?, Scalar::Int(1))?;
-            let slope = softmax_slope(&weights, &upstream)?;
+            let upstream = product_in(op, None, None, &grad, &transposed(&block.keys(&v)?)?, Scalar::Int(1))?;
+            let ds = softmax_derivative(&weights, &upstream)?;
             if let Some(dq) = &dq {
-                dq.add(op, |t| block.queries(t), &slope, &block.keys(&k)?, self.scale)?;
+                dq.add(op, |t| block.queries(t), &ds, &block.keys(&k)?, self.scale)?;
             }
             if let Some(dk) = &dk {
-                dk.add(op, |t| block.keys(t), &turned(&slope)?, &block.queries(&q)?, self.scale)?;
+                dk.add(op, |t| block.keys(t), &transposed(&ds)?, &block.queries(&q)?, self.scale)?;
             }
             Ok(())
         })?;

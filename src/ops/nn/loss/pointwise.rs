@@ -122,9 +122,9 @@ impl Tensor {
         let scale = weight.map_or(Expr::constant(1.0), |_| Expr::input(2));
         let loss = -(&t * bounded_log(&x) + (1.0 - &t) * bounded_log(&(1.0 - &x))) * &scale;
         // As PyTorch has it: saturated probabilities still learn.
-        let slope = (&x - &t) / ((1.0 - &x) * &x).max(1e-12) * &scale;
+        let derivative = (&x - &t) / ((1.0 - &x) * &x).max(1e-12) * &scale;
         let each = || {
-            let of = |i: usize| if i == 0 { slope.clone() } else { loss.diff(i) };
+            let of = |i: usize| if i == 0 { derivative.clone() } else { loss.diff(i) };
             reduced(formula(op, &inputs, self.dtype(), &loss, of)?, reduction)
         };
         each().map_err(|e| e.of(op))

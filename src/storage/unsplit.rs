@@ -1,4 +1,4 @@
-//! What the two allocators that never cut a segment up share: the books, and making segments.
+//! What the two allocators that never split a segment share: their accounts, and how segments are made.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! Elements in host memory that their owner sees without a lock.
+//! Host memory that has one owner, who reads and writes it without a lock.
 
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
@@ -8,7 +8,7 @@ use super::{Block, Storage, alone};
 use crate::{Device, Element, Error, Result, elements};
 
 /// Elements of a storage on the CPU that nobody else has a handle on, nor gets one, in a block that stays where it is.
-pub(crate) struct Sole<T> {
+pub(crate) struct ExclusiveHost<T> {
     storage: Storage,
     /// Whether the block may move again after this.
     could_move: bool,
@@ -17,17 +17,17 @@ pub(crate) struct Sole<T> {
 }
 
 // SAFETY: it owns its elements as a `Box<[T]>` does: there is no other handle on them, and its own is never lent.
-unsafe impl<T: Send> Send for Sole<T> {}
+unsafe impl<T: Send> Send for ExclusiveHost<T> {}
 // SAFETY: as above; a shared one gives out shared elements only.
-unsafe impl<T: Sync> Sync for Sole<T> {}
+unsafe impl<T: Sync> Sync for ExclusiveHost<T> {}
 
-impl<T: Element> Sole<T> {
+impl<T: Element> ExclusiveHost<T> {
     /// The `count` elements from byte `offset` on.
     ///
     /// # Errors
     /// [`Error::Invalid`] where bytes are no elements; for what is not on the CPU, and where there is another handle.
     /// [`Error::DeviceLost`] where a transfer may still be using them.
-    pub(crate) fn new(op: &'static str, mut storage: Storage, offset: usize, count: usize) -> Result<Sole<T>> {
+    pub(crate) fn new(op: &'static str, mut storage: Storage, offset: usize, count: usize) -> Result<ExclusiveHost<T>> {
         if storage.device() != Device::Cpu || alone(&mut storage.0).is_none() {
             return Err(Error::invalid(op, format!("{storage:?} are not one handle's alone")));
         }
@@ -36,8 +36,8 @@ impl<T: Element> Sole<T> {
         }
         let could_move = storage.allocation().block().is_some_and(Block::pin);
         // From here on, also where an error is returned, dropping it lets the block go.
-        let mut sole = Sole { storage, could_move, start: NonNull::dangling(), count: 0 };
-        let (start, size) = sole.storage.allocation().host_range();
+        let mut exclusive = ExclusiveHost { storage, could_move, start: NonNull::dangling(), count: 0 };
+        let (start, size) = exclusive.storage.allocation().host_range();
         let bytes = count.checked_mul(size_of::<T>());
         let Some(end) = bytes.and_then(|bytes| bytes.checked_add(offset)).filter(|&end| end <= size) else {
             return Err(Error::invalid(op, format!("{count} elements at {offset} are not in a storage of {size}")));
@@ -47,8 +47,8 @@ impl<T: Element> Sole<T> {
         // SAFETY: bytes of the storage, all initialised. Nobody writes to them: there is no other handle, and the block is
         // pinned, so that they are not moved either.
         elements::<T>(op, unsafe { slice::from_raw_parts(start.as_ptr(), end - offset) })?;
-        (sole.start, sole.count) = (start.cast(), count);
-        Ok(sole)
+        (exclusive.start, exclusive.count) = (start.cast(), count);
+        Ok(exclusive)
     }
 
     /// The storage again, as it was before.
@@ -57,7 +57,7 @@ impl<T: Element> Sole<T> {
     }
 }
 
-impl<T> Drop for Sole<T> {
+impl<T> Drop for ExclusiveHost<T> {
     fn drop(&mut self) {
         if let Some(block) = self.storage.allocation().block() {
             block.unpin(self.could_move);
@@ -65,7 +65,7 @@ impl<T> Drop for Sole<T> {
     }
 }
 
-impl<T> Deref for Sole<T> {
+impl<T> Deref for ExclusiveHost<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
@@ -75,7 +75,7 @@ impl<T> Deref for Sole<T> {
     }
 }
 
-impl<T> DerefMut for Sole<T> {
+impl<T> DerefMut for ExclusiveHost<T> {
     fn deref_mut(&mut self) -> &mut [T] {
         // SAFETY: as above, and borrowed exclusively.
         unsafe { slice::from_raw_parts_mut(self.start.as_ptr(), self.count) }
