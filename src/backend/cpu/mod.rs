@@ -131,7 +131,7 @@ impl Backend for Cpu {
     }
 
     fn nonzero(&self, _: &Tensor, mask: &dyn Fn() -> Result<Tensor>, dims: &[usize]) -> Result<Tensor> {
-        nonzero::places(&mask()?, dims)
+        nonzero::indices(&mask()?, dims)
     }
 
     fn masked_select(&self, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {

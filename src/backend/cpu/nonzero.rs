@@ -12,7 +12,7 @@ const SOME: usize = 256;
 
 /// For what is true in a contiguous mask its place in row-major order, taken as one of a tensor of sizes `dims`: a row of
 /// indices each. The mask has elements.
-pub(crate) fn places(mask: &Tensor, dims: &[usize]) -> Result<Tensor> {
+pub(crate) fn indices(mask: &Tensor, dims: &[usize]) -> Result<Tensor> {
     count_launch();
     let (numel, rank) = (mask.numel(), dims.len());
     let block = |i: usize| {

@@ -36,7 +36,7 @@ enum Count {
 }
 
 /// How the rows are spread over the device.
-struct Way {
+struct Schedule {
     /// Elements that a work-item loads at once.
     width: usize,
     /// Work-items that share a row, of a group of so many.
@@ -50,13 +50,13 @@ struct Way {
     together: bool,
 }
 
-impl Way {
-    fn choose(device: &ClDevice, x: &Tensor, grad: Option<&Tensor>, each: bool) -> Way {
+impl Schedule {
+    fn choose(device: &ClDevice, x: &Tensor, grad: Option<&Tensor>, each: bool) -> Schedule {
         let (rows, n) = (x.shape().dims()[0], x.shape().dims()[1]);
         let units = device.info().compute_units.max(1);
         if device.info().kind == DeviceKind::Cpu {
             let groups = if rows * n <= 1 << 13 { 1 } else { rows.min(4 * units) };
-            return Way { width: 1, lanes: 1, group: 1, kept: 0, whole: true, groups, together: false };
+            return Schedule { width: 1, lanes: 1, group: 1, kept: 0, whole: true, groups, together: false };
         }
         let group = group_size(device);
         let starts = [x.layout.offset as isize, if rows > 1 { x.strides()[0] } else { 0 }, n as isize];
@@ -78,11 +78,11 @@ impl Way {
         // As many rows for each group, of as many groups as the device holds.
         let groups = if alone { 1 } else { turns.div_ceil(turns.div_ceil(8 * units)) };
         let together = !each && groups > 1 && device.tensor_cores().local > 0;
-        Way { width, lanes, group, kept, whole, groups, together }
+        Schedule { width, lanes, group, kept, whole, groups, together }
     }
 
     fn defines(&self, dtype: DType) -> String {
-        let Way { lanes, kept, .. } = self;
+        let Schedule { lanes, kept, .. } = self;
         let flag = |on: bool, name: &str| if on { format!("#define {name}\n") } else { String::new() };
         let spread = format!("#define LANES {lanes}\n#define CACHED {kept}\n") + &vector_defines(dtype, self.width);
         spread + &flag(self.whole, "WHOLE") + &flag(self.together, "TOGETHER")
@@ -99,8 +99,8 @@ pub(crate) fn cross_entropy(
     let (rows, n) = (x.shape().dims()[0], x.shape().dims()[1]);
     let each = options.reduction == LossReduction::None;
     let cpu = device.info().kind == DeviceKind::Cpu;
-    let way = Way::choose(device, x, grad, each);
-    let (groups, alone) = (way.groups, way.groups == 1 || way.together);
+    let schedule = Schedule::choose(device, x, grad, each);
+    let (groups, alone) = (schedule.groups, schedule.groups == 1 || schedule.together);
     let loss = match (each, alone) {
         (true, _) => Tensor::empty_like_shape(rows, x.dtype, x.device())?,
         (false, true) => Tensor::empty_like_shape((), x.dtype, x.device())?,
@@ -117,24 +117,25 @@ pub(crate) fn cross_entropy(
         _ => None,
     };
     let prepare = || {
-        let block = way.lanes * way.kept * way.width;
-        let wide = is_wide([rows + way.group * groups, n + block]);
-        let bits =
-            [grad.is_some(), wide, way.whole, way.together].iter().fold(0, |bits, &on| bits << 1 | u64::from(on));
-        let spread = (way.group << 40 | way.lanes << 24 | way.kept << 8 | way.width) as u64;
+        let block = schedule.lanes * schedule.kept * schedule.width;
+        let wide = is_wide([rows + schedule.group * groups, n + block]);
+        let bits = [grad.is_some(), wide, schedule.whole, schedule.together]
+            .iter()
+            .fold(0, |bits, &on| bits << 1 | u64::from(on));
+        let spread = (schedule.group << 40 | schedule.lanes << 24 | schedule.kept << 8 | schedule.width) as u64;
         let params = [x.dtype as u64, labels.dtype as u64, loss.dtype as u64, bits, spread];
         let params = SmallVec::from_slice(&params);
         let key = KernelKey { template: "cross_entropy", params, exprs: SmallVec::new() };
         let kernel = kernel(device, key, "row", || {
             let gradient = if grad.is_some() { "#define WITH_GRAD\n" } else { "" };
             let (b, t) = (loss.dtype, labels.dtype);
-            let common = defines(x, 1, wide, way.group) + &format!("#define B {b}\n#define T {t}\n{gradient}");
+            let common = defines(x, 1, wide, schedule.group) + &format!("#define B {b}\n#define T {t}\n{gradient}");
             match cpu {
                 true => format!("{common}#define CROSS_ENTROPY\n{WALK}{TEMPLATE}"),
-                false => common + &way.defines(x.dtype) + WALK + GPU_TEMPLATE,
+                false => common + &schedule.defines(x.dtype) + WALK + GPU_TEMPLATE,
             }
         })?;
-        let mut ready = KernelLaunch::new(kernel, groups * way.group, way.group);
+        let mut ready = KernelLaunch::new(kernel, groups * schedule.group, schedule.group);
         (0..2).for_each(|k| ready.tensor(k));
         ready.args([Arg::I64(labels.strides()[0] as i64)]);
         (2..5).for_each(|k| ready.tensor(k));
@@ -143,7 +144,7 @@ pub(crate) fn cross_entropy(
         ready.args([x.strides()[0], x.strides()[1]].map(|s| Arg::I64(s as i64)));
         ready.args([Arg::I64(options.ignore_index)]);
         ready.args([counting as u32, u32::from(!each)].map(Arg::U32));
-        if !way.together {
+        if !schedule.together {
             return Ok(LaunchPlan::one(device, ready));
         }
         // Two numbers of each group.

@@ -117,7 +117,7 @@ impl Backend for OpenCl {
     }
 
     fn nonzero(&self, x: &Tensor, _: &dyn Fn() -> Result<Tensor>, dims: &[usize]) -> Result<Tensor> {
-        nonzero::places(x, dims)
+        nonzero::indices(x, dims)
     }
 
     fn masked_select(&self, x: &Tensor, mask: &Tensor) -> Result<Option<Tensor>> {

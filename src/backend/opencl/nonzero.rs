@@ -28,7 +28,7 @@ enum Stage<'a> {
 
 /// Where the elements of `mask` that are not zero are, in row-major order: a row of indices each, as of a tensor of sizes
 /// `dims`. The mask has elements.
-pub(crate) fn places(mask: &Tensor, dims: &[usize]) -> Result<Tensor> {
+pub(crate) fn indices(mask: &Tensor, dims: &[usize]) -> Result<Tensor> {
     let counts = Counts::new(mask)?;
     let out = Tensor::empty_like_shape([counts.total, dims.len()], DType::I64, mask.device())?;
     counts.fill(&Stage::Rows(dims), &out)

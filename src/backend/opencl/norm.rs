@@ -64,7 +64,7 @@ fn switches(rows: &Rows) -> u64 {
 }
 
 /// How a GPU goes through the rows.
-struct Way {
+struct Schedule {
     /// Elements that a work-item loads at once.
     width: usize,
     /// Whether each of them has a weight of its own.
@@ -79,17 +79,17 @@ struct Way {
     chunk: usize,
 }
 
-impl Way {
-    fn choose(device: &ClDevice, rows: &Rows) -> Way {
+impl Schedule {
+    fn choose(device: &ClDevice, rows: &Rows) -> Schedule {
         let (width, each) = width(device, rows);
         let numbers = registers(rows.x, rows.z.is_some(), rows.columns.is_some());
-        let whole = Way::whole(device, rows.len(), width, numbers, rows.columns.is_some());
-        Way { each, ..whole.unwrap_or_else(|| Way::sliced(device, rows, width, numbers)) }
+        let whole = Schedule::whole(device, rows.len(), width, numbers, rows.columns.is_some());
+        Schedule { each, ..whole.unwrap_or_else(|| Schedule::sliced(device, rows, width, numbers)) }
     }
 
     /// Four loads a lane: fewer leave the memory idle, more are many registers. None where rows are too long, unless it
     /// `must` be.
-    fn whole(device: &ClDevice, n: usize, width: usize, numbers: usize, must: bool) -> Option<Way> {
+    fn whole(device: &ClDevice, n: usize, width: usize, numbers: usize, must: bool) -> Option<Schedule> {
         let largest = 1 << device.info().max_work_group.clamp(1, 1024).ilog2();
         let most = group_size(device);
         let lanes = match width {
@@ -102,21 +102,21 @@ impl Way {
             k => k.next_power_of_two(),
         };
         let filled = kept * width * numbers;
-        let way = Way { width, each: false, lanes, group: most.max(lanes), kept, slices: 0, chunk: 0 };
-        (must || filled <= KEPT && filled * lanes <= REGISTERS).then_some(way)
+        let schedule = Schedule { width, each: false, lanes, group: most.max(lanes), kept, slices: 0, chunk: 0 };
+        (must || filled <= KEPT && filled * lanes <= REGISTERS).then_some(schedule)
     }
 
     /// As many slices as one group combines with a load each.
-    fn sliced(device: &ClDevice, rows: &Rows, width: usize, numbers: usize) -> Way {
+    fn sliced(device: &ClDevice, rows: &Rows, width: usize, numbers: usize) -> Schedule {
         let (n, group) = (rows.len(), group_size(device));
         let kept = (KEPT / 2 / width / numbers).max(1);
         let block = group * kept * width;
         let chunk = block * n.div_ceil(block * group);
-        Way { width, each: false, lanes: group, group, kept, slices: n.div_ceil(chunk), chunk }
+        Schedule { width, each: false, lanes: group, group, kept, slices: n.div_ceil(chunk), chunk }
     }
 
     fn defines(&self, rows: &Rows) -> String {
-        let Way { lanes, group, kept, .. } = self;
+        let Schedule { lanes, group, kept, .. } = self;
         let each = if self.each { "#define EACH\n" } else { "" };
         let columns = if rows.columns.is_some() { "#define COLUMNS\n" } else { "" };
         let spread = format!("#define LANES {lanes}\n#define GROUP {group}\n#define CACHED {kept}\n{each}{columns}");
@@ -163,8 +163,8 @@ pub(crate) fn columns(x: &Tensor, count: usize, n: usize) -> Result<Option<Tenso
     if device.info().kind == DeviceKind::Cpu {
         return Ok(None);
     }
-    let Some(way) = Way::whole(device, n, width, registers(x, true, true), false) else { return Ok(None) };
-    let slots = 2 * device.info().compute_units.max(1) * (way.group / way.lanes);
+    let Some(schedule) = Schedule::whole(device, n, width, registers(x, true, true), false) else { return Ok(None) };
+    let slots = 2 * device.info().compute_units.max(1) * (schedule.group / schedule.lanes);
     let parts = count.div_ceil(count.div_ceil(slots).min(ADDED));
     Tensor::empty_like_shape([parts, 2, n], x.dtype.compute().dtype(), x.device()).map(Some)
 }
@@ -175,18 +175,18 @@ pub(crate) fn prepare(rows: &Rows) -> Result<LaunchPlan> {
     if device.info().kind == DeviceKind::Cpu {
         return Ok(LaunchPlan::one(device, ready(device, rows, "", None, (rows.count(), 1))?));
     }
-    let way = Way::choose(device, rows);
-    if way.slices == 0 {
+    let schedule = Schedule::choose(device, rows);
+    if schedule.slices == 0 {
         let slots = rows.columns.map_or(rows.count(), |parts| parts.shape().dims()[0]);
-        let global = slots.div_ceil(way.group / way.lanes) * way.group;
-        return Ok(LaunchPlan::one(device, ready(device, rows, "", Some(&way), (global, way.group))?));
+        let global = slots.div_ceil(schedule.group / schedule.lanes) * schedule.group;
+        return Ok(LaunchPlan::one(device, ready(device, rows, "", Some(&schedule), (global, schedule.group))?));
     }
     let numbers = registers(rows.x, rows.z.is_some(), false);
-    let way = Way { each: way.each, ..Way::sliced(device, rows, way.width, numbers) };
-    let groups = rows.count() * way.slices;
+    let schedule = Schedule { each: schedule.each, ..Schedule::sliced(device, rows, schedule.width, numbers) };
+    let groups = rows.count() * schedule.slices;
     let applied = if rows.variance.is_some() { rows.count() } else { groups };
-    let parts = ready(device, rows, "PARTS", Some(&way), (groups * way.group, way.group))?;
-    let apply = ready(device, rows, "APPLY", Some(&way), (applied * way.group, way.group))?;
+    let parts = ready(device, rows, "PARTS", Some(&schedule), (groups * schedule.group, schedule.group))?;
+    let apply = ready(device, rows, "APPLY", Some(&schedule), (applied * schedule.group, schedule.group))?;
     let scratch = (2 * groups, rows.x.dtype.compute().dtype());
     Ok(LaunchPlan::new(device, Some(scratch), [parts, apply]))
 }
@@ -196,18 +196,20 @@ fn ready(
     device: &'static ClDevice,
     rows: &Rows,
     part: &str,
-    way: Option<&Way>,
+    schedule: Option<&Schedule>,
     (global, local): (usize, usize),
 ) -> Result<KernelLaunch> {
     let tensors = rows.tensors();
     let (count, n) = (rows.count(), rows.len());
     // Positions past the end of a row are counted too.
-    let beyond = way.map_or(0, |way| way.lanes * way.kept * way.width);
+    let beyond = schedule.map_or(0, |schedule| schedule.lanes * schedule.kept * schedule.width);
     let (wide, flat) = (is_wide([count + beyond, n + beyond, global]), rows.x.shape().dims()[2] == 1);
     let dtype = rows.x.dtype;
     let switched = [wide, flat].iter().fold(switches(rows), |bits, &on| bits << 1 | u64::from(on));
-    let spread = way.map_or(0, |way| way.kept << 40 | way.group << 28 | way.lanes << 16 | way.width << 8);
-    let spread = (spread | way.map_or(0, |way| usize::from(way.each)) << 1 | usize::from(part == "APPLY")) as u64;
+    let spread = schedule
+        .map_or(0, |schedule| schedule.kept << 40 | schedule.group << 28 | schedule.lanes << 16 | schedule.width << 8);
+    let spread =
+        (spread | schedule.map_or(0, |schedule| usize::from(schedule.each)) << 1 | usize::from(part == "APPLY")) as u64;
     let spread = spread | u64::from(!part.is_empty()) << 2;
     let params = SmallVec::from_slice(&[dtype as u64, switched, spread]);
     let kernel = kernel(device, KernelKey { template: "norm", params, exprs: SmallVec::new() }, "norm", || {
@@ -218,7 +220,7 @@ fn ready(
         let on = on.chain([part].into_iter().filter(|part| !part.is_empty()));
         let defines: String = on.map(|name| format!("#define {name}\n")).collect();
         let (acc, idx) = (dtype.compute(), if wide { "ulong" } else { "uint" });
-        let spread = way.map_or_else(String::new, |way| way.defines(rows));
+        let spread = schedule.map_or_else(String::new, |schedule| schedule.defines(rows));
         format!(
             "#define A {dtype}\n#define ACC {}\n#define ACC_NAME {acc:?}\n#define IDX {idx}\n{spread}{defines}{WALK}{TEMPLATE}",
             acc.cl_name()
@@ -241,10 +243,10 @@ fn ready(
         _ => Arg::F32(rows.eps as f32),
     };
     ready.args([Arg::U64(count as u64), eps]);
-    if let Some(way) = way.filter(|_| !part.is_empty()) {
+    if let Some(schedule) = schedule.filter(|_| !part.is_empty()) {
         // Two numbers are an element of the scratch memory, which comes after all tensors.
         ready.tensor_from(tensors.len(), 0, 2);
-        ready.args([Arg::U32(way.slices as u32), Arg::U64(way.chunk as u64)]);
+        ready.args([Arg::U32(schedule.slices as u32), Arg::U64(schedule.chunk as u64)]);
     }
     Ok(ready)
 }

@@ -61,37 +61,37 @@ pub(crate) fn run(reduction: &Reduction) -> Result<()> {
 pub(crate) fn prepare(rule: &Rule, t: &Tensor, plan: &Plan, out: &Tensor) -> Result<LaunchPlan> {
     let device = t.cl_device()?;
     let (acc, arg) = (rule.accumulator(t.dtype), rule.combination.is_arg());
-    let way = Way::choose(device, plan, vector(device, arg, t.dtype, plan));
+    let schedule = Schedule::choose(device, plan, vector(device, arg, t.dtype, plan));
     // Where the first element is, of the tensor's own.
     let start = plan.start as isize - t.layout.offset as isize;
-    if way.slices == 1 {
+    if schedule.slices == 1 {
         let whole = Kind { rule, input: t.dtype, output: out.dtype, acc, stage: Stage::Whole };
-        return Ok(LaunchPlan::one(device, whole.ready(device, (0, start), 1, plan, &way, plan.n)?));
+        return Ok(LaunchPlan::one(device, whole.ready(device, (0, start), 1, plan, &schedule, plan.n)?));
     }
     // Partial results: of the accumulator's type, or 16 bytes with value and index.
-    let count = plan.outs * way.slices;
+    let count = plan.outs * schedule.slices;
     let partial = Some(if arg { (2 * count, DType::I64) } else { (count, acc.dtype()) });
-    if way.meets(device) {
+    if schedule.meets(device) {
         let both = Kind { rule, input: t.dtype, output: out.dtype, acc, stage: Stage::Together };
-        return Ok(LaunchPlan::new(device, partial, [both.ready(device, (0, start), 1, plan, &way, plan.n)?]));
+        return Ok(LaunchPlan::new(device, partial, [both.ready(device, (0, start), 1, plan, &schedule, plan.n)?]));
     }
     let stage = if arg { Stage::First } else { Stage::Whole };
     let (first, second) = rule.stages();
     let first = Kind { rule: &first, input: t.dtype, output: acc.dtype(), acc, stage };
-    let first = first.ready(device, (0, start), 2, plan, &way, plan.n)?;
+    let first = first.ready(device, (0, start), 2, plan, &schedule, plan.n)?;
     let rest = Plan {
         start: 0,
-        kept: Axes::one(plan.outs, way.slices as isize),
-        reduced: Axes::one(way.slices, 1),
+        kept: Axes::one(plan.outs, schedule.slices as isize),
+        reduced: Axes::one(schedule.slices, 1),
         outs: plan.outs,
-        n: way.slices,
+        n: schedule.slices,
     };
     let stage = if arg { Stage::Second } else { Stage::Whole };
     let second = Kind { rule: &second, input: acc.dtype(), output: out.dtype, acc, stage };
     // Pairs are 16 bytes.
     let width = if arg { 1 } else { vector(device, arg, acc.dtype(), &rest) };
-    let way = Way { slices: 1, chunk: rest.n, ..Way::choose(device, &rest, width) };
-    let second = second.ready(device, (2, 0), 1, &rest, &way, plan.n)?;
+    let schedule = Schedule { slices: 1, chunk: rest.n, ..Schedule::choose(device, &rest, width) };
+    let second = second.ready(device, (2, 0), 1, &rest, &schedule, plan.n)?;
     Ok(LaunchPlan::new(device, partial, [first, second]))
 }
 
@@ -116,7 +116,7 @@ fn vector(device: &ClDevice, arg: bool, dtype: DType, plan: &Plan) -> usize {
 }
 
 /// How a launch is spread over the device.
-struct Way {
+struct Schedule {
     /// Elements that a work-item loads at once.
     width: usize,
     by_column: bool,
@@ -129,8 +129,8 @@ struct Way {
     local: usize,
 }
 
-impl Way {
-    fn choose(device: &ClDevice, plan: &Plan, width: usize) -> Way {
+impl Schedule {
+    fn choose(device: &ClDevice, plan: &Plan, width: usize) -> Schedule {
         let units = device.info().compute_units.max(1);
         let (outs, n) = (plan.outs, plan.n);
         if device.info().kind == DeviceKind::Cpu {
@@ -144,7 +144,7 @@ impl Way {
             let global = items * slices;
             // Groups cost something when there are thousands; few items are better spread one by one.
             let local = if global >= 64 * 8 * units { 64 } else { 1 };
-            return Way { width: 1, by_column, lanes: 1, slices, chunk, global, local };
+            return Schedule { width: 1, by_column, lanes: 1, slices, chunk, global, local };
         }
         let group = group_size(device);
         let by_column = plan.by_column();
@@ -166,7 +166,7 @@ impl Way {
         let waves = if width > 1 { 4 } else { 8 };
         let wanted = if groups >= 2 * units || n <= 128 * lanes { 1 } else { (waves * units).div_ceil(groups) };
         let (slices, chunk) = cut(n, wanted, 16 * lanes, 4 * lanes * along);
-        Way { width, by_column, lanes, slices, chunk, global: groups * slices * group, local: group }
+        Schedule { width, by_column, lanes, slices, chunk, global: groups * slices * group, local: group }
     }
 
     /// Whether the work-groups of a result find out which of them is the last: where a compiler takes PTX, which has the
@@ -218,10 +218,10 @@ impl Kind<'_> {
         (x, start): (usize, isize),
         y: usize,
         plan: &Plan,
-        way: &Way,
+        schedule: &Schedule,
         number: usize,
     ) -> Result<KernelLaunch> {
-        let wide = is_wide([plan.n, plan.outs * way.slices * 16, way.global]);
+        let wide = is_wide([plan.n, plan.outs * schedule.slices * 16, schedule.global]);
         let group = group_size(device);
         let (truth, mapped, finish) = (
             self.rule.element == Element::Truth,
@@ -236,12 +236,12 @@ impl Kind<'_> {
             truth as u64 | (mapped as u64) << 1 | (wide as u64) << 2 | (finish as u64) << 3 | (self.stage as u64) << 4,
             plan.kept.rank() as u64,
             plan.reduced.rank() as u64,
-            way.width as u64 | u64::from(way.by_column && way.width > 1) << 8,
+            schedule.width as u64 | u64::from(schedule.by_column && schedule.width > 1) << 8,
         ];
         let element = if let Element::Of(e) = &self.rule.element { Some(e) } else { None };
         let exprs = element.into_iter().chain(&self.rule.finish).cloned().collect();
         let key = KernelKey { template: "reduce", params: SmallVec::from_slice(&params), exprs };
-        let kernel = kernel(device, key, "reduce", || self.source(plan, way, wide, group))?;
+        let kernel = kernel(device, key, "reduce", || self.source(plan, schedule, wide, group))?;
         let number = match self.acc {
             Compute::I64 => Arg::I64(number as i64),
             Compute::F32 => Arg::F32(number as f32),
@@ -249,15 +249,15 @@ impl Kind<'_> {
         };
         // Pairs are 16 bytes, two elements of the tensor that holds them.
         let elements = |pairs: bool| if pairs { 2 } else { 1 };
-        let mut ready = KernelLaunch::new(kernel, way.global, way.local);
+        let mut ready = KernelLaunch::new(kernel, schedule.global, schedule.local);
         ready.tensor_from(x, start, elements(self.stage == Stage::Second));
         ready.tensor_from(y, 0, elements(self.stage == Stage::First));
         ready.words(plan.kept.words());
         ready.words(plan.reduced.words());
-        ready.args([plan.outs, plan.n, way.chunk].map(|n| Arg::U64(n as u64)));
-        ready.args([Arg::U32(way.slices as u32), number, Arg::U32(way.by_column.into())]);
+        ready.args([plan.outs, plan.n, schedule.chunk].map(|n| Arg::U64(n as u64)));
+        ready.args([Arg::U32(schedule.slices as u32), number, Arg::U32(schedule.by_column.into())]);
         if device.info().kind != DeviceKind::Cpu {
-            ready.args([Arg::U32(way.lanes as u32)]);
+            ready.args([Arg::U32(schedule.lanes as u32)]);
         }
         if self.stage == Stage::Together {
             ready.tensor_from(y + 1, 0, elements(self.rule.combination.is_arg()));
@@ -267,7 +267,7 @@ impl Kind<'_> {
         Ok(ready)
     }
 
-    fn source(&self, plan: &Plan, way: &Way, wide: bool, group: usize) -> String {
+    fn source(&self, plan: &Plan, schedule: &Schedule, wide: bool, group: usize) -> String {
         let integer = self.acc == Compute::I64;
         let flag = |on: bool, name: &str| if on { format!("#define {name}\n") } else { String::new() };
         let op = match self.rule.combination {
@@ -292,8 +292,8 @@ impl Kind<'_> {
             if integer { "LONG_MAX" } else { "INFINITY" },
             step = if self.acc == Compute::F32 { "int" } else { "long" },
         );
-        text += &vector_defines(self.input, way.width);
-        text += &flag(way.by_column && way.width > 1, "COLUMNS");
+        text += &vector_defines(self.input, schedule.width);
+        text += &flag(schedule.by_column && schedule.width > 1, "COLUMNS");
         text += &flag(integer, "INTEGERS");
         text += &flag(self.rule.combination.is_arg(), "ARG");
         text += &flag(self.rule.element == Element::Truth, "NONZERO");

@@ -32,7 +32,7 @@ const LONGEST: usize = 1024;
 const REGISTERS: usize = 32 << 10;
 
 /// How the rows are spread over a GPU.
-struct Way {
+struct Schedule {
     by_column: bool,
     /// Elements that a work-item loads at once.
     width: usize,
@@ -44,8 +44,8 @@ struct Way {
     kept: usize,
 }
 
-impl Way {
-    fn choose(device: &ClDevice, kind: RowOp, tensors: [&Tensor; 3], rows: &Rows) -> Way {
+impl Schedule {
+    fn choose(device: &ClDevice, kind: RowOp, tensors: [&Tensor; 3], rows: &Rows) -> Schedule {
         let (count, n) = (rows.count(), rows.n);
         let (units, most) = (device.info().compute_units.max(1), group_size(device));
         let largest = 1 << device.info().max_work_group.max(1).ilog2();
@@ -84,14 +84,14 @@ impl Way {
             k => k.next_power_of_two(),
         };
         let registers = kept * width * each;
-        let way = Way { by_column, width, lanes, group, kept };
-        if registers <= KEPT && registers * lanes <= REGISTERS { way } else { way.read_again(device) }
+        let schedule = Schedule { by_column, width, lanes, group, kept };
+        if registers <= KEPT && registers * lanes <= REGISTERS { schedule } else { schedule.read_again(device) }
     }
 
     /// Rows that are read several times instead of kept.
-    fn read_again(self, device: &ClDevice) -> Way {
+    fn read_again(self, device: &ClDevice) -> Schedule {
         let group = group_size(device);
-        Way { width: 1, lanes: self.lanes.min(group), group, kept: 0, ..self }
+        Schedule { width: 1, lanes: self.lanes.min(group), group, kept: 0, ..self }
     }
 
     fn defines(&self, dtype: DType) -> String {
@@ -122,19 +122,20 @@ pub(crate) fn prepare(kind: RowOp, tensors: [&Tensor; 3], rows: &Rows) -> Result
     let (count, n, rank) = (rows.count(), rows.n, rows.walk.dims.len().max(1));
     let units = device.info().compute_units.max(1);
     let cpu = device.info().kind == DeviceKind::Cpu;
-    let way = match cpu {
-        true => Way { by_column: false, width: 1, lanes: 1, group: 1, kept: 0 },
-        false => Way::choose(device, kind, tensors, rows),
+    let schedule = match cpu {
+        true => Schedule { by_column: false, width: 1, lanes: 1, group: 1, kept: 0 },
+        false => Schedule::choose(device, kind, tensors, rows),
     };
-    let build = |way: &Way| {
+    let build = |schedule: &Schedule| {
         let (global, local) = match cpu {
             true => (count, if count >= 64 * 8 * units { 64 } else { 1 }),
-            false => (count.div_ceil(way.group / way.lanes) * way.group, way.group),
+            false => (count.div_ceil(schedule.group / schedule.lanes) * schedule.group, schedule.group),
         };
         let wide = is_wide([n, global]);
         // What `defines` below compiles in.
-        let spread = (way.kept << 32 | way.width << 24 | way.lanes << 1) as u64 | u64::from(way.by_column);
-        let spread = if way.kept > 0 { spread } else { 0 };
+        let spread =
+            (schedule.kept << 32 | schedule.width << 24 | schedule.lanes << 1) as u64 | u64::from(schedule.by_column);
+        let spread = if schedule.kept > 0 { spread } else { 0 };
         let mask = (rows.mask.kind as u64) << 8 | z.dtype as u64;
         let params = [kind as u64, x.dtype as u64, mask, rank as u64, wide as u64, spread];
         let key = KernelKey { template: "row", params: SmallVec::from_slice(&params), exprs: SmallVec::new() };
@@ -149,19 +150,19 @@ pub(crate) fn prepare(kind: RowOp, tensors: [&Tensor; 3], rows: &Rows) -> Result
                 RowOp::SoftmaxGrad => "SOFTMAX_GRAD",
                 RowOp::LogSoftmaxGrad => "LOG_SOFTMAX_GRAD",
             };
-            let defines = defines(x, rank, wide, way.group) + &way.defines(x.dtype);
+            let defines = defines(x, rank, wide, schedule.group) + &schedule.defines(x.dtype);
             format!("{defines}#define {name}\n{WALK}{TEMPLATE}")
         })?;
         Ok::<_, Error>((kernel, global, local))
     };
-    let made = build(&way)?;
+    let made = build(&schedule)?;
     // How many registers a kernel takes is the compiler's to say.
-    let (way, (kernel, global, local)) = if made.2 <= made.0.max_work_group() {
-        (way, made)
+    let (schedule, (kernel, global, local)) = if made.2 <= made.0.max_work_group() {
+        (schedule, made)
     } else {
-        let way = way.read_again(device);
-        let made = build(&way)?;
-        (way, made)
+        let schedule = schedule.read_again(device);
+        let made = build(&schedule)?;
+        (schedule, made)
     };
     let mut ready = KernelLaunch::new(kernel, global, local);
     (0..3).for_each(|k| ready.tensor(k));
@@ -174,7 +175,7 @@ pub(crate) fn prepare(kind: RowOp, tensors: [&Tensor; 3], rows: &Rows) -> Result
     }
     ready.args([count, n].map(|n| Arg::U64(n as u64)));
     ready.args(rows.steps.map(|s| Arg::I64(s as i64)));
-    ready.args([way.by_column.into(), way.lanes as u32].map(Arg::U32));
+    ready.args([schedule.by_column.into(), schedule.lanes as u32].map(Arg::U32));
     ready.args([rows.mask.causal, rows.mask.first].map(|n| Arg::U64(n as u64)));
     Ok(LaunchPlan::one(device, ready))
 }

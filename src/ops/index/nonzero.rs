@@ -57,8 +57,8 @@ fn mask(t: &Tensor) -> Result<Tensor> {
     if t.dtype == DType::Bool { t.detach().contiguous() } else { t.detach().ne_scalar(0)?.contiguous() }
 }
 
-/// Where the elements of a tensor that are not zero are, in row-major order: a row of indices each, as of a tensor of sizes `dims`.
-fn places(t: &Tensor, dims: &[usize]) -> Result<Tensor> {
+/// The indices of the elements that are not zero, in row-major order: one row each, as in a tensor of sizes `dims`.
+fn indices(t: &Tensor, dims: &[usize]) -> Result<Tensor> {
     match t.device() {
         _ if t.numel() == 0 => Tensor::zeros([0, dims.len()], (DType::I64, t.device())),
         device => backend::of(device).nonzero(t, &|| mask(t), dims),
@@ -163,10 +163,10 @@ impl Tensor {
     pub fn nonzero(&self) -> Result<Tensor> {
         replaced!("nonzero", [self]);
         if self.rank() == 0 {
-            let count = places(self, &[1])?.numel();
+            let count = indices(self, &[1])?.numel();
             return Tensor::zeros([count, 0], (DType::I64, self.device()));
         }
-        places(self, self.shape().dims())
+        indices(self, self.shape().dims())
     }
 
     /// [`Tensor::nonzero`] by its other name (PyTorch's `argwhere`).
@@ -196,7 +196,7 @@ impl Tensor {
         {
             return Ok(selected);
         }
-        let places = places(&mask, &[shape.numel()])?.reshape([-1])?;
+        let places = indices(&mask, &[shape.numel()])?.reshape([-1])?;
         let sizes: Vec<isize> = shape.dims().iter().map(|&n| n as isize).collect();
         self.broadcast_to(sizes)?.reshape([shape.numel()])?.index_select(0, &places)
     }

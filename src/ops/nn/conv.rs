@@ -265,14 +265,14 @@ impl Meeting {
         let ([n, c, h, w], [a, b, kh, kw]) = (four(x), four(weight));
         if transposed {
             let columns = product(op, &x.reshape([n, groups, c / groups, h * w])?, weight, None, true)?;
-            let images = windows.images(op, &columns.reshape([n, b * groups, kh, kw, h, w])?)?;
+            let images = windows.col2im(op, &columns.reshape([n, b * groups, kh, kw, h, w])?)?;
             return match bias {
                 Some(bias) => images.add(&bias.reshape([b * groups, 1, 1])?),
                 None => Ok(images),
             };
         }
         let [oh, ow] = windows.grid;
-        let columns = windows.columns(op, x, true)?.reshape([1, groups, c / groups * kh * kw, n * oh * ow])?;
+        let columns = windows.im2col(op, x, true)?.reshape([1, groups, c / groups * kh * kw, n * oh * ow])?;
         let out = product(op, &columns, weight, bias, false)?;
         out.reshape([a, n, oh, ow])?.transpose(0, 1)?.contiguous()
     }

@@ -88,20 +88,20 @@ impl Windows {
         (first.min(self.grid[d]), last.clamp(first.min(self.grid[d]), self.grid[d]))
     }
 
-    /// The elements of x, `[N, C, image]`, that each window has, `[N, C, kernel, grid]`; with `inside` as
-    /// `[C, kernel, N, grid]`, which products want. 0 in the padding. Differentiable, one launch.
-    pub(crate) fn columns(self, op: &'static str, x: &Tensor, inside: bool) -> Result<Tensor> {
+    /// The elements of every window of x, `[N, C, image]`, as `[N, C, kernel, grid]`, or as `[C, kernel, N, grid]` for
+    /// matrix products where `inside` is set; 0 in the padding. Differentiable, one launch.
+    pub(crate) fn im2col(self, op: &'static str, x: &Tensor, inside: bool) -> Result<Tensor> {
         let out = self.unfold(x, inside)?;
         Ok(autograd::record_unary_twice(op, out, x, move |grad| match inside {
-            true => self.images(op, &grad.permute(&[3, 0, 1, 2, 4, 5])?),
-            false => self.images(op, &grad),
+            true => self.col2im(op, &grad.permute(&[3, 0, 1, 2, 4, 5])?),
+            false => self.col2im(op, &grad),
         }))
     }
 
-    /// The sum of columns, `[N, C, kernel, grid]`, where they come from, `[N, C, image]`. Differentiable, one launch.
-    pub(crate) fn images(self, op: &'static str, columns: &Tensor) -> Result<Tensor> {
+    /// Adds columns, `[N, C, kernel, grid]`, to the elements of `[N, C, image]` that they come from. Differentiable, one launch.
+    pub(crate) fn col2im(self, op: &'static str, columns: &Tensor) -> Result<Tensor> {
         let out = self.fold(columns)?;
-        Ok(autograd::record_unary_twice(op, out, columns, move |grad| self.columns(op, &grad, false)))
+        Ok(autograd::record_unary_twice(op, out, columns, move |grad| self.im2col(op, &grad, false)))
     }
 
     fn unfold(&self, x: &Tensor, inside: bool) -> Result<Tensor> {
@@ -236,7 +236,7 @@ pub(crate) fn unfold(
     let images = as_images(op, x, 2)?;
     let [n, c, h, w] = four(&images);
     let windows = Windows::new(op, [h, w], kernel, [stride, padding, dilation], [0; 2])?;
-    let columns = windows.columns(op, &images, false)?;
+    let columns = windows.im2col(op, &images, false)?;
     let rows = c * kernel[0] * kernel[1];
     let columns = columns.reshape([n, rows, windows.grid[0] * windows.grid[1]])?;
     if x.rank() == 4 { Ok(columns) } else { columns.squeeze(0) }
@@ -274,6 +274,6 @@ pub(crate) fn fold(
         return Err(Error::invalid(op, reason));
     }
     let columns_6 = columns.reshape([batch, rows / taps, kernel[0], kernel[1], oh, ow])?;
-    let images = windows.images(op, &columns_6)?;
+    let images = windows.col2im(op, &columns_6)?;
     if columns.rank() == 3 { Ok(images) } else { images.squeeze(0) }
 }

@@ -22,7 +22,7 @@ use crate::{Device, Error, Result};
 
 /// How the blocks of segments get into a new one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Way {
+enum Route {
     /// By copies on the device: old and new segments exist at the same time.
     Beside,
     /// By copies, while the old ones give their pages back as the new one fills: on the CPU device only.
@@ -96,7 +96,7 @@ impl CachingAllocator {
                 held.map(|held| (held.segment.id(), held.segment.is_reserved())).collect()
             };
             let fixed: Vec<u64> = all.iter().filter(|(_, grows)| !grows).map(|&(segment, _)| segment).collect();
-            let together = fixed.len() > 1 && self.repack_beside(&fixed, &mut budget, Way::Beside)?;
+            let together = fixed.len() > 1 && self.repack_beside(&fixed, &mut budget, Route::Beside)?;
             for (segment, _) in all.into_iter().filter(|&(_, grows)| grows || !together) {
                 self.repack(segment, &mut budget)?;
             }
@@ -166,50 +166,50 @@ impl CachingAllocator {
 
     /// Moves the blocks of segments into a new one of just their size, beside the old ones or else through the host.
     pub(super) fn repack_apart(&self, segments: &[u64], budget: &mut u64) -> Result<bool> {
-        if self.repack_beside(segments, budget, Way::Beside)? {
+        if self.repack_beside(segments, budget, Route::Beside)? {
             return Ok(true);
         }
         match self.driver.device() {
-            Device::Cpu => self.repack_beside(segments, budget, Way::Relocated),
+            Device::Cpu => self.repack_beside(segments, budget, Route::Relocated),
             Device::OpenCL(_) => self.repack_through_host(segments, budget),
         }
     }
 
-    fn plan_repack(&self, segments: &[u64], budget: &mut u64, way: Way) -> Option<Plan<'_>> {
+    fn plan_repack(&self, segments: &[u64], budget: &mut u64, route: Route) -> Option<Plan<'_>> {
         let mut core = self.lock();
         let mut plan = core.plan(segments, false, StreamId::DEFAULT)?;
         let bytes = plan.bytes() as u64;
-        let most = match way {
-            Way::Beside => core.limit(),
+        let most = match route {
+            Route::Beside => core.limit(),
             // A system that cannot take pages back has both in memory for a while.
-            Way::Relocated if self.driver.page() == 0 => self.driver.capacity(),
-            Way::Relocated | Way::ThroughHost => u64::MAX,
+            Route::Relocated if self.driver.page() == 0 => self.driver.capacity(),
+            Route::Relocated | Route::ThroughHost => u64::MAX,
         };
         let room = most.saturating_sub(core.heap.stats.reserved() + core.making);
-        let largest = if way == Way::ThroughHost { u64::MAX } else { self.driver.largest_segment() as u64 };
+        let largest = if route == Route::ThroughHost { u64::MAX } else { self.driver.largest_segment() as u64 };
         let old: u64 = plan.segments.iter().map(|&s| core.committed_bytes(s) as u64).sum();
         if !plan.stay.is_empty() || bytes > *budget || bytes >= old || bytes > room || bytes > largest {
             core.abandon(plan);
             return None;
         }
-        plan.making = match way {
-            Way::Beside => bytes,
-            Way::Relocated if self.driver.page() == 0 => bytes,
+        plan.making = match route {
+            Route::Beside => bytes,
+            Route::Relocated if self.driver.page() == 0 => bytes,
             // Made of what the old ones give back, which are counted until the blocks have arrived.
-            Way::Relocated | Way::ThroughHost => 0,
+            Route::Relocated | Route::ThroughHost => 0,
         };
         core.making += plan.making;
         *budget -= bytes;
         Some(plan)
     }
 
-    fn repack_beside(&self, segments: &[u64], budget: &mut u64, way: Way) -> Result<bool> {
-        let Some(plan) = self.plan_repack(segments, budget, way) else { return Ok(false) };
+    fn repack_beside(&self, segments: &[u64], budget: &mut u64, route: Route) -> Result<bool> {
+        let Some(plan) = self.plan_repack(segments, budget, route) else { return Ok(false) };
         let bytes = plan.bytes();
         let copied = self.make(bytes).and_then(|memory| {
             let target = Arc::new(Segment::new(memory, bytes));
-            let copied = match way {
-                Way::Relocated => self.relocate(&plan, &target),
+            let copied = match route {
+                Route::Relocated => self.relocate(&plan, &target),
                 _ => self.copy_beside(&plan, &target),
             };
             copied.map(|()| target).map_err(Failure::Other)
@@ -232,7 +232,7 @@ impl CachingAllocator {
     /// As [`repack_beside`](Self::repack_beside), giving the old segments back in between. What the device then has no
     /// memory for is kept on the host.
     fn repack_through_host(&self, segments: &[u64], budget: &mut u64) -> Result<bool> {
-        let Some(mut plan) = self.plan_repack(segments, budget, Way::ThroughHost) else { return Ok(false) };
+        let Some(mut plan) = self.plan_repack(segments, budget, Route::ThroughHost) else { return Ok(false) };
         let bytes = plan.bytes();
         let fetch = |m: &Move<'_>| self.fetch(TRIES, m, 0, &m.from.0);
         let read = self.wait_for_all().and_then(|()| plan.moves.iter().map(fetch).collect::<Result<Vec<_>>>());

@@ -60,7 +60,10 @@ fn all_that_streams_freed_goes_back() {
     for config in ["decay_ms:20", "decay_ms:20,segments:pytorch"] {
         for streams in [1, 2, 8] {
             let (reserved, _, left) = run(config, streams, true);
-            assert!(cfg!(miri) || left <= 2 * MIB as u64, "{config}: of {reserved} on {streams} streams {left} are left");
+            assert!(
+                cfg!(miri) || left <= 2 * MIB as u64,
+                "{config}: of {reserved} on {streams} streams {left} are left"
+            );
         }
     }
 }
