@@ -59,33 +59,33 @@ pub(crate) fn run(
     if !computes || count == 0 || !out.is_contiguous() {
         return Ok(false);
     }
-    let mut lies: SmallVec<[Option<OperandKind>; 3]> = SmallVec::new();
+    let mut kinds: SmallVec<[Option<OperandKind>; 3]> = SmallVec::new();
     for t in inputs {
         match place(t, out) {
-            Some(place) if t.dtype == out.dtype && !t.shares_storage(out) => lies.push(Some(place)),
+            Some(place) if t.dtype == out.dtype && !t.shares_storage(out) => kinds.push(Some(place)),
             Some(OperandKind::Contiguous) if t.dtype == out.dtype && t.layout.offset == out.layout.offset => {
-                lies.push(None)
+                kinds.push(None)
             }
             _ => return Ok(false),
         }
     }
     // A row goes with an operand that has an element for each.
     let two = matches!(step.action, Action::Compute(Op::Binary(_)));
-    let each = |lies: &Option<OperandKind>| matches!(lies, Some(OperandKind::Contiguous) | None);
-    if lies.iter().any(|l| matches!(l, Some(OperandKind::RowBroadcast(_))))
-        && !(two && lies.len() == 2 && lies.iter().any(each))
+    let each = |kinds: &Option<OperandKind>| matches!(kinds, Some(OperandKind::Contiguous) | None);
+    if kinds.iter().any(|l| matches!(l, Some(OperandKind::RowBroadcast(_))))
+        && !(two && kinds.len() == 2 && kinds.iter().any(each))
     {
         return Ok(false);
     }
     if matches!(out.dtype, DType::F16 | DType::BF16) {
-        return cpu_half::run(program, inputs, &lies, scalars, out);
+        return cpu_half::run(program, inputs, &kinds, scalars, out);
     }
     let bytes = inputs.iter().map(|t| t.numel()).sum::<usize>().saturating_add(count) * out.dtype.size();
-    let streamed = !lies.contains(&None) && program.goes_past_cache(count * out.dtype.size(), bytes);
+    let streamed = !kinds.contains(&None) && program.goes_past_cache(count * out.dtype.size(), bytes);
     if (streamed && !program.streams()) || compute_type(program, inputs, outputs).dtype() != out.dtype {
         return Ok(false);
     }
-    let launch = Launch { program, inputs, lies: &lies, scalars, out, streamed };
+    let launch = Launch { program, inputs, kinds: &kinds, scalars, out, streamed };
     let zero = match out.dtype {
         DType::F32 => launch.run::<f32>()?,
         DType::F64 => launch.run::<f64>()?,
@@ -214,7 +214,7 @@ struct Launch<'a> {
     program: &'a Program,
     inputs: &'a [&'a Tensor],
     /// None: there, it is the one that is changed.
-    lies: &'a [Option<OperandKind>],
+    kinds: &'a [Option<OperandKind>],
     scalars: &'a [Scalar],
     out: &'a Tensor,
     streamed: bool,
@@ -226,7 +226,7 @@ impl Launch<'_> {
         count_launch();
         let out = &self.out.storage;
         let mut reads: SmallVec<[&Storage; 3]> = SmallVec::new();
-        for (t, _) in self.inputs.iter().zip(self.lies).filter(|(_, lies)| lies.is_some()) {
+        for (t, _) in self.inputs.iter().zip(self.kinds).filter(|(_, kinds)| kinds.is_some()) {
             reads.push(&t.storage);
         }
         match *reads {
@@ -259,7 +259,7 @@ impl Launch<'_> {
     fn part<C: Lane>(&self, reads: &[&[u8]], first: usize, out: &mut [C]) -> bool {
         let mut scratch = Scratch::new();
         scratch.streamed = self.streamed;
-        match self.lies.contains(&None) && !self.updates() {
+        match self.kinds.contains(&None) && !self.updates() {
             true => self.in_place(&mut scratch, reads, first, out),
             false => self.tile(&mut scratch, reads, TileIn::Output(0), first, out),
         }
@@ -268,7 +268,7 @@ impl Launch<'_> {
     /// Whether it changes one of two operands by the other where it is, without a copy.
     fn updates(&self) -> bool {
         let others = matches!(
-            self.lies,
+            self.kinds,
             [None, Some(OperandKind::Contiguous | OperandKind::Scalar)]
                 | [Some(OperandKind::Contiguous | OperandKind::Scalar), None]
         );
@@ -299,12 +299,12 @@ impl Launch<'_> {
     ) -> bool {
         let (len, mut reads) = (out.len(), reads.iter());
         let mut inputs: SmallVec<[TileIn<C>; 3]> = SmallVec::new();
-        for (t, lies) in self.inputs.iter().zip(self.lies) {
+        for (t, kinds) in self.inputs.iter().zip(self.kinds) {
             let mut elements = || -> &[C] {
                 let bytes = reads.next().expect("one for each operand that is not changed");
                 &bytemuck::cast_slice(bytes)[t.layout.offset..]
             };
-            inputs.push(match *lies {
+            inputs.push(match *kinds {
                 Some(OperandKind::Contiguous) => TileIn::Slice(&elements()[first..first + len]),
                 Some(OperandKind::RowBroadcast(n)) => TileIn::Rows(&elements()[..n], first % n),
                 Some(OperandKind::Scalar) => TileIn::Scalar(elements()[0]),

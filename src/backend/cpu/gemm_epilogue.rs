@@ -50,11 +50,11 @@ impl Epilogue<'_> {
     /// it was.
     pub(crate) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
         let dtype = outs[0].dtype;
-        let mut lies: SmallVec<[OperandKind; 2]> = SmallVec::new();
+        let mut kinds: SmallVec<[OperandKind; 2]> = SmallVec::new();
         for t in g.extras {
-            let converted = |lie| t.dtype == DType::F32 || (is_float(t.dtype) && lie != OperandKind::Contiguous);
+            let converted = |kind| t.dtype == DType::F32 || (is_float(t.dtype) && kind != OperandKind::Contiguous);
             match place(t, &outs[0]) {
-                Some(lie) if converted(lie) && !outs.iter().any(|out| t.shares_storage(out)) => lies.push(lie),
+                Some(kind) if converted(kind) && !outs.iter().any(|out| t.shares_storage(out)) => kinds.push(kind),
                 _ => return Ok(false),
             }
         }
@@ -72,8 +72,8 @@ impl Epilogue<'_> {
             return Ok(false);
         }
         match dtype {
-            DType::F32 => compute::<f32>(g, &plan, program, &lies, outs)?,
-            _ => compute::<u16>(g, &plan, program, &lies, outs)?,
+            DType::F32 => compute::<f32>(g, &plan, program, &kinds, outs)?,
+            _ => compute::<u16>(g, &plan, program, &kinds, outs)?,
         }
         count_launch();
         Ok(true)
@@ -139,7 +139,7 @@ fn compute<T: Pod + Send + Sync>(
     g: &Gemm,
     plan: &Plan,
     program: Arc<Program>,
-    lies: &[OperandKind],
+    kinds: &[OperandKind],
     outs: &[Tensor],
 ) -> Result<()> {
     let reads: SmallVec<[&Storage; 4]> = [g.a, g.b].iter().chain(g.extras).map(|t| &t.storage).collect();
@@ -147,10 +147,10 @@ fn compute<T: Pod + Send + Sync>(
     with_host(&reads, &writes, |reads, writes| {
         let (mut made_a, mut made_b) = (Vec::new(), Vec::new());
         let (a, b) = (floats((g.a, reads[0]), &mut made_a), floats((g.b, reads[1]), &mut made_b));
-        let extras = g.extras.iter().zip(lies).zip(&reads[2..]);
+        let extras = g.extras.iter().zip(kinds).zip(&reads[2..]);
         let epilogue = Epilogue {
             program,
-            extras: extras.map(|((t, lies), bytes)| Extra::new(t, *lies, bytes)).collect(),
+            extras: extras.map(|((t, kinds), bytes)| Extra::new(t, *kinds, bytes)).collect(),
             scalars: g.scalars,
             dtype: outs[0].dtype,
             plain: *g.epilogue == [Expr::input(0)],
@@ -178,13 +178,13 @@ fn compute<T: Pod + Send + Sync>(
 }
 
 impl<'a> Extra<'a> {
-    fn new(t: &Tensor, lies: OperandKind, bytes: &'a [u8]) -> Extra<'a> {
+    fn new(t: &Tensor, kinds: OperandKind, bytes: &'a [u8]) -> Extra<'a> {
         let converted = |n: usize| {
             let mut elements = vec![0f32; n];
             load_tile(t.dtype, bytes, t.layout.offset, 1, &mut elements);
             elements
         };
-        match lies {
+        match kinds {
             OperandKind::Contiguous => Extra::Each(&bytemuck::cast_slice(bytes)[t.layout.offset..]),
             OperandKind::RowBroadcast(row) => Extra::Rows(converted(row).repeat(TILE.div_ceil(row) + 1), row),
             OperandKind::Scalar => Extra::One(converted(1)[0]),

@@ -31,18 +31,18 @@ enum Operand<'a> {
 pub(crate) fn run(
     program: &Program,
     inputs: &[&Tensor],
-    lies: &[Option<OperandKind>],
+    kinds: &[Option<OperandKind>],
     scalars: &[Scalar],
     out: &Tensor,
 ) -> Result<bool> {
     let [step] = &program.steps().list[..] else { return Ok(false) };
     let Action::Compute(Op::Binary(op)) = step.action else { return Ok(false) };
-    let fits = |lies: &Option<OperandKind>| match *lies {
+    let fits = |kinds: &Option<OperandKind>| match *kinds {
         Some(OperandKind::RowBroadcast(n)) => n >= SHORTEST_ROW,
         Some(_) => true,
         None => false,
     };
-    if !is_cheap(op) || !lies.iter().all(fits) || !lies.contains(&Some(OperandKind::Contiguous)) {
+    if !is_cheap(op) || !kinds.iter().all(fits) || !kinds.contains(&Some(OperandKind::Contiguous)) {
         return Ok(false);
     }
     count_launch();
@@ -51,7 +51,7 @@ pub(crate) fn run(
         let operand = |value: Value| match value {
             Value::Input(k) => {
                 let elements: &[u16] = &bytemuck::cast_slice(reads[k])[inputs[k].layout.offset..];
-                match lies[k] {
+                match kinds[k] {
                     Some(OperandKind::RowBroadcast(n)) => Operand::Rows(&elements[..n]),
                     Some(OperandKind::Contiguous) => Operand::Each(elements),
                     _ => Operand::One(match out.dtype {

@@ -38,7 +38,7 @@ pub(crate) enum OpKind {
     Gemm,
 }
 
-/// A number for what is static: how far it lies from others, so that every run finds its launches at the same places.
+/// A number for what is static: how far it lies from others, so that every run finds its launches at the same slots.
 pub(crate) fn number_of<T>(of: *const T) -> u64 {
     static OTHER: u8 = 0;
     of.addr().wrapping_sub((&raw const OTHER).addr()) as u64
@@ -75,11 +75,11 @@ struct Table {
     tuned: u64,
     /// How many were kept so far.
     kept: usize,
-    places: Vec<(u64, Option<Rc<Entry>>)>,
+    slots: Vec<(u64, Option<Rc<Entry>>)>,
 }
 
 thread_local! {
-    static TABLE: RefCell<Table> = const { RefCell::new(Table { tuned: 0, kept: 0, places: Vec::new() }) };
+    static TABLE: RefCell<Table> = const { RefCell::new(Table { tuned: 0, kept: 0, slots: Vec::new() }) };
 }
 
 impl Key<'_> {
@@ -111,7 +111,7 @@ pub(crate) fn find(key: &Key) -> std::result::Result<Rc<Entry>, Slot> {
     let place = Slot { hash: key.hash(), tuned: times_tuned() };
     let found = TABLE.try_with(|table| {
         let table = table.try_borrow().ok().filter(|table| table.tuned == place.tuned)?;
-        let set = table.places.get(place.set()..place.set() + WAYS)?;
+        let set = table.slots.get(place.set()..place.set() + WAYS)?;
         let known = |(hash, known): &'_ (u64, Option<Rc<Entry>>)| match known {
             Some(known) if *hash == place.hash && key.is(known) => Some(Rc::clone(known)),
             _ => None,
@@ -133,14 +133,14 @@ impl Slot {
         let known = Rc::new(Entry { of: key.of, device: key.device, numbers, exprs, tensors, prepared });
         let _ = TABLE.try_with(|table| {
             let Ok(mut table) = table.try_borrow_mut() else { return };
-            if table.tuned != self.tuned || table.places.is_empty() {
+            if table.tuned != self.tuned || table.slots.is_empty() {
                 table.tuned = self.tuned;
-                table.places.clear();
-                table.places.resize_with(SETS * WAYS, Default::default);
+                table.slots.clear();
+                table.slots.resize_with(SETS * WAYS, Default::default);
             }
             table.kept += 1;
             let oldest = table.kept % WAYS;
-            let set = &mut table.places[self.set()..self.set() + WAYS];
+            let set = &mut table.slots[self.set()..self.set() + WAYS];
             let way = set.iter().position(|(_, known)| known.is_none()).unwrap_or(oldest);
             set[way] = (self.hash, Some(Rc::clone(&known)));
         });

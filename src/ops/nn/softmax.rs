@@ -68,10 +68,10 @@ pub(crate) fn masked_softmax(
     let like_mask = mask.map(|mask| (mask.shape().clone(), mask.dtype));
     let inputs: SmallVec<[&Tensor; 2]> = std::iter::once(scores).chain(mask).collect();
     Ok(recorded_with_result(op, out, &inputs, move |i, grad, weights| {
-        let slope = softmax_derivative(weights, grad)?;
+        let ds = softmax_derivative(weights, grad)?;
         match &like_mask {
-            Some((shape, dtype)) if i == 1 => slope.sum_to(shape)?.to_dtype(*dtype),
-            _ => Ok(slope),
+            Some((shape, dtype)) if i == 1 => ds.sum_to(shape)?.to_dtype(*dtype),
+            _ => Ok(ds),
         }
     }))
 }

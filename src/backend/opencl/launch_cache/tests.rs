@@ -170,8 +170,7 @@ fn a_thread_knows_so_many_at_most() {
         drop(x.neg().unwrap());
     }
     assert_eq!(kept() - before, 2 * SETS * WAYS);
-    let known =
-        TABLE.with_borrow(|table| (table.places.len(), table.places.iter().flat_map(|(_, known)| known).count()));
+    let known = TABLE.with_borrow(|table| (table.slots.len(), table.slots.iter().flat_map(|(_, known)| known).count()));
     assert_eq!(known.0, SETS * WAYS);
     assert!(known.1 > SETS * WAYS / 2, "places are used: {known:?}");
     let again = kept();
