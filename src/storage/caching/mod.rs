@@ -6,8 +6,8 @@
 //! the ladder climbed when nothing fits searches again after every rung ([`ladder`]).
 //!
 //! A block belongs to the stream it was allocated on. Given back, it may be reused there at once, though work that uses
-//! it may still be queued: whatever the next owner enqueues comes after. On another stream it is reused only behind a
-//! wait on the device.
+//! it may still be queued: whatever the next owner enqueues comes after. Another stream
+//! gets it behind a wait on the device ([`events`]), or once the work that uses it is known to have ended.
 //!
 //! No call of the driver, no wait and no callback happens under the lock.
 
