@@ -2,7 +2,8 @@
 
 use std::fmt;
 
-use crate::device::opencl::capture::{self, Recorder, Recording};
+use crate::device::capture;
+use crate::device::opencl::capture::{Recorder, Recording};
 use crate::device::opencl::{self, ClDevice};
 use crate::storage::Captured;
 use crate::{Device, Error, Result, Stream};
@@ -85,7 +86,7 @@ impl Graph {
 
     /// Whether this thread is capturing a graph of the device (PyTorch's `torch.cuda.is_current_stream_capturing`).
     pub fn is_capturing(device: Device) -> bool {
-        capture::is_recording(device)
+        capture::is_capturing(device)
     }
 
     /// The device.

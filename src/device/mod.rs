@@ -21,6 +21,7 @@
 //! is in there, it is closed to them. What a file holds that is damaged, another user's, a link or the file of another
 //! kernel is compiled anew.
 
+pub(crate) mod capture;
 pub(crate) mod cpu;
 mod info;
 pub(crate) mod log;

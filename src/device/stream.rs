@@ -7,6 +7,7 @@
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use super::capture;
 use super::opencl::{self, ClDevice, ClEvent};
 use crate::{Device, Error, Result};
 
@@ -171,7 +172,7 @@ impl Stream {
     /// # Errors
     /// What the driver refuses, [`Error::DeviceLost`] after a fault.
     pub fn record_event(&self) -> Result<Event> {
-        opencl::capture::refuse(self.device(), "record_event", BETWEEN)?;
+        capture::refuse(self.device(), "record_event", BETWEEN)?;
         let event = self.cl()?.map(|cl| cl.record(self.id())).transpose()?.map(Arc::new);
         Ok(Event { device: self.device(), event })
     }
@@ -182,7 +183,7 @@ impl Stream {
     /// # Errors
     /// What the driver refuses, [`Error::DeviceLost`] after a fault.
     pub fn wait_event(&self, event: &Event) -> Result<()> {
-        opencl::capture::refuse(self.device(), "wait_event", BETWEEN)?;
+        capture::refuse(self.device(), "wait_event", BETWEEN)?;
         match (self.cl()?, &event.event) {
             (Some(cl), Some(there)) if self.device() == event.device => cl.stream_waits(self.id(), there),
             _ => event.synchronize(),

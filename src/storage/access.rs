@@ -1,20 +1,20 @@
 //! Getting at the bytes: host slices under their locks, and transfers between any two storages.
 
-use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::sync::{PoisonError, RwLockReadGuard, RwLockWriteGuard};
 
 use bytemuck::{AnyBitPattern, NoUninit};
 use smallvec::SmallVec;
 
+use super::allocation::{Allocation, Backing, Storage};
 use super::caching::caching_inside;
+use super::captured;
 use super::driver::MemoryKind;
-use super::driver::host::advise_huge;
-use super::staging::{self, PinnedBytes};
-use super::{Allocation, Backing, Place, Storage, captured};
-use crate::device::cpu::streaming::{LARGE, Streaming};
-use crate::device::cpu::{copy as small, parallel};
-use crate::device::opencl::{ClBuffer, ClDevice, capture};
+use super::driver::opencl::ClPlace;
+use super::driver::staging::{self, PinnedBytes};
+use crate::device::capture;
+use crate::device::cpu::bulk::{copy, fill, to_vec};
+use crate::device::cpu::huge_pages::advise_huge;
 use crate::{Device, Error, Result};
 
 /// Copies between devices go through a host buffer of at most this size.
@@ -22,26 +22,6 @@ const STAGING: usize = 16 << 20;
 
 /// Why nothing is read while a graph is captured.
 const NOT_COMPUTED: &str = "no values are computed yet that could be read";
-
-/// Where a storage's bytes are in OpenCL memory. They stay there as long as this lives: until the work is enqueued.
-pub(crate) struct ClPlace<'a> {
-    /// The open device.
-    pub(crate) device: &'static ClDevice,
-    buffer: &'a ClBuffer,
-    place: Place<'a>,
-}
-
-impl ClPlace<'_> {
-    /// The segment. Borrowed from the place, so that what uses it cannot outlive the hold.
-    pub(crate) fn buffer(&self) -> &ClBuffer {
-        self.buffer
-    }
-
-    /// The block's first byte in it: a multiple of 512.
-    pub(crate) fn offset(&self) -> usize {
-        self.place.offset()
-    }
-}
 
 /// Held while slices of an allocation exist.
 enum Guard<'a> {
@@ -153,15 +133,14 @@ pub(crate) fn with_few<const N: usize, R>(
 
 impl Storage {
     /// The buffer and the offset to enqueue work on. Empty storages have none, nor need it: callers launch nothing.
-    #[inline(always)] // part of every launch, see `Tensor::place`
+    #[inline(always)] // part of every launch, see `Tensor::device_view`
     pub(crate) fn cl(&self) -> Result<ClPlace<'_>> {
-        if let Backing::OpenCl(device, lease) = &self.allocation().backing {
-            if capture::is_recording(device.device()) {
+        if let Backing::OpenCl(driver, lease) = &self.allocation().backing {
+            if capture::is_capturing(self.device()) {
                 captured::used(self, lease);
             }
-            let place = lease.block.place();
-            if let MemoryKind::OpenCl(buffer) = &lease.block.segment().memory().0 {
-                return Ok(ClPlace { device, buffer, place });
+            if let Some(place) = driver.place(&lease.block) {
+                return Ok(place);
             }
         }
         self.not_cl()
@@ -172,7 +151,7 @@ impl Storage {
     fn not_cl(&self) -> Result<ClPlace<'_>> {
         if let Backing::OpenCl(_, lease) = &self.allocation().backing
             && lease.is_spilled()
-            && let Some(allocator) = caching_inside(lease.from.allocator())
+            && let Some(allocator) = caching_inside(lease.allocator())
         {
             allocator.restore(&lease.block)?;
             return self.cl();
@@ -223,12 +202,12 @@ impl Storage {
 
     /// Copies bytes that are kept on the host, and reports faults as every read does; false where they are not there.
     fn read_spilled(&self, range: Range<usize>, dst: &mut [u8]) -> Result<bool> {
-        let Backing::OpenCl(device, lease) = &self.allocation().backing else { return Ok(false) };
+        let Backing::OpenCl(driver, lease) = &self.allocation().backing else { return Ok(false) };
         if !lease.is_spilled() {
             return Ok(false);
         }
         capture::refuse(self.device(), "read", NOT_COMPUTED)?;
-        device.report_faults()?;
+        driver.device.report_faults()?;
         let place = lease.block.place();
         let MemoryKind::Spilled(bytes) = &place.segment().memory().0 else { return Ok(false) };
         copy(dst, &bytes[place.offset()..][range]);
@@ -326,67 +305,5 @@ impl Storage {
                 Err(Error::invalid(op, format!("{bytes} bytes at {offset} are not in a storage of {}", self.nbytes())))
             }
         }
-    }
-}
-
-/// Large copies and fills are shared out in pieces of this size, from [`PARALLEL`] bytes on.
-const PIECE: usize = 1 << 17;
-const PARALLEL: usize = 4 * PIECE;
-
-/// Copies between slices of one length, large ones with all threads of the team.
-pub(super) fn copy(dst: &mut [u8], src: &[u8]) {
-    if dst.len() < PARALLEL {
-        return small::copy(dst, src);
-    }
-    let large = dst.len() >= LARGE;
-    let reverse = !large && parallel::turn();
-    parallel::for_each_chunk_from(dst, PIECE, reverse, |i, d| {
-        let s = &src[i * PIECE..][..d.len()];
-        if large { Streaming::new().copy(d, s) } else { d.copy_from_slice(s) }
-    });
-}
-
-/// The slice's elements in a vector, whose memory is not filled with zeros first; large ones with all threads of the team.
-fn to_vec<T: AnyBitPattern + Send + Sync>(src: &[T]) -> Vec<T> {
-    if size_of_val(src) < PARALLEL {
-        return src.to_vec();
-    }
-    let mut out = Vec::with_capacity(src.len());
-    let spare: &mut [MaybeUninit<T>] = &mut out.spare_capacity_mut()[..src.len()];
-    advise_huge(spare);
-    let piece = PIECE / size_of::<T>().max(1);
-    let large = size_of_val(src) >= LARGE;
-    parallel::for_each_chunk(&mut out.spare_capacity_mut()[..src.len()], piece, |i, to| {
-        let from = &src[i * piece..][..to.len()];
-        match large {
-            true => Streaming::new().copy_new(to, from),
-            // SAFETY: as many elements as there is room for, of plain data, in memory that is not the source's.
-            false => unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_mut_ptr().cast::<T>(), to.len()) },
-        }
-    });
-    // SAFETY: the pieces were all of it.
-    unsafe { out.set_len(src.len()) };
-    out
-}
-
-/// Repeats a pattern whose length divides [`PIECE`].
-fn fill(dst: &mut [u8], pattern: &[u8]) {
-    if dst.len() < PARALLEL {
-        return fill_piece(dst, pattern);
-    }
-    parallel::for_each_chunk(dst, PIECE, |_, d| fill_piece(d, pattern));
-}
-
-/// Fills by doubling what is filled already, at the speed of memcpy.
-fn fill_piece(dst: &mut [u8], pattern: &[u8]) {
-    if pattern.iter().all(|&b| b == pattern[0]) {
-        return dst.fill(pattern[0]);
-    }
-    let mut done = pattern.len();
-    dst[..done].copy_from_slice(pattern);
-    while done < dst.len() {
-        let more = done.min(dst.len() - done);
-        dst.copy_within(..more, done);
-        done += more;
     }
 }

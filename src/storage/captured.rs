@@ -4,7 +4,9 @@ use std::cell::RefCell;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::{Lease, MemPool, MemPoolOptions, Segment, Storage, use_mem_pool};
+use super::allocation::{Lease, Storage};
+use super::caching::{MemPool, MemPoolOptions, use_mem_pool};
+use super::segment::Segment;
 use crate::{Device, Result};
 
 /// The memory of a graph: its own pool, and what it uses of what was there before.

@@ -9,10 +9,11 @@ mod tests;
 
 use std::fmt;
 use std::str::FromStr;
+use std::sync::OnceLock;
 use std::time::Duration;
 
 pub use keys::ConfigKey;
-use keys::{NO_MEANING, list};
+use keys::{NO_MEANING, forms::*, list};
 
 use crate::error::Excerpt;
 use crate::{Error, Result};
@@ -52,118 +53,109 @@ pub enum SegmentSizes {
     PyTorch,
 }
 
-/// Everything that can be set about a device's allocator, parsed from text or written as a struct.
-///
-/// The text is `key:value,key:value`, as in PyTorch's `PYTORCH_ALLOC_CONF`: whitespace is dropped, booleans are exactly
-/// `True` or `False`, sizes are whole numbers in the unit that the key's name ends in. [`Config::KEYS`] lists the keys.
-/// Display prints what differs from the default, in a form that parses back to the same. Inside, sizes are bytes, and
-/// `usize::MAX` stands for no limit.
-///
-/// ```
-/// use claystone::storage::{Backend, Config};
-/// let config: Config = "backend:caching, max_split_size_mb:128, expandable_segments:True".parse()?;
-/// assert_eq!(config.max_split_size, 128 << 20);
-/// assert_eq!(config.to_string(), "max_split_size_mb:128,expandable_segments:True");
-/// assert_eq!(Config { backend: Backend::Direct, ..Config::default() }.to_string(), "backend:direct");
-///
-/// let error = "max_split_size_mb:2".parse::<Config>().unwrap_err().to_string();
-/// assert!(error.contains("max_split_size_mb") && error.contains("20 or more"));
-/// # Ok::<(), claystone::Error>(())
-/// ```
-#[derive(Debug, Clone, PartialEq)]
-pub struct Config {
+keys::config! {
+    /// Everything that can be set about a device's allocator, parsed from text or written as a struct.
+    ///
+    /// The text is `key:value,key:value`, as in PyTorch's `PYTORCH_ALLOC_CONF`: whitespace is dropped, booleans are exactly
+    /// `True` or `False`, sizes are whole numbers in the unit that the key's name ends in. [`Config::KEYS`] lists the keys.
+    /// Display prints what differs from the default, in a form that parses back to the same. Inside, sizes are bytes, and
+    /// `usize::MAX` stands for no limit.
+    ///
+    /// ```
+    /// use claystone::storage::{Backend, Config};
+    /// let config: Config = "backend:caching, max_split_size_mb:128, expandable_segments:True".parse()?;
+    /// assert_eq!(config.max_split_size, 128 << 20);
+    /// assert_eq!(config.to_string(), "max_split_size_mb:128,expandable_segments:True");
+    /// assert_eq!(Config { backend: Backend::Direct, ..Config::default() }.to_string(), "backend:direct");
+    ///
+    /// let error = "max_split_size_mb:2".parse::<Config>().unwrap_err().to_string();
+    /// assert!(error.contains("max_split_size_mb") && error.contains("20 or more"));
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    #[derive(Debug, Clone, PartialEq)]
+    pub struct Config;
+
     /// Which allocator.
-    pub backend: Backend,
+    backend: Backend = Backend::Caching,
+        "backend", BACKEND, "which allocator";
     /// Blocks of at least this many bytes are never split (PyTorch's `max_split_size_mb`).
-    pub max_split_size: usize,
+    max_split_size: usize = usize::MAX,
+        "max_split_size_mb", LIMIT_FROM_20, "blocks of at least this size are never split";
     /// A request of at least [`max_split_size`](Config::max_split_size) takes a cached block that is at most this many
     /// bytes larger (PyTorch's `max_non_split_rounding_mb`).
-    pub max_non_split_rounding: usize,
+    max_non_split_rounding: usize = 20 * MIB,
+        "max_non_split_rounding_mb", MIB_FROM_20,
+        "how much larger a cached block may be that serves a request of at least max_split_size_mb";
     /// Bytes of a segment for requests between 1 and 10 MiB (PyTorch's `large_segment_size_mb`).
-    pub large_segment_size: usize,
+    large_segment_size: usize = 20 * MIB,
+        "large_segment_size_mb", MIB_FROM_20, "size of a segment for requests between 1 and 10 MiB";
     /// Into how many parts each power of two is divided to round sizes up to; 0 and 1 round to the alignment only.
     /// Entry `i` is for sizes from `1 << i` MiB to the next power of two; the first serves all smaller sizes as well,
     /// the last all larger ones (PyTorch's `roundup_power2_divisions`).
-    pub roundup_power2_divisions: [usize; INTERVALS],
+    roundup_power2_divisions: [usize; INTERVALS] = [0; INTERVALS],
+        "roundup_power2_divisions", DIVISIONS, "sizes are rounded up to one of so many parts of a power of two";
     /// Above this part of the allowed memory, unused segments are given back oldest first; 0 is off. Needs a memory
     /// fraction below 1 or a memory limit (PyTorch's `garbage_collection_threshold`).
-    pub garbage_collection_threshold: f64,
+    garbage_collection_threshold: f64 = 0.0,
+        "garbage_collection_threshold", INNER_FRACTION,
+        "above this part of the allowed memory unused segments go back (needs a fraction or a limit)";
     /// The part, 0 to 1, of the device's memory that segments may take (PyTorch's `per_process_memory_fraction`).
-    pub per_process_memory_fraction: f64,
+    per_process_memory_fraction: f64 = 1.0,
+        "per_process_memory_fraction", FRACTION, "the part of the device's memory that segments may take";
     /// Segments grow in place (PyTorch's `expandable_segments`). The caching allocator of a device whose driver cannot
     /// reserve addresses refuses it, and so does one with a `max_split_size`.
-    pub expandable_segments: bool,
+    expandable_segments: bool = false,
+        "expandable_segments", SWITCH,
+        "segments grow in place, where the driver can reserve addresses (the CPU on Linux); elsewhere True is an error";
     /// A thread of its own asks whether transfers from pinned memory are done (PyTorch's
     /// `pinned_use_background_threads`).
-    pub pinned_use_background_threads: bool,
+    pinned_use_background_threads: bool = false,
+        "pinned_use_background_threads", SWITCH,
+        "a thread of its own asks whether transfers from pinned memory are done";
     /// Bytes of pinned memory taken once and never given back; 0 is none (PyTorch's `pinned_reserve_segment_size_mb`).
-    pub pinned_reserve_segment_size: usize,
+    pinned_reserve_segment_size: usize = 0,
+        "pinned_reserve_segment_size_mb", MIB_FROM_1, "pinned memory taken once and never given back";
     /// The most bytes that segments may take, whatever the fraction says.
-    pub memory_limit: usize,
+    memory_limit: usize = usize::MAX,
+        "memory_limit_mb", LIMIT, "the most that segments may take, whatever the fraction says";
     /// How large new segments are.
-    pub segments: SegmentSizes,
+    segments: SegmentSizes = SegmentSizes::Adaptive,
+        "segments", SEGMENTS, "how large new segments are: by what was asked for so far, or as in PyTorch";
     /// A block freed on one stream may serve another, which waits for the first on the device.
-    pub cross_stream_reuse: bool,
+    cross_stream_reuse: bool = true,
+        "cross_stream_reuse", SWITCH,
+        "a block freed on one stream may serve another, which waits for the first on the device";
     /// Live blocks are moved together before an allocation fails.
-    pub compaction: bool,
+    compaction: bool = true,
+        "compaction", SWITCH, "live blocks are moved together before an allocation fails";
     /// The most bytes to move at a time; 0 is no bound.
-    pub compaction_budget: usize,
+    compaction_budget: usize = 0,
+        "compaction_budget_mb", BUDGET, "the most to move at a time";
     /// Bytes of small sizes that a thread keeps for itself; 0 is off.
-    pub thread_cache: usize,
+    thread_cache: usize = MIB,
+        "thread_cache_kb", KIB_OR_NONE, "what a thread keeps for itself of small sizes";
     /// Segments unused for this long go back to the driver; zero is off.
-    pub decay: Duration,
+    decay: Duration = Duration::from_secs(10),
+        "decay_ms", MILLISECONDS, "segments unused for this long go back to the driver";
     /// New allocations are all zeros.
-    pub zero_fill: bool,
+    zero_fill: bool = false,
+        "zero_fill", SWITCH, "new allocations are all zeros";
     /// New allocations are filled with junk, so that reading what was never written shows.
-    pub junk_fill: bool,
+    junk_fill: bool = false,
+        "junk_fill", SWITCH, "new allocations are filled with junk";
     /// Debugging: guard bytes around every block, looked at when it is freed, and poison in freed ones.
-    pub guard_bytes: bool,
+    guard_bytes: bool = false,
+        "guard_bytes", SWITCH,
+        "debugging: guard bytes around every block, looked at when it is freed, and poison in freed ones";
     /// The pool backend reuses a buffer of at most this many times the request; 1 or more.
-    pub pool_overfit: f64,
+    pool_overfit: f64 = 2.0,
+        "pool_overfit", FACTOR, "the pool backend reuses a buffer of at most this many times the request";
     /// The CPU device's large segments prefer the memory of the NUMA node whose thread asks for them, on Linux.
-    pub numa_local: bool,
-}
-
-impl Default for Config {
-    fn default() -> Config {
-        Config {
-            backend: Backend::Caching,
-            max_split_size: usize::MAX,
-            max_non_split_rounding: 20 * MIB,
-            large_segment_size: 20 * MIB,
-            roundup_power2_divisions: [0; INTERVALS],
-            garbage_collection_threshold: 0.0,
-            per_process_memory_fraction: 1.0,
-            expandable_segments: false,
-            pinned_use_background_threads: false,
-            pinned_reserve_segment_size: 0,
-            memory_limit: usize::MAX,
-            segments: SegmentSizes::Adaptive,
-            cross_stream_reuse: true,
-            compaction: true,
-            compaction_budget: 0,
-            thread_cache: MIB,
-            decay: Duration::from_secs(10),
-            zero_fill: false,
-            junk_fill: false,
-            guard_bytes: false,
-            pool_overfit: 2.0,
-            numa_local: true,
-        }
-    }
+    numa_local: bool = true,
+        "numa_local", SWITCH, "the CPU device's large segments prefer the NUMA node that asks for them, on Linux";
 }
 
 impl Config {
-    /// Every key, in the order in which Display prints them.
-    ///
-    /// ```
-    /// use claystone::storage::Config;
-    /// for key in Config::KEYS {
-    ///     println!("{key}"); // name, default, what it may be, what it does
-    /// }
-    /// ```
-    pub const KEYS: &'static [ConfigKey] = keys::KEYS;
-
     /// What the environment says: `CLAYSTONE_ALLOC_CONF`, and `CLAYSTONE_NO_CACHING=1`, which makes the backend
     /// `direct` whatever the former says (PyTorch's `PYTORCH_NO_CUDA_MEMORY_CACHING`).
     ///
@@ -172,6 +164,12 @@ impl Config {
     pub fn from_env() -> Result<Config> {
         let read = |name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned());
         Config::from_vars(read(OP).as_deref(), read("CLAYSTONE_NO_CACHING").as_deref())
+    }
+
+    /// [`from_env`](Config::from_env), read when the first device is used.
+    pub(super) fn of_process() -> Result<&'static Config> {
+        static CONFIG: OnceLock<Result<Config>> = OnceLock::new();
+        CONFIG.get_or_init(Config::from_env).as_ref().map_err(Error::clone)
     }
 
     fn from_vars(conf: Option<&str>, no_caching: Option<&str>) -> Result<Config> {

@@ -4,7 +4,8 @@ use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::slice;
 
-use super::{Block, Storage, alone};
+use super::allocation::{Storage, alone};
+use super::block::Block;
 use crate::{Device, Element, Error, Result, elements};
 
 /// Elements of a storage on the CPU that nobody else has a handle on, nor gets one, in a block that stays where it is.

@@ -6,10 +6,11 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::allocator::{Allocator, Block, owner_number};
+use super::allocator::Allocator;
+use super::allocator::forward_to_inner;
+use super::block::{Block, owner_number};
 use super::config::JUNK;
 use super::driver::{Driver, Memory, MemoryKind};
-use super::plan::forward_to_inner;
 use crate::device::StreamId;
 use crate::{Error, Result};
 

@@ -5,9 +5,10 @@ use std::fmt;
 use std::io::Write;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::allocator::{Allocator, Block};
+use super::allocator::Allocator;
+use super::allocator::forward_to_inner;
+use super::block::Block;
 use super::history::{CsvAction, CsvLog};
-use super::plan::forward_to_inner;
 use super::registry;
 use crate::device::StreamId;
 use crate::{Device, Error, Result};

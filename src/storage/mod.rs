@@ -6,52 +6,46 @@
 //!
 //! From the ground up: a [`Driver`] makes segments of a device's memory. An [`Allocator`] hands out [`Block`]s of them:
 //! [`CachingAllocator`] unless told otherwise. [`Config`] is what they can be told. `registry` has one allocator a device.
-//! `access` lets the rest of the crate at the bytes.
+//! `allocation` has the handles, `access` lets the rest of the crate at the bytes.
 
 mod access;
+mod allocation;
 mod allocator;
+mod block;
 mod caching;
 mod captured;
 mod config;
 mod counters;
+mod device;
 mod direct;
 pub(crate) mod driver;
 mod exclusive_host;
 mod guard;
 mod history;
+mod hooks;
 mod logging;
 mod mapped;
-mod pinned;
 pub mod plan;
 mod pool;
 mod registry;
 mod scope;
 mod segment;
-mod staging;
 mod stats;
 #[cfg(test)]
 mod tests;
 mod unsplit;
 
-use std::cell::RefCell;
-use std::ffi::c_void;
-use std::fmt;
-use std::mem::ManuallyDrop;
-use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU64, Ordering, fence};
-use std::sync::{Arc, RwLock};
-
-pub(crate) use access::{ClPlace, with_few, with_host};
-use allocator::ALIGNMENT;
-pub use allocator::{Allocator, Block, Place};
-pub use caching::{
-    CachingAllocator, FreeMemory, MemPool, MemPoolOptions, MemPoolStats, OomObserver, OutOfMemoryEvent, PoolCheckpoint,
-    Registration, use_mem_pool,
-};
+pub(crate) use access::{with_few, with_host};
+pub use allocation::{Allocation, Storage};
+pub use allocator::Allocator;
+pub use block::{Block, Place};
+pub use caching::{CachingAllocator, MemPool, MemPoolOptions, MemPoolStats, PoolCheckpoint, use_mem_pool};
 pub(crate) use captured::Captured;
 pub use config::{Backend, Config, ConfigKey, SegmentSizes};
 pub use direct::DirectAllocator;
-pub use driver::{At, Call, Driver, Failure, Marker, Memory, Progress, Sim, SimOptions};
+pub(crate) use driver::opencl::ClPlace;
+pub use driver::pinned::{DurationStat, PinnedStats};
+pub use driver::{At, Call, Driver, Failure, Marker, Memory, Progress, Sim, SimOptions, driver};
 pub(crate) use exclusive_host::ExclusiveHost;
 pub use guard::GuardAllocator;
 pub use history::{
@@ -59,442 +53,10 @@ pub use history::{
     FreeSpace, History, HistoryOptions, Recording, SegmentInfo, SegmentType, Setting, Snapshot, Stage, TraceAction,
     TraceEntry, annotate, annotations, with_context,
 };
+pub use hooks::{FreeMemory, OomObserver, OutOfMemoryEvent, Registration};
 pub use logging::{AllocationLog, LoggingAllocator};
 pub use mapped::MappedFile;
-pub use pinned::{DurationStat, PinnedStats};
 pub use pool::{PoolAllocator, StorageType};
-pub use registry::{allocator, build_allocator, driver, set_allocator};
+pub use registry::{allocator, build_allocator, set_allocator};
 pub use segment::Segment;
 pub use stats::{DeviceStats, PoolStats, Stat};
-
-use crate::device::{Stream, StreamId, opencl, opencl::ClDevice, stream};
-use crate::{Device, Element, Error, Result};
-use driver::{MemoryKind, host::HostMemory};
-use registry::Current;
-
-/// A handle on bytes of one device. Cloning makes another handle on the same bytes.
-///
-/// ```
-/// use claystone::{Device, Tensor};
-/// let a = Tensor::zeros(&[3, 4], Device::Cpu)?;
-/// assert_eq!(a.storage().nbytes(), 48);
-/// assert!(a.t()?.storage().ptr_eq(a.storage()));
-/// # Ok::<(), claystone::Error>(())
-/// ```
-pub struct Storage(ManuallyDrop<Arc<Allocation>>);
-
-impl Clone for Storage {
-    fn clone(&self) -> Storage {
-        Storage(ManuallyDrop::new(Arc::clone(&self.0)))
-    }
-}
-
-impl Drop for Storage {
-    /// The last handle gives the block back, and keeps the `Arc`'s own memory for this thread's next storage: a launch
-    /// asks the heap for nothing.
-    fn drop(&mut self) {
-        // SAFETY: taken once, here, and not used again.
-        let mut shared = unsafe { ManuallyDrop::take(&mut self.0) };
-        if let Some(allocation) = alone(&mut shared) {
-            allocation.backing = Backing::Empty;
-            let _ = SPARE.try_with(|spare| {
-                let mut spare = spare.borrow_mut();
-                if spare.len() < SPARES {
-                    spare.push(shared);
-                }
-            });
-        }
-    }
-}
-
-/// [`Arc::get_mut`] for what has no [`Weak`](std::sync::Weak) handles, at the price of a load: it would lock, twice a storage.
-#[inline]
-fn alone(shared: &mut Arc<Allocation>) -> Option<&mut Allocation> {
-    if Arc::strong_count(shared) != 1 {
-        return None;
-    }
-    fence(Ordering::Acquire); // after all that others did with handles that are gone
-    // SAFETY: nobody makes weak handles, so this is the only handle, and it is borrowed exclusively.
-    Some(unsafe { &mut *Arc::as_ptr(shared).cast_mut() })
-}
-
-/// A place for a storage.
-#[cold]
-#[inline(never)]
-fn nothing() -> Arc<Allocation> {
-    Arc::new(Allocation { device: Device::Cpu, size: 0, version: AtomicU64::new(0), backing: Backing::Empty })
-}
-
-/// What a thread keeps of storages that are gone, at most.
-const SPARES: usize = 64;
-
-thread_local! {
-    static SPARE: RefCell<Vec<Arc<Allocation>>> = const { RefCell::new(Vec::new()) };
-}
-
-impl Storage {
-    /// The device the bytes are on.
-    pub fn device(&self) -> Device {
-        self.0.device()
-    }
-
-    /// The size in bytes, as asked for.
-    pub fn nbytes(&self) -> usize {
-        self.0.nbytes()
-    }
-
-    /// Whether both are handles on the same allocation.
-    pub fn ptr_eq(&self, other: &Storage) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
-    }
-
-    /// The allocation that owns the bytes.
-    pub fn allocation(&self) -> &Allocation {
-        &self.0
-    }
-
-    /// Announces that work on `stream` uses the bytes: once given back they are not reused before what was submitted to
-    /// it until then is done. Needed for a stream other than the one the storage was made on, unless the storage is kept
-    /// until its own stream has waited for that one. `torch.Tensor.record_stream`.
-    ///
-    /// It orders nothing: the stream has to [wait](Stream::wait_stream) for what fills the storage. On the CPU, where work
-    /// is done when the call returns, there is nothing to announce.
-    ///
-    /// # Errors
-    /// [`Error::DeviceMismatch`] for a stream of another device.
-    pub fn record_stream(&self, stream: &Stream) -> Result<()> {
-        if stream.device() != self.device() {
-            return Err(Error::DeviceMismatch { op: "record_stream", lhs: self.device(), rhs: stream.device() });
-        }
-        if let Backing::OpenCl(_, lease) = &self.0.backing {
-            lease.from.allocator().record_stream(&lease.block, stream.id());
-        }
-        Ok(())
-    }
-
-    /// The `cl_mem` the bytes are in, and the byte in it where they begin, for work enqueued by other code. From now on
-    /// the storage never moves.
-    ///
-    /// The `cl_mem` is not retained for the caller: it is valid while the storage lives, and so long must it live as
-    /// anything enqueued elsewhere uses the bytes. It may be larger than the storage; the rest is other storages'. It
-    /// belongs to the context that `CL_MEM_CONTEXT` names. Queues of other code are ordered with nothing here:
-    /// [`Stream::synchronize`] before they use the bytes, and their `clFinish` before the next use here.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] where there is no such buffer: on the CPU, and for zero bytes.
-    pub fn export_cl(&self) -> Result<(*mut c_void, usize)> {
-        let place = self.cl()?;
-        if let Some(block) = self.0.block() {
-            block.export();
-        }
-        Ok((place.buffer().mem(), place.offset()))
-    }
-
-    /// `bytes` bytes with unspecified (but initialised) contents, unless the configuration asks for some. Zero bytes touch
-    /// no driver.
-    pub(crate) fn alloc(device: Device, bytes: usize) -> Result<Storage> {
-        if bytes == 0 {
-            return Ok(Storage::new(device, 0, Backing::Empty));
-        }
-        let current = registry::current(device)?;
-        let storage = Storage::raw(device, bytes, current)?;
-        if let Some(byte) = current.fill {
-            storage.fill(0, bytes, &[byte])?;
-        }
-        Ok(storage)
-    }
-
-    /// `bytes` zero bytes.
-    pub(crate) fn alloc_zeroed(device: Device, bytes: usize) -> Result<Storage> {
-        if bytes == 0 {
-            return Ok(Storage::new(device, 0, Backing::Empty));
-        }
-        let storage = Storage::raw(device, bytes, registry::current(device)?)?;
-        storage.fill(0, bytes, &[0])?;
-        Ok(storage)
-    }
-
-    #[inline]
-    fn raw(device: Device, bytes: usize, current: &'static Current) -> Result<Storage> {
-        let lease = Lease::new(device, bytes, current)?;
-        let backing = match current.opened {
-            None => Backing::Host(lease),
-            Some(opened) => Backing::OpenCl(opened, lease),
-        };
-        Ok(Storage::new(device, bytes, backing))
-    }
-
-    /// A storage on the CPU device that owns the vector's elements where they are. The allocator does not count it.
-    pub(crate) fn adopt<T: Element>(v: Vec<T>) -> Storage {
-        let bytes = size_of_val(v.as_slice());
-        let backing = match bytes {
-            0 => Backing::Empty,
-            _ => Backing::Adopted(Adopted::new(Bytes::Vector(HostMemory::from_vec(v)))),
-        };
-        Storage::new(Device::Cpu, bytes, backing)
-    }
-
-    /// A storage on the CPU device with unspecified contents, pinned for transfers to and from `device`; `None` where that
-    /// one needs none, or none is left.
-    pub(crate) fn pinned(device: Device, bytes: usize) -> Result<Option<Storage>> {
-        let backing = |memory| Backing::Adopted(Adopted::new(Bytes::Pinned(memory)));
-        Ok(staging::pin(device, bytes)?.map(|memory| Storage::new(Device::Cpu, bytes, backing(memory))))
-    }
-
-    /// Whether it is memory of the host pinned for this device's transfers.
-    pub(crate) fn is_pinned(&self, device: Device) -> bool {
-        self.0.pinned().is_some_and(|pinned| pinned.is_for(device))
-    }
-
-    #[inline(always)] // what is moved in words and read in vectors waits for the stores
-    fn new(device: Device, size: usize, backing: Backing) -> Storage {
-        let spare = SPARE.try_with(|spare| spare.borrow_mut().pop()).ok().flatten();
-        let mut shared = spare.unwrap_or_else(nothing);
-        let place = alone(&mut shared).expect("nobody else has a handle");
-        (place.device, place.size, place.version) = (device, size, AtomicU64::new(0));
-        // Nothing is there that would be dropped.
-        std::mem::forget(std::mem::replace(&mut place.backing, backing));
-        Storage(ManuallyDrop::new(shared))
-    }
-
-    /// Whether this is the only handle, so that nobody would notice a change.
-    pub(crate) fn is_unique(&self) -> bool {
-        Arc::strong_count(&self.0) == 1
-    }
-
-    /// How often the contents have been changed in place, shared by all views: autograd compares it.
-    pub(crate) fn version(&self) -> u64 {
-        self.0.version.load(Ordering::Acquire)
-    }
-
-    /// To be called when a storage that nobody has seen yet has its first contents: a capture alone has to know.
-    pub(crate) fn filled(&self) {
-        if opencl::capture::is_recording(self.device()) {
-            self.bump_version();
-        }
-    }
-
-    /// To be called by every in-place operation. Transfers do not call it.
-    pub(crate) fn bump_version(&self) {
-        self.0.version.fetch_add(1, Ordering::AcqRel);
-        if opencl::capture::is_recording(self.device()) {
-            captured::changed(self);
-        }
-    }
-}
-
-// Locks that a panic has poisoned are taken all the same: bytes are never half a value.
-impl std::panic::UnwindSafe for Storage {}
-impl std::panic::RefUnwindSafe for Storage {}
-
-impl fmt::Debug for Storage {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Debug::fmt(&**self.0, f)
-    }
-}
-
-/// A run of bytes on a device. Dropping it gives its block back to the device's allocator.
-pub struct Allocation {
-    device: Device,
-    size: usize,
-    version: AtomicU64,
-    backing: Backing,
-}
-
-/// The memory that holds an allocation's bytes.
-enum Backing {
-    /// There are no bytes.
-    Empty,
-    Host(Lease),
-    /// Host memory that came with a vector, or is pinned.
-    Adopted(Box<Adopted>), // rare, and so large that all others would be moved at the length of it
-    OpenCl(&'static ClDevice, Lease),
-}
-
-/// Bytes taken over from the host. The lock is held while slices of them exist.
-struct Adopted {
-    lock: RwLock<()>,
-    memory: Bytes,
-}
-
-impl Adopted {
-    fn new(memory: Bytes) -> Box<Adopted> {
-        Box::new(Adopted { lock: RwLock::new(()), memory })
-    }
-}
-
-enum Bytes {
-    Vector(HostMemory),
-    Pinned(staging::PinnedBytes),
-}
-
-impl Bytes {
-    fn start(&self) -> NonNull<u8> {
-        match self {
-            Bytes::Vector(memory) => memory.start(),
-            Bytes::Pinned(memory) => memory.start(),
-        }
-    }
-}
-
-impl Allocation {
-    /// The device the bytes are on.
-    pub fn device(&self) -> Device {
-        self.device
-    }
-
-    /// The size in bytes, as asked for.
-    pub fn nbytes(&self) -> usize {
-        self.size
-    }
-
-    /// The number of the segment the block lies in; `None` for an empty allocation and for one that was taken over from
-    /// the host. Compaction may change it.
-    pub fn segment(&self) -> Option<u64> {
-        self.block().map(|block| block.place().segment().id())
-    }
-
-    /// Where in the segment the block begins, in bytes; 0 where there is no segment. Compaction may change it.
-    pub fn offset(&self) -> usize {
-        self.block().map_or(0, |block| block.place().offset())
-    }
-
-    /// The block; `None` for an empty allocation and for one that was taken over from the host.
-    pub fn block(&self) -> Option<&Block> {
-        match &self.backing {
-            Backing::Empty | Backing::Adopted(_) => None,
-            Backing::Host(lease) | Backing::OpenCl(_, lease) => Some(&lease.block),
-        }
-    }
-
-    /// The pinned memory that it is in. It is to be [checked](staging::PinnedBytes::check) under the lock.
-    fn pinned(&self) -> Option<&staging::PinnedBytes> {
-        match &self.backing {
-            Backing::Adopted(adopted) => match &adopted.memory {
-                Bytes::Pinned(pinned) => Some(pinned),
-                Bytes::Vector(_) => None,
-            },
-            _ => None,
-        }
-    }
-
-    /// What is locked while slices of the bytes exist; `None` where there are none in host memory.
-    fn host_lock(&self) -> Option<&RwLock<()>> {
-        match &self.backing {
-            Backing::Host(lease) => Some(&lease.block.slot().lock),
-            Backing::Adopted(adopted) => Some(&adopted.lock),
-            Backing::Empty | Backing::OpenCl(..) => None,
-        }
-    }
-
-    /// [`host_lock`](Self::host_lock), but of no pinned memory, which is to be checked under it.
-    fn unpinned_lock(&self) -> Option<&RwLock<()>> {
-        self.host_lock().filter(|_| self.pinned().is_none())
-    }
-
-    /// The first byte and the number of bytes in host memory; no bytes, aligned all the same, elsewhere. Valid as long
-    /// as the host lock is held, or the block pinned.
-    fn host_range(&self) -> (NonNull<u8>, usize) {
-        let nowhere = (NonNull::<Aligned>::dangling().cast(), 0);
-        match &self.backing {
-            Backing::Host(lease) => match &lease.block.segment().memory().0 {
-                // SAFETY: an allocator's blocks lie inside their segment.
-                MemoryKind::Host(m) => (unsafe { m.start().add(lease.block.offset()) }, self.size),
-                _ => nowhere, // set_allocator lets no other driver's allocator in
-            },
-            Backing::Adopted(adopted) => (adopted.memory.start(), self.size),
-            Backing::Empty | Backing::OpenCl(..) => nowhere,
-        }
-    }
-}
-
-impl fmt::Debug for Allocation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} bytes on {}", self.size, self.device)?;
-        let Some(place) = self.block().map(Block::place) else { return Ok(()) };
-        write!(f, " at segment {} + {}", place.segment().id(), place.offset())
-    }
-}
-
-/// Makes empty slices as aligned as any others: casting them to elements must not fail.
-#[repr(align(512))]
-struct Aligned;
-
-/// A block that goes back to its allocator on drop.
-struct Lease {
-    block: ManuallyDrop<Block>,
-    from: From,
-}
-
-/// The allocator a block is from: its device's own, or one that was in force where it was made.
-enum From {
-    Device(&'static dyn Allocator),
-    Scope(Arc<dyn Allocator>),
-}
-
-impl From {
-    fn allocator(&self) -> &dyn Allocator {
-        match self {
-            From::Device(allocator) => *allocator,
-            From::Scope(allocator) => &**allocator,
-        }
-    }
-}
-
-/// The stream that storages made by this thread now belong to. Host memory belongs to none: work on the CPU is done when
-/// the call returns.
-fn home_stream(device: Device) -> StreamId {
-    if device == Device::Cpu { StreamId::DEFAULT } else { stream::current_id(device) }
-}
-
-impl Lease {
-    #[inline(always)]
-    fn new(device: Device, bytes: usize, current: &'static Current) -> Result<Lease> {
-        let (from, is_own) = match scope::allocator(device) {
-            Some(allocator) => (From::Scope(allocator), false),
-            None => (From::Device(&*current.allocator), current.is_own),
-        };
-        let allocator = from.allocator();
-        let block = allocator.allocate(bytes, home_stream(device))?;
-        // A user's own allocator is not trusted with this: the bytes are about to be read and written.
-        if !is_own && !fits(&block, device, bytes) {
-            return Err(refused(allocator, block, device, bytes));
-        }
-        Ok(Lease { block: ManuallyDrop::new(block), from })
-    }
-}
-
-impl Lease {
-    /// Whether the block is kept on the host until its device has memory.
-    fn is_spilled(&self) -> bool {
-        matches!(self.block.place().segment().memory().0, MemoryKind::Spilled(_))
-    }
-}
-
-/// Gives back a block that is not what was asked for.
-#[cold]
-fn refused(allocator: &dyn Allocator, block: Block, device: Device, bytes: usize) -> Error {
-    let reason = format!("{allocator:?} gave {block:?} for {bytes} bytes on {device}");
-    allocator.deallocate(block);
-    Error::invalid("allocate", reason)
-}
-
-/// Whether a block is one for so many bytes on this device. Kernels write up to the last sixteen bytes whole.
-fn fits(block: &Block, device: Device, bytes: usize) -> bool {
-    let place = block.place();
-    block.requested() >= bytes
-        && block.size() >= bytes.next_multiple_of(16)
-        && place.offset().is_multiple_of(ALIGNMENT)
-        && matches!(
-            (device, &place.segment().memory().0),
-            (Device::Cpu, MemoryKind::Host(_)) | (Device::OpenCL(_), MemoryKind::OpenCl(_))
-        )
-}
-
-impl Drop for Lease {
-    fn drop(&mut self) {
-        // SAFETY: taken once, here, and not used again.
-        let block = unsafe { ManuallyDrop::take(&mut self.block) };
-        self.from.allocator().deallocate(block);
-    }
-}

@@ -6,7 +6,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use smallvec::SmallVec;
 
-use super::allocator::{Allocator, Block, owner_number};
+use super::allocator::Allocator;
+use super::block::{Block, owner_number};
 use super::config::Config;
 use super::driver::Driver;
 use super::history::{HistoryOptions, Snapshot};

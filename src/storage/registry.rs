@@ -2,26 +2,18 @@
 
 use std::any::Any;
 use std::sync::atomic::{AtomicPtr, Ordering};
-use std::sync::{Arc, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, PoisonError, RwLock};
 
 use super::allocator::Allocator;
-use super::caching::CachingAllocator;
+use super::caching::{CachingAllocator, MemPool, MemPoolOptions};
 use super::config::{Backend, Config};
 use super::direct::DirectAllocator;
-use super::driver::host::Host;
 use super::driver::opencl::OpenCl;
-use super::driver::{Driver, DynDriver};
+use super::driver::{Driver, driver};
 use super::guard::GuardAllocator;
+use super::history::device_number;
 use super::pool::PoolAllocator;
-use crate::device::opencl::{self, ClDevice};
 use crate::{Device, Error, Result};
-
-/// What is known of a device. Both live as long as the process: blocks keep plain references to their allocator.
-#[derive(Clone, Copy, Default)]
-struct Entry {
-    driver: Option<&'static DynDriver>,
-    allocator: Option<&'static Current>,
-}
 
 /// A device's allocator.
 pub(super) struct Current {
@@ -29,7 +21,7 @@ pub(super) struct Current {
     /// Whether it is one of ours, whose blocks are what was asked for.
     pub(super) is_own: bool,
     /// The open device; `None` for the CPU.
-    pub(super) opened: Option<&'static ClDevice>,
+    pub(super) opened: Option<OpenCl>,
     /// The byte that new storages are filled with, if any.
     pub(super) fill: Option<u8>,
 }
@@ -38,55 +30,39 @@ impl Current {
     fn new(device: Device, allocator: Arc<dyn Allocator>, is_own: bool) -> Result<Current> {
         let opened = match device {
             Device::Cpu => None,
-            Device::OpenCL(index) => Some(opencl::open(index)?),
+            Device::OpenCL(index) => Some(OpenCl::open(index)?),
         };
-        Ok(Current { allocator, is_own, opened, fill: config()?.fill_byte() })
+        Ok(Current { allocator, is_own, opened, fill: Config::of_process()?.fill_byte() })
     }
 }
 
 /// Those of the first devices, found without a lock: every allocation asks.
 static CURRENT: [AtomicPtr<Current>; 16] = [const { AtomicPtr::new(std::ptr::null_mut()) }; 16];
 
-/// The CPU first, then the OpenCL devices by index.
-static TABLE: RwLock<Vec<Entry>> = RwLock::new(Vec::new());
+/// Those of all devices that were used. They live as long as the process: blocks keep plain references to them.
+static TABLE: RwLock<Vec<(Device, &'static Current)>> = RwLock::new(Vec::new());
 
-fn index(device: Device) -> usize {
-    match device {
-        Device::Cpu => 0,
-        Device::OpenCL(index) => index.saturating_add(1), // no table is that long
-    }
+/// Where a device's allocator is in [`CURRENT`].
+fn place(device: Device) -> Option<&'static AtomicPtr<Current>> {
+    CURRENT.get(device_number(device) as usize)
 }
 
-/// The number of a device in snapshots.
-pub(super) fn number(device: Device) -> u32 {
-    u32::try_from(index(device)).unwrap_or(u32::MAX)
-}
-
-fn entry(device: Device) -> Entry {
-    TABLE.read().unwrap_or_else(PoisonError::into_inner).get(index(device)).copied().unwrap_or_default()
-}
-
-fn change<R>(device: Device, f: impl FnOnce(&mut Entry) -> R) -> R {
+/// Puts an allocator into the table; where the device has one already, only if it is to `replace` that.
+fn insert(device: Device, made: Current, replace: bool) -> &'static Current {
     let mut table = TABLE.write().unwrap_or_else(PoisonError::into_inner);
-    if table.len() <= index(device) {
-        table.resize(index(device) + 1, Entry::default());
+    let known = table.iter().position(|(of, _)| *of == device);
+    if let Some(at) = known.filter(|_| !replace) {
+        return table[at].1;
     }
-    let entry = &mut table[index(device)];
-    let result = f(entry);
-    if let (Some(current), Some(place)) = (entry.allocator, CURRENT.get(index(device))) {
+    let current: &'static Current = Box::leak(Box::new(made));
+    match known {
+        Some(at) => table[at].1 = current,
+        None => table.push((device, current)),
+    }
+    if let Some(place) = place(device) {
         place.store(std::ptr::from_ref(current).cast_mut(), Ordering::Release);
     }
-    result
-}
-
-fn leak<T>(value: T) -> &'static T {
-    Box::leak(Box::new(value))
-}
-
-/// What the environment says, read when the first device is used.
-pub(super) fn config() -> Result<&'static Config> {
-    static CONFIG: OnceLock<Result<Config>> = OnceLock::new();
-    CONFIG.get_or_init(Config::from_env).as_ref().map_err(Error::clone)
+    current
 }
 
 /// The allocator that a configuration's `backend` names, over any driver's memory; behind a [`GuardAllocator`] with
@@ -112,22 +88,6 @@ pub fn build_allocator(driver: Arc<dyn Driver>, config: Config) -> Result<Arc<dy
     Ok(if guarded { Arc::new(GuardAllocator::new(allocator, below)) } else { allocator })
 }
 
-/// The driver of a device's memory: what allocators of a user's own are built on. Opens the device.
-///
-/// # Errors
-/// [`Error::NoDevice`] where the device is not there.
-pub fn driver(device: Device) -> Result<Arc<dyn Driver>> {
-    if let Some(driver) = entry(device).driver {
-        return Ok(Arc::clone(driver));
-    }
-    let driver: DynDriver = match device {
-        Device::Cpu => Arc::new(Host::new(config()?)),
-        // Fails for an index that is none, before the table grows to hold it.
-        Device::OpenCL(index) => Arc::new(OpenCl::new(opencl::open(index)?)),
-    };
-    Ok(change(device, |entry| Arc::clone(entry.driver.get_or_insert_with(|| leak(driver)))))
-}
-
 /// The allocator of a device: what tensors made on it get their memory from.
 ///
 /// # Errors
@@ -136,16 +96,21 @@ pub fn allocator(device: Device) -> Result<Arc<dyn Allocator>> {
     of(device).map(Arc::clone)
 }
 
-/// The caching allocator of a device, which others may be wrapped around; `op` asks for it.
-pub(super) fn caching(device: Device, op: &'static str) -> Result<Arc<CachingAllocator>> {
-    let mut allocator = of(device)?;
-    loop {
-        // Wrappers are looked into.
-        if let Ok(caching) = (Arc::clone(allocator) as Arc<dyn Any + Send + Sync>).downcast() {
-            return Ok(caching);
+impl MemPool {
+    /// A new pool of a device's allocator, or of the one inside, where it is wrapped.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] where the device is not there, [`Error::Invalid`] where its allocator is not a caching one.
+    pub fn of_device(device: Device, options: MemPoolOptions) -> Result<MemPool> {
+        let mut allocator = of(device)?;
+        loop {
+            if let Ok(caching) = (Arc::clone(allocator) as Arc<dyn Any + Send + Sync>).downcast::<CachingAllocator>() {
+                return Ok(MemPool::new(&caching, options));
+            }
+            let other =
+                || Error::invalid("MemPool::of_device", format!("the allocator of {device} is not a caching one"));
+            allocator = allocator.inner().ok_or_else(other)?;
         }
-        let other = || Error::invalid(op, format!("the allocator of {device} is not a caching one"));
-        allocator = allocator.inner().ok_or_else(other)?;
     }
 }
 
@@ -160,8 +125,7 @@ pub fn set_allocator(device: Device, allocator: Arc<dyn Allocator>) -> Result<()
         return Err(Error::invalid("set_allocator", reason));
     }
     driver(device)?;
-    let current = leak(Current::new(device, allocator, false)?);
-    change(device, |entry| entry.allocator = Some(current));
+    insert(device, Current::new(device, allocator, false)?, true);
     Ok(())
 }
 
@@ -179,8 +143,8 @@ pub(super) fn of(device: Device) -> Result<&'static Arc<dyn Allocator>> {
 /// [`of`], and what is known of it.
 #[inline]
 pub(super) fn current(device: Device) -> Result<&'static Current> {
-    let known = CURRENT.get(index(device)).map_or(std::ptr::null_mut(), |place| place.load(Ordering::Acquire));
-    // SAFETY: null, or of a reference that `change` has found in the table, to what lives as long as the process.
+    let known = place(device).map_or(std::ptr::null_mut(), |place| place.load(Ordering::Acquire));
+    // SAFETY: null, or of a reference that `insert` has put into the table, to what lives as long as the process.
     match unsafe { known.as_ref() } {
         Some(current) => Ok(current),
         None => find(device),
@@ -189,11 +153,11 @@ pub(super) fn current(device: Device) -> Result<&'static Current> {
 
 #[cold]
 fn find(device: Device) -> Result<&'static Current> {
-    if let Some(current) = entry(device).allocator {
+    let table = TABLE.read().unwrap_or_else(PoisonError::into_inner);
+    if let Some((_, current)) = table.iter().find(|(of, _)| *of == device) {
         return Ok(current);
     }
-    let driver = driver(device)?;
-    let made = build_allocator(driver, config()?.clone())?;
-    let made = Current::new(device, made, true)?;
-    Ok(change(device, |entry| *entry.allocator.get_or_insert_with(|| leak(made))))
+    drop(table);
+    let made = build_allocator(driver(device)?, Config::of_process()?.clone())?;
+    Ok(insert(device, Current::new(device, made, true)?, false))
 }

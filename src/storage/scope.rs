@@ -1,10 +1,11 @@
-//! Allocators in force on one thread for a while, instead of the device's own.
+//! What a thread has in force: allocators instead of the device's own, for a while, and its current stream.
 
 use std::cell::RefCell;
 use std::sync::Arc;
 
 use super::allocator::Allocator;
 use crate::Device;
+use crate::device::{StreamId, stream};
 
 thread_local! {
     static SCOPES: RefCell<Vec<(Device, Arc<dyn Allocator>)>> = const { RefCell::new(Vec::new()) };
@@ -31,4 +32,10 @@ pub(super) fn with_allocator<R>(device: Device, allocator: Arc<dyn Allocator>, f
     let entered = SCOPES.try_with(|scopes| scopes.borrow_mut().push((device, allocator)));
     let _leave = entered.is_ok().then_some(Leave);
     f()
+}
+
+/// The stream that storages made by this thread now belong to. Host memory belongs to none: work on the CPU is done when
+/// the call returns.
+pub(super) fn home_stream(device: Device) -> StreamId {
+    if device == Device::Cpu { StreamId::DEFAULT } else { stream::current_id(device) }
 }

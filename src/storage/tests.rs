@@ -4,7 +4,7 @@ use std::sync::Barrier;
 use std::thread;
 
 use super::*;
-use crate::Error;
+use crate::{Device, Error};
 
 /// Sizes around the edges of blocks, pools and transfers.
 const SIZES: [usize; 9] = [1, 3, 511, 512, 513, 4099, (1 << 20) - 1, (1 << 20) + 1, (16 << 20) + 5];

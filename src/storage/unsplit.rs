@@ -9,9 +9,8 @@ use super::counters::Counters;
 use super::driver::{Driver, Failure};
 use super::history::{
     BlockInfo, BlockState, Context, History, HistoryOptions, Recorded, Recording, SegmentInfo, SegmentType, Snapshot,
-    TraceAction,
+    TraceAction, device_number,
 };
-use super::registry;
 use super::segment::Segment;
 use crate::device::StreamId;
 use crate::{Device, Error, Result};
@@ -135,7 +134,7 @@ impl Books {
     pub(super) fn copy(&self) -> (Vec<SegmentInfo>, Recorded, Config) {
         let active = self.stats.active_bytes();
         self.history.record(TraceAction::Snapshot, 0, active, 0);
-        let device = registry::number(self.device);
+        let device = device_number(self.device);
         let segments = self.segments.iter().map(|(&address, shown)| shown.info(device, address)).collect();
         (segments, self.history.copy(), self.config.clone())
     }
@@ -192,7 +191,7 @@ impl Shown {
 
 /// The snapshot of what [`Books::copy`] gave, made without the lock.
 pub(super) fn snapshot(device: Device, (segments, recorded, config): (Vec<SegmentInfo>, Recorded, Config)) -> Snapshot {
-    Snapshot::of_device(registry::number(device), segments, recorded, &config)
+    Snapshot::of_device(device_number(device), segments, recorded, &config)
 }
 
 /// Unused segments: their bytes, and those of the largest.

@@ -3,10 +3,12 @@
 pub(crate) mod bands;
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // only products with kernels of their own are written so
 pub(crate) mod blocks;
+pub(crate) mod bulk;
 pub(crate) mod convert;
 pub(crate) mod copy;
 pub(crate) mod gemm;
 pub(crate) mod halves;
+pub(crate) mod huge_pages;
 pub(crate) mod math;
 pub(crate) mod parallel;
 pub(crate) mod streaming;

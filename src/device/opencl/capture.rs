@@ -4,7 +4,7 @@
 //! but written down: a kernel with an object of its own, whose arguments are set then and never again. [`ClDevice::replay`]
 //! enqueues them all under one lock.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::ffi::{CString, c_void};
 use std::ptr;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use super::fault::Slot;
 use super::launch::{Arg, enqueue_kernel, records_faults, set_arg};
 use super::queue::Queue;
 use super::{ClBuffer, ClDevice, ClEvent};
-use crate::device::{self, Device, StreamId};
+use crate::device::{self, Device, StreamId, capture};
 use crate::{Error, Result};
 
 /// What was recorded. The buffers' owners are kept by whoever keeps this.
@@ -44,9 +44,7 @@ unsafe impl Send for Recording {}
 unsafe impl Sync for Recording {}
 
 thread_local! {
-    /// Whether this thread records at all: almost never, and then nothing else is looked at.
-    static ACTIVE: Cell<bool> = const { Cell::new(false) };
-    static RECORDER: RefCell<Option<(Device, Recording)>> = const { RefCell::new(None) };
+    static RECORDER: RefCell<Option<Recording>> = const { RefCell::new(None) };
 }
 
 /// Keeps this thread recording; ends it on drop.
@@ -58,54 +56,32 @@ impl Recorder {
     /// # Errors
     /// [`Error::Invalid`] where this thread records already.
     pub(crate) fn start(device: &ClDevice) -> Result<Recorder> {
-        if ACTIVE.get() {
-            return Err(Error::invalid("Graph::capture", "this thread is capturing a graph already"));
-        }
+        capture::begin(device.device())?;
         let recording = Recording { stream: device.current_stream(), commands: Vec::new(), launches: 0, faults: None };
-        RECORDER.with_borrow_mut(|recorder| *recorder = Some((device.device(), recording)));
-        ACTIVE.set(true);
+        RECORDER.set(Some(recording));
         Ok(Recorder(()))
     }
 
     /// What was recorded since.
     pub(crate) fn finish(self) -> Recording {
-        let (_, recording) = RECORDER.take().expect("there as long as the recorder is");
-        recording
+        RECORDER.take().expect("there as long as the recorder is")
     }
 }
 
 impl Drop for Recorder {
     fn drop(&mut self) {
-        ACTIVE.set(false);
+        capture::end();
         drop(RECORDER.take());
     }
 }
 
-/// Whether this thread records what it submits to the device.
-#[inline]
-pub(crate) fn is_recording(device: Device) -> bool {
-    ACTIVE.get() && RECORDER.with_borrow(|recorder| recorder.as_ref().is_some_and(|(of, _)| *of == device))
-}
-
 /// Counts a launch that was recorded, which counts when it is replayed; false where none was.
 pub(super) fn count_launch(device: Device) -> bool {
-    let recording = is_recording(device);
+    let recording = capture::is_capturing(device);
     if recording {
-        RECORDER.with_borrow_mut(|recorder| recorder.iter_mut().for_each(|(_, recording)| recording.launches += 1));
+        RECORDER.with_borrow_mut(|recorder| recorder.iter_mut().for_each(|recording| recording.launches += 1));
     }
     recording
-}
-
-/// An error for what cannot be part of a recording.
-///
-/// # Errors
-/// [`Error::Invalid`] while this thread records.
-#[inline]
-pub(crate) fn refuse(device: Device, op: &'static str, why: &str) -> Result<()> {
-    match is_recording(device) {
-        true => Err(Error::invalid(op, format!("not while a graph is captured: {why}"))),
-        false => Ok(()),
-    }
 }
 
 impl Recording {
@@ -119,7 +95,7 @@ impl ClDevice {
     /// Writes a command down, if this thread records.
     fn record_command(&self, command: impl FnOnce(&mut Recording) -> Result<Command>) -> Result<()> {
         RECORDER.with_borrow_mut(|recorder| {
-            let (_, recording) = recorder.as_mut().expect("asked before");
+            let recording = recorder.as_mut().expect("asked before");
             if recording.stream != self.current_stream() {
                 return Err(Error::invalid("Graph::capture", "work on another stream cannot be captured"));
             }

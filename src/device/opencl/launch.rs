@@ -6,6 +6,7 @@ use std::{mem, ptr};
 use super::driver::{ClBuffer, ClEvent, ClKernel, call};
 use super::errors::ClError;
 use super::{ClDevice, capture, queue::Queue};
+use crate::device::capture::is_capturing;
 use crate::device::{StreamId, count_launch};
 use crate::{Error, Result};
 
@@ -83,7 +84,7 @@ impl ClDevice {
                 None => return bug(format!("{global:?} work-items are too many")),
             };
         }
-        if capture::is_recording(self.device()) {
+        if is_capturing(self.device()) {
             return self.record_kernel(kernel, args, &whole[..dims], local);
         }
         let slot = records_faults(args).then(|| self.slot());

@@ -16,14 +16,14 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use opencl3::types::{cl_context, cl_device_id, cl_event};
 
+use super::ClDevice;
 use super::driver::{ClBuffer, ClEvent, call, call_unlocked, insist};
 use super::errors::ClError;
 use super::exit;
 use super::queue::{FIRST_FLUSH, Queue};
-use super::{ClDevice, capture};
 use crate::Result;
-use crate::device::DeviceKind;
 use crate::device::stream::{self, Ids, MAX_STREAMS, StreamId};
+use crate::device::{DeviceKind, capture};
 
 /// The queue for what waits on the host and orders nothing, such as committing memory: no stream's, so that it never
 /// waits behind a stream's work.

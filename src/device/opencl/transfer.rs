@@ -10,7 +10,8 @@ use super::errors::ClError;
 use super::fault::{Readings, Slot};
 use super::host_memory::{BOUNCE, Bounce, HostMemory};
 use super::queue::Queue;
-use super::{Arg, ClDevice, capture};
+use super::{Arg, ClDevice};
+use crate::device::capture::is_capturing;
 use crate::device::cpu::copy::copy as copy_bytes;
 use crate::device::{DeviceKind, StreamId};
 use crate::error::for_each_part;
@@ -49,7 +50,7 @@ impl ClDevice {
         blocking: bool,
     ) -> Result<()> {
         in_range("copy", src, src_off, bytes).and(in_range("copy", dst, dst_off, bytes))?;
-        let (stream, recording) = (self.current_stream(), capture::is_recording(self.device()));
+        let (stream, recording) = (self.current_stream(), is_capturing(self.device()));
         let apart = src.mem() != dst.mem() || src_off.abs_diff(dst_off) >= bytes;
         if bytes > 0 && apart && blocking && !recording {
             return self.submit_and_report(stream, &[self.slot()], (), |q, (), event| {
@@ -286,7 +287,7 @@ impl ClDevice {
             let args = [Arg::Buffer(dst), first, pattern, Arg::U64(count as u64)];
             return self.launch_uncounted(kernel, &args, &[count], &[kernel.max_work_group().min(256)]);
         }
-        if capture::is_recording(self.device()) {
+        if is_capturing(self.device()) {
             return (0..bytes)
                 .step_by(FILL_CHUNK)
                 .try_for_each(|at| self.record_fill(dst, off + at, FILL_CHUNK.min(bytes - at), wide, n));

@@ -26,21 +26,6 @@ const PROCESSORS: &[Family] = &[Family::Processor, Family::WideProcessor];
 const GPUS: &[Family] = &[Family::Gpu];
 const ALL: &[Family] = &[Family::Processor, Family::WideProcessor, Family::Gpu];
 
-/// What can be tuned, in the table's order.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Knob {
-    MapGroup,
-    MapLoads,
-    TurnTile,
-    TurnLine,
-    PanelRows,
-    PanelVectors,
-    PanelDepth,
-    PanelBlock,
-    DotSide,
-    Tile,
-}
-
 /// A row of the table.
 #[derive(Debug)]
 pub(crate) struct Tunable {
@@ -55,88 +40,42 @@ pub(crate) struct Tunable {
     defaults: [usize; 3],
 }
 
-pub(crate) static PARAMETERS: [Tunable; 10] = [
-    Tunable {
-        knob: Knob::MapGroup,
-        name: "map_group",
-        doc: "work-items a group of elementwise kernels",
-        families: ALL,
-        choices: &[64, 128, 256, 512, 1024],
-        defaults: [256, 256, 256],
-    },
-    Tunable {
-        knob: Knob::MapLoads,
-        name: "map_loads",
-        doc: "elements a work-item of elementwise kernels whose operands are not aligned",
-        families: GPUS,
-        choices: &[1, 2, 4, 8],
-        defaults: [1, 1, 4],
-    },
-    Tunable {
-        knob: Knob::TurnTile,
-        name: "turn_tile",
-        doc: "side of the tiles of transposed operands in local memory",
-        families: GPUS,
-        choices: &[32, 64],
-        defaults: [64, 64, 64],
-    },
-    Tunable {
-        knob: Knob::TurnLine,
-        name: "turn_line",
-        doc: "side of the tiles of transposed operands in private memory",
-        families: PROCESSORS,
-        choices: &[8, 16],
-        defaults: [16, 16, 16],
-    },
-    Tunable {
-        knob: Knob::PanelRows,
-        name: "panel_rows",
-        doc: "rows of a matrix product in registers",
-        families: PROCESSORS,
-        choices: &[4, 6, 8],
-        defaults: [6, 8, 6],
-    },
-    Tunable {
-        knob: Knob::PanelVectors,
-        name: "panel_vectors",
-        doc: "vectors of 64 bytes in each of these rows",
-        families: PROCESSORS,
-        choices: &[1, 2],
-        defaults: [1, 2, 1],
-    },
-    Tunable {
-        knob: Knob::PanelDepth,
-        name: "panel_depth",
-        doc: "rows of the right matrix that are multiplied at a time",
-        families: PROCESSORS,
-        choices: &[128, 256, 512],
-        defaults: [256, 128, 256],
-    },
-    Tunable {
-        knob: Knob::PanelBlock,
-        name: "panel_block",
-        doc: "rows of the left matrix that a work-item multiplies with them",
-        families: PROCESSORS,
-        choices: &[96, 192, 384],
-        defaults: [192, 192, 192],
-    },
-    Tunable {
-        knob: Knob::DotSide,
-        name: "dot_side",
-        doc: "rows and columns of a work-item where both matrices are contiguous along the inner dimension",
-        families: PROCESSORS,
-        choices: &[2, 4],
-        defaults: [2, 4, 2],
-    },
-    Tunable {
-        knob: Knob::Tile,
-        name: "tile",
-        doc: "side of the largest tile of a matrix product without tensor cores",
-        families: GPUS,
-        choices: &[32, 64, 128],
-        defaults: [128, 128, 128],
-    },
-];
+/// Defines [`Knob`] and [`PARAMETERS`] from rows of `Knob "name" families choices defaults "what it is";`.
+macro_rules! parameters {
+    ($($knob:ident $name:literal $families:ident $choices:tt $defaults:tt $doc:literal;)*) => {
+        /// What can be tuned, in the table's order.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        pub(crate) enum Knob {
+            $($knob,)*
+        }
+
+        pub(crate) static PARAMETERS: [Tunable; [$(Knob::$knob),*].len()] = [$(Tunable {
+            knob: Knob::$knob,
+            name: $name,
+            doc: $doc,
+            families: $families,
+            choices: &$choices,
+            defaults: $defaults,
+        },)*];
+    };
+}
+
+parameters! {
+    MapGroup "map_group" ALL [64, 128, 256, 512, 1024] [256, 256, 256] "work-items a group of elementwise kernels";
+    MapLoads "map_loads" GPUS [1, 2, 4, 8] [1, 1, 4]
+        "elements a work-item of elementwise kernels whose operands are not aligned";
+    TurnTile "turn_tile" GPUS [32, 64] [64, 64, 64] "side of the tiles of transposed operands in local memory";
+    TurnLine "turn_line" PROCESSORS [8, 16] [16, 16, 16] "side of the tiles of transposed operands in private memory";
+    PanelRows "panel_rows" PROCESSORS [4, 6, 8] [6, 8, 6] "rows of a matrix product in registers";
+    PanelVectors "panel_vectors" PROCESSORS [1, 2] [1, 2, 1] "vectors of 64 bytes in each of these rows";
+    PanelDepth "panel_depth" PROCESSORS [128, 256, 512] [256, 128, 256]
+        "rows of the right matrix that are multiplied at a time";
+    PanelBlock "panel_block" PROCESSORS [96, 192, 384] [192, 192, 192]
+        "rows of the left matrix that a work-item multiplies with them";
+    DotSide "dot_side" PROCESSORS [2, 4] [2, 4, 2]
+        "rows and columns of a work-item where both matrices are contiguous along the inner dimension";
+    Tile "tile" GPUS [32, 64, 128] [128, 128, 128] "side of the largest tile of a matrix product without tensor cores";
+}
 
 /// How often a parameter of any device was set.
 static TIMES_TUNED: AtomicU64 = AtomicU64::new(0);

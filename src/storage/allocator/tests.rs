@@ -1,7 +1,7 @@
 //! Allocators around others: what they do not define themselves is the other's.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use super::super::{CachingAllocator, GuardAllocator, LoggingAllocator, Sim, SimOptions, TraceAction};
 use super::*;

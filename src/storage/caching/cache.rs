@@ -9,7 +9,7 @@ use std::cell::Cell;
 use std::ptr::NonNull;
 use std::sync::OnceLock;
 
-use super::super::allocator::Slot;
+use super::super::block::Slot;
 use super::super::counters::{Amounts, Deltas};
 use super::sync::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Mutex, Ordering::Relaxed, lock};
 

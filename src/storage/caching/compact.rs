@@ -10,7 +10,7 @@
 
 use std::sync::{Arc, PoisonError};
 
-use super::super::allocator::Block;
+use super::super::block::Block;
 use super::super::driver::{Failure, Memory};
 use super::super::segment::Segment;
 use super::copies::{RETRIES, RETRY_AFTER, Stranded, TRIES, while_moving};

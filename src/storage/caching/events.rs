@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use smallvec::SmallVec;
 
-use super::super::allocator::Block;
+use super::super::block::Block;
 use super::super::driver::Marker;
 use super::moves::Then;
 use super::{CachingAllocator, Core, Request};

@@ -11,7 +11,7 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::super::allocator::Block;
+use super::super::block::Block;
 use super::super::config::Config;
 use super::super::driver::{Driver, Failure};
 use super::super::segment::Segment;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::super::allocator::Block;
+use super::super::block::Block;
 use super::super::driver::Failure;
 use super::super::segment::Segment;
 use super::expand::Grown;

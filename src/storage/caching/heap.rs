@@ -8,7 +8,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::super::allocator::MAX_ENTRIES;
+use super::super::block::MAX_ENTRIES;
 use super::super::counters::Counters;
 use super::super::history::{Context, History, TraceAction};
 use super::super::segment::Segment;

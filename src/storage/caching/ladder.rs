@@ -1,7 +1,8 @@
 //! What to do when nothing fits, one rung after another; after every rung the bins are searched again.
 
-use super::super::allocator::Block;
+use super::super::block::Block;
 use super::super::driver::Failure;
+use super::super::hooks::{FreeMemory, OomObserver, Registration};
 use super::grow::Growth;
 use super::heap::Search;
 use super::{CachingAllocator, Core, Kind, Request};
@@ -73,6 +74,23 @@ pub(super) struct Climb {
 }
 
 impl CachingAllocator {
+    /// Has `free` called when the device, or the limit, has no room for an allocation: it may drop what it can spare,
+    /// and says whether it did (PyTorch's `FreeMemoryCallback`). The allocator looks for memory again after that.
+    ///
+    /// It is called by the thread that allocates, with no lock of the allocator held, and may allocate itself.
+    pub fn add_free_memory_callback(&self, free: Box<FreeMemory>) -> Registration {
+        self.hooks.add_free_memory_callback(free)
+    }
+
+    /// Has `observe` called when an allocation fails for want of memory, before the error is returned (PyTorch's
+    /// `attachOutOfMemoryObserver`).
+    ///
+    /// It is called by the thread that allocates, with no lock of the allocator held: it may ask for statistics, take a
+    /// snapshot, or allocate.
+    pub fn add_oom_observer(&self, observe: Box<OomObserver>) -> Registration {
+        self.hooks.add_oom_observer(observe)
+    }
+
     /// Finds memory for a request that the bins did not serve at once.
     #[cold]
     pub(super) fn climb(&self, request: &Request) -> Result<Block> {
@@ -113,7 +131,7 @@ impl CachingAllocator {
             Rung::Collect => {}
             Rung::Grow => return self.grow(request, false, climb),
             Rung::Callbacks => {
-                if self.ask_for_memory() {
+                if self.hooks.ask_for_memory() {
                     self.settle_events(false)?;
                     drop(self.drain_caches());
                 }

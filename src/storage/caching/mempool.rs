@@ -10,13 +10,12 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
-use super::super::allocator::Block;
-use super::super::registry;
+use super::super::block::Block;
 use super::events::Uses;
 use super::heap::{Heap, Use};
 use super::{CachingAllocator, Core};
 use crate::device::StreamId;
-use crate::{Device, Error, Result};
+use crate::{Error, Result};
 
 /// How a [`MemPool`] differs from others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -163,14 +162,6 @@ impl MemPool {
             core.heap.unsplit_pools.push(id);
         }
         MemPool(Arc::new(Handle { allocator: Arc::clone(allocator), id }))
-    }
-
-    /// A new pool of a device's allocator, or of the one inside, where it is wrapped.
-    ///
-    /// # Errors
-    /// [`Error::NoDevice`] where the device is not there, [`Error::Invalid`] where its allocator is not a caching one.
-    pub fn of_device(device: Device, options: MemPoolOptions) -> Result<MemPool> {
-        Ok(MemPool::new(&registry::caching(device, "MemPool::of_device")?, options))
     }
 
     /// Its number: unique among the living pools of the process, never 0.

@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::sync::{Arc, RwLockWriteGuard};
 
-use super::super::allocator::Slot;
+use super::super::block::Slot;
 use super::super::driver::Memory;
 use super::super::history::TraceAction;
 use super::super::segment::Segment;

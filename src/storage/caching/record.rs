@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use super::super::history::{
     BlockInfo, BlockState, Context, HistoryOptions, Recording, SegmentInfo, SegmentType, Snapshot, TraceAction,
+    device_number,
 };
-use super::super::registry;
 use super::heap::{Heap, Held, Use};
 use super::moves::Then;
 use super::{CachingAllocator, Core, Kind, Request};
@@ -75,7 +75,7 @@ impl CachingAllocator {
     }
 
     pub(super) fn take_snapshot(&self) -> Snapshot {
-        let device = registry::number(self.driver.device());
+        let device = device_number(self.driver.device());
         let (segments, history) = self.lock_exact(|core| {
             core.heap.history.record(TraceAction::Snapshot, 0, core.heap.stats.active_bytes(), 0);
             (core.segments(device), core.heap.history.copy())

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use super::super::driver::Failure;
+use super::super::hooks::OutOfMemoryEvent;
 use super::super::stats::DeviceStats;
 use super::mempool::MemPoolStats;
 use super::{CachingAllocator, Request};
@@ -74,7 +75,12 @@ impl CachingAllocator {
                 could_grow: !config.expandable_segments && self.driver.page() > 0,
             }
         };
-        self.tell_observers(request.bytes);
+        self.hooks.tell_observers(|| OutOfMemoryEvent {
+            device: self.driver.device(),
+            requested: request.bytes,
+            allowed: report.limit,
+            device_free: report.capacity.saturating_sub(report.stats.reserved_bytes.current),
+        });
         if matches!(failure, Some(Failure::TooBig)) {
             return self.too_large(request.bytes);
         }

@@ -2,7 +2,7 @@
 
 use std::ptr::NonNull;
 
-use super::super::allocator::Slot;
+use super::super::block::Slot;
 
 const CHUNK: usize = 256;
 

@@ -7,7 +7,8 @@
 
 use std::sync::Arc;
 
-use super::super::allocator::{Allocator, Block};
+use super::super::allocator::Allocator;
+use super::super::block::Block;
 use super::super::driver::{Failure, MemoryKind};
 use super::super::history::TraceAction;
 use super::super::segment::Segment;

@@ -21,9 +21,9 @@ pub struct ConfigKey {
     /// What it does.
     pub doc: &'static str,
     /// Reads a value into the configuration; false if it is none.
-    parse: fn(&mut Config, &str) -> bool,
+    pub(super) parse: fn(&mut Config, &str) -> bool,
     /// Prints the value, injectively: what cannot be written as text is printed as something that does not parse.
-    print: fn(&Config) -> String,
+    pub(super) print: fn(&Config) -> String,
 }
 
 impl ConfigKey {
@@ -63,175 +63,110 @@ pub(super) const NO_MEANING: &[(&str, &str)] = &[
     ("pinned_num_register_threads", "OpenCL cannot pin memory that it did not make"),
 ];
 
-const BOOL: &str = "True or False";
-const BACKENDS: &[(&str, Backend)] = &[
-    ("caching", Backend::Caching),
-    ("pool", Backend::Pool),
-    ("direct", Backend::Direct),
-    ("native", Backend::Caching), // PyTorch's name for it
-];
-const SEGMENTS: &[(&str, SegmentSizes)] = &[("adaptive", SegmentSizes::Adaptive), ("pytorch", SegmentSizes::PyTorch)];
+/// How the values of some keys are written.
+pub(super) struct Form<T> {
+    /// What may be written.
+    pub(super) allowed: &'static str,
+    pub(super) parse: fn(&str) -> Option<T>,
+    pub(super) print: fn(&T) -> String,
+}
 
-pub(super) const KEYS: &[ConfigKey] = &[
-    ConfigKey {
-        name: "backend",
+/// Defines the configuration and its table of keys from rows of `field: type = default, "key", form, "what it does";`.
+macro_rules! config {
+    (
+        $(#[$about:meta])*
+        pub struct Config;
+
+        $($(#[$field_doc:meta])* $field:ident: $type:ty = $default:expr, $name:literal, $form:ident, $doc:literal;)*
+    ) => {
+        $(#[$about])*
+        pub struct Config {
+            $($(#[$field_doc])* pub $field: $type,)*
+        }
+
+        impl Default for Config {
+            fn default() -> Config {
+                Config { $($field: $default,)* }
+            }
+        }
+
+        impl Config {
+            /// Every key, in the order in which Display prints them.
+            ///
+            /// ```
+            /// use claystone::storage::Config;
+            /// for key in Config::KEYS {
+            ///     println!("{key}"); // name, default, what it may be, what it does
+            /// }
+            /// ```
+            pub const KEYS: &'static [ConfigKey] = &[$(ConfigKey {
+                name: $name,
+                allowed: $form.allowed,
+                doc: $doc,
+                parse: |config, text| ($form.parse)(text).map(|value| config.$field = value).is_some(),
+                print: |config| ($form.print)(&config.$field),
+            },)*];
+        }
+    };
+}
+pub(super) use config;
+
+/// The forms of values.
+pub(super) mod forms {
+    use super::*;
+
+    pub(crate) const SWITCH: Form<bool> = Form {
+        allowed: "True or False",
+        parse: |text| by_name(&[("True", true), ("False", false)], text),
+        print: |on| if *on { "True" } else { "False" }.to_owned(),
+    };
+    const BACKENDS: &[(&str, Backend)] = &[
+        ("caching", Backend::Caching),
+        ("pool", Backend::Pool),
+        ("direct", Backend::Direct),
+        ("native", Backend::Caching), // PyTorch's name for it
+    ];
+    pub(crate) const BACKEND: Form<Backend> = Form {
         allowed: "caching, pool or direct (native is caching)",
-        doc: "which allocator",
-        parse: |c, v| put(&mut c.backend, by_name(BACKENDS, v)),
-        print: |c| name_of(BACKENDS, c.backend),
-    },
-    ConfigKey {
-        name: "max_split_size_mb",
-        allowed: "a whole number of MiB, 20 or more, or unlimited",
-        doc: "blocks of at least this size are never split",
-        parse: |c, v| put(&mut c.max_split_size, limit(v, 20)),
-        print: |c| show(c.max_split_size, MIB),
-    },
-    ConfigKey {
-        name: "max_non_split_rounding_mb",
-        allowed: "a whole number of MiB, 20 or more",
-        doc: "how much larger a cached block may be that serves a request of at least max_split_size_mb",
-        parse: |c, v| put(&mut c.max_non_split_rounding, bytes(v, MIB, 20)),
-        print: |c| show(c.max_non_split_rounding, MIB),
-    },
-    ConfigKey {
-        name: "large_segment_size_mb",
-        allowed: "a whole number of MiB, 20 or more",
-        doc: "size of a segment for requests between 1 and 10 MiB",
-        parse: |c, v| put(&mut c.large_segment_size, bytes(v, MIB, 20)),
-        print: |c| show(c.large_segment_size, MIB),
-    },
-    ConfigKey {
-        name: "roundup_power2_divisions",
+        parse: |text| by_name(BACKENDS, text),
+        print: |backend| name_of(BACKENDS, backend),
+    };
+    const SIZES: &[(&str, SegmentSizes)] = &[("adaptive", SegmentSizes::Adaptive), ("pytorch", SegmentSizes::PyTorch)];
+    pub(crate) const SEGMENTS: Form<SegmentSizes> = Form {
+        allowed: "adaptive or pytorch",
+        parse: |text| by_name(SIZES, text),
+        print: |sizes| name_of(SIZES, sizes),
+    };
+    pub(crate) const MIB_FROM_1: Form<usize> = bytes::<MIB, 1>("a whole number of MiB, 1 or more");
+    pub(crate) const MIB_FROM_20: Form<usize> = bytes::<MIB, 20>("a whole number of MiB, 20 or more");
+    pub(crate) const BUDGET: Form<usize> = bytes::<MIB, 0>("a whole number of MiB, 0 for no bound");
+    pub(crate) const KIB_OR_NONE: Form<usize> = bytes::<KIB, 0>("a whole number of KiB, 0 for none");
+    pub(crate) const LIMIT: Form<usize> = limit::<0>("a whole number of MiB, or unlimited");
+    pub(crate) const LIMIT_FROM_20: Form<usize> = limit::<20>("a whole number of MiB, 20 or more, or unlimited");
+    pub(crate) const DIVISIONS: Form<[usize; INTERVALS]> = Form {
         allowed: "a power of two, or a list [64:8,256:4,>:1] of sizes in MiB, powers of two (> is all larger), and \
                   divisions, powers of two or 0",
-        doc: "sizes are rounded up to one of so many parts of a power of two",
-        parse: |c, v| put(&mut c.roundup_power2_divisions, divisions(v)),
-        print: |c| show_divisions(&c.roundup_power2_divisions),
-    },
-    ConfigKey {
-        name: "garbage_collection_threshold",
+        parse: divisions,
+        print: show_divisions,
+    };
+    pub(crate) const FRACTION: Form<f64> =
+        Form { allowed: "a number from 0 to 1", parse: |text| number(text, 0.0..=1.0), print: f64::to_string };
+    pub(crate) const INNER_FRACTION: Form<f64> = Form {
         allowed: "a number above 0 and below 1",
-        doc: "above this part of the allowed memory unused segments go back (needs a fraction or a limit)",
-        parse: |c, v| put(&mut c.garbage_collection_threshold, number(v, 0.0..=1.0).filter(|x| *x > 0.0 && *x < 1.0)),
-        print: |c| c.garbage_collection_threshold.to_string(),
-    },
-    ConfigKey {
-        name: "per_process_memory_fraction",
-        allowed: "a number from 0 to 1",
-        doc: "the part of the device's memory that segments may take",
-        parse: |c, v| put(&mut c.per_process_memory_fraction, number(v, 0.0..=1.0)),
-        print: |c| c.per_process_memory_fraction.to_string(),
-    },
-    ConfigKey {
-        name: "expandable_segments",
-        allowed: BOOL,
-        doc: "segments grow in place, where the driver can reserve addresses (the CPU on Linux); elsewhere True is an error",
-        parse: |c, v| put(&mut c.expandable_segments, boolean(v)),
-        print: |c| show_bool(c.expandable_segments),
-    },
-    ConfigKey {
-        name: "pinned_use_background_threads",
-        allowed: BOOL,
-        doc: "a thread of its own asks whether transfers from pinned memory are done",
-        parse: |c, v| put(&mut c.pinned_use_background_threads, boolean(v)),
-        print: |c| show_bool(c.pinned_use_background_threads),
-    },
-    ConfigKey {
-        name: "pinned_reserve_segment_size_mb",
-        allowed: "a whole number of MiB, 1 or more",
-        doc: "pinned memory taken once and never given back",
-        parse: |c, v| put(&mut c.pinned_reserve_segment_size, bytes(v, MIB, 1)),
-        print: |c| show(c.pinned_reserve_segment_size, MIB),
-    },
-    ConfigKey {
-        name: "memory_limit_mb",
-        allowed: "a whole number of MiB, or unlimited",
-        doc: "the most that segments may take, whatever the fraction says",
-        parse: |c, v| put(&mut c.memory_limit, limit(v, 0)),
-        print: |c| show(c.memory_limit, MIB),
-    },
-    ConfigKey {
-        name: "segments",
-        allowed: "adaptive or pytorch",
-        doc: "how large new segments are: by what was asked for so far, or as in PyTorch",
-        parse: |c, v| put(&mut c.segments, by_name(SEGMENTS, v)),
-        print: |c| name_of(SEGMENTS, c.segments),
-    },
-    ConfigKey {
-        name: "cross_stream_reuse",
-        allowed: BOOL,
-        doc: "a block freed on one stream may serve another, which waits for the first on the device",
-        parse: |c, v| put(&mut c.cross_stream_reuse, boolean(v)),
-        print: |c| show_bool(c.cross_stream_reuse),
-    },
-    ConfigKey {
-        name: "compaction",
-        allowed: BOOL,
-        doc: "live blocks are moved together before an allocation fails",
-        parse: |c, v| put(&mut c.compaction, boolean(v)),
-        print: |c| show_bool(c.compaction),
-    },
-    ConfigKey {
-        name: "compaction_budget_mb",
-        allowed: "a whole number of MiB, 0 for no bound",
-        doc: "the most to move at a time",
-        parse: |c, v| put(&mut c.compaction_budget, bytes(v, MIB, 0)),
-        print: |c| show(c.compaction_budget, MIB),
-    },
-    ConfigKey {
-        name: "thread_cache_kb",
-        allowed: "a whole number of KiB, 0 for none",
-        doc: "what a thread keeps for itself of small sizes",
-        parse: |c, v| put(&mut c.thread_cache, bytes(v, KIB, 0)),
-        print: |c| show(c.thread_cache, KIB),
-    },
-    ConfigKey {
-        name: "decay_ms",
+        parse: |text| number(text, 0.0..=1.0).filter(|x| *x > 0.0 && *x < 1.0),
+        print: f64::to_string,
+    };
+    pub(crate) const FACTOR: Form<f64> =
+        Form { allowed: "a number, 1 or more", parse: |text| number(text, 1.0..=f64::MAX), print: f64::to_string };
+    pub(crate) const MILLISECONDS: Form<Duration> = Form {
         allowed: "a whole number of milliseconds, 0 for never",
-        doc: "segments unused for this long go back to the driver",
-        parse: |c, v| put(&mut c.decay, whole(v).map(Duration::from_millis)),
-        print: |c| match u64::try_from(c.decay.as_millis()) {
-            Ok(ms) if Duration::from_millis(ms) == c.decay => ms.to_string(),
-            _ => format!("{:?}", c.decay),
+        parse: |text| whole(text).map(Duration::from_millis),
+        print: |time| match u64::try_from(time.as_millis()) {
+            Ok(ms) if Duration::from_millis(ms) == *time => ms.to_string(),
+            _ => format!("{time:?}"),
         },
-    },
-    ConfigKey {
-        name: "zero_fill",
-        allowed: BOOL,
-        doc: "new allocations are all zeros",
-        parse: |c, v| put(&mut c.zero_fill, boolean(v)),
-        print: |c| show_bool(c.zero_fill),
-    },
-    ConfigKey {
-        name: "junk_fill",
-        allowed: BOOL,
-        doc: "new allocations are filled with junk",
-        parse: |c, v| put(&mut c.junk_fill, boolean(v)),
-        print: |c| show_bool(c.junk_fill),
-    },
-    ConfigKey {
-        name: "guard_bytes",
-        allowed: BOOL,
-        doc: "debugging: guard bytes around every block, looked at when it is freed, and poison in freed ones",
-        parse: |c, v| put(&mut c.guard_bytes, boolean(v)),
-        print: |c| show_bool(c.guard_bytes),
-    },
-    ConfigKey {
-        name: "pool_overfit",
-        allowed: "a number, 1 or more",
-        doc: "the pool backend reuses a buffer of at most this many times the request",
-        parse: |c, v| put(&mut c.pool_overfit, number(v, 1.0..=f64::MAX)),
-        print: |c| c.pool_overfit.to_string(),
-    },
-    ConfigKey {
-        name: "numa_local",
-        allowed: BOOL,
-        doc: "the CPU device's large segments prefer the NUMA node that asks for them, on Linux",
-        parse: |c, v| put(&mut c.numa_local, boolean(v)),
-        print: |c| show_bool(c.numa_local),
-    },
-];
+    };
+}
 
 /// The items of a list: parted by commas that no bracket encloses, a last comma ignored.
 pub(super) fn list(text: &str) -> impl Iterator<Item = &str> {
@@ -242,28 +177,12 @@ pub(super) fn list(text: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-fn put<T>(field: &mut T, value: Option<T>) -> bool {
-    value.map(|value| *field = value).is_some()
-}
-
 fn by_name<T: Copy>(names: &[(&str, T)], value: &str) -> Option<T> {
     names.iter().find(|(name, _)| *name == value).map(|(_, of)| *of)
 }
 
-fn name_of<T: PartialEq>(names: &[(&str, T)], value: T) -> String {
-    names.iter().find(|(_, of)| *of == value).map_or(String::new(), |(name, _)| (*name).to_owned())
-}
-
-fn boolean(value: &str) -> Option<bool> {
-    match value {
-        "True" => Some(true),
-        "False" => Some(false),
-        _ => None,
-    }
-}
-
-fn show_bool(value: bool) -> String {
-    if value { "True" } else { "False" }.to_owned()
+fn name_of<T: PartialEq>(names: &[(&str, T)], value: &T) -> String {
+    names.iter().find(|(_, of)| of == value).map_or(String::new(), |(name, _)| (*name).to_owned())
 }
 
 /// Digits only: no sign, no fraction.
@@ -275,16 +194,23 @@ fn number(value: &str, range: RangeInclusive<f64>) -> Option<f64> {
     value.parse().ok().filter(|x| range.contains(x))
 }
 
-fn bytes(value: &str, unit: usize, least: usize) -> Option<usize> {
+const UNLIMITED: &str = "unlimited";
+
+/// Whole numbers of a unit of bytes.
+const fn bytes<const UNIT: usize, const LEAST: usize>(allowed: &'static str) -> Form<usize> {
+    Form { allowed, parse: |text| units(text, UNIT, LEAST), print: |bytes| show(*bytes, UNIT) }
+}
+
+/// Likewise of MiB, or no limit.
+const fn limit<const LEAST: usize>(allowed: &'static str) -> Form<usize> {
+    let parse = |text: &str| if text == UNLIMITED { Some(usize::MAX) } else { units(text, MIB, LEAST) };
+    Form { allowed, parse, print: |bytes| show(*bytes, MIB) }
+}
+
+fn units(value: &str, unit: usize, least: usize) -> Option<usize> {
     let units = usize::try_from(whole(value)?).ok().filter(|units| *units >= least)?;
     units.checked_mul(unit)
 }
-
-fn limit(value: &str, least: usize) -> Option<usize> {
-    if value == UNLIMITED { Some(usize::MAX) } else { bytes(value, MIB, least) }
-}
-
-const UNLIMITED: &str = "unlimited";
 
 fn show(bytes: usize, unit: usize) -> String {
     match bytes {

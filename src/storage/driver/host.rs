@@ -14,16 +14,12 @@ use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
 
+use super::sealed::Sealed;
 use super::{At, Driver, Failure, Marker, MarkerKind, Memory, MemoryKind, Progress};
 use crate::device::StreamId;
-use crate::storage::Config;
+use crate::storage::config::Config;
 use crate::{Device, Element, Error, Result};
 use map::{HUGE, Mapping};
-
-/// Asks for huge pages under memory of the global allocator's that has not been touched yet: one fault instead of 512.
-pub(crate) fn advise_huge<T>(memory: &mut [T]) {
-    map::advise_huge(memory);
-}
 
 /// What segments are aligned to.
 const ALIGNMENT: usize = 512;
@@ -115,6 +111,8 @@ impl Host {
         Host { capacity: physical_memory().unwrap_or(u64::MAX), numa_local: config.numa_local }
     }
 }
+
+impl Sealed for Host {}
 
 impl Driver for Host {
     fn device(&self) -> Device {

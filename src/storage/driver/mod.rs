@@ -6,7 +6,10 @@
 
 pub(crate) mod host;
 pub(crate) mod opencl;
+pub(super) mod pinned;
+mod registry;
 mod sim;
+pub(super) mod staging;
 
 use std::fmt;
 use std::sync::Arc;
@@ -15,6 +18,7 @@ use crate::device::StreamId;
 use crate::device::opencl::{ClBuffer, ClEvent};
 use crate::{Device, Error, Result};
 use host::HostMemory;
+pub use registry::driver;
 pub use sim::{Call, Sim, SimOptions};
 use sim::{SimMarker, SimMemory};
 
@@ -127,9 +131,6 @@ pub type At<'a> = (&'a Memory, usize);
 mod sealed {
     /// Allocators rely on what drivers say of memory: only the crate's own are trusted with that.
     pub trait Sealed {}
-    impl Sealed for super::host::Host {}
-    impl Sealed for super::opencl::OpenCl {}
-    impl Sealed for super::Sim {}
 }
 
 /// A device's memory as allocators see it. The crate's own drivers implement it, nobody else can: see

@@ -3,14 +3,37 @@
 use std::fmt;
 use std::sync::Arc;
 
+use super::sealed::Sealed;
 use super::{At, Driver, Failure, Marker, MarkerKind, Memory, MemoryKind, Progress};
 use crate::device::StreamId;
-use crate::device::opencl::{ClBuffer, ClDevice, ClError, ClEvent, Class};
+use crate::device::opencl::{self, ClBuffer, ClDevice, ClError, ClEvent, Class};
+use crate::storage::block::{Block, Place};
 use crate::{Device, Error, Result};
 
 /// An OpenCL device's driver.
+#[derive(Clone, Copy)]
 pub(crate) struct OpenCl {
-    device: &'static ClDevice,
+    pub(crate) device: &'static ClDevice,
+}
+
+/// Where a block's bytes are in OpenCL memory. They stay there as long as this lives: until the work is enqueued.
+pub(crate) struct ClPlace<'a> {
+    /// The open device.
+    pub(crate) device: &'static ClDevice,
+    buffer: &'a ClBuffer,
+    place: Place<'a>,
+}
+
+impl ClPlace<'_> {
+    /// The segment. Borrowed from the place, so that what uses it cannot outlive the hold.
+    pub(crate) fn buffer(&self) -> &ClBuffer {
+        self.buffer
+    }
+
+    /// The block's first byte in it: a multiple of 512.
+    pub(crate) fn offset(&self) -> usize {
+        self.place.offset()
+    }
 }
 
 impl fmt::Debug for OpenCl {
@@ -20,8 +43,19 @@ impl fmt::Debug for OpenCl {
 }
 
 impl OpenCl {
-    pub(crate) fn new(device: &'static ClDevice) -> OpenCl {
-        OpenCl { device }
+    /// The driver of the device of this index, which it opens.
+    pub(crate) fn open(index: usize) -> Result<OpenCl> {
+        Ok(OpenCl { device: opencl::open(index)? })
+    }
+
+    /// Where a block is; `None` where it is in other memory.
+    #[inline(always)] // part of every launch
+    pub(crate) fn place(self, block: &Block) -> Option<ClPlace<'_>> {
+        let place = block.place();
+        match &block.segment().memory().0 {
+            MemoryKind::OpenCl(buffer) => Some(ClPlace { device: self.device, buffer, place }),
+            _ => None,
+        }
     }
 
     fn failure(&self, error: ClError) -> Failure {
@@ -36,6 +70,8 @@ impl OpenCl {
         }
     }
 }
+
+impl Sealed for OpenCl {}
 
 impl Driver for OpenCl {
     fn device(&self) -> Device {

@@ -27,6 +27,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 pub use context::{Context, annotate, annotations, with_context};
 pub use csv::{CsvAction, CsvEvent, CsvLog};
 pub use setting::Setting;
+pub(super) use snapshot::device_number;
 pub use snapshot::{
     Annotation, BlockInfo, BlockState, Frame, SegmentInfo, SegmentType, Snapshot, Stage, TraceAction, TraceEntry,
 };

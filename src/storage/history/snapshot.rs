@@ -11,7 +11,7 @@ use serde::ser::{SerializeMap, SerializeStruct};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::{Setting, frames, pickle};
-use crate::{Error, Result};
+use crate::{Device, Error, Result};
 
 /// The segments and blocks of some allocators, and the events that led there.
 ///
@@ -51,6 +51,15 @@ pub struct Snapshot {
     /// Begins and ends of the spans given to [`annotate`](super::annotate).
     #[serde(default)]
     pub external_annotations: Vec<Annotation>,
+}
+
+/// The number of a device in snapshots.
+#[inline]
+pub(in crate::storage) fn device_number(device: Device) -> u32 {
+    match device {
+        Device::Cpu => 0,
+        Device::OpenCL(index) => u32::try_from(index).map_or(u32::MAX, |index| index.saturating_add(1)),
+    }
 }
 
 /// A piece of memory that the driver gave out in one.

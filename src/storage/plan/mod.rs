@@ -9,31 +9,6 @@
 //! ([arXiv 2507.16274](https://arxiv.org/abs/2507.16274)), the search MiniMalloc
 //! ([ASPLOS 2023](https://doi.org/10.1145/3623278.3624752)).
 
-/// The parts of an allocator that only hands on what another one has.
-macro_rules! forward_to_inner {
-    () => {
-        fn device(&self) -> crate::Device {
-            self.inner.device()
-        }
-        fn inner(&self) -> Option<&std::sync::Arc<dyn crate::storage::Allocator>> {
-            Some(&self.inner)
-        }
-        fn stats(&self) -> crate::storage::DeviceStats {
-            self.inner.stats()
-        }
-        fn reset_peak_stats(&self) {
-            self.inner.reset_peak_stats();
-        }
-        fn reset_accumulated_stats(&self) {
-            self.inner.reset_accumulated_stats();
-        }
-        fn empty_cache(&self) -> crate::Result<()> {
-            self.inner.empty_cache()
-        }
-    };
-}
-pub(super) use forward_to_inner;
-
 mod exact;
 mod greedy;
 mod orders;
@@ -46,7 +21,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::allocator::Allocator;
-use super::{home_stream, registry, scope};
+use super::{registry, scope};
 use crate::device::StreamId;
 use crate::{Device, Result};
 use record::Recorder;
@@ -108,7 +83,7 @@ impl Plan {
     pub fn record<R>(device: Device, step: impl FnOnce() -> R) -> Result<(R, Plan)> {
         let allocator = registry::allocator(device)?;
         let planned = |recorder: &Arc<dyn Allocator>| scope::with_allocator(device, Arc::clone(recorder), step);
-        Ok(Plan::record_on(allocator, home_stream(device), planned))
+        Ok(Plan::record_on(allocator, scope::home_stream(device), planned))
     }
 
     /// As [`record`](Plan::record), of what `step` asks the allocator that it is given for on `stream`. That one passes

@@ -4,7 +4,8 @@ use std::collections::HashMap;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::super::allocator::{ALIGNMENT, Allocator, Block, Slot};
+use super::super::allocator::{Allocator, forward_to_inner};
+use super::super::block::{ALIGNMENT, Block, Slot};
 use super::search::Lifetime;
 use crate::Result;
 use crate::device::StreamId;

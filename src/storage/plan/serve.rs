@@ -11,7 +11,8 @@ use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::super::allocator::{self, ALIGNMENT, Allocator, Block, Slot};
+use super::super::allocator::{Allocator, forward_to_inner};
+use super::super::block::{ALIGNMENT, Block, Slot, owner_number};
 use super::super::history::with_context;
 use super::super::segment::Segment;
 use super::PlanStats;
@@ -124,7 +125,7 @@ impl Server {
             alignment: inner.alignment().max(ALIGNMENT),
             inner,
             stream,
-            owner: allocator::owner_number(),
+            owner: owner_number(),
             schedule,
             slots: ManuallyDrop::new((0..count).map(|_| Slot::vacant()).collect()),
             run: Mutex::new(run),

@@ -2,7 +2,7 @@
 
 use std::cell::Cell;
 
-use crate::storage::driver::host::advise_huge;
+use crate::device::cpu::huge_pages::advise_huge;
 
 thread_local! {
     /// What a job works in, kept so that its pages stay, unless it is far larger than jobs are meant to need.

@@ -15,7 +15,7 @@ use super::matrix::{Matrix, Start};
 use super::pack::{SLACK, add_steps};
 use super::panels::Panels;
 use super::{Finish, cut, start};
-use crate::storage::driver::host::advise_huge;
+use crate::device::cpu::huge_pages::advise_huge;
 
 /// Steps of k that a tile does before the next, for each lane of a vector: of the panels that a group reads for them, one stays in
 /// the first-level cache and all in the second. The fastest with vectors of 8 (of 192, 256, 320, 384 and 512 steps) and of 16.

@@ -25,6 +25,29 @@ pub(crate) trait Halves {
     }
 }
 
+/// Defines a function by what it is of, the bits of its whole number, and its two halves.
+macro_rules! halves {
+    ($(#[$doc:meta])* $name:ident: $T:ty, $N:ty; |$x:ident| $begin:expr, |$of:pat_param, $begun:pat_param| $end:expr) => {
+        $(#[$doc])*
+        pub(crate) struct $name;
+
+        impl Halves for $name {
+            type T = $T;
+            type N = $N;
+
+            #[inline(always)]
+            fn begin($x: $T) -> ($N, $T) {
+                $begin
+            }
+
+            #[inline(always)]
+            fn end($of: $T, $begun: ($N, $T)) -> $T {
+                $end
+            }
+        }
+    };
+}
+
 /// Elements that go through the first half before the second: what that gives stays in the first-level cache.
 const LEN: usize = 128;
 
@@ -91,33 +114,17 @@ fn exp_rest(r: f32) -> f32 {
     z * p + r + 1.0
 }
 
-/// `e^x`
-pub(crate) struct Exp;
-
-impl Halves for Exp {
-    type T = f32;
-    type N = u32;
-
-    #[inline(always)]
-    fn begin(x: f32) -> (u32, f32) {
-        reduce_exp(bounded(x, -105.0, 89.0))
-    }
-
-    #[inline(always)]
-    fn end(_: f32, begun: (u32, f32)) -> f32 {
-        exp_end(begun)
-    }
+halves! {
+    /// `e^x`
+    Exp: f32, u32;
+    |x| reduce_exp(bounded(x, -105.0, 89.0)),
+    |_, begun| exp_end(begun)
 }
 
-/// `e^x` in f64: within a unit in the last place.
-pub(crate) struct Exp64;
-
-impl Halves for Exp64 {
-    type T = f64;
-    type N = u64;
-
-    #[inline(always)]
-    fn begin(x: f64) -> (u64, f64) {
+halves! {
+    /// `e^x` in f64: within a unit in the last place.
+    Exp64: f64, u64;
+    |x| {
         const ROUND: f64 = 6_755_399_441_055_744.0 + 2046.0; // 1.5 * 2^52, and twice what the exponent of 1 is
         const LN2_HI: f64 = 0.693_147_180_559_663; // 42 bits
         const LN2_LO: f64 = 2.823_529_056_303_157_7e-13;
@@ -126,10 +133,8 @@ impl Halves for Exp64 {
         let t = x * std::f64::consts::LOG2_E + ROUND;
         let n = t - ROUND;
         (t.to_bits(), (x - n * LN2_HI) - n * LN2_LO)
-    }
-
-    #[inline(always)]
-    fn end(_: f64, (n, r): (u64, f64)) -> f64 {
+    },
+    |_, (n, r)| {
         const C: [f64; 10] = [
             0.500_000_000_000_000_1,
             0.166_666_666_666_666_69,
@@ -171,23 +176,16 @@ fn exp2_end((n, r): (u32, f32)) -> f32 {
     (r * p + 1.0) * f32::from_bits(n << 23)
 }
 
-/// The hyperbolic tangent.
-pub(crate) struct Tanh;
-
-impl Halves for Tanh {
-    type T = f32;
-    type N = u32;
-
-    #[inline(always)]
-    fn begin(x: f32) -> (u32, f32) {
+halves! {
+    /// The hyperbolic tangent.
+    Tanh: f32, u32;
+    |x| {
         let a = 2.0 * bounded(x.abs(), 0.0, 10.0); // where it is 1
         let t = a * std::f32::consts::LOG2_E + ONE;
         let n = t - ONE;
         (t.to_bits(), (a - n * LN2_HI) - n * LN2_LO)
-    }
-
-    #[inline(always)]
-    fn end(x: f32, (n, r): (u32, f32)) -> f32 {
+    },
+    |x, (n, r)| {
         const C: [f32; 5] = [-0.333_332_807, 0.133_314_103, -0.053_737_118_8, 0.020_630_667, -0.005_695_544_18];
         let a = x.abs();
         let z = x * x;
@@ -204,72 +202,40 @@ fn decay(x: f32) -> (u32, f32) {
     reduce_exp(if x < -105.0 { -105.0 } else { x })
 }
 
-/// The logistic function `1 / (1 + e^-x)`.
-pub(crate) struct Sigmoid;
-
-impl Halves for Sigmoid {
-    type T = f32;
-    type N = u32;
-
-    #[inline(always)]
-    fn begin(x: f32) -> (u32, f32) {
-        decay(x)
-    }
-
-    #[inline(always)]
-    fn end(x: f32, begun: (u32, f32)) -> f32 {
+halves! {
+    /// The logistic function `1 / (1 + e^-x)`.
+    Sigmoid: f32, u32;
+    |x| decay(x),
+    |x, begun| {
         let e = exp_end(begun);
         (if x < 0.0 { e } else { 1.0 }) / (1.0 + e)
     }
 }
 
-/// x times its logistic function.
-pub(crate) struct Silu;
-
-impl Halves for Silu {
-    type T = f32;
-    type N = u32;
-
-    #[inline(always)]
-    fn begin(x: f32) -> (u32, f32) {
-        decay(x)
-    }
-
-    #[inline(always)]
-    fn end(x: f32, begun: (u32, f32)) -> f32 {
+halves! {
+    /// x times its logistic function.
+    Silu: f32, u32;
+    |x| decay(x),
+    |x, begun| {
         let e = exp_end(begun);
         (if x < 0.0 { x * e } else { x }) / (1.0 + e)
     }
 }
 
-/// x times the logistic function of what is nearly the exponent of the normal distribution's: [`Gelu`], approximated.
-pub(crate) struct GeluTanh;
-
-impl Halves for GeluTanh {
-    type T = f32;
-    type N = u32;
-
-    #[inline(always)]
-    fn begin(x: f32) -> (u32, f32) {
+halves! {
+    /// x times the logistic function of what is nearly the exponent of the normal distribution's: [`Gelu`], approximated.
+    GeluTanh: f32, u32;
+    |x| {
         // 2 sqrt(2 / pi) (x + 0.044715 x^3)
         decay(x * (1.595_769_12 + 0.071_354_816_3 * (x * x)))
-    }
-
-    #[inline(always)]
-    fn end(x: f32, begun: (u32, f32)) -> f32 {
-        Silu::end(x, begun)
-    }
+    },
+    |x, begun| Silu::end(x, begun)
 }
 
-/// The error function.
-pub(crate) struct Erf;
-
-impl Halves for Erf {
-    type T = f32;
-    type N = u32;
-
-    #[inline(always)]
-    fn begin(x: f32) -> (u32, f32) {
+halves! {
+    /// The error function.
+    Erf: f32, u32;
+    |x| {
         // log2(1 - erf(a)) for a in [0.7, 4]
         const C: [f32; 7] = [
             -4.177_087_7e-6,
@@ -284,25 +250,18 @@ impl Halves for Erf {
         let a = if a > 4.0 { 4.0 } else { a };
         let z = a * a;
         whole((C[0] + C[1] * a) + z * ((C[2] + C[3] * a) + z * ((C[4] + C[5] * a) + z * C[6])), ONE)
-    }
-
-    #[inline(always)]
-    fn end(x: f32, begun: (u32, f32)) -> f32 {
+    },
+    |x, begun| {
         const C: [f32; 5] = [0.128_379_121, -0.376_121_998, 0.112_768_181, -0.026_469_536_1, 0.004_277_518_95];
         let large = (1.0 - exp2_end(begun)).copysign(x);
         if x.abs() < 0.7 { x * poly(x * x, C) + x } else { large }
     }
 }
 
-/// x times the normal distribution's cumulative function.
-pub(crate) struct Gelu;
-
-impl Halves for Gelu {
-    type T = f32;
-    type N = u32;
-
-    #[inline(always)]
-    fn begin(x: f32) -> (u32, f32) {
+halves! {
+    /// x times the normal distribution's cumulative function.
+    Gelu: f32, u32;
+    |x| {
         // log2 of twice that function of -a, for a in [0, 5.6]
         const C: [f32; 9] = [
             -1.151_105_05,
@@ -320,10 +279,8 @@ impl Halves for Gelu {
         let low = C[0] * a + z * (C[1] + C[2] * a);
         let high = (C[3] + C[4] * a) + z * ((C[5] + C[6] * a) + z * (C[7] + C[8] * a));
         whole(low + z * z * high, HALF)
-    }
-
-    #[inline(always)]
-    fn end(x: f32, begun: (u32, f32)) -> f32 {
+    },
+    |x, begun| {
         let below = exp2_end(begun);
         let below = if x.abs() > 5.6 { 0.0 } else { below }; // half a unit in the last place of 1 - it
         x * if x < 0.0 { below } else { 1.0 - below }

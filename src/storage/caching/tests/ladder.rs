@@ -4,6 +4,7 @@ use std::sync::Mutex;
 use std::sync::atomic::AtomicUsize;
 
 use super::*;
+use crate::storage::OutOfMemoryEvent;
 
 fn out_of_memory(allocator: &CachingAllocator, bytes: usize) -> String {
     match allocator.allocate(bytes, StreamId::DEFAULT) {

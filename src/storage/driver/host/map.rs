@@ -1,4 +1,5 @@
-//! Memory straight from the kernel: large segments, and addresses reserved before there is memory behind them.
+//! Memory straight from the kernel: segments of at least a huge page, and addresses reserved before there is memory
+//! behind them.
 
 use std::collections::BTreeMap;
 use std::ptr::NonNull;
@@ -6,9 +7,7 @@ use std::sync::{OnceLock, PoisonError, RwLock};
 
 use libc::{MADV_DONTNEED, MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_NORESERVE, MAP_PRIVATE, PROT_NONE, PROT_READ, PROT_WRITE};
 
-/// From this size on (x86's and Arm's usual huge page) segments are mapped, and huge pages asked for: one fault instead
-/// of 512.
-pub(super) const HUGE: usize = 2 << 20;
+pub(super) use crate::device::cpu::huge_pages::{HUGE, page};
 
 /// A run of the process's addresses, some of it with memory: zeros until written.
 #[derive(Debug)]
@@ -125,26 +124,6 @@ impl Drop for Mapping {
         // SAFETY: our own mapping, whole; nothing outlives its owner that could point into it.
         unsafe { libc::munmap(self.at(0), self.bytes) };
     }
-}
-
-/// Asks for huge pages under memory that has not been touched yet. The kernel is free to do otherwise.
-pub(super) fn advise_huge<T>(memory: &mut [T]) {
-    let (start, bytes) = (memory.as_mut_ptr().cast::<u8>(), size_of_val(memory));
-    let inside = start.align_offset(page()).min(bytes);
-    let whole = (bytes - inside) / page() * page();
-    if whole >= HUGE {
-        // SAFETY: whole pages inside memory that is borrowed; changes nothing but how they are found.
-        unsafe { libc::madvise(start.wrapping_add(inside).cast(), whole, MADV_HUGEPAGE) };
-    }
-}
-
-/// Bytes of the kernel's pages, a power of two.
-pub(super) fn page() -> usize {
-    static PAGE: OnceLock<usize> = OnceLock::new();
-    *PAGE.get_or_init(|| {
-        // SAFETY: only asks.
-        usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(4096)
-    })
 }
 
 /// Whether memory can be near or far at all.

@@ -38,5 +38,3 @@ impl Mapping {
 pub(super) fn page() -> usize {
     0
 }
-
-pub(super) fn advise_huge<T>(_: &mut [T]) {}

@@ -9,6 +9,7 @@ mod failures;
 mod memory;
 mod order;
 mod queue;
+mod tags;
 #[cfg(test)]
 mod tests;
 
@@ -17,9 +18,9 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use super::sealed::Sealed;
 use super::{At, Driver, Failure, Marker, MarkerKind, Memory, MemoryKind, Progress};
 use crate::device::StreamId;
-use crate::storage::Block;
 use crate::{Device, Error, Result};
 use failures::Failures;
 use memory::Pieces;
@@ -189,24 +190,6 @@ impl Sim {
         StreamId(index)
     }
 
-    /// Enqueues the work that gives a block's bytes this tag.
-    ///
-    /// # Errors
-    /// What a launch reports: the block is not of this device, or the device is lazy, was not made to commit, and is full.
-    pub fn write_tag(&self, stream: StreamId, block: &Block, tag: u32) -> Result<()> {
-        let place = block.place();
-        self.write_tag_at(stream, (place.segment().memory(), place.offset()), block.size(), tag)
-    }
-
-    /// Enqueues the work that checks that a block's bytes have this tag.
-    ///
-    /// # Errors
-    /// As [`write_tag`](Sim::write_tag). What the check finds is in [`violations`](Sim::violations).
-    pub fn check_tag(&self, stream: StreamId, block: &Block, tag: u32) -> Result<()> {
-        let place = block.place();
-        self.check_tag_at(stream, (place.segment().memory(), place.offset()), block.size(), tag)
-    }
-
     /// As [`write_tag`](Sim::write_tag), of `bytes` bytes anywhere.
     pub fn write_tag_at(&self, stream: StreamId, at: At<'_>, bytes: usize, tag: u32) -> Result<()> {
         self.launch(stream, at, bytes, |span| Command::Write(span, tag))
@@ -317,6 +300,8 @@ impl Sim {
         s.streams.entry(stream).or_default().push_back(command);
     }
 }
+
+impl Sealed for Sim {}
 
 impl Driver for Sim {
     fn device(&self) -> Device {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::*;
-use crate::storage::Segment;
+use crate::storage::{Block, Segment};
 
 /// What is safe here, where no other thread uses the memory.
 impl Sim {

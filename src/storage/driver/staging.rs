@@ -18,14 +18,14 @@ use std::time::Duration;
 use bytemuck::{AnyBitPattern, NoUninit};
 use transfer::{Start, Transfer, bytes};
 
-use super::access::copy;
-use super::driver::Failure;
-use super::driver::host::Host;
-use super::pinned::{Budget, Pinned, PinnedPool, PinnedSource, PinnedStats};
-use super::{Config, Driver, registry};
+use super::host::Host;
+use super::pinned::{Budget, Pinned, PinnedPool, PinnedSource};
+use super::{Driver, Failure};
+use crate::device::cpu::bulk::copy;
 use crate::device::cpu::streaming::Streaming;
 use crate::device::opencl::{self, ClBuffer, ClDevice, ClEvent, ClPinned, HostMemory, Mapped};
 use crate::device::{DeviceKind, StreamId};
+use crate::storage::config::Config;
 use crate::{Device, Error, Result};
 
 /// How a transfer is cut up: pinned slices of so many bytes, used in turn, and what one thread copies at a time.
@@ -64,7 +64,7 @@ const PINNED_UNKNOWN: u64 = 1 << 30;
 const POLL: Duration = Duration::from_micros(100);
 
 /// A device as a source of pinned memory.
-struct Source(&'static ClDevice);
+pub(in crate::storage) struct Source(&'static ClDevice);
 
 impl PinnedSource for Source {
     type Memory = ClPinned;
@@ -84,12 +84,12 @@ impl PinnedSource for Source {
     }
 }
 
-type Pool = PinnedPool<Source>;
+pub(in crate::storage) type Pool = PinnedPool<Source>;
 
 static POOLS: RwLock<Vec<(Device, &'static Pool)>> = RwLock::new(Vec::new());
 
 /// The pool of a device, if anything was staged for it yet.
-fn existing_pool(device: Device) -> Option<&'static Pool> {
+pub(in crate::storage) fn existing_pool(device: Device) -> Option<&'static Pool> {
     let pools = POOLS.read().unwrap_or_else(PoisonError::into_inner);
     pools.iter().find(|(of, _)| *of == device).map(|(_, pool)| *pool)
 }
@@ -102,7 +102,7 @@ fn pool(device: &'static ClDevice) -> &'static Pool {
     static MAKING: Mutex<()> = Mutex::new(());
     let _one_at_a_time = MAKING.lock().unwrap_or_else(PoisonError::into_inner);
     existing_pool(device.device()).unwrap_or_else(|| {
-        let config = registry::config().cloned().unwrap_or_default(); // a mistake in it is told when the allocator is made
+        let config = Config::of_process().cloned().unwrap_or_default(); // a mistake in it is told when the allocator is made
         let made = PinnedPool::new(Source(device), config.pinned_reserve_segment_size, Arc::clone(budget()));
         let pool: &'static Pool = Box::leak(Box::new(made));
         POOLS.write().unwrap_or_else(PoisonError::into_inner).push((device.device(), pool));
@@ -132,7 +132,7 @@ fn budget() -> &'static Arc<Budget> {
 
 /// Reads bytes of a buffer to the host, waits for them and reports what a kernel of this thread found wrong. `pinned` is
 /// what `dst` lies in, if that is pinned memory.
-pub(super) fn read(
+pub(in crate::storage) fn read(
     device: &'static ClDevice,
     src: &ClBuffer,
     off: usize,
@@ -146,7 +146,7 @@ pub(super) fn read(
 }
 
 /// [`read`] into a vector, which the device may write to.
-pub(super) fn read_into<T: AnyBitPattern + NoUninit>(
+pub(in crate::storage) fn read_into<T: AnyBitPattern + NoUninit>(
     device: &'static ClDevice,
     src: &ClBuffer,
     off: usize,
@@ -171,7 +171,7 @@ fn read_apart(device: &'static ClDevice, src: &ClBuffer, off: usize, dst: &mut [
 }
 
 /// Writes bytes from the host to a buffer and waits until they are there. `pinned` is as in [`read`].
-pub(super) fn write(
+pub(in crate::storage) fn write(
     device: &'static ClDevice,
     src: &[u8],
     dst: &ClBuffer,
@@ -206,7 +206,7 @@ fn is_mapped(device: &ClDevice, bytes: usize) -> bool {
 }
 
 /// Pinned host memory for a tensor's elements.
-pub(super) struct PinnedBytes {
+pub(in crate::storage) struct PinnedBytes {
     /// Until dropped.
     block: ManuallyDrop<Pinned<'static, Source>>,
     device: Device,
@@ -244,12 +244,12 @@ impl PinnedBytes {
     }
 
     /// The first byte. What the bytes are at first is unspecified, but they are initialised.
-    pub(super) fn start(&self) -> NonNull<u8> {
+    pub(in crate::storage) fn start(&self) -> NonNull<u8> {
         start_of(&self.block)
     }
 
     /// Whether they are pinned for this device's transfers.
-    pub(super) fn is_for(&self, device: Device) -> bool {
+    pub(in crate::storage) fn is_for(&self, device: Device) -> bool {
         self.device == device
     }
 
@@ -267,7 +267,7 @@ impl PinnedBytes {
 
     /// Under the tensor's lock, before the bytes are read, or `written` as well: an error where a transfer of the lost device
     /// may still be using them.
-    pub(super) fn check(&self, written: bool) -> Result<()> {
+    pub(in crate::storage) fn check(&self, written: bool) -> Result<()> {
         // Transfers that are under way hold the lock as well: those that write the bytes exclusively.
         if self.writers.load(Acquire) == 0 && (!written || self.readers.load(Acquire) == 0) {
             return Ok(());
@@ -288,7 +288,7 @@ impl Drop for PinnedBytes {
 }
 
 /// Pinned memory for a device's transfers; `None` where it needs none, or there is none left.
-pub(super) fn pin(device: Device, bytes: usize) -> Result<Option<PinnedBytes>> {
+pub(in crate::storage) fn pin(device: Device, bytes: usize) -> Result<Option<PinnedBytes>> {
     let Device::OpenCL(index) = device else { return Ok(None) };
     let opened = opencl::open(index)?;
     opened.check_lost()?; // its pool may hold what unfinished transfers use
@@ -440,50 +440,5 @@ impl Drop for Slice {
             (Some(block), None) if self.device.is_lost() => mem::forget(block),
             _ => {}
         }
-    }
-}
-
-/// Pinned host memory: what large transfers to and from a device with memory of its own go through.
-impl Device {
-    /// The pinned memory held for this device's transfers (`torch.cuda.host_memory_stats`): all zeros for the CPU, and
-    /// for devices that share the host's memory, which need none.
-    ///
-    /// ```
-    /// use claystone::Device;
-    /// let pinned = Device::best().pinned_memory_stats()?;
-    /// assert!(pinned.active_bytes.current <= pinned.allocated_bytes.current);
-    /// # Ok::<(), claystone::Error>(())
-    /// ```
-    ///
-    /// # Errors
-    /// [`Error::NoDevice`] where the device is not there; likewise below.
-    pub fn pinned_memory_stats(&self) -> Result<PinnedStats> {
-        Ok(self.pinned_pool()?.map(Pool::stats).unwrap_or_default())
-    }
-
-    /// Sets the peaks to the current values (`torch.cuda.reset_peak_host_memory_stats`).
-    pub fn reset_peak_pinned_memory_stats(&self) -> Result<()> {
-        self.pinned_pool()?.inspect(|pool| pool.reset_peak_stats());
-        Ok(())
-    }
-
-    /// Sets the sums and counts to zero (`torch.cuda.reset_accumulated_host_memory_stats`).
-    pub fn reset_accumulated_pinned_memory_stats(&self) -> Result<()> {
-        self.pinned_pool()?.inspect(|pool| pool.reset_accumulated_stats());
-        Ok(())
-    }
-
-    /// Gives the pinned memory that no transfer uses back to the driver, except the reserve of
-    /// `pinned_reserve_segment_size_mb`.
-    pub fn empty_pinned_cache(&self) -> Result<()> {
-        self.pinned_pool()?.inspect(|pool| pool.empty_cache());
-        Ok(())
-    }
-
-    fn pinned_pool(&self) -> Result<Option<&'static Pool>> {
-        if let Device::OpenCL(index) = *self {
-            opencl::info(index)?;
-        }
-        Ok(existing_pool(*self))
     }
 }

@@ -2,7 +2,7 @@
 
 use super::transfer::chunks_of;
 use super::*;
-use crate::storage::Storage;
+use crate::storage::{PinnedStats, Storage};
 use crate::{Error, Tensor};
 
 fn devices() -> Vec<&'static ClDevice> {

@@ -1,10 +1,9 @@
-//! What others want to know, or can do, when memory runs short.
+//! Callbacks of programs, for when memory runs short.
 
 use std::cell::Cell;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::CachingAllocator;
 use crate::Device;
 
 /// What may free memory, and says whether it did.
@@ -96,41 +95,27 @@ fn outermost<R>(f: impl FnOnce() -> R) -> Option<R> {
     Some(f())
 }
 
-impl CachingAllocator {
-    /// Has `free` called when the device, or the limit, has no room for an allocation: it may drop what it can spare,
-    /// and says whether it did (PyTorch's `FreeMemoryCallback`). The allocator looks for memory again after that.
-    ///
-    /// It is called by the thread that allocates, with no lock of the allocator held, and may allocate itself.
-    pub fn add_free_memory_callback(&self, free: Box<FreeMemory>) -> Registration {
-        self.hooks.free_memory.add(Arc::from(free))
+impl Hooks {
+    pub(super) fn add_free_memory_callback(&self, free: Box<FreeMemory>) -> Registration {
+        self.free_memory.add(Arc::from(free))
     }
 
-    /// Has `observe` called when an allocation fails for want of memory, before the error is returned (PyTorch's
-    /// `attachOutOfMemoryObserver`).
-    ///
-    /// It is called by the thread that allocates, with no lock of the allocator held: it may ask for statistics, take a
-    /// snapshot, or allocate.
-    pub fn add_oom_observer(&self, observe: Box<OomObserver>) -> Registration {
-        self.hooks.observers.add(Arc::from(observe))
+    pub(super) fn add_oom_observer(&self, observe: Box<OomObserver>) -> Registration {
+        self.observers.add(Arc::from(observe))
     }
 
     /// Calls every free-memory callback; says whether any freed something.
     pub(super) fn ask_for_memory(&self) -> bool {
-        let callbacks = self.hooks.free_memory.all();
+        let callbacks = self.free_memory.all();
         !callbacks.is_empty() && outermost(|| callbacks.iter().filter(|free| free()).count() > 0).unwrap_or(false)
     }
 
-    pub(super) fn tell_observers(&self, requested: usize) {
-        let observers = self.hooks.observers.all();
-        if observers.is_empty() {
-            return;
+    /// Calls every observer, if there are any, with the event that `describe` gives.
+    pub(super) fn tell_observers(&self, describe: impl FnOnce() -> OutOfMemoryEvent) {
+        let observers = self.observers.all();
+        if !observers.is_empty() {
+            let event = describe();
+            outermost(|| observers.iter().for_each(|observe| observe(&event)));
         }
-        let (allowed, reserved) = {
-            let core = self.lock();
-            (core.limit(), core.heap.stats.reserved())
-        };
-        let device_free = self.driver.capacity().saturating_sub(reserved);
-        let event = OutOfMemoryEvent { device: self.driver.device(), requested, allowed, device_free };
-        outermost(|| observers.iter().for_each(|observe| observe(&event)));
     }
 }

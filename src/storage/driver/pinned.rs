@@ -22,7 +22,7 @@ use std::time::Instant;
 
 pub use stats::{DurationStat, PinnedStats};
 
-use super::driver::Failure;
+use super::Failure;
 use crate::device::opencl::Backoff;
 use stats::Counters;
 
