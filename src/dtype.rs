@@ -1,5 +1,7 @@
 //! Element types: what a tensor's bytes mean.
 
+mod promotion;
+
 use std::fmt;
 
 use bytemuck::{CheckedBitPattern, NoUninit};
@@ -7,6 +9,9 @@ use half::{bf16, f16};
 
 use crate::error::Excerpt;
 use crate::{Error, Result};
+
+pub(crate) use promotion::category;
+pub use promotion::{can_cast, get_default_dtype, promote_types, set_default_dtype};
 
 /// The type of a tensor's elements in storage.
 ///
@@ -89,8 +94,17 @@ impl DType {
         }
     }
 
-    /// An error for integers and bool, in an operation that is defined on floats only.
-    pub(crate) fn check_float(self, op: &'static str) -> Result<()> {
+    /// An error for integers and bool, in an operation or a layer that is defined on floats only.
+    ///
+    /// ```
+    /// use claystone::DType;
+    /// assert!(DType::BF16.check_float("Highway::new").is_ok());
+    /// assert!(DType::I64.check_float("Highway::new").unwrap_err().to_string().starts_with("Highway::new: dtype i64"));
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::UnsupportedDType`].
+    pub fn check_float(self, op: &'static str) -> Result<()> {
         if self.is_float() { Ok(()) } else { Err(Error::UnsupportedDType { op, dtype: self, expected: "floats" }) }
     }
 

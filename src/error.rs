@@ -74,8 +74,15 @@ pub enum Error {
 }
 
 impl Error {
-    /// Shorthand for [`Error::Invalid`]. A reason that quotes much of a file keeps its ends.
-    pub(crate) fn invalid(op: &'static str, reason: impl Into<String>) -> Error {
+    /// [`Error::Invalid`] of the operation `op`, for layers, optimisers and file formats of your own. Of a reason longer than
+    /// 2,000 bytes the start and the end are kept.
+    ///
+    /// ```
+    /// use claystone::Error;
+    /// let error = Error::invalid("Highway::new", "the gate needs a bias");
+    /// assert_eq!(error.to_string(), "Highway::new: the gate needs a bias");
+    /// ```
+    pub fn invalid(op: &'static str, reason: impl Into<String>) -> Error {
         Error::Invalid { op, reason: shortened(reason.into()) }
     }
 
@@ -111,16 +118,47 @@ impl Error {
     }
 }
 
-/// An operation in place of several steps. `version` is that of what it writes to, which grows with every change: an error
-/// after a change is [`Error::Partial`].
-pub(crate) fn in_steps<T>(op: &'static str, version: impl Fn() -> u64, f: impl FnOnce() -> Result<T>) -> Result<T> {
+/// Runs `f`, an operation in place of several steps. `version` is that of what it writes to
+/// ([`Storage::version`](crate::storage::Storage::version)), which grows with every change: where the device or memory fails
+/// after a change, the error is [`Error::Partial`].
+///
+/// ```
+/// use claystone::{Device, Result, Tensor, in_steps};
+/// /// Moves running statistics towards those of a batch.
+/// fn track(mean: &Tensor, batch: &Tensor) -> Result<()> {
+///     in_steps("track", || mean.storage().version(), || {
+///         mean.mul_scalar_(0.9)?;
+///         mean.add_(&batch.mean(0, false)?.mul_scalar(0.1)?)?;
+///         Ok(())
+///     })
+/// }
+/// let mean = Tensor::ones(2, Device::Cpu)?;
+/// track(&mean, &Tensor::zeros([4, 2], Device::Cpu)?)?;
+/// assert_eq!(mean.to_vec::<f32>()?, [0.9, 0.9]);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+///
+/// # Errors
+/// Those of `f`.
+pub fn in_steps<T>(op: &'static str, version: impl Fn() -> u64, f: impl FnOnce() -> Result<T>) -> Result<T> {
     let before = version();
     f().map_err(|e| if version() != before { e.in_part(op) } else { e })
 }
 
-/// An operation in place that is made of several: calls `f` for each item up to the first that fails. After one that was
-/// done the error is [`Error::Partial`].
-pub(crate) fn for_each_part<T>(
+/// An operation in place that is made of several, such as an optimiser's step: calls `f` for each item up to the first that
+/// fails. Where the device or memory fails after the first item, the error is [`Error::Partial`].
+///
+/// ```
+/// use claystone::{Device, Tensor, for_each_part};
+/// let weights = [Tensor::ones(2, Device::Cpu)?, Tensor::ones(3, Device::Cpu)?];
+/// for_each_part("shrink", &weights, |w| w.mul_scalar_(0.5).map(|_| ()))?;
+/// assert_eq!(weights[1].to_vec::<f32>()?, [0.5; 3]);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+///
+/// # Errors
+/// Those of `f`.
+pub fn for_each_part<T>(
     op: &'static str,
     items: impl IntoIterator<Item = T>,
     mut f: impl FnMut(T) -> Result<()>,
@@ -128,8 +166,19 @@ pub(crate) fn for_each_part<T>(
     items.into_iter().enumerate().try_for_each(|(i, item)| f(item).map_err(|e| if i > 0 { e.in_part(op) } else { e }))
 }
 
-/// Text of a file or a user as errors quote it: on one line, and no more than its start.
-pub(crate) struct Excerpt<'a>(pub(crate) &'a str);
+/// Text of a file or a user as the reasons of [`Error::invalid`] quote it: on one line, and no more than its first 80
+/// characters.
+///
+/// ```
+/// use claystone::Excerpt;
+/// assert_eq!(Excerpt("layer\n1").to_string(), "layer\\n1");
+/// assert_eq!(Excerpt(&"x".repeat(1000)).to_string().len(), 83);
+/// ```
+#[derive(Debug, Clone, Copy)]
+pub struct Excerpt<'a>(
+    /// The text.
+    pub &'a str,
+);
 
 impl Excerpt<'_> {
     /// How many characters are quoted.

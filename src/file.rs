@@ -30,8 +30,24 @@ pub(crate) fn read(path: &Path) -> io::Result<Vec<u8>> {
 const LINKS: usize = 40;
 
 /// A file that takes its name in [`commit`](NewFile::commit), once all of it is on the disk; until then whatever has the
-/// name keeps it, and a file that is dropped before leaves nothing behind.
-pub(crate) enum NewFile {
+/// name keeps it, and a file that is dropped before leaves nothing behind. For checkpoints in formats of your own, as
+/// [`io`](crate::io) writes its own.
+///
+/// ```
+/// use std::io::Write;
+/// use claystone::file::NewFile;
+/// # let folder = tempfile::tempdir()?;
+/// let path = folder.path().join("checkpoint");
+/// let mut file = NewFile::create(&path)?;
+/// file.write_all(b"all of it")?;
+/// assert!(!path.exists());
+/// file.commit()?;
+/// assert_eq!(std::fs::read(&path)?, b"all of it");
+/// # Ok::<(), std::io::Error>(())
+/// ```
+pub struct NewFile(Target);
+
+enum Target {
     /// Written beside the file that it replaces, under an unpredictable name that nothing had.
     Temporary { file: NamedTempFile, target: PathBuf },
     /// A pipe or a device, which is written to and never replaced.
@@ -40,8 +56,11 @@ pub(crate) enum NewFile {
 
 impl NewFile {
     /// Begins a file with the mode that creating it would give, or the mode and the owner of the file that it replaces. A
-    /// link stays, and the file that it names is replaced.
-    pub(crate) fn create(path: &Path) -> io::Result<NewFile> {
+    /// link stays, and the file that it names is replaced. Pipes and devices are written to at once.
+    ///
+    /// # Errors
+    /// Where there is a folder or a file that may not be written to, and where the folder takes no new file.
+    pub fn create(path: &Path) -> io::Result<NewFile> {
         let target = behind_links(path);
         // A file that may not be written to, and a folder, are refused as if they were opened to be overwritten.
         let old = match OpenOptions::new().write(true).open(&target) {
@@ -53,7 +72,7 @@ impl NewFile {
         if let (Some(old), Some(attributes)) = (old, &attributes)
             && !attributes.is_file()
         {
-            return Ok(NewFile::Stream(old));
+            return Ok(NewFile(Target::Stream(old)));
         }
         let mut temporary = tempfile::Builder::new();
         temporary.prefix(".claystone-").suffix(".tmp");
@@ -69,12 +88,15 @@ impl NewFile {
             }
             file.as_file().set_permissions(attributes.permissions())?;
         }
-        Ok(NewFile::Temporary { file, target })
+        Ok(NewFile(Target::Temporary { file, target }))
     }
 
     /// Gives the file its name, after its contents are on the disk.
-    pub(crate) fn commit(self) -> io::Result<()> {
-        let NewFile::Temporary { file, target } = self else { return Ok(()) };
+    ///
+    /// # Errors
+    /// What the file system fails with; the name is then as it was.
+    pub fn commit(self) -> io::Result<()> {
+        let Target::Temporary { file, target } = self.0 else { return Ok(()) };
         file.as_file().sync_all()?;
         file.persist(&target)?;
         // Not every file system can sync a folder; without it a crash of the machine may bring the old file back, whole.
@@ -83,9 +105,9 @@ impl NewFile {
     }
 
     fn file(&mut self) -> &mut File {
-        match self {
-            NewFile::Temporary { file, .. } => file.as_file_mut(),
-            NewFile::Stream(file) => file,
+        match &mut self.0 {
+            Target::Temporary { file, .. } => file.as_file_mut(),
+            Target::Stream(file) => file,
         }
     }
 }

@@ -29,7 +29,7 @@
 //! - [`autograd`]: gradients. [`nn`] and [`optim`]: layers, losses and optimisers made of the above.
 //! - [`storage`]: who owns the bytes. Three allocators and their configuration, plans, history and snapshots, transfers.
 //! - [`device`]: where work runs. Discovery, streams and events, the program cache.
-//! - [`io`]: npy, npz and safetensors files. [`tune`]: measuring which parameters of kernels suit a device.
+//! - [`io`]: npy, npz and safetensors files. [`file`](mod@file): files that are replaced as a whole. [`tune`]: measuring which parameters of kernels suit a device.
 //!
 //! `docs/architecture.md` describes the private layers between them.
 //!
@@ -43,7 +43,7 @@ pub mod device;
 mod dtype;
 mod error;
 pub mod expr;
-mod file;
+pub mod file;
 mod graph;
 pub mod io;
 mod layout;
@@ -59,7 +59,7 @@ pub use backend::opencl::user_kernel::{Kernel, KernelCall, KernelScalar};
 pub use device::{Device, Stream, with_stream};
 pub(crate) use dtype::{Compute, elements};
 pub use dtype::{DType, Element, Scalar};
-pub use error::{Error, Result};
+pub use error::{Error, Excerpt, Result, for_each_part, in_steps};
 pub use graph::Graph;
 pub use layout::shape::{NewShape, Shape};
 pub use ops::{

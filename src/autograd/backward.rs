@@ -9,8 +9,8 @@ use smallvec::SmallVec;
 use super::context::{Context, Gradient};
 use super::grad::Wanted;
 use super::node::{Leaf, Node, Operation, State};
-use super::{Gradients, enable_grad, modes, no_grad};
-use crate::{Error, Result, Tensor, autocast};
+use super::{Gradients, autocast, enable_grad, modes, no_grad};
+use crate::{Error, Result, Tensor};
 
 /// A node waiting in the heap, ordered by age.
 struct Pending(Arc<Node>);

@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use super::Saved;
 use super::modes::{enable_grad, is_grad_enabled, sketching};
 use super::node::{Node, next_seq};
 use super::record::record_of_nodes;
+use super::{Saved, autocast, autocast_dtype};
 use crate::autograd::rng_replay::{recorded, replayed};
-use crate::{Result, Tensor, autocast, autocast_dtype};
+use crate::{Result, Tensor};
 
 /// `f(inputs)` without keeping what its operations save for backward: `f` runs once more in backward, with the same random
 /// numbers, and is differentiated then (PyTorch's `torch.utils.checkpoint.checkpoint`). Memory of the size of the inputs

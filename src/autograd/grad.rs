@@ -160,16 +160,7 @@ fn seed(op: &'static str, output: &Tensor, gradient: Option<&Tensor>, create_gra
         }
         return Ok(Gradient::one(output));
     };
-    if gradient.shape() != output.shape() {
-        let hint = "the gradient has the shape of the tensor";
-        return Err(Error::ShapeMismatch { op, lhs: output.shape().clone(), rhs: gradient.shape().clone(), hint });
-    }
-    if gradient.dtype != output.dtype {
-        return Err(Error::DTypeMismatch { op, lhs: output.dtype, rhs: gradient.dtype });
-    }
-    if gradient.device() != output.device() {
-        return Err(Error::DeviceMismatch { op, lhs: output.device(), rhs: gradient.device() });
-    }
+    output.check_like(op, gradient, "the gradient has the shape of the tensor")?;
     Ok(if create_graph { gradient.shallow_clone() } else { gradient.detach() }.into())
 }
 

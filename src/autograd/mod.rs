@@ -13,6 +13,7 @@
 //! One file a subject: `node` is the graph, `record` how operations enter it, `backward` the walk, `context` what a closure
 //! sees of it. The others are what users do with it.
 
+mod autocast;
 mod backward;
 mod check;
 mod checkpoint;
@@ -20,6 +21,7 @@ mod context;
 mod custom;
 mod grad;
 mod hooks;
+mod leaf;
 mod modes;
 mod node;
 mod record;
@@ -29,8 +31,10 @@ use smallvec::SmallVec;
 
 use crate::{Error, Result, Tensor};
 use hooks::Retained;
-use node::{Leaf, State};
+use node::State;
 
+pub(crate) use autocast::cast_once;
+pub use autocast::{autocast, autocast_dtype};
 pub use check::{gradcheck, gradgradcheck};
 pub use checkpoint::{checkpoint, checkpoint_sequential};
 pub(crate) use context::Context;
@@ -45,16 +49,6 @@ pub(crate) use record::{
 
 /// The gradients of an operation's inputs, in order; None where none flows or none was wanted.
 pub(crate) type Gradients = SmallVec<[Option<Tensor>; 3]>;
-
-/// Where a leaf has its gradient.
-pub(crate) enum Collected {
-    Nothing,
-    /// Where the optimiser wants it.
-    InSlot,
-    Elsewhere(Tensor),
-    /// In the leaf that took this one's place.
-    InSuccessor,
-}
 
 impl Tensor {
     /// This tensor as a leaf whose gradient is collected (`true`), or outside the graph (`false`). Shares the storage.
@@ -80,11 +74,6 @@ impl Tensor {
     pub fn detach_(&mut self) -> &mut Tensor {
         self.node = None;
         self
-    }
-
-    /// Which leaf of a graph this is, if it is one.
-    pub(crate) fn leaf_number(&self) -> Option<u64> {
-        self.node.as_ref().filter(|node| node.is_leaf()).map(|node| node.seq)
     }
 
     /// Whether gradients flow to or through this tensor.
@@ -127,55 +116,6 @@ impl Tensor {
             && let Retained::Yes(grad) = &mut *watch.retained()
         {
             *grad = None;
-        }
-    }
-
-    /// Where backward is to write this leaf's gradient: a view of an optimiser's flat buffer, of the leaf's shape.
-    pub(crate) fn set_grad_slot(&self, view: Tensor) {
-        if let Some(node) = &self.node
-            && let State::Leaf(leaf) = &mut *node.state()
-        {
-            leaf.slot = Some(view);
-        }
-    }
-
-    /// Where an optimiser has told backward to write this leaf's gradient.
-    pub(crate) fn grad_slot(&self) -> Option<Tensor> {
-        match &*self.node.as_ref()?.state() {
-            State::Leaf(leaf) => leaf.slot.as_ref().map(Tensor::shallow_clone),
-            _ => None,
-        }
-    }
-
-    /// The leaf that stands for this one now, where conversions of its module have put another in its place.
-    pub(crate) fn successor(&self) -> Option<Tensor> {
-        let State::Leaf(leaf) = &*self.node.as_ref()?.state() else { return None };
-        let next = leaf.successor.as_ref()?;
-        next.successor().or_else(|| Some(next.shallow_clone()))
-    }
-
-    /// A leaf over `data` in the place of this one, with that gradient and that slot: an optimiser of this leaf goes on with
-    /// the new one.
-    pub(crate) fn succeeded_by(&self, data: Tensor, grad: Option<Tensor>, slot: Option<Tensor>) -> Tensor {
-        let state = State::Leaf(Box::new(Leaf { grad, slot, ..Leaf::default() }));
-        let new = Tensor { node: Some(Node::new("leaf", SmallVec::new(), state)), ..data };
-        if let Some(node) = &self.node
-            && let State::Leaf(leaf) = &mut *node.state()
-        {
-            **leaf = Leaf { successor: Some(new.shallow_clone()), ..Leaf::default() };
-        }
-        new
-    }
-
-    /// What this leaf has collected, for the optimiser that gave it the slot.
-    pub(crate) fn collected(&self) -> Collected {
-        let Some(node) = &self.node else { return Collected::Nothing };
-        let State::Leaf(leaf) = &*node.state() else { return Collected::Nothing };
-        match (&leaf.grad, &leaf.slot) {
-            _ if leaf.successor.is_some() => Collected::InSuccessor,
-            (None, _) => Collected::Nothing,
-            (Some(grad), Some(slot)) if grad.shares_storage(slot) && grad.layout == slot.layout => Collected::InSlot,
-            (Some(grad), _) => Collected::Elsewhere(grad.shallow_clone()),
         }
     }
 }

@@ -21,9 +21,10 @@ use crate::backend::problem::scan::Scan;
 use crate::backend::problem::select::{Chosen, Nth};
 use crate::backend::problem::sequence::Sequence;
 use crate::backend::problem::softmax::Softmax;
+use crate::backend::problem::tuning::Tuning;
 use crate::backend::problem::windows::{Task, Windows};
 use crate::layout::Layout;
-use crate::{DType, Device, Expr, Result, Scalar, Shape, Tensor};
+use crate::{DType, Device, Error, Expr, Result, Scalar, Shape, Tensor};
 
 /// A way to compute on a kind of device. Tensors of a problem are on one device, and results have elements.
 ///
@@ -127,6 +128,11 @@ pub(crate) trait Backend: Sync {
     fn interpolate(&self, resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -> Result<()>;
     /// How large the blocks of attention's scores are; `cheap` where blocks save work.
     fn blocking(&self, memory: usize, cheap: bool) -> Blocking;
+
+    /// The parameters of the device's kernels, where they have any.
+    fn tuning(&self, _device: Device) -> Result<Box<dyn Tuning>> {
+        Err(Error::invalid("tune", "the CPU's loops have no parameters: name an OpenCL device"))
+    }
 }
 
 /// The backend of a device.

@@ -50,9 +50,10 @@ pub use stream::{Event, Stream, StreamId, with_stream};
 /// assert!(Device::all().contains(&Device::Cpu));
 /// # Ok::<(), claystone::Error>(())
 /// ```
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub enum Device {
-    /// The host's processor and memory.
+    /// The host's processor and memory: what [`Default`] gives, as in PyTorch.
+    #[default]
     Cpu,
     /// The OpenCL device of this index in [`Device::all`].
     OpenCL(usize),

@@ -17,22 +17,16 @@ mod state;
 
 use std::fmt::Display;
 use std::fs::File;
-use std::io::{self, BufWriter, Read, Write};
+use std::io::{self, BufWriter, Read};
 use std::path::Path;
 
-use crate::error::Excerpt;
 use crate::file::NewFile;
-use crate::storage::Storage;
-use crate::tensor::Layout;
-use crate::{DType, Device, Error, Result, Shape, Tensor};
+use crate::{DType, Device, Error, Excerpt, Result, Shape, Tensor};
 
 pub use self::npy::{read_npy, write_npy};
 pub use self::npz::{read_npz, read_npz_limited, write_npz};
 pub use self::safetensors::{SafeTensors, read_safetensors, write_safetensors};
 pub use self::state::{IncompatibleKeys, StateDict};
-
-/// Elements pass through a buffer of this size.
-const PIECE: usize = 4 << 20;
 
 /// Writes tensors to a file: `.safetensors` or `.npz` by its name. The file is replaced as a whole: it has its old contents
 /// until the new ones are on the disk, so that a full disk or a crash leaves the checkpoint before.
@@ -102,34 +96,24 @@ fn finish(op: &'static str, path: &Path, file: BufWriter<NewFile>) -> Result<()>
     file.into_inner().map_err(|e| e.into_error()).and_then(NewFile::commit).map_err(|e| fail(op, path, e))
 }
 
-/// Why a tensor was not read or written: the file, or the device.
-enum Cause {
-    File(String),
-    Device(Error),
+/// The error of what is wrong inside of a file, before [`located`] says which one.
+fn wrong(reason: impl Into<String>) -> Error {
+    Error::invalid("", reason)
 }
 
-impl From<io::Error> for Cause {
-    fn from(e: io::Error) -> Cause {
-        Cause::File(match e.kind() {
-            io::ErrorKind::UnexpectedEof => "the file ends before its elements do".into(),
-            _ => e.to_string(),
-        })
+fn unread(e: io::Error) -> Error {
+    match e.kind() {
+        io::ErrorKind::UnexpectedEof => wrong("the file ends before its elements do"),
+        _ => wrong(e.to_string()),
     }
 }
 
-impl From<Error> for Cause {
-    fn from(e: Error) -> Cause {
-        Cause::Device(e)
-    }
-}
-
-impl Cause {
-    fn of(self, op: &'static str, path: &Path, tensor: Option<&str>) -> Error {
-        match (self, tensor) {
-            (Cause::Device(e), _) => e,
-            (Cause::File(cause), Some(tensor)) => fail_in(op, path, tensor, cause),
-            (Cause::File(cause), None) => fail(op, path, cause),
-        }
+/// The error with the file's name, and the tensor's; that of a device as it is.
+fn located(e: Error, op: &'static str, path: &Path, tensor: Option<&str>) -> Error {
+    match (e, tensor) {
+        (Error::Invalid { reason, .. }, Some(tensor)) => fail_in(op, path, tensor, reason),
+        (Error::Invalid { reason, .. }, None) => fail(op, path, reason),
+        (e, _) => e,
     }
 }
 
@@ -137,18 +121,18 @@ impl Cause {
 const MOST_DIMS: usize = 1000;
 
 /// A file's sizes as a shape whose bytes can be counted.
-fn shape_of(sizes: impl ExactSizeIterator<Item = u64>) -> Result<Shape, Cause> {
+fn shape_of(sizes: impl ExactSizeIterator<Item = u64>) -> Result<Shape> {
     if sizes.len() > MOST_DIMS {
-        return Err(Cause::File(format!("it has {} dims, and {MOST_DIMS} are the most", sizes.len())));
+        return Err(wrong(format!("it has {} dims, and {MOST_DIMS} are the most", sizes.len())));
     }
     let sizes: Option<Shape> = sizes.map(|d| usize::try_from(d).ok()).collect();
     let fits =
         |s: &Shape| s.dims().iter().try_fold(16usize, |n, &d| n.checked_mul(d.max(1))).is_some_and(|n| n < 1 << 62);
-    sizes.filter(fits).ok_or_else(|| Cause::File("its sizes are too large".into()))
+    sizes.filter(fits).ok_or_else(|| wrong("its sizes are too large"))
 }
 
-/// A tensor of the bytes that `from` gives next, turned around in each element where `swapped`. `there` is how many bytes
-/// it has: what is shorter than its shape asks for no memory.
+/// A tensor of the bytes that `from` gives next, in reverse in each element where `swapped`. `there` is how many bytes it
+/// has: what is shorter than its shape asks for no memory.
 fn read_elements(
     from: &mut dyn Read,
     there: Option<u64>,
@@ -156,56 +140,33 @@ fn read_elements(
     dtype: DType,
     device: Device,
     swapped: bool,
-) -> Result<Tensor, Cause> {
-    let bytes = shape.numel() * dtype.size();
+) -> Result<Tensor> {
+    let bytes = (shape.numel() * dtype.size()) as u64;
     let Some(there) = there else {
         // A pipe does not say how much it has: what comes is collected, and memory taken for that alone.
         let mut piped = Vec::new();
-        from.take(bytes as u64).read_to_end(&mut piped)?;
+        from.take(bytes).read_to_end(&mut piped).map_err(unread)?;
         return read_elements(&mut &piped[..], Some(piped.len() as u64), shape, dtype, device, swapped);
     };
-    if bytes as u64 > there {
-        return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
+    if bytes > there {
+        return Err(unread(io::ErrorKind::UnexpectedEof.into()));
     }
-    let mut piece = vec![0u8; bytes.min(PIECE)];
-    // Read first: a file that cannot be read asks for no memory of the device.
-    let first = piece.len();
-    from.read_exact(&mut piece)?;
-    let storage = Storage::alloc(device, bytes)?;
-    let mut at = 0;
-    while at < bytes {
-        let part = if at == 0 { &mut piece[..first] } else { &mut piece[..PIECE.min(bytes - at)] };
-        if at > 0 {
-            from.read_exact(part)?;
-        }
-        if swapped {
-            part.chunks_exact_mut(dtype.size()).for_each(<[u8]>::reverse);
-        }
-        write_piece(&storage, at, part, dtype)?;
-        at += part.len();
+    match swapped {
+        true => Tensor::read_from(&mut Swapped { from, size: dtype.size() }, shape, (dtype, device)),
+        false => Tensor::read_from(from, shape, (dtype, device)),
     }
-    Ok(Tensor { storage, layout: Layout::contiguous(shape), dtype, node: None })
 }
 
-/// Bytes of elements into a storage, unless they are none of this dtype.
-fn write_piece(storage: &Storage, at: usize, bytes: &[u8], dtype: DType) -> Result<(), Cause> {
-    if dtype == DType::Bool
-        && let Some(byte) = bytes.iter().find(|b| **b > 1)
-    {
-        return Err(Cause::File(format!("a bool is neither 0 nor 1 but {byte}")));
-    }
-    Ok(storage.write(at, bytes)?)
+/// Reverses the bytes of each element. It is asked for whole elements.
+struct Swapped<'a> {
+    from: &'a mut dyn Read,
+    size: usize,
 }
 
-/// Calls `to` with the tensor's bytes, piece by piece, in row-major order.
-fn write_elements(tensor: &Tensor, to: &mut dyn Write) -> Result<(), Cause> {
-    let source = tensor.detach().contiguous()?;
-    let (start, bytes) = (source.layout.offset * source.dtype.size(), source.numel() * source.dtype.size());
-    let mut piece = vec![0u8; bytes.min(PIECE)];
-    for at in (0..bytes).step_by(PIECE) {
-        let part = &mut piece[..PIECE.min(bytes - at)];
-        source.storage.read(start + at, part)?;
-        to.write_all(part)?;
+impl Read for Swapped<'_> {
+    fn read(&mut self, to: &mut [u8]) -> io::Result<usize> {
+        self.from.read_exact(to)?;
+        to.chunks_exact_mut(self.size).for_each(<[u8]>::reverse);
+        Ok(to.len())
     }
-    Ok(())
 }

@@ -3,9 +3,8 @@
 use std::io::{BufReader, Read, Write};
 use std::path::Path;
 
-use super::{Cause, create, finish, open, read_elements, shape_of, write_elements};
-use crate::error::Excerpt;
-use crate::{DType, Device, Result, Shape, Tensor};
+use super::{create, finish, located, open, read_elements, shape_of, unread, wrong};
+use crate::{DType, Device, Error, Excerpt, Result, Shape, Tensor};
 
 /// The tensor in an npy file, on `device` (NumPy's `load`). Big-endian files too; one in Fortran's order gives a tensor with
 /// such strides.
@@ -27,7 +26,7 @@ use crate::{DType, Device, Result, Shape, Tensor};
 pub fn read_npy(path: impl AsRef<Path>, device: Device) -> Result<Tensor> {
     let (op, path) = ("read_npy", path.as_ref());
     let (file, there) = open(op, path)?;
-    from_reader(BufReader::new(file), there, device).map_err(|e| e.of(op, path, None))
+    from_reader(BufReader::new(file), there, device).map_err(|e| located(e, op, path, None))
 }
 
 /// Writes the tensor as an npy file (NumPy's `save`).
@@ -37,12 +36,12 @@ pub fn read_npy(path: impl AsRef<Path>, device: Device) -> Result<Tensor> {
 pub fn write_npy(path: impl AsRef<Path>, tensor: &Tensor) -> Result<()> {
     let (op, path) = ("write_npy", path.as_ref());
     let mut file = create(op, path)?;
-    to_writer(tensor, &mut file).map_err(|e| e.of(op, path, None))?;
+    to_writer(tensor, &mut file).map_err(|e| located(e, op, path, None))?;
     finish(op, path, file)
 }
 
 /// The tensor that `from` gives; `there` is how many bytes it has, where that is known.
-pub(super) fn from_reader(mut from: impl Read, there: Option<u64>, device: Device) -> Result<Tensor, Cause> {
+pub(super) fn from_reader(mut from: impl Read, there: Option<u64>, device: Device) -> Result<Tensor> {
     let (text, length) = header_text(&mut from)?;
     let there = there.map(|there| there.saturating_sub(length));
     let Header { dtype, swapped, fortran, sizes } = Header::parse(&text)?;
@@ -58,26 +57,39 @@ pub(super) fn from_reader(mut from: impl Read, there: Option<u64>, device: Devic
 const LONGEST_HEADER: u32 = u16::MAX as u32;
 
 /// The Python literal before the elements, and where these begin.
-fn header_text(from: &mut impl Read) -> Result<(String, u64), Cause> {
+fn header_text(from: &mut impl Read) -> Result<(String, u64)> {
     let mut start = [0; 8];
-    from.read_exact(&mut start)?;
+    from.read_exact(&mut start).map_err(unread)?;
     let [magic @ .., version, _] = start;
     if &magic != b"\x93NUMPY" || !(1..=3).contains(&version) {
-        return Err(Cause::File("it is no npy file of version 1, 2 or 3".into()));
+        return Err(wrong("it is no npy file of version 1, 2 or 3"));
     }
     // From version 2 on the length of the header has four bytes.
     let mut length = [0; 4];
     let width = if version == 1 { 2 } else { 4 };
-    from.read_exact(&mut length[..width])?;
+    from.read_exact(&mut length[..width]).map_err(unread)?;
     let length = u32::from_le_bytes(length);
     if length > LONGEST_HEADER {
-        return Err(Cause::File(format!("its header of {length} bytes is longer than any array's")));
+        return Err(wrong(format!("its header of {length} bytes is longer than any array's")));
     }
     let mut text = vec![0; length as usize];
-    from.read_exact(&mut text)?;
-    let text = String::from_utf8(text).map_err(|_| Cause::File("its header is not UTF-8".into()))?;
+    from.read_exact(&mut text).map_err(unread)?;
+    let text = String::from_utf8(text).map_err(|_| wrong("its header is not UTF-8"))?;
     Ok((text, (start.len() + width) as u64 + u64::from(length)))
 }
+
+/// What NumPy calls each dtype, after the order of its bytes.
+const ELEMENTS: [(DType, &str); 9] = [
+    (DType::F64, "f8"),
+    (DType::F32, "f4"),
+    (DType::F16, "f2"),
+    (DType::BF16, "V2"),
+    (DType::I64, "i8"),
+    (DType::I32, "i4"),
+    (DType::U32, "u4"),
+    (DType::U8, "u1"),
+    (DType::Bool, "b1"),
+];
 
 struct Header {
     dtype: DType,
@@ -90,13 +102,14 @@ struct Header {
 
 impl Header {
     /// Reads a dict of `descr`, `fortran_order` and `shape`, in any order.
-    fn parse(text: &str) -> Result<Header, Cause> {
-        let wrong = || Cause::File(format!("its header is not one of an array: {}", Excerpt(text.trim())));
+    fn parse(text: &str) -> Result<Header> {
+        let malformed = || wrong(format!("its header is not one of an array: {}", Excerpt(text.trim())));
         let (mut descr, mut fortran, mut sizes) = (None, None, None);
-        let mut rest = text.trim().strip_prefix('{').and_then(|rest| rest.strip_suffix('}')).ok_or_else(wrong)?.trim();
+        let mut rest =
+            text.trim().strip_prefix('{').and_then(|rest| rest.strip_suffix('}')).ok_or_else(malformed)?.trim();
         while !rest.is_empty() {
-            let (key, value) = string(rest).ok_or_else(wrong)?;
-            let value = value.trim_start().strip_prefix(':').ok_or_else(wrong)?.trim_start();
+            let (key, value) = string(rest).ok_or_else(malformed)?;
+            let value = value.trim_start().strip_prefix(':').ok_or_else(malformed)?.trim_start();
             let after = match key {
                 // A list of the dtypes of fields, which may have commas of their own: quoted to the end.
                 "descr" if value.starts_with('[') => return Err(unknown(value)),
@@ -105,27 +118,17 @@ impl Header {
                 "shape" => tuple(value).map(|(list, after)| (sizes = Some(list), after).1),
                 _ => None,
             };
-            let after = after.ok_or_else(wrong)?.trim_start();
+            let after = after.ok_or_else(malformed)?.trim_start();
             rest = match after.strip_prefix(',') {
                 Some(next) => next.trim_start(),
                 None if after.is_empty() => after,
-                None => return Err(wrong()),
+                None => return Err(malformed()),
             };
         }
-        let (Some(descr), Some(fortran), Some(sizes)) = (descr, fortran, sizes) else { return Err(wrong()) };
+        let (Some(descr), Some(fortran), Some(sizes)) = (descr, fortran, sizes) else { return Err(malformed()) };
         let (order, element) = descr.split_at_checked(1).ok_or_else(|| unknown(descr))?;
-        let dtype = match element {
-            "f8" => DType::F64,
-            "f4" => DType::F32,
-            "f2" => DType::F16,
-            "V2" => DType::BF16,
-            "i8" => DType::I64,
-            "i4" => DType::I32,
-            "u4" => DType::U32,
-            "u1" => DType::U8,
-            "b1" => DType::Bool,
-            _ => return Err(unknown(descr)),
-        };
+        let known = ELEMENTS.iter().find(|(_, name)| *name == element);
+        let dtype = known.ok_or_else(|| unknown(descr))?.0;
         match order {
             "<" | ">" | "|" | "=" => Ok(Header { dtype, swapped: order == ">", fortran, sizes }),
             _ => Err(unknown(descr)),
@@ -133,8 +136,8 @@ impl Header {
     }
 }
 
-fn unknown(descr: &str) -> Cause {
-    Cause::File(format!("its dtype '{}' is none of claystone's", Excerpt(descr)))
+fn unknown(descr: &str) -> Error {
+    wrong(format!("its dtype '{}' is none of claystone's", Excerpt(descr)))
 }
 
 /// A string in quotes, and what comes after it.
@@ -156,26 +159,17 @@ fn tuple(text: &str) -> Option<(Vec<u64>, &str)> {
     Some((sizes.collect::<Option<_>>()?, after))
 }
 
-pub(super) fn to_writer(tensor: &Tensor, to: &mut dyn Write) -> Result<(), Cause> {
-    to.write_all(&header(tensor.shape(), tensor.dtype()))?;
-    write_elements(tensor, to)
+pub(super) fn to_writer(tensor: &Tensor, to: &mut dyn Write) -> Result<()> {
+    to.write_all(&header(tensor.shape(), tensor.dtype())).map_err(unread)?;
+    tensor.write_to(to)
 }
 
 /// Version 1.0: magic, length, a literal filled up with spaces so that elements begin at a multiple of 64.
 fn header(shape: &Shape, dtype: DType) -> Vec<u8> {
-    let descr = match dtype {
-        DType::F64 => "<f8",
-        DType::F32 => "<f4",
-        DType::F16 => "<f2",
-        DType::BF16 => "<V2",
-        DType::I64 => "<i8",
-        DType::I32 => "<i4",
-        DType::U32 => "<u4",
-        DType::U8 => "|u1",
-        DType::Bool => "|b1",
-    };
+    let order = if dtype.size() == 1 { '|' } else { '<' };
+    let element = ELEMENTS.iter().find(|(known, _)| *known == dtype).map_or("", |(_, name)| name);
     let sizes: String = shape.dims().iter().map(|d| format!("{d},")).collect();
-    let literal = format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': ({sizes}), }}");
+    let literal = format!("{{'descr': '{order}{element}', 'fortran_order': False, 'shape': ({sizes}), }}");
     let length = (10 + literal.len() + 1).next_multiple_of(64) - 10;
     let mut header = b"\x93NUMPY\x01\x00".to_vec();
     header.extend((length as u16).to_le_bytes());

@@ -9,8 +9,7 @@ use zip::write::SimpleFileOptions;
 use zip::{CompressionMethod, ZipArchive, ZipWriter};
 
 use super::npy::{from_reader, to_writer};
-use super::{create, fail, fail_in, finish, open};
-use crate::io::StateDict;
+use super::{StateDict, create, fail, fail_in, finish, located, open};
 use crate::{Device, Result};
 
 /// The tensors of an npz file, on `device`, in the archive's order (NumPy's `load`); compressed ones too. Archives that
@@ -70,7 +69,7 @@ fn read(op: &'static str, path: &Path, device: Device, max_bytes: Option<u64>) -
         let name = file.name().map_err(|e| fail(op, path, e))?.into_owned();
         let name = name.strip_suffix(".npy").unwrap_or(&name).to_owned();
         let there = claimed(&file);
-        let tensor = from_reader(&mut file, Some(there), device).map_err(|e| e.of(op, path, Some(&name)))?;
+        let tensor = from_reader(&mut file, Some(there), device).map_err(|e| located(e, op, path, Some(&name)))?;
         tensors.push((name, tensor));
     }
     Ok(tensors.into_iter().collect())
@@ -112,7 +111,7 @@ pub fn write_npz(path: impl AsRef<Path>, tensors: &StateDict) -> Result<()> {
     let stored = SimpleFileOptions::default().compression_method(CompressionMethod::Stored).large_file(true);
     for (name, tensor) in tensors.iter() {
         archive.start_file(format!("{name}.npy"), stored).map_err(|e| fail_in(op, path, name, e))?;
-        to_writer(tensor, &mut archive).map_err(|e| e.of(op, path, Some(name)))?;
+        to_writer(tensor, &mut archive).map_err(|e| located(e, op, path, Some(name)))?;
     }
     let file = archive.finish().map_err(|e| fail(op, path, e))?;
     finish(op, path, file)

@@ -10,12 +10,9 @@ use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
 
-use super::{Cause, create, fail, fail_in, finish, open, read_elements, shape_of, write_elements, write_piece};
-use crate::error::Excerpt;
-use crate::io::StateDict;
-use crate::storage::{MappedFile, Storage};
-use crate::tensor::Layout;
-use crate::{DType, Device, Result, Tensor};
+use super::{StateDict, create, fail, fail_in, finish, located, open, read_elements, shape_of, wrong};
+use crate::storage::MappedFile;
+use crate::{DType, Device, Excerpt, Result, Shape, Tensor};
 
 /// Headers larger than this are refused, as by the format's own library.
 const HEADER: u64 = 100_000_000;
@@ -39,11 +36,9 @@ pub fn read_safetensors(path: impl AsRef<Path>, device: Device) -> Result<StateD
     // In the order of their offsets there is nothing between them: the header was checked for that.
     let read = |name: String| {
         let info = header.info(&name).expect("a name of its own");
-        let tensor = dtype_of(info.dtype).and_then(|dtype| {
-            let shape = shape_of(info.shape.iter().map(|&d| d as u64))?;
-            read_elements(&mut file, Some(bytes_of(info)), shape, dtype, device, false)
-        });
-        Ok((name.clone(), tensor.map_err(|e| e.of(op, path, Some(&name)))?))
+        let tensor = type_of(info)
+            .and_then(|(dtype, shape)| read_elements(&mut file, Some(bytes_of(info)), shape, dtype, device, false));
+        Ok((name.clone(), tensor.map_err(|e| located(e, op, path, Some(&name)))?))
     };
     header.offset_keys().into_iter().map(read).collect()
 }
@@ -132,38 +127,36 @@ pub fn write_safetensors(path: impl AsRef<Path>, tensors: &StateDict) -> Result<
     let begun = file.write_all(&(header.len() as u64).to_le_bytes()).and_then(|()| file.write_all(&header));
     begun.map_err(|e| fail(op, path, e))?;
     for (name, tensor) in order {
-        write_elements(tensor, &mut file).map_err(|e| e.of(op, path, Some(name)))?;
+        tensor.write_to(&mut file).map_err(|e| located(e, op, path, Some(name)))?;
     }
     finish(op, path, file)
 }
 
+/// Each dtype, and what the format calls it.
+const DTYPES: [(DType, Dtype); 9] = [
+    (DType::F64, Dtype::F64),
+    (DType::F32, Dtype::F32),
+    (DType::F16, Dtype::F16),
+    (DType::BF16, Dtype::BF16),
+    (DType::I64, Dtype::I64),
+    (DType::I32, Dtype::I32),
+    (DType::U32, Dtype::U32),
+    (DType::U8, Dtype::U8),
+    (DType::Bool, Dtype::BOOL),
+];
+
 fn dtype_in_file(dtype: DType) -> Dtype {
-    match dtype {
-        DType::F64 => Dtype::F64,
-        DType::F32 => Dtype::F32,
-        DType::F16 => Dtype::F16,
-        DType::BF16 => Dtype::BF16,
-        DType::I64 => Dtype::I64,
-        DType::I32 => Dtype::I32,
-        DType::U32 => Dtype::U32,
-        DType::U8 => Dtype::U8,
-        DType::Bool => Dtype::BOOL,
-    }
+    DTYPES.iter().find(|(own, _)| *own == dtype).expect("all dtypes are in the table").1
 }
 
-fn dtype_of(dtype: Dtype) -> Result<DType, Cause> {
-    Ok(match dtype {
-        Dtype::F64 => DType::F64,
-        Dtype::F32 => DType::F32,
-        Dtype::F16 => DType::F16,
-        Dtype::BF16 => DType::BF16,
-        Dtype::I64 => DType::I64,
-        Dtype::I32 => DType::I32,
-        Dtype::U32 => DType::U32,
-        Dtype::U8 => DType::U8,
-        Dtype::BOOL => DType::Bool,
-        other => return Err(Cause::File(format!("its dtype {other:?} is none of claystone's"))),
-    })
+fn dtype_of(dtype: Dtype) -> Result<DType> {
+    let known = DTYPES.iter().find(|(_, in_file)| *in_file == dtype);
+    known.map(|(own, _)| *own).ok_or_else(|| wrong(format!("its dtype {dtype:?} is none of claystone's")))
+}
+
+/// What a header says of a tensor, as ours.
+fn type_of(info: &TensorInfo) -> Result<(DType, Shape)> {
+    Ok((dtype_of(info.dtype)?, shape_of(info.shape.iter().map(|&d| d as u64))?))
 }
 
 /// The tensors of a mapped safetensors file: each goes from the file's pages straight to the device, and only those that
@@ -205,16 +198,9 @@ impl<'a> SafeTensors<'a> {
     pub fn get(&self, name: &str, device: Device) -> Result<Tensor> {
         let (op, path) = ("SafeTensors::get", self.file.path());
         let info = self.header.info(name).ok_or_else(|| fail_in(op, path, name, "there is none of this name"))?;
-        self.placed(info, device).map_err(|e| e.of(op, path, Some(name)))
-    }
-
-    fn placed(&self, info: &TensorInfo, device: Device) -> Result<Tensor, Cause> {
-        let dtype = dtype_of(info.dtype)?;
-        let shape = shape_of(info.shape.iter().map(|&d| d as u64))?;
         let (from, to) = info.data_offsets;
         let bytes = &self.file.bytes()[self.start..][from..to];
-        let storage = Storage::alloc(device, bytes.len())?;
-        write_piece(&storage, 0, bytes, dtype)?;
-        Ok(Tensor { storage, layout: Layout::contiguous(shape), dtype, node: None })
+        let tensor = type_of(info).and_then(|(dtype, shape)| Tensor::from_bytes(bytes, shape, (dtype, device)));
+        tensor.map_err(|e| located(e, op, path, Some(name)))
     }
 }

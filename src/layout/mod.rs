@@ -1,6 +1,7 @@
 //! Where a tensor's elements lie in its storage: shape, strides and an offset, all in elements. Pure arithmetic.
 
 pub(crate) mod collapse;
+pub(crate) mod dims;
 pub(crate) mod shape;
 
 #[cfg(test)]

@@ -1,8 +1,7 @@
 //! First values of parameters, in place (PyTorch's `torch.nn.init`). Gradients do not see it.
 
-use crate::error::in_steps;
 use crate::tensor::TensorOptions;
-use crate::{Error, Result, Scalar, Tensor, no_grad};
+use crate::{Error, Result, Scalar, Tensor, in_steps, no_grad};
 
 /// Which side of a weight `[outputs, inputs, ..]` decides how large its elements are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -33,9 +33,7 @@ pub use sequential::{Dropout, Dropout2d, Func, Sequential, func};
 
 use std::collections::HashSet;
 
-use crate::error::for_each_part;
-use crate::tensor::Layout;
-use crate::{DType, Device, Error, Result, Shape, Tensor, no_grad};
+use crate::{DType, Device, Result, Tensor, for_each_part, no_grad};
 
 /// A layer or a network: a function of one tensor with parameters.
 ///
@@ -191,7 +189,7 @@ pub trait Module: Send + Sync {
 
 /// Whether it is a parameter, and none of those seen before: layers that are tied have the same leaf.
 fn is_new_parameter(role: Role, t: &Tensor, seen: &mut HashSet<u64>) -> bool {
-    role == Role::Parameter && t.leaf_number().is_none_or(|leaf| seen.insert(leaf))
+    role == Role::Parameter && t.leaf_id().is_none_or(|leaf| seen.insert(leaf))
 }
 
 /// Puts what `f` makes of each tensor, outside the graph, in its place.
@@ -221,14 +219,14 @@ fn converted(
         let known = buffers.iter().position(|(buffer, _)| buffer.shares_storage(part));
         let at = known.map_or_else(
             || {
-                let whole = Layout::contiguous(Shape::from(part.storage().nbytes() / part.dtype().size()));
-                let whole = part.with_layout(whole);
+                let elements = part.storage().nbytes() / part.dtype().size();
+                let whole = part.detach().as_strided(elements, &[1], 0)?;
                 buffers.push((whole.shallow_clone(), f(&whole)?));
                 Ok(buffers.len() - 1)
             },
             Ok,
         )?;
-        Ok::<Tensor, Error>(buffers[at].1.with_layout(part.layout.clone()))
+        buffers[at].1.as_strided(part.shape(), part.strides(), part.offset())
     };
     let slot = t.grad_slot();
     // Only an optimiser has buffers of parameters and of gradients that are alike.
@@ -246,7 +244,7 @@ fn converted(
         None => None,
     };
     let slot = slot.as_ref().map(in_buffer).transpose()?;
-    Ok(t.succeeded_by(data, grad, slot))
+    t.succeeded_by(data, grad, slot)
 }
 
 /// A module in a box is the module.

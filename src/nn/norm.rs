@@ -1,9 +1,8 @@
 //! Normalising layers.
 
 use super::{Buffer, Mode, Module};
-use crate::error::in_steps;
 use crate::tensor::TensorOptions;
-use crate::{BatchNormOptions, DType, Result, Tensor};
+use crate::{BatchNormOptions, DType, Result, Tensor, in_steps};
 
 fn ones(n: &[usize], options: TensorOptions) -> Result<Tensor> {
     Tensor::ones(n, options)?.requires_grad_(true)

@@ -18,19 +18,20 @@ pub(crate) mod sort;
 
 use crate::{DType, Device, Error, Result, Tensor, autograd};
 
+pub use crate::autograd::{autocast, autocast_dtype};
 pub use crate::backend::problem::cross_entropy::{CrossEntropy, LossReduction};
 pub use crate::backend::problem::interpolation::Interpolation;
-pub(crate) use crate::backend::problem::map::Params;
 pub use crate::backend::problem::precision::{get_float32_matmul_precision, set_float32_matmul_precision};
+pub use crate::dtype::{can_cast, get_default_dtype, promote_types, set_default_dtype};
 pub use crate::expr::Expr;
 pub use crate::expr::philox::Seed;
 pub use crate::expr::table::{Accepts, Output, ROWS, Row};
+pub use crate::layout::dims::ReduceDims;
 pub use crate::ops::dispatch::arguments::Argument;
-pub use crate::ops::dispatch::autocast::{autocast, autocast_dtype};
 pub use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
-pub use crate::ops::dispatch::promote::{can_cast, get_default_dtype, promote_types, result_type, set_default_dtype};
+pub use crate::ops::dispatch::promote::result_type;
 pub use crate::ops::dispatch::registry::{Backend, Implementation, Registration};
-pub(crate) use crate::ops::elementwise::map::formulas;
+pub use crate::ops::elementwise::map::MapInto;
 pub use crate::ops::index::assign::Assigned;
 pub use crate::ops::index::gather::ScatterReduce;
 pub(crate) use crate::ops::index::gather::check_index;
@@ -39,11 +40,10 @@ pub use crate::ops::nn::attention::Attention;
 pub use crate::ops::nn::conv::{ConvOptions, ConvTransposeOptions, Padding};
 pub use crate::ops::nn::norm::BatchNormOptions;
 pub use crate::ops::nn::pool::{AvgPoolOptions, MaxPoolOptions};
-pub(crate) use crate::ops::nn::window::{fold, unfold};
-pub use crate::ops::reduce::dims::ReduceDims;
+pub use crate::ops::nn::window::{fold, unfold};
 pub use crate::ops::shape::pad::PadMode;
 pub use catalogue::{call, operations, operations_markdown, register};
-pub(crate) use elementwise::{apply_into, formula};
+pub(crate) use elementwise::formula;
 pub use random::{Generator, manual_seed, with_generator};
 pub use reduce::table::{REDUCTIONS, ReductionRow};
 

@@ -1,11 +1,11 @@
 //! Gradients kept within bounds, on the device: nothing waits.
 
-use super::flat::{adjoin, check, line};
-use crate::error::for_each_part;
-use crate::{DType, Device, Result, Tensor, no_grad};
+use super::flat::{adjoin, line};
+use super::rule::check;
+use crate::{DType, Device, Result, Tensor, for_each_part, no_grad};
 
 /// The gradients of `parameters` in as few views as can be: neighbours in an optimiser's buffer are one.
-pub(super) fn gradients<'a>(parameters: impl IntoIterator<Item = &'a Tensor>) -> Vec<Tensor> {
+pub(super) fn gradients<'a>(parameters: impl IntoIterator<Item = &'a Tensor>) -> Result<Vec<Tensor>> {
     let mut runs: Vec<Tensor> = Vec::new();
     for grad in parameters.into_iter().filter_map(Tensor::grad).filter(|g| g.numel() > 0) {
         if !grad.is_contiguous() {
@@ -13,11 +13,11 @@ pub(super) fn gradients<'a>(parameters: impl IntoIterator<Item = &'a Tensor>) ->
             continue;
         }
         match runs.last_mut() {
-            Some(run) if adjoin(run, &grad) => *run = line(run, run.offset(), run.numel() + grad.numel()),
-            _ => runs.push(line(&grad, grad.offset(), grad.numel())),
+            Some(run) if adjoin(run, &grad) => *run = line(run, run.offset(), run.numel() + grad.numel())?,
+            _ => runs.push(line(&grad, grad.offset(), grad.numel())?),
         }
     }
-    runs
+    Ok(runs)
 }
 
 /// The norm of all elements, in f32 at least.
@@ -61,10 +61,10 @@ pub fn clip_grad_norm_<'a>(
         return Err(crate::Error::invalid(op, format!("norm_type is {norm_type}, it must be above 0")));
     }
     no_grad(|| {
-        let runs = gradients(parameters);
+        let runs = gradients(parameters)?;
         let norms = runs.iter().map(|g| norm(g, norm_type)).collect::<Result<Vec<_>>>()?;
         let total = match &norms[..] {
-            [] => return Tensor::zeros((), Device::Cpu),
+            [] => return Tensor::zeros((), Device::default()),
             [one] => one.shallow_clone(),
             all => {
                 let widest = if all.iter().any(|n| n.dtype() == DType::F64) { DType::F64 } else { DType::F32 };
@@ -90,6 +90,6 @@ pub fn clip_grad_norm_<'a>(
 pub fn clip_grad_value_<'a>(parameters: impl IntoIterator<Item = &'a Tensor>, value: f64) -> Result<()> {
     let op = "clip_grad_value_";
     check(op, "value", value, 0.0..f64::INFINITY)?;
-    no_grad(|| for_each_part(op, &gradients(parameters), |run| run.clamp_(-value, value).map(|_| ())))
+    no_grad(|| for_each_part(op, &gradients(parameters)?, |run| run.clamp_(-value, value).map(|_| ())))
         .map_err(|e| e.of(op))
 }

@@ -4,9 +4,7 @@ use std::ops::Range;
 
 use smallvec::SmallVec;
 
-use crate::autograd::Collected;
 use crate::storage::Storage;
-use crate::tensor::Layout;
 use crate::{DType, Device, Error, Result, Shape, Tensor, no_grad};
 
 /// The parameters of a group. They are moved into one buffer, and their gradients into another, except for those whose memory
@@ -73,8 +71,8 @@ impl Room {
 }
 
 /// `n` elements of `t`'s storage in a line, from `offset` on.
-pub(super) fn line(t: &Tensor, offset: usize, n: usize) -> Tensor {
-    t.with_layout(Layout { offset, ..Layout::contiguous(Shape::from(n)) })
+pub(super) fn line(t: &Tensor, offset: usize, n: usize) -> Result<Tensor> {
+    t.detach().as_strided(n, &[1], offset)
 }
 
 /// Whether `next` begins where `t` ends.
@@ -84,6 +82,11 @@ pub(super) fn adjoin(t: &Tensor, next: &Tensor) -> bool {
         && t.shares_storage(next)
         && t.dtype() == next.dtype()
         && t.offset() + t.numel() == next.offset()
+}
+
+/// Whether both are the same elements of the same storage, as tensors of one shape.
+fn is_same_view(a: &Tensor, b: &Tensor) -> bool {
+    a.shares_storage(b) && a.offset() == b.offset() && a.strides() == b.strides()
 }
 
 impl Flat {
@@ -114,7 +117,8 @@ impl Flat {
             }
         }
         let slots: Vec<Option<Tensor>> = parameters.iter().map(|p| p.grad_slot()).collect();
-        let moves = |i: usize| slots[i].is_none() && (parameters[i].numel() == 0 || parameters[i].storage.is_unique());
+        let moves =
+            |i: usize| slots[i].is_none() && (parameters[i].numel() == 0 || parameters[i].storage().is_unique());
         let moves: Vec<bool> = (0..parameters.len()).map(moves).collect();
         let mut homes = Room::new(&parameters, |i| moves[i], dtype, device)?;
         let mut grads = Room::new(&parameters, |i| slots[i].is_none(), dtype, device)?;
@@ -125,7 +129,7 @@ impl Flat {
                 true => {
                     let view = homes.take(p.shape())?;
                     no_grad(|| view.copy_(p))?;
-                    Tensor { node: p.node.clone(), ..view }
+                    p.with_data(view)?
                 }
                 false => p.shallow_clone(),
             };
@@ -147,7 +151,7 @@ impl Flat {
             flat.updated();
         }
         for ((p, made), moved) in parameters.into_iter().zip(&flat.parameters).zip(moves) {
-            made.leaf.set_grad_slot(made.slot.shallow_clone());
+            made.leaf.set_grad_slot(made.slot.shallow_clone())?;
             if moved {
                 *p = made.leaf.shallow_clone();
             }
@@ -212,11 +216,11 @@ impl Flat {
             let elements = first.elements.start..stretch.last().map_or(0, |p| p.elements.end);
             let of = |t: &Tensor, offset| line(t, offset, elements.len());
             let source = if first.leaf.is_contiguous() {
-                of(&first.leaf, first.leaf.offset())
+                of(&first.leaf, first.leaf.offset())?
             } else {
                 first.leaf.detach().contiguous()?.flatten(0, -1)?
             };
-            of(master, elements.start).copy_(&source.to_dtype(DType::F32)?)?;
+            of(master, elements.start)?.copy_(&source.to_dtype(DType::F32)?)?;
         }
         Ok(())
     }
@@ -230,11 +234,11 @@ impl Flat {
         }
         let mut runs: SmallVec<[Run; 1]> = SmallVec::new();
         for (i, p) in self.parameters.iter().enumerate() {
-            match p.leaf.collected() {
-                Collected::Nothing => continue,
-                Collected::InSlot => {}
-                Collected::Elsewhere(grad) => _ = p.slot.copy_(&grad)?,
-                Collected::InSuccessor => return Ok(None),
+            match p.leaf.grad() {
+                Some(grad) if is_same_view(&grad, &p.slot) => {}
+                _ if p.leaf.successor().is_some() => return Ok(None),
+                Some(grad) => _ = p.slot.copy_(&grad)?,
+                None => continue,
             }
             match runs.last_mut() {
                 Some(run) if run.parameters.end == i && p.adjoins && together(i - 1, i) => {
@@ -248,40 +252,30 @@ impl Flat {
     }
 
     /// What a run has of `t`, its first element at `offset`: a line, or one parameter's shape where that has strides of its own.
-    fn stretch(&self, run: &Run, t: &Tensor, offset: usize) -> Tensor {
+    fn stretch(&self, run: &Run, t: &Tensor, offset: usize) -> Result<Tensor> {
         let leaf = &self.parameters[run.parameters.start].leaf;
-        match leaf.is_contiguous() {
-            true => line(t, offset, run.elements.len()),
-            false => t.with_layout(Layout { offset, ..Layout::contiguous(leaf.shape().clone()) }),
-        }
+        let stretch = line(t, offset, run.elements.len())?;
+        if leaf.is_contiguous() { Ok(stretch) } else { stretch.view(leaf.shape()) }
     }
 
     /// What a flat buffer of the state holds for a run.
-    pub(super) fn of(&self, run: &Run, state: &Tensor) -> Tensor {
+    pub(super) fn of(&self, run: &Run, state: &Tensor) -> Result<Tensor> {
         self.stretch(run, state, run.elements.start)
     }
 
     /// What a run's launch reads and writes, besides the optimiser's state.
-    pub(super) fn parts(&self, run: &Run) -> Parts {
+    pub(super) fn parts(&self, run: &Run) -> Result<Parts> {
         let Parameter { leaf, slot, .. } = &self.parameters[run.parameters.start];
-        let weights = if leaf.is_contiguous() { self.stretch(run, leaf, leaf.offset()) } else { leaf.detach() };
-        let grads = self.stretch(run, slot, slot.offset());
-        match &self.master {
-            Some(master) => Parts { weights: self.of(run, master), grads, rounded: Some(weights) },
+        let weights = if leaf.is_contiguous() { self.stretch(run, leaf, leaf.offset())? } else { leaf.detach() };
+        let grads = self.stretch(run, slot, slot.offset())?;
+        Ok(match &self.master {
+            Some(master) => Parts { weights: self.of(run, master)?, grads, rounded: Some(weights) },
             None => Parts { weights, grads, rounded: None },
-        }
+        })
     }
 
     /// The runs were updated, rounded copies and all.
     pub(super) fn updated(&mut self) {
         self.version = self.version();
     }
-}
-
-/// Checks that a hyperparameter lies in `range`, by the name users gave it.
-pub(super) fn check(op: &'static str, name: &str, value: f64, range: std::ops::Range<f64>) -> Result<()> {
-    if range.contains(&value) {
-        return Ok(());
-    }
-    Err(Error::invalid(op, format!("{name} is {value}, it must be at least {} and below {}", range.start, range.end)))
 }

@@ -1,87 +1,13 @@
 //! The machinery under every optimiser: a rule's formula over flat buffers, group by group.
 
-use std::sync::Arc;
-
 use smallvec::SmallVec;
 
 use super::Optimizer;
 use super::flat::{Flat, Parts, Run};
-use crate::error::for_each_part;
-use crate::expr::program::Program;
+use super::rule::Rule;
 use crate::io::StateDict;
-use crate::ops::{Params, apply_into, formulas};
-use crate::{DType, Device, Error, Expr, Graph, Result, Scalar, Tensor, no_grad};
-
-/// What tells one optimiser from another. The value holds the hyperparameters; it is what [`Fused::new`] is given.
-///
-/// ```
-/// use claystone::optim::{Fused, Optimizer, Rule};
-/// use claystone::{Device, Expr, Result, Tensor};
-///
-/// /// Gradient descent that looks at signs only.
-/// struct SignSgd {
-///     lr: f64,
-/// }
-///
-/// impl Rule for SignSgd {
-///     const NAME: &'static str = "SignSgd";
-///     fn numbers(&self, _step: i32) -> Vec<f64> {
-///         vec![self.lr]
-///     }
-///     fn update(&self, w: &Expr, g: &Expr, _state: &[Expr], s: &[Expr]) -> (Expr, Vec<Expr>) {
-///         (w - &s[0] * g.sign(), vec![])
-///     }
-///     fn learning_rate(&self) -> f64 {
-///         self.lr
-///     }
-///     fn set_learning_rate(&mut self, lr: f64) {
-///         self.lr = lr;
-///     }
-/// }
-///
-/// let mut w = Tensor::full(&[2], 3.0, Device::Cpu)?.requires_grad_(true)?;
-/// let mut optimizer = Fused::new(vec![&mut w], SignSgd { lr: 0.5 })?;
-/// w.mul(&w)?.sum((), false)?.backward()?;
-/// optimizer.step()?;
-/// assert_eq!(w.to_vec::<f32>()?, [2.5, 2.5]);
-/// # Ok::<(), claystone::Error>(())
-/// ```
-pub trait Rule {
-    /// The optimiser's name, for messages.
-    const NAME: &'static str;
-
-    /// Whether the hyperparameters make sense; they do unless it says otherwise.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] with the one that does not.
-    fn check(&self) -> Result<()> {
-        Ok(())
-    }
-
-    /// What is kept for each element of a parameter: PyTorch's name and the value before the first step.
-    fn state(&self) -> Vec<(&'static str, f64)> {
-        Vec::new()
-    }
-
-    /// The numbers of a parameter's `step`-th update (the first is 1), which the formula reads as scalars.
-    fn numbers(&self, step: i32) -> Vec<f64>;
-
-    /// Adds what [`Rule::numbers`] gives to `to`, which is what a step asks for: done in place it costs no memory.
-    fn numbers_to(&self, step: i32, to: &mut Vec<f64>) {
-        to.extend(self.numbers(step));
-    }
-
-    /// The new weight and the new state, from the weight, its gradient, the state and the numbers. Which formula it is may
-    /// depend on the hyperparameters, except for the learning rate: steps ask once and go on with it. Their values belong
-    /// among the numbers: every other formula is another kernel.
-    fn update(&self, weight: &Expr, grad: &Expr, state: &[Expr], numbers: &[Expr]) -> (Expr, Vec<Expr>);
-
-    /// The learning rate.
-    fn learning_rate(&self) -> f64;
-
-    /// Changes the learning rate.
-    fn set_learning_rate(&mut self, lr: f64);
-}
+use crate::ops::MapInto;
+use crate::{DType, Device, Error, Graph, Result, Scalar, Tensor, for_each_part, no_grad};
 
 /// The optimiser of a [`Rule`]: [`super::Sgd`], [`super::AdamW`] and the others are this.
 pub struct Fused<R> {
@@ -108,22 +34,7 @@ struct Launch {
     /// Whether gradients are multiplied by a factor, the last of the numbers, of which there are so many.
     scaled: bool,
     numbers: usize,
-    inputs: Vec<Tensor>,
-    outputs: Vec<Tensor>,
-    program: Arc<Program>,
-}
-
-/// What [`Rule::numbers`] is of a rule that adds them to others.
-pub(super) fn numbers_of(rule: &impl Rule, step: i32) -> Vec<f64> {
-    let mut numbers = Vec::new();
-    rule.numbers_to(step, &mut numbers);
-    numbers
-}
-
-/// The gradient with the weight `decay`, which is also the number `by`. None at all where that is 0, as in PyTorch: a weight that is
-/// infinite is no reason for a NaN then.
-pub(super) fn decayed(g: &Expr, w: &Expr, decay: f64, by: &Expr) -> Expr {
-    if decay == 0.0 { g.clone() } else { g + by * w }
+    update: MapInto,
 }
 
 impl<R: Rule> Fused<R> {
@@ -229,7 +140,7 @@ impl<R: Rule> Group<R> {
                 self.launches.truncate(i);
                 self.launches.push(self.launch(run, scaled, numbers)?);
             }
-            self.launches[i].go(R::NAME, &self.numbers)?;
+            self.launches[i].go(&self.numbers)?;
             self.steps[updated].iter_mut().for_each(|t| *t = t.saturating_add(1));
             Ok(())
         })?;
@@ -238,20 +149,20 @@ impl<R: Rule> Group<R> {
     }
 
     fn launch(&self, run: Run, scaled: bool, numbers: usize) -> Result<Launch> {
-        let Parts { weights, grads, rounded } = self.flat.parts(&run);
-        let state: Vec<Tensor> = self.state.iter().map(|s| self.flat.of(&run, s)).collect();
+        let Parts { weights, grads, rounded } = self.flat.parts(&run)?;
+        let state = self.state.iter().map(|s| self.flat.of(&run, s)).collect::<Result<Vec<_>>>()?;
         let handles = || state.iter().map(Tensor::shallow_clone);
         let inputs: Vec<Tensor> = [weights.shallow_clone(), grads].into_iter().chain(handles()).collect();
         let halves = rounded.is_some();
         let outputs: Vec<Tensor> = [weights].into_iter().chain(handles()).chain(rounded).collect();
-        let program = formulas(R::NAME, (inputs.len(), numbers), outputs.len(), |x, s| {
+        let update = MapInto::new(R::NAME, inputs, numbers, outputs, |x, s| {
             let (factor, s) = s.split_last().expect("the factor");
             let grad = if scaled { &x[1] * factor } else { x[1].clone() };
             let (w, state) = self.rule.update(&x[0], &grad, &x[2..], s);
             let rounded = halves.then(|| w.clone());
             std::iter::once(w).chain(state).chain(rounded).collect()
         })?;
-        Ok(Launch { run, scaled, numbers, inputs, outputs, program })
+        Ok(Launch { run, scaled, numbers, update })
     }
 
     /// The tensors of the state with their names; `first` is the number of the group's first parameter.
@@ -270,19 +181,15 @@ impl<R: Rule> Group<R> {
 }
 
 impl Launch {
-    /// Buffers are apart from one another and of one shape: nothing is left to check.
-    fn go(&self, op: &'static str, numbers: &[f64]) -> Result<()> {
+    fn go(&self, numbers: &[f64]) -> Result<()> {
         let mut scalars: SmallVec<[Scalar; 10]> = SmallVec::new();
-        let (mut inputs, mut outputs): (SmallVec<[&Tensor; 5]>, SmallVec<[&Tensor; 5]>) = Default::default();
         numbers.iter().for_each(|&x| scalars.push(Scalar::Float(x)));
-        self.inputs.iter().for_each(|t| inputs.push(t));
-        self.outputs.iter().for_each(|t| outputs.push(t));
-        apply_into(op, &inputs, Params { scalars: &scalars, seeds: &[] }, self.program.exprs(), &outputs)
+        self.update.launch(&scalars)
     }
 }
 
 fn host_number(dtype: DType, value: impl Into<Scalar>) -> Result<Tensor> {
-    Tensor::full((), value, (dtype, Device::Cpu))
+    Tensor::full((), value, (dtype, Device::default()))
 }
 
 impl<R: Rule> Optimizer for Fused<R> {

@@ -15,6 +15,7 @@ mod flat;
 mod fused;
 mod lion;
 mod rmsprop;
+mod rule;
 mod scaler;
 mod schedule;
 mod sgd;
@@ -24,9 +25,10 @@ use crate::{Result, Tensor};
 
 pub use adam::{Adam, AdamConfig, AdamW, AdamWConfig};
 pub use clip::{clip_grad_norm_, clip_grad_value_};
-pub use fused::{Fused, Rule};
+pub use fused::Fused;
 pub use lion::{Lion, LionConfig};
 pub use rmsprop::{Adagrad, AdagradConfig, RmsProp, RmsPropConfig};
+pub use rule::Rule;
 pub use scaler::{GradScaler, GradScalerConfig};
 pub use schedule::{
     CosineAnnealingLr, ExponentialLr, LambdaLr, LinearLr, MultiStepLr, OneCycleLr, Schedule, Scheduler, SequentialLr,

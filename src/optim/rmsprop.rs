@@ -1,44 +1,25 @@
 //! Optimisers that divide by the root of what squares have come to.
 
-use super::flat::check;
-use super::fused::{Fused, Rule, decayed, numbers_of};
-use crate::{Expr, Result};
+use super::rule::{DECAY, NOT_NEGATIVE, decayed, optimizer};
+use crate::Expr;
 
-/// Hyperparameters of [`RmsProp`], with PyTorch's defaults.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct RmsPropConfig {
-    /// Learning rate.
-    pub lr: f64,
-    /// Decay of the running mean of the gradient's square, in `0.0..1.0`.
-    pub alpha: f64,
-    /// Added to the denominator.
-    pub eps: f64,
-    /// L2 penalty, added to the gradient.
-    pub weight_decay: f64,
-    /// Factor of the velocity kept from step to step, in `0.0..1.0`; 0 for none.
-    pub momentum: f64,
-    /// Whether to divide by the standard deviation of the gradient instead of its root mean square.
-    pub centered: bool,
-}
-
-impl Default for RmsPropConfig {
-    fn default() -> RmsPropConfig {
-        RmsPropConfig { lr: 0.01, alpha: 0.99, eps: 1e-8, weight_decay: 0.0, momentum: 0.0, centered: false }
-    }
-}
-
-/// RMSprop (Hinton's lecture; PyTorch's `torch.optim.RMSprop`).
-pub type RmsProp = Fused<RmsPropConfig>;
-
-impl Rule for RmsPropConfig {
-    const NAME: &'static str = "RmsProp";
-
-    fn check(&self) -> Result<()> {
-        check(Self::NAME, "lr", self.lr, 0.0..f64::INFINITY)?;
-        check(Self::NAME, "alpha", self.alpha, 0.0..1.0)?;
-        check(Self::NAME, "eps", self.eps, 0.0..f64::INFINITY)?;
-        check(Self::NAME, "weight_decay", self.weight_decay, 0.0..f64::INFINITY)?;
-        check(Self::NAME, "momentum", self.momentum, 0.0..1.0)
+optimizer! {
+    /// RMSprop (Hinton's lecture; PyTorch's `torch.optim.RMSprop`).
+    RmsProp;
+    /// Hyperparameters of [`RmsProp`], with PyTorch's defaults.
+    RmsPropConfig {
+        /// Learning rate.
+        lr: f64 = 0.01, NOT_NEGATIVE;
+        /// Decay of the running mean of the gradient's square, in `0.0..1.0`.
+        alpha: f64 = 0.99, DECAY;
+        /// Added to the denominator.
+        eps: f64 = 1e-8, NOT_NEGATIVE;
+        /// L2 penalty, added to the gradient.
+        weight_decay: f64 = 0.0, NOT_NEGATIVE;
+        /// Factor of the velocity kept from step to step, in `0.0..1.0`; 0 for none.
+        momentum: f64 = 0.0, DECAY;
+        /// Whether to divide by the standard deviation of the gradient instead of its root mean square.
+        centered: bool = false;
     }
 
     fn state(&self) -> Vec<(&'static str, f64)> {
@@ -46,10 +27,6 @@ impl Rule for RmsPropConfig {
         state.extend(self.centered.then_some(("grad_avg", 0.0)));
         state.extend((self.momentum > 0.0).then_some(("momentum_buffer", 0.0)));
         state
-    }
-
-    fn numbers(&self, step: i32) -> Vec<f64> {
-        numbers_of(self, step)
     }
 
     fn numbers_to(&self, _step: i32, to: &mut Vec<f64>) {
@@ -66,58 +43,27 @@ impl Rule for RmsPropConfig {
         let w = w - &s[0] * velocity.as_ref().unwrap_or(&step);
         (w, [squares].into_iter().chain(mean).chain(velocity).collect())
     }
-
-    fn learning_rate(&self) -> f64 {
-        self.lr
-    }
-
-    fn set_learning_rate(&mut self, lr: f64) {
-        self.lr = lr;
-    }
 }
 
-/// Hyperparameters of [`Adagrad`], with PyTorch's defaults.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct AdagradConfig {
-    /// Learning rate.
-    pub lr: f64,
-    /// How fast the learning rate falls: step t uses `lr / (1 + (t - 1) * lr_decay)`.
-    pub lr_decay: f64,
-    /// L2 penalty, added to the gradient.
-    pub weight_decay: f64,
-    /// What the sums of squares start from.
-    pub initial_accumulator_value: f64,
-    /// Added to the denominator.
-    pub eps: f64,
-}
-
-impl Default for AdagradConfig {
-    fn default() -> AdagradConfig {
-        AdagradConfig { lr: 0.01, lr_decay: 0.0, weight_decay: 0.0, initial_accumulator_value: 0.0, eps: 1e-10 }
-    }
-}
-
-/// Adagrad (Duchi et al., "Adaptive Subgradient Methods"; PyTorch's `torch.optim.Adagrad`).
-pub type Adagrad = Fused<AdagradConfig>;
-
-impl Rule for AdagradConfig {
-    const NAME: &'static str = "Adagrad";
-
-    fn check(&self) -> Result<()> {
-        check(Self::NAME, "lr", self.lr, 0.0..f64::INFINITY)?;
-        check(Self::NAME, "lr_decay", self.lr_decay, 0.0..f64::INFINITY)?;
-        check(Self::NAME, "weight_decay", self.weight_decay, 0.0..f64::INFINITY)?;
-        let start = self.initial_accumulator_value;
-        check(Self::NAME, "initial_accumulator_value", start, 0.0..f64::INFINITY)?;
-        check(Self::NAME, "eps", self.eps, 0.0..f64::INFINITY)
+optimizer! {
+    /// Adagrad (Duchi et al., "Adaptive Subgradient Methods"; PyTorch's `torch.optim.Adagrad`).
+    Adagrad;
+    /// Hyperparameters of [`Adagrad`], with PyTorch's defaults.
+    AdagradConfig {
+        /// Learning rate.
+        lr: f64 = 0.01, NOT_NEGATIVE;
+        /// How fast the learning rate falls: step t uses `lr / (1 + (t - 1) * lr_decay)`.
+        lr_decay: f64 = 0.0, NOT_NEGATIVE;
+        /// L2 penalty, added to the gradient.
+        weight_decay: f64 = 0.0, NOT_NEGATIVE;
+        /// What the sums of squares start from.
+        initial_accumulator_value: f64 = 0.0, NOT_NEGATIVE;
+        /// Added to the denominator.
+        eps: f64 = 1e-10, NOT_NEGATIVE;
     }
 
     fn state(&self) -> Vec<(&'static str, f64)> {
         vec![("sum", self.initial_accumulator_value)]
-    }
-
-    fn numbers(&self, step: i32) -> Vec<f64> {
-        numbers_of(self, step)
     }
 
     fn numbers_to(&self, step: i32, to: &mut Vec<f64>) {
@@ -129,13 +75,5 @@ impl Rule for AdagradConfig {
         let g = decayed(g, w, self.weight_decay, &s[2]);
         let sum = &state[0] + &g * &g;
         (w - &s[0] * &g / (sum.sqrt() + &s[1]), vec![sum])
-    }
-
-    fn learning_rate(&self) -> f64 {
-        self.lr
-    }
-
-    fn set_learning_rate(&mut self, lr: f64) {
-        self.lr = lr;
     }
 }

@@ -2,9 +2,8 @@
 
 use super::Optimizer;
 use super::clip::gradients;
-use super::flat::check;
-use crate::error::for_each_part;
-use crate::{Error, Result, Tensor, no_grad};
+use super::rule::check;
+use crate::{Error, Result, Tensor, for_each_part, no_grad};
 
 /// How [`GradScaler`] changes its factor; PyTorch's defaults.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -91,7 +90,7 @@ impl GradScaler {
             return Err(Error::invalid(op, "the gradients of this step are unscaled already"));
         }
         let (finite, factor) = (all_finite(optimizer)?, 1.0 / self.scale);
-        let gradients = gradients(optimizer.parameters());
+        let gradients = gradients(optimizer.parameters())?;
         no_grad(|| for_each_part(op, &gradients, |run| run.mul_scalar_(factor).map(|_| ())))?;
         self.unscaled = Some(finite);
         Ok(())
@@ -133,7 +132,7 @@ impl GradScaler {
 /// Whether all gradients are finite: the one thing that is read from the device.
 fn all_finite(optimizer: &dyn Optimizer) -> Result<bool> {
     no_grad(|| {
-        let runs = gradients(optimizer.parameters());
+        let runs = gradients(optimizer.parameters())?;
         let flags = runs.iter().map(|run| run.isfinite()?.all((), false)).collect::<Result<Vec<Tensor>>>()?;
         flags.iter().try_fold(true, |all, flag| Ok(all & flag.item::<bool>()?))
     })

@@ -76,8 +76,8 @@ impl Scheduler {
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
     pub fn state_dict(&self) -> Result<StateDict> {
-        let step = Tensor::full((), self.step as i64, (DType::I64, Device::Cpu))?;
-        let base = Tensor::from_slice(&self.base, self.base.len(), Device::Cpu)?;
+        let step = Tensor::full((), self.step as i64, (DType::I64, Device::default()))?;
+        let base = Tensor::from_slice(&self.base, self.base.len(), Device::default())?;
         Ok([("last_epoch".to_string(), step), ("base_lrs".to_string(), base)].into_iter().collect())
     }
 

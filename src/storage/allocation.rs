@@ -205,12 +205,19 @@ impl Storage {
     }
 
     /// Whether this is the only handle, so that nobody would notice a change.
-    pub(crate) fn is_unique(&self) -> bool {
+    pub fn is_unique(&self) -> bool {
         Arc::strong_count(&self.0) == 1
     }
 
-    /// How often the contents have been changed in place, shared by all views: autograd compares it.
-    pub(crate) fn version(&self) -> u64 {
+    /// How often the contents have been changed in place, shared by all views (PyTorch's `_version`): autograd compares it.
+    ///
+    /// ```
+    /// let x = claystone::Tensor::ones(4, claystone::Device::Cpu)?;
+    /// x.narrow(0, 0, 2)?.mul_scalar_(3)?;
+    /// assert_eq!(x.storage().version(), 1);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    pub fn version(&self) -> u64 {
         self.0.version.load(Ordering::Acquire)
     }
 

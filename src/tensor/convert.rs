@@ -113,7 +113,7 @@ impl Tensor {
             Some(storage) => {
                 Tensor { storage, layout: Layout::contiguous(self.shape().clone()), dtype: self.dtype, node: None }
             }
-            None => Tensor::empty_like_shape(self.shape(), self.dtype, Device::Cpu)?,
+            None => Tensor::empty_like_shape(self.shape(), self.dtype, Device::default())?,
         };
         out.storage.copy_from(0, &source.storage, source.layout.offset * size, self.numel() * size, true)?;
         Ok(out)

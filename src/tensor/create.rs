@@ -146,13 +146,11 @@ impl Tensor {
     /// # Errors
     /// [`Error::Invalid`] for a shape of another number of elements, [`Error::NoDevice`], [`Error::OutOfMemory`].
     pub fn from_vec<T: Element>(values: Vec<T>, shape: impl Into<Shape>, device: Device) -> Result<Tensor> {
-        match device {
-            Device::Cpu => {
-                let layout = Layout::contiguous(fits("from_vec", values.len(), shape.into())?);
-                Ok(Tensor { storage: Storage::adopt(values), layout, dtype: T::DTYPE, node: None })
-            }
-            _ => Tensor::from_slice(&values, shape, device),
+        if !device.is_cpu() {
+            return Tensor::from_slice(&values, shape, device);
         }
+        let layout = Layout::contiguous(fits("from_vec", values.len(), shape.into())?);
+        Ok(Tensor { storage: Storage::adopt(values), layout, dtype: T::DTYPE, node: None })
     }
 
     /// The elements of an ndarray array; on [`Device::Cpu`] the tensor owns them, nothing is copied, whatever the strides.

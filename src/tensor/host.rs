@@ -73,9 +73,9 @@ impl Tensor {
 
     /// A copy on the CPU, contiguous, of one handle, outside the graph.
     fn host_copy(&self) -> Result<Tensor> {
-        match self.device() {
-            Device::Cpu => self.copied(true),
-            _ => self.detach().to_device(Device::Cpu),
+        match self.device().is_cpu() {
+            true => self.copied(true),
+            false => self.detach().to_device(Device::default()),
         }
     }
 }

@@ -6,9 +6,10 @@
 //! [`Tensor::shallow_clone`] copies the handle.
 //!
 //! One file a subject: `shape` and `layout` are pure arithmetic, `create` makes tensors, `view` and `index` look at them
-//! differently, `join` and `pad` put them together, `convert` moves them between dtypes, devices and ndarray, `host` shows them to the host without a lock,
-//! `display` prints them.
+//! differently, `convert` moves them between devices and to ndarray, `bytes` to and from streams, `host` shows them to the host
+//! without a lock, `display` prints them.
 
+mod bytes;
 mod convert;
 mod create;
 mod display;

@@ -165,8 +165,9 @@ mod tests {
                     let wide: Vec<Tensor> = inputs.iter().map(|t| t.to_dtype(DType::F32).unwrap()).collect();
                     let wide: Vec<&Tensor> = wide.iter().collect();
                     let right = full.zeros_like().unwrap();
-                    let params = crate::ops::Params { scalars: &scalars, seeds: &[] };
-                    crate::ops::apply_into("test", &wide, params, std::slice::from_ref(e), &[&right]).unwrap();
+                    let params = crate::backend::problem::map::Params { scalars: &scalars, seeds: &[] };
+                    crate::ops::elementwise::apply_into("test", &wide, params, std::slice::from_ref(e), &[&right])
+                        .unwrap();
                     let bits = |t: &Tensor| t.to_dtype(DType::F32).unwrap().to_vec::<f32>().unwrap();
                     let same = |(a, b): (&f32, &f32)| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan());
                     assert!(!ran || bits(&out).iter().zip(&bits(&cast(&right))).all(same), "{e:?} {rows} {columns}");

@@ -21,6 +21,7 @@ pub(crate) mod sequence;
 pub(crate) mod softmax;
 pub(crate) mod sort;
 pub(crate) mod source;
+pub(crate) mod tuning;
 pub(crate) mod user_kernel;
 pub(crate) mod window;
 
@@ -41,9 +42,11 @@ use crate::backend::problem::scan::Scan;
 use crate::backend::problem::select::{Chosen, Nth};
 use crate::backend::problem::sequence::Sequence;
 use crate::backend::problem::softmax::Softmax;
+use crate::backend::problem::tuning::Tuning;
 use crate::backend::problem::windows::{Task, Windows};
+use crate::device::opencl;
 use crate::layout::Layout;
-use crate::{Result, Shape, Tensor};
+use crate::{Device, Result, Shape, Tensor};
 
 /// Every OpenCL device.
 pub(crate) struct OpenCl;
@@ -184,6 +187,10 @@ impl Backend for OpenCl {
 
     fn interpolate(&self, resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -> Result<()> {
         interpolate::run(resize, x, out, transposed)
+    }
+
+    fn tuning(&self, device: Device) -> Result<Box<dyn Tuning>> {
+        Ok(Box::new(opencl::open_device(device)?))
     }
 
     fn blocking(&self, memory: usize, _: bool) -> Blocking {

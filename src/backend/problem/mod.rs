@@ -15,4 +15,5 @@ pub(crate) mod scan;
 pub(crate) mod select;
 pub(crate) mod sequence;
 pub(crate) mod softmax;
+pub(crate) mod tuning;
 pub(crate) mod windows;

@@ -1,6 +1,6 @@
 //! What an operation is called with besides tensors, where it is called by name.
 
-use crate::ops::reduce::dims::ReduceDims;
+use crate::layout::dims::ReduceDims;
 use crate::{DType, Device, Error, Result, Scalar, Tensor};
 
 /// An argument that is no tensor, in the order of the method's parameters.

@@ -2,11 +2,13 @@
 
 use std::sync::Arc;
 
+use smallvec::SmallVec;
+
 use crate::backend::problem::map::{Params, compute_type};
 use crate::expr::Expr;
 use crate::expr::program::Program;
 use crate::ops::elementwise::{apply_into, apply_tracked};
-use crate::{Compute, Error, Result, Scalar, Tensor, autograd};
+use crate::{Compute, DType, Error, Result, Scalar, Tensor, autograd, is_grad_enabled};
 
 /// The formula that `f` makes of the inputs, where it goes with them.
 fn checked(op: &'static str, inputs: &[&Tensor], f: impl FnOnce(&[Expr]) -> Expr) -> Result<Expr> {
@@ -33,7 +35,7 @@ fn checked(op: &'static str, inputs: &[&Tensor], f: impl FnOnce(&[Expr]) -> Expr
 }
 
 /// The formulas that `f` makes of so many inputs and numbers, one for each of so many results.
-pub(crate) fn formulas(
+fn formulas(
     op: &'static str,
     (inputs, scalars): (usize, usize),
     outputs: usize,
@@ -137,26 +139,107 @@ impl Tensor {
         f: impl FnOnce(&[Expr], &[Expr]) -> Vec<Expr>,
     ) -> Result<()> {
         let op = "map_into";
-        let Some(first) = outputs.first() else {
-            return Err(Error::invalid(op, "it needs at least one output"));
-        };
-        for (i, out) in outputs.iter().enumerate() {
-            autograd::check_in_place(op, out, inputs)?;
-            if out.shape() != first.shape() {
-                let hint = "all outputs have one shape";
-                return Err(Error::ShapeMismatch { op, lhs: first.shape().clone(), rhs: out.shape().clone(), hint });
-            }
-            if out.device() != first.device() {
-                return Err(Error::DeviceMismatch { op, lhs: first.device(), rhs: out.device() });
-            }
-            if outputs[..i].iter().any(|o| o.shares_storage(out)) {
-                return Err(Error::invalid(op, "two outputs are views of the same storage: write them one by one"));
-            }
-        }
-        let program = formulas(op, (inputs.len(), scalars.len()), outputs.len(), f)?;
-        if compute_type(&program, inputs, outputs) == Compute::I64 {
-            scalars.iter().try_for_each(|s| s.check_whole(op, first.dtype))?;
-        }
+        let (program, whole) = checked_into(op, inputs, scalars.len(), outputs, f)?;
+        whole.map_or(Ok(()), |dtype| scalars.iter().try_for_each(|s| s.check_whole(op, dtype)))?;
         apply_into(op, inputs, Params { scalars, seeds: &[] }, program.exprs(), outputs)
+    }
+}
+
+/// The formulas of [`Tensor::map_into`], where all it is given goes together; with the dtype that scalars have to be whole
+/// numbers of, if they do.
+fn checked_into(
+    op: &'static str,
+    inputs: &[&Tensor],
+    scalars: usize,
+    outputs: &[&Tensor],
+    f: impl FnOnce(&[Expr], &[Expr]) -> Vec<Expr>,
+) -> Result<(Arc<Program>, Option<DType>)> {
+    let Some(first) = outputs.first() else {
+        return Err(Error::invalid(op, "it needs at least one output"));
+    };
+    for (i, out) in outputs.iter().enumerate() {
+        autograd::check_in_place(op, out, inputs)?;
+        if out.shape() != first.shape() {
+            let hint = "all outputs have one shape";
+            return Err(Error::ShapeMismatch { op, lhs: first.shape().clone(), rhs: out.shape().clone(), hint });
+        }
+        if out.device() != first.device() {
+            return Err(Error::DeviceMismatch { op, lhs: first.device(), rhs: out.device() });
+        }
+        if outputs[..i].iter().any(|o| o.shares_storage(out)) {
+            return Err(Error::invalid(op, "two outputs are views of the same storage: write them one by one"));
+        }
+    }
+    let program = formulas(op, (inputs.len(), scalars), outputs.len(), f)?;
+    let whole = compute_type(&program, inputs, outputs) == Compute::I64;
+    Ok((program, whole.then_some(first.dtype)))
+}
+
+/// [`Tensor::map_into`] of tensors that stay, to be launched again and again with other scalars: all but the launch is done
+/// once. The step of every optimiser of [`optim`](crate::optim) is one.
+///
+/// ```
+/// use claystone::{Device, Tensor, ops::MapInto};
+/// let (x, v) = (Tensor::ones(3, Device::Cpu)?, Tensor::zeros(3, Device::Cpu)?);
+/// let handles = || vec![x.shallow_clone(), v.shallow_clone()];
+/// let step = MapInto::new("oscillate", handles(), 1, handles(), |e, s| {
+///     let v = &e[1] - &s[0] * &e[0];
+///     vec![&e[0] + &v, v]
+/// })?;
+/// for rate in [0.5, 0.25] {
+///     step.launch(&[rate.into()])?;
+/// }
+/// assert_eq!(v.to_vec::<f32>()?, [-0.625; 3]);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+pub struct MapInto {
+    op: &'static str,
+    inputs: Vec<Tensor>,
+    outputs: Vec<Tensor>,
+    scalars: usize,
+    program: Arc<Program>,
+    /// The dtype that scalars have to be whole numbers of.
+    whole: Option<DType>,
+}
+
+impl MapInto {
+    /// The formulas that `f` makes of `inputs` and of as many scalars as `scalars` says, one for each of `outputs`. `op` is
+    /// what errors call it.
+    ///
+    /// # Errors
+    /// As [`Tensor::map_into`].
+    pub fn new(
+        op: &'static str,
+        inputs: Vec<Tensor>,
+        scalars: usize,
+        outputs: Vec<Tensor>,
+        f: impl FnOnce(&[Expr], &[Expr]) -> Vec<Expr>,
+    ) -> Result<MapInto> {
+        let (x, out): (Vec<&Tensor>, Vec<&Tensor>) = (inputs.iter().collect(), outputs.iter().collect());
+        let (program, whole) = checked_into(op, &x, scalars, &out, f)?;
+        Ok(MapInto { op, inputs, outputs, scalars, program, whole })
+    }
+
+    /// Computes the outputs, in one launch.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for another number of scalars, and for a fraction where all tensors are integers; tracked tensors
+    /// outside [`crate::no_grad`]; device failures.
+    pub fn launch(&self, scalars: &[Scalar]) -> Result<()> {
+        if scalars.len() != self.scalars {
+            let reason = format!("{} scalars are given where there are {}", scalars.len(), self.scalars);
+            return Err(Error::invalid(self.op, reason));
+        }
+        if let Some(dtype) = self.whole {
+            scalars.iter().try_for_each(|s| s.check_whole(self.op, dtype))?;
+        }
+        // Pushed one by one: `collect` is a call, and a step is made of such.
+        let (mut inputs, mut outputs): (SmallVec<[&Tensor; 5]>, SmallVec<[&Tensor; 5]>) = Default::default();
+        self.inputs.iter().for_each(|t| inputs.push(t));
+        self.outputs.iter().for_each(|t| outputs.push(t));
+        if is_grad_enabled() {
+            outputs.iter().try_for_each(|out| autograd::check_in_place(self.op, out, &inputs))?;
+        }
+        apply_into(self.op, &inputs, Params { scalars, seeds: &[] }, self.program.exprs(), &outputs)
     }
 }

@@ -16,10 +16,10 @@ use crate::expr::philox::Seed;
 use crate::expr::rows::rows;
 use crate::expr::table::{Accepts, Output, Row};
 use crate::expr::{Expr, table};
-use crate::ops::dispatch::autocast::{autocast_dtype, widened_row};
+use crate::ops::dispatch::autocast::widened_row;
 use crate::ops::dispatch::{promote, registry};
 use crate::ops::same_device;
-use crate::{DType, Error, Result, Scalar, Shape, Tensor};
+use crate::{DType, Error, Result, Scalar, Shape, Tensor, autocast_dtype, get_default_dtype};
 
 /// Computes `exprs` over `inputs`, broadcast together, into new contiguous tensors of dtypes `out`. One launch.
 pub(crate) fn apply(
@@ -113,7 +113,7 @@ fn common_dtype(row: &Row, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<DTy
         promote::common(operands.map(|(_, t)| (t.dtype, t.rank() == 0)), numbers).unwrap_or(inputs[0].dtype)
     };
     match row.accepts {
-        Accepts::Float if !common.is_float() => return Ok(promote::get_default_dtype()),
+        Accepts::Float if !common.is_float() => return Ok(get_default_dtype()),
         Accepts::Integer if common.is_float() => {
             return Err(Error::UnsupportedDType { op, dtype: common, expected: "integers or bool" });
         }

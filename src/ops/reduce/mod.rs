@@ -5,7 +5,6 @@
 //! sums are blocked, so a sum of ten million f32 is good to about 1e-6, and every reduction gives the same bits each time on
 //! one device. f16 and bf16 accumulate in f32, integers in i64 (wrapping).
 
-pub(crate) mod dims;
 mod gradient;
 pub(crate) mod reductions;
 pub(crate) mod scan;
@@ -21,7 +20,7 @@ use crate::{DType, Error, Result, Shape, Tensor, autograd, backend};
 use gradient::apply_reduction;
 use table::{ReductionRow, methods, rows};
 
-pub(crate) use crate::ops::reduce::dims::{Mask, ReduceDims};
+pub(crate) use crate::layout::dims::{Mask, ReduceDims};
 
 /// The shape left of `shape`.
 fn reduced_shape(shape: &Shape, mask: &[bool], keepdim: bool) -> Shape {

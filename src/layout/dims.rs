@@ -2,7 +2,7 @@
 
 use smallvec::SmallVec;
 
-use crate::layout::shape::{Dims, Shape};
+use super::shape::{Dims, Shape};
 use crate::{Error, Result};
 
 /// For each dim of a shape, whether it is reduced.

@@ -1,0 +1,149 @@
+//! Leaves as optimisers and conversions of modules see them: where their values and gradients are, and what replaces them.
+
+use smallvec::SmallVec;
+
+use super::node::{Leaf, Node, State};
+use crate::{Error, Result, Tensor};
+
+/// What optimisers and containers of layers do with parameters.
+impl Tensor {
+    /// A number that all handles on this leaf have and no other leaf has (Python's `id` of a parameter): layers whose
+    /// weights are tied hold the same leaf. None for tensors outside the graph and for results of operations.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let w = Tensor::ones(2, Device::Cpu)?.requires_grad_(true)?;
+    /// assert_eq!(w.leaf_id(), w.shallow_clone().leaf_id());
+    /// assert!(w.leaf_id().is_some() && w.exp()?.leaf_id().is_none());
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    pub fn leaf_id(&self) -> Option<u64> {
+        self.node.as_ref().filter(|node| node.is_leaf()).map(|node| node.seq)
+    }
+
+    /// This leaf with its values in `data`, of the same shape, dtype and device (PyTorch's `parameter.data = data`): how an
+    /// optimiser puts its parameters into one buffer. Other handles keep their memory, so this one has to take their place.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let w = Tensor::ones(2, Device::Cpu)?.requires_grad_(true)?;
+    /// let flat = Tensor::zeros(10, Device::Cpu)?;
+    /// let moved = w.with_data(flat.narrow(0, 4, 2)?)?;
+    /// moved.sum((), false)?.backward()?;
+    /// assert!(moved.shares_storage(&flat) && w.grad().is_some());
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Autograd`] where this is no leaf; [`Error::ShapeMismatch`], [`Error::DTypeMismatch`] and
+    /// [`Error::DeviceMismatch`].
+    pub fn with_data(&self, data: Tensor) -> Result<Tensor> {
+        let op = "with_data";
+        self.with_leaf(op, |_| ())?;
+        self.check_like(op, &data, "a leaf keeps its shape")?;
+        Ok(Tensor { node: self.node.clone(), ..data })
+    }
+
+    /// Tells backward to write this leaf's gradient into `view`, contiguous, of the leaf's shape, dtype and device: a part of one
+    /// buffer for the gradients of many parameters (PyTorch's `gradient_as_bucket_view`). [`Tensor::grad`] is then that view.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let w = Tensor::ones(2, Device::Cpu)?.requires_grad_(true)?;
+    /// let gradients = Tensor::zeros(10, Device::Cpu)?;
+    /// w.set_grad_slot(gradients.narrow(0, 4, 2)?)?;
+    /// w.mul_scalar(3)?.sum((), false)?.backward()?;
+    /// assert_eq!(gradients.to_vec::<f32>()?, [0.0, 0.0, 0.0, 0.0, 3.0, 3.0, 0.0, 0.0, 0.0, 0.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Tensor::with_data`]; [`Error::Invalid`] for a view that is not contiguous.
+    pub fn set_grad_slot(&self, view: Tensor) -> Result<()> {
+        let op = "set_grad_slot";
+        self.check_slot(op, &view)?;
+        self.with_leaf(op, |leaf| leaf.slot = Some(view.detach()))
+    }
+
+    /// Where backward writes this leaf's gradient, if [`Tensor::set_grad_slot`] said so; an optimiser does.
+    pub fn grad_slot(&self) -> Option<Tensor> {
+        match &*self.node.as_ref()?.state() {
+            State::Leaf(leaf) => leaf.slot.as_ref().map(Tensor::shallow_clone),
+            _ => None,
+        }
+    }
+
+    /// The leaf that stands for this one since its module was converted
+    /// ([`Module::to_dtype`](crate::nn::Module::to_dtype), [`Tensor::succeeded_by`]): what an optimiser that was given this
+    /// one goes on with. None where it stands for itself.
+    pub fn successor(&self) -> Option<Tensor> {
+        let State::Leaf(leaf) = &*self.node.as_ref()?.state() else { return None };
+        let next = leaf.successor.as_ref()?;
+        next.successor().or_else(|| Some(next.shallow_clone()))
+    }
+
+    /// A leaf over `data`, of the same shape, that replaces this one: [`Tensor::grad`] and [`Tensor::successor`] of this one
+    /// are the new one's from now on. `grad` is its gradient so far and `slot` where further ones are written
+    /// ([`Tensor::set_grad_slot`]), both like `data`.
+    ///
+    /// ```
+    /// use claystone::{DType, Device, Tensor};
+    /// let w = Tensor::ones(2, Device::Cpu)?.requires_grad_(true)?;
+    /// let half = w.succeeded_by(w.detach().to_dtype(DType::F16)?, None, None)?;
+    /// half.sum((), false)?.backward()?;
+    /// assert_eq!(w.grad().unwrap().dtype(), DType::F16);
+    /// assert_eq!(w.successor().unwrap().leaf_id(), half.leaf_id());
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Tensor::set_grad_slot`]; [`Error::UnsupportedDType`] for integers.
+    pub fn succeeded_by(&self, data: Tensor, grad: Option<Tensor>, slot: Option<Tensor>) -> Result<Tensor> {
+        let op = "succeeded_by";
+        data.dtype.check_float(op)?;
+        if data.shape() != self.shape() {
+            let hint = "a leaf keeps its shape";
+            return Err(Error::ShapeMismatch { op, lhs: self.shape().clone(), rhs: data.shape().clone(), hint });
+        }
+        grad.iter().try_for_each(|grad| data.check_like(op, grad, "a gradient has the shape of its leaf"))?;
+        slot.iter().try_for_each(|slot| data.check_slot(op, slot))?;
+        let state = State::Leaf(Box::new(Leaf { grad, slot, ..Leaf::default() }));
+        let new = Tensor { node: Some(Node::new("leaf", SmallVec::new(), state)), ..data };
+        self.with_leaf(op, |leaf| *leaf = Leaf { successor: Some(new.shallow_clone()), ..Leaf::default() })?;
+        Ok(new)
+    }
+
+    /// Calls `f` with what this leaf collects.
+    fn with_leaf<R>(&self, op: &'static str, f: impl FnOnce(&mut Leaf) -> R) -> Result<R> {
+        if let Some(node) = &self.node
+            && let State::Leaf(leaf) = &mut *node.state()
+        {
+            return Ok(f(leaf));
+        }
+        let reason =
+            "the tensor is no leaf that requires a gradient: call requires_grad_(true) on one outside the graph";
+        Err(Error::Autograd { op, reason: reason.into() })
+    }
+
+    /// An error unless gradients of this tensor can be written to `view`.
+    fn check_slot(&self, op: &'static str, view: &Tensor) -> Result<()> {
+        if !view.is_contiguous() {
+            return Err(Error::invalid(op, "gradients are written to a contiguous view, this one is none"));
+        }
+        self.check_like(op, view, "a gradient has the shape of its leaf")
+    }
+
+    /// An error unless `given` has the shape, dtype and device of this tensor.
+    pub(super) fn check_like(&self, op: &'static str, given: &Tensor, hint: &'static str) -> Result<()> {
+        if given.shape() != self.shape() {
+            return Err(Error::ShapeMismatch { op, lhs: self.shape().clone(), rhs: given.shape().clone(), hint });
+        }
+        if given.dtype != self.dtype {
+            return Err(Error::DTypeMismatch { op, lhs: self.dtype, rhs: given.dtype });
+        }
+        if given.device() != self.device() {
+            return Err(Error::DeviceMismatch { op, lhs: self.device(), rhs: given.device() });
+        }
+        Ok(())
+    }
+}

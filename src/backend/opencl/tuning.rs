@@ -1,0 +1,92 @@
+//! What the parameters of OpenCL kernels are measured with. Their table is in `device::opencl::tuning`.
+
+use std::io;
+use std::path::PathBuf;
+
+use crate::DType;
+use crate::backend::problem::tuning::{Parameter, Tuning, Workload};
+use crate::device::opencl::{ClDevice, Knob, PARAMETERS, Tunable};
+
+/// The rows of the table that the device's kernels have.
+fn rows(cl: &ClDevice) -> impl Iterator<Item = &'static Tunable> {
+    let family = cl.family();
+    PARAMETERS.iter().filter(move |row| row.families.contains(&family))
+}
+
+fn knob(cl: &ClDevice, parameter: usize) -> Knob {
+    rows(cl).nth(parameter).expect("the index of a parameter").knob
+}
+
+impl Tuning for &'static ClDevice {
+    fn parameters(&self) -> Vec<Parameter> {
+        let parameter = |row: &'static Tunable| {
+            let Tunable { knob, name, doc, choices, .. } = *row;
+            Parameter { name, doc, choices, default: row.default(self.family()), value: self.tuned(knob) }
+        };
+        rows(self).map(parameter).collect()
+    }
+
+    fn set(&self, parameter: usize, value: usize) {
+        self.set_tuned(knob(self, parameter), value);
+    }
+
+    fn workload(&self, parameter: usize) -> Workload {
+        large(knob(self, parameter))
+    }
+
+    fn edges(&self, parameter: usize) -> Vec<Workload> {
+        edges(self, knob(self, parameter))
+    }
+
+    fn save(&self) -> io::Result<Option<PathBuf>> {
+        self.save_tuning()
+    }
+}
+
+/// What the choices are timed with.
+fn large(knob: Knob) -> Workload {
+    match knob {
+        Knob::MapGroup => Workload::Sum(1 << 22),
+        Knob::MapLoads => Workload::Shifted(1 << 22),
+        Knob::TurnTile | Knob::TurnLine => Workload::Transposed(4096, 4096, DType::F32),
+        Knob::PanelRows | Knob::PanelVectors | Knob::PanelDepth | Knob::PanelBlock => {
+            Workload::Product([1024; 3], [false; 2], DType::F32)
+        }
+        Knob::DotSide => Workload::Product([512; 3], [false, true], DType::F32),
+        // Less deep than tensor cores take.
+        Knob::Tile => Workload::Product([2048, 2048, 64], [false; 2], DType::F32),
+    }
+}
+
+/// Sizes around the edges that the parameter makes with its present value.
+fn edges(cl: &ClDevice, knob: Knob) -> Vec<Workload> {
+    let value = cl.tuned(knob);
+    match knob {
+        // Four elements a work-item.
+        Knob::MapGroup => [1, value, 4 * value - 1, 4 * value, 4 * value + 1].map(Workload::Sum).into(),
+        Knob::MapLoads => [1, 255 * value, 256 * value, 256 * value + 1].map(Workload::Shifted).into(),
+        Knob::TurnTile | Knob::TurnLine => {
+            let side = value;
+            let sizes = [(side, side), (side - 1, side + 1), (2 * side, side), (2 * side + 1, 3 * side - 1)];
+            let all = sizes.into_iter().flat_map(|(r, c)| [DType::F32, DType::BF16].map(|t| (r, c, t)));
+            all.map(|(rows, cols, dtype)| Workload::Transposed(rows, cols, dtype)).collect()
+        }
+        Knob::PanelRows | Knob::PanelVectors | Knob::PanelDepth | Knob::PanelBlock => {
+            let [r, v, d, b] =
+                [Knob::PanelRows, Knob::PanelVectors, Knob::PanelDepth, Knob::PanelBlock].map(|knob| cl.tuned(knob));
+            let w = 16 * v;
+            let sizes = [[1, w, d], [r, w, d + 1], [r + 1, w + 1, d - 1], [b + 1, 2 * w - 1, 2 * d + 1], [b, 3, 9]];
+            let transposed = [false, true].map(|a| sizes.map(|size| Workload::Product(size, [a, false], DType::F32)));
+            let half = Workload::Product([b - 1, 8 * w + 3, d], [false; 2], DType::F16);
+            transposed.into_iter().flatten().chain([half]).collect()
+        }
+        Knob::DotSide => [[1, value + 1, 17], [value, value, 16], [2 * value - 1, value + 1, 33]]
+            .map(|size| Workload::Product(size, [false, true], DType::F32))
+            .into(),
+        Knob::Tile => {
+            let sizes = [[value, value, 32], [value - 1, value + 1, 33], [2 * value + 1, value, 65]];
+            let turns = [[false, false], [true, true]];
+            sizes.into_iter().flat_map(|s| turns.map(|t| Workload::Product(s, t, DType::F32))).collect()
+        }
+    }
+}

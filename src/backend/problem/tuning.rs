@@ -1,0 +1,49 @@
+//! Parameters of a device's kernels, and what they are measured with.
+
+use std::io;
+use std::path::PathBuf;
+
+use crate::DType;
+
+/// A parameter of a device's kernels.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct Parameter {
+    /// As it is called in the file.
+    pub name: &'static str,
+    /// What it is.
+    pub doc: &'static str,
+    /// What it may be.
+    pub choices: &'static [usize],
+    /// What it is where nobody has measured.
+    pub default: usize,
+    /// What it is on this device.
+    pub value: usize,
+}
+
+/// What a parameter is measured with: something whose kernel has it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Workload {
+    /// A sum of so many elements.
+    Sum(usize),
+    /// The same, of elements that do not begin where a vector does.
+    Shifted(usize),
+    /// A matrix of so many rows and columns, transposed.
+    Transposed(usize, usize, DType),
+    /// `[m, k]` times `[k, n]`, the matrices transposed in memory or not.
+    Product([usize; 3], [bool; 2], DType),
+}
+
+/// The parameters of a device, each named by its index in [`parameters`](Self::parameters).
+pub(crate) trait Tuning {
+    /// All of them, as they are now.
+    fn parameters(&self) -> Vec<Parameter>;
+    /// Changes one, for this process.
+    fn set(&self, parameter: usize, value: usize);
+    /// What its choices are timed with.
+    fn workload(&self, parameter: usize) -> Workload;
+    /// Sizes around the edges that it makes with its present value.
+    fn edges(&self, parameter: usize) -> Vec<Workload>;
+    /// Keeps all values for other processes; gives the file, unless there is no cache of programs.
+    fn save(&self) -> io::Result<Option<PathBuf>>;
+}

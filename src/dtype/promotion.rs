@@ -1,0 +1,101 @@
+//! PyTorch's rules of promotion, as far as dtypes alone decide, and the dtype where nothing does.
+//!
+//! There are three categories: bool, integers, floats. The highest that an operand is of decides; `ops::dispatch::promote` has
+//! what decides within one.
+
+use std::sync::atomic::AtomicU8;
+use std::sync::atomic::Ordering::Relaxed;
+
+use super::DType;
+use crate::Result;
+
+/// An index of `DType::ALL`.
+static DEFAULT: AtomicU8 = AtomicU8::new(0);
+
+/// Sets the dtype of new tensors where none is given, and of the results of operations on integers that are floats
+/// (PyTorch's `set_default_dtype`), for the whole process. It is f32 at first.
+///
+/// # Errors
+/// [`Error::UnsupportedDType`](crate::Error::UnsupportedDType) for integers and bool.
+pub fn set_default_dtype(dtype: DType) -> Result<()> {
+    dtype.check_float("set_default_dtype")?;
+    let index = DType::ALL.iter().position(|&d| d == dtype).unwrap_or(0);
+    DEFAULT.store(index as u8, Relaxed);
+    Ok(())
+}
+
+/// What [`set_default_dtype`] set last (PyTorch's `get_default_dtype`).
+pub fn get_default_dtype() -> DType {
+    DType::ALL[usize::from(DEFAULT.load(Relaxed))]
+}
+
+/// The three kinds of dtypes, from the least to the one that decides.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Category {
+    Bool,
+    Integer,
+    Float,
+}
+
+/// Which of two operands' dtypes decides.
+pub(crate) fn category(dtype: DType) -> Category {
+    match dtype {
+        DType::Bool => Category::Bool,
+        d if d.is_float() => Category::Float,
+        _ => Category::Integer,
+    }
+}
+
+/// The smallest dtype that both convert to without leaving a category (PyTorch's `promote_types`).
+///
+/// ```
+/// use claystone::{DType, promote_types};
+/// assert_eq!(promote_types(DType::F16, DType::BF16), DType::F32);
+/// assert_eq!(promote_types(DType::I64, DType::F16), DType::F16);
+/// assert_eq!(promote_types(DType::I32, DType::U32), DType::I64);
+/// ```
+pub fn promote_types(a: DType, b: DType) -> DType {
+    use DType::*;
+    if a == b {
+        return a;
+    }
+    if category(a) != category(b) {
+        return if category(a) > category(b) { a } else { b };
+    }
+    match (a, b) {
+        (F64, _) | (_, F64) => F64,
+        (U8, other) | (other, U8) => other,
+        _ if a.is_float() => F32,
+        _ => I64,
+    }
+}
+
+/// Whether a result of dtype `from` may be stored in a tensor of dtype `to` (PyTorch's `can_cast`): not floats in integers,
+/// nor numbers in bools.
+///
+/// ```
+/// use claystone::{DType, can_cast};
+/// assert!(can_cast(DType::F64, DType::F16) && !can_cast(DType::F16, DType::I64) && !can_cast(DType::U8, DType::Bool));
+/// ```
+pub fn can_cast(from: DType, to: DType) -> bool {
+    category(from) <= category(to)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn promotion_is_symmetric_associative_and_has_bool_as_its_least() {
+        for a in DType::ALL {
+            assert_eq!(promote_types(a, a), a);
+            assert_eq!(promote_types(DType::Bool, a), a);
+            for b in DType::ALL {
+                let both = promote_types(a, b);
+                assert_eq!(both, promote_types(b, a), "{a} {b}");
+                assert_eq!(promote_types(both, b), both, "{a} {b}");
+                assert!(can_cast(a, both) && can_cast(b, both));
+            }
+        }
+    }
+}
