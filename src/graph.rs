@@ -2,11 +2,10 @@
 
 use std::fmt;
 
+use crate::backend::problem::recording::Recording;
 use crate::device::capture;
-use crate::device::opencl::capture::{Recorder, Recording};
-use crate::device::opencl::{self, ClDevice};
 use crate::storage::Captured;
-use crate::{Device, Error, Result, Stream};
+use crate::{Device, Error, Result, Stream, backend};
 
 /// Work of an OpenCL device, recorded to be submitted again and again (PyTorch's `torch.cuda.CUDAGraph`).
 ///
@@ -40,10 +39,9 @@ use crate::{Device, Error, Result, Stream};
 ///
 /// What a kernel finds wrong with its operands (a label out of range) is told to the thread that captured, when it waits.
 pub struct Graph {
-    device: &'static ClDevice,
     /// Keeps the stream from being given to others.
     stream: Stream,
-    recording: Recording,
+    recording: Box<dyn Recording>,
     memory: Captured,
 }
 
@@ -58,15 +56,10 @@ impl Graph {
     /// ([`AdamW`](crate::optim::AdamW)). After an error nothing has run, and the graph's memory is free again; what `f`
     /// itself did on the host (forgetting gradients, say) stays done.
     pub fn capture<R>(device: Device, f: impl FnOnce() -> Result<R>) -> Result<(Graph, R)> {
-        let Device::OpenCL(index) = device else {
-            let reason = "the CPU does its work at once, there is no queue to record: call the closure itself";
-            return Err(Error::invalid("Graph::capture", reason));
-        };
-        let (cl, stream) = (opencl::open(index)?, Stream::current(device)?);
-        let recorder = Recorder::start(cl)?;
+        let recorder = backend::of(device).record(device)?;
+        let stream = Stream::current(device)?;
         let (memory, result) = Captured::during(device, f)?;
-        let recording = recorder.finish();
-        Ok((Graph { device: cl, stream, recording, memory }, result))
+        Ok((Graph { stream, recording: recorder.finish(), memory }, result))
     }
 
     /// Submits everything recorded, in order. Returns when it is submitted.
@@ -76,8 +69,7 @@ impl Graph {
     /// driver refuses one command after others were submitted: what the graph writes to has to be set anew. After any other
     /// error nothing was submitted.
     pub fn replay(&self) -> Result<()> {
-        capture::refuse(self.device.device(), "Graph::replay", "graphs are not made of graphs")?;
-        let replayed = self.device.replay(&self.recording);
+        let replayed = self.recording.replay();
         if matches!(replayed, Ok(()) | Err(Error::Partial { .. })) {
             self.memory.replayed();
         }
@@ -91,7 +83,7 @@ impl Graph {
 
     /// The device.
     pub fn device(&self) -> Device {
-        self.device.device()
+        self.stream.device()
     }
 
     /// The stream that replays go to.
@@ -113,7 +105,7 @@ impl Graph {
 impl Drop for Graph {
     /// Waits for replays under way: their memory is about to be others'.
     fn drop(&mut self) {
-        let _ = self.device.drain_stream(self.stream.id()); // an error is a lost device, on which nobody gets any
+        self.recording.drain(self.stream.id());
     }
 }
 

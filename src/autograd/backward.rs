@@ -1,4 +1,4 @@
-//! The backward walk: a heap of nodes ordered by age.
+//! The engine of the backward pass: a heap of nodes ordered by age.
 
 use std::cell::Cell;
 use std::collections::{BinaryHeap, HashMap};
@@ -42,10 +42,10 @@ pub(super) struct Engine {
     pub(super) retain_graph: bool,
     /// Whether what the closures do is recorded.
     pub(super) create_graph: bool,
-    /// The nodes whose gradients are handed out, instead of collected in leaves.
+    /// The nodes whose gradients are returned, instead of accumulated in leaves.
     pub(super) wanted: Option<Wanted>,
-    /// Whether it is part of another walk, which goes on from the gradients that this one hands out, and shows them to
-    /// those who watch them.
+    /// Whether it is part of another backward pass, which goes on from the gradients that this one returns, and calls their
+    /// hooks.
     pub(super) inner: bool,
     /// Whether a leaf has collected a gradient: a failure after that leaves some leaves with theirs and others without.
     pub(super) collected: Cell<bool>,
@@ -53,26 +53,26 @@ pub(super) struct Engine {
 
 impl Engine {
     /// Whether a gradient is wanted of this node, or of one beyond it.
-    pub(super) fn leads_on(&self, node: &Node) -> bool {
-        self.wanted.as_ref().is_none_or(|wanted| wanted.leads_on(node.seq))
+    pub(super) fn leads_to_wanted(&self, node: &Node) -> bool {
+        self.wanted.as_ref().is_none_or(|wanted| wanted.leads_to_wanted(node.seq))
     }
 
-    /// Whether the gradient of this node is handed out.
+    /// Whether the gradient of this node is returned.
     pub(super) fn captures(&self, node: &Node) -> bool {
         self.wanted.as_ref().is_some_and(|wanted| wanted.captures(node.seq))
     }
 
-    /// Walks from `seeds`. Gives the gradients of the nodes wanted, by number.
+    /// Runs from `seeds`. Gives the gradients of the nodes wanted, by number.
     pub(super) fn run(&self, seeds: Vec<(Arc<Node>, Gradient)>) -> Result<HashMap<u64, Tensor>> {
         // In the dtypes of forward, wherever backward is called.
         autocast(None, || match self.create_graph {
-            true => enable_grad(|| self.walk(seeds)),
-            false => no_grad(|| self.walk(seeds)),
+            true => enable_grad(|| self.traverse(seeds)),
+            false => no_grad(|| self.traverse(seeds)),
         })
         .map_err(|e| if self.collected.get() { e.in_part("backward") } else { e })
     }
 
-    fn walk(&self, seeds: Vec<(Arc<Node>, Gradient)>) -> Result<HashMap<u64, Tensor>> {
+    fn traverse(&self, seeds: Vec<(Arc<Node>, Gradient)>) -> Result<HashMap<u64, Tensor>> {
         let mut captured = HashMap::new();
         let mut gradients: HashMap<u64, Gradient> = HashMap::new();
         let mut heap = BinaryHeap::new();
@@ -101,7 +101,7 @@ impl Engine {
             let factor = operation.factor.filter(|_| !grad.multiplied());
             let multiplied = SmallVec::from_elem(false, node.inputs.len());
             let mut context =
-                Context { walk: self, node: &node, grad, gradients: &gradients, slots, factor, multiplied };
+                Context { engine: self, node: &node, grad, gradients: &gradients, slots, factor, multiplied };
             let results = (operation.backward)(&mut context)?;
             let multiplied = std::mem::take(&mut context.multiplied);
             // They go before the results are added up: their handles on gradients would make these look shared.
@@ -110,7 +110,7 @@ impl Engine {
             debug_assert_eq!(results.len(), node.inputs.len(), "{}: one gradient an input", node.op);
             for (((input, result), offered), multiplied) in node.inputs.iter().zip(results).zip(offered).zip(multiplied)
             {
-                let Some(input) = input.as_ref().filter(|input| self.leads_on(input)) else { continue };
+                let Some(input) = input.as_ref().filter(|input| self.leads_to_wanted(input)) else { continue };
                 let is_slot = |s: &Tensor| result.as_ref().is_some_and(|r| s.shares_storage(r) && s.layout == r.layout);
                 let in_slot = offered.as_ref().is_some_and(is_slot);
                 if offered.is_some()
@@ -143,14 +143,14 @@ impl Engine {
         if self.create_graph { grad } else { Tensor { node: None, ..grad } }
     }
 
-    /// What to do with the gradient of a node that is an operation's result; None where the walk ends here. A leaf
+    /// What to do with the gradient of a node that is an operation's result; None where the pass ends here. A leaf
     /// collects it.
     fn operation(&self, node: &Node, grad: &mut Gradient) -> Result<Option<Operation>> {
         let mut state = node.state();
         if let State::Leaf(leaf) = &mut *state {
             if self.wanted.is_none() {
                 let in_slot = grad.in_slot();
-                leaf.grad = Some(settle(leaf, grad)?);
+                leaf.grad = Some(accumulate(leaf, grad)?);
                 leaf.lent &= !in_slot;
                 self.collected.set(true);
             }
@@ -159,7 +159,7 @@ impl Engine {
         if self.inner && self.captures(node) {
             return Ok(None);
         }
-        if self.wanted.is_some() && !node.inputs.iter().flatten().any(|input| self.leads_on(input)) {
+        if self.wanted.is_some() && !node.inputs.iter().flatten().any(|input| self.leads_to_wanted(input)) {
             return Ok(None);
         }
         let operation = match (&*state, self.retain_graph) {
@@ -196,8 +196,8 @@ impl Engine {
     }
 }
 
-/// What a leaf holds after `grad` has arrived: in its slot if it has one.
-fn settle(leaf: &Leaf, grad: &mut Gradient) -> Result<Tensor> {
+/// A leaf's gradient with `grad` added: in its slot if it has one.
+fn accumulate(leaf: &Leaf, grad: &mut Gradient) -> Result<Tensor> {
     let in_slot = grad.in_slot();
     let tensor = grad.tensor()?;
     // The only handle on a gradient that is nobody else's.

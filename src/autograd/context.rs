@@ -1,4 +1,4 @@
-//! What an operation's closure sees of the walk.
+//! What an operation's closure sees of the backward pass.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::{DType, Device, Error, Result, Shape, Tensor};
 
 /// What an operation's backward is given.
 pub(crate) struct Context<'a> {
-    pub(super) walk: &'a Engine,
+    pub(super) engine: &'a Engine,
     /// Whose gradient it is.
     pub(super) node: &'a Arc<Node>,
     pub(super) grad: Gradient,
@@ -42,7 +42,7 @@ impl Context<'_> {
     /// Whether what the closure does is recorded: then it keeps to recorded operations, and there are no slots and no
     /// factors of inputs. Only closures that said they can ([`record_twice`](super::record_twice)) see this.
     pub(crate) fn create_graph(&self) -> bool {
-        self.walk.create_graph
+        self.engine.create_graph
     }
 
     /// The operation's own result, saved before it had a node, in its place in the graph.
@@ -63,29 +63,22 @@ impl Context<'_> {
         let mut gradients: Gradients = inputs.iter().map(|_| None).collect();
         let Some(root) = &again.node else { return Ok(gradients) };
         let grad = self.grad()?;
-        if (again.shape(), again.dtype, again.device()) != (grad.shape(), grad.dtype, grad.device()) {
-            let reason = format!(
-                "it gave {}, {} on {} and, computed again in backward, {}, {} on {}",
-                grad.shape(),
-                grad.dtype,
-                grad.device(),
-                again.shape(),
-                again.dtype,
-                again.device()
-            );
+        if !again.is_like(&grad) {
+            let (first, again) = (grad.described(), again.described());
+            let reason = format!("it gave {first} and, computed again in backward, {again}");
             return Err(Error::Autograd { op: self.node.op, reason });
         }
         let needed = inputs.iter().enumerate().filter(|(i, _)| self.needs(*i)).filter_map(|(_, node)| node.as_ref());
         let wanted = Wanted::new(std::iter::once(root), needed);
         let create_graph = self.create_graph();
-        let walk = Engine {
+        let engine = Engine {
             retain_graph: create_graph,
             create_graph,
             wanted: Some(wanted),
             inner: true,
             ..Default::default()
         };
-        let mut found = walk.run(vec![(root.clone(), grad.into())])?;
+        let mut found = engine.run(vec![(root.clone(), grad.into())])?;
         // Of an input that is given twice the first has the gradient of both.
         for (gradient, node) in gradients.iter_mut().zip(inputs) {
             *gradient = node.as_ref().and_then(|node| found.remove(&node.seq));
@@ -100,7 +93,7 @@ impl Context<'_> {
 
     /// Whether the gradient of input `i` is wanted.
     pub(crate) fn needs(&self, i: usize) -> bool {
-        self.node.inputs[i].as_ref().is_some_and(|input| self.walk.leads_on(input))
+        self.node.inputs[i].as_ref().is_some_and(|input| self.engine.leads_to_wanted(input))
     }
 
     /// What the operation was recorded with, if the gradient is still to be multiplied by it.
@@ -111,7 +104,7 @@ impl Context<'_> {
     /// What the gradient of input `i` is multiplied by next. Whoever asks has to do it, where there is something.
     pub(crate) fn factor_of(&mut self, i: usize) -> Option<Arc<Factor>> {
         let input = self.node.inputs[i].as_ref()?;
-        if self.create_graph() || self.walk.captures(input) || self.gradients.contains_key(&input.seq) {
+        if self.create_graph() || self.engine.captures(input) || self.gradients.contains_key(&input.seq) {
             return None;
         }
         let factor = input.factor();

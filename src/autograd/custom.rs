@@ -49,8 +49,8 @@ pub trait CustomOp: Send + Sync + 'static {
     /// Whatever goes wrong; the caller of [`Tensor::apply_op`] gets it.
     fn forward(&self, ctx: &mut OpContext, inputs: &[&Tensor]) -> Result<Tensor>;
 
-    /// For each input its gradient, from the gradient of the result; None where none flows. Run as often as the graph is
-    /// walked.
+    /// For each input its gradient, from the gradient of the result; None where none flows. Called once in every
+    /// backward.
     ///
     /// # Errors
     /// Whatever goes wrong; the caller of backward gets it.

@@ -1,4 +1,4 @@
-//! Starting the walk: [`Tensor::backward`] in its forms, and [`grad`].
+//! Starting a backward pass: [`Tensor::backward`] in its forms, and [`grad`].
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use super::context::Gradient;
 use super::node::Node;
 use crate::{Error, Result, Tensor};
 
-/// The nodes whose gradients a walk hands out.
+/// The nodes whose gradients a backward pass returns.
 pub(super) struct Wanted {
     nodes: HashSet<u64>,
     /// All nodes from which one of them is reached, themselves included.
@@ -47,12 +47,12 @@ impl Wanted {
         self.nodes.contains(&seq)
     }
 
-    pub(super) fn leads_on(&self, seq: u64) -> bool {
+    pub(super) fn leads_to_wanted(&self, seq: u64) -> bool {
         self.towards.contains(&seq)
     }
 }
 
-/// How [`Tensor::backward_with_options`] walks.
+/// What [`Tensor::backward_with_options`] starts from, keeps and records.
 #[derive(Clone, Copy, Default)]
 pub struct BackwardOptions<'a> {
     /// The gradient of the final value with respect to the tensor, of its shape, dtype and device; without one the
@@ -60,12 +60,12 @@ pub struct BackwardOptions<'a> {
     pub gradient: Option<&'a Tensor>,
     /// Keeps the graph, and all that it saved, for another backward. Without it memory is freed on the way.
     pub retain_graph: bool,
-    /// Records the walk itself, so that gradients have gradients; keeps the graph too. The leaves' [`Tensor::grad`] then
+    /// Records the backward pass itself, so that gradients have gradients; keeps the graph too. The leaves' [`Tensor::grad`] then
     /// hold on to the graph and it to the leaves: [`Tensor::zero_grad`] them, or use [`grad_with_options`].
     pub create_graph: bool,
 }
 
-/// How [`grad_with_options`] walks.
+/// What [`grad_with_options`] starts from, keeps and records.
 #[derive(Clone, Copy, Default)]
 pub struct GradOptions<'a> {
     /// For each output the gradient of the final value with respect to it; empty where all outputs have one element, for 1.
@@ -135,8 +135,8 @@ pub fn grad_with_options(outputs: &[&Tensor], inputs: &[&Tensor], options: GradO
     }
     let wanted = Wanted::new(seeds.iter().map(|(node, _)| node), inputs.iter().filter_map(|t| t.node.as_ref()));
     let retain_graph = retain_graph || create_graph;
-    let walk = Engine { retain_graph, create_graph, wanted: Some(wanted), ..Default::default() };
-    let captured = walk.run(seeds)?;
+    let engine = Engine { retain_graph, create_graph, wanted: Some(wanted), ..Default::default() };
+    let captured = engine.run(seeds)?;
     let take = |(i, input): (usize, &&Tensor)| {
         let gradient = input.node.as_ref().and_then(|node| captured.get(&node.seq)).map(Tensor::shallow_clone);
         if gradient.is_none() && !allow_unused {
@@ -148,7 +148,7 @@ pub fn grad_with_options(outputs: &[&Tensor], inputs: &[&Tensor], options: GradO
     inputs.iter().enumerate().map(take).collect()
 }
 
-/// What a walk starts with at `output`.
+/// The gradient that a backward pass starts with at `output`.
 fn seed(op: &'static str, output: &Tensor, gradient: Option<&Tensor>, create_graph: bool) -> Result<Gradient> {
     let Some(gradient) = gradient else {
         if output.numel() != 1 {
@@ -198,7 +198,7 @@ impl Tensor {
         self.run_backward("backward_with", BackwardOptions { gradient: Some(gradient), ..Default::default() })
     }
 
-    /// [`Tensor::backward`] with all that PyTorch's takes: a gradient to start from, the graph kept, the walk recorded.
+    /// [`Tensor::backward`] with all that PyTorch's takes: a gradient to start from, the graph kept, the backward pass recorded.
     ///
     /// ```
     /// use claystone::{Device, Tensor, autograd::BackwardOptions};
@@ -221,7 +221,7 @@ impl Tensor {
         let BackwardOptions { gradient, retain_graph, create_graph } = options;
         let gradient = seed(op, self, gradient, create_graph)?;
         let Some(root) = &self.node else { return Err(untracked(op)) };
-        let walk = Engine { retain_graph: retain_graph || create_graph, create_graph, ..Default::default() };
-        walk.run(vec![(root.clone(), gradient)]).map(drop)
+        let engine = Engine { retain_graph: retain_graph || create_graph, create_graph, ..Default::default() };
+        engine.run(vec![(root.clone(), gradient)]).map(drop)
     }
 }

@@ -32,16 +32,9 @@ impl Watch {
         let mut replaced: Option<Tensor> = None;
         for hook in hooks {
             let Some(new) = hook(replaced.as_ref().unwrap_or(grad))? else { continue };
-            if new.shape() != grad.shape() || new.dtype != grad.dtype || new.device() != grad.device() {
-                let reason = format!(
-                    "a hook gave a gradient of shape {}, {} on {}, in place of one of shape {}, {} on {}",
-                    new.shape(),
-                    new.dtype,
-                    new.device(),
-                    grad.shape(),
-                    grad.dtype,
-                    grad.device()
-                );
+            if !new.is_like(grad) {
+                let (new, old) = (new.described(), grad.described());
+                let reason = format!("a hook gave a gradient of shape {new}, in place of one of shape {old}");
                 return Err(Error::Autograd { op, reason });
             }
             replaced = Some(new);

@@ -133,6 +133,16 @@ impl Tensor {
         self.check_like(op, view, "a gradient has the shape of its leaf")
     }
 
+    /// Whether both have one shape, dtype and device.
+    pub(super) fn is_like(&self, other: &Tensor) -> bool {
+        (self.shape(), self.dtype, self.device()) == (other.shape(), other.dtype, other.device())
+    }
+
+    /// Shape, dtype and device as messages have them.
+    pub(super) fn described(&self) -> String {
+        format!("{}, {} on {}", self.shape(), self.dtype, self.device())
+    }
+
     /// An error unless `given` has the shape, dtype and device of this tensor.
     pub(super) fn check_like(&self, op: &'static str, given: &Tensor, hint: &'static str) -> Result<()> {
         if given.shape() != self.shape() {

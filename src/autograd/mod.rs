@@ -2,15 +2,15 @@
 //!
 //! A tensor that [`Tensor::requires_grad_`] owns a leaf node; every operation on a tracked tensor gives a tensor with a
 //! node that holds its inputs' nodes and one closure, which turns the gradient of the result into gradients of the inputs.
-//! There is no tape: drop the tensors and the graph is gone. [`Tensor::backward`] walks the nodes from the youngest to the
+//! There is no tape: drop the tensors and the graph is gone. [`Tensor::backward`] visits the nodes from the youngest to the
 //! oldest with a heap (no recursion, however long the chain), consumes each closure as it goes, so that what it saved is
 //! freed at once, and leaves the sums in the leaves' [`Tensor::grad`]; [`grad()`] gives them to the caller instead.
-//! [`BackwardOptions`] keep the graph for another walk, or record the walk itself, for gradients of gradients.
+//! [`BackwardOptions`] keep the graph for another backward, or record the backward pass itself, for gradients of gradients.
 //!
 //! An operation saves tensors as `Saved`, which remembers the storage's version: an in-place change between forward and
 //! backward is an error, never a wrong gradient.
 //!
-//! One file a subject: `node` is the graph, `record` how operations enter it, `backward` the walk, `context` what a closure
+//! One file a subject: `node` is the graph, `record` how operations enter it, `backward` the engine, `context` what a closure
 //! sees of it. The others are what users do with it.
 
 mod autocast;

@@ -16,6 +16,7 @@ use crate::backend::problem::index::{Combine, Indexed};
 use crate::backend::problem::interpolation::Resize;
 use crate::backend::problem::map::Formulas;
 use crate::backend::problem::norm::{Channels, Rows};
+use crate::backend::problem::recording::Recorder;
 use crate::backend::problem::reduction::Reduction;
 use crate::backend::problem::scan::Scan;
 use crate::backend::problem::select::{Chosen, Nth};
@@ -129,6 +130,11 @@ pub(crate) trait Backend: Sync {
     /// How large the blocks of attention's scores are; `cheap` where blocks save work.
     fn blocking(&self, memory: usize, cheap: bool) -> Blocking;
 
+    /// Has what this thread submits to the device recorded and not run, where there is a queue.
+    fn record(&self, _device: Device) -> Result<Box<dyn Recorder>> {
+        let reason = "the CPU does its work at once, there is no queue to record: call the closure itself";
+        Err(Error::invalid("Graph::capture", reason))
+    }
     /// The parameters of the device's kernels, where they have any.
     fn tuning(&self, _device: Device) -> Result<Box<dyn Tuning>> {
         Err(Error::invalid("tune", "the CPU's loops have no parameters: name an OpenCL device"))

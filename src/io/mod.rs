@@ -131,24 +131,24 @@ fn shape_of(sizes: impl ExactSizeIterator<Item = u64>) -> Result<Shape> {
     sizes.filter(fits).ok_or_else(|| wrong("its sizes are too large"))
 }
 
-/// A tensor of the bytes that `from` gives next, in reverse in each element where `swapped`. `there` is how many bytes it
+/// A tensor of the bytes that `from` gives next, in reverse in each element where `swapped`. `available` is how many bytes it
 /// has: what is shorter than its shape asks for no memory.
 fn read_elements(
     from: &mut dyn Read,
-    there: Option<u64>,
+    available: Option<u64>,
     shape: Shape,
     dtype: DType,
     device: Device,
     swapped: bool,
 ) -> Result<Tensor> {
     let bytes = (shape.numel() * dtype.size()) as u64;
-    let Some(there) = there else {
+    let Some(available) = available else {
         // A pipe does not say how much it has: what comes is collected, and memory taken for that alone.
         let mut piped = Vec::new();
         from.take(bytes).read_to_end(&mut piped).map_err(unread)?;
         return read_elements(&mut &piped[..], Some(piped.len() as u64), shape, dtype, device, swapped);
     };
-    if bytes > there {
+    if bytes > available {
         return Err(unread(io::ErrorKind::UnexpectedEof.into()));
     }
     match swapped {

@@ -25,8 +25,8 @@ use crate::{DType, Device, Error, Excerpt, Result, Shape, Tensor};
 /// have; [`crate::Error::OutOfMemory`].
 pub fn read_npy(path: impl AsRef<Path>, device: Device) -> Result<Tensor> {
     let (op, path) = ("read_npy", path.as_ref());
-    let (file, there) = open(op, path)?;
-    from_reader(BufReader::new(file), there, device).map_err(|e| located(e, op, path, None))
+    let (file, available) = open(op, path)?;
+    from_reader(BufReader::new(file), available, device).map_err(|e| located(e, op, path, None))
 }
 
 /// Writes the tensor as an npy file (NumPy's `save`).
@@ -40,17 +40,17 @@ pub fn write_npy(path: impl AsRef<Path>, tensor: &Tensor) -> Result<()> {
     finish(op, path, file)
 }
 
-/// The tensor that `from` gives; `there` is how many bytes it has, where that is known.
-pub(super) fn from_reader(mut from: impl Read, there: Option<u64>, device: Device) -> Result<Tensor> {
+/// The tensor that `from` gives; `available` is how many bytes it has, where that is known.
+pub(super) fn from_reader(mut from: impl Read, available: Option<u64>, device: Device) -> Result<Tensor> {
     let (text, length) = header_text(&mut from)?;
-    let there = there.map(|there| there.saturating_sub(length));
+    let available = available.map(|available| available.saturating_sub(length));
     let Header { dtype, swapped, fortran, sizes } = Header::parse(&text)?;
     if !fortran {
-        return read_elements(&mut from, there, shape_of(sizes.into_iter())?, dtype, device, swapped);
+        return read_elements(&mut from, available, shape_of(sizes.into_iter())?, dtype, device, swapped);
     }
-    let turned = read_elements(&mut from, there, shape_of(sizes.into_iter().rev())?, dtype, device, swapped)?;
-    let dims: Vec<isize> = (0..turned.rank() as isize).rev().collect();
-    Ok(turned.permute(&dims)?)
+    let transposed = read_elements(&mut from, available, shape_of(sizes.into_iter().rev())?, dtype, device, swapped)?;
+    let dims: Vec<isize> = (0..transposed.rank() as isize).rev().collect();
+    transposed.permute(&dims)
 }
 
 /// Headers are no longer than this in version 1 of the format; the others need no more for a dtype and a shape.

@@ -68,8 +68,8 @@ fn read(op: &'static str, path: &Path, device: Device, max_bytes: Option<u64>) -
         let mut file = archive.by_index(i).map_err(|e| fail(op, path, e))?;
         let name = file.name().map_err(|e| fail(op, path, e))?.into_owned();
         let name = name.strip_suffix(".npy").unwrap_or(&name).to_owned();
-        let there = claimed(&file);
-        let tensor = from_reader(&mut file, Some(there), device).map_err(|e| located(e, op, path, Some(&name)))?;
+        let available = claimed(&file);
+        let tensor = from_reader(&mut file, Some(available), device).map_err(|e| located(e, op, path, Some(&name)))?;
         tensors.push((name, tensor));
     }
     Ok(tensors.into_iter().collect())
@@ -91,9 +91,9 @@ fn check_sizes(archive: &mut ZipArchive<impl Read + Seek>) -> Result<(), String>
     for i in 0..archive.len() {
         let file = archive.by_index(i).map_err(|e| e.to_string())?;
         let claimed = claimed(&file);
-        let there = std::io::copy(&mut file.take(claimed.saturating_add(1)), &mut std::io::sink());
-        match there.map_err(|e| e.to_string())? {
-            there if there == claimed => {}
+        let size = std::io::copy(&mut file.take(claimed.saturating_add(1)), &mut std::io::sink());
+        match size.map_err(|e| e.to_string())? {
+            size if size == claimed => {}
             _ => return Err(format!("an entry has not the {claimed} bytes that the archive says")),
         }
     }

@@ -55,14 +55,14 @@ fn header_length(bytes: [u8; 8], size: u64) -> Result<u64, String> {
 }
 
 /// The header, if it is about as many bytes of elements as are there.
-fn header_of(json: &[u8], there: u64) -> Result<Metadata, String> {
+fn header_of(json: &[u8], available: u64) -> Result<Metadata, String> {
     let Infos(tensors) = serde_json::from_slice(json).map_err(|e| e.to_string())?;
     let mut tensors: Vec<(String, TensorInfo)> = tensors.into_iter().collect();
     tensors.sort_by_key(|(_, info)| info.data_offsets);
     let header = Metadata::new(None, tensors).map_err(|e| e.to_string())?;
     match header.data_len() as u64 {
-        told if told == there => Ok(header),
-        told => Err(format!("its header tells of {told} bytes of elements and there are {there}")),
+        told if told == available => Ok(header),
+        told => Err(format!("its header tells of {told} bytes of elements and there are {available}")),
     }
 }
 

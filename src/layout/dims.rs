@@ -2,7 +2,7 @@
 
 use smallvec::SmallVec;
 
-use super::shape::{Dims, Shape};
+use super::shape::{Dims, Shape, conversions};
 use crate::{Error, Result};
 
 /// For each dim of a shape, whether it is reduced.
@@ -22,34 +22,12 @@ pub(crate) type Mask = SmallVec<[bool; 6]>;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReduceDims(Option<Dims<isize>>);
 
-impl From<()> for ReduceDims {
-    fn from(_: ()) -> ReduceDims {
-        ReduceDims(None)
-    }
-}
-
-impl From<isize> for ReduceDims {
-    fn from(dim: isize) -> ReduceDims {
-        ReduceDims::from([dim])
-    }
-}
-
-impl From<&[isize]> for ReduceDims {
-    fn from(dims: &[isize]) -> ReduceDims {
-        ReduceDims(Some(Dims::from_slice(dims)))
-    }
-}
-
-impl<const N: usize> From<[isize; N]> for ReduceDims {
-    fn from(dims: [isize; N]) -> ReduceDims {
-        ReduceDims::from(&dims[..])
-    }
-}
-
-impl<const N: usize> From<&[isize; N]> for ReduceDims {
-    fn from(dims: &[isize; N]) -> ReduceDims {
-        ReduceDims::from(&dims[..])
-    }
+conversions! { ReduceDims:
+    [] (), () => ReduceDims(None);
+    [] isize, dim => ReduceDims::from([dim]);
+    [] &[isize], dims => ReduceDims(Some(Dims::from_slice(dims)));
+    [const N: usize] [isize; N], dims => ReduceDims::from(&dims[..]);
+    [const N: usize] &[isize; N], dims => ReduceDims::from(&dims[..]);
 }
 
 impl ReduceDims {

@@ -212,9 +212,9 @@ impl Layout {
         }
         let size = self.shape.dims()[dim] as isize;
         let (lo, hi) = if step > 0 { (0, size) } else { (-1, size - 1) };
-        let place = |i: isize| (if i < 0 { i.saturating_add(size) } else { i }).clamp(lo, hi);
+        let position = |i: isize| (if i < 0 { i.saturating_add(size) } else { i }).clamp(lo, hi);
         let (first, last) = if step > 0 { (lo, hi) } else { (hi, lo) };
-        let (start, end) = (start.map_or(first, place), end.map_or(last, place));
+        let (start, end) = (start.map_or(first, position), end.map_or(last, position));
         let span = if step > 0 { end - start } else { start - end };
         let len = (span.max(0) as usize).div_ceil(step.unsigned_abs());
         Ok(self.pick(dim, start.max(0) as usize, step, len))
@@ -254,7 +254,7 @@ impl Layout {
         if self.numel() == 0 {
             return Some(Layout { offset: self.offset, ..Layout::contiguous(shape.clone()) });
         }
-        // Runs of dimensions that one stride can walk, outermost first.
+        // Runs of dimensions that one stride steps through, outermost first.
         let mut runs: Dims<(usize, isize)> = Dims::new();
         for (d, s) in self.axes().into_iter().filter(|(d, _)| *d != 1) {
             match runs.last_mut() {

@@ -151,52 +151,27 @@ impl fmt::Display for Shape {
     }
 }
 
-impl From<&[usize]> for Shape {
-    fn from(dims: &[usize]) -> Shape {
-        Shape(copied(dims))
-    }
+/// `From` for a type, of what it is made from: generics, the type, and the value.
+macro_rules! conversions {
+    ($to:ty: $([$($generics:tt)*] $from:ty, $x:pat => $e:expr;)*) => { $(
+        impl<$($generics)*> From<$from> for $to {
+            fn from($x: $from) -> $to {
+                $e
+            }
+        }
+    )* };
 }
+pub(crate) use conversions;
 
-impl From<Dims> for Shape {
-    fn from(dims: Dims) -> Shape {
-        Shape(dims)
-    }
-}
-
-impl From<&Shape> for Shape {
-    fn from(shape: &Shape) -> Shape {
-        shape.clone()
-    }
-}
-
-impl From<Vec<usize>> for Shape {
-    fn from(dims: Vec<usize>) -> Shape {
-        Shape(SmallVec::from_vec(dims))
-    }
-}
-
-impl From<()> for Shape {
-    fn from(_: ()) -> Shape {
-        Shape::default()
-    }
-}
-
-impl From<usize> for Shape {
-    fn from(dim: usize) -> Shape {
-        Shape::from([dim])
-    }
-}
-
-impl<const N: usize> From<[usize; N]> for Shape {
-    fn from(dims: [usize; N]) -> Shape {
-        Shape(copied(&dims))
-    }
-}
-
-impl<const N: usize> From<&[usize; N]> for Shape {
-    fn from(dims: &[usize; N]) -> Shape {
-        Shape(copied(dims))
-    }
+conversions! { Shape:
+    [] &[usize], dims => Shape(copied(dims));
+    [] Dims, dims => Shape(dims);
+    [] &Shape, shape => shape.clone();
+    [] Vec<usize>, dims => Shape(SmallVec::from_vec(dims));
+    [] (), () => Shape::default();
+    [] usize, dim => Shape::from([dim]);
+    [const N: usize] [usize; N], dims => Shape(copied(&dims));
+    [const N: usize] &[usize; N], dims => Shape(copied(dims));
 }
 
 impl FromIterator<usize> for Shape {
@@ -246,54 +221,20 @@ fn size<T: TryInto<isize>>(d: T) -> isize {
     d.try_into().unwrap_or(isize::MAX)
 }
 
-impl From<&Shape> for NewShape {
-    fn from(shape: &Shape) -> NewShape {
-        NewShape(shape.0.iter().map(|&d| size(d)).collect())
-    }
-}
-
-impl From<Shape> for NewShape {
-    fn from(shape: Shape) -> NewShape {
-        NewShape::from(&shape)
-    }
-}
-
-impl From<()> for NewShape {
-    fn from(_: ()) -> NewShape {
-        NewShape(Dims::new())
-    }
+conversions! { NewShape:
+    [] &Shape, shape => NewShape(shape.0.iter().map(|&d| size(d)).collect());
+    [] Shape, shape => NewShape::from(&shape);
+    [] (), () => NewShape(Dims::new());
 }
 
 macro_rules! new_shapes {
     ($($t:ty),*) => { $(
-        impl From<$t> for NewShape {
-            fn from(d: $t) -> NewShape {
-                NewShape([size(d)].into_iter().collect())
-            }
-        }
-
-        impl From<&[$t]> for NewShape {
-            fn from(dims: &[$t]) -> NewShape {
-                NewShape(dims.iter().map(|&d| size(d)).collect())
-            }
-        }
-
-        impl From<Vec<$t>> for NewShape {
-            fn from(dims: Vec<$t>) -> NewShape {
-                NewShape::from(&dims[..])
-            }
-        }
-
-        impl<const N: usize> From<[$t; N]> for NewShape {
-            fn from(dims: [$t; N]) -> NewShape {
-                NewShape::from(&dims[..])
-            }
-        }
-
-        impl<const N: usize> From<&[$t; N]> for NewShape {
-            fn from(dims: &[$t; N]) -> NewShape {
-                NewShape::from(&dims[..])
-            }
+        conversions! { NewShape:
+            [] $t, d => NewShape([size(d)].into_iter().collect());
+            [] &[$t], dims => NewShape(dims.iter().map(|&d| size(d)).collect());
+            [] Vec<$t>, dims => NewShape::from(&dims[..]);
+            [const N: usize] [$t; N], dims => NewShape::from(&dims[..]);
+            [const N: usize] &[$t; N], dims => NewShape::from(&dims[..]);
         }
     )* };
 }

@@ -192,7 +192,7 @@ fn is_new_parameter(role: Role, t: &Tensor, seen: &mut HashSet<u64>) -> bool {
     role == Role::Parameter && t.leaf_id().is_none_or(|leaf| seen.insert(leaf))
 }
 
-/// Puts what `f` makes of each tensor, outside the graph, in its place.
+/// Replaces each tensor by what `f` makes of it outside the graph.
 fn replace<M: Module + ?Sized>(module: &mut M, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<()> {
     let (mut result, mut buffers) = (Ok(()), Vec::new());
     module.visit_mut("", &mut |_, _, t| {

@@ -3,52 +3,39 @@
 use super::Module;
 use crate::{AvgPoolOptions, MaxPoolOptions, Result, Tensor};
 
-/// [`Tensor::max_pool2d`] (PyTorch's `nn.MaxPool2d`).
-#[derive(Debug, Clone, Copy)]
-pub struct MaxPool2d {
-    /// Rows and columns of a window.
-    pub kernel: [usize; 2],
-    /// How windows move.
-    pub options: MaxPoolOptions<2>,
+macro_rules! pools {
+    ($($(#[$doc:meta])* $name:ident $options:ident $method:ident;)*) => { $(
+        $(#[$doc])*
+        #[derive(Debug, Clone, Copy)]
+        pub struct $name {
+            /// Rows and columns of a window.
+            pub kernel: [usize; 2],
+            /// How windows move.
+            pub options: $options<2>,
+        }
+
+        impl $name {
+            /// Windows side by side.
+            pub fn new(kernel: [usize; 2]) -> $name {
+                $name { kernel, options: $options::default() }
+            }
+        }
+
+        impl Module for $name {
+            crate::parts!();
+
+            fn forward(&self, x: &Tensor) -> Result<Tensor> {
+                x.$method(self.kernel, self.options)
+            }
+        }
+    )* };
 }
 
-impl MaxPool2d {
-    /// Windows side by side.
-    pub fn new(kernel: [usize; 2]) -> MaxPool2d {
-        MaxPool2d { kernel, options: MaxPoolOptions::default() }
-    }
-}
-
-impl Module for MaxPool2d {
-    crate::parts!();
-
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        x.max_pool2d(self.kernel, self.options)
-    }
-}
-
-/// [`Tensor::avg_pool2d`] (PyTorch's `nn.AvgPool2d`).
-#[derive(Debug, Clone, Copy)]
-pub struct AvgPool2d {
-    /// Rows and columns of a window.
-    pub kernel: [usize; 2],
-    /// How windows move.
-    pub options: AvgPoolOptions<2>,
-}
-
-impl AvgPool2d {
-    /// Windows side by side.
-    pub fn new(kernel: [usize; 2]) -> AvgPool2d {
-        AvgPool2d { kernel, options: AvgPoolOptions::default() }
-    }
-}
-
-impl Module for AvgPool2d {
-    crate::parts!();
-
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        x.avg_pool2d(self.kernel, self.options)
-    }
+pools! {
+    /// [`Tensor::max_pool2d`] (PyTorch's `nn.MaxPool2d`).
+    MaxPool2d MaxPoolOptions max_pool2d;
+    /// [`Tensor::avg_pool2d`] (PyTorch's `nn.AvgPool2d`).
+    AvgPool2d AvgPoolOptions avg_pool2d;
 }
 
 /// [`Tensor::adaptive_avg_pool2d`] to this many rows and columns (PyTorch's `nn.AdaptiveAvgPool2d`).

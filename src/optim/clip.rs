@@ -1,6 +1,6 @@
 //! Gradients kept within bounds, on the device: nothing waits.
 
-use super::flat::{adjoin, line};
+use super::flat::{are_adjacent, flat_view};
 use super::rule::check;
 use crate::{DType, Device, Result, Tensor, for_each_part, no_grad};
 
@@ -13,8 +13,8 @@ pub(super) fn gradients<'a>(parameters: impl IntoIterator<Item = &'a Tensor>) ->
             continue;
         }
         match runs.last_mut() {
-            Some(run) if adjoin(run, &grad) => *run = line(run, run.offset(), run.numel() + grad.numel())?,
-            _ => runs.push(line(&grad, grad.offset(), grad.numel())?),
+            Some(run) if are_adjacent(run, &grad) => *run = flat_view(run, run.offset(), run.numel() + grad.numel())?,
+            _ => runs.push(flat_view(&grad, grad.offset(), grad.numel())?),
         }
     }
     Ok(runs)

@@ -15,8 +15,8 @@ pub(super) struct Flat {
     parameters: Vec<Parameter>,
     /// f32 copies of half-precision parameters, which the steps accumulate into.
     master: Option<Tensor>,
-    /// What the parameters lie in, where there is a master.
-    homes: SmallVec<[Storage; 1]>,
+    /// The storages of the parameters, where there is a master.
+    buffers: SmallVec<[Storage; 1]>,
     /// The [`Flat::version`] of the parameters that `master` goes with.
     version: u64,
 }
@@ -29,7 +29,7 @@ struct Parameter {
     /// Where the flat buffers of the optimiser's state have it.
     elements: Range<usize>,
     /// Whether it and its gradient lie right behind those of the parameter before.
-    adjoins: bool,
+    is_adjacent: bool,
 }
 
 /// The consecutive parameters that one launch updates.
@@ -50,17 +50,22 @@ pub(super) struct Parts {
     pub(super) rounded: Option<Tensor>,
 }
 
-/// A buffer that is handed out from the beginning.
-struct Room {
+/// A buffer that is divided up from the beginning.
+struct FlatBuffer {
     buffer: Tensor,
     used: usize,
 }
 
-impl Room {
-    /// Room for those of the parameters that `wanted` says.
-    fn new(parameters: &[&mut Tensor], wanted: impl Fn(usize) -> bool, dtype: DType, device: Device) -> Result<Room> {
+impl FlatBuffer {
+    /// Large enough for those of the parameters that `wanted` says.
+    fn new(
+        parameters: &[&mut Tensor],
+        wanted: impl Fn(usize) -> bool,
+        dtype: DType,
+        device: Device,
+    ) -> Result<FlatBuffer> {
         let sizes = parameters.iter().enumerate().filter(|(i, _)| wanted(*i)).map(|(_, p)| p.numel());
-        Ok(Room { buffer: Tensor::zeros(sizes.fold(0, usize::saturating_add), (dtype, device))?, used: 0 })
+        Ok(FlatBuffer { buffer: Tensor::zeros(sizes.fold(0, usize::saturating_add), (dtype, device))?, used: 0 })
     }
 
     fn take(&mut self, shape: &Shape) -> Result<Tensor> {
@@ -70,13 +75,13 @@ impl Room {
     }
 }
 
-/// `n` elements of `t`'s storage in a line, from `offset` on.
-pub(super) fn line(t: &Tensor, offset: usize, n: usize) -> Result<Tensor> {
+/// `n` elements of `t`'s storage, one after another, from `offset` on.
+pub(super) fn flat_view(t: &Tensor, offset: usize, n: usize) -> Result<Tensor> {
     t.detach().as_strided(n, &[1], offset)
 }
 
 /// Whether `next` begins where `t` ends.
-pub(super) fn adjoin(t: &Tensor, next: &Tensor) -> bool {
+pub(super) fn are_adjacent(t: &Tensor, next: &Tensor) -> bool {
     t.is_contiguous()
         && next.is_contiguous()
         && t.shares_storage(next)
@@ -120,14 +125,14 @@ impl Flat {
         let moves =
             |i: usize| slots[i].is_none() && (parameters[i].numel() == 0 || parameters[i].storage().is_unique());
         let moves: Vec<bool> = (0..parameters.len()).map(moves).collect();
-        let mut homes = Room::new(&parameters, |i| moves[i], dtype, device)?;
-        let mut grads = Room::new(&parameters, |i| slots[i].is_none(), dtype, device)?;
+        let mut values = FlatBuffer::new(&parameters, |i| moves[i], dtype, device)?;
+        let mut grads = FlatBuffer::new(&parameters, |i| slots[i].is_none(), dtype, device)?;
         // Everything that can fail comes first: on an error the model keeps the parameters it had.
         let mut made: Vec<Parameter> = Vec::with_capacity(parameters.len());
         for ((p, slot), &moves) in parameters.iter().zip(slots).zip(&moves) {
             let leaf = match moves {
                 true => {
-                    let view = homes.take(p.shape())?;
+                    let view = values.take(p.shape())?;
                     no_grad(|| view.copy_(p))?;
                     p.with_data(view)?
                 }
@@ -136,14 +141,14 @@ impl Flat {
             let slot = slot.map_or_else(|| grads.take(p.shape()), Ok)?;
             let before = made.last();
             let start = before.map_or(0, |before| before.elements.end);
-            let adjoins = before.is_some_and(|b| adjoin(&b.leaf, &leaf) && adjoin(&b.slot, &slot));
-            made.push(Parameter { leaf, slot, elements: start..start + p.numel(), adjoins });
+            let is_adjacent = before.is_some_and(|b| are_adjacent(&b.leaf, &leaf) && are_adjacent(&b.slot, &slot));
+            made.push(Parameter { leaf, slot, elements: start..start + p.numel(), is_adjacent });
         }
-        let mut flat = Flat { dtype, device, parameters: made, master: None, homes: SmallVec::new(), version: 0 };
+        let mut flat = Flat { dtype, device, parameters: made, master: None, buffers: SmallVec::new(), version: 0 };
         if dtype.size() < 4 {
             for p in &flat.parameters {
-                if !flat.homes.iter().any(|home| home.ptr_eq(p.leaf.storage())) {
-                    flat.homes.push(p.leaf.storage().clone());
+                if !flat.buffers.iter().any(|buffer| buffer.ptr_eq(p.leaf.storage())) {
+                    flat.buffers.push(p.leaf.storage().clone());
                 }
             }
             flat.master = Some(Tensor::empty(flat.numel(), (DType::F32, device))?);
@@ -205,16 +210,16 @@ impl Flat {
 
     /// Grows with every change of the parameters in place.
     fn version(&self) -> u64 {
-        self.homes.iter().map(Storage::version).sum()
+        self.buffers.iter().map(Storage::version).sum()
     }
 
     /// Makes the master what the parameters are.
     fn refresh(&self) -> Result<()> {
         let Some(master) = &self.master else { return Ok(()) };
-        for stretch in self.parameters.chunk_by(|_, next| next.adjoins) {
-            let first = &stretch[0];
-            let elements = first.elements.start..stretch.last().map_or(0, |p| p.elements.end);
-            let of = |t: &Tensor, offset| line(t, offset, elements.len());
+        for run in self.parameters.chunk_by(|_, next| next.is_adjacent) {
+            let first = &run[0];
+            let elements = first.elements.start..run.last().map_or(0, |p| p.elements.end);
+            let of = |t: &Tensor, offset| flat_view(t, offset, elements.len());
             let source = if first.leaf.is_contiguous() {
                 of(&first.leaf, first.leaf.offset())?
             } else {
@@ -225,9 +230,9 @@ impl Flat {
         Ok(())
     }
 
-    /// The longest stretches of parameters that have a gradient and go together, each with the one before it: one for
+    /// The longest runs of parameters that have a gradient and can be updated together, each with the one before it: one for
     /// all, unless some were not reached by backward. What was written to the parameters since the last step counts. None
-    /// where the model was converted: others are in the place of these parameters.
+    /// where the model was converted and others replace these parameters.
     pub(super) fn runs(&self, together: impl Fn(usize, usize) -> bool) -> Result<Option<SmallVec<[Run; 1]>>> {
         if self.version() != self.version {
             self.refresh()?;
@@ -241,7 +246,7 @@ impl Flat {
                 None => continue,
             }
             match runs.last_mut() {
-                Some(run) if run.parameters.end == i && p.adjoins && together(i - 1, i) => {
+                Some(run) if run.parameters.end == i && p.is_adjacent && together(i - 1, i) => {
                     run.parameters.end = i + 1;
                     run.elements.end = p.elements.end;
                 }
@@ -251,23 +256,24 @@ impl Flat {
         Ok(Some(runs))
     }
 
-    /// What a run has of `t`, its first element at `offset`: a line, or one parameter's shape where that has strides of its own.
-    fn stretch(&self, run: &Run, t: &Tensor, offset: usize) -> Result<Tensor> {
+    /// The elements of `t` for a run, its first element at `offset`: flat, or in one parameter's shape where that is not
+    /// contiguous.
+    fn slice(&self, run: &Run, t: &Tensor, offset: usize) -> Result<Tensor> {
         let leaf = &self.parameters[run.parameters.start].leaf;
-        let stretch = line(t, offset, run.elements.len())?;
-        if leaf.is_contiguous() { Ok(stretch) } else { stretch.view(leaf.shape()) }
+        let flat = flat_view(t, offset, run.elements.len())?;
+        if leaf.is_contiguous() { Ok(flat) } else { flat.view(leaf.shape()) }
     }
 
     /// What a flat buffer of the state holds for a run.
     pub(super) fn of(&self, run: &Run, state: &Tensor) -> Result<Tensor> {
-        self.stretch(run, state, run.elements.start)
+        self.slice(run, state, run.elements.start)
     }
 
     /// What a run's launch reads and writes, besides the optimiser's state.
     pub(super) fn parts(&self, run: &Run) -> Result<Parts> {
         let Parameter { leaf, slot, .. } = &self.parameters[run.parameters.start];
-        let weights = if leaf.is_contiguous() { self.stretch(run, leaf, leaf.offset())? } else { leaf.detach() };
-        let grads = self.stretch(run, slot, slot.offset())?;
+        let weights = if leaf.is_contiguous() { self.slice(run, leaf, leaf.offset())? } else { leaf.detach() };
+        let grads = self.slice(run, slot, slot.offset())?;
         Ok(match &self.master {
             Some(master) => Parts { weights: self.of(run, master)?, grads, rounded: Some(weights) },
             None => Parts { weights, grads, rounded: None },

@@ -92,7 +92,7 @@ impl<R: Rule> Group<R> {
         Ok(Group { flat, state, rule, steps, numbers: Vec::new(), launches: Vec::new() })
     }
 
-    /// What to launch. Goes over to the parameters that are in the place of these first, where the model was converted.
+    /// What to launch. Where the model was converted, goes over to the parameters that replace these first.
     fn runs(&mut self) -> Result<SmallVec<[Run; 1]>> {
         let (rule, steps) = (&self.rule, &self.steps);
         let next = |i: usize| rule.numbers(steps[i].saturating_add(1));
@@ -112,7 +112,7 @@ impl<R: Rule> Group<R> {
         }
     }
 
-    /// Goes on with the parameters that conversions of the model have put in the place of these, and converts the state.
+    /// Goes on with the parameters that replace these since the model was converted, and converts the state.
     fn follow(&mut self) -> Result<()> {
         let mut now: Vec<Tensor> = self.flat.parameters().map(Tensor::shallow_clone).collect();
         let flat = Flat::new(R::NAME, now.iter_mut().collect()).map_err(|e| match e {

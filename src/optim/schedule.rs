@@ -18,7 +18,7 @@ impl<F: Fn(f64, usize) -> f64 + Send> Schedule for F {
     }
 }
 
-/// Walks an optimiser along a [`Schedule`]: call [`Scheduler::step`] after each step or epoch, whatever the schedule counts.
+/// Sets an optimiser's learning rates by a [`Schedule`]: call [`Scheduler::step`] after each step or epoch, whatever the schedule counts.
 ///
 /// ```
 /// use claystone::optim::{Optimizer, Scheduler, Sgd, SgdConfig, StepLr};

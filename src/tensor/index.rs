@@ -5,6 +5,7 @@ use std::ops::{Range, RangeFrom, RangeFull, RangeInclusive, RangeTo, RangeToIncl
 use smallvec::SmallVec;
 
 use super::Layout;
+use crate::layout::shape::conversions;
 use crate::{Error, Result, Tensor};
 
 /// What [`Tensor::i`] does with a dimension. Made from integers and ranges.
@@ -53,10 +54,8 @@ impl Index {
     }
 }
 
-impl From<RangeFull> for Index {
-    fn from(_: RangeFull) -> Index {
-        Index::Range { start: 0, end: None }
-    }
+conversions! { Index:
+    [] RangeFull, _ => Index::Range { start: 0, end: None };
 }
 
 /// What [`Tensor::i`] takes: an integer, a range, [`Index`], a tuple of up to six of them, an array or a slice.
@@ -67,40 +66,13 @@ pub trait Indices {
 
 macro_rules! integers {
     ($($t:ty),*) => { $(
-        impl From<$t> for Index {
-            fn from(i: $t) -> Index {
-                Index::At(place(i))
-            }
-        }
-
-        impl From<Range<$t>> for Index {
-            fn from(r: Range<$t>) -> Index {
-                Index::Range { start: place(r.start), end: Some(place(r.end)) }
-            }
-        }
-
-        impl From<RangeFrom<$t>> for Index {
-            fn from(r: RangeFrom<$t>) -> Index {
-                Index::Range { start: place(r.start), end: None }
-            }
-        }
-
-        impl From<RangeTo<$t>> for Index {
-            fn from(r: RangeTo<$t>) -> Index {
-                Index::Range { start: 0, end: Some(place(r.end)) }
-            }
-        }
-
-        impl From<RangeInclusive<$t>> for Index {
-            fn from(r: RangeInclusive<$t>) -> Index {
-                Index::Range { start: place(*r.start()), end: after(place(*r.end())) }
-            }
-        }
-
-        impl From<RangeToInclusive<$t>> for Index {
-            fn from(r: RangeToInclusive<$t>) -> Index {
-                Index::Range { start: 0, end: after(place(r.end)) }
-            }
+        conversions! { Index:
+            [] $t, i => Index::At(saturated(i));
+            [] Range<$t>, r => Index::Range { start: saturated(r.start), end: Some(saturated(r.end)) };
+            [] RangeFrom<$t>, r => Index::Range { start: saturated(r.start), end: None };
+            [] RangeTo<$t>, r => Index::Range { start: 0, end: Some(saturated(r.end)) };
+            [] RangeInclusive<$t>, r => Index::Range { start: saturated(*r.start()), end: after(saturated(*r.end())) };
+            [] RangeToInclusive<$t>, r => Index::Range { start: 0, end: after(saturated(r.end)) };
         }
 
         single!($t, Range<$t>, RangeFrom<$t>, RangeTo<$t>, RangeInclusive<$t>, RangeToInclusive<$t>);
@@ -130,7 +102,7 @@ macro_rules! tuples {
 }
 
 /// Any integer as an index: what does not fit saturates, and is out of range.
-fn place<T: TryInto<isize>>(i: T) -> isize {
+fn saturated<T: TryInto<isize>>(i: T) -> isize {
     i.try_into().unwrap_or(isize::MAX)
 }
 

@@ -1,6 +1,6 @@
 //! Tensors: shape, strides and an offset over a [`Storage`] that views share.
 //!
-//! A [`Tensor`] is a small handle: which bytes (`storage`), how to walk them (shape, strides, offset in elements), what they
+//! A [`Tensor`] is a small handle: which bytes (`storage`), how they are indexed (shape, strides, offset in elements), what they
 //! mean (`dtype`) and, while a graph is recorded, which node made it. Views ([`Tensor::transpose`], [`Tensor::narrow`],
 //! [`Tensor::i`], ...) make a new handle on the same storage and touch no device. [`Clone`] copies the elements;
 //! [`Tensor::shallow_clone`] copies the handle.
@@ -72,7 +72,7 @@ impl Tensor {
         self.with_layout(self.layout.clone())
     }
 
-    /// The same storage walked differently, outside the graph.
+    /// The same storage with another layout, outside the graph.
     pub(crate) fn with_layout(&self, layout: Layout) -> Tensor {
         Tensor { storage: self.storage.clone(), layout, dtype: self.dtype, node: None }
     }

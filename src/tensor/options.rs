@@ -1,5 +1,6 @@
 //! What a new tensor is made of, where it is not said by its values.
 
+use crate::layout::shape::conversions;
 use crate::{DType, Device, Tensor, get_default_dtype};
 
 /// The dtype and device of a new tensor. Creating methods take `impl Into<TensorOptions>`: a device, a dtype and a device,
@@ -21,20 +22,8 @@ pub struct TensorOptions {
     pub device: Device,
 }
 
-impl From<Device> for TensorOptions {
-    fn from(device: Device) -> TensorOptions {
-        TensorOptions { dtype: get_default_dtype(), device }
-    }
-}
-
-impl From<(DType, Device)> for TensorOptions {
-    fn from((dtype, device): (DType, Device)) -> TensorOptions {
-        TensorOptions { dtype, device }
-    }
-}
-
-impl From<&Tensor> for TensorOptions {
-    fn from(tensor: &Tensor) -> TensorOptions {
-        TensorOptions { dtype: tensor.dtype(), device: tensor.device() }
-    }
+conversions! { TensorOptions:
+    [] Device, device => TensorOptions { dtype: get_default_dtype(), device };
+    [] (DType, Device), (dtype, device) => TensorOptions { dtype, device };
+    [] &Tensor, tensor => TensorOptions { dtype: tensor.dtype(), device: tensor.device() };
 }

@@ -140,7 +140,7 @@ impl Tensor {
         Ok(self.rearranged(op, self.layout.permute(&order), move |grad| grad.permute(&back)))
     }
 
-    /// Dimension `source` moved to place `destination`, the others in their order (PyTorch's `movedim`).
+    /// Dimension `source` moved to position `destination`, the others in their order (PyTorch's `movedim`).
     pub fn movedim(&self, source: isize, destination: isize) -> Result<Tensor> {
         let op = "movedim";
         let (from, to) = (self.shape().dim(op, source)?, self.shape().dim(op, destination)?);
@@ -310,9 +310,9 @@ impl Tensor {
     /// [`Error::DimOutOfRange`]; a dimension named twice.
     pub fn flip(&self, dims: impl Into<ReduceDims>) -> Result<Tensor> {
         let op = "flip";
-        let turned = dims.into().mask(op, self.shape())?;
+        let flipped = dims.into().mask(op, self.shape())?;
         let flip = move |layout: &Layout| {
-            let dims = turned.iter().enumerate().filter(|(_, turned)| **turned);
+            let dims = flipped.iter().enumerate().filter(|(_, flipped)| **flipped);
             dims.fold(layout.clone(), |layout, (d, _)| layout.flip(d))
         };
         self.flipped(op, flip)

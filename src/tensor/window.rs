@@ -40,7 +40,7 @@ impl Tensor {
         Ok(record_unary_twice(op, out, self, move |grad| grad.windows_sum(&shape, d, step)))
     }
 
-    /// The opposite of [`Tensor::unfold`] into a tensor of `shape`: every element is the sum of its places in the windows.
+    /// The opposite of [`Tensor::unfold`] into a tensor of `shape`: every element is the sum of its copies in the windows.
     fn windows_sum(&self, shape: &Shape, d: usize, step: usize) -> Result<Tensor> {
         let op = "unfold_backward";
         let size = self.shape().dims()[self.rank() - 1];
@@ -120,7 +120,8 @@ impl Tensor {
     }
 }
 
-/// The gradient of a tensor that lies at `old` from that of a view of its storage at `new`: what is outside `old` is lost.
+/// The gradient of a tensor with layout `old` from that of a view of its storage with layout `new`: elements outside of `old`
+/// pass none on.
 fn strided_gradient(old: &Layout, new: &Layout, grad: &Tensor) -> Result<Tensor> {
     let (Some((a, b)), Some((c, d))) = (old.bounds(), new.bounds()) else {
         return Tensor::zeros(&old.shape, grad);
@@ -129,8 +130,8 @@ fn strided_gradient(old: &Layout, new: &Layout, grad: &Tensor) -> Result<Tensor>
     let at = |layout: &Layout| Layout { offset: layout.offset - low, ..layout.clone() };
     let storage = Tensor::zeros(len, grad)?;
     if new.may_alias_itself() {
-        let places = Tensor::arange(0, len as i64, 1, (DType::I64, grad.device()))?.with_layout(at(new));
-        storage.index_add_(0, &places.reshape(grad.numel())?, &grad.reshape(grad.numel())?)?;
+        let indices = Tensor::arange(0, len as i64, 1, (DType::I64, grad.device()))?.with_layout(at(new));
+        storage.index_add_(0, &indices.reshape(grad.numel())?, &grad.reshape(grad.numel())?)?;
     } else {
         storage.with_layout(at(new)).copy_(grad)?;
     }
@@ -145,7 +146,7 @@ fn recorded_gradient(old: &Layout, new: &Layout, grad: &Tensor) -> Result<Tensor
     };
     let low = a.min(c);
     let at = |layout: &Layout| Layout { offset: layout.offset - low, ..layout.clone() };
-    // Which element of the tensor lies at each place of the storage; one more for the places where none does.
+    // For each element of the storage the index of the tensor's element there, or n where there is none.
     let elements = Tensor::full(b.max(d) + 1 - low, n as i64, options)?;
     elements.with_layout(at(old)).copy_(&Tensor::arange(0, n as i64, 1, options)?.reshape(&old.shape)?)?;
     let index = elements.with_layout(at(new)).reshape(grad.numel())?;

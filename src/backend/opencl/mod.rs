@@ -13,6 +13,7 @@ pub(crate) mod launch_plan;
 pub(crate) mod map;
 pub(crate) mod nonzero;
 pub(crate) mod norm;
+pub(crate) mod recording;
 pub(crate) mod reduce;
 pub(crate) mod scan;
 pub(crate) mod scatter;
@@ -37,6 +38,7 @@ use crate::backend::problem::index::{Combine, Indexed};
 use crate::backend::problem::interpolation::Resize;
 use crate::backend::problem::map::Formulas;
 use crate::backend::problem::norm::{Channels, Rows};
+use crate::backend::problem::recording::Recorder;
 use crate::backend::problem::reduction::Reduction;
 use crate::backend::problem::scan::Scan;
 use crate::backend::problem::select::{Chosen, Nth};
@@ -187,6 +189,10 @@ impl Backend for OpenCl {
 
     fn interpolate(&self, resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -> Result<()> {
         interpolate::run(resize, x, out, transposed)
+    }
+
+    fn record(&self, device: Device) -> Result<Box<dyn Recorder>> {
+        recording::start(device)
     }
 
     fn tuning(&self, device: Device) -> Result<Box<dyn Tuning>> {

@@ -10,6 +10,7 @@ pub(crate) mod lines;
 pub(crate) mod map;
 pub(crate) mod norm;
 pub(crate) mod precision;
+pub(crate) mod recording;
 pub(crate) mod reduction;
 pub(crate) mod scan;
 pub(crate) mod select;

@@ -1,0 +1,39 @@
+//! Recording what a thread submits to an OpenCL device.
+
+use crate::backend::problem::recording;
+use crate::device::opencl::capture::{Recorder, Recording};
+use crate::device::opencl::{self, ClDevice};
+use crate::device::{StreamId, capture};
+use crate::{Device, Result};
+
+struct Recorded<T> {
+    device: &'static ClDevice,
+    work: T,
+}
+
+/// Begins to record.
+pub(crate) fn start(device: Device) -> Result<Box<dyn recording::Recorder>> {
+    let device = opencl::open_device(device)?;
+    Ok(Box::new(Recorded { device, work: Recorder::start(device)? }))
+}
+
+impl recording::Recorder for Recorded<Recorder> {
+    fn finish(self: Box<Self>) -> Box<dyn recording::Recording> {
+        Box::new(Recorded { device: self.device, work: self.work.finish() })
+    }
+}
+
+impl recording::Recording for Recorded<Recording> {
+    fn len(&self) -> usize {
+        self.work.len()
+    }
+
+    fn replay(&self) -> Result<()> {
+        capture::refuse(self.device.device(), "Graph::replay", "graphs are not made of graphs")?;
+        self.device.replay(&self.work)
+    }
+
+    fn drain(&self, stream: StreamId) {
+        let _ = self.device.drain_stream(stream); // an error is a lost device, which runs nothing any more
+    }
+}

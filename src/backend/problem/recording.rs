@@ -1,0 +1,20 @@
+//! Work that is recorded once and submitted again and again.
+
+use crate::Result;
+use crate::device::StreamId;
+
+/// Has what this thread submits to a device recorded, as long as it lives.
+pub(crate) trait Recorder {
+    /// What was recorded.
+    fn finish(self: Box<Self>) -> Box<dyn Recording>;
+}
+
+/// Recorded commands. The memory that they use is kept by whoever keeps this.
+pub(crate) trait Recording: Send + Sync {
+    /// How many commands: kernels, fills and copies.
+    fn len(&self) -> usize;
+    /// Submits all of them. After [`Error::Partial`](crate::Error::Partial) some were submitted, after any other error none.
+    fn replay(&self) -> Result<()>;
+    /// Waits until those submitted to the stream are done, or the device is lost.
+    fn drain(&self, stream: StreamId);
+}
