@@ -87,8 +87,8 @@ impl Engine {
         while let Some(Pending(node)) = heap.pop() {
             let Some(mut grad) = gradients.remove(&node.seq) else { continue };
             let captured_here = self.captures(&node);
-            if let Some(watch) = node.watch().filter(|_| !(self.inner && captured_here))
-                && let Some(replaced) = watch.pass(node.op, &grad.tensor()?)?
+            if let Some(hooks) = node.hooks().filter(|_| !(self.inner && captured_here))
+                && let Some(replaced) = hooks.run(node.op, &grad.tensor()?)?
             {
                 grad = self.untracked(replaced).into();
             }
@@ -182,7 +182,7 @@ impl Engine {
     /// Lends the slot of input `i` if it is a leaf that has one, holds no gradient yet and was offered to nobody else.
     fn free_slot(&self, node: &Node, i: usize, gradients: &HashMap<u64, Gradient>) -> Option<Tensor> {
         let input = node.inputs[i].as_ref()?;
-        if self.create_graph || self.wanted.is_some() || input.watch().is_some() {
+        if self.create_graph || self.wanted.is_some() || input.hooks().is_some() {
             return None;
         }
         let taken = gradients.contains_key(&input.seq) || node.inputs[..i].iter().flatten().any(|n| n.seq == input.seq);

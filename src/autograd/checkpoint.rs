@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::modes::{enable_grad, is_grad_enabled, sketching};
+use super::modes::{dependencies_only, enable_grad, is_grad_enabled};
 use super::node::{Node, next_seq};
 use super::record::record_of_nodes;
 use super::{Saved, autocast, autocast_dtype};
@@ -40,11 +40,11 @@ pub fn checkpoint(
     }
     // Nodes without closures tell what the result depends on: everything that was there before.
     let first = next_seq();
-    let (out, seeds) = recorded(|| sketching(|| f(&given)));
+    let (out, seeds) = recorded(|| dependencies_only(|| f(&given)));
     let out = out?;
-    let Some(sketch) = &out.node else { return Ok(out) };
-    let outside = outside(sketch, first);
-    if outside.iter().any(|node| node.seq == sketch.seq) {
+    let Some(root) = &out.node else { return Ok(out) };
+    let outside = outside(root, first);
+    if outside.iter().any(|node| node.seq == root.seq) {
         return Ok(out); // nothing was computed: it is an input itself
     }
     let precision = autocast_dtype();

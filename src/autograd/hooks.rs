@@ -8,9 +8,9 @@ use crate::{Error, Result, Tensor};
 
 type Hook = Arc<dyn Fn(&Tensor) -> Result<Option<Tensor>> + Send + Sync>;
 
-/// Who wants to see the gradient of a node.
+/// The hooks of a node, and its retained gradient.
 #[derive(Default)]
-pub(super) struct Watch {
+pub(super) struct Hooks {
     hooks: Mutex<Vec<(u64, Hook)>>,
     retained: Mutex<Retained>,
 }
@@ -24,9 +24,9 @@ pub(super) enum Retained {
     Yes(Option<Tensor>),
 }
 
-impl Watch {
-    /// The gradient after everybody has seen it; None where nobody put another in its place.
-    pub(super) fn pass(&self, op: &'static str, grad: &Tensor) -> Result<Option<Tensor>> {
+impl Hooks {
+    /// Calls the hooks in order. Gives the gradient that they replaced `grad` by, if any did.
+    pub(super) fn run(&self, op: &'static str, grad: &Tensor) -> Result<Option<Tensor>> {
         // Hooks run outside the lock: one may remove itself.
         let hooks: Vec<Hook> = lock(&self.hooks).iter().map(|(_, hook)| hook.clone()).collect();
         let mut replaced: Option<Tensor> = None;
@@ -69,7 +69,7 @@ impl HookHandle {
     /// The hook is not called any more.
     pub fn remove(self) {
         if let Some(node) = self.node.upgrade() {
-            lock(&node.watched().hooks).retain(|(id, _)| *id != self.id);
+            lock(&node.hooks_or_new().hooks).retain(|(id, _)| *id != self.id);
         }
     }
 }
@@ -99,7 +99,7 @@ impl Tensor {
         static ID: AtomicU64 = AtomicU64::new(0);
         let node = self.tracked("register_hook")?;
         let id = ID.fetch_add(1, Ordering::Relaxed);
-        lock(&node.watched().hooks).push((id, Arc::new(hook)));
+        lock(&node.hooks_or_new().hooks).push((id, Arc::new(hook)));
         Ok(HookHandle { node: Arc::downgrade(node), id })
     }
 
@@ -110,7 +110,7 @@ impl Tensor {
     pub fn retain_grad(&self) -> Result<()> {
         let node = self.tracked("retain_grad")?;
         if !node.is_leaf() {
-            let mut retained = node.watched().retained();
+            let mut retained = node.hooks_or_new().retained();
             if let Retained::No = *retained {
                 *retained = Retained::Yes(None);
             }
@@ -120,8 +120,8 @@ impl Tensor {
 
     /// Whether [`Tensor::retain_grad`] was called on this result of an operation (PyTorch's `retains_grad`).
     pub fn retains_grad(&self) -> bool {
-        let watch = self.node.as_ref().and_then(|node| node.watch());
-        watch.is_some_and(|watch| matches!(*watch.retained(), Retained::Yes(_)))
+        let hooks = self.node.as_ref().and_then(|node| node.hooks());
+        hooks.is_some_and(|hooks| matches!(*hooks.retained(), Retained::Yes(_)))
     }
 
     fn tracked(&self, op: &'static str) -> Result<&Arc<Node>> {

@@ -97,7 +97,7 @@ impl Tensor {
                 None => leaf.grad.as_ref().map(Tensor::shallow_clone),
             };
         }
-        match &*node.watch()?.retained() {
+        match &*node.hooks()?.retained() {
             Retained::Yes(grad) => grad.as_ref().map(Tensor::shallow_clone),
             Retained::No => None,
         }
@@ -112,8 +112,8 @@ impl Tensor {
             if let Some(new) = &leaf.successor {
                 new.zero_grad();
             }
-        } else if let Some(watch) = node.watch()
-            && let Retained::Yes(grad) = &mut *watch.retained()
+        } else if let Some(hooks) = node.hooks()
+            && let Retained::Yes(grad) = &mut *hooks.retained()
         {
             *grad = None;
         }

@@ -5,7 +5,7 @@ use std::cell::Cell;
 thread_local! {
     static GRAD_ENABLED: Cell<bool> = const { Cell::new(true) };
     static ANOMALY: Cell<bool> = const { Cell::new(false) };
-    static SKETCH: Cell<bool> = const { Cell::new(false) };
+    static DEPENDENCIES_ONLY: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Whether this thread records operations on tracked tensors.
@@ -65,14 +65,14 @@ pub(super) fn anomaly() -> bool {
     ANOMALY.get()
 }
 
-/// Runs `f` recording what depends on what, and nothing of how to differentiate it.
-pub(super) fn sketching<R>(f: impl FnOnce() -> R) -> R {
-    with_flag(&SKETCH, true, f)
+/// Runs `f` recording which nodes depend on which, without the closures that differentiate them.
+pub(super) fn dependencies_only<R>(f: impl FnOnce() -> R) -> R {
+    with_flag(&DEPENDENCIES_ONLY, true, f)
 }
 
-/// Whether closures are dropped as they come.
-pub(super) fn is_sketching() -> bool {
-    SKETCH.get()
+/// Whether nodes are recorded without closures.
+pub(super) fn is_dependencies_only() -> bool {
+    DEPENDENCIES_ONLY.get()
 }
 
 /// Runs `f` with a flag of this thread set, and puts it back however `f` ends.

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use smallvec::SmallVec;
 
-use super::hooks::Watch;
+use super::hooks::Hooks;
 use super::{Context, Gradients, Saved};
 use crate::{Expr, Result, Tensor};
 
@@ -23,8 +23,8 @@ pub(crate) struct Node {
     /// How often it was an operation's input.
     uses: AtomicU32,
     state: Mutex<State>,
-    /// Who wants to see the gradient that arrives here; most nodes have nobody.
-    watch: OnceLock<Box<Watch>>,
+    /// What is called with the gradient that arrives here; most nodes have none.
+    hooks: OnceLock<Box<Hooks>>,
 }
 
 pub(super) enum State {
@@ -58,7 +58,7 @@ pub(super) struct Leaf {
     pub(super) grad: Option<Tensor>,
     /// Where an optimiser wants the gradient written: a view of its flat gradient buffer.
     pub(super) slot: Option<Tensor>,
-    /// Whether a backward may be writing to the slot: that of another thread then keeps away.
+    /// Whether a backward may be writing to the slot, which that of another thread does not use then.
     pub(super) lent: bool,
     /// The leaf that took this one's place when its module was converted: the gradient is collected there.
     pub(super) successor: Option<Tensor>,
@@ -75,7 +75,7 @@ impl Node {
     pub(super) fn new(op: &'static str, inputs: Inputs, state: State) -> Arc<Node> {
         inputs.iter().flatten().for_each(|node| _ = node.uses.fetch_add(1, Ordering::Relaxed));
         let seq = SEQ.fetch_add(1, Ordering::Relaxed);
-        Arc::new(Node { seq, op, inputs, uses: AtomicU32::new(0), state: Mutex::new(state), watch: OnceLock::new() })
+        Arc::new(Node { seq, op, inputs, uses: AtomicU32::new(0), state: Mutex::new(state), hooks: OnceLock::new() })
     }
 
     pub(super) fn state(&self) -> MutexGuard<'_, State> {
@@ -91,21 +91,21 @@ impl Node {
         matches!(*self.state(), State::Leaf(_))
     }
 
-    /// Who watches the gradient, if anybody.
-    pub(super) fn watch(&self) -> Option<&Watch> {
-        self.watch.get().map(|watch| &**watch)
+    /// The hooks, if there are any.
+    pub(super) fn hooks(&self) -> Option<&Hooks> {
+        self.hooks.get().map(|hooks| &**hooks)
     }
 
-    /// The watch of this node, from now on there.
-    pub(super) fn watched(&self) -> &Watch {
-        self.watch.get_or_init(Box::default)
+    /// The hooks of this node, made where there are none yet.
+    pub(super) fn hooks_or_new(&self) -> &Hooks {
+        self.hooks.get_or_init(Box::default)
     }
 
     /// What its gradient will be multiplied by, where all of the gradient comes from the one operation that asks and
-    /// nobody looks at it on the way.
+    /// there are no hooks.
     pub(super) fn factor(&self) -> Option<Arc<Factor>> {
         match &*self.state() {
-            State::Operation(operation) if self.uses.load(Ordering::Relaxed) == 1 && self.watch().is_none() => {
+            State::Operation(operation) if self.uses.load(Ordering::Relaxed) == 1 && self.hooks().is_none() => {
                 operation.factor.clone()
             }
             _ => None,

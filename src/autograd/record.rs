@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use super::modes::is_sketching;
+use super::modes::is_dependencies_only;
 use super::node::{Factor, Inputs, Node, Operation, State};
 use super::{Context, Gradients, is_grad_enabled};
 use crate::{Error, Result, Tensor};
@@ -25,7 +25,7 @@ pub(crate) fn record(
     inputs: &[&Tensor],
     backward: impl Fn(&mut Context) -> Result<Gradients> + Send + Sync + 'static,
 ) -> Tensor {
-    put(op, out, inputs, Operation { backward: Arc::new(backward), factor: None, twice: false })
+    with_operation(op, out, inputs, Operation { backward: Arc::new(backward), factor: None, twice: false })
 }
 
 /// [`record`] for a closure that is made of recorded operations itself, at least where [`Context::create_graph`]:
@@ -36,7 +36,7 @@ pub(crate) fn record_twice(
     inputs: &[&Tensor],
     backward: impl Fn(&mut Context) -> Result<Gradients> + Send + Sync + 'static,
 ) -> Tensor {
-    put(op, out, inputs, Operation { backward: Arc::new(backward), factor: None, twice: true })
+    with_operation(op, out, inputs, Operation { backward: Arc::new(backward), factor: None, twice: true })
 }
 
 /// [`record_twice`] for an operation that first multiplies its gradient by something, unless [`Context::factor`] says
@@ -48,7 +48,12 @@ pub(crate) fn record_with_factor(
     factor: Option<Factor>,
     backward: impl Fn(&mut Context) -> Result<Gradients> + Send + Sync + 'static,
 ) -> Tensor {
-    put(op, out, inputs, Operation { backward: Arc::new(backward), factor: factor.map(Arc::new), twice: true })
+    with_operation(
+        op,
+        out,
+        inputs,
+        Operation { backward: Arc::new(backward), factor: factor.map(Arc::new), twice: true },
+    )
 }
 
 /// [`record_twice`] for an operation of one input, where it is tracked: `backward` maps gradient to gradient, as the opposite
@@ -73,15 +78,15 @@ pub(super) fn record_of_nodes(
     backward: impl Fn(&mut Context) -> Result<Gradients> + Send + Sync + 'static,
 ) -> Tensor {
     let operation = Operation { backward: Arc::new(backward), factor: None, twice: true };
-    put_after(op, out, nodes.into_iter().map(Some).collect(), operation)
+    with_node(op, out, nodes.into_iter().map(Some).collect(), operation)
 }
 
-fn put(op: &'static str, out: Tensor, inputs: &[&Tensor], operation: Operation) -> Tensor {
-    put_after(op, out, inputs.iter().map(|t| t.node.clone()).collect(), operation)
+fn with_operation(op: &'static str, out: Tensor, inputs: &[&Tensor], operation: Operation) -> Tensor {
+    with_node(op, out, inputs.iter().map(|t| t.node.clone()).collect(), operation)
 }
 
-fn put_after(op: &'static str, out: Tensor, inputs: Inputs, operation: Operation) -> Tensor {
-    let state = if is_sketching() { State::Consumed } else { State::Operation(operation) };
+fn with_node(op: &'static str, out: Tensor, inputs: Inputs, operation: Operation) -> Tensor {
+    let state = if is_dependencies_only() { State::Consumed } else { State::Operation(operation) };
     Tensor { node: Some(Node::new(op, inputs, state)), ..out }
 }
 

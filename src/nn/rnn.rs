@@ -64,9 +64,9 @@ impl Step {
                 Ok(vec![Tensor::map(&[output, &c], |e| e[0].sigmoid() * e[1].tanh())?, c])
             }
             Step::Gru => {
-                let of_hidden = h.linear(&cell.weight_hh, cell.bias_hh.as_ref())?.chunk(3, -1)?;
-                let of_input = x.chunk(3, -1)?;
-                let inputs: Vec<&Tensor> = of_input.iter().chain(&of_hidden).chain([h]).collect();
+                let hidden_gates = h.linear(&cell.weight_hh, cell.bias_hh.as_ref())?.chunk(3, -1)?;
+                let x = x.chunk(3, -1)?;
+                let inputs: Vec<&Tensor> = x.iter().chain(&hidden_gates).chain([h]).collect();
                 let next = Tensor::map(&inputs, |e| {
                     let (reset, update) = ((&e[0] + &e[3]).sigmoid(), (&e[1] + &e[4]).sigmoid());
                     let new = (&e[2] + reset * &e[5]).tanh();
@@ -88,7 +88,7 @@ struct Cell {
 
 impl Cell {
     /// The input's part of the gates at all steps, with the biases that need no state.
-    fn of_input(&self, step: Step, x: &Tensor) -> Result<Tensor> {
+    fn input_gates(&self, step: Step, x: &Tensor) -> Result<Tensor> {
         let bias = match (&self.bias_ih, &self.bias_hh) {
             (Some(a), Some(b)) if step != Step::Gru => Some(a.add(b)?),
             (bias, _) => bias.as_ref().map(Tensor::shallow_clone),
@@ -154,16 +154,16 @@ impl Stack {
         for (l, cells) in self.layers.iter().enumerate() {
             let mut sides = Vec::with_capacity(directions);
             for (d, cell) in cells.iter().enumerate() {
-                let of_input = cell.of_input(self.step, &below)?;
+                let input_gates = cell.input_gates(self.step, &below)?;
                 let start = |s: usize| match given {
                     Some(states) => states[s].select(0, (l * directions + d) as isize)?.reshape([n, hidden]),
-                    None => Tensor::zeros([n, hidden], &of_input),
+                    None => Tensor::zeros([n, hidden], &input_gates),
                 };
                 let mut states = (0..self.step.states()).map(start).collect::<Result<Vec<_>>>()?;
                 let mut seen = Vec::with_capacity(steps);
                 for t in 0..steps {
                     let t = if d == 0 { t } else { steps - 1 - t };
-                    states = self.step.next(&of_input.select(0, t as isize)?, cell, &states)?;
+                    states = self.step.next(&input_gates.select(0, t as isize)?, cell, &states)?;
                     seen.push(states[0].shallow_clone());
                 }
                 if d == 1 {

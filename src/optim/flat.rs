@@ -42,7 +42,7 @@ pub(super) struct Run {
 }
 
 /// What a launch reads and writes, besides the optimiser's state.
-pub(super) struct Parts {
+pub(super) struct StepTensors {
     /// The master weights where there are any.
     pub(super) weights: Tensor,
     pub(super) grads: Tensor,
@@ -152,8 +152,8 @@ impl Flat {
                 }
             }
             flat.master = Some(Tensor::empty(flat.numel(), (DType::F32, device))?);
-            flat.refresh()?;
-            flat.updated();
+            flat.refresh_master()?;
+            flat.note_update();
         }
         for ((p, made), moved) in parameters.into_iter().zip(&flat.parameters).zip(moves) {
             made.leaf.set_grad_slot(made.slot.shallow_clone())?;
@@ -195,7 +195,7 @@ impl Flat {
     }
 
     /// What a flat buffer of the state holds for the i-th parameter, in its shape.
-    pub(super) fn part(&self, flat: &Tensor, i: usize) -> Result<Tensor> {
+    pub(super) fn parameter_state(&self, flat: &Tensor, i: usize) -> Result<Tensor> {
         let Parameter { leaf, elements, .. } = &self.parameters[i];
         flat.detach().narrow(0, elements.start, elements.len())?.view(leaf.shape())
     }
@@ -214,7 +214,7 @@ impl Flat {
     }
 
     /// Makes the master what the parameters are.
-    fn refresh(&self) -> Result<()> {
+    fn refresh_master(&self) -> Result<()> {
         let Some(master) = &self.master else { return Ok(()) };
         for run in self.parameters.chunk_by(|_, next| next.is_adjacent) {
             let first = &run[0];
@@ -235,7 +235,7 @@ impl Flat {
     /// where the model was converted and others replace these parameters.
     pub(super) fn runs(&self, together: impl Fn(usize, usize) -> bool) -> Result<Option<SmallVec<[Run; 1]>>> {
         if self.version() != self.version {
-            self.refresh()?;
+            self.refresh_master()?;
         }
         let mut runs: SmallVec<[Run; 1]> = SmallVec::new();
         for (i, p) in self.parameters.iter().enumerate() {
@@ -265,23 +265,23 @@ impl Flat {
     }
 
     /// What a flat buffer of the state holds for a run.
-    pub(super) fn of(&self, run: &Run, state: &Tensor) -> Result<Tensor> {
+    pub(super) fn state_slice(&self, run: &Run, state: &Tensor) -> Result<Tensor> {
         self.slice(run, state, run.elements.start)
     }
 
     /// What a run's launch reads and writes, besides the optimiser's state.
-    pub(super) fn parts(&self, run: &Run) -> Result<Parts> {
+    pub(super) fn step_tensors(&self, run: &Run) -> Result<StepTensors> {
         let Parameter { leaf, slot, .. } = &self.parameters[run.parameters.start];
         let weights = if leaf.is_contiguous() { self.slice(run, leaf, leaf.offset())? } else { leaf.detach() };
         let grads = self.slice(run, slot, slot.offset())?;
         Ok(match &self.master {
-            Some(master) => Parts { weights: self.of(run, master)?, grads, rounded: Some(weights) },
-            None => Parts { weights, grads, rounded: None },
+            Some(master) => StepTensors { weights: self.state_slice(run, master)?, grads, rounded: Some(weights) },
+            None => StepTensors { weights, grads, rounded: None },
         })
     }
 
-    /// The runs were updated, rounded copies and all.
-    pub(super) fn updated(&mut self) {
+    /// To be called when master and parameters agree again: after a step.
+    pub(super) fn note_update(&mut self) {
         self.version = self.version();
     }
 }

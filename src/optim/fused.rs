@@ -3,7 +3,7 @@
 use smallvec::SmallVec;
 
 use super::Optimizer;
-use super::flat::{Flat, Parts, Run};
+use super::flat::{Flat, Run, StepTensors};
 use super::rule::Rule;
 use crate::io::StateDict;
 use crate::ops::MapInto;
@@ -140,17 +140,17 @@ impl<R: Rule> Group<R> {
                 self.launches.truncate(i);
                 self.launches.push(self.launch(run, scaled, numbers)?);
             }
-            self.launches[i].go(&self.numbers)?;
+            self.launches[i].run(&self.numbers)?;
             self.steps[updated].iter_mut().for_each(|t| *t = t.saturating_add(1));
             Ok(())
         })?;
-        self.flat.updated();
+        self.flat.note_update();
         Ok(())
     }
 
     fn launch(&self, run: Run, scaled: bool, numbers: usize) -> Result<Launch> {
-        let Parts { weights, grads, rounded } = self.flat.parts(&run)?;
-        let state = self.state.iter().map(|s| self.flat.of(&run, s)).collect::<Result<Vec<_>>>()?;
+        let StepTensors { weights, grads, rounded } = self.flat.step_tensors(&run)?;
+        let state = self.state.iter().map(|s| self.flat.state_slice(&run, s)).collect::<Result<Vec<_>>>()?;
         let handles = || state.iter().map(Tensor::shallow_clone);
         let inputs: Vec<Tensor> = [weights.shallow_clone(), grads].into_iter().chain(handles()).collect();
         let halves = rounded.is_some();
@@ -170,10 +170,10 @@ impl<R: Rule> Group<R> {
         let mut out = Vec::new();
         for i in 0..self.flat.count() {
             for ((name, _), flat) in self.rule.state().iter().zip(&self.state) {
-                out.push((format!("state.{}.{name}", first + i), self.flat.part(flat, i)?));
+                out.push((format!("state.{}.{name}", first + i), self.flat.parameter_state(flat, i)?));
             }
             if let Some(master) = self.flat.master() {
-                out.push((format!("state.{}.master", first + i), self.flat.part(master, i)?));
+                out.push((format!("state.{}.master", first + i), self.flat.parameter_state(master, i)?));
             }
         }
         Ok(out)
@@ -181,7 +181,7 @@ impl<R: Rule> Group<R> {
 }
 
 impl Launch {
-    fn go(&self, numbers: &[f64]) -> Result<()> {
+    fn run(&self, numbers: &[f64]) -> Result<()> {
         let mut scalars: SmallVec<[Scalar; 10]> = SmallVec::new();
         numbers.iter().for_each(|&x| scalars.push(Scalar::Float(x)));
         self.update.launch(&scalars)
@@ -264,7 +264,7 @@ impl<R: Rule> Optimizer for Fused<R> {
         for (group, (steps, lr)) in self.groups.iter_mut().zip(numbers) {
             group.rule.set_learning_rate(lr);
             group.steps = steps;
-            group.flat.updated();
+            group.flat.note_update();
         }
         Ok(())
     }
