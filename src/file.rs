@@ -10,7 +10,7 @@ use tempfile::NamedTempFile;
 const MOST_OF_A_STREAM: u64 = 64 << 20;
 
 /// The bytes of a file; of a pipe or a device no more than 64 MiB.
-pub(crate) fn read(path: &Path) -> io::Result<Vec<u8>> {
+pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     let mut file = File::open(path)?;
     if file.metadata()?.is_file() {
         let mut bytes = Vec::new();

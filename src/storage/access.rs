@@ -177,7 +177,7 @@ impl Storage {
             return Ok(());
         }
         let from = self.readable()?;
-        staging::read(from.device, from.buffer(), from.offset() + offset, dst, pinned)
+        staging::read(from.device, from.at(offset), dst, pinned)
     }
 
     /// The `count` elements from byte `offset` on, a multiple of their size. Waits for the device.
@@ -197,7 +197,7 @@ impl Storage {
             return Ok(values);
         }
         let from = self.readable()?;
-        staging::read_into(from.device, from.buffer(), from.offset() + offset, values)
+        staging::read_into(from.device, from.at(offset), values)
     }
 
     /// Copies bytes that are kept on the host, and reports faults as every read does; false where they are not there.
@@ -236,7 +236,7 @@ impl Storage {
         }
         capture::refuse(self.device(), "write", "values of the host would be there once: make the tensor outside")?;
         let to = self.cl()?;
-        staging::write(to.device, src, to.buffer(), to.offset() + offset, pinned)
+        staging::write(to.device, src, to.at(offset), pinned)
     }
 
     /// Copies `bytes` bytes of `src` (which may be this storage, and may overlap) from `src_offset` to `offset`: on one
@@ -264,8 +264,7 @@ impl Storage {
             (_, Device::Cpu) => with_host(&[src], &[], |r, _| self.write_from(offset, &r[0][from], src.0.pinned()))?,
             (here, there) if here == there => {
                 let (to, from) = (self.cl()?, src.cl()?);
-                let (there, here) = (from.offset() + src_offset, to.offset() + offset);
-                to.device.copy(from.buffer(), there, to.buffer(), here, bytes, blocking)
+                to.device.copy(from.at(src_offset), to.at(offset), bytes, blocking)
             }
             _ => {
                 let mut staging = vec![0; bytes.min(STAGING)];
@@ -295,7 +294,7 @@ impl Storage {
         // The block's padding is ours: filling it as well keeps to the wide stores of the driver.
         let to_the_end = offset.is_multiple_of(16) && range.end == self.nbytes();
         let bytes = if to_the_end { bytes.next_multiple_of(16) } else { bytes };
-        to.device.fill(to.buffer(), to.offset() + offset, bytes, pattern)
+        to.device.fill(to.at(offset), bytes, pattern)
     }
 
     fn range(&self, op: &'static str, offset: usize, bytes: usize) -> Result<Range<usize>> {

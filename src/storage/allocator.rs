@@ -47,6 +47,12 @@ macro_rules! forward_to_inner {
 }
 pub(super) use forward_to_inner;
 
+/// A part of a device's memory, if it is one.
+pub(super) fn valid_fraction(fraction: f64) -> Result<f64> {
+    let invalid = || Error::invalid("set_memory_fraction", format!("{fraction} is not between 0 and 1"));
+    if (0.0..=1.0).contains(&fraction) { Ok(fraction) } else { Err(invalid()) }
+}
+
 /// Hands out blocks of one device's memory.
 ///
 /// Three come with the crate: [`CachingAllocator`](super::CachingAllocator), [`PoolAllocator`](super::PoolAllocator) and
@@ -109,11 +115,8 @@ pub trait Allocator: Any + Send + Sync + fmt::Debug {
     /// [`set_memory_limit`]: Allocator::set_memory_limit
     fn set_memory_fraction(&self, fraction: f64) -> Result<()> {
         let limit = || {
-            if !(0.0..=1.0).contains(&fraction) {
-                return Err(Error::invalid("set_memory_fraction", format!("{fraction} is not between 0 and 1")));
-            }
-            let capacity = driver(self.device())?.capacity();
-            self.set_memory_limit((capacity as f64 * fraction) as u64)
+            let fraction = valid_fraction(fraction)?;
+            self.set_memory_limit((driver(self.device())?.capacity() as f64 * fraction) as u64)
         };
         ask_inner!(self.set_memory_fraction(fraction), limit())
     }

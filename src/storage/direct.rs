@@ -7,12 +7,10 @@ use super::allocator::Allocator;
 use super::block::{Block, owner_number};
 use super::config::Config;
 use super::driver::Driver;
-use super::history::{HistoryOptions, Snapshot};
 use super::segment::Segment;
-use super::stats::DeviceStats;
-use super::unsplit::{Books, Unused, make, segment_size, snapshot};
+use super::unsplit::{Books, Unused, answer_from_books, make, segment_size};
+use crate::Result;
 use crate::device::StreamId;
-use crate::{Device, Result};
 
 /// Asks the driver for every allocation and gives each back when it is freed (PyTorch under
 /// `PYTORCH_NO_CUDA_MEMORY_CACHING`): slow, and the right thing for finding out who holds what, or for sharing a device.
@@ -55,7 +53,7 @@ impl DirectAllocator {
     }
 
     /// A new segment, or why there is none.
-    fn grow(&self, size: usize, requested: usize, stream: StreamId) -> Result<Result<Arc<Segment>, &'static str>> {
+    fn grow(&self, size: usize, requested: usize, stream: StreamId) -> Result<Result<Arc<Segment>, String>> {
         if let Some(why) = self.lock().begin(size) {
             return Ok(Err(why));
         }
@@ -73,13 +71,7 @@ impl fmt::Debug for DirectAllocator {
 }
 
 impl Allocator for DirectAllocator {
-    fn device(&self) -> Device {
-        self.driver.device()
-    }
-
-    fn alignment(&self) -> usize {
-        self.driver.alignment()
-    }
+    answer_from_books!(self, self.lock());
 
     fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block> {
         let size = segment_size(&*self.driver, bytes)?;
@@ -101,7 +93,7 @@ impl Allocator for DirectAllocator {
                 books.taken(segment.address(), stream, bytes);
                 Ok(block)
             }
-            Err(why) => Err(books.out_of_memory(bytes, stream, why, Unused::default())),
+            Err(why) => Err(books.out_of_memory(bytes, stream, &why, Unused::default())),
         }
     }
 
@@ -118,38 +110,8 @@ impl Allocator for DirectAllocator {
 
     fn record_stream(&self, _: &Block, _: StreamId) {}
 
-    fn stats(&self) -> DeviceStats {
-        self.lock().stats.stats()
-    }
-
-    fn reset_peak_stats(&self) {
-        self.lock().stats.reset_peak();
-    }
-
-    fn reset_accumulated_stats(&self) {
-        self.lock().stats.reset_accumulated();
-    }
-
     fn empty_cache(&self) -> Result<()> {
         Ok(())
-    }
-
-    fn set_memory_limit(&self, bytes: u64) -> Result<()> {
-        self.lock().set_limit(bytes);
-        Ok(())
-    }
-
-    fn set_memory_fraction(&self, fraction: f64) -> Result<()> {
-        self.lock().set_fraction(fraction)
-    }
-
-    fn snapshot(&self) -> Snapshot {
-        let copy = self.lock().copy();
-        snapshot(self.device(), copy)
-    }
-
-    fn record_memory_history(&self, options: HistoryOptions) -> Result<()> {
-        self.lock().record_memory_history(options)
     }
 }
 

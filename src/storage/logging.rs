@@ -157,21 +157,9 @@ impl Device {
 mod tests {
     use std::collections::HashMap;
 
+    use super::super::history::tests::Shared;
     use super::super::{Config, CsvEvent, Sim, SimOptions, build_allocator};
     use super::*;
-
-    #[derive(Clone, Default)]
-    struct Shared(Arc<Mutex<Vec<u8>>>);
-
-    impl Write for Shared {
-        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-            self.0.lock().unwrap().write(bytes)
-        }
-
-        fn flush(&mut self) -> std::io::Result<()> {
-            Ok(())
-        }
-    }
 
     #[test]
     fn every_allocation_free_and_failure_is_a_line() {

@@ -10,12 +10,10 @@ use super::allocator::Allocator;
 use super::block::{Block, owner_number};
 use super::config::Config;
 use super::driver::Driver;
-use super::history::{HistoryOptions, Snapshot};
 use super::segment::Segment;
-use super::stats::DeviceStats;
-use super::unsplit::{Books, Unused, make, segment_size, snapshot};
+use super::unsplit::{Books, Unused, answer_from_books, make, segment_size};
+use crate::Result;
 use crate::device::StreamId;
-use crate::{Device, Result};
 
 /// How long a buffer is meant to live, and so which buffers may serve (MNN's `Backend::StorageType`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -162,7 +160,7 @@ impl PoolAllocator {
                 Err(why) => why,
             };
         }
-        Err(self.lock().books.out_of_memory(bytes, stream, why, unused))
+        Err(self.lock().books.out_of_memory(bytes, stream, &why, unused))
     }
 
     /// Takes a block back, and its buffer out of the pool: the driver has it at once (MNN's `recycle` with `release`).
@@ -175,7 +173,7 @@ impl PoolAllocator {
     }
 
     /// A free buffer that fits, else a new one, else why there is none.
-    fn find(&self, request: &Request) -> Result<Result<Block, &'static str>> {
+    fn find(&self, request: &Request) -> Result<Result<Block, String>> {
         if let Some(block) = self.reuse(request)? {
             return Ok(Ok(block));
         }
@@ -254,13 +252,7 @@ impl fmt::Debug for PoolAllocator {
 }
 
 impl Allocator for PoolAllocator {
-    fn device(&self) -> Device {
-        self.driver.device()
-    }
-
-    fn alignment(&self) -> usize {
-        self.driver.alignment()
-    }
+    answer_from_books!(self, self.lock().books);
 
     fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block> {
         self.allocate_kind(bytes, stream, StorageType::Dynamic)
@@ -285,31 +277,10 @@ impl Allocator for PoolAllocator {
         }
     }
 
-    fn stats(&self) -> DeviceStats {
-        self.lock().books.stats.stats()
-    }
-
-    fn reset_peak_stats(&self) {
-        self.lock().books.stats.reset_peak();
-    }
-
-    fn reset_accumulated_stats(&self) {
-        self.lock().books.stats.reset_accumulated();
-    }
-
     fn empty_cache(&self) -> Result<()> {
         let gone = self.lock().remove_all();
         drop(gone); // outside the lock
         Ok(())
-    }
-
-    fn set_memory_limit(&self, bytes: u64) -> Result<()> {
-        self.lock().books.set_limit(bytes);
-        Ok(())
-    }
-
-    fn set_memory_fraction(&self, fraction: f64) -> Result<()> {
-        self.lock().books.set_fraction(fraction)
     }
 
     /// Oldest first; those that work may still use stay, as drivers would wait for it.
@@ -331,15 +302,6 @@ impl Allocator for PoolAllocator {
             age <= now && buffer.streams().all(|stream| idle.contains(&stream)) // given back before we asked
         });
         Ok(gone.iter().map(|buffer| buffer.size() as u64).sum())
-    }
-
-    fn snapshot(&self) -> Snapshot {
-        let copy = self.lock().books.copy();
-        snapshot(self.device(), copy)
-    }
-
-    fn record_memory_history(&self, options: HistoryOptions) -> Result<()> {
-        self.lock().books.record_memory_history(options)
     }
 }
 

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use super::allocator::valid_fraction;
 use super::caching::Kind;
 use super::config::Config;
 use super::counters::Counters;
@@ -14,6 +15,42 @@ use super::history::{
 use super::segment::Segment;
 use crate::device::StreamId;
 use crate::{Device, Error, Result};
+
+/// The methods of an allocator that its books answer.
+macro_rules! answer_from_books {
+    ($self:ident, $books:expr) => {
+        fn device(&$self) -> crate::Device {
+            $self.driver.device()
+        }
+        fn alignment(&$self) -> usize {
+            $self.driver.alignment()
+        }
+        fn stats(&$self) -> crate::storage::DeviceStats {
+            $books.stats.stats()
+        }
+        fn reset_peak_stats(&$self) {
+            $books.stats.reset_peak();
+        }
+        fn reset_accumulated_stats(&$self) {
+            $books.stats.reset_accumulated();
+        }
+        fn set_memory_limit(&$self, bytes: u64) -> crate::Result<()> {
+            $books.set_limit(bytes);
+            Ok(())
+        }
+        fn set_memory_fraction(&$self, fraction: f64) -> crate::Result<()> {
+            $books.set_fraction(fraction)
+        }
+        fn snapshot(&$self) -> crate::storage::Snapshot {
+            let copy = $books.copy(); // the lock is held no longer
+            crate::storage::unsplit::snapshot(copy)
+        }
+        fn record_memory_history(&$self, options: crate::storage::HistoryOptions) -> crate::Result<()> {
+            $books.record_memory_history(options)
+        }
+    };
+}
+pub(super) use answer_from_books;
 
 /// What is held and has been done, and the limit of it. Lives under the allocator's lock.
 pub(super) struct Books {
@@ -68,18 +105,15 @@ impl Books {
     }
 
     pub(super) fn set_fraction(&mut self, fraction: f64) -> Result<()> {
-        if !(0.0..=1.0).contains(&fraction) {
-            return Err(Error::invalid("set_memory_fraction", format!("{fraction} is not between 0 and 1")));
-        }
-        self.part = (self.capacity as f64 * fraction) as u64;
+        self.part = (self.capacity as f64 * valid_fraction(fraction)?) as u64;
         Ok(())
     }
 
     /// Makes room under the limit for a segment about to be made; says so if there is none.
-    pub(super) fn begin(&mut self, size: usize) -> Option<&'static str> {
+    pub(super) fn begin(&mut self, size: usize) -> Option<String> {
         let held = self.stats.reserved() + self.making;
         if held.saturating_add(size as u64) > self.limit() {
-            return Some("there is no room for it");
+            return Some("there is no room for it".to_owned());
         }
         self.making += size as u64;
         None
@@ -131,12 +165,11 @@ impl Books {
     }
 
     /// What a snapshot of this moment is made of: see [`snapshot`].
-    pub(super) fn copy(&self) -> (Vec<SegmentInfo>, Recorded, Config) {
-        let active = self.stats.active_bytes();
-        self.history.record(TraceAction::Snapshot, 0, active, 0);
+    pub(super) fn copy(&self) -> (u32, Vec<SegmentInfo>, Recorded, Config) {
+        self.history.record(TraceAction::Snapshot, 0, self.stats.active_bytes(), 0);
         let device = device_number(self.device);
         let segments = self.segments.iter().map(|(&address, shown)| shown.info(device, address)).collect();
-        (segments, self.history.copy(), self.config.clone())
+        (device, segments, self.history.copy(), self.config.clone())
     }
 
     /// The error for a request that nothing could serve; `why` is what was missing, `unused` what has been given back to
@@ -190,8 +223,8 @@ impl Shown {
 }
 
 /// The snapshot of what [`Books::copy`] gave, made without the lock.
-pub(super) fn snapshot(device: Device, (segments, recorded, config): (Vec<SegmentInfo>, Recorded, Config)) -> Snapshot {
-    Snapshot::of_device(device_number(device), segments, recorded, &config)
+pub(super) fn snapshot((device, segments, recorded, config): (u32, Vec<SegmentInfo>, Recorded, Config)) -> Snapshot {
+    Snapshot::of_device(device, segments, recorded, &config)
 }
 
 /// Unused segments: their bytes, and those of the largest.
@@ -214,17 +247,15 @@ fn too_large(driver: &dyn Driver, requested: usize) -> Error {
 }
 
 /// A segment made and committed, or what ran out. Never under a lock.
-pub(super) fn make(driver: &dyn Driver, size: usize, requested: usize) -> Result<Result<Arc<Segment>, &'static str>> {
+pub(super) fn make(driver: &dyn Driver, size: usize, requested: usize) -> Result<Result<Arc<Segment>, String>> {
     match driver.create(size).and_then(|memory| driver.commit(memory)) {
         Ok(memory) => {
             tracing::debug!(device = %driver.device(), size, "segment made");
             Ok(Ok(Arc::new(Segment::new(memory, size))))
         }
-        Err(Failure::DeviceMemory) => Ok(Err("the driver ran out of the device's memory (-4)")),
-        Err(Failure::Resources) => Ok(Err("the driver ran out of the device's resources (-5)")),
-        Err(Failure::HostMemory) => Ok(Err("the driver ran out of the host's memory (-6)")),
         Err(Failure::TooBig) => Err(too_large(driver, requested)),
         Err(Failure::Other(error)) => Err(error),
+        Err(failure) => Ok(Err(failure.to_string())),
     }
 }
 

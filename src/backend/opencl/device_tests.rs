@@ -18,7 +18,7 @@ fn devices() -> impl Iterator<Item = &'static ClDevice> {
 fn buffer(device: &ClDevice, bytes: &[u8]) -> ClBuffer {
     let buffer = device.create_buffer(bytes.len()).unwrap();
     device.commit(&buffer).unwrap();
-    device.write(bytes, &buffer, 0).unwrap();
+    device.write(bytes, (&buffer, 0)).unwrap();
     buffer
 }
 
@@ -70,7 +70,7 @@ fn on_device<C: Lane>(
     let y = buffer(device, bytemuck::cast_slice(&out));
     let args = [Arg::Buffer(&x), Arg::Buffer(&s), Arg::Buffer(&y), Arg::U64(len as u64), device.faults()];
     device.launch(&kernel, &args, &[len], &[64])?;
-    device.read(&y, 0, bytemuck::cast_slice_mut(&mut out))?;
+    device.read((&y, 0), bytemuck::cast_slice_mut(&mut out))?;
     Ok(out.chunks(len).map(<[C]>::to_vec).collect())
 }
 
@@ -240,8 +240,8 @@ fn stored_and_loaded<C: Lane>(device: &ClDevice, dtype: DType, values: &[C]) -> 
     let kernel = device.build("test", &with_prelude(&source), "k").unwrap();
     let args = [Arg::Buffer(&x), Arg::Buffer(&p), Arg::Buffer(&y), Arg::U64(n as u64)];
     device.launch(&kernel, &args, &[n], &[64]).unwrap();
-    device.read(&p, 0, &mut stored).unwrap();
-    device.read(&y, 0, &mut loaded).unwrap();
+    device.read((&p, 0), &mut stored).unwrap();
+    device.read((&y, 0), &mut loaded).unwrap();
     (stored, loaded)
 }
 

@@ -97,21 +97,8 @@ impl Row {
     }
 }
 
-const HEADER: [&str; 13] = [
-    "trace",
-    "backend",
-    "requested",
-    "reserved",
-    "used",
-    "segments",
-    "calls",
-    "ns/pair",
-    "planned",
-    "used",
-    "served",
-    "capacity",
-    "",
-];
+/// The columns; the last, which belongs to the capacity, has no name.
+const HEADER: &str = "trace,backend,requested,reserved,used,segments,calls,ns/pair,planned,used,served,capacity,";
 
 /// What would show as nothing is shown in bytes.
 fn mib(bytes: u64) -> String {
@@ -130,7 +117,7 @@ fn percent(part: f64) -> String {
 /// # Errors
 /// Those of writing.
 pub fn table(rows: &[Row], out: &mut impl Write) -> io::Result<()> {
-    let mut lines = vec![HEADER.map(str::to_owned).to_vec()];
+    let mut lines = vec![HEADER.split(',').map(str::to_owned).collect::<Vec<_>>()];
     lines.extend(rows.iter().map(Row::cells));
     let mut backends: Vec<&str> = Vec::new();
     for row in rows.iter().filter(|row| !backends.contains(&row.backend)).collect::<Vec<_>>() {
@@ -140,9 +127,10 @@ pub fn table(rows: &[Row], out: &mut impl Write) -> io::Result<()> {
         }
     }
     // A column without a cell was not asked for.
-    let shown: Vec<usize> = (0..HEADER.len()).filter(|&i| lines[1..].iter().any(|line| !line[i].is_empty())).collect();
+    let shown: Vec<usize> =
+        (0..lines[0].len()).filter(|&i| lines[1..].iter().any(|line| !line[i].is_empty())).collect();
     let width = |i: usize| lines.iter().map(|line| line[i].chars().count()).max().unwrap_or(0);
-    let widths: Vec<usize> = (0..HEADER.len()).map(width).collect();
+    let widths: Vec<usize> = (0..lines[0].len()).map(width).collect();
     for line in &lines {
         let cells = shown.iter().map(|&i| match i {
             0 | 1 => format!("{:<1$}", line[i], widths[i]),
@@ -163,7 +151,7 @@ fn means(rows: &[Row], backend: &str) -> Option<Vec<String>> {
         let values: Vec<f64> = rows.iter().filter_map(|row| of(row)).collect();
         (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
     };
-    let mut cells = vec![String::new(); HEADER.len()];
+    let mut cells = vec![String::new(); HEADER.split(',').count()];
     cells[0] = "mean".to_owned();
     cells[1] = backend.to_owned();
     cells[4] = mean(&|row| Some(row.utilisation)).map(percent).unwrap_or_default();

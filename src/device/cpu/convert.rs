@@ -3,40 +3,36 @@
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 
-/// `from` as f32, exactly.
-pub(crate) fn widen(from: &[f16], to: &mut [f32]) {
-    assert_eq!(from.len(), to.len());
-    #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx512f") {
-        let ((from, rest), (to, last)) = (from.as_chunks(), to.as_chunks_mut());
-        // SAFETY: the processor has the instructions.
-        unsafe { x86::widen_16(from, to) };
-        return rest.convert_to_f32_slice(last);
-    } else if is_x86_feature_detected!("f16c") && is_x86_feature_detected!("avx") {
-        let ((from, rest), (to, last)) = (from.as_chunks(), to.as_chunks_mut());
-        // SAFETY: likewise.
-        unsafe { x86::widen_8(from, to) };
-        return rest.convert_to_f32_slice(last);
-    }
-    from.convert_to_f32_slice(to);
+/// A conversion of slices of one length: sixteen or eight elements at a time where the processor can, the rest one by one.
+macro_rules! conversion {
+    ($(#[$doc:meta])* $name:ident($A:ty => $B:ty), $by_16:ident, $by_8:ident, |$from:ident, $to:ident| $rest:expr) => {
+        $(#[$doc])*
+        pub(crate) fn $name($from: &[$A], $to: &mut [$B]) {
+            assert_eq!($from.len(), $to.len());
+            #[cfg(target_arch = "x86_64")]
+            if is_x86_feature_detected!("avx512f") {
+                let ((from, $from), (to, $to)) = ($from.as_chunks(), $to.as_chunks_mut());
+                // SAFETY: the processor has the instructions.
+                unsafe { x86::$by_16(from, to) };
+                return $rest;
+            } else if is_x86_feature_detected!("f16c") && is_x86_feature_detected!("avx") {
+                let ((from, $from), (to, $to)) = ($from.as_chunks(), $to.as_chunks_mut());
+                // SAFETY: likewise.
+                unsafe { x86::$by_8(from, to) };
+                return $rest;
+            }
+            $rest
+        }
+    };
 }
 
-/// `from` as f16, rounded to nearest even.
-pub(crate) fn narrow(from: &[f32], to: &mut [f16]) {
-    assert_eq!(from.len(), to.len());
-    #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx512f") {
-        let ((from, rest), (to, last)) = (from.as_chunks(), to.as_chunks_mut());
-        // SAFETY: the processor has the instructions.
-        unsafe { x86::narrow_16(from, to) };
-        return last.convert_from_f32_slice(rest);
-    } else if is_x86_feature_detected!("f16c") && is_x86_feature_detected!("avx") {
-        let ((from, rest), (to, last)) = (from.as_chunks(), to.as_chunks_mut());
-        // SAFETY: likewise.
-        unsafe { x86::narrow_8(from, to) };
-        return last.convert_from_f32_slice(rest);
-    }
-    to.convert_from_f32_slice(from);
+conversion! {
+    /// `from` as f32, exactly.
+    widen(f16 => f32), widen_16, widen_8, |from, to| from.convert_to_f32_slice(to)
+}
+conversion! {
+    /// `from` as f16, rounded to nearest even.
+    narrow(f32 => f16), narrow_16, narrow_8, |from, to| to.convert_from_f32_slice(from)
 }
 
 /// `from` as i64: towards zero, the nearest there is where there is none, NaN as 0.

@@ -14,6 +14,7 @@
 mod exponential;
 
 use std::f32::consts::{LOG2_E, PI};
+use std::ops::{Add, Mul};
 
 pub(crate) use exponential::{Erf, Exp, Exp64, Gelu, GeluTanh, Halves, Sigmoid, Silu, Tanh, each, in_place};
 
@@ -25,16 +26,7 @@ const LN2_LO: f32 = 1.428_606_8e-6;
 
 /// `c[0] + x (c[1] + x (c[2] + ...))`
 #[inline(always)]
-fn poly<const N: usize>(x: f32, c: [f32; N]) -> f32 {
-    let mut sum = c[N - 1];
-    for i in (0..N - 1).rev() {
-        sum = sum * x + c[i];
-    }
-    sum
-}
-
-#[inline(always)]
-fn poly64<const N: usize>(x: f64, c: [f64; N]) -> f64 {
+fn poly<T: Copy + Add<Output = T> + Mul<Output = T>, const N: usize>(x: T, c: [T; N]) -> T {
     let mut sum = c[N - 1];
     for i in (0..N - 1).rev() {
         sum = sum * x + c[i];
@@ -238,7 +230,7 @@ pub(crate) fn pow(a: f32, b: f32) -> f32 {
     let e = f64::from((bits >> 32) as i32 >> 20);
     let m = f64::from_bits((bits & 0x000F_FFFF_FFFF_FFFF).wrapping_add(0x3FE8_0000_0000_0000));
     let s = (m - 1.0) / (m + 1.0);
-    let series = poly64(s * s, [1.0, 1.0 / 3.0, 1.0 / 5.0, 1.0 / 7.0, 1.0 / 9.0, 1.0 / 11.0, 1.0 / 13.0, 1.0 / 15.0]);
+    let series = poly(s * s, [1.0, 1.0 / 3.0, 1.0 / 5.0, 1.0 / 7.0, 1.0 / 9.0, 1.0 / 11.0, 1.0 / 13.0, 1.0 / 15.0]);
     let log2 = e + 2.0 * std::f64::consts::LOG2_E * s * series;
     let log2 = if magnitude == 0.0 { f64::NEG_INFINITY } else { log2 };
     let log2 = if magnitude < f32::INFINITY { log2 } else { f64::from(magnitude) };
@@ -251,7 +243,7 @@ pub(crate) fn pow(a: f32, b: f32) -> f32 {
     let r = (t - (shifted - ROUND)) * std::f64::consts::LN_2;
     let scale = f64::from_bits((shifted.to_bits().wrapping_sub(ROUND.to_bits()).wrapping_add(1023)) << 52);
     #[rustfmt::skip]
-    let e_r = poly64(r, [1.0, 1.0, 1.0 / 2.0, 1.0 / 6.0, 1.0 / 24.0, 1.0 / 120.0, 1.0 / 720.0, 1.0 / 5040.0,
+    let e_r = poly(r, [1.0, 1.0, 1.0 / 2.0, 1.0 / 6.0, 1.0 / 24.0, 1.0 / 120.0, 1.0 / 720.0, 1.0 / 5040.0,
         1.0 / 40320.0, 1.0 / 362880.0]);
     let y = (e_r * scale) as f32;
 

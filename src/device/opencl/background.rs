@@ -6,8 +6,8 @@ use opencl3::types::cl_event;
 
 use super::driver::{ClEvent, call};
 use super::queues::Locked;
-use super::transfer::in_range;
-use super::{ClBuffer, ClDevice, ClError};
+use super::transfer::{ClAt, in_range};
+use super::{ClDevice, ClError};
 use crate::Result;
 use crate::device::StreamId;
 
@@ -26,15 +26,14 @@ impl ClDevice {
     pub(crate) unsafe fn start_read(
         &self,
         stream: StreamId,
-        src: &ClBuffer,
-        off: usize,
+        src: ClAt<'_>,
         to: NonNull<u8>,
         bytes: usize,
     ) -> Result<ClEvent> {
-        in_range("read", src, off, bytes)?;
+        in_range("read", src, bytes)?;
         let to = to.as_ptr().cast();
         self.start(stream, |q, event| {
-            call!(clEnqueueReadBuffer(q.raw, src.mem(), 0, off, bytes, to, 0, ptr::null(), event))
+            call!(clEnqueueReadBuffer(q.raw, src.0.mem(), 0, src.1, bytes, to, 0, ptr::null(), event))
         })
     }
 
@@ -49,14 +48,13 @@ impl ClDevice {
         &self,
         stream: StreamId,
         from: NonNull<u8>,
-        dst: &ClBuffer,
-        off: usize,
+        dst: ClAt<'_>,
         bytes: usize,
     ) -> Result<ClEvent> {
-        in_range("write", dst, off, bytes)?;
+        in_range("write", dst, bytes)?;
         let from = from.as_ptr().cast_const().cast();
         self.start(stream, |q, event| {
-            call!(clEnqueueWriteBuffer(q.raw, dst.mem(), 0, off, bytes, from, 0, ptr::null(), event))
+            call!(clEnqueueWriteBuffer(q.raw, dst.0.mem(), 0, dst.1, bytes, from, 0, ptr::null(), event))
         })
     }
 

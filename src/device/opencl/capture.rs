@@ -5,19 +5,20 @@
 //! enqueues them all under one lock.
 
 use std::cell::RefCell;
-use std::ffi::{CString, c_void};
+use std::ffi::CString;
 use std::ptr;
 use std::sync::Arc;
 
 use opencl3::kernel::CL_KERNEL_FUNCTION_NAME;
 use opencl3::types::cl_mem;
 
-use super::driver::{ClKernel, call, create};
+use super::driver::{ClKernel, call, create, info};
 use super::errors::ClError;
 use super::fault::Slot;
 use super::launch::{Arg, enqueue_kernel, records_faults, set_arg};
 use super::queue::Queue;
-use super::{ClBuffer, ClDevice, ClEvent};
+use super::transfer::ClAt;
+use super::{ClDevice, ClEvent};
 use crate::device::{self, Device, StreamId, capture};
 use crate::{Error, Result};
 
@@ -126,34 +127,18 @@ impl ClDevice {
         })
     }
 
-    pub(super) fn record_fill(
-        &self,
-        dst: &ClBuffer,
-        offset: usize,
-        bytes: usize,
-        pattern: [u8; 16],
-        length: usize,
-    ) -> Result<()> {
-        self.record_command(|_| Ok(Command::Fill { to: dst.mem(), offset, bytes, pattern, length }))
+    pub(super) fn record_fill(&self, dst: ClAt<'_>, bytes: usize, pattern: [u8; 16], length: usize) -> Result<()> {
+        self.record_command(|_| Ok(Command::Fill { to: dst.0.mem(), offset: dst.1, bytes, pattern, length }))
     }
 
-    pub(super) fn record_copy(
-        &self,
-        src: &ClBuffer,
-        from_offset: usize,
-        dst: &ClBuffer,
-        to_offset: usize,
-        bytes: usize,
-    ) -> Result<()> {
-        let (from, to) = (src.mem(), dst.mem());
+    pub(super) fn record_copy(&self, src: ClAt<'_>, dst: ClAt<'_>, bytes: usize) -> Result<()> {
+        let ((from, from_offset), (to, to_offset)) = ((src.0.mem(), src.1), (dst.0.mem(), dst.1));
         self.record_command(|_| Ok(Command::Copy { from, to, from_offset, to_offset, bytes }))
     }
 
     /// Another kernel object of the same function, with arguments of its own.
     fn duplicate(&self, kernel: &ClKernel) -> Result<ClKernel, ClError> {
-        let mut name = [0u8; 256];
-        let (to, size) = (name.as_mut_ptr().cast::<c_void>(), name.len() - 1);
-        call!(clGetKernelInfo(kernel.raw(), CL_KERNEL_FUNCTION_NAME, size, to, ptr::null_mut()))?;
+        let name = info!(clGetKernelInfo(kernel.raw(), CL_KERNEL_FUNCTION_NAME))?;
         let entry = name.split(|&b| b == 0).next().and_then(|n| CString::new(n).ok()).unwrap_or_default();
         let raw = create!(clCreateKernel(kernel.program().0, entry.as_ptr()))?;
         Ok(ClKernel::new(raw, Arc::clone(kernel.program()), kernel.name())

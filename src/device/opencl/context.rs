@@ -192,7 +192,7 @@ impl ClDevice {
         }
         let zeros = vec![0u8; MAX_STREAMS * ARRIVALS * size_of::<u32>()];
         let buffer = self.create_buffer(zeros.len()).map_err(|e| self.error(e))?;
-        self.write(&zeros, &buffer, 0)?;
+        self.write(&zeros, (&buffer, 0))?;
         Ok(self.arrivals.get_or_init(|| buffer))
     }
 

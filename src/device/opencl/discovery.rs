@@ -10,7 +10,6 @@
 mod tests;
 
 use std::cmp::Reverse;
-use std::ffi::c_void;
 use std::fmt::Write as _;
 use std::ptr;
 use std::sync::{Mutex, OnceLock, PoisonError};
@@ -19,7 +18,7 @@ use opencl3::device as cl;
 use opencl3::types::{cl_device_id, cl_platform_id};
 
 use super::context::{ClDevice, DriverText};
-use super::driver::{call, library};
+use super::driver::{call, info, library};
 use super::errors::ClError;
 use super::exit;
 use super::functions;
@@ -401,7 +400,7 @@ fn if_known(answer: Result<u64, ClError>) -> Result<bool, ClError> {
 /// Asks a device everything else.
 fn describe(entry: &Entry) -> Result<Found, ClError> {
     let (id, platform) = (entry.id, entry.platform);
-    let text = |what| retry(|| device_bytes(id, what)).map(|b| text(&b));
+    let text = |what| retry(|| info!(clGetDeviceInfo(id, what))).map(|b| text(&b));
     let number = |what| retry(|| device_number(id, what));
     let (kind, compute_units) = entry.standing;
     let extensions = text(cl::CL_DEVICE_EXTENSIONS)?;
@@ -424,7 +423,7 @@ fn describe(entry: &Entry) -> Result<Found, ClError> {
         local_memory: number(cl::CL_DEVICE_LOCAL_MEM_SIZE)? as usize,
         max_work_group: number(cl::CL_DEVICE_MAX_WORK_GROUP_SIZE)? as usize,
     };
-    let platform_text = |what| retry(|| platform_bytes(platform, what)).map(|b| self::text(&b));
+    let platform_text = |what| retry(|| info!(clGetPlatformInfo(platform, what))).map(|b| self::text(&b));
     Ok(Found {
         id,
         platform,
@@ -437,29 +436,13 @@ fn describe(entry: &Entry) -> Result<Found, ClError> {
     })
 }
 
-fn device_bytes(id: cl_device_id, what: u32) -> Result<Vec<u8>, ClError> {
-    let mut n = 0;
-    call!(clGetDeviceInfo(id, what, 0, ptr::null_mut(), &mut n))?;
-    let mut bytes = vec![0u8; n];
-    call!(clGetDeviceInfo(id, what, n, bytes.as_mut_ptr().cast::<c_void>(), ptr::null_mut()))?;
-    Ok(bytes)
-}
-
 /// A number of whatever width the query has.
 fn device_number(id: cl_device_id, what: u32) -> Result<u64, ClError> {
-    let bytes = device_bytes(id, what)?;
+    let bytes = info!(clGetDeviceInfo(id, what))?;
     let mut wide = [0u8; 8];
     let n = bytes.len().min(8);
     wide[..n].copy_from_slice(&bytes[..n]);
     Ok(u64::from_le_bytes(wide))
-}
-
-fn platform_bytes(id: cl_platform_id, what: u32) -> Result<Vec<u8>, ClError> {
-    let mut n = 0;
-    call!(clGetPlatformInfo(id, what, 0, ptr::null_mut(), &mut n))?;
-    let mut bytes = vec![0u8; n];
-    call!(clGetPlatformInfo(id, what, n, bytes.as_mut_ptr().cast::<c_void>(), ptr::null_mut()))?;
-    Ok(bytes)
 }
 
 /// A driver's string without its terminator and the blanks some pad it with.

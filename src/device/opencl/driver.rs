@@ -3,8 +3,6 @@
 //! opencl3's wrappers ask for an event on every command and panic when a release fails, which it does after a device fault
 //! and while the process ends. The handles here release themselves and ignore what the driver answers.
 
-use std::ffi::c_void;
-use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
@@ -60,7 +58,28 @@ macro_rules! create {
 macro_rules! call_unlocked {
     ($($call:tt)*) => { $crate::device::opencl::exit::call(|| $crate::device::opencl::driver::call!($($call)*)) };
 }
-pub(super) use {call, call_unlocked, create};
+
+/// All bytes that a query has: `info!(clGetDeviceInfo(id, what))`.
+macro_rules! info {
+    ($name:ident($($arg:expr),*)) => {{
+        let mut size = 0;
+        $crate::device::opencl::driver::call!($name($($arg,)* 0, std::ptr::null_mut(), &mut size)).and_then(|()| {
+            let mut bytes = vec![0u8; size];
+            let to = bytes.as_mut_ptr().cast();
+            $crate::device::opencl::driver::call!($name($($arg,)* size, to, std::ptr::null_mut())).map(|()| bytes)
+        })
+    }};
+}
+
+/// What a query has, where that is one value: `value!(clGetKernelInfo(kernel, what) as u32)`.
+macro_rules! value {
+    ($name:ident($($arg:expr),*) as $type:ty) => {{
+        let mut value = <$type>::default();
+        let (to, size) = (std::ptr::from_mut(&mut value).cast(), size_of::<$type>());
+        $crate::device::opencl::driver::call!($name($($arg,)* size, to, std::ptr::null_mut())).map(|()| value)
+    }};
+}
+pub(super) use {call, call_unlocked, create, info, value};
 
 /// Device memory. Released on drop, when the driver has finished every command that uses it.
 #[derive(Debug)]
@@ -236,11 +255,7 @@ impl ClEvent {
 
     /// How far the command is; an error's code if it failed.
     fn status(&self) -> Result<i32, ClError> {
-        let mut status = 0i32;
-        let to = ptr::from_mut(&mut status).cast::<c_void>();
-        let (what, bytes) = (CL_EVENT_COMMAND_EXECUTION_STATUS, size_of::<i32>());
-        call_unlocked!(clGetEventInfo(self.0, what, bytes, to, ptr::null_mut()))?;
-        Ok(status)
+        exit::call(|| value!(clGetEventInfo(self.0, CL_EVENT_COMMAND_EXECUTION_STATUS) as i32))
     }
 }
 

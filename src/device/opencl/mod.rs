@@ -50,7 +50,7 @@ pub(crate) use probe::TensorCores;
 pub(crate) use program::SM_90A;
 pub(crate) use retry::Backoff;
 pub(crate) use signature::{Parameter, Space};
-pub(crate) use transfer::Mapped;
+pub(crate) use transfer::{ClAt, Mapped};
 pub(crate) use tuning::{Knob, PARAMETERS, Tunable, times_tuned};
 
 use crate::Result;

@@ -85,7 +85,7 @@ impl ClDevice {
         let kernel = self.build("probe", &source, "probe")?;
         let filled = |bytes: &[u8]| -> Result<ClBuffer> {
             let buffer = self.create_buffer(bytes.len()).map_err(|e| self.error(e))?;
-            self.write(bytes, &buffer, 0)?;
+            self.write(bytes, (&buffer, 0))?;
             Ok(buffer)
         };
         let out = vec![0u8; results * size_of::<f32>()];

@@ -4,7 +4,7 @@
 //! options and this crate's version.
 
 use std::collections::{HashMap, VecDeque};
-use std::ffi::{CString, c_void};
+use std::ffi::CString;
 use std::ptr;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -16,7 +16,7 @@ use sha2::{Digest, Sha256};
 
 use super::ClDevice;
 use super::cache::{Cache, Key, Kind};
-use super::driver::{ClKernel, Program, call, create};
+use super::driver::{ClKernel, Program, call, create, info, value};
 use super::errors::ClError;
 use super::exit;
 use crate::device::{DeviceKind, log};
@@ -244,14 +244,7 @@ impl ClDevice {
     }
 
     fn log(&self, program: &Program) -> String {
-        let mut n = 0;
-        let what = CL_PROGRAM_BUILD_LOG;
-        if call!(clGetProgramBuildInfo(program.0, self.id(), what, 0, ptr::null_mut(), &mut n)).is_err() {
-            return String::new();
-        }
-        let mut bytes = vec![0u8; n];
-        let to = bytes.as_mut_ptr().cast();
-        let _ = call!(clGetProgramBuildInfo(program.0, self.id(), what, n, to, ptr::null_mut()));
+        let bytes = info!(clGetProgramBuildInfo(program.0, self.id(), CL_PROGRAM_BUILD_LOG)).unwrap_or_default();
         String::from_utf8_lossy(&bytes).trim_matches(|c: char| c == '\0' || c.is_whitespace()).to_owned()
     }
 
@@ -282,25 +275,18 @@ impl ClDevice {
         let raw = create!(clCreateKernel(program.0, entry.as_ptr()))?;
         // Owned from here on, so that it is released if a query fails.
         let kernel = ClKernel::new(raw, program, name);
-        let (mut args, mut group) = (0u32, 0usize);
-        let to = ptr::from_mut(&mut args).cast::<c_void>();
-        call!(clGetKernelInfo(raw, CL_KERNEL_NUM_ARGS, size_of::<u32>(), to, ptr::null_mut()))?;
-        let (to, size) = (ptr::from_mut(&mut group).cast::<c_void>(), size_of::<usize>());
-        call!(clGetKernelWorkGroupInfo(raw, self.id(), CL_KERNEL_WORK_GROUP_SIZE, size, to, ptr::null_mut()))?;
+        let args = value!(clGetKernelInfo(raw, CL_KERNEL_NUM_ARGS) as u32)?;
+        let group = value!(clGetKernelWorkGroupInfo(raw, self.id(), CL_KERNEL_WORK_GROUP_SIZE) as usize)?;
         // A kernel made for groups of one size has that: NVIDIA's driver says 256 of larger ones too.
-        let mut made_for = [0usize; 3];
-        let (to, size) = (made_for.as_mut_ptr().cast::<c_void>(), size_of_val(&made_for));
-        call!(clGetKernelWorkGroupInfo(raw, self.id(), CL_KERNEL_COMPILE_WORK_GROUP_SIZE, size, to, ptr::null_mut()))?;
+        let made_for =
+            value!(clGetKernelWorkGroupInfo(raw, self.id(), CL_KERNEL_COMPILE_WORK_GROUP_SIZE) as [usize; 3])?;
         Ok(kernel.with_limits(args as usize, group.max(made_for.iter().product())))
     }
 }
 
 /// The device binary of a program built for one device.
 fn binary(program: &Program) -> Result<Vec<u8>, ClError> {
-    let mut size = 0usize;
-    let to = ptr::from_mut(&mut size).cast();
-    call!(clGetProgramInfo(program.0, CL_PROGRAM_BINARY_SIZES, size_of::<usize>(), to, ptr::null_mut()))?;
-    let mut bytes = vec![0u8; size];
+    let mut bytes = vec![0u8; value!(clGetProgramInfo(program.0, CL_PROGRAM_BINARY_SIZES) as usize)?];
     let mut start = bytes.as_mut_ptr();
     let to = ptr::from_mut(&mut start).cast();
     call!(clGetProgramInfo(program.0, CL_PROGRAM_BINARIES, size_of::<*mut u8>(), to, ptr::null_mut()))?;

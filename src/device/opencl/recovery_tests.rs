@@ -157,10 +157,10 @@ fn two_failures_in_a_row_lose_no_device() {
     // Host memory that outlives whatever a failed call leaves behind.
     let (ones, read): (&[u8], &mut [u8]) = (Box::leak(Box::new([1; 64])), Box::leak(Box::new([0; 64])));
     let mut work = || {
-        device.write(ones, buffer, 0)?;
-        device.fill(buffer, 0, 64, &[2])?;
+        device.write(ones, (buffer, 0))?;
+        device.fill((buffer, 0), 64, &[2])?;
         device.finish()?;
-        device.read(buffer, 0, read)?;
+        device.read((buffer, 0), read)?;
         device.create_buffer(64).map(drop).map_err(|e| device.error(e))
     };
     work().unwrap();

@@ -37,7 +37,7 @@ fn a_stream_waits_for_another_back_and_forth() {
         let y = ints(device, 7);
         let event = device.record(a.id()).unwrap();
         device.stream_waits(b.id(), &event).unwrap();
-        device.copy_on(b.id(), &x, 0, &y, 0, x.bytes()).unwrap();
+        device.copy_on(b.id(), (&x, 0), (&y, 0), x.bytes()).unwrap();
         with_stream(&b, || assert_ints(device, &y, 160));
     }
 }
@@ -89,10 +89,10 @@ fn submissions_are_counted_by_stream() {
         let (x, y) = (ints(device, 0), ints(device, 0));
         let mut last = count();
         let work: [&dyn Fn() -> Result<()>; 5] = [
-            &|| device.fill(&x, 0, 16, &[0]),
-            &|| device.copy(&x, 0, &y, 0, 16, false),
-            &|| device.write(&[0; 4], &x, 0),
-            &|| device.read(&x, 0, &mut [0; 4]),
+            &|| device.fill((&x, 0), 16, &[0]),
+            &|| device.copy((&x, 0), (&y, 0), 16, false),
+            &|| device.write(&[0; 4], (&x, 0)),
+            &|| device.read((&x, 0), &mut [0; 4]),
             &|| axb(device, &axb_kernel(device), &x, &x, 1, 0),
         ];
         for submit in work {
@@ -136,7 +136,7 @@ fn who_waits_for_what_is_done_asks_the_driver_nothing() {
             let before = count();
             stream.synchronize().unwrap();
             assert_eq!(count(), before, "a wait is counted as it is enqueued");
-            with_stream(&stream, || device.read(&x, 0, &mut [0; 4])).unwrap();
+            with_stream(&stream, || device.read((&x, 0), &mut [0; 4])).unwrap();
             assert!(count() > before);
             assert_ints(device, &x, 10 * round);
         }
@@ -213,14 +213,14 @@ fn faults_on_any_stream_of_the_thread_are_told_once() {
         let kernel = device.build("check", FAULTY, "check").unwrap();
         let (a, b) = (Stream::new(device.device()).unwrap(), Stream::new(device.device()).unwrap());
         let fine = ints(device, 1);
-        let read = || device.read(&fine, 0, &mut [0; 4]);
+        let read = || device.read((&fine, 0), &mut [0; 4]);
 
         with_stream(&a, || check(device, &kernel, 99));
         assert_fault(read(), 99); // on the default stream
         read().expect("told once");
 
         with_stream(&a, || check(device, &kernel, -5));
-        assert_fault(with_stream(&b, || device.copy(&fine, 0, &fine, 400, 4, true)), -5);
+        assert_fault(with_stream(&b, || device.copy((&fine, 0), (&fine, 400), 4, true)), -5);
         with_stream(&a, read).expect("told once");
 
         // Right on one stream, wrong on the other, whichever comes last.
@@ -258,10 +258,10 @@ fn pinned_memory_is_read_and_written_through_its_pointer() {
             };
             bytes.copy_from_slice(&pattern(n));
             let x = device.create_buffer(n).unwrap();
-            device.write(bytes, &x, 0).unwrap();
+            device.write(bytes, (&x, 0)).unwrap();
             assert_eq!(contents(device, &x), pattern(n));
             bytes.fill(0);
-            device.read(&x, 0, bytes).unwrap();
+            device.read((&x, 0), bytes).unwrap();
             assert_eq!(bytes, pattern(n));
         }
         // From any thread; and what cannot be is an error.

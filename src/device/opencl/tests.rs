@@ -13,13 +13,13 @@ pub(super) fn devices() -> Vec<&'static ClDevice> {
 pub(super) fn buffer(device: &ClDevice, bytes: &[u8]) -> ClBuffer {
     let buffer = device.create_buffer(bytes.len()).unwrap();
     device.commit(&buffer).unwrap();
-    device.write(bytes, &buffer, 0).unwrap();
+    device.write(bytes, (&buffer, 0)).unwrap();
     buffer
 }
 
 pub(super) fn contents(device: &ClDevice, buffer: &ClBuffer) -> Vec<u8> {
     let mut bytes = vec![0xee; buffer.bytes()];
-    device.read(buffer, 0, &mut bytes).unwrap();
+    device.read((buffer, 0), &mut bytes).unwrap();
     bytes
 }
 
@@ -70,12 +70,12 @@ fn bytes_survive_a_round_trip() {
             let b = buffer(device, &bytes);
             assert_eq!(contents(device, &b), bytes);
             let mut middle = vec![0; n / 2];
-            device.read(&b, n / 3, &mut middle).unwrap();
+            device.read((&b, n / 3), &mut middle).unwrap();
             assert_eq!(middle, bytes[n / 3..n / 3 + n / 2]);
-            device.write(&[9], &b, n - 1).unwrap();
+            device.write(&[9], (&b, n - 1)).unwrap();
             assert_eq!(contents(device, &b)[n - 1], 9);
-            device.write(&[], &b, n).unwrap();
-            device.read(&b, n, &mut []).unwrap();
+            device.write(&[], (&b, n)).unwrap();
+            device.read((&b, n), &mut []).unwrap();
         }
     }
 }
@@ -85,7 +85,7 @@ fn copies_within_and_between_buffers() {
     for device in devices() {
         for n in [1, 64, 1000, 100_003] {
             let (a, b) = (buffer(device, &pattern(n)), buffer(device, &vec![1; n]));
-            device.copy(&a, n / 4, &b, n / 2, n / 2, true).unwrap();
+            device.copy((&a, n / 4), (&b, n / 2), n / 2, true).unwrap();
             let mut expected = vec![1; n];
             expected[n / 2..n / 2 * 2].copy_from_slice(&pattern(n)[n / 4..n / 4 + n / 2]);
             assert_eq!(contents(device, &b), expected);
@@ -95,7 +95,7 @@ fn copies_within_and_between_buffers() {
                 let a = buffer(device, &pattern(n));
                 let mut expected = pattern(n);
                 expected.copy_within(src..src + len, dst);
-                device.copy(&a, src, &a, dst, len, false).unwrap();
+                device.copy((&a, src), (&a, dst), len, false).unwrap();
                 assert_eq!(contents(device, &a), expected, "{n} bytes: {len} from {src} to {dst}");
             }
         }
@@ -111,7 +111,7 @@ fn overlapping_copies_longer_than_the_temporary() {
             let mut expected = pattern(n);
             let len = n - src.max(dst);
             expected.copy_within(src..src + len, dst);
-            device.copy(&a, src, &a, dst, len, false).unwrap();
+            device.copy((&a, src), (&a, dst), len, false).unwrap();
             assert!(contents(device, &a) == expected, "from {src} to {dst}");
         }
     }
@@ -124,18 +124,18 @@ fn fills_repeat_their_pattern() {
             for (off, bytes) in [(0, 4096), (16, 32), (width, width * 5), (3 * width, 0)] {
                 let b = buffer(device, &pattern(4096));
                 let p: Vec<u8> = (1..=width as u8).collect();
-                device.fill(&b, off, bytes, &p).unwrap();
+                device.fill((&b, off), bytes, &p).unwrap();
                 let mut expected = pattern(4096);
                 expected[off..off + bytes].chunks_exact_mut(width).for_each(|c| c.copy_from_slice(&p));
                 assert_eq!(contents(device, &b), expected, "{width} bytes over {bytes} at {off}");
             }
         }
         let b = buffer(device, &pattern(33));
-        device.fill(&b, 1, 31, &[0]).unwrap();
+        device.fill((&b, 1), 31, &[0]).unwrap();
         assert_eq!(contents(device, &b)[1..32], [0; 31]);
         assert_ne!(contents(device, &b)[32], 0);
-        assert!(device.fill(&b, 0, 6, &[1, 2, 3]).is_err());
-        assert!(device.fill(&b, 2, 8, &[1, 2, 3, 4]).is_err());
+        assert!(device.fill((&b, 0), 6, &[1, 2, 3]).is_err());
+        assert!(device.fill((&b, 2), 8, &[1, 2, 3, 4]).is_err());
     }
 }
 
@@ -143,12 +143,12 @@ fn fills_repeat_their_pattern() {
 fn ranges_beyond_a_buffer_are_refused() {
     for device in devices() {
         let (a, b) = (buffer(device, &[1; 8]), buffer(device, &[2; 4]));
-        assert!(device.write(&[0; 5], &b, 0).is_err());
-        assert!(device.read(&b, 4, &mut [0]).is_err());
-        assert!(device.read(&b, usize::MAX, &mut [0]).is_err());
-        assert!(device.copy(&a, 0, &b, 0, 8, true).is_err());
-        assert!(device.copy(&a, 5, &b, 0, 4, true).is_err());
-        assert!(device.fill(&b, 1, 4, &[0]).is_err());
+        assert!(device.write(&[0; 5], (&b, 0)).is_err());
+        assert!(device.read((&b, 4), &mut [0]).is_err());
+        assert!(device.read((&b, usize::MAX), &mut [0]).is_err());
+        assert!(device.copy((&a, 0), (&b, 0), 8, true).is_err());
+        assert!(device.copy((&a, 5), (&b, 0), 4, true).is_err());
+        assert!(device.fill((&b, 1), 4, &[0]).is_err());
         assert_eq!(contents(device, &b), [2; 4]);
     }
 }
@@ -203,7 +203,7 @@ fn every_kind_of_argument_arrives() {
         ];
         device.launch(&kernel, &args, &[5, 3], &[8, 1]).unwrap();
         let mut got = [0i64; 8];
-        device.read(&out, 0, bytemuck::cast_slice_mut(&mut got)).unwrap();
+        device.read((&out, 0), bytemuck::cast_slice_mut(&mut got)).unwrap();
         assert_eq!(got, [u32::MAX.into(), i64::MIN, i64::MIN, -6, -9, 77, 9, 3]);
     }
 }
@@ -273,7 +273,7 @@ fn eight_threads_share_a_device() {
                         // The same kernel object from all threads: arguments must not mix.
                         axb(device, shared, &x, &y, t, round).unwrap();
                         let z = device.create_buffer(n * 4).unwrap();
-                        device.copy(&y, 0, &z, 0, n * 4, round % 2 == 0).unwrap();
+                        device.copy((&y, 0), (&z, 0), n * 4, round % 2 == 0).unwrap();
                         let expected: Vec<i32> = ints.iter().map(|i| t * i + round).collect();
                         assert_eq!(contents(device, &z), bytemuck::cast_slice::<i32, u8>(&expected));
                     }
@@ -318,9 +318,9 @@ fn faults_come_back_once_to_the_thread_that_made_them() {
         let x = check(9, Fault::Index);
         assert_eq!(contents(device, &x), 9i32.to_ne_bytes());
         let x = check(-2, Fault::Index);
-        let error = device.read(&x, 0, &mut [0; 4]).unwrap_err();
+        let error = device.read((&x, 0), &mut [0; 4]).unwrap_err();
         assert!(matches!(error, Error::IndexOutOfRange { index: -2, size: 10, .. }), "{error}");
-        device.read(&x, 0, &mut [0; 4]).expect("told once");
+        device.read((&x, 0), &mut [0; 4]).expect("told once");
 
         check(10, Fault::DivisionByZero);
         // Another thread's read is not disturbed.
@@ -330,9 +330,9 @@ fn faults_come_back_once_to_the_thread_that_made_them() {
 
         check(11, Fault::Label);
         let y = buffer(device, &[0; 4]);
-        let error = device.copy(&x, 0, &y, 0, 4, true).unwrap_err();
+        let error = device.copy((&x, 0), (&y, 0), 4, true).unwrap_err();
         assert!(matches!(error, Error::IndexOutOfRange { op: "cross_entropy", index: 11, .. }));
-        device.copy(&x, 0, &y, 0, 4, true).unwrap();
+        device.copy((&x, 0), (&y, 0), 4, true).unwrap();
     }
 }
 
@@ -392,10 +392,10 @@ fn a_lost_device_stays_lost() {
         assert!(e.to_string().contains("clFinish") && e.to_string().contains("-9999"), "{e}");
     };
     lost(device.finish().unwrap_err());
-    lost(device.read(&b, 0, &mut [0; 8]).unwrap_err());
-    lost(device.write(&[0; 8], &b, 0).unwrap_err());
-    lost(device.fill(&b, 0, 8, &[0]).unwrap_err());
-    lost(device.copy(&b, 0, &b, 4, 4, true).unwrap_err());
+    lost(device.read((&b, 0), &mut [0; 8]).unwrap_err());
+    lost(device.write(&[0; 8], (&b, 0)).unwrap_err());
+    lost(device.fill((&b, 0), 8, &[0]).unwrap_err());
+    lost(device.copy((&b, 0), (&b, 4), 4, true).unwrap_err());
     lost(axb(&device, &kernel, &b, &b, 1, 1).unwrap_err());
     lost(device.build("axb", AXB, "axb").unwrap_err());
     assert_eq!(device.create_buffer(8).unwrap_err().classify(), Class::Lost);

@@ -27,10 +27,12 @@ const FILL_CHUNK: usize = 1 << 30;
 /// The temporary of an overlapping copy is at most this large.
 const OVERLAP_CHUNK: usize = 16 << 20;
 
-/// What [`ClDevice::with_mapped`] maps: bytes of a buffer from `off` on.
+/// Bytes of a buffer from an offset on.
+pub(crate) type ClAt<'a> = (&'a ClBuffer, usize);
+
+/// What [`ClDevice::with_mapped`] maps.
 pub(crate) struct Mapped<'a> {
-    pub(crate) buffer: &'a ClBuffer,
-    pub(crate) off: usize,
+    pub(crate) at: ClAt<'a>,
     pub(crate) overwrite: bool,
 }
 
@@ -40,34 +42,26 @@ impl ClDevice {
     ///
     /// # Errors
     /// A range beyond its buffer; when blocking, also what a kernel of this thread recorded as a fault.
-    pub(crate) fn copy(
-        &self,
-        src: &ClBuffer,
-        src_off: usize,
-        dst: &ClBuffer,
-        dst_off: usize,
-        bytes: usize,
-        blocking: bool,
-    ) -> Result<()> {
-        in_range("copy", src, src_off, bytes).and(in_range("copy", dst, dst_off, bytes))?;
+    pub(crate) fn copy(&self, src: ClAt<'_>, dst: ClAt<'_>, bytes: usize, blocking: bool) -> Result<()> {
+        in_range("copy", src, bytes).and(in_range("copy", dst, bytes))?;
         let (stream, recording) = (self.current_stream(), is_capturing(self.device()));
-        let apart = src.mem() != dst.mem() || src_off.abs_diff(dst_off) >= bytes;
+        let apart = src.0.mem() != dst.0.mem() || src.1.abs_diff(dst.1) >= bytes;
         if bytes > 0 && apart && blocking && !recording {
             return self.submit_and_report(stream, &[self.slot()], (), |q, (), event| {
                 q.unmap_rest()?;
-                copy(q, src, src_off, dst, dst_off, bytes, event)
+                copy(q, src, dst, bytes, event)
             });
         }
         // On GPUs a kernel starts sooner than the driver's copy, and is as fast; who waits has the driver's.
-        if bytes > 0 && apart && !blocking && self.copied_by_kernel(src, src_off, dst, dst_off, bytes)? {
+        if bytes > 0 && apart && !blocking && self.copied_by_kernel(src, dst, bytes)? {
             return Ok(());
         }
         match (recording, apart) {
             (true, _) if bytes == 0 => Ok(()),
-            (true, true) => self.record_copy(src, src_off, dst, dst_off, bytes),
+            (true, true) => self.record_copy(src, dst, bytes),
             (true, false) => Err(Error::invalid("copy", "a graph has no copies between overlapping bytes")),
             (false, _) => {
-                self.copy_on(stream, src, src_off, dst, dst_off, bytes)?;
+                self.copy_on(stream, src, dst, bytes)?;
                 if blocking { self.wait_and_report(stream, &[self.slot()]) } else { Ok(()) }
             }
         }
@@ -77,40 +71,24 @@ impl ClDevice {
     ///
     /// # Errors
     /// A range beyond its buffer.
-    pub(crate) fn copy_on(
-        &self,
-        stream: StreamId,
-        src: &ClBuffer,
-        src_off: usize,
-        dst: &ClBuffer,
-        dst_off: usize,
-        bytes: usize,
-    ) -> Result<()> {
+    pub(crate) fn copy_on(&self, stream: StreamId, src: ClAt<'_>, dst: ClAt<'_>, bytes: usize) -> Result<()> {
         self.check_lost()?;
-        in_range("copy", src, src_off, bytes)?;
-        in_range("copy", dst, dst_off, bytes)?;
-        let same = src.mem() == dst.mem();
-        if bytes == 0 || same && src_off == dst_off {
+        in_range("copy", src, bytes)?;
+        in_range("copy", dst, bytes)?;
+        let same = src.0.mem() == dst.0.mem();
+        if bytes == 0 || same && src.1 == dst.1 {
             return Ok(());
         }
-        if same && src_off.abs_diff(dst_off) < bytes {
-            return self.copy_overlapping(stream, src, src_off, dst_off, bytes);
+        if same && src.1.abs_diff(dst.1) < bytes {
+            return self.copy_overlapping(stream, src, dst.1, bytes);
         }
-        let copied =
-            self.lock(stream).and_then(|mut q| copy(&mut q, src, src_off, dst, dst_off, bytes, ptr::null_mut()));
+        let copied = self.lock(stream).and_then(|mut q| copy(&mut q, src, dst, bytes, ptr::null_mut()));
         copied.map_err(|e| self.error(self.settle(e)))
     }
 
     /// In pieces, in the order in which none overwrites what a later one reads. A piece is as long as the ranges are
     /// apart; where that is short it goes through a temporary buffer.
-    fn copy_overlapping(
-        &self,
-        stream: StreamId,
-        buffer: &ClBuffer,
-        src: usize,
-        dst: usize,
-        bytes: usize,
-    ) -> Result<()> {
+    fn copy_overlapping(&self, stream: StreamId, (buffer, src): ClAt<'_>, dst: usize, bytes: usize) -> Result<()> {
         let apart = src.abs_diff(dst);
         let direct = apart >= OVERLAP_CHUNK || bytes / apart <= 2;
         let piece = if direct { apart } else { bytes.min(OVERLAP_CHUNK) };
@@ -123,10 +101,10 @@ impl ClDevice {
                 // Moving up: start from the end.
                 let at = if dst > src { bytes - from - n } else { from };
                 match &temporary {
-                    None => copy(&mut queue, buffer, src + at, buffer, dst + at, n, ptr::null_mut())?,
+                    None => copy(&mut queue, (buffer, src + at), (buffer, dst + at), n, ptr::null_mut())?,
                     Some(t) => {
-                        copy(&mut queue, buffer, src + at, t, 0, n, ptr::null_mut())?;
-                        copy(&mut queue, t, 0, buffer, dst + at, n, ptr::null_mut())?;
+                        copy(&mut queue, (buffer, src + at), (t, 0), n, ptr::null_mut())?;
+                        copy(&mut queue, (t, 0), (buffer, dst + at), n, ptr::null_mut())?;
                     }
                 }
                 done += n;
@@ -146,28 +124,27 @@ impl ClDevice {
     ///
     /// # Errors
     /// A range beyond the buffer, and what a kernel of this thread recorded as a fault.
-    pub(crate) fn read_into<M: HostMemory>(&self, src: &ClBuffer, off: usize, dst: M) -> Result<M> {
-        self.read_on(self.current_stream(), &[self.slot()], src, off, dst)
+    pub(crate) fn read_into<M: HostMemory>(&self, src: ClAt<'_>, dst: M) -> Result<M> {
+        self.read_on(self.current_stream(), &[self.slot()], src, dst)
     }
 
     fn read_on<M: HostMemory>(
         &self,
         stream: StreamId,
         slots: &[&'static Slot],
-        src: &ClBuffer,
-        off: usize,
+        src: ClAt<'_>,
         mut dst: M,
     ) -> Result<M> {
         self.check_lost()?;
         let (_, bytes) = dst.range();
-        in_range("read", src, off, bytes)?;
+        in_range("read", src, bytes)?;
         if bytes == 0 {
             return Ok(dst);
         }
         self.submit_and_report(stream, slots, dst, |q, dst, event| {
             let to = dst.range().0.cast();
             q.unmap_rest()?;
-            call!(clEnqueueReadBuffer(q.raw, src.mem(), 0, off, bytes, to, 0, ptr::null(), event))
+            call!(clEnqueueReadBuffer(q.raw, src.0.mem(), 0, src.1, bytes, to, 0, ptr::null(), event))
         })
     }
 
@@ -175,29 +152,23 @@ impl ClDevice {
     ///
     /// # Errors
     /// As [`read_into`](Self::read_into).
-    pub(crate) fn read(&self, src: &ClBuffer, off: usize, dst: &mut [u8]) -> Result<()> {
-        self.read_bounced(self.current_stream(), &[self.slot()], src, off, dst)
+    pub(crate) fn read(&self, src: ClAt<'_>, dst: &mut [u8]) -> Result<()> {
+        self.read_bounced(self.current_stream(), &[self.slot()], src, dst)
     }
 
     /// [`read`](Self::read) on the default stream, telling no fault.
     ///
     /// # Errors
     /// A range beyond the buffer.
-    pub(crate) fn read_quietly(&self, src: &ClBuffer, off: usize, dst: &mut [u8]) -> Result<()> {
-        self.read_bounced(StreamId::DEFAULT, &[], src, off, dst)
+    pub(crate) fn read_quietly(&self, src: ClAt<'_>, dst: &mut [u8]) -> Result<()> {
+        self.read_bounced(StreamId::DEFAULT, &[], src, dst)
     }
 
-    fn read_bounced(
-        &self,
-        stream: StreamId,
-        slots: &[&'static Slot],
-        src: &ClBuffer,
-        off: usize,
-        dst: &mut [u8],
-    ) -> Result<()> {
-        in_range("read", src, off, dst.len())?;
+    fn read_bounced(&self, stream: StreamId, slots: &[&'static Slot], src: ClAt<'_>, dst: &mut [u8]) -> Result<()> {
+        in_range("read", src, dst.len())?;
         dst.chunks_mut(BOUNCE).enumerate().try_for_each(|(i, part)| {
-            let mut read = self.read_on(stream, slots, src, off + i * BOUNCE, Bounce::new(part.len())?)?;
+            let from = (src.0, src.1 + i * BOUNCE);
+            let mut read = self.read_on(stream, slots, from, Bounce::new(part.len())?)?;
             copy_bytes(part, read.bytes());
             Ok(())
         })
@@ -207,17 +178,17 @@ impl ClDevice {
     ///
     /// # Errors
     /// A range beyond the buffer.
-    pub(crate) fn write_from<M: HostMemory>(&self, mut src: M, dst: &ClBuffer, off: usize) -> Result<M> {
+    pub(crate) fn write_from<M: HostMemory>(&self, mut src: M, dst: ClAt<'_>) -> Result<M> {
         self.check_lost()?;
         let (_, bytes) = src.range();
-        in_range("write", dst, off, bytes)?;
+        in_range("write", dst, bytes)?;
         if bytes == 0 {
             return Ok(src);
         }
         self.submit_and_wait(self.current_stream(), src, |q, src, event| {
             let from = src.range().0.cast_const().cast();
             q.unmap_rest()?;
-            call!(clEnqueueWriteBuffer(q.raw, dst.mem(), 0, off, bytes, from, 0, ptr::null(), event))
+            call!(clEnqueueWriteBuffer(q.raw, dst.0.mem(), 0, dst.1, bytes, from, 0, ptr::null(), event))
         })
         .map_err(|e| self.error(e))
     }
@@ -226,12 +197,12 @@ impl ClDevice {
     ///
     /// # Errors
     /// A range beyond the buffer.
-    pub(crate) fn write(&self, src: &[u8], dst: &ClBuffer, off: usize) -> Result<()> {
-        in_range("write", dst, off, src.len())?;
+    pub(crate) fn write(&self, src: &[u8], dst: ClAt<'_>) -> Result<()> {
+        in_range("write", dst, src.len())?;
         src.chunks(BOUNCE).enumerate().try_for_each(|(i, part)| {
             let mut copy = Bounce::new(part.len())?;
             copy_bytes(copy.bytes(), part);
-            self.write_from(copy, dst, off + i * BOUNCE).map(drop)
+            self.write_from(copy, (dst.0, dst.1 + i * BOUNCE)).map(drop)
         })
     }
 
@@ -242,18 +213,18 @@ impl ClDevice {
     /// A range beyond its buffer, and what a kernel of this thread recorded as a fault.
     pub(crate) fn with_mapped(&self, region: Mapped<'_>, bytes: usize, f: impl FnOnce(*mut u8)) -> Result<()> {
         self.check_lost()?;
-        in_range("map", region.buffer, region.off, bytes)?;
+        in_range("map", region.at, bytes)?;
         if bytes == 0 {
             return Ok(());
         }
         let none = ptr::null_mut();
-        let (mem, off) = (region.buffer.mem(), region.off);
+        let (mem, off) = (region.at.0.mem(), region.at.1);
         let flags = if region.overwrite { CL_MAP_WRITE_INVALIDATE_REGION } else { CL_MAP_READ };
         let readings = self.while_idle(self.current_stream(), Readings::default(), |q, readings| {
             readings.enqueue(q, &[self.slot()], false)?;
             let start = create!(clEnqueueMapBuffer(q.raw, mem, 1, flags, off, bytes, 0, ptr::null(), none))?;
             f(start.cast());
-            q.unmap(region.buffer, start)
+            q.unmap(region.at.0, start)
         });
         let readings = readings.map_err(|e| self.error(e))?;
         self.take_failed(self.current_stream())?;
@@ -264,9 +235,9 @@ impl ClDevice {
     ///
     /// # Errors
     /// A range beyond the buffer, or one that is no multiple of the pattern.
-    pub(crate) fn fill(&self, dst: &ClBuffer, off: usize, bytes: usize, pattern: &[u8]) -> Result<()> {
+    pub(crate) fn fill(&self, (dst, off): ClAt<'_>, bytes: usize, pattern: &[u8]) -> Result<()> {
         self.check_lost()?;
-        in_range("fill", dst, off, bytes)?;
+        in_range("fill", (dst, off), bytes)?;
         let n = pattern.len();
         if !matches!(n, 1 | 2 | 4 | 8 | 16) || !off.is_multiple_of(n) || !bytes.is_multiple_of(n) {
             return Err(Error::invalid("fill", format!("cannot repeat {n} bytes over {bytes} bytes at {off}")));
@@ -290,7 +261,7 @@ impl ClDevice {
         if is_capturing(self.device()) {
             return (0..bytes)
                 .step_by(FILL_CHUNK)
-                .try_for_each(|at| self.record_fill(dst, off + at, FILL_CHUNK.min(bytes - at), wide, n));
+                .try_for_each(|at| self.record_fill((dst, off + at), FILL_CHUNK.min(bytes - at), wide, n));
         }
         let mut done = 0;
         let filled: Result<(), ClError> = {
@@ -308,7 +279,7 @@ impl ClDevice {
             Err(e) if e.is_missing() => {
                 let block = pattern.repeat((1usize << 20).min(bytes) / pattern.len());
                 for_each_part("fill", (0..bytes).step_by(block.len()), |at| {
-                    self.write(&block[..block.len().min(bytes - at)], dst, off + at)
+                    self.write(&block[..block.len().min(bytes - at)], (dst, off + at))
                 })
             }
             other => other.map_err(|e| self.midway("fill", done, e)),
@@ -332,40 +303,24 @@ impl ClDevice {
     }
 
     /// A copy by kernel between ranges that do not overlap, on the current stream; false where there is none for it.
-    fn copied_by_kernel(
-        &self,
-        src: &ClBuffer,
-        src_off: usize,
-        dst: &ClBuffer,
-        dst_off: usize,
-        bytes: usize,
-    ) -> Result<bool> {
-        if !src_off.is_multiple_of(16) || !dst_off.is_multiple_of(16) {
+    fn copied_by_kernel(&self, src: ClAt<'_>, dst: ClAt<'_>, bytes: usize) -> Result<bool> {
+        if !src.1.is_multiple_of(16) || !dst.1.is_multiple_of(16) {
             return Ok(false);
         }
         let Some(kernel) = self.memory_kernel(COPY) else { return Ok(false) };
-        let (from, to) = (Arg::U64((src_off / 16) as u64), Arg::U64((dst_off / 16) as u64));
-        let args = [Arg::Buffer(src), from, Arg::Buffer(dst), to, Arg::U64(bytes as u64)];
+        let (from, to) = (Arg::U64((src.1 / 16) as u64), Arg::U64((dst.1 / 16) as u64));
+        let args = [Arg::Buffer(src.0), from, Arg::Buffer(dst.0), to, Arg::U64(bytes as u64)];
         self.launch_uncounted(kernel, &args, &[bytes.div_ceil(16)], &[kernel.max_work_group().min(256)])?;
         Ok(true)
     }
 }
 
-fn copy(
-    q: &mut Queue,
-    src: &ClBuffer,
-    src_off: usize,
-    dst: &ClBuffer,
-    dst_off: usize,
-    n: usize,
-    event: *mut cl_event,
-) -> Result<(), ClError> {
-    let (from, to) = (src.mem(), dst.mem());
-    call!(clEnqueueCopyBuffer(q.raw, from, to, src_off, dst_off, n, 0, ptr::null(), event))
+fn copy(q: &mut Queue, src: ClAt<'_>, dst: ClAt<'_>, n: usize, event: *mut cl_event) -> Result<(), ClError> {
+    call!(clEnqueueCopyBuffer(q.raw, src.0.mem(), dst.0.mem(), src.1, dst.1, n, 0, ptr::null(), event))
 }
 
 /// The caller's mistake, found before the driver sees it.
-pub(super) fn in_range(op: &'static str, buffer: &ClBuffer, off: usize, bytes: usize) -> Result<()> {
+pub(super) fn in_range(op: &'static str, (buffer, off): ClAt<'_>, bytes: usize) -> Result<()> {
     if off.checked_add(bytes).is_some_and(|end| end <= buffer.bytes()) {
         return Ok(());
     }

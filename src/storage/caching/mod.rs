@@ -41,7 +41,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-use super::allocator::Allocator;
+use super::allocator::{Allocator, valid_fraction};
 use super::block::{Block, KEEPS, owner_number};
 use super::config::Config;
 use super::counters::Deltas;
@@ -50,7 +50,7 @@ use super::history::{HistoryOptions, Snapshot};
 use super::hooks::{FreeMemory, Hooks, OomObserver, Registration};
 use super::stats::{DeviceStats, Split};
 use crate::device::StreamId;
-use crate::{Device, Error, Result};
+use crate::{Device, Result};
 use cache::{Cached, Put, Shard, ThreadCaches};
 use clock::Clock;
 use events::Pending;
@@ -145,7 +145,7 @@ impl CachingAllocator {
     /// An allocator over this driver's memory.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where the configuration contradicts itself, or asks for `expandable_segments` of a driver that
+    /// [`Error::Invalid`](crate::Error::Invalid) where the configuration contradicts itself, or asks for `expandable_segments` of a driver that
     /// cannot reserve addresses.
     pub fn new(driver: Arc<dyn Driver>, config: Config) -> Result<CachingAllocator> {
         config.check()?;
@@ -438,9 +438,7 @@ impl Allocator for CachingAllocator {
     }
 
     fn set_memory_fraction(&self, fraction: f64) -> Result<()> {
-        if !(0.0..=1.0).contains(&fraction) {
-            return Err(Error::invalid("set_memory_fraction", format!("{fraction} is not between 0 and 1")));
-        }
+        let fraction = valid_fraction(fraction)?;
         self.lock().set_limits(|limits| limits.fraction = part_of(self.driver.capacity(), fraction));
         Ok(())
     }

@@ -4,7 +4,7 @@ use std::fmt;
 
 use super::super::driver::Failure;
 use super::super::hooks::OutOfMemoryEvent;
-use super::super::stats::DeviceStats;
+use super::super::stats::{DeviceStats, Human};
 use super::mempool::MemPoolStats;
 use super::{CachingAllocator, Request};
 use crate::Error;
@@ -14,20 +14,6 @@ pub(super) fn exact(bytes: u64) -> String {
     match Human(bytes) {
         short @ Human(0..=1024) => short.to_string(),
         short => format!("{short} ({bytes} bytes)"),
-    }
-}
-
-struct Human(u64);
-
-impl fmt::Display for Human {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let bytes = self.0 as f64;
-        match self.0 {
-            0..=1024 => write!(f, "{} bytes", self.0),
-            1025..=0x10_0000 => write!(f, "{:.2} KiB", bytes / 1024.0),
-            0x10_0001..=0x4000_0000 => write!(f, "{:.2} MiB", bytes / f64::from(1 << 20)),
-            _ => write!(f, "{:.2} GiB", bytes / f64::from(1 << 30)),
-        }
     }
 }
 

@@ -2,7 +2,7 @@ use std::thread;
 
 use super::*;
 use crate::Error;
-use crate::storage::{Call, Failure, PoolStats, Sim, SimOptions};
+use crate::storage::{Call, DeviceStats, Failure, PoolStats, Sim, SimOptions};
 
 const STREAM: StreamId = StreamId::DEFAULT;
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::sealed::Sealed;
 use super::{At, Driver, Failure, Marker, MarkerKind, Memory, MemoryKind, Progress};
 use crate::device::StreamId;
-use crate::device::opencl::{self, ClBuffer, ClDevice, ClError, ClEvent, Class};
+use crate::device::opencl::{self, ClAt, ClBuffer, ClDevice, ClError, ClEvent, Class};
 use crate::storage::block::{Block, Place};
 use crate::{Device, Error, Result};
 
@@ -33,6 +33,11 @@ impl ClPlace<'_> {
     /// The block's first byte in it: a multiple of 512.
     pub(crate) fn offset(&self) -> usize {
         self.place.offset()
+    }
+
+    /// A byte of the block's.
+    pub(crate) fn at(&self, byte: usize) -> ClAt<'_> {
+        (self.buffer, self.place.offset() + byte)
     }
 }
 
@@ -92,7 +97,7 @@ impl Driver for OpenCl {
     }
 
     fn commit(&self, memory: Memory) -> Result<Memory, Failure> {
-        self.device.commit(buffer(&memory).map_err(Failure::Other)?).map_err(|e| self.failure(e))?;
+        self.device.commit(at((&memory, 0)).map_err(Failure::Other)?.0).map_err(|e| self.failure(e))?;
         Ok(memory)
     }
 
@@ -139,21 +144,21 @@ impl Driver for OpenCl {
     }
 
     unsafe fn copy(&self, stream: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()> {
-        self.device.copy_on(stream, buffer(from.0)?, from.1, buffer(to.0)?, to.1, bytes)
+        self.device.copy_on(stream, at(from)?, at(to)?, bytes)
     }
 
     unsafe fn read(&self, from: At<'_>, to: &mut [u8]) -> Result<()> {
-        self.device.read_quietly(buffer(from.0)?, from.1, to)
+        self.device.read_quietly(at(from)?, to)
     }
 
     unsafe fn write(&self, from: &[u8], to: At<'_>) -> Result<()> {
-        self.device.write(from, buffer(to.0)?, to.1)
+        self.device.write(from, at(to)?)
     }
 }
 
-fn buffer(memory: &Memory) -> Result<&ClBuffer> {
+fn at<'a>((memory, offset): At<'a>) -> Result<ClAt<'a>> {
     match &memory.0 {
-        MemoryKind::OpenCl(buffer) => Ok(buffer),
+        MemoryKind::OpenCl(buffer) => Ok((buffer, offset)),
         _ => Err(Error::invalid("driver", format!("{memory:?} is not an OpenCL buffer"))),
     }
 }

@@ -23,7 +23,7 @@ use super::pinned::{Budget, Pinned, PinnedPool, PinnedSource};
 use super::{Driver, Failure};
 use crate::device::cpu::bulk::copy;
 use crate::device::cpu::streaming::Streaming;
-use crate::device::opencl::{self, ClBuffer, ClDevice, ClEvent, ClPinned, HostMemory, Mapped};
+use crate::device::opencl::{self, ClAt, ClDevice, ClEvent, ClPinned, HostMemory, Mapped};
 use crate::device::{DeviceKind, StreamId};
 use crate::storage::config::Config;
 use crate::{Device, Error, Result};
@@ -134,63 +134,60 @@ fn budget() -> &'static Arc<Budget> {
 /// what `dst` lies in, if that is pinned memory.
 pub(in crate::storage) fn read(
     device: &'static ClDevice,
-    src: &ClBuffer,
-    off: usize,
+    src: ClAt<'_>,
     dst: &mut [u8],
     pinned: Option<&PinnedBytes>,
 ) -> Result<()> {
     match pinned.and_then(|pinned| pinned.lend(device, dst.as_mut_ptr(), dst.len(), true)) {
-        Some(lent) => device.read_into(src, off, lent).map(drop),
-        None => read_apart(device, src, off, dst).unwrap_or_else(|| device.read(src, off, dst)),
+        Some(lent) => device.read_into(src, lent).map(drop),
+        None => read_apart(device, src, dst).unwrap_or_else(|| device.read(src, dst)),
     }
 }
 
 /// [`read`] into a vector, which the device may write to.
 pub(in crate::storage) fn read_into<T: AnyBitPattern + NoUninit>(
     device: &'static ClDevice,
-    src: &ClBuffer,
-    off: usize,
+    src: ClAt<'_>,
     mut dst: Vec<T>,
 ) -> Result<Vec<T>> {
-    match read_apart(device, src, off, bytemuck::cast_slice_mut(&mut dst)) {
+    match read_apart(device, src, bytemuck::cast_slice_mut(&mut dst)) {
         Some(read) => read.map(|()| dst),
-        None => device.read_into(src, off, dst),
+        None => device.read_into(src, dst),
     }
 }
 
 /// Reads by maps or through pinned slices, so that no command gets to know of `dst`; `None` where that is not the way.
-fn read_apart(device: &'static ClDevice, src: &ClBuffer, off: usize, dst: &mut [u8]) -> Option<Result<()>> {
+fn read_apart(device: &'static ClDevice, src: ClAt<'_>, dst: &mut [u8]) -> Option<Result<()>> {
     if is_mapped(device, dst.len()) {
         let (n, to) = (dst.len(), dst.as_mut_ptr());
-        let region = Mapped { buffer: src, off, overwrite: false };
+        let region = Mapped { at: src, overwrite: false };
         // SAFETY: n bytes are mapped there, and nothing runs on the device meanwhile; `dst` is borrowed alone.
         return Some(device.with_mapped(region, n, |from| unsafe { bytes(from, to, n, copy) }));
     }
     let ring = is_staged(device, dst.len()).then(|| Ring::new(pool(device), device, DOWN.of(dst.len()), dst.len()));
-    ring.flatten().map(|ring| ring.read(src, off, dst))
+    ring.flatten().map(|ring| ring.read(src, dst))
 }
 
 /// Writes bytes from the host to a buffer and waits until they are there. `pinned` is as in [`read`].
 pub(in crate::storage) fn write(
     device: &'static ClDevice,
     src: &[u8],
-    dst: &ClBuffer,
-    off: usize,
+    dst: ClAt<'_>,
     pinned: Option<&PinnedBytes>,
 ) -> Result<()> {
     if is_mapped(device, src.len()) {
         let (n, from) = (src.len(), src.as_ptr());
-        let region = Mapped { buffer: dst, off, overwrite: true };
+        let region = Mapped { at: dst, overwrite: true };
         // SAFETY: n bytes are mapped there, and nothing runs on the device meanwhile; `src` is borrowed.
         return device.with_mapped(region, n, |to| unsafe { bytes(from, to, n, copy) });
     }
     if let Some(lent) = pinned.and_then(|pinned| pinned.lend(device, src.as_ptr().cast_mut(), src.len(), false)) {
-        return device.write_from(lent, dst, off).map(drop);
+        return device.write_from(lent, dst).map(drop);
     }
     let ring = is_staged(device, src.len()).then(|| Ring::new(pool(device), device, UP.of(src.len()), src.len()));
     match ring.flatten() {
-        Some(ring) => ring.write(src, dst, off),
-        None => device.write(src, dst, off),
+        Some(ring) => ring.write(src, dst),
+        None => device.write(src, dst),
     }
 }
 
@@ -323,12 +320,12 @@ impl Ring {
         (slices.len() >= wanted.min(2)).then_some(Ring { device, slices, cut })
     }
 
-    fn read(self, src: &ClBuffer, off: usize, dst: &mut [u8]) -> Result<()> {
+    fn read(self, src: ClAt<'_>, dst: &mut [u8]) -> Result<()> {
         let (transfer, to) = (Transfer::new(&self, dst.len()), Start(dst.as_mut_ptr()));
         let (count, slots) = (transfer.chunks.len(), self.slices.len());
         let begin = |chunk: usize| {
             let range = transfer.chunks[chunk].range.clone();
-            self.slice(chunk).read(src, off + range.start, range.len())?;
+            self.slice(chunk).read((src.0, src.1 + range.start), range.len())?;
             transfer.chunks[chunk].begun.store(true, Release);
             Ok(())
         };
@@ -345,7 +342,7 @@ impl Ring {
         self.device.report_faults() // this thread's
     }
 
-    fn write(self, src: &[u8], dst: &ClBuffer, off: usize) -> Result<()> {
+    fn write(self, src: &[u8], dst: ClAt<'_>) -> Result<()> {
         let (transfer, slots) = (Transfer::new(&self, src.len()), self.slices.len());
         transfer.run(
             |chunk| match chunk.checked_sub(slots) {
@@ -362,7 +359,7 @@ impl Ring {
             },
             |chunk| {
                 let range = &transfer.chunks[chunk].range;
-                let begun = self.slice(chunk).write(dst, off + range.start, range.len());
+                let begun = self.slice(chunk).write((dst.0, dst.1 + range.start), range.len());
                 transfer.chunks[chunk].begun.store(true, Release);
                 transfer.note(begun)
             },
@@ -416,18 +413,18 @@ impl Slice {
         Ok(())
     }
 
-    fn read(&mut self, src: &ClBuffer, off: usize, n: usize) -> Result<()> {
+    fn read(&mut self, src: ClAt<'_>, n: usize) -> Result<()> {
         self.wait()?;
         // SAFETY: `n` bytes of this block, used by no transfer; nothing touches them before `wait` has seen the event
         // done, and on drop the pool gets the block with the event.
-        self.event = Some(unsafe { self.device.start_read(self.stream, src, off, self.range(n), n) }?);
+        self.event = Some(unsafe { self.device.start_read(self.stream, src, self.range(n), n) }?);
         Ok(())
     }
 
-    fn write(&mut self, dst: &ClBuffer, off: usize, n: usize) -> Result<()> {
+    fn write(&mut self, dst: ClAt<'_>, n: usize) -> Result<()> {
         self.wait()?;
         // SAFETY: as in `read`.
-        self.event = Some(unsafe { self.device.start_write(self.stream, self.range(n), dst, off, n) }?);
+        self.event = Some(unsafe { self.device.start_write(self.stream, self.range(n), dst, n) }?);
         Ok(())
     }
 }

@@ -18,7 +18,7 @@ mod setting;
 mod snapshot;
 mod summary;
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};

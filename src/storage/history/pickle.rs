@@ -79,6 +79,18 @@ impl<'a> Reader<'a> {
     fn run(&mut self) -> Result<Item<'a>, String> {
         loop {
             let opcode = self.take(1)?[0];
+            let items = match opcode {
+                b'l' | b't' | b'd' | b'e' | b'u' => self.marked()?,
+                0x85..=0x87 => self.last(usize::from(opcode - 0x84))?,
+                b'a' => self.last(1)?,
+                b's' => self.last(2)?,
+                _ => Vec::new(),
+            };
+            let number = match opcode {
+                0x8a | b'q' | b'h' => self.size(1)?,
+                b'r' | b'j' => self.size(4)?,
+                _ => self.memo.len() as u32,
+            };
             match opcode {
                 b'.' => return self.pop(),
                 0x80 => _ = self.take(1)?, // PROTO
@@ -93,59 +105,18 @@ impl<'a> Reader<'a> {
                 b'J' => self.int(4, true)?,
                 b'K' => self.int(1, false)?,
                 b'M' => self.int(2, false)?,
-                0x8a => {
-                    let n = self.size(1)?;
-                    self.int(n as usize, true)?
-                }
+                0x8a => self.int(number as usize, true)?,
                 b'G' => {
                     let float = self.take(8)?.try_into().map_err(|_| "cut short")?;
                     self.push(Item::Float(u64::from_be_bytes(float)))?;
                 }
                 b'X' => self.text(4)?,
                 0x8c => self.text(1)?,
-                b']' | b')' => self.list(Vec::new(), Item::List)?,
-                b'}' => self.list(Vec::new(), Item::Dict)?,
-                b'l' | b't' => {
-                    let items = self.marked()?;
-                    self.list(items, Item::List)?;
-                }
-                b'd' => {
-                    let items = self.marked()?;
-                    self.list(items, Item::Dict)?;
-                }
-                0x85..=0x87 => {
-                    let items = self.last(usize::from(opcode - 0x84))?;
-                    self.list(items, Item::List)?;
-                }
-                b'a' => {
-                    let items = self.last(1)?;
-                    self.extend(items)?;
-                }
-                b's' => {
-                    let items = self.last(2)?;
-                    self.extend(items)?;
-                }
-                b'e' | b'u' => {
-                    let items = self.marked()?;
-                    self.extend(items)?;
-                }
-                b'q' => {
-                    let id = self.size(1)?;
-                    self.memoize(id)?;
-                }
-                b'r' => {
-                    let id = self.size(4)?;
-                    self.memoize(id)?;
-                }
-                0x94 => self.memoize(self.memo.len() as u32)?,
-                b'h' => {
-                    let id = self.size(1)?;
-                    self.recall(id)?;
-                }
-                b'j' => {
-                    let id = self.size(4)?;
-                    self.recall(id)?;
-                }
+                b']' | b')' | b'l' | b't' | 0x85..=0x87 => self.list(items, Item::List)?,
+                b'}' | b'd' => self.list(items, Item::Dict)?,
+                b'a' | b's' | b'e' | b'u' => self.extend(items)?,
+                b'q' | b'r' | 0x94 => self.memoize(number)?,
+                b'h' | b'j' => self.recall(number)?,
                 _ => return Err(format!("the instruction {opcode:#x} is not one of plain data")),
             }
         }

@@ -26,6 +26,15 @@ pub enum Setting {
     None,
 }
 
+/// Methods of a visitor that make a setting of a plain value.
+macro_rules! visit {
+    ($($name:ident($($value:ident: $type:ty)?) $setting:expr;)*) => {
+        $(fn $name<E: Error>(self $(, $value: $type)?) -> Result<Setting, E> {
+            Ok($setting)
+        })*
+    };
+}
+
 /// What serde derives for such an enum first keeps a value in a form of many times its size.
 impl<'de> Deserialize<'de> for Setting {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Setting, D::Error> {
@@ -37,28 +46,13 @@ impl<'de> Deserialize<'de> for Setting {
                 f.write_str("a setting")
             }
 
-            fn visit_bool<E: Error>(self, is: bool) -> Result<Setting, E> {
-                Ok(Setting::Bool(is))
-            }
-
-            fn visit_i64<E: Error>(self, int: i64) -> Result<Setting, E> {
-                Ok(Setting::Int(int))
-            }
-
-            fn visit_u64<E: Error>(self, int: u64) -> Result<Setting, E> {
-                Ok(i64::try_from(int).map_or(Setting::Float(int as f64), Setting::Int))
-            }
-
-            fn visit_f64<E: Error>(self, float: f64) -> Result<Setting, E> {
-                Ok(Setting::Float(float))
-            }
-
-            fn visit_str<E: Error>(self, text: &str) -> Result<Setting, E> {
-                Ok(Setting::Text(text.to_owned()))
-            }
-
-            fn visit_unit<E: Error>(self) -> Result<Setting, E> {
-                Ok(Setting::None)
+            visit! {
+                visit_bool(is: bool) Setting::Bool(is);
+                visit_i64(int: i64) Setting::Int(int);
+                visit_u64(int: u64) i64::try_from(int).map_or(Setting::Float(int as f64), Setting::Int);
+                visit_f64(float: f64) Setting::Float(float);
+                visit_str(text: &str) Setting::Text(text.to_owned());
+                visit_unit() Setting::None;
             }
 
             fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Setting, A::Error> {

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
+use super::super::stats::Human;
 use super::snapshot::{BlockState, SegmentInfo, SegmentType, Snapshot};
 
 /// How badly a snapshot's free memory is cut up: of all segments, and of those of each type.
@@ -149,12 +150,7 @@ fn map(segment: &SegmentInfo) -> String {
     (0..).zip(&used).map(draw).collect()
 }
 
-/// As PyTorch writes sizes in its messages.
+/// A size, with a short unit.
 fn size(bytes: u64) -> String {
-    match bytes {
-        0..=1024 => format!("{bytes} B"),
-        1025..=1_048_576 => format!("{:.2} KiB", bytes as f64 / 1024.0),
-        1_048_577..=1_073_741_824 => format!("{:.2} MiB", bytes as f64 / 1_048_576.0),
-        _ => format!("{:.2} GiB", bytes as f64 / 1_073_741_824.0),
-    }
+    if bytes <= 1024 { format!("{bytes} B") } else { Human(bytes).to_string() }
 }

@@ -8,8 +8,6 @@ mod text;
 
 use std::collections::HashMap;
 use std::fmt::{self, Display};
-use std::fs::File;
-use std::io::{self, Read};
 use std::path::Path;
 
 use claystone::storage::Snapshot;
@@ -48,7 +46,7 @@ impl Trace {
     /// The traces in a file: one, or one a device of a snapshot. The error says which file, and where in it.
     pub fn open(path: &Path) -> Result<Vec<Trace>, String> {
         let name = path.display().to_string();
-        let bytes = contents(path).map_err(|error| format!("{name}: {error}"))?;
+        let bytes = claystone::read_file(path).map_err(|error| format!("{name}: {error}"))?;
         Trace::read(&bytes, &name).map_err(|fault| match fault.line {
             0 => format!("{name}: {}", fault.what),
             line => format!("{name}:{line}: {}", fault.what),
@@ -92,26 +90,6 @@ impl Trace {
     /// sizes are not bytes but some unit of their own.
     pub fn alignment(&self) -> usize {
         if self.largest < 512 { 1 } else { 512 }
-    }
-}
-
-/// What is read of a pipe or a device, which does not say how much it has and may never end.
-const MOST_OF_A_STREAM: u64 = 64 << 20;
-
-/// The bytes of a file; of a pipe or a device no more than 64 MiB.
-fn contents(path: &Path) -> io::Result<Vec<u8>> {
-    let mut file = File::open(path)?;
-    if file.metadata()?.is_file() {
-        let mut bytes = Vec::new();
-        file.read_to_end(&mut bytes)?;
-        return Ok(bytes);
-    }
-    // Once as large as it gets: a vector that grows is there twice.
-    let mut bytes = Vec::with_capacity(MOST_OF_A_STREAM as usize + 2);
-    file.take(MOST_OF_A_STREAM + 1).read_to_end(&mut bytes)?;
-    match bytes.len() as u64 > MOST_OF_A_STREAM {
-        true => Err(io::Error::other("it is no regular file and has more than 64 MiB: copy it to a file first")),
-        false => Ok(bytes),
     }
 }
 

@@ -16,6 +16,7 @@ mod streams;
 
 use super::heap::{NONE, NOWHERE, Use};
 use super::*;
+use crate::Error;
 use crate::storage::{Call, Failure, Sim, SimOptions};
 
 const MIB: usize = 1 << 20;

@@ -29,7 +29,7 @@ fn pattern(n: usize, seed: usize) -> Vec<u8> {
 fn holding(device: Device, data: &[u8]) -> Storage {
     let s = Storage::alloc(device, data.len()).unwrap();
     let place = s.cl().unwrap();
-    place.device.write(data, place.buffer(), place.offset()).unwrap();
+    place.device.write(data, place.at(0)).unwrap();
     drop(place);
     s
 }
@@ -47,13 +47,13 @@ fn staged_and_plain_transfers_agree() {
                 let storage = holding(device.device(), &whole);
                 let place = storage.cl().unwrap();
                 let mut read = vec![0xee; n];
-                ring(pool, device, SLICE, n).read(place.buffer(), place.offset() + off, &mut read).unwrap();
+                ring(pool, device, SLICE, n).read(place.at(off), &mut read).unwrap();
                 assert_eq!(read, whole[off..off + n], "{n} bytes at {off} read");
 
                 let fresh = pattern(n, !chunks);
-                ring(pool, device, SLICE, n).write(&fresh, place.buffer(), place.offset() + off).unwrap();
+                ring(pool, device, SLICE, n).write(&fresh, place.at(off)).unwrap();
                 let mut after = vec![0; whole.len()];
-                device.read(place.buffer(), place.offset(), &mut after).unwrap();
+                device.read(place.at(0), &mut after).unwrap();
                 assert_eq!(after[..off], whole[..off], "before the {n} bytes at {off}");
                 assert_eq!(after[off..off + n], fresh, "{n} bytes at {off} written");
                 assert_eq!(after[off + n..], whole[off + n..], "behind the {n} bytes at {off}");
@@ -93,9 +93,9 @@ fn slices_large_enough_for_many_threads_to_copy() {
         let data = pattern(n, 9);
         let storage = Storage::alloc(device.device(), n).unwrap();
         let place = storage.cl().unwrap();
-        ring(pool, device, slice, n).write(&data, place.buffer(), place.offset()).unwrap();
+        ring(pool, device, slice, n).write(&data, place.at(0)).unwrap();
         let mut read = vec![0; n];
-        ring(pool, device, slice, n).read(place.buffer(), place.offset(), &mut read).unwrap();
+        ring(pool, device, slice, n).read(place.at(0), &mut read).unwrap();
         assert!(read == data);
     }
 }
@@ -112,9 +112,9 @@ fn threads_share_a_pool() {
                         let data = pattern(n, thread ^ round);
                         let storage = Storage::alloc(device.device(), n).unwrap();
                         let place = storage.cl().unwrap();
-                        ring(pool, device, 8192, n).write(&data, place.buffer(), place.offset()).unwrap();
+                        ring(pool, device, 8192, n).write(&data, place.at(0)).unwrap();
                         let mut read = vec![0; n];
-                        ring(pool, device, 8192, n).read(place.buffer(), place.offset(), &mut read).unwrap();
+                        ring(pool, device, 8192, n).read(place.at(0), &mut read).unwrap();
                         assert_eq!(read, data, "thread {thread}, round {round}");
                     }
                 });
@@ -134,7 +134,7 @@ fn faults_are_reported_by_a_staged_read() {
         let read = |tensor: &Tensor| {
             let place = tensor.storage().cl().unwrap();
             let mut bytes = vec![0; 12_000];
-            ring(pool, device, 4096, 12_000).read(place.buffer(), place.offset(), &mut bytes).map(|()| bytes)
+            ring(pool, device, 4096, 12_000).read(place.at(0), &mut bytes).map(|()| bytes)
         };
         let error = read(&quotient).unwrap_err();
         assert!(matches!(error, Error::DivisionByZero { .. }), "{error}");
@@ -148,9 +148,9 @@ fn a_range_beyond_the_buffer_is_an_error_and_gives_the_slices_back() {
         let pool = new_pool(device, 1 << 20);
         let buffer = device.create_buffer(20_000).unwrap();
         let mut bytes = vec![0; 20_000];
-        let error = ring(pool, device, 4096, 20_000).read(&buffer, 1, &mut bytes).unwrap_err();
+        let error = ring(pool, device, 4096, 20_000).read((&buffer, 1), &mut bytes).unwrap_err();
         assert!(matches!(error, Error::Invalid { op: "read", .. }), "{error}");
-        let error = ring(pool, device, 4096, 20_000).write(&bytes, &buffer, 1).unwrap_err();
+        let error = ring(pool, device, 4096, 20_000).write(&bytes, (&buffer, 1)).unwrap_err();
         assert!(matches!(error, Error::Invalid { op: "write", .. }), "{error}");
         device.finish().unwrap();
         assert!(!pool.poll(), "their transfers are done");
@@ -215,10 +215,10 @@ fn small_transfers_through_the_blocks_of_large_ones() {
                 assert!(cut.slice <= cut.block && cut.piece <= cut.block, "{cut:?}");
             }
             let up = Ring::new(pool, device, UP.of(total), total).unwrap();
-            up.write(&data, place.buffer(), place.offset() + 1).unwrap();
+            up.write(&data, place.at(1)).unwrap();
             let mut got = vec![0; total];
             let down = Ring::new(pool, device, DOWN.of(total), total).unwrap();
-            down.read(place.buffer(), place.offset() + 1, &mut got).unwrap();
+            down.read(place.at(1), &mut got).unwrap();
             assert!(got == data, "{total} bytes on {}", device.device());
         }
     }

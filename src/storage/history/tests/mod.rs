@@ -164,7 +164,7 @@ fn threads() -> Result<()> {
 
 /// A writer whose bytes can be looked at after it was given away.
 #[derive(Clone, Default)]
-struct Shared(Arc<Mutex<Vec<u8>>>);
+pub(in crate::storage) struct Shared(pub(in crate::storage) Arc<Mutex<Vec<u8>>>);
 
 impl Write for Shared {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
