@@ -60,8 +60,6 @@ pub use device::{Device, Stream, with_stream};
 pub(crate) use dtype::{Compute, elements};
 pub use dtype::{DType, Element, Scalar};
 pub use error::{Error, Excerpt, Result, for_each_part, in_steps};
-#[doc(hidden)]
-pub use file::read as read_file;
 pub use graph::Graph;
 pub use layout::shape::{NewShape, Shape};
 pub use ops::{

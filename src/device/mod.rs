@@ -24,55 +24,25 @@
 pub(crate) mod capture;
 pub(crate) mod cpu;
 mod info;
+mod launches;
 pub(crate) mod log;
+mod name;
 pub(crate) mod opencl;
 pub(crate) mod stream;
-
-use std::cell::Cell;
-use std::fmt;
 
 use crate::error::Excerpt;
 use crate::{Error, Result};
 
 pub use info::{DeviceInfo, DeviceKind};
+pub(crate) use launches::count_launch;
+pub use launches::count_launches;
+pub use name::Device;
 pub use opencl::ProgramCache;
 #[doc(hidden)]
 pub use opencl::read_cache_file;
 pub use stream::{Event, Stream, StreamId, with_stream};
 
-/// A place where tensors live and work runs. A plain name: nothing is opened until it is used.
-///
-/// ```
-/// use claystone::Device;
-/// let device: Device = "opencl:1".parse()?;
-/// assert_eq!(device, Device::OpenCL(1));
-/// assert_eq!(Device::Cpu.to_string(), "cpu");
-/// assert!(Device::all().contains(&Device::Cpu));
-/// # Ok::<(), claystone::Error>(())
-/// ```
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
-pub enum Device {
-    /// The host's processor and memory: what [`Default`] gives, as in PyTorch.
-    #[default]
-    Cpu,
-    /// The OpenCL device of this index in [`Device::all`].
-    OpenCL(usize),
-}
-
 impl Device {
-    /// A number that tells it from every other device.
-    pub(crate) fn number(self) -> u64 {
-        match self {
-            Device::Cpu => u64::MAX,
-            Device::OpenCL(index) => index as u64,
-        }
-    }
-
-    /// Whether it is the CPU device.
-    pub(crate) fn is_cpu(self) -> bool {
-        self == Device::Cpu
-    }
-
     /// Every device: the OpenCL devices in order of their index (discrete GPUs, integrated GPUs, accelerators, CPUs),
     /// then the CPU. A device keeps its index as long as the process lives. Where a driver fails to tell which devices it
     /// has, after several attempts, there is only the CPU and a warning in the log; the next call asks again.
@@ -132,15 +102,6 @@ impl Device {
     }
 }
 
-impl fmt::Display for Device {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Device::Cpu => f.pad("cpu"),
-            Device::OpenCL(i) => f.pad(&format!("opencl:{i}")),
-        }
-    }
-}
-
 /// Reads what Display prints: `cpu`, `opencl:0`; `opencl` alone is `opencl:0`. Case does not matter.
 impl std::str::FromStr for Device {
     type Err = Error;
@@ -159,28 +120,6 @@ impl std::str::FromStr for Device {
             Error::invalid("device", reason)
         })
     }
-}
-
-thread_local! {
-    static LAUNCHES: Cell<u64> = const { Cell::new(0) };
-}
-
-/// Counts one for [`count_launches`]: every kernel launch, and every operation on the CPU.
-pub(crate) fn count_launch() {
-    LAUNCHES.set(LAUNCHES.get() + 1);
-}
-
-/// Runs `f` and counts what this thread launched inside it: kernels on OpenCL devices, and operations on the CPU, which
-/// count as one each. Copies, fills, reads and writes are not launches. What an optimisation saved is best asserted.
-///
-/// ```
-/// let (sum, launches) = claystone::device::count_launches(|| 1 + 1);
-/// assert_eq!((sum, launches), (2, 0));
-/// ```
-pub fn count_launches<R>(f: impl FnOnce() -> R) -> (R, u64) {
-    let before = LAUNCHES.get();
-    let result = f();
-    (result, LAUNCHES.get() - before)
 }
 
 #[cfg(test)]

@@ -4,9 +4,9 @@ use std::ptr::{self, NonNull};
 
 use opencl3::types::cl_event;
 
-use super::driver::{ClEvent, call};
+use super::driver::{ClAt, ClEvent, call};
 use super::queues::Locked;
-use super::transfer::{ClAt, in_range};
+use super::transfer::in_range;
 use super::{ClDevice, ClError};
 use crate::Result;
 use crate::device::StreamId;

@@ -12,12 +12,11 @@ use std::sync::Arc;
 use opencl3::kernel::CL_KERNEL_FUNCTION_NAME;
 use opencl3::types::cl_mem;
 
-use super::driver::{ClKernel, call, create, info};
+use super::driver::{ClAt, ClKernel, call, create, info};
 use super::errors::ClError;
 use super::fault::Slot;
 use super::launch::{Arg, enqueue_kernel, records_faults, set_arg};
 use super::queue::Queue;
-use super::transfer::ClAt;
 use super::{ClDevice, ClEvent};
 use crate::device::{self, Device, StreamId, capture};
 use crate::{Error, Result};

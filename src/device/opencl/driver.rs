@@ -88,6 +88,9 @@ pub(crate) struct ClBuffer {
     bytes: usize,
 }
 
+/// Bytes of a buffer from an offset on.
+pub(crate) type ClAt<'a> = (&'a ClBuffer, usize);
+
 impl ClBuffer {
     /// Takes over `mem`.
     pub(super) fn new(mem: cl_mem, bytes: usize) -> ClBuffer {

@@ -40,7 +40,7 @@ mod tuning;
 
 pub use cache::{ProgramCache, read_cache_file};
 pub(crate) use context::{ARRIVALS, ClDevice};
-pub(crate) use driver::{ClBuffer, ClEvent, ClKernel};
+pub(crate) use driver::{ClAt, ClBuffer, ClEvent, ClKernel};
 pub(crate) use errors::{ClError, Class};
 pub(crate) use fault::{Fault, index_fault};
 pub(crate) use host_memory::HostMemory;
@@ -50,7 +50,7 @@ pub(crate) use probe::TensorCores;
 pub(crate) use program::SM_90A;
 pub(crate) use retry::Backoff;
 pub(crate) use signature::{Parameter, Space};
-pub(crate) use transfer::{ClAt, Mapped};
+pub(crate) use transfer::Mapped;
 pub(crate) use tuning::{Knob, PARAMETERS, Tunable, times_tuned};
 
 use crate::Result;

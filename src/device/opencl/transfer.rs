@@ -5,7 +5,7 @@ use std::ptr;
 use opencl3::memory::{CL_MAP_READ, CL_MAP_WRITE_INVALIDATE_REGION};
 use opencl3::types::cl_event;
 
-use super::driver::{ClBuffer, ClKernel, call, create};
+use super::driver::{ClAt, ClKernel, call, create};
 use super::errors::ClError;
 use super::fault::{Readings, Slot};
 use super::host_memory::{BOUNCE, Bounce, HostMemory};
@@ -26,9 +26,6 @@ const FILL_BY_KERNEL: usize = 128 << 10;
 const FILL_CHUNK: usize = 1 << 30;
 /// The temporary of an overlapping copy is at most this large.
 const OVERLAP_CHUNK: usize = 16 << 20;
-
-/// Bytes of a buffer from an offset on.
-pub(crate) type ClAt<'a> = (&'a ClBuffer, usize);
 
 /// What [`ClDevice::with_mapped`] maps.
 pub(crate) struct Mapped<'a> {

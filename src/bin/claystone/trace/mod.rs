@@ -46,7 +46,7 @@ impl Trace {
     /// The traces in a file: one, or one a device of a snapshot. The error says which file, and where in it.
     pub fn open(path: &Path) -> Result<Vec<Trace>, String> {
         let name = path.display().to_string();
-        let bytes = claystone::read_file(path).map_err(|error| format!("{name}: {error}"))?;
+        let bytes = claystone::file::read(path).map_err(|error| format!("{name}: {error}"))?;
         Trace::read(&bytes, &name).map_err(|fault| match fault.line {
             0 => format!("{name}: {}", fault.what),
             line => format!("{name}:{line}: {}", fault.what),
