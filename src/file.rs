@@ -1,4 +1,4 @@
-//! Files that are replaced as a whole: whoever opens one finds the old contents or the new, whatever happens meanwhile.
+//! Files read and replaced as a whole: whoever opens one finds the old contents or the new, whatever happens meanwhile.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
@@ -10,6 +10,17 @@ use tempfile::NamedTempFile;
 const MOST_OF_A_STREAM: u64 = 64 << 20;
 
 /// The bytes of a file; of a pipe or a device no more than 64 MiB.
+///
+/// ```
+/// # let folder = tempfile::tempdir()?;
+/// let path = folder.path().join("notes");
+/// std::fs::write(&path, "ten bytes.")?;
+/// assert_eq!(claystone::file::read(&path)?.len(), 10);
+/// # Ok::<(), std::io::Error>(())
+/// ```
+///
+/// # Errors
+/// What the file system fails with; more than 64 MiB where that is no regular file.
 pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     let mut file = File::open(path)?;
     if file.metadata()?.is_file() {

@@ -9,6 +9,11 @@ use super::node::{Factor, Inputs, Node, Operation, State};
 use super::{Context, Gradients, is_grad_enabled};
 use crate::{Error, Result, Tensor};
 
+/// What gives the gradients of an operation's inputs from that of its result.
+pub(crate) trait Backward: Fn(&mut Context) -> Result<Gradients> + Send + Sync + 'static {}
+
+impl<F: Fn(&mut Context) -> Result<Gradients> + Send + Sync + 'static> Backward for F {}
+
 /// Whether an operation on these inputs is to be recorded.
 pub(crate) fn is_tracked(inputs: &[&Tensor]) -> bool {
     is_grad_enabled() && inputs.iter().any(|t| t.node.is_some())
@@ -19,23 +24,13 @@ pub(crate) fn is_tracked(inputs: &[&Tensor]) -> bool {
 ///
 /// The closure may launch what it likes, so its own result has no gradient: a backward that creates a graph stops here
 /// with an error. [`record_twice`] is for closures that can be recorded.
-pub(crate) fn record(
-    op: &'static str,
-    out: Tensor,
-    inputs: &[&Tensor],
-    backward: impl Fn(&mut Context) -> Result<Gradients> + Send + Sync + 'static,
-) -> Tensor {
+pub(crate) fn record(op: &'static str, out: Tensor, inputs: &[&Tensor], backward: impl Backward) -> Tensor {
     with_operation(op, out, inputs, Operation { backward: Arc::new(backward), factor: None, twice: false })
 }
 
 /// [`record`] for a closure that is made of recorded operations itself, at least where [`Context::create_graph`]:
 /// methods of tensors, on the gradient and on what [`Saved::get`] and [`Context::result`] give.
-pub(crate) fn record_twice(
-    op: &'static str,
-    out: Tensor,
-    inputs: &[&Tensor],
-    backward: impl Fn(&mut Context) -> Result<Gradients> + Send + Sync + 'static,
-) -> Tensor {
+pub(crate) fn record_twice(op: &'static str, out: Tensor, inputs: &[&Tensor], backward: impl Backward) -> Tensor {
     with_operation(op, out, inputs, Operation { backward: Arc::new(backward), factor: None, twice: true })
 }
 
@@ -46,7 +41,7 @@ pub(crate) fn record_with_factor(
     out: Tensor,
     inputs: &[&Tensor],
     factor: Option<Factor>,
-    backward: impl Fn(&mut Context) -> Result<Gradients> + Send + Sync + 'static,
+    backward: impl Backward,
 ) -> Tensor {
     with_operation(
         op,
@@ -71,12 +66,7 @@ pub(crate) fn record_unary_twice(
 }
 
 /// [`record_twice`] for what depends on these nodes.
-pub(super) fn record_of_nodes(
-    op: &'static str,
-    out: Tensor,
-    nodes: Vec<Arc<Node>>,
-    backward: impl Fn(&mut Context) -> Result<Gradients> + Send + Sync + 'static,
-) -> Tensor {
+pub(super) fn record_of_nodes(op: &'static str, out: Tensor, nodes: Vec<Arc<Node>>, backward: impl Backward) -> Tensor {
     let operation = Operation { backward: Arc::new(backward), factor: None, twice: true };
     with_node(op, out, nodes.into_iter().map(Some).collect(), operation)
 }
