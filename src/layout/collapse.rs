@@ -49,7 +49,7 @@ impl StridedDims {
         Some(StridedDims::new(&Shape::from(&dims[..]), strides.iter().map(|s| &s[..])))
     }
 
-    /// Whether operand `k` lies in one piece, in order: element `e` of the walk is its element `e`.
+    /// Whether operand `k` lies in one piece, in order: element `e` of the iteration is its element `e`.
     pub(crate) fn is_contiguous(&self, k: usize) -> bool {
         let mut step = 1;
         self.dims.iter().zip(&self.strides[k]).rev().all(|(&size, &stride)| {
@@ -59,7 +59,7 @@ impl StridedDims {
         })
     }
 
-    /// Where every operand has element `element` of the walk.
+    /// The offset of element `element` of the iteration in every operand.
     pub(crate) fn offsets(&self, element: usize) -> SmallVec<[isize; 8]> {
         let mut offsets: SmallVec<[isize; 8]> = SmallVec::from_elem(0, self.strides.len());
         let mut rest = element;
@@ -113,17 +113,17 @@ mod tests {
 
     #[test]
     fn contiguous_operands_become_one_dimension() {
-        let walk = StridedDims::new(&Shape::from([2, 3, 4]), [&[12, 4, 1][..], &[12, 4, 1]]);
-        assert_eq!(walk.dims[..], [24]);
-        assert!(walk.is_contiguous(0) && walk.is_contiguous(1));
+        let strided = StridedDims::new(&Shape::from([2, 3, 4]), [&[12, 4, 1][..], &[12, 4, 1]]);
+        assert_eq!(strided.dims[..], [24]);
+        assert!(strided.is_contiguous(0) && strided.is_contiguous(1));
     }
 
     #[test]
     fn a_broadcast_row_keeps_two() {
-        let walk = StridedDims::new(&Shape::from([2, 3, 4]), [&[12, 4, 1][..], &[0, 0, 1]]);
-        assert_eq!(walk.dims[..], [6, 4]);
-        assert_eq!(walk.strides[1][..], [0, 1]);
-        assert!(walk.is_contiguous(0) && !walk.is_contiguous(1));
+        let strided = StridedDims::new(&Shape::from([2, 3, 4]), [&[12, 4, 1][..], &[0, 0, 1]]);
+        assert_eq!(strided.dims[..], [6, 4]);
+        assert_eq!(strided.strides[1][..], [0, 1]);
+        assert!(strided.is_contiguous(0) && !strided.is_contiguous(1));
     }
 
     #[test]
@@ -134,11 +134,11 @@ mod tests {
 
     #[test]
     fn reordered_for_a_transposed_result() {
-        let walk = StridedDims::new(&Shape::from([2, 3, 4]), [&[1, 2, 6][..], &[12, 4, 1], &[0, 1, 0]]);
-        let ordered = walk.in_order_of(0).unwrap();
+        let strided = StridedDims::new(&Shape::from([2, 3, 4]), [&[1, 2, 6][..], &[12, 4, 1], &[0, 1, 0]]);
+        let ordered = strided.in_order_of(0).unwrap();
         assert_eq!((&ordered.dims[..], &ordered.strides[0][..]), (&[4, 3, 2][..], &[6, 2, 1][..]));
         assert_eq!((&ordered.strides[1][..], &ordered.strides[2][..]), (&[1, 4, 12][..], &[0, 1, 0][..]));
-        assert!(walk.in_order_of(1).is_none() && ordered.in_order_of(0).is_none());
+        assert!(strided.in_order_of(1).is_none() && ordered.in_order_of(0).is_none());
         let both = StridedDims::new(&Shape::from([3, 4]), [&[1, 3][..], &[1, 3]]).in_order_of(0).unwrap();
         assert_eq!(both.dims[..], [12], "dims merge once they are in order");
     }
@@ -147,7 +147,7 @@ mod tests {
     fn runs_visit_every_element_once_from_any_start() {
         let shape = Shape::from([3, 2, 5]);
         let strides = [20isize, -7, 3];
-        let walk = StridedDims::new(&shape, [&strides[..]]);
+        let strided = StridedDims::new(&shape, [&strides[..]]);
         let mut want = Vec::new();
         for i in 0..3 {
             for j in 0..2 {
@@ -159,8 +159,8 @@ mod tests {
         for first in 0..30 {
             for len in 0..=30 - first {
                 let mut got = vec![isize::MIN; len];
-                walk.runs(first, len, |at, offsets, n| {
-                    assert_eq!(walk.offsets(first + at)[..], *offsets);
+                strided.runs(first, len, |at, offsets, n| {
+                    assert_eq!(strided.offsets(first + at)[..], *offsets);
                     (0..n).for_each(|i| got[at + i] = offsets[0] + 3 * i as isize);
                 });
                 assert_eq!(got, want[first..first + len]);

@@ -25,7 +25,7 @@ fn fans(op: &'static str, t: &Tensor) -> Result<(f64, f64)> {
 }
 
 /// `t = random * scale + shift`.
-fn draw(t: &Tensor, random: Result<Tensor>, scale: f64, shift: f64) -> Result<()> {
+fn fill_from(t: &Tensor, random: Result<Tensor>, scale: f64, shift: f64) -> Result<()> {
     let numbers = [Scalar::Float(scale), Scalar::Float(shift)];
     no_grad(|| Tensor::map_into(&[&random?], &numbers, &[t], |x, s| vec![&x[0] * &s[0] + &s[1]]))
 }
@@ -43,7 +43,7 @@ pub fn constant_(t: &Tensor, value: impl Into<Scalar>) -> Result<()> {
 /// # Errors
 /// [`Error::UnsupportedDType`] for integers; [`Error::OutOfMemory`].
 pub fn uniform_(t: &Tensor, low: f64, high: f64) -> Result<()> {
-    draw(t, Tensor::rand(t.shape(), t), high - low, low)
+    fill_from(t, Tensor::rand(t.shape(), t), high - low, low)
 }
 
 /// Normal (`normal_`).
@@ -51,7 +51,7 @@ pub fn uniform_(t: &Tensor, low: f64, high: f64) -> Result<()> {
 /// # Errors
 /// As [`uniform_`].
 pub fn normal_(t: &Tensor, mean: f64, std: f64) -> Result<()> {
-    draw(t, Tensor::randn(t.shape(), t), std, mean)
+    fill_from(t, Tensor::randn(t.shape(), t), std, mean)
 }
 
 /// Normal, drawn again where it is not within `low..=high` (`trunc_normal_`).
@@ -61,12 +61,12 @@ pub fn normal_(t: &Tensor, mean: f64, std: f64) -> Result<()> {
 /// where the device fails after the first draw.
 pub fn trunc_normal_(t: &Tensor, mean: f64, std: f64, low: f64, high: f64) -> Result<()> {
     let op = "trunc_normal_";
-    let below = |x: f64| 0.5 * libm::erfc(-(x - mean) / (std * std::f64::consts::SQRT_2));
-    let inside = below(high) - below(low);
+    let cdf = |x: f64| 0.5 * libm::erfc(-(x - mean) / (std * std::f64::consts::SQRT_2));
+    let inside = cdf(high) - cdf(low);
     if inside.is_nan() || inside < 1e-3 {
         return Err(Error::invalid(op, format!("{low}..={high} holds next to nothing of that distribution")));
     }
-    // So often that of a billion elements hardly one is left, which is then put on the bound.
+    // As often as leaves hardly one of a billion elements outside, which is then clamped.
     let rounds = ((1e-12f64).ln() / (1.0 - inside).max(1e-12).ln()).ceil() as usize;
     let numbers = [mean, std, low, high].map(Scalar::Float);
     let draws = || {

@@ -111,7 +111,7 @@ impl Stack {
     fn new(op: &'static str, step: Step, sizes: [usize; 2], options: RnnOptions, at: TensorOptions) -> Result<Stack> {
         let [input, hidden] = sizes;
         let directions = if options.bidirectional { 2 } else { 1 };
-        // What is counted with below is at most four times as much.
+        // Sizes below are at most four times as large, and are computed without overflow.
         if !(1..=usize::MAX / 4).contains(&hidden) || options.num_layers == 0 || !(0.0..=1.0).contains(&options.dropout)
         {
             let reason = format!(
@@ -120,11 +120,11 @@ impl Stack {
             return Err(Error::invalid(op, reason));
         }
         let rows = step.gates() * hidden;
-        let made = |shape: &[usize]| init::default_parameter(shape, hidden, at);
-        let bias = || options.bias.then(|| made(&[rows])).transpose();
+        let parameter = |shape: &[usize]| init::default_parameter(shape, hidden, at);
+        let bias = || options.bias.then(|| parameter(&[rows])).transpose();
         let cell = |l: usize| -> Result<Cell> {
-            let weight_ih = made(&[rows, if l == 0 { input } else { directions * hidden }])?;
-            Ok(Cell { weight_ih, weight_hh: made(&[rows, hidden])?, bias_ih: bias()?, bias_hh: bias()? })
+            let weight_ih = parameter(&[rows, if l == 0 { input } else { directions * hidden }])?;
+            Ok(Cell { weight_ih, weight_hh: parameter(&[rows, hidden])?, bias_ih: bias()?, bias_hh: bias()? })
         };
         let layer = |l| (0..directions).map(|_| cell(l)).collect();
         let layers = (0..options.num_layers).map(layer).collect::<Result<_>>()?;
@@ -132,7 +132,7 @@ impl Stack {
     }
 
     /// The hidden states of the last layer at all steps, and the last states of all layers.
-    fn run(&self, op: &'static str, x: &Tensor, given: Option<&[&Tensor]>) -> Result<(Tensor, Vec<Tensor>)> {
+    fn run(&self, op: &'static str, x: &Tensor, initial: Option<&[&Tensor]>) -> Result<(Tensor, Vec<Tensor>)> {
         let batched = x.rank() == 3;
         let first = if batched && self.options.batch_first { x.transpose(0, 1)? } else { x.shallow_clone() };
         let mut below = if batched { first } else { first.unsqueeze(1)? };
@@ -146,33 +146,33 @@ impl Stack {
         }
         let slots = self.layers.len() * directions;
         let shape = if batched { vec![slots, n, hidden] } else { vec![slots, hidden] };
-        if let Some(wrong) = given.into_iter().flatten().find(|t| t.shape().dims() != shape) {
+        if let Some(wrong) = initial.into_iter().flatten().find(|t| t.shape().dims() != shape) {
             let hint = "a state is [layers * directions, N, H], without N where the input has none";
             return Err(Error::ShapeMismatch { op, lhs: shape.into(), rhs: wrong.shape().clone(), hint });
         }
         let mut last: Vec<Vec<Tensor>> = (0..self.step.states()).map(|_| Vec::new()).collect();
         for (l, cells) in self.layers.iter().enumerate() {
-            let mut sides = Vec::with_capacity(directions);
+            let mut directions_out = Vec::with_capacity(directions);
             for (d, cell) in cells.iter().enumerate() {
                 let input_gates = cell.input_gates(self.step, &below)?;
-                let start = |s: usize| match given {
+                let start = |s: usize| match initial {
                     Some(states) => states[s].select(0, (l * directions + d) as isize)?.reshape([n, hidden]),
                     None => Tensor::zeros([n, hidden], &input_gates),
                 };
                 let mut states = (0..self.step.states()).map(start).collect::<Result<Vec<_>>>()?;
-                let mut seen = Vec::with_capacity(steps);
+                let mut outputs = Vec::with_capacity(steps);
                 for t in 0..steps {
                     let t = if d == 0 { t } else { steps - 1 - t };
                     states = self.step.next(&input_gates.select(0, t as isize)?, cell, &states)?;
-                    seen.push(states[0].shallow_clone());
+                    outputs.push(states[0].shallow_clone());
                 }
                 if d == 1 {
-                    seen.reverse();
+                    outputs.reverse();
                 }
-                sides.push(Tensor::stack(&seen, 0)?);
+                directions_out.push(Tensor::stack(&outputs, 0)?);
                 last.iter_mut().zip(states).for_each(|(all, state)| all.push(state));
             }
-            below = if directions == 1 { sides.remove(0) } else { Tensor::cat(&sides, -1)? };
+            below = if directions == 1 { directions_out.remove(0) } else { Tensor::cat(&directions_out, -1)? };
             if l + 1 < self.layers.len() && self.options.dropout > 0.0 && self.mode.is_training() {
                 below = below.dropout(self.options.dropout)?;
             }

@@ -1,4 +1,4 @@
-//! Out to the host, and over to another device. (Dtypes are converted in `ops::copy`.)
+//! Out to the host, and over to another device. (Dtypes are converted in `ops::elementwise::copy`.)
 
 use std::any::Any;
 
@@ -10,8 +10,8 @@ use crate::storage::Storage;
 use crate::{DType, Device, Element, Error, Result, Tensor, elements};
 
 impl Tensor {
-    /// The elements in row-major order. Waits for the device. Where they are only looked at, [`Tensor::to_host`] has no
-    /// new memory to ask for.
+    /// The elements in row-major order. Waits for the device. To read them only,
+    /// [`Tensor::to_host`] is cheaper: its memory is the allocator's, and reused.
     ///
     /// # Errors
     /// [`Error::DTypeMismatch`] where `T` is not this tensor's element type.
@@ -49,7 +49,7 @@ impl Tensor {
 
     fn read_out<T: Element>(&self, op: &'static str) -> Result<Vec<T>> {
         self.check_element::<T>(op)?;
-        // First, for it fails where no memory has room for an expanded tensor's elements; a vector would panic.
+        // First: where an expanded tensor has more elements than fit in memory this is an error, and a vector would panic.
         let source = self.detach().contiguous()?;
         let bits: Vec<T::Bits> = source.storage.read_vec(source.layout.offset * self.dtype.size(), source.numel())?;
         // Where every pattern is valid `Bits` is `T` itself, and the vector is handed on as it is.
@@ -107,7 +107,7 @@ impl Tensor {
     /// # Errors
     /// [`Error::NoDevice`], [`Error::OutOfMemory`] and device failures.
     pub fn pin_memory(&self, device: Device) -> Result<Tensor> {
-        let source = self.detach().contiguous()?; // fails where no memory has room for an expanded tensor's elements
+        let source = self.detach().contiguous()?;
         let size = self.dtype.size();
         let out = match Storage::pinned(device, self.numel() * size)? {
             Some(storage) => {

@@ -67,8 +67,8 @@ impl Tensor {
         let op = "into_host";
         self.check_element::<T>(op)?;
         self.detach_(); // what made it may have kept a handle
-        let is_sole = self.device().is_cpu() && self.is_contiguous() && self.storage.is_unique();
-        HostArray::new(op, if is_sole { self } else { self.host_copy()? })
+        let is_exclusive = self.device().is_cpu() && self.is_contiguous() && self.storage.is_unique();
+        HostArray::new(op, if is_exclusive { self } else { self.host_copy()? })
     }
 
     /// A copy on the CPU, contiguous, of one handle, outside the graph.

@@ -133,6 +133,7 @@ impl Indices for &[Index] {
     }
 }
 
+/// The layout of the elements that `items` choose, which are what [`Tensor::i`] is given.
 pub(crate) fn indexed(op: &'static str, layout: &Layout, items: &[Index]) -> Result<Layout> {
     let rank = layout.shape.rank();
     let used = items.iter().filter(|i| matches!(i, Index::At(_) | Index::Range { .. } | Index::Step { .. })).count();

@@ -3,7 +3,7 @@
 //! The numbers are f64 and i64 and no others, so that a literal's type is known: `(1.0 - &x).exp()` would not compile if f32
 //! would do as well. The methods (`mul_scalar`, ...) take every type of number.
 //!
-//! A left operand given by value is used up: the result is computed in its memory where nobody else holds that.
+//! A left operand given by value is consumed: the result is computed in its memory where no other handle shares that.
 
 use std::ops::{Add, AddAssign, Div, DivAssign, Mul, MulAssign, Neg, Sub, SubAssign};
 
@@ -14,35 +14,36 @@ fn expect<T>(result: Result<T>) -> T {
     result.unwrap_or_else(|e| panic!("{e}"))
 }
 
-/// What stands on the left.
+/// The left operand.
 enum Left<'a> {
-    Kept(&'a Tensor),
-    UsedUp(Tensor),
+    Borrowed(&'a Tensor),
+    Owned(Tensor),
 }
 
 impl<'a> From<&'a Tensor> for Left<'a> {
     fn from(t: &'a Tensor) -> Left<'a> {
-        Left::Kept(t)
+        Left::Borrowed(t)
     }
 }
 
 impl From<Tensor> for Left<'_> {
     fn from(t: Tensor) -> Self {
-        Left::UsedUp(t)
+        Left::Owned(t)
     }
 }
 
-/// The result of `left` and, where there is one, `right`: `in_place` where the left one is used up and nobody would notice.
+/// The result for `left` and, where there is one, `right`: computed `in_place` where the left one is owned and no other handle
+/// sees its memory.
 #[track_caller]
 fn computed(
     left: Left,
     right: Option<&Tensor>,
-    anew: impl FnOnce(&Tensor) -> Result<Tensor>,
+    out_of_place: impl FnOnce(&Tensor) -> Result<Tensor>,
     in_place: impl FnOnce(&Tensor) -> Result<()>,
 ) -> Tensor {
     let t = match left {
-        Left::Kept(t) => return expect(anew(t)),
-        Left::UsedUp(t) => t,
+        Left::Borrowed(t) => return expect(out_of_place(t)),
+        Left::Owned(t) => t,
     };
     let fits = |right: &Tensor| {
         let broadcast = || t.shape().broadcast("", right.shape()).is_ok_and(|shape| shape == *t.shape());
@@ -51,7 +52,7 @@ fn computed(
     // What is done to floats gives floats of the same dtype.
     let owned = t.storage.is_unique() && t.node.is_none() && t.dtype.is_float();
     let free = owned && t.is_contiguous() && right.is_none_or(fits);
-    if free { expect(in_place(&t).map(|()| t)) } else { expect(anew(&t)) }
+    if free { expect(in_place(&t).map(|()| t)) } else { expect(out_of_place(&t)) }
 }
 
 /// One operator between tensors and with a number on the right, by the methods of those names.
