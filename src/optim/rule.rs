@@ -102,11 +102,11 @@ pub(super) const NOT_NEGATIVE: Range<f64> = 0.0..f64::INFINITY;
 pub(super) const DECAY: Range<f64> = 0.0..1.0;
 
 /// An optimiser: the struct of its hyperparameters with their defaults and ranges, and the rule, of which `state`,
-/// `numbers_to` and `update` are given. A closure after `=>` checks what ranges do not say.
+/// `numbers_to` and `update` are given. A function after `=>` checks what ranges do not say.
 macro_rules! optimizer {
     (
         $(#[$doc:meta])* $name:ident; $(#[$config_doc:meta])*
-        $config:ident { $($(#[$field_doc:meta])* $field:ident: $type:ty = $default:expr $(, $range:expr)?;)* $(=> $also:expr)? }
+        $config:ident { $($(#[$field_doc:meta])* $field:ident: $type:ty = $default:expr $(, $range:expr)?;)* $(=> $also:ident)? }
         $($rule:tt)*
     ) => {
         $(#[$config_doc])*
@@ -129,7 +129,7 @@ macro_rules! optimizer {
 
             fn check(&self) -> $crate::Result<()> {
                 $($($crate::optim::rule::check(Self::NAME, stringify!($field), self.$field, $range)?;)?)*
-                $(($also)(self)?;)?
+                $($also(self)?;)?
                 Ok(())
             }
 

@@ -1,7 +1,7 @@
 //! Stochastic gradient descent.
 
 use super::rule::{DECAY, NOT_NEGATIVE, decayed, optimizer};
-use crate::{Error, Expr};
+use crate::{Error, Expr, Result};
 
 optimizer! {
     /// Stochastic gradient descent with momentum, weight decay and Nesterov's look-ahead (PyTorch's `torch.optim.SGD`).
@@ -28,10 +28,7 @@ optimizer! {
         weight_decay: f64 = 0.0, NOT_NEGATIVE;
         /// Nesterov's look-ahead; needs momentum and no dampening.
         nesterov: bool = false;
-        => |sgd: &SgdConfig| match sgd.nesterov && (sgd.momentum == 0.0 || sgd.dampening != 0.0) {
-            true => Err(Error::invalid(Self::NAME, "nesterov needs a momentum above 0 and no dampening")),
-            false => Ok(()),
-        }
+        => check_nesterov
     }
 
     fn state(&self) -> Vec<(&'static str, f64)> {
@@ -52,4 +49,11 @@ optimizer! {
         let direction = if self.nesterov { grad + &s[2] * &v } else { v.clone() };
         (w - &s[0] * direction, vec![v])
     }
+}
+
+fn check_nesterov(sgd: &SgdConfig) -> Result<()> {
+    if sgd.nesterov && (sgd.momentum == 0.0 || sgd.dampening != 0.0) {
+        return Err(Error::invalid("Sgd", "nesterov needs a momentum above 0 and no dampening"));
+    }
+    Ok(())
 }

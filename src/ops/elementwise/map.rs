@@ -186,7 +186,7 @@ fn checked_into(
 ///     let v = &e[1] - &s[0] * &e[0];
 ///     vec![&e[0] + &v, v]
 /// })?;
-/// for rate in [0.5, 0.25] {
+/// for rate in [0.5f64, 0.25] {
 ///     step.launch(&[rate.into()])?;
 /// }
 /// assert_eq!(v.to_vec::<f32>()?, [-0.625; 3]);
