@@ -1,9 +1,10 @@
 //! Looking at gradients on their way: hooks, and gradients kept of tensors that are no leaves.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use super::node::Node;
+use crate::device::lock;
 use crate::{Error, Result, Tensor};
 
 type Hook = Arc<dyn Fn(&Tensor) -> Result<Option<Tensor>> + Send + Sync>;
@@ -52,10 +53,6 @@ impl Hooks {
     pub(super) fn retained(&self) -> MutexGuard<'_, Retained> {
         lock(&self.retained)
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Takes a hook away again: see [`Tensor::register_hook`]. Dropping it leaves the hook where it is.

@@ -25,6 +25,7 @@ pub(crate) mod capture;
 pub(crate) mod cpu;
 mod info;
 mod launches;
+mod lock;
 pub(crate) mod log;
 mod name;
 pub(crate) mod opencl;
@@ -36,6 +37,7 @@ use crate::{Error, Result};
 pub use info::{DeviceInfo, DeviceKind};
 pub(crate) use launches::count_launch;
 pub use launches::count_launches;
+pub(crate) use lock::lock;
 pub use name::Device;
 pub use opencl::ProgramCache;
 #[doc(hidden)]

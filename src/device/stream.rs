@@ -5,10 +5,11 @@
 //! host waiting. The names and rules are those of `torch.cuda.Stream` and `torch.cuda.Event`.
 
 use std::cell::RefCell;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use super::capture;
 use super::opencl::{self, ClDevice, ClEvent};
+use crate::device::lock;
 use crate::{Device, Error, Result};
 
 /// Streams of one device at a time.
@@ -100,7 +101,7 @@ impl Drop for Inner {
     fn drop(&mut self) {
         match self.device {
             _ if self.id == StreamId::DEFAULT => {}
-            Device::Cpu => CPU.lock().unwrap_or_else(PoisonError::into_inner).give_back(self.id),
+            Device::Cpu => lock(&CPU).give_back(self.id),
             Device::OpenCL(i) => _ = opencl::opened(i).map(|device| device.give_stream_back(self.id)),
         }
     }
@@ -114,7 +115,7 @@ impl Stream {
     /// driver refuses.
     pub fn new(device: Device) -> Result<Stream> {
         let id = match device {
-            Device::Cpu => CPU.lock().unwrap_or_else(PoisonError::into_inner).take(|_| Ok(()))?,
+            Device::Cpu => lock(&CPU).take(|_| Ok(()))?,
             Device::OpenCL(i) => opencl::open(i)?.take_stream()?,
         };
         Ok(Stream(Arc::new(Inner { device, id })))

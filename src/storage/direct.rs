@@ -1,7 +1,7 @@
 //! The direct allocator: a segment an allocation, and nothing kept.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use super::allocator::Allocator;
 use super::block::{Block, owner_number};
@@ -11,6 +11,7 @@ use super::segment::Segment;
 use super::unsplit::{Books, Unused, answer_from_books, make, segment_size};
 use crate::Result;
 use crate::device::StreamId;
+use crate::device::lock;
 
 /// Asks the driver for every allocation and gives each back when it is freed (PyTorch under
 /// `PYTORCH_NO_CUDA_MEMORY_CACHING`): slow, and the right thing for finding out who holds what, or for sharing a device.
@@ -48,18 +49,14 @@ impl DirectAllocator {
         Ok(DirectAllocator { driver, number: owner_number(), books })
     }
 
-    fn lock(&self) -> MutexGuard<'_, Books> {
-        self.books.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// A new segment, or why there is none.
     fn grow(&self, size: usize, requested: usize, stream: StreamId) -> Result<Result<Arc<Segment>, String>> {
-        if let Some(why) = self.lock().begin(size) {
+        if let Some(why) = lock(&self.books).begin(size) {
             return Ok(Err(why));
         }
         let made = make(&*self.driver, size, requested);
         let segment = made.as_ref().ok().and_then(|made| made.as_ref().ok());
-        self.lock().end(size, stream, segment.map(|segment| &**segment));
+        lock(&self.books).end(size, stream, segment.map(|segment| &**segment));
         made
     }
 }
@@ -71,20 +68,20 @@ impl fmt::Debug for DirectAllocator {
 }
 
 impl Allocator for DirectAllocator {
-    answer_from_books!(self, self.lock());
+    answer_from_books!(self, lock(&self.books));
 
     fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block> {
         let size = segment_size(&*self.driver, bytes)?;
         let mut made = self.grow(size, bytes, stream)?;
-        if made.is_err() && size as u64 <= self.lock().limit() {
+        if made.is_err() && size as u64 <= lock(&self.books).limit() {
             self.driver.synchronize()?;
-            let mut books = self.lock();
+            let mut books = lock(&self.books);
             books.stats.num_alloc_retries += 1;
             books.stats.num_sync_all_streams += 1;
             drop(books);
             made = self.grow(size, bytes, stream)?;
         }
-        let mut books = self.lock();
+        let mut books = lock(&self.books);
         match made {
             Ok(segment) => {
                 // SAFETY: the segment is new and nobody else's.
@@ -103,7 +100,7 @@ impl Allocator for DirectAllocator {
         }
         let address = block.segment().address();
         drop(block); // the last share of the segment: the driver has it back before the books say so
-        let mut books = self.lock();
+        let mut books = lock(&self.books);
         books.given_back(address);
         books.released(address);
     }

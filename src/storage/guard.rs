@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use super::allocator::Allocator;
 use super::allocator::forward_to_inner;
@@ -12,6 +12,7 @@ use super::block::{Block, owner_number};
 use super::config::JUNK;
 use super::driver::{Driver, Memory, MemoryKind};
 use crate::device::StreamId;
+use crate::device::lock;
 use crate::{Error, Result};
 
 /// What guards are made of.
@@ -69,10 +70,6 @@ impl GuardAllocator {
         GuardAllocator { inner, driver, number, violations, state }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Bytes before a block: as many as keep it aligned.
     fn before(&self) -> usize {
         self.driver.alignment()
@@ -94,7 +91,7 @@ impl GuardAllocator {
 
     /// Waits for all work that may use blocks, looks at a block's guards and poisons it.
     fn inspect(&self, block: &Block, whole: &Block) -> Result<()> {
-        let streams: Vec<StreamId> = self.lock().streams.iter().copied().collect();
+        let streams: Vec<StreamId> = lock(&self.state).streams.iter().copied().collect();
         for stream in streams {
             self.driver.wait(&self.driver.record(stream)?)?;
         }
@@ -105,7 +102,7 @@ impl GuardAllocator {
             let mut read = || unsafe { self.driver.read((memory, guard.start), &mut bytes) };
             if let Err(error) = read() {
                 // Reading reports what kernels of this thread found wrong, which is not about the guard, once.
-                self.lock().unsaid.get_or_insert(error);
+                lock(&self.state).unsaid.get_or_insert(error);
                 read()?;
             }
             let changed = |byte: &u8| *byte != GUARD;
@@ -133,7 +130,7 @@ impl Allocator for GuardAllocator {
     forward_to_inner!();
 
     fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block> {
-        if let Some(error) = self.lock().unsaid.take() {
+        if let Some(error) = lock(&self.state).unsaid.take() {
             return Err(error);
         }
         let before = self.before();
@@ -144,7 +141,7 @@ impl Allocator for GuardAllocator {
         let unit = if matches!(whole.place().segment().memory().0, MemoryKind::Sim(_)) { before } else { UNIT };
         let mut block = whole.into_part(before, bytes.next_multiple_of(unit), bytes)?;
         block.owner = self.number;
-        self.lock().streams.insert(stream);
+        lock(&self.state).streams.insert(stream);
         let memory = block.segment().memory();
         let guards = block.whole().map(|whole| self.guards(&block, whole)).into_iter().flatten();
         if let Err(error) = guards.into_iter().try_for_each(|guard| self.fill(memory, guard, GUARD)) {
@@ -162,7 +159,7 @@ impl Allocator for GuardAllocator {
             && let Err(error) = self.inspect(&block, whole)
         {
             tracing::error!(?block, %error, "the guard bytes of a block could not be looked at");
-            self.lock().unsaid.get_or_insert(error);
+            lock(&self.state).unsaid.get_or_insert(error);
         }
         if let Some(whole) = block.into_whole() {
             self.inner.deallocate(whole);
@@ -170,7 +167,7 @@ impl Allocator for GuardAllocator {
     }
 
     fn record_stream(&self, block: &Block, stream: StreamId) {
-        self.lock().streams.insert(stream);
+        lock(&self.state).streams.insert(stream);
         if let Some(whole) = block.whole() {
             self.inner.record_stream(whole, stream);
         }

@@ -2,9 +2,10 @@
 
 use std::cell::Cell;
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use crate::Device;
+use crate::device::lock;
 
 /// What may free memory, and says whether it did.
 pub type FreeMemory = dyn Fn() -> bool + Send + Sync;
@@ -54,12 +55,12 @@ impl<F: ?Sized> Default for List<F> {
 
 impl<F: ?Sized + Send + Sync + 'static> List<F> {
     fn add(&self, hook: Arc<F>) -> Registration {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(&hook));
+        lock(&self.0).push(Arc::clone(&hook));
         let list = Arc::downgrade(&self.0);
         Registration(Some(Box::new(move || {
             let Some(list) = list.upgrade() else { return };
             // Dropped after the lock: what a callback holds may want this list when it goes.
-            let mut hooks = list.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut hooks = lock(&list);
             let removed = hooks.iter().position(|other| Arc::ptr_eq(other, &hook)).map(|at| hooks.remove(at));
             drop(hooks);
             drop((removed, hook));
@@ -67,7 +68,7 @@ impl<F: ?Sized + Send + Sync + 'static> List<F> {
     }
 
     fn all(&self) -> Vec<Arc<F>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.0).clone()
     }
 }
 

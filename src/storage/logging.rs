@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::io::Write;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use super::allocator::Allocator;
 use super::allocator::forward_to_inner;
@@ -11,6 +11,7 @@ use super::block::Block;
 use super::history::{CsvAction, CsvLog};
 use super::registry;
 use crate::device::StreamId;
+use crate::device::lock;
 use crate::{Device, Error, Result};
 
 type Log = CsvLog<Box<dyn Write + Send>>;
@@ -49,7 +50,7 @@ impl LoggingAllocator {
     /// # Errors
     /// [`Error::Invalid`] where the writer failed, now or before: then the log ends there.
     pub fn finish(&self) -> Result<()> {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         let flushed = state.log.take().map_or(Ok(()), |log| log.flush());
         std::mem::replace(&mut state.failed, Ok(())).and(flushed)
     }
@@ -57,7 +58,7 @@ impl LoggingAllocator {
     /// Writes a line; the stream of a free is that of the allocation.
     fn note(&self, action: CsvAction, block: Option<&Block>, bytes: usize, stream: StreamId) {
         let name = block.map_or(0, |block| block.slot_ptr().as_ptr().addr() as u64);
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         let stream = match action {
             CsvAction::Free => state.streams.remove(&name).unwrap_or(StreamId::DEFAULT.0),
             CsvAction::Allocate | CsvAction::AllocateFailure => stream.0,
@@ -69,10 +70,6 @@ impl LoggingAllocator {
         if action == CsvAction::Allocate && state.log.is_some() && stream != StreamId::DEFAULT.0 {
             state.streams.insert(name, stream);
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

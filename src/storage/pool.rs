@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use smallvec::SmallVec;
 
@@ -14,6 +14,7 @@ use super::segment::Segment;
 use super::unsplit::{Books, Unused, answer_from_books, make, segment_size};
 use crate::Result;
 use crate::device::StreamId;
+use crate::device::lock;
 
 /// How long a buffer is meant to live, and so which buffers may serve (MNN's `Backend::StorageType`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -139,14 +140,14 @@ impl PoolAllocator {
         };
         let mut unused = Unused::default();
         // What is beyond the limit by itself, nothing given back makes room for.
-        let hopeless = request.size as u64 > self.lock().books.limit();
+        let hopeless = request.size as u64 > lock(&self.state).books.limit();
         for rung in LADDER.into_iter().filter(|_| !hopeless) {
             let gone = match rung {
-                Rung::GiveBackOne => self.lock().remove_one(request.size),
-                Rung::GiveBackAll => self.lock().remove_all(),
+                Rung::GiveBackOne => lock(&self.state).remove_one(request.size),
+                Rung::GiveBackAll => lock(&self.state).remove_all(),
                 Rung::Wait => {
                     self.driver.synchronize()?;
-                    let stats = &mut self.lock().books.stats;
+                    let stats = &mut lock(&self.state).books.stats;
                     stats.num_alloc_retries += 1;
                     stats.num_sync_all_streams += 1;
                     Vec::new()
@@ -160,7 +161,7 @@ impl PoolAllocator {
                 Err(why) => why,
             };
         }
-        Err(self.lock().books.out_of_memory(bytes, stream, &why, unused))
+        Err(lock(&self.state).books.out_of_memory(bytes, stream, &why, unused))
     }
 
     /// Takes a block back, and its buffer out of the pool: the driver has it at once (MNN's `recycle` with `release`).
@@ -177,11 +178,11 @@ impl PoolAllocator {
         if let Some(block) = self.reuse(request)? {
             return Ok(Ok(block));
         }
-        if let Some(why) = self.lock().books.begin(request.size) {
+        if let Some(why) = lock(&self.state).books.begin(request.size) {
             return Ok(Err(why));
         }
         let made = make(&*self.driver, request.size, request.bytes);
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         let segment = made.as_ref().ok().and_then(|made| made.as_ref().ok());
         state.books.end(request.size, request.stream, segment.map(|segment| &**segment));
         let segment = match made? {
@@ -199,7 +200,7 @@ impl PoolAllocator {
             return Ok(None);
         }
         let (block, others) = {
-            let mut state = self.lock();
+            let mut state = lock(&self.state);
             let most = (request.size as f64 * self.overfit) as usize; // saturates
             let sizes = (request.size, most.max(request.size));
             let list = state.list(request.kind == StorageType::Static);
@@ -220,7 +221,7 @@ impl PoolAllocator {
             return Err(error);
         }
         if !others.is_empty()
-            && let Some(buffer) = self.lock().live.get_mut(&block.segment().id())
+            && let Some(buffer) = lock(&self.state).live.get_mut(&block.segment().id())
         {
             buffer.others.clear();
         }
@@ -234,14 +235,10 @@ impl PoolAllocator {
         }
         let id = block.segment().id();
         drop(block); // with its share of the segment
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         let buffer = state.live.remove(&id)?;
         state.books.given_back(buffer.segment.address());
         Some((state, buffer))
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -252,7 +249,7 @@ impl fmt::Debug for PoolAllocator {
 }
 
 impl Allocator for PoolAllocator {
-    answer_from_books!(self, self.lock().books);
+    answer_from_books!(self, lock(&self.state).books);
 
     fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block> {
         self.allocate_kind(bytes, stream, StorageType::Dynamic)
@@ -269,7 +266,7 @@ impl Allocator for PoolAllocator {
 
     fn record_stream(&self, block: &Block, stream: StreamId) {
         if block.owner == self.number
-            && let Some(buffer) = self.lock().live.get_mut(&block.segment().id())
+            && let Some(buffer) = lock(&self.state).live.get_mut(&block.segment().id())
             && buffer.stream != stream
             && !buffer.others.contains(&stream)
         {
@@ -278,7 +275,7 @@ impl Allocator for PoolAllocator {
     }
 
     fn empty_cache(&self) -> Result<()> {
-        let gone = self.lock().remove_all();
+        let gone = lock(&self.state).remove_all();
         drop(gone); // outside the lock
         Ok(())
     }
@@ -286,7 +283,7 @@ impl Allocator for PoolAllocator {
     /// Oldest first; those that work may still use stay, as drivers would wait for it.
     fn trim(&self, keep: u64) -> Result<u64> {
         let (now, streams) = {
-            let state = self.lock();
+            let state = lock(&self.state);
             if state.books.stats.reserved() <= keep {
                 return Ok(0);
             }
@@ -298,7 +295,7 @@ impl Allocator for PoolAllocator {
                 idle.insert(stream);
             }
         }
-        let gone = self.lock().remove_oldest(keep, |age, buffer| {
+        let gone = lock(&self.state).remove_oldest(keep, |age, buffer| {
             age <= now && buffer.streams().all(|stream| idle.contains(&stream)) // given back before we asked
         });
         Ok(gone.iter().map(|buffer| buffer.size() as u64).sum())

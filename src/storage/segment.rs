@@ -1,9 +1,10 @@
 //! Segments: pieces of memory that drivers made, at addresses of our own.
 
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Mutex, PoisonError};
 
 use super::driver::{Memory, MemoryKind};
+use crate::device::lock;
 
 /// One piece of device memory that a driver made, and that blocks are parts of.
 #[derive(Debug)]
@@ -41,7 +42,7 @@ impl Segment {
     /// Takes over `memory` in which `bytes` bytes are reserved and none is committed: a segment that grows in place.
     pub(crate) fn reserved(memory: Memory, bytes: usize) -> Segment {
         let span = reserved_span(bytes);
-        let mut vacant = VACANT_SPANS.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut vacant = lock(&VACANT_SPANS);
         let at = vacant.iter().position(|&(vacant, _)| vacant == span).map(|at| vacant.swap_remove(at).1);
         // A step on either side, so that viewers never take its pages and a neighbour's for one run.
         let address = at.unwrap_or_else(|| NEXT_ADDRESS.fetch_add(span, Relaxed) + ADDRESS_STEP);
@@ -84,7 +85,7 @@ impl Drop for Segment {
     fn drop(&mut self) {
         if self.reserved {
             let span = reserved_span(self.bytes);
-            VACANT_SPANS.lock().unwrap_or_else(PoisonError::into_inner).push((span, self.address));
+            lock(&VACANT_SPANS).push((span, self.address));
         }
     }
 }

@@ -2,9 +2,10 @@
 
 use std::collections::HashMap;
 use std::fmt::{self, Write};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use crate::autograd::check_in_place;
+use crate::device::lock;
 use crate::device::opencl::{Arg, ClDevice, ClKernel, Parameter, Space};
 use crate::{DType, Device, Error, Result, Tensor};
 
@@ -145,10 +146,6 @@ impl fmt::Debug for Kernel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "kernel {}", self.name)
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A number as a kernel's argument, of the type that OpenCL C has for it: `i32` is `int`, `u64` is `ulong`.

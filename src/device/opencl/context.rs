@@ -2,7 +2,7 @@
 
 use std::ffi::{CStr, c_char, c_void};
 use std::sync::atomic::{AtomicBool, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock};
 use std::{mem, ptr, thread};
 
 use opencl3::memory::{CL_MAP_READ, CL_MEM_READ_WRITE, CL_MIGRATE_MEM_OBJECT_CONTENT_UNDEFINED};
@@ -18,6 +18,7 @@ use super::program::Programs;
 use super::queues::{Locked, Queues, SERVICE};
 use super::retry::{PAUSES, Probed, retry};
 use super::tuning::Tuning;
+use crate::device::lock;
 use crate::device::stream::MAX_STREAMS;
 use crate::device::{Device, DeviceInfo, DeviceKind, StreamId, log};
 use crate::{Error, Result};
@@ -70,7 +71,7 @@ impl DriverText {
     const UNLOGGED: usize = 64;
 
     fn messages(&self) -> MutexGuard<'_, Messages> {
-        self.messages.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.messages)
     }
 
     fn say(&self, text: String) {

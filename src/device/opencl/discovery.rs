@@ -12,7 +12,7 @@ mod tests;
 use std::cmp::Reverse;
 use std::fmt::Write as _;
 use std::ptr;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, OnceLock};
 
 use opencl3::device as cl;
 use opencl3::types::{cl_device_id, cl_platform_id};
@@ -23,6 +23,7 @@ use super::errors::ClError;
 use super::exit;
 use super::functions;
 use super::retry::retry;
+use crate::device::lock;
 use crate::device::{Device, DeviceInfo, DeviceKind, log};
 use crate::{Error, Result};
 
@@ -125,7 +126,7 @@ fn discovery() -> Result<&'static Discovery, ClError> {
     }
     let _messages = log::defer(); // a subscriber may ask for devices as well
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
-    let _one_at_a_time = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    let _one_at_a_time = lock(&ONE_AT_A_TIME);
     if let Some(known) = DISCOVERY.get() {
         return Ok(known);
     }

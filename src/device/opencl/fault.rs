@@ -11,7 +11,7 @@
 use std::cell::{RefCell, UnsafeCell};
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, Ordering::Acquire, Ordering::Release};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::{mem, ptr};
 
 use opencl3::types::cl_context;
@@ -22,6 +22,7 @@ use super::errors::FAILED_LATE;
 use super::queues::{Locked, SERVICE};
 use super::{Arg, ClBuffer, ClDevice, ClError};
 use crate::device::StreamId;
+use crate::device::lock;
 use crate::{Error, Result};
 
 /// What word 0 of the fault buffer says. Kernels know the codes as `FAULT_INDEX`, `FAULT_DIVISION` and `FAULT_LABEL`.
@@ -49,7 +50,7 @@ const UNREAD: i32 = -1;
 /// The operations whose kernels record an index, in the order in which they were first launched.
 fn named() -> MutexGuard<'static, Vec<&'static str>> {
     static NAMES: Mutex<Vec<&'static str>> = Mutex::new(Vec::new());
-    NAMES.lock().unwrap_or_else(PoisonError::into_inner)
+    lock(&NAMES)
 }
 
 /// What a kernel records for an index beyond its dimension: [`Fault::Index`], and above it which operation it was.
@@ -159,7 +160,7 @@ struct Mine {
 
 impl Drop for Mine {
     fn drop(&mut self) {
-        self.idle.lock().unwrap_or_else(PoisonError::into_inner).push(self.slot);
+        lock(&self.idle).push(self.slot);
     }
 }
 
@@ -193,7 +194,7 @@ impl Slots {
     }
 
     fn idle(&self) -> MutexGuard<'_, Vec<&'static Slot>> {
-        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.idle)
     }
 
     /// An idle slot, but none with what may be a fault that its thread never asked about.
@@ -258,7 +259,7 @@ impl Slot {
     }
 
     fn pending(&self) -> MutexGuard<'_, Pending> {
-        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.pending)
     }
 
     /// Whether there may be something to read.
@@ -358,7 +359,7 @@ impl ClDevice {
         if !slot.stale.load(Acquire) {
             return Ok(());
         }
-        let _one_at_a_time = slot.clearing.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one_at_a_time = lock(&slot.clearing);
         if !slot.stale.load(Acquire) {
             return Ok(());
         }

@@ -7,7 +7,7 @@ use std::collections::{HashMap, VecDeque};
 use std::ffi::CString;
 use std::ptr;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use opencl3::kernel::{CL_KERNEL_COMPILE_WORK_GROUP_SIZE, CL_KERNEL_NUM_ARGS, CL_KERNEL_WORK_GROUP_SIZE};
@@ -19,6 +19,7 @@ use super::cache::{Cache, Key, Kind};
 use super::driver::{ClKernel, Program, call, create, info, value};
 use super::errors::ClError;
 use super::exit;
+use crate::device::lock;
 use crate::device::{DeviceKind, log};
 use crate::{Error, Result};
 
@@ -298,10 +299,6 @@ fn open_ptx(binary: &[u8]) -> Option<String> {
     let target = ".target sm_90";
     let (head, tail) = ptx.split_once(target).filter(|(_, tail)| !tail.starts_with(char::is_alphanumeric))?;
     tail.contains(HIDDEN).then(|| format!("{head}{target}a{}", tail.replace(HIDDEN, "")))
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -12,7 +12,7 @@ use std::mem;
 use std::ops::{Deref, DerefMut};
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use opencl3::types::{cl_context, cl_device_id, cl_event};
 
@@ -22,6 +22,7 @@ use super::errors::ClError;
 use super::exit;
 use super::queue::{FIRST_FLUSH, Queue};
 use crate::Result;
+use crate::device::lock;
 use crate::device::stream::{self, Ids, MAX_STREAMS, StreamId};
 use crate::device::{DeviceKind, capture};
 
@@ -151,7 +152,7 @@ impl Queues {
 
     /// Whoever panicked while holding the lock left nothing half done that matters.
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.all.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.all)
     }
 
     fn progress(&self, stream: StreamId) -> &Progress {
@@ -482,7 +483,7 @@ impl ClDevice {
     /// What the driver refuses, too many streams, or a lost device.
     pub(crate) fn take_stream(&self) -> Result<StreamId> {
         self.check_lost()?;
-        self.queues.ids.lock().unwrap_or_else(PoisonError::into_inner).take(|_| {
+        lock(&self.queues.ids).take(|_| {
             let queue = Queue::create(self.context, self.id()).map_err(|e| self.error(self.settle(e)))?;
             self.queues.lock().push(queue);
             Ok(())
@@ -492,6 +493,6 @@ impl ClDevice {
     /// Takes a stream back. What it still has to do gets done.
     pub(crate) fn give_stream_back(&self, stream: StreamId) {
         let _ = self.queues.lock()[stream.index()].flush();
-        self.queues.ids.lock().unwrap_or_else(PoisonError::into_inner).give_back(stream);
+        lock(&self.queues.ids).give_back(stream);
     }
 }

@@ -17,12 +17,13 @@ mod tests;
 
 use std::mem;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::Instant;
 
 pub use stats::{DurationStat, PinnedStats};
 
 use super::Failure;
+use crate::device::lock;
 use crate::device::opencl::Backoff;
 use stats::Counters;
 
@@ -179,7 +180,7 @@ impl<S: PinnedSource> PinnedPool<S> {
 
     fn lock(&self, class: usize) -> MutexGuard<'_, Class<S>> {
         // Nothing that can panic is done under the lock.
-        self.classes[class].lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.classes[class])
     }
 
     fn cached(&self, class: usize) -> Option<Piece<S::Memory>> {

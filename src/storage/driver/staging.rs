@@ -12,7 +12,7 @@ mod transfer;
 use std::mem::{self, ManuallyDrop};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
-use std::sync::{Arc, LockResult, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
 use bytemuck::{AnyBitPattern, NoUninit};
@@ -23,6 +23,7 @@ use super::pinned::{Budget, Pinned, PinnedPool, PinnedSource};
 use super::{Driver, Failure};
 use crate::device::cpu::bulk::copy;
 use crate::device::cpu::streaming::Streaming;
+use crate::device::lock;
 use crate::device::opencl::{self, ClAt, ClDevice, ClEvent, ClPinned, HostMemory, Mapped};
 use crate::device::{DeviceKind, StreamId};
 use crate::storage::config::Config;
@@ -100,7 +101,7 @@ fn pool(device: &'static ClDevice) -> &'static Pool {
         return pool;
     }
     static MAKING: Mutex<()> = Mutex::new(());
-    let _one_at_a_time = MAKING.lock().unwrap_or_else(PoisonError::into_inner);
+    let _one_at_a_time = lock(&MAKING);
     existing_pool(device.device()).unwrap_or_else(|| {
         let config = Config::of_process().cloned().unwrap_or_default(); // a mistake in it is told when the allocator is made
         let made = PinnedPool::new(Source(device), config.pinned_reserve_segment_size, Arc::clone(budget()));
@@ -369,7 +370,7 @@ impl Ring {
 
     /// The slice that a chunk goes through.
     fn slice(&self, chunk: usize) -> MutexGuard<'_, Slice> {
-        self.slices[chunk % self.slices.len()].lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.slices[chunk % self.slices.len()].slice)
     }
 }
 
@@ -382,10 +383,6 @@ struct Shared {
 impl Shared {
     fn new(slice: Slice) -> Shared {
         Shared { start: Start(slice.range(0).as_ptr()), slice: Mutex::new(slice) }
-    }
-
-    fn lock(&self) -> LockResult<MutexGuard<'_, Slice>> {
-        self.slice.lock()
     }
 }
 

@@ -3,10 +3,11 @@
 use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex};
 
 use super::now_us;
 use super::snapshot::{Annotation, Frame, Stage};
+use crate::device::lock;
 
 /// The names a thread was inside of, as one number: copying and storing it allocates nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -141,10 +142,6 @@ pub fn annotations(device: u32) -> Vec<Annotation> {
         time_us: *time_us,
     };
     lock(&SPANS).iter().map(annotation).collect()
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Runs its function when dropped, and so also when `f` panics.

@@ -4,10 +4,11 @@ use std::cell::Cell;
 use std::fmt::Display;
 use std::io::{BufRead, BufReader, BufWriter, Read, Write};
 use std::str::FromStr;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 use super::now_us;
+use crate::device::lock;
 use crate::error::Excerpt;
 use crate::{Error, Result};
 
@@ -84,7 +85,7 @@ impl<W: Write + Send> CsvLog<W> {
     /// # Errors
     /// When the writer fails.
     pub fn log(&self, action: CsvAction, addr: u64, bytes: u64, stream: u32) -> Result<()> {
-        let mut writer = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut writer = lock(&self.0);
         let (thread, us) = (thread_number(), now_us());
         let (s, us) = (us / 1_000_000, us % 1_000_000);
         let (h, m, s) = (s / 3600 % 24, s / 60 % 60, s % 60);
@@ -98,7 +99,7 @@ impl<W: Write + Send> CsvLog<W> {
     /// # Errors
     /// When the writer fails.
     pub fn flush(&self) -> Result<()> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).flush().map_err(unwritten)
+        lock(&self.0).flush().map_err(unwritten)
     }
 }
 

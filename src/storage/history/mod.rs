@@ -21,7 +21,7 @@ mod summary;
 pub(super) mod tests;
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 pub use context::{Context, annotate, annotations, with_context};
@@ -33,6 +33,7 @@ pub use snapshot::{
 };
 pub use summary::{Fragmentation, FreeSpace};
 
+use crate::device::lock;
 use crate::{Error, Result};
 
 /// How much an allocator's [`History`] keeps: the arguments of PyTorch's `torch.cuda.memory._record_memory_history`.
@@ -238,7 +239,7 @@ impl History {
     }
 
     fn lock(&self) -> MutexGuard<'_, Ring> {
-        self.ring.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.ring)
     }
 }
 

@@ -2,13 +2,14 @@
 
 use std::collections::HashMap;
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use super::super::allocator::{Allocator, forward_to_inner};
 use super::super::block::{ALIGNMENT, Block, Slot};
 use super::search::Lifetime;
 use crate::Result;
 use crate::device::StreamId;
+use crate::device::lock;
 
 /// What a step asked for, in order, and when each block was given back.
 #[derive(Debug, Default)]
@@ -71,13 +72,9 @@ impl Recorder {
         Recorder { inner, stream, notes: Mutex::new(Some(Notes::default())) }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<Notes>> {
-        self.notes.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Ends the recording.
     pub(super) fn finish(&self) -> Trace {
-        let Some(Notes { mut trace, shared, .. }) = self.lock().take() else { return Trace::default() };
+        let Some(Notes { mut trace, shared, .. }) = lock(&self.notes).take() else { return Trace::default() };
         trace.frees.iter().for_each(|&request| trace.requests[request].planned = true);
         shared.into_iter().for_each(|request| trace.requests[request].planned = false);
         trace
@@ -95,7 +92,7 @@ impl Allocator for Recorder {
 
     fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block> {
         let block = self.inner.allocate(bytes, stream)?;
-        if let Some(notes) = self.lock().as_mut().filter(|_| bytes > 0 && stream == self.stream) {
+        if let Some(notes) = lock(&self.notes).as_mut().filter(|_| bytes > 0 && stream == self.stream) {
             // A block this large exists, so rounding its size does not overflow.
             let request = Request {
                 size: bytes.next_multiple_of(self.alignment().max(ALIGNMENT)),
@@ -109,7 +106,7 @@ impl Allocator for Recorder {
     }
 
     fn deallocate(&self, block: Block) {
-        if let Some(notes) = self.lock().as_mut()
+        if let Some(notes) = lock(&self.notes).as_mut()
             && let Some(request) = notes.live.remove(&block.slot_ptr())
         {
             notes.trace.frees.push(request);
@@ -118,7 +115,7 @@ impl Allocator for Recorder {
     }
 
     fn record_stream(&self, block: &Block, stream: StreamId) {
-        if let Some(notes) = self.lock().as_mut().filter(|_| stream != self.stream)
+        if let Some(notes) = lock(&self.notes).as_mut().filter(|_| stream != self.stream)
             && let Some(&request) = notes.live.get(&block.slot_ptr())
         {
             notes.shared.push(request);

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use super::super::allocator::{Allocator, forward_to_inner};
 use super::super::block::{ALIGNMENT, Block, Slot, owner_number};
@@ -19,6 +19,7 @@ use super::PlanStats;
 use super::record::Trace;
 use crate::Result;
 use crate::device::StreamId;
+use crate::device::lock;
 
 /// Requests looked at for one of the right size when the step leaves the plan: from the cursor on, and from where it
 /// would be if every request missed since had replaced a planned one.
@@ -132,19 +133,15 @@ impl Server {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Run> {
-        self.run.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     pub(super) fn stats(&self) -> PlanStats {
-        self.lock().stats
+        lock(&self.run).stats
     }
 
     /// Begins a run at the first request. Without memory for the arena it is one that misses everything.
     pub(super) fn begin(&self) {
-        let missing = self.schedule.arena > 0 && self.lock().arena.is_none();
+        let missing = self.schedule.arena > 0 && lock(&self.run).arena.is_none();
         let made = if missing { self.make_arena() } else { None };
-        let mut run = self.lock();
+        let mut run = lock(&self.run);
         run.arena = made.or(run.arena.take());
         (run.running, run.cursor, run.freed, run.missed) = (true, 0, 0, 0);
         run.stats.runs += 1;
@@ -166,20 +163,20 @@ impl Server {
 
     /// Ends a run: blocks still alive are overdue.
     pub(super) fn end(&self) {
-        let mut run = self.lock();
+        let mut run = lock(&self.run);
         run.pass_frees(&self.schedule, self.schedule.frees.len());
         run.running = false;
     }
 
     /// The plan is gone.
     pub(super) fn close(&self) {
-        self.lock().closed = true;
+        lock(&self.run).closed = true;
         self.give_arena_back();
     }
 
     /// Once nothing will need it any more.
     fn give_arena_back(&self) {
-        let mut run = self.lock();
+        let mut run = lock(&self.run);
         if !run.closed || run.live > 0 {
             return;
         }
@@ -196,7 +193,7 @@ impl Server {
     fn serve(&self, bytes: usize) -> Option<Block> {
         // Of nothing there is no place to hold.
         let size = bytes.checked_next_multiple_of(self.alignment).filter(|&size| size > 0)?;
-        let mut run = self.lock();
+        let mut run = lock(&self.run);
         if !run.running {
             return None;
         }
@@ -276,7 +273,7 @@ impl Allocator for Server {
             return self.inner.deallocate(block);
         }
         let id = block.id() as usize;
-        let mut run = self.lock();
+        let mut run = lock(&self.run);
         let Some(offset) = self.schedule.entries[id].offset else { return };
         if run.shared.remove(&block.id()) {
             // Kept for good: without a driver there is no telling when the other streams are done.
@@ -303,7 +300,7 @@ impl Allocator for Server {
             return self.inner.record_stream(block, stream);
         }
         if stream != self.stream {
-            let mut run = self.lock();
+            let mut run = lock(&self.run);
             run.shared.insert(block.id());
             run.streams.insert(stream);
         }

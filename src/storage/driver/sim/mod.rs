@@ -16,11 +16,12 @@ mod tests;
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use super::sealed::Sealed;
 use super::{At, Driver, Failure, Marker, MarkerKind, Memory, MemoryKind, Progress};
 use crate::device::StreamId;
+use crate::device::lock;
 use crate::{Device, Error, Result};
 use failures::Failures;
 use memory::Pieces;
@@ -222,7 +223,7 @@ impl Sim {
     }
 
     fn with<R>(&self, f: impl FnOnce(&mut State) -> R) -> R {
-        f(&mut self.0.state.lock().unwrap_or_else(PoisonError::into_inner))
+        f(&mut lock(&self.0.state))
     }
 
     /// Notes a call, and does it.

@@ -1,12 +1,13 @@
 //! A transfer in pieces that all threads of the team take in turn.
 
 use std::ops::Range;
+use std::sync::Mutex;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicBool, AtomicUsize};
-use std::sync::{Mutex, PoisonError};
 
 use super::Ring;
 use crate::device::cpu::parallel;
+use crate::device::lock;
 use crate::{Error, Result};
 
 /// How often a thread looks whether another is through before it lets others run.
@@ -77,7 +78,7 @@ impl<'a> Transfer<'a> {
                 finish(*at);
             }
         });
-        match self.error.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        match lock(&self.error).take() {
             None => Ok(()),
             Some(error) => Err(error),
         }
@@ -103,7 +104,7 @@ impl<'a> Transfer<'a> {
     /// Keeps the first error. Whether there is none.
     pub(super) fn note(&self, result: Result<()>) -> bool {
         let Err(error) = result else { return true };
-        self.error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+        lock(&self.error).get_or_insert(error);
         self.failed.store(true, Relaxed);
         false
     }
