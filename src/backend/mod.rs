@@ -150,13 +150,59 @@ pub(crate) fn of(device: Device) -> &'static dyn Backend {
     }
 }
 
-/// Runs `f` with the backend of the device that `outputs` are on, and notes that they were written.
-pub(crate) fn launch<R>(outputs: &[&Tensor], f: impl FnOnce(&dyn Backend) -> Result<R>) -> Result<R> {
-    let device = outputs[0].device();
-    debug_assert!(outputs.iter().all(|t| t.device() == device), "results of one launch are on one device");
-    let made = f(of(device))?;
-    outputs.iter().for_each(|t| t.storage.bump_version());
-    Ok(made)
+/// Runs `f` with the backend of the device that `outputs` are on, and moves their version counters.
+pub(crate) fn launch<'t, R>(
+    outputs: impl IntoIterator<Item = &'t Tensor, IntoIter: Clone>,
+    f: impl FnOnce(&dyn Backend) -> Result<R>,
+) -> Result<R> {
+    let outputs = outputs.into_iter();
+    let launched = f(of_outputs(outputs.clone()));
+    // A kernel that finds a division by zero has written all the same.
+    if matches!(launched, Ok(_) | Err(Error::DivisionByZero { .. })) {
+        outputs.for_each(|t| t.storage.bump_version());
+    }
+    launched
+}
+
+/// [`launch`] for `outputs` that nobody has seen yet, whose version counters need not move.
+#[inline]
+pub(crate) fn fill<'t, R>(
+    outputs: impl IntoIterator<Item = &'t Tensor, IntoIter: Clone>,
+    f: impl FnOnce(&dyn Backend) -> Result<R>,
+) -> Result<R> {
+    let outputs = outputs.into_iter();
+    let filled = f(of_outputs(outputs.clone()))?;
+    outputs.for_each(|t| t.storage.filled());
+    Ok(filled)
+}
+
+/// A new tensor that `f` fills. Nothing is launched where it has no elements.
+pub(crate) fn compute(
+    shape: impl Into<Shape>,
+    dtype: DType,
+    device: Device,
+    f: impl FnOnce(&dyn Backend, &Tensor) -> Result<()>,
+) -> Result<Tensor> {
+    let out = Tensor::empty_like_shape(shape, dtype, device)?;
+    if out.numel() > 0 {
+        fill([&out], |b| f(b, &out))?;
+    }
+    Ok(out)
+}
+
+/// [`fill`] where the backend makes the outputs itself, or declines.
+pub(crate) fn choose(x: &Tensor, f: impl FnOnce(&dyn Backend) -> Result<Option<Chosen>>) -> Result<Option<Chosen>> {
+    let chosen = f(of(x.device()))?;
+    let outputs = chosen.iter().flat_map(|c| c.values.iter().chain([&c.indices]));
+    outputs.for_each(|t| t.storage.filled());
+    Ok(chosen)
+}
+
+#[inline]
+fn of_outputs<'t>(mut outputs: impl Iterator<Item = &'t Tensor>) -> &'static dyn Backend {
+    let device = outputs.next().expect("a launch has an output").device();
+    debug_assert!(outputs.all(|t| t.device() == device), "the outputs of a launch are on one device");
+    of(device)
 }
 
 /// The shortest way to compute one primitive of operands that lie alike, where the device has one.

@@ -22,6 +22,9 @@ pub enum Device {
 }
 
 impl Device {
+    /// The device whose memory is the host's.
+    pub(crate) const HOST: Device = Device::Cpu;
+
     /// A number that tells it from every other device.
     pub(crate) fn number(self) -> u64 {
         match self {

@@ -1,8 +1,8 @@
-//! The catalogue: every public operation once, with what it takes and gives.
+//! The catalogue: every public operation once, with its arguments and its results.
 //!
-//! From an entry come the line in `docs/operations.md`, the call by name ([`call`](super::call)), what a replacement for a
-//! device is checked against ([`register`](super::register)) and the tests that have to exist. Elementwise rows are
-//! entries by being in their table; every other family lists its own beside its code, and [`FAMILIES`] names the lists.
+//! An entry gives the line in `docs/operations.md`, the call by name ([`call`](super::call)), what a replacement is checked
+//! against ([`register`](super::register)), and the tests that must exist. Elementwise rows are entries because they are in their
+//! table. Every other family lists its own beside its code, and [`FAMILIES`] names those lists.
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
@@ -11,13 +11,14 @@ use std::sync::OnceLock;
 use crate::error::Excerpt;
 use crate::expr::table::{Accepts, Output, ROWS, Row};
 use crate::ops::dispatch::arguments::Argument;
+use crate::ops::dispatch::checks::invalid;
 use crate::ops::dispatch::operation::{Call, Dtypes, Gives, Kind, Operation};
 use crate::ops::dispatch::registry::{self, Backend, Implementation, Registration};
 use crate::ops::{elementwise, index, linalg, nn, random, reduce, shape, sort};
 use crate::{Error, Result, Tensor};
 
 /// The lists of all families, in the order of the documentation.
-const FAMILIES: &[&[Operation]] = &[
+const FAMILIES: &[&[&[Operation]]] = &[
     shape::operations::OPERATIONS,
     random::distributions::OPERATIONS,
     elementwise::copy::OPERATIONS,
@@ -30,22 +31,22 @@ const FAMILIES: &[&[Operation]] = &[
     sort::select::OPERATIONS,
     index::nonzero::OPERATIONS,
     index::gather::OPERATIONS,
-    index::gather::WRITES,
-    index::gather::REDUCTIONS,
-    index::gather::SEVERAL,
+    index::scatter::OPERATIONS,
+    index::scatter_reduce::OPERATIONS,
+    index::advanced::OPERATIONS,
     linalg::matmul::OPERATIONS,
     linalg::products::OPERATIONS,
     linalg::einsum::OPERATIONS,
     linalg::distance::OPERATIONS,
     nn::attention::OPERATIONS,
-    nn::conv::OPERATIONS,
+    nn::conv::options::OPERATIONS,
     nn::pool::OPERATIONS,
-    nn::norm::OPERATIONS,
+    nn::norm::methods::OPERATIONS,
     nn::interpolate::OPERATIONS,
     nn::loss::OPERATIONS,
 ];
 
-/// PyTorch's name in a row's documentation: what stands between the first backquotes after "PyTorch:".
+/// PyTorch's name in a row's documentation: the text between the first backquotes after "PyTorch:".
 fn torch_name(row: &Row) -> &'static str {
     let named = row.doc.split_once("PyTorch:").map_or("", |(_, rest)| rest);
     named.split('`').nth(1).unwrap_or("")
@@ -59,8 +60,18 @@ fn of_row(row: &'static Row) -> impl Iterator<Item = Operation> {
     };
     let takes = if row.accepts == Accepts::Integer { Dtypes::Integers } else { Dtypes::All };
     let torch = torch_name(row);
-    let most = (row.arity, row.samples.len());
-    let entry = |name, kind, call| Operation::with(name, torch, kind, (takes, gives), most, call);
+    let (max_tensors, max_arguments) = (row.arity, row.samples.len());
+    let entry = |name, kind, call| Operation {
+        name,
+        torch,
+        kind,
+        takes,
+        gives,
+        max_tensors,
+        max_arguments,
+        differentiable: false,
+        call,
+    };
     let in_place = row.in_place.map(|name| entry(name, Kind::InPlace, Call::RowInPlace(row)));
     std::iter::once(entry(row.name, Kind::Elementwise, Call::Row(row))).chain(in_place)
 }
@@ -75,7 +86,7 @@ fn of_row(row: &'static Row) -> impl Iterator<Item = Operation> {
 pub fn operations() -> &'static [Operation] {
     static ALL: OnceLock<Vec<Operation>> = OnceLock::new();
     ALL.get_or_init(|| {
-        let mut all: Vec<Operation> = FAMILIES.iter().flat_map(|family| family.iter().cloned()).collect();
+        let mut all: Vec<Operation> = FAMILIES.iter().copied().flatten().copied().flatten().cloned().collect();
         all.extend(ROWS.iter().copied().flat_map(of_row));
         for &(name, row) in elementwise::pointwise::ALIASES {
             let same = all.iter().find(|op| op.name == row).expect("aliases name rows");
@@ -110,10 +121,8 @@ pub(crate) fn find(name: &str) -> Option<&'static Operation> {
 /// compute nothing: views and what makes tensors.
 pub fn register(name: &'static str, backend: Backend, implementation: Implementation) -> Result<Registration> {
     let built_in = find(name);
-    if built_in.is_some_and(|op| !op.is_replaceable()) {
-        let reason = format!("{name} only names or makes elements, or is another's name: it cannot be replaced");
-        return Err(Error::invalid("register", reason));
-    }
+    invalid!("register" if built_in.is_some_and(|op| !op.is_replaceable()),
+        "{name} only names or makes elements, or is another's name: it cannot be replaced");
     registry::insert(name, backend, implementation, built_in)
 }
 
@@ -161,7 +170,7 @@ pub fn operations_markdown() -> String {
          The tables are made from the code by `claystone operations`, and every line is run by a test on both.\n\
          Floats are f32, f16, bf16 and f64; integers are i64, i32, u8 and u32.\n",
     );
-    for (kind, title) in Kind::ALL {
+    for &(kind, title) in Kind::ALL {
         let mut of_kind = operations().iter().filter(|op| op.kind == kind).peekable();
         if of_kind.peek().is_none() {
             continue;

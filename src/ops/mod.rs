@@ -1,9 +1,8 @@
 //! What is computed: operations by family, and `catalogue`, which lists each of them once.
 //!
-//! An elementwise operation is a formula, an [`Expr`]: one row of a table. From it come the loop over tiles on the CPU,
-//! the OpenCL kernel, the gradient, the tests and the documentation. The other operations check their operands here, and
-//! describe the work as a problem for the device's backend. What every operation passes
-//! through is in `dispatch`.
+//! An elementwise operation is a formula, an [`Expr`], in one row of a table. The CPU loop, the OpenCL kernel, the gradient, the
+//! tests and the documentation follow from that row. The other operations check their operands here and describe the work as a
+//! problem for the device's backend. `dispatch` has what every operation passes through.
 
 pub(crate) mod catalogue;
 pub(crate) mod dispatch;
@@ -16,7 +15,7 @@ pub(crate) mod reduce;
 pub(crate) mod shape;
 pub(crate) mod sort;
 
-use crate::{DType, Device, Error, Result, Tensor, autograd};
+use crate::{Result, Tensor, autograd};
 
 pub use crate::autograd::{autocast, autocast_dtype};
 pub use crate::backend::problem::cross_entropy::{CrossEntropy, LossReduction};
@@ -28,6 +27,7 @@ pub use crate::expr::philox::Seed;
 pub use crate::expr::table::{Accepts, Output, ROWS, Row};
 pub use crate::layout::dims::ReduceDims;
 pub use crate::ops::dispatch::arguments::Argument;
+pub(crate) use crate::ops::dispatch::checks::{same_device, same_dtype};
 pub use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
 pub use crate::ops::dispatch::promote::result_type;
 pub use crate::ops::dispatch::registry::{Backend, Implementation, Registration};
@@ -46,24 +46,6 @@ pub use catalogue::{call, operations, operations_markdown, register};
 pub(crate) use elementwise::formula;
 pub use random::{Generator, manual_seed, with_generator};
 pub use reduce::table::{REDUCTIONS, ReductionRow};
-
-/// The one device of all inputs.
-pub(crate) fn same_device(op: &'static str, inputs: &[&Tensor]) -> Result<Device> {
-    let device = inputs[0].device();
-    match inputs.iter().find(|t| t.device() != device) {
-        Some(t) => Err(Error::DeviceMismatch { op, lhs: device, rhs: t.device() }),
-        None => Ok(device),
-    }
-}
-
-/// The one dtype of all inputs.
-pub(crate) fn same_dtype(op: &'static str, inputs: &[&Tensor]) -> Result<DType> {
-    let dtype = inputs[0].dtype;
-    match inputs.iter().find(|t| t.dtype != dtype) {
-        Some(t) => Err(Error::DTypeMismatch { op, lhs: dtype, rhs: t.dtype }),
-        None => Ok(dtype),
-    }
-}
 
 /// `out` with a node where an input is tracked: `back` gives the gradient of input `i` for that of the result, of the inputs
 /// whose gradients are wanted. It is made of recorded operations.
@@ -98,12 +80,4 @@ pub(crate) fn recorded_with_result(
         let (grad, result) = (ctx.grad()?, ctx.result(&saved)?);
         (0..count).map(|i| ctx.needs(i).then(|| back(i, &grad, &result)).transpose()).collect()
     })
-}
-
-/// Two results of a replacement as a method gives them.
-pub(crate) fn pair(made: Vec<Tensor>) -> Result<(Tensor, Tensor)> {
-    match <[Tensor; 2]>::try_from(made) {
-        Ok([a, b]) => Ok((a, b)),
-        Err(made) => Err(Error::invalid("register", format!("{} results of an operation that has two", made.len()))),
-    }
 }

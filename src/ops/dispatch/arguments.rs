@@ -1,7 +1,7 @@
-//! What an operation is called with besides tensors, where it is called by name.
+//! The arguments of a call by name that are not tensors.
 
 use crate::layout::dims::ReduceDims;
-use crate::{DType, Device, Error, Result, Scalar, Tensor};
+use crate::{DType, Device, Error, Result, Scalar, Tensor, TensorOptions};
 
 /// An argument that is no tensor, in the order of the method's parameters.
 ///
@@ -92,7 +92,6 @@ pub(crate) struct Args<'a> {
     arguments: &'a [Argument],
 }
 
-#[allow(dead_code)] // for every family to come
 impl<'a> Args<'a> {
     pub(crate) fn new(op: &'static str, tensors: &'a [&'a Tensor], arguments: &'a [Argument]) -> Args<'a> {
         Args { op, tensors, arguments }
@@ -123,6 +122,11 @@ impl<'a> Args<'a> {
         })
     }
 
+    /// Tensor `i` where it was given.
+    pub(crate) fn optional(&self, i: usize) -> Option<&'a Tensor> {
+        self.tensors.get(i).copied()
+    }
+
     /// All tensors.
     pub(crate) fn xs(&self) -> &'a [&'a Tensor] {
         self.tensors
@@ -133,61 +137,15 @@ impl<'a> Args<'a> {
         *self.argument(i) != Argument::None
     }
 
-    /// A dim or any whole number.
-    pub(crate) fn int(&self, i: usize) -> Result<isize> {
-        match self.argument(i) {
-            Argument::Int(x) => Ok(*x as isize),
-            _ => self.wrong(i, "an integer"),
-        }
-    }
-
-    /// A size or a count.
-    pub(crate) fn size(&self, i: usize) -> Result<usize> {
-        match self.argument(i) {
-            Argument::Int(x) if *x >= 0 => Ok(*x as usize),
-            _ => self.wrong(i, "an integer that is not negative"),
-        }
-    }
-
-    /// A number.
-    pub(crate) fn float(&self, i: usize) -> Result<f64> {
-        match self.argument(i) {
-            Argument::Int(x) => Ok(*x as f64),
-            Argument::Float(x) => Ok(*x),
-            _ => self.wrong(i, "a number"),
-        }
-    }
-
-    /// A number that stays an integer if it is one.
-    pub(crate) fn scalar(&self, i: usize) -> Result<Scalar> {
-        match self.argument(i) {
-            Argument::Int(x) => Ok(Scalar::Int(*x)),
-            Argument::Float(x) => Ok(Scalar::Float(*x)),
-            _ => self.wrong(i, "a number"),
-        }
-    }
-
     /// All arguments as numbers.
     pub(crate) fn scalars(&self) -> Result<Vec<Scalar>> {
         (0..self.arguments.len()).map(|i| self.scalar(i)).collect()
     }
 
-    /// Dims; one integer is a list of one.
-    pub(crate) fn ints(&self, i: usize) -> Result<Vec<isize>> {
-        match self.argument(i) {
-            Argument::Ints(x) => Ok(x.iter().map(|&d| d as isize).collect()),
-            Argument::Int(x) => Ok(vec![*x as isize]),
-            _ => self.wrong(i, "a list of integers"),
-        }
-    }
-
     /// Sizes; one integer is a list of one.
     pub(crate) fn sizes(&self, i: usize) -> Result<Vec<usize>> {
-        let ints = self.ints(i)?;
-        match ints.iter().all(|&d| d >= 0) {
-            true => Ok(ints.iter().map(|&d| d as usize).collect()),
-            false => self.wrong(i, "a list of integers that are not negative"),
-        }
+        let sizes = self.ints(i)?.into_iter().map(usize::try_from).collect::<Result<_, _>>();
+        sizes.or_else(|_| self.wrong(i, "a list of integers that are not negative"))
     }
 
     /// Sizes, one a direction; `default` where they are left out.
@@ -198,50 +156,50 @@ impl<'a> Args<'a> {
         <[usize; D]>::try_from(self.sizes(i)?).or_else(|_| self.wrong(i, "one size for each direction"))
     }
 
-    /// Several numbers.
-    pub(crate) fn floats(&self, i: usize) -> Result<Vec<f64>> {
-        match self.argument(i) {
-            Argument::Floats(x) => Ok(x.clone()),
-            Argument::Ints(x) => Ok(x.iter().map(|&d| d as f64).collect()),
-            _ => self.wrong(i, "a list of numbers"),
-        }
-    }
-
     /// Dims to reduce; all where there is none.
     pub(crate) fn dims(&self, i: usize) -> Result<ReduceDims> {
         if self.given(i) { Ok(ReduceDims::from(&self.ints(i)?[..])) } else { Ok(ReduceDims::from(())) }
     }
 
+    /// A dtype, and after it a device.
+    pub(crate) fn options(&self, i: usize) -> Result<TensorOptions> {
+        Ok((self.dtype(i)?, self.device(i + 1)?).into())
+    }
+}
+
+/// Methods of [`Args`] that read argument `i`: what they give, what the error says that it should be, and what it may be.
+macro_rules! readers {
+    ($($(#[$doc:meta])+ $name:ident -> $t:ty, $wanted:literal: $($pattern:pat $(if $condition:expr)? => $value:expr),+;)*) => {
+        impl<'a> Args<'a> { $(
+            $(#[$doc])+
+            pub(crate) fn $name(&self, i: usize) -> Result<$t> {
+                match self.argument(i) {
+                    $($pattern $(if $condition)? => Ok($value),)+
+                    _ => self.wrong(i, $wanted),
+                }
+            }
+        )* }
+    };
+}
+
+readers! {
+    /// A dim or any whole number.
+    int -> isize, "an integer": Argument::Int(x) => *x as isize;
+    /// A size or a count.
+    size -> usize, "an integer that is not negative": Argument::Int(x) if *x >= 0 => *x as usize;
+    /// A number.
+    float -> f64, "a number": Argument::Int(x) => *x as f64, Argument::Float(x) => *x;
+    /// A number that stays an integer if it is one.
+    scalar -> Scalar, "a number": Argument::Int(x) => Scalar::Int(*x), Argument::Float(x) => Scalar::Float(*x);
+    /// Dims; one integer is a list of one.
+    ints -> Vec<isize>, "a list of integers":
+        Argument::Ints(x) => x.iter().map(|&d| d as isize).collect(), Argument::Int(x) => vec![*x as isize];
     /// A switch; off where it is left out.
-    pub(crate) fn bool(&self, i: usize) -> Result<bool> {
-        match self.argument(i) {
-            Argument::Bool(x) => Ok(*x),
-            Argument::None => Ok(false),
-            _ => self.wrong(i, "true or false"),
-        }
-    }
-
+    bool -> bool, "true or false": Argument::Bool(x) => *x, Argument::None => false;
     /// A mode, an equation.
-    pub(crate) fn text(&self, i: usize) -> Result<&'a str> {
-        match self.argument(i) {
-            Argument::Text(x) => Ok(x),
-            _ => self.wrong(i, "a text"),
-        }
-    }
-
+    text -> &'a str, "a text": Argument::Text(x) => x;
     /// A dtype.
-    pub(crate) fn dtype(&self, i: usize) -> Result<DType> {
-        match self.argument(i) {
-            Argument::DType(x) => Ok(*x),
-            _ => self.wrong(i, "a dtype"),
-        }
-    }
-
+    dtype -> DType, "a dtype": Argument::DType(x) => *x;
     /// A device.
-    pub(crate) fn device(&self, i: usize) -> Result<Device> {
-        match self.argument(i) {
-            Argument::Device(x) => Ok(*x),
-            _ => self.wrong(i, "a device"),
-        }
-    }
+    device -> Device, "a device": Argument::Device(x) => *x;
 }

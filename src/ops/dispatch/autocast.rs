@@ -1,7 +1,7 @@
-//! Mixed precision: products in half, what sums and what exponentiates in f32, without a word in the model.
+//! Mixed precision: matrix products in half precision; sums and exponentials in f32.
 //!
-//! Public methods ask one of two questions before anything else, [`lowered`] and [`widened`], and where these give tensors
-//! start again with them. Casts are recorded like any others, so gradients arrive in the dtype of what was cast.
+//! Public methods first call [`lowered`] or [`widened`]. Where these return tensors, the method starts again with them. Casts are
+//! recorded like any others, so gradients arrive in the dtype of the original tensor.
 
 use smallvec::SmallVec;
 
@@ -29,28 +29,11 @@ fn lower(op: &'static str, inputs: &[&Tensor], dtype: DType) -> Result<Option<Sm
     inputs.iter().map(|t| cast_once(t, dtype)).collect::<Result<_>>().map(Some)
 }
 
-/// The elementwise operations that PyTorch's autocast takes in f32.
+/// The elementwise operations that PyTorch's autocast computes in f32.
+#[rustfmt::skip]
 const WIDE: &[&str] = &[
-    "acos",
-    "asin",
-    "cosh",
-    "erfinv",
-    "exp",
-    "expm1",
-    "log",
-    "log10",
-    "log1p",
-    "log2",
-    "pow",
-    "pow_scalar",
-    "rdiv_scalar",
-    "reciprocal",
-    "rpow_scalar",
-    "rsqrt",
-    "sinh",
-    "softplus",
-    "softplus_beta",
-    "tan",
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log1p", "log2", "pow", "pow_scalar", "rdiv_scalar",
+    "reciprocal", "rpow_scalar", "rsqrt", "sinh", "softplus", "softplus_beta", "tan",
 ];
 
 /// [`widened`] for the elementwise operation of this name.

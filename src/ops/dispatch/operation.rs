@@ -1,60 +1,55 @@
-//! What is said of an operation: its names, its dtypes, how many tensors it takes and how it is called by name.
+//! The description of an operation: names, dtypes, numbers of tensors and arguments, and the call by name.
 
 use crate::expr::table::Row;
 use crate::ops::dispatch::arguments::{Args, Argument};
-use crate::{DType, Error, Result, Tensor};
+use crate::ops::dispatch::checks::invalid;
+use crate::{DType, Result, Tensor};
 
-/// What an operation is about.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-#[non_exhaustive]
-pub enum Kind {
-    /// Makes a tensor of nothing.
-    Creation,
-    /// Makes or fills a tensor with random numbers.
-    Random,
-    /// Shares the storage.
-    View,
-    /// Puts tensors together, or one several times.
-    Joining,
-    /// Copies and conversions.
-    Copying,
-    /// Reads or writes by index.
-    Indexing,
-    /// One formula on each element.
-    Elementwise,
-    /// Writes into its first tensor.
-    InPlace,
-    /// Fewer elements of many.
-    Reduction,
-    /// Each element of those before it.
-    Scan,
-    /// By order.
-    Sorting,
-    /// Products of matrices.
-    LinearAlgebra,
-    /// Layers.
-    NeuralNetwork,
-    /// Losses.
-    Loss,
+macro_rules! kinds {
+    ($($(#[$doc:meta])+ $kind:ident $title:literal,)*) => {
+        /// What an operation is about.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        #[non_exhaustive]
+        pub enum Kind {
+            $($(#[$doc])+ $kind,)*
+        }
+
+        impl Kind {
+            /// Every kind, with its title in the documentation.
+            pub(crate) const ALL: &[(Kind, &'static str)] = &[$((Kind::$kind, $title)),*];
+        }
+    };
 }
 
-impl Kind {
-    pub(crate) const ALL: [(Kind, &'static str); 14] = [
-        (Kind::Creation, "Creation"),
-        (Kind::Random, "Random numbers"),
-        (Kind::View, "Views"),
-        (Kind::Joining, "Joining"),
-        (Kind::Copying, "Copies"),
-        (Kind::Indexing, "Indexing"),
-        (Kind::Elementwise, "Elementwise"),
-        (Kind::InPlace, "In place"),
-        (Kind::Reduction, "Reductions"),
-        (Kind::Scan, "Scans"),
-        (Kind::Sorting, "Sorting"),
-        (Kind::LinearAlgebra, "Linear algebra"),
-        (Kind::NeuralNetwork, "Neural networks"),
-        (Kind::Loss, "Losses"),
-    ];
+kinds! {
+    /// Makes a tensor of nothing.
+    Creation "Creation",
+    /// Makes or fills a tensor with random numbers.
+    Random "Random numbers",
+    /// Shares the storage.
+    View "Views",
+    /// Puts tensors together, or one several times.
+    Joining "Joining",
+    /// Copies and conversions.
+    Copying "Copies",
+    /// Reads or writes by index.
+    Indexing "Indexing",
+    /// One formula on each element.
+    Elementwise "Elementwise",
+    /// Writes into its first tensor.
+    InPlace "In place",
+    /// Fewer elements of many.
+    Reduction "Reductions",
+    /// Each element of those before it.
+    Scan "Scans",
+    /// By order.
+    Sorting "Sorting",
+    /// Products of matrices.
+    LinearAlgebra "Linear algebra",
+    /// Layers.
+    NeuralNetwork "Neural networks",
+    /// Losses.
+    Loss "Losses",
 }
 
 /// The dtypes that an operation takes.
@@ -128,18 +123,17 @@ impl Gives {
     }
 }
 
-/// How many tensors and how many other arguments a call takes at most.
-pub(crate) type Arity = (usize, usize);
-
 /// As many tensors as one likes.
 pub(crate) const ANY: usize = usize::MAX;
 
-/// How an operation is run.
+/// How an operation is called by name.
 #[derive(Clone, Copy)]
 pub(crate) enum Call {
-    One(fn(&Args) -> Result<Tensor>),
-    Several(fn(&Args) -> Result<Vec<Tensor>>),
+    /// The method.
+    Method(fn(&Args) -> Result<Vec<Tensor>>),
+    /// A row of the elementwise table.
     Row(&'static Row),
+    /// The in-place form of a row.
     RowInPlace(&'static Row),
 }
 
@@ -172,49 +166,6 @@ impl std::fmt::Debug for Operation {
 }
 
 impl Operation {
-    /// An operation with one result; `most` is how many tensors and how many other arguments it takes at most.
-    pub(crate) const fn new(
-        name: &'static str,
-        torch: &'static str,
-        kind: Kind,
-        takes: Dtypes,
-        gives: Gives,
-        most: Arity,
-        call: fn(&Args) -> Result<Tensor>,
-    ) -> Operation {
-        Operation::with(name, torch, kind, (takes, gives), most, Call::One(call))
-    }
-
-    /// [`Operation::new`] with several results.
-    pub(crate) const fn several(
-        name: &'static str,
-        torch: &'static str,
-        kind: Kind,
-        takes: Dtypes,
-        gives: Gives,
-        most: Arity,
-        call: fn(&Args) -> Result<Vec<Tensor>>,
-    ) -> Operation {
-        Operation::with(name, torch, kind, (takes, gives), most, Call::Several(call))
-    }
-
-    pub(crate) const fn with(
-        name: &'static str,
-        torch: &'static str,
-        kind: Kind,
-        (takes, gives): (Dtypes, Gives),
-        (max_tensors, max_arguments): Arity,
-        call: Call,
-    ) -> Operation {
-        Operation { name, torch, kind, takes, gives, max_tensors, max_arguments, differentiable: false, call }
-    }
-
-    /// The same, with a gradient for every float tensor it takes.
-    pub(crate) const fn differentiable(mut self) -> Operation {
-        self.differentiable = true;
-        self
-    }
-
     /// Whether gradients flow through it.
     pub fn is_differentiable(&self) -> bool {
         match self.call {
@@ -244,17 +195,12 @@ impl Operation {
             (tensors.len(), self.max_tensors, "tensors"),
             (arguments.len(), self.max_arguments, "arguments besides tensors"),
         ] {
-            if given > most {
-                return Err(Error::invalid(
-                    self.name,
-                    format!("it takes at most {most} {what} and was called with {given}"),
-                ));
-            }
+            let op = self.name;
+            invalid!(op if given > most, "it takes at most {most} {what} and was called with {given}");
         }
         let args = Args::new(self.name, tensors, arguments);
         match self.call {
-            Call::One(call) => Ok(vec![call(&args)?]),
-            Call::Several(call) => call(&args),
+            Call::Method(call) => call(&args),
             Call::Row(row) => {
                 (0..row.arity).try_for_each(|i| args.x(i).map(|_| ()))?;
                 Ok(vec![row.apply(tensors, &args.scalars()?)?])
@@ -267,3 +213,103 @@ impl Operation {
         }
     }
 }
+
+/// Makes a family's part of the catalogue, `OPERATIONS`. A row is a method of `Tensor`, and its in-place form where it has one:
+///
+/// ```text
+/// method / method_ (what it takes, self first) "PyTorch's name": kind, dtypes it takes -> dtype it gives, differentiable;
+/// ```
+///
+/// - What it takes: a tensor is `x`, one that may be left out `x?`, any number of them `xs`. An argument has the name of the method
+///   of [`Args`] that reads it: `int`, `&sizes` where the method borrows it, `int?` where it may be left out, or `@f` for
+///   `f(args, i)`.
+/// - PyTorch's name is left out where it is the method's; `functional` stands for `nn.functional.method`, `linalg` likewise.
+/// - Where that cannot say how the method is called, the most tensors and arguments, `(1, 5)`, stand for what it takes, and the
+///   call follows: `=> |args| ..`.
+macro_rules! operations {
+    ($(
+        $name:ident $(/ $in_place:ident)? ($($takes:tt)*) $($module:ident)? $($torch:literal)?:
+        $kind:ident, $dtypes:ident -> $gives:ident $(, $gradient:ident)? $(=> $call:expr)?;
+    )*) => {
+        pub(crate) static OPERATIONS: &[&[$crate::ops::dispatch::operation::Operation]] = {
+            use $crate::ops::dispatch::operation::{Call, Dtypes, Gives, Kind, Operation, operations};
+            &[$(operations!(
+                @row $name [$($in_place)?] ($($takes)*) [$($module)? $($torch)?] $kind [$dtypes $gives] [$($gradient)?] [$($call)?]
+            )),*]
+        };
+    };
+
+    (@row $name:ident [] $takes:tt $torch:tt $kind:ident $dtypes:tt $gradient:tt $call:tt) => {
+        &[operations!(@entry $name $takes (operations!(@torch $name $torch)) $kind $dtypes $gradient $call)]
+    };
+    (@row $name:ident [$in_place:ident] $takes:tt $torch:tt $kind:ident $dtypes:tt $gradient:tt $call:tt) => {
+        &[
+            operations!(@entry $name $takes (operations!(@torch $name $torch)) $kind $dtypes $gradient $call),
+            operations!(@entry $in_place $takes (concat!(operations!(@torch $name $torch), "_")) InPlace $dtypes [] $call),
+        ]
+    };
+    (@entry $name:ident $takes:tt ($torch:expr) $kind:ident [$dtypes:ident $gives:ident] $gradient:tt $call:tt) => {{
+        let ((max_tensors, max_arguments), call) = operations!(@call $name $takes $call);
+        Operation {
+            name: stringify!($name),
+            torch: $torch,
+            kind: Kind::$kind,
+            takes: Dtypes::$dtypes,
+            gives: Gives::$gives,
+            max_tensors,
+            max_arguments,
+            differentiable: operations!(@gradient $gradient),
+            call: Call::Method(call),
+        }
+    }};
+
+    (@torch $name:ident []) => { stringify!($name) };
+    (@torch $name:ident [$torch:literal]) => { $torch };
+    (@torch $name:ident [functional]) => { concat!("nn.functional.", stringify!($name)) };
+    (@torch $name:ident [linalg]) => { concat!("linalg.", stringify!($name)) };
+
+    (@gradient []) => { false };
+    (@gradient [None]) => { false };
+    (@gradient [$gradient:ident]) => { true };
+
+    // What it takes, one after another: the numbers of the next tensor and of the next argument are the first in braces, and how
+    // many there were at the end.
+    (@call $name:ident ($tensors:tt, $arguments:tt) [$call:expr]) => {
+        (($tensors, $arguments), |args: &$crate::ops::dispatch::arguments::Args| {
+            let call: fn(&$crate::ops::dispatch::arguments::Args) -> $crate::Result<_> = $call;
+            Ok($crate::ops::dispatch::results::IntoResults::into_results(call(args)?))
+        })
+    };
+    (@call $name:ident ($($takes:tt)*) []) => { operations!(@next $name args {0 1 2 3 4 5} {0 1 2 3 4 5 6} [] $($takes)*) };
+    (@next $name:ident $a:ident {$t:tt $($ts:tt)*} {$n:tt $($ns:tt)*} [$($done:tt)*]) => {
+        (($t, $n), |$a: &$crate::ops::dispatch::arguments::Args| {
+            Ok($crate::ops::dispatch::results::IntoResults::into_results($crate::Tensor::$name($($done)*)?))
+        })
+    };
+    (@next $name:ident $a:ident {$t:tt $($ts:tt)*} $ns:tt [$($done:tt)*] x? $(, $($rest:tt)*)?) => {
+        operations!(@next $name $a {$($ts)*} $ns [$($done)* $a.optional($t),] $($($rest)*)?)
+    };
+    (@next $name:ident $a:ident {$t:tt $($ts:tt)*} $ns:tt [$($done:tt)*] x $(, $($rest:tt)*)?) => {
+        operations!(@next $name $a {$($ts)*} $ns [$($done)* $a.x($t)?,] $($($rest)*)?)
+    };
+    (@next $name:ident $a:ident $ts:tt $ns:tt [$($done:tt)*] xs $(, $($rest:tt)*)?) => {
+        operations!(@next $name $a {($crate::ops::dispatch::operation::ANY)} $ns [$($done)* $a.xs(),] $($($rest)*)?)
+    };
+    (@next $name:ident $a:ident $ts:tt {$n:tt $next:tt $($ns:tt)*} [$($done:tt)*] options $(, $($rest:tt)*)?) => {
+        operations!(@next $name $a $ts {$($ns)*} [$($done)* $a.options($n)?,] $($($rest)*)?)
+    };
+    (@next $name:ident $a:ident $ts:tt {$n:tt $($ns:tt)*} [$($done:tt)*] &$read:ident $(, $($rest:tt)*)?) => {
+        operations!(@next $name $a $ts {$($ns)*} [$($done)* &$a.$read($n)?,] $($($rest)*)?)
+    };
+    (@next $name:ident $a:ident $ts:tt {$n:tt $($ns:tt)*} [$($done:tt)*] @$read:ident $(, $($rest:tt)*)?) => {
+        operations!(@next $name $a $ts {$($ns)*} [$($done)* $read($a, $n)?,] $($($rest)*)?)
+    };
+    (@next $name:ident $a:ident $ts:tt {$n:tt $($ns:tt)*} [$($done:tt)*] $read:ident? $(, $($rest:tt)*)?) => {
+        operations!(@next $name $a $ts {$($ns)*} [$($done)* if $a.given($n) { Some($a.$read($n)?) } else { None },] $($($rest)*)?)
+    };
+    (@next $name:ident $a:ident $ts:tt {$n:tt $($ns:tt)*} [$($done:tt)*] $read:ident $(, $($rest:tt)*)?) => {
+        operations!(@next $name $a $ts {$($ns)*} [$($done)* $a.$read($n)?,] $($($rest)*)?)
+    };
+}
+
+pub(crate) use operations;

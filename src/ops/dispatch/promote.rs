@@ -1,7 +1,7 @@
-//! Which dtype operands of several meet in: PyTorch's rules of promotion.
+//! PyTorch's rules of dtype promotion.
 //!
-//! There are three categories: bool, integers, floats. The highest that an operand is of decides; within it, what has
-//! dimensions decides over 0-d tensors, and these over numbers: `f16 tensor * 2.5` stays f16. Kernels convert operands as
+//! There are three categories: bool, integers, floats. The highest category of any operand decides. Within it, tensors with
+//! dimensions take precedence over 0-d tensors, and those over numbers: `f16 tensor * 2.5` stays f16. Kernels convert operands as
 //! they load them, so promotion costs nothing.
 
 use crate::dtype::category;

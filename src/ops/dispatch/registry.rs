@@ -1,16 +1,16 @@
-//! Operations are open: by name a user adds one, or replaces one for the CPU or for OpenCL, from outside the crate.
+//! Users add operations by name, or replace built-in ones for the CPU or for OpenCL, from outside the crate.
 //!
-//! A replacement stands for what the method computes, wherever it is called from; the gradient stays the operation's own
-//! (computed again in backward through what is built in) unless the replacement brings one. Where nothing is registered a
-//! method pays one relaxed load.
+//! A replacement computes what the method computes, wherever it is called from. The gradient stays the built-in one, recomputed in
+//! backward, unless the replacement brings its own. While nothing is registered, a method pays one relaxed load.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, LazyLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::autograd::{Gradients, Saved};
 use crate::ops::dispatch::arguments::Argument;
+use crate::ops::dispatch::checks::invalid;
 use crate::ops::dispatch::operation::Operation;
 use crate::{Device, Error, Result, Tensor, autograd};
 
@@ -69,7 +69,7 @@ pub struct Registration {
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        // What it captured is dropped after the lock: it may hold another Registration.
+        // Its captures are dropped after the lock is released: they may hold another Registration.
         let removed = write().remove(&(self.name, self.backend));
         if removed.is_some() {
             REGISTERED.fetch_sub(1, Ordering::Release);
@@ -86,7 +86,7 @@ struct Entry {
 
 type Table = HashMap<(&'static str, Backend), Entry>;
 
-static TABLE: RwLock<Option<Table>> = RwLock::new(None);
+static TABLE: LazyLock<RwLock<Table>> = LazyLock::new(RwLock::default);
 static REGISTERED: AtomicUsize = AtomicUsize::new(0);
 
 thread_local! {
@@ -115,10 +115,8 @@ pub(crate) fn insert(
     built_in: Option<&'static Operation>,
 ) -> Result<Registration> {
     let mut table = write();
-    if table.contains_key(&(name, backend)) {
-        let reason = format!("{name} already has an implementation for {backend:?}: drop its Registration first");
-        return Err(Error::invalid("register", reason));
-    }
+    invalid!("register" if table.contains_key(&(name, backend)),
+        "{name} already has an implementation for {backend:?}: drop its Registration first");
     table.insert((name, backend), Entry { implementation, built_in });
     REGISTERED.fetch_add(1, Ordering::Release);
     Ok(Registration { name, backend })
@@ -126,32 +124,15 @@ pub(crate) fn insert(
 
 /// The name as it was registered for `backend`, if it was.
 pub(crate) fn registered(name: &str, backend: Backend) -> Option<&'static str> {
-    read(|table| table.keys().find(|(n, b)| (*n, *b) == (name, backend)).map(|(n, _)| *n))
+    read().keys().find(|(n, b)| (*n, *b) == (name, backend)).map(|(n, _)| *n)
 }
 
-fn write() -> WriteTable {
-    WriteTable(TABLE.write().unwrap_or_else(PoisonError::into_inner))
+fn write() -> RwLockWriteGuard<'static, Table> {
+    TABLE.write().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The table under its lock, made when it is first written to.
-struct WriteTable(std::sync::RwLockWriteGuard<'static, Option<Table>>);
-
-impl std::ops::Deref for WriteTable {
-    type Target = Table;
-    fn deref(&self) -> &Table {
-        static EMPTY: std::sync::LazyLock<Table> = std::sync::LazyLock::new(Table::new);
-        self.0.as_ref().unwrap_or(&EMPTY)
-    }
-}
-
-impl std::ops::DerefMut for WriteTable {
-    fn deref_mut(&mut self) -> &mut Table {
-        self.0.get_or_insert_default()
-    }
-}
-
-fn read<R>(f: impl FnOnce(&Table) -> Option<R>) -> Option<R> {
-    TABLE.read().unwrap_or_else(PoisonError::into_inner).as_ref().and_then(f)
+fn read() -> RwLockReadGuard<'static, Table> {
+    TABLE.read().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// What a registered implementation of `op` makes of these, on the device of the first; None where there is none: the
@@ -177,15 +158,13 @@ fn replace(
     let Some(first) = inputs.first() else { return Ok(None) };
     let running = RUNNING.with_borrow(|names| names.contains(&op));
     let key = (op, Backend::from(first.device()));
-    let entry = if running { None } else { read(|table| table.get(&key).cloned()) };
+    let entry = if running { None } else { read().get(&key).cloned() };
     let Some(Entry { implementation, built_in: operation }) = entry else { return Ok(None) };
     let arguments = arguments();
     let detached: Vec<Tensor> = inputs.iter().map(|t| t.detach()).collect();
     let refs: Vec<&Tensor> = detached.iter().collect();
     let outs = built_in(op, || (implementation.forward)(&refs, &arguments))?;
-    if outs.is_empty() {
-        return Err(Error::invalid(op, "its registered implementation gave no result"));
-    }
+    invalid!(op if outs.is_empty(), "its registered implementation gave no result");
     if !autograd::is_tracked(inputs) {
         return Ok(Some(outs.into_iter().map(|t| t.detach()).collect()));
     }
@@ -254,22 +233,18 @@ fn built_in_gradients(
 }
 
 /// `replaced!("name", [tensors], arguments ...)` at the beginning of a method: returns what a registered implementation
-/// makes of it, where there is one.
+/// makes of it, where there is one, and is otherwise the name. A closure that makes the arguments comes after a `;`.
 macro_rules! replaced {
-    ($op:expr, [$($x:expr),* $(,)?] $(, $argument:expr)* $(,)?) => {
-        if let Some(mut out) = $crate::ops::dispatch::registry::replacement($op, &[$($x),*], || vec![$($argument.into()),*])? {
-            return Ok(out.swap_remove(0));
+    ($op:expr, $inputs:expr; $arguments:expr) => {{
+        let op: &'static str = $op;
+        if let Some(results) = $crate::ops::dispatch::registry::replacement(op, &$inputs, $arguments)? {
+            return $crate::ops::dispatch::results::FromResults::from_results(results);
         }
+        op
+    }};
+    ($op:expr, $inputs:expr $(, $argument:expr)* $(,)?) => {
+        $crate::ops::dispatch::registry::replaced!($op, $inputs; || vec![$($argument.into()),*])
     };
 }
 
-/// [`replaced`] where a method gives several tensors: `as_results` makes its result of them.
-macro_rules! replaced_several {
-    ($op:expr, [$($x:expr),* $(,)?] $(, $argument:expr)* ; $as_results:expr) => {
-        if let Some(out) = $crate::ops::dispatch::registry::replacement($op, &[$($x),*], || vec![$($argument.into()),*])? {
-            return $as_results(out);
-        }
-    };
-}
-
-pub(crate) use {replaced, replaced_several};
+pub(crate) use replaced;

@@ -4,36 +4,23 @@ use std::slice;
 use std::sync::LazyLock;
 
 use crate::backend::problem::map::Params;
-use crate::expr::Expr;
-use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
+use crate::device::capture::is_capturing;
+use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise;
-use crate::{DType, Error, Graph, Result, Scalar, Tensor, autograd};
+use crate::{DType, Expr, Result, Scalar, Tensor, autograd, backend};
 
 /// `x`, and a scalar: made once, since making one asks the heap.
 static IDENTITY: LazyLock<Expr> = LazyLock::new(|| Expr::input(0));
 static SCALAR: LazyLock<Expr> = LazyLock::new(|| Expr::scalar(0));
 
-pub(crate) static OPERATIONS: &[Operation] = &[
-    Operation::new("clone", "clone", Kind::Copying, Dtypes::All, Gives::Same, (1, 0), |a| a.x(0)?.try_clone())
-        .differentiable(),
-    Operation::new("contiguous", "contiguous", Kind::Copying, Dtypes::All, Gives::Same, (1, 0), |a| {
-        a.x(0)?.contiguous()
-    })
-    .differentiable(),
-    Operation::new("to_dtype", "to", Kind::Copying, Dtypes::All, Gives::Asked, (1, 1), |a| {
-        a.x(0)?.to_dtype(a.dtype(0)?)
-    })
-    .differentiable(),
-    Operation::new("copy_", "copy_", Kind::InPlace, Dtypes::All, Gives::Same, (2, 0), |a| {
-        a.x(0)?.copy_(a.x(1)?).map(Tensor::shallow_clone)
-    }),
-    Operation::new("fill_", "fill_", Kind::InPlace, Dtypes::All, Gives::Same, (1, 1), |a| {
-        a.x(0)?.fill_(a.scalar(0)?).map(Tensor::shallow_clone)
-    }),
-    Operation::new("zero_", "zero_", Kind::InPlace, Dtypes::All, Gives::Same, (1, 0), |a| {
-        a.x(0)?.zero_().map(Tensor::shallow_clone)
-    }),
-];
+operations! {
+    clone(1, 0): Copying, All -> Same, differentiable => |a| a.x(0)?.try_clone();
+    contiguous(x): Copying, All -> Same, differentiable;
+    to_dtype(x, dtype) "to": Copying, All -> Asked, differentiable;
+    copy_(x, x): InPlace, All -> Same;
+    fill_(x, scalar): InPlace, All -> Same;
+    zero_(x): InPlace, All -> Same;
+}
 
 impl Tensor {
     /// A deep copy: a new contiguous tensor of this shape that shares nothing, the fallible form of [`Clone`].
@@ -63,7 +50,7 @@ impl Tensor {
     /// A deep copy outside the graph; without `blocking` it is only enqueued, which is all that later operations need.
     pub(crate) fn copied(&self, blocking: bool) -> Result<Tensor> {
         // A graph that is being captured runs nothing to wait for.
-        let blocking = blocking && !Graph::is_capturing(self.device());
+        let blocking = blocking && !is_capturing(self.device());
         let size = self.dtype.size();
         if self.is_contiguous() {
             let made = Tensor::empty_like_shape(self.shape(), self.dtype, self.device());
@@ -142,11 +129,11 @@ impl Tensor {
         }
         let size = self.dtype.size();
         let (to, from) = (self.layout.offset * size, src.layout.offset * size);
-        let copied = self.storage.copy_from(to, &src.storage, from, self.numel() * size, false);
+        let copied =
+            backend::launch([self], |_| self.storage.copy_from(to, &src.storage, from, self.numel() * size, false));
         // Between devices in pieces, of which some may be there.
         let across = self.device() != src.device();
         copied.map_err(|e| if across || matches!(e, Error::Partial { .. }) { e.in_part(op) } else { e })?;
-        self.storage.bump_version();
         Ok(self)
     }
 
@@ -168,7 +155,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::fill_`].
     pub fn zero_(&self) -> Result<&Tensor> {
-        self.fill_(0).map_err(|e| e.of("zero_"))
+        self.fill_(0).named("zero_")
     }
 }
 

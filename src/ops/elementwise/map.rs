@@ -5,19 +5,15 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use crate::backend::problem::map::{Params, compute_type};
-use crate::expr::Expr;
 use crate::expr::program::Program;
+use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::{apply_into, apply_tracked};
-use crate::{Compute, DType, Error, Result, Scalar, Tensor, autograd, is_grad_enabled};
+use crate::{Compute, DType, Expr, Result, Scalar, Tensor, autograd, is_grad_enabled};
 
 /// The formula that `f` makes of the inputs, where it goes with them.
 fn checked(op: &'static str, inputs: &[&Tensor], f: impl FnOnce(&[Expr]) -> Expr) -> Result<Expr> {
-    let Some(first) = inputs.first() else {
-        return Err(Error::invalid(op, "it needs at least one input"));
-    };
-    if let Some(t) = inputs.iter().find(|t| t.dtype != first.dtype) {
-        return Err(Error::DTypeMismatch { op, lhs: first.dtype, rhs: t.dtype });
-    }
+    let Some(first) = inputs.first() else { return Err(Error::invalid(op, "it needs at least one input")) };
+    same_dtype(op, inputs)?;
     let leaves: Vec<Expr> = (0..inputs.len()).map(Expr::input).collect();
     let program = Program::of(&[f(&leaves)]);
     let expr = program.exprs()[0].clone();
@@ -28,9 +24,7 @@ fn checked(op: &'static str, inputs: &[&Tensor], f: impl FnOnce(&[Expr]) -> Expr
         );
         return Err(Error::invalid(op, reason));
     }
-    if program.needs_float() && !first.dtype.is_float() {
-        return Err(Error::UnsupportedDType { op, dtype: first.dtype, expected: "floats for this expression" });
-    }
+    unsupported!(op if program.needs_float() && !first.dtype.is_float(), first.dtype, "floats for this expression");
     Ok(expr)
 }
 
@@ -44,13 +38,10 @@ fn formulas(
     let leaves: Vec<Expr> = (0..inputs).map(Expr::input).collect();
     let numbers: Vec<Expr> = (0..scalars).map(Expr::scalar).collect();
     let exprs = f(&leaves, &numbers);
-    if exprs.len() != outputs {
-        return Err(Error::invalid(op, format!("{} formulas for {outputs} outputs", exprs.len())));
-    }
+    invalid!(op if exprs.len() != outputs, "{} formulas for {outputs} outputs", exprs.len());
     let program = Program::of(&exprs);
-    if program.inputs() > inputs || program.scalars() > scalars || program.seeds() > 0 {
-        return Err(Error::invalid(op, "a formula reads more than the inputs and scalars given"));
-    }
+    invalid!(op if program.inputs() > inputs || program.scalars() > scalars || program.seeds() > 0,
+        "a formula reads more than the inputs and scalars given");
     Ok(program)
 }
 
@@ -102,9 +93,7 @@ impl Tensor {
         let expr = checked(op, inputs, f)?;
         let leaves: Vec<Expr> = (0..inputs.len()).map(Expr::input).collect();
         let given = derivatives(&leaves);
-        if given.len() != inputs.len() {
-            return Err(Error::invalid(op, format!("{} derivatives for {} inputs", given.len(), inputs.len())));
-        }
+        invalid!(op if given.len() != inputs.len(), "{} derivatives for {} inputs", given.len(), inputs.len());
         for derivative in &given {
             checked(op, inputs, |_| derivative.clone())?;
         }
@@ -154,21 +143,13 @@ fn checked_into(
     outputs: &[&Tensor],
     f: impl FnOnce(&[Expr], &[Expr]) -> Vec<Expr>,
 ) -> Result<(Arc<Program>, Option<DType>)> {
-    let Some(first) = outputs.first() else {
-        return Err(Error::invalid(op, "it needs at least one output"));
-    };
+    let Some(first) = outputs.first() else { return Err(Error::invalid(op, "it needs at least one output")) };
     for (i, out) in outputs.iter().enumerate() {
         autograd::check_in_place(op, out, inputs)?;
-        if out.shape() != first.shape() {
-            let hint = "all outputs have one shape";
-            return Err(Error::ShapeMismatch { op, lhs: first.shape().clone(), rhs: out.shape().clone(), hint });
-        }
-        if out.device() != first.device() {
-            return Err(Error::DeviceMismatch { op, lhs: first.device(), rhs: out.device() });
-        }
-        if outputs[..i].iter().any(|o| o.shares_storage(out)) {
-            return Err(Error::invalid(op, "two outputs are views of the same storage: write them one by one"));
-        }
+        mismatch!(op if out.shape() != first.shape(), first, out, "all outputs have one shape");
+        same_device(op, &[first, out])?;
+        invalid!(op if outputs[..i].iter().any(|o| o.shares_storage(out)),
+            "two outputs are views of the same storage: write them one by one");
     }
     let program = formulas(op, (inputs.len(), scalars), outputs.len(), f)?;
     let whole = compute_type(&program, inputs, outputs) == Compute::I64;

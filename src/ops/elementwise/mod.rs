@@ -17,9 +17,9 @@ use crate::expr::rows::rows;
 use crate::expr::table::{Accepts, Output, Row};
 use crate::expr::{Expr, table};
 use crate::ops::dispatch::autocast::widened_row;
-use crate::ops::dispatch::{promote, registry};
-use crate::ops::same_device;
-use crate::{DType, Error, Result, Scalar, Shape, Tensor, autocast_dtype, get_default_dtype};
+use crate::ops::dispatch::prelude::*;
+use crate::ops::dispatch::promote;
+use crate::{DType, Result, Scalar, Shape, Tensor, autocast_dtype, get_default_dtype};
 
 /// Computes `exprs` over `inputs`, broadcast together, into new contiguous tensors of dtypes `out`. One launch.
 pub(crate) fn apply(
@@ -34,8 +34,7 @@ pub(crate) fn apply(
     let made =
         out.iter().map(|&t| Tensor::empty_like_shape(&shape, t, device)).collect::<Result<SmallVec<[Tensor; 2]>>>()?;
     let outputs: SmallVec<[&Tensor; 2]> = made.iter().collect();
-    backend::of(device).map(&Formulas { op, inputs, params, exprs, outputs: &outputs })?;
-    made.iter().for_each(|t| t.storage.filled());
+    backend::fill(&made, |b| b.map(&Formulas { op, inputs, params, exprs, outputs: &outputs }))?;
     drop(outputs);
     Ok(made)
 }
@@ -58,12 +57,11 @@ pub(crate) fn apply_one(
         return made;
     }
     let device = same_device(op, inputs)?;
-    // Stays where the caller wants it: to move a tensor costs as much as to compare a few.
+    // Returned without a move: moving a tensor costs as much as comparing several shapes.
     let made = Tensor::empty_like_shape(broadcast_shape(op, inputs)?, dtype, device);
     if let Ok(out) = &made {
         let exprs = std::slice::from_ref(expr);
-        backend::of(device).map(&Formulas { op, inputs, params, exprs, outputs: &[out] })?;
-        out.storage.filled();
+        backend::fill([out], |b| b.map(&Formulas { op, inputs, params, exprs, outputs: &[out] }))?;
     }
     made
 }
@@ -77,18 +75,13 @@ pub(crate) fn apply_into(
     exprs: &[Expr],
     outputs: &[&Tensor],
 ) -> Result<()> {
-    let filled = backend::of(outputs[0].device()).map(&Formulas { op, inputs, params, exprs, outputs });
-    // What divided by zero has written all the same.
-    if matches!(filled, Ok(()) | Err(Error::DivisionByZero { .. })) {
-        outputs.iter().for_each(|t| t.storage.bump_version());
-    }
-    filled
+    backend::launch(outputs.iter().copied(), |b| b.map(&Formulas { op, inputs, params, exprs, outputs }))
 }
 
 pub(crate) fn broadcast_shape(op: &'static str, inputs: &[&Tensor]) -> Result<Shape> {
     let Some((first, others)) = inputs.split_first() else { return Ok(Shape::default()) };
     let mut shape = first.shape().clone();
-    // Most are of the first one's: found out number by number, where `ends_with` compares memory.
+    // Most have the shape of the first. Comparing size by size is faster than `ends_with`, which compares memory.
     let like_first = |t: &Tensor| t.shape().dims().iter().rev().eq(first.shape().dims().iter().rev().take(t.rank()));
     for t in others.iter().filter(|t| !like_first(t)) {
         shape = shape.broadcast(op, t.shape())?;
@@ -104,7 +97,7 @@ fn all_are(dtype: DType, row: &Row, inputs: &[&Tensor]) -> bool {
 /// The dtype that a row's operands but its masks meet in.
 fn common_dtype(row: &Row, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<DType> {
     let op = row.name;
-    // Where a mask chooses, numbers are made what the tensors are; elsewhere they have a say.
+    // Where a mask selects, scalars are converted to the dtype of the tensors; otherwise they take part in promotion.
     let numbers = if row.masks.is_empty() { scalars } else { &[] };
     let common = if numbers.is_empty() && all_are(inputs[0].dtype, row, inputs) {
         inputs[0].dtype
@@ -125,11 +118,11 @@ fn common_dtype(row: &Row, inputs: &[&Tensor], scalars: &[Scalar]) -> Result<DTy
 
 /// The operands, where one has to be converted before the launch, which reads each in its own dtype and computes in the
 /// widest of them.
-fn converted(row: &Row, inputs: &[&Tensor], common: DType) -> Result<Option<SmallVec<[Tensor; 3]>>> {
+fn convert_operands(row: &Row, inputs: &[&Tensor], common: DType) -> Result<Option<SmallVec<[Tensor; 3]>>> {
     let is_mask = |i: usize| row.masks.contains(&i);
     let integers = || inputs.iter().enumerate().all(|(i, t)| is_mask(i) || !t.dtype.is_float());
     let wanted = |i: usize| match inputs[i].dtype {
-        // A mask of floats beside integers: computed in floats, large ones would be rounded.
+        // With a float mask, integers would be computed in floats, and large ones rounded.
         float if is_mask(i) && float.is_float() && !common.is_float() => DType::Bool,
         mask if is_mask(i) => mask,
         // A 0-d tensor must not make the launch wider than its result.
@@ -170,7 +163,7 @@ impl Row {
 
     /// The row that computes this one of these arguments in fewer instructions, and its arguments: powers that are products and
     /// roots, as PyTorch's `pow` has them (of -0 and -inf the signs and NaN are those of `sqrt` then).
-    fn cheaper<'a>(&'static self, scalars: &'a [Scalar], common: DType) -> (&'static Row, &'a [Scalar]) {
+    fn specialised<'a>(&'static self, scalars: &'a [Scalar], common: DType) -> (&'static Row, &'a [Scalar]) {
         use table::rows::{pow_scalar, reciprocal, rsqrt, sqrt, square};
         if !std::ptr::eq(self, &pow_scalar) {
             return (self, scalars);
@@ -204,16 +197,14 @@ pub(crate) fn apply_row(row: &'static Row, inputs: &[&Tensor], scalars: &[Scalar
     }
     let common = common_dtype(row, inputs, scalars)?;
     let arguments = || scalars.iter().map(|&s| s.into()).collect();
-    if let Some(mut out) = registry::replacement(row.name, inputs, arguments)? {
-        return Ok(out.swap_remove(0));
-    }
+    replaced!(row.name, inputs; arguments);
     if !all_are(common, row, inputs)
-        && let Some(converted) = converted(row, inputs, common)?
+        && let Some(converted) = convert_operands(row, inputs, common)?
     {
         return apply_row(row, &converted.iter().collect::<SmallVec<[&Tensor; 3]>>(), scalars);
     }
     let dtype = if row.output == Output::Bool { DType::Bool } else { common };
-    let (computed, scalars) = row.cheaper(scalars, common);
+    let (computed, scalars) = row.specialised(scalars, common);
     let params = Params { scalars, seeds: &[] };
     apply_tracked(row.name, inputs, params, computed.expr(), dtype, &|i| computed.derivatives()[i].clone())
 }
@@ -228,14 +219,14 @@ pub(crate) fn apply_row_(row: &'static Row, inputs: &[&Tensor], scalars: &[Scala
     }
     autograd::check_in_place(row.name, target, others)?;
     let arguments = || scalars.iter().map(|&s| s.into()).collect();
-    if let Some(out) = registry::replacement(row.name, inputs, arguments)? {
+    if let Some(out) = replacement(row.name, inputs, arguments)? {
         return target.copy_(&out[0]).map(|_| ());
     }
-    let (computed, scalars) = row.cheaper(scalars, common);
+    let (computed, scalars) = row.specialised(scalars, common);
     let params = Params { scalars, seeds: &[] };
     let expr = std::slice::from_ref(computed.expr());
     if !all_are(common, row, inputs)
-        && let Some(inputs) = converted(row, inputs, common)?
+        && let Some(inputs) = convert_operands(row, inputs, common)?
     {
         return apply_into(row.name, &inputs.iter().collect::<SmallVec<[&Tensor; 3]>>(), params, expr, &[target]);
     }

@@ -1,68 +1,62 @@
-//! Reading and writing by several index tensors at once, as NumPy's and PyTorch's `x[i, :, j]`.
+//! Reading and writing through several index tensors at once, as NumPy's and PyTorch's `x[i, :, j]`.
 //!
-//! Several indices are first made one: an i64 tensor of how many elements further on in memory each combination lies. That
-//! is an index into a dim of stride 1, so that reading and writing are the same two kernels as with a single index, and
-//! strides of the tensor cost nothing.
+//! Several indices are first combined into one i64 tensor of linear offsets in memory. That is an index into a dim of stride 1, so
+//! reading and writing use the same two kernels as with a single index, whatever the strides of the tensor.
 
 use smallvec::SmallVec;
 
 use crate::autograd::Saved;
 use crate::backend::problem::index::{Combine, Indexed};
 use crate::ops::dispatch::arguments::{Args, Argument};
-use crate::ops::dispatch::operation::{ANY, Dtypes, Gives, Kind, Operation};
-use crate::ops::dispatch::registry::{replaced, replacement};
-use crate::ops::index::gather::{check_index, zeros_for};
-use crate::ops::index::scatter::apart;
-use crate::ops::{recorded, same_device, same_dtype};
+use crate::ops::dispatch::operation::ANY;
+use crate::ops::dispatch::prelude::*;
+use crate::ops::index::gather::{check_index, read_gradient};
+use crate::ops::index::scatter::unshared;
+use crate::ops::recorded;
 use crate::tensor::{Dims, Layout};
-use crate::{DType, Error, Result, Shape, Tensor, autograd, backend};
+use crate::{DType, Result, Shape, Tensor, autograd, backend};
 
-/// What index tensors mean for a tensor of some shape.
-struct Picks {
+/// Index tensors, checked against a tensor of some shape.
+struct AdvancedIndex {
     op: &'static str,
     /// The dims that are indexed, and their indices.
     given: SmallVec<[(usize, Tensor); 3]>,
     /// The dims that are not.
     kept: Dims,
-    /// What the indices broadcast to.
-    places: Shape,
-    /// The shape of what they name: the places where the indexed dims stood if these are neighbours, else in front.
+    /// The shape that the indices broadcast to.
+    index_shape: Shape,
+    /// The shape of the result: the index shape replaces the indexed dims if these are adjacent, otherwise it comes first.
     shape: Shape,
-    /// Where in it the places begin.
+    /// The dim of the result at which the index shape begins.
     first: usize,
 }
 
-/// Indices for single dims of `t`: a bool mask stands for the indices of what is true in it, one for each of its dims.
-fn unmasked(op: &'static str, t: &Tensor, indices: &[Option<&Tensor>]) -> Result<Kept> {
+/// Indices for single dims of `t`: a bool mask becomes the indices of its true elements, one tensor for each of its dims.
+fn without_masks(op: &'static str, t: &Tensor, indices: &[Option<&Tensor>]) -> Result<SavedIndices> {
     let mut single: SmallVec<[Option<Saved>; 3]> = SmallVec::new();
     for index in indices {
         match index {
             Some(mask) if mask.dtype == DType::Bool => {
                 same_device(op, &[t, mask])?;
                 let rest = t.shape().dims().get(single.len()..).unwrap_or(&[]);
-                if mask.rank() == 0 || !rest.starts_with(mask.shape().dims()) {
-                    let hint = "a mask has the sizes of the dims that it stands for";
-                    let (lhs, rhs) = (t.shape().clone(), mask.shape().clone());
-                    return Err(Error::ShapeMismatch { op, lhs, rhs, hint });
-                }
-                let places = mask.detach().nonzero()?;
+                mismatch!(op if mask.rank() == 0 || !rest.starts_with(mask.shape().dims()),
+                    t, mask, "a mask has the sizes of the dims that it stands for");
+                let true_indices = mask.detach().nonzero()?;
                 for d in 0..mask.rank() {
-                    single.push(Some(Saved::new(&places.select(1, d as isize)?)));
+                    single.push(Some(Saved::new(&true_indices.select(1, d as isize)?)));
                 }
             }
             index => single.push(index.map(|i| Saved::new(&i.detach()))),
         }
     }
-    Ok(Kept(single))
+    Ok(SavedIndices(single))
 }
 
-impl Picks {
-    fn new(op: &'static str, t: &Tensor, indices: &Kept) -> Result<Picks> {
+impl AdvancedIndex {
+    fn new(op: &'static str, t: &Tensor, indices: &SavedIndices) -> Result<AdvancedIndex> {
         let indices = indices.get(op)?;
-        if indices.len() > t.rank() {
-            let reason = format!("{} indices are too many for a tensor of shape {}", indices.len(), t.shape());
-            return Err(Error::invalid(op, reason));
-        }
+        invalid!(op if indices.len() > t.rank(),
+            "{} indices are too many for a tensor of shape {}", indices.len(), t.shape());
         let given: SmallVec<[(usize, Tensor); 3]> =
             indices.iter().enumerate().filter_map(|(d, i)| i.map(|i| (d, i.detach()))).collect();
         let Some((first, last)) = given.first().zip(given.last()) else {
@@ -74,54 +68,51 @@ impl Picks {
         }
         let neighbours = last.0 - first.0 + 1 == given.len();
         let first = if neighbours { first.0 } else { 0 };
-        let places = given.iter().try_fold(Shape::default(), |all, (_, i)| all.broadcast(op, i.shape()))?;
+        let index_shape = given.iter().try_fold(Shape::default(), |all, (_, i)| all.broadcast(op, i.shape()))?;
         let kept: Dims = (0..t.rank()).filter(|d| given.iter().all(|(g, _)| g != d)).collect();
         let size = |d: &usize| t.shape().dims()[*d];
         let (before, after) = kept.split_at(first);
-        let shape = before.iter().map(size).chain(places.dims().iter().copied()).chain(after.iter().map(size));
+        let shape = before.iter().map(size).chain(index_shape.dims().iter().copied()).chain(after.iter().map(size));
         let shape = shape.collect::<Shape>().checked(op)?;
-        Ok(Picks { op, given, kept, places, shape, first })
+        Ok(AdvancedIndex { op, given, kept, index_shape, shape, first })
     }
 
-    /// The index, of the places' shape, into one dim of `t`.
-    fn place(&self, t: &Tensor) -> Result<Place> {
+    /// All indices combined into one, of the index shape, into one dim of `t`.
+    fn linear(&self, t: &Tensor) -> Result<LinearIndex> {
         if let [(d, index)] = &self.given[..] {
             let (size, step) = (t.shape().dims()[*d], t.strides()[*d]);
-            return Ok(Place { index: index.detach(), size, step, offset: t.layout.offset, wraps: true });
+            return Ok(LinearIndex { index: index.detach(), size, step, offset: t.layout.offset, wraps: true });
         }
         let axes = self.given.iter().map(|(d, _)| (t.shape().dims()[*d], t.strides()[*d]));
-        if self.places.numel() > 0
+        if self.index_shape.numel() > 0
             && let Some(at) = axes.clone().position(|(size, _)| size == 0)
         {
             let index = self.given[at].1.cast(DType::I64)?.to_vec::<i64>()?[0];
             return Err(Error::IndexOutOfRange { op: self.op, index, size: 0 });
         }
-        // Elements before and after the first one that indices can name.
+        // How far before and after the first element indices can reach.
         let reach = |sign: isize| -> usize {
             let far = |(size, step): (usize, isize)| size.saturating_sub(1) * (step * sign).max(0) as usize;
             if t.numel() == 0 { 0 } else { axes.clone().map(far).sum() }
         };
         let (back, ahead) = (reach(-1), reach(1));
-        let out = Tensor::empty_like_shape(&self.places, DType::I64, t.device())?;
-        if out.numel() > 0 {
-            for (i, ((_, index), axis)) in self.given.iter().zip(axes).enumerate() {
-                let index = index.with_layout(index.layout.broadcast_to(&self.places));
-                let base = (i == 0).then_some(back as i64);
-                backend::of(t.device()).linear_index(self.op, &index, &out, axis, base)?;
-            }
-            out.storage.bump_version();
-        }
-        Ok(Place { index: out, size: back + ahead + 1, step: 1, offset: t.layout.offset - back, wraps: false })
+        let index = backend::compute(&self.index_shape, DType::I64, t.device(), |b, out| {
+            self.given.iter().zip(axes).enumerate().try_for_each(|(i, ((_, index), axis))| {
+                let index = index.with_layout(index.layout.broadcast_to(&self.index_shape));
+                b.linear_index(self.op, &index, out, axis, (i == 0).then_some(back as i64))
+            })
+        })?;
+        Ok(LinearIndex { index, size: back + ahead + 1, step: 1, offset: t.layout.offset - back, wraps: false })
     }
 
     fn read(&self, x: &Tensor) -> Result<Tensor> {
-        let Place { index, size, step, offset, wraps } = self.place(x)?;
+        let LinearIndex { index, size, step, offset, wraps } = self.linear(x)?;
         let (before, after) = self.kept.split_at(self.first);
-        let strides = |places: &[isize], kept: &dyn Fn(usize) -> isize| -> Dims<isize> {
+        let strides = |index: &[isize], kept: &dyn Fn(usize) -> isize| -> Dims<isize> {
             let kept = |dims: &[usize]| dims.iter().map(|&d| kept(d)).collect::<Dims<isize>>();
-            kept(before).into_iter().chain(places.iter().copied()).chain(kept(after)).collect()
+            kept(before).into_iter().chain(index.iter().copied()).chain(kept(after)).collect()
         };
-        let none: Dims<isize> = SmallVec::from_elem(0, self.places.rank());
+        let none: Dims<isize> = SmallVec::from_elem(0, self.index_shape.rank());
         let x_layout = Layout { shape: self.shape.clone(), strides: strides(&none, &|d| x.strides()[d]), offset };
         let index_layout = Layout {
             shape: self.shape.clone(),
@@ -131,7 +122,7 @@ impl Picks {
         Indexed { op: self.op, x, x_layout, index: &index, index_layout, size, step, wraps }.read()
     }
 
-    /// Writes `values`, broadcast, to the places of `target`.
+    /// Writes `values`, broadcast, to the indexed elements of `target`.
     fn write(&self, combine: Combine, target: &Tensor, values: &Tensor) -> Result<()> {
         if combine.rounds(target.dtype) {
             let wide = target.cast(DType::F32)?;
@@ -139,17 +130,17 @@ impl Picks {
             target.detach().copy_(&wide)?;
             return Ok(());
         }
-        let Place { index, size, step, offset, wraps } = self.place(target)?;
-        // The places as one dim, in front: that is the order in which they are written.
+        let LinearIndex { index, size, step, offset, wraps } = self.linear(target)?;
+        // The indexed elements as one dim, in front: values are written in that order.
         let values = values.with_layout(values.layout.broadcast_to(&self.shape));
-        let order = (self.first..self.first + self.places.rank())
+        let order = (self.first..self.first + self.index_shape.rank())
             .chain(0..self.first)
-            .chain(self.first + self.places.rank()..self.shape.rank());
+            .chain(self.first + self.index_shape.rank()..self.shape.rank());
         let order: Dims = order.collect();
         let kept = self.kept.iter().map(|&d| target.shape().dims()[d]);
-        let shape: Shape = std::iter::once(self.places.numel()).chain(kept).collect();
-        let values = apart(&values.with_layout(values.layout.permute(&order)).reshape(&shape)?, target)?;
-        let index = apart(&index.reshape(self.places.numel())?, target)?;
+        let shape: Shape = std::iter::once(self.index_shape.numel()).chain(kept).collect();
+        let values = unshared(&values.with_layout(values.layout.permute(&order)).reshape(&shape)?, target)?;
+        let index = unshared(&index.reshape(self.index_shape.numel())?, target)?;
         let first = |step: isize, others: &dyn Fn(usize) -> isize| -> Dims<isize> {
             std::iter::once(step).chain(self.kept.iter().map(|&d| others(d))).collect()
         };
@@ -163,7 +154,7 @@ impl Picks {
 }
 
 /// An index into a dim of `size` with `step` between its elements, the first of which is at `offset`.
-struct Place {
+struct LinearIndex {
     index: Tensor,
     size: usize,
     step: isize,
@@ -171,46 +162,27 @@ struct Place {
     wraps: bool,
 }
 
-/// Index tensors to keep for backward, and to be given again.
-struct Kept(SmallVec<[Option<Saved>; 3]>);
+/// Index tensors saved for backward.
+struct SavedIndices(SmallVec<[Option<Saved>; 3]>);
 
-impl Kept {
+impl SavedIndices {
     fn get(&self, op: &'static str) -> Result<SmallVec<[Option<&Tensor>; 3]>> {
         self.0.iter().map(|i| i.as_ref().map(|i| i.get(op)).transpose()).collect()
     }
 }
 
-pub(crate) static OPERATIONS: &[Operation] = &[
-    Operation::new("index", "Tensor.__getitem__", Kind::Indexing, Dtypes::All, Gives::Same, (ANY, 1), |a| {
-        a.x(0)?.index(&at_dims(a, 1)?)
-    })
-    .differentiable(),
-    Operation::new("index_put", "index_put", Kind::Indexing, Dtypes::Numbers, Gives::Same, (ANY, 2), |a| {
-        a.x(0)?.index_put(&at_dims(a, 2)?, a.x(1)?, a.bool(1)?)
-    })
-    .differentiable(),
-    Operation::new("index_put_", "index_put_", Kind::InPlace, Dtypes::Numbers, Gives::Same, (ANY, 2), |a| {
-        Ok(a.x(0)?.index_put_(&at_dims(a, 2)?, a.x(1)?, a.bool(1)?)?.shallow_clone())
-    }),
-    Operation::new("take", "take", Kind::Indexing, Dtypes::All, Gives::Same, (2, 0), |a| a.x(0)?.take(a.x(1)?))
-        .differentiable(),
-    Operation::new("masked_scatter", "masked_scatter", Kind::Indexing, Dtypes::All, Gives::Same, (3, 0), |a| {
-        a.x(0)?.masked_scatter(a.x(1)?, a.x(2)?)
-    })
-    .differentiable(),
-    Operation::new("masked_scatter_", "masked_scatter_", Kind::InPlace, Dtypes::All, Gives::Same, (3, 0), |a| {
-        Ok(a.x(0)?.masked_scatter_(a.x(1)?, a.x(2)?)?.shallow_clone())
-    }),
-    Operation::new("put", "put", Kind::Indexing, Dtypes::Numbers, Gives::Same, (3, 1), |a| {
-        a.x(0)?.put(a.x(1)?, a.x(2)?, a.bool(0)?)
-    })
-    .differentiable(),
-    Operation::new("put_", "put_", Kind::InPlace, Dtypes::Numbers, Gives::Same, (3, 1), |a| {
-        Ok(a.x(0)?.put_(a.x(1)?, a.x(2)?, a.bool(0)?)?.shallow_clone())
-    }),
-];
+operations! {
+    index(ANY, 1) "Tensor.__getitem__": Indexing, All -> Same, differentiable => |a| a.x(0)?.index(&at_dims(a, 1)?);
+    index_put(ANY, 2): Indexing, Numbers -> Same, differentiable
+        => |a| a.x(0)?.index_put(&at_dims(a, 2)?, a.x(1)?, a.bool(1)?);
+    index_put_(ANY, 2): InPlace, Numbers -> Same
+        => |a| a.x(0)?.index_put_(&at_dims(a, 2)?, a.x(1)?, a.bool(1)?).map(Tensor::shallow_clone);
+    take(x, x): Indexing, All -> Same, differentiable;
+    masked_scatter / masked_scatter_ (x, x, x): Indexing, All -> Same, differentiable;
+    put / put_ (x, x, x, bool): Indexing, Numbers -> Same, differentiable;
+}
 
-/// By name, the indices come last, and argument 0 says which dims they are for.
+/// In a call by name, the index tensors come last, and argument 0 lists their dims.
 fn at_dims<'a>(args: &Args<'a>, first: usize) -> Result<Vec<Option<&'a Tensor>>> {
     let (dims, rank) = (args.sizes(0)?, args.x(0)?.rank());
     if let Some(&d) = dims.iter().find(|d| **d >= rank) {
@@ -228,7 +200,7 @@ fn at_dims<'a>(args: &Args<'a>, first: usize) -> Result<Vec<Option<&'a Tensor>>>
     Ok(indices)
 }
 
-/// What a registered implementation makes of it, called as by name.
+/// The result of a registered replacement, which is called as by name.
 fn replaced_with(
     op: &'static str,
     tensors: &[&Tensor],
@@ -271,16 +243,14 @@ impl Tensor {
     }
 
     fn indexed(&self, op: &'static str, indices: &[Option<&Tensor>]) -> Result<Tensor> {
-        let (indices, shape) = (unmasked(op, self, indices)?, self.shape().clone());
-        let out = Picks::new(op, self, &indices)?.read(self)?;
+        let (indices, shape) = (without_masks(op, self, indices)?, self.shape().clone());
+        let out = AdvancedIndex::new(op, self, &indices)?.read(self)?;
         Ok(recorded(op, out, &[self], move |_, grad| {
-            let (total, indices) = (zeros_for(grad, &shape)?, indices.get(op)?);
-            let wide = grad.to_dtype(total.dtype)?;
-            let total = match autograd::is_tracked(&[grad]) {
-                true => total.index_put(&indices, &wide, true)?,
-                false => total.index_put_(&indices, &wide, true)?.detach(),
-            };
-            total.to_dtype(grad.dtype)
+            let indices = indices.get(op)?;
+            read_gradient(grad, &shape, |zeros, grad, in_place| match in_place {
+                true => zeros.index_put_(&indices, grad, true).map(Tensor::detach),
+                false => zeros.index_put(&indices, grad, true),
+            })
         }))
     }
 
@@ -314,7 +284,7 @@ impl Tensor {
         values: &Tensor,
         accumulate: bool,
     ) -> Result<Tensor> {
-        let (out, kept) = (self.cast(self.dtype)?, unmasked(op, self, indices)?);
+        let (out, kept) = (self.cast(self.dtype)?, without_masks(op, self, indices)?);
         out.put_values(op, &kept, values, accumulate)?;
         let shape = values.shape().clone();
         Ok(recorded(op, out, &[self, values], move |i, grad| match i {
@@ -331,20 +301,20 @@ impl Tensor {
     pub fn index_put_(&self, indices: &[Option<&Tensor>], values: &Tensor, accumulate: bool) -> Result<&Tensor> {
         let op = "index_put_";
         autograd::check_in_place(op, self, &[values])?;
-        self.put_values(op, &unmasked(op, self, indices)?, values, accumulate)?;
+        self.put_values(op, &without_masks(op, self, indices)?, values, accumulate)?;
         Ok(self)
     }
 
-    fn put_values(&self, op: &'static str, indices: &Kept, values: &Tensor, accumulate: bool) -> Result<()> {
+    fn put_values(&self, op: &'static str, indices: &SavedIndices, values: &Tensor, accumulate: bool) -> Result<()> {
         same_device(op, &[self, values])?;
         same_dtype(op, &[self, values])?;
-        let picks = Picks::new(op, self, indices)?;
-        if picks.shape.broadcast(op, values.shape())? != picks.shape {
+        let selection = AdvancedIndex::new(op, self, indices)?;
+        if selection.shape.broadcast(op, values.shape())? != selection.shape {
             let hint = "the values broadcast to the shape of what the indices name";
-            let (lhs, rhs) = (picks.shape, values.shape().clone());
+            let (lhs, rhs) = (selection.shape, values.shape().clone());
             return Err(Error::ShapeMismatch { op, lhs, rhs, hint });
         }
-        picks.write(if accumulate { Combine::Add } else { Combine::Set }, self, values)
+        selection.write(if accumulate { Combine::Add } else { Combine::Set }, self, values)
     }
 
     /// The elements at `index`, of any shape, in this tensor taken as a vector in row-major order (PyTorch's `take`).
@@ -364,9 +334,8 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::index_put`]; [`Error::ShapeMismatch`] where `index` and `source` have different numbers of elements.
     pub fn put(&self, index: &Tensor, source: &Tensor, accumulate: bool) -> Result<Tensor> {
-        let op = "put";
-        replaced!(op, [self, index, source], accumulate);
-        let (index, source) = lists(op, index, source)?;
+        let op = replaced!("put", [self, index, source], accumulate);
+        let (index, source) = as_vectors(op, index, source)?;
         let flat = self.reshape(self.numel())?;
         flat.indexed_put(op, &[Some(&index)], &source, accumulate)?.reshape(self.shape())
     }
@@ -378,10 +347,10 @@ impl Tensor {
     pub fn put_(&self, index: &Tensor, source: &Tensor, accumulate: bool) -> Result<&Tensor> {
         let op = "put_";
         autograd::check_in_place(op, self, &[source])?;
-        let (index, source) = lists(op, index, source)?;
+        let (index, source) = as_vectors(op, index, source)?;
         match self.detach().view(self.numel()) {
-            Ok(flat) => flat.put_values(op, &unmasked(op, &flat, &[Some(&index)])?, &source, accumulate)?,
-            Err(_) => drop(self.copy_(&self.detach().put(&index, &source, accumulate).map_err(|e| e.of(op))?)?),
+            Ok(flat) => flat.put_values(op, &without_masks(op, &flat, &[Some(&index)])?, &source, accumulate)?,
+            Err(_) => drop(self.copy_(&self.detach().put(&index, &source, accumulate).named(op)?)?),
         }
         Ok(self)
     }
@@ -404,11 +373,11 @@ impl Tensor {
     /// [`Error::ShapeMismatch`] where the mask does not broadcast; [`Error::Invalid`] for fewer elements than places;
     /// [`Error::UnsupportedDType`] for a mask that is not bool; [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
     pub fn masked_scatter(&self, mask: &Tensor, source: &Tensor) -> Result<Tensor> {
-        let op = "masked_scatter";
-        replaced!(op, [self, mask, source]);
+        let op = replaced!("masked_scatter", [self, mask, source]);
         let shape = self.shape().broadcast(op, mask.shape())?;
-        let x = at_least_1d(&self.expand(&shape)?)?;
-        let out = match x.scattered_by(op, mask, source)? {
+        // A mask stands for dims: a scalar is a vector of one element.
+        let x = self.expand(&shape)?.atleast_1d()?;
+        let out = match x.masked_source(op, mask, source)? {
             None => x.try_clone()?,
             Some((mask, source)) => x.indexed_put(op, &[Some(&mask)], &source, false)?,
         };
@@ -422,43 +391,32 @@ impl Tensor {
     pub fn masked_scatter_(&self, mask: &Tensor, source: &Tensor) -> Result<&Tensor> {
         let op = "masked_scatter_";
         autograd::check_in_place(op, self, &[source])?;
-        let x = at_least_1d(self)?;
-        if let Some((mask, source)) = x.scattered_by(op, mask, source)? {
-            x.put_values(op, &unmasked(op, &x, &[Some(&mask)])?, &source, false)?;
+        let x = self.atleast_1d()?;
+        if let Some((mask, source)) = x.masked_source(op, mask, source)? {
+            x.put_values(op, &without_masks(op, &x, &[Some(&mask)])?, &source, false)?;
         }
         Ok(self)
     }
 
-    /// The mask in this tensor's shape and what goes to its places; None where there is no place.
-    fn scattered_by(&self, op: &'static str, mask: &Tensor, source: &Tensor) -> Result<Option<(Tensor, Tensor)>> {
+    /// The mask expanded to this tensor's shape and the part of the source that is used; None where the mask is all false.
+    fn masked_source(&self, op: &'static str, mask: &Tensor, source: &Tensor) -> Result<Option<(Tensor, Tensor)>> {
         same_device(op, &[self, mask, source])?;
         same_dtype(op, &[self, source])?;
-        if mask.dtype != DType::Bool {
-            return Err(Error::UnsupportedDType { op, dtype: mask.dtype, expected: "a bool mask" });
-        }
-        let mask = mask.detach().expand(self.shape()).map_err(|e| e.of(op))?;
-        let places = mask.count_nonzero((), false)?.item::<i64>()? as usize;
-        if source.numel() < places {
-            let reason = format!("{places} places are true in the mask, and the source has {}", source.numel());
-            return Err(Error::invalid(op, reason));
-        }
-        if places == 0 {
+        unsupported!(op if mask.dtype != DType::Bool, mask.dtype, "a bool mask");
+        let mask = mask.detach().expand(self.shape()).named(op)?;
+        let count = mask.count_nonzero((), false)?.item::<i64>()? as usize;
+        invalid!(op if source.numel() < count,
+            "{count} places are true in the mask, and the source has {}", source.numel());
+        if count == 0 {
             return Ok(None);
         }
-        Ok(Some((mask, source.reshape(source.numel())?.narrow(0, 0, places)?)))
+        Ok(Some((mask, source.reshape(source.numel())?.narrow(0, 0, count)?)))
     }
-}
-
-/// A mask has dims to stand for: a scalar is a vector of one.
-fn at_least_1d(t: &Tensor) -> Result<Tensor> {
-    if t.rank() == 0 { t.unsqueeze(0) } else { Ok(t.shallow_clone()) }
 }
 
 /// Both as vectors.
-fn lists(op: &'static str, index: &Tensor, source: &Tensor) -> Result<(Tensor, Tensor)> {
-    if index.numel() != source.numel() {
-        let hint = "there is one element of the source for each index";
-        return Err(Error::ShapeMismatch { op, lhs: index.shape().clone(), rhs: source.shape().clone(), hint });
-    }
+fn as_vectors(op: &'static str, index: &Tensor, source: &Tensor) -> Result<(Tensor, Tensor)> {
+    mismatch!(op if index.numel() != source.numel(),
+        index, source, "there is one element of the source for each index");
     Ok((index.reshape(index.numel())?, source.reshape(source.numel())?))
 }

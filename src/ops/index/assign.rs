@@ -1,10 +1,10 @@
-//! Assignment to a part of a tensor: in place through an index, and as copies that gradients go through.
+//! Assignment to a part of a tensor: in place, and as differentiable copies.
 
 use crate::autograd::{is_tracked, record_twice};
-use crate::ops::dispatch::registry::replaced;
+use crate::ops::dispatch::prelude::*;
 use crate::tensor::index::{Index, Indices, indexed};
 use crate::tensor::{Layout, Shape};
-use crate::{Error, Result, Scalar, Tensor};
+use crate::{Result, Scalar, Tensor};
 
 /// What [`Tensor::slice_assign_`] assigns: a tensor or a number.
 #[derive(Clone, Copy)]
@@ -48,7 +48,7 @@ impl Tensor {
             Assigned::Tensor(t) => part.copy_(t).map(|_| ()),
             Assigned::Number(x) => part.fill_(x).map(|_| ()),
         }
-        .map_err(|e| e.of("slice_assign_"))?;
+        .named("slice_assign_")?;
         Ok(self)
     }
 
@@ -63,7 +63,7 @@ impl Tensor {
         if let Some(at) = at {
             replaced!(op, [self, src], &at[..]); // other indices have no name
         }
-        self.with_part(op, src, true, move |l| indexed(op, l, &items))
+        self.assigned_copy(op, src, true, move |l| indexed(op, l, &items))
     }
 
     /// A copy of this tensor with `src` where [`Tensor::slice`] with the same arguments looks (PyTorch's `slice_scatter`).
@@ -82,7 +82,7 @@ impl Tensor {
         let op = "slice_scatter";
         let (d, ends) = (self.shape().dim(op, dim)?, (start.into(), end.into()));
         replaced!(op, [self, src], dim, ends.0, ends.1, step);
-        self.with_part(op, src, false, move |l| l.slice(op, d, ends, step))
+        self.assigned_copy(op, src, false, move |l| l.slice(op, d, ends, step))
     }
 
     /// A copy of this tensor with `src` at index `index` of dimension `dim` (PyTorch's `select_scatter`). Differentiable in
@@ -91,10 +91,9 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::select`]; [`Error::ShapeMismatch`], [`Error::DeviceMismatch`].
     pub fn select_scatter(&self, src: &Tensor, dim: isize, index: isize) -> Result<Tensor> {
-        let op = "select_scatter";
-        replaced!(op, [self, src], dim, index);
+        let op = replaced!("select_scatter", [self, src], dim, index);
         let d = self.shape().dim(op, dim)?;
-        self.with_part(op, src, false, move |l| l.select(op, d, index))
+        self.assigned_copy(op, src, false, move |l| l.select(op, d, index))
     }
 
     /// A copy of this tensor with `src` on the diagonal that [`Tensor::diagonal`] with the same arguments shows (PyTorch's
@@ -103,17 +102,14 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::diagonal`]; [`Error::ShapeMismatch`], [`Error::DeviceMismatch`].
     pub fn diagonal_scatter(&self, src: &Tensor, offset: isize, dim1: isize, dim2: isize) -> Result<Tensor> {
-        let op = "diagonal_scatter";
-        replaced!(op, [self, src], offset, dim1, dim2);
+        let op = replaced!("diagonal_scatter", [self, src], offset, dim1, dim2);
         let (a, b) = (self.shape().dim(op, dim1)?, self.shape().dim(op, dim2)?);
-        if a == b {
-            return Err(Error::invalid(op, format!("a diagonal needs two dimensions, and {dim1} and {dim2} are one")));
-        }
-        self.with_part(op, src, false, move |l| Ok(l.diagonal(offset, a, b)))
+        invalid!(op if a == b, "a diagonal needs two dimensions, and {dim1} and {dim2} are one");
+        self.assigned_copy(op, src, false, move |l| Ok(l.diagonal(offset, a, b)))
     }
 
     /// A copy with `src` where `pick` says.
-    fn with_part(
+    fn assigned_copy(
         &self,
         op: &'static str,
         src: &Tensor,
@@ -121,22 +117,20 @@ impl Tensor {
         pick: impl Fn(&Layout) -> Result<Layout> + Clone + Send + Sync + 'static,
     ) -> Result<Tensor> {
         let part = pick(&self.layout)?.shape;
-        if src.device() != self.device() {
-            return Err(Error::DeviceMismatch { op, lhs: self.device(), rhs: src.device() });
-        }
+        same_device(op, &[self, src])?;
         if !broadcast && *src.shape() != part {
             let hint = "the source has the shape of the part that it replaces";
             return Err(Error::ShapeMismatch { op, lhs: part, rhs: src.shape().clone(), hint });
         }
         let out = self.cast(self.dtype)?;
-        out.with_layout(pick(&out.layout)?).copy_(&src.detach()).map_err(|e| e.of(op))?;
+        out.with_layout(pick(&out.layout)?).copy_(&src.detach()).named(op)?;
         if !is_tracked(&[self, src]) || !self.dtype.is_float() {
             return Ok(out);
         }
         let (shape, dtype): (Shape, _) = (src.shape().clone(), src.dtype);
         Ok(record_twice(op, out, &[self, src], move |ctx| {
             let grad = ctx.grad()?;
-            let rest = ctx.needs(0).then(|| grad.with_part(op, &Tensor::zeros((), &grad)?, true, pick.clone()));
+            let rest = ctx.needs(0).then(|| grad.assigned_copy(op, &Tensor::zeros((), &grad)?, true, pick.clone()));
             let part = ctx.needs(1).then(|| grad.picked(op, pick.clone())?.to_dtype(dtype)?.sum_to(&shape));
             Ok([rest.transpose()?, part.transpose()?].into_iter().collect())
         }))

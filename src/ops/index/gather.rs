@@ -1,31 +1,26 @@
-//! Reading and writing through indices: `index_select`, `gather`, `embedding` here, `scatter` and its kin, several index
-//! tensors at once in `advanced`.
+//! Reading through one index tensor: `index_select`, `gather`, `embedding`. Writing is in `scatter`, several indices in `advanced`.
 //!
-//! All reads are one kernel: source and index are walked together over the result's shape, and a stride of zero says that
-//! the index is the same along a dim; neighbours with one index are moved together, sixteen bytes at a time. All writes are
-//! deterministic: what arrives in an element does so in the order of the indices. On OpenCL processors a work-item owns one
-//! column (a position outside the indexed dim) and a range of destinations, and goes through the indices in order. On GPUs
-//! (`kernels/scatter.cl`) a group does so with many indices at a time: where one index serves a whole row it lists those of
-//! its destinations and adds up the rows; elsewhere those that meet in an element take turns. Atomics would be faster for
-//! millions of indices into a single column, and never twice the same.
+//! All reads are one kernel over the shape of the result. A stride of zero says that the index is the same along a dim, and
+//! neighbours with the same index are moved together, sixteen bytes at a time. All writes are deterministic: values reach an
+//! element in the order of the indices. On OpenCL processors a work-item owns one column (a position outside the indexed dim) and
+//! a range of destinations, and goes through the indices in order. On GPUs (`kernels/scatter.cl`) a work-group handles many
+//! indices at a time: where one index serves a whole row, it lists those of its destinations and adds up the rows; elsewhere,
+//! work-items with the same destination take turns. Atomics would be faster for millions of indices into one column, but would not
+//! give the same bits on every run.
 
 use smallvec::SmallVec;
 
 use crate::autograd::Saved;
 use crate::backend::problem::index::Indexed;
-use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
-use crate::ops::dispatch::registry::replaced;
-use crate::ops::{recorded, same_device};
+use crate::ops::dispatch::prelude::*;
+use crate::ops::recorded;
 use crate::tensor::{Dims, Layout};
-use crate::{DType, Error, Result, Shape, Tensor, autograd, backend};
+use crate::{DType, Result, Shape, Tensor, autograd, backend};
 
-pub(crate) use crate::ops::index::advanced::OPERATIONS as SEVERAL;
-pub(crate) use crate::ops::index::scatter::OPERATIONS as WRITES;
-pub(crate) use crate::ops::index::scatter_reduce::OPERATIONS as REDUCTIONS;
 pub use crate::ops::index::scatter_reduce::ScatterReduce;
 
 /// The layout of t with the stride along d taken out, over `shape`.
-pub(crate) fn without(t: &Tensor, d: usize, shape: &Shape) -> (Layout, isize) {
+pub(crate) fn without_stride(t: &Tensor, d: usize, shape: &Shape) -> (Layout, isize) {
     let mut strides = Dims::from_slice(t.strides());
     let step = std::mem::replace(&mut strides[d], 0);
     (Layout { shape: shape.clone(), strides, offset: t.layout.offset }, step)
@@ -39,13 +34,13 @@ pub(crate) fn check_index(op: &'static str, index: &Tensor) -> Result<()> {
 }
 
 /// A vector as a view of `shape`, along dim d.
-pub(crate) fn along(index: &Tensor, d: usize, shape: &Shape) -> Layout {
+pub(crate) fn broadcast_vector(index: &Tensor, d: usize, shape: &Shape) -> Layout {
     let mut strides: Dims<isize> = SmallVec::from_elem(0, shape.rank());
     strides[d] = index.strides().first().copied().unwrap_or(0);
     Layout { shape: shape.clone(), strides, offset: index.layout.offset }
 }
 
-pub(crate) fn with_dim(shape: &Shape, d: usize, size: usize) -> Shape {
+pub(crate) fn with_size(shape: &Shape, d: usize, size: usize) -> Shape {
     let mut dims = Dims::from_slice(shape.dims());
     dims[d] = size;
     dims.into()
@@ -53,64 +48,40 @@ pub(crate) fn with_dim(shape: &Shape, d: usize, size: usize) -> Shape {
 
 impl Indexed<'_> {
     pub(crate) fn read(&self) -> Result<Tensor> {
-        let out = Tensor::empty_like_shape(&self.x_layout.shape, self.x.dtype, self.x.device())?;
-        if out.numel() > 0 {
-            if self.size == 0 {
-                return Err(self.nowhere()?);
-            }
-            backend::launch(&[&out], |b| b.gather(self, &out))?;
-        }
-        Ok(out)
+        backend::compute(&self.x_layout.shape, self.x.dtype, self.x.device(), |b, out| match self.size {
+            0 => Err(self.empty_dim_error()?),
+            _ => b.gather(self, out),
+        })
     }
 
     /// The error for an empty dim, which has no memory for a kernel to look at: the first index is out of range.
-    pub(crate) fn nowhere(&self) -> Result<Error> {
+    pub(crate) fn empty_dim_error(&self) -> Result<Error> {
         let indices = self.index.with_layout(self.index_layout.clone()).cast(DType::I64)?.to_vec::<i64>()?;
         Ok(Error::IndexOutOfRange { op: self.op, index: indices[0], size: 0 })
     }
 }
 
-/// A tensor of zeros to add gradients into, in the type that they are added up in.
-pub(crate) fn zeros_for(grad: &Tensor, shape: &Shape) -> Result<Tensor> {
+/// The gradient of reading from a tensor of `shape`: zeros to which `add(zeros, grad, in place)` adds the gradient of what was
+/// read, in f32 for halves.
+pub(crate) fn read_gradient(
+    grad: &Tensor,
+    shape: &Shape,
+    add: impl FnOnce(&Tensor, &Tensor, bool) -> Result<Tensor>,
+) -> Result<Tensor> {
     let halves = matches!(grad.dtype, DType::F16 | DType::BF16);
-    Tensor::zeros(shape, (if halves { DType::F32 } else { grad.dtype }, grad.device()))
+    let zeros = Tensor::zeros(shape, (if halves { DType::F32 } else { grad.dtype }, grad.device()))?;
+    let wide = grad.to_dtype(zeros.dtype)?;
+    add(&zeros, &wide, !autograd::is_tracked(&[grad]))?.to_dtype(grad.dtype)
 }
 
-pub(crate) static OPERATIONS: &[Operation] = &[
-    Operation::new("index_select", "index_select", Kind::Indexing, Dtypes::All, Gives::Same, (2, 1), |a| {
-        a.x(0)?.index_select(a.int(0)?, a.x(1)?)
-    })
-    .differentiable(),
-    Operation::new("gather", "gather", Kind::Indexing, Dtypes::All, Gives::Same, (2, 1), |a| {
-        a.x(0)?.gather(a.int(0)?, a.x(1)?)
-    })
-    .differentiable(),
-    Operation::new("take_along_dim", "take_along_dim", Kind::Indexing, Dtypes::All, Gives::Same, (2, 1), |a| {
-        let dim = if a.given(0) { Some(a.int(0)?) } else { None };
-        a.x(0)?.take_along_dim(a.x(1)?, dim)
-    })
-    .differentiable(),
-    Operation::new("embedding", "nn.functional.embedding", Kind::Indexing, Dtypes::All, Gives::Same, (2, 0), |a| {
-        a.x(0)?.embedding(a.x(1)?)
-    })
-    .differentiable(),
-    Operation::new(
-        "embedding_with",
-        "nn.functional.embedding",
-        Kind::Indexing,
-        Dtypes::All,
-        Gives::Same,
-        (2, 1),
-        |a| {
-            let padding = if a.given(0) { Some(a.int(0)?) } else { None };
-            a.x(0)?.embedding_with(a.x(1)?, padding)
-        },
-    )
-    .differentiable(),
-    Operation::new("one_hot", "nn.functional.one_hot", Kind::Indexing, Dtypes::IntegersOnly, Gives::I64, (1, 1), |a| {
-        a.x(0)?.one_hot(a.size(0)?)
-    }),
-];
+operations! {
+    index_select(x, int, x): Indexing, All -> Same, differentiable;
+    gather(x, int, x): Indexing, All -> Same, differentiable;
+    take_along_dim(x, x, int?): Indexing, All -> Same, differentiable;
+    embedding(x, x) functional: Indexing, All -> Same, differentiable;
+    embedding_with(x, x, int?) "nn.functional.embedding": Indexing, All -> Same, differentiable;
+    one_hot(x, size) functional: Indexing, IntegersOnly -> I64;
+}
 
 /// `out`, which was read from `x` along `dim` through `index`, as [`Tensor::gather`] gives it: with its node.
 pub(crate) fn read_through(out: Tensor, x: &Tensor, dim: isize, index: &Tensor) -> Tensor {
@@ -120,13 +91,11 @@ pub(crate) fn read_through(out: Tensor, x: &Tensor, dim: isize, index: &Tensor) 
 fn gathered_through(op: &'static str, out: Tensor, x: &Tensor, dim: isize, index: &Tensor) -> Tensor {
     let (index, shape) = (Saved::new(index), x.shape().clone());
     recorded(op, out, &[x], move |_, grad| {
-        let (total, index) = (zeros_for(grad, &shape)?, index.get(op)?);
-        let wide = grad.to_dtype(total.dtype)?;
-        let total = match autograd::is_tracked(&[grad]) {
-            true => total.scatter_add(dim, index, &wide)?,
-            false => total.scatter_add_(dim, index, &wide)?.detach(),
-        };
-        total.to_dtype(grad.dtype)
+        let index = index.get(op)?;
+        read_gradient(grad, &shape, |zeros, grad, in_place| match in_place {
+            true => zeros.scatter_add_(dim, index, grad).map(Tensor::detach),
+            false => zeros.scatter_add(dim, index, grad),
+        })
     })
 }
 
@@ -154,22 +123,20 @@ impl Tensor {
     fn selected(&self, op: &'static str, dim: isize, index: &Tensor) -> Result<Tensor> {
         let d = self.shape().dim(op, dim)?;
         self.check_vector(op, index)?;
-        let shape = with_dim(self.shape(), d, index.numel());
-        let (x_layout, step) = without(self, d, &shape);
-        let (index_layout, size) = (along(index, d, &shape), self.shape().dims()[d]);
+        let shape = with_size(self.shape(), d, index.numel());
+        let (x_layout, step) = without_stride(self, d, &shape);
+        let (index_layout, size) = (broadcast_vector(index, d, &shape), self.shape().dims()[d]);
         let out = Indexed { op, x: self, x_layout, index, index_layout, size, step, wraps: false }.read()?;
         if !autograd::is_tracked(&[self]) {
             return Ok(out);
         }
         let (index, shape) = (Saved::new(index), self.shape().clone());
         Ok(recorded(op, out, &[self], move |_, grad| {
-            let (total, index) = (zeros_for(grad, &shape)?, index.get(op)?);
-            let wide = grad.to_dtype(total.dtype)?;
-            let total = match autograd::is_tracked(&[grad]) {
-                true => total.index_add(dim, index, &wide)?,
-                false => total.index_add_(dim, index, &wide)?.detach(),
-            };
-            total.to_dtype(grad.dtype)
+            let index = index.get(op)?;
+            read_gradient(grad, &shape, |zeros, grad, in_place| match in_place {
+                true => zeros.index_add_(dim, index, grad).map(Tensor::detach),
+                false => zeros.index_add(dim, index, grad),
+            })
         }))
     }
 
@@ -204,8 +171,8 @@ impl Tensor {
         let d = self.shape().dim(op, dim)?;
         check_index(op, index)?;
         same_device(op, &[self, index])?;
-        fits(op, index.shape(), self.shape(), d)?;
-        let (x_layout, step) = without(self, d, index.shape());
+        check_index_shape(op, index.shape(), self.shape(), d)?;
+        let (x_layout, step) = without_stride(self, d, index.shape());
         let (index_layout, size) = (index.layout.clone(), self.shape().dims()[d]);
         let out = Indexed { op, x: self, x_layout, index, index_layout, size, step, wraps: false }.read()?;
         Ok(gathered_through(op, out, self, dim, index))
@@ -219,16 +186,11 @@ impl Tensor {
     pub fn take_along_dim(&self, index: &Tensor, dim: impl Into<Option<isize>>) -> Result<Tensor> {
         let (op, dim) = ("take_along_dim", dim.into());
         replaced!(op, [self, index], dim);
-        let Some(dim) = dim else {
-            return self.reshape(self.numel())?.gathered(op, 0, &index.reshape(index.numel())?);
-        };
+        let Some(dim) = dim else { return self.reshape(self.numel())?.gathered(op, 0, &index.reshape(index.numel())?) };
         let d = self.shape().dim(op, dim)?;
-        if index.rank() != self.rank() {
-            let hint = "the index has the tensor's rank";
-            return Err(Error::ShapeMismatch { op, lhs: self.shape().clone(), rhs: index.shape().clone(), hint });
-        }
-        let outside = with_dim(self.shape(), d, 1).broadcast(op, &with_dim(index.shape(), d, 1))?;
-        let stretched = |t: &Tensor| t.expand(with_dim(&outside, d, t.shape().dims()[d]));
+        mismatch!(op if index.rank() != self.rank(), self, index, "the index has the tensor's rank");
+        let outside = with_size(self.shape(), d, 1).broadcast(op, &with_size(index.shape(), d, 1))?;
+        let stretched = |t: &Tensor| t.expand(with_size(&outside, d, t.shape().dims()[d]));
         stretched(self)?.gathered(op, dim, &stretched(index)?)
     }
 
@@ -286,26 +248,18 @@ impl Tensor {
     /// # Errors
     /// [`Error::UnsupportedDType`]; [`Error::IndexOutOfRange`] as [`Tensor::index_select`] gives it.
     pub fn one_hot(&self, classes: usize) -> Result<Tensor> {
-        replaced!("one_hot", [self], classes);
-        let op = "one_hot";
+        let op = replaced!("one_hot", [self], classes);
         check_index(op, self)?;
         let shape: Shape = self.shape().dims().iter().copied().chain([classes]).collect();
-        if classes == 0 && self.numel() > 0 {
-            return Err(Error::invalid(op, "there are no classes (0), but elements"));
-        }
-        let out = Tensor::empty_like_shape(shape, DType::I64, self.device())?;
-        if out.numel() > 0 {
-            backend::launch(&[&out], |b| b.one_hot(op, self, &out, classes))?;
-        }
-        Ok(out)
+        invalid!(op if classes == 0 && self.numel() > 0, "there are no classes (0), but elements");
+        backend::compute(shape, DType::I64, self.device(), |b, out| b.one_hot(op, self, out, classes))
     }
 }
 
 /// Whether an index of shape `index` goes with a tensor of shape `of` along d.
-pub(crate) fn fits(op: &'static str, index: &Shape, of: &Shape, d: usize) -> Result<()> {
-    let small =
-        index.rank() == of.rank() && index.dims().iter().zip(of.dims()).enumerate().all(|(i, (a, b))| i == d || a <= b);
-    if small {
+pub(crate) fn check_index_shape(op: &'static str, index: &Shape, of: &Shape, d: usize) -> Result<()> {
+    let fits = |(i, (a, b)): (usize, (&usize, &usize))| i == d || a <= b;
+    if index.rank() == of.rank() && index.dims().iter().zip(of.dims()).enumerate().all(fits) {
         return Ok(());
     }
     let hint = "the index has the tensor's rank and is nowhere larger outside the dim";

@@ -1,54 +1,32 @@
-//! What is counted or told apart, where the shape of the result depends on the elements: `unique`, `nonzero`,
-//! `masked_select`, `bincount` and kin. Each reads back how many there are, and so waits for the device.
+//! Operations whose result's shape depends on the elements: `unique`, `nonzero`, `masked_select`, `bincount` and similar. Each reads
+//! the size of its result from the device, and so waits for it.
 //!
-//! Places of what is not zero are counted and filled in, in two passes; the others are made of sorts, running sums and searches.
+//! Indices of nonzero elements are counted and written in two passes; the others are compositions of sorts, scans and searches.
 
 use crate::backend::problem::map::Params;
-use crate::expr::Expr;
-use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
-use crate::ops::dispatch::registry::{replaced, replaced_several, replacement};
+use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::apply;
-use crate::ops::pair;
-use crate::{DType, Device, Error, Result, Scalar, Tensor, autograd, backend};
+use crate::{DType, Device, Expr, Result, Scalar, Tensor, autograd, backend};
 
-pub(crate) static OPERATIONS: &[Operation] = &[
-    Operation::new("unique", "unique", Kind::Sorting, Dtypes::All, Gives::Same, (1, 0), |a| a.x(0)?.unique()),
-    Operation::several("unique_inverse", "unique", Kind::Sorting, Dtypes::All, Gives::Same, (1, 0), |a| {
-        a.x(0)?.unique_inverse().map(|(v, i)| vec![v, i])
-    }),
-    Operation::several("unique_counts", "unique", Kind::Sorting, Dtypes::All, Gives::Same, (1, 0), |a| {
-        a.x(0)?.unique_counts().map(|(v, i)| vec![v, i])
-    }),
-    Operation::several(
-        "unique_consecutive",
-        "unique_consecutive",
-        Kind::Sorting,
-        Dtypes::All,
-        Gives::Same,
-        (1, 0),
-        |a| a.x(0)?.unique_consecutive().map(|(v, i, c)| vec![v, i, c]),
-    ),
-    Operation::new("bincount", "bincount", Kind::Sorting, Dtypes::IntegersOnly, Gives::I64, (2, 1), |a| {
-        a.x(0)?.bincount(a.xs().get(1).copied(), a.size(0)?)
-    }),
-    Operation::new("histc", "histc", Kind::Sorting, Dtypes::Floats, Gives::Same, (1, 3), |a| {
-        a.x(0)?.histc(a.size(0)?, a.float(1)?, a.float(2)?)
-    }),
-    Operation::new("nonzero", "nonzero", Kind::Indexing, Dtypes::All, Gives::I64, (1, 0), |a| a.x(0)?.nonzero()),
-    Operation::new("argwhere", "argwhere", Kind::Indexing, Dtypes::All, Gives::I64, (1, 0), |a| a.x(0)?.argwhere()),
-    Operation::new("masked_select", "masked_select", Kind::Indexing, Dtypes::All, Gives::Same, (2, 0), |a| {
-        a.x(0)?.masked_select(a.x(1)?)
-    })
-    .differentiable(),
-];
+operations! {
+    unique(x): Sorting, All -> Same;
+    unique_inverse(x) "unique": Sorting, All -> Same;
+    unique_counts(x) "unique": Sorting, All -> Same;
+    unique_consecutive(x): Sorting, All -> Same;
+    bincount(x, x?, size): Sorting, IntegersOnly -> I64;
+    histc(x, size, float, float): Sorting, Floats -> Same;
+    nonzero(x): Indexing, All -> I64;
+    argwhere(x): Indexing, All -> I64;
+    masked_select(x, x): Indexing, All -> Same, differentiable;
+}
 
 /// `first..end` on the tensor's device, as i64.
-fn numbers(first: i64, end: i64, t: &Tensor) -> Result<Tensor> {
+fn range(first: i64, end: i64, t: &Tensor) -> Result<Tensor> {
     Tensor::arange(first, end, 1, (DType::I64, t.device()))
 }
 
 /// The elements in row-major order, outside the graph.
-fn flat(t: &Tensor) -> Result<Tensor> {
+fn flatten(t: &Tensor) -> Result<Tensor> {
     t.detach().reshape([t.numel()])
 }
 
@@ -65,9 +43,9 @@ fn indices(t: &Tensor, dims: &[usize]) -> Result<Tensor> {
     }
 }
 
-/// A vector's runs of equal elements: for each element the number of its run, from 1; where each run starts, and at the
-/// end the number of elements.
-fn runs(t: &Tensor) -> Result<(Tensor, Tensor)> {
+/// A vector's runs of equal elements: the element of each; for each element the number of its run, from 1; where each run starts,
+/// and at the end the number of elements.
+fn runs(t: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
     let n = t.numel();
     let first = Tensor::ones(n, (DType::Bool, t.device()))?;
     if n > 1 {
@@ -75,15 +53,9 @@ fn runs(t: &Tensor) -> Result<(Tensor, Tensor)> {
     }
     let running = first.cumsum(0)?;
     let count = if n == 0 { 0 } else { running.select(0, -1)?.item::<i64>()? };
-    let starts = running.searchsorted(&numbers(1, count + 2, t)?, false)?;
-    Ok((running, starts))
-}
-
-fn triple(made: Vec<Tensor>) -> Result<(Tensor, Tensor, Tensor)> {
-    match <[Tensor; 3]>::try_from(made) {
-        Ok([a, b, c]) => Ok((a, b, c)),
-        Err(made) => Err(Error::invalid("register", format!("{} results of an operation that has three", made.len()))),
-    }
+    let starts = running.searchsorted(&range(1, count + 2, t)?, false)?;
+    let values = t.index_select(0, &starts.narrow(0, 0, starts.numel() - 1)?)?;
+    Ok((values, running, starts))
 }
 
 impl Tensor {
@@ -93,9 +65,7 @@ impl Tensor {
     /// [`Error::OutOfMemory`] and device failures.
     pub fn unique(&self) -> Result<Tensor> {
         replaced!("unique", [self]);
-        let sorted = flat(self)?.sort(0, false)?.0;
-        let (_, starts) = runs(&sorted)?;
-        sorted.index_select(0, &starts.narrow(0, 0, starts.numel() - 1)?)
+        Ok(runs(&flatten(self)?.sort(0, false)?.0)?.0)
     }
 
     /// [`Tensor::unique`], and for every element the place of its equal there, of this tensor's shape (PyTorch's `unique`
@@ -104,10 +74,9 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::unique`].
     pub fn unique_inverse(&self) -> Result<(Tensor, Tensor)> {
-        replaced_several!("unique_inverse", [self]; pair);
-        let (sorted, order) = flat(self)?.sort(0, false)?;
-        let (running, starts) = runs(&sorted)?;
-        let values = sorted.index_select(0, &starts.narrow(0, 0, starts.numel() - 1)?)?;
+        replaced!("unique_inverse", [self]);
+        let (sorted, order) = flatten(self)?.sort(0, false)?;
+        let (values, running, _) = runs(&sorted)?;
         let inverse = running.sub_scalar(1)?.index_select(0, &order.argsort(0, false)?)?;
         Ok((values, inverse.reshape(self.shape())?))
     }
@@ -117,10 +86,8 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::unique`].
     pub fn unique_counts(&self) -> Result<(Tensor, Tensor)> {
-        replaced_several!("unique_counts", [self]; pair);
-        let sorted = flat(self)?.sort(0, false)?.0;
-        let (_, starts) = runs(&sorted)?;
-        let values = sorted.index_select(0, &starts.narrow(0, 0, starts.numel() - 1)?)?;
+        replaced!("unique_counts", [self]);
+        let (values, _, starts) = runs(&flatten(self)?.sort(0, false)?.0)?;
         Ok((values, starts.diff(1, 0)?))
     }
 
@@ -140,10 +107,8 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::unique`].
     pub fn unique_consecutive(&self) -> Result<(Tensor, Tensor, Tensor)> {
-        replaced_several!("unique_consecutive", [self]; triple);
-        let all = flat(self)?;
-        let (running, starts) = runs(&all)?;
-        let values = all.index_select(0, &starts.narrow(0, 0, starts.numel() - 1)?)?;
+        replaced!("unique_consecutive", [self]);
+        let (values, running, starts) = runs(&flatten(self)?)?;
         Ok((values, running.sub_scalar(1)?.reshape(self.shape())?, starts.diff(1, 0)?))
     }
 
@@ -184,8 +149,7 @@ impl Tensor {
     /// # Errors
     /// [`Error::ShapeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
     pub fn masked_select(&self, mask: &Tensor) -> Result<Tensor> {
-        let op = "masked_select";
-        replaced!(op, [self, mask]);
+        let op = replaced!("masked_select", [self, mask]);
         crate::ops::same_device(op, &[self, mask])?;
         let shape = self.shape().broadcast(op, mask.shape())?;
         let over = |t: &Tensor| t.with_layout(t.layout.broadcast_to(&shape));
@@ -196,9 +160,9 @@ impl Tensor {
         {
             return Ok(selected);
         }
-        let places = indices(&mask, &[shape.numel()])?.reshape([-1])?;
+        let selected = indices(&mask, &[shape.numel()])?.reshape([-1])?;
         let sizes: Vec<isize> = shape.dims().iter().map(|&n| n as isize).collect();
-        self.broadcast_to(sizes)?.reshape([shape.numel()])?.index_select(0, &places)
+        self.broadcast_to(sizes)?.reshape([shape.numel()])?.index_select(0, &selected)
     }
 
     /// How often each number from 0 on is in a vector of integers, as i64; with weights their sums, in the weights' dtype
@@ -217,36 +181,26 @@ impl Tensor {
     pub fn bincount(&self, weights: Option<&Tensor>, minlength: usize) -> Result<Tensor> {
         let op = "bincount";
         let tensors: Vec<&Tensor> = std::iter::once(self).chain(weights).collect();
-        if let Some(mut out) = replacement(op, &tensors, || vec![minlength.into()])? {
-            return Ok(out.swap_remove(0));
-        }
-        if self.dtype.is_float() || self.dtype == DType::Bool {
-            return Err(Error::UnsupportedDType { op, dtype: self.dtype, expected: "integers (i64, i32, u32, u8)" });
-        }
-        if self.rank() != 1 {
-            return Err(Error::invalid(op, format!("it counts in a vector, not in shape {}", self.shape())));
-        }
+        replaced!(op, tensors, minlength);
+        unsupported!(op if self.dtype.is_float() || self.dtype == DType::Bool,
+            self.dtype, "integers (i64, i32, u32, u8)");
+        invalid!(op if self.rank() != 1, "it counts in a vector, not in shape {}", self.shape());
         if let Some(w) = weights {
             w.dtype.check_float(op)?;
-            if w.shape() != self.shape() {
-                let hint = "there is a weight for each element";
-                return Err(Error::ShapeMismatch { op, lhs: self.shape().clone(), rhs: w.shape().clone(), hint });
-            }
+            mismatch!(op if w.shape() != self.shape(), self, w, "there is a weight for each element");
         }
         let end = |t: Tensor| t.to_dtype(DType::I64)?.item::<i64>();
         let (least, greatest) = match self.numel() {
             0 => (0, -1),
             _ => (end(self.min((), false)?)?, end(self.max((), false)?)?),
         };
-        if least < 0 {
-            return Err(Error::invalid(op, format!("{least} is negative: numbers from 0 on are counted")));
-        }
+        invalid!(op if least < 0, "{least} is negative: numbers from 0 on are counted");
         let size = greatest.saturating_add(1).max(i64::try_from(minlength).unwrap_or(i64::MAX));
         match weights {
             Some(w) => Tensor::zeros(size as usize, w)?.index_add(0, self, &w.detach()),
             None => {
                 let sorted = self.sort(0, false)?.0.to_dtype(DType::I64)?;
-                sorted.searchsorted(&numbers(0, size.saturating_add(1), self)?, false)?.diff(1, 0)
+                sorted.searchsorted(&range(0, size.saturating_add(1), self)?, false)?.diff(1, 0)
             }
         }
     }
@@ -258,26 +212,23 @@ impl Tensor {
     /// # Errors
     /// [`Error::UnsupportedDType`]; [`Error::Invalid`] without bins, for `max` below `min`, and for ends that are not finite.
     pub fn histc(&self, bins: usize, min: f64, max: f64) -> Result<Tensor> {
-        let op = "histc";
-        replaced!(op, [self], bins, min, max);
+        let op = replaced!("histc", [self], bins, min, max);
         self.dtype.check_float(op)?;
         let (mut low, mut high) = (min, max);
         if low == high && self.numel() > 0 {
-            let end = |t: Tensor| t.to_device(Device::Cpu)?.to_dtype(DType::F64)?.item::<f64>();
+            let end = |t: Tensor| t.to_device(Device::HOST)?.to_dtype(DType::F64)?.item::<f64>();
             (low, high) = (end(self.detach().min((), false)?)?, end(self.detach().max((), false)?)?);
         }
         if low == high {
             (low, high) = (low - 1.0, high + 1.0);
         }
-        if bins == 0 || !(low < high && (high - low).is_finite()) {
-            return Err(Error::invalid(op, format!("{bins} parts of {low} to {high}")));
-        }
+        invalid!(op if bins == 0 || !(low < high && (high - low).is_finite()), "{bins} parts of {low} to {high}");
         let (x, [low_, high_, parts]) = (Expr::input(0), [0, 1, 2].map(Expr::scalar));
         let part = ((&x - &low_) / (&high_ - &low_) * &parts).floor().min(&parts - 1.0);
         let part = [(x.ge(&low_) * x.le(&high_)).select(part, &parts)];
         let scalars = [Scalar::Float(low), Scalar::Float(high), Scalar::Float(bins as f64)];
         let params = Params { scalars: &scalars, seeds: &[] };
-        let part = apply(op, &[&flat(self)?], params, &part, &[DType::I64])?.remove(0);
+        let part = apply(op, &[&flatten(self)?], params, &part, &[DType::I64])?.remove(0);
         part.bincount(None, bins.saturating_add(1))?.narrow(0, 0, bins)?.to_dtype(self.dtype)
     }
 }

@@ -1,16 +1,16 @@
-//! Writing through an index with a reduction of all that meets in one element.
+//! Writing through an index where all values with the same destination are reduced.
 
 use crate::autograd::Saved;
 use crate::backend::problem::index::Combine;
 use crate::error::{Excerpt, in_steps};
-use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
-use crate::ops::dispatch::registry::replaced;
-use crate::ops::index::gather::along;
-use crate::ops::index::scatter::{Places, everywhere, scatter};
+use crate::ops::dispatch::arguments::Args;
+use crate::ops::dispatch::prelude::*;
+use crate::ops::index::gather::broadcast_vector;
+use crate::ops::index::scatter::{ScatterIndex, repeated, scatter};
 use crate::ops::recorded_with_result;
-use crate::{DType, Error, Result, Scalar, Tensor, autograd, no_grad};
+use crate::{DType, Result, Scalar, Tensor, autograd, no_grad};
 
-/// How [`Tensor::scatter_reduce`] and [`Tensor::index_reduce`] combine what meets in one element.
+/// How [`Tensor::scatter_reduce`] and [`Tensor::index_reduce`] combine the values for one element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ScatterReduce {
     /// The sum.
@@ -83,23 +83,23 @@ fn reduce_into(
     op: &'static str,
     target: &Tensor,
     d: usize,
-    places: &Places,
+    index: &ScatterIndex,
     source: &Tensor,
     (reduce, include_self): (ScatterReduce, bool),
 ) -> Result<()> {
     let combine = reduce.combine();
     if combine.rounds(target.dtype) {
         let (wide, from) = (target.cast(DType::F32)?, source.cast(DType::F32)?);
-        reduce_into(op, &wide, d, places, &from, (reduce, include_self))?;
+        reduce_into(op, &wide, d, index, &from, (reduce, include_self))?;
         target.detach().copy_(&wide)?;
         return Ok(());
     }
-    // How many values meet in each element: needed last, but what can fail is better done before the target is written to.
+    // The number of values for each element. It is needed last, but computed before the target is written, because it can fail.
     let count = match reduce {
         ScatterReduce::Mean => {
             let dtype = if target.dtype.is_float() { target.dtype } else { DType::I64 };
             let count = Tensor::full(target.shape(), include_self, (dtype, target.device()))?;
-            scatter(op, Combine::Add, &count, d, places, &everywhere(op, 1.into(), source.shape(), &count)?)?;
+            scatter(op, Combine::Add, &count, d, index, &repeated(op, 1.into(), source.shape(), &count)?)?;
             Some(count)
         }
         _ => None,
@@ -109,34 +109,29 @@ fn reduce_into(
         || target.storage.version(),
         || {
             if !include_self {
-                let neutral = everywhere(op, reduce.neutral(target.dtype), source.shape(), target)?;
-                scatter(op, Combine::Set, target, d, places, &neutral)?;
+                let neutral = repeated(op, reduce.neutral(target.dtype), source.shape(), target)?;
+                scatter(op, Combine::Set, target, d, index, &neutral)?;
             }
-            scatter(op, combine, target, d, places, source)?;
+            scatter(op, combine, target, d, index, source)?;
             let Some(count) = &count else { return Ok(()) };
             let target = target.detach();
             Tensor::map_into(&[&target, count], &[], &[&target], |e, _| {
                 let n = e[1].eq(0.0).select(1.0, &e[1]);
                 vec![if count.dtype.is_float() { &e[0] / n } else { e[0].floor_divide(n) }]
             })
-            .map_err(|e| e.of(op))
+            .named(op)
         },
     )
 }
 
-pub(crate) static OPERATIONS: &[Operation] = &[
-    Operation::new("scatter_reduce", "scatter_reduce", Kind::Indexing, Dtypes::Numbers, Gives::Same, (3, 3), |a| {
-        a.x(0)?.scatter_reduce(a.int(0)?, a.x(1)?, a.x(2)?, a.text(1)?.parse()?, a.bool(2)?)
-    })
-    .differentiable(),
-    Operation::new("scatter_reduce_", "scatter_reduce_", Kind::InPlace, Dtypes::Numbers, Gives::Same, (3, 3), |a| {
-        Ok(a.x(0)?.scatter_reduce_(a.int(0)?, a.x(1)?, a.x(2)?, a.text(1)?.parse()?, a.bool(2)?)?.shallow_clone())
-    }),
-    Operation::new("index_reduce", "index_reduce", Kind::Indexing, Dtypes::Numbers, Gives::Same, (3, 3), |a| {
-        a.x(0)?.index_reduce(a.int(0)?, a.x(1)?, a.x(2)?, a.text(1)?.parse()?, a.bool(2)?)
-    })
-    .differentiable(),
-];
+fn reduction(args: &Args, i: usize) -> Result<ScatterReduce> {
+    args.text(i)?.parse()
+}
+
+operations! {
+    scatter_reduce / scatter_reduce_ (x, int, x, x, @reduction, bool): Indexing, Numbers -> Same, differentiable;
+    index_reduce(x, int, x, x, @reduction, bool): Indexing, Numbers -> Same, differentiable;
+}
 
 impl Tensor {
     /// A copy of this tensor with each `source[i][j]` reduced into `[index[i][j]][j]` and so on along `dim` (PyTorch's
@@ -180,7 +175,7 @@ impl Tensor {
         let op = "scatter_reduce_";
         let (d, from) = self.check_scatter(op, dim, index, source)?;
         autograd::check_in_place(op, self, &[source])?;
-        reduce_into(op, self, d, &Places::of(index), &from, (reduce, include_self))?;
+        reduce_into(op, self, d, &ScatterIndex::of(index), &from, (reduce, include_self))?;
         Ok(self)
     }
 
@@ -194,7 +189,7 @@ impl Tensor {
     ) -> Result<Tensor> {
         let (d, source) = self.check_scatter(op, dim, index, source)?;
         let out = self.cast(self.dtype)?;
-        reduce_into(op, &out, d, &Places::of(index), &source, how)?;
+        reduce_into(op, &out, d, &ScatterIndex::of(index), &source, how)?;
         let saved = [self, &source, index].map(Saved::new);
         Ok(recorded_with_result(op, out, &[self, &source], move |i, grad, out| {
             let [x, source, index] = &saved;
@@ -224,11 +219,10 @@ impl Tensor {
         reduce: ScatterReduce,
         include_self: bool,
     ) -> Result<Tensor> {
-        replaced!("index_reduce", [self, index, source], dim, reduce.name(), include_self);
-        let op = "index_reduce";
+        let op = replaced!("index_reduce", [self, index, source], dim, reduce.name(), include_self);
         let d = self.check_slices(op, dim, index, source)?;
-        let places = index.with_layout(along(index, d, source.shape()));
-        self.scatter_reduced(op, dim, &places, source, (reduce, include_self))
+        let index = index.with_layout(broadcast_vector(index, d, source.shape()));
+        self.scatter_reduced(op, dim, &index, source, (reduce, include_self))
     }
 }
 
@@ -257,7 +251,7 @@ impl Reduced<'_> {
             }
             ScatterReduce::Prod => self.of_product(i, grad),
             ScatterReduce::Amax | ScatterReduce::Amin => {
-                // Those that are the extreme share the gradient evenly.
+                // Elements that equal the extreme share the gradient evenly.
                 let (mine, theirs) = (self.x.eq(self.out)?, self.source.eq(&at_source(self.out)?)?);
                 let (mine, theirs) = (mine.to_dtype(grad.dtype)?, theirs.to_dtype(grad.dtype)?);
                 let mine = if self.include_self { mine } else { mine.scatter_value(self.dim, self.index, 0)? };

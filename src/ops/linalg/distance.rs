@@ -1,55 +1,22 @@
-//! Norms of any order, and the distances and angles made of them.
+//! Vector norms of any order, distances and cosine similarity.
 
 use crate::autograd::Saved;
 use crate::backend::problem::gemm::Gemm;
-use crate::expr::Expr;
-use crate::ops::dispatch::autocast::widened;
-use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
-use crate::ops::dispatch::registry::replaced;
+use crate::ops::dispatch::prelude::*;
 use crate::ops::linalg::products::product_in;
-use crate::ops::reduce::ReduceDims;
-use crate::ops::{recorded_with_result, same_device, same_dtype};
-use crate::{DType, Error, Result, Tensor, promote_types};
+use crate::ops::recorded_with_result;
+use crate::ops::reduce::{ReduceDims, reduced_shape};
+use crate::{DType, Expr, Result, Tensor, promote_types};
 
-/// From so many points on a side, Euclidean distances come from one matrix product.
-const MANY: usize = 26;
+/// With this many points on one side, Euclidean distances are computed by one matrix product.
+const MATMUL_THRESHOLD: usize = 26;
 
-pub(crate) static OPERATIONS: &[Operation] = &[
-    Operation::new(
-        "vector_norm",
-        "linalg.vector_norm",
-        Kind::LinearAlgebra,
-        Dtypes::Floats,
-        Gives::Same,
-        (1, 3),
-        |a| a.x(0)?.vector_norm(a.float(0)?, a.dims(1)?, a.bool(2)?),
-    )
-    .differentiable(),
-    Operation::new("cdist", "cdist", Kind::LinearAlgebra, Dtypes::Floats, Gives::Same, (2, 1), |a| {
-        a.x(0)?.cdist(a.x(1)?, a.float(0)?)
-    })
-    .differentiable(),
-    Operation::new(
-        "pairwise_distance",
-        "nn.functional.pairwise_distance",
-        Kind::LinearAlgebra,
-        Dtypes::Floats,
-        Gives::Same,
-        (2, 3),
-        |a| a.x(0)?.pairwise_distance(a.x(1)?, a.float(0)?, a.float(1)?, a.bool(2)?),
-    )
-    .differentiable(),
-    Operation::new(
-        "cosine_similarity",
-        "nn.functional.cosine_similarity",
-        Kind::LinearAlgebra,
-        Dtypes::Floats,
-        Gives::Same,
-        (2, 2),
-        |a| a.x(0)?.cosine_similarity(a.x(1)?, a.int(0)?, a.float(1)?),
-    )
-    .differentiable(),
-];
+operations! {
+    vector_norm(x, float, dims, bool) linalg: LinearAlgebra, Floats -> Same, differentiable;
+    cdist(x, x, float): LinearAlgebra, Floats -> Same, differentiable;
+    pairwise_distance(x, x, float, float, bool) functional: LinearAlgebra, Floats -> Same, differentiable;
+    cosine_similarity(x, x, int, float) functional: LinearAlgebra, Floats -> Same, differentiable;
+}
 
 impl Tensor {
     /// The norm of order `ord` over `dims`, `sum(|x|^ord)^(1/ord)` (PyTorch's `linalg.vector_norm`): of order 0 how many are
@@ -68,38 +35,33 @@ impl Tensor {
     pub fn vector_norm(&self, ord: f64, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<Tensor> {
         let (op, dims) = ("vector_norm", dims.into());
         replaced!(op, [self], ord, &dims, keepdim);
-        if let Some(wide) = widened(&[self])? {
-            return wide[0].vector_norm(ord, dims, keepdim);
-        }
-        self.normed(op, ord, dims, keepdim)
+        cast_first!(widened(&[self])?, |x| x[0].vector_norm(ord, dims, keepdim));
+        self.norm_of_order(op, ord, dims, keepdim)
     }
 
-    fn normed(&self, op: &'static str, ord: f64, dims: ReduceDims, keepdim: bool) -> Result<Tensor> {
+    fn norm_of_order(&self, op: &'static str, ord: f64, dims: ReduceDims, keepdim: bool) -> Result<Tensor> {
         self.dtype.check_float(op)?;
-        let named = |r: Result<Tensor>| r.map_err(|e| e.of(op));
         if ord == 2.0 {
-            return named(self.norm(dims, keepdim));
+            return self.norm(dims, keepdim).named(op);
         }
-        if ord.is_nan() {
-            return Err(Error::invalid(op, "the order is not a number"));
-        }
+        invalid!(op if ord.is_nan(), "the order is not a number");
         if matches!(self.dtype, DType::F16 | DType::BF16) {
-            return self.to_dtype(DType::F32)?.normed(op, ord, dims, keepdim)?.to_dtype(self.dtype);
+            return self.to_dtype(DType::F32)?.norm_of_order(op, ord, dims, keepdim)?.to_dtype(self.dtype);
         }
         if ord == 0.0 {
-            return named(self.ne_scalar(0)?.to_dtype(self.dtype)?.sum(dims, keepdim));
+            return self.ne_scalar(0)?.to_dtype(self.dtype)?.sum(dims, keepdim).named(op);
         }
         let sizes = self.abs()?;
         if ord == f64::INFINITY {
-            return named(sizes.max(dims, keepdim));
+            return sizes.max(dims, keepdim).named(op);
         }
         if ord == f64::NEG_INFINITY {
-            return named(sizes.min(dims, keepdim));
+            return sizes.min(dims, keepdim).named(op);
         }
         if ord == 1.0 {
-            return named(sizes.sum(dims, keepdim));
+            return sizes.sum(dims, keepdim).named(op);
         }
-        let kept = named(sizes.detach().pow_scalar(ord)?.sum(dims.clone(), true))?.pow_scalar(1.0 / ord)?;
+        let kept = sizes.detach().pow_scalar(ord)?.sum(dims.clone(), true).named(op)?.pow_scalar(1.0 / ord)?;
         let x = Saved::new(self);
         let kept = recorded_with_result(op, kept, &[self], move |_, grad, norm| {
             Tensor::map(&[x.get(op)?, norm, grad], |e| {
@@ -108,7 +70,7 @@ impl Tensor {
                 norm.eq(0.0).or(x.eq(0.0)).select(0.0, derivative * grad)
             })
         });
-        if keepdim { Ok(kept) } else { without(op, &kept, &dims, self.rank()) }
+        if keepdim { Ok(kept) } else { drop_dims(op, &kept, &dims) }
     }
 
     /// Distances of order `p` between all rows of `[.., m, k]` and all of `[.., n, k]`: `[.., m, n]` (PyTorch's `cdist`), the
@@ -127,32 +89,23 @@ impl Tensor {
     /// [`Error::ShapeMismatch`]; [`Error::Invalid`] for a negative `p`; [`Error::UnsupportedDType`] for integers and bool,
     /// [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
     pub fn cdist(&self, other: &Tensor, p: f64) -> Result<Tensor> {
-        let op = "cdist";
-        replaced!(op, [self, other], p);
-        if let Some(wide) = widened(&[self, other])? {
-            return wide[0].cdist(&wide[1], p);
-        }
+        let op = replaced!("cdist", [self, other], p);
+        cast_first!(widened(&[self, other])?, |x| x[0].cdist(&x[1], p));
         same_dtype(op, &[self, other])?;
         same_device(op, &[self, other])?;
         self.dtype.check_float(op)?;
         let ([.., m, k], [.., n, l]) = (self.shape().dims(), other.shape().dims()) else {
-            let hint = "both are [.., points, k]";
-            return Err(Error::ShapeMismatch { op, lhs: self.shape().clone(), rhs: other.shape().clone(), hint });
+            return Err(shape_mismatch(op, self, other, "both are [.., points, k]"));
         };
-        if k != l {
-            let hint = "points have as many coordinates on both sides";
-            return Err(Error::ShapeMismatch { op, lhs: self.shape().clone(), rhs: other.shape().clone(), hint });
-        }
-        if p.is_nan() || p < 0.0 {
-            return Err(Error::invalid(op, format!("the order {p} is not one of a distance")));
-        }
-        if p == 2.0 && *m.max(n) >= MANY && *k > 0 {
+        mismatch!(op if k != l, self, other, "points have as many coordinates on both sides");
+        invalid!(op if p.is_nan() || p < 0.0, "the order {p} is not one of a distance");
+        if p == 2.0 && *m.max(n) >= MATMUL_THRESHOLD && *k > 0 {
             return euclidean(self, other);
         }
-        let differences = self.unsqueeze(-2)?.sub(&other.unsqueeze(-3)?).map_err(|e| e.of(op))?;
-        // The greatest of no coordinates is 0.
+        let differences = self.unsqueeze(-2)?.sub(&other.unsqueeze(-3)?).named(op)?;
+        // The maximum over no coordinates is 0.
         let p = if *k == 0 { 1.0 } else { p };
-        differences.normed(op, p, ReduceDims::from(-1), false)
+        differences.norm_of_order(op, p, ReduceDims::from(-1), false)
     }
 
     /// The distance of order `p` between vectors along the last dim, `eps` being added to each difference (PyTorch's
@@ -161,11 +114,10 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::vector_norm`]; [`Error::ShapeMismatch`], [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
     pub fn pairwise_distance(&self, other: &Tensor, p: f64, eps: f64, keepdim: bool) -> Result<Tensor> {
-        let op = "pairwise_distance";
-        replaced!(op, [self, other], p, eps, keepdim);
-        let difference = self.sub(other).map_err(|e| e.of(op))?;
+        let op = replaced!("pairwise_distance", [self, other], p, eps, keepdim);
+        let difference = self.sub(other).named(op)?;
         difference.dtype.check_float(op)?;
-        difference.add_scalar(eps)?.normed(op, p, ReduceDims::from(-1), keepdim)
+        difference.add_scalar(eps)?.norm_of_order(op, p, ReduceDims::from(-1), keepdim)
     }
 
     /// The cosine of the angle between vectors along `dim`: their scalar product by the product of their norms, each at least
@@ -174,11 +126,8 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::norm`]; [`Error::ShapeMismatch`], [`Error::DeviceMismatch`].
     pub fn cosine_similarity(&self, other: &Tensor, dim: isize, eps: f64) -> Result<Tensor> {
-        let op = "cosine_similarity";
-        replaced!(op, [self, other], dim, eps);
-        if let Some(wide) = widened(&[self, other])? {
-            return wide[0].cosine_similarity(&wide[1], dim, eps);
-        }
+        let op = replaced!("cosine_similarity", [self, other], dim, eps);
+        cast_first!(widened(&[self, other])?, |x| x[0].cosine_similarity(&x[1], dim, eps));
         let dtype = promote_types(self.dtype, other.dtype);
         dtype.check_float(op)?;
         let compute = dtype.compute().dtype();
@@ -188,15 +137,14 @@ impl Tensor {
         }
         let shape = self.shape().broadcast(op, other.shape())?;
         let (a, b) = (self.expand(&shape)?, other.expand(&shape)?);
-        let norm = |t: &Tensor| t.norm(dim, false).map_err(|e| e.of(op))?.clamp_min(eps);
+        let norm = |t: &Tensor| t.norm(dim, false).named(op)?.clamp_min(eps);
         a.mul(&b)?.sum(dim, false)?.div(&norm(&a)?.mul(&norm(&b)?)?)
     }
 }
 
 /// `kept`, a reduction that kept its dims, without them.
-fn without(op: &'static str, kept: &Tensor, dims: &ReduceDims, rank: usize) -> Result<Tensor> {
-    let reduced = dims.mask(op, kept.shape())?;
-    kept.reshape((0..rank).filter(|&d| !reduced[d]).map(|d| kept.shape().dims()[d]).collect::<crate::Shape>())
+fn drop_dims(op: &'static str, kept: &Tensor, dims: &ReduceDims) -> Result<Tensor> {
+    kept.reshape(reduced_shape(kept.shape(), &dims.mask(op, kept.shape())?, false))
 }
 
 /// `sqrt(|x|² + |y|² - 2 x y)`: one product, with all but the squares in its epilogue.
@@ -207,10 +155,10 @@ fn euclidean(x: &Tensor, y: &Tensor) -> Result<Tensor> {
         t.mul(&t)?.sum(-1, true)
     };
     let (xx, yy) = (squares(x)?, squares(y)?.transpose(-1, -2)?);
-    let across = y.detach().transpose(-1, -2)?;
+    let transposed = y.detach().transpose(-1, -2)?;
     let square = Expr::input(1) + Expr::input(2) - Expr::input(0) * 2.0;
     let epilogue = [square.max(Expr::constant(0.0)).sqrt()];
-    let gemm = Gemm { extras: &[&xx, &yy], ..Gemm::plain(op, x, &across, &epilogue, &x.dtype) };
+    let gemm = Gemm { extras: &[&xx, &yy], ..Gemm::plain(op, x, &transposed, &epilogue, &x.dtype) };
     let out = gemm.run_one()?;
     let saved = [x, y].map(Saved::new);
     Ok(recorded_with_result(op, out, &[x, y], move |i, grad, out| {

@@ -1,20 +1,17 @@
-//! Sums of products over named dims: `einsum`, `tensordot`, `inner`.
+//! Tensor contractions over named dims: `einsum`, `tensordot`, `inner`.
 //!
-//! Operands are first brought to one dim a name: diagonals are taken, dims of size 1 that stand for a larger one are dropped,
-//! what occurs nowhere else is summed. Then two at a time are contracted, those first that leave the least behind. Where
-//! nothing is summed that is an elementwise product, otherwise one batched matrix product: names that both have and that
-//! are still needed are its batch, those that are not needed its inner dim, the others its rows and columns. Dims that
-//! strides cannot join without a copy become batch dims too, with a stride of zero in the other operand.
+//! Operands are first reduced to one dim for each name: diagonals are taken, dims of size 1 that broadcast are dropped, and names
+//! that occur in one operand only are summed. Then two operands at a time are contracted, those with the smallest result first.
+//! Without a sum that is an elementwise product, otherwise one batched matrix product: shared names that are still needed are the
+//! batch, shared names that are not are the inner dim, and the others are rows and columns. Dims that cannot be joined without a
+//! copy become batch dims too, with stride 0 in the other operand.
 
 use std::borrow::Borrow;
 use std::collections::BTreeMap;
 
 use crate::error::Excerpt;
-use crate::ops::dispatch::autocast::lowered;
-use crate::ops::dispatch::operation::{ANY, Dtypes, Gives, Kind, Operation};
-use crate::ops::dispatch::registry::{replaced, replacement};
-use crate::ops::{same_device, same_dtype};
-use crate::{Error, Result, Shape, Tensor};
+use crate::ops::dispatch::prelude::*;
+use crate::{Result, Shape, Tensor};
 
 /// A dim's name: a letter, or a number above all letters for the dims of an ellipsis.
 type Name = u32;
@@ -23,28 +20,28 @@ type Name = u32;
 const ELLIPSIS: Name = 1 << 16;
 
 /// A tensor with a name for each dim.
-struct Named {
+struct NamedTensor {
     t: Tensor,
     names: Vec<Name>,
 }
 
-impl Named {
-    fn place(&self, name: Name) -> Option<usize> {
+impl NamedTensor {
+    fn dim(&self, name: Name) -> Option<usize> {
         self.names.iter().position(|&n| n == name)
     }
 
     fn size(&self, name: Name) -> usize {
-        self.place(name).map_or(1, |d| self.t.shape().dims()[d])
+        self.dim(name).map_or(1, |d| self.t.shape().dims()[d])
     }
 
     /// The dims in the order of `names`, which are all there are; size 1 where this tensor has none of the name.
     fn arranged(&self, names: &[Name]) -> Result<Tensor> {
-        let order: Vec<isize> = names.iter().filter_map(|&n| self.place(n)).map(|d| d as isize).collect();
+        let order: Vec<isize> = names.iter().filter_map(|&n| self.dim(n)).map(|d| d as isize).collect();
         let mut t = self.t.shallow_clone();
         if order.iter().enumerate().any(|(i, &d)| i as isize != d) {
             t = t.permute(&order)?;
         }
-        for (i, _) in names.iter().enumerate().filter(|(_, n)| self.place(**n).is_none()) {
+        for (i, _) in names.iter().enumerate().filter(|(_, n)| self.dim(**n).is_none()) {
             t = t.unsqueeze(i as isize)?;
         }
         Ok(t)
@@ -58,11 +55,11 @@ impl Named {
     }
 
     fn stride(&self, name: Name) -> isize {
-        self.place(name).map_or(0, |d| self.t.strides()[d])
+        self.dim(name).map_or(0, |d| self.t.strides()[d])
     }
 
-    /// How many of the last of these dims one stride walks through.
-    fn joined(&self, names: &[Name]) -> usize {
+    /// How many of the last of these dims can be joined into one.
+    fn joinable(&self, names: &[Name]) -> usize {
         let mut next: Option<isize> = None;
         let joins = names.iter().rev().take_while(|&&n| {
             let (size, stride) = (self.size(n), self.stride(n));
@@ -76,8 +73,8 @@ impl Named {
     }
 }
 
-/// What is still to be read: the result's names and those of other operands.
-fn is_needed(name: Name, output: &[Name], others: &[Named]) -> bool {
+/// Whether the name is still needed: in the result or in another operand.
+fn is_needed(name: Name, output: &[Name], others: &[NamedTensor]) -> bool {
     output.contains(&name) || others.iter().any(|o| o.names.contains(&name))
 }
 
@@ -87,25 +84,25 @@ fn in_order(mut names: Vec<Name>, output: &[Name]) -> Vec<Name> {
     names
 }
 
-/// The contraction of two operands: over what both have and nobody needs.
-fn pair(a: &Named, b: &Named, output: &[Name], others: &[Named]) -> Result<Named> {
+/// The contraction of two operands over the names that both have and that are not needed later.
+fn contract_pair(a: &NamedTensor, b: &NamedTensor, output: &[Name], others: &[NamedTensor]) -> Result<NamedTensor> {
     let common = |n: &Name| b.names.contains(n);
     let (shared, left): (Vec<Name>, Vec<Name>) = a.names.iter().partition(|n| common(n));
     let right: Vec<Name> = b.names.iter().copied().filter(|n| !a.names.contains(n)).collect();
     let (batch, summed): (Vec<Name>, Vec<Name>) = shared.into_iter().partition(|&n| is_needed(n, output, others));
     if summed.is_empty() {
         let names = in_order(batch.into_iter().chain(left).chain(right).collect(), output);
-        return Ok(Named { t: a.arranged(&names)?.mul(&b.arranged(&names)?)?, names });
+        return Ok(NamedTensor { t: a.arranged(&names)?.mul(&b.arranged(&names)?)?, names });
     }
     let mut batch = in_order(batch, output);
-    let rows = outer(a, left, output, &mut batch);
-    let columns = outer(b, right, output, &mut batch);
-    let summed = inner(a, b, summed);
+    let rows = outer_dims(a, left, output, &mut batch);
+    let columns = outer_dims(b, right, output, &mut batch);
+    let summed = inner_dims(a, b, summed);
 
     let names: Vec<Name> = batch.iter().chain(&rows).chain(&columns).copied().collect();
     let size = |n: &Name| if a.names.contains(n) { a.size(*n) } else { b.size(*n) };
     let sizes = |names: &[Name]| names.iter().map(size).product::<usize>();
-    let matrices = |t: &Named, ends: [&[Name]; 2]| -> Result<Tensor> {
+    let matrices = |t: &NamedTensor, ends: [&[Name]; 2]| -> Result<Tensor> {
         let all: Vec<Name> = batch.iter().chain(ends[0]).chain(ends[1]).copied().collect();
         let shape = batch.iter().map(|&n| t.size(n)).chain(ends.map(sizes)).collect::<Shape>();
         let t = t.arranged(&all)?;
@@ -114,32 +111,32 @@ fn pair(a: &Named, b: &Named, output: &[Name], others: &[Named]) -> Result<Named
     let product = matrices(a, [&rows, &summed])?.matmul(&matrices(b, [&summed, &columns])?)?;
     let shape: Shape = names.iter().map(size).collect();
     let t = if *product.shape() == shape { product } else { product.reshape(shape)? };
-    Ok(Named { t, names })
+    Ok(NamedTensor { t, names })
 }
 
 /// The rows (or columns) of an operand: those of its own dims that one stride walks through, as the result has them if
 /// possible. The others join the batch.
-fn outer(t: &Named, own: Vec<Name>, output: &[Name], batch: &mut Vec<Name>) -> Vec<Name> {
+fn outer_dims(t: &NamedTensor, own: Vec<Name>, output: &[Name], batch: &mut Vec<Name>) -> Vec<Name> {
     let wanted = in_order(own, output);
-    if t.joined(&wanted) == wanted.len() {
+    if t.joinable(&wanted) == wanted.len() {
         return wanted;
     }
-    let mut apart = t.by_stride(&wanted);
-    let rows = apart.split_off(apart.len() - t.joined(&apart));
-    batch.extend(apart);
+    let mut sorted = t.by_stride(&wanted);
+    let rows = sorted.split_off(sorted.len() - t.joinable(&sorted));
+    batch.extend(sorted);
     rows
 }
 
 /// The inner dims in the order in which they can be joined in both operands; else in the larger, and the other is copied.
-fn inner(a: &Named, b: &Named, summed: Vec<Name>) -> Vec<Name> {
+fn inner_dims(a: &NamedTensor, b: &NamedTensor, summed: Vec<Name>) -> Vec<Name> {
     let orders = [a.by_stride(&summed), b.by_stride(&summed)];
-    let both = |order: &&Vec<Name>| [a, b].iter().all(|t| t.joined(order) == order.len());
+    let both = |order: &&Vec<Name>| [a, b].iter().all(|t| t.joinable(order) == order.len());
     let larger = usize::from(a.t.numel() < b.t.numel());
     orders.iter().find(both).unwrap_or(&orders[larger]).clone()
 }
 
 /// The sum of the products of operands whose dims have names, over all names that `output` does not have.
-fn contract(op: &'static str, operands: Vec<Named>, output: &[Name]) -> Result<Tensor> {
+fn contract(op: &'static str, operands: Vec<NamedTensor>, output: &[Name]) -> Result<Tensor> {
     let tensors: Vec<&Tensor> = operands.iter().map(|o| &o.t).collect();
     same_dtype(op, &tensors)?;
     same_device(op, &tensors)?;
@@ -150,35 +147,35 @@ fn contract(op: &'static str, operands: Vec<Named>, output: &[Name]) -> Result<T
             if *known == 1 {
                 *known = size;
             } else if size != 1 && size != *known {
-                let reason = format!("{} has sizes {known} and {size} in different places", spelled(name));
+                let reason = format!("{} has sizes {known} and {size} in different places", display_name(name));
                 return Err(Error::invalid(op, reason));
             }
         }
     }
-    let mut left = operands.into_iter().map(|o| simplified(o, &sizes)).collect::<Result<Vec<Named>>>()?;
+    let mut left = operands.into_iter().map(|o| simplified(o, &sizes)).collect::<Result<Vec<NamedTensor>>>()?;
     for i in 0..left.len() {
         let mut lone = left[i].names.clone();
         lone.retain(|&n| !output.contains(&n) && left.iter().filter(|o| o.names.contains(&n)).count() == 1);
-        left[i] = summed(&left[i], &lone)?;
+        left[i] = sum_names(&left[i], &lone)?;
     }
     while left.len() > 1 {
         let (i, j) = best_pair(&left, output);
         let (b, a) = (left.remove(j), left.remove(i));
-        let made = pair(&a, &b, output, &left)?;
+        let made = contract_pair(&a, &b, output, &left)?;
         left.push(made);
     }
     left.remove(0).arranged(output)
 }
 
 /// One dim a name, none of size 1 that stands for a larger one.
-fn simplified(mut o: Named, sizes: &BTreeMap<Name, usize>) -> Result<Named> {
+fn simplified(mut o: NamedTensor, sizes: &BTreeMap<Name, usize>) -> Result<NamedTensor> {
     for d in (0..o.names.len()).rev() {
         if o.t.shape().dims()[d] == 1 && sizes[&o.names[d]] != 1 {
             o.t = o.t.squeeze(d as isize)?;
             o.names.remove(d);
         }
     }
-    while let Some((i, j)) = repeated(&o.names) {
+    while let Some((i, j)) = repeated_name(&o.names) {
         // The diagonal comes last.
         o.t = o.t.diagonal(0, i as isize, j as isize)?;
         let name = o.names.remove(j);
@@ -188,21 +185,21 @@ fn simplified(mut o: Named, sizes: &BTreeMap<Name, usize>) -> Result<Named> {
     Ok(o)
 }
 
-fn repeated(names: &[Name]) -> Option<(usize, usize)> {
+fn repeated_name(names: &[Name]) -> Option<(usize, usize)> {
     (0..names.len()).find_map(|j| names[..j].iter().position(|n| *n == names[j]).map(|i| (i, j)))
 }
 
-fn summed(o: &Named, lone: &[Name]) -> Result<Named> {
-    let dims: Vec<isize> = lone.iter().filter_map(|&n| o.place(n)).map(|d| d as isize).collect();
+fn sum_names(o: &NamedTensor, lone: &[Name]) -> Result<NamedTensor> {
+    let dims: Vec<isize> = lone.iter().filter_map(|&n| o.dim(n)).map(|d| d as isize).collect();
     if dims.is_empty() {
-        return Ok(Named { t: o.t.shallow_clone(), names: o.names.clone() });
+        return Ok(NamedTensor { t: o.t.shallow_clone(), names: o.names.clone() });
     }
     let t = o.t.sum(&dims[..], false)?.to_dtype(o.t.dtype())?;
-    Ok(Named { t, names: o.names.iter().copied().filter(|n| !lone.contains(n)).collect() })
+    Ok(NamedTensor { t, names: o.names.iter().copied().filter(|n| !lone.contains(n)).collect() })
 }
 
 /// Which two to contract next: those whose result is smallest beside what they are now.
-fn best_pair(left: &[Named], output: &[Name]) -> (usize, usize) {
+fn best_pair(left: &[NamedTensor], output: &[Name]) -> (usize, usize) {
     let cost = |&(i, j): &(usize, usize)| {
         let (a, b) = (&left[i], &left[j]);
         let needed = |n: &Name| {
@@ -221,7 +218,7 @@ fn best_pair(left: &[Named], output: &[Name]) -> (usize, usize) {
     pairs.min_by(|x, y| cost(x).total_cmp(&cost(y))).expect("two are left")
 }
 
-fn spelled(name: Name) -> String {
+fn display_name(name: Name) -> String {
     char::from_u32(name).filter(|_| name < ELLIPSIS).map_or("a dim of '...'".into(), |c| format!("'{c}'"))
 }
 
@@ -232,19 +229,13 @@ fn names_of(text: &str) -> Result<Vec<Option<Name>>> {
     let mut rest = text;
     while let Some(c) = rest.chars().next() {
         if let Some(after) = rest.strip_prefix("...") {
-            if names.contains(&None) {
-                return Err(Error::invalid(op, format!("'{}' has more than one '...'", Excerpt(text))));
-            }
+            invalid!(op if names.contains(&None), "'{}' has more than one '...'", Excerpt(text));
             names.push(None);
             rest = after;
             continue;
         }
-        if !c.is_ascii_alphabetic() {
-            return Err(Error::invalid(
-                op,
-                format!("'{c}' in '{}' is no letter: dims are named by letters", Excerpt(text)),
-            ));
-        }
+        invalid!(op if !c.is_ascii_alphabetic(),
+            "'{c}' in '{}' is no letter: dims are named by letters", Excerpt(text));
         names.push(Some(c as Name));
         rest = &rest[1..];
     }
@@ -260,11 +251,8 @@ fn parse(equation: &str, ranks: &[usize]) -> Result<(Vec<Vec<Name>>, Vec<Name>)>
         None => (&equation[..], None),
     };
     let inputs = inputs.split(',').map(names_of).collect::<Result<Vec<_>>>()?;
-    if inputs.len() != ranks.len() {
-        let (about, given) = (inputs.len(), ranks.len());
-        let reason = format!("'{}' is about {about} operands, and {given} are given", Excerpt(&equation));
-        return Err(Error::invalid(op, reason));
-    }
+    let (about, given) = (inputs.len(), ranks.len());
+    invalid!(op if about != given, "'{}' is about {about} operands, and {given} are given", Excerpt(&equation));
     let mut most = 0;
     for (names, &rank) in inputs.iter().zip(ranks) {
         let letters = names.iter().flatten().count();
@@ -279,24 +267,19 @@ fn parse(equation: &str, ranks: &[usize]) -> Result<(Vec<Vec<Name>>, Vec<Name>)>
     }
     // The last dims of all ellipses are the same.
     let ellipsis = |count: usize| (most - count..most).map(|i| ELLIPSIS + i as Name);
-    let spelled_out = |(names, &rank): (&Vec<Option<Name>>, &usize)| -> Vec<Name> {
-        let count = rank - names.iter().flatten().count();
+    let with_ellipsis = |names: &[Option<Name>], count: usize| -> Vec<Name> {
         names.iter().flat_map(|n| n.map_or_else(|| ellipsis(count).collect::<Vec<Name>>(), |n| vec![n])).collect()
     };
-    let named: Vec<Vec<Name>> = inputs.iter().zip(ranks).map(spelled_out).collect();
+    let count = |names: &[Option<Name>], rank: usize| rank - names.iter().flatten().count();
+    let named = inputs.iter().zip(ranks).map(|(names, &rank)| with_ellipsis(names, count(names, rank)));
+    let named: Vec<Vec<Name>> = named.collect();
     let output = match output {
         Some(names) => {
-            let names: Vec<Name> = names
-                .iter()
-                .flat_map(|n| n.map_or_else(|| ellipsis(most).collect::<Vec<Name>>(), |n| vec![n]))
-                .collect();
-            if let Some((_, j)) = repeated(&names) {
-                let reason = format!("the result of '{}' has {} twice", Excerpt(&equation), spelled(names[j]));
-                return Err(Error::invalid(op, reason));
-            }
-            if let Some(&n) = names.iter().find(|n| !named.iter().any(|o| o.contains(n))) {
-                return Err(Error::invalid(op, format!("no operand of '{}' has {}", Excerpt(&equation), spelled(n))));
-            }
+            let names = with_ellipsis(&names, most);
+            invalid!(op if let Some((_, j)) = repeated_name(&names),
+                "the result of '{}' has {} twice", Excerpt(&equation), display_name(names[j]));
+            invalid!(op if let Some(&n) = names.iter().find(|n| !named.iter().any(|o| o.contains(n))),
+                "no operand of '{}' has {}", Excerpt(&equation), display_name(n));
             names
         }
         None => {
@@ -338,24 +321,17 @@ impl<const N: usize> From<([isize; N], [isize; N])> for TensordotDims {
     }
 }
 
-pub(crate) static OPERATIONS: &[Operation] = &[
-    Operation::new("einsum", "einsum", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (ANY, 1), |a| {
-        Tensor::einsum(a.text(0)?, a.xs())
-    })
-    .differentiable(),
-    Operation::new("tensordot", "tensordot", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (2, 2), |a| {
+operations! {
+    einsum(text, xs): LinearAlgebra, Numbers -> Same, differentiable;
+    tensordot(2, 2): LinearAlgebra, Numbers -> Same, differentiable => |a| {
         let dims = match a.given(1) {
             true => TensordotDims::Lists(a.ints(0)?, a.ints(1)?),
             false => TensordotDims::Count(a.size(0)?),
         };
         a.x(0)?.tensordot(a.x(1)?, dims)
-    })
-    .differentiable(),
-    Operation::new("inner", "inner", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (2, 0), |a| {
-        a.x(0)?.inner(a.x(1)?)
-    })
-    .differentiable(),
-];
+    };
+    inner(x, x): LinearAlgebra, Numbers -> Same, differentiable;
+}
 
 impl Tensor {
     /// The sum of products that an equation in Einstein's notation describes (PyTorch's `einsum`): a letter a dim, operands
@@ -383,16 +359,12 @@ impl Tensor {
     pub fn einsum<T: Borrow<Tensor>>(equation: &str, operands: &[T]) -> Result<Tensor> {
         let op = "einsum";
         let tensors: Vec<&Tensor> = operands.iter().map(Borrow::borrow).collect();
-        if let Some(low) = lowered(op, &tensors)? {
-            return Tensor::einsum(equation, &low);
-        }
-        if let Some(mut out) = replacement(op, &tensors, || vec![equation.into()])? {
-            return Ok(out.swap_remove(0));
-        }
+        cast_first!(lowered(op, &tensors)?, |x| Tensor::einsum(equation, x));
+        replaced!(op, tensors, equation);
         let ranks: Vec<usize> = tensors.iter().map(|t| t.rank()).collect();
         let (names, output) = parse(equation, &ranks)?;
-        let named = tensors.iter().zip(names).map(|(t, names)| Named { t: t.shallow_clone(), names }).collect();
-        contract(op, named, &output).map_err(|e| e.of(op))
+        let named = tensors.iter().zip(names).map(|(t, names)| NamedTensor { t: t.shallow_clone(), names }).collect();
+        contract(op, named, &output).named(op)
     }
 
     /// The sum of products over pairs of dims (PyTorch's `tensordot`): the last `n` of this tensor with the first `n` of the
@@ -410,18 +382,16 @@ impl Tensor {
     /// [`Error::ShapeMismatch`] where the sizes of a pair differ and none is 1; [`Error::Invalid`] for lists of different
     /// lengths, dims given twice, and more dims than there are; otherwise as [`Tensor::matmul`].
     pub fn tensordot(&self, other: &Tensor, dims: impl Into<TensordotDims>) -> Result<Tensor> {
-        let (op, dims) = ("tensordot", dims.into());
+        let dims = dims.into();
         let arguments = || match &dims {
             TensordotDims::Count(n) => vec![(*n).into()],
             TensordotDims::Lists(a, b) => vec![a[..].into(), b[..].into()],
         };
-        match replacement(op, &[self, other], arguments)? {
-            Some(mut out) => Ok(out.swap_remove(0)),
-            None => self.summed_over(op, other, dims),
-        }
+        let op = replaced!("tensordot", [self, other]; arguments);
+        self.contract_dims(op, other, dims)
     }
 
-    fn summed_over(&self, op: &'static str, other: &Tensor, dims: TensordotDims) -> Result<Tensor> {
+    fn contract_dims(&self, op: &'static str, other: &Tensor, dims: TensordotDims) -> Result<Tensor> {
         let (a, b) = match dims {
             TensordotDims::Count(n) if n <= self.rank().min(other.rank()) => {
                 ((self.rank() - n..self.rank()).collect::<Vec<_>>(), (0..n).collect())
@@ -438,19 +408,14 @@ impl Tensor {
             }
         };
         let twice = |dims: &[usize]| (1..dims.len()).any(|i| dims[..i].contains(&dims[i]));
-        if a.len() != b.len() || twice(&a) || twice(&b) {
-            let reason = format!("dims {a:?} and {b:?} are not as many of each tensor, each once");
-            return Err(Error::invalid(op, reason));
-        }
+        invalid!(op if a.len() != b.len() || twice(&a) || twice(&b),
+            "dims {a:?} and {b:?} are not as many of each tensor, each once");
         let size = |t: &Tensor, d: usize| t.shape().dims()[d];
         let fits = |(&i, &j): (&usize, &usize)| {
             let (m, n) = (size(self, i), size(other, j));
             m == n || m == 1 || n == 1
         };
-        if !a.iter().zip(&b).all(fits) {
-            let hint = "the dims summed over have equal sizes, or 1";
-            return Err(Error::ShapeMismatch { op, lhs: self.shape().clone(), rhs: other.shape().clone(), hint });
-        }
+        mismatch!(op if !a.iter().zip(&b).all(fits), self, other, "the dims summed over have equal sizes, or 1");
         let left: Vec<Name> = (0..self.rank() as Name).collect();
         let new = |d: usize| (self.rank() + d) as Name;
         let right: Vec<Name> =
@@ -459,9 +424,11 @@ impl Tensor {
             .chain(right.iter().filter(|n| **n >= self.rank() as Name))
             .copied()
             .collect();
-        let named =
-            vec![Named { t: self.shallow_clone(), names: left }, Named { t: other.shallow_clone(), names: right }];
-        contract(op, named, &output).map_err(|e| e.of(op))
+        let named = vec![
+            NamedTensor { t: self.shallow_clone(), names: left },
+            NamedTensor { t: other.shallow_clone(), names: right },
+        ];
+        contract(op, named, &output).named(op)
     }
 
     /// The scalar products of this tensor's rows with the other's, rows along the last dim (PyTorch's `inner`); with a scalar
@@ -470,15 +437,12 @@ impl Tensor {
     /// # Errors
     /// [`Error::ShapeMismatch`] where the last dims differ; otherwise as [`Tensor::matmul`].
     pub fn inner(&self, other: &Tensor) -> Result<Tensor> {
-        let op = "inner";
-        replaced!(op, [self, other]);
+        let op = replaced!("inner", [self, other]);
         if self.rank() == 0 || other.rank() == 0 {
-            return self.mul(other).map_err(|e| e.of(op));
+            return self.mul(other).named(op);
         }
-        if self.shape().dims().last() != other.shape().dims().last() {
-            let hint = "the last dims have one size";
-            return Err(Error::ShapeMismatch { op, lhs: self.shape().clone(), rhs: other.shape().clone(), hint });
-        }
-        self.summed_over(op, other, TensordotDims::Lists(vec![-1], vec![-1]))
+        mismatch!(op if self.shape().dims().last() != other.shape().dims().last(),
+            self, other, "the last dims have one size");
+        self.contract_dims(op, other, TensordotDims::Lists(vec![-1], vec![-1]))
     }
 }

@@ -1,20 +1,19 @@
 //! Matrix products with an epilogue, in one launch: `out = epilogue(a b)`.
 //!
-//! Every operand is walked by its own strides, so transposed, sliced, expanded and flipped matrices cost no copy. The
-//! epilogue is an expression over the product (`Input(0)`) and further tensors broadcast to the result (`Input(1)`,
-//! ...): a bias, a mask, an activation, and it may have two results, so that a layer and what its gradient needs are
-//! one launch. This file checks and plans: batch dimensions that all operands step through evenly become one, rows
-//! that share the right-hand matrix join them. `gemm_cpu` and `gemm_opencl` run the plan.
+//! Operands are read through their strides, so transposed, sliced, expanded and flipped matrices are not copied. The epilogue is an
+//! expression of the product (`Input(0)`) and of further tensors broadcast to the result (`Input(1)`, ...): a bias, a mask, an
+//! activation. It may have two results, so that a layer and what its gradient needs are one launch. This file checks the operands
+//! and allocates the results; the backend plans and launches.
 
 use std::slice;
 
 use smallvec::SmallVec;
 
 use crate::backend::problem::gemm::Gemm;
-use crate::expr::Expr;
-use crate::ops::{reduce, same_device};
+use crate::ops::dispatch::prelude::*;
+use crate::ops::reduce;
 use crate::tensor::Dims;
-use crate::{Compute, DType, Error, Result, Shape, Tensor, backend};
+use crate::{Compute, DType, Expr, Result, Shape, Tensor, backend};
 
 impl<'a> Gemm<'a> {
     /// A product of one result.
@@ -33,7 +32,8 @@ impl<'a> Gemm<'a> {
     /// have them.
     pub(crate) fn run(self) -> Result<SmallVec<[Tensor; 2]>> {
         let shape = self.shape()?;
-        let outs = (0..self.dtypes.len()).map(|i| self.made(i, &shape)).collect::<Result<SmallVec<[Tensor; 2]>>>()?;
+        let outs =
+            (0..self.dtypes.len()).map(|i| self.allocate(i, &shape)).collect::<Result<SmallVec<[Tensor; 2]>>>()?;
         self.compute_into(&shape, &outs)?;
         Ok(outs)
     }
@@ -41,15 +41,15 @@ impl<'a> Gemm<'a> {
     /// [`run`](Self::run) for one result.
     pub(crate) fn run_one(self) -> Result<Tensor> {
         let shape = self.shape()?;
-        // Stays where the caller wants it.
-        let made = self.made(0, &shape);
+        // Returned without a move.
+        let made = self.allocate(0, &shape);
         if let Ok(out) = &made {
             self.compute_into(&shape, slice::from_ref(out))?;
         }
         made
     }
 
-    /// That of the results, once the operands go together.
+    /// The shape of the results, after checking the operands.
     fn shape(&self) -> Result<Shape> {
         let Gemm { op, a, b, .. } = *self;
         let device = same_device(op, &[a, b])?;
@@ -59,8 +59,8 @@ impl<'a> Gemm<'a> {
         product_shape(op, a, b)
     }
 
-    /// Where result `i` goes.
-    fn made(&self, i: usize, shape: &Shape) -> Result<Tensor> {
+    /// The tensor that result `i` is written to.
+    fn allocate(&self, i: usize, shape: &Shape) -> Result<Tensor> {
         let device = self.a.device();
         let usable = |slot: &&Tensor| {
             slot.shape() == shape
@@ -77,20 +77,18 @@ impl<'a> Gemm<'a> {
 
     fn compute_into(&self, shape: &Shape, outs: &[Tensor]) -> Result<()> {
         let Gemm { op, a, .. } = *self;
-        let mut summed = false;
-        if shape.numel() > 0 {
-            summed = backend::of(a.device()).gemm(self, shape, outs)?;
-            outs.iter().for_each(|t| t.storage.bump_version());
-        }
+        let summed = match shape.numel() {
+            0 => false,
+            _ => backend::launch(outs.iter().chain(self.sums), |b| b.gemm(self, shape, outs))?,
+        };
         match self.sums {
-            Some(sums) if summed => sums.storage.bump_version(),
-            Some(sums) => {
+            Some(sums) if !summed => {
                 let sum = reduce::sum_into(op, a, &[-1][..], false, Some(sums.detach()))?;
                 if !sum.shares_storage(sums) {
                     sums.copy_(&sum)?;
                 }
             }
-            None => {}
+            _ => {}
         }
         Ok(())
     }
@@ -104,16 +102,12 @@ impl<'a> Gemm<'a> {
 /// `[batch.., m, n]` of `[.., m, k]` times `[.., k, n]`.
 pub(crate) fn product_shape(op: &'static str, a: &Tensor, b: &Tensor) -> Result<Shape> {
     let (x, y) = (a.shape().dims(), b.shape().dims());
-    let mismatch = |hint| Error::ShapeMismatch { op, lhs: a.shape().clone(), rhs: b.shape().clone(), hint };
     let ([batch_a @ .., m, k], [batch_b @ .., k_b, n]) = (x, y) else {
-        return Err(mismatch("both need at least one dimension"));
+        return Err(shape_mismatch(op, a, b, "both need at least one dimension"));
     };
-    if k != k_b {
-        return Err(mismatch("the columns of the left matrix have to be as many as the rows of the right one"));
-    }
-    let batch = Shape::from(batch_a)
-        .broadcast(op, &Shape::from(batch_b))
-        .map_err(|_| mismatch("the dimensions before the last two do not broadcast"))?;
+    mismatch!(op if k != k_b, a, b, "the columns of the left matrix have to be as many as the rows of the right one");
+    let batch = Shape::from(batch_a).broadcast(op, &Shape::from(batch_b));
+    let batch = batch.map_err(|_| shape_mismatch(op, a, b, "the dimensions before the last two do not broadcast"))?;
     let mut dims = Dims::from_slice(batch.dims());
     dims.extend_from_slice(&[*m, *n]);
     Ok(dims.into())

@@ -1,8 +1,8 @@
 //! Matrix products: [`Tensor::matmul`], [`Tensor::linear`] and their gradients.
 //!
-//! A gradient of a product is a product of transposed views, written straight into the optimiser's flat gradient
-//! where one offers a slot. A layer, `f(x wᵀ + b)`, is one launch. Backward, the product that gives the gradient of `f`'s result
-//! multiplies by the derivative of `f` as well, and the one for the weight adds up the bias's gradient: a launch each.
+//! The gradient of a product is a product of transposed views, written directly into the optimiser's flat gradient where there is
+//! one. A layer, `f(x wᵀ + b)`, is one launch. In backward, the product that gives the gradient of `f`'s result also multiplies by
+//! the derivative of `f`, and the product for the weight also sums the gradient of the bias: one launch each.
 
 use std::slice;
 
@@ -11,25 +11,16 @@ use smallvec::{SmallVec, smallvec};
 use crate::autograd::{Factor, Gradients, Saved};
 use crate::backend::problem::gemm::{BIASED, Gemm, PRODUCT, RELU, SLOPE};
 use crate::backend::problem::map::Params;
-use crate::expr::Expr;
 use crate::expr::program::Program;
-use crate::ops::dispatch::autocast::lowered;
-use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
-use crate::ops::dispatch::registry::{replaced, replacement};
-use crate::ops::{elementwise, reduce, same_dtype};
+use crate::ops::dispatch::prelude::*;
+use crate::ops::{elementwise, reduce};
 use crate::tensor::{Dims, Layout};
-use crate::{Error, Result, Shape, Tensor, autograd};
+use crate::{Expr, Result, Shape, Tensor, autograd};
 
-pub(crate) static OPERATIONS: &[Operation] = &[
-    Operation::new("matmul", "matmul", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (2, 0), |a| {
-        a.x(0)?.matmul(a.x(1)?)
-    })
-    .differentiable(),
-    Operation::new("linear", "nn.functional.linear", Kind::NeuralNetwork, Dtypes::Numbers, Gives::Same, (3, 0), |a| {
-        a.x(0)?.linear(a.x(1)?, a.xs().get(2).copied())
-    })
-    .differentiable(),
-];
+operations! {
+    matmul(x, x): LinearAlgebra, Numbers -> Same, differentiable;
+    linear(x, x, x?) functional: NeuralNetwork, Numbers -> Same, differentiable;
+}
 
 impl Tensor {
     /// The matrix product (PyTorch's `matmul`).
@@ -53,16 +44,10 @@ impl Tensor {
     /// [`Error::ShapeMismatch`] where the inner sizes differ, the others do not broadcast, or a side is a scalar;
     /// [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
     pub fn matmul(&self, rhs: &Tensor) -> Result<Tensor> {
-        let op = "matmul";
-        replaced!(op, [self, rhs]);
-        if let Some(low) = lowered(op, &[self, rhs])? {
-            return low[0].matmul(&low[1]);
-        }
+        let op = replaced!("matmul", [self, rhs]);
+        cast_first!(lowered(op, &[self, rhs])?, |x| x[0].matmul(&x[1]));
         same_dtype(op, &[self, rhs])?;
-        if self.rank() == 0 || rhs.rank() == 0 {
-            let hint = "both need at least one dimension";
-            return Err(Error::ShapeMismatch { op, lhs: self.shape().clone(), rhs: rhs.shape().clone(), hint });
-        }
+        mismatch!(op if self.rank() == 0 || rhs.rank() == 0, self, rhs, "both need at least one dimension");
         let (row, column) = (self.rank() == 1, rhs.rank() == 1);
         let (as_row, as_column) = (row.then(|| with_dim(self, 0)), column.then(|| with_dim(rhs, 1)));
         let (a, b) = (as_row.as_ref().unwrap_or(self), as_column.as_ref().unwrap_or(rhs));
@@ -93,7 +78,7 @@ impl Tensor {
                 let slot = ctx.slot(0).map(|s| if row { with_dim(&s, 0) } else { s });
                 let da = match ctx.create_graph() {
                     true => grad.matmul(&b.transpose(-2, -1)?)?.sum_to(&shape_a)?,
-                    false => product_onto(op, &grad, &swapped(&b), &shape_a, slot)?,
+                    false => product_onto(op, &grad, &matrix_transpose(&b), &shape_a, slot)?,
                 };
                 gradients[0] = Some(if row { da.squeeze(0)? } else { da });
             }
@@ -102,7 +87,7 @@ impl Tensor {
                 let slot = ctx.slot(1).map(|s| if column { with_dim(&s, 1) } else { s });
                 let db = match ctx.create_graph() {
                     true => a.transpose(-2, -1)?.matmul(&grad)?.sum_to(&shape_b)?,
-                    false => product_onto(op, &swapped(&a), &grad, &shape_b, slot)?,
+                    false => product_onto(op, &matrix_transpose(&a), &grad, &shape_b, slot)?,
                 };
                 gradients[1] = Some(if column { db.squeeze(1)? } else { db });
             }
@@ -128,10 +113,8 @@ impl Tensor {
             Some(bias) => &[self, weight, bias],
             None => &[self, weight],
         };
-        match replacement("linear", tensors, Vec::new)? {
-            Some(mut out) => Ok(out.swap_remove(0)),
-            None => layer(self, weight, bias, None),
-        }
+        replaced!("linear", tensors);
+        layer(self, weight, bias, None)
     }
 
     /// [`Tensor::linear`] and a formula applied to its result, all in one launch: `f(x wᵀ + b)`. Where a gradient will
@@ -151,14 +134,11 @@ impl Tensor {
     /// [`Error::UnsupportedDType`] where it needs floats and the tensors are not.
     pub fn linear_map(&self, weight: &Tensor, bias: Option<&Tensor>, f: impl Fn(&Expr) -> Expr) -> Result<Tensor> {
         let plain = Program::of(&[f(&Expr::input(0))]);
-        if plain.inputs() > 1 || plain.scalars() > 0 || plain.seeds() > 0 {
-            return Err(Error::invalid("linear_map", "the formula reads more than its argument"));
-        }
-        if plain.needs_float() && !self.dtype.is_float() {
-            let expected = "floats for this formula";
-            return Err(Error::UnsupportedDType { op: "linear_map", dtype: self.dtype, expected });
-        }
-        layer(self, weight, bias, Some(&f)).map_err(|e| e.of("linear_map"))
+        invalid!("linear_map" if plain.inputs() > 1 || plain.scalars() > 0 || plain.seeds() > 0,
+            "the formula reads more than its argument");
+        let needs_float = plain.needs_float() && !self.dtype.is_float();
+        unsupported!("linear_map" if needs_float, self.dtype, "floats for this formula");
+        layer(self, weight, bias, Some(&f)).named("linear_map")
     }
 }
 
@@ -169,19 +149,12 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&
         Some(bias) => &[x, weight, bias],
         None => &[x, weight],
     };
-    if let Some(low) = lowered(op, inputs)? {
-        return layer(&low[0], &low[1], low.get(2), f);
-    }
+    cast_first!(lowered(op, inputs)?, |x| layer(&x[0], &x[1], x.get(2), f));
     let dtype = same_dtype(op, inputs)?;
-    let mismatch =
-        |rhs: &Tensor, hint| Error::ShapeMismatch { op, lhs: x.shape().clone(), rhs: rhs.shape().clone(), hint };
-    if weight.rank() != 2 || x.shape().dims().last() != weight.shape().dims().last() {
-        return Err(mismatch(weight, "the input is [.., in] and the weight [out, in]"));
-    }
-    if let Some(b) = bias
-        && b.shape().dims() != &weight.shape().dims()[..1]
-    {
-        return Err(mismatch(b, "the bias is [out]"));
+    mismatch!(op if weight.rank() != 2 || x.shape().dims().last() != weight.shape().dims().last(),
+        x, weight, "the input is [.., in] and the weight [out, in]");
+    if let Some(b) = bias {
+        mismatch!(op if b.shape().dims() != &weight.shape().dims()[..1], x, b, "the bias is [out]");
     }
     let tracked = autograd::is_tracked(inputs);
     let vector = x.rank() == 1;
@@ -190,7 +163,7 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&
 
     let sum = if bias.is_some() { BIASED.clone() } else { PRODUCT.clone() };
     let mut results: SmallVec<[Expr; 2]> = smallvec![f.map_or_else(|| sum.clone(), |f| f(&sum))];
-    // The derivative of relu is the same for its result as for the sum: that is kept already.
+    // The derivative of relu can be computed from its result, which is saved anyway.
     let known = RELU.iter().find(|known| **known == results[0]);
     let relu = known.is_some();
     if let Some(known) = known {
@@ -202,7 +175,7 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&
     let g = Gemm {
         op,
         a: rows,
-        b: &swapped(weight),
+        b: &matrix_transpose(weight),
         epilogue: &results,
         extras: bias.as_slice(),
         scalars: &[],
@@ -252,7 +225,7 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&
                     Some(slot) => slot,
                     None => Tensor::empty_like_shape(&weight_shape.dims()[..1], dtype, grad.device())?,
                 };
-                let a = swapped(&grad);
+                let a = matrix_transpose(&grad);
                 let g = Gemm {
                     sums: Some(&sums),
                     out: ctx.slot(1),
@@ -263,7 +236,7 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&
             (x, slot) => {
                 let rows: Dims<isize> = (0..grad.rank() as isize - 1).collect();
                 let sum = slot.map(|slot| reduce::sum_into(op, &grad, &rows[..], false, slot)).transpose()?;
-                let of = |x: Tensor| product_onto(op, &swapped(&grad), &x, &weight_shape, ctx.slot(1));
+                let of = |x: Tensor| product_onto(op, &matrix_transpose(&grad), &x, &weight_shape, ctx.slot(1));
                 (x.map(of).transpose()?, sum)
             }
         };
@@ -337,11 +310,11 @@ fn product_onto(op: &'static str, a: &Tensor, b: &Tensor, target: &Shape, slot: 
     if batch.dims() == kept {
         return product(op, a, b, slot);
     }
-    // A matrix used by every one of a batch: batch and inner dimension are one long sum, if the strides allow.
+    // A matrix shared by the whole batch: batch and inner dimension become one long sum, if the strides allow.
     if kept.is_empty()
-        && let (Some(a), Some(b)) = (merged(&swapped(a), &batch), merged(b, &batch))
+        && let (Some(a), Some(b)) = (merged(&matrix_transpose(a), &batch), merged(b, &batch))
     {
-        return product(op, &swapped(&a), &b, slot);
+        return product(op, &matrix_transpose(&a), &b, slot);
     }
     let missing = batch.rank() - kept.len();
     let stretched = |d: usize| d < missing || (kept[d - missing] == 1 && batch.dims()[d] != 1);
@@ -358,8 +331,8 @@ fn merged(t: &Tensor, batch: &Shape) -> Option<Tensor> {
     whole.then(|| t.layout.reshape(&Shape::from([batch.numel() * rows, *cols])))?.map(|layout| t.with_layout(layout))
 }
 
-/// The last two dimensions exchanged, outside the graph.
-fn swapped(t: &Tensor) -> Tensor {
+/// A view with the last two dimensions exchanged, outside the graph.
+pub(crate) fn matrix_transpose(t: &Tensor) -> Tensor {
     t.with_layout(t.layout.transpose(t.rank() - 2, t.rank() - 1))
 }
 

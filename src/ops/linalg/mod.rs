@@ -1,4 +1,4 @@
-//! Products of matrices and what is made of them.
+//! Matrix products and operations composed of them.
 
 pub(crate) mod distance;
 pub(crate) mod einsum;

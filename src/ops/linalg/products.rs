@@ -1,23 +1,19 @@
-//! Products of vectors and matrices by PyTorch's names, and what is made of them.
+//! Products of vectors and matrices under PyTorch's names.
 //!
-//! What is one product is one launch: `beta * input + alpha * (a b)` is a product with an epilogue. All else are short
-//! compositions of views, products and sums, whose gradients are those of their parts.
+//! `beta * input + alpha * (a b)` is one launch, a product with an epilogue. The others are short compositions of views, products
+//! and sums, whose gradients are those of their parts.
 
 use std::sync::LazyLock;
 
 use crate::autograd::Saved;
-use crate::backend::problem::gemm::Gemm;
-use crate::expr::Expr;
-use crate::ops::dispatch::autocast::lowered;
-use crate::ops::dispatch::operation::{ANY, Dtypes, Gives, Kind, Operation};
-use crate::ops::dispatch::registry::{replaced, replacement};
+use crate::backend::problem::gemm::{Gemm, PRODUCT};
+use crate::ops::dispatch::prelude::*;
 use crate::ops::linalg::gemm::product_shape;
-use crate::ops::{recorded, same_device, same_dtype};
+use crate::ops::recorded;
 use crate::tensor::Dims;
-use crate::{Error, Result, Scalar, Shape, Tensor};
+use crate::{Expr, Result, Scalar, Shape, Tensor};
 
-/// `a b`, `alpha * (a b)` and `alpha * (a b) + beta * input`.
-static PLAIN: LazyLock<Expr> = LazyLock::new(|| Expr::input(0));
+/// `alpha * (a b)` and `alpha * (a b) + beta * input`.
 static SCALED: LazyLock<Expr> = LazyLock::new(|| Expr::input(0) * Expr::scalar(0));
 static ADDED: LazyLock<Expr> = LazyLock::new(|| Expr::input(1) * Expr::scalar(1) + Expr::input(0) * Expr::scalar(0));
 
@@ -31,9 +27,13 @@ pub(crate) fn product(
     alpha: Scalar,
 ) -> Result<Tensor> {
     let inputs: Dims<&Tensor> = [a, b].into_iter().chain(input.map(|(t, _)| t)).collect();
-    if let Some(low) = lowered(op, &inputs)? {
-        return product(op, low.get(2).zip(input).map(|(t, (_, beta))| (t, beta)), &low[0], &low[1], alpha);
-    }
+    cast_first!(lowered(op, &inputs)?, |x| product(
+        op,
+        x.get(2).zip(input).map(|(t, (_, beta))| (t, beta)),
+        &x[0],
+        &x[1],
+        alpha
+    ));
     product_in(op, None, input, a, b, alpha)
 }
 
@@ -62,7 +62,7 @@ pub(crate) fn product_in(
     let read = input.filter(|(_, beta)| beta.to_f64() != 0.0).map(|(t, _)| t);
     let (epilogue, scalars) = match read {
         Some(_) => (&*ADDED, &scalars[..]),
-        None if alpha.to_f64() == 1.0 => (&*PLAIN, &[][..]),
+        None if alpha.to_f64() == 1.0 => (&*PRODUCT, &[][..]),
         None => (&*SCALED, &scalars[..1]),
     };
     let epilogue = std::slice::from_ref(epilogue);
@@ -85,10 +85,8 @@ pub(crate) fn product_in(
 
 /// Checks the ranks that a product by name asks for.
 fn check_ranks(op: &'static str, a: (&Tensor, usize), b: (&Tensor, usize), hint: &'static str) -> Result<()> {
-    if a.0.rank() == a.1 && b.0.rank() == b.1 {
-        return Ok(());
-    }
-    Err(Error::ShapeMismatch { op, lhs: a.0.shape().clone(), rhs: b.0.shape().clone(), hint })
+    mismatch!(op if a.0.rank() != a.1 || b.0.rank() != b.1, a.0, b.0, hint);
+    Ok(())
 }
 
 const MATRICES: &str = "both are matrices, [m, k] and [k, n]";
@@ -99,76 +97,29 @@ const VECTORS: &str = "both are vectors";
 /// Checks two batches of matrices, as many in each.
 fn check_batches(op: &'static str, a: &Tensor, b: &Tensor) -> Result<()> {
     check_ranks(op, (a, 3), (b, 3), BATCHES)?;
-    if a.shape().dims()[0] == b.shape().dims()[0] {
-        return Ok(());
-    }
-    Err(Error::ShapeMismatch { op, lhs: a.shape().clone(), rhs: b.shape().clone(), hint: BATCHES })
+    mismatch!(op if a.shape().dims()[0] != b.shape().dims()[0], a, b, BATCHES);
+    Ok(())
 }
 
-pub(crate) static OPERATIONS: &[Operation] = &[
-    Operation::new("mm", "mm", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (2, 0), |a| a.x(0)?.mm(a.x(1)?))
-        .differentiable(),
-    Operation::new("bmm", "bmm", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (2, 0), |a| a.x(0)?.bmm(a.x(1)?))
-        .differentiable(),
-    Operation::new("mv", "mv", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (2, 0), |a| a.x(0)?.mv(a.x(1)?))
-        .differentiable(),
-    Operation::new("dot", "dot", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (2, 0), |a| a.x(0)?.dot(a.x(1)?))
-        .differentiable(),
-    Operation::new("vdot", "vdot", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (2, 0), |a| {
-        a.x(0)?.vdot(a.x(1)?)
-    })
-    .differentiable(),
-    Operation::new("outer", "outer", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (2, 0), |a| {
-        a.x(0)?.outer(a.x(1)?)
-    })
-    .differentiable(),
-    Operation::new("ger", "ger", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (2, 0), |a| a.x(0)?.ger(a.x(1)?))
-        .differentiable(),
-    Operation::new("addmm", "addmm", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (3, 2), |a| {
-        a.x(0)?.addmm(a.x(1)?, a.x(2)?, a.scalar(0)?, a.scalar(1)?)
-    })
-    .differentiable(),
-    Operation::new("addmv", "addmv", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (3, 2), |a| {
-        a.x(0)?.addmv(a.x(1)?, a.x(2)?, a.scalar(0)?, a.scalar(1)?)
-    })
-    .differentiable(),
-    Operation::new("addr", "addr", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (3, 2), |a| {
-        a.x(0)?.addr(a.x(1)?, a.x(2)?, a.scalar(0)?, a.scalar(1)?)
-    })
-    .differentiable(),
-    Operation::new("baddbmm", "baddbmm", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (3, 2), |a| {
-        a.x(0)?.baddbmm(a.x(1)?, a.x(2)?, a.scalar(0)?, a.scalar(1)?)
-    })
-    .differentiable(),
-    Operation::new("addbmm", "addbmm", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (3, 2), |a| {
-        a.x(0)?.addbmm(a.x(1)?, a.x(2)?, a.scalar(0)?, a.scalar(1)?)
-    })
-    .differentiable(),
-    Operation::new("multi_dot", "linalg.multi_dot", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (ANY, 0), |a| {
-        Tensor::multi_dot(a.xs())
-    })
-    .differentiable(),
-    Operation::new(
-        "matrix_power",
-        "linalg.matrix_power",
-        Kind::LinearAlgebra,
-        Dtypes::Numbers,
-        Gives::Same,
-        (1, 1),
-        |a| a.x(0)?.matrix_power(a.size(0)?),
-    )
-    .differentiable(),
-    Operation::new("trace", "trace", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Sum, (1, 0), |a| a.x(0)?.trace())
-        .differentiable(),
-    Operation::new("kron", "kron", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (2, 0), |a| {
-        a.x(0)?.kron(a.x(1)?)
-    })
-    .differentiable(),
-    Operation::new("cross", "linalg.cross", Kind::LinearAlgebra, Dtypes::Numbers, Gives::Same, (2, 1), |a| {
-        a.x(0)?.cross(a.x(1)?, a.int(0)?)
-    })
-    .differentiable(),
-];
+operations! {
+    mm(x, x): LinearAlgebra, Numbers -> Same, differentiable;
+    bmm(x, x): LinearAlgebra, Numbers -> Same, differentiable;
+    mv(x, x): LinearAlgebra, Numbers -> Same, differentiable;
+    dot(x, x): LinearAlgebra, Numbers -> Same, differentiable;
+    vdot(x, x): LinearAlgebra, Numbers -> Same, differentiable;
+    outer(x, x): LinearAlgebra, Numbers -> Same, differentiable;
+    ger(x, x): LinearAlgebra, Numbers -> Same, differentiable;
+    addmm(x, x, x, scalar, scalar): LinearAlgebra, Numbers -> Same, differentiable;
+    addmv(x, x, x, scalar, scalar): LinearAlgebra, Numbers -> Same, differentiable;
+    addr(x, x, x, scalar, scalar): LinearAlgebra, Numbers -> Same, differentiable;
+    baddbmm(x, x, x, scalar, scalar): LinearAlgebra, Numbers -> Same, differentiable;
+    addbmm(x, x, x, scalar, scalar): LinearAlgebra, Numbers -> Same, differentiable;
+    multi_dot(xs) linalg: LinearAlgebra, Numbers -> Same, differentiable;
+    matrix_power(x, size) linalg: LinearAlgebra, Numbers -> Same, differentiable;
+    trace(x): LinearAlgebra, Numbers -> Sum, differentiable;
+    kron(x, x): LinearAlgebra, Numbers -> Same, differentiable;
+    cross(x, x, int) linalg: LinearAlgebra, Numbers -> Same, differentiable;
+}
 
 /// Products by name.
 impl Tensor {
@@ -179,7 +130,7 @@ impl Tensor {
     pub fn mm(&self, other: &Tensor) -> Result<Tensor> {
         replaced!("mm", [self, other]);
         check_ranks("mm", (self, 2), (other, 2), MATRICES)?;
-        self.matmul(other).map_err(|e| e.of("mm"))
+        self.matmul(other).named("mm")
     }
 
     /// The products of two batches of matrices (PyTorch's `bmm`); [`Tensor::matmul`] that does not broadcast.
@@ -190,7 +141,7 @@ impl Tensor {
     pub fn bmm(&self, other: &Tensor) -> Result<Tensor> {
         replaced!("bmm", [self, other]);
         check_batches("bmm", self, other)?;
-        self.matmul(other).map_err(|e| e.of("bmm"))
+        self.matmul(other).named("bmm")
     }
 
     /// The product of a matrix and a vector (PyTorch's `mv`). Differentiable.
@@ -200,7 +151,7 @@ impl Tensor {
     pub fn mv(&self, vector: &Tensor) -> Result<Tensor> {
         replaced!("mv", [self, vector]);
         check_ranks("mv", (self, 2), (vector, 1), MATRIX_AND_VECTOR)?;
-        self.matmul(vector).map_err(|e| e.of("mv"))
+        self.matmul(vector).named("mv")
     }
 
     /// The scalar product of two vectors (PyTorch's `dot`). Differentiable.
@@ -210,7 +161,7 @@ impl Tensor {
     pub fn dot(&self, other: &Tensor) -> Result<Tensor> {
         replaced!("dot", [self, other]);
         check_ranks("dot", (self, 1), (other, 1), VECTORS)?;
-        self.matmul(other).map_err(|e| e.of("dot"))
+        self.matmul(other).named("dot")
     }
 
     /// [`Tensor::dot`]: numbers here are real (PyTorch's `vdot`). Differentiable.
@@ -219,7 +170,7 @@ impl Tensor {
     /// As [`Tensor::dot`].
     pub fn vdot(&self, other: &Tensor) -> Result<Tensor> {
         replaced!("vdot", [self, other]);
-        self.dot(other).map_err(|e| e.of("vdot"))
+        self.dot(other).named("vdot")
     }
 
     /// Every element of one vector times every one of another: `[n]` and `[m]` give `[n, m]` (PyTorch's `outer`).
@@ -230,7 +181,7 @@ impl Tensor {
     pub fn outer(&self, other: &Tensor) -> Result<Tensor> {
         replaced!("outer", [self, other]);
         check_ranks("outer", (self, 1), (other, 1), VECTORS)?;
-        self.unsqueeze(1)?.mul(other).map_err(|e| e.of("outer"))
+        self.unsqueeze(1)?.mul(other).named("outer")
     }
 
     /// [`Tensor::outer`] by BLAS's name (PyTorch's `ger`).
@@ -239,7 +190,7 @@ impl Tensor {
     /// As [`Tensor::outer`].
     pub fn ger(&self, other: &Tensor) -> Result<Tensor> {
         replaced!("ger", [self, other]);
-        self.outer(other).map_err(|e| e.of("ger"))
+        self.outer(other).named("ger")
     }
 
     /// `beta * self + alpha * (a b)` of matrices, this tensor broadcast (PyTorch's `addmm`). With a beta of 0 it is not read.
@@ -308,10 +259,7 @@ impl Tensor {
         check_batches(op, a, b)?;
         let ([_, m, k], [batch, _, n]) = (dims(a), dims(b));
         let rows = a.transpose(0, 1)?.reshape([m, batch * k])?;
-        if k != b.shape().dims()[1] {
-            let (lhs, rhs) = (a.shape().clone(), b.shape().clone());
-            return Err(Error::ShapeMismatch { op, lhs, rhs, hint: BATCHES });
-        }
+        mismatch!(op if k != b.shape().dims()[1], a, b, BATCHES);
         product(op, Some((self, beta)), &rows, &b.reshape([batch * k, n])?, alpha)
     }
 
@@ -327,16 +275,12 @@ impl Tensor {
         let (Some(first), Some(last)) = (tensors.first(), tensors.last()) else {
             return Err(Error::invalid(op, "there is no tensor"));
         };
-        if let Some(mut out) = replacement(op, &tensors, Vec::new)? {
-            return Ok(out.swap_remove(0));
-        }
+        replaced!(op, tensors);
         let ends = [first, last].map(|t| t.rank() == 1);
         for (i, t) in tensors.iter().enumerate() {
             let vector = t.rank() == 1 && (i == 0 || i + 1 == tensors.len()) && tensors.len() > 1;
-            if t.rank() != 2 && !vector {
-                let hint = "all are matrices but the first and the last, which may be vectors";
-                return Err(Error::ShapeMismatch { op, lhs: first.shape().clone(), rhs: t.shape().clone(), hint });
-            }
+            mismatch!(op if t.rank() != 2 && !vector,
+                first, t, "all are matrices but the first and the last, which may be vectors");
         }
         // Matrix i is sizes[i] by sizes[i + 1].
         let mut sizes: Vec<usize> = tensors.iter().map(|t| t.shape().dims()[0]).collect();
@@ -347,8 +291,8 @@ impl Tensor {
         if ends[1] {
             *sizes.last_mut().expect("as many as tensors and one") = 1;
         }
-        let order = cheapest(&sizes);
-        chain(&tensors, &order, 0, tensors.len() - 1).map_err(|e| e.of(op))
+        let order = cheapest_order(&sizes);
+        multiply_chain(&tensors, &order, 0, tensors.len() - 1).named(op)
     }
 
     /// A square matrix, or a batch of them, multiplied n times by itself, by squaring (PyTorch's `matrix_power`); the identity
@@ -357,25 +301,22 @@ impl Tensor {
     /// # Errors
     /// [`Error::Invalid`] for anything but square matrices; as [`Tensor::matmul`].
     pub fn matrix_power(&self, n: usize) -> Result<Tensor> {
-        let op = "matrix_power";
-        replaced!(op, [self], n);
-        let [.., rows, columns] = *self.shape().dims() else {
-            return Err(Error::invalid(op, format!("shape {} is not one of square matrices", self.shape())));
+        let op = replaced!("matrix_power", [self], n);
+        let rows = match *self.shape().dims() {
+            [.., rows, columns] if rows == columns => rows,
+            _ => return Err(Error::invalid(op, format!("shape {} is not one of square matrices", self.shape()))),
         };
-        if rows != columns {
-            return Err(Error::invalid(op, format!("shape {} is not one of square matrices", self.shape())));
-        }
         let (mut power, mut square, mut n) = (None, self.shallow_clone(), n);
         while n > 0 {
             if n % 2 == 1 {
                 power = Some(match power {
                     None => square.shallow_clone(),
-                    Some(power) => square.matmul(&power).map_err(|e| e.of(op))?,
+                    Some(power) => square.matmul(&power).named(op)?,
                 });
             }
             n /= 2;
             if n > 0 {
-                square = square.matmul(&square).map_err(|e| e.of(op))?;
+                square = square.matmul(&square).named(op)?;
             }
         }
         match power {
@@ -390,9 +331,7 @@ impl Tensor {
     /// [`Error::Invalid`] for anything but a matrix.
     pub fn trace(&self) -> Result<Tensor> {
         replaced!("trace", [self]);
-        if self.rank() != 2 {
-            return Err(Error::invalid("trace", format!("shape {} is not that of a matrix", self.shape())));
-        }
+        invalid!("trace" if self.rank() != 2, "shape {} is not that of a matrix", self.shape());
         self.diagonal(0, 0, 1)?.sum((), false)
     }
 
@@ -410,17 +349,16 @@ impl Tensor {
     /// # Errors
     /// [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
     pub fn kron(&self, other: &Tensor) -> Result<Tensor> {
-        replaced!("kron", [self, other]);
-        let op = "kron";
+        let op = replaced!("kron", [self, other]);
         let rank = self.rank().max(other.rank());
         let sizes = |t: &Tensor| -> Dims {
             std::iter::repeat_n(1, rank - t.rank()).chain(t.shape().dims().iter().copied()).collect()
         };
         let (a, b) = (sizes(self), sizes(other));
-        let apart = |first: bool, sizes: &Dims| -> Shape {
+        let interleaved = |first: bool, sizes: &Dims| -> Shape {
             sizes.iter().flat_map(|&d| if first { [d, 1] } else { [1, d] }).collect()
         };
-        let product = self.reshape(apart(true, &a))?.mul(&other.reshape(apart(false, &b))?).map_err(|e| e.of(op))?;
+        let product = self.reshape(interleaved(true, &a))?.mul(&other.reshape(interleaved(false, &b))?).named(op)?;
         product.reshape(a.iter().zip(&b).map(|(x, y)| x * y).collect::<Shape>())
     }
 
@@ -430,20 +368,15 @@ impl Tensor {
     /// [`Error::ShapeMismatch`] where `dim` is not of size 3 in both, or others do not broadcast; [`Error::DimOutOfRange`],
     /// [`Error::DTypeMismatch`], [`Error::DeviceMismatch`].
     pub fn cross(&self, other: &Tensor, dim: isize) -> Result<Tensor> {
-        let op = "cross";
-        replaced!(op, [self, other], dim);
-        let mismatch = |hint| Error::ShapeMismatch { op, lhs: self.shape().clone(), rhs: other.shape().clone(), hint };
-        if self.rank() != other.rank() {
-            return Err(mismatch("both have as many dims"));
-        }
+        let op = replaced!("cross", [self, other], dim);
+        mismatch!(op if self.rank() != other.rank(), self, other, "both have as many dims");
         let d = self.shape().dim(op, dim)?;
-        if [self, other].iter().any(|t| t.shape().dims()[d] != 3) {
-            return Err(mismatch("the dim of the product is of size 3"));
-        }
+        let is_vector = |t: &Tensor| t.shape().dims()[d] == 3;
+        mismatch!(op if !is_vector(self) || !is_vector(other), self, other, "the dim of the product is of size 3");
         let of = |t: &Tensor, i: isize| t.select(dim, i % 3);
         let row = |i: isize| -> Result<Tensor> {
             let parts = [of(self, i + 1)?, of(other, i + 2)?, of(self, i + 2)?, of(other, i + 1)?];
-            Tensor::map(&parts.each_ref(), |e| &e[0] * &e[1] - &e[2] * &e[3]).map_err(|e| e.of(op))
+            Tensor::map(&parts.each_ref(), |e| &e[0] * &e[1] - &e[2] * &e[3]).named(op)
         };
         Tensor::stack(&[row(0)?, row(1)?, row(2)?], d as isize)
     }
@@ -456,7 +389,7 @@ fn dims(t: &Tensor) -> [usize; 3] {
 }
 
 /// For matrices `i..=j` of a chain, at `[i][j]`, after which one to split it for the fewest multiplications.
-fn cheapest(sizes: &[usize]) -> Vec<Vec<usize>> {
+fn cheapest_order(sizes: &[usize]) -> Vec<Vec<usize>> {
     let n = sizes.len() - 1;
     let (mut cost, mut split) = (vec![vec![0f64; n]; n], vec![vec![0; n]; n]);
     for length in 1..n {
@@ -471,10 +404,10 @@ fn cheapest(sizes: &[usize]) -> Vec<Vec<usize>> {
     split
 }
 
-fn chain(tensors: &[&Tensor], order: &[Vec<usize>], i: usize, j: usize) -> Result<Tensor> {
+fn multiply_chain(tensors: &[&Tensor], order: &[Vec<usize>], i: usize, j: usize) -> Result<Tensor> {
     if i == j {
         return Ok(tensors[i].shallow_clone());
     }
     let k = order[i][j];
-    chain(tensors, order, i, k)?.matmul(&chain(tensors, order, k + 1, j)?)
+    multiply_chain(tensors, order, i, k)?.matmul(&multiply_chain(tensors, order, k + 1, j)?)
 }

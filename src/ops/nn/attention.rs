@@ -1,8 +1,8 @@
 //! Scaled dot-product attention: two batched products with a softmax between them, three launches forward and five backward.
 //!
-//! The scale is in the first product's epilogue, masks in the softmax, and heads are strides: queries, keys and values may be
-//! views of one projection, groups of queries that share a key are a batch stride of zero, and the result lies in memory as
-//! `[batch, length, heads, width]`, so that joining its heads copies nothing. Long sequences go block by block (`blocks`).
+//! The scale is in the first product's epilogue and the mask in the softmax. Heads are strides: queries, keys and values may be
+//! views of one projection, and query heads that share a key head have batch stride 0. The result is stored as
+//! `[batch, length, heads, width]`, so merging its heads copies nothing. Long sequences are computed in blocks (`blocks`).
 
 mod blocks;
 
@@ -13,16 +13,14 @@ use smallvec::SmallVec;
 
 use crate::autograd::{Gradients, Saved};
 use crate::ops::dispatch::arguments::{Args, Argument};
-use crate::ops::dispatch::autocast::lowered;
-use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
-use crate::ops::dispatch::registry::replacement;
+use crate::ops::dispatch::prelude::*;
 use crate::ops::linalg::gemm::product_shape;
 use crate::ops::linalg::products::{product, product_in};
 use crate::ops::nn::attention::blocks::Blocks;
 use crate::ops::nn::softmax::{masked_softmax, softmax_derivative};
-use crate::ops::{recorded, same_device, same_dtype};
+use crate::ops::recorded;
 use crate::tensor::{Dims, Layout};
-use crate::{DType, Error, Result, Scalar, Shape, Tensor, autograd};
+use crate::{DType, Result, Scalar, Shape, Tensor, autograd};
 
 /// How [`Tensor::scaled_dot_product_attention`] attends; by default to everything.
 ///
@@ -56,7 +54,7 @@ impl<'a> Attention<'a> {
     /// The same read, from argument `i` on; the mask is tensor `mask`.
     fn from_args(args: &Args<'a>, i: usize, mask: usize) -> Result<Attention<'a>> {
         Ok(Attention {
-            attn_mask: args.xs().get(mask).copied(),
+            attn_mask: args.optional(mask),
             is_causal: args.bool(i)?,
             scale: if args.given(i + 1) { Some(args.float(i + 1)?) } else { None },
             enable_gqa: args.bool(i + 2)?,
@@ -65,28 +63,12 @@ impl<'a> Attention<'a> {
     }
 }
 
-pub(crate) static OPERATIONS: &[Operation] = &[
-    Operation::new(
-        "scaled_dot_product_attention",
-        "nn.functional.scaled_dot_product_attention",
-        Kind::NeuralNetwork,
-        Dtypes::Floats,
-        Gives::Same,
-        (4, 4),
-        |a| a.x(0)?.scaled_dot_product_attention(a.x(1)?, a.x(2)?, Attention::from_args(a, 0, 3)?),
-    )
-    .differentiable(),
-    Operation::new(
-        "packed_attention",
-        "nn.functional.scaled_dot_product_attention",
-        Kind::NeuralNetwork,
-        Dtypes::Floats,
-        Gives::Same,
-        (2, 5),
-        |a| a.x(0)?.packed_attention(a.size(0)?, Attention::from_args(a, 1, 1)?),
-    )
-    .differentiable(),
-];
+operations! {
+    scaled_dot_product_attention(4, 4) functional: NeuralNetwork, Floats -> Same, differentiable
+        => |a| a.x(0)?.scaled_dot_product_attention(a.x(1)?, a.x(2)?, Attention::from_args(a, 0, 3)?);
+    packed_attention(2, 5) "nn.functional.scaled_dot_product_attention": NeuralNetwork, Floats -> Same, differentiable
+        => |a| a.x(0)?.packed_attention(a.size(0)?, Attention::from_args(a, 1, 1)?);
+}
 
 impl Tensor {
     /// `softmax(q kᵀ * scale + mask) v`, this tensor being the queries `[.., L, E]`, for keys `[.., S, E]` and values
@@ -101,12 +83,9 @@ impl Tensor {
     /// [`Error::ShapeMismatch`]; [`Error::UnsupportedDType`] for integers and a mask of them; [`Error::Invalid`] for a
     /// `dropout_p` that is not in `0.0..1.0`; [`Error::DTypeMismatch`], [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
     pub fn scaled_dot_product_attention(&self, key: &Tensor, value: &Tensor, options: Attention<'_>) -> Result<Tensor> {
-        let op = "scaled_dot_product_attention";
         let tensors: SmallVec<[&Tensor; 4]> = [self, key, value].into_iter().chain(options.attn_mask).collect();
-        match replacement(op, &tensors, || options.arguments().into())? {
-            Some(mut out) => Ok(out.swap_remove(0)),
-            None => attend(self, key, value, options),
-        }
+        replaced!("scaled_dot_product_attention", tensors; || options.arguments().into());
+        attend(self, key, value, options)
     }
 
     /// Self-attention of all heads, from queries, keys and values as one projection gives them: `[.., L, 3 E]`, each of the
@@ -124,44 +103,38 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::scaled_dot_product_attention`]; [`Error::Invalid`] for a width that is not 3 times a multiple of `heads`.
     pub fn packed_attention(&self, heads: usize, options: Attention<'_>) -> Result<Tensor> {
-        let op = "packed_attention";
         let tensors: SmallVec<[&Tensor; 2]> = std::iter::once(self).chain(options.attn_mask).collect();
         let arguments = || std::iter::once(heads.into()).chain(options.arguments()).collect();
-        if let Some(mut out) = replacement(op, &tensors, arguments)? {
-            return Ok(out.swap_remove(0));
-        }
-        if let Some(low) = lowered(op, &[self])? {
-            return low[0].packed_attention(heads, options);
-        }
+        let op = replaced!("packed_attention", tensors; arguments);
+        cast_first!(lowered(op, &[self])?, |x| x[0].packed_attention(heads, options));
         self.dtype.check_float(op)?;
         let packed = Packed::new(op, self.shape(), heads)?;
-        let named = |e: Error| e.of(op);
         if options.dropout_p > 0.0 || options.attn_mask.is_some_and(|mask| autograd::is_tracked(&[mask])) {
             let [q, k, v] = packed.parts(self)?;
-            return packed.joined(&attend(&q, &k, &v, options).map_err(named)?);
+            return packed.merge_heads(&attend(&q, &k, &v, options).named(op)?);
         }
-        let (scale, is_causal) = (options.scale.unwrap_or_else(|| usual_scale(packed.width)), options.is_causal);
+        let (scale, is_causal) = (options.scale.unwrap_or_else(|| default_scale(packed.width)), options.is_causal);
         let [q, k, v] = packed.layouts(&self.layout).map(|layout| self.with_layout(layout));
         let options = Attention { scale: Some(scale), ..options };
         check_mask(op, &q, options.attn_mask)?;
         if let Some(blocks) = Blocks::new([&q, &k, &v], &options, autograd::is_tracked(&[self])) {
-            let out = packed.joined(&blocks.forward(op, [&q, &k, &v], options.attn_mask)?)?;
+            let out = packed.merge_heads(&blocks.forward(op, [&q, &k, &v], options.attn_mask)?)?;
             return Ok(packed.recorded(op, out, self, options, blocks));
         }
-        let (out, weights) = weighted(op, [&q, &k, &v], options).map_err(named)?;
-        let out = packed.joined(&out)?;
+        let (out, weights) = attend_unblocked(op, [&q, &k, &v], options).named(op)?;
+        let out = packed.merge_heads(&out)?;
         let (saved, mask) = ([self, &weights].map(Saved::new), options.attn_mask.map(Saved::new));
         Ok(recorded(op, out, &[self], move |_, grad| {
             let all = saved[0].get(op)?;
             let [q, k, v] = packed.parts(all)?;
-            let grad = packed.split(grad)?;
-            // Where a gradient of this gradient is wanted, all is made of recorded operations.
+            let grad = packed.split_heads(grad)?;
+            // For double backward everything is composed of recorded operations.
             let twice = autograd::is_tracked(&[all, &grad]);
             let weights = match twice {
                 true => {
                     let attn_mask = mask.as_ref().map(|m| m.get(op)).transpose()?;
                     let options = Attention { attn_mask, is_causal, scale: Some(scale), ..Attention::default() };
-                    weighted(op, [&q, &k, &v], options)?.1
+                    attend_unblocked(op, [&q, &k, &v], options)?.1
                 }
                 false => saved[1].unpack(op)?,
             };
@@ -183,7 +156,7 @@ impl Tensor {
             match whole {
                 Some(whole) => Ok(whole),
                 None => {
-                    let parts = [dq, dk, dv].iter().map(|t| packed.joined(t)).collect::<Result<Vec<_>>>()?;
+                    let parts = [dq, dk, dv].iter().map(|t| packed.merge_heads(t)).collect::<Result<Vec<_>>>()?;
                     Tensor::cat(&parts, -1)
                 }
             }
@@ -234,16 +207,16 @@ impl Packed {
         if !autograd::is_tracked(&[all]) {
             return out;
         }
-        let (saved, again) = (Saved::new(all), Again::new(options));
+        let (saved, saved_options) = (Saved::new(all), SavedOptions::new(options));
         autograd::record_twice(op, out, &[all], move |ctx| {
-            let (all, options) = (saved.get(op)?, again.options(op)?);
+            let (all, options) = (saved.get(op)?, saved_options.options(op)?);
             let [q, k, v] = self.parts(all)?;
             if ctx.create_graph() {
-                return ctx.through(&self.joined(&weighted(op, [&q, &k, &v], options)?.0)?);
+                return ctx.through(&self.merge_heads(&attend_unblocked(op, [&q, &k, &v], options)?.0)?);
             }
             let whole = Tensor::empty_like_shape(all.shape(), all.dtype, all.device())?;
             let slots = self.layouts(&whole.layout).map(|layout| Some(whole.with_layout(layout)));
-            let grad = self.split(&ctx.grad()?)?;
+            let grad = self.split_heads(&ctx.grad()?)?;
             blocks.backward(op, [&q, &k, &v], options.attn_mask, &grad, slots, [true; 3])?;
             Ok(Gradients::from_iter([Some(whole)]))
         })
@@ -252,31 +225,29 @@ impl Packed {
     /// The same as [`Packed::layouts`], recorded.
     fn parts(&self, all: &Tensor) -> Result<[Tensor; 3]> {
         let each = self.heads * self.width;
-        let part = |i: usize| self.split(&all.narrow(-1, i * each, each)?);
+        let part = |i: usize| self.split_heads(&all.narrow(-1, i * each, each)?);
         Ok([part(0)?, part(1)?, part(2)?])
     }
 
     /// `[.., L, E]` as `[.., heads, L, width]`.
-    fn split(&self, t: &Tensor) -> Result<Tensor> {
+    fn split_heads(&self, t: &Tensor) -> Result<Tensor> {
         t.unflatten(-1, [self.heads, self.width])?.transpose(-2, -3)
     }
 
     /// `[.., heads, L, width]` as `[.., L, E]`.
-    fn joined(&self, t: &Tensor) -> Result<Tensor> {
+    fn merge_heads(&self, t: &Tensor) -> Result<Tensor> {
         t.transpose(-2, -3)?.flatten(-2, -1)
     }
 }
 
-fn usual_scale(width: usize) -> f64 {
+fn default_scale(width: usize) -> f64 {
     1.0 / (width as f64).sqrt()
 }
 
 /// The result, recorded; block by block where there are many scores.
 fn attend(q: &Tensor, k: &Tensor, v: &Tensor, options: Attention<'_>) -> Result<Tensor> {
     let op = "scaled_dot_product_attention";
-    if let Some(low) = lowered(op, &[q, k, v])? {
-        return attend(&low[0], &low[1], &low[2], options);
-    }
+    cast_first!(lowered(op, &[q, k, v])?, |x| attend(&x[0], &x[1], &x[2], options));
     same_dtype(op, &[q, k, v])?;
     same_device(op, &[q, k, v])?;
     q.dtype.check_float(op)?;
@@ -296,21 +267,21 @@ fn attend(q: &Tensor, k: &Tensor, v: &Tensor, options: Attention<'_>) -> Result<
     if options.enable_gqa {
         return grouped(op, [q, k, v], options);
     }
-    let options = Attention { scale: Some(options.scale.unwrap_or_else(|| usual_scale(*width))), ..options };
+    let options = Attention { scale: Some(options.scale.unwrap_or_else(|| default_scale(*width))), ..options };
     let tracked = autograd::is_tracked(&[q, k, v]);
     let Some(blocks) = Blocks::new([q, k, v], &options, tracked) else {
-        return Ok(weighted(op, [q, k, v], options)?.0);
+        return Ok(attend_unblocked(op, [q, k, v], options)?.0);
     };
     let out = blocks.forward(op, [q, k, v], options.attn_mask)?;
     if !tracked {
         return Ok(out);
     }
-    let (saved, again) = ([q, k, v].map(Saved::new), Again::new(options));
+    let (saved, saved_options) = ([q, k, v].map(Saved::new), SavedOptions::new(options));
     Ok(autograd::record_twice(op, out, &[q, k, v], move |ctx| {
         let inputs = [saved[0].get(op)?, saved[1].get(op)?, saved[2].get(op)?];
-        let options = again.options(op)?;
+        let options = saved_options.options(op)?;
         if ctx.create_graph() {
-            return ctx.through(&weighted(op, inputs, options)?.0);
+            return ctx.through(&attend_unblocked(op, inputs, options)?.0);
         }
         let (slots, wanted) = ([0, 1, 2].map(|i| ctx.slot(i)), [0, 1, 2].map(|i| ctx.needs(i)));
         let gradients = blocks.backward(op, inputs, options.attn_mask, &ctx.grad()?, slots, wanted)?;
@@ -321,23 +292,21 @@ fn attend(q: &Tensor, k: &Tensor, v: &Tensor, options: Attention<'_>) -> Result<
 fn check_mask(op: &'static str, q: &Tensor, mask: Option<&Tensor>) -> Result<()> {
     let Some(mask) = mask else { return Ok(()) };
     same_device(op, &[q, mask])?;
-    match mask.dtype.is_float() || mask.dtype == DType::Bool {
-        true => Ok(()),
-        false => Err(Error::UnsupportedDType { op, dtype: mask.dtype, expected: "a mask of bool or floats" }),
-    }
+    unsupported!(op if !mask.dtype.is_float() && mask.dtype != DType::Bool, mask.dtype, "a mask of bool or floats");
+    Ok(())
 }
 
 /// What backward computes anew needs of the options, dropout and groups of heads not among it.
-struct Again {
+struct SavedOptions {
     mask: Option<Saved>,
     is_causal: bool,
     scale: Option<f64>,
 }
 
-impl Again {
-    fn new(options: Attention<'_>) -> Again {
+impl SavedOptions {
+    fn new(options: Attention<'_>) -> SavedOptions {
         let Attention { is_causal, scale, .. } = options;
-        Again { mask: options.attn_mask.map(Saved::new), is_causal, scale }
+        SavedOptions { mask: options.attn_mask.map(Saved::new), is_causal, scale }
     }
 
     fn options(&self, op: &'static str) -> Result<Attention<'_>> {
@@ -347,27 +316,25 @@ impl Again {
 }
 
 /// The result and the weights of the values, recorded: all scores at once. The scale is given, heads are not in groups.
-fn weighted(op: &'static str, [q, k, v]: [&Tensor; 3], options: Attention<'_>) -> Result<(Tensor, Tensor)> {
+fn attend_unblocked(op: &'static str, [q, k, v]: [&Tensor; 3], options: Attention<'_>) -> Result<(Tensor, Tensor)> {
     let scale = Scalar::Float(options.scale.unwrap_or(1.0));
     let scores = product(op, None, q, &k.transpose(-1, -2)?, scale)?;
-    if let Some(mask) = options.attn_mask
-        && scores.shape().broadcast(op, mask.shape())? != *scores.shape()
-    {
-        let (lhs, rhs) = (scores.shape().clone(), mask.shape().clone());
-        return Err(Error::ShapeMismatch { op, lhs, rhs, hint: "the mask broadcasts to the scores, [.., L, S]" });
+    if let Some(mask) = options.attn_mask {
+        mismatch!(op if scores.shape().broadcast(op, mask.shape())? != *scores.shape(),
+            &scores, mask, "the mask broadcasts to the scores, [.., L, S]");
     }
     let mut weights = masked_softmax(op, &scores, options.attn_mask, options.is_causal.then_some(0))?;
     drop(scores);
     if options.dropout_p != 0.0 {
-        weights = weights.dropout(options.dropout_p).map_err(|e| e.of(op))?;
+        weights = weights.dropout(options.dropout_p).named(op)?;
     }
-    let slot = heads_inside(&product_shape(op, &weights, v)?, &weights)?;
+    let slot = empty_heads_inside(&product_shape(op, &weights, v)?, &weights)?;
     let out = product_in(op, slot, None, &weights, v, Scalar::Int(1))?;
     Ok((out, weights))
 }
 
 /// Memory for a result `[batch, heads.., L, V]` that lies as `[batch, L, heads.., V]`.
-fn heads_inside(shape: &Shape, like: &Tensor) -> Result<Option<Tensor>> {
+fn empty_heads_inside(shape: &Shape, like: &Tensor) -> Result<Option<Tensor>> {
     let [batch, heads @ .., length, width] = shape.dims() else { return Ok(None) };
     if heads.is_empty() {
         return Ok(None);
@@ -386,11 +353,11 @@ fn grouped(op: &'static str, [q, k, v]: [&Tensor; 3], options: Attention<'_>) ->
         [Some(all), Some(keys), Some(values)] if keys == values && keys > 0 && all % keys == 0 => [keys, all / keys],
         _ => {
             let hint = "the heads of the queries, dim -3, are a multiple of those of keys and values";
-            return Err(Error::ShapeMismatch { op, lhs: q.shape().clone(), rhs: k.shape().clone(), hint });
+            return Err(shape_mismatch(op, q, k, hint));
         }
     };
     let mask = match options.attn_mask {
-        Some(mask) if heads(mask).is_some_and(|n| n != 1) => Some(mask.unflatten(-3, groups).map_err(|e| e.of(op))?),
+        Some(mask) if heads(mask).is_some_and(|n| n != 1) => Some(mask.unflatten(-3, groups).named(op)?),
         Some(mask) if mask.rank() > 3 => Some(mask.unsqueeze(-3)?),
         mask => mask.map(Tensor::shallow_clone),
     };

@@ -1,40 +1,33 @@
 //! Convolutions.
 //!
-//! On OpenCL devices, where there is no other way, and in gradients that are to have gradients: windows as columns, then one product.
-//! The columns of all windows, `[C, kernel, N, windows]`, make a convolution the product of the weight `[O, C kernel]` with
-//! one wide matrix, groups a batch of them, the bias its epilogue: two launches, a third that puts the images of a batch one
-//! after another, and one where a window is a single element and the image is its own columns. A transposed convolution is the
-//! other way round, a product whose columns are added up. The gradients are again these two: products, columns and sums of columns.
+//! On OpenCL devices, and for double backward, a convolution is im2col and one matrix product. The columns of all windows,
+//! `[C, kernel, N, windows]`, are multiplied by the weight `[O, C kernel]`; groups are a batch, and the bias is the epilogue. That is
+//! two launches, a third to reorder a batch, and one for windows of a single element, which need no im2col. A transposed convolution
+//! is a product and col2im. The gradients are the same two compositions.
 //!
-//! On the CPU a [`Convolution`] has all of it in one launch, and each gradient in one, without columns in memory: `depthwise` for groups of
-//! few channels, `cpu` for others of f32 and halves, where there are windows enough. What is kept for the gradients is the image itself.
+//! On the CPU a [`Convolution`] does all of it in one launch, and each gradient in one, without columns in memory. It saves the image
+//! for backward.
 
-mod options;
+pub(crate) mod options;
 
 use std::slice;
-use std::sync::LazyLock;
 
 use smallvec::SmallVec;
 
 use crate::autograd::{Gradients, Saved};
 use crate::backend::problem::conv::Convolution;
-use crate::backend::problem::gemm::Gemm;
+use crate::backend::problem::gemm::{BIASED, Gemm, PRODUCT};
 use crate::backend::problem::windows::{Windows, four};
-use crate::expr::Expr;
 use crate::ops::dispatch::arguments::Argument;
-use crate::ops::dispatch::autocast::lowered;
-use crate::ops::dispatch::registry::replacement;
-use crate::ops::nn::window::{as_given, as_images, both};
-use crate::ops::{reduce, same_dtype};
+use crate::ops::dispatch::prelude::*;
+use crate::ops::linalg::matmul::matrix_transpose;
+use crate::ops::nn::window::{as_images, pair, restore_rank};
+use crate::ops::reduce;
 use crate::tensor::view::reshaped;
 use crate::tensor::{Dims, Layout};
-use crate::{Error, Result, Shape, Tensor, autograd};
+use crate::{Result, Shape, Tensor, autograd};
 
-#[cfg(target_arch = "x86_64")]
-#[cfg(target_arch = "x86_64")]
-#[cfg(target_arch = "x86_64")]
 use crate::backend;
-pub(crate) use crate::ops::nn::conv::options::OPERATIONS;
 pub use crate::ops::nn::conv::options::{ConvOptions, ConvTransposeOptions, Padding};
 
 impl Tensor {
@@ -123,33 +116,24 @@ fn check<const D: usize>(
     let inputs: SmallVec<[&Tensor; 3]> = [x, weight].into_iter().chain(bias).collect();
     same_dtype(op, &inputs)?;
     crate::ops::same_device(op, &inputs)?;
-    let mismatch =
-        |rhs: &Tensor, hint| Error::ShapeMismatch { op, lhs: x.shape().clone(), rhs: rhs.shape().clone(), hint };
-    if weight.rank() != D + 2 || ![D + 1, D + 2].contains(&x.rank()) {
-        return Err(mismatch(weight, "the input has channels and perhaps a batch before, the weight two dims"));
-    }
+    mismatch!(op if weight.rank() != D + 2 || ![D + 1, D + 2].contains(&x.rank()),
+        x, weight, "the input has channels and perhaps a batch before, the weight two dims");
     let (channels, w) = (x.shape().dims()[x.rank() - D - 1], weight.shape().dims());
-    // Of the weight's first two dims one is a group's, the other is all groups'.
+    // One of the weight's first two dims counts the channels of a group, the other those of all groups.
     let (whole, wanted) = if transposed { (w[0], channels) } else { (w[0], w[1].saturating_mul(groups)) };
-    if groups == 0 || whole % groups != 0 {
-        let reason = format!("{groups} groups do not divide the weight's {whole} channels evenly");
-        return Err(Error::invalid(op, reason));
-    }
-    if if transposed { whole != channels } else { wanted != channels } {
-        let hint = if transposed { "the weight is [C, O / groups, ..]" } else { "the weight is [O, C / groups, ..]" };
-        return Err(mismatch(weight, hint));
-    }
+    invalid!(op if groups == 0 || whole % groups != 0,
+        "{groups} groups do not divide the weight's {whole} channels evenly");
+    mismatch!(op if transposed && whole != channels, x, weight, "the weight is [C, O / groups, ..]");
+    mismatch!(op if !transposed && wanted != channels, x, weight, "the weight is [O, C / groups, ..]");
     let out = if transposed { w[1].saturating_mul(groups) } else { w[0] };
-    match bias {
-        Some(b) if b.shape().dims() != [out] => {
-            Err(mismatch(b, "the bias has one number for each channel of the result"))
-        }
-        _ => Ok(out),
+    if let Some(b) = bias {
+        mismatch!(op if b.shape().dims() != [out], x, b, "the bias has one number for each channel of the result");
     }
+    Ok(out)
 }
 
 /// A weight of one dim beside its channels, or two, as one of two.
-fn as_taps<const D: usize>(weight: &Tensor) -> Result<Tensor> {
+fn as_2d<const D: usize>(weight: &Tensor) -> Result<Tensor> {
     if D == 1 { weight.unsqueeze(2) } else { Ok(weight.shallow_clone()) }
 }
 
@@ -161,43 +145,39 @@ fn convolution<const D: usize>(
     options: ConvOptions<D>,
 ) -> Result<Tensor> {
     let inputs: Dims<&Tensor> = [given, weight].into_iter().chain(bias).collect();
-    if let Some(low) = lowered(op, &inputs)? {
-        return convolution(op, &low[0], &low[1], low.get(2), options);
-    }
+    cast_first!(lowered(op, &inputs)?, |x| convolution(op, &x[0], &x[1], x.get(2), options));
     let ConvOptions { stride, padding, dilation, groups } = options;
     let arguments = || vec![(&stride).into(), padding.into(), (&dilation).into(), groups.into()];
-    if let Some(mut out) = replacement(op, &inputs, arguments)? {
-        return Ok(out.swap_remove(0));
-    }
+    replaced!(op, inputs; arguments);
     let out_channels = check::<D>(op, given, weight, bias, groups, false)?;
-    let (x, weight) = (as_images(op, given, D)?, as_taps::<D>(weight)?);
+    let (x, weight) = (as_images(op, given, D)?, as_2d::<D>(weight)?);
     let ([n, c, h, w], [_, _, kh, kw]) = (four(&x), four(&weight));
     let (mut before, mut after) = ([0; 2], [0; 2]);
     match padding {
         Padding::Valid => {}
-        Padding::Zeros(zeros) => before = both(zeros, 0),
+        Padding::Zeros(zeros) => before = pair(zeros, 0),
         Padding::Same if stride != [1; D] => {
             return Err(Error::invalid(op, format!("the padding 'same' is for strides of 1, not {stride:?}")));
         }
         Padding::Same => {
-            for (d, (k, step)) in [kh, kw].into_iter().zip(both(dilation, 1)).enumerate() {
+            for (d, (k, step)) in [kh, kw].into_iter().zip(pair(dilation, 1)).enumerate() {
                 let total = step.saturating_mul(k.saturating_sub(1));
                 (before[d], after[d]) = (total / 2, total % 2);
             }
         }
     }
-    let windows = Windows::new(op, [h, w], [kh, kw], [both(stride, 1), before, both(dilation, 1)], after)?;
+    let windows = Windows::new(op, [h, w], [kh, kw], [pair(stride, 1), before, pair(dilation, 1)], after)?;
     let single = [[kh, kw], windows.grid] == [[1, 1], [h, w]] && before == [0; 2];
-    let meeting = Meeting { op, windows, groups, transposed: false };
-    let out = match meeting.way(&x, &weight, single) {
-        Some(way) => meeting.at_once(way, &x, &weight, bias)?,
+    let problem = ConvProblem { op, windows, groups, transposed: false };
+    let out = match problem.direct(&x, &weight, single) {
+        Some(direct) => problem.in_one_launch(direct, &x, &weight, bias)?,
         None if single => {
             let columns = x.reshape([n, groups, c / groups, h * w])?;
             product(op, &columns, &weight, bias, false)?.reshape([n, out_channels, h, w])?
         }
-        None => meeting.by_columns(&x, &weight, bias)?,
+        None => problem.by_im2col(&x, &weight, bias)?,
     };
-    as_given(&out, given, D)
+    restore_rank(&out, given, D)
 }
 
 fn transposed<const D: usize>(
@@ -208,27 +188,20 @@ fn transposed<const D: usize>(
     options: ConvTransposeOptions<D>,
 ) -> Result<Tensor> {
     let inputs: Dims<&Tensor> = [given, weight].into_iter().chain(bias).collect();
-    if let Some(low) = lowered(op, &inputs)? {
-        return transposed(op, &low[0], &low[1], low.get(2), options);
-    }
+    cast_first!(lowered(op, &inputs)?, |x| transposed(op, &x[0], &x[1], x.get(2), options));
     let ConvTransposeOptions { stride, padding, output_padding, dilation, groups } = options;
     let pairs = [&stride, &padding, &output_padding].map(Argument::from);
-    if let Some(mut out) =
-        replacement(op, &inputs, || pairs.into_iter().chain([groups.into(), (&dilation).into()]).collect())?
-    {
-        return Ok(out.swap_remove(0));
-    }
+    replaced!(op, inputs; || pairs.into_iter().chain([groups.into(), (&dilation).into()]).collect());
     check::<D>(op, given, weight, bias, groups, true)?;
-    let (x, weight) = (as_images(op, given, D)?, as_taps::<D>(weight)?);
+    let (x, weight) = (as_images(op, given, D)?, as_2d::<D>(weight)?);
     let ([_, _, h, w], [_, _, kh, kw]) = (four(&x), four(&weight));
-    let (stride, padding, dilation) = (both(stride, 1), both(padding, 0), both(dilation, 1));
-    let behind = both(output_padding, 0);
+    let (stride, padding, dilation) = (pair(stride, 1), pair(padding, 0), pair(dilation, 1));
+    let behind = pair(output_padding, 0);
     let mut image = [0; 2];
     for d in 0..2 {
         let (size, kernel) = ([h, w][d], [kh, kw][d]);
-        if behind[d] > 0 && behind[d] >= stride[d].max(dilation[d]) {
-            return Err(Error::invalid(op, "output_padding has to be below the stride or the dilation"));
-        }
+        invalid!(op if behind[d] > 0 && behind[d] >= stride[d].max(dilation[d]),
+            "output_padding has to be below the stride or the dilation");
         let (rest, taps) = (size.saturating_sub(1), kernel.saturating_sub(1));
         let reach = (rest.saturating_mul(stride[d]).saturating_add(dilation[d].saturating_mul(taps)))
             .saturating_add(behind[d].saturating_add(1));
@@ -236,32 +209,30 @@ fn transposed<const D: usize>(
             Error::invalid(op, format!("a padding of {} leaves nothing of {reach} elements", padding[d]))
         })?;
     }
-    if h * w == 0 {
-        return Err(Error::invalid(op, format!("the images are empty, of shape {}", given.shape())));
-    }
-    // What `output_padding` adds no window reaches.
+    invalid!(op if h * w == 0, "the images are empty, of shape {}", given.shape());
+    // No window reaches the elements that `output_padding` adds.
     let windows = Windows { grid: [h, w], ..Windows::new(op, image, [kh, kw], [stride, padding, dilation], [0; 2])? };
-    let meeting = Meeting { op, windows, groups, transposed: true };
-    let out = match meeting.way(&x, &weight, false) {
-        Some(way) => meeting.at_once(way, &x, &weight, bias)?,
-        None => meeting.by_columns(&x, &weight, bias)?,
+    let problem = ConvProblem { op, windows, groups, transposed: true };
+    let out = match problem.direct(&x, &weight, false) {
+        Some(direct) => problem.in_one_launch(direct, &x, &weight, bias)?,
+        None => problem.by_im2col(&x, &weight, bias)?,
     };
-    as_given(&out, given, D)
+    restore_rank(&out, given, D)
 }
 
 /// What a convolution, or a transposed one, has beside its tensors.
 #[derive(Clone, Copy)]
-struct Meeting {
+struct ConvProblem {
     op: &'static str,
     windows: Windows,
     groups: usize,
     transposed: bool,
 }
 
-impl Meeting {
+impl ConvProblem {
     /// As products and columns, all of them recorded.
-    fn by_columns(self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        let Meeting { op, windows, groups, transposed } = self;
+    fn by_im2col(self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        let ConvProblem { op, windows, groups, transposed } = self;
         let ([n, c, h, w], [a, b, kh, kw]) = (four(x), four(weight));
         if transposed {
             let columns = product(op, &x.reshape([n, groups, c / groups, h * w])?, weight, None, true)?;
@@ -278,16 +249,22 @@ impl Meeting {
     }
 
     /// The backend's convolution, where it has one that is better than products alone if images are their own columns.
-    fn way(self, x: &Tensor, weight: &Tensor, single: bool) -> Option<Box<dyn Convolution>> {
+    fn direct(self, x: &Tensor, weight: &Tensor, single: bool) -> Option<Box<dyn Convolution>> {
         backend::of(x.device()).convolution(self.windows, x, weight, self.groups, single)
     }
 
     /// In one launch, and each gradient in one.
-    fn at_once(self, way: Box<dyn Convolution>, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        let Meeting { op, transposed, .. } = self;
+    fn in_one_launch(
+        self,
+        direct: Box<dyn Convolution>,
+        x: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+    ) -> Result<Tensor> {
+        let ConvProblem { op, transposed, .. } = self;
         let out = match transposed {
-            true => way.images(x, weight, bias)?,
-            false => way.windows(x, weight, bias)?,
+            true => direct.images(x, weight, bias)?,
+            false => direct.windows(x, weight, bias)?,
         };
         let inputs: SmallVec<[&Tensor; 3]> = [x, weight].into_iter().chain(bias).collect();
         if !autograd::is_tracked(&inputs) {
@@ -299,24 +276,25 @@ impl Meeting {
             let weight = saved_w.get(op)?;
             let x = saved_x.as_ref().map(|x| x.get(op)).transpose()?;
             if ctx.create_graph() {
-                // No gradient that is wanted depends on the values of what was not kept.
+                // No gradient that is needed depends on the values of tensors that were not saved.
                 let zeros = |shape: &Shape, i| Ok(ctx.input(i, Tensor::zeros(shape, weight)?));
                 let x = x.map_or_else(|| zeros(&shape, 0), |x| Ok(x.shallow_clone()))?;
                 let bias = bias_shape.as_ref().map(|shape| zeros(shape, 2)).transpose()?;
-                return ctx.through(&self.by_columns(&x, weight, bias.as_ref())?);
+                return ctx.through(&self.by_im2col(&x, weight, bias.as_ref())?);
             }
             let grad = ctx.grad()?.detach();
             let mut gradients = Gradients::new();
             gradients.push(match (ctx.needs(0), transposed) {
                 (false, _) => None,
-                (true, true) => Some(way.windows(&grad, weight, None)?),
-                (true, false) => Some(way.images(&grad, weight, None)?),
+                (true, true) => Some(direct.windows(&grad, weight, None)?),
+                (true, false) => Some(direct.images(&grad, weight, None)?),
             });
             gradients.push(None);
             if let Some(x) = x.filter(|_| ctx.needs(1)) {
                 let usable = |s: &Tensor| s.is_contiguous() && s.dtype == grad.dtype;
                 let slot = ctx.slot(1).filter(|s| usable(s) && ![x, &grad].iter().any(|t| t.shares_storage(s)));
-                gradients[1] = Some(if transposed { way.weight(&grad, x, slot)? } else { way.weight(x, &grad, slot)? });
+                gradients[1] =
+                    Some(if transposed { direct.weight(&grad, x, slot)? } else { direct.weight(x, &grad, slot)? });
             }
             if bias_shape.is_some() {
                 let slot = if ctx.needs(2) { ctx.slot(2) } else { None };
@@ -341,10 +319,10 @@ fn product(
     let [a, b, kh, kw] = four(weight);
     let split = Shape::from([groups, a / groups, b * kh * kw]);
     let matrices = reshaped(weight, &split)?;
-    let matrices = if transposed { swapped(&matrices) } else { matrices };
+    let matrices = if transposed { matrix_transpose(&matrices) } else { matrices };
     let rows = matrices.shape().dims()[1];
     let bias_view = bias.map(|b| reshaped(b, &Shape::from([groups, rows, 1]))).transpose()?;
-    let epilogue = if bias.is_some() { &*SUM } else { &*PLAIN };
+    let epilogue = if bias.is_some() { &*BIASED } else { &*PRODUCT };
     let g = Gemm::plain(op, &matrices, columns, slice::from_ref(epilogue), &columns.dtype);
     let out = Gemm { extras: &bias_view.iter().collect::<SmallVec<[&Tensor; 1]>>(), ..g }.run_one()?;
     let inputs: SmallVec<[&Tensor; 3]> = [columns, weight].into_iter().chain(bias).collect();
@@ -362,17 +340,17 @@ fn product(
             let (x, shape) = (x.get(op)?, weight.shape());
             gradients[1] = Some(match ctx.create_graph() {
                 true => {
-                    let (a, b) = (side_by_side(&grad)?, side_by_side(x)?);
+                    let (a, b) = (batch_as_columns(&grad)?, batch_as_columns(x)?);
                     let (a, b) = if transposed { (b, a) } else { (a, b) };
                     a.matmul(&b.transpose(-2, -1)?)?.reshape(shape)?
                 }
                 false => {
                     let slot = ctx.slot(1).and_then(|s| Some(s.with_layout(s.layout.reshape(&split)?)));
-                    let (a, b) = (side_by_side(&grad.detach())?, side_by_side(&x.detach())?);
+                    let (a, b) = (batch_as_columns(&grad.detach())?, batch_as_columns(&x.detach())?);
                     let (a, b) = if transposed { (b, a) } else { (a, b) };
                     let dtype = grad.dtype;
-                    let b = swapped(&b);
-                    let g = Gemm { out: slot, ..Gemm::plain(op, &a, &b, slice::from_ref(&*PLAIN), &dtype) };
+                    let b = matrix_transpose(&b);
+                    let g = Gemm { out: slot, ..Gemm::plain(op, &a, &b, slice::from_ref(&*PRODUCT), &dtype) };
                     let made = g.run_one()?;
                     made.with_layout(Layout { offset: made.layout.offset, ..Layout::contiguous(shape.clone()) })
                 }
@@ -395,15 +373,8 @@ fn product(
     }))
 }
 
-static PLAIN: LazyLock<Expr> = LazyLock::new(|| Expr::input(0));
-static SUM: LazyLock<Expr> = LazyLock::new(|| Expr::input(0) + Expr::input(1));
-
 /// `[N, groups, rows, columns]` as `[groups, rows, N columns]`: a sum over the batch is then part of a product.
-fn side_by_side(t: &Tensor) -> Result<Tensor> {
+fn batch_as_columns(t: &Tensor) -> Result<Tensor> {
     let [n, groups, rows, columns] = four(t);
     t.permute(&[1, 2, 0, 3])?.reshape([groups, rows, n * columns])
-}
-
-fn swapped(t: &Tensor) -> Tensor {
-    t.with_layout(t.layout.transpose(t.rank() - 2, t.rank() - 1))
 }

@@ -1,11 +1,10 @@
-//! Images of other sizes: elements picked, mixed with their neighbours, or moved between channels and places.
+//! Resizing of images: nearest, linear, and pixel shuffle.
 
 use crate::backend::problem::interpolation::{Interpolation, Places, Resize};
 use crate::backend::problem::windows::four;
 use crate::ops::dispatch::arguments::{Args, Argument};
-use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
-use crate::ops::dispatch::registry::replaced;
-use crate::{Error, Result, Shape, Tensor, autograd, backend};
+use crate::ops::dispatch::prelude::*;
+use crate::{Result, Shape, Tensor, autograd, backend};
 
 impl Interpolation {
     fn of(a: &Args) -> Result<Interpolation> {
@@ -46,11 +45,7 @@ impl Resize {
         let [n, c, h, w] = four(x);
         let [h, w] = [(self.rows, h), (self.columns, w)]
             .map(|(places, n)| places.map_or(n, |places| if transposed { places.from } else { places.to }));
-        let out = Tensor::empty_like_shape([n, c, h, w], x.dtype, x.device())?;
-        if out.numel() > 0 {
-            backend::launch(&[&out], |b| b.interpolate(self, x, &out, transposed))?;
-        }
-        Ok(out)
+        backend::compute([n, c, h, w], x.dtype, x.device(), |b, out| b.interpolate(self, x, out, transposed))
     }
 }
 
@@ -71,21 +66,15 @@ impl Tensor {
     /// [`Error::Invalid`] for sizes of 0 or beyond any memory and another number of sizes than of dims;
     /// [`Error::UnsupportedDType`] for integers and bool; [`Error::OutOfMemory`].
     pub fn interpolate(&self, size: &[usize], mode: Interpolation) -> Result<Tensor> {
-        let op = "interpolate";
-        replaced!(op, [self], size, mode, mode.align_corners());
+        let op = replaced!("interpolate", [self], size, mode, mode.align_corners());
         self.dtype.check_float(op)?;
-        if size.is_empty() || self.rank() != size.len() + 2 {
-            let reason =
-                format!("the input is [N, C, ..] with a dim for each of {} sizes, not {}", size.len(), self.shape());
-            return Err(Error::invalid(op, reason));
-        }
-        if size.iter().chain(&self.shape().dims()[2..]).any(|&n| n == 0) {
-            let reason = format!("sizes are above 0, and {} is to become {size:?}", self.shape());
-            return Err(Error::invalid(op, reason));
-        }
+        invalid!(op if size.is_empty() || self.rank() != size.len() + 2,
+            "the input is [N, C, ..] with a dim for each of {} sizes, not {}", size.len(), self.shape());
+        invalid!(op if size.iter().chain(&self.shape().dims()[2..]).any(|&n| n == 0),
+            "sizes are above 0, and {} is to become {size:?}", self.shape());
         let dims = self.shape().dims();
         let places = |d: usize| Places::new(op, mode, dims[2 + d], size[d]);
-        // The last two dims together, then those before them, one after another: what is mixed is computed in f32 at least and rounded once.
+        // The last two dims together, then the others one by one. Linear modes compute in f32 at least and round once.
         let last = size.len() - 1;
         let first = last.saturating_sub(1);
         let wide = match mode {
@@ -111,13 +100,10 @@ impl Tensor {
     /// # Errors
     /// [`Error::Invalid`] where there are less than three dims and where r² does not divide the channels.
     pub fn pixel_shuffle(&self, r: usize) -> Result<Tensor> {
-        let op = "pixel_shuffle";
-        replaced!(op, [self], r);
+        let op = replaced!("pixel_shuffle", [self], r);
         let (rest, [c, h, w]) = self.images(op)?;
         let square = r.saturating_mul(r);
-        if square == 0 || !c.is_multiple_of(square) {
-            return Err(Error::invalid(op, format!("{c} channels are no multiple of {r} squared")));
-        }
+        invalid!(op if square == 0 || !c.is_multiple_of(square), "{c} channels are no multiple of {r} squared");
         let n: usize = rest.iter().product();
         let parts = self.reshape([n, c / square, r, r, h, w])?.permute(&[0, 1, 4, 2, 5, 3])?;
         parts.reshape(rest.iter().copied().chain([c / square, h * r, w * r]).collect::<Shape>())
@@ -129,12 +115,10 @@ impl Tensor {
     /// # Errors
     /// [`Error::Invalid`] where there are less than three dims and where r does not divide the last two.
     pub fn pixel_unshuffle(&self, r: usize) -> Result<Tensor> {
-        let op = "pixel_unshuffle";
-        replaced!(op, [self], r);
+        let op = replaced!("pixel_unshuffle", [self], r);
         let (rest, [c, h, w]) = self.images(op)?;
-        if r == 0 || !h.is_multiple_of(r) || !w.is_multiple_of(r) {
-            return Err(Error::invalid(op, format!("images of {h} x {w} have no parts of {r} x {r}")));
-        }
+        invalid!(op if r == 0 || !h.is_multiple_of(r) || !w.is_multiple_of(r),
+            "images of {h} x {w} have no parts of {r} x {r}");
         let n: usize = rest.iter().product();
         let parts = self.reshape([n, c, h / r, r, w / r, r])?.permute(&[0, 1, 3, 5, 2, 4])?;
         parts.reshape(rest.iter().copied().chain([c * r * r, h / r, w / r]).collect::<Shape>())
@@ -149,35 +133,9 @@ impl Tensor {
     }
 }
 
-pub(crate) static OPERATIONS: &[Operation] = &[
-    Operation::new(
-        "interpolate",
-        "nn.functional.interpolate",
-        Kind::NeuralNetwork,
-        Dtypes::Floats,
-        Gives::Same,
-        (1, 3),
-        |a| a.x(0)?.interpolate(&a.sizes(0)?, Interpolation::of(a)?),
-    )
-    .differentiable(),
-    Operation::new(
-        "pixel_shuffle",
-        "nn.functional.pixel_shuffle",
-        Kind::NeuralNetwork,
-        Dtypes::All,
-        Gives::Same,
-        (1, 1),
-        |a| a.x(0)?.pixel_shuffle(a.size(0)?),
-    )
-    .differentiable(),
-    Operation::new(
-        "pixel_unshuffle",
-        "nn.functional.pixel_unshuffle",
-        Kind::NeuralNetwork,
-        Dtypes::All,
-        Gives::Same,
-        (1, 1),
-        |a| a.x(0)?.pixel_unshuffle(a.size(0)?),
-    )
-    .differentiable(),
-];
+operations! {
+    interpolate(1, 3) functional: NeuralNetwork, Floats -> Same, differentiable
+        => |a| a.x(0)?.interpolate(&a.sizes(0)?, Interpolation::of(a)?);
+    pixel_shuffle(x, size) functional: NeuralNetwork, All -> Same, differentiable;
+    pixel_unshuffle(x, size) functional: NeuralNetwork, All -> Same, differentiable;
+}

@@ -1,4 +1,4 @@
-//! What neural networks are made of: softmax, attention, convolutions, pooling, norms and losses.
+//! Softmax, attention, convolutions, pooling, norms and losses.
 
 pub(crate) mod attention;
 pub(crate) mod conv;

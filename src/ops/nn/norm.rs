@@ -1,25 +1,21 @@
-//! Normalisation: rows brought to mean 0 and variance 1, or to a mean square of 1, with a factor and a shift.
+//! Layer, group, instance and batch norm, and RMS norm.
 //!
-//! Layer, group, instance and batch norm are one operation on different rows. Each is a view of four dims, `[rows, inner rows,
-//! outer, inner]`: a row is the last two, so that a channel of a whole batch is a row too and nothing is copied. Forward is
-//! one launch, or two where GPUs cut long rows; so is backward, and where a weight is not the same for a whole row it takes one
-//! more or a few for its gradient.
+//! They are one operation on different rows. Each is a view of four dims, `[rows, inner rows, outer, inner]`, in which a row is the
+//! last two dims, so that a channel of a whole batch is a row too and nothing is copied. Forward and backward are one launch each,
+//! two where GPUs split long rows. Backward takes more launches for a weight that is not the same for a whole row.
 
-mod methods;
+pub(crate) mod methods;
 
 use smallvec::SmallVec;
 
 use crate::autograd::{Gradients, Saved};
 use crate::backend::problem::map::Params;
 use crate::backend::problem::norm::{Rows, View, apart, spread};
-use crate::expr::Expr;
 use crate::ops::elementwise::apply_one;
 use crate::ops::reduce;
 use crate::tensor::Dims;
 use crate::tensor::view::reshaped;
-use crate::{Result, Scalar, Shape, Tensor, autograd, backend};
-
-pub(crate) use crate::ops::nn::norm::methods::OPERATIONS;
+use crate::{Expr, Result, Scalar, Shape, Tensor, autograd, backend};
 
 /// What of [`Tensor::batch_norm`] is optional, with PyTorch's defaults.
 #[derive(Debug, Clone, Copy)]
@@ -59,17 +55,11 @@ struct Norm<'a> {
     rms: bool,
 }
 
-impl Rows<'_> {
-    pub(crate) fn run(&self) -> Result<()> {
-        backend::of(self.x.device()).norm(self)?;
-        self.written();
-        Ok(())
-    }
-
-    /// Notes what was written.
-    pub(crate) fn written(&self) {
+impl<'a> Rows<'a> {
+    /// What is written.
+    fn outputs(&self) -> impl Iterator<Item = &'a Tensor> + Clone + use<'a> {
         let statistics = self.z.is_none().then_some(self.statistics); // backward reads them
-        [self.y].into_iter().chain(self.sums).chain(statistics).for_each(|t| t.storage.bump_version());
+        [self.y].into_iter().chain(self.sums).chain(statistics)
     }
 }
 
@@ -80,25 +70,24 @@ impl Norm<'_> {
             return statistics.fill_(f64::NAN).map(|_| ());
         }
         let (weight, bias, eps, rms) = (self.weight, self.bias, self.eps, self.rms);
-        // The views are not even made where a launch of such tensors is known.
+        // Where the launch is cached the views are not needed.
         let given =
             Rows { x, y: out, z: None, weight, bias, statistics, sums: None, columns: None, eps, rms, variance: None };
-        let (backend, numbers) = (backend::of(x.device()), self.numbers());
-        if backend.repeat_norm(&given, &numbers)? {
-            given.written();
-            return Ok(());
-        }
-        let (from, to) = (self.view.of(&x.detach())?, self.view.of(out)?);
-        let own = |t: Option<&Tensor>| t.map(|t| spread(t, from.shape(), self.dims)).transpose();
-        let (weight, bias) = (own(self.weight)?, own(self.bias)?);
-        let rows = Rows { x: &from, y: &to, weight: weight.as_ref(), bias: bias.as_ref(), ..given };
-        backend.norm_of_views(&rows, &given, &numbers)?;
-        rows.written();
-        Ok(())
+        let key = self.cache_key();
+        backend::launch(given.outputs(), |b| {
+            if b.repeat_norm(&given, &key)? {
+                return Ok(());
+            }
+            let (from, to) = (self.view.of(&x.detach())?, self.view.of(out)?);
+            let own = |t: Option<&Tensor>| t.map(|t| spread(t, from.shape(), self.dims)).transpose();
+            let (weight, bias) = (own(self.weight)?, own(self.bias)?);
+            let rows = Rows { x: &from, y: &to, weight: weight.as_ref(), bias: bias.as_ref(), ..given };
+            b.norm_of_views(&rows, &given, &key)
+        })
     }
 
     /// What there is besides tensors.
-    fn numbers(&self) -> [u64; 4] {
+    fn cache_key(&self) -> [u64; 4] {
         let (view, number) = match *self.view {
             View::Last(n) => (0, n),
             View::Groups(groups) => (1, groups),
@@ -126,7 +115,7 @@ impl Norm<'_> {
         let (g, rows, to) = (self.view.of(&grad.detach())?, self.view.of(&x.detach())?, self.view.of(&out)?);
         let shape = g.shape().clone();
         let weight = self.weight.map(|t| spread(t, &shape, self.dims)).transpose()?;
-        // One weight for a whole row has the sums that the row itself needs.
+        // The gradient of a weight that is one for a whole row needs the same sums as the row.
         let by_row = !self.dims[2] && !self.dims[3];
         let (r1, r2) = (shape.dims()[0], shape.dims()[1]);
         let sums = match by_row {
@@ -140,7 +129,8 @@ impl Norm<'_> {
             _ => None,
         };
         let columns = columns.as_ref();
-        Rows { x: &g, y: &to, z, weight, bias, statistics, sums, columns, eps, rms, variance: None }.run()?;
+        let gradient = Rows { x: &g, y: &to, z, weight, bias, statistics, sums, columns, eps, rms, variance: None };
+        backend::launch(gradient.outputs(), |b| b.norm(&gradient))?;
         let columns = columns.map(|parts| reduce::sum_into(op, parts, &[0isize][..], false, None)).transpose()?;
         let mut gradients = [Some(out), None, None];
         for (i, t) in [(1, self.weight), (2, self.bias)] {
@@ -252,7 +242,7 @@ fn normalised(
     eps: f64,
     rms: bool,
 ) -> Result<Tensor> {
-    // As many groups as channels: each has one, and its weight is the row's.
+    // With as many groups as channels, the weight of a channel is that of a whole row.
     let dims = match view {
         View::Groups(groups) if x.shape().dims()[1] == groups => [false, true, false, false],
         _ => view.weighted(),

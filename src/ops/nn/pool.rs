@@ -1,11 +1,10 @@
-//! Pooling: the greatest element or the mean of each window.
+//! Pooling: the maximum or the mean of each window.
 
 use crate::backend::problem::windows::{Divisor, Windows};
 use crate::ops::dispatch::arguments::{Args, Argument};
-use crate::ops::dispatch::operation::{Arity, Dtypes, Gives, Kind, Operation};
-use crate::ops::dispatch::registry::{replaced, replacement};
-use crate::ops::nn::window::{as_given, as_images, both};
-use crate::{DType, Error, Result, Tensor};
+use crate::ops::dispatch::prelude::*;
+use crate::ops::nn::window::{as_images, pair, restore_rank};
+use crate::{DType, Result, Tensor};
 
 /// How [`Tensor::max_pool2d`] and its kin move their windows, with PyTorch's defaults.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,17 +61,10 @@ fn windows(
     ceil_mode: bool,
 ) -> Result<Windows> {
     let image = [x.shape().dims()[2], x.shape().dims()[3]];
-    if image.contains(&0) {
-        return Err(Error::invalid(op, format!("the images are empty, of shape {}", x.shape())));
-    }
+    invalid!(op if image.contains(&0), "the images are empty, of shape {}", x.shape());
     for d in 0..2 {
         let reach = dilation[d].saturating_mul(kernel[d].saturating_sub(1)).saturating_add(1);
-        if padding[d] > reach / 2 {
-            return Err(Error::invalid(
-                op,
-                format!("a padding of {} is more than half a window of {reach}", padding[d]),
-            ));
-        }
+        invalid!(op if padding[d] > reach / 2, "a padding of {} is more than half a window of {reach}", padding[d]);
     }
     let after = if ceil_mode { stride.map(|s| s.saturating_sub(1)) } else { [0; 2] };
     let mut windows = Windows::new(op, image, kernel, [stride, padding, dilation], after)?;
@@ -80,7 +72,7 @@ fn windows(
         if ceil_mode && (windows.grid[d] - 1) * stride[d] >= image[d] + padding[d] {
             windows.grid[d] -= 1;
         }
-        // Only windows that begin in the padding may step over all of a small image.
+        // Only a dilated window that begins in the padding can miss a small image entirely.
         let outside = |o: &usize| {
             let (first, end) = windows.span(d, *o);
             first >= end
@@ -102,7 +94,7 @@ fn max_pool<const D: usize>(
     kernel: [usize; D],
     options: MaxPoolOptions<D>,
 ) -> Result<(Tensor, Tensor)> {
-    numbers(op, given)?;
+    check_numbers(op, given)?;
     let MaxPoolOptions { stride, padding, dilation, ceil_mode } = options;
     let arguments = || {
         let stride = stride.as_ref().map_or(Argument::None, Argument::from);
@@ -111,21 +103,19 @@ fn max_pool<const D: usize>(
     if let Some(out) = replacement(op, &[given], arguments)? {
         let mut out = out.into_iter();
         let values = out.next().expect("one at least");
-        // Where the index was not asked for there is none.
+        // A replacement need not return indices that were not asked for.
         let index = out.next().unwrap_or_else(|| values.detach());
         return Ok((values, index));
     }
     let x = as_images(op, given, D)?;
-    let moved = [both(stride.unwrap_or(kernel), 1), both(padding, 0), both(dilation, 1)];
-    let (values, index) = windows(op, &x, both(kernel, 1), moved, ceil_mode)?.greatest(op, &x)?;
-    Ok((as_given(&values, given, D)?, as_given(&index, given, D)?))
+    let geometry = [pair(stride.unwrap_or(kernel), 1), pair(padding, 0), pair(dilation, 1)];
+    let (values, index) = windows(op, &x, pair(kernel, 1), geometry, ceil_mode)?.max(op, &x)?;
+    Ok((restore_rank(&values, given, D)?, restore_rank(&index, given, D)?))
 }
 
-fn numbers(op: &'static str, x: &Tensor) -> Result<()> {
-    match x.dtype {
-        DType::Bool => Err(Error::UnsupportedDType { op, dtype: DType::Bool, expected: "numbers" }),
-        _ => Ok(()),
-    }
+fn check_numbers(op: &'static str, x: &Tensor) -> Result<()> {
+    unsupported!(op if x.dtype == DType::Bool, x.dtype, "numbers");
+    Ok(())
 }
 
 fn avg_pool<const D: usize>(
@@ -141,27 +131,23 @@ fn avg_pool<const D: usize>(
         let switches = [ceil_mode.into(), count_include_pad.into(), divisor_override.into()];
         [(&kernel).into(), stride, (&padding).into()].into_iter().chain(switches).collect()
     };
-    if let Some(mut out) = replacement(op, &[given], arguments)? {
-        return Ok(out.swap_remove(0));
-    }
+    replaced!(op, [given]; arguments);
     let x = as_images(op, given, D)?;
-    let moved = [both(stride.unwrap_or(kernel), 1), both(padding, 0), [1; 2]];
+    let geometry = [pair(stride.unwrap_or(kernel), 1), pair(padding, 0), [1; 2]];
     let divisor = match divisor_override {
         Some(0) => return Err(Error::invalid(op, "the divisor must not be 0")),
         Some(n) => Divisor::Number(n),
         None if count_include_pad => Divisor::Window,
         None => Divisor::Inside,
     };
-    as_given(&windows(op, &x, both(kernel, 1), moved, ceil_mode)?.mean(op, &x, divisor)?, given, D)
+    restore_rank(&windows(op, &x, pair(kernel, 1), geometry, ceil_mode)?.mean(op, &x, divisor)?, given, D)
 }
 
 /// Windows that divide the images of x among themselves.
-fn divided<const D: usize>(op: &'static str, x: &Tensor, size: [usize; D]) -> Result<Windows> {
+fn adaptive_windows<const D: usize>(op: &'static str, x: &Tensor, size: [usize; D]) -> Result<Windows> {
     let image = [x.shape().dims()[2], x.shape().dims()[3]];
-    if image.contains(&0) {
-        return Err(Error::invalid(op, format!("the images are empty, of shape {}", x.shape())));
-    }
-    Ok(Windows::adaptive(image, both(size, 1)))
+    invalid!(op if image.contains(&0), "the images are empty, of shape {}", x.shape());
+    Ok(Windows::adaptive(image, pair(size, 1)))
 }
 
 impl Tensor {
@@ -272,17 +258,17 @@ fn adaptive_mean<const D: usize>(op: &'static str, given: &Tensor, size: [usize;
     given.dtype.check_float(op)?;
     replaced!(op, [given], &size);
     let x = as_images(op, given, D)?;
-    let windows = divided(op, &x, size)?;
-    // One part is everything, which reductions share out better.
+    let windows = adaptive_windows(op, &x, size)?;
+    // For a single window reductions distribute the work better.
     let out = if size == [1; D] { x.mean([-2, -1], true)? } else { windows.mean(op, &x, Divisor::Inside)? };
-    as_given(&out, given, D)
+    restore_rank(&out, given, D)
 }
 
 fn adaptive_max<const D: usize>(op: &'static str, given: &Tensor, size: [usize; D]) -> Result<Tensor> {
-    numbers(op, given)?;
+    check_numbers(op, given)?;
     replaced!(op, [given], &size);
     let x = as_images(op, given, D)?;
-    as_given(&divided(op, &x, size)?.greatest(op, &x)?.0, given, D)
+    restore_rank(&adaptive_windows(op, &x, size)?.max(op, &x)?.0, given, D)
 }
 
 impl<const D: usize> MaxPoolOptions<D> {
@@ -306,58 +292,30 @@ impl<const D: usize> AvgPoolOptions<D> {
 }
 
 /// The size of a window, or of a result, in one direction.
-fn one(a: &Args) -> Result<usize> {
-    a.array::<1>(0, [1]).map(|[n]| n)
+fn size_1d(a: &Args, i: usize) -> Result<usize> {
+    a.array::<1>(i, [1]).map(|[n]| n)
 }
 
-const fn pool(
-    name: &'static str,
-    torch: &'static str,
-    takes: Dtypes,
-    most: Arity,
-    call: fn(&Args) -> Result<Tensor>,
-) -> Operation {
-    Operation::new(name, torch, Kind::NeuralNetwork, takes, Gives::Same, most, call).differentiable()
+/// The same of rows and columns.
+fn size_2d(a: &Args, i: usize) -> Result<[usize; 2]> {
+    a.array(i, [1; 2])
 }
 
-const fn two(
-    name: &'static str,
-    torch: &'static str,
-    most: Arity,
-    call: fn(&Args) -> Result<Vec<Tensor>>,
-) -> Operation {
-    Operation::several(name, torch, Kind::NeuralNetwork, Dtypes::Numbers, Gives::Same, most, call).differentiable()
+operations! {
+    max_pool1d(1, 5) functional: NeuralNetwork, Numbers -> Same, differentiable
+        => |a| a.x(0)?.max_pool1d(size_1d(a, 0)?, MaxPoolOptions::of(a)?);
+    max_pool2d(1, 5) functional: NeuralNetwork, Numbers -> Same, differentiable
+        => |a| a.x(0)?.max_pool2d(size_2d(a, 0)?, MaxPoolOptions::of(a)?);
+    max_pool1d_with_indices(1, 5) functional: NeuralNetwork, Numbers -> Same, differentiable
+        => |a| a.x(0)?.max_pool1d_with_indices(size_1d(a, 0)?, MaxPoolOptions::of(a)?);
+    max_pool2d_with_indices(1, 5) functional: NeuralNetwork, Numbers -> Same, differentiable
+        => |a| a.x(0)?.max_pool2d_with_indices(size_2d(a, 0)?, MaxPoolOptions::of(a)?);
+    avg_pool1d(1, 6) functional: NeuralNetwork, Floats -> Same, differentiable
+        => |a| a.x(0)?.avg_pool1d(size_1d(a, 0)?, AvgPoolOptions::of(a)?);
+    avg_pool2d(1, 6) functional: NeuralNetwork, Floats -> Same, differentiable
+        => |a| a.x(0)?.avg_pool2d(size_2d(a, 0)?, AvgPoolOptions::of(a)?);
+    adaptive_avg_pool1d(x, @size_1d) functional: NeuralNetwork, Floats -> Same, differentiable;
+    adaptive_avg_pool2d(x, @size_2d) functional: NeuralNetwork, Floats -> Same, differentiable;
+    adaptive_max_pool1d(x, @size_1d) functional: NeuralNetwork, Numbers -> Same, differentiable;
+    adaptive_max_pool2d(x, @size_2d) functional: NeuralNetwork, Numbers -> Same, differentiable;
 }
-
-pub(crate) static OPERATIONS: &[Operation] = &[
-    pool("max_pool1d", "nn.functional.max_pool1d", Dtypes::Numbers, (1, 5), |a| {
-        a.x(0)?.max_pool1d(one(a)?, MaxPoolOptions::of(a)?)
-    }),
-    pool("max_pool2d", "nn.functional.max_pool2d", Dtypes::Numbers, (1, 5), |a| {
-        a.x(0)?.max_pool2d(a.array(0, [1; 2])?, MaxPoolOptions::of(a)?)
-    }),
-    two("max_pool1d_with_indices", "nn.functional.max_pool1d_with_indices", (1, 5), |a| {
-        a.x(0)?.max_pool1d_with_indices(one(a)?, MaxPoolOptions::of(a)?).map(|(v, i)| vec![v, i])
-    }),
-    two("max_pool2d_with_indices", "nn.functional.max_pool2d_with_indices", (1, 5), |a| {
-        a.x(0)?.max_pool2d_with_indices(a.array(0, [1; 2])?, MaxPoolOptions::of(a)?).map(|(v, i)| vec![v, i])
-    }),
-    pool("avg_pool1d", "nn.functional.avg_pool1d", Dtypes::Floats, (1, 6), |a| {
-        a.x(0)?.avg_pool1d(one(a)?, AvgPoolOptions::of(a)?)
-    }),
-    pool("avg_pool2d", "nn.functional.avg_pool2d", Dtypes::Floats, (1, 6), |a| {
-        a.x(0)?.avg_pool2d(a.array(0, [1; 2])?, AvgPoolOptions::of(a)?)
-    }),
-    pool("adaptive_avg_pool1d", "nn.functional.adaptive_avg_pool1d", Dtypes::Floats, (1, 1), |a| {
-        a.x(0)?.adaptive_avg_pool1d(one(a)?)
-    }),
-    pool("adaptive_avg_pool2d", "nn.functional.adaptive_avg_pool2d", Dtypes::Floats, (1, 1), |a| {
-        a.x(0)?.adaptive_avg_pool2d(a.array(0, [1; 2])?)
-    }),
-    pool("adaptive_max_pool1d", "nn.functional.adaptive_max_pool1d", Dtypes::Numbers, (1, 1), |a| {
-        a.x(0)?.adaptive_max_pool1d(one(a)?)
-    }),
-    pool("adaptive_max_pool2d", "nn.functional.adaptive_max_pool2d", Dtypes::Numbers, (1, 1), |a| {
-        a.x(0)?.adaptive_max_pool2d(a.array(0, [1; 2])?)
-    }),
-];

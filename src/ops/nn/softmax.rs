@@ -1,8 +1,8 @@
-//! Operations that see a whole row at once: softmax and its kin along any dim, and cross-entropy.
+//! Softmax, log-softmax and logsumexp along any dim, and cross-entropy.
 //!
-//! One launch each, on strided input, with the row's maximum taken out first so that no logit overflows. Cross-entropy
-//! computes the gradient of its logits in the same launch as the loss, while the row is at hand; backward then hands it
-//! over, and launches nothing at all where the loss is what `backward()` starts from.
+//! One launch each, on strided input, with the row's maximum subtracted first so that no logit overflows. Cross-entropy computes the
+//! gradient of its logits in the same launch as the loss. Backward returns that gradient, without any launch where `backward()`
+//! starts at the loss.
 
 use smallvec::SmallVec;
 
@@ -10,22 +10,20 @@ use crate::autograd::Saved;
 use crate::backend::problem::cross_entropy::{CrossEntropy, LossReduction};
 use crate::backend::problem::map::Params;
 use crate::backend::problem::softmax::{Mask, RowOp, Softmax, SoftmaxMask};
-use crate::expr::Expr;
-use crate::ops::dispatch::autocast::widened;
-use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
-use crate::ops::dispatch::registry::replaced;
+use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::apply_one;
 use crate::ops::recorded_with_result;
 use crate::ops::reduce::ReduceDims;
+use crate::tensor::view::at_least_1d;
 use crate::tensor::{Dims, Layout};
-use crate::{DType, Error, Result, Shape, Tensor, autograd, backend};
+use crate::{DType, Expr, Result, Shape, Tensor, autograd, backend};
 
 /// The row operation along dim d of `x` (and `z`, of its shape), outside the graph.
-fn along(kind: RowOp, x: &Tensor, z: Option<&Tensor>, d: usize) -> Result<Tensor> {
-    seeing(kind, x, z, d, SoftmaxMask::default())
+fn row_operation_along(kind: RowOp, x: &Tensor, z: Option<&Tensor>, d: usize) -> Result<Tensor> {
+    row_operation(kind, x, z, d, SoftmaxMask::default())
 }
 
-fn seeing(kind: RowOp, x: &Tensor, z: Option<&Tensor>, d: usize, mask: SoftmaxMask) -> Result<Tensor> {
+fn row_operation(kind: RowOp, x: &Tensor, z: Option<&Tensor>, d: usize, mask: SoftmaxMask) -> Result<Tensor> {
     let z = z.unwrap_or(x);
     let whole = kind != RowOp::LogSumExp;
     let shape: Shape = match whole {
@@ -40,7 +38,7 @@ fn seeing(kind: RowOp, x: &Tensor, z: Option<&Tensor>, d: usize, mask: SoftmaxMa
         out.fill_(f64::NEG_INFINITY)?;
         return Ok(out);
     }
-    backend::launch(&[&out], |b| b.softmax(&Softmax { kind, x, z, out: &out, d, mask }))?;
+    backend::launch([&out], |b| b.softmax(&Softmax { kind, x, z, out: &out, d, mask }))?;
     Ok(out)
 }
 
@@ -64,7 +62,7 @@ pub(crate) fn masked_softmax(
         first: causal.unwrap_or(0),
     };
     let spread = mask.map(|mask| mask.with_layout(mask.layout.broadcast_to(scores.shape())));
-    let out = seeing(RowOp::MaskedSoftmax, scores, spread.as_ref(), d, softmax_mask)?;
+    let out = row_operation(RowOp::MaskedSoftmax, scores, spread.as_ref(), d, softmax_mask)?;
     let like_mask = mask.map(|mask| (mask.shape().clone(), mask.dtype));
     let inputs: SmallVec<[&Tensor; 2]> = std::iter::once(scores).chain(mask).collect();
     Ok(recorded_with_result(op, out, &inputs, move |i, grad, weights| {
@@ -80,32 +78,15 @@ pub(crate) fn masked_softmax(
 pub(crate) fn softmax_derivative(weights: &Tensor, grad: &Tensor) -> Result<Tensor> {
     match autograd::is_tracked(&[weights, grad]) {
         true => weights.mul(&grad.sub(&weights.mul(grad)?.sum(-1, true)?)?),
-        false => along(RowOp::SoftmaxGrad, weights, Some(grad), weights.rank() - 1),
+        false => row_operation_along(RowOp::SoftmaxGrad, weights, Some(grad), weights.rank() - 1),
     }
 }
 
-/// A scalar has one row of one element.
-fn at_least_1d(t: &Tensor) -> Tensor {
-    match t.rank() {
-        0 => t.with_layout(Layout { shape: Shape::from(1), strides: Dims::from_slice(&[0]), offset: t.layout.offset }),
-        _ => t.detach(),
-    }
+operations! {
+    softmax(x, int): NeuralNetwork, Floats -> Same, differentiable;
+    log_softmax(x, int): NeuralNetwork, Floats -> Same, differentiable;
+    logsumexp(x, dims, bool): Reduction, Floats -> Same, differentiable;
 }
-
-pub(crate) static OPERATIONS: &[Operation] = &[
-    Operation::new("softmax", "softmax", Kind::NeuralNetwork, Dtypes::Floats, Gives::Same, (1, 1), |a| {
-        a.x(0)?.softmax(a.int(0)?)
-    })
-    .differentiable(),
-    Operation::new("log_softmax", "log_softmax", Kind::NeuralNetwork, Dtypes::Floats, Gives::Same, (1, 1), |a| {
-        a.x(0)?.log_softmax(a.int(0)?)
-    })
-    .differentiable(),
-    Operation::new("logsumexp", "logsumexp", Kind::Reduction, Dtypes::Floats, Gives::Same, (1, 2), |a| {
-        a.x(0)?.logsumexp(a.dims(0)?, a.bool(1)?)
-    })
-    .differentiable(),
-];
 
 impl Tensor {
     /// `exp(x) / sum(exp(x))` along `dim` (PyTorch's `softmax`); floats. Differentiable, one launch either way.
@@ -134,13 +115,11 @@ impl Tensor {
     fn normalised(&self, op: &'static str, forward: RowOp, backward: RowOp, dim: isize) -> Result<Tensor> {
         replaced!(op, [self], dim);
         self.dtype.check_float(op)?;
-        if let Some(wide) = widened(&[self])? {
-            return wide[0].normalised(op, forward, backward, dim);
-        }
+        cast_first!(widened(&[self])?, |x| x[0].normalised(op, forward, backward, dim));
         let scalar = (self.rank() == 0).then(|| at_least_1d(self));
         let x = scalar.as_ref().unwrap_or(self);
         let d = x.shape().dim(op, dim)?;
-        let mut out = along(forward, x, None, d)?;
+        let mut out = row_operation_along(forward, x, None, d)?;
         if scalar.is_some() {
             out.layout = Layout::contiguous(self.shape().clone());
         }
@@ -152,7 +131,7 @@ impl Tensor {
         Ok(autograd::record_twice(op, out, &[self], move |ctx| {
             let (y, grad) = (ctx.result(&saved)?, ctx.grad()?);
             let grad = if !ctx.create_graph() {
-                let grad = along(backward, &at_least_1d(&y), Some(&at_least_1d(&grad)), d)?;
+                let grad = row_operation_along(backward, &at_least_1d(&y), Some(&at_least_1d(&grad)), d)?;
                 grad.with_layout(Layout::contiguous(shape.clone()))
             } else if forward == RowOp::Softmax {
                 grad.sub(&grad.mul(&y)?.sum([d as isize], true)?)?.mul(&y)?
@@ -172,9 +151,7 @@ impl Tensor {
         let (op, dims) = ("logsumexp", dims.into());
         replaced!(op, [self], &dims, keepdim);
         self.dtype.check_float(op)?;
-        if let Some(wide) = widened(&[self])? {
-            return wide[0].logsumexp(dims, keepdim);
-        }
+        cast_first!(widened(&[self])?, |x| x[0].logsumexp(dims, keepdim));
         let mask = dims.mask(op, self.shape())?;
         if self.rank() == 0 {
             return self.logsumexp_along(op, 0, keepdim);
@@ -186,7 +163,7 @@ impl Tensor {
 
     fn logsumexp_along(&self, op: &'static str, d: usize, keepdim: bool) -> Result<Tensor> {
         let x = at_least_1d(self);
-        let kept = along(RowOp::LogSumExp, &x, None, d)?;
+        let kept = row_operation_along(RowOp::LogSumExp, &x, None, d)?;
         let mut shape = self.shape().dims().to_vec();
         match keepdim {
             _ if self.rank() == 0 => {}
@@ -231,7 +208,7 @@ impl Tensor {
             false => None,
         };
         let out = match self.numel() {
-            0 => nothing(self, labels, options.reduction)?,
+            0 => loss_of_no_logits(self, labels, options.reduction)?,
             _ => backend::of(self.device()).cross_entropy(self, labels, options, grad.as_ref())?,
         };
         let Some(saved) = grad else { return Ok(out) };
@@ -242,13 +219,13 @@ impl Tensor {
             if ctx.create_graph() {
                 let labels = labels.get(op)?;
                 let log = log_probabilities(&saved, labels, reduction, ignore_index)?;
-                // Logits are these but for a number that a row has in common, which changes nothing.
+                // Log-probabilities differ from logits by a constant for each row, which does not change the loss.
                 return ctx.through(&composed(&ctx.input(0, log).log_softmax(1)?, labels)?);
             }
             let grad = match ctx.grad_unless_one() {
                 None => saved,
                 Some(grad) => {
-                    // One upstream number for all rows, or one a row.
+                    // The gradient of the loss is one number for all rows, or one for each row.
                     let step = if grad.rank() == 0 { 0 } else { grad.strides()[0] };
                     let shape = saved.shape().clone();
                     let strides = Dims::from_slice(&[step, 0]);
@@ -275,10 +252,8 @@ fn log_probabilities(grad: &Tensor, labels: &Tensor, reduction: LossReduction, i
 }
 
 /// The loss where there are no logits: no rows, or rows without a class, where every label is out of range.
-fn nothing(logits: &Tensor, labels: &Tensor, reduction: LossReduction) -> Result<Tensor> {
-    if labels.numel() > 0 {
-        return Err(Error::invalid("cross_entropy", "the logits have no class (shape [N, 0])"));
-    }
+fn loss_of_no_logits(logits: &Tensor, labels: &Tensor, reduction: LossReduction) -> Result<Tensor> {
+    invalid!("cross_entropy" if labels.numel() > 0, "the logits have no class (shape [N, 0])");
     let options = (logits.dtype, logits.device());
     match reduction {
         LossReduction::Mean => Tensor::full((), f64::NAN, options),

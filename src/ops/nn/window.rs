@@ -1,16 +1,15 @@
-//! Windows over the last two dims of images: what convolution and pooling look through.
+//! Windows over the last two dims of images, for convolution and pooling.
 //!
-//! One family: windows taken apart into columns and added up again ([`Windows::columns`], [`Windows::images`], each the
-//! other's gradient), greatest elements, means. Every kernel owns an element of its result and reads what belongs to it:
-//! one launch, no atomics. `conv` and `pool` have the public methods; one dim is a row of an image with one row.
+//! im2col and col2im, each the gradient of the other, and the maximum and mean of windows. Every kernel owns an element of its result
+//! and reads its inputs: one launch, no atomics. The public methods are in `conv` and `pool`; one dim is an image with one row.
 
 use crate::autograd::Saved;
 use crate::backend::problem::windows::{Divisor, Task, Windows, four};
-use crate::ops::dispatch::registry::replaced;
-use crate::{DType, Error, Result, Shape, Tensor, autograd, backend};
+use crate::ops::dispatch::prelude::*;
+use crate::{DType, Result, Shape, Tensor, autograd, backend};
 
-/// What the numbers that say how windows lie are below: their products with strides are computed without checks.
-const LARGEST: usize = 1 << 30;
+/// Kernel sizes, strides, paddings and dilations are below this, so that their products cannot overflow.
+const LIMIT: usize = 1 << 30;
 
 impl Windows {
     /// Windows of one size over `image`, with `after` more elements behind than `padding` before it.
@@ -23,26 +22,18 @@ impl Windows {
     ) -> Result<Windows> {
         let mut grid = [0; 2];
         for d in 0..2 {
-            if [kernel, stride, padding, dilation, after].iter().any(|numbers| numbers[d] >= LARGEST) {
+            if [kernel, stride, padding, dilation, after].iter().any(|numbers| numbers[d] >= LIMIT) {
                 let reason = format!(
                     "kernel {kernel:?}, stride {stride:?}, padding {padding:?} and dilation {dilation:?} have to be below 2^30"
                 );
                 return Err(Error::invalid(op, reason));
             }
-            if [kernel[d], stride[d], dilation[d]].contains(&0) {
-                let reason =
-                    format!("kernel {kernel:?}, stride {stride:?} and dilation {dilation:?} have to be above 0");
-                return Err(Error::invalid(op, reason));
-            }
+            invalid!(op if [kernel[d], stride[d], dilation[d]].contains(&0),
+                "kernel {kernel:?}, stride {stride:?} and dilation {dilation:?} have to be above 0");
             let window = dilation[d].saturating_mul(kernel[d] - 1).saturating_add(1);
             let padded = image[d].saturating_add(padding[d].saturating_mul(2)).saturating_add(after[d]);
-            if window > padded {
-                let reason = format!(
-                    "a window of {window} does not fit into an image of {} with its padding, {padded}",
-                    image[d]
-                );
-                return Err(Error::invalid(op, reason));
-            }
+            invalid!(op if window > padded,
+                "a window of {window} does not fit into an image of {} with its padding, {padded}", image[d]);
             grid[d] = (padded - window) / stride[d] + 1;
         }
         Ok(Windows { image, kernel, grid, stride, padding, dilation, adaptive: false })
@@ -108,37 +99,24 @@ impl Windows {
         let (n, c) = (x.shape().dims()[0], x.shape().dims()[1]);
         let ([kh, kw], [oh, ow]) = (self.kernel, self.grid);
         let shape = if inside { [c, kh, kw, n, oh, ow] } else { [n, c, kh, kw, oh, ow] };
-        let out = Tensor::empty_like_shape(shape, x.dtype, x.device())?;
-        if out.numel() > 0 {
-            match x.device() {
-                // Only padding: there is no element to look at.
-                _ if x.numel() == 0 => drop(out.zero_()?),
-                device => backend::of(device).unfold(self, x, &out, inside)?,
-            }
-            out.storage.bump_version();
-        }
-        Ok(out)
+        backend::compute(shape, x.dtype, x.device(), |b, out| match x.numel() {
+            // The input is empty: every window has only padding.
+            0 => out.zero_().map(drop),
+            _ => b.unfold(self, x, out, inside),
+        })
     }
 
     fn fold(&self, columns: &Tensor) -> Result<Tensor> {
         let dims = columns.shape().dims();
-        let out = Tensor::empty_like_shape(
-            [dims[0], dims[1], self.image[0], self.image[1]],
-            columns.dtype,
-            columns.device(),
-        )?;
-        if out.numel() > 0 {
-            match out.device() {
-                _ if columns.numel() == 0 => drop(out.zero_()?),
-                device => backend::of(device).fold(self, columns, &out)?,
-            }
-            out.storage.bump_version();
-        }
-        Ok(out)
+        let shape = [dims[0], dims[1], self.image[0], self.image[1]];
+        backend::compute(shape, columns.dtype, columns.device(), |b, out| match columns.numel() {
+            0 => out.zero_().map(drop),
+            _ => b.fold(self, columns, out),
+        })
     }
 
     /// The greatest element of each window of x, `[N, C, image]`, and its position in the image. Differentiable.
-    pub(crate) fn greatest(self, op: &'static str, x: &Tensor) -> Result<(Tensor, Tensor)> {
+    pub(crate) fn max(self, op: &'static str, x: &Tensor) -> Result<(Tensor, Tensor)> {
         let index = Tensor::empty_like_shape(self.pooled(x), DType::I64, x.device())?;
         let out = self.run(Task::Max, x, &index, self.pooled(x))?;
         if !autograd::is_tracked(&[x]) || !x.dtype.is_float() {
@@ -161,11 +139,11 @@ impl Windows {
     pub(crate) fn mean(self, op: &'static str, x: &Tensor, divisor: Divisor) -> Result<Tensor> {
         let out = self.run(Task::Mean(divisor), x, x, self.pooled(x))?;
         let shape = x.shape().clone();
-        Ok(autograd::record_unary_twice(op, out, x, move |grad| self.spread(op, &grad, divisor, shape.clone())))
+        Ok(autograd::record_unary_twice(op, out, x, move |grad| self.mean_backward(op, &grad, divisor, shape.clone())))
     }
 
     /// The gradient of [`Windows::mean`], itself differentiable.
-    fn spread(self, op: &'static str, grad: &Tensor, divisor: Divisor, shape: Shape) -> Result<Tensor> {
+    fn mean_backward(self, op: &'static str, grad: &Tensor, divisor: Divisor, shape: Shape) -> Result<Tensor> {
         let out = self.run(Task::Unmean(divisor), grad, grad, shape)?;
         Ok(autograd::record_unary_twice(op, out, grad, move |grad| self.mean(op, &grad, divisor)))
     }
@@ -181,14 +159,11 @@ impl Windows {
         if out.numel() == 0 {
             return Ok(out);
         }
-        match x.device() {
-            // A gradient of no windows.
-            _ if x.numel() == 0 => drop(out.zero_()?),
-            device => backend::of(device).pool(self, task, x, index, &out)?,
-        }
-        out.storage.bump_version();
-        if task == Task::Max {
-            index.storage.bump_version();
+        let index_is_written = (task == Task::Max).then_some(index);
+        match x.numel() {
+            // There are no windows, so the gradient is zero.
+            0 => drop(out.zero_()?),
+            _ => backend::launch([&out].into_iter().chain(index_is_written), |b| b.pool(self, task, x, index, &out))?,
         }
         Ok(out)
     }
@@ -209,13 +184,13 @@ pub(crate) fn as_images(op: &'static str, x: &Tensor, directions: usize) -> Resu
 }
 
 /// The result for images made by [`as_images`] in the form that `x` had.
-pub(crate) fn as_given(out: &Tensor, x: &Tensor, directions: usize) -> Result<Tensor> {
+pub(crate) fn restore_rank(out: &Tensor, x: &Tensor, directions: usize) -> Result<Tensor> {
     let out = if directions == 1 { out.squeeze(-2)? } else { out.shallow_clone() };
     if x.rank() == directions + 2 { Ok(out) } else { out.squeeze(0) }
 }
 
 /// One number or two as rows and columns: one dim is a row.
-pub(crate) fn both<const D: usize>(given: [usize; D], other: usize) -> [usize; 2] {
+pub(crate) fn pair<const D: usize>(given: [usize; D], other: usize) -> [usize; 2] {
     match given[..] {
         [columns] => [other, columns],
         [rows, columns, ..] => [rows, columns],
@@ -246,8 +221,7 @@ pub fn unfold(
     padding: [usize; 2],
     stride: [usize; 2],
 ) -> Result<Tensor> {
-    let op = "unfold2d";
-    replaced!(op, [x], &kernel, &dilation, &padding, &stride);
+    let op = replaced!("unfold2d", [x], &kernel, &dilation, &padding, &stride);
     let images = as_images(op, x, 2)?;
     let [n, c, h, w] = four(&images);
     let windows = Windows::new(op, [h, w], kernel, [stride, padding, dilation], [0; 2])?;
@@ -284,13 +258,8 @@ pub fn fold(
         }
     };
     let [oh, ow] = windows.grid;
-    if rows % taps != 0 || count != oh.saturating_mul(ow) {
-        let reason = format!(
-            "columns of shape {} do not fit kernels of {taps} elements and {oh} x {ow} windows",
-            columns.shape()
-        );
-        return Err(Error::invalid(op, reason));
-    }
+    invalid!(op if rows % taps != 0 || count != oh.saturating_mul(ow),
+        "columns of shape {} do not fit kernels of {taps} elements and {oh} x {ow} windows", columns.shape());
     let columns_6 = columns.reshape([batch, rows / taps, kernel[0], kernel[1], oh, ow])?;
     let images = windows.col2im(op, &columns_6)?;
     if columns.rank() == 3 { Ok(images) } else { images.squeeze(0) }

@@ -1,53 +1,30 @@
-//! Random numbers of other distributions, into tensors that there are and after probabilities in tensors.
+//! Random numbers of other distributions: in place, and with parameters in tensors.
 
 use crate::backend::problem::map::Params;
-use crate::expr::Expr;
-use crate::ops::dispatch::operation::{Arity, Dtypes, Gives, Kind, Operation};
+use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise;
 use crate::ops::random::{next_seed, uniform};
-use crate::{DType, Error, Result, Scalar, Tensor, autograd};
+use crate::{DType, Expr, Result, Scalar, Tensor, autograd};
 
-const fn random(
-    name: &'static str,
-    takes: Dtypes,
-    gives: Gives,
-    most: Arity,
-    call: fn(&crate::ops::dispatch::arguments::Args) -> Result<Tensor>,
-) -> Operation {
-    Operation::new(name, name, Kind::Random, takes, gives, most, call)
+operations! {
+    rand(sizes, options): Random, Floats -> Same;
+    randn(sizes, options): Random, Floats -> Same;
+    randint(0, 5): Random, Numbers -> Same
+        => |a| Tensor::randint(a.int(0)? as i64, a.int(1)? as i64, a.sizes(2)?, (a.dtype(3)?, a.device(4)?));
+    randperm(size, device): Random, All -> I64;
+    rand_like(x): Random, Floats -> Same;
+    randn_like(x): Random, Floats -> Same;
+    randint_like(1, 2): Random, Numbers -> Same => |a| a.x(0)?.randint_like(a.int(0)? as i64, a.int(1)? as i64);
+    bernoulli(x): Random, Floats -> Same;
+    normal(x, x): Random, Floats -> Same;
+    multinomial(x, size, bool): Random, Floats -> I64;
+    dropout(x, float): Random, Floats -> Same, differentiable;
+    dropout2d(x, float) functional: Random, Floats -> Same, differentiable;
+    uniform_(x, float, float): InPlace, Floats -> Same;
+    normal_(x, float, float): InPlace, Floats -> Same;
+    exponential_(x, float): InPlace, Floats -> Same;
+    bernoulli_(x, float): InPlace, All -> Same;
 }
-
-const fn in_place(
-    name: &'static str,
-    takes: Dtypes,
-    most: Arity,
-    call: fn(&crate::ops::dispatch::arguments::Args) -> Result<Tensor>,
-) -> Operation {
-    Operation::new(name, name, Kind::InPlace, takes, Gives::Same, most, call)
-}
-
-#[rustfmt::skip]
-pub(crate) static OPERATIONS: &[Operation] = &[
-    random("rand", Dtypes::Floats, Gives::Same, (0, 3), |a| Tensor::rand(a.sizes(0)?, (a.dtype(1)?, a.device(2)?))),
-    random("randn", Dtypes::Floats, Gives::Same, (0, 3), |a| Tensor::randn(a.sizes(0)?, (a.dtype(1)?, a.device(2)?))),
-    random("randint", Dtypes::Numbers, Gives::Same, (0, 5), |a| Tensor::randint(a.int(0)? as i64, a.int(1)? as i64, a.sizes(2)?, (a.dtype(3)?, a.device(4)?))),
-    random("randperm", Dtypes::All, Gives::I64, (0, 2), |a| Tensor::randperm(a.size(0)?, a.device(1)?)),
-    random("rand_like", Dtypes::Floats, Gives::Same, (1, 0), |a| a.x(0)?.rand_like()),
-    random("randn_like", Dtypes::Floats, Gives::Same, (1, 0), |a| a.x(0)?.randn_like()),
-    random("randint_like", Dtypes::Numbers, Gives::Same, (1, 2), |a| a.x(0)?.randint_like(a.int(0)? as i64, a.int(1)? as i64)),
-    random("bernoulli", Dtypes::Floats, Gives::Same, (1, 0), |a| a.x(0)?.bernoulli()),
-    random("normal", Dtypes::Floats, Gives::Same, (2, 0), |a| Tensor::normal(a.x(0)?, a.x(1)?)),
-    random("multinomial", Dtypes::Floats, Gives::I64, (1, 2), |a| a.x(0)?.multinomial(a.size(0)?, a.bool(1)?)),
-    random("dropout", Dtypes::Floats, Gives::Same, (1, 1), |a| a.x(0)?.dropout(a.float(0)?)).differentiable(),
-    Operation::new("dropout2d", "nn.functional.dropout2d", Kind::Random, Dtypes::Floats, Gives::Same, (1, 1), |a| {
-        a.x(0)?.dropout2d(a.float(0)?)
-    })
-    .differentiable(),
-    in_place("uniform_", Dtypes::Floats, (1, 2), |a| a.x(0)?.uniform_(a.float(0)?, a.float(1)?).map(Tensor::shallow_clone)),
-    in_place("normal_", Dtypes::Floats, (1, 2), |a| a.x(0)?.normal_(a.float(0)?, a.float(1)?).map(Tensor::shallow_clone)),
-    in_place("exponential_", Dtypes::Floats, (1, 1), |a| a.x(0)?.exponential_(a.float(0)?).map(Tensor::shallow_clone)),
-    in_place("bernoulli_", Dtypes::All, (1, 1), |a| a.x(0)?.bernoulli_(a.float(0)?).map(Tensor::shallow_clone)),
-];
 
 impl Tensor {
     /// The formula, of these scalars and the next seed, into this tensor.
@@ -81,9 +58,7 @@ impl Tensor {
     pub fn uniform_(&self, from: f64, to: f64) -> Result<&Tensor> {
         let op = "uniform_";
         self.dtype.check_float(op)?;
-        if !(from <= to && (to - from).is_finite()) {
-            return Err(Error::invalid(op, format!("{from}..{to} is no range of finite numbers")));
-        }
+        invalid!(op if !(from <= to && (to - from).is_finite()), "{from}..{to} is no range of finite numbers");
         let expr = Expr::scalar(0) + Expr::scalar(1) * uniform(self.dtype);
         self.draw_(op, &[from.into(), (to - from).into()], expr)
     }
@@ -96,9 +71,7 @@ impl Tensor {
     pub fn normal_(&self, mean: f64, std: f64) -> Result<&Tensor> {
         let op = "normal_";
         self.dtype.check_float(op)?;
-        if std < 0.0 {
-            return Err(Error::invalid(op, format!("a standard deviation of {std} makes no sense")));
-        }
+        invalid!(op if std < 0.0, "a standard deviation of {std} makes no sense");
         self.draw_(op, &[mean.into(), std.into()], Expr::scalar(0) + Expr::scalar(1) * Expr::normal(0))
     }
 
@@ -110,9 +83,7 @@ impl Tensor {
     pub fn exponential_(&self, rate: f64) -> Result<&Tensor> {
         let op = "exponential_";
         self.dtype.check_float(op)?;
-        if rate.is_nan() || rate <= 0.0 {
-            return Err(Error::invalid(op, format!("the rate {rate} is not positive")));
-        }
+        invalid!(op if rate.is_nan() || rate <= 0.0, "the rate {rate} is not positive");
         self.draw_(op, &[(-1.0 / rate).into()], (-Expr::uniform(0)).log1p() * Expr::scalar(0))
     }
 
@@ -122,9 +93,7 @@ impl Tensor {
     /// [`Error::Invalid`] where `p` is not in `0.0..=1.0`; as [`Tensor::fill_`].
     pub fn bernoulli_(&self, p: f64) -> Result<&Tensor> {
         let op = "bernoulli_";
-        if !(0.0..=1.0).contains(&p) {
-            return Err(Error::invalid(op, format!("the probability {p} is not in 0.0..=1.0")));
-        }
+        invalid!(op if !(0.0..=1.0).contains(&p), "the probability {p} is not in 0.0..=1.0");
         self.draw_(op, &[p.into()], Expr::uniform(0).lt(Expr::scalar(0)))
     }
 
@@ -155,7 +124,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::rand`].
     pub fn rand_like(&self) -> Result<Tensor> {
-        Tensor::rand(self.shape(), self).map_err(|e| e.of("rand_like"))
+        Tensor::rand(self.shape(), self).named("rand_like")
     }
 
     /// [`Tensor::randn`] of this tensor's shape, dtype and device.
@@ -163,7 +132,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::randn`].
     pub fn randn_like(&self) -> Result<Tensor> {
-        Tensor::randn(self.shape(), self).map_err(|e| e.of("randn_like"))
+        Tensor::randn(self.shape(), self).named("randn_like")
     }
 
     /// [`Tensor::randint`] of this tensor's shape, dtype and device.
@@ -171,7 +140,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::randint`].
     pub fn randint_like(&self, low: i64, high: i64) -> Result<Tensor> {
-        Tensor::randint(low, high, self.shape(), self).map_err(|e| e.of("randint_like"))
+        Tensor::randint(low, high, self.shape(), self).named("randint_like")
     }
 
     /// `samples` indices into the last dimension, drawn with probabilities in proportion to the weights there, as i64
@@ -199,26 +168,24 @@ impl Tensor {
             return Err(Error::invalid(op, "the weights are a vector or a matrix, not a scalar"));
         };
         let n = *n;
-        if rows.len() > 1 || n == 0 || (samples > n && !replacement) {
-            let reason = format!("{samples} indices cannot be drawn from weights of shape {}", self.shape());
-            return Err(Error::invalid(op, reason));
-        }
+        invalid!(op if rows.len() > 1 || n == 0 || (samples > n && !replacement),
+            "{samples} indices cannot be drawn from weights of shape {}", self.shape());
         let weights = self.detach().to_dtype(if self.dtype == DType::F64 { DType::F64 } else { DType::F32 })?;
         let indices = if replacement {
             let shares = weights.cumsum(-1)?;
             let total = shares.narrow(-1, n - 1, 1)?;
-            let places = total.expand(rows.iter().copied().chain([samples]).collect::<crate::Shape>())?;
-            let points = Tensor::drawn(op, &[&places], &[], Expr::uniform(0) * Expr::input(0), weights.dtype)?;
+            let totals = total.expand(rows.iter().copied().chain([samples]).collect::<crate::Shape>())?;
+            let points = Tensor::drawn(op, &[&totals], &[], Expr::uniform(0) * Expr::input(0), weights.dtype)?;
             let indices = shares.searchsorted(&points, true)?;
             indices.clamp_max_(n as i64 - 1)?;
             Ok(indices)
         } else {
-            // The first of exponential clocks with these rates to ring, the second, and so on.
+            // Exponential arrival times with these rates: the order of arrival is a sample without replacement.
             let rate = Expr::input(0);
             let clock = rate.gt(0.0).select(-(-Expr::uniform(0)).log1p() / &rate, f64::INFINITY);
-            let times = Tensor::drawn(op, &[&weights], &[], clock, weights.dtype)?;
-            times.argsort(-1, false)?.narrow(-1, 0, samples)?.contiguous()
+            let arrivals = Tensor::drawn(op, &[&weights], &[], clock, weights.dtype)?;
+            arrivals.argsort(-1, false)?.narrow(-1, 0, samples)?.contiguous()
         };
-        indices.map_err(|e: Error| e.of(op))
+        indices.named(op)
     }
 }

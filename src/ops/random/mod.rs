@@ -1,7 +1,7 @@
-//! Random tensors from a counter (Philox4x32-10): the same bits on every device.
+//! Random tensors from a counter-based generator (Philox4x32-10): the same bits on every device.
 //!
-//! Every random operation takes the next stream of a generator, as a rule the process's; element `e` of its result is a
-//! function of (seed, stream, e) alone. Nothing is stored: backward of a dropout computes its mask again.
+//! Every random operation takes the next stream of a generator, by default that of the process. Element `e` of its result is a
+//! function of (seed, stream, e) alone, so dropout stores no mask: backward computes it again.
 
 pub(crate) mod distributions;
 
@@ -11,10 +11,11 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use super::elementwise;
 use crate::autograd::rng_replay::draw;
 use crate::backend::problem::map::Params;
-use crate::expr::Expr;
+use crate::device::capture::is_capturing;
 use crate::expr::philox::{Bits, Seed};
+use crate::ops::dispatch::prelude::*;
 use crate::tensor::TensorOptions;
-use crate::{DType, Device, Error, Graph, Result, Scalar, Shape, Tensor};
+use crate::{DType, Device, Expr, Result, Scalar, Shape, Tensor};
 
 /// Where random operations get their seeds from (PyTorch's `Generator`): a seed and the number of draws made from it. One
 /// generator serves every device: the same draws give the same numbers on all of them. A clone is another handle on the
@@ -106,10 +107,8 @@ pub fn manual_seed(seed: u64) {
 
 /// The seed of the next random operation, which is of this device.
 pub(crate) fn next_seed(op: &'static str, device: Device) -> Result<Seed> {
-    if Graph::is_capturing(device) {
-        let reason = "not while a graph is captured: the generator is the host's, replays would draw the same again";
-        return Err(Error::invalid(op, reason));
-    }
+    invalid!(op if is_capturing(device),
+        "not while a graph is captured: the generator is the host's, replays would draw the same again");
     Ok(draw(|| Generator::current().next()))
 }
 
@@ -164,13 +163,10 @@ impl Tensor {
     /// [`Error::Invalid`] for an empty range or one of more than 2^31 numbers.
     pub fn randint(low: i64, high: i64, shape: impl Into<Shape>, options: impl Into<TensorOptions>) -> Result<Tensor> {
         let (op, options) = ("randint", options.into());
-        if options.dtype == DType::Bool {
-            return Err(Error::UnsupportedDType { op, dtype: DType::Bool, expected: "integers or floats" });
-        }
+        unsupported!(op if options.dtype == DType::Bool, DType::Bool, "integers or floats");
         let range = high.checked_sub(low).filter(|r| (1..=1i64 << 31).contains(r));
         let Some(range) = range else {
-            let reason = format!("{low}..{high} must hold between 1 and 2^31 numbers");
-            return Err(Error::invalid(op, reason));
+            return Err(Error::invalid(op, format!("{low}..{high} must hold between 1 and 2^31 numbers")));
         };
         let scalars = [Scalar::Int(low), Scalar::Int(range)];
         let expr = Expr::bits(0) * Expr::scalar(1) / 4294967296.0 + Expr::scalar(0);
@@ -186,7 +182,7 @@ impl Tensor {
         let out = Tensor::empty_like_shape(n, DType::I64, device)?; // fails where n is too large
         let mut order: Vec<i64> = Vec::new();
         order.try_reserve_exact(n).map_err(|_| Error::OutOfMemory {
-            device: Device::Cpu,
+            device: Device::HOST,
             requested: out.storage.nbytes(),
             detail: "randperm shuffles on the host".into(),
         })?;
@@ -210,9 +206,7 @@ impl Tensor {
     /// [`Error::Invalid`] where `p` is not in `0.0..=1.0`; [`Error::UnsupportedDType`] for integers.
     pub fn dropout(&self, p: f64) -> Result<Tensor> {
         let op = "dropout";
-        if !(0.0..=1.0).contains(&p) {
-            return Err(Error::invalid(op, format!("the probability {p} is not in 0.0..=1.0")));
-        }
+        invalid!(op if !(0.0..=1.0).contains(&p), "the probability {p} is not in 0.0..=1.0");
         self.dtype.check_float(op)?;
         let expr = Expr::uniform(0).lt(Expr::scalar(0)).select(0.0, Expr::input(0) * Expr::scalar(1));
         let scale = if p < 1.0 { 1.0 / (1.0 - p) } else { 0.0 };
@@ -229,10 +223,8 @@ impl Tensor {
     pub fn dropout2d(&self, p: f64) -> Result<Tensor> {
         let op = "dropout2d";
         self.dtype.check_float(op)?;
-        if self.rank() < 2 {
-            return Err(Error::invalid(op, format!("the input is [N, C, ..], this one has shape {}", self.shape())));
-        }
+        invalid!(op if self.rank() < 2, "the input is [N, C, ..], this one has shape {}", self.shape());
         let channels: Shape = self.shape().dims().iter().enumerate().map(|(d, &n)| if d < 2 { n } else { 1 }).collect();
-        Tensor::ones(channels, self)?.dropout(p).and_then(|kept| self.mul(&kept)).map_err(|e| e.of(op))
+        Tensor::ones(channels, self)?.dropout(p).and_then(|kept| self.mul(&kept)).named(op)
     }
 }

@@ -1,16 +1,15 @@
-//! How gradients come back from reductions: by the row's formula, or by one of two rules.
+//! Gradients of reductions: by the formula of the row, or by one of two rules.
 
 use smallvec::SmallVec;
 
 use super::table::{Gradient, ReductionRow, rows};
-use super::{Mask, ReduceDims, reduce, reduced_count, reduced_shape, spread};
+use super::{Mask, ReduceDims, expand_reduced, reduce, reduced_count, reduced_shape};
 use crate::autograd::{self, Saved};
 use crate::backend::problem::map::Params;
-use crate::expr::Expr;
-use crate::ops::dispatch::autocast::widened;
+use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::{apply, apply_tracked};
 use crate::tensor::Shape;
-use crate::{DType, Device, Result, Scalar, Tensor};
+use crate::{DType, Device, Expr, Result, Scalar, Tensor};
 
 impl ReductionRow {
     /// The operation: what the method of its name does.
@@ -48,16 +47,16 @@ pub(crate) fn apply_reduction(
     if !autograd::is_tracked(&[x]) || !dtype.is_float() {
         return Ok(out);
     }
-    let back = Back { row, shape: x.shape().clone(), mask, keepdim, dtype: x.dtype, device: x.device() };
+    let backward = Backward { row, shape: x.shape().clone(), mask, keepdim, dtype: x.dtype, device: x.device() };
     Ok(match row.gradient {
         Gradient::None => out,
-        Gradient::Each(_) => back.by_formula(x, out),
-        Gradient::Shared => back.shared(x, out),
-        Gradient::Others => back.of_product(x, out),
+        Gradient::Each(_) => backward.by_formula(x, out),
+        Gradient::Shared => backward.shared(x, out),
+        Gradient::Others => backward.of_product(x, out),
     })
 }
 
-struct Back {
+struct Backward {
     row: &'static ReductionRow,
     shape: Shape,
     mask: Mask,
@@ -66,9 +65,9 @@ struct Back {
     device: Device,
 }
 
-impl Back {
-    fn wide(&self, t: &Tensor) -> Tensor {
-        spread(t, &self.shape, &self.mask, self.keepdim)
+impl Backward {
+    fn expand(&self, t: &Tensor) -> Tensor {
+        expand_reduced(t, &self.shape, &self.mask, self.keepdim)
     }
 
     fn by_formula(self, x: &Tensor, out: Tensor) -> Tensor {
@@ -80,16 +79,16 @@ impl Back {
         autograd::record_twice(op, out, &[x], move |ctx| {
             let n = reduced_count(&self.shape, &self.mask) as f64;
             if of_grad_alone {
-                return Ok(SmallVec::from_iter([Some(self.wide(&self.small(n, ctx)?))]));
+                return Ok(SmallVec::from_iter([Some(self.expand(&self.before_expand(n, ctx)?))]));
             }
-            let grad = self.wide(&ctx.grad()?);
-            // What the formula does not read, the gradient stands in for.
+            let grad = self.expand(&ctx.grad()?);
+            // The gradient is passed in place of inputs that the formula does not read.
             let x = match &saved_x {
                 Some(x) => x.get(op)?.shallow_clone(),
                 None => grad.shallow_clone(),
             };
             let y = match &saved_y {
-                Some(y) => self.wide(&ctx.result(y)?),
+                Some(y) => self.expand(&ctx.result(y)?),
                 None => grad.shallow_clone(),
             };
             let (scalars, derivative) = ([Scalar::Float(n)], self.row.derivative().expect("it has a formula"));
@@ -100,7 +99,7 @@ impl Back {
     }
 
     /// A gradient that is the same for all elements of a result, before it is spread over them.
-    fn small(&self, n: f64, ctx: &autograd::Context) -> Result<Tensor> {
+    fn before_expand(&self, n: f64, ctx: &autograd::Context) -> Result<Tensor> {
         let Gradient::Each(formula) = self.row.gradient else { unreachable!("it has a formula") };
         let derivative = |g: &Expr, n: &Expr| formula(g, g, g, n);
         let one = derivative(&Expr::constant(1.0), &Expr::constant(n)).as_const();
@@ -123,12 +122,12 @@ impl Back {
         let op = self.row.name;
         let (saved, result) = (Saved::new(x), Saved::new(&out));
         autograd::record_twice(op, out, &[x], move |ctx| {
-            let (x, result) = (saved.get(op)?.detach(), self.wide(&result.get(op)?.detach()));
+            let (x, result) = (saved.get(op)?.detach(), self.expand(&result.get(op)?.detach()));
             let chosen = [Expr::input(0).eq(Expr::input(1))];
             let chosen = apply(op, &[&x, &result], Params::default(), &chosen, &[DType::Bool])?.remove(0);
             let ties = reduce(op, &rows::sum, &chosen, &self.mask, true, DType::I64, None)?;
             let share = Expr::input(0) * Expr::input(1) / Expr::input(2);
-            let inputs = [&self.wide(&ctx.grad()?), &chosen, &ties];
+            let inputs = [&self.expand(&ctx.grad()?), &chosen, &ties];
             let grad = apply_tracked(op, &inputs, Params::default(), &share, self.dtype, &|i| share.diff(i))?;
             Ok(SmallVec::from_iter([Some(grad)]))
         })
@@ -141,7 +140,7 @@ impl Back {
         autograd::record_twice(op, out, &[x], move |ctx| {
             let x = saved.get(op)?;
             if ctx.create_graph() {
-                return ctx.through(&self.by_pairs(x)?);
+                return ctx.through(&self.product_by_halves(x)?);
             }
             let (x0, one) = (Expr::input(0), Expr::constant(1.0));
             let is_zero = x0.eq(0.0);
@@ -151,14 +150,14 @@ impl Back {
             let zeros = reduce(op, &rows::sum, &made[1], &self.mask, true, DType::I64, None)?;
             let others = Expr::input(1) / is_zero.select(&one, &x0);
             let others = Expr::input(2).eq(is_zero).select(others, 0.0);
-            let inputs = [x, &product, &zeros, &self.wide(&ctx.grad()?)];
+            let inputs = [x, &product, &zeros, &self.expand(&ctx.grad()?)];
             let grad = apply(op, &inputs, Params::default(), &[others * Expr::input(3)], &[self.dtype])?.remove(0);
             Ok(SmallVec::from_iter([Some(grad)]))
         })
     }
 
     /// The product once more, of two halves at a time: its gradients' gradients are right where elements are zero.
-    fn by_pairs(&self, x: &Tensor) -> Result<Tensor> {
+    fn product_by_halves(&self, x: &Tensor) -> Result<Tensor> {
         let side = |reduced: bool| self.mask.iter().enumerate().filter(move |(_, r)| **r == reduced);
         let order: Vec<isize> = side(false).chain(side(true)).map(|(d, _)| d as isize).collect();
         let mut n = reduced_count(&self.shape, &self.mask);

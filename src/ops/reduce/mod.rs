@@ -1,9 +1,9 @@
-//! Reductions: sums, products, extremes and their positions, over any dims.
+//! Reductions: sums, products, extremes and their indices, over any dims.
 //!
-//! A reduction never copies its input first: `plan` splits the dims into kept and reduced ones with whatever strides they
-//! have, and `cpu` and `opencl` choose from that whether neighbouring work goes along a result or across results. Partial
-//! sums are blocked, so a sum of ten million f32 is good to about 1e-6, and every reduction gives the same bits each time on
-//! one device. f16 and bf16 accumulate in f32, integers in i64 (wrapping).
+//! The input is never copied: the plan splits the dims into kept and reduced ones with their strides, and the backend chooses
+//! whether adjacent work-items go along a result or across results. Partial sums are blocked, so a sum of ten million f32 is accurate
+//! to about 1e-6, and every reduction gives the same bits on every run on one device. f16 and bf16 accumulate in f32, integers in
+//! i64 (wrapping).
 
 mod gradient;
 pub(crate) mod reductions;
@@ -14,16 +14,15 @@ pub(crate) mod table;
 use smallvec::SmallVec;
 
 use crate::backend::problem::reduction::Reduction;
-use crate::ops::dispatch::registry::replaced;
+use crate::ops::dispatch::prelude::*;
 use crate::tensor::Layout;
-use crate::{DType, Error, Result, Shape, Tensor, autograd, backend};
-use gradient::apply_reduction;
-use table::{ReductionRow, methods, rows};
+use crate::{DType, Result, Shape, Tensor, autograd, backend};
+use table::{ReductionRow, rows};
 
 pub(crate) use crate::layout::dims::{Mask, ReduceDims};
 
 /// The shape left of `shape`.
-fn reduced_shape(shape: &Shape, mask: &[bool], keepdim: bool) -> Shape {
+pub(crate) fn reduced_shape(shape: &Shape, mask: &[bool], keepdim: bool) -> Shape {
     let dims = shape.dims().iter().zip(mask);
     match keepdim {
         true => dims.map(|(&d, &r)| if r { 1 } else { d }).collect(),
@@ -44,10 +43,8 @@ fn reduce(
 ) -> Result<Tensor> {
     let shape = reduced_shape(t.shape(), mask, keepdim);
     let n = reduced_count(t.shape(), mask);
-    if n == 0 && !row.takes_nothing() {
-        let reason = format!("a dimension reduced is empty in shape {}: there is no element to choose", t.shape());
-        return Err(Error::invalid(op, reason));
-    }
+    invalid!(op if n == 0 && !row.takes_nothing(),
+        "a dimension reduced is empty in shape {}: there is no element to choose", t.shape());
     let fits = |o: &Tensor| {
         o.shape() == &shape && o.dtype == dtype && o.is_contiguous() && o.device() == t.device() && !o.shares_storage(t)
     };
@@ -59,9 +56,8 @@ fn reduce(
         _ if out.numel() == 0 => return Ok(out),
         Some(value) if n == 0 => drop(out.fill_(value)?),
         _ => {
-            let id = row as *const ReductionRow;
-            backend::of(t.device()).reduce(&Reduction { id: id.addr(), rule: row.rule(), x: t, mask, out: &out })?;
-            out.storage.bump_version();
+            let id = (row as *const ReductionRow).addr();
+            backend::launch([&out], |b| b.reduce(&Reduction { id, rule: row.rule(), x: t, mask, out: &out }))?;
         }
     }
     Ok(out)
@@ -90,7 +86,7 @@ pub(crate) fn sum_all(op: &'static str, t: &Tensor, dtype: DType) -> Result<Tens
 }
 
 /// `t`, a reduced tensor, as a view of the shape before: its elements repeated along the reduced dims. Recorded.
-fn spread(t: &Tensor, shape: &Shape, mask: &[bool], keepdim: bool) -> Tensor {
+fn expand_reduced(t: &Tensor, shape: &Shape, mask: &[bool], keepdim: bool) -> Tensor {
     let mut strides = t.strides().iter().copied();
     let stride = |(_, &reduced): (&usize, &bool)| {
         let own = if keepdim || !reduced { strides.next() } else { None };
@@ -104,8 +100,6 @@ fn spread(t: &Tensor, shape: &Shape, mask: &[bool], keepdim: bool) -> Tensor {
     let back = move |grad: Tensor| if same { Ok(grad) } else { grad.sum(&dims[..], keepdim) };
     autograd::record_unary_twice("expand", view, t, back)
 }
-
-crate::ops::reduce::reductions::reductions!(methods);
 
 impl Tensor {
     /// The sum over the dims along which `shape` was broadcast to this tensor's shape: the gradient of broadcasting.

@@ -1,18 +1,14 @@
-//! Scans: what has come together of a line so far, at every element. Sums, products, extremes with their indices, log-sums of
-//! exponentials.
+//! Scans: cumulative sums, products, extremes with their indices, and logsumexp.
 //!
-//! One launch on strided input; three where few lines are long, which are then cut in slices: totals of the slices, a scan
-//! of those, the slices from what comes before them. f16 and bf16 accumulate in f32, integers in i64 (wrapping); running sums
-//! are kept in blocks, so that the last one of ten million f32 is good to about 1e-6.
+//! One launch on strided input. Where there are few long lines, these are split and it is three: totals of the parts, a scan of the
+//! totals, and the parts. f16 and bf16 accumulate in f32, integers in i64 (wrapping). Running sums are blocked, so that the last of
+//! ten million f32 is accurate to about 1e-6.
 
 use smallvec::SmallVec;
 
 use crate::autograd::Saved;
 use crate::backend::problem::scan::Scan;
-use crate::ops::dispatch::autocast::widened;
-use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
-use crate::ops::dispatch::registry::{replaced, replaced_several};
-use crate::ops::pair;
+use crate::ops::dispatch::prelude::*;
 use crate::tensor::Layout;
 use crate::tensor::view::at_least_1d;
 use crate::{DType, Result, Tensor, autograd, backend};
@@ -26,20 +22,20 @@ fn scan(op: &'static str, kind: Scan, t: &Tensor, dim: isize) -> Result<(Tensor,
         _ => t.dtype,
     };
     let values = Tensor::empty_like_shape(x.shape(), dtype, x.device())?;
-    let places = match kind.is_arg() {
+    let indices = match kind.is_arg() {
         true => Some(Tensor::empty_like_shape(x.shape(), DType::I64, x.device())?),
         false => None,
     };
     if x.numel() > 0 {
-        backend::launch(&[&values], |b| b.scan(kind, &x, d, &values, places.as_ref()))?;
+        backend::launch([&values].into_iter().chain(&indices), |b| b.scan(kind, &x, d, &values, indices.as_ref()))?;
     }
-    // Of a scalar too.
+    // The shape of the input, a scalar too.
     let shaped = |made: Tensor| made.with_layout(Layout::contiguous(t.shape().clone()));
-    Ok((shaped(values), places.map(shaped)))
+    Ok((shaped(values), indices.map(shaped)))
 }
 
 /// `f` from the last element to the first.
-fn from_behind(t: &Tensor, dim: isize, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
+fn reversed(t: &Tensor, dim: isize, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
     match t.rank() {
         0 => f(t),
         _ => f(&t.flip(dim)?)?.flip(dim),
@@ -47,14 +43,14 @@ fn from_behind(t: &Tensor, dim: isize, f: impl Fn(&Tensor) -> Result<Tensor>) ->
 }
 
 /// Wider halves: what a gradient is made of is rounded once.
-fn wide(t: &Tensor) -> Result<Tensor> {
+fn widen_half(t: &Tensor) -> Result<Tensor> {
     let halves = matches!(t.dtype, DType::F16 | DType::BF16);
     t.to_dtype(if halves { DType::F32 } else { t.dtype })
 }
 
 /// [`Tensor::cumprod`] of factors that reach twice as far back with every step: a composition of products, whose gradients of
 /// gradients are right behind zeros, too.
-fn doubling(x: &Tensor, dim: isize) -> Result<Tensor> {
+fn cumprod_by_doubling(x: &Tensor, dim: isize) -> Result<Tensor> {
     let n = if x.rank() == 0 { 1 } else { x.shape().dims()[x.shape().dim("cumprod", dim)?] };
     let (mut y, mut reach) = (x.shallow_clone(), 1);
     while reach < n {
@@ -65,28 +61,14 @@ fn doubling(x: &Tensor, dim: isize) -> Result<Tensor> {
     Ok(y)
 }
 
-pub(crate) static OPERATIONS: &[Operation] = &[
-    Operation::new("cumsum", "cumsum", Kind::Scan, Dtypes::All, Gives::Sum, (1, 1), |a| a.x(0)?.cumsum(a.int(0)?))
-        .differentiable(),
-    Operation::new("cumprod", "cumprod", Kind::Scan, Dtypes::All, Gives::Sum, (1, 1), |a| a.x(0)?.cumprod(a.int(0)?))
-        .differentiable(),
-    Operation::several("cummax", "cummax", Kind::Scan, Dtypes::All, Gives::Same, (1, 1), |a| {
-        a.x(0)?.cummax(a.int(0)?).map(|(v, i)| vec![v, i])
-    })
-    .differentiable(),
-    Operation::several("cummin", "cummin", Kind::Scan, Dtypes::All, Gives::Same, (1, 1), |a| {
-        a.x(0)?.cummin(a.int(0)?).map(|(v, i)| vec![v, i])
-    })
-    .differentiable(),
-    Operation::new("logcumsumexp", "logcumsumexp", Kind::Scan, Dtypes::Floats, Gives::Same, (1, 1), |a| {
-        a.x(0)?.logcumsumexp(a.int(0)?)
-    })
-    .differentiable(),
-    Operation::new("diff", "diff", Kind::Scan, Dtypes::All, Gives::Same, (1, 2), |a| {
-        a.x(0)?.diff(a.size(0)?, a.int(1)?)
-    })
-    .differentiable(),
-];
+operations! {
+    cumsum(x, int): Scan, All -> Sum, differentiable;
+    cumprod(x, int): Scan, All -> Sum, differentiable;
+    cummax(x, int): Scan, All -> Same, differentiable;
+    cummin(x, int): Scan, All -> Same, differentiable;
+    logcumsumexp(x, int): Scan, Floats -> Same, differentiable;
+    diff(x, size, int): Scan, All -> Same, differentiable;
+}
 
 impl Tensor {
     /// The sum of all elements so far along `dim` (PyTorch's `cumsum`). Floats keep their dtype, integers and bool give
@@ -106,11 +88,9 @@ impl Tensor {
     /// [`crate::Error::DimOutOfRange`], [`crate::Error::OutOfMemory`].
     pub fn cumsum(&self, dim: isize) -> Result<Tensor> {
         replaced!("cumsum", [self], dim);
-        if let Some(wide) = widened(&[self])? {
-            return wide[0].cumsum(dim);
-        }
+        cast_first!(widened(&[self])?, |x| x[0].cumsum(dim));
         let out = scan("cumsum", Scan::Sum, self, dim)?.0;
-        Ok(autograd::record_unary_twice("cumsum", out, self, move |grad| from_behind(&grad, dim, |g| g.cumsum(dim))))
+        Ok(autograd::record_unary_twice("cumsum", out, self, move |grad| reversed(&grad, dim, |g| g.cumsum(dim))))
     }
 
     /// The product of all elements so far along `dim` (PyTorch's `cumprod`). Dtypes as [`Tensor::cumsum`]. Differentiable,
@@ -119,11 +99,8 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::cumsum`].
     pub fn cumprod(&self, dim: isize) -> Result<Tensor> {
-        let op = "cumprod";
-        replaced!(op, [self], dim);
-        if let Some(wide) = widened(&[self])? {
-            return wide[0].cumprod(dim);
-        }
+        let op = replaced!("cumprod", [self], dim);
+        cast_first!(widened(&[self])?, |x| x[0].cumprod(dim));
         let out = scan(op, Scan::Prod, self, dim)?.0;
         if !autograd::is_tracked(&[self]) {
             return Ok(out);
@@ -131,17 +108,18 @@ impl Tensor {
         let (x, result, dtype) = (Saved::new(self), Saved::new(&out), self.dtype);
         Ok(autograd::record_twice(op, out, &[self], move |ctx| {
             if ctx.create_graph() {
-                return ctx.through(&doubling(x.get(op)?, dim)?);
+                return ctx.through(&cumprod_by_doubling(x.get(op)?, dim)?);
             }
-            let (x, result, grad) = (wide(x.get(op)?)?, wide(&ctx.result(&result)?)?, wide(&ctx.grad()?)?);
+            let (x, result, grad) =
+                (widen_half(x.get(op)?)?, widen_half(&ctx.result(&result)?)?, widen_half(&ctx.grad()?)?);
             let zero = x.eq_scalar(0)?;
             let zeros = zero.cumsum(dim)?;
-            let sum_behind = |t: &Tensor| from_behind(t, dim, |t| t.cumsum(dim));
-            // Before the first zero: all later results, without this factor. Behind it nothing changes any result.
-            let before = sum_behind(&result.mul(&grad)?)?.div(&x.masked_fill(&zero, 1)?)?;
-            // At it: the products of the others.
+            let reversed_cumsum = |t: &Tensor| reversed(t, dim, |t| t.cumsum(dim));
+            // Before the first zero: the sum over all later results, divided by the element. After it the gradient is zero.
+            let before = reversed_cumsum(&result.mul(&grad)?)?.div(&x.masked_fill(&zero, 1)?)?;
+            // At the first zero: the products of the other elements.
             let first = zero.logical_and(&zeros.eq_scalar(1)?)?;
-            let others = sum_behind(&x.masked_fill(&first, 1)?.cumprod(dim)?.mul(&grad)?)?;
+            let others = reversed_cumsum(&x.masked_fill(&first, 1)?.cumprod(dim)?.mul(&grad)?)?;
             let nothing = before.masked_fill(&zeros.ne_scalar(0)?, 0)?;
             Ok(SmallVec::from_iter([Some(first.where_cond(&others, &nothing)?.to_dtype(dtype)?)]))
         }))
@@ -165,15 +143,15 @@ impl Tensor {
     }
 
     fn running_extreme(&self, op: &'static str, kind: Scan, dim: isize) -> Result<(Tensor, Tensor)> {
-        replaced_several!(op, [self], dim; pair);
-        let (out, places) = scan(op, kind, self, dim)?;
-        let places = places.expect("it chooses");
-        let (saved, shape) = (Saved::new(&places), self.shape().clone());
+        replaced!(op, [self], dim);
+        let (out, indices) = scan(op, kind, self, dim)?;
+        let indices = indices.expect("it chooses");
+        let (saved, shape) = (Saved::new(&indices), self.shape().clone());
         let out = autograd::record_unary_twice(op, out, self, move |grad| match shape.rank() {
             0 => Ok(grad),
             _ => Tensor::zeros(&shape, &grad)?.scatter_add(dim, saved.get(op)?, &grad),
         });
-        Ok((out, places))
+        Ok((out, indices))
     }
 
     /// `log(sum(exp(x)))` of all elements so far along `dim` (PyTorch's `logcumsumexp`), without overflow; floats.
@@ -182,8 +160,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::cumsum`]; [`crate::Error::UnsupportedDType`] for integers and bool.
     pub fn logcumsumexp(&self, dim: isize) -> Result<Tensor> {
-        let op = "logcumsumexp";
-        replaced!(op, [self], dim);
+        let op = replaced!("logcumsumexp", [self], dim);
         self.dtype.check_float(op)?;
         let out = scan(op, Scan::LogSumExp, self, dim)?.0;
         if !autograd::is_tracked(&[self]) {
@@ -191,12 +168,13 @@ impl Tensor {
         }
         let (x, result, dtype) = (Saved::new(self), Saved::new(&out), self.dtype);
         Ok(autograd::record_twice(op, out, &[self], move |ctx| {
-            let (x, result, grad) = (wide(x.get(op)?)?, wide(&ctx.result(&result)?)?, wide(&ctx.grad()?)?);
+            let (x, result, grad) =
+                (widen_half(x.get(op)?)?, widen_half(&ctx.result(&result)?)?, widen_half(&ctx.grad()?)?);
             let log = grad.abs()?.log()?.sub(&result)?;
-            // The sum of grad * exp(x - result) from behind, in logarithms, for either sign of grad.
+            // The reversed cumulative sum of grad * exp(x - result), in logarithms, for each sign of grad.
             let part = |other_sign: &Tensor| {
                 let log = log.masked_fill(other_sign, f64::NEG_INFINITY)?;
-                from_behind(&log, dim, |t| t.logcumsumexp(dim))?.add(&x)?.exp()
+                reversed(&log, dim, |t| t.logcumsumexp(dim))?.add(&x)?.exp()
             };
             let grad = part(&grad.le_scalar(0)?)?.sub(&part(&grad.ge_scalar(0)?)?)?.to_dtype(dtype)?;
             Ok(SmallVec::from_iter([Some(grad)]))
@@ -217,15 +195,14 @@ impl Tensor {
     /// # Errors
     /// [`crate::Error::DimOutOfRange`], for a scalar too; [`crate::Error::OutOfMemory`].
     pub fn diff(&self, n: usize, dim: isize) -> Result<Tensor> {
-        let op = "diff";
-        replaced!(op, [self], n, dim);
+        let op = replaced!("diff", [self], n, dim);
         let d = self.shape().dim(op, dim)?;
-        // After as many times as there are elements none is left.
+        // After as many differences as there are elements, none is left.
         (0..n.min(self.shape().dims()[d])).try_fold(self.shallow_clone(), |t, _| {
             let pairs = t.shape().dims()[d].saturating_sub(1);
             let (next, this) = (t.narrow(dim, t.shape().dims()[d] - pairs, pairs)?, t.narrow(dim, 0, pairs)?);
             let made = if t.dtype == DType::Bool { next.ne(&this) } else { next.sub(&this) };
-            made.map_err(|e| e.of(op))
+            made.named(op)
         })
     }
 }

@@ -1,4 +1,4 @@
-//! What is composed of reductions: variances, standard deviations, extremes together, means around NaN.
+//! Variance, standard deviation, `aminmax` and `nanmean`.
 
 use smallvec::SmallVec;
 
@@ -6,40 +6,19 @@ use super::ReduceDims;
 use crate::autograd::{self, Saved};
 use crate::backend::problem::map::Params;
 use crate::backend::problem::reduction::Plan;
-use crate::expr::Expr;
-use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
-use crate::ops::dispatch::registry::{replaced, replaced_several};
+use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::apply;
-use crate::ops::pair;
 use crate::tensor::Layout;
-use crate::{DType, Result, Scalar, Tensor, backend};
+use crate::{DType, Expr, Result, Scalar, Tensor, backend};
 
-pub(crate) static OPERATIONS: &[Operation] = &[
-    Operation::new("var", "var", Kind::Reduction, Dtypes::Floats, Gives::Same, (1, 3), |a| {
-        a.x(0)?.var(a.dims(0)?, a.size(1)?, a.bool(2)?)
-    })
-    .differentiable(),
-    Operation::new("std", "std", Kind::Reduction, Dtypes::Floats, Gives::Same, (1, 3), |a| {
-        a.x(0)?.std(a.dims(0)?, a.size(1)?, a.bool(2)?)
-    })
-    .differentiable(),
-    Operation::several("var_mean", "var_mean", Kind::Reduction, Dtypes::Floats, Gives::Same, (1, 3), |a| {
-        a.x(0)?.var_mean(a.dims(0)?, a.size(1)?, a.bool(2)?).map(|(v, m)| vec![v, m])
-    })
-    .differentiable(),
-    Operation::several("std_mean", "std_mean", Kind::Reduction, Dtypes::Floats, Gives::Same, (1, 3), |a| {
-        a.x(0)?.std_mean(a.dims(0)?, a.size(1)?, a.bool(2)?).map(|(s, m)| vec![s, m])
-    })
-    .differentiable(),
-    Operation::several("aminmax", "aminmax", Kind::Reduction, Dtypes::All, Gives::Same, (1, 2), |a| {
-        a.x(0)?.aminmax(a.dims(0)?, a.bool(1)?).map(|(l, g)| vec![l, g])
-    })
-    .differentiable(),
-    Operation::new("nanmean", "nanmean", Kind::Reduction, Dtypes::Floats, Gives::Same, (1, 2), |a| {
-        a.x(0)?.nanmean(a.dims(0)?, a.bool(1)?)
-    })
-    .differentiable(),
-];
+operations! {
+    var(x, dims, size, bool): Reduction, Floats -> Same, differentiable;
+    std(x, dims, size, bool): Reduction, Floats -> Same, differentiable;
+    var_mean(x, dims, size, bool): Reduction, Floats -> Same, differentiable;
+    std_mean(x, dims, size, bool): Reduction, Floats -> Same, differentiable;
+    aminmax(x, dims, bool): Reduction, All -> Same, differentiable;
+    nanmean(x, dims, bool): Reduction, Floats -> Same, differentiable;
+}
 
 impl Tensor {
     /// The variance over `dims`: squared deviations from the mean, summed and divided by their number less `correction`
@@ -57,16 +36,16 @@ impl Tensor {
     pub fn var(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<Tensor> {
         let dims = dims.into();
         replaced!("var", [self], &dims, correction, keepdim);
-        if let Some(out) = in_rows("var", self, &dims, correction, keepdim, false)? {
+        if let Some(out) = fused_variance("var", self, &dims, correction, keepdim, false)? {
             return Ok(out);
         }
         // The square of a half overflows at 256.
         if matches!(self.dtype, DType::F16 | DType::BF16) {
             return self.to_dtype(DType::F32)?.var(dims, correction, keepdim)?.to_dtype(self.dtype);
         }
-        let freedom = freedom("var", self, &dims, correction)?;
-        let deviations = self.sub(&self.mean(dims.clone(), true).map_err(|e| e.of("var"))?)?;
-        deviations.mul(&deviations)?.sum(dims, keepdim)?.div_scalar(freedom)
+        let degrees_of_freedom = degrees_of_freedom("var", self, &dims, correction)?;
+        let deviations = self.sub(&self.mean(dims.clone(), true).named("var")?)?;
+        deviations.mul(&deviations)?.sum(dims, keepdim)?.div_scalar(degrees_of_freedom)
     }
 
     /// The square root of [`Tensor::var`] (PyTorch's `std`). Differentiable; at 0 the gradient is 0.
@@ -76,17 +55,17 @@ impl Tensor {
     pub fn std(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<Tensor> {
         let (op, dims) = ("std", dims.into());
         replaced!(op, [self], &dims, correction, keepdim);
-        if let Some(out) = in_rows(op, self, &dims, correction, keepdim, true)? {
+        if let Some(out) = fused_variance(op, self, &dims, correction, keepdim, true)? {
             return Ok(out);
         }
         if matches!(self.dtype, DType::F16 | DType::BF16) {
             return self.to_dtype(DType::F32)?.std(dims, correction, keepdim)?.to_dtype(self.dtype);
         }
-        let freedom = freedom(op, self, &dims, correction)?;
+        let degrees_of_freedom = degrees_of_freedom(op, self, &dims, correction)?;
         let mask = dims.mask(op, self.shape())?;
         let x = self.detach();
-        let deviations = x.sub(&x.mean(dims.clone(), true).map_err(|e| e.of(op))?)?;
-        let kept = deviations.mul(&deviations)?.sum(dims.clone(), true)?.div_scalar(freedom)?.sqrt()?;
+        let deviations = x.sub(&x.mean(dims.clone(), true).named(op)?)?;
+        let kept = deviations.mul(&deviations)?.sum(dims.clone(), true)?.div_scalar(degrees_of_freedom)?.sqrt()?;
         let out = kept.detach().reshape(super::reduced_shape(self.shape(), &mask, keepdim))?;
         if !autograd::is_tracked(&[self]) {
             return Ok(out);
@@ -95,13 +74,13 @@ impl Tensor {
         Ok(autograd::record_twice(op, out, &[self], move |ctx| {
             let (deviations, std) = (deviations.unpack(op)?, std.unpack(op)?);
             if ctx.create_graph() {
-                // What all elements have in common changes nothing: their deviations stand in for them.
+                // The variance of the deviations is that of the elements.
                 let variance = ctx.input(0, deviations).var(dims.clone(), correction, keepdim)?;
                 let none = variance.eq_scalar(0)?;
                 return ctx.through(&variance.masked_fill(&none, 1)?.sqrt()?.masked_fill(&none, 0)?);
             }
-            let grad = super::spread(&ctx.grad()?, deviations.shape(), &mask, keepdim);
-            Ok(SmallVec::from_iter([Some(derivative(&deviations, &std, &grad, freedom)?)]))
+            let grad = super::expand_reduced(&ctx.grad()?, deviations.shape(), &mask, keepdim);
+            Ok(SmallVec::from_iter([Some(derivative(&deviations, &std, &grad, degrees_of_freedom)?)]))
         }))
     }
 
@@ -111,9 +90,11 @@ impl Tensor {
     /// As [`Tensor::mean`].
     pub fn var_mean(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         let dims = dims.into();
-        replaced_several!("var_mean", [self], &dims, correction, keepdim; pair);
-        let named = |r: Result<Tensor>| r.map_err(|e| e.of("var_mean"));
-        Ok((named(self.var(dims.clone(), correction, keepdim))?, named(self.mean(dims, keepdim))?))
+        replaced!("var_mean", [self], &dims, correction, keepdim);
+        Ok((
+            self.var(dims.clone(), correction, keepdim).named("var_mean")?,
+            self.mean(dims, keepdim).named("var_mean")?,
+        ))
     }
 
     /// [`Tensor::std`] and the mean (PyTorch's `std_mean`). Differentiable.
@@ -122,9 +103,11 @@ impl Tensor {
     /// As [`Tensor::mean`].
     pub fn std_mean(&self, dims: impl Into<ReduceDims>, correction: usize, keepdim: bool) -> Result<(Tensor, Tensor)> {
         let dims = dims.into();
-        replaced_several!("std_mean", [self], &dims, correction, keepdim; pair);
-        let named = |r: Result<Tensor>| r.map_err(|e| e.of("std_mean"));
-        Ok((named(self.std(dims.clone(), correction, keepdim))?, named(self.mean(dims, keepdim))?))
+        replaced!("std_mean", [self], &dims, correction, keepdim);
+        Ok((
+            self.std(dims.clone(), correction, keepdim).named("std_mean")?,
+            self.mean(dims, keepdim).named("std_mean")?,
+        ))
     }
 
     /// The least and the greatest element over `dims` (PyTorch's `aminmax`); NaN if there is one. Differentiable.
@@ -133,9 +116,8 @@ impl Tensor {
     /// As [`Tensor::max`].
     pub fn aminmax(&self, dims: impl Into<ReduceDims>, keepdim: bool) -> Result<(Tensor, Tensor)> {
         let dims = dims.into();
-        replaced_several!("aminmax", [self], &dims, keepdim; pair);
-        let named = |r: Result<Tensor>| r.map_err(|e| e.of("aminmax"));
-        Ok((named(self.min(dims.clone(), keepdim))?, named(self.max(dims, keepdim))?))
+        replaced!("aminmax", [self], &dims, keepdim);
+        Ok((self.min(dims.clone(), keepdim).named("aminmax")?, self.max(dims, keepdim).named("aminmax")?))
     }
 
     /// The mean over `dims` of what is not NaN, of floats; NaN where all are (PyTorch's `nanmean`). Differentiable.
@@ -150,15 +132,14 @@ impl Tensor {
         if matches!(self.dtype, DType::F16 | DType::BF16) {
             return self.to_dtype(DType::F32)?.nanmean(dims, keepdim)?.to_dtype(self.dtype);
         }
-        let named = |r: Result<Tensor>| r.map_err(|e| e.of(op));
-        let count = named(self.detach().isnan()?.logical_not()?.sum(dims.clone(), keepdim))?;
-        named(self.nansum(dims, keepdim))?.div(&count.to_dtype(self.dtype)?)
+        let count = self.detach().isnan()?.logical_not()?.sum(dims.clone(), keepdim).named(op)?;
+        self.nansum(dims, keepdim).named(op)?.div(&count.to_dtype(self.dtype)?)
     }
 }
 
 /// The variances, or with `root` the standard deviations, where GPUs have them in one go: of what nobody differentiates and whose
 /// elements lie closer together than neighbouring results. One launch, two for long rows.
-fn in_rows(
+fn fused_variance(
     op: &'static str,
     t: &Tensor,
     dims: &ReduceDims,
@@ -184,15 +165,14 @@ fn in_rows(
     }
     let rows = t.with_layout(Layout { shape: sizes.into(), offset: plan.start, ..rows });
     let out = Tensor::empty_like_shape(super::reduced_shape(t.shape(), &mask, keepdim), t.dtype, t.device())?;
-    let freedom = plan.n.saturating_sub(correction) as f64;
-    Ok(backend.variance(&rows, &out, freedom, root)?.then_some(out))
+    let degrees_of_freedom = plan.n.saturating_sub(correction) as f64;
+    Ok(backend.variance(&rows, &out, degrees_of_freedom, root)?.then_some(out))
 }
 
 /// What the sum of squares is divided by: how many elements a result is of, less the correction.
-fn freedom(op: &'static str, t: &Tensor, dims: &ReduceDims, correction: usize) -> Result<f64> {
+fn degrees_of_freedom(op: &'static str, t: &Tensor, dims: &ReduceDims, correction: usize) -> Result<f64> {
     let mask = dims.mask(op, t.shape())?;
-    let n: usize = t.shape().dims().iter().zip(&mask).filter(|(_, r)| **r).map(|(&d, _)| d).product();
-    Ok(n.saturating_sub(correction) as f64)
+    Ok(super::reduced_count(t.shape(), &mask).saturating_sub(correction) as f64)
 }
 
 /// `grad * x / (root * n)`: the gradient of `root = sqrt(sum(x²) / n)`, 0 where the root is.

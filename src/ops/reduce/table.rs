@@ -1,18 +1,19 @@
-//! The table of reductions: what a row holds, and what is made of it.
+//! The table of reductions: the contents of a row, and what is generated from it.
 //!
-//! A row (they are in `ops/reductions.rs`) says how elements come together, what becomes of each before and of the result
-//! after, and its gradient. Everything else follows: the method of `Tensor`, both devices, the entry in the catalogue with its
-//! line in the documentation, and the generated tests.
+//! A row (they are in `reductions.rs`) has the combination of elements, a formula before and one after it, and the gradient. The
+//! method of `Tensor`, both devices' code, the entry in the catalogue, its documentation and the generated tests follow from it.
 
 use std::fmt;
 use std::sync::OnceLock;
 
 use crate::backend::problem::reduction::{Combination, Element, Rule};
-use crate::expr::Expr;
 use crate::expr::program::Program;
-use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
+use crate::layout::dims::ReduceDims;
+use crate::ops::dispatch::operation::{Dtypes, Gives};
+use crate::ops::dispatch::prelude::*;
+use crate::ops::reduce::gradient::apply_reduction;
 use crate::ops::reduce::reductions::reductions;
-use crate::{Compute, DType, Error, Result};
+use crate::{Compute, DType, Expr, Result, Tensor};
 
 impl Rule {
     pub(crate) fn accumulator(&self, dtype: DType) -> Compute {
@@ -26,12 +27,12 @@ impl Rule {
 }
 
 /// A gradient's formula: of the element, the result, the result's gradient and the number of elements.
-type Slope = fn(&Expr, &Expr, &Expr, &Expr) -> Expr;
+type Derivative = fn(&Expr, &Expr, &Expr, &Expr) -> Expr;
 
 /// How the gradient comes back.
 pub(crate) enum Gradient {
     None,
-    Each(Slope),
+    Each(Derivative),
     /// In equal parts to the elements that the result equals.
     Shared,
     /// To each the product of the others.
@@ -58,19 +59,19 @@ pub struct ReductionRow {
     combination: Combination,
     element: fn(&Expr) -> Expr,
     finish: fn(&Expr, &Expr) -> Expr,
-    made: OnceLock<Made>,
+    compiled: OnceLock<Compiled>,
 }
 
 /// What is made of a row once.
-struct Made {
+struct Compiled {
     rule: Rule,
     derivative: Option<Expr>,
     grows: bool,
 }
 
 impl ReductionRow {
-    fn made(&self) -> &Made {
-        self.made.get_or_init(|| {
+    fn compiled(&self) -> &Compiled {
+        self.compiled.get_or_init(|| {
             let (x, y, g, n) = (Expr::input(0), Expr::input(1), Expr::input(2), Expr::scalar(0));
             let element = match (self.element)(&x) {
                 e if e == x => Element::Itself,
@@ -85,23 +86,23 @@ impl ReductionRow {
             };
             let sums = matches!(self.combination, Combination::Add | Combination::Mul) && !counts;
             let grows = sums && finish.as_ref().is_none_or(|e| Program::of(std::slice::from_ref(e)).scalars() == 0);
-            Made { rule: Rule { combination: self.combination, element, finish, counts }, derivative, grows }
+            Compiled { rule: Rule { combination: self.combination, element, finish, counts }, derivative, grows }
         })
     }
 
     pub(crate) fn rule(&self) -> &Rule {
-        &self.made().rule
+        &self.compiled().rule
     }
 
     /// The gradient's formula, where it has one: of element, result and gradient, and of the number as scalar 0.
     pub(crate) fn derivative(&self) -> Option<&Expr> {
-        self.made().derivative.as_ref()
+        self.compiled().derivative.as_ref()
     }
 
     /// Whether the result may be far greater than the elements: that of sums and products, not of means. Autocast widens
     /// halves there.
     pub(crate) fn grows(&self) -> bool {
-        self.made().grows
+        self.compiled().grows
     }
 
     /// Whether it can be empty: whether it gives something of nothing.
@@ -124,7 +125,7 @@ impl fmt::Debug for ReductionRow {
     }
 }
 
-/// Makes the static of each row, the list of them, and their entries in the catalogue.
+/// Makes the static of each row, the list of them, their entries in the catalogue and the methods of `Tensor`.
 macro_rules! define {
     ($(
         $(#[doc = $doc:literal])+
@@ -151,7 +152,7 @@ macro_rules! define {
                     combination: Combination::$combination,
                     element: $element,
                     finish: $finish,
-                    made: OnceLock::new(),
+                    compiled: OnceLock::new(),
                 };
             )*
         }
@@ -159,37 +160,8 @@ macro_rules! define {
         /// Every reduction, in the order of the documentation.
         pub static REDUCTIONS: &[&ReductionRow] = &[$(&rows::$name),*];
 
-        pub(crate) static OPERATIONS: &[Operation] = &[$(
-            entry!(
-                $gradient
-                Operation::new(stringify!($name), $torch, Kind::Reduction, Dtypes::$takes, Gives::$gives, (1, 2), |a| {
-                    a.x(0)?.$name(a.dims(0)?, a.bool(1)?)
-                })
-            )
-        ),*];
-    };
-}
+        operations! { $($name(x, dims, bool) $torch: Reduction, $takes -> $gives, $gradient;)* }
 
-macro_rules! entry {
-    (None $operation:expr) => {
-        $operation
-    };
-    ($gradient:ident $operation:expr) => {
-        $operation.differentiable()
-    };
-}
-
-reductions!(define);
-
-/// Makes the methods of `Tensor`: `reductions!(methods);` beside `apply_reduction`.
-macro_rules! methods {
-    ($(
-        $(#[doc = $doc:literal])+
-        $name:ident $torch:literal: $takes:ident -> $gives:ident,
-            $combination:ident $element:expr => $finish:expr,
-            nothing $nothing:expr, gradient $gradient:ident $(($derivative:expr))?, is $reference:expr,
-            on $low:literal..$high:literal;
-    )*) => {
         /// Reductions over any dims: one method for each row of [`REDUCTIONS`](crate::ops::REDUCTIONS).
         ///
         /// # Errors
@@ -208,4 +180,4 @@ macro_rules! methods {
     };
 }
 
-pub(crate) use methods;
+reductions!(define);

@@ -1,4 +1,4 @@
-//! Tensors put together, and one put together with itself.
+//! Concatenation and repetition.
 
 use std::borrow::Borrow;
 
@@ -7,9 +7,9 @@ use smallvec::SmallVec;
 use crate::autograd::{is_tracked, record_twice, record_unary_twice};
 use crate::layout::shape::{Dims, NewShape, Shape};
 use crate::ops::PadMode;
+use crate::ops::dispatch::prelude::*;
 use crate::ops::dispatch::promote;
-use crate::ops::dispatch::registry::{replaced, replacement};
-use crate::{DType, Error, Result, Tensor, backend};
+use crate::{DType, Result, Tensor, backend};
 
 impl Tensor {
     /// Tensors one after another along dimension `dim`, in which alone their shapes may differ (PyTorch's `cat`). Dtypes
@@ -27,10 +27,7 @@ impl Tensor {
     /// No tensor at all; tensors on different devices, or whose other sizes differ.
     pub fn cat<T: Borrow<Tensor>>(tensors: &[T], dim: isize) -> Result<Tensor> {
         let tensors = borrowed(tensors);
-        match replacement("cat", &tensors, || vec![dim.into()])? {
-            Some(mut out) => Ok(out.swap_remove(0)),
-            None => join("cat", &tensors, dim),
-        }
+        join(replaced!("cat", tensors, dim), &tensors, dim)
     }
 
     /// Tensors of one shape along a new dimension, which is dimension `dim` of the result (PyTorch's `stack`).
@@ -41,12 +38,9 @@ impl Tensor {
     pub fn stack<T: Borrow<Tensor>>(tensors: &[T], dim: isize) -> Result<Tensor> {
         let op = "stack";
         let first = tensors.first().map(Borrow::borrow).ok_or_else(|| Error::invalid(op, "there is no tensor"))?;
-        if let Some(mut out) = replacement(op, &borrowed(tensors), || vec![dim.into()])? {
-            return Ok(out.swap_remove(0));
-        }
+        replaced!(op, borrowed(tensors), dim);
         if let Some(t) = tensors.iter().map(Borrow::borrow).find(|t| t.shape() != first.shape()) {
-            let (lhs, rhs) = (first.shape().clone(), t.shape().clone());
-            return Err(Error::ShapeMismatch { op, lhs, rhs, hint: "they must be equal" });
+            return Err(shape_mismatch(op, first, t, "they must be equal"));
         }
         join_all(op, tensors, dim, |t| t.unsqueeze(dim))
     }
@@ -92,14 +86,10 @@ impl Tensor {
     /// # Errors
     /// No tensor at all; one of three dimensions or more; tensors on different devices.
     pub fn block_diag<T: Borrow<Tensor>>(tensors: &[T]) -> Result<Tensor> {
-        let op = "block_diag";
-        if let Some(mut out) = replacement(op, &borrowed(tensors), Vec::new)? {
-            return Ok(out.swap_remove(0));
-        }
+        let op = replaced!("block_diag", borrowed(tensors));
         let blocks = tensors.iter().map(|t| t.borrow().atleast_2d()).collect::<Result<Vec<_>>>()?;
-        if let Some(t) = blocks.iter().find(|t| t.rank() > 2) {
-            return Err(Error::invalid(op, format!("a tensor of shape {} is no matrix", t.shape())));
-        }
+        invalid!(op if let Some(t) = blocks.iter().find(|t| t.rank() > 2),
+            "a tensor of shape {} is no matrix", t.shape());
         let width = blocks.iter().fold(0isize, |sum, t| sum.saturating_add_unsigned(t.shape().dims()[1]));
         let mut left = 0isize;
         join_all(op, &blocks, 0, |t| {
@@ -137,12 +127,17 @@ impl Tensor {
         self.repeated("tile", &all)
     }
 
+    /// A copy, recorded.
+    pub(crate) fn owned(&self, op: &'static str) -> Result<Tensor> {
+        Ok(record_unary_twice(op, self.copied(false)?, self, Ok))
+    }
+
     fn repeated(&self, op: &'static str, repeats: &[usize]) -> Result<Tensor> {
         let Some(more) = repeats.len().checked_sub(self.rank()) else {
             let reason = format!("{} numbers are fewer than the dimensions of shape {}", repeats.len(), self.shape());
             return Err(Error::invalid(op, reason));
         };
-        // Each dimension that repeats becomes two: the repetitions, of stride 0, and itself.
+        // Each repeated dimension is split in two: the repetitions, of stride 0, and the dimension itself.
         let (mut split, mut wide, mut whole): (Dims, Dims, Dims) = Default::default();
         for (i, &n) in repeats.iter().enumerate() {
             let size = i.checked_sub(more).map_or(1, |d| self.shape().dims()[d]);
@@ -156,11 +151,8 @@ impl Tensor {
         }
         let shapes = [split, wide, whole].map(|dims| NewShape::from(&dims.into_iter().collect::<Shape>()));
         let [split, wide, whole] = shapes;
-        let out = self.view(split).and_then(|t| t.expand(wide)?.reshape(whole)).map_err(|e| e.of(op))?;
-        match out.shares_storage(self) {
-            true => Ok(record_unary_twice(op, out.copied(false)?, &out, Ok)),
-            false => Ok(out),
-        }
+        let out = self.view(split).and_then(|t| t.expand(wide)?.reshape(whole)).named(op)?;
+        if out.shares_storage(self) { out.owned(op) } else { Ok(out) }
     }
 
     /// Each index of dimension `dim` `repeats` times in a row; None flattens first (PyTorch's `repeat_interleave`).
@@ -179,20 +171,15 @@ impl Tensor {
         let op = "repeat_interleave";
         let dim = dim.into();
         replaced!(op, [self], repeats, dim);
-        let Some(dim) = dim else {
-            return self.reshape(self.numel())?.repeat_interleave(repeats, 0);
-        };
+        let Some(dim) = dim else { return self.reshape(self.numel())?.repeat_interleave(repeats, 0) };
         let d = self.shape().dim(op, dim)?;
         let mut sizes: Dims<isize> = SmallVec::from_elem(-1, self.rank() + 1);
         sizes[d + 1] = isize::try_from(repeats).unwrap_or(isize::MAX);
-        let wide = self.unsqueeze(d as isize + 1)?.expand(&sizes[..]).map_err(|e| e.of(op))?;
+        let wide = self.unsqueeze(d as isize + 1)?.expand(&sizes[..]).named(op)?;
         let mut whole = Dims::from_slice(self.shape().dims());
         whole[d] = whole[d].saturating_mul(repeats);
         let out = wide.reshape(whole.into_iter().collect::<Shape>())?;
-        match out.shares_storage(self) {
-            true => Ok(record_unary_twice(op, out.copied(false)?, &out, Ok)),
-            false => Ok(out),
-        }
+        if out.shares_storage(self) { out.owned(op) } else { Ok(out) }
     }
 
     /// Index i of dimension `dim` `repeats[i]` times in a row (PyTorch's `repeat_interleave` with a tensor). Waits for the
@@ -201,8 +188,7 @@ impl Tensor {
     /// # Errors
     /// `repeats` that is not a vector of integers, of one number for each index, none negative; [`Error::DimOutOfRange`].
     pub fn repeat_interleave_tensor(&self, repeats: &Tensor, dim: isize) -> Result<Tensor> {
-        let op = "repeat_interleave_tensor";
-        replaced!(op, [self, repeats], dim);
+        let op = replaced!("repeat_interleave_tensor", [self, repeats], dim);
         let d = self.shape().dim(op, dim)?;
         let size = self.shape().dims()[d];
         if repeats.shape().dims() != [size] || repeats.dtype().is_float() {
@@ -239,19 +225,16 @@ impl Tensor {
     /// # Errors
     /// Not one shift for each dimension; [`Error::DimOutOfRange`].
     pub fn roll(&self, shifts: &[isize], dims: &[isize]) -> Result<Tensor> {
-        let op = "roll";
-        replaced!(op, [self], shifts, dims);
+        let op = replaced!("roll", [self], shifts, dims);
         if dims.is_empty() && shifts.len() == 1 {
             return self.reshape(self.numel())?.roll(shifts, &[0])?.reshape(self.shape());
         }
-        if dims.len() != shifts.len() || dims.is_empty() {
-            let reason = format!("{} shifts do not go with {} dimensions", shifts.len(), dims.len());
-            return Err(Error::invalid(op, reason));
-        }
+        invalid!(op if dims.len() != shifts.len() || dims.is_empty(),
+            "{} shifts do not go with {} dimensions", shifts.len(), dims.len());
         dims.iter().zip(shifts).try_fold(self.shallow_clone(), |x, (&dim, &shift)| {
             let size = x.shape().dims()[x.shape().dim(op, dim)?];
             let head = if size == 0 { 0 } else { shift.rem_euclid(size as isize) as usize };
-            Tensor::cat(&[x.narrow(dim, size - head, head)?, x.narrow(dim, 0, size - head)?], dim).map_err(|e| e.of(op))
+            Tensor::cat(&[x.narrow(dim, size - head, head)?, x.narrow(dim, 0, size - head)?], dim).named(op)
         })
     }
 }
@@ -269,10 +252,7 @@ fn stacked<T: Borrow<Tensor>>(
     dim: isize,
     each: impl FnMut(&Tensor) -> Result<Tensor>,
 ) -> Result<Tensor> {
-    match replacement(op, &borrowed(tensors), Vec::new)? {
-        Some(mut out) => Ok(out.swap_remove(0)),
-        None => join_all(op, tensors, dim, each),
-    }
+    join_all(replaced!(op, borrowed(tensors)), tensors, dim, each)
 }
 
 fn join_all<T: Borrow<Tensor>>(
@@ -282,28 +262,24 @@ fn join_all<T: Borrow<Tensor>>(
     each: impl FnMut(&Tensor) -> Result<Tensor>,
 ) -> Result<Tensor> {
     let made: Result<SmallVec<[Tensor; 4]>> = tensors.iter().map(Borrow::borrow).map(each).collect();
-    join(op, &made.map_err(|e| e.of(op))?.iter().collect::<Tensors>(), dim)
+    join(op, &made.named(op)?.iter().collect::<Tensors>(), dim)
 }
 
 fn join(op: &'static str, all: &[&Tensor], dim: isize) -> Result<Tensor> {
-    let is_nothing = |t: &&Tensor| t.shape().dims() == [0];
-    let Some(first) = all.iter().find(|t| !is_nothing(t)).or(all.first()).copied() else {
+    let is_empty_vector = |t: &&Tensor| t.shape().dims() == [0];
+    let Some(first) = all.iter().find(|t| !is_empty_vector(t)).or(all.first()).copied() else {
         return Err(Error::invalid(op, "there is no tensor"));
     };
-    let tensors: Tensors = all.iter().copied().filter(|t| first.rank() == 1 || !is_nothing(t)).collect();
+    let tensors: Tensors = all.iter().copied().filter(|t| first.rank() == 1 || !is_empty_vector(t)).collect();
     let d = first.shape().dim(op, dim)?;
     let mut dims = Dims::from_slice(first.shape().dims());
     let mut pieces = SmallVec::<[(usize, DType); 4]>::new();
     dims[d] = 0;
     for t in &tensors {
         let others = |s: &Shape| s.dims().iter().enumerate().all(|(i, &n)| i == d || dims[i] == n);
-        if t.rank() != first.rank() || !others(t.shape()) {
-            let (lhs, rhs) = (first.shape().clone(), t.shape().clone());
-            return Err(Error::ShapeMismatch { op, lhs, rhs, hint: "only the joined dimension may differ" });
-        }
-        if t.device() != first.device() {
-            return Err(Error::DeviceMismatch { op, lhs: first.device(), rhs: t.device() });
-        }
+        mismatch!(op if t.rank() != first.rank() || !others(t.shape()),
+            first, t, "only the joined dimension may differ");
+        same_device(op, &[first, t])?;
         pieces.push((t.shape().dims()[d], t.dtype()));
     }
     dims[d] = pieces.iter().fold(0, |sum, &(n, _)| sum.saturating_add(n));

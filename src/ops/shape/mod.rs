@@ -1,4 +1,4 @@
-//! Operations that put tensors together, pad them and cut them.
+//! Joining, padding, triangles and sequences.
 
 pub(crate) mod join;
 pub(crate) mod operations;

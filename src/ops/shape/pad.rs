@@ -2,8 +2,8 @@
 
 use crate::autograd::record_unary_twice;
 use crate::layout::shape::{Dims, Shape};
-use crate::ops::dispatch::registry::replaced;
-use crate::{Error, Result, Scalar, Tensor};
+use crate::ops::dispatch::prelude::*;
+use crate::{Result, Scalar, Tensor};
 
 /// What [`Tensor::pad`] puts around a tensor.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -58,31 +58,25 @@ impl Tensor {
     /// An odd number of pads or more than two for each dimension; a dimension cut to less than nothing, one too small to be
     /// reflected or repeated as far as is asked; a fraction as the constant for integers.
     pub fn pad(&self, pads: &[isize], mode: PadMode) -> Result<Tensor> {
-        let op = "pad";
-        replaced!(op, [self], pads, mode.name(), mode.constant());
-        if !pads.len().is_multiple_of(2) || pads.len() / 2 > self.rank() {
-            let reason = format!("{} numbers are not two for each of up to {} dimensions", pads.len(), self.rank());
-            return Err(Error::invalid(op, reason));
-        }
+        let op = replaced!("pad", [self], pads, mode.name(), mode.constant());
+        invalid!(op if !pads.len().is_multiple_of(2) || pads.len() / 2 > self.rank(),
+            "{} numbers are not two for each of up to {} dimensions", pads.len(), self.rank());
         let grown: Dims<isize> = pads.iter().map(|p| *p.max(&0)).collect();
         let around = |x: Tensor| {
             grown.chunks(2).enumerate().try_fold(x, |x, (i, ends)| {
-                x.extended(self.rank() - 1 - i, ends[0].unsigned_abs(), ends[1].unsigned_abs(), mode)
+                x.pad_dim(self.rank() - 1 - i, ends[0].unsigned_abs(), ends[1].unsigned_abs(), mode)
             })
         };
         let out = match mode {
-            PadMode::Constant(value) => return self.trimmed(pads)?.framed(&grown, value),
-            PadMode::Circular => around(self.trimmed(pads)?)?,
-            PadMode::Reflect | PadMode::Replicate => around(self.shallow_clone())?.trimmed(pads)?,
+            PadMode::Constant(value) => return self.crop(pads)?.pad_constant(&grown, value),
+            PadMode::Circular => around(self.crop(pads)?)?,
+            PadMode::Reflect | PadMode::Replicate => around(self.shallow_clone())?.crop(pads)?,
         };
-        match out.is_contiguous() && !out.shares_storage(self) {
-            true => Ok(out),
-            false => Ok(record_unary_twice(op, out.copied(false)?, &out, Ok)),
-        }
+        if out.is_contiguous() && !out.shares_storage(self) { Ok(out) } else { out.owned(op) }
     }
 
     /// What negative pads leave.
-    fn trimmed(&self, pads: &[isize]) -> Result<Tensor> {
+    fn crop(&self, pads: &[isize]) -> Result<Tensor> {
         let mut left = self.shallow_clone();
         for (i, ends) in pads.chunks(2).enumerate().filter(|(_, ends)| ends.iter().any(|&p| p < 0)) {
             let d = self.rank() - 1 - i;
@@ -98,10 +92,10 @@ impl Tensor {
     }
 
     /// With `value` around; no pad is negative.
-    fn framed(&self, pads: &[isize], value: Scalar) -> Result<Tensor> {
+    fn pad_constant(&self, pads: &[isize], value: Scalar) -> Result<Tensor> {
         let op = "pad";
         if pads.iter().all(|&p| p == 0) {
-            return Ok(record_unary_twice(op, self.copied(false)?, self, Ok));
+            return self.owned(op);
         }
         let ends = |d: usize| {
             let at = 2 * (self.rank() - 1 - d);
@@ -109,18 +103,18 @@ impl Tensor {
         };
         let grown = |(d, &size): (usize, &usize)| size.saturating_add(ends(d).0).saturating_add(ends(d).1);
         let shape: Shape = self.shape().dims().iter().enumerate().map(grown).collect();
-        let out = Tensor::full(shape, value, self).map_err(|e| e.of(op))?;
+        let out = Tensor::full(shape, value, self).named(op)?;
         let mut inside = out.layout.clone();
         for (d, &size) in self.shape().dims().iter().enumerate() {
             inside = inside.narrow(op, d, ends(d).0, size)?;
         }
         out.with_layout(inside).copy_(&self.detach())?;
         let back: Dims<isize> = pads.iter().map(|p| -p).collect();
-        Ok(record_unary_twice(op, out, self, move |grad| grad.trimmed(&back)))
+        Ok(record_unary_twice(op, out, self, move |grad| grad.crop(&back)))
     }
 
     /// With elements of its own before and after along dimension `d`.
-    fn extended(&self, d: usize, before: usize, after: usize, mode: PadMode) -> Result<Tensor> {
+    fn pad_dim(&self, d: usize, before: usize, after: usize, mode: PadMode) -> Result<Tensor> {
         let (dim, size) = (d as isize, self.shape().dims()[d]);
         let most = match mode {
             PadMode::Reflect => size.saturating_sub(1),
@@ -128,11 +122,8 @@ impl Tensor {
             _ if size > 0 => usize::MAX,
             _ => 0,
         };
-        if before.max(after) > most {
-            let reason =
-                format!("dimension {d} of size {size} has not the {before} and {after} elements that {mode:?} takes");
-            return Err(Error::invalid("pad", reason));
-        }
+        invalid!("pad" if before.max(after) > most,
+            "dimension {d} of size {size} has not the {before} and {after} elements that {mode:?} takes");
         if before == 0 && after == 0 {
             return Ok(self.shallow_clone());
         }
@@ -148,6 +139,6 @@ impl Tensor {
             PadMode::Circular => (self.narrow(dim, size - before, before)?, self.narrow(dim, 0, after)?),
             _ => (repeated(0, before)?, repeated(size - 1, after)?),
         };
-        Tensor::cat(&[&head, self, &tail], dim).map_err(|e| e.of("pad"))
+        Tensor::cat(&[&head, self, &tail], dim).named("pad")
     }
 }

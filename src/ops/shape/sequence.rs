@@ -73,11 +73,10 @@ impl Tensor {
     /// Written by the device where it can, else by the host.
     fn sequence(op: &'static str, n: usize, options: TensorOptions, values: Sequence) -> Result<Tensor> {
         let out = Tensor::empty_like_shape(n, options.dtype, options.device)?;
-        if n > 0 && backend::of(options.device).sequence(values, &out)? {
-            out.storage.filled();
+        if n > 0 && backend::fill([&out], |b| b.sequence(values, &out))? {
             return Ok(out);
         }
-        // A closure for each kind: neither asks for every element which it is.
+        // One closure for each variant, so that the match is not inside the loop.
         match values {
             Sequence::Int { start, step } => Tensor::computed(op, out, move |i| Sequence::Int { start, step }.at(i)),
             Sequence::Float { start, step, turn, end, n } => {
@@ -89,14 +88,14 @@ impl Tensor {
     /// Fills `out`, which is new, with values computed on the host: in place on the CPU, else written in one go.
     fn computed(op: &'static str, out: Tensor, value: impl Fn(usize) -> Scalar + Sync + Copy) -> Result<Tensor> {
         let dtype = out.dtype;
-        if out.numel() > 0 && out.device() == Device::Cpu {
+        if out.numel() > 0 && out.device().is_cpu() {
             with_host(&[], &[&out.storage], |_, to| values(dtype, to[0], value))?;
             return Ok(out);
         }
         let mut bytes = Vec::new();
         let size = out.storage.nbytes();
         bytes.try_reserve_exact(size).map_err(|_| Error::OutOfMemory {
-            device: Device::Cpu,
+            device: Device::HOST,
             requested: size,
             detail: format!("{op} computes its values on the host"),
         })?;
@@ -132,7 +131,7 @@ impl<F: Fn(usize) -> Scalar + Copy> WithSimd for Values<'_, F> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) {
-        // The dtype is a constant in each: the loop is one of its own type.
+        // The dtype is a constant in each arm, so that every loop is compiled for its type.
         macro_rules! each {
             ($($dtype:ident)*) => {
                 match self.dtype {

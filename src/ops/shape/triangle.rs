@@ -1,12 +1,12 @@
-//! Triangles of matrices, and diagonals made into matrices.
+//! Triangles and diagonals of matrices.
 
 use std::borrow::Borrow;
 use std::ops::Range;
 
 use crate::layout::shape::Dims;
-use crate::ops::dispatch::registry::replaced;
+use crate::ops::dispatch::prelude::*;
 use crate::tensor::{Layout, Shape};
-use crate::{DType, Device, Error, Result, Tensor, autograd, backend};
+use crate::{DType, Device, Result, Tensor, autograd, backend};
 
 impl Tensor {
     /// The elements on and below a diagonal of each matrix (the last two dimensions), 0 above it; diagonal 0 is the main
@@ -24,7 +24,7 @@ impl Tensor {
     /// Fewer than two dimensions.
     pub fn tril(&self, diagonal: isize) -> Result<Tensor> {
         replaced!("tril", [self], diagonal);
-        self.zeroed("tril", diagonal.saturating_add(1), isize::MAX)
+        self.zero_band("tril", diagonal.saturating_add(1), isize::MAX)
     }
 
     /// The elements on and above a diagonal of each matrix, 0 below it: see [`Tensor::tril`] (PyTorch's `triu`).
@@ -33,7 +33,7 @@ impl Tensor {
     /// Fewer than two dimensions.
     pub fn triu(&self, diagonal: isize) -> Result<Tensor> {
         replaced!("triu", [self], diagonal);
-        self.zeroed("triu", isize::MIN, diagonal)
+        self.zero_band("triu", isize::MIN, diagonal)
     }
 
     /// [`Tensor::tril`] in place.
@@ -41,7 +41,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::tril`], and as [`Tensor::fill_`].
     pub fn tril_(&self, diagonal: isize) -> Result<&Tensor> {
-        self.masked_fill_(&self.band("tril_", diagonal.saturating_add(1), isize::MAX)?, 0)
+        self.masked_fill_(&self.band_mask("tril_", diagonal.saturating_add(1), isize::MAX)?, 0)
     }
 
     /// [`Tensor::triu`] in place.
@@ -49,20 +49,20 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::tril`], and as [`Tensor::fill_`].
     pub fn triu_(&self, diagonal: isize) -> Result<&Tensor> {
-        self.masked_fill_(&self.band("triu_", isize::MIN, diagonal)?, 0)
+        self.masked_fill_(&self.band_mask("triu_", isize::MIN, diagonal)?, 0)
     }
 
     /// A copy with zeros where column - row is in `from..to`. Recorded.
-    fn zeroed(&self, op: &'static str, from: isize, to: isize) -> Result<Tensor> {
+    fn zero_band(&self, op: &'static str, from: isize, to: isize) -> Result<Tensor> {
         let plain = self.rank() < 2 || self.numel() == 0;
         let made = if plain { None } else { backend::of(self.device()).zeroed(self, from, to)? };
-        let Some(out) = made else { return self.masked_fill(&self.band(op, from, to)?, 0) };
-        Ok(autograd::record_unary_twice(op, out, self, move |grad| grad.zeroed(op, from, to)))
+        let Some(out) = made else { return self.masked_fill(&self.band_mask(op, from, to)?, 0) };
+        Ok(autograd::record_unary_twice(op, out, self, move |grad| grad.zero_band(op, from, to)))
     }
 
     /// A mask of the last two dimensions, true where column - row is in `from..to`. It is the same along diagonals: a
     /// view of one vector, whose rows start one element earlier each.
-    fn band(&self, op: &'static str, from: isize, to: isize) -> Result<Tensor> {
+    fn band_mask(&self, op: &'static str, from: isize, to: isize) -> Result<Tensor> {
         let [.., rows, columns] = *self.shape().dims() else {
             let reason = format!("a tensor of shape {} has no matrices: it takes two dimensions or more", self.shape());
             return Err(Error::invalid(op, reason));
@@ -73,8 +73,8 @@ impl Tensor {
         }
         // Element i stands for column - row = i - (rows - 1).
         let diagonals = Tensor::zeros(rows + columns - 1, options)?;
-        let place = |d: isize| d.saturating_add_unsigned(rows - 1).clamp(0, diagonals.numel() as isize) as usize;
-        let (from, to) = (place(from), place(to));
+        let position = |d: isize| d.saturating_add_unsigned(rows - 1).clamp(0, diagonals.numel() as isize) as usize;
+        let (from, to) = (position(from), position(to));
         if from < to {
             diagonals.narrow(0, from, to - from)?.fill_(true)?;
         }
@@ -90,7 +90,7 @@ impl Tensor {
     pub fn tril_indices(rows: usize, columns: usize, offset: isize, device: Device) -> Result<Tensor> {
         let op = "tril_indices";
         Shape::from([rows, columns]).checked(op)?;
-        // Rows before this one keep nothing.
+        // Rows before this one have no element in the triangle.
         let first = if columns == 0 { rows } else { offset.min(0).unsigned_abs().min(rows) };
         let kept =
             |row: usize| 0..offset.saturating_add_unsigned(row).saturating_add(1).clamp(0, columns as isize) as usize;
@@ -105,7 +105,7 @@ impl Tensor {
     pub fn triu_indices(rows: usize, columns: usize, offset: isize, device: Device) -> Result<Tensor> {
         let op = "triu_indices";
         Shape::from([rows, columns]).checked(op)?;
-        // Rows from this one on keep nothing.
+        // Rows from this one on have no element in the triangle.
         let end = (columns as isize).saturating_sub(offset).max(0) as usize;
         let kept = |row: usize| offset.saturating_add_unsigned(row).clamp(0, columns as isize) as usize..columns;
         triangle_indices(op, 0..if columns == 0 { 0 } else { end.min(rows) }, kept, device)
@@ -127,8 +127,8 @@ impl Tensor {
     /// Neither one nor two dimensions.
     pub fn diag(&self, diagonal: isize) -> Result<Tensor> {
         match self.rank() {
-            1 => self.diag_embed(diagonal, 0, 1).map_err(|e| e.of("diag")),
-            2 => self.diagonal(diagonal, 0, 1).map_err(|e| e.of("diag")),
+            1 => self.diag_embed(diagonal, 0, 1).named("diag"),
+            2 => self.diagonal(diagonal, 0, 1).named("diag"),
             rank => Err(Error::invalid("diag", format!("a tensor of rank {rank} is neither a vector nor a matrix"))),
         }
     }
@@ -139,17 +139,14 @@ impl Tensor {
     /// # Errors
     /// [`Error::DimOutOfRange`]; a scalar, or one dimension named twice.
     pub fn diag_embed(&self, offset: isize, dim1: isize, dim2: isize) -> Result<Tensor> {
-        let op = "diag_embed";
-        replaced!(op, [self], offset, dim1, dim2);
+        let op = replaced!("diag_embed", [self], offset, dim1, dim2);
         let [outer @ .., len] = self.shape().dims() else {
             return Err(Error::invalid(op, "a scalar has no dimension that could be a diagonal"));
         };
         let side = len.saturating_add(offset.unsigned_abs());
         let flat: Shape = outer.iter().copied().chain([side, side]).collect();
         let (a, b) = (flat.dim(op, dim1)?, flat.dim(op, dim2)?);
-        if a == b {
-            return Err(Error::invalid(op, format!("a diagonal needs two dimensions, and {dim1} and {dim2} are one")));
-        }
+        invalid!(op if a == b, "a diagonal needs two dimensions, and {dim1} and {dim2} are one");
         let mut shape: Dims = outer.iter().copied().collect();
         [a.min(b), a.max(b)].into_iter().for_each(|d| shape.insert(d, side));
         self.placed(op, &shape.into_iter().collect(), move |l| Ok(l.diagonal(offset, a, b)))
@@ -171,12 +168,9 @@ impl Tensor {
     /// No tensor at all; one of two dimensions or more.
     pub fn meshgrid<T: Borrow<Tensor>>(tensors: &[T]) -> Result<Vec<Tensor>> {
         let op = "meshgrid";
-        if let Some(t) = tensors.iter().map(Borrow::borrow).find(|t| t.rank() > 1) {
-            return Err(Error::invalid(op, format!("it takes vectors, and one has shape {}", t.shape())));
-        }
-        if tensors.is_empty() {
-            return Err(Error::invalid(op, "there is no tensor"));
-        }
+        invalid!(op if let Some(t) = tensors.iter().map(Borrow::borrow).find(|t| t.rank() > 1),
+            "it takes vectors, and one has shape {}", t.shape());
+        invalid!(op if tensors.is_empty(), "there is no tensor");
         let shape: Shape = tensors.iter().map(|t| t.borrow().numel()).collect();
         let along = |(d, t): (usize, &T)| {
             let vector = t.borrow();
@@ -196,13 +190,13 @@ fn triangle_indices(
 ) -> Result<Tensor> {
     let mut numbers: Vec<i64> = Vec::new();
     let too_many = |_| Error::invalid(op, "there is no room for so many indices");
-    // Before they are counted, which takes as long as there are rows.
+    // Reserved before counting, which takes time proportional to the rows.
     numbers.try_reserve(rows.len().saturating_mul(2)).map_err(too_many)?;
     let count = rows.clone().map(|row| kept(row).len()).fold(0usize, usize::saturating_add);
     let out = Tensor::empty_like_shape([2, count], DType::I64, device)?; // fails where there are too many
     numbers.try_reserve_exact(count.saturating_mul(2)).map_err(too_many)?;
-    let places = || rows.clone().flat_map(|row| kept(row).map(move |column| (row, column)));
-    numbers.extend(places().map(|(row, _)| row as i64).chain(places().map(|(_, c)| c as i64)));
+    let elements = || rows.clone().flat_map(|row| kept(row).map(move |column| (row, column)));
+    numbers.extend(elements().map(|(row, _)| row as i64).chain(elements().map(|(_, c)| c as i64)));
     out.storage.write(0, bytemuck::cast_slice(&numbers))?;
     Ok(out)
 }

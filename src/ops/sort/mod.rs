@@ -1,46 +1,38 @@
-//! Sorting along a dim, stably, and searching in what is sorted.
+//! Stable sorting along a dim, and binary search in sorted tensors.
 //!
-//! On GPUs groups sort blocks in local memory, then each launch makes one run of two; a line that fits in a block is one
-//! launch. Where one or a few of a line are wanted, the CPU and GPUs choose them and do not sort. Elements are compared by
-//! unsigned keys: NaN is above everything, as in PyTorch, and -0 equals 0. The gradient of sorting is a reading through the
-//! inverse permutation.
+//! On GPUs work-groups sort blocks in local memory, then each launch merges pairs of runs; a line that fits in a block is one launch.
+//! Where only one or a few elements of a line are needed, backends select instead of sorting. Elements are compared by unsigned keys:
+//! NaN is greater than everything, as in PyTorch, and -0 equals 0. The gradient of a sort gathers through the inverse permutation.
 
 pub(crate) mod select;
 
-use super::{pair, result_type, same_device, same_dtype};
+use super::{result_type, same_device, same_dtype};
 use crate::autograd::{self, Saved};
 use crate::backend::problem::select::{Chosen, Nth};
-use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
-use crate::ops::dispatch::registry::{replaced, replaced_several};
+use crate::ops::dispatch::prelude::*;
 use crate::ops::index::gather::read_through;
 use crate::tensor::view::at_least_1d;
 use crate::tensor::{Dims, Layout};
-use crate::{DType, Error, Result, Tensor, backend};
+use crate::{DType, Result, Tensor, backend};
 
 /// Sorted values and the indices they had, outside the graph.
 pub(crate) fn sorted(op: &'static str, t: &Tensor, dim: isize, descending: bool) -> Result<(Tensor, Tensor)> {
     let x = at_least_1d(t);
     let d = x.shape().dim(op, dim)?;
     let values = Tensor::empty_like_shape(x.shape(), x.dtype, x.device())?;
-    let places = Tensor::empty_like_shape(x.shape(), DType::I64, x.device())?;
+    let indices = Tensor::empty_like_shape(x.shape(), DType::I64, x.device())?;
     if x.numel() > 0 {
-        backend::launch(&[&values, &places], |b| b.sort(&x, d, descending, &values, &places))?;
+        backend::launch([&values, &indices], |b| b.sort(&x, d, descending, &values, &indices))?;
     }
-    // Of a scalar too.
+    // The shape of the input, a scalar too.
     let shaped = |made: Tensor| made.with_layout(Layout::contiguous(t.shape().clone()));
-    Ok((shaped(values), shaped(places)))
+    Ok((shaped(values), shaped(indices)))
 }
 
 impl Chosen {
     pub(crate) fn empty(x: &Tensor, dims: Dims) -> Result<Chosen> {
         let indices = Tensor::empty_like_shape(&dims[..], DType::I64, x.device())?;
         Ok(Chosen { values: Some(Tensor::empty_like_shape(dims, x.dtype, x.device())?), indices })
-    }
-
-    /// Written to.
-    fn changed(self) -> Chosen {
-        self.values.iter().chain([&self.indices]).for_each(|t| t.storage.bump_version());
-        self
     }
 
     /// Values, read from `x` along `dim` where there are none, and indices. Differentiable.
@@ -56,37 +48,27 @@ impl Chosen {
 /// The first `k` elements of each line in order, outside the graph; of a tensor of rank 1 at least.
 pub(crate) fn first_sorted(op: &'static str, t: &Tensor, dim: isize, k: usize, descending: bool) -> Result<Chosen> {
     let d = t.shape().dim(op, dim)?;
-    if let Some(found) = backend::of(t.device()).first(t, d, k, descending)? {
-        return Ok(found.changed());
+    if let Some(found) = backend::choose(t, |b| b.first(t, d, k, descending))? {
+        return Ok(found);
     }
     Ok(sorted(op, t, dim, descending)?.1.narrow(dim, 0, k)?.contiguous()?.into())
 }
 
-/// The element of each line that has a place in ascending order, keeping the dim with size 1, of a tensor of rank 1 at least;
+/// The element of each line that has a position in ascending order, keeping the dim with size 1, of a tensor of rank 1 at least;
 /// `None` where sorting is the way.
 pub(crate) fn nth(op: &'static str, t: &Tensor, dim: isize, nth: Nth) -> Result<Option<Chosen>> {
     let d = t.shape().dim(op, dim)?;
-    Ok(backend::of(t.device()).nth(t, d, nth)?.map(Chosen::changed))
+    backend::choose(t, |b| b.nth(t, d, nth))
 }
 
-pub(crate) static OPERATIONS: &[Operation] = &[
-    Operation::several("sort", "sort", Kind::Sorting, Dtypes::All, Gives::Same, (1, 2), |a| {
-        a.x(0)?.sort(a.int(0)?, a.bool(1)?).map(|(v, i)| vec![v, i])
-    })
-    .differentiable(),
-    Operation::new("argsort", "argsort", Kind::Sorting, Dtypes::All, Gives::I64, (1, 2), |a| {
-        a.x(0)?.argsort(a.int(0)?, a.bool(1)?)
-    }),
-    Operation::new("msort", "msort", Kind::Sorting, Dtypes::All, Gives::Same, (1, 0), |a| a.x(0)?.msort())
-        .differentiable(),
-    Operation::new("isin", "isin", Kind::Sorting, Dtypes::All, Gives::Bool, (2, 0), |a| a.x(0)?.isin(a.x(1)?)),
-    Operation::new("searchsorted", "searchsorted", Kind::Sorting, Dtypes::All, Gives::I64, (2, 1), |a| {
-        a.x(0)?.searchsorted(a.x(1)?, a.bool(0)?)
-    }),
-    Operation::new("bucketize", "bucketize", Kind::Sorting, Dtypes::All, Gives::I64, (2, 1), |a| {
-        a.x(0)?.bucketize(a.x(1)?, a.bool(0)?)
-    }),
-];
+operations! {
+    sort(x, int, bool): Sorting, All -> Same, differentiable;
+    argsort(x, int, bool): Sorting, All -> I64;
+    msort(x): Sorting, All -> Same, differentiable;
+    isin(x, x): Sorting, All -> Bool;
+    searchsorted(x, x, bool): Sorting, All -> I64;
+    bucketize(x, x, bool): Sorting, All -> I64;
+}
 
 impl Tensor {
     /// The elements in order along `dim`, and the indices they had, as i64 (PyTorch's `sort`, always stable). NaN is above
@@ -106,8 +88,7 @@ impl Tensor {
     /// # Errors
     /// [`Error::DimOutOfRange`], [`Error::OutOfMemory`].
     pub fn sort(&self, dim: isize, descending: bool) -> Result<(Tensor, Tensor)> {
-        let op = "sort";
-        replaced_several!(op, [self], dim, descending; pair);
+        let op = replaced!("sort", [self], dim, descending);
         let (values, indices) = sorted(op, self, dim, descending)?;
         let saved = Saved::new(&indices);
         let values = autograd::record_unary_twice(op, values, self, move |grad| match grad.rank() {
@@ -132,7 +113,7 @@ impl Tensor {
     /// As [`Tensor::sort`].
     pub fn msort(&self) -> Result<Tensor> {
         replaced!("msort", [self]);
-        Ok(self.sort(0, false).map_err(|e| e.of("msort"))?.0)
+        Ok(self.sort(0, false).named("msort")?.0)
     }
 
     /// How many elements of this sorted tensor's last dim are below each of `values`, or with `right` not above it: where to
@@ -161,14 +142,8 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::searchsorted`]; [`Error::Invalid`] where `boundaries` is no vector.
     pub fn bucketize(&self, boundaries: &Tensor, right: bool) -> Result<Tensor> {
-        let op = "bucketize";
-        replaced!(op, [self, boundaries], right);
-        if boundaries.rank() != 1 {
-            return Err(Error::invalid(
-                op,
-                format!("the boundaries are a vector, not of shape {}", boundaries.shape()),
-            ));
-        }
+        let op = replaced!("bucketize", [self, boundaries], right);
+        invalid!(op if boundaries.rank() != 1, "the boundaries are a vector, not of shape {}", boundaries.shape());
         searched(op, boundaries, self, right)
     }
 
@@ -185,8 +160,7 @@ impl Tensor {
     /// # Errors
     /// [`Error::DeviceMismatch`], [`Error::OutOfMemory`].
     pub fn isin(&self, test_elements: &Tensor) -> Result<Tensor> {
-        let op = "isin";
-        replaced!(op, [self, test_elements]);
+        let op = replaced!("isin", [self, test_elements]);
         same_device(op, &[self, test_elements])?;
         let n = test_elements.numel();
         if n == 0 {
@@ -195,9 +169,9 @@ impl Tensor {
         let dtype = result_type(&[self, test_elements], &[]).unwrap_or(self.dtype);
         let (x, among) = (self.detach().to_dtype(dtype)?, test_elements.detach().to_dtype(dtype)?.reshape(n)?);
         let among = sorted(op, &among, 0, false)?.0;
-        // Beyond all there is the last, which differs.
-        let place = searched(op, &among, &x, false)?.clamp_max(n as i64 - 1)?;
-        among.take(&place)?.eq(&x)
+        // A value greater than all is compared with the last element, which differs.
+        let position = searched(op, &among, &x, false)?.clamp_max(n as i64 - 1)?;
+        among.take(&position)?.eq(&x)
     }
 }
 
@@ -208,18 +182,14 @@ fn searched(op: &'static str, sorted: &Tensor, values: &Tensor, right: bool) -> 
         return Err(Error::invalid(op, "what is searched is a scalar: it has no dim"));
     };
     let of_values = values.shape().dims();
-    if !leading.is_empty() && of_values.split_last().is_none_or(|(_, of_values)| of_values != leading) {
-        let hint = "all dims but the last are the same, or what is searched is a vector";
-        return Err(Error::ShapeMismatch { op, lhs: sorted.shape().clone(), rhs: values.shape().clone(), hint });
-    }
-    // A value's line: stride 0 along what only the values have.
+    mismatch!(op if !leading.is_empty() && of_values.split_last().is_none_or(|(_, of_values)| of_values != leading),
+        sorted, values, "all dims but the last are the same, or what is searched is a vector");
+    // The sorted line of each value: stride 0 along the dims that only the values have.
     let mut strides: Dims<isize> = Dims::from_elem(0, values.rank());
     strides.iter_mut().zip(&sorted.strides()[..leading.len()]).for_each(|(to, &stride)| *to = stride);
     let lines = Layout { shape: values.shape().clone(), strides, offset: sorted.layout.offset };
     let step = sorted.strides()[leading.len()];
-    let out = Tensor::empty_like_shape(values.shape(), DType::I64, values.device())?;
-    if out.numel() > 0 {
-        backend::launch(&[&out], |b| b.search(sorted, &lines, step, values, right, &out))?;
-    }
-    Ok(out)
+    backend::compute(values.shape(), DType::I64, values.device(), |b, out| {
+        b.search(sorted, &lines, step, values, right, out)
+    })
 }

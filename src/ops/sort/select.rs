@@ -1,55 +1,24 @@
-//! What is chosen by order along a dim: the greatest k, the k-th, medians, quantiles, the most frequent. Each finds indices
-//! and reads the elements through them, which is also the gradient. Where one or a few of a line are wanted, the CPU and GPUs
-//! choose and do not sort.
+//! Selection by order along a dim: top-k, k-th value, medians, quantiles, mode. Each computes indices and gathers the elements, which
+//! also gives the gradient. Where only one or a few elements of a line are needed, backends select instead of sorting.
 
 use crate::backend::problem::map::Params;
 use crate::backend::problem::select::{Chosen, Nth};
-use crate::expr::Expr;
-use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
-use crate::ops::dispatch::registry::{replaced, replaced_several};
+use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::{apply, apply_into};
-use crate::ops::pair;
 use crate::ops::sort::{first_sorted, nth, sorted};
-use crate::{DType, Error, Result, Scalar, Tensor};
+use crate::{DType, Expr, Result, Scalar, Tensor};
 
-pub(crate) static OPERATIONS: &[Operation] = &[
-    Operation::several("topk", "topk", Kind::Sorting, Dtypes::All, Gives::Same, (1, 3), |a| {
-        a.x(0)?.topk(a.size(0)?, a.int(1)?, a.bool(2)?).map(|(v, i)| vec![v, i])
-    })
-    .differentiable(),
-    Operation::several("kthvalue", "kthvalue", Kind::Sorting, Dtypes::All, Gives::Same, (1, 3), |a| {
-        a.x(0)?.kthvalue(a.size(0)?, a.int(1)?, a.bool(2)?).map(|(v, i)| vec![v, i])
-    })
-    .differentiable(),
-    Operation::several("median", "median", Kind::Sorting, Dtypes::All, Gives::Same, (1, 2), |a| {
-        a.x(0)?.median(a.int(0)?, a.bool(1)?).map(|(v, i)| vec![v, i])
-    })
-    .differentiable(),
-    Operation::several("nanmedian", "nanmedian", Kind::Sorting, Dtypes::All, Gives::Same, (1, 2), |a| {
-        a.x(0)?.nanmedian(a.int(0)?, a.bool(1)?).map(|(v, i)| vec![v, i])
-    })
-    .differentiable(),
-    Operation::several("mode", "mode", Kind::Sorting, Dtypes::All, Gives::Same, (1, 2), |a| {
-        a.x(0)?.mode(a.int(0)?, a.bool(1)?).map(|(v, i)| vec![v, i])
-    })
-    .differentiable(),
-    Operation::new("quantile", "quantile", Kind::Sorting, Dtypes::Floats, Gives::Same, (1, 3), |a| {
-        a.x(0)?.quantile(a.float(0)?, a.int(1)?, a.bool(2)?)
-    })
-    .differentiable(),
-    Operation::new("nanquantile", "nanquantile", Kind::Sorting, Dtypes::Floats, Gives::Same, (1, 3), |a| {
-        a.x(0)?.nanquantile(a.float(0)?, a.int(1)?, a.bool(2)?)
-    })
-    .differentiable(),
-    Operation::several("max_dim", "max", Kind::Reduction, Dtypes::All, Gives::Same, (1, 2), |a| {
-        a.x(0)?.max_dim(a.int(0)?, a.bool(1)?).map(|(v, i)| vec![v, i])
-    })
-    .differentiable(),
-    Operation::several("min_dim", "min", Kind::Reduction, Dtypes::All, Gives::Same, (1, 2), |a| {
-        a.x(0)?.min_dim(a.int(0)?, a.bool(1)?).map(|(v, i)| vec![v, i])
-    })
-    .differentiable(),
-];
+operations! {
+    topk(x, size, int, bool): Sorting, All -> Same, differentiable;
+    kthvalue(x, size, int, bool): Sorting, All -> Same, differentiable;
+    median(x, int, bool): Sorting, All -> Same, differentiable;
+    nanmedian(x, int, bool): Sorting, All -> Same, differentiable;
+    mode(x, int, bool): Sorting, All -> Same, differentiable;
+    quantile(x, float, int, bool): Sorting, Floats -> Same, differentiable;
+    nanquantile(x, float, int, bool): Sorting, Floats -> Same, differentiable;
+    max_dim(x, int, bool) "max": Reduction, All -> Same, differentiable;
+    min_dim(x, int, bool) "min": Reduction, All -> Same, differentiable;
+}
 
 /// The element of every line of `t` along `dim` that `find` gives the index of (of a tensor of rank 1 at least; the
 /// indices keep the dim with size 1), and the indices.
@@ -60,24 +29,20 @@ fn chosen(
     keepdim: bool,
     find: impl FnOnce(&Tensor) -> Result<Chosen>,
 ) -> Result<(Tensor, Tensor)> {
-    let x = if t.rank() == 0 { t.unsqueeze(0)? } else { t.shallow_clone() };
+    let x = t.atleast_1d()?;
     let d = x.shape().dim(op, dim)?;
-    if x.shape().dims()[d] == 0 {
-        let reason = format!("dimension {dim} is empty in shape {}: there is no element to choose", t.shape());
-        return Err(Error::invalid(op, reason));
-    }
-    let (values, indices) = find(&x.detach()).and_then(|found| found.of(&x, dim)).map_err(|e| e.of(op))?;
+    invalid!(op if x.shape().dims()[d] == 0,
+        "dimension {dim} is empty in shape {}: there is no element to choose", t.shape());
+    let (values, indices) = find(&x.detach()).and_then(|found| found.of(&x, dim)).named(op)?;
     match keepdim && t.rank() > 0 {
         true => Ok((values, indices)),
         false => Ok((values.squeeze(dim)?, indices.squeeze(dim)?)),
     }
 }
 
-fn check_share(op: &'static str, t: &Tensor, q: f64) -> Result<()> {
+fn check_quantile(op: &'static str, t: &Tensor, q: f64) -> Result<()> {
     t.dtype.check_float(op)?;
-    if !(0.0..=1.0).contains(&q) {
-        return Err(Error::invalid(op, format!("{q} is not between 0 and 1")));
-    }
+    invalid!(op if !(0.0..=1.0).contains(&q), "{q} is not between 0 and 1");
     Ok(())
 }
 
@@ -102,8 +67,8 @@ impl Sorted {
 
     /// The indices of the elements at `place`, a formula of the number of NaN.
     fn at(&self, op: &'static str, place: Expr) -> Result<Chosen> {
-        let places = apply(op, &[&self.nans], Params::default(), &[place], &[DType::I64])?.remove(0);
-        self.order.gather(self.dim, &places).map(Chosen::from)
+        let positions = apply(op, &[&self.nans], Params::default(), &[place], &[DType::I64])?.remove(0);
+        self.order.gather(self.dim, &positions).map(Chosen::from)
     }
 }
 
@@ -114,13 +79,10 @@ impl Tensor {
     /// # Errors
     /// [`Error::Invalid`] where the dim has less than `k` elements; [`Error::DimOutOfRange`], [`Error::OutOfMemory`].
     pub fn topk(&self, k: usize, dim: isize, largest: bool) -> Result<(Tensor, Tensor)> {
-        let op = "topk";
-        replaced_several!(op, [self], k, dim, largest; pair);
-        let x = if self.rank() == 0 { self.unsqueeze(0)? } else { self.shallow_clone() };
+        let op = replaced!("topk", [self], k, dim, largest);
+        let x = self.atleast_1d()?;
         let n = x.shape().dims()[x.shape().dim(op, dim)?];
-        if k > n {
-            return Err(Error::invalid(op, format!("{k} elements of {n} along dimension {dim} of {}", self.shape())));
-        }
+        invalid!(op if k > n, "{k} elements of {n} along dimension {dim} of {}", self.shape());
         let (values, indices) = first_sorted(op, &x.detach(), dim, k, largest)?.of(&x, dim)?;
         match self.rank() == 0 && k == 1 {
             true => Ok((values.squeeze(dim)?, indices.squeeze(dim)?)),
@@ -134,14 +96,10 @@ impl Tensor {
     /// # Errors
     /// [`Error::Invalid`] where the dim has less than `k` elements or `k` is 0; [`Error::DimOutOfRange`].
     pub fn kthvalue(&self, k: usize, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
-        let op = "kthvalue";
-        replaced_several!(op, [self], k, dim, keepdim; pair);
+        let op = replaced!("kthvalue", [self], k, dim, keepdim);
         chosen(op, self, dim, keepdim, |x| {
             let n = size(x, dim)?;
-            if k == 0 || k > n {
-                let reason = format!("the dimension has elements 1 to {n}, and {k} was asked for");
-                return Err(Error::invalid(op, reason));
-            }
+            invalid!(op if k == 0 || k > n, "the dimension has elements 1 to {n}, and {k} was asked for");
             match nth(op, x, dim, Nth::Place(k - 1))? {
                 Some(found) => Ok(found),
                 None => sorted(op, x, dim, false)?.1.narrow(dim, k - 1, 1).map(Chosen::from),
@@ -163,12 +121,12 @@ impl Tensor {
     /// # Errors
     /// [`Error::Invalid`] where the dim is empty; [`Error::DimOutOfRange`], [`Error::OutOfMemory`].
     pub fn median(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
-        replaced_several!("median", [self], dim, keepdim; pair);
+        replaced!("median", [self], dim, keepdim);
         chosen("median", self, dim, keepdim, |x| {
             if let Some(found) = nth("median", x, dim, Nth::Median)? {
                 return Ok(found);
             }
-            // The first of the NaN, which are at the end.
+            // The first NaN; they are at the end.
             let (n, nans) = (size(x, dim)?, Expr::input(0));
             Sorted::new("median", x, dim)?.at("median", nans.gt(0.0).select(n as f64 - &nans, ((n - 1) / 2) as f64))
         })
@@ -180,7 +138,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::median`].
     pub fn nanmedian(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
-        replaced_several!("nanmedian", [self], dim, keepdim; pair);
+        replaced!("nanmedian", [self], dim, keepdim);
         chosen("nanmedian", self, dim, keepdim, |x| {
             if let Some(found) = nth("nanmedian", x, dim, Nth::NanMedian)? {
                 return Ok(found);
@@ -197,15 +155,14 @@ impl Tensor {
     /// [`Error::Invalid`] for a `q` outside 0 to 1 and where the dim is empty; [`Error::DimOutOfRange`],
     /// [`Error::UnsupportedDType`].
     pub fn quantile(&self, q: f64, dim: isize, keepdim: bool) -> Result<Tensor> {
-        let op = "quantile";
-        replaced!(op, [self], q, dim, keepdim);
-        check_share(op, self, q)?;
+        let op = replaced!("quantile", [self], q, dim, keepdim);
+        check_quantile(op, self, q)?;
         let last = match self.rank() {
             0 => 0,
             _ => self.shape().dims()[self.shape().dim(op, dim)?].saturating_sub(1),
         };
         let place = q * last as f64;
-        // Where the line has a NaN that is the last element.
+        // A NaN, where there is one, is the last element.
         let expr = |place: f64| Expr::input(0).gt(0.0).select(last as f64, place);
         let mut high = None;
         let low = chosen(op, self, dim, keepdim, |x| {
@@ -226,14 +183,13 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::quantile`].
     pub fn nanquantile(&self, q: f64, dim: isize, keepdim: bool) -> Result<Tensor> {
-        let op = "nanquantile";
-        replaced!(op, [self], q, dim, keepdim);
-        check_share(op, self, q)?;
+        let op = replaced!("nanquantile", [self], q, dim, keepdim);
+        check_quantile(op, self, q)?;
         let mut between = None;
         let (low, _) = chosen(op, self, dim, keepdim, |x| {
             let sorted = Sorted::new(op, x, dim)?;
             let nans = sorted.nans.to_dtype(x.dtype.compute().dtype())?;
-            // Of a line of NaN the first.
+            // The first element of a line that is all NaN.
             let place = ((size(x, dim)? - 1) as f64 - Expr::input(0)).max(0.0) * q;
             let exprs = [place.floor(), place.ceil(), &place - place.floor()];
             let dtypes = [DType::I64, DType::I64, nans.dtype];
@@ -254,15 +210,14 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::median`].
     pub fn mode(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
-        let op = "mode";
-        replaced_several!(op, [self], dim, keepdim; pair);
+        let op = replaced!("mode", [self], dim, keepdim);
         chosen(op, self, dim, keepdim, |x| {
             let n = size(x, dim)?;
             let (values, order) = sorted(op, x, dim, false)?;
             let place = Tensor::arange(0, n as i64, 1, (DType::I64, x.device()))?;
             let behind = x.rank() - 1 - x.shape().dim(op, dim)?;
             let place = place.reshape(std::iter::once(n).chain(std::iter::repeat_n(1, behind)).collect::<Vec<_>>())?;
-            // Where the run of equals that an element is in starts; the longest run ends at the first greatest distance.
+            // The start of the run of equal elements that each element is in. The longest run ends where the distance to it is greatest.
             let (place, scalars) = (
                 place.broadcast_to(x.shape().dims().iter().map(|&n| n as isize).collect::<Vec<_>>())?,
                 [Scalar::Int(0)],
@@ -289,7 +244,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::median`].
     pub fn max_dim(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
-        replaced_several!("max_dim", [self], dim, keepdim; pair);
+        replaced!("max_dim", [self], dim, keepdim);
         chosen("max_dim", self, dim, keepdim, |x| x.argmax(dim, true).map(Chosen::from))
     }
 
@@ -298,7 +253,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::median`].
     pub fn min_dim(&self, dim: isize, keepdim: bool) -> Result<(Tensor, Tensor)> {
-        replaced_several!("min_dim", [self], dim, keepdim; pair);
+        replaced!("min_dim", [self], dim, keepdim);
         chosen("min_dim", self, dim, keepdim, |x| x.argmin(dim, true).map(Chosen::from))
     }
 }

@@ -1,6 +1,6 @@
-//! Attention by blocks: the scores of some queries at a time, which are gone when the next come, so that memory grows with the
-//! lengths and not with their product; backward makes them again (Rabe and Staats 2021, "Self-attention does not need O(n²)
-//! memory"; Dao et al. 2022, "FlashAttention"). With `is_causal` keys that no query of a block sees are left out.
+//! Attention in blocks: the scores of some queries at a time, so that memory grows with the lengths and not with their product;
+//! backward recomputes them (Rabe and Staats 2021, "Self-attention does not need O(n²) memory"; Dao et al. 2022,
+//! "FlashAttention"). With `is_causal`, keys that no query of a block attends to are skipped.
 
 use std::ops::Range;
 
@@ -8,7 +8,7 @@ use smallvec::SmallVec;
 
 use crate::backend::problem::attention::Blocking;
 use crate::ops::linalg::products::product_in;
-use crate::ops::nn::attention::{Attention, heads_inside};
+use crate::ops::nn::attention::{Attention, empty_heads_inside};
 use crate::ops::nn::softmax::{masked_softmax, softmax_derivative};
 use crate::tensor::Dims;
 use crate::{DType, Device, Result, Scalar, Shape, Tensor, autograd, backend};
@@ -74,7 +74,7 @@ impl Blocks {
         }
         let even = |n: usize, most: usize| n.div_ceil(n.div_ceil(most.max(1)));
         let room = limits.block / keys.saturating_mul(q.dtype.size());
-        // Eight blocks one under the other leave out all but a sixteenth of what lies above the diagonal.
+        // Eight blocks below each other skip all but a sixteenth of the scores above the diagonal.
         let most = if causal { queries.div_ceil(8) } else { *queries };
         let together = even(*queries, room.min(most).max(limits.queries)).next_multiple_of(8).min(*queries);
         let mut heads = room / together;
@@ -110,7 +110,7 @@ impl Blocks {
 
     /// Whether every element of `t`, which has queries before its last dim or otherwise keys, is in exactly one block: then blocks
     /// write it, otherwise they add to it.
-    fn is_parted(&self, t: &Tensor, of_queries: bool) -> bool {
+    fn is_partitioned(&self, t: &Tensor, of_queries: bool) -> bool {
         let (batch, length) = self.sizes.split_at(self.sizes.len() - 1);
         let all_keys = self.tile[batch.len()] == length[0] && (!self.causal || self.keys <= length[0]);
         t.shape().dims()[..t.rank() - 2] == *batch && (of_queries || all_keys)
@@ -130,7 +130,7 @@ impl Blocks {
         let [q, k, v] = inputs.map(Tensor::detach);
         let mask = mask.map(Tensor::detach);
         let shape: Shape = self.sizes.iter().copied().chain([v.shape().dims()[v.rank() - 1]]).collect();
-        let out = match heads_inside(&shape, &q)? {
+        let out = match empty_heads_inside(&shape, &q)? {
             Some(out) => out,
             None => Tensor::empty_like_shape(shape, q.dtype, q.device())?,
         };
@@ -155,8 +155,9 @@ impl Blocks {
         let (mask, grad) = (mask.map(Tensor::detach), grad.detach());
         let transposed = |t: &Tensor| t.transpose(-1, -2);
         let [slot_q, slot_k, slot_v] = slots;
-        let sum =
-            |i: usize, t: &Tensor, slot| wanted[i].then(|| Sum::new(t, slot, self.is_parted(t, i == 0))).transpose();
+        let sum = |i: usize, t: &Tensor, slot| {
+            wanted[i].then(|| GradientSum::new(t, slot, self.is_partitioned(t, i == 0))).transpose()
+        };
         let (dq, dk, dv) = (sum(0, &q, slot_q)?, sum(1, &k, slot_k)?, sum(2, &v, slot_v)?);
         self.each(|block| {
             let weights = self.weights(op, block, [&q, &k], mask.as_ref())?;
@@ -177,7 +178,7 @@ impl Blocks {
             }
             Ok(())
         })?;
-        let [dq, dk, dv] = [dq, dk, dv].map(|sum| sum.map(Sum::finish).transpose());
+        let [dq, dk, dv] = [dq, dk, dv].map(|sum| sum.map(GradientSum::finish).transpose());
         Ok([dq?, dk?, dv?])
     }
 }
@@ -215,7 +216,7 @@ impl Block {
 /// `alpha a b` into `out`.
 fn write(op: &'static str, out: &Tensor, a: &Tensor, b: &Tensor, alpha: Scalar) -> Result<()> {
     let made = product_in(op, Some(out.shallow_clone()), None, a, b, alpha)?;
-    // It is written elsewhere where `out` cannot be written to as it lies.
+    // The product allocates its own result where it cannot write to `out`.
     if !made.shares_storage(out) {
         out.copy_(&made)?;
     }
@@ -223,26 +224,26 @@ fn write(op: &'static str, out: &Tensor, a: &Tensor, b: &Tensor, alpha: Scalar) 
 }
 
 /// A gradient that blocks have parts of.
-struct Sum {
+struct GradientSum {
     /// Where it goes, if somebody said.
     slot: Option<Tensor>,
     /// What the blocks write to, or, of the type it is summed in, add to.
     total: Tensor,
     dtype: DType,
     /// Whether every element is written once.
-    parted: bool,
+    partitioned: bool,
 }
 
-impl Sum {
+impl GradientSum {
     /// Of the shape and dtype of `like`.
-    fn new(like: &Tensor, slot: Option<Tensor>, parted: bool) -> Result<Sum> {
+    fn new(like: &Tensor, slot: Option<Tensor>, partitioned: bool) -> Result<GradientSum> {
         let dtype = like.dtype;
-        let total = match (&slot, parted) {
+        let total = match (&slot, partitioned) {
             (Some(slot), true) => slot.detach(),
             (None, true) => Tensor::empty_like_shape(like.shape(), dtype, like.device())?,
             (_, false) => Tensor::zeros(like.shape(), (dtype.compute().dtype(), like.device()))?,
         };
-        Ok(Sum { slot, total, dtype, parted })
+        Ok(GradientSum { slot, total, dtype, partitioned })
     }
 
     /// `alpha a b`, summed over dims that are broadcast, in the part of a block.
@@ -255,7 +256,7 @@ impl Sum {
         alpha: Scalar,
     ) -> Result<()> {
         let total = part(&self.total)?;
-        match self.parted {
+        match self.partitioned {
             true => write(op, &total, a, b, alpha),
             false => {
                 total.add_(&product_in(op, None, None, a, b, alpha)?.sum_to(total.shape())?)?;
@@ -266,7 +267,7 @@ impl Sum {
 
     fn finish(self) -> Result<Tensor> {
         match self.slot {
-            _ if self.parted => Ok(self.total),
+            _ if self.partitioned => Ok(self.total),
             Some(slot) => {
                 slot.copy_(&self.total)?;
                 Ok(slot)

@@ -1,9 +1,9 @@
-//! How convolutions move their windows, and the operations by name.
+//! The options of convolutions, and their rows in the catalogue.
 
+use crate::Result;
 use crate::ops::dispatch::arguments::{Args, Argument};
-use crate::ops::dispatch::operation::{Arity, Dtypes, Gives, Kind, Operation};
+use crate::ops::dispatch::prelude::*;
 use crate::ops::nn::window::{fold, unfold};
-use crate::{Result, Tensor};
 
 /// Zeros around an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -107,34 +107,19 @@ impl<const D: usize> ConvTransposeOptions<D> {
     }
 }
 
-const fn layer(
-    name: &'static str,
-    torch: &'static str,
-    takes: Dtypes,
-    most: Arity,
-    call: fn(&Args) -> Result<Tensor>,
-) -> Operation {
-    Operation::new(name, torch, Kind::NeuralNetwork, takes, Gives::Same, most, call).differentiable()
-}
-
-pub(crate) static OPERATIONS: &[Operation] = &[
-    layer("conv1d", "nn.functional.conv1d", Dtypes::Floats, (3, 4), |a| {
-        a.x(0)?.conv1d(a.x(1)?, a.xs().get(2).copied(), ConvOptions::of(a)?)
-    }),
-    layer("conv2d", "nn.functional.conv2d", Dtypes::Floats, (3, 4), |a| {
-        a.x(0)?.conv2d(a.x(1)?, a.xs().get(2).copied(), ConvOptions::of(a)?)
-    }),
-    layer("conv_transpose1d", "nn.functional.conv_transpose1d", Dtypes::Floats, (3, 5), |a| {
-        a.x(0)?.conv_transpose1d(a.x(1)?, a.xs().get(2).copied(), ConvTransposeOptions::of(a)?)
-    }),
-    layer("conv_transpose2d", "nn.functional.conv_transpose2d", Dtypes::Floats, (3, 5), |a| {
-        a.x(0)?.conv_transpose2d(a.x(1)?, a.xs().get(2).copied(), ConvTransposeOptions::of(a)?)
-    }),
-    layer("unfold2d", "nn.functional.unfold", Dtypes::All, (1, 4), |a| {
-        unfold(a.x(0)?, a.array(0, [1; 2])?, a.array(1, [1; 2])?, a.array(2, [0; 2])?, a.array(3, [1; 2])?)
-    }),
-    layer("fold", "nn.functional.fold", Dtypes::Floats, (1, 5), |a| {
+operations! {
+    conv1d(3, 4) functional: NeuralNetwork, Floats -> Same, differentiable
+        => |a| a.x(0)?.conv1d(a.x(1)?, a.optional(2), ConvOptions::of(a)?);
+    conv2d(3, 4) functional: NeuralNetwork, Floats -> Same, differentiable
+        => |a| a.x(0)?.conv2d(a.x(1)?, a.optional(2), ConvOptions::of(a)?);
+    conv_transpose1d(3, 5) functional: NeuralNetwork, Floats -> Same, differentiable
+        => |a| a.x(0)?.conv_transpose1d(a.x(1)?, a.optional(2), ConvTransposeOptions::of(a)?);
+    conv_transpose2d(3, 5) functional: NeuralNetwork, Floats -> Same, differentiable
+        => |a| a.x(0)?.conv_transpose2d(a.x(1)?, a.optional(2), ConvTransposeOptions::of(a)?);
+    unfold2d(1, 4) "nn.functional.unfold": NeuralNetwork, All -> Same, differentiable
+        => |a| unfold(a.x(0)?, a.array(0, [1; 2])?, a.array(1, [1; 2])?, a.array(2, [0; 2])?, a.array(3, [1; 2])?);
+    fold(1, 5) functional: NeuralNetwork, Floats -> Same, differentiable => |a| {
         let (size, kernel, dilation) = (a.array(0, [1; 2])?, a.array(1, [1; 2])?, a.array(2, [1; 2])?);
         fold(a.x(0)?, size, kernel, dilation, a.array(3, [0; 2])?, a.array(4, [1; 2])?)
-    }),
-];
+    };
+}

@@ -1,8 +1,8 @@
 //! Losses that compare vectors.
 
-use crate::ops::dispatch::registry::replaced;
+use crate::ops::dispatch::prelude::*;
 use crate::ops::nn::loss::{losses, reduced, same_shape};
-use crate::{Error, LossReduction, Result, Tensor};
+use crate::{LossReduction, Result, Tensor};
 
 impl Tensor {
     /// `1 - cos` of two vectors whose target is 1, `max(0, cos - margin)` where it is -1 (PyTorch's
@@ -18,18 +18,15 @@ impl Tensor {
         margin: f64,
         reduction: LossReduction,
     ) -> Result<Tensor> {
-        let op = "cosine_embedding_loss";
-        replaced!(op, [self, other, target], margin, reduction);
+        let op = replaced!("cosine_embedding_loss", [self, other, target], margin, reduction);
         same_shape(op, &[self, other])?;
-        if self.rank() == 0 || target.shape().dims() != &self.shape().dims()[..self.rank() - 1] {
-            let hint = "the inputs are [N, D] and the target [N], or [D] and a scalar";
-            return Err(Error::ShapeMismatch { op, lhs: self.shape().clone(), rhs: target.shape().clone(), hint });
-        }
+        mismatch!(op if self.rank() == 0 || target.shape().dims() != &self.shape().dims()[..self.rank() - 1],
+            self, target, "the inputs are [N, D] and the target [N], or [D] and a scalar");
         let sums = || -> Result<[Tensor; 3]> {
             let dot = |a: &Tensor, b: &Tensor| a.mul(b)?.sum(-1, false);
             Ok([dot(self, other)?, dot(self, self)?, dot(other, other)?])
         };
-        let [dot, a, b] = sums().map_err(|e| e.of(op))?;
+        let [dot, a, b] = sums().named(op)?;
         losses(op, &[&dot, &a, &b, target], reduction, |e| {
             let cos = &e[0] / ((&e[1] + 1e-12) * (&e[2] + 1e-12)).sqrt();
             let (near, far) = (1.0 - &cos, &cos - margin);
@@ -53,8 +50,7 @@ impl Tensor {
         swap: bool,
         reduction: LossReduction,
     ) -> Result<Tensor> {
-        let op = "triplet_margin_loss";
-        replaced!(op, [self, positive, negative], margin, p, swap, reduction);
+        let op = replaced!("triplet_margin_loss", [self, positive, negative], margin, p, swap, reduction);
         same_shape(op, &[self, positive, negative])?;
         let far = |a: &Tensor, b: &Tensor| a.pairwise_distance(b, p, 1e-6, false);
         let each = || {
@@ -68,6 +64,6 @@ impl Tensor {
             })?;
             reduced(losses, reduction)
         };
-        each().map_err(|e| e.of(op))
+        each().named(op)
     }
 }

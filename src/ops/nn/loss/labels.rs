@@ -1,10 +1,9 @@
-//! Losses of classes: by number, or by a probability for each.
+//! Losses of classes, given as labels or as probabilities.
 
-use crate::ops::dispatch::autocast::widened;
-use crate::ops::dispatch::registry::replacement;
+use crate::ops::dispatch::prelude::*;
+use crate::ops::formula;
 use crate::ops::nn::loss::reduced;
-use crate::ops::{formula, same_device, same_dtype};
-use crate::{CrossEntropy, Error, Expr, LossReduction, Result, Shape, Tensor};
+use crate::{CrossEntropy, Expr, LossReduction, Result, Shape, Tensor};
 
 impl Tensor {
     /// The mean over rows of `-log_softmax(logits)[label]`: [`Tensor::cross_entropy_with`] its defaults.
@@ -43,32 +42,26 @@ impl Tensor {
     pub fn cross_entropy_with(&self, target: &Tensor, options: CrossEntropy) -> Result<Tensor> {
         let op = "cross_entropy";
         self.dtype().check_float(op)?;
-        if let Some(wide) = widened(&[self])? {
-            return wide[0].cross_entropy_with(target, options);
-        }
+        cast_first!(widened(&[self])?, |x| x[0].cross_entropy_with(target, options));
         let inputs: &[&Tensor] = match &options.weight {
             Some(weight) => &[self, target, weight],
             None => &[self, target],
         };
         let CrossEntropy { reduction, ignore_index, label_smoothing, .. } = options;
         let arguments = || vec![reduction.into(), ignore_index.into(), label_smoothing.into()];
-        if let Some(mut out) = replacement(op, inputs, arguments)? {
-            return Ok(out.swap_remove(0));
-        }
-        if !(0.0..=1.0).contains(&options.label_smoothing) {
-            let reason = format!("label_smoothing is {}, it must be in 0..=1", options.label_smoothing);
-            return Err(Error::invalid(op, reason));
-        }
+        replaced!(op, inputs; arguments);
+        invalid!(op if !(0.0..=1.0).contains(&options.label_smoothing),
+            "label_smoothing is {}, it must be in 0..=1", options.label_smoothing);
         if target.dtype().is_float() {
-            return self.soft_cross_entropy(op, target, options).map_err(|e| e.of(op));
+            return self.soft_cross_entropy(op, target, options).named(op);
         }
         let plain = options.weight.is_none() && options.label_smoothing == 0.0;
         on_rows(op, self, target, |logits, labels| match plain {
             true => logits.label_entropy(labels, options, move |log, labels| {
                 let plain = CrossEntropy { reduction, ignore_index, ..CrossEntropy::default() };
-                labelled("cross_entropy", log, labels, plain)
+                label_losses("cross_entropy", log, labels, plain)
             }),
-            false => labelled(op, &logits.log_softmax(1)?, labels, options),
+            false => label_losses(op, &logits.log_softmax(1)?, labels, options),
         })
     }
 
@@ -88,26 +81,18 @@ impl Tensor {
     pub fn nll_loss(&self, labels: &Tensor, options: CrossEntropy) -> Result<Tensor> {
         let op = "nll_loss";
         self.dtype().check_float(op)?;
-        if let Some(wide) = widened(&[self])? {
-            return wide[0].nll_loss(labels, options);
-        }
+        cast_first!(widened(&[self])?, |x| x[0].nll_loss(labels, options));
         let inputs: Vec<&Tensor> = [self, labels].into_iter().chain(options.weight).collect();
         let CrossEntropy { reduction, ignore_index, .. } = options;
-        if let Some(mut out) = replacement(op, &inputs, || vec![reduction.into(), ignore_index.into()])? {
-            return Ok(out.swap_remove(0));
-        }
-        if options.label_smoothing != 0.0 {
-            return Err(Error::invalid(op, "it smooths no labels: use cross_entropy_with"));
-        }
-        on_rows(op, self, labels, |x, labels| labelled(op, x, labels, options))
+        replaced!(op, inputs, reduction, ignore_index);
+        invalid!(op if options.label_smoothing != 0.0, "it smooths no labels: use cross_entropy_with");
+        on_rows(op, self, labels, |x, labels| label_losses(op, x, labels, options))
     }
 
     /// Cross-entropy with a probability for each class.
     fn soft_cross_entropy(&self, op: &'static str, target: &Tensor, options: CrossEntropy) -> Result<Tensor> {
-        if self.shape() != target.shape() || self.rank() == 0 {
-            let hint = "probabilities have the shape of the logits, [C] or [N, C, ..]";
-            return Err(Error::ShapeMismatch { op, lhs: self.shape().clone(), rhs: target.shape().clone(), hint });
-        }
+        mismatch!(op if self.shape() != target.shape() || self.rank() == 0,
+            self, target, "probabilities have the shape of the logits, [C] or [N, C, ..]");
         let dim = usize::from(self.rank() > 1);
         let classes = self.shape().dims()[dim];
         let log = self.log_softmax(dim as isize)?;
@@ -128,10 +113,7 @@ impl Tensor {
 fn class_weight(op: &'static str, x: &Tensor, weight: &Tensor, dim: usize) -> Result<Tensor> {
     same_dtype(op, &[x, weight])?;
     let classes = x.shape().dims()[dim];
-    if weight.shape().dims() != [classes] {
-        let hint = "there is one weight for each class";
-        return Err(Error::ShapeMismatch { op, lhs: x.shape().clone(), rhs: weight.shape().clone(), hint });
-    }
+    mismatch!(op if weight.shape().dims() != [classes], x, weight, "there is one weight for each class");
     let shape: Shape = (0..x.rank()).map(|d| if d == dim { classes } else { 1 }).collect();
     weight.reshape(shape)
 }
@@ -148,10 +130,8 @@ fn on_rows(
     let dims = x.shape().dims();
     let dim = usize::from(x.rank() > 1);
     let others: Shape = dims.iter().enumerate().filter(|(d, _)| *d != dim).map(|(_, &n)| n).collect();
-    if x.rank() == 0 || labels.shape() != &others {
-        let hint = "logits are [C], [N, C] or [N, C, ..] and labels the same without C";
-        return Err(Error::ShapeMismatch { op, lhs: x.shape().clone(), rhs: labels.shape().clone(), hint });
-    }
+    mismatch!(op if x.rank() == 0 || labels.shape() != &others,
+        x, labels, "logits are [C], [N, C] or [N, C, ..] and labels the same without C");
     let run = || match x.rank() {
         2 => f(x, labels),
         _ => {
@@ -160,15 +140,15 @@ fn on_rows(
             if out.rank() == 1 { out.reshape(&others) } else { Ok(out) }
         }
     };
-    run().map_err(|e| e.of(op))
+    run().named(op)
 }
 
 /// The losses of log-probabilities `[M, C]` with labels, weighted and smoothed.
-fn labelled(op: &'static str, log: &Tensor, labels: &Tensor, options: CrossEntropy) -> Result<Tensor> {
+fn label_losses(op: &'static str, log: &Tensor, labels: &Tensor, options: CrossEntropy) -> Result<Tensor> {
     let CrossEntropy { reduction, ignore_index, label_smoothing, weight } = options;
     let (dtype, classes) = (log.dtype(), log.shape().dims()[1]);
     let weight = weight.map(|w| class_weight(op, log, w, 1)).transpose()?;
-    // What is ignored may be no class at all: it reads class 0.
+    // An ignored label may not be a valid class: class 0 is read instead.
     let counted = labels.masked_fill(&labels.eq_scalar(ignore_index)?, 0)?;
     let picked = log.gather(1, &counted.unsqueeze(1)?)?.squeeze(1)?;
     let own = weight.as_ref().map(|w| w.flatten(0, 1)?.index_select(0, &counted)).transpose()?;
@@ -192,7 +172,7 @@ fn labelled(op: &'static str, log: &Tensor, labels: &Tensor, options: CrossEntro
     }
     let share = ignored.select(0.0, own.as_ref().map_or(Expr::constant(1.0), |_| Expr::input(1)));
     let inputs: Vec<&Tensor> = std::iter::once(labels).chain(&own).collect();
-    // Counts of a half-precision sum would be rounded.
+    // Half precision would round the count.
     let wide = if dtype.size() < 4 { crate::DType::F32 } else { dtype };
     let shares = formula(op, &inputs, wide, &share, |i| share.diff(i))?.sum((), false)?;
     losses.sum((), false)?.to_dtype(wide)?.div(&shares)?.to_dtype(dtype)

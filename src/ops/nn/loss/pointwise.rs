@@ -2,9 +2,9 @@
 
 use std::f64::consts::PI;
 
-use crate::ops::dispatch::registry::{replaced, replacement};
+use crate::ops::dispatch::prelude::*;
 use crate::ops::formula;
-use crate::ops::nn::loss::{alike, check_positive, losses, reduced, same_shape};
+use crate::ops::nn::loss::{check_positive, losses, losses_of_one_shape, reduced, same_shape};
 use crate::{Expr, LossReduction, Result, Tensor};
 
 /// `log(x)`, at least -100.
@@ -37,7 +37,7 @@ impl Tensor {
     /// As [`Tensor::mse_loss`].
     pub fn mse_loss_with(&self, target: &Tensor, reduction: LossReduction) -> Result<Tensor> {
         replaced!("mse_loss", [self, target], reduction);
-        alike("mse_loss", &[self, target], reduction, |x| (&x[0] - &x[1]).square())
+        losses_of_one_shape("mse_loss", &[self, target], reduction, |x| (&x[0] - &x[1]).square())
     }
 
     /// The mean of `|self - target|` over all elements, a scalar (PyTorch's `l1_loss`). Two launches. Differentiable.
@@ -54,7 +54,7 @@ impl Tensor {
     /// As [`Tensor::mse_loss`].
     pub fn l1_loss_with(&self, target: &Tensor, reduction: LossReduction) -> Result<Tensor> {
         replaced!("l1_loss", [self, target], reduction);
-        alike("l1_loss", &[self, target], reduction, |x| (&x[0] - &x[1]).abs())
+        losses_of_one_shape("l1_loss", &[self, target], reduction, |x| (&x[0] - &x[1]).abs())
     }
 
     /// `d² / (2 beta)` where the error d is below beta, `d - beta / 2` elsewhere (PyTorch's `smooth_l1_loss`, whose default
@@ -63,13 +63,12 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::mse_loss`]; [`crate::Error::Invalid`] for a beta below 0.
     pub fn smooth_l1_loss(&self, target: &Tensor, beta: f64, reduction: LossReduction) -> Result<Tensor> {
-        let op = "smooth_l1_loss";
-        replaced!(op, [self, target], beta, reduction);
+        let op = replaced!("smooth_l1_loss", [self, target], beta, reduction);
         check_positive(op, "beta", beta, true)?;
-        alike(op, &[self, target], reduction, |x| {
+        losses_of_one_shape(op, &[self, target], reduction, |x| {
             let error = &x[0] - &x[1];
             let d = error.abs();
-            // Not of |error|, which has no second derivative at 0.
+            // The square is of the error itself: |error| has no second derivative at 0.
             if beta == 0.0 { d } else { d.lt(beta).select(error.square() * (0.5 / beta), &d - 0.5 * beta) }
         })
     }
@@ -80,10 +79,9 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::mse_loss`]; [`crate::Error::Invalid`] for a delta that is not above 0.
     pub fn huber_loss(&self, target: &Tensor, delta: f64, reduction: LossReduction) -> Result<Tensor> {
-        let op = "huber_loss";
-        replaced!(op, [self, target], delta, reduction);
+        let op = replaced!("huber_loss", [self, target], delta, reduction);
         check_positive(op, "delta", delta, false)?;
-        alike(op, &[self, target], reduction, |x| {
+        losses_of_one_shape(op, &[self, target], reduction, |x| {
             let error = &x[0] - &x[1];
             let d = error.abs();
             d.le(delta).select(error.square() * 0.5, (&d - 0.5 * delta) * delta)
@@ -115,19 +113,17 @@ impl Tensor {
         self.dtype().check_float(op)?;
         let inputs: Vec<&Tensor> = [self, target].into_iter().chain(weight).collect();
         crate::ops::same_dtype(op, &inputs)?;
-        if let Some(mut out) = replacement(op, &inputs, || vec![reduction.into()])? {
-            return Ok(out.swap_remove(0));
-        }
+        replaced!(op, inputs, reduction);
         let (x, t) = (Expr::input(0), Expr::input(1));
         let scale = weight.map_or(Expr::constant(1.0), |_| Expr::input(2));
         let loss = -(&t * bounded_log(&x) + (1.0 - &t) * bounded_log(&(1.0 - &x))) * &scale;
-        // As PyTorch has it: saturated probabilities still learn.
+        // PyTorch's gradient, which is not zero for saturated probabilities.
         let derivative = (&x - &t) / ((1.0 - &x) * &x).max(1e-12) * &scale;
         let each = || {
             let of = |i: usize| if i == 0 { derivative.clone() } else { loss.diff(i) };
             reduced(formula(op, &inputs, self.dtype(), &loss, of)?, reduction)
         };
-        each().map_err(|e| e.of(op))
+        each().named(op)
     }
 
     /// [`Tensor::binary_cross_entropy`] of `sigmoid(self)`, without overflow (PyTorch's
@@ -146,9 +142,7 @@ impl Tensor {
         let op = "binary_cross_entropy_with_logits";
         same_shape(op, &[self, target])?;
         let inputs: Vec<&Tensor> = [self, target].into_iter().chain(weight).chain(pos_weight).collect();
-        if let Some(mut out) = replacement(op, &inputs, || vec![reduction.into(), pos_weight.is_some().into()])? {
-            return Ok(out.swap_remove(0));
-        }
+        replaced!(op, inputs, reduction, pos_weight.is_some());
         losses(op, &inputs, reduction, |e| {
             let (x, t, last) = (&e[0], &e[1], &e[e.len() - 1]);
             let log = x.logsigmoid();
@@ -166,7 +160,7 @@ impl Tensor {
     /// As [`Tensor::mse_loss`].
     pub fn kl_div(&self, target: &Tensor, reduction: LossReduction, log_target: bool) -> Result<Tensor> {
         replaced!("kl_div", [self, target], reduction, log_target);
-        alike("kl_div", &[self, target], reduction, |e| {
+        losses_of_one_shape("kl_div", &[self, target], reduction, |e| {
             let (x, t) = (&e[0], &e[1]);
             match log_target {
                 true => t.exp() * (t - x),
@@ -190,7 +184,7 @@ impl Tensor {
         reduction: LossReduction,
     ) -> Result<Tensor> {
         replaced!("poisson_nll_loss", [self, target], log_input, full, eps, reduction);
-        alike("poisson_nll_loss", &[self, target], reduction, |e| {
+        losses_of_one_shape("poisson_nll_loss", &[self, target], reduction, |e| {
             let (x, t) = (&e[0], &e[1]);
             let loss = if log_input { x.exp() - t * x } else { x - t * (x + eps).log() };
             let stirling = || t * t.log() - t + 0.5 * (2.0 * PI * t).log();
@@ -212,8 +206,7 @@ impl Tensor {
         eps: f64,
         reduction: LossReduction,
     ) -> Result<Tensor> {
-        let op = "gaussian_nll_loss";
-        replaced!(op, [self, target, var], full, eps, reduction);
+        let op = replaced!("gaussian_nll_loss", [self, target, var], full, eps, reduction);
         same_shape(op, &[self, target])?;
         losses(op, &[self, target, var], reduction, |e| {
             let var = e[2].lt(eps).select(eps, &e[2]);
@@ -228,7 +221,7 @@ impl Tensor {
     /// As [`Tensor::mse_loss`].
     pub fn soft_margin_loss(&self, target: &Tensor, reduction: LossReduction) -> Result<Tensor> {
         replaced!("soft_margin_loss", [self, target], reduction);
-        alike("soft_margin_loss", &[self, target], reduction, |e| -(&e[0] * &e[1]).logsigmoid())
+        losses_of_one_shape("soft_margin_loss", &[self, target], reduction, |e| -(&e[0] * &e[1]).logsigmoid())
     }
 
     /// x where the target is 1, `max(0, margin - x)` where it is -1 (PyTorch's `hinge_embedding_loss`, whose default margin is
@@ -238,7 +231,7 @@ impl Tensor {
     /// As [`Tensor::mse_loss`].
     pub fn hinge_embedding_loss(&self, target: &Tensor, margin: f64, reduction: LossReduction) -> Result<Tensor> {
         replaced!("hinge_embedding_loss", [self, target], margin, reduction);
-        alike("hinge_embedding_loss", &[self, target], reduction, |e| {
+        losses_of_one_shape("hinge_embedding_loss", &[self, target], reduction, |e| {
             let (x, t) = (&e[0], &e[1]);
             let far = margin - x;
             t.eq(1.0).select(0.0, far.lt(0.0).select(0.0, far)) + t.eq(-1.0).select(0.0, x)
@@ -258,7 +251,7 @@ impl Tensor {
         reduction: LossReduction,
     ) -> Result<Tensor> {
         replaced!("margin_ranking_loss", [self, other, target], margin, reduction);
-        alike("margin_ranking_loss", &[self, other, target], reduction, |e| {
+        losses_of_one_shape("margin_ranking_loss", &[self, other, target], reduction, |e| {
             let loss = margin - &e[2] * (&e[0] - &e[1]);
             loss.lt(0.0).select(0.0, loss)
         })

@@ -1,18 +1,15 @@
-//! The norms as methods: what they check, and which rows they are.
+//! The norms as methods: argument checks, and the view of rows for each.
 
 use crate::autograd::is_tracked;
 use crate::backend::problem::map::Params;
 use crate::backend::problem::norm::{View, apart};
-use crate::expr::Expr;
-use crate::ops::dispatch::arguments::{Args, Argument};
-use crate::ops::dispatch::autocast::widened;
-use crate::ops::dispatch::operation::{Arity, Dtypes, Gives, Kind, Operation};
-use crate::ops::dispatch::registry::{replaced, replacement};
+use crate::ops::dispatch::arguments::Argument;
+use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::recorded;
+use crate::ops::formula;
 use crate::ops::nn::norm::{BatchNormOptions, normalised};
-use crate::ops::{formula, same_device, same_dtype};
 use crate::tensor::Dims;
-use crate::{Error, Result, Scalar, Shape, Tensor, backend, no_grad};
+use crate::{Expr, Result, Scalar, Shape, Tensor, backend, no_grad};
 
 /// x, and what there is of weight and bias.
 fn given<'a>(x: &'a Tensor, weight: Option<&'a Tensor>, bias: Option<&'a Tensor>) -> Dims<&'a Tensor> {
@@ -33,9 +30,7 @@ fn rest<'a>(
 macro_rules! replace {
     ($op:expr, $inputs:expr, $weight:expr, $bias:expr $(, $argument:expr)*) => {
         if $weight.is_some() || $bias.is_none() {
-            if let Some(mut out) = replacement($op, &$inputs, || vec![$($argument.into()),*])? {
-                return Ok(out.swap_remove(0));
-            }
+            replaced!($op, $inputs $(, $argument)*);
         }
     };
 }
@@ -43,31 +38,24 @@ macro_rules! replace {
 /// Weight and bias of one number for each channel.
 fn check_channels(op: &'static str, x: &Tensor, given: &[Option<&Tensor>]) -> Result<()> {
     x.dtype.check_float(op)?;
-    if x.rank() < 2 {
-        return Err(Error::invalid(op, format!("the input is [N, C, ..], this one has shape {}", x.shape())));
-    }
+    invalid!(op if x.rank() < 2, "the input is [N, C, ..], this one has shape {}", x.shape());
     for t in given.iter().flatten() {
         same_device(op, &[x, t])?;
-        if t.shape().dims() != [x.shape().dims()[1]] {
-            let hint = "there is one number for each channel";
-            return Err(Error::ShapeMismatch { op, lhs: x.shape().clone(), rhs: t.shape().clone(), hint });
-        }
+        mismatch!(op if t.shape().dims() != [x.shape().dims()[1]], x, t, "there is one number for each channel");
     }
     Ok(())
 }
 
 fn check_last(op: &'static str, x: &Tensor, shape: &[usize], given: &[Option<&Tensor>]) -> Result<()> {
     x.dtype.check_float(op)?;
-    let mismatch = |rhs: Shape, hint| Error::ShapeMismatch { op, lhs: x.shape().clone(), rhs, hint };
     if shape.is_empty() || !x.shape().dims().ends_with(shape) {
-        return Err(mismatch(shape.into(), "the normalised shape is that of the input's last dims"));
+        let hint = "the normalised shape is that of the input's last dims";
+        return Err(Error::ShapeMismatch { op, lhs: x.shape().clone(), rhs: shape.into(), hint });
     }
     for t in given.iter().flatten() {
         same_device(op, &[x, t])?;
         same_dtype(op, &[x, t])?;
-        if t.shape().dims() != shape {
-            return Err(mismatch(t.shape().clone(), "weight and bias have the normalised shape"));
-        }
+        mismatch!(op if t.shape().dims() != shape, x, t, "weight and bias have the normalised shape");
     }
     Ok(())
 }
@@ -116,9 +104,7 @@ impl Tensor {
     pub fn rms_norm(&self, normalized_shape: &[usize], weight: Option<&Tensor>, eps: Option<f64>) -> Result<Tensor> {
         let op = "rms_norm";
         let inputs = given(self, weight, None);
-        if let Some(wide) = widened(&inputs)? {
-            return wide[0].rms_norm(normalized_shape, rest(&wide, weight, None).0, eps);
-        }
+        cast_first!(widened(&inputs)?, |x| x[0].rms_norm(normalized_shape, rest(x, weight, None).0, eps));
         replace!(op, inputs, weight, None::<&Tensor>, normalized_shape, eps);
         check_last(op, self, normalized_shape, &[weight])?;
         let n = normalized_shape.iter().product();
@@ -154,10 +140,8 @@ impl Tensor {
         check_channels(op, self, &[weight, bias])?;
         same_dtype(op, &inputs)?;
         let channels = self.shape().dims()[1];
-        if groups == 0 || !channels.is_multiple_of(groups) {
-            let reason = format!("{groups} groups do not divide {channels} channels evenly");
-            return Err(Error::invalid(op, reason));
-        }
+        invalid!(op if groups == 0 || !channels.is_multiple_of(groups),
+            "{groups} groups do not divide {channels} channels evenly");
         let statistics = View::Groups(groups).statistics(self)?;
         normalised(op, (self, &statistics), View::Groups(groups), weight, bias, eps, false)
     }
@@ -172,7 +156,7 @@ impl Tensor {
         let inputs = given(self, weight, bias);
         replace!(op, inputs, weight, bias, eps);
         check_channels(op, self, &[weight, bias])?;
-        self.group_norm(self.shape().dims()[1].max(1), weight, bias, eps).map_err(|e| e.of(op))
+        self.group_norm(self.shape().dims()[1].max(1), weight, bias, eps).named(op)
     }
 
     /// Each channel of `[N, C, ..]` less its mean, over its standard deviation (PyTorch's `batch_norm`): in training over the
@@ -207,7 +191,7 @@ impl Tensor {
                 let inputs: Dims<&Tensor> = [self, mean, var].into_iter().chain(weight).chain(bias).collect();
                 replace!(op, inputs, weight, bias, false, momentum, eps);
             }
-            // What changes its arguments is nobody else's.
+            // Running statistics are updated in place, which replacements do not do.
             _ => {}
         }
         check_channels(op, self, &[weight, bias, running_mean, running_var])?;
@@ -215,10 +199,7 @@ impl Tensor {
         let channels = self.shape().dims()[1];
         let n: usize = self.shape().dims().iter().enumerate().filter(|(d, _)| *d != 1).map(|(_, &n)| n).product();
         if training {
-            if n == 1 {
-                let reason = format!("shape {} has one element a channel, which has no variance", self.shape());
-                return Err(Error::invalid(op, reason));
-            }
+            invalid!(op if n == 1, "shape {} has one element a channel, which has no variance", self.shape());
             let statistics = View::Batch.statistics(self)?;
             let out = normalised(op, (self, &statistics), View::Batch, weight, bias, eps, false)?;
             let unbiased = n as f64 / (n as f64 - 1.0);
@@ -238,7 +219,7 @@ impl Tensor {
                     }
                     (None, None) => Ok(()),
                 };
-                no_grad(update).map_err(|e| e.of(op))?;
+                no_grad(update).named(op)?;
             }
             return Ok(out);
         }
@@ -273,53 +254,33 @@ impl Tensor {
         let op = "normalize";
         self.dtype.check_float(op)?;
         replaced!(op, [self], p, dim, eps);
-        if let Some(wide) = widened(&[self])? {
-            return wide[0].normalize(p, dim, eps);
-        }
-        if p.is_nan() || p <= 0.0 {
-            return Err(Error::invalid(op, format!("p is {p}, it must be above 0")));
-        }
+        cast_first!(widened(&[self])?, |x| x[0].normalize(p, dim, eps));
+        invalid!(op if p.is_nan() || p <= 0.0, "p is {p}, it must be above 0");
         let normal = || {
             let norm = self.vector_norm(p, dim, true)?;
             Tensor::map(&[self, &norm], |e| &e[0] / e[1].lt(eps).select(eps, &e[1]))
         };
-        normal().map_err(|e| e.of(op))
+        normal().named(op)
     }
 }
 
-const fn norm(name: &'static str, torch: &'static str, most: Arity, call: fn(&Args) -> Result<Tensor>) -> Operation {
-    Operation::new(name, torch, Kind::NeuralNetwork, Dtypes::Floats, Gives::Same, most, call).differentiable()
-}
-
-/// Tensor i where it was given.
-fn maybe<'a>(a: &Args<'a>, i: usize) -> Option<&'a Tensor> {
-    a.xs().get(i).copied()
-}
-
-pub(crate) static OPERATIONS: &[Operation] = &[
-    norm("layer_norm", "nn.functional.layer_norm", (3, 2), |a| {
-        a.x(0)?.layer_norm(&a.sizes(0)?, maybe(a, 1), maybe(a, 2), a.float(1)?)
-    }),
-    norm("rms_norm", "nn.functional.rms_norm", (2, 2), |a| {
-        a.x(0)?.rms_norm(&a.sizes(0)?, maybe(a, 1), if a.given(1) { Some(a.float(1)?) } else { None })
-    }),
-    norm("group_norm", "nn.functional.group_norm", (3, 2), |a| {
-        a.x(0)?.group_norm(a.size(0)?, maybe(a, 1), maybe(a, 2), a.float(1)?)
-    }),
-    norm("instance_norm", "nn.functional.instance_norm", (3, 1), |a| {
-        a.x(0)?.instance_norm(maybe(a, 1), maybe(a, 2), a.float(0)?)
-    }),
-    norm("batch_norm", "nn.functional.batch_norm", (5, 3), |a| {
+operations! {
+    layer_norm(x, &sizes, x?, x?, float) functional: NeuralNetwork, Floats -> Same, differentiable;
+    rms_norm(2, 2) functional: NeuralNetwork, Floats -> Same, differentiable
+        => |a| a.x(0)?.rms_norm(&a.sizes(0)?, a.optional(1), if a.given(1) { Some(a.float(1)?) } else { None });
+    group_norm(x, size, x?, x?, float) functional: NeuralNetwork, Floats -> Same, differentiable;
+    instance_norm(x, x?, x?, float) functional: NeuralNetwork, Floats -> Same, differentiable;
+    batch_norm(5, 3) functional: NeuralNetwork, Floats -> Same, differentiable => |a| {
         let (training, eps) = (a.bool(0)?, a.float(2)?);
         // In training without a momentum there are no running statistics.
         let tracked = !training || a.given(1);
         let momentum = if tracked { a.float(1)? } else { 0.0 };
         let [running_mean, running_var, weight, bias] = match tracked {
-            true => [1, 2, 3, 4].map(|i| maybe(a, i)),
-            false if a.xs().len() <= 3 => [None, None, maybe(a, 1), maybe(a, 2)],
+            true => [1, 2, 3, 4].map(|i| a.optional(i)),
+            false if a.xs().len() <= 3 => [None, None, a.optional(1), a.optional(2)],
             false => return Err(Error::invalid(a.name(), "without a momentum it takes x, weight and bias only")),
         };
         a.x(0)?.batch_norm(BatchNormOptions { running_mean, running_var, weight, bias, training, momentum, eps })
-    }),
-    norm("normalize", "nn.functional.normalize", (1, 3), |a| a.x(0)?.normalize(a.float(0)?, a.int(1)?, a.float(2)?)),
-];
+    };
+    normalize(x, float, int, float) functional: NeuralNetwork, Floats -> Same, differentiable;
+}
