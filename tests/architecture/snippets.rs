@@ -134,6 +134,12 @@ fn unsafe_code_is_found() {
 }
 
 #[test]
+fn version_counters_that_are_moved_by_hand_are_found() {
+    breaks(Rule::Versions, "bump_version", "ops/mod.rs", "fn f(t: &Tensor) { t.storage.bump_version() }");
+    holds("backend/mod.rs", "fn f(t: &Tensor) { t.storage.bump_version() }");
+}
+
+#[test]
 fn backends_that_know_each_other_are_found() {
     breaks(Rule::Backends, "crate::backend::opencl::run", "backend/cpu/mod.rs", "use super::opencl::run;");
     breaks(
