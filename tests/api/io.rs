@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use claystone::nn::StateDict;
 use claystone::storage::MappedFile;
-use claystone::{DType, Device, Result, Tensor, io};
+use claystone::{DType, Device, Error, Result, Tensor, io};
 use tempfile::TempDir;
 
 use crate::common::{each_device, f64s};
@@ -196,4 +196,25 @@ fn broken_files_say_which_and_what() {
     let none = Tensor::zeros(1, Device::Cpu).unwrap();
     says(io::write_npy(folder.file("no/such/folder.npy"), &none), &["folder.npy"]);
     says(io::save(folder.file("x.txt"), &StateDict::new()), &["x.txt"]);
+}
+
+#[test]
+fn bytes_of_tensors_come_back() {
+    each_device(|device| {
+        // More than one piece, and by strides.
+        let x = Tensor::arange(0, 1_200_000, 1, device).unwrap().reshape([1000, 1200]).unwrap();
+        let mut bytes = Vec::new();
+        x.t().unwrap().write_to(&mut bytes).unwrap();
+        let y = Tensor::read_from(&mut &bytes[..], [1200, 1000], device).unwrap();
+        assert_eq!(y.t().unwrap().to_vec::<f32>().unwrap(), x.to_vec::<f32>().unwrap());
+        let z = Tensor::from_bytes(&bytes, [1200, 1000], device).unwrap();
+        assert_eq!(z.to_vec::<f32>().unwrap(), y.to_vec::<f32>().unwrap());
+
+        let short = Tensor::read_from(&mut &bytes[1..], [1200, 1000], device);
+        assert!(matches!(short, Err(Error::Invalid { op: "read_from", .. })));
+        let other = Tensor::from_bytes(&bytes, [1200, 999], device);
+        assert!(matches!(other, Err(Error::Invalid { op: "from_bytes", .. })));
+        let no_bool = Tensor::from_bytes(&[1, 2], 2, (DType::Bool, device));
+        assert!(matches!(no_bool, Err(Error::Invalid { op: "from_bytes", .. })));
+    });
 }

@@ -16,6 +16,7 @@ mod errors;
 mod graph;
 mod idx;
 mod io;
+mod leaves;
 mod operators;
 mod precision;
 mod program_cache;
