@@ -196,9 +196,6 @@ fn kernels((m, n, k): (usize, usize, usize), a: Floats, b: Floats) -> Option<&'s
 }
 
 /// As [`gemm`], for one product after another: their a, b and results are at `places`.
-///
-/// # Errors
-/// As [`gemm`].
 pub(crate) fn gemm_f32(
     size: (usize, usize, usize),
     out: &mut [f32],
@@ -228,9 +225,6 @@ pub(crate) fn gemm_f32(
 
 /// As [`gemm_f32`] of one product, and the sums of the rows of `a` in the same go, to elements of `out` from `sums` on. Gives
 /// whether these were made, too: where the result is contiguous, `a` is laid out for the kernels, and the sums lie beside the result.
-///
-/// # Errors
-/// As [`gemm`].
 #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
 pub(crate) fn gemm_and_sums(
     size: (usize, usize, usize),

@@ -18,9 +18,6 @@ impl ClDevice {
     /// Starts reading `bytes` bytes of a buffer to the host, on a stream; they are there when the event is done. Faults
     /// are not asked about: see [`report_faults`](Self::report_faults).
     ///
-    /// # Errors
-    /// A range beyond the buffer.
-    ///
     /// # Safety
     /// Until the event is done, `to..to + bytes` stays valid for writes and nobody else touches it.
     pub(crate) unsafe fn start_read(
@@ -38,9 +35,6 @@ impl ClDevice {
     }
 
     /// Starts writing `bytes` bytes from the host to a buffer, on a stream; they may be changed when the event is done.
-    ///
-    /// # Errors
-    /// A range beyond the buffer.
     ///
     /// # Safety
     /// Until the event is done, `from..from + bytes` stays valid for reads and nobody writes to it.

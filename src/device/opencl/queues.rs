@@ -5,7 +5,8 @@
 //!
 //! A call that fails says little of the commands it was about: they may be done, or still be using the host's memory. So
 //! whoever submits commands and waits hands that memory in, and has it back once they are over. A failed wait is followed
-//! by others ([`Queue::ascertain`]); where none tells, the device is lost and the memory is never released.
+//! by others ([`Queue::ascertain`]); where none tells, the device is lost and the memory is never released. Once it is lost,
+//! every call is an error.
 
 use std::ffi::c_void;
 use std::mem;
@@ -328,9 +329,6 @@ impl ClDevice {
     }
 
     /// An event that is done when everything submitted to the stream so far is. Other streams may wait for it.
-    ///
-    /// # Errors
-    /// What the driver refuses, or a lost device.
     pub(crate) fn record(&self, stream: StreamId) -> Result<ClEvent> {
         self.check_lost()?;
         let marked = self.queues.lock()[stream.index()].mark();
@@ -338,9 +336,6 @@ impl ClDevice {
     }
 
     /// Blocks until the event is done.
-    ///
-    /// # Errors
-    /// A failed command, or a lost device.
     pub(crate) fn wait(&self, event: &ClEvent) -> Result<()> {
         self.check_lost()?;
         // Nobody's memory depends on it: where nothing is known of the event, its owner may ask again.
@@ -350,18 +345,12 @@ impl ClDevice {
     }
 
     /// Whether the event is done.
-    ///
-    /// # Errors
-    /// A failed command, or a lost device.
     pub(crate) fn query(&self, event: &ClEvent) -> Result<bool> {
         self.check_lost()?;
         event.query().map_err(|e| self.error(self.settle(e)))
     }
 
     /// Holds back what is submitted to the stream from now on until the event is done. The host does not wait.
-    ///
-    /// # Errors
-    /// What the driver refuses, or a lost device.
     pub(crate) fn stream_waits(&self, stream: StreamId, event: &ClEvent) -> Result<()> {
         self.check_lost()?;
         let enqueued = self.lock_for_waits(stream).barrier(event);
@@ -384,9 +373,6 @@ impl ClDevice {
 
     /// [`finish`](Self::finish) for those who have their own reasons to wait: tells no fault, so that the user's next
     /// wait does.
-    ///
-    /// # Errors
-    /// What the driver refuses, or a lost device.
     pub(crate) fn drain(&self) -> Result<()> {
         let streams = self.queues.lock().len() as u32;
         (0..streams).try_for_each(|stream| self.drain_stream(StreamId(stream)))
@@ -394,9 +380,6 @@ impl ClDevice {
 
     /// [`drain`](Self::drain) for one stream. Whatever call the driver refuses, everything is over when this returns, or the
     /// device is lost.
-    ///
-    /// # Errors
-    /// A lost device.
     pub(crate) fn drain_stream(&self, stream: StreamId) -> Result<()> {
         self.check_lost()?;
         if !self.queues.is_finished(stream) {
@@ -452,9 +435,6 @@ impl ClDevice {
     }
 
     /// Whether everything submitted to the stream is done.
-    ///
-    /// # Errors
-    /// A failed command, or a lost device.
     pub(crate) fn is_idle(&self, stream: StreamId) -> Result<bool> {
         self.check_lost()?;
         if self.queues.is_finished(stream) {

@@ -1,4 +1,4 @@
-//! Moving bytes: to and from the host, and within the device.
+//! Moving bytes: to and from the host, and within the device. Ranges beyond their buffers are errors.
 
 use std::ptr;
 
@@ -65,9 +65,6 @@ impl ClDevice {
     }
 
     /// [`copy`](Self::copy) on a given stream, returning when it is submitted.
-    ///
-    /// # Errors
-    /// A range beyond its buffer.
     pub(crate) fn copy_on(&self, stream: StreamId, src: ClAt<'_>, dst: ClAt<'_>, bytes: usize) -> Result<()> {
         self.check_lost()?;
         in_range("copy", src, bytes)?;
@@ -146,17 +143,11 @@ impl ClDevice {
     }
 
     /// Reads bytes to memory that the caller lends and waits for them.
-    ///
-    /// # Errors
-    /// As [`read_into`](Self::read_into).
     pub(crate) fn read(&self, src: ClAt<'_>, dst: &mut [u8]) -> Result<()> {
         self.read_bounced(self.current_stream(), &[self.slot()], src, dst)
     }
 
     /// [`read`](Self::read) on the default stream, telling no fault.
-    ///
-    /// # Errors
-    /// A range beyond the buffer.
     pub(crate) fn read_quietly(&self, src: ClAt<'_>, dst: &mut [u8]) -> Result<()> {
         self.read_bounced(StreamId::DEFAULT, &[], src, dst)
     }
@@ -172,9 +163,6 @@ impl ClDevice {
     }
 
     /// Writes bytes from the host, and gives their memory back when they are there.
-    ///
-    /// # Errors
-    /// A range beyond the buffer.
     pub(crate) fn write_from<M: HostMemory>(&self, mut src: M, dst: ClAt<'_>) -> Result<M> {
         self.check_lost()?;
         let (_, bytes) = src.range();
@@ -191,9 +179,6 @@ impl ClDevice {
     }
 
     /// Writes bytes from memory that the caller lends, and returns when they are there.
-    ///
-    /// # Errors
-    /// A range beyond the buffer.
     pub(crate) fn write(&self, src: &[u8], dst: ClAt<'_>) -> Result<()> {
         in_range("write", dst, src.len())?;
         src.chunks(BOUNCE).enumerate().try_for_each(|(i, part)| {

@@ -129,9 +129,6 @@ impl ClDevice {
     }
 
     /// Keeps the values for other processes: in which file, unless there is no cache.
-    ///
-    /// # Errors
-    /// Those of [`Cache::store`].
     pub(crate) fn save_tuning(&self) -> io::Result<Option<PathBuf>> {
         let Some(cache) = Cache::of_process() else { return Ok(None) };
         let values = std::array::from_fn(|i| self.tuning().values[i].load(Relaxed));

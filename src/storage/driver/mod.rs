@@ -4,6 +4,34 @@
 //! exist: the host's memory, an OpenCL device's, and [`Sim`], a device without bytes on which every property of an
 //! allocator can be shown. Allocators never hold a lock of theirs over a call of a driver.
 
+/// What is safe in tests of a driver, where no other thread uses the memory.
+#[cfg(test)]
+macro_rules! safe_methods {
+    ($driver:ident) => {
+        impl $driver {
+            fn copy(&self, stream: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()> {
+                // SAFETY: as above.
+                unsafe { Driver::copy(self, stream, from, to, bytes) }
+            }
+
+            fn read(&self, from: At<'_>, to: &mut [u8]) -> Result<()> {
+                // SAFETY: as above.
+                unsafe { Driver::read(self, from, to) }
+            }
+
+            fn write(&self, from: &[u8], to: At<'_>) -> Result<()> {
+                // SAFETY: as above.
+                unsafe { Driver::write(self, from, to) }
+            }
+
+            fn shrink(&self, memory: &Memory, from: usize, to: usize) {
+                // SAFETY: as above.
+                unsafe { Driver::shrink(self, memory, from, to) }
+            }
+        }
+    };
+}
+
 pub(crate) mod host;
 pub(crate) mod opencl;
 pub(super) mod pinned;

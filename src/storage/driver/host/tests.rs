@@ -1,30 +1,11 @@
 use super::*;
 
-/// What is safe here, where no other thread uses the memory.
+safe_methods!(Host);
+
 impl Host {
-    fn copy(&self, stream: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()> {
-        // SAFETY: as above.
-        unsafe { Driver::copy(self, stream, from, to, bytes) }
-    }
-
-    fn read(&self, from: At<'_>, to: &mut [u8]) -> Result<()> {
-        // SAFETY: as above.
-        unsafe { Driver::read(self, from, to) }
-    }
-
-    fn write(&self, from: &[u8], to: At<'_>) -> Result<()> {
-        // SAFETY: as above.
-        unsafe { Driver::write(self, from, to) }
-    }
-
     fn relocate(&self, moves: &[(At<'_>, At<'_>, usize)]) -> Result<()> {
-        // SAFETY: as above.
+        // SAFETY: as those of `safe_methods`.
         unsafe { Driver::relocate(self, moves) }
-    }
-
-    fn shrink(&self, memory: &Memory, from: usize, to: usize) {
-        // SAFETY: as above.
-        unsafe { Driver::shrink(self, memory, from, to) }
     }
 }
 

@@ -5,28 +5,7 @@ use std::sync::Arc;
 use super::*;
 use crate::storage::{Block, Segment};
 
-/// What is safe here, where no other thread uses the memory.
-impl Sim {
-    fn copy(&self, stream: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()> {
-        // SAFETY: as above.
-        unsafe { Driver::copy(self, stream, from, to, bytes) }
-    }
-
-    fn read(&self, from: At<'_>, to: &mut [u8]) -> Result<()> {
-        // SAFETY: as above.
-        unsafe { Driver::read(self, from, to) }
-    }
-
-    fn write(&self, from: &[u8], to: At<'_>) -> Result<()> {
-        // SAFETY: as above.
-        unsafe { Driver::write(self, from, to) }
-    }
-
-    fn shrink(&self, memory: &Memory, from: usize, to: usize) {
-        // SAFETY: as above.
-        unsafe { Driver::shrink(self, memory, from, to) }
-    }
-}
+safe_methods!(Sim);
 
 const GRANULE: usize = 512;
 
