@@ -5,8 +5,8 @@
 //!
 //! A call that fails says little of the commands it was about: they may be done, or still be using the host's memory. So
 //! whoever submits commands and waits hands that memory in, and has it back once they are over. A failed wait is followed
-//! by others ([`Queue::ascertain`]); where none tells, the device is lost and the memory is never released. Once it is lost,
-//! every call is an error.
+//! by others ([`Queue::ascertain`]); where none tells, the device is lost and the memory is never released. Every call is
+//! an error then.
 
 use std::ffi::c_void;
 use std::mem;
