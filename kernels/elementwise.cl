@@ -3,7 +3,7 @@
 // - scalar: `element` does one position. PER_ITEM is 1 on processors, where compilers vectorise functions across
 //   work-items; GPUs take several, a work-group apart, to have more loads in flight.
 // - VEC: `elements` does VEC neighbours, with one load and one store an operand; with TAIL `element` does what is left.
-// - TILE: TURNED operands are neighbours along dim TURN where the result's are neighbours along the innermost. Tiles of
+// - TILE: TRANSPOSED operands are contiguous along another dim where the result's are contiguous along the innermost. Tiles of
 //   them go through local memory, so that both sides are read and written in whole lines; on processors, where a line of
 //   LINE elements is a side of the tile, they are private memory, which is in the cache.
 
@@ -27,7 +27,7 @@
 
 __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void elementwise(PARAMETERS, const INDEX across,
                                                                              const INDEX down) {
-    TURNED
+    TRANSPOSED
     const INDEX group = get_group_id(0);
 #ifdef LINE
     // The next tile is the next one of what is read.

@@ -1,4 +1,4 @@
-// Comes before sort.cl and choose.cl: unsigned numbers that order as elements do. -0 and 0 are equal, NaN is above everything.
+// Comes before sort.cl and select.cl: unsigned numbers that order as elements do. -0 and 0 are equal, NaN is above everything.
 // The host gives KEY_F32, KEY_F64, KEY_I64 or KEY_I32 (what A computes in; integers of at most four bytes), LOWEST (the least
 // of those, as uint) and DESCENDING.
 

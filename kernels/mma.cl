@@ -149,7 +149,7 @@ static inline void cut(uint x[4], uint to, const uint plane)
 #define MULTIPLY(d, a, b, add)                                                                                         \
     asm volatile("//@ {\n//@ .reg .pred add;\n//@ setp.ne.b32 add, " ADD ", 0;\n"                                       \
                  "//@ wgmma.mma_async.sync.aligned.m64n" TEXT(TILE_N) "k16.f32." MMA "." MMA " {" NAMES "}, "             \
-                 FROM ", add, 1, 1, " TEXT(A_TURNED) ", " TEXT(B_TURNED) ";\n//@ }"                                     \
+                 FROM ", add, 1, 1, " TEXT(A_TRANSPOSED) ", " TEXT(B_TRANSPOSED) ";\n//@ }"                                     \
                  : REGISTERS(d)                                                                                        \
                  : "l"(a), "l"(b), "r"(add))
 #define BEGIN_MULTIPLY asm volatile("//@ wgmma.fence.sync.aligned;")

@@ -8,8 +8,8 @@
 // output; with VEC above 1 its elements are loaded as WIDE_T, VEC at a time: neighbours of one output, or with COLUMNS one
 // element each of VEC neighbouring outputs.
 
-WALK(Kept, NK)
-WALK(Reduced, NR)
+STRIDED_DIMS(Kept, NK)
+STRIDED_DIMS(Reduced, NR)
 
 #ifdef INTEGERS
 #define IS_NAN(v) 0

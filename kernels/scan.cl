@@ -5,7 +5,7 @@
 // slices from what comes before them; 0 does a line in one go. SERIAL: one work-item a slice (processors; lines that lie
 // side by side); otherwise a group of GROUP work-items, each with PER neighbours at a time.
 
-WALK(Rest, NK)
+STRIDED_DIMS(Rest, NK)
 
 #ifdef INTEGERS
 #define IS_NAN(v) 0

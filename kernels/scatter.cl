@@ -1,4 +1,4 @@
-// Writing through indices on GPUs; comes after walk.cl and gather.cl. y[.., index[j], ..] becomes COMBINE of itself and
+// Writing through indices on GPUs; comes after strided_dims.cl and gather.cl. y[.., index[j], ..] becomes COMBINE of itself and
 // x[.., j, ..], in the order of j, whoever does it: the same bits every time, and no atomics on what is added up. The host
 // gives what gather.cl says of SCATTER, GROUP, and one of TILES, ROWS.
 

@@ -10,14 +10,14 @@ typedef ulong Value; // wraps
 #define PUT(at, v) CAT(CAT(store_, T), _I64)(y, y_at + (at), (long)(v))
 #endif
 
-// y[i] = start + i * step; from i = turn on end - (count - 1 - i) * step.
-__kernel void sequence(__global CAT(T, _t) *y, ulong y_at, ulong count, Value start, Value step, ulong turn, Value end) {
+// y[i] = start + i * step; from i = middle on end - (count - 1 - i) * step.
+__kernel void sequence(__global CAT(T, _t) *y, ulong y_at, ulong count, Value start, Value step, ulong middle, Value end) {
     const ulong first = (ulong)get_group_id(0) * LOCAL * PER_ITEM + get_local_id(0);
     for (uint k = 0; k < PER_ITEM; ++k) {
         const ulong i = first + k * LOCAL;
         if (i >= count)
             return;
         const Value up = start + step * (Value)i, down = end - step * (Value)(count - 1 - i);
-        PUT(i, i < turn ? up : down);
+        PUT(i, i < middle ? up : down);
     }
 }

@@ -5,7 +5,7 @@
 // makes one run of two. Equal keys stay in the order of their indices.
 
 #ifndef SEARCH
-WALK(Rest, NK)
+STRIDED_DIMS(Rest, NK)
 
 #define PARAMETERS                                                                                                     \
     __global const CAT(A, _t) *x, ulong x_at, __global V *y, ulong y_at, __global long *places, ulong places_at,       \

@@ -4,26 +4,23 @@
 //! decides how the problem is tiled, vectorised, cached and launched. This file is the only place that chooses by the kind
 //! of a device.
 
+/// Methods that call one function each.
+macro_rules! methods {
+    ($($name:ident($($arg:tt: $t:ty),*) -> $made:ty = $call:expr;)*) => { $(
+        fn $name(&self, $($arg: $t),*) -> $made {
+            $call
+        }
+    )* };
+}
+
 pub(crate) mod cpu;
 pub(crate) mod opencl;
 pub(crate) mod problem;
 
-use crate::backend::problem::attention::Blocking;
-use crate::backend::problem::conv::Convolution;
-use crate::backend::problem::cross_entropy::CrossEntropy;
-use crate::backend::problem::gemm::Gemm;
-use crate::backend::problem::index::{Combine, Indexed};
-use crate::backend::problem::interpolation::Resize;
-use crate::backend::problem::map::Formulas;
-use crate::backend::problem::norm::{Channels, Rows};
-use crate::backend::problem::recording::Recorder;
-use crate::backend::problem::reduction::Reduction;
-use crate::backend::problem::scan::Scan;
-use crate::backend::problem::select::{Chosen, Nth};
-use crate::backend::problem::sequence::Sequence;
-use crate::backend::problem::softmax::Softmax;
-use crate::backend::problem::tuning::Tuning;
-use crate::backend::problem::windows::{Task, Windows};
+use crate::backend::problem::{
+    Blocking, Channels, Chosen, Combine, Convolution, Formulas, Gemm, Indexed, LabelEntropy, Normalisation, Nth,
+    Recorder, Reduction, Resize, Scan, Sequence, Softmax, Task, Tuning, Views, Windows,
+};
 use crate::layout::Layout;
 use crate::{DType, Device, Error, Expr, Result, Scalar, Shape, Tensor};
 
@@ -34,11 +31,17 @@ pub(crate) trait Backend: Sync {
     /// Formulas over tensors, broadcast and strided.
     fn map(&self, formulas: &Formulas) -> Result<()>;
     /// `start + i * step` as element i of a vector; false where the host has to compute it.
-    fn sequence(&self, values: Sequence, out: &Tensor) -> Result<bool>;
+    fn sequence(&self, _values: Sequence, _out: &Tensor) -> Result<bool> {
+        Ok(false)
+    }
     /// Tensors one after another along dim `d` of `out`; false where copies one by one are as good.
-    fn join(&self, out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool>;
+    fn join(&self, _out: &Tensor, _tensors: &[&Tensor], _d: usize) -> Result<bool> {
+        Ok(false)
+    }
     /// A copy of matrices with zeros where column - row is in `from..to`.
-    fn zeroed(&self, x: &Tensor, from: isize, to: isize) -> Result<Option<Tensor>>;
+    fn zeroed(&self, _x: &Tensor, _from: isize, _to: isize) -> Result<Option<Tensor>> {
+        Ok(None)
+    }
 
     /// A matrix product with an epilogue; whether the sums of rows that it may ask for were made as well.
     fn gemm(&self, product: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool>;
@@ -74,32 +77,31 @@ pub(crate) trait Backend: Sync {
     /// The indices of elements that are not zero, as of a tensor of sizes `dims`. `mask` makes a contiguous bool tensor of x.
     fn nonzero(&self, x: &Tensor, mask: &dyn Fn() -> Result<Tensor>, dims: &[usize]) -> Result<Tensor>;
     /// The elements of x where the mask, of its shape, is true.
-    fn masked_select(&self, x: &Tensor, mask: &Tensor) -> Result<Option<Tensor>>;
+    fn masked_select(&self, _x: &Tensor, _mask: &Tensor) -> Result<Option<Tensor>> {
+        Ok(None)
+    }
 
     /// Softmax and its kin over rows along a dim.
     fn softmax(&self, softmax: &Softmax) -> Result<()>;
-    /// Cross-entropy of logits and class labels, and where `grad` is given the gradient of the logits.
-    fn cross_entropy(
-        &self,
-        logits: &Tensor,
-        labels: &Tensor,
-        options: CrossEntropy,
-        grad: Option<&Tensor>,
-    ) -> Result<Tensor>;
+    /// The loss of logits and class labels, or parts of it that add up to it, and the gradient of the logits where wanted.
+    fn cross_entropy(&self, entropy: &LabelEntropy) -> Result<Tensor>;
     /// Normalises rows, forward or backward.
-    fn norm(&self, rows: &Rows) -> Result<()>;
-    /// Forward as it was launched before for tensors like `given` and the same `numbers`; false where it was not.
-    fn repeat_norm(&self, _given: &Rows, _numbers: &[u64; 4]) -> Result<bool> {
-        Ok(false)
-    }
-    /// [`norm`](Self::norm) of views of the tensors that are `given`, kept for [`repeat_norm`](Self::repeat_norm).
-    fn norm_of_views(&self, rows: &Rows, _given: &Rows, _numbers: &[u64; 4]) -> Result<()> {
-        self.norm(rows)
+    fn norm(&self, rows: &Normalisation) -> Result<()>;
+    /// Forward of tensors as they are given, whose `views` are rows. Tensors like these and the same `numbers` make the same launch.
+    fn norm_forward(
+        &self,
+        given: &Normalisation,
+        _numbers: &[u64; 4],
+        views: &dyn Fn() -> Result<Views>,
+    ) -> Result<()> {
+        self.norm(&given.of(&views()?))
     }
     /// Where the gradients of weight and bias of rows of n elements are added up in parts; None where they are not.
     fn norm_columns(&self, x: &Tensor, rows: usize, n: usize) -> Result<Option<Tensor>>;
     /// `(x - mean) * scale + shift` of each channel.
-    fn normalise_channels(&self, x: &Tensor, numbers: Channels, eps: f64) -> Result<Option<Tensor>>;
+    fn normalise_channels(&self, _x: &Tensor, _numbers: Channels, _eps: f64) -> Result<Option<Tensor>> {
+        Ok(None)
+    }
     /// Whether variances of rows may be asked for: see [`variance`](Self::variance).
     fn has_variance(&self) -> bool {
         false
@@ -113,12 +115,14 @@ pub(crate) trait Backend: Sync {
     /// `single` says that images are their own columns.
     fn convolution(
         &self,
-        windows: Windows,
-        x: &Tensor,
-        weight: &Tensor,
-        groups: usize,
-        single: bool,
-    ) -> Option<Box<dyn Convolution>>;
+        _windows: Windows,
+        _x: &Tensor,
+        _weight: &Tensor,
+        _groups: usize,
+        _single: bool,
+    ) -> Option<Box<dyn Convolution>> {
+        None
+    }
     /// The elements of each window: im2col.
     fn unfold(&self, windows: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()>;
     /// Columns added up where they come from: col2im.
@@ -205,16 +209,25 @@ fn of_outputs<'t>(mut outputs: impl Iterator<Item = &'t Tensor>) -> &'static dyn
     of(device)
 }
 
-/// The shortest way to compute one primitive of operands that lie alike, where the device has one.
+/// The same, written.
+pub(crate) fn written(made: Tensor) -> Tensor {
+    made.storage.bump_version();
+    made
+}
+
+/// How to fill a new result with a primitive of operands that have its dtype, shape and strides, where the device has a short way.
 #[inline]
-pub(crate) fn alike<'a>(
+pub(crate) fn primitive<'a>(
     inputs: &'a [&'a Tensor],
     scalars: &'a [Scalar],
     expr: &'a Expr,
     dtype: DType,
-) -> Option<cpu::flat::Alike<'a>> {
+) -> Option<impl FnOnce(&Tensor) -> Result<()> + 'a> {
     match inputs.first()?.device() {
-        Device::Cpu => cpu::flat::Alike::of(inputs, scalars, expr, dtype),
+        Device::Cpu => {
+            let primitive = cpu::flat::Primitive::of(inputs, scalars, expr, dtype)?;
+            Some(move |out: &Tensor| cpu::counted(primitive.fill(out)))
+        }
         Device::OpenCL(_) => None,
     }
 }

@@ -168,7 +168,7 @@ rows!(define);
 mod tests {
     use super::*;
     use crate::backend::cpu::interpreter::{Scratch, TILE, Tile, TileIn};
-    use crate::backend::cpu::scalar::Lane;
+    use crate::backend::cpu::scalar::Number;
     use crate::expr::philox::{Seed, Uniform};
     use crate::expr::program::Program;
 
@@ -183,7 +183,7 @@ mod tests {
         row.domain.iter().enumerate().map(column).collect()
     }
 
-    fn run<C: Lane>(row: &Row, expr: &Expr, columns: &[Vec<f64>]) -> Vec<f64> {
+    fn run<C: Number>(row: &Row, expr: &Expr, columns: &[Vec<f64>]) -> Vec<f64> {
         let columns: Vec<Vec<C>> = columns.iter().map(|c| c.iter().map(|&x| C::from_f64(x)).collect()).collect();
         let inputs: Vec<_> = columns.iter().map(|c| TileIn::Slice(c)).collect();
         let scalars: Vec<crate::Scalar> = row.samples.iter().map(|&s| s.into()).collect();

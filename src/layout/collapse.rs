@@ -51,8 +51,13 @@ impl StridedDims {
 
     /// Whether operand `k` lies in one piece, in order: element `e` of the iteration is its element `e`.
     pub(crate) fn is_contiguous(&self, k: usize) -> bool {
+        self.is_contiguous_from(0, k)
+    }
+
+    /// Whether it does along the dims from `d` on.
+    pub(crate) fn is_contiguous_from(&self, d: usize, k: usize) -> bool {
         let mut step = 1;
-        self.dims.iter().zip(&self.strides[k]).rev().all(|(&size, &stride)| {
+        self.dims[d..].iter().zip(&self.strides[k][d..]).rev().all(|(&size, &stride)| {
             let next = stride == step;
             step *= size as isize;
             next

@@ -1,10 +1,11 @@
-//! A stretch of elements as one value: several accumulators in vector registers, written out, because the compiler makes
-//! scalars of arrays of accumulators.
+//! Reductions of a slice to one value, with several accumulators in vector registers. They are written out, because the
+//! compiler makes scalars of an array of accumulators.
 
-use pulp::{Arch, Simd, WithSimd};
+use pulp::Simd;
 
 use crate::Compute;
-use crate::backend::cpu::scalar::Lane;
+use crate::backend::cpu::scalar::Number;
+use crate::backend::cpu::vectorised::vectorised;
 
 /// Vectors that are accumulated side by side, so that one addition need not wait for the one before.
 const SIDE: usize = 8;
@@ -13,8 +14,8 @@ const PART: usize = 1 << 10;
 
 /// How two partial results become one.
 pub(crate) trait Combine {
-    fn neutral<C: Lane>() -> C;
-    fn combine<C: Lane>(a: C, b: C) -> C;
+    fn neutral<C: Number>() -> C;
+    fn combine<C: Number>(a: C, b: C) -> C;
     fn f32s<V: Simd>(simd: V, a: V::f32s, b: V::f32s) -> V::f32s;
     fn f64s<V: Simd>(simd: V, a: V::f64s, b: V::f64s) -> V::f64s;
 }
@@ -23,11 +24,11 @@ macro_rules! combines {
     ($($name:ident: $neutral:expr, $method:ident; |$v:ident, $a:ident, $b:ident| $f32s:expr, $f64s:expr;)*) => { $(
         pub(crate) struct $name;
         impl Combine for $name {
-            fn neutral<C: Lane>() -> C {
+            fn neutral<C: Number>() -> C {
                 C::from_f64($neutral)
             }
             #[inline(always)]
-            fn combine<C: Lane>(a: C, b: C) -> C {
+            fn combine<C: Number>(a: C, b: C) -> C {
                 a.$method(b)
             }
             #[inline(always)]
@@ -74,7 +75,7 @@ macro_rules! in_vectors {
 
         /// [`fold_map`] where `C` is this type: as many as the accumulators take are computed, then accumulated.
         #[inline(always)]
-        fn $map<K: Combine, C: Lane, V: Simd>(simd: V, x: &[C], y: &[C], map: impl Fn(C, C) -> C) -> $t {
+        fn $map<K: Combine, C: Number, V: Simd>(simd: V, x: &[C], y: &[C], map: impl Fn(C, C) -> C) -> $t {
             let mut sums = [simd.$splat(K::neutral()); SIDE];
             let mut made = sums;
             let all = size_of_val(&made) / size_of::<C>();
@@ -128,7 +129,7 @@ in_vectors!(fold_f64, map_f64, lanes_f64, f64, as_simd_f64s, splat_f64s, f64s);
 /// All elements as one; a sum of n f32 is off by at most n / 32 + 20 roundings of the sum of magnitudes where vectors
 /// have four lanes, less where they are wider. To be called where code is compiled for `V`.
 #[inline(always)]
-pub(crate) fn fold_in<K: Combine, C: Lane, V: Simd>(simd: V, elements: &[C]) -> C {
+pub(crate) fn fold_in<K: Combine, C: Number, V: Simd>(simd: V, elements: &[C]) -> C {
     match C::COMPUTE {
         Compute::F32 => bytemuck::cast(fold_f32::<K, V>(simd, bytemuck::cast_slice(elements))),
         Compute::F64 => bytemuck::cast(fold_f64::<K, V>(simd, bytemuck::cast_slice(elements))),
@@ -138,7 +139,7 @@ pub(crate) fn fold_in<K: Combine, C: Lane, V: Simd>(simd: V, elements: &[C]) -> 
 
 /// [`fold_in`] of `map(x, y)`, of long slices in parts of [`PART`] elements.
 #[inline(always)]
-pub(crate) fn fold_map<K: Combine, C: Lane, V: Simd>(simd: V, x: &[C], y: &[C], map: impl Fn(C, C) -> C) -> C {
+pub(crate) fn fold_map<K: Combine, C: Number, V: Simd>(simd: V, x: &[C], y: &[C], map: impl Fn(C, C) -> C) -> C {
     let mut total = K::neutral();
     for (x, y) in x.chunks(PART).zip(y.chunks(PART)) {
         let part = match C::COMPUTE {
@@ -151,38 +152,30 @@ pub(crate) fn fold_map<K: Combine, C: Lane, V: Simd>(simd: V, x: &[C], y: &[C], 
     total
 }
 
-/// [`fold_in`] with the vectors that the processor has.
-pub(crate) fn fold<K: Combine, C: Lane>(elements: &[C]) -> C {
-    // A type, not a closure: a closure that is not inlined is compiled without the vector units.
-    struct Fold<'a, K, C>(&'a [C], std::marker::PhantomData<K>);
-    impl<K: Combine, C: Lane> WithSimd for Fold<'_, K, C> {
-        type Output = C;
-
-        #[inline(always)]
-        fn with_simd<V: Simd>(self, simd: V) -> C {
-            fold_in::<K, C, V>(simd, self.0)
-        }
+vectorised! {
+    /// [`fold_in`] with the vectors that the processor has.
+    pub(crate) fn fold<'a, K: Combine, C: Number>(simd: S, elements: &'a [C]) -> C {
+        fold_in::<K, C, S>(simd, elements)
     }
-    Arch::new().dispatch(Fold::<K, C>(elements, std::marker::PhantomData))
 }
 
-/// [`fold`] of every `n` elements, or of their squares: each row of `rows` as one of `out`.
-pub(crate) fn fold_rows<K: Combine, C: Lane>(rows: &[C], n: usize, squares: bool, out: &mut [C]) {
-    struct FoldRows<'a, K, C>(&'a [C], usize, bool, &'a mut [C], std::marker::PhantomData<K>);
-    impl<K: Combine, C: Lane> WithSimd for FoldRows<'_, K, C> {
-        type Output = ();
-
-        #[inline(always)]
-        fn with_simd<V: Simd>(self, simd: V) {
-            for (out, row) in self.3.iter_mut().zip(self.0.chunks_exact(self.1)) {
-                *out = match self.2 {
-                    true => fold_map::<K, C, V>(simd, row, row, |x, _| x.mul(x)),
-                    false => fold_in::<K, C, V>(simd, row),
-                };
-            }
+vectorised! {
+    /// [`fold`] of every `n` elements, or of their squares: each row of `rows` as one of `out`.
+    pub(crate) fn fold_rows<'a, K: Combine, C: Number>(simd: S, rows: &'a [C], n: usize, squares: bool, out: &'a mut [C]) {
+        for (out, row) in out.iter_mut().zip(rows.chunks_exact(n)) {
+            *out = match squares {
+                true => fold_map::<K, C, S>(simd, row, row, |x, _| x.mul(x)),
+                false => fold_in::<K, C, S>(simd, row),
+            };
         }
     }
-    Arch::new().dispatch(FoldRows::<K, C>(rows, n, squares, out, std::marker::PhantomData));
+}
+
+vectorised! {
+    /// Each element of `to` combined with that of `from`.
+    pub(crate) fn combine_all<'a, K: Combine, C: Number>(_simd: S, to: &'a mut [C], from: &'a [C]) {
+        to.iter_mut().zip(from).for_each(|(a, b)| *a = K::combine(*a, *b));
+    }
 }
 
 #[cfg(test)]
@@ -190,7 +183,7 @@ mod tests {
     use super::*;
 
     /// Every length up to several vectors a side, against the elements one after another, with NaN at every place.
-    fn checked<C: Lane>(of: impl Fn(usize) -> C, nan: Option<C>) {
+    fn checked<C: Number>(of: impl Fn(usize) -> C, nan: Option<C>) {
         for n in (0..200).chain([PART - 1, PART, PART + 1, 1009, 4096]) {
             let x: Vec<C> = (0..n).map(&of).collect();
             let one_by_one = |f: fn(C, C) -> C, from: C| x.iter().fold(from, |a, &b| f(a, b));
@@ -237,15 +230,13 @@ mod tests {
         let want: f64 = x.iter().product();
         assert!((fold::<Mul, f64>(&x) - want).abs() < 1e-12 * want);
         assert_eq!(fold::<Mul, i64>(&[3, -4, 5]), -60);
-        struct Dot<'a>(&'a [f64]);
-        impl WithSimd for Dot<'_> {
-            type Output = f64;
-            fn with_simd<V: Simd>(self, simd: V) -> f64 {
-                fold_map::<Add, f64, V>(simd, self.0, self.0, |a, b| a * b)
+        vectorised! {
+            fn square<'a>(simd: S, x: &'a [f64]) -> f64 {
+                fold_map::<Add, f64, S>(simd, x, x, |a, b| a * b)
             }
         }
         let want: f64 = x.iter().map(|v| v * v).sum();
-        assert!((Arch::new().dispatch(Dot(&x)) - want).abs() < 1e-12 * want);
+        assert!((square(&x) - want).abs() < 1e-12 * want);
     }
 
     #[test]

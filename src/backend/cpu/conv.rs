@@ -1,9 +1,9 @@
-//! Convolutions on the CPU, without columns in memory: jobs of some windows of an image each, whose columns stay in the cache of
-//! the core that multiplies them.
+//! Convolutions on the CPU without im2col in memory: a job takes some windows of an image and multiplies them while they are
+//! in its core's cache.
 //!
-//! Of images, windows and a weight that meet in a convolution, each is a product of the other two: [`Conv::windows`] of a
-//! convolution, [`Conv::images`] of a transposed one, [`Conv::weight`] of their gradients. The weight is laid out once for all
-//! jobs. Sums are f32, in an order that depends on the sizes and on the number of threads alone.
+//! Images, windows and the weight are each a product of the other two: [`Conv::windows`] is a convolution, [`Conv::images`]
+//! a transposed one, [`Conv::weight`] the gradient of the weight. The weight is packed once for all jobs. Sums are f32, in an
+//! order that depends only on the sizes and on the number of threads.
 
 pub(crate) mod scratch;
 pub(crate) mod slab;
@@ -12,11 +12,10 @@ pub(crate) mod weight;
 use std::borrow::Cow;
 
 use crate::backend::cpu::conv::scratch::with_scratch;
-use crate::backend::cpu::conv::slab::{Images, Part, Slabs, fold};
+use crate::backend::cpu::conv::slab::{Images, Slabs, WindowPart, fold};
 use crate::backend::cpu::convert::{load_tile, store_tile};
 use crate::backend::problem::conv::Convolution;
 use crate::backend::problem::windows::{Windows, four};
-use crate::device::count_launch;
 use crate::device::cpu::blocks::{Block, Cut, for_each_block};
 use crate::device::cpu::gemm::alone::{Alone, Left, Right};
 use crate::device::cpu::{parallel, threads};
@@ -58,20 +57,6 @@ pub(crate) struct Share {
     pub(crate) images: usize,
     rows: usize,
     columns: usize,
-}
-
-impl Convolution for Conv {
-    fn windows(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        Conv::windows(self, x, weight, bias)
-    }
-
-    fn images(&self, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        Conv::images(self, &y.detach().contiguous()?, weight, bias)
-    }
-
-    fn weight(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor> {
-        Conv::weight(self, x, &y.detach().contiguous()?, slot)
-    }
 }
 
 impl Conv {
@@ -137,13 +122,13 @@ impl Conv {
     }
 
     /// The windows of piece `piece` of those `images` that begin with the given one.
-    pub(crate) fn part(&self, share: Share, image: usize, piece: usize) -> Part {
+    pub(crate) fn part(&self, share: Share, image: usize, piece: usize) -> WindowPart {
         let [rows, columns] = self.w.grid;
         let (row, column) = match rows {
             1 => (0, piece * share.columns),
             _ => (piece * share.rows, 0),
         };
-        Part {
+        WindowPart {
             images: image..self.n.min(image + share.images),
             rows: row..rows.min(row + share.rows),
             columns: column..columns.min(column + share.columns),
@@ -161,8 +146,40 @@ impl Conv {
         even(most, SLABS / slabs)
     }
 
+    /// The channels of a group of a part of the windows, as rows.
+    fn load(&self, x: &Tensor, bytes: &[u8], group: usize, part: &WindowPart, to: &mut [f32], apart: usize) {
+        let of_image = part.of_image();
+        for o in 0..self.outer {
+            for (j, image) in part.images.clone().enumerate() {
+                let channel = (image * self.groups + group) * self.outer + o;
+                let at = channel * self.plane() + part.rows.start * self.w.grid[1] + part.columns.start;
+                let to = &mut to[o * apart + j * of_image..][..of_image];
+                load_tile(x.dtype, bytes, x.layout.offset + at, 1, to);
+            }
+        }
+    }
+
+    /// `pieces` pieces of the weight, `apart` elements from one to the next, each as `lay_out` writes it.
+    fn laid_out(
+        &self,
+        weight: &Tensor,
+        bytes: &[u8],
+        (pieces, apart): (usize, usize),
+        lay_out: impl Fn(&[f32], usize, &mut [f32]) + Sync,
+    ) -> Vec<f32> {
+        let from = plain(weight, bytes);
+        let mut to = vec![0.0; pieces * apart];
+        match to.len() <= 1 << 14 {
+            true => to.chunks_exact_mut(apart).enumerate().for_each(|(i, to)| lay_out(&from, i, to)),
+            false => parallel::for_each_chunk(&mut to, apart, |i, to| lay_out(&from, i, to)),
+        }
+        to
+    }
+}
+
+impl Convolution for Conv {
     /// Every window's products with the weight, summed, plus the bias.
-    pub(crate) fn windows(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    fn windows(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let (dtype, size, taps) = (x.dtype, x.dtype.size(), self.taps());
         let [rows, columns] = self.w.grid;
         let out = Tensor::empty_like_shape([self.n, self.groups * self.outer, rows, columns], dtype, x.device())?;
@@ -253,13 +270,12 @@ impl Conv {
                 },
             );
         })?;
-        count_launch();
-        out.storage.bump_version();
         Ok(out)
     }
 
-    /// Every window times the weight, added up in images, plus the bias. `x` is contiguous.
-    pub(crate) fn images(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    /// Every window times the weight, added up in images, plus the bias.
+    fn images(&self, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        let x = &y.detach().contiguous()?;
         let (dtype, size, taps) = (x.dtype, x.dtype.size(), self.taps());
         let [rows, columns] = self.w.image;
         let out = Tensor::empty_like_shape([self.n, self.groups * self.inner, rows, columns], dtype, x.device())?;
@@ -334,39 +350,11 @@ impl Conv {
                 });
             });
         })?;
-        count_launch();
-        out.storage.bump_version();
         Ok(out)
     }
 
-    /// The channels of a group of a part of the windows, as rows.
-    fn load(&self, x: &Tensor, bytes: &[u8], group: usize, part: &Part, to: &mut [f32], apart: usize) {
-        let of_image = part.of_image();
-        for o in 0..self.outer {
-            for (j, image) in part.images.clone().enumerate() {
-                let channel = (image * self.groups + group) * self.outer + o;
-                let at = channel * self.plane() + part.rows.start * self.w.grid[1] + part.columns.start;
-                let to = &mut to[o * apart + j * of_image..][..of_image];
-                load_tile(x.dtype, bytes, x.layout.offset + at, 1, to);
-            }
-        }
-    }
-
-    /// `pieces` pieces of the weight, `apart` elements from one to the next, each as `lay_out` writes it.
-    fn laid_out(
-        &self,
-        weight: &Tensor,
-        bytes: &[u8],
-        (pieces, apart): (usize, usize),
-        lay_out: impl Fn(&[f32], usize, &mut [f32]) + Sync,
-    ) -> Vec<f32> {
-        let from = plain(weight, bytes);
-        let mut to = vec![0.0; pieces * apart];
-        match to.len() <= 1 << 14 {
-            true => to.chunks_exact_mut(apart).enumerate().for_each(|(i, to)| lay_out(&from, i, to)),
-            false => parallel::for_each_chunk(&mut to, apart, |i, to| lay_out(&from, i, to)),
-        }
-        to
+    fn weight(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor> {
+        self.weight_gradient(x, &y.detach().contiguous()?, slot)
     }
 }
 

@@ -9,8 +9,8 @@ use bytemuck::Pod;
 use half::f16;
 use pulp::{Arch, Simd, WithSimd};
 
-use crate::backend::cpu::interpreter::Function;
-use crate::backend::cpu::scalar::Lane;
+use crate::backend::cpu::scalar::Number;
+use crate::backend::cpu::vectorised::{Function, function};
 use crate::device::cpu::convert::{bf16_bits, narrow, truncate, widen};
 use crate::{Compute, DType};
 
@@ -18,16 +18,10 @@ use crate::{Compute, DType};
 const CHUNK: usize = 64;
 
 /// Reads `out.len()` elements, the first at `start`, each next one `stride` elements on.
-pub(crate) fn load_tile<C: Lane>(dtype: DType, bytes: &[u8], start: usize, stride: isize, out: &mut [C]) {
+pub(crate) fn load_tile<C: Number>(dtype: DType, bytes: &[u8], start: usize, stride: isize, out: &mut [C]) {
     macro_rules! load {
         ($T:ty, $x:ident => $e:expr) => {{
-            struct F;
-            impl<C: Lane> Function<$T, C> for F {
-                #[inline(always)]
-                fn call($x: $T) -> C {
-                    $e
-                }
-            }
+            function!(F, $x: $T => $e);
             load::<$T, C, F>(bytes, start, stride, out)
         }};
     }
@@ -44,17 +38,28 @@ pub(crate) fn load_tile<C: Lane>(dtype: DType, bytes: &[u8], start: usize, strid
     }
 }
 
+/// `n` elements: where they lie if they follow one another and need no conversion, otherwise in `buffer`.
+#[inline]
+pub(crate) fn read<'b, C: Number>(
+    (dtype, bytes): (DType, &'b [u8]),
+    start: usize,
+    stride: isize,
+    n: usize,
+    buffer: &'b mut Vec<C>,
+) -> &'b [C] {
+    if stride == 1 && dtype == C::COMPUTE.dtype() {
+        return &bytemuck::cast_slice(bytes)[start..][..n];
+    }
+    buffer.resize(n, C::from_i32(0));
+    load_tile(dtype, bytes, start, stride, buffer);
+    buffer
+}
+
 /// Writes `values`, the first at `start`, each next one `stride` elements on.
-pub(crate) fn store_tile<C: Lane>(dtype: DType, values: &[C], bytes: &mut [u8], start: usize, stride: isize) {
+pub(crate) fn store_tile<C: Number>(dtype: DType, values: &[C], bytes: &mut [u8], start: usize, stride: isize) {
     macro_rules! store {
         ($T:ty, $x:ident => $e:expr) => {{
-            struct F;
-            impl<C: Lane> Function<C, $T> for F {
-                #[inline(always)]
-                fn call($x: C) -> $T {
-                    $e
-                }
-            }
+            function!(F: $T, $x: C => $e);
             store::<$T, C, F>(values, bytes, start, stride)
         }};
     }
@@ -119,7 +124,7 @@ fn store<T: Pod, C: Copy, F: Function<C, T>>(values: &[C], bytes: &mut [u8], sta
     }
 }
 
-fn load_f16<C: Lane>(bytes: &[u8], start: usize, stride: isize, out: &mut [C]) {
+fn load_f16<C: Number>(bytes: &[u8], start: usize, stride: isize, out: &mut [C]) {
     let src: &[f16] = bytemuck::cast_slice(bytes);
     if stride == 1 && C::COMPUTE == Compute::F32 {
         let from = &src[start..start + out.len()];
@@ -138,7 +143,7 @@ fn load_f16<C: Lane>(bytes: &[u8], start: usize, stride: isize, out: &mut [C]) {
     }
 }
 
-fn store_f16<C: Lane>(values: &[C], bytes: &mut [u8], start: usize, stride: isize) {
+fn store_f16<C: Number>(values: &[C], bytes: &mut [u8], start: usize, stride: isize) {
     let dst: &mut [f16] = bytemuck::cast_slice_mut(bytes);
     if stride == 1 && C::COMPUTE == Compute::F32 {
         let to = &mut dst[start..start + values.len()];

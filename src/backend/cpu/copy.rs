@@ -1,4 +1,4 @@
-//! Strided copies of unchanged elements on the CPU: rows that lie in one piece on both sides are moved as they are.
+//! Strided copies on the CPU: rows that are contiguous on both sides are moved as they are.
 
 use bytemuck::Pod;
 
@@ -36,16 +36,16 @@ pub(crate) fn run(launch: &Launch, from: &[u8], to: &mut [u8]) {
 }
 
 fn copy<T: Pod + Send + Sync>(launch: &Launch, from: &[u8], to: &mut [u8]) {
-    let (walk, input) = (&launch.walk, &launch.inputs[0]);
+    let (strided, input) = (&launch.strided, &launch.inputs[0]);
     let from: &[T] = bytemuck::cast_slice(from);
-    let last = |k: usize| walk.strides[k].last().copied().unwrap_or(1);
+    let last = |k: usize| strided.strides[k].last().copied().unwrap_or(1);
     let (step, to_step) = (last(0), last(1));
     let large = input.numel() * size_of::<T>() >= LARGE && to_step == 1;
     partition(launch, &mut [to], |first, count, partition, outs| {
         let to: &mut [T] = bytemuck::cast_slice_mut(outs[0]);
         let base = partition.base(launch, 0, first);
         let streaming = large.then(Streaming::new);
-        walk.runs(first, count, |at, offsets, len| {
+        strided.runs(first, count, |at, offsets, len| {
             let source = input.layout.offset.wrapping_add_signed(offsets[0]);
             let target = if partition == Partition::Elements { at } else { (base + offsets[1]) as usize };
             if (step, to_step) != (1, 1) {

@@ -1,10 +1,10 @@
 //! Convolutions on the CPU whose groups have one channel or a few: a part of a plane (one channel of one image) at a time.
 //!
-//! A part is copied, with its padding, to where it stays in the cache: where windows are `stride` apart as so many phases, each of
-//! every `stride`th element. Each tap then reads a stretch of the copy, and a part of the result, in rows as long
-//! as the copy's, is a sum of such stretches, each times its weight ([`vectors::correlate`]); what lies between its rows is left
-//! out when it is stored. The gradient of the image is the same sum of stretches of the result's gradient, for each phase. That of the
-//! weight has the products of both ([`vectors::dots`]), added up in an order that depends on the shapes alone.
+//! A part is copied with its padding, so that it stays in the cache; for a stride above 1 it is split in phases, each of every
+//! `stride`th element. Each tap then reads a contiguous slice of the copy, and a part of the result, in rows as long as the
+//! copy's, is a sum of such slices, each times its weight ([`vectors::correlate`]). The elements between its rows are left out
+//! when it is stored. The gradient of the image is the same sum over the result's gradient, for each phase. That of the weight
+//! is made of products of both ([`vectors::dots`]), added up in an order that depends on the shapes alone.
 
 mod jobs;
 mod planes;
@@ -15,12 +15,11 @@ use std::ops::Range;
 use pulp::Arch;
 
 use crate::backend::cpu::convert::{load_tile, store_tile};
-use crate::backend::cpu::depthwise::jobs::{OfImages, OfWeight, OfWindows, Phase};
-use crate::backend::cpu::depthwise::planes::{Made, Part, Parts, Planes};
+use crate::backend::cpu::depthwise::jobs::{OfImages, Phase, weight, windows};
+use crate::backend::cpu::depthwise::planes::{Made, PlanePart, PlaneParts, Planes};
 use crate::backend::cpu::depthwise::vectors::{Real, packed};
 use crate::backend::problem::conv::Convolution;
 use crate::backend::problem::windows::{Windows, four};
-use crate::device::count_launch;
 use crate::device::cpu::parallel;
 use crate::storage::with_host;
 use crate::{Compute, Result, Shape, Tensor};
@@ -138,11 +137,11 @@ impl Depthwise {
     }
 
     /// The parts that elements of planes are made of.
-    fn parts(&self, dims: [usize; 2], range: Range<usize>) -> Parts {
+    fn parts(&self, dims: [usize; 2], range: Range<usize>) -> PlaneParts {
         let elements = (PART / (self.inner * self.phases() + self.outer)).max(1 << 10);
         // Rows that are looked at beside those of a part are few.
         let rows = (elements / dims[1]).max(2 * self.along[0].reach + 1).min(dims[0]);
-        Parts::new(dims, [rows, dims[1].min(2 * elements)], range)
+        PlaneParts::new(dims, [rows, dims[1].min(2 * elements)], range)
     }
 
     /// Elements of each channel of a group that a job makes, of `channels` channels: whole planes, or whole rows if one channel is
@@ -160,7 +159,7 @@ impl Depthwise {
     /// What the windows of a part see of the images of a group: each channel, phase after phase. `to` has 0 in the padding if
     /// it has what a part of the same place and size sees, otherwise `is_new`.
     #[inline(always)]
-    fn see<C: Real>(&self, x: &Planes<C>, [n, group]: [usize; 2], part: &Part, is_new: bool, to: &mut Vec<C>) {
+    fn see<C: Real>(&self, x: &Planes<C>, [n, group]: [usize; 2], part: &PlanePart, is_new: bool, to: &mut Vec<C>) {
         let ([high, wide], [rows, columns]) = (self.seen(part.size), &self.along);
         if is_new {
             to.clear();
@@ -210,7 +209,7 @@ impl Depthwise {
             packed(self.outer, k, &mut weights, |channel, tap| weight[channel * k + tap]);
         }
         self.made(x, [self.outer, self.w.grid[0], self.w.grid[1]], |x, first, made| {
-            Arch::new().dispatch(OfWindows { d: self, x, weights: &weights, starts: &starts, first, made });
+            windows(self, x, &weights, &starts, first, made);
         })
     }
 
@@ -222,7 +221,6 @@ impl Depthwise {
         [channels, rows, columns]: [usize; 3],
         f: impl Fn(Planes<C>, usize, Made<C>) + Sync,
     ) -> Result<Tensor> {
-        count_launch();
         let shape = Shape::from([self.n, self.groups * channels, rows, columns]);
         let out = Tensor::empty_like_shape(shape, x.dtype, x.device())?;
         let (job, unit) = (self.job([rows, columns], channels), channels * x.dtype.size());
@@ -231,7 +229,6 @@ impl Depthwise {
             let to = &mut writes[0][..out.numel() * out.dtype.size()];
             parallel::for_each_chunk(to, job * unit, |i, to| f(x, i * job, Made::new(out.dtype, to)));
         })?;
-        out.storage.bump_version();
         Ok(out)
     }
 
@@ -274,7 +271,6 @@ impl Depthwise {
     }
 
     fn weight_as<C: Real>(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor> {
-        count_launch();
         let shape = [self.groups * self.outer, self.inner, self.w.kernel[0], self.w.kernel[1]];
         let out = match slot {
             Some(slot) => slot,
@@ -287,7 +283,7 @@ impl Depthwise {
         with_host(&[&x.storage, &y.storage], &[&out.storage], |reads, writes| {
             let (x, y) = (Planes::new(x, reads[0]), Planes::new(y, reads[1]));
             parallel::for_each_chunk(&mut sums, together * size, |i, sums| {
-                Arch::new().dispatch(OfWeight { d: self, x, y, slices, first: i * together, sums });
+                weight(self, x, y, slices, i * together, sums);
             });
             let mut group_sums = Vec::with_capacity(self.groups * size);
             for group in sums.chunks_exact(slices * size) {
@@ -296,7 +292,6 @@ impl Depthwise {
             }
             store_tile(out.dtype, &group_sums, writes[0], out.layout.offset, 1);
         })?;
-        out.storage.bump_version();
         Ok(out)
     }
 }

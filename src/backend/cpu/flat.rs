@@ -1,5 +1,5 @@
-//! Launches on the CPU that need no plan: one primitive, of operands that lie as the result does, are one row for all of
-//! its rows, or one number. Most launches of small tensors are, and planning would take longer than they do.
+//! Launches on the CPU that need no plan: one primitive whose operands are contiguous, a row that is broadcast, or a scalar.
+//! Most launches of small tensors are, and planning would take longer than they do.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,14 +7,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use pulp::Arch;
 use smallvec::SmallVec;
 
-use crate::backend::cpu::in_place::updates;
+use crate::backend::cpu::in_place::is_cheap;
 use crate::backend::cpu::interpreter::{Scratch, Tile, TileIn};
-use crate::backend::cpu::scalar::Lane;
+use crate::backend::cpu::scalar::Number;
 use crate::backend::cpu::steps::Action;
 use crate::backend::cpu::steps::Value;
-use crate::backend::cpu::{fused_functions as idioms, half as cpu_half, interpreter as tiles, map as cpu_map};
+use crate::backend::cpu::{fused_functions, half, interpreter, map};
 use crate::backend::problem::map::compute_type;
-use crate::device::count_launch;
+use crate::backend::problem::operand::OperandKind;
 use crate::device::cpu::parallel;
 use crate::expr::program::Program;
 use crate::expr::{Expr, Op};
@@ -30,17 +30,6 @@ const MANY: usize = 8 << 20;
 /// Pieces of what is computed from its end to its start: as few as leave the first one in that cache.
 const PIECES: usize = 3;
 
-/// How an input is indexed when element `i` of the result is computed.
-#[derive(Clone, Copy, PartialEq)]
-pub(crate) enum OperandKind {
-    /// By `i`.
-    Contiguous,
-    /// By `i` modulo the length of a row, which is repeated.
-    RowBroadcast(usize),
-    /// By 0: one element for all.
-    Scalar,
-}
-
 /// Runs the launch if it is of this kind; gives whether it was. Shapes are not checked: what does not fit is not of this kind.
 pub(crate) fn run(
     op: &'static str,
@@ -52,7 +41,7 @@ pub(crate) fn run(
     let ([out], [step]) = (outputs, &program.steps().list[..]) else { return Ok(false) };
     let computes = match step.action {
         Action::Compute(op) => !matches!(op, Op::Leaf(_)),
-        Action::Idiom(_) => true,
+        Action::Fused(_) => true,
         Action::Copy | Action::MultiplyAdd(_) => false,
     };
     let count = out.numel();
@@ -61,24 +50,23 @@ pub(crate) fn run(
     }
     let mut kinds: SmallVec<[Option<OperandKind>; 3]> = SmallVec::new();
     for t in inputs {
-        match place(t, out) {
-            Some(place) if t.dtype == out.dtype && !t.shares_storage(out) => kinds.push(Some(place)),
-            Some(OperandKind::Contiguous) if t.dtype == out.dtype && t.layout.offset == out.layout.offset => {
-                kinds.push(None)
-            }
+        match OperandKind::of(t, out) {
+            OperandKind::Strided => return Ok(false),
+            kind if t.dtype == out.dtype && !t.shares_storage(out) => kinds.push(Some(kind)),
+            OperandKind::Contiguous if t.dtype == out.dtype && t.layout.offset == out.layout.offset => kinds.push(None),
             _ => return Ok(false),
         }
     }
     // A row goes with an operand that has an element for each.
     let two = matches!(step.action, Action::Compute(Op::Binary(_)));
-    let each = |kinds: &Option<OperandKind>| matches!(kinds, Some(OperandKind::Contiguous) | None);
-    if kinds.iter().any(|l| matches!(l, Some(OperandKind::RowBroadcast(_))))
+    let each = |kind: &Option<OperandKind>| matches!(kind, Some(OperandKind::Contiguous) | None);
+    if kinds.iter().any(|kind| matches!(kind, Some(OperandKind::RowBroadcast(_))))
         && !(two && kinds.len() == 2 && kinds.iter().any(each))
     {
         return Ok(false);
     }
     if matches!(out.dtype, DType::F16 | DType::BF16) {
-        return cpu_half::run(program, inputs, &kinds, scalars, out);
+        return half::run(program, inputs, &kinds, scalars, out);
     }
     let bytes = inputs.iter().map(|t| t.numel()).sum::<usize>().saturating_add(count) * out.dtype.size();
     let streamed = !kinds.contains(&None) && program.goes_past_cache(count * out.dtype.size(), bytes);
@@ -94,23 +82,6 @@ pub(crate) fn run(
     if zero { Err(Error::DivisionByZero { op }) } else { Ok(true) }
 }
 
-/// Where `t`, broadcast to the shape of `out`, has its elements, if it is in one piece and its dimensions are the last ones.
-pub(crate) fn place(t: &Tensor, out: &Tensor) -> Option<OperandKind> {
-    let (dims, all) = (t.shape().dims(), out.shape().dims());
-    if t.layout.lies_like(&out.layout, 1) && t.device() == out.device() {
-        return out.is_contiguous().then_some(OperandKind::Contiguous); // almost always
-    }
-    let ones = dims.iter().take_while(|&&d| d == 1).count();
-    if t.device() != out.device() || dims.len() > all.len() || !all.ends_with(&dims[ones..]) || !t.is_contiguous() {
-        return None;
-    }
-    match t.numel() {
-        n if n == out.numel() => Some(OperandKind::Contiguous),
-        1 => Some(OperandKind::Scalar),
-        n => Some(OperandKind::RowBroadcast(n)),
-    }
-}
-
 /// Computes all elements on this thread: `part` is called with the number of the first of some, and these. What the first-level
 /// cache has no room for is begun from either end by turns, where some of it is still there from the time before.
 fn by_turns<C>(out: &mut [C], mut part: impl FnMut(usize, &mut [C])) {
@@ -123,14 +94,14 @@ fn by_turns<C>(out: &mut [C], mut part: impl FnMut(usize, &mut [C])) {
 
 /// A primitive of one or two operands that lie as the result does, or of one and a number, in floats of one type, and few enough for
 /// one thread. Most operations on small tensors are, and to find out more about them would take longer than they do.
-pub(crate) struct Alike<'a> {
+pub(crate) struct Primitive<'a> {
     action: Action,
     args: &'a [Value],
     inputs: &'a [&'a Tensor],
     scalars: &'a [Scalar],
 }
 
-impl<'a> Alike<'a> {
+impl<'a> Primitive<'a> {
     /// The result is one of `dtype`, of the first operand's shape.
     #[inline]
     pub(crate) fn of(
@@ -138,13 +109,13 @@ impl<'a> Alike<'a> {
         scalars: &'a [Scalar],
         expr: &'a Expr,
         dtype: DType,
-    ) -> Option<Alike<'a>> {
+    ) -> Option<Primitive<'a>> {
         let first = *inputs.first()?;
         let fits = |t: &&Tensor| t.dtype == dtype && t.device() == first.device();
         let alike = matches!(dtype, DType::F32 | DType::F64) && inputs.iter().all(fits);
         let program = Program::kept(std::slice::from_ref(expr));
         let [step] = &program.steps().list[..] else { return None };
-        let action @ (Action::Compute(Op::Unary(_) | Op::Binary(_)) | Action::Idiom(_)) = step.action else {
+        let action @ (Action::Compute(Op::Unary(_) | Op::Binary(_)) | Action::Fused(_)) = step.action else {
             return None;
         };
         let tensors = step.args.iter().filter(|arg| matches!(arg, Value::Input(_))).count();
@@ -153,22 +124,21 @@ impl<'a> Alike<'a> {
             && tensors > 0
             && !program.uses_bits()
             && inputs.len() <= 2
-            && (1..=cpu_map::step(0)).contains(&count)
+            && (1..=map::step(0)).contains(&count)
             && inputs[1..].iter().all(|t| t.layout.lies_like(&first.layout, 1))
             && first.is_contiguous())
-        .then_some(Alike { action, args: &step.args, inputs, scalars })
+        .then_some(Primitive { action, args: &step.args, inputs, scalars })
     }
 
     /// Computes the elements of `out`, new and contiguous.
     pub(crate) fn fill(&self, out: &Tensor) -> Result<()> {
-        count_launch();
         match out.dtype {
             DType::F32 => self.fill_as::<f32>(out),
             _ => self.fill_as::<f64>(out),
         }
     }
 
-    fn operand<'b, C: Lane>(&self, k: usize, elements: &'b [C], range: Range<usize>) -> TileIn<'b, C> {
+    fn operand<'b, C: Number>(&self, k: usize, elements: &'b [C], range: Range<usize>) -> TileIn<'b, C> {
         match self.args[k] {
             Value::Scalar(i) => TileIn::Scalar(C::from_scalar(self.scalars[i])),
             Value::Const(c) => TileIn::Scalar(C::from_f64(c)),
@@ -176,23 +146,29 @@ impl<'a> Alike<'a> {
         }
     }
 
-    fn fill_as<C: Lane>(&self, out: &Tensor) -> Result<()> {
+    fn fill_as<C: Number>(&self, out: &Tensor) -> Result<()> {
         let (arch, count, to) = (Arch::new(), out.numel(), &out.storage);
         let compute = |a: &[C], b: &[C], write: &mut [u8]| {
             by_turns(bytemuck::cast_slice_mut(write), |first, part| {
                 let range = first..first + part.len();
                 let uniform = match self.action {
-                    Action::Compute(Op::Unary(op)) => tiles::unary(arch, op, self.operand(0, a, range), part),
-                    Action::Compute(Op::Binary(op)) => {
-                        tiles::binary(arch, op, self.operand(0, a, range.clone()), self.operand(1, b, range), part)
+                    Action::Compute(Op::Unary(op)) => interpreter::unary(arch, op, self.operand(0, a, range), part),
+                    Action::Compute(Op::Binary(op)) => interpreter::binary(
+                        arch,
+                        op,
+                        self.operand(0, a, range.clone()),
+                        self.operand(1, b, range),
+                        part,
+                    ),
+                    Action::Fused(fused) => {
+                        fused_functions::run(arch, fused, |k| self.operand(k, a, range.clone()), part)
                     }
-                    Action::Idiom(idiom) => idioms::run(arch, idiom, |k| self.operand(k, a, range.clone()), part),
                     _ => unreachable!("neither leaves nor choices"),
                 };
                 debug_assert!(uniform.is_none(), "an operand is a tensor");
             });
         };
-        fn all<'b, C: Lane>(t: &Tensor, bytes: &'b [u8], count: usize) -> &'b [C] {
+        fn all<'b, C: Number>(t: &Tensor, bytes: &'b [u8], count: usize) -> &'b [C] {
             &bytemuck::cast_slice(bytes)[t.layout.offset..][..count]
         }
         let tensor = |k: usize| match self.args.get(k) {
@@ -222,11 +198,10 @@ struct Launch<'a> {
 
 impl Launch<'_> {
     /// Gives whether an integer was divided by zero.
-    fn run<C: Lane>(&self) -> Result<bool> {
-        count_launch();
+    fn run<C: Number>(&self) -> Result<bool> {
         let out = &self.out.storage;
         let mut reads: SmallVec<[&Storage; 3]> = SmallVec::new();
-        for (t, _) in self.inputs.iter().zip(self.kinds).filter(|(_, kinds)| kinds.is_some()) {
+        for (t, _) in self.inputs.iter().zip(self.kinds).filter(|(_, kind)| kind.is_some()) {
             reads.push(&t.storage);
         }
         match *reads {
@@ -236,10 +211,10 @@ impl Launch<'_> {
         }
     }
 
-    fn all<C: Lane>(&self, reads: &[&[u8]], write: &mut [u8]) -> bool {
+    fn all<C: Number>(&self, reads: &[&[u8]], write: &mut [u8]) -> bool {
         let (count, first) = (self.out.numel(), self.out.layout.offset);
         let out: &mut [C] = &mut bytemuck::cast_slice_mut(write)[first..first + count];
-        let step = cpu_map::step(count);
+        let step = map::step(count);
         if count <= step {
             let mut zero = false;
             by_turns(out, |first, part| zero |= self.part(reads, first, part));
@@ -256,7 +231,7 @@ impl Launch<'_> {
     }
 
     /// Elements from `first` on, as many as `out` has.
-    fn part<C: Lane>(&self, reads: &[&[u8]], first: usize, out: &mut [C]) -> bool {
+    fn part<C: Number>(&self, reads: &[&[u8]], first: usize, out: &mut [C]) -> bool {
         let mut scratch = Scratch::new();
         scratch.streamed = self.streamed;
         match self.kinds.contains(&None) && !self.updates() {
@@ -272,12 +247,12 @@ impl Launch<'_> {
             [None, Some(OperandKind::Contiguous | OperandKind::Scalar)]
                 | [Some(OperandKind::Contiguous | OperandKind::Scalar), None]
         );
-        others && matches!(self.program.steps().list[0].action, Action::Compute(Op::Binary(op)) if updates(op))
+        others && matches!(self.program.steps().list[0].action, Action::Compute(Op::Binary(op)) if is_cheap(op))
     }
 
     /// [`part`](Self::part) of what is an operand, too.
     #[inline(never)] // with room on the stack
-    fn in_place<C: Lane>(&self, scratch: &mut Scratch<C>, reads: &[&[u8]], first: usize, out: &mut [C]) -> bool {
+    fn in_place<C: Number>(&self, scratch: &mut Scratch<C>, reads: &[&[u8]], first: usize, out: &mut [C]) -> bool {
         let mut before: SmallVec<[C; IN_PLACE]> = SmallVec::new();
         let mut zero = false;
         for (i, piece) in out.chunks_mut(IN_PLACE).enumerate() {
@@ -289,7 +264,7 @@ impl Launch<'_> {
     }
 
     /// One tile; what it held is found at `before`.
-    fn tile<C: Lane>(
+    fn tile<C: Number>(
         &self,
         scratch: &mut Scratch<C>,
         reads: &[&[u8]],
@@ -299,15 +274,16 @@ impl Launch<'_> {
     ) -> bool {
         let (len, mut reads) = (out.len(), reads.iter());
         let mut inputs: SmallVec<[TileIn<C>; 3]> = SmallVec::new();
-        for (t, kinds) in self.inputs.iter().zip(self.kinds) {
+        for (t, kind) in self.inputs.iter().zip(self.kinds) {
             let mut elements = || -> &[C] {
                 let bytes = reads.next().expect("one for each operand that is not changed");
                 &bytemuck::cast_slice(bytes)[t.layout.offset..]
             };
-            inputs.push(match *kinds {
+            inputs.push(match *kind {
                 Some(OperandKind::Contiguous) => TileIn::Slice(&elements()[first..first + len]),
                 Some(OperandKind::RowBroadcast(n)) => TileIn::Rows(&elements()[..n], first % n),
                 Some(OperandKind::Scalar) => TileIn::Scalar(elements()[0]),
+                Some(OperandKind::Strided) => unreachable!("such a launch is planned"),
                 None => before,
             });
         }
@@ -418,7 +394,7 @@ mod tests {
             Tensor::from_slice(&values, n + at, Device::Cpu).unwrap().narrow(0, at, n).unwrap()
         };
         let (x, y, s) = (Expr::input(0), Expr::input(1), Expr::scalar(0));
-        let few = cpu_map::step(0);
+        let few = map::step(0);
         for n in [1, 2, 15, 16, 17, 97, FEW / 4, FEW / 4 + 1, 5003, few] {
             let (a, b) = (number(n, 1, 1), number(n, 5, 2));
             for expr in [
@@ -438,7 +414,7 @@ mod tests {
             ] {
                 let inputs: &[&Tensor] = if expr.uses_input(1) { &[&a, &b] } else { &[&a] };
                 let scalars = [Scalar::Float(2.5)];
-                let alike = Alike::of(inputs, &scalars, &expr, DType::F32).expect("it is of this kind");
+                let alike = Primitive::of(inputs, &scalars, &expr, DType::F32).expect("it is of this kind");
                 for _ in 0..2 {
                     // from either end
                     let out = a.zeros_like().unwrap();
@@ -465,7 +441,7 @@ mod tests {
             (&[&a], x.clone(), DType::F32),
         ];
         for (inputs, expr, dtype) in &refused {
-            assert!(Alike::of(inputs, &[], expr, *dtype).is_none(), "{expr:?} of {} {dtype}", inputs[0].shape());
+            assert!(Primitive::of(inputs, &[], expr, *dtype).is_none(), "{expr:?} of {} {dtype}", inputs[0].shape());
         }
     }
 }

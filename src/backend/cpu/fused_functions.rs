@@ -1,18 +1,19 @@
-//! Formulas that are one step on the CPU, written as several primitives: each of these would read and write all elements of
-//! a tile.
+//! Functions such as gelu that are one step on the CPU, though their formulas have several primitives: each primitive would
+//! read and write all elements of a tile.
 
 use std::f64::consts::{FRAC_1_SQRT_2, PI};
 
 use pulp::Arch;
 
-use crate::backend::cpu::interpreter::{Function, TileIn, many, run as run_each};
-use crate::backend::cpu::scalar::{Lane, Many};
+use crate::backend::cpu::interpreter::{TileIn, many, run as run_each};
+use crate::backend::cpu::scalar::{Many, Number};
 use crate::backend::cpu::steps::Action;
+use crate::backend::cpu::vectorised::{Function, function};
 use crate::expr::{Args, Binary, DagNode, Leaf, Op, Unary};
 
 /// What such a step computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Idiom {
+pub(crate) enum FusedFunction {
     /// [`Expr::gelu`](crate::ops::Expr::gelu) of the operand.
     Gelu,
     /// [`Expr::gelu_tanh`](crate::ops::Expr::gelu_tanh) of the operand.
@@ -25,23 +26,23 @@ pub(crate) enum Idiom {
 
 /// What node `i` is other than its primitive, and of which nodes.
 pub(crate) fn find(nodes: &[DagNode], i: usize) -> Option<(Action, Args<usize>)> {
-    let of = |idiom, args: &[usize]| Some((Action::Idiom(idiom), Args::from_slice(args)));
+    let of = |fused, args: &[usize]| Some((Action::Fused(fused), Args::from_slice(args)));
     match op(nodes, i) {
         Op::Binary(Binary::Mul) => {
             let (a, b) = (nodes[i].args[0], nodes[i].args[1]);
             let either = [(a, b), (b, a)];
             if let Some(x) = either.into_iter().find_map(|(half, rest)| gelu(nodes, half, rest)) {
-                return of(Idiom::Gelu, &[x]);
+                return of(FusedFunction::Gelu, &[x]);
             }
             if let Some(x) = either.into_iter().find_map(|(half, rest)| gelu_tanh(nodes, half, rest)) {
-                return of(Idiom::GeluTanh, &[x]);
+                return of(FusedFunction::GeluTanh, &[x]);
             }
             let (x, _) = either.into_iter().find(|&(x, y)| unary(nodes, y, Unary::Sigmoid) == Some(x))?;
-            of(Idiom::Silu, &[x])
+            of(FusedFunction::Silu, &[x])
         }
         Op::Select => {
             if let Some([x, low, high]) = clamp(nodes, i) {
-                return of(Idiom::Clamp, &[x, low, high]);
+                return of(FusedFunction::Clamp, &[x, low, high]);
             }
             // `select(x <= c, c, x)` is `max(x, c)`, for NaN and -0 too.
             let (condition, c, x) = (nodes[i].args[0], nodes[i].args[1], nodes[i].args[2]);
@@ -109,25 +110,21 @@ fn clamp(nodes: &[DagNode], i: usize) -> Option<[usize; 3]> {
 }
 
 /// Fills `dst`, or gives the one value that all elements have.
-pub(crate) fn run<'a, C: Lane>(
+pub(crate) fn run<'a, C: Number>(
     arch: Arch,
-    idiom: Idiom,
+    fused: FusedFunction,
     operand: impl Fn(usize) -> TileIn<'a, C>,
     dst: &mut [C],
 ) -> Option<C> {
-    match idiom {
-        Idiom::Gelu => many(arch, Many::Gelu, operand(0), dst),
-        Idiom::GeluTanh => many(arch, Many::GeluTanh, operand(0), dst),
-        Idiom::Silu => many(arch, Many::Silu, operand(0), dst),
-        Idiom::Clamp => {
-            struct Clamp;
-            impl<C: Lane> Function<(C, C, C), C> for Clamp {
-                #[inline(always)]
-                fn call((x, low, high): (C, C, C)) -> C {
-                    let raised = if x < low { low } else { x };
-                    if high < raised { high } else { raised }
-                }
-            }
+    match fused {
+        FusedFunction::Gelu => many(arch, Many::Gelu, operand(0), dst),
+        FusedFunction::GeluTanh => many(arch, Many::GeluTanh, operand(0), dst),
+        FusedFunction::Silu => many(arch, Many::Silu, operand(0), dst),
+        FusedFunction::Clamp => {
+            function!(Clamp, (x, low, high): (C, C, C) => {
+                let raised = if x < low { low } else { x };
+                if high < raised { high } else { raised }
+            });
             let (TileIn::Scalar(low), TileIn::Scalar(high)) = (operand(1), operand(2)) else {
                 unreachable!("numbers alone are recognised")
             };
@@ -173,7 +170,7 @@ mod tests {
     }
 
     /// One result of one input, which is one for each element, a number, or what the result held.
-    fn compute<C: Lane>(e: &Expr, x: &[C], scalars: &[Scalar], form: usize) -> Vec<C> {
+    fn compute<C: Number>(e: &Expr, x: &[C], scalars: &[Scalar], form: usize) -> Vec<C> {
         let mut out = x.to_vec();
         let inputs = [[TileIn::Slice(x), TileIn::Scalar(x[0]), TileIn::Output(0)][form]];
         let tile = Tile { inputs: &inputs, scalars, seeds: &[], first: 0, len: x.len() };

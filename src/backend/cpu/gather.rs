@@ -1,12 +1,11 @@
-//! Indices on the CPU: nothing is written where one is out of range, but to results that the error then drops.
+//! Reads through indices on the CPU. An index out of range is an error, and the result is dropped.
 
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 
 use crate::backend::cpu::convert::load_tile;
 use crate::backend::cpu::interpreter::TILE;
-use crate::backend::cpu::scalar::Lane;
-use crate::device::count_launch;
+use crate::backend::cpu::scalar::Number;
 use crate::device::cpu::parallel;
 use crate::layout::collapse::StridedDims;
 use crate::storage::with_host;
@@ -67,14 +66,14 @@ pub(crate) fn check(
     wraps: bool,
 ) -> Result<()> {
     let shape = layout.shape.dims().iter().zip(&layout.strides).map(|(&n, &s)| if s == 0 { 1 } else { n }).collect();
-    let walk = StridedDims::new(&shape, [&layout.strides[..]]);
+    let strided = StridedDims::new(&shape, [&layout.strides[..]]);
     let indices = Indices { dtype: t.dtype, bytes };
-    let (stride, count) = (walk.strides[0].last().copied().unwrap_or(0), shape.numel());
+    let (stride, count) = (strided.strides[0].last().copied().unwrap_or(0), shape.numel());
     let low = if wraps { -(size as i64) } else { 0 };
     let last = size as i64 - 1 - low;
     let bad = |first: usize| {
         let (mut bad, mut tile) = (None, [0; SOME]);
-        walk.runs(first, JOB.min(count - first), |_, offsets, n| {
+        strided.runs(first, JOB.min(count - first), |_, offsets, n| {
             indices.each(&mut tile, layout.offset as isize + offsets[0], stride, n, |_, some| {
                 // The sign of one of them says that it is not in 0..=last.
                 let signs = |i: i64| i.wrapping_sub(low) | last.wrapping_sub(i.wrapping_sub(low));
@@ -93,9 +92,17 @@ pub(crate) fn check(
 }
 
 /// Elements `first..` of operand k of the walk.
-fn read<C: Lane>(t: &Tensor, bytes: &[u8], layout: &Layout, walk: &StridedDims, k: usize, first: usize, out: &mut [C]) {
-    let stride = walk.strides[k].last().copied().unwrap_or(0);
-    walk.runs(first, out.len(), |at, offsets, n| {
+fn read<C: Number>(
+    t: &Tensor,
+    bytes: &[u8],
+    layout: &Layout,
+    strided: &StridedDims,
+    k: usize,
+    first: usize,
+    out: &mut [C],
+) {
+    let stride = strided.strides[k].last().copied().unwrap_or(0);
+    strided.runs(first, out.len(), |at, offsets, n| {
         let start = layout.offset as isize + offsets[k];
         load_tile(t.dtype, bytes, start as _, stride, &mut out[at..at + n]);
     });
@@ -104,14 +111,14 @@ fn read<C: Lane>(t: &Tensor, bytes: &[u8], layout: &Layout, walk: &StridedDims, 
 impl Indexed<'_> {
     /// What an index points to along the dim: below its size if it is good.
     #[inline(always)]
-    pub(crate) fn place(&self, index: i64) -> usize {
+    pub(crate) fn wrapped(&self, index: i64) -> usize {
         (if self.wraps && index < 0 { index.wrapping_add(self.size as i64) } else { index }) as usize
     }
 }
 
-/// [`Indexed::place`] without a branch; `below` is what is added to indices below 0.
+/// [`Indexed::wrapped`] without a branch; `below` is what is added to indices below 0.
 #[inline(always)]
-fn place(index: i64, below: i64) -> usize {
+fn position(index: i64, below: i64) -> usize {
     index.wrapping_add((index >> 63) & below) as usize
 }
 
@@ -119,7 +126,7 @@ fn place(index: i64, below: i64) -> usize {
 fn pick<T: Copy>(to: &mut [T], line: &[T], indices: &[i64], below: i64) -> bool {
     let mut good = true;
     for (o, &index) in to.iter_mut().zip(indices) {
-        match line.get(place(index, below)) {
+        match line.get(position(index, below)) {
             Some(element) => *o = *element,
             None => good = false,
         }
@@ -128,7 +135,6 @@ fn pick<T: Copy>(to: &mut [T], line: &[T], indices: &[i64], below: i64) -> bool 
 }
 
 pub(crate) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
-    count_launch();
     with_host(&[&g.x.storage, &g.index.storage], &[&out.storage], |reads, writes| {
         let to = &mut *writes[0];
         let good = g.size > 0
@@ -146,23 +152,23 @@ pub(crate) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
 fn gather_as<T: bytemuck::Pod + Send + Sync>(g: &Indexed, reads: &[&[u8]], out: &mut [T]) -> bool {
     let x: &[T] = bytemuck::cast_slice(reads[0]);
     let indices = Indices { dtype: g.index.dtype, bytes: reads[1] };
-    let walk = StridedDims::new(&g.x_layout.shape, [&g.x_layout.strides[..], &g.index_layout.strides[..]]);
-    let steps = [0, 1].map(|k| walk.strides[k].last().copied().unwrap_or(0));
+    let strided = StridedDims::new(&g.x_layout.shape, [&g.x_layout.strides[..], &g.index_layout.strides[..]]);
+    let steps = [0, 1].map(|k| strided.strides[k].last().copied().unwrap_or(0));
     let count = g.x_layout.numel();
     let bad = AtomicBool::new(false);
     let part = |first: usize, out: &mut [T]| {
         let (mut good, mut tile) = (true, [0; SOME]);
-        walk.runs(first, out.len(), |at, offsets, n| {
+        strided.runs(first, out.len(), |at, offsets, n| {
             let out = &mut out[at..at + n];
             let base = g.x_layout.offset as isize + offsets[0];
             let index_at = g.index_layout.offset as isize + offsets[1];
             if steps[1] == 0 {
-                let place = g.place(indices.one(index_at));
-                if place >= g.size {
+                let position = g.wrapped(indices.one(index_at));
+                if position >= g.size {
                     good = false;
                     return;
                 }
-                let base = base + place as isize * g.step;
+                let base = base + position as isize * g.step;
                 if steps[0] == 1 {
                     return out.copy_from_slice(&x[base as usize..][..n]);
                 }
@@ -178,9 +184,9 @@ fn gather_as<T: bytemuck::Pod + Send + Sync>(g: &Indexed, reads: &[&[u8]], out: 
                 let (size, step, next) = (g.size, g.step, steps[0]);
                 let (mut at, mut all) = (base + done as isize * next, true);
                 for (o, &index) in to.iter_mut().zip(indices) {
-                    let place = place(index, below);
-                    match place < size {
-                        true => *o = x[(at + place as isize * step) as usize],
+                    let position = position(index, below);
+                    match position < size {
+                        true => *o = x[(at + position as isize * step) as usize],
                         false => all = false,
                     }
                     at += next;
@@ -206,15 +212,14 @@ pub(crate) fn linear(
     (size, step): (usize, isize),
     base: Option<i64>,
 ) -> Result<()> {
-    count_launch();
     with_host(&[&index.storage], &[&out.storage], |reads, writes| {
         check(op, index, reads[0], &index.layout, size, true)?;
-        let walk = StridedDims::new(index.shape(), [index.strides()]);
+        let strided = StridedDims::new(index.shape(), [index.strides()]);
         let out: &mut [i64] = &mut bytemuck::cast_slice_mut(&mut *writes[0])[..index.numel()];
         let mut tile = [0i64; TILE];
         for (k, out) in out.chunks_mut(TILE).enumerate() {
             let tile = &mut tile[..out.len()];
-            read(index, reads[0], &index.layout, &walk, 0, k * TILE, tile);
+            read(index, reads[0], &index.layout, &strided, 0, k * TILE, tile);
             for (o, i) in out.iter_mut().zip(tile) {
                 *o = base.unwrap_or(*o) + (*i + if *i < 0 { size as i64 } else { 0 }) * step as i64;
             }
@@ -224,12 +229,11 @@ pub(crate) fn linear(
 }
 
 pub(crate) fn one_hot(op: &'static str, t: &Tensor, out: &Tensor, classes: usize) -> Result<()> {
-    count_launch();
     with_host(&[&t.storage], &[&out.storage], |reads, writes| {
         check(op, t, reads[0], &t.layout, classes, false)?;
-        let walk = StridedDims::new(t.shape(), [t.strides()]);
+        let strided = StridedDims::new(t.shape(), [t.strides()]);
         let mut indices = vec![0i64; t.numel()];
-        read(t, reads[0], &t.layout, &walk, 0, 0, &mut indices);
+        read(t, reads[0], &t.layout, &strided, 0, 0, &mut indices);
         let out: &mut [i64] = bytemuck::cast_slice_mut(&mut *writes[0]);
         out[..indices.len() * classes].fill(0);
         indices.iter().enumerate().for_each(|(i, c)| out[i * classes + *c as usize] = 1);

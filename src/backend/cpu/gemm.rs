@@ -1,8 +1,8 @@
 //! Matrix products on the CPU: `device::cpu::gemm` for floats, plain loops for integers, with the epilogue in tiles.
 //!
-//! Halves are multiplied and added in f32. Epilogues in f32, to which the rounding of halves belongs, get what they read piece by
-//! piece, from the cache (`gemm_epilogue`). Otherwise the product is written where the first result goes if that has the type
-//! it is summed in, and the epilogue changes it in place.
+//! Halves are multiplied and added in f32. An epilogue in f32, to which the rounding of halves belongs, is applied to blocks of
+//! the product that are still in the cache (`gemm_epilogue`). Otherwise the product is written to the first result, if that has
+//! the type it is summed in, and the epilogue changes it in place.
 
 use std::borrow::Cow;
 
@@ -11,9 +11,8 @@ use half::{bf16, f16};
 
 use crate::backend::cpu::gemm_epilogue::Epilogue;
 use crate::backend::cpu::map;
-use crate::backend::problem::gemm::{Gemm, Operand, Plan};
+use crate::backend::problem::gemm::{Gemm, GemmOperand, GemmPlan};
 use crate::backend::problem::map::{Formulas, Params};
-use crate::device::count_launch;
 use crate::device::cpu::gemm::{Floats, Place, gemm, gemm_and_sums, gemm_f32};
 use crate::expr::Expr;
 use crate::storage::with_host;
@@ -32,7 +31,7 @@ pub(crate) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
         true => outs[0].detach(),
         false => Tensor::empty_like_shape(shape, dtype, g.a.device())?,
     };
-    let plan = Plan::new(&g.a.layout, &g.b.layout, shape, &[&product.layout]);
+    let plan = GemmPlan::new(&g.a.layout, &g.b.layout, shape, &[&product.layout]);
     // An optimiser's gradients are in one storage.
     let plain = |t: &Tensor| t.dtype == DType::F32 && t.is_contiguous();
     let sums = g.sums.filter(|t| nothing_follows && plan.count() == 1 && t.shares_storage(&product) && plain(t));
@@ -45,17 +44,17 @@ pub(crate) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
                 let (mut made_a, mut made_b) = (Vec::new(), Vec::new());
                 let (a, b) = (floats(a, &mut made_a), floats(b, &mut made_b));
                 let (size, out) = ((plan.m, plan.n, plan.k), bytemuck::cast_slice_mut(out));
-                let mut places = plan.places([a.offset, b.offset, offset]);
+                let mut batches = plan.batches([a.offset, b.offset, offset]);
                 if let Some(sums) = sums
-                    && let Some(places) = places.next()
+                    && let Some(batches) = batches.next()
                 {
-                    return gemm_and_sums(size, out, (a.data, b.data), places, sums.layout.offset);
+                    return gemm_and_sums(size, out, (a.data, b.data), batches, sums.layout.offset);
                 }
-                gemm_f32(size, out, a.data, b.data, places).map(|()| false)
+                gemm_f32(size, out, a.data, b.data, batches).map(|()| false)
             }
             Compute::F64 => {
                 let (a, b, out) = (widen_f64(a), widen_f64(b), bytemuck::cast_slice_mut(out));
-                plan.places([a.offset, b.offset, offset]).try_for_each(|[at_a, at_b, at]| {
+                plan.batches([a.offset, b.offset, offset]).try_for_each(|[at_a, at_b, at]| {
                     gemm((plan.m, plan.n, plan.k), (&mut *out, at), (&a.data[..], at_a), (&b.data[..], at_b))
                 })?;
                 Ok(false)
@@ -67,7 +66,6 @@ pub(crate) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
         }
     })??;
     if nothing_follows {
-        count_launch();
         return Ok(summed);
     }
     let inputs: Vec<&Tensor> = std::iter::once(&product).chain(g.extras.iter().copied()).collect();
@@ -136,10 +134,10 @@ fn widen_i64<'a>((t, bytes): (&Tensor, &'a [u8])) -> Elements<Cow<'a, [i64]>> {
     }
 }
 
-impl Plan {
+impl GemmPlan {
     /// Where a, b and the first result are for each matrix of the batch; their first elements are at `first`.
-    pub(crate) fn places(&self, first: [usize; 3]) -> impl Iterator<Item = [Place; 3]> {
-        let operands: [&Operand; 3] = [&self.a, &self.b, &self.others[0]];
+    pub(crate) fn batches(&self, first: [usize; 3]) -> impl Iterator<Item = [Place; 3]> {
+        let operands: [&GemmOperand; 3] = [&self.a, &self.b, &self.others[0]];
         (0..self.count()).map(move |z| {
             let mut at = first.map(|offset| offset as isize);
             let mut rest = z;
@@ -156,12 +154,18 @@ impl Plan {
 }
 
 /// Rows of the result as sums of rows of b: integers wrap.
-fn integers(plan: &Plan, a: &Elements<Cow<'_, [i64]>>, b: &Elements<Cow<'_, [i64]>>, out: &mut [i64], offset: usize) {
+fn integers(
+    plan: &GemmPlan,
+    a: &Elements<Cow<'_, [i64]>>,
+    b: &Elements<Cow<'_, [i64]>>,
+    out: &mut [i64],
+    offset: usize,
+) {
     let at = |place: Place, i: usize, j: usize| {
         (place.offset as isize + i as isize * place.row + j as isize * place.col) as usize
     };
     let mut row = vec![0i64; plan.n];
-    for [at_a, at_b, at_out] in plan.places([a.offset, b.offset, offset]) {
+    for [at_a, at_b, at_out] in plan.batches([a.offset, b.offset, offset]) {
         for i in 0..plan.m {
             row.fill(0);
             for k in 0..plan.k {

@@ -1,6 +1,5 @@
-//! Epilogues of products on the CPU, evaluated where a piece of the product lies in the cache of the core that made it: it is
-//! never written to memory, but the results are. The formulas of a layer, and of what goes back through relu, the product's kernels
-//! compute in their registers.
+//! Epilogues of products on the CPU, applied to a block of the product while it is in the cache of the core that computed it.
+//! The product itself is never written to memory. Bias, bias with relu, and the gradient of relu are applied in registers.
 
 use std::sync::Arc;
 
@@ -8,12 +7,11 @@ use bytemuck::Pod;
 use smallvec::SmallVec;
 
 use crate::backend::cpu::convert::{load_tile, store_tile};
-use crate::backend::cpu::flat::{OperandKind, place};
 use crate::backend::cpu::gemm::floats;
 use crate::backend::cpu::interpreter::{Scratch, TILE, Tile, TileIn};
-use crate::backend::problem::gemm::{BIASED, Gemm, Operand, Plan, RELU, SLOPE};
+use crate::backend::problem::gemm::{BIASED, Gemm, GemmOperand, GemmPlan, RELU, RELU_GRAD};
 use crate::backend::problem::map::compute_type;
-use crate::device::count_launch;
+use crate::backend::problem::operand::OperandKind;
 use crate::device::cpu::gemm::{Finish, gemm_finished, gemm_into, in_pieces};
 use crate::expr::Expr;
 use crate::expr::program::Program;
@@ -30,13 +28,12 @@ pub(crate) struct Epilogue<'a> {
     plain: bool,
 }
 
-/// Where a further operand has the element of the result's element `i`.
+/// The elements of a further operand, by its [`OperandKind`].
 enum Extra<'a> {
-    /// At `i`.
-    Each(&'a [f32]),
-    /// At `i` modulo the length of a row, which is repeated for [`TILE`] elements and one row.
-    Rows(Vec<f32>, usize),
-    One(f32),
+    Contiguous(&'a [f32]),
+    /// A row repeated for [`TILE`] elements and one row, and its length.
+    RowBroadcast(Vec<f32>, usize),
+    Scalar(f32),
 }
 
 /// What is made from f32, a piece at a time.
@@ -53,13 +50,14 @@ impl Epilogue<'_> {
         let mut kinds: SmallVec<[OperandKind; 2]> = SmallVec::new();
         for t in g.extras {
             let converted = |kind| t.dtype == DType::F32 || (is_float(t.dtype) && kind != OperandKind::Contiguous);
-            match place(t, &outs[0]) {
-                Some(kind) if converted(kind) && !outs.iter().any(|out| t.shares_storage(out)) => kinds.push(kind),
+            match OperandKind::of(t, &outs[0]) {
+                OperandKind::Strided => return Ok(false),
+                kind if converted(kind) && !outs.iter().any(|out| t.shares_storage(out)) => kinds.push(kind),
                 _ => return Ok(false),
             }
         }
-        let plan = Plan::new(&g.a.layout, &g.b.layout, shape, &[&outs[0].layout]);
-        let rows = Operand { row: plan.n as isize, col: 1, batch: SmallVec::new() };
+        let plan = GemmPlan::new(&g.a.layout, &g.b.layout, shape, &[&outs[0].layout]);
+        let rows = GemmOperand { row: plan.n as isize, col: 1, batch: SmallVec::new() };
         let straight = in_pieces((plan.m, plan.n, plan.k)) && plan.count() == 1 && plan.others[0] == rows;
         let program = Program::of(g.epilogue);
         let operands: SmallVec<[&Tensor; 4]> = outs.iter().take(1).chain(g.extras.iter().copied()).collect();
@@ -75,19 +73,20 @@ impl Epilogue<'_> {
             DType::F32 => compute::<f32>(g, &plan, program, &kinds, outs)?,
             _ => compute::<u16>(g, &plan, program, &kinds, outs)?,
         }
-        count_launch();
         Ok(true)
     }
 
     /// How the kernels finish the product, where they know the formula: those of a layer, and of what goes back through relu.
-    fn finish(&self, formula: &[Expr], plan: &Plan) -> Option<Finish<&[f32]>> {
+    fn finish(&self, formula: &[Expr], plan: &GemmPlan) -> Option<Finish<&[f32]>> {
         let ([formula], [extra], DType::F32) = (formula, &self.extras[..], self.dtype) else { return None };
         match extra {
-            Extra::Rows(repeated, row) if *row == plan.n && *formula == *BIASED => Some(Finish::Add(&repeated[..*row])),
-            Extra::Rows(repeated, row) if *row == plan.n && *formula == RELU[1] => {
+            Extra::RowBroadcast(repeated, row) if *row == plan.n && *formula == *BIASED => {
+                Some(Finish::Add(&repeated[..*row]))
+            }
+            Extra::RowBroadcast(repeated, row) if *row == plan.n && *formula == RELU[1] => {
                 Some(Finish::AddRelu(&repeated[..*row]))
             }
-            Extra::Each(elements) if *formula == *SLOPE => Some(Finish::Slope(&elements[..plan.m * plan.n])),
+            Extra::Contiguous(elements) if *formula == *RELU_GRAD => Some(Finish::Slope(&elements[..plan.m * plan.n])),
             _ => None,
         }
     }
@@ -112,9 +111,9 @@ impl Epilogue<'_> {
             inputs.push(TileIn::Slice(product));
             for extra in &self.extras {
                 inputs.push(match extra {
-                    Extra::Each(elements) => TileIn::Slice(&elements[first..][..len]),
-                    Extra::Rows(repeated, row) => TileIn::Slice(&repeated[first % row..][..len]),
-                    Extra::One(x) => TileIn::Scalar(*x),
+                    Extra::Contiguous(elements) => TileIn::Slice(&elements[first..][..len]),
+                    Extra::RowBroadcast(repeated, row) => TileIn::Slice(&repeated[first % row..][..len]),
+                    Extra::Scalar(x) => TileIn::Scalar(*x),
                 });
             }
             let mut targets: SmallVec<[&mut [f32]; 2]> = SmallVec::new();
@@ -137,7 +136,7 @@ impl Epilogue<'_> {
 /// The product and its epilogue, into results of elements as large as `T`.
 fn compute<T: Pod + Send + Sync>(
     g: &Gemm,
-    plan: &Plan,
+    plan: &GemmPlan,
     program: Arc<Program>,
     kinds: &[OperandKind],
     outs: &[Tensor],
@@ -150,14 +149,14 @@ fn compute<T: Pod + Send + Sync>(
         let extras = g.extras.iter().zip(kinds).zip(&reads[2..]);
         let epilogue = Epilogue {
             program,
-            extras: extras.map(|((t, kinds), bytes)| Extra::new(t, *kinds, bytes)).collect(),
+            extras: extras.map(|((t, kind), bytes)| Extra::new(t, *kind, bytes)).collect(),
             scalars: g.scalars,
             dtype: outs[0].dtype,
             plain: *g.epilogue == [Expr::input(0)],
         };
         if let Some(finish) = epilogue.finish(g.epilogue, plan)
             && let ([t], [bytes]) = (outs, &mut *writes)
-            && let Some([at_a, at_b, _]) = plan.places([a.offset, b.offset, 0]).next()
+            && let Some([at_a, at_b, _]) = plan.batches([a.offset, b.offset, 0]).next()
         {
             let out = &mut bytemuck::cast_slice_mut(bytes)[t.layout.offset..][..t.numel()];
             if gemm_finished((plan.m, plan.n, plan.k), out, (a.data, at_a), (b.data, at_b), finish)? {
@@ -168,7 +167,7 @@ fn compute<T: Pod + Send + Sync>(
         let mut results: SmallVec<[&mut [T]; 2]> = results
             .map(|(t, bytes)| &mut bytemuck::cast_slice_mut::<u8, T>(bytes)[t.layout.offset..][..t.numel()])
             .collect();
-        plan.places([a.offset, b.offset, 0]).try_for_each(|[at_a, at_b, _]| {
+        plan.batches([a.offset, b.offset, 0]).try_for_each(|[at_a, at_b, _]| {
             let (a, b) = ((a.data, at_a), (b.data, at_b));
             gemm_into((plan.m, plan.n, plan.k), &mut results, a, b, |first, product, outs| {
                 epilogue.evaluate(first, product, outs);
@@ -178,16 +177,17 @@ fn compute<T: Pod + Send + Sync>(
 }
 
 impl<'a> Extra<'a> {
-    fn new(t: &Tensor, kinds: OperandKind, bytes: &'a [u8]) -> Extra<'a> {
+    fn new(t: &Tensor, kind: OperandKind, bytes: &'a [u8]) -> Extra<'a> {
         let converted = |n: usize| {
             let mut elements = vec![0f32; n];
             load_tile(t.dtype, bytes, t.layout.offset, 1, &mut elements);
             elements
         };
-        match kinds {
-            OperandKind::Contiguous => Extra::Each(&bytemuck::cast_slice(bytes)[t.layout.offset..]),
-            OperandKind::RowBroadcast(row) => Extra::Rows(converted(row).repeat(TILE.div_ceil(row) + 1), row),
-            OperandKind::Scalar => Extra::One(converted(1)[0]),
+        match kind {
+            OperandKind::Contiguous => Extra::Contiguous(&bytemuck::cast_slice(bytes)[t.layout.offset..]),
+            OperandKind::RowBroadcast(row) => Extra::RowBroadcast(converted(row).repeat(TILE.div_ceil(row) + 1), row),
+            OperandKind::Scalar => Extra::Scalar(converted(1)[0]),
+            OperandKind::Strided => unreachable!("it is left to the formulas' own launch"),
         }
     }
 }

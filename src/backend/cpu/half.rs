@@ -1,14 +1,13 @@
 //! Launches on the CPU in f16 or bf16 that need no plan: one cheap primitive of two operands, which are read, converted,
-//! computed with and written in one go. In tiles of f32 they would be written and read again three times.
+//! computed with and written in one loop. Tiles of f32 would be written and read again three times.
 
 use smallvec::SmallVec;
 
-use crate::backend::cpu::flat::OperandKind;
-use crate::backend::cpu::map as cpu_map;
-use crate::backend::cpu::scalar::Lane;
+use crate::backend::cpu::map;
+use crate::backend::cpu::scalar::Number;
 use crate::backend::cpu::steps::Action;
 use crate::backend::cpu::steps::Value;
-use crate::device::count_launch;
+use crate::backend::problem::operand::OperandKind;
 use crate::device::cpu::halves::{OfTwo, Side, bf16_of_two, f16_of_two};
 use crate::device::cpu::parallel;
 use crate::expr::program::Program;
@@ -19,12 +18,12 @@ use crate::{DType, Result, Scalar, Tensor};
 /// Shorter rows are left to tiles, of which one has many.
 const SHORTEST_ROW: usize = 64;
 
-/// Where an operand has its elements.
+/// The elements of an operand, by its [`OperandKind`].
 #[derive(Clone, Copy)]
-enum Operand<'a> {
-    Each(&'a [u16]),
-    Rows(&'a [u16]),
-    One(f32),
+enum Elements<'a> {
+    Contiguous(&'a [u16]),
+    RowBroadcast(&'a [u16]),
+    Scalar(f32),
 }
 
 /// Runs the launch, of operands of the result's dtype that lie so, if it is of this kind; gives whether it was.
@@ -37,7 +36,7 @@ pub(crate) fn run(
 ) -> Result<bool> {
     let [step] = &program.steps().list[..] else { return Ok(false) };
     let Action::Compute(Op::Binary(op)) = step.action else { return Ok(false) };
-    let fits = |kinds: &Option<OperandKind>| match *kinds {
+    let fits = |kind: &Option<OperandKind>| match *kind {
         Some(OperandKind::RowBroadcast(n)) => n >= SHORTEST_ROW,
         Some(_) => true,
         None => false,
@@ -45,29 +44,28 @@ pub(crate) fn run(
     if !is_cheap(op) || !kinds.iter().all(fits) || !kinds.contains(&Some(OperandKind::Contiguous)) {
         return Ok(false);
     }
-    count_launch();
     let reads: SmallVec<[&Storage; 2]> = inputs.iter().map(|t| &t.storage).collect();
     with_host(&reads, &[&out.storage], |reads, writes| {
         let operand = |value: Value| match value {
             Value::Input(k) => {
                 let elements: &[u16] = &bytemuck::cast_slice(reads[k])[inputs[k].layout.offset..];
                 match kinds[k] {
-                    Some(OperandKind::RowBroadcast(n)) => Operand::Rows(&elements[..n]),
-                    Some(OperandKind::Contiguous) => Operand::Each(elements),
-                    _ => Operand::One(match out.dtype {
+                    Some(OperandKind::RowBroadcast(n)) => Elements::RowBroadcast(&elements[..n]),
+                    Some(OperandKind::Contiguous) => Elements::Contiguous(elements),
+                    _ => Elements::Scalar(match out.dtype {
                         DType::F16 => half::f16::from_bits(elements[0]).to_f32(),
                         _ => half::bf16::from_bits(elements[0]).to_f32(),
                     }),
                 }
             }
-            Value::Scalar(k) => Operand::One(f32::from_scalar(scalars[k])),
-            Value::Const(c) => Operand::One(f32::from_f64(c)),
+            Value::Scalar(k) => Elements::Scalar(f32::from_scalar(scalars[k])),
+            Value::Const(c) => Elements::Scalar(f32::from_f64(c)),
             Value::Register(_) | Value::Output(_) => unreachable!("the one step reads operands"),
         };
         let (a, b) = (operand(step.args[0]), operand(step.args[1]));
         let (count, first) = (out.numel(), out.layout.offset);
         let to = &mut bytemuck::cast_slice_mut(writes[0])[first..first + count];
-        let size = cpu_map::step(count);
+        let size = map::step(count);
         match count <= size {
             true => part(op, out.dtype, a, b, 0, to),
             false => parallel::for_each_chunk(to, size, |i, to| part(op, out.dtype, a, b, i * size, to)),
@@ -77,17 +75,17 @@ pub(crate) fn run(
 }
 
 /// Elements from `first` on, as many as `to` has: a row at a time where an operand is one.
-fn part(op: Binary, dtype: DType, a: Operand, b: Operand, mut first: usize, mut to: &mut [u16]) {
+fn part(op: Binary, dtype: DType, a: Elements, b: Elements, mut first: usize, mut to: &mut [u16]) {
     while !to.is_empty() {
         let left = |operand| match operand {
-            Operand::Rows(row) => row.len() - first % row.len(),
+            Elements::RowBroadcast(row) => row.len() - first % row.len(),
             _ => usize::MAX,
         };
         let n = to.len().min(left(a)).min(left(b));
         let side = |operand| match operand {
-            Operand::Each(s) => Side::Each(&s[first..first + n]),
-            Operand::Rows(row) => Side::Each(&row[first % row.len()..][..n]),
-            Operand::One(x) => Side::One(x),
+            Elements::Contiguous(s) => Side::Each(&s[first..first + n]),
+            Elements::RowBroadcast(row) => Side::Each(&row[first % row.len()..][..n]),
+            Elements::Scalar(x) => Side::One(x),
         };
         let (now, rest) = to.split_at_mut(n);
         compute(op, dtype, side(a), side(b), now);
@@ -106,7 +104,7 @@ fn compute(op: Binary, dtype: DType, a: Side, b: Side, to: &mut [u16]) {
             impl OfTwo for F {
                 #[inline(always)]
                 fn call(x: f32, y: f32) -> f32 {
-                    Lane::$method(x, y)
+                    Number::$method(x, y)
                 }
             }
             match dtype {

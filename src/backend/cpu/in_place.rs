@@ -1,12 +1,33 @@
-//! Results that are changed where they are: a primitive reads and writes the same elements, and nobody else reads what they were.
+//! Primitives whose result overwrites an operand.
 
 use std::marker::PhantomData;
 
 use pulp::{Arch, Simd, WithSimd};
 
-use crate::backend::cpu::interpreter::{Function, TileIn};
-use crate::backend::cpu::scalar::Lane;
+use crate::backend::cpu::interpreter::TileIn;
+use crate::backend::cpu::scalar::Number;
+use crate::backend::cpu::vectorised::{Function, function};
 use crate::expr::Binary;
+
+/// The operations whose results may be written past the cache, or over an operand.
+pub(crate) fn is_cheap(op: Binary) -> bool {
+    matches!(op, Binary::Add | Binary::Sub | Binary::Mul | Binary::Max | Binary::Min)
+}
+
+/// `$each!(method)` of one that [`is_cheap`].
+macro_rules! for_cheap {
+    ($op:expr, $each:ident) => {
+        match $op {
+            Binary::Add => $each!(add),
+            Binary::Sub => $each!(sub),
+            Binary::Mul => $each!(mul),
+            Binary::Max => $each!(max),
+            Binary::Min => $each!(min),
+            _ => unreachable!("the caller has asked `is_cheap`"),
+        }
+    };
+}
+pub(crate) use for_cheap;
 
 /// A result that is an operand too, the `LEFT` one or the right one.
 struct Update<'a, C, I, F, const LEFT: bool> {
@@ -15,7 +36,9 @@ struct Update<'a, C, I, F, const LEFT: bool> {
     function: PhantomData<F>,
 }
 
-impl<C: Lane, I: Iterator<Item = C>, F: Function<(C, C), C>, const LEFT: bool> WithSimd for Update<'_, C, I, F, LEFT> {
+impl<C: Number, I: Iterator<Item = C>, F: Function<(C, C), C>, const LEFT: bool> WithSimd
+    for Update<'_, C, I, F, LEFT>
+{
     type Output = ();
 
     #[inline(always)]
@@ -26,22 +49,11 @@ impl<C: Lane, I: Iterator<Item = C>, F: Function<(C, C), C>, const LEFT: bool> W
     }
 }
 
-/// Whether a result that is an operand too is changed where it is, by another that is no row.
-pub(crate) fn updates(op: Binary) -> bool {
-    matches!(op, Binary::Add | Binary::Sub | Binary::Mul | Binary::Max | Binary::Min)
-}
-
 /// [`binary`](crate::backend::cpu::interpreter::binary) of what is in `dst`, the left operand or the right one, and another.
-pub(crate) fn update<C: Lane>(arch: Arch, op: Binary, left: bool, other: TileIn<'_, C>, dst: &mut [C]) {
+pub(crate) fn update<C: Number>(arch: Arch, op: Binary, left: bool, other: TileIn<'_, C>, dst: &mut [C]) {
     macro_rules! each {
         ($method:ident) => {{
-            struct F;
-            impl<C: Lane> Function<(C, C), C> for F {
-                #[inline(always)]
-                fn call((x, y): (C, C)) -> C {
-                    x.$method(y)
-                }
-            }
+            function!(F, (x, y): (C, C) => x.$method(y));
             let function = PhantomData::<F>;
             let same = |x| std::iter::repeat_n(x, dst.len());
             match (other, left) {
@@ -57,12 +69,5 @@ pub(crate) fn update<C: Lane>(arch: Arch, op: Binary, left: bool, other: TileIn<
             }
         }};
     }
-    match op {
-        Binary::Add => each!(add),
-        Binary::Sub => each!(sub),
-        Binary::Mul => each!(mul),
-        Binary::Max => each!(max),
-        Binary::Min => each!(min),
-        _ => unreachable!("an operation that updates"),
-    }
+    for_cheap!(op, each)
 }

@@ -1,13 +1,12 @@
-//! Images of other sizes on the CPU: rows of the result, planes of them together where they are small, are shared out among
-//! the team's threads. Columns are mixed once for each row of the input, then rows in vectors.
+//! Images of other sizes on the CPU. Rows of the result are partitioned among threads, planes of them together where they are
+//! small. Columns are mixed once for each row of the input, then rows in vectors.
 
 use bytemuck::Pod;
-use pulp::{Arch, Simd, WithSimd};
 
 use crate::backend::cpu::convert::{load_tile, store_tile};
-use crate::backend::cpu::scalar::Lane;
-use crate::backend::problem::interpolation::{Places, Resize};
-use crate::device::count_launch;
+use crate::backend::cpu::scalar::Number;
+use crate::backend::cpu::vectorised::vectorised;
+use crate::backend::problem::interpolation::{Resize, Samples};
 use crate::device::cpu::parallel;
 use crate::device::cpu::streaming::{Streaming, is_worth_it};
 use crate::storage::with_host;
@@ -21,9 +20,8 @@ const GROUP: usize = 2048;
 
 /// The images of `x` in other sizes, or where `transposed` what elements of those sizes give to the elements that they are of.
 pub(crate) fn run(resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -> Result<()> {
-    count_launch();
     with_host(&[&x.storage], &[&out.storage], |reads, writes| {
-        let rows = Rows { x, bytes: reads[0], origin: 0 };
+        let rows = PlaneRows { x, bytes: reads[0], origin: 0 };
         let to = &mut writes[0][..out.numel() * out.dtype.size()];
         match (transposed || resize.is_linear(), out.dtype.compute(), out.dtype.size()) {
             (true, Compute::F64, _) => computed::<f64>(resize, rows, out, to, transposed),
@@ -37,14 +35,14 @@ pub(crate) fn run(resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -
 
 /// The rows of a plane of `[N, C, H, W]`.
 #[derive(Clone, Copy)]
-struct Rows<'a> {
+struct PlaneRows<'a> {
     pub(crate) x: &'a Tensor,
     bytes: &'a [u8],
     /// Where the plane's first element is.
     origin: isize,
 }
 
-impl<'a> Rows<'a> {
+impl<'a> PlaneRows<'a> {
     /// Goes to a plane, of those of all images.
     fn enter(&mut self, plane: usize) {
         let (channels, s) = (self.x.shape().dims()[1], self.x.strides());
@@ -61,13 +59,13 @@ impl<'a> Rows<'a> {
     }
 
     /// A row where it lies, if it can be read there.
-    fn in_place<C: Lane>(&self, row: usize) -> Option<&'a [C]> {
+    fn in_place<C: Number>(&self, row: usize) -> Option<&'a [C]> {
         let in_place = self.x.strides()[3] == 1 && self.x.dtype == C::COMPUTE.dtype();
         in_place.then(|| &bytemuck::cast_slice(self.bytes)[self.start(row)..][..self.len()])
     }
 
     /// A row, in `buffer` if need be.
-    fn read<'b, C: Lane>(&self, row: usize, buffer: &'b mut [C]) -> &'b [C]
+    fn read<'b, C: Number>(&self, row: usize, buffer: &'b mut [C]) -> &'b [C]
     where
         'a: 'b,
     {
@@ -93,11 +91,11 @@ fn partition(x: &Tensor, out: &Tensor, to: &mut [u8], job: impl Fn(usize, &mut [
 }
 
 /// Elements as bits of their size, picked.
-fn picked<T: Pod + Send + Sync>(resize: &Resize, rows: Rows, out: &Tensor, to: &mut [u8]) {
+fn picked<T: Pod + Send + Sync>(resize: &Resize, rows: PlaneRows, out: &Tensor, to: &mut [u8]) {
     let dims = out.shape().dims();
     let (height, width, step) = (dims[2], dims[3], rows.x.strides()[3]);
     let [down, across] = [(resize.rows, height), (resize.columns, width)]
-        .map(|(places, n)| -> Vec<usize> { (0..n).map(|o| places.map_or(o, |places| places.at(o).0)).collect() });
+        .map(|(samples, n)| -> Vec<usize> { (0..n).map(|o| samples.map_or(o, |samples| samples.at(o).0)).collect() });
     let from: &[T] = bytemuck::cast_slice(rows.bytes);
     partition(rows.x, out, to, |first, to| {
         let to: &mut [T] = bytemuck::cast_slice_mut(to);
@@ -123,21 +121,21 @@ fn picked<T: Pod + Send + Sync>(resize: &Resize, rows: Rows, out: &Tensor, to: &
     });
 }
 
-fn computed<C: Lane>(resize: &Resize, rows: Rows, out: &Tensor, to: &mut [u8], transposed: bool) {
+fn computed<C: Number>(resize: &Resize, rows: PlaneRows, out: &Tensor, to: &mut [u8], transposed: bool) {
     let streamed = is_worth_it(to.len(), to.len() + rows.x.numel() * rows.x.dtype.size());
     let (height, width) = (out.shape().dims()[2], out.shape().dims()[3]);
     let in_place = out.dtype == C::COMPUTE.dtype() && !streamed;
     let (zero, size) = (C::from_i32(0), out.dtype.size());
     // A piece of what a job has at a time.
     let group = if in_place { 0 } else { GROUP.div_ceil(width) * width };
-    let pieces = |first: usize, to: &mut [u8], mut job: Job<'_, C>| {
+    let pieces = |first: usize, to: &mut [u8], mut job: InterpolationJob<'_, C>| {
         let streaming = streamed.then(Streaming::new);
         let together = if in_place { to.len() } else { group * size };
         let mut buffer = vec![zero; group];
         for (i, to) in to.chunks_mut(together).enumerate() {
             let (first, len) = (first + i * (together / size / width), to.len() / size);
             let made = if in_place { bytemuck::cast_slice_mut(to) } else { &mut buffer[..len] };
-            Arch::new().dispatch(Piece { job: &mut job, first, made });
+            piece(&mut job, first, made);
             match &streaming {
                 _ if in_place => {}
                 Some(streaming) if size == size_of::<C>() => {
@@ -149,44 +147,43 @@ fn computed<C: Lane>(resize: &Resize, rows: Rows, out: &Tensor, to: &mut [u8], t
     };
     let line = || vec![zero; rows.len()];
     if transposed {
-        let [down, across] = [resize.rows, resize.columns].map(|places| places.map(|places| Shares::new(&places)));
+        let [down, across] = [resize.rows, resize.columns].map(|samples| samples.map(|samples| Shares::new(&samples)));
         partition(rows.x, out, to, |first, to| {
             let job = Gather { rows, height, down: &down, across: &across, line: line(), sums: line() };
-            pieces(first, to, Job::Gather(job));
+            pieces(first, to, InterpolationJob::Gather(job));
         });
     } else {
-        let [down, across] = [resize.rows, resize.columns].map(|places| places.map(|places| Mix::all(&places)));
+        let [down, across] = [resize.rows, resize.columns].map(|samples| samples.map(|samples| Mix::all(&samples)));
         partition(rows.x, out, to, |first, to| {
             let held = [0; 2].map(|_| (None, vec![zero; width]));
             pieces(
                 first,
                 to,
-                Job::Mix(Mixing { rows, height, down: &down, across: &across, line: line(), plane: None, held }),
+                InterpolationJob::Mix(Mixing {
+                    rows,
+                    height,
+                    down: &down,
+                    across: &across,
+                    line: line(),
+                    plane: None,
+                    held,
+                }),
             );
         });
     }
 }
 
-enum Job<'a, C> {
+enum InterpolationJob<'a, C> {
     Mix(Mixing<'a, C>),
     Gather(Gather<'a, C>),
 }
 
-/// Rows of a result, from row `first` on.
-struct Piece<'j, 'a, C> {
-    job: &'j mut Job<'a, C>,
-    first: usize,
-    made: &'j mut [C],
-}
-
-impl<C: Lane> WithSimd for Piece<'_, '_, C> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
-        match self.job {
-            Job::Mix(job) => job.run(self.first, self.made),
-            Job::Gather(job) => job.run(self.first, self.made),
+vectorised! {
+    /// PlaneRows of a result, from row `first` on.
+    fn piece<'j, 'a, C: Number>(_simd: S, job: &'j mut InterpolationJob<'a, C>, first: usize, made: &'j mut [C]) {
+        match job {
+            InterpolationJob::Mix(job) => job.run(first, made),
+            InterpolationJob::Gather(job) => job.run(first, made),
         }
     }
 }
@@ -200,9 +197,9 @@ struct Mix<C> {
     share: C,
 }
 
-impl<C: Lane> Mix<C> {
-    fn new(places: &Places, o: usize) -> Mix<C> {
-        let (low, high, share) = places.at(o);
+impl<C: Number> Mix<C> {
+    fn new(samples: &Samples, o: usize) -> Mix<C> {
+        let (low, high, share) = samples.at(o);
         let share = C::from_f64(share);
         match share < C::from_f64(0.5) {
             true => Mix { near: low, other: high, share },
@@ -210,8 +207,8 @@ impl<C: Lane> Mix<C> {
         }
     }
 
-    fn all(places: &Places) -> Vec<Mix<C>> {
-        (0..places.to).map(|o| Mix::new(places, o)).collect()
+    fn all(samples: &Samples) -> Vec<Mix<C>> {
+        (0..samples.to).map(|o| Mix::new(samples, o)).collect()
     }
 
     #[inline(always)]
@@ -222,18 +219,18 @@ impl<C: Lane> Mix<C> {
 
 /// Images in other sizes.
 struct Mixing<'a, C> {
-    rows: Rows<'a>,
-    /// Rows that a plane of the result has.
+    rows: PlaneRows<'a>,
+    /// PlaneRows that a plane of the result has.
     height: usize,
     down: &'a Option<Vec<Mix<C>>>,
     across: &'a Option<Vec<Mix<C>>>,
     line: Vec<C>,
     plane: Option<usize>,
-    /// Rows of its input with mixed columns, each in the place of its last bit: the two that a row is of are neighbours.
+    /// PlaneRows of its input with mixed columns, each in the place of its last bit: the two that a row is of are neighbours.
     held: [(Option<usize>, Vec<C>); 2],
 }
 
-impl<C: Lane> Mixing<'_, C> {
+impl<C: Number> Mixing<'_, C> {
     #[inline(always)]
     fn run(&mut self, first: usize, made: &mut [C]) {
         let width = self.held[0].1.len();
@@ -300,13 +297,13 @@ struct Shares<C> {
     shares: Vec<C>,
 }
 
-impl<C: Lane> Shares<C> {
-    fn new(places: &Places) -> Shares<C> {
+impl<C: Number> Shares<C> {
+    fn new(samples: &Samples) -> Shares<C> {
         let mut shares = Vec::new();
-        let takers = (0..places.from).map(|j| {
-            let (first, last) = places.takers(j);
+        let takers = (0..samples.from).map(|j| {
+            let (first, last) = samples.takers(j);
             shares.extend((first..last).map(|o| {
-                let (mix, one) = (Mix::<C>::new(places, o), C::from_i32(1));
+                let (mix, one) = (Mix::<C>::new(samples, o), C::from_i32(1));
                 match (mix.near == j, mix.other == j) {
                     (true, true) => one,
                     (true, false) => one.sub(mix.share),
@@ -328,8 +325,8 @@ impl<C: Lane> Shares<C> {
 
 /// What elements of a result give to those that they are of: each of these adds up its shares, in order.
 struct Gather<'a, C> {
-    rows: Rows<'a>,
-    /// Rows that a plane of what is made has.
+    rows: PlaneRows<'a>,
+    /// PlaneRows that a plane of what is made has.
     height: usize,
     down: &'a Option<Shares<C>>,
     across: &'a Option<Shares<C>>,
@@ -337,7 +334,7 @@ struct Gather<'a, C> {
     sums: Vec<C>,
 }
 
-impl<C: Lane> Gather<'_, C> {
+impl<C: Number> Gather<'_, C> {
     #[inline(always)]
     fn run(&mut self, first: usize, made: &mut [C]) {
         let width = self.across.as_ref().map_or(self.rows.len(), |across| across.takers.len());

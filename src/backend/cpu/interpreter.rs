@@ -1,8 +1,7 @@
 //! Formulas on the CPU: a program is run over a tile of elements, one primitive at a time.
 //!
-//! A tile's registers stay in the first-level cache, and the loop over a primitive is compiled for the vector units
-//! the processor turns out to have. Inputs are slices read in place, or one number for the whole tile; whatever is
-//! computed from such numbers alone is computed once a tile.
+//! A tile's registers stay in the L1 cache, and the loop over a primitive is compiled for the processor's vectors. Inputs are
+//! slices that are read in place, or one scalar for the whole tile; what depends on scalars alone is computed once a tile.
 
 #[cfg(test)]
 mod tests;
@@ -12,13 +11,14 @@ use std::ops::Range;
 
 use pulp::{Arch, Simd, WithSimd};
 
-use crate::backend::cpu::in_place::{update, updates};
+use crate::backend::cpu::in_place::{is_cheap, update};
 use crate::backend::cpu::multiply_add::multiply_add;
-use crate::backend::cpu::scalar::{Lane, Many};
+use crate::backend::cpu::scalar::{Many, Number};
 use crate::backend::cpu::steps::Action;
 use crate::backend::cpu::steps::Step;
 use crate::backend::cpu::steps::Value;
-use crate::backend::cpu::{fused_functions as idioms, nontemporal as stream};
+use crate::backend::cpu::vectorised::{Function, function};
+use crate::backend::cpu::{fused_functions, nontemporal};
 use crate::device::cpu::streaming;
 use crate::expr::philox::{Bits, Normal, Seed, Uniform};
 use crate::expr::program::Program;
@@ -70,7 +70,7 @@ struct Register<C> {
     uniform: Option<C>,
 }
 
-impl<C: Lane> Scratch<C> {
+impl<C: Number> Scratch<C> {
     pub(crate) fn new() -> Scratch<C> {
         Scratch { arch: Arch::new(), streamed: false, registers: Vec::new() }
     }
@@ -102,7 +102,7 @@ pub(crate) fn aligned<C>(data: &[C], len: usize) -> Range<usize> {
 impl Program {
     /// Whether results can go past the cache as they are computed.
     pub(crate) fn streams(&self) -> bool {
-        let cheap = |action: &Action| matches!(action, Action::Compute(Op::Binary(op)) if stream::streams(*op));
+        let cheap = |action: &Action| matches!(action, Action::Compute(Op::Binary(op)) if is_cheap(*op));
         !self.has_registers() && self.steps().list.iter().all(|step| cheap(&step.action))
     }
 
@@ -113,14 +113,14 @@ impl Program {
     }
 
     /// Whether the step reads what the result that it writes holds, and cannot do so while it writes it.
-    fn copies<C: Lane>(&self, step: &Step, inputs: &[TileIn<'_, C>]) -> bool {
+    fn copies<C: Number>(&self, step: &Step, inputs: &[TileIn<'_, C>]) -> bool {
         let is_dst = |arg: &&Value| match **arg {
             Value::Input(k) => matches!(inputs[k], TileIn::Output(j) if step.dst == Value::Output(j)),
             _ => false,
         };
         match (step.action, step.args.iter().filter(is_dst).count()) {
             (_, 0) => false,
-            (Action::Compute(Op::Binary(op)), 1) => !updates(op),
+            (Action::Compute(Op::Binary(op)), 1) => !is_cheap(op),
             (Action::MultiplyAdd(_), 1) => false,
             _ => true,
         }
@@ -130,7 +130,7 @@ impl Program {
     ///
     /// Returns whether an integer was divided by zero, which gives 0. The program must not need floats where `C` is
     /// i64.
-    pub(crate) fn eval_tile<C: Lane>(
+    pub(crate) fn eval_tile<C: Number>(
         &self,
         tile: &Tile<'_, C>,
         scratch: &mut Scratch<C>,
@@ -190,12 +190,12 @@ impl Program {
                     let (a, b) = (operand(0), operand(1));
                     divided_by_zero |= op.divides() && C::COMPUTE == Compute::I64 && has_zero(b);
                     match scratch.streamed {
-                        true => stream::binary(arch, op, a, b, dst),
+                        true => nontemporal::binary(arch, op, a, b, dst),
                         false => binary(arch, op, a, b, dst),
                     }
                 }
                 Action::MultiplyAdd(sum) => multiply_add(arch, sum, [operand(0), operand(1), operand(2)], dst),
-                Action::Idiom(idiom) => idioms::run(arch, idiom, operand, dst),
+                Action::Fused(fused) => fused_functions::run(arch, fused, operand, dst),
                 Action::Compute(Op::Select) => select(arch, operand(0), operand(1), operand(2), dst),
             };
 
@@ -214,7 +214,7 @@ impl Program {
     }
 }
 
-fn has_zero<C: Lane>(x: TileIn<'_, C>) -> bool {
+fn has_zero<C: Number>(x: TileIn<'_, C>) -> bool {
     match x {
         TileIn::Slice(s) | TileIn::Rows(s, _) => s.iter().any(|&x| !x.is_true()),
         TileIn::Scalar(x) => !x.is_true(),
@@ -224,7 +224,7 @@ fn has_zero<C: Lane>(x: TileIn<'_, C>) -> bool {
 
 // Each of the following fills `dst`, or returns the one value that all elements have.
 
-fn copy<C: Lane>(a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
+fn copy<C: Number>(a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
     match a {
         TileIn::Slice(a) => dst.copy_from_slice(a),
         TileIn::Scalar(x) => return Some(x),
@@ -233,7 +233,7 @@ fn copy<C: Lane>(a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
     None
 }
 
-fn random<C: Lane>(leaf: Leaf, seeds: &[Seed], first: u64, dst: &mut [C]) -> Option<C> {
+fn random<C: Number>(leaf: Leaf, seeds: &[Seed], first: u64, dst: &mut [C]) -> Option<C> {
     match leaf {
         Leaf::Uniform(i) => seeds[i].fill::<Uniform, C>(first, dst, C::from_f32),
         Leaf::Normal(i) => seeds[i].fill::<Normal, C>(first, dst, C::from_f32),
@@ -241,12 +241,6 @@ fn random<C: Lane>(leaf: Leaf, seeds: &[Seed], first: u64, dst: &mut [C]) -> Opt
         _ => unreachable!("other leaves are operands"),
     }
     None
-}
-
-/// A primitive on one element of each operand. A type, not a closure: its method is certain to be inlined into the
-/// loop that is compiled for the vector units, and code that is not does not use them.
-pub(crate) trait Function<X, C> {
-    fn call(x: X) -> C;
 }
 
 struct Loop<'a, C, I, F> {
@@ -274,7 +268,7 @@ pub(crate) fn run<C, I: Iterator, F: Function<I::Item, C>>(arch: Arch, dst: &mut
 }
 
 #[inline(always)]
-fn map<C: Lane, F: Function<C, C>>(arch: Arch, a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
+fn map<C: Number, F: Function<C, C>>(arch: Arch, a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
     match a {
         TileIn::Slice(a) => run::<C, _, F>(arch, dst, a.iter().copied()),
         TileIn::Scalar(x) => Some(F::call(x)),
@@ -283,7 +277,7 @@ fn map<C: Lane, F: Function<C, C>>(arch: Arch, a: TileIn<'_, C>, dst: &mut [C]) 
 }
 
 #[inline(always)]
-fn map2<C: Lane, F: Function<(C, C), C>>(arch: Arch, a: TileIn<'_, C>, b: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
+fn map2<C: Number, F: Function<(C, C), C>>(arch: Arch, a: TileIn<'_, C>, b: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
     use TileIn::{Rows, Scalar, Slice};
     let function = PhantomData::<F>;
     match (a, b) {
@@ -307,7 +301,7 @@ struct RowLoop<'a, C, F, const RIGHT: bool> {
     function: PhantomData<F>,
 }
 
-impl<C: Lane, F: Function<(C, C), C>, const RIGHT: bool> WithSimd for RowLoop<'_, C, F, RIGHT> {
+impl<C: Number, F: Function<(C, C), C>, const RIGHT: bool> WithSimd for RowLoop<'_, C, F, RIGHT> {
     type Output = ();
 
     #[inline(always)]
@@ -331,7 +325,7 @@ struct ManyOf<'a, C> {
     from: &'a [C],
 }
 
-impl<C: Lane> WithSimd for ManyOf<'_, C> {
+impl<C: Number> WithSimd for ManyOf<'_, C> {
     type Output = ();
 
     #[inline(always)]
@@ -340,7 +334,7 @@ impl<C: Lane> WithSimd for ManyOf<'_, C> {
     }
 }
 
-pub(crate) fn many<C: Lane>(arch: Arch, function: Many, a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
+pub(crate) fn many<C: Number>(arch: Arch, function: Many, a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
     match a {
         TileIn::Slice(from) => {
             arch.dispatch(ManyOf { function, dst, from });
@@ -355,16 +349,10 @@ pub(crate) fn many<C: Lane>(arch: Arch, function: Many, a: TileIn<'_, C>, dst: &
     }
 }
 
-pub(crate) fn unary<C: Lane>(arch: Arch, op: Unary, a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
+pub(crate) fn unary<C: Number>(arch: Arch, op: Unary, a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
     macro_rules! each {
         ($method:ident) => {{
-            struct F;
-            impl<C: Lane> Function<C, C> for F {
-                #[inline(always)]
-                fn call(x: C) -> C {
-                    x.$method()
-                }
-            }
+            function!(F, x: C => x.$method());
             map::<C, F>(arch, a, dst)
         }};
     }
@@ -394,7 +382,7 @@ pub(crate) fn unary<C: Lane>(arch: Arch, op: Unary, a: TileIn<'_, C>, dst: &mut 
 }
 
 /// Mends what `sin` and `cos` made of the few arguments that are too large for them, through f64's functions.
-fn large_angles<C: Lane>(made: Option<C>, a: TileIn<'_, C>, dst: &mut [C], exact: fn(f64) -> f64) -> Option<C> {
+fn large_angles<C: Number>(made: Option<C>, a: TileIn<'_, C>, dst: &mut [C], exact: fn(f64) -> f64) -> Option<C> {
     let exactly = |x: C| C::from_f64(exact(x.to_f64()));
     match a {
         TileIn::Scalar(x) if x.is_huge_angle() => return Some(exactly(x)),
@@ -406,16 +394,16 @@ fn large_angles<C: Lane>(made: Option<C>, a: TileIn<'_, C>, dst: &mut [C], exact
     made
 }
 
-pub(crate) fn binary<C: Lane>(arch: Arch, op: Binary, a: TileIn<'_, C>, b: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
+pub(crate) fn binary<C: Number>(
+    arch: Arch,
+    op: Binary,
+    a: TileIn<'_, C>,
+    b: TileIn<'_, C>,
+    dst: &mut [C],
+) -> Option<C> {
     macro_rules! each {
         ($x:ident, $y:ident => $e:expr) => {{
-            struct F;
-            impl<C: Lane> Function<(C, C), C> for F {
-                #[inline(always)]
-                fn call(($x, $y): (C, C)) -> C {
-                    $e
-                }
-            }
+            function!(F, ($x, $y): (C, C) => $e);
             map2::<C, F>(arch, a, b, dst)
         }};
     }
@@ -452,15 +440,9 @@ pub(crate) fn binary<C: Lane>(arch: Arch, op: Binary, a: TileIn<'_, C>, b: TileI
     }
 }
 
-fn select<C: Lane>(arch: Arch, c: TileIn<'_, C>, a: TileIn<'_, C>, b: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
+fn select<C: Number>(arch: Arch, c: TileIn<'_, C>, a: TileIn<'_, C>, b: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
     use TileIn::{Scalar, Slice};
-    struct F;
-    impl<C: Lane> Function<(C, C, C), C> for F {
-        #[inline(always)]
-        fn call((c, x, y): (C, C, C)) -> C {
-            if c.is_true() { x } else { y }
-        }
-    }
+    function!(F, (c, x, y): (C, C, C) => if c.is_true() { x } else { y });
     let c = match c {
         Slice(c) => c.iter().copied(),
         Scalar(c) => return copy(if c.is_true() { a } else { b }, dst),

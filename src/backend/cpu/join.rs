@@ -1,10 +1,9 @@
-//! Tensors put together on the CPU, in one walk over the result.
+//! Concatenation on the CPU, in one pass over the result.
 
 use bytemuck::Pod;
 use smallvec::SmallVec;
 
 use crate::backend::cpu::partition::step;
-use crate::device::count_launch;
 use crate::device::cpu::streaming::{LARGE, Streaming};
 use crate::device::cpu::{copy, parallel};
 use crate::storage::{Storage, with_host};
@@ -30,10 +29,12 @@ pub(crate) fn join(out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool> 
             _ => return Ok(false),
         }
     }
-    count_launch();
     with_host(&reads, &[&out.storage], |reads, writes| {
-        let rows: SmallVec<[Rows; 4]> =
-            reads.iter().zip(&steps).map(|(bytes, &(start, step, len))| Rows { bytes, start, step, len }).collect();
+        let rows: SmallVec<[JoinedRows; 4]> = reads
+            .iter()
+            .zip(&steps)
+            .map(|(bytes, &(start, step, len))| JoinedRows { bytes, start, step, len })
+            .collect();
         let start = out.layout.offset * size;
         fill(&rows, size, &mut writes[0][start..start + out.numel() * size]);
     })?;
@@ -60,7 +61,7 @@ fn row_step(t: &Tensor, d: usize) -> Option<isize> {
 }
 
 /// A tensor's elements as rows of one length, evenly apart. In bytes.
-struct Rows<'a> {
+struct JoinedRows<'a> {
     bytes: &'a [u8],
     start: usize,
     /// From the beginning of each row to that of the next.
@@ -69,8 +70,8 @@ struct Rows<'a> {
     len: usize,
 }
 
-/// Rows of each side by side, again and again, until `to` is full.
-fn fill(rows: &[Rows], size: usize, to: &mut [u8]) {
+/// JoinedRows of each side by side, again and again, until `to` is full.
+fn fill(rows: &[JoinedRows], size: usize, to: &mut [u8]) {
     let all: usize = rows.iter().map(|r| r.len).sum();
     // Result rows at a time.
     let each = (step(to.len() / size) * size).div_ceil(all);
@@ -106,7 +107,7 @@ fn fill(rows: &[Rows], size: usize, to: &mut [u8]) {
 const ROW_WORTH_STREAMING: usize = 1 << 10;
 
 /// [`fill`] of rows of one element, which follow one another.
-fn single<T: Pod + Send + Sync, const N: usize>(rows: &[Rows], each: usize, to: &mut [u8]) {
+fn single<T: Pod + Send + Sync, const N: usize>(rows: &[JoinedRows], each: usize, to: &mut [u8]) {
     let from: [&[T]; N] = std::array::from_fn(|k| bytemuck::cast_slice(&rows[k].bytes[rows[k].start..]));
     parallel::for_each_chunk(bytemuck::cast_slice_mut::<u8, T>(to), each * N, |i, part| {
         let (groups, _) = part.as_chunks_mut::<N>();

@@ -6,14 +6,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use smallvec::SmallVec;
 
 use crate::backend::cpu::convert::{load_tile, store_tile};
-use crate::backend::cpu::copy as cpu_copy;
+use crate::backend::cpu::copy;
 use crate::backend::cpu::interpreter::{LINE, Scratch, TILE, Tile, TileIn, aligned};
 use crate::backend::cpu::partition::{Partition, partition};
-use crate::backend::cpu::scalar::Lane;
+use crate::backend::cpu::scalar::Number;
 use crate::backend::cpu::transpose::{Transpose, straightened};
 use crate::backend::cpu::{flat, masks};
 use crate::backend::problem::map::{Formulas, Launch};
-use crate::device::count_launch;
+use crate::backend::problem::operand::OperandKind;
 use crate::device::cpu::streaming::Streaming;
 use crate::expr::program::Program;
 use crate::storage::{Storage, with_host};
@@ -55,18 +55,17 @@ pub(crate) fn formulas(formulas: &Formulas) -> Result<()> {
 }
 
 pub(crate) fn run(launch: &Launch) -> Result<()> {
-    count_launch();
     // As the result lies in memory. Random numbers depend on the order.
-    let ordered = if launch.program.seeds() == 0 { launch.walk.in_order_of(launch.inputs.len()) } else { None };
+    let ordered = if launch.program.seeds() == 0 { launch.strided.in_order_of(launch.inputs.len()) } else { None };
     match ordered {
-        Some(walk) => run_straightened(&Launch { walk, ..*launch }),
+        Some(strided) => run_straightened(&Launch { strided, ..*launch }),
         None => run_straightened(launch),
     }
 }
 
 fn run_straightened(launch: &Launch) -> Result<()> {
     match straightened(launch)? {
-        Some((inputs, walk)) => run_ordered(&Launch { inputs: &inputs, walk, ..*launch }),
+        Some((inputs, strided)) => run_ordered(&Launch { inputs: &inputs, strided, ..*launch }),
         None => run_ordered(launch),
     }
 }
@@ -96,11 +95,11 @@ fn run_ordered(launch: &Launch) -> Result<()> {
         })
         .collect();
     let writes: SmallVec<[&Storage; 2]> = launch.outputs.iter().map(|t| &t.storage).collect();
-    if cpu_copy::is_copy(launch) {
-        let transpose = Transpose::of(launch, 0).filter(|_| launch.walk.is_contiguous(1));
+    if copy::is_copy(launch) {
+        let transpose = Transpose::of(launch, 0).filter(|_| launch.strided.is_contiguous(1));
         return with_host(&reads, &writes, |reads, writes| match transpose {
             Some(transpose) => transpose.run(reads[0], &mut writes[0][bytes_of(launch.outputs[0])]),
-            None => cpu_copy::run(launch, reads[0], writes[0]),
+            None => copy::run(launch, reads[0], writes[0]),
         });
     }
     let divided_by_zero = with_host(&reads, &writes, |reads, writes| match launch.compute {
@@ -111,10 +110,10 @@ fn run_ordered(launch: &Launch) -> Result<()> {
     if divided_by_zero { Err(Error::DivisionByZero { op: launch.op }) } else { Ok(()) }
 }
 
-fn run_as<C: Lane>(launch: &Launch, sources: &[Source], reads: &[&[u8]], writes: &mut [&mut [u8]]) -> bool {
+fn run_as<C: Number>(launch: &Launch, sources: &[Source], reads: &[&[u8]], writes: &mut [&mut [u8]]) -> bool {
     let divided_by_zero = AtomicBool::new(false);
     partition(launch, writes, |first, count, partition, outs| {
-        if (Job { launch, sources, reads, partition }).run::<C>(first, count, outs) {
+        if (MapJob { launch, sources, reads, partition }).run::<C>(first, count, outs) {
             divided_by_zero.store(true, Ordering::Relaxed);
         }
     });
@@ -122,19 +121,19 @@ fn run_as<C: Lane>(launch: &Launch, sources: &[Source], reads: &[&[u8]], writes:
 }
 
 /// What every worker needs to compute its share.
-struct Job<'a> {
+struct MapJob<'a> {
     launch: &'a Launch<'a>,
     sources: &'a [Source],
     reads: &'a [&'a [u8]],
     partition: Partition,
 }
 
-impl Job<'_> {
+impl MapJob<'_> {
     /// Whether every operand can be read where it lies, in runs that are worth it.
     fn reads_in_place(&self) -> bool {
-        let walk = &self.launch.walk;
-        let last = |k: usize| walk.strides[k].last().copied().unwrap_or(0);
-        walk.dims.last().is_none_or(|&row| row >= WORTH_A_TILE)
+        let strided = &self.launch.strided;
+        let last = |k: usize| strided.strides[k].last().copied().unwrap_or(0);
+        strided.dims.last().is_none_or(|&row| row >= WORTH_A_TILE)
             && self.sources.iter().enumerate().all(|(k, source)| match source {
                 Source::Unused => true,
                 Source::Storage(_) => matches!(last(k), 0 | 1),
@@ -148,14 +147,14 @@ impl Job<'_> {
         if self.partition != Partition::Elements {
             return None;
         }
-        let walk = &self.launch.walk;
-        let row = match walk.dims[..] {
+        let strided = &self.launch.strided;
+        let row = match strided.dims[..] {
             [_] if self.launch.program.has_registers() || self.is_in_place() => 1,
             [_, row] => row,
             _ => return None,
         };
-        let simple = |k: usize| walk.is_contiguous(k) || matches!(walk.strides[k][..], [0] | [0, 0 | 1]);
-        (row <= self.repeated() / 2 && (0..walk.strides.len()).all(simple)).then_some(row)
+        let simple = |k: usize| OperandKind::of_dims(strided, k) != OperandKind::Strided;
+        (row <= self.repeated() / 2 && (0..strided.strides.len()).all(simple)).then_some(row)
     }
 
     /// Elements of a tile of rows that are written out several times.
@@ -175,9 +174,9 @@ impl Job<'_> {
         self.sources.iter().any(|source| matches!(source, Source::Output(_)))
     }
 
-    /// As [`run`](Job::run), where operands and results lie as they are computed: a run along the last dimension is a tile.
-    fn rows<C: Lane>(&self, first: usize, count: usize, outs: &mut [&mut [u8]], scratch: &mut Scratch<C>) -> bool {
-        let Launch { inputs, program, walk, scalars, seeds, .. } = self.launch;
+    /// As [`run`](MapJob::run), where operands and results lie as they are computed: a run along the last dimension is a tile.
+    fn rows<C: Number>(&self, first: usize, count: usize, outs: &mut [&mut [u8]], scratch: &mut Scratch<C>) -> bool {
+        let Launch { inputs, program, strided, scalars, seeds, .. } = self.launch;
         // Elements, whether they differ along a run, and where the first is.
         let operands: SmallVec<[(&[C], bool, usize); 4]> = inputs
             .iter()
@@ -185,7 +184,7 @@ impl Job<'_> {
             .map(|(k, t)| match self.sources[k] {
                 Source::Storage(i) => {
                     let elements: &[C] = bytemuck::cast_slice(self.reads[i]);
-                    (elements, walk.strides[k].last().is_some_and(|&step| step == 1), t.layout.offset)
+                    (elements, strided.strides[k].last().is_some_and(|&step| step == 1), t.layout.offset)
                 }
                 _ => (&[][..], false, 0),
             })
@@ -203,7 +202,7 @@ impl Job<'_> {
             let (phase, longest) = (first % row, most.min(count));
             let repeated: SmallVec<[Vec<C>; 4]> = (0..inputs.len())
                 .map(|k| match operands[k] {
-                    (elements, true, offset) if !walk.is_contiguous(k) => {
+                    (elements, true, offset) if !strided.is_contiguous(k) => {
                         elements[offset..offset + row].repeat(longest.div_ceil(row) + 1)
                     }
                     _ => Vec::new(),
@@ -238,7 +237,7 @@ impl Job<'_> {
             return divided_by_zero;
         }
         let bases = self.bases(first);
-        walk.runs(first, count, |at, offsets, len| {
+        strided.runs(first, count, |at, offsets, len| {
             let mut tile_inputs: SmallVec<[TileIn<C>; 4]> = SmallVec::new();
             for ((&(elements, differ, offset), &more), source) in operands.iter().zip(offsets).zip(self.sources) {
                 let from = offset.wrapping_add_signed(more);
@@ -252,7 +251,7 @@ impl Job<'_> {
             let tile = Tile { inputs: &tile_inputs, scalars, seeds, first: (first + at) as u64, len };
             let mut targets: SmallVec<[&mut [C]; 2]> = SmallVec::new();
             for (j, out) in outs.iter_mut().enumerate() {
-                targets.push(&mut out[self.place(j, at, &bases, offsets)..][..len]);
+                targets.push(&mut out[self.result_start(j, at, &bases, offsets)..][..len]);
             }
             divided_by_zero |= program.eval_tile(&tile, scratch, &mut targets);
         });
@@ -265,23 +264,23 @@ impl Job<'_> {
     }
 
     /// Where result `j` has the job's element `at`, which the walk has at `offsets`.
-    fn place(&self, j: usize, at: usize, bases: &[isize], offsets: &[isize]) -> usize {
+    fn result_start(&self, j: usize, at: usize, bases: &[isize], offsets: &[isize]) -> usize {
         match self.partition {
             Partition::Elements => at,
             _ => (bases[j] + offsets[self.launch.inputs.len() + j]) as usize,
         }
     }
 
-    /// As [`run`](Job::run), of what is only converted: without a detour where one side is the type computed in.
-    fn convert<C: Lane>(&self, first: usize, count: usize, outs: &mut [&mut [u8]]) {
-        let (walk, input, output) = (&self.launch.walk, &self.launch.inputs[0], self.launch.outputs[0]);
-        let last = |k: usize| walk.strides[k].last().copied().unwrap_or(1);
+    /// As [`run`](MapJob::run), of what is only converted: without a detour where one side is the type computed in.
+    fn convert<C: Number>(&self, first: usize, count: usize, outs: &mut [&mut [u8]]) {
+        let (strided, input, output) = (&self.launch.strided, &self.launch.inputs[0], self.launch.outputs[0]);
+        let last = |k: usize| strided.strides[k].last().copied().unwrap_or(1);
         let (step, to_step) = (last(0), if self.partition == Partition::Elements { 1 } else { last(1) });
         let (bases, from) = (self.bases(first), self.reads[0]);
         let (mut tile, same) = ([C::from_i32(0); TILE], C::COMPUTE.dtype());
-        walk.runs(first, count, |at, offsets, len| {
+        strided.runs(first, count, |at, offsets, len| {
             let source = input.layout.offset.wrapping_add_signed(offsets[0]);
-            let (target, to) = (self.place(0, at, &bases, offsets), &mut *outs[0]);
+            let (target, to) = (self.result_start(0, at, &bases, offsets), &mut *outs[0]);
             if input.dtype == same && step == 1 {
                 let values = &bytemuck::cast_slice::<u8, C>(from)[source..][..len];
                 return store_tile(output.dtype, values, to, target, to_step);
@@ -299,12 +298,12 @@ impl Job<'_> {
     }
 
     /// Computes elements `first..first + count`; gives whether an integer was divided by zero.
-    fn run<C: Lane>(&self, first: usize, count: usize, outs: &mut [&mut [u8]]) -> bool {
-        let Launch { inputs, outputs, program, walk, .. } = self.launch;
+    fn run<C: Number>(&self, first: usize, count: usize, outs: &mut [&mut [u8]]) -> bool {
+        let Launch { inputs, outputs, program, strided, .. } = self.launch;
         let zero = C::from_f64(0.0);
         let mut scratch = Scratch::<C>::new();
-        let step = |k: usize| walk.strides[k].last().copied().unwrap_or(0);
-        let row = walk.dims.last().copied().unwrap_or(1).max(1);
+        let step = |k: usize| strided.strides[k].last().copied().unwrap_or(0);
+        let row = strided.dims.last().copied().unwrap_or(1).max(1);
         let elements = self.partition == Partition::Elements;
         // Results of the type computed in go straight to their place, or are streamed there.
         let in_rows = |j: usize| row >= WORTH_A_TILE && step(inputs.len() + j) == 1;
@@ -349,7 +348,7 @@ impl Job<'_> {
             if row >= WORTH_A_TILE {
                 len = len.min(left);
             }
-            let offsets = walk.offsets(start);
+            let offsets = strided.offsets(start);
             // Read where they lie: elements of the type computed in, one after another or one for all.
             let in_place =
                 |k: usize, t: &Tensor| t.dtype == C::COMPUTE.dtype() && len <= left && matches!(step(k), 0 | 1);
@@ -372,7 +371,7 @@ impl Job<'_> {
                     Source::Output(j) => bases[j],
                     _ => t.layout.offset as isize,
                 };
-                walk.runs(start, len, |at, offsets, n| {
+                strided.runs(start, len, |at, offsets, n| {
                     load_tile(t.dtype, bytes, (offset + offsets[k]) as usize, step(k), &mut buffer[at..at + n]);
                 });
             }
@@ -404,7 +403,7 @@ impl Job<'_> {
                 for (j, (bytes, result)) in outs.iter_mut().zip(&mut results).enumerate() {
                     targets.push(match direct(j) {
                         true => {
-                            let at = self.place(j, start - first, &bases, &offsets);
+                            let at = self.result_start(j, start - first, &bases, &offsets);
                             &mut bytemuck::cast_slice_mut::<u8, C>(bytes)[at..][..len]
                         }
                         false => {
@@ -423,7 +422,7 @@ impl Job<'_> {
                 } else if elements {
                     store_tile(t.dtype, result, outs[j], start - first, 1);
                 } else {
-                    walk.runs(start, len, |at, offsets, n| {
+                    strided.runs(start, len, |at, offsets, n| {
                         let to = (bases[j] + offsets[k]) as usize;
                         store_tile(t.dtype, &result[at..at + n], outs[j], to, step(k));
                     });

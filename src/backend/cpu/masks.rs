@@ -1,11 +1,8 @@
-//! Formulas of masks alone, on the CPU: whatever they compute, it is a table of what each combination of true and false gives,
-//! and a few operations on bytes instead of numbers.
-
-use pulp::{Arch, Simd, WithSimd};
+//! Formulas of masks on the CPU: any of them is a polynomial over bits, evaluated on bytes instead of numbers.
 
 use crate::backend::cpu::interpreter::{Scratch, Tile, TileIn};
-use crate::backend::cpu::map as cpu_map;
-use crate::device::count_launch;
+use crate::backend::cpu::map;
+use crate::backend::cpu::vectorised::vectorised;
 use crate::device::cpu::parallel;
 use crate::expr::program::Program;
 use crate::storage::with_few;
@@ -33,10 +30,10 @@ pub(crate) fn run(program: &Program, inputs: &[&Tensor], outputs: &[&Tensor]) ->
     let all = |t: &Tensor| t.layout.offset..t.layout.offset + count;
     let polynomial = polynomial(program, inputs.len());
     let compute = |x: &[u8], y: &[u8], write: &mut [u8]| {
-        let step = cpu_map::step(count);
+        let step = map::step(count);
         parallel::for_each_chunk(&mut write[all(out)], step, |i, out| {
             let part = i * step..i * step + out.len();
-            Arch::new().dispatch(Polynomial { of: polynomial, x: &x[part.clone()], y: &y[part], out });
+            evaluate(polynomial, &x[part.clone()], &y[part], out);
         });
     };
     match *inputs {
@@ -44,7 +41,6 @@ pub(crate) fn run(program: &Program, inputs: &[&Tensor], outputs: &[&Tensor]) ->
         [x, y] => with_few([&x.storage, &y.storage], to, |[a, b], write| compute(&a[all(x)], &b[all(y)], write))?,
         _ => return Ok(false),
     }
-    count_launch();
     Ok(true)
 }
 
@@ -58,22 +54,13 @@ fn polynomial(program: &Program, inputs: usize) -> [u8; 4] {
     [none, none ^ x, none ^ y, none ^ x ^ y ^ both]
 }
 
-struct Polynomial<'a> {
-    of: [u8; 4],
-    x: &'a [u8],
-    y: &'a [u8],
-    out: &'a mut [u8],
-}
-
-impl WithSimd for Polynomial<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
-        let [one, x, y, both] = self.of;
-        for (out, (a, b)) in self.out.iter_mut().zip(self.x.iter().zip(self.y)) {
+vectorised! {
+    /// A [`polynomial`] of masks.
+    fn evaluate<'a>(_simd: S, polynomial: [u8; 4], x: &'a [u8], y: &'a [u8], out: &'a mut [u8]) {
+        let [p0, p1, p2, p3] = polynomial;
+        for (out, (a, b)) in out.iter_mut().zip(x.iter().zip(y)) {
             let (a, b) = (u8::from(*a != 0), u8::from(*b != 0));
-            *out = one ^ (x & a) ^ (y & b) ^ (both & a & b);
+            *out = p0 ^ (p1 & a) ^ (p2 & b) ^ (p3 & a & b);
         }
     }
 }
@@ -85,7 +72,7 @@ mod tests {
 
     #[test]
     fn every_table() {
-        let n = 3 * cpu_map::step(0) + 7;
+        let n = 3 * map::step(0) + 7;
         let mask = |at: usize, k: usize| {
             let values: Vec<bool> = (0..n + at).map(|i| (i * 7919 + k) % 5 < 2).collect();
             Tensor::from_slice(&values, n + at, Device::Cpu).unwrap().narrow(0, at, n).unwrap()

@@ -38,130 +38,80 @@ pub(crate) mod steps;
 pub(crate) mod strided_rows;
 pub(crate) mod transpose;
 pub(crate) mod triangle;
+pub(crate) mod vectorised;
 pub(crate) mod window;
 
 use crate::backend::Backend;
-use crate::backend::problem::attention::Blocking;
-use crate::backend::problem::conv::Convolution;
-use crate::backend::problem::cross_entropy::CrossEntropy;
-use crate::backend::problem::gemm::Gemm;
-use crate::backend::problem::index::{Combine, Indexed};
-use crate::backend::problem::interpolation::Resize;
-use crate::backend::problem::map::Formulas;
-use crate::backend::problem::norm::{Channels, Rows};
-use crate::backend::problem::reduction::Reduction;
-use crate::backend::problem::scan::Scan;
-use crate::backend::problem::select::{Chosen, Nth};
-use crate::backend::problem::sequence::Sequence;
-use crate::backend::problem::softmax::Softmax;
-use crate::backend::problem::windows::{Task, Windows};
+use crate::backend::problem::{
+    Blocking, Channels, Chosen, Combine, Convolution, Formulas, Gemm, Indexed, LabelEntropy, Normalisation, Nth,
+    Reduction, Resize, Scan, Softmax, Task, Windows,
+};
+use crate::backend::written;
+use crate::device::count_launch;
 use crate::device::cpu::threads;
 use crate::layout::Layout;
 use crate::{Result, Shape, Tensor};
 
-/// The CPU.
+/// The CPU. What computes does not count launches: the methods here do.
 pub(crate) struct Cpu;
 
+/// Counts a launch.
+pub(crate) fn counted<R>(made: Result<R>) -> Result<R> {
+    count_launch();
+    made
+}
+
+/// Counts a launch where `is_launch` says that there was one.
+fn counted_if<R>(made: Result<R>, is_launch: impl FnOnce(&R) -> bool) -> Result<R> {
+    if made.as_ref().map_or(true, is_launch) { counted(made) } else { made }
+}
+
 impl Backend for Cpu {
-    fn map(&self, formulas: &Formulas) -> Result<()> {
-        map::formulas(formulas)
-    }
-
-    fn sequence(&self, _: Sequence, _: &Tensor) -> Result<bool> {
-        Ok(false)
-    }
-
-    fn join(&self, out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool> {
-        join::join(out, tensors, d)
-    }
-
-    fn zeroed(&self, x: &Tensor, from: isize, to: isize) -> Result<Option<Tensor>> {
-        triangle::zeroed(x, from, to).map(Some)
-    }
-
-    fn gemm(&self, product: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
-        gemm::run(product, shape, outs)
-    }
-
-    fn reduce(&self, reduction: &Reduction) -> Result<()> {
-        reduce::run(reduction.rule, reduction.x, &reduction.plan(), reduction.out)
-    }
-
-    fn scan(&self, scan: Scan, x: &Tensor, d: usize, values: &Tensor, indices: Option<&Tensor>) -> Result<()> {
-        scan::run(scan, x, d, values, indices)
-    }
-
-    fn sort(&self, x: &Tensor, d: usize, descending: bool, values: &Tensor, indices: &Tensor) -> Result<()> {
-        sort::run(x, d, descending, values, indices)
-    }
-
-    fn search(&self, x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right: bool, out: &Tensor) -> Result<()> {
-        sort::search(x, lines, step, v, right, out)
-    }
-
-    fn first(&self, x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Chosen>> {
-        select::first(x, d, k, descending).map(Some)
-    }
-
-    fn nth(&self, x: &Tensor, d: usize, nth: Nth) -> Result<Option<Chosen>> {
-        select::nth(x, d, nth).map(Some)
-    }
-
-    fn gather(&self, g: &Indexed, out: &Tensor) -> Result<()> {
-        gather::gather(g, out)
-    }
-
-    fn scatter(&self, g: &Indexed, combine: Combine, target: &Tensor, layout: &Layout, _: usize) -> Result<()> {
-        scatter::scatter(g, combine, target, layout)
-    }
-
-    fn linear_index(
-        &self,
-        op: &'static str,
-        index: &Tensor,
-        out: &Tensor,
-        axis: (usize, isize),
-        base: Option<i64>,
-    ) -> Result<()> {
-        gather::linear(op, index, out, axis, base)
-    }
-
-    fn one_hot(&self, op: &'static str, x: &Tensor, out: &Tensor, classes: usize) -> Result<()> {
-        gather::one_hot(op, x, out, classes)
-    }
-
-    fn nonzero(&self, _: &Tensor, mask: &dyn Fn() -> Result<Tensor>, dims: &[usize]) -> Result<Tensor> {
-        nonzero::indices(&mask()?, dims)
-    }
-
-    fn masked_select(&self, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
-        Ok(None)
-    }
-
-    fn softmax(&self, softmax: &Softmax) -> Result<()> {
-        softmax::run(softmax.kind, softmax.x, softmax.z, softmax.out, softmax.d, &softmax.rows())
-    }
-
-    fn cross_entropy(
-        &self,
-        logits: &Tensor,
-        labels: &Tensor,
-        options: CrossEntropy,
-        grad: Option<&Tensor>,
-    ) -> Result<Tensor> {
-        softmax::cross_entropy(logits, labels, options, grad)
-    }
-
-    fn norm(&self, rows: &Rows) -> Result<()> {
-        norm::run(rows)
-    }
-
-    fn norm_columns(&self, x: &Tensor, rows: usize, n: usize) -> Result<Option<Tensor>> {
-        norm::columns(x, rows, n).map(Some)
-    }
-
-    fn normalise_channels(&self, x: &Tensor, numbers: Channels, eps: f64) -> Result<Option<Tensor>> {
-        norm_channels::normalised(x, numbers, eps)
+    methods! {
+        map(formulas: &Formulas) -> Result<()> =
+            counted_if(map::formulas(formulas), |()| formulas.outputs[0].numel() > 0);
+        join(out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool> =
+            counted_if(join::join(out, tensors, d), |joined| *joined);
+        zeroed(x: &Tensor, from: isize, to: isize) -> Result<Option<Tensor>> =
+            counted(triangle::zeroed(x, from, to).map(Some));
+        gemm(product: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> = counted(gemm::run(product, shape, outs));
+        reduce(reduction: &Reduction) -> Result<()> =
+            counted(reduce::run(reduction.rule, reduction.x, &reduction.plan(), reduction.out));
+        scan(scan: Scan, x: &Tensor, d: usize, values: &Tensor, indices: Option<&Tensor>) -> Result<()> =
+            counted(scan::run(scan, x, d, values, indices));
+        sort(x: &Tensor, d: usize, descending: bool, values: &Tensor, indices: &Tensor) -> Result<()> =
+            counted(sort::run(x, d, descending, values, indices));
+        search(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right: bool, out: &Tensor) -> Result<()> =
+            counted(sort::search(x, lines, step, v, right, out));
+        first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Chosen>> =
+            counted_if(select::first(x, d, k, descending), |first| first.indices.numel() > 0).map(Some);
+        nth(x: &Tensor, d: usize, nth: Nth) -> Result<Option<Chosen>> =
+            counted_if(select::nth(x, d, nth), |nth| nth.indices.numel() > 0).map(Some);
+        gather(g: &Indexed, out: &Tensor) -> Result<()> = counted(gather::gather(g, out));
+        scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &Layout, _: usize) -> Result<()> =
+            counted(scatter::scatter(g, combine, target, layout));
+        linear_index(
+            op: &'static str, index: &Tensor, out: &Tensor, axis: (usize, isize), base: Option<i64>
+        ) -> Result<()> =
+            counted(gather::linear(op, index, out, axis, base));
+        one_hot(op: &'static str, x: &Tensor, out: &Tensor, classes: usize) -> Result<()> =
+            counted(gather::one_hot(op, x, out, classes));
+        nonzero(_: &Tensor, mask: &dyn Fn() -> Result<Tensor>, dims: &[usize]) -> Result<Tensor> =
+            counted(nonzero::indices(&mask()?, dims)).map(written);
+        softmax(softmax: &Softmax) -> Result<()> = counted(softmax::run(softmax));
+        cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> = counted(softmax::cross_entropy(entropy));
+        norm(rows: &Normalisation) -> Result<()> = counted(norm::run(rows));
+        norm_columns(x: &Tensor, rows: usize, n: usize) -> Result<Option<Tensor>> = norm::columns(x, rows, n).map(Some);
+        normalise_channels(x: &Tensor, numbers: Channels, eps: f64) -> Result<Option<Tensor>> =
+            counted_if(norm_channels::normalised(x, numbers, eps), Option::is_some);
+        unfold(windows: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> =
+            counted(window::unfold(windows, x, out, inside));
+        fold(windows: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> =
+            counted(window::fold(windows, columns, out));
+        pool(windows: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> =
+            counted(window::run(windows, task, x, index, out));
+        interpolate(resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -> Result<()> =
+            counted(interpolate::run(resize, x, out, transposed));
     }
 
     fn convolution(
@@ -173,34 +123,35 @@ impl Backend for Cpu {
         single: bool,
     ) -> Option<Box<dyn Convolution>> {
         if let Some(depthwise) = depthwise::Depthwise::new(windows, x, weight, groups) {
-            return Some(Box::new(depthwise));
+            return Some(Box::new(Counted(depthwise)));
         }
         #[cfg(target_arch = "x86_64")]
         if !single {
-            return Some(Box::new(conv::Conv::new(windows, x, weight, groups)?));
+            return Some(Box::new(Counted(conv::Conv::new(windows, x, weight, groups)?)));
         }
         _ = single;
         None
     }
 
-    fn unfold(&self, windows: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> {
-        window::unfold(windows, x, out, inside)
-    }
-
-    fn fold(&self, windows: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> {
-        window::fold(windows, columns, out)
-    }
-
-    fn pool(&self, windows: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> {
-        window::run(windows, task, x, index, out)
-    }
-
-    fn interpolate(&self, resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -> Result<()> {
-        interpolate::run(resize, x, out, transposed)
-    }
-
     fn blocking(&self, memory: usize, cheap: bool) -> Blocking {
         let whole = if cheap { Blocking::FEW } else { Blocking::share(memory) };
         Blocking { whole, block: Blocking::FEW.min(threads() << 19), queries: 128 }
+    }
+}
+
+/// A convolution whose launches are counted, and whose results are new versions of their storages.
+struct Counted<C>(C);
+
+impl<C: Convolution> Convolution for Counted<C> {
+    fn windows(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        counted(self.0.windows(x, weight, bias)).map(written)
+    }
+
+    fn images(&self, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        counted(self.0.images(y, weight, bias)).map(written)
+    }
+
+    fn weight(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor> {
+        counted(self.0.weight(x, y, slot)).map(written)
     }
 }

@@ -1,12 +1,13 @@
-//! A product and the sum it is part of, in one pass: half the loads and stores of two. Each is rounded, as by itself.
+//! A product and the sum it is part of, in one pass: half the loads and stores of two. Each is rounded on its own.
 
 use std::marker::PhantomData;
 
 use pulp::{Arch, Simd, WithSimd};
 
 use crate::backend::cpu::in_place::update;
-use crate::backend::cpu::interpreter::{Function, TileIn, binary, run};
-use crate::backend::cpu::scalar::Lane;
+use crate::backend::cpu::interpreter::{TileIn, binary, run};
+use crate::backend::cpu::scalar::Number;
+use crate::backend::cpu::vectorised::{Function, function};
 use crate::expr::Binary;
 
 /// How `a * b` and `c` become one.
@@ -27,7 +28,7 @@ struct Update<'a, C, I, F, const FIRST: bool> {
     function: PhantomData<F>,
 }
 
-impl<C: Lane, I: Iterator<Item = (C, C)>, F: Function<(C, C, C), C>, const FIRST: bool> WithSimd
+impl<C: Number, I: Iterator<Item = (C, C)>, F: Function<(C, C, C), C>, const FIRST: bool> WithSimd
     for Update<'_, C, I, F, FIRST>
 {
     type Output = ();
@@ -41,7 +42,7 @@ impl<C: Lane, I: Iterator<Item = (C, C)>, F: Function<(C, C, C), C>, const FIRST
 }
 
 /// Fills `dst`, which is [`TileIn::Output`] where it is an operand, once; or gives the one value that all elements have.
-pub(crate) fn multiply_add<C: Lane>(arch: Arch, sum: Sum, [a, b, c]: [TileIn<'_, C>; 3], dst: &mut [C]) -> Option<C> {
+pub(crate) fn multiply_add<C: Number>(arch: Arch, sum: Sum, [a, b, c]: [TileIn<'_, C>; 3], dst: &mut [C]) -> Option<C> {
     use TileIn::{Output, Scalar, Slice};
     // A product is the same either way round: a number comes second, and a result that is changed first.
     let (a, b) = match (a, b) {
@@ -50,13 +51,7 @@ pub(crate) fn multiply_add<C: Lane>(arch: Arch, sum: Sum, [a, b, c]: [TileIn<'_,
     };
     macro_rules! each {
         ($x:ident, $y:ident, $z:ident => $e:expr) => {{
-            struct F;
-            impl<C: Lane> Function<(C, C, C), C> for F {
-                #[inline(always)]
-                fn call(($x, $y, $z): (C, C, C)) -> C {
-                    $e
-                }
-            }
+            function!(F, ($x, $y, $z): (C, C, C) => $e);
             let function = PhantomData::<F>;
             match (a, b, c) {
                 (Slice(a), Slice(b), Slice(c)) => {
@@ -92,7 +87,7 @@ pub(crate) fn multiply_add<C: Lane>(arch: Arch, sum: Sum, [a, b, c]: [TileIn<'_,
 }
 
 /// The product, and then the sum. Of a product of numbers the sum alone.
-fn in_two<C: Lane>(arch: Arch, sum: Sum, [a, b, c]: [TileIn<'_, C>; 3], dst: &mut [C]) -> Option<C> {
+fn in_two<C: Number>(arch: Arch, sum: Sum, [a, b, c]: [TileIn<'_, C>; 3], dst: &mut [C]) -> Option<C> {
     let (op, left) = match sum {
         Sum::Plus => (Binary::Add, true),
         Sum::Less => (Binary::Sub, true),

@@ -1,19 +1,16 @@
-//! Results that go past the cache as they are computed: a formula of one cheap operation is bound by memory, and a detour
-//! through a buffer costs it a quarter.
+//! Results that are stored past the cache while they are computed: a cheap formula is bound by memory, and a detour through a
+//! buffer would cost it a quarter.
 
 use std::marker::PhantomData;
 
 use pulp::{Arch, Simd, WithSimd};
 
-use crate::backend::cpu::interpreter::{Function, TileIn};
-use crate::backend::cpu::scalar::Lane;
+use crate::backend::cpu::in_place::for_cheap;
+use crate::backend::cpu::interpreter::TileIn;
+use crate::backend::cpu::scalar::Number;
+use crate::backend::cpu::vectorised::{Function, function};
 use crate::device::cpu::streaming::{LINE, Streaming};
 use crate::expr::Binary;
-
-/// Operations that [`binary`] computes.
-pub(crate) fn streams(op: Binary) -> bool {
-    matches!(op, Binary::Add | Binary::Sub | Binary::Mul | Binary::Max | Binary::Min)
-}
 
 /// An operand, taken from an element or a line at a time.
 trait Lines<C> {
@@ -24,9 +21,9 @@ trait Lines<C> {
 struct Each<'a, C>(&'a [C]);
 struct Same<C>([C; LINE]);
 /// A row again and again, and what is left of it this time.
-struct Rows<'a, C>(&'a [C], &'a [C]);
+struct RowPairs<'a, C>(&'a [C], &'a [C]);
 
-impl<C: Lane> Lines<C> for Each<'_, C> {
+impl<C: Number> Lines<C> for Each<'_, C> {
     #[inline(always)]
     fn one(&mut self) -> Option<C> {
         let (one, rest) = self.0.split_first()?;
@@ -42,7 +39,7 @@ impl<C: Lane> Lines<C> for Each<'_, C> {
     }
 }
 
-impl<C: Lane> Lines<C> for Same<C> {
+impl<C: Number> Lines<C> for Same<C> {
     #[inline(always)]
     fn one(&mut self) -> Option<C> {
         Some(self.0[0])
@@ -54,7 +51,7 @@ impl<C: Lane> Lines<C> for Same<C> {
     }
 }
 
-impl<C: Lane> Lines<C> for Rows<'_, C> {
+impl<C: Number> Lines<C> for RowPairs<'_, C> {
     #[inline(always)]
     fn one(&mut self) -> Option<C> {
         if self.1.is_empty() {
@@ -86,7 +83,7 @@ struct Stream<'a, C, A, B, F> {
     function: PhantomData<F>,
 }
 
-impl<C: Lane, A: Lines<C>, B: Lines<C>, F: Function<(C, C), C>> WithSimd for Stream<'_, C, A, B, F> {
+impl<C: Number, A: Lines<C>, B: Lines<C>, F: Function<(C, C), C>> WithSimd for Stream<'_, C, A, B, F> {
     type Output = ();
 
     #[inline(always)]
@@ -107,7 +104,7 @@ impl<C: Lane, A: Lines<C>, B: Lines<C>, F: Function<(C, C), C>> WithSimd for Str
 
 /// Fewer elements than a line has.
 #[inline(always)]
-fn singly<C: Lane, A: Lines<C>, B: Lines<C>, F: Function<(C, C), C>>(dst: &mut [C], a: &mut A, b: &mut B) {
+fn singly<C: Number, A: Lines<C>, B: Lines<C>, F: Function<(C, C), C>>(dst: &mut [C], a: &mut A, b: &mut B) {
     for d in dst {
         let (Some(x), Some(y)) = (a.one(), b.one()) else { return };
         *d = F::call((x, y));
@@ -115,33 +112,26 @@ fn singly<C: Lane, A: Lines<C>, B: Lines<C>, F: Function<(C, C), C>>(dst: &mut [
 }
 
 /// Fills `dst` past the cache, or returns the one value that all elements have.
-pub(crate) fn binary<C: Lane>(arch: Arch, op: Binary, a: TileIn<'_, C>, b: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
+pub(crate) fn binary<C: Number>(
+    arch: Arch,
+    op: Binary,
+    a: TileIn<'_, C>,
+    b: TileIn<'_, C>,
+    dst: &mut [C],
+) -> Option<C> {
     macro_rules! each {
         ($method:ident) => {{
-            struct F;
-            impl<C: Lane> Function<(C, C), C> for F {
-                #[inline(always)]
-                fn call((x, y): (C, C)) -> C {
-                    x.$method(y)
-                }
-            }
+            function!(F, (x, y): (C, C) => x.$method(y));
             of::<C, F>(arch, a, b, dst)
         }};
     }
-    match op {
-        Binary::Add => each!(add),
-        Binary::Sub => each!(sub),
-        Binary::Mul => each!(mul),
-        Binary::Max => each!(max),
-        Binary::Min => each!(min),
-        _ => unreachable!("the caller has asked `streams`"),
-    }
+    for_cheap!(op, each)
 }
 
-fn of<C: Lane, F: Function<(C, C), C>>(arch: Arch, a: TileIn<'_, C>, b: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
+fn of<C: Number, F: Function<(C, C), C>>(arch: Arch, a: TileIn<'_, C>, b: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
     use TileIn::{Scalar, Slice};
     let function = PhantomData::<F>;
-    let rows = |row, at: usize| Rows(row, &row[at..]);
+    let rows = |row, at: usize| RowPairs(row, &row[at..]);
     match (a, b) {
         (Slice(a), Slice(b)) => arch.dispatch(Stream { dst, a: Each(a), b: Each(b), function }),
         (Slice(a), Scalar(y)) => arch.dispatch(Stream { dst, a: Each(a), b: Same([y; LINE]), function }),
@@ -157,7 +147,7 @@ fn of<C: Lane, F: Function<(C, C), C>>(arch: Arch, a: TileIn<'_, C>, b: TileIn<'
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::cpu::interpreter as tiles;
+    use crate::backend::cpu::interpreter;
 
     #[test]
     fn any_length_at_any_place_in_every_form() {
@@ -184,16 +174,16 @@ mod tests {
                         TileIn::Output(_) => unreachable!("none of them"),
                     };
                     for (op, f) in [
-                        (Binary::Add, Lane::add as fn(f32, f32) -> f32),
-                        (Binary::Sub, Lane::sub),
-                        (Binary::Mul, Lane::mul),
-                        (Binary::Max, Lane::max),
-                        (Binary::Min, Lane::min),
+                        (Binary::Add, Number::add as fn(f32, f32) -> f32),
+                        (Binary::Sub, Number::sub),
+                        (Binary::Mul, Number::mul),
+                        (Binary::Max, Number::max),
+                        (Binary::Min, Number::min),
                     ] {
                         let mut out = vec![0.5f32; 200];
-                        assert!(streams(op));
+                        assert!(crate::backend::cpu::in_place::is_cheap(op));
                         let mut plain = vec![0.5f32; n];
-                        tiles::binary(Arch::new(), op, a, b, &mut plain);
+                        interpreter::binary(Arch::new(), op, a, b, &mut plain);
                         assert!((0..n).all(|i| same(plain[i], f(at(&a, i), at(&b, i)))), "{op:?} {form} {n}");
                         assert_eq!(binary(Arch::new(), op, a, b, &mut out[start..start + n]), None);
                         assert!(

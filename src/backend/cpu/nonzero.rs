@@ -1,19 +1,17 @@
-//! Where a mask is true, on the CPU: blocks are counted, which says where the places of each begin, then filled.
+//! The indices of what is true in a mask, on the CPU: each block is counted, then its indices are written where they begin.
 
-use crate::device::count_launch;
 use crate::device::cpu::parallel;
 use crate::storage::with_host;
 use crate::{DType, Result, Tensor};
 
 /// Elements of the mask that a thread goes through at a time.
 const BLOCK: usize = 1 << 14;
-/// Places that are found before they are written.
+/// Indices that are found before they are written.
 const SOME: usize = 256;
 
-/// For what is true in a contiguous mask its place in row-major order, taken as one of a tensor of sizes `dims`: a row of
+/// For what is true in a contiguous mask its position in row-major order, taken as one of a tensor of sizes `dims`: a row of
 /// indices each. The mask has elements.
 pub(crate) fn indices(mask: &Tensor, dims: &[usize]) -> Result<Tensor> {
-    count_launch();
     let (numel, rank) = (mask.numel(), dims.len());
     let block = |i: usize| {
         let from = mask.layout.offset + i * BLOCK;
@@ -39,7 +37,6 @@ pub(crate) fn indices(mask: &Tensor, dims: &[usize]) -> Result<Tensor> {
             }
         })?;
     }
-    out.storage.bump_version();
     Ok(out)
 }
 
@@ -48,7 +45,7 @@ fn count(mask: &[u8]) -> usize {
     mask.chunks(128).map(|some| usize::from(some.iter().map(|&b| u8::from(b != 0)).sum::<u8>())).sum()
 }
 
-/// The places of what is true in `mask`, whose first element is the `first` of all, until `out` is full: another thread may
+/// The indices of what is true in `mask`, whose first element is the `first` of all, until `out` is full: another thread may
 /// have written to the mask since it was counted.
 fn fill(mask: &[u8], first: usize, dims: &[usize], mut out: &mut [i64]) {
     let Some((&inner, outer)) = dims.split_last() else { return };

@@ -1,5 +1,5 @@
-//! Normalisation on the CPU: row by row where results lie in the order of rows, each while it is in the cache. Where they do not
-//! (a channel of a batch), sums of rows, then one pass over all elements.
+//! Normalisation on the CPU: row by row, each while it is in the cache, where rows of the result are contiguous. Elsewhere (a
+//! channel of a batch) statistics of rows first, then one pass over all elements.
 
 use pulp::{Arch, Simd, WithSimd};
 use smallvec::SmallVec;
@@ -8,11 +8,11 @@ use crate::backend::cpu::accumulate::{Add, fold_in, fold_map};
 use crate::backend::cpu::convert::{load_tile, store_tile};
 use crate::backend::cpu::map;
 use crate::backend::cpu::norm_channels as channels;
-use crate::backend::cpu::norm_channels::Shifted;
-use crate::backend::cpu::scalar::Lane;
+use crate::backend::cpu::norm_channels::shift_in;
+use crate::backend::cpu::scalar::Number;
+use crate::backend::cpu::vectorised::vectorised;
 use crate::backend::problem::map::{Formulas, Params};
-use crate::backend::problem::norm::{Rows, apart};
-use crate::device::count_launch;
+use crate::backend::problem::norm::{Normalisation, apart};
 use crate::device::cpu::parallel;
 use crate::expr::Expr;
 use crate::storage::with_host;
@@ -21,7 +21,7 @@ use crate::{Compute, Result, Scalar, Tensor};
 /// Elements that are worth a job of the pool.
 const JOB: usize = 1 << 14;
 
-pub(crate) fn run(rows: &Rows) -> Result<()> {
+pub(crate) fn run(rows: &Normalisation) -> Result<()> {
     match (rows.x.dtype.compute(), rows.y.is_contiguous()) {
         (Compute::F64, true) => in_order::<f64>(rows),
         (_, true) => in_order::<f32>(rows),
@@ -41,16 +41,16 @@ enum Factor<'a, C> {
 }
 
 /// A view of four dims, of which the last two are a row.
-struct Operand<'a, C> {
+struct RowOperand<'a, C> {
     t: &'a Tensor,
     bytes: &'a [u8],
     /// A row that is not read where it lies.
     buffer: Vec<C>,
 }
 
-impl<'a, C: Lane> Operand<'a, C> {
-    fn new(t: &'a Tensor, bytes: &'a [u8]) -> Operand<'a, C> {
-        Operand { t, bytes, buffer: Vec::new() }
+impl<'a, C: Number> RowOperand<'a, C> {
+    fn new(t: &'a Tensor, bytes: &'a [u8]) -> RowOperand<'a, C> {
+        RowOperand { t, bytes, buffer: Vec::new() }
     }
 
     fn start(&self, r: usize) -> isize {
@@ -96,27 +96,16 @@ impl<'a, C: Lane> Operand<'a, C> {
 }
 
 /// What an operand has for a row, if there is one.
-fn factor<'b, C: Lane>(operand: &'b mut Option<Operand<'_, C>>, r: usize) -> Factor<'b, C> {
+fn factor<'b, C: Number>(operand: &'b mut Option<RowOperand<'_, C>>, r: usize) -> Factor<'b, C> {
     operand.as_mut().map_or(Factor::Nothing, |operand| operand.factor(r))
 }
 
-/// One row; gives its mean and its variance.
-struct Forward<'a, C> {
-    x: &'a [C],
-    y: &'a mut [C],
-    weight: Factor<'a, C>,
-    bias: Factor<'a, C>,
-    eps: C,
-    rms: bool,
-}
-
-impl<C: Lane> WithSimd for Forward<'_, C> {
-    type Output = [C; 2];
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) -> [C; 2] {
+vectorised! {
+    /// One row; gives its mean and its variance.
+    fn forward<'a, C: Number>(
+        simd: S, x: &'a [C], y: &'a mut [C], weight: Factor<'a, C>, bias: Factor<'a, C>, eps: C, rms: bool
+    ) -> [C; 2] {
         use Factor::{Each, Runs};
-        let Forward { x, y, weight, bias, eps, rms } = self;
         let (n, one) = (C::from_i64(x.len() as i64), C::from_i32(1));
         let mean = if rms { C::from_i32(0) } else { fold_in::<Add, C, S>(simd, x).div(n) };
         let var = fold_map::<Add, C, S>(simd, x, x, |x, _| x.sub(mean).mul(x.sub(mean))).div(n);
@@ -138,7 +127,7 @@ impl<C: Lane> WithSimd for Forward<'_, C> {
                 for (i, (x, y)) in x.chunks(run).zip(y.chunks_mut(run)).enumerate() {
                     let of = |runs: &[C]| runs.get(i % runs.len().max(1)).copied();
                     let scale = of(runs[0]).map_or(scale, |w| scale.mul(w));
-                    Shifted { x, y, mean, scale, shift: of(runs[1]) }.with_simd(simd);
+                    shift_in(x, y, mean, scale, of(runs[1]));
                 }
             }
         }
@@ -173,7 +162,7 @@ struct Backward<'a, C> {
     rms: bool,
 }
 
-impl<C: Lane> WithSimd for Backward<'_, C> {
+impl<C: Number> WithSimd for Backward<'_, C> {
     type Output = [C; 2];
 
     #[inline(always)]
@@ -215,13 +204,13 @@ impl<C: Lane> WithSimd for Backward<'_, C> {
 }
 
 /// Some rows of the result, the first of which is `first`, and two numbers for each.
-struct Part<'a, C> {
+struct NormPart<'a, C> {
     first: usize,
     y: &'a mut [u8],
     numbers: [&'a mut [C]; 2],
 }
 
-impl<C: Lane> Part<'_, C> {
+impl<C: Number> NormPart<'_, C> {
     /// Computes rows of `n` elements by `f`, of the row's number and its elements; gives the two numbers.
     fn each(self, y: &Tensor, n: usize, mut f: impl FnMut(usize, &mut [C]) -> [C; 2]) {
         let [a, b] = self.numbers;
@@ -240,7 +229,7 @@ impl<C: Lane> Part<'_, C> {
 }
 
 /// What is written beside the result, two numbers for each row: the statistics, in backward sums, wanted or not.
-fn numbers<C: Lane>(rows: &Rows) -> Result<Tensor> {
+fn numbers<C: Number>(rows: &Normalisation) -> Result<Tensor> {
     match (rows.z, rows.sums) {
         (None, _) => Ok(rows.statistics.detach()),
         (Some(_), Some(sums)) => Ok(sums.detach()),
@@ -252,8 +241,7 @@ fn numbers<C: Lane>(rows: &Rows) -> Result<Tensor> {
 }
 
 /// Where the result's rows follow one another.
-fn in_order<C: Lane>(rows: &Rows) -> Result<()> {
-    count_launch();
+fn in_order<C: Number>(rows: &Normalisation) -> Result<()> {
     let (count, n, y) = (rows.count(), rows.len(), rows.y);
     let eps = C::from_f64(rows.eps);
     let numbers = numbers::<C>(rows)?;
@@ -277,17 +265,17 @@ fn in_order<C: Lane>(rows: &Rows) -> Result<()> {
             let columns: &mut [C] = columns.first_mut().map_or(&mut [], |bytes| bytemuck::cast_slice_mut(bytes));
             columns.fill(C::from_i32(0));
             let numbers = [&mut **a, &mut **b].map(bytemuck::cast_slice_mut::<u8, C>);
-            let part = Part { first: i * together, y: y_part, numbers };
-            let mut x = Operand::<C>::new(rows.x, reads[0]);
-            let mut weight = rows.weight.map(|t| Operand::<C>::new(t, reads[2]));
+            let part = NormPart { first: i * together, y: y_part, numbers };
+            let mut x = RowOperand::<C>::new(rows.x, reads[0]);
+            let mut weight = rows.weight.map(|t| RowOperand::<C>::new(t, reads[2]));
             let Some(z) = rows.z else {
-                let mut bias = rows.bias.map(|t| Operand::<C>::new(t, reads[3]));
+                let mut bias = rows.bias.map(|t| RowOperand::<C>::new(t, reads[3]));
                 return part.each(y, n, |r, y| {
                     let (weight, bias) = (factor(&mut weight, r), factor(&mut bias, r));
-                    Arch::new().dispatch(Forward { x: x.row(r), y, weight, bias, eps, rms: rows.rms })
+                    forward(x.row(r), y, weight, bias, eps, rows.rms)
                 });
             };
-            let mut z = Operand::<C>::new(z, reads[1]);
+            let mut z = RowOperand::<C>::new(z, reads[1]);
             let (means, vars) = bytemuck::cast_slice::<u8, C>(reads[4]).split_at(count);
             let mut weighted = Vec::new();
             part.each(y, n, |r, dz| {
@@ -300,7 +288,7 @@ fn in_order<C: Lane>(rows: &Rows) -> Result<()> {
 }
 
 /// Two numbers for each row, the second ones after all first ones.
-fn each_row<C: Lane>(to: &mut [u8], n: usize, f: impl Fn(usize) -> [C; 2] + Sync) {
+fn each_row<C: Number>(to: &mut [u8], n: usize, f: impl Fn(usize) -> [C; 2] + Sync) {
     let to: &mut [C] = bytemuck::cast_slice_mut(to);
     let (first, second) = to.split_at_mut(to.len() / 2);
     let mut rows: Vec<(&mut C, &mut C)> = first.iter_mut().zip(second).collect();
@@ -312,17 +300,17 @@ fn each_row<C: Lane>(to: &mut [u8], n: usize, f: impl Fn(usize) -> [C; 2] + Sync
 }
 
 /// Where they do not.
-fn out_of_order<C: Lane>(rows: &Rows) -> Result<()> {
+fn out_of_order<C: Number>(rows: &Normalisation) -> Result<()> {
     let numbers = numbers::<C>(rows)?;
     let (eps, rms, reads) = (C::from_f64(rows.eps), rows.rms, [rows.x, rows.z.unwrap_or(rows.x), rows.statistics]);
     let read = if rows.z.is_some() { 3 } else { 2 };
     with_host(&reads.map(|t| &t.storage)[..read], &[&numbers.storage], |reads, writes| {
         each_row::<C>(&mut *writes[0], rows.len(), |r| {
-            let mut x = Operand::new(rows.x, reads[0]);
+            let mut x = RowOperand::new(rows.x, reads[0]);
             let (x, y, weight, bias) = (x.row(r), &mut [][..], Factor::Nothing, Factor::Nothing);
-            let Some(z) = rows.z else { return Arch::new().dispatch(Forward { x, y, weight, bias, eps, rms }) };
+            let Some(z) = rows.z else { return forward(x, y, weight, bias, eps, rms) };
             let (means, vars) = bytemuck::cast_slice::<u8, C>(reads[2]).split_at(rows.count());
-            let (mut z, weighted, columns) = (Operand::new(z, reads[1]), &mut Vec::new(), &mut [][..]);
+            let (mut z, weighted, columns) = (RowOperand::new(z, reads[1]), &mut Vec::new(), &mut [][..]);
             let statistics = [means[r], vars[r]];
             Arch::new().dispatch(Backward { g: x, z: z.row(r), dz: y, weighted, weight, columns, statistics, eps, rms })
         });
@@ -334,7 +322,6 @@ fn out_of_order<C: Lane>(rows: &Rows) -> Result<()> {
     let scalars = [Scalar::Float(rows.eps), Scalar::Float(1.0 / rows.len() as f64)];
     let params = Params { scalars: &scalars, seeds: &[] };
     let (x, root) = (Expr::input, |i: usize| (Expr::input(i) + Expr::scalar(0)).rsqrt());
-    // It counts itself as a launch: the numbers are part of it.
     let Some(z) = rows.z else {
         let mut inputs = vec![rows.x, mean, var];
         let mut result = (x(0) - x(1)) * root(2);

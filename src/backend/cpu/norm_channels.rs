@@ -1,13 +1,12 @@
-//! Channels of a batch on the CPU by statistics that are known: one pass over all elements in the order of memory.
+//! Normalisation of the channels of a batch on the CPU by known statistics: one pass over all elements in memory order.
 
-use pulp::{Arch, Simd, WithSimd};
 use smallvec::SmallVec;
 
 use crate::backend::cpu::convert::load_tile;
 use crate::backend::cpu::interpreter::TILE;
-use crate::backend::cpu::scalar::Lane;
-use crate::backend::problem::norm::{View, spread};
-use crate::device::count_launch;
+use crate::backend::cpu::scalar::Number;
+use crate::backend::cpu::vectorised::vectorised;
+use crate::backend::problem::norm::{Channels, View, spread};
 use crate::device::cpu::parallel;
 use crate::device::cpu::streaming::{Streaming, is_worth_it};
 use crate::storage::with_host;
@@ -18,33 +17,24 @@ const JOB: usize = 1 << 14;
 /// Elements of a channel that lie side by side, at least.
 const RUN: usize = 16;
 
-/// The mean and the variance of each channel, its weight and its bias.
-pub(crate) type Numbers<'a> = [Option<&'a Tensor>; 4];
-
-/// `(x - mean) * scale + shift`.
-pub(crate) struct Shifted<'a, C> {
-    pub(crate) x: &'a [C],
-    pub(crate) y: &'a mut [C],
-    pub(crate) mean: C,
-    pub(crate) scale: C,
-    pub(crate) shift: Option<C>,
+/// `y = (x - mean) * scale + shift`.
+#[inline(always)]
+pub(crate) fn shift_in<C: Number>(x: &[C], y: &mut [C], mean: C, scale: C, shift: Option<C>) {
+    match shift {
+        Some(shift) => y.iter_mut().zip(x).for_each(|(y, x)| *y = x.sub(mean).mul(scale).add(shift)),
+        None => y.iter_mut().zip(x).for_each(|(y, x)| *y = x.sub(mean).mul(scale)),
+    }
 }
 
-impl<C: Lane> WithSimd for Shifted<'_, C> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
-        let Shifted { x, y, mean, scale, shift } = self;
-        match shift {
-            Some(shift) => y.iter_mut().zip(x).for_each(|(y, x)| *y = x.sub(mean).mul(scale).add(shift)),
-            None => y.iter_mut().zip(x).for_each(|(y, x)| *y = x.sub(mean).mul(scale)),
-        }
+vectorised! {
+    /// [`shift_in`] with the vectors that the processor has.
+    fn shift<'a, C: Number>(_simd: S, x: &'a [C], y: &'a mut [C], mean: C, scale: C, shift: Option<C>) {
+        shift_in(x, y, mean, scale, shift);
     }
 }
 
 /// The batch norm of `[N, C, ..]` by such numbers; None where it does not lie for [`into`].
-pub(crate) fn normalised(x: &Tensor, numbers: Numbers, eps: f64) -> Result<Option<Tensor>> {
+pub(crate) fn normalised(x: &Tensor, numbers: Channels, eps: f64) -> Result<Option<Tensor>> {
     if !x.is_contiguous() || x.numel() == 0 {
         return Ok(None);
     }
@@ -58,16 +48,16 @@ pub(crate) fn normalised(x: &Tensor, numbers: Numbers, eps: f64) -> Result<Optio
     Ok(done.then_some(out))
 }
 
-/// As [`Rows`](crate::backend::problem::norm::Rows) has them, each of four dims; whether x and y, of the type that is computed in, lie as a
+/// As [`Normalisation`](crate::backend::problem::Normalisation) has them, each of four dims; whether x and y, of the type that is computed in, lie as a
 /// contiguous batch does, else nothing is done.
-pub(crate) fn into(x: &Tensor, y: &Tensor, numbers: Numbers, eps: f64) -> Result<bool> {
+pub(crate) fn into(x: &Tensor, y: &Tensor, numbers: Channels, eps: f64) -> Result<bool> {
     match x.dtype.compute() {
         Compute::F64 => into_as::<f64>(x, y, numbers, eps),
         _ => into_as::<f32>(x, y, numbers, eps),
     }
 }
 
-fn into_as<C: Lane>(x: &Tensor, y: &Tensor, numbers: Numbers, eps: f64) -> Result<bool> {
+fn into_as<C: Number>(x: &Tensor, y: &Tensor, numbers: Channels, eps: f64) -> Result<bool> {
     let [_, channels, batch, n] = *x.shape().dims() else { unreachable!("views of four dims") };
     let lies = |t: &Tensor| {
         let (s, same) = (t.strides(), |count: usize, s: isize, step: usize| count == 1 || s == step as isize);
@@ -76,7 +66,6 @@ fn into_as<C: Lane>(x: &Tensor, y: &Tensor, numbers: Numbers, eps: f64) -> Resul
     if n < RUN || !lies(x) || !lies(y) {
         return Ok(false);
     }
-    count_launch();
     let mut read: SmallVec<[_; 5]> = SmallVec::from_slice(&[&x.storage]);
     read.extend(numbers.iter().map(|t| &t.unwrap_or(x).storage));
     let (count, bytes) = (x.numel(), x.numel() * x.dtype.size());
@@ -90,7 +79,7 @@ fn into_as<C: Lane>(x: &Tensor, y: &Tensor, numbers: Numbers, eps: f64) -> Resul
                 all
             })
         };
-        let (mean, mut scale, shift) = (each(0).expect("there is one"), each(1).expect("there is one"), each(3));
+        let (mean, mut scale, shifts) = (each(0).expect("there is one"), each(1).expect("there is one"), each(3));
         let (one, eps) = (C::from_i32(1), C::from_f64(eps));
         scale.iter_mut().for_each(|s| *s = one.div(s.add(eps).sqrt()));
         each(2).iter().for_each(|weight| scale.iter_mut().zip(weight).for_each(|(s, w)| *s = s.mul(*w)));
@@ -104,14 +93,14 @@ fn into_as<C: Lane>(x: &Tensor, y: &Tensor, numbers: Numbers, eps: f64) -> Resul
                 let most = if streamed { TILE } else { n };
                 let (run, more) = rest.split_at_mut(most.min(n - at % n).min(rest.len()));
                 let (c, x) = (at / n % channels, &from[at..][..run.len()]);
-                let shifted = |y| Shifted { x, y, mean: mean[c], scale: scale[c], shift: shift.as_ref().map(|s| s[c]) };
+                let shift_to = |y: &mut [C]| shift(x, y, mean[c], scale[c], shifts.as_ref().map(|s| s[c]));
                 match &streaming {
                     Some(streaming) => {
                         let tile = &mut tile[..run.len()];
-                        Arch::new().dispatch(shifted(&mut *tile));
+                        shift_to(&mut *tile);
                         streaming.copy(run, tile);
                     }
-                    None => Arch::new().dispatch(shifted(run)),
+                    None => shift_to(run),
                 }
                 at += x.len();
                 rest = more;

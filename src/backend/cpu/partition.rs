@@ -1,4 +1,4 @@
-//! Partitions results among threads: as slices of their elements, or, where they do not lie in one piece, cut between rows.
+//! Partitions results among threads: slices of a contiguous result, otherwise ranges of rows.
 
 use smallvec::SmallVec;
 
@@ -35,15 +35,15 @@ impl Partition {
     pub(crate) fn base(self, launch: &Launch, j: usize, first: usize) -> isize {
         match self {
             Partition::Elements => 0,
-            Partition::Rows => -launch.walk.offsets(first)[launch.inputs.len() + j],
+            Partition::Rows => -launch.strided.offsets(first)[launch.inputs.len() + j],
             Partition::Storage => launch.outputs[j].layout.offset as isize,
         }
     }
 }
 
 /// Elements from the first of operand `k` to its last, if those of one index of the first dimension end before the next's begin.
-fn extent(walk: &StridedDims, k: usize) -> Option<usize> {
-    let (dims, strides) = (&walk.dims, &walk.strides[k]);
+fn extent(strided: &StridedDims, k: usize) -> Option<usize> {
+    let (dims, strides) = (&strided.dims, &strided.strides[k]);
     if dims.is_empty() || strides.iter().any(|&s| s < 0) {
         return None;
     }
@@ -58,22 +58,22 @@ pub(crate) fn partition(
     writes: &mut [&mut [u8]],
     job: impl Fn(usize, usize, Partition, &mut [&mut [u8]]) + Sync,
 ) {
-    let Launch { inputs, outputs, walk, .. } = launch;
+    let Launch { inputs, outputs, strided, .. } = launch;
     let count = outputs[0].numel();
     let step = step(count);
     let results = inputs.len()..inputs.len() + outputs.len();
     // What a job has: so many units of `unit` elements, which lie `pitch` apart; and how far it is from the first to the last.
     let mut cuts: SmallVec<[(usize, usize); 2]> = SmallVec::new();
-    let (partition, unit) = if results.clone().all(|k| walk.is_contiguous(k)) {
+    let (partition, unit) = if results.clone().all(|k| strided.is_contiguous(k)) {
         results.for_each(|_| cuts.push((1, count)));
         (Partition::Elements, 1)
     } else {
-        let extents = results.map(|k| Some((walk.strides[k].first().copied()? as usize, extent(walk, k)?)));
+        let extents = results.map(|k| Some((strided.strides[k].first().copied()? as usize, extent(strided, k)?)));
         let Some(rows) = extents.collect::<Option<_>>().filter(|_| count > step) else {
             return job(0, count, Partition::Storage, writes);
         };
         cuts = rows;
-        (Partition::Rows, walk.dims[1..].iter().product())
+        (Partition::Rows, strided.dims[1..].iter().product())
     };
     let units = step.div_ceil(unit);
     let mut parts: SmallVec<[&mut [u8]; 2]> = SmallVec::new();

@@ -1,9 +1,8 @@
-//! Pooling of one plane, a tap of a row of windows at a time: the loops are over rows of the image. Every window has its taps
-//! in the order in which they lie, and every element its windows, as if one were done after another.
+//! Pooling of one plane, one tap of a row of windows at a time, so that loops are over rows of the image. Taps come in
+//! row-major order for every window, as if one window were done after another.
 
-use pulp::{Simd, WithSimd};
-
-use crate::backend::cpu::scalar::Lane;
+use crate::backend::cpu::scalar::Number;
+use crate::backend::cpu::vectorised::vectorised;
 use crate::backend::problem::windows::Windows;
 
 /// A column of taps in a row of windows: those from `first` to before `last` have it in the image, from column `at` on.
@@ -49,7 +48,7 @@ impl Taps<'_> {
 
 /// As many elements of `row` as `picked` has, a stride apart: where they lie if they are neighbours, otherwise in there.
 #[inline(always)]
-fn pick<'a, C: Lane>(row: &'a [C], stride: usize, picked: &'a mut [C]) -> &'a [C] {
+fn pick<'a, C: Number>(row: &'a [C], stride: usize, picked: &'a mut [C]) -> &'a [C] {
     match (stride, picked.split_last_mut()) {
         (1, _) => return &row[..picked.len()],
         // A loop of its own, which is put in vectors.
@@ -65,28 +64,19 @@ fn pick<'a, C: Lane>(row: &'a [C], stride: usize, picked: &'a mut [C]) -> &'a [C
 
 /// Element `x` at `place`, if it is greater than the one found so far, or NaN.
 #[inline(always)]
-pub(crate) fn greater<C: Lane>(best: &mut C, at: &mut i64, x: C, place: i64) {
+pub(crate) fn greater<C: Number>(best: &mut C, at: &mut i64, x: C, place: i64) {
     let greater = x > *best || x.partial_cmp(&x).is_none();
     *best = if greater { x } else { *best };
     *at = if greater { place } else { *at };
 }
 
-/// The greatest elements and their places: `best` begins with what is below all, `at` with the first element of each window.
-pub(crate) struct Greatest<'a, C> {
-    pub(crate) taps: &'a Taps<'a>,
-    pub(crate) plane: &'a [C],
-    /// As many elements as a row has windows.
-    pub(crate) picked: &'a mut [C],
-    pub(crate) best: &'a mut [C],
-    pub(crate) at: &'a mut [i64],
-}
-
-impl<C: Lane> WithSimd for Greatest<'_, C> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
-        let Greatest { taps, plane, picked, best, at } = self;
+vectorised! {
+    /// The greatest elements and their places: `best` begins with what is below all, `at` with the first element of each window.
+    ///
+    /// `picked`: as many elements as a row has windows.
+    pub(crate) fn greatest<'a, C: Number>(
+        _simd: S, taps: &'a Taps<'a>, plane: &'a [C], picked: &'a mut [C], best: &'a mut [C], at: &'a mut [i64]
+    ) {
         let (width, stride) = (taps.w.grid[1], taps.w.stride[1]);
         for (o, (best, at)) in best.chunks_exact_mut(width).zip(at.chunks_exact_mut(width)).enumerate() {
             taps.of(o, false, |tap| {
@@ -100,22 +90,13 @@ impl<C: Lane> WithSimd for Greatest<'_, C> {
     }
 }
 
-/// The means of windows, added to `result`.
-pub(crate) struct Means<'a, C> {
-    pub(crate) taps: &'a Taps<'a>,
-    pub(crate) plane: &'a [C],
-    /// As many elements as a row has windows.
-    pub(crate) picked: &'a mut [C],
-    pub(crate) shares: &'a [C],
-    pub(crate) result: &'a mut [C],
-}
-
-impl<C: Lane> WithSimd for Means<'_, C> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
-        let Means { taps, plane, picked, shares, result } = self;
+vectorised! {
+    /// The means of windows, added to `result`.
+    ///
+    /// `picked`: as many elements as a row has windows.
+    pub(crate) fn means<'a, C: Number>(
+        _simd: S, taps: &'a Taps<'a>, plane: &'a [C], picked: &'a mut [C], shares: &'a [C], result: &'a mut [C]
+    ) {
         let (width, stride) = (taps.w.grid[1], taps.w.stride[1]);
         for (o, (result, shares)) in result.chunks_exact_mut(width).zip(shares.chunks_exact(width)).enumerate() {
             taps.of(o, false, |tap| {
@@ -128,22 +109,13 @@ impl<C: Lane> WithSimd for Means<'_, C> {
     }
 }
 
-/// The gradients of means, added to where the elements of windows are in `result`.
-pub(crate) struct Spread<'a, C> {
-    pub(crate) taps: &'a Taps<'a>,
-    pub(crate) grads: &'a [C],
-    pub(crate) shares: &'a [C],
-    /// As many elements.
-    pub(crate) scaled: &'a mut [C],
-    pub(crate) result: &'a mut [C],
-}
-
-impl<C: Lane> WithSimd for Spread<'_, C> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
-        let Spread { taps, grads, shares, scaled, result } = self;
+vectorised! {
+    /// The gradients of means, added to where the elements of windows are in `result`.
+    ///
+    /// `scaled`: as many elements.
+    pub(crate) fn spread<'a, C: Number>(
+        _simd: S, taps: &'a Taps<'a>, grads: &'a [C], shares: &'a [C], scaled: &'a mut [C], result: &'a mut [C]
+    ) {
         scaled.iter_mut().zip(grads.iter().zip(shares)).for_each(|(y, (g, share))| *y = g.div(*share));
         let stride = taps.w.stride[1];
         for (o, scaled) in scaled.chunks_exact(taps.w.grid[1]).enumerate() {

@@ -1,19 +1,16 @@
 //! Reductions on the CPU: tiles converted to the accumulator's type, many accumulators, slices of fixed length, so that
 //! the result does not depend on the number of threads.
 
-use std::marker::PhantomData;
 use std::sync::LazyLock;
 
-use pulp::{Arch, Simd, WithSimd};
 use smallvec::SmallVec;
 
-use crate::backend::cpu::accumulate as fold;
-use crate::backend::cpu::accumulate::{Add, Combine, Mul, fold, fold_rows};
-use crate::backend::cpu::convert::{load_tile, store_tile};
+use crate::backend::cpu::accumulate::{Add, Combine, Max, Min, Mul, combine_all, fold, fold_rows};
+use crate::backend::cpu::convert::{load_tile, read, store_tile};
 use crate::backend::cpu::interpreter::{Scratch, TILE, Tile, TileIn};
-use crate::backend::cpu::scalar::Lane;
-use crate::backend::problem::reduction::{Combination, Element, Plan, Rule};
-use crate::device::count_launch;
+use crate::backend::cpu::scalar::Number;
+use crate::backend::cpu::vectorised::vectorised;
+use crate::backend::problem::reduction::{Combination, Element, ReductionPlan, Rule};
 use crate::device::cpu::parallel;
 use crate::expr::Expr;
 use crate::expr::program::Program;
@@ -35,10 +32,9 @@ const JOB: usize = 1 << 15;
 /// The formula whose results are accumulated as they are computed.
 static SQUARE: LazyLock<Expr> = LazyLock::new(|| Expr::input(0).square());
 
-pub(crate) fn run(rule: &Rule, t: &Tensor, plan: &Plan, out: &Tensor) -> Result<()> {
-    count_launch();
+pub(crate) fn run(rule: &Rule, t: &Tensor, plan: &ReductionPlan, out: &Tensor) -> Result<()> {
     with_host(&[&t.storage], &[&out.storage], |reads, writes| {
-        let job = Job { rule, dtype: t.dtype, bytes: reads[0], plan };
+        let job = ReductionJob { rule, dtype: t.dtype, bytes: reads[0], plan };
         let (to, start) = (&mut *writes[0], out.layout.offset);
         match (t.dtype.compute(), rule.accumulator(t.dtype)) {
             (Compute::F32, Compute::I64) => job.run::<f32, i64>(out.dtype, to, start),
@@ -53,17 +49,17 @@ pub(crate) fn run(rule: &Rule, t: &Tensor, plan: &Plan, out: &Tensor) -> Result<
 /// Loads elements `start`, `start + stride`, .. as they are accumulated.
 type Load<'a, S> = &'a (dyn Fn(isize, isize, &mut [S]) + Sync);
 
-struct Job<'a> {
+struct ReductionJob<'a> {
     rule: &'a Rule,
     dtype: DType,
     bytes: &'a [u8],
-    plan: &'a Plan,
+    plan: &'a ReductionPlan,
 }
 
-impl Job<'_> {
+impl ReductionJob<'_> {
     /// Elements are computed in `C` and accumulated in `S`, which is `C` or i64.
-    fn run<C: Lane, S: Lane>(&self, out_dtype: DType, out: &mut [u8], start: usize) {
-        let Job { rule, dtype, bytes, plan } = *self;
+    fn run<C: Number, S: Number>(&self, out_dtype: DType, out: &mut [u8], start: usize) {
+        let ReductionJob { rule, dtype, bytes, plan } = *self;
         let squares = matches!(&rule.element, Element::Of(formula) if *formula == *SQUARE);
         let in_place = (rule.element == Element::Itself || squares) && dtype == S::COMPUTE.dtype();
         let elements = if in_place { bytemuck::cast_slice(bytes) } else { &[] };
@@ -74,12 +70,12 @@ impl Job<'_> {
                 None => results,
             };
             match rule.combination {
-                Combination::ArgMax => store_tile(out_dtype, &source.arg::<fold::Max>(), out, start as _, 1),
-                Combination::ArgMin => store_tile(out_dtype, &source.arg::<fold::Min>(), out, start as _, 1),
+                Combination::ArgMax => store_tile(out_dtype, &source.arg::<Max>(), out, start as _, 1),
+                Combination::ArgMin => store_tile(out_dtype, &source.arg::<Min>(), out, start as _, 1),
                 Combination::Add => store_tile(out_dtype, &finish(source.reduce::<Add>()), out, start as _, 1),
                 Combination::Mul => store_tile(out_dtype, &finish(source.reduce::<Mul>()), out, start as _, 1),
-                Combination::Max => store_tile(out_dtype, &finish(source.reduce::<fold::Max>()), out, start as _, 1),
-                Combination::Min => store_tile(out_dtype, &finish(source.reduce::<fold::Min>()), out, start as _, 1),
+                Combination::Max => store_tile(out_dtype, &finish(source.reduce::<Max>()), out, start as _, 1),
+                Combination::Min => store_tile(out_dtype, &finish(source.reduce::<Min>()), out, start as _, 1),
             }
         };
         match &rule.element {
@@ -94,14 +90,7 @@ impl Job<'_> {
                 let program: &Program = Program::kept(std::slice::from_ref(formula));
                 reduced(&|at, stride, out| {
                     let (mut loaded, mut made) = (Vec::new(), Vec::new());
-                    let values = match stride == 1 && dtype == C::COMPUTE.dtype() {
-                        true => &bytemuck::cast_slice(bytes)[at as usize..][..out.len()],
-                        false => {
-                            loaded.resize(out.len(), C::from_i32(0));
-                            load_tile(dtype, bytes, at as usize, stride, &mut loaded);
-                            &loaded[..]
-                        }
-                    };
+                    let values = read((dtype, bytes), at as usize, stride, out.len(), &mut loaded);
                     if C::COMPUTE == S::COMPUTE {
                         return eval(program, values, &[], bytemuck::cast_slice_mut(out));
                     }
@@ -115,14 +104,14 @@ impl Job<'_> {
 }
 
 /// The program of one input over a tile.
-fn eval<C: Lane>(program: &Program, values: &[C], scalars: &[Scalar], out: &mut [C]) {
+fn eval<C: Number>(program: &Program, values: &[C], scalars: &[Scalar], out: &mut [C]) {
     let inputs = [TileIn::Slice(values)];
     let tile = Tile { inputs: &inputs, scalars, seeds: &[], first: 0, len: values.len() };
     program.eval_tile(&tile, &mut Scratch::new(), &mut [out]);
 }
 
 /// A formula of each result and of the number of elements.
-fn evaluated<S: Lane>(finish: &Expr, n: usize, results: &[S]) -> Vec<S> {
+fn evaluated<S: Number>(finish: &Expr, n: usize, results: &[S]) -> Vec<S> {
     let program = Program::kept(std::slice::from_ref(finish));
     let mut out = vec![S::from_i32(0); results.len()];
     for (out, results) in out.chunks_mut(TILE).zip(results.chunks(TILE)) {
@@ -132,14 +121,14 @@ fn evaluated<S: Lane>(finish: &Expr, n: usize, results: &[S]) -> Vec<S> {
 }
 
 struct Source<'a, S> {
-    plan: &'a Plan,
+    plan: &'a ReductionPlan,
     load: Load<'a, S>,
     /// The storage's elements, if they or their squares can be accumulated as they are; else nothing.
     elements: &'a [S],
     squares: bool,
 }
 
-impl<S: Lane> Source<'_, S> {
+impl<S: Number> Source<'_, S> {
     /// Every result, in order.
     fn reduce<K: Combine>(&self) -> Vec<S> {
         let plan = self.plan;
@@ -220,13 +209,7 @@ impl<S: Lane> Source<'_, S> {
                 let mut sums = [K::neutral(); TILE];
                 let sums = &mut sums[..width];
                 if across == 1 && !self.elements.is_empty() {
-                    Arch::new().dispatch(Columns::<K, S> {
-                        sums,
-                        elements: self.elements,
-                        starts: &starts,
-                        squares: self.squares,
-                        combine: PhantomData,
-                    });
+                    combine_rows::<K, S>(sums, self.elements, &starts, self.squares);
                 } else {
                     let mut tile = [K::neutral(); TILE];
                     for start in starts {
@@ -280,7 +263,7 @@ impl<S: Lane> Source<'_, S> {
             };
             let value = fold::<K, S>(tile);
             if best.is_none_or(|(b, _)| !stays::<K, S>(b, value)) {
-                best = Some((value, r + place(tile, value)));
+                best = Some((value, r + first_position(tile, value)));
             }
             r += n;
         }
@@ -288,8 +271,8 @@ impl<S: Lane> Source<'_, S> {
     }
 }
 
-/// Where the first is that equals `value`, or is NaN as it is.
-fn place<S: Lane>(elements: &[S], value: S) -> usize {
+/// The position of the first that equals `value`, or is NaN as it is.
+fn first_position<S: Number>(elements: &[S], value: S) -> usize {
     if is_nan(value) {
         return elements.iter().position(|v| is_nan(*v)).unwrap_or(0);
     }
@@ -299,73 +282,47 @@ fn place<S: Lane>(elements: &[S], value: S) -> usize {
     which * FEW + some.iter().position(|v| *v == value).unwrap_or(0)
 }
 
-fn is_nan<S: Lane>(v: S) -> bool {
+fn is_nan<S: Number>(v: S) -> bool {
     v.partial_cmp(&v).is_none()
 }
 
 /// Whether the earlier `a` is kept beside the later `b`: as good, or NaN.
-fn stays<K: Combine, S: Lane>(a: S, b: S) -> bool {
+fn stays<K: Combine, S: Number>(a: S, b: S) -> bool {
     is_nan(a) || (!is_nan(b) && K::combine(a, b) == a)
 }
 
-// A type, not a closure: a closure that is not inlined is compiled without the vector units.
-
-fn combine_all<K: Combine, S: Lane>(to: &mut [S], from: &[S]) {
-    struct All<'a, K, S>(&'a mut [S], &'a [S], PhantomData<K>);
-    impl<K: Combine, S: Lane> WithSimd for All<'_, K, S> {
-        type Output = ();
-
-        #[inline(always)]
-        fn with_simd<V: Simd>(self, _: V) {
-            self.0.iter_mut().zip(self.1).for_each(|(a, b)| *a = K::combine(*a, *b));
-        }
-    }
-    Arch::new().dispatch(All::<K, S>(to, from, PhantomData));
-}
-
-/// Combines rows of elements, as long as there are sums, that lie where they start, or their squares, into these.
-struct Columns<'a, K, S> {
-    sums: &'a mut [S],
-    elements: &'a [S],
-    starts: &'a [isize],
-    squares: bool,
-    combine: PhantomData<K>,
-}
-
-impl<K: Combine, S: Lane> WithSimd for Columns<'_, K, S> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<V: Simd>(self, _: V) {
-        match self.squares {
-            true => self.each(|x| x.mul(x)),
-            false => self.each(|x| x),
+vectorised! {
+    /// Combines rows of elements, as long as there are sums, that lie where they start, or their squares, into these.
+    fn combine_rows<'a, K: Combine, C: Number>(
+        _simd: S, sums: &'a mut [C], elements: &'a [C], starts: &'a [isize], squares: bool
+    ) {
+        match squares {
+            true => combine_rows_of::<K, C>(sums, elements, starts, |x| x.mul(x)),
+            false => combine_rows_of::<K, C>(sums, elements, starts, |x| x),
         }
     }
 }
 
-impl<K: Combine, S: Lane> Columns<'_, K, S> {
-    #[inline(always)]
-    fn each(self, of: impl Fn(S) -> S) {
-        let (blocks, rest) = self.sums.as_chunks_mut::<ACROSS>();
-        let done = blocks.len() * ACROSS;
-        for (b, sums) in blocks.iter_mut().enumerate() {
-            let mut kept = *sums;
-            for &start in self.starts {
-                let row = &self.elements[start as usize + b * ACROSS..][..ACROSS];
-                kept.iter_mut().zip(row).for_each(|(a, &x)| *a = K::combine(*a, of(x)));
-            }
-            *sums = kept;
+#[inline(always)]
+fn combine_rows_of<K: Combine, C: Number>(sums: &mut [C], elements: &[C], starts: &[isize], of: impl Fn(C) -> C) {
+    let (blocks, rest) = sums.as_chunks_mut::<ACROSS>();
+    let done = blocks.len() * ACROSS;
+    for (b, sums) in blocks.iter_mut().enumerate() {
+        let mut kept = *sums;
+        for &start in starts {
+            let row = &elements[start as usize + b * ACROSS..][..ACROSS];
+            kept.iter_mut().zip(row).for_each(|(a, &x)| *a = K::combine(*a, of(x)));
         }
-        for &start in self.starts {
-            let row = &self.elements[start as usize + done..][..rest.len()];
-            rest.iter_mut().zip(row).for_each(|(a, &x)| *a = K::combine(*a, of(x)));
-        }
+        *sums = kept;
+    }
+    for &start in starts {
+        let row = &elements[start as usize + done..][..rest.len()];
+        rest.iter_mut().zip(row).for_each(|(a, &x)| *a = K::combine(*a, of(x)));
     }
 }
 
 /// Pairwise over the slices of each result.
-fn merge<K: Combine, S: Lane>(mut partial: Vec<S>, outs: usize, slices: usize) -> Vec<S> {
+fn merge<K: Combine, S: Number>(mut partial: Vec<S>, outs: usize, slices: usize) -> Vec<S> {
     for own in partial.chunks_mut(slices) {
         let mut n = slices;
         while n > 1 {
@@ -389,9 +346,9 @@ mod tests {
             for at in 0..n {
                 let mut elements = vec![1f32; n];
                 (at..n).step_by(3).for_each(|i| elements[i] = 2.0);
-                assert_eq!(place(&elements, 2.0), at, "of {n}");
+                assert_eq!(first_position(&elements, 2.0), at, "of {n}");
                 elements[at] = f32::NAN;
-                assert_eq!(place(&elements, f32::NAN), at, "NaN of {n}");
+                assert_eq!(first_position(&elements, f32::NAN), at, "NaN of {n}");
             }
         }
     }

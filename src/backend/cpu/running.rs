@@ -1,17 +1,12 @@
-//! Running sums and products on the CPU: several lines at a time, for one operation waits for the one before in a line. Those that
-//! lie side by side in their elements' order in memory; long ones in pieces, whose totals are made first, where the order in
-//! which numbers come together does not show.
+//! Cumulative sums and products on the CPU: several lines at a time, because each step along a line waits for the one before.
+//! Lines along another dim than the last are taken side by side. Long lines are cut in pieces, whose totals are computed first,
+//! where the order of additions does not show in the result.
 
-use std::marker::PhantomData;
-
-use pulp::{Arch, Simd, WithSimd};
-
-use crate::backend::cpu::accumulate::{Combine, fold};
+use crate::backend::cpu::accumulate::{Combine, combine_all, fold};
 use crate::backend::cpu::convert::{load_tile, store_tile};
 use crate::backend::cpu::lines::each;
-use crate::backend::cpu::scalar::Lane;
+use crate::backend::cpu::scalar::Number;
 use crate::backend::problem::lines::Lines;
-use crate::device::count_launch;
 use crate::device::cpu::parallel;
 use crate::storage::with_host;
 use crate::{DType, Result, Tensor};
@@ -27,32 +22,31 @@ const SIDE: usize = 4;
 const TILE: usize = 512;
 
 /// `splits`: whether lines may be cut, which shows where sums are not wider than their elements or products overflow.
-pub(crate) fn run<K: Combine, C: Lane>(x: &Tensor, d: usize, values: &Tensor, splits: bool) -> Result<()> {
+pub(crate) fn run<K: Combine, C: Number>(x: &Tensor, d: usize, values: &Tensor, splits: bool) -> Result<()> {
     let lines = Lines::new(x, d);
-    let even = lines.walk.dims.last().is_none_or(|last| last % lines.inner == 0);
+    let even = lines.strided.dims.last().is_none_or(|last| last % lines.inner == 0);
     if !even || (2..NARROW).contains(&lines.inner) {
         return each::<C>(x, d, values, None, |line, values, _| {
             values.copy_from_slice(line);
             one::<K, C>(values, &mut K::neutral());
         });
     }
-    count_launch();
     let len = values.numel() * values.dtype.size();
     with_host(&[&x.storage], &[&values.storage], |reads, writes| {
-        let job = Job { x, bytes: reads[0], dtype: values.dtype, lines: &lines };
+        let job = ScanJob { x, bytes: reads[0], dtype: values.dtype, lines: &lines };
         job.run::<K, C>(&mut writes[0][..len], splits);
     })
 }
 
-struct Job<'a> {
+struct ScanJob<'a> {
     x: &'a Tensor,
     bytes: &'a [u8],
     dtype: DType,
     lines: &'a Lines,
 }
 
-impl Job<'_> {
-    fn run<K: Combine, C: Lane>(&self, out: &mut [u8], splits: bool) {
+impl ScanJob<'_> {
+    fn run<K: Combine, C: Number>(&self, out: &mut [u8], splits: bool) {
         let (n, inner, size) = (self.lines.n, self.lines.inner, self.dtype.size());
         let stretch = n * inner;
         if !splits || stretch <= PIECE {
@@ -63,7 +57,7 @@ impl Job<'_> {
                     let first = (i * together + j * side) * inner;
                     match inner {
                         1 => self.rows::<K, C>(first, out),
-                        _ => self.across::<K, C>(first, 0..n, &mut vec![K::neutral::<C>(); inner], Some(out)),
+                        _ => self.strided_rows::<K, C>(first, 0..n, &mut vec![K::neutral::<C>(); inner], Some(out)),
                     }
                 }
             });
@@ -77,7 +71,7 @@ impl Job<'_> {
             let (first, lines) = (i / along * inner, line..n.min(line + lines));
             match inner {
                 1 => total[0] = self.total::<K, C>(first, lines),
-                _ => self.across::<K, C>(first, lines, total, None),
+                _ => self.strided_rows::<K, C>(first, lines, total, None),
             }
         });
         for pieces in before.chunks_mut(along * inner) {
@@ -97,19 +91,20 @@ impl Job<'_> {
             let before = &before[i * inner..][..inner];
             match inner {
                 1 => self.piece::<K, C>(first, lines, before[0], out),
-                _ => self.across::<K, C>(first, lines, &mut before.to_vec(), Some(out)),
+                _ => self.strided_rows::<K, C>(first, lines, &mut before.to_vec(), Some(out)),
             }
         });
     }
 
-    fn load<C: Lane>(&self, line: usize, from: usize, to: &mut [C]) {
-        let start = self.x.layout.offset as isize + self.lines.walk.offsets(line)[0] + from as isize * self.lines.step;
+    fn load<C: Number>(&self, line: usize, from: usize, to: &mut [C]) {
+        let start =
+            self.x.layout.offset as isize + self.lines.strided.offsets(line)[0] + from as isize * self.lines.step;
         load_tile(self.x.dtype, self.bytes, start as usize, self.lines.step, to);
     }
 
     /// Some elements of neighbouring lines from `first` on, an element of each after the other, from what has come together of each
     /// line on.
-    fn across<K: Combine, C: Lane>(
+    fn strided_rows<K: Combine, C: Number>(
         &self,
         first: usize,
         elements: std::ops::Range<usize>,
@@ -117,14 +112,14 @@ impl Job<'_> {
         mut out: Option<&mut [u8]>,
     ) {
         let (lines, width) = (self.lines, so_far.len());
-        let next = lines.walk.strides[0].last().copied().unwrap_or(0);
-        let mut start = self.x.layout.offset as isize + lines.walk.offsets(first)[0];
+        let next = lines.strided.strides[0].last().copied().unwrap_or(0);
+        let mut start = self.x.layout.offset as isize + lines.strided.offsets(first)[0];
         start += elements.start as isize * lines.step;
         let mut now = vec![K::neutral::<C>(); width];
         for i in 0..elements.len() {
             load_tile(self.x.dtype, self.bytes, start as usize, next, &mut now);
             start += lines.step;
-            Arch::new().dispatch(Join { so_far, now: &now, combine: PhantomData::<K> });
+            combine_all::<K, C>(so_far, &now);
             if let Some(out) = &mut out {
                 store_tile(self.dtype, so_far, out, i * width, 1);
             }
@@ -132,7 +127,7 @@ impl Job<'_> {
     }
 
     /// Lines from `first` on, as many as `out` has, at most [`SIDE`].
-    fn rows<K: Combine, C: Lane>(&self, first: usize, out: &mut [u8]) {
+    fn rows<K: Combine, C: Number>(&self, first: usize, out: &mut [u8]) {
         let n = self.lines.n;
         let count = out.len() / self.dtype.size() / n;
         let (mut tile, mut so_far) = ([K::neutral::<C>(); SIDE * TILE], [K::neutral::<C>(); SIDE]);
@@ -148,7 +143,7 @@ impl Job<'_> {
     }
 
     /// What some elements of a line come to.
-    fn total<K: Combine, C: Lane>(&self, line: usize, elements: std::ops::Range<usize>) -> C {
+    fn total<K: Combine, C: Number>(&self, line: usize, elements: std::ops::Range<usize>) -> C {
         let mut tile = [K::neutral::<C>(); SIDE * TILE];
         elements.clone().step_by(tile.len()).fold(K::neutral(), |total, from| {
             let tile = &mut tile[..(SIDE * TILE).min(elements.end - from)];
@@ -158,7 +153,13 @@ impl Job<'_> {
     }
 
     /// Some elements of a line, behind what has come together `before`: quarters of a tile like lines, then what is before each.
-    fn piece<K: Combine, C: Lane>(&self, line: usize, elements: std::ops::Range<usize>, mut before: C, out: &mut [u8]) {
+    fn piece<K: Combine, C: Number>(
+        &self,
+        line: usize,
+        elements: std::ops::Range<usize>,
+        mut before: C,
+        out: &mut [u8],
+    ) {
         let mut tile = [K::neutral::<C>(); SIDE * TILE];
         for from in elements.clone().step_by(tile.len()) {
             let tile = &mut tile[..(SIDE * TILE).min(elements.end - from)];
@@ -178,7 +179,7 @@ impl Job<'_> {
 
 /// A line, from what has come together so far on.
 #[inline(always)]
-fn one<K: Combine, C: Lane>(line: &mut [C], so_far: &mut C) {
+fn one<K: Combine, C: Number>(line: &mut [C], so_far: &mut C) {
     for x in line {
         *so_far = K::combine(*so_far, *x);
         *x = *so_far;
@@ -186,7 +187,7 @@ fn one<K: Combine, C: Lane>(line: &mut [C], so_far: &mut C) {
 }
 
 /// Lines of `len` elements, at most [`SIDE`], each with what has come together of it.
-fn several<K: Combine, C: Lane>(lines: &mut [C], len: usize, so_far: &mut [C; SIDE]) {
+fn several<K: Combine, C: Number>(lines: &mut [C], len: usize, so_far: &mut [C; SIDE]) {
     if len == 0 || lines.len() < SIDE * len {
         return lines.chunks_exact_mut(len.max(1)).zip(so_far).for_each(|(line, so_far)| one::<K, C>(line, so_far));
     }
@@ -198,20 +199,4 @@ fn several<K: Combine, C: Lane>(lines: &mut [C], len: usize, so_far: &mut [C; SI
         [*a, *b, *c, *d] = now;
     }
     *so_far = now;
-}
-
-/// The next element of each line. A type, not a closure: a closure that is not inlined is compiled without the vector units.
-struct Join<'a, K, C> {
-    so_far: &'a mut [C],
-    now: &'a [C],
-    combine: PhantomData<K>,
-}
-
-impl<K: Combine, C: Lane> WithSimd for Join<'_, K, C> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
-        self.so_far.iter_mut().zip(self.now).for_each(|(so_far, x)| *so_far = K::combine(*so_far, *x));
-    }
 }

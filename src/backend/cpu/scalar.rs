@@ -25,7 +25,7 @@ pub(crate) enum Many {
 /// The functions of floats are never called on integers (see [`needs_float`](crate::expr::program::Program::needs_float)), those of
 /// bits never on floats; there they give their operand.
 #[rustfmt::skip]
-pub(crate) trait Lane: bytemuck::Pod + PartialOrd + Send + Sync + std::fmt::Debug {
+pub(crate) trait Number: bytemuck::Pod + PartialOrd + Send + Sync + std::fmt::Debug {
     const COMPUTE: Compute;
 
     fn from_f32(x: f32) -> Self;
@@ -60,12 +60,12 @@ pub(crate) trait Lane: bytemuck::Pod + PartialOrd + Send + Sync + std::fmt::Debu
     fn trunc(self) -> Self { self }
     fn sqrt(self) -> Self { self }
     fn exp(self) -> Self { self }
-    /// [`exp`](Lane::exp) of `map` of each element of `from`, into `to`.
+    /// [`exp`](Number::exp) of `map` of each element of `from`, into `to`.
     #[inline(always)]
     fn exp_each(to: &mut [Self], from: &[Self], map: impl Fn(Self) -> Self) {
         to.iter_mut().zip(from).for_each(|(y, x)| *y = map(*x).exp());
     }
-    /// As [`exp_each`](Lane::exp_each), in place.
+    /// As [`exp_each`](Number::exp_each), in place.
     #[inline(always)]
     fn exp_in_place(elements: &mut [Self], map: impl Fn(Self) -> Self) {
         elements.iter_mut().for_each(|x| *x = map(*x).exp());
@@ -169,7 +169,7 @@ macro_rules! float_arithmetic {
 }
 
 #[rustfmt::skip]
-impl Lane for f32 {
+impl Number for f32 {
     conversions!(f32, F32, to_f64);
     float_arithmetic!(f32);
     #[inline(always)]
@@ -206,7 +206,7 @@ impl Lane for f32 {
 }
 
 #[rustfmt::skip]
-impl Lane for f64 {
+impl Number for f64 {
     conversions!(f64, F64, to_f64);
     float_arithmetic!(f64);
     #[inline(always)]
@@ -245,7 +245,7 @@ impl Lane for f64 {
 }
 
 #[rustfmt::skip]
-impl Lane for i64 {
+impl Number for i64 {
     conversions!(i64, I64, to_i64);
     methods! {
         neg(self) -> i64 = self.wrapping_neg();

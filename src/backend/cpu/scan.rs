@@ -3,33 +3,33 @@
 use crate::backend::cpu::accumulate::{Add, Mul};
 use crate::backend::cpu::lines::each;
 use crate::backend::cpu::running;
-use crate::backend::cpu::scalar::Lane;
+use crate::backend::cpu::scalar::Number;
 use crate::backend::problem::scan::Scan;
 use crate::{Compute, DType, Result, Tensor};
 
-pub(crate) fn run(kind: Scan, x: &Tensor, d: usize, values: &Tensor, places: Option<&Tensor>) -> Result<()> {
+pub(crate) fn run(kind: Scan, x: &Tensor, d: usize, values: &Tensor, indices: Option<&Tensor>) -> Result<()> {
     match x.dtype.compute() {
-        Compute::I64 => run_as::<i64>(kind, x, d, values, places),
-        _ => run_as::<f64>(kind, x, d, values, places),
+        Compute::I64 => run_as::<i64>(kind, x, d, values, indices),
+        _ => run_as::<f64>(kind, x, d, values, indices),
     }
 }
 
-fn run_as<C: Lane>(kind: Scan, x: &Tensor, d: usize, values: &Tensor, places: Option<&Tensor>) -> Result<()> {
+fn run_as<C: Number>(kind: Scan, x: &Tensor, d: usize, values: &Tensor, indices: Option<&Tensor>) -> Result<()> {
     let chosen = |reaches: fn(C, C) -> bool| {
-        each::<C>(x, d, values, places, |line, values, places| {
+        each::<C>(x, d, values, indices, |line, values, indices| {
             let (mut best, mut at) = (line[0], 0);
-            for (i, (&element, (value, place))) in line.iter().zip(values.iter_mut().zip(places)).enumerate() {
+            for (i, (&element, (value, index))) in line.iter().zip(values.iter_mut().zip(indices)).enumerate() {
                 if is_nan(element) || (!is_nan(best) && reaches(element, best)) {
                     (best, at) = (element, i as i64);
                 }
-                (*value, *place) = (best, at);
+                (*value, *index) = (best, at);
             }
         })
     };
     match kind {
         Scan::Sum => running::run::<Add, C>(x, d, values, x.dtype != DType::F64),
         Scan::Prod => running::run::<Mul, C>(x, d, values, C::COMPUTE == Compute::I64),
-        Scan::LogSumExp => each::<C>(x, d, values, places, |line, values, _| {
+        Scan::LogSumExp => each::<C>(x, d, values, indices, |line, values, _| {
             let mut so_far = C::from_f64(f64::NEG_INFINITY);
             for (value, &element) in values.iter_mut().zip(line) {
                 so_far = log_sum(so_far, element);
@@ -41,12 +41,12 @@ fn run_as<C: Lane>(kind: Scan, x: &Tensor, d: usize, values: &Tensor, places: Op
     }
 }
 
-fn is_nan<C: Lane>(v: C) -> bool {
+fn is_nan<C: Number>(v: C) -> bool {
     v.partial_cmp(&v).is_none()
 }
 
 /// `log(exp(a) + exp(b))`.
-fn log_sum<C: Lane>(a: C, b: C) -> C {
+fn log_sum<C: Number>(a: C, b: C) -> C {
     let greater = a.max(b);
     match greater.to_f64().is_infinite() {
         true => greater,

@@ -1,12 +1,11 @@
-//! Writing through indices on the CPU. What goes to one element arrives in the order of the indices, however many threads
-//! there are: they have rows or columns of the target to themselves.
+//! Writing through indices on the CPU. Writes to one element come in the order of the indices, however many threads there are:
+//! each thread has rows or columns of the target to itself.
 
 use bytemuck::{cast_slice, cast_slice_mut};
 use half::{bf16, f16};
 
 use crate::backend::cpu::gather::{Indexed, Indices, JOB, SOME, check};
 use crate::backend::problem::index::Combine;
-use crate::device::count_launch;
 use crate::device::cpu::bands::for_each_band;
 use crate::device::cpu::{parallel, threads};
 use crate::layout::collapse::StridedDims;
@@ -24,14 +23,13 @@ const SHORT: usize = 16;
 const LINE: usize = 16;
 
 pub(crate) fn scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &Layout) -> Result<()> {
-    count_launch();
     with_host(&[&g.x.storage, &g.index.storage], &[&target.storage], |reads, writes| {
         check(g.op, g.index, reads[1], &g.index_layout, g.size, g.wraps)?;
         let strides = [&g.x_layout.strides[..], &g.index_layout.strides[..], &layout.strides[..]];
         let write = Write {
             g,
             indices: Indices { dtype: g.index.dtype, bytes: reads[1] },
-            walk: StridedDims::new(&g.x_layout.shape, strides),
+            strided: StridedDims::new(&g.x_layout.shape, strides),
             starts: [&g.x_layout, &g.index_layout, layout].map(|l| l.offset as isize),
             count: g.x_layout.numel(),
         };
@@ -65,12 +63,12 @@ pub(crate) fn scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &L
     })?
 }
 
-/// Elements on their way to places that are all in range.
+/// Elements on their way to positions that are all in range.
 struct Write<'a> {
     g: &'a Indexed<'a>,
     indices: Indices<'a>,
     /// Over source, index and target, whose stride is 0 along the indexed dim.
-    walk: StridedDims,
+    strided: StridedDims,
     starts: [isize; 3],
     count: usize,
 }
@@ -79,7 +77,7 @@ impl Write<'_> {
     fn run<T: bytemuck::Pod + Send + Sync>(&self, x: &[T], to: &mut [T], f: impl Fn(T, T) -> T + Copy + Sync) {
         if self.count > JOB {
             if let Some((apart, reach)) = self.rows() {
-                let (rows, start) = (self.walk.dims[0], self.starts[2] as usize);
+                let (rows, start) = (self.strided.dims[0], self.starts[2] as usize);
                 let each = self.count / rows;
                 let some = JOB.div_ceil(each);
                 let to = &mut to[start..start + (rows - 1) * apart + reach];
@@ -98,8 +96,8 @@ impl Write<'_> {
     /// Where positions along the first dim go to pieces of the target that lie one behind the other: from one to the next,
     /// and the length of one.
     fn rows(&self) -> Option<(usize, usize)> {
-        let apart = self.walk.strides[2].first().copied().filter(|&apart| apart > 0)?;
-        let others = self.walk.dims.iter().zip(&self.walk.strides[2]).skip(1).map(|(&n, &s)| (n, s));
+        let apart = self.strided.strides[2].first().copied().filter(|&apart| apart > 0)?;
+        let others = self.strided.dims.iter().zip(&self.strided.strides[2]).skip(1).map(|(&n, &s)| (n, s));
         let mut reach = 1;
         for (n, stride) in others.chain([(self.g.size, self.g.step)]) {
             reach += (n - 1) * usize::try_from(stride).ok()?;
@@ -110,10 +108,10 @@ impl Write<'_> {
     /// How many columns the target has where only the last dim steps through it, one element at a time, and the index names
     /// rows.
     fn columns(&self) -> Option<usize> {
-        let (&last, others) = self.walk.strides[2].split_last()?;
-        let columns = *self.walk.dims.last()?;
+        let (&last, others) = self.strided.strides[2].split_last()?;
+        let columns = *self.strided.dims.last()?;
         let rows = last == 1 && others.iter().all(|&s| s == 0) && self.g.step >= columns as isize;
-        let short = self.walk.strides[1].last() == Some(&0) && columns < SHORT;
+        let short = self.strided.strides[1].last() == Some(&0) && columns < SHORT;
         (rows && !short).then_some(columns)
     }
 
@@ -128,12 +126,12 @@ impl Write<'_> {
         f: impl Fn(T, T) -> T + Copy,
     ) {
         let (g, mut tile) = (self.g, [0; SOME]);
-        let steps = [0, 1, 2].map(|k| self.walk.strides[k].last().copied().unwrap_or(0));
-        self.walk.runs(first, len, |_, offsets, n| {
+        let steps = [0, 1, 2].map(|k| self.strided.strides[k].last().copied().unwrap_or(0));
+        self.strided.runs(first, len, |_, offsets, n| {
             let [from, index, at] = [0, 1, 2].map(|k| self.starts[k] + offsets[k]);
             let at = at - origin as isize;
             if steps[1] == 0 && steps[2] == 1 {
-                let start = at + g.place(self.indices.one(index)) as isize * g.step;
+                let start = at + g.wrapped(self.indices.one(index)) as isize * g.step;
                 return merge(&mut to[start as usize..][..n], x, from, steps[0], f);
             }
             self.indices.each(&mut tile, index, steps[1], n, |done, indices| {
@@ -141,14 +139,14 @@ impl Write<'_> {
                 if steps[0] == 1 && steps[2] == 0 && g.step == 1 {
                     let line = &mut to[at as usize..][..g.size];
                     for (&index, &new) in indices.iter().zip(&x[from as usize..][..indices.len()]) {
-                        let element = &mut line[g.place(index)];
+                        let element = &mut line[g.wrapped(index)];
                         *element = f(*element, new);
                     }
                     return;
                 }
                 for (i, &index) in indices.iter().enumerate() {
-                    let place = at + (done + i) as isize * steps[2] + g.place(index) as isize * g.step;
-                    let element = &mut to[place as usize];
+                    let position = at + (done + i) as isize * steps[2] + g.wrapped(index) as isize * g.step;
+                    let element = &mut to[position as usize];
                     *element = f(*element, x[(from + i as isize * steps[0]) as usize]);
                 }
             });
@@ -164,13 +162,13 @@ impl Write<'_> {
         columns: usize,
         f: impl Fn(T, T) -> T + Copy + Sync,
     ) {
-        let (g, walk, pitch) = (self.g, &self.walk, self.g.step as usize);
-        let outer = walk.dims.len() - 1;
+        let (g, strided, pitch) = (self.g, &self.strided, self.g.step as usize);
+        let outer = strided.dims.len() - 1;
         let over = StridedDims {
-            dims: walk.dims[..outer].into(),
-            strides: walk.strides.iter().map(|s| s[..outer].into()).collect(),
+            dims: strided.dims[..outer].into(),
+            strides: strided.strides.iter().map(|s| s[..outer].into()).collect(),
         };
-        let [step, index_step] = [0, 1].map(|k| walk.strides[k][outer]);
+        let [step, index_step] = [0, 1].map(|k| strided.strides[k][outer]);
         let [next, index_next] = [0, 1].map(|k| over.strides[k].last().copied().unwrap_or(0));
         let lines = self.count / columns;
         let to = &mut to[self.starts[2] as usize..][..(g.size - 1) * pitch + columns];
@@ -180,10 +178,10 @@ impl Write<'_> {
                 let (mine, mut tile) = (part * rows..(part + 1) * rows, [0; SOME]);
                 over.runs(0, lines, |_, offsets, n| {
                     self.indices.each(&mut tile, self.starts[1] + offsets[1], index_next, n, |done, indices| {
-                        for (i, place) in indices.iter().map(|&index| g.place(index)).enumerate() {
-                            if mine.contains(&place) {
+                        for (i, position) in indices.iter().map(|&index| g.wrapped(index)).enumerate() {
+                            if mine.contains(&position) {
                                 let from = self.starts[0] + offsets[0] + (done + i) as isize * next;
-                                merge(&mut to[(place - mine.start) * pitch..][..columns], x, from, step, f);
+                                merge(&mut to[(position - mine.start) * pitch..][..columns], x, from, step, f);
                             }
                         }
                     });
@@ -199,7 +197,7 @@ impl Write<'_> {
                     let index = self.starts[1] + offsets[1] + i * index_next + first as isize * index_step;
                     self.indices.each(&mut tile, index, index_step, n, |done, indices| {
                         let from = from + done as isize * step;
-                        let to = indices.iter().map(|&index| g.place(index)).enumerate();
+                        let to = indices.iter().map(|&index| g.wrapped(index)).enumerate();
                         if step == 1 {
                             for ((i, row), &new) in to.zip(&x[from as usize..][..indices.len()]) {
                                 let element = &mut band.row(row)[done + i];

@@ -1,12 +1,12 @@
-//! What is chosen from lines by order, on the CPU, without sorting all of them.
+//! Selection by order (top-k, k-th value, median) on the CPU, without sorting whole lines.
 
 use pulp::{Arch, Simd, WithSimd};
 
 use crate::backend::cpu::convert::load_tile;
 use crate::backend::cpu::sort::{Ordered, compared_in};
+use crate::backend::cpu::vectorised::vectorised;
 use crate::backend::problem::lines::Lines;
 use crate::backend::problem::select::{Chosen, Nth, with};
-use crate::device::count_launch;
 use crate::device::cpu::{parallel, threads};
 use crate::storage::with_host;
 use crate::{Compute, DType, Result, Tensor};
@@ -44,7 +44,7 @@ impl<C: Ordered> First<C> {
                 _ => None,
             };
         }
-        Arch::new().dispatch(See { first: self, elements, at: first });
+        see(self, elements, first);
     }
 
     #[inline(always)]
@@ -74,19 +74,9 @@ impl<C: Ordered> First<C> {
     }
 }
 
-/// [`First::see`] once there is a limit, or none can be told.
-struct See<'a, C: Ordered> {
-    first: &'a mut First<C>,
-    elements: &'a [C],
-    at: usize,
-}
-
-impl<C: Ordered> WithSimd for See<'_, C> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
-        let See { first, elements, at } = self;
+vectorised! {
+    /// [`First::see`] once there is a limit, or none can be told.
+    fn see<'a, C: Ordered>(_simd: S, first: &'a mut First<C>, elements: &'a [C], at: usize) {
         let (blocks, rest) = elements.as_chunks::<BLOCK>();
         for (b, block) in blocks.iter().enumerate() {
             let mut bits = match first.limit {
@@ -155,7 +145,7 @@ pub(crate) fn first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<
 /// The index of one element of each line by its rank.
 pub(crate) fn nth(x: &Tensor, d: usize, nth: Nth) -> Result<Chosen> {
     let n = x.shape().dims()[d];
-    chosen(x, d, 1, |out| nth_into(x, d, |nans| nth.place(n, nans), out))
+    chosen(x, d, 1, |out| nth_into(x, d, |nans| nth.rank(n, nans), out))
 }
 
 fn chosen(x: &Tensor, d: usize, k: usize, choose: impl FnOnce(&Tensor) -> Result<()>) -> Result<Chosen> {
@@ -176,12 +166,11 @@ fn first_into(x: &Tensor, d: usize, k: usize, descending: bool, out: &Tensor) ->
 }
 
 fn first_as<C: Ordered>(x: &Tensor, d: usize, k: usize, descending: bool, out: &Tensor) -> Result<()> {
-    count_launch();
     let lines = Lines::new(x, d);
     with_host(&[&x.storage], &[&out.storage], |reads, writes| {
         let out: &mut [i64] = &mut bytemuck::cast_slice_mut(&mut *writes[0])[..lines.count * k];
         let see = |kept: &mut First<C>, buffer: &mut Vec<C>, line: usize, from: usize, to: usize| {
-            let start = x.layout.offset as isize + lines.walk.offsets(line)[0];
+            let start = x.layout.offset as isize + lines.strided.offsets(line)[0];
             if lines.step == 1 && x.dtype == C::COMPUTE.dtype() {
                 let all: &[C] = bytemuck::cast_slice(reads[0]);
                 return kept.see(&all[start as usize..][from..to], from);
@@ -230,7 +219,7 @@ fn first_as<C: Ordered>(x: &Tensor, d: usize, k: usize, descending: bool, out: &
     })
 }
 
-/// The index of the element of each line of `x` along d that has place `which(number of NaN)` in ascending order.
+/// The index of the element of each line of `x` along d of rank `which(number of NaN)` in ascending order.
 fn nth_into(x: &Tensor, d: usize, which: impl Fn(usize) -> usize + Sync, out: &Tensor) -> Result<()> {
     match compared_in(x, x.shape().dims()[d]) {
         Compute::F32 => nth_as::<f32>(x, d, which, out),
@@ -240,7 +229,6 @@ fn nth_into(x: &Tensor, d: usize, which: impl Fn(usize) -> usize + Sync, out: &T
 }
 
 fn nth_as<C: Ordered>(x: &Tensor, d: usize, which: impl Fn(usize) -> usize + Sync, out: &Tensor) -> Result<()> {
-    count_launch();
     let lines = Lines::new(x, d);
     let group = JOB.div_ceil(lines.n);
     with_host(&[&x.storage], &[&out.storage], |reads, writes| {
@@ -248,7 +236,7 @@ fn nth_as<C: Ordered>(x: &Tensor, d: usize, which: impl Fn(usize) -> usize + Syn
         let part = |job: usize, out: &mut [i64]| {
             let (mut line, mut keys) = (vec![C::from_i32(0); lines.n], Vec::with_capacity(lines.n));
             for (i, to) in out.iter_mut().enumerate() {
-                let start = x.layout.offset as isize + lines.walk.offsets(job * group + i)[0];
+                let start = x.layout.offset as isize + lines.strided.offsets(job * group + i)[0];
                 load_tile(x.dtype, reads[0], start as usize, lines.step, &mut line);
                 let nans = line.iter().filter(|v| v.partial_cmp(v).is_none()).count();
                 keys.clear();

@@ -1,11 +1,10 @@
-//! Short rows a block at a time, turned: a column holds one element of many rows, so that vectors are full however short the
-//! rows are, and what a row is folded to takes an operation for each column instead of some for each row.
-
-use pulp::{Simd, WithSimd};
+//! Softmax of short rows, a block of rows at a time, transposed: a column holds one element of every row of the block, so that
+//! vectors are full however short the rows are, and a fold over rows takes one vector operation a column.
 
 use crate::DType;
 use crate::backend::cpu::convert::{load_tile, store_tile};
-use crate::backend::cpu::scalar::Lane;
+use crate::backend::cpu::scalar::Number;
+use crate::backend::cpu::vectorised::vectorised;
 use crate::backend::problem::softmax::RowOp;
 
 /// Rows of a block.
@@ -28,20 +27,20 @@ pub(crate) type Column<C> = [C; LANES];
 
 /// Where a block of rows lies: its first element, the step from a row to the next and that along a row.
 #[derive(Clone, Copy)]
-pub(crate) struct Place {
+pub(crate) struct RowsLayout {
     pub(crate) start: usize,
     pub(crate) row: isize,
     pub(crate) element: isize,
 }
 
-impl Place {
+impl RowsLayout {
     fn of(self, row: usize, column: usize) -> usize {
         self.start.wrapping_add_signed(row as isize * self.row + column as isize * self.element)
     }
 }
 
 /// The first `rows` lanes of each column.
-pub(crate) fn load<C: Lane>(dtype: DType, bytes: &[u8], from: Place, columns: &mut [Column<C>], rows: usize) {
+pub(crate) fn load<C: Number>(dtype: DType, bytes: &[u8], from: RowsLayout, columns: &mut [Column<C>], rows: usize) {
     let n = columns.len();
     if from.element == 1 && from.row == n as isize && dtype == C::COMPUTE.dtype() {
         let elements: &[C] = &bytemuck::cast_slice(bytes)[from.start..][..n * rows];
@@ -56,8 +55,8 @@ pub(crate) fn load<C: Lane>(dtype: DType, bytes: &[u8], from: Place, columns: &m
 }
 
 /// The reverse of [`load`].
-pub(crate) fn store<C: Lane>(dtype: DType, columns: &[Column<C>], bytes: &mut [u8], to: Place, rows: usize) {
-    // What lies between two elements that are written costs more than where they are read.
+pub(crate) fn store<C: Number>(dtype: DType, columns: &[Column<C>], bytes: &mut [u8], to: RowsLayout, rows: usize) {
+    // Writes are made contiguous rather than reads, because strided stores cost more than strided loads.
     if to.element == 1 && columns.len() >= 8 && dtype == C::COMPUTE.dtype() {
         let elements: &mut [C] = bytemuck::cast_slice_mut(bytes);
         for lane in 0..rows.min(LANES) {
@@ -73,7 +72,7 @@ pub(crate) fn store<C: Lane>(dtype: DType, columns: &[Column<C>], bytes: &mut [u
 
 /// Each row as one element; a sum of n is off by at most n / 4 + 5 roundings.
 #[inline(always)]
-fn fold<C: Lane>(columns: &[Column<C>], from: C, join: impl Fn(C, C) -> C) -> Column<C> {
+fn fold<C: Number>(columns: &[Column<C>], from: C, join: impl Fn(C, C) -> C) -> Column<C> {
     let mut all = [from; LANES];
     let (fours, rest) = columns.as_chunks::<4>();
     for [a, b, c, d] in fours {
@@ -89,42 +88,35 @@ fn fold<C: Lane>(columns: &[Column<C>], from: C, join: impl Fn(C, C) -> C) -> Co
 
 /// A loop, for `array::map` is not put in vectors.
 #[inline(always)]
-fn mapped<C: Lane>(mut column: Column<C>, f: impl Fn(C) -> C) -> Column<C> {
+fn mapped<C: Number>(mut column: Column<C>, f: impl Fn(C) -> C) -> Column<C> {
     column.iter_mut().for_each(|x| *x = f(*x));
     column
 }
 
 #[inline(always)]
-fn each<C: Lane>(column: &mut Column<C>, other: &Column<C>, f: impl Fn(C, C) -> C) {
+fn each<C: Number>(column: &mut Column<C>, other: &Column<C>, f: impl Fn(C, C) -> C) {
     for i in 0..LANES {
         column[i] = f(column[i], other[i]);
     }
 }
 
 #[inline(always)]
-fn each_of<C: Lane>(columns: &mut [Column<C>], other: &Column<C>, f: impl Fn(C, C) -> C) {
+fn each_of<C: Number>(columns: &mut [Column<C>], other: &Column<C>, f: impl Fn(C, C) -> C) {
     columns.iter_mut().for_each(|column| each(column, other, &f));
 }
 
 #[inline(always)]
-fn greatest<C: Lane>(columns: &[Column<C>]) -> Column<C> {
+fn greatest<C: Number>(columns: &[Column<C>]) -> Column<C> {
     fold(columns, C::from_f64(f64::NEG_INFINITY), C::max)
 }
 
-/// What [`RowOp`] makes of a block, into its columns; of a row as one element, into the first.
-pub(crate) struct Turned<'a, C> {
-    pub(crate) kind: RowOp,
-    pub(crate) columns: &'a mut [Column<C>],
-    /// The second operand where there is one; lost otherwise.
-    pub(crate) others: &'a mut [Column<C>],
-}
-
-impl<C: Lane> WithSimd for Turned<'_, C> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
-        let Turned { kind, columns, others } = self;
+vectorised! {
+    /// What [`RowOp`] makes of a block, into its columns; of a row as one element, into the first.
+    ///
+    /// `others`: the second operand where there is one; lost otherwise.
+    pub(crate) fn on_block<'a, C: Number>(
+        _simd: S, kind: RowOp, columns: &'a mut [Column<C>], others: &'a mut [Column<C>]
+    ) {
         let (zero, one) = (C::from_i32(0), C::from_i32(1));
         let add = |columns: &[Column<C>]| fold(columns, zero, C::add);
         match kind {
@@ -179,22 +171,12 @@ impl<C: Lane> WithSimd for Turned<'_, C> {
     }
 }
 
-/// The losses of a block of logits, 0 where a row does not count; columns become their gradients, times `scale`, where there is
-/// one.
-pub(crate) struct TurnedEntropy<'a, C, F> {
-    pub(crate) columns: &'a mut [Column<C>],
-    pub(crate) targets: &'a [i64],
-    pub(crate) counts: F,
-    pub(crate) losses: &'a mut [C],
-    pub(crate) scale: Option<C>,
-}
-
-impl<C: Lane, F: Fn(i64) -> bool> WithSimd for TurnedEntropy<'_, C, F> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
-        let TurnedEntropy { columns, targets, counts, losses, scale } = self;
+vectorised! {
+    /// The losses of a block of logits, 0 where a row does not count; columns become their gradients, times `scale`, where there is
+    /// one.
+    pub(crate) fn entropy_of_block<'a, C: Number, F: Fn(i64) -> bool>(
+        _simd: S, columns: &'a mut [Column<C>], targets: &'a [i64], counts: F, losses: &'a mut [C], scale: Option<C>
+    ) {
         let (zero, none) = (C::from_i32(0), C::from_i32(-1));
         let mut labels = [none; LANES];
         for (label, &target) in labels.iter_mut().zip(targets) {
@@ -222,9 +204,9 @@ impl<C: Lane, F: Fn(i64) -> bool> WithSimd for TurnedEntropy<'_, C, F> {
         for (j, column) in columns.iter_mut().enumerate() {
             let j = C::from_i32(j as i32);
             for i in 0..LANES {
-                let slope = column[i].mul(factors[i]).sub(if labels[i] == j { scale } else { zero });
+                let gradient = column[i].mul(factors[i]).sub(if labels[i] == j { scale } else { zero });
                 // Selected, not multiplied: what does not count may be infinite or NaN.
-                column[i] = if labels[i] == none { zero } else { slope };
+                column[i] = if labels[i] == none { zero } else { gradient };
             }
         }
     }

@@ -1,20 +1,20 @@
-//! Row operations on the CPU: a row at a time in the compute type, short ones a block at a time ([`short_rows`]), those that lie side
-//! by side an element of each at a time ([`crate::backend::cpu::strided_rows`]); shared out among the team's threads.
+//! Softmax and its kin on the CPU: a row at a time in the compute type, short rows in transposed blocks ([`short_rows`]), rows
+//! along another dim than the last side by side ([`strided_rows`]).
 
-use pulp::{Arch, Simd, WithSimd};
+use pulp::Simd;
 use smallvec::SmallVec;
 
 use crate::backend::cpu::accumulate::{Add, Max, fold, fold_in, fold_map};
-use crate::backend::cpu::convert::{load_tile, store_tile};
-use crate::backend::cpu::scalar::Lane;
-use crate::backend::cpu::short_rows::{LANES, Place, Turned, TurnedEntropy};
+use crate::backend::cpu::convert::{load_tile, read, store_tile};
+use crate::backend::cpu::scalar::Number;
+use crate::backend::cpu::short_rows::{LANES, RowsLayout, entropy_of_block, on_block};
+use crate::backend::cpu::vectorised::vectorised;
 use crate::backend::cpu::{short_rows, strided_rows};
-use crate::backend::problem::cross_entropy::{CrossEntropy, LossReduction};
-use crate::backend::problem::softmax::{Mask, RowOp, Rows};
-use crate::device::count_launch;
+use crate::backend::problem::cross_entropy::{CrossEntropy, LabelEntropy, LossReduction};
+use crate::backend::problem::softmax::{Mask, RowOp, Softmax, SoftmaxRows};
 use crate::device::cpu::parallel;
 use crate::storage::with_host;
-use crate::{Compute, DType, Error, Result, Tensor};
+use crate::{Compute, Error, Result, Tensor};
 
 /// Elements a job of the pool has: enough to hide what handing it over costs.
 const JOB: usize = 1 << 13;
@@ -24,13 +24,13 @@ const BLOCKS: usize = 1 << 11;
 const PIECE: usize = 1 << 12;
 /// Elements whose exponentials are computed before they are added up.
 const PART: usize = 256;
-/// Rows whose losses are added up before they meet the others': fixed, so that the sum is the same on any machine.
+/// SoftmaxRows whose losses are added up before they meet the others': fixed, so that the sum is the same on any machine.
 const BLOCK: usize = 64;
 
-pub(crate) fn run(kind: RowOp, x: &Tensor, z: &Tensor, out: &Tensor, d: usize, rows: &Rows) -> Result<()> {
-    count_launch();
+pub(crate) fn run(softmax: &Softmax) -> Result<()> {
+    let (rows, &Softmax { kind, x, z, out, d, .. }) = (&softmax.rows(), softmax);
     with_host(&[&x.storage, &z.storage], &[&out.storage], |reads, writes| {
-        let job = Job {
+        let job = SoftmaxJob {
             kind,
             x,
             z,
@@ -48,28 +48,28 @@ pub(crate) fn run(kind: RowOp, x: &Tensor, z: &Tensor, out: &Tensor, d: usize, r
     })
 }
 
-pub(crate) struct Job<'a> {
+pub(crate) struct SoftmaxJob<'a> {
     pub(crate) kind: RowOp,
     pub(crate) x: &'a Tensor,
     pub(crate) z: &'a Tensor,
     pub(crate) bytes: [&'a [u8]; 2],
     pub(crate) out: &'a Tensor,
-    pub(crate) rows: &'a Rows,
+    pub(crate) rows: &'a SoftmaxRows,
     /// Elements after the row's dim: rows that share a stretch of the output.
     pub(crate) inner: usize,
 }
 
-impl Job<'_> {
+impl SoftmaxJob<'_> {
     /// The output is partitioned into stretches that hold whole rows.
-    fn run<C: Lane>(&self, out: &mut [u8]) {
+    fn run<C: Number>(&self, out: &mut [u8]) {
         let length = if self.kind == RowOp::LogSumExp { 1 } else { self.rows.n };
         let stretch = (self.inner * length).max(1);
         let (n, count) = (self.rows.n, self.rows.count());
         // Those that are equally far apart: all of them, or those whose results share a stretch.
         let even = self.kind != RowOp::MaskedSoftmax
             && match self.inner {
-                1 => self.rows.walk.dims.len() <= 1,
-                inner => self.rows.walk.dims.last().is_some_and(|&last| last % inner == 0),
+                1 => self.rows.strided.dims.len() <= 1,
+                inner => self.rows.strided.dims.last().is_some_and(|&last| last % inner == 0),
             };
         let whole = self.inner * n <= strided_rows::PIECE;
         let short =
@@ -89,19 +89,19 @@ impl Job<'_> {
         });
     }
 
-    /// Rows from `first` on, into `out`, which starts where the first of them does.
-    fn part<C: Lane>(&self, first: usize, out: &mut [u8]) {
+    /// SoftmaxRows from `first` on, into `out`, which starts where the first of them does.
+    fn part<C: Number>(&self, first: usize, out: &mut [u8]) {
         let (n, inner, rows) = (self.rows.n, self.inner, self.rows);
         let zero = C::from_i32(0);
         let mask = rows.mask.kind;
         let two = matches!(self.kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad) || mask != Mask::None;
         let (mut one, mut other) = (Vec::new(), Vec::new());
         let mut compute = |i: usize, row: &mut [C]| {
-            let at = rows.walk.offsets(first + i);
+            let at = rows.strided.offsets(first + i);
             let from = self.row(self.x, 0, at[0], &mut one);
             let other = if two { self.row(self.z, 2, at[2], &mut other) } else { &[] };
             let from = &from[..rows.mask.visible(first + i, n)];
-            Arch::new().dispatch(OnRow { kind: self.kind, from, row, other, mask })
+            on_row(self.kind, from, row, other, mask)
         };
         let length = if self.kind == RowOp::LogSumExp { 1 } else { n };
         if inner == 1 && self.out.dtype == C::COMPUTE.dtype() {
@@ -119,30 +119,30 @@ impl Job<'_> {
     }
 
     /// [`part`](Self::part), a block at a time.
-    fn short_rows<C: Lane>(&self, first: usize, out: &mut [u8]) {
+    fn short_rows<C: Number>(&self, first: usize, out: &mut [u8]) {
         let (n, rows) = (self.rows.n, self.rows);
         let length = if self.kind == RowOp::LogSumExp { 1 } else { n };
         let mut buffer = vec![C::from_i32(0); 2 * n * LANES];
         let (columns, others) = buffer.as_chunks_mut().0.split_at_mut(n);
-        let place = |t: &Tensor, k: usize, first: usize| {
-            let row = rows.walk.strides[k].last().copied().unwrap_or(0);
-            let start = (t.layout.offset as isize + rows.walk.offsets(first)[k]) as usize;
-            Place { start, row, element: rows.steps[k] }
+        let layout = |t: &Tensor, k: usize, first: usize| {
+            let row = rows.strided.strides[k].last().copied().unwrap_or(0);
+            let start = (t.layout.offset as isize + rows.strided.offsets(first)[k]) as usize;
+            RowsLayout { start, row, element: rows.steps[k] }
         };
         let size = self.out.dtype.size();
-        // Rows whose results share a stretch, or lie one after another.
+        // SoftmaxRows whose results share a stretch, or lie one after another.
         let together = if self.inner == 1 { out.len() / size / length } else { self.inner };
         for (i, out) in out.chunks_mut(together * length * size).enumerate() {
             for lane in (0..together).step_by(LANES) {
                 let (first, count) = (first + i * together + lane, LANES.min(together - lane));
-                short_rows::load(self.x.dtype, self.bytes[0], place(self.x, 0, first), columns, count);
+                short_rows::load(self.x.dtype, self.bytes[0], layout(self.x, 0, first), columns, count);
                 if matches!(self.kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad) {
-                    short_rows::load(self.z.dtype, self.bytes[1], place(self.z, 2, first), others, count);
+                    short_rows::load(self.z.dtype, self.bytes[1], layout(self.z, 2, first), others, count);
                 }
-                Arch::new().dispatch(Turned { kind: self.kind, columns: &mut *columns, others: &mut *others });
+                on_block(self.kind, &mut *columns, &mut *others);
                 let to = match self.inner {
-                    1 => Place { start: lane * length, row: length as isize, element: 1 },
-                    inner => Place { start: lane, row: 1, element: inner as isize },
+                    1 => RowsLayout { start: lane * length, row: length as isize, element: 1 },
+                    inner => RowsLayout { start: lane, row: 1, element: inner as isize },
                 };
                 short_rows::store(self.out.dtype, &columns[..length], out, to, count);
             }
@@ -150,33 +150,14 @@ impl Job<'_> {
     }
 
     /// A row of the `k`-th operand: where it lies if it can be read there, otherwise in `buffer`.
-    fn row<'b, C: Lane>(&'b self, t: &Tensor, k: usize, at: isize, buffer: &'b mut Vec<C>) -> &'b [C] {
-        let (n, start) = (self.rows.n, (t.layout.offset as isize + at) as usize);
-        let bytes = self.bytes[k.min(1)];
-        if self.rows.steps[k] == 1 && t.dtype == C::COMPUTE.dtype() {
-            return &bytemuck::cast_slice(bytes)[start..start + n];
-        }
-        buffer.resize(n, C::from_i32(0));
-        load_tile(t.dtype, bytes, start, self.rows.steps[k], buffer);
-        buffer
+    fn row<'b, C: Number>(&'b self, t: &Tensor, k: usize, at: isize, buffer: &'b mut Vec<C>) -> &'b [C] {
+        let start = (t.layout.offset as isize + at) as usize;
+        read((t.dtype, self.bytes[k.min(1)]), start, self.rows.steps[k], self.rows.n, buffer)
     }
 }
 
-/// A type, not a closure: a closure that is not inlined is compiled without the vector units.
-struct OnRow<'a, C> {
-    kind: RowOp,
-    from: &'a [C],
-    row: &'a mut [C],
-    other: &'a [C],
-    mask: Mask,
-}
-
-impl<C: Lane> WithSimd for OnRow<'_, C> {
-    type Output = usize;
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) -> usize {
-        let OnRow { kind, from, row, other, mask } = self;
+vectorised! {
+    fn on_row<'a, C: Number>(simd: S, kind: RowOp, from: &'a [C], row: &'a mut [C], other: &'a [C], mask: Mask) -> usize {
         match kind {
             RowOp::Softmax => {
                 let m = fold_in::<Max, C, S>(simd, from);
@@ -232,7 +213,7 @@ impl<C: Lane> WithSimd for OnRow<'_, C> {
 
 /// The greatest element and the sum of `exp(x - greatest)`; `finite`: an infinite greatest counts as 0.
 #[inline(always)]
-fn exp_sum<C: Lane, S: Simd>(simd: S, row: &[C], finite: bool) -> (C, C) {
+fn exp_sum<C: Number, S: Simd>(simd: S, row: &[C], finite: bool) -> (C, C) {
     let m = fold_in::<Max, C, S>(simd, row);
     let m = if finite && m.to_f64().is_infinite() { C::from_i32(0) } else { m };
     let (mut part, mut sum) = ([C::from_i32(0); PART], C::from_i32(0));
@@ -244,21 +225,11 @@ fn exp_sum<C: Lane, S: Simd>(simd: S, row: &[C], finite: bool) -> (C, C) {
     (m, sum)
 }
 
-/// The losses of rows of logits, 0 where a row does not count; rows become their gradients, times `scale`, where there is one.
-struct Entropy<'a, C, F> {
-    rows: &'a mut [C],
-    targets: &'a [i64],
-    counts: F,
-    losses: &'a mut [C],
-    scale: Option<C>,
-}
-
-impl<C: Lane, F: Fn(i64) -> bool> WithSimd for Entropy<'_, C, F> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) {
-        let Entropy { rows, targets, counts, losses, scale } = self;
+vectorised! {
+    /// The losses of rows of logits, 0 where a row does not count; rows become their gradients, times `scale`, where there is one.
+    fn entropy<'a, C: Number, F: Fn(i64) -> bool>(
+        simd: S, rows: &'a mut [C], targets: &'a [i64], counts: F, losses: &'a mut [C], scale: Option<C>
+    ) {
         let classes = rows.len() / targets.len();
         let zero = C::from_i32(0);
         for ((row, &target), loss) in rows.chunks_mut(classes).zip(targets).zip(&mut *losses) {
@@ -288,56 +259,36 @@ impl<C: Lane, F: Fn(i64) -> bool> WithSimd for Entropy<'_, C, F> {
     }
 }
 
-/// How many targets count, and whether all of those are classes.
-struct Counted<'a, F> {
-    targets: &'a [i64],
-    counts: F,
-    classes: usize,
-}
-
-impl<F: Fn(i64) -> bool> WithSimd for Counted<'_, F> {
-    type Output = (i64, bool);
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) -> (i64, bool) {
-        self.targets.iter().fold((0, true), |(count, fine), &t| {
-            let counts = (self.counts)(t);
-            (count + i64::from(counts), fine & (!counts | ((t as u64) < self.classes as u64)))
+vectorised! {
+    /// How many targets count, and whether all of those are classes.
+    fn count<'a, F: Fn(i64) -> bool>(_simd: S, targets: &'a [i64], counts: F, classes: usize) -> (i64, bool) {
+        targets.iter().fold((0, true), |(count, fine), &t| {
+            let counts = (counts)(t);
+            (count + i64::from(counts), fine & (!counts | ((t as u64) < classes as u64)))
         })
     }
 }
 
-pub(crate) fn cross_entropy(
-    x: &Tensor,
-    labels: &Tensor,
-    options: CrossEntropy,
-    grad: Option<&Tensor>,
-) -> Result<Tensor> {
-    count_launch();
+pub(crate) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
+    let LabelEntropy { logits: x, labels, options, grad, .. } = *entropy;
     let shape = if options.reduction == LossReduction::None { labels.shape().clone() } else { ().into() };
     let out = Tensor::empty_like_shape(shape, x.dtype, x.device())?;
     let writes: Vec<_> = std::iter::once(&out).chain(grad).map(|t| &t.storage).collect();
     with_host(&[&x.storage, &labels.storage], &writes, |reads, writes| {
         let mut loaded = Vec::new();
-        let targets = match labels.dtype == DType::I64 && labels.strides()[0] == 1 {
-            true => &bytemuck::cast_slice(reads[1])[labels.layout.offset..][..labels.numel()],
-            false => {
-                loaded.resize(labels.numel(), 0i64);
-                load_tile(labels.dtype, reads[1], labels.layout.offset, labels.strides()[0], &mut loaded);
-                &loaded[..]
-            }
-        };
+        let (stride, start) = (labels.strides()[0], labels.layout.offset);
+        let targets = read((labels.dtype, reads[1]), start, stride, labels.numel(), &mut loaded);
         let (loss, grad) = writes.split_first_mut().expect("the loss at least");
         let grad = grad.first_mut().map(|g| &mut **g);
         match x.dtype.compute() {
-            Compute::F64 => entropy::<f64>(x, reads[0], targets, options, loss, grad),
-            _ => entropy::<f32>(x, reads[0], targets, options, loss, grad),
+            Compute::F64 => losses::<f64>(x, reads[0], targets, options, loss, grad),
+            _ => losses::<f32>(x, reads[0], targets, options, loss, grad),
         }
     })??;
     Ok(out)
 }
 
-fn entropy<C: Lane>(
+fn losses<C: Number>(
     x: &Tensor,
     bytes: &[u8],
     targets: &[i64],
@@ -347,7 +298,7 @@ fn entropy<C: Lane>(
 ) -> Result<()> {
     let classes = x.shape().dims()[1];
     let counts = |t: i64| t != options.ignore_index;
-    let (count, fine) = Arch::new().dispatch(Counted { targets, counts, classes });
+    let (count, fine) = count(targets, counts, classes);
     if !fine && let Some(&index) = targets.iter().find(|t| counts(**t) && !(0..classes as i64).contains(*t)) {
         return Err(Error::IndexOutOfRange { op: "cross_entropy", index, size: classes });
     }
@@ -366,20 +317,20 @@ fn entropy<C: Lane>(
             let start = (x.layout.offset as isize + first as isize * steps[0]) as usize;
             if short {
                 let columns = buffer.as_chunks_mut().0;
-                short_rows::load(x.dtype, bytes, Place { start, row: steps[0], element: steps[1] }, columns, n);
-                Arch::new().dispatch(TurnedEntropy { columns, targets, counts, losses, scale });
+                short_rows::load(x.dtype, bytes, RowsLayout { start, row: steps[0], element: steps[1] }, columns, n);
+                entropy_of_block(columns, targets, counts, losses, scale);
             } else {
                 for (i, row) in buffer.chunks_mut(classes).take(n).enumerate() {
                     load_tile(x.dtype, bytes, start.wrapping_add_signed(i as isize * steps[0]), steps[1], row);
                 }
                 let rows = &mut buffer[..n * classes];
-                Arch::new().dispatch(Entropy { rows, targets, counts, losses, scale });
+                entropy(rows, targets, counts, losses, scale);
             }
             let Some(grad) = &mut grad else { continue };
             let start = b * rows * classes;
             match short {
                 true => {
-                    let to = Place { start, row: classes as isize, element: 1 };
+                    let to = RowsLayout { start, row: classes as isize, element: 1 };
                     short_rows::store(x.dtype, buffer.as_chunks().0, grad, to, n);
                 }
                 false => store_tile(x.dtype, &buffer[..n * classes], grad, start, 1),

@@ -1,9 +1,8 @@
-//! Sorting on the CPU: std's sort of keys with their indices, lines shared out among the team's threads.
+//! Sorting on the CPU: std's sort of keys with their indices; lines are partitioned among threads.
 
 use crate::backend::cpu::convert::load_tile;
 use crate::backend::cpu::lines::each;
-use crate::backend::cpu::scalar::Lane;
-use crate::device::count_launch;
+use crate::backend::cpu::scalar::Number;
 use crate::device::cpu::parallel;
 use crate::layout::collapse::StridedDims;
 use crate::storage::with_host;
@@ -14,7 +13,7 @@ use crate::{Compute, Result, Tensor};
 const JOB: usize = 1 << 10;
 
 /// Elements whose order keys give.
-pub(crate) trait Ordered: Lane {
+pub(crate) trait Ordered: Number {
     /// An unsigned number that orders as the elements do, equal ones by their indices: -0 and 0 are equal, NaN is above
     /// everything. Of a descending order the elements are the other way round, not the indices.
     type Key: Ord + Copy + Send + Sync;
@@ -85,22 +84,22 @@ pub(crate) fn compared_in(x: &Tensor, n: usize) -> Compute {
     }
 }
 
-pub(crate) fn run(x: &Tensor, d: usize, descending: bool, values: &Tensor, places: &Tensor) -> Result<()> {
+pub(crate) fn run(x: &Tensor, d: usize, descending: bool, values: &Tensor, indices: &Tensor) -> Result<()> {
     match compared_in(x, x.shape().dims()[d]) {
-        Compute::F32 => run_as::<f32>(x, d, descending, values, places),
-        Compute::F64 => run_as::<f64>(x, d, descending, values, places),
-        Compute::I64 => run_as::<i64>(x, d, descending, values, places),
+        Compute::F32 => run_as::<f32>(x, d, descending, values, indices),
+        Compute::F64 => run_as::<f64>(x, d, descending, values, indices),
+        Compute::I64 => run_as::<i64>(x, d, descending, values, indices),
     }
 }
 
-fn run_as<C: Ordered>(x: &Tensor, d: usize, descending: bool, values: &Tensor, places: &Tensor) -> Result<()> {
-    each::<C>(x, d, values, Some(places), |line, values, places| {
+fn run_as<C: Ordered>(x: &Tensor, d: usize, descending: bool, values: &Tensor, indices: &Tensor) -> Result<()> {
+    each::<C>(x, d, values, Some(indices), |line, values, indices| {
         let mut keys: Vec<C::Key> = line.iter().enumerate().map(|(i, &v)| v.key(i, descending)).collect();
         // The indices make equal keys different: this is stable.
         keys.sort_unstable();
-        for ((value, place), key) in values.iter_mut().zip(places).zip(keys) {
+        for ((value, index), key) in values.iter_mut().zip(indices).zip(keys) {
             let i = C::index(key);
-            (*value, *place) = (line[i], i as i64);
+            (*value, *index) = (line[i], i as i64);
         }
     })
 }
@@ -113,10 +112,9 @@ pub(crate) fn search(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right:
     }
 }
 
-fn search_as<C: Lane>(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right: bool, out: &Tensor) -> Result<()> {
-    count_launch();
+fn search_as<C: Number>(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right: bool, out: &Tensor) -> Result<()> {
     let n = x.shape().dims().last().copied().unwrap_or(1);
-    let walk = StridedDims::new(v.shape(), [&lines.strides[..], v.strides()]);
+    let strided = StridedDims::new(v.shape(), [&lines.strides[..], v.strides()]);
     with_host(&[&x.storage, &v.storage], &[&out.storage], |reads, writes| {
         let one = |t: &Tensor, bytes: &[u8], at: isize| {
             let mut element = [C::from_i32(0)];
@@ -124,7 +122,7 @@ fn search_as<C: Lane>(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right
             element[0]
         };
         let find = |p: usize| {
-            let at = walk.offsets(p);
+            let at = strided.offsets(p);
             let value = one(v, reads[1], at[1]);
             let (mut low, mut high) = (0, n);
             while low < high {

@@ -3,7 +3,7 @@
 //! Equal parts are computed once. Each step writes a tile of elements into a register or straight into a result; operands
 //! are named in place, so an input is never copied, and a register is used again as soon as its value is dead.
 
-use crate::backend::cpu::fused_functions::{self, Idiom};
+use crate::backend::cpu::fused_functions::{self, FusedFunction};
 use crate::backend::cpu::multiply_add::Sum;
 use crate::expr::program::Program;
 use crate::expr::{Args, Binary, Dag, Leaf, Op};
@@ -28,7 +28,7 @@ pub(crate) enum Action {
     /// Of the first two arguments and the third: a step where there were two.
     MultiplyAdd(Sum),
     /// A formula of several primitives.
-    Idiom(Idiom),
+    Fused(FusedFunction),
 }
 
 /// One primitive over a tile of elements.
@@ -105,7 +105,7 @@ fn operations(dag: &Dag) -> Vec<Option<(Action, Args<usize>)>> {
     out.into_iter().zip(uses).map(|(node, uses)| node.filter(|_| uses > 0)).collect()
 }
 
-/// Puts the nodes in order and gives each a place; returns the number of registers too.
+/// Puts the nodes in order and gives each a register or a result; returns the number of registers too.
 fn schedule(dag: &Dag) -> (Vec<Step>, usize) {
     let nodes = operations(dag);
     let mut last_use = vec![0; nodes.len()];
@@ -114,14 +114,14 @@ fn schedule(dag: &Dag) -> (Vec<Step>, usize) {
     }
 
     let mut steps = Vec::new();
-    let mut places: Vec<Value> = Vec::with_capacity(dag.nodes.len());
+    let mut values: Vec<Value> = Vec::with_capacity(dag.nodes.len());
     let (mut free, mut registers) = (Vec::new(), 0);
     for (i, node) in nodes.iter().enumerate() {
         let Some((action, args)) = node else {
-            places.push(Value::Const(0.0)); // nobody looks
+            values.push(Value::Const(0.0)); // nobody looks
             continue;
         };
-        let place = match *action {
+        let value = match *action {
             Action::Compute(Op::Leaf(Leaf::Input(k))) => Value::Input(k),
             Action::Compute(Op::Leaf(Leaf::Scalar(k))) => Value::Scalar(k),
             Action::Compute(Op::Leaf(Leaf::Const(c))) => Value::Const(c),
@@ -133,11 +133,11 @@ fn schedule(dag: &Dag) -> (Vec<Step>, usize) {
                         registers - 1
                     })),
                 };
-                let operands = args.iter().map(|&a| places[a]).collect();
+                let operands = args.iter().map(|&a| values[a]).collect();
                 steps.push(Step { action: *action, args: operands, dst });
                 // after `dst` was chosen: a step never writes where it reads
                 for (k, &a) in args.iter().enumerate() {
-                    if let Value::Register(r) = places[a]
+                    if let Value::Register(r) = values[a]
                         && last_use[a] == i
                         && !args[..k].contains(&a)
                     {
@@ -147,13 +147,13 @@ fn schedule(dag: &Dag) -> (Vec<Step>, usize) {
                 dst
             }
         };
-        places.push(place);
+        values.push(value);
     }
     for (j, &root) in dag.roots.iter().enumerate() {
-        if places[root] != Value::Output(j) {
+        if values[root] != Value::Output(j) {
             steps.push(Step {
                 action: Action::Copy,
-                args: [places[root]].into_iter().collect(),
+                args: [values[root]].into_iter().collect(),
                 dst: Value::Output(j),
             });
         }

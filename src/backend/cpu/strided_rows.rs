@@ -1,12 +1,11 @@
-//! Rows along another dim than the last: neighbouring ones lie side by side, so that an element of each makes a line of memory.
-//! Pieces of some lines are folded first, each on its own, then every line of the result is made in the order in which it lies:
-//! as much for each thread however few stretches of rows there are. Pieces do not depend on the number of threads.
-
-use pulp::{Arch, Simd, WithSimd};
+//! Softmax of rows along another dim than the last: neighbouring rows are contiguous, so that element i of each makes a line of
+//! memory. Pieces of some lines are folded first, then the lines of the result are computed in memory order, so that all threads
+//! have work however few rows there are. Pieces do not depend on the number of threads.
 
 use crate::backend::cpu::convert::{load_tile, store_tile};
-use crate::backend::cpu::scalar::Lane;
-use crate::backend::cpu::softmax::Job;
+use crate::backend::cpu::scalar::Number;
+use crate::backend::cpu::softmax::SoftmaxJob;
+use crate::backend::cpu::vectorised::vectorised;
 use crate::backend::problem::softmax::RowOp;
 use crate::device::cpu::parallel;
 
@@ -20,9 +19,9 @@ const LINES: usize = 1024;
 /// Elements that are computed at a time, of whole lines.
 const TILE: usize = 2048;
 
-impl Job<'_> {
+impl SoftmaxJob<'_> {
     /// The results of all rows, which are equally far apart where they share a stretch.
-    pub(crate) fn strided_rows<C: Lane>(&self, out: &mut [u8]) {
+    pub(crate) fn strided_rows<C: Number>(&self, out: &mut [u8]) {
         let (n, inner, size) = (self.rows.n, self.inner, self.out.dtype.size());
         let folded = self.kind == RowOp::LogSumExp;
         let (length, zero) = (if folded { 1 } else { n }, C::from_i32(0));
@@ -34,7 +33,7 @@ impl Job<'_> {
                 for (o, out) in out.chunks_mut(length * inner * size).enumerate() {
                     let first = (i * together + o) * inner;
                     self.fold(first, 0..n, &mut tiles, top, sum);
-                    Arch::new().dispatch(Join { kind: self.kind, top, sum, pieces: &[], width: inner });
+                    join(self.kind, top, sum, &[], inner);
                     match folded {
                         true => store_tile(self.out.dtype, top, out, 0, 1),
                         false => self.results(first, 0, &mut tiles, top, sum, out),
@@ -60,7 +59,7 @@ impl Job<'_> {
         parallel::for_each_chunk(&mut facts, 2 * width, |i, facts| {
             let (top, sum) = facts.split_at_mut(width);
             let pieces = &pieces[i * along * 2 * width..][..along * 2 * width];
-            Arch::new().dispatch(Join { kind: self.kind, top, sum, pieces, width });
+            join(self.kind, top, sum, pieces, width);
         });
         let facts_of = |slice: usize, column: usize| {
             let facts = &facts[(slice * across + column / width) * 2 * width..][..2 * width];
@@ -99,11 +98,11 @@ impl Job<'_> {
     }
 
     /// Lines from `line` on of `width` rows from `first` on.
-    fn load<C: Lane>(&self, k: usize, first: usize, line: usize, width: usize, to: &mut [C]) {
+    fn load<C: Number>(&self, k: usize, first: usize, line: usize, width: usize, to: &mut [C]) {
         let (t, bytes) = if k == 0 { (self.x, self.bytes[0]) } else { (self.z, self.bytes[1]) };
-        let (walk, step) = (&self.rows.walk, self.rows.steps[k]);
-        let row = walk.strides[k].last().copied().unwrap_or(0);
-        let mut start = t.layout.offset as isize + walk.offsets(first)[k] + line as isize * step;
+        let (strided, step) = (&self.rows.strided, self.rows.steps[k]);
+        let row = strided.strides[k].last().copied().unwrap_or(0);
+        let mut start = t.layout.offset as isize + strided.offsets(first)[k] + line as isize * step;
         if row == 1 && step == width as isize {
             return load_tile(t.dtype, bytes, start as usize, 1, to);
         }
@@ -114,7 +113,7 @@ impl Job<'_> {
     }
 
     /// The greatest elements and the sums of some lines of rows from `first` on.
-    fn fold<C: Lane>(
+    fn fold<C: Number>(
         &self,
         first: usize,
         lines: std::ops::Range<usize>,
@@ -132,7 +131,7 @@ impl Job<'_> {
             for line in lines.clone().step_by(at_a_time) {
                 let x = &mut tiles.x[..width * at_a_time.min(lines.end - line)];
                 self.load(0, first, line, width, x);
-                Arch::new().dispatch(Greatest { x, top });
+                greatest(x, top);
             }
         }
         for line in lines.clone().step_by(at_a_time) {
@@ -142,12 +141,20 @@ impl Job<'_> {
             }
             let z = &mut tiles.z[..if self.two() { x.len() } else { 0 }];
             self.load(2, first, line, width, z);
-            Arch::new().dispatch(Sum { kind, x, z, top, sum });
+            add_up(kind, x, z, top, sum);
         }
     }
 
     /// Lines from `line` on of the results of rows from `first` on, which lie one after another.
-    fn results<C: Lane>(&self, first: usize, line: usize, tiles: &mut Tiles<C>, top: &[C], sum: &[C], out: &mut [u8]) {
+    fn results<C: Number>(
+        &self,
+        first: usize,
+        line: usize,
+        tiles: &mut Tiles<C>,
+        top: &[C],
+        sum: &[C],
+        out: &mut [u8],
+    ) {
         let (width, size, kind) = (top.len(), self.out.dtype.size(), self.kind);
         let at_a_time = (TILE / width).max(1);
         for (i, out) in out.chunks_mut(at_a_time * width * size).enumerate() {
@@ -157,11 +164,11 @@ impl Job<'_> {
             if self.out.dtype == C::COMPUTE.dtype() {
                 let x: &mut [C] = bytemuck::cast_slice_mut(out);
                 self.load(0, first, line, width, x);
-                Arch::new().dispatch(Results { kind, x, z, top, sum });
+                results(kind, x, z, top, sum);
             } else {
                 let x = &mut tiles.x[..elements];
                 self.load(0, first, line, width, x);
-                Arch::new().dispatch(Results { kind, x: &mut *x, z, top, sum });
+                results(kind, &mut *x, z, top, sum);
                 store_tile(self.out.dtype, x, out, 0, 1);
             }
         }
@@ -174,7 +181,7 @@ struct Tiles<C> {
     z: Vec<C>,
 }
 
-impl<C: Lane> Tiles<C> {
+impl<C: Number> Tiles<C> {
     fn new(width: usize) -> Tiles<C> {
         let len = TILE.max(width);
         Tiles { x: vec![C::from_i32(0); len], z: vec![C::from_i32(0); len] }
@@ -182,19 +189,19 @@ impl<C: Lane> Tiles<C> {
 }
 
 #[inline(always)]
-fn each<C: Lane>(to: &mut [C], from: &[C], f: impl Fn(C, C) -> C) {
+fn each<C: Number>(to: &mut [C], from: &[C], f: impl Fn(C, C) -> C) {
     to.iter_mut().zip(from).for_each(|(a, b)| *a = f(*a, *b));
 }
 
 /// `f` of each element and that of its column.
 #[inline(always)]
-fn each_line<C: Lane>(lines: &mut [C], columns: &[C], f: impl Fn(C, C) -> C) {
+fn each_line<C: Number>(lines: &mut [C], columns: &[C], f: impl Fn(C, C) -> C) {
     lines.chunks_exact_mut(columns.len()).for_each(|line| each(line, columns, &f));
 }
 
 /// Lines folded into `all`, four at a time: fewer roundings of sums, and `all` is read a fourth as often.
 #[inline(always)]
-fn fold_lines<C: Lane>(lines: &[C], all: &mut [C], join: impl Fn(C, C) -> C) {
+fn fold_lines<C: Number>(lines: &[C], all: &mut [C], join: impl Fn(C, C) -> C) {
     let width = all.len();
     let fours = lines.chunks_exact(4 * width);
     let rest = fours.remainder();
@@ -207,35 +214,15 @@ fn fold_lines<C: Lane>(lines: &[C], all: &mut [C], join: impl Fn(C, C) -> C) {
     rest.chunks_exact(width).for_each(|line| each(all, line, &join));
 }
 
-struct Greatest<'a, C> {
-    x: &'a [C],
-    top: &'a mut [C],
-}
-
-impl<C: Lane> WithSimd for Greatest<'_, C> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
-        fold_lines(self.x, self.top, C::max);
+vectorised! {
+    fn greatest<'a, C: Number>(_simd: S, x: &'a [C], top: &'a mut [C]) {
+        fold_lines(x, top, C::max);
     }
 }
 
-/// What is summed up of lines; they are lost.
-struct Sum<'a, C> {
-    kind: RowOp,
-    x: &'a mut [C],
-    z: &'a mut [C],
-    top: &'a [C],
-    sum: &'a mut [C],
-}
-
-impl<C: Lane> WithSimd for Sum<'_, C> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
-        let Sum { kind, x, z, top, sum } = self;
+vectorised! {
+    /// What is summed up of lines; they are lost.
+    fn add_up<'a, C: Number>(_simd: S, kind: RowOp, x: &'a mut [C], z: &'a mut [C], top: &'a [C], sum: &'a mut [C]) {
         match kind {
             RowOp::SoftmaxGrad => {
                 each(z, x, C::mul);
@@ -253,22 +240,10 @@ impl<C: Lane> WithSimd for Sum<'_, C> {
     }
 }
 
-/// What rows need of their pieces, each with its greatest elements and sums; without any, of those that are there. Log-sums take
-/// the place of the greatest.
-struct Join<'a, C> {
-    kind: RowOp,
-    top: &'a mut [C],
-    sum: &'a mut [C],
-    pieces: &'a [C],
-    width: usize,
-}
-
-impl<C: Lane> WithSimd for Join<'_, C> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
-        let Join { kind, top, sum, pieces, width } = self;
+vectorised! {
+    /// What rows need of their pieces, each with its greatest elements and sums; without any, of those that are there. Log-sums take
+    /// the place of the greatest.
+    fn join<'a, C: Number>(_simd: S, kind: RowOp, top: &'a mut [C], sum: &'a mut [C], pieces: &'a [C], width: usize) {
         let forward = !matches!(kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad);
         let pieces = || pieces.chunks_exact(2 * width).map(|piece| piece.split_at(width));
         let mut factors = vec![C::from_i32(0); if forward { width } else { 0 }];
@@ -301,21 +276,9 @@ impl<C: Lane> WithSimd for Join<'_, C> {
     }
 }
 
-/// What [`RowOp`] makes of lines.
-struct Results<'a, C> {
-    kind: RowOp,
-    x: &'a mut [C],
-    z: &'a [C],
-    top: &'a [C],
-    sum: &'a [C],
-}
-
-impl<C: Lane> WithSimd for Results<'_, C> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
-        let Results { kind, x, z, top, sum } = self;
+vectorised! {
+    /// What [`RowOp`] makes of lines.
+    fn results<'a, C: Number>(_simd: S, kind: RowOp, x: &'a mut [C], z: &'a [C], top: &'a [C], sum: &'a [C]) {
         match kind {
             RowOp::Softmax => {
                 each_line(x, top, C::sub);

@@ -1,4 +1,4 @@
-//! Transposed copies on the CPU, block by block: walked row by row, every element would cost a cache line of its own.
+//! Transposed copies on the CPU, block by block: row by row, every element would cost a cache line.
 
 use bytemuck::Pod;
 use smallvec::SmallVec;
@@ -22,7 +22,7 @@ const FAR: usize = 8;
 
 /// The operands and the walk of a launch whose transposed operands are copied first; None where it has none.
 pub(crate) fn straightened(launch: &Launch) -> Result<Option<(SmallVec<[Tensor; 4]>, StridedDims)>> {
-    let Launch { inputs, outputs, walk, program, .. } = launch;
+    let Launch { inputs, outputs, strided, program, .. } = launch;
     let transpose = |k: usize| {
         let is_read = program.exprs().iter().any(|e| e.uses_input(k)) && !program.is_identity();
         let alone = is_read && !outputs.iter().any(|out| out.shares_storage(&inputs[k]));
@@ -31,14 +31,14 @@ pub(crate) fn straightened(launch: &Launch) -> Result<Option<(SmallVec<[Tensor; 
     if (0..inputs.len()).all(|k| transpose(k).is_none()) {
         return Ok(None);
     }
-    let shape = Shape::from(&walk.dims[..]);
+    let shape = Shape::from(&strided.dims[..]);
     let mut straight: SmallVec<[Tensor; 4]> = inputs.iter().map(Tensor::shallow_clone).collect();
-    let mut dense = walk.strides[0].clone();
-    dense.iter_mut().zip(&walk.dims).rev().fold(1, |step, (stride, &size)| {
+    let mut dense = strided.strides[0].clone();
+    dense.iter_mut().zip(&strided.dims).rev().fold(1, |step, (stride, &size)| {
         *stride = step;
         step * size as isize
     });
-    let mut strides: SmallVec<[&[isize]; 4]> = walk.strides.iter().map(|s| &s[..]).collect();
+    let mut strides: SmallVec<[&[isize]; 4]> = strided.strides.iter().map(|s| &s[..]).collect();
     for (k, t) in inputs.iter().enumerate() {
         let Some(transpose) = transpose(k) else { continue };
         let copy = Tensor::empty_like_shape(&shape, t.dtype, t.device())?;
@@ -46,13 +46,13 @@ pub(crate) fn straightened(launch: &Launch) -> Result<Option<(SmallVec<[Tensor; 
         with_host(&[&t.storage], &[&copy.storage], |from, to| transpose.run(from[0], &mut to[0][..bytes]))?;
         (straight[k], strides[k]) = (copy, &dense);
     }
-    let walk = StridedDims::new(&shape, strides.iter().copied());
-    Ok(Some((straight, walk)))
+    let strided = StridedDims::new(&shape, strides.iter().copied());
+    Ok(Some((straight, strided)))
 }
 
 /// A copy of unchanged elements whose closest neighbours in memory lie along another dimension than the last.
 pub(crate) struct Transpose<'a> {
-    walk: &'a StridedDims,
+    strided: &'a StridedDims,
     /// Of the source.
     strides: &'a [isize],
     /// The dimension with the shortest steps through the source.
@@ -64,21 +64,21 @@ pub(crate) struct Transpose<'a> {
 impl<'a> Transpose<'a> {
     /// A copy of the launch's `k`-th operand to where the walk has its elements one after another, if it is a transposed one.
     pub(crate) fn of(launch: &'a Launch, k: usize) -> Option<Transpose<'a>> {
-        let (walk, input) = (&launch.walk, &launch.inputs[k]);
-        let strides = &walk.strides[k][..];
+        let (strided, input) = (&launch.strided, &launch.inputs[k]);
+        let strides = &strided.strides[k][..];
         let &last = strides.last()?;
-        if matches!(last, 0 | 1) || walk.dims.iter().product::<usize>() < SMALL {
+        if matches!(last, 0 | 1) || strided.dims.iter().product::<usize>() < SMALL {
             return None;
         }
         let steps = (0..strides.len()).filter(|&d| strides[d] != 0);
         let near = steps.min_by_key(|&d| (strides[d].unsigned_abs(), strides.len() - d))?;
-        let transpose = Transpose { walk, strides, near, offset: input.layout.offset, size: input.dtype.size() };
+        let transpose = Transpose { strided, strides, near, offset: input.layout.offset, size: input.dtype.size() };
         (near != strides.len() - 1).then_some(transpose)
     }
 
     /// Whether a formula had better read the copy: elements of a column are much farther apart than those of a row.
     fn is_worth_it(&self) -> bool {
-        let (dims, strides) = (&self.walk.dims, self.strides);
+        let (dims, strides) = (&self.strided.dims, self.strides);
         let far = strides.last().is_some_and(|s| s.unsigned_abs() >= FAR);
         far && dims[self.near] >= FAR && !strides.contains(&0)
     }
@@ -94,7 +94,7 @@ impl<'a> Transpose<'a> {
     }
 
     fn copy<T: Pod + Send + Sync, const N: usize>(&self, from: &[T], to: &mut [T]) {
-        let (dims, strides) = (&self.walk.dims, self.strides);
+        let (dims, strides) = (&self.strided.dims, self.strides);
         let (near, last) = (self.near, dims.len() - 1);
         // The result is `outer` pieces of `rows` rows; a row is `middle` runs of `columns`.
         let (rows, columns) = (dims[near], dims[last]);

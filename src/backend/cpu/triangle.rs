@@ -1,6 +1,5 @@
 //! Triangles of matrices on the CPU: rows of which a part is copied and the rest is zero.
 
-use crate::device::count_launch;
 use crate::device::cpu::parallel;
 use crate::device::cpu::streaming::{LARGE, Streaming};
 use crate::storage::with_host;
@@ -14,7 +13,6 @@ pub(crate) fn zeroed(x: &Tensor, from: isize, to: isize) -> Result<Tensor> {
     let x = x.detach().contiguous()?;
     let out = Tensor::empty_like_shape(x.shape(), x.dtype, x.device())?;
     let [.., rows, columns] = *x.shape().dims() else { unreachable!("two dimensions at least") };
-    count_launch();
     let size = x.dtype.size();
     with_host(&[&x.storage], &[&out.storage], |reads, writes| {
         let all = x.numel() * size;
@@ -57,12 +55,12 @@ mod tests {
             let [_, rows, columns] = shape;
             let numbers: Vec<f64> = (0..shape.iter().product()).map(|i| (i * 31 % 120 + 1) as f64).collect();
             let wide = Tensor::from_slice(&numbers, shape, Device::Cpu)?.to_dtype(dtype)?;
-            let turned = wide.transpose(1, 2)?.contiguous()?.transpose(1, 2)?;
+            let permuted = wide.transpose(1, 2)?.contiguous()?.transpose(1, 2)?;
             let (r, c) = (rows as isize, columns as isize);
             for (from, to) in
                 [(1, isize::MAX), (isize::MIN, 0), (-r, c), (c, isize::MAX), (isize::MIN, 1 - r), (0, 2), (2, 0)]
             {
-                for x in [&wide, &turned] {
+                for x in [&wide, &permuted] {
                     let got = zeroed(x, from, to)?.to_dtype(DType::F64)?.to_vec::<f64>()?;
                     for (i, (got, x)) in got.iter().zip(&numbers).enumerate() {
                         let place = (i % columns) as isize - (i / columns % rows) as isize;

@@ -1,12 +1,9 @@
-//! Windows on the CPU: a plane (one channel of one image) at a time, planes shared out among the team's threads.
-
-use pulp::Arch;
+//! Windows on the CPU (unfold, fold, pooling): planes (one channel of one image) are partitioned among threads.
 
 use crate::backend::cpu::convert::{load_tile, store_tile};
-use crate::backend::cpu::pool_taps::{Greatest, Means, Spread, Taps, greater};
-use crate::backend::cpu::scalar::Lane;
+use crate::backend::cpu::pool_taps::{Taps, greater, greatest, means, spread};
+use crate::backend::cpu::scalar::Number;
 use crate::backend::problem::windows::{Task, Windows};
-use crate::device::count_launch;
 use crate::device::cpu::parallel;
 use crate::storage::with_host;
 use crate::{Compute, DType, Result, Tensor};
@@ -15,7 +12,6 @@ use crate::{Compute, DType, Result, Tensor};
 const JOB: usize = 1 << 14;
 
 pub(crate) fn unfold(w: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> {
-    count_launch();
     with_host(&[&x.storage], &[&out.storage], |reads, writes| {
         let to = &mut *writes[0];
         match x.dtype.size() {
@@ -81,7 +77,6 @@ fn pieces<T: Send>(out: &mut [T], plane: usize, f: impl Fn(usize, &mut [T]) + Sy
 }
 
 pub(crate) fn fold(w: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> {
-    count_launch();
     with_host(&[&columns.storage], &[&out.storage], |reads, writes| match out.dtype.compute() {
         Compute::F32 => fold_as::<f32>(w, columns, reads[0], writes[0]),
         Compute::F64 => fold_as::<f64>(w, columns, reads[0], writes[0]),
@@ -89,7 +84,7 @@ pub(crate) fn fold(w: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> {
     })
 }
 
-fn fold_as<C: Lane>(w: &Windows, columns: &Tensor, bytes: &[u8], out: &mut [u8]) {
+fn fold_as<C: Number>(w: &Windows, columns: &Tensor, bytes: &[u8], out: &mut [u8]) {
     let (dims, s) = (columns.shape().dims(), columns.strides());
     let (zero, [rows, width]) = (C::from_i32(0), w.image);
     let one = |i: usize, out: &mut [u8]| {
@@ -122,8 +117,7 @@ fn fold_as<C: Lane>(w: &Windows, columns: &Tensor, bytes: &[u8], out: &mut [u8])
 }
 
 pub(crate) fn run(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> {
-    count_launch();
-    let job = Job { w, x, task };
+    let job = PoolJob { w, x, task };
     if task == Task::Max {
         return with_host(&[&x.storage], &[&out.storage, &index.storage], |reads, writes| {
             let [values, indices] = writes else { unreachable!("two were given") };
@@ -145,15 +139,15 @@ pub(crate) fn run(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Ten
     })
 }
 
-struct Job<'a> {
+struct PoolJob<'a> {
     w: &'a Windows,
     x: &'a Tensor,
     task: Task,
 }
 
-impl Job<'_> {
+impl PoolJob<'_> {
     /// Plane i of what is read, in the compute type: where it lies if it can be read there, otherwise in `buffer`.
-    fn plane<'b, C: Lane>(&self, bytes: &'b [u8], i: usize, buffer: &'b mut Vec<C>) -> &'b [C] {
+    fn plane<'b, C: Number>(&self, bytes: &'b [u8], i: usize, buffer: &'b mut Vec<C>) -> &'b [C] {
         let (dims, s) = (self.x.shape().dims(), self.x.strides());
         let start = self.x.layout.offset as isize + (i / dims[1]) as isize * s[0] + (i % dims[1]) as isize * s[1];
         if s[3] == 1 && s[2] == dims[3] as isize && self.x.dtype == C::COMPUTE.dtype() {
@@ -166,7 +160,7 @@ impl Job<'_> {
         buffer
     }
 
-    fn greatest<C: Lane>(&self, bytes: &[u8], values: &mut [u8], indices: &mut [u8]) {
+    fn greatest<C: Number>(&self, bytes: &[u8], values: &mut [u8], indices: &mut [u8]) {
         let (w, dims, dtype) = (self.w, self.x.shape().dims(), self.x.dtype);
         let count = w.grid[0] * w.grid[1];
         let (planes, taps) = (dims[0] * dims[1], Taps::new(w));
@@ -191,9 +185,7 @@ impl Job<'_> {
                 at.copy_from_slice(&firsts);
                 match w.adaptive {
                     true => self.greatest_each(plane, &mut best, at),
-                    false => {
-                        Arch::new().dispatch(Greatest { taps: &taps, plane, picked: &mut picked, best: &mut best, at })
-                    }
+                    false => greatest(&taps, plane, &mut picked, &mut best, at),
                 }
                 store_tile(dtype, &best, values, 0, 1);
             }
@@ -201,7 +193,7 @@ impl Job<'_> {
     }
 
     /// The greatest elements of windows that differ in size.
-    fn greatest_each<C: Lane>(&self, plane: &[C], best: &mut [C], at: &mut [i64]) {
+    fn greatest_each<C: Number>(&self, plane: &[C], best: &mut [C], at: &mut [i64]) {
         let w = self.w;
         for (o, (best, at)) in best.iter_mut().zip(at).enumerate() {
             let ((top, bottom), (left, right)) = (w.span(0, o / w.grid[1]), w.span(1, o % w.grid[1]));
@@ -214,7 +206,7 @@ impl Job<'_> {
     }
 
     /// Means and gradients.
-    fn others<C: Lane>(&self, bytes: &[u8], indices: &[i64], out: &mut [u8]) {
+    fn others<C: Number>(&self, bytes: &[u8], indices: &[i64], out: &mut [u8]) {
         let (w, dims) = (self.w, self.x.shape().dims());
         let (windows, elements) = (w.grid[0] * w.grid[1], w.image[0] * w.image[1]);
         let made = if let Task::Mean(_) = self.task { windows } else { elements };
@@ -237,17 +229,9 @@ impl Job<'_> {
                 result.fill(zero);
                 let result = &mut result[..];
                 match self.task {
-                    Task::Mean(_) if !w.adaptive => {
-                        Arch::new().dispatch(Means { taps: &taps, plane, picked: &mut picked, shares: &shares, result })
-                    }
+                    Task::Mean(_) if !w.adaptive => means(&taps, plane, &mut picked, &shares, result),
                     Task::Unmean(_) if !w.adaptive => {
-                        Arch::new().dispatch(Spread {
-                            taps: &taps,
-                            grads: plane,
-                            shares: &shares,
-                            scaled: &mut scaled,
-                            result,
-                        });
+                        spread(&taps, plane, &shares, &mut scaled, result);
                     }
                     Task::Mean(_) => result.iter_mut().zip(&shares).enumerate().for_each(|(o, (y, share))| {
                         *y = inside(o).fold(*y, |sum, at| sum.add(plane[at])).div(*share);

@@ -1,23 +1,20 @@
-//! Cross-entropy of labels on OpenCL: `kernels/entropy.cl`, on processors `kernels/row.cl`.
+//! Cross-entropy of labels on OpenCL: `kernels/cross_entropy.cl`, on processors `kernels/softmax.cl`.
 
-use smallvec::SmallVec;
-
+use crate::backend::opencl::geometry::{
+    STRIDED_DIMS, flag, group_size, groups_kept, is_wide, vector_defines, vector_width,
+};
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::launch_cache;
 use crate::backend::opencl::launch_cache::{Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
-use crate::backend::opencl::reduce::{WALK, group_size, is_wide, vector_defines, vector_width};
 use crate::backend::opencl::softmax::{TEMPLATE, defines};
-use crate::backend::problem::cross_entropy::{CrossEntropy, LossReduction};
+use crate::backend::problem::cross_entropy::{LabelEntropy, LossReduction};
 use crate::backend::problem::map::Params;
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice};
-use crate::expr::Expr;
-use crate::ops::elementwise::apply;
-use crate::ops::reduce;
-use crate::{DType, Result, Scalar, Tensor};
+use crate::{DType, Result, Tensor};
 
-const GPU_TEMPLATE: &str = include_str!("../../../kernels/entropy.cl");
+const GPU_TEMPLATE: &str = include_str!("../../../kernels/cross_entropy.cl");
 
 /// Up to so many labels, every group counts for itself those that are not ignored: cheaper than a launch.
 const COUNTED: usize = 1 << 16;
@@ -66,36 +63,29 @@ impl Schedule {
         let alone = rows * n <= 16 * group;
         let most = if alone { 1 << (group / rows).max(1).ilog2() } else { group };
         let lanes = n.div_ceil(4 * width).next_power_of_two().min(most);
-        let kept = match n.div_ceil(width * lanes) {
-            k @ ..=4 => k,
-            k => k.next_power_of_two(),
-        };
+        let kept = groups_kept(n, width * lanes);
         // Registers that a value takes.
         let size = x.dtype.compute().dtype().size() / 4;
         let whole = kept * width * size <= 32;
         let (lanes, kept) = if whole { (lanes, kept) } else { (group, (16 / width / size).max(1)) };
-        let turns = rows.div_ceil(group / lanes);
+        let rounds = rows.div_ceil(group / lanes);
         // As many rows for each group, of as many groups as the device holds.
-        let groups = if alone { 1 } else { turns.div_ceil(turns.div_ceil(8 * units)) };
+        let groups = if alone { 1 } else { rounds.div_ceil(rounds.div_ceil(8 * units)) };
         let together = !each && groups > 1 && device.tensor_cores().local > 0;
         Schedule { width, lanes, group, kept, whole, groups, together }
     }
 
     fn defines(&self, dtype: DType) -> String {
         let Schedule { lanes, kept, .. } = self;
-        let flag = |on: bool, name: &str| if on { format!("#define {name}\n") } else { String::new() };
         let spread = format!("#define LANES {lanes}\n#define CACHED {kept}\n") + &vector_defines(dtype, self.width);
         spread + &flag(self.whole, "WHOLE") + &flag(self.together, "TOGETHER")
     }
 }
 
-pub(crate) fn cross_entropy(
-    x: &Tensor,
-    labels: &Tensor,
-    options: CrossEntropy,
-    grad: Option<&Tensor>,
-) -> Result<Tensor> {
-    let (device, op) = (x.cl_device()?, "cross_entropy");
+/// The loss, or a part of each work-group where these do not add them up.
+pub(crate) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
+    let LabelEntropy { logits: x, labels, options, grad, count } = *entropy;
+    let device = x.cl_device()?;
     let (rows, n) = (x.shape().dims()[0], x.shape().dims()[1]);
     let each = options.reduction == LossReduction::None;
     let cpu = device.info().kind == DeviceKind::Cpu;
@@ -113,7 +103,7 @@ pub(crate) fn cross_entropy(
         _ => Count::One,
     };
     let counted = match counting {
-        Count::Given => Some(count(op, labels, options.ignore_index)?),
+        Count::Given => Some(count()?),
         _ => None,
     };
     let prepare = || {
@@ -124,34 +114,32 @@ pub(crate) fn cross_entropy(
             .fold(0, |bits, &on| bits << 1 | u64::from(on));
         let spread = (schedule.group << 40 | schedule.lanes << 24 | schedule.kept << 8 | schedule.width) as u64;
         let params = [x.dtype as u64, labels.dtype as u64, loss.dtype as u64, bits, spread];
-        let params = SmallVec::from_slice(&params);
-        let key = KernelKey { template: "cross_entropy", params, exprs: SmallVec::new() };
-        let kernel = kernel(device, key, "row", || {
+        let kernel = kernel(device, KernelKey::new("cross_entropy", &params), "row", || {
             let gradient = if grad.is_some() { "#define WITH_GRAD\n" } else { "" };
             let (b, t) = (loss.dtype, labels.dtype);
             let common = defines(x, 1, wide, schedule.group) + &format!("#define B {b}\n#define T {t}\n{gradient}");
             match cpu {
-                true => format!("{common}#define CROSS_ENTROPY\n{WALK}{TEMPLATE}"),
-                false => common + &schedule.defines(x.dtype) + WALK + GPU_TEMPLATE,
+                true => format!("{common}#define CROSS_ENTROPY\n{STRIDED_DIMS}{TEMPLATE}"),
+                false => common + &schedule.defines(x.dtype) + STRIDED_DIMS + GPU_TEMPLATE,
             }
         })?;
-        let mut ready = KernelLaunch::new(kernel, groups * schedule.group, schedule.group);
-        (0..2).for_each(|k| ready.tensor(k));
-        ready.args([Arg::I64(labels.strides()[0] as i64)]);
-        (2..5).for_each(|k| ready.tensor(k));
-        ready.faults();
-        ready.args([rows, n].map(|n| Arg::U64(n as u64)));
-        ready.args([x.strides()[0], x.strides()[1]].map(|s| Arg::I64(s as i64)));
-        ready.args([Arg::I64(options.ignore_index)]);
-        ready.args([counting as u32, u32::from(!each)].map(Arg::U32));
+        let mut launch = KernelLaunch::new(kernel, groups * schedule.group, schedule.group);
+        (0..2).for_each(|k| launch.tensor(k));
+        launch.args([Arg::I64(labels.strides()[0] as i64)]);
+        (2..5).for_each(|k| launch.tensor(k));
+        launch.faults();
+        launch.args([rows, n].map(|n| Arg::U64(n as u64)));
+        launch.args([x.strides()[0], x.strides()[1]].map(|s| Arg::I64(s as i64)));
+        launch.args([Arg::I64(options.ignore_index)]);
+        launch.args([counting as u32, u32::from(!each)].map(Arg::U32));
         if !schedule.together {
-            return Ok(LaunchPlan::one(device, ready));
+            return Ok(LaunchPlan::one(device, launch));
         }
         // Two numbers of each group.
-        ready.tensor_from(5, 0, 2);
-        ready.arrivals();
-        ready.first_arrival();
-        Ok(LaunchPlan::new(device, Some((2 * groups, x.dtype.compute().dtype())), [ready]))
+        launch.tensor_from(5, 0, 2);
+        launch.arrivals();
+        launch.first_arrival();
+        Ok(LaunchPlan::new(device, Some((2 * groups, x.dtype.compute().dtype())), [launch]))
     };
     let numbers = [grad.is_some().into(), options.reduction as u64, options.ignore_index as u64];
     // What the kernel does not touch still has to be some buffer.
@@ -159,14 +147,5 @@ pub(crate) fn cross_entropy(
     let key =
         Key { of: OpKind::CrossEntropy, device: device.device(), numbers: &numbers, exprs: &[], tensors: &tensors };
     launch_cache::launch(&key, Params::default(), prepare)?;
-    loss.storage.bump_version();
-    if each || alone { Ok(loss) } else { reduce::sum_all(op, &loss, x.dtype) }
-}
-
-/// How many labels are not ignored, on the device.
-fn count(op: &'static str, labels: &Tensor, ignore: i64) -> Result<Tensor> {
-    let params = Params { scalars: &[Scalar::Int(ignore)], seeds: &[] };
-    let kept = [Expr::input(0).ne(Expr::scalar(0))];
-    let kept = apply(op, &[labels], params, &kept, &[DType::Bool])?.remove(0);
-    reduce::sum_all(op, &kept, DType::I64)
+    Ok(loss)
 }

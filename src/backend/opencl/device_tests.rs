@@ -2,7 +2,7 @@
 
 use crate::backend::cpu::convert::store_tile;
 use crate::backend::cpu::interpreter::{Scratch, TILE, Tile, TileIn};
-use crate::backend::cpu::scalar::Lane;
+use crate::backend::cpu::scalar::Number;
 use crate::backend::opencl::kernels::with_prelude;
 use crate::device::opencl;
 use crate::device::opencl::{Arg, ClBuffer, ClDevice};
@@ -22,7 +22,7 @@ fn buffer(device: &ClDevice, bytes: &[u8]) -> ClBuffer {
     buffer
 }
 
-fn on_cpu<C: Lane>(program: &Program, inputs: &[&[C]], seeds: &[Seed], len: usize) -> Vec<Vec<C>> {
+fn on_cpu<C: Number>(program: &Program, inputs: &[&[C]], seeds: &[Seed], len: usize) -> Vec<Vec<C>> {
     let mut outs = vec![vec![C::from_i32(0); len]; program.outputs()];
     let mut scratch = Scratch::new();
     for first in (0..len).step_by(TILE) {
@@ -36,7 +36,7 @@ fn on_cpu<C: Lane>(program: &Program, inputs: &[&[C]], seeds: &[Seed], len: usiz
 }
 
 /// The program's function called once an element, outputs one after another in one buffer.
-fn on_device<C: Lane>(
+fn on_device<C: Number>(
     device: &ClDevice,
     program: &Program,
     inputs: &[&[C]],
@@ -220,7 +220,7 @@ fn edges() -> Vec<f64> {
 }
 
 /// Stored as `dtype` from this type and loaded again, on the device: both as bytes.
-fn stored_and_loaded<C: Lane>(device: &ClDevice, dtype: DType, values: &[C]) -> (Vec<u8>, Vec<u8>) {
+fn stored_and_loaded<C: Number>(device: &ClDevice, dtype: DType, values: &[C]) -> (Vec<u8>, Vec<u8>) {
     let class = ["I64", "F32", "F64"][C::COMPUTE as usize];
     let natural = dtype.compute();
     let source = format!(
@@ -247,7 +247,7 @@ fn stored_and_loaded<C: Lane>(device: &ClDevice, dtype: DType, values: &[C]) -> 
 
 #[test]
 fn conversions_are_the_same_everywhere() {
-    fn check<C: Lane>(device: &ClDevice, values: &[C]) {
+    fn check<C: Number>(device: &ClDevice, values: &[C]) {
         for dtype in DType::ALL {
             if (dtype == DType::F64 || C::COMPUTE == Compute::F64) && !device.info().fp64 {
                 continue;

@@ -2,18 +2,21 @@
 
 use smallvec::SmallVec;
 
+use crate::backend::opencl::geometry::{
+    STRIDED_DIMS, WIDEST, arguments, bits_type, group_size, index_type, is_wide, words,
+};
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::launch_cache::{Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
-use crate::backend::opencl::reduce::{WALK, WIDEST, group_size, is_wide};
 use crate::backend::opencl::{launch_cache, scatter as write};
 use crate::backend::problem::index::{Combine, Indexed};
+use crate::backend::problem::lines::without;
 use crate::backend::problem::map::Params;
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice, index_fault};
 use crate::layout::collapse::StridedDims;
-use crate::tensor::Layout;
-use crate::{DType, Result, Tensor};
+use crate::tensor::{Dims, Layout};
+use crate::{DType, Result, Shape, Tensor};
 
 pub(crate) const TEMPLATE: &str = include_str!("../../../kernels/gather.cl");
 
@@ -21,23 +24,6 @@ pub(crate) const TEMPLATE: &str = include_str!("../../../kernels/gather.cl");
 const LOCAL: usize = 64;
 /// Most index reads of one scatter, over all of its ranges: bounds what splitting the destination costs.
 const READS: usize = 1 << 31;
-
-/// A walk as the kernels' structs have it: sizes, then the strides of each operand.
-pub(crate) fn words(walk: &StridedDims) -> SmallVec<[i64; 32]> {
-    if walk.dims.is_empty() {
-        return std::iter::once(1).chain(walk.strides.iter().map(|_| 0)).collect();
-    }
-    walk.dims.iter().map(|&d| d as i64).chain(walk.strides.iter().flatten().map(|&s| s as i64)).collect()
-}
-
-/// An unsigned type of so many bytes: elements that are only moved.
-pub(crate) fn bits(size: usize) -> &'static str {
-    ["uchar", "ushort", "uint", "ulong", "uint4"][size.ilog2() as usize]
-}
-
-pub(crate) fn index_type(wide: bool) -> &'static str {
-    if wide { "ulong" } else { "uint" }
-}
 
 /// Launches it as it was prepared before, or as `prepare` does it. Tensors are what is read, the index, what is written.
 fn launch(
@@ -66,62 +52,60 @@ pub(crate) fn skip(layout: &Layout, t: &Tensor) -> isize {
 
 pub(crate) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
     launch(g, OpKind::Gather, out, &[], |device| {
-        let mut walk = StridedDims::new(&g.x_layout.shape, [&g.x_layout.strides[..], &g.index_layout.strides[..]]);
+        let mut strided = StridedDims::new(&g.x_layout.shape, [&g.x_layout.strides[..], &g.index_layout.strides[..]]);
         // Neighbours with one index are moved together.
         let gpu = device.info().kind != DeviceKind::Cpu;
-        let one = walk.strides[1].last().is_some_and(|&s| s == 0);
+        let one = strided.strides[1].last().is_some_and(|&s| s == 0);
         let most = if one { WIDEST / out.dtype.size() } else { 1 };
-        let unit = in_units(&mut walk, &[0], most, &[g.step, g.x_layout.offset as isize]);
-        let (rank, count, size) = (walk.dims.len().max(1), out.numel() / unit, out.dtype.size() * unit);
-        let (wide, near) = (is_wide([count]), is_near(&walk, &[g.size as isize, g.step]));
+        let unit = in_units(&mut strided, &[0], most, &[g.step, g.x_layout.offset as isize]);
+        let (rank, count, size) = (strided.dims.len().max(1), out.numel() / unit, out.dtype.size() * unit);
+        let (wide, near) = (is_wide([count]), is_near(&strided, &[g.size as isize, g.step]));
         // Several loads at a time hide that one waits for another.
         let (per, local) = match gpu {
             true => (if unit > 1 { 2 } else { 4 }, group_size(device)),
             false => (1, LOCAL),
         };
         let params = [size as u64, g.index.dtype as u64, rank as u64, wide as u64, near as u64, per as u64];
-        let params = SmallVec::from_slice(&params);
-        let key = KernelKey { template: "gather", params, exprs: SmallVec::new() };
-        let kernel = kernel(device, key, "gather", || {
-            let (v, t, idx) = (bits(size), g.index.dtype, index_type(wide));
+        let kernel = kernel(device, KernelKey::new("gather", &params), "gather", || {
+            let (v, t, idx) = (bits_type(size), g.index.dtype, index_type(wide));
             let near = if near { "int" } else { "long" };
             format!(
                 "#define GATHER\n#define V {v}\n#define T {t}\n#define NK {rank}\n#define IDX {idx}\n#define PER {per}\n\
-                 #define NEAR {near}\n{WALK}{TEMPLATE}"
+                 #define NEAR {near}\n{STRIDED_DIMS}{TEMPLATE}"
             )
         })?;
-        let mut ready = KernelLaunch::new(kernel, count.div_ceil(per * local) * local, local);
-        ready.tensor_from(0, skip(&g.x_layout, g.x), unit);
-        ready.tensor_from(1, skip(&g.index_layout, g.index), 1);
-        ready.tensor_from(2, 0, unit);
-        ready.faults();
-        ready.args([Arg::U32(index_fault(g.op))]);
-        ready.words(words(&walk));
-        ready.args([count, g.size].map(|n| Arg::U64(n as u64)));
-        ready.args([Arg::I64((g.step / unit as isize) as i64), Arg::U32(g.wraps.into())]);
-        Ok(LaunchPlan::one(device, ready))
+        let mut launch = KernelLaunch::new(kernel, count.div_ceil(per * local) * local, local);
+        launch.tensor_from(0, skip(&g.x_layout, g.x), unit);
+        launch.tensor_from(1, skip(&g.index_layout, g.index), 1);
+        launch.tensor_from(2, 0, unit);
+        launch.faults();
+        launch.args([Arg::U32(index_fault(g.op))]);
+        launch.words(words(&strided));
+        launch.args([count, g.size].map(|n| Arg::U64(n as u64)));
+        launch.args([Arg::I64((g.step / unit as isize) as i64), Arg::U32(g.wraps.into())]);
+        Ok(LaunchPlan::one(device, launch))
     })
 }
 
 /// Whether all that offsets are made of fits in 31 bits.
-fn is_near(walk: &StridedDims, others: &[isize]) -> bool {
-    let strides = walk.strides.iter().flatten().chain(others).map(|s| s.unsigned_abs());
-    !is_wide(strides.chain(walk.dims.iter().copied()))
+fn is_near(strided: &StridedDims, others: &[isize]) -> bool {
+    let strides = strided.strides.iter().flatten().chain(others).map(|s| s.unsigned_abs());
+    !is_wide(strides.chain(strided.dims.iter().copied()))
 }
 
 /// Takes neighbours of the walk together, so many at most and a power of two: those of `operands` lie side by side and begin
 /// at multiples of that, as these `starts` do. How many it takes.
-pub(crate) fn in_units(walk: &mut StridedDims, operands: &[usize], most: usize, starts: &[isize]) -> usize {
-    let Some(last) = walk.dims.len().checked_sub(1) else { return 1 };
-    if operands.iter().any(|&k| walk.strides[k][last] != 1) {
+pub(crate) fn in_units(strided: &mut StridedDims, operands: &[usize], most: usize, starts: &[isize]) -> usize {
+    let Some(last) = strided.dims.len().checked_sub(1) else { return 1 };
+    if operands.iter().any(|&k| strided.strides[k][last] != 1) {
         return 1;
     }
-    let steps = operands.iter().flat_map(|&k| &walk.strides[k][..last]).chain(starts);
-    let all = steps.fold(walk.dims[last] | most, |all, s| all | s.unsigned_abs());
+    let steps = operands.iter().flat_map(|&k| &strided.strides[k][..last]).chain(starts);
+    let all = steps.fold(strided.dims[last] | most, |all, s| all | s.unsigned_abs());
     let unit = 1 << all.trailing_zeros();
-    walk.dims[last] /= unit;
+    strided.dims[last] /= unit;
     for &k in operands {
-        walk.strides[k][..last].iter_mut().for_each(|s| *s /= unit as isize);
+        strided.strides[k][..last].iter_mut().for_each(|s| *s /= unit as isize);
     }
     unit
 }
@@ -129,7 +113,7 @@ pub(crate) fn in_units(walk: &mut StridedDims, operands: &[usize], most: usize, 
 /// What tells a kernel's elements from others', and how it is told of them: those that are only moved are bits of their size.
 pub(crate) fn element(combine: Combine, dtype: DType) -> (u64, String) {
     if combine == Combine::Set {
-        return (dtype.size() as u64, format!("#define V {}\n", bits(dtype.size())));
+        return (dtype.size() as u64, format!("#define V {}\n", bits_type(dtype.size())));
     }
     let acc = dtype.compute();
     let (name, combine) = (acc.cl_name(), combine.cl_name(acc));
@@ -143,18 +127,15 @@ pub(crate) fn scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &L
     others.extend(layout.strides.iter().map(|&s| s as u64));
     launch(g, OpKind::Scatter, target, &others, |device| {
         if device.info().kind != DeviceKind::Cpu
-            && let Some(prepared) = write::prepare(device, g, combine, target, layout, d)?
+            && let Some(plan) = write::prepare(device, g, combine, target, layout, d)?
         {
-            return Ok(prepared);
+            return Ok(plan);
         }
         // Columns: everything but the dim.
-        let drop_dim = |strides: &[isize]| -> SmallVec<[isize; 6]> {
-            strides.iter().enumerate().filter(|(i, _)| *i != d).map(|(_, &s)| s).collect()
-        };
-        let shape = g.x_layout.shape.dims().iter().enumerate().filter(|(i, _)| *i != d).map(|(_, &n)| n).collect();
-        let strides = [&g.x_layout, &g.index_layout, layout].map(|l| drop_dim(&l.strides));
-        let walk = StridedDims::new(&shape, strides.iter().map(|s| &s[..]));
-        let (columns, count, rank) = (shape.numel(), g.x_layout.shape.dims()[d], walk.dims.len().max(1));
+        let shape: Shape = without(g.x_layout.shape.dims(), d);
+        let strides = [&g.x_layout, &g.index_layout, layout].map(|l| -> Dims<isize> { without(&l.strides, d) });
+        let strided = StridedDims::new(&shape, strides.iter().map(|s| &s[..]));
+        let (columns, count, rank) = (shape.numel(), g.x_layout.shape.dims()[d], strided.dims.len().max(1));
         let units = device.info().compute_units.max(1);
         // Enough work-items to fill the device, as far as the repeated reading of indices pays.
         let (block, fill, local) = match device.info().kind {
@@ -168,22 +149,23 @@ pub(crate) fn scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &L
         let wide = is_wide([columns, count, blocks * parts]);
         let (element, defines) = element(combine, target.dtype);
         let params = [combine as u64, element, g.index.dtype as u64, rank as u64, wide as u64];
-        let key = KernelKey { template: "scatter", params: SmallVec::from_slice(&params), exprs: SmallVec::new() };
-        let kernel = kernel(device, key, "scatter", || {
+        let kernel = kernel(device, KernelKey::new("scatter", &params), "scatter", || {
             let (t, idx) = (g.index.dtype, index_type(wide));
-            format!("#define SCATTER\n{defines}#define T {t}\n#define NK {rank}\n#define IDX {idx}\n{WALK}{TEMPLATE}")
+            format!(
+                "#define SCATTER\n{defines}#define T {t}\n#define NK {rank}\n#define IDX {idx}\n{STRIDED_DIMS}{TEMPLATE}"
+            )
         })?;
-        let mut ready = KernelLaunch::new(kernel, blocks * parts, local);
-        ready.tensor_from(0, skip(&g.x_layout, g.x), 1);
-        ready.tensor_from(1, skip(&g.index_layout, g.index), 1);
-        ready.tensor_from(2, skip(layout, target), 1);
-        ready.faults();
-        ready.args([Arg::U32(index_fault(g.op))]);
-        ready.words(words(&walk));
-        ready.args([columns, count, g.size].map(|n| Arg::U64(n as u64)));
-        ready.args([g.x_layout.strides[d], g.index_layout.strides[d], g.step].map(|s| Arg::I64(s as i64)));
-        ready.args([Arg::U32(parts as u32), Arg::U64(span as u64), Arg::U32(block as u32), Arg::U32(g.wraps.into())]);
-        Ok(LaunchPlan::one(device, ready))
+        let mut launch = KernelLaunch::new(kernel, blocks * parts, local);
+        launch.tensor_from(0, skip(&g.x_layout, g.x), 1);
+        launch.tensor_from(1, skip(&g.index_layout, g.index), 1);
+        launch.tensor_from(2, skip(layout, target), 1);
+        launch.faults();
+        launch.args([Arg::U32(index_fault(g.op))]);
+        launch.words(words(&strided));
+        launch.args([columns, count, g.size].map(|n| Arg::U64(n as u64)));
+        launch.args([g.x_layout.strides[d], g.index_layout.strides[d], g.step].map(|s| Arg::I64(s as i64)));
+        launch.args([Arg::U32(parts as u32), Arg::U64(span as u64), Arg::U32(block as u32), Arg::U32(g.wraps.into())]);
+        Ok(LaunchPlan::one(device, launch))
     })
 }
 
@@ -212,26 +194,19 @@ fn over_indices(
     others: impl IntoIterator<Item = Arg<'static>>,
 ) -> Result<()> {
     let device = out.cl_device()?;
-    let walk = StridedDims::new(index.shape(), [index.strides()]);
-    let (rank, count) = (walk.dims.len().max(1), out.numel());
+    let strided = StridedDims::new(index.shape(), [index.strides()]);
+    let (rank, count) = (strided.dims.len().max(1), out.numel());
     let wide = is_wide([count]);
-    let params = SmallVec::from_slice(&[index.dtype as u64, rank as u64, wide as u64]);
-    let kernel = kernel(device, KernelKey { template: name, params, exprs: SmallVec::new() }, name, || {
+    let params = [index.dtype as u64, rank as u64, wide as u64];
+    let kernel = kernel(device, KernelKey::new(name, &params), name, || {
         let (define, t, idx) = (name.to_uppercase(), index.dtype, index_type(wide));
-        format!("#define {define}\n#define T {t}\n#define NK {rank}\n#define IDX {idx}\n{WALK}{TEMPLATE}")
+        format!("#define {define}\n#define T {t}\n#define NK {rank}\n#define IDX {idx}\n{STRIDED_DIMS}{TEMPLATE}")
     })?;
-    let words = words(&walk);
+    let words = words(&strided);
     let (index, y) = (index.device_view()?, out.device_view()?);
-    let mut args: SmallVec<[Arg; 12]> = SmallVec::from_iter([
-        index.buffer(),
-        index.offset(),
-        y.buffer(),
-        y.offset(),
-        device.faults(),
-        Arg::U32(index_fault(op)),
-        Arg::Bytes(bytemuck::cast_slice(&words)),
-        Arg::U64(count as u64),
-    ]);
+    let words = Arg::Bytes(bytemuck::cast_slice(&words));
+    let first = [device.faults(), Arg::U32(index_fault(op)), words, Arg::U64(count as u64)];
+    let mut args = arguments(&[&index, &y], first);
     others.into_iter().for_each(|other| args.push(other));
     device.launch(&kernel, &args, &[count], &[LOCAL])
 }

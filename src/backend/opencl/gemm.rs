@@ -14,7 +14,7 @@ use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::launch_cache::{Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan, Word};
 use crate::backend::opencl::{gemm_mma, gemm_thin, launch_cache};
-use crate::backend::problem::gemm::{Gemm, Plan};
+use crate::backend::problem::gemm::{Gemm, GemmPlan};
 use crate::backend::problem::map::Params;
 use crate::backend::problem::precision;
 use crate::device::DeviceKind;
@@ -61,7 +61,7 @@ impl Variant {
     }
 
     /// Whether it can add up the rows of the left matrix on the way.
-    fn sums_rows(self, plan: &Plan) -> bool {
+    fn sums_rows(self, plan: &GemmPlan) -> bool {
         plan.batch.is_empty()
             && match self {
                 Variant::Tiled { a_along_k, .. } => !a_along_k,
@@ -71,7 +71,7 @@ impl Variant {
     }
 
     /// How many work-groups share a tile.
-    fn parts(self, plan: &Plan, units: usize) -> Parts {
+    fn parts(self, plan: &GemmPlan, units: usize) -> Parts {
         match self {
             Variant::Mma(mma) => mma.parts(plan, units),
             _ => Parts { count: 1, depth: plan.k },
@@ -125,8 +125,8 @@ pub(crate) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     let numbers = [outs.len() as u64, sums.is_some().into(), precision::planes() as u64, cpu.into()];
     let key = Key { of: OpKind::Gemm, device, numbers: &numbers, exprs: g.epilogue, tensors: &tensors };
     let params = Params { scalars: g.scalars, seeds: &[] };
-    let known = launch_cache::launch(&key, params, || prepare(g, shape, outs, sums))?;
-    Ok(sums.is_some() && known.prepared.takes(tensors.len() - 1))
+    let entry = launch_cache::launch(&key, params, || prepare(g, shape, outs, sums))?;
+    Ok(sums.is_some() && entry.plan.uses(tensors.len() - 1))
 }
 
 /// Tensors of the launch are the two matrices, results, extras, and last the sums that were asked for; `sums` are these where
@@ -140,11 +140,11 @@ fn prepare(g: &Gemm, shape: &Shape, outs: &[Tensor], sums: Option<&Tensor>) -> R
     }
     let others: SmallVec<[Layout; 4]> = operands[2..].iter().map(|t| t.layout.broadcast_to(shape)).collect();
     let others: SmallVec<[&Layout; 4]> = others.iter().collect();
-    let plan = Plan::new(&g.a.layout, &g.b.layout, shape, &others);
+    let plan = GemmPlan::new(&g.a.layout, &g.b.layout, shape, &others);
     let compute = g.compute();
     let found = [g.a, g.b].map(|t| Found { dtype: t.dtype, first: t.layout.offset });
     let (plan, variant, flipped) = choose(plan, found, compute, device);
-    // The left and the right matrix by their places in the list.
+    // The left and the right matrix by their indices in the list.
     let (left, right) = if flipped { (1, 0) } else { (0, 1) };
     let (a, b) = (operands[left], operands[right]);
     let sums = sums.filter(|_| !flipped && variant.sums_rows(&plan));
@@ -169,58 +169,58 @@ fn prepare(g: &Gemm, shape: &Shape, outs: &[Tensor], sums: Option<&Tensor>) -> R
         source(&program, compute, variant, extent, [a.dtype, b.dtype], &types)
     })?;
 
-    let mut ready = KernelLaunch::new(kernel, tiles * parts.count * variant.local(), variant.local());
+    let mut launch = KernelLaunch::new(kernel, tiles * parts.count * variant.local(), variant.local());
     // A matrix without elements has no memory; it is not read either.
-    let [of_a, of_b] = [left, right].map(|k| ready.buffer(if operands[k].numel() == 0 { 2 } else { k }));
+    let [of_a, of_b] = [left, right].map(|k| launch.buffer(if operands[k].numel() == 0 { 2 } else { k }));
     let mut numbers = Numbers::default();
     numbers.extend([plan.m, plan.n, plan.k]);
     for (of, t) in [(of_a, &plan.a), (of_b, &plan.b)] {
-        numbers.late(Word::First(of));
+        numbers.defer(Word::First(of));
         numbers.steps([t.row, t.col]);
     }
     numbers.extend(plan.batch.iter().copied());
     numbers.steps(plan.a.batch.iter().chain(&plan.b.batch).copied());
     // The struct comes before the other buffers.
     for (i, operand) in plan.others.iter().enumerate() {
-        numbers.late(Word::First(2 + i));
+        numbers.defer(Word::First(2 + i));
         numbers.steps([operand.row, operand.col].into_iter().chain(operand.batch.iter().copied()));
     }
     let mut given = 2 + plan.others.len();
     if let Some(t) = sums {
-        numbers.late(Word::First(given));
+        numbers.defer(Word::First(given));
         numbers.steps([t.strides()[0]]);
         given += 1;
     }
     if partial.is_some() {
         numbers.extend([parts.depth, parts.count]);
-        numbers.late(Word::First(given));
-        numbers.late(Word::FirstArrival);
+        numbers.defer(Word::First(given));
+        numbers.defer(Word::FirstArrival);
     }
     if let Variant::Panel { height, .. } = variant {
         numbers.extend([height]);
     }
-    ready.words(numbers.words);
-    numbers.late.into_iter().for_each(|(at, word)| ready.late(at, word));
-    (2..operands.len()).for_each(|k| _ = ready.buffer(k));
+    launch.words(numbers.words);
+    numbers.deferred.into_iter().for_each(|(at, word)| launch.defer(at, word));
+    (2..operands.len()).for_each(|k| _ = launch.buffer(k));
     if sums.is_some() {
-        ready.buffer(operands.len());
+        launch.buffer(operands.len());
     }
     if partial.is_some() {
-        ready.buffer(operands.len() + usize::from(g.sums.is_some()));
-        ready.arrivals();
+        launch.buffer(operands.len() + usize::from(g.sums.is_some()));
+        launch.arrivals();
     }
-    ready.scalars(program.scalars(), compute);
+    launch.scalars(program.scalars(), compute);
     if program.can_fault(compute) {
-        ready.faults();
+        launch.faults();
     }
-    Ok(LaunchPlan::new(device, partial, [ready]))
+    Ok(LaunchPlan::new(device, partial, [launch]))
 }
 
 /// The words of the kernels' struct.
 #[derive(Default)]
 struct Numbers {
     words: Vec<i64>,
-    late: Vec<(usize, Word)>,
+    deferred: Vec<(usize, Word)>,
 }
 
 impl Numbers {
@@ -232,8 +232,8 @@ impl Numbers {
         self.words.extend(steps.into_iter().map(|s| s as i64));
     }
 
-    fn late(&mut self, word: Word) {
-        self.late.push((self.words.len(), word));
+    fn defer(&mut self, word: Word) {
+        self.deferred.push((self.words.len(), word));
         self.words.push(0);
     }
 }
@@ -247,7 +247,7 @@ fn is_processor(device: &ClDevice) -> bool {
 }
 
 /// The kernel for this device and problem, and the plan the way round it wants it: (plan, kernel, whether transposed).
-fn choose(plan: Plan, found: [Found; 2], compute: Compute, device: &ClDevice) -> (Plan, Variant, bool) {
+fn choose(plan: GemmPlan, found: [Found; 2], compute: Compute, device: &ClDevice) -> (GemmPlan, Variant, bool) {
     let info = device.info();
     let big = info.max_work_group >= THREADS && info.local_memory >= 24 << 10;
     if is_processor(device) || !big {
@@ -264,7 +264,7 @@ fn choose(plan: Plan, found: [Found; 2], compute: Compute, device: &ClDevice) ->
 }
 
 /// The kernel for few rows, or few columns the other way round.
-fn thin(plan: &Plan, device: &ClDevice) -> Option<(Plan, Variant, bool)> {
+fn thin(plan: &GemmPlan, device: &ClDevice) -> Option<(GemmPlan, Variant, bool)> {
     let info = device.info();
     let flip = plan.n < plan.m;
     let plan = if flip { plan.clone().transposed() } else { plan.clone() };
@@ -274,13 +274,13 @@ fn thin(plan: &Plan, device: &ClDevice) -> Option<(Plan, Variant, bool)> {
 }
 
 /// The way round in which neighbouring work-items write neighbouring columns, and whether that is the other one.
-fn along_rows(plan: Plan) -> (Plan, bool) {
+fn along_rows(plan: GemmPlan) -> (GemmPlan, bool) {
     let flip = plan.others[0].col.abs() != 1 && plan.others[0].row.abs() == 1;
     (if flip { plan.transposed() } else { plan }, flip)
 }
 
 /// The largest tiles of which every compute unit gets one.
-fn tiled(plan: &Plan, compute: Compute, device: &ClDevice) -> Variant {
+fn tiled(plan: &GemmPlan, compute: Compute, device: &ClDevice) -> Variant {
     let wide = compute != Compute::F32;
     let (units, largest) = (device.info().compute_units.max(1), device.tuned(Knob::Tile));
     let busy = |tile: usize| tile <= largest && plan.m.div_ceil(tile) * plan.n.div_ceil(tile) * plan.count() >= units;
@@ -295,10 +295,10 @@ fn tiled(plan: &Plan, compute: Compute, device: &ClDevice) -> Variant {
 }
 
 /// Vectors along whichever direction is contiguous.
-fn vectors(plan: Plan, compute: Compute, device: &ClDevice) -> (Plan, Variant, bool) {
+fn vectors(plan: GemmPlan, compute: Compute, device: &ClDevice) -> (GemmPlan, Variant, bool) {
     let width = if compute == Compute::F32 { 16 } else { 8 };
     let whole = width * device.tuned(Knob::PanelVectors);
-    let panel = |plan: Plan, flipped: bool, unit: bool| {
+    let panel = |plan: GemmPlan, flipped: bool, unit: bool| {
         let panel = Panel::of(device, plan.m);
         let height = panel.height(&plan, width, device.info().compute_units);
         (plan, Variant::Panel { panel, width, unit: unit && compute != Compute::I64, height }, flipped)
@@ -322,7 +322,7 @@ fn vectors(plan: Plan, compute: Compute, device: &ClDevice) -> (Plan, Variant, b
 
 /// How many neighbouring results a work-item of the tensor cores' kernel stores at once, 16 bytes of the widest; 1 where
 /// they are not contiguous or not aligned.
-fn wide(variant: Variant, plan: &Plan, outs: &[Tensor]) -> usize {
+fn wide(variant: Variant, plan: &GemmPlan, outs: &[Tensor]) -> usize {
     let Variant::Mma(_) = variant else { return 1 };
     let wide = outs.iter().map(|t| 16 / t.dtype.size()).min().unwrap_or(1).min(8);
     for (t, at) in outs.iter().zip(&plan.others) {
@@ -365,7 +365,7 @@ fn source(
     let acc = if compute == Compute::I64 { "ulong" } else { c };
     let (first, step) = (9 + 3 * batch, 3 + batch);
     let mut operands = String::new();
-    let mut places = String::new();
+    let mut starts = String::new();
     let mut call: Vec<String> = vec![format!("({c})(value)")];
     let mut stores = String::new();
     // Writing to a String cannot fail.
@@ -374,7 +374,7 @@ fn source(
         let constant = if i < outs { "" } else { "const " };
         // No result shares elements with another operand: loads of the next element need not wait for a store.
         let _ = write!(operands, ", {constant}__global {t}_t* restrict p{i}");
-        let _ = write!(places, "const long at{i} = p.v[{at}] + batch_offset(p, z, {}); ", at + 3);
+        let _ = write!(starts, "const long at{i} = p.v[{at}] + batch_offset(p, z, {}); ", at + 3);
         let element = format!("at{i} + (i) * p.v[{}] + (j) * p.v[{}]", at + 1, at + 2);
         if i < outs {
             let _ = write!(stores, "store_{t}_{compute:?}(p{i}, {element}, y{i}); ");
@@ -440,7 +440,7 @@ fn source(
     }
     format!(
         "#define A {a}\n#define B {b}\n#define ACC {acc}\n#define BATCH {batch}\n#define PARAMS {numbers}\n{}\
-         {defines}#define OPERANDS {operands}\n#define PLACES(z) {places}\n\
+         {defines}#define OPERANDS {operands}\n#define PLACES(z) {starts}\n\
          #define FINISH(i, j, value) {{ {c} {}; epilogue({}); {stores}}}\n{}\n{TEMPLATE}{}",
         variant.defines(),
         results.join(", "),

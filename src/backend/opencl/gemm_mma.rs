@@ -1,7 +1,7 @@
 //! Matrix products on tensor cores: which problems `kernels/gemm_mma.cl` takes, and with which tiles.
 
 use crate::DType;
-use crate::backend::problem::gemm::{Operand, Plan};
+use crate::backend::problem::gemm::{GemmOperand, GemmPlan};
 use crate::backend::problem::precision;
 use crate::device::opencl::{ARRIVALS, SM_90A, TensorCores};
 
@@ -95,7 +95,7 @@ impl Mma {
     /// The kernel for this problem on a device of so many compute units; none where the matrices are too small, or not
     /// contiguous in any direction. What its tensor cores can do is asked last, for the answer takes building a kernel.
     pub(crate) fn choose(
-        plan: &Plan,
+        plan: &GemmPlan,
         a: Found,
         b: Found,
         units: usize,
@@ -115,7 +115,7 @@ impl Mma {
             return None;
         }
         let bytes = a.dtype.size();
-        let side = |t: &Operand, first: usize, k: isize, across: isize| {
+        let side = |t: &GemmOperand, first: usize, k: isize, across: isize| {
             let (along_k, line) = match (k, across) {
                 (1, line) => (true, line),
                 (line, 1) => (false, line),
@@ -139,24 +139,24 @@ impl Mma {
         (chosen.tiles(plan) <= fits).then_some(chosen)
     }
 
-    fn tiles(&self, plan: &Plan) -> usize {
+    fn tiles(&self, plan: &GemmPlan) -> usize {
         plan.m.div_ceil(self.tile.m) * plan.n.div_ceil(self.tile.n) * plan.count()
     }
 
     /// Whether a tile each occupies the device.
-    fn is_busy(&self, plan: &Plan, units: usize) -> bool {
+    fn is_busy(&self, plan: &GemmPlan, units: usize) -> bool {
         4 * self.tiles(plan) >= 3 * units
     }
 
     /// How many work-groups share a tile.
-    pub(crate) fn parts(&self, plan: &Plan, units: usize) -> Parts {
+    pub(crate) fn parts(&self, plan: &GemmPlan, units: usize) -> Parts {
         let depth = plan.k.div_ceil(self.best(plan, units).0).next_multiple_of(self.tile.k);
         Parts { count: plan.k.div_ceil(depth), depth }
     }
 
     /// The number of parts that takes the least time, and how long that is, in us. The numbers were measured on an H200;
     /// what matters is how they compare.
-    fn best(&self, plan: &Plan, units: usize) -> (usize, f64) {
+    fn best(&self, plan: &GemmPlan, units: usize) -> (usize, f64) {
         let Tile { m, n, k, wgmma, .. } = self.tile;
         let tiles = self.tiles(plan);
         // A slice: what passes until the next one is there, and the multiplications.
@@ -231,7 +231,7 @@ impl Mma {
         format!(
             "{}#define MMA \"{unit}\"\n#define BYTES {}\n#define PLANES {planes}\n#define TILE_M {m}\n#define TILE_N {n}\n\
              #define TILE_K {k}\n#define WARPS_M {}\n#define WARPS_N {}\n#define STAGES {stages}\n#define AHEAD {ahead}\n\
-             #define A_ALONG_K {}\n#define B_ALONG_K {}\n#define A_TURNED {}\n#define B_TURNED {}\n\
+             #define A_ALONG_K {}\n#define B_ALONG_K {}\n#define A_TRANSPOSED {}\n#define B_TRANSPOSED {}\n\
              #define A_COPY {}\n#define B_COPY {}\n#define BAND {band}\n",
             if wgmma { SM_90A } else { "" },
             dtype.size(),
@@ -264,7 +264,7 @@ mod tests {
             offset: 0,
         };
         let (a, b, out) = (layout(m, k, pad), layout(k, n, 0), layout(m, n, 0));
-        let plan = Plan::new(&a, &b, &out.shape, &[&out]);
+        let plan = GemmPlan::new(&a, &b, &out.shape, &[&out]);
         let found = |first| Found { dtype, first };
         Mma::choose(&plan, found(first), found(0), 132, || cores)
     }
@@ -291,7 +291,7 @@ mod tests {
             let mma = choose([m, n, k], dtype, 0, 0, cores).unwrap();
             let (a, out) = (Layout::contiguous([m, k].into()), Layout::contiguous([m, n].into()));
             let b = Layout::contiguous([k, n].into());
-            let (plan, k_of_tile) = (Plan::new(&a, &b, &out.shape, &[&out]), mma.tile.k);
+            let (plan, k_of_tile) = (GemmPlan::new(&a, &b, &out.shape, &[&out]), mma.tile.k);
             let Parts { count, depth } = mma.parts(&plan, 132);
             // All of k, none of them empty; whole slices, but for the last.
             assert!(

@@ -1,6 +1,6 @@
-//! Matrix products on OpenCL processors: how large the pieces are that stay in registers and caches.
+//! Matrix products on OpenCL processors: the sizes of blocks in registers and caches.
 
-use crate::backend::problem::gemm::Plan;
+use crate::backend::problem::gemm::GemmPlan;
 use crate::device::opencl::{ClDevice, Knob};
 
 /// Of the kernel for processors: rows and vectors in registers, and how deep and high what stays in the caches is.
@@ -21,7 +21,7 @@ impl Panel {
     }
 
     /// Rows of a work-item: as many as a block has, unless few panels leave compute units idle then.
-    pub(crate) fn height(self, plan: &Plan, width: usize, units: usize) -> usize {
+    pub(crate) fn height(self, plan: &GemmPlan, width: usize, units: usize) -> usize {
         let across = plan.n.div_ceil(self.vectors * width) * plan.count();
         let busy = (4 * units).div_ceil(across.max(1));
         let blocks = busy.clamp(plan.m.div_ceil(self.block), plan.m.div_ceil(self.rows));

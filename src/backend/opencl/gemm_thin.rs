@@ -1,6 +1,6 @@
-//! Products with a matrix of few rows on GPUs: vectors and matrices, mostly, which are as fast as the other matrix is read.
+//! Products with a matrix of few rows on GPUs: as fast as the other matrix is read.
 
-use crate::backend::problem::gemm::Plan;
+use crate::backend::problem::gemm::GemmPlan;
 
 /// What comes after the template of the other kernels.
 pub(crate) const TEMPLATE: &str = include_str!("../../../kernels/gemm_thin.cl");
@@ -34,7 +34,7 @@ impl Thin {
 
     /// The kernel for this problem on a device of so many compute units, and of so many work-items a group at most; none where
     /// the left matrix has too many rows.
-    pub(crate) fn choose(plan: &Plan, units: usize, most: usize) -> Option<Thin> {
+    pub(crate) fn choose(plan: &GemmPlan, units: usize, most: usize) -> Option<Thin> {
         if plan.m > ROWS {
             return None;
         }
@@ -85,7 +85,7 @@ mod tests {
             let (a, out) = (Layout::contiguous([m, k].into()), Layout::contiguous([m, n].into()));
             let b = Layout::contiguous(Shape::from(if transposed { [n, k] } else { [k, n] }));
             let b = if transposed { b.transpose(0, 1) } else { b };
-            Thin::choose(&Plan::new(&a, &b, &out.shape, &[&out]), 132, 1024)
+            Thin::choose(&GemmPlan::new(&a, &b, &out.shape, &[&out]), 132, 1024)
         };
         for sizes in [[1, 1, 1], [1, 10, 1 << 20], [4, 4096, 4096], [2, 1 << 20, 9], [3, 7, 0]] {
             for transposed in [false, true] {

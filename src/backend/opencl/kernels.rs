@@ -18,6 +18,13 @@ pub(crate) struct KernelKey {
     pub(crate) exprs: SmallVec<[Expr; 2]>,
 }
 
+impl KernelKey {
+    /// Of a template without formulas.
+    pub(crate) fn new(template: &'static str, params: &[u64]) -> KernelKey {
+        KernelKey { template, params: SmallVec::from_slice(params), exprs: SmallVec::new() }
+    }
+}
+
 /// `source` after what is common to every kernel: fault codes, storage types, loads and stores, random bits.
 pub(crate) fn with_prelude(source: &str) -> String {
     let codes = [("INDEX", Fault::Index), ("DIVISION", Fault::DivisionByZero), ("LABEL", Fault::Label)]

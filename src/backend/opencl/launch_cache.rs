@@ -1,8 +1,8 @@
-//! Launches as they were prepared before: a thread's next launch of the same operation over operands that lie in the same
-//! way is looked up, not worked out again.
+//! A thread's cache of launch plans: the next launch of the same operation over operands of the same layouts is looked up
+//! instead of planned again.
 //!
-//! What was looked at to prepare it is the [`Key`]: of tensors all but where their storages are, and of where they begin in
-//! these only how that is aligned. Nothing of the tensors is kept.
+//! The [`Key`] holds everything that a plan depends on: of tensors their dtypes and layouts, and of where they begin only the
+//! alignment. The cache keeps no tensor.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -60,7 +60,7 @@ pub(crate) struct Entry {
     numbers: SmallVec<[u64; 8]>,
     exprs: SmallVec<[Expr; 2]>,
     tensors: SmallVec<[(DType, Layout); 4]>,
-    pub(crate) prepared: LaunchPlan,
+    pub(crate) plan: LaunchPlan,
 }
 
 /// The slot of the cache that a missing entry belongs in.
@@ -93,32 +93,32 @@ impl Key<'_> {
         })
     }
 
-    fn is(&self, known: &Entry) -> bool {
+    fn is(&self, entry: &Entry) -> bool {
         let alike = |(t, (dtype, layout)): (&&Tensor, &(DType, Layout))| {
             t.dtype == *dtype && t.device() == self.device && t.layout.lies_like(layout, ALIGNED)
         };
-        (self.of, self.device) == (known.of, known.device)
-            && self.numbers.len() == known.numbers.len()
-            && self.numbers.iter().zip(&known.numbers).all(|(a, b)| a == b)
-            && self.exprs == &known.exprs[..]
-            && self.tensors.len() == known.tensors.len()
-            && self.tensors.iter().zip(&known.tensors).all(alike)
+        (self.of, self.device) == (entry.of, entry.device)
+            && self.numbers.len() == entry.numbers.len()
+            && self.numbers.iter().zip(&entry.numbers).all(|(a, b)| a == b)
+            && self.exprs == &entry.exprs[..]
+            && self.tensors.len() == entry.tensors.len()
+            && self.tensors.iter().zip(&entry.tensors).all(alike)
     }
 }
 
 /// What was prepared for a launch like this one, or where to keep it.
 pub(crate) fn find(key: &Key) -> std::result::Result<Rc<Entry>, Slot> {
-    let place = Slot { hash: key.hash(), tuned: times_tuned() };
+    let slot = Slot { hash: key.hash(), tuned: times_tuned() };
     let found = TABLE.try_with(|table| {
-        let table = table.try_borrow().ok().filter(|table| table.tuned == place.tuned)?;
-        let set = table.slots.get(place.set()..place.set() + WAYS)?;
-        let known = |(hash, known): &'_ (u64, Option<Rc<Entry>>)| match known {
-            Some(known) if *hash == place.hash && key.is(known) => Some(Rc::clone(known)),
+        let table = table.try_borrow().ok().filter(|table| table.tuned == slot.tuned)?;
+        let set = table.slots.get(slot.set()..slot.set() + WAYS)?;
+        let hit = |(hash, entry): &'_ (u64, Option<Rc<Entry>>)| match entry {
+            Some(entry) if *hash == slot.hash && key.is(entry) => Some(Rc::clone(entry)),
             _ => None,
         };
-        set.iter().find_map(known)
+        set.iter().find_map(hit)
     });
-    found.ok().flatten().ok_or(place)
+    found.ok().flatten().ok_or(slot)
 }
 
 impl Slot {
@@ -127,10 +127,10 @@ impl Slot {
     }
 
     /// Keeps it for the next launch like this one, instead of another one where there is no room.
-    pub(crate) fn keep(self, key: &Key, prepared: LaunchPlan) -> Rc<Entry> {
+    pub(crate) fn keep(self, key: &Key, plan: LaunchPlan) -> Rc<Entry> {
         let tensors = key.tensors.iter().map(|t| (t.dtype, t.layout.clone())).collect();
         let (numbers, exprs) = (SmallVec::from_slice(key.numbers), key.exprs.iter().cloned().collect());
-        let known = Rc::new(Entry { of: key.of, device: key.device, numbers, exprs, tensors, prepared });
+        let entry = Rc::new(Entry { of: key.of, device: key.device, numbers, exprs, tensors, plan });
         let _ = TABLE.try_with(|table| {
             let Ok(mut table) = table.try_borrow_mut() else { return };
             if table.tuned != self.tuned || table.slots.is_empty() {
@@ -141,21 +141,21 @@ impl Slot {
             table.kept += 1;
             let oldest = table.kept % WAYS;
             let set = &mut table.slots[self.set()..self.set() + WAYS];
-            let way = set.iter().position(|(_, known)| known.is_none()).unwrap_or(oldest);
-            set[way] = (self.hash, Some(Rc::clone(&known)));
+            let way = set.iter().position(|(_, entry)| entry.is_none()).unwrap_or(oldest);
+            set[way] = (self.hash, Some(Rc::clone(&entry)));
         });
-        known
+        entry
     }
 }
 
 /// Launches what the key says: as it was prepared before, or else as `prepare` does it.
 pub(crate) fn launch(key: &Key, params: Params, prepare: impl FnOnce() -> Result<LaunchPlan>) -> Result<Rc<Entry>> {
-    let known = match find(key) {
-        Ok(known) => known,
-        Err(place) => place.keep(key, prepare()?),
+    let entry = match find(key) {
+        Ok(entry) => entry,
+        Err(slot) => slot.keep(key, prepare()?),
     };
-    known.prepared.launch(key.tensors, params)?;
-    Ok(known)
+    entry.plan.launch(key.tensors, params)?;
+    Ok(entry)
 }
 
 #[cfg(test)]

@@ -27,12 +27,12 @@ pub(crate) struct KernelLaunch {
     global: usize,
     local: usize,
     /// The indices, in the list, of the tensors that the kernel is given; [`Argument`]s and [`Word`]s index into this.
-    takes: Vec<usize>,
-    slots: Vec<Argument>,
+    buffers: Vec<usize>,
+    arguments: Vec<Argument>,
     /// The words of the structs that are passed by value.
     words: Vec<i64>,
-    /// The words that are known only at the call, and their indices in `words`.
-    late: Vec<(usize, Word)>,
+    /// The words that are filled only at the call, and their indices in `words`.
+    deferred: Vec<(usize, Word)>,
 }
 
 /// An argument of the kernel.
@@ -70,8 +70,8 @@ pub(crate) enum Word {
 
 impl LaunchPlan {
     /// Of one launch.
-    pub(crate) fn one(device: &'static ClDevice, ready: KernelLaunch) -> LaunchPlan {
-        LaunchPlan::new(device, None, [ready])
+    pub(crate) fn one(device: &'static ClDevice, launch: KernelLaunch) -> LaunchPlan {
+        LaunchPlan::new(device, None, [launch])
     }
 
     /// Of launches in this order, with as many elements of scratch memory.
@@ -83,34 +83,34 @@ impl LaunchPlan {
         LaunchPlan { device, scratch, launches: launches.into_iter().collect() }
     }
 
-    /// Whether tensor `k` of the list is given to a kernel.
-    pub(crate) fn takes(&self, k: usize) -> bool {
-        self.launches.iter().any(|ready| ready.takes.contains(&k))
+    /// Whether a kernel is given tensor `k` of the list.
+    pub(crate) fn uses(&self, k: usize) -> bool {
+        self.launches.iter().any(|launch| launch.buffers.contains(&k))
     }
 
     /// Launches it with these tensors, which lie as those it was prepared for.
     pub(crate) fn launch(&self, tensors: &[&Tensor], params: Params) -> Result<()> {
         let Some((count, dtype)) = self.scratch else {
-            return self.launches.iter().try_for_each(|ready| ready.launch(self.device, tensors, params));
+            return self.launches.iter().try_for_each(|launch| launch.launch(self.device, tensors, params));
         };
         let scratch = Tensor::empty_like_shape(count, dtype, self.device.device())?;
         let tensors: SmallVec<[&Tensor; 8]> = tensors.iter().copied().chain([&scratch]).collect();
-        self.launches.iter().try_for_each(|ready| ready.launch(self.device, &tensors, params))
+        self.launches.iter().try_for_each(|launch| launch.launch(self.device, &tensors, params))
     }
 }
 
 impl KernelLaunch {
     /// A launch over at least so many work-items in groups of so many, as yet without arguments.
     pub(crate) fn new(kernel: Arc<ClKernel>, global: usize, local: usize) -> KernelLaunch {
-        let (takes, slots, words, late) = Default::default();
-        KernelLaunch { kernel, global, local, takes, slots, words, late }
+        let (buffers, arguments, words, deferred) = Default::default();
+        KernelLaunch { kernel, global, local, buffers, arguments, words, deferred }
     }
 
     /// The next argument is the buffer of tensor `k`: its number among those that the kernel is given.
     pub(crate) fn buffer(&mut self, k: usize) -> usize {
-        self.takes.push(k);
-        self.slots.push(Argument::Buffer((self.takes.len() - 1) as u32));
-        self.takes.len() - 1
+        self.buffers.push(k);
+        self.arguments.push(Argument::Buffer((self.buffers.len() - 1) as u32));
+        self.buffers.len() - 1
     }
 
     /// The next two arguments are the buffer of tensor `k` and where in it the tensor begins.
@@ -121,80 +121,80 @@ impl KernelLaunch {
     /// [`tensor`](Self::tensor) from `skip` elements after its first on, counted in units of so many elements.
     pub(crate) fn tensor_from(&mut self, k: usize, skip: isize, unit: usize) {
         let of = self.buffer(k) as u32;
-        self.slots.push(Argument::Offset { of, unit: unit as u32, skip });
+        self.arguments.push(Argument::Offset { of, unit: unit as u32, skip });
     }
 
     /// The next arguments are the same at every call.
     pub(crate) fn args(&mut self, args: impl IntoIterator<Item = Arg<'static>>) {
-        self.slots.extend(args.into_iter().map(Argument::Fixed));
+        self.arguments.extend(args.into_iter().map(Argument::Fixed));
     }
 
     /// The next argument is a struct of these words.
     pub(crate) fn words(&mut self, words: impl IntoIterator<Item = i64>) {
         let from = self.words.len() as u32;
         self.words.extend(words);
-        self.slots.push(Argument::Words(from, self.words.len() as u32));
+        self.arguments.push(Argument::Words(from, self.words.len() as u32));
     }
 
     /// The call brings this word of those given so far.
-    pub(crate) fn late(&mut self, word: usize, what: Word) {
-        self.late.push((word, what));
+    pub(crate) fn defer(&mut self, word: usize, what: Word) {
+        self.deferred.push((word, what));
     }
 
     /// The next arguments are so many scalars of a call, as the type computed in.
     pub(crate) fn scalars(&mut self, count: usize, compute: Compute) {
-        self.slots.push(Argument::Scalars(count as u32, compute));
+        self.arguments.push(Argument::Scalars(count as u32, compute));
     }
 
     /// The next arguments are so many seeds of a call.
     pub(crate) fn seeds(&mut self, count: usize) {
-        self.slots.push(Argument::Seeds(count as u32));
+        self.arguments.push(Argument::Seeds(count as u32));
     }
 
     /// The next argument is what faults are recorded in.
     pub(crate) fn faults(&mut self) {
-        self.slots.push(Argument::Faults);
+        self.arguments.push(Argument::Faults);
     }
 
     /// The next argument is the counters of work-groups that are done.
     pub(crate) fn arrivals(&mut self) {
-        self.slots.push(Argument::Arrivals);
+        self.arguments.push(Argument::Arrivals);
     }
 
     /// The next argument is the first of these counters that is this stream's.
     pub(crate) fn first_arrival(&mut self) {
-        self.slots.push(Argument::FirstArrival);
+        self.arguments.push(Argument::FirstArrival);
     }
 
     fn launch(&self, device: &'static ClDevice, tensors: &[&Tensor], params: Params) -> Result<()> {
-        let mut places: SmallVec<[BufferView; 10]> = SmallVec::new();
-        for &k in &self.takes {
+        let mut views: SmallVec<[BufferView; 10]> = SmallVec::new();
+        for &k in &self.buffers {
             match tensors[k].device_view() {
-                Ok(place) => places.push(place),
+                Ok(view) => views.push(view),
                 Err(error) => return Err(error),
             }
         }
         let first_arrival = || device.current_stream().index() * ARRIVALS;
-        let mut known: SmallVec<[i64; 64]> = SmallVec::new();
-        let words = match self.late[..] {
+        let mut filled: SmallVec<[i64; 64]> = SmallVec::new();
+        let words = match self.deferred[..] {
             [] => &self.words[..],
             _ => {
-                known.extend_from_slice(&self.words);
-                for &(word, what) in &self.late {
-                    known[word] = match what {
-                        Word::First(of) => places[of].first_element() as i64,
+                filled.extend_from_slice(&self.words);
+                for &(word, what) in &self.deferred {
+                    filled[word] = match what {
+                        Word::First(of) => views[of].first_element() as i64,
                         Word::FirstArrival => first_arrival() as i64,
                     };
                 }
-                &known[..]
+                &filled[..]
             }
         };
         let mut args: SmallVec<[Arg; 32]> = SmallVec::new();
-        for slot in &self.slots {
-            let arg = match *slot {
-                Argument::Buffer(of) => places[of as usize].buffer(),
+        for argument in &self.arguments {
+            let arg = match *argument {
+                Argument::Buffer(of) => views[of as usize].buffer(),
                 Argument::Offset { of, unit, skip } => {
-                    let first = places[of as usize].first_element().wrapping_add_signed(skip);
+                    let first = views[of as usize].first_element().wrapping_add_signed(skip);
                     Arg::U64(if unit == 1 { first } else { first / unit as usize } as u64)
                 }
                 Argument::Fixed(arg) => arg,

@@ -4,11 +4,12 @@ mod source;
 
 use smallvec::SmallVec;
 
+use crate::backend::opencl::geometry::WIDEST;
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::launch_cache::{self, Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
-use crate::backend::opencl::reduce::WIDEST;
 use crate::backend::problem::map::{Formulas, Launch, in_place, is_clear_of};
+use crate::backend::problem::operand::OperandKind;
 use crate::device::DeviceKind;
 use crate::device::cpu::streaming;
 use crate::device::opencl::{Arg, ClDevice, Knob};
@@ -19,38 +20,41 @@ use crate::{Compute, DType, Result, Tensor};
 /// Local memory that tiles may take, where there is as much.
 const TILES: usize = 32 << 10;
 
-/// How an operand's offset is found: part of the kernel, so that the common cases cost no index arithmetic.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Access {
-    /// Element `e` of the walk is element `e` of the operand.
-    Contiguous,
-    /// One element for all.
-    Broadcast,
-    /// By the walk's dims and strides.
-    Strided,
-}
-
 /// What a work-item reads or writes of an operand.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Reach {
     /// One element, or one for several positions.
     One,
-    /// Neighbours, at once.
-    Neighbours,
+    /// A vector of neighbours.
+    Vector,
     /// One element of a tile in local memory.
     Tile,
 }
 
 #[derive(Clone, Copy)]
-struct Operand {
+struct MapOperand {
     dtype: DType,
-    access: Access,
+    /// How its offset is found: part of the kernel, so that the common cases cost no index arithmetic.
+    kind: OperandKind,
     reach: Reach,
     /// An input that the expressions never read is not passed.
     used: bool,
 }
 
-type Operands = SmallVec<[Operand; 6]>;
+impl MapOperand {
+    /// Whether its offset is found by dims and strides; that of a row that is repeated is, too.
+    fn is_strided(&self) -> bool {
+        matches!(self.kind, OperandKind::Strided | OperandKind::RowBroadcast(_))
+    }
+
+    /// What tells its code from others'.
+    fn code(&self) -> u64 {
+        let kind = if self.is_strided() { 2 } else { u64::from(self.kind == OperandKind::Scalar) };
+        (self.dtype as u64) << 8 | (self.reach as u64) << 4 | kind << 1 | u64::from(self.used)
+    }
+}
+
+type MapOperands = SmallVec<[MapOperand; 6]>;
 
 /// How a launch is shared out: see `kernels/elementwise.cl`.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -63,10 +67,10 @@ enum Form {
         /// Results that no cache holds are stored past it; likewise below.
         streamed: bool,
     },
-    /// Tiles of `side` x `side` over the innermost dim and dim `turn`; processors move whole lines of them.
+    /// Tiles of `side` x `side` over the innermost dim and this one; processors move whole lines of them.
     Tiled {
         side: usize,
-        turn: usize,
+        dim: usize,
         lines: Option<Lines>,
     },
 }
@@ -86,17 +90,17 @@ pub(crate) fn run(formulas: &Formulas) -> Result<()> {
     // A storage that is read and written through different views is not looked up: its inputs are copied.
     let slot = match !in_place || inputs.iter().all(|t| is_clear_of(t, outputs)) {
         true => match launch_cache::find(&key) {
-            Ok(known) => return known.prepared.launch(&tensors, params),
+            Ok(entry) => return entry.plan.launch(&tensors, params),
             Err(slot) => Some(slot),
         },
         false => None,
     };
     formulas.checked(Program::kept(exprs), true, |launch, copied| {
-        let prepared = prepare(launch)?;
+        let plan = prepare(launch)?;
         let tensors: SmallVec<[&Tensor; 8]> = launch.inputs.iter().chain(outputs.iter().copied()).collect();
-        prepared.launch(&tensors, params)?;
+        plan.launch(&tensors, params)?;
         if let Some(slot) = slot.filter(|_| !copied) {
-            slot.keep(&key, prepared);
+            slot.keep(&key, plan);
         }
         Ok(())
     })
@@ -108,16 +112,12 @@ pub(crate) fn prepare(launch: &Launch) -> Result<LaunchPlan> {
     let tensors: SmallVec<[&Tensor; 6]> = launch.inputs.iter().chain(launch.outputs.iter().copied()).collect();
     let inputs = launch.inputs.len();
     // In the order in which the results lie in memory. Random numbers count positions in the shape's own.
-    let reordered = if gpu && launch.program.seeds() == 0 { launch.walk.in_order_of(inputs) } else { None };
-    let walk = reordered.as_ref().unwrap_or(&launch.walk);
-    let mut operands: Operands = (0..tensors.len())
-        .map(|k| Operand {
+    let reordered = if gpu && launch.program.seeds() == 0 { launch.strided.in_order_of(inputs) } else { None };
+    let strided = reordered.as_ref().unwrap_or(&launch.strided);
+    let mut operands: MapOperands = (0..tensors.len())
+        .map(|k| MapOperand {
             dtype: tensors[k].dtype,
-            access: match () {
-                _ if walk.is_contiguous(k) => Access::Contiguous,
-                _ if walk.strides[k].iter().all(|&s| s == 0) => Access::Broadcast,
-                _ => Access::Strided,
-            },
+            kind: OperandKind::of_dims(strided, k),
             reach: Reach::One,
             used: k >= inputs || launch.program.exprs().iter().any(|e| e.uses_input(k)),
         })
@@ -126,8 +126,8 @@ pub(crate) fn prepare(launch: &Launch) -> Result<LaunchPlan> {
     let streamed = !gpu && is_streamed(launch);
     // PoCL vectorises functions across work-items, but not loads and stores.
     let form = match gpu || !launch.program.calls_functions() {
-        true => vectors(walk, &tensors, streamed, &mut operands)
-            .or_else(|| tiles(device, walk, launch, streamed, &mut operands)),
+        true => vectors(strided, &tensors, streamed, &mut operands)
+            .or_else(|| tiles(device, strided, launch, streamed, &mut operands)),
         false => None,
     };
     let form = form.unwrap_or_else(|| Form::Scalar { per_item: if gpu { device.tuned(Knob::MapLoads) } else { 1 } });
@@ -136,8 +136,8 @@ pub(crate) fn prepare(launch: &Launch) -> Result<LaunchPlan> {
         Form::Tiled { .. } if !gpu => 1,
         _ => device.tuned(Knob::MapGroup).min(1 << most.ilog2()),
     };
-    let strided = operands.iter().any(|o| o.access == Access::Strided);
-    let rank = if strided { walk.dims.len() } else { 0 };
+    let has_strides = operands.iter().any(|o| o.is_strided());
+    let rank = if has_strides { strided.dims.len() } else { 0 };
     // With room for the last group's positions past the end: were they to wrap, an in-place result would be computed twice.
     let wide = count >= u32::MAX as usize - WIDEST * local;
 
@@ -149,22 +149,21 @@ pub(crate) fn prepare(launch: &Launch) -> Result<LaunchPlan> {
         match form {
             Form::Scalar { per_item } => per_item as u64,
             Form::Vector { width, streamed } => 1 << 8 | width as u64 | u64::from(streamed) << 24,
-            Form::Tiled { side, turn, lines } => {
+            Form::Tiled { side, dim, lines } => {
                 let streamed = lines.is_some_and(|lines| lines.streamed);
-                2 << 8 | side as u64 | (turn as u64) << 16 | u64::from(streamed) << 24 | (local as u64) << 32
+                2 << 8 | side as u64 | (dim as u64) << 16 | u64::from(streamed) << 24 | (local as u64) << 32
             }
         },
     ]);
     // Four operands a word, so that keys of usual length are not on the heap.
-    let code = |o: &Operand| (o.dtype as u64) << 8 | (o.reach as u64) << 4 | (o.access as u64) << 1 | u64::from(o.used);
-    params.extend(operands.chunks(4).map(|four| four.iter().fold(1, |word, o| word << 15 | code(o))));
+    params.extend(operands.chunks(4).map(|four| four.iter().fold(1, |word, o| word << 15 | o.code())));
     let key = KernelKey { template: "elementwise", params, exprs: SmallVec::from(launch.program.exprs()) };
     let kernel =
         kernel(device, key, "elementwise", || source::write(device, launch, &operands, form, local, rank, wide))?;
 
     let (counts, items): (SmallVec<[usize; 2]>, _) = match form {
-        Form::Tiled { side, turn, .. } => {
-            let (columns, rows) = (walk.dims[rank - 1], walk.dims[turn]);
+        Form::Tiled { side, dim, .. } => {
+            let (columns, rows) = (strided.dims[rank - 1], strided.dims[dim]);
             let (across, down) = (columns.div_ceil(side), rows.div_ceil(side));
             (SmallVec::from_slice(&[across, down]), across * down * (count / columns / rows) * local)
         }
@@ -174,20 +173,20 @@ pub(crate) fn prepare(launch: &Launch) -> Result<LaunchPlan> {
     };
     // Where the source does not say the size of its groups, the driver may allow no more than 256.
     let local = if matches!(form, Form::Tiled { .. }) { local } else { local.min(kernel.max_work_group()) };
-    let mut ready = KernelLaunch::new(kernel, items, local);
-    operands.iter().enumerate().filter(|(_, o)| o.used).for_each(|(k, _)| ready.tensor(k));
-    if strided {
+    let mut kernel_launch = KernelLaunch::new(kernel, items, local);
+    operands.iter().enumerate().filter(|(_, o)| o.used).for_each(|(k, _)| kernel_launch.tensor(k));
+    if has_strides {
         // `layout_t` in the source.
-        let strides = walk.strides.iter().flatten().map(|&s| s as i64);
-        ready.words(walk.dims.iter().map(|&d| d as i64).chain(strides));
+        let strides = strided.strides.iter().flatten().map(|&s| s as i64);
+        kernel_launch.words(strided.dims.iter().map(|&d| d as i64).chain(strides));
     }
-    ready.scalars(launch.program.scalars(), launch.compute);
-    ready.seeds(launch.program.seeds());
+    kernel_launch.scalars(launch.program.scalars(), launch.compute);
+    kernel_launch.seeds(launch.program.seeds());
     if launch.program.can_fault(launch.compute) {
-        ready.faults();
+        kernel_launch.faults();
     }
-    ready.args(counts.into_iter().map(|n| if wide { Arg::U64(n as u64) } else { Arg::U32(n as u32) }));
-    Ok(LaunchPlan::one(device, ready))
+    kernel_launch.args(counts.into_iter().map(|n| if wide { Arg::U64(n as u64) } else { Arg::U32(n as u32) }));
+    Ok(LaunchPlan::one(device, kernel_launch))
 }
 
 /// Whether a processor had best store the results past its caches. Not in place: what was read is in them.
@@ -200,9 +199,9 @@ fn is_streamed(launch: &Launch) -> bool {
 
 /// Several neighbours along the innermost dim a work-item, where every operand has them one after another, or one for all,
 /// and starts and steps by whole groups of them: the largest elements then move 16 bytes at a time.
-fn vectors(walk: &StridedDims, tensors: &[&Tensor], streamed: bool, operands: &mut Operands) -> Option<Form> {
-    let (&inner, outer) = walk.dims.split_last()?;
-    let step = |k: usize| walk.strides[k][outer.len()];
+fn vectors(strided: &StridedDims, tensors: &[&Tensor], streamed: bool, operands: &mut MapOperands) -> Option<Form> {
+    let (&inner, outer) = strided.dims.split_last()?;
+    let step = |k: usize| strided.strides[k][outer.len()];
     let largest =
         operands.iter().enumerate().filter(|(k, o)| o.used && step(*k) != 0).map(|(_, o)| o.dtype.size()).max()?;
     let width = WIDEST / largest;
@@ -210,7 +209,7 @@ fn vectors(walk: &StridedDims, tensors: &[&Tensor], streamed: bool, operands: &m
         0 => true,
         1 => {
             let whole = |s: &isize| s.unsigned_abs().is_multiple_of(width);
-            tensors[k].layout.offset.is_multiple_of(width) && walk.strides[k][..outer.len()].iter().all(whole)
+            tensors[k].layout.offset.is_multiple_of(width) && strided.strides[k][..outer.len()].iter().all(whole)
         }
         _ => false,
     };
@@ -220,7 +219,7 @@ fn vectors(walk: &StridedDims, tensors: &[&Tensor], streamed: bool, operands: &m
         return None;
     }
     for (_, operand) in operands.iter_mut().enumerate().filter(|(k, o)| o.used && step(*k) == 1) {
-        operand.reach = Reach::Neighbours;
+        operand.reach = Reach::Vector;
     }
     Some(Form::Vector { width, streamed })
 }
@@ -228,20 +227,22 @@ fn vectors(walk: &StridedDims, tensors: &[&Tensor], streamed: bool, operands: &m
 /// Tiles, in local memory on GPUs, where the results are neighbours along the innermost dim and some inputs along another.
 fn tiles(
     device: &ClDevice,
-    walk: &StridedDims,
+    strided: &StridedDims,
     launch: &Launch,
     streamed: bool,
-    operands: &mut Operands,
+    operands: &mut MapOperands,
 ) -> Option<Form> {
-    let (inputs, last) = (launch.inputs.len(), walk.dims.len().checked_sub(1)?);
-    if launch.program.seeds() > 0 || (inputs..operands.len()).any(|k| walk.strides[k][last] != 1) {
+    let (inputs, last) = (launch.inputs.len(), strided.dims.len().checked_sub(1)?);
+    if launch.program.seeds() > 0 || (inputs..operands.len()).any(|k| strided.strides[k][last] != 1) {
         return None;
     }
-    let turned =
-        |k: usize, d: usize| operands[k].used && walk.strides[k][d] == 1 && !matches!(walk.strides[k][last], 0 | 1);
+    let transposed = |k: usize, d: usize| {
+        operands[k].used && strided.strides[k][d] == 1 && !matches!(strided.strides[k][last], 0 | 1)
+    };
     // Short dims would leave tiles empty.
-    let turn = (0..last).find(|&d| walk.dims[d] >= 8 && walk.dims[last] >= 8 && (0..inputs).any(|k| turned(k, d)))?;
-    let size: usize = (0..inputs).filter(|&k| turned(k, turn)).map(|k| operands[k].dtype.size()).sum();
+    let dim = (0..last)
+        .find(|&d| strided.dims[d] >= 8 && strided.dims[last] >= 8 && (0..inputs).any(|k| transposed(k, d)))?;
+    let size: usize = (0..inputs).filter(|&k| transposed(k, dim)).map(|k| operands[k].dtype.size()).sum();
     let info = device.info();
     let (side, lines) = match info.kind {
         DeviceKind::Cpu => (device.tuned(Knob::TurnLine), Some(Lines { streamed })),
@@ -250,14 +251,14 @@ fn tiles(
             ([device.tuned(Knob::TurnTile), 32].into_iter().find(fits)?, None)
         }
     };
-    let tiled: SmallVec<[bool; 6]> = (0..operands.len()).map(|k| k < inputs && turned(k, turn)).collect();
+    let tiled: SmallVec<[bool; 6]> = (0..operands.len()).map(|k| k < inputs && transposed(k, dim)).collect();
     for (operand, tiled) in operands.iter_mut().zip(tiled) {
         operand.reach = if tiled { Reach::Tile } else { Reach::One };
-        if operand.access == Access::Contiguous {
-            operand.access = Access::Strided;
+        if operand.kind == OperandKind::Contiguous {
+            operand.kind = OperandKind::Strided;
         }
     }
-    Some(Form::Tiled { side, turn, lines })
+    Some(Form::Tiled { side, dim, lines })
 }
 
 /// A host number as a kernel argument of the type computed in.

@@ -6,6 +6,7 @@ pub(crate) mod gemm;
 pub(crate) mod gemm_mma;
 pub(crate) mod gemm_panel;
 pub(crate) mod gemm_thin;
+pub(crate) mod geometry;
 pub(crate) mod interpolate;
 pub(crate) mod kernels;
 pub(crate) mod launch_cache;
@@ -30,22 +31,11 @@ pub(crate) mod window;
 mod device_tests;
 
 use crate::backend::Backend;
-use crate::backend::problem::attention::Blocking;
-use crate::backend::problem::conv::Convolution;
-use crate::backend::problem::cross_entropy::CrossEntropy;
-use crate::backend::problem::gemm::Gemm;
-use crate::backend::problem::index::{Combine, Indexed};
-use crate::backend::problem::interpolation::Resize;
-use crate::backend::problem::map::Formulas;
-use crate::backend::problem::norm::{Channels, Rows};
-use crate::backend::problem::recording::Recorder;
-use crate::backend::problem::reduction::Reduction;
-use crate::backend::problem::scan::Scan;
-use crate::backend::problem::select::{Chosen, Nth};
-use crate::backend::problem::sequence::Sequence;
-use crate::backend::problem::softmax::Softmax;
-use crate::backend::problem::tuning::Tuning;
-use crate::backend::problem::windows::{Task, Windows};
+use crate::backend::problem::{
+    Blocking, Chosen, Combine, Formulas, Gemm, Indexed, LabelEntropy, Normalisation, Nth, Recorder, Reduction, Resize,
+    Scan, Sequence, Softmax, Task, Tuning, Views, Windows,
+};
+use crate::backend::written;
 use crate::device::opencl;
 use crate::layout::Layout;
 use crate::{Device, Result, Shape, Tensor};
@@ -54,141 +44,50 @@ use crate::{Device, Result, Shape, Tensor};
 pub(crate) struct OpenCl;
 
 impl Backend for OpenCl {
-    fn map(&self, formulas: &Formulas) -> Result<()> {
-        map::run(formulas)
-    }
-
-    fn sequence(&self, values: Sequence, out: &Tensor) -> Result<bool> {
-        sequence::run(values, out)
-    }
-
-    fn join(&self, _: &Tensor, _: &[&Tensor], _: usize) -> Result<bool> {
-        Ok(false)
-    }
-
-    fn zeroed(&self, _: &Tensor, _: isize, _: isize) -> Result<Option<Tensor>> {
-        Ok(None)
-    }
-
-    fn gemm(&self, product: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
-        gemm::run(product, shape, outs)
-    }
-
-    fn reduce(&self, reduction: &Reduction) -> Result<()> {
-        reduce::run(reduction)
-    }
-
-    fn scan(&self, scan: Scan, x: &Tensor, d: usize, values: &Tensor, indices: Option<&Tensor>) -> Result<()> {
-        scan::run(scan, x, d, values, indices)
-    }
-
-    fn sort(&self, x: &Tensor, d: usize, descending: bool, values: &Tensor, indices: &Tensor) -> Result<()> {
-        sort::run(x, d, descending, values, indices)
-    }
-
-    fn search(&self, x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right: bool, out: &Tensor) -> Result<()> {
-        sort::search(x, lines, step, v, right, out)
-    }
-
-    fn first(&self, x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Chosen>> {
-        if x.numel() == 0 { Ok(None) } else { select::first(x, d, k, descending) }
-    }
-
-    fn nth(&self, x: &Tensor, d: usize, nth: Nth) -> Result<Option<Chosen>> {
-        if x.numel() == 0 { Ok(None) } else { select::nth(x, d, nth) }
-    }
-
-    fn gather(&self, g: &Indexed, out: &Tensor) -> Result<()> {
-        gather::gather(g, out)
-    }
-
-    fn scatter(&self, g: &Indexed, combine: Combine, target: &Tensor, layout: &Layout, d: usize) -> Result<()> {
-        gather::scatter(g, combine, target, layout, d)
-    }
-
-    fn linear_index(
-        &self,
-        op: &'static str,
-        index: &Tensor,
-        out: &Tensor,
-        axis: (usize, isize),
-        base: Option<i64>,
-    ) -> Result<()> {
-        gather::linear(op, index, out, axis, base)
-    }
-
-    fn one_hot(&self, op: &'static str, x: &Tensor, out: &Tensor, classes: usize) -> Result<()> {
-        gather::one_hot(op, x, out, classes)
-    }
-
-    fn nonzero(&self, x: &Tensor, _: &dyn Fn() -> Result<Tensor>, dims: &[usize]) -> Result<Tensor> {
-        nonzero::indices(x, dims)
-    }
-
-    fn masked_select(&self, x: &Tensor, mask: &Tensor) -> Result<Option<Tensor>> {
-        nonzero::selected(x, mask).map(Some)
-    }
-
-    fn softmax(&self, softmax: &Softmax) -> Result<()> {
-        softmax::run(softmax)
-    }
-
-    fn cross_entropy(
-        &self,
-        logits: &Tensor,
-        labels: &Tensor,
-        options: CrossEntropy,
-        grad: Option<&Tensor>,
-    ) -> Result<Tensor> {
-        cross_entropy::cross_entropy(logits, labels, options, grad)
-    }
-
-    fn norm(&self, rows: &Rows) -> Result<()> {
-        norm::run(rows, rows.x.device())
-    }
-
-    fn repeat_norm(&self, given: &Rows, numbers: &[u64; 4]) -> Result<bool> {
-        norm::repeat(given, numbers)
-    }
-
-    fn norm_of_views(&self, rows: &Rows, given: &Rows, numbers: &[u64; 4]) -> Result<()> {
-        norm::run_views(rows, given, numbers)
-    }
-
-    fn norm_columns(&self, x: &Tensor, rows: usize, n: usize) -> Result<Option<Tensor>> {
-        norm::columns(x, rows, n)
-    }
-
-    fn normalise_channels(&self, _: &Tensor, _: Channels, _: f64) -> Result<Option<Tensor>> {
-        Ok(None)
-    }
-
-    fn has_variance(&self) -> bool {
-        true
-    }
-
-    fn variance(&self, rows: &Tensor, out: &Tensor, freedom: f64, root: bool) -> Result<bool> {
-        norm::variance(rows, out, freedom, root)
-    }
-
-    fn convolution(&self, _: Windows, _: &Tensor, _: &Tensor, _: usize, _: bool) -> Option<Box<dyn Convolution>> {
-        None
-    }
-
-    fn unfold(&self, windows: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> {
-        window::unfold(windows, x, out, inside)
-    }
-
-    fn fold(&self, windows: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> {
-        window::fold(windows, columns, out)
-    }
-
-    fn pool(&self, windows: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> {
-        window::run(windows, task, x, index, out)
-    }
-
-    fn interpolate(&self, resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -> Result<()> {
-        interpolate::run(resize, x, out, transposed)
+    methods! {
+        map(formulas: &Formulas) -> Result<()> = map::run(formulas);
+        sequence(values: Sequence, out: &Tensor) -> Result<bool> = sequence::run(values, out);
+        gemm(product: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> = gemm::run(product, shape, outs);
+        reduce(reduction: &Reduction) -> Result<()> = reduce::run(reduction);
+        scan(scan: Scan, x: &Tensor, d: usize, values: &Tensor, indices: Option<&Tensor>) -> Result<()> =
+            scan::run(scan, x, d, values, indices);
+        sort(x: &Tensor, d: usize, descending: bool, values: &Tensor, indices: &Tensor) -> Result<()> =
+            sort::run(x, d, descending, values, indices);
+        search(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right: bool, out: &Tensor) -> Result<()> =
+            sort::search(x, lines, step, v, right, out);
+        first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Chosen>> =
+            if x.numel() == 0 { Ok(None) } else { select::first(x, d, k, descending) };
+        nth(x: &Tensor, d: usize, nth: Nth) -> Result<Option<Chosen>> =
+            if x.numel() == 0 { Ok(None) } else { select::nth(x, d, nth) };
+        gather(g: &Indexed, out: &Tensor) -> Result<()> = gather::gather(g, out);
+        scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &Layout, d: usize) -> Result<()> =
+            gather::scatter(g, combine, target, layout, d);
+        linear_index(
+            op: &'static str, index: &Tensor, out: &Tensor, axis: (usize, isize), base: Option<i64>
+        ) -> Result<()> =
+            gather::linear(op, index, out, axis, base);
+        one_hot(op: &'static str, x: &Tensor, out: &Tensor, classes: usize) -> Result<()> =
+            gather::one_hot(op, x, out, classes);
+        nonzero(x: &Tensor, _: &dyn Fn() -> Result<Tensor>, dims: &[usize]) -> Result<Tensor> =
+            nonzero::indices(x, dims).map(written);
+        masked_select(x: &Tensor, mask: &Tensor) -> Result<Option<Tensor>> =
+            nonzero::selected(x, mask).map(written).map(Some);
+        softmax(softmax: &Softmax) -> Result<()> = softmax::run(softmax);
+        cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> = cross_entropy::cross_entropy(entropy).map(written);
+        norm(rows: &Normalisation) -> Result<()> = norm::run(rows);
+        norm_forward(given: &Normalisation, numbers: &[u64; 4], views: &dyn Fn() -> Result<Views>) -> Result<()> =
+            norm::forward(given, numbers, views);
+        norm_columns(x: &Tensor, rows: usize, n: usize) -> Result<Option<Tensor>> = norm::columns(x, rows, n);
+        has_variance() -> bool = true;
+        variance(rows: &Tensor, out: &Tensor, freedom: f64, root: bool) -> Result<bool> =
+            norm::variance(rows, out, freedom, root);
+        unfold(windows: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> =
+            window::unfold(windows, x, out, inside);
+        fold(windows: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> = window::fold(windows, columns, out);
+        pool(windows: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> =
+            window::run(windows, task, x, index, out);
+        interpolate(resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -> Result<()> =
+            interpolate::run(resize, x, out, transposed);
     }
 
     fn record(&self, device: Device) -> Result<Box<dyn Recorder>> {

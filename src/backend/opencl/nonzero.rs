@@ -1,16 +1,16 @@
-//! Where a tensor is not zero, on OpenCL: `kernels/count.cl`. The counts of chunks are read back, for how many there are in all; they
-//! also say, on the device, where the places of each chunk begin.
+//! The indices of what is not zero, on OpenCL: `kernels/nonzero.cl`. Chunks are counted, the counts are read back for the size of
+//! the result, and on the device they also say where the indices of each chunk begin.
 
 use smallvec::SmallVec;
 
+use crate::backend::opencl::geometry::{STRIDED_DIMS, arguments, bits_type, group_size, index_type, is_wide, words};
 use crate::backend::opencl::kernels::{KernelKey, kernel};
-use crate::backend::opencl::reduce::{WALK, group_size, is_wide};
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice};
 use crate::layout::collapse::StridedDims;
 use crate::{Compute, DType, Result, Tensor};
 
-const TEMPLATE: &str = include_str!("../../../kernels/count.cl");
+const TEMPLATE: &str = include_str!("../../../kernels/nonzero.cl");
 
 /// Elements that a work-item of a group takes at a time.
 const PER: usize = 16;
@@ -71,7 +71,6 @@ impl Counts<'_> {
         if self.total > 0 {
             self.launch(stage, out)?;
         }
-        out.storage.bump_version();
         Ok(out.shallow_clone())
     }
 
@@ -81,13 +80,10 @@ impl Counts<'_> {
         let group = group_size(self.device);
         let local = if cpu { 1 } else { group };
         let axes = |t: &Tensor| {
-            let walk = StridedDims::new(mask.shape(), [t.strides()]);
-            match walk.dims.is_empty() {
-                true => (1, SmallVec::from_slice(&[1, 0])),
-                false => (walk.dims.len(), words(&walk)),
-            }
+            let dims = StridedDims::new(mask.shape(), [t.strides()]);
+            (dims.dims.len().max(1), words(&dims))
         };
-        let (rank, walk) = axes(mask);
+        let (rank, strided) = axes(mask);
         let (from_rank, from) = if let Stage::Elements(x) = stage { axes(x) } else { Default::default() };
         let (tag, of) = match stage {
             Stage::Count => (0, 0),
@@ -96,22 +92,21 @@ impl Counts<'_> {
         };
         let wide = is_wide([n + self.chunk]);
         let params = [mask.dtype as u64, rank as u64, tag, of as u64, u64::from(wide)];
-        let key = KernelKey { template: "count", params: SmallVec::from_slice(&params), exprs: SmallVec::new() };
-        let kernel = kernel(self.device, key, "count", || {
+        let kernel = kernel(self.device, KernelKey::new("count", &params), "count", || {
             let stage = match stage {
                 Stage::Count => "#define COUNT\n".to_owned(),
                 Stage::Rows(dims) => format!("#define ROWS\n#define RANK {}\n", dims.len()),
                 Stage::Elements(x) => {
-                    let v = ["uchar", "ushort", "uint", "ulong"][x.dtype.size().ilog2() as usize];
+                    let v = bits_type(x.dtype.size());
                     format!("#define ELEMENTS\n#define NV {from_rank}\n#define V {v}\n")
                 }
             };
-            let idx = if wide { "ulong" } else { "uint" };
+            let idx = index_type(wide);
             // What a comparison of vectors gives.
             let truth = if mask.dtype.compute() == Compute::F32 { "int" } else { "long" };
             let a = mask.dtype;
             format!(
-                "#define A {a}\n#define NK {rank}\n#define IDX {idx}\n#define GROUP {group}\n#define MASK {truth}\n{stage}{WALK}{TEMPLATE}"
+                "#define A {a}\n#define NK {rank}\n#define IDX {idx}\n#define GROUP {group}\n#define MASK {truth}\n{stage}{STRIDED_DIMS}{TEMPLATE}"
             )
         })?;
         let sizes: SmallVec<[u64; 8]> = match stage {
@@ -120,15 +115,9 @@ impl Counts<'_> {
         };
         let v = if let Stage::Elements(x) = stage { Some(x.device_view()?) } else { None };
         let (x, counts, y) = (mask.device_view()?, self.counts.device_view()?, out.device_view()?);
-        let mut args: SmallVec<[Arg; 16]> = SmallVec::from_slice(&[
-            x.buffer(),
-            x.offset(),
-            counts.buffer(),
-            counts.offset(),
-            Arg::Bytes(bytemuck::cast_slice(&walk)),
-            Arg::U64(n as u64),
-            Arg::U64(self.chunk as u64),
-        ]);
+        let numbers = [n, self.chunk].map(|n| Arg::U64(n as u64));
+        let mut args =
+            arguments(&[&x, &counts], [Arg::Bytes(bytemuck::cast_slice(&strided))].into_iter().chain(numbers));
         if matches!(stage, Stage::Count) {
             return self.device.launch(&kernel, &args, &[chunks * local], &[local]);
         }
@@ -140,10 +129,4 @@ impl Counts<'_> {
         args.push(Arg::U64(self.total as u64));
         self.device.launch(&kernel, &args, &[chunks * local], &[local])
     }
-}
-
-/// Sizes, then strides.
-fn words(walk: &StridedDims) -> SmallVec<[i64; 16]> {
-    let sizes = walk.dims.iter().map(|&n| n as i64);
-    sizes.chain(walk.strides[0].iter().map(|&s| s as i64)).collect()
 }

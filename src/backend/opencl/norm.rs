@@ -2,17 +2,19 @@
 
 use smallvec::SmallVec;
 
+use crate::backend::opencl::geometry::{
+    STRIDED_DIMS, group_size, groups_kept, is_wide, types, vector_defines, vector_width,
+};
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::launch_cache;
 use crate::backend::opencl::launch_cache::{Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
-use crate::backend::opencl::reduce::{WALK, group_size, is_wide, vector_defines, vector_width};
 use crate::backend::problem::map::Params;
-use crate::backend::problem::norm::Rows;
+use crate::backend::problem::norm::{Normalisation, Views};
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice};
 use crate::tensor::Layout;
-use crate::{Compute, Device, Result, Tensor};
+use crate::{Compute, Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/norm.cl");
 
@@ -22,42 +24,33 @@ const REGISTERS: usize = 32 << 10;
 /// Rows that a work-item of GPUs adds the columns of, at most: more in one chain would round too often.
 const ADDED: usize = 64;
 
-pub(crate) fn run(rows: &Rows, device: Device) -> Result<()> {
+pub(crate) fn run(rows: &Normalisation) -> Result<()> {
     let (tensors, numbers) = (rows.tensors(), [switches(rows), rows.eps.to_bits()]);
-    let key = Key { of: OpKind::NormRows, device, numbers: &numbers, exprs: &[], tensors: &tensors };
+    let key = Key { of: OpKind::NormRows, device: rows.x.device(), numbers: &numbers, exprs: &[], tensors: &tensors };
     launch_cache::launch(&key, Params::default(), || prepare(rows)).map(drop)
 }
 
-/// The key of a forward by the tensors as they are given, before they are views of four dims.
-fn key<'a>(tensors: &'a [&'a Tensor], numbers: &'a [u64; 4]) -> Key<'a> {
-    Key { of: OpKind::Norm, device: tensors[0].device(), numbers, exprs: &[], tensors }
-}
-
-/// Launches a forward as it was launched before for tensors like these; whether it was.
-pub(crate) fn repeat(given: &Rows, numbers: &[u64; 4]) -> Result<bool> {
+/// Launches a forward as it was launched before for tensors like these, or else of their views.
+pub(crate) fn forward(given: &Normalisation, numbers: &[u64; 4], views: &dyn Fn() -> Result<Views>) -> Result<()> {
     let tensors = given.tensors();
-    match launch_cache::find(&key(&tensors, numbers)) {
-        Ok(known) => known.prepared.launch(&tensors, Params::default()).map(|()| true),
-        Err(_) => Ok(false),
-    }
-}
-
-/// Launches a forward of views, and keeps it for [`repeat`] where they are views of what is given.
-pub(crate) fn run_views(rows: &Rows, given: &Rows, numbers: &[u64; 4]) -> Result<()> {
-    let (views, tensors) = (rows.tensors(), given.tensors());
-    let prepared = prepare(rows)?;
-    prepared.launch(&views, Params::default())?;
-    let key = key(&tensors, numbers);
-    if let (true, Err(slot)) =
-        (views.iter().zip(&tensors).all(|(view, t)| view.shares_storage(t)), launch_cache::find(&key))
-    {
-        slot.keep(&key, prepared);
+    let key = Key { of: OpKind::Norm, device: given.x.device(), numbers, exprs: &[], tensors: &tensors };
+    let slot = match launch_cache::find(&key) {
+        Ok(entry) => return entry.plan.launch(&tensors, Params::default()),
+        Err(slot) => slot,
+    };
+    let views = views()?;
+    let rows = given.of(&views);
+    let (views, plan) = (rows.tensors(), prepare(&rows)?);
+    plan.launch(&views, Params::default())?;
+    // A copy of an operand has another storage at the next call.
+    if views.iter().zip(&tensors).all(|(view, t)| view.shares_storage(t)) {
+        slot.keep(&key, plan);
     }
     Ok(())
 }
 
 /// What a kernel is made with besides types and sizes, a bit each.
-fn switches(rows: &Rows) -> u64 {
+fn switches(rows: &Normalisation) -> u64 {
     let given = [rows.z, rows.weight, rows.bias, rows.sums, rows.columns].map(|t| t.is_some());
     let variance = [rows.variance.is_some(), rows.variance == Some(true)];
     given.into_iter().chain(variance).chain([rows.rms]).fold(0, |bits, on| bits << 1 | u64::from(on))
@@ -80,7 +73,7 @@ struct Schedule {
 }
 
 impl Schedule {
-    fn choose(device: &ClDevice, rows: &Rows) -> Schedule {
+    fn choose(device: &ClDevice, rows: &Normalisation) -> Schedule {
         let (width, each) = width(device, rows);
         let numbers = registers(rows.x, rows.z.is_some(), rows.columns.is_some());
         let whole = Schedule::whole(device, rows.len(), width, numbers, rows.columns.is_some());
@@ -97,17 +90,14 @@ impl Schedule {
             _ => n.div_ceil((4 * width).min(KEPT / numbers)).max(4),
         };
         let lanes = lanes.next_power_of_two().min(if n * numbers <= 1 << 14 { 512 } else { 1024 }).min(largest);
-        let kept = match n.div_ceil(width * lanes) {
-            k @ ..=4 => k,
-            k => k.next_power_of_two(),
-        };
+        let kept = groups_kept(n, width * lanes);
         let filled = kept * width * numbers;
         let schedule = Schedule { width, each: false, lanes, group: most.max(lanes), kept, slices: 0, chunk: 0 };
         (must || filled <= KEPT && filled * lanes <= REGISTERS).then_some(schedule)
     }
 
     /// As many slices as one group combines with a load each.
-    fn sliced(device: &ClDevice, rows: &Rows, width: usize, numbers: usize) -> Schedule {
+    fn sliced(device: &ClDevice, rows: &Normalisation, width: usize, numbers: usize) -> Schedule {
         let (n, group) = (rows.len(), group_size(device));
         let kept = (KEPT / 2 / width / numbers).max(1);
         let block = group * kept * width;
@@ -115,7 +105,7 @@ impl Schedule {
         Schedule { width, each: false, lanes: group, group, kept, slices: n.div_ceil(chunk), chunk }
     }
 
-    fn defines(&self, rows: &Rows) -> String {
+    fn defines(&self, rows: &Normalisation) -> String {
         let Schedule { lanes, group, kept, .. } = self;
         let each = if self.each { "#define EACH\n" } else { "" };
         let columns = if rows.columns.is_some() { "#define COLUMNS\n" } else { "" };
@@ -136,7 +126,7 @@ fn registers(x: &Tensor, backward: bool, columns: bool) -> usize {
 }
 
 /// How many elements are loaded at once, and whether weights are too.
-fn width(device: &ClDevice, rows: &Rows) -> (usize, bool) {
+fn width(device: &ClDevice, rows: &Normalisation) -> (usize, bool) {
     let inner = rows.x.shape().dims()[3];
     let starts = |t: &Tensor| -> SmallVec<[isize; 4]> {
         let strides = t.strides()[..3].iter().zip(t.shape().dims()).filter(|(_, n)| **n > 1).map(|(s, _)| *s);
@@ -169,32 +159,35 @@ pub(crate) fn columns(x: &Tensor, count: usize, n: usize) -> Result<Option<Tenso
     Tensor::empty_like_shape([parts, 2, n], x.dtype.compute().dtype(), x.device()).map(Some)
 }
 
-/// Tensors of the launch are those of [`Rows::tensors`].
-pub(crate) fn prepare(rows: &Rows) -> Result<LaunchPlan> {
+/// Tensors of the launch are those of [`Normalisation::tensors`].
+pub(crate) fn prepare(rows: &Normalisation) -> Result<LaunchPlan> {
     let device = rows.x.cl_device()?;
     if device.info().kind == DeviceKind::Cpu {
-        return Ok(LaunchPlan::one(device, ready(device, rows, "", None, (rows.count(), 1))?));
+        return Ok(LaunchPlan::one(device, kernel_launch(device, rows, "", None, (rows.count(), 1))?));
     }
     let schedule = Schedule::choose(device, rows);
     if schedule.slices == 0 {
         let slots = rows.columns.map_or(rows.count(), |parts| parts.shape().dims()[0]);
         let global = slots.div_ceil(schedule.group / schedule.lanes) * schedule.group;
-        return Ok(LaunchPlan::one(device, ready(device, rows, "", Some(&schedule), (global, schedule.group))?));
+        return Ok(LaunchPlan::one(
+            device,
+            kernel_launch(device, rows, "", Some(&schedule), (global, schedule.group))?,
+        ));
     }
     let numbers = registers(rows.x, rows.z.is_some(), false);
     let schedule = Schedule { each: schedule.each, ..Schedule::sliced(device, rows, schedule.width, numbers) };
     let groups = rows.count() * schedule.slices;
     let applied = if rows.variance.is_some() { rows.count() } else { groups };
-    let parts = ready(device, rows, "PARTS", Some(&schedule), (groups * schedule.group, schedule.group))?;
-    let apply = ready(device, rows, "APPLY", Some(&schedule), (applied * schedule.group, schedule.group))?;
+    let parts = kernel_launch(device, rows, "PARTS", Some(&schedule), (groups * schedule.group, schedule.group))?;
+    let apply = kernel_launch(device, rows, "APPLY", Some(&schedule), (applied * schedule.group, schedule.group))?;
     let scratch = (2 * groups, rows.x.dtype.compute().dtype());
     Ok(LaunchPlan::new(device, Some(scratch), [parts, apply]))
 }
 
 /// One launch. `part`: what of it a launch of slices is.
-fn ready(
+fn kernel_launch(
     device: &'static ClDevice,
-    rows: &Rows,
+    rows: &Normalisation,
     part: &str,
     schedule: Option<&Schedule>,
     (global, local): (usize, usize),
@@ -211,44 +204,40 @@ fn ready(
     let spread =
         (spread | schedule.map_or(0, |schedule| usize::from(schedule.each)) << 1 | usize::from(part == "APPLY")) as u64;
     let spread = spread | u64::from(!part.is_empty()) << 2;
-    let params = SmallVec::from_slice(&[dtype as u64, switched, spread]);
-    let kernel = kernel(device, KernelKey { template: "norm", params, exprs: SmallVec::new() }, "norm", || {
+    let params = [dtype as u64, switched, spread];
+    let kernel = kernel(device, KernelKey::new("norm", &params), "norm", || {
         let given = [rows.z, rows.weight, rows.bias, rows.sums].map(|t| t.is_some());
         let names = ["BACKWARD", "WEIGHT", "BIAS", "WEIGHTED_ROWS", "RMS", "FLAT"];
         let on =
             names.iter().zip(given.into_iter().chain([rows.rms, flat])).filter(|(_, on)| *on).map(|(name, _)| *name);
         let on = on.chain([part].into_iter().filter(|part| !part.is_empty()));
         let defines: String = on.map(|name| format!("#define {name}\n")).collect();
-        let (acc, idx) = (dtype.compute(), if wide { "ulong" } else { "uint" });
         let spread = schedule.map_or_else(String::new, |schedule| schedule.defines(rows));
-        format!(
-            "#define A {dtype}\n#define ACC {}\n#define ACC_NAME {acc:?}\n#define IDX {idx}\n{spread}{defines}{WALK}{TEMPLATE}",
-            acc.cl_name()
-        )
+        types(dtype, wide) + &spread + &defines + STRIDED_DIMS + TEMPLATE
     })?;
     let dims = rows.x.shape().dims();
     let sizes = [dims[1], dims[2], dims[3]].map(|d| d as i64);
     let strided = [Some(rows.x), Some(rows.y), rows.z, rows.weight, rows.bias];
     let strides = strided.iter().flat_map(|t| t.unwrap_or(rows.x).strides().iter().map(|&s| s as i64));
-    let mut ready = KernelLaunch::new(kernel, global, local);
+    let mut launch = KernelLaunch::new(kernel, global, local);
     let of_rows = tensors.len() - usize::from(rows.columns.is_some());
     if let Some(columns) = rows.columns {
-        ready.tensor(of_rows);
-        ready.args([Arg::U32(count.div_ceil(columns.shape().dims()[0]) as u32)]);
+        launch.tensor(of_rows);
+        launch.args([Arg::U32(count.div_ceil(columns.shape().dims()[0]) as u32)]);
     }
-    (0..of_rows).for_each(|k| ready.tensor(k));
-    ready.words(sizes.into_iter().chain(strides));
+    (0..of_rows).for_each(|k| launch.tensor(k));
+    launch.words(sizes.into_iter().chain(strides));
     let eps = match dtype.compute() {
         Compute::F64 => Arg::F64(rows.eps),
         _ => Arg::F32(rows.eps as f32),
     };
-    ready.args([Arg::U64(count as u64), eps]);
+    launch.args([Arg::U64(count as u64), eps]);
     if let Some(schedule) = schedule.filter(|_| !part.is_empty()) {
         // Two numbers are an element of the scratch memory, which comes after all tensors.
-        ready.tensor_from(tensors.len(), 0, 2);
-        ready.args([Arg::U32(schedule.slices as u32), Arg::U64(schedule.chunk as u64)]);
+        launch.tensor_from(tensors.len(), 0, 2);
+        launch.args([Arg::U32(schedule.slices as u32), Arg::U64(schedule.chunk as u64)]);
     }
-    Ok(ready)
+    Ok(launch)
 }
 
 /// The sums of squared deviations over `freedom`, or their roots, of the rows of x, four dims of which the last two are a row, into as many
@@ -263,8 +252,8 @@ pub(crate) fn variance(x: &Tensor, out: &Tensor, freedom: f64, root: bool) -> Re
     let (z, weight, bias, sums, columns) = Default::default();
     // The kernel writes no statistics.
     let (statistics, variance, rms) = (&y, Some(root), false);
-    let rows = Rows { x, y: &y, z, weight, bias, statistics, sums, columns, eps: freedom, rms, variance };
-    run(&rows, x.device())?;
+    let rows = Normalisation { x, y: &y, z, weight, bias, statistics, sums, columns, eps: freedom, rms, variance };
+    run(&rows)?;
     out.storage.bump_version();
     Ok(true)
 }

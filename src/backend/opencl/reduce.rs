@@ -1,42 +1,22 @@
-//! Reductions on OpenCL: which of `kernels/reduce.cl`'s ways to go, and whether in one launch or two.
+//! Reductions on OpenCL: the schedule of `kernels/reduce.cl`, and whether it takes one launch or two.
 
 use smallvec::SmallVec;
 
+use crate::backend::opencl::geometry::{
+    STRIDED_DIMS, flag, group_size, index_type, is_wide, lanes, vector_defines, vector_width,
+};
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::launch_cache::{self, Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
 use crate::backend::problem::map::Params;
-use crate::backend::problem::reduction::{Axes, Combination, Element, Plan, Reduction, Rule};
+use crate::backend::problem::reduction::{Axes, Combination, Element, Reduction, ReductionPlan, Rule};
 use crate::device::DeviceKind;
 use crate::device::opencl::{ARRIVALS, Arg, ClDevice};
 use crate::expr::Expr;
 use crate::expr::program::Program;
 use crate::{Compute, DType, Result, Tensor};
 
-pub(crate) const WALK: &str = include_str!("../../../kernels/walk.cl");
 const TEMPLATE: &str = include_str!("../../../kernels/reduce.cl");
-
-/// Work-items a group, unless a kernel has reasons for another number.
-pub(crate) fn group_size(device: &ClDevice) -> usize {
-    let most = device.info().max_work_group.clamp(1, 256);
-    1 << most.ilog2()
-}
-
-/// Counts that fit in 31 bits are computed in 32: their divisions are several times faster.
-pub(crate) fn is_wide(counts: impl IntoIterator<Item = usize>) -> bool {
-    counts.into_iter().any(|n| n >= 1 << 31)
-}
-
-/// The widest loads and stores of GPUs, in bytes.
-pub(crate) const WIDEST: usize = 16;
-
-/// How many neighbours GPUs load at once where an operand's elements lie in a row and `starts` are where rows begin: as
-/// many as 16 bytes have, or one.
-pub(crate) fn vector_width(device: &ClDevice, dtype: DType, mut starts: impl Iterator<Item = isize>) -> usize {
-    let width = WIDEST / dtype.size();
-    let whole = device.info().kind != DeviceKind::Cpu && starts.all(|s| s.unsigned_abs().is_multiple_of(width));
-    if whole { width } else { 1 }
-}
 
 /// What a launch reads and writes: elements, or in the stages of an argmax partial results.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -58,7 +38,7 @@ pub(crate) fn run(reduction: &Reduction) -> Result<()> {
 }
 
 /// Tensors of a launch are the elements, the results, and where there are partial results those.
-pub(crate) fn prepare(rule: &Rule, t: &Tensor, plan: &Plan, out: &Tensor) -> Result<LaunchPlan> {
+pub(crate) fn prepare(rule: &Rule, t: &Tensor, plan: &ReductionPlan, out: &Tensor) -> Result<LaunchPlan> {
     let device = t.cl_device()?;
     let (acc, arg) = (rule.accumulator(t.dtype), rule.combination.is_arg());
     let schedule = Schedule::choose(device, plan, vector(device, arg, t.dtype, plan));
@@ -66,20 +46,24 @@ pub(crate) fn prepare(rule: &Rule, t: &Tensor, plan: &Plan, out: &Tensor) -> Res
     let start = plan.start as isize - t.layout.offset as isize;
     if schedule.slices == 1 {
         let whole = Kind { rule, input: t.dtype, output: out.dtype, acc, stage: Stage::Whole };
-        return Ok(LaunchPlan::one(device, whole.ready(device, (0, start), 1, plan, &schedule, plan.n)?));
+        return Ok(LaunchPlan::one(device, whole.kernel_launch(device, (0, start), 1, plan, &schedule, plan.n)?));
     }
     // Partial results: of the accumulator's type, or 16 bytes with value and index.
     let count = plan.outs * schedule.slices;
     let partial = Some(if arg { (2 * count, DType::I64) } else { (count, acc.dtype()) });
     if schedule.meets(device) {
         let both = Kind { rule, input: t.dtype, output: out.dtype, acc, stage: Stage::Together };
-        return Ok(LaunchPlan::new(device, partial, [both.ready(device, (0, start), 1, plan, &schedule, plan.n)?]));
+        return Ok(LaunchPlan::new(
+            device,
+            partial,
+            [both.kernel_launch(device, (0, start), 1, plan, &schedule, plan.n)?],
+        ));
     }
     let stage = if arg { Stage::First } else { Stage::Whole };
     let (first, second) = rule.stages();
     let first = Kind { rule: &first, input: t.dtype, output: acc.dtype(), acc, stage };
-    let first = first.ready(device, (0, start), 2, plan, &schedule, plan.n)?;
-    let rest = Plan {
+    let first = first.kernel_launch(device, (0, start), 2, plan, &schedule, plan.n)?;
+    let rest = ReductionPlan {
         start: 0,
         kept: Axes::one(plan.outs, schedule.slices as isize),
         reduced: Axes::one(schedule.slices, 1),
@@ -91,13 +75,13 @@ pub(crate) fn prepare(rule: &Rule, t: &Tensor, plan: &Plan, out: &Tensor) -> Res
     // Pairs are 16 bytes.
     let width = if arg { 1 } else { vector(device, arg, acc.dtype(), &rest) };
     let schedule = Schedule { slices: 1, chunk: rest.n, ..Schedule::choose(device, &rest, width) };
-    let second = second.ready(device, (2, 0), 1, &rest, &schedule, plan.n)?;
+    let second = second.kernel_launch(device, (2, 0), 1, &rest, &schedule, plan.n)?;
     Ok(LaunchPlan::new(device, partial, [first, second]))
 }
 
 /// Elements of a tensor of this dtype that a work-item takes at once: several where those of a result lie in a row, or where neighbouring
 /// results have theirs side by side.
-fn vector(device: &ClDevice, arg: bool, dtype: DType, plan: &Plan) -> usize {
+fn vector(device: &ClDevice, arg: bool, dtype: DType, plan: &ReductionPlan) -> usize {
     let by_column = plan.by_column();
     let rows = plan.reduced.rank() == 1 && plan.reduced.inner().1 == 1;
     if !(rows || by_column && plan.kept.inner().1 == 1) || (arg && by_column) {
@@ -130,7 +114,7 @@ struct Schedule {
 }
 
 impl Schedule {
-    fn choose(device: &ClDevice, plan: &Plan, width: usize) -> Schedule {
+    fn choose(device: &ClDevice, plan: &ReductionPlan, width: usize) -> Schedule {
         let units = device.info().compute_units.max(1);
         let (outs, n) = (plan.outs, plan.n);
         if device.info().kind == DeviceKind::Cpu {
@@ -177,20 +161,6 @@ impl Schedule {
     }
 }
 
-/// Work-items of a group of `group` that share a row of n elements. `by_column`: rows that are neighbours are read
-/// together, at least 8 (a sector of memory), more while there are groups `enough`.
-pub(crate) fn lanes(group: usize, by_column: bool, n: usize, columns: usize, enough: impl Fn(usize) -> bool) -> usize {
-    let most = n.next_power_of_two().min(group);
-    if !by_column {
-        return n.div_ceil(4).next_power_of_two().max(32).min(most);
-    }
-    let mut together = columns.next_power_of_two().min(32);
-    while together > 8 && !enough(together) {
-        together /= 2;
-    }
-    (group / together).clamp(1, most)
-}
-
 /// n elements in at most `wanted` slices of at least `least`, multiples of `unit`: their number and length.
 fn cut(n: usize, wanted: usize, least: usize, unit: usize) -> (usize, usize) {
     if wanted <= 1 {
@@ -212,12 +182,12 @@ struct Kind<'a> {
 impl Kind<'_> {
     /// The launch that reads tensor `x` of the list, from so many elements after its first on, and writes tensor `y`; where slices
     /// meet, the next is theirs. `number`: how many elements a result is of.
-    fn ready(
+    fn kernel_launch(
         &self,
         device: &'static ClDevice,
         (x, start): (usize, isize),
         y: usize,
-        plan: &Plan,
+        plan: &ReductionPlan,
         schedule: &Schedule,
         number: usize,
     ) -> Result<KernelLaunch> {
@@ -249,27 +219,26 @@ impl Kind<'_> {
         };
         // Pairs are 16 bytes, two elements of the tensor that holds them.
         let elements = |pairs: bool| if pairs { 2 } else { 1 };
-        let mut ready = KernelLaunch::new(kernel, schedule.global, schedule.local);
-        ready.tensor_from(x, start, elements(self.stage == Stage::Second));
-        ready.tensor_from(y, 0, elements(self.stage == Stage::First));
-        ready.words(plan.kept.words());
-        ready.words(plan.reduced.words());
-        ready.args([plan.outs, plan.n, schedule.chunk].map(|n| Arg::U64(n as u64)));
-        ready.args([Arg::U32(schedule.slices as u32), number, Arg::U32(schedule.by_column.into())]);
+        let mut launch = KernelLaunch::new(kernel, schedule.global, schedule.local);
+        launch.tensor_from(x, start, elements(self.stage == Stage::Second));
+        launch.tensor_from(y, 0, elements(self.stage == Stage::First));
+        launch.words(plan.kept.words());
+        launch.words(plan.reduced.words());
+        launch.args([plan.outs, plan.n, schedule.chunk].map(|n| Arg::U64(n as u64)));
+        launch.args([Arg::U32(schedule.slices as u32), number, Arg::U32(schedule.by_column.into())]);
         if device.info().kind != DeviceKind::Cpu {
-            ready.args([Arg::U32(schedule.lanes as u32)]);
+            launch.args([Arg::U32(schedule.lanes as u32)]);
         }
         if self.stage == Stage::Together {
-            ready.tensor_from(y + 1, 0, elements(self.rule.combination.is_arg()));
-            ready.arrivals();
-            ready.first_arrival();
+            launch.tensor_from(y + 1, 0, elements(self.rule.combination.is_arg()));
+            launch.arrivals();
+            launch.first_arrival();
         }
-        Ok(ready)
+        Ok(launch)
     }
 
-    fn source(&self, plan: &Plan, schedule: &Schedule, wide: bool, group: usize) -> String {
+    fn source(&self, plan: &ReductionPlan, schedule: &Schedule, wide: bool, group: usize) -> String {
         let integer = self.acc == Compute::I64;
-        let flag = |on: bool, name: &str| if on { format!("#define {name}\n") } else { String::new() };
         let op = match self.rule.combination {
             Combination::Add => "SUM",
             Combination::Mul => "PROD",
@@ -287,7 +256,7 @@ impl Kind<'_> {
             self.input.compute().cl_name(),
             plan.kept.rank(),
             plan.reduced.rank(),
-            if wide { "ulong" } else { "uint" },
+            index_type(wide),
             if integer { "LONG_MIN" } else { "-INFINITY" },
             if integer { "LONG_MAX" } else { "INFINITY" },
             step = if self.acc == Compute::F32 { "int" } else { "long" },
@@ -306,7 +275,7 @@ impl Kind<'_> {
         if let Some(finish) = &self.rule.finish {
             text += &(flag(true, "FINISHED") + &function(finish, self.acc, "finish"));
         }
-        text + WALK + TEMPLATE
+        text + STRIDED_DIMS + TEMPLATE
     }
 }
 
@@ -316,12 +285,4 @@ fn function(formula: &Expr, compute: Compute, name: &str) -> String {
     let (c, scalar) = (compute.cl_name(), if program.scalars() > 0 { ", n" } else { "" });
     let made = program.emit(compute, name);
     format!("{made}{c} {name}_of({c} v, {c} n)\n{{\n    {c} o;\n    {name}(v{scalar}, &o);\n    return o;\n}}\n")
-}
-
-/// VEC and WIDE_T: see the kernels that use them.
-pub(crate) fn vector_defines(dtype: DType, width: usize) -> String {
-    match width {
-        1 => "#define VEC 1\n".into(),
-        _ => format!("#define VEC {width}\n#define WIDE_T {}{width}\n", dtype.cl_storage()),
-    }
 }

@@ -1,9 +1,7 @@
 //! Scans on OpenCL: `kernels/scan.cl`, in one launch or three.
 
-use smallvec::SmallVec;
-
+use crate::backend::opencl::geometry::{STRIDED_DIMS, arguments, flag, group_size, index_type, is_wide, words};
 use crate::backend::opencl::kernels::{KernelKey, kernel};
-use crate::backend::opencl::reduce::{WALK, group_size, is_wide};
 use crate::backend::problem::lines::Lines;
 use crate::backend::problem::scan::Scan;
 use crate::device::DeviceKind;
@@ -27,12 +25,12 @@ enum Phase {
     Finish,
 }
 
-/// One scan, ready to be launched in phases.
-struct Job<'a> {
+/// One scan, to be launched in phases.
+struct ScanLaunches<'a> {
     kind: Scan,
     x: &'a Tensor,
     values: &'a Tensor,
-    places: &'a Tensor,
+    indices: &'a Tensor,
     /// Room for the totals of slices; any tensor where there are none.
     totals: &'a Tensor,
     lines: &'a Lines,
@@ -42,7 +40,7 @@ struct Job<'a> {
     group: usize,
 }
 
-pub(crate) fn run(kind: Scan, x: &Tensor, d: usize, values: &Tensor, places: Option<&Tensor>) -> Result<()> {
+pub(crate) fn run(kind: Scan, x: &Tensor, d: usize, values: &Tensor, indices: Option<&Tensor>) -> Result<()> {
     let device = x.cl_device()?;
     let lines = &Lines::new(x, d);
     let cpu = device.info().kind == DeviceKind::Cpu;
@@ -54,8 +52,8 @@ pub(crate) fn run(kind: Scan, x: &Tensor, d: usize, values: &Tensor, places: Opt
     let group = group_size(device);
     let serial = cpu || (lines.side_by_side() && lines.count >= 64 * device.info().compute_units);
     let (chunk, slices) = cut(device, lines, serial, group);
-    let places = places.unwrap_or(values);
-    let job = Job { kind, x, values, places, totals: values, lines, acc, serial, group };
+    let indices = indices.unwrap_or(values);
+    let job = ScanLaunches { kind, x, values, indices, totals: values, lines, acc, serial, group };
     if slices == 1 {
         return job.launch(device, Phase::Whole, chunk, 1);
     }
@@ -65,7 +63,7 @@ pub(crate) fn run(kind: Scan, x: &Tensor, d: usize, values: &Tensor, places: Opt
         true => Tensor::empty_like_shape(2 * count, DType::I64, x.device())?,
         false => Tensor::empty_like_shape(count, acc.dtype(), x.device())?,
     };
-    let job = Job { totals: &totals, ..job };
+    let job = ScanLaunches { totals: &totals, ..job };
     job.launch(device, Phase::Totals, chunk, slices)?;
     job.launch(device, Phase::Between, slices, slices)?;
     job.launch(device, Phase::Finish, chunk, slices)
@@ -83,7 +81,7 @@ fn cut(device: &ClDevice, lines: &Lines, serial: bool, group: usize) -> (usize, 
     (chunk, lines.n.div_ceil(chunk))
 }
 
-impl Job<'_> {
+impl ScanLaunches<'_> {
     fn launch(&self, device: &'static ClDevice, phase: Phase, chunk: usize, slices: usize) -> Result<()> {
         let lines = self.lines;
         // Between slices a line is its totals.
@@ -104,45 +102,40 @@ impl Job<'_> {
             phase as u64,
             u64::from(wide) | u64::from(self.serial) << 1,
         ];
-        let key = KernelKey { template: "scan", params: SmallVec::from_slice(&params), exprs: SmallVec::new() };
-        let kernel = kernel(device, key, "scan", || self.source(phase, wide))?;
-        let words = lines.words();
+        let kernel = kernel(device, KernelKey::new("scan", &params), "scan", || self.source(phase, wide))?;
+        let words = words(&lines.strided);
         let (x, y) = (self.x.device_view()?, self.values.device_view()?);
-        let (places, totals) = (self.places.device_view()?, self.totals.device_view()?);
+        let (indices, totals) = (self.indices.device_view()?, self.totals.device_view()?);
         // Pairs are 16 bytes, two elements of the tensor that holds them.
         let totals_at = totals.first_element() / if self.kind.is_arg() { 2 } else { 1 };
-        let args = [
-            x.buffer(),
-            x.offset(),
-            y.buffer(),
-            y.offset(),
-            places.buffer(),
-            places.offset(),
-            totals.buffer(),
-            Arg::U64(totals_at as u64),
-            Arg::Bytes(bytemuck::cast_slice(&words)),
-            Arg::U64(lines.count as u64),
-            Arg::U64(n as u64),
-            Arg::I64(lines.step as i64),
-            Arg::U64(lines.inner as u64),
-            Arg::U64(chunk as u64),
-            Arg::U64(slices_of_line as u64),
-        ];
+        let args = arguments(
+            &[&x, &y, &indices],
+            [
+                totals.buffer(),
+                Arg::U64(totals_at as u64),
+                Arg::Bytes(bytemuck::cast_slice(&words)),
+                Arg::U64(lines.count as u64),
+                Arg::U64(n as u64),
+                Arg::I64(lines.step as i64),
+                Arg::U64(lines.inner as u64),
+                Arg::U64(chunk as u64),
+                Arg::U64(slices_of_line as u64),
+            ],
+        );
         device.launch(&kernel, &args, &[global], &[local])
     }
 
     fn source(&self, phase: Phase, wide: bool) -> String {
-        let flag = |on: bool, name: &str| if on { format!("#define {name}\n") } else { String::new() };
         let op = ["SUM", "PROD", "MAX", "MIN", "LOG_SUM"][self.kind as usize];
         format!(
             "#define A {}\n#define B {}\n#define ACC {}\n#define ACC_NAME {:?}\n#define OP_{op}\n#define NK {}\n\
-             #define IDX {}\n#define PHASE {}\n#define GROUP {}\n#define PER {PER}\n{}{}{}{WALK}{TEMPLATE}",
+             #define IDX {}\n#define PHASE {}\n#define GROUP {}\n#define PER {PER}\n{}{}{}{STRIDED_DIMS}{TEMPLATE}",
             self.x.dtype,
             self.values.dtype,
             self.acc.cl_name(),
             self.acc,
             self.lines.rank(),
-            if wide { "ulong" } else { "uint" },
+            index_type(wide),
             phase as usize,
             self.group,
             flag(self.kind.is_arg(), "ARG"),

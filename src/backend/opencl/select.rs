@@ -1,9 +1,7 @@
-//! What is chosen from lines by order, on GPUs, without sorting all of them: `kernels/choose.cl`.
+//! Selection by order (top-k, k-th value, median) on GPUs, without sorting whole lines: `kernels/select.cl`.
 
-use smallvec::SmallVec;
-
+use crate::backend::opencl::geometry::{STRIDED_DIMS, arguments, flag, group_size, index_type, is_wide, words};
 use crate::backend::opencl::kernels::{KernelKey, kernel};
-use crate::backend::opencl::reduce::{WALK, group_size, is_wide};
 use crate::backend::problem::lines::Lines;
 use crate::backend::problem::select::{Chosen, Nth, with};
 use crate::device::DeviceKind;
@@ -12,11 +10,11 @@ use crate::tensor::Dims;
 use crate::{DType, Result, Tensor};
 
 const KEYS: &str = include_str!("../../../kernels/key.cl");
-const TEMPLATE: &str = include_str!("../../../kernels/choose.cl");
+const TEMPLATE: &str = include_str!("../../../kernels/select.cl");
 
 /// Shorter lines are sorted, several in a group.
 const SHORT: usize = 64;
-/// Elements that a work-item has in registers at a time, of the first ones and of one of a place; lines of which it has all are read once.
+/// Elements that a work-item has in registers at a time, of the first ones and of one of a rank; lines of which it has all are read once.
 const PER: usize = 16;
 const RESIDENT: usize = 32;
 /// Elements that it reads at a time of longer ones.
@@ -65,7 +63,7 @@ pub(crate) fn first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<
     }
 }
 
-/// The element of each line of `x` along d that has a place in ascending order; `None` where sorting is the way.
+/// The element of each line of `x` along d of a rank in ascending order; `None` where sorting is the way.
 pub(crate) fn nth(x: &Tensor, d: usize, nth: Nth) -> Result<Option<Chosen>> {
     let device = x.cl_device()?;
     let lines = Lines::new(x, d);
@@ -82,7 +80,7 @@ fn serves(device: &ClDevice, lines: &Lines) -> bool {
     device.info().kind != DeviceKind::Cpu && group_size(device) >= 64 && lines.n >= SHORT && lines.count > 0
 }
 
-/// `from`: the indices of what is chosen from, where they are not their places in the line.
+/// `from`: the indices of what is chosen from, where they are not their positions in the line.
 #[expect(clippy::too_many_arguments, reason = "what a launch is made of")]
 fn launch(
     device: &'static ClDevice,
@@ -121,35 +119,34 @@ fn launch(
             | u64::from(top) << 3
             | u64::from(resident) << 4,
     ];
-    let key = KernelKey { template: "choose", params: SmallVec::from_slice(&params), exprs: SmallVec::new() };
-    let kernel = kernel(device, key, "choose", || {
-        let flag = |on: bool, name: &str| if on { format!("#define {name}\n") } else { String::new() };
+    let kernel = kernel(device, KernelKey::new("choose", &params), "choose", || {
         format!(
             "{}#define PLACE {}\n#define NK {}\n#define IDX {}\n#define GROUP {group}\n#define PER {per}\n#define CAP {cap}\n\
-             {}{}{}{WALK}{KEYS}{TEMPLATE}",
+             {}{}{}{STRIDED_DIMS}{KEYS}{TEMPLATE}",
             crate::backend::opencl::sort::keys_of(x.dtype, descending),
             if place == DType::U32 { "uint" } else { "ulong" },
             lines.rank(),
-            if wide { "ulong" } else { "uint" },
+            index_type(wide),
             flag(top, "TOP"),
             flag(from.is_some(), "FROM"),
             flag(resident, "RESIDENT"),
         )
     })?;
-    let words = lines.words();
+    let words = words(&lines.strided);
     let values = to.values.as_ref().unwrap_or(&to.indices);
-    let (x, y, places) = (x.device_view()?, values.device_view()?, to.indices.device_view()?);
+    let (x, y, indices) = (x.device_view()?, values.device_view()?, to.indices.device_view()?);
     let from = from.unwrap_or(&to.indices).device_view()?;
-    let mut args: SmallVec<[Arg; 16]> =
-        [&x, &y, &places, &from].iter().flat_map(|p| [p.buffer(), p.offset()]).collect();
-    args.extend([
-        Arg::Bytes(bytemuck::cast_slice(&words)),
-        Arg::U64(n as u64),
-        Arg::I64(lines.step as i64),
-        Arg::U64(inner as u64),
-        Arg::U64(k as u64),
-        Arg::U32(slices as u32),
-        Arg::U32(rule),
-    ]);
+    let args = arguments(
+        &[&x, &y, &indices, &from],
+        [
+            Arg::Bytes(bytemuck::cast_slice(&words)),
+            Arg::U64(n as u64),
+            Arg::I64(lines.step as i64),
+            Arg::U64(inner as u64),
+            Arg::U64(k as u64),
+            Arg::U32(slices as u32),
+            Arg::U32(rule),
+        ],
+    );
     device.launch(&kernel, &args, &[lines.count * slices * group], &[group])
 }

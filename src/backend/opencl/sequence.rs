@@ -1,13 +1,11 @@
-//! Values told by their place: `arange` and `linspace`, on OpenCL `kernels/sequence.cl`.
+//! `arange` and `linspace` on OpenCL: `kernels/sequence.cl`.
 
-use smallvec::SmallVec;
-
+use crate::backend::opencl::geometry::{arguments, flag};
 use crate::backend::opencl::kernels::{KernelKey, kernel};
+use crate::backend::problem::sequence::Sequence;
 use crate::device::DeviceKind;
 use crate::device::opencl::Arg;
 use crate::{DType, Result, Tensor};
-
-pub(crate) use crate::backend::problem::sequence::Sequence;
 
 const TEMPLATE: &str = include_str!("../../../kernels/sequence.cl");
 
@@ -24,11 +22,9 @@ pub(crate) fn run(values: Sequence, out: &Tensor) -> Result<bool> {
     }
     // Compilers for processors vectorise across work-items.
     let per_item = if device.info().kind == DeviceKind::Cpu { 1 } else { PER_ITEM };
-    let params = SmallVec::from_slice(&[out.dtype as u64, float.into(), per_item as u64]);
-    let key = KernelKey { template: "sequence", params, exprs: SmallVec::new() };
-    let kernel = kernel(device, key, "sequence", || {
-        let float = if float { "#define FLOAT\n" } else { "" };
-        let t = out.dtype;
+    let params = [out.dtype as u64, float.into(), per_item as u64];
+    let kernel = kernel(device, KernelKey::new("sequence", &params), "sequence", || {
+        let (t, float) = (out.dtype, flag(float, "FLOAT"));
         format!("#define T {t}\n#define PER_ITEM {per_item}\n#define LOCAL {LOCAL}\n{float}{TEMPLATE}")
     })?;
     let y = out.device_view()?;
@@ -36,9 +32,9 @@ pub(crate) fn run(values: Sequence, out: &Tensor) -> Result<bool> {
         Sequence::Int { start, step } => [start, step, 0].map(Arg::I64),
         Sequence::Float { start, step, end, .. } => [start, step, end].map(Arg::F64),
     };
-    let turn = if let Sequence::Float { turn, .. } = values { turn } else { count };
-    let [count, turn] = [count, turn].map(|n| Arg::U64(n as u64));
-    let args = [y.buffer(), y.offset(), count, start, step, turn, end];
+    let middle = if let Sequence::Float { middle, .. } = values { middle } else { count };
+    let [count, middle] = [count, middle].map(|n| Arg::U64(n as u64));
+    let args = arguments(&[&y], [count, start, step, middle, end]);
     device.launch(&kernel, &args, &[out.numel().div_ceil(per_item)], &[LOCAL])?;
     Ok(true)
 }

@@ -1,22 +1,22 @@
-//! Row operations on OpenCL: `kernels/row.cl`.
+//! Softmax and its kin on OpenCL: `kernels/softmax.cl`.
 
-use smallvec::SmallVec;
-
+use crate::backend::opencl::geometry::{
+    STRIDED_DIMS, group_size, groups_kept, index_type, is_wide, lanes, vector_defines, vector_width, words,
+};
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::launch_cache::{self, Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
-use crate::backend::opencl::reduce::{WALK, group_size, is_wide, lanes, vector_defines, vector_width};
 use crate::backend::problem::map::Params;
-use crate::backend::problem::softmax::{RowOp, Rows, Softmax};
+use crate::backend::problem::softmax::{RowOp, Softmax, SoftmaxRows};
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice};
 use crate::{DType, Error, Result, Tensor};
 
-pub(crate) const TEMPLATE: &str = include_str!("../../../kernels/row.cl");
+pub(crate) const TEMPLATE: &str = include_str!("../../../kernels/softmax.cl");
 
 pub(crate) fn defines(t: &Tensor, rank: usize, wide: bool, group: usize) -> String {
     let acc = t.dtype.compute();
-    let (name, index) = (acc.cl_name(), if wide { "ulong" } else { "uint" });
+    let (name, index) = (acc.cl_name(), index_type(wide));
     let a = t.dtype;
     format!(
         "#define A {a}\n#define ACC {name}\n#define ACC_NAME {acc:?}\n#define NK {rank}\n#define IDX {index}\n#define GROUP {group}\n"
@@ -45,14 +45,14 @@ struct Schedule {
 }
 
 impl Schedule {
-    fn choose(device: &ClDevice, kind: RowOp, tensors: [&Tensor; 3], rows: &Rows) -> Schedule {
+    fn choose(device: &ClDevice, kind: RowOp, tensors: [&Tensor; 3], rows: &SoftmaxRows) -> Schedule {
         let (count, n) = (rows.count(), rows.n);
         let (units, most) = (device.info().compute_units.max(1), group_size(device));
         let largest = 1 << device.info().max_work_group.max(1).ilog2();
         // Neighbouring rows are read together where they lie closer than the elements of one.
-        let across = rows.walk.strides[0].last().copied().unwrap_or(0).unsigned_abs();
+        let across = rows.strided.strides[0].last().copied().unwrap_or(0).unsigned_abs();
         let by_column = count > 1 && n > 1 && across != 0 && across < rows.steps[0].unsigned_abs();
-        let columns = rows.walk.dims.last().copied().unwrap_or(1);
+        let columns = rows.strided.dims.last().copied().unwrap_or(1);
         // The result of logsumexp has one element a row, which is not part of this; masks are read one by one.
         let spans = match kind {
             RowOp::LogSumExp => &[0usize][..],
@@ -61,7 +61,7 @@ impl Schedule {
         };
         let in_rows = n > 1 && spans.iter().all(|&k| rows.steps[k] == 1);
         let starts = spans.iter().flat_map(|&k| {
-            let steps = rows.walk.strides[k].iter().copied();
+            let steps = rows.strided.strides[k].iter().copied();
             steps.chain([tensors[k].layout.offset as isize, n as isize])
         });
         let width = if in_rows { vector_width(device, tensors[0].dtype, starts) } else { 1 };
@@ -79,16 +79,13 @@ impl Schedule {
             false => n.div_ceil(16).next_power_of_two().max(32).min(n.next_power_of_two()).min(most),
         };
         let group = most.max(lanes);
-        let kept = match n.div_ceil(width * lanes) {
-            k @ ..=4 => k,
-            k => k.next_power_of_two(),
-        };
+        let kept = groups_kept(n, width * lanes);
         let registers = kept * width * each;
         let schedule = Schedule { by_column, width, lanes, group, kept };
         if registers <= KEPT && registers * lanes <= REGISTERS { schedule } else { schedule.read_again(device) }
     }
 
-    /// Rows that are read several times instead of kept.
+    /// SoftmaxRows that are read several times instead of kept.
     fn read_again(self, device: &ClDevice) -> Schedule {
         let group = group_size(device);
         Schedule { width: 1, lanes: self.lanes.min(group), group, kept: 0, ..self }
@@ -116,10 +113,10 @@ pub(crate) fn run(softmax: &Softmax) -> Result<()> {
 }
 
 /// Tensors of the launch are these three.
-pub(crate) fn prepare(kind: RowOp, tensors: [&Tensor; 3], rows: &Rows) -> Result<LaunchPlan> {
+pub(crate) fn prepare(kind: RowOp, tensors: [&Tensor; 3], rows: &SoftmaxRows) -> Result<LaunchPlan> {
     let [x, _, z] = tensors;
     let device = x.cl_device()?;
-    let (count, n, rank) = (rows.count(), rows.n, rows.walk.dims.len().max(1));
+    let (count, n, rank) = (rows.count(), rows.n, rows.strided.dims.len().max(1));
     let units = device.info().compute_units.max(1);
     let cpu = device.info().kind == DeviceKind::Cpu;
     let schedule = match cpu {
@@ -138,8 +135,7 @@ pub(crate) fn prepare(kind: RowOp, tensors: [&Tensor; 3], rows: &Rows) -> Result
         let spread = if schedule.kept > 0 { spread } else { 0 };
         let mask = (rows.mask.kind as u64) << 8 | z.dtype as u64;
         let params = [kind as u64, x.dtype as u64, mask, rank as u64, wide as u64, spread];
-        let key = KernelKey { template: "row", params: SmallVec::from_slice(&params), exprs: SmallVec::new() };
-        let kernel = kernel(device, key, "row", || {
+        let kernel = kernel(device, KernelKey::new("row", &params), "row", || {
             let name = match kind {
                 RowOp::Softmax => "SOFTMAX",
                 RowOp::MaskedSoftmax => {
@@ -151,7 +147,7 @@ pub(crate) fn prepare(kind: RowOp, tensors: [&Tensor; 3], rows: &Rows) -> Result
                 RowOp::LogSoftmaxGrad => "LOG_SOFTMAX_GRAD",
             };
             let defines = defines(x, rank, wide, schedule.group) + &schedule.defines(x.dtype);
-            format!("{defines}#define {name}\n{WALK}{TEMPLATE}")
+            format!("{defines}#define {name}\n{STRIDED_DIMS}{TEMPLATE}")
         })?;
         Ok::<_, Error>((kernel, global, local))
     };
@@ -164,18 +160,12 @@ pub(crate) fn prepare(kind: RowOp, tensors: [&Tensor; 3], rows: &Rows) -> Result
         let made = build(&schedule)?;
         (schedule, made)
     };
-    let mut ready = KernelLaunch::new(kernel, global, local);
-    (0..3).for_each(|k| ready.tensor(k));
-    match rows.walk.dims.is_empty() {
-        true => ready.words([1, 0, 0, 0]),
-        false => {
-            let strides = rows.walk.strides.iter().flatten().map(|&s| s as i64);
-            ready.words(rows.walk.dims.iter().map(|&d| d as i64).chain(strides));
-        }
-    }
-    ready.args([count, n].map(|n| Arg::U64(n as u64)));
-    ready.args(rows.steps.map(|s| Arg::I64(s as i64)));
-    ready.args([schedule.by_column.into(), schedule.lanes as u32].map(Arg::U32));
-    ready.args([rows.mask.causal, rows.mask.first].map(|n| Arg::U64(n as u64)));
-    Ok(LaunchPlan::one(device, ready))
+    let mut launch = KernelLaunch::new(kernel, global, local);
+    (0..3).for_each(|k| launch.tensor(k));
+    launch.words(words(&rows.strided));
+    launch.args([count, n].map(|n| Arg::U64(n as u64)));
+    launch.args(rows.steps.map(|s| Arg::I64(s as i64)));
+    launch.args([schedule.by_column.into(), schedule.lanes as u32].map(Arg::U32));
+    launch.args([rows.mask.causal, rows.mask.first].map(|n| Arg::U64(n as u64)));
+    Ok(LaunchPlan::one(device, launch))
 }

@@ -1,9 +1,9 @@
 //! Sorting on OpenCL: `kernels/sort.cl`. Blocks first, then launches that each make one run of two.
 
-use smallvec::SmallVec;
-
+use crate::backend::opencl::geometry::{
+    STRIDED_DIMS, arguments, bits_type, flag, group_size, index_type, is_wide, words,
+};
 use crate::backend::opencl::kernels::{KernelKey, kernel};
-use crate::backend::opencl::reduce::{WALK, group_size, is_wide};
 use crate::backend::problem::lines::Lines;
 use crate::device::DeviceKind;
 use crate::device::opencl::{Arg, ClDevice};
@@ -33,11 +33,11 @@ struct Runs {
     at: Tensor,
 }
 
-struct Job<'a> {
+struct SortLaunches<'a> {
     x: &'a Tensor,
     descending: bool,
     values: &'a Tensor,
-    places: &'a Tensor,
+    indices: &'a Tensor,
     lines: &'a Lines,
     block: usize,
     tile: usize,
@@ -46,7 +46,7 @@ struct Job<'a> {
     place: DType,
 }
 
-pub(crate) fn run(x: &Tensor, d: usize, descending: bool, values: &Tensor, places: &Tensor) -> Result<()> {
+pub(crate) fn run(x: &Tensor, d: usize, descending: bool, values: &Tensor, indices: &Tensor) -> Result<()> {
     let device = x.cl_device()?;
     let lines = &Lines::new(x, d);
     let n = lines.n;
@@ -55,7 +55,7 @@ pub(crate) fn run(x: &Tensor, d: usize, descending: bool, values: &Tensor, place
     let tile = if cpu { SERIAL } else { TILE * 4 / place.size() };
     let block = n.next_power_of_two().clamp(2, tile);
     let group = group_size(device).min(tile / 2);
-    let job = Job { x, descending, values, places, lines, block, tile, group, place };
+    let job = SortLaunches { x, descending, values, indices, lines, block, tile, group, place };
     let runs = || -> Result<Runs> {
         let key = if short(x.dtype) { DType::U32 } else { DType::I64 };
         let count = lines.count * n;
@@ -76,7 +76,7 @@ pub(crate) fn run(x: &Tensor, d: usize, descending: bool, values: &Tensor, place
     Ok(())
 }
 
-impl Job<'_> {
+impl SortLaunches<'_> {
     /// `last`: it writes the results.
     fn launch(
         &self,
@@ -103,39 +103,39 @@ impl Job<'_> {
             u64::from(wide) | u64::from(self.descending) << 1 | u64::from(last) << 2,
         ];
         let name = if stage == Stage::Blocks { "sort_blocks" } else { "sort_merge" };
-        let key = KernelKey { template: name, params: SmallVec::from_slice(&params), exprs: SmallVec::new() };
-        let kernel = kernel(device, key, name, || self.source(stage, last, wide))?;
-        let words = lines.words();
-        let (x, y, places) = (self.x.device_view()?, self.values.device_view()?, self.places.device_view()?);
+        let kernel = kernel(device, KernelKey::new(name, &params), name, || self.source(stage, last, wide))?;
+        let words = words(&lines.strided);
+        let (x, y, indices) = (self.x.device_view()?, self.values.device_view()?, self.indices.device_view()?);
         // Without runs nothing is read or written there.
         let [from, to] = match runs {
             Some(runs) => runs.map(|r| [&r.keys, &r.at]),
-            None => [[self.places; 2]; 2],
+            None => [[self.indices; 2]; 2],
         };
         let runs = [from[0].device_view()?, from[1].device_view()?, to[0].device_view()?, to[1].device_view()?];
-        let mut args: SmallVec<[Arg; 24]> =
-            SmallVec::from_iter([&x, &y, &places].into_iter().chain(&runs).flat_map(|p| [p.buffer(), p.offset()]));
-        args.extend([
-            Arg::Bytes(bytemuck::cast_slice(&words)),
-            Arg::U64(lines.count as u64),
-            Arg::U64(lines.n as u64),
-            Arg::I64(lines.step as i64),
-            Arg::U64(lines.inner as u64),
-            Arg::U64(run as u64),
-        ]);
+        let [a, b, c, d] = &runs;
+        let args = arguments(
+            &[&x, &y, &indices, a, b, c, d],
+            [
+                Arg::Bytes(bytemuck::cast_slice(&words)),
+                Arg::U64(lines.count as u64),
+                Arg::U64(lines.n as u64),
+                Arg::I64(lines.step as i64),
+                Arg::U64(lines.inner as u64),
+                Arg::U64(run as u64),
+            ],
+        );
         device.launch(&kernel, &args, &[global], &[local])
     }
 
     fn source(&self, stage: Stage, last: bool, wide: bool) -> String {
-        let flag = |on: bool, name: &str| if on { format!("#define {name}\n") } else { String::new() };
         format!(
             "#define {}\n{}#define PLACE {}\n#define NK {}\n#define IDX {}\n\
-             #define BLOCK {}\n#define TILE {}\n#define GROUP {}\n{}{WALK}{KEYS}{TEMPLATE}",
+             #define BLOCK {}\n#define TILE {}\n#define GROUP {}\n{}{STRIDED_DIMS}{KEYS}{TEMPLATE}",
             if stage == Stage::Blocks { "BLOCKS" } else { "MERGE" },
             keys_of(self.x.dtype, self.descending),
             if self.place == DType::U32 { "uint" } else { "ulong" },
             self.lines.rank(),
-            if wide { "ulong" } else { "uint" },
+            index_type(wide),
             self.block,
             self.tile,
             self.group,
@@ -155,7 +155,7 @@ pub(crate) fn keys_of(dtype: DType, descending: bool) -> String {
     let kind = if compute == Compute::I64 && short(dtype) { "I32".to_owned() } else { format!("{compute:?}") };
     format!(
         "#define A {dtype}\n#define V {}\n#define KEY_{kind}\n#define LOWEST {}\n{}",
-        ["uchar", "ushort", "uint", "ulong"][dtype.size().ilog2() as usize],
+        bits_type(dtype.size()),
         if dtype == DType::I32 { "0x80000000u" } else { "0" },
         if descending { "#define DESCENDING\n" } else { "" },
     )
@@ -164,35 +164,24 @@ pub(crate) fn keys_of(dtype: DType, descending: bool) -> String {
 /// Walks the lines of `x` (over the values' shape, with `step` along a line) and the values together.
 pub(crate) fn search(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right: bool, out: &Tensor) -> Result<()> {
     let device = out.cl_device()?;
-    let walk = StridedDims::new(v.shape(), [&lines.strides[..], v.strides()]);
-    let (rank, count) = (walk.dims.len().max(1), out.numel());
+    let strided = StridedDims::new(v.shape(), [&lines.strides[..], v.strides()]);
+    let (rank, count) = (strided.dims.len().max(1), out.numel());
     let wide = is_wide([count + LOCAL]);
     let params = [x.dtype as u64, rank as u64, u64::from(wide) | u64::from(right) << 1];
-    let key = KernelKey { template: "search", params: SmallVec::from_slice(&params), exprs: SmallVec::new() };
-    let kernel = kernel(device, key, "search", || {
-        let idx = if wide { "ulong" } else { "uint" };
+    let kernel = kernel(device, KernelKey::new("search", &params), "search", || {
+        let idx = index_type(wide);
         let right = if right { "#define RIGHT\n" } else { "" };
-        format!("#define SEARCH\n#define A {}\n#define NK {rank}\n#define IDX {idx}\n{right}{WALK}{TEMPLATE}", x.dtype)
+        format!(
+            "#define SEARCH\n#define A {}\n#define NK {rank}\n#define IDX {idx}\n{right}{STRIDED_DIMS}{TEMPLATE}",
+            x.dtype
+        )
     })?;
-    let mut words: SmallVec<[i64; 24]> = walk.dims.iter().map(|&d| d as i64).collect();
-    words.extend(walk.strides.iter().flatten().map(|&s| s as i64));
-    if walk.dims.is_empty() {
-        words.extend([1, 0, 0]);
-    }
+    let words = words(&strided);
     let n = x.shape().dims().last().copied().unwrap_or(1);
     // What has no elements has no memory, and is not read.
     let (x, v, y) = (if n == 0 { out } else { x }.device_view()?, v.device_view()?, out.device_view()?);
-    let args = [
-        x.buffer(),
-        x.offset(),
-        v.buffer(),
-        v.offset(),
-        y.buffer(),
-        y.offset(),
-        Arg::Bytes(bytemuck::cast_slice(&words)),
-        Arg::U64(count as u64),
-        Arg::U64(n as u64),
-        Arg::I64(step as i64),
-    ];
+    let words = Arg::Bytes(bytemuck::cast_slice(&words));
+    let others = [words, Arg::U64(count as u64), Arg::U64(n as u64), Arg::I64(step as i64)];
+    let args = arguments(&[&x, &v, &y], others);
     device.launch(&kernel, &args, &[count], &[LOCAL])
 }

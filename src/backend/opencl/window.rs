@@ -2,10 +2,8 @@
 
 use std::sync::Arc;
 
-use smallvec::SmallVec;
-
+use crate::backend::opencl::geometry::{STRIDED_DIMS, arguments, bits_type, flag, index_type, is_wide, types};
 use crate::backend::opencl::kernels::{KernelKey, kernel};
-use crate::backend::opencl::reduce::{WALK, is_wide};
 use crate::backend::problem::windows::{Task, Windows, words};
 use crate::device::opencl::{Arg, ClDevice, ClKernel};
 use crate::{DType, Result, Tensor};
@@ -37,15 +35,10 @@ fn computing(
     count: usize,
 ) -> Result<Arc<ClKernel>> {
     let (adaptive, wide, near) = (w.adaptive, is_wide([count]), is_near(w));
-    let params = SmallVec::from_slice(&[dtype as u64, adaptive as u64, wide as u64, near as u64]);
-    kernel(device, KernelKey { template: name, params, exprs: SmallVec::new() }, "window", || {
-        let (acc, idx) = (dtype.compute(), if wide { "ulong" } else { "uint" });
-        let adaptive = if adaptive { "#define ADAPTIVE\n" } else { "" };
-        let near = if near { "#define INT int\n" } else { "" };
-        format!(
-            "#define {name}\n#define A {dtype}\n#define ACC {}\n#define ACC_NAME {acc:?}\n#define IDX {idx}\n{adaptive}{near}{WALK}{TEMPLATE}",
-            acc.cl_name()
-        )
+    let params = [dtype as u64, adaptive as u64, wide as u64, near as u64];
+    kernel(device, KernelKey::new(name, &params), "window", || {
+        let switches = flag(adaptive, "ADAPTIVE") + if near { "#define INT int\n" } else { "" };
+        format!("#define {name}\n{}{switches}{STRIDED_DIMS}{TEMPLATE}", types(dtype, wide))
     })
 }
 
@@ -56,24 +49,15 @@ pub(crate) fn unfold(w: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Res
     let each = if count < device.info().compute_units * BUSY { 1 } else { w.kernel[0] };
     let items = count * w.kernel[0].div_ceil(each);
     let wide = is_wide([items]);
-    let params = SmallVec::from_slice(&[size as u64, wide as u64]);
-    let kernel = kernel(device, KernelKey { template: "UNFOLD", params, exprs: SmallVec::new() }, "window", || {
-        let v = ["uchar", "ushort", "uint", "ulong"][size.ilog2() as usize];
-        let idx = if wide { "ulong" } else { "uint" };
-        format!("#define UNFOLD\n#define V {v}\n#define IDX {idx}\n{WALK}{TEMPLATE}")
+    let params = [size as u64, wide as u64];
+    let kernel = kernel(device, KernelKey::new("UNFOLD", &params), "window", || {
+        let (v, idx) = (bits_type(size), index_type(wide));
+        format!("#define UNFOLD\n#define V {v}\n#define IDX {idx}\n{STRIDED_DIMS}{TEMPLATE}")
     })?;
     let words = words(w, x, x.strides());
     let (from, to) = (x.device_view()?, out.device_view()?);
-    let args = [
-        from.buffer(),
-        from.offset(),
-        to.buffer(),
-        to.offset(),
-        Arg::Bytes(bytemuck::cast_slice(&words)),
-        Arg::U64(count as u64),
-        Arg::U32(each as u32),
-        Arg::U32(inside.into()),
-    ];
+    let numbers = [Arg::U64(count as u64), Arg::U32(each as u32), Arg::U32(inside.into())];
+    let args = arguments(&[&from, &to], [Arg::Bytes(bytemuck::cast_slice(&words))].into_iter().chain(numbers));
     device.launch(&kernel, &args, &[items], &[LOCAL])
 }
 
@@ -83,14 +67,7 @@ pub(crate) fn fold(w: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> {
     let kernel = computing(device, "FOLD_WINDOWS", out.dtype, w, count)?;
     let words = words(w, columns, columns.strides());
     let (from, to) = (columns.device_view()?, out.device_view()?);
-    let args = [
-        from.buffer(),
-        from.offset(),
-        to.buffer(),
-        to.offset(),
-        Arg::Bytes(bytemuck::cast_slice(&words)),
-        Arg::U64(count as u64),
-    ];
+    let args = arguments(&[&from, &to], [Arg::Bytes(bytemuck::cast_slice(&words)), Arg::U64(count as u64)]);
     device.launch(&kernel, &args, &[count], &[LOCAL])
 }
 
@@ -107,12 +84,12 @@ pub(crate) fn run(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Ten
     let words = words(w, x, x.strides());
     let words = Arg::Bytes(bytemuck::cast_slice(&words));
     let (from, to, place) = (x.device_view()?, out.device_view()?, index.device_view()?);
-    let mut args: SmallVec<[Arg; 8]> = SmallVec::from_iter([from.buffer(), from.offset(), to.buffer(), to.offset()]);
-    match task {
-        Task::Max | Task::Unmax => args.extend([place.buffer(), place.offset(), words, Arg::U64(count as u64)]),
+    let number = Arg::U64(count as u64);
+    let args = match task {
+        Task::Max | Task::Unmax => arguments(&[&from, &to, &place], [words, number]),
         Task::Mean(divisor) | Task::Unmean(divisor) => {
-            args.extend([words, Arg::U64(count as u64), Arg::I64(divisor.code())]);
+            arguments(&[&from, &to], [words, number, Arg::I64(divisor.code())])
         }
-    }
+    };
     device.launch(&kernel, &args, &[count], &[LOCAL])
 }

@@ -1,6 +1,6 @@
 //! Cross-entropy of logits and labels.
 
-use crate::Tensor;
+use crate::{Result, Tensor};
 
 /// What becomes of the losses of single rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -40,4 +40,15 @@ impl Default for CrossEntropy<'_> {
     fn default() -> Self {
         CrossEntropy { reduction: LossReduction::Mean, ignore_index: -100, label_smoothing: 0.0, weight: None }
     }
+}
+
+/// Cross-entropy of logits `[N, C]` and class labels `[N]`, neither weighted nor smoothed.
+pub(crate) struct LabelEntropy<'a> {
+    pub(crate) logits: &'a Tensor,
+    pub(crate) labels: &'a Tensor,
+    pub(crate) options: CrossEntropy<'a>,
+    /// Where the gradient of the logits goes.
+    pub(crate) grad: Option<&'a Tensor>,
+    /// Counts the labels that are not ignored, on the device.
+    pub(crate) count: &'a dyn Fn() -> Result<Tensor>,
 }

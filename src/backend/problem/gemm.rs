@@ -33,7 +33,7 @@ pub(crate) struct Gemm<'a> {
 /// A matrix as the kernels see it: strides in elements along rows and columns and along each batch dimension of the
 /// plan. Element 0 is the tensor's first.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Operand {
+pub(crate) struct GemmOperand {
     pub(crate) row: isize,
     pub(crate) col: isize,
     pub(crate) batch: Dims<isize>,
@@ -41,20 +41,20 @@ pub(crate) struct Operand {
 
 /// The product as loops: `batch` of m x k times k x n.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Plan {
+pub(crate) struct GemmPlan {
     pub(crate) batch: Dims,
     pub(crate) m: usize,
     pub(crate) n: usize,
     pub(crate) k: usize,
-    pub(crate) a: Operand,
-    pub(crate) b: Operand,
+    pub(crate) a: GemmOperand,
+    pub(crate) b: GemmOperand,
     /// Results, then extras: all of the results' shape.
-    pub(crate) others: SmallVec<[Operand; 4]>,
+    pub(crate) others: SmallVec<[GemmOperand; 4]>,
 }
 
-impl Plan {
+impl GemmPlan {
     /// `others` are the layouts of results and extras, broadcast to `shape`, which is not empty.
-    pub(crate) fn new(a: &Layout, b: &Layout, shape: &Shape, others: &[&Layout]) -> Plan {
+    pub(crate) fn new(a: &Layout, b: &Layout, shape: &Shape, others: &[&Layout]) -> GemmPlan {
         let (batch, [m, n]) = split(shape.dims());
         let k = a.shape.dims()[a.shape.rank() - 1];
         let over_batch = |t: &Layout| {
@@ -71,7 +71,7 @@ impl Plan {
             let others: SmallVec<[Layout; 4]> = others.iter().map(|t| flip(t)).collect();
             let others: SmallVec<[&Layout; 4]> = others.iter().collect();
             let shape = batch.iter().copied().chain([n, m]).collect();
-            return Plan::new(&flip(&b), &flip(&a), &shape, &others).transposed();
+            return GemmPlan::new(&flip(&b), &flip(&a), &shape, &others).transposed();
         }
 
         // Where the right matrix is shared, rows and batch are one walk; its last dimension becomes the rows.
@@ -86,16 +86,16 @@ impl Plan {
             steps[1].iter_mut().for_each(|s| *s = 0);
         }
         let sizes: Shape = batch.iter().copied().chain(shared.then_some(m)).collect();
-        let walk = StridedDims::new(&sizes, steps.iter().map(|s| &s[..]));
-        let joined = shared && !walk.dims.is_empty();
-        let batch_rank = walk.dims.len() - joined as usize;
+        let strided = StridedDims::new(&sizes, steps.iter().map(|s| &s[..]));
+        let joined = shared && !strided.dims.is_empty();
+        let batch_rank = strided.dims.len() - joined as usize;
         let operand = |i: usize, row: isize, col: isize| {
-            let strides = &walk.strides[i];
+            let strides = &strided.strides[i];
             let row = if joined && i != 1 { strides[batch_rank] } else { row };
-            Operand { row, col, batch: strides[..batch_rank].iter().copied().collect() }
+            GemmOperand { row, col, batch: strides[..batch_rank].iter().copied().collect() }
         };
-        Plan {
-            m: if joined { walk.dims[batch_rank] } else { m },
+        GemmPlan {
+            m: if joined { strided.dims[batch_rank] } else { m },
             n,
             k,
             a: operand(0, a_row, a_col),
@@ -108,14 +108,14 @@ impl Plan {
                     operand(i + 2, row, col)
                 })
                 .collect(),
-            batch: walk.dims[..batch_rank].iter().copied().collect(),
+            batch: strided.dims[..batch_rank].iter().copied().collect(),
         }
     }
 
     /// The same product as the transpose of `b' a'`.
-    pub(crate) fn transposed(self) -> Plan {
-        let flip = |t: Operand| Operand { row: t.col, col: t.row, ..t };
-        Plan {
+    pub(crate) fn transposed(self) -> GemmPlan {
+        let flip = |t: GemmOperand| GemmOperand { row: t.col, col: t.row, ..t };
+        GemmPlan {
             m: self.n,
             n: self.m,
             a: flip(self.b),
@@ -142,7 +142,7 @@ pub(crate) static BIASED: LazyLock<Expr> = LazyLock::new(|| Expr::input(0) + Exp
 pub(crate) static RELU: LazyLock<[Expr; 2]> = LazyLock::new(|| [PRODUCT.relu(), BIASED.relu()]);
 
 /// A product times the derivative of relu.
-pub(crate) static SLOPE: LazyLock<Expr> = LazyLock::new(|| &*PRODUCT * Expr::input(1).relu().diff(1));
+pub(crate) static RELU_GRAD: LazyLock<Expr> = LazyLock::new(|| &*PRODUCT * Expr::input(1).relu().diff(1));
 
 /// The epilogues of the plain product and of a layer, made once: making one asks the heap.
 pub(crate) static PRODUCT: LazyLock<Expr> = LazyLock::new(|| Expr::input(0));
@@ -159,17 +159,17 @@ mod tests {
     fn rows_that_share_the_right_matrix_are_one_matrix() {
         let (a, b) = (Layout::contiguous([2, 3, 4].into()), layout(&[4, 5], &[1, 4]));
         let out = Layout::contiguous([2, 3, 5].into());
-        let plan = Plan::new(&a, &b, &out.shape, &[&out]);
+        let plan = GemmPlan::new(&a, &b, &out.shape, &[&out]);
         assert_eq!((plan.m, plan.n, plan.k, plan.count()), (6, 5, 4, 1));
         assert_eq!((plan.a.row, plan.a.col, plan.b.row, plan.b.col), (4, 1, 1, 4));
-        assert_eq!(plan.others[0], Operand { row: 5, col: 1, batch: Dims::new() });
+        assert_eq!(plan.others[0], GemmOperand { row: 5, col: 1, batch: Dims::new() });
     }
 
     #[test]
     fn a_shared_left_matrix_is_the_same_transposed() {
         let (a, b) = (Layout::contiguous([3, 4].into()), layout(&[2, 4, 5], &[5, 10, 1]));
         let out = layout(&[2, 3, 5], &[5, 10, 1]);
-        let plan = Plan::new(&a, &b, &out.shape, &[&out]);
+        let plan = GemmPlan::new(&a, &b, &out.shape, &[&out]);
         assert_eq!((plan.m, plan.n, plan.k, plan.count()), (3, 10, 4, 1));
         assert_eq!((plan.b.row, plan.b.col, plan.others[0].row, plan.others[0].col), (10, 1, 10, 1));
     }
@@ -178,7 +178,7 @@ mod tests {
     fn different_matrices_stay_a_batch() {
         let (a, b) = (Layout::contiguous([6, 1, 3, 4].into()), Layout::contiguous([2, 4, 5].into()));
         let out = Layout::contiguous([6, 2, 3, 5].into());
-        let plan = Plan::new(&a, &b, &out.shape, &[&out]);
+        let plan = GemmPlan::new(&a, &b, &out.shape, &[&out]);
         assert_eq!((&plan.batch[..], plan.m, plan.n, plan.k), (&[6, 2][..], 3, 5, 4));
         assert_eq!((&plan.a.batch[..], &plan.b.batch[..]), (&[12, 0][..], &[0, 20][..]));
         assert_eq!(plan.others[0].batch[..], [30, 15]);
@@ -188,7 +188,7 @@ mod tests {
     fn a_batch_of_single_rows_is_a_matrix() {
         let (a, b) = (Layout::contiguous([7, 1, 4].into()), Layout::contiguous([4, 5].into()));
         let out = Layout::contiguous([7, 1, 5].into());
-        let plan = Plan::new(&a, &b, &out.shape, &[&out]);
+        let plan = GemmPlan::new(&a, &b, &out.shape, &[&out]);
         assert_eq!((plan.m, plan.count(), plan.a.row, plan.others[0].row), (7, 1, 4, 5));
     }
 }

@@ -31,7 +31,7 @@ pub(crate) enum Combine {
 
 impl Combine {
     #[inline(always)]
-    pub(crate) fn of<C: crate::backend::cpu::scalar::Lane>(self, old: C, new: C) -> C {
+    pub(crate) fn of<C: crate::backend::cpu::scalar::Number>(self, old: C, new: C) -> C {
         match self {
             Combine::Set => new,
             Combine::Add => old.add(new),

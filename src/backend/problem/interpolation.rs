@@ -4,7 +4,7 @@ use crate::{Error, Result};
 
 /// Where the elements of a result are along one dim: element o at `(scale * o + shift) / unit`, not below 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Places {
+pub(crate) struct Samples {
     pub(crate) from: usize,
     pub(crate) to: usize,
     scale: i64,
@@ -13,8 +13,8 @@ pub(crate) struct Places {
     pub(crate) linear: bool,
 }
 
-impl Places {
-    pub(crate) fn new(op: &'static str, mode: Interpolation, from: usize, to: usize) -> Result<Places> {
+impl Samples {
+    pub(crate) fn new(op: &'static str, mode: Interpolation, from: usize, to: usize) -> Result<Samples> {
         // No number below is greater than twice this product.
         if (from as u128 + 1) * (to as u128 + 1) > (i64::MAX / 2) as u128 {
             return Err(Error::invalid(op, format!("there is no room for {to} elements in place of {from}")));
@@ -26,12 +26,12 @@ impl Places {
             Interpolation::Linear { align_corners: true } => (n - 1, 0, (m - 1).max(1)),
             Interpolation::Linear { align_corners: false } => (2 * n, n - m, 2 * m),
         };
-        Ok(Places { from, to, scale, shift, unit, linear: matches!(mode, Interpolation::Linear { .. }) })
+        Ok(Samples { from, to, scale, shift, unit, linear: matches!(mode, Interpolation::Linear { .. }) })
     }
 
     /// As many elements, each where it is.
-    pub(crate) fn same(n: usize) -> Places {
-        Places { from: n, to: n, scale: 1, shift: 0, unit: 1, linear: false }
+    pub(crate) fn same(n: usize) -> Samples {
+        Samples { from: n, to: n, scale: 1, shift: 0, unit: 1, linear: false }
     }
 
     /// Whether all places in units fit in 31 bits.
@@ -89,14 +89,14 @@ mod tests {
     fn takers_are_those_that_take() {
         for mode in MODES {
             for (from, to) in (1..24).flat_map(|from| (1..24).map(move |to| (from, to))) {
-                let places = Places::new("interpolate", mode, from, to).unwrap();
+                let samples = Samples::new("interpolate", mode, from, to).unwrap();
                 for j in 0..from {
                     let takes = |o: &usize| {
-                        let (low, high, _) = places.at(*o);
+                        let (low, high, _) = samples.at(*o);
                         low == j || high == j
                     };
                     let takers: Vec<usize> = (0..to).filter(takes).collect();
-                    let (first, last) = places.takers(j);
+                    let (first, last) = samples.takers(j);
                     assert_eq!((first..last).collect::<Vec<_>>(), takers, "{mode:?} {from} {to} {j}");
                 }
             }
@@ -107,7 +107,7 @@ mod tests {
     fn places_are_as_defined() {
         for mode in MODES {
             for (from, to) in [(1, 1), (1, 5), (5, 1), (4, 8), (8, 4), (7, 7), (13, 29), (29, 13), (1 << 20, 3)] {
-                let places = Places::new("interpolate", mode, from, to).unwrap();
+                let samples = Samples::new("interpolate", mode, from, to).unwrap();
                 for o in (0..to).step_by(to / 40 + 1) {
                     let (n, m, x) = (from as f64, to as f64, o as f64);
                     let place = match mode {
@@ -116,14 +116,14 @@ mod tests {
                         Interpolation::Linear { align_corners: true } => x * (n - 1.0) / (m - 1.0).max(1.0),
                         Interpolation::Linear { align_corners: false } => ((x + 0.5) * n / m - 0.5).max(0.0),
                     };
-                    let (low, high, share) = places.at(o);
+                    let (low, high, share) = samples.at(o);
                     assert!((low as f64 + share - place).abs() < 1e-9 * (1.0 + place), "{mode:?} {from} {to} {o}");
                     assert!(low < from && (0.0..1.0).contains(&share));
-                    assert_eq!(high, if places.linear { (low + 1).min(from - 1) } else { low });
+                    assert_eq!(high, if samples.linear { (low + 1).min(from - 1) } else { low });
                 }
             }
         }
-        assert!(Places::new("interpolate", Interpolation::Nearest, 3, usize::MAX).is_err());
+        assert!(Samples::new("interpolate", Interpolation::Nearest, 3, usize::MAX).is_err());
     }
 }
 
@@ -161,6 +161,6 @@ impl Interpolation {
 /// the gradient of that is itself again.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Resize {
-    pub(crate) rows: Option<Places>,
-    pub(crate) columns: Option<Places>,
+    pub(crate) rows: Option<Samples>,
+    pub(crate) columns: Option<Samples>,
 }

@@ -18,7 +18,7 @@ pub(crate) struct Launch<'a> {
     pub(crate) program: &'a Program,
     pub(crate) compute: Compute,
     /// Operands are the inputs, then the outputs.
-    pub(crate) walk: StridedDims,
+    pub(crate) strided: StridedDims,
 }
 
 /// What an expression reads besides tensors.
@@ -105,8 +105,8 @@ impl Formulas<'_> {
             }
         }
         let strides = views.iter().map(Tensor::strides).chain(outputs.iter().map(|t| t.strides()));
-        let walk = StridedDims::new(shape, strides);
-        launch(&Launch { op, inputs: &views, outputs, scalars, seeds, program, compute, walk }, copied)
+        let strided = StridedDims::new(shape, strides);
+        launch(&Launch { op, inputs: &views, outputs, scalars, seeds, program, compute, strided }, copied)
     }
 }
 

@@ -6,7 +6,7 @@ use crate::tensor::view::reshaped;
 use crate::{Result, Shape, Tensor};
 
 /// One normalisation, checked: what a kernel reads and writes, all of four dims where it is worked out.
-pub(crate) struct Rows<'a> {
+pub(crate) struct Normalisation<'a> {
     pub(crate) x: &'a Tensor,
     pub(crate) y: &'a Tensor,
     /// The forward's input, in backward.
@@ -25,14 +25,19 @@ pub(crate) struct Rows<'a> {
     pub(crate) variance: Option<bool>,
 }
 
-impl Rows<'_> {
-    /// All there are, as the launch has them.
+impl Normalisation<'_> {
+    /// All tensors, in the order of the kernel's arguments.
     pub(crate) fn tensors(&self) -> SmallVec<[&Tensor; 7]> {
         let mut all = SmallVec::from_slice(&[self.x, self.y]);
         all.extend(
             [self.z, self.weight, self.bias, Some(self.statistics), self.sums, self.columns].into_iter().flatten(),
         );
         all
+    }
+
+    /// The same of x, y, weight and bias as these.
+    pub(crate) fn of<'a>(&'a self, (x, y, weight, bias): &'a Views) -> Normalisation<'a> {
+        Normalisation { x, y, weight: weight.as_ref(), bias: bias.as_ref(), ..*self }
     }
 
     pub(crate) fn count(&self) -> usize {
@@ -43,6 +48,9 @@ impl Rows<'_> {
         self.x.shape().dims()[2..].iter().product()
     }
 }
+
+/// x, y, weight and bias as four dims.
+pub(crate) type Views = (Tensor, Tensor, Option<Tensor>, Option<Tensor>);
 
 /// Two numbers for each row, `[2, rows]`, apart.
 pub(crate) fn apart(op: &'static str, t: &Tensor) -> Result<[Tensor; 2]> {

@@ -17,8 +17,8 @@ pub(crate) struct Axes {
 impl Axes {
     fn new(dims: impl Iterator<Item = (usize, isize)>) -> Axes {
         let (shape, strides): (Dims, Dims<isize>) = dims.unzip();
-        let walk = StridedDims::new(&Shape::from(&shape[..]), [&strides[..]]);
-        let mut axes = Axes { sizes: walk.dims, strides: walk.strides.into_iter().next().unwrap_or_default() };
+        let strided = StridedDims::new(&Shape::from(&shape[..]), [&strides[..]]);
+        let mut axes = Axes { sizes: strided.dims, strides: strided.strides.into_iter().next().unwrap_or_default() };
         if axes.sizes.is_empty() {
             axes.sizes.push(1);
             axes.strides.push(0);
@@ -67,7 +67,7 @@ impl Axes {
 
 /// Result `o` reduces the elements at `start + kept[o] + reduced[r]` for every r.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Plan {
+pub(crate) struct ReductionPlan {
     pub(crate) start: usize,
     pub(crate) kept: Axes,
     pub(crate) reduced: Axes,
@@ -75,10 +75,10 @@ pub(crate) struct Plan {
     pub(crate) n: usize,
 }
 
-impl Plan {
+impl ReductionPlan {
     /// For a layout that is not empty. `in_order` keeps position r the row-major position among the reduced dims, which
     /// argmax counts by; otherwise they are reordered to walk memory forwards, the smallest steps innermost.
-    pub(crate) fn new(layout: &Layout, reduced: &[bool], in_order: bool) -> Plan {
+    pub(crate) fn new(layout: &Layout, reduced: &[bool], in_order: bool) -> ReductionPlan {
         let dims = || layout.shape.dims().iter().copied().zip(layout.strides.iter().copied()).zip(reduced);
         let kept = Axes::new(dims().filter(|(_, r)| !**r).map(|(d, _)| d));
         let mut inner: Dims<(usize, isize)> = dims().filter(|(_, r)| **r).map(|(d, _)| d).collect();
@@ -93,7 +93,7 @@ impl Plan {
         }
         let reduced = Axes::new(inner.into_iter());
         let (outs, n) = (kept.count(), reduced.count());
-        Plan { start: start as usize, kept, reduced, outs, n }
+        ReductionPlan { start: start as usize, kept, reduced, outs, n }
     }
 
     /// Whether neighbouring results lie closer together in memory than the elements of one result.
@@ -117,8 +117,8 @@ pub(crate) struct Reduction<'a> {
 
 impl Reduction<'_> {
     /// How the tensor is walked.
-    pub(crate) fn plan(&self) -> Plan {
-        Plan::new(&self.x.layout, self.mask, self.rule.combination.is_arg())
+    pub(crate) fn plan(&self) -> ReductionPlan {
+        ReductionPlan::new(&self.x.layout, self.mask, self.rule.combination.is_arg())
     }
 }
 
@@ -132,24 +132,24 @@ mod tests {
 
     #[test]
     fn a_transposed_tensor_summed_whole_is_one_run() {
-        let plan = Plan::new(&layout(&[4, 3, 2], &[1, 8, 4], 5), &[true; 3], false);
+        let plan = ReductionPlan::new(&layout(&[4, 3, 2], &[1, 8, 4], 5), &[true; 3], false);
         assert_eq!((&plan.reduced.sizes[..], &plan.reduced.strides[..]), (&[24][..], &[1][..]));
         assert_eq!((plan.start, plan.outs, plan.n), (5, 1, 24));
-        let ordered = Plan::new(&layout(&[4, 3, 2], &[1, 8, 4], 5), &[true; 3], true);
+        let ordered = ReductionPlan::new(&layout(&[4, 3, 2], &[1, 8, 4], 5), &[true; 3], true);
         assert_eq!(ordered.reduced.sizes[..], [4, 6]);
     }
 
     #[test]
     fn flipped_dims_walk_forwards() {
-        let plan = Plan::new(&layout(&[3, 4], &[4, -1], 3), &[true, true], false);
+        let plan = ReductionPlan::new(&layout(&[3, 4], &[4, -1], 3), &[true, true], false);
         assert_eq!((plan.start, &plan.reduced.sizes[..], &plan.reduced.strides[..]), (0, &[12][..], &[1][..]));
     }
 
     #[test]
     fn columns_are_told_from_rows() {
         let shape = layout(&[5, 7], &[7, 1], 0);
-        assert!(Plan::new(&shape, &[true, false], false).by_column());
-        assert!(!Plan::new(&shape, &[false, true], false).by_column());
+        assert!(ReductionPlan::new(&shape, &[true, false], false).by_column());
+        assert!(!ReductionPlan::new(&shape, &[false, true], false).by_column());
     }
 
     #[test]

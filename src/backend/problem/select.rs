@@ -15,10 +15,10 @@ impl From<Tensor> for Chosen {
     }
 }
 
-/// A place among the elements of a line in ascending order.
+/// The rank of an element among those of a line, in ascending order.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Nth {
-    Place(usize),
+    Rank(usize),
     /// The middle, of two the lower; the first NaN if there is one.
     Median,
     /// The middle of those that are not NaN.
@@ -27,19 +27,19 @@ pub(crate) enum Nth {
 
 impl Nth {
     /// In a line of n elements of which so many are NaN.
-    pub(crate) fn place(self, n: usize, nans: usize) -> usize {
+    pub(crate) fn rank(self, n: usize, nans: usize) -> usize {
         match self {
-            Nth::Place(place) => place,
+            Nth::Rank(rank) => rank,
             Nth::Median if nans > 0 => n - nans,
             Nth::Median => (n - 1) / 2,
             Nth::NanMedian => (n - 1).saturating_sub(nans) / 2,
         }
     }
 
-    /// As `kernels/choose.cl` has it: a place, from 1, and which of its rules.
+    /// As `kernels/select.cl` has it: a rank, from 1, and which of its rules.
     pub(crate) fn rule(self) -> (usize, u32) {
         match self {
-            Nth::Place(place) => (place + 1, 0),
+            Nth::Rank(rank) => (rank + 1, 0),
             Nth::Median => (1, 1),
             Nth::NanMedian => (1, 2),
         }

@@ -7,22 +7,22 @@ use crate::Scalar;
 pub(crate) enum Sequence {
     /// `start + i * step`, wrapping.
     Int { start: i64, step: i64 },
-    /// The same in f64; from index `turn` on, of `n`, `end - (n - 1 - i) * step`.
-    Float { start: f64, step: f64, turn: usize, end: f64, n: usize },
+    /// The same in f64; from index `middle` on, of `n`, `end - (n - 1 - i) * step`.
+    Float { start: f64, step: f64, middle: usize, end: f64, n: usize },
 }
 
 impl Sequence {
     /// `n` numbers evenly from `start` to `end`, counted from the nearer end, so that both are exact.
     pub(crate) fn between(start: f64, end: f64, n: usize) -> Sequence {
         let step = if n > 1 { (end - start) / (n - 1) as f64 } else { 0.0 };
-        Sequence::Float { start, step, turn: n.div_ceil(2), end, n }
+        Sequence::Float { start, step, middle: n.div_ceil(2), end, n }
     }
 
     #[inline(always)]
     pub(crate) fn at(self, i: usize) -> Scalar {
         match self {
             Sequence::Int { start, step } => Scalar::Int(start.wrapping_add(step.wrapping_mul(i as i64))),
-            Sequence::Float { start, step, turn, .. } if i < turn => Scalar::Float(start + step * i as f64),
+            Sequence::Float { start, step, middle, .. } if i < middle => Scalar::Float(start + step * i as f64),
             Sequence::Float { step, end, n, .. } => Scalar::Float(end - step * (n - 1 - i) as f64),
         }
     }

@@ -1,6 +1,7 @@
 //! Softmax and its kin over rows.
 
 use crate::Tensor;
+use crate::backend::problem::lines::without;
 use crate::layout::collapse::StridedDims;
 use crate::layout::shape::{Dims, Shape};
 
@@ -44,28 +45,26 @@ impl SoftmaxMask {
     }
 }
 
-/// Rows of n elements: where each starts in up to three operands, and the step along a row in each.
+/// SoftmaxRows of n elements: where each starts in up to three operands, and the step along a row in each.
 #[derive(Debug)]
-pub(crate) struct Rows {
-    pub(crate) walk: StridedDims,
+pub(crate) struct SoftmaxRows {
+    pub(crate) strided: StridedDims,
     pub(crate) n: usize,
     pub(crate) steps: [isize; 3],
     pub(crate) mask: SoftmaxMask,
 }
 
-impl Rows {
-    /// Rows of `shape` along dim d.
-    pub(crate) fn new(shape: &Shape, d: usize, operands: [&[isize]; 3]) -> Rows {
-        let without =
-            |s: &[isize]| -> Dims<isize> { s.iter().enumerate().filter(|(i, _)| *i != d).map(|(_, &s)| s).collect() };
-        let rest: Shape = shape.dims().iter().enumerate().filter(|(i, _)| *i != d).map(|(_, &n)| n).collect();
-        let starts = operands.map(without);
-        let walk = StridedDims::new(&rest, starts.iter().map(|s| &s[..]));
-        Rows { walk, n: shape.dims()[d], steps: operands.map(|s| s[d]), mask: SoftmaxMask::default() }
+impl SoftmaxRows {
+    /// SoftmaxRows of `shape` along dim d.
+    pub(crate) fn new(shape: &Shape, d: usize, operands: [&[isize]; 3]) -> SoftmaxRows {
+        let rest: Shape = without(shape.dims(), d);
+        let starts = operands.map(|strides| -> Dims<isize> { without(strides, d) });
+        let strided = StridedDims::new(&rest, starts.iter().map(|s| &s[..]));
+        SoftmaxRows { strided, n: shape.dims()[d], steps: operands.map(|s| s[d]), mask: SoftmaxMask::default() }
     }
 
     pub(crate) fn count(&self) -> usize {
-        self.walk.dims.iter().product()
+        self.strided.dims.iter().product()
     }
 }
 
@@ -82,8 +81,8 @@ pub(crate) struct Softmax<'a> {
 
 impl Softmax<'_> {
     /// Where the rows of x, the result and z lie.
-    pub(crate) fn rows(&self) -> Rows {
+    pub(crate) fn rows(&self) -> SoftmaxRows {
         let operands = [self.x.strides(), self.out.strides(), self.z.strides()];
-        Rows { mask: self.mask, ..Rows::new(self.x.shape(), self.d, operands) }
+        SoftmaxRows { mask: self.mask, ..SoftmaxRows::new(self.x.shape(), self.d, operands) }
     }
 }

@@ -37,6 +37,7 @@ mod stream_tests;
 mod tests;
 mod transfer;
 mod tuning;
+pub(crate) mod user_kernel;
 
 pub use cache::{ProgramCache, read_cache_file};
 pub(crate) use context::{ARRIVALS, ClDevice};
@@ -52,6 +53,7 @@ pub(crate) use retry::Backoff;
 pub(crate) use signature::{Parameter, Space};
 pub(crate) use transfer::Mapped;
 pub(crate) use tuning::{Knob, PARAMETERS, Tunable, times_tuned};
+pub(crate) use user_kernel::{Argument as KernelArgument, KernelBuffer, KernelTensor};
 
 use crate::Result;
 use crate::device::{Device, DeviceInfo, log};

@@ -48,11 +48,11 @@ pub(crate) fn apply_one(
     dtype: DType,
 ) -> Result<Tensor> {
     if params.seeds.is_empty()
-        && let Some(alike) = backend::alike(inputs, params.scalars, expr, dtype)
+        && let Some(fill) = backend::primitive(inputs, params.scalars, expr, dtype)
     {
         let made = Tensor::empty_like_shape(inputs[0].shape(), dtype, inputs[0].device());
         if let Ok(out) = &made {
-            alike.fill(out)?;
+            fill(out)?;
         }
         return made;
     }

@@ -9,7 +9,7 @@ use std::slice;
 use smallvec::{SmallVec, smallvec};
 
 use crate::autograd::{Factor, Gradients, Saved};
-use crate::backend::problem::gemm::{BIASED, Gemm, PRODUCT, RELU, SLOPE};
+use crate::backend::problem::gemm::{BIASED, Gemm, PRODUCT, RELU, RELU_GRAD};
 use crate::backend::problem::map::Params;
 use crate::expr::program::Program;
 use crate::ops::dispatch::prelude::*;
@@ -197,7 +197,7 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, f: Option<&dyn Fn(&
     let saved_b = bias.filter(|_| f.is_some()).map(Saved::new);
     // The derivative where the sum is the second operand of the product with the gradient.
     let factor = f.zip(before).map(|(f, t)| {
-        let product = if relu { SLOPE.clone() } else { &*PRODUCT * f(&Expr::input(1)).diff(1) };
+        let product = if relu { RELU_GRAD.clone() } else { &*PRODUCT * f(&Expr::input(1)).diff(1) };
         Factor { product, tensor: Saved::new(&t) }
     });
     let (weight_shape, biased) = (weight.shape().clone(), bias.is_some());

@@ -1,6 +1,6 @@
 //! Resizing of images: nearest, linear, and pixel shuffle.
 
-use crate::backend::problem::interpolation::{Interpolation, Places, Resize};
+use crate::backend::problem::interpolation::{Interpolation, Resize, Samples};
 use crate::backend::problem::windows::four;
 use crate::ops::dispatch::arguments::{Args, Argument};
 use crate::ops::dispatch::prelude::*;
@@ -28,7 +28,7 @@ impl From<Interpolation> for Argument {
 
 impl Resize {
     pub(crate) fn is_linear(&self) -> bool {
-        self.rows.or(self.columns).is_some_and(|places| places.linear)
+        self.rows.or(self.columns).is_some_and(|samples| samples.linear)
     }
 
     fn forward(self, op: &'static str, x: &Tensor) -> Result<Tensor> {
@@ -44,7 +44,7 @@ impl Resize {
     fn run(&self, x: &Tensor, transposed: bool) -> Result<Tensor> {
         let [n, c, h, w] = four(x);
         let [h, w] = [(self.rows, h), (self.columns, w)]
-            .map(|(places, n)| places.map_or(n, |places| if transposed { places.from } else { places.to }));
+            .map(|(samples, n)| samples.map_or(n, |samples| if transposed { samples.from } else { samples.to }));
         backend::compute([n, c, h, w], x.dtype, x.device(), |b, out| b.interpolate(self, x, out, transposed))
     }
 }
@@ -73,7 +73,7 @@ impl Tensor {
         invalid!(op if size.iter().chain(&self.shape().dims()[2..]).any(|&n| n == 0),
             "sizes are above 0, and {} is to become {size:?}", self.shape());
         let dims = self.shape().dims();
-        let places = |d: usize| Places::new(op, mode, dims[2 + d], size[d]);
+        let samples = |d: usize| Samples::new(op, mode, dims[2 + d], size[d]);
         // The last two dims together, then the others one by one. Linear modes compute in f32 at least and round once.
         let last = size.len() - 1;
         let first = last.saturating_sub(1);
@@ -81,15 +81,15 @@ impl Tensor {
             Interpolation::Linear { .. } if first > 0 => self.to_dtype(self.dtype.compute().dtype())?,
             _ => self.shallow_clone(),
         };
-        let rows = if last > 0 { Some(places(first)?) } else { None };
+        let rows = if last > 0 { Some(samples(first)?) } else { None };
         let high = if last > 0 { dims[2 + first] } else { 1 };
         let product = |dims: &[usize]| dims.iter().fold(1, |product: usize, &n| product.saturating_mul(n));
         let planes = |d: usize| product(&dims[1..2 + d]);
         let images = wide.reshape([dims[0], planes(first), high, dims[2 + last]])?;
-        let mut out = Resize { rows, columns: Some(places(last)?) }.forward(op, &images)?;
+        let mut out = Resize { rows, columns: Some(samples(last)?) }.forward(op, &images)?;
         for d in (0..first).rev() {
             let images = out.reshape([dims[0], planes(d), dims[2 + d], product(&size[d + 1..])])?;
-            out = Resize { rows: Some(places(d)?), columns: None }.forward(op, &images)?;
+            out = Resize { rows: Some(samples(d)?), columns: None }.forward(op, &images)?;
         }
         out.reshape(dims[..2].iter().chain(size).copied().collect::<Shape>())?.to_dtype(self.dtype)
     }

@@ -10,7 +10,7 @@ use smallvec::SmallVec;
 
 use crate::autograd::{Gradients, Saved};
 use crate::backend::problem::map::Params;
-use crate::backend::problem::norm::{Rows, View, apart, spread};
+use crate::backend::problem::norm::{Normalisation, View, apart, spread};
 use crate::ops::elementwise::apply_one;
 use crate::ops::reduce;
 use crate::tensor::Dims;
@@ -55,7 +55,7 @@ struct Norm<'a> {
     rms: bool,
 }
 
-impl<'a> Rows<'a> {
+impl<'a> Normalisation<'a> {
     /// What is written.
     fn outputs(&self) -> impl Iterator<Item = &'a Tensor> + Clone + use<'a> {
         let statistics = self.z.is_none().then_some(self.statistics); // backward reads them
@@ -64,26 +64,22 @@ impl<'a> Rows<'a> {
 }
 
 impl Norm<'_> {
-    /// Writes the normalised x, and [`Rows::statistics`].
+    /// Writes the normalised x, and [`Normalisation::statistics`].
     fn forward(&self, x: &Tensor, out: &Tensor, statistics: &Tensor) -> Result<()> {
         if out.numel() == 0 {
             return statistics.fill_(f64::NAN).map(|_| ());
         }
         let (weight, bias, eps, rms) = (self.weight, self.bias, self.eps, self.rms);
+        let (z, sums, columns, variance) = Default::default();
+        let given = Normalisation { x, y: out, z, weight, bias, statistics, sums, columns, eps, rms, variance };
         // Where the launch is cached the views are not needed.
-        let given =
-            Rows { x, y: out, z: None, weight, bias, statistics, sums: None, columns: None, eps, rms, variance: None };
-        let key = self.cache_key();
-        backend::launch(given.outputs(), |b| {
-            if b.repeat_norm(&given, &key)? {
-                return Ok(());
-            }
+        let views = || {
             let (from, to) = (self.view.of(&x.detach())?, self.view.of(out)?);
             let own = |t: Option<&Tensor>| t.map(|t| spread(t, from.shape(), self.dims)).transpose();
-            let (weight, bias) = (own(self.weight)?, own(self.bias)?);
-            let rows = Rows { x: &from, y: &to, weight: weight.as_ref(), bias: bias.as_ref(), ..given };
-            b.norm_of_views(&rows, &given, &key)
-        })
+            let (weight, bias) = (own(weight)?, own(bias)?);
+            Ok((from, to, weight, bias))
+        };
+        backend::launch(given.outputs(), |b| b.norm_forward(&given, &self.cache_key(), &views))
     }
 
     /// What there is besides tensors.
@@ -129,7 +125,8 @@ impl Norm<'_> {
             _ => None,
         };
         let columns = columns.as_ref();
-        let gradient = Rows { x: &g, y: &to, z, weight, bias, statistics, sums, columns, eps, rms, variance: None };
+        let variance = None;
+        let gradient = Normalisation { x: &g, y: &to, z, weight, bias, statistics, sums, columns, eps, rms, variance };
         backend::launch(gradient.outputs(), |b| b.norm(&gradient))?;
         let columns = columns.map(|parts| reduce::sum_into(op, parts, &[0isize][..], false, None)).transpose()?;
         let mut gradients = [Some(out), None, None];
@@ -184,7 +181,7 @@ impl View {
         if let View::Batch = self { [1, second] } else { [first, second] }
     }
 
-    /// Room for [`Rows::statistics`] of x.
+    /// Room for [`Normalisation::statistics`] of x.
     fn statistics(&self, x: &Tensor) -> Result<Tensor> {
         let [r1, r2] = self.rows(x);
         Tensor::empty_like_shape([2, r1, r2, 1, 1], x.dtype.compute().dtype(), x.device())

@@ -7,16 +7,16 @@
 use smallvec::SmallVec;
 
 use crate::autograd::Saved;
-use crate::backend::problem::cross_entropy::{CrossEntropy, LossReduction};
+use crate::backend::problem::cross_entropy::{CrossEntropy, LabelEntropy, LossReduction};
 use crate::backend::problem::map::Params;
 use crate::backend::problem::softmax::{Mask, RowOp, Softmax, SoftmaxMask};
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::apply_one;
 use crate::ops::recorded_with_result;
-use crate::ops::reduce::ReduceDims;
+use crate::ops::reduce::{self, ReduceDims};
 use crate::tensor::view::at_least_1d;
 use crate::tensor::{Dims, Layout};
-use crate::{DType, Expr, Result, Shape, Tensor, autograd, backend};
+use crate::{DType, Expr, Result, Scalar, Shape, Tensor, autograd, backend};
 
 /// The row operation along dim d of `x` (and `z`, of its shape), outside the graph.
 fn row_operation_along(kind: RowOp, x: &Tensor, z: Option<&Tensor>, d: usize) -> Result<Tensor> {
@@ -209,7 +209,13 @@ impl Tensor {
         };
         let out = match self.numel() {
             0 => loss_of_no_logits(self, labels, options.reduction)?,
-            _ => backend::of(self.device()).cross_entropy(self, labels, options, grad.as_ref())?,
+            _ => {
+                let count = &|| count(op, labels, options.ignore_index);
+                let entropy = LabelEntropy { logits: self, labels, options, grad: grad.as_ref(), count };
+                let out = backend::of(self.device()).cross_entropy(&entropy)?;
+                let is_part = out.rank() > 0 && options.reduction != LossReduction::None;
+                if is_part { reduce::sum_all(op, &out, self.dtype)? } else { out }
+            }
         };
         let Some(saved) = grad else { return Ok(out) };
         let (saved, labels) = (Saved::new(&saved), Saved::new(labels));
@@ -237,6 +243,13 @@ impl Tensor {
             Ok(SmallVec::from_iter([Some(grad)]))
         }))
     }
+}
+
+/// How many labels are not ignored, on the device.
+fn count(op: &'static str, labels: &Tensor, ignore: i64) -> Result<Tensor> {
+    let params = Params { scalars: &[Scalar::Int(ignore)], seeds: &[] };
+    let kept = apply_one(op, &[labels], params, &Expr::input(0).ne(Expr::scalar(0)), DType::Bool)?;
+    reduce::sum_all(op, &kept, DType::I64)
 }
 
 /// The logarithms of the probabilities that [`Tensor::label_entropy`] had, from its gradient: a probability less 1 at the label,

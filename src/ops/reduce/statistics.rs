@@ -5,7 +5,7 @@ use smallvec::SmallVec;
 use super::ReduceDims;
 use crate::autograd::{self, Saved};
 use crate::backend::problem::map::Params;
-use crate::backend::problem::reduction::Plan;
+use crate::backend::problem::reduction::ReductionPlan;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::apply;
 use crate::tensor::Layout;
@@ -152,7 +152,7 @@ fn fused_variance(
         return Ok(None);
     }
     let mask = dims.mask(op, t.shape())?;
-    let plan = Plan::new(&t.layout, &mask, false);
+    let plan = ReductionPlan::new(&t.layout, &mask, false);
     if plan.by_column() || plan.kept.rank() > 2 || plan.reduced.rank() > 2 {
         return Ok(None);
     }

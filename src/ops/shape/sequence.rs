@@ -43,7 +43,7 @@ impl Tensor {
             return Err(error());
         }
         let n = steps.ceil() as usize;
-        Tensor::sequence(op, n, options.into(), Sequence::Float { start: a, step: s, turn: n, end: b, n })
+        Tensor::sequence(op, n, options.into(), Sequence::Float { start: a, step: s, middle: n, end: b, n })
     }
 
     /// `n` values evenly from `start` to `end`, both included, in one dimension (PyTorch's `linspace`).
@@ -79,8 +79,8 @@ impl Tensor {
         // One closure for each variant, so that the match is not inside the loop.
         match values {
             Sequence::Int { start, step } => Tensor::computed(op, out, move |i| Sequence::Int { start, step }.at(i)),
-            Sequence::Float { start, step, turn, end, n } => {
-                Tensor::computed(op, out, move |i| Sequence::Float { start, step, turn, end, n }.at(i))
+            Sequence::Float { start, step, middle, end, n } => {
+                Tensor::computed(op, out, move |i| Sequence::Float { start, step, middle, end, n }.at(i))
             }
         }
     }

@@ -100,7 +100,7 @@ impl Tensor {
         chosen(op, self, dim, keepdim, |x| {
             let n = size(x, dim)?;
             invalid!(op if k == 0 || k > n, "the dimension has elements 1 to {n}, and {k} was asked for");
-            match nth(op, x, dim, Nth::Place(k - 1))? {
+            match nth(op, x, dim, Nth::Rank(k - 1))? {
                 Some(found) => Ok(found),
                 None => sorted(op, x, dim, false)?.1.narrow(dim, k - 1, 1).map(Chosen::from),
             }

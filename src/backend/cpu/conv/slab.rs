@@ -6,22 +6,21 @@
 
 use std::ops::Range;
 
-use pulp::{Simd, WithSimd};
-
 use crate::backend::cpu::convert::load_tile;
+use crate::backend::cpu::vectorised::vectorised;
 use crate::backend::problem::windows::Windows;
 use crate::{DType, Tensor};
 
 /// Images, and the windows that are looked at of each: rows of them, of one image only unless it is all of them, or a part of the
 /// only row.
 #[derive(Debug, Clone)]
-pub(crate) struct Part {
+pub(crate) struct WindowPart {
     pub(crate) images: Range<usize>,
     pub(crate) rows: Range<usize>,
     pub(crate) columns: Range<usize>,
 }
 
-impl Part {
+impl WindowPart {
     pub(crate) fn count(&self) -> usize {
         self.images.len() * self.of_image()
     }
@@ -49,7 +48,7 @@ const NOTHING: isize = isize::MIN;
 /// How slabs of a part of the windows lie.
 pub(crate) struct Slabs<'a> {
     w: &'a Windows,
-    part: Part,
+    part: WindowPart,
     /// Rows of each image that are seen.
     seen: Range<usize>,
     /// For each row of a slab where it comes from.
@@ -60,12 +59,12 @@ pub(crate) struct Slabs<'a> {
 }
 
 /// Whether rows of taps share a slab's rows: that takes fewer.
-fn shared(w: &Windows, part: &Part) -> bool {
+fn shared(w: &Windows, part: &WindowPart) -> bool {
     let rows = part.rows.len();
     part.images.len() == 1 && w.stride[0] == 1 && (w.kernel[0] - 1) * w.dilation[0] + rows <= w.kernel[0] * rows
 }
 
-fn rows(w: &Windows, part: &Part) -> usize {
+fn rows(w: &Windows, part: &WindowPart) -> usize {
     match shared(w, part) {
         true => (w.kernel[0] - 1) * w.dilation[0] + part.rows.len(),
         false => w.kernel[0] * part.images.len() * part.rows.len(),
@@ -73,12 +72,12 @@ fn rows(w: &Windows, part: &Part) -> usize {
 }
 
 /// From slab to slab of a part: an odd number of lines, so that they do not displace one another in the cache.
-pub(crate) fn apart(w: &Windows, part: &Part) -> usize {
+pub(crate) fn apart(w: &Windows, part: &WindowPart) -> usize {
     (rows(w, part) * part.columns.len()).div_ceil(16) / 2 * 32 + 16
 }
 
 impl<'a> Slabs<'a> {
-    pub(crate) fn new(w: &'a Windows, x: &Tensor, part: Part, table: &'a mut Vec<isize>) -> Slabs<'a> {
+    pub(crate) fn new(w: &'a Windows, x: &Tensor, part: WindowPart, table: &'a mut Vec<isize>) -> Slabs<'a> {
         let (count, width) = (part.rows.len(), part.columns.len());
         let row = |o: usize, tap: usize| {
             let h = (o * w.stride[0] + tap * w.dilation[0]).checked_sub(w.padding[0])?;
@@ -111,7 +110,7 @@ impl<'a> Slabs<'a> {
     }
 
     /// Elements that rows of images take that are not read in place.
-    pub(crate) fn room(w: &Windows, part: &Part) -> usize {
+    pub(crate) fn room(w: &Windows, part: &WindowPart) -> usize {
         let rows = (part.rows.len() - 1) * w.stride[0] + (w.kernel[0] - 1) * w.dilation[0] + 1;
         part.images.len() * rows.min(w.image[0]) * w.image[1]
     }
@@ -143,7 +142,7 @@ impl<'a> Slabs<'a> {
                 let taken = Taken { from, first: first + column as isize, rows: self.from, step: w.stride[1] };
                 let inside = Inside { width: part.columns.len(), left, right };
                 let together = w.image[1] == inside.width && w.stride[1] == 1;
-                pulp::Arch::new().dispatch(Fill { slab, taken, inside, together });
+                fill_slab(slab, taken, inside, together);
             }
         }
     }
@@ -174,20 +173,10 @@ struct Taken<'a> {
     step: usize,
 }
 
-struct Fill<'a> {
-    slab: &'a mut [f32],
-    taken: Taken<'a>,
-    inside: Inside,
-    /// Whether rows that follow one another in the image do so in the slab.
-    together: bool,
-}
-
-impl WithSimd for Fill<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
-        let Fill { slab, taken: Taken { from, first, rows, step }, inside, together } = self;
+vectorised! {
+    /// `together`: whether rows that follow one another in the image do so in the slab.
+    fn fill_slab<'a>(_simd: S, slab: &'a mut [f32], taken: Taken<'a>, inside: Inside, together: bool) {
+        let Taken { from, first, rows, step } = taken;
         let Inside { width, left, right } = inside;
         let mut r = 0;
         while r < rows.len() {
@@ -230,7 +219,7 @@ fn copy(to: &mut [f32], from: &[f32]) {
 
 /// Adds the columns of one channel, `apart` elements from tap to tap, where their windows see it in images, whose planes follow one
 /// another in `to`. Elements of columns outside of the image may be changed.
-pub(crate) fn fold(w: &Windows, part: &Part, columns: &mut [f32], apart: usize, to: &mut [f32]) {
+pub(crate) fn fold(w: &Windows, part: &WindowPart, columns: &mut [f32], apart: usize, to: &mut [f32]) {
     let (count, width) = (part.rows.len(), part.columns.len());
     let plane = w.image[0] * w.image[1];
     for tap in 0..w.kernel[0] * w.kernel[1] {
@@ -246,32 +235,20 @@ pub(crate) fn fold(w: &Windows, part: &Part, columns: &mut [f32], apart: usize, 
         let inside = Inside { width, left: left - part.columns.start, right: right - part.columns.start };
         for image in 0..part.images.len() {
             let first = tap * apart + (image * count + top - part.rows.start) * width;
-            pulp::Arch::new().dispatch(Fold {
-                columns: &mut columns[first..][..(bottom - top) * width],
-                to: &mut to[image * plane + row * w.image[1] + column..(image + 1) * plane],
+            fold_rows(
+                &mut columns[first..][..(bottom - top) * width],
+                &mut to[image * plane + row * w.image[1] + column..(image + 1) * plane],
                 inside,
-                step: w.stride[1],
-                line: w.stride[0] * w.image[1],
-            });
+                w.stride[1],
+                w.stride[0] * w.image[1],
+            );
         }
     }
 }
 
-struct Fold<'a> {
-    columns: &'a mut [f32],
-    to: &'a mut [f32],
-    inside: Inside,
-    /// From window to window, and from row to row of them.
-    step: usize,
-    line: usize,
-}
-
-impl WithSimd for Fold<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
-        let Fold { columns, to, inside, step, line } = self;
+vectorised! {
+    /// `step`: from window to window, and from row to row of them.
+    fn fold_rows<'a>(_simd: S, columns: &'a mut [f32], to: &'a mut [f32], inside: Inside, step: usize, line: usize) {
         let Inside { width, left, right } = inside;
         if step == 1 && line == width {
             inside.clear(columns);

@@ -6,7 +6,6 @@ use crate::backend::cpu::conv::scratch::{MOST, with_scratch};
 use crate::backend::cpu::conv::slab::{Images, Slabs};
 use crate::backend::cpu::conv::{Conv, PRODUCT, SLABS, SLACK, WINDOWS, even, slab};
 use crate::backend::cpu::convert::store_tile;
-use crate::device::count_launch;
 use crate::device::cpu::blocks::Block;
 use crate::device::cpu::gemm::Floats;
 use crate::device::cpu::gemm::alone::{Left, Right};
@@ -27,7 +26,7 @@ thread_local! {
 impl Conv {
     /// Every window times the elements that it sees, summed over all windows: of the weight's shape. Into `out` where that is given,
     /// contiguous. `windows` is contiguous.
-    pub(crate) fn weight(&self, x: &Tensor, windows: &Tensor, out: Option<Tensor>) -> Result<Tensor> {
+    pub(crate) fn weight_gradient(&self, x: &Tensor, windows: &Tensor, out: Option<Tensor>) -> Result<Tensor> {
         let (dtype, size, taps) = (x.dtype, x.dtype.size(), self.taps());
         let [kh, kw] = self.w.kernel;
         let out = match out {
@@ -119,7 +118,7 @@ impl Conv {
                 }
                 let used = &*used;
                 // Some of the windows' channels at a time: rows of the weight.
-                let turn = |i: usize, to: &mut [u8]| {
+                let piece = |i: usize, to: &mut [u8]| {
                     with_scratch([LANES * self.inner * taps], |[values], _| {
                         let (first, count) = (i * LANES, to.len() / (self.inner * taps * size));
                         for row in 0..self.inner * taps {
@@ -145,18 +144,16 @@ impl Conv {
                     });
                 };
                 let out_bytes = &mut writes[0][out.layout.offset * size..][..out.numel() * size];
-                let of_turn = LANES * self.inner * taps * size;
+                let of_piece = LANES * self.inner * taps * size;
                 match out_bytes.len() <= 1 << 14 {
-                    true => out_bytes.chunks_mut(of_turn).enumerate().for_each(|(i, to)| turn(i, to)),
-                    false => parallel::for_each_chunk(out_bytes, of_turn, turn),
+                    true => out_bytes.chunks_mut(of_piece).enumerate().for_each(|(i, to)| piece(i, to)),
+                    false => parallel::for_each_chunk(out_bytes, of_piece, piece),
                 }
                 if sums.len() <= MOST {
                     kept.set(sums);
                 }
             });
         })?;
-        count_launch();
-        out.storage.bump_version();
         Ok(out)
     }
 }

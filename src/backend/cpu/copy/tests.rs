@@ -173,9 +173,9 @@ fn joined_along_every_dimension() -> Result<()> {
                     let want = |i: usize| if (i % n).is_multiple_of(2) { left[i / n] } else { right[i / n] };
                     assert!((0..cards.len()).all(|i| cards[i] == want(i)), "stack {n} {dtype} {first:?} {second:?}");
                 }
-                let turned = values(&a.roll(&[1], &[1])?)?;
+                let permuted = values(&a.roll(&[1], &[1])?)?;
                 let want = |i: usize| left[i / columns * columns + (i % columns + columns - 1) % columns];
-                assert!((0..turned.len()).all(|i| turned[i] == want(i)), "roll {dtype} {first:?}");
+                assert!((0..permuted.len()).all(|i| permuted[i] == want(i)), "roll {dtype} {first:?}");
                 let twice = values(&a.repeat(&[2, 3])?)?;
                 let want = |i: usize| left[i / (3 * columns) % rows * columns + i % columns];
                 assert!((0..twice.len()).all(|i| twice[i] == want(i)), "repeat {dtype} {first:?}");

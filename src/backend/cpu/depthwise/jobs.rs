@@ -2,26 +2,17 @@
 
 use pulp::{Simd, WithSimd};
 
-use crate::backend::cpu::depthwise::planes::{Made, Part, Planes};
+use crate::backend::cpu::depthwise::planes::{Made, PlanePart, Planes};
 use crate::backend::cpu::depthwise::vectors::{Real, correlate, dots, lanes, together, weave};
 use crate::backend::cpu::depthwise::{Depthwise, SLACK, SLICE, are_finite};
+use crate::backend::cpu::vectorised::vectorised;
 
-/// Windows of images, from element `first` of each channel on.
-pub(crate) struct OfWindows<'a, C> {
-    pub(crate) d: &'a Depthwise,
-    pub(crate) x: Planes<'a, C>,
-    pub(crate) weights: &'a [C],
-    pub(crate) starts: &'a [C],
-    pub(crate) first: usize,
-    pub(crate) made: Made<'a, C>,
-}
-
-impl<C: Real> WithSimd for OfWindows<'_, C> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) {
-        let OfWindows { d, x, weights, starts, first, mut made } = self;
+vectorised! {
+    /// Windows of images, from element `first` of each channel on.
+    pub(crate) fn windows<'a, C: Real>(
+        simd: S, d: &'a Depthwise, x: Planes<'a, C>, weights: &'a [C], starts: &'a [C], first: usize, made: Made<'a, C>
+    ) {
+        let mut made = made;
         let (outer, taps, grid) = (d.outer, d.inner * d.taps(), d.w.grid);
         let (mut seen, mut sums, mut offsets, mut last) = (Vec::new(), Vec::new(), Vec::new(), [[0; 2]; 2]);
         for part in d.parts(grid, first..first + made.len() / outer) {
@@ -69,7 +60,7 @@ pub(crate) struct OfImages<'a, C> {
 
 impl<C: Real> OfImages<'_, C> {
     /// The places of phases that a part is in, the first one and how many.
-    fn places(&self, part: &Part) -> [[usize; 2]; 2] {
+    fn places(&self, part: &PlanePart) -> [[usize; 2]; 2] {
         let [rows, columns] = [0, 1].map(|d| self.d.along[d].places(part.first[d], part.size[d]));
         [[rows.0, columns.0], [rows.1, columns.1]]
     }
@@ -201,22 +192,11 @@ impl<C: Real> WithSimd for OfImages<'_, C> {
     }
 }
 
-/// Sums of products of images and windows, for each group and slice, from the `first` of these on.
-pub(crate) struct OfWeight<'a, C> {
-    pub(crate) d: &'a Depthwise,
-    pub(crate) x: Planes<'a, C>,
-    pub(crate) y: Planes<'a, C>,
-    pub(crate) slices: usize,
-    pub(crate) first: usize,
-    pub(crate) sums: &'a mut [C],
-}
-
-impl<C: Real> WithSimd for OfWeight<'_, C> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) {
-        let OfWeight { d, x, y, slices, first, sums } = self;
+vectorised! {
+    /// Sums of products of images and windows, for each group and slice, from the `first` of these on.
+    pub(crate) fn weight<'a, C: Real>(
+        simd: S, d: &'a Depthwise, x: Planes<'a, C>, y: Planes<'a, C>, slices: usize, first: usize, sums: &'a mut [C]
+    ) {
         let (zero, lanes, count) = (C::from_i32(0), lanes::<C, S>(), d.n * d.w.grid[0] * d.w.grid[1]);
         let taps = d.inner * d.taps();
         let (mut seen, mut with, mut offsets, mut last) = (Vec::new(), Vec::new(), Vec::new(), [[0; 2]; 2]);

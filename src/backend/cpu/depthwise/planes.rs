@@ -135,14 +135,14 @@ impl<'a, C: Real> Made<'a, C> {
 }
 
 /// A part of a plane: some of its rows, or of the elements of one.
-pub(crate) struct Part {
+pub(crate) struct PlanePart {
     pub(crate) plane: usize,
     pub(crate) first: [usize; 2],
     pub(crate) size: [usize; 2],
 }
 
 /// The parts that elements of planes of these rows and columns, one plane after another, are made of.
-pub(crate) struct Parts {
+pub(crate) struct PlaneParts {
     dims: [usize; 2],
     /// Rows and columns that a part has at most.
     pub(crate) most: [usize; 2],
@@ -152,18 +152,18 @@ pub(crate) struct Parts {
     left: usize,
 }
 
-impl Parts {
-    pub(crate) fn new(dims: [usize; 2], most: [usize; 2], range: Range<usize>) -> Parts {
+impl PlaneParts {
+    pub(crate) fn new(dims: [usize; 2], most: [usize; 2], range: Range<usize>) -> PlaneParts {
         let of_plane = dims[0].saturating_mul(dims[1]);
         let (plane, place) = (range.start / of_plane, range.start % of_plane);
-        Parts { dims, most, plane, first: [place / dims[1], place % dims[1]], left: range.len() }
+        PlaneParts { dims, most, plane, first: [place / dims[1], place % dims[1]], left: range.len() }
     }
 }
 
-impl Iterator for Parts {
-    type Item = Part;
+impl Iterator for PlaneParts {
+    type Item = PlanePart;
 
-    fn next(&mut self) -> Option<Part> {
+    fn next(&mut self) -> Option<PlanePart> {
         let ([rows, columns], first) = (self.dims, self.first);
         if self.left == 0 {
             return None;
@@ -174,7 +174,7 @@ impl Iterator for Parts {
             true => [self.left / columns, columns],
             false => [1, (columns - first[1]).min(self.left).min(self.most[1])],
         };
-        let part = Part { plane: self.plane, first, size };
+        let part = PlanePart { plane: self.plane, first, size };
         self.left -= size[0] * size[1];
         self.first = match first[1] + size[1] == columns {
             true => [first[0] + size[0], 0],

@@ -3,10 +3,10 @@
 
 use pulp::Simd;
 
-use crate::backend::cpu::scalar::Lane;
+use crate::backend::cpu::scalar::Number;
 
 /// A type with vectors.
-pub(crate) trait Real: Lane {
+pub(crate) trait Real: Number {
     type V<S: Simd>: Copy;
 
     fn splat<S: Simd>(simd: S, x: Self) -> Self::V<S>;

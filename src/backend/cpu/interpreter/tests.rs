@@ -2,7 +2,7 @@ use crate::backend::cpu::interpreter::*;
 use crate::ops::Expr;
 
 /// The formulas over columns of inputs, in tiles; results and whether an integer was divided by zero.
-fn run<C: Lane>(exprs: &[Expr], inputs: &[&[C]], scalars: &[Scalar], seeds: &[Seed]) -> (Vec<Vec<C>>, bool) {
+fn run<C: Number>(exprs: &[Expr], inputs: &[&[C]], scalars: &[Scalar], seeds: &[Seed]) -> (Vec<Vec<C>>, bool) {
     let program = Program::new(exprs);
     let len = inputs.first().map_or(1000, |x| x.len());
     let mut outs = vec![vec![C::from_i32(77); len]; exprs.len()];

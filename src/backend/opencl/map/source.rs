@@ -2,8 +2,10 @@
 
 use std::fmt::Write;
 
-use crate::backend::opencl::map::{Access, Form, Operand, Reach};
+use crate::backend::opencl::geometry::index_type;
+use crate::backend::opencl::map::{Form, MapOperand, Reach};
 use crate::backend::problem::map::Launch;
+use crate::backend::problem::operand::OperandKind;
 use crate::device::opencl::ClDevice;
 use crate::{Compute, DType};
 
@@ -27,13 +29,13 @@ const STORE_PAST: &str = "#ifdef __has_builtin
 pub(crate) fn write(
     device: &ClDevice,
     launch: &Launch,
-    operands: &[Operand],
+    operands: &[MapOperand],
     form: Form,
     local: usize,
     rank: usize,
     wide: bool,
 ) -> String {
-    let index = if wide { "ulong" } else { "uint" };
+    let index = index_type(wide);
     let (params, names): (Vec<_>, Vec<_>) = parameters(launch, operands, rank).into_iter().unzip();
     let mut s = format!(
         "#define INDEX {index}\n#define PARAMETERS {}\n#define ARGUMENTS {}\n",
@@ -42,7 +44,7 @@ pub(crate) fn write(
     );
     let w = &mut s;
     // Not for copies, which keep a NaN's bits. Whether there are such cores is asked last: the answer takes building a kernel.
-    let rounds = |o: &Operand| o.dtype == DType::BF16 && o.reach == Reach::Neighbours;
+    let rounds = |o: &MapOperand| o.dtype == DType::BF16 && o.reach == Reach::Vector;
     if launch.program.computes()
         && launch.compute == Compute::F32
         && operands[launch.inputs.len()..].iter().any(rounds)
@@ -67,7 +69,7 @@ pub(crate) fn write(
             w.push_str(if streamed { STORE_PAST } else { "" });
             let _ = writeln!(w, "#define VEC {width}");
             let wide =
-                DType::ALL.iter().filter(|t| operands.iter().any(|o| o.reach == Reach::Neighbours && o.dtype == **t));
+                DType::ALL.iter().filter(|t| operands.iter().any(|o| o.reach == Reach::Vector && o.dtype == **t));
             wide.for_each(|&t| w.push_str(&Words::of(t, width).define(t, width)));
             writer.function(w, "elements", &dims, width);
             if rank <= 1 {
@@ -75,24 +77,24 @@ pub(crate) fn write(
                 writer.function(w, "element", &dims, 1);
             }
         }
-        Form::Tiled { side, turn, lines } => {
+        Form::Tiled { side, dim, lines } => {
             let inner = rank - 1;
             let _ = writeln!(w, "#define TILE {side}\n#define GROUP {local}");
-            let _ = writeln!(w, "#define COLUMNS (INDEX)layout.dims[{inner}]\n#define ROWS (INDEX)layout.dims[{turn}]");
-            let batch: Vec<usize> = dims.iter().copied().filter(|&d| d != inner && d != turn).collect();
+            let _ = writeln!(w, "#define COLUMNS (INDEX)layout.dims[{inner}]\n#define ROWS (INDEX)layout.dims[{dim}]");
+            let batch: Vec<usize> = dims.iter().copied().filter(|&d| d != inner && d != dim).collect();
             let _ = writeln!(w, "#define POSITIONS(b) {}", writer.positions("b", &batch));
-            let (mut turned, mut fetch, mut fetch_line) = (String::new(), String::new(), String::new());
+            let (mut transposed, mut fetch, mut fetch_line) = (String::new(), String::new(), String::new());
             for (k, o) in operands.iter().enumerate().filter(|(_, o)| o.used && o.reach == Reach::Tile) {
                 let space = if local > 1 { "__local " } else { "" };
-                let _ = write!(turned, "{space}{}_t tile{k}[TILE][TILE + 1]; ", o.dtype);
+                let _ = write!(transposed, "{space}{}_t tile{k}[TILE][TILE + 1]; ", o.dtype);
                 let line = format!("at{k} + (long)(column + c) * layout.strides[{k}][{inner}] + row");
                 let _ = write!(fetch, "tile{k}[c][r] = p{k}[{line} + r]; ");
                 let _ = write!(fetch_line, "LOAD_LINE(p{k} + {line}, tile{k}[c]); ");
             }
-            let _ = writeln!(w, "#define TURNED {turned}\n#define FETCH {fetch}");
+            let _ = writeln!(w, "#define TRANSPOSED {transposed}\n#define FETCH {fetch}");
             if let Some(lines) = lines {
                 let streamed = if lines.streamed { "#define STREAMED\n" } else { "" };
-                let line = writer.line(side, turn, inner);
+                let line = writer.line(side, dim, inner);
                 let _ = writeln!(w, "#define LINE {side}\n{streamed}#define FETCH_LINE {fetch_line}");
                 let _ = writeln!(w, "#define ELEMENT_LINE {line}");
             }
@@ -100,7 +102,7 @@ pub(crate) fn write(
             for (k, _) in operands.iter().enumerate().filter(|(_, o)| o.used && direct(o)) {
                 let _ = write!(
                     element,
-                    "const ulong i{k} = at{k} + (long)(row + r) * layout.strides[{k}][{turn}] \
+                    "const ulong i{k} = at{k} + (long)(row + r) * layout.strides[{k}][{dim}] \
                      + (long)(column + c) * layout.strides[{k}][{inner}]; "
                 );
             }
@@ -125,12 +127,12 @@ pub(crate) fn write(
 }
 
 /// Whether an operand of a tiled kernel is read or written where it lies, by row and column.
-fn direct(o: &Operand) -> bool {
-    o.reach != Reach::Tile && o.access != Access::Broadcast
+fn direct(o: &MapOperand) -> bool {
+    o.reach != Reach::Tile && o.kind != OperandKind::Scalar
 }
 
 /// Declarations and names of the kernel's parameters.
-fn parameters(launch: &Launch, operands: &[Operand], rank: usize) -> Vec<(String, String)> {
+fn parameters(launch: &Launch, operands: &[MapOperand], rank: usize) -> Vec<(String, String)> {
     let (program, c) = (launch.program, launch.compute.cl_name());
     let mut params: Vec<(String, String)> = Vec::new();
     let mut param = |ty: &str, name: String| params.push((format!("{ty} {name}"), name));
@@ -197,13 +199,13 @@ impl Words {
 
 struct Writer<'a> {
     launch: &'a Launch<'a>,
-    operands: &'a [Operand],
+    operands: &'a [MapOperand],
     /// Whether several neighbours are stored past the cache.
     streamed: bool,
 }
 
 impl Writer<'_> {
-    fn used(&self) -> impl Iterator<Item = (usize, &Operand)> {
+    fn used(&self) -> impl Iterator<Item = (usize, &MapOperand)> {
         self.operands.iter().enumerate().filter(|(_, o)| o.used)
     }
 
@@ -211,7 +213,7 @@ impl Writer<'_> {
     fn positions(&self, e: &str, dims: &[usize]) -> String {
         let mut s = String::new();
         for (k, o) in self.used() {
-            let at = if o.access == Access::Contiguous { format!(" + {e}") } else { String::new() };
+            let at = if o.kind == OperandKind::Contiguous { format!(" + {e}") } else { String::new() };
             let _ = write!(s, "ulong at{k} = p{k}_offset{at}; ");
         }
         if dims.is_empty() {
@@ -221,7 +223,7 @@ impl Writer<'_> {
         for (n, &d) in dims.iter().enumerate().rev() {
             let divide = format!("const INDEX n = layout.dims[{d}]; const INDEX i = rest % n; rest /= n;");
             let _ = write!(s, "{{ {} ", if n > 0 { &divide } else { "const INDEX i = rest;" });
-            for (k, _) in self.used().filter(|(_, o)| o.access == Access::Strided) {
+            for (k, _) in self.used().filter(|(_, o)| o.is_strided()) {
                 let _ = write!(s, "at{k} += (long)i * layout.strides[{k}][{d}]; ");
             }
             s.push_str("} ");
@@ -241,7 +243,7 @@ impl Writer<'_> {
         for (k, o) in self.used() {
             let t = o.dtype;
             match o.reach {
-                Reach::Neighbours => {
+                Reach::Vector => {
                     let _ = writeln!(w, "    wide_{t} b{k};");
                     if k < inputs {
                         let load = Words::of(t, width).load(&format!("b{k}"), &format!("p{k} + at{k}"));
@@ -254,7 +256,7 @@ impl Writer<'_> {
         let _ = writeln!(w, "    #pragma unroll\n    for (int k = 0; k < VEC; k++) {{");
         let load = |k: usize| {
             let o = &self.operands[k];
-            let at = if o.reach == Reach::Neighbours { ".each[k]" } else { "" };
+            let at = if o.reach == Reach::Vector { ".each[k]" } else { "" };
             format!("from_{}(b{k}{at})", o.dtype)
         };
         self.body(w, width, load, ".each");
@@ -271,12 +273,12 @@ impl Writer<'_> {
     }
 
     /// Statements that compute a row of a tile, row r, in whole lines.
-    fn line(&self, side: usize, turn: usize, inner: usize) -> String {
+    fn line(&self, side: usize, dim: usize, inner: usize) -> String {
         let (mut s, inputs) = (String::new(), self.launch.inputs.len());
         for (k, _) in self.used().filter(|(_, o)| direct(o)) {
             let _ = write!(
                 s,
-                "const ulong i{k} = at{k} + (long)(row + r) * layout.strides[{k}][{turn}] \
+                "const ulong i{k} = at{k} + (long)(row + r) * layout.strides[{k}][{dim}] \
                  + (long)column * layout.strides[{k}][{inner}]; "
             );
         }

@@ -1,5 +1,5 @@
 // Cross-entropy of labels on GPUs, the loss and the gradient in one launch. The host gives: A (dtype), B (the losses'), T (the
-// labels'), ACC and ACC_NAME, IDX, WITH_GRAD where the gradient is wanted, GROUP, and what is compiled in of row.cl's way to keep
+// labels'), ACC and ACC_NAME, IDX, WITH_GRAD where the gradient is wanted, GROUP, and what is compiled in of softmax.cl's way to keep
 // rows in registers: LANES work-items share a row, of which each keeps CACHED groups of VEC neighbours (loaded as WIDE_T where VEC is
 // above 1); WHOLE where that is all of it. With TOGETHER the work-group that comes last combines the losses of all.
 

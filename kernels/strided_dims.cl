@@ -1,4 +1,4 @@
-// Comes after the prelude and before reduce.cl, row.cl and gather.cl: strided positions, 16-wide loads.
+// Comes after the prelude and before reduce.cl, softmax.cl and gather.cl: strided positions, 16-wide loads.
 // IDX is uint where every count fits in 31 bits (64-bit division is slow on GPUs), else ulong.
 
 // Takes the index along dim k (from the innermost to 0) off the linear position i. No division for the outermost.
@@ -10,7 +10,7 @@ inline IDX next_index(IDX *i, IDX n) {
 }
 
 // Dims with their strides: `at_NAME(d, i)` is the element offset of position i.
-#define WALK(NAME, N)                                                                                                  \
+#define STRIDED_DIMS(NAME, N)                                                                                           \
     typedef struct {                                                                                                   \
         ulong size[N];                                                                                                 \
         long stride[N];                                                                                                \

@@ -3,7 +3,7 @@
 // its own go: ROWS writes the indices of each (a row of RANK, in a tensor of given sizes), ELEMENTS what another tensor (rank NV,
 // elements of the size of V) has there. A chunk is a work-item's on processors, on GPUs that of a group of GROUP.
 
-WALK(Rest, NK)
+STRIDED_DIMS(Rest, NK)
 
 #ifdef COUNT
 #define RESULTS
@@ -30,7 +30,7 @@ typedef struct {
     }
 #endif
 #else
-WALK(From, NV)
+STRIDED_DIMS(From, NV)
 #define RESULTS , __global V *y, ulong y_at, __global const V *v, ulong v_at, From from, ulong most
 #define PUT(to, i) y[y_at + (to)] = v[v_at + at_From(&from, i)];
 #endif

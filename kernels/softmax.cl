@@ -1,4 +1,4 @@
-// Kernels that see a whole row at once: softmax and its kin along any dim, and on processors (GPUs: entropy.cl) cross-entropy, which
+// Kernels that see a whole row at once: softmax and its kin along any dim, and on processors (GPUs: cross_entropy.cl) cross-entropy, which
 // gives the loss and the gradient in one launch. The host gives: A (dtype), ACC and ACC_NAME (float F32, double F64), NK (rank of the rows), IDX,
 // one of SOFTMAX LOG_SOFTMAX LOGSUMEXP SOFTMAX_GRAD LOG_SOFTMAX_GRAD CROSS_ENTROPY; for the last also T (the labels' dtype)
 // and WITH_GRAD. Processors: one work-item a row, or run of rows. GPUs: `lanes` work-items a row, as in reduce.cl; with CACHED

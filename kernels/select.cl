@@ -4,7 +4,7 @@
 // registers at a time), CAP (those that a group holds, a multiple of GROUP), FROM where the indices are those of a tensor.
 // Equal keys stay in the order of their indices: those decide where keys do not.
 
-WALK(Rest, NK)
+STRIDED_DIMS(Rest, NK)
 
 // How many have each value of the digit under way, sums of eight, and where the one that is sought is found.
 typedef struct {

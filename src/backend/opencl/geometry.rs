@@ -1,0 +1,104 @@
+//! What kernels have in common: sizes of work-groups, widths of loads, types of indices, definitions ahead of a template.
+
+use smallvec::SmallVec;
+
+use crate::DType;
+use crate::backend::opencl::kernels::BufferView;
+use crate::device::DeviceKind;
+use crate::device::opencl::{Arg, ClDevice};
+use crate::layout::collapse::StridedDims;
+
+/// Strided dims, loads of 16 elements, and folds over a work-group: what comes ahead of most templates.
+pub(crate) const STRIDED_DIMS: &str = include_str!("../../../kernels/strided_dims.cl");
+
+/// Work-items a group, unless a kernel has reasons for another number.
+pub(crate) fn group_size(device: &ClDevice) -> usize {
+    let most = device.info().max_work_group.clamp(1, 256);
+    1 << most.ilog2()
+}
+
+/// Counts that fit in 31 bits are computed in 32: their divisions are several times faster.
+pub(crate) fn is_wide(counts: impl IntoIterator<Item = usize>) -> bool {
+    counts.into_iter().any(|n| n >= 1 << 31)
+}
+
+/// The widest loads and stores of GPUs, in bytes.
+pub(crate) const WIDEST: usize = 16;
+
+/// How many elements GPUs load at once where an operand's elements lie in a row and `starts` are where rows begin: as
+/// many as 16 bytes have, or one.
+pub(crate) fn vector_width(device: &ClDevice, dtype: DType, mut starts: impl Iterator<Item = isize>) -> usize {
+    let width = WIDEST / dtype.size();
+    let whole = device.info().kind != DeviceKind::Cpu && starts.all(|s| s.unsigned_abs().is_multiple_of(width));
+    if whole { width } else { 1 }
+}
+
+/// Work-items of a group of `group` that share a row of n elements. `by_column`: rows that are neighbours are read
+/// together, at least 8 (a sector of memory), more while there are groups `enough`.
+pub(crate) fn lanes(group: usize, by_column: bool, n: usize, columns: usize, enough: impl Fn(usize) -> bool) -> usize {
+    let most = n.next_power_of_two().min(group);
+    if !by_column {
+        return n.div_ceil(4).next_power_of_two().max(32).min(most);
+    }
+    let mut together = columns.next_power_of_two().min(32);
+    while together > 8 && !enough(together) {
+        together /= 2;
+    }
+    (group / together).clamp(1, most)
+}
+
+/// VEC and WIDE_T: see the kernels that use them.
+pub(crate) fn vector_defines(dtype: DType, width: usize) -> String {
+    match width {
+        1 => "#define VEC 1\n".into(),
+        _ => format!("#define VEC {width}\n#define WIDE_T {}{width}\n", dtype.cl_storage()),
+    }
+}
+
+/// Groups of elements that each work-item keeps of a row of n, `together` elements of all of them: kernels are built for few numbers.
+pub(crate) fn groups_kept(n: usize, together: usize) -> usize {
+    match n.div_ceil(together) {
+        k @ ..=4 => k,
+        k => k.next_power_of_two(),
+    }
+}
+
+/// The type of indices.
+pub(crate) fn index_type(wide: bool) -> &'static str {
+    if wide { "ulong" } else { "uint" }
+}
+
+/// An unsigned type of so many bytes: elements that are only moved.
+pub(crate) fn bits_type(size: usize) -> &'static str {
+    ["uchar", "ushort", "uint", "ulong", "uint4"][size.ilog2() as usize]
+}
+
+/// A definition that a template only asks for.
+pub(crate) fn flag(on: bool, name: &str) -> String {
+    if on { format!("#define {name}\n") } else { String::new() }
+}
+
+/// The types that a kernel reads, computes in and counts with.
+pub(crate) fn types(dtype: DType, wide: bool) -> String {
+    let (acc, idx) = (dtype.compute(), index_type(wide));
+    format!("#define A {dtype}\n#define ACC {}\n#define ACC_NAME {acc:?}\n#define IDX {idx}\n", acc.cl_name())
+}
+
+/// Dims as the kernels' structs have them, one at least: sizes, then the strides of each operand.
+pub(crate) fn words(dims: &StridedDims) -> SmallVec<[i64; 32]> {
+    if dims.dims.is_empty() {
+        return std::iter::once(1).chain(dims.strides.iter().map(|_| 0)).collect();
+    }
+    dims.dims.iter().map(|&d| d as i64).chain(dims.strides.iter().flatten().map(|&s| s as i64)).collect()
+}
+
+/// The buffer and the offset of each tensor, and what follows them.
+pub(crate) fn arguments<'a>(
+    views: &[&'a BufferView],
+    others: impl IntoIterator<Item = Arg<'a>>,
+) -> SmallVec<[Arg<'a>; 24]> {
+    let mut args = SmallVec::new();
+    views.iter().for_each(|view| args.extend([view.buffer(), view.offset()]));
+    others.into_iter().for_each(|other| args.push(other));
+    args
+}

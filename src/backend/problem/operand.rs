@@ -1,0 +1,64 @@
+//! How an elementwise launch indexes its operands.
+
+use crate::Tensor;
+use crate::layout::collapse::StridedDims;
+
+/// How an operand is indexed when element `i` of the result is computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum OperandKind {
+    /// By `i`.
+    Contiguous,
+    /// By `i` modulo the length of a row, which is repeated.
+    RowBroadcast(usize),
+    /// By 0: one element for all.
+    Scalar,
+    /// By the dims and strides.
+    Strided,
+}
+
+impl OperandKind {
+    /// Of `t`, broadcast to the shape of `out`. Shapes are not checked: what does not fit is strided.
+    pub(crate) fn of(t: &Tensor, out: &Tensor) -> OperandKind {
+        let (dims, all) = (t.shape().dims(), out.shape().dims());
+        if t.layout.lies_like(&out.layout, 1) && t.device() == out.device() {
+            return if out.is_contiguous() { OperandKind::Contiguous } else { OperandKind::Strided }; // almost always
+        }
+        let ones = dims.iter().take_while(|&&d| d == 1).count();
+        if t.device() != out.device() || dims.len() > all.len() || !all.ends_with(&dims[ones..]) || !t.is_contiguous() {
+            return OperandKind::Strided;
+        }
+        match t.numel() {
+            n if n == out.numel() => OperandKind::Contiguous,
+            1 => OperandKind::Scalar,
+            n => OperandKind::RowBroadcast(n),
+        }
+    }
+
+    /// Of operand `k` of an iteration.
+    pub(crate) fn of_dims(iteration: &StridedDims, k: usize) -> OperandKind {
+        let (dims, strides) = (&iteration.dims, &iteration.strides[k]);
+        let outer = strides.iter().take_while(|&&s| s == 0).count();
+        let row: usize = dims[outer..].iter().product();
+        match () {
+            () if iteration.is_contiguous(k) => OperandKind::Contiguous,
+            () if outer == dims.len() => OperandKind::Scalar,
+            () if iteration.is_contiguous_from(outer, k) => OperandKind::RowBroadcast(row),
+            () => OperandKind::Strided,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Shape;
+
+    #[test]
+    fn kinds_of_an_iteration() {
+        let strides: [&[isize]; 5] = [&[12, 4, 1], &[0, 4, 1], &[0, 0, 0], &[0, 1, 0], &[0, 0, 1]];
+        let iteration = StridedDims::new(&Shape::from([2, 3, 4]), strides);
+        let kinds = [0, 1, 2, 3, 4].map(|k| OperandKind::of_dims(&iteration, k));
+        let (row, short) = (OperandKind::RowBroadcast(12), OperandKind::RowBroadcast(4));
+        assert_eq!(kinds, [OperandKind::Contiguous, row, OperandKind::Scalar, OperandKind::Strided, short]);
+    }
+}

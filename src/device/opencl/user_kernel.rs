@@ -1,0 +1,415 @@
+//! Kernels of the user's: OpenCL C on tensors, of which this knows what [`KernelTensor`] says.
+
+use std::collections::HashMap;
+use std::fmt::{self, Write};
+use std::sync::{Arc, Mutex};
+
+use crate::device::opencl::{Arg, ClDevice, ClKernel, Parameter, Space, open_device};
+use crate::device::{Device, lock};
+use crate::{DType, Error, Result};
+
+/// A kernel of your own in OpenCL C, run on tensors (PyTorch's `torch.cuda._compile_kernel`).
+///
+/// A tensor is passed where the kernel has a `__global` pointer, which then points at the tensor's first element: views
+/// need nothing special, but a kernel that is to take any strides takes them as numbers. bf16 has no type in OpenCL C: its
+/// bits are a `ushort`; a bool is a `uchar`. The kernel is compiled when it first runs on a device, and kept on disk with the
+/// crate's own (see [`device`](crate::device)); programs of dropped kernels are released, but for the last few. `HAS_F64` is
+/// defined where the device has doubles, `IS_CPU` on processors.
+///
+/// ```
+/// use claystone::{Device, Kernel, Tensor};
+/// # let Some(device) = Device::all().into_iter().find(|&d| d != Device::Cpu) else { return Ok(()) };
+/// const SOURCE: &str = "
+///     __kernel void saxpy(float a, __global const float *x, __global float *y, uint n) {
+///         size_t i = get_global_id(0);
+///         if (i < n) y[i] += a * x[i];
+///     }";
+/// let saxpy = Kernel::from_source("saxpy", SOURCE, "")?;
+/// let (x, y) = (Tensor::arange(0, 100, 1, device)?, Tensor::ones(100, device)?);
+/// let call = saxpy.call().scalar(2f32).arg(&x).out(&y).scalar(100u32).global(&[128]).local(&[32]);
+/// // SAFETY: the kernel reads and writes 100 elements at most of either, and `y` is an `out`.
+/// unsafe { call.launch()? };
+/// assert_eq!(y.to_vec::<f32>()?[99], 199.0);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+///
+/// It is not recorded by autograd: a [`CustomOp`](crate::autograd::CustomOp) gives it a backward.
+pub struct Kernel {
+    name: &'static str,
+    source: String,
+    options: String,
+    /// As the source has it, by device.
+    entries: Mutex<HashMap<Device, Arc<Entry>>>,
+    /// What is launched, by device and what the arguments are.
+    built: Mutex<Built>,
+}
+
+type Built = HashMap<(Device, Vec<Kind>), Arc<ClKernel>>;
+
+/// The user's own kernel: what it takes.
+struct Entry {
+    count: usize,
+    /// Where the driver tells.
+    parameters: Option<Vec<Parameter>>,
+    /// `reqd_work_group_size`, or zeros.
+    group: [usize; 3],
+}
+
+/// What an argument is to the compiler.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+enum Kind {
+    Tensor,
+    Local,
+    Scalar(&'static str),
+}
+
+impl Kernel {
+    /// The kernel `name` in `source`, with further options for the compiler ("-cl-fast-relaxed-math -DN=4"). Nothing is
+    /// compiled yet.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a name that is none in C.
+    pub fn from_source(name: &'static str, source: impl Into<String>, options: &str) -> Result<Kernel> {
+        let letter = |c: char| c.is_ascii_alphanumeric() || c == '_';
+        if name.is_empty() || !name.chars().all(letter) || name.starts_with(|c: char| c.is_ascii_digit()) {
+            return Err(Error::invalid("Kernel::from_source", format!("\"{name}\" is no name of a kernel")));
+        }
+        let (entries, built) = Default::default();
+        Ok(Kernel { name, source: source.into(), options: options.into(), entries, built })
+    }
+
+    /// What messages call it.
+    pub fn name(&self) -> &'static str {
+        self.name
+    }
+
+    /// A call, to which arguments are added in the kernel's order.
+    pub fn call(&self) -> KernelCall<'_> {
+        KernelCall { kernel: self, arguments: Vec::new(), global: Vec::new(), local: None }
+    }
+
+    fn build_options(&self) -> String {
+        format!("{} -cl-kernel-arg-info", self.options)
+    }
+
+    fn entry(&self, device: &'static ClDevice) -> Result<Arc<Entry>> {
+        if let Some(entry) = lock(&self.entries).get(&device.device()) {
+            return Ok(entry.clone());
+        }
+        let kernel = device.build_with(self.name, &self.source, &self.build_options(), self.name)?;
+        let entry = Arc::new(Entry {
+            count: kernel.arg_count(),
+            parameters: device.parameters(&kernel),
+            group: device.required_group(&kernel),
+        });
+        Ok(lock(&self.entries).entry(device.device()).or_insert(entry).clone())
+    }
+
+    /// The kernel that is launched: it adds to each pointer where its tensor begins in the buffer, and calls the user's.
+    fn built(&self, device: &'static ClDevice, entry: &Entry, kinds: Vec<Kind>) -> Result<Arc<ClKernel>> {
+        let key = (device.device(), kinds);
+        if let Some(kernel) = lock(&self.built).get(&key) {
+            return Ok(kernel.clone());
+        }
+        let (mut parameters, mut arguments) = (Vec::new(), Vec::new());
+        for (i, kind) in key.1.iter().enumerate() {
+            match kind {
+                Kind::Tensor => {
+                    parameters.push(format!("__global uchar *a{i}, ulong o{i}"));
+                    arguments.push(format!("(__global void *)(a{i} + o{i})"));
+                }
+                Kind::Local => {
+                    parameters.push(format!("__local uchar *a{i}"));
+                    arguments.push(format!("(__local void *)a{i}"));
+                }
+                Kind::Scalar(t) => {
+                    parameters.push(format!("{t} a{i}"));
+                    arguments.push(format!("a{i}"));
+                }
+            }
+        }
+        let mut source = self.source.clone();
+        let (name, parameters, arguments) = (self.name, parameters.join(", "), arguments.join(", "));
+        let [x, y, z] = entry.group;
+        let group = match x {
+            0 => String::new(),
+            _ => format!("__attribute__((reqd_work_group_size({x}, {y}, {z})))\n"),
+        };
+        let _ = write!(source, "\n{group}__kernel void claystone_call({parameters}) {{ {name}({arguments}); }}\n");
+        let kernel = Arc::new(device.build_with(self.name, &source, &self.build_options(), "claystone_call")?);
+        Ok(lock(&self.built).entry(key).or_insert(kernel).clone())
+    }
+}
+
+impl fmt::Debug for Kernel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "kernel {}", self.name)
+    }
+}
+
+/// A number as a kernel's argument, of the type that OpenCL C has for it: `i32` is `int`, `u64` is `ulong`.
+pub trait KernelScalar: sealed::Sealed + bytemuck::NoUninit {
+    /// The type's name in OpenCL C.
+    const TYPE: &'static str;
+}
+
+mod sealed {
+    pub trait Sealed {}
+}
+
+macro_rules! scalars {
+    ($($t:ty = $name:literal),*) => { $(
+        impl sealed::Sealed for $t {}
+
+        impl KernelScalar for $t {
+            const TYPE: &'static str = $name;
+        }
+    )* };
+}
+
+scalars!(i8 = "char", u8 = "uchar", i16 = "short", u16 = "ushort", i32 = "int", u32 = "uint");
+scalars!(i64 = "long", u64 = "ulong", f32 = "float", f64 = "double");
+
+/// What a kernel has to know of a tensor.
+pub(crate) trait KernelTensor {
+    fn device(&self) -> Device;
+    fn dtype(&self) -> DType;
+    /// Tells one storage from another.
+    fn storage_address(&self) -> usize;
+    /// Whether it has elements, and may be `written`.
+    fn check(&self, op: &'static str, written: bool) -> Result<()>;
+    /// Its buffer, which does not move while the view lives.
+    fn view(&self) -> Result<Box<dyn KernelBuffer + '_>>;
+    /// Notes that it was written.
+    fn written(&self);
+}
+
+/// The buffer of a tensor, and the bytes before its first element.
+pub(crate) trait KernelBuffer {
+    fn buffer(&self) -> Arg<'_>;
+    fn first_byte(&self) -> u64;
+}
+
+pub(crate) enum Argument<'a> {
+    Tensor { tensor: &'a dyn KernelTensor, written: bool },
+    Scalar { kind: &'static str, bytes: [u8; 8], size: usize },
+    Local(usize),
+}
+
+/// Arguments and sizes on their way to a [`Kernel`].
+#[must_use = "nothing runs before launch()"]
+pub struct KernelCall<'a> {
+    kernel: &'a Kernel,
+    arguments: Vec<Argument<'a>>,
+    global: Vec<usize>,
+    local: Option<Vec<usize>>,
+}
+
+impl<'a> KernelCall<'a> {
+    /// A number. Its type is the kernel's: `2u32` for a `uint`.
+    pub fn scalar<T: KernelScalar>(self, value: T) -> Self {
+        let (mut bytes, size) = ([0; 8], size_of::<T>());
+        bytes[..size].copy_from_slice(bytemuck::bytes_of(&value));
+        self.with(Argument::Scalar { kind: T::TYPE, bytes, size })
+    }
+
+    /// `bytes` bytes of local memory, for a `__local` pointer.
+    pub fn local_memory(self, bytes: usize) -> Self {
+        self.with(Argument::Local(bytes))
+    }
+
+    pub(crate) fn with(mut self, argument: Argument<'a>) -> Self {
+        self.arguments.push(argument);
+        self
+    }
+
+    /// How many work-items there are in each of one to three dimensions.
+    pub fn global(mut self, sizes: &[usize]) -> Self {
+        self.global = sizes.to_vec();
+        self
+    }
+
+    /// How many of them a work-group has; the global sizes are multiples of these. Left out, groups are of up to 64 along
+    /// the first dimension.
+    pub fn local(mut self, sizes: &[usize]) -> Self {
+        self.local = Some(sizes.to_vec());
+        self
+    }
+
+    /// Submits the kernel to the device's current stream, behind everything that was, and returns.
+    ///
+    /// # Errors
+    /// [`Error::Build`] with the compiler's log. [`Error::Invalid`] for a wrong number of arguments, an argument of another
+    /// type than the kernel's (where the driver tells what that is), sizes that do not go together or are too large; where
+    /// no tensor is given, one lies on the CPU or holds nothing, or an `out` is read through another argument.
+    /// [`Error::DeviceMismatch`]; [`Error::Autograd`] for an `out` that is part of a graph, outside
+    /// [`no_grad`](crate::no_grad).
+    ///
+    /// # Safety
+    /// Nobody checks what the kernel does. It accesses only elements of the tensors it is given and of its local memory,
+    /// writes to no tensor but those given as `out`, and does not hang: anything else may change memory that belongs to other
+    /// tensors, or end the device. Its work-items do not race with each other.
+    pub unsafe fn launch(self) -> Result<()> {
+        let name = self.kernel.name;
+        let tensors = self.arguments.iter().filter_map(|a| match a {
+            Argument::Tensor { tensor, written } => Some((*tensor, *written)),
+            _ => None,
+        });
+        let tensors: Vec<(&dyn KernelTensor, bool)> = tensors.collect();
+        let Some((first, _)) = tensors.first() else {
+            return Err(Error::invalid(name, "a kernel runs where its tensors are, and none is given"));
+        };
+        for (i, (tensor, written)) in tensors.iter().enumerate() {
+            if tensor.device() != first.device() {
+                return Err(Error::DeviceMismatch { op: name, lhs: first.device(), rhs: tensor.device() });
+            }
+            if tensor.device().is_cpu() {
+                let reason =
+                    "kernels run on OpenCL devices and this tensor is on the CPU: bring it over with .to_device()";
+                return Err(Error::invalid(name, reason));
+            }
+            tensor.check(name, *written)?;
+            let shared = |(j, (t, _)): (usize, &(&dyn KernelTensor, bool))| {
+                j != i && t.storage_address() == tensor.storage_address()
+            };
+            if *written && tensors.iter().enumerate().any(shared) {
+                return Err(Error::invalid(name, "an `out` shares its storage with another argument"));
+            }
+        }
+        let device = open_device(first.device())?;
+        let entry = self.kernel.entry(device)?;
+        self.check_arguments(&entry)?;
+        let local = self.group(&entry)?;
+        let kernel = self.kernel.built(device, &entry, self.arguments.iter().map(Argument::kind).collect())?;
+        // Views come last: what is held cannot be moved to make room.
+        let views = tensors.iter().map(|(t, _)| t.view()).collect::<Result<Vec<_>>>()?;
+        let mut views = views.iter();
+        let mut args = Vec::with_capacity(self.arguments.len() + tensors.len());
+        for argument in &self.arguments {
+            match argument {
+                Argument::Tensor { .. } => {
+                    let Some(view) = views.next() else { unreachable!("a view a tensor") };
+                    args.extend([view.buffer(), Arg::U64(view.first_byte())]);
+                }
+                Argument::Scalar { bytes, size, .. } => args.push(Arg::Bytes(&bytes[..*size])),
+                Argument::Local(bytes) => args.push(Arg::Local(*bytes)),
+            }
+        }
+        device.launch(&kernel, &args, &self.global, &local)?;
+        tensors.iter().filter(|(_, written)| *written).for_each(|(t, _)| t.written());
+        Ok(())
+    }
+
+    /// Counts the arguments and compares their types with the kernel's, where the driver tells these.
+    fn check_arguments(&self, entry: &Entry) -> Result<()> {
+        let name = self.kernel.name;
+        if self.arguments.len() != entry.count {
+            let reason = format!("the kernel takes {} arguments, {} are given", entry.count, self.arguments.len());
+            return Err(Error::invalid(name, reason));
+        }
+        for (i, (argument, parameter)) in self.arguments.iter().zip(entry.parameters.iter().flatten()).enumerate() {
+            if let Some(given) = argument.mismatch(parameter) {
+                let (t, p) = (&parameter.type_name, &parameter.name);
+                let space = match parameter.space {
+                    Space::Global => "__global ",
+                    Space::Local => "__local ",
+                    Space::Constant => "__constant ",
+                    Space::Private => "",
+                };
+                let constant = if parameter.constant { "const " } else { "" };
+                let reason = format!("argument {i} of the kernel is `{space}{constant}{t} {p}`, {given} is given");
+                return Err(Error::invalid(name, reason));
+            }
+        }
+        Ok(())
+    }
+
+    /// The work-group's sizes.
+    fn group(&self, entry: &Entry) -> Result<Vec<usize>> {
+        let (name, global) = (self.kernel.name, &self.global);
+        if !(1..=3).contains(&global.len()) {
+            return Err(Error::invalid(name, format!("global sizes are one to three numbers, not {global:?}")));
+        }
+        let required = &entry.group[..global.len()];
+        let fixed = entry.group[0] > 0;
+        let local = match &self.local {
+            Some(local) => local.clone(),
+            None if fixed => required.to_vec(),
+            None => (0..global.len()).map(|d| if d == 0 { power_of_two(global[0], 64) } else { 1 }).collect(),
+        };
+        let divides = |(g, l): (&usize, &usize)| *l > 0 && g.is_multiple_of(*l);
+        if local.len() != global.len() || !global.iter().zip(&local).all(divides) {
+            let reason = format!(
+                "{global:?} work-items are no whole groups of {local:?}: round them up and let the kernel check its bounds"
+            );
+            return Err(Error::invalid(name, reason));
+        }
+        if fixed && local != required {
+            return Err(Error::invalid(name, format!("the kernel requires groups of {required:?}, not {local:?}")));
+        }
+        Ok(local)
+    }
+}
+
+/// The largest power of two, up to `most`, that divides n.
+fn power_of_two(n: usize, most: usize) -> usize {
+    if n == 0 { 1 } else { (1 << n.trailing_zeros().min(62)).min(most) }
+}
+
+impl Argument<'_> {
+    fn kind(&self) -> Kind {
+        match self {
+            Argument::Tensor { .. } => Kind::Tensor,
+            Argument::Local(_) => Kind::Local,
+            Argument::Scalar { kind, .. } => Kind::Scalar(kind),
+        }
+    }
+
+    /// What this is, where the parameter is something else.
+    fn mismatch(&self, parameter: &Parameter) -> Option<String> {
+        let pointer = parameter.type_name.strip_suffix('*').map(str::trim_end);
+        let fits = match self {
+            Argument::Tensor { tensor, written } => {
+                matches!(parameter.space, Space::Global)
+                    && !(*written && parameter.constant)
+                    && pointer.is_some_and(|t| holds(t, tensor.dtype()))
+            }
+            Argument::Local(_) => matches!(parameter.space, Space::Local) && pointer.is_some(),
+            // A type of the source's own (a typedef) is known to the compiler only.
+            Argument::Scalar { kind, .. } => {
+                matches!(parameter.space, Space::Private)
+                    && pointer.is_none()
+                    && (parameter.type_name == *kind || size_and_kind(&parameter.type_name).is_none())
+            }
+        };
+        let given = || match self {
+            Argument::Tensor { tensor, written } => {
+                format!("{} tensor of {}", if *written { "an `out`" } else { "a" }, tensor.dtype())
+            }
+            Argument::Local(_) => "local memory".to_owned(),
+            Argument::Scalar { kind, .. } => format!("a number of type {kind}"),
+        };
+        (!fits).then(given)
+    }
+}
+
+/// Whether a pointer to `t` may point at elements of this type. Vectors, and types of the source's own, may.
+fn holds(t: &str, dtype: DType) -> bool {
+    let Some((size, float)) = size_and_kind(t.trim_end_matches(|c: char| c.is_ascii_digit())) else { return true };
+    let bits = matches!(dtype, DType::F16 | DType::BF16); // there may be no half, and there is no bfloat16
+    size == dtype.size() && (float == dtype.is_float() || (bits && !float))
+}
+
+/// The size of a type of OpenCL C, and whether it is a float.
+fn size_and_kind(t: &str) -> Option<(usize, bool)> {
+    Some(match t {
+        "char" | "uchar" | "unsigned char" | "bool" => (1, false),
+        "short" | "ushort" | "unsigned short" => (2, false),
+        "int" | "uint" | "unsigned int" => (4, false),
+        "long" | "ulong" | "unsigned long" => (8, false),
+        "half" => (2, true),
+        "float" => (4, true),
+        "double" => (8, true),
+        _ => return None,
+    })
+}
