@@ -209,7 +209,7 @@ fn of_outputs<'t>(mut outputs: impl Iterator<Item = &'t Tensor>) -> &'static dyn
     of(device)
 }
 
-/// The same, written.
+/// A tensor that a kernel has just written, its version counter moved.
 pub(crate) fn written(made: Tensor) -> Tensor {
     made.storage.bump_version();
     made

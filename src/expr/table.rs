@@ -61,18 +61,18 @@ pub struct Row {
     pub reference: fn(&[f64], &[f64]) -> f64,
     formula: Formula<Expr>,
     derivative: Option<Formula<Vec<Expr>>>,
-    made: OnceLock<Made>,
+    derived: OnceLock<Derived>,
 }
 
 /// What is computed from a row once.
-struct Made {
+struct Derived {
     expr: Expr,
     derivatives: Vec<Expr>,
 }
 
 impl Row {
-    fn made(&self) -> &Made {
-        self.made.get_or_init(|| {
+    fn derived(&self) -> &Derived {
+        self.derived.get_or_init(|| {
             let inputs: Vec<Expr> = (0..self.arity).map(Expr::input).collect();
             let scalars: Vec<Expr> = (0..self.samples.len()).map(Expr::scalar).collect();
             let expr = (self.formula)(&inputs, &scalars);
@@ -80,19 +80,19 @@ impl Row {
                 Some(of) => of(&inputs, &scalars),
                 None => (0..self.arity).map(|i| expr.diff(i)).collect(),
             };
-            Made { expr, derivatives }
+            Derived { expr, derivatives }
         })
     }
 
     /// The formula.
     pub fn expr(&self) -> &Expr {
-        &self.made().expr
+        &self.derived().expr
     }
 
     /// The derivatives with respect to each operand: the row's own, where the symbolic one would lose digits or be
     /// undefined at a point where the true one is not. The constant 0 where there is none.
     pub fn derivatives(&self) -> &[Expr] {
-        &self.made().derivatives
+        &self.derived().derivatives
     }
 }
 
@@ -137,7 +137,7 @@ macro_rules! define {
                         $formula
                     },
                     derivative: derivative!([$($x),+] [$($($s),+)?] $([$($derivative),+])?),
-                    made: OnceLock::new(),
+                    derived: OnceLock::new(),
                 };
             )*
         }

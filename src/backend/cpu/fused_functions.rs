@@ -6,7 +6,7 @@ use std::f64::consts::{FRAC_1_SQRT_2, PI};
 use pulp::Arch;
 
 use crate::backend::cpu::interpreter::{TileIn, many, run as run_each};
-use crate::backend::cpu::scalar::{Many, Number};
+use crate::backend::cpu::scalar::{Number, VectorFunction};
 use crate::backend::cpu::steps::Action;
 use crate::backend::cpu::vectorised::{Function, function};
 use crate::expr::{Args, Binary, DagNode, Leaf, Op, Unary};
@@ -117,9 +117,9 @@ pub(crate) fn run<'a, C: Number>(
     dst: &mut [C],
 ) -> Option<C> {
     match fused {
-        FusedFunction::Gelu => many(arch, Many::Gelu, operand(0), dst),
-        FusedFunction::GeluTanh => many(arch, Many::GeluTanh, operand(0), dst),
-        FusedFunction::Silu => many(arch, Many::Silu, operand(0), dst),
+        FusedFunction::Gelu => many(arch, VectorFunction::Gelu, operand(0), dst),
+        FusedFunction::GeluTanh => many(arch, VectorFunction::GeluTanh, operand(0), dst),
+        FusedFunction::Silu => many(arch, VectorFunction::Silu, operand(0), dst),
         FusedFunction::Clamp => {
             function!(Clamp, (x, low, high): (C, C, C) => {
                 let raised = if x < low { low } else { x };

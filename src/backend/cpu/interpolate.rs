@@ -179,7 +179,7 @@ enum InterpolationJob<'a, C> {
 }
 
 vectorised! {
-    /// PlaneRows of a result, from row `first` on.
+    /// Rows of a result, from row `first` on.
     fn piece<'j, 'a, C: Number>(_simd: S, job: &'j mut InterpolationJob<'a, C>, first: usize, made: &'j mut [C]) {
         match job {
             InterpolationJob::Mix(job) => job.run(first, made),
@@ -220,13 +220,13 @@ impl<C: Number> Mix<C> {
 /// Images in other sizes.
 struct Mixing<'a, C> {
     rows: PlaneRows<'a>,
-    /// PlaneRows that a plane of the result has.
+    /// Rows that a plane of the result has.
     height: usize,
     down: &'a Option<Vec<Mix<C>>>,
     across: &'a Option<Vec<Mix<C>>>,
     line: Vec<C>,
     plane: Option<usize>,
-    /// PlaneRows of its input with mixed columns, each in the place of its last bit: the two that a row is of are neighbours.
+    /// Rows of its input with mixed columns, each in the place of its last bit: the two that a row is of are neighbours.
     held: [(Option<usize>, Vec<C>); 2],
 }
 
@@ -326,7 +326,7 @@ impl<C: Number> Shares<C> {
 /// What elements of a result give to those that they are of: each of these adds up its shares, in order.
 struct Gather<'a, C> {
     rows: PlaneRows<'a>,
-    /// PlaneRows that a plane of what is made has.
+    /// Rows that a plane of what is made has.
     height: usize,
     down: &'a Option<Shares<C>>,
     across: &'a Option<Shares<C>>,

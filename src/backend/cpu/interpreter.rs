@@ -13,7 +13,7 @@ use pulp::{Arch, Simd, WithSimd};
 
 use crate::backend::cpu::in_place::{is_cheap, update};
 use crate::backend::cpu::multiply_add::multiply_add;
-use crate::backend::cpu::scalar::{Many, Number};
+use crate::backend::cpu::scalar::{Number, VectorFunction};
 use crate::backend::cpu::steps::Action;
 use crate::backend::cpu::steps::Step;
 use crate::backend::cpu::steps::Value;
@@ -320,7 +320,7 @@ impl<C: Number, F: Function<(C, C), C>, const RIGHT: bool> WithSimd for RowLoop<
 
 /// A function that has a loop of its own.
 struct ManyOf<'a, C> {
-    function: Many,
+    function: VectorFunction,
     dst: &'a mut [C],
     from: &'a [C],
 }
@@ -334,7 +334,7 @@ impl<C: Number> WithSimd for ManyOf<'_, C> {
     }
 }
 
-pub(crate) fn many<C: Number>(arch: Arch, function: Many, a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
+pub(crate) fn many<C: Number>(arch: Arch, function: VectorFunction, a: TileIn<'_, C>, dst: &mut [C]) -> Option<C> {
     match a {
         TileIn::Slice(from) => {
             arch.dispatch(ManyOf { function, dst, from });
@@ -364,7 +364,7 @@ pub(crate) fn unary<C: Number>(arch: Arch, op: Unary, a: TileIn<'_, C>, dst: &mu
         Unary::Round => each!(round),
         Unary::Trunc => each!(trunc),
         Unary::Sqrt => each!(sqrt),
-        Unary::Exp => many(arch, Many::Exp, a, dst),
+        Unary::Exp => many(arch, VectorFunction::Exp, a, dst),
         Unary::Log => each!(log),
         Unary::Log2 => each!(log2),
         Unary::Log10 => each!(log10),
@@ -372,12 +372,12 @@ pub(crate) fn unary<C: Number>(arch: Arch, op: Unary, a: TileIn<'_, C>, dst: &mu
         Unary::Log1p => each!(log1p),
         Unary::Sin => large_angles(each!(sin), a, dst, f64::sin),
         Unary::Cos => large_angles(each!(cos), a, dst, f64::cos),
-        Unary::Tanh => many(arch, Many::Tanh, a, dst),
-        Unary::Erf => many(arch, Many::Erf, a, dst),
+        Unary::Tanh => many(arch, VectorFunction::Tanh, a, dst),
+        Unary::Erf => many(arch, VectorFunction::Erf, a, dst),
         Unary::Erfc => each!(erfc),
         Unary::Lgamma => each!(lgamma),
         Unary::Atan => each!(atan),
-        Unary::Sigmoid => many(arch, Many::Sigmoid, a, dst),
+        Unary::Sigmoid => many(arch, VectorFunction::Sigmoid, a, dst),
     }
 }
 

@@ -70,7 +70,7 @@ struct JoinedRows<'a> {
     len: usize,
 }
 
-/// JoinedRows of each side by side, again and again, until `to` is full.
+/// Rows of each side by side, again and again, until `to` is full.
 fn fill(rows: &[JoinedRows], size: usize, to: &mut [u8]) {
     let all: usize = rows.iter().map(|r| r.len).sum();
     // Result rows at a time.

@@ -3,14 +3,14 @@
 use std::f64::consts::{FRAC_1_SQRT_2, PI};
 
 use crate::device::cpu::math;
-use crate::device::cpu::math::Halves;
+use crate::device::cpu::math::TwoStage;
 use crate::expr::primitives::{gcd, shl, shr};
 use crate::expr::{Binary, Unary};
 use crate::{Compute, Scalar};
 
 /// Functions that have loops of their own.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum Many {
+pub(crate) enum VectorFunction {
     Exp,
     Tanh,
     Sigmoid,
@@ -72,7 +72,7 @@ pub(crate) trait Number: bytemuck::Pod + PartialOrd + Send + Sync + std::fmt::De
     }
     /// The function of each element of `from`, into `to`.
     #[inline(always)]
-    fn many(_: Many, to: &mut [Self], from: &[Self]) { to.copy_from_slice(from); }
+    fn many(_: VectorFunction, to: &mut [Self], from: &[Self]) { to.copy_from_slice(from); }
     fn log(self) -> Self { self }
     fn log2(self) -> Self { self }
     fn log10(self) -> Self { self }
@@ -177,15 +177,15 @@ impl Number for f32 {
     #[inline(always)]
     fn exp_in_place(elements: &mut [f32], map: impl Fn(f32) -> f32) { math::in_place::<math::Exp>(elements, map); }
     #[inline(always)]
-    fn many(function: Many, to: &mut [f32], from: &[f32]) {
+    fn many(function: VectorFunction, to: &mut [f32], from: &[f32]) {
         match function {
-            Many::Exp => math::each::<math::Exp>(to, from, |x| x),
-            Many::Tanh => math::each::<math::Tanh>(to, from, |x| x),
-            Many::Sigmoid => math::each::<math::Sigmoid>(to, from, |x| x),
-            Many::Erf => math::each::<math::Erf>(to, from, |x| x),
-            Many::Gelu => math::each::<math::Gelu>(to, from, |x| x),
-            Many::GeluTanh => math::each::<math::GeluTanh>(to, from, |x| x),
-            Many::Silu => math::each::<math::Silu>(to, from, |x| x),
+            VectorFunction::Exp => math::each::<math::Exp>(to, from, |x| x),
+            VectorFunction::Tanh => math::each::<math::Tanh>(to, from, |x| x),
+            VectorFunction::Sigmoid => math::each::<math::Sigmoid>(to, from, |x| x),
+            VectorFunction::Erf => math::each::<math::Erf>(to, from, |x| x),
+            VectorFunction::Gelu => math::each::<math::Gelu>(to, from, |x| x),
+            VectorFunction::GeluTanh => math::each::<math::GeluTanh>(to, from, |x| x),
+            VectorFunction::Silu => math::each::<math::Silu>(to, from, |x| x),
         }
     }
     methods! {
@@ -214,18 +214,18 @@ impl Number for f64 {
     #[inline(always)]
     fn exp_in_place(elements: &mut [f64], map: impl Fn(f64) -> f64) { math::in_place::<math::Exp64>(elements, map); }
     #[inline(always)]
-    fn many(function: Many, to: &mut [f64], from: &[f64]) {
+    fn many(function: VectorFunction, to: &mut [f64], from: &[f64]) {
         let gelu = |x: f64| 0.5 * x * (1.0 + Unary::Erf.eval(x * FRAC_1_SQRT_2));
         let gelu_tanh = |x: f64| 0.5 * x * (1.0 + Unary::Tanh.eval((2.0 / PI).sqrt() * (x + 0.044715 * (x * x) * x)));
         let mut each = |one: &dyn Fn(f64) -> f64| to.iter_mut().zip(from).for_each(|(to, &x)| *to = one(x));
         match function {
-            Many::Exp => math::each::<math::Exp64>(to, from, |x| x),
-            Many::Tanh => each(&|x| Unary::Tanh.eval(x)),
-            Many::Sigmoid => each(&|x| Unary::Sigmoid.eval(x)),
-            Many::Erf => each(&|x| Unary::Erf.eval(x)),
-            Many::Gelu => each(&gelu),
-            Many::GeluTanh => each(&gelu_tanh),
-            Many::Silu => each(&|x| x * Unary::Sigmoid.eval(x)),
+            VectorFunction::Exp => math::each::<math::Exp64>(to, from, |x| x),
+            VectorFunction::Tanh => each(&|x| Unary::Tanh.eval(x)),
+            VectorFunction::Sigmoid => each(&|x| Unary::Sigmoid.eval(x)),
+            VectorFunction::Erf => each(&|x| Unary::Erf.eval(x)),
+            VectorFunction::Gelu => each(&gelu),
+            VectorFunction::GeluTanh => each(&gelu_tanh),
+            VectorFunction::Silu => each(&|x| x * Unary::Sigmoid.eval(x)),
         }
     }
     methods! {

@@ -8,22 +8,22 @@ use crate::backend::cpu::vectorised::vectorised;
 use crate::backend::problem::softmax::RowOp;
 
 /// Rows of a block.
-pub(crate) const LANES: usize = 64;
-/// The longest rows that are transposed into registers: a block of longer ones would not fit in the L1 cache.
+pub(crate) const BLOCK_ROWS: usize = 64;
+/// Rows longer than this are not transposed: a block of them would no longer fit in the L1 cache.
 const SHORT: usize = 64;
 
 /// Whether as many rows of n elements are done sooner in blocks, which take as long with few rows as with many.
-pub(crate) fn pays(rows: usize, n: usize) -> bool {
+pub(crate) fn is_faster(rows: usize, n: usize) -> bool {
     n <= SHORT && rows >= usize::max(8, n / 2)
 }
 
 /// How many rows of n elements make up about so many elements and whole blocks.
-pub(crate) fn rows_of(elements: usize, n: usize) -> usize {
-    elements.div_ceil(n).next_multiple_of(LANES)
+pub(crate) fn whole_blocks(elements: usize, n: usize) -> usize {
+    elements.div_ceil(n).next_multiple_of(BLOCK_ROWS)
 }
 
 /// An element of each row.
-pub(crate) type Column<C> = [C; LANES];
+pub(crate) type Column<C> = [C; BLOCK_ROWS];
 
 /// Where a block of rows lies: its first element, the step from a row to the next and that along a row.
 #[derive(Clone, Copy)]
@@ -39,7 +39,7 @@ impl RowsLayout {
     }
 }
 
-/// The first `rows` lanes of each column.
+/// Reads the first `rows` elements of each column.
 pub(crate) fn load<C: Number>(dtype: DType, bytes: &[u8], from: RowsLayout, columns: &mut [Column<C>], rows: usize) {
     let n = columns.len();
     if from.element == 1 && from.row == n as isize && dtype == C::COMPUTE.dtype() {
@@ -59,7 +59,7 @@ pub(crate) fn store<C: Number>(dtype: DType, columns: &[Column<C>], bytes: &mut 
     // Writes are made contiguous rather than reads, because strided stores cost more than strided loads.
     if to.element == 1 && columns.len() >= 8 && dtype == C::COMPUTE.dtype() {
         let elements: &mut [C] = bytemuck::cast_slice_mut(bytes);
-        for lane in 0..rows.min(LANES) {
+        for lane in 0..rows.min(BLOCK_ROWS) {
             let row = &mut elements[to.of(lane, 0)..][..columns.len()];
             columns.iter().zip(row).for_each(|(column, x)| *x = column[lane]);
         }
@@ -73,15 +73,15 @@ pub(crate) fn store<C: Number>(dtype: DType, columns: &[Column<C>], bytes: &mut 
 /// Each row as one element; a sum of n is off by at most n / 4 + 5 roundings.
 #[inline(always)]
 fn fold<C: Number>(columns: &[Column<C>], from: C, join: impl Fn(C, C) -> C) -> Column<C> {
-    let mut all = [from; LANES];
+    let mut all = [from; BLOCK_ROWS];
     let (fours, rest) = columns.as_chunks::<4>();
     for [a, b, c, d] in fours {
-        for i in 0..LANES {
+        for i in 0..BLOCK_ROWS {
             all[i] = join(all[i], join(join(a[i], b[i]), join(c[i], d[i])));
         }
     }
     for column in rest {
-        each(&mut all, column, &join);
+        zip_with(&mut all, column, &join);
     }
     all
 }
@@ -94,19 +94,19 @@ fn mapped<C: Number>(mut column: Column<C>, f: impl Fn(C) -> C) -> Column<C> {
 }
 
 #[inline(always)]
-fn each<C: Number>(column: &mut Column<C>, other: &Column<C>, f: impl Fn(C, C) -> C) {
-    for i in 0..LANES {
+fn zip_with<C: Number>(column: &mut Column<C>, other: &Column<C>, f: impl Fn(C, C) -> C) {
+    for i in 0..BLOCK_ROWS {
         column[i] = f(column[i], other[i]);
     }
 }
 
 #[inline(always)]
-fn each_of<C: Number>(columns: &mut [Column<C>], other: &Column<C>, f: impl Fn(C, C) -> C) {
-    columns.iter_mut().for_each(|column| each(column, other, &f));
+fn zip_all_with<C: Number>(columns: &mut [Column<C>], other: &Column<C>, f: impl Fn(C, C) -> C) {
+    columns.iter_mut().for_each(|column| zip_with(column, other, &f));
 }
 
 #[inline(always)]
-fn greatest<C: Number>(columns: &[Column<C>]) -> Column<C> {
+fn max_of_rows<C: Number>(columns: &[Column<C>]) -> Column<C> {
     fold(columns, C::from_f64(f64::NEG_INFINITY), C::max)
 }
 
@@ -121,38 +121,38 @@ vectorised! {
         let add = |columns: &[Column<C>]| fold(columns, zero, C::add);
         match kind {
             RowOp::Softmax => {
-                let top = greatest(columns);
-                each_of(columns, &top, C::sub);
+                let top = max_of_rows(columns);
+                zip_all_with(columns, &top, C::sub);
                 C::exp_in_place(columns.as_flattened_mut(), |x| x);
                 let scale = mapped(add(columns), |s| one.div(s));
-                each_of(columns, &scale, C::mul);
+                zip_all_with(columns, &scale, C::mul);
             }
             RowOp::LogSoftmax | RowOp::LogSumExp => {
-                let mut top = greatest(columns);
+                let mut top = max_of_rows(columns);
                 if kind == RowOp::LogSumExp {
                     // Infinite ones count as 0.
                     top = mapped(top, |m| if m.abs() == C::from_f64(f64::INFINITY) { zero } else { m });
                 }
-                each_of(columns, &top, C::sub);
+                zip_all_with(columns, &top, C::sub);
                 C::exp_each(others.as_flattened_mut(), columns.as_flattened(), |x| x);
                 let log = mapped(add(others), C::log);
                 match kind {
                     RowOp::LogSumExp => {
-                        each(&mut top, &log, C::add);
+                        zip_with(&mut top, &log, C::add);
                         columns[0] = top;
                     }
-                    _ => each_of(columns, &log, C::sub),
+                    _ => zip_all_with(columns, &log, C::sub),
                 }
             }
             RowOp::SoftmaxGrad => {
-                let mut sum = [zero; LANES];
+                let mut sum = [zero; BLOCK_ROWS];
                 for (y, g) in columns.iter().zip(&*others) {
-                    for i in 0..LANES {
+                    for i in 0..BLOCK_ROWS {
                         sum[i] = sum[i].add(y[i].mul(g[i]));
                     }
                 }
                 for (y, g) in columns.iter_mut().zip(&*others) {
-                    for i in 0..LANES {
+                    for i in 0..BLOCK_ROWS {
                         y[i] = g[i].sub(sum[i]).mul(y[i]);
                     }
                 }
@@ -161,7 +161,7 @@ vectorised! {
                 let sum = add(others);
                 C::exp_in_place(columns.as_flattened_mut(), |x| x);
                 for (y, g) in columns.iter_mut().zip(&*others) {
-                    for i in 0..LANES {
+                    for i in 0..BLOCK_ROWS {
                         y[i] = g[i].sub(y[i].mul(sum[i]));
                     }
                 }
@@ -178,23 +178,23 @@ vectorised! {
         _simd: S, columns: &'a mut [Column<C>], targets: &'a [i64], counts: F, losses: &'a mut [C], scale: Option<C>
     ) {
         let (zero, none) = (C::from_i32(0), C::from_i32(-1));
-        let mut labels = [none; LANES];
+        let mut labels = [none; BLOCK_ROWS];
         for (label, &target) in labels.iter_mut().zip(targets) {
             *label = if counts(target) { C::from_i32(target as i32) } else { none };
         }
-        let top = greatest(columns);
-        each_of(columns, &top, C::sub);
-        let mut picked = [zero; LANES];
+        let top = max_of_rows(columns);
+        zip_all_with(columns, &top, C::sub);
+        let mut picked = [zero; BLOCK_ROWS];
         for (j, column) in columns.iter().enumerate() {
             let j = C::from_i32(j as i32);
-            for i in 0..LANES {
+            for i in 0..BLOCK_ROWS {
                 picked[i] = picked[i].add(if labels[i] == j { column[i] } else { zero });
             }
         }
         C::exp_in_place(columns.as_flattened_mut(), |x| x);
         let sum = fold(columns, zero, C::add);
-        let mut loss = [zero; LANES];
-        for i in 0..LANES {
+        let mut loss = [zero; BLOCK_ROWS];
+        for i in 0..BLOCK_ROWS {
             let x = sum[i].log().sub(picked[i]);
             loss[i] = if labels[i] == none { zero } else { x };
         }
@@ -203,7 +203,7 @@ vectorised! {
         let factors = mapped(sum, |s| scale.div(s));
         for (j, column) in columns.iter_mut().enumerate() {
             let j = C::from_i32(j as i32);
-            for i in 0..LANES {
+            for i in 0..BLOCK_ROWS {
                 let gradient = column[i].mul(factors[i]).sub(if labels[i] == j { scale } else { zero });
                 // Selected, not multiplied: what does not count may be infinite or NaN.
                 column[i] = if labels[i] == none { zero } else { gradient };

@@ -7,7 +7,7 @@ use smallvec::SmallVec;
 use crate::backend::cpu::accumulate::{Add, Max, fold, fold_in, fold_map};
 use crate::backend::cpu::convert::{load_tile, read, store_tile};
 use crate::backend::cpu::scalar::Number;
-use crate::backend::cpu::short_rows::{LANES, RowsLayout, entropy_of_block, on_block};
+use crate::backend::cpu::short_rows::{BLOCK_ROWS, RowsLayout, entropy_of_block, on_block};
 use crate::backend::cpu::vectorised::vectorised;
 use crate::backend::cpu::{short_rows, strided_rows};
 use crate::backend::problem::cross_entropy::{CrossEntropy, LabelEntropy, LossReduction};
@@ -17,15 +17,15 @@ use crate::storage::with_host;
 use crate::{Compute, Error, Result, Tensor};
 
 /// Elements a job of the pool has: enough to hide what handing it over costs.
-const JOB: usize = 1 << 13;
+const TASK_ELEMENTS: usize = 1 << 13;
 /// Elements of short rows that a thread has at a time, where there are more than a job's.
-const BLOCKS: usize = 1 << 11;
+const BLOCKED_TASK_ELEMENTS: usize = 1 << 11;
 /// Elements of other rows that a thread has at a time for a loss.
-const PIECE: usize = 1 << 12;
+const LOSS_TASK_ELEMENTS: usize = 1 << 12;
 /// Elements whose exponentials are computed before they are added up.
-const PART: usize = 256;
-/// SoftmaxRows whose losses are added up before they meet the others': fixed, so that the sum is the same on any machine.
-const BLOCK: usize = 64;
+const EXP_TILE: usize = 256;
+/// Rows whose losses are added up before they meet the others': fixed, so that the sum is the same on any machine.
+const LOSS_SUM_ROWS: usize = 64;
 
 pub(crate) fn run(softmax: &Softmax) -> Result<()> {
     let (rows, &Softmax { kind, x, z, out, d, .. }) = (&softmax.rows(), softmax);
@@ -55,51 +55,55 @@ pub(crate) struct SoftmaxJob<'a> {
     pub(crate) bytes: [&'a [u8]; 2],
     pub(crate) out: &'a Tensor,
     pub(crate) rows: &'a SoftmaxRows,
-    /// Elements after the row's dim: rows that share a stretch of the output.
+    /// Elements after the row's dim: rows that share a slice of the output.
     pub(crate) inner: usize,
 }
 
 impl SoftmaxJob<'_> {
-    /// The output is partitioned into stretches that hold whole rows.
+    /// The output is partitioned into slices that hold whole rows.
     fn run<C: Number>(&self, out: &mut [u8]) {
         let length = if self.kind == RowOp::LogSumExp { 1 } else { self.rows.n };
-        let stretch = (self.inner * length).max(1);
+        let slice = (self.inner * length).max(1);
         let (n, count) = (self.rows.n, self.rows.count());
-        // Those that are equally far apart: all of them, or those whose results share a stretch.
+        // Those that are equally far apart: all of them, or those whose results share a slice.
         let even = self.kind != RowOp::MaskedSoftmax
             && match self.inner {
                 1 => self.rows.strided.dims.len() <= 1,
                 inner => self.rows.strided.dims.last().is_some_and(|&last| last % inner == 0),
             };
         let whole = self.inner * n <= strided_rows::PIECE;
-        let short =
-            even && if self.inner == 1 { short_rows::pays(count, n) } else { whole && short_rows::pays(self.inner, n) };
+        let short = even
+            && if self.inner == 1 {
+                short_rows::is_faster(count, n)
+            } else {
+                whole && short_rows::is_faster(self.inner, n)
+            };
         if even && !short && self.inner >= strided_rows::NARROW {
             return self.strided_rows::<C>(out);
         }
-        let least = match short {
-            true if self.inner == 1 && count * n <= JOB => count,
-            true if self.inner == 1 => short_rows::rows_of(BLOCKS, n),
-            _ => JOB.div_ceil(self.inner * n).max(1),
+        let outer_per_task = match short {
+            true if self.inner == 1 && count * n <= TASK_ELEMENTS => count,
+            true if self.inner == 1 => short_rows::whole_blocks(BLOCKED_TASK_ELEMENTS, n),
+            _ => TASK_ELEMENTS.div_ceil(self.inner * n).max(1),
         };
         let size = self.out.dtype.size();
-        parallel::for_each_chunk(out, stretch * least * size, |i, part| match short {
-            true => self.short_rows::<C>(i * least * self.inner, part),
-            false => self.part::<C>(i * least * self.inner, part),
+        parallel::for_each_chunk(out, slice * outer_per_task * size, |i, part| match short {
+            true => self.in_blocks::<C>(i * outer_per_task * self.inner, part),
+            false => self.row_by_row::<C>(i * outer_per_task * self.inner, part),
         });
     }
 
-    /// SoftmaxRows from `first` on, into `out`, which starts where the first of them does.
-    fn part<C: Number>(&self, first: usize, out: &mut [u8]) {
+    /// Rows from `first` on, into `out`, which starts where the first of them does.
+    fn row_by_row<C: Number>(&self, first: usize, out: &mut [u8]) {
         let (n, inner, rows) = (self.rows.n, self.inner, self.rows);
         let zero = C::from_i32(0);
         let mask = rows.mask.kind;
-        let two = matches!(self.kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad) || mask != Mask::None;
+        let has_second_operand = matches!(self.kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad) || mask != Mask::None;
         let (mut one, mut other) = (Vec::new(), Vec::new());
         let mut compute = |i: usize, row: &mut [C]| {
             let at = rows.strided.offsets(first + i);
             let from = self.row(self.x, 0, at[0], &mut one);
-            let other = if two { self.row(self.z, 2, at[2], &mut other) } else { &[] };
+            let other = if has_second_operand { self.row(self.z, 2, at[2], &mut other) } else { &[] };
             let from = &from[..rows.mask.visible(first + i, n)];
             on_row(self.kind, from, row, other, mask)
         };
@@ -118,11 +122,11 @@ impl SoftmaxJob<'_> {
         }
     }
 
-    /// [`part`](Self::part), a block at a time.
-    fn short_rows<C: Number>(&self, first: usize, out: &mut [u8]) {
+    /// [`row_by_row`](Self::row_by_row), a transposed block of short rows at a time.
+    fn in_blocks<C: Number>(&self, first: usize, out: &mut [u8]) {
         let (n, rows) = (self.rows.n, self.rows);
         let length = if self.kind == RowOp::LogSumExp { 1 } else { n };
-        let mut buffer = vec![C::from_i32(0); 2 * n * LANES];
+        let mut buffer = vec![C::from_i32(0); 2 * n * BLOCK_ROWS];
         let (columns, others) = buffer.as_chunks_mut().0.split_at_mut(n);
         let layout = |t: &Tensor, k: usize, first: usize| {
             let row = rows.strided.strides[k].last().copied().unwrap_or(0);
@@ -130,11 +134,11 @@ impl SoftmaxJob<'_> {
             RowsLayout { start, row, element: rows.steps[k] }
         };
         let size = self.out.dtype.size();
-        // SoftmaxRows whose results share a stretch, or lie one after another.
+        // Rows whose results share a slice, or lie one after another.
         let together = if self.inner == 1 { out.len() / size / length } else { self.inner };
         for (i, out) in out.chunks_mut(together * length * size).enumerate() {
-            for lane in (0..together).step_by(LANES) {
-                let (first, count) = (first + i * together + lane, LANES.min(together - lane));
+            for lane in (0..together).step_by(BLOCK_ROWS) {
+                let (first, count) = (first + i * together + lane, BLOCK_ROWS.min(together - lane));
                 short_rows::load(self.x.dtype, self.bytes[0], layout(self.x, 0, first), columns, count);
                 if matches!(self.kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad) {
                     short_rows::load(self.z.dtype, self.bytes[1], layout(self.z, 2, first), others, count);
@@ -216,8 +220,8 @@ vectorised! {
 fn exp_sum<C: Number, S: Simd>(simd: S, row: &[C], finite: bool) -> (C, C) {
     let m = fold_in::<Max, C, S>(simd, row);
     let m = if finite && m.to_f64().is_infinite() { C::from_i32(0) } else { m };
-    let (mut part, mut sum) = ([C::from_i32(0); PART], C::from_i32(0));
-    for row in row.chunks(PART) {
+    let (mut part, mut sum) = ([C::from_i32(0); EXP_TILE], C::from_i32(0));
+    for row in row.chunks(EXP_TILE) {
         let part = &mut part[..row.len()];
         C::exp_each(part, row, |x| x.sub(m));
         sum = sum.add(fold_in::<Add, C, S>(simd, part));
@@ -228,27 +232,27 @@ fn exp_sum<C: Number, S: Simd>(simd: S, row: &[C], finite: bool) -> (C, C) {
 vectorised! {
     /// The losses of rows of logits, 0 where a row does not count; rows become their gradients, times `scale`, where there is one.
     fn entropy<'a, C: Number, F: Fn(i64) -> bool>(
-        simd: S, rows: &'a mut [C], targets: &'a [i64], counts: F, losses: &'a mut [C], scale: Option<C>
+        simd: S, rows: &'a mut [C], targets: &'a [i64], is_used: F, losses: &'a mut [C], scale: Option<C>
     ) {
         let classes = rows.len() / targets.len();
         let zero = C::from_i32(0);
         for ((row, &target), loss) in rows.chunks_mut(classes).zip(targets).zip(&mut *losses) {
             let top = fold_in::<Max, C, S>(simd, row);
             row.iter_mut().for_each(|x| *x = x.sub(top));
-            *loss = if counts(target) { row[target as usize] } else { zero };
+            *loss = if is_used(target) { row[target as usize] } else { zero };
         }
         C::exp_in_place(rows, |x| x);
-        let mut sums = [zero; LANES];
+        let mut sums = [zero; BLOCK_ROWS];
         for (row, sum) in rows.chunks(classes).zip(&mut sums) {
             *sum = fold_in::<Add, C, S>(simd, row);
         }
         for ((loss, sum), &target) in losses.iter_mut().zip(&sums).zip(targets) {
             let x = sum.log().sub(*loss);
-            *loss = if counts(target) { x } else { zero };
+            *loss = if is_used(target) { x } else { zero };
         }
         let Some(scale) = scale else { return };
         for ((row, &target), sum) in rows.chunks_mut(classes).zip(targets).zip(&sums) {
-            if counts(target) {
+            if is_used(target) {
                 let factor = scale.div(*sum);
                 row.iter_mut().for_each(|x| *x = x.mul(factor));
                 row[target as usize] = row[target as usize].sub(scale);
@@ -261,10 +265,10 @@ vectorised! {
 
 vectorised! {
     /// How many targets count, and whether all of those are classes.
-    fn count<'a, F: Fn(i64) -> bool>(_simd: S, targets: &'a [i64], counts: F, classes: usize) -> (i64, bool) {
-        targets.iter().fold((0, true), |(count, fine), &t| {
-            let counts = (counts)(t);
-            (count + i64::from(counts), fine & (!counts | ((t as u64) < classes as u64)))
+    fn count<'a, F: Fn(i64) -> bool>(_simd: S, targets: &'a [i64], is_used: F, classes: usize) -> (i64, bool) {
+        targets.iter().fold((0, true), |(count, all_valid), &t| {
+            let used = is_used(t);
+            (count + i64::from(used), all_valid & (!used | ((t as u64) < classes as u64)))
         })
     }
 }
@@ -297,20 +301,20 @@ fn losses<C: Number>(
     grad: Option<&mut [u8]>,
 ) -> Result<()> {
     let classes = x.shape().dims()[1];
-    let counts = |t: i64| t != options.ignore_index;
-    let (count, fine) = count(targets, counts, classes);
-    if !fine && let Some(&index) = targets.iter().find(|t| counts(**t) && !(0..classes as i64).contains(*t)) {
+    let is_used = |t: i64| t != options.ignore_index;
+    let (count, all_valid) = count(targets, is_used, classes);
+    if !all_valid && let Some(&index) = targets.iter().find(|t| is_used(**t) && !(0..classes as i64).contains(*t)) {
         return Err(Error::IndexOutOfRange { op: "cross_entropy", index, size: classes });
     }
     let count = C::from_i64(if options.reduction == LossReduction::Mean { count } else { 1 });
     let (zero, steps, size) = (C::from_i32(0), x.strides(), x.dtype.size());
     let scale = grad.is_some().then(|| C::from_i32(1).div(count));
-    let rows = (PIECE / classes.max(1)).clamp(1, LANES);
-    let short = short_rows::pays(targets.len(), classes);
+    let rows = (LOSS_TASK_ELEMENTS / classes.max(1)).clamp(1, BLOCK_ROWS);
+    let short = short_rows::is_faster(targets.len(), classes);
     let mut losses = vec![zero; targets.len()];
     // Losses of rows from `first` on, and their gradients where wanted.
     let part = |first: usize, losses: &mut [C], mut grad: Option<&mut [u8]>| {
-        let mut buffer = vec![zero; if short { LANES } else { rows.min(losses.len()) } * classes];
+        let mut buffer = vec![zero; if short { BLOCK_ROWS } else { rows.min(losses.len()) } * classes];
         for (b, losses) in losses.chunks_mut(rows).enumerate() {
             let (n, first) = (losses.len(), first + b * rows);
             let targets = &targets[first..][..n];
@@ -318,13 +322,13 @@ fn losses<C: Number>(
             if short {
                 let columns = buffer.as_chunks_mut().0;
                 short_rows::load(x.dtype, bytes, RowsLayout { start, row: steps[0], element: steps[1] }, columns, n);
-                entropy_of_block(columns, targets, counts, losses, scale);
+                entropy_of_block(columns, targets, is_used, losses, scale);
             } else {
                 for (i, row) in buffer.chunks_mut(classes).take(n).enumerate() {
                     load_tile(x.dtype, bytes, start.wrapping_add_signed(i as isize * steps[0]), steps[1], row);
                 }
                 let rows = &mut buffer[..n * classes];
-                entropy(rows, targets, counts, losses, scale);
+                entropy(rows, targets, is_used, losses, scale);
             }
             let Some(grad) = &mut grad else { continue };
             let start = b * rows * classes;
@@ -337,13 +341,13 @@ fn losses<C: Number>(
             }
         }
     };
-    if targets.len() * classes <= JOB {
+    if targets.len() * classes <= TASK_ELEMENTS {
         part(0, &mut losses, grad);
     } else {
         let mut data: SmallVec<[&mut [u8]; 2]> = SmallVec::new();
         data.push(bytemuck::cast_slice_mut(&mut losses));
         data.extend(grad.map(|grad| &mut grad[..targets.len() * classes * size]));
-        let piece = if short { short_rows::rows_of(BLOCKS, classes) } else { rows };
+        let piece = if short { short_rows::whole_blocks(BLOCKED_TASK_ELEMENTS, classes) } else { rows };
         let sizes = &[piece * size_of::<C>(), piece * classes * size][..data.len()];
         parallel::for_each_chunks(&mut data, sizes, |i, chunks| {
             let (losses, grad) = chunks.split_first_mut().expect("the losses at least");
@@ -354,7 +358,7 @@ fn losses<C: Number>(
         store_tile(x.dtype, &losses, out, 0 as _, 1);
         return Ok(());
     }
-    let blocks: SmallVec<[C; 16]> = losses.chunks(BLOCK).map(fold::<Add, C>).collect();
+    let blocks: SmallVec<[C; 16]> = losses.chunks(LOSS_SUM_ROWS).map(fold::<Add, C>).collect();
     let total = fold::<Add, C>(&blocks);
     store_tile(x.dtype, &[total.div(count)], out, 0 as _, 1);
     Ok(())

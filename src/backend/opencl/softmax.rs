@@ -85,7 +85,7 @@ impl Schedule {
         if registers <= KEPT && registers * lanes <= REGISTERS { schedule } else { schedule.read_again(device) }
     }
 
-    /// SoftmaxRows that are read several times instead of kept.
+    /// Rows that are read several times instead of kept.
     fn read_again(self, device: &ClDevice) -> Schedule {
         let group = group_size(device);
         Schedule { width: 1, lanes: self.lanes.min(group), group, kept: 0, ..self }

@@ -45,7 +45,7 @@ impl SoftmaxMask {
     }
 }
 
-/// SoftmaxRows of n elements: where each starts in up to three operands, and the step along a row in each.
+/// Rows of n elements: where each starts in up to three operands, and the step along a row in each.
 #[derive(Debug)]
 pub(crate) struct SoftmaxRows {
     pub(crate) strided: StridedDims,
@@ -55,7 +55,7 @@ pub(crate) struct SoftmaxRows {
 }
 
 impl SoftmaxRows {
-    /// SoftmaxRows of `shape` along dim d.
+    /// Rows of `shape` along dim d.
     pub(crate) fn new(shape: &Shape, d: usize, operands: [&[isize]; 3]) -> SoftmaxRows {
         let rest: Shape = without(shape.dims(), d);
         let starts = operands.map(|strides| -> Dims<isize> { without(strides, d) });

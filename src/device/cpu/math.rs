@@ -16,7 +16,7 @@ mod exponential;
 use std::f32::consts::{LOG2_E, PI};
 use std::ops::{Add, Mul};
 
-pub(crate) use exponential::{Erf, Exp, Exp64, Gelu, GeluTanh, Halves, Sigmoid, Silu, Tanh, each, in_place};
+pub(crate) use exponential::{Erf, Exp, Exp64, Gelu, GeluTanh, Sigmoid, Silu, Tanh, TwoStage, each, in_place};
 
 /// Adding and subtracting it rounds an f32 below 2²² to an integer; in the low bits is then that plus 254, twice what the
 /// exponent of 1 is.

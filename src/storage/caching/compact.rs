@@ -49,12 +49,12 @@ impl CachingAllocator {
         };
         let _alone = self.compact_alone();
         self.wait_for_streams(request)?;
-        if let Some(block) = self.lock_folded().search_all(self.number, request, true) {
+        if let Some(block) = self.lock_with_stats().search_all(self.number, request, true) {
             return Ok(Some(block)); // somebody else has made room
         }
         // Blocks of private pools stay where they are: a checkpoint may name their places.
         if request.pool == 0 && self.slide(request, &mut budget)? {
-            let mut core = self.lock_folded();
+            let mut core = self.lock_with_stats();
             if let Some(block) = core.search_all(self.number, request, true) {
                 return Ok(Some(block));
             }
@@ -73,7 +73,7 @@ impl CachingAllocator {
                 }
             }
             if !shrunk {
-                self.settle_events(true)?; // of blocks given back meanwhile
+                self.process_events(true)?; // of blocks given back meanwhile
                 return self.grow(request, true, climb);
             }
         }

@@ -109,7 +109,7 @@ impl CachingAllocator {
         }
         let old = core.decay.look(now, ticks, active);
         let any = |old| !core.aged(old).is_empty() || core.heap.has_old_ends(self.expandable.as_ref());
-        if !(old.is_some_and(any) || due && core.has_unused_in_parts()) {
+        if !(old.is_some_and(any) || due && core.has_unused_but_shared()) {
             return core;
         }
         let streams = core.heap.streams();
@@ -117,7 +117,7 @@ impl CachingAllocator {
         if self.is_idle(streams) {
             let mut core = self.lock();
             core.heap.now = now;
-            core.unite_unused(|stream| self.driver.progress(stream));
+            core.merge_unused(|stream| self.driver.progress(stream));
             let aged = old.map_or_else(Vec::new, |old| core.aged(old));
             let keep = core.decay.peaks[0].max(core.decay.peaks[1]);
             let freed = core.release_above(aged, keep);
@@ -128,7 +128,7 @@ impl CachingAllocator {
                 self.lock().decay.released = Some(now);
             }
         }
-        self.lock_folded()
+        self.lock_with_stats()
     }
 
     /// Whether every stream is done with everything. Waits for none: one that needs longer than a moment is not.
@@ -139,7 +139,7 @@ impl CachingAllocator {
 
     /// Gives unused segments back, the largest first, as long as at least `keep` bytes stay held.
     pub(super) fn trim_to(&self, keep: u64) -> Result<u64> {
-        self.settle_events(false)?;
+        self.process_events(false)?;
         let streams = self.drain_caches().heap.streams();
         if !self.is_idle(streams) {
             return Ok(0);

@@ -1,6 +1,7 @@
-//! Blocks that streams other than their own have used.
+//! Blocks that streams other than their own have used, and blocks taken from other streams behind a wait on the device
+//! (`take_with_wait`).
 //!
-//! Such a block, given back, is pending until the work those streams had at that moment is done. Each stream has a
+//! A block that others have used, given back, is pending until the work those streams had at that moment is done. Each stream has a
 //! queue of its own, so that one that is slow delays nobody else's blocks.
 //!
 //! Where the driver makes no marker behind that work, or cannot say whether it is reached, the block stays pending: each
@@ -13,7 +14,7 @@ use smallvec::SmallVec;
 
 use super::super::block::Block;
 use super::super::driver::Marker;
-use super::moves::Then;
+use super::moves::AfterMove;
 use super::{CachingAllocator, Core, Request};
 use crate::Result;
 use crate::device::StreamId;
@@ -22,7 +23,7 @@ use std::sync::atomic::Ordering::Relaxed;
 pub(super) type Streams = SmallVec<[StreamId; 2]>;
 /// Streams that may still be using a block, each with a marker behind that work, or none where the driver has not yet made
 /// one.
-pub(super) type Uses = SmallVec<[(StreamId, Option<Marker>); 2]>;
+pub(super) type PendingUses = SmallVec<[(StreamId, Option<Marker>); 2]>;
 
 /// A block that waits for a stream. Its ticket is unique, as one block may wait several times.
 #[derive(Debug)]
@@ -40,7 +41,7 @@ pub(super) struct Pending {
     /// Streams that used live blocks.
     used: HashMap<u32, Streams>,
     queues: BTreeMap<StreamId, VecDeque<Waiting>>,
-    /// What had been submitted to the second stream when the first last waited for it.
+    /// By waiting stream and stream waited for: how much had been submitted to the latter at the last wait.
     waited: HashMap<(StreamId, StreamId), u64>,
     /// The next ticket.
     tickets: u64,
@@ -68,7 +69,7 @@ impl Pending {
         self.used.remove(&id);
     }
 
-    fn add(&mut self, id: u32, uses: Uses) {
+    fn add(&mut self, id: u32, uses: PendingUses) {
         self.waiting.insert(id, uses.len());
         for (stream, marker) in uses {
             let waiting = Waiting { marker, id, ticket: self.tickets };
@@ -126,9 +127,9 @@ impl Pending {
     }
 
     /// Takes a block out, with what it still waits for.
-    pub(super) fn take(&mut self, id: u32) -> Uses {
+    pub(super) fn take(&mut self, id: u32) -> PendingUses {
         self.waiting.remove(&id);
-        let mut uses = Uses::new();
+        let mut uses = PendingUses::new();
         for (stream, queue) in &mut self.queues {
             queue.retain(|waiting| {
                 if waiting.id == id {
@@ -164,17 +165,17 @@ impl CachingAllocator {
     /// Takes back a block that other streams have used: it is pending until they are done.
     #[cold]
     #[inline(never)]
-    pub(super) fn deallocate_recorded(&self, block: Block, requested: usize) {
+    pub(super) fn deallocate_used_by_others(&self, block: Block, requested: usize) {
         let streams = self.lock().pending.used.remove(&block.id()).unwrap_or_default();
         let uses = streams.into_iter().map(|stream| (stream, self.driver.record(stream).ok())).collect();
-        self.lock_folded().give_back_used(block.id(), requested, uses);
+        self.lock_with_stats().give_back_used(block.id(), requested, uses);
     }
 
     /// Frees pending blocks whose streams are done; with `wait`, waits for all of them. Says whether any became free.
     ///
     /// # Errors
     /// With `wait`, what the driver reports: blocks whose streams it could not wait for stay pending.
-    pub(super) fn settle_events(&self, wait: bool) -> Result<bool> {
+    pub(super) fn process_events(&self, wait: bool) -> Result<bool> {
         let (mut settled, mut failed) = (false, self.mark_uses());
         loop {
             let heads = self.lock().pending.heads();
@@ -224,7 +225,7 @@ impl CachingAllocator {
     /// streams that may still use them are done. A block for which that wait cannot be enqueued becomes pending instead.
     pub(super) fn take_with_wait(&self, request: &Request) -> Option<Block> {
         let (block, mut uses) = {
-            let mut core = self.lock_folded();
+            let mut core = self.lock_with_stats();
             if !core.heap.rules.config.cross_stream_reuse {
                 return None;
             }
@@ -246,7 +247,7 @@ impl CachingAllocator {
             Ok(()) => Some(block),
             Err(error) => {
                 tracing::debug!(%error, "no wait for another stream: its block is not reused yet");
-                self.lock_folded().give_back_used(block.id(), block.requested(), uses);
+                self.lock_with_stats().give_back_used(block.id(), block.requested(), uses);
                 None
             }
         }
@@ -256,10 +257,10 @@ impl CachingAllocator {
 impl Core {
     /// Takes back a block that these streams may still be using; one on the move when it has arrived, since who moves
     /// blocks need not have waited for what was enqueued last.
-    pub(super) fn give_back_used(&mut self, id: u32, requested: usize, uses: Uses) {
+    pub(super) fn give_back_used(&mut self, id: u32, requested: usize, uses: PendingUses) {
         match self.moving.get_mut(&id) {
             _ if uses.is_empty() => self.give_back(id, requested),
-            Some(then) => *then = Then::Pend(requested, uses),
+            Some(then) => *then = AfterMove::Pend(requested, uses),
             None => {
                 self.heap.give_back_pending(id, requested);
                 self.pending.add(id, uses);
@@ -274,7 +275,7 @@ impl Core {
     }
 
     /// Takes free blocks that lie together, some of them other streams'; they belong to the request's stream from now on.
-    fn take_from_other_streams(&mut self, owner: u32, request: &Request) -> Option<(Block, Uses)> {
+    fn take_from_other_streams(&mut self, owner: u32, request: &Request) -> Option<(Block, PendingUses)> {
         let run = self.heap.find_run(request)?;
         let (id, mut streams) = self.heap.take_run(run, request);
         streams.sort_unstable();
@@ -284,7 +285,7 @@ impl Core {
     }
 
     /// Takes a pending block, with what its new owner has to wait for.
-    fn take_pending(&mut self, owner: u32, request: &Request) -> Option<(Block, Uses)> {
+    fn take_pending(&mut self, owner: u32, request: &Request) -> Option<(Block, PendingUses)> {
         let heap = &self.heap;
         let fits = |&id: &u32| {
             let entry = heap.table[id as usize];

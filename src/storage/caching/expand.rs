@@ -94,7 +94,7 @@ impl CachingAllocator {
         let _alone = expandable.lock();
         loop {
             let (extension, cuts) = {
-                let mut core = self.lock_folded();
+                let mut core = self.lock_with_stats();
                 // The whole segment may be free, or somebody else has just extended it.
                 if let Some(block) = core.search_all(self.number, request, true) {
                     return Ok(Grown::Block(block));
@@ -133,7 +133,7 @@ impl CachingAllocator {
                     }
                 };
             }
-            let mut guard = self.lock_folded();
+            let mut guard = self.lock_with_stats();
             let core = &mut *guard;
             core.making -= bytes;
             core.heap.now = self.now();

@@ -153,7 +153,7 @@ impl CachingAllocator {
         // The device may be lazy: it has to find the memory now, not at some later launch.
         let made = self.driver.create(bytes).and_then(|memory| self.driver.commit(memory));
         let segment = made.map(|memory| Arc::new(Segment::new(memory, bytes)));
-        let mut guard = self.lock_folded();
+        let mut guard = self.lock_with_stats();
         let core = &mut *guard;
         core.making -= bytes as u64;
         match segment {
@@ -200,7 +200,7 @@ impl CachingAllocator {
         drop(core);
         drop(unused);
         self.release_pages(0, limit);
-        self.lock_folded()
+        self.lock_with_stats()
     }
 
     /// PyTorch's garbage collection: where a threshold is set and passed, gives back the unused large segments that have
@@ -208,7 +208,7 @@ impl CachingAllocator {
     pub(super) fn collect(&self, request: &Request) -> bool {
         let (freed, keep) = {
             let mut core = self.lock();
-            core.unite_unused(|stream| self.driver.progress(stream));
+            core.merge_unused(|stream| self.driver.progress(stream));
             core.collect(request.size as u64)
         };
         let any = !freed.is_empty() || keep.is_some();

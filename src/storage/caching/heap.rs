@@ -59,7 +59,7 @@ pub(super) struct Arena {
     pub(super) stream: StreamId,
     pub(super) kind: Kind,
     /// The least remainder of a block that is worth keeping.
-    pub(super) least_rest: usize,
+    pub(super) min_remainder: usize,
     pub(super) partial: Bins,
     pub(super) whole: Bins,
 }
@@ -130,8 +130,9 @@ impl Heap {
         if let Some(&arena) = self.arena_of.get(&(pool, stream, kind)) {
             return arena;
         }
-        let least_rest = if self.unsplit_pools.contains(&pool) { usize::MAX } else { self.rules.least_rest(kind) };
-        let made = Arena { pool, stream, kind, least_rest, partial: Bins::new(), whole: Bins::new() };
+        let min_remainder =
+            if self.unsplit_pools.contains(&pool) { usize::MAX } else { self.rules.min_remainder(kind) };
+        let made = Arena { pool, stream, kind, min_remainder, partial: Bins::new(), whole: Bins::new() };
         let arena = self.vacant_arenas.pop().unwrap_or(self.arenas.len() as u32);
         match self.arenas.get_mut(arena as usize) {
             Some(vacant) => *vacant = made,
@@ -192,7 +193,7 @@ impl Heap {
         bins.remove(table, id);
         let mut split = Split { blocks: i64::from(whole) - 1, bytes: if whole { 0 } else { -(length as i64) } };
         let (mut taken, mut given) = (id, length);
-        if length - size >= arena.least_rest && rules.may_split_for(size) {
+        if length - size >= arena.min_remainder && rules.may_split_for(size) {
             vacant.pop(); // the spare one
             // From both ends of a segment, so that what is left over stays in one piece between them.
             let high = (found.offset() > 0) & rules.both_ends;
@@ -266,10 +267,10 @@ impl Heap {
     }
 
     /// As [`give_back`](Self::give_back), but leaves the block as it is until the next call: most often the next request is
-    /// for its size. Nobody but who takes it may look at the table before [`settle_last`](Self::settle_last).
+    /// for its size. Nobody but who takes it may look at the table before [`merge_last_freed`](Self::merge_last_freed).
     #[inline(always)]
     pub(super) fn give_back_last(&mut self, id: u32, requested: usize) {
-        self.settle_last();
+        self.merge_last_freed();
         self.given_back += 1;
         self.record_free(id, requested);
         let (kind, size) = self.kind_and_size(id);
@@ -279,20 +280,20 @@ impl Heap {
         self.stats.given_back(kind, size, requested);
         self.last = id;
         if !self.rules.is_adaptive() {
-            self.settle_it(); // PyTorch merges it first, and then looks for the best fit
+            self.merge_it(); // PyTorch merges it first, and then looks for the best fit
         }
     }
 
     /// Makes the block that was given back last free, if it has not been taken.
     #[inline]
-    pub(super) fn settle_last(&mut self) {
+    pub(super) fn merge_last_freed(&mut self) {
         if self.last != NONE {
-            self.settle_it();
+            self.merge_it();
         }
     }
 
     #[inline(never)]
-    fn settle_it(&mut self) {
+    fn merge_it(&mut self) {
         let id = std::mem::replace(&mut self.last, NONE);
         self.release(id);
     }

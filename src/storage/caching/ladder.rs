@@ -112,7 +112,7 @@ impl CachingAllocator {
             }
             // Until growing has failed, unused segments are left to requests that fill them.
             let any = rung as usize >= Rung::Grow as usize;
-            if let Some(block) = self.lock_folded().search_all(self.number, request, any) {
+            if let Some(block) = self.lock_with_stats().search_all(self.number, request, any) {
                 count(rung);
                 return Ok(Some(block));
             }
@@ -123,7 +123,7 @@ impl CachingAllocator {
     fn step(&self, rung: Rung, request: &Request, climb: &mut Climb) -> Result<Option<Block>> {
         match rung {
             Rung::Events => {
-                self.settle_events(false)?;
+                self.process_events(false)?;
             }
             Rung::ThreadCaches => drop(self.drain_caches()),
             Rung::OtherStreams => return Ok(self.take_with_wait(request)),
@@ -132,7 +132,7 @@ impl CachingAllocator {
             Rung::Grow => return self.grow(request, false, climb),
             Rung::Callbacks => {
                 if self.hooks.ask_for_memory() {
-                    self.settle_events(false)?;
+                    self.process_events(false)?;
                     drop(self.drain_caches());
                 }
             }
@@ -158,10 +158,10 @@ impl CachingAllocator {
             Rung::Compact => return self.compact_for(request, climb),
             Rung::OtherKind => {
                 let other = Request { kind: request.kind.other(), ..*request };
-                return Ok(self.lock_folded().search_all(self.number, &other, true));
+                return Ok(self.lock_with_stats().search_all(self.number, &other, true));
             }
             Rung::Lenders => {
-                let mut core = self.lock_folded();
+                let mut core = self.lock_with_stats();
                 for pool in core.lenders(request).collect::<Vec<_>>() {
                     for kind in [request.kind, request.kind.other()] {
                         let lent = Request { pool, kind, ..*request };
@@ -181,12 +181,12 @@ impl CachingAllocator {
         for _ in 0..WAITS {
             let given_back = self.drain_caches().heap.given_back;
             self.synchronize()?;
-            self.settle_events(true)?;
+            self.process_events(true)?;
             let mut core = self.lock();
             if core.heap.given_back == given_back {
                 let pools = core.lenders(request).chain([request.pool]).collect::<Vec<_>>();
                 for (pool, kind) in pools.into_iter().flat_map(|pool| [(pool, Kind::Small), (pool, Kind::Large)]) {
-                    core.unite_streams(&Request { pool, kind, ..*request });
+                    core.merge_streams(&Request { pool, kind, ..*request });
                 }
                 break;
             }
@@ -225,7 +225,7 @@ impl Core {
     }
 
     /// After the work of all blocks given back has been waited for: makes their free blocks this request's, merged where they touch.
-    pub(super) fn unite_streams(&mut self, request: &Request) {
+    pub(super) fn merge_streams(&mut self, request: &Request) {
         let home = self.heap.arena(request.pool, request.stream, request.kind);
         let others: Vec<u32> = (0..self.heap.arenas.len() as u32)
             .filter(|&at| {

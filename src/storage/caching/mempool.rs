@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
 use super::super::block::Block;
-use super::events::Uses;
+use super::events::PendingUses;
 use super::heap::{Heap, Use};
 use super::{CachingAllocator, Core};
 use crate::device::StreamId;
@@ -185,7 +185,7 @@ impl MemPool {
     /// # Errors
     /// What the driver reports while waiting.
     pub fn empty_cache(&self) -> Result<()> {
-        self.0.allocator.settle_events(true)?;
+        self.0.allocator.process_events(true)?;
         let unused = self.0.allocator.lock().heap.remove_unused(self.0.id);
         drop(unused); // outside the lock: releasing waits for the device
         self.0.allocator.release_pages(self.0.id, 0);
@@ -229,8 +229,8 @@ impl MemPool {
             return Err(Error::invalid("MemPool::restore", format!("the checkpoint is not of pool {pool}")));
         }
         allocator.wait_for_users(give_back)?;
-        allocator.settle_events(true)?;
-        let mut core = allocator.lock_folded();
+        allocator.process_events(true)?;
+        let mut core = allocator.lock_with_stats();
         let missing = core.missing_of(allocator.number, checkpoint, give_back)?;
         for block in give_back.drain(..) {
             core.pending.forget(block.id());
@@ -241,7 +241,8 @@ impl MemPool {
         for (segment, place) in missing {
             let (id, streams) = core.heap.claim(segment, &place);
             let stream = core.heap.arenas[place.arena as usize].stream;
-            let uses: Uses = streams.into_iter().filter(|&from| from != stream).map(|from| (from, None)).collect();
+            let uses: PendingUses =
+                streams.into_iter().filter(|&from| from != stream).map(|from| (from, None)).collect();
             waits.extend(uses.iter().map(|(from, _)| (*from, stream)));
             restored.push((core.block(allocator.number, id, place.requested), uses));
         }
@@ -251,7 +252,7 @@ impl MemPool {
             allocator.driver.stream_waits(to, &marker)
         });
         if let Err(error) = waited.or_else(|_| allocator.driver.synchronize()) {
-            let mut core = allocator.lock_folded();
+            let mut core = allocator.lock_with_stats();
             for (block, uses) in restored {
                 core.give_back_used(block.id(), block.requested(), uses);
             }
@@ -269,7 +270,7 @@ impl fmt::Debug for MemPool {
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        let mut core = self.allocator.lock_folded();
+        let mut core = self.allocator.lock_with_stats();
         core.pools.remove(&self.id);
         core.heap.unsplit_pools.retain(|&pool| pool != self.id);
         core.heap.dissolve(self.id);

@@ -57,7 +57,7 @@ use events::Pending;
 use expand::Expandable;
 use heap::{Heap, Search};
 pub use mempool::{MemPool, MemPoolOptions, MemPoolStats, PoolCheckpoint, use_mem_pool};
-use moves::Then;
+use moves::AfterMove;
 pub(super) use policy::Kind;
 use policy::Rules;
 use slots::Slots;
@@ -110,7 +110,7 @@ struct Core {
     making: u64,
     growth: grow::Growth,
     /// Blocks of segments under compaction, and what has happened to them meanwhile.
-    moving: HashMap<u32, Then>,
+    moving: HashMap<u32, AfterMove>,
     decay: decay::Decay,
     /// The largest size that threads' caches keep, where they are on.
     largest_cached: usize,
@@ -188,21 +188,21 @@ impl CachingAllocator {
 
     fn lock(&self) -> MutexGuard<'_, Core> {
         let mut core = lock(&self.core);
-        core.heap.settle_last();
+        core.heap.merge_last_freed();
         core
     }
 
     /// The lock, for one who is about to change statistics: what this thread's cache did comes first, so that peaks are
     /// those of the order in which things happened.
-    fn lock_folded(&self) -> MutexGuard<'_, Core> {
-        let mut core = self.lock_at_once(self.caches.own());
-        core.heap.settle_last();
+    fn lock_with_stats(&self) -> MutexGuard<'_, Core> {
+        let mut core = self.lock_without_merge(self.caches.own());
+        core.heap.merge_last_freed();
         core
     }
 
-    /// As [`lock_folded`](Self::lock_folded), with the block that was given back last as it is.
+    /// As [`lock_with_stats`](Self::lock_with_stats), with the block that was given back last as it is.
     #[inline(always)]
-    fn lock_at_once(&self, own: Option<&Shard>) -> MutexGuard<'_, Core> {
+    fn lock_without_merge(&self, own: Option<&Shard>) -> MutexGuard<'_, Core> {
         let mut core = lock(&self.core);
         core.heap.stats.see_cached(own.map_or(([0; 3], None), Shard::changes));
         core
@@ -233,8 +233,8 @@ impl CachingAllocator {
     /// Gives back what is too much or old.
     #[cold]
     #[inline(never)]
-    fn look_about<'a>(&'a self, mut core: MutexGuard<'a, Core>) -> MutexGuard<'a, Core> {
-        core.heap.settle_last();
+    fn trim_if_due<'a>(&'a self, mut core: MutexGuard<'a, Core>) -> MutexGuard<'a, Core> {
+        core.heap.merge_last_freed();
         let core = self.shed(core);
         self.decay(core)
     }
@@ -260,7 +260,7 @@ impl Core {
     #[cold]
     fn give_back(&mut self, id: u32, requested: usize) {
         match self.moving.get_mut(&id) {
-            Some(then) => *then = Then::GiveBack(requested),
+            Some(then) => *then = AfterMove::GiveBack(requested),
             None => self.heap.give_back(id, requested),
         }
     }
@@ -283,7 +283,7 @@ impl Core {
     /// A block leaves a thread's cache.
     fn uncache(&mut self, id: u32) {
         match self.moving.get_mut(&id) {
-            Some(then) => *then = Then::Uncache,
+            Some(then) => *then = AfterMove::Uncache,
             None => self.heap.uncache(id),
         }
     }
@@ -346,10 +346,10 @@ impl Allocator for CachingAllocator {
             return Ok(unsafe { Block::of_table(slot, self.number, id | KEEPS, size, bytes) });
         }
         let request = Request { bytes, size, kind, pool, stream };
-        let mut core = self.lock_at_once(own);
+        let mut core = self.lock_without_merge(own);
         core.see(&request);
         if core.limits.exceeded || core.decay.looks_at(core.heap.ticks) {
-            core = self.look_about(core);
+            core = self.trim_if_due(core);
         }
         let arena = core.heap.arena(pool, stream, kind);
         if let Some(id) = core.heap.take_last(arena, size, bytes) {
@@ -371,7 +371,7 @@ impl Allocator for CachingAllocator {
         let requested = block.requested();
         // Touches the block's slot only where any block has been used by other streams.
         if self.recorded.load(Relaxed) && block.slot().recorded.load(Relaxed) {
-            return self.deallocate_recorded(block, requested);
+            return self.deallocate_used_by_others(block, requested);
         }
         let own = self.caches.own();
         if block.keeps()
@@ -385,7 +385,7 @@ impl Allocator for CachingAllocator {
                 None => self.make_cache(),
             }
         }
-        self.lock_at_once(own).give_back_last(block.id(), requested);
+        self.lock_without_merge(own).give_back_last(block.id(), requested);
     }
 
     fn record_stream(&self, block: &Block, stream: StreamId) {
@@ -406,7 +406,7 @@ impl Allocator for CachingAllocator {
 
     fn empty_cache(&self) -> Result<()> {
         drop(self.drain_caches());
-        self.settle_events(true)?;
+        self.process_events(true)?;
         let unused = {
             let mut core = self.lock();
             core.growth.forget();
@@ -459,7 +459,7 @@ impl Allocator for CachingAllocator {
 impl Drop for CachingAllocator {
     fn drop(&mut self) {
         drop(self.drain_caches());
-        let _ = self.settle_events(true);
+        let _ = self.process_events(true);
         let core = &mut *self.lock();
         if core.heap.stats.live_blocks() > 0 {
             // Blocks are still out there, with pointers to slots and segments: those stay for good.

@@ -8,18 +8,18 @@ use super::super::driver::Memory;
 use super::super::history::TraceAction;
 use super::super::segment::Segment;
 use super::Core;
-use super::events::Uses;
+use super::events::PendingUses;
 use super::heap::{Held, Use};
 use crate::device::StreamId;
 
 /// What is to happen to a block of a plan when that is settled or abandoned.
 #[derive(Debug)]
-pub(super) enum Then {
+pub(super) enum AfterMove {
     Stay,
     /// It was given back; so many bytes had been asked for.
     GiveBack(usize),
     /// As `GiveBack`, while streams may still be using it.
-    Pend(usize, Uses),
+    Pend(usize, PendingUses),
     /// It left a thread's cache.
     Uncache,
 }
@@ -143,7 +143,7 @@ impl Core {
                 let slot = self.slots.of(id);
                 // SAFETY: slots live as long as the allocator, which outlives this call's plan.
                 let slot: &'a Slot = unsafe { slot.as_ref() };
-                self.moving.insert(id, Then::Stay);
+                self.moving.insert(id, AfterMove::Stay);
                 match slot.try_write().filter(|_| !slot.is_exported()) {
                     Some(still) => {
                         let from = (Arc::clone(&self.heap.held(id).segment), entry.offset());
@@ -189,7 +189,7 @@ impl Core {
         layout.sort_unstable_by_key(|&(_, offset)| offset);
         // To the history a move is a free and an allocation; what stays in place, or was a cache's, has neither.
         let moves_away = |m: &&Move| {
-            let cached = matches!(self.moving.get(&m.id), Some(Then::Uncache));
+            let cached = matches!(self.moving.get(&m.id), Some(AfterMove::Uncache));
             !cached && self.heap.address(m.id) != target.address() + m.to as u64
         };
         let moved: Vec<_> = moves.iter().filter(moves_away).map(|m| (m.id, m.slot.requested())).collect();
@@ -214,10 +214,10 @@ impl Core {
         let moves: Vec<Move<'a>> = moves.into_iter().collect(); // unlocked when all of them are in the table
         for id in moves.iter().map(|m| m.id).chain(stay.into_iter().map(|(id, ..)| id)) {
             match self.moving.remove(&id) {
-                Some(Then::GiveBack(requested)) => self.heap.give_back(id, requested),
-                Some(Then::Pend(requested, uses)) => self.give_back_used(id, requested, uses),
-                Some(Then::Uncache) => self.heap.uncache(id),
-                Some(Then::Stay) | None => {}
+                Some(AfterMove::GiveBack(requested)) => self.heap.give_back(id, requested),
+                Some(AfterMove::Pend(requested, uses)) => self.give_back_used(id, requested, uses),
+                Some(AfterMove::Uncache) => self.heap.uncache(id),
+                Some(AfterMove::Stay) | None => {}
             }
         }
     }

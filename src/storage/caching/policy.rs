@@ -48,7 +48,7 @@ pub(super) struct Rules {
     /// Whether blocks are taken from both ends of a segment: not where one end moves.
     pub(super) both_ends: bool,
     /// The least remainder of a block that is worth keeping, small and large.
-    least_rest: [usize; 2],
+    min_remainder: [usize; 2],
 }
 
 impl Rules {
@@ -56,8 +56,8 @@ impl Rules {
         let divides = config.roundup_power2_divisions.iter().any(|&divisions| divisions > 1);
         let both_ends = config.segments == SegmentSizes::Adaptive && !config.expandable_segments;
         let fine = config.segments == SegmentSizes::Adaptive || config.expandable_segments;
-        let least_rest = [alignment, if fine { alignment } else { SMALL + 1 }];
-        Rules { alignment, config, capacity, divides, both_ends, least_rest }
+        let min_remainder = [alignment, if fine { alignment } else { SMALL + 1 }];
+        Rules { alignment, config, capacity, divides, both_ends, min_remainder }
     }
 
     pub(super) fn is_adaptive(&self) -> bool {
@@ -98,8 +98,8 @@ impl Rules {
     }
 
     /// The least that remains of a block and is worth keeping as a block of its own.
-    pub(super) fn least_rest(&self, kind: Kind) -> usize {
-        self.least_rest[kind as usize]
+    pub(super) fn min_remainder(&self, kind: Kind) -> usize {
+        self.min_remainder[kind as usize]
     }
 
     /// Whether a larger block may be split for a request of `size`.

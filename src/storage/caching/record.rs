@@ -7,7 +7,7 @@ use super::super::history::{
     device_number,
 };
 use super::heap::{Heap, Held, Use};
-use super::moves::Then;
+use super::moves::AfterMove;
 use super::{CachingAllocator, Core, Kind, Request};
 use crate::Result;
 
@@ -138,7 +138,7 @@ impl Core {
     fn block_info(&self, id: u32) -> (BlockInfo, Context) {
         let entry = self.heap.table[id as usize];
         let state = match entry.usage() {
-            Use::Live if matches!(self.moving.get(&id), Some(Then::Uncache)) => BlockState::Inactive,
+            Use::Live if matches!(self.moving.get(&id), Some(AfterMove::Uncache)) => BlockState::Inactive,
             Use::Live => BlockState::ActiveAllocated,
             Use::Pending => BlockState::ActivePendingFree,
             Use::Free | Use::Held | Use::Unmapped | Use::Vacant => BlockState::Inactive,

@@ -41,7 +41,7 @@ impl CachingAllocator {
     pub(super) fn out_of_memory(&self, request: &Request, failure: Option<Failure>) -> Error {
         let config = &self.rules.config;
         let report = {
-            let mut core = self.lock_folded();
+            let mut core = self.lock_with_stats();
             core.heap.stats.num_ooms += 1;
             core.heap.record_oom(request, self.driver.capacity());
             let mut pools = vec![(0, core.heap.pool_stats(0), true)];

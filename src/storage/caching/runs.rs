@@ -1,6 +1,6 @@
 //! Free blocks that lie beside each other and belong to several streams.
 //!
-//! They are not merged: each may be used at once by its own stream only. A request that finds nothing else takes what it
+//! They are not merged: only its own stream may reuse each without a wait. A request that finds nothing else takes what it
 //! needs of them together, behind a wait for each of those streams. A segment of which nothing but such blocks is left is
 //! unused like any other; they become one block when all but one of the streams are known to be done.
 
@@ -10,16 +10,16 @@ use super::{Core, Request};
 use crate::device::StreamId;
 
 /// Adjoining free blocks: the first one, and the bytes of all.
-type Run = (u32, usize);
+type FreeRun = (u32, usize);
 
 impl Heap {
-    /// Arenas of a pool with free blocks that are not all of a segment.
-    fn divided(&self, pool: u32) -> impl Iterator<Item = &Arena> {
+    /// Arenas of a pool with free blocks that are smaller than their segment.
+    fn with_partial_blocks(&self, pool: u32) -> impl Iterator<Item = &Arena> {
         self.arenas.iter().filter(move |arena| arena.pool == pool && !arena.partial.is_empty())
     }
 
     /// The run that begins with a free block.
-    fn run_from(&self, first: u32) -> Run {
+    fn run_from(&self, first: u32) -> FreeRun {
         (first, self.run(first).map(|id| self.table[id as usize].size()).sum())
     }
 
@@ -30,7 +30,7 @@ impl Heap {
     }
 
     /// The smallest run that serves a request and has a block of another stream's.
-    pub(super) fn find_run(&self, request: &Request) -> Option<Run> {
+    pub(super) fn find_run(&self, request: &Request) -> Option<FreeRun> {
         let arenas = || self.arenas.iter().filter(|arena| (arena.pool, arena.kind) == (request.pool, request.kind));
         let is_other = |stream: StreamId| stream != request.stream;
         if !arenas().any(|arena| is_other(arena.stream) && !(arena.partial.is_empty() && arena.whole.is_empty())) {
@@ -39,7 +39,7 @@ impl Heap {
         let blocks =
             arenas().flat_map(|arena| arena.partial.blocks(&self.table).chain(arena.whole.blocks(&self.table)));
         let is_first = |id: &u32| self.table[self.table[*id as usize].prev as usize].usage() != Use::Free;
-        let serves = |&(first, bytes): &Run| {
+        let serves = |&(first, bytes): &FreeRun| {
             bytes >= request.size
                 && self.rules.may_serve(request.kind, bytes, request.size)
                 && self.run(first).any(|id| is_other(self.arenas[self.table[id as usize].arena() as usize].stream))
@@ -49,12 +49,12 @@ impl Heap {
 
     /// Hands out a run found for a request, or what of it the request needs. Gives the block and the streams that its parts
     /// belonged to.
-    pub(super) fn take_run(&mut self, (first, bytes): Run, request: &Request) -> (u32, Vec<StreamId>) {
+    pub(super) fn take_run(&mut self, (first, bytes): FreeRun, request: &Request) -> (u32, Vec<StreamId>) {
         let arena = self.arena(request.pool, request.stream, request.kind);
         let begin = self.table[first as usize].offset();
-        let worth_it = bytes - request.size >= self.arenas[arena as usize].least_rest;
-        let size = if worth_it && self.rules.may_split_for(request.size) { request.size } else { bytes };
-        // From both ends of a segment, as one stream's blocks are.
+        let should_split = bytes - request.size >= self.arenas[arena as usize].min_remainder;
+        let size = if should_split && self.rules.may_split_for(request.size) { request.size } else { bytes };
+        // From both ends of a segment, as in `Heap::take`, so that the remainder stays in one piece.
         let start = if begin > 0 && self.rules.both_ends { begin + bytes - size } else { begin };
         let overlaps = |id: &u32| {
             let entry = &self.table[*id as usize];
@@ -65,11 +65,11 @@ impl Heap {
     }
 
     /// The first blocks of the segments of a pool of which nothing but free blocks of several streams is left.
-    fn unused_in_parts(&self, pool: u32) -> Vec<u32> {
-        if self.divided(pool).nth(1).is_none() {
+    fn unused_but_shared(&self, pool: u32) -> Vec<u32> {
+        if self.with_partial_blocks(pool).nth(1).is_none() {
             return Vec::new();
         }
-        let firsts = self.divided(pool).flat_map(|arena| arena.partial.blocks(&self.table));
+        let firsts = self.with_partial_blocks(pool).flat_map(|arena| arena.partial.blocks(&self.table));
         let firsts = firsts.filter(|&id| self.table[id as usize].prev == NONE);
         firsts.filter(|&first| self.run(first).last().is_some_and(|id| self.table[id as usize].next == NONE)).collect()
     }
@@ -77,21 +77,21 @@ impl Heap {
     /// The first blocks of the segments of a pool that nothing uses, whoever freed them.
     pub(super) fn first_blocks_of_unused(&self, pool: u32) -> Vec<u32> {
         let mut unused = self.whole_blocks(pool);
-        unused.extend(self.unused_in_parts(pool));
+        unused.extend(self.unused_but_shared(pool));
         unused
     }
 }
 
 impl Core {
     /// Whether there are unused segments that several streams freed.
-    pub(super) fn has_unused_in_parts(&self) -> bool {
-        !self.heap.unused_in_parts(0).is_empty()
+    pub(super) fn has_unused_but_shared(&self) -> bool {
+        !self.heap.unused_but_shared(0).is_empty()
     }
 
     /// Makes one block of each unused segment that several streams freed, if all of them but one are known to be done. The
     /// block belongs to that one, and counts as unused from now on.
-    pub(super) fn unite_unused(&mut self, progress: impl Fn(StreamId) -> Progress) {
-        for first in self.heap.unused_in_parts(0) {
+    pub(super) fn merge_unused(&mut self, progress: impl Fn(StreamId) -> Progress) {
+        for first in self.heap.unused_but_shared(0) {
             let parts: Vec<u32> = self.heap.run(first).collect();
             let arena_of = |id: &u32| self.heap.table[*id as usize].arena();
             let busy = |&arena: &u32| !progress(self.heap.arenas[arena as usize].stream).is_finished();

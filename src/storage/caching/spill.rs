@@ -14,7 +14,7 @@ use super::super::history::TraceAction;
 use super::super::segment::Segment;
 use super::copies::{Stranded, TRIES};
 use super::heap::{Arena, Entry, Heap, Held, NONE, SPILLED, Search, Use};
-use super::moves::{Move, Then};
+use super::moves::{AfterMove, Move};
 use super::{CachingAllocator, Core};
 use crate::device::log;
 use crate::{Error, Result};
@@ -84,7 +84,7 @@ impl CachingAllocator {
     /// Drops what the host keeps of blocks that were given back.
     pub(super) fn drop_spilled(&self) {
         let unused: Vec<_> = {
-            let heap = &mut self.lock_folded().heap;
+            let heap = &mut self.lock_with_stats().heap;
             heap.whole_blocks(SPILLED).into_iter().map(|id| heap.remove_whole(id)).collect()
         };
         drop(unused);
@@ -139,7 +139,7 @@ impl CachingAllocator {
                 ),
             },
         })?;
-        let mut core = self.lock_folded();
+        let mut core = self.lock_with_stats();
         let home = core.home(id);
         let kind = core.heap.held(id).kind;
         core.heap.stats.segment_released(kind, size);
@@ -186,14 +186,14 @@ impl Core {
         // SAFETY: slots live as long as the allocator, which outlives the call that this is for.
         let slot = unsafe { slot.as_ref() };
         let still = slot.try_write().ok_or(entry.size())?;
-        self.moving.insert(id, Then::Stay);
+        self.moving.insert(id, AfterMove::Stay);
         Ok(Some(Move::new(id, (Arc::clone(&self.heap.held(id).segment), 0), 0, entry.size(), slot, still)))
     }
 
     /// Puts a block of a plan into a segment of its own, on the host.
     fn spill(&mut self, block: Move<'_>, segment: Arc<Segment>) {
         let id = block.id;
-        let cached = matches!(self.moving.get(&id), Some(Then::Uncache));
+        let cached = matches!(self.moving.get(&id), Some(AfterMove::Uncache));
         if !cached {
             self.heap.record_free(id, block.slot.requested());
         }

@@ -1,7 +1,7 @@
 use crate::backend::cpu::map::*;
 use crate::backend::cpu::partition::TILES_A_JOB;
 use crate::device::cpu::math;
-use crate::device::cpu::math::Halves;
+use crate::device::cpu::math::TwoStage;
 use crate::device::cpu::streaming::LARGE;
 use crate::{Device, Expr};
 

@@ -1,13 +1,13 @@
 //! The exponential function, and the functions that are made of one.
 //!
-//! Each is in two halves, and many elements go through the first before the second: the operations on one element wait for
+//! Each is computed in two stages, and many elements go through the first before the second: the operations on one element wait for
 //! each other, and a processor looks ahead by so many of them. In a loop of half of them it finds twice as many elements
 //! to work on. Polynomials are in pairs for the same reason.
 
 use super::{LN2_HI, LN2_LO, bounded, poly, reduce_exp};
 
-/// A function in two halves.
-pub(crate) trait Halves {
+/// A function computed in two stages.
+pub(crate) trait TwoStage {
     /// What it is of: f32 or f64.
     type T: Copy + Default;
     /// The bits of a whole number, in the low ones, as large as an element.
@@ -15,7 +15,7 @@ pub(crate) trait Halves {
 
     /// The power of two in the exponential, and the rest of its exponent.
     fn begin(x: Self::T) -> (Self::N, Self::T);
-    /// The function of x, for which [`begin`](Halves::begin) gave this.
+    /// The function of x, for which [`begin`](TwoStage::begin) gave this.
     fn end(x: Self::T, begun: (Self::N, Self::T)) -> Self::T;
 
     /// The function of x.
@@ -25,13 +25,13 @@ pub(crate) trait Halves {
     }
 }
 
-/// Defines a function by what it is of, the bits of its whole number, and its two halves.
-macro_rules! halves {
+/// Defines a function by what it is of, the bits of its whole number, and its two stages.
+macro_rules! two_stage {
     ($(#[$doc:meta])* $name:ident: $T:ty, $N:ty; |$x:ident| $begin:expr, |$of:pat_param, $begun:pat_param| $end:expr) => {
         $(#[$doc])*
         pub(crate) struct $name;
 
-        impl Halves for $name {
+        impl TwoStage for $name {
             type T = $T;
             type N = $N;
 
@@ -53,12 +53,12 @@ const LEN: usize = 128;
 
 /// What the first half gives, where vectors lie in one line of the cache each.
 #[repr(align(64))]
-struct Begun<H: Halves> {
+struct Begun<H: TwoStage> {
     ns: [H::N; LEN],
     rs: [H::T; LEN],
 }
 
-impl<H: Halves> Begun<H> {
+impl<H: TwoStage> Begun<H> {
     #[inline(always)]
     fn new() -> Begun<H> {
         Begun { ns: [H::N::default(); LEN], rs: [H::T::default(); LEN] }
@@ -72,28 +72,28 @@ impl<H: Halves> Begun<H> {
     }
 
     #[inline(always)]
-    fn halves(&self) -> impl Iterator<Item = (H::N, H::T)> {
+    fn stages(&self) -> impl Iterator<Item = (H::N, H::T)> {
         self.ns.iter().zip(&self.rs).map(|(n, r)| (*n, *r))
     }
 }
 
 /// The function of `map` of each element of `from`, into `to`.
 #[inline(always)]
-pub(crate) fn each<H: Halves>(to: &mut [H::T], from: &[H::T], map: impl Fn(H::T) -> H::T) {
+pub(crate) fn each<H: TwoStage>(to: &mut [H::T], from: &[H::T], map: impl Fn(H::T) -> H::T) {
     let mut begun = Begun::<H>::new();
     for (to, from) in to.chunks_mut(LEN).zip(from.chunks(LEN)) {
         begun.begin(from, &map);
-        to.iter_mut().zip(from).zip(begun.halves()).for_each(|((y, x), half)| *y = H::end(map(*x), half));
+        to.iter_mut().zip(from).zip(begun.stages()).for_each(|((y, x), half)| *y = H::end(map(*x), half));
     }
 }
 
 /// As [`each`], in place.
 #[inline(always)]
-pub(crate) fn in_place<H: Halves>(elements: &mut [H::T], map: impl Fn(H::T) -> H::T) {
+pub(crate) fn in_place<H: TwoStage>(elements: &mut [H::T], map: impl Fn(H::T) -> H::T) {
     let mut begun = Begun::<H>::new();
     for part in elements.chunks_mut(LEN) {
         begun.begin(part, &map);
-        part.iter_mut().zip(begun.halves()).for_each(|(x, half)| *x = H::end(map(*x), half));
+        part.iter_mut().zip(begun.stages()).for_each(|(x, half)| *x = H::end(map(*x), half));
     }
 }
 
@@ -114,14 +114,14 @@ fn exp_rest(r: f32) -> f32 {
     z * p + r + 1.0
 }
 
-halves! {
+two_stage! {
     /// `e^x`
     Exp: f32, u32;
     |x| reduce_exp(bounded(x, -105.0, 89.0)),
     |_, begun| exp_end(begun)
 }
 
-halves! {
+two_stage! {
     /// `e^x` in f64: within a unit in the last place.
     Exp64: f64, u64;
     |x| {
@@ -176,7 +176,7 @@ fn exp2_end((n, r): (u32, f32)) -> f32 {
     (r * p + 1.0) * f32::from_bits(n << 23)
 }
 
-halves! {
+two_stage! {
     /// The hyperbolic tangent.
     Tanh: f32, u32;
     |x| {
@@ -202,7 +202,7 @@ fn decay(x: f32) -> (u32, f32) {
     reduce_exp(if x < -105.0 { -105.0 } else { x })
 }
 
-halves! {
+two_stage! {
     /// The logistic function `1 / (1 + e^-x)`.
     Sigmoid: f32, u32;
     |x| decay(x),
@@ -212,7 +212,7 @@ halves! {
     }
 }
 
-halves! {
+two_stage! {
     /// x times its logistic function.
     Silu: f32, u32;
     |x| decay(x),
@@ -222,7 +222,7 @@ halves! {
     }
 }
 
-halves! {
+two_stage! {
     /// x times the logistic function of what is nearly the exponent of the normal distribution's: [`Gelu`], approximated.
     GeluTanh: f32, u32;
     |x| {
@@ -232,7 +232,7 @@ halves! {
     |x, begun| Silu::end(x, begun)
 }
 
-halves! {
+two_stage! {
     /// The error function.
     Erf: f32, u32;
     |x| {
@@ -258,7 +258,7 @@ halves! {
     }
 }
 
-halves! {
+two_stage! {
     /// x times the normal distribution's cumulative function.
     Gelu: f32, u32;
     |x| {
@@ -296,7 +296,7 @@ mod tests {
     fn many_are_those_of_each() {
         let x: Vec<f32> = samples().step_by(97).collect();
         let twice = |x: f32| 2.0 * x;
-        fn both<H: Halves<T = f32>>(x: &[f32], map: impl Fn(f32) -> f32) {
+        fn both<H: TwoStage<T = f32>>(x: &[f32], map: impl Fn(f32) -> f32) {
             for n in [0, 1, 7, LEN - 1, LEN, LEN + 1, x.len()] {
                 let mut y = vec![7.0; n];
                 each::<H>(&mut y, &x[..n], &map);

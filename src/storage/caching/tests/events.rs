@@ -107,10 +107,10 @@ fn a_marker_that_cannot_be_asked_is_replaced_by_a_later_one() {
     allocator.deallocate(third);
     assert_eq!(pending(&allocator), 3);
     fail(&sim, 1, &[Call::Query]);
-    assert!(!allocator.settle_events(false).unwrap(), "nothing has run");
-    assert!(!allocator.settle_events(false).unwrap(), "another marker is asked");
+    assert!(!allocator.process_events(false).unwrap(), "nothing has run");
+    assert!(!allocator.process_events(false).unwrap(), "another marker is asked");
     sim.run(side, 100);
-    assert!(allocator.settle_events(false).unwrap());
+    assert!(allocator.process_events(false).unwrap());
     assert_eq!(pending(&allocator), 0);
     // One that waits says what the device reports, and leaves the block for the next.
     let block = take(&allocator, MIB);
