@@ -16,6 +16,8 @@ macro_rules! methods {
 pub(crate) mod cpu;
 pub(crate) mod opencl;
 pub(crate) mod problem;
+#[cfg(test)]
+mod reference;
 
 use crate::backend::problem::{
     Blocking, Channels, Chosen, Combine, Convolution, Formulas, Gemm, Indexed, LabelEntropy, Normalisation, Nth,

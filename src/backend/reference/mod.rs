@@ -1,0 +1,76 @@
+//! The definition of every problem: the plainest loops over indices and strides, in f64, or i64 where numbers are integers.
+//!
+//! It exists in tests only, for tensors on the CPU, as the oracle of both backends. Tensors are read whole, value by value
+//! ([`values`]), and results are rounded once, when they are written. It declines nothing, so that what a backend leaves to
+//! composition is defined, too. [`suite`] compares the backends with it.
+
+mod formula;
+mod images;
+mod moves;
+mod reductions;
+mod rows;
+mod sorts;
+mod suite;
+mod values;
+
+use super::*;
+
+/// The reference.
+struct Reference;
+
+impl Backend for Reference {
+    methods! {
+        map(formulas: &Formulas) -> Result<()> = formula::map(formulas);
+        sequence(values: Sequence, out: &Tensor) -> Result<bool> = moves::sequence(values, out).map(|()| true);
+        join(out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool> = moves::join(out, tensors, d).map(|()| true);
+        zeroed(x: &Tensor, from: isize, to: isize) -> Result<Option<Tensor>> = moves::zeroed(x, from, to).map(Some);
+        gemm(product: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> = reductions::gemm(product, shape, outs);
+        reduce(reduction: &Reduction) -> Result<()> = reductions::reduce(reduction);
+        scan(scan: Scan, x: &Tensor, d: usize, values: &Tensor, indices: Option<&Tensor>) -> Result<()> =
+            reductions::scan(scan, x, d, values, indices);
+        sort(x: &Tensor, d: usize, descending: bool, values: &Tensor, indices: &Tensor) -> Result<()> =
+            sorts::sort(x, d, descending, values, indices);
+        search(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right: bool, out: &Tensor) -> Result<()> =
+            sorts::search(x, lines, step, v, right, out);
+        first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Chosen>> =
+            sorts::first(x, d, k, descending).map(Some);
+        nth(x: &Tensor, d: usize, nth: Nth) -> Result<Option<Chosen>> = sorts::nth(x, d, nth).map(Some);
+        gather(g: &Indexed, out: &Tensor) -> Result<()> = moves::gather(g, out);
+        scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &Layout, _: usize) -> Result<()> =
+            moves::scatter(g, combine, target, layout);
+        linear_index(
+            op: &'static str, index: &Tensor, out: &Tensor, axis: (usize, isize), base: Option<i64>
+        ) -> Result<()> =
+            moves::linear_index(op, index, out, axis, base);
+        one_hot(op: &'static str, x: &Tensor, out: &Tensor, classes: usize) -> Result<()> =
+            moves::one_hot(op, x, out, classes);
+        nonzero(x: &Tensor, _: &dyn Fn() -> Result<Tensor>, dims: &[usize]) -> Result<Tensor> = moves::nonzero(x, dims);
+        masked_select(x: &Tensor, mask: &Tensor) -> Result<Option<Tensor>> = moves::masked_select(x, mask).map(Some);
+        softmax(softmax: &Softmax) -> Result<()> = rows::softmax(softmax);
+        cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> = rows::cross_entropy(entropy);
+        norm(rows: &Normalisation) -> Result<()> = rows::norm(rows);
+        norm_forward(
+            given: &Normalisation, _: &[u64; 4], views: &dyn Fn() -> Result<Views>
+        ) -> Result<()> =
+            rows::norm(&given.of(&views()?));
+        norm_columns(x: &Tensor, _: usize, n: usize) -> Result<Option<Tensor>> =
+            Tensor::empty_like_shape([1, 2, n], x.dtype.compute().dtype(), Device::Cpu).map(Some);
+        normalise_channels(x: &Tensor, numbers: Channels, eps: f64) -> Result<Option<Tensor>> =
+            rows::normalise_channels(x, numbers, eps).map(Some);
+        has_variance() -> bool = true;
+        variance(rows: &Tensor, out: &Tensor, freedom: f64, root: bool) -> Result<bool> =
+            rows::variance(rows, out, freedom, root).map(|()| true);
+        convolution(
+            windows: Windows, _: &Tensor, _: &Tensor, groups: usize, _: bool
+        ) -> Option<Box<dyn Convolution>> =
+            Some(Box::new(images::Convolution { windows, groups }));
+        unfold(windows: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> =
+            images::unfold(windows, x, out, inside);
+        fold(windows: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> = images::fold(windows, columns, out);
+        pool(windows: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> =
+            images::pool(windows, task, x, index, out);
+        interpolate(resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -> Result<()> =
+            images::interpolate(resize, x, out, transposed);
+        blocking(memory: usize, _: bool) -> Blocking = Blocking { whole: memory, block: memory, queries: 1 };
+    }
+}

@@ -1,0 +1,64 @@
+//! Sorts, searches and choices by order: NaN is above everything, equal elements keep their order.
+
+use ndarray::{ArrayD, Axis};
+
+use super::values::{Memory, indices, is_nan, order, position, read, tensor, write};
+use crate::backend::problem::select::{Chosen, Nth};
+use crate::layout::Layout;
+use crate::{DType, Result, Scalar, Tensor};
+
+/// The indices of a line's elements in their order.
+fn sorted(line: &[Scalar], descending: bool) -> Vec<usize> {
+    let mut at: Vec<usize> = (0..line.len()).collect();
+    at.sort_by(|&a, &b| if descending { order(line[b], line[a]) } else { order(line[a], line[b]) });
+    at
+}
+
+/// Values and indices of what `choose` takes of each line along d, in the order in which it gives them.
+fn chosen(x: &Tensor, d: usize, count: usize, choose: impl Fn(&[Scalar]) -> Vec<usize>) -> Result<[ArrayD<Scalar>; 2]> {
+    let x = read(x)?;
+    let mut dims = x.shape().to_vec();
+    dims[d] = count;
+    let [mut values, mut places] = [(); 2].map(|()| ArrayD::from_elem(&dims[..], Scalar::Int(0)));
+    let results = values.lanes_mut(Axis(d)).into_iter().zip(places.lanes_mut(Axis(d)));
+    for (line, (mut values, mut places)) in x.lanes(Axis(d)).into_iter().zip(results) {
+        let line: Vec<Scalar> = line.iter().copied().collect();
+        for (i, at) in choose(&line).into_iter().enumerate() {
+            (values[i], places[i]) = (line[at], Scalar::Int(at as i64));
+        }
+    }
+    Ok([values, places])
+}
+
+pub(super) fn sort(x: &Tensor, d: usize, descending: bool, values: &Tensor, places: &Tensor) -> Result<()> {
+    let results = chosen(x, d, x.shape().dims()[d], |line| sorted(line, descending))?;
+    [values, places].into_iter().zip(results).try_for_each(|(t, result)| write(t, result))
+}
+
+pub(super) fn first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Chosen> {
+    let [values, places] = chosen(x, d, k, |line| sorted(line, descending)[..k].to_vec())?;
+    Ok(Chosen { values: Some(tensor(&values, x.dtype)?), indices: tensor(&places, DType::I64)? })
+}
+
+pub(super) fn nth(x: &Tensor, d: usize, nth: Nth) -> Result<Chosen> {
+    let [values, places] = chosen(x, d, 1, |line| {
+        let nans = line.iter().filter(|x| is_nan(**x)).count();
+        vec![sorted(line, false)[nth.rank(line.len(), nans)]]
+    })?;
+    Ok(Chosen { values: Some(tensor(&values, x.dtype)?), indices: tensor(&places, DType::I64)? })
+}
+
+/// How many elements of its line come before each value: those that are less, on the right side equal ones as well. All do
+/// before NaN.
+pub(super) fn search(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right: bool, out: &Tensor) -> Result<()> {
+    let (x, n, values) = (Memory::of(x)?, *x.shape().dims().last().expect("a line"), read(v)?);
+    let found = indices(v.shape().dims()).map(|index| {
+        let (start, value) = (position(lines, &index), values[&index[..]].to_f64());
+        let before = |i: &usize| {
+            let element = x.get(start + *i as isize * step).to_f64();
+            !(if right { element > value } else { element >= value })
+        };
+        (0..n).take_while(before).count() as i64
+    });
+    write(out, found)
+}

@@ -1,0 +1,172 @@
+//! Windows over images: convolution, im2col and col2im, pooling, and images of other sizes.
+
+use super::{Reference, Suite, VIEWS, View, numbers, specials};
+use crate::backend::Backend;
+use crate::backend::problem::interpolation::{Interpolation, Resize, Samples};
+use crate::backend::problem::windows::{Divisor, Task, Windows};
+use crate::{DType, Result};
+
+/// Windows of a kernel, with these strides, paddings and dilations.
+fn windows(
+    image: [usize; 2],
+    kernel: [usize; 2],
+    stride: [usize; 2],
+    padding: [usize; 2],
+    dilation: [usize; 2],
+) -> Windows {
+    let grid = [0, 1].map(|d| (image[d] + 2 * padding[d] - dilation[d] * (kernel[d] - 1) - 1) / stride[d] + 1);
+    Windows { image, kernel, grid, stride, padding, dilation, adaptive: false }
+}
+
+fn all() -> [Windows; 5] {
+    [
+        windows([1, 1], [1, 1], [1, 1], [0, 0], [1, 1]),
+        windows([7, 9], [3, 3], [1, 1], [1, 1], [1, 1]),
+        windows([5, 17], [2, 3], [2, 1], [0, 2], [1, 2]),
+        windows([1, 65], [1, 4], [1, 3], [0, 1], [1, 1]),
+        windows([13, 6], [3, 2], [3, 2], [1, 0], [2, 3]),
+    ]
+}
+
+pub(super) fn convolution(suite: &mut Suite) -> Result<()> {
+    for (dtype, groups, [inner, outer]) in [
+        (DType::F32, 1, [3, 5]),
+        (DType::F32, 4, [1, 2]),
+        (DType::F16, 2, [2, 3]),
+        (DType::F64, 3, [1, 1]),
+        (DType::F32, 1, [17, 33]),
+    ] {
+        for (w, view) in all().into_iter().zip([View::Plain, View::Gapped, View::Odd, View::Plain, View::Odd]) {
+            let ([h, v], [kh, kw], [oh, ow]) = (w.image, w.kernel, w.grid);
+            let x = suite.tensor(view, &[2, groups * inner, h, v], dtype, numbers)?;
+            let y = suite.tensor(view, &[2, groups * outer, oh, ow], dtype, numbers)?;
+            let weight = suite.tensor(view, &[groups * outer, inner, kh, kw], dtype, numbers)?;
+            let bias = suite.tensor(View::Plain, &[groups * outer], dtype, numbers)?;
+            let terms = (inner * kh * kw).max(outer * kh * kw).max(2 * oh * ow);
+            suite.compare(format!("{w:?} of {view:?}, {groups} groups, {inner} -> {outer}"), dtype, terms, |side| {
+                let (x, y, weight, bias) = (side.put(&x)?, side.put(&y)?, side.put(&weight)?, side.put(&bias)?);
+                let Some(c) = side.backend.convolution(w, &x, &weight, groups, false) else { return Ok(None) };
+                let slot = side.room(weight.shape(), dtype)?;
+                Ok(Some(vec![
+                    c.windows(&x, &weight, Some(&bias))?,
+                    c.images(&y, &weight, None)?,
+                    c.weight(&x, &y, None)?,
+                    c.weight(&x, &y, Some(slot))?,
+                ]))
+            })?;
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn unfold(suite: &mut Suite) -> Result<()> {
+    for (dtype, view) in
+        [(DType::F32, View::Plain), (DType::F16, View::Odd), (DType::U8, View::Gapped), (DType::I64, View::Odd)]
+    {
+        suite.compiles = dtype == DType::F32 || dtype == DType::U8;
+        for w in all() {
+            let x = suite.tensor(view, &[2, 3, w.image[0], w.image[1]], dtype, specials)?;
+            for inside in [false, true] {
+                suite.compare(format!("{w:?} of {view:?}, {inside}"), dtype, 0, |side| {
+                    let ([kh, kw], [oh, ow]) = (w.kernel, w.grid);
+                    let dims = if inside { [3, kh, kw, 2, oh, ow] } else { [2, 3, kh, kw, oh, ow] };
+                    let out = side.room(dims, dtype)?;
+                    side.backend.unfold(&w, &side.put(&x)?, &out, inside)?;
+                    Ok(Some(vec![out]))
+                })?;
+            }
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn fold(suite: &mut Suite) -> Result<()> {
+    for (dtype, view) in [(DType::F32, View::Plain), (DType::F16, View::Odd), (DType::F64, View::Gapped)] {
+        suite.compiles = dtype == DType::F32 || dtype == DType::U8;
+        for w in all() {
+            let dims = [2, 3, w.kernel[0], w.kernel[1], w.grid[0], w.grid[1]];
+            let columns = suite.tensor(view, &dims, dtype, numbers)?;
+            suite.compare(format!("{w:?} of {view:?}"), dtype, w.kernel[0] * w.kernel[1], |side| {
+                let out = side.room([2, 3, w.image[0], w.image[1]], dtype)?;
+                side.backend.fold(&w, &side.put(&columns)?, &out)?;
+                Ok(Some(vec![out]))
+            })?;
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn pool(suite: &mut Suite) -> Result<()> {
+    let one = [1; 2];
+    let adaptive =
+        |image, grid| Windows { image, kernel: one, grid, stride: one, padding: [0; 2], dilation: one, adaptive: true };
+    let shapes = [
+        windows([7, 9], [3, 2], [2, 2], [1, 1], one),
+        windows([5, 17], [2, 3], [1, 3], [0, 1], one),
+        windows([1, 65], [1, 4], [1, 4], [0, 0], one),
+        adaptive([7, 13], [3, 5]),
+        adaptive([2, 3], [4, 3]),
+    ];
+    let by = [Divisor::Window, Divisor::Inside, Divisor::Number(7)];
+    let means = by.into_iter().flat_map(|by| [Task::Mean(by), Task::Unmean(by)]);
+    for task in [Task::Max, Task::Unmax].into_iter().chain(means) {
+        for (dtype, view) in [(DType::F32, View::Plain), (DType::F32, View::Odd), (DType::F16, View::Gapped)] {
+            suite.compiles = dtype == DType::F32;
+            for w in shapes {
+                let (image, grid) = ([2, 3, w.image[0], w.image[1]], [2, 3, w.grid[0], w.grid[1]]);
+                let (from, to) = if matches!(task, Task::Max | Task::Mean(_)) { (image, grid) } else { (grid, image) };
+                let x = suite.tensor(view, &from, dtype, if task == Task::Max { specials } else { numbers })?;
+                // The gradient goes to an element that the window has.
+                let index = suite.tensor(View::Plain, &grid, DType::I64, numbers)?;
+                let (like, values) =
+                    (suite.tensor(view, &image, dtype, numbers)?, suite.tensor(view, &grid, dtype, numbers)?);
+                Reference.pool(&w, Task::Max, &like, &index, &values)?;
+                let n = if task == Task::Max { 0 } else { 2 * w.grid[0] * w.grid[1] };
+                suite.compare(format!("{task:?} of {view:?}, {w:?}"), dtype, n, |side| {
+                    let (x, index, out) = (side.put(&x)?, side.put(&index)?, side.room(to, dtype)?);
+                    let of_max = matches!(task, Task::Max | Task::Unmax);
+                    side.backend.pool(&w, task, &x, if of_max { &index } else { &x }, &out)?;
+                    Ok(Some(vec![out, index]))
+                })?;
+            }
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn interpolate(suite: &mut Suite) -> Result<()> {
+    let linear = |align_corners| Interpolation::Linear { align_corners };
+    for mode in [Interpolation::Nearest, Interpolation::NearestExact, linear(false), linear(true)] {
+        for (view, dtype) in VIEWS.into_iter().zip([DType::F32, DType::F16, DType::F32]) {
+            suite.compiles = dtype == DType::F32
+                && matches!(mode, Interpolation::Nearest | Interpolation::Linear { align_corners: false });
+            for ([h, w], [to_h, to_w]) in [([1, 1], [3, 5]), ([7, 5], [13, 2]), ([4, 65], [4, 31])] {
+                let places = |from, to| Samples::new("interpolate", mode, from, to);
+                let resize =
+                    Resize { rows: (h != to_h).then(|| places(h, to_h)).transpose()?, columns: Some(places(w, to_w)?) };
+                for transposed in [false, true] {
+                    let (small, large) = ([2, 3, h, w], [2, 3, to_h, to_w]);
+                    let (from, to) = if transposed { (large, small) } else { (small, large) };
+                    let x = suite.tensor(view, &from, dtype, numbers)?;
+                    suite.compare(format!("{mode:?} {from:?} -> {to:?}, {view:?}"), dtype, 64, |side| {
+                        let out = side.room(to, dtype)?;
+                        side.backend.interpolate(&resize, &side.put(&x)?, &out, transposed)?;
+                        Ok(Some(vec![out]))
+                    })?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Numbers to cut attention by: they change no result.
+pub(super) fn blocking(suite: &mut Suite) -> Result<()> {
+    suite.compare("memory", DType::F32, 0, |side| {
+        for (memory, cheap) in [(0, false), (1 << 20, true), (1 << 40, false)] {
+            let blocking = side.backend.blocking(memory, cheap);
+            assert!(blocking.queries > 0 && (memory == 0 || blocking.block > 0 && blocking.whole > 0));
+        }
+        Ok(Some(vec![]))
+    })
+}

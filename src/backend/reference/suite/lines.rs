@@ -1,0 +1,126 @@
+//! Lines along a dim: scans, sorts, searches, choices by order.
+
+use super::{Random, Suite, VIEWS, View, factors, numbers, specials};
+use crate::backend::problem::scan::Scan;
+use crate::backend::problem::select::{Chosen, Nth};
+use crate::layout::Layout;
+use crate::{DType, Result, Tensor};
+
+/// Views, shapes and the dim that lines are along.
+const SHAPES: [(View, &[usize], usize); 6] = [
+    (View::Plain, &[3, 65], 1),
+    (View::Plain, &[4, 63, 5], 1),
+    (View::Gapped, &[2, 9, 64], 2),
+    (View::Odd, &[7, 2, 127], 2),
+    (View::Odd, &[513, 1], 0),
+    (View::Plain, &[1, 1], 1),
+];
+
+pub(super) fn scan(suite: &mut Suite) -> Result<()> {
+    use DType::{F16, F32, F64, I32, I64};
+    for (kind, dtype, to, number) in [
+        (Scan::Sum, F32, F32, numbers as fn(&mut Random) -> f64),
+        (Scan::Sum, F16, F16, numbers),
+        (Scan::Prod, I32, I64, numbers),
+        (Scan::Prod, F64, F64, factors),
+        (Scan::Max, F32, F32, specials),
+        (Scan::Min, I32, I32, numbers),
+        (Scan::LogSumExp, F32, F32, numbers),
+    ] {
+        suite.compiles = dtype == F32;
+        let long: (View, &[usize], usize) = (View::Plain, &[2, 1031], 1);
+        for (view, dims, d) in SHAPES.into_iter().chain([long]) {
+            let x = suite.tensor(view, dims, dtype, number)?;
+            let n = if kind.is_arg() || !to.is_float() { 0 } else { dims[d] };
+            suite.compare(format!("{kind:?} of {view:?} {dims:?}, dim {d}"), dtype, n, |side| {
+                let (x, values) = (side.put(&x)?, side.room(dims, to)?);
+                let places = kind.is_arg().then(|| side.room(dims, I64)).transpose()?;
+                side.backend.scan(kind, &x, d, &values, places.as_ref())?;
+                Ok(Some([values].into_iter().chain(places).collect()))
+            })?;
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn sort(suite: &mut Suite) -> Result<()> {
+    for dtype in [DType::F32, DType::F16, DType::I64, DType::U8] {
+        suite.compiles = dtype == DType::F32;
+        for (view, dims, d) in SHAPES {
+            let x = suite.tensor(view, dims, dtype, specials)?;
+            for descending in [false, true] {
+                suite.compare(format!("{view:?} {dims:?}, dim {d}, {descending}"), dtype, 0, |side| {
+                    let (values, places) = (side.room(dims, dtype)?, side.room(dims, DType::I64)?);
+                    side.backend.sort(&side.put(&x)?, d, descending, &values, &places)?;
+                    Ok(Some(vec![values, places]))
+                })?;
+            }
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn search(suite: &mut Suite) -> Result<()> {
+    for dtype in [DType::F32, DType::BF16, DType::I64] {
+        suite.compiles = dtype == DType::F32;
+        for view in VIEWS {
+            for (lines, n, values) in [(1, 64, 7), (3, 5, 13), (2, 0, 3), (5, 513, 1)] {
+                // Sorted: steps of 0 and 1.
+                let x = suite.tensor(view, &[lines, n], dtype, |_| 0.0)?;
+                let rising: Vec<f64> = (0..lines * n).map(|i| (i % n / 2) as f64 - 9.0).collect();
+                super::write(&x, rising)?;
+                let v = suite.tensor(view, &[lines, values], dtype, specials)?;
+                for right in [false, true] {
+                    suite.compare(
+                        format!("{values} values in {view:?} [{lines}, {n}], {right}"),
+                        dtype,
+                        0,
+                        |side| {
+                            let (x, v, out) = (side.put(&x)?, side.put(&v)?, side.room([lines, values], DType::I64)?);
+                            let strides = [x.strides()[0], 0].into_iter().collect();
+                            let of_values = Layout { shape: v.shape().clone(), strides, offset: x.layout.offset };
+                            side.backend.search(&x, &of_values, x.strides()[1], &v, right, &out)?;
+                            Ok(Some(vec![out]))
+                        },
+                    )?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Indices, and values where both have them.
+fn parts(chosen: Option<Chosen>) -> Option<Vec<Tensor>> {
+    chosen.map(|chosen| [Some(chosen.indices), chosen.values].into_iter().flatten().collect())
+}
+
+pub(super) fn first(suite: &mut Suite) -> Result<()> {
+    for dtype in [DType::F32, DType::F16, DType::I64] {
+        for (view, dims, d) in SHAPES {
+            let x = suite.tensor(view, dims, dtype, specials)?;
+            for k in [0, 1, 5, 40, dims[d]].into_iter().filter(|&k| k <= dims[d]) {
+                for descending in [false, true] {
+                    suite.compare(format!("{k} of {view:?} {dims:?}, dim {d}, {descending}"), dtype, 0, |side| {
+                        Ok(parts(side.backend.first(&side.put(&x)?, d, k, descending)?))
+                    })?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn nth(suite: &mut Suite) -> Result<()> {
+    for dtype in [DType::F32, DType::F16, DType::I64] {
+        for (view, dims, d) in SHAPES {
+            let x = suite.tensor(view, dims, dtype, specials)?;
+            for nth in [Nth::Rank(0), Nth::Rank(dims[d] / 3), Nth::Rank(dims[d] - 1), Nth::Median, Nth::NanMedian] {
+                suite.compare(format!("{nth:?} of {view:?} {dims:?}, dim {d}"), dtype, 0, |side| {
+                    Ok(parts(side.backend.nth(&side.put(&x)?, d, nth)?))
+                })?;
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,172 @@
+//! Products of matrices, reductions, and what is put together or left out by place.
+
+use super::{Suite, VIEWS, View, factors, numbers, specials};
+use crate::backend::problem::gemm::Gemm;
+use crate::backend::problem::reduction::{Combination, Element, Reduction, Rule};
+use crate::expr::Expr;
+use crate::{DType, Result, Shape, Tensor};
+
+/// `[batch, m, k]` times `[k, n]` or `[batch, k, n]`, each of any view; with `follows` a factor and a bias come after.
+fn product(
+    suite: &mut Suite,
+    (views, dtype): ([View; 2], DType),
+    [batch, m, k, n]: [usize; 4],
+    shared: bool,
+    follows: bool,
+) -> Result<()> {
+    let a = suite.tensor(views[0], &[batch, m, k], dtype, numbers)?;
+    let b = suite.tensor(views[1], &[batch, k, n][usize::from(shared)..], dtype, numbers)?;
+    let bias = suite.tensor(View::Odd, &[n], dtype, numbers)?;
+    let shape = Shape::from([batch, m, n]);
+    let epilogue = match follows {
+        true => vec![(Expr::input(0) * Expr::scalar(0) + Expr::input(1)).relu(), Expr::input(0)],
+        false => vec![Expr::input(0)],
+    };
+    let dtypes = vec![dtype; epilogue.len()];
+    suite.compare(format!("{batch} x {m} x {k} x {n}, {views:?}, {shared}, {follows}"), dtype, k.max(1), |side| {
+        let (a, b, bias) = (side.put(&a)?, side.put(&b)?, side.put(&bias)?);
+        let outs = dtypes.iter().map(|&t| side.room(&shape, t)).collect::<Result<Vec<_>>>()?;
+        let extras = if follows { vec![&bias] } else { vec![] };
+        let g = Gemm {
+            op: "matmul",
+            a: &a,
+            b: &b,
+            epilogue: &epilogue,
+            extras: &extras,
+            scalars: &[3.into()],
+            out: None,
+            dtypes: &dtypes,
+            sums: None,
+        };
+        side.backend.gemm(&g, &shape, &outs)?;
+        Ok(Some(outs))
+    })
+}
+
+pub(super) fn gemm(suite: &mut Suite) -> Result<()> {
+    use DType::{BF16, F16, F32, F64, I64};
+    let plain = [View::Plain; 2];
+    for sizes in
+        [[1, 1, 1, 1], [1, 1, 0, 3], [1, 17, 33, 7], [1, 64, 64, 64], [1, 65, 130, 31], [1, 3, 513, 2], [1, 129, 5, 1]]
+    {
+        product(suite, (plain, F32), sizes, true, false)?;
+    }
+    for (views, dtype) in [
+        ([View::Odd, View::Gapped], F32),
+        ([View::Gapped, View::Odd], F16),
+        (plain, BF16),
+        (plain, F64),
+        ([View::Odd; 2], I64),
+    ] {
+        suite.compiles = matches!(dtype, F32 | F16);
+        product(suite, (views, dtype), [2, 13, 65, 37], false, false)?;
+        product(suite, (views, dtype), [3, 5, 7, 11], true, true)?;
+    }
+    suite.compiles = true;
+    // Sums of the left matrix's rows, where the kernel makes them.
+    let (a, b) =
+        (suite.tensor(View::Plain, &[37, 61], F32, numbers)?, suite.tensor(View::Plain, &[61, 43], F32, numbers)?);
+    suite.compare("sums of rows", F32, 61, |side| {
+        // A gradient's slots are in one storage.
+        let both = side.room(37 * 43 + 37, F32)?;
+        let part = |start, len, shape: Shape| -> Result<Tensor> {
+            let layout = both.layout.narrow("matmul", 0, start, len)?;
+            Ok(both.with_layout(layout.reshape(&shape).expect("in one piece")))
+        };
+        let (out, sums) = (part(0, 37 * 43, [37, 43].into())?, part(37 * 43, 37, 37.into())?);
+        let (a, b, epilogue) = (side.put(&a)?, side.put(&b)?, [Expr::input(0)]);
+        let plain = Gemm::plain("matmul", &a, &b, &epilogue, &F32);
+        let made = side.backend.gemm(&Gemm { sums: Some(&sums), ..plain }, out.shape(), &[out.detach()])?;
+        Ok(made.then(|| vec![out, sums]))
+    })
+}
+
+pub(super) fn reduce(suite: &mut Suite) -> Result<()> {
+    use Combination::{Add, ArgMax, ArgMin, Max, Min, Mul};
+    use DType::{F16, F32, F64, I32, I64, U8};
+    let of = |combination, element, finish, counts| Rule { combination, element, finish, counts };
+    let square = || Element::Of(Expr::input(0).square());
+    let mean = Some(Expr::input(0) / Expr::scalar(0));
+    let rules = [
+        (of(Add, Element::Itself, mean, false), F32, F32),
+        (of(Add, square(), Some(Expr::input(0).sqrt()), false), F16, F16),
+        (of(Add, Element::Itself, None, false), I32, I64),
+        (of(Add, Element::Truth, None, true), F32, I64),
+        (of(Mul, Element::Itself, None, false), F64, F64),
+        (of(Max, Element::Itself, None, false), F32, F32),
+        (of(Min, Element::Itself, None, false), U8, U8),
+        (of(ArgMax, Element::Itself, None, false), F32, I64),
+        (of(ArgMin, Element::Itself, None, false), I32, I64),
+    ];
+    for (id, (rule, dtype, to)) in rules.iter().enumerate() {
+        let number = match rule.combination {
+            Mul => factors,
+            Add if rule.element != Element::Truth => numbers,
+            _ => specials,
+        };
+        let shapes: [(View, &[usize], &[bool]); 6] = [
+            (View::Plain, &[3, 511], &[false, true]),
+            (View::Odd, &[5, 7, 64], &[true, false, true]),
+            (View::Plain, &[129, 65], &[true, false]),
+            (View::Gapped, &[2, 31, 9], &[false, true, false]),
+            (View::Odd, &[1, 13], &[true, true]),
+            (View::Plain, &[70_001], &[true]),
+        ];
+        // Of most rules two: OpenCL compiles a program for each number of dims.
+        let count = if matches!(id, 0 | 7) { shapes.len() } else { 2 };
+        suite.compiles = matches!(id, 0 | 1 | 3 | 7);
+        for (view, dims, mask) in shapes.into_iter().take(count) {
+            let x = suite.tensor(view, dims, *dtype, number)?;
+            let kept: Vec<usize> = dims.iter().zip(mask).filter(|(_, r)| !**r).map(|(&n, _)| n).collect();
+            let n = x.numel() / kept.iter().product::<usize>();
+            let exact = matches!(rule.combination, Max | Min | ArgMax | ArgMin) || !to.is_float();
+            suite.compare(
+                format!("{rule:?} of {view:?} {dims:?}, {mask:?}"),
+                *dtype,
+                if exact { 0 } else { n },
+                |side| {
+                    let (x, out) = (side.put(&x)?, side.room(&kept[..], *to)?);
+                    side.backend.reduce(&Reduction { id: 1 + id, rule, x: &x, mask, out: &out })?;
+                    Ok(Some(vec![out]))
+                },
+            )?;
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn join(suite: &mut Suite) -> Result<()> {
+    for dtype in [DType::F32, DType::F16, DType::U8, DType::I64] {
+        for view in VIEWS {
+            for d in 0..3 {
+                let dims =
+                    |n: usize| -> Vec<usize> { (0..3).map(|i| if i == d { n } else { [3, 5, 17][i] }).collect() };
+                let parts = [7, 0, 1, 64].map(|n| suite.tensor(view, &dims(n), dtype, specials));
+                let parts = parts.into_iter().collect::<Result<Vec<Tensor>>>()?;
+                suite.compare(format!("dim {d}, {view:?}"), dtype, 0, |side| {
+                    let parts = parts.iter().map(|t| side.put(t)).collect::<Result<Vec<_>>>()?;
+                    let out = side.room(dims(72), dtype)?;
+                    let done = side.backend.join(&out, &parts.iter().collect::<Vec<_>>(), d)?;
+                    Ok(done.then_some(vec![out]))
+                })?;
+            }
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn zeroed(suite: &mut Suite) -> Result<()> {
+    for (dims, dtype) in
+        [(&[1, 1][..], DType::F32), (&[2, 7, 31], DType::F16), (&[3, 65, 5], DType::I64), (&[513, 2], DType::U8)]
+    {
+        for view in VIEWS {
+            let x = suite.tensor(view, dims, dtype, specials)?;
+            for (from, to) in [(isize::MIN, 0), (1, isize::MAX), (-2, 3), (3, 3), (5, 2), (isize::MIN, isize::MAX)] {
+                suite.compare(format!("{view:?} {dims:?}, {from}..{to}"), dtype, 0, |side| {
+                    Ok(side.backend.zeroed(&side.put(&x)?, from, to)?.map(|out| vec![out]))
+                })?;
+            }
+        }
+    }
+    Ok(())
+}

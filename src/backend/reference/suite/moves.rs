@@ -1,0 +1,170 @@
+//! Elements read and written through indices.
+
+use super::{Suite, VIEWS, View, numbers, specials};
+use crate::backend::problem::index::{Combine, Indexed};
+use crate::layout::Layout;
+use crate::{DType, Result, Tensor};
+
+/// A layout with the stride along d taken out and its size replaced, and that stride.
+fn without(t: &Tensor, d: usize, size: usize) -> (Layout, isize) {
+    let (mut dims, mut strides) = (t.shape().dims().to_vec(), t.layout.strides.clone());
+    let step = std::mem::replace(&mut strides[d], 0);
+    dims[d] = size;
+    (Layout { shape: dims.into(), strides, offset: t.layout.offset }, step)
+}
+
+/// Indices along dim d, as many as `count`: a vector, or one for each element where `each`.
+fn index(
+    suite: &mut Suite,
+    (view, dtype): (View, DType),
+    (dims, d, count): (&[usize], usize, usize),
+    each: bool,
+    wraps: bool,
+) -> Result<Tensor> {
+    let (size, mut shape) = (dims[d], if each { dims.to_vec() } else { vec![1; dims.len()] });
+    shape[d] = count;
+    let below = if wraps { size as f64 } else { 0.0 };
+    let index = suite.tensor(view, &shape, dtype, |r| r.below(size + below as usize) as f64 - below)?;
+    shape = dims.to_vec();
+    shape[d] = count;
+    Ok(index.with_layout(index.layout.broadcast_to(&shape.into())))
+}
+
+/// Views, shapes, the dim that is indexed, how many indices.
+const SHAPES: [(View, &[usize], usize, usize); 5] = [
+    (View::Plain, &[11, 64], 0, 7),
+    (View::Plain, &[5, 33], 1, 65),
+    (View::Gapped, &[3, 17, 5], 1, 31),
+    (View::Odd, &[4, 2, 13], 2, 1),
+    (View::Odd, &[7, 9], 0, 129),
+];
+
+pub(super) fn gather(suite: &mut Suite) -> Result<()> {
+    for (dtype, of) in
+        [(DType::F32, DType::I64), (DType::F16, DType::I32), (DType::U8, DType::I64), (DType::F64, DType::I64)]
+    {
+        suite.compiles = of == DType::I32 || dtype == DType::F32;
+        for (view, dims, d, count) in SHAPES {
+            for (each, wraps) in [(true, false), (false, true)] {
+                let x = suite.tensor(view, dims, dtype, specials)?;
+                let index = index(suite, (view, of), (dims, d, count), each, wraps)?;
+                suite.compare(format!("{view:?} {dims:?}, dim {d}, {count}, {each}"), dtype, 0, |side| {
+                    let (x, index) = (side.put(&x)?, side.put(&index)?);
+                    let (x_layout, step) = without(&x, d, count);
+                    let out = side.room(&x_layout.shape, dtype)?;
+                    let index_layout = index.layout.clone();
+                    let size = dims[d];
+                    let g = Indexed { op: "gather", x: &x, x_layout, index: &index, index_layout, size, step, wraps };
+                    side.backend.gather(&g, &out)?;
+                    Ok(Some(vec![out]))
+                })?;
+            }
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn scatter(suite: &mut Suite) -> Result<()> {
+    use Combine::{Add, Max, Min, Multiply, Set};
+    use DType::{Bool, F16, F32, I32, I64, U8};
+    for (combine, dtype) in [
+        (Set, F32),
+        (Set, F16),
+        (Add, F32),
+        (Multiply, I64),
+        (Max, F32),
+        (Min, I32),
+        (Add, U8),
+        (Max, F16),
+        (Add, Bool),
+    ] {
+        suite.compiles = matches!((combine, dtype), (Set | Add | Max, F32) | (Add, Bool));
+        for (view, dims, d, count) in SHAPES {
+            for each in [true, false] {
+                let number = if combine == Add { numbers } else { specials };
+                let mut from = dims.to_vec();
+                from[d] = count;
+                let (x, target) = (suite.tensor(view, &from, dtype, number)?, suite.tensor(view, dims, dtype, number)?);
+                let index = index(suite, (view, I64), (dims, d, count), each, false)?;
+                let n = if combine == Add { count } else { 0 };
+                suite.compare(
+                    format!("{combine:?} {view:?} {dims:?}, dim {d}, {count}, {each}"),
+                    dtype,
+                    n,
+                    |side| {
+                        let (x, index, target) = (side.put(&x)?, side.put(&index)?, side.put(&target)?);
+                        let (layout, step) = without(&target, d, count);
+                        let (x_layout, index_layout) = (x.layout.clone(), index.layout.clone());
+                        let (size, wraps) = (dims[d], false);
+                        let g =
+                            Indexed { op: "scatter", x: &x, x_layout, index: &index, index_layout, size, step, wraps };
+                        side.backend.scatter(&g, combine, &target, &layout, d)?;
+                        Ok(Some(vec![target]))
+                    },
+                )?;
+            }
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn linear_index(suite: &mut Suite) -> Result<()> {
+    for view in VIEWS {
+        let dims = [5, 13];
+        let index = suite.tensor(view, &dims, DType::I64, |r| r.below(14) as f64 - 7.0)?;
+        for (step, base) in [(1, Some(0)), (-3, Some(18)), (65, None)] {
+            suite.compare(format!("{view:?}, step {step}, {base:?}"), DType::I64, 0, |side| {
+                let (index, out) = (side.put(&index)?, side.room(dims, DType::I64)?);
+                side.backend.linear_index("index", &index, &out, (7, 2), Some(5))?;
+                side.backend.linear_index("index", &index, &out, (7, step), base)?;
+                Ok(Some(vec![out]))
+            })?;
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn one_hot(suite: &mut Suite) -> Result<()> {
+    for view in VIEWS {
+        for (dims, classes) in [(&[1][..], 1), (&[7, 9], 13), (&[2, 3, 5], 65)] {
+            let x = suite.tensor(view, dims, DType::I64, |r| r.below(classes) as f64)?;
+            suite.compare(format!("{view:?} {dims:?}, {classes}"), DType::I64, 0, |side| {
+                let out = side.room([dims, &[classes]].concat(), DType::I64)?;
+                side.backend.one_hot("one_hot", &side.put(&x)?, &out, classes)?;
+                Ok(Some(vec![out]))
+            })?;
+        }
+    }
+    Ok(())
+}
+
+/// Shapes of what is not zero here and there, nowhere or everywhere.
+const MASKS: [(&[usize], usize); 5] = [(&[1], 1), (&[3, 65], 3), (&[2, 9, 31], 50), (&[5003], 2), (&[4, 8], 1_000_000)];
+
+pub(super) fn nonzero(suite: &mut Suite) -> Result<()> {
+    for (dims, rare) in MASKS {
+        for (view, dtype) in [(View::Plain, DType::F32), (View::Odd, DType::Bool), (View::Gapped, DType::Bool)] {
+            let x = suite.tensor(view, dims, dtype, |r| f64::from(r.below(rare) == 0))?;
+            let mask = suite.tensor(View::Plain, dims, DType::Bool, |_| 0.0)?;
+            super::write(&mask, super::read(&x)?)?;
+            suite.compare(format!("{view:?} {dims:?}, one of {rare}"), dtype, 0, |side| {
+                let (x, mask) = (side.put(&x)?, side.put(&mask)?);
+                Ok(Some(vec![side.backend.nonzero(&x, &|| Ok(mask.detach()), dims)?]))
+            })?;
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn masked_select(suite: &mut Suite) -> Result<()> {
+    for (dims, rare) in MASKS {
+        for view in [View::Plain, View::Odd] {
+            let mask = suite.tensor(view, dims, DType::Bool, |r| f64::from(r.below(rare) == 0))?;
+            let x = suite.tensor(View::Gapped, dims, DType::F32, specials)?;
+            suite.compare(format!("{view:?} {dims:?}, one of {rare}"), DType::F32, 0, |side| {
+                Ok(side.backend.masked_select(&side.put(&x)?, &side.put(&mask)?)?.map(|out| vec![out]))
+            })?;
+        }
+    }
+    Ok(())
+}
