@@ -139,7 +139,7 @@ pub(super) fn norm(rows: &Normalisation) -> Result<()> {
 /// As the forward of [`norm`], of `[N, C, ..]` by the numbers of each channel.
 pub(super) fn normalise_channels(x: &Tensor, numbers: Channels, eps: f64) -> Result<Tensor> {
     let mut values = read_floats(x)?;
-    let [mean, variance, weight, bias] = numbers.map(|t| t.map(|t| read_floats(t)).transpose());
+    let [mean, variance, weight, bias] = numbers.map(|t| t.map(read_floats).transpose());
     let (mean, variance, weight, bias) = (mean?, variance?, weight?, bias?);
     for (index, value) in values.indexed_iter_mut() {
         let of = |t: &Option<ArrayD<f64>>, otherwise: f64| t.as_ref().map_or(otherwise, |t| t[index[1]]);

@@ -160,7 +160,7 @@ struct Mine {
 
 impl Drop for Mine {
     fn drop(&mut self) {
-        lock(&self.idle).push(self.slot);
+        lock(self.idle).push(self.slot);
     }
 }
 
@@ -194,7 +194,7 @@ impl Slots {
     }
 
     fn idle(&self) -> MutexGuard<'_, Vec<&'static Slot>> {
-        lock(&self.idle)
+        lock(self.idle)
     }
 
     /// An idle slot, but none with what may be a fault that its thread never asked about.

@@ -51,7 +51,8 @@ fn every_method_has_a_case() {
     let source = include_str!("../../mod.rs");
     let body = source.split_once("trait Backend").expect("the trait").1.split_once("\n}\n").expect("its end").0;
     let names = body.lines().filter_map(|line| line.trim().strip_prefix("fn ")?.split('(').next());
-    let mut methods: Vec<&str> = names.collect();
+    // Recording and tuning launches computes nothing.
+    let mut methods: Vec<&str> = names.filter(|name| !["record", "tuning"].contains(name)).collect();
     let mut cases = METHODS.to_vec();
     methods.sort_unstable();
     cases.sort_unstable();
@@ -172,9 +173,9 @@ impl Suite {
             }
             View::Odd => {
                 let mut step = 2;
-                for d in 0..dims.len() {
-                    layout.strides[d] = step;
-                    step = step * dims[d].max(1) as isize + 1;
+                for (stride, &size) in layout.strides.iter_mut().zip(dims) {
+                    *stride = step;
+                    step = step * size.max(1) as isize + 1;
                 }
                 layout.offset = 1 + (dims[last].max(1) - 1) * layout.strides[last] as usize;
                 layout.strides[last] = -layout.strides[last];
