@@ -39,7 +39,7 @@ impl<const D: usize> From<Padding<D>> for Argument {
     }
 }
 
-/// How [`Tensor::conv1d`] and [`Tensor::conv2d`] move their windows, with PyTorch's defaults.
+/// How [`conv1d`](crate::Tensor::conv1d) and [`conv2d`](crate::Tensor::conv2d) move their windows, with PyTorch's defaults.
 ///
 /// ```
 /// use claystone::{ConvOptions, Device, Tensor};
@@ -66,7 +66,8 @@ impl<const D: usize> Default for ConvOptions<D> {
     }
 }
 
-/// How [`Tensor::conv_transpose1d`] and [`Tensor::conv_transpose2d`] move their windows, with PyTorch's defaults.
+/// How [`conv_transpose1d`](crate::Tensor::conv_transpose1d) and [`conv_transpose2d`](crate::Tensor::conv_transpose2d)
+/// move their windows, with PyTorch's defaults.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ConvTransposeOptions<const D: usize> {
     /// Elements of the result from one window to the next.
