@@ -63,7 +63,7 @@ pub(crate) trait Backend: Sync {
 
     /// Reads elements through an index.
     fn gather(&self, g: &Indexed, out: &Tensor) -> Result<()>;
-    /// Writes elements through an index into `target`, which is walked as `layout` says, indexed along dim `d`.
+    /// Writes elements through an index into `target`, which is read as `layout` says and indexed along dim `d`.
     fn scatter(&self, g: &Indexed, combine: Combine, target: &Tensor, layout: &Layout, d: usize) -> Result<()>;
     /// Adds `index * step` of an axis `(size, step)` to linear indices, or writes it with `base` added.
     fn linear_index(

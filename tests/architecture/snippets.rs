@@ -76,7 +76,7 @@ fn imports_that_go_up_are_found_however_they_are_written() {
     let up = |code| breaks(Rule::Downwards, "crate::nn", "ops/mod.rs", code);
     up("use crate::nn::Linear;");
     up("use crate::{device::Device, nn::{Linear as L}};");
-    up("use super::nn; fn f() -> nn::Linear { todo!() }");
+    up("use super::nn; fn f() -> nn::Linear { loop {} }");
     up("fn f(x: &crate::nn::Linear) {}");
     up("pub use crate::nn::Linear;");
     up("use crate::nn::*;");
@@ -87,7 +87,7 @@ fn imports_that_go_up_are_found_however_they_are_written() {
     up("fn f() { vec![crate::nn::Linear::<u8>::new()] }");
     breaks(Rule::Downwards, "crate::tensor", "storage/mod.rs", "use crate::Tensor;");
     breaks(Rule::Downwards, "crate::ops", "storage/mod.rs", "fn f() { crate::made!() }");
-    breaks(Rule::Downwards, "crate::tensor", "storage/mod.rs", "use crate as root; fn f() -> root::Tensor { todo!() }");
+    breaks(Rule::Downwards, "crate::tensor", "storage/mod.rs", "use crate as root; fn f() -> root::Tensor { loop {} }");
 }
 
 #[test]

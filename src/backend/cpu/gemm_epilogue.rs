@@ -86,7 +86,9 @@ impl Epilogue<'_> {
             Extra::RowBroadcast(repeated, row) if *row == plan.n && *formula == RELU[1] => {
                 Some(Finish::AddRelu(&repeated[..*row]))
             }
-            Extra::Contiguous(elements) if *formula == *RELU_GRAD => Some(Finish::Slope(&elements[..plan.m * plan.n])),
+            Extra::Contiguous(elements) if *formula == *RELU_GRAD => {
+                Some(Finish::ReluGrad(&elements[..plan.m * plan.n]))
+            }
             _ => None,
         }
     }

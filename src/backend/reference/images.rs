@@ -28,7 +28,7 @@ fn each_tap(w: &Windows, mut f: impl FnMut([usize; 2], [usize; 2], [usize; 2])) 
     }
 }
 
-/// A convolution: `y[n, o, window] = bias[o] + sum of x[n, group of o and c, place] * weight[o, c, tap]`, and what that makes of
+/// A convolution: `y[n, o, window] = bias[o] + sum of x[n, group of o and c, position] * weight[o, c, tap]`, and what that makes of
 /// two of the three.
 pub(super) struct Convolution {
     pub(super) windows: Windows,
@@ -136,9 +136,9 @@ fn divisor(w: &Windows, o: [usize; 2], divisor: Divisor) -> f64 {
 pub(super) fn pool(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> {
     let (x, mut results) = (read(x)?, ArrayD::from_elem(out.shape().dims(), Scalar::Int(0)));
     let mut chosen = read(index)?;
-    for place in indices(&[x.shape()[0], x.shape()[1], w.grid[0], w.grid[1]]) {
-        let [n, c, oh, ow] = place[..] else { unreachable!("four dims") };
-        let (window, seen) = (&place[..], seen(w, [oh, ow]));
+    for position in indices(&[x.shape()[0], x.shape()[1], w.grid[0], w.grid[1]]) {
+        let [n, c, oh, ow] = position[..] else { unreachable!("four dims") };
+        let (window, seen) = (&position[..], seen(w, [oh, ow]));
         let image = |[i, j]: [usize; 2]| [n, c, i, j];
         let mut give = |at: [usize; 2], share: f64| {
             let sum = &mut results[&image(at)[..]];
@@ -175,8 +175,8 @@ pub(super) fn pool(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Te
 }
 
 /// The elements that element o of a dim of another size is made of, with their shares.
-fn shares(places: Option<Samples>, o: usize) -> Vec<(usize, f64)> {
-    match places.map(|places| (places.linear, places.at(o))) {
+fn shares(samples: Option<Samples>, o: usize) -> Vec<(usize, f64)> {
+    match samples.map(|samples| (samples.linear, samples.at(o))) {
         None => vec![(o, 1.0)],
         Some((false, (at, ..))) => vec![(at, 1.0)],
         Some((true, (low, high, share))) => vec![(low, 1.0 - share), (high, share)],

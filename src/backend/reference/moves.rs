@@ -1,4 +1,4 @@
-//! Elements moved to other places: joined, left out, read and written through indices.
+//! Elements moved to other positions: joined, left out, read and written through indices.
 
 use super::values::{Memory, add, indices, is_true, max, min, mul, position, read, tensor, write};
 use crate::backend::problem::index::{Combine, Indexed};
@@ -34,17 +34,17 @@ pub(super) fn zeroed(x: &Tensor, from: isize, to: isize) -> Result<Tensor> {
 /// The index as a position along a dim of this size.
 fn checked(op: &'static str, index: Scalar, size: usize, wraps: bool) -> Result<isize> {
     let index = index.to_i64();
-    let place = if wraps && index < 0 { index + size as i64 } else { index };
-    let inside = (0..size as i64).contains(&place);
-    inside.then_some(place as isize).ok_or(Error::IndexOutOfRange { op, index, size })
+    let position = if wraps && index < 0 { index + size as i64 } else { index };
+    let inside = (0..size as i64).contains(&position);
+    inside.then_some(position as isize).ok_or(Error::IndexOutOfRange { op, index, size })
 }
 
 /// `f(position in x, position in the indexed tensor along its dim)` for every index in row-major order.
 fn each(g: &Indexed, mut f: impl FnMut(&[usize], isize)) -> Result<()> {
     let index = Memory::of(g.index)?;
     for i in indices(g.x_layout.shape.dims()) {
-        let place = checked(g.op, index.get(position(&g.index_layout, &i)), g.size, g.wraps)?;
-        f(&i, place * g.step);
+        let position = checked(g.op, index.get(position(&g.index_layout, &i)), g.size, g.wraps)?;
+        f(&i, position * g.step);
     }
     Ok(())
 }
@@ -83,15 +83,15 @@ pub(super) fn linear_index(
     base: Option<i64>,
 ) -> Result<()> {
     let index = read(index)?;
-    let places = index.iter().map(|&i| checked(op, i, size, true)).collect::<Result<Vec<isize>>>()?;
+    let indices = index.iter().map(|&i| checked(op, i, size, true)).collect::<Result<Vec<isize>>>()?;
     let before = read(out)?;
-    write(out, before.iter().zip(places).map(|(old, place)| base.unwrap_or(old.to_i64()) + (place * step) as i64))
+    write(out, before.iter().zip(indices).map(|(old, index)| base.unwrap_or(old.to_i64()) + (index * step) as i64))
 }
 
 pub(super) fn one_hot(op: &'static str, x: &Tensor, out: &Tensor, classes: usize) -> Result<()> {
     let x = read(x)?;
-    let places = x.iter().map(|&i| checked(op, i, classes, false)).collect::<Result<Vec<isize>>>()?;
-    write(out, places.iter().flat_map(|&place| (0..classes).map(move |class| class as isize == place)))
+    let indices = x.iter().map(|&i| checked(op, i, classes, false)).collect::<Result<Vec<isize>>>()?;
+    write(out, indices.iter().flat_map(|&index| (0..classes).map(move |class| class as isize == index)))
 }
 
 pub(super) fn nonzero(x: &Tensor, dims: &[usize]) -> Result<Tensor> {

@@ -21,7 +21,7 @@ pub(super) fn gemm(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     for index in indices(shape.dims()) {
         let (batch, &[i, j]) = index.split_last_chunk().expect("matrices");
         let term = |p: usize| {
-            let [a, b] = [(&a, [i, p]), (&b, [p, j])].map(|(t, place)| t[&[batch, &place].concat()[..]]);
+            let [a, b] = [(&a, [i, p]), (&b, [p, j])].map(|(t, element)| t[&[batch, &element].concat()[..]]);
             mul(converted(a, compute), converted(b, compute))
         };
         let product = (0..k).map(term).fold(converted(0.into(), compute), add);
@@ -81,9 +81,9 @@ fn first_index(elements: &[Scalar], chosen: Option<Scalar>) -> Scalar {
 /// Element i is of the elements `0..=i` of its line; indices are those of the last ones among equals.
 pub(super) fn scan(scan: Scan, x: &Tensor, d: usize, values: &Tensor, chosen: Option<&Tensor>) -> Result<()> {
     let mut results = read(x)?;
-    let mut places = results.clone();
-    for (mut line, mut places) in
-        results.lanes_mut(ndarray::Axis(d)).into_iter().zip(places.lanes_mut(ndarray::Axis(d)))
+    let mut indices = results.clone();
+    for (mut line, mut indices) in
+        results.lanes_mut(ndarray::Axis(d)).into_iter().zip(indices.lanes_mut(ndarray::Axis(d)))
     {
         let elements: Vec<Scalar> = line.iter().copied().collect();
         for i in 0..elements.len() {
@@ -98,10 +98,10 @@ pub(super) fn scan(scan: Scan, x: &Tensor, d: usize, values: &Tensor, chosen: Op
             }
             .expect("one element at least");
             let last = so_far.iter().rposition(|&x| order(x, line[i]).is_eq()).map_or(0, |last| last as i64);
-            places[i] = Scalar::Int(last);
+            indices[i] = Scalar::Int(last);
         }
     }
-    chosen.map_or(Ok(()), |chosen| write(chosen, places))?;
+    chosen.map_or(Ok(()), |chosen| write(chosen, indices))?;
     write(values, results)
 }
 

@@ -107,8 +107,8 @@ pub(super) fn norm(rows: &Normalisation) -> Result<()> {
     let (mut statistics, mut sums, mut columns) = (vec![0.0; 2 * count], vec![0.0; 2 * count], vec![0.0; 2 * n]);
     let mut results = Vec::new();
     for r in 0..count {
-        let place = [r / x.shape()[1], r % x.shape()[1]];
-        let [x, z, weight, bias] = [&x, &z, &weight, &bias].map(|t| row(t, place));
+        let index = [r / x.shape()[1], r % x.shape()[1]];
+        let [x, z, weight, bias] = [&x, &z, &weight, &bias].map(|t| row(t, index));
         if rows.z.is_none() {
             let mean_of_row = if rows.rms { 0.0 } else { mean(&x) };
             let centred = &x - mean_of_row;

@@ -19,33 +19,33 @@ fn chosen(x: &Tensor, d: usize, count: usize, choose: impl Fn(&[Scalar]) -> Vec<
     let x = read(x)?;
     let mut dims = x.shape().to_vec();
     dims[d] = count;
-    let [mut values, mut places] = [(); 2].map(|()| ArrayD::from_elem(&dims[..], Scalar::Int(0)));
-    let results = values.lanes_mut(Axis(d)).into_iter().zip(places.lanes_mut(Axis(d)));
-    for (line, (mut values, mut places)) in x.lanes(Axis(d)).into_iter().zip(results) {
+    let [mut values, mut indices] = [(); 2].map(|()| ArrayD::from_elem(&dims[..], Scalar::Int(0)));
+    let results = values.lanes_mut(Axis(d)).into_iter().zip(indices.lanes_mut(Axis(d)));
+    for (line, (mut values, mut indices)) in x.lanes(Axis(d)).into_iter().zip(results) {
         let line: Vec<Scalar> = line.iter().copied().collect();
         for (i, at) in choose(&line).into_iter().enumerate() {
-            (values[i], places[i]) = (line[at], Scalar::Int(at as i64));
+            (values[i], indices[i]) = (line[at], Scalar::Int(at as i64));
         }
     }
-    Ok([values, places])
+    Ok([values, indices])
 }
 
-pub(super) fn sort(x: &Tensor, d: usize, descending: bool, values: &Tensor, places: &Tensor) -> Result<()> {
+pub(super) fn sort(x: &Tensor, d: usize, descending: bool, values: &Tensor, indices: &Tensor) -> Result<()> {
     let results = chosen(x, d, x.shape().dims()[d], |line| sorted(line, descending))?;
-    [values, places].into_iter().zip(results).try_for_each(|(t, result)| write(t, result))
+    [values, indices].into_iter().zip(results).try_for_each(|(t, result)| write(t, result))
 }
 
 pub(super) fn first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Chosen> {
-    let [values, places] = chosen(x, d, k, |line| sorted(line, descending)[..k].to_vec())?;
-    Ok(Chosen { values: Some(tensor(&values, x.dtype)?), indices: tensor(&places, DType::I64)? })
+    let [values, indices] = chosen(x, d, k, |line| sorted(line, descending)[..k].to_vec())?;
+    Ok(Chosen { values: Some(tensor(&values, x.dtype)?), indices: tensor(&indices, DType::I64)? })
 }
 
 pub(super) fn nth(x: &Tensor, d: usize, nth: Nth) -> Result<Chosen> {
-    let [values, places] = chosen(x, d, 1, |line| {
+    let [values, indices] = chosen(x, d, 1, |line| {
         let nans = line.iter().filter(|x| is_nan(**x)).count();
         vec![sorted(line, false)[nth.rank(line.len(), nans)]]
     })?;
-    Ok(Chosen { values: Some(tensor(&values, x.dtype)?), indices: tensor(&places, DType::I64)? })
+    Ok(Chosen { values: Some(tensor(&values, x.dtype)?), indices: tensor(&indices, DType::I64)? })
 }
 
 /// How many elements of its line come before each value: those that are less, on the right side equal ones as well. All do

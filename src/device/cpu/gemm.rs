@@ -263,7 +263,7 @@ pub(crate) enum Finish<S> {
     /// That, and what is at most 0 then is 0.
     AddRelu(S),
     /// It is multiplied by 0 where its own element of these, `m * n` of them, is at most 0, otherwise by 1.
-    Slope(S),
+    ReluGrad(S),
 }
 
 impl<S> Finish<S> {
@@ -273,7 +273,7 @@ impl<S> Finish<S> {
             Finish::Nothing => Finish::Nothing,
             Finish::Add(x) => Finish::Add(row(x)),
             Finish::AddRelu(x) => Finish::AddRelu(row(x)),
-            Finish::Slope(x) => Finish::Slope(elements(x)),
+            Finish::ReluGrad(x) => Finish::ReluGrad(elements(x)),
         }
     }
 }
@@ -298,7 +298,7 @@ pub(crate) fn gemm_finished(
         let fits = match finish {
             Finish::Nothing => true,
             Finish::Add(row) | Finish::AddRelu(row) => row.len() == n,
-            Finish::Slope(x) => x.len() == m * n,
+            Finish::ReluGrad(x) => x.len() == m * n,
         };
         if !fits {
             return Err(Error::invalid("gemm", "what the product is finished with has another size"));

@@ -241,7 +241,7 @@ impl<'a> KernelCall<'a> {
     /// # Errors
     /// [`Error::Build`] with the compiler's log. [`Error::Invalid`] for a wrong number of arguments, an argument of another
     /// type than the kernel's (where the driver tells what that is), sizes that do not go together or are too large; where
-    /// no tensor is given, one lies on the CPU or holds nothing, or an `out` is read through another argument.
+    /// no tensor is given, one is on the CPU or empty, or an `out` is read through another argument.
     /// [`Error::DeviceMismatch`]; [`Error::Autograd`] for an `out` that is part of a graph, outside
     /// [`no_grad`](crate::no_grad).
     ///

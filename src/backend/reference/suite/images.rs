@@ -141,9 +141,11 @@ pub(super) fn interpolate(suite: &mut Suite) -> Result<()> {
             suite.compiles = dtype == DType::F32
                 && matches!(mode, Interpolation::Nearest | Interpolation::Linear { align_corners: false });
             for ([h, w], [to_h, to_w]) in [([1, 1], [3, 5]), ([7, 5], [13, 2]), ([4, 65], [4, 31])] {
-                let places = |from, to| Samples::new("interpolate", mode, from, to);
-                let resize =
-                    Resize { rows: (h != to_h).then(|| places(h, to_h)).transpose()?, columns: Some(places(w, to_w)?) };
+                let samples = |from, to| Samples::new("interpolate", mode, from, to);
+                let resize = Resize {
+                    rows: (h != to_h).then(|| samples(h, to_h)).transpose()?,
+                    columns: Some(samples(w, to_w)?),
+                };
                 for transposed in [false, true] {
                     let (small, large) = ([2, 3, h, w], [2, 3, to_h, to_w]);
                     let (from, to) = if transposed { (large, small) } else { (small, large) };

@@ -34,9 +34,9 @@ pub(super) fn scan(suite: &mut Suite) -> Result<()> {
             let n = if kind.is_arg() || !to.is_float() { 0 } else { dims[d] };
             suite.compare(format!("{kind:?} of {view:?} {dims:?}, dim {d}"), dtype, n, |side| {
                 let (x, values) = (side.put(&x)?, side.room(dims, to)?);
-                let places = kind.is_arg().then(|| side.room(dims, I64)).transpose()?;
-                side.backend.scan(kind, &x, d, &values, places.as_ref())?;
-                Ok(Some([values].into_iter().chain(places).collect()))
+                let indices = kind.is_arg().then(|| side.room(dims, I64)).transpose()?;
+                side.backend.scan(kind, &x, d, &values, indices.as_ref())?;
+                Ok(Some([values].into_iter().chain(indices).collect()))
             })?;
         }
     }
@@ -50,9 +50,9 @@ pub(super) fn sort(suite: &mut Suite) -> Result<()> {
             let x = suite.tensor(view, dims, dtype, specials)?;
             for descending in [false, true] {
                 suite.compare(format!("{view:?} {dims:?}, dim {d}, {descending}"), dtype, 0, |side| {
-                    let (values, places) = (side.room(dims, dtype)?, side.room(dims, DType::I64)?);
-                    side.backend.sort(&side.put(&x)?, d, descending, &values, &places)?;
-                    Ok(Some(vec![values, places]))
+                    let (values, indices) = (side.room(dims, dtype)?, side.room(dims, DType::I64)?);
+                    side.backend.sort(&side.put(&x)?, d, descending, &values, &indices)?;
+                    Ok(Some(vec![values, indices]))
                 })?;
             }
         }

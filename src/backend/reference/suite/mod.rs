@@ -84,7 +84,7 @@ impl Side {
     }
 }
 
-/// How a tensor lies in its storage.
+/// How a tensor is laid out in its storage.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum View {
     Plain,

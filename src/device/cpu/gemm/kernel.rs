@@ -231,7 +231,7 @@ unsafe fn tile<V: Vector, const R: usize, const N: usize, const DIRECT: bool>(t:
                             let sum = sum.add(V::load(row.add(j * V::LANES)));
                             sum.where_above(sum)
                         }
-                        Finish::Slope(x) => {
+                        Finish::ReluGrad(x) => {
                             let x = V::load(x.offset(i as isize * t.row).add(j * V::LANES));
                             sum.mul(V::splat(&1.0).where_above(x))
                         }
@@ -257,7 +257,7 @@ unsafe fn tile<V: Vector, const R: usize, const N: usize, const DIRECT: bool>(t:
                         let sum = sum + *row.add(j);
                         where_above(sum, sum)
                     }
-                    Finish::Slope(x) => sum * where_above(1.0, *x.offset(i as isize * t.row).add(j)),
+                    Finish::ReluGrad(x) => sum * where_above(1.0, *x.offset(i as isize * t.row).add(j)),
                 };
             }
         }

@@ -118,7 +118,7 @@ fn finished_products() {
         for (left, right) in [(Floats::F32(&x), Floats::F32(&y)), (Floats::BF16(&brains), Floats::BF16(&others))] {
             let mut plain = vec![f32::NAN; m * n];
             gemm_f32((m, n, k), &mut plain, left, right, std::iter::once([a, b, b])).unwrap();
-            let finishes = [Finish::Add(&row[..]), Finish::AddRelu(&row), Finish::Slope(&each)];
+            let finishes = [Finish::Add(&row[..]), Finish::AddRelu(&row), Finish::ReluGrad(&each)];
             for (kind, finish) in finishes.into_iter().enumerate() {
                 let mut out = vec![f32::NAN; m * n];
                 if !gemm_finished((m, n, k), &mut out, (left, a), (right, b), finish).unwrap() {
