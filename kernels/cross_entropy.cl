@@ -1,7 +1,7 @@
 // Cross-entropy of labels on GPUs, the loss and the gradient in one launch. The host gives: A (dtype), B (the losses'), T (the
 // labels'), ACC and ACC_NAME, IDX, WITH_GRAD where the gradient is wanted, GROUP, and what is compiled in of softmax.cl's way to keep
 // rows in registers: LANES work-items share a row, of which each keeps CACHED groups of VEC neighbours (loaded as WIDE_T where VEC is
-// above 1); WHOLE where that is all of it. With TOGETHER the work-group that comes last combines the losses of all.
+// above 1); WHOLE where that is all of it. With LAST_GROUP_SUMS the work-group that comes last combines the losses of all.
 
 #define COUNT_HERE 0
 #define COUNT_ONE 1
@@ -80,11 +80,11 @@ inline void keep(ACC *v, Out grad, ulong at, IDX i, IDX stop, ACC lse, IDX targe
     }
 }
 
-#ifdef TOGETHER
-#define TOGETHER_PARAMETERS                                                                                            \
+#ifdef LAST_GROUP_SUMS
+#define LAST_GROUP_PARAMETERS                                                                                          \
     , __global Two *parts, ulong parts_at, volatile __global uint *arrived, uint first_arrived
 #else
-#define TOGETHER_PARAMETERS
+#define LAST_GROUP_PARAMETERS
 #endif
 
 // loss[row] = logsumexp(x) - x[label] and grad = (softmax(x) - onehot) / count, both 0 where the label is `ignore`.
@@ -94,7 +94,7 @@ inline void keep(ACC *v, Out grad, ulong at, IDX i, IDX stop, ACC lse, IDX targe
 __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void
 row(In x, ulong x_at, __global const CAT(T, _t) *label, ulong label_at, long label_stride, Out grad, ulong grad_at,
     __global CAT(B, _t) *loss, ulong loss_at, __global const long *counted, ulong counted_at, volatile __global int *word,
-    ulong rows_, ulong n_, long row_stride, long stride, long ignore, uint counting, uint sums TOGETHER_PARAMETERS) {
+    ulong rows_, ulong n_, long row_stride, long stride, long ignore, uint counting, uint sums LAST_GROUP_PARAMETERS) {
     const IDX rows = (IDX)rows_, n = (IDX)n_;
     const uint lid = get_local_id(0), lanes = LANES, lane = lid % LANES, step = 1;
     const IDX group = (IDX)get_group_id(0), by = (IDX)get_num_groups(0) * (GROUP / LANES);
@@ -178,7 +178,7 @@ row(In x, ulong x_at, __global const CAT(T, _t) *label, ulong label_at, long lab
     FOLD_GROUP(total);
     if (counting == COUNT_ALONG)
         FOLD_GROUP(count);
-#ifdef TOGETHER
+#ifdef LAST_GROUP_SUMS
     __local uint others;
     if (lid == 0) {
         parts[parts_at + group] = (Two)(total, count);

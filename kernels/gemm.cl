@@ -1,7 +1,7 @@
 // C = epilogue(A B): matrices of any strides, batched, one launch.
 //
 // Written in front of this file: the dtypes A and B, ACC (float, double or ulong, which wraps) they are multiplied and added in, the
-// operands of the epilogue (OPERANDS, PLACES and FINISH, which computes and stores one element; on tensor cores, where the
+// operands of the epilogue (OPERANDS, OPERAND_OFFSETS and FINISH, which computes and stores one element; on tensor cores, where the
 // results are contiguous and aligned, FINISH_WIDE, which does so with WIDE neighbours at once; STORE_SUM where the sums of
 // A's rows are wanted too, for an A that is not contiguous along k), and one of three kernels with its sizes:
 //   TILED  GPUs: a work-group of 256 stages tiles of both matrices in local memory, a work-item owns MI x NI results.
@@ -129,7 +129,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
             }
         }
     }
-    PLACES(z)
+    OPERAND_OFFSETS(z)
 #if SPLIT > 1
     barrier(CLK_LOCAL_MEM_FENCE);
     for (int r = 0; r < MI; r++)
@@ -260,7 +260,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
 #endif
         }
     }
-    PLACES(z)
+    OPERAND_OFFSETS(z)
     for (int r = 0; r < rows; r++) {
         ACC lane[WIDTH];
         for (int v = 0; v < NV; v++) CAT(vstore, W)(sums[r][v], v, lane);
@@ -301,7 +301,7 @@ __kernel void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, 
             for (int c = 0; c < NR; c++) acc[r][c] = MADD(av, bv[c], acc[r][c]);
         }
     }
-    PLACES(z)
+    OPERAND_OFFSETS(z)
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < cols; c++) {
             ACC sum = CAT(SUM, W)(acc[r][c]);

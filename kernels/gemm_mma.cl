@@ -337,7 +337,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
                        rounded(acc[0][ni + 1][0], acc[0][ni + 1][1]), rounded(acc[0][ni + 1][2], acc[0][ni + 1][3]));
     }
     asm volatile("bar.warp.sync 0xffffffff;" ::: "memory");
-    PLACES(z)
+    OPERAND_OFFSETS(z)
     const __local uchar* own = (const __local uchar*)shared + (staged - fetched);
     uint4 eight[TILE_N / 16];
     #pragma unroll
@@ -433,7 +433,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
 #ifdef STORE_SUM
     if (j0 == 0 && t < rows) STORE_SUM(i0 + t, sum)
 #endif
-    PLACES(z)
+    OPERAND_OFFSETS(z)
     const bool whole = rows == TILE_M && cols == TILE_N;
 #ifdef WIDE
     if (whole) {

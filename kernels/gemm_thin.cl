@@ -40,7 +40,7 @@ void gemm(const __global CAT(A, _t)* restrict a, const __global CAT(B, _t)* rest
         if (lane < half_)
             for (int r = 0; r < MR; r++) sums[r][t] += sums[r][t + half_ * NEXT_LANE];
     }
-    PLACES(z)
+    OPERAND_OFFSETS(z)
     if (lane == 0 && j < COLS)
         for (int r = 0; r < MR; r++) { FINISH(r, j, sums[r][t]) }
 }

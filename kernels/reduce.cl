@@ -3,7 +3,7 @@
 // NONZERO where elements count as 0 or 1, MAPPED where element_of says what is made of each (of FROM, the type that A is
 // computed in), FINISHED where finish_of says what is made of the result (of ACC, and of `number` elements), INTEGERS where
 // ACC is long, NK and NR (ranks), IDX. Output o of slice s is element o * slices + s; slices above 1 are partial results that
-// a second launch reduces (for ARG: PARTIAL writes and PAIRS reads values with indices), or with TOGETHER the last work-group of
+// a second launch reduces (for ARG: PARTIAL writes and PAIRS reads values with indices), or with LAST_GROUP_SUMS the last work-group of
 // an output. GPUs: `lanes` work-items share an
 // output; with VEC above 1 its elements are loaded as WIDE_T, VEC at a time: neighbours of one output, or with COLUMNS one
 // element each of VEC neighbouring outputs.
@@ -236,9 +236,9 @@ inline Acc share(__global const In *x, IDX r, IDX end, uint lanes) {
 
 // A group has `lanes` work-items for each of GROUP / lanes outputs. Neighbouring work-items are neighbouring lanes, or
 // neighbouring outputs (`by_column`): whichever are neighbours in memory.
-#ifdef TOGETHER
+#ifdef LAST_GROUP_SUMS
 // Slices go to `partial`; the work-group that finds all others of its outputs there combines them, always in the same order.
-#define TOGETHER_PARAMETERS , __global Acc *partial, ulong partial_at, volatile __global uint *arrived, uint first_arrived
+#define LAST_GROUP_PARAMETERS , __global Acc *partial, ulong partial_at, volatile __global uint *arrived, uint first_arrived
 #define LEAVE(o, a) partial[partial_at + (o) * slices + slice] = (a)
 #define MEET                                                                                                           \
     __local uint others;                                                                                               \
@@ -262,14 +262,14 @@ inline Acc share(__global const In *x, IDX r, IDX end, uint lanes) {
     if (lane == 0 && (there))                                                                                          \
         PUT(o, all);
 #else
-#define TOGETHER_PARAMETERS
+#define LAST_GROUP_PARAMETERS
 #define LEAVE(o, a) PUT((o) * slices + slice, a)
 #define MEET
 #define COMBINE_SLICES(o, there)
 #endif
 
 __kernel __attribute__((reqd_work_group_size(GROUP, 1, 1)))
-void reduce(PARAMETERS, uint by_column, uint lanes TOGETHER_PARAMETERS) {
+void reduce(PARAMETERS, uint by_column, uint lanes LAST_GROUP_PARAMETERS) {
     const IDX outs = (IDX)outs_, n = (IDX)n_, chunk = (IDX)chunk_;
     const uint lid = get_local_id(0), per = GROUP / lanes;
     const uint lane = by_column ? lid / per : lid % lanes;

@@ -68,12 +68,12 @@ pub trait Module: Send + Sync {
     /// Those of the operations inside: shapes, dtypes and devices that do not go together, memory.
     fn forward(&self, x: &Tensor) -> Result<Tensor>;
 
-    /// Calls `see` with each tensor of the module in order: its name after `prefix`, what it is, and itself.
+    /// Calls `visitor` with each tensor of the module in order: its name after `prefix`, what it is, and itself.
     /// [`parts!`](crate::parts) writes this and the next two.
-    fn visit<'a>(&'a self, prefix: &str, see: &mut dyn FnMut(String, Role, &'a Tensor));
+    fn visit<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor));
 
     /// [`Module::visit`] for who changes the tensors.
-    fn visit_mut<'a>(&'a mut self, prefix: &str, see: &mut dyn FnMut(String, Role, &'a mut Tensor));
+    fn visit_mut<'a>(&'a mut self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor));
 
     /// Switches between training and evaluation what behaves differently in the two (PyTorch's `train(mode)`); most layers do
     /// not.
@@ -253,12 +253,12 @@ impl<M: Module + ?Sized> Module for Box<M> {
         (**self).forward(x)
     }
 
-    fn visit<'a>(&'a self, prefix: &str, see: &mut dyn FnMut(String, Role, &'a Tensor)) {
-        (**self).visit(prefix, see);
+    fn visit<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
+        (**self).visit(prefix, visitor);
     }
 
-    fn visit_mut<'a>(&'a mut self, prefix: &str, see: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
-        (**self).visit_mut(prefix, see);
+    fn visit_mut<'a>(&'a mut self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
+        (**self).visit_mut(prefix, visitor);
     }
 
     fn set_training(&self, training: bool) {

@@ -18,10 +18,10 @@ pub enum Role {
 /// vector or an option of those. A vector's are numbered from 0, as in PyTorch's `ModuleList`.
 pub trait Part {
     /// [`Module::visit`] of the field of this name.
-    fn show<'a>(&'a self, name: &str, see: &mut dyn FnMut(String, Role, &'a Tensor));
+    fn show<'a>(&'a self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor));
 
     /// [`Module::visit_mut`] of the field of this name.
-    fn show_mut<'a>(&'a mut self, name: &str, see: &mut dyn FnMut(String, Role, &'a mut Tensor));
+    fn show_mut<'a>(&'a mut self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor));
 
     /// [`Module::set_training`] of the field.
     fn switch(&self, training: bool);
@@ -32,18 +32,18 @@ pub trait Part {
 #[macro_export]
 macro_rules! parts {
     ($($field:ident),* $(,)?) => {
-        fn visit<'a>(&'a self, prefix: &str, see: &mut dyn FnMut(String, $crate::nn::Role, &'a $crate::Tensor)) {
-            let _ = (prefix, &see);
-            $($crate::nn::Part::show(&self.$field, &$crate::nn::joined(prefix, stringify!($field)), see);)*
+        fn visit<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, $crate::nn::Role, &'a $crate::Tensor)) {
+            let _ = (prefix, &visitor);
+            $($crate::nn::Part::show(&self.$field, &$crate::nn::joined(prefix, stringify!($field)), visitor);)*
         }
 
         fn visit_mut<'a>(
             &'a mut self,
             prefix: &str,
-            see: &mut dyn FnMut(String, $crate::nn::Role, &'a mut $crate::Tensor),
+            visitor: &mut dyn FnMut(String, $crate::nn::Role, &'a mut $crate::Tensor),
         ) {
-            let _ = (prefix, &see);
-            $($crate::nn::Part::show_mut(&mut self.$field, &$crate::nn::joined(prefix, stringify!($field)), see);)*
+            let _ = (prefix, &visitor);
+            $($crate::nn::Part::show_mut(&mut self.$field, &$crate::nn::joined(prefix, stringify!($field)), visitor);)*
         }
 
         fn set_training(&self, training: bool) {
@@ -60,12 +60,12 @@ pub fn joined(prefix: &str, name: &str) -> String {
 }
 
 impl Part for Tensor {
-    fn show<'a>(&'a self, name: &str, see: &mut dyn FnMut(String, Role, &'a Tensor)) {
-        see(name.to_string(), Role::Parameter, self);
+    fn show<'a>(&'a self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
+        visitor(name.to_string(), Role::Parameter, self);
     }
 
-    fn show_mut<'a>(&'a mut self, name: &str, see: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
-        see(name.to_string(), Role::Parameter, self);
+    fn show_mut<'a>(&'a mut self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
+        visitor(name.to_string(), Role::Parameter, self);
     }
 
     fn switch(&self, _training: bool) {}
@@ -79,12 +79,12 @@ pub struct Buffer(
 );
 
 impl Part for Buffer {
-    fn show<'a>(&'a self, name: &str, see: &mut dyn FnMut(String, Role, &'a Tensor)) {
-        see(name.to_string(), Role::Buffer, &self.0);
+    fn show<'a>(&'a self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
+        visitor(name.to_string(), Role::Buffer, &self.0);
     }
 
-    fn show_mut<'a>(&'a mut self, name: &str, see: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
-        see(name.to_string(), Role::Buffer, &mut self.0);
+    fn show_mut<'a>(&'a mut self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
+        visitor(name.to_string(), Role::Buffer, &mut self.0);
     }
 
     fn switch(&self, _training: bool) {}
@@ -108,9 +108,9 @@ impl Default for Mode {
 }
 
 impl Part for Mode {
-    fn show<'a>(&'a self, _name: &str, _see: &mut dyn FnMut(String, Role, &'a Tensor)) {}
+    fn show<'a>(&'a self, _name: &str, _visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {}
 
-    fn show_mut<'a>(&'a mut self, _name: &str, _see: &mut dyn FnMut(String, Role, &'a mut Tensor)) {}
+    fn show_mut<'a>(&'a mut self, _name: &str, _visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {}
 
     fn switch(&self, training: bool) {
         self.0.store(training, Ordering::Relaxed);
@@ -118,12 +118,12 @@ impl Part for Mode {
 }
 
 impl<M: Module> Part for M {
-    fn show<'a>(&'a self, name: &str, see: &mut dyn FnMut(String, Role, &'a Tensor)) {
-        self.visit(name, see);
+    fn show<'a>(&'a self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
+        self.visit(name, visitor);
     }
 
-    fn show_mut<'a>(&'a mut self, name: &str, see: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
-        self.visit_mut(name, see);
+    fn show_mut<'a>(&'a mut self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
+        self.visit_mut(name, visitor);
     }
 
     fn switch(&self, training: bool) {
@@ -132,12 +132,12 @@ impl<M: Module> Part for M {
 }
 
 impl<P: Part> Part for Vec<P> {
-    fn show<'a>(&'a self, name: &str, see: &mut dyn FnMut(String, Role, &'a Tensor)) {
-        self.iter().enumerate().for_each(|(i, part)| part.show(&joined(name, &i.to_string()), see));
+    fn show<'a>(&'a self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
+        self.iter().enumerate().for_each(|(i, part)| part.show(&joined(name, &i.to_string()), visitor));
     }
 
-    fn show_mut<'a>(&'a mut self, name: &str, see: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
-        self.iter_mut().enumerate().for_each(|(i, part)| part.show_mut(&joined(name, &i.to_string()), see));
+    fn show_mut<'a>(&'a mut self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
+        self.iter_mut().enumerate().for_each(|(i, part)| part.show_mut(&joined(name, &i.to_string()), visitor));
     }
 
     fn switch(&self, training: bool) {
@@ -146,12 +146,12 @@ impl<P: Part> Part for Vec<P> {
 }
 
 impl<P: Part> Part for Option<P> {
-    fn show<'a>(&'a self, name: &str, see: &mut dyn FnMut(String, Role, &'a Tensor)) {
-        self.iter().for_each(|part| part.show(name, see));
+    fn show<'a>(&'a self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
+        self.iter().for_each(|part| part.show(name, visitor));
     }
 
-    fn show_mut<'a>(&'a mut self, name: &str, see: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
-        self.iter_mut().for_each(|part| part.show_mut(name, see));
+    fn show_mut<'a>(&'a mut self, name: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
+        self.iter_mut().for_each(|part| part.show_mut(name, visitor));
     }
 
     fn switch(&self, training: bool) {

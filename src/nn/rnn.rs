@@ -235,23 +235,23 @@ macro_rules! layers {
                 Ok(self.run(x, None)?.0)
             }
 
-            fn visit<'a>(&'a self, prefix: &str, see: &mut dyn FnMut(String, Role, &'a Tensor)) {
+            fn visit<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
                 let names = self.0.names(prefix);
                 for (cell, [a, b, c, d]) in self.0.layers.iter().flatten().zip(names) {
-                    cell.weight_ih.show(&a, see);
-                    cell.weight_hh.show(&b, see);
-                    cell.bias_ih.show(&c, see);
-                    cell.bias_hh.show(&d, see);
+                    cell.weight_ih.show(&a, visitor);
+                    cell.weight_hh.show(&b, visitor);
+                    cell.bias_ih.show(&c, visitor);
+                    cell.bias_hh.show(&d, visitor);
                 }
             }
 
-            fn visit_mut<'a>(&'a mut self, prefix: &str, see: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
+            fn visit_mut<'a>(&'a mut self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
                 let names: Vec<_> = self.0.names(prefix).collect();
                 for (cell, [a, b, c, d]) in self.0.layers.iter_mut().flatten().zip(names) {
-                    cell.weight_ih.show_mut(&a, see);
-                    cell.weight_hh.show_mut(&b, see);
-                    cell.bias_ih.show_mut(&c, see);
-                    cell.bias_hh.show_mut(&d, see);
+                    cell.weight_ih.show_mut(&a, visitor);
+                    cell.weight_hh.show_mut(&b, visitor);
+                    cell.bias_ih.show_mut(&c, visitor);
+                    cell.bias_hh.show_mut(&d, visitor);
                 }
             }
 

@@ -37,12 +37,12 @@ impl Module for Sequential {
         self.layers.iter().try_fold(x.shallow_clone(), |x, layer| layer.forward(&x))
     }
 
-    fn visit<'a>(&'a self, prefix: &str, see: &mut dyn FnMut(String, Role, &'a Tensor)) {
-        self.layers.show(prefix, see);
+    fn visit<'a>(&'a self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a Tensor)) {
+        self.layers.show(prefix, visitor);
     }
 
-    fn visit_mut<'a>(&'a mut self, prefix: &str, see: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
-        self.layers.show_mut(prefix, see);
+    fn visit_mut<'a>(&'a mut self, prefix: &str, visitor: &mut dyn FnMut(String, Role, &'a mut Tensor)) {
+        self.layers.show_mut(prefix, visitor);
     }
 
     fn set_training(&self, training: bool) {

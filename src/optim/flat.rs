@@ -233,7 +233,7 @@ impl Flat {
     /// The longest runs of parameters that have a gradient and can be updated together, each with the one before it: one for
     /// all, unless some were not reached by backward. What was written to the parameters since the last step counts. None
     /// where the model was converted and others replace these parameters.
-    pub(super) fn runs(&self, together: impl Fn(usize, usize) -> bool) -> Result<Option<SmallVec<[Run; 1]>>> {
+    pub(super) fn runs(&self, same_step: impl Fn(usize, usize) -> bool) -> Result<Option<SmallVec<[Run; 1]>>> {
         if self.version() != self.version {
             self.refresh_master()?;
         }
@@ -246,7 +246,7 @@ impl Flat {
                 None => continue,
             }
             match runs.last_mut() {
-                Some(run) if run.parameters.end == i && p.is_adjacent && together(i - 1, i) => {
+                Some(run) if run.parameters.end == i && p.is_adjacent && same_step(i - 1, i) => {
                     run.parameters.end = i + 1;
                     run.elements.end = p.elements.end;
                 }

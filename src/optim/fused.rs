@@ -102,8 +102,8 @@ impl<R: Rule> Group<R> {
             let reason = "its numbers change from step to step, and a graph's do not: capture the rest, or use Sgd";
             return Err(Error::invalid(R::NAME, reason));
         }
-        let together = |a: usize, b: usize| steps[a] == steps[b] || next(a) == next(b);
-        match self.flat.runs(together)? {
+        let same_step = |a: usize, b: usize| steps[a] == steps[b] || next(a) == next(b);
+        match self.flat.runs(same_step)? {
             Some(runs) => Ok(runs),
             None => {
                 self.follow()?;

@@ -37,8 +37,8 @@ optimizer! {
         let g = decayed(g, w, self.weight_decay, &s[4]);
         let squares = &s[1] * &state[0] + &s[2] * (&g * &g);
         let mean = self.centered.then(|| &s[1] * &state[1] + &s[2] * &g);
-        let spread = mean.as_ref().map_or_else(|| squares.clone(), |m| &squares - m * m);
-        let step = &g / (spread.sqrt() + &s[3]);
+        let variance = mean.as_ref().map_or_else(|| squares.clone(), |m| &squares - m * m);
+        let step = &g / (variance.sqrt() + &s[3]);
         let velocity = state.last().filter(|_| self.momentum > 0.0).map(|v| &s[5] * v + &step);
         let w = w - &s[0] * velocity.as_ref().unwrap_or(&step);
         (w, [squares].into_iter().chain(mean).chain(velocity).collect())

@@ -56,7 +56,7 @@ combines! {
 }
 
 macro_rules! in_vectors {
-    ($name:ident, $map:ident, $together:ident, $t:ident, $vectors:ident, $splat:ident, $join:ident) => {
+    ($name:ident, $map:ident, $total:ident, $t:ident, $vectors:ident, $splat:ident, $join:ident) => {
         #[inline(always)]
         fn $name<K: Combine, V: Simd>(simd: V, elements: &[$t]) -> $t {
             let (vectors, rest) = V::$vectors(elements);
@@ -70,7 +70,7 @@ macro_rules! in_vectors {
             for (sum, x) in sums.iter_mut().zip(last) {
                 *sum = K::$join(simd, *sum, *x);
             }
-            rest.iter().fold($together::<K, V>(simd, sums), |a, &b| K::combine(a, b))
+            rest.iter().fold($total::<K, V>(simd, sums), |a, &b| K::combine(a, b))
         }
 
         /// [`fold_map`] where `C` is this type: as many as the accumulators take are computed, then accumulated.
@@ -95,7 +95,7 @@ macro_rules! in_vectors {
                 to.iter_mut().zip(x.iter().zip(y)).for_each(|(m, (x, y))| *m = map(*x, *y));
                 *sum = K::$join(simd, *sum, made[0]);
             }
-            let mut total = $together::<K, V>(simd, sums);
+            let mut total = $total::<K, V>(simd, sums);
             for (x, y) in x_rest.iter().zip(y_rest) {
                 total = K::combine(total, bytemuck::cast(map(*x, *y)));
             }
@@ -104,7 +104,7 @@ macro_rules! in_vectors {
 
         /// All lanes of all accumulators as one.
         #[inline(always)]
-        fn $together<K: Combine, V: Simd>(simd: V, mut sums: [V::$join; SIDE]) -> $t {
+        fn $total<K: Combine, V: Simd>(simd: V, mut sums: [V::$join; SIDE]) -> $t {
             for half in [4, 2, 1] {
                 for i in 0..half {
                     sums[i] = K::$join(simd, sums[i], sums[i + half]);

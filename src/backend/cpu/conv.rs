@@ -102,7 +102,7 @@ impl Conv {
     }
 
     /// Images that a job has together because they are small, as many in each thread's jobs.
-    pub(crate) fn together(&self) -> usize {
+    pub(crate) fn images_per_job(&self) -> usize {
         let images = (2 * WINDOWS / self.plane()).min(self.n.div_ceil(threads())).max(1);
         self.n.div_ceil(self.n.div_ceil(images).next_multiple_of(threads()))
     }
@@ -142,36 +142,36 @@ impl Conv {
 
     /// Channels whose slabs stay in the cache together, of up to `most`.
     pub(crate) fn channels(&self, share: Share, most: usize) -> usize {
-        let slabs = self.w.kernel[1] * slab::apart(&self.w, &self.part(share, 0, 0));
+        let slabs = self.w.kernel[1] * slab::slab_stride(&self.w, &self.part(share, 0, 0));
         even(most, SLABS / slabs)
     }
 
     /// The channels of a group of a part of the windows, as rows.
-    fn load(&self, x: &Tensor, bytes: &[u8], group: usize, part: &WindowPart, to: &mut [f32], apart: usize) {
+    fn load(&self, x: &Tensor, bytes: &[u8], group: usize, part: &WindowPart, to: &mut [f32], stride: usize) {
         let of_image = part.of_image();
         for o in 0..self.outer {
             for (j, image) in part.images.clone().enumerate() {
                 let channel = (image * self.groups + group) * self.outer + o;
                 let at = channel * self.plane() + part.rows.start * self.w.grid[1] + part.columns.start;
-                let to = &mut to[o * apart + j * of_image..][..of_image];
+                let to = &mut to[o * stride + j * of_image..][..of_image];
                 load_tile(x.dtype, bytes, x.layout.offset + at, 1, to);
             }
         }
     }
 
-    /// `pieces` pieces of the weight, `apart` elements from one to the next, each as `lay_out` writes it.
+    /// `pieces` pieces of the weight, `stride` elements from one to the next, each as `lay_out` writes it.
     fn laid_out(
         &self,
         weight: &Tensor,
         bytes: &[u8],
-        (pieces, apart): (usize, usize),
+        (pieces, stride): (usize, usize),
         lay_out: impl Fn(&[f32], usize, &mut [f32]) + Sync,
     ) -> Vec<f32> {
         let from = plain(weight, bytes);
-        let mut to = vec![0.0; pieces * apart];
+        let mut to = vec![0.0; pieces * stride];
         match to.len() <= 1 << 14 {
-            true => to.chunks_exact_mut(apart).enumerate().for_each(|(i, to)| lay_out(&from, i, to)),
-            false => parallel::for_each_chunk(&mut to, apart, |i, to| lay_out(&from, i, to)),
+            true => to.chunks_exact_mut(stride).enumerate().for_each(|(i, to)| lay_out(&from, i, to)),
+            false => parallel::for_each_chunk(&mut to, stride, |i, to| lay_out(&from, i, to)),
         }
         to
     }
@@ -184,11 +184,11 @@ impl Convolution for Conv {
         let [rows, columns] = self.w.grid;
         let out = Tensor::empty_like_shape([self.n, self.groups * self.outer, rows, columns], dtype, x.device())?;
         let jobs = (JOBS * threads()).div_ceil(self.groups);
-        let images = if self.groups == 1 { self.together() } else { 1 };
+        let images = if self.groups == 1 { self.images_per_job() } else { 1 };
         let share = self.share(images, (PRODUCT / self.outer).max(WINDOWS), jobs.div_ceil(self.n));
         let channels = self.channels(share, self.inner);
         let chunks = self.inner.div_ceil(channels);
-        let apart = self.outer * channels * taps;
+        let stride = self.outer * channels * taps;
         // Steps of a chunk: rows of taps, its channels, columns of taps.
         let lay_out = |weight: &[f32], piece: usize, to: &mut [f32]| {
             let (group, first) = (piece / chunks, piece % chunks * channels);
@@ -211,7 +211,7 @@ impl Convolution for Conv {
         let storages = [&x.storage, &weight.storage, &bias.unwrap_or(weight).storage];
         with_host(&storages, &[&out.storage], |reads, writes| {
             let images = Images { t: x, bytes: reads[0] };
-            let weight = self.laid_out(weight, reads[1], (self.groups * chunks, apart), lay_out);
+            let weight = self.laid_out(weight, reads[1], (self.groups * chunks, stride), lay_out);
             let bias = bias.map(|bias| plain(bias, reads[2]));
             let (band, width) = (share.images * self.outer, share.rows * share.columns * size);
             let cut = Cut { columns: self.plane() * size, band, height: band, width };
@@ -224,7 +224,7 @@ impl Convolution for Conv {
                     let part = self.part(share, first, piece);
                     let (count, of_image) = (part.count(), part.of_image());
                     let (wide, room) = (self.alone.whole(count), Slabs::room(&self.w, &part));
-                    let slabs = self.w.kernel[1] * channels * slab::apart(&self.w, &part) + SLACK;
+                    let slabs = self.w.kernel[1] * channels * slab::slab_stride(&self.w, &part) + SLACK;
                     // Written where it belongs; or first to the scratch, to be converted or because images lie apart.
                     let direct = dtype == DType::F32 && part.images.len() == 1;
                     let of_product = if direct { 0 } else { self.outer * wide };
@@ -240,9 +240,9 @@ impl Convolution for Conv {
                             let k = channels.len() * self.w.kernel[1];
                             let of_group = |c: usize| group * self.inner + c;
                             from.fill(&images, of_group(channels.start)..of_group(channels.end), lines, slabs);
-                            let left = Left::Panels(&weight[(group * chunks + chunk) * apart..]);
+                            let left = Left::Panels(&weight[(group * chunks + chunk) * stride..]);
                             let right =
-                                Right { data: slabs, apart: from.apart, times: self.w.kernel[0], jump: from.jump };
+                                Right { data: slabs, stride: from.stride, times: self.w.kernel[0], jump: from.jump };
                             let size = (self.outer, count, k);
                             match direct {
                                 true => {
@@ -280,7 +280,7 @@ impl Convolution for Conv {
         let [rows, columns] = self.w.image;
         let out = Tensor::empty_like_shape([self.n, self.groups * self.inner, rows, columns], dtype, x.device())?;
         let most = (SLABS / self.outer).min(PRODUCT / taps).max(1);
-        let images = if self.groups == 1 { self.together() } else { 1 };
+        let images = if self.groups == 1 { self.images_per_job() } else { 1 };
         let share = self.share(images, most, 1);
         let pieces = self.pieces(share);
         let parts = (JOBS * threads()).div_ceil(self.n.div_ceil(share.images) * self.groups);
@@ -289,7 +289,7 @@ impl Convolution for Conv {
         let channels = even(height, (PRODUCT / (taps * self.part(share, 0, 0).count())).min(SUMS / of_image));
         let height = height.next_multiple_of(channels);
         let blocks = self.inner.div_ceil(channels);
-        let apart = self.outer * channels * taps;
+        let stride = self.outer * channels * taps;
         let lay_out = |weight: &[f32], piece: usize, to: &mut [f32]| {
             let (group, first) = (piece / blocks, piece % blocks * channels);
             let m = channels.min(self.inner - first) * taps;
@@ -303,7 +303,7 @@ impl Convolution for Conv {
         };
         let storages = [&x.storage, &weight.storage, &bias.unwrap_or(weight).storage];
         with_host(&storages, &[&out.storage], |reads, writes| {
-            let weight = self.laid_out(weight, reads[1], (self.groups * blocks, apart), lay_out);
+            let weight = self.laid_out(weight, reads[1], (self.groups * blocks, stride), lay_out);
             let bias = bias.map(|bias| plain(bias, reads[2]));
             let cut = Cut {
                 columns: self.image() * size,
@@ -328,8 +328,8 @@ impl Convolution for Conv {
                             if pieces > 1 || from == down * height {
                                 self.load(x, reads[0], group, &part, &mut windows[..], wide);
                             }
-                            let left = Left::Panels(&weight[(group * blocks + from / channels) * apart..]);
-                            let right = Right { data: windows, apart: wide, times: 1, jump: 0 };
+                            let left = Left::Panels(&weight[(group * blocks + from / channels) * stride..]);
+                            let right = Right { data: windows, stride: wide, times: 1, jump: 0 };
                             let to = &mut Block::new(product, some * taps, count, wide);
                             self.alone.multiply((some * taps, count, self.outer), left, right, to, false);
                             for (c, sums) in sums.chunks_exact_mut(of_channel).take(some).enumerate() {

@@ -63,7 +63,7 @@ impl Along {
     }
 
     /// The places of a phase that elements `first..first + size` of the image are in: the first one, and how many.
-    fn places(&self, first: usize, size: usize) -> (usize, usize) {
+    fn span(&self, first: usize, size: usize) -> (usize, usize) {
         let from = (first + self.padding) / self.stride;
         (from, (first + size - 1 + self.padding) / self.stride - from + 1)
     }
@@ -108,14 +108,14 @@ impl Depthwise {
     pub(crate) fn new(w: Windows, images: &Tensor, weight: &Tensor, groups: usize) -> Option<Depthwise> {
         let (n, [outer, inner, ..]) = (images.shape().dims()[0], four(weight));
         let sizes = [n, inner, outer, w.image[0], w.image[1], w.grid[0], w.grid[1], w.kernel[0], w.kernel[1]];
-        let apart = [0, 1].map(|d| w.kernel[d].min(w.stride[d]));
-        if sizes.contains(&0) || apart[0] * apart[1] > PHASES || !is_few(groups, outer / groups, inner) {
+        let phase_counts = [0, 1].map(|d| w.kernel[d].min(w.stride[d]));
+        if sizes.contains(&0) || phase_counts[0] * phase_counts[1] > PHASES || !is_few(groups, outer / groups, inner) {
             return None;
         }
         let along = [0, 1].map(|d| Along::new(&w, d));
         let made = Depthwise { w, along, n, groups, inner, outer: outer / groups };
         let copied = |size: [usize; 2], channels: usize| {
-            let [high, wide] = made.seen(size);
+            let [high, wide] = made.phase_size(size);
             high.saturating_mul(wide).saturating_mul(channels)
         };
         let (windows, image) = (made.parts(w.grid, 0..0).most, made.parts(w.image, 0..0).most);
@@ -159,8 +159,15 @@ impl Depthwise {
     /// What the windows of a part see of the images of a group: each channel, phase after phase. `to` has 0 in the padding if
     /// it has what a part of the same place and size sees, otherwise `is_new`.
     #[inline(always)]
-    fn see<C: Real>(&self, x: &Planes<C>, [n, group]: [usize; 2], part: &PlanePart, is_new: bool, to: &mut Vec<C>) {
-        let ([high, wide], [rows, columns]) = (self.seen(part.size), &self.along);
+    fn load_phases<C: Real>(
+        &self,
+        x: &Planes<C>,
+        [n, group]: [usize; 2],
+        part: &PlanePart,
+        is_new: bool,
+        to: &mut Vec<C>,
+    ) {
+        let ([high, wide], [rows, columns]) = (self.phase_size(part.size), &self.along);
         if is_new {
             to.clear();
             to.resize(self.inner * self.phases() * high * wide + SLACK, C::from_i32(0));
@@ -184,13 +191,13 @@ impl Depthwise {
     }
 
     /// Rows and columns that windows of a part of this size see of each phase.
-    fn seen(&self, size: [usize; 2]) -> [usize; 2] {
+    fn phase_size(&self, size: [usize; 2]) -> [usize; 2] {
         [0, 1].map(|d| size[d] + self.along[d].reach)
     }
 
     /// Where each tap of each channel reads in what a part of this size [sees](Self::see).
     fn offsets(&self, size: [usize; 2], offsets: &mut Vec<usize>) {
-        let [high, wide] = self.seen(size);
+        let [high, wide] = self.phase_size(size);
         let phases = self.along[1].phases.len();
         offsets.clear();
         for channel in 0..self.inner {
@@ -279,11 +286,11 @@ impl Depthwise {
         let (count, size) = (self.n * self.w.grid[0] * self.w.grid[1], self.outer * self.inner * self.taps());
         let slices = count.div_ceil(SLICE);
         let mut sums = vec![C::from_i32(0); slices * self.groups * size];
-        let together = self.job([1, 1], 2).div_ceil(count.min(SLICE));
+        let per_job = self.job([1, 1], 2).div_ceil(count.min(SLICE));
         with_host(&[&x.storage, &y.storage], &[&out.storage], |reads, writes| {
             let (x, y) = (Planes::new(x, reads[0]), Planes::new(y, reads[1]));
-            parallel::for_each_chunk(&mut sums, together * size, |i, sums| {
-                weight(self, x, y, slices, i * together, sums);
+            parallel::for_each_chunk(&mut sums, per_job * size, |i, sums| {
+                weight(self, x, y, slices, i * per_job, sums);
             });
             let mut group_sums = Vec::with_capacity(self.groups * size);
             for group in sums.chunks_exact(slices * size) {

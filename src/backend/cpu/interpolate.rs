@@ -80,13 +80,13 @@ impl<'a> PlaneRows<'a> {
 fn partition(x: &Tensor, out: &Tensor, to: &mut [u8], job: impl Fn(usize, &mut [u8]) + Sync) {
     let dims = out.shape().dims();
     let (height, work) = (dims[2], x.numel().max(out.numel()));
-    let mut together = (JOB * (out.numel() / dims[3]) / work).max(1);
-    if together > height {
-        together -= together % height;
+    let mut per_job = (JOB * (out.numel() / dims[3]) / work).max(1);
+    if per_job > height {
+        per_job -= per_job % height;
     }
     match work <= JOB {
         true => job(0, to),
-        false => parallel::for_each_chunk(to, together * dims[3] * out.dtype.size(), |i, to| job(i * together, to)),
+        false => parallel::for_each_chunk(to, per_job * dims[3] * out.dtype.size(), |i, to| job(i * per_job, to)),
     }
 }
 
@@ -130,10 +130,10 @@ fn computed<C: Number>(resize: &Resize, rows: PlaneRows, out: &Tensor, to: &mut 
     let group = if in_place { 0 } else { GROUP.div_ceil(width) * width };
     let pieces = |first: usize, to: &mut [u8], mut job: InterpolationJob<'_, C>| {
         let streaming = streamed.then(Streaming::new);
-        let together = if in_place { to.len() } else { group * size };
+        let per_job = if in_place { to.len() } else { group * size };
         let mut buffer = vec![zero; group];
-        for (i, to) in to.chunks_mut(together).enumerate() {
-            let (first, len) = (first + i * (together / size / width), to.len() / size);
+        for (i, to) in to.chunks_mut(per_job).enumerate() {
+            let (first, len) = (first + i * (per_job / size / width), to.len() / size);
             let made = if in_place { bytemuck::cast_slice_mut(to) } else { &mut buffer[..len] };
             piece(&mut job, first, made);
             match &streaming {

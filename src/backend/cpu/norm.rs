@@ -12,7 +12,7 @@ use crate::backend::cpu::norm_channels::shift_in;
 use crate::backend::cpu::scalar::Number;
 use crate::backend::cpu::vectorised::vectorised;
 use crate::backend::problem::map::{Formulas, Params};
-use crate::backend::problem::norm::{Normalisation, apart};
+use crate::backend::problem::norm::{Normalisation, unstack};
 use crate::device::cpu::parallel;
 use crate::expr::Expr;
 use crate::storage::with_host;
@@ -137,13 +137,13 @@ vectorised! {
 
 /// Rows whose gradient one job computes, of `n` elements each; at least a few where their columns are added up, for what is left
 /// of a job is then as long as two of them.
-fn together(n: usize, columns: bool) -> usize {
+fn rows_in_job(n: usize, columns: bool) -> usize {
     (JOB / n).max(if columns { 16 } else { 1 })
 }
 
 /// Room for the sums of columns of `count` rows of `n`, a part of them for each job: those of g, and of it times the normalised z.
 pub(crate) fn columns(x: &Tensor, count: usize, n: usize) -> Result<Tensor> {
-    let parts = count.div_ceil(together(n, true));
+    let parts = count.div_ceil(rows_in_job(n, true));
     Tensor::empty_like_shape([parts, 2, n], x.dtype.compute().dtype(), x.device())
 }
 
@@ -256,16 +256,16 @@ fn in_order<C: Number>(rows: &Normalisation) -> Result<()> {
         let (numbers, columns) = others.split_first_mut().expect("the numbers");
         let out = &mut out[y.layout.offset * size..][..count * n * size];
         let (a, b) = numbers.split_at_mut(count * each);
-        let together = together(n, rows.columns.is_some());
+        let rows_in_job = rows_in_job(n, rows.columns.is_some());
         let mut parts: SmallVec<[&mut [u8]; 4]> = SmallVec::from_iter([out, a, b]);
         parts.extend(columns.iter_mut().map(|columns| &mut **columns));
-        let sizes = [together * n * size, together * each, together * each, 2 * n * each];
+        let sizes = [rows_in_job * n * size, rows_in_job * each, rows_in_job * each, 2 * n * each];
         parallel::for_each_chunks(&mut parts, &sizes, |i, parts| {
             let [y_part, a, b, columns @ ..] = parts else { unreachable!("three at least are partitioned") };
             let columns: &mut [C] = columns.first_mut().map_or(&mut [], |bytes| bytemuck::cast_slice_mut(bytes));
             columns.fill(C::from_i32(0));
             let numbers = [&mut **a, &mut **b].map(bytemuck::cast_slice_mut::<u8, C>);
-            let part = NormPart { first: i * together, y: y_part, numbers };
+            let part = NormPart { first: i * rows_in_job, y: y_part, numbers };
             let mut x = RowOperand::<C>::new(rows.x, reads[0]);
             let mut weight = rows.weight.map(|t| RowOperand::<C>::new(t, reads[2]));
             let Some(z) = rows.z else {
@@ -315,7 +315,7 @@ fn out_of_order<C: Number>(rows: &Normalisation) -> Result<()> {
             Arch::new().dispatch(Backward { g: x, z: z.row(r), dz: y, weighted, weight, columns, statistics, eps, rms })
         });
     })?;
-    let [mean, var] = &apart("norm", rows.statistics)?;
+    let [mean, var] = &unstack("norm", rows.statistics)?;
     if rows.z.is_none() && channels::into(rows.x, rows.y, [Some(mean), Some(var), rows.weight, rows.bias], rows.eps)? {
         return Ok(());
     }
@@ -336,7 +336,7 @@ fn out_of_order<C: Number>(rows: &Normalisation) -> Result<()> {
         let (inputs, exprs, outputs) = (&inputs, &[result], &[rows.y]);
         return map::formulas(&Formulas { op: "norm", inputs, params, exprs, outputs });
     };
-    let [sum, product] = &apart("norm", &numbers)?;
+    let [sum, product] = &unstack("norm", &numbers)?;
     let mut inputs = vec![rows.x, z, mean, var, sum, product];
     // The sums are without the weight, which is one for a row.
     let (mut grad, mut share) = (x(0), Expr::scalar(1));

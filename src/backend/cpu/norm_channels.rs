@@ -6,7 +6,7 @@ use crate::backend::cpu::convert::load_tile;
 use crate::backend::cpu::interpreter::TILE;
 use crate::backend::cpu::scalar::Number;
 use crate::backend::cpu::vectorised::vectorised;
-use crate::backend::problem::norm::{Channels, View, spread};
+use crate::backend::problem::norm::{Channels, View, broadcast_view};
 use crate::device::cpu::parallel;
 use crate::device::cpu::streaming::{Streaming, is_worth_it};
 use crate::storage::with_host;
@@ -40,7 +40,7 @@ pub(crate) fn normalised(x: &Tensor, numbers: Channels, eps: f64) -> Result<Opti
     }
     let view = View::Batch;
     let from = view.of(&x.detach())?;
-    let own = |t: Option<&Tensor>| t.map(|t| spread(&t.detach(), from.shape(), view.weighted())).transpose();
+    let own = |t: Option<&Tensor>| t.map(|t| broadcast_view(&t.detach(), from.shape(), view.weighted())).transpose();
     let [mean, var, weight, bias] = numbers;
     let own = [own(mean)?, own(var)?, own(weight)?, own(bias)?];
     let out = Tensor::empty_like_shape(x.shape(), x.dtype, x.device())?;

@@ -51,10 +51,10 @@ impl ScanJob<'_> {
         let stretch = n * inner;
         if !splits || stretch <= PIECE {
             let side = if inner == 1 { SIDE } else { 1 };
-            let together = JOB.div_ceil(stretch).next_multiple_of(side);
-            return parallel::for_each_chunk(out, together * stretch * size, |i, out| {
+            let per_job = JOB.div_ceil(stretch).next_multiple_of(side);
+            return parallel::for_each_chunk(out, per_job * stretch * size, |i, out| {
                 for (j, out) in out.chunks_mut(side * stretch * size).enumerate() {
-                    let first = (i * together + j * side) * inner;
+                    let first = (i * per_job + j * side) * inner;
                     match inner {
                         1 => self.rows::<K, C>(first, out),
                         _ => self.strided_rows::<K, C>(first, 0..n, &mut vec![K::neutral::<C>(); inner], Some(out)),

@@ -76,14 +76,14 @@ struct Write<'a> {
 impl Write<'_> {
     fn run<T: bytemuck::Pod + Send + Sync>(&self, x: &[T], to: &mut [T], f: impl Fn(T, T) -> T + Copy + Sync) {
         if self.count > JOB {
-            if let Some((apart, reach)) = self.rows() {
+            if let Some((stride, row_len)) = self.rows() {
                 let (rows, start) = (self.strided.dims[0], self.starts[2] as usize);
                 let each = self.count / rows;
                 let some = JOB.div_ceil(each);
-                let to = &mut to[start..start + (rows - 1) * apart + reach];
-                return parallel::for_each_chunk(to, some * apart, |i, to| {
+                let to = &mut to[start..start + (rows - 1) * stride + row_len];
+                return parallel::for_each_chunk(to, some * stride, |i, to| {
                     let first = i * some;
-                    self.part(x, first * each, some.min(rows - first) * each, to, start + first * apart, f);
+                    self.part(x, first * each, some.min(rows - first) * each, to, start + first * stride, f);
                 });
             }
             if let Some(columns) = self.columns() {
@@ -96,13 +96,13 @@ impl Write<'_> {
     /// Where positions along the first dim go to pieces of the target that lie one behind the other: from one to the next,
     /// and the length of one.
     fn rows(&self) -> Option<(usize, usize)> {
-        let apart = self.strided.strides[2].first().copied().filter(|&apart| apart > 0)?;
+        let stride = self.strided.strides[2].first().copied().filter(|&stride| stride > 0)?;
         let others = self.strided.dims.iter().zip(&self.strided.strides[2]).skip(1).map(|(&n, &s)| (n, s));
-        let mut reach = 1;
-        for (n, stride) in others.chain([(self.g.size, self.g.step)]) {
-            reach += (n - 1) * usize::try_from(stride).ok()?;
+        let mut row_len = 1;
+        for (n, step) in others.chain([(self.g.size, self.g.step)]) {
+            row_len += (n - 1) * usize::try_from(step).ok()?;
         }
-        (reach <= apart as usize).then_some((apart as usize, reach))
+        (row_len <= stride as usize).then_some((stride as usize, row_len))
     }
 
     /// How many columns the target has where only the last dim steps through it, one element at a time, and the index names

@@ -35,7 +35,7 @@ impl<C: Ordered> First<C> {
     }
 
     /// Looks at elements `first..` of a line; all before them were seen.
-    fn see(&mut self, elements: &[C], first: usize) {
+    fn scan(&mut self, elements: &[C], first: usize) {
         if self.limit.is_none() {
             let some = &elements[..elements.len().min(PIECE)];
             self.limit = match self.k {
@@ -44,7 +44,7 @@ impl<C: Ordered> First<C> {
                 _ => None,
             };
         }
-        see(self, elements, first);
+        scan(self, elements, first);
     }
 
     #[inline(always)]
@@ -75,8 +75,8 @@ impl<C: Ordered> First<C> {
 }
 
 vectorised! {
-    /// [`First::see`] once there is a limit, or none can be told.
-    fn see<'a, C: Ordered>(_simd: S, first: &'a mut First<C>, elements: &'a [C], at: usize) {
+    /// [`First::scan`] once there is a limit, or none can be told.
+    fn scan<'a, C: Ordered>(_simd: S, first: &'a mut First<C>, elements: &'a [C], at: usize) {
         let (blocks, rest) = elements.as_chunks::<BLOCK>();
         for (b, block) in blocks.iter().enumerate() {
             let mut bits = match first.limit {
@@ -169,17 +169,17 @@ fn first_as<C: Ordered>(x: &Tensor, d: usize, k: usize, descending: bool, out: &
     let lines = Lines::new(x, d);
     with_host(&[&x.storage], &[&out.storage], |reads, writes| {
         let out: &mut [i64] = &mut bytemuck::cast_slice_mut(&mut *writes[0])[..lines.count * k];
-        let see = |kept: &mut First<C>, buffer: &mut Vec<C>, line: usize, from: usize, to: usize| {
+        let scan = |kept: &mut First<C>, buffer: &mut Vec<C>, line: usize, from: usize, to: usize| {
             let start = x.layout.offset as isize + lines.strided.offsets(line)[0];
             if lines.step == 1 && x.dtype == C::COMPUTE.dtype() {
                 let all: &[C] = bytemuck::cast_slice(reads[0]);
-                return kept.see(&all[start as usize..][from..to], from);
+                return kept.scan(&all[start as usize..][from..to], from);
             }
             buffer.resize(PIECE.min(to - from), C::from_i32(0));
             for first in (from..to).step_by(PIECE) {
                 let piece = &mut buffer[..PIECE.min(to - first)];
                 load_tile(x.dtype, reads[0], (start + first as isize * lines.step) as usize, lines.step, piece);
-                kept.see(piece, first);
+                kept.scan(piece, first);
             }
         };
         let threads = threads();
@@ -189,7 +189,7 @@ fn first_as<C: Ordered>(x: &Tensor, d: usize, k: usize, descending: bool, out: &
                 let parts = parallel::map(threads, 1, |i| {
                     let mut kept = First::<C>::new(k, descending);
                     let end = |i: usize| lines.n / threads * i + (lines.n % threads) * i / threads;
-                    see(&mut kept, &mut Vec::new(), line, end(i), end(i + 1));
+                    scan(&mut kept, &mut Vec::new(), line, end(i), end(i + 1));
                     kept.kept
                 });
                 First::<C> { kept: parts.concat(), ..First::new(k, descending) }.write(to);
@@ -203,7 +203,7 @@ fn first_as<C: Ordered>(x: &Tensor, d: usize, k: usize, descending: bool, out: &
             let (mut kept, mut buffer) = (First::<C>::new(k, descending), Vec::new());
             for (i, to) in found.chunks_mut(k).enumerate() {
                 (kept.limit, _) = (None, kept.kept.clear());
-                see(&mut kept, &mut buffer, job * group + i, 0, lines.n);
+                scan(&mut kept, &mut buffer, job * group + i, 0, lines.n);
                 kept.write(to);
             }
         };
@@ -287,7 +287,7 @@ mod tests {
                         keys.sort_unstable();
                         let right: Vec<i64> = keys[..k].iter().map(|&key| C::index(key) as i64).collect();
                         let mut first = First::<C>::new(k, descending);
-                        line.chunks(pieces).enumerate().for_each(|(i, piece)| first.see(piece, i * pieces));
+                        line.chunks(pieces).enumerate().for_each(|(i, piece)| first.scan(piece, i * pieces));
                         let mut got = vec![0; k];
                         first.write(&mut got);
                         assert_eq!(got, right, "{k} of {n}, {kind} {descending} {pieces}");

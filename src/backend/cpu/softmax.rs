@@ -135,10 +135,10 @@ impl SoftmaxJob<'_> {
         };
         let size = self.out.dtype.size();
         // Rows whose results share a slice, or lie one after another.
-        let together = if self.inner == 1 { out.len() / size / length } else { self.inner };
-        for (i, out) in out.chunks_mut(together * length * size).enumerate() {
-            for lane in (0..together).step_by(BLOCK_ROWS) {
-                let (first, count) = (first + i * together + lane, BLOCK_ROWS.min(together - lane));
+        let contiguous_rows = if self.inner == 1 { out.len() / size / length } else { self.inner };
+        for (i, out) in out.chunks_mut(contiguous_rows * length * size).enumerate() {
+            for lane in (0..contiguous_rows).step_by(BLOCK_ROWS) {
+                let (first, count) = (first + i * contiguous_rows + lane, BLOCK_ROWS.min(contiguous_rows - lane));
                 short_rows::load(self.x.dtype, self.bytes[0], layout(self.x, 0, first), columns, count);
                 if matches!(self.kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad) {
                     short_rows::load(self.z.dtype, self.bytes[1], layout(self.z, 2, first), others, count);

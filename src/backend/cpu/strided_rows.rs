@@ -26,12 +26,12 @@ impl SoftmaxJob<'_> {
         let folded = self.kind == RowOp::LogSumExp;
         let (length, zero) = (if folded { 1 } else { n }, C::from_i32(0));
         if n * inner <= PIECE {
-            let together = (PIECE / 4).div_ceil(n * inner);
-            return parallel::for_each_chunk(out, together * length * inner * size, |i, out| {
+            let per_job = (PIECE / 4).div_ceil(n * inner);
+            return parallel::for_each_chunk(out, per_job * length * inner * size, |i, out| {
                 let (mut tiles, mut facts) = (Tiles::new(inner), vec![zero; 2 * inner]);
                 let (top, sum) = facts.split_at_mut(inner);
                 for (o, out) in out.chunks_mut(length * inner * size).enumerate() {
-                    let first = (i * together + o) * inner;
+                    let first = (i * per_job + o) * inner;
                     self.fold(first, 0..n, &mut tiles, top, sum);
                     join(self.kind, top, sum, &[], inner);
                     match folded {
@@ -68,10 +68,10 @@ impl SoftmaxJob<'_> {
             (&top[..width], &sum[..width])
         };
         // Whole lines of the result, which lie one after another in all of its stretches.
-        let together = (PIECE / 4).div_ceil(inner);
-        parallel::for_each_chunk(out, together * inner * size, |i, out| {
+        let per_job = (PIECE / 4).div_ceil(inner);
+        parallel::for_each_chunk(out, per_job * inner * size, |i, out| {
             let mut tiles = Tiles::new(width);
-            let (mut at, mut rest) = (i * together, out);
+            let (mut at, mut rest) = (i * per_job, out);
             while !rest.is_empty() {
                 let (slice, line) = (at / length, at % length);
                 let count = (length - line).min(rest.len() / size / inner);

@@ -66,13 +66,13 @@ fn unfold_as<T: bytemuck::Pod + Send + Sync>(w: &Windows, x: &Tensor, bytes: &[u
 
 /// Calls `f` with each plane of `out`; several planes a job where they are small.
 fn pieces<T: Send>(out: &mut [T], plane: usize, f: impl Fn(usize, &mut [T]) + Sync) {
-    let together = JOB.div_ceil(plane).max(1);
+    let per_job = JOB.div_ceil(plane).max(1);
     let job = |i: usize, out: &mut [T]| {
-        out.chunks_mut(plane).enumerate().for_each(|(j, out)| f(i * together + j, out));
+        out.chunks_mut(plane).enumerate().for_each(|(j, out)| f(i * per_job + j, out));
     };
     match out.len() <= JOB {
         true => job(0, out),
-        false => parallel::for_each_chunk(out, together * plane, job),
+        false => parallel::for_each_chunk(out, per_job * plane, job),
     }
 }
 
@@ -166,13 +166,13 @@ impl PoolJob<'_> {
         let (planes, taps) = (dims[0] * dims[1], Taps::new(w));
         let firsts: Vec<i64> =
             (0..count).map(|o| (w.span(0, o / w.grid[1]).0 * w.image[1] + w.span(1, o % w.grid[1]).0) as i64).collect();
-        let together = match planes * count * w.kernel[0] * w.kernel[1] <= JOB {
+        let per_job = match planes * count * w.kernel[0] * w.kernel[1] <= JOB {
             true => planes,
             false => (JOB / 4).div_ceil(w.image[0] * w.image[1]),
         };
         let mut results =
             [&mut values[..planes * count * dtype.size()], &mut indices[..planes * count * size_of::<i64>()]];
-        let sizes = [together * count * dtype.size(), together * count * size_of::<i64>()];
+        let sizes = [per_job * count * dtype.size(), per_job * count * size_of::<i64>()];
         parallel::for_each_chunks(&mut results, &sizes, |i, chunks| {
             let [values, indices] = chunks else { unreachable!("two were given") };
             let (mut buffer, mut best) = (Vec::new(), vec![C::from_i32(0); count]);
@@ -180,7 +180,7 @@ impl PoolJob<'_> {
             let indices: &mut [i64] = bytemuck::cast_slice_mut(indices);
             for (j, (values, at)) in values.chunks_mut(count * dtype.size()).zip(indices.chunks_mut(count)).enumerate()
             {
-                let plane = self.plane::<C>(bytes, i * together + j, &mut buffer);
+                let plane = self.plane::<C>(bytes, i * per_job + j, &mut buffer);
                 best.fill(C::from_f64(f64::NEG_INFINITY));
                 at.copy_from_slice(&firsts);
                 match w.adaptive {
@@ -249,10 +249,10 @@ impl PoolJob<'_> {
             }
         };
         let out = &mut out[..dims[0] * dims[1] * made * size];
-        let together = (JOB / 4).div_ceil(elements.max(windows));
+        let per_job = (JOB / 4).div_ceil(elements.max(windows));
         match dims[0] * dims[1] * elements.max(windows) <= JOB {
             true => several(0, out),
-            false => parallel::for_each_chunk(out, together * made * size, |i, out| several(i * together, out)),
+            false => parallel::for_each_chunk(out, per_job * made * size, |i, out| several(i * per_job, out)),
         }
     }
 }

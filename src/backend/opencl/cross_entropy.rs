@@ -44,7 +44,7 @@ struct Schedule {
     whole: bool,
     groups: usize,
     /// Whether the last group has the sum of all.
-    together: bool,
+    last_group_sums: bool,
 }
 
 impl Schedule {
@@ -53,7 +53,7 @@ impl Schedule {
         let units = device.info().compute_units.max(1);
         if device.info().kind == DeviceKind::Cpu {
             let groups = if rows * n <= 1 << 13 { 1 } else { rows.min(4 * units) };
-            return Schedule { width: 1, lanes: 1, group: 1, kept: 0, whole: true, groups, together: false };
+            return Schedule { width: 1, lanes: 1, group: 1, kept: 0, whole: true, groups, last_group_sums: false };
         }
         let group = group_size(device);
         let starts = [x.layout.offset as isize, if rows > 1 { x.strides()[0] } else { 0 }, n as isize];
@@ -71,14 +71,14 @@ impl Schedule {
         let rounds = rows.div_ceil(group / lanes);
         // As many rows for each group, of as many groups as the device holds.
         let groups = if alone { 1 } else { rounds.div_ceil(rounds.div_ceil(8 * units)) };
-        let together = !each && groups > 1 && device.tensor_cores().local > 0;
-        Schedule { width, lanes, group, kept, whole, groups, together }
+        let last_group_sums = !each && groups > 1 && device.tensor_cores().local > 0;
+        Schedule { width, lanes, group, kept, whole, groups, last_group_sums }
     }
 
     fn defines(&self, dtype: DType) -> String {
         let Schedule { lanes, kept, .. } = self;
         let spread = format!("#define LANES {lanes}\n#define CACHED {kept}\n") + &vector_defines(dtype, self.width);
-        spread + &flag(self.whole, "WHOLE") + &flag(self.together, "TOGETHER")
+        spread + &flag(self.whole, "WHOLE") + &flag(self.last_group_sums, "LAST_GROUP_SUMS")
     }
 }
 
@@ -90,7 +90,7 @@ pub(crate) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
     let each = options.reduction == LossReduction::None;
     let cpu = device.info().kind == DeviceKind::Cpu;
     let schedule = Schedule::choose(device, x, grad, each);
-    let (groups, alone) = (schedule.groups, schedule.groups == 1 || schedule.together);
+    let (groups, alone) = (schedule.groups, schedule.groups == 1 || schedule.last_group_sums);
     let loss = match (each, alone) {
         (true, _) => Tensor::empty_like_shape(rows, x.dtype, x.device())?,
         (false, true) => Tensor::empty_like_shape((), x.dtype, x.device())?,
@@ -109,7 +109,7 @@ pub(crate) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
     let prepare = || {
         let block = schedule.lanes * schedule.kept * schedule.width;
         let wide = is_wide([rows + schedule.group * groups, n + block]);
-        let bits = [grad.is_some(), wide, schedule.whole, schedule.together]
+        let bits = [grad.is_some(), wide, schedule.whole, schedule.last_group_sums]
             .iter()
             .fold(0, |bits, &on| bits << 1 | u64::from(on));
         let spread = (schedule.group << 40 | schedule.lanes << 24 | schedule.kept << 8 | schedule.width) as u64;
@@ -132,7 +132,7 @@ pub(crate) fn cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> {
         launch.args([x.strides()[0], x.strides()[1]].map(|s| Arg::I64(s as i64)));
         launch.args([Arg::I64(options.ignore_index)]);
         launch.args([counting as u32, u32::from(!each)].map(Arg::U32));
-        if !schedule.together {
+        if !schedule.last_group_sums {
             return Ok(LaunchPlan::one(device, launch));
         }
         // Two numbers of each group.

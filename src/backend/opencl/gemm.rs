@@ -440,7 +440,7 @@ fn source(
     }
     format!(
         "#define A {a}\n#define B {b}\n#define ACC {acc}\n#define BATCH {batch}\n#define PARAMS {numbers}\n{}\
-         {defines}#define OPERANDS {operands}\n#define PLACES(z) {starts}\n\
+         {defines}#define OPERANDS {operands}\n#define OPERAND_OFFSETS(z) {starts}\n\
          #define FINISH(i, j, value) {{ {c} {}; epilogue({}); {stores}}}\n{}\n{TEMPLATE}{}",
         variant.defines(),
         results.join(", "),

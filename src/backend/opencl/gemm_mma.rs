@@ -24,33 +24,33 @@ struct Tile {
 }
 
 /// By warps, each its own part; by two groups of four warps, 64 rows each.
-const fn by_warps(m: usize, n: usize, k: usize, warps: (usize, usize), stages: usize) -> Tile {
+const fn mma_tile(m: usize, n: usize, k: usize, warps: (usize, usize), stages: usize) -> Tile {
     Tile { m, n, k, warps, stages, wgmma: false }
 }
-const fn by_groups(n: usize, k: usize, stages: usize) -> Tile {
+const fn wgmma_tile(n: usize, k: usize, stages: usize) -> Tile {
     Tile { m: 128, n, k, warps: (8, 1), stages, wgmma: true }
 }
 
 /// Fewer rows or columns are left to the other kernels, and up to the second number of them where they are not deep.
-const LEAST: (usize, usize) = (8, 32);
-const DEEP: usize = 1024;
+const MIN_SIDE: (usize, usize) = (8, 32);
+const LARGE_K: usize = 1024;
 
 /// Of f16 and bf16, and of f32, whose slices are in local memory twice over: the fastest first, then the ones for fewer
 /// rows and columns.
 const HALF: [Tile; 6] = [
-    by_groups(256, 64, 4),
-    by_groups(128, 64, 4),
-    by_groups(64, 64, 4),
-    by_warps(128, 256, 64, (2, 4), 3),
-    by_warps(128, 128, 32, (2, 2), 4),
-    by_warps(64, 64, 64, (2, 2), 4),
+    wgmma_tile(256, 64, 4),
+    wgmma_tile(128, 64, 4),
+    wgmma_tile(64, 64, 4),
+    mma_tile(128, 256, 64, (2, 4), 3),
+    mma_tile(128, 128, 32, (2, 2), 4),
+    mma_tile(64, 64, 64, (2, 2), 4),
 ];
 const SINGLE: [Tile; 5] = [
-    by_groups(128, 32, 3),
-    by_groups(64, 32, 4),
-    by_warps(128, 256, 16, (2, 4), 3),
-    by_warps(128, 128, 16, (2, 2), 3),
-    by_warps(64, 64, 16, (2, 2), 4),
+    wgmma_tile(128, 32, 3),
+    wgmma_tile(64, 32, 4),
+    mma_tile(128, 256, 16, (2, 4), 3),
+    mma_tile(128, 128, 16, (2, 2), 3),
+    mma_tile(64, 64, 16, (2, 2), 4),
 ];
 
 /// A kernel of the template; see there.
@@ -111,7 +111,7 @@ impl Mma {
         if a.dtype != b.dtype || plan.k < depth || plan.k > fits {
             return None;
         }
-        if plan.m.min(plan.n) < if plan.k < DEEP { LEAST.1 } else { LEAST.0 } {
+        if plan.m.min(plan.n) < if plan.k < LARGE_K { MIN_SIDE.1 } else { MIN_SIDE.0 } {
             return None;
         }
         let bytes = a.dtype.size();
@@ -170,11 +170,11 @@ impl Mma {
         let time = |parts: usize| {
             let slices = plan.k.div_ceil(parts).div_ceil(k) as f64;
             // Two of the smaller work-groups fit on a unit, and wait at the same time.
-            let together = (tiles * parts).div_ceil(units) as f64;
-            let waits = if wgmma { together } else { (together / 2.0).ceil() };
+            let tiles_per_unit = (tiles * parts).div_ceil(units) as f64;
+            let waits = if wgmma { tiles_per_unit } else { (tiles_per_unit / 2.0).ceil() };
             // Writing the parts down, and one work-group reading all of a tile.
             let read = ((m.min(plan.m) * n) as f64 * 4.0 / 1e5).max(0.17);
-            slices * (waits * wait + together * work) + if parts > 1 { 4.5 + parts as f64 * read } else { 0.0 }
+            slices * (waits * wait + tiles_per_unit * work) + if parts > 1 { 4.5 + parts as f64 * read } else { 0.0 }
         };
         let alone = tiles > Parts::TILES || self.is_busy(plan, units);
         let most = if alone { 1 } else { (2 * units / tiles).min(plan.k / (2 * k)) };

@@ -8,8 +8,8 @@ pub(crate) const TEMPLATE: &str = include_str!("../../../kernels/gemm_thin.cl");
 /// Most rows.
 const ROWS: usize = 4;
 /// Work-items of a group, at least and at most.
-const LEAST: usize = 256;
-const MOST: usize = 1024;
+const MIN_THREADS: usize = 256;
+const MAX_THREADS: usize = 1024;
 /// Neighbours that read at once.
 const WARP: usize = 32;
 /// Elements of a column that a work-item is worth.
@@ -38,14 +38,14 @@ impl Thin {
         if plan.m > ROWS {
             return None;
         }
-        let (columns, most) = (plan.n * plan.count(), most.min(MOST));
+        let (columns, most) = (plan.n * plan.count(), most.min(MAX_THREADS));
         let along_k = plan.b.row.abs() == 1 && plan.b.col.abs() != 1;
         // A warp along the contiguous direction; then so many that the device has enough of them.
         let (mut lanes, most) = if along_k { (plan.k.next_power_of_two().min(WARP), most) } else { (1, most / WARP) };
         while 2 * lanes <= most && 2 * lanes * EACH <= plan.k && lanes * columns < units * BUSY {
             lanes *= 2;
         }
-        let columns = (LEAST / lanes).max(if along_k { 1 } else { WARP });
+        let columns = (MIN_THREADS / lanes).max(if along_k { 1 } else { WARP });
         Some(Thin { rows: plan.m, lanes, columns, along_k })
     }
 
@@ -90,7 +90,10 @@ mod tests {
         for sizes in [[1, 1, 1], [1, 10, 1 << 20], [4, 4096, 4096], [2, 1 << 20, 9], [3, 7, 0]] {
             for transposed in [false, true] {
                 let thin = chosen(sizes, transposed).unwrap();
-                assert!((LEAST..=MOST).contains(&thin.threads()) && thin.threads().is_power_of_two(), "{thin:?}");
+                assert!(
+                    (MIN_THREADS..=MAX_THREADS).contains(&thin.threads()) && thin.threads().is_power_of_two(),
+                    "{thin:?}"
+                );
                 assert!(thin.threads() % 32 == 0 && thin.rows == sizes[0], "{thin:?}");
             }
         }

@@ -40,11 +40,11 @@ pub(crate) fn lanes(group: usize, by_column: bool, n: usize, columns: usize, eno
     if !by_column {
         return n.div_ceil(4).next_power_of_two().max(32).min(most);
     }
-    let mut together = columns.next_power_of_two().min(32);
-    while together > 8 && !enough(together) {
-        together /= 2;
+    let mut columns_at_once = columns.next_power_of_two().min(32);
+    while columns_at_once > 8 && !enough(columns_at_once) {
+        columns_at_once /= 2;
     }
-    (group / together).clamp(1, most)
+    (group / columns_at_once).clamp(1, most)
 }
 
 /// VEC and WIDE_T: see the kernels that use them.
@@ -55,9 +55,9 @@ pub(crate) fn vector_defines(dtype: DType, width: usize) -> String {
     }
 }
 
-/// Groups of elements that each work-item keeps of a row of n, `together` elements of all of them: kernels are built for few numbers.
-pub(crate) fn groups_kept(n: usize, together: usize) -> usize {
-    match n.div_ceil(together) {
+/// Groups of elements that each work-item keeps of a row of n, `columns_at_once` elements of all of them: kernels are built for few numbers.
+pub(crate) fn groups_kept(n: usize, columns_at_once: usize) -> usize {
+    match n.div_ceil(columns_at_once) {
         k @ ..=4 => k,
         k => k.next_power_of_two(),
     }

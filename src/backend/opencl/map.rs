@@ -245,10 +245,10 @@ fn tiles(
     let size: usize = (0..inputs).filter(|&k| transposed(k, dim)).map(|k| operands[k].dtype.size()).sum();
     let info = device.info();
     let (side, lines) = match info.kind {
-        DeviceKind::Cpu => (device.tuned(Knob::TurnLine), Some(Lines { streamed })),
+        DeviceKind::Cpu => (device.tuned(Knob::TransposeLine), Some(Lines { streamed })),
         _ => {
             let fits = |side: &usize| side * (side + 1) * size <= TILES.min(info.local_memory);
-            ([device.tuned(Knob::TurnTile), 32].into_iter().find(fits)?, None)
+            ([device.tuned(Knob::TransposeTile), 32].into_iter().find(fits)?, None)
         }
     };
     let tiled: SmallVec<[bool; 6]> = (0..operands.len()).map(|k| k < inputs && transposed(k, dim)).collect();

@@ -268,7 +268,7 @@ impl Kind<'_> {
         text += &flag(self.rule.element == Element::Truth, "NONZERO");
         text += &flag(self.stage == Stage::First, "PARTIAL");
         text += &flag(self.stage == Stage::Second, "PAIRS");
-        text += &flag(self.stage == Stage::Together, "TOGETHER");
+        text += &flag(self.stage == Stage::Together, "LAST_GROUP_SUMS");
         if let Element::Of(element) = &self.rule.element {
             text += &(flag(true, "MAPPED") + &function(element, self.input.compute(), "element"));
         }

@@ -69,7 +69,7 @@ impl Schedule {
         let two = matches!(kind, RowOp::SoftmaxGrad | RowOp::LogSoftmaxGrad);
         let each = if two { 2 } else { 1 } * (tensors[0].dtype.compute().dtype().size() / 4);
         let lanes = match by_column {
-            true => lanes(most, true, n, columns, |together| count.div_ceil(together) >= 2 * units),
+            true => lanes(most, true, n, columns, |columns_at_once| count.div_ceil(columns_at_once) >= 2 * units),
             // Four loads a lane: fewer leave the memory idle, more are many registers. Long rows take eight before they
             // take the largest groups.
             false if width > 1 => {

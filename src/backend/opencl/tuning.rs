@@ -48,7 +48,7 @@ fn large(knob: Knob) -> Workload {
     match knob {
         Knob::MapGroup => Workload::Sum(1 << 22),
         Knob::MapLoads => Workload::Shifted(1 << 22),
-        Knob::TurnTile | Knob::TurnLine => Workload::Transposed(4096, 4096, DType::F32),
+        Knob::TransposeTile | Knob::TransposeLine => Workload::Transposed(4096, 4096, DType::F32),
         Knob::PanelRows | Knob::PanelVectors | Knob::PanelDepth | Knob::PanelBlock => {
             Workload::Product([1024; 3], [false; 2], DType::F32)
         }
@@ -65,7 +65,7 @@ fn edges(cl: &ClDevice, knob: Knob) -> Vec<Workload> {
         // Four elements a work-item.
         Knob::MapGroup => [1, value, 4 * value - 1, 4 * value, 4 * value + 1].map(Workload::Sum).into(),
         Knob::MapLoads => [1, 255 * value, 256 * value, 256 * value + 1].map(Workload::Shifted).into(),
-        Knob::TurnTile | Knob::TurnLine => {
+        Knob::TransposeTile | Knob::TransposeLine => {
             let side = value;
             let sizes = [(side, side), (side - 1, side + 1), (2 * side, side), (2 * side + 1, 3 * side - 1)];
             let all = sizes.into_iter().flat_map(|(r, c)| [DType::F32, DType::BF16].map(|t| (r, c, t)));

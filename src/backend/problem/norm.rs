@@ -53,13 +53,13 @@ impl Normalisation<'_> {
 pub(crate) type Views = (Tensor, Tensor, Option<Tensor>, Option<Tensor>);
 
 /// Two numbers for each row, `[2, rows]`, apart.
-pub(crate) fn apart(op: &'static str, t: &Tensor) -> Result<[Tensor; 2]> {
+pub(crate) fn unstack(op: &'static str, t: &Tensor) -> Result<[Tensor; 2]> {
     let part = |k| t.layout.select(op, 0, k).map(|layout| t.with_layout(layout));
     Ok([part(0)?, part(1)?])
 }
 
 /// `t` as four dims: of the view where `dims` says so, else repeated.
-pub(crate) fn spread(t: &Tensor, shape: &Shape, dims: [bool; 4]) -> Result<Tensor> {
+pub(crate) fn broadcast_view(t: &Tensor, shape: &Shape, dims: [bool; 4]) -> Result<Tensor> {
     let own: Shape = shape.dims().iter().zip(dims).map(|(&n, own)| if own { n } else { 1 }).collect();
     let t = reshaped(t, &own)?;
     Ok(t.with_layout(t.layout.broadcast_to(shape)))

@@ -18,18 +18,18 @@ pub(crate) struct Block<'a, T> {
     first: *mut T,
     rows: usize,
     width: usize,
-    apart: usize,
+    stride: usize,
     lives: PhantomData<&'a mut [T]>,
 }
 
 impl<'a, T> Block<'a, T> {
-    /// `rows` rows of `width` elements, `apart` elements from one to the next.
+    /// `rows` rows of `width` elements, `stride` elements from one to the next.
     ///
     /// # Panics
     /// Where the slice is too short, or rows are closer to one another than they are long.
-    pub(crate) fn new(data: &'a mut [T], rows: usize, width: usize, apart: usize) -> Block<'a, T> {
-        assert!(width <= apart && (rows == 0 || (rows - 1) * apart + width <= data.len()));
-        Block { first: data.as_mut_ptr(), rows, width, apart, lives: PhantomData }
+    pub(crate) fn new(data: &'a mut [T], rows: usize, width: usize, stride: usize) -> Block<'a, T> {
+        assert!(width <= stride && (rows == 0 || (rows - 1) * stride + width <= data.len()));
+        Block { first: data.as_mut_ptr(), rows, width, stride, lives: PhantomData }
     }
 
     pub(crate) fn rows(&self) -> usize {
@@ -42,7 +42,7 @@ impl<'a, T> Block<'a, T> {
 
     /// The first element, which nobody else uses while this is borrowed, nor any other of the block, and how far rows are apart.
     pub(crate) fn start(&mut self) -> (*mut T, usize) {
-        (self.first, self.apart)
+        (self.first, self.stride)
     }
 
     /// # Panics
@@ -50,7 +50,7 @@ impl<'a, T> Block<'a, T> {
     pub(crate) fn row(&mut self, i: usize) -> &mut [T] {
         assert!(i < self.rows);
         // SAFETY: a row of the block, which no other block has elements of, in a slice that is borrowed exclusively.
-        unsafe { std::slice::from_raw_parts_mut(self.first.add(i * self.apart), self.width) }
+        unsafe { std::slice::from_raw_parts_mut(self.first.add(i * self.stride), self.width) }
     }
 }
 
@@ -62,8 +62,8 @@ impl Block<'_, u8> {
     pub(crate) fn floats(&mut self) -> Block<'_, f32> {
         const SIZE: usize = size_of::<f32>();
         let first = self.first.cast::<f32>();
-        assert!(first.is_aligned() && self.width.is_multiple_of(SIZE) && self.apart.is_multiple_of(SIZE));
-        Block { first, rows: self.rows, width: self.width / SIZE, apart: self.apart / SIZE, lives: PhantomData }
+        assert!(first.is_aligned() && self.width.is_multiple_of(SIZE) && self.stride.is_multiple_of(SIZE));
+        Block { first, rows: self.rows, width: self.width / SIZE, stride: self.stride / SIZE, lives: PhantomData }
     }
 }
 
@@ -89,7 +89,7 @@ pub(crate) fn for_each_block<T: Send>(data: &mut [T], cut: Cut, alone: bool, f: 
             // SAFETY: an element of the slice: its row is below `rows`, its column below `columns`.
             let first = unsafe { start.0.add(top * columns + left) };
             let (rows, width) = (bottom - top, width.min(columns - left));
-            f([at / down, at % down, j], Block { first, rows, width, apart: columns, lives: PhantomData });
+            f([at / down, at % down, j], Block { first, rows, width, stride: columns, lives: PhantomData });
         }
     };
     let count = rows.div_ceil(band) * down * across;

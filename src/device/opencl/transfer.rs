@@ -42,18 +42,18 @@ impl ClDevice {
     pub(crate) fn copy(&self, src: ClAt<'_>, dst: ClAt<'_>, bytes: usize, blocking: bool) -> Result<()> {
         in_range("copy", src, bytes).and(in_range("copy", dst, bytes))?;
         let (stream, recording) = (self.current_stream(), is_capturing(self.device()));
-        let apart = src.0.mem() != dst.0.mem() || src.1.abs_diff(dst.1) >= bytes;
-        if bytes > 0 && apart && blocking && !recording {
+        let disjoint = src.0.mem() != dst.0.mem() || src.1.abs_diff(dst.1) >= bytes;
+        if bytes > 0 && disjoint && blocking && !recording {
             return self.submit_and_report(stream, &[self.slot()], (), |q, (), event| {
                 q.unmap_rest()?;
                 copy(q, src, dst, bytes, event)
             });
         }
         // On GPUs a kernel starts sooner than the driver's copy, and is as fast; who waits has the driver's.
-        if bytes > 0 && apart && !blocking && self.copied_by_kernel(src, dst, bytes)? {
+        if bytes > 0 && disjoint && !blocking && self.copied_by_kernel(src, dst, bytes)? {
             return Ok(());
         }
-        match (recording, apart) {
+        match (recording, disjoint) {
             (true, _) if bytes == 0 => Ok(()),
             (true, true) => self.record_copy(src, dst, bytes),
             (true, false) => Err(Error::invalid("copy", "a graph has no copies between overlapping bytes")),
@@ -83,9 +83,9 @@ impl ClDevice {
     /// In pieces, in the order in which none overwrites what a later one reads. A piece is as long as the ranges are
     /// apart; where that is short it goes through a temporary buffer.
     fn copy_overlapping(&self, stream: StreamId, (buffer, src): ClAt<'_>, dst: usize, bytes: usize) -> Result<()> {
-        let apart = src.abs_diff(dst);
-        let direct = apart >= OVERLAP_CHUNK || bytes / apart <= 2;
-        let piece = if direct { apart } else { bytes.min(OVERLAP_CHUNK) };
+        let distance = src.abs_diff(dst);
+        let direct = distance >= OVERLAP_CHUNK || bytes / distance <= 2;
+        let piece = if direct { distance } else { bytes.min(OVERLAP_CHUNK) };
         let temporary = if direct { None } else { Some(self.create_buffer(piece).map_err(|e| self.error(e))?) };
         let mut done = 0;
         let copied: Result<(), ClError> = {

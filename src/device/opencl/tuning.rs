@@ -64,8 +64,8 @@ parameters! {
     MapGroup "map_group" ALL [64, 128, 256, 512, 1024] [256, 256, 256] "work-items a group of elementwise kernels";
     MapLoads "map_loads" GPUS [1, 2, 4, 8] [1, 1, 4]
         "elements a work-item of elementwise kernels whose operands are not aligned";
-    TurnTile "turn_tile" GPUS [32, 64] [64, 64, 64] "side of the tiles of transposed operands in local memory";
-    TurnLine "turn_line" PROCESSORS [8, 16] [16, 16, 16] "side of the tiles of transposed operands in private memory";
+    TransposeTile "transpose_tile" GPUS [32, 64] [64, 64, 64] "side of the tiles of transposed operands in local memory";
+    TransposeLine "transpose_line" PROCESSORS [8, 16] [16, 16, 16] "side of the tiles of transposed operands in private memory";
     PanelRows "panel_rows" PROCESSORS [4, 6, 8] [6, 8, 6] "rows of a matrix product in registers";
     PanelVectors "panel_vectors" PROCESSORS [1, 2] [1, 2, 1] "vectors of 64 bytes in each of these rows";
     PanelDepth "panel_depth" PROCESSORS [128, 256, 512] [256, 128, 256]

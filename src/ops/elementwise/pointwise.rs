@@ -68,8 +68,8 @@ impl Tensor {
         let channels = self.shape().dims().get(1).copied().unwrap_or(1);
         mismatch!(op if weight.rank() > 1 || (weight.numel() != 1 && weight.numel() != channels),
             self, weight, "the weight is one number or has one for each channel, which is dim 1");
-        let spread: Shape = (0..self.rank()).map(|d| if d == 1 { weight.numel() } else { 1 }).collect();
-        let (weight, leaky) = (weight.reshape(&spread)?, Expr::input(0).leaky_relu(Expr::input(1)));
+        let along_channels: Shape = (0..self.rank()).map(|d| if d == 1 { weight.numel() } else { 1 }).collect();
+        let (weight, leaky) = (weight.reshape(&along_channels)?, Expr::input(0).leaky_relu(Expr::input(1)));
         formula(op, &[self, &weight], self.dtype(), &leaky, |i| leaky.diff(i))
     }
 

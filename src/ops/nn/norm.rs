@@ -10,7 +10,7 @@ use smallvec::SmallVec;
 
 use crate::autograd::{Gradients, Saved};
 use crate::backend::problem::map::Params;
-use crate::backend::problem::norm::{Normalisation, View, apart, spread};
+use crate::backend::problem::norm::{Normalisation, View, broadcast_view, unstack};
 use crate::ops::elementwise::apply_one;
 use crate::ops::reduce;
 use crate::tensor::Dims;
@@ -75,7 +75,7 @@ impl Norm<'_> {
         // Where the launch is cached the views are not needed.
         let views = || {
             let (from, to) = (self.view.of(&x.detach())?, self.view.of(out)?);
-            let own = |t: Option<&Tensor>| t.map(|t| spread(t, from.shape(), self.dims)).transpose();
+            let own = |t: Option<&Tensor>| t.map(|t| broadcast_view(t, from.shape(), self.dims)).transpose();
             let (weight, bias) = (own(weight)?, own(bias)?);
             Ok((from, to, weight, bias))
         };
@@ -110,7 +110,7 @@ impl Norm<'_> {
         let out = Tensor::empty_like_shape(x.shape(), x.dtype, x.device())?;
         let (g, rows, to) = (self.view.of(&grad.detach())?, self.view.of(&x.detach())?, self.view.of(&out)?);
         let shape = g.shape().clone();
-        let weight = self.weight.map(|t| spread(t, &shape, self.dims)).transpose()?;
+        let weight = self.weight.map(|t| broadcast_view(t, &shape, self.dims)).transpose()?;
         // The gradient of a weight that is one for a whole row needs the same sums as the row.
         let by_row = !self.dims[2] && !self.dims[3];
         let (r1, r2) = (shape.dims()[0], shape.dims()[1]);
@@ -133,20 +133,20 @@ impl Norm<'_> {
         for (i, t) in [(1, self.weight), (2, self.bias)] {
             let Some(t) = t.filter(|_| needs[i]) else { continue };
             if let Some(columns) = &columns {
-                let [sum, product] = apart(op, columns)?;
+                let [sum, product] = unstack(op, columns)?;
                 let gradient = if i == 1 { product } else { sum }.to_dtype(t.dtype)?;
                 gradients[i] = Some(reshaped(&gradient, t.shape())?);
                 continue;
             }
             let whole = match (sums, i) {
                 (Some(sums), _) => {
-                    let [sum, product] = apart(op, sums)?;
+                    let [sum, product] = unstack(op, sums)?;
                     if i == 1 { product } else { sum }
                 }
                 (None, 1) => {
                     let (x, params) = (Expr::input, Params { scalars: &[Scalar::Float(eps)], seeds: &[] });
                     let product = x(0) * (x(1) - x(2)) * (x(3) + Expr::scalar(0)).rsqrt();
-                    let [mean, var] = apart(op, statistics)?;
+                    let [mean, var] = unstack(op, statistics)?;
                     apply_one(op, &[&g, &rows, &mean, &var], params, &product, g.dtype)?
                 }
                 _ => g.detach(),

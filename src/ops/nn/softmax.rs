@@ -61,8 +61,8 @@ pub(crate) fn masked_softmax(
         causal: causal.map_or(0, |_| scores.shape().dims()[d - 1]),
         first: causal.unwrap_or(0),
     };
-    let spread = mask.map(|mask| mask.with_layout(mask.layout.broadcast_to(scores.shape())));
-    let out = row_operation(RowOp::MaskedSoftmax, scores, spread.as_ref(), d, softmax_mask)?;
+    let expanded = mask.map(|mask| mask.with_layout(mask.layout.broadcast_to(scores.shape())));
+    let out = row_operation(RowOp::MaskedSoftmax, scores, expanded.as_ref(), d, softmax_mask)?;
     let like_mask = mask.map(|mask| (mask.shape().clone(), mask.dtype));
     let inputs: SmallVec<[&Tensor; 2]> = std::iter::once(scores).chain(mask).collect();
     Ok(recorded_with_result(op, out, &inputs, move |i, grad, weights| {

@@ -199,8 +199,8 @@ impl Core {
     /// The entry of a free block of the request's arena, taken. With `any`, even one that the policy would rather not cut up.
     #[inline(always)]
     pub(super) fn search(&mut self, arena: u32, request: &Request, search: Search, any: bool) -> Option<u32> {
-        let choosy = !any && self.heap.rules.is_adaptive() && !self.growth.is_steady();
-        let most = || if choosy { Growth::most_to_open(self.usual_segment(request)) } else { usize::MAX };
+        let only_similar = !any && self.heap.rules.is_adaptive() && !self.growth.is_steady();
+        let most = || if only_similar { Growth::most_to_open(self.usual_segment(request)) } else { usize::MAX };
         let id = self.heap.find(arena, request.size, search, most)?;
         Some(self.heap.take(id, request.size, request.bytes))
     }

@@ -177,10 +177,10 @@ impl Search<'_> {
                 }
                 self.trail.append(&mut raised);
                 let rest: Vec<usize> = part.iter().copied().filter(|&other| other != index).collect();
-                let apart = (start.max(from + 1)..=end.min(to - 1)).any(|section| self.crossing[section] == 0);
+                let disjoint = (start.max(from + 1)..=end.min(to - 1)).any(|section| self.crossing[section] == 0);
                 result = match rest.is_empty() {
                     true => End::Found,
-                    false if apart => self.parts(&rest, low, rank),
+                    false if disjoint => self.parts(&rest, low, rank),
                     false => self.part(&rest, low, rank),
                 };
             }

@@ -250,9 +250,9 @@ mod tests {
             assert_eq!(plan.offsets[a] % alignment, 0);
             assert!(end(a) <= plan.arena);
             for (b, y) in lifetimes.iter().enumerate().skip(a + 1) {
-                let together = alive(x).start < alive(y).end && alive(y).start < alive(x).end;
-                let apart = end(a) <= plan.offsets[b] || end(b) <= plan.offsets[a];
-                assert!(!together || apart, "{a}: {x:?} and {b}: {y:?} overlap");
+                let overlap_in_time = alive(x).start < alive(y).end && alive(y).start < alive(x).end;
+                let disjoint = end(a) <= plan.offsets[b] || end(b) <= plan.offsets[a];
+                assert!(!overlap_in_time || disjoint, "{a}: {x:?} and {b}: {y:?} overlap");
             }
         }
         let peak = lifetimes.iter().map(|at| {
@@ -328,8 +328,8 @@ mod tests {
         for offset in 0..=most {
             let free = (0..at).all(|other| {
                 let (a, b) = (blocks[at], blocks[other]);
-                let together = a.start < b.end && b.start < a.end;
-                !together || offset + a.bytes <= offsets[other] || offsets[other] + b.bytes <= offset
+                let overlap_in_time = a.start < b.end && b.start < a.end;
+                !overlap_in_time || offset + a.bytes <= offsets[other] || offsets[other] + b.bytes <= offset
             });
             if free {
                 offsets.push(offset);

@@ -55,7 +55,7 @@ pub(crate) struct Slabs<'a> {
     from: &'a [isize],
     /// From the windows of a row of taps to those of the next, and from slab to slab.
     pub(crate) jump: usize,
-    pub(crate) apart: usize,
+    pub(crate) stride: usize,
 }
 
 /// Whether rows of taps share a slab's rows: that takes fewer.
@@ -72,7 +72,7 @@ fn rows(w: &Windows, part: &WindowPart) -> usize {
 }
 
 /// From slab to slab of a part: an odd number of lines, so that they do not displace one another in the cache.
-pub(crate) fn apart(w: &Windows, part: &WindowPart) -> usize {
+pub(crate) fn slab_stride(w: &Windows, part: &WindowPart) -> usize {
     (rows(w, part) * part.columns.len()).div_ceil(16) / 2 * 32 + 16
 }
 
@@ -105,8 +105,8 @@ impl<'a> Slabs<'a> {
             }
         }
         let jump = if shared { w.dilation[0] * width } else { part.images.len() * count * width };
-        let apart = apart(w, &part);
-        Slabs { w, part, seen, from: table, jump, apart }
+        let stride = slab_stride(w, &part);
+        Slabs { w, part, seen, from: table, jump, stride }
     }
 
     /// Elements that rows of images take that are not read in place.
@@ -132,7 +132,7 @@ impl<'a> Slabs<'a> {
             for tap in 0..w.kernel[1] {
                 let (left, right) = w.inside(1, tap);
                 let (left, right) = (left.max(part.columns.start), right.min(part.columns.end));
-                let slab = &mut to[(i * w.kernel[1] + tap) * self.apart..][..self.from.len() * part.columns.len()];
+                let slab = &mut to[(i * w.kernel[1] + tap) * self.stride..][..self.from.len() * part.columns.len()];
                 if left >= right {
                     slab.fill(0.0);
                     continue;
@@ -141,8 +141,8 @@ impl<'a> Slabs<'a> {
                 let (left, right) = (left - part.columns.start, right - part.columns.start);
                 let taken = Taken { from, first: first + column as isize, rows: self.from, step: w.stride[1] };
                 let inside = Inside { width: part.columns.len(), left, right };
-                let together = w.image[1] == inside.width && w.stride[1] == 1;
-                fill_slab(slab, taken, inside, together);
+                let adjacent = w.image[1] == inside.width && w.stride[1] == 1;
+                fill_slab(slab, taken, inside, adjacent);
             }
         }
     }
@@ -174,8 +174,8 @@ struct Taken<'a> {
 }
 
 vectorised! {
-    /// `together`: whether rows that follow one another in the image do so in the slab.
-    fn fill_slab<'a>(_simd: S, slab: &'a mut [f32], taken: Taken<'a>, inside: Inside, together: bool) {
+    /// `adjacent`: whether rows that follow one another in the image do so in the slab.
+    fn fill_slab<'a>(_simd: S, slab: &'a mut [f32], taken: Taken<'a>, inside: Inside, adjacent: bool) {
         let Taken { from, first, rows, step } = taken;
         let Inside { width, left, right } = inside;
         let mut r = 0;
@@ -187,7 +187,7 @@ vectorised! {
             }
             let (start, begin) = ((first + rows[r]) as usize, r);
             r += 1;
-            while together && r < rows.len() && rows[r] == rows[r - 1] + width as isize {
+            while adjacent && r < rows.len() && rows[r] == rows[r - 1] + width as isize {
                 r += 1;
             }
             let rows = &mut slab[begin * width..r * width];
@@ -217,9 +217,9 @@ fn copy(to: &mut [f32], from: &[f32]) {
     }
 }
 
-/// Adds the columns of one channel, `apart` elements from tap to tap, where their windows see it in images, whose planes follow one
+/// Adds the columns of one channel, `stride` elements from tap to tap, where their windows see it in images, whose planes follow one
 /// another in `to`. Elements of columns outside of the image may be changed.
-pub(crate) fn fold(w: &Windows, part: &WindowPart, columns: &mut [f32], apart: usize, to: &mut [f32]) {
+pub(crate) fn fold(w: &Windows, part: &WindowPart, columns: &mut [f32], stride: usize, to: &mut [f32]) {
     let (count, width) = (part.rows.len(), part.columns.len());
     let plane = w.image[0] * w.image[1];
     for tap in 0..w.kernel[0] * w.kernel[1] {
@@ -234,7 +234,7 @@ pub(crate) fn fold(w: &Windows, part: &WindowPart, columns: &mut [f32], apart: u
         let column = left * w.stride[1] + across * w.dilation[1] - w.padding[1];
         let inside = Inside { width, left: left - part.columns.start, right: right - part.columns.start };
         for image in 0..part.images.len() {
-            let first = tap * apart + (image * count + top - part.rows.start) * width;
+            let first = tap * stride + (image * count + top - part.rows.start) * width;
             fold_rows(
                 &mut columns[first..][..(bottom - top) * width],
                 &mut to[image * plane + row * w.image[1] + column..(image + 1) * plane],

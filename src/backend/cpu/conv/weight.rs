@@ -37,7 +37,7 @@ impl Conv {
         let block = even(self.inner, SLABS / (taps * self.outer));
         let blocks = self.inner.div_ceil(block);
         let parts = (2 * threads()).div_ceil(self.groups * blocks);
-        let share = self.share(self.together(), (PRODUCT / self.outer).max(WINDOWS), parts.div_ceil(self.n));
+        let share = self.share(self.images_per_job(), (PRODUCT / self.outer).max(WINDOWS), parts.div_ceil(self.n));
         let units = self.n.div_ceil(share.images) * self.pieces(share);
         let parts = parts.min(units);
         let of_block = self.outer * block * taps;
@@ -62,7 +62,7 @@ impl Conv {
                     let (count, of_image) = (part.count(), part.of_image());
                     let of_panel = self.alone.room(panel, count);
                     let rooms = [
-                        kw * channels * slab::apart(&self.w, &part) + SLACK,
+                        kw * channels * slab::slab_stride(&self.w, &part) + SLACK,
                         self.outer.div_ceil(panel) * of_panel,
                         Slabs::room(&self.w, &part),
                     ];
@@ -84,14 +84,14 @@ impl Conv {
                             from.fill(&images, of_group(some.start)..of_group(some.end), lines, slabs);
                             for (p, panels) in panels.chunks_exact(of_panel).enumerate() {
                                 let n = panel.min(self.outer - p * panel);
-                                let apart = self.alone.whole(n);
+                                let stride = self.alone.whole(n);
                                 // Steps of which a panel stays in the first-level cache.
                                 for begun in (0..count).step_by(STEPS) {
                                     let steps = STEPS.min(count - begun);
-                                    let right = Right { data: &panels[begun * apart..], apart, times: 1, jump: 0 };
+                                    let right = Right { data: &panels[begun * stride..], stride, times: 1, jump: 0 };
                                     for row in 0..kh {
                                         let data = &slabs[row * from.jump + begun..];
-                                        let left = Left::Rows { data, apart: from.apart };
+                                        let left = Left::Rows { data, stride: from.stride };
                                         let at = (row * block + c - first) * kw * self.outer + p * panel;
                                         let to = &mut Block::new(&mut sums[at..], some.len() * kw, n, self.outer);
                                         let size = (some.len() * kw, n, steps);

@@ -3,7 +3,7 @@
 use pulp::{Simd, WithSimd};
 
 use crate::backend::cpu::depthwise::planes::{Made, PlanePart, Planes};
-use crate::backend::cpu::depthwise::vectors::{Real, correlate, dots, lanes, together, weave};
+use crate::backend::cpu::depthwise::vectors::{Real, channel_block, correlate, dots, lanes, weave};
 use crate::backend::cpu::depthwise::{Depthwise, SLACK, SLICE, are_finite};
 use crate::backend::cpu::vectorised::vectorised;
 
@@ -14,11 +14,11 @@ vectorised! {
     ) {
         let mut made = made;
         let (outer, taps, grid) = (d.outer, d.inner * d.taps(), d.w.grid);
-        let (mut seen, mut sums, mut offsets, mut last) = (Vec::new(), Vec::new(), Vec::new(), [[0; 2]; 2]);
+        let (mut phase_size, mut sums, mut offsets, mut last) = (Vec::new(), Vec::new(), Vec::new(), [[0; 2]; 2]);
         for part in d.parts(grid, first..first + made.len() / outer) {
             let (n, group) = (part.plane / d.groups, part.plane % d.groups);
             let is_new = last != [part.first, part.size];
-            d.see(&x, [n, group], &part, is_new, &mut seen);
+            d.load_phases(&x, [n, group], &part, is_new, &mut phase_size);
             let [high, wide] = part.size;
             let pitch = wide + d.along[1].reach;
             let len = ((high - 1) * pitch + wide).next_multiple_of(lanes::<C, S>());
@@ -28,7 +28,7 @@ vectorised! {
                 sums.resize(outer * len, C::from_i32(0));
             }
             let weights = &weights[group * outer * taps..][..outer * taps];
-            correlate(simd, (&mut sums, len), (&seen, &offsets), (weights, &starts[group * outer..][..outer]));
+            correlate(simd, (&mut sums, len), (&phase_size, &offsets), (weights, &starts[group * outer..][..outer]));
             for (channel, sums) in sums.chunks_exact(len).enumerate() {
                 let plane = (part.plane * outer + channel) * grid[0] * grid[1];
                 for (row, sums) in (part.first[0]..part.first[0] + high).zip(sums.chunks(pitch)) {
@@ -60,15 +60,15 @@ pub(crate) struct OfImages<'a, C> {
 
 impl<C: Real> OfImages<'_, C> {
     /// The places of phases that a part is in, the first one and how many.
-    fn places(&self, part: &PlanePart) -> [[usize; 2]; 2] {
-        let [rows, columns] = [0, 1].map(|d| self.d.along[d].places(part.first[d], part.size[d]));
+    fn span(&self, part: &PlanePart) -> [[usize; 2]; 2] {
+        let [rows, columns] = [0, 1].map(|d| self.d.along[d].span(part.first[d], part.size[d]));
         [[rows.0, columns.0], [rows.1, columns.1]]
     }
 
     /// The windows that meet these places: each channel of the group with as much before as taps reach.
     #[inline(always)]
-    fn see(&self, [n, group]: [usize; 2], [first, size]: [[usize; 2]; 2], is_new: bool, to: &mut Vec<C>) {
-        let (d, [high, pitch]) = (self.d, self.d.seen(size));
+    fn load_phases(&self, [n, group]: [usize; 2], [first, size]: [[usize; 2]; 2], is_new: bool, to: &mut Vec<C>) {
+        let (d, [high, pitch]) = (self.d, self.d.phase_size(size));
         if is_new {
             to.clear();
             to.resize(d.outer * high * pitch + SLACK, C::from_i32(0));
@@ -80,14 +80,21 @@ impl<C: Real> OfImages<'_, C> {
     }
 
     /// The sums of a phase once more, in which weights that are not finite meet no padding.
-    fn exactly(&self, phase: &Phase<C>, group: usize, [first, size]: [[usize; 2]; 2], seen: &[C], sums: &mut [C]) {
+    fn exactly(
+        &self,
+        phase: &Phase<C>,
+        group: usize,
+        [first, size]: [[usize; 2]; 2],
+        phase_size: &[C],
+        sums: &mut [C],
+    ) {
         let d = self.d;
-        let (len, [high, pitch]) = (sums.len() / d.inner, d.seen(size));
+        let (len, [high, pitch]) = (sums.len() / d.inner, d.phase_size(size));
         let k = d.outer * phase.shifts.len();
         let weights = &phase.weights[group * d.inner * k..][..d.inner * k];
         let mut channel = 0;
         while channel < d.inner {
-            let many = together(d.inner - channel);
+            let many = channel_block(d.inner - channel);
             for (i, sums) in sums[channel * len..(channel + many) * len].chunks_exact_mut(len).enumerate() {
                 for (at, sum) in
                     sums.iter_mut().enumerate().filter(|(at, _)| at / pitch < size[0] && at % pitch < size[1])
@@ -100,7 +107,7 @@ impl<C: Real> OfImages<'_, C> {
                         if is_window(0) && is_window(1) {
                             let row = at / pitch + d.along[0].reach - shift[0];
                             let column = at % pitch + d.along[1].reach - shift[1];
-                            let y = seen[(tap / phase.shifts.len() * high + row) * pitch + column];
+                            let y = phase_size[(tap / phase.shifts.len() * high + row) * pitch + column];
                             *sum = sum.add(weights[channel * k + tap * many + i].mul(y));
                         }
                     }
@@ -118,16 +125,16 @@ impl<C: Real> WithSimd for OfImages<'_, C> {
     fn with_simd<S: Simd>(mut self, simd: S) {
         let (d, zero) = (self.d, C::from_i32(0));
         let (inner, image, [rows, columns]) = (d.inner, d.w.image, &d.along);
-        let (mut seen, mut sums, mut offsets, mut line) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        let (mut phase_size, mut sums, mut offsets, mut line) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         let (mut last, mut lines, mut skips) = ([[0; 2]; 2], Vec::new(), Vec::new());
         for part in d.parts(image, self.first..self.first + self.made.len() / inner) {
             let (n, group) = (part.plane / d.groups, part.plane % d.groups);
-            let places = self.places(&part);
-            let [first, size] = places;
-            let [high, pitch] = d.seen(size);
+            let span = self.span(&part);
+            let [first, size] = span;
+            let [high, pitch] = d.phase_size(size);
             let len = ((size[0] - 1) * pitch + size[1]).next_multiple_of(lanes::<C, S>());
             let is_new = last != [part.first, part.size];
-            self.see([n, group], places, is_new, &mut seen);
+            self.load_phases([n, group], span, is_new, &mut phase_size);
             if is_new {
                 last = [part.first, part.size];
                 sums.resize(d.phases() * inner * len, zero);
@@ -158,9 +165,9 @@ impl<C: Real> WithSimd for OfImages<'_, C> {
                 match self.finite[group] {
                     true => {
                         let weights = &phase.weights[group * inner * offsets.len()..][..inner * offsets.len()];
-                        correlate(simd, (sums, len), (&seen, &offsets), (weights, starts));
+                        correlate(simd, (sums, len), (&phase_size, &offsets), (weights, starts));
                     }
-                    false => self.exactly(phase, group, places, &seen, sums),
+                    false => self.exactly(phase, group, span, &phase_size, sums),
                 }
             }
             for (channel, &start) in starts.iter().enumerate() {
@@ -199,13 +206,13 @@ vectorised! {
     ) {
         let (zero, lanes, count) = (C::from_i32(0), lanes::<C, S>(), d.n * d.w.grid[0] * d.w.grid[1]);
         let taps = d.inner * d.taps();
-        let (mut seen, mut with, mut offsets, mut last) = (Vec::new(), Vec::new(), Vec::new(), [[0; 2]; 2]);
+        let (mut phase_size, mut with, mut offsets, mut last) = (Vec::new(), Vec::new(), Vec::new(), [[0; 2]; 2]);
         let mut products = vec![zero; d.outer * taps];
         for (i, sums) in (first..).zip(sums.chunks_exact_mut(d.outer * taps)) {
             let (group, slice) = (i / slices, i % slices);
             for part in d.parts(d.w.grid, slice * SLICE..count.min((slice + 1) * SLICE)) {
                 let (n, is_new) = (part.plane, last != [part.first, part.size]);
-                d.see(&x, [n, group], &part, is_new, &mut seen);
+                d.load_phases(&x, [n, group], &part, is_new, &mut phase_size);
                 let [high, wide] = part.size;
                 let pitch = wide + d.along[1].reach;
                 let len = (high * pitch).next_multiple_of(lanes);
@@ -221,9 +228,9 @@ vectorised! {
                     y.copy([n, channel], place, [1, 1], (wide, pitch), &mut with[..high * pitch]);
                 }
                 let count = ((high - 1) * pitch + wide).next_multiple_of(lanes);
-                dots(simd, (&with, len, count), (&seen, &offsets), &mut products);
+                dots(simd, (&with, len, count), (&phase_size, &offsets), &mut products);
                 if !are_finite(&products) {
-                    exactly(&with, [high, wide, pitch, len], &seen, &offsets, &mut products);
+                    exactly(&with, [high, wide, pitch, len], &phase_size, &offsets, &mut products);
                 }
                 sums.iter_mut().zip(&products).for_each(|(sum, x)| *sum = sum.add(*x));
             }
@@ -235,14 +242,14 @@ vectorised! {
 fn exactly<C: Real>(
     with: &[C],
     [high, wide, pitch, len]: [usize; 4],
-    seen: &[C],
+    phase_size: &[C],
     offsets: &[usize],
     products: &mut [C],
 ) {
     for (with, products) in with.chunks_exact(len).zip(products.chunks_exact_mut(offsets.len())) {
         for (product, &offset) in products.iter_mut().zip(offsets) {
             let rows = (0..high).flat_map(|row| row * pitch..row * pitch + wide);
-            *product = rows.fold(C::from_i32(0), |sum, at| sum.add(with[at].mul(seen[offset + at])));
+            *product = rows.fold(C::from_i32(0), |sum, at| sum.add(with[at].mul(phase_size[offset + at])));
         }
     }
 }

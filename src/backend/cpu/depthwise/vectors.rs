@@ -54,7 +54,7 @@ pub(crate) const fn lanes<C: Real, S: Simd>() -> usize {
 }
 
 /// Of so many channels those that are computed together next.
-pub(crate) fn together(channels: usize) -> usize {
+pub(crate) fn channel_block(channels: usize) -> usize {
     match channels {
         4.. => 4,
         2.. => 2,
@@ -66,7 +66,7 @@ pub(crate) fn together(channels: usize) -> usize {
 pub(crate) fn packed<C>(channels: usize, taps: usize, to: &mut Vec<C>, weight: impl Fn(usize, usize) -> C) {
     let mut first = 0;
     while first < channels {
-        let now = first..first + together(channels - first);
+        let now = first..first + channel_block(channels - first);
         (0..taps).for_each(|tap| to.extend(now.clone().map(|channel| weight(channel, tap))));
         first = now.end;
     }
@@ -82,7 +82,7 @@ pub(crate) fn correlate<C: Real, S: Simd>(
     (mut weights, mut starts): (&[C], &[C]),
 ) {
     while !to.is_empty() {
-        let many = together(to.len() / len);
+        let many = channel_block(to.len() / len);
         let (now, rest) = to.split_at_mut(many * len);
         let (weights_now, weights_rest) = weights.split_at(many * offsets.len());
         let (starts_now, starts_rest) = starts.split_at(many);
@@ -155,7 +155,7 @@ pub(crate) fn dots<C: Real, S: Simd>(
     let taps = offsets.len();
     let (mut with, mut sums) = (with, sums);
     while !sums.is_empty() {
-        let many = together(sums.len() / taps);
+        let many = channel_block(sums.len() / taps);
         let (now, rest) = sums.split_at_mut(many * taps);
         match many {
             4 => taps_of::<C, S, 4, 3>(simd, (with, len, count), (from, offsets), now),
@@ -196,7 +196,7 @@ fn products<C: Real, S: Simd, const M: usize, const N: usize>(
     (with, len, count): (&[C], usize, usize),
     (from, offsets): (&[C], &[usize]),
     to: &mut [C],
-    apart: usize,
+    stride: usize,
 ) {
     let vectors = count / lanes::<C, S>();
     let with: [&[C::V<S>]; M] = std::array::from_fn(|m| &C::vectors::<S>(&with[m * len..][..count])[..vectors]);
@@ -211,7 +211,7 @@ fn products<C: Real, S: Simd, const M: usize, const N: usize>(
         }
     }
     for (m, sums) in sums.iter().enumerate() {
-        to[m * apart..].iter_mut().zip(sums).for_each(|(to, &sum)| *to = C::sum(simd, sum));
+        to[m * stride..].iter_mut().zip(sums).for_each(|(to, &sum)| *to = C::sum(simd, sum));
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::{Suite, VIEWS, View, factors, numbers, read, specials, write};
 use crate::backend::problem::cross_entropy::{CrossEntropy, LabelEntropy, LossReduction};
-use crate::backend::problem::norm::{Normalisation, spread};
+use crate::backend::problem::norm::{Normalisation, broadcast_view};
 use crate::backend::problem::softmax::{Mask, RowOp, Softmax, SoftmaxMask};
 use crate::{DType, Device, Result, Tensor};
 
@@ -103,8 +103,8 @@ pub(super) fn norm(suite: &mut Suite) -> Result<()> {
         let n = dims.iter().product();
         suite.compare(format!("{view:?} {dims:?}, weight along {own:?}, rms {rms}"), dtype, n, |side| {
             let (z, g) = (side.put(&z)?, side.put(&g)?);
-            let weight = spread(&side.put(&weight)?, z.shape(), own)?;
-            let bias = spread(&side.put(&bias)?, z.shape(), own)?;
+            let weight = broadcast_view(&side.put(&weight)?, z.shape(), own)?;
+            let bias = broadcast_view(&side.put(&bias)?, z.shape(), own)?;
             let (acc, [first, second, _, inner]) = (dtype.compute().dtype(), dims);
             // The results of batch norm lie as the batch does.
             let room = || match own == batch {

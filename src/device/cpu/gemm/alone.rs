@@ -19,15 +19,15 @@ pub(crate) struct Alone(&'static Kernels);
 pub(crate) enum Left<'a> {
     /// [`Alone::rows`] at a time, fewer in the last panel: an element of each row, step after step.
     Panels(&'a [f32]),
-    /// Row `i` from element `i * apart` on.
-    Rows { data: &'a [f32], apart: usize },
+    /// Row `i` from element `i * stride` on.
+    Rows { data: &'a [f32], stride: usize },
 }
 
-/// The right matrix: step `i` of `k`, the `t`th time, from element `t * jump + i * apart` on, up to whole vectors.
+/// The right matrix: step `i` of `k`, the `t`th time, from element `t * jump + i * stride` on, up to whole vectors.
 #[derive(Clone, Copy)]
 pub(crate) struct Right<'a> {
     pub(crate) data: &'a [f32],
-    pub(crate) apart: usize,
+    pub(crate) stride: usize,
     pub(crate) times: usize,
     pub(crate) jump: usize,
 }
@@ -71,19 +71,19 @@ impl Alone {
     ) {
         let (rows, columns, times) = (self.rows(m), self.columns(), right.times);
         assert!(m > 0 && n > 0 && k > 0 && times > 0, "an empty product");
-        assert!((times - 1) * right.jump + (k - 1) * right.apart + self.whole(n) <= right.data.len());
+        assert!((times - 1) * right.jump + (k - 1) * right.stride + self.whole(n) <= right.data.len());
         assert!(n <= out.width() && m <= out.rows());
         let (a, a_row) = match left {
             Left::Panels(data) => {
                 assert!(m * k * times <= data.len());
                 (data, None)
             }
-            Left::Rows { data, apart } => {
-                assert!(times == 1 && (m - 1) * apart + k <= data.len());
-                (data, Some(apart))
+            Left::Rows { data, stride } => {
+                assert!(times == 1 && (m - 1) * stride + k <= data.len());
+                (data, Some(stride))
             }
         };
-        let (out, apart) = out.start();
+        let (out, stride) = out.start();
         // The columns of a tile stay in the first-level cache, panels pass by.
         for j in (0..n).step_by(columns) {
             let left = columns.min(n - j);
@@ -96,13 +96,13 @@ impl Alone {
                     kernel(&Tile {
                         k,
                         times,
-                        b_jump: (right.jump as isize - (k * right.apart) as isize) * size_of::<f32>() as isize,
+                        b_jump: (right.jump as isize - (k * right.stride) as isize) * size_of::<f32>() as isize,
                         a: a.as_ptr().add(i * a_row.unwrap_or(k * times)),
                         a_row: (a_row.unwrap_or(0) * size_of::<f32>()) as isize,
                         b: right.data.as_ptr().add(j),
-                        b_step: (right.apart * size_of::<f32>()) as isize,
-                        out: out.add(i * apart + j),
-                        row: apart as isize,
+                        b_step: (right.stride * size_of::<f32>()) as isize,
+                        out: out.add(i * stride + j),
+                        row: stride as isize,
                         col: 1,
                         columns: left,
                         accumulate: add,
@@ -113,7 +113,7 @@ impl Alone {
         }
     }
 
-    /// Lays out columns of a right matrix: `n` of them, column `j` of step `i` from element `first + j * apart + i` on, those up to
+    /// Lays out columns of a right matrix: `n` of them, column `j` of step `i` from element `first + j * stride + i` on, those up to
     /// whole vectors 0.
     ///
     /// # Panics
@@ -121,16 +121,16 @@ impl Alone {
     pub(crate) fn lay_out(
         self,
         from: Floats,
-        (first, apart): (usize, usize),
+        (first, stride): (usize, usize),
         (n, steps): (usize, usize),
         to: &mut [f32],
     ) {
-        assert!(n > 0 && steps > 0 && first + (n - 1) * apart + steps <= from.len());
+        assert!(n > 0 && steps > 0 && first + (n - 1) * stride + steps <= from.len());
         assert!(self.room(n, steps) <= to.len());
-        let (copies, width) = (Copies { panels: 1, apart: 0, steps }, self.whole(n));
+        let (copies, width) = (Copies { panels: 1, stride: 0, steps }, self.whole(n));
         macro_rules! pack {
             ($T:ty, $data:expr) => {{
-                let from = From { start: $data[first..].as_ptr(), across: apart as isize, along: 1 };
+                let from = From { start: $data[first..].as_ptr(), across: stride as isize, along: 1 };
                 // SAFETY: the columns are in their slice, and `to` has room, both as asserted; the width is a multiple of 8.
                 // Processors with kernels have AVX2 and F16C.
                 unsafe { pack::<$T>(from, to.as_mut_ptr(), copies, n, width) }

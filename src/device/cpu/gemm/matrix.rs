@@ -54,8 +54,8 @@ impl Matrix<Start> {
         kernels: &Kernels,
         (m, n, k): (usize, usize, usize),
     ) -> Option<(*const f32, isize)> {
-        let apart = self.row.unsigned_abs();
-        let near = apart < FAR && !apart.is_multiple_of(SAME_PLACE);
+        let stride = self.row.unsigned_abs();
+        let near = stride < FAR && !stride.is_multiple_of(SAME_PLACE);
         let worth_it = (m <= FEW || n * k <= SMALL) && n.is_multiple_of(kernels.lanes);
         match self.start {
             Start::F32(start) if self.col == 1 && near && worth_it => {

@@ -14,11 +14,11 @@ pub(super) struct From<S> {
     pub(super) along: isize,
 }
 
-/// Neighbouring panels, `apart` elements from one to the next, and how many steps of each.
+/// Neighbouring panels, `stride` elements from one to the next, and how many steps of each.
 #[derive(Clone, Copy)]
 pub(super) struct Copies {
     pub(super) panels: usize,
-    pub(super) apart: usize,
+    pub(super) stride: usize,
     pub(super) steps: usize,
 }
 
@@ -45,7 +45,7 @@ pub(super) unsafe fn pack<S: Source>(from: From<S::Element>, to: *mut f32, copie
                     for panel in 0..copies.panels {
                         let start = from.start.wrapping_offset((panel * lanes) as isize * from.across);
                         // SAFETY: the caller's promise.
-                        unsafe { one::<S>(From { start, ..from }, to.add(panel * copies.apart), copies.steps, lanes, width) };
+                        unsafe { one::<S>(From { start, ..from }, to.add(panel * copies.stride), copies.steps, lanes, width) };
                     }
                 }
             }
@@ -202,7 +202,7 @@ unsafe fn rows<S: Source, const W: usize>(from: From<S::Element>, to: *mut f32, 
             unsafe {
                 let start = from.start.offset((p * S::STEPS) as isize * from.along).add(panel * W);
                 _mm_prefetch::<_MM_HINT_T0>(start.wrapping_offset((AHEAD * S::STEPS) as isize * from.along).cast());
-                S::row::<W>(start, from.along, to.add(panel * copies.apart + p * W));
+                S::row::<W>(start, from.along, to.add(panel * copies.stride + p * W));
             }
         }
     }

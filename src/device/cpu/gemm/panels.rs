@@ -7,8 +7,8 @@ use super::pack::{Copies, From, Half, Pairs, SLACK, pack};
 
 /// Elements that it is worth going for to lay them out.
 const PIECE: usize = 1 << 14;
-/// Panels that are laid out together where a row of the matrix lies in one piece: it is read in long stretches.
-const TOGETHER: usize = 32;
+/// Panels that are laid out at once where a row of the matrix lies in one piece: it is read in long stretches.
+const PANELS_AT_ONCE: usize = 32;
 
 /// A matrix that is laid out in panels of neighbouring rows, piece by piece.
 pub(super) struct Panels {
@@ -42,7 +42,7 @@ impl Panels {
         // Rows of the matrix follow one another, then its steps are far apart: each is read over many panels. Otherwise a
         // panel is laid out in one go, for that may write behind what it lays out.
         let piece = match from.row == 1 && from.col != 1 {
-            true => (panels.min(TOGETHER), (PIECE / (rows * panels.min(TOGETHER))).clamp(1, depth)),
+            true => (panels.min(PANELS_AT_ONCE), (PIECE / (rows * panels.min(PANELS_AT_ONCE))).clamp(1, depth)),
             false => ((PIECE / (rows * depth)).max(1), depth),
         };
         Panels { from, size, first, to, rows, lanes, panels, depth, piece }
@@ -71,21 +71,21 @@ impl Panels {
         }
         let (first, last) = (group * self.piece.0, self.panels.min((group + 1) * self.piece.0));
         let whole = last.min(self.size.0 / self.rows).max(first);
-        let apart = self.depth * self.rows + SLACK;
+        let stride = self.depth * self.rows + SLACK;
         // SAFETY: the panels' memory has room for all of them; the rows and steps are the matrix's.
         let to =
-            |panel: usize, width: usize| unsafe { self.to.add((block * self.panels + panel) * apart + begin * width) };
+            |panel: usize, width: usize| unsafe { self.to.add((block * self.panels + panel) * stride + begin * width) };
         let from = |panel: usize| (self.first.0 + panel * self.rows, self.first.1 + block * self.depth + begin);
         // SAFETY: the caller's promise, and as above. Lanes beyond the matrix are written as zeros.
         unsafe {
             if first < whole {
-                let copies = Copies { panels: whole - first, apart, steps: end - begin };
+                let copies = Copies { panels: whole - first, stride, steps: end - begin };
                 lay_out(self.from, from(first), to(first, self.rows), copies, self.rows, self.rows);
             }
             if whole < last {
                 let lanes = self.size.0 - whole * self.rows;
                 let width = lanes.next_multiple_of(self.lanes);
-                let copies = Copies { panels: 1, apart, steps: end - begin };
+                let copies = Copies { panels: 1, stride, steps: end - begin };
                 lay_out(self.from, from(whole), to(whole, width), copies, lanes, width);
             }
         }

@@ -76,9 +76,9 @@ impl Blocks {
         let room = limits.block / keys.saturating_mul(q.dtype.size());
         // Eight blocks below each other skip all but a sixteenth of the scores above the diagonal.
         let most = if causal { queries.div_ceil(8) } else { *queries };
-        let together = even(*queries, room.min(most).max(limits.queries)).next_multiple_of(8).min(*queries);
-        let mut heads = room / together;
-        let mut tile: Dims = SmallVec::from_slice(&[together]);
+        let rows = even(*queries, room.min(most).max(limits.queries)).next_multiple_of(8).min(*queries);
+        let mut heads = room / rows;
+        let mut tile: Dims = SmallVec::from_slice(&[rows]);
         for &n in batch.dims().iter().rev() {
             tile.push(even(n, heads));
             heads /= even(n, heads);
