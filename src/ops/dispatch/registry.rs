@@ -146,27 +146,30 @@ pub(crate) fn replacement(
     if REGISTERED.load(Ordering::Relaxed) == 0 {
         return Ok(None);
     }
-    replace(op, inputs, arguments)
+    match entry_for(op, inputs) {
+        Some(entry) => replace(op, inputs, entry, arguments()).map(Some),
+        None => Ok(None),
+    }
 }
 
+/// What replaces an operation on the device of its inputs, unless it is the replacement that calls it.
 #[cold]
-fn replace(
-    op: &'static str,
-    inputs: &[&Tensor],
-    arguments: impl FnOnce() -> Vec<Argument>,
-) -> Result<Option<Vec<Tensor>>> {
-    let Some(first) = inputs.first() else { return Ok(None) };
+fn entry_for(op: &'static str, inputs: &[&Tensor]) -> Option<Entry> {
+    let key = (op, Backend::from(inputs.first()?.device()));
     let running = RUNNING.with_borrow(|names| names.contains(&op));
-    let key = (op, Backend::from(first.device()));
-    let entry = if running { None } else { read().get(&key).cloned() };
-    let Some(Entry { implementation, built_in: operation }) = entry else { return Ok(None) };
-    let arguments = arguments();
+    if running { None } else { read().get(&key).cloned() }
+}
+
+// Not generic over the closure that makes the arguments: some 200 operations call it.
+#[cold]
+fn replace(op: &'static str, inputs: &[&Tensor], entry: Entry, arguments: Vec<Argument>) -> Result<Vec<Tensor>> {
+    let Entry { implementation, built_in: operation } = entry;
     let detached: Vec<Tensor> = inputs.iter().map(|t| t.detach()).collect();
     let refs: Vec<&Tensor> = detached.iter().collect();
     let outs = built_in(op, || (implementation.forward)(&refs, &arguments))?;
     invalid!(op if outs.is_empty(), "its registered implementation gave no result");
     if !autograd::is_tracked(inputs) {
-        return Ok(Some(outs.into_iter().map(|t| t.detach()).collect()));
+        return Ok(outs.into_iter().map(|t| t.detach()).collect());
     }
     let differentiable = operation.map_or(implementation.backward.is_some(), |op| op.is_differentiable());
     let arguments = Arc::new(arguments);
@@ -186,7 +189,7 @@ fn replace(
             }
         })
     };
-    Ok(Some(outs.into_iter().enumerate().map(track).collect()))
+    Ok(outs.into_iter().enumerate().map(track).collect())
 }
 
 fn own_gradients(
