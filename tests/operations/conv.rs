@@ -3,7 +3,7 @@
 use claystone::device::count_launches;
 use claystone::ops::Argument;
 use claystone::{ConvOptions, ConvTransposeOptions, Device, Padding, Tensor};
-use ndarray::{ArrayD, IxDyn};
+use ndarray::{Array, Array4, ArrayD, Dimension, IxDyn};
 
 use crate::common::each_device;
 use crate::harness::{Case, case};
@@ -52,7 +52,7 @@ fn grid(image: [usize; 2], kernel: [usize; 2], m: Moves) -> [usize; 2] {
 }
 
 /// With a dim of 1 for rows where there are none, and for a batch.
-pub fn four(x: &ArrayD<f64>, directions: usize) -> ArrayD<f64> {
+pub fn four(x: &ArrayD<f64>, directions: usize) -> Array4<f64> {
     let mut shape = x.shape().to_vec();
     if directions == 1 {
         shape.insert(shape.len() - 1, 1);
@@ -60,11 +60,11 @@ pub fn four(x: &ArrayD<f64>, directions: usize) -> ArrayD<f64> {
     while shape.len() < 4 {
         shape.insert(0, 1);
     }
-    x.clone().into_shape_with_order(IxDyn(&shape)).unwrap()
+    x.clone().into_shape_with_order(IxDyn(&shape)).unwrap().into_dimensionality().unwrap()
 }
 
 /// The result of what [`four`] made, with the dims that were there.
-pub fn as_given(out: ArrayD<f64>, x: &ArrayD<f64>, directions: usize) -> ArrayD<f64> {
+pub fn as_given(out: Array<f64, impl Dimension>, x: &ArrayD<f64>, directions: usize) -> ArrayD<f64> {
     let mut shape = out.shape().to_vec();
     if directions == 1 {
         shape.remove(2);
@@ -75,15 +75,15 @@ pub fn as_given(out: ArrayD<f64>, x: &ArrayD<f64>, directions: usize) -> ArrayD<
     out.into_shape_with_order(IxDyn(&shape)).unwrap()
 }
 
-fn dims(x: &ArrayD<f64>) -> [usize; 4] {
-    x.shape().try_into().unwrap()
+fn dims(x: &Array4<f64>) -> [usize; 4] {
+    x.dim().into()
 }
 
 fn conv(t: &[ArrayD<f64>], directions: usize, m: Moves) -> ArrayD<f64> {
     let (x, w) = (four(&t[0], directions), four(&t[1], directions));
     let ([n, _, h, wide], [o, per_group, kh, kw]) = (dims(&x), dims(&w));
     let [oh, ow] = grid([h, wide], [kh, kw], m);
-    let mut out = ArrayD::zeros(IxDyn(&[n, o, oh, ow]));
+    let mut out = Array4::zeros([n, o, oh, ow]);
     for i in 0..n {
         for j in 0..o {
             let group = j / (o / m.groups).max(1);
@@ -107,7 +107,7 @@ fn conv_transpose(t: &[ArrayD<f64>], directions: usize, m: Moves, behind: [usize
         ([h, wide][d] - 1) * m.stride[d] + m.dilation[d] * ([kh, kw][d] - 1) + behind[d] + 1 - 2 * m.padding[d][0]
     });
     let o = per_group * m.groups;
-    let mut out = ArrayD::zeros(IxDyn(&[n, o, image[0], image[1]]));
+    let mut out = Array4::zeros([n, o, image[0], image[1]]);
     for i in 0..n {
         for j in 0..c {
             let group = j / (c / m.groups).max(1);

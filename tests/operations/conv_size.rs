@@ -74,17 +74,20 @@ impl Size {
     fn meetings(&self, mut f: impl FnMut(Option<usize>, usize, usize)) {
         let ([h, w], [oh, ow], [kh, kw]) = (self.image, self.grid(), self.kernel);
         let (c, o) = (self.groups * self.inner, self.groups * self.outer);
-        for at in 0..self.n * o * self.inner * oh * ow * kh * kw {
-            let (left, right) = (at / kw % ow, at % kw);
-            let (top, down) = (at / kw / ow / kh % oh, at / kw / ow % kh);
-            let rest = at / kw / ow / kh / oh;
-            let (inner, outer, n) = (rest % self.inner, rest / self.inner % o, rest / self.inner / o);
-            let row = (top * self.stride[0] + down * self.dilation[0]).checked_sub(self.padding[0]);
-            let column = (left * self.stride[1] + right * self.dilation[1]).checked_sub(self.padding[1]);
+        let seen = |d: usize, window: usize, tap: usize| {
+            (window * self.stride[d] + tap * self.dilation[d]).checked_sub(self.padding[d]).filter(|&i| i < [h, w][d])
+        };
+        for (rest, inner) in pairs([self.n * o, self.inner]) {
+            let (n, outer) = (rest / o, rest % o);
             let channel = n * c + outer / self.outer * self.inner + inner;
-            let inside = row.zip(column).filter(|&(row, column)| row < h && column < w);
-            let image = inside.map(|(row, column)| (channel * h + row) * w + column);
-            f(image, ((n * o + outer) * oh + top) * ow + left, ((outer * self.inner + inner) * kh + down) * kw + right);
+            for (top, down) in pairs([oh, kh]) {
+                let row = seen(0, top, down);
+                for (left, right) in pairs([ow, kw]) {
+                    let image = row.zip(seen(1, left, right)).map(|(row, column)| (channel * h + row) * w + column);
+                    let window = ((n * o + outer) * oh + top) * ow + left;
+                    f(image, window, ((outer * self.inner + inner) * kh + down) * kw + right);
+                }
+            }
         }
     }
 
@@ -112,6 +115,11 @@ impl Size {
         });
         [y, dx, dw, db]
     }
+}
+
+/// Pairs of indices below two sizes, in row-major order.
+fn pairs([rows, columns]: [usize; 2]) -> impl Iterator<Item = (usize, usize)> {
+    (0..rows).flat_map(move |row| (0..columns).map(move |column| (row, column)))
 }
 
 /// Channels of all images of the result.

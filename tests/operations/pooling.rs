@@ -2,7 +2,7 @@
 
 use claystone::autograd::gradcheck;
 use claystone::{AvgPoolOptions, DType, Device, MaxPoolOptions, Tensor};
-use ndarray::{ArrayD, IxDyn};
+use ndarray::{Array4, ArrayD};
 
 use crate::common::{each_device, f64s};
 use crate::conv::{as_given, four};
@@ -49,11 +49,11 @@ fn each_window(
     let images = four(x, directions);
     let (n, c, wide) = (images.shape()[0], images.shape()[1], images.shape()[3]);
     let shape = [n, c, windows[0].len(), windows[1].len()];
-    let out = ArrayD::from_shape_fn(IxDyn(&shape), |at| {
-        let rows = windows[0][at[2]].iter();
+    let out = Array4::from_shape_fn(shape, |(i, j, row, column)| {
+        let rows = windows[0][row].iter();
         let elements: Vec<(usize, f64)> = rows
-            .flat_map(|&h| windows[1][at[3]].iter().map(move |&w| (h, w)))
-            .map(|(h, w)| (h * wide + w, images[[at[0], at[1], h, w]]))
+            .flat_map(|&h| windows[1][column].iter().map(move |&w| (h, w)))
+            .map(|(h, w)| (h * wide + w, images[[i, j, h, w]]))
             .collect();
         f(&elements)
     });
@@ -95,10 +95,10 @@ fn avg_pool(x: &ArrayD<f64>, directions: usize, p: Pool, include: bool, divisor:
     };
     let (high, wide) = (reach(0, h), reach(1, w));
     let images = four(&sums, directions);
-    let out = ArrayD::from_shape_fn(images.raw_dim(), |at| {
-        let inside = (rows[at[2]].len() * columns[at[3]].len()) as f64;
-        let all = if include { high[at[2]] * wide[at[3]] } else { inside };
-        images[&at] / divisor.unwrap_or(all)
+    let out = Array4::from_shape_fn(images.raw_dim(), |(i, j, row, column)| {
+        let inside = (rows[row].len() * columns[column].len()) as f64;
+        let all = if include { high[row] * wide[column] } else { inside };
+        images[[i, j, row, column]] / divisor.unwrap_or(all)
     });
     as_given(out, x, directions)
 }
