@@ -62,7 +62,7 @@ impl Along {
         Along { reach: taps[taps.len() - 1].1, taps, phases, stride, padding: w.padding[d] }
     }
 
-    /// The places of a phase that elements `first..first + size` of the image are in: the first one, and how many.
+    /// The elements of a phase that `first..first + size` of the image are: the first one, and how many.
     fn span(&self, first: usize, size: usize) -> (usize, usize) {
         let from = (first + self.padding) / self.stride;
         (from, (first + size - 1 + self.padding) / self.stride - from + 1)
@@ -195,7 +195,7 @@ impl Depthwise {
         [0, 1].map(|d| size[d] + self.along[d].reach)
     }
 
-    /// Where each tap of each channel reads in what a part of this size [sees](Self::see).
+    /// Where each tap of each channel reads in what a part of this size [loads](Self::load_phases).
     fn offsets(&self, size: [usize; 2], offsets: &mut Vec<usize>) {
         let [high, wide] = self.phase_size(size);
         let phases = self.along[1].phases.len();

@@ -12,7 +12,7 @@ use crate::backend::cpu::norm_channels::shift_in;
 use crate::backend::cpu::scalar::Number;
 use crate::backend::cpu::vectorised::vectorised;
 use crate::backend::problem::map::{Formulas, Params};
-use crate::backend::problem::norm::{Normalisation, unstack};
+use crate::backend::problem::norm::{Normalisation, unbind};
 use crate::device::cpu::parallel;
 use crate::expr::Expr;
 use crate::storage::with_host;
@@ -315,7 +315,7 @@ fn out_of_order<C: Number>(rows: &Normalisation) -> Result<()> {
             Arch::new().dispatch(Backward { g: x, z: z.row(r), dz: y, weighted, weight, columns, statistics, eps, rms })
         });
     })?;
-    let [mean, var] = &unstack("norm", rows.statistics)?;
+    let [mean, var] = &unbind("norm", rows.statistics)?;
     if rows.z.is_none() && channels::into(rows.x, rows.y, [Some(mean), Some(var), rows.weight, rows.bias], rows.eps)? {
         return Ok(());
     }
@@ -336,7 +336,7 @@ fn out_of_order<C: Number>(rows: &Normalisation) -> Result<()> {
         let (inputs, exprs, outputs) = (&inputs, &[result], &[rows.y]);
         return map::formulas(&Formulas { op: "norm", inputs, params, exprs, outputs });
     };
-    let [sum, product] = &unstack("norm", &numbers)?;
+    let [sum, product] = &unbind("norm", &numbers)?;
     let mut inputs = vec![rows.x, z, mean, var, sum, product];
     // The sums are without the weight, which is one for a row.
     let (mut grad, mut share) = (x(0), Expr::scalar(1));

@@ -25,7 +25,7 @@ enum Stage {
     First,
     Second,
     /// Both stages: the last work-group of a result combines its slices.
-    Together,
+    LastGroup,
 }
 
 /// One launch, or two where few results have many elements.
@@ -52,7 +52,7 @@ pub(crate) fn prepare(rule: &Rule, t: &Tensor, plan: &ReductionPlan, out: &Tenso
     let count = plan.outs * schedule.slices;
     let partial = Some(if arg { (2 * count, DType::I64) } else { (count, acc.dtype()) });
     if schedule.meets(device) {
-        let both = Kind { rule, input: t.dtype, output: out.dtype, acc, stage: Stage::Together };
+        let both = Kind { rule, input: t.dtype, output: out.dtype, acc, stage: Stage::LastGroup };
         return Ok(LaunchPlan::new(
             device,
             partial,
@@ -229,7 +229,7 @@ impl Kind<'_> {
         if device.info().kind != DeviceKind::Cpu {
             launch.args([Arg::U32(schedule.lanes as u32)]);
         }
-        if self.stage == Stage::Together {
+        if self.stage == Stage::LastGroup {
             launch.tensor_from(y + 1, 0, elements(self.rule.combination.is_arg()));
             launch.arrivals();
             launch.first_arrival();
@@ -268,7 +268,7 @@ impl Kind<'_> {
         text += &flag(self.rule.element == Element::Truth, "NONZERO");
         text += &flag(self.stage == Stage::First, "PARTIAL");
         text += &flag(self.stage == Stage::Second, "PAIRS");
-        text += &flag(self.stage == Stage::Together, "LAST_GROUP_SUMS");
+        text += &flag(self.stage == Stage::LastGroup, "LAST_GROUP_SUMS");
         if let Element::Of(element) = &self.rule.element {
             text += &(flag(true, "MAPPED") + &function(element, self.input.compute(), "element"));
         }

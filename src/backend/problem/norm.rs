@@ -52,8 +52,8 @@ impl Normalisation<'_> {
 /// x, y, weight and bias as four dims.
 pub(crate) type Views = (Tensor, Tensor, Option<Tensor>, Option<Tensor>);
 
-/// Two numbers for each row, `[2, rows]`, apart.
-pub(crate) fn unstack(op: &'static str, t: &Tensor) -> Result<[Tensor; 2]> {
+/// The two halves of a tensor `[2, rows]`: one number for each row in each (PyTorch's `unbind`).
+pub(crate) fn unbind(op: &'static str, t: &Tensor) -> Result<[Tensor; 2]> {
     let part = |k| t.layout.select(op, 0, k).map(|layout| t.with_layout(layout));
     Ok([part(0)?, part(1)?])
 }

@@ -10,7 +10,7 @@ use smallvec::SmallVec;
 
 use crate::autograd::{Gradients, Saved};
 use crate::backend::problem::map::Params;
-use crate::backend::problem::norm::{Normalisation, View, broadcast_view, unstack};
+use crate::backend::problem::norm::{Normalisation, View, broadcast_view, unbind};
 use crate::ops::elementwise::apply_one;
 use crate::ops::reduce;
 use crate::tensor::Dims;
@@ -133,20 +133,20 @@ impl Norm<'_> {
         for (i, t) in [(1, self.weight), (2, self.bias)] {
             let Some(t) = t.filter(|_| needs[i]) else { continue };
             if let Some(columns) = &columns {
-                let [sum, product] = unstack(op, columns)?;
+                let [sum, product] = unbind(op, columns)?;
                 let gradient = if i == 1 { product } else { sum }.to_dtype(t.dtype)?;
                 gradients[i] = Some(reshaped(&gradient, t.shape())?);
                 continue;
             }
             let whole = match (sums, i) {
                 (Some(sums), _) => {
-                    let [sum, product] = unstack(op, sums)?;
+                    let [sum, product] = unbind(op, sums)?;
                     if i == 1 { product } else { sum }
                 }
                 (None, 1) => {
                     let (x, params) = (Expr::input, Params { scalars: &[Scalar::Float(eps)], seeds: &[] });
                     let product = x(0) * (x(1) - x(2)) * (x(3) + Expr::scalar(0)).rsqrt();
-                    let [mean, var] = unstack(op, statistics)?;
+                    let [mean, var] = unbind(op, statistics)?;
                     apply_one(op, &[&g, &rows, &mean, &var], params, &product, g.dtype)?
                 }
                 _ => g.detach(),

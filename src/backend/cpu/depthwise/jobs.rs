@@ -14,11 +14,11 @@ vectorised! {
     ) {
         let mut made = made;
         let (outer, taps, grid) = (d.outer, d.inner * d.taps(), d.w.grid);
-        let (mut phase_size, mut sums, mut offsets, mut last) = (Vec::new(), Vec::new(), Vec::new(), [[0; 2]; 2]);
+        let (mut phases, mut sums, mut offsets, mut last) = (Vec::new(), Vec::new(), Vec::new(), [[0; 2]; 2]);
         for part in d.parts(grid, first..first + made.len() / outer) {
             let (n, group) = (part.plane / d.groups, part.plane % d.groups);
             let is_new = last != [part.first, part.size];
-            d.load_phases(&x, [n, group], &part, is_new, &mut phase_size);
+            d.load_phases(&x, [n, group], &part, is_new, &mut phases);
             let [high, wide] = part.size;
             let pitch = wide + d.along[1].reach;
             let len = ((high - 1) * pitch + wide).next_multiple_of(lanes::<C, S>());
@@ -28,7 +28,7 @@ vectorised! {
                 sums.resize(outer * len, C::from_i32(0));
             }
             let weights = &weights[group * outer * taps..][..outer * taps];
-            correlate(simd, (&mut sums, len), (&phase_size, &offsets), (weights, &starts[group * outer..][..outer]));
+            correlate(simd, (&mut sums, len), (&phases, &offsets), (weights, &starts[group * outer..][..outer]));
             for (channel, sums) in sums.chunks_exact(len).enumerate() {
                 let plane = (part.plane * outer + channel) * grid[0] * grid[1];
                 for (row, sums) in (part.first[0]..part.first[0] + high).zip(sums.chunks(pitch)) {
@@ -59,15 +59,15 @@ pub(crate) struct OfImages<'a, C> {
 }
 
 impl<C: Real> OfImages<'_, C> {
-    /// The places of phases that a part is in, the first one and how many.
+    /// The elements of phases that a part covers: the first one and how many.
     fn span(&self, part: &PlanePart) -> [[usize; 2]; 2] {
         let [rows, columns] = [0, 1].map(|d| self.d.along[d].span(part.first[d], part.size[d]));
         [[rows.0, columns.0], [rows.1, columns.1]]
     }
 
-    /// The windows that meet these places: each channel of the group with as much before as taps reach.
+    /// The windows that meet these elements: each channel of the group with as much before as taps reach.
     #[inline(always)]
-    fn load_phases(&self, [n, group]: [usize; 2], [first, size]: [[usize; 2]; 2], is_new: bool, to: &mut Vec<C>) {
+    fn load_windows(&self, [n, group]: [usize; 2], [first, size]: [[usize; 2]; 2], is_new: bool, to: &mut Vec<C>) {
         let (d, [high, pitch]) = (self.d, self.d.phase_size(size));
         if is_new {
             to.clear();
@@ -80,14 +80,7 @@ impl<C: Real> OfImages<'_, C> {
     }
 
     /// The sums of a phase once more, in which weights that are not finite meet no padding.
-    fn exactly(
-        &self,
-        phase: &Phase<C>,
-        group: usize,
-        [first, size]: [[usize; 2]; 2],
-        phase_size: &[C],
-        sums: &mut [C],
-    ) {
+    fn exactly(&self, phase: &Phase<C>, group: usize, [first, size]: [[usize; 2]; 2], windows: &[C], sums: &mut [C]) {
         let d = self.d;
         let (len, [high, pitch]) = (sums.len() / d.inner, d.phase_size(size));
         let k = d.outer * phase.shifts.len();
@@ -107,7 +100,7 @@ impl<C: Real> OfImages<'_, C> {
                         if is_window(0) && is_window(1) {
                             let row = at / pitch + d.along[0].reach - shift[0];
                             let column = at % pitch + d.along[1].reach - shift[1];
-                            let y = phase_size[(tap / phase.shifts.len() * high + row) * pitch + column];
+                            let y = windows[(tap / phase.shifts.len() * high + row) * pitch + column];
                             *sum = sum.add(weights[channel * k + tap * many + i].mul(y));
                         }
                     }
@@ -125,7 +118,7 @@ impl<C: Real> WithSimd for OfImages<'_, C> {
     fn with_simd<S: Simd>(mut self, simd: S) {
         let (d, zero) = (self.d, C::from_i32(0));
         let (inner, image, [rows, columns]) = (d.inner, d.w.image, &d.along);
-        let (mut phase_size, mut sums, mut offsets, mut line) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        let (mut windows, mut sums, mut offsets, mut line) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         let (mut last, mut lines, mut skips) = ([[0; 2]; 2], Vec::new(), Vec::new());
         for part in d.parts(image, self.first..self.first + self.made.len() / inner) {
             let (n, group) = (part.plane / d.groups, part.plane % d.groups);
@@ -134,7 +127,7 @@ impl<C: Real> WithSimd for OfImages<'_, C> {
             let [high, pitch] = d.phase_size(size);
             let len = ((size[0] - 1) * pitch + size[1]).next_multiple_of(lanes::<C, S>());
             let is_new = last != [part.first, part.size];
-            self.load_phases([n, group], span, is_new, &mut phase_size);
+            self.load_windows([n, group], span, is_new, &mut windows);
             if is_new {
                 last = [part.first, part.size];
                 sums.resize(d.phases() * inner * len, zero);
@@ -165,9 +158,9 @@ impl<C: Real> WithSimd for OfImages<'_, C> {
                 match self.finite[group] {
                     true => {
                         let weights = &phase.weights[group * inner * offsets.len()..][..inner * offsets.len()];
-                        correlate(simd, (sums, len), (&phase_size, &offsets), (weights, starts));
+                        correlate(simd, (sums, len), (&windows, &offsets), (weights, starts));
                     }
-                    false => self.exactly(phase, group, span, &phase_size, sums),
+                    false => self.exactly(phase, group, span, &windows, sums),
                 }
             }
             for (channel, &start) in starts.iter().enumerate() {
@@ -206,13 +199,13 @@ vectorised! {
     ) {
         let (zero, lanes, count) = (C::from_i32(0), lanes::<C, S>(), d.n * d.w.grid[0] * d.w.grid[1]);
         let taps = d.inner * d.taps();
-        let (mut phase_size, mut with, mut offsets, mut last) = (Vec::new(), Vec::new(), Vec::new(), [[0; 2]; 2]);
+        let (mut phases, mut with, mut offsets, mut last) = (Vec::new(), Vec::new(), Vec::new(), [[0; 2]; 2]);
         let mut products = vec![zero; d.outer * taps];
         for (i, sums) in (first..).zip(sums.chunks_exact_mut(d.outer * taps)) {
             let (group, slice) = (i / slices, i % slices);
             for part in d.parts(d.w.grid, slice * SLICE..count.min((slice + 1) * SLICE)) {
                 let (n, is_new) = (part.plane, last != [part.first, part.size]);
-                d.load_phases(&x, [n, group], &part, is_new, &mut phase_size);
+                d.load_phases(&x, [n, group], &part, is_new, &mut phases);
                 let [high, wide] = part.size;
                 let pitch = wide + d.along[1].reach;
                 let len = (high * pitch).next_multiple_of(lanes);
@@ -228,9 +221,9 @@ vectorised! {
                     y.copy([n, channel], place, [1, 1], (wide, pitch), &mut with[..high * pitch]);
                 }
                 let count = ((high - 1) * pitch + wide).next_multiple_of(lanes);
-                dots(simd, (&with, len, count), (&phase_size, &offsets), &mut products);
+                dots(simd, (&with, len, count), (&phases, &offsets), &mut products);
                 if !are_finite(&products) {
-                    exactly(&with, [high, wide, pitch, len], &phase_size, &offsets, &mut products);
+                    exactly(&with, [high, wide, pitch, len], &phases, &offsets, &mut products);
                 }
                 sums.iter_mut().zip(&products).for_each(|(sum, x)| *sum = sum.add(*x));
             }
@@ -242,14 +235,14 @@ vectorised! {
 fn exactly<C: Real>(
     with: &[C],
     [high, wide, pitch, len]: [usize; 4],
-    phase_size: &[C],
+    phases: &[C],
     offsets: &[usize],
     products: &mut [C],
 ) {
     for (with, products) in with.chunks_exact(len).zip(products.chunks_exact_mut(offsets.len())) {
         for (product, &offset) in products.iter_mut().zip(offsets) {
             let rows = (0..high).flat_map(|row| row * pitch..row * pitch + wide);
-            *product = rows.fold(C::from_i32(0), |sum, at| sum.add(with[at].mul(phase_size[offset + at])));
+            *product = rows.fold(C::from_i32(0), |sum, at| sum.add(with[at].mul(phases[offset + at])));
         }
     }
 }

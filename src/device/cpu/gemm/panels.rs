@@ -7,7 +7,7 @@ use super::pack::{Copies, From, Half, Pairs, SLACK, pack};
 
 /// Elements that it is worth going for to lay them out.
 const PIECE: usize = 1 << 14;
-/// Panels that are laid out at once where a row of the matrix lies in one piece: it is read in long stretches.
+/// Panels that are laid out at once where rows of the matrix are contiguous: each is read in long stretches.
 const PANELS_AT_ONCE: usize = 32;
 
 /// A matrix that is laid out in panels of neighbouring rows, piece by piece.

@@ -2,7 +2,7 @@
 
 use crate::autograd::is_tracked;
 use crate::backend::problem::map::Params;
-use crate::backend::problem::norm::{View, unstack};
+use crate::backend::problem::norm::{View, unbind};
 use crate::ops::dispatch::arguments::Argument;
 use crate::ops::dispatch::prelude::*;
 use crate::ops::elementwise::recorded;
@@ -204,7 +204,7 @@ impl Tensor {
             let out = normalised(op, (self, &statistics), View::Batch, weight, bias, eps, false)?;
             let unbiased = n as f64 / (n as f64 - 1.0);
             let scalars = [Scalar::Float(momentum), Scalar::Float(1.0 - momentum), Scalar::Float(momentum * unbiased)];
-            let [mean, var] = unstack(op, &statistics)?;
+            let [mean, var] = unbind(op, &statistics)?;
             let (mean, var) = (mean.reshape([channels])?, var.reshape([channels])?);
             if n > 0 {
                 let update = || match (running_mean, running_var) {
