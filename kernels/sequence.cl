@@ -1,4 +1,4 @@
-// Values told by their place. The host gives T (the dtype), PER_ITEM, LOCAL, and FLOAT where they are computed in double.
+// Values told by their place. The host gives T (the dtype), PER_ITEM, and FLOAT where they are computed in double.
 
 #ifdef FLOAT
 // The host rounds the product, too.
@@ -12,9 +12,9 @@ typedef ulong Value; // wraps
 
 // y[i] = start + i * step; from i = middle on end - (count - 1 - i) * step.
 __kernel void sequence(__global CAT(T, _t) *y, ulong y_at, ulong count, Value start, Value step, ulong middle, Value end) {
-    const ulong first = (ulong)get_group_id(0) * LOCAL * PER_ITEM + get_local_id(0);
+    const ulong group = get_local_size(0), first = (ulong)get_group_id(0) * group * PER_ITEM + get_local_id(0);
     for (uint k = 0; k < PER_ITEM; ++k) {
-        const ulong i = first + k * LOCAL;
+        const ulong i = first + k * group;
         if (i >= count)
             return;
         const Value up = start + step * (Value)i, down = end - step * (Value)(count - 1 - i);

@@ -3,7 +3,7 @@
 use smallvec::SmallVec;
 
 use crate::backend::opencl::geometry::{
-    STRIDED_DIMS, WIDEST, arguments, bits_type, group_size, index_type, is_wide, words,
+    LOCAL, STRIDED_DIMS, WIDEST, arguments, bits_type, group_of, group_size, index_type, is_wide, words,
 };
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::launch_cache::{Key, OpKind};
@@ -20,8 +20,6 @@ use crate::{DType, Result, Shape, Tensor};
 
 pub(crate) const TEMPLATE: &str = include_str!("../../../kernels/gather.cl");
 
-/// Work-items a group.
-const LOCAL: usize = 64;
 /// Most index reads of one scatter, over all of its ranges: bounds what splitting the destination costs.
 const READS: usize = 1 << 31;
 
@@ -61,9 +59,10 @@ pub(crate) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
         let (rank, count, size) = (strided.dims.len().max(1), out.numel() / unit, out.dtype.size() * unit);
         let (wide, near) = (is_wide([count]), is_near(&strided, &[g.size as isize, g.step]));
         // Several loads at a time hide that one waits for another.
-        let (per, local) = match gpu {
-            true => (if unit > 1 { 2 } else { 4 }, group_size(device)),
-            false => (1, LOCAL),
+        let per = match gpu {
+            true if unit > 1 => 2,
+            true => 4,
+            false => 1,
         };
         let params = [size as u64, g.index.dtype as u64, rank as u64, wide as u64, near as u64, per as u64];
         let kernel = kernel(device, KernelKey::new("gather", &params), "gather", || {
@@ -74,6 +73,7 @@ pub(crate) fn gather(g: &Indexed, out: &Tensor) -> Result<()> {
                  #define NEAR {near}\n{STRIDED_DIMS}{TEMPLATE}"
             )
         })?;
+        let local = group_of(&kernel, if gpu { group_size(device) } else { LOCAL });
         let mut launch = KernelLaunch::new(kernel, count.div_ceil(per * local) * local, local);
         launch.tensor_from(0, skip(&g.x_layout, g.x), unit);
         launch.tensor_from(1, skip(&g.index_layout, g.index), 1);
@@ -138,10 +138,8 @@ pub(crate) fn scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &L
         let (columns, count, rank) = (shape.numel(), g.x_layout.shape.dims()[d], strided.dims.len().max(1));
         let units = device.info().compute_units.max(1);
         // Enough work-items to fill the device, as far as the repeated reading of indices pays.
-        let (block, fill, local) = match device.info().kind {
-            DeviceKind::Cpu => (columns.clamp(1, 64), 2 * units, 1),
-            _ => (1, units * 1024, LOCAL),
-        };
+        let cpu = device.info().kind == DeviceKind::Cpu;
+        let (block, fill) = if cpu { (columns.clamp(1, 64), 2 * units) } else { (1, units * 1024) };
         let blocks = columns.div_ceil(block);
         let most = (READS / (columns * count).max(1)).clamp(1, g.size);
         let span = g.size.div_ceil((fill / blocks).clamp(1, most));
@@ -155,6 +153,7 @@ pub(crate) fn scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &L
                 "#define SCATTER\n{defines}#define T {t}\n#define NK {rank}\n#define IDX {idx}\n{STRIDED_DIMS}{TEMPLATE}"
             )
         })?;
+        let local = if cpu { 1 } else { group_of(&kernel, LOCAL) };
         let mut launch = KernelLaunch::new(kernel, blocks * parts, local);
         launch.tensor_from(0, skip(&g.x_layout, g.x), 1);
         launch.tensor_from(1, skip(&g.index_layout, g.index), 1);
@@ -208,5 +207,5 @@ fn over_indices(
     let first = [device.faults(), Arg::U32(index_fault(op)), words, Arg::U64(count as u64)];
     let mut args = arguments(&[&index, &y], first);
     others.into_iter().for_each(|other| args.push(other));
-    device.launch(&kernel, &args, &[count], &[LOCAL])
+    device.launch(&kernel, &args, &[count], &[group_of(&kernel, LOCAL)])
 }

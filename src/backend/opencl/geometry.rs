@@ -5,13 +5,22 @@ use smallvec::SmallVec;
 use crate::DType;
 use crate::backend::opencl::kernels::BufferView;
 use crate::device::DeviceKind;
-use crate::device::opencl::{Arg, ClDevice};
+use crate::device::opencl::{Arg, ClDevice, ClKernel};
 use crate::layout::collapse::StridedDims;
 
 /// Strided dims, loads of 16 elements, and folds over a work-group: what comes ahead of most templates.
 pub(crate) const STRIDED_DIMS: &str = include_str!("../../../kernels/strided_dims.cl");
 
-/// Work-items a group, unless a kernel has reasons for another number.
+/// Work-items a group of a kernel whose work-items do not work together.
+pub(crate) const LOCAL: usize = 64;
+
+/// So many work-items, or as many as the driver allows a group of this kernel. A kernel whose work-items work together is
+/// compiled for groups of one size, and has that.
+pub(crate) fn group_of(kernel: &ClKernel, local: usize) -> usize {
+    local.min(kernel.max_work_group())
+}
+
+/// Work-items a group of a kernel that is compiled for groups of this size, unless it has reasons for another.
 pub(crate) fn group_size(device: &ClDevice) -> usize {
     let most = device.info().max_work_group.clamp(1, 256);
     1 << most.ilog2()

@@ -4,7 +4,7 @@ mod source;
 
 use smallvec::SmallVec;
 
-use crate::backend::opencl::geometry::WIDEST;
+use crate::backend::opencl::geometry::{WIDEST, group_of};
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::launch_cache::{self, Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
@@ -172,7 +172,7 @@ pub(crate) fn prepare(launch: &Launch) -> Result<LaunchPlan> {
         }
     };
     // Where the source does not say the size of its groups, the driver may allow no more than 256.
-    let local = if matches!(form, Form::Tiled { .. }) { local } else { local.min(kernel.max_work_group()) };
+    let local = group_of(&kernel, local);
     let mut kernel_launch = KernelLaunch::new(kernel, items, local);
     operands.iter().enumerate().filter(|(_, o)| o.used).for_each(|(k, _)| kernel_launch.tensor(k));
     if has_strides {

@@ -3,7 +3,7 @@
 use smallvec::SmallVec;
 
 use crate::backend::opencl::geometry::{
-    STRIDED_DIMS, flag, group_size, index_type, is_wide, lanes, vector_defines, vector_width,
+    LOCAL, STRIDED_DIMS, flag, group_of, group_size, index_type, is_wide, lanes, vector_defines, vector_width,
 };
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::launch_cache::{self, Key, OpKind};
@@ -127,7 +127,7 @@ impl Schedule {
             let (slices, chunk) = cut(n, wanted, enough / 4, 32);
             let global = items * slices;
             // Groups cost something when there are thousands; few items are better spread one by one.
-            let local = if global >= 64 * 8 * units { 64 } else { 1 };
+            let local = if global >= 64 * 8 * units { LOCAL } else { 1 };
             return Schedule { width: 1, by_column, lanes: 1, slices, chunk, global, local };
         }
         let group = group_size(device);
@@ -219,7 +219,8 @@ impl Kind<'_> {
         };
         // Pairs are 16 bytes, two elements of the tensor that holds them.
         let elements = |pairs: bool| if pairs { 2 } else { 1 };
-        let mut launch = KernelLaunch::new(kernel, schedule.global, schedule.local);
+        let local = group_of(&kernel, schedule.local);
+        let mut launch = KernelLaunch::new(kernel, schedule.global, local);
         launch.tensor_from(x, start, elements(self.stage == Stage::Second));
         launch.tensor_from(y, 0, elements(self.stage == Stage::First));
         launch.words(plan.kept.words());

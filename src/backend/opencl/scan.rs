@@ -1,6 +1,8 @@
 //! Scans on OpenCL: `kernels/scan.cl`, in one launch or three.
 
-use crate::backend::opencl::geometry::{STRIDED_DIMS, arguments, flag, group_size, index_type, is_wide, words};
+use crate::backend::opencl::geometry::{
+    LOCAL, STRIDED_DIMS, arguments, flag, group_of, group_size, index_type, is_wide, words,
+};
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::problem::lines::Lines;
 use crate::backend::problem::scan::Scan;
@@ -88,8 +90,8 @@ impl ScanLaunches<'_> {
         let (n, slices_of_line) = if phase == Phase::Between { (slices, 1) } else { (lines.n, slices) };
         let items = lines.count * slices_of_line;
         let (global, local) = match (self.serial, device.info().kind) {
-            (true, DeviceKind::Cpu) => (items, if items >= 512 * device.info().compute_units { 64 } else { 1 }),
-            (true, _) => (items, 64),
+            (true, DeviceKind::Cpu) => (items, if items >= 512 * device.info().compute_units { LOCAL } else { 1 }),
+            (true, _) => (items, LOCAL),
             (false, _) => (items * self.group, self.group),
         };
         let wide = is_wide([lines.count * lines.n, global + local]);
@@ -122,7 +124,7 @@ impl ScanLaunches<'_> {
                 Arg::U64(slices_of_line as u64),
             ],
         );
-        device.launch(&kernel, &args, &[global], &[local])
+        device.launch(&kernel, &args, &[global], &[group_of(&kernel, local)])
     }
 
     fn source(&self, phase: Phase, wide: bool) -> String {

@@ -1,6 +1,6 @@
 //! `arange` and `linspace` on OpenCL: `kernels/sequence.cl`.
 
-use crate::backend::opencl::geometry::{arguments, flag};
+use crate::backend::opencl::geometry::{LOCAL, arguments, flag, group_of};
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::problem::sequence::Sequence;
 use crate::device::DeviceKind;
@@ -9,8 +9,7 @@ use crate::{DType, Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/sequence.cl");
 
-/// Work-items a group, and elements of each on GPUs.
-const LOCAL: usize = 64;
+/// Elements of a work-item on GPUs.
 const PER_ITEM: usize = 8;
 
 /// Writes all of a new vector, where the device has the doubles that this may take.
@@ -25,7 +24,7 @@ pub(crate) fn run(values: Sequence, out: &Tensor) -> Result<bool> {
     let params = [out.dtype as u64, float.into(), per_item as u64];
     let kernel = kernel(device, KernelKey::new("sequence", &params), "sequence", || {
         let (t, float) = (out.dtype, flag(float, "FLOAT"));
-        format!("#define T {t}\n#define PER_ITEM {per_item}\n#define LOCAL {LOCAL}\n{float}{TEMPLATE}")
+        format!("#define T {t}\n#define PER_ITEM {per_item}\n{float}{TEMPLATE}")
     })?;
     let y = out.device_view()?;
     let [start, step, end] = match values {
@@ -35,7 +34,7 @@ pub(crate) fn run(values: Sequence, out: &Tensor) -> Result<bool> {
     let middle = if let Sequence::Float { middle, .. } = values { middle } else { count };
     let [count, middle] = [count, middle].map(|n| Arg::U64(n as u64));
     let args = arguments(&[&y], [count, start, step, middle, end]);
-    device.launch(&kernel, &args, &[out.numel().div_ceil(per_item)], &[LOCAL])?;
+    device.launch(&kernel, &args, &[out.numel().div_ceil(per_item)], &[group_of(&kernel, LOCAL)])?;
     Ok(true)
 }
 

@@ -1,7 +1,8 @@
 //! Softmax and its kin on OpenCL: `kernels/softmax.cl`.
 
 use crate::backend::opencl::geometry::{
-    STRIDED_DIMS, group_size, groups_kept, index_type, is_wide, lanes, vector_defines, vector_width, words,
+    LOCAL, STRIDED_DIMS, group_of, group_size, groups_kept, index_type, is_wide, lanes, vector_defines, vector_width,
+    words,
 };
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::launch_cache::{self, Key, OpKind};
@@ -125,7 +126,7 @@ pub(crate) fn prepare(kind: RowOp, tensors: [&Tensor; 3], rows: &SoftmaxRows) ->
     };
     let build = |schedule: &Schedule| {
         let (global, local) = match cpu {
-            true => (count, if count >= 64 * 8 * units { 64 } else { 1 }),
+            true => (count, if count >= 64 * 8 * units { LOCAL } else { 1 }),
             false => (count.div_ceil(schedule.group / schedule.lanes) * schedule.group, schedule.group),
         };
         let wide = is_wide([n, global]);
@@ -149,6 +150,7 @@ pub(crate) fn prepare(kind: RowOp, tensors: [&Tensor; 3], rows: &SoftmaxRows) ->
             let defines = defines(x, rank, wide, schedule.group) + &schedule.defines(x.dtype);
             format!("{defines}#define {name}\n{STRIDED_DIMS}{TEMPLATE}")
         })?;
+        let local = if cpu { group_of(&kernel, local) } else { local };
         Ok::<_, Error>((kernel, global, local))
     };
     let made = build(&schedule)?;

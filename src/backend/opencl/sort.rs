@@ -1,7 +1,7 @@
 //! Sorting on OpenCL: `kernels/sort.cl`. Blocks first, then launches that each make one run of two.
 
 use crate::backend::opencl::geometry::{
-    STRIDED_DIMS, arguments, bits_type, flag, group_size, index_type, is_wide, words,
+    LOCAL, STRIDED_DIMS, arguments, bits_type, flag, group_of, group_size, index_type, is_wide, words,
 };
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::problem::lines::Lines;
@@ -14,8 +14,6 @@ use crate::{Compute, DType, Result, Tensor};
 const KEYS: &str = include_str!("../../../kernels/key.cl");
 const TEMPLATE: &str = include_str!("../../../kernels/sort.cl");
 
-/// Work-items a group where they do not work together.
-const LOCAL: usize = 64;
 /// Elements that a processor's work-item sorts by itself: a power of four, so that they end up where they began.
 const SERIAL: usize = 1 << 12;
 /// Elements that a group sorts in local memory, where their indices have 32 bits: with keys of 64 bits 12 KiB.
@@ -124,7 +122,7 @@ impl SortLaunches<'_> {
                 Arg::U64(run as u64),
             ],
         );
-        device.launch(&kernel, &args, &[global], &[local])
+        device.launch(&kernel, &args, &[global], &[group_of(&kernel, local)])
     }
 
     fn source(&self, stage: Stage, last: bool, wide: bool) -> String {
@@ -183,5 +181,5 @@ pub(crate) fn search(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right:
     let words = Arg::Bytes(bytemuck::cast_slice(&words));
     let others = [words, Arg::U64(count as u64), Arg::U64(n as u64), Arg::I64(step as i64)];
     let args = arguments(&[&x, &v, &y], others);
-    device.launch(&kernel, &args, &[count], &[LOCAL])
+    device.launch(&kernel, &args, &[count], &[group_of(&kernel, LOCAL)])
 }

@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use crate::backend::opencl::geometry::{STRIDED_DIMS, arguments, bits_type, flag, index_type, is_wide, types};
+use crate::backend::opencl::geometry::{
+    LOCAL, STRIDED_DIMS, arguments, bits_type, flag, group_of, index_type, is_wide, types,
+};
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::problem::windows::{Task, Windows, words};
 use crate::device::opencl::{Arg, ClDevice, ClKernel};
@@ -10,8 +12,6 @@ use crate::{DType, Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/window.cl");
 
-/// Work-items a group.
-const LOCAL: usize = 64;
 /// Work-items that occupy a compute unit.
 const BUSY: usize = 2048;
 
@@ -58,7 +58,7 @@ pub(crate) fn unfold(w: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Res
     let (from, to) = (x.device_view()?, out.device_view()?);
     let numbers = [Arg::U64(count as u64), Arg::U32(each as u32), Arg::U32(inside.into())];
     let args = arguments(&[&from, &to], [Arg::Bytes(bytemuck::cast_slice(&words))].into_iter().chain(numbers));
-    device.launch(&kernel, &args, &[items], &[LOCAL])
+    device.launch(&kernel, &args, &[items], &[group_of(&kernel, LOCAL)])
 }
 
 pub(crate) fn fold(w: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> {
@@ -68,7 +68,7 @@ pub(crate) fn fold(w: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> {
     let words = words(w, columns, columns.strides());
     let (from, to) = (columns.device_view()?, out.device_view()?);
     let args = arguments(&[&from, &to], [Arg::Bytes(bytemuck::cast_slice(&words)), Arg::U64(count as u64)]);
-    device.launch(&kernel, &args, &[count], &[LOCAL])
+    device.launch(&kernel, &args, &[count], &[group_of(&kernel, LOCAL)])
 }
 
 pub(crate) fn run(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> {
@@ -91,5 +91,5 @@ pub(crate) fn run(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Ten
             arguments(&[&from, &to], [words, number, Arg::I64(divisor.code())])
         }
     };
-    device.launch(&kernel, &args, &[count], &[LOCAL])
+    device.launch(&kernel, &args, &[count], &[group_of(&kernel, LOCAL)])
 }

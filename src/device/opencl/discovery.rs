@@ -27,6 +27,11 @@ use crate::device::lock;
 use crate::device::{Device, DeviceInfo, DeviceKind, log};
 use crate::{Error, Result};
 
+/// The least that kernels need, in work-items of a group and bytes of local memory. Processors have kernels of their own, which
+/// take groups of any size and no local memory.
+const LEAST_GROUP: u64 = 32;
+const LEAST_LOCAL: u64 = 16 << 10;
+
 /// What to install where nothing is found.
 const INSTALL: &str = "install your GPU vendor's driver, or for the processor PoCL: \
                        `apt-get install pocl-opencl-icd ocl-icd-libopencl1`";
@@ -228,6 +233,7 @@ pub(super) fn discover(choice: &str) -> Result<Discovery, ClError> {
                 }
                 Err(Silent::Unusable(why)) => {
                     _ = write!(skipped, " ({p}:{d} {why})");
+                    log::emit(move || tracing::warn!(platform = p, index = d, why, "device left out"));
                     continue;
                 }
             };
@@ -383,7 +389,24 @@ fn standing(id: cl_device_id) -> Result<(DeviceKind, usize), Silent> {
         k if k & cl::CL_DEVICE_TYPE_ACCELERATOR != 0 => DeviceKind::Accelerator,
         _ => return Err(Silent::Unusable("is of no known type".into())),
     };
+    if kind != DeviceKind::Cpu {
+        let (group, local) = (number(cl::CL_DEVICE_MAX_WORK_GROUP_SIZE)?, number(cl::CL_DEVICE_LOCAL_MEM_SIZE)?);
+        if let Some(lack) = lack(group, local) {
+            return Err(Silent::Unusable(lack));
+        }
+    }
     Ok((kind, number(cl::CL_DEVICE_MAX_COMPUTE_UNITS)? as usize))
+}
+
+/// What a device of such groups and so much local memory lacks, if anything.
+fn lack(group: u64, local: u64) -> Option<String> {
+    match () {
+        _ if group < LEAST_GROUP => {
+            Some(format!("has work-groups of {group} work-items, and kernels need {LEAST_GROUP}"))
+        }
+        _ if local < LEAST_LOCAL => Some(format!("has {local} bytes of local memory, and kernels need {LEAST_LOCAL}")),
+        _ => None,
+    }
 }
 
 fn has_unified_memory(id: cl_device_id) -> Result<bool, ClError> {

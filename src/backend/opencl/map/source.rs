@@ -55,7 +55,9 @@ pub(crate) fn write(
     // Writing to a String cannot fail.
     if rank > 0 {
         let n = operands.len();
-        let _ = writeln!(w, "typedef struct {{ ulong dims[{rank}]; long strides[{n}][{rank}]; }} layout_t;");
+        // One array of strides: Mesa counts only the outermost dimension of an array of arrays in an argument's size.
+        let _ = writeln!(w, "typedef struct {{ ulong dims[{rank}]; long strides[{}]; }} layout_t;", n * rank);
+        let _ = writeln!(w, "#define STRIDE(k, d) layout.strides[(k) * {rank} + (d)]");
     }
     w.push_str(&launch.program.emit(launch.compute, "compute"));
     let writer = Writer { launch, operands, streamed: matches!(form, Form::Vector { streamed: true, .. }) };
@@ -87,7 +89,7 @@ pub(crate) fn write(
             for (k, o) in operands.iter().enumerate().filter(|(_, o)| o.used && o.reach == Reach::Tile) {
                 let space = if local > 1 { "__local " } else { "" };
                 let _ = write!(transposed, "{space}{}_t tile{k}[TILE][TILE + 1]; ", o.dtype);
-                let line = format!("at{k} + (long)(column + c) * layout.strides[{k}][{inner}] + row");
+                let line = format!("at{k} + (long)(column + c) * STRIDE({k}, {inner}) + row");
                 let _ = write!(fetch, "tile{k}[c][r] = p{k}[{line} + r]; ");
                 let _ = write!(fetch_line, "LOAD_LINE(p{k} + {line}, tile{k}[c]); ");
             }
@@ -102,8 +104,8 @@ pub(crate) fn write(
             for (k, _) in operands.iter().enumerate().filter(|(_, o)| o.used && direct(o)) {
                 let _ = write!(
                     element,
-                    "const ulong i{k} = at{k} + (long)(row + r) * layout.strides[{k}][{dim}] \
-                     + (long)(column + c) * layout.strides[{k}][{inner}]; "
+                    "const ulong i{k} = at{k} + (long)(row + r) * STRIDE({k}, {dim}) \
+                     + (long)(column + c) * STRIDE({k}, {inner}); "
                 );
             }
             writer.body(
@@ -224,7 +226,7 @@ impl Writer<'_> {
             let divide = format!("const INDEX n = layout.dims[{d}]; const INDEX i = rest % n; rest /= n;");
             let _ = write!(s, "{{ {} ", if n > 0 { &divide } else { "const INDEX i = rest;" });
             for (k, _) in self.used().filter(|(_, o)| o.is_strided()) {
-                let _ = write!(s, "at{k} += (long)i * layout.strides[{k}][{d}]; ");
+                let _ = write!(s, "at{k} += (long)i * STRIDE({k}, {d}); ");
             }
             s.push_str("} ");
         }
@@ -278,8 +280,8 @@ impl Writer<'_> {
         for (k, _) in self.used().filter(|(_, o)| direct(o)) {
             let _ = write!(
                 s,
-                "const ulong i{k} = at{k} + (long)(row + r) * layout.strides[{k}][{dim}] \
-                 + (long)column * layout.strides[{k}][{inner}]; "
+                "const ulong i{k} = at{k} + (long)(row + r) * STRIDE({k}, {dim}) \
+                 + (long)column * STRIDE({k}, {inner}); "
             );
         }
         let outputs = || self.used().filter(|(k, _)| *k >= inputs);
@@ -291,7 +293,7 @@ impl Writer<'_> {
             let o = &self.operands[k];
             match o.reach {
                 Reach::Tile => format!("from_{}(tile{k}[k][r])", o.dtype),
-                _ if direct(o) => format!("load_{}(p{k}, i{k} + (long)k * layout.strides[{k}][{inner}])", o.dtype),
+                _ if direct(o) => format!("load_{}(p{k}, i{k} + (long)k * STRIDE({k}, {inner}))", o.dtype),
                 _ => format!("load_{}(p{k}, at{k})", o.dtype),
             }
         };

@@ -52,6 +52,13 @@ fn messages_say_what_was_looked_for_and_what_to_install() {
 }
 
 #[test]
+fn devices_below_the_least_say_what_they_lack() {
+    assert_eq!([lack(32, 16 << 10), lack(1024, 48 << 10)], [None, None]);
+    assert_eq!(lack(31, 0).unwrap(), "has work-groups of 31 work-items, and kernels need 32");
+    assert_eq!(lack(32, (16 << 10) - 1).unwrap(), "has 16383 bytes of local memory, and kernels need 16384");
+}
+
+#[test]
 fn drivers_strings() {
     assert_eq!(text(b"  a b \0"), "a b");
     assert_eq!(version("1.2 PoCL"), Some((1, 2)));
