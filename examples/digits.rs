@@ -34,6 +34,8 @@ struct Args {
     /// Seed of the initial weights and of the order of the images
     #[arg(long, default_value_t = 1)]
     seed: u64,
+    #[command(flatten)]
+    watch: common::Watch,
 }
 
 const PIXELS: usize = 64;
@@ -48,6 +50,7 @@ fn accuracy(net: &Sequential, set: &Set) -> claystone::Result<f64> {
 fn main() -> common::Outcome {
     let args = Args::parse();
     common::announce(args.device)?;
+    let watching = args.watch.start()?;
     let (train, test) = images::digits(args.device, args.dtype)?;
 
     claystone::manual_seed(args.seed);
@@ -104,5 +107,6 @@ fn main() -> common::Outcome {
     println!("loss curve in {}", figure.display());
     println!("{}", args.device.memory_stats()?);
     println!("test accuracy {:.3}", accuracy(&net, &test)?);
+    watching.finish()?;
     Ok(())
 }

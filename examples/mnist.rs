@@ -38,6 +38,8 @@ struct Args {
     /// Seed of the initial weights and of the order of the images
     #[arg(long, default_value_t = 1)]
     seed: u64,
+    #[command(flatten)]
+    watch: common::Watch,
 }
 
 /// For images of one channel, of any size that can be halved twice.
@@ -75,6 +77,7 @@ fn accuracy(net: &Sequential, set: &Set) -> claystone::Result<f64> {
 fn main() -> common::Outcome {
     let args = Args::parse();
     common::announce(args.device)?;
+    let watching = args.watch.start()?;
     let (train, test) = match &args.data {
         Some(folder) => images::idx(folder, args.device, args.dtype)?,
         None => images::digits(args.device, args.dtype)?,
@@ -118,5 +121,6 @@ fn main() -> common::Outcome {
     println!("trained in {:.1} s", start.elapsed().as_secs_f64());
     println!("{}", args.device.memory_stats()?);
     println!("test accuracy {:.3}", accuracy(&net, &test)?);
+    watching.finish()?;
     Ok(())
 }

@@ -30,6 +30,8 @@ struct Args {
     /// Seed of the points and of the initial weights
     #[arg(long, default_value_t = 1)]
     seed: u64,
+    #[command(flatten)]
+    watch: common::Watch,
 }
 
 const ARMS: usize = 3;
@@ -56,6 +58,7 @@ fn classify(net: &Sequential, points: &Tensor) -> claystone::Result<Vec<i64>> {
 fn main() -> common::Outcome {
     let args = Args::parse();
     common::announce(args.device)?;
+    let watching = args.watch.start()?;
     claystone::manual_seed(args.seed);
     let (points, arms) = spirals(args.points)?;
     let x = Tensor::from_slice(points.as_flattened(), [points.len(), 2], args.device)?;
@@ -93,6 +96,7 @@ fn main() -> common::Outcome {
 
     let right = classify(&net, &x)?.iter().zip(&arms).filter(|(guess, arm)| guess == arm).count();
     println!("accuracy {:.3}", right as f64 / arms.len() as f64);
+    watching.finish()?;
     Ok(())
 }
 

@@ -31,6 +31,8 @@
 //! - [`device`]: where work runs. Discovery, streams and events, the program cache.
 //! - [`io`]: npy, npz and safetensors files. [`file`](mod@file): files that are replaced as a whole. [`tune`]: measuring which parameters of kernels suit a device.
 //!
+//! - [`profiler`]: where the time goes, as a trace and as a table.
+//!
 //! `docs/architecture.md` describes the private layers between them.
 //!
 //! Methods return [`Result`]: one sentence with the operation, the shapes or dtypes and what to do. The operators
@@ -50,6 +52,7 @@ mod layout;
 pub mod nn;
 pub mod ops;
 pub mod optim;
+pub mod profiler;
 pub mod storage;
 pub mod tensor;
 pub mod tune;

@@ -61,6 +61,8 @@ struct Args {
     /// Characters to write at the end
     #[arg(long, default_value_t = 400)]
     sample: usize,
+    #[command(flatten)]
+    watch: common::Watch,
 }
 
 /// The text of a file, or of all sources in a folder, in the order of their names.
@@ -93,6 +95,7 @@ fn write(gpt: &Gpt, numbers: &[i64], count: usize, device: Device) -> Result<Vec
 fn main() -> Outcome {
     let args = Args::parse();
     common::announce(args.device)?;
+    let watching = args.watch.start()?;
     let mut text = String::new();
     let own = [Path::new(env!("CARGO_MANIFEST_DIR")).join("src")];
     for path in if args.text.is_empty() { &own[..] } else { &args.text } {
@@ -155,5 +158,6 @@ fn main() -> Outcome {
     println!("{:.1} ms a step; loss on text held out {:.3}", 1e3 * seconds / args.steps as f64, total / BATCHES as f64);
     let written = no_grad(|| write(&gpt, &held[..args.context.min(held.len())], args.sample, args.device))?;
     println!("{}", written.iter().map(|&n| text.characters[n as usize]).collect::<String>());
+    watching.finish()?;
     Ok(())
 }

@@ -9,6 +9,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use claystone::Device;
+use claystone::profiler::{Profiler, SortBy};
 use indicatif::{ProgressBar, ProgressStyle};
 use plotters::prelude::*;
 use plotters::style::register_font;
@@ -26,6 +27,39 @@ pub fn announce(device: Device) -> claystone::Result<()> {
     let info = device.info()?;
     println!("device {device}: {} ({} compute units)", info.name.trim(), info.compute_units);
     Ok(())
+}
+
+/// Options for looking at what an example does.
+#[derive(Debug, clap::Args)]
+pub struct Watch {
+    /// Record a profile to FILE (for ui.perfetto.dev, claystone profile and claystone view) and print its table
+    #[arg(long, value_name = "FILE")]
+    profile: Option<PathBuf>,
+}
+
+/// What is recorded until [`finish`](Self::finish).
+pub struct Watching<'a>(Option<(Profiler, &'a Path)>);
+
+impl Watch {
+    /// Begins to record what the options ask for.
+    pub fn start(&self) -> claystone::Result<Watching<'_>> {
+        Ok(Watching(self.profile.as_deref().map(|file| Ok((Profiler::start()?, file))).transpose()?))
+    }
+}
+
+impl Watching<'_> {
+    /// Writes what was recorded.
+    pub fn finish(self) -> claystone::Result<()> {
+        let Some((profiler, file)) = self.0 else { return Ok(()) };
+        let profile = profiler.stop()?;
+        profile.save(file)?;
+        println!(
+            "{}profile in {}",
+            profile.key_averages().sorted_by(SortBy::DeviceTime).limited_to(20),
+            file.display()
+        );
+        Ok(())
+    }
 }
 
 /// A bar of `steps` steps on stderr; nothing where stderr is not a terminal.

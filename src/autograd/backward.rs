@@ -10,6 +10,8 @@ use super::context::{Context, Gradient};
 use super::grad::Wanted;
 use super::node::{Leaf, Node, Operation, State};
 use super::{Gradients, autocast, enable_grad, modes, no_grad};
+use crate::device::StreamId;
+use crate::device::profiler::{self, Kind};
 use crate::{Error, Result, Tensor};
 
 /// A node waiting in the heap, ordered by age.
@@ -102,7 +104,9 @@ impl Engine {
             let multiplied = SmallVec::from_elem(false, node.inputs.len());
             let mut context =
                 Context { engine: self, node: &node, grad, gradients: &gradients, slots, factor, multiplied };
+            let recorded = profiler::span(Kind::Backward, node.op, None, StreamId::DEFAULT, 0);
             let results = (operation.backward)(&mut context)?;
+            drop(recorded);
             let multiplied = std::mem::take(&mut context.multiplied);
             // They go before the results are added up: their handles on gradients would make these look shared.
             drop(context);

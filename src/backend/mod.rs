@@ -16,6 +16,7 @@ macro_rules! methods {
 pub(crate) mod cpu;
 pub(crate) mod opencl;
 pub(crate) mod problem;
+pub(crate) mod profiled;
 #[cfg(test)]
 mod reference;
 
@@ -23,6 +24,8 @@ use crate::backend::problem::{
     Blocking, Channels, Chosen, Combine, Convolution, Formulas, Gemm, Indexed, LabelEntropy, Normalisation, Nth,
     Recorder, Reduction, Resize, Scan, Sequence, Softmax, Task, Tuning, Views, Windows,
 };
+use crate::backend::profiled::{Profiled, describe};
+use crate::device::profiler;
 use crate::layout::Layout;
 use crate::{DType, Device, Error, Expr, Result, Scalar, Shape, Tensor};
 
@@ -151,8 +154,17 @@ pub(crate) trait Backend: Sync {
 #[inline(always)]
 pub(crate) fn of(device: Device) -> &'static dyn Backend {
     match device {
+        _ if profiler::is_on() => profiled(device),
         Device::Cpu => &cpu::Cpu,
         Device::OpenCL(_) => &opencl::OpenCl,
+    }
+}
+
+#[cold]
+fn profiled(device: Device) -> &'static dyn Backend {
+    match device {
+        Device::Cpu => &Profiled(&cpu::Cpu),
+        Device::OpenCL(_) => &Profiled(&opencl::OpenCl),
     }
 }
 
@@ -220,6 +232,7 @@ pub(crate) fn written(made: Tensor) -> Tensor {
 /// How to fill a new result with a primitive of operands that have its dtype, shape and strides, where the device has a short way.
 #[inline]
 pub(crate) fn primitive<'a>(
+    op: &'static str,
     inputs: &'a [&'a Tensor],
     scalars: &'a [Scalar],
     expr: &'a Expr,
@@ -228,7 +241,10 @@ pub(crate) fn primitive<'a>(
     match inputs.first()?.device() {
         Device::Cpu => {
             let primitive = cpu::flat::Primitive::of(inputs, scalars, expr, dtype)?;
-            Some(move |out: &Tensor| cpu::counted(primitive.fill(out)))
+            Some(move |out: &Tensor| {
+                let _recorded = profiler::operation(|| describe(op, inputs.iter().copied().chain([out])));
+                cpu::counted(primitive.fill(out))
+            })
         }
         Device::OpenCL(_) => None,
     }

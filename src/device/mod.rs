@@ -29,6 +29,7 @@ mod lock;
 pub(crate) mod log;
 mod name;
 pub(crate) mod opencl;
+pub(crate) mod profiler;
 pub(crate) mod stream;
 
 use crate::error::Excerpt;

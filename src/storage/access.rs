@@ -12,9 +12,10 @@ use super::captured;
 use super::driver::MemoryKind;
 use super::driver::opencl::ClPlace;
 use super::driver::staging::{self, PinnedBytes};
-use crate::device::capture;
 use crate::device::cpu::bulk::{copy, fill, to_vec};
 use crate::device::cpu::huge_pages::advise_huge;
+use crate::device::profiler::{self, Kind, Span};
+use crate::device::{StreamId, capture};
 use crate::{Device, Error, Result};
 
 /// Copies between devices go through a host buffer of at most this size.
@@ -131,6 +132,12 @@ pub(crate) fn with_few<const N: usize, R>(
     Ok(result)
 }
 
+/// Records what is done with bytes of the CPU device, until the value is dropped.
+#[inline]
+fn on_cpu(kind: Kind, name: &'static str, bytes: usize) -> Option<Span> {
+    profiler::span(kind, name, Device::Cpu, StreamId::DEFAULT, bytes)
+}
+
 impl Storage {
     /// The buffer and the offset to enqueue work on. Empty storages have none, nor need it: callers launch nothing.
     #[inline(always)] // part of every launch, see `Tensor::device_view`
@@ -171,6 +178,7 @@ impl Storage {
             return Ok(());
         }
         if self.device() == Device::Cpu {
+            let _recorded = on_cpu(Kind::Read, "read", dst.len());
             return with_host(&[self], &[], |r, _| copy(dst, &r[0][range]));
         }
         if self.read_spilled(range, dst)? {
@@ -188,6 +196,7 @@ impl Storage {
     ) -> Result<Vec<T>> {
         if self.device() == Device::Cpu && count > 0 {
             let range = self.range("read", offset, count * size_of::<T>())?;
+            let _recorded = on_cpu(Kind::Read, "read", range.len());
             return with_host(&[self], &[], |r, _| to_vec(bytemuck::cast_slice(&r[0][range])));
         }
         let mut values: Vec<T> = bytemuck::zeroed_vec(count); // a large one comes untouched, as zeros of the system's
@@ -232,6 +241,7 @@ impl Storage {
             return Ok(());
         }
         if self.device() == Device::Cpu {
+            let _recorded = on_cpu(Kind::Write, "write", src.len());
             return with_host(&[], &[self], |_, w| copy(&mut w[0][range], src));
         }
         capture::refuse(self.device(), "write", "values of the host would be there once: make the tensor outside")?;
@@ -253,6 +263,8 @@ impl Storage {
         if bytes == 0 {
             return Ok(());
         }
+        let on_cpu = (self.device(), src.device()) == (Device::Cpu, Device::Cpu);
+        let _recorded = on_cpu.then(|| self::on_cpu(Kind::Copy, "copy", bytes));
         match (self.device(), src.device()) {
             (Device::Cpu, Device::Cpu) if self.ptr_eq(src) => {
                 with_host(&[], &[self], |_, w| w[0].copy_within(from, offset))
@@ -288,6 +300,7 @@ impl Storage {
             return Ok(());
         }
         if self.device() == Device::Cpu {
+            let _recorded = on_cpu(Kind::Fill, "fill", bytes);
             return with_host(&[], &[self], |_, w| fill(&mut w[0][range], pattern));
         }
         let to = self.cl()?;

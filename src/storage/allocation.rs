@@ -16,7 +16,7 @@ use super::driver::opencl::OpenCl;
 use super::driver::staging::{self, PinnedBytes};
 use super::registry::{self, Current};
 use super::{captured, scope};
-use crate::device::{Stream, capture};
+use crate::device::{Stream, capture, profiler};
 use crate::{Device, Element, Error, Result};
 
 /// A handle on bytes of one device. Cloning makes another handle on the same bytes.
@@ -409,6 +409,9 @@ impl Lease {
         if !is_own && !fits(&block, device, bytes) {
             return Err(refused(allocator, block, device, bytes));
         }
+        if profiler::is_on() {
+            record_change(allocator, block.size() as i64);
+        }
         Ok(Lease { block: ManuallyDrop::new(block), owner })
     }
 
@@ -421,6 +424,15 @@ impl Lease {
     pub(super) fn is_spilled(&self) -> bool {
         matches!(self.block.place().segment().memory().0, MemoryKind::Spilled(_))
     }
+}
+
+/// Tells the profiler that so many bytes more are allocated, or fewer.
+#[cold]
+fn record_change(allocator: &dyn Allocator, bytes: i64) {
+    profiler::memory(allocator.device(), bytes, || {
+        let stats = allocator.stats();
+        [stats.allocated_bytes.current, stats.reserved_bytes.current]
+    });
 }
 
 /// Gives back a block that is not what was asked for.
@@ -447,6 +459,10 @@ impl Drop for Lease {
     fn drop(&mut self) {
         // SAFETY: taken once, here, and not used again.
         let block = unsafe { ManuallyDrop::take(&mut self.block) };
+        let size = block.size() as i64;
         self.allocator().deallocate(block);
+        if profiler::is_on() {
+            record_change(self.allocator(), -size);
+        }
     }
 }

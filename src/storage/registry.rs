@@ -13,7 +13,7 @@ use super::driver::{Driver, driver};
 use super::guard::GuardAllocator;
 use super::history::device_number;
 use super::pool::PoolAllocator;
-use crate::{Device, Error, Result};
+use crate::{Device, Error, Result, profiler};
 
 /// A device's allocator.
 pub(super) struct Current {
@@ -159,5 +159,7 @@ fn find(device: Device) -> Result<&'static Current> {
     }
     drop(table);
     let made = build_allocator(driver(device)?, Config::of_process()?.clone())?;
-    Ok(insert(device, Current::new(device, made, true)?, false))
+    let current = Current::new(device, made, true)?;
+    profiler::first_use(device);
+    Ok(insert(device, current, false))
 }

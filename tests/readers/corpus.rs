@@ -11,6 +11,17 @@ use zip::{CompressionMethod, ZipWriter};
 
 use crate::targets::CACHE_FILE;
 
+/// A profile with an event of each kind.
+const PROFILE: &str = r#"{"otherData":{"duration_us":200.0,"dropped_events":3,
+"devices":[{"device":"opencl:0","name":"Some GPU","pid":1,"copy_bytes_per_s":1e9}]},"traceEvents":[
+{"ph":"M","name":"thread_name","pid":0,"tid":4,"args":{"name":"main"}},
+{"ph":"X","cat":"operation","name":"matmul","pid":0,"tid":4,"ts":10,"dur":20,"args":{"device":"opencl:0","bytes":104}},
+{"ph":"X","cat":"launch","name":"gemm","pid":0,"tid":4,"ts":12,"dur":5,"args":{"device":"opencl:0","launch":1}},
+{"ph":"X","cat":"kernel","name":"gemm","pid":1,"tid":0,"ts":20,"dur":30,"args":{"device":"opencl:0","launch":1,
+"operation":"matmul","shapes":[[2,3],[3,4]],"dtype":"f32","bytes":104,"flops":48,"queued_us":13,"submitted_us":15}},
+{"ph":"s","id":1,"cat":"launch","name":"launch","pid":0,"tid":4,"ts":12},
+{"ph":"C","name":"memory opencl:0","pid":1,"ts":30,"args":{"allocated":100,"reserved":2000}}]}"#;
+
 /// The whole inputs of a reader.
 pub fn of(name: &str) -> Vec<Vec<u8>> {
     let texts = |texts: &[&str]| texts.iter().map(|text| text.as_bytes().to_vec()).collect();
@@ -22,6 +33,7 @@ pub fn of(name: &str) -> Vec<Vec<u8>> {
         "safetensors" | "mapped" => vec![written("x.safetensors")],
         "pickle" => vec![snapshot().to_pickle().unwrap(), PYTORCH.to_vec(), shared(3, 4)],
         "json" => vec![snapshot().to_json().unwrap().into_bytes()],
+        "profile" => texts(&[PROFILE]),
         "csv" => vec![log()],
         "traces" => {
             let mut all = vec![log(), snapshot().to_pickle().unwrap(), snapshot().to_json().unwrap().into_bytes()];

@@ -6,6 +6,7 @@ use std::cell::RefCell;
 use std::fs;
 use std::path::PathBuf;
 
+use claystone::profiler::Profile;
 use claystone::storage::{Config, CsvEvent, MappedFile, Snapshot};
 use claystone::{DType, Device, Result, Tensor, io};
 use tempfile::TempDir;
@@ -84,6 +85,13 @@ pub fn csv(bytes: &[u8]) {
     seen(CsvEvent::read_all(bytes));
 }
 
+pub fn profile(bytes: &[u8]) {
+    if let Some(profile) = seen(Profile::from_bytes(bytes)) {
+        let _ = (profile.key_averages_by_shape().to_string(), profile.timings().to_string());
+        profile.write(&mut std::io::sink()).expect("what is read is written");
+    }
+}
+
 pub fn traces(bytes: &[u8]) {
     match trace::Trace::read(bytes, "trace") {
         Ok(traces) => traces.iter().for_each(|trace| assert_eq!(trace.lifetimes().len(), trace.blocks)),
@@ -127,7 +135,7 @@ pub fn cache(bytes: &[u8]) {
 /// A reader: what it is called, and what runs it.
 pub type Target = (&'static str, fn(&[u8]));
 
-pub const TARGETS: [Target; 12] = [
+pub const TARGETS: [Target; 13] = [
     ("npy", npy),
     ("npz", npz),
     ("safetensors", safetensors),
@@ -135,6 +143,7 @@ pub const TARGETS: [Target; 12] = [
     ("pickle", pickle),
     ("json", json),
     ("csv", csv),
+    ("profile", profile),
     ("traces", traces),
     ("config", config),
     ("device", device),

@@ -46,9 +46,11 @@ use crate::backend::problem::{
     Blocking, Channels, Chosen, Combine, Convolution, Formulas, Gemm, Indexed, LabelEntropy, Normalisation, Nth,
     Reduction, Resize, Scan, Softmax, Task, Windows,
 };
+use crate::backend::profiled::{describe, describe_flops};
 use crate::backend::written;
 use crate::device::count_launch;
 use crate::device::cpu::threads;
+use crate::device::profiler::{Operation, operation};
 use crate::layout::Layout;
 use crate::{Result, Shape, Tensor};
 
@@ -122,12 +124,14 @@ impl Backend for Cpu {
         groups: usize,
         single: bool,
     ) -> Option<Box<dyn Convolution>> {
+        let grid = windows.grid.iter().product();
         if let Some(depthwise) = depthwise::Depthwise::new(windows, x, weight, groups) {
-            return Some(Box::new(Counted(depthwise)));
+            return Some(Box::new(Counted { grid, convolution: depthwise }));
         }
         #[cfg(target_arch = "x86_64")]
         if !single {
-            return Some(Box::new(Counted(conv::Conv::new(windows, x, weight, groups)?)));
+            let convolution = conv::Conv::new(windows, x, weight, groups)?;
+            return Some(Box::new(Counted { grid, convolution }));
         }
         _ = single;
         None
@@ -139,19 +143,33 @@ impl Backend for Cpu {
     }
 }
 
-/// A convolution whose launches are counted, and whose results are new versions of their storages.
-struct Counted<C>(C);
+/// A convolution whose launches are counted and recorded, and whose results are new versions of their storages.
+struct Counted<C> {
+    convolution: C,
+    /// Windows of an image.
+    grid: usize,
+}
+
+impl<C> Counted<C> {
+    fn operation(&self, name: &'static str, images: &Tensor, weight: &Tensor) -> Operation {
+        let flops = 2 * images.shape().dims()[0] * self.grid * weight.numel();
+        describe_flops(name, [images, weight], flops)
+    }
+}
 
 impl<C: Convolution> Convolution for Counted<C> {
     fn windows(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        counted(self.0.windows(x, weight, bias)).map(written)
+        let _recorded = operation(|| self.operation("conv2d", x, weight));
+        counted(self.convolution.windows(x, weight, bias)).map(written)
     }
 
     fn images(&self, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        counted(self.0.images(y, weight, bias)).map(written)
+        let _recorded = operation(|| self.operation("conv_transpose2d", y, weight));
+        counted(self.convolution.images(y, weight, bias)).map(written)
     }
 
     fn weight(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor> {
-        counted(self.0.weight(x, y, slot)).map(written)
+        let _recorded = operation(|| describe("conv2d weight gradient", [x, y]));
+        counted(self.convolution.weight(x, y, slot)).map(written)
     }
 }

@@ -105,6 +105,7 @@ impl ReductionPlan {
 
 /// A reduction, checked: the result exists and has elements, and so does what is reduced.
 pub(crate) struct Reduction<'a> {
+    pub(crate) op: &'static str,
     /// Tells one row of the table from another.
     pub(crate) id: usize,
     pub(crate) rule: &'a Rule,

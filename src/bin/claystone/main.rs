@@ -5,6 +5,7 @@ mod devices;
 mod measure;
 mod min_capacity;
 mod plan;
+mod profile;
 mod replay;
 mod report;
 mod snapshot;
@@ -24,6 +25,7 @@ use clap::{Parser, Subcommand};
   claystone replay step.trace                  what the default allocator makes of a trace
   claystone replay --help                      the formats it reads, the columns it prints
   claystone snapshot memory.pickle             what held which memory when a snapshot was taken
+  claystone profile trace.json                 what took how long: see CLAYSTONE_PROFILE
   claystone devices                            what there is to run on
   claystone tune                               measure which parameters of kernels suit opencl:0"
 )]
@@ -36,6 +38,7 @@ struct Cli {
 enum Command {
     Replay(Box<replay::Args>),
     Snapshot(snapshot::Args),
+    Profile(profile::Args),
     /// List the devices, with their memory and driver
     Devices,
     Tune(tune::Args),
@@ -48,6 +51,7 @@ fn main() -> ExitCode {
     let done = match Cli::parse().command {
         Command::Replay(args) => replay::run(&args, &mut io::stdout()),
         Command::Snapshot(args) => snapshot::run(&args, &mut io::stdout()),
+        Command::Profile(args) => profile::run(&args, &mut io::stdout()),
         Command::Devices => devices::run(&mut io::stdout()),
         Command::Tune(args) => tune::run(&args, &mut io::stdout()),
         Command::Cache(args) => cache::run(&args, &mut io::stdout()),

@@ -1,6 +1,8 @@
 //! Copies and fills of any size. All threads of the team share a large one.
 
+use std::hint::black_box;
 use std::mem::MaybeUninit;
+use std::time::Instant;
 
 use bytemuck::AnyBitPattern;
 
@@ -23,6 +25,15 @@ pub(crate) fn copy(dst: &mut [u8], src: &[u8]) {
         let s = &src[i * PIECE..][..d.len()];
         if large { Streaming::new().copy(d, s) } else { d.copy_from_slice(s) }
     });
+}
+
+/// How many bytes a second are read and written as large memory is copied.
+pub(crate) fn copy_rate() -> f64 {
+    const COPIES: u32 = 4;
+    let (from, mut to) = (vec![1u8; 64 << 20], vec![1u8; 64 << 20]);
+    let began = Instant::now();
+    (0..COPIES).for_each(|_| copy(black_box(&mut to), black_box(&from)));
+    2.0 * from.len() as f64 * f64::from(COPIES) / began.elapsed().as_secs_f64()
 }
 
 /// The slice's elements in a vector, whose memory is not filled with zeros first; large ones with all threads of the team.

@@ -10,6 +10,7 @@ use super::transfer::in_range;
 use super::{ClDevice, ClError};
 use crate::Result;
 use crate::device::StreamId;
+use crate::device::profiler::Kind;
 
 /// The error for a driver that accepts a command and returns no event.
 const NO_EVENT: ClError = ClError::new("clEnqueueReadBuffer", -58);
@@ -30,7 +31,9 @@ impl ClDevice {
         in_range("read", src, bytes)?;
         let to = to.as_ptr().cast();
         self.start(stream, |q, event| {
-            call!(clEnqueueReadBuffer(q.raw, src.0.mem(), 0, src.1, bytes, to, 0, ptr::null(), event))
+            q.command((Kind::Read, "clEnqueueReadBuffer", bytes), event, |q, event| {
+                call!(clEnqueueReadBuffer(q, src.0.mem(), 0, src.1, bytes, to, 0, ptr::null(), event))
+            })
         })
     }
 
@@ -48,7 +51,9 @@ impl ClDevice {
         in_range("write", dst, bytes)?;
         let from = from.as_ptr().cast_const().cast();
         self.start(stream, |q, event| {
-            call!(clEnqueueWriteBuffer(q.raw, dst.0.mem(), 0, dst.1, bytes, from, 0, ptr::null(), event))
+            q.command((Kind::Write, "clEnqueueWriteBuffer", bytes), event, |q, event| {
+                call!(clEnqueueWriteBuffer(q, dst.0.mem(), 0, dst.1, bytes, from, 0, ptr::null(), event))
+            })
         })
     }
 

@@ -12,11 +12,12 @@ use std::sync::Arc;
 use opencl3::kernel::CL_KERNEL_FUNCTION_NAME;
 use opencl3::types::cl_mem;
 
-use super::driver::{ClAt, ClKernel, call, create, info};
+use super::driver::{ClAt, ClKernel, create, info};
 use super::errors::ClError;
 use super::fault::Slot;
 use super::launch::{Arg, enqueue_kernel, records_faults, set_arg};
 use super::queue::Queue;
+use super::transfer::{copy_buffer, fill};
 use super::{ClDevice, ClEvent};
 use crate::device::{self, Device, StreamId, capture};
 use crate::{Error, Result};
@@ -180,17 +181,15 @@ impl ClDevice {
 
 /// Enqueues one; gives a command to wait for if the queue is too long.
 fn submit(queue: &mut Queue, command: &Command) -> Result<Option<ClEvent>, ClError> {
-    let none = ptr::null_mut();
     match command {
         Command::Kernel { kernel, dims, global, local } => {
             return enqueue_kernel(queue, kernel, &global[..*dims], &local[..*dims]);
         }
         Command::Fill { to, offset, bytes, pattern, length } => {
-            let from = pattern.as_ptr().cast();
-            call!(clEnqueueFillBuffer(queue.raw, *to, from, *length, *offset, *bytes, 0, ptr::null(), none))?;
+            fill(queue, *to, &pattern[..*length], *offset, *bytes)?;
         }
         Command::Copy { from, to, from_offset, to_offset, bytes } => {
-            call!(clEnqueueCopyBuffer(queue.raw, *from, *to, *from_offset, *to_offset, *bytes, 0, ptr::null(), none))?;
+            copy_buffer(queue, (*from, *from_offset), (*to, *to_offset), *bytes, ptr::null_mut())?;
         }
     }
     Ok(None)

@@ -13,6 +13,7 @@ use opencl3::types::{cl_event, cl_kernel, cl_mem, cl_program};
 use super::errors::ClError;
 use super::exit;
 use super::functions::{self, Functions};
+use crate::device::profiler;
 
 /// The loaded library, or -2000 when there is none; an error once the process ends.
 pub(super) fn library() -> Result<&'static Functions, ClError> {
@@ -109,6 +110,7 @@ impl ClBuffer {
 
 impl Drop for ClBuffer {
     fn drop(&mut self) {
+        let _recorded = profiler::segment("clReleaseMemObject", None, self.bytes);
         let _ = call_unlocked!(clReleaseMemObject(self.mem));
     }
 }

@@ -7,6 +7,7 @@ use super::driver::{ClBuffer, ClEvent, ClKernel, call};
 use super::errors::ClError;
 use super::{ClDevice, capture, queue::Queue};
 use crate::device::capture::is_capturing;
+use crate::device::profiler::Kind;
 use crate::device::{StreamId, count_launch};
 use crate::{Error, Result};
 
@@ -105,6 +106,7 @@ impl ClDevice {
     /// Waits for `behind`, an earlier launch that is given when the queue has grown too long. If that one failed, or the driver
     /// does not tell, the next wait on the stream reports it; what was just submitted runs anyway.
     pub(super) fn hold_back(&self, stream: StreamId, behind: Option<ClEvent>) {
+        let _waiting = behind.as_ref().and_then(|_| self.waiting("clWaitForEvents", stream));
         if let Some(Err(e)) = behind.map(|event| event.wait_for_success()) {
             self.note_failed(stream, e.code);
         }
@@ -141,17 +143,11 @@ pub(super) fn enqueue_kernel(
     queue.since_checkpoint += 1;
     let checkpoint = queue.since_checkpoint >= CHECKPOINT_EVERY;
     let mut raw = ptr::null_mut();
-    call!(clEnqueueNDRangeKernel(
-        queue.raw,
-        kernel.raw(),
-        global.len() as u32,
-        ptr::null(),
-        global.as_ptr(),
-        local.as_ptr(),
-        0,
-        ptr::null(),
-        if checkpoint { &mut raw } else { ptr::null_mut() }
-    ))?;
+    let to = if checkpoint { &raw mut raw } else { ptr::null_mut() };
+    queue.command((Kind::Kernel, kernel.name(), 0), to, |queue, event| {
+        let (dims, global, local) = (global.len() as u32, global.as_ptr(), local.as_ptr());
+        call!(clEnqueueNDRangeKernel(queue, kernel.raw(), dims, ptr::null(), global, local, 0, ptr::null(), event))
+    })?;
     let event = (!raw.is_null()).then(|| ClEvent(raw));
     queue.unflushed += 1;
     if queue.unflushed >= queue.flush_at || checkpoint {

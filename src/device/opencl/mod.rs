@@ -24,6 +24,7 @@ mod launch;
 mod mutate;
 mod pinned;
 mod probe;
+mod profiling;
 mod program;
 mod queue;
 mod queues;
@@ -48,6 +49,7 @@ pub(crate) use host_memory::HostMemory;
 pub(crate) use launch::Arg;
 pub(crate) use pinned::ClPinned;
 pub(crate) use probe::TensorCores;
+pub(crate) use profiling::set_profiling;
 pub(crate) use program::SM_90A;
 pub(crate) use retry::Backoff;
 pub(crate) use signature::{Parameter, Space};
@@ -56,7 +58,7 @@ pub(crate) use tuning::{Knob, PARAMETERS, Tunable, times_tuned};
 pub(crate) use user_kernel::{Argument as KernelArgument, KernelBuffer, KernelTensor};
 
 use crate::Result;
-use crate::device::{Device, DeviceInfo, log};
+use crate::device::{Device, DeviceInfo, log, profiler};
 
 /// [`open`] for a device that is known to be an OpenCL device.
 pub(crate) fn open_device(device: Device) -> Result<&'static ClDevice> {
@@ -78,7 +80,11 @@ pub(crate) fn open(index: usize) -> Result<&'static ClDevice> {
     let found = entry.found(Device::OpenCL(index))?;
     let _under_way = exit::under_way();
     let device: &'static ClDevice = Box::leak(Box::new(ClDevice::open(index, found)?));
-    Ok(entry.opened.get_or_init(|| device))
+    let device = entry.opened.get_or_init(|| device);
+    if profiler::is_on() {
+        device.set_profiling(true)?;
+    }
+    Ok(device)
 }
 
 /// How many OpenCL devices there are; none where a driver fails to tell.

@@ -20,6 +20,7 @@ use super::driver::{ClKernel, Program, call, create, info, value};
 use super::errors::ClError;
 use super::exit;
 use crate::device::lock;
+use crate::device::profiler;
 use crate::device::{DeviceKind, log};
 use crate::{Error, Result};
 
@@ -184,11 +185,22 @@ impl ClDevice {
     }
 
     /// From the file if it is there and whole, otherwise from source, and then into the file.
-    fn obtain(&self, name: &str, source: &str, options: &str, cache: Option<&Cache>, file: &str) -> Result<Program> {
+    fn obtain(
+        &self,
+        name: &'static str,
+        source: &str,
+        options: &str,
+        cache: Option<&Cache>,
+        file: &str,
+    ) -> Result<Program> {
+        let span = |kind| profiler::span(kind, name, self.device(), self.current_stream(), 0);
+        let loading = cache.and_then(|_| span(profiler::Kind::Load));
         if let Some(program) = cache.and_then(|cache| self.load(cache, file, options)) {
             self.programs.from_disk.fetch_add(1, Relaxed);
             return Ok(program);
         }
+        loading.map(profiler::Span::forget);
+        let _compiling = span(profiler::Kind::Compile);
         let started = Instant::now();
         let mut program = self.compile(name, source, options)?;
         if source.contains(SM_90A) {

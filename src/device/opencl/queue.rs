@@ -5,11 +5,12 @@ use std::ptr;
 use std::thread;
 use std::time::Duration;
 
-use opencl3::types::{cl_command_queue, cl_context, cl_device_id, cl_event, cl_mem};
+use opencl3::types::{cl_command_queue, cl_command_queue_properties, cl_context, cl_device_id, cl_event, cl_mem};
 
 use super::driver::{ATTEMPTS, ClEvent, call, create};
 use super::errors::ClError;
 use super::exit;
+use super::profiling::Profiled;
 
 /// Launches after a wait that are flushed together, so that the device starts while the host goes on; twice as many each
 /// time after.
@@ -32,6 +33,10 @@ pub(super) struct Queue {
     pub failed: Option<i32>,
     /// The last answer sought by `is_idle`: what had been submitted then, and the event behind it.
     pub(super) probe: Option<(u64, ClEvent)>,
+    /// The queue that is not in use: the one that gives times, or the one that does not.
+    pub(super) other: Option<cl_command_queue>,
+    /// The commands whose times are wanted, while something is profiled.
+    pub(super) profiled: Option<Profiled>,
 }
 
 // SAFETY: a queue is a process-wide object that OpenCL's thread-safe functions take.
@@ -40,23 +45,34 @@ unsafe impl Send for Queue {}
 /// A queue is dropped only if opening its device failed.
 impl Drop for Queue {
     fn drop(&mut self) {
-        let _ = call!(clReleaseCommandQueue(self.raw));
+        for raw in [Some(self.raw), self.other].into_iter().flatten() {
+            let _ = call!(clReleaseCommandQueue(raw));
+        }
     }
 }
 
 impl Queue {
     /// A new queue of a device.
     pub(super) fn create(context: cl_context, id: cl_device_id) -> Result<Queue, ClError> {
-        let raw = exit::call(|| create!(clCreateCommandQueue(context, id, 0)))?;
         Ok(Queue {
-            raw,
+            raw: Queue::create_raw(context, id, 0)?,
             unflushed: 0,
             flush_at: FIRST_FLUSH,
             since_checkpoint: 0,
             checkpoint: None,
             failed: None,
             probe: None,
+            other: None,
+            profiled: None,
         })
+    }
+
+    pub(super) fn create_raw(
+        context: cl_context,
+        id: cl_device_id,
+        properties: cl_command_queue_properties,
+    ) -> Result<cl_command_queue, ClError> {
+        exit::call(|| create!(clCreateCommandQueue(context, id, properties)))
     }
 
     /// The code of a launch that failed after it was submitted, once. A wait for the queue may

@@ -24,6 +24,7 @@ use super::exit;
 use super::queue::{FIRST_FLUSH, Queue};
 use crate::Result;
 use crate::device::lock;
+use crate::device::profiler::{self, Kind};
 use crate::device::stream::{self, Ids, MAX_STREAMS, StreamId};
 use crate::device::{DeviceKind, capture};
 
@@ -160,6 +161,11 @@ impl Queues {
         &self.progress[stream.index()]
     }
 
+    /// Calls `f` with every queue, under the lock, until it fails.
+    pub(super) fn each(&self, mut f: impl FnMut(StreamId, &mut Queue) -> Result<(), ClError>) -> Result<(), ClError> {
+        (0u32..).map(StreamId).zip(self.lock().iter_mut()).try_for_each(|(stream, queue)| f(stream, queue))
+    }
+
     /// Whether everything submitted to the stream is known to be done.
     pub(super) fn is_finished(&self, stream: StreamId) -> bool {
         let progress = self.progress(stream);
@@ -264,6 +270,7 @@ impl ClDevice {
             (over, event, queue.raw, self.submitted(stream))
         };
         let over = over.unwrap_or_else(|| {
+            let _waiting = self.waiting(if finishes { "clFinish" } else { "clWaitForEvents" }, stream);
             let event = event.as_ref();
             let waited = match event {
                 Some(event) if !finishes => event.wait_for_success(),
@@ -283,6 +290,11 @@ impl ClDevice {
         self.found.driver_text.log();
         self.queues.finished(stream, count);
         Ok(memory)
+    }
+
+    /// Records that the host waits, until what it gives is dropped.
+    pub(super) fn waiting(&self, call: &'static str, stream: StreamId) -> Option<profiler::Span> {
+        profiler::span(Kind::Wait, call, self.device(), stream, 0)
     }
 
     /// Has the next wait for the stream report a launch that failed with this code.
@@ -338,6 +350,7 @@ impl ClDevice {
     /// Blocks until the event is done.
     pub(crate) fn wait(&self, event: &ClEvent) -> Result<()> {
         self.check_lost()?;
+        let _waiting = self.waiting("clWaitForEvents", self.current_stream());
         // Nobody's memory depends on it: where nothing is known of the event, its owner may ask again.
         event.wait_for_success().map_err(|e| self.error(self.settle(ClError { unfinished: false, ..e })))?;
         exit::waited();
@@ -390,11 +403,12 @@ impl ClDevice {
 
     /// Waits for everything, and makes the device lost: the process ends. What it returns keeps others from submitting.
     pub(super) fn finish_for_good(&self) -> impl Sized + use<'_> {
-        let queues = self.queues.lock();
+        let mut queues = self.queues.lock();
         if !self.is_lost() {
             let all: Vec<_> = queues.iter().map(|queue| queue.raw).collect();
             all.iter().for_each(|&queue| _ = call!(clFlush(queue)));
             all.iter().for_each(|&queue| _ = call!(clFinish(queue)));
+            queues.iter_mut().for_each(Queue::collect_profiled);
             self.end("the process ends");
         }
         queues
@@ -466,7 +480,7 @@ impl ClDevice {
         lock(&self.queues.ids).take(|_| {
             let queue = Queue::create(self.context, self.id()).map_err(|e| self.error(self.settle(e)))?;
             self.queues.lock().push(queue);
-            Ok(())
+            if profiler::is_on() { self.set_profiling(true) } else { Ok(()) }
         })
     }
 

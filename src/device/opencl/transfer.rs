@@ -3,7 +3,7 @@
 use std::ptr;
 
 use opencl3::memory::{CL_MAP_READ, CL_MAP_WRITE_INVALIDATE_REGION};
-use opencl3::types::cl_event;
+use opencl3::types::{cl_event, cl_mem};
 
 use super::driver::{ClAt, ClKernel, call, create};
 use super::errors::ClError;
@@ -13,6 +13,7 @@ use super::queue::Queue;
 use super::{Arg, ClDevice};
 use crate::device::capture::is_capturing;
 use crate::device::cpu::copy::copy as copy_bytes;
+use crate::device::profiler::{self, Kind};
 use crate::device::{DeviceKind, StreamId};
 use crate::error::for_each_part;
 use crate::{Error, Result};
@@ -138,7 +139,9 @@ impl ClDevice {
         self.submit_and_report(stream, slots, dst, |q, dst, event| {
             let to = dst.range().0.cast();
             q.unmap_rest()?;
-            call!(clEnqueueReadBuffer(q.raw, src.0.mem(), 0, src.1, bytes, to, 0, ptr::null(), event))
+            q.command((Kind::Read, "clEnqueueReadBuffer", bytes), event, |q, event| {
+                call!(clEnqueueReadBuffer(q, src.0.mem(), 0, src.1, bytes, to, 0, ptr::null(), event))
+            })
         })
     }
 
@@ -173,7 +176,9 @@ impl ClDevice {
         self.submit_and_wait(self.current_stream(), src, |q, src, event| {
             let from = src.range().0.cast_const().cast();
             q.unmap_rest()?;
-            call!(clEnqueueWriteBuffer(q.raw, dst.0.mem(), 0, dst.1, bytes, from, 0, ptr::null(), event))
+            q.command((Kind::Write, "clEnqueueWriteBuffer", bytes), event, |q, event| {
+                call!(clEnqueueWriteBuffer(q, dst.0.mem(), 0, dst.1, bytes, from, 0, ptr::null(), event))
+            })
         })
         .map_err(|e| self.error(e))
     }
@@ -202,6 +207,8 @@ impl ClDevice {
         let none = ptr::null_mut();
         let (mem, off) = (region.at.0.mem(), region.at.1);
         let flags = if region.overwrite { CL_MAP_WRITE_INVALIDATE_REGION } else { CL_MAP_READ };
+        let kind = if region.overwrite { Kind::Write } else { Kind::Read };
+        let _mapped = profiler::span(kind, "clEnqueueMapBuffer", self.device(), self.current_stream(), bytes);
         let readings = self.while_idle(self.current_stream(), Readings::default(), |q, readings| {
             readings.enqueue(q, &[self.slot()], false)?;
             let start = create!(clEnqueueMapBuffer(q.raw, mem, 1, flags, off, bytes, 0, ptr::null(), none))?;
@@ -247,11 +254,10 @@ impl ClDevice {
         }
         let mut done = 0;
         let filled: Result<(), ClError> = {
-            let queue = self.lock(self.current_stream()).map_err(|e| self.error(self.settle(e)))?;
+            let mut queue = self.lock(self.current_stream()).map_err(|e| self.error(self.settle(e)))?;
             (0..bytes).step_by(FILL_CHUNK).try_for_each(|start| {
                 let (at, len) = (off + start, FILL_CHUNK.min(bytes - start));
-                let (mem, from) = (dst.mem(), wide.as_ptr().cast());
-                call!(clEnqueueFillBuffer(queue.raw, mem, from, n, at, len, 0, ptr::null(), ptr::null_mut()))?;
+                fill(&mut queue, dst.mem(), &wide[..n], at, len)?;
                 done += len;
                 Ok(())
             })
@@ -298,7 +304,28 @@ impl ClDevice {
 }
 
 fn copy(q: &mut Queue, src: ClAt<'_>, dst: ClAt<'_>, n: usize, event: *mut cl_event) -> Result<(), ClError> {
-    call!(clEnqueueCopyBuffer(q.raw, src.0.mem(), dst.0.mem(), src.1, dst.1, n, 0, ptr::null(), event))
+    copy_buffer(q, (src.0.mem(), src.1), (dst.0.mem(), dst.1), n, event)
+}
+
+/// Enqueues a copy of n bytes from one buffer and offset to another.
+pub(super) fn copy_buffer(
+    q: &mut Queue,
+    (src, from): (cl_mem, usize),
+    (dst, to): (cl_mem, usize),
+    n: usize,
+    event: *mut cl_event,
+) -> Result<(), ClError> {
+    q.command((Kind::Copy, "clEnqueueCopyBuffer", n), event, |q, event| {
+        call!(clEnqueueCopyBuffer(q, src, dst, from, to, n, 0, ptr::null(), event))
+    })
+}
+
+/// Enqueues a fill of n bytes from an offset on with a pattern.
+pub(super) fn fill(q: &mut Queue, mem: cl_mem, pattern: &[u8], at: usize, n: usize) -> Result<(), ClError> {
+    let (from, length) = (pattern.as_ptr().cast(), pattern.len());
+    q.command((Kind::Fill, "clEnqueueFillBuffer", n), ptr::null_mut(), |q, event| {
+        call!(clEnqueueFillBuffer(q, mem, from, length, at, n, 0, ptr::null(), event))
+    })
 }
 
 /// The caller's mistake, found before the driver sees it.

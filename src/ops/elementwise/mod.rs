@@ -48,7 +48,7 @@ pub(crate) fn apply_one(
     dtype: DType,
 ) -> Result<Tensor> {
     if params.seeds.is_empty()
-        && let Some(fill) = backend::primitive(inputs, params.scalars, expr, dtype)
+        && let Some(fill) = backend::primitive(op, inputs, params.scalars, expr, dtype)
     {
         let made = Tensor::empty_like_shape(inputs[0].shape(), dtype, inputs[0].device());
         if let Ok(out) = &made {

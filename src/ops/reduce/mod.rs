@@ -57,7 +57,7 @@ fn reduce(
         Some(value) if n == 0 => drop(out.fill_(value)?),
         _ => {
             let id = (row as *const ReductionRow).addr();
-            backend::launch([&out], |b| b.reduce(&Reduction { id, rule: row.rule(), x: t, mask, out: &out }))?;
+            backend::launch([&out], |b| b.reduce(&Reduction { op, id, rule: row.rule(), x: t, mask, out: &out }))?;
         }
     }
     Ok(out)

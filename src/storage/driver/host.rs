@@ -16,7 +16,7 @@ use std::ptr::NonNull;
 
 use super::sealed::Sealed;
 use super::{At, Driver, Failure, Marker, MarkerKind, Memory, MemoryKind, Progress};
-use crate::device::StreamId;
+use crate::device::{StreamId, profiler};
 use crate::storage::config::Config;
 use crate::{Device, Element, Error, Result};
 use map::{HUGE, Mapping};
@@ -88,6 +88,7 @@ impl HostMemory {
 
 impl Drop for HostMemory {
     fn drop(&mut self) {
+        let _recorded = profiler::segment("release host memory", Some(Device::Cpu), self.bytes);
         if let Origin::Heap(base, layout) = self.origin
             && layout.size() > 0
         {
@@ -128,6 +129,7 @@ impl Driver for Host {
     }
 
     fn create(&self, bytes: usize) -> Result<Memory, Failure> {
+        let _recorded = profiler::segment("allocate host memory", Some(Device::Cpu), bytes);
         let mapped = if bytes >= HUGE { Mapping::committed(bytes, self.numa_local) } else { None };
         let memory = match mapped {
             Some(mapping) => Some(HostMemory::mapped(mapping, bytes)),
@@ -154,11 +156,8 @@ impl Driver for Host {
             MemoryKind::Host(HostMemory { origin: Origin::Mapped(mapping), bytes, .. })
                 if from <= to && to <= *bytes =>
             {
-                if mapping.extend(from, to) {
-                    Ok(())
-                } else {
-                    Err(Failure::HostMemory)
-                }
+                let _recorded = profiler::segment("commit host memory", Some(Device::Cpu), to - from);
+                if mapping.extend(from, to) { Ok(()) } else { Err(Failure::HostMemory) }
             }
             _ => Err(Failure::Other(Error::invalid("extend", format!("{from}..{to} are not in reserved host memory")))),
         }
@@ -166,6 +165,7 @@ impl Driver for Host {
 
     unsafe fn shrink(&self, memory: &Memory, from: usize, to: usize) {
         if let MemoryKind::Host(HostMemory { origin: Origin::Mapped(mapping), .. }) = &memory.0 {
+            let _recorded = profiler::segment("give back host memory", Some(Device::Cpu), to.saturating_sub(from));
             mapping.shrink(from, to);
         }
     }

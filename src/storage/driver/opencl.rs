@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use super::sealed::Sealed;
 use super::{At, Driver, Failure, Marker, MarkerKind, Memory, MemoryKind, Progress};
-use crate::device::StreamId;
 use crate::device::opencl::{self, ClAt, ClBuffer, ClDevice, ClError, ClEvent, Class};
+use crate::device::{StreamId, profiler};
 use crate::storage::block::{Block, Place};
 use crate::{Device, Error, Result};
 
@@ -92,12 +92,15 @@ impl Driver for OpenCl {
     }
 
     fn create(&self, bytes: usize) -> Result<Memory, Failure> {
+        let _recorded = profiler::segment("clCreateBuffer", Some(self.device()), bytes);
         let buffer = self.device.create_buffer(bytes).map_err(|e| self.failure(e))?;
         Ok(Memory(MemoryKind::OpenCl(buffer)))
     }
 
     fn commit(&self, memory: Memory) -> Result<Memory, Failure> {
-        self.device.commit(at((&memory, 0)).map_err(Failure::Other)?.0).map_err(|e| self.failure(e))?;
+        let buffer = at((&memory, 0)).map_err(Failure::Other)?.0;
+        let _recorded = profiler::segment("commit", Some(self.device()), buffer.bytes());
+        self.device.commit(buffer).map_err(|e| self.failure(e))?;
         Ok(memory)
     }
 

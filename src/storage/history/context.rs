@@ -7,7 +7,7 @@ use std::sync::{Arc, LazyLock, Mutex};
 
 use super::now_us;
 use super::snapshot::{Annotation, Frame, Stage};
-use crate::device::lock;
+use crate::device::{lock, profiler};
 
 /// The names a thread was inside of, as one number: copying and storing it allocates nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -87,9 +87,19 @@ impl Context {
 /// ```
 pub fn with_context<R>(name: &str, f: impl FnOnce() -> R) -> R {
     let outer = Context::current();
-    CURRENT.set(outer.child(name));
-    let _restore = OnDrop(|| CURRENT.set(outer));
+    let inner = outer.child(name);
+    CURRENT.set(inner);
+    let profiled = profiler::set_annotation(inner.0, name_of);
+    let _restore = OnDrop(|| {
+        CURRENT.set(outer);
+        profiler::set_annotation(profiled, name_of);
+    });
     f()
+}
+
+/// The name of a context by its number.
+fn name_of(number: u32) -> String {
+    Context(number).path()
 }
 
 /// The number of histories that are recording. Spans are kept only while there are any.
@@ -117,6 +127,23 @@ pub(super) fn count_recording(on: bool) {
 /// assert_eq!(four, 4);
 /// ```
 pub fn annotate<R>(name: &str, f: impl FnOnce() -> R) -> R {
+    if profiler::is_on() {
+        return profiled(name, || in_history(name, f));
+    }
+    in_history(name, f)
+}
+
+/// Runs `f` as a span of the profile, whose records carry the name.
+fn profiled<R>(name: &str, f: impl FnOnce() -> R) -> R {
+    let record = profiler::Record::begin(profiler::Kind::Annotation, name.to_owned(), None);
+    let outer = record.annotation;
+    profiler::set_annotation(Context(outer).child(name).0, name_of);
+    let _restore = OnDrop(|| _ = profiler::set_annotation(outer, name_of));
+    let _span = profiler::Span::new(record);
+    f()
+}
+
+fn in_history<R>(name: &str, f: impl FnOnce() -> R) -> R {
     if RECORDING.load(Ordering::Relaxed) == 0 {
         return f();
     }

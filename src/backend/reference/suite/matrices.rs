@@ -126,7 +126,7 @@ pub(super) fn reduce(suite: &mut Suite) -> Result<()> {
                 if exact { 0 } else { n },
                 |side| {
                     let (x, out) = (side.put(&x)?, side.room(&kept[..], *to)?);
-                    side.backend.reduce(&Reduction { id: 1 + id, rule, x: &x, mask, out: &out })?;
+                    side.backend.reduce(&Reduction { op: "reduce", id: 1 + id, rule, x: &x, mask, out: &out })?;
                     Ok(Some(vec![out]))
                 },
             )?;

@@ -1,0 +1,173 @@
+//! A backend whose operations are recorded: what [`of`](super::of) gives while something is profiled.
+
+use smallvec::SmallVec;
+
+use crate::backend::Backend;
+use crate::backend::problem::softmax::RowOp;
+use crate::backend::problem::{
+    Blocking, Channels, Chosen, Combine, Convolution, Formulas, Gemm, Indexed, LabelEntropy, Normalisation, Nth,
+    Recorder, Reduction, Resize, Scan, Sequence, Softmax, Task, Tuning, Views, Windows,
+};
+use crate::device::profiler::{Operation, operation};
+use crate::layout::Layout;
+use crate::{Device, Result, Shape, Tensor};
+
+/// Records the operations of another backend.
+pub(crate) struct Profiled(pub(super) &'static dyn Backend);
+
+/// An operation on these tensors, the results among them, of which the first tells device and dtype.
+pub(crate) fn describe<'t>(name: &'static str, tensors: impl IntoIterator<Item = &'t Tensor>) -> Operation {
+    let mut described =
+        Operation { name, device: Device::Cpu, shapes: SmallVec::new(), dtype: None, bytes: 0, flops: 0 };
+    for t in tensors {
+        if described.dtype.is_none() {
+            (described.device, described.dtype) = (t.device(), Some(t.dtype));
+        }
+        described.shapes.push(SmallVec::from_slice(t.shape().dims()));
+        // What a dim of stride 0 repeats is read once.
+        let dims = t.shape().dims().iter().zip(t.strides());
+        let elements: usize = dims.map(|(&n, &stride)| if stride == 0 { n.min(1) } else { n }).product();
+        described.bytes += (elements * t.dtype.size()) as u64;
+    }
+    described
+}
+
+/// [`describe`] with the number of floating-point operations.
+pub(crate) fn describe_flops<'t>(
+    name: &'static str,
+    tensors: impl IntoIterator<Item = &'t Tensor>,
+    flops: usize,
+) -> Operation {
+    Operation { flops: flops as u64, ..describe(name, tensors) }
+}
+
+fn of_gemm(product: &Gemm, shape: &Shape, outs: &[Tensor]) -> Operation {
+    let depth = product.a.shape().dims().last().copied().unwrap_or(0);
+    let tensors = [product.a, product.b].into_iter().chain(product.extras.iter().copied()).chain(outs);
+    describe_flops(product.op, tensors, 2 * shape.numel() * depth)
+}
+
+/// Of what is indexed only the elements that are wanted are read.
+fn of_gather(g: &Indexed, out: &Tensor) -> Operation {
+    let bytes = describe(g.op, [out, g.index, out]).bytes;
+    Operation { bytes, ..describe(g.op, [g.x, g.index, out]) }
+}
+
+fn of_softmax(softmax: &Softmax) -> Operation {
+    let name = match softmax.kind {
+        RowOp::Softmax => "softmax",
+        RowOp::MaskedSoftmax => "masked_softmax",
+        RowOp::LogSoftmax => "log_softmax",
+        RowOp::LogSumExp => "logsumexp",
+        RowOp::SoftmaxGrad => "softmax backward",
+        RowOp::LogSoftmaxGrad => "log_softmax backward",
+    };
+    let second = (!std::ptr::eq(softmax.x, softmax.z)).then_some(softmax.z);
+    describe(name, [softmax.x].into_iter().chain(second).chain([softmax.out]))
+}
+
+fn of_scan(scan: Scan) -> &'static str {
+    match scan {
+        Scan::Sum => "cumsum",
+        Scan::Prod => "cumprod",
+        Scan::Max => "cummax",
+        Scan::Min => "cummin",
+        Scan::LogSumExp => "logcumsumexp",
+    }
+}
+
+fn of_norm(rows: &Normalisation) -> Operation {
+    let forward = std::ptr::eq(rows.x, rows.y) || rows.z.is_none();
+    let name = match (rows.rms, forward) {
+        (true, true) => "rms_norm",
+        (true, false) => "rms_norm backward",
+        (false, true) => "layer_norm",
+        (false, false) => "layer_norm backward",
+    };
+    describe(name, rows.tensors())
+}
+
+fn of_windows(task: Task) -> &'static str {
+    match task {
+        Task::Max => "max_pool2d",
+        Task::Unmax => "max_pool2d backward",
+        Task::Mean(_) => "avg_pool2d",
+        Task::Unmean(_) => "avg_pool2d backward",
+    }
+}
+
+/// Methods that record the operation that the last expression describes, and call those of the same name.
+macro_rules! recorded {
+    ($($name:ident($($arg:ident: $t:ty),*) -> $made:ty = $operation:expr;)*) => { $(
+        fn $name(&self, $($arg: $t),*) -> $made {
+            let _recorded = operation(|| $operation);
+            self.0.$name($($arg),*)
+        }
+    )* };
+}
+
+/// Methods that call those of the same name.
+macro_rules! forwarded {
+    ($($name:ident($($arg:ident: $t:ty),*) -> $made:ty;)*) => { $(
+        fn $name(&self, $($arg: $t),*) -> $made {
+            self.0.$name($($arg),*)
+        }
+    )* };
+}
+
+impl Backend for Profiled {
+    recorded! {
+        map(formulas: &Formulas) -> Result<()> =
+            describe(formulas.op, formulas.inputs.iter().chain(formulas.outputs).copied());
+        sequence(values: Sequence, out: &Tensor) -> Result<bool> = describe("arange", [out]);
+        join(out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool> =
+            describe("cat", tensors.iter().copied().chain([out]));
+        zeroed(x: &Tensor, from: isize, to: isize) -> Result<Option<Tensor>> = describe("tril", [x, x]);
+        gemm(product: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> = of_gemm(product, shape, outs);
+        reduce(reduction: &Reduction) -> Result<()> = describe(reduction.op, [reduction.x, reduction.out]);
+        scan(scan: Scan, x: &Tensor, d: usize, values: &Tensor, indices: Option<&Tensor>) -> Result<()> =
+            describe(of_scan(scan), [x, values].into_iter().chain(indices));
+        sort(x: &Tensor, d: usize, descending: bool, values: &Tensor, indices: &Tensor) -> Result<()> =
+            describe("sort", [x, values, indices]);
+        search(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right: bool, out: &Tensor) -> Result<()> =
+            describe("searchsorted", [x, v, out]);
+        first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Chosen>> = describe("topk", [x]);
+        nth(x: &Tensor, d: usize, nth: Nth) -> Result<Option<Chosen>> = describe("kthvalue", [x]);
+        gather(g: &Indexed, out: &Tensor) -> Result<()> = of_gather(g, out);
+        scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &Layout, d: usize) -> Result<()> =
+            describe(g.op, [g.x, g.index, target]);
+        linear_index(
+            op: &'static str, index: &Tensor, out: &Tensor, axis: (usize, isize), base: Option<i64>
+        ) -> Result<()> = describe(op, [index, out]);
+        one_hot(op: &'static str, x: &Tensor, out: &Tensor, classes: usize) -> Result<()> = describe(op, [x, out]);
+        nonzero(x: &Tensor, mask: &dyn Fn() -> Result<Tensor>, dims: &[usize]) -> Result<Tensor> =
+            describe("nonzero", [x]);
+        masked_select(x: &Tensor, mask: &Tensor) -> Result<Option<Tensor>> = describe("masked_select", [x, mask]);
+        softmax(softmax: &Softmax) -> Result<()> = of_softmax(softmax);
+        cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> =
+            describe("cross_entropy", [entropy.logits, entropy.labels].into_iter().chain(entropy.grad));
+        norm(rows: &Normalisation) -> Result<()> = of_norm(rows);
+        norm_forward(given: &Normalisation, numbers: &[u64; 4], views: &dyn Fn() -> Result<Views>) -> Result<()> =
+            of_norm(given);
+        normalise_channels(x: &Tensor, numbers: Channels, eps: f64) -> Result<Option<Tensor>> =
+            describe("batch_norm", [x, x]);
+        variance(rows: &Tensor, out: &Tensor, freedom: f64, root: bool) -> Result<bool> =
+            describe(if root { "std" } else { "var" }, [rows, out]);
+        unfold(windows: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> = describe("im2col", [x, out]);
+        fold(windows: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> = describe("col2im", [columns, out]);
+        pool(windows: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> =
+            describe(of_windows(task), [x, index, out]);
+        interpolate(resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -> Result<()> =
+            describe(if transposed { "interpolate backward" } else { "interpolate" }, [x, out]);
+    }
+
+    forwarded! {
+        norm_columns(x: &Tensor, rows: usize, n: usize) -> Result<Option<Tensor>>;
+        has_variance() -> bool;
+        convolution(windows: Windows, x: &Tensor, weight: &Tensor, groups: usize, single: bool)
+            -> Option<Box<dyn Convolution>>;
+        blocking(memory: usize, cheap: bool) -> Blocking;
+        record(device: Device) -> Result<Box<dyn Recorder>>;
+        tuning(device: Device) -> Result<Box<dyn Tuning>>;
+    }
+}

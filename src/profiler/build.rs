@@ -1,0 +1,186 @@
+//! A profile of what was recorded.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+
+use super::{Category, Event, Lane, MemorySample, OperationInfo, Profile, ProfiledDevice};
+use crate::Device;
+use crate::device::profiler::{self as recorder, Kind, Operation, Record, Recorded};
+
+/// The profile of what was recorded from one time of the host's clock to another.
+pub(super) fn profile(recorded: Recorded, began: u64, ended: u64) -> Profile {
+    let micros = |ns: i128| (ns - i128::from(began)) as f64 / 1000.0;
+    let offsets = clock_offsets(&recorded.records);
+    let mut shared = Shared::default();
+    let mut profile = Profile {
+        threads: recorded.threads,
+        duration_us: ended.saturating_sub(began) as f64 / 1000.0,
+        dropped_events: recorded.dropped,
+        ..Profile::default()
+    };
+    let mut memory: HashMap<Device, [u64; 2]> = recorded.memory.iter().map(|m| (m.device, m.before)).collect();
+    let mut devices: Vec<Device> = Vec::new();
+    let mut launches = 0;
+    let mut kernels: HashMap<usize, u32> = HashMap::new();
+    let of_kernels = recorded.records.iter().filter(|record| record.kind == Kind::Kernel);
+    of_kernels
+        .filter_map(|record| record.operation.as_ref())
+        .for_each(|of| *kernels.entry(address(of)).or_default() += 1);
+    for record in recorded.records {
+        let [start, end] = record.host.map(|ns| micros(ns.into()));
+        if let Some(device) = record.device.filter(|device| !devices.contains(device)) {
+            devices.push(device);
+        }
+        let Some(category) = category(record.kind) else {
+            let Some(device) = record.device else { continue };
+            let now = memory.entry(device).or_default();
+            match record.kind {
+                Kind::Allocated(change) => now[0] = now[0].saturating_add_signed(change),
+                Kind::Reserved(bytes) => now[1] = bytes,
+                _ => {}
+            }
+            profile.memory.push(MemorySample { device, time_us: end, allocated: now[0], reserved: now[1] });
+            continue;
+        };
+        let operation = record.operation.as_ref().map(|operation| shared.operation(operation));
+        let host = Event {
+            category,
+            name: shared.text(&record.name),
+            device: record.device,
+            lane: Lane::Thread(record.thread),
+            start_us: start,
+            duration_us: end - start,
+            queued_us: None,
+            bytes: record.bytes,
+            flops: record.operation.as_ref().filter(|_| category == Category::Operation).map_or(0, |o| o.flops),
+            annotation: shared.annotation(record.annotation),
+            operation,
+            launch: 0,
+        };
+        let on_opencl = record.device.filter(|&device| device != Device::Cpu && category.is_command());
+        let Some(device) = on_opencl else {
+            profile.events.push(host);
+            continue;
+        };
+        let Some(times) = record.device_times else {
+            profile.events.push(Event { category: Category::Launch, ..host });
+            continue;
+        };
+        launches += 1;
+        let offset = offsets.get(&device).copied().unwrap_or(0);
+        let [queued, submitted, started, ended] = times.map(|ns| micros(i128::from(ns) + offset));
+        let sole = record.operation.as_ref().filter(|of| kernels.get(&address(of)) == Some(&1));
+        let [bytes, flops] = match category {
+            Category::Kernel => sole.map_or([0, 0], |of| [of.bytes, of.flops]),
+            _ => [host.bytes, 0],
+        };
+        let command = Event {
+            lane: Lane::Stream(device, record.stream.index() as u32),
+            start_us: started,
+            duration_us: (ended - started).max(0.0),
+            queued_us: Some([queued, submitted]),
+            bytes,
+            flops,
+            launch: launches,
+            ..host.clone()
+        };
+        profile.events.push(Event { category: Category::Launch, launch: launches, ..host });
+        profile.events.push(command);
+    }
+    // What contains others comes before them.
+    profile.events.sort_by(|a, b| a.start_us.total_cmp(&b.start_us).then(b.duration_us.total_cmp(&a.duration_us)));
+    profile.memory.sort_by(|a, b| a.time_us.total_cmp(&b.time_us));
+    devices.sort_by_key(|device| (*device == Device::Cpu, device.to_string()));
+    let described = devices.into_iter().map(|device| ProfiledDevice {
+        device,
+        name: device.info().map(|info| info.name).unwrap_or_default(),
+        copy_bytes_per_s: None,
+    });
+    profile.devices = described.collect();
+    profile
+}
+
+/// Tells operations apart that are alike.
+fn address(operation: &Arc<Operation>) -> usize {
+    Arc::as_ptr(operation).addr()
+}
+
+fn category(kind: Kind) -> Option<Category> {
+    Some(match kind {
+        Kind::Operation => Category::Operation,
+        Kind::Backward => Category::Backward,
+        Kind::Annotation => Category::Annotation,
+        Kind::Kernel => Category::Kernel,
+        Kind::Copy => Category::Copy,
+        Kind::Fill => Category::Fill,
+        Kind::Read => Category::Read,
+        Kind::Write => Category::Write,
+        Kind::Wait => Category::Wait,
+        Kind::Segment => Category::Segment,
+        Kind::Compile => Category::Compile,
+        Kind::Load => Category::Load,
+        Kind::Allocated(_) | Kind::Reserved(_) => return None,
+    })
+}
+
+/// What is to be added to each device's times to have the host's. A command is queued while the host enqueues it, which
+/// bounds the offset from both sides; where the clocks drift so that no offset fits all commands, it is the median of them.
+fn clock_offsets(records: &[Record]) -> HashMap<Device, i128> {
+    let mut bounds: HashMap<Device, Vec<[i128; 2]>> = HashMap::new();
+    for record in records {
+        if let (Some(device), Some([queued, ..])) = (record.device, record.device_times) {
+            bounds.entry(device).or_default().push(record.host.map(|host| i128::from(host) - i128::from(queued)));
+        }
+    }
+    let offset = |mut bounds: Vec<[i128; 2]>| {
+        let lowest = bounds.iter().map(|b| b[0]).max().unwrap_or(0);
+        let highest = bounds.iter().map(|b| b[1]).min().unwrap_or(0);
+        if lowest <= highest {
+            return (lowest + highest) / 2;
+        }
+        bounds.sort_by_key(|b| b[0] + b[1]);
+        let [from, to] = bounds[bounds.len() / 2];
+        (from + to) / 2
+    };
+    bounds.into_iter().map(|(device, bounds)| (device, offset(bounds))).collect()
+}
+
+/// Texts and operations that events share.
+#[derive(Default)]
+pub(super) struct Shared {
+    texts: HashSet<Arc<str>>,
+    annotations: HashMap<u32, Arc<str>>,
+    operations: HashMap<usize, (Arc<Operation>, Arc<OperationInfo>)>,
+}
+
+impl Shared {
+    pub(super) fn text(&mut self, text: &str) -> Arc<str> {
+        match self.texts.get(text) {
+            Some(known) => Arc::clone(known),
+            None => {
+                let new: Arc<str> = text.into();
+                self.texts.insert(Arc::clone(&new));
+                new
+            }
+        }
+    }
+
+    fn annotation(&mut self, number: u32) -> Arc<str> {
+        Arc::clone(self.annotations.entry(number).or_insert_with(|| recorder::annotation_name(number).into()))
+    }
+
+    fn operation(&mut self, operation: &Arc<Operation>) -> Arc<OperationInfo> {
+        let key = address(operation);
+        if let Some((_, known)) = self.operations.get(&key) {
+            return Arc::clone(known);
+        }
+        let info = Arc::new(OperationInfo {
+            name: self.text(operation.name),
+            shapes: operation.shapes.iter().map(|shape| shape.to_vec()).collect(),
+            dtype: operation.dtype,
+        });
+        // Kept, so that its address is nobody else's.
+        self.operations.insert(key, (Arc::clone(operation), Arc::clone(&info)));
+        info
+    }
+}

@@ -1,0 +1,134 @@
+//! What a profile tells of devices: how busy they were, and every command's times.
+
+use std::collections::BTreeMap;
+use std::fmt::{self, Write};
+
+use super::{Category, Event, Lane, Profile};
+use crate::Device;
+
+/// How busy a device was between its first and its last work. Times are in microseconds.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
+pub struct Gaps {
+    /// The device.
+    pub device: Device,
+    /// From the beginning of its first work to the end of its last.
+    pub span_us: f64,
+    /// While it worked; what overlaps on several streams or threads counts once.
+    pub busy_us: f64,
+    /// The rest of the span: gaps between launches.
+    pub idle_us: f64,
+    /// How many gaps there were.
+    pub count: u64,
+    /// The longest of them.
+    pub longest_us: f64,
+}
+
+impl Profile {
+    /// For each device how busy it was, and the gaps between what it did.
+    pub fn gaps(&self) -> Vec<Gaps> {
+        let mut by_device: BTreeMap<String, (Gaps, f64)> = BTreeMap::new();
+        for event in self.events.iter().filter(|event| is_work(event)) {
+            let Some(device) = event.device else { continue };
+            let end = event.start_us + event.duration_us;
+            let none = Gaps { device, span_us: 0.0, busy_us: 0.0, idle_us: 0.0, count: 0, longest_us: 0.0 };
+            let (gaps, until) = by_device.entry(device.to_string()).or_insert((none, event.start_us));
+            if event.start_us > *until {
+                let gap = event.start_us - *until;
+                gaps.idle_us += gap;
+                gaps.count += 1;
+                gaps.longest_us = gaps.longest_us.max(gap);
+            }
+            gaps.busy_us += (end - event.start_us.max(*until)).max(0.0);
+            *until = until.max(end);
+            gaps.span_us = gaps.busy_us + gaps.idle_us;
+        }
+        by_device.into_values().map(|(gaps, _)| gaps).collect()
+    }
+
+    /// Every command's times, as MNN's OpenCL backend prints them: see [`Timings`].
+    pub fn timings(&self) -> Timings<'_> {
+        Timings(self)
+    }
+}
+
+/// Whether a device works: commands, and operations of the CPU device.
+fn is_work(event: &Event) -> bool {
+    event.category.is_command() || event.category == Category::Operation && event.device == Some(Device::Cpu)
+}
+
+/// Prints a line for each command of a device: its name, how long it was queued before it was submitted to the device,
+/// how long it then waited to start, and how long it ran, in microseconds; and the sum of all runs at the end.
+pub struct Timings<'a>(&'a Profile);
+
+impl fmt::Display for Timings<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut total = 0.0;
+        for event in self.0.events.iter().filter(|event| is_work(event)) {
+            let of = event.operation.as_ref().filter(|o| o.name != event.name).map(|o| format!(" ({})", o.name));
+            let lane = match event.lane {
+                Lane::Stream(device, stream) => format!("{device} stream {stream}"),
+                Lane::Thread(_) => event.device.map(|device| device.to_string()).unwrap_or_default(),
+            };
+            let name = format!("{}{}", event.name, of.unwrap_or_default());
+            write!(f, "{lane:20} {name:40}")?;
+            if let Some([queued, submitted]) = event.queued_us {
+                write!(f, " queued {:9.1}, submitted {:9.1},", submitted - queued, event.start_us - submitted)?;
+            }
+            writeln!(f, " run {:9.1}", event.duration_us)?;
+            total += event.duration_us;
+        }
+        writeln!(f, "total time: {total:.1} us")
+    }
+}
+
+/// What stands below the table of averages.
+pub(super) fn summary(profile: &Profile) -> String {
+    let mut text = String::new();
+    let _ = writeln!(text, "\n{} from start to stop", time(profile.duration_us));
+    for gaps in profile.gaps() {
+        let known = profile.devices.iter().find(|of| of.device == gaps.device);
+        let name = known.map(|of| of.name.as_str()).unwrap_or_default();
+        let rate = known.and_then(|of| of.copy_bytes_per_s).map(|rate| format!("; copies {:.1} GB/s", rate / 1e9));
+        let _ = writeln!(
+            text,
+            "{} ({name}): busy for {} of {} ({:.0}%); {} gaps of {} in all, the longest {}{}",
+            gaps.device,
+            time(gaps.busy_us),
+            time(gaps.span_us),
+            if gaps.span_us > 0.0 { 100.0 * gaps.busy_us / gaps.span_us } else { 0.0 },
+            gaps.count,
+            time(gaps.idle_us),
+            time(gaps.longest_us),
+            rate.unwrap_or_default(),
+        );
+    }
+    let sum = |category| {
+        let events = profile.events.iter().filter(|event| event.category == category);
+        events.fold((0u64, 0.0), |(count, total), event| (count + 1, total + event.duration_us))
+    };
+    for (category, what) in [
+        (Category::Wait, "waits of the host"),
+        (Category::Compile, "programs compiled"),
+        (Category::Load, "programs loaded from the cache"),
+        (Category::Segment, "calls of drivers for memory"),
+    ] {
+        let (count, total) = sum(category);
+        if count > 0 {
+            let _ = writeln!(text, "{count} {what}: {}", time(total));
+        }
+    }
+    if profile.dropped_events > 0 {
+        let _ = writeln!(text, "{} older events did not fit and are left out", profile.dropped_events);
+    }
+    text
+}
+
+/// A time in the unit that suits it, of microseconds.
+pub(super) fn time(us: f64) -> String {
+    match us {
+        _ if us >= 1e6 => format!("{:.3} s", us / 1e6),
+        _ if us >= 1e3 => format!("{:.3} ms", us / 1e3),
+        _ => format!("{us:.1} us"),
+    }
+}

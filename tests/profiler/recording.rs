@@ -1,0 +1,283 @@
+//! What is recorded.
+
+use std::collections::HashSet;
+use std::process::Command;
+
+use claystone::device::count_launches;
+use claystone::profiler::{Category, Event, Lane, Profile, Profiler, ProfilerOptions, profile};
+use claystone::storage::{annotate, with_context};
+use claystone::{DType, Device, Graph, Kernel, Stream, Tensor, with_stream};
+
+use crate::common::devices;
+use crate::{alone, train};
+
+fn of(profile: &Profile, category: Category) -> Vec<&Event> {
+    profile.events().iter().filter(|event| event.category == category).collect()
+}
+
+/// Launches of operations: on OpenCL devices kernels, but for the copies and fills that are kernels of their own.
+fn launches(profile: &Profile, device: Device) -> usize {
+    let category = if device == Device::Cpu { Category::Operation } else { Category::Kernel };
+    let is_launch = |event: &&&Event| event.device == Some(device) && &*event.name != "memory";
+    of(profile, category).iter().filter(is_launch).count()
+}
+
+#[test]
+fn every_launch_of_ten_steps_is_recorded_and_nothing_else_changes() {
+    let _alone = alone();
+    for device in devices() {
+        let (plain, counted) = count_launches(|| train(device, 10).unwrap());
+        let (loss, recorded) = profile(|| train(device, 10).unwrap()).unwrap();
+        assert_eq!(loss, plain, "{device}");
+        assert_eq!(launches(&recorded, device) as u64, counted, "{device}");
+        assert_eq!(train(device, 10).unwrap(), plain, "{device}: after the profile");
+        assert_eq!(recorded.dropped_events(), 0);
+    }
+}
+
+#[test]
+fn commands_have_their_times_in_order_and_arrows_from_their_launches() {
+    let _alone = alone();
+    for device in devices().into_iter().filter(|&d| d != Device::Cpu) {
+        let (_, recorded) = profile(|| train(device, 3).unwrap()).unwrap();
+        let commands: Vec<&Event> = recorded.events().iter().filter(|e| e.category.is_command()).collect();
+        let kernels = commands.iter().filter(|e| e.category == Category::Kernel).count();
+        let reads = commands.iter().filter(|e| e.category == Category::Read).count();
+        assert!(kernels > 20 && reads >= 3, "{kernels} kernels, {reads} reads");
+        let mut numbers = HashSet::new();
+        for command in commands {
+            let [queued, submitted] = command.queued_us.expect("a command of a device has times");
+            assert!(queued <= submitted && submitted <= command.start_us && command.duration_us >= 0.0, "{command:?}");
+            assert!(matches!(command.lane, Lane::Stream(on, 0) if on == device));
+            assert!(numbers.insert(command.launch), "each has a launch of its own");
+            let launch =
+                recorded.events().iter().find(|e| e.category == Category::Launch && e.launch == command.launch);
+            let launch = launch.expect("each has a launch");
+            assert_eq!((&launch.name, launch.device), (&command.name, Some(device)));
+            assert!(matches!(launch.lane, Lane::Thread(_)));
+        }
+        assert!(!of(&recorded, Category::Wait).is_empty(), "the host waited for the losses");
+    }
+}
+
+#[test]
+fn operations_tell_shapes_dtypes_bytes_and_flops() {
+    let _alone = alone();
+    for device in devices() {
+        let (_, recorded) = profile(|| {
+            let (a, b) = (Tensor::ones(&[3, 5], device).unwrap(), Tensor::ones(&[5, 7], device).unwrap());
+            let product = a.matmul(&b).unwrap();
+            product.add(&Tensor::ones(7, device).unwrap()).unwrap().exp().unwrap().sum(1, false).unwrap()
+        })
+        .unwrap();
+        let find = |name: &str| {
+            let named = |e: &&Event| e.category == Category::Operation && &*e.name == name;
+            recorded.events().iter().find(named).unwrap_or_else(|| panic!("no {name} on {device}"))
+        };
+        let product = find("matmul").operation.clone().unwrap();
+        assert_eq!(product.shapes, [vec![3, 5], vec![5, 7], vec![3, 7]]);
+        assert_eq!(product.dtype, Some(DType::F32));
+        assert_eq!((find("matmul").bytes, find("matmul").flops), (4 * (15 + 35 + 21), 2 * 3 * 5 * 7));
+        assert_eq!(find("add").operation.as_ref().unwrap().shapes, [vec![3, 7], vec![7], vec![3, 7]]);
+        assert_eq!((find("add").bytes, find("add").flops), (4 * (21 + 7 + 21), 0));
+        assert_eq!(find("sum").operation.as_ref().unwrap().shapes, [vec![3, 7], vec![3]]);
+        assert_eq!(find("exp").device, Some(device));
+        if device != Device::Cpu {
+            let of_product = |e: &&Event| e.category == Category::Kernel && e.operation.as_ref() == Some(&product);
+            let kernels: Vec<&Event> = recorded.events().iter().filter(of_product).collect();
+            assert_eq!(kernels.len(), 1, "the product's kernel carries its operation");
+            assert_eq!((kernels[0].bytes, kernels[0].flops), (find("matmul").bytes, 2 * 3 * 5 * 7));
+        }
+    }
+}
+
+#[test]
+fn transfers_copies_and_fills_tell_bytes() {
+    let _alone = alone();
+    for device in devices() {
+        let (_, recorded) = profile(|| {
+            let x = Tensor::from_slice(&[1.5f32; 1000], 1000, device).unwrap();
+            x.fill_(2.0).unwrap();
+            let copy = x.clone();
+            copy.to_vec::<f32>().unwrap()
+        })
+        .unwrap();
+        for category in [Category::Copy, Category::Read] {
+            let bytes: u64 = of(&recorded, category).iter().map(|e| e.bytes).sum();
+            assert_eq!(bytes, 4000, "{category:?} on {device}");
+        }
+    }
+}
+
+#[test]
+fn annotations_are_spans_and_mark_what_happens_inside() {
+    let _alone = alone();
+    for device in devices() {
+        let x = Tensor::ones(8, device).unwrap();
+        let (_, recorded) = profile(|| {
+            annotate("step", || with_context("layer 1", || x.sqrt().unwrap()));
+            x.exp().unwrap()
+        })
+        .unwrap();
+        let spans = of(&recorded, Category::Annotation);
+        assert_eq!(spans.iter().map(|e| &*e.name).collect::<Vec<_>>(), ["step"]);
+        let of_name = |name: &str| recorded.events().iter().find(|e| &*e.name == name).unwrap();
+        assert_eq!(&*of_name("exp").annotation, "");
+        let inside = &of_name("sqrt").annotation;
+        assert!(inside.contains("layer 1"), "{inside}");
+        let sqrt = of_name("sqrt");
+        assert!(spans[0].start_us <= sqrt.start_us);
+        let end = |e: &Event| e.start_us + e.duration_us;
+        assert!(end(sqrt) <= end(spans[0]) || device != Device::Cpu);
+    }
+}
+
+#[test]
+fn gradients_have_spans_of_their_own() {
+    let _alone = alone();
+    let x = Tensor::ones(&[4, 4], Device::Cpu).unwrap().requires_grad_(true).unwrap();
+    let y = x.matmul(&x).unwrap().sum((), false).unwrap();
+    let (_, recorded) = profile(|| y.backward().unwrap()).unwrap();
+    let backward = of(&recorded, Category::Backward);
+    assert_eq!(backward.iter().map(|e| &*e.name).collect::<Vec<_>>(), ["sum", "matmul"]);
+}
+
+#[test]
+fn threads_and_streams_have_lanes() {
+    let _alone = alone();
+    for device in devices() {
+        let (_, recorded) = profile(|| {
+            let worker = std::thread::Builder::new().name("worker".into());
+            worker.spawn(move || Tensor::ones(4, device).unwrap().exp().unwrap()).unwrap().join().unwrap();
+            let side = Stream::new(device).unwrap();
+            with_stream(&side, || Tensor::ones(4, device).unwrap().exp().unwrap());
+        })
+        .unwrap();
+        assert!(recorded.threads().iter().any(|(_, name)| name == "worker"), "{:?}", recorded.threads());
+        let lanes: HashSet<Lane> = recorded.events().iter().map(|e| e.lane).collect();
+        let threads = lanes.iter().filter(|lane| matches!(lane, Lane::Thread(_))).count();
+        assert_eq!(threads, 2);
+        if device != Device::Cpu {
+            let streams = lanes.iter().filter(|lane| matches!(lane, Lane::Stream(..))).count();
+            assert_eq!(streams, 2, "{lanes:?}");
+        }
+    }
+}
+
+#[test]
+fn memory_is_sampled_and_ends_as_the_statistics_say() {
+    let _alone = alone();
+    for device in devices() {
+        let held = Tensor::zeros(1000, device).unwrap();
+        let (kept, recorded) = profile(|| {
+            drop(Tensor::zeros(5000, device).unwrap());
+            Tensor::zeros(3 << 20, device).unwrap()
+        })
+        .unwrap();
+        let samples: Vec<_> = recorded.memory().iter().filter(|s| s.device == device).collect();
+        let last = samples.last().expect("there were allocations");
+        let stats = device.memory_stats().unwrap();
+        assert_eq!(last.allocated, stats.allocated_bytes.current, "{device}");
+        assert_eq!(last.reserved, stats.reserved_bytes.current, "{device}");
+        assert!(samples.windows(2).all(|pair| pair[0].time_us <= pair[1].time_us));
+        drop((held, kept));
+    }
+}
+
+#[test]
+fn programs_that_are_built_and_segments_are_recorded() {
+    let _alone = alone();
+    for device in devices().into_iter().filter(|&d| d != Device::Cpu) {
+        // A source that no cache has.
+        let unique = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_nanos();
+        let source = format!("__kernel void once(__global float *x) {{ x[get_global_id(0)] = 1; }} // {unique}");
+        let (_, recorded) = profile(|| {
+            let once = Kernel::from_source("once", source, "").unwrap();
+            let x = Tensor::zeros(64, device).unwrap();
+            // SAFETY: the kernel writes the 64 elements of `x`, which is an `out`.
+            unsafe { once.call().out(&x).global(&[64]).launch().unwrap() };
+            assert_eq!(x.to_vec::<f32>().unwrap(), [1.0; 64]);
+            drop(Tensor::zeros(40 << 20, device).unwrap());
+        })
+        .unwrap();
+        // As it is, and with offsets into its buffers.
+        assert_eq!(of(&recorded, Category::Compile).len(), 2, "{device}");
+        assert!(of(&recorded, Category::Segment).iter().any(|e| e.bytes >= 160 << 20), "{device}");
+    }
+}
+
+#[test]
+fn a_replayed_graph_is_recorded() {
+    let _alone = alone();
+    for device in devices().into_iter().filter(|&d| d != Device::Cpu) {
+        let x = Tensor::ones(100, device).unwrap();
+        let (graph, y) = Graph::capture(device, || x.exp()?.add_scalar(1.0)).unwrap();
+        let (_, counted) = count_launches(|| graph.replay().unwrap());
+        let (_, recorded) = profile(|| graph.replay().unwrap()).unwrap();
+        assert_eq!(launches(&recorded, device) as u64, counted);
+        assert_eq!(y.to_vec::<f32>().unwrap(), [1f32.exp() + 1.0; 100]);
+    }
+}
+
+#[test]
+fn the_latest_events_are_kept() {
+    let _alone = alone();
+    let options = ProfilerOptions { max_events: 10, copy_rate: false };
+    let profiler = Profiler::start_with(options).unwrap();
+    let x = Tensor::ones(4, Device::Cpu).unwrap();
+    (0..50).for_each(|_| drop(x.exp().unwrap()));
+    x.sqrt().unwrap();
+    let recorded = profiler.stop().unwrap();
+    assert!(recorded.events().len() <= 10 && recorded.dropped_events() > 40);
+    assert!(recorded.events().iter().any(|e| &*e.name == "sqrt"), "the last is there");
+    assert!(recorded.devices().iter().all(|of| of.copy_bytes_per_s.is_none()) || recorded.devices().len() == 1);
+}
+
+#[test]
+fn one_profiler_at_a_time() {
+    let _alone = alone();
+    let first = Profiler::start().unwrap();
+    let refused = Profiler::start().unwrap_err().to_string();
+    assert!(refused.contains("stop that first"), "{refused}");
+    drop(first);
+    let recorded = Profiler::start().unwrap().stop().unwrap();
+    assert!(recorded.events().is_empty(), "{:?}", recorded.events());
+}
+
+/// What the next test runs in a process of its own; it does nothing otherwise.
+#[test]
+fn in_a_process_of_its_own() {
+    if std::env::var_os("CLAYSTONE_PROFILE").is_some() {
+        let devices = devices();
+        devices.into_iter().for_each(|device| _ = train(device, 2).unwrap());
+        assert!(Profiler::start().is_err(), "the environment's profile is under way");
+    }
+}
+
+#[test]
+fn the_environment_has_a_whole_program_profiled() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("trace.json");
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    child.args(["--exact", "recording::in_a_process_of_its_own"]).env("CLAYSTONE_PROFILE", &file);
+    let output = child.output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+    let recorded = Profile::load(&file).unwrap();
+    for device in devices() {
+        assert!(launches(&recorded, device) > 10, "{device}");
+        let known = recorded.devices().iter().find(|of| of.device == device).unwrap();
+        assert!(known.copy_bytes_per_s.is_some_and(|rate| rate > 1e6), "{known:?}");
+    }
+}
+
+#[test]
+fn a_file_that_cannot_be_written_is_told_and_the_program_ends_well() {
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    child
+        .args(["--exact", "recording::in_a_process_of_its_own"])
+        .env("CLAYSTONE_PROFILE", "/no/such/folder/trace.json");
+    let output = child.output().unwrap();
+    assert!(output.status.success());
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(said.contains("CLAYSTONE_PROFILE was not written"), "{said}");
+}
