@@ -8,7 +8,7 @@ use crate::backend::problem::{
     Blocking, Channels, Chosen, Combine, Convolution, Formulas, Gemm, Indexed, LabelEntropy, Normalisation, Nth,
     Recorder, Reduction, Resize, Scan, Sequence, Softmax, Task, Tuning, Views, Windows,
 };
-use crate::device::profiler::{Operation, operation};
+use crate::device::profiler::{InOperation, Operation, operation};
 use crate::layout::Layout;
 use crate::{Device, Result, Shape, Tensor};
 
@@ -106,6 +106,37 @@ macro_rules! recorded {
     )* };
 }
 
+/// Methods that may decline, of which nothing is recorded then.
+macro_rules! recorded_unless_declined {
+    ($($name:ident($($arg:ident: $t:ty),*) -> $made:ty = $operation:expr;)*) => { $(
+        fn $name(&self, $($arg: $t),*) -> $made {
+            let recorded = operation(|| $operation);
+            let made = self.0.$name($($arg),*);
+            if made.as_ref().is_ok_and(Answer::is_declined) {
+                recorded.map(InOperation::forget);
+            }
+            made
+        }
+    )* };
+}
+
+/// What a method that may decline answers.
+trait Answer {
+    fn is_declined(&self) -> bool;
+}
+
+impl Answer for bool {
+    fn is_declined(&self) -> bool {
+        !self
+    }
+}
+
+impl<T> Answer for Option<T> {
+    fn is_declined(&self) -> bool {
+        self.is_none()
+    }
+}
+
 /// Methods that call those of the same name.
 macro_rules! forwarded {
     ($($name:ident($($arg:ident: $t:ty),*) -> $made:ty;)*) => { $(
@@ -119,10 +150,6 @@ impl Backend for Profiled {
     recorded! {
         map(formulas: &Formulas) -> Result<()> =
             describe(formulas.op, formulas.inputs.iter().chain(formulas.outputs).copied());
-        sequence(values: Sequence, out: &Tensor) -> Result<bool> = describe("arange", [out]);
-        join(out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool> =
-            describe("cat", tensors.iter().copied().chain([out]));
-        zeroed(x: &Tensor, from: isize, to: isize) -> Result<Option<Tensor>> = describe("tril", [x, x]);
         gemm(product: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> = of_gemm(product, shape, outs);
         reduce(reduction: &Reduction) -> Result<()> = describe(reduction.op, [reduction.x, reduction.out]);
         scan(scan: Scan, x: &Tensor, d: usize, values: &Tensor, indices: Option<&Tensor>) -> Result<()> =
@@ -131,8 +158,6 @@ impl Backend for Profiled {
             describe("sort", [x, values, indices]);
         search(x: &Tensor, lines: &Layout, step: isize, v: &Tensor, right: bool, out: &Tensor) -> Result<()> =
             describe("searchsorted", [x, v, out]);
-        first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Chosen>> = describe("topk", [x]);
-        nth(x: &Tensor, d: usize, nth: Nth) -> Result<Option<Chosen>> = describe("kthvalue", [x]);
         gather(g: &Indexed, out: &Tensor) -> Result<()> = of_gather(g, out);
         scatter(g: &Indexed, combine: Combine, target: &Tensor, layout: &Layout, d: usize) -> Result<()> =
             describe(g.op, [g.x, g.index, target]);
@@ -142,23 +167,32 @@ impl Backend for Profiled {
         one_hot(op: &'static str, x: &Tensor, out: &Tensor, classes: usize) -> Result<()> = describe(op, [x, out]);
         nonzero(x: &Tensor, mask: &dyn Fn() -> Result<Tensor>, dims: &[usize]) -> Result<Tensor> =
             describe("nonzero", [x]);
-        masked_select(x: &Tensor, mask: &Tensor) -> Result<Option<Tensor>> = describe("masked_select", [x, mask]);
         softmax(softmax: &Softmax) -> Result<()> = of_softmax(softmax);
         cross_entropy(entropy: &LabelEntropy) -> Result<Tensor> =
             describe("cross_entropy", [entropy.logits, entropy.labels].into_iter().chain(entropy.grad));
         norm(rows: &Normalisation) -> Result<()> = of_norm(rows);
         norm_forward(given: &Normalisation, numbers: &[u64; 4], views: &dyn Fn() -> Result<Views>) -> Result<()> =
             of_norm(given);
-        normalise_channels(x: &Tensor, numbers: Channels, eps: f64) -> Result<Option<Tensor>> =
-            describe("batch_norm", [x, x]);
-        variance(rows: &Tensor, out: &Tensor, freedom: f64, root: bool) -> Result<bool> =
-            describe(if root { "std" } else { "var" }, [rows, out]);
         unfold(windows: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> = describe("im2col", [x, out]);
         fold(windows: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> = describe("col2im", [columns, out]);
         pool(windows: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> =
             describe(of_windows(task), [x, index, out]);
         interpolate(resize: &Resize, x: &Tensor, out: &Tensor, transposed: bool) -> Result<()> =
             describe(if transposed { "interpolate backward" } else { "interpolate" }, [x, out]);
+    }
+
+    recorded_unless_declined! {
+        sequence(values: Sequence, out: &Tensor) -> Result<bool> = describe("arange", [out]);
+        join(out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool> =
+            describe("cat", tensors.iter().copied().chain([out]));
+        zeroed(x: &Tensor, from: isize, to: isize) -> Result<Option<Tensor>> = describe("tril", [x, x]);
+        first(x: &Tensor, d: usize, k: usize, descending: bool) -> Result<Option<Chosen>> = describe("topk", [x]);
+        nth(x: &Tensor, d: usize, nth: Nth) -> Result<Option<Chosen>> = describe("kthvalue", [x]);
+        masked_select(x: &Tensor, mask: &Tensor) -> Result<Option<Tensor>> = describe("masked_select", [x, mask]);
+        normalise_channels(x: &Tensor, numbers: Channels, eps: f64) -> Result<Option<Tensor>> =
+            describe("batch_norm", [x, x]);
+        variance(rows: &Tensor, out: &Tensor, freedom: f64, root: bool) -> Result<bool> =
+            describe(if root { "std" } else { "var" }, [rows, out]);
     }
 
     forwarded! {

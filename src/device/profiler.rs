@@ -277,7 +277,7 @@ impl Drop for Span {
 /// An operation in progress on this thread: records made meanwhile belong to it.
 pub(crate) struct InOperation {
     outer: Option<Arc<Operation>>,
-    _span: Span,
+    span: Span,
 }
 
 /// Records an operation until the value is dropped. Nothing while nothing is profiled.
@@ -293,7 +293,14 @@ fn in_operation(operation: Operation) -> InOperation {
     record.stream = super::stream::current_id(operation.device);
     (record.bytes, record.operation) = (operation.bytes, Some(Arc::clone(&operation)));
     let outer = OPERATION.try_with(|current| current.replace(Some(operation))).ok().flatten();
-    InOperation { outer, _span: Span::new(record) }
+    InOperation { outer, span: Span::new(record) }
+}
+
+impl InOperation {
+    /// Records nothing: the operation was declined.
+    pub(crate) fn forget(mut self) {
+        self.span.0 = None;
+    }
 }
 
 impl Drop for InOperation {

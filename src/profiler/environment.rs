@@ -23,7 +23,8 @@ pub(crate) fn first_use(device: Device) {
     let wanted = WANTED.get_or_init(|| {
         let file = PathBuf::from(env::var_os("CLAYSTONE_PROFILE").filter(|file| !file.is_empty())?);
         if !recorder::begin(super::ProfilerOptions::default().max_events) {
-            return None; // the program profiles itself
+            tracing::warn!("CLAYSTONE_PROFILE is ignored: the program profiles itself");
+            return None;
         }
         recorder::at_exit(write);
         Some(Wanted { file, began: recorder::now(), process: process::id() })
@@ -42,6 +43,7 @@ extern "C" fn write() {
     let Some(Some(wanted)) = WANTED.get().filter(|w| w.as_ref().is_some_and(|w| w.process == process::id())) else {
         return;
     };
+    let _ = set_profiling(false); // records the last commands, unless the devices' own handler has before
     let mut profile = build::profile(recorder::take(), wanted.began, recorder::now());
     for device in &mut profile.devices {
         device.copy_bytes_per_s = copy_rate::known(device.device);

@@ -12,6 +12,8 @@ use crate::Device;
 pub struct Gaps {
     /// The device.
     pub device: Device,
+    /// When its first work began, since the profile began.
+    pub from_us: f64,
     /// From the beginning of its first work to the end of its last.
     pub span_us: f64,
     /// While it worked; what overlaps on several streams or threads counts once.
@@ -24,26 +26,37 @@ pub struct Gaps {
     pub longest_us: f64,
 }
 
+impl Gaps {
+    /// Nothing yet of what begins with this event.
+    fn before(device: Device, first: &Event) -> Gaps {
+        let from_us = first.start_us;
+        Gaps { device, from_us, span_us: 0.0, busy_us: 0.0, idle_us: 0.0, count: 0, longest_us: 0.0 }
+    }
+
+    /// The next event, in the order in which they began.
+    fn add(&mut self, event: &Event) {
+        let (until, end) = (self.from_us + self.span_us, event.start_us + event.duration_us);
+        let gap = event.start_us - until;
+        if gap > 0.0 {
+            self.idle_us += gap;
+            self.count += 1;
+            self.longest_us = self.longest_us.max(gap);
+        }
+        self.busy_us += (end - event.start_us.max(until)).max(0.0);
+        self.span_us = end.max(until) - self.from_us;
+    }
+}
+
 impl Profile {
     /// For each device how busy it was, and the gaps between what it did.
     pub fn gaps(&self) -> Vec<Gaps> {
-        let mut by_device: BTreeMap<String, (Gaps, f64)> = BTreeMap::new();
+        let mut by_device: BTreeMap<String, Gaps> = BTreeMap::new();
         for event in self.events.iter().filter(|event| is_work(event)) {
             let Some(device) = event.device else { continue };
-            let end = event.start_us + event.duration_us;
-            let none = Gaps { device, span_us: 0.0, busy_us: 0.0, idle_us: 0.0, count: 0, longest_us: 0.0 };
-            let (gaps, until) = by_device.entry(device.to_string()).or_insert((none, event.start_us));
-            if event.start_us > *until {
-                let gap = event.start_us - *until;
-                gaps.idle_us += gap;
-                gaps.count += 1;
-                gaps.longest_us = gaps.longest_us.max(gap);
-            }
-            gaps.busy_us += (end - event.start_us.max(*until)).max(0.0);
-            *until = until.max(end);
-            gaps.span_us = gaps.busy_us + gaps.idle_us;
+            let gaps = by_device.entry(device.to_string()).or_insert_with(|| Gaps::before(device, event));
+            gaps.add(event);
         }
-        by_device.into_values().map(|(gaps, _)| gaps).collect()
+        by_device.into_values().collect()
     }
 
     /// Every command's times, as MNN's OpenCL backend prints them: see [`Timings`].
@@ -102,6 +115,14 @@ pub(super) fn summary(profile: &Profile) -> String {
             time(gaps.longest_us),
             rate.unwrap_or_default(),
         );
+    }
+    for (number, name) in &profile.threads {
+        let mut events = profile.events.iter().filter(|event| event.lane == Lane::Thread(*number)).peekable();
+        let Some(first) = events.peek() else { continue };
+        let mut thread = Gaps::before(Device::Cpu, first);
+        events.for_each(|event| thread.add(event));
+        let (inside, between) = (time(thread.busy_us), time(thread.idle_us));
+        let _ = writeln!(text, "thread {name}: {inside} in what is recorded, {between} between");
     }
     let sum = |category| {
         let events = profile.events.iter().filter(|event| event.category == category);
