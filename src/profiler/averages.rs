@@ -54,6 +54,8 @@ pub struct Average {
     pub category: Category,
     /// The events' name.
     pub name: Arc<str>,
+    /// The device that it ran on, or was for.
+    pub device: Option<Device>,
     /// Shapes of the operands, where rows are told apart by them.
     pub shapes: Vec<Vec<usize>>,
     /// How often it happened.
@@ -99,6 +101,9 @@ pub struct Averages {
     summary: String,
 }
 
+/// What events of one row have in common.
+type Key = (Category, Arc<str>, Option<Device>, Vec<Vec<usize>>);
+
 impl Profile {
     /// Sums up events by name (PyTorch's `key_averages()`), sorted by time on devices.
     pub fn key_averages(&self) -> Averages {
@@ -113,13 +118,15 @@ impl Profile {
     fn averages(&self, by_shape: bool) -> Averages {
         let selves = self.host_self_times();
         let mut rows: Vec<Average> = Vec::new();
-        let mut known: HashMap<(Category, Arc<str>, Vec<Vec<usize>>), usize> = HashMap::new();
+        let mut known: HashMap<Key, usize> = HashMap::new();
         let mut row_of = |rows: &mut Vec<Average>, category, name: &Arc<str>, event: &Event| {
             let shapes = event.operation.as_ref().filter(|_| by_shape).map(|o| o.shapes.clone()).unwrap_or_default();
-            *known.entry((category, Arc::clone(name), shapes)).or_insert_with_key(|(_, _, shapes)| {
+            let key = (category, Arc::clone(name), event.device, shapes);
+            *known.entry(key).or_insert_with_key(|(_, _, device, shapes)| {
                 rows.push(Average {
                     category,
                     name: Arc::clone(name),
+                    device: *device,
                     shapes: shapes.clone(),
                     calls: 0,
                     host_self_us: 0.0,
@@ -127,7 +134,7 @@ impl Profile {
                     device_us: 0.0,
                     bytes: 0,
                     flops: 0,
-                    copy_bytes_per_s: None,
+                    copy_bytes_per_s: device.and_then(|device| self.copy_rate(device)),
                 });
                 rows.len() - 1
             })
@@ -153,9 +160,6 @@ impl Profile {
             if on_host {
                 row.host_self_us += host_self;
                 row.host_total_us += event.duration_us;
-            }
-            if let Some(device) = event.device {
-                row.copy_bytes_per_s = self.copy_rate(device);
             }
             let Some(operation) = &event.operation else { continue };
             if event.category.is_command() && !on_host {
@@ -233,45 +237,57 @@ impl fmt::Display for Averages {
         let shown = &self.rows[..self.limit.min(self.rows.len())];
         let name = |row: &Average| match row.shapes.is_empty() {
             true => row.name.to_string(),
-            false => format!("{} {}", row.name, shapes(&row.shapes)),
+            false => format!("{} {:?}", row.name, row.shapes),
         };
         let width = shown.iter().map(|row| name(row).chars().count()).max().unwrap_or(0).clamp(4, 60);
-        writeln!(
-            f,
-            "{:width$}  {:10} {:>8} {:>10} {:>10} {:>10} {:>6} {:>10} {:>8} {:>6} {:>9}",
-            "name", "category", "calls", "host self", "host", "device", "share", "average", "GB/s", "copy", "GFLOP/s"
-        )?;
-        let percent = |share: f64| format!("{:.1}%", 100.0 * share);
-        let or_none = |text: Option<String>| text.unwrap_or_default();
-        for row in shown {
-            let share = (row.device_us > 0.0).then(|| percent(row.device_us / self.device_us));
+        let mut line = |cells: [&str; 12]| {
+            let [name, category, on, numbers @ ..] = cells;
+            let [calls, host_self, host, device, share, average, rate, copy, flops] = numbers;
             writeln!(
                 f,
-                "{:width$}  {:10} {:>8} {:>10} {:>10} {:>10} {:>6} {:>10} {:>8} {:>6} {:>9}",
-                name(row),
+                "{name:width$}  {category:10} {on:8} {calls:>8} {host_self:>10} {host:>10} {device:>10} {share:>6} \
+                 {average:>10} {rate:>8} {copy:>5} {flops:>9}"
+            )
+        };
+        line([
+            "name",
+            "category",
+            "on",
+            "calls",
+            "host self",
+            "host",
+            "device",
+            "share",
+            "average",
+            "GB/s",
+            "copy",
+            "GFLOP/s",
+        ])?;
+        let billions = |rate: Option<f64>| rate.map(|rate| format!("{:.1}", rate / 1e9)).unwrap_or_default();
+        for row in shown {
+            let on_device = row.device_us > 0.0;
+            let share =
+                if on_device { format!("{:.1}%", 100.0 * row.device_us / self.device_us) } else { String::new() };
+            let of_a_call = if on_device { row.device_us } else { row.host_total_us } / row.calls.max(1) as f64;
+            let copy = row.share_of_copy_rate().map(|share| format!("{:.0}%", 100.0 * share));
+            line([
+                &name(row),
                 row.category.name(),
-                row.calls,
-                time(row.host_self_us),
-                time(row.host_total_us),
-                time(row.device_us),
-                or_none(share),
-                time(
-                    row.device_us.max(if row.device_us > 0.0 { 0.0 } else { row.host_total_us })
-                        / row.calls.max(1) as f64
-                ),
-                or_none(row.bytes_per_s().map(|rate| format!("{:.1}", rate / 1e9))),
-                or_none(row.share_of_copy_rate().map(|share| format!("{:.0}%", 100.0 * share))),
-                or_none(row.flops_per_s().map(|rate| format!("{:.1}", rate / 1e9))),
-            )?;
+                &row.device.map(|device| device.to_string()).unwrap_or_default(),
+                &row.calls.to_string(),
+                &time(row.host_self_us),
+                &time(row.host_total_us),
+                &time(row.device_us),
+                &share,
+                &time(of_a_call),
+                &billions(row.bytes_per_s()),
+                &copy.unwrap_or_default(),
+                &billions(row.flops_per_s()),
+            ])?;
         }
         if shown.len() < self.rows.len() {
             writeln!(f, "... and {} more", self.rows.len() - shown.len())?;
         }
         f.write_str(&self.summary)
     }
-}
-
-/// Shapes as PyTorch's table has them: `[[32, 64], [64, 10]]`.
-pub(super) fn shapes(shapes: &[Vec<usize>]) -> String {
-    format!("{shapes:?}")
 }

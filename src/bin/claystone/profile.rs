@@ -11,6 +11,7 @@ use claystone::profiler::{Profile, SortBy};
     long_about = "Prints profiles that Profile::save, CLAYSTONE_PROFILE=trace.json or an example's --profile wrote, or
 another program's trace in Chrome's format, such as PyTorch's: a row for each operation, kernel, copy and wait, with
 
+  on             the device
   calls          how often it happened
   host self      the host's time, without that of what is nested inside
   host           the host's time
