@@ -10,7 +10,6 @@ use super::context::{Context, Gradient};
 use super::grad::Wanted;
 use super::node::{Leaf, Node, Operation, State};
 use super::{Gradients, autocast, enable_grad, modes, no_grad};
-use crate::device::StreamId;
 use crate::device::profiler::{self, Kind};
 use crate::{Error, Result, Tensor};
 
@@ -104,7 +103,7 @@ impl Engine {
             let multiplied = SmallVec::from_elem(false, node.inputs.len());
             let mut context =
                 Context { engine: self, node: &node, grad, gradients: &gradients, slots, factor, multiplied };
-            let recorded = profiler::span(Kind::Backward, node.op, None, StreamId::DEFAULT, 0);
+            let recorded = profiler::span(Kind::Backward, node.op, None, 0, 0);
             let results = (operation.backward)(&mut context)?;
             drop(recorded);
             let multiplied = std::mem::take(&mut context.multiplied);

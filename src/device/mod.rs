@@ -89,6 +89,15 @@ impl Device {
         }
     }
 
+    /// How fast it copies within its memory, in bytes read and written a second: measured here. None where there is no memory
+    /// for it, or the driver refuses.
+    pub(crate) fn copy_rate(self) -> Option<f64> {
+        match self {
+            Device::Cpu => Some(cpu::bulk::copy_rate()),
+            Device::OpenCL(i) => opencl::open(i).ok()?.copy_rate().ok(),
+        }
+    }
+
     /// Waits until everything submitted to the device so far, on every stream, is done. The CPU is never behind.
     ///
     /// # Errors
@@ -103,6 +112,15 @@ impl Device {
             },
         }
     }
+}
+
+/// Has the commands of all devices that are open timed from now on, or no longer. Waits for what was submitted.
+///
+/// # Errors
+/// That of the first device that fails; the others are tried all the same.
+pub(crate) fn set_profiling(on: bool) -> Result<()> {
+    let devices = (0..opencl::count()).filter_map(opencl::opened);
+    devices.fold(Ok(()), |done, device| done.and(device.set_profiling(on)))
 }
 
 /// Reads what Display prints: `cpu`, `opencl:0`; `opencl` alone is `opencl:0`. Case does not matter.

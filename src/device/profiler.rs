@@ -12,7 +12,7 @@ use std::time::Instant;
 
 use smallvec::SmallVec;
 
-use super::{StreamId, lock};
+use super::lock;
 use crate::{DType, Device};
 
 static ON: AtomicBool = AtomicBool::new(false);
@@ -71,7 +71,8 @@ pub(crate) struct Record {
     pub kind: Kind,
     pub name: Cow<'static, str>,
     pub device: Option<Device>,
-    pub stream: StreamId,
+    /// The number of the stream, 0 for the default one.
+    pub stream: u32,
     pub thread: u32,
     /// The annotation in force, as storage numbers them.
     pub annotation: u32,
@@ -197,7 +198,7 @@ impl Record {
             kind,
             name: name.into(),
             device: device.into(),
-            stream: StreamId::DEFAULT,
+            stream: 0,
             thread,
             annotation: ANNOTATION.try_with(Cell::get).unwrap_or(0),
             host: [now(), 0],
@@ -207,7 +208,7 @@ impl Record {
         }
     }
 
-    pub(crate) fn on_stream(mut self, stream: StreamId) -> Record {
+    pub(crate) fn on_stream(mut self, stream: u32) -> Record {
         self.stream = stream;
         self
     }
@@ -244,7 +245,7 @@ pub(crate) fn span(
     kind: Kind,
     name: &'static str,
     device: impl Into<Option<Device>>,
-    stream: StreamId,
+    stream: u32,
     bytes: usize,
 ) -> Option<Span> {
     is_on().then(|| Span::new(Record::begin(kind, name, device).on_stream(stream).with_bytes(bytes)))
@@ -290,7 +291,6 @@ pub(crate) fn operation(describe: impl FnOnce() -> Operation) -> Option<InOperat
 fn in_operation(operation: Operation) -> InOperation {
     let operation = Arc::new(operation);
     let mut record = Record::begin(Kind::Operation, operation.name, operation.device);
-    record.stream = super::stream::current_id(operation.device);
     (record.bytes, record.operation) = (operation.bytes, Some(Arc::clone(&operation)));
     let outer = OPERATION.try_with(|current| current.replace(Some(operation))).ok().flatten();
     InOperation { outer, span: Span::new(record) }
@@ -320,7 +320,7 @@ pub(crate) fn segment(name: &'static str, device: Option<Device>, bytes: usize) 
         return None;
     }
     SEGMENT_CHANGES.fetch_add(1, Relaxed);
-    span(Kind::Segment, name, device, StreamId::DEFAULT, bytes)
+    span(Kind::Segment, name, device, 0, bytes)
 }
 
 /// Records that so many bytes more are allocated on a device, or fewer. `now` asks the allocator what is allocated and

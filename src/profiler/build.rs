@@ -75,7 +75,7 @@ pub(super) fn profile(recorded: Recorded, began: u64, ended: u64) -> Profile {
             _ => [host.bytes, 0],
         };
         let command = Event {
-            lane: Lane::Stream(device, record.stream.index() as u32),
+            lane: Lane::Stream(device, record.stream),
             start_us: started,
             duration_us: (ended - started).max(0.0),
             queued_us: Some([queued, submitted]),

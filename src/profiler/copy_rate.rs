@@ -3,7 +3,7 @@
 use std::sync::Mutex;
 
 use crate::Device;
-use crate::device::{cpu, lock, opencl};
+use crate::device::lock;
 
 /// Measured rates, in bytes read and written a second.
 static RATES: Mutex<Vec<(Device, f64)>> = Mutex::new(Vec::new());
@@ -15,10 +15,7 @@ pub(super) fn known(device: Device) -> Option<f64> {
 
 /// Measures the rate; None where there is no memory for it, or the driver refuses.
 pub(super) fn measure(device: Device) -> Option<f64> {
-    let rate = match device {
-        Device::Cpu => cpu::bulk::copy_rate(),
-        Device::OpenCL(index) => opencl::open(index).ok()?.copy_rate().ok()?,
-    };
+    let rate = device.copy_rate()?;
     lock(&RATES).push((device, rate));
     Some(rate)
 }

@@ -6,8 +6,8 @@ use std::{env, process};
 
 use super::{build, copy_rate};
 use crate::Device;
-use crate::device::opencl::set_profiling;
 use crate::device::profiler as recorder;
+use crate::device::set_profiling;
 
 /// Where the profile goes, when it began, and the process that it is of.
 struct Wanted {

@@ -33,8 +33,8 @@ mod trace;
 
 use std::sync::Arc;
 
-use crate::device::opencl::set_profiling;
 use crate::device::profiler::{self as recorder, Recorded};
+use crate::device::set_profiling;
 use crate::{DType, Device, Error, Result};
 
 pub use averages::{Average, Averages, SortBy};

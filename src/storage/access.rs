@@ -12,10 +12,10 @@ use super::captured;
 use super::driver::MemoryKind;
 use super::driver::opencl::ClPlace;
 use super::driver::staging::{self, PinnedBytes};
+use crate::device::capture;
 use crate::device::cpu::bulk::{copy, fill, to_vec};
 use crate::device::cpu::huge_pages::advise_huge;
 use crate::device::profiler::{self, Kind, Span};
-use crate::device::{StreamId, capture};
 use crate::{Device, Error, Result};
 
 /// Copies between devices go through a host buffer of at most this size.
@@ -135,7 +135,7 @@ pub(crate) fn with_few<const N: usize, R>(
 /// Records what is done with bytes of the CPU device, until the value is dropped.
 #[inline]
 fn on_cpu(kind: Kind, name: &'static str, bytes: usize) -> Option<Span> {
-    profiler::span(kind, name, Device::Cpu, StreamId::DEFAULT, bytes)
+    profiler::span(kind, name, Device::Cpu, 0, bytes)
 }
 
 impl Storage {

@@ -17,7 +17,6 @@ use super::errors::ClError;
 use super::fault::Slot;
 use super::launch::{Arg, enqueue_kernel, records_faults, set_arg};
 use super::queue::Queue;
-use super::transfer::{copy_buffer, fill};
 use super::{ClDevice, ClEvent};
 use crate::device::{self, Device, StreamId, capture};
 use crate::{Error, Result};
@@ -186,10 +185,10 @@ fn submit(queue: &mut Queue, command: &Command) -> Result<Option<ClEvent>, ClErr
             return enqueue_kernel(queue, kernel, &global[..*dims], &local[..*dims]);
         }
         Command::Fill { to, offset, bytes, pattern, length } => {
-            fill(queue, *to, &pattern[..*length], *offset, *bytes)?;
+            queue.fill(*to, &pattern[..*length], *offset, *bytes)?;
         }
         Command::Copy { from, to, from_offset, to_offset, bytes } => {
-            copy_buffer(queue, (*from, *from_offset), (*to, *to_offset), *bytes, ptr::null_mut())?;
+            queue.copy((*from, *from_offset), (*to, *to_offset), *bytes, ptr::null_mut())?;
         }
     }
     Ok(None)

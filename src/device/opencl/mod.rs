@@ -49,7 +49,6 @@ pub(crate) use host_memory::HostMemory;
 pub(crate) use launch::Arg;
 pub(crate) use pinned::ClPinned;
 pub(crate) use probe::TensorCores;
-pub(crate) use profiling::set_profiling;
 pub(crate) use program::SM_90A;
 pub(crate) use retry::Backoff;
 pub(crate) use signature::{Parameter, Space};

@@ -193,7 +193,7 @@ impl ClDevice {
         cache: Option<&Cache>,
         file: &str,
     ) -> Result<Program> {
-        let span = |kind| profiler::span(kind, name, self.device(), self.current_stream(), 0);
+        let span = |kind| profiler::span(kind, name, self.device(), self.current_stream().0, 0);
         let loading = cache.and_then(|_| span(profiler::Kind::Load));
         if let Some(program) = cache.and_then(|cache| self.load(cache, file, options)) {
             self.programs.from_disk.fetch_add(1, Relaxed);

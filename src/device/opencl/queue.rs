@@ -1,16 +1,27 @@
 //! One in-order queue: flushing it, markers and barriers, and finding out whether what was put on it is over.
+//!
+//! A queue gives times of commands only if it was created to. So while something is profiled, each stream has a second
+//! queue. Neither is released, because threads wait for queues outside the lock. Events are released in batches, as soon as
+//! their commands are over: drivers slow down when there are thousands of them.
 
+use std::collections::VecDeque;
 use std::ffi::c_void;
+use std::mem;
 use std::ptr;
 use std::thread;
 use std::time::Duration;
 
+use opencl3::command_queue::CL_QUEUE_PROFILING_ENABLE;
+use opencl3::event::{
+    CL_PROFILING_COMMAND_END, CL_PROFILING_COMMAND_QUEUED, CL_PROFILING_COMMAND_START, CL_PROFILING_COMMAND_SUBMIT,
+};
 use opencl3::types::{cl_command_queue, cl_command_queue_properties, cl_context, cl_device_id, cl_event, cl_mem};
 
-use super::driver::{ATTEMPTS, ClEvent, call, create};
+use super::driver::{ATTEMPTS, ClEvent, call, create, value};
 use super::errors::ClError;
 use super::exit;
-use super::profiling::Profiled;
+use crate::device::Device;
+use crate::device::profiler::{self, Kind, Record};
 
 /// Launches after a wait that are flushed together, so that the device starts while the host goes on; twice as many each
 /// time after.
@@ -167,4 +178,118 @@ impl Queue {
             other => other,
         }
     }
+
+    /// Enqueues a command with `enqueue`, which is given the queue and where the command's event goes: to `event`, unless
+    /// that is null, and to the profiler while something is profiled.
+    #[inline]
+    pub(super) fn command(
+        &mut self,
+        (kind, name, bytes): (Kind, &'static str, usize),
+        event: *mut cl_event,
+        enqueue: impl FnOnce(cl_command_queue, *mut cl_event) -> Result<(), ClError>,
+    ) -> Result<(), ClError> {
+        let Some(profiled) = &mut self.profiled else { return enqueue(self.raw, event) };
+        let record = Record::begin(kind, name, profiled.device).on_stream(profiled.stream).with_bytes(bytes);
+        let mut raw = ptr::null_mut();
+        enqueue(self.raw, &mut raw)?;
+        let record = record.ended();
+        if !event.is_null() && !raw.is_null() {
+            // SAFETY: the caller's place for an event, which a driver would write to as well.
+            unsafe { *event = raw };
+            if call!(clRetainEvent(raw)).is_err() {
+                profiler::push(record); // the event is the caller's alone
+                return Ok(());
+            }
+        }
+        match raw.is_null() {
+            true => profiler::push(record),
+            false => profiled.pending.push_back((ClEvent(raw), record)),
+        }
+        if profiled.pending.len() % BATCH == 0 {
+            profiled.collect();
+        }
+        Ok(())
+    }
+
+    /// Enqueues a copy of n bytes from one buffer and offset to another.
+    pub(super) fn copy(
+        &mut self,
+        (src, from): (cl_mem, usize),
+        (dst, to): (cl_mem, usize),
+        n: usize,
+        event: *mut cl_event,
+    ) -> Result<(), ClError> {
+        self.command((Kind::Copy, "clEnqueueCopyBuffer", n), event, |q, event| {
+            call!(clEnqueueCopyBuffer(q, src, dst, from, to, n, 0, ptr::null(), event))
+        })
+    }
+
+    /// Enqueues a fill of n bytes from an offset on with a pattern.
+    pub(super) fn fill(&mut self, mem: cl_mem, pattern: &[u8], at: usize, n: usize) -> Result<(), ClError> {
+        let (from, length) = (pattern.as_ptr().cast(), pattern.len());
+        self.command((Kind::Fill, "clEnqueueFillBuffer", n), ptr::null_mut(), |q, event| {
+            call!(clEnqueueFillBuffer(q, mem, from, length, at, n, 0, ptr::null(), event))
+        })
+    }
+
+    /// Goes on with a queue that gives times, or with one that does not. What was submitted is over then.
+    pub(super) fn set_profiling(
+        &mut self,
+        on: bool,
+        (context, id): (cl_context, cl_device_id),
+        (device, stream): (Device, u32),
+    ) -> Result<(), ClError> {
+        if self.profiled.is_some() == on {
+            return Ok(());
+        }
+        let other = match self.other {
+            Some(other) => other,
+            None => Queue::create_raw(context, id, if on { CL_QUEUE_PROFILING_ENABLE } else { 0 })?,
+        };
+        self.other = Some(other);
+        self.finish()?;
+        self.unflushed = 0;
+        self.collect_profiled();
+        self.other = Some(mem::replace(&mut self.raw, other));
+        self.profiled = on.then(|| Profiled { device, stream, pending: VecDeque::with_capacity(2 * BATCH) });
+        Ok(())
+    }
+
+    /// Records the commands that are over.
+    pub(super) fn collect_profiled(&mut self) {
+        self.profiled.iter_mut().for_each(Profiled::collect);
+    }
+}
+
+/// Commands after which those that are over are looked for.
+const BATCH: usize = 64;
+
+/// The commands of a queue whose times are not known yet, in order.
+pub(super) struct Profiled {
+    device: Device,
+    stream: u32,
+    pending: VecDeque<(ClEvent, Record)>,
+}
+
+impl Profiled {
+    /// Records the commands that are over, and releases their events.
+    fn collect(&mut self) {
+        while self.pending.front().is_some_and(|(event, _)| event.is_over().unwrap_or(true)) {
+            if let Some((event, mut record)) = self.pending.pop_front() {
+                record.device_times = times(&event);
+                profiler::push(record);
+            }
+        }
+    }
+}
+
+/// When a command was queued, submitted, started and ended; None where the driver does not tell.
+fn times(event: &ClEvent) -> Option<[u64; 4]> {
+    let time = |which| exit::call(|| value!(clGetEventProfilingInfo(event.0, which) as u64)).ok();
+    Some([
+        time(CL_PROFILING_COMMAND_QUEUED)?,
+        time(CL_PROFILING_COMMAND_SUBMIT)?,
+        time(CL_PROFILING_COMMAND_START)?,
+        time(CL_PROFILING_COMMAND_END)?,
+    ])
 }

@@ -294,7 +294,7 @@ impl ClDevice {
 
     /// Records that the host waits, until what it gives is dropped.
     pub(super) fn waiting(&self, call: &'static str, stream: StreamId) -> Option<profiler::Span> {
-        profiler::span(Kind::Wait, call, self.device(), stream, 0)
+        profiler::span(Kind::Wait, call, self.device(), stream.0, 0)
     }
 
     /// Has the next wait for the stream report a launch that failed with this code.

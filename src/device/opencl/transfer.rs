@@ -3,7 +3,7 @@
 use std::ptr;
 
 use opencl3::memory::{CL_MAP_READ, CL_MAP_WRITE_INVALIDATE_REGION};
-use opencl3::types::{cl_event, cl_mem};
+use opencl3::types::cl_event;
 
 use super::driver::{ClAt, ClKernel, call, create};
 use super::errors::ClError;
@@ -208,7 +208,7 @@ impl ClDevice {
         let (mem, off) = (region.at.0.mem(), region.at.1);
         let flags = if region.overwrite { CL_MAP_WRITE_INVALIDATE_REGION } else { CL_MAP_READ };
         let kind = if region.overwrite { Kind::Write } else { Kind::Read };
-        let _mapped = profiler::span(kind, "clEnqueueMapBuffer", self.device(), self.current_stream(), bytes);
+        let _mapped = profiler::span(kind, "clEnqueueMapBuffer", self.device(), self.current_stream().0, bytes);
         let readings = self.while_idle(self.current_stream(), Readings::default(), |q, readings| {
             readings.enqueue(q, &[self.slot()], false)?;
             let start = create!(clEnqueueMapBuffer(q.raw, mem, 1, flags, off, bytes, 0, ptr::null(), none))?;
@@ -257,7 +257,7 @@ impl ClDevice {
             let mut queue = self.lock(self.current_stream()).map_err(|e| self.error(self.settle(e)))?;
             (0..bytes).step_by(FILL_CHUNK).try_for_each(|start| {
                 let (at, len) = (off + start, FILL_CHUNK.min(bytes - start));
-                fill(&mut queue, dst.mem(), &wide[..n], at, len)?;
+                queue.fill(dst.mem(), &wide[..n], at, len)?;
                 done += len;
                 Ok(())
             })
@@ -304,28 +304,7 @@ impl ClDevice {
 }
 
 fn copy(q: &mut Queue, src: ClAt<'_>, dst: ClAt<'_>, n: usize, event: *mut cl_event) -> Result<(), ClError> {
-    copy_buffer(q, (src.0.mem(), src.1), (dst.0.mem(), dst.1), n, event)
-}
-
-/// Enqueues a copy of n bytes from one buffer and offset to another.
-pub(super) fn copy_buffer(
-    q: &mut Queue,
-    (src, from): (cl_mem, usize),
-    (dst, to): (cl_mem, usize),
-    n: usize,
-    event: *mut cl_event,
-) -> Result<(), ClError> {
-    q.command((Kind::Copy, "clEnqueueCopyBuffer", n), event, |q, event| {
-        call!(clEnqueueCopyBuffer(q, src, dst, from, to, n, 0, ptr::null(), event))
-    })
-}
-
-/// Enqueues a fill of n bytes from an offset on with a pattern.
-pub(super) fn fill(q: &mut Queue, mem: cl_mem, pattern: &[u8], at: usize, n: usize) -> Result<(), ClError> {
-    let (from, length) = (pattern.as_ptr().cast(), pattern.len());
-    q.command((Kind::Fill, "clEnqueueFillBuffer", n), ptr::null_mut(), |q, event| {
-        call!(clEnqueueFillBuffer(q, mem, from, length, at, n, 0, ptr::null(), event))
-    })
+    q.copy((src.0.mem(), src.1), (dst.0.mem(), dst.1), n, event)
 }
 
 /// The caller's mistake, found before the driver sees it.
