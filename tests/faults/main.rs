@@ -13,6 +13,7 @@ mod driver;
 mod host_memory;
 mod inject;
 mod library;
+mod limits;
 mod numbers;
 mod parts;
 mod steps;

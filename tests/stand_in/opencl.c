@@ -3,7 +3,8 @@
  * mod.rs compiles and controls it. It needs no OpenCL headers: handles are pointers, and the types of everything else are
  * those of the 64-bit platforms that the tests run on. STAND_IN_REAL names the real library where it is not the usual
  * one, STAND_IN_CONTROL the file through which the test process counts calls and asks for faults (without it there are
- * none), and STAND_IN_DISCRETE=1 has every device say that it is a discrete GPU. */
+ * none), and STAND_IN_DISCRETE=1 has every device say that it is a discrete GPU. STAND_IN_WORK_GROUP and STAND_IN_LOCAL_MEMORY
+ * are the most that devices have, STAND_IN_KERNEL_GROUP the largest group that they say any kernel can have. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -118,10 +119,25 @@ static void *gate(void *queue, uint64_t delay) {
     return event;
 }
 
-/* Has the device say that it is a discrete GPU. */
+/* A size that is no more than the number in a variable, if it has one. */
+static void limit(size_t *value, const char *variable) {
+    const char *most = getenv(variable);
+    if (most && *value > strtoul(most, NULL, 10)) *value = strtoul(most, NULL, 10);
+}
+
+static void limit_group(unsigned what, void *value) {
+    if (what != 0x11B0 /* CL_KERNEL_WORK_GROUP_SIZE */ || !value) return;
+    limit(value, "STAND_IN_WORK_GROUP");
+    limit(value, "STAND_IN_KERNEL_GROUP");
+}
+
+/* Has the device say that it is a discrete GPU, and that it has no more than it is told to have. */
 static void disguise(unsigned what, void *value) {
+    if (!value) return;
+    if (what == 0x1004 /* CL_DEVICE_MAX_WORK_GROUP_SIZE */) limit(value, "STAND_IN_WORK_GROUP");
+    if (what == 0x1023 /* CL_DEVICE_LOCAL_MEM_SIZE */) limit(value, "STAND_IN_LOCAL_MEMORY");
     const char *discrete = getenv("STAND_IN_DISCRETE");
-    if (!value || !discrete || strcmp(discrete, "1")) return;
+    if (!discrete || strcmp(discrete, "1")) return;
     if (what == 0x1000) *(uint64_t *)value = 4; /* CL_DEVICE_TYPE is CL_DEVICE_TYPE_GPU */
     if (what == 0x1035) *(uint32_t *)value = 0; /* CL_DEVICE_HOST_UNIFIED_MEMORY */
 }
@@ -214,7 +230,7 @@ RELEASE(clReleaseKernel)
 STATUS(clSetKernelArg, (void *kernel, unsigned index, size_t size, const void *value), (kernel, index, size, value), )
 INFO(clGetKernelInfo, kernel)
 STATUS(clGetKernelArgInfo, (void *kernel, unsigned index, unsigned what, size_t size, void *value, size_t *needed), (kernel, index, what, size, value, needed), )
-STATUS(clGetKernelWorkGroupInfo, (void *kernel, void *device, unsigned what, size_t size, void *value, size_t *needed), (kernel, device, what, size, value, needed), )
+STATUS(clGetKernelWorkGroupInfo, (void *kernel, void *device, unsigned what, size_t size, void *value, size_t *needed), (kernel, device, what, size, value, needed), limit_group(what, value))
 /* While `lenient` is on it succeeds for commands that failed as well, as NVIDIA's does. */
 static int wait_for_events(unsigned n, void *const *list) {
     int code = REAL(int, clWaitForEvents, (unsigned, void *const *))(n, list);
@@ -234,7 +250,23 @@ COMMAND(clEnqueueReadBuffer, P(void *queue, void *buffer, unsigned blocking, siz
 COMMAND(clEnqueueWriteBuffer, P(void *queue, void *buffer, unsigned blocking, size_t offset, size_t bytes, const void *from,), P(queue, buffer, blocking, offset, bytes, from,))
 COMMAND(clEnqueueCopyBuffer, P(void *queue, void *from, void *to, size_t from_offset, size_t to_offset, size_t bytes,), P(queue, from, to, from_offset, to_offset, bytes,))
 COMMAND(clEnqueueFillBuffer, P(void *queue, void *buffer, const void *pattern, size_t length, size_t offset, size_t bytes,), P(queue, buffer, pattern, length, offset, bytes,))
+/* The device refuses what is more than it is told to have, as a real one does. */
+static int launch(void *queue, void *kernel, unsigned dims, const size_t *offset, const size_t *global, const size_t *local, unsigned waits, void *const *list, void **event) {
+    size_t group = 1, most = SIZE_MAX;
+    for (unsigned d = 0; d < dims; d++) group *= local[d];
+    limit(&most, "STAND_IN_WORK_GROUP");
+    if (group > most) return -54; /* CL_INVALID_WORK_GROUP_SIZE */
+    void *device = NULL;
+    uint64_t bytes = 0;
+    REAL(int, clGetCommandQueueInfo, (void *, unsigned, size_t, void *, size_t *))(queue, 0x1091, sizeof device, &device, NULL);
+    REAL(int, clGetKernelWorkGroupInfo, (void *, void *, unsigned, size_t, void *, size_t *))(kernel, device, 0x11B2, sizeof bytes, &bytes, NULL);
+    most = bytes, limit(&most, "STAND_IN_LOCAL_MEMORY");
+    if (most < bytes) return -5; /* CL_OUT_OF_RESOURCES */
+    return REAL(int, clEnqueueNDRangeKernel, (void *, void *, unsigned, const size_t *, const size_t *, const size_t *, unsigned, void *const *, void **))(
+        queue, kernel, dims, offset, global, local, waits, list, event);
+}
 COMMAND(clEnqueueNDRangeKernel, P(void *queue, void *kernel, unsigned dims, const size_t *offset, const size_t *global, const size_t *local,), P(queue, kernel, dims, offset, global, local,))
+__attribute__((constructor(103))) static void make_limited(void) { real_clEnqueueNDRangeKernel = launch; }
 COMMAND(clEnqueueMigrateMemObjects, P(void *queue, unsigned n, void *const *objects, uint64_t flags,), P(queue, n, objects, flags,))
 COMMAND(clEnqueueUnmapMemObject, P(void *queue, void *buffer, void *mapped,), P(queue, buffer, mapped,))
 COMMAND(clEnqueueMarkerWithWaitList, P(void *queue,), P(queue,))
