@@ -4,6 +4,7 @@
 
 use std::sync::{Mutex, PoisonError};
 
+use claystone::device::DeviceKind;
 use claystone::nn::{Activation, Linear, Module, Sequential};
 use claystone::ops::{Attention, ConvOptions, MaxPoolOptions, ScatterReduce};
 use claystone::optim::{AdamW, AdamWConfig, Optimizer, Sgd, SgdConfig};
@@ -59,6 +60,18 @@ fn numbers(n: usize, dtype: DType, device: Device) -> Result<Tensor> {
     let values: Vec<f32> = (0..n).map(|i| (i * 37 % 19) as f32 / 8.0 - 1.0).collect();
     // Converted on the host, so that both devices start from the same bits.
     Tensor::from_slice(&values, n, Device::Cpu)?.to_dtype(dtype)?.to_device(device)
+}
+
+/// What this runs on: `scripts/test-implementations` reads it for its table.
+#[test]
+fn devices_have_what_kernels_need() {
+    for device in devices() {
+        let info = device.info().unwrap();
+        let (group, local) = (info.max_work_group, info.local_memory >> 10);
+        let doubles = if info.fp64 { "" } else { ", no doubles" };
+        println!("on: {}, {}, groups of {group}, {local} KiB of local memory{doubles}", info.name, info.driver);
+        assert!(info.kind == DeviceKind::Cpu || (group >= 32 && local >= 16), "{info}");
+    }
 }
 
 #[test]
