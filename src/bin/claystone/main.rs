@@ -11,6 +11,7 @@ mod report;
 mod snapshot;
 mod trace;
 mod tune;
+mod view;
 
 use std::io::{self, ErrorKind, Write};
 use std::process::ExitCode;
@@ -26,6 +27,7 @@ use clap::{Parser, Subcommand};
   claystone replay --help                      the formats it reads, the columns it prints
   claystone snapshot memory.pickle             what held which memory when a snapshot was taken
   claystone profile trace.json                 what took how long: see CLAYSTONE_PROFILE
+  claystone view memory.pickle                 a page to look at it in a browser
   claystone devices                            what there is to run on
   claystone tune                               measure which parameters of kernels suit opencl:0"
 )]
@@ -39,6 +41,7 @@ enum Command {
     Replay(Box<replay::Args>),
     Snapshot(snapshot::Args),
     Profile(profile::Args),
+    View(view::Args),
     /// List the devices, with their memory and driver
     Devices,
     Tune(tune::Args),
@@ -52,6 +55,7 @@ fn main() -> ExitCode {
         Command::Replay(args) => replay::run(&args, &mut io::stdout()),
         Command::Snapshot(args) => snapshot::run(&args, &mut io::stdout()),
         Command::Profile(args) => profile::run(&args, &mut io::stdout()),
+        Command::View(args) => view::run(&args, &mut io::stdout()),
         Command::Devices => devices::run(&mut io::stdout()),
         Command::Tune(args) => tune::run(&args, &mut io::stdout()),
         Command::Cache(args) => cache::run(&args, &mut io::stdout()),

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use claystone::Error;
 use claystone::device::{Stream, StreamId};
 use claystone::storage::plan::Plan;
-use claystone::storage::{self, Allocator, Block, Config, Sim, SimOptions};
+use claystone::storage::{self, Allocator, Block, Config, HistoryOptions, Sim, SimOptions, Snapshot};
 
 use crate::replay::Driver;
 use crate::trace::{Event, Trace};
@@ -83,6 +83,23 @@ pub fn served(setup: &Setup, trace: &Trace, passes: u32) -> Result<u64, String> 
     let mut run = Run::new(setup, trace).map_err(|error| error.to_string())?;
     run.planned_passes(passes).map_err(|failed| failed.to_string())?;
     Ok(run.allocator.stats().reserved_bytes.peak)
+}
+
+/// What the allocator has done when the trace's last event has happened, with its history.
+///
+/// # Errors
+/// When memory runs out, or there is none for the history.
+pub fn recorded(setup: &Setup, trace: &Trace) -> Result<Snapshot, String> {
+    let mut run = Run::new(setup, trace).map_err(|error| error.to_string())?;
+    // A block's allocation and release are three events, and a segment's two, of which a block needs one at most.
+    let max_entries = 3 * trace.events.len() + 1000;
+    let options = HistoryOptions { max_entries, ..HistoryOptions::default() };
+    run.allocator.record_memory_history(options).map_err(|error| error.to_string())?;
+    let allocator = Arc::clone(&run.allocator);
+    let done = run.events_through(&*allocator);
+    let snapshot = allocator.snapshot();
+    run.free_all(&*allocator);
+    done.map(|()| snapshot).map_err(|(block, error)| Failed { pass: 0, block, error }.to_string())
 }
 
 /// An allocator on a device, and a trace to run through it.
@@ -163,8 +180,14 @@ impl<'a> Run<'a> {
 
     /// Once through the trace. What is live at the end is freed, also when an allocation, which is named, fails.
     fn pass_through(&mut self, allocator: &dyn Allocator) -> Result<(), (usize, Error)> {
+        let done = self.events_through(allocator);
+        self.free_all(allocator);
+        done
+    }
+
+    fn events_through(&mut self, allocator: &dyn Allocator) -> Result<(), (usize, Error)> {
         let trace = self.trace;
-        let done = trace.events.iter().try_for_each(|event| match *event {
+        trace.events.iter().try_for_each(|event| match *event {
             Event::Allocate { block, bytes, stream } => {
                 let made = allocator.allocate(bytes, self.streams[stream]);
                 made.map(|made| self.blocks[block] = Some(made)).map_err(|error| (block, error))
@@ -175,9 +198,11 @@ impl<'a> Run<'a> {
                 }
                 Ok(())
             }
-        });
+        })
+    }
+
+    fn free_all(&mut self, allocator: &dyn Allocator) {
         self.blocks.iter_mut().filter_map(Option::take).for_each(|block| allocator.deallocate(block));
-        done
     }
 
     /// Nanoseconds of an allocation and a release: the median of passes.

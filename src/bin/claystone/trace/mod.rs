@@ -10,8 +10,8 @@ use std::collections::HashMap;
 use std::fmt::{self, Display};
 use std::path::Path;
 
-use claystone::storage::Snapshot;
 use claystone::storage::plan::Lifetime;
+use claystone::storage::{CsvEvent, Snapshot};
 
 /// What the program reads, for error messages.
 const FORMATS: &str = "lines 'a ID BYTES' and 'f ID', RMM's CSV log, or a memory snapshot (PyTorch's or claystone's, \
@@ -40,17 +40,14 @@ pub struct Trace {
 }
 
 /// The first byte of a pickle of protocol 2 or later.
-const PICKLE: u8 = 0x80;
+pub const PICKLE: u8 = 0x80;
 
 impl Trace {
     /// The traces in a file: one, or one a device of a snapshot. The error says which file, and where in it.
     pub fn open(path: &Path) -> Result<Vec<Trace>, String> {
         let name = path.display().to_string();
         let bytes = claystone::file::read(path).map_err(|error| format!("{name}: {error}"))?;
-        Trace::read(&bytes, &name).map_err(|fault| match fault.line {
-            0 => format!("{name}: {}", fault.what),
-            line => format!("{name}:{line}: {}", fault.what),
-        })
+        Trace::read(&bytes, &name).map_err(|fault| fault.of_file(&name))
     }
 
     /// Reads a file's bytes, whatever their format.
@@ -62,14 +59,22 @@ impl Trace {
         }
         let text = std::str::from_utf8(bytes).map_err(|_| unknown())?;
         let text = text.strip_prefix('\u{feff}').unwrap_or(text);
-        let lines = text.lines().map(str::trim).zip(1..);
-        match lines.clone().find(|(line, _)| !line.is_empty() && !line.starts_with('#')) {
+        match first(text) {
             Some((line, _)) if line.starts_with('{') => snapshot::read(&Snapshot::from_json(text).map_err(bad)?, name),
             Some((line, _)) if rmm::is_log(line) => Ok(vec![rmm::read(text, name)?]),
             Some((line, _)) if text::is_event(line) => Ok(vec![text::read(text, name)?]),
             Some((_, number)) => Err(Fault::at(number, unknown())),
             None => Err(Fault::from(unknown())),
         }
+    }
+
+    /// The events of a log of RMM, with their times and addresses; `None` of another file.
+    pub fn rmm_events(bytes: &[u8]) -> Option<Result<Vec<CsvEvent>, Fault>> {
+        let text = std::str::from_utf8(bytes).ok()?;
+        let text = text.strip_prefix('\u{feff}').unwrap_or(text);
+        first(text).filter(|(line, _)| rmm::is_log(line))?;
+        let event = |(number, event): (usize, Result<_, String>)| event.map_err(|what| Fault::at(number, what));
+        Some(rmm::events(text).map(event).collect())
     }
 
     /// When each block is live, in indices of events.
@@ -93,11 +98,26 @@ impl Trace {
     }
 }
 
+/// The first line with more than a comment, and its number.
+fn first(text: &str) -> Option<(&str, usize)> {
+    text.lines().map(str::trim).zip(1..).find(|(line, _)| !line.is_empty() && !line.starts_with('#'))
+}
+
 /// What is wrong with a trace, and in which line (0: none in particular).
 #[derive(Debug, PartialEq, Eq)]
 pub struct Fault {
     pub line: usize,
     pub what: String,
+}
+
+impl Fault {
+    /// With the name of the file.
+    pub fn of_file(&self, name: &str) -> String {
+        match self.line {
+            0 => format!("{name}: {}", self.what),
+            line => format!("{name}:{line}: {}", self.what),
+        }
+    }
 }
 
 impl Fault {

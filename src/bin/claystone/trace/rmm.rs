@@ -13,19 +13,23 @@ pub(super) fn is_log(line: &str) -> bool {
 
 pub(super) fn read(text: &str, name: &str) -> Result<Trace, Fault> {
     let mut trace = Builder::default();
-    let mut begun = false;
-    for (line, number) in text.lines().map(str::trim).zip(1..) {
-        let skip = line.is_empty() || line.starts_with('#') || (!begun && line == HEADER);
-        if !skip {
-            begun = true;
-            event(&mut trace, line).map_err(|what| Fault::at(number, what))?;
-        }
+    for (number, parsed) in events(text) {
+        parsed.and_then(|parsed| event(&mut trace, parsed)).map_err(|what| Fault::at(number, what))?;
     }
     Ok(trace.finish(name)?)
 }
 
-fn event(trace: &mut Builder, line: &str) -> Result<(), String> {
-    let event: CsvEvent = line.parse()?;
+/// The events of a log, each with the number of its line; without the header, blank lines and comments.
+pub(super) fn events(text: &str) -> impl Iterator<Item = (usize, Result<CsvEvent, String>)> {
+    let mut begun = false;
+    text.lines().map(str::trim).zip(1..).filter_map(move |(line, number)| {
+        let skip = line.is_empty() || line.starts_with('#') || (!begun && line == HEADER);
+        begun |= !skip;
+        (!skip).then(|| (number, line.parse()))
+    })
+}
+
+fn event(trace: &mut Builder, event: CsvEvent) -> Result<(), String> {
     match event.action {
         _ if event.addr == 0 => Ok(()), // the null pointer stands for no bytes
         CsvAction::Allocate => trace.allocate(event.addr, event.bytes, event.stream, Hex(event.addr)),

@@ -1,0 +1,305 @@
+//! The page of a memory snapshot: when each block lived and where, found by undoing the history from the state at its end.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use claystone::storage::{BlockState, Frame, SegmentInfo, Setting, Snapshot, Stage, TraceAction, TraceEntry};
+use serde_json::{Value, json};
+
+use super::blob::{Blob, Texts};
+
+/// Before the first event; indices of events are from 0.
+const BEFORE: i32 = -1;
+
+/// The most events of a device: their indices are i32.
+const MOST_EVENTS: usize = i32::MAX as usize;
+
+/// A page's columns of a snapshot. `clock` is false where the times of its events say nothing.
+///
+/// # Errors
+/// When there is nothing to show, or more than 2^31 events.
+pub fn blob(snapshot: &Snapshot, clock: bool) -> Result<Blob, String> {
+    let mut by_device: BTreeMap<u32, (Vec<&SegmentInfo>, &[TraceEntry])> = BTreeMap::new();
+    for segment in &snapshot.segments {
+        by_device.entry(segment.device).or_default().0.push(segment);
+    }
+    for (device, trace) in (0..).zip(&snapshot.device_traces).filter(|(_, trace)| !trace.is_empty()) {
+        by_device.entry(device).or_default().1 = trace;
+    }
+    if by_device.is_empty() {
+        return Err("the snapshot has neither events nor segments".to_owned());
+    }
+    if by_device.values().any(|(_, trace)| trace.len() > MOST_EVENTS) {
+        return Err("the snapshot has more than 2^31 events of one device".to_owned());
+    }
+    let (mut blob, mut sites) = (Blob::default(), Sites::default());
+    let mut devices = Vec::new();
+    for (&device, (segments, trace)) in &by_device {
+        devices.push(device_json(snapshot, device, trace));
+        let memory = Memory::of(segments, trace, &mut sites);
+        memory.columns(&mut blob, device, trace, clock);
+    }
+    blob.set("kind", "memory");
+    blob.set("devices", devices);
+    sites.columns(&mut blob);
+    Ok(blob)
+}
+
+/// What is said of a device beside its columns: spans of annotations, settings, and which history was lost.
+fn device_json(snapshot: &Snapshot, device: u32, trace: &[TraceEntry]) -> Value {
+    let start = trace.first().map_or(0, |entry| entry.time_us);
+    let mut open: HashMap<&str, Vec<u64>> = HashMap::new();
+    let mut spans = Vec::new();
+    for annotation in snapshot.external_annotations.iter().filter(|a| a.device == device) {
+        let at = annotation.time_us;
+        match annotation.stage {
+            Stage::Start => open.entry(&annotation.name).or_default().push(at),
+            // One whose begin is lost began before all that is shown.
+            Stage::End => {
+                let from = open.get_mut(&*annotation.name).and_then(Vec::pop).unwrap_or(start);
+                spans.push((&*annotation.name, from, at));
+            }
+        }
+    }
+    let since = |at: u64| at as f64 - start as f64;
+    let spans: Vec<Value> = spans.into_iter().map(|(name, from, to)| json!([name, since(from), since(to)])).collect();
+    let setting = |key: &str| match snapshot.allocator_settings.get(key) {
+        Some(Setting::Int(number)) => Value::from(*number),
+        Some(Setting::Text(text)) => Value::from(&**text),
+        _ => Value::Null,
+    };
+    json!({
+        "device": device,
+        "start_us": start,
+        "spans": spans,
+        "lost": setting("trace_alloc_overflowed"),
+        "config": setting("CLAYSTONE_ALLOC_CONF"),
+    })
+}
+
+/// Where in a program memory was asked for: a context and a stack. The columns have each once.
+#[derive(Default)]
+struct Sites {
+    texts: Texts,
+    /// By name, file and line.
+    frames: HashMap<(u32, u32, u32), u32>,
+    /// By content: the context, and the numbers of the frames.
+    sites: HashMap<(u32, Vec<u32>), u32>,
+    /// By the stack's place in memory, for events share stacks.
+    met: HashMap<(u32, *const Frame), u32>,
+}
+
+impl Sites {
+    fn number(&mut self, context: &str, frames: &Arc<[Frame]>) -> u32 {
+        let context = self.texts.number(context);
+        if let Some(&site) = self.met.get(&(context, frames.as_ptr())) {
+            return site;
+        }
+        let mut numbers = Vec::with_capacity(frames.len());
+        for frame in &**frames {
+            let frame = (self.texts.number(&frame.name), self.texts.number(&frame.filename), frame.line);
+            let next = self.frames.len() as u32;
+            numbers.push(*self.frames.entry(frame).or_insert(next));
+        }
+        let next = self.sites.len() as u32;
+        let site = *self.sites.entry((context, numbers)).or_insert(next);
+        // An empty stack has no place of its own.
+        if !frames.is_empty() {
+            self.met.insert((context, frames.as_ptr()), site);
+        }
+        site
+    }
+
+    fn columns(self, blob: &mut Blob) {
+        let mut frames: Vec<(u32, (u32, u32, u32))> = self.frames.into_iter().map(|(frame, at)| (at, frame)).collect();
+        frames.sort_unstable();
+        blob.column("frame.name", frames.iter().map(|(_, (name, ..))| *name));
+        blob.column("frame.file", frames.iter().map(|(_, (_, file, _))| *file));
+        blob.column("frame.line", frames.iter().map(|(_, (.., line))| *line));
+        let mut sites: Vec<(u32, u32, Vec<u32>)> =
+            self.sites.into_iter().map(|((context, frames), number)| (number, context, frames)).collect();
+        sites.sort_unstable_by_key(|(number, ..)| *number);
+        blob.column("site.context", sites.iter().map(|(_, context, _)| *context));
+        let ends = sites.iter().scan(0, |end, (_, _, frames)| {
+            *end += frames.len() as u32;
+            Some(*end)
+        });
+        blob.column("site.end", ends);
+        blob.column("site.frames", sites.iter().flat_map(|(_, _, frames)| frames.iter().copied()));
+        blob.set("texts", self.texts.into_json());
+    }
+}
+
+/// A block from its allocation until it is free. Events are indices; the number of events is "never".
+#[derive(Clone, Copy)]
+struct Block {
+    addr: u64,
+    size: u64,
+    stream: u64,
+    start: i32,
+    /// When it was given back, and when no stream used it any more.
+    requested: u32,
+    done: u32,
+    site: u32,
+    /// The site that gave it back.
+    freed: u32,
+}
+
+/// Memory that the driver gave, over a time in which its bounds do not change.
+#[derive(Clone, Copy)]
+struct Extent {
+    addr: u64,
+    size: u64,
+    stream: u64,
+    start: i32,
+    end: u32,
+    /// Whether it is a part of a segment that grows and shrinks by pages.
+    pages: bool,
+}
+
+impl Extent {
+    fn to(&self) -> u64 {
+        self.addr.saturating_add(self.size)
+    }
+}
+
+/// A device's blocks and extents over time. Those that live at the moment the walk has come to are in the maps.
+#[derive(Default)]
+struct Memory {
+    blocks: Vec<Block>,
+    extents: Vec<Extent>,
+    live: HashMap<u64, Block>,
+    held: BTreeMap<u64, Extent>,
+    /// The number of events.
+    never: u32,
+    /// The site that stands for none.
+    nowhere: u32,
+}
+
+impl Memory {
+    /// Walks from the last event to the first. What an event undoes and is not there (the file is damaged, or has no
+    /// segments) is taken to have lived from then to the end.
+    fn of(segments: &[&SegmentInfo], trace: &[TraceEntry], sites: &mut Sites) -> Memory {
+        let (never, nowhere) = (trace.len() as u32, sites.number("", &[].into()));
+        let mut memory = Memory { never, nowhere, ..Memory::default() };
+        for segment in segments {
+            let SegmentInfo { address: addr, total_size: size, stream, is_expandable: pages, .. } = **segment;
+            memory.held.insert(addr, Extent { addr, size, stream, start: BEFORE, end: never, pages });
+            for block in segment.blocks.iter().filter(|block| block.state != BlockState::Inactive) {
+                let site = sites.number("", &block.frames);
+                let mut live = memory.block(block.address, block.requested_size, stream, site);
+                if block.state == BlockState::ActivePendingFree {
+                    live.requested = 0; // in the history or before it: an event that is there corrects it
+                }
+                memory.live.insert(block.address, live);
+            }
+        }
+        for (event, entry) in trace.iter().enumerate().rev() {
+            let site = sites.number(&entry.compile_context, &entry.frames);
+            memory.undo(event as u32, entry, site);
+        }
+        memory.blocks.extend(memory.live.drain().map(|(_, block)| block));
+        memory.extents.extend(std::mem::take(&mut memory.held).into_values());
+        memory.blocks.sort_unstable_by_key(|block| (block.start, block.addr));
+        memory.extents.sort_unstable_by_key(|extent| (extent.start, extent.addr));
+        memory
+    }
+
+    /// A block of which nothing is known but that it lives now.
+    fn block(&self, addr: u64, size: u64, stream: u64, site: u32) -> Block {
+        let Memory { never, nowhere, .. } = *self;
+        Block { addr, size, stream, start: BEFORE, requested: never, done: never, site, freed: nowhere }
+    }
+
+    fn undo(&mut self, event: u32, entry: &TraceEntry, site: u32) {
+        let TraceEntry { addr, size, stream, .. } = *entry;
+        let known = self.block(addr, size, stream, site);
+        match entry.action {
+            TraceAction::Alloc => {
+                let block = self.live.remove(&addr).unwrap_or(known);
+                self.blocks.push(Block { start: event as i32, size, stream, site, ..block });
+            }
+            TraceAction::FreeRequested => {
+                let block = self.live.entry(addr).or_insert(Block { site: self.nowhere, ..known });
+                (block.requested, block.freed) = (event, site);
+            }
+            TraceAction::FreeCompleted => {
+                let block = Block { requested: event, done: event, freed: site, site: self.nowhere, ..known };
+                self.blocks.extend(self.live.insert(addr, block));
+            }
+            TraceAction::SegmentAlloc => self.begin(event, addr, size, stream, false),
+            TraceAction::SegmentMap => self.begin(event, addr, size, stream, true),
+            TraceAction::SegmentFree | TraceAction::SegmentUnmap => {
+                let pages = entry.action == TraceAction::SegmentUnmap;
+                let extent = Extent { addr, size, stream, start: BEFORE, end: event, pages };
+                self.extents.extend(self.held.insert(addr, extent));
+            }
+            TraceAction::Snapshot | TraceAction::Oom => {}
+        }
+    }
+
+    /// Memory from `start` on did not exist before `event`: what is held there begins with it.
+    fn begin(&mut self, event: u32, start: u64, size: u64, stream: u64, pages: bool) {
+        let end = start.saturating_add(size);
+        let mut met = false;
+        while let Some((&addr, &extent)) = self.held.range(..end).next_back().filter(|(_, e)| e.to() > start) {
+            met = true;
+            self.held.remove(&addr);
+            let mut rest = |from: u64, to: u64| {
+                if from < to {
+                    self.held.insert(from, Extent { addr: from, size: to - from, ..extent });
+                }
+            };
+            rest(addr, start);
+            rest(end, extent.to());
+            let (from, to) = (addr.max(start), extent.to().min(end));
+            self.extents.push(Extent { addr: from, size: to - from, start: event as i32, ..extent });
+        }
+        if !met {
+            self.extents.push(Extent { addr: start, size, stream, start: event as i32, end: self.never, pages });
+        }
+    }
+
+    /// `d0.` and so on begin the names of a device's columns.
+    fn columns(&self, blob: &mut Blob, device: u32, trace: &[TraceEntry], clock: bool) {
+        let mut add = Columns { blob, device };
+        let first = trace.first().map_or(0, |entry| entry.time_us);
+        if clock {
+            // Threads may read the clock in another order than they write events.
+            let times = trace.iter().scan(0.0, |last, entry| {
+                *last = f64::max(*last, entry.time_us as f64 - first as f64);
+                Some(*last)
+            });
+            add.column("event.time", times);
+        }
+        add.column("event.action", trace.iter().map(|entry| entry.action as u8));
+        let oom = || (0u32..).zip(trace).filter(|(_, entry)| entry.action == TraceAction::Oom);
+        add.column("oom.event", oom().map(|(event, _)| event));
+        add.column("oom.size", oom().map(|(_, entry)| entry.size as f64));
+        add.column("block.addr", self.blocks.iter().map(|block| block.addr as f64));
+        add.column("block.size", self.blocks.iter().map(|block| block.size as f64));
+        add.column("block.stream", self.blocks.iter().map(|block| block.stream as f64));
+        add.column("block.start", self.blocks.iter().map(|block| block.start));
+        add.column("block.requested", self.blocks.iter().map(|block| block.requested));
+        add.column("block.done", self.blocks.iter().map(|block| block.done));
+        add.column("block.site", self.blocks.iter().map(|block| block.site));
+        add.column("block.freed", self.blocks.iter().map(|block| block.freed));
+        add.column("extent.addr", self.extents.iter().map(|extent| extent.addr as f64));
+        add.column("extent.size", self.extents.iter().map(|extent| extent.size as f64));
+        add.column("extent.stream", self.extents.iter().map(|extent| extent.stream as f64));
+        add.column("extent.start", self.extents.iter().map(|extent| extent.start));
+        add.column("extent.end", self.extents.iter().map(|extent| extent.end));
+        add.column("extent.pages", self.extents.iter().map(|extent| u8::from(extent.pages)));
+    }
+}
+
+struct Columns<'a> {
+    blob: &'a mut Blob,
+    device: u32,
+}
+
+impl Columns<'_> {
+    fn column<T: super::blob::Number>(&mut self, name: &str, values: impl Iterator<Item = T>) {
+        self.blob.column(&format!("d{}.{name}", self.device), values);
+    }
+}
