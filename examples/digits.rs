@@ -10,8 +10,8 @@ use clap::Parser;
 use claystone::nn::{Activation, Linear, Module, Sequential};
 use claystone::optim::{AdamW, AdamWConfig, Optimizer};
 use claystone::{DType, Device, Tensor, no_grad};
-use common::Curve;
 use common::images::{self, HELD_OUT, Set};
+use common::{Curve, phase};
 
 /// Reads handwritten digits: an MLP 64-128-64-10 trained on 1,437 images, tested on 360 it never saw.
 #[derive(Parser)]
@@ -50,7 +50,7 @@ fn accuracy(net: &Sequential, set: &Set) -> claystone::Result<f64> {
 fn main() -> common::Outcome {
     let args = Args::parse();
     common::announce(args.device)?;
-    let watching = args.watch.start()?;
+    let watching = args.watch.start(args.device)?;
     let (train, test) = images::digits(args.device, args.dtype)?;
 
     claystone::manual_seed(args.seed);
@@ -77,9 +77,10 @@ fn main() -> common::Outcome {
         let mut losses = Vec::new();
         for from in (0..train.len()).step_by(args.batch) {
             let batch = shuffled.batch(from, args.batch)?;
-            let loss = net.forward(&batch.images.flatten(1, -1)?)?.cross_entropy(&batch.labels)?;
-            loss.backward()?;
-            adam.step()?;
+            let x = batch.images.flatten(1, -1)?;
+            let loss = phase("forward", || net.forward(&x)?.cross_entropy(&batch.labels))?;
+            phase("backward", || loss.backward())?;
+            phase("update", || adam.step())?;
             adam.zero_grad();
             losses.push(loss.detach());
         }

@@ -77,7 +77,7 @@ fn accuracy(net: &Sequential, set: &Set) -> claystone::Result<f64> {
 fn main() -> common::Outcome {
     let args = Args::parse();
     common::announce(args.device)?;
-    let watching = args.watch.start()?;
+    let watching = args.watch.start(args.device)?;
     let (train, test) = match &args.data {
         Some(folder) => images::idx(folder, args.device, args.dtype)?,
         None => images::digits(args.device, args.dtype)?,

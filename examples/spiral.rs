@@ -58,7 +58,7 @@ fn classify(net: &Sequential, points: &Tensor) -> claystone::Result<Vec<i64>> {
 fn main() -> common::Outcome {
     let args = Args::parse();
     common::announce(args.device)?;
-    let watching = args.watch.start()?;
+    let watching = args.watch.start(args.device)?;
     claystone::manual_seed(args.seed);
     let (points, arms) = spirals(args.points)?;
     let x = Tensor::from_slice(points.as_flattened(), [points.len(), 2], args.device)?;

@@ -39,7 +39,7 @@ class Browser:
     """A browser with a profile of its own, which goes when it is closed. Only one page is open at a time."""
 
     def __init__(self, path):
-        self.folder = tempfile.TemporaryDirectory(prefix="pages-")
+        self.folder = tempfile.TemporaryDirectory(prefix="pages-", ignore_cleanup_errors=True)
         to_child, self.write = os.pipe()
         self.read, from_child = os.pipe()
         # Chromium reads its commands from file descriptor 3 and answers on 4.
@@ -60,9 +60,12 @@ class Browser:
         return self
 
     def __exit__(self, *_):
-        os.close(self.write)
-        self.process.terminate()
-        self.process.wait(30)
+        os.close(self.write)  # which ends the browser
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
         os.close(self.read)
         self.folder.cleanup()
 

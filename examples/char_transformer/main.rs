@@ -17,7 +17,7 @@ use clap::Parser;
 use claystone::nn::Module;
 use claystone::optim::{AdamW, AdamWConfig, Optimizer, clip_grad_norm_};
 use claystone::{DType, Device, Result, Tensor, manual_seed, no_grad};
-use common::Outcome;
+use common::{Outcome, phase};
 use model::{Gpt, Sizes, Text, windows};
 
 /// Trains a small GPT on text and lets it write.
@@ -95,7 +95,7 @@ fn write(gpt: &Gpt, numbers: &[i64], count: usize, device: Device) -> Result<Vec
 fn main() -> Outcome {
     let args = Args::parse();
     common::announce(args.device)?;
-    let watching = args.watch.start()?;
+    let watching = args.watch.start(args.device)?;
     let mut text = String::new();
     let own = [Path::new(env!("CARGO_MANIFEST_DIR")).join("src")];
     for path in if args.text.is_empty() { &own[..] } else { &args.text } {
@@ -136,10 +136,13 @@ fn main() -> Outcome {
         let lr = args.lr * (0.55 + 0.45 * (std::f64::consts::PI * progress).cos()) * (step as f64 / 20.0).min(1.0);
         optimizer.set_learning_rates(&[lr])?;
         optimizer.zero_grad();
-        let loss = gpt.loss(&windows(&train, args.batch, length)?, args.dtype)?;
-        loss.backward()?;
-        clip_grad_norm_(gpt.parameters(), 1.0, 2.0)?;
-        optimizer.step()?;
+        let windows = phase("data", || windows(&train, args.batch, length))?;
+        let loss = phase("forward", || gpt.loss(&windows, args.dtype))?;
+        phase("backward", || loss.backward())?;
+        phase("update", || {
+            clip_grad_norm_(gpt.parameters(), 1.0, 2.0)?;
+            optimizer.step()
+        })?;
         if step % 20 == 0 || step == 1 {
             let loss: f32 = loss.item()?;
             bar.set_message(format!("loss {loss:.3}"));

@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 
 use claystone::Device;
 use claystone::profiler::{Profiler, SortBy};
+use claystone::storage::{HistoryOptions, annotate, with_context};
 use indicatif::{ProgressBar, ProgressStyle};
 use plotters::prelude::*;
 use plotters::style::register_font;
@@ -35,22 +36,36 @@ pub struct Watch {
     /// Record a profile to FILE (for ui.perfetto.dev, claystone profile and claystone view) and print its table
     #[arg(long, value_name = "FILE")]
     profile: Option<PathBuf>,
+    /// Record the history of memory and save a snapshot to FILE (.pickle or .json, for claystone view)
+    #[arg(long, value_name = "FILE")]
+    snapshot: Option<PathBuf>,
 }
 
 /// What is recorded until [`finish`](Self::finish).
-pub struct Watching<'a>(Option<(Profiler, &'a Path)>);
+pub struct Watching<'a> {
+    profile: Option<(Profiler, &'a Path)>,
+    snapshot: Option<(Device, &'a Path)>,
+}
 
 impl Watch {
     /// Begins to record what the options ask for.
-    pub fn start(&self) -> claystone::Result<Watching<'_>> {
-        Ok(Watching(self.profile.as_deref().map(|file| Ok((Profiler::start()?, file))).transpose()?))
+    pub fn start(&self, device: Device) -> claystone::Result<Watching<'_>> {
+        if self.snapshot.is_some() {
+            device.record_memory_history(HistoryOptions { max_entries: 1_000_000, ..Default::default() })?;
+        }
+        let profile = self.profile.as_deref().map(|file| Ok((Profiler::start()?, file))).transpose()?;
+        Ok(Watching { profile, snapshot: self.snapshot.as_deref().map(|file| (device, file)) })
     }
 }
 
 impl Watching<'_> {
     /// Writes what was recorded.
     pub fn finish(self) -> claystone::Result<()> {
-        let Some((profiler, file)) = self.0 else { return Ok(()) };
+        if let Some((device, file)) = self.snapshot {
+            device.memory_snapshot()?.save(file)?;
+            println!("snapshot in {}", file.display());
+        }
+        let Some((profiler, file)) = self.profile else { return Ok(()) };
         let profile = profiler.stop()?;
         profile.save(file)?;
         println!(
@@ -60,6 +75,11 @@ impl Watching<'_> {
         );
         Ok(())
     }
+}
+
+/// Names what `f` does, in profiles and snapshots.
+pub fn phase<R>(name: &str, f: impl FnOnce() -> R) -> R {
+    annotate(name, || with_context(name, f))
 }
 
 /// A bar of `steps` steps on stderr; nothing where stderr is not a terminal.

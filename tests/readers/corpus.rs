@@ -22,6 +22,12 @@ const PROFILE: &str = r#"{"otherData":{"duration_us":200.0,"dropped_events":3,
 {"ph":"s","id":1,"cat":"launch","name":"launch","pid":0,"tid":4,"ts":12},
 {"ph":"C","name":"memory opencl:0","pid":1,"ts":30,"args":{"allocated":100,"reserved":2000}}]}"#;
 
+/// What other programs write besides, as a list without an end.
+const PAGE: &str = r#"[{"ph":"M","name":"process_sort_index","pid":"a","args":{"sort_index":-3}},null,
+{"ph":"B","name":"step","pid":"a","tid":"b","ts":"1.5"},{"ph":"i","name":"mark","pid":7,"tid":8,"ts":2,"id":"0x1"},
+{"ph":"E","pid":"a","tid":"b","ts":9},{"ph":"B","name":"open","pid":"a","tid":"b","ts":10,"args":{"n":1e300,"x":{"y":[]}}},
+{"ph":"t","id":"0x1","cat":"a","pid":7,"tid":8,"ts":3},{"ph":"f","id":"0x1","cat":"a","pid":"a","tid":"b","ts":1},"#;
+
 /// The whole inputs of a reader.
 pub fn of(name: &str) -> Vec<Vec<u8>> {
     let texts = |texts: &[&str]| texts.iter().map(|text| text.as_bytes().to_vec()).collect();
@@ -34,6 +40,7 @@ pub fn of(name: &str) -> Vec<Vec<u8>> {
         "pickle" => vec![snapshot().to_pickle().unwrap(), PYTORCH.to_vec(), shared(3, 4)],
         "json" => vec![snapshot().to_json().unwrap().into_bytes()],
         "profile" => texts(&[PROFILE]),
+        "page" => texts(&[PROFILE, PAGE]),
         "csv" => vec![log()],
         "traces" => {
             let mut all = vec![log(), snapshot().to_pickle().unwrap(), snapshot().to_json().unwrap().into_bytes()];

@@ -11,6 +11,10 @@ use claystone::storage::{Config, CsvEvent, MappedFile, Snapshot};
 use claystone::{DType, Device, Result, Tensor, io};
 use tempfile::TempDir;
 
+#[path = "../../src/bin/claystone/view/blob.rs"]
+pub mod blob;
+#[path = "../../src/bin/claystone/view/profile.rs"]
+pub mod page;
 #[path = "../../src/bin/claystone/trace/mod.rs"]
 pub mod trace;
 
@@ -92,6 +96,14 @@ pub fn profile(bytes: &[u8]) {
     }
 }
 
+/// The profile's page.
+pub fn page(bytes: &[u8]) {
+    match page::blob(&String::from_utf8_lossy(bytes)) {
+        Ok(blob) => blob.write(&mut std::io::sink()).expect("a sink takes everything"),
+        Err(what) => short(&what),
+    }
+}
+
 pub fn traces(bytes: &[u8]) {
     match trace::Trace::read(bytes, "trace") {
         Ok(traces) => traces.iter().for_each(|trace| assert_eq!(trace.lifetimes().len(), trace.blocks)),
@@ -135,7 +147,7 @@ pub fn cache(bytes: &[u8]) {
 /// A reader: what it is called, and what runs it.
 pub type Target = (&'static str, fn(&[u8]));
 
-pub const TARGETS: [Target; 13] = [
+pub const TARGETS: [Target; 14] = [
     ("npy", npy),
     ("npz", npz),
     ("safetensors", safetensors),
@@ -144,6 +156,7 @@ pub const TARGETS: [Target; 13] = [
     ("json", json),
     ("csv", csv),
     ("profile", profile),
+    ("page", page),
     ("traces", traces),
     ("config", config),
     ("device", device),

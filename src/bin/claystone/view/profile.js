@@ -46,6 +46,14 @@ class Profile {
         return search(0, this.rowEnd.length, (row) => this.rowEnd[row] > event);
     }
 
+    /** The event around another on its track, -1 for none. */
+    outer(event) {
+        const row = this.row(event);
+        if (row === 0 || this.rowTrack[row - 1] !== this.rowTrack[row]) return -1;
+        const first = row === 1 ? 0 : this.rowEnd[row - 2];
+        return search(first, this.rowEnd[row - 1], (e) => this.start[e] > this.start[event]) - 1;
+    }
+
     trackName(number) {
         const track = this.meta.tracks[number];
         const process = this.meta.processes[track.process];
@@ -456,6 +464,8 @@ async function start() {
     pin(-1);
     fillTable();
     plot.open(p);
+    // As high as the tracks are; the rest is the table's.
+    document.querySelector(".plot").style.flex = `0 1 ${Math.max(200, plot.tall + ROW.axis + 14)}px`;
     timelineCanvas.now();
     drawn();
 }

@@ -5,15 +5,15 @@ const DEVICE = new Set(["kernel", "copy", "fill", "read", "write", "gpu_memcpy",
 
 const COLUMNS = [
     { key: "name", title: "name", show: (row) => row.name },
-    { key: "device", title: "device total", show: (row) => (row.deviceCalls ? time(row.device) : "") },
+    { key: "device", title: "device", show: (row) => (row.deviceCalls ? time(row.device) : "") },
     { key: "share", title: "share", show: (row) => (row.deviceCalls ? `${(100 * row.share).toFixed(1)} %` : "") },
     { key: "average", title: "average", show: (row) => time(row.average) },
     { key: "calls", title: "calls", show: (row) => count(row.calls) },
-    { key: "host", title: "host total", show: (row) => (row.hostCalls ? time(row.host) : "") },
-    { key: "own", title: "host own", show: (row) => (row.hostCalls ? time(row.own) : "") },
+    { key: "host", title: "host", show: (row) => (row.hostCalls ? time(row.host) : "") },
+    { key: "own", title: "own", show: (row) => (row.hostCalls ? time(row.own) : "") },
     { key: "bytes", title: "bytes", show: (row) => (row.bytes ? size(row.bytes) : "") },
     { key: "rate", title: "GB/s", show: (row) => (row.rate ? digits(row.rate) : "") },
-    { key: "copy", title: "of copy rate", show: (row) => (row.copy ? `${Math.round(100 * row.copy)} %` : "") },
+    { key: "copy", title: "of copy", show: (row) => (row.copy ? `${Math.round(100 * row.copy)} %` : "") },
     { key: "flops", title: "GFLOP/s", show: (row) => (row.flops ? digits(row.flops) : "") },
 ];
 
@@ -23,7 +23,7 @@ const table = { rows: [], sorted: "device", falling: true };
 function summarise(p) {
     const groups = new Map();
     const group = (name) => {
-        if (!groups.has(name)) groups.set(name, { name, device: 0, deviceCalls: 0, host: 0, own: 0, hostCalls: 0, bytes: 0, work: 0 });
+        if (!groups.has(name)) groups.set(name, { name, device: 0, deviceCalls: 0, host: 0, own: 0, hostCalls: 0, operations: 0, bytes: 0, work: 0 });
         return groups.get(name);
     };
     // Categories and templates are few: what they say of an event is found once.
@@ -32,36 +32,41 @@ function summarise(p) {
         const pairs = p.template(template);
         const text = (key) => pairs.find((pair) => pair[0] === key && pair.length > 1)?.[1];
         const slots = pairs.filter((pair) => pair.length === 1).map((pair) => pair[0]);
-        return { operation: text("operation"), cpu: text("device") === "cpu", bytes: slots.indexOf("bytes"), flops: slots.indexOf("flops") };
+        return { operation: text("operation"), device: text("device"), bytes: slots.indexOf("bytes"), flops: slots.indexOf("flops") };
     });
     const operation = p.texts.indexOf("operation");
+    const operations = new Set([operation, p.texts.indexOf("cpu_op")]);
+    const copies = new Map((p.about?.devices || []).map((device) => [device.device, device.copy]));
     for (let e = 0; e < p.events; e++) {
         const about = said[p.templateOf[e]];
         const device = onDevice[p.category[e]];
         const row = group(device && about.operation ? about.operation : p.texts[p.name[e]]);
-        const cpu = about.cpu && p.category[e] === operation;
+        const cpu = about.device === "cpu" && p.category[e] === operation;
         if (!device) {
-            row.host += p.took[e];
+            // A launch within the operation of its name is a part of that.
+            const outer = p.outer(e);
+            if (outer < 0 || p.name[outer] !== p.name[e]) row.host += p.took[e];
             row.own += p.own[e];
             row.hostCalls++;
+            if (operations.has(p.category[e])) row.operations++;
         }
         if (device || cpu) {
             row.device += cpu ? p.own[e] : p.took[e];
             row.deviceCalls++;
+            row.copies = copies.get(about.device);
             if (about.bytes >= 0) row.bytes += p.numbers[p.argument[e] + about.bytes];
             if (about.flops >= 0) row.work += p.numbers[p.argument[e] + about.flops];
         }
     }
     const rows = [...groups.values()];
     const whole = rows.reduce((sum, row) => sum + row.device, 0);
-    const copies = (p.about?.devices || []).map((device) => device.copy).filter(Boolean);
     for (const row of rows) {
-        row.calls = row.hostCalls || row.deviceCalls;
+        row.calls = row.operations || row.deviceCalls || row.hostCalls;
         row.average = row.deviceCalls ? row.device / row.deviceCalls : row.host / row.hostCalls;
         row.share = whole > 0 ? row.device / whole : 0;
         row.rate = row.device > 0 ? row.bytes / row.device / 1e3 : 0;
         row.flops = row.device > 0 ? row.work / row.device / 1e3 : 0;
-        row.copy = copies.length === 1 ? (row.rate * 1e9) / copies[0] : 0;
+        row.copy = row.copies ? (row.rate * 1e9) / row.copies : 0;
     }
     return { rows, device: whole };
 }

@@ -146,6 +146,39 @@ fn a_page_has_its_own_scripts_and_no_others() {
     assert!(!page.contains("alert(1)") && !page.contains("http:") && !page.contains("https:"));
 }
 
+/// Two kernels of one operation, out of order, with what other programs write: see the assertions.
+const PROFILE: &str = r#"[
+{"ph":"M","name":"process_name","pid":"gpu","args":{"name":"device"}},
+{"ph":"X","cat":"kernel","name":"gemm","pid":"gpu","tid":7,"ts":150,"dur":20,"args":{"operation":"matmul","bytes":100,"shapes":[[1,2]],"flops":5}},
+{"ph":"X","cat":"kernel","name":"gemm","pid":"gpu","tid":7,"ts":120,"dur":20,"args":{"operation":"matmul","bytes":300,"shapes":[[1,2]],"flops":6}},
+{"ph":"X","cat":"operation","name":"matmul","pid":0,"tid":1,"ts":"100","dur":30},
+{"ph":"X","cat":"launch","name":"gemm","pid":0,"tid":1,"ts":105,"dur":10},
+{"ph":"s","id":"0x1","cat":"launch","pid":0,"tid":1,"ts":105},
+{"ph":"f","bp":"e","id":"0x1","cat":"launch","pid":"gpu","tid":7,"ts":120},
+{"ph":"B","name":"step","pid":0,"tid":2,"ts":90}, {"ph":"E","pid":0,"tid":2,"ts":95}, {"ph":"B","name":"open","pid":0,"tid":2,"ts":130},
+null, {"ph":"C","name":"memory","pid":0,"ts":110,"args":{"allocated":1,"reserved":2,"text":"x"}},"#;
+
+#[test]
+fn a_profile_is_rows_of_tracks_and_depths() {
+    let blob = profile::blob(PROFILE).unwrap(); // without its end
+    let of = |name: &str| blob.numbers(name);
+    let text = |number: f64| blob.said("texts")[number as usize].as_str().unwrap().to_owned();
+    let names: Vec<String> = of("name").into_iter().map(text).collect();
+    assert_eq!(names, ["gemm", "gemm", "matmul", "gemm", "step", "open"]);
+    assert_eq!(of("start"), [30.0, 60.0, 10.0, 15.0, 0.0, 40.0]);
+    assert_eq!(of("took"), [20.0, 20.0, 30.0, 10.0, 5.0, 40.0]); // the last is open until the end
+    assert_eq!(of("own"), [20.0, 20.0, 20.0, 10.0, 5.0, 40.0]);
+    assert_eq!((of("row.end"), of("row.track")), (vec![2.0, 3.0, 4.0, 6.0], vec![0.0, 1.0, 1.0, 2.0]));
+    assert_eq!((of("arrow.from"), of("arrow.to")), (vec![3.0], vec![0.0]));
+    assert_eq!(of("template")[0], of("template")[1]);
+    let argument = of("argument")[0] as usize;
+    assert_eq!(of("numbers")[argument..argument + 2], [300.0, 6.0]);
+    let template = blob.said("templates")[of("template")[0] as usize].as_str().unwrap();
+    assert_eq!(template, r#"[["operation","matmul"],["bytes"],["shapes","[[1,2]]"],["flops"]]"#);
+    assert_eq!((of("sample.value"), of("sample.at")), (vec![1.0, 2.0], vec![20.0, 20.0]));
+    assert_eq!(blob.said("processes")[0]["name"], "device");
+}
+
 #[test]
 fn what_cannot_be_shown_is_told_in_a_sentence() {
     let says = |bytes: &[u8], what: &str| {
@@ -157,6 +190,10 @@ fn what_cannot_be_shown_is_told_in_a_sentence() {
     says(b"1,10:05:43.1,allocate,0x1,1,0x0\nnonsense", "file:2: ");
     says(b"\x80\x04", "pickle");
     says(br#"{"segments":[]}"#, "neither events nor segments");
+    says(br#"{"traceEvents":[{"ph":"X"}]}"#, "no events");
+    says(br#"{"traceEvents":[{"ph":"X","ts":1}"#, "JSON of a profile");
+    says(b"[1,2]", "JSON of a profile");
+    says(b"{\"a\":\"\xff\"}", "utf-8");
 }
 
 proptest! {
