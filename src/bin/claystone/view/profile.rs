@@ -61,11 +61,7 @@ struct Raw<'a> {
 /// A string's characters; the JSON of anything else.
 fn text(raw: Option<&RawValue>) -> Cow<'_, str> {
     let raw = raw.map_or("", RawValue::get);
-    match serde_json::from_str::<Cow<'_, str>>(raw) {
-        Ok(Cow::Borrowed(text)) if raw.starts_with('"') => Cow::Borrowed(text),
-        Ok(Cow::Owned(text)) => Cow::Owned(text),
-        _ => Cow::Borrowed(raw),
-    }
+    serde_json::from_str(raw).map_or(Cow::Borrowed(raw), Cow::Owned)
 }
 
 /// A number, also one that was written as a string.
@@ -74,10 +70,10 @@ fn number(raw: Option<&RawValue>) -> Option<f64> {
 }
 
 /// The names and values of an object; nothing of what is none.
-fn members(raw: Option<&RawValue>) -> Vec<(Cow<'_, str>, &RawValue)> {
+fn members(raw: Option<&RawValue>) -> Vec<(String, &RawValue)> {
     struct Members;
     impl<'de> Visitor<'de> for Members {
-        type Value = Vec<(Cow<'de, str>, &'de RawValue)>;
+        type Value = Vec<(String, &'de RawValue)>;
 
         fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
             f.write_str("an object")
@@ -111,7 +107,7 @@ impl<'de> Visitor<'de> for Top<'_> {
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
-        while let Some(key) = map.next_key::<Cow<'de, str>>()? {
+        while let Some(key) = map.next_key::<String>()? {
             match &*key {
                 "traceEvents" => map.next_value_seed(Events(self.0))?,
                 "otherData" => self.0.about = about(map.next_value()?),
@@ -346,9 +342,9 @@ impl Reader {
             match value.get().parse::<f64>().ok().filter(|number| number.abs() < EXACT) {
                 Some(number) => {
                     self.numbers.push(number);
-                    template.push(vec![key]);
+                    template.push(vec![key.into()]);
                 }
-                None => template.push(vec![key, text(Some(value))]),
+                None => template.push(vec![key.into(), text(Some(value))]),
             }
         }
         self.templates.number(&json!(template).to_string())
