@@ -35,26 +35,17 @@ const EXACT: f64 = 9007199254740992.0;
 
 /// An event as it is in the file, with whatever types its values have.
 #[derive(Deserialize)]
+#[serde(bound(deserialize = "'de: 'a"))]
 struct Raw<'a> {
-    #[serde(borrow)]
     ph: Option<&'a RawValue>,
-    #[serde(borrow)]
     cat: Option<&'a RawValue>,
-    #[serde(borrow)]
     name: Option<&'a RawValue>,
-    #[serde(borrow)]
     pid: Option<&'a RawValue>,
-    #[serde(borrow)]
     tid: Option<&'a RawValue>,
-    #[serde(borrow)]
     ts: Option<&'a RawValue>,
-    #[serde(borrow)]
     dur: Option<&'a RawValue>,
-    #[serde(borrow)]
     id: Option<&'a RawValue>,
-    #[serde(borrow)]
     bp: Option<&'a RawValue>,
-    #[serde(borrow)]
     args: Option<&'a RawValue>,
 }
 
@@ -313,24 +304,22 @@ impl Reader {
 
     fn metadata(&mut self, raw: &Raw<'_>) {
         for (key, value) in members(raw.args) {
-            match (&*text(raw.name), &*key) {
-                ("process_name", "name") => {
-                    let process = self.process(raw) as usize;
-                    self.processes[process].name = Some(text(Some(value)).into_owned());
+            let (said, order) = (text(Some(value)).into_owned(), number(Some(value)).unwrap_or(0.0));
+            let what = text(raw.name);
+            if what.starts_with("process_") {
+                let process = self.process(raw) as usize;
+                match (&*what, &*key) {
+                    ("process_name", "name") => self.processes[process].name = Some(said),
+                    ("process_sort_index", "sort_index") => self.processes[process].order = order,
+                    _ => {}
                 }
-                ("process_sort_index", "sort_index") => {
-                    let process = self.process(raw) as usize;
-                    self.processes[process].order = number(Some(value)).unwrap_or(0.0);
+            } else if what.starts_with("thread_") {
+                let track = self.track(raw) as usize;
+                match (&*what, &*key) {
+                    ("thread_name", "name") => self.tracks[track].name = Some(said),
+                    ("thread_sort_index", "sort_index") => self.tracks[track].order = order,
+                    _ => {}
                 }
-                ("thread_name", "name") => {
-                    let track = self.track(raw) as usize;
-                    self.tracks[track].name = Some(text(Some(value)).into_owned());
-                }
-                ("thread_sort_index", "sort_index") => {
-                    let track = self.track(raw) as usize;
-                    self.tracks[track].order = number(Some(value)).unwrap_or(0.0);
-                }
-                _ => {}
             }
         }
     }
@@ -350,8 +339,6 @@ impl Reader {
         self.templates.number(&json!(template).to_string())
     }
 }
-
-// ---- from what was read to columns ------------------------------------------------------------------------------------
 
 /// A line of the timeline: events of one track at one depth, which do not overlap.
 struct Row {
