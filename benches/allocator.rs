@@ -77,10 +77,18 @@ fn tensor(bytes: usize, device: Device) -> f64 {
     })
 }
 
-fn with_history(bytes: usize) -> f64 {
+/// With the history on; with call stacks, from a function so many calls deep.
+fn with_history(bytes: usize, stacks: bool, depth: usize) -> f64 {
     let allocator = allocator();
-    allocator.record_memory_history(HistoryOptions::default()).expect("room for the entries");
-    pairs(&allocator, bytes)
+    allocator.record_memory_history(HistoryOptions { stacks, ..Default::default() }).expect("room for the entries");
+    deeper(depth, &|| pairs(&allocator, bytes))
+}
+
+/// Calls `f` from so many functions around it.
+#[inline(never)]
+fn deeper(depth: usize, f: &dyn Fn() -> f64) -> f64 {
+    let result = if depth == 0 { f() } else { deeper(depth - 1, f) };
+    black_box(result) // after the call, so that it does not become a jump
 }
 
 /// Frees a random one of `live` blocks and allocates another of a random size.
@@ -164,7 +172,11 @@ fn main() {
         rows.push((format!("a tensor, {name}"), tensor(bytes, Device::best()), "ns a pair"));
     }
     // Three events a pair: allocated, free requested, free completed.
-    rows.push(("history on, same size, 4 KiB".into(), with_history(4096), "ns a pair"));
+    rows.push(("history on, same size, 4 KiB".into(), with_history(4096, false, 0), "ns a pair"));
+    for depth in [0, 20, 40] {
+        let name = format!("history with stacks, {depth} calls deep, 4 KiB");
+        rows.push((name, with_history(4096, true, depth), "ns a pair"));
+    }
     for live in [64, 1024, 16_384] {
         rows.push((format!("random sizes, {live} live"), random(live), "ns a pair"));
         rows.push((format!("random sizes, {live} live, offset-allocator"), random_peer(live), "ns a pair"));

@@ -45,7 +45,8 @@ impl Device {
     /// [`record_memory_history`](Device::record_memory_history) (`torch.cuda.memory._snapshot`).
     ///
     /// Saved as a pickle it opens in PyTorch's memory viewer (`pytorch.org/memory_viz`, or `python _memory_viz.py`);
-    /// [`Snapshot::fragmentation`] says in numbers how much is free, and in what pieces. The CPU is device 0, OpenCL's
+    /// [`Snapshot::fragmentation`] says in numbers how much is free, and in what pieces, [`Snapshot::live_memory`] which lines
+    /// of the program allocated what is in use. The CPU is device 0, OpenCL's
     /// device `i` is `i + 1`.
     ///
     /// ```
@@ -68,7 +69,8 @@ impl Device {
     }
 
     /// Begins or ends recording what the device's allocator does (`torch.cuda.memory._record_memory_history`). Ending it
-    /// forgets what was recorded: take the snapshot first. While it is on, an allocation takes a little longer.
+    /// forgets what was recorded: take the snapshot first. While it is on, an allocation and its release take about a
+    /// microsecond longer, or half of that without [`stacks`](HistoryOptions::stacks).
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) where there is no memory for as many entries, or the allocator cannot record.

@@ -10,7 +10,7 @@ use super::counters::Counters;
 use super::driver::{Driver, Failure};
 use super::history::{
     BlockInfo, BlockState, Context, History, HistoryOptions, Recorded, Recording, SegmentInfo, SegmentType, Snapshot,
-    TraceAction, device_number,
+    TraceAction, WithContexts, device_number,
 };
 use super::segment::Segment;
 use crate::device::StreamId;
@@ -124,8 +124,8 @@ impl Books {
         self.making -= size as u64;
         if let Some(segment) = made {
             self.stats.segment_made(Kind::of(size), size);
-            self.history.record(TraceAction::SegmentAlloc, segment.address(), size as u64, stream.0);
-            let shown = Shown { size, stream, context: self.history.context(), taken: None };
+            let context = self.history.record(TraceAction::SegmentAlloc, segment.address(), size as u64, stream.0);
+            let shown = Shown { size, stream, context, taken: None };
             self.segments.insert(segment.address(), shown);
         }
     }
@@ -142,8 +142,8 @@ impl Books {
     pub(super) fn taken(&mut self, address: u64, stream: StreamId, requested: usize) {
         if let Some(Shown { size, taken, .. }) = self.segments.get_mut(&address) {
             self.stats.taken(Kind::of(*size), *size, requested);
-            self.history.record(TraceAction::Alloc, address, requested as u64, stream.0);
-            *taken = Some((requested, stream, self.history.context()));
+            let context = self.history.record(TraceAction::Alloc, address, requested as u64, stream.0);
+            *taken = Some((requested, stream, context));
         }
     }
 
@@ -153,8 +153,7 @@ impl Books {
             && let Some((requested, stream, _)) = taken.take()
         {
             self.stats.given_back(Kind::of(*size), *size, requested);
-            self.history.record(TraceAction::FreeRequested, address, requested as u64, stream.0);
-            self.history.record(TraceAction::FreeCompleted, address, requested as u64, stream.0);
+            self.history.record_free(address, requested as u64, stream.0);
         }
     }
 
@@ -165,7 +164,7 @@ impl Books {
     }
 
     /// What a snapshot of this moment is made of: see [`snapshot`].
-    pub(super) fn copy(&self) -> (u32, Vec<SegmentInfo>, Recorded, Config) {
+    pub(super) fn copy(&self) -> (u32, Vec<WithContexts>, Recorded, Config) {
         self.history.record(TraceAction::Snapshot, 0, self.stats.active_bytes(), 0);
         let device = device_number(self.device);
         let segments = self.segments.iter().map(|(&address, shown)| shown.info(device, address)).collect();
@@ -193,13 +192,13 @@ impl Books {
 }
 
 impl Shown {
-    fn info(&self, device: u32, address: u64) -> SegmentInfo {
+    fn info(&self, device: u32, address: u64) -> WithContexts {
         let size = self.size as u64;
         let (state, requested, context) = match self.taken {
             Some((requested, _, context)) => (BlockState::ActiveAllocated, requested, context),
             None => (BlockState::Inactive, 0, Context::NONE),
         };
-        SegmentInfo {
+        let segment = SegmentInfo {
             device,
             address,
             total_size: size,
@@ -210,20 +209,15 @@ impl Shown {
             },
             segment_pool_id: (0, 0),
             is_expandable: false,
-            frames: self.context.frames(),
-            blocks: vec![BlockInfo {
-                address,
-                size,
-                requested_size: requested as u64,
-                state,
-                frames: context.frames(),
-            }],
-        }
+            frames: [].into(),
+            blocks: vec![BlockInfo { address, size, requested_size: requested as u64, state, frames: [].into() }],
+        };
+        WithContexts { segment, context: self.context, contexts: vec![context] }
     }
 }
 
 /// The snapshot of what [`Books::copy`] gave, made without the lock.
-pub(super) fn snapshot((device, segments, recorded, config): (u32, Vec<SegmentInfo>, Recorded, Config)) -> Snapshot {
+pub(super) fn snapshot((device, segments, recorded, config): (u32, Vec<WithContexts>, Recorded, Config)) -> Snapshot {
     Snapshot::of_device(device, segments, recorded, &config)
 }
 

@@ -11,5 +11,6 @@ mod oversubscribe;
 mod plans;
 mod replay;
 mod snapshot;
+mod stacks;
 mod storage;
 mod threads;

@@ -60,7 +60,7 @@ impl Heap {
         }
         let (pool, kind) =
             self.segments[into as usize].as_ref().map_or((0, Kind::Large), |held| (held.pool, held.kind));
-        let own = self.segments[into as usize].as_ref().map(|held| held.stream);
+        let own = self.segments[into as usize].as_ref().map(|held| (held.stream, held.context));
         let stays = self.segments[into as usize].as_ref().is_some_and(|held| Arc::ptr_eq(&held.segment, target));
         for &at in segments {
             self.segments[at as usize] = None;
@@ -72,12 +72,12 @@ impl Heap {
             self.vacant_segments.push(into);
             return gone;
         }
-        if !stays {
-            self.stats.segment_made(kind, bytes);
-            self.history.record(TraceAction::SegmentAlloc, target.address(), bytes as u64, stream.0);
-        }
         let arena = self.arena(pool, stream, kind);
-        let stream = own.filter(|_| stays).unwrap_or(stream);
+        let address = target.address();
+        let (stream, context) = own.filter(|_| stays).unwrap_or_else(|| {
+            self.stats.segment_made(kind, bytes);
+            (stream, self.history.record(TraceAction::SegmentAlloc, address, bytes as u64, stream.0))
+        });
         let (mut last, mut end, mut first, mut gaps) = (NONE, 0, NONE, Vec::new());
         let blocks = layout.iter().map(|&(id, offset)| (Some(id), offset)).chain([(None, bytes)]);
         for (id, offset) in blocks {
@@ -100,7 +100,6 @@ impl Heap {
         }
         let idle_since = (self.ticks, self.now);
         let segment = Arc::clone(target);
-        let (address, context) = (target.address(), self.history.context());
         let end = super::pages::End::default();
         let held = Held { segment, address, context, size: bytes, kind, pool, stream, first, idle_since, end };
         self.segments[into as usize] = Some(held);

@@ -195,7 +195,7 @@ impl Core {
         let moved: Vec<_> = moves.iter().filter(moves_away).map(|m| (m.id, m.slot.requested())).collect();
         moved.iter().for_each(|&(id, requested)| self.heap.record_free(id, requested));
         let gone = self.heap.lay_out(&segments, &layout, target, bytes, stream);
-        moved.iter().for_each(|&(id, requested)| self.heap.record(TraceAction::Alloc, id, requested));
+        moved.iter().for_each(|&(id, requested)| _ = self.heap.record(TraceAction::Alloc, id, requested));
         for m in &moves {
             // SAFETY: the segment is held as long as a block of it is live; the slot is locked for writing, and the
             // bytes are there.

@@ -289,7 +289,8 @@ impl Heap {
     pub(super) fn record_released(&self, at: u32) {
         let Some(held) = &self.segments[at as usize] else { return };
         if !held.segment.is_reserved() {
-            return self.history.record(TraceAction::SegmentFree, held.address, held.size as u64, held.stream.0);
+            self.history.record(TraceAction::SegmentFree, held.address, held.size as u64, held.stream.0);
+            return;
         }
         for range in self.mapped(at) {
             let (address, bytes) = (held.address + range.start as u64, range.len() as u64);

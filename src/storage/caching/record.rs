@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::super::history::{
     BlockInfo, BlockState, Context, HistoryOptions, Recording, SegmentInfo, SegmentType, Snapshot, TraceAction,
-    device_number,
+    WithContexts, device_number,
 };
 use super::heap::{Heap, Held, Use};
 use super::moves::AfterMove;
@@ -19,27 +19,30 @@ impl Heap {
 
     /// Records what happens to a block, that is or was handed out for `requested` bytes.
     #[inline]
-    pub(super) fn record(&self, action: TraceAction, id: u32, requested: usize) {
-        if self.history.is_on() {
-            let stream = self.arenas[self.table[id as usize].arena() as usize].stream;
-            self.history.record(action, self.address(id), requested as u64, stream.0);
+    pub(super) fn record(&self, action: TraceAction, id: u32, requested: usize) -> Context {
+        if !self.history.is_on() {
+            return Context::NONE;
         }
+        self.history.record(action, self.address(id), requested as u64, self.stream_of(id))
+    }
+
+    fn stream_of(&self, id: u32) -> u32 {
+        self.arenas[self.table[id as usize].arena() as usize].stream.0
     }
 
     /// Records that a block is free, and nothing uses it any more.
     #[inline(always)]
     pub(super) fn record_free(&self, id: u32, requested: usize) {
         if self.history.is_on() {
-            self.record(TraceAction::FreeRequested, id, requested);
-            self.record(TraceAction::FreeCompleted, id, requested);
+            self.history.record_free(self.address(id), requested as u64, self.stream_of(id));
         }
     }
 
     #[inline]
     pub(super) fn record_alloc(&mut self, id: u32, requested: usize) {
         if self.history.is_on() {
-            self.record(TraceAction::Alloc, id, requested);
-            self.contexts.insert(id, self.history.context());
+            let context = self.record(TraceAction::Alloc, id, requested);
+            self.contexts.insert(id, context);
         }
     }
 
@@ -80,41 +83,22 @@ impl CachingAllocator {
             core.heap.history.record(TraceAction::Snapshot, 0, core.heap.stats.active_bytes(), 0);
             (core.segments(device), core.heap.history.copy())
         });
-        let mut segments: Vec<SegmentInfo> = segments.into_iter().map(Named::named).collect();
-        segments.sort_unstable_by_key(|segment| segment.address);
         Snapshot::of_device(device, segments, history, &self.rules.config)
     }
 }
 
-/// A segment, and where in the program it and its blocks come from: names are looked up once the lock is released.
-struct Named {
-    segment: SegmentInfo,
-    context: Context,
-    contexts: Vec<Context>,
-}
-
-impl Named {
-    fn named(mut self) -> SegmentInfo {
-        self.segment.frames = self.context.frames();
-        for (block, context) in self.segment.blocks.iter_mut().zip(self.contexts) {
-            block.frames = context.frames();
-        }
-        self.segment
-    }
-}
-
 impl Core {
-    fn segments(&self, device: u32) -> Vec<Named> {
+    fn segments(&self, device: u32) -> Vec<WithContexts> {
         let held = (0..).zip(&self.heap.segments).filter_map(|(at, held)| Some((at, held.as_ref()?)));
         held.flat_map(|(at, held)| self.mapped_parts(at, held, device)).collect()
     }
 
     /// A segment; as in PyTorch, one that grows is shown as the parts between its holes.
-    fn mapped_parts(&self, at: u32, held: &Held, device: u32) -> Vec<Named> {
+    fn mapped_parts(&self, at: u32, held: &Held, device: u32) -> Vec<WithContexts> {
         self.heap.mapped(at).into_iter().map(|part| self.segment(at, held, part, device)).collect()
     }
 
-    fn segment(&self, at: u32, held: &Held, part: Range<usize>, device: u32) -> Named {
+    fn segment(&self, at: u32, held: &Held, part: Range<usize>, device: u32) -> WithContexts {
         let inside = |id: &u32| part.contains(&self.heap.table[*id as usize].offset());
         let blocks = self.heap.blocks_of(at).filter(inside).map(|id| self.block_info(id));
         let (blocks, contexts) = blocks.unzip();
@@ -132,7 +116,7 @@ impl Core {
             frames: [].into(),
             blocks,
         };
-        Named { segment, context: held.context, contexts }
+        WithContexts { segment, context: held.context, contexts }
     }
 
     fn block_info(&self, id: u32) -> (BlockInfo, Context) {

@@ -15,10 +15,9 @@ impl Heap {
         let at = self.vacant_segment();
         let id = self.insert(Entry::new(at, arena, Use::Free, 0, size));
         let idle_since = (self.ticks, self.now);
-        let (address, context) = (segment.address(), self.history.context());
-        let (end, made) = (End::default(), segment.made());
+        let (address, end) = (segment.address(), End::default());
+        let context = self.history.record(segment.made(), address, size as u64, stream.0);
         let held = Held { segment, address, context, size, kind, pool, stream, first: id, idle_since, end };
-        self.history.record(made, address, size as u64, stream.0);
         self.segments[at as usize] = Some(held);
         self.stats.segment_made(kind, size);
         self.put_free(id, &mut Split::default());

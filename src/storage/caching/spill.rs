@@ -275,9 +275,9 @@ impl Heap {
         (block.segment, block.prev, block.next) = (at, NONE, NONE);
         block.set_offset(0);
         block.set_arena(arena);
-        self.history.record(TraceAction::SegmentAlloc, segment.address(), size as u64, stream.0);
+        let address = segment.address();
+        let context = self.history.record(TraceAction::SegmentAlloc, address, size as u64, stream.0);
         let (idle_since, end) = ((self.ticks, self.now), super::pages::End::default());
-        let (address, context) = (segment.address(), self.history.context());
         let held = Held { segment, address, context, size, kind, pool: SPILLED, stream, first: id, idle_since, end };
         self.segments[at as usize] = Some(held);
     }

@@ -3,20 +3,43 @@
 use std::collections::BTreeMap;
 
 use super::super::config::Config;
-use super::{Event, Recorded, SegmentInfo, Setting, Snapshot, annotations};
+use super::stack::Stack;
+use super::{Context, Frames, Recorded, SegmentInfo, Setting, Snapshot, annotations};
+
+/// A segment, and where in the program it and its blocks come from: frames are looked up once no lock is held.
+pub(crate) struct WithContexts {
+    pub(crate) segment: SegmentInfo,
+    pub(crate) context: Context,
+    /// Of its blocks.
+    pub(crate) contexts: Vec<Context>,
+}
+
+impl WithContexts {
+    fn resolve(mut self, frames: &mut Frames) -> SegmentInfo {
+        self.segment.frames = frames.of(self.context);
+        for (block, context) in self.segment.blocks.iter_mut().zip(self.contexts) {
+            block.frames = frames.of(context);
+        }
+        self.segment
+    }
+}
 
 impl Snapshot {
     /// The snapshot of one device: its segments, what its history has recorded, and its configuration.
-    pub(crate) fn of_device(device: u32, segments: Vec<SegmentInfo>, recorded: Recorded, config: &Config) -> Snapshot {
+    pub(crate) fn of_device(device: u32, segments: Vec<WithContexts>, recorded: Recorded, config: &Config) -> Snapshot {
+        let mut frames = Frames::default();
+        let mut segments: Vec<_> = segments.into_iter().map(|segment| segment.resolve(&mut frames)).collect();
+        segments.sort_unstable_by_key(|segment| segment.address);
         let mut settings: BTreeMap<String, Setting> =
             Config::KEYS.iter().map(|key| (key.name.to_owned(), setting(key.value(config)))).collect();
         let count = |n: u64| Setting::Int(i64::try_from(n).unwrap_or(i64::MAX));
         settings.insert("CLAYSTONE_ALLOC_CONF".into(), Setting::Text(config.to_string()));
         settings.insert("trace_alloc_max_entries".into(), count(recorded.max_entries as u64));
         settings.insert("trace_alloc_overflowed".into(), count(recorded.overwritten));
+        settings.insert("stacks_lost".into(), count(Stack::lost()));
         // A trace's place is its device's number.
         let mut device_traces = vec![Vec::new(); device as usize];
-        device_traces.push(recorded.events.into_iter().map(Event::entry).collect());
+        device_traces.push(recorded.events.into_iter().map(|event| event.entry(&mut frames)).collect());
         Snapshot { segments, device_traces, allocator_settings: settings, external_annotations: annotations(device) }
     }
 }

@@ -5,11 +5,11 @@ use std::fmt;
 use std::sync::Arc;
 
 use serde::de::{Error, Visitor};
-use serde::{Deserialize, Deserializer, Serializer};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::snapshot::Frame;
 
-/// What frames are called for the reader of pickles, which has them already.
+/// What frames are called for the reader of pickles, which has them already, and for the writer.
 pub(super) const SHARED: &str = "claystone frames";
 
 thread_local! {
@@ -18,7 +18,16 @@ thread_local! {
 }
 
 pub(super) fn serialize<S: Serializer>(frames: &Arc<[Frame]>, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.collect_seq(frames.iter())
+    Shared(frames).serialize(serializer)
+}
+
+/// Frames, for serializers.
+pub(super) struct Shared<'a>(pub(super) &'a [Frame]);
+
+impl Serialize for Shared<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_newtype_struct(SHARED, self.0)
+    }
 }
 
 pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Arc<[Frame]>, D::Error> {

@@ -5,18 +5,22 @@
 //! blocks at one moment beside that trace, in the form that PyTorch's memory viewer opens. A [`CsvLog`] writes the
 //! events in RMM's format.
 //!
-//! Programs have no Python stack to record, so they name what they do instead: [`with_context`] labels every event of a
-//! thread, and [`annotate`] marks a span of time.
+//! Events and live blocks carry the call stack that they come from. Programs may name what they do besides:
+//! [`with_context`] labels every event of a thread, and [`annotate`] marks a span of time.
 
 mod check;
 mod collect;
 mod context;
 mod csv;
 mod frames;
+mod live;
 mod pickle;
+mod pickler;
 mod setting;
 mod snapshot;
+mod stack;
 mod summary;
+mod symbols;
 #[cfg(test)]
 pub(super) mod tests;
 
@@ -24,8 +28,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+pub(crate) use collect::WithContexts;
+use context::Frames;
 pub use context::{Context, annotate, annotations, with_context};
 pub use csv::{CsvAction, CsvEvent, CsvLog};
+pub use live::LiveMemory;
 pub use setting::Setting;
 pub(super) use snapshot::device_number;
 pub use snapshot::{
@@ -41,8 +48,18 @@ use crate::{Error, Result};
 pub struct HistoryOptions {
     /// Whether, and what, to record.
     pub enabled: Recording,
-    /// For which entries the names given to [`with_context`] are kept.
+    /// Which entries say where they come from: the call stack, and the names given to [`with_context`].
     pub context: ContextLevel,
+    /// Whether call stacks are captured where `context` says so. That takes a fraction of a microsecond an event, and some
+    /// tens the first time a stack is met. Addresses are kept, of the innermost 64 frames; their functions, files and lines
+    /// are looked up when a snapshot is taken. Lines need debug information, as by `debug = "line-tables-only"` in a profile
+    /// of `Cargo.toml`; without it there are the functions' names, and nothing in a program that was stripped. The process
+    /// keeps at most 65,536 different stacks, and what it had to leave out is counted in a snapshot's
+    /// `allocator_settings["stacks_lost"]`.
+    ///
+    /// Frames of this crate, the standard library, rayon and the test harness are left out, so that the innermost frame is
+    /// the program's. What a closure or a method of the program does inside of an operation is the program's too.
+    pub stacks: bool,
     /// The number of latest events kept, of 40 bytes each, at least 1. PyTorch's default has no bound.
     pub max_entries: usize,
     /// Forget what was recorded before.
@@ -55,6 +72,7 @@ impl Default for HistoryOptions {
         HistoryOptions {
             enabled: Recording::All,
             context: ContextLevel::All,
+            stacks: true,
             max_entries: 100_000,
             clear_history: false,
         }
@@ -77,11 +95,11 @@ pub enum Recording {
 pub enum ContextLevel {
     /// Nowhere.
     Never,
-    /// On live blocks in the snapshot.
+    /// On live blocks and segments in the snapshot.
     State,
-    /// On entries of allocations as well.
+    /// On entries of allocations as well: of blocks and segments, and of those that found no memory.
     Alloc,
-    /// On every entry.
+    /// On every entry: where blocks are freed as well.
     All,
 }
 
@@ -131,6 +149,7 @@ impl History {
         let options = HistoryOptions {
             enabled: Recording::Off,
             context: ContextLevel::Never,
+            stacks: false,
             max_entries: 1,
             clear_history: false,
         };
@@ -178,39 +197,49 @@ impl History {
         self.on.load(Ordering::Relaxed)
     }
 
-    /// Records an event: `addr` and `bytes` as [`TraceEntry`] says for the action. Does nothing while off.
+    /// Records an event: `addr` and `bytes` as [`TraceEntry`] says for the action. Does nothing while off. Gives the context
+    /// that a block or segment keeps which the event makes, for [`BlockInfo::frames`]: [`Context::NONE`] for other events and
+    /// where the level is lower.
     #[inline]
-    pub fn record(&self, action: TraceAction, addr: u64, bytes: u64, stream: u32) {
+    pub fn record(&self, action: TraceAction, addr: u64, bytes: u64, stream: u32) -> Context {
+        if self.is_on() { self.push(&[action], addr, bytes, stream) } else { Context::NONE }
+    }
+
+    /// Records that a block was given back and is free at once: two entries of one context.
+    #[inline]
+    pub fn record_free(&self, addr: u64, bytes: u64, stream: u32) {
         if self.is_on() {
-            self.push(action, addr, bytes, stream);
+            self.push(&[TraceAction::FreeRequested, TraceAction::FreeCompleted], addr, bytes, stream);
         }
     }
 
     #[cold]
-    fn push(&self, action: TraceAction, addr: u64, bytes: u64, stream: u32) {
-        let context = Context::current();
+    fn push(&self, actions: &[TraceAction], addr: u64, bytes: u64, stream: u32) -> Context {
+        use TraceAction::{Alloc, Oom, SegmentAlloc, SegmentMap};
         let mut ring = self.lock();
-        let level = if action == TraceAction::Alloc { ContextLevel::Alloc } else { ContextLevel::All };
-        let context = if ring.options.context >= level { context } else { Context::NONE };
+        let level = ring.options.context;
+        let allocates = matches!(actions, [Alloc | SegmentAlloc | SegmentMap | Oom]);
+        let in_entry = level >= if allocates { ContextLevel::Alloc } else { ContextLevel::All };
+        let in_block = level >= ContextLevel::State && matches!(actions, [Alloc | SegmentAlloc | SegmentMap]);
+        let context = match in_entry || in_block {
+            true if ring.options.stacks => Context::with_stack(),
+            true => Context::current(),
+            false => Context::NONE,
+        };
         // The clock is read under the lock, so that times rise along the ring.
-        let event = Event { addr, bytes, time_us: now_us(), stream, context, action };
-        ring.push(event);
-    }
-
-    /// The context to keep with a block allocated now, for [`BlockInfo::frames`]; [`Context::NONE`] while off.
-    #[inline]
-    pub fn context(&self) -> Context {
-        if self.is_on() && self.lock().options.context >= ContextLevel::State {
-            Context::current()
-        } else {
-            Context::NONE
+        let time_us = now_us();
+        for &action in actions {
+            let context = if in_entry { context } else { Context::NONE };
+            ring.push(Event { addr, bytes, time_us, stream, context, action });
         }
+        if in_block { context } else { Context::NONE }
     }
 
     /// The entries kept, oldest first.
     pub fn entries(&self) -> Vec<TraceEntry> {
         let events: Vec<Event> = self.lock().in_order().collect();
-        events.into_iter().map(Event::entry).collect()
+        let mut frames = Frames::default();
+        events.into_iter().map(|event| event.entry(&mut frames)).collect()
     }
 
     /// All that [`Snapshot::of_device`] needs: made into entries later, when no lock is held.
@@ -289,14 +318,14 @@ impl Ring {
 }
 
 impl Event {
-    fn entry(self) -> TraceEntry {
+    fn entry(self, frames: &mut Frames) -> TraceEntry {
         TraceEntry {
             action: self.action,
             addr: self.addr,
             size: self.bytes,
             stream: self.stream.into(),
             time_us: self.time_us,
-            frames: self.context.frames(),
+            frames: frames.of(self.context),
             compile_context: self.context.path(),
         }
     }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use serde::ser::{SerializeMap, SerializeStruct};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use super::{Setting, frames, pickle};
+use super::{Setting, frames, pickle, pickler};
 use crate::{Device, Error, Result};
 
 /// The segments and blocks of some allocators, and the events that led there.
@@ -127,7 +127,7 @@ impl Serialize for SegmentInfo {
         s.serialize_field("allocated_size", &Int(self.allocated_size()))?;
         s.serialize_field("active_size", &Int(self.active_size()))?;
         s.serialize_field("requested_size", &Int(self.requested_size()))?;
-        s.serialize_field("frames", &*self.frames)?;
+        s.serialize_field("frames", &frames::Shared(&self.frames))?;
         s.serialize_field("blocks", &self.blocks)?;
         s.end()
     }
@@ -243,7 +243,7 @@ impl Serialize for TraceEntry {
         map.serialize_entry("size", &Int(self.size))?;
         map.serialize_entry("stream", &Int(self.stream))?;
         map.serialize_entry("time_us", &Int(self.time_us))?;
-        map.serialize_entry("frames", &*self.frames)?;
+        map.serialize_entry("frames", &frames::Shared(&self.frames))?;
         let context = if self.compile_context.is_empty() { NO_CONTEXT } else { &self.compile_context };
         map.serialize_entry("compile_context", context)?;
         map.end()
@@ -275,9 +275,9 @@ pub enum TraceAction {
 }
 
 /// A place in a program.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Frame {
-    /// The source file; empty for a name given to [`with_context`](super::with_context).
+    /// The source file; empty for a name given to [`with_context`](super::with_context), and where it is not known.
     pub filename: String,
     /// The line; 0 where there is no file.
     #[serde(with = "int")]
@@ -317,7 +317,7 @@ impl Snapshot {
     /// # Errors
     /// When a number does not fit in an i64.
     pub fn to_pickle(&self) -> Result<Vec<u8>> {
-        serde_pickle::to_vec(self, Default::default()).map_err(|e| unwritable(&e))
+        pickler::write(self).map_err(|e| unwritable(&e))
     }
 
     /// The same as JSON, which newer versions of the viewer open too.

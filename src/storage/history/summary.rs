@@ -70,7 +70,8 @@ impl Snapshot {
 const DRAWN: usize = 16;
 const WIDTH: u64 = 64;
 
-/// A table with a line for each pool and stream, and a map of the largest segments: `#` in use, `+` partly, `.` free.
+/// A table with a line for each pool and stream, a map of the largest segments, `#` in use, `+` partly, `.` free, and what
+/// is in use by where it was allocated.
 impl fmt::Display for Snapshot {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut pools: BTreeMap<_, (usize, FreeSpace)> = BTreeMap::new();
@@ -115,6 +116,7 @@ impl fmt::Display for Snapshot {
         if largest.len() > DRAWN {
             writeln!(f, "and {} smaller segments", largest.len() - DRAWN)?;
         }
+        self.fmt_live_memory(f)?;
         for (device, trace) in self.device_traces.iter().enumerate().filter(|(_, t)| !t.is_empty()) {
             writeln!(f, "{} events recorded on device {device}", trace.len())?;
         }
@@ -151,6 +153,6 @@ fn map(segment: &SegmentInfo) -> String {
 }
 
 /// A size, with a short unit.
-fn size(bytes: u64) -> String {
+pub(super) fn size(bytes: u64) -> String {
     if bytes <= 1024 { format!("{bytes} B") } else { Human(bytes).to_string() }
 }

@@ -54,7 +54,7 @@ fn recording_never_grows_the_ring() -> Result<()> {
         (ring.events.as_ptr(), ring.events.capacity())
     };
     let before = place(&history);
-    (0..1000).for_each(|addr| history.record(TraceAction::Alloc, addr, 512, 0));
+    (0..1000).for_each(|addr| _ = history.record(TraceAction::Alloc, addr, 512, 0));
     assert_eq!(place(&history), before);
     assert_eq!(size_of::<Event>(), 40, "as documented");
     Ok(())
@@ -65,9 +65,9 @@ fn state_and_clear_are_pytorchs() -> Result<()> {
     let history = History::new();
     let options = HistoryOptions { enabled: Recording::State, ..Default::default() };
     history.record_memory_history(options)?;
-    (0..5).for_each(|addr| history.record(TraceAction::Alloc, addr, 512, 0));
+    (0..5).for_each(|addr| _ = history.record(TraceAction::Alloc, addr, 512, 0));
     assert_eq!((addrs(&history), history.max_entries()), (vec![4], 1));
-    assert_ne!(with_context("kept on blocks", || history.context()), Context::NONE);
+    assert_ne!(history.record(TraceAction::Alloc, 5, 512, 0), Context::NONE, "kept on blocks");
     history.record_memory_history(HistoryOptions { clear_history: true, ..Default::default() })?;
     assert_eq!((addrs(&history), history.overwritten()), (vec![], 0));
     assert!(history.is_on());
@@ -76,24 +76,39 @@ fn state_and_clear_are_pytorchs() -> Result<()> {
 
 #[test]
 fn context_by_level() -> Result<()> {
-    for (level, expected) in [
-        (ContextLevel::Never, [false, false, false]),
-        (ContextLevel::State, [true, false, false]),
-        (ContextLevel::Alloc, [true, true, false]),
-        (ContextLevel::All, [true, true, true]),
+    use TraceAction::{Alloc, FreeCompleted, FreeRequested, Oom, SegmentAlloc, SegmentFree};
+    for (level, in_blocks, in_allocations, in_all) in [
+        (ContextLevel::Never, false, false, false),
+        (ContextLevel::State, true, false, false),
+        (ContextLevel::Alloc, true, true, false),
+        (ContextLevel::All, true, true, true),
     ] {
-        let history = History::new();
-        history.record_memory_history(HistoryOptions { context: level, ..Default::default() })?;
-        let block = with_context("step", || {
-            history.record(TraceAction::Alloc, 0, 512, 0);
-            history.record(TraceAction::FreeRequested, 0, 512, 0);
-            history.context()
-        });
-        let entries = history.entries();
-        let has = [block != Context::NONE, !entries[0].frames.is_empty(), !entries[1].compile_context.is_empty()];
-        assert_eq!(has, expected, "{level:?}");
+        for stacks in [false, true] {
+            let history = History::new();
+            history.record_memory_history(HistoryOptions { context: level, stacks, ..Default::default() })?;
+            let kept = with_context("step", || {
+                let kept = [SegmentAlloc, Alloc, Oom, SegmentFree].map(|action| history.record(action, 0, 512, 0));
+                history.record_free(0, 512, 0);
+                kept
+            });
+            assert_eq!(kept.map(|context| context != Context::NONE), [in_blocks, in_blocks, false, false], "{level:?}");
+            let frames = |context: Context| context.frames().iter().map(|f| f.name.clone()).collect::<Vec<_>>();
+            assert!(!in_blocks || frames(kept[1]).last().is_some_and(|name| name == "step"), "{level:?}");
+            for entry in history.entries() {
+                let expected = match entry.action {
+                    SegmentAlloc | Alloc | Oom => in_allocations,
+                    _ => in_all,
+                };
+                let what = format!("{:?} at {level:?}, stacks: {stacks}", entry.action);
+                assert_eq!(entry.compile_context, if expected { "step" } else { "" }, "{what}");
+                assert_eq!(entry.frames.len() > 1, expected && stacks, "{what}: {:?}", entry.frames);
+                assert_eq!(entry.frames.is_empty(), !expected, "{what}");
+            }
+            let last: Vec<_> = history.entries()[4..].iter().map(|e| e.action).collect();
+            assert_eq!(last, [FreeRequested, FreeCompleted]);
+        }
     }
-    assert_eq!(with_context("step", || History::new().context()), Context::NONE, "off");
+    assert_eq!(with_context("step", || History::new().record(Alloc, 0, 512, 0)), Context::NONE, "off");
     Ok(())
 }
 
@@ -143,7 +158,7 @@ fn threads() -> Result<()> {
             let history = &history;
             scope.spawn(move || {
                 with_context(&format!("worker {worker}"), || {
-                    (0..each).for_each(|i| history.record(TraceAction::Alloc, i, 512, worker));
+                    (0..each).for_each(|i| _ = history.record(TraceAction::Alloc, i, 512, worker));
                 })
             });
         }

@@ -16,7 +16,8 @@ pub struct Toy {
 impl Toy {
     pub fn new(max_entries: usize) -> Result<Toy> {
         let history = History::new();
-        history.record_memory_history(HistoryOptions { max_entries, ..Default::default() })?;
+        // Stacks take their time under Miri.
+        history.record_memory_history(HistoryOptions { max_entries, stacks: !cfg!(miri), ..Default::default() })?;
         Ok(Toy { history, segments: Vec::new(), next_address: 0x7f00_0000_0000 })
     }
 
@@ -38,8 +39,8 @@ impl Toy {
             6 => self.release(),
             7 if value % 2 == 0 => self.map(),
             7 => self.unmap(),
-            _ if value % 2 == 0 => self.history.record(TraceAction::Oom, 123 * MIB, value + 1, 0),
-            _ => self.history.record(TraceAction::Snapshot, 0, self.active(), 0),
+            _ if value % 2 == 0 => _ = self.history.record(TraceAction::Oom, 123 * MIB, value + 1, 0),
+            _ => _ = self.history.record(TraceAction::Snapshot, 0, self.active(), 0),
         }
     }
 
@@ -60,13 +61,12 @@ impl Toy {
         let index = blocks.iter().position(fits).expect("as found");
         let rest = blocks[index].size - size;
         let address = blocks[index].address;
-        let frames = self.history.context().frames();
+        let frames = self.history.record(TraceAction::Alloc, address, requested, stream as u32).frames();
         blocks[index] =
             BlockInfo { address, size, requested_size: requested, state: BlockState::ActiveAllocated, frames };
         if rest > 0 {
             blocks.insert(index + 1, free_block(address + size, rest));
         }
-        self.history.record(TraceAction::Alloc, address, requested, stream as u32);
     }
 
     /// The `n`th block in that state, counted round.

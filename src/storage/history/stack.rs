@@ -1,0 +1,337 @@
+//! Call stacks of events: captured as return addresses, and each different stack kept once.
+//!
+//! Unwinding takes 100 to 250 ns a frame, too much for every event. So what it finds is remembered: by how many bytes the
+//! stack pointer rises on the return to each address. With these sizes a stack is walked again in a few ns a frame, as
+//! the return address lies just below the caller's stack pointer. A walk counts only if unwinding has found exactly these
+//! addresses before; anything else, like a frame whose size varies, is unwound again.
+
+use std::cell::Cell;
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
+use std::hint::black_box;
+use std::sync::{Arc, LazyLock, Mutex};
+
+use super::Frame;
+use super::symbols::frames;
+use crate::device::lock;
+
+/// How many frames of a stack are kept, the innermost. About twenty of them may be this crate's.
+const MAX_DEPTH: usize = 64;
+
+/// How many different stacks are kept, of at most half a KiB each. Programs have some hundreds.
+const MAX_STACKS: usize = 1 << 16;
+
+/// A call stack as a number, or none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Stack(u32);
+
+static STACKS: LazyLock<Mutex<Stacks>> = LazyLock::new(|| Mutex::new(Stacks::new(MAX_STACKS)));
+
+impl Stack {
+    pub(super) const NONE: Stack = Stack(0);
+
+    /// The calling thread's; none where there are too many different ones already.
+    #[inline(never)] // the distance from `here` to the caller's frame is learned once
+    pub(super) fn capture() -> Stack {
+        let here = 0usize;
+        let here = &raw const *black_box(&here) as usize;
+        lock(&STACKS).capture(here)
+    }
+
+    /// What of it is neither this crate's nor the standard library's, the innermost first. The first time this reads the
+    /// program's debug information.
+    pub(super) fn frames(self) -> Vec<Frame> {
+        let addresses = lock(&STACKS).addresses(self);
+        addresses.map_or_else(Vec::new, |addresses| frames(&addresses))
+    }
+
+    /// How many captured stacks the process has not kept, because there were too many different ones.
+    pub(super) fn lost() -> u64 {
+        lock(&STACKS).lost
+    }
+}
+
+/// All stacks of the process so far. They are kept for its life, as events of any device may have them.
+struct Stacks {
+    /// Of stack i + 1.
+    kept: Vec<Arc<[usize]>>,
+    ids: HashMap<Arc<[usize]>, Stack, BuildHasherDefault<AddressHasher>>,
+    sizes: Sizes,
+    most: usize,
+    lost: u64,
+}
+
+impl Stacks {
+    fn new(most: usize) -> Stacks {
+        Stacks { kept: Vec::new(), ids: HashMap::default(), sizes: Sizes::default(), most, lost: 0 }
+    }
+
+    fn addresses(&self, stack: Stack) -> Option<Arc<[usize]>> {
+        self.kept.get((stack.0 as usize).checked_sub(1)?).cloned()
+    }
+
+    /// The stack from the frame around `here`, an address in the frame of [`Stack::capture`], outwards.
+    fn capture(&mut self, here: usize) -> Stack {
+        let memory = StackMemory::above(here);
+        let mut addresses = [0; MAX_DEPTH];
+        let walked = memory.and_then(|memory| self.sizes.walk(memory, &mut addresses));
+        if let Some(&known) = walked.and_then(|depth| self.ids.get(&addresses[..depth])) {
+            return known;
+        }
+        if self.kept.len() == self.most {
+            self.lost += 1;
+            return Stack::NONE;
+        }
+        let frames = unwind(here);
+        if let Some(memory) = memory {
+            self.sizes.learn(memory, &frames);
+        }
+        self.id(frames.into_iter().map(|(address, _)| address).collect())
+    }
+
+    fn id(&mut self, addresses: Arc<[usize]>) -> Stack {
+        if let Some(&known) = self.ids.get(&addresses) {
+            return known;
+        }
+        self.kept.push(Arc::clone(&addresses));
+        let id = Stack(self.kept.len() as u32);
+        self.ids.insert(addresses, id);
+        id
+    }
+}
+
+/// The return addresses and stack pointers of the frames around `here`, the innermost first.
+fn unwind(here: usize) -> Vec<(usize, usize)> {
+    let mut frames = Vec::with_capacity(MAX_DEPTH);
+    backtrace::trace(|frame| {
+        let (address, pointer) = (frame.ip() as usize, frame.sp() as usize);
+        // Frames below `here` are those of this module; where the platform tells no stack pointers they stay, and are
+        // left out by their names.
+        if address != 0 && (pointer == 0 || pointer > here) {
+            frames.push((address, pointer));
+        }
+        frames.len() < MAX_DEPTH
+    });
+    frames
+}
+
+/// By how many bytes the stack pointer rises from one return address to the next.
+#[derive(Default)]
+struct Sizes(HashMap<usize, u32, BuildHasherDefault<AddressHasher>>);
+
+/// In place of a return address: where walks begin, in the frame of [`Stack::capture`].
+const START: usize = 0;
+/// In place of a size: no frame is around this one.
+const OUTERMOST: u32 = 0;
+/// In place of a size: it is not always the same, or not known.
+const VARIES: u32 = u32::MAX;
+
+impl Sizes {
+    /// The depth of the stack whose addresses it has written; none where a frame's size is not known.
+    fn walk(&self, memory: StackMemory, addresses: &mut [usize; MAX_DEPTH]) -> Option<usize> {
+        let (mut address, mut pointer) = (START, memory.low);
+        for (depth, slot) in addresses.iter_mut().enumerate() {
+            match *self.0.get(&address)? {
+                OUTERMOST => return Some(depth),
+                VARIES => return None,
+                size => pointer += size as usize,
+            }
+            address = memory.return_address(pointer)?;
+            *slot = address;
+        }
+        Some(MAX_DEPTH)
+    }
+
+    fn learn(&mut self, memory: StackMemory, frames: &[(usize, usize)]) {
+        let mut learn = |address, size| {
+            let known = self.0.entry(address).or_insert(size);
+            if *known != size {
+                *known = VARIES;
+            }
+        };
+        let mut inner = (START, memory.low);
+        for &(address, pointer) in frames {
+            let size = pointer.checked_sub(inner.1).and_then(|size| u32::try_from(size).ok());
+            let found = memory.return_address(pointer) == Some(address);
+            learn(inner.0, size.filter(|_| found).unwrap_or(VARIES));
+            inner = (address, pointer);
+        }
+        if frames.len() < MAX_DEPTH {
+            learn(inner.0, OUTERMOST);
+        }
+    }
+}
+
+/// The calling thread's stack from an address in a frame of it up to its end.
+#[derive(Clone, Copy)]
+struct StackMemory {
+    low: usize,
+    end: usize,
+}
+
+thread_local! {
+    /// The bounds of this thread's stack, once they were asked for.
+    static BOUNDS: Cell<Option<(usize, usize)>> = const { Cell::new(None) };
+}
+
+impl StackMemory {
+    /// None where the thread runs on another stack than its own, like a coroutine's, or where walks are not supported.
+    fn above(low: usize) -> Option<StackMemory> {
+        // Blocks may be freed by destructors of thread-locals.
+        let bounds = BOUNDS.try_with(|bounds| {
+            bounds.get().unwrap_or_else(|| {
+                bounds.set(Some(stack_bounds()));
+                bounds.get().unwrap_or_default()
+            })
+        });
+        let (start, end) = bounds.ok()?;
+        (start..end).contains(&low).then_some(StackMemory { low, end })
+    }
+
+    /// The address to which the frame returns whose caller has this stack pointer.
+    fn return_address(self, pointer: usize) -> Option<usize> {
+        let at = pointer.checked_sub(size_of::<usize>()).filter(|at| at.is_multiple_of(align_of::<usize>()))?;
+        (self.low <= at && pointer <= self.end).then(|| read(self, at))
+    }
+}
+
+#[cfg(all(target_os = "linux", target_arch = "x86_64", not(miri)))]
+fn read(memory: StackMemory, at: usize) -> usize {
+    debug_assert!(memory.low <= at && at + size_of::<usize>() <= memory.end);
+    let word: usize;
+    // SAFETY: the word is between a live frame of this thread and the end of its stack, memory that stays mapped as long
+    // as the thread runs. It may be any variable's, so it is read by an instruction that Rust assumes nothing of.
+    unsafe {
+        std::arch::asm!("mov {}, qword ptr [{}]", out(reg) word, in(reg) at, options(readonly, nostack, preserves_flags));
+    }
+    word
+}
+
+#[cfg(all(target_os = "linux", target_arch = "x86_64", not(miri)))]
+fn stack_bounds() -> (usize, usize) {
+    let mut attributes = std::mem::MaybeUninit::<libc::pthread_attr_t>::uninit();
+    let (mut start, mut size) = (std::ptr::null_mut(), 0);
+    // SAFETY: the attributes are read and destroyed only once the first call has written them; the others write to
+    // variables that live here.
+    let got = unsafe {
+        libc::pthread_getattr_np(libc::pthread_self(), attributes.as_mut_ptr()) == 0 && {
+            let got = libc::pthread_attr_getstack(attributes.as_ptr(), &mut start, &mut size) == 0;
+            libc::pthread_attr_destroy(attributes.as_mut_ptr());
+            got
+        }
+    };
+    if got { (start as usize, start as usize + size) } else { (0, 0) }
+}
+
+/// Elsewhere return addresses lie at other places, or the bounds are found in other ways: each stack is unwound.
+#[cfg(not(all(target_os = "linux", target_arch = "x86_64", not(miri))))]
+fn stack_bounds() -> (usize, usize) {
+    (0, 0)
+}
+
+#[cfg(not(all(target_os = "linux", target_arch = "x86_64", not(miri))))]
+fn read(_: StackMemory, _: usize) -> usize {
+    0
+}
+
+/// A rotation and a multiplication an address.
+#[derive(Default)]
+struct AddressHasher(u64);
+
+impl Hasher for AddressHasher {
+    fn write(&mut self, bytes: &[u8]) {
+        let (words, rest) = bytes.as_chunks::<8>();
+        words.iter().for_each(|word| self.write_u64(u64::from_le_bytes(*word)));
+        rest.iter().for_each(|byte| self.write_u64((*byte).into()));
+    }
+
+    fn write_u64(&mut self, word: u64) {
+        self.0 = (self.0.rotate_left(5) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+
+    fn write_usize(&mut self, word: usize) {
+        self.write_u64(word as u64);
+    }
+
+    fn finish(&self) -> u64 {
+        // The map takes its bucket from the low bits, which depend on little.
+        self.0 ^ (self.0 >> 32)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The stack of a caller so many calls deep, each with a frame of a size that depends on `wide`.
+    #[inline(never)]
+    fn deeper(depth: usize, wide: bool) -> Stack {
+        let stack = match depth {
+            0 => Stack::capture(),
+            _ if wide => wider(depth),
+            _ => deeper(depth - 1, wide),
+        };
+        black_box(stack) // after the call, so that it does not become a jump
+    }
+
+    #[inline(never)]
+    fn wider(depth: usize) -> Stack {
+        let room = black_box([depth; 100]);
+        black_box(deeper(room[1] - 1, true))
+    }
+
+    /// Captured again, a stack is that which unwinding finds, whichever were met in between.
+    #[test]
+    fn stacks_are_those_of_unwinding() {
+        let depths = if cfg!(miri) { 3 } else { 30 };
+        let capture = |depth: usize| deeper(depth, depth.is_multiple_of(3));
+        let rounds: Vec<Vec<Stack>> = (0..4).map(|_| (0..depths).map(capture).collect()).collect();
+        let first = &rounds[0];
+        assert!(rounds.iter().all(|round| round == first), "from the same line");
+        let different: std::collections::HashSet<_> = first.iter().collect();
+        assert_eq!(different.len(), depths);
+        let count = |stack: Stack| stack.frames().iter().filter(|f| f.name.ends_with("tests::deeper")).count();
+        assert_eq!(first.iter().map(|stack| count(*stack)).collect::<Vec<_>>(), (1..=depths).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn every_thread_has_its_stack() {
+        let functions = |stack: Stack| stack.frames().iter().map(|f| f.name.clone()).collect::<Vec<_>>();
+        let here = functions(deeper(2, false));
+        let there = std::thread::spawn(move || deeper(2, false)).join().map(functions).unwrap();
+        assert_eq!(here[..3], there[..3]);
+        assert!(here[3].ends_with("every_thread_has_its_stack") && there[3].contains("every_thread_has_its_stack"));
+        assert!(here.iter().chain(&there).all(|name| name.contains("::tests::")), "{here:?} {there:?}");
+    }
+
+    #[test]
+    fn the_table_is_bounded() {
+        let mut stacks = Stacks::new(2);
+        let here = 0usize;
+        let here = &raw const *black_box(&here) as usize;
+        let known = stacks.capture(here);
+        assert_ne!(known, Stack::NONE);
+        assert_eq!(stacks.id([1, 2].into()), Stack(2));
+        assert_eq!((stacks.capture(here + 1), stacks.lost), (Stack::NONE, 1), "another stack, as its start differs");
+        assert_eq!(stacks.kept.len(), 2);
+        assert_eq!(stacks.addresses(Stack(2)).as_deref(), Some(&[1, 2][..]));
+        assert_eq!((stacks.addresses(Stack::NONE), stacks.addresses(Stack(3))), (None, None));
+    }
+
+    #[test]
+    fn frames_that_vary_are_not_walked() {
+        let words = [0_usize; 64];
+        let low = black_box(&words).as_ptr() as usize;
+        let memory = StackMemory::above(low).filter(|_| cfg!(all(target_os = "linux", target_arch = "x86_64")));
+        let Some(memory) = memory else { return };
+        let mut sizes = Sizes::default();
+        sizes.learn(memory, &[(0, low + 16), (0, low + 48)]);
+        assert_eq!(sizes.0[&START], VARIES, "the same address with two distances");
+        assert_eq!(sizes.walk(memory, &mut [0; MAX_DEPTH]), None);
+        let mut sizes = Sizes::default();
+        sizes.learn(memory, &[(7, low + 16)]);
+        assert_eq!((sizes.0[&START], sizes.0[&7]), (VARIES, OUTERMOST), "no such return address lies there");
+        assert!(memory.return_address(memory.end + 8).is_none() && memory.return_address(low).is_none());
+        black_box(&words);
+    }
+}
