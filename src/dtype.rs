@@ -23,6 +23,15 @@ pub use promotion::{can_cast, get_default_dtype, promote_types, set_default_dtyp
 /// assert_eq!(DType::BF16.size(), 2);
 /// assert_eq!("f16".parse::<DType>().unwrap(), DType::F16);
 /// ```
+///
+/// With the feature `serde` it is written as its name:
+///
+/// ```
+/// # #[cfg(feature = "serde")] {
+/// # use claystone::DType;
+/// assert_eq!(serde_json::to_string(&DType::BF16).unwrap(), "\"bf16\"");
+/// # }
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum DType {
@@ -134,6 +143,8 @@ impl std::str::FromStr for DType {
         })
     }
 }
+
+crate::error::serde_as_text!(DType);
 
 /// The three types arithmetic is done in, on every device. Ordered: operands of several meet in the greatest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]

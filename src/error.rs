@@ -213,6 +213,27 @@ fn dims_there_are(rank: usize) -> String {
     if rank == 0 { "there is none".into() } else { format!("give one in -{rank}..{rank}") }
 }
 
+/// With the feature `serde`, a type is written as the text that Display prints, and read back from it.
+macro_rules! serde_as_text {
+    ($type:ty) => {
+        #[cfg(feature = "serde")]
+        impl serde::Serialize for $type {
+            fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+                serializer.collect_str(self)
+            }
+        }
+
+        #[cfg(feature = "serde")]
+        impl<'de> serde::Deserialize<'de> for $type {
+            fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<$type, D::Error> {
+                let text = <std::borrow::Cow<'de, str>>::deserialize(deserializer)?;
+                text.parse().map_err(serde::de::Error::custom)
+            }
+        }
+    };
+}
+pub(crate) use serde_as_text;
+
 #[cfg(test)]
 mod tests {
     use super::*;

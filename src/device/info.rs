@@ -6,6 +6,7 @@ use std::sync::OnceLock;
 /// What a device is: the order in which [`Device::all`](crate::Device::all) lists OpenCL devices is that of the kinds
 /// with memory of their own first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "snake_case"))]
 #[non_exhaustive]
 pub enum DeviceKind {
     /// A processor: the host itself, or an OpenCL device such as PoCL's that runs on it.
@@ -38,6 +39,7 @@ impl fmt::Display for DeviceKind {
 /// # Ok::<(), claystone::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct DeviceInfo {
     /// The model.

@@ -21,6 +21,7 @@
 //! is in there, it is closed to them. What a file holds that is damaged, another user's, a link or the file of another
 //! kernel is compiled anew.
 
+mod capabilities;
 pub(crate) mod capture;
 pub(crate) mod cpu;
 mod info;
@@ -35,6 +36,7 @@ pub(crate) mod stream;
 use crate::error::Excerpt;
 use crate::{Error, Result};
 
+pub use capabilities::{Capabilities, FloatSupport, ImageLimits, Platform, SharedVirtualMemory, VectorWidths};
 pub use info::{DeviceInfo, DeviceKind};
 pub(crate) use launches::count_launch;
 pub use launches::count_launches;
@@ -81,6 +83,18 @@ impl Device {
         self.known().cloned()
     }
 
+    /// What the device can do in detail: it is asked anew each time. Opens nothing.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] if it is not there, [`Error::OpenCl`] where its driver fails to tell which devices it has. What it
+    /// refuses of a single property is `None`.
+    pub fn capabilities(&self) -> Result<Capabilities> {
+        match *self {
+            Device::Cpu => Ok(capabilities::cpu()),
+            Device::OpenCL(index) => opencl::capabilities(index),
+        }
+    }
+
     /// [`info`](Self::info), which is kept.
     pub(crate) fn known(self) -> Result<&'static DeviceInfo> {
         match self {
@@ -114,6 +128,7 @@ impl Device {
     }
 }
 
+<<<<<<< HEAD
 /// Has the commands of all devices that are open timed from now on, or no longer. Waits for what was submitted.
 ///
 /// # Errors
@@ -121,6 +136,22 @@ impl Device {
 pub(crate) fn set_profiling(on: bool) -> Result<()> {
     let devices = (0..opencl::count()).filter_map(opencl::opened);
     devices.fold(Ok(()), |done, device| done.and(device.set_profiling(on)))
+=======
+/// The OpenCL drivers that the loader knows, whichever devices `CLAYSTONE_DEVICES` takes.
+///
+/// ```
+/// match claystone::device::platforms() {
+///     Ok(platforms) => platforms.iter().for_each(|platform| println!("{:?}", platform.name)),
+///     Err(error) => println!("{error}"), // what to install
+/// }
+/// ```
+///
+/// # Errors
+/// [`Error::NoDevice`] where there is none or `CLAYSTONE_DEVICES=none`, with what to install;
+/// [`Error::OpenCl`] where the loader fails to tell.
+pub fn platforms() -> Result<Vec<Platform>> {
+    opencl::platforms()
+>>>>>>> 95e3bb2 (claystone info: machine, drivers, every capability of each device, configuration and where it comes from, caches and a self-test; serde of Config, Device and DType; the oldest Rust in the gate)
 }
 
 /// Reads what Display prints: `cpu`, `opencl:0`; `opencl` alone is `opencl:0`. Case does not matter.

@@ -12,6 +12,8 @@ use std::fmt;
 /// assert!(Device::all().contains(&Device::Cpu));
 /// # Ok::<(), claystone::Error>(())
 /// ```
+///
+/// With the feature `serde` it is written as what Display prints: `"opencl:1"`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub enum Device {
     /// The host's processor and memory: what [`Default`] gives, as in PyTorch.
@@ -47,3 +49,5 @@ impl fmt::Display for Device {
         }
     }
 }
+
+crate::error::serde_as_text!(Device);

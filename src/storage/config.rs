@@ -72,6 +72,8 @@ keys::config! {
     /// assert!(error.contains("max_split_size_mb") && error.contains("20 or more"));
     /// # Ok::<(), claystone::Error>(())
     /// ```
+    ///
+    /// With the feature `serde` it is written as that text.
     #[derive(Debug, Clone, PartialEq)]
     pub struct Config;
 
@@ -282,3 +284,5 @@ impl FromStr for Config {
         Ok(config)
     }
 }
+
+crate::error::serde_as_text!(Config);

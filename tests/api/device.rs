@@ -132,3 +132,27 @@ fn the_environment_chooses_and_orders() {
     assert_eq!(said(&text, "name=").len(), here.len(), "{text}");
     assert_eq!(said(&with("0:0"), "name=").len(), 1);
 }
+
+/// With the feature `serde`, what has a text is that text in files.
+#[test]
+fn names_are_text_to_serde() {
+    use claystone::DType;
+    use claystone::storage::Config;
+    fn there_and_back<T>(value: &T, text: &str)
+    where
+        T: serde::Serialize + for<'de> serde::Deserialize<'de> + PartialEq + std::fmt::Debug,
+    {
+        let json = serde_json::to_string(value).unwrap();
+        assert_eq!(json, format!("\"{text}\""));
+        assert_eq!(&serde_json::from_str::<T>(&json).unwrap(), value);
+        assert_eq!(&serde_json::from_reader::<_, T>(json.as_bytes()).unwrap(), value, "of text that is not borrowed");
+    }
+    DType::ALL.iter().for_each(|dtype| there_and_back(dtype, dtype.name()));
+    [Device::Cpu, Device::OpenCL(3)].iter().for_each(|device| there_and_back(device, &device.to_string()));
+    let config: Config = "max_split_size_mb:128,expandable_segments:True".parse().unwrap();
+    there_and_back(&config, "max_split_size_mb:128,expandable_segments:True");
+    there_and_back(&Config::default(), "");
+    let error = serde_json::from_str::<Device>("\"gpu\"").unwrap_err().to_string();
+    assert!(error.contains("opencl:0"), "{error}");
+    assert!(serde_json::from_str::<DType>("3").is_err() && serde_json::from_str::<Config>("\"x:1\"").is_err());
+}

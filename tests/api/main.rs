@@ -15,6 +15,7 @@ mod edge_cases;
 mod errors;
 mod graph;
 mod idx;
+mod info;
 mod io;
 mod leaves;
 mod operators;

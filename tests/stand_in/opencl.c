@@ -45,7 +45,7 @@ static void remember_callback(void (*notify)(void), void *user) {
 
 static struct slot *add_slot(const char *name) {
     for (int i = 0; i < SLOTS; i++)
-        if (!slots[i].name[0])
+        if (!slots[i].name[0] || !strcmp(slots[i].name, name)) /* another process may have the file as well */
             return strncpy(slots[i].name, name, sizeof slots->name - 1), &slots[i];
     fprintf(stderr, "stand-in: more than %d functions\n", SLOTS), abort();
 }

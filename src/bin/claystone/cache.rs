@@ -38,9 +38,17 @@ pub fn run(args: &Args, out: &mut impl Write) -> io::Result<bool> {
     Ok(true)
 }
 
+/// The one of this process, for `claystone info`.
+///
+/// # Errors
+/// For a folder that is not used.
+pub fn program_cache() -> Result<Option<ProgramCache>> {
+    ProgramCache::of_process()
+}
+
 fn state(args: &Args) -> Result<Option<ProgramCache>> {
     if args.clear {
         ProgramCache::clear()?;
     }
-    ProgramCache::of_process()
+    program_cache()
 }

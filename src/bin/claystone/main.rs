@@ -2,6 +2,7 @@
 
 mod cache;
 mod devices;
+mod info;
 mod measure;
 mod min_capacity;
 mod plan;
@@ -29,6 +30,7 @@ use clap::{Parser, Subcommand};
   claystone profile trace.json                 what took how long: see CLAYSTONE_PROFILE
   claystone view memory.pickle                 a page to look at it in a browser
   claystone devices                            what there is to run on
+  claystone info                               all about this machine, for a report of a bug
   claystone tune                               measure which parameters of kernels suit opencl:0"
 )]
 struct Cli {
@@ -44,6 +46,7 @@ enum Command {
     View(view::Args),
     /// List the devices, with their memory and driver
     Devices,
+    Info(info::Args),
     Tune(tune::Args),
     Cache(cache::Args),
     /// Print the tables of all operations: docs/operations.md
@@ -57,6 +60,7 @@ fn main() -> ExitCode {
         Command::Profile(args) => profile::run(&args, &mut io::stdout()),
         Command::View(args) => view::run(&args, &mut io::stdout()),
         Command::Devices => devices::run(&mut io::stdout()),
+        Command::Info(args) => info::run(&args, &mut io::stdout()),
         Command::Tune(args) => tune::run(&args, &mut io::stdout()),
         Command::Cache(args) => cache::run(&args, &mut io::stdout()),
         Command::Operations => write!(io::stdout(), "{}", claystone::ops::operations_markdown()).map(|()| true),

@@ -14,6 +14,23 @@ pub(crate) mod parallel;
 pub(crate) mod streaming;
 pub(crate) mod transpose;
 
+/// The vector instructions of this processor that some code here is written for.
+pub(crate) fn vector_features() -> Vec<&'static str> {
+    let mut found = Vec::new();
+    macro_rules! detect {
+        ($is_detected:ident: $($name:tt)*) => {
+            $(if std::arch::$is_detected!($name) {
+                found.push($name);
+            })*
+        };
+    }
+    #[cfg(target_arch = "x86_64")]
+    detect!(is_x86_feature_detected: "sse4.1" "avx" "avx2" "fma" "f16c" "avx512f" "avx512dq" "avx512vl" "avx512bw");
+    #[cfg(target_arch = "aarch64")]
+    detect!(is_aarch64_feature_detected: "neon" "fp16");
+    found
+}
+
 /// Threads that work together on one operation: those of rayon's current pool, which is the one that the calling thread
 /// belongs to, or the global one (`RAYON_NUM_THREADS`).
 pub(crate) fn threads() -> usize {

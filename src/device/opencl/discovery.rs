@@ -196,17 +196,9 @@ fn failed(device: Device, e: &ClError) -> Error {
 /// Asks all drivers. An error where one fails to tell and that would change the numbers of the devices.
 pub(super) fn discover(choice: &str) -> Result<Discovery, ClError> {
     let none = |why_none: String| Ok(Discovery { devices: Vec::new(), why_none });
-    if choice.trim().eq_ignore_ascii_case("none") {
-        return none(format!("CLAYSTONE_DEVICES={choice} takes no OpenCL device"));
-    }
-    if let Err(cause) = functions::load() {
-        return none(no_library(&cause.to_string(), std::env::var("OPENCL_DYLIB_PATH").ok().as_deref()));
-    }
-    let platforms = match retry(platforms) {
-        Ok(p) if !p.is_empty() => p,
-        Ok(_) => return none(no_driver("it names none")),
-        Err(e) if e.is_transient() => return Err(e),
-        Err(e) => return none(no_driver(e.name())),
+    let platforms = match drivers(choice)? {
+        Ok(platforms) => platforms,
+        Err(why_none) => return none(why_none),
     };
     let choice = Choice::parse(choice);
     let mut devices = Vec::new();
@@ -347,6 +339,30 @@ impl Choice<'_> {
     }
 }
 
+/// The platforms, or why there are none; an error where the loader fails to tell.
+fn drivers(choice: &str) -> Result<Result<Vec<cl_platform_id>, String>, ClError> {
+    if choice.trim().eq_ignore_ascii_case("none") {
+        return Ok(Err(format!("CLAYSTONE_DEVICES={choice} takes no OpenCL device")));
+    }
+    if let Err(cause) = functions::load() {
+        return Ok(Err(no_library(&cause.to_string(), std::env::var("OPENCL_DYLIB_PATH").ok().as_deref())));
+    }
+    match retry(platforms) {
+        Ok(platforms) if !platforms.is_empty() => Ok(Ok(platforms)),
+        Ok(_) => Ok(Err(no_driver("it names none"))),
+        Err(e) if e.is_transient() => Err(e),
+        Err(e) => Ok(Err(no_driver(e.name()))),
+    }
+}
+
+/// All platforms, whichever of their devices are taken.
+pub(super) fn all_platforms() -> Result<Vec<cl_platform_id>> {
+    _ = discovery(); // which loads the library as it has to be
+    let device = Device::OpenCL(0);
+    let choice = std::env::var("CLAYSTONE_DEVICES").unwrap_or_default();
+    drivers(&choice).map_err(|e| failed(device, &e))?.map_err(|reason| Error::NoDevice { device, reason })
+}
+
 fn platforms() -> Result<Vec<cl_platform_id>, ClError> {
     library()?;
     let mut n = 0;
@@ -358,7 +374,7 @@ fn platforms() -> Result<Vec<cl_platform_id>, ClError> {
     Ok(ids)
 }
 
-fn device_ids(platform: cl_platform_id) -> Result<Vec<cl_device_id>, ClError> {
+pub(super) fn device_ids(platform: cl_platform_id) -> Result<Vec<cl_device_id>, ClError> {
     let mut n = 0;
     call!(clGetDeviceIDs(platform, cl::CL_DEVICE_TYPE_ALL, 0, ptr::null_mut(), &mut n))?;
     let mut ids = vec![ptr::null_mut(); n as usize];
@@ -462,15 +478,18 @@ fn describe(entry: &Entry) -> Result<Found, ClError> {
 
 /// A number of whatever width the query has.
 fn device_number(id: cl_device_id, what: u32) -> Result<u64, ClError> {
-    let bytes = info!(clGetDeviceInfo(id, what))?;
+    Ok(number_of(&info!(clGetDeviceInfo(id, what))?))
+}
+
+pub(super) fn number_of(bytes: &[u8]) -> u64 {
     let mut wide = [0u8; 8];
     let n = bytes.len().min(8);
     wide[..n].copy_from_slice(&bytes[..n]);
-    Ok(u64::from_le_bytes(wide))
+    u64::from_le_bytes(wide)
 }
 
 /// A driver's string without its terminator and the blanks some pad it with.
-fn text(bytes: &[u8]) -> String {
+pub(super) fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).trim_matches(|c: char| c == '\0' || c.is_whitespace()).to_owned()
 }
 

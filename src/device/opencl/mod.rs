@@ -9,6 +9,7 @@
 
 mod background;
 mod cache;
+mod capabilities;
 pub(crate) mod capture;
 mod context;
 mod discovery;
@@ -41,6 +42,7 @@ mod tuning;
 pub(crate) mod user_kernel;
 
 pub use cache::{ProgramCache, read_cache_file};
+pub(crate) use capabilities::{capabilities, platforms};
 pub(crate) use context::{ARRIVALS, ClDevice};
 pub(crate) use driver::{ClAt, ClBuffer, ClEvent, ClKernel};
 pub(crate) use errors::{ClError, Class};

@@ -1,0 +1,301 @@
+//! What is reported. The names of fields are the keys of the JSON, which docs/guide.md lists.
+
+use std::collections::BTreeMap;
+use std::env;
+use std::fs;
+
+use claystone::device::{Capabilities, DeviceInfo, Platform, platforms};
+use claystone::storage::Config;
+use claystone::{Device, Error};
+use serde::Serialize;
+
+use super::self_test::{self, Outcome};
+use crate::cache::program_cache;
+
+#[derive(Serialize)]
+pub struct Report {
+    pub claystone: About,
+    pub host: Host,
+    pub opencl: OpenCl,
+    pub devices: Vec<DeviceReport>,
+    pub configuration: Configuration,
+    pub cache: Cache,
+}
+
+/// This program.
+#[derive(Serialize)]
+pub struct About {
+    pub version: &'static str,
+    pub target: String,
+    pub debug_assertions: bool,
+    pub minimum_rust: &'static str,
+}
+
+/// The machine.
+#[derive(Serialize)]
+pub struct Host {
+    pub os: String,
+    pub kernel: Option<String>,
+    pub processor: String,
+    pub vector_features: Vec<String>,
+    pub threads: usize,
+    pub memory: u64,
+}
+
+/// The loader and the drivers that it knows.
+#[derive(Serialize)]
+pub struct OpenCl {
+    /// The files of OpenCL libraries that are loaded, as far as the system tells.
+    pub libraries: Vec<String>,
+    /// The files that tell the loader of drivers.
+    pub icd_files: Vec<String>,
+    pub platforms: Vec<Platform>,
+    /// Why there are none.
+    pub error: Option<String>,
+    /// Whether that is because a driver fails.
+    #[serde(skip)]
+    fails: bool,
+}
+
+#[derive(Serialize)]
+pub struct DeviceReport {
+    pub device: String,
+    pub info: Option<DeviceInfo>,
+    pub capabilities: Option<Capabilities>,
+    /// Empty where none was asked for.
+    pub self_test: Vec<Outcome>,
+    pub error: Option<String>,
+}
+
+#[derive(Serialize)]
+pub struct Configuration {
+    pub environment: Vec<Variable>,
+    pub allocator: Vec<Key>,
+    pub error: Option<String>,
+}
+
+/// A variable of the environment that this crate or a driver reads.
+#[derive(Serialize)]
+pub struct Variable {
+    pub name: String,
+    pub value: Option<String>,
+    pub source: Source,
+    /// False for a name that looks like one of this crate's and is none.
+    pub known: bool,
+}
+
+/// A key of `CLAYSTONE_ALLOC_CONF`.
+#[derive(Serialize)]
+pub struct Key {
+    pub key: &'static str,
+    pub value: String,
+    pub source: Source,
+}
+
+/// Where a value comes from. This program changes none by a call.
+#[derive(Serialize, Clone, Copy, PartialEq, Eq)]
+#[serde(rename_all = "lowercase")]
+pub enum Source {
+    Default,
+    Environment,
+}
+
+/// The files that compiled kernels and tuned parameters are kept in.
+#[derive(Serialize)]
+pub struct Cache {
+    pub folder: Option<String>,
+    pub max_bytes: Option<u64>,
+    /// By what they hold.
+    pub files: BTreeMap<String, Files>,
+    pub error: Option<String>,
+}
+
+#[derive(Serialize, Default)]
+pub struct Files {
+    pub count: u64,
+    pub bytes: u64,
+}
+
+impl Report {
+    pub fn gather(self_tests: bool) -> Report {
+        // The devices first: what is loaded is known after they were asked.
+        let devices: Vec<_> = Device::all().into_iter().map(|device| DeviceReport::of(device, self_tests)).collect();
+        let (about, host) = (About::gather(), Host::gather());
+        let (opencl, configuration, cache) = (OpenCl::gather(), Configuration::gather(), Cache::gather());
+        Report { claystone: about, host, opencl, devices, configuration, cache }
+    }
+
+    /// Whether everything that was asked answered, and computed what it should. That there is no OpenCL is no failure.
+    pub fn is_good(&self) -> bool {
+        let device = |d: &DeviceReport| d.error.is_none() && d.self_test.iter().all(|outcome| outcome.passed);
+        self.devices.iter().all(device)
+            && self.configuration.error.is_none()
+            && self.cache.error.is_none()
+            && !self.opencl.fails
+    }
+}
+
+impl About {
+    fn gather() -> About {
+        About {
+            version: env!("CARGO_PKG_VERSION"),
+            target: format!("{}-{}", env::consts::ARCH, env::consts::OS),
+            debug_assertions: cfg!(debug_assertions),
+            minimum_rust: env!("CARGO_PKG_RUST_VERSION"),
+        }
+    }
+}
+
+/// The value of `name=value` in a file of such lines.
+fn value_in(text: &str, name: &str) -> Option<String> {
+    let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('='))?;
+    Some(value.trim_matches('"').to_owned())
+}
+
+impl Host {
+    fn gather() -> Host {
+        let read = |path| fs::read_to_string(path).ok();
+        let os = read("/etc/os-release").and_then(|text| value_in(&text, "PRETTY_NAME"));
+        let info = Device::Cpu.info().ok();
+        let capabilities = Device::Cpu.capabilities().unwrap_or_default();
+        Host {
+            os: os.unwrap_or_else(|| env::consts::OS.to_owned()),
+            kernel: read("/proc/sys/kernel/osrelease").map(|text| text.trim().to_owned()),
+            processor: info.as_ref().map_or_else(String::new, |info| info.name.clone()),
+            vector_features: capabilities.extensions,
+            threads: info.as_ref().map_or(0, |info| info.compute_units),
+            memory: info.map_or(0, |info| info.memory),
+        }
+    }
+}
+
+impl OpenCl {
+    fn gather() -> OpenCl {
+        let (platforms, error) = match platforms() {
+            Ok(platforms) => (platforms, None),
+            Err(error) => (Vec::new(), Some(error)),
+        };
+        let fails = error.as_ref().is_some_and(|error| !matches!(error, Error::NoDevice { .. }));
+        let error = error.map(|error| error.to_string());
+        OpenCl { libraries: loaded_libraries(), icd_files: icd_files(), platforms, error, fails }
+    }
+}
+
+/// The mapped files whose names tell that they are OpenCL's.
+fn loaded_libraries() -> Vec<String> {
+    let maps = fs::read_to_string("/proc/self/maps").unwrap_or_default();
+    let paths = maps.lines().filter_map(|line| Some(&line[line.find('/')?..]));
+    let is_opencl = |path: &&str| {
+        let file = path.rsplit('/').next().unwrap_or(path).to_lowercase();
+        file.contains("opencl") || file.contains("libpocl")
+    };
+    let mut found: Vec<String> = paths.filter(is_opencl).map(str::to_owned).collect();
+    found.sort();
+    found.dedup();
+    found
+}
+
+fn icd_files() -> Vec<String> {
+    let folder = env::var("OCL_ICD_VENDORS").ok().filter(|folder| !folder.is_empty());
+    let entries = fs::read_dir(folder.as_deref().unwrap_or("/etc/OpenCL/vendors")).into_iter().flatten().flatten();
+    let mut files: Vec<String> = entries.map(|entry| entry.path().display().to_string()).collect();
+    files.sort();
+    files
+}
+
+impl DeviceReport {
+    fn of(device: Device, self_test: bool) -> DeviceReport {
+        let (info, capabilities) = (device.info(), device.capabilities());
+        let error = info.as_ref().err().or(capabilities.as_ref().err()).map(ToString::to_string);
+        DeviceReport {
+            device: device.to_string(),
+            info: info.ok(),
+            capabilities: capabilities.ok(),
+            self_test: if self_test { self_test::run(device) } else { Vec::new() },
+            error,
+        }
+    }
+}
+
+/// This crate's variables.
+pub const VARIABLES: [&str; 7] = [
+    "CLAYSTONE_ALLOC_CONF",
+    "CLAYSTONE_CACHE_DIR",
+    "CLAYSTONE_CACHE_MAXSIZE",
+    "CLAYSTONE_DEVICES",
+    "CLAYSTONE_KERNELS",
+    "CLAYSTONE_NO_CACHING",
+    "CLAYSTONE_PROFILE",
+];
+
+/// The beginnings of names of variables that loaders, drivers and rayon read.
+const OTHERS: [&str; 8] = ["OCL_", "OPENCL_", "POCL_", "RUSTICL_", "RAYON_", "CUDA_", "NEO", "XDG_CACHE_HOME"];
+
+impl Configuration {
+    fn gather() -> Configuration {
+        let known = VARIABLES.map(|name| {
+            let value = env::var_os(name).map(|value| value.to_string_lossy().into_owned());
+            let source = if value.is_some() { Source::Environment } else { Source::Default };
+            Variable { name: name.to_owned(), value, source, known: true }
+        });
+        let is_other = |name: &str| name.starts_with("CLAYSTONE_") && !VARIABLES.contains(&name);
+        let set = env::vars_os().map(|(name, value)| (name.to_string_lossy().into_owned(), value));
+        let others = set.filter(|(name, _)| is_other(name) || OTHERS.iter().any(|start| name.starts_with(start)));
+        let mut others: Vec<Variable> = others
+            .map(|(name, value)| {
+                let known = !is_other(&name);
+                let value = Some(value.to_string_lossy().into_owned());
+                Variable { name, value, source: Source::Environment, known }
+            })
+            .collect();
+        others.sort_by(|a, b| a.name.cmp(&b.name));
+        let (allocator, error) = match Config::from_env() {
+            Ok(config) => (keys(&config), None),
+            Err(error) => (Vec::new(), Some(error.to_string())),
+        };
+        Configuration { environment: known.into_iter().chain(others).collect(), allocator, error }
+    }
+}
+
+fn keys(config: &Config) -> Vec<Key> {
+    let text: String = env::var("CLAYSTONE_ALLOC_CONF").unwrap_or_default().split_whitespace().collect();
+    // In front of its colon a key follows the beginning or a comma.
+    let is_given = |key: &str| text.split(',').any(|item| item.split(':').next() == Some(key));
+    let by_other = |key: &str| key == "backend" && env::var("CLAYSTONE_NO_CACHING").is_ok_and(|value| value == "1");
+    let key = |key: &claystone::storage::ConfigKey| Key {
+        key: key.name,
+        value: key.value(config),
+        source: if is_given(key.name) || by_other(key.name) { Source::Environment } else { Source::Default },
+    };
+    Config::KEYS.iter().map(key).collect()
+}
+
+/// What files hold, by how their names end.
+const KINDS: [(&str, &str); 3] = [("clbin", "programs"), ("found", "probes"), ("tuning", "tunings")];
+
+impl Cache {
+    fn gather() -> Cache {
+        let mut files: BTreeMap<String, Files> =
+            KINDS.iter().map(|(_, kind)| (kind.to_string(), Files::default())).collect();
+        let (cache, error) = match program_cache() {
+            Ok(cache) => (cache, None),
+            Err(error) => (None, Some(error.to_string())),
+        };
+        let entries = cache.iter().filter_map(|cache| fs::read_dir(&cache.folder).ok()).flatten().flatten();
+        for entry in entries {
+            let path = entry.path();
+            let ending = path.extension().and_then(|ending| ending.to_str());
+            let kind = KINDS.iter().find(|(known, _)| Some(*known) == ending).map(|(_, kind)| *kind);
+            if let Some(kind) = kind.and_then(|kind| files.get_mut(kind)) {
+                kind.count += 1;
+                kind.bytes += entry.metadata().map_or(0, |metadata| metadata.len());
+            }
+        }
+        Cache {
+            folder: cache.as_ref().map(|cache| cache.folder.display().to_string()),
+            max_bytes: cache.map(|cache| cache.max_bytes),
+            files,
+            error,
+        }
+    }
+}
