@@ -100,7 +100,7 @@ fn no_variable_is_left_out() {
                 folders.push(path);
                 continue;
             }
-            let text = std::fs::read_to_string(&path).unwrap();
+            let text = String::from_utf8_lossy(&std::fs::read(&path).unwrap()).into_owned();
             for call in ["var(\"", "var_os(\"", "variable(\"", "read(\""] {
                 let names = text.split(call).skip(1).filter_map(|rest| rest.split('"').next());
                 read.extend(names.filter(|name| name.starts_with("CLAYSTONE_")).map(str::to_owned));

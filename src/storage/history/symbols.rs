@@ -52,7 +52,7 @@ fn resolve(address: usize) -> Symbols {
         let Some(name) = symbol.name() else { return };
         let name = format!("{name:#}"); // without its hash
         let filename = symbol.filename().map(|file| file.display().to_string()).unwrap_or_default();
-        let part = part(&name);
+        let part = if name.contains("::") || filename.is_empty() { part(&name) } else { part_of_file(&filename) };
         symbols.push(Symbol { frame: Frame { filename, line: symbol.lineno().unwrap_or(0), name }, part });
     });
     symbols.into()
@@ -80,6 +80,15 @@ fn part(name: &str) -> Part {
     } else {
         Part::User
     }
+}
+
+/// Decided by the file, for functions that were inlined: line tables have their names without the path.
+fn part_of_file(file: &str) -> Part {
+    let is_inner = file.starts_with(concat!(env!("CARGO_MANIFEST_DIR"), "/src/")) && !file.contains("/tests")
+        || ["/rustc/", "/rayon-", "/library/std/", "/library/core/", "/library/alloc/"]
+            .iter()
+            .any(|of| file.contains(of));
+    if is_inner { Part::Inner } else { Part::User }
 }
 
 /// The crate that a function's path begins with; of `<a::Type as b::Trait>::method` both; none of C's functions.
@@ -120,6 +129,15 @@ fn root(path: &str) -> Option<&str> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn inlined_functions_are_told_apart_by_their_files() {
+        let here = concat!(env!("CARGO_MANIFEST_DIR"), "/src/storage/history/symbols.rs");
+        assert_eq!(part_of_file(here), Part::Inner);
+        assert_eq!(part_of_file("/rustc/0123abcd/library/core/src/option.rs"), Part::Inner);
+        assert_eq!(part_of_file("/home/me/digits/src/main.rs"), Part::User);
+        assert_eq!(part_of_file(concat!(env!("CARGO_MANIFEST_DIR"), "/examples/digits/main.rs")), Part::User);
+    }
 
     #[test]
     fn functions_are_told_apart_by_their_crates() {
