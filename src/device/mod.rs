@@ -128,7 +128,6 @@ impl Device {
     }
 }
 
-<<<<<<< HEAD
 /// Has the commands of all devices that are open timed from now on, or no longer. Waits for what was submitted.
 ///
 /// # Errors
@@ -136,7 +135,8 @@ impl Device {
 pub(crate) fn set_profiling(on: bool) -> Result<()> {
     let devices = (0..opencl::count()).filter_map(opencl::opened);
     devices.fold(Ok(()), |done, device| done.and(device.set_profiling(on)))
-=======
+}
+
 /// The OpenCL drivers that the loader knows, whichever devices `CLAYSTONE_DEVICES` takes.
 ///
 /// ```
@@ -151,7 +151,6 @@ pub(crate) fn set_profiling(on: bool) -> Result<()> {
 /// [`Error::OpenCl`] where the loader fails to tell.
 pub fn platforms() -> Result<Vec<Platform>> {
     opencl::platforms()
->>>>>>> 95e3bb2 (claystone info: machine, drivers, every capability of each device, configuration and where it comes from, caches and a self-test; serde of Config, Device and DType; the oldest Rust in the gate)
 }
 
 /// Reads what Display prints: `cpu`, `opencl:0`; `opencl` alone is `opencl:0`. Case does not matter.
