@@ -8,7 +8,7 @@ use crate::backend::problem::{
     Blocking, Channels, Chosen, Combine, Convolution, Formulas, Gemm, Indexed, LabelEntropy, Normalisation, Nth,
     Recorder, Reduction, Resize, Scan, Sequence, Softmax, Task, Tuning, Views, Windows,
 };
-use crate::device::profiler::{InOperation, Operation, operation};
+use crate::device::profiler::{Operation, operation};
 use crate::layout::Layout;
 use crate::{Device, Result, Shape, Tensor};
 
@@ -113,7 +113,9 @@ macro_rules! recorded_unless_declined {
             let recorded = operation(|| $operation);
             let made = self.0.$name($($arg),*);
             if made.as_ref().is_ok_and(Answer::is_declined) {
-                recorded.map(InOperation::forget);
+                if let Some(recorded) = recorded {
+                    recorded.forget();
+                }
             }
             made
         }

@@ -134,7 +134,8 @@ impl Device {
 /// That of the first device that fails; the others are tried all the same.
 pub(crate) fn set_profiling(on: bool) -> Result<()> {
     let devices = (0..opencl::count()).filter_map(opencl::opened);
-    devices.fold(Ok(()), |done, device| done.and(device.set_profiling(on)))
+    let set: Vec<Result<()>> = devices.map(|device| device.set_profiling(on)).collect();
+    set.into_iter().collect()
 }
 
 /// The OpenCL drivers that the loader knows, whichever devices `CLAYSTONE_DEVICES` takes.

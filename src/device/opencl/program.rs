@@ -199,7 +199,9 @@ impl ClDevice {
             self.programs.from_disk.fetch_add(1, Relaxed);
             return Ok(program);
         }
-        loading.map(profiler::Span::forget);
+        if let Some(loading) = loading {
+            loading.forget();
+        }
         let _compiling = span(profiler::Kind::Compile);
         let started = Instant::now();
         let mut program = self.compile(name, source, options)?;
