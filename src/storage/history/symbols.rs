@@ -52,7 +52,7 @@ fn resolve(address: usize) -> Symbols {
         let Some(name) = symbol.name() else { return };
         let name = format!("{name:#}"); // without its hash
         let filename = symbol.filename().map(|file| file.display().to_string()).unwrap_or_default();
-        let part = if name.contains("::") || filename.is_empty() { part(&name) } else { part_of_file(&filename) };
+        let part = if filename.is_empty() || !crates(&name).is_empty() { part(&name) } else { part_of_file(&filename) };
         symbols.push(Symbol { frame: Frame { filename, line: symbol.lineno().unwrap_or(0), name }, part });
     });
     symbols.into()
