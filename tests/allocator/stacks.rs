@@ -76,9 +76,9 @@ fn a_leak_is_found_by_its_line() {
             snapshot.check().unwrap();
             let LiveMemory { frames, bytes, blocks } = largest(&snapshot);
             assert_eq!((bytes, blocks), (LEAKED as u64, 1), "{device}");
-            assert!(is_here(&frames[0], "stacks::leak"), "{device}: {frames:?}");
+            assert!(is_here(&frames[0], "leak"), "{device}: {frames:?}");
             assert_eq!(frames[0].line, line, "{device}");
-            let step = frames.iter().position(|frame| is_here(frame, "stacks::step")).unwrap();
+            let step = frames.iter().position(|frame| is_here(frame, "step")).unwrap();
             let test = frames.iter().position(|frame| frame.name.contains("a_leak_is_found_by_its_line")).unwrap();
             assert!(step < test, "{device}: the callers, the innermost first");
             assert_eq!(frames.last().map(|frame| frame.name.as_str()), Some("leaks here"), "{device}");
@@ -89,13 +89,12 @@ fn a_leak_is_found_by_its_line() {
         // The same stack is on the event, and where blocks are freed there is one too.
         let number = snapshot.device_traces.len() - 1;
         let trace = &snapshot.device_traces[number];
-        let leaks = trace.iter().filter(|entry| entry.frames.first().is_some_and(|f| is_here(f, "stacks::leak")));
+        let leaks = trace.iter().filter(|entry| entry.frames.first().is_some_and(|f| is_here(f, "leak")));
         let leaks: Vec<_> = leaks.filter(|entry| entry.action == TraceAction::Alloc).collect();
         assert_eq!(leaks.len(), 1, "{device}");
         assert_eq!((leaks[0].size, leaks[0].compile_context.as_str()), (LEAKED as u64, "leaks here"), "{device}");
         let freed = |entry: &&claystone::storage::TraceEntry| entry.action == TraceAction::FreeRequested;
-        let here =
-            |entry: &claystone::storage::TraceEntry| entry.frames.first().is_some_and(|f| is_here(f, "stacks::work"));
+        let here = |entry: &claystone::storage::TraceEntry| entry.frames.first().is_some_and(|f| is_here(f, "work"));
         assert!(trace.iter().filter(freed).any(here), "{device}");
         // Only this program's frames, and the names.
         let inner = frames(&snapshot).find(|frame| !frame.filename.contains("tests/") && frame.name != "leaks here");
@@ -110,7 +109,7 @@ fn levels_say_which_events_have_stacks() {
     if !alone("stacks::levels_say_which_events_have_stacks") {
         return;
     }
-    let here = |frames: &[Frame]| frames.first().is_some_and(|frame| is_here(frame, "stacks::leak"));
+    let here = |frames: &[Frame]| frames.first().is_some_and(|frame| is_here(frame, "leak"));
     for device in devices() {
         for (context, stacks, expected) in [
             (ContextLevel::Never, true, [false; 3]),
