@@ -19,7 +19,10 @@ pub struct Outcome {
 /// What the device makes of it, and what it should be.
 type Computed = Result<(Vec<f32>, Vec<f64>)>;
 
-const TESTS: [(&str, fn(Device) -> Computed); 5] = [
+/// A computation and its name.
+type Test = (&'static str, fn(Device) -> Computed);
+
+const TESTS: [Test; 5] = [
     ("copy", copy),
     ("elementwise", elementwise),
     ("reduction", reduction),
@@ -31,7 +34,7 @@ const TESTS: [(&str, fn(Device) -> Computed); 5] = [
 const TOLERANCE: f64 = 1e-4;
 
 pub fn run(device: Device) -> Vec<Outcome> {
-    let run = |(name, test): (&'static str, fn(Device) -> Computed)| {
+    let run = |(name, test): Test| {
         let start = Instant::now();
         let error = match test(device) {
             Ok((is, expected)) => difference(&is, &expected),
