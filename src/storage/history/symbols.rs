@@ -52,7 +52,8 @@ fn resolve(address: usize) -> Symbols {
         let Some(name) = symbol.name() else { return };
         let name = format!("{name:#}"); // without its hash
         let filename = symbol.filename().map(|file| file.display().to_string()).unwrap_or_default();
-        let part = if filename.is_empty() || !crates(&name).is_empty() { part(&name) } else { part_of_file(&filename) };
+        let by_name = filename.is_empty() || !crates(&name).is_empty() || is_system(&name);
+        let part = if by_name { part(&name) } else { part_of_file(&filename) };
         symbols.push(Symbol { frame: Frame { filename, line: symbol.lineno().unwrap_or(0), name }, part });
     });
     symbols.into()
@@ -64,6 +65,10 @@ const INNER: [&str; 8] = ["claystone", "std", "core", "alloc", "test", "rayon", 
 /// The functions without a crate that begin programs and threads, and those of the compiler.
 const SYSTEM: [&str; 7] = ["_start", "__libc_start", "start_thread", "clone", "__clone", "__rust", "_Unwind"];
 
+fn is_system(name: &str) -> bool {
+    SYSTEM.iter().any(|start| name.starts_with(start))
+}
+
 /// Decided by the crates in the name, as there may be no debug information. A method of a trait is the program's if the
 /// type or the trait is. This crate's own tests are users of it.
 fn part(name: &str) -> Part {
@@ -73,9 +78,7 @@ fn part(name: &str) -> Part {
         Part::Start
     } else if crates == ["claystone"] && name.contains("::tests::") {
         Part::User
-    } else if crates.is_empty() && SYSTEM.iter().any(|start| name.starts_with(start))
-        || !crates.is_empty() && crates.iter().all(is_inner)
-    {
+    } else if crates.is_empty() && is_system(name) || !crates.is_empty() && crates.iter().all(is_inner) {
         Part::Inner
     } else {
         Part::User
