@@ -78,7 +78,7 @@ fn families(device: Device) -> Result<Vec<Tensor>> {
     let loss = logits.cross_entropy(&labels)?;
     let normal = rows.layer_norm(&[n as usize / 4], None, None, 1e-5)?;
     loss.add(&normal.mul(&wide)?.sum((), false)?)?.backward()?;
-    let (sorted, places) = lines.sort(1, false)?;
+    let (sorted, indices) = lines.sort(1, false)?;
     let (top, _) = wide.topk(7, 1, true)?;
     let (greatest, _) = lines.cummax(1)?;
     Ok(vec![
@@ -97,7 +97,7 @@ fn families(device: Device) -> Result<Vec<Tensor>> {
         lines.softmax(1)?,
         lines.logsumexp(1, false)?,
         sorted,
-        places,
+        indices,
         top,
         wide.median(1, false)?.0,
         x.gt(&x.flip(0)?)?.nonzero()?,

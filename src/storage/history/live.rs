@@ -1,4 +1,4 @@
-//! Live memory by the places in the program that allocated it.
+//! Live memory by the call sites that allocated it.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -32,7 +32,7 @@ impl Snapshot {
     /// device.record_memory_history(HistoryOptions::default())?;
     /// let leaked = Tensor::zeros(&[1 << 20], device)?; // 4 MiB
     /// let live = device.memory_snapshot()?.live_memory();
-    /// assert!(live.iter().any(|place| place.bytes >= 4 << 20 && place.frames[0].name.ends_with("main")));
+    /// assert!(live.iter().any(|site| site.bytes >= 4 << 20 && site.frames[0].name.ends_with("main")));
     /// # drop(leaked);
     /// # Ok::<(), claystone::Error>(())
     /// ```
@@ -44,32 +44,32 @@ impl Snapshot {
         }
         let mut stacks: Vec<_> = stacks.into_iter().collect();
         stacks.sort_by_key(|(frames, (bytes, _))| (Reverse(*bytes), *frames));
-        let mut places: Vec<LiveMemory> = Vec::new();
+        let mut sites: Vec<LiveMemory> = Vec::new();
         let mut known: HashMap<Option<&Frame>, usize> = HashMap::new();
         for (frames, (bytes, blocks)) in stacks {
-            let at = *known.entry(frames.first()).or_insert(places.len());
-            match places.get_mut(at) {
-                Some(place) => {
-                    place.bytes = place.bytes.saturating_add(bytes);
-                    place.blocks += blocks;
+            let at = *known.entry(frames.first()).or_insert(sites.len());
+            match sites.get_mut(at) {
+                Some(site) => {
+                    site.bytes = site.bytes.saturating_add(bytes);
+                    site.blocks += blocks;
                 }
-                None => places.push(LiveMemory { frames: Arc::clone(frames), bytes, blocks }),
+                None => sites.push(LiveMemory { frames: Arc::clone(frames), bytes, blocks }),
             }
         }
-        places.sort_by_key(|place| Reverse(place.bytes));
-        places
+        sites.sort_by_key(|site| Reverse(site.bytes));
+        sites
     }
 
     /// Writes the table of [`live_memory`](Snapshot::live_memory), if something is known of it.
     pub(super) fn fmt_live_memory(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let places = self.live_memory();
-        if places.iter().all(|place| place.frames.is_empty()) {
+        let sites = self.live_memory();
+        if sites.iter().all(|site| site.frames.is_empty()) {
             return Ok(());
         }
         writeln!(f, "in use, by where it was allocated:\n{:>11} {:>8}", "bytes", "blocks")?;
-        for LiveMemory { frames, bytes, blocks } in places.iter().take(PLACES) {
-            let place = frames.first().map_or("unknown".into(), Frame::to_string);
-            writeln!(f, "{:>11} {blocks:>8}  {place}", size(*bytes))?;
+        for LiveMemory { frames, bytes, blocks } in sites.iter().take(SITES) {
+            let site = frames.first().map_or("unknown".into(), Frame::to_string);
+            writeln!(f, "{:>11} {blocks:>8}  {site}", size(*bytes))?;
             let callers = frames.iter().skip(1).take(CALLERS).fold(String::new(), |mut text, frame| {
                 _ = write!(text, " < {frame}"); // writing to a string cannot fail
                 text
@@ -78,15 +78,15 @@ impl Snapshot {
                 writeln!(f, "{:>20} {callers}", "")?;
             }
         }
-        if places.len() > PLACES {
-            writeln!(f, "and {} places with less", places.len() - PLACES)?;
+        if sites.len() > SITES {
+            writeln!(f, "and {} call sites with less", sites.len() - SITES)?;
         }
         Ok(())
     }
 }
 
-/// How many places the table shows, and how many callers of each.
-const PLACES: usize = 16;
+/// How many call sites the table shows, and how many callers of each.
+const SITES: usize = 16;
 const CALLERS: usize = 3;
 
 /// `function (file:line)`, as far as they are known.

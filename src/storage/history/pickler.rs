@@ -235,33 +235,25 @@ impl Items<'_> {
     }
 }
 
-impl ser::SerializeSeq for Items<'_> {
-    type Ok = ();
-    type Error = Error;
+macro_rules! lists {
+    ($($list:ident)*) => { $(
+        impl ser::$list for Items<'_> {
+            type Ok = ();
+            type Error = Error;
 
-    fn serialize_element<T: ?Sized + Serialize>(&mut self, value: &T) -> Result<(), Error> {
-        self.item(value)
-    }
+            fn serialize_element<T: ?Sized + Serialize>(&mut self, value: &T) -> Result<(), Error> {
+                self.item(value)
+            }
 
-    fn end(mut self) -> Result<(), Error> {
-        self.finish();
-        Ok(())
-    }
+            fn end(mut self) -> Result<(), Error> {
+                self.finish();
+                Ok(())
+            }
+        }
+    )* };
 }
 
-impl ser::SerializeTuple for Items<'_> {
-    type Ok = ();
-    type Error = Error;
-
-    fn serialize_element<T: ?Sized + Serialize>(&mut self, value: &T) -> Result<(), Error> {
-        self.item(value)
-    }
-
-    fn end(mut self) -> Result<(), Error> {
-        self.finish();
-        Ok(())
-    }
-}
+lists! { SerializeSeq SerializeTuple }
 
 impl ser::SerializeMap for Items<'_> {
     type Ok = ();

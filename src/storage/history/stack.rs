@@ -223,7 +223,7 @@ fn stack_bounds() -> (usize, usize) {
     if got { (start as usize, start as usize + size) } else { (0, 0) }
 }
 
-/// Elsewhere return addresses lie at other places, or the bounds are found in other ways: each stack is unwound.
+/// On other platforms return addresses are stored elsewhere, or the bounds are found in other ways: each stack is unwound.
 #[cfg(not(all(target_os = "linux", target_arch = "x86_64", not(miri))))]
 fn stack_bounds() -> (usize, usize) {
     (0, 0)

@@ -22,7 +22,7 @@ class Sums {
         }
     }
 
-    /** The index in whose part of the sum `at` lies, -1 past the end; `below` is then the sum before that part. */
+    /** The index in whose part of the sum `at` is, -1 past the end; `below` is then the sum before that part. */
     find(at) {
         const { levels } = this;
         let index = 0;

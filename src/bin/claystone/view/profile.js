@@ -351,7 +351,7 @@ const overlayCanvas = new Canvas($("overlay"), (context) => {
     if (page.hovered >= 0) around(page.hovered, page.colours.text);
 });
 
-/** Arrows that begin in an event or in what lies within it, and those that end at it. */
+/** Arrows that begin in an event or in what is nested inside it, and those that end at it. */
 function drawArrows(context, event, height) {
     const p = page.profile;
     const track = p.rowTrack[p.row(event)];

@@ -162,7 +162,7 @@ struct Event {
     depth: u32,
     start: f64,
     took: f64,
-    /// Without what lies within it on its track.
+    /// Without what is nested inside it on its track.
     own: f64,
     name: u32,
     category: u32,
@@ -440,7 +440,7 @@ impl Reader {
         rows
     }
 
-    /// Arrows from an event to the one that it caused, by their places in the columns.
+    /// Arrows from an event to the one that it caused, by their indices in the columns.
     fn arrows(&mut self, rows: &[Row], blob: &mut Blob) {
         let mut rows_of: HashMap<u32, Vec<&Row>> = HashMap::new();
         for row in rows {

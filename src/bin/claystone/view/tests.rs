@@ -32,9 +32,15 @@ fn segment(address: u64, blocks: &[(u64, u64, BlockState)]) -> SegmentInfo {
 
 const NAMES: [&str; 5] = ["block.addr", "block.size", "block.start", "block.requested", "block.done"];
 
-/// Address, size, start, request and end of each block of device 0.
+/// The beginning of the names of the only device's columns.
+fn device(blob: &Blob) -> String {
+    let [device] = &blob.said("devices").as_array().unwrap()[..] else { panic!("one device") };
+    format!("d{}", device["device"])
+}
+
+/// Address, size, start, request and end of each block of the only device.
 fn blocks(blob: &Blob) -> Vec<[f64; 5]> {
-    let columns = NAMES.map(|name| blob.numbers(&format!("d0.{name}")));
+    let columns = NAMES.map(|name| blob.numbers(&format!("{}.{name}", device(blob))));
     (0..columns[0].len()).map(|i| std::array::from_fn(|column| columns[column][i])).collect()
 }
 
@@ -124,11 +130,11 @@ fn a_log_goes_on_past_midnight() {
 #[test]
 fn a_trace_is_replayed_and_left_as_it_ends() {
     let (_, blob) = read(b"a 1 1000\na 2 2000\nf 1\n", "t").unwrap();
-    let blocks = blocks(&blob);
-    let never = blob.numbers("d0.event.action").len() as f64;
+    let (blocks, device) = (blocks(&blob), device(&blob));
+    let never = blob.numbers(&format!("{device}.event.action")).len() as f64;
     let sizes: Vec<(f64, bool)> = blocks.iter().map(|block| (block[1], block[4] < never)).collect();
     assert_eq!(sizes, [(1000.0, true), (2000.0, false)]);
-    assert!(!blob.numbers("d0.extent.size").is_empty());
+    assert!(!blob.numbers(&format!("{device}.extent.size")).is_empty());
 }
 
 #[test]

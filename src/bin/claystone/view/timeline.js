@@ -284,7 +284,7 @@ function label(context, text, x, y, width, colour) {
     if (fits >= 2) context.fillText(text.length > fits ? `${text.slice(0, fits - 1)}…` : text, x, y, width);
 }
 
-// ---- what lies over the plot: the chosen moment, the peak, the bands pointed at and kept ----------------------------------
+// ---- what is drawn over the plot: the chosen moment, the peak, the bands pointed at and kept ----------------------------------
 
 const overlayCanvas = new Canvas($("overlay"), (context) => {
     const d = page.device;
