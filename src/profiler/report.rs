@@ -67,7 +67,7 @@ impl Profile {
 
 /// Whether a device works: commands, and operations of the CPU device.
 fn is_work(event: &Event) -> bool {
-    event.category.is_command() || event.category == Category::Operation && event.device == Some(Device::Cpu)
+    event.category.is_command() || event.category == Category::Operation && event.device.is_some_and(Device::is_cpu)
 }
 
 /// Prints a line for each command of a device: its name, how long it was queued before it was submitted to the device,
