@@ -161,15 +161,17 @@ fn callbacks_and_threads_have_their_stacks() {
         let x = Tensor::ones(&[1000], device).unwrap().requires_grad_(true).unwrap();
         let y = Tensor::apply_op(Twice, &[&x]).unwrap();
         y.sum((), false).unwrap().backward().unwrap();
+        let spawned = line!() + 1;
         let threads: Vec<_> = (0..4).map(|_| thread::spawn(move || step(device))).collect();
         let leaked: Vec<_> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
         let snapshot = device.memory_snapshot().unwrap();
         let LiveMemory { frames, bytes, blocks } = largest(&snapshot);
         assert_eq!((bytes, blocks, frames[0].line), (4 * LEAKED as u64, 4, leaked[0].1), "{device}");
-        assert!(frames.iter().any(|f| f.name.contains("callbacks_and_threads")), "{device}: the thread's closure");
+        let closure = |f: &Frame| f.filename.ends_with("stacks.rs") && f.line == spawned;
+        assert!(frames.iter().any(closure), "{device}: the thread's closure");
         for method in ["forward", "backward"] {
             let inside = |frames: &[Frame]| {
-                frames.first().is_some_and(|f| f.name.contains("Twice") && f.name.ends_with(method))
+                frames.first().is_some_and(|f| is_here(f, method))
                     && frames.iter().skip(1).any(|f| f.name.contains("callbacks_and_threads"))
             };
             let mut entries = snapshot.device_traces.iter().flatten();
