@@ -3,7 +3,6 @@
 //! It is here, below the profiler itself, because queues, allocators and operations all record into it. While it is off,
 //! recording costs one relaxed load.
 
-use std::borrow::Cow;
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed, Ordering::SeqCst};
@@ -30,8 +29,8 @@ pub(crate) enum Kind {
     Operation,
     /// The gradient of an operation, on the host.
     Backward,
-    /// A span that [`annotate`](crate::storage::annotate) names.
-    Annotation,
+    /// A span that [`annotate`](crate::storage::annotate) names, with the number of the annotation.
+    Annotation(u32),
     Kernel,
     Copy,
     Fill,
@@ -45,10 +44,6 @@ pub(crate) enum Kind {
     Compile,
     /// A program is loaded from the cache.
     Load,
-    /// So many bytes more are allocated, or fewer.
-    Allocated(i64),
-    /// So many bytes are reserved from now on.
-    Reserved(u64),
 }
 
 /// What an operation computes: what its record and those of its launches tell.
@@ -69,7 +64,8 @@ pub(crate) struct Operation {
 #[derive(Debug, Clone)]
 pub(crate) struct Record {
     pub kind: Kind,
-    pub name: Cow<'static, str>,
+    /// Empty for annotations, whose numbers tell theirs.
+    pub name: &'static str,
     pub device: Option<Device>,
     /// The number of the stream, 0 for the default one.
     pub stream: u32,
@@ -79,29 +75,107 @@ pub(crate) struct Record {
     /// When the host began and ended, by [`now`].
     pub host: [u64; 2],
     /// When a command was queued, submitted, started and ended, by the device's clock.
-    pub device_times: Option<[u64; 4]>,
+    pub device_times: Option<Box<[u64; 4]>>,
     pub bytes: u64,
     /// The operation that it is part of.
-    pub operation: Option<Arc<Operation>>,
+    pub operation: Option<Execution>,
 }
 
+/// An operation while it is executed.
+#[derive(Debug, Clone)]
+pub(crate) struct Execution {
+    /// Tells executions apart.
+    pub number: u32,
+    pub of: Arc<Operation>,
+}
+
+/// A change of how much memory of a device is in use.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct MemoryRecord {
+    pub time: u64,
+    pub device: Device,
+    pub change: MemoryChange,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum MemoryChange {
+    /// So many bytes more are allocated, or fewer.
+    Allocated(i64),
+    /// So many bytes are reserved from now on.
+    Reserved(u64),
+}
+
+/// The latest records, and as many about memory.
 #[derive(Default)]
 struct Ring {
     records: VecDeque<Record>,
+    memory: VecDeque<MemoryRecord>,
     capacity: usize,
     dropped: u64,
     threads: Vec<(u32, String)>,
-    memory: Vec<Memory>,
+    devices: Vec<MemoryBefore>,
+    /// Operations by a hash, so that steps that repeat share theirs: pages of memory never touched before are most of what
+    /// recording costs.
+    operations: Vec<Option<Arc<Operation>>>,
 }
 
-/// A device's memory in a recording.
+/// A device's memory before the first record about it that is kept.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Memory {
+pub(crate) struct MemoryBefore {
     pub device: Device,
-    /// Bytes allocated and reserved before the first record about memory.
-    pub before: [u64; 2],
+    pub allocated: u64,
+    pub reserved: u64,
     /// [`SEGMENT_CHANGES`] when the allocator was last asked how much is reserved.
     changes: u32,
+}
+
+/// How many operations a ring shares.
+const SHARED_OPERATIONS: usize = 1024;
+
+impl Ring {
+    fn push(&mut self, record: Record) {
+        if self.records.len() == self.capacity {
+            self.records.pop_front();
+            self.dropped += 1;
+        }
+        self.records.push_back(record);
+    }
+
+    fn push_memory(&mut self, record: MemoryRecord) {
+        if self.memory.len() == self.capacity
+            && let Some(oldest) = self.memory.pop_front()
+            && let Some(before) = self.devices.iter_mut().find(|before| before.device == oldest.device)
+        {
+            match oldest.change {
+                MemoryChange::Allocated(bytes) => before.allocated = before.allocated.saturating_add_signed(bytes),
+                MemoryChange::Reserved(bytes) => before.reserved = bytes,
+            }
+        }
+        self.memory.push_back(record);
+    }
+
+    /// The operation, which is the same allocation as an equal one before it, as long as no other has taken its place.
+    fn share(&mut self, operation: Operation) -> Arc<Operation> {
+        if self.operations.is_empty() {
+            self.operations.resize(SHARED_OPERATIONS, None);
+        }
+        let slot = operation.hash() as usize % SHARED_OPERATIONS;
+        match &mut self.operations[slot] {
+            Some(known) if **known == operation => Arc::clone(known),
+            place => Arc::clone(place.insert(Arc::new(operation))),
+        }
+    }
+}
+
+impl Operation {
+    /// Of what differs most: the name and the shapes.
+    fn hash(&self) -> u64 {
+        let dims = self.shapes.iter().flatten().map(|&n| n as u64);
+        let hash = dims.fold(self.name.as_ptr().addr() as u64, |hash, n| {
+            (hash.rotate_left(5) ^ n).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+        });
+        hash >> 32
+    }
 }
 
 static RING: Mutex<Option<Ring>> = Mutex::new(None);
@@ -114,7 +188,8 @@ pub(crate) struct Recorded {
     pub dropped: u64,
     /// Numbers and names of the threads that recorded.
     pub threads: Vec<(u32, String)>,
-    pub memory: Vec<Memory>,
+    pub memory: Vec<MemoryRecord>,
+    pub devices: Vec<MemoryBefore>,
 }
 
 /// Begins recording up to `capacity` records; false where it has begun already.
@@ -138,7 +213,13 @@ pub(crate) fn pause() {
 pub(crate) fn take() -> Recorded {
     pause();
     let Some(ring) = lock(&RING).take() else { return Recorded::default() };
-    Recorded { records: ring.records.into(), dropped: ring.dropped, threads: ring.threads, memory: ring.memory }
+    Recorded {
+        records: ring.records.into(),
+        dropped: ring.dropped,
+        threads: ring.threads,
+        memory: ring.memory.into(),
+        devices: ring.devices,
+    }
 }
 
 /// Nanoseconds since the first call.
@@ -154,7 +235,7 @@ thread_local! {
     static THREAD: Cell<(u32, u32)> = const { Cell::new((0, 0)) };
     static ANNOTATION: Cell<u32> = const { Cell::new(0) };
     static UNRECORDED: Cell<bool> = const { Cell::new(false) };
-    static OPERATION: RefCell<Option<Arc<Operation>>> = const { RefCell::new(None) };
+    static OPERATION: RefCell<Option<Execution>> = const { RefCell::new(None) };
 }
 
 /// The thread of records that are not kept.
@@ -168,9 +249,13 @@ pub(crate) fn unrecorded<R>(f: impl FnOnce() -> R) -> R {
     result
 }
 
+fn is_unrecorded() -> bool {
+    UNRECORDED.try_with(Cell::get).unwrap_or(false)
+}
+
 /// This thread's number, and its name if the recording does not know it yet.
 fn thread() -> (u32, Option<String>) {
-    if UNRECORDED.try_with(Cell::get).unwrap_or(false) {
+    if is_unrecorded() {
         return (NOBODY, None);
     }
     static NEXT: AtomicU32 = AtomicU32::new(1);
@@ -187,7 +272,7 @@ fn thread() -> (u32, Option<String>) {
 
 impl Record {
     /// A record of this thread, which begins now and has not ended.
-    pub(crate) fn begin(kind: Kind, name: impl Into<Cow<'static, str>>, device: impl Into<Option<Device>>) -> Record {
+    pub(crate) fn begin(kind: Kind, name: &'static str, device: impl Into<Option<Device>>) -> Record {
         let (thread, introduction) = thread();
         if let Some(name) = introduction
             && let Some(ring) = &mut *lock(&RING)
@@ -196,7 +281,7 @@ impl Record {
         }
         Record {
             kind,
-            name: name.into(),
+            name,
             device: device.into(),
             stream: 0,
             thread,
@@ -231,11 +316,7 @@ pub(crate) fn push(record: Record) {
         return;
     }
     if let Some(ring) = &mut *lock(&RING) {
-        if ring.records.len() == ring.capacity {
-            ring.records.pop_front();
-            ring.dropped += 1;
-        }
-        ring.records.push_back(record);
+        ring.push(record);
     }
 }
 
@@ -277,7 +358,7 @@ impl Drop for Span {
 
 /// An operation in progress on this thread: records made meanwhile belong to it.
 pub(crate) struct InOperation {
-    outer: Option<Arc<Operation>>,
+    outer: Option<Execution>,
     span: Span,
 }
 
@@ -289,10 +370,16 @@ pub(crate) fn operation(describe: impl FnOnce() -> Operation) -> Option<InOperat
 
 #[cold]
 fn in_operation(operation: Operation) -> InOperation {
-    let operation = Arc::new(operation);
+    static EXECUTIONS: AtomicU32 = AtomicU32::new(0);
     let mut record = Record::begin(Kind::Operation, operation.name, operation.device);
-    (record.bytes, record.operation) = (operation.bytes, Some(Arc::clone(&operation)));
-    let outer = OPERATION.try_with(|current| current.replace(Some(operation))).ok().flatten();
+    record.bytes = operation.bytes;
+    let of = match &mut *lock(&RING) {
+        Some(ring) => ring.share(operation),
+        None => Arc::new(operation), // the recording has just ended
+    };
+    let execution = Execution { number: EXECUTIONS.fetch_add(1, Relaxed), of };
+    record.operation = Some(execution.clone());
+    let outer = OPERATION.try_with(|current| current.replace(Some(execution))).ok().flatten();
     InOperation { outer, span: Span::new(record) }
 }
 
@@ -326,43 +413,51 @@ pub(crate) fn segment(name: &'static str, device: Option<Device>, bytes: usize) 
 /// Records that so many bytes more are allocated on a device, or fewer. `now` asks the allocator what is allocated and
 /// reserved since: the first time, and when there are other segments.
 #[cold]
-pub(crate) fn memory(device: Device, change: i64, now: impl FnOnce() -> [u64; 2]) {
-    let changes = SEGMENT_CHANGES.load(Relaxed);
-    let known = |ring: &Ring| ring.memory.iter().position(|memory| memory.device == device);
-    let fresh =
-        lock(&RING).as_ref().is_none_or(|ring| known(ring).is_some_and(|at| ring.memory[at].changes == changes));
-    push(Record::begin(Kind::Allocated(change), "", device).ended());
-    if fresh {
+pub(crate) fn memory(device: Device, bytes: i64, now: impl FnOnce() -> [u64; 2]) {
+    if is_unrecorded() {
         return;
+    }
+    let time = self::now();
+    let changes = SEGMENT_CHANGES.load(Relaxed);
+    match &mut *lock(&RING) {
+        Some(ring) => {
+            ring.push_memory(MemoryRecord { time, device, change: MemoryChange::Allocated(bytes) });
+            if ring.devices.iter().any(|known| known.device == device && known.changes == changes) {
+                return;
+            }
+        }
+        None => return,
     }
     let [allocated, reserved] = now(); // under locks of the allocator
     if let Some(ring) = &mut *lock(&RING) {
-        match known(ring) {
-            Some(at) => ring.memory[at].changes = changes,
+        match ring.devices.iter_mut().find(|known| known.device == device) {
+            Some(known) => known.changes = changes,
             None => {
-                let before = [allocated.saturating_add_signed(-change), reserved];
-                ring.memory.push(Memory { device, before, changes });
+                let allocated = allocated.saturating_add_signed(-bytes);
+                ring.devices.push(MemoryBefore { device, allocated, reserved, changes });
             }
         }
+        ring.push_memory(MemoryRecord { time: self::now(), device, change: MemoryChange::Reserved(reserved) });
     }
-    push(Record::begin(Kind::Reserved(reserved), "", device).ended());
 }
 
-/// Tells annotations' names by their numbers.
-static NAMES: OnceLock<fn(u32) -> String> = OnceLock::new();
+/// Tells the names of an annotation by its number, the innermost first.
+type NamesOf = fn(u32) -> Vec<String>;
 
-/// Makes the annotation of this number the one in force on this thread, and gives the one before. `name_of` tells names of
-/// numbers; it is the same function in every call.
-pub(crate) fn set_annotation(number: u32, name_of: fn(u32) -> String) -> u32 {
-    NAMES.get_or_init(|| name_of);
+static NAMES: OnceLock<NamesOf> = OnceLock::new();
+
+/// Makes the annotation of this number the one in force on this thread, and gives the one before. `names_of` is the same
+/// function in every call.
+pub(crate) fn set_annotation(number: u32, names_of: NamesOf) -> u32 {
+    NAMES.get_or_init(|| names_of);
     ANNOTATION.try_with(|current| current.replace(number)).unwrap_or(0)
 }
 
-/// The name of an annotation; empty for none.
-pub(crate) fn annotation_name(number: u32) -> String {
+/// The names of an annotation, the innermost first; none for 0.
+pub(crate) fn annotation_names(number: u32) -> Vec<String> {
     match NAMES.get() {
-        Some(name_of) if number != 0 => name_of(number),
-        _ => String::new(),
+        Some(names_of) if number != 0 => names_of(number),
+        _ => Vec::new(),
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::{Category, Event, Lane, MemorySample, OperationInfo, Profile, ProfiledDevice};
 use crate::Device;
-use crate::device::profiler::{self as recorder, Kind, Operation, Record, Recorded};
+use crate::device::profiler::{self as recorder, Kind, MemoryChange, Operation, Record, Recorded};
 
 /// The profile of what was recorded from one time of the host's clock to another.
 pub(super) fn profile(recorded: Recorded, began: u64, ended: u64) -> Profile {
@@ -18,42 +18,50 @@ pub(super) fn profile(recorded: Recorded, began: u64, ended: u64) -> Profile {
         dropped_events: recorded.dropped,
         ..Profile::default()
     };
-    let mut memory: HashMap<Device, [u64; 2]> = recorded.memory.iter().map(|m| (m.device, m.before)).collect();
+    let mut memory: HashMap<Device, [u64; 2]> =
+        recorded.devices.iter().map(|before| (before.device, [before.allocated, before.reserved])).collect();
+    for record in recorded.memory {
+        let now = memory.entry(record.device).or_default();
+        match record.change {
+            MemoryChange::Allocated(bytes) => now[0] = now[0].saturating_add_signed(bytes),
+            MemoryChange::Reserved(bytes) => now[1] = bytes,
+        }
+        let [allocated, reserved] = *now;
+        profile.memory.push(MemorySample {
+            device: record.device,
+            time_us: micros(record.time.into()),
+            allocated,
+            reserved,
+        });
+    }
     let mut devices: Vec<Device> = Vec::new();
     let mut launches = 0;
-    let mut kernels: HashMap<usize, u32> = HashMap::new();
+    let mut kernels: HashMap<u32, u32> = HashMap::new();
     let of_kernels = recorded.records.iter().filter(|record| record.kind == Kind::Kernel);
     of_kernels
         .filter_map(|record| record.operation.as_ref())
-        .for_each(|of| *kernels.entry(address(of)).or_default() += 1);
+        .for_each(|execution| *kernels.entry(execution.number).or_default() += 1);
     for record in recorded.records {
         let [start, end] = record.host.map(|ns| micros(ns.into()));
         if let Some(device) = record.device.filter(|device| !devices.contains(device)) {
             devices.push(device);
         }
-        let Some(category) = category(record.kind) else {
-            let Some(device) = record.device else { continue };
-            let now = memory.entry(device).or_default();
-            match record.kind {
-                Kind::Allocated(change) => now[0] = now[0].saturating_add_signed(change),
-                Kind::Reserved(bytes) => now[1] = bytes,
-                _ => {}
-            }
-            profile.memory.push(MemorySample { device, time_us: end, allocated: now[0], reserved: now[1] });
-            continue;
-        };
-        let operation = record.operation.as_ref().map(|operation| shared.operation(operation));
+        let category = category(record.kind);
+        let operation = record.operation.as_ref().map(|execution| shared.operation(&execution.of));
         let host = Event {
             category,
-            name: shared.text(&record.name),
+            name: match record.kind {
+                Kind::Annotation(number) => shared.annotation(number).innermost.clone(),
+                _ => shared.text(record.name),
+            },
             device: record.device,
             lane: Lane::Thread(record.thread),
             start_us: start,
             duration_us: end - start,
             queued_us: None,
             bytes: record.bytes,
-            flops: record.operation.as_ref().filter(|_| category == Category::Operation).map_or(0, |o| o.flops),
-            annotation: shared.annotation(record.annotation),
+            flops: record.operation.as_ref().filter(|_| category == Category::Operation).map_or(0, |o| o.of.flops),
+            annotation: shared.annotation(record.annotation).path.clone(),
             operation,
             launch: 0,
         };
@@ -69,9 +77,9 @@ pub(super) fn profile(recorded: Recorded, began: u64, ended: u64) -> Profile {
         launches += 1;
         let offset = offsets.get(&device).copied().unwrap_or(0);
         let [queued, submitted, started, ended] = times.map(|ns| micros(i128::from(ns) + offset));
-        let sole = record.operation.as_ref().filter(|of| kernels.get(&address(of)) == Some(&1));
+        let sole = record.operation.as_ref().filter(|of| kernels.get(&of.number) == Some(&1));
         let [bytes, flops] = match category {
-            Category::Kernel => sole.map_or([0, 0], |of| [of.bytes, of.flops]),
+            Category::Kernel => sole.map_or([0, 0], |execution| [execution.of.bytes, execution.of.flops]),
             _ => [host.bytes, 0],
         };
         let command = Event {
@@ -100,16 +108,11 @@ pub(super) fn profile(recorded: Recorded, began: u64, ended: u64) -> Profile {
     profile
 }
 
-/// Tells operations apart that are alike.
-fn address(operation: &Arc<Operation>) -> usize {
-    Arc::as_ptr(operation).addr()
-}
-
-fn category(kind: Kind) -> Option<Category> {
-    Some(match kind {
+fn category(kind: Kind) -> Category {
+    match kind {
         Kind::Operation => Category::Operation,
         Kind::Backward => Category::Backward,
-        Kind::Annotation => Category::Annotation,
+        Kind::Annotation(_) => Category::Annotation,
         Kind::Kernel => Category::Kernel,
         Kind::Copy => Category::Copy,
         Kind::Fill => Category::Fill,
@@ -119,8 +122,7 @@ fn category(kind: Kind) -> Option<Category> {
         Kind::Segment => Category::Segment,
         Kind::Compile => Category::Compile,
         Kind::Load => Category::Load,
-        Kind::Allocated(_) | Kind::Reserved(_) => return None,
-    })
+    }
 }
 
 /// What is to be added to each device's times to have the host's. A command is queued while the host enqueues it, which
@@ -128,7 +130,7 @@ fn category(kind: Kind) -> Option<Category> {
 fn clock_offsets(records: &[Record]) -> HashMap<Device, i128> {
     let mut bounds: HashMap<Device, Vec<[i128; 2]>> = HashMap::new();
     for record in records {
-        if let (Some(device), Some([queued, ..])) = (record.device, record.device_times) {
+        if let (Some(device), Some(&[queued, ..])) = (record.device, record.device_times.as_deref()) {
             bounds.entry(device).or_default().push(record.host.map(|host| i128::from(host) - i128::from(queued)));
         }
     }
@@ -145,11 +147,18 @@ fn clock_offsets(records: &[Record]) -> HashMap<Device, i128> {
     bounds.into_iter().map(|(device, bounds)| (device, offset(bounds))).collect()
 }
 
+/// The names of an annotation.
+struct Annotation {
+    innermost: Arc<str>,
+    /// All of them, the outermost first, joined by slashes.
+    path: Arc<str>,
+}
+
 /// Texts and operations that events share.
 #[derive(Default)]
 pub(super) struct Shared {
     texts: HashSet<Arc<str>>,
-    annotations: HashMap<u32, Arc<str>>,
+    annotations: HashMap<u32, Annotation>,
     operations: HashMap<usize, (Arc<Operation>, Arc<OperationInfo>)>,
 }
 
@@ -165,12 +174,17 @@ impl Shared {
         }
     }
 
-    fn annotation(&mut self, number: u32) -> Arc<str> {
-        Arc::clone(self.annotations.entry(number).or_insert_with(|| recorder::annotation_name(number).into()))
+    fn annotation(&mut self, number: u32) -> &Annotation {
+        self.annotations.entry(number).or_insert_with(|| {
+            let mut names = recorder::annotation_names(number);
+            let innermost = names.first().map_or("", |name| name).into();
+            names.reverse();
+            Annotation { innermost, path: names.join("/").into() }
+        })
     }
 
     fn operation(&mut self, operation: &Arc<Operation>) -> Arc<OperationInfo> {
-        let key = address(operation);
+        let key = Arc::as_ptr(operation).addr();
         if let Some((_, known)) = self.operations.get(&key) {
             return Arc::clone(known);
         }

@@ -235,7 +235,8 @@ impl Profile {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProfilerOptions {
-    /// How many of the latest events are kept, of some 200 bytes each; 1,000,000 unless said.
+    /// How many of the latest events are kept, of some 150 bytes each, and as many samples of memory, of 40 bytes each;
+    /// 1,000,000 unless said.
     pub max_events: usize,
     /// Whether [`Profiler::stop`] measures how fast the devices copy, once a process, which takes some tens of
     /// milliseconds and memory of the device for two buffers. True unless said.

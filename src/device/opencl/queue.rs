@@ -276,7 +276,7 @@ impl Profiled {
     fn collect(&mut self) {
         while self.pending.front().is_some_and(|(event, _)| event.is_over().unwrap_or(true)) {
             if let Some((event, mut record)) = self.pending.pop_front() {
-                record.device_times = times(&event);
+                record.device_times = times(&event).map(Box::new);
                 profiler::push(record);
             }
         }

@@ -22,15 +22,16 @@ pub struct Context {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Names(u32);
 
-/// All names ever entered, as a tree: each below those around it. Programs have few, so none is removed.
-#[derive(Default)]
-struct Tree {
-    /// Of names i + 1.
-    nodes: Vec<(Names, String)>,
-    ids: HashMap<(Names, String), Names>,
-}
+/// All names ever entered, as a tree: each below those around it. Programs have few, so none is removed. The first node is
+/// the root, which has no name.
+static TREE: LazyLock<Mutex<Vec<Node>>> = LazyLock::new(|| Mutex::new(vec![Node::default()]));
 
-static TREE: LazyLock<Mutex<Tree>> = LazyLock::new(Mutex::default);
+#[derive(Default)]
+struct Node {
+    parent: u32,
+    name: Arc<str>,
+    children: HashMap<Arc<str>, Names>,
+}
 
 thread_local! {
     static CURRENT: Cell<Names> = const { Cell::new(Names::NONE) };
@@ -87,9 +88,9 @@ impl Names {
         let tree = lock(&TREE);
         let mut names = Vec::new();
         while self != Names::NONE {
-            let (parent, name) = &tree.nodes[self.0 as usize - 1];
-            names.push(name.clone());
-            self = *parent;
+            let node = &tree[self.0 as usize];
+            names.push(node.name.to_string());
+            self = Names(node.parent);
         }
         names
     }
@@ -103,13 +104,12 @@ impl Names {
 
     fn child(self, name: &str) -> Names {
         let mut tree = lock(&TREE);
-        let key = (self, name.to_owned());
-        if let Some(&names) = tree.ids.get(&key) {
+        if let Some(&names) = tree[self.0 as usize].children.get(name) {
             return names;
         }
-        tree.nodes.push(key.clone());
-        let names = Names(tree.nodes.len() as u32);
-        tree.ids.insert(key, names);
+        let (names, name): (_, Arc<str>) = (Names(tree.len() as u32), name.into());
+        tree[self.0 as usize].children.insert(Arc::clone(&name), names);
+        tree.push(Node { parent: self.0, name, ..Node::default() });
         names
     }
 }
@@ -131,17 +131,17 @@ pub fn with_context<R>(name: &str, f: impl FnOnce() -> R) -> R {
     let outer = Names::current();
     let inner = outer.child(name);
     CURRENT.set(inner);
-    let profiled = profiler::set_annotation(inner.0, name_of);
+    let profiled = profiler::set_annotation(inner.0, names_of);
     let _restore = OnDrop(|| {
         CURRENT.set(outer);
-        profiler::set_annotation(profiled, name_of);
+        profiler::set_annotation(profiled, names_of);
     });
     f()
 }
 
-/// The name of a context by its number.
-fn name_of(number: u32) -> String {
-    Names(number).path()
+/// The names of a context by its number, the innermost first.
+fn names_of(number: u32) -> Vec<String> {
+    Names(number).list()
 }
 
 /// The number of histories that are recording. Spans are kept only while there are any.
@@ -177,10 +177,12 @@ pub fn annotate<R>(name: &str, f: impl FnOnce() -> R) -> R {
 
 /// Runs `f` as a span of the profile, whose records carry the name.
 fn profiled<R>(name: &str, f: impl FnOnce() -> R) -> R {
-    let record = profiler::Record::begin(profiler::Kind::Annotation, name.to_owned(), None);
+    let mut record = profiler::Record::begin(profiler::Kind::Annotation(0), "", None);
     let outer = record.annotation;
-    profiler::set_annotation(Names(outer).child(name).0, name_of);
-    let _restore = OnDrop(|| _ = profiler::set_annotation(outer, name_of));
+    let inner = Names(outer).child(name).0;
+    record.kind = profiler::Kind::Annotation(inner);
+    profiler::set_annotation(inner, names_of);
+    let _restore = OnDrop(|| _ = profiler::set_annotation(outer, names_of));
     let _span = profiler::Span::new(record);
     f()
 }
