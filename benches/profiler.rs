@@ -41,7 +41,7 @@ fn main() -> Result<()> {
             off.push(steps()?);
             let profiler = Profiler::start_with(options)?;
             on.push(steps()?);
-            let profile = profiler.stop()?;
+            let profile = profiler.stop();
             events = (profile.events().len() + profile.memory().len()) / STEPS;
             ratios.push(on[on.len() - 1] / off[off.len() - 1]);
         }

@@ -4,7 +4,7 @@ use std::fmt;
 
 use crate::backend::problem::recording::Recording;
 use crate::device::capture;
-use crate::storage::Captured;
+use crate::storage::{Captured, MemPool, MemPoolOptions};
 use crate::{Device, Error, Result, Stream, backend};
 
 /// Work of an OpenCL device, recorded to be submitted again and again (PyTorch's `torch.cuda.CUDAGraph`).
@@ -56,9 +56,10 @@ impl Graph {
     /// ([`AdamW`](crate::optim::AdamW)). After an error nothing has run, and the graph's memory is free again; what `f`
     /// itself did on the host (forgetting gradients, say) stays done.
     pub fn capture<R>(device: Device, f: impl FnOnce() -> Result<R>) -> Result<(Graph, R)> {
+        let pool = MemPool::of_device(device, MemPoolOptions::default())?; // may be the device's first use, so not recorded
         let recorder = backend::of(device).record(device)?;
         let stream = Stream::current(device)?;
-        let (memory, result) = Captured::during(device, f)?;
+        let (memory, result) = Captured::during(pool, f)?;
         Ok((Graph { stream, recording: recorder.finish(), memory }, result))
     }
 

@@ -66,7 +66,7 @@ impl Watching<'_> {
             println!("snapshot in {}", file.display());
         }
         let Some((profiler, file)) = self.profile else { return Ok(()) };
-        let profile = profiler.stop()?;
+        let profile = profiler.stop();
         profile.save(file)?;
         println!(
             "{}profile in {}",

@@ -132,10 +132,18 @@ impl Device {
 ///
 /// # Errors
 /// That of the first device that fails; the others are tried all the same.
-pub(crate) fn set_profiling(on: bool) -> Result<()> {
-    let devices = (0..opencl::count()).filter_map(opencl::opened);
-    let set: Vec<Result<()>> = devices.map(|device| device.set_profiling(on)).collect();
+pub(crate) fn set_profiling() -> Result<()> {
+    let set: Vec<Result<()>> = opened().map(|device| device.set_profiling()).collect();
     set.into_iter().collect()
+}
+
+/// Waits for what every device has to do. What kernels found wrong is left for who waits next; a lost device is done.
+pub(crate) fn drain_all() {
+    opened().for_each(|device| _ = device.drain());
+}
+
+fn opened() -> impl Iterator<Item = &'static opencl::ClDevice> {
+    (0..opencl::count()).filter_map(opencl::opened)
 }
 
 /// The OpenCL drivers that the loader knows, whichever devices `CLAYSTONE_DEVICES` takes.

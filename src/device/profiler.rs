@@ -38,6 +38,8 @@ pub(crate) enum Kind {
     Write,
     /// The host waits for a device.
     Wait,
+    /// A device is opened: its context and its first queue are created.
+    Open,
     /// The driver makes or releases a segment.
     Segment,
     /// A program is compiled.
@@ -59,6 +61,9 @@ pub(crate) struct Operation {
     /// 0 where the number is not known.
     pub flops: u64,
 }
+
+/// The name of transfers through memory that is mapped.
+pub(crate) const MAPPED: &str = "clEnqueueMapBuffer";
 
 /// Something that happened. Times are in nanoseconds.
 #[derive(Debug, Clone)]
@@ -112,6 +117,8 @@ struct Ring {
     memory: VecDeque<MemoryRecord>,
     capacity: usize,
     dropped: u64,
+    /// What began earlier is not kept.
+    began: u64,
     threads: Vec<(u32, String)>,
     devices: Vec<MemoryBefore>,
     /// Operations by a hash, so that steps that repeat share theirs: pages of memory never touched before are most of what
@@ -134,6 +141,9 @@ const SHARED_OPERATIONS: usize = 1024;
 
 impl Ring {
     fn push(&mut self, record: Record) {
+        if record.host[0] < self.began {
+            return;
+        }
         if self.records.len() == self.capacity {
             self.records.pop_front();
             self.dropped += 1;
@@ -142,8 +152,15 @@ impl Ring {
     }
 
     fn push_memory(&mut self, record: MemoryRecord) {
-        if self.memory.len() == self.capacity
-            && let Some(oldest) = self.memory.pop_front()
+        if self.memory.len() == self.capacity {
+            self.forget_oldest_memory();
+        }
+        self.memory.push_back(record);
+    }
+
+    /// Makes the oldest change part of what was before.
+    fn forget_oldest_memory(&mut self) {
+        if let Some(oldest) = self.memory.pop_front()
             && let Some(before) = self.devices.iter_mut().find(|before| before.device == oldest.device)
         {
             match oldest.change {
@@ -151,7 +168,12 @@ impl Ring {
                 MemoryChange::Reserved(bytes) => before.reserved = bytes,
             }
         }
-        self.memory.push_back(record);
+    }
+
+    /// By how much the records say that a device's allocated bytes have grown.
+    fn growth(&self, device: Device) -> i64 {
+        let changes = self.memory.iter().filter(|record| record.device == device).map(|record| record.change);
+        changes.map(|change| if let MemoryChange::Allocated(bytes) = change { bytes } else { 0 }).sum()
     }
 
     /// The operation, which is the same allocation as an equal one before it, as long as no other has taken its place.
@@ -198,10 +220,23 @@ pub(crate) fn begin(capacity: usize) -> bool {
     if ring.is_some() {
         return false;
     }
-    *ring = Some(Ring { capacity: capacity.max(1), ..Ring::default() });
+    *ring = Some(Ring { capacity: capacity.max(1), began: now(), ..Ring::default() });
     GENERATION.fetch_add(1, SeqCst);
     ON.store(true, SeqCst);
     true
+}
+
+/// Forgets what was recorded until now, the time that it gives.
+pub(crate) fn begin_again() -> u64 {
+    let began = now();
+    if let Some(ring) = &mut *lock(&RING) {
+        ring.records.clear();
+        while !ring.memory.is_empty() {
+            ring.forget_oldest_memory();
+        }
+        (ring.dropped, ring.began) = (0, began);
+    }
+    began
 }
 
 /// Records nothing more, except what [`push`] is still given until [`take`].
@@ -235,6 +270,8 @@ thread_local! {
     static THREAD: Cell<(u32, u32)> = const { Cell::new((0, 0)) };
     static ANNOTATION: Cell<u32> = const { Cell::new(0) };
     static UNRECORDED: Cell<bool> = const { Cell::new(false) };
+    /// Whether this thread has called a driver for a segment since it last recorded a change of memory.
+    static CHANGED_SEGMENTS: Cell<bool> = const { Cell::new(false) };
     static OPERATION: RefCell<Option<Execution>> = const { RefCell::new(None) };
 }
 
@@ -285,7 +322,7 @@ impl Record {
             device: device.into(),
             stream: 0,
             thread,
-            annotation: ANNOTATION.try_with(Cell::get).unwrap_or(0),
+            annotation: annotation(),
             host: [now(), 0],
             device_times: None,
             bytes: 0,
@@ -407,6 +444,7 @@ pub(crate) fn segment(name: &'static str, device: Option<Device>, bytes: usize) 
         return None;
     }
     SEGMENT_CHANGES.fetch_add(1, Relaxed);
+    let _ = CHANGED_SEGMENTS.try_with(|changed| changed.set(true));
     span(Kind::Segment, name, device, 0, bytes)
 }
 
@@ -417,12 +455,12 @@ pub(crate) fn memory(device: Device, bytes: i64, now: impl FnOnce() -> [u64; 2])
     if is_unrecorded() {
         return;
     }
-    let time = self::now();
     let changes = SEGMENT_CHANGES.load(Relaxed);
+    let own = CHANGED_SEGMENTS.try_with(|changed| changed.replace(false)).unwrap_or(false);
     match &mut *lock(&RING) {
         Some(ring) => {
-            ring.push_memory(MemoryRecord { time, device, change: MemoryChange::Allocated(bytes) });
-            if ring.devices.iter().any(|known| known.device == device && known.changes == changes) {
+            ring.push_memory(MemoryRecord { time: self::now(), device, change: MemoryChange::Allocated(bytes) });
+            if !own && ring.devices.iter().any(|known| known.device == device && known.changes == changes) {
                 return;
             }
         }
@@ -433,7 +471,7 @@ pub(crate) fn memory(device: Device, bytes: i64, now: impl FnOnce() -> [u64; 2])
         match ring.devices.iter_mut().find(|known| known.device == device) {
             Some(known) => known.changes = changes,
             None => {
-                let allocated = allocated.saturating_add_signed(-bytes);
+                let allocated = allocated.saturating_add_signed(-ring.growth(device));
                 ring.devices.push(MemoryBefore { device, allocated, reserved, changes });
             }
         }
@@ -451,6 +489,11 @@ static NAMES: OnceLock<NamesOf> = OnceLock::new();
 pub(crate) fn set_annotation(number: u32, names_of: NamesOf) -> u32 {
     NAMES.get_or_init(|| names_of);
     ANNOTATION.try_with(|current| current.replace(number)).unwrap_or(0)
+}
+
+/// The number of the annotation in force on this thread, 0 for none.
+pub(crate) fn annotation() -> u32 {
+    ANNOTATION.try_with(Cell::get).unwrap_or(0)
 }
 
 /// The names of an annotation, the innermost first; none for 0.

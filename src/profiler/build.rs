@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::{Category, Event, Lane, MemorySample, OperationInfo, Profile, ProfiledDevice};
 use crate::Device;
-use crate::device::profiler::{self as recorder, Kind, MemoryChange, Operation, Record, Recorded};
+use crate::device::profiler::{self as recorder, Kind, MAPPED, MemoryChange, Operation, Record, Recorded};
 
 /// The profile of what was recorded from one time of the host's clock to another.
 pub(super) fn profile(recorded: Recorded, began: u64, ended: u64) -> Profile {
@@ -41,6 +41,11 @@ pub(super) fn profile(recorded: Recorded, began: u64, ended: u64) -> Profile {
     of_kernels
         .filter_map(|record| record.operation.as_ref())
         .for_each(|execution| *kernels.entry(execution.number).or_default() += 1);
+    // Others of the oldest kernel's operation may be lost.
+    let oldest = recorded.records.iter().find(|record| record.kind == Kind::Kernel);
+    if let (Some(execution), true) = (oldest.and_then(|record| record.operation.as_ref()), recorded.dropped > 0) {
+        *kernels.entry(execution.number).or_default() += 1;
+    }
     for record in recorded.records {
         let [start, end] = record.host.map(|ns| micros(ns.into()));
         if let Some(device) = record.device.filter(|device| !devices.contains(device)) {
@@ -71,7 +76,9 @@ pub(super) fn profile(recorded: Recorded, began: u64, ended: u64) -> Profile {
             continue;
         };
         let Some(times) = record.device_times else {
-            profile.events.push(Event { category: Category::Launch, ..host });
+            // Mapped bytes are read or written by the host itself.
+            let category = if record.name == MAPPED { category } else { Category::Launch };
+            profile.events.push(Event { category, ..host });
             continue;
         };
         launches += 1;
@@ -119,6 +126,7 @@ fn category(kind: Kind) -> Category {
         Kind::Read => Category::Read,
         Kind::Write => Category::Write,
         Kind::Wait => Category::Wait,
+        Kind::Open => Category::Open,
         Kind::Segment => Category::Segment,
         Kind::Compile => Category::Compile,
         Kind::Load => Category::Load,

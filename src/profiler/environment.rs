@@ -18,8 +18,9 @@ struct Wanted {
 
 static WANTED: OnceLock<Option<Wanted>> = OnceLock::new();
 
-/// To be called when a device is about to have its first memory: begins the profile that the environment asks for.
-pub(crate) fn first_use(device: Device) {
+/// Begins the profile that the environment asks for, if it has not begun; whether it asks for one. To be called before a
+/// device is opened.
+pub(crate) fn begin() -> bool {
     let wanted = WANTED.get_or_init(|| {
         let file = PathBuf::from(env::var_os("CLAYSTONE_PROFILE").filter(|file| !file.is_empty())?);
         if !recorder::begin(super::ProfilerOptions::default().max_events) {
@@ -27,12 +28,17 @@ pub(crate) fn first_use(device: Device) {
             return None;
         }
         recorder::at_exit(write);
+        if let Err(error) = set_profiling() {
+            tracing::warn!(%error, "commands of devices that are open already are not timed");
+        }
         Some(Wanted { file, began: recorder::now(), process: process::id() })
     });
-    if wanted.is_some() {
-        if let Err(error) = set_profiling(true) {
-            tracing::warn!(%error, "a device's commands are not timed");
-        }
+    wanted.is_some()
+}
+
+/// To be called when a device is about to have its first memory.
+pub(crate) fn first_use(device: Device) {
+    if begin() {
         recorder::unrecorded(|| copy_rate::measure(device)); // at the exit no driver may be called
     }
 }
@@ -43,7 +49,8 @@ extern "C" fn write() {
     let Some(Some(wanted)) = WANTED.get().filter(|w| w.as_ref().is_some_and(|w| w.process == process::id())) else {
         return;
     };
-    let _ = set_profiling(false); // records the last commands, unless the devices' own handler has before
+    recorder::pause();
+    let _ = set_profiling(); // records the last commands, unless the devices' own handler has before
     let mut profile = build::profile(recorder::take(), wanted.began, recorder::now());
     for device in &mut profile.devices {
         device.copy_bytes_per_s = copy_rate::known(device.device);

@@ -21,7 +21,8 @@
 //! ```
 //!
 //! While nothing is profiled, a launch costs one relaxed load more. While something is, each command has an event of the
-//! driver's, which is released as soon as the command is over, and the latest [`ProfilerOptions::max_events`] are kept.
+//! driver's, which is released with others when 64 more commands were launched, and the latest
+//! [`ProfilerOptions::max_events`] are kept.
 //! Kernels that a [`Graph`](crate::Graph) replays are recorded without their operations' shapes.
 
 mod averages;
@@ -34,11 +35,11 @@ mod trace;
 use std::sync::Arc;
 
 use crate::device::profiler::{self as recorder, Recorded};
-use crate::device::set_profiling;
+use crate::device::{drain_all, set_profiling};
 use crate::{DType, Device, Error, Result};
 
 pub use averages::{Average, Averages, SortBy};
-pub(crate) use environment::first_use;
+pub(crate) use environment::{begin, first_use};
 pub use report::{Gaps, Timings};
 
 /// What an [`Event`] is about: the category in a trace.
@@ -55,6 +56,8 @@ pub enum Category {
     Launch,
     /// The host waits for a device.
     Wait,
+    /// A device is opened at its first use: the driver creates a context and a queue.
+    Open,
     /// The driver makes or releases memory.
     Segment,
     /// A program is compiled.
@@ -84,6 +87,7 @@ impl Category {
             Category::Annotation => "annotation",
             Category::Launch => "launch",
             Category::Wait => "wait",
+            Category::Open => "open",
             Category::Segment => "segment",
             Category::Compile => "compile",
             Category::Load => "load",
@@ -162,7 +166,7 @@ pub struct MemorySample {
     pub device: Device,
     /// Microseconds since the profile began.
     pub time_us: f64,
-    /// Bytes that tensors have.
+    /// Bytes of the blocks that tensors have of the device's allocator: neither pinned tensors nor vectors that tensors took over.
     pub allocated: u64,
     /// Bytes that the allocator has of the driver.
     pub reserved: u64,
@@ -218,7 +222,7 @@ impl Profile {
         self.duration_us
     }
 
-    /// How many older events had to make place for later ones.
+    /// How many older commands and spans had to make place for later ones.
     pub fn dropped_events(&self) -> u64 {
         self.dropped_events
     }
@@ -229,14 +233,15 @@ impl Profile {
 /// ```
 /// use claystone::profiler::{Profiler, ProfilerOptions};
 /// let profiler = Profiler::start_with(ProfilerOptions { max_events: 1000, ..ProfilerOptions::default() })?;
-/// let profile = profiler.stop()?;
+/// let profile = profiler.stop();
 /// assert_eq!(profile.dropped_events(), 0);
 /// # Ok::<(), claystone::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProfilerOptions {
-    /// How many of the latest events are kept, of some 150 bytes each, and as many samples of memory, of 40 bytes each;
-    /// 1,000,000 unless said.
+    /// How many of the latest commands and spans are kept while recording, of some 150 bytes each, and as many samples of
+    /// memory, of 40 bytes each; 1,000,000 unless said. Each command of an OpenCL device becomes two events, its launch and
+    /// itself, of some 200 bytes.
     pub max_events: usize,
     /// Whether [`Profiler::stop`] measures how fast the devices copy, once a process, which takes some tens of
     /// milliseconds and memory of the device for two buffers. True unless said.
@@ -256,7 +261,7 @@ impl Default for ProfilerOptions {
 /// use claystone::{Device, Tensor};
 /// let profiler = Profiler::start()?;
 /// let x = Tensor::arange(0, 10, 1, Device::Cpu)?.add_scalar(1)?;
-/// let profile = profiler.stop()?;
+/// let profile = profiler.stop();
 /// assert!(profile.events().iter().any(|e| e.category == Category::Operation && &*e.name == "add_scalar"));
 /// # Ok::<(), claystone::Error>(())
 /// ```
@@ -288,32 +293,33 @@ impl Profiler {
             return Err(Error::invalid("Profiler::start", reason));
         }
         let mut profiler = Profiler { options, began: 0, stopped: false };
-        set_profiling(true)?; // a failure drops the profiler, which ends the recording
-        profiler.began = recorder::now();
+        set_profiling()?; // a failure drops the profiler, which ends the recording
+        profiler.began = recorder::begin_again();
         Ok(profiler)
     }
 
-    /// Ends the recording. Waits for what devices have to do.
-    ///
-    /// # Errors
-    /// What a driver refuses; the recording has ended all the same, and is lost.
-    pub fn stop(mut self) -> Result<Profile> {
-        let (recorded, ended) = self.end()?;
+    /// Ends the recording. Waits for what devices have to do; what kernels found wrong with their operands is left for who
+    /// waits next, and where a driver fails, the profile is of what was recorded until then.
+    pub fn stop(mut self) -> Profile {
+        let (recorded, ended) = self.end();
         let mut profile = build::profile(recorded, self.began, ended);
         for device in &mut profile.devices {
             device.copy_bytes_per_s = copy_rate::known(device.device)
                 .or_else(|| if self.options.copy_rate { copy_rate::measure(device.device) } else { None });
         }
-        Ok(profile)
+        profile
     }
 
-    fn end(&mut self) -> Result<(Recorded, u64)> {
+    fn end(&mut self) -> (Recorded, u64) {
         self.stopped = true;
+        drain_all();
         recorder::pause();
         let ended = recorder::now();
-        let switched = set_profiling(false); // which records the last commands
-        let recorded = recorder::take();
-        switched.map(|()| (recorded, ended))
+        // Records the last commands.
+        if let Err(error) = set_profiling() {
+            tracing::warn!(%error, "the driver did not tell when the last commands ran");
+        }
+        (recorder::take(), ended)
     }
 }
 
@@ -325,16 +331,25 @@ impl Drop for Profiler {
     }
 }
 
+/// Whether something is being profiled: by a [`Profiler`], or because `CLAYSTONE_PROFILE` is set.
+///
+/// ```
+/// use claystone::profiler::{is_profiling, profile};
+/// let (inside, _) = profile(is_profiling)?;
+/// assert!(inside && !is_profiling());
+/// # Ok::<(), claystone::Error>(())
+/// ```
+pub fn is_profiling() -> bool {
+    recorder::is_on()
+}
+
 /// Runs `f` and gives what it gives, with the profile of everything that the process did meanwhile; at the end devices are
-/// waited for. The example is [above](self).
+/// waited for, as in [`Profiler::stop`]. The example is [above](self).
 ///
 /// # Errors
-/// Those of [`Profiler::start`] and [`Profiler::stop`].
+/// Those of [`Profiler::start`].
 pub fn profile<R>(f: impl FnOnce() -> R) -> Result<(R, Profile)> {
     let profiler = Profiler::start()?;
     let result = f();
-    for device in Device::all() {
-        device.synchronize()?;
-    }
-    Ok((result, profiler.stop()?))
+    Ok((result, profiler.stop()))
 }

@@ -71,12 +71,13 @@ fn is_work(event: &Event) -> bool {
 }
 
 /// Prints a line for each command of a device: its name, how long it was queued before it was submitted to the device,
-/// how long it then waited to start, and how long it ran, in microseconds; and the sum of all runs at the end.
+/// how long it then waited to start, and how long it ran, in microseconds; and at the end how long the
+/// devices worked in all, where what overlaps on a device counts once.
+#[derive(Debug, Clone, Copy)]
 pub struct Timings<'a>(&'a Profile);
 
 impl fmt::Display for Timings<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut total = 0.0;
         for event in self.0.events.iter().filter(|event| is_work(event)) {
             let of = event.operation.as_ref().filter(|o| o.name != event.name).map(|o| format!(" ({})", o.name));
             let lane = match event.lane {
@@ -89,8 +90,8 @@ impl fmt::Display for Timings<'_> {
                 write!(f, " queued {:9.1}, submitted {:9.1},", submitted - queued, event.start_us - submitted)?;
             }
             writeln!(f, " run {:9.1}", event.duration_us)?;
-            total += event.duration_us;
         }
+        let total: f64 = self.0.gaps().iter().map(|gaps| gaps.busy_us).sum();
         writeln!(f, "total time: {total:.1} us")
     }
 }
@@ -130,6 +131,7 @@ pub(super) fn summary(profile: &Profile) -> String {
     };
     for (category, what) in [
         (Category::Wait, "waits of the host"),
+        (Category::Open, "devices opened"),
         (Category::Compile, "programs compiled"),
         (Category::Load, "programs loaded from the cache"),
         (Category::Segment, "calls of drivers for memory"),

@@ -317,6 +317,7 @@ fn category(name: &str) -> Category {
         Category::Annotation,
         Category::Launch,
         Category::Wait,
+        Category::Open,
         Category::Segment,
         Category::Compile,
         Category::Load,

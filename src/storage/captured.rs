@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::allocation::{Lease, Storage};
-use super::caching::{MemPool, MemPoolOptions, use_mem_pool};
+use super::caching::{MemPool, use_mem_pool};
 use super::segment::Segment;
-use crate::{Device, Result};
+use crate::Result;
 
 /// The memory of a graph: its own pool, and what it uses of what was there before.
 pub(crate) struct Captured {
@@ -28,18 +28,17 @@ thread_local! {
 }
 
 impl Captured {
-    /// Runs `f`: what this thread allocates on the device is of a new pool, and what it uses stays where it is.
+    /// Runs `f`: what this thread allocates on the pool's device is of the pool, and what it uses stays where it is.
     ///
     /// # Errors
-    /// Those of `f`, after which nothing counts as changed, and a device whose allocator has no pools.
-    pub(crate) fn during<R>(device: Device, f: impl FnOnce() -> Result<R>) -> Result<(Captured, R)> {
+    /// Those of `f`, after which nothing counts as changed.
+    pub(crate) fn during<R>(pool: MemPool, f: impl FnOnce() -> Result<R>) -> Result<(Captured, R)> {
         struct End;
         impl Drop for End {
             fn drop(&mut self) {
                 drop(CAPTURED.take());
             }
         }
-        let pool = MemPool::of_device(device, MemPoolOptions::default())?;
         CAPTURED.set(Some(Captured { outside: Vec::new(), segments: Vec::new(), pool: pool.clone() }));
         let _end = End;
         let result = use_mem_pool(&pool, f);

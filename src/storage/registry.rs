@@ -158,6 +158,7 @@ fn find(device: Device) -> Result<&'static Current> {
         return Ok(current);
     }
     drop(table);
+    profiler::begin();
     let made = build_allocator(driver(device)?, Config::of_process()?.clone())?;
     let current = Current::new(device, made, true)?;
     profiler::first_use(device);

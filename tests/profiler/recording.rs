@@ -6,7 +6,7 @@ use std::process::Command;
 use claystone::device::count_launches;
 use claystone::profiler::{Category, Event, Lane, Profile, Profiler, ProfilerOptions, profile};
 use claystone::storage::{annotate, with_context};
-use claystone::{DType, Device, Graph, Kernel, Stream, Tensor, with_stream};
+use claystone::{DType, Device, Error, Graph, Kernel, Stream, Tensor, with_stream};
 
 use crate::common::devices;
 use crate::{alone, train};
@@ -124,7 +124,7 @@ fn annotations_are_spans_and_mark_what_happens_inside() {
         let of_name = |name: &str| recorded.events().iter().find(|e| &*e.name == name).unwrap();
         assert_eq!(&*of_name("exp").annotation, "");
         let inside = &of_name("sqrt").annotation;
-        assert!(inside.contains("layer 1"), "{inside}");
+        assert_eq!(&**inside, "step/layer 1");
         let sqrt = of_name("sqrt");
         assert!(spans[0].start_us <= sqrt.start_us);
         let end = |e: &Event| e.start_us + e.duration_us;
@@ -220,6 +220,44 @@ fn a_replayed_graph_is_recorded() {
 }
 
 #[test]
+fn faults_of_kernels_are_left_for_who_waits_next() {
+    let _alone = alone();
+    for device in devices().into_iter().filter(|&d| d != Device::Cpu) {
+        let x = Tensor::ones(4, device).unwrap();
+        let beyond = Tensor::from_slice(&[9i64], 1, device).unwrap();
+        let profiler = Profiler::start().unwrap();
+        let _taken = x.take(&beyond).unwrap();
+        let recorded = profiler.stop();
+        assert!(launches(&recorded, device) > 0);
+        let told = device.synchronize();
+        assert!(matches!(told, Err(Error::IndexOutOfRange { index: 9, size: 4, .. })), "{told:?}");
+    }
+}
+
+#[test]
+fn what_began_before_a_profile_is_not_in_it() {
+    let _alone = alone();
+    let (_, first) = profile(|| {
+        annotate("outside", || {
+            let inner = profile(|| ());
+            assert!(inner.is_err(), "one at a time");
+        })
+    })
+    .unwrap();
+    assert_eq!(of(&first, Category::Annotation).len(), 1);
+    let mut profiler = Some(Profiler::start().unwrap());
+    let second = annotate("from one to the next", || {
+        drop(profiler.take());
+        let second = Profiler::start().unwrap();
+        Tensor::ones(4, Device::Cpu).unwrap().exp().unwrap();
+        second
+    });
+    let recorded = second.stop();
+    assert!(of(&recorded, Category::Annotation).is_empty());
+    assert!(recorded.events().iter().all(|event| event.start_us >= 0.0));
+}
+
+#[test]
 fn the_latest_events_are_kept() {
     let _alone = alone();
     let options = ProfilerOptions { max_events: 10, copy_rate: false };
@@ -227,7 +265,7 @@ fn the_latest_events_are_kept() {
     let x = Tensor::ones(4, Device::Cpu).unwrap();
     (0..50).for_each(|_| drop(x.exp().unwrap()));
     x.sqrt().unwrap();
-    let recorded = profiler.stop().unwrap();
+    let recorded = profiler.stop();
     assert!(recorded.events().len() <= 10 && recorded.dropped_events() > 40);
     assert!(recorded.events().iter().any(|e| &*e.name == "sqrt"), "the last is there");
     assert!(recorded.devices().iter().all(|of| of.copy_bytes_per_s.is_none()) || recorded.devices().len() == 1);
@@ -240,7 +278,7 @@ fn one_profiler_at_a_time() {
     let refused = Profiler::start().unwrap_err().to_string();
     assert!(refused.contains("stop that first"), "{refused}");
     drop(first);
-    let recorded = Profiler::start().unwrap().stop().unwrap();
+    let recorded = Profiler::start().unwrap().stop();
     assert!(recorded.events().is_empty(), "{:?}", recorded.events());
 }
 
@@ -249,6 +287,12 @@ fn one_profiler_at_a_time() {
 fn in_a_process_of_its_own() {
     if std::env::var_os("CLAYSTONE_PROFILE").is_some() {
         let devices = devices();
+        // Each device's first use, in which it is also measured how fast it copies.
+        for &device in devices.iter().filter(|&&device| device != Device::Cpu) {
+            let (graph, y) = Graph::capture(device, || Tensor::ones(100, device)?.exp()).unwrap();
+            graph.replay().unwrap();
+            assert_eq!(y.to_vec::<f32>().unwrap(), [1f32.exp(); 100]);
+        }
         devices.into_iter().for_each(|device| _ = train(device, 2).unwrap());
         assert!(Profiler::start().is_err(), "the environment's profile is under way");
     }
@@ -265,6 +309,8 @@ fn the_environment_has_a_whole_program_profiled() {
     let recorded = Profile::load(&file).unwrap();
     for device in devices() {
         assert!(launches(&recorded, device) > 10, "{device}");
+        let opened = recorded.events().iter().filter(|e| e.category == Category::Open && e.device == Some(device));
+        assert_eq!(opened.count(), usize::from(device != Device::Cpu), "{device}");
         let known = recorded.devices().iter().find(|of| of.device == device).unwrap();
         assert!(known.copy_bytes_per_s.is_some_and(|rate| rate > 1e6), "{known:?}");
     }

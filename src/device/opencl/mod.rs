@@ -80,11 +80,11 @@ pub(crate) fn open(index: usize) -> Result<&'static ClDevice> {
     }
     let found = entry.found(Device::OpenCL(index))?;
     let _under_way = exit::under_way();
+    let opening = profiler::span(profiler::Kind::Open, "clCreateContext", Device::OpenCL(index), 0, 0);
     let device: &'static ClDevice = Box::leak(Box::new(ClDevice::open(index, found)?));
     let device = entry.opened.get_or_init(|| device);
-    if profiler::is_on() {
-        device.set_profiling(true)?;
-    }
+    device.profile_if_on();
+    drop(opening);
     Ok(device)
 }
 

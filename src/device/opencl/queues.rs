@@ -480,7 +480,8 @@ impl ClDevice {
         lock(&self.queues.ids).take(|_| {
             let queue = Queue::create(self.context, self.id()).map_err(|e| self.error(self.settle(e)))?;
             self.queues.lock().push(queue);
-            if profiler::is_on() { self.set_profiling(true) } else { Ok(()) }
+            self.profile_if_on();
+            Ok(())
         })
     }
 

@@ -208,7 +208,7 @@ impl ClDevice {
         let (mem, off) = (region.at.0.mem(), region.at.1);
         let flags = if region.overwrite { CL_MAP_WRITE_INVALIDATE_REGION } else { CL_MAP_READ };
         let kind = if region.overwrite { Kind::Write } else { Kind::Read };
-        let _mapped = profiler::span(kind, "clEnqueueMapBuffer", self.device(), self.current_stream().0, bytes);
+        let _mapped = profiler::span(kind, profiler::MAPPED, self.device(), self.current_stream().0, bytes);
         let readings = self.while_idle(self.current_stream(), Readings::default(), |q, readings| {
             readings.enqueue(q, &[self.slot()], false)?;
             let start = create!(clEnqueueMapBuffer(q.raw, mem, 1, flags, off, bytes, 0, ptr::null(), none))?;

@@ -131,7 +131,12 @@ pub fn with_context<R>(name: &str, f: impl FnOnce() -> R) -> R {
     let outer = Names::current();
     let inner = outer.child(name);
     CURRENT.set(inner);
-    let profiled = profiler::set_annotation(inner.0, names_of);
+    // While something is profiled, names of `annotate` may be around this one.
+    let annotation = match profiler::annotation() {
+        around if around == outer.0 => inner,
+        around => Names(around).child(name),
+    };
+    let profiled = profiler::set_annotation(annotation.0, names_of);
     let _restore = OnDrop(|| {
         CURRENT.set(outer);
         profiler::set_annotation(profiled, names_of);
@@ -162,7 +167,9 @@ pub(super) fn count_recording(on: bool) {
 }
 
 /// Runs `f`; snapshots of every device show when it began and ended under `name` (PyTorch's `external_annotations`).
-/// Recorded while some allocator's history is on; the latest 50,000 spans of the process are kept.
+/// Recorded while some allocator's history is on; the latest 50,000 spans of the process are kept. While something is
+/// [profiled](crate::profiler) it is an event of the profile, and everything of this thread that is recorded meanwhile carries
+/// `name`; then each name is remembered for the life of the process: use few.
 ///
 /// ```
 /// let four = claystone::storage::annotate("forward", || 2 + 2);
