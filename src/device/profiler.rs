@@ -3,8 +3,9 @@
 //! It is here, below the profiler itself, because queues, allocators and operations all record into it. While it is off,
 //! recording costs one relaxed load.
 
+mod ring;
+
 use std::cell::{Cell, RefCell};
-use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
@@ -13,6 +14,8 @@ use smallvec::SmallVec;
 
 use super::lock;
 use crate::{DType, Device};
+use ring::Ring;
+pub(crate) use ring::{MemoryBefore, MemoryChange, MemoryRecord};
 
 static ON: AtomicBool = AtomicBool::new(false);
 
@@ -92,112 +95,6 @@ pub(crate) struct Execution {
     /// Tells executions apart.
     pub number: u32,
     pub of: Arc<Operation>,
-}
-
-/// A change of how much memory of a device is in use.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct MemoryRecord {
-    pub time: u64,
-    pub device: Device,
-    pub change: MemoryChange,
-}
-
-#[derive(Debug, Clone, Copy)]
-pub(crate) enum MemoryChange {
-    /// So many bytes more are allocated, or fewer.
-    Allocated(i64),
-    /// So many bytes are reserved from now on.
-    Reserved(u64),
-}
-
-/// The latest records, and as many about memory.
-#[derive(Default)]
-struct Ring {
-    records: VecDeque<Record>,
-    memory: VecDeque<MemoryRecord>,
-    capacity: usize,
-    dropped: u64,
-    /// What began earlier is not kept.
-    began: u64,
-    threads: Vec<(u32, String)>,
-    devices: Vec<MemoryBefore>,
-    /// Operations by a hash, so that steps that repeat share theirs: pages of memory never touched before are most of what
-    /// recording costs.
-    operations: Vec<Option<Arc<Operation>>>,
-}
-
-/// A device's memory before the first record about it that is kept.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct MemoryBefore {
-    pub device: Device,
-    pub allocated: u64,
-    pub reserved: u64,
-    /// [`SEGMENT_CHANGES`] when the allocator was last asked how much is reserved.
-    changes: u32,
-}
-
-/// How many operations a ring shares.
-const SHARED_OPERATIONS: usize = 1024;
-
-impl Ring {
-    fn push(&mut self, record: Record) {
-        if record.host[0] < self.began {
-            return;
-        }
-        if self.records.len() == self.capacity {
-            self.records.pop_front();
-            self.dropped += 1;
-        }
-        self.records.push_back(record);
-    }
-
-    fn push_memory(&mut self, record: MemoryRecord) {
-        if self.memory.len() == self.capacity {
-            self.forget_oldest_memory();
-        }
-        self.memory.push_back(record);
-    }
-
-    /// Makes the oldest change part of what was before.
-    fn forget_oldest_memory(&mut self) {
-        if let Some(oldest) = self.memory.pop_front()
-            && let Some(before) = self.devices.iter_mut().find(|before| before.device == oldest.device)
-        {
-            match oldest.change {
-                MemoryChange::Allocated(bytes) => before.allocated = before.allocated.saturating_add_signed(bytes),
-                MemoryChange::Reserved(bytes) => before.reserved = bytes,
-            }
-        }
-    }
-
-    /// By how much the records say that a device's allocated bytes have grown.
-    fn growth(&self, device: Device) -> i64 {
-        let changes = self.memory.iter().filter(|record| record.device == device).map(|record| record.change);
-        changes.map(|change| if let MemoryChange::Allocated(bytes) = change { bytes } else { 0 }).sum()
-    }
-
-    /// The operation, which is the same allocation as an equal one before it, as long as no other has taken its place.
-    fn share(&mut self, operation: Operation) -> Arc<Operation> {
-        if self.operations.is_empty() {
-            self.operations.resize(SHARED_OPERATIONS, None);
-        }
-        let slot = operation.hash() as usize % SHARED_OPERATIONS;
-        match &mut self.operations[slot] {
-            Some(known) if **known == operation => Arc::clone(known),
-            place => Arc::clone(place.insert(Arc::new(operation))),
-        }
-    }
-}
-
-impl Operation {
-    /// Of what differs most: the name and the shapes.
-    fn hash(&self) -> u64 {
-        let dims = self.shapes.iter().flatten().map(|&n| n as u64);
-        let hash = dims.fold(self.name.as_ptr().addr() as u64, |hash, n| {
-            (hash.rotate_left(5) ^ n).wrapping_mul(0x9e37_79b9_7f4a_7c15)
-        });
-        hash >> 32
-    }
 }
 
 static RING: Mutex<Option<Ring>> = Mutex::new(None);
