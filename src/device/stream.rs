@@ -29,11 +29,50 @@ impl StreamId {
     }
 }
 
+/// How urgent a stream's work is, beside other streams and other programs on the device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Priority {
+    /// Before other work.
+    High,
+    /// As the driver has it unless told otherwise.
+    #[default]
+    Normal,
+    /// When nothing else is to be done.
+    Low,
+}
+
+/// How much power a device may take for a stream's work.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Throttle {
+    /// The fastest, whatever it takes.
+    High,
+    /// As the driver has it unless told otherwise.
+    #[default]
+    Normal,
+    /// The least energy, however long it takes.
+    Low,
+}
+
+/// What a driver is told about a stream's work when its queue is created. Drivers may do nothing about it.
+///
+/// ```
+/// use claystone::device::{Priority, StreamHints, Throttle};
+/// let background = StreamHints { priority: Priority::Low, throttle: Throttle::Low };
+/// assert_ne!(background, StreamHints::default());
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct StreamHints {
+    /// The extension `cl_khr_priority_hints`.
+    pub priority: Priority,
+    /// The extension `cl_khr_throttle_hints`.
+    pub throttle: Throttle,
+}
+
 /// Hands out ids: those given back first, the latest foremost, so that memory cached for one is used again soon.
 #[derive(Debug)]
 pub(super) struct Ids {
     next: u32,
-    idle: Vec<StreamId>,
+    idle: Vec<(StreamId, StreamHints)>,
 }
 
 impl Ids {
@@ -42,10 +81,14 @@ impl Ids {
         Ids { next: first, idle: Vec::new() }
     }
 
-    /// An id nobody has. One that nobody ever had is given to `make` first.
-    pub(super) fn take(&mut self, make: impl FnOnce(StreamId) -> Result<()>) -> Result<StreamId> {
-        if let Some(id) = self.idle.pop() {
-            return Ok(id);
+    /// An id nobody has, of a stream with these hints. One that nobody ever had is given to `make` first.
+    pub(super) fn take(
+        &mut self,
+        hints: StreamHints,
+        make: impl FnOnce(StreamId) -> Result<()>,
+    ) -> Result<StreamId> {
+        if let Some(at) = self.idle.iter().rposition(|(_, of)| *of == hints) {
+            return Ok(self.idle.remove(at).0);
         }
         let id = StreamId(self.next);
         if id.index() >= MAX_STREAMS {
@@ -57,8 +100,8 @@ impl Ids {
         Ok(id)
     }
 
-    pub(super) fn give_back(&mut self, id: StreamId) {
-        self.idle.push(id);
+    pub(super) fn give_back(&mut self, id: StreamId, hints: StreamHints) {
+        self.idle.push((id, hints));
     }
 }
 
@@ -95,14 +138,15 @@ pub struct Stream(Arc<Inner>);
 struct Inner {
     device: Device,
     id: StreamId,
+    hints: StreamHints,
 }
 
 impl Drop for Inner {
     fn drop(&mut self) {
         match self.device {
             _ if self.id == StreamId::DEFAULT => {}
-            Device::Cpu => lock(&CPU).give_back(self.id),
-            Device::OpenCL(i) => _ = opencl::opened(i).map(|device| device.give_stream_back(self.id)),
+            Device::Cpu => lock(&CPU).give_back(self.id, self.hints),
+            Device::OpenCL(i) => _ = opencl::opened(i).map(|device| device.give_stream_back(self.id, self.hints)),
         }
     }
 }
@@ -114,11 +158,37 @@ impl Stream {
     /// [`Error::NoDevice`] if the device is not there, [`Error::Invalid`] if it has 1,024 streams already, and what the
     /// driver refuses.
     pub fn new(device: Device) -> Result<Stream> {
+        Stream::with_hints(device, StreamHints::default())
+    }
+
+    /// [`new`](Self::new) with a priority, PyTorch's `torch.cuda.Stream(priority=...)`. A hint, as in
+    /// [`with_hints`](Self::with_hints).
+    ///
+    /// ```
+    /// use claystone::device::Priority;
+    /// use claystone::{Device, Stream, Tensor, with_stream};
+    /// let background = Stream::with_priority(Device::best(), Priority::Low)?;
+    /// let x = with_stream(&background, || Tensor::ones(4, background.device())?.exp())?;
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of [`new`](Self::new).
+    pub fn with_priority(device: Device, priority: Priority) -> Result<Stream> {
+        Stream::with_hints(device, StreamHints { priority, ..StreamHints::default() })
+    }
+
+    /// [`new`](Self::new) with hints for the driver: OpenCL's `cl_khr_priority_hints` and `cl_khr_throttle_hints`. A hint that
+    /// the driver does not take is ignored, which a `tracing` message at level `TRACE` says.
+    ///
+    /// # Errors
+    /// Those of [`new`](Self::new).
+    pub fn with_hints(device: Device, hints: StreamHints) -> Result<Stream> {
         let id = match device {
-            Device::Cpu => lock(&CPU).take(|_| Ok(()))?,
-            Device::OpenCL(i) => opencl::open(i)?.take_stream()?,
+            Device::Cpu => lock(&CPU).take(hints, |_| Ok(()))?,
+            Device::OpenCL(i) => opencl::open(i)?.take_stream(hints)?,
         };
-        Ok(Stream(Arc::new(Inner { device, id })))
+        Ok(Stream(Arc::new(Inner { device, id, hints })))
     }
 
     /// The stream every device has, which all threads use unless told otherwise.
@@ -128,7 +198,7 @@ impl Stream {
     /// [`Error::NoDevice`] if the device is not there.
     pub fn default_stream(device: Device) -> Result<Stream> {
         device.info()?;
-        Ok(Stream(Arc::new(Inner { device, id: StreamId::DEFAULT })))
+        Ok(Stream(Arc::new(Inner { device, id: StreamId::DEFAULT, hints: StreamHints::default() })))
     }
 
     /// The stream to which this thread's work on the device goes: that of the innermost [`with_stream`], else the
@@ -149,6 +219,11 @@ impl Stream {
     /// Which of the device's streams it is.
     pub fn id(&self) -> StreamId {
         self.0.id
+    }
+
+    /// What it was made with.
+    pub fn hints(&self) -> StreamHints {
+        self.0.hints
     }
 
     /// Waits until everything submitted to the stream so far is done.

@@ -4,7 +4,8 @@
  * those of the 64-bit platforms that the tests run on. STAND_IN_REAL names the real library where it is not the usual
  * one, STAND_IN_CONTROL the file through which the test process counts calls and asks for faults (without it there are
  * none), and STAND_IN_DISCRETE=1 has every device say that it is a discrete GPU. STAND_IN_WORK_GROUP and STAND_IN_LOCAL_MEMORY
- * are the most that devices have, STAND_IN_KERNEL_GROUP the largest group that they say any kernel can have. */
+ * are the most that devices have, STAND_IN_KERNEL_GROUP the largest group that they say any kernel can have.
+ * STAND_IN_HINTS=1 has devices say that queues take hints of priority and throttle, which are counted and go no further. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -59,6 +60,7 @@ __attribute__((constructor(101))) static void load(void) {
     if (!library || slots == MAP_FAILED || (control && file < 0))
         fprintf(stderr, "stand-in: no real library or no control file: %s\n", dlerror()), abort();
     any = add_slot("any"), events = add_slot("event"), lenient = add_slot("lenient wait");
+    for (const char **hint = (const char *[]){"priority 1", "priority 4", "throttle 1", "throttle 4", NULL}; *hint; hint++) add_slot(*hint);
 }
 
 static uint64_t count(uint64_t *counter) { return __atomic_add_fetch(counter, 1, __ATOMIC_SEQ_CST); }
@@ -136,6 +138,9 @@ static void disguise(unsigned what, void *value) {
     if (!value) return;
     if (what == 0x1004 /* CL_DEVICE_MAX_WORK_GROUP_SIZE */) limit(value, "STAND_IN_WORK_GROUP");
     if (what == 0x1023 /* CL_DEVICE_LOCAL_MEM_SIZE */) limit(value, "STAND_IN_LOCAL_MEMORY");
+    const char *hints = getenv("STAND_IN_HINTS"), *more = "cl_khr_priority_hints cl_khr_throttle_hints ";
+    if (what == 0x1030 /* CL_DEVICE_EXTENSIONS */ && hints && !strcmp(hints, "1") && strlen(value) > strlen(more))
+        memcpy(value, more, strlen(more)); /* in the place of the first others, whose number does not change */
     const char *discrete = getenv("STAND_IN_DISCRETE");
     if (!discrete || strcmp(discrete, "1")) return;
     if (what == 0x1000) *(uint64_t *)value = 4; /* CL_DEVICE_TYPE is CL_DEVICE_TYPE_GPU */
@@ -213,6 +218,26 @@ CREATE(clCreateContext, (const intptr_t *properties, unsigned n, void *const *de
 RELEASE(clReleaseContext)
 INFO(clGetContextInfo, context)
 CREATE(clCreateCommandQueue, (void *context, void *device, uint64_t properties, int *status), (context, device, properties, status), )
+
+/* The entry of a hint and its value, which counts queues that are created with it. */
+static void count_hint(uint64_t name, uint64_t value) {
+    char text[40];
+    snprintf(text, sizeof text, "%s %d", name == 0x1096 ? "priority" : "throttle", (int)value);
+    count(&add_slot(text)->calls);
+}
+
+/* Creates a queue of the properties, without the hints among them. */
+static void *create_queue(void *context, void *device, const uint64_t *list, int *status) {
+    uint64_t properties = 0;
+    for (; list && *list; list += 2) {
+        if (*list == 0x1093 /* CL_QUEUE_PROPERTIES */) properties = list[1];
+        else count_hint(*list, list[1]);
+    }
+    return real_clCreateCommandQueue(context, device, properties, status);
+}
+
+CREATE(clCreateCommandQueueWithProperties, (void *context, void *device, const uint64_t *list, int *status), (context, device, list, status), )
+__attribute__((constructor(103))) static void take_hints(void) { real_clCreateCommandQueueWithProperties = create_queue; }
 RELEASE(clReleaseCommandQueue)
 INFO(clGetCommandQueueInfo, queue)
 CREATE(clCreateBuffer, (void *context, uint64_t flags, size_t bytes, void *host, int *status), (context, flags, bytes, host, status), )

@@ -41,6 +41,7 @@ functions! {
     clBuildProgram: clBuildProgram_t,
     clCreateBuffer: clCreateBuffer_t,
     clCreateCommandQueue: clCreateCommandQueue_t,
+    clCreateCommandQueueWithProperties: clCreateCommandQueueWithProperties_t,
     clCreateContext: clCreateContext_t,
     clCreateKernel: clCreateKernel_t,
     clCreateProgramWithBinary: clCreateProgramWithBinary_t,

@@ -18,6 +18,7 @@ mod errors;
 mod exit;
 mod fault;
 mod functions;
+mod hints;
 mod host_memory;
 mod launch;
 #[cfg(test)]

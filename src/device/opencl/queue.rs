@@ -15,11 +15,12 @@ use opencl3::command_queue::CL_QUEUE_PROFILING_ENABLE;
 use opencl3::event::{
     CL_PROFILING_COMMAND_END, CL_PROFILING_COMMAND_QUEUED, CL_PROFILING_COMMAND_START, CL_PROFILING_COMMAND_SUBMIT,
 };
-use opencl3::types::{cl_command_queue, cl_command_queue_properties, cl_context, cl_device_id, cl_event, cl_mem};
+use opencl3::types::{cl_command_queue, cl_context, cl_device_id, cl_event, cl_mem};
 
-use super::driver::{ATTEMPTS, ClEvent, call, create, value};
+use super::driver::{ATTEMPTS, ClEvent, call, value};
 use super::errors::ClError;
 use super::exit;
+use super::hints::Hints;
 use crate::device::Device;
 use crate::device::profiler::{self, Kind, Record};
 
@@ -44,6 +45,7 @@ pub(super) struct Queue {
     pub failed: Option<i32>,
     /// The last answer sought by `is_idle`: what had been submitted then, and the event behind it.
     pub(super) probe: Option<(u64, ClEvent)>,
+    pub(super) hints: Hints,
     /// The queue that is not in use: the one that gives times, or the one that does not.
     pub(super) other: Option<cl_command_queue>,
     /// The commands whose times are wanted, while something is profiled.
@@ -64,9 +66,10 @@ impl Drop for Queue {
 
 impl Queue {
     /// A new queue of a device.
-    pub(super) fn create(context: cl_context, id: cl_device_id) -> Result<Queue, ClError> {
+    pub(super) fn create(context: cl_context, id: cl_device_id, hints: Hints) -> Result<Queue, ClError> {
         Ok(Queue {
-            raw: Queue::create_raw(context, id, 0)?,
+            raw: hints.create(context, id, 0)?,
+            hints,
             unflushed: 0,
             flush_at: FIRST_FLUSH,
             since_checkpoint: 0,
@@ -76,14 +79,6 @@ impl Queue {
             other: None,
             profiled: None,
         })
-    }
-
-    pub(super) fn create_raw(
-        context: cl_context,
-        id: cl_device_id,
-        properties: cl_command_queue_properties,
-    ) -> Result<cl_command_queue, ClError> {
-        exit::call(|| create!(clCreateCommandQueue(context, id, properties)))
     }
 
     /// The code of a launch that failed after it was submitted, once. A wait for the queue may
@@ -244,7 +239,7 @@ impl Queue {
         }
         let other = match self.other {
             Some(other) => other,
-            None => Queue::create_raw(context, id, if on { CL_QUEUE_PROFILING_ENABLE } else { 0 })?,
+            None => self.hints.create(context, id, if on { CL_QUEUE_PROFILING_ENABLE } else { 0 })?,
         };
         self.other = Some(other);
         self.finish()?;

@@ -21,12 +21,13 @@ use super::ClDevice;
 use super::driver::{ClBuffer, ClEvent, call, call_unlocked, insist};
 use super::errors::ClError;
 use super::exit;
+use super::hints::Hints;
 use super::queue::{FIRST_FLUSH, Queue};
 use crate::Result;
 use crate::device::lock;
 use crate::device::profiler::{self, Kind};
-use crate::device::stream::{self, Ids, MAX_STREAMS, StreamId};
-use crate::device::{DeviceKind, capture};
+use crate::device::stream::{self, Ids, MAX_STREAMS, StreamHints, StreamId};
+use crate::device::{DeviceKind, capture, log};
 
 /// The queue for what waits on the host and orders nothing, such as committing memory: no stream's, so that it never
 /// waits behind a stream's work.
@@ -146,7 +147,8 @@ impl Locked<'_> {
 impl Queues {
     /// The default stream's queue and the service queue.
     pub(super) fn new(context: cl_context, id: cl_device_id) -> Result<Queues, ClError> {
-        let all = [Queue::create(context, id)?, Queue::create(context, id)?];
+        let queue = || Queue::create(context, id, Hints::default());
+        let all = [queue()?, queue()?];
         let progress = (0..MAX_STREAMS).map(|_| Progress::default()).collect();
         let all = Inner { queues: all.into(), mapped: Vec::new() };
         Ok(Queues { all: Mutex::new(all), ids: Mutex::new(Ids::from(SERVICE.0 + 1)), progress })
@@ -475,10 +477,12 @@ impl ClDevice {
     ///
     /// # Errors
     /// What the driver refuses, too many streams, or a lost device.
-    pub(crate) fn take_stream(&self) -> Result<StreamId> {
+    pub(crate) fn take_stream(&self, hints: StreamHints) -> Result<StreamId> {
         self.check_lost()?;
-        lock(&self.queues.ids).take(|_| {
-            let queue = Queue::create(self.context, self.id()).map_err(|e| self.error(self.settle(e)))?;
+        let _messages = log::defer(); // until the lock is free
+        lock(&self.queues.ids).take(hints, |_| {
+            let queue = Queue::create(self.context, self.id(), Hints::of(self.device(), hints));
+            let queue = queue.map_err(|e| self.error(self.settle(e)))?;
             self.queues.lock().push(queue);
             self.profile_if_on();
             Ok(())
@@ -486,8 +490,8 @@ impl ClDevice {
     }
 
     /// Takes a stream back. What it still has to do gets done.
-    pub(crate) fn give_stream_back(&self, stream: StreamId) {
+    pub(crate) fn give_stream_back(&self, stream: StreamId, hints: StreamHints) {
         let _ = self.queues.lock()[stream.index()].flush();
-        lock(&self.queues.ids).give_back(stream);
+        lock(&self.queues.ids).give_back(stream, hints);
     }
 }
