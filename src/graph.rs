@@ -4,7 +4,7 @@ use std::fmt;
 
 use crate::backend::problem::recording::Recording;
 use crate::device::capture;
-use crate::storage::{Captured, MemPool, MemPoolOptions};
+use crate::storage::{Allocator, Captured, MemPool, MemPoolOptions};
 use crate::{Device, Error, Result, Stream, backend};
 
 /// Work of an OpenCL device, recorded to be submitted again and again (PyTorch's `torch.cuda.CUDAGraph`).
@@ -31,7 +31,7 @@ use crate::{Device, Error, Result, Stream, backend};
 /// A whole training step is captured likewise: `zero_grad`, forward, `backward` and [`Sgd`](crate::optim::Sgd)'s step;
 /// what is a number on the host then (the learning rate) stays what it was at the capture.
 ///
-/// **Memory.** What is allocated inside comes from a pool of the graph's own: as long as the graph lives nobody else is
+/// **Memory.** What is allocated inside comes from a pool of the graph's own, or of [several](Self::capture_in): as long as the graph lives nobody else is
 /// given it, also what was dropped inside. Tensors from outside are kept alive and do not move. When the graph is dropped,
 /// it waits for its replays, and the memory becomes the allocator's.
 ///
@@ -57,9 +57,43 @@ impl Graph {
     /// itself did on the host (forgetting gradients, say) stays done.
     pub fn capture<R>(device: Device, f: impl FnOnce() -> Result<R>) -> Result<(Graph, R)> {
         let pool = MemPool::of_device(device, MemPoolOptions::default())?; // may be the device's first use, so not recorded
-        let recorder = backend::of(device).record(device)?;
+        Graph::capture_in(&pool, f)
+    }
+
+    /// [`capture`](Self::capture) with memory of a pool that other graphs have as well, PyTorch's `torch.cuda.graph(g,
+    /// pool=...)`: what one graph allocated and dropped inside serves the next, so that graphs of a pool need little more than
+    /// the largest of them.
+    ///
+    /// Replay them in the order in which they were captured: a later one overwrites what an earlier one dropped inside. Tensors
+    /// that live keep their values, and what the capture uses of the pool's is kept alive, as everything from outside.
+    ///
+    /// ```
+    /// use claystone::{Device, Graph, Tensor};
+    /// let Some(device) = Device::all().into_iter().find(|&device| device != Device::Cpu) else { return Ok(()) };
+    /// let x = Tensor::ones(1 << 20, device)?;
+    /// let (first, y) = Graph::capture(device, || x.add_scalar(1.0)?.mul_scalar(2.0)?.sum((), false))?;
+    /// let reserved = first.pool().stats().reserved_bytes;
+    /// let (second, z) = Graph::capture_in(first.pool(), || x.add_scalar(2.0)?.mul_scalar(3.0)?.sum((), false))?;
+    /// assert_eq!(second.pool().stats().reserved_bytes, reserved);
+    /// first.replay()?;
+    /// second.replay()?;
+    /// assert_eq!([y.item::<f32>()?, z.item::<f32>()?], [4.0 * 1048576.0, 9.0 * 1048576.0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of [`capture`](Self::capture); [`Error::Invalid`] where the pool has memory of another stream, which no replay
+    /// would wait for.
+    pub fn capture_in<R>(pool: &MemPool, f: impl FnOnce() -> Result<R>) -> Result<(Graph, R)> {
+        let device = pool.allocator().device();
         let stream = Stream::current(device)?;
-        let (memory, result) = Captured::during(pool, f)?;
+        if let Some(other) = pool.other_stream(stream.id()) {
+            let (other, own) = (other.index(), stream.id().index());
+            let reason = format!("the pool has memory of stream {other}: capture on that stream, not on {own}");
+            return Err(Error::invalid("Graph::capture_in", reason));
+        }
+        let recorder = backend::of(device).record(device)?;
+        let (memory, result) = Captured::during(pool.clone(), f)?;
         Ok((Graph { stream, recording: recorder.finish(), memory }, result))
     }
 
@@ -97,9 +131,14 @@ impl Graph {
         self.recording.len()
     }
 
-    /// Bytes of device memory that are the graph's own.
+    /// The pool that its memory is of, for other graphs to [share](Self::capture_in): PyTorch's `CUDAGraph.pool`.
+    pub fn pool(&self) -> &MemPool {
+        self.memory.pool()
+    }
+
+    /// Bytes of device memory that its pool has: the graph's own, unless others share it.
     pub fn reserved_bytes(&self) -> u64 {
-        self.memory.pool_bytes()
+        self.pool().stats().reserved_bytes
     }
 }
 

@@ -1,6 +1,7 @@
 //! What a graph uses of a device's memory, and how it keeps it.
 
 use std::cell::RefCell;
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -9,15 +10,17 @@ use super::caching::{MemPool, use_mem_pool};
 use super::segment::Segment;
 use crate::Result;
 
-/// The memory of a graph: its own pool, and what it uses of what was there before.
+/// The memory of a graph: its pool, and what it uses of what was there before.
 pub(crate) struct Captured {
     outside: Vec<Used>,
+    /// Blocks of the pool that were there before.
+    before: HashSet<u32>,
     /// Buffers that commands name.
     segments: Vec<Arc<Segment>>,
     pool: MemPool,
 }
 
-/// A storage that is not of the pool, and how often a capture counted it as changed.
+/// A storage that was there before the capture, and how often a capture counted it as changed.
 struct Used {
     storage: Storage,
     changes: u64,
@@ -39,7 +42,8 @@ impl Captured {
                 drop(CAPTURED.take());
             }
         }
-        CAPTURED.set(Some(Captured { outside: Vec::new(), segments: Vec::new(), pool: pool.clone() }));
+        let (outside, segments) = (Vec::new(), Vec::new());
+        CAPTURED.set(Some(Captured { outside, before: pool.live(), segments, pool: pool.clone() }));
         let _end = End;
         let result = use_mem_pool(&pool, f);
         let captured = CAPTURED.take().expect("set above");
@@ -54,9 +58,9 @@ impl Captured {
         self.outside.iter().filter(|used| used.changes > 0).for_each(|used| used.count(|n| n.wrapping_add(1)));
     }
 
-    /// The bytes of its pool.
-    pub(crate) fn pool_bytes(&self) -> u64 {
-        self.pool.stats().reserved_bytes
+    /// Where what was allocated inside is.
+    pub(crate) fn pool(&self) -> &MemPool {
+        &self.pool
     }
 }
 
@@ -66,7 +70,7 @@ impl Used {
     }
 }
 
-/// Notes that a capture of this thread uses a storage: it will not move, and is kept unless its memory is the pool's.
+/// Notes that a capture of this thread uses a storage: it will not move, and is kept unless the capture allocated it.
 pub(super) fn used(storage: &Storage, lease: &Lease) {
     CAPTURED.with_borrow_mut(|captured| {
         let Some(captured) = captured else { return };
@@ -75,7 +79,8 @@ pub(super) fn used(storage: &Storage, lease: &Lease) {
             captured.segments.push(segment);
         }
         let known = || captured.outside.iter().any(|used| used.storage.ptr_eq(storage));
-        if !captured.pool.owns(&lease.block) && !known() {
+        let is_inside = captured.pool.owns(&lease.block) && !captured.before.contains(&lease.block.id());
+        if !is_inside && !known() {
             captured.outside.push(Used { storage: storage.clone(), changes: 0 });
         }
     });

@@ -247,3 +247,48 @@ fn what_a_kernel_finds_wrong_is_told() {
         assert!(loss.item::<f32>().unwrap() > 0.0);
     }
 }
+
+/// Two layers' worth of work on x, which drops what it makes between.
+fn between(x: &Tensor, by: f64) -> Result<Tensor> {
+    x.add_scalar(by)?.relu()?.mul_scalar(by)?.sum(1, false)
+}
+
+#[test]
+fn graphs_share_a_pool() {
+    for device in opencl() {
+        let x = ramp(512 * 700, &[512, 700], 3.0, device);
+        let (first, a) = Graph::capture(device, || between(&x, 2.0)).unwrap();
+        let one = first.reserved_bytes();
+        let pool = first.pool().clone();
+        let (second, b) = Graph::capture_in(&pool, || between(&x, 3.0)).unwrap();
+        // What the second uses of the first's results is kept for its replays, although the user drops it.
+        let (third, c) = Graph::capture_in(&pool, || a.add(&b)?.mul_scalar(2.0)).unwrap();
+        assert_eq!(third.pool().id(), first.pool().id());
+        assert!(second.reserved_bytes() < one + one / 4, "what the first dropped serves the second");
+        drop((a, b));
+        let (fourth, d) = Graph::capture_in(&pool, || between(&x, 4.0)).unwrap();
+        for scale in [1.0, 2.0] {
+            x.copy_(&ramp(512 * 700, &[512, 700], scale, device)).unwrap();
+            let want = between(&x, 2.0).unwrap().add(&between(&x, 3.0).unwrap()).unwrap().mul_scalar(2.0).unwrap();
+            let last = between(&x, 4.0).unwrap();
+            [&first, &second, &third, &fourth].into_iter().for_each(|graph| graph.replay().unwrap());
+            assert_eq!((vec(&c), vec(&d)), (vec(&want), vec(&last)), "{device}");
+        }
+        // The pool lives as long as anybody has it.
+        drop((first, second, pool));
+        [&third, &fourth].into_iter().for_each(|graph| graph.replay().unwrap());
+        let last = between(&x, 4.0).unwrap();
+        assert_eq!(vec(&d), vec(&last));
+    }
+}
+
+#[test]
+fn pools_of_other_streams_are_refused() {
+    for device in opencl() {
+        let x = Tensor::ones(1000, device).unwrap();
+        let (graph, _) = Graph::capture(device, || x.exp()).unwrap();
+        let side = Stream::new(device).unwrap();
+        let told = with_stream(&side, || Graph::capture_in(graph.pool(), || x.exp()));
+        assert!(told.as_ref().is_err_and(|e| e.to_string().contains("memory of stream 0")), "{told:?}");
+    }
+}

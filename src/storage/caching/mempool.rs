@@ -198,6 +198,18 @@ impl MemPool {
         block.owner == allocator.number && allocator.lock().heap.held(block.id()).pool == self.0.id
     }
 
+    /// The numbers of its live blocks.
+    pub(crate) fn live(&self) -> HashSet<u32> {
+        self.0.allocator.lock().heap.blocks_of_pool(self.0.id, Use::Live).collect()
+    }
+
+    /// A stream other than this one that has memory of it.
+    pub(crate) fn other_stream(&self, stream: StreamId) -> Option<StreamId> {
+        let core = self.0.allocator.lock();
+        let streams = core.heap.arenas.iter().filter(|arena| arena.pool == self.0.id).map(|arena| arena.stream);
+        streams.into_iter().find(|&of| of != stream)
+    }
+
     /// Whether these are all of its live blocks, and it has no other (PyTorch's `checkPoolLiveAllocations`).
     pub fn check_live(&self, blocks: &[&Block]) -> bool {
         let given: HashSet<u32> =
