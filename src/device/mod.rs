@@ -95,6 +95,18 @@ impl Device {
         }
     }
 
+    /// The `cl_context` of an OpenCL device, for other code that makes buffers for
+    /// [`Storage::import_cl`](crate::storage::Storage::import_cl). It lives until the process ends.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for the CPU device, [`Error::NoDevice`] if the device is not there, and what the driver refuses.
+    pub fn cl_context(&self) -> Result<*mut std::ffi::c_void> {
+        match *self {
+            Device::Cpu => Err(Error::invalid("cl_context", "the CPU device has no context: name an OpenCL device")),
+            Device::OpenCL(index) => Ok(opencl::open(index)?.context()),
+        }
+    }
+
     /// [`info`](Self::info), which is kept.
     pub(crate) fn known(self) -> Result<&'static DeviceInfo> {
         match self {

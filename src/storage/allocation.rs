@@ -1,5 +1,6 @@
 //! Handles on runs of bytes, and what holds the bytes.
 
+use std::any::Any;
 use std::cell::RefCell;
 use std::ffi::c_void;
 use std::fmt;
@@ -14,6 +15,7 @@ use super::driver::MemoryKind;
 use super::driver::host::HostMemory;
 use super::driver::opencl::OpenCl;
 use super::driver::staging::{self, PinnedBytes};
+use super::import::{Foreign, Imported};
 use super::registry::{self, Current};
 use super::{captured, scope};
 use crate::device::{Stream, capture, profiler};
@@ -194,7 +196,7 @@ impl Storage {
     }
 
     #[inline(always)] // what is moved in words and read in vectors waits for the stores
-    fn new(device: Device, size: usize, backing: Backing) -> Storage {
+    pub(super) fn new(device: Device, size: usize, backing: Backing) -> Storage {
         let spare = SPARE.try_with(|spare| spare.borrow_mut().pop()).ok().flatten();
         let mut shared = spare.unwrap_or_else(nothing);
         let place = alone(&mut shared).expect("nobody else has a handle");
@@ -261,7 +263,7 @@ pub(super) enum Backing {
     /// There are no bytes.
     Empty,
     Host(Lease),
-    /// Host memory that came with a vector, or is pinned.
+    /// Host memory that came with a vector, is pinned, or is somebody else's.
     Adopted(Box<Adopted>), // rare, and so large that all others would be moved at the length of it
     OpenCl(OpenCl, Lease),
 }
@@ -273,14 +275,15 @@ pub(super) struct Adopted {
 }
 
 impl Adopted {
-    fn new(memory: Bytes) -> Box<Adopted> {
+    pub(super) fn new(memory: Bytes) -> Box<Adopted> {
         Box::new(Adopted { lock: RwLock::new(()), memory })
     }
 }
 
-enum Bytes {
+pub(super) enum Bytes {
     Vector(HostMemory),
     Pinned(PinnedBytes),
+    Foreign(Foreign),
 }
 
 impl Bytes {
@@ -288,6 +291,7 @@ impl Bytes {
         match self {
             Bytes::Vector(memory) => memory.start(),
             Bytes::Pinned(memory) => memory.start(),
+            Bytes::Foreign(memory) => memory.start(),
         }
     }
 }
@@ -327,7 +331,7 @@ impl Allocation {
         match &self.backing {
             Backing::Adopted(adopted) => match &adopted.memory {
                 Bytes::Pinned(pinned) => Some(pinned),
-                Bytes::Vector(_) => None,
+                Bytes::Vector(_) | Bytes::Foreign(_) => None,
             },
             _ => None,
         }
@@ -378,11 +382,11 @@ struct Aligned;
 /// A block that goes back to its allocator on drop.
 pub(super) struct Lease {
     pub(super) block: ManuallyDrop<Block>,
-    owner: Owner,
+    pub(super) owner: Owner,
 }
 
 /// The allocator a block is from: its device's own, or one that was in force where it was made.
-enum Owner {
+pub(super) enum Owner {
     Device(&'static dyn Allocator),
     Scope(Arc<dyn Allocator>),
 }
@@ -429,6 +433,9 @@ impl Lease {
 /// Tells the profiler that so many bytes more are allocated, or fewer.
 #[cold]
 fn record_change(allocator: &dyn Allocator, bytes: i64) {
+    if (allocator as &dyn Any).is::<Imported>() {
+        return; // not counted when it came, either
+    }
     profiler::memory(allocator.device(), bytes, || {
         let stats = allocator.stats();
         [stats.allocated_bytes.current, stats.reserved_bytes.current]

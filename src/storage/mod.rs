@@ -23,6 +23,7 @@ mod exclusive_host;
 mod guard;
 mod history;
 mod hooks;
+mod import;
 mod logging;
 mod mapped;
 pub mod plan;

@@ -121,6 +121,33 @@ impl Tensor {
     }
 }
 
+/// Memory that is there already.
+impl Tensor {
+    /// A tensor over the first bytes of a storage, in row-major order, which shares them with the storage's other tensors
+    /// (PyTorch's `torch.empty(0).set_(storage)`).
+    ///
+    /// ```
+    /// use claystone::{DType, Device, Tensor};
+    /// let x = Tensor::from_slice(&[1.0f32, 0.0], 2, Device::Cpu)?;
+    /// let bits = Tensor::from_storage(x.storage().clone(), 2, DType::U32)?;
+    /// assert_eq!(bits.to_vec::<u32>()?, [1.0f32.to_bits(), 0]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where the storage has fewer bytes.
+    pub fn from_storage(storage: Storage, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
+        let layout = Layout::contiguous(shape.into());
+        let (wanted, has) = (layout.shape.bytes(dtype.size()), storage.nbytes());
+        if wanted > has {
+            let shape = &layout.shape;
+            let reason = format!("{shape:?} of {dtype} takes {wanted} bytes, and the storage has {has}");
+            return Err(Error::invalid("from_storage", reason));
+        }
+        Ok(Tensor { storage, layout, dtype, node: None })
+    }
+}
+
 /// The host's values. The dtype is that of the elements.
 impl Tensor {
     /// A copy of `values`, in row-major order.

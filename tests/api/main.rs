@@ -17,6 +17,7 @@ mod graph;
 mod idx;
 mod info;
 mod io;
+mod import;
 mod leaves;
 mod operators;
 mod precision;

@@ -67,6 +67,7 @@ functions! {
     clGetKernelArgInfo: clGetKernelArgInfo_t,
     clGetKernelInfo: clGetKernelInfo_t,
     clGetKernelWorkGroupInfo: clGetKernelWorkGroupInfo_t,
+    clGetMemObjectInfo: clGetMemObjectInfo_t,
     clGetPlatformIDs: clGetPlatformIDs_t,
     clGetPlatformInfo: clGetPlatformInfo_t,
     clGetProgramBuildInfo: clGetProgramBuildInfo_t,

@@ -19,6 +19,7 @@ mod exit;
 mod fault;
 mod functions;
 mod hints;
+mod import;
 mod host_memory;
 mod launch;
 #[cfg(test)]

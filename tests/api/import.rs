@@ -1,0 +1,110 @@
+//! Memory of others as tensors.
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use claystone::storage::{self, Storage};
+use claystone::{DType, Device, Error, Result, Tensor};
+
+use crate::common::{devices, vec};
+
+fn told(result: Result<Storage>) -> String {
+    match result {
+        Err(Error::Invalid { .. }) => result.unwrap_err().to_string(),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// The other tensor's bytes from a byte on, as a buffer of other code would be.
+fn import(x: &Tensor, from: usize, bytes: usize) -> Result<Storage> {
+    let (buffer, offset) = x.storage().export_cl()?;
+    // SAFETY: x lives as long as the test uses what is imported, on the same stream.
+    unsafe { Storage::import_cl(x.device(), buffer, offset + from, bytes) }
+}
+
+#[test]
+fn buffers_are_shared_and_not_counted() {
+    for device in devices().into_iter().filter(|&device| device != Device::Cpu) {
+        let x = Tensor::arange(0, 1000, 1, device).unwrap().to_dtype(DType::F32).unwrap();
+        let before = storage::allocator(device).unwrap().stats().allocated_bytes.current;
+        let storage = import(&x, 64, 400).unwrap();
+        assert_eq!((storage.nbytes(), storage.device()), (400, device));
+        let y = Tensor::from_storage(storage, [10, 10], DType::F32).unwrap();
+        assert_eq!(storage::allocator(device).unwrap().stats().allocated_bytes.current, before);
+        assert_eq!(vec(&y), (16..116).map(|i| i as f32).collect::<Vec<_>>(), "{device}");
+        // What one changes the other has; views, odd strides and copies are as everywhere.
+        y.t().unwrap().narrow(0, 3, 1).unwrap().fill_(-1.0).unwrap();
+        assert_eq!(vec(&x)[16..28], [16.0, 17.0, 18.0, -1.0, 20.0, 21.0, 22.0, 23.0, 24.0, 25.0, 26.0, 27.0]);
+        let copy = y.t().unwrap().clone();
+        let (_, profile) = claystone::profiler::profile(|| drop(y)).unwrap();
+        assert!(profile.memory().iter().all(|sample| sample.device != device), "neither when it goes");
+        assert_eq!(vec(&copy)[..2], [16.0, 26.0]);
+        assert_eq!(vec(&x)[999], 999.0);
+    }
+}
+
+#[test]
+fn what_cannot_be_imported_is_told() {
+    for device in devices().into_iter().filter(|&device| device != Device::Cpu) {
+        let x = Tensor::zeros(8, device).unwrap();
+        let (buffer, offset) = x.storage().export_cl().unwrap();
+        assert!(told(import(&x, 4, 8)).contains("begin at a multiple of 16"));
+        assert!(told(import(&x, 0, usize::MAX)).contains("leave room for the last"));
+        assert!(told(import(&x, 0, 1 << 60)).contains("leave room"));
+        assert_eq!(import(&x, 0, 0).unwrap().nbytes(), 0);
+        // SAFETY: nothing is imported.
+        let none = unsafe { Storage::import_cl(device, std::ptr::null_mut(), 0, 16) };
+        assert!(told(none).contains("null"));
+        // SAFETY: as above.
+        let wrong = unsafe { Storage::import_cl(Device::Cpu, buffer, offset, 16) };
+        assert!(told(wrong).contains("from_host_memory"));
+        let contexts: Vec<_> = devices().into_iter().filter_map(|device| device.cl_context().ok()).collect();
+        assert!(!contexts.is_empty() && contexts.iter().all(|context| !context.is_null()));
+        for other in devices().into_iter().filter(|&other| other != Device::Cpu && other != device) {
+            // SAFETY: as above.
+            let wrong = unsafe { Storage::import_cl(other, buffer, offset, 16) };
+            assert!(told(wrong).contains("of another context"));
+        }
+        assert_eq!(vec(&x), [0.0; 8]);
+    }
+    assert!(Device::Cpu.cl_context().is_err());
+}
+
+/// Tells when it is dropped.
+struct Owner(Vec<f32>, #[expect(dead_code, reason = "counted")] Arc<()>);
+
+#[test]
+fn host_memory_is_used_where_it_is_and_given_back() {
+    let alive = Arc::new(());
+    let mut owner = Owner((0..35).map(|i| i as f32).collect(), Arc::clone(&alive));
+    let start = NonNull::new(owner.0.as_mut_ptr().cast::<u8>()).unwrap();
+    // SAFETY: the vector has 140 bytes, and is in nobody else's hands.
+    let storage = unsafe { Storage::from_host_memory(start, 140, owner).unwrap() };
+    let x = Tensor::from_storage(storage.clone(), [5, 7], DType::F32).unwrap();
+    let part = x.narrow(1, 2, 3).unwrap().t().unwrap();
+    assert_eq!(vec(&part)[..5], [2.0, 9.0, 16.0, 23.0, 30.0]);
+    part.mul_scalar_(10.0).unwrap();
+    assert_eq!(vec(&x)[..7], [0.0, 1.0, 20.0, 30.0, 40.0, 5.0, 6.0]);
+    assert_eq!(x.matmul(&x.t().unwrap()).unwrap().shape().dims(), [5, 5]);
+    for device in devices() {
+        assert_eq!(vec(&x.to_device(device).unwrap()), vec(&x));
+    }
+    drop((x, storage));
+    assert_eq!(Arc::strong_count(&alive), 2, "a view keeps it");
+    drop(part);
+    assert_eq!(Arc::strong_count(&alive), 1);
+}
+
+#[test]
+fn addresses_and_sizes_are_checked() {
+    let mut bytes = vec![0u64; 4];
+    let start = NonNull::new(bytes.as_mut_ptr().cast::<u8>()).unwrap();
+    // SAFETY: refused.
+    let odd = unsafe { Storage::from_host_memory(start.add(4), 8, ()) };
+    assert!(told(odd).contains("no multiple of 8"));
+    // SAFETY: the vector has 32 bytes.
+    let storage = unsafe { Storage::from_host_memory(start, 32, bytes).unwrap() };
+    let few = Tensor::from_storage(storage.clone(), 9, DType::F32).unwrap_err().to_string();
+    assert!(few.contains("36 bytes") && few.contains("has 32"), "{few}");
+    assert_eq!(Tensor::from_storage(storage, 8, DType::F32).unwrap().shape().numel(), 8);
+}
