@@ -95,6 +95,48 @@ impl Device {
         }
     }
 
+    /// Writes what this process has compiled and found out for the device to one file: its programs, what `claystone tune`
+    /// measured, and answers of the device to probes. A process that [imports](Self::import_cache) it compiles none of these
+    /// programs again: MNN's `setCache` and `updateCache`. Run a step first, so that its programs are there. Says how many
+    /// programs the file has.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let Some(device) = Device::all().into_iter().find(|&device| device != Device::Cpu) else { return Ok(()) };
+    /// Tensor::ones(4, device)?.exp()?.to_vec::<f32>()?;
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// let file = folder.path().join("kernels.cache");
+    /// assert!(device.export_cache(&file)? > 0);
+    /// assert!(device.import_cache(&file)? > 0); // in another process, on another machine
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for the CPU device, which has no programs, and for a file that cannot be written;
+    /// [`Error::NoDevice`], and what the driver refuses.
+    pub fn export_cache(&self, path: impl AsRef<std::path::Path>) -> Result<usize> {
+        self.with_programs("export_cache")?.export_cache(path.as_ref())
+    }
+
+    /// Takes over what [`export_cache`](Self::export_cache) wrote, for this process: programs come from there before they come
+    /// from the cache's folder, and the tuning is in force from now on. Says how many programs the file has.
+    ///
+    /// Programs are code: import only a file that you trust. A checksum finds damage, not malice.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for the CPU device, and for a file that cannot be read, is damaged, or is of another device, driver or
+    /// version of claystone: nothing of it is used then. [`Error::NoDevice`], and what the driver refuses.
+    pub fn import_cache(&self, path: impl AsRef<std::path::Path>) -> Result<usize> {
+        self.with_programs("import_cache")?.import_cache(path.as_ref())
+    }
+
+    fn with_programs(self, op: &'static str) -> Result<&'static opencl::ClDevice> {
+        match self {
+            Device::Cpu => Err(Error::invalid(op, "the CPU device has no compiled programs: name an OpenCL device")),
+            Device::OpenCL(index) => opencl::open(index),
+        }
+    }
+
     /// The `cl_context` of an OpenCL device, for other code that makes buffers for
     /// [`Storage::import_cl`](crate::storage::Storage::import_cl). It lives until the process ends.
     ///

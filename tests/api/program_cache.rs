@@ -8,6 +8,7 @@ use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use claystone::profiler::Category;
 use claystone::{Device, Kernel, Tensor};
 
 use crate::common;
@@ -193,4 +194,52 @@ fn the_program_shows_and_empties_it() {
     assert!(!good && error.contains("0777") && error.contains("chmod 700"), "{error}");
     let (good, told, _) = cache(Path::new("off"), &[]);
     assert!(good && told.contains("nothing is kept"), "{told}");
+}
+
+const EXPORTED: &str = "CLAYSTONE_TEST_EXPORTED";
+
+/// What [`an_exported_cache_spares_another_process_the_compiler`] runs; nothing on its own.
+#[test]
+fn the_importer() {
+    let (Ok(file), Some(device)) = (std::env::var(EXPORTED), opencl()) else { return };
+    let programs = device.import_cache(file).unwrap();
+    let (_, profile) = claystone::profiler::profile(|| {
+        assert_eq!(number(41, device), 41.0);
+        assert_eq!(Tensor::ones(3, device).unwrap().exp().unwrap().to_vec::<f32>().unwrap(), [1f32.exp(); 3]);
+    })
+    .unwrap();
+    let count = |category| profile.events().iter().filter(|event| event.category == category).count();
+    assert_eq!(count(Category::Compile), 0, "{programs} programs");
+    assert!(count(Category::Load) >= 2);
+}
+
+#[test]
+fn an_exported_cache_spares_another_process_the_compiler() {
+    let Some(device) = opencl() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("kernels.cache");
+    assert_eq!(number(41, device), 41.0);
+    Tensor::ones(3, device).unwrap().exp().unwrap().to_vec::<f32>().unwrap();
+    let programs = device.export_cache(&file).unwrap();
+    assert!(programs >= 2);
+    assert_eq!(device.import_cache(&file).unwrap(), programs);
+    let mut importer = Command::new(std::env::current_exe().unwrap());
+    importer.args(["program_cache::the_importer", "--exact"]).env(EXPORTED, &file).env("CLAYSTONE_CACHE_DIR", "off");
+    let output = importer.output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+
+    let whole = fs::read(&file).unwrap();
+    let told = |bytes: &[u8]| {
+        fs::write(&file, bytes).unwrap();
+        device.import_cache(&file).unwrap_err().to_string()
+    };
+    let mut damaged = whole.clone();
+    damaged[whole.len() / 2] ^= 1;
+    assert!(told(&damaged).contains("damaged: export it again"));
+    assert!(told(&whole[..whole.len() - 1]).contains("damaged"));
+    assert!(told(b"notes").contains("no file that export_cache wrote"));
+    fs::remove_file(&file).unwrap();
+    assert!(device.import_cache(&file).is_err());
+    assert!(device.export_cache(folder.path()).is_err());
+    assert!(Device::Cpu.export_cache(&file).unwrap_err().to_string().contains("no compiled programs"));
 }

@@ -60,6 +60,11 @@ impl Kind {
         }
     }
 
+    /// Whether a file of this name is one.
+    pub(super) fn is_of(self, name: &str) -> bool {
+        name.strip_suffix(self.extension()).is_some_and(|stem| stem.ends_with('.'))
+    }
+
     pub(super) fn name(self, key: &Key) -> String {
         let hex: String = key.iter().map(|byte| format!("{byte:02x}")).collect();
         format!("{hex}.{}", self.extension())

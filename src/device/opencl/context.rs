@@ -8,6 +8,7 @@ use std::{mem, ptr, thread};
 use opencl3::memory::{CL_MAP_READ, CL_MEM_READ_WRITE, CL_MIGRATE_MEM_OBJECT_CONTENT_UNDEFINED};
 use opencl3::types::{cl_context, cl_device_id, cl_event};
 
+use super::blob::Imported;
 use super::discovery::Found;
 use super::driver::{ClBuffer, ClKernel, call, create};
 use super::errors::{ClError, Class};
@@ -37,6 +38,7 @@ pub(crate) struct ClDevice {
     pub(super) context: cl_context,
     pub(super) queues: Queues,
     pub(super) programs: Programs,
+    pub(super) imported: Imported,
     pub(super) faults: Slots,
     pub(super) tensor_cores: Probed<TensorCores>,
     pub(super) tuning: OnceLock<Tuning>,
@@ -136,6 +138,7 @@ impl ClDevice {
             context,
             queues,
             programs: Programs::default(),
+            imported: Imported::default(),
             faults,
             tensor_cores: Probed::default(),
             tuning: OnceLock::new(),

@@ -8,6 +8,7 @@
 //! outlives what uses it: see [`host_memory`]. [`driver`] is the only file that owns raw handles; [`exit`] stops everything before the process ends.
 
 mod background;
+mod blob;
 mod cache;
 mod capabilities;
 pub(crate) mod capture;

@@ -15,6 +15,7 @@ use opencl3::program::{CL_PROGRAM_BINARIES, CL_PROGRAM_BINARY_SIZES, CL_PROGRAM_
 use sha2::{Digest, Sha256};
 
 use super::ClDevice;
+use super::blob::Entries;
 use super::cache::{Cache, Key, Kind};
 use super::driver::{ClKernel, Program, call, create, info, value};
 use super::errors::ClError;
@@ -40,6 +41,8 @@ pub(super) struct Programs {
     /// The user's, of which there is no end, the last used at the back. A kernel keeps its program, so these are only for
     /// kernels that are made again.
     recent: Mutex<VecDeque<(Key, Slot)>>,
+    /// Answers of the device to probes, by the names of their files.
+    pub(super) found: Mutex<Entries>,
     from_source: AtomicU64,
     from_disk: AtomicU64,
     /// Binaries that the driver took long to give.
@@ -75,6 +78,14 @@ impl Programs {
         drop(recent); // before the driver is asked to release a program
         drop(forgotten);
         slot
+    }
+
+    /// The binary of every program that is loaded, by the name of its file.
+    pub(super) fn binaries(&self) -> Result<Entries, ClError> {
+        let own = lock(&self.own).iter().map(|(&key, slot)| (key, Arc::clone(slot))).collect::<Vec<_>>();
+        let recent = lock(&self.recent).iter().cloned().collect::<Vec<_>>();
+        let programs = own.into_iter().chain(recent).filter_map(|(key, slot)| Some((key, lock(&slot).clone()?)));
+        programs.map(|(key, program)| Ok((Kind::Program.name(&key), binary(&program)?))).collect()
     }
 }
 
@@ -175,16 +186,19 @@ impl ClDevice {
     /// What an earlier process found out about the device by way of `source`; else what `find` does, kept for the next one.
     pub(super) fn remembered(&self, source: &str, find: impl FnOnce() -> Option<Vec<u8>>) -> Option<Vec<u8>> {
         let (cache, name) = (Cache::of_process(), Kind::Found.name(&self.key(source, &self.build_options())));
-        cache.and_then(|cache| cache.load(&name).ok()).or_else(|| {
+        let known = self.imported.get(&name).or_else(|| cache?.load(&name).ok());
+        let found = known.or_else(|| {
             let found = find()?;
             if let Some(cache) = cache {
                 let _ = cache.store(&name, &found);
             }
             Some(found)
-        })
+        })?;
+        lock(&self.programs.found).insert(name, found.clone());
+        Some(found)
     }
 
-    /// From the file if it is there and whole, otherwise from source, and then into the file.
+    /// From what was imported or the file if it is there and whole, otherwise from source, and then into the file.
     fn obtain(
         &self,
         name: &'static str,
@@ -194,8 +208,9 @@ impl ClDevice {
         file: &str,
     ) -> Result<Program> {
         let span = |kind| profiler::span(kind, name, self.device(), self.current_stream().0, 0);
-        let loading = cache.and_then(|_| span(profiler::Kind::Load));
-        if let Some(program) = cache.and_then(|cache| self.load(cache, file, options)) {
+        let loading = span(profiler::Kind::Load);
+        let imported = self.imported.get(file).and_then(|binary| self.of_binary(&binary, options));
+        if let Some(program) = imported.or_else(|| self.load(cache?, file, options)) {
             self.programs.from_disk.fetch_add(1, Relaxed);
             return Ok(program);
         }

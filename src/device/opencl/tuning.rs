@@ -91,7 +91,7 @@ pub(super) struct Tuning {
     values: [AtomicUsize; PARAMETERS.len()],
 }
 
-type Values = [usize; PARAMETERS.len()];
+pub(super) type Values = [usize; PARAMETERS.len()];
 
 impl Tunable {
     pub(crate) fn default(&self, family: Family) -> usize {
@@ -128,11 +128,29 @@ impl ClDevice {
         TIMES_TUNED.fetch_add(1, Release);
     }
 
+    /// Sets all of them, for this process.
+    pub(super) fn set_all_tuned(&self, values: Values) {
+        for (at, value) in self.tuning().values.iter().zip(values) {
+            at.store(value, Relaxed);
+        }
+        TIMES_TUNED.fetch_add(1, Release);
+    }
+
     /// Keeps the values for other processes: in which file, unless there is no cache.
     pub(crate) fn save_tuning(&self) -> io::Result<Option<PathBuf>> {
         let Some(cache) = Cache::of_process() else { return Ok(None) };
+        cache.store(&self.tuning_file(), self.tuning_text().as_bytes()).map(Some)
+    }
+
+    /// The values as a file has them.
+    pub(super) fn tuning_text(&self) -> String {
         let values = std::array::from_fn(|i| self.tuning().values[i].load(Relaxed));
-        cache.store(&self.tuning_file(), write(&self.identity(), self.family(), &values).as_bytes()).map(Some)
+        write(&self.identity(), self.family(), &values)
+    }
+
+    /// The opposite; what is wrong with the text where it is not of this device, driver and version.
+    pub(super) fn read_tuning(&self, text: &str) -> Result<Values, String> {
+        read(text, &self.identity(), self.family())
     }
 
     fn tuning(&self) -> &Tuning {
@@ -147,19 +165,19 @@ impl ClDevice {
         let read = match cache.load(&self.tuning_file()) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return None,
             Err(error) => Err(error.to_string()),
-            Ok(text) => read(&String::from_utf8_lossy(&text), &self.identity(), self.family()),
+            Ok(text) => self.read_tuning(&String::from_utf8_lossy(&text)),
         };
         read.inspect_err(|why| tracing::warn!(why, "stored tuning not used: run `claystone tune` again")).ok()
     }
 
     /// A file a device, whatever its driver: so that an update can be told of.
-    fn tuning_file(&self) -> String {
+    pub(super) fn tuning_file(&self) -> String {
         let device = format!("{}\n{}\n{:?}", self.info().name, self.info().vendor, self.family());
         Kind::Tuning.name(&Sha256::digest(device).into())
     }
 
     /// What the times are of.
-    fn identity(&self) -> String {
+    pub(super) fn identity(&self) -> String {
         let info = self.info();
         format!("{}, driver {}, claystone {}", info.name, info.driver, env!("CARGO_PKG_VERSION"))
     }

@@ -1,0 +1,150 @@
+//! What a device's cache has, in one file to carry to another process or machine of the same device and driver.
+//!
+//! The file: [`MAGIC`], the SHA-256 of the rest, and the rest: whose it is, then each entry's name and contents, every one of
+//! them behind its length in 8 bytes, the lowest first.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::{PoisonError, RwLock};
+
+use sha2::{Digest, Sha256};
+
+use super::ClDevice;
+use super::cache::Kind;
+use crate::device::lock;
+use crate::error::Excerpt;
+use crate::{Error, Result, file};
+
+const MAGIC: &[u8; 16] = b"claystone cache\n";
+
+/// Entries by the names that files of the cache have.
+pub(super) type Entries = BTreeMap<String, Vec<u8>>;
+
+/// What a device was given by [`ClDevice::import_cache`].
+#[derive(Default)]
+pub(super) struct Imported(RwLock<Entries>);
+
+impl Imported {
+    /// The contents of the file of this name.
+    pub(super) fn get(&self, name: &str) -> Option<Vec<u8>> {
+        self.0.read().unwrap_or_else(PoisonError::into_inner).get(name).cloned()
+    }
+}
+
+impl ClDevice {
+    /// Writes the programs that this process has used on the device, answers of the device, and its tuning to a file, and
+    /// says how many programs there are.
+    ///
+    /// # Errors
+    /// What the driver refuses, and [`Error::Invalid`] where the file cannot be written.
+    pub(crate) fn export_cache(&self, path: &Path) -> Result<usize> {
+        self.check_lost()?;
+        let mut entries = self.programs.binaries().map_err(|e| self.error(self.settle(e)))?;
+        let programs = entries.len();
+        entries.extend(lock(&self.programs.found).clone());
+        entries.insert(self.tuning_file(), self.tuning_text().into_bytes());
+        let blob = write(&self.identity(), &entries);
+        let refused = |e| Error::invalid("export_cache", format!("{}: {e}", path.display()));
+        file::replace(path, &blob).map_err(refused)?;
+        Ok(programs)
+    }
+
+    /// Takes over what [`export_cache`](Self::export_cache) wrote, and says how many programs there are. All of it, or
+    /// nothing.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a file that cannot be read, is damaged, or is of another device, driver or version.
+    pub(crate) fn import_cache(&self, path: &Path) -> Result<usize> {
+        self.check_lost()?;
+        let refused = |why: String| Error::invalid("import_cache", format!("{}: {why}", path.display()));
+        let blob = std::fs::read(path).map_err(|e| refused(e.to_string()))?;
+        let mut entries = read(&blob, &self.identity()).map_err(refused)?;
+        let tuning = entries.remove(&self.tuning_file()).map(|text| self.read_tuning(&String::from_utf8_lossy(&text)));
+        let tuning = tuning.transpose().map_err(refused)?;
+        let programs = entries.keys().filter(|name| Kind::Program.is_of(name)).count();
+        self.imported.0.write().unwrap_or_else(PoisonError::into_inner).extend(entries);
+        if let Some(values) = tuning {
+            self.set_all_tuned(values);
+        }
+        Ok(programs)
+    }
+}
+
+fn write(identity: &str, entries: &Entries) -> Vec<u8> {
+    let mut rest = Vec::new();
+    let mut put = |bytes: &[u8]| {
+        rest.extend((bytes.len() as u64).to_le_bytes());
+        rest.extend(bytes);
+    };
+    put(identity.as_bytes());
+    for (name, contents) in entries {
+        put(name.as_bytes());
+        put(contents);
+    }
+    [&MAGIC[..], &Sha256::digest(&rest), &rest].concat()
+}
+
+/// The entries, if the file is whole and of this identity; what is wrong with it otherwise.
+fn read(blob: &[u8], identity: &str) -> Result<Entries, String> {
+    let damaged = || "it is damaged: export it again".to_owned();
+    let rest = blob.strip_prefix(MAGIC).ok_or("it is no file that export_cache wrote")?;
+    let (sum, mut rest) = rest.split_first_chunk::<32>().ok_or_else(damaged)?;
+    if Sha256::digest(rest)[..] != sum[..] {
+        return Err(damaged());
+    }
+    let mut take = || -> Option<&[u8]> {
+        let (length, after) = rest.split_first_chunk()?;
+        let (bytes, after) = after.split_at_checked(usize::try_from(u64::from_le_bytes(*length)).ok()?)?;
+        rest = after;
+        Some(bytes)
+    };
+    let of = String::from_utf8_lossy(take().ok_or_else(damaged)?).into_owned();
+    if of != identity {
+        return Err(format!("it is of \"{}\", and this is \"{identity}\": export one here", Excerpt(&of)));
+    }
+    let mut entries = Entries::new();
+    while let Some(name) = take() {
+        let name = std::str::from_utf8(name).map_err(|_| damaged())?.to_owned();
+        entries.insert(name, take().ok_or_else(damaged)?.to_vec());
+    }
+    if rest.is_empty() { Ok(entries) } else { Err(damaged()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::mutate::{self, Random, mutated};
+    use super::*;
+
+    fn entries() -> Entries {
+        let contents = [&b"a program"[..], b"", &[7; 1000]];
+        (0..3).map(|i| (Kind::Program.name(&[i; 32]), contents[usize::from(i)].to_vec())).collect()
+    }
+
+    #[test]
+    fn what_is_written_is_read_by_the_same_device() {
+        let blob = write("a device", &entries());
+        assert_eq!(read(&blob, "a device"), Ok(entries()));
+        assert_eq!(read(&write("", &Entries::new()), ""), Ok(Entries::new()));
+        let other = read(&blob, "another").unwrap_err();
+        assert!(other.contains("of \"a device\", and this is \"another\""), "{other}");
+    }
+
+    /// `CLAYSTONE_MUTATIONS` says how many are tried.
+    #[test]
+    fn no_damaged_file_is_read() {
+        let whole = [write("a device", &entries()), write("a device", &Entries::new()), b"something else".to_vec()];
+        let mut random = Random(0);
+        for _ in 0..mutate::count(10_000) {
+            let blob = mutated(&mut random, &whole);
+            if !whole.contains(&blob) {
+                assert!(read(&blob, "a device").is_err());
+            }
+        }
+        // With a checksum that is right, as nobody would get by accident.
+        let rest: Vec<u8> = [&8u64.to_le_bytes()[..], b"a device", &u64::MAX.to_le_bytes()].concat();
+        for end in 0..=rest.len() {
+            let blob = [&MAGIC[..], &Sha256::digest(&rest[..end]), &rest[..end]].concat();
+            assert_eq!(read(&blob, "a device").is_ok(), end == 16, "{end}");
+        }
+    }
+}
