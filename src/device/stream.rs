@@ -82,11 +82,7 @@ impl Ids {
     }
 
     /// An id nobody has, of a stream with these hints. One that nobody ever had is given to `make` first.
-    pub(super) fn take(
-        &mut self,
-        hints: StreamHints,
-        make: impl FnOnce(StreamId) -> Result<()>,
-    ) -> Result<StreamId> {
+    pub(super) fn take(&mut self, hints: StreamHints, make: impl FnOnce(StreamId) -> Result<()>) -> Result<StreamId> {
         if let Some(at) = self.idle.iter().rposition(|(_, of)| *of == hints) {
             return Ok(self.idle.remove(at).0);
         }

@@ -51,14 +51,18 @@ impl Storage {
     pub unsafe fn import_cl(device: Device, buffer: *mut c_void, offset: usize, bytes: usize) -> Result<Storage> {
         let fail = |reason: String| Err(Error::invalid("import_cl", reason));
         let Device::OpenCL(index) = device else {
-            return fail("the CPU device has no OpenCL buffers: Storage::from_host_memory takes the host's memory".into());
+            return fail(
+                "the CPU device has no OpenCL buffers: Storage::from_host_memory takes the host's memory".into(),
+            );
         };
         if buffer.is_null() {
             return fail("the buffer is null".into());
         }
         let buffer = open_device(device)?.import_buffer("import_cl", buffer)?;
         let (size, whole) = (buffer.bytes(), bytes.checked_next_multiple_of(WHOLE));
-        if !offset.is_multiple_of(WHOLE) || whole.and_then(|whole| whole.checked_add(offset)).is_none_or(|end| end > size) {
+        if !offset.is_multiple_of(WHOLE)
+            || whole.and_then(|whole| whole.checked_add(offset)).is_none_or(|end| end > size)
+        {
             return fail(format!(
                 "{bytes} bytes at {offset} of a buffer of {size}: begin at a multiple of {WHOLE}, and leave room for the last \
                  {WHOLE} bytes, which kernels write whole"
@@ -95,11 +99,7 @@ impl Storage {
     /// # Safety
     /// `bytes` initialised bytes from `start` on are readable and writable until `owner` is dropped, and nobody else reads or
     /// writes them until then.
-    pub unsafe fn from_host_memory(
-        start: NonNull<u8>,
-        bytes: usize,
-        owner: impl Any + Send + Sync,
-    ) -> Result<Storage> {
+    pub unsafe fn from_host_memory(start: NonNull<u8>, bytes: usize, owner: impl Any + Send + Sync) -> Result<Storage> {
         if !start.addr().get().is_multiple_of(8) {
             let reason = format!("the address {start:p} is no multiple of 8: copy with Tensor::from_slice instead");
             return Err(Error::invalid("from_host_memory", reason));

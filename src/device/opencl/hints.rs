@@ -44,7 +44,9 @@ impl Hints {
             if hint == 0 || extensions.iter().any(|has| has == extension) {
                 return hint;
             }
-            log::emit(move || tracing::trace!(%device, extension, "a stream's hint is ignored: the driver does not take it"));
+            log::emit(
+                move || tracing::trace!(%device, extension, "a stream's hint is ignored: the driver does not take it"),
+            );
             0
         };
         Hints {

@@ -27,11 +27,16 @@ impl ClDevice {
         let fail = |reason: String| Err(Error::invalid(op, reason));
         let kind = value!(clGetMemObjectInfo(mem, CL_MEM_TYPE) as u32).map_err(told)?;
         if kind != CL_MEM_OBJECT_BUFFER {
-            return fail(format!("the memory object is of type {kind:#x}: give a buffer, type {CL_MEM_OBJECT_BUFFER:#x}"));
+            return fail(format!(
+                "the memory object is of type {kind:#x}: give a buffer, type {CL_MEM_OBJECT_BUFFER:#x}"
+            ));
         }
         let context = value!(clGetMemObjectInfo(mem, CL_MEM_CONTEXT) as usize).map_err(told)?;
         if context != self.context.addr() {
-            return fail(format!("the buffer is of another context: create it in that of {}.cl_context()", self.device()));
+            return fail(format!(
+                "the buffer is of another context: create it in that of {}.cl_context()",
+                self.device()
+            ));
         }
         let flags = value!(clGetMemObjectInfo(mem, CL_MEM_FLAGS) as u64).map_err(told)?;
         let partly = [
@@ -42,7 +47,9 @@ impl ClDevice {
             (CL_MEM_HOST_NO_ACCESS, "CL_MEM_HOST_NO_ACCESS"),
         ];
         if let Some((_, name)) = partly.into_iter().find(|(flag, _)| flags & flag != 0) {
-            return fail(format!("the buffer was created with {name}: tensors are read and written, by the host as well"));
+            return fail(format!(
+                "the buffer was created with {name}: tensors are read and written, by the host as well"
+            ));
         }
         let bytes = value!(clGetMemObjectInfo(mem, CL_MEM_SIZE) as usize).map_err(told)?;
         call!(clRetainMemObject(mem)).map_err(told)?;

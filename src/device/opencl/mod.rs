@@ -20,8 +20,8 @@ mod exit;
 mod fault;
 mod functions;
 mod hints;
-mod import;
 mod host_memory;
+mod import;
 mod launch;
 #[cfg(test)]
 #[path = "../../../tests/readers/mutate.rs"]
