@@ -24,6 +24,7 @@
 mod capabilities;
 pub(crate) mod capture;
 pub(crate) mod cpu;
+mod hints;
 mod info;
 mod launches;
 mod lock;
@@ -37,6 +38,7 @@ use crate::error::Excerpt;
 use crate::{Error, Result};
 
 pub use capabilities::{Capabilities, FloatSupport, ImageLimits, Platform, SharedVirtualMemory, VectorWidths};
+pub use hints::{Priority, StreamHints, Throttle};
 pub use info::{DeviceInfo, DeviceKind};
 pub(crate) use launches::count_launch;
 pub use launches::count_launches;
@@ -45,7 +47,7 @@ pub use name::Device;
 pub use opencl::ProgramCache;
 #[doc(hidden)]
 pub use opencl::read_cache_file;
-pub use stream::{Event, Priority, Stream, StreamHints, StreamId, Throttle, with_stream};
+pub use stream::{Event, Stream, StreamId, with_stream};
 
 impl Device {
     /// Every device: the OpenCL devices in order of their index (discrete GPUs, integrated GPUs, accelerators, CPUs),

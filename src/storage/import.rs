@@ -10,11 +10,9 @@ use super::allocation::{Adopted, Backing, Bytes, Lease, Owner, Storage};
 use super::allocator::Allocator;
 use super::block::Block;
 use super::driver::opencl::OpenCl;
-use super::driver::{Memory, MemoryKind};
 use super::segment::Segment;
 use super::stats::DeviceStats;
 use crate::device::StreamId;
-use crate::device::opencl::open_device;
 use crate::{Device, Error, Result};
 
 /// Kernels write the last sixteen bytes of a storage whole, and read vectors of as many.
@@ -58,8 +56,9 @@ impl Storage {
         if buffer.is_null() {
             return fail("the buffer is null".into());
         }
-        let buffer = open_device(device)?.import_buffer("import_cl", buffer)?;
-        let (size, whole) = (buffer.bytes(), bytes.checked_next_multiple_of(WHOLE));
+        let driver = OpenCl::open(index)?;
+        let (memory, size) = driver.import("import_cl", buffer)?;
+        let whole = bytes.checked_next_multiple_of(WHOLE);
         if !offset.is_multiple_of(WHOLE)
             || whole.and_then(|whole| whole.checked_add(offset)).is_none_or(|end| end > size)
         {
@@ -71,11 +70,11 @@ impl Storage {
         if bytes == 0 {
             return Ok(Storage::new(device, 0, Backing::Empty));
         }
-        let segment = Arc::new(Segment::new(Memory(MemoryKind::OpenCl(buffer)), size));
+        let segment = Arc::new(Segment::new(memory, size));
         // SAFETY: the driver said how many bytes there are; that they are nobody else's is the caller's promise.
         let block = unsafe { Block::new(&segment, offset, whole.unwrap_or(bytes), bytes)? };
         let lease = Lease { block: ManuallyDrop::new(block), owner: Owner::Scope(Arc::new(Imported(device))) };
-        Ok(Storage::new(device, bytes, Backing::OpenCl(OpenCl::open(index)?, lease)))
+        Ok(Storage::new(device, bytes, Backing::OpenCl(driver, lease)))
     }
 
     /// `bytes` bytes of the host's memory as a storage of the CPU device, without a copy (PyTorch's `torch.from_blob`).

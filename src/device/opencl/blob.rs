@@ -1,26 +1,21 @@
-//! What a device's cache has, in one file to carry to another process or machine of the same device and driver.
+//! The format of the one file that carries what a device's cache has to another process or machine.
 //!
 //! The file: [`MAGIC`], the SHA-256 of the rest, and the rest: whose it is, then each entry's name and contents, every one of
 //! them behind its length in 8 bytes, the lowest first.
 
 use std::collections::BTreeMap;
-use std::path::Path;
 use std::sync::{PoisonError, RwLock};
 
 use sha2::{Digest, Sha256};
 
-use super::ClDevice;
-use super::cache::Kind;
-use crate::device::lock;
 use crate::error::Excerpt;
-use crate::{Error, Result, file};
 
 const MAGIC: &[u8; 16] = b"claystone cache\n";
 
 /// Entries by the names that files of the cache have.
 pub(super) type Entries = BTreeMap<String, Vec<u8>>;
 
-/// What a device was given by [`ClDevice::import_cache`].
+/// What a device was given.
 #[derive(Default)]
 pub(super) struct Imported(RwLock<Entries>);
 
@@ -29,48 +24,14 @@ impl Imported {
     pub(super) fn get(&self, name: &str) -> Option<Vec<u8>> {
         self.0.read().unwrap_or_else(PoisonError::into_inner).get(name).cloned()
     }
-}
 
-impl ClDevice {
-    /// Writes the programs that this process has used on the device, answers of the device, and its tuning to a file, and
-    /// says how many programs there are.
-    ///
-    /// # Errors
-    /// What the driver refuses, and [`Error::Invalid`] where the file cannot be written.
-    pub(crate) fn export_cache(&self, path: &Path) -> Result<usize> {
-        self.check_lost()?;
-        let mut entries = self.programs.binaries().map_err(|e| self.error(self.settle(e)))?;
-        let programs = entries.len();
-        entries.extend(lock(&self.programs.found).clone());
-        entries.insert(self.tuning_file(), self.tuning_text().into_bytes());
-        let blob = write(&self.identity(), &entries);
-        let refused = |e| Error::invalid("export_cache", format!("{}: {e}", path.display()));
-        file::replace(path, &blob).map_err(refused)?;
-        Ok(programs)
-    }
-
-    /// Takes over what [`export_cache`](Self::export_cache) wrote, and says how many programs there are. All of it, or
-    /// nothing.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for a file that cannot be read, is damaged, or is of another device, driver or version.
-    pub(crate) fn import_cache(&self, path: &Path) -> Result<usize> {
-        self.check_lost()?;
-        let refused = |why: String| Error::invalid("import_cache", format!("{}: {why}", path.display()));
-        let blob = std::fs::read(path).map_err(|e| refused(e.to_string()))?;
-        let mut entries = read(&blob, &self.identity()).map_err(refused)?;
-        let tuning = entries.remove(&self.tuning_file()).map(|text| self.read_tuning(&String::from_utf8_lossy(&text)));
-        let tuning = tuning.transpose().map_err(refused)?;
-        let programs = entries.keys().filter(|name| Kind::Program.is_of(name)).count();
-        self.imported.0.write().unwrap_or_else(PoisonError::into_inner).extend(entries);
-        if let Some(values) = tuning {
-            self.set_all_tuned(values);
-        }
-        Ok(programs)
+    /// These as well, from now on.
+    pub(super) fn extend(&self, entries: Entries) {
+        self.0.write().unwrap_or_else(PoisonError::into_inner).extend(entries);
     }
 }
 
-fn write(identity: &str, entries: &Entries) -> Vec<u8> {
+pub(super) fn write(identity: &str, entries: &Entries) -> Vec<u8> {
     let mut rest = Vec::new();
     let mut put = |bytes: &[u8]| {
         rest.extend((bytes.len() as u64).to_le_bytes());
@@ -85,7 +46,7 @@ fn write(identity: &str, entries: &Entries) -> Vec<u8> {
 }
 
 /// The entries, if the file is whole and of this identity; what is wrong with it otherwise.
-fn read(blob: &[u8], identity: &str) -> Result<Entries, String> {
+pub(super) fn read(blob: &[u8], identity: &str) -> Result<Entries, String> {
     let damaged = || "it is damaged: export it again".to_owned();
     let rest = blob.strip_prefix(MAGIC).ok_or("it is no file that export_cache wrote")?;
     let (sum, mut rest) = rest.split_first_chunk::<32>().ok_or_else(damaged)?;
@@ -112,6 +73,7 @@ fn read(blob: &[u8], identity: &str) -> Result<Entries, String> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::cache::Kind;
     use super::super::mutate::{self, Random, mutated};
     use super::*;
 

@@ -5,14 +5,11 @@ use opencl_sys::{
     CL_QUEUE_THROTTLE_KHR, CL_QUEUE_THROTTLE_LOW_KHR,
 };
 use opencl3::command_queue::CL_QUEUE_PROPERTIES;
-use opencl3::types::{cl_command_queue, cl_command_queue_properties, cl_context, cl_device_id};
+use opencl3::types::cl_command_queue_properties;
 
-use super::driver::create;
-use super::errors::ClError;
-use super::exit;
 use crate::Device;
+use crate::device::hints::{Priority, StreamHints, Throttle};
 use crate::device::log;
-use crate::device::stream::{Priority, StreamHints, Throttle};
 
 /// The hints that a device takes, as OpenCL has them; 0 for what it is not told.
 #[derive(Debug, Clone, Copy, Default)]
@@ -59,15 +56,11 @@ impl Hints {
         self.priority == 0 && self.throttle == 0
     }
 
-    /// A new queue of a device.
-    pub(super) fn create(
-        self,
-        context: cl_context,
-        id: cl_device_id,
-        properties: cl_command_queue_properties,
-    ) -> Result<cl_command_queue, ClError> {
+    /// The properties of a queue with these hints, as `clCreateCommandQueueWithProperties` takes them; nothing without hints,
+    /// for the function that drivers of OpenCL 1.2 have as well.
+    pub(super) fn properties(self, properties: cl_command_queue_properties) -> Option<Vec<u64>> {
         if self.is_none() {
-            return exit::call(|| create!(clCreateCommandQueue(context, id, properties)));
+            return None;
         }
         let all = [
             (u64::from(CL_QUEUE_PROPERTIES), properties),
@@ -75,7 +68,6 @@ impl Hints {
             (CL_QUEUE_THROTTLE_KHR, self.throttle.into()),
         ];
         let told = all.into_iter().filter(|&(_, value)| value != 0).flat_map(|(name, value)| [name, value]);
-        let told: Vec<u64> = told.chain([0]).collect();
-        exit::call(|| create!(clCreateCommandQueueWithProperties(context, id, told.as_ptr())))
+        Some(told.chain([0]).collect())
     }
 }

@@ -12,6 +12,7 @@ mod blob;
 mod cache;
 mod capabilities;
 pub(crate) mod capture;
+mod carry;
 mod context;
 mod discovery;
 mod driver;

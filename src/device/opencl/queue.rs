@@ -15,9 +15,9 @@ use opencl3::command_queue::CL_QUEUE_PROFILING_ENABLE;
 use opencl3::event::{
     CL_PROFILING_COMMAND_END, CL_PROFILING_COMMAND_QUEUED, CL_PROFILING_COMMAND_START, CL_PROFILING_COMMAND_SUBMIT,
 };
-use opencl3::types::{cl_command_queue, cl_context, cl_device_id, cl_event, cl_mem};
+use opencl3::types::{cl_command_queue, cl_command_queue_properties, cl_context, cl_device_id, cl_event, cl_mem};
 
-use super::driver::{ATTEMPTS, ClEvent, call, value};
+use super::driver::{ATTEMPTS, ClEvent, call, create, value};
 use super::errors::ClError;
 use super::exit;
 use super::hints::Hints;
@@ -68,7 +68,7 @@ impl Queue {
     /// A new queue of a device.
     pub(super) fn create(context: cl_context, id: cl_device_id, hints: Hints) -> Result<Queue, ClError> {
         Ok(Queue {
-            raw: hints.create(context, id, 0)?,
+            raw: Queue::create_raw(context, id, 0, hints)?,
             hints,
             unflushed: 0,
             flush_at: FIRST_FLUSH,
@@ -78,6 +78,18 @@ impl Queue {
             probe: None,
             other: None,
             profiled: None,
+        })
+    }
+
+    fn create_raw(
+        context: cl_context,
+        id: cl_device_id,
+        properties: cl_command_queue_properties,
+        hints: Hints,
+    ) -> Result<cl_command_queue, ClError> {
+        exit::call(|| match hints.properties(properties) {
+            None => create!(clCreateCommandQueue(context, id, properties)),
+            Some(all) => create!(clCreateCommandQueueWithProperties(context, id, all.as_ptr())),
         })
     }
 
@@ -239,7 +251,7 @@ impl Queue {
         }
         let other = match self.other {
             Some(other) => other,
-            None => self.hints.create(context, id, if on { CL_QUEUE_PROFILING_ENABLE } else { 0 })?,
+            None => Queue::create_raw(context, id, if on { CL_QUEUE_PROFILING_ENABLE } else { 0 }, self.hints)?,
         };
         self.other = Some(other);
         self.finish()?;

@@ -24,9 +24,10 @@ use super::exit;
 use super::hints::Hints;
 use super::queue::{FIRST_FLUSH, Queue};
 use crate::Result;
+use crate::device::hints::StreamHints;
 use crate::device::lock;
 use crate::device::profiler::{self, Kind};
-use crate::device::stream::{self, Ids, MAX_STREAMS, StreamHints, StreamId};
+use crate::device::stream::{self, Ids, MAX_STREAMS, StreamId};
 use crate::device::{DeviceKind, capture, log};
 
 /// The queue for what waits on the host and orders nothing, such as committing memory: no stream's, so that it never

@@ -1,5 +1,6 @@
 //! OpenCL memory: a segment is one buffer, a block an offset into it.
 
+use std::ffi::c_void;
 use std::fmt;
 use std::sync::Arc;
 
@@ -61,6 +62,16 @@ impl OpenCl {
             MemoryKind::OpenCl(buffer) => Some(ClPlace { device: self.device, buffer, place }),
             _ => None,
         }
+    }
+
+    /// Another handle on a buffer that other code made, and its bytes.
+    ///
+    /// # Errors
+    /// Those of [`ClDevice::import_buffer`](crate::device::opencl::ClDevice::import_buffer).
+    pub(crate) fn import(self, op: &'static str, buffer: *mut c_void) -> Result<(Memory, usize)> {
+        let buffer = self.device.import_buffer(op, buffer)?;
+        let bytes = buffer.bytes();
+        Ok((Memory(MemoryKind::OpenCl(buffer)), bytes))
     }
 
     fn failure(&self, error: ClError) -> Failure {
