@@ -64,8 +64,9 @@ impl Graph {
     /// pool=...)`: what one graph allocated and dropped inside serves the next, so that graphs of a pool need little more than
     /// the largest of them.
     ///
-    /// Replay them in the order in which they were captured: a later one overwrites what an earlier one dropped inside. Tensors
-    /// that live keep their values, and what the capture uses of the pool's is kept alive, as everything from outside.
+    /// Replay them one after another, in the order in which they were captured. A result is good until an earlier graph of the
+    /// pool is replayed again, for it may lie where that one has something of its own for a while: read or copy it before. What the
+    /// capture uses of earlier graphs' results is kept, as everything from outside.
     ///
     /// ```
     /// use claystone::{Device, Graph, Tensor};
@@ -83,15 +84,21 @@ impl Graph {
     ///
     /// # Errors
     /// Those of [`capture`](Self::capture); [`Error::Invalid`] where the pool has memory of another stream, which no replay
-    /// would wait for.
+    /// would wait for, where it lends its memory to others (`use_on_oom`), and while another thread captures into it.
     pub fn capture_in<R>(pool: &MemPool, f: impl FnOnce() -> Result<R>) -> Result<(Graph, R)> {
         let device = pool.allocator().device();
         let stream = Stream::current(device)?;
+        let fail = |reason: String| Err(Error::invalid("Graph::capture_in", reason));
         if let Some(other) = pool.other_stream(stream.id()) {
             let (other, own) = (other.index(), stream.id().index());
-            let reason = format!("the pool has memory of stream {other}: capture on that stream, not on {own}");
-            return Err(Error::invalid("Graph::capture_in", reason));
+            return fail(format!("the pool has memory of stream {other}: capture on that stream, not on {own}"));
         }
+        if pool.lends() {
+            return fail("the pool's free memory may be given to others: make it without use_on_oom".into());
+        }
+        let Some(_capturing) = pool.begin_capture() else {
+            return fail("another graph is being captured into the pool: one after another".into());
+        };
         let recorder = backend::of(device).record(device)?;
         let (memory, result) = Captured::during(pool.clone(), f)?;
         Ok((Graph { stream, recording: recorder.finish(), memory }, result))
@@ -131,7 +138,8 @@ impl Graph {
         self.recording.len()
     }
 
-    /// The pool that its memory is of, for other graphs to [share](Self::capture_in): PyTorch's `CUDAGraph.pool`.
+    /// The pool that its memory is of, for other graphs to [share](Self::capture_in): PyTorch's `CUDAGraph.pool`. What is
+    /// allocated from it outside of captures is overwritten by replays.
     pub fn pool(&self) -> &MemPool {
         self.memory.pool()
     }

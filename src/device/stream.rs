@@ -45,7 +45,10 @@ impl Ids {
 
     /// An id nobody has, of a stream with these hints. One that nobody ever had is given to `make` first.
     pub(super) fn take(&mut self, hints: StreamHints, make: impl FnOnce(StreamId) -> Result<()>) -> Result<StreamId> {
-        if let Some(at) = self.idle.iter().rposition(|(_, of)| *of == hints) {
+        let fits = |(_, of): &(StreamId, StreamHints)| *of == hints;
+        // Where there can be no more streams, one with other hints is better than none.
+        let any = (self.next as usize >= MAX_STREAMS).then(|| self.idle.len().checked_sub(1)).flatten();
+        if let Some(at) = self.idle.iter().rposition(fits).or(any) {
             return Ok(self.idle.remove(at).0);
         }
         let id = StreamId(self.next);
@@ -103,8 +106,8 @@ impl Drop for Inner {
     fn drop(&mut self) {
         match self.device {
             _ if self.id == StreamId::DEFAULT => {}
-            Device::Cpu => lock(&CPU).give_back(self.id, self.hints),
-            Device::OpenCL(i) => _ = opencl::opened(i).map(|device| device.give_stream_back(self.id, self.hints)),
+            Device::Cpu => lock(&CPU).give_back(self.id, StreamHints::default()),
+            Device::OpenCL(i) => _ = opencl::opened(i).map(|device| device.give_stream_back(self.id)),
         }
     }
 }
@@ -143,7 +146,7 @@ impl Stream {
     /// Those of [`new`](Self::new).
     pub fn with_hints(device: Device, hints: StreamHints) -> Result<Stream> {
         let id = match device {
-            Device::Cpu => lock(&CPU).take(hints, |_| Ok(()))?,
+            Device::Cpu => lock(&CPU).take(StreamHints::default(), |_| Ok(()))?,
             Device::OpenCL(i) => opencl::open(i)?.take_stream(hints)?,
         };
         Ok(Stream(Arc::new(Inner { device, id, hints })))

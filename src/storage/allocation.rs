@@ -206,6 +206,11 @@ impl Storage {
         Storage(ManuallyDrop::new(shared))
     }
 
+    /// Whether its first byte is at a multiple of so many; true on devices, where allocators see to that.
+    pub(crate) fn is_aligned(&self, to: usize) -> bool {
+        self.0.host_range().0.addr().get().is_multiple_of(to)
+    }
+
     /// Whether this is the only handle, so that nobody would notice a change.
     pub fn is_unique(&self) -> bool {
         Arc::strong_count(&self.0) == 1

@@ -40,11 +40,11 @@ impl Storage {
     ///
     /// # Errors
     /// [`Error::Invalid`] for the CPU device, for what is no buffer of the device's context that kernels and the host may read and
-    /// write, and for a range that is not inside, begins elsewhere than at a multiple of 16 bytes, or whose last 16 bytes are
+    /// write, for one over host memory that is not at a multiple of 16, and for a range that is not inside, begins elsewhere than at a multiple of 16 bytes, or whose last 16 bytes are
     /// not: kernels write up to 15 bytes behind the range. What the driver refuses.
     ///
     /// # Safety
-    /// `buffer` is a `cl_mem` that lives during the call. While the storage lives, nobody else writes to the bytes, up to the
+    /// `buffer` is a `cl_mem` that lives during the call, and is acquired where it is shared with a graphics library. While the storage lives, nobody else writes to the bytes, up to the
     /// multiple of 16 behind them, while they are used here, and nobody relies on what is in those behind them.
     pub unsafe fn import_cl(device: Device, buffer: *mut c_void, offset: usize, bytes: usize) -> Result<Storage> {
         let fail = |reason: String| Err(Error::invalid("import_cl", reason));

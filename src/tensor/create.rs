@@ -135,13 +135,22 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Invalid`] where the storage has fewer bytes.
+    /// [`Error::Invalid`] where the storage has fewer bytes, is no whole number of elements, or begins at an address that they
+    /// cannot have (as a vector of bytes may); and for bool, which not every byte is: take u8, and `ne_scalar(0)` of that.
     pub fn from_storage(storage: Storage, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
         let layout = Layout::contiguous(shape.into());
         let (wanted, has) = (layout.shape.bytes(dtype.size()), storage.nbytes());
-        if wanted > has {
-            let shape = &layout.shape;
-            let reason = format!("{shape:?} of {dtype} takes {wanted} bytes, and the storage has {has}");
+        let shape = &layout.shape;
+        let refused = match () {
+            () if dtype == DType::Bool => Some("not every byte is a bool: take u8, and ne_scalar(0) of that".into()),
+            () if wanted > has => Some(format!("{shape:?} of {dtype} takes {wanted} bytes, and the storage has {has}")),
+            () if !has.is_multiple_of(dtype.size()) => Some(format!("{has} bytes are no whole number of {dtype}")),
+            () if !storage.is_aligned(dtype.size()) => {
+                Some(format!("the storage begins where no {dtype} can: copy it"))
+            }
+            () => None,
+        };
+        if let Some(reason) = refused {
             return Err(Error::invalid("from_storage", reason));
         }
         Ok(Tensor { storage, layout, dtype, node: None })

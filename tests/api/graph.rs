@@ -3,6 +3,7 @@
 use claystone::device::count_launches;
 use claystone::nn::{Activation, Linear, Module, Sequential};
 use claystone::optim::{AdamW, AdamWConfig, Optimizer, Sgd, SgdConfig};
+use claystone::storage::{MemPool, MemPoolOptions};
 use claystone::{Device, Error, Graph, Result, Stream, Tensor, no_grad, with_stream};
 
 use crate::common;
@@ -283,12 +284,24 @@ fn graphs_share_a_pool() {
 }
 
 #[test]
-fn pools_of_other_streams_are_refused() {
+fn pools_that_cannot_be_shared_are_refused() {
     for device in opencl() {
         let x = Tensor::ones(1000, device).unwrap();
         let (graph, _) = Graph::capture(device, || x.exp()).unwrap();
         let side = Stream::new(device).unwrap();
         let told = with_stream(&side, || Graph::capture_in(graph.pool(), || x.exp()));
         assert!(told.as_ref().is_err_and(|e| e.to_string().contains("memory of stream 0")), "{told:?}");
+        let lends = MemPool::of_device(device, MemPoolOptions { use_on_oom: true, ..Default::default() }).unwrap();
+        let told = Graph::capture_in(&lends, || x.exp());
+        assert!(told.as_ref().is_err_and(|e| e.to_string().contains("use_on_oom")), "{told:?}");
+        // And while another thread captures into it; after that it is free again.
+        let pool = graph.pool();
+        Graph::capture_in(pool, || {
+            let told = std::thread::scope(|scope| scope.spawn(|| Graph::capture_in(pool, || x.exp())).join().unwrap());
+            assert!(told.as_ref().is_err_and(|e| e.to_string().contains("one after another")), "{told:?}");
+            x.exp()
+        })
+        .unwrap();
+        assert!(Graph::capture_in(pool, || x.exp()).is_ok());
     }
 }

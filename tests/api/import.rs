@@ -106,5 +106,12 @@ fn addresses_and_sizes_are_checked() {
     let storage = unsafe { Storage::from_host_memory(start, 32, bytes).unwrap() };
     let few = Tensor::from_storage(storage.clone(), 9, DType::F32).unwrap_err().to_string();
     assert!(few.contains("36 bytes") && few.contains("has 32"), "{few}");
-    assert_eq!(Tensor::from_storage(storage, 8, DType::F32).unwrap().shape().numel(), 8);
+    assert_eq!(Tensor::from_storage(storage.clone(), 8, DType::F32).unwrap().shape().numel(), 8);
+    let refused = |storage: &Storage, dtype| Tensor::from_storage(storage.clone(), 1, dtype).unwrap_err().to_string();
+    assert!(refused(&storage, DType::Bool).contains("not every byte is a bool"));
+    for device in devices() {
+        let ten = Tensor::from_slice(&[1u8; 10], 10, device).unwrap();
+        assert!(refused(ten.storage(), DType::F32).contains("10 bytes are no whole number of f32"), "{device}");
+        assert_eq!(Tensor::from_storage(ten.storage().clone(), 4, DType::F16).unwrap().shape().numel(), 4);
+    }
 }

@@ -43,6 +43,12 @@ fn hints_reach_drivers_that_take_them() {
     assert_ne!(Stream::new(DEVICE).unwrap().id(), id);
     assert_eq!(Stream::with_priority(DEVICE, Priority::High).unwrap().id(), id);
     assert_eq!(queues(&faults), [1, 1, 1, 1]);
+    // A driver that refuses them has streams without.
+    faults.fail("clCreateCommandQueueWithProperties", 1, 1, -35);
+    let refused =
+        Stream::with_hints(DEVICE, StreamHints { throttle: Throttle::Low, ..StreamHints::default() }).unwrap();
+    works(&refused);
+    assert_eq!(queues(&faults), [1, 1, 1, 1]);
     // The queues that give times have the hints as well.
     let (_, profile) = profile(|| works(&low)).unwrap();
     assert!(!profile.events().is_empty());

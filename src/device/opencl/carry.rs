@@ -18,8 +18,10 @@ impl ClDevice {
         let mut entries = self.programs.binaries().map_err(|e| self.error(self.settle(e)))?;
         let programs = entries.len();
         entries.extend(lock(&self.programs.found).clone());
-        entries.insert(self.tuning_file(), self.tuning_text().into_bytes());
-        let blob = blob::write(&self.identity(), &entries);
+        if self.is_tuned() {
+            entries.insert(self.tuning_file(), self.tuning_text().into_bytes());
+        }
+        let blob = blob::write(&self.of_driver(), &entries);
         let refused = |e| Error::invalid("export_cache", format!("{}: {e}", path.display()));
         file::replace(path, &blob).map_err(refused)?;
         Ok(programs)
@@ -34,7 +36,7 @@ impl ClDevice {
         self.check_lost()?;
         let refused = |why: String| Error::invalid("import_cache", format!("{}: {why}", path.display()));
         let blob = std::fs::read(path).map_err(|e| refused(e.to_string()))?;
-        let mut entries = blob::read(&blob, &self.identity()).map_err(refused)?;
+        let mut entries = blob::read(&blob, &self.of_driver()).map_err(refused)?;
         let tuning = entries.remove(&self.tuning_file()).map(|text| self.read_tuning(&String::from_utf8_lossy(&text)));
         let tuning = tuning.transpose().map_err(refused)?;
         let programs = entries.keys().filter(|name| Kind::Program.is_of(name)).count();
@@ -43,5 +45,10 @@ impl ClDevice {
             self.set_all_tuned(values);
         }
         Ok(programs)
+    }
+
+    /// Whose programs they are.
+    fn of_driver(&self) -> String {
+        format!("{}, {}, {}", self.identity(), self.info().vendor, self.found.platform_version)
     }
 }

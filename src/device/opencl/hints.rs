@@ -11,63 +11,52 @@ use crate::Device;
 use crate::device::hints::{Priority, StreamHints, Throttle};
 use crate::device::log;
 
-/// The hints that a device takes, as OpenCL has them; 0 for what it is not told.
-#[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Hints {
-    priority: u32,
-    throttle: u32,
+/// Those of the hints that the device takes. What it does not take is as if it had not been asked for, which is told.
+pub(super) fn taken(device: Device, wanted: StreamHints) -> StreamHints {
+    let none = StreamHints::default();
+    if wanted == none {
+        return none;
+    }
+    let known = device.capabilities().ok();
+    // The function that takes hints came with OpenCL 2.0.
+    let known = known.filter(|known| known.version.as_ref().is_some_and(|version| !version.starts_with("OpenCL 1.")));
+    let has = |extension: &str| known.as_ref().is_some_and(|known| known.extensions.iter().any(|has| has == extension));
+    let taken = StreamHints {
+        priority: if has("cl_khr_priority_hints") { wanted.priority } else { none.priority },
+        throttle: if has("cl_khr_throttle_hints") { wanted.throttle } else { none.throttle },
+    };
+    if taken != wanted {
+        ignored(device, wanted, taken);
+    }
+    taken
 }
 
-impl Hints {
-    /// Those of the hints that the device takes.
-    pub(super) fn of(device: Device, hints: StreamHints) -> Hints {
-        let wanted = Hints {
-            priority: match hints.priority {
-                Priority::High => CL_QUEUE_PRIORITY_HIGH_KHR,
-                Priority::Normal => 0,
-                Priority::Low => CL_QUEUE_PRIORITY_LOW_KHR,
-            },
-            throttle: match hints.throttle {
-                Throttle::High => CL_QUEUE_THROTTLE_HIGH_KHR,
-                Throttle::Normal => 0,
-                Throttle::Low => CL_QUEUE_THROTTLE_LOW_KHR,
-            },
-        };
-        if wanted.is_none() {
-            return wanted;
-        }
-        let extensions = device.capabilities().map(|known| known.extensions).unwrap_or_default();
-        let taken = |hint: u32, extension: &'static str| {
-            if hint == 0 || extensions.iter().any(|has| has == extension) {
-                return hint;
-            }
-            log::emit(
-                move || tracing::trace!(%device, extension, "a stream's hint is ignored: the driver does not take it"),
-            );
-            0
-        };
-        Hints {
-            priority: taken(wanted.priority, "cl_khr_priority_hints"),
-            throttle: taken(wanted.throttle, "cl_khr_throttle_hints"),
-        }
-    }
+/// Tells that a device does not take all hints.
+pub(super) fn ignored(device: Device, wanted: StreamHints, taken: StreamHints) {
+    log::emit(move || tracing::trace!(%device, ?wanted, ?taken, "hints of a stream are ignored"));
+}
 
-    fn is_none(self) -> bool {
-        self.priority == 0 && self.throttle == 0
+/// The properties of a queue with these hints, as `clCreateCommandQueueWithProperties` takes them; nothing without hints, for
+/// the function that drivers of OpenCL 1.2 have as well.
+pub(super) fn properties(hints: StreamHints, properties: cl_command_queue_properties) -> Option<Vec<u64>> {
+    if hints == StreamHints::default() {
+        return None;
     }
-
-    /// The properties of a queue with these hints, as `clCreateCommandQueueWithProperties` takes them; nothing without hints,
-    /// for the function that drivers of OpenCL 1.2 have as well.
-    pub(super) fn properties(self, properties: cl_command_queue_properties) -> Option<Vec<u64>> {
-        if self.is_none() {
-            return None;
-        }
-        let all = [
-            (u64::from(CL_QUEUE_PROPERTIES), properties),
-            (CL_QUEUE_PRIORITY_KHR, self.priority.into()),
-            (CL_QUEUE_THROTTLE_KHR, self.throttle.into()),
-        ];
-        let told = all.into_iter().filter(|&(_, value)| value != 0).flat_map(|(name, value)| [name, value]);
-        Some(told.chain([0]).collect())
-    }
+    let priority = match hints.priority {
+        Priority::High => CL_QUEUE_PRIORITY_HIGH_KHR,
+        Priority::Normal => 0,
+        Priority::Low => CL_QUEUE_PRIORITY_LOW_KHR,
+    };
+    let throttle = match hints.throttle {
+        Throttle::High => CL_QUEUE_THROTTLE_HIGH_KHR,
+        Throttle::Normal => 0,
+        Throttle::Low => CL_QUEUE_THROTTLE_LOW_KHR,
+    };
+    let all = [
+        (u64::from(CL_QUEUE_PROPERTIES), properties),
+        (CL_QUEUE_PRIORITY_KHR, priority.into()),
+        (CL_QUEUE_THROTTLE_KHR, throttle.into()),
+    ];
+    let told = all.into_iter().filter(|&(_, value)| value != 0).flat_map(|(name, value)| [name, value]);
+    Some(told.chain([0]).collect())
 }

@@ -3,13 +3,17 @@
 use std::ffi::c_void;
 
 use opencl3::memory::{
-    CL_MEM_CONTEXT, CL_MEM_FLAGS, CL_MEM_HOST_NO_ACCESS, CL_MEM_HOST_READ_ONLY, CL_MEM_HOST_WRITE_ONLY,
-    CL_MEM_OBJECT_BUFFER, CL_MEM_READ_ONLY, CL_MEM_SIZE, CL_MEM_TYPE, CL_MEM_WRITE_ONLY,
+    CL_MEM_CONTEXT, CL_MEM_FLAGS, CL_MEM_HOST_NO_ACCESS, CL_MEM_HOST_PTR, CL_MEM_HOST_READ_ONLY,
+    CL_MEM_HOST_WRITE_ONLY, CL_MEM_OBJECT_BUFFER, CL_MEM_READ_ONLY, CL_MEM_SIZE, CL_MEM_TYPE, CL_MEM_USE_HOST_PTR,
+    CL_MEM_WRITE_ONLY,
 };
 
 use super::ClDevice;
 use super::driver::{ClBuffer, call, value};
 use crate::{Error, Result};
+
+/// Kernels read and write vectors of so many bytes.
+const VECTOR: usize = 16;
 
 impl ClDevice {
     /// The context that the device's buffers belong to.
@@ -50,6 +54,12 @@ impl ClDevice {
             return fail(format!(
                 "the buffer was created with {name}: tensors are read and written, by the host as well"
             ));
+        }
+        if flags & CL_MEM_USE_HOST_PTR != 0 {
+            let start = value!(clGetMemObjectInfo(mem, CL_MEM_HOST_PTR) as usize).map_err(told)?;
+            if !start.is_multiple_of(VECTOR) {
+                return fail(format!("the buffer's host memory begins at {start:#x}, no multiple of {VECTOR}"));
+            }
         }
         let bytes = value!(clGetMemObjectInfo(mem, CL_MEM_SIZE) as usize).map_err(told)?;
         call!(clRetainMemObject(mem)).map_err(told)?;

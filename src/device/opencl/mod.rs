@@ -39,6 +39,7 @@ mod retry;
 mod signature;
 #[cfg(test)]
 mod stream_tests;
+mod streams;
 #[cfg(test)]
 mod tests;
 mod transfer;

@@ -209,7 +209,13 @@ impl ClDevice {
     ) -> Result<Program> {
         let span = |kind| profiler::span(kind, name, self.device(), self.current_stream().0, 0);
         let loading = span(profiler::Kind::Load);
-        let imported = self.imported.get(file).and_then(|binary| self.of_binary(&binary, options));
+        let imported = self.imported.get(file).and_then(|binary| {
+            let program = self.of_binary(&binary, options);
+            if program.is_none() {
+                log::emit(move || tracing::debug!(name, "the driver refuses the program that was imported"));
+            }
+            program
+        });
         if let Some(program) = imported.or_else(|| self.load(cache?, file, options)) {
             self.programs.from_disk.fetch_add(1, Relaxed);
             return Ok(program);

@@ -18,10 +18,11 @@ use opencl3::event::{
 use opencl3::types::{cl_command_queue, cl_command_queue_properties, cl_context, cl_device_id, cl_event, cl_mem};
 
 use super::driver::{ATTEMPTS, ClEvent, call, create, value};
-use super::errors::ClError;
+use super::errors::{ClError, Class};
 use super::exit;
-use super::hints::Hints;
+use super::hints;
 use crate::device::Device;
+use crate::device::hints::StreamHints;
 use crate::device::profiler::{self, Kind, Record};
 
 /// Launches after a wait that are flushed together, so that the device starts while the host goes on; twice as many each
@@ -45,7 +46,7 @@ pub(super) struct Queue {
     pub failed: Option<i32>,
     /// The last answer sought by `is_idle`: what had been submitted then, and the event behind it.
     pub(super) probe: Option<(u64, ClEvent)>,
-    pub(super) hints: Hints,
+    pub(super) hints: StreamHints,
     /// The queue that is not in use: the one that gives times, or the one that does not.
     pub(super) other: Option<cl_command_queue>,
     /// The commands whose times are wanted, while something is profiled.
@@ -66,9 +67,10 @@ impl Drop for Queue {
 
 impl Queue {
     /// A new queue of a device.
-    pub(super) fn create(context: cl_context, id: cl_device_id, hints: Hints) -> Result<Queue, ClError> {
+    pub(super) fn create(context: cl_context, id: cl_device_id, hints: StreamHints) -> Result<Queue, ClError> {
+        let (raw, hints) = Queue::create_raw(context, id, 0, hints)?;
         Ok(Queue {
-            raw: Queue::create_raw(context, id, 0, hints)?,
+            raw,
             hints,
             unflushed: 0,
             flush_at: FIRST_FLUSH,
@@ -81,16 +83,21 @@ impl Queue {
         })
     }
 
+    /// A queue, and the hints that it has: none where the driver refuses these.
     fn create_raw(
         context: cl_context,
         id: cl_device_id,
         properties: cl_command_queue_properties,
-        hints: Hints,
-    ) -> Result<cl_command_queue, ClError> {
-        exit::call(|| match hints.properties(properties) {
-            None => create!(clCreateCommandQueue(context, id, properties)),
-            Some(all) => create!(clCreateCommandQueueWithProperties(context, id, all.as_ptr())),
-        })
+        hints: StreamHints,
+    ) -> Result<(cl_command_queue, StreamHints), ClError> {
+        if let Some(all) = hints::properties(hints, properties) {
+            match exit::call(|| create!(clCreateCommandQueueWithProperties(context, id, all.as_ptr()))) {
+                Err(refused) if refused.classify() == Class::Other => {}
+                created => return created.map(|raw| (raw, hints)),
+            }
+        }
+        let created = exit::call(|| create!(clCreateCommandQueue(context, id, properties)));
+        created.map(|raw| (raw, StreamHints::default()))
     }
 
     /// The code of a launch that failed after it was submitted, once. A wait for the queue may
@@ -251,7 +258,7 @@ impl Queue {
         }
         let other = match self.other {
             Some(other) => other,
-            None => Queue::create_raw(context, id, if on { CL_QUEUE_PROFILING_ENABLE } else { 0 }, self.hints)?,
+            None => Queue::create_raw(context, id, if on { CL_QUEUE_PROFILING_ENABLE } else { 0 }, self.hints)?.0,
         };
         self.other = Some(other);
         self.finish()?;

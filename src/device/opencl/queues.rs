@@ -21,14 +21,13 @@ use super::ClDevice;
 use super::driver::{ClBuffer, ClEvent, call, call_unlocked, insist};
 use super::errors::ClError;
 use super::exit;
-use super::hints::Hints;
 use super::queue::{FIRST_FLUSH, Queue};
 use crate::Result;
 use crate::device::hints::StreamHints;
 use crate::device::lock;
 use crate::device::profiler::{self, Kind};
 use crate::device::stream::{self, Ids, MAX_STREAMS, StreamId};
-use crate::device::{DeviceKind, capture, log};
+use crate::device::{DeviceKind, capture};
 
 /// The queue for what waits on the host and orders nothing, such as committing memory: no stream's, so that it never
 /// waits behind a stream's work.
@@ -57,7 +56,7 @@ struct StillMapped {
 unsafe impl Send for StillMapped {}
 
 /// What the lock covers.
-struct Inner {
+pub(super) struct Inner {
     /// By stream.
     queues: Vec<Queue>,
     /// To be unmapped before any command uses a buffer: what one does with a buffer that is mapped is undefined.
@@ -81,7 +80,7 @@ impl DerefMut for Inner {
 /// The queues of one device, by stream.
 pub(super) struct Queues {
     all: Mutex<Inner>,
-    ids: Mutex<Ids>,
+    pub(super) ids: Mutex<Ids>,
     progress: Box<[Progress]>,
 }
 
@@ -148,7 +147,7 @@ impl Locked<'_> {
 impl Queues {
     /// The default stream's queue and the service queue.
     pub(super) fn new(context: cl_context, id: cl_device_id) -> Result<Queues, ClError> {
-        let queue = || Queue::create(context, id, Hints::default());
+        let queue = || Queue::create(context, id, StreamHints::default());
         let all = [queue()?, queue()?];
         let progress = (0..MAX_STREAMS).map(|_| Progress::default()).collect();
         let all = Inner { queues: all.into(), mapped: Vec::new() };
@@ -156,7 +155,7 @@ impl Queues {
     }
 
     /// Whoever panicked while holding the lock left nothing half done that matters.
-    fn lock(&self) -> MutexGuard<'_, Inner> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, Inner> {
         lock(&self.all)
     }
 
@@ -472,27 +471,5 @@ impl ClDevice {
             self.queues.finished(stream, submitted);
         }
         Ok(done)
-    }
-
-    /// A stream nobody holds, with a queue of its own.
-    ///
-    /// # Errors
-    /// What the driver refuses, too many streams, or a lost device.
-    pub(crate) fn take_stream(&self, hints: StreamHints) -> Result<StreamId> {
-        self.check_lost()?;
-        let _messages = log::defer(); // until the lock is free
-        lock(&self.queues.ids).take(hints, |_| {
-            let queue = Queue::create(self.context, self.id(), Hints::of(self.device(), hints));
-            let queue = queue.map_err(|e| self.error(self.settle(e)))?;
-            self.queues.lock().push(queue);
-            self.profile_if_on();
-            Ok(())
-        })
-    }
-
-    /// Takes a stream back. What it still has to do gets done.
-    pub(crate) fn give_stream_back(&self, stream: StreamId, hints: StreamHints) {
-        let _ = self.queues.lock()[stream.index()].flush();
-        lock(&self.queues.ids).give_back(stream, hints);
     }
 }

@@ -4,7 +4,7 @@
 
 use std::io;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 
 use sha2::{Digest, Sha256};
 
@@ -89,6 +89,8 @@ pub(crate) fn times_tuned() -> u64 {
 /// A value for every row of the table.
 pub(super) struct Tuning {
     values: [AtomicUsize; PARAMETERS.len()],
+    /// Whether somebody chose them, for this device.
+    is_chosen: AtomicBool,
 }
 
 pub(super) type Values = [usize; PARAMETERS.len()];
@@ -125,6 +127,7 @@ impl ClDevice {
     /// Sets it, for this process.
     pub(crate) fn set_tuned(&self, knob: Knob, value: usize) {
         self.tuning().values[knob as usize].store(value, Relaxed);
+        self.tuning().is_chosen.store(true, Relaxed);
         TIMES_TUNED.fetch_add(1, Release);
     }
 
@@ -133,6 +136,7 @@ impl ClDevice {
         for (at, value) in self.tuning().values.iter().zip(values) {
             at.store(value, Relaxed);
         }
+        self.tuning().is_chosen.store(true, Relaxed);
         TIMES_TUNED.fetch_add(1, Release);
     }
 
@@ -140,6 +144,11 @@ impl ClDevice {
     pub(crate) fn save_tuning(&self) -> io::Result<Option<PathBuf>> {
         let Some(cache) = Cache::of_process() else { return Ok(None) };
         cache.store(&self.tuning_file(), self.tuning_text().as_bytes()).map(Some)
+    }
+
+    /// Whether the values are others than the defaults, or were found to be these.
+    pub(super) fn is_tuned(&self) -> bool {
+        self.tuning().is_chosen.load(Relaxed)
     }
 
     /// The values as a file has them.
@@ -156,7 +165,8 @@ impl ClDevice {
     fn tuning(&self) -> &Tuning {
         self.tuning.get_or_init(|| {
             let stored = Cache::of_process().and_then(|cache| self.stored_tuning(cache));
-            Tuning { values: stored.unwrap_or_else(|| defaults(self.family())).map(AtomicUsize::new) }
+            let is_chosen = AtomicBool::new(stored.is_some());
+            Tuning { values: stored.unwrap_or_else(|| defaults(self.family())).map(AtomicUsize::new), is_chosen }
         })
     }
 

@@ -8,7 +8,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 
 use super::super::block::Block;
 use super::events::PendingUses;
@@ -53,6 +53,16 @@ pub struct MemPool(Arc<Handle>);
 struct Handle {
     allocator: Arc<CachingAllocator>,
     id: u32,
+    is_captured_into: AtomicBool,
+}
+
+/// As long as it lives, nobody else captures into the pool.
+pub(crate) struct Capturing<'a>(&'a AtomicBool);
+
+impl Drop for Capturing<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, Release);
+    }
 }
 
 /// What a pool holds now.
@@ -161,7 +171,7 @@ impl MemPool {
         if options.no_split {
             core.heap.unsplit_pools.push(id);
         }
-        MemPool(Arc::new(Handle { allocator: Arc::clone(allocator), id }))
+        MemPool(Arc::new(Handle { allocator: Arc::clone(allocator), id, is_captured_into: AtomicBool::new(false) }))
     }
 
     /// Its number: unique among the living pools of the process, never 0.
@@ -201,6 +211,16 @@ impl MemPool {
     /// The numbers of its live blocks.
     pub(crate) fn live(&self) -> HashSet<u32> {
         self.0.allocator.lock().heap.blocks_of_pool(self.0.id, Use::Live).collect()
+    }
+
+    /// Whether others may be given its free blocks.
+    pub(crate) fn lends(&self) -> bool {
+        self.0.allocator.lock().pools.get(&self.0.id).is_some_and(|options| options.use_on_oom)
+    }
+
+    /// The right to capture a graph into it, which one thread has at a time.
+    pub(crate) fn begin_capture(&self) -> Option<Capturing<'_>> {
+        (!self.0.is_captured_into.swap(true, Acquire)).then(|| Capturing(&self.0.is_captured_into))
     }
 
     /// A stream other than this one that has memory of it.
