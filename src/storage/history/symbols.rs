@@ -19,7 +19,7 @@ struct Symbol {
 enum Part {
     /// The program's.
     User,
-    /// This crate's, or of what is between it and the program: the standard library, rayon, the test harness.
+    /// This crate's, or of what is between it and the program: the standard library, rayon, smallvec, the test harness.
     Inner,
     /// Where the standard library begins the program or a thread: only the system's frames are around it.
     Start,
@@ -60,7 +60,7 @@ fn resolve(address: usize) -> Symbols {
 }
 
 /// The crates between a program's function and the allocator.
-const INNER: [&str; 8] = ["claystone", "std", "core", "alloc", "test", "rayon", "rayon_core", "__rustc"];
+const INNER: [&str; 9] = ["claystone", "std", "core", "alloc", "test", "rayon", "rayon_core", "smallvec", "__rustc"];
 
 /// The functions without a crate that begin programs and threads, and those of the compiler.
 const SYSTEM: [&str; 7] = ["_start", "__libc_start", "start_thread", "clone", "__clone", "__rust", "_Unwind"];
@@ -88,7 +88,7 @@ fn part(name: &str) -> Part {
 /// Decided by the file, for functions that were inlined: line tables have their names without the path.
 fn part_of_file(file: &str) -> Part {
     let is_inner = file.starts_with(concat!(env!("CARGO_MANIFEST_DIR"), "/src/")) && !file.contains("/tests")
-        || ["/rustc/", "/rayon-", "/library/std/", "/library/core/", "/library/alloc/"]
+        || ["/rustc/", "/rayon-", "/smallvec-", "/library/std/", "/library/core/", "/library/alloc/"]
             .iter()
             .any(|of| file.contains(of));
     if is_inner { Part::Inner } else { Part::User }
@@ -166,6 +166,7 @@ mod tests {
             ("<fn() -> digits::Net as core::ops::function::FnOnce<()>>::call_once", Part::Inner),
             ("<rayon::vec::IntoIter<digits::Net> as rayon::iter::ParallelIterator>::drive", Part::Inner),
             ("rayon_core::job::StackJob<L,F,R>::execute", Part::Inner),
+            ("<smallvec::SmallVec<A> as core::iter::traits::collect::Extend<T>>::extend", Part::Inner),
             ("core::ptr::drop_in_place::<digits::Net>", Part::Inner),
             ("test::run_test::{{closure}}", Part::Inner),
             ("__libc_start_main_impl", Part::Inner),
