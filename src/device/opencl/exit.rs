@@ -191,7 +191,6 @@ mod main_thread {
     static LOADED: extern "C" fn() = loaded;
 
     extern "C" fn loaded() {
-        super::register(); // for an end before the driver is loaded, which is then not loaded any more
         // SAFETY: both only return a number.
         let is_main = unsafe { libc::getpid() == libc::gettid() };
         if is_main {
