@@ -117,7 +117,7 @@ impl Device {
     /// [`Error::Invalid`] for the CPU device, which has no programs, and for a file that cannot be written;
     /// [`Error::NoDevice`], and what the driver refuses.
     pub fn export_cache(&self, path: impl AsRef<std::path::Path>) -> Result<usize> {
-        self.with_programs("export_cache")?.export_cache(path.as_ref())
+        self.opencl("export_cache")?.export_cache(path.as_ref())
     }
 
     /// Takes over what [`export_cache`](Self::export_cache) wrote, for this process: programs come from there before they come
@@ -129,12 +129,15 @@ impl Device {
     /// [`Error::Invalid`] for the CPU device, and for a file that cannot be read, is damaged, or is of another device, driver or
     /// version of claystone: nothing of it is used then. [`Error::NoDevice`], and what the driver refuses.
     pub fn import_cache(&self, path: impl AsRef<std::path::Path>) -> Result<usize> {
-        self.with_programs("import_cache")?.import_cache(path.as_ref())
+        self.opencl("import_cache")?.import_cache(path.as_ref())
     }
 
-    fn with_programs(self, op: &'static str) -> Result<&'static opencl::ClDevice> {
+    fn opencl(self, op: &'static str) -> Result<&'static opencl::ClDevice> {
         match self {
-            Device::Cpu => Err(Error::invalid(op, "the CPU device has no compiled programs: name an OpenCL device")),
+            Device::Cpu => {
+                let reason = "the CPU device has no compiled programs and no context: name an OpenCL device";
+                Err(Error::invalid(op, reason))
+            }
             Device::OpenCL(index) => opencl::open(index),
         }
     }
@@ -145,10 +148,7 @@ impl Device {
     /// # Errors
     /// [`Error::Invalid`] for the CPU device, [`Error::NoDevice`] if the device is not there, and what the driver refuses.
     pub fn cl_context(&self) -> Result<*mut std::ffi::c_void> {
-        match *self {
-            Device::Cpu => Err(Error::invalid("cl_context", "the CPU device has no context: name an OpenCL device")),
-            Device::OpenCL(index) => Ok(opencl::open(index)?.context()),
-        }
+        Ok(self.opencl("cl_context")?.context())
     }
 
     /// [`info`](Self::info), which is kept.

@@ -2,7 +2,7 @@
 //!
 //! Unwinding takes 100 to 250 ns a frame, too much for every event. So what it finds is remembered: by how many bytes the
 //! stack pointer rises on the return to each address. With these sizes a stack is walked again in a few ns a frame, as
-//! the return address lies just below the caller's stack pointer. A walk counts only if unwinding has found exactly these
+//! the return address is just below the caller's stack pointer. A walk counts only if unwinding has found exactly these
 //! addresses before; anything else, like a frame whose size varies, is unwound again.
 
 use std::cell::Cell;

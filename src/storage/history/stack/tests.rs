@@ -73,7 +73,7 @@ fn frames_that_vary_are_not_walked() {
     assert_eq!(sizes.walk(memory, &mut [0; MAX_DEPTH]), None);
     let mut sizes = Sizes::default();
     sizes.learn(memory, &[(7, low + 16)]);
-    assert_eq!((sizes.0[&START], sizes.0[&7]), (VARIES, OUTERMOST), "no such return address lies there");
+    assert_eq!((sizes.0[&START], sizes.0[&7]), (VARIES, OUTERMOST), "there is no such return address");
     assert!(memory.return_address(memory.end + 8).is_none() && memory.return_address(low).is_none());
     black_box(&words);
 }
