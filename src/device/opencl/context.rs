@@ -121,7 +121,6 @@ impl ClDevice {
             code: e.name(),
             detail: detail(&e, &found.driver_text) + ": the device could not be opened; the next use tries again",
         })?;
-        exit::register();
         log::emit(move || tracing::debug!(%device, name = found.info.name, "opened"));
         Ok(opened)
     }

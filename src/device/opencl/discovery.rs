@@ -138,7 +138,6 @@ fn discovery() -> Result<&'static Discovery, ClError> {
     let (_under_way, _loading) = (exit::under_way(), exit::registering());
     let choice = std::env::var("CLAYSTONE_DEVICES").unwrap_or_default();
     let found = discover(&choice);
-    exit::register(); // before the handlers of what was loaded
     match found {
         Ok(found) => {
             let known = DISCOVERY.get_or_init(|| found);

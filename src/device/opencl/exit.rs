@@ -11,12 +11,14 @@
 //! * the main thread, whose end is that of the process, waits before any exit handler runs, in a destructor of the thread
 //!   ([`main_thread_ends`]), until nothing is under way, and registers ours behind all others;
 //! * for the sake of other threads, which may call `exit` as well, ours is registered again whenever the driver may have
-//!   registered more, and every half a millisecond while it is loaded or compiles ([`registering`]).
+//!   registered more, and every tenth of a millisecond while it is loaded or compiles ([`registering`]). If `exit` comes in
+//!   between, the driver goes on with objects that are destroyed. Should it crash by that, the process ends with the status
+//!   that `exit` was given ([`glibc::end_if_the_driver_crashes`]).
 
 use std::sync::atomic::{
     AtomicBool, AtomicU32, Ordering::AcqRel, Ordering::Acquire, Ordering::Relaxed, Ordering::Release, Ordering::SeqCst,
 };
-use std::sync::{PoisonError, RwLock};
+use std::sync::{PoisonError, RwLock, mpsc};
 use std::time::{Duration, Instant};
 use std::{process, thread};
 
@@ -31,7 +33,7 @@ static ENDING: AtomicBool = AtomicBool::new(false);
 static CALLS: AtomicU32 = AtomicU32::new(0);
 /// Held for reading while a driver is loaded, a device opened, or a program built.
 static UNDER_WAY: RwLock<()> = RwLock::new(());
-/// Loads and compilations under way.
+/// While the driver is loaded, a device opened, or a program built.
 static REGISTERING: AtomicU32 = AtomicU32::new(0);
 /// A program was built since the handler was last registered: its first launch may compile once more.
 static BUILT: AtomicBool = AtomicBool::new(false);
@@ -41,8 +43,10 @@ static PROCESS: AtomicU32 = AtomicU32::new(0);
 
 /// How often the handler is registered while the driver is loaded or compiles. Each registration takes a few bytes for
 /// good: after [`OFTEN`] of them it is done less often.
-const INTERVAL: Duration = Duration::from_micros(500);
+const INTERVAL: Duration = Duration::from_micros(100);
 const OFTEN: u32 = 2000;
+/// How long a thread that begins to register is waited for.
+const START: Duration = Duration::from_millis(100);
 /// For how long nothing begins once the main thread has ended. The process is gone by then, unless it lives on without
 /// its main thread.
 const STANDSTILL: Duration = Duration::from_secs(2);
@@ -85,6 +89,7 @@ pub(super) fn registering() -> impl Sized {
     struct Registering;
     impl Drop for Registering {
         fn drop(&mut self) {
+            register();
             REGISTERING.fetch_sub(1, SeqCst);
         }
     }
@@ -94,13 +99,16 @@ pub(super) fn registering() -> impl Sized {
     Registering
 }
 
-/// Starts the thread that registers the handler again and again, unless it runs. Without it the process ends well almost
-/// always.
+/// Starts the thread that registers the handler again and again, unless it runs, and waits until it is at work: a thread
+/// that begins needs the dynamic linker's lock, which is held while a driver is loaded. Without it the process ends well
+/// almost always.
 fn keep_registering() {
     static RUNNING: AtomicBool = AtomicBool::new(false);
     static TIMES: AtomicU32 = AtomicU32::new(0);
-    let needed = || !OVER.load(Relaxed) && (REGISTERING.load(SeqCst) > 0 || BUILT.load(SeqCst));
+    let needed = || !OVER.load(Relaxed) && may_register();
+    let (begun, begins) = mpsc::channel();
     let run = move || {
+        _ = begun.send(());
         while needed() && !RUNNING.swap(true, SeqCst) {
             while needed() {
                 register();
@@ -111,6 +119,8 @@ fn keep_registering() {
     };
     if !RUNNING.load(SeqCst) {
         let _ = thread::Builder::new().name("claystone exit".into()).spawn(run);
+        // No longer than this, for whoever opens a device while it has the dynamic linker's lock itself.
+        _ = begins.recv_timeout(START);
     }
 }
 
@@ -128,11 +138,21 @@ pub(super) fn waited() {
 }
 
 /// Has [`at_exit`] called before what was registered so far.
-pub(super) fn register() {
+fn register() {
     PROCESS.store(process::id(), Relaxed);
+    #[cfg(all(target_os = "linux", target_env = "gnu", not(miri)))]
+    glibc::register();
+    #[cfg(not(all(target_os = "linux", target_env = "gnu", not(miri))))]
     // SAFETY: the handler is a function of the type that C wants, and does not unwind. Without memory for it, which is
     // all that can fail, the process ends as it would have.
-    unsafe { libc::atexit(at_exit) };
+    unsafe {
+        libc::atexit(at_exit)
+    };
+}
+
+/// The driver is at something that may register exit handlers, after ours.
+fn may_register() -> bool {
+    REGISTERING.load(SeqCst) > 0 || BUILT.load(SeqCst)
 }
 
 extern "C" fn at_exit() {
@@ -167,12 +187,13 @@ fn main_thread_ends() {
     register();
 }
 
-/// glibc calls the destructors of the thread that calls `exit` before it calls exit handlers. Where the C library has no
-/// such list, there are the handlers alone.
+/// What other C libraries do not have: there are the handlers alone.
 #[cfg(all(target_os = "linux", target_env = "gnu", not(miri)))]
-mod main_thread {
+mod glibc {
     use std::ffi::{c_int, c_void};
+    use std::process;
     use std::ptr;
+    use std::sync::atomic::{AtomicI32, Ordering::SeqCst};
 
     unsafe extern "C" {
         /// Registers a destructor of the calling thread, which C++ compilers do for objects of threads.
@@ -183,6 +204,8 @@ mod main_thread {
         ) -> c_int;
         /// Stands for the executable or the library that this is linked into, which stays loaded.
         static __dso_handle: u8;
+        /// `atexit` for functions that are told the status, with an argument of their own.
+        fn on_exit(handler: extern "C" fn(c_int, *mut c_void), argument: *mut c_void) -> c_int;
     }
 
     /// Called when this is loaded: by the main thread before `main`, or by whichever loads the library.
@@ -194,6 +217,7 @@ mod main_thread {
         // SAFETY: both only return a number.
         let is_main = unsafe { libc::getpid() == libc::gettid() };
         if is_main {
+            // Destructors of the thread that calls `exit` come before exit handlers.
             // SAFETY: the destructor is a function of the type that C wants, does not unwind, and ignores the object; the
             // handle is only named.
             unsafe { __cxa_thread_atexit_impl(ends, ptr::null_mut(), (&raw const __dso_handle).cast()) };
@@ -202,5 +226,36 @@ mod main_thread {
 
     extern "C" fn ends(_: *mut c_void) {
         super::main_thread_ends();
+    }
+
+    pub(super) fn register() {
+        // SAFETY: the handler is a function of the type that C wants, does not unwind, and ignores its argument. Without
+        // memory for it, which is all that can fail, the process ends as it would have.
+        unsafe { on_exit(at_exit, ptr::null_mut()) };
+    }
+
+    extern "C" fn at_exit(status: c_int, _: *mut c_void) {
+        if super::may_register() && super::PROCESS.load(SeqCst) == process::id() {
+            end_if_the_driver_crashes(status);
+        }
+        super::at_exit();
+    }
+
+    /// The status that `exit` was given.
+    static STATUS: AtomicI32 = AtomicI32::new(0);
+
+    /// From now on the signals of a crash end the process at once, as `exit` was told to. What is lost are exit handlers
+    /// that were registered before the driver was loaded, which a crash would keep from being called as well.
+    pub(super) fn end_if_the_driver_crashes(status: c_int) {
+        STATUS.store(status, SeqCst);
+        for signal in [libc::SIGABRT, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGSEGV] {
+            // SAFETY: the handler is a function of the type that C wants, and calls nothing that signals may interrupt.
+            unsafe { libc::signal(signal, crashed as extern "C" fn(c_int) as libc::sighandler_t) };
+        }
+    }
+
+    extern "C" fn crashed(_: c_int) {
+        // SAFETY: it does not return.
+        unsafe { libc::_exit(STATUS.load(SeqCst)) };
     }
 }

@@ -84,7 +84,7 @@ pub(crate) fn open(index: usize) -> Result<&'static ClDevice> {
         return Ok(device);
     }
     let found = entry.found(Device::OpenCL(index))?;
-    let _under_way = exit::under_way();
+    let (_under_way, _opening) = (exit::under_way(), exit::registering());
     let opening = profiler::span(profiler::Kind::Open, "clCreateContext", Device::OpenCL(index), 0, 0);
     let device: &'static ClDevice = Box::leak(Box::new(ClDevice::open(index, found)?));
     let device = entry.opened.get_or_init(|| device);
