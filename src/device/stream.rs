@@ -24,6 +24,11 @@ impl StreamId {
     /// The stream every device has.
     pub const DEFAULT: StreamId = StreamId(0);
 
+    /// The stream of this number, for memory whose streams are a [`Driver`](crate::storage::Driver)'s of your own.
+    pub fn new(index: u32) -> StreamId {
+        StreamId(index)
+    }
+
     /// A small number: 0 for the default stream. Numbers of streams that are gone are given again.
     pub fn index(self) -> usize {
         self.0 as usize

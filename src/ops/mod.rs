@@ -29,6 +29,7 @@ pub use crate::layout::dims::ReduceDims;
 pub use crate::ops::dispatch::arguments::Argument;
 pub(crate) use crate::ops::dispatch::checks::{same_device, same_dtype};
 pub use crate::ops::dispatch::operation::{Dtypes, Gives, Kind, Operation};
+pub use crate::ops::dispatch::precision::{Precision, with_precision};
 pub use crate::ops::dispatch::promote::result_type;
 pub use crate::ops::dispatch::registry::{Backend, Implementation, Registration};
 pub use crate::ops::elementwise::map::MapInto;

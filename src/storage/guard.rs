@@ -136,7 +136,10 @@ impl Allocator for GuardAllocator {
         let before = self.before();
         let total = bytes.checked_add(2 * before).and_then(|total| total.checked_next_multiple_of(before));
         let Some(total) = total else { return self.inner.allocate(bytes, stream) }; // which says it is too much
-        let whole = self.inner.allocate(total, stream)?;
+        let whole = self.inner.allocate(total, stream).map_err(|error| match error {
+            Error::OutOfMemory { device, detail, .. } => Error::OutOfMemory { device, requested: bytes, detail },
+            other => other,
+        })?;
         // The simulated device writes granules only.
         let unit = if matches!(whole.place().segment().memory().0, MemoryKind::Sim(_)) { before } else { UNIT };
         let mut block = whole.into_part(before, bytes.next_multiple_of(unit), bytes)?;

@@ -115,7 +115,8 @@ impl MemPool {
 }
 
 /// Makes `allocator` the one that hands out `device`'s memory from now on. What earlier ones handed out goes back to them.
-/// The allocator stays alive as long as the process.
+/// The allocator stays alive as long as the process. It may be one over a [`Driver`] of your own: with one whose memory is
+/// the host's ([`Memory::of_host`](super::Memory::of_host)), tensors of [`Device::Cpu`] are in that memory from then on.
 ///
 /// # Errors
 /// [`Error::Invalid`] where it is another device's.

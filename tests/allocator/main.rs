@@ -6,6 +6,7 @@
 mod common;
 
 mod allocators;
+mod custom_driver;
 mod host;
 mod oversubscribe;
 mod plans;

@@ -1,6 +1,6 @@
 //! How exact products of f32 are, by the precision that was asked for.
 
-use claystone::Tensor;
+use claystone::{DType, Precision, Tensor, autocast, autocast_dtype, with_precision};
 use ndarray::{ArrayD, IxDyn};
 
 use crate::common;
@@ -63,4 +63,45 @@ fn less_precision_on_request() {
             assert!(most < if precision == "highest" { 1e-6 } else { 3e-5 }, "{precision} on {device}: {most}");
         });
     }
+}
+
+/// Scopes of one thread, whose products are as exact as they say, on every device.
+#[test]
+fn one_setting_for_products_and_autocast() {
+    let (a, b) = (scaled(64, 256, 3, |_, _| 0), scaled(256, 64, 4, |_, _| 0));
+    let wide = |t: &ArrayD<f32>| t.mapv(f64::from);
+    let cases = [
+        (Precision::Low, "high", Some(DType::BF16), DType::BF16, 1e-2),
+        (Precision::Normal, "high", None, DType::F32, 3e-5),
+        (Precision::High, "highest", None, DType::F32, 1e-6),
+    ];
+    for (precision, matmul, cast, dtype, most) in cases {
+        // Other scopes around it make no difference, nor do those inside that are over.
+        let result = autocast(DType::F16, || {
+            with_precision(precision, || {
+                with_precision(Precision::High, || assert_eq!(autocast_dtype(), None));
+                let panic = std::panic::catch_unwind(|| with_precision(Precision::Low, || panic!("on purpose")));
+                assert!(panic.is_err());
+                assert_eq!((claystone::get_float32_matmul_precision(), autocast_dtype()), (matmul, cast));
+                let other = std::thread::spawn(autocast_dtype).join().unwrap();
+                assert_eq!(other, None, "other threads are as they were");
+                each_device(|device| {
+                    let on = |t: &ArrayD<f32>| Tensor::from_ndarray_view(t, device).unwrap();
+                    let (x, w) = (on(&a), on(&b).requires_grad_(true).unwrap());
+                    let product = x.matmul(&w).unwrap();
+                    assert_eq!(product.dtype(), dtype);
+                    let [_, error] = errors(&f64s(&product.to_dtype(DType::F32).unwrap()), &wide(&a), &wide(&b));
+                    assert!(error < most, "{precision:?} on {device}: {error}");
+                    product.sum((), false).unwrap().backward().unwrap();
+                    let grad = f64s(&w.grad().unwrap());
+                    let right = reference(&wide(&a).t().to_owned().into_dyn(), &ArrayD::ones(IxDyn(&[64, 64])));
+                    let close = |(got, want): (&f64, &f64)| (got - want).abs() < 300.0 * most;
+                    assert!(grad.iter().zip(&right).all(close), "{precision:?} on {device}");
+                });
+            });
+            autocast_dtype()
+        });
+        assert_eq!(result, Some(DType::F16));
+    }
+    assert_eq!(Precision::default(), Precision::High);
 }

@@ -1,5 +1,6 @@
 //! How exact matrix products of f32 are: [`set_float32_matmul_precision`].
 
+use std::cell::Cell;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -10,6 +11,11 @@ const NAMES: [&str; 3] = ["highest", "high", "medium"];
 
 /// An index of `NAMES`.
 static PRECISION: AtomicUsize = AtomicUsize::new(0);
+
+thread_local! {
+    /// What a thread has in its place for a while.
+    static SCOPE: Cell<Option<usize>> = const { Cell::new(None) };
+}
 
 /// How exact matrix products of f32 are on devices with tensor cores (PyTorch's `set_float32_matmul_precision`), for the
 /// whole process, from the next operation on:
@@ -38,12 +44,30 @@ pub fn set_float32_matmul_precision(precision: &str) -> Result<()> {
     Ok(())
 }
 
-/// What [`set_float32_matmul_precision`] set last (PyTorch's `get_float32_matmul_precision`).
+/// What [`set_float32_matmul_precision`] set last (PyTorch's `get_float32_matmul_precision`), or the
+/// [`with_precision`](crate::with_precision) that this thread is in.
 pub fn get_float32_matmul_precision() -> &'static str {
-    NAMES[PRECISION.load(Relaxed)]
+    NAMES[current()]
+}
+
+#[inline]
+fn current() -> usize {
+    SCOPE.get().unwrap_or_else(|| PRECISION.load(Relaxed))
 }
 
 /// How many bf16 stand for an f32.
 pub(crate) fn planes() -> usize {
-    if PRECISION.load(Relaxed) == 0 { 3 } else { 2 }
+    if current() == 0 { 3 } else { 2 }
+}
+
+/// Runs `f` with products of f32 on this thread as `"highest"` or else as `"high"` has them.
+pub(crate) fn with_matmul_precision<R>(highest: bool, f: impl FnOnce() -> R) -> R {
+    struct Restore(Option<usize>);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            SCOPE.set(self.0);
+        }
+    }
+    let _restore = Restore(SCOPE.replace(Some(usize::from(!highest))));
+    f()
 }

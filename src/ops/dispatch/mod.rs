@@ -5,6 +5,7 @@ pub(crate) mod arguments;
 pub(crate) mod autocast;
 pub(crate) mod checks;
 pub(crate) mod operation;
+pub(crate) mod precision;
 pub(crate) mod promote;
 pub(crate) mod registry;
 pub(crate) mod results;

@@ -169,9 +169,12 @@ impl CachingAllocator {
         if self.repack_beside(segments, budget, Route::Beside)? {
             return Ok(true);
         }
-        match self.driver.device() {
-            Device::Cpu => self.repack_beside(segments, budget, Route::Relocated),
-            Device::OpenCL(_) => self.repack_through_host(segments, budget),
+        if self.driver.relocates() {
+            self.repack_beside(segments, budget, Route::Relocated)
+        } else if self.driver.device().is_cpu() {
+            Ok(false) // what is kept on the host counts as kept elsewhere
+        } else {
+            self.repack_through_host(segments, budget)
         }
     }
 

@@ -11,11 +11,11 @@ mod map;
 mod tests;
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::any::Any;
 use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
 
-use super::sealed::Sealed;
-use super::{At, Driver, Failure, Marker, MarkerKind, Memory, MemoryKind, Progress};
+use super::{At, Driver, Failure, Marker, Memory, MemoryKind, Progress};
 use crate::device::{StreamId, profiler};
 use crate::storage::config::Config;
 use crate::{Device, Element, Error, Result};
@@ -38,6 +38,8 @@ enum Origin {
     /// The global allocator: where the allocation begins and how it was made.
     Heap(NonNull<u8>, Layout),
     Mapped(Mapping),
+    /// Of another driver, valid while this lives.
+    Custom(Box<dyn Any + Send + Sync>),
 }
 
 // SAFETY: it owns its bytes as a `Box<[u8]>` does and gives out no reference to them itself.
@@ -62,6 +64,20 @@ impl HostMemory {
         HostMemory { start: mapping.start(), origin: Origin::Mapped(mapping), bytes }
     }
 
+    /// # Safety
+    /// The bytes are initialised, valid and nobody else's as long as `owner` lives.
+    pub(super) unsafe fn owned_by(start: NonNull<u8>, bytes: usize, owner: Box<dyn Any + Send + Sync>) -> HostMemory {
+        HostMemory { origin: Origin::Custom(owner), start, bytes }
+    }
+
+    /// What keeps memory of another driver.
+    pub(super) fn owner(&self) -> Option<&(dyn Any + Send + Sync)> {
+        match &self.origin {
+            Origin::Custom(owner) => Some(&**owner),
+            Origin::Heap(..) | Origin::Mapped(_) => None,
+        }
+    }
+
     /// Takes over the elements of a vector, where they are.
     pub(crate) fn from_vec<T: Element>(v: Vec<T>) -> HostMemory {
         let bytes = size_of_val(v.as_slice());
@@ -75,7 +91,7 @@ impl HostMemory {
 
     fn is_committed(&self, from: usize, to: usize) -> bool {
         match &self.origin {
-            Origin::Heap(..) => true,
+            Origin::Heap(..) | Origin::Custom(_) => true,
             Origin::Mapped(mapping) => mapping.is_committed(from, to),
         }
     }
@@ -113,9 +129,8 @@ impl Host {
     }
 }
 
-impl Sealed for Host {}
-
-impl Driver for Host {
+// SAFETY: segments are of the global allocator or mapped, of the size asked for and nobody else's.
+unsafe impl Driver for Host {
     fn device(&self) -> Device {
         Device::Cpu
     }
@@ -175,7 +190,7 @@ impl Driver for Host {
     }
 
     fn record(&self, _: StreamId) -> Result<Marker> {
-        Ok(Marker(MarkerKind::Done))
+        Ok(Marker::done())
     }
 
     fn is_done(&self, _: &Marker) -> Result<bool> {
@@ -203,6 +218,10 @@ impl Driver for Host {
         // SAFETY: both ranges are inside their memory and committed (checked), and the caller's as `Driver::copy` says.
         unsafe { std::ptr::copy(from.as_ptr(), to.as_ptr(), bytes) }
         Ok(())
+    }
+
+    fn relocates(&self) -> bool {
+        true
     }
 
     unsafe fn relocate(&self, moves: &[(At<'_>, At<'_>, usize)]) -> Result<()> {

@@ -1,7 +1,7 @@
 //! What an allocator asks of a device's memory.
 //!
 //! A [`Driver`] makes segments, commits and releases them, orders streams after one another, and moves bytes. Three
-//! exist: the host's memory, an OpenCL device's, and [`Sim`], a device without bytes on which every property of an
+//! exist here: the host's memory, an OpenCL device's, and [`Sim`], a device without bytes on which every property of an
 //! allocator can be shown. Allocators never hold a lock of theirs over a call of a driver.
 
 /// What is safe in tests of a driver, where no other thread uses the memory.
@@ -39,7 +39,9 @@ mod registry;
 mod sim;
 pub(super) mod staging;
 
+use std::any::Any;
 use std::fmt;
+use std::ptr::NonNull;
 use std::sync::Arc;
 
 use crate::device::StreamId;
@@ -95,6 +97,8 @@ pub(crate) enum MemoryKind {
     Host(HostMemory),
     OpenCl(ClBuffer),
     Sim(SimMemory),
+    /// Of a driver that this crate does not know.
+    Custom(Box<dyn Any + Send + Sync>),
     /// A block's bytes, on the host until the device has memory for them again.
     Spilled(Box<[u8]>),
     /// Given back while its blocks were elsewhere.
@@ -102,6 +106,44 @@ pub(crate) enum MemoryKind {
 }
 
 impl Memory {
+    /// A piece of memory of your own driver: what stands for it there, dropped when the memory is released.
+    ///
+    /// ```
+    /// use claystone::storage::Memory;
+    /// struct Buffer(u64); // a handle of some other system
+    /// let memory = Memory::new(Buffer(7));
+    /// assert_eq!(memory.get::<Buffer>().map(|buffer| buffer.0), Some(7));
+    /// ```
+    pub fn new(owner: impl Any + Send + Sync) -> Memory {
+        Memory(MemoryKind::Custom(Box::new(owner)))
+    }
+
+    /// A piece of the host's memory of your own driver, `bytes` bytes from `start` on, which is released by dropping `owner`.
+    /// Tensors of the CPU device can be in it. See the test `tests/allocator/custom_driver.rs`.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where `start` is not at a multiple of 512 bytes.
+    ///
+    /// # Safety
+    /// As long as `owner` lives the bytes are initialised, may be read and written, and are not used by anybody else.
+    pub unsafe fn of_host(start: NonNull<u8>, bytes: usize, owner: impl Any + Send + Sync) -> Result<Memory> {
+        if !start.addr().get().is_multiple_of(crate::storage::block::ALIGNMENT) {
+            return Err(Error::invalid("Memory::of_host", format!("{start:?} is not at a multiple of 512 bytes")));
+        }
+        // SAFETY: the caller's promise.
+        Ok(Memory(MemoryKind::Host(unsafe { HostMemory::owned_by(start, bytes, Box::new(owner)) })))
+    }
+
+    /// What was given to [`new`](Self::new) or [`of_host`](Self::of_host), if it has this type.
+    pub fn get<T: Any>(&self) -> Option<&T> {
+        let owner = match &self.0 {
+            MemoryKind::Custom(owner) => &**owner,
+            MemoryKind::Host(memory) => memory.owner()?,
+            _ => return None,
+        };
+        owner.downcast_ref()
+    }
+
     pub(crate) fn gone() -> Memory {
         Memory(MemoryKind::Gone)
     }
@@ -113,6 +155,7 @@ impl fmt::Debug for Memory {
             MemoryKind::Host(_) => "host memory",
             MemoryKind::OpenCl(_) => "an OpenCL buffer",
             MemoryKind::Sim(_) => "simulated memory",
+            MemoryKind::Custom(_) => "memory of another driver",
             MemoryKind::Spilled(_) => "bytes kept on the host",
             MemoryKind::Gone => "no memory",
         })
@@ -129,6 +172,28 @@ pub(crate) enum MarkerKind {
     Done,
     OpenCl(Arc<ClEvent>),
     Sim(SimMarker),
+    /// Of a driver that this crate does not know.
+    Custom(Arc<dyn Any + Send + Sync>),
+}
+
+impl Marker {
+    /// One that there is nothing to wait for: of a driver whose work is done when its calls return.
+    pub fn done() -> Marker {
+        Marker(MarkerKind::Done)
+    }
+
+    /// A marker of your own driver: what stands for it there.
+    pub fn new(event: impl Any + Send + Sync) -> Marker {
+        Marker(MarkerKind::Custom(Arc::new(event)))
+    }
+
+    /// What was given to [`new`](Self::new), if it has this type.
+    pub fn get<T: Any>(&self) -> Option<&T> {
+        match &self.0 {
+            MarkerKind::Custom(event) => event.downcast_ref(),
+            _ => None,
+        }
+    }
 }
 
 impl fmt::Debug for Marker {
@@ -156,15 +221,26 @@ impl Progress {
 /// A place in a piece of memory: bytes from its start.
 pub type At<'a> = (&'a Memory, usize);
 
-mod sealed {
-    /// Allocators rely on what drivers say of memory: only the crate's own are trusted with that.
-    pub trait Sealed {}
-}
-
-/// A device's memory as allocators see it. The crate's own drivers implement it, nobody else can: see
-/// [`storage::driver`](crate::storage::driver()) and [`Sim`].
-pub trait Driver: sealed::Sealed + Send + Sync + fmt::Debug {
-    /// The device whose memory this is.
+/// A device's memory as allocators see it. The crate's own drivers are [`storage::driver`](crate::storage::driver()) and
+/// [`Sim`]. One of your own puts the allocators over memory that this crate does not know ([`Memory::new`],
+/// [`Memory::of_host`]): [`build_allocator`](crate::storage::build_allocator) makes the allocator,
+/// [`set_allocator`](crate::storage::set_allocator) makes it a device's. Where an example is needed,
+/// `tests/allocator/custom_driver.rs` of the repository allocates in a mapped file.
+///
+/// # Safety
+/// Allocators rely on what a driver says of memory, and tensors on what allocators give out:
+/// * a segment from [`create`](Driver::create) or [`reserve`](Driver::reserve) has the bytes that were asked for, none of
+///   them anybody else's, until it is dropped, and begins at a multiple of [`alignment`](Driver::alignment), which is at least
+///   512 for memory that the host uses ([`Memory::of_host`]);
+/// * [`commit`](Driver::commit) returns the segment that it was given;
+/// * bytes are written by nothing but [`copy`](Driver::copy), [`relocate`](Driver::relocate) and [`write`](Driver::write),
+///   within the ranges that they are given, and the work of those who have the blocks; [`shrink`](Driver::shrink) takes no
+///   others than it is told to;
+/// * work before a [marker](Driver::record) is done where [`is_done`](Driver::is_done) or [`wait`](Driver::wait) says so, and
+///   all of a stream's where [`is_idle`](Driver::is_idle) or [`progress`](Driver::progress) does.
+pub unsafe trait Driver: Send + Sync + fmt::Debug {
+    /// The device whose memory this is; for memory of no device that the crate computes on, an OpenCL device that is not
+    /// there, as [`Sim`] is `opencl:99`.
     fn device(&self) -> Device;
     /// Bytes the device has.
     fn capacity(&self) -> u64;
@@ -232,6 +308,10 @@ pub trait Driver: sealed::Sealed + Send + Sync + fmt::Debug {
     /// Until it returns, nothing on the host writes to the bytes of `from`, nor reads or writes those of `to`: they are
     /// free, or of blocks that the caller has locked.
     unsafe fn copy(&self, stream: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()>;
+    /// Whether [`relocate`](Driver::relocate) can be asked for: the memory is the host's.
+    fn relocates(&self) -> bool {
+        false
+    }
     /// Copies runs of bytes, each from a place to another, in the order given, that nobody needs at their old places any
     /// more: memory there is given back as it goes, so that no more than a few MiB are taken twice. For devices whose memory
     /// is the host's. Where it fails nothing was copied.

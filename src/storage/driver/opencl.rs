@@ -4,7 +4,6 @@ use std::ffi::c_void;
 use std::fmt;
 use std::sync::Arc;
 
-use super::sealed::Sealed;
 use super::{At, Driver, Failure, Marker, MarkerKind, Memory, MemoryKind, Progress};
 use crate::device::opencl::{self, ClAt, ClBuffer, ClDevice, ClError, ClEvent, Class};
 use crate::device::{StreamId, profiler};
@@ -87,9 +86,8 @@ impl OpenCl {
     }
 }
 
-impl Sealed for OpenCl {}
-
-impl Driver for OpenCl {
+// SAFETY: segments are buffers of the size asked for, which nobody else has.
+unsafe impl Driver for OpenCl {
     fn device(&self) -> Device {
         self.device.device()
     }
@@ -126,7 +124,7 @@ impl Driver for OpenCl {
     fn record(&self, stream: StreamId) -> Result<Marker> {
         // Nothing was ever submitted to a stream of some other device.
         if !self.device.has_stream(stream) {
-            return Ok(Marker(MarkerKind::Done));
+            return Ok(Marker::done());
         }
         let event = self.device.record(stream)?;
         Ok(Marker(MarkerKind::OpenCl(Arc::new(event))))

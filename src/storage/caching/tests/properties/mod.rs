@@ -5,6 +5,7 @@
 mod model;
 mod ops;
 mod threads;
+mod unknown;
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -30,10 +31,20 @@ struct Setup {
     compacts: bool,
     /// Whether the history records.
     history: bool,
+    /// Whether the device's driver is one that the crate does not know.
+    unknown: bool,
 }
 
-const SETUP: Setup =
-    Setup { config: "", capacity: 64 << 20, asynchronous: true, page: 0, every: 1, compacts: true, history: false };
+const SETUP: Setup = Setup {
+    config: "",
+    capacity: 64 << 20,
+    asynchronous: true,
+    page: 0,
+    every: 1,
+    compacts: true,
+    history: false,
+    unknown: false,
+};
 
 /// How often everything happened, by name.
 type Tally = BTreeMap<String, u64>;

@@ -19,6 +19,7 @@ use super::super::super::heap::Use;
 use super::super::super::ladder;
 use super::super::*;
 use super::ops::Op;
+use super::unknown::Unknown;
 use super::{Setup, Tally};
 use crate::storage::{BlockState, Driver, Failure, HistoryOptions, SegmentInfo, Stat};
 use failures::{ASKING, failure, insist};
@@ -93,7 +94,9 @@ impl World {
         let config: Config = setup.config.parse().unwrap();
         let fraction = (setup.capacity as f64 * config.per_process_memory_fraction) as u64;
         let limit = fraction.min(config.memory_limit as u64);
-        let allocator = Arc::new(CachingAllocator::new(Arc::new(sim.clone()), config).unwrap());
+        let driver: Arc<dyn Driver> =
+            if setup.unknown { Arc::new(Unknown(sim.clone())) } else { Arc::new(sim.clone()) };
+        let allocator = Arc::new(CachingAllocator::new(driver, config).unwrap());
         let hoard: Arc<Mutex<Vec<Live>>> = Arc::default();
         let callback = {
             let (owner, sim, hoard) = (Arc::downgrade(&allocator), sim.clone(), Arc::clone(&hoard));
