@@ -8,7 +8,7 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Mutex};
 
 use claystone::device::StreamId;
-use claystone::storage::{self, At, Block, Config, Driver, Failure, Marker, Memory, Progress, build_allocator};
+use claystone::storage::{self, At, Block, Config, Driver, Failure, Marker, Memory, build_allocator};
 use claystone::{Device, Error, Result, Tensor};
 use memmap2::{MmapOptions, MmapRaw};
 use proptest::prelude::*;
@@ -104,34 +104,6 @@ unsafe impl Driver for FileDriver {
 
     fn commit(&self, memory: Memory) -> Result<Memory, Failure> {
         Ok(memory)
-    }
-
-    fn synchronize(&self) -> Result<()> {
-        Ok(())
-    }
-
-    fn record(&self, _: StreamId) -> Result<Marker> {
-        Ok(Marker::done())
-    }
-
-    fn is_done(&self, _: &Marker) -> Result<bool> {
-        Ok(true)
-    }
-
-    fn is_idle(&self, _: StreamId) -> Result<bool> {
-        Ok(true)
-    }
-
-    fn progress(&self, _: StreamId) -> Progress {
-        Progress::default()
-    }
-
-    fn wait(&self, _: &Marker) -> Result<()> {
-        Ok(())
-    }
-
-    fn stream_waits(&self, _: StreamId, _: &Marker) -> Result<()> {
-        Ok(())
     }
 
     unsafe fn copy(&self, _: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()> {

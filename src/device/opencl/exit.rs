@@ -246,7 +246,7 @@ mod glibc {
 
     /// From now on the signals of a crash end the process at once, as `exit` was told to. What is lost are exit handlers
     /// that were registered before the driver was loaded, which a crash would keep from being called as well.
-    pub(super) fn end_if_the_driver_crashes(status: c_int) {
+    fn end_if_the_driver_crashes(status: c_int) {
         STATUS.store(status, SeqCst);
         for signal in [libc::SIGABRT, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGSEGV] {
             // SAFETY: the handler is a function of the type that C wants, and calls nothing that signals may interrupt.

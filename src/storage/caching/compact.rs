@@ -172,7 +172,7 @@ impl CachingAllocator {
         if self.driver.relocates() {
             self.repack_beside(segments, budget, Route::Relocated)
         } else if self.driver.device().is_cpu() {
-            Ok(false) // what is kept on the host counts as kept elsewhere
+            Ok(false) // only storages of OpenCL devices find blocks that had to stay behind on the host
         } else {
             self.repack_through_host(segments, budget)
         }

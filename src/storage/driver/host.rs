@@ -15,7 +15,7 @@ use std::any::Any;
 use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
 
-use super::{At, Driver, Failure, Marker, Memory, MemoryKind, Progress};
+use super::{At, Driver, Failure, Memory, MemoryKind};
 use crate::device::{StreamId, profiler};
 use crate::storage::config::Config;
 use crate::{Device, Element, Error, Result};
@@ -183,34 +183,6 @@ unsafe impl Driver for Host {
             let _recorded = profiler::segment("give back host memory", Some(Device::Cpu), to.saturating_sub(from));
             mapping.shrink(from, to);
         }
-    }
-
-    fn synchronize(&self) -> Result<()> {
-        Ok(()) // work on the host is done when its call returns
-    }
-
-    fn record(&self, _: StreamId) -> Result<Marker> {
-        Ok(Marker::done())
-    }
-
-    fn is_done(&self, _: &Marker) -> Result<bool> {
-        Ok(true)
-    }
-
-    fn is_idle(&self, _: StreamId) -> Result<bool> {
-        Ok(true)
-    }
-
-    fn progress(&self, _: StreamId) -> Progress {
-        Progress::default()
-    }
-
-    fn wait(&self, _: &Marker) -> Result<()> {
-        Ok(())
-    }
-
-    fn stream_waits(&self, _: StreamId, _: &Marker) -> Result<()> {
-        Ok(())
     }
 
     unsafe fn copy(&self, _: StreamId, from: At<'_>, to: At<'_>, bytes: usize) -> Result<()> {
