@@ -3,7 +3,7 @@
 use std::fmt;
 
 use crate::backend::problem::recording::Recording;
-use crate::device::capture;
+use crate::device::capture::{self, ReplayMode};
 use crate::storage::{Allocator, Captured, MemPool, MemPoolOptions};
 use crate::{Device, Error, Result, Stream, backend};
 
@@ -12,7 +12,7 @@ use crate::{Device, Error, Result, Stream, backend};
 /// [`Graph::capture`] runs a closure once and writes down the kernels, fills and copies it would have submitted, without
 /// running any of them: until the first [`Graph::replay`] the tensors made inside hold nothing in particular. A replay
 /// submits all of it with everything decided: kernels have objects of their own whose arguments are set, so that the host
-/// only enqueues. It computes what the closure would compute, on the tensors it used: change their contents (`copy_`) for
+/// only enqueues, or enqueues a command buffer that has them all ([`ReplayMode`]). It computes what the closure would compute, on the tensors it used: change their contents (`copy_`) for
 /// other inputs.
 ///
 /// ```
@@ -116,6 +116,35 @@ impl Graph {
             self.memory.replayed();
         }
         replayed
+    }
+
+    /// How [`replay`](Self::replay) submits the commands: in command buffers that the driver keeps where the device has
+    /// them, from the host otherwise. What the driver does not keep after all is [`ReplayMode::Host`] from the first replay
+    /// on, and so is every replay while something is profiled, whose times are those of single commands.
+    ///
+    /// ```
+    /// use claystone::device::ReplayMode;
+    /// use claystone::{Device, Graph, Tensor};
+    /// let Some(device) = Device::all().into_iter().find(|&device| device != Device::Cpu) else { return Ok(()) };
+    /// let x = Tensor::ones(3, device)?;
+    /// let (mut graph, ()) = Graph::capture(device, || x.add_scalar_(1).map(drop))?;
+    /// graph.replay()?;
+    /// graph.set_replay_mode(ReplayMode::Host)?; // to compare
+    /// graph.replay()?;
+    /// assert_eq!(graph.replay_mode(), ReplayMode::Host);
+    /// assert_eq!(x.to_vec::<f32>()?, [3.0; 3]);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    pub fn replay_mode(&self) -> ReplayMode {
+        self.recording.mode()
+    }
+
+    /// Has [`replay`](Self::replay) submit the commands in another way from now on.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where the device does not have that, or the graph has commands that it does not take.
+    pub fn set_replay_mode(&mut self, mode: ReplayMode) -> Result<()> {
+        self.recording.set_mode(mode)
     }
 
     /// Whether this thread is capturing a graph of the device (PyTorch's `torch.cuda.is_current_stream_capturing`).

@@ -38,6 +38,7 @@ use crate::error::Excerpt;
 use crate::{Error, Result};
 
 pub use capabilities::{Capabilities, FloatSupport, ImageLimits, Platform, SharedVirtualMemory, VectorWidths};
+pub use capture::ReplayMode;
 pub use hints::{Priority, StreamHints, Throttle};
 pub use info::{DeviceInfo, DeviceKind};
 pub(crate) use launches::count_launch;

@@ -22,6 +22,7 @@ mod leaves;
 mod operators;
 mod precision;
 mod program_cache;
+mod replay_modes;
 mod saving;
 mod streams;
 mod views;

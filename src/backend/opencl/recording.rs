@@ -1,9 +1,10 @@
 //! Recording what a thread submits to an OpenCL device.
 
 use crate::backend::problem::recording;
+use crate::device::StreamId;
+use crate::device::capture::{self, ReplayMode};
 use crate::device::opencl::capture::{Recorder, Recording};
 use crate::device::opencl::{self, ClDevice};
-use crate::device::{StreamId, capture};
 use crate::{Device, Result};
 
 struct Recorded<T> {
@@ -31,6 +32,14 @@ impl recording::Recording for Recorded<Recording> {
     fn replay(&self) -> Result<()> {
         capture::refuse(self.device.device(), "Graph::replay", "graphs are not made of graphs")?;
         self.device.replay(&self.work)
+    }
+
+    fn mode(&self) -> ReplayMode {
+        self.work.replay_mode()
+    }
+
+    fn set_mode(&mut self, mode: ReplayMode) -> Result<()> {
+        self.work.set_replay_mode(self.device, mode)
     }
 
     fn drain(&self, stream: StreamId) {

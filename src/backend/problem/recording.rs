@@ -2,6 +2,7 @@
 
 use crate::Result;
 use crate::device::StreamId;
+use crate::device::capture::ReplayMode;
 
 /// Has what this thread submits to a device recorded, as long as it lives.
 pub(crate) trait Recorder {
@@ -15,6 +16,10 @@ pub(crate) trait Recording: Send + Sync {
     fn len(&self) -> usize;
     /// Submits all of them. After [`Error::Partial`](crate::Error::Partial) some were submitted, after any other error none.
     fn replay(&self) -> Result<()>;
+    /// How they are submitted, as far as that is known.
+    fn mode(&self) -> ReplayMode;
+    /// Has them submitted in another way.
+    fn set_mode(&mut self, mode: ReplayMode) -> Result<()>;
     /// Waits until those submitted to the stream are done, or the device is lost.
     fn drain(&self, stream: StreamId);
 }

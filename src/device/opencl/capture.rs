@@ -1,37 +1,38 @@
 //! Recording what a thread submits to a device, to submit it again and again.
 //!
 //! While a [`Recorder`] is in force on a thread, kernels, fills and copies of that thread on its device are not enqueued
-//! but written down: a kernel with an object of its own, whose arguments are set then and never again. [`ClDevice::replay`]
+//! but written down: a kernel with an object of its own, whose arguments are set then and never again. [`super::replay`]
 //! enqueues them all under one lock.
 
 use std::cell::RefCell;
 use std::ffi::CString;
-use std::ptr;
 use std::sync::Arc;
 
 use opencl3::kernel::CL_KERNEL_FUNCTION_NAME;
 use opencl3::types::cl_mem;
 
+use super::ClDevice;
 use super::driver::{ClAt, ClKernel, create, info};
 use super::errors::ClError;
 use super::fault::Slot;
-use super::launch::{Arg, enqueue_kernel, records_faults, set_arg};
-use super::queue::Queue;
-use super::{ClDevice, ClEvent};
-use crate::device::{self, Device, StreamId, capture};
+use super::launch::{Arg, records_faults, set_arg};
+use super::replay::Replay;
+use crate::device::{Device, StreamId, capture};
 use crate::{Error, Result};
 
 /// What was recorded. The buffers' owners are kept by whoever keeps this.
 pub(crate) struct Recording {
-    stream: StreamId,
-    commands: Vec<Command>,
+    /// Before the kernels and their arguments, which the driver may use as long as it keeps commands.
+    pub(super) replay: Replay,
+    pub(super) stream: StreamId,
+    pub(super) commands: Vec<Command>,
     /// Those of them that count as launches.
-    launches: u64,
+    pub(super) launches: u64,
     /// Where kernels among them record faults.
-    faults: Option<&'static Slot>,
+    pub(super) faults: Option<&'static Slot>,
 }
 
-enum Command {
+pub(super) enum Command {
     Kernel { kernel: ClKernel, dims: usize, global: [usize; 3], local: [usize; 3] },
     Fill { to: cl_mem, offset: usize, bytes: usize, pattern: [u8; 16], length: usize },
     Copy { from: cl_mem, to: cl_mem, from_offset: usize, to_offset: usize, bytes: usize },
@@ -42,6 +43,12 @@ enum Command {
 unsafe impl Send for Recording {}
 // SAFETY: as above.
 unsafe impl Sync for Recording {}
+
+impl Command {
+    pub(super) fn is_kernel(&self) -> bool {
+        matches!(self, Command::Kernel { .. })
+    }
+}
 
 thread_local! {
     static RECORDER: RefCell<Option<Recording>> = const { RefCell::new(None) };
@@ -57,7 +64,8 @@ impl Recorder {
     /// [`Error::Invalid`] where this thread records already.
     pub(crate) fn start(device: &ClDevice) -> Result<Recorder> {
         capture::begin(device.device())?;
-        let recording = Recording { stream: device.current_stream(), commands: Vec::new(), launches: 0, faults: None };
+        let (replay, stream) = (Replay::new(device.usual_replay_mode()), device.current_stream());
+        let recording = Recording { replay, stream, commands: Vec::new(), launches: 0, faults: None };
         RECORDER.set(Some(recording));
         Ok(Recorder(()))
     }
@@ -143,53 +151,4 @@ impl ClDevice {
         Ok(ClKernel::new(raw, Arc::clone(kernel.program()), kernel.name())
             .with_limits(kernel.arg_count(), kernel.max_work_group()))
     }
-
-    /// Submits what was recorded, to the stream it was recorded on. Returns when it is submitted. Of thousands of launches
-    /// the last are submitted when the first have run: the queue stays short.
-    ///
-    /// # Errors
-    /// What the driver refuses, as [`Error::Partial`] where other commands were submitted before, or a lost device.
-    pub(crate) fn replay(&self, recording: &Recording) -> Result<()> {
-        self.check_lost()?;
-        recording.faults.map_or(Ok(()), |slot| self.clear(slot))?;
-        let (submitted, behind) = {
-            let mut queue = self.lock(recording.stream).map_err(|e| self.error(self.settle(e)))?;
-            let mut behind: Option<ClEvent> = None;
-            let submitted: Result<(), (usize, ClError)> =
-                recording.commands.iter().enumerate().try_for_each(|(i, command)| {
-                    if let Some(launch) = submit(&mut queue, command).map_err(|e| (i, e))?
-                        && let Some(Err(e)) = behind.replace(launch).map(|earlier| earlier.wait_for_success())
-                    {
-                        queue.failed.get_or_insert(e.code);
-                    }
-                    Ok(())
-                });
-            (0..recording.launches).for_each(|_| device::count_launch());
-            if let Some(slot) = recording.faults {
-                slot.note_pending(recording.stream);
-            }
-            (submitted, behind)
-        };
-        self.hold_back(recording.stream, behind);
-        submitted.map_err(|(before, e)| {
-            let error = self.error(self.settle(e));
-            if before > 0 { error.in_part("Graph::replay") } else { error }
-        })
-    }
-}
-
-/// Enqueues one; gives a command to wait for if the queue is too long.
-fn submit(queue: &mut Queue, command: &Command) -> Result<Option<ClEvent>, ClError> {
-    match command {
-        Command::Kernel { kernel, dims, global, local } => {
-            return enqueue_kernel(queue, kernel, &global[..*dims], &local[..*dims]);
-        }
-        Command::Fill { to, offset, bytes, pattern, length } => {
-            queue.fill(*to, &pattern[..*length], *offset, *bytes)?;
-        }
-        Command::Copy { from, to, from_offset, to_offset, bytes } => {
-            queue.copy((*from, *from_offset), (*to, *to_offset), *bytes, ptr::null_mut())?;
-        }
-    }
-    Ok(None)
 }

@@ -17,6 +17,7 @@ use super::fault::{Readings, Slot, Slots, Words, ZEROS};
 use super::probe::TensorCores;
 use super::program::Programs;
 use super::queues::{Locked, Queues, SERVICE};
+use super::replay::Keepers;
 use super::retry::{PAUSES, Probed, retry};
 use super::tuning::Tuning;
 use crate::device::lock;
@@ -44,6 +45,7 @@ pub(crate) struct ClDevice {
     pub(super) tuning: OnceLock<Tuning>,
     /// See [`arrivals`](Self::arrivals).
     arrivals: OnceLock<ClBuffer>,
+    pub(super) keepers: Keepers,
     /// `fill` and `copy` of `kernels/memory.cl`, where they are used.
     pub(super) memory_kernels: [Probed<Option<ClKernel>>; 2],
     lost: OnceLock<String>,
@@ -142,6 +144,7 @@ impl ClDevice {
             tensor_cores: Probed::default(),
             tuning: OnceLock::new(),
             arrivals: OnceLock::new(),
+            keepers: Keepers::default(),
             memory_kernels: Default::default(),
             lost: OnceLock::new(),
         })

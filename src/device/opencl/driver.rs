@@ -21,10 +21,19 @@ pub(super) fn library() -> Result<&'static Functions, ClError> {
     functions::load().as_ref().map_err(|_| ClError::new("dlopen", -2000))
 }
 
-/// Calls a function that returns its status: `call!(clFinish(queue))` gives `Result<(), ClError>`.
+/// Calls a function that returns its status: `call!(clFinish(queue))` gives `Result<(), ClError>`. One of an extension is in a
+/// table of its own: `call!(in table, clFinalizeCommandBufferKHR(buffer))`.
 macro_rules! call {
     ($name:ident($($arg:expr),* $(,)?)) => {
-        $crate::device::opencl::driver::library().and_then(|library| match library.$name {
+        $crate::device::opencl::driver::library()
+            .and_then(|library| $crate::device::opencl::driver::call!(@ library, $name($($arg),*)))
+    };
+    (in $table:expr, $name:ident($($arg:expr),* $(,)?)) => {
+        $crate::device::opencl::driver::library()
+            .and_then(|_| $crate::device::opencl::driver::call!(@ $table, $name($($arg),*)))
+    };
+    (@ $table:expr, $name:ident($($arg:expr),*)) => {
+        match $table.$name {
             // SAFETY: the handles are live, since the types that own them release them on drop; pointers are to memory that
             // outlives the call, or the command where it goes on after the call.
             Some(function) => match unsafe { function($($arg),*) } {
@@ -32,14 +41,23 @@ macro_rules! call {
                 code => Err($crate::device::opencl::errors::ClError::new(stringify!($name), code)),
             },
             None => Err($crate::device::opencl::errors::ClError::new(stringify!($name), -2001)),
-        })
+        }
     };
 }
 
-/// Calls a function that returns a handle and its status through a last pointer: `create!(clCreateKernel(p, name))`.
+/// Calls a function that returns a handle and its status through a last pointer: `create!(clCreateKernel(p, name))`, or with a
+/// table as `call!` has it.
 macro_rules! create {
     ($name:ident($($arg:expr),* $(,)?)) => {
-        $crate::device::opencl::driver::library().and_then(|library| match library.$name {
+        $crate::device::opencl::driver::library()
+            .and_then(|library| $crate::device::opencl::driver::create!(@ library, $name($($arg),*)))
+    };
+    (in $table:expr, $name:ident($($arg:expr),* $(,)?)) => {
+        $crate::device::opencl::driver::library()
+            .and_then(|_| $crate::device::opencl::driver::create!(@ $table, $name($($arg),*)))
+    };
+    (@ $table:expr, $name:ident($($arg:expr),*)) => {
+        match $table.$name {
             Some(function) => {
                 let mut code = 0;
                 // SAFETY: as in `call!`.
@@ -51,7 +69,7 @@ macro_rules! create {
                 }
             }
             None => Err($crate::device::opencl::errors::ClError::new(stringify!($name), -2001)),
-        })
+        }
     };
 }
 

@@ -4,10 +4,16 @@
 //! function through a type that it does not have is undefined behaviour. Here they have the types of OpenCL's headers.
 
 use std::env;
+use std::ffi::{CStr, c_void};
 use std::sync::OnceLock;
+use std::{mem, ptr};
 
 use dlopen2::raw::Library;
 use opencl_sys::cl_function_types::*;
+use opencl3::types::cl_platform_id;
+
+use super::driver::library;
+use super::errors::ClError;
 
 const LIBRARY: &str = if cfg!(target_os = "windows") {
     "OpenCL.dll"
@@ -23,15 +29,15 @@ macro_rules! functions {
         #[allow(non_snake_case, reason = "OpenCL's names")]
         pub(super) struct Functions {
             $(pub(super) $name: $of,)*
-            /// Keeps the library loaded.
-            _library: Library,
+            /// Stays loaded.
+            library: Library,
         }
 
         impl Functions {
             fn load(path: &str) -> Result<Functions, dlopen2::Error> {
                 let library = Library::open(path)?;
                 // SAFETY: an OpenCL library exports functions of these types under these names.
-                Ok(Functions { $($name: unsafe { library.symbol(stringify!($name)) }.ok(),)* _library: library })
+                Ok(Functions { $($name: unsafe { library.symbol(stringify!($name)) }.ok(),)* library })
             }
         }
     };
@@ -64,6 +70,7 @@ functions! {
     clGetDeviceInfo: clGetDeviceInfo_t,
     clGetEventInfo: clGetEventInfo_t,
     clGetEventProfilingInfo: clGetEventProfilingInfo_t,
+    clGetExtensionFunctionAddressForPlatform: clGetExtensionFunctionAddressForPlatform_t,
     clGetKernelArgInfo: clGetKernelArgInfo_t,
     clGetKernelInfo: clGetKernelInfo_t,
     clGetKernelWorkGroupInfo: clGetKernelWorkGroupInfo_t,
@@ -93,4 +100,23 @@ pub(super) fn load() -> &'static Result<Functions, dlopen2::Error> {
         let chosen = paths.split(';').filter(|path| !path.is_empty()).find_map(|path| Functions::load(path).ok());
         chosen.map_or_else(|| Functions::load(LIBRARY), Ok)
     })
+}
+
+/// The function of an extension, as a platform has it or else the library exports it; `T::None` where neither does.
+///
+/// # Safety
+/// `T` is an `Option` of a function, and the function of this name has this type.
+pub(super) unsafe fn extension_function<T: Copy>(platform: cl_platform_id, name: &CStr) -> Result<T, ClError> {
+    const { assert!(size_of::<T>() == size_of::<*mut c_void>()) };
+    let library = library()?;
+    let of_platform = library.clGetExtensionFunctionAddressForPlatform.map(|get| {
+        // SAFETY: the platform is one of the library's, and the name ends with a zero.
+        unsafe { get(platform, name.as_ptr()) }
+    });
+    let address = of_platform.filter(|address| !address.is_null()).or_else(|| {
+        // SAFETY: nothing but the address is taken.
+        unsafe { library.library.symbol_cstr::<*mut c_void>(name) }.ok()
+    });
+    // SAFETY: the caller says that it is this function; no address is `None`.
+    Ok(unsafe { mem::transmute_copy(&address.unwrap_or(ptr::null_mut())) })
 }

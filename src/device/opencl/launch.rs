@@ -1,7 +1,7 @@
 //! Running kernels: the hot path of everything on an OpenCL device.
 
 use std::ffi::c_void;
-use std::{mem, ptr};
+use std::ptr;
 
 use super::driver::{ClBuffer, ClEvent, ClKernel, call};
 use super::errors::ClError;
@@ -140,27 +140,33 @@ pub(super) fn enqueue_kernel(
     global: &[usize],
     local: &[usize],
 ) -> Result<Option<ClEvent>, ClError> {
-    queue.since_checkpoint += 1;
-    let checkpoint = queue.since_checkpoint >= CHECKPOINT_EVERY;
     let mut raw = ptr::null_mut();
-    let to = if checkpoint { &raw mut raw } else { ptr::null_mut() };
+    let to = if is_checkpoint(queue, 1) { &raw mut raw } else { ptr::null_mut() };
     queue.command((Kind::Kernel, kernel.name(), 0), to, |queue, event| {
         let (dims, global, local) = (global.len() as u32, global.as_ptr(), local.as_ptr());
         call!(clEnqueueNDRangeKernel(queue, kernel.raw(), dims, ptr::null(), global, local, 0, ptr::null(), event))
     })?;
-    let event = (!raw.is_null()).then(|| ClEvent(raw));
-    queue.unflushed += 1;
-    if queue.unflushed >= queue.flush_at || checkpoint {
+    Ok(launched(queue, 1, (!raw.is_null()).then(|| ClEvent(raw))))
+}
+
+/// Counts launches that are enqueued next. Tells whether the last of them is to give an event: the next checkpoint.
+pub(super) fn is_checkpoint(queue: &mut Queue, launches: u32) -> bool {
+    queue.since_checkpoint += launches;
+    queue.since_checkpoint >= CHECKPOINT_EVERY
+}
+
+/// Flushes after launches where that is due. Gives the launch to wait for if the queue is too long.
+pub(super) fn launched(queue: &mut Queue, launches: u32, checkpoint: Option<ClEvent>) -> Option<ClEvent> {
+    queue.unflushed += launches;
+    if queue.unflushed >= queue.flush_at || checkpoint.is_some() {
         if queue.flush().is_err() {
-            return Ok(None); // nor is there a checkpoint that might never be reached
+            return None; // nor is there a checkpoint that might never be reached
         }
         queue.flush_at = (2 * queue.flush_at).min(FLUSH_EVERY);
     }
-    if event.is_some() {
-        queue.since_checkpoint = 0;
-        return Ok(mem::replace(&mut queue.checkpoint, event));
-    }
-    Ok(None)
+    let checkpoint = checkpoint?;
+    queue.since_checkpoint = 0;
+    queue.checkpoint.replace(checkpoint)
 }
 
 /// Sets an argument, but for a number that the kernel has there from an earlier launch. Under the queues' lock.

@@ -3,7 +3,7 @@
 //! [`discovery`] finds them; [`open`] makes a device usable: one context and one in-order queue a stream, kept for the
 //! life of the process. Work is submitted under the device's one lock and waited for outside it, so a thread that waits
 //! never stops another from submitting: see [`queues`]. [`program`] builds kernels, [`cache`] keeps them on disk, [`launch`]
-//! runs them, [`capture`] records them instead, [`probe`] finds out what they may use, [`tuning`] holds the numbers they
+//! runs them, [`capture`] records them instead for [`replay`] (by the host, in a [`command_buffer`] or from a [`recordable_queue`]), [`probe`] finds out what they may use, [`tuning`] holds the numbers they
 //! are made with, [`transfer`] moves bytes, through [`pinned`] memory where it is to be fast, and from and to memory that
 //! outlives what uses it: see [`host_memory`]. [`driver`] is the only file that owns raw handles; [`exit`] stops everything before the process ends.
 
@@ -13,6 +13,7 @@ mod cache;
 mod capabilities;
 pub(crate) mod capture;
 mod carry;
+mod command_buffer;
 mod context;
 mod discovery;
 mod driver;
@@ -33,8 +34,10 @@ mod profiling;
 mod program;
 mod queue;
 mod queues;
+mod recordable_queue;
 #[cfg(test)]
 mod recovery_tests;
+mod replay;
 mod retry;
 mod signature;
 #[cfg(test)]

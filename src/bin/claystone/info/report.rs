@@ -218,11 +218,12 @@ impl DeviceReport {
 }
 
 /// This crate's variables.
-pub const VARIABLES: [&str; 7] = [
+pub const VARIABLES: [&str; 8] = [
     "CLAYSTONE_ALLOC_CONF",
     "CLAYSTONE_CACHE_DIR",
     "CLAYSTONE_CACHE_MAXSIZE",
     "CLAYSTONE_DEVICES",
+    "CLAYSTONE_GRAPH_REPLAY",
     "CLAYSTONE_KERNELS",
     "CLAYSTONE_NO_CACHING",
     "CLAYSTONE_PROFILE",

@@ -1,0 +1,93 @@
+//! What a replayed training step costs the host: `graph [--device D] [--batch N] [--rounds N]`. An MLP 784-256-128-10 with
+//! cross-entropy and SGD, and twelve kernels of 64 elements, replayed by the host and in command buffers in turns. For each the
+//! time of the call, and of a step when many are submitted one behind the other.
+
+use std::error::Error;
+use std::time::Instant;
+
+use claystone::device::ReplayMode;
+use claystone::nn::{Activation, Linear, Module, Sequential};
+use claystone::optim::{Optimizer, Sgd, SgdConfig};
+use claystone::{Device, Graph, Result, Tensor};
+
+/// Replays before the host waits.
+const STEPS: u32 = 20;
+
+fn main() -> std::result::Result<(), Box<dyn Error>> {
+    let args: Vec<String> = std::env::args().collect();
+    let value = |option: &str| args.iter().position(|a| a == option).map(|i| args.get(i + 1).ok_or("it needs a value"));
+    let device: Device = value("--device").transpose()?.map_or(Ok(Device::OpenCL(0)), |name| name.parse())?;
+    let batch: usize = value("--batch").transpose()?.map_or(Ok(64), |n| n.parse())?;
+    let rounds: usize = value("--rounds").transpose()?.map_or(Ok(100), |n| n.parse())?;
+    println!("{:24} {:>8} {:16} {:>10} {:>10}", "us, medians", "commands", "", "the call", "a step");
+    let x = Tensor::rand(&[64], device)?;
+    let twelve = || (0..12).try_for_each(|_| x.mul_scalar_(0.5).map(drop));
+    compare("12 small kernels", &mut Graph::capture(device, twelve)?.0, rounds)?;
+    let mut training = Training::new(batch, device)?;
+    training.step()?;
+    compare(&format!("MLP step of {batch}"), &mut Graph::capture(device, || training.step())?.0, rounds)
+}
+
+/// Measures a graph in every mode that its device has.
+fn compare(name: &str, graph: &mut Graph, rounds: usize) -> std::result::Result<(), Box<dyn Error>> {
+    let modes = [ReplayMode::Host, ReplayMode::CommandBuffer];
+    let mut times = [const { (Vec::new(), Vec::new()) }; 2];
+    for _ in 0..rounds {
+        for (mode, (calls, steps)) in modes.iter().zip(&mut times) {
+            if graph.set_replay_mode(*mode).is_err() {
+                continue;
+            }
+            graph.replay()?; // which has the driver keep the commands
+            graph.stream().synchronize()?;
+            let begun = Instant::now();
+            for _ in 0..STEPS {
+                let from = Instant::now();
+                graph.replay()?;
+                calls.push(from.elapsed().as_secs_f64() * 1e6);
+            }
+            graph.stream().synchronize()?;
+            steps.push(begun.elapsed().as_secs_f64() * 1e6 / f64::from(STEPS));
+        }
+    }
+    for (mode, (calls, steps)) in modes.iter().zip(times) {
+        let commands = graph.commands();
+        match calls.is_empty() {
+            true => println!("{name:24} {commands:8} {mode:16} the device has none"),
+            false => println!("{name:24} {commands:8} {mode:16} {:10.1} {:10.1}", median(calls), median(steps)),
+        }
+    }
+    Ok(())
+}
+
+fn median(mut times: Vec<f64>) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}
+
+struct Training {
+    net: Sequential,
+    sgd: Sgd,
+    x: Tensor,
+    y: Tensor,
+}
+
+impl Training {
+    fn new(batch: usize, device: Device) -> Result<Training> {
+        let mut net = Sequential::new()
+            .push(Linear::new(784, 256, device)?.with_activation(Activation::Relu))
+            .push(Linear::new(256, 128, device)?.with_activation(Activation::Relu))
+            .push(Linear::new(128, 10, device)?);
+        let sgd = Sgd::new(net.parameters_mut(), SgdConfig { lr: 0.05, momentum: 0.9, ..Default::default() })?;
+        let labels: Vec<i64> = (0..batch as i64).map(|i| i * 7 % 10).collect();
+        let x = Tensor::rand(&[batch, 784], device)?;
+        Ok(Training { net, sgd, x, y: Tensor::from_slice(&labels, [batch], device)? })
+    }
+
+    fn step(&mut self) -> Result<Tensor> {
+        self.sgd.zero_grad();
+        let loss = self.net.forward(&self.x)?.cross_entropy(&self.y)?;
+        loss.backward()?;
+        self.sgd.step()?;
+        Ok(loss)
+    }
+}

@@ -1,0 +1,133 @@
+//! `cl_qcom_recordable_queues`, Qualcomm's extension for Adreno GPUs: kernels recorded on a queue made for that, enqueued as one.
+//!
+//! Recordings have kernels and no transfers. Drivers are known that crash or leak with them, so they are used only where they
+//! are asked for. Written after the public headers; no device of that kind has run this.
+
+use std::ffi::c_void;
+use std::ptr;
+
+use opencl3::types::{cl_command_queue, cl_event};
+
+use super::ClDevice;
+use super::capture::Command;
+use super::driver::{call, call_unlocked, create, info, value};
+use super::errors::ClError;
+use super::functions::extension_function;
+
+const NAME: &str = "cl_qcom_recordable_queues";
+/// A property of queues.
+const CL_QUEUE_RECORDABLE_QCOM: u64 = 1 << 30;
+/// How many kernels a recording has at most.
+const CL_DEVICE_RECORDABLE_QUEUE_MAX_SIZE: u32 = 0x41DE;
+/// For a kind of command that has no place in a recording.
+const CL_INVALID_OPERATION: i32 = -59;
+
+type Status = Option<unsafe extern "C" fn(*mut c_void) -> i32>;
+
+/// The extension, as a device has it.
+#[derive(Clone, Copy)]
+#[allow(non_snake_case, reason = "OpenCL's names")]
+pub(super) struct RecordableQueues {
+    clNewRecordingQCOM: Option<unsafe extern "C" fn(cl_command_queue, *mut i32) -> *mut c_void>,
+    clEndRecordingQCOM: Status,
+    clReleaseRecordingQCOM: Status,
+    /// Four times a number and that many changes to what was recorded; what to wait for; an event.
+    clEnqueueRecordingQCOM: Option<
+        unsafe extern "C" fn(
+            cl_command_queue,
+            *mut c_void,
+            usize,
+            *const c_void,
+            usize,
+            *const c_void,
+            usize,
+            *const c_void,
+            usize,
+            *const c_void,
+            u32,
+            *const cl_event,
+            *mut cl_event,
+        ) -> i32,
+    >,
+    /// How many kernels a recording has at most.
+    pub(super) most: usize,
+}
+
+impl RecordableQueues {
+    /// The extension, if the device has it.
+    ///
+    /// # Errors
+    /// What the driver refuses to tell.
+    pub(super) fn of(device: &ClDevice) -> Result<Option<RecordableQueues>, ClError> {
+        let (id, platform) = (device.id(), device.found.platform);
+        let extensions = info!(clGetDeviceInfo(id, opencl3::device::CL_DEVICE_EXTENSIONS))?;
+        if !extensions.split(|&b| b == b' ' || b == 0).any(|name| name == NAME.as_bytes()) {
+            return Ok(None);
+        }
+        let most = value!(clGetDeviceInfo(id, CL_DEVICE_RECORDABLE_QUEUE_MAX_SIZE) as u32).unwrap_or(0);
+        // SAFETY: the extension has functions of these types under these names.
+        let found = unsafe {
+            RecordableQueues {
+                clNewRecordingQCOM: extension_function(platform, c"clNewRecordingQCOM")?,
+                clEndRecordingQCOM: extension_function(platform, c"clEndRecordingQCOM")?,
+                clReleaseRecordingQCOM: extension_function(platform, c"clReleaseRecordingQCOM")?,
+                clEnqueueRecordingQCOM: extension_function(platform, c"clEnqueueRecordingQCOM")?,
+                most: if most == 0 { usize::MAX } else { most as usize },
+            }
+        };
+        let is_there = found.clNewRecordingQCOM.is_some() && found.clEnqueueRecordingQCOM.is_some();
+        Ok(is_there.then_some(found))
+    }
+
+    /// A recording of these commands. Under the queues' lock.
+    ///
+    /// # Errors
+    /// What the driver refuses, and a command that is no kernel.
+    pub(super) fn record(&self, device: &ClDevice, commands: &[Command]) -> Result<QueueRecording, ClError> {
+        let (context, id) = (device.context, device.id());
+        let queue = create!(clCreateCommandQueue(context, id, CL_QUEUE_RECORDABLE_QCOM))?;
+        let mut recording = QueueRecording { raw: ptr::null_mut(), queue, functions: *self };
+        recording.raw = create!(in self, clNewRecordingQCOM(queue))?;
+        for command in commands {
+            let Command::Kernel { kernel, dims, global, local } = command else {
+                return Err(ClError::new("clNewRecordingQCOM", CL_INVALID_OPERATION));
+            };
+            let (kernel, dims, global, local) = (kernel.raw(), *dims as u32, global.as_ptr(), local.as_ptr());
+            let (none, unasked) = (ptr::null(), ptr::null_mut());
+            call!(clEnqueueNDRangeKernel(queue, kernel, dims, none, global, local, 0, ptr::null(), unasked))?;
+        }
+        call!(in self, clEndRecordingQCOM(recording.raw))?;
+        Ok(recording)
+    }
+}
+
+/// A recording and the queue that it was made with. Released on drop, when the graph's replays are over.
+pub(super) struct QueueRecording {
+    raw: *mut c_void,
+    queue: cl_command_queue,
+    functions: RecordableQueues,
+}
+
+// SAFETY: OpenCL objects belong to the process; it is recorded and enqueued under the queues' lock.
+unsafe impl Send for QueueRecording {}
+// SAFETY: as above.
+unsafe impl Sync for QueueRecording {}
+
+impl QueueRecording {
+    /// Enqueues it as it was recorded. The event, unless it is null, is that of the whole. Under the queues' lock.
+    pub(super) fn enqueue(&self, queue: cl_command_queue, event: *mut cl_event) -> Result<(), ClError> {
+        let none = ptr::null();
+        call!(in self.functions, clEnqueueRecordingQCOM(
+            queue, self.raw, 0, none, 0, none, 0, none, 0, none, 0, ptr::null(), event
+        ))
+    }
+}
+
+impl Drop for QueueRecording {
+    fn drop(&mut self) {
+        if !self.raw.is_null() {
+            let _ = call_unlocked!(in self.functions, clReleaseRecordingQCOM(self.raw));
+        }
+        let _ = call_unlocked!(clReleaseCommandQueue(self.queue));
+    }
+}
