@@ -396,7 +396,7 @@ fn a_buffer_that_stays_mapped_is_not_used() {
 }
 
 #[track_caller]
-fn is_partial<T: std::fmt::Debug>(result: Result<T>, name: &str) {
+pub fn is_partial<T: std::fmt::Debug>(result: Result<T>, name: &str) {
     let error = result.unwrap_err();
     let Error::Partial { op, source } = &error else { panic!("{error}") };
     assert!(*op == name && matches!(**source, Error::OpenCl { .. }), "{error}");

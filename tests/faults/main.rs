@@ -10,6 +10,7 @@ mod stand_in;
 mod clones;
 mod compaction;
 mod driver;
+mod graphs;
 mod hints;
 mod host_memory;
 mod inject;

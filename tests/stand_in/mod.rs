@@ -44,7 +44,7 @@ const SOURCE: &str = include_str!("opencl.c");
 
 /// `struct slot` of `opencl.c`: its size, how many there are, and where its fields are.
 const SLOT: u64 = 96;
-const SLOTS: u64 = 64;
+const SLOTS: u64 = 96;
 const NAME: usize = 40;
 const CALLS: u64 = 40;
 const ERRORS: u64 = 48;
@@ -268,6 +268,12 @@ impl Faults {
     /// Handles of buffers, less those released.
     pub fn live_buffers(&self) -> i64 {
         self.live("clCreateBuffer", "clReleaseMemObject") + self.succeeded("clRetainMemObject")
+    }
+
+    /// Command buffers and recordings, less those released.
+    pub fn live_recordings(&self) -> i64 {
+        self.live("clCreateCommandBufferKHR", "clReleaseCommandBufferKHR")
+            + self.live("clNewRecordingQCOM", "clReleaseRecordingQCOM")
     }
 
     /// Events that were asked for, less those released.

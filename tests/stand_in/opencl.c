@@ -5,7 +5,9 @@
  * one, STAND_IN_CONTROL the file through which the test process counts calls and asks for faults (without it there are
  * none), and STAND_IN_DISCRETE=1 has every device say that it is a discrete GPU. STAND_IN_WORK_GROUP and STAND_IN_LOCAL_MEMORY
  * are the most that devices have, STAND_IN_KERNEL_GROUP the largest group that they say any kernel can have.
- * STAND_IN_HINTS=1 has devices say that queues take hints of priority and throttle, which are counted and go no further. */
+ * STAND_IN_HINTS=1 has devices say that queues take hints of priority and throttle, which are counted and go no further.
+ * STAND_IN_GRAPHS is what drivers keep recorded commands in: nothing unless it says `buffers`, the real one's command buffers;
+ * `sequential`, the same, which devices say they run one at a time; or `recordings`, those of a device of Qualcomm's, played here. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -30,7 +32,7 @@ struct slot {
     /* For how many microseconds commands are held back. */
     uint64_t delay;
 };
-enum { SLOTS = 64 };
+enum { SLOTS = 96 };
 _Static_assert(sizeof(struct slot) == 96, "mod.rs reads entries of this size");
 
 static struct slot *slots, *any, *events, *lenient;
@@ -133,6 +135,12 @@ static void limit_group(unsigned what, void *value) {
     limit(value, "STAND_IN_KERNEL_GROUP");
 }
 
+/* Whether this is what recorded commands are kept in. */
+static int keeps(const char *what) {
+    const char *kept = getenv("STAND_IN_GRAPHS");
+    return kept && !strcmp(kept, what);
+}
+
 /* Has the device say that it is a discrete GPU, and that it has no more than it is told to have. */
 static void disguise(unsigned what, void *value) {
     if (!value) return;
@@ -141,6 +149,8 @@ static void disguise(unsigned what, void *value) {
     const char *hints = getenv("STAND_IN_HINTS"), *more = "cl_khr_priority_hints cl_khr_throttle_hints ";
     if (what == 0x1030 /* CL_DEVICE_EXTENSIONS */ && hints && !strcmp(hints, "1") && strlen(value) > strlen(more))
         memcpy(value, more, strlen(more)); /* in the place of the first others, whose number does not change */
+    if (what == 0x1030 && keeps("recordings")) memcpy(value, "cl_qcom_recordable_queues ", 26);
+    if (what == 0x12A9 /* CL_DEVICE_COMMAND_BUFFER_CAPABILITIES_KHR */ && keeps("sequential")) *(uint64_t *)value &= ~UINT64_C(4);
     const char *discrete = getenv("STAND_IN_DISCRETE");
     if (!discrete || strcmp(discrete, "1")) return;
     if (what == 0x1000) *(uint64_t *)value = 4; /* CL_DEVICE_TYPE is CL_DEVICE_TYPE_GPU */
@@ -219,6 +229,35 @@ RELEASE(clReleaseContext)
 INFO(clGetContextInfo, context)
 CREATE(clCreateCommandQueue, (void *context, void *device, uint64_t properties, int *status), (context, device, properties, status), )
 
+/* Kernels recorded on a queue that was created for that. */
+struct recording {
+    void *queue;
+    unsigned n, ended;
+    struct {
+        void *kernel;
+        unsigned dims;
+        size_t global[3], local[3];
+    } kernels[256];
+};
+static void *recordable[16];
+static struct recording *under_way;
+
+static int is_recordable(void *queue) {
+    for (int i = 0; i < 16; i++)
+        if (queue && recordable[i] == queue) return 1;
+    return 0;
+}
+
+/* Creates a queue, and remembers one for recordings. */
+static void *create_recordable(void *context, void *device, uint64_t properties, int *status) {
+    uint64_t records = properties & 1 << 30;
+    void *queue = REAL(void *, clCreateCommandQueue, (void *, void *, uint64_t, int *))(context, device, properties & ~records, status);
+    for (int i = 0; records && i < 16; i++)
+        if (!recordable[i]) return recordable[i] = queue;
+    return queue;
+}
+__attribute__((constructor(103))) static void make_recordable(void) { real_clCreateCommandQueue = create_recordable; }
+
 /* The entry of a hint and its value, which counts queues that are created with it. */
 static void count_hint(uint64_t name, uint64_t value) {
     char text[40];
@@ -238,7 +277,11 @@ static void *create_queue(void *context, void *device, const uint64_t *list, int
 
 CREATE(clCreateCommandQueueWithProperties, (void *context, void *device, const uint64_t *list, int *status), (context, device, list, status), )
 __attribute__((constructor(103))) static void take_hints(void) { real_clCreateCommandQueueWithProperties = create_queue; }
-RELEASE(clReleaseCommandQueue)
+static void forget(void *queue) {
+    for (int i = 0; i < 16; i++)
+        if (recordable[i] == queue) recordable[i] = NULL;
+}
+STATUS(clReleaseCommandQueue, (void *queue), (queue), forget(queue))
 INFO(clGetCommandQueueInfo, queue)
 CREATE(clCreateBuffer, (void *context, uint64_t flags, size_t bytes, void *host, int *status), (context, flags, bytes, host, status), )
 RELEASE(clRetainMemObject)
@@ -278,6 +321,13 @@ COMMAND(clEnqueueFillBuffer, P(void *queue, void *buffer, const void *pattern, s
 /* The device refuses what is more than it is told to have, as a real one does. */
 static int launch(void *queue, void *kernel, unsigned dims, const size_t *offset, const size_t *global, const size_t *local, unsigned waits, void *const *list, void **event) {
     size_t group = 1, most = SIZE_MAX;
+    if (is_recordable(queue)) {
+        if (!under_way || under_way->queue != queue || under_way->n == 256) return -59; /* CL_INVALID_OPERATION */
+        unsigned i = under_way->n++;
+        under_way->kernels[i].kernel = kernel, under_way->kernels[i].dims = dims;
+        memcpy(under_way->kernels[i].global, global, dims * sizeof *global), memcpy(under_way->kernels[i].local, local, dims * sizeof *local);
+        return 0;
+    }
     for (unsigned d = 0; d < dims; d++) group *= local[d];
     limit(&most, "STAND_IN_WORK_GROUP");
     if (group > most) return -54; /* CL_INVALID_WORK_GROUP_SIZE */
@@ -299,3 +349,57 @@ COMMAND(clEnqueueBarrierWithWaitList, P(void *queue,), P(queue,))
 STATUS(clEnqueueMarker, (void *queue, void **event), (queue, event), count(&events->calls))
 STATUS(clEnqueueWaitForEvents, (void *queue, unsigned n, void *const *list), (queue, n, list), )
 CREATE(clEnqueueMapBuffer, (void *queue, void *buffer, unsigned blocking, uint64_t flags, size_t offset, size_t bytes, unsigned waits, void *const *list, void **event, int *status), (queue, buffer, blocking, flags, offset, bytes, waits, list, event, status), if (event) count(&events->calls))
+
+/* The functions of cl_qcom_recordable_queues, as its header has them. */
+static void *new_recording(void *queue, int *status) {
+    if (!is_recordable(queue)) return *status = -36, NULL; /* CL_INVALID_COMMAND_QUEUE */
+    under_way = calloc(1, sizeof *under_way), under_way->queue = queue;
+    return *status = 0, under_way;
+}
+
+static int end_recording(void *recording) { return ((struct recording *)recording)->ended = 1, under_way = NULL, 0; }
+
+static int release_recording(void *recording) { return free(recording), 0; }
+
+static int enqueue_recording(void *queue, struct recording *recording, size_t arguments, const void *a, size_t offsets, const void *o, size_t globals, const void *g, size_t locals, const void *l, unsigned waits, void *const *list, void **event) {
+    if (!recording->ended || arguments + offsets + globals + locals) return -59;
+    for (unsigned i = 0; i < recording->n; i++) {
+        void **last = i + 1 == recording->n ? event : NULL;
+        int code = launch(queue, recording->kernels[i].kernel, recording->kernels[i].dims, NULL, recording->kernels[i].global, recording->kernels[i].local, waits, list, last);
+        if (code) return code;
+    }
+    return 0;
+}
+
+CREATE(clNewRecordingQCOM, (void *queue, int *status), (queue, status), )
+RELEASE(clEndRecordingQCOM)
+RELEASE(clReleaseRecordingQCOM)
+COMMAND(clEnqueueRecordingQCOM, P(void *queue, struct recording *recording, size_t n, const void *a, size_t m, const void *o, size_t k, const void *g, size_t j, const void *l,), P(queue, recording, n, a, m, o, k, g, j, l,))
+__attribute__((constructor(103))) static void make_recordings(void) {
+    real_clNewRecordingQCOM = new_recording, real_clEndRecordingQCOM = end_recording;
+    real_clReleaseRecordingQCOM = release_recording, real_clEnqueueRecordingQCOM = enqueue_recording;
+}
+
+CREATE(clCreateCommandBufferKHR, (unsigned n, void *const *queues, const uint64_t *properties, int *status), (n, queues, properties, status), )
+RELEASE(clFinalizeCommandBufferKHR)
+RELEASE(clReleaseCommandBufferKHR)
+STATUS(clCommandNDRangeKernelKHR, (void *buffer, void *queue, const uint64_t *properties, void *kernel, unsigned dims, const size_t *offset, const size_t *global, const size_t *local, unsigned n, const unsigned *waits, unsigned *point, void **handle), (buffer, queue, properties, kernel, dims, offset, global, local, n, waits, point, handle), )
+#define queue (*queues)
+COMMAND(clEnqueueCommandBufferKHR, P(unsigned n, void **queues, void *buffer,), P(n, queues, buffer,))
+#undef queue
+
+#define GIVE(name, real)                                                                                               \
+    if (!strcmp(asked, #name)) return real_##name = real, (void *)name
+
+/* Functions of extensions are found where STAND_IN_GRAPHS asks for them. */
+void *clGetExtensionFunctionAddressForPlatform(void *platform, const char *asked) {
+    int buffers = keeps("buffers") || keeps("sequential");
+    void *found = buffers ? REAL(void *, clGetExtensionFunctionAddressForPlatform, (void *, const char *))(platform, asked) : NULL;
+    if (!found) return NULL;
+    GIVE(clCreateCommandBufferKHR, found);
+    GIVE(clFinalizeCommandBufferKHR, found);
+    GIVE(clReleaseCommandBufferKHR, found);
+    GIVE(clCommandNDRangeKernelKHR, found);
+    GIVE(clEnqueueCommandBufferKHR, found);
+    return found;
+}

@@ -3,7 +3,8 @@
 use crate::backend::problem::recording;
 use crate::device::StreamId;
 use crate::device::capture::{self, ReplayMode};
-use crate::device::opencl::capture::{Recorder, Recording};
+use crate::device::opencl::capture::Recorder;
+use crate::device::opencl::replay::Replayer;
 use crate::device::opencl::{self, ClDevice};
 use crate::{Device, Result};
 
@@ -20,26 +21,27 @@ pub(crate) fn start(device: Device) -> Result<Box<dyn recording::Recorder>> {
 
 impl recording::Recorder for Recorded<Recorder> {
     fn finish(self: Box<Self>) -> Box<dyn recording::Recording> {
-        Box::new(Recorded { device: self.device, work: self.work.finish() })
+        let Recorded { device, work } = *self;
+        Box::new(Recorded { device, work: Replayer::new(device, work.finish()) })
     }
 }
 
-impl recording::Recording for Recorded<Recording> {
+impl recording::Recording for Recorded<Replayer> {
     fn len(&self) -> usize {
         self.work.len()
     }
 
     fn replay(&self) -> Result<()> {
         capture::refuse(self.device.device(), "Graph::replay", "graphs are not made of graphs")?;
-        self.device.replay(&self.work)
+        self.work.replay(self.device)
     }
 
     fn mode(&self) -> ReplayMode {
-        self.work.replay_mode()
+        self.work.mode()
     }
 
     fn set_mode(&mut self, mode: ReplayMode) -> Result<()> {
-        self.work.set_replay_mode(self.device, mode)
+        self.work.set_mode(self.device, mode)
     }
 
     fn drain(&self, stream: StreamId) {

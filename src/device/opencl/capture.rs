@@ -16,14 +16,11 @@ use super::driver::{ClAt, ClKernel, create, info};
 use super::errors::ClError;
 use super::fault::Slot;
 use super::launch::{Arg, records_faults, set_arg};
-use super::replay::Replay;
 use crate::device::{Device, StreamId, capture};
 use crate::{Error, Result};
 
 /// What was recorded. The buffers' owners are kept by whoever keeps this.
 pub(crate) struct Recording {
-    /// Before the kernels and their arguments, which the driver may use as long as it keeps commands.
-    pub(super) replay: Replay,
     pub(super) stream: StreamId,
     pub(super) commands: Vec<Command>,
     /// Those of them that count as launches.
@@ -64,8 +61,7 @@ impl Recorder {
     /// [`Error::Invalid`] where this thread records already.
     pub(crate) fn start(device: &ClDevice) -> Result<Recorder> {
         capture::begin(device.device())?;
-        let (replay, stream) = (Replay::new(device.usual_replay_mode()), device.current_stream());
-        let recording = Recording { replay, stream, commands: Vec::new(), launches: 0, faults: None };
+        let recording = Recording { stream: device.current_stream(), commands: Vec::new(), launches: 0, faults: None };
         RECORDER.set(Some(recording));
         Ok(Recorder(()))
     }
@@ -90,13 +86,6 @@ pub(super) fn count_launch(device: Device) -> bool {
         RECORDER.with_borrow_mut(|recorder| recorder.iter_mut().for_each(|recording| recording.launches += 1));
     }
     recording
-}
-
-impl Recording {
-    /// How many commands.
-    pub(crate) fn len(&self) -> usize {
-        self.commands.len()
-    }
 }
 
 impl ClDevice {

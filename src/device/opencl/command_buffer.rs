@@ -22,7 +22,7 @@ use super::ClDevice;
 use super::capture::Command;
 use super::driver::{call, call_unlocked, create, info, value};
 use super::errors::ClError;
-use super::functions::extension_function;
+use super::extension::extension_function;
 
 const NAME: &str = "cl_khr_command_buffer";
 

@@ -17,7 +17,6 @@ use super::fault::{Readings, Slot, Slots, Words, ZEROS};
 use super::probe::TensorCores;
 use super::program::Programs;
 use super::queues::{Locked, Queues, SERVICE};
-use super::replay::Keepers;
 use super::retry::{PAUSES, Probed, retry};
 use super::tuning::Tuning;
 use crate::device::lock;
@@ -45,7 +44,6 @@ pub(crate) struct ClDevice {
     pub(super) tuning: OnceLock<Tuning>,
     /// See [`arrivals`](Self::arrivals).
     arrivals: OnceLock<ClBuffer>,
-    pub(super) keepers: Keepers,
     /// `fill` and `copy` of `kernels/memory.cl`, where they are used.
     pub(super) memory_kernels: [Probed<Option<ClKernel>>; 2],
     lost: OnceLock<String>,
@@ -144,7 +142,6 @@ impl ClDevice {
             tensor_cores: Probed::default(),
             tuning: OnceLock::new(),
             arrivals: OnceLock::new(),
-            keepers: Keepers::default(),
             memory_kernels: Default::default(),
             lost: OnceLock::new(),
         })

@@ -6,14 +6,9 @@
 use std::env;
 use std::ffi::{CStr, c_void};
 use std::sync::OnceLock;
-use std::{mem, ptr};
 
 use dlopen2::raw::Library;
 use opencl_sys::cl_function_types::*;
-use opencl3::types::cl_platform_id;
-
-use super::driver::library;
-use super::errors::ClError;
 
 const LIBRARY: &str = if cfg!(target_os = "windows") {
     "OpenCL.dll"
@@ -91,6 +86,14 @@ functions! {
     clWaitForEvents: clWaitForEvents_t,
 }
 
+impl Functions {
+    /// Where the library has what it exports under this name.
+    pub(super) fn exported(&self, name: &CStr) -> Option<*mut c_void> {
+        // SAFETY: nothing but the address is taken.
+        unsafe { self.library.symbol_cstr::<*mut c_void>(name) }.ok()
+    }
+}
+
 /// The library, which the first call of this loads: the first of the paths in `OPENCL_DYLIB_PATH` (separated by semicolons) that
 /// loads, else the system's.
 pub(super) fn load() -> &'static Result<Functions, dlopen2::Error> {
@@ -100,23 +103,4 @@ pub(super) fn load() -> &'static Result<Functions, dlopen2::Error> {
         let chosen = paths.split(';').filter(|path| !path.is_empty()).find_map(|path| Functions::load(path).ok());
         chosen.map_or_else(|| Functions::load(LIBRARY), Ok)
     })
-}
-
-/// The function of an extension, as a platform has it or else the library exports it; `T::None` where neither does.
-///
-/// # Safety
-/// `T` is an `Option` of a function, and the function of this name has this type.
-pub(super) unsafe fn extension_function<T: Copy>(platform: cl_platform_id, name: &CStr) -> Result<T, ClError> {
-    const { assert!(size_of::<T>() == size_of::<*mut c_void>()) };
-    let library = library()?;
-    let of_platform = library.clGetExtensionFunctionAddressForPlatform.map(|get| {
-        // SAFETY: the platform is one of the library's, and the name ends with a zero.
-        unsafe { get(platform, name.as_ptr()) }
-    });
-    let address = of_platform.filter(|address| !address.is_null()).or_else(|| {
-        // SAFETY: nothing but the address is taken.
-        unsafe { library.library.symbol_cstr::<*mut c_void>(name) }.ok()
-    });
-    // SAFETY: the caller says that it is this function; no address is `None`.
-    Ok(unsafe { mem::transmute_copy(&address.unwrap_or(ptr::null_mut())) })
 }

@@ -19,6 +19,7 @@ mod discovery;
 mod driver;
 mod errors;
 mod exit;
+mod extension;
 mod fault;
 mod functions;
 mod hints;
@@ -37,7 +38,7 @@ mod queues;
 mod recordable_queue;
 #[cfg(test)]
 mod recovery_tests;
-mod replay;
+pub(crate) mod replay;
 mod retry;
 mod signature;
 #[cfg(test)]

@@ -12,7 +12,7 @@ use super::ClDevice;
 use super::capture::Command;
 use super::driver::{call, call_unlocked, create, info, value};
 use super::errors::ClError;
-use super::functions::extension_function;
+use super::extension::extension_function;
 
 const NAME: &str = "cl_qcom_recordable_queues";
 /// A property of queues.

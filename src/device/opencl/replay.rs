@@ -14,7 +14,6 @@ use super::errors::ClError;
 use super::launch::{enqueue_kernel, is_checkpoint, launched};
 use super::queue::Queue;
 use super::recordable_queue::{QueueRecording, RecordableQueues};
-use super::retry::Probed;
 use super::{ClDevice, ClEvent};
 use crate::device::capture::ReplayMode;
 use crate::device::{self, lock, log};
@@ -23,20 +22,24 @@ use crate::{Error, Result};
 /// Commands of a part at most, so that the queue's length stays bounded as it is for single commands.
 const PART: usize = 256;
 
-/// What a device's driver can keep recorded commands in, once that is known.
-#[derive(Default)]
-pub(super) struct Keepers {
-    buffers: Probed<Option<CommandBuffers>>,
-    queues: Probed<Option<RecordableQueues>>,
+/// What a driver keeps recorded commands in.
+#[derive(Clone, Copy)]
+enum Keeper {
+    /// None: the host enqueues every command.
+    Host,
+    Buffers(CommandBuffers),
+    Queues(RecordableQueues),
 }
 
-/// How a recording is replayed.
-pub(super) struct Replay {
-    mode: ReplayMode,
-    /// Made by the first replay; empty where the host enqueues every command.
+/// A recording and how it is replayed.
+pub(crate) struct Replayer {
+    keeper: Keeper,
+    /// Made by the first replay; empty where the host enqueues every command. Dropped before the kernels and their arguments,
+    /// which the driver may use as long as it keeps commands.
     parts: OnceLock<Vec<Part>>,
     /// The driver has refused to enqueue a part.
     refused: AtomicBool,
+    recording: Recording,
 }
 
 /// Consecutive commands that the driver keeps.
@@ -66,18 +69,6 @@ impl Kept {
             Kept::Buffer(buffer) => buffer.may_be_pending(),
             Kept::Recording(_) => true,
         }
-    }
-}
-
-impl Replay {
-    pub(super) fn new(mode: ReplayMode) -> Replay {
-        Replay { mode, parts: OnceLock::new(), refused: AtomicBool::new(false) }
-    }
-
-    /// Who submits the commands, as far as that is known.
-    pub(super) fn mode(&self) -> ReplayMode {
-        let by_host = self.refused.load(Relaxed) || self.parts.get().is_some_and(Vec::is_empty);
-        if by_host { ReplayMode::Host } else { self.mode }
     }
 }
 
@@ -122,7 +113,7 @@ impl Submission<'_> {
     }
 
     /// Enqueues a part; false where the driver does not take it, now or ever, and has done nothing.
-    fn part(&mut self, part: &Part, replay: &Replay) -> Result<bool, ClError> {
+    fn part(&mut self, part: &Part, refused: &AtomicBool) -> Result<bool, ClError> {
         let once = !part.kept.may_be_pending();
         let mut last = lock(&part.last);
         if last.as_ref().is_some_and(|last| !last.is_over().unwrap_or(false)) {
@@ -137,7 +128,7 @@ impl Submission<'_> {
                 self.begun = true; // drivers that enqueue the commands one by one may have come halfway
                 return Err(e);
             }
-            if !once && !replay.refused.swap(true, Relaxed) {
+            if !once && !refused.swap(true, Relaxed) {
                 by_host(e);
             }
             return Ok(false);
@@ -166,63 +157,85 @@ fn by_host(e: ClError) {
     });
 }
 
-impl ClDevice {
-    /// Whether graphs can be replayed like this, as far as the driver tells.
-    pub(crate) fn has_replay_mode(&self, mode: ReplayMode) -> bool {
+impl Keeper {
+    /// What a device has for this mode; none where it lacks it or does not tell.
+    fn of(device: &ClDevice, mode: ReplayMode) -> Option<Keeper> {
         match mode {
-            ReplayMode::Host => true,
-            ReplayMode::CommandBuffer => self.command_buffers().is_some(),
-            ReplayMode::RecordableQueue => self.recordable_queues().is_some(),
+            ReplayMode::Host => Some(Keeper::Host),
+            ReplayMode::CommandBuffer => CommandBuffers::of(device).ok()?.map(Keeper::Buffers),
+            ReplayMode::RecordableQueue => RecordableQueues::of(device).ok()?.map(Keeper::Queues),
         }
     }
 
-    fn command_buffers(&self) -> Option<&CommandBuffers> {
-        self.keepers.buffers.get(|| CommandBuffers::of(self).ok())?.as_ref()
-    }
-
-    fn recordable_queues(&self) -> Option<&RecordableQueues> {
-        self.keepers.queues.get(|| RecordableQueues::of(self).ok())?.as_ref()
-    }
-
-    /// How graphs are replayed unless they are told: as `CLAYSTONE_GRAPH_REPLAY` says, where the device can.
-    pub(super) fn usual_replay_mode(&self) -> ReplayMode {
-        let wanted = ReplayMode::from_environment().unwrap_or(ReplayMode::CommandBuffer);
-        if self.has_replay_mode(wanted) { wanted } else { ReplayMode::Host }
-    }
-
-    /// Has the driver keep the commands.
-    fn keep(&self, recording: &Recording, queue: &Queue) -> Result<Vec<Part>, ClError> {
-        type Keep<'a> = Box<dyn Fn(&[Command]) -> Result<Kept, ClError> + 'a>;
-        let (most, keep): (usize, Keep) = match recording.replay.mode {
-            ReplayMode::Host => return Ok(Vec::new()),
-            ReplayMode::CommandBuffer => {
-                let Some(buffers) = self.command_buffers() else { return Ok(Vec::new()) };
-                (PART, Box::new(|commands| buffers.record(queue.raw, commands).map(Kept::Buffer)))
-            }
-            ReplayMode::RecordableQueue => {
-                let Some(queues) = self.recordable_queues() else { return Ok(Vec::new()) };
-                (PART.min(queues.most), Box::new(|commands| queues.record(self, commands).map(Kept::Recording)))
-            }
+    /// Has the driver keep commands, for queues like this one.
+    fn keep(&self, device: &ClDevice, queue: &Queue, commands: &[Command]) -> Result<Vec<Part>, ClError> {
+        let most = match self {
+            Keeper::Host => return Ok(Vec::new()),
+            Keeper::Buffers(_) => PART,
+            Keeper::Queues(queues) => PART.min(queues.most),
         };
-        let mut parts = Vec::new();
-        for (i, commands) in recording.commands.chunks(most).enumerate() {
+        let part = |(i, commands): (usize, &[Command])| {
+            let kept = match self {
+                Keeper::Host => return Ok(None),
+                Keeper::Buffers(buffers) => Kept::Buffer(buffers.record(queue.raw, commands)?),
+                Keeper::Queues(queues) => Kept::Recording(queues.record(device, commands)?),
+            };
             let launches = commands.iter().filter(|command| command.is_kernel()).count() as u32;
-            let commands_of = i * most..i * most + commands.len();
-            let last = Mutex::default();
-            parts.push(Part { commands: commands_of, launches, kept: keep(commands)?, last });
-        }
-        Ok(parts)
+            let range = i * most..i * most + commands.len();
+            Ok(Some(Part { commands: range, launches, kept, last: Mutex::default() }))
+        };
+        commands.chunks(most).enumerate().map(part).filter_map(Result::transpose).collect()
+    }
+}
+
+impl Replayer {
+    /// Replayed as `CLAYSTONE_GRAPH_REPLAY` says, where the device can.
+    pub(crate) fn new(device: &ClDevice, recording: Recording) -> Replayer {
+        let wanted = ReplayMode::from_environment().unwrap_or(ReplayMode::CommandBuffer);
+        let keeper = Keeper::of(device, wanted).unwrap_or(Keeper::Host);
+        Replayer { keeper, parts: OnceLock::new(), refused: AtomicBool::new(false), recording }
     }
 
-    /// What the driver keeps of a recording, made at the first call; nothing while something is profiled, as times are those of
-    /// single commands. Under the queues' lock.
-    fn parts<'a>(&self, recording: &'a Recording, queue: &Queue) -> &'a [Part] {
-        let replay = &recording.replay;
-        if queue.profiled.is_some() || replay.refused.load(Relaxed) {
+    /// How many commands.
+    pub(crate) fn len(&self) -> usize {
+        self.recording.commands.len()
+    }
+
+    /// How it is replayed, as far as that is known.
+    pub(crate) fn mode(&self) -> ReplayMode {
+        match self.keeper {
+            _ if self.refused.load(Relaxed) || self.parts.get().is_some_and(Vec::is_empty) => ReplayMode::Host,
+            Keeper::Host => ReplayMode::Host,
+            Keeper::Buffers(_) => ReplayMode::CommandBuffer,
+            Keeper::Queues(_) => ReplayMode::RecordableQueue,
+        }
+    }
+
+    /// Has it replayed in another way.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where the device does not have it, or the recording has commands that it does not take.
+    pub(crate) fn set_mode(&mut self, device: &ClDevice, mode: ReplayMode) -> Result<()> {
+        let invalid = |reason: String| Err(Error::invalid("Graph::set_replay_mode", reason));
+        let Some(keeper) = Keeper::of(device, mode) else {
+            return invalid(format!("{} does not have what {mode} needs", device.device()));
+        };
+        let transfers = self.recording.commands.iter().filter(|command| !command.is_kernel()).count();
+        if mode == ReplayMode::RecordableQueue && transfers > 0 {
+            return invalid(format!("the graph has {transfers} copies and fills, which a {mode} does not record"));
+        }
+        (self.keeper, self.parts, self.refused) = (keeper, OnceLock::new(), AtomicBool::new(false));
+        Ok(())
+    }
+
+    /// What the driver keeps, made at the first call; nothing while something is profiled, as times are those of single
+    /// commands. Under the queues' lock.
+    fn parts(&self, device: &ClDevice, queue: &Queue) -> &[Part] {
+        if queue.profiled.is_some() || self.refused.load(Relaxed) {
             return &[];
         }
-        replay.parts.get_or_init(|| {
-            self.keep(recording, queue).unwrap_or_else(|e| {
+        self.parts.get_or_init(|| {
+            self.keeper.keep(device, queue, &self.recording.commands).unwrap_or_else(|e| {
                 by_host(e);
                 Vec::new()
             })
@@ -233,58 +246,35 @@ impl ClDevice {
     /// the last are submitted when the first have run: the queue stays short.
     ///
     /// # Errors
-    /// What the driver refuses, as [`Error::Partial`] where other commands were submitted before or may have been, or a lost
+    /// What the driver refuses, as [`Error::Partial`] where commands were submitted before or may have been, or a lost
     /// device.
-    pub(crate) fn replay(&self, recording: &Recording) -> Result<()> {
-        self.check_lost()?;
-        recording.faults.map_or(Ok(()), |slot| self.clear(slot))?;
+    pub(crate) fn replay(&self, device: &ClDevice) -> Result<()> {
+        let Recording { stream, commands, launches, faults } = &self.recording;
+        device.check_lost()?;
+        faults.map_or(Ok(()), |slot| device.clear(slot))?;
         let _messages = log::defer();
         let (submitted, behind, begun) = {
-            let mut queue = self.lock(recording.stream).map_err(|e| self.error(self.settle(e)))?;
-            let parts = self.parts(recording, &queue);
+            let mut queue = device.lock(*stream).map_err(|e| device.error(device.settle(e)))?;
+            let parts = self.parts(device, &queue);
             let mut submission = Submission { queue: &mut queue, behind: None, begun: false };
             let submitted = match parts {
-                [] => submission.commands(&recording.commands),
-                parts => parts.iter().try_for_each(|part| match submission.part(part, &recording.replay)? {
+                [] => submission.commands(commands),
+                parts => parts.iter().try_for_each(|part| match submission.part(part, &self.refused)? {
                     true => Ok(()),
-                    false => submission.commands(&recording.commands[part.commands.clone()]),
+                    false => submission.commands(&commands[part.commands.clone()]),
                 }),
             };
             let Submission { behind, begun, .. } = submission;
-            (0..recording.launches).for_each(|_| device::count_launch());
-            if let Some(slot) = recording.faults {
-                slot.note_pending(recording.stream);
+            (0..*launches).for_each(|_| device::count_launch());
+            if let Some(slot) = faults {
+                slot.note_pending(*stream);
             }
             (submitted, behind, begun)
         };
-        self.hold_back(recording.stream, behind);
+        device.hold_back(*stream, behind);
         submitted.map_err(|e| {
-            let error: Error = self.error(self.settle(e));
+            let error = device.error(device.settle(e));
             if begun { error.in_part("Graph::replay") } else { error }
         })
-    }
-}
-
-impl Recording {
-    /// Has it replayed in another way.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] where the device does not have it, or the recording has commands that it does not take.
-    pub(crate) fn set_replay_mode(&mut self, device: &ClDevice, mode: ReplayMode) -> Result<()> {
-        let invalid = |reason: String| Err(Error::invalid("Graph::set_replay_mode", reason));
-        if !device.has_replay_mode(mode) {
-            return invalid(format!("{} has no such extension: {mode}", device.device()));
-        }
-        let transfers = self.commands.iter().filter(|command| !command.is_kernel()).count();
-        if mode == ReplayMode::RecordableQueue && transfers > 0 {
-            return invalid(format!("the graph has {transfers} copies and fills, which {mode} does not record"));
-        }
-        self.replay = Replay::new(mode);
-        Ok(())
-    }
-
-    /// Who submits the commands, as far as that is known.
-    pub(crate) fn replay_mode(&self) -> ReplayMode {
-        self.replay.mode()
     }
 }
