@@ -154,6 +154,52 @@ __kernel void window(__global const CAT(A, _t) *x, ulong x_at, __global CAT(A, _
 }
 #endif
 
+#if defined(MAX_OF_IMAGE) || defined(MEAN_OF_IMAGE)
+__constant sampler_t PIXEL = CLK_NORMALIZED_COORDS_FALSE | CLK_ADDRESS_NONE | CLK_FILTER_NEAREST;
+
+// As MAX and MEAN, of an image as in image.cl: four channels of a window a work-item.
+__kernel void window(__read_only image2d_t x, __global CAT(A, _t) *y, ulong y_at, __global long *index, ulong index_at, Windows w,
+                     ulong count, long divide) {
+    IDX n = (IDX)get_global_id(0);
+    if (n >= (IDX)count)
+        return;
+    const INT v = (INT)next_index(&n, (IDX)w.grid[1]), h = (INT)next_index(&n, (IDX)w.grid[0]);
+    const int block = (int)next_index(&n, (IDX)((w.c + 3) / 4)), across = (int)w.image[1];
+    INT top, bottom, left, right;
+    span(&w, 0, h, &top, &bottom);
+    span(&w, 1, v, &left, &right);
+    const int2 start = (int2)(block * across, (int)n * (int)w.image[0]);
+#ifdef MAX_OF_IMAGE
+    int4 at = (int4)((int)top * across + (int)left);
+    float4 best = read_imagef(x, PIXEL, start + (int2)((int)left, (int)top));
+    for (INT i = top; i < bottom; i += (INT)w.dilation[0]) {
+        for (INT j = left; j < right; j += (INT)w.dilation[1]) {
+            const float4 value = read_imagef(x, PIXEL, start + (int2)((int)j, (int)i));
+            const int4 greater = value > best || value != value;
+            best = select(best, value, greater);
+            at = select(at, (int4)((int)i * across + (int)j), greater);
+        }
+    }
+    const float result[4] = {best.x, best.y, best.z, best.w};
+    const int place[4] = {at.x, at.y, at.z, at.w};
+#else
+    float4 sum = 0;
+    for (INT i = top; i < bottom; ++i)
+        for (INT j = left; j < right; ++j)
+            sum += read_imagef(x, PIXEL, start + (int2)((int)j, (int)i));
+    sum /= divisor(&w, h, v, divide);
+    const float result[4] = {sum.x, sum.y, sum.z, sum.w};
+#endif
+    for (int q = 0; q < 4 && 4 * block + q < w.c; q++) {
+        const ulong p = (((ulong)n * w.c + 4 * block + q) * w.grid[0] + h) * w.grid[1] + v;
+        STORE(y, y_at + p, result[q]);
+#ifdef MAX_OF_IMAGE
+        index[index_at + p] = place[q];
+#endif
+    }
+}
+#endif
+
 #ifdef UNMAX
 // index is contiguous, [n, c, windows].
 __kernel void window(__global const CAT(A, _t) *x, ulong x_at, __global CAT(A, _t) *y, ulong y_at,

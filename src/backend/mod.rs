@@ -27,6 +27,7 @@ use crate::backend::problem::{
 use crate::backend::profiled::{Profiled, describe};
 use crate::device::profiler;
 use crate::layout::Layout;
+use crate::storage::Image;
 use crate::{DType, Device, Error, Expr, Result, Scalar, Shape, Tensor};
 
 /// A way to compute on a kind of device. Tensors of a problem are on one device, and results have elements.
@@ -127,6 +128,25 @@ pub(crate) trait Backend: Sync {
         _single: bool,
     ) -> Option<Box<dyn Convolution>> {
         None
+    }
+    /// A convolution's forward pass in one launch where that is better than a product of columns, which its gradients are.
+    fn forward_convolution(
+        &self,
+        _windows: &Windows,
+        _x: &Tensor,
+        _weight: &Tensor,
+        _bias: Option<&Tensor>,
+        _groups: usize,
+    ) -> Result<Option<Tensor>> {
+        Ok(None)
+    }
+    /// A tensor as an image; None where the device has none, or none like that.
+    fn to_image(&self, _x: &Tensor) -> Result<Option<Image>> {
+        Ok(None)
+    }
+    /// Fills a tensor from its image.
+    fn from_image(&self, image: &Image, _out: &Tensor) -> Result<()> {
+        Err(Error::invalid("from_image", format!("{image:?} is of another device")))
     }
     /// The elements of each window: im2col.
     fn unfold(&self, windows: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()>;

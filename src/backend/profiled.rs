@@ -10,6 +10,7 @@ use crate::backend::problem::{
 };
 use crate::device::profiler::{Operation, operation};
 use crate::layout::Layout;
+use crate::storage::Image;
 use crate::{Device, Result, Shape, Tensor};
 
 /// Records the operations of another backend.
@@ -45,6 +46,12 @@ fn of_gemm(product: &Gemm, shape: &Shape, outs: &[Tensor]) -> Operation {
     let depth = product.a.shape().dims().last().copied().unwrap_or(0);
     let tensors = [product.a, product.b].into_iter().chain(product.extras.iter().copied()).chain(outs);
     describe_flops(product.op, tensors, 2 * shape.numel() * depth)
+}
+
+fn of_convolution(w: &Windows, x: &Tensor, weight: &Tensor) -> Operation {
+    let windows: usize = w.grid.iter().product();
+    let flops = 2 * x.shape().dims()[0] * windows * weight.numel();
+    describe_flops("conv2d", [x, weight], flops)
 }
 
 /// Of what is indexed only the elements that are wanted are read.
@@ -175,6 +182,7 @@ impl Backend for Profiled {
         norm(rows: &Normalisation) -> Result<()> = of_norm(rows);
         norm_forward(given: &Normalisation, numbers: &[u64; 4], views: &dyn Fn() -> Result<Views>) -> Result<()> =
             of_norm(given);
+        from_image(image: &Image, out: &Tensor) -> Result<()> = describe("from_image", [out]);
         unfold(windows: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> = describe("im2col", [x, out]);
         fold(windows: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> = describe("col2im", [columns, out]);
         pool(windows: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> =
@@ -185,6 +193,9 @@ impl Backend for Profiled {
 
     recorded_unless_declined! {
         sequence(values: Sequence, out: &Tensor) -> Result<bool> = describe("arange", [out]);
+        forward_convolution(windows: &Windows, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, groups: usize)
+            -> Result<Option<Tensor>> = of_convolution(windows, x, weight);
+        to_image(x: &Tensor) -> Result<Option<Image>> = describe("to_image", [x]);
         join(out: &Tensor, tensors: &[&Tensor], d: usize) -> Result<bool> =
             describe("cat", tensors.iter().copied().chain([out]));
         zeroed(x: &Tensor, from: isize, to: isize) -> Result<Option<Tensor>> = describe("tril", [x, x]);

@@ -245,6 +245,7 @@ impl Storage {
             return with_host(&[], &[self], |_, w| copy(&mut w[0][range], src));
         }
         capture::refuse(self.device(), "write", "values of the host would be there once: make the tensor outside")?;
+        self.0.derived.forget();
         let to = self.cl()?;
         staging::write(to.device, src, to.at(offset), pinned)
     }
@@ -275,6 +276,7 @@ impl Storage {
             }
             (_, Device::Cpu) => with_host(&[src], &[], |r, _| self.write_from(offset, &r[0][from], src.0.pinned()))?,
             (here, there) if here == there => {
+                self.0.derived.forget();
                 let (to, from) = (self.cl()?, src.cl()?);
                 to.device.copy(from.at(src_offset), to.at(offset), bytes, blocking)
             }
@@ -303,6 +305,7 @@ impl Storage {
             let _recorded = on_cpu(Kind::Fill, "fill", bytes);
             return with_host(&[], &[self], |_, w| fill(&mut w[0][range], pattern));
         }
+        self.0.derived.forget();
         let to = self.cl()?;
         // The block's padding is ours: filling it as well keeps to the wide stores of the driver.
         let to_the_end = offset.is_multiple_of(16) && range.end == self.nbytes();

@@ -11,6 +11,7 @@ use std::sync::{Arc, RwLock};
 
 use super::allocator::Allocator;
 use super::block::{ALIGNMENT, Block};
+use super::derived::Derived;
 use super::driver::MemoryKind;
 use super::driver::host::HostMemory;
 use super::driver::opencl::OpenCl;
@@ -46,6 +47,7 @@ impl Drop for Storage {
         let mut shared = unsafe { ManuallyDrop::take(&mut self.0) };
         if let Some(allocation) = alone(&mut shared) {
             allocation.backing = Backing::Empty;
+            allocation.derived.clear();
             let _ = SPARE.try_with(|spare| {
                 let mut spare = spare.borrow_mut();
                 if spare.len() < SPARES {
@@ -71,7 +73,8 @@ pub(super) fn alone(shared: &mut Arc<Allocation>) -> Option<&mut Allocation> {
 #[cold]
 #[inline(never)]
 fn nothing() -> Arc<Allocation> {
-    Arc::new(Allocation { device: Device::Cpu, size: 0, version: AtomicU64::new(0), backing: Backing::Empty })
+    let (version, derived) = (AtomicU64::new(0), Derived::default());
+    Arc::new(Allocation { device: Device::Cpu, size: 0, version, derived, backing: Backing::Empty })
 }
 
 /// What a thread keeps of storages that are gone, at most.
@@ -260,6 +263,7 @@ pub struct Allocation {
     device: Device,
     size: usize,
     pub(super) version: AtomicU64,
+    pub(super) derived: Derived,
     pub(super) backing: Backing,
 }
 
@@ -328,6 +332,17 @@ impl Allocation {
         match &self.backing {
             Backing::Empty | Backing::Adopted(_) => None,
             Backing::Host(lease) | Backing::OpenCl(_, lease) => Some(&lease.block),
+        }
+    }
+
+    /// Whether other code may change the bytes without being seen: it was given the buffer, or made it.
+    pub(super) fn is_shared_outside(&self) -> bool {
+        match &self.backing {
+            Backing::Empty | Backing::Host(_) => false,
+            Backing::Adopted(_) => true,
+            Backing::OpenCl(_, lease) => {
+                lease.block.slot().is_exported() || (lease.allocator() as &dyn Any).is::<Imported>()
+            }
         }
     }
 

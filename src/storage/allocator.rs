@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::block::{ALIGNMENT, Block};
 use super::driver::driver;
 use super::history::{HistoryOptions, Snapshot};
-use super::hooks::{FreeMemory, OomObserver, Registration};
+use super::hooks::{FreeMemory, OomObserver, OutOfMemoryEvent, Registration};
 use super::stats::DeviceStats;
 use crate::device::StreamId;
 use crate::{Device, Error, Result};
@@ -141,6 +141,17 @@ pub trait Allocator: Any + Send + Sync + fmt::Debug {
     fn add_oom_observer(&self, observe: Box<OomObserver>) -> Result<Registration> {
         let nobody = || Error::invalid("add_oom_observer", format!("{self:?} tells nobody that memory ran out"));
         ask_inner!(self.add_oom_observer(observe), Err(nobody()))
+    }
+
+    /// Gives back what is unused, and asks callbacks for memory, since `bytes` bytes of the device's memory are wanted that this
+    /// allocator does not hand out: images.
+    fn make_room(&self, bytes: usize) -> Result<()> {
+        ask_inner!(self.make_room(bytes), self.empty_cache())
+    }
+
+    /// Tells [observers](Allocator::add_oom_observer) of memory that ran out elsewhere on the device.
+    fn tell_oom_observers(&self, event: &OutOfMemoryEvent) {
+        ask_inner!(self.tell_oom_observers(event), ())
     }
 
     /// How many blocks were found to have been written around, by a debugging allocator that looks

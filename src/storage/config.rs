@@ -15,6 +15,7 @@ use std::time::Duration;
 pub use keys::ConfigKey;
 use keys::{NO_MEANING, forms::*, list};
 
+use super::memory_mode::MemoryMode;
 use crate::error::Excerpt;
 use crate::{Error, Result};
 
@@ -152,6 +153,9 @@ keys::config! {
     /// The pool backend reuses a buffer of at most this many times the request; 1 or more.
     pool_overfit: f64 = 2.0,
         "pool_overfit", FACTOR, "the pool backend reuses a buffer of at most this many times the request";
+    /// Whether kernels that can read either read buffers or images (MNN's `BackendConfig::MemoryMode` of its OpenCL backend).
+    memory: MemoryMode = MemoryMode::Auto,
+        "memory", MEMORY_MODES, "what convolutions, pooling, products and elementwise kernels of OpenCL devices read";
     /// The CPU device's large segments prefer the memory of the NUMA node whose thread asks for them, on Linux.
     numa_local: bool = true,
         "numa_local", SWITCH, "the CPU device's large segments prefer the NUMA node that asks for them, on Linux";

@@ -1,26 +1,44 @@
 //! The memory of a [`Device`]: statistics, limits, snapshots.
 
+use std::sync::Arc;
+
+use super::allocator::Allocator;
+use super::driver::image;
 use super::driver::pinned::PinnedStats;
 use super::driver::staging::{self, Pool};
 use super::history::{HistoryOptions, Snapshot};
 use super::hooks::{FreeMemory, OomObserver, Registration};
+use super::pool::PoolAllocator;
 use super::registry;
 use super::stats::DeviceStats;
 use crate::{Device, Result};
 
 /// Memory: what the device's caching allocator holds, and what it is told.
 impl Device {
-    /// What the allocator of this device holds and has done (`torch.cuda.memory_stats`).
+    /// What the allocator of this device holds and has done (`torch.cuda.memory_stats`), with its images; peaks are the sum of
+    /// both's.
     ///
     /// # Errors
     /// [`Error::NoDevice`](crate::Error::NoDevice) where the device is not there; likewise below.
     pub fn memory_stats(&self) -> Result<DeviceStats> {
-        Ok(registry::of(*self)?.stats())
+        let stats = registry::of(*self)?.stats();
+        Ok(self.images().map_or(stats, |images| stats.plus(&images.stats())))
+    }
+
+    /// What of [`memory_stats`](Self::memory_stats) is images; all zeros for a device that has none.
+    pub fn image_memory_stats(&self) -> Result<DeviceStats> {
+        self.known()?;
+        Ok(self.images().map(|images| images.stats()).unwrap_or_default())
+    }
+
+    fn images(&self) -> Option<Arc<PoolAllocator>> {
+        image::existing_pool(*self)
     }
 
     /// Sets every peak to the current value (`torch.cuda.reset_peak_memory_stats`).
     pub fn reset_peak_stats(&self) -> Result<()> {
         registry::of(*self)?.reset_peak_stats();
+        self.images().inspect(|images| images.reset_peak_stats());
         Ok(())
     }
 
@@ -28,6 +46,7 @@ impl Device {
     /// (`torch.cuda.reset_accumulated_memory_stats`).
     pub fn reset_accumulated_stats(&self) -> Result<()> {
         registry::of(*self)?.reset_accumulated_stats();
+        self.images().inspect(|images| images.reset_accumulated_stats());
         Ok(())
     }
 
@@ -36,8 +55,9 @@ impl Device {
         Ok(registry::of(*self)?.guard_violations())
     }
 
-    /// Gives every segment that nothing uses back to the driver (`torch.cuda.empty_cache`).
+    /// Gives every segment and image that nothing uses back to the driver (`torch.cuda.empty_cache`).
     pub fn empty_cache(&self) -> Result<()> {
+        self.images().map_or(Ok(()), |images| images.empty_cache())?;
         registry::of(*self)?.empty_cache()
     }
 
@@ -65,7 +85,11 @@ impl Device {
     /// # Errors
     /// [`Error::NoDevice`](crate::Error::NoDevice) where the device is not there.
     pub fn memory_snapshot(&self) -> Result<Snapshot> {
-        Ok(registry::of(*self)?.snapshot())
+        let snapshot = registry::of(*self)?.snapshot();
+        Ok(match self.images() {
+            Some(images) => snapshot.with_images(images.snapshot()),
+            None => snapshot,
+        })
     }
 
     /// Begins or ends recording what the device's allocator does (`torch.cuda.memory._record_memory_history`). Ending it
@@ -75,7 +99,8 @@ impl Device {
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) where there is no memory for as many entries, or the allocator cannot record.
     pub fn record_memory_history(&self, options: HistoryOptions) -> Result<()> {
-        registry::of(*self)?.record_memory_history(options)
+        registry::of(*self)?.record_memory_history(options)?;
+        self.image_pool().map_or(Ok(()), |images| images.record_memory_history(options))
     }
 
     /// Gives unused memory back to the driver as long as at least `keep` bytes stay held; says how many bytes went back.
@@ -154,7 +179,8 @@ impl Device {
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) for a fraction outside 0 to 1.
     pub fn set_memory_fraction(&self, fraction: f64) -> Result<()> {
-        registry::of(*self)?.set_memory_fraction(fraction)
+        registry::of(*self)?.set_memory_fraction(fraction)?;
+        self.image_pool().map_or(Ok(()), |images| images.set_memory_fraction(fraction))
     }
 
     /// Lets the allocator hold at most this many bytes, whatever the fraction allows. Of what it holds already, unused
@@ -163,7 +189,13 @@ impl Device {
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) where the device's allocator cannot limit itself.
     pub fn set_memory_limit(&self, bytes: u64) -> Result<()> {
-        registry::of(*self)?.set_memory_limit(bytes)
+        registry::of(*self)?.set_memory_limit(bytes)?;
+        self.image_pool().map_or(Ok(()), |images| images.set_memory_limit(bytes))
+    }
+
+    /// The pool of images, made now where the device has images: limits and recording hold for it whenever it is first used.
+    fn image_pool(&self) -> Option<Arc<PoolAllocator>> {
+        image::pool(*self).ok()
     }
 }
 

@@ -51,10 +51,11 @@ impl DirectAllocator {
 
     /// A new segment, or why there is none.
     fn grow(&self, size: usize, requested: usize, stream: StreamId) -> Result<Result<Arc<Segment>, String>> {
-        if let Some(why) = lock(&self.books).begin(size) {
+        let elsewhere = self.driver.held_elsewhere();
+        if let Some(why) = lock(&self.books).begin(size, elsewhere) {
             return Ok(Err(why));
         }
-        let made = make(&*self.driver, size, requested);
+        let made = make(&*self.driver, size, None, requested);
         let segment = made.as_ref().ok().and_then(|made| made.as_ref().ok());
         lock(&self.books).end(size, stream, segment.map(|segment| &**segment));
         made
@@ -73,6 +74,9 @@ impl Allocator for DirectAllocator {
     fn allocate(&self, bytes: usize, stream: StreamId) -> Result<Block> {
         let size = segment_size(&*self.driver, bytes)?;
         let mut made = self.grow(size, bytes, stream)?;
+        if made.is_err() && self.driver.make_room_elsewhere(size)? {
+            made = self.grow(size, bytes, stream)?;
+        }
         if made.is_err() && size as u64 <= lock(&self.books).limit() {
             self.driver.synchronize()?;
             let mut books = lock(&self.books);

@@ -16,6 +16,7 @@ mod caching;
 mod captured;
 mod config;
 mod counters;
+mod derived;
 mod device;
 mod direct;
 pub(crate) mod driver;
@@ -23,9 +24,11 @@ mod exclusive_host;
 mod guard;
 mod history;
 mod hooks;
+mod image;
 mod import;
 mod logging;
 mod mapped;
+mod memory_mode;
 pub mod plan;
 mod pool;
 mod registry;
@@ -43,10 +46,13 @@ pub use block::{Block, Place};
 pub use caching::{CachingAllocator, MemPool, MemPoolOptions, MemPoolStats, PoolCheckpoint, use_mem_pool};
 pub(crate) use captured::Captured;
 pub use config::{Backend, Config, ConfigKey, SegmentSizes};
+pub(crate) use derived::ImageKey;
 pub use direct::DirectAllocator;
 pub(crate) use driver::opencl::ClPlace;
 pub use driver::pinned::{DurationStat, PinnedStats};
-pub use driver::{At, Call, Driver, Failure, Marker, Memory, Progress, Sim, SimOptions, driver};
+pub use driver::{
+    At, Call, Driver, Failure, ImageDesc, ImageFormat, Marker, Memory, Progress, Sim, SimOptions, driver,
+};
 pub(crate) use exclusive_host::ExclusiveHost;
 pub use guard::GuardAllocator;
 pub use history::{
@@ -55,8 +61,11 @@ pub use history::{
     TraceAction, TraceEntry, annotate, annotations, with_context,
 };
 pub use hooks::{FreeMemory, OomObserver, OutOfMemoryEvent, Registration};
+pub use image::Image;
 pub use logging::{AllocationLog, LoggingAllocator};
 pub use mapped::MappedFile;
+pub(crate) use memory_mode::memory_mode;
+pub use memory_mode::{MemoryMode, with_memory_mode};
 pub use pool::{PoolAllocator, StorageType};
 pub use registry::{allocator, build_allocator, set_allocator};
 pub use segment::Segment;

@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 use super::allocator::Allocator;
 use super::block::{Block, owner_number};
 use super::config::Config;
-use super::driver::Driver;
+use super::driver::{Driver, ImageDesc};
 use super::segment::Segment;
 use super::unsplit::{Books, Unused, answer_from_books, make, segment_size};
 use crate::Result;
@@ -76,6 +76,8 @@ struct State {
 /// One segment, as it is handed out and given back.
 struct Buffer {
     segment: Arc<Segment>,
+    /// What it is where it is an image.
+    image: Option<ImageDesc>,
     fixed: bool,
     /// The stream whose work may use it without waiting, if nobody else used it.
     stream: StreamId,
@@ -93,6 +95,7 @@ struct FreeList(BTreeMap<StreamId, BTreeMap<(usize, u64), Buffer>>);
 struct Request {
     bytes: usize,
     size: usize,
+    image: Option<ImageDesc>,
     stream: StreamId,
     kind: StorageType,
 }
@@ -103,11 +106,13 @@ enum Rung {
     /// Give back the smallest unused buffer that makes enough room.
     GiveBackOne,
     GiveBackAll,
+    /// Have unused memory given back that others hold.
+    Elsewhere,
     /// Wait for all streams: drivers keep what is given back until the work that uses it is done.
     Wait,
 }
 
-const LADDER: [Rung; 4] = [Rung::GiveBackOne, Rung::GiveBackAll, Rung::Wait, Rung::GiveBackAll];
+const LADDER: [Rung; 5] = [Rung::GiveBackOne, Rung::GiveBackAll, Rung::Elsewhere, Rung::Wait, Rung::GiveBackAll];
 
 impl PoolAllocator {
     /// An allocator over this driver's memory. Of the configuration, the limits, `pool_overfit` and
@@ -133,8 +138,28 @@ impl PoolAllocator {
     /// # Errors
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) when all that could be given back has been; whatever the driver reports.
     pub fn allocate_kind(&self, bytes: usize, stream: StreamId, kind: StorageType) -> Result<Block> {
-        let request = Request { bytes, size: segment_size(&*self.driver, bytes)?, stream, kind };
-        let mut why = match self.find(&request)? {
+        self.serve(&Request { bytes, size: segment_size(&*self.driver, bytes)?, image: None, stream, kind })
+    }
+
+    /// An image: a free one of the format that is at least as wide and as high, of several the one with the least to spare,
+    /// else a new one. The rules of MNN's `ImagePool`, which does not compare formats. The block that it is given as cannot be
+    /// split, nor used as a buffer.
+    ///
+    /// # Errors
+    /// As [`allocate_kind`](Self::allocate_kind).
+    pub(crate) fn allocate_image(&self, image: ImageDesc, stream: StreamId, kind: StorageType) -> Result<Block> {
+        let bytes = image.bytes();
+        self.serve(&Request { bytes, size: segment_size(&*self.driver, bytes)?, image: Some(image), stream, kind })
+    }
+
+    /// Bytes that it holds.
+    pub(super) fn reserved(&self) -> u64 {
+        lock(&self.state).books.stats.reserved()
+    }
+
+    fn serve(&self, request: &Request) -> Result<Block> {
+        let &Request { bytes, stream, .. } = request;
+        let mut why = match self.find(request)? {
             Ok(block) => return Ok(block),
             Err(why) => why,
         };
@@ -145,6 +170,10 @@ impl PoolAllocator {
             let gone = match rung {
                 Rung::GiveBackOne => lock(&self.state).remove_one(request.size),
                 Rung::GiveBackAll => lock(&self.state).remove_all(),
+                Rung::Elsewhere => {
+                    self.driver.make_room_elsewhere(request.size)?;
+                    Vec::new()
+                }
                 Rung::Wait => {
                     self.driver.synchronize()?;
                     let stats = &mut lock(&self.state).books.stats;
@@ -156,7 +185,7 @@ impl PoolAllocator {
             unused.bytes += gone.iter().map(|buffer| buffer.size() as u64).sum::<u64>();
             unused.largest = gone.iter().map(Buffer::size).fold(unused.largest, usize::max);
             drop(gone); // outside the lock: a driver may wait for the work that uses them
-            why = match self.find(&request)? {
+            why = match self.find(request)? {
                 Ok(block) => return Ok(block),
                 Err(why) => why,
             };
@@ -178,10 +207,11 @@ impl PoolAllocator {
         if let Some(block) = self.reuse(request)? {
             return Ok(Ok(block));
         }
-        if let Some(why) = lock(&self.state).books.begin(request.size) {
+        let elsewhere = self.driver.held_elsewhere();
+        if let Some(why) = lock(&self.state).books.begin(request.size, elsewhere) {
             return Ok(Err(why));
         }
-        let made = make(&*self.driver, request.size, request.bytes);
+        let made = make(&*self.driver, request.size, request.image, request.bytes);
         let mut state = lock(&self.state);
         let segment = made.as_ref().ok().and_then(|made| made.as_ref().ok());
         state.books.end(request.size, request.stream, segment.map(|segment| &**segment));
@@ -190,7 +220,8 @@ impl PoolAllocator {
             Err(why) => return Ok(Err(why)),
         };
         let fixed = request.kind == StorageType::Static;
-        let buffer = Buffer { segment, fixed, stream: request.stream, others: Streams::new() };
+        let &Request { image, stream, .. } = request;
+        let buffer = Buffer { segment, image, fixed, stream, others: Streams::new() };
         state.hand_out(self.number, buffer, request.bytes).map(Ok)
     }
 
@@ -201,10 +232,12 @@ impl PoolAllocator {
         }
         let (block, others) = {
             let mut state = lock(&self.state);
-            let most = (request.size as f64 * self.overfit) as usize; // saturates
-            let sizes = (request.size, most.max(request.size));
+            let most = match request.image {
+                Some(_) => usize::MAX,
+                None => ((request.size as f64 * self.overfit) as usize).max(request.size), // saturates
+            };
             let list = state.list(request.kind == StorageType::Static);
-            let Some(mut buffer) = list.take(sizes, request.stream, self.cross_stream_reuse) else {
+            let Some(mut buffer) = list.take(request, most, self.cross_stream_reuse) else {
                 return Ok(None);
             };
             if buffer.stream != request.stream {
@@ -364,10 +397,13 @@ impl State {
 }
 
 impl FreeList {
-    /// The smallest buffer of these sizes that is the stream's, else any stream's; of equals the oldest, as in MNN.
-    fn take(&mut self, (least, most): (usize, usize), stream: StreamId, any: bool) -> Option<Buffer> {
+    /// The smallest buffer of at most so many bytes that serves and is the stream's, else any stream's; of equals the oldest, as
+    /// in MNN.
+    fn take(&mut self, request: &Request, most: usize, any: bool) -> Option<Buffer> {
+        let stream = request.stream;
         let fit = |(&from, list): (&StreamId, &BTreeMap<(usize, u64), Buffer>)| {
-            let (&key, _) = list.range((least, 0)..=(most, u64::MAX)).next()?;
+            let mut sizes = list.range((request.size, 0)..=(most, u64::MAX));
+            let (&key, _) = sizes.find(|(_, buffer)| buffer.serves(request))?;
             (any || from == stream).then_some((from != stream, key, from))
         };
         let (_, key, from) = self.0.iter().filter_map(fit).min()?;
@@ -383,6 +419,14 @@ impl FreeList {
 impl Buffer {
     fn size(&self) -> usize {
         self.segment.bytes()
+    }
+
+    /// Whether it may be given to this request, which it is large enough for.
+    fn serves(&self, request: &Request) -> bool {
+        match (&self.image, &request.image) {
+            (Some(own), Some(wanted)) => own.serves(wanted),
+            (own, wanted) => own.is_none() && wanted.is_none(),
+        }
     }
 
     /// Every stream whose work may be using it.

@@ -34,6 +34,15 @@ impl Stat {
         self.freed += by;
     }
 
+    fn plus(self, other: Stat) -> Stat {
+        Stat {
+            current: self.current + other.current,
+            peak: self.peak + other.peak,
+            allocated: self.allocated + other.allocated,
+            freed: self.freed + other.freed,
+        }
+    }
+
     #[inline]
     pub(super) fn change(&mut self, by: i64) {
         if by >= 0 { self.increase(by.unsigned_abs()) } else { self.decrease(by.unsigned_abs()) }
@@ -107,6 +116,41 @@ impl Deref for DeviceStats {
 
     fn deref(&self) -> &PoolStats {
         &self.total
+    }
+}
+
+impl DeviceStats {
+    /// Those of two allocators of a device together; peaks may not have been at the same time.
+    pub(super) fn plus(&self, other: &DeviceStats) -> DeviceStats {
+        DeviceStats {
+            total: self.total.plus(&other.total),
+            small_pool: self.small_pool.plus(&other.small_pool),
+            large_pool: self.large_pool.plus(&other.large_pool),
+            num_alloc_retries: self.num_alloc_retries + other.num_alloc_retries,
+            num_ooms: self.num_ooms + other.num_ooms,
+            num_sync_all_streams: self.num_sync_all_streams + other.num_sync_all_streams,
+            num_device_alloc: self.num_device_alloc + other.num_device_alloc,
+            num_device_free: self.num_device_free + other.num_device_free,
+            max_split_size: self.max_split_size,
+            oversize_allocations: self.oversize_allocations.plus(other.oversize_allocations),
+            oversize_segments: self.oversize_segments.plus(other.oversize_segments),
+        }
+    }
+}
+
+impl PoolStats {
+    fn plus(&self, other: &PoolStats) -> PoolStats {
+        PoolStats {
+            allocation: self.allocation.plus(other.allocation),
+            segment: self.segment.plus(other.segment),
+            active: self.active.plus(other.active),
+            inactive_split: self.inactive_split.plus(other.inactive_split),
+            allocated_bytes: self.allocated_bytes.plus(other.allocated_bytes),
+            reserved_bytes: self.reserved_bytes.plus(other.reserved_bytes),
+            active_bytes: self.active_bytes.plus(other.active_bytes),
+            inactive_split_bytes: self.inactive_split_bytes.plus(other.inactive_split_bytes),
+            requested_bytes: self.requested_bytes.plus(other.requested_bytes),
+        }
     }
 }
 

@@ -7,7 +7,7 @@ use super::allocator::valid_fraction;
 use super::caching::Kind;
 use super::config::Config;
 use super::counters::Counters;
-use super::driver::{Driver, Failure};
+use super::driver::{Driver, Failure, ImageDesc};
 use super::history::{
     BlockInfo, BlockState, Context, History, HistoryOptions, Recorded, Recording, SegmentInfo, SegmentType, Snapshot,
     TraceAction, WithContexts, device_number,
@@ -109,11 +109,12 @@ impl Books {
         Ok(())
     }
 
-    /// Makes room under the limit for a segment about to be made; says so if there is none.
-    pub(super) fn begin(&mut self, size: usize) -> Option<String> {
+    /// Makes room under the limit for a segment about to be made while so many bytes are held elsewhere; says so if there is none.
+    pub(super) fn begin(&mut self, size: usize, elsewhere: u64) -> Option<String> {
         let held = self.stats.reserved() + self.making;
-        if held.saturating_add(size as u64) > self.limit() {
-            return Some("there is no room for it".to_owned());
+        if held.saturating_add(elsewhere).saturating_add(size as u64) > self.limit() {
+            let others = if elsewhere > 0 { format!(", {elsewhere} bytes are held elsewhere") } else { String::new() };
+            return Some(format!("there is no room for it{others}"));
         }
         self.making += size as u64;
         None
@@ -240,9 +241,15 @@ fn too_large(driver: &dyn Driver, requested: usize) -> Error {
     Error::OutOfMemory { device: driver.device(), requested, detail }
 }
 
-/// A segment made and committed, or what ran out. Never under a lock.
-pub(super) fn make(driver: &dyn Driver, size: usize, requested: usize) -> Result<Result<Arc<Segment>, String>> {
-    match driver.create(size).and_then(|memory| driver.commit(memory)) {
+/// A segment made and committed, a buffer or an `image`, or what ran out. Never under a lock.
+pub(super) fn make(
+    driver: &dyn Driver,
+    size: usize,
+    image: Option<ImageDesc>,
+    requested: usize,
+) -> Result<Result<Arc<Segment>, String>> {
+    let made = image.map_or_else(|| driver.create(size), |image| driver.create_image(image));
+    match made.and_then(|memory| driver.commit(memory)) {
         Ok(memory) => {
             tracing::debug!(device = %driver.device(), size, "segment made");
             Ok(Ok(Arc::new(Segment::new(memory, size))))

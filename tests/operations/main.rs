@@ -10,6 +10,7 @@ mod conv_depthwise;
 mod conv_size;
 mod gather;
 mod harness;
+mod images;
 mod in_place;
 mod indexing_edges;
 mod matmul;

@@ -13,7 +13,7 @@ use crate::backend::opencl::gemm_thin::Thin;
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::launch_cache::{Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan, Word};
-use crate::backend::opencl::{gemm_mma, gemm_thin, launch_cache};
+use crate::backend::opencl::{gemm_mma, gemm_thin, image, launch_cache};
 use crate::backend::problem::gemm::{Gemm, GemmPlan};
 use crate::backend::problem::map::Params;
 use crate::backend::problem::precision;
@@ -117,6 +117,9 @@ impl Variant {
 
 /// Whether the sums of rows, if any were asked for, are computed as well.
 pub(crate) fn run(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
+    if image::product(g, shape, outs)? {
+        return Ok(false);
+    }
     let mut tensors: SmallVec<[&Tensor; 6]> = SmallVec::from_slice(&[g.a, g.b]);
     outs.iter().chain(g.extras.iter().copied()).chain(g.sums).for_each(|t| tensors.push(t));
     let sums = g.sums.filter(|t| ![g.a, g.b].iter().any(|x| x.shares_storage(t)));

@@ -5,6 +5,7 @@ mod source;
 use smallvec::SmallVec;
 
 use crate::backend::opencl::geometry::{WIDEST, group_of};
+use crate::backend::opencl::image;
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::launch_cache::{self, Key, OpKind};
 use crate::backend::opencl::launch_plan::{KernelLaunch, LaunchPlan};
@@ -82,6 +83,9 @@ struct Lines {
 
 /// Launches formulas as they were launched before for tensors of these layouts, or else prepares the launch.
 pub(crate) fn run(formulas: &Formulas) -> Result<()> {
+    if image::elementwise(formulas)? {
+        return Ok(());
+    }
     let Formulas { inputs, params, exprs, outputs, .. } = *formulas;
     let tensors: SmallVec<[&Tensor; 10]> = inputs.iter().chain(outputs).copied().collect();
     let in_place = in_place(inputs.iter().copied(), outputs);

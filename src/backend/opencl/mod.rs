@@ -7,6 +7,7 @@ pub(crate) mod gemm_mma;
 pub(crate) mod gemm_panel;
 pub(crate) mod gemm_thin;
 pub(crate) mod geometry;
+pub(crate) mod image;
 pub(crate) mod interpolate;
 pub(crate) mod kernels;
 pub(crate) mod launch_cache;
@@ -38,6 +39,7 @@ use crate::backend::problem::{
 use crate::backend::written;
 use crate::device::opencl;
 use crate::layout::Layout;
+use crate::storage::Image;
 use crate::{Device, Result, Shape, Tensor};
 
 /// Every OpenCL device.
@@ -81,6 +83,12 @@ impl Backend for OpenCl {
         has_variance() -> bool = true;
         variance(rows: &Tensor, out: &Tensor, freedom: f64, root: bool) -> Result<bool> =
             norm::variance(rows, out, freedom, root);
+        forward_convolution(
+            windows: &Windows, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, groups: usize
+        ) -> Result<Option<Tensor>> =
+            image::convolution(windows, x, weight, bias, groups);
+        to_image(x: &Tensor) -> Result<Option<Image>> = image::to_image(x);
+        from_image(image: &Image, out: &Tensor) -> Result<()> = image::from_image(image, out);
         unfold(windows: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> =
             window::unfold(windows, x, out, inside);
         fold(windows: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> = window::fold(windows, columns, out);

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use crate::backend::opencl::geometry::{
     LOCAL, STRIDED_DIMS, arguments, bits_type, flag, group_of, index_type, is_wide, types,
 };
+use crate::backend::opencl::image;
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::problem::windows::{Task, Windows, words};
 use crate::device::opencl::{Arg, ClDevice, ClKernel};
@@ -27,7 +28,7 @@ fn is_near(w: &Windows) -> bool {
 }
 
 /// The kernel of a task, named by its macro, that computes in `dtype`'s compute type, of windows of `count` elements' result.
-fn computing(
+pub(crate) fn computing(
     device: &'static ClDevice,
     name: &'static str,
     dtype: DType,
@@ -72,6 +73,9 @@ pub(crate) fn fold(w: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> {
 }
 
 pub(crate) fn run(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> {
+    if image::pool(w, task, x, index, out)? {
+        return Ok(());
+    }
     let device = out.cl_device()?;
     let count = out.numel();
     let name = match task {

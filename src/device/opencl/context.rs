@@ -42,6 +42,8 @@ pub(crate) struct ClDevice {
     pub(super) faults: Slots,
     pub(super) tensor_cores: Probed<TensorCores>,
     pub(super) tuning: OnceLock<Tuning>,
+    /// See [`image_limits`](Self::image_limits).
+    pub(super) image_limits: OnceLock<Option<[usize; 2]>>,
     /// See [`arrivals`](Self::arrivals).
     arrivals: OnceLock<ClBuffer>,
     /// `fill` and `copy` of `kernels/memory.cl`, where they are used.
@@ -141,6 +143,7 @@ impl ClDevice {
             faults,
             tensor_cores: Probed::default(),
             tuning: OnceLock::new(),
+            image_limits: OnceLock::new(),
             arrivals: OnceLock::new(),
             memory_kernels: Default::default(),
             lost: OnceLock::new(),

@@ -44,6 +44,7 @@ functions! {
     clCreateCommandQueue: clCreateCommandQueue_t,
     clCreateCommandQueueWithProperties: clCreateCommandQueueWithProperties_t,
     clCreateContext: clCreateContext_t,
+    clCreateImage: clCreateImage_t,
     clCreateKernel: clCreateKernel_t,
     clCreateProgramWithBinary: clCreateProgramWithBinary_t,
     clCreateProgramWithSource: clCreateProgramWithSource_t,

@@ -5,7 +5,7 @@ use std::ptr;
 
 use super::driver::{ClBuffer, ClEvent, ClKernel, call};
 use super::errors::ClError;
-use super::{ClDevice, capture, queue::Queue};
+use super::{ClDevice, ClImage, capture, queue::Queue};
 use crate::device::capture::is_capturing;
 use crate::device::profiler::Kind;
 use crate::device::{StreamId, count_launch};
@@ -16,6 +16,7 @@ use crate::{Error, Result};
 pub(crate) enum Arg<'a> {
     /// `__global` memory.
     Buffer(&'a ClBuffer),
+    Image(&'a ClImage),
     /// The words in which a kernel records what it finds wrong: see [`ClDevice::faults`].
     Faults(&'a ClBuffer),
     U32(u32),
@@ -55,7 +56,7 @@ impl ClDevice {
     ///
     /// # Errors
     /// As there.
-    pub(super) fn launch_uncounted(
+    pub(crate) fn launch_uncounted(
         &self,
         kernel: &ClKernel,
         args: &[Arg<'_>],
@@ -185,6 +186,7 @@ pub(super) fn set_arg(kernel: &ClKernel, index: u32, arg: &Arg<'_>) -> Result<()
     match *arg {
         // Always: a buffer may have the handle of one that is gone, which the driver need not see to be another.
         Arg::Buffer(b) | Arg::Faults(b) => value(kernel, index, b.mem()),
+        Arg::Image(image) => value(kernel, index, image.mem()),
         Arg::U32(x) => number(kernel, index, x.into(), x),
         Arg::I64(x) => number(kernel, index, x as u64, x),
         Arg::U64(x) => number(kernel, index, x, x),

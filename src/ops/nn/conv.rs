@@ -6,7 +6,7 @@
 //! is a product and col2im. The gradients are the same two compositions.
 //!
 //! On the CPU a [`Convolution`] does all of it in one launch, and each gradient in one, without columns in memory. It saves the image
-//! for backward.
+//! for backward. So does the forward pass of OpenCL devices where it reads images; its gradients are products of columns.
 
 pub(crate) mod options;
 
@@ -169,13 +169,15 @@ fn convolution<const D: usize>(
     let windows = Windows::new(op, [h, w], [kh, kw], [pair(stride, 1), before, pair(dilation, 1)], after)?;
     let single = [[kh, kw], windows.grid] == [[1, 1], [h, w]] && before == [0; 2];
     let problem = ConvProblem { op, windows, groups, transposed: false };
-    let out = match problem.direct(&x, &weight, single) {
-        Some(direct) => problem.in_one_launch(direct, &x, &weight, bias)?,
-        None if single => {
-            let columns = x.reshape([n, groups, c / groups, h * w])?;
-            product(op, &columns, &weight, bias, false)?.reshape([n, out_channels, h, w])?
-        }
-        None => problem.by_im2col(&x, &weight, bias)?,
+    let out = if let Some(direct) = problem.direct(&x, &weight, single) {
+        problem.in_one_launch(direct, &x, &weight, bias)?
+    } else if let Some(out) = problem.forward(&x, &weight, bias)? {
+        problem.recorded(out, Box::new(ByColumns(problem)), &x, &weight, bias)
+    } else if single {
+        let columns = x.reshape([n, groups, c / groups, h * w])?;
+        product(op, &columns, &weight, bias, false)?.reshape([n, out_channels, h, w])?
+    } else {
+        problem.by_im2col(&x, &weight, bias)?
     };
     restore_rank(&out, given, D)
 }
@@ -261,18 +263,35 @@ impl ConvProblem {
         weight: &Tensor,
         bias: Option<&Tensor>,
     ) -> Result<Tensor> {
-        let ConvProblem { op, transposed, .. } = self;
-        let out = match transposed {
+        let out = match self.transposed {
             true => direct.images(x, weight, bias)?,
             false => direct.windows(x, weight, bias)?,
         };
+        Ok(self.recorded(out, direct, x, weight, bias))
+    }
+
+    /// The backend's forward pass alone, where it has one.
+    fn forward(self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Option<Tensor>> {
+        backend::of(x.device()).forward_convolution(&self.windows, x, weight, bias, self.groups)
+    }
+
+    /// A result with its gradients, which `direct` makes.
+    fn recorded(
+        self,
+        out: Tensor,
+        direct: Box<dyn Convolution>,
+        x: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+    ) -> Tensor {
+        let ConvProblem { op, transposed, .. } = self;
         let inputs: SmallVec<[&Tensor; 3]> = [x, weight].into_iter().chain(bias).collect();
         if !autograd::is_tracked(&inputs) {
-            return Ok(out);
+            return out;
         }
         let (saved_x, saved_w) = (weight.requires_grad().then(|| Saved::new(x)), Saved::new(weight));
         let (shape, bias_shape) = (x.shape().clone(), bias.map(|b| b.shape().clone()));
-        Ok(autograd::record_twice(op, out, &inputs, move |ctx| {
+        autograd::record_twice(op, out, &inputs, move |ctx| {
             let weight = saved_w.get(op)?;
             let x = saved_x.as_ref().map(|x| x.get(op)).transpose()?;
             if ctx.create_graph() {
@@ -302,7 +321,35 @@ impl ConvProblem {
                 gradients.push(ctx.needs(2).then(sum).transpose()?);
             }
             Ok(gradients)
-        }))
+        })
+    }
+}
+
+/// The gradients of a convolution, not recorded, as products of columns.
+struct ByColumns(ConvProblem);
+
+impl Convolution for ByColumns {
+    fn windows(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        self.0.by_im2col(x, &weight.detach(), bias)
+    }
+
+    fn images(&self, y: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        ConvProblem { transposed: true, ..self.0 }.by_im2col(y, &weight.detach(), bias)
+    }
+
+    fn weight(&self, x: &Tensor, y: &Tensor, slot: Option<Tensor>) -> Result<Tensor> {
+        let ConvProblem { op, windows, groups, .. } = self.0;
+        let ([n, c, ..], [_, o, oh, ow]) = (four(x), four(y));
+        let (taps, [kh, kw]) = (windows.kernel.iter().product::<usize>(), windows.kernel);
+        let columns = windows.im2col(op, &x.detach(), true)?.reshape([groups, c / groups * taps, n * oh * ow])?;
+        let grad = y.detach().transpose(0, 1)?.reshape([groups, o / groups, n * oh * ow])?;
+        let columns = matrix_transpose(&columns);
+        let product = Shape::from([groups, o / groups, c / groups * taps]);
+        let out = slot.and_then(|s| Some(s.with_layout(s.layout.reshape(&product)?)));
+        let gemm = Gemm { out, ..Gemm::plain(op, &grad, &columns, slice::from_ref(&*PRODUCT), &y.dtype) };
+        let made = gemm.run_one()?;
+        let shape = Shape::from([o, c / groups, kh, kw]);
+        Ok(made.with_layout(Layout { offset: made.layout.offset, ..Layout::contiguous(shape) }))
     }
 }
 

@@ -23,6 +23,8 @@ enum Rung {
     Grow,
     /// Ask the user's callbacks for memory.
     Callbacks,
+    /// Have unused memory given back that others hold, and try that again.
+    Elsewhere,
     /// Give back unused segments too large to be split, where `max_split_size_mb` is set, and try that again.
     Oversize,
     /// Wait for all streams, so that every pending block is free and streams do not matter.
@@ -37,13 +39,14 @@ enum Rung {
     Compact,
 }
 
-const LADDER: [Rung; 12] = [
+const LADDER: [Rung; 13] = [
     Rung::Events,
     Rung::ThreadCaches,
     Rung::OtherStreams,
     Rung::Collect,
     Rung::Grow,
     Rung::Callbacks,
+    Rung::Elsewhere,
     Rung::Oversize,
     Rung::Wait,
     Rung::Release,
@@ -95,6 +98,7 @@ impl CachingAllocator {
     #[cold]
     pub(super) fn climb(&self, request: &Request) -> Result<Block> {
         let mut climb = Climb::default();
+        self.see_elsewhere();
         self.drop_spilled();
         let found = self.find(request, &mut climb);
         // Not before: a subscriber may allocate, and some rungs hold locks.
@@ -136,6 +140,12 @@ impl CachingAllocator {
                     drop(self.drain_caches());
                 }
             }
+            Rung::Elsewhere => {
+                if self.driver.make_room_elsewhere(request.size)? {
+                    self.see_elsewhere();
+                    return self.grow(request, false, climb);
+                }
+            }
             Rung::Oversize => {
                 if self.rules.config.max_split_size < usize::MAX && self.release_oversize(request) {
                     return self.grow(request, false, climb);
@@ -173,6 +183,12 @@ impl CachingAllocator {
             }
         }
         Ok(None)
+    }
+
+    /// Limits count what others hold of the device's memory.
+    fn see_elsewhere(&self) {
+        let elsewhere = self.driver.held_elsewhere(); // not under the lock: it takes locks of theirs
+        self.lock().limits.elsewhere = elsewhere;
     }
 
     /// Waits for all streams, and makes their free blocks the request's. If a block was given back meanwhile, its work

@@ -47,7 +47,7 @@ use super::config::Config;
 use super::counters::Deltas;
 use super::driver::Driver;
 use super::history::{HistoryOptions, Snapshot};
-use super::hooks::{FreeMemory, Hooks, OomObserver, Registration};
+use super::hooks::{FreeMemory, Hooks, OomObserver, OutOfMemoryEvent, Registration};
 use super::stats::{DeviceStats, Split};
 use crate::device::StreamId;
 use crate::{Device, Result};
@@ -121,6 +121,8 @@ struct Core {
 struct Limits {
     fraction: u64,
     bytes: u64,
+    /// What was held elsewhere when a request last found no memory.
+    elsewhere: u64,
     /// A bound was lowered below what was held then.
     exceeded: bool,
 }
@@ -154,7 +156,7 @@ impl CachingAllocator {
         let capacity = driver.capacity().min(entry::LONGEST);
         let fraction = part_of(driver.capacity(), config.per_process_memory_fraction);
         let caches = ThreadCaches::new(config.thread_cache, alignment);
-        let limits = Limits { fraction, bytes: config.memory_limit as u64, exceeded: false };
+        let limits = Limits { fraction, bytes: config.memory_limit as u64, elsewhere: 0, exceeded: false };
         let decay = decay::Decay::new(u64::try_from(config.decay.as_millis()).unwrap_or(u64::MAX));
         let rules = Arc::new(Rules::new(config, alignment, capacity));
         let mut heap = Heap::new(Arc::clone(&rules));
@@ -248,7 +250,7 @@ impl CachingAllocator {
 impl Core {
     /// The most bytes of segments to hold.
     fn limit(&self) -> u64 {
-        self.limits.fraction.min(self.limits.bytes)
+        self.limits.fraction.min(self.limits.bytes).saturating_sub(self.limits.elsewhere)
     }
 
     fn set_limits(&mut self, set: impl FnOnce(&mut Limits)) {
@@ -445,6 +447,15 @@ impl Allocator for CachingAllocator {
 
     fn compact(&self, budget: u64) -> Result<u64> {
         self.compact_all(budget)
+    }
+
+    fn make_room(&self, _bytes: usize) -> Result<()> {
+        self.hooks.ask_for_memory();
+        self.empty_cache()
+    }
+
+    fn tell_oom_observers(&self, event: &OutOfMemoryEvent) {
+        self.hooks.tell_observers(|| *event);
     }
 
     fn snapshot(&self) -> Snapshot {

@@ -30,6 +30,8 @@ struct Report {
     ran_out: Option<&'static str>,
     /// Bytes of tensors that are on the host since they made room.
     spilled: u64,
+    /// Bytes that others hold of the device's memory.
+    elsewhere: u64,
     /// Whether these are possible and off.
     could_compact: bool,
     could_keep_whole: bool,
@@ -55,6 +57,7 @@ impl CachingAllocator {
                 stats: core.heap.stats.stats(),
                 pools,
                 spilled: core.spilled_bytes(),
+                elsewhere: core.limits.elsewhere,
                 ran_out: failure.as_ref().and_then(Failure::ran_out),
                 could_compact: !config.compaction,
                 could_keep_whole: config.max_split_size == usize::MAX && !config.expandable_segments,
@@ -119,6 +122,9 @@ impl fmt::Display for Report {
         }
         if self.spilled > 0 {
             write!(f, ". {} of tensors are kept on the host until the device has memory", exact(self.spilled))?;
+        }
+        if self.elsewhere > 0 {
+            write!(f, ". {} are held elsewhere, by images", exact(self.elsewhere))?;
         }
         if let Some(what) = self.ran_out {
             write!(f, ". The driver ran out of {what}")?;

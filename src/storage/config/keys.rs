@@ -4,7 +4,7 @@ use std::fmt;
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
-use super::{Backend, Config, INTERVALS, MIB, OP, SegmentSizes};
+use super::{Backend, Config, INTERVALS, MIB, MemoryMode, OP, SegmentSizes};
 use crate::error::Excerpt;
 use crate::{Error, Result};
 
@@ -130,6 +130,13 @@ pub(super) mod forms {
         allowed: "caching, pool or direct (native is caching)",
         parse: |text| by_name(BACKENDS, text),
         print: |backend| name_of(BACKENDS, backend),
+    };
+    const MODES: &[(&str, MemoryMode)] =
+        &[("buffer", MemoryMode::Buffer), ("image", MemoryMode::Image), ("auto", MemoryMode::Auto)];
+    pub(crate) const MEMORY_MODES: Form<MemoryMode> = Form {
+        allowed: "buffer, image or auto (as claystone tune found)",
+        parse: |text| by_name(MODES, text),
+        print: |mode| name_of(MODES, mode),
     };
     const SIZES: &[(&str, SegmentSizes)] = &[("adaptive", SegmentSizes::Adaptive), ("pytorch", SegmentSizes::PyTorch)];
     pub(crate) const SEGMENTS: Form<SegmentSizes> = Form {

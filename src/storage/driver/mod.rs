@@ -33,6 +33,7 @@ macro_rules! safe_methods {
 }
 
 pub(crate) mod host;
+pub(super) mod image;
 pub(crate) mod opencl;
 pub(super) mod pinned;
 mod registry;
@@ -45,9 +46,10 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use crate::device::StreamId;
-use crate::device::opencl::{ClBuffer, ClEvent};
+use crate::device::opencl::{ClBuffer, ClEvent, ClImage};
 use crate::{Device, Error, Result};
 use host::HostMemory;
+pub use image::{ImageDesc, ImageFormat};
 pub use registry::driver;
 pub use sim::{Call, Sim, SimOptions};
 use sim::{SimMarker, SimMemory};
@@ -96,6 +98,7 @@ pub struct Memory(pub(crate) MemoryKind);
 pub(crate) enum MemoryKind {
     Host(HostMemory),
     OpenCl(ClBuffer),
+    Image(ClImage),
     Sim(SimMemory),
     /// Of a driver that this crate does not know.
     Custom(Box<dyn Any + Send + Sync>),
@@ -154,6 +157,7 @@ impl fmt::Debug for Memory {
         f.write_str(match &self.0 {
             MemoryKind::Host(_) => "host memory",
             MemoryKind::OpenCl(_) => "an OpenCL buffer",
+            MemoryKind::Image(_) => "an OpenCL image",
             MemoryKind::Sim(_) => "simulated memory",
             MemoryKind::Custom(_) => "memory of another driver",
             MemoryKind::Spilled(_) => "bytes kept on the host",
@@ -258,6 +262,11 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
 
     /// Makes a segment. The device may be lazy: nothing is promised before [`commit`](Driver::commit).
     fn create(&self, bytes: usize) -> Result<Memory, Failure>;
+    /// Makes an image that the device's kernels read, of [`bytes`](ImageDesc::bytes) bytes at most. Like
+    /// [`create`](Driver::create) otherwise.
+    fn create_image(&self, _image: ImageDesc) -> Result<Memory, Failure> {
+        Err(Failure::TooBig)
+    }
     /// Makes the device find the memory now, so that running out is reported here and not at some later launch. What it
     /// contains is unspecified: it has to be nobody's yet, and is given back where that fails.
     fn commit(&self, memory: Memory) -> Result<Memory, Failure>;
@@ -281,6 +290,17 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// # Safety
     /// They are no block's, nor does anything else on the host use them.
     unsafe fn shrink(&self, _memory: &Memory, _from: usize, _to: usize) {}
+
+    /// Bytes of the device's memory that others hold for this process, which count towards the limits of allocators: images
+    /// where these are segments, and the other way round.
+    fn held_elsewhere(&self) -> u64 {
+        0
+    }
+    /// Has these others give back what they do not use, since there is no room for `bytes` bytes more; says whether there may be
+    /// room now.
+    fn make_room_elsewhere(&self, _bytes: usize) -> Result<bool> {
+        Ok(false)
+    }
 
     /// Bytes that live blocks had are lost: nothing on the device can be relied on any more.
     fn give_up(&self, _cause: &str) {}

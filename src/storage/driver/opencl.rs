@@ -4,9 +4,11 @@ use std::ffi::c_void;
 use std::fmt;
 use std::sync::Arc;
 
+use super::image::{self, ImageDesc, ImageFormat};
 use super::{At, Driver, Failure, Marker, MarkerKind, Memory, MemoryKind, Progress};
-use crate::device::opencl::{self, ClAt, ClBuffer, ClDevice, ClError, ClEvent, Class};
+use crate::device::opencl::{self, ClAt, ClBuffer, ClDevice, ClError, ClEvent, ClImage, Class};
 use crate::device::{StreamId, profiler};
+use crate::storage::allocator::Allocator;
 use crate::storage::block::{Block, Place};
 use crate::{Device, Error, Result};
 
@@ -63,6 +65,14 @@ impl OpenCl {
         }
     }
 
+    /// The image that a block of the device's image pool is.
+    pub(crate) fn image(block: &Block) -> Option<&ClImage> {
+        match &block.segment().memory().0 {
+            MemoryKind::Image(image) => Some(image),
+            _ => None,
+        }
+    }
+
     /// Another handle on a buffer that other code made, and its bytes.
     ///
     /// # Errors
@@ -106,11 +116,33 @@ unsafe impl Driver for OpenCl {
         Ok(Memory(MemoryKind::OpenCl(buffer)))
     }
 
+    fn create_image(&self, image: ImageDesc) -> Result<Memory, Failure> {
+        let ImageDesc { width, height, format } = image;
+        let _recorded = profiler::segment("clCreateImage", Some(self.device()), image.bytes());
+        let made = self.device.create_image([width, height], format == ImageFormat::F16);
+        made.map(|image| Memory(MemoryKind::Image(image))).map_err(|e| self.failure(e))
+    }
+
     fn commit(&self, memory: Memory) -> Result<Memory, Failure> {
+        if let MemoryKind::Image(image) = &memory.0 {
+            self.device.commit_image(image).map_err(|e| self.failure(e))?;
+            return Ok(memory);
+        }
         let buffer = at((&memory, 0)).map_err(Failure::Other)?.0;
         let _recorded = profiler::segment("commit", Some(self.device()), buffer.bytes());
         self.device.commit(buffer).map_err(|e| self.failure(e))?;
         Ok(memory)
+    }
+
+    fn held_elsewhere(&self) -> u64 {
+        image::existing_pool(self.device()).map_or(0, |images| images.reserved())
+    }
+
+    fn make_room_elsewhere(&self, _bytes: usize) -> Result<bool> {
+        let Some(images) = image::existing_pool(self.device()) else { return Ok(false) };
+        let before = images.reserved();
+        images.empty_cache()?;
+        Ok(images.reserved() < before)
     }
 
     fn give_up(&self, cause: &str) {

@@ -44,6 +44,19 @@ impl Snapshot {
     }
 }
 
+impl Snapshot {
+    /// With the segments and events of the same device's images, whose segments are of pool (1, 0).
+    pub(in crate::storage) fn with_images(mut self, images: Snapshot) -> Snapshot {
+        self.segments.extend(images.segments.into_iter().map(|s| SegmentInfo { segment_pool_id: (1, 0), ..s }));
+        self.segments.sort_by_key(|segment| segment.address);
+        for (trace, others) in self.device_traces.iter_mut().zip(images.device_traces) {
+            trace.extend(others);
+            trace.sort_by_key(|entry| entry.time_us); // stable: events of one allocator stay in order
+        }
+        self
+    }
+}
+
 /// A value in the form that it would have in Python.
 fn setting(text: String) -> Setting {
     match text.as_str() {

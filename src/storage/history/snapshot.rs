@@ -80,7 +80,7 @@ pub struct SegmentInfo {
     /// The pool it belongs to.
     #[serde(default)]
     pub segment_type: SegmentType,
-    /// The private pool it belongs to; (0, 0) is none.
+    /// The private pool it belongs to; (0, 0) is none, (1, 0) are images.
     #[serde(default)]
     pub segment_pool_id: (i64, i64),
     /// Whether it is part of a reservation, and grows and shrinks by pages.

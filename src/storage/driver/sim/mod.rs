@@ -18,7 +18,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 
-use super::{At, Driver, Failure, Marker, MarkerKind, Memory, MemoryKind, Progress};
+use super::{At, Driver, Failure, ImageDesc, Marker, MarkerKind, Memory, MemoryKind, Progress};
 use crate::device::StreamId;
 use crate::device::lock;
 use crate::{Device, Error, Result};
@@ -333,6 +333,10 @@ unsafe impl Driver for Sim {
             }
             Ok(self.make(s, bytes, false))
         })
+    }
+
+    fn create_image(&self, image: ImageDesc) -> Result<Memory, Failure> {
+        self.create(image.bytes())
     }
 
     fn commit(&self, memory: Memory) -> Result<Memory, Failure> {

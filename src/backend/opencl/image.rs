@@ -1,0 +1,178 @@
+//! Kernels that read images instead of buffers, `kernels/image.cl`: where the memory mode asks for them and the operands fit.
+//! What does not fit declines, and buffers are read.
+
+mod conv;
+mod map;
+mod pool;
+mod product;
+
+pub(crate) use conv::convolution;
+pub(crate) use map::elementwise;
+pub(crate) use pool::pool;
+pub(crate) use product::product;
+
+use std::sync::Arc;
+
+use crate::backend::opencl::geometry::{LOCAL, flag, group_of};
+use crate::backend::opencl::kernels::{KernelKey, kernel};
+use crate::device::opencl::{Arg, ClDevice, ClKernel};
+use crate::layout::Layout;
+use crate::storage::{Image, ImageDesc, ImageFormat, ImageKey, MemoryMode, StorageType, memory_mode};
+use crate::{DType, Result, Tensor, device::capture};
+
+const TEMPLATE: &str = include_str!("../../../kernels/image.cl");
+
+/// Kernels whose operands may be images.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Reader {
+    Convolution,
+    Pooling,
+    Product,
+    Elementwise,
+}
+
+/// The open device of a tensor whose operations of this kind are to read images. Not while a graph is captured: its replays would
+/// need the images.
+fn wanted(x: &Tensor, reader: Reader) -> Option<&'static ClDevice> {
+    let is_wanted = match memory_mode() {
+        MemoryMode::Buffer => false,
+        MemoryMode::Image => true,
+        MemoryMode::Auto => false,
+    };
+    let _ = reader;
+    if !is_wanted || capture::is_capturing(x.device()) {
+        return None;
+    }
+    x.cl_device().ok().filter(|cl| cl.image_limits().is_some())
+}
+
+/// The format that keeps the elements of a dtype exactly; others have none.
+fn format(dtype: DType) -> Option<ImageFormat> {
+    match dtype {
+        DType::F32 | DType::BF16 => Some(ImageFormat::F32),
+        DType::F16 => Some(ImageFormat::F16),
+        _ => None,
+    }
+}
+
+/// Which way the channels' blocks of four lie in an image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Blocks {
+    /// Side by side: a tensor `[n, c, h, w]`.
+    Across,
+    /// One below the other: a filter `[1, o, taps, c]`.
+    Down,
+}
+
+/// A tensor of four dims as images have it: sizes and strides of batch, channels, rows and columns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Tensor4 {
+    pub(crate) dims: [usize; 4],
+    pub(crate) strides: [isize; 4],
+}
+
+impl Tensor4 {
+    /// Of up to four dims: those of fewer are channels, batch and channels, or the last three.
+    pub(crate) fn of(layout: &Layout) -> Option<Tensor4> {
+        let (dims, strides) = (layout.shape.dims(), &layout.strides);
+        let places: &[usize] = match dims.len() {
+            0 => &[],
+            1 => &[1],
+            2 => &[0, 1],
+            3 => &[1, 2, 3],
+            4 => &[0, 1, 2, 3],
+            _ => return None,
+        };
+        let mut four = Tensor4 { dims: [1; 4], strides: [0; 4] };
+        for (i, &place) in places.iter().enumerate() {
+            (four.dims[place], four.strides[place]) = (dims[i], strides[i]);
+        }
+        Some(four)
+    }
+
+    /// Width and height of its image, in pixels.
+    fn size(&self, blocks: Blocks) -> [usize; 2] {
+        let [n, c, h, w] = self.dims;
+        match blocks {
+            Blocks::Across => [c.div_ceil(4) * w, n * h],
+            Blocks::Down => [w, c.div_ceil(4) * h],
+        }
+    }
+
+    /// Whether the image is within the limits, and kernels can count its pixels.
+    fn fits(&self, blocks: Blocks, cl: &ClDevice) -> bool {
+        let [width, height] = self.size(blocks);
+        let [most_width, most_height] = limits(cl);
+        width > 0 && height > 0 && width <= most_width && height <= most_height && width * height < 1 << 30
+    }
+
+    /// As the kernels' struct.
+    fn words(&self) -> [i64; 6] {
+        let [n, c, h, w] = self.dims.map(|d| d as i64);
+        let [a, b, d, e] = self.strides.map(|s| s as i64);
+        [n | c << 32, h | w << 32, a, b, d, e]
+    }
+}
+
+/// The greatest width and height of images.
+fn limits(cl: &ClDevice) -> [usize; 2] {
+    #[cfg(test)]
+    if let Some(limits) = tests::LIMITS.get() {
+        return limits;
+    }
+    cl.image_limits().unwrap_or_default()
+}
+
+/// The conversion kernel of this name for elements of `dtype`.
+fn conversion(cl: &'static ClDevice, name: &'static str, dtype: DType, filter: bool) -> Result<Arc<ClKernel>> {
+    kernel(cl, KernelKey::new(name, &[dtype as u64, filter.into()]), "image", || {
+        format!("#define {name}\n#define A {dtype}\n{}{TEMPLATE}", flag(filter, "FILTER"))
+    })
+}
+
+/// An image of a tensor's elements, made by one launch that counts as none of the user's.
+fn make(cl: &'static ClDevice, x: &Tensor, t: &Tensor4, blocks: Blocks, kind: StorageType) -> Result<Image> {
+    let format = format(x.dtype).expect("asked before");
+    let [width, height] = t.size(blocks);
+    let image = Image::new(x.device(), ImageDesc { width, height, format }, kind)?;
+    let kernel = conversion(cl, "TO_IMAGE", x.dtype, blocks == Blocks::Down)?;
+    let (words, from) = (t.words(), x.device_view()?);
+    let args = [from.buffer(), from.offset(), Arg::Image(image.cl()), Arg::Bytes(bytemuck::cast_slice(&words))];
+    cl.launch_uncounted(&kernel, &args, &[width * height], &[group_of(&kernel, LOCAL)])?;
+    Ok(image)
+}
+
+/// The image of a tensor that is likely to be constant: kept with its storage until that changes. `only_again`: none unless it was
+/// asked for before.
+fn constant(cl: &'static ClDevice, x: &Tensor, t: &Tensor4, blocks: Blocks, only_again: bool) -> Result<Option<Image>> {
+    let stream = cl.current_stream().index() as i64; // another stream would have to wait for the conversion
+    let place = [x.layout.offset as i64, x.dtype as i64, blocks as i64, stream];
+    let key: ImageKey = place.into_iter().chain(t.words()).collect();
+    x.storage.derived_image(key, only_again, || make(cl, x, t, blocks, StorageType::Static))
+}
+
+/// An image of a tensor for a use of this moment.
+fn transient(cl: &'static ClDevice, x: &Tensor, t: &Tensor4) -> Result<Image> {
+    make(cl, x, t, Blocks::Across, StorageType::Dynamic)
+}
+
+/// The image of a tensor, in NC4HW4: see [`Tensor::to_image`](crate::Tensor::to_image). `None` where it has none.
+pub(crate) fn to_image(x: &Tensor) -> Result<Option<Image>> {
+    let cl = x.cl_device()?;
+    let four = Tensor4::of(&x.layout).filter(|four| format(x.dtype).is_some() && four.fits(Blocks::Across, cl));
+    four.map(|four| transient(cl, x, &four)).transpose()
+}
+
+/// Fills a tensor from its image.
+pub(crate) fn from_image(image: &Image, out: &Tensor) -> Result<()> {
+    let cl = out.cl_device()?;
+    let four = Tensor4::of(&out.layout).expect("an image is of a tensor of at most four dims");
+    let kernel = conversion(cl, "FROM_IMAGE", out.dtype, false)?;
+    let [width, height] = four.size(Blocks::Across);
+    let (words, to) = (four.words(), out.device_view()?);
+    let args = [Arg::Image(image.cl()), to.buffer(), to.offset(), Arg::Bytes(bytemuck::cast_slice(&words))];
+    cl.launch(&kernel, &args, &[width * height], &[group_of(&kernel, LOCAL)])
+}
+
+#[cfg(test)]
+mod tests;

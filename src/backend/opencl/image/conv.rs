@@ -1,0 +1,83 @@
+//! Convolutions of images with filters that are images.
+
+use super::{Blocks, Reader, TEMPLATE, Tensor4, constant, format, limits, transient, wanted};
+use crate::backend::opencl::geometry::{LOCAL, group_of};
+use crate::backend::opencl::kernels::{KernelKey, kernel};
+use crate::backend::problem::windows::{Windows, four};
+use crate::backend::written;
+use crate::device::opencl::{Arg, ClDevice};
+use crate::storage::Image;
+use crate::{Result, Tensor};
+
+/// Neighbouring windows that a work-item computes: COLUMNS in the template.
+const COLUMNS: usize = 4;
+
+/// The convolution of `[n, c, h, w]` with a weight `[o, c / groups, kh, kw]`; `None` where buffers are to be read: unless there is
+/// one group, or as many as channels on either side. Batches beyond the height of images are cut.
+pub(crate) fn convolution(
+    w: &Windows,
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    groups: usize,
+) -> Result<Option<Tensor>> {
+    let ([n, c, h, width], [o, each, kh, kw]) = (four(x), four(weight));
+    let depthwise = groups > 1 && groups == c && o == c && each == 1;
+    if (groups > 1 && !depthwise) || x.numel() == 0 || weight.numel() == 0 || format(x.dtype).is_none() {
+        return Ok(None);
+    }
+    let Some(cl) = wanted(x, Reader::Convolution) else { return Ok(None) };
+    let strides = weight.strides();
+    let taps_are_one_dim = kh == 1 || kw == 1 || strides[2] == strides[3] * kw as isize;
+    let step = if kw == 1 { strides[2] } else { strides[3] };
+    let filter = Tensor4 { dims: [1, o, kh * kw, each], strides: [0, strides[0], step, strides[1]] };
+    let most = limits(cl)[1].checked_div(h).unwrap_or(0).min(n);
+    let Some(whole) = Tensor4::of(&x.layout).filter(|_| most > 0 && taps_are_one_dim) else { return Ok(None) };
+    let slice = Tensor4 { dims: [most, c, h, width], ..whole };
+    let [rows, columns] = w.grid;
+    let items = columns.div_ceil(COLUMNS) * rows * o.div_ceil(4);
+    if !filter.fits(Blocks::Down, cl) || !slice.fits(Blocks::Across, cl) || items * most >= 1 << 30 {
+        return Ok(None);
+    }
+    let out = Tensor::empty_like_shape([n, o, rows, columns], x.dtype, x.device())?;
+    let filter = constant(cl, weight, &filter, Blocks::Down, false)?.expect("it is made at once");
+    for from in (0..n).step_by(most) {
+        let count = most.min(n - from);
+        let part = |t: &Tensor| Ok(t.with_layout(t.layout.narrow("conv2d", 0, from, count)?));
+        let (x, out) = (part(x)?, part(&out)?);
+        let image = transient(cl, &x, &Tensor4 { dims: [count, c, h, width], ..whole })?;
+        let sizes = [count, c, o].into_iter();
+        let pairs = [w.image, w.kernel, w.grid, w.stride, w.padding, w.dilation];
+        let words: Vec<i32> = sizes.chain(pairs.into_iter().flatten()).map(|size| size as i32).collect();
+        launch(cl, [&image, &filter], bias, &out, &words, depthwise, items * count)?;
+    }
+    Ok(Some(written(out)))
+}
+
+fn launch(
+    cl: &'static ClDevice,
+    [x, filter]: [&Image; 2],
+    bias: Option<&Tensor>,
+    out: &Tensor,
+    words: &[i32],
+    depthwise: bool,
+    items: usize,
+) -> Result<()> {
+    let (name, dtype) = (if depthwise { "DEPTHWISE" } else { "CONVOLUTION" }, out.dtype);
+    let kernel = kernel(cl, KernelKey::new(name, &[dtype as u64]), "image", || {
+        format!("#define {name}\n#define A {dtype}\n{TEMPLATE}")
+    })?;
+    let bias_or_any = bias.unwrap_or(out).device_view()?; // a kernel's argument is not null
+    let to = out.device_view()?;
+    let args = [
+        Arg::Image(x.cl()),
+        Arg::Image(filter.cl()),
+        bias_or_any.buffer(),
+        bias_or_any.offset(),
+        Arg::U32(bias.is_some().into()),
+        to.buffer(),
+        to.offset(),
+        Arg::Bytes(bytemuck::cast_slice(words)),
+    ];
+    cl.launch(&kernel, &args, &[items], &[group_of(&kernel, LOCAL)])
+}

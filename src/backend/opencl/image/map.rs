@@ -1,0 +1,83 @@
+//! Formulas over images.
+
+use std::fmt::Write;
+
+use smallvec::SmallVec;
+
+use super::{Blocks, Reader, TEMPLATE, Tensor4, format, transient, wanted};
+use crate::backend::opencl::geometry::{LOCAL, group_of};
+use crate::backend::opencl::kernels::{KernelKey, kernel};
+use crate::backend::opencl::map::scalar_arg;
+use crate::backend::problem::map::{Formulas, Launch};
+use crate::device::opencl::Arg;
+use crate::expr::program::Program;
+use crate::storage::Image;
+use crate::{Compute, Result, Tensor};
+
+/// Images that every device's kernels can be given.
+const MOST: usize = 8;
+
+/// A formula over inputs of up to four dims into one output, computed in f32; false where buffers are to be read.
+pub(crate) fn elementwise(formulas: &Formulas) -> Result<bool> {
+    if formulas.outputs.len() != 1 || wanted(formulas.outputs[0], Reader::Elementwise).is_none() {
+        return Ok(false);
+    }
+    let mut launched = true; // nothing is launched where there is nothing to compute
+    formulas.checked(Program::kept(formulas.exprs), true, |launch, _| {
+        launched = run(launch)?;
+        Ok(())
+    })?;
+    Ok(launched)
+}
+
+fn run(launch: &Launch) -> Result<bool> {
+    let (out, program) = (launch.outputs[0], launch.program);
+    let cl = out.cl_device()?;
+    let used: SmallVec<[(usize, &Tensor); 4]> =
+        launch.inputs.iter().enumerate().filter(|(k, _)| program.exprs().iter().any(|e| e.uses_input(*k))).collect();
+    let operands = || used.iter().map(|(_, t)| *t).chain([out]);
+    let fits = |t: &Tensor| {
+        format(t.dtype).is_some() && Tensor4::of(&t.layout).is_some_and(|four| four.fits(Blocks::Across, cl))
+    };
+    // Elements that are only moved keep their bits, also those of a NaN.
+    let moves = program.exprs().iter().all(|expr| (0..launch.inputs.len()).any(|k| *expr == crate::Expr::input(k)));
+    let plain = program.seeds() == 0 && launch.compute == Compute::F32 && !program.can_fault(launch.compute);
+    if used.is_empty() || used.len() > MOST || moves || !plain || !operands().all(fits) {
+        return Ok(false);
+    }
+    let images = used
+        .iter()
+        .map(|(_, t)| transient(cl, t, &Tensor4::of(&t.layout).expect("it fits")))
+        .collect::<Result<SmallVec<[Image; 4]>>>()?;
+    let mut params: SmallVec<[u64; 8]> = SmallVec::from_slice(&[out.dtype as u64]);
+    params.extend(used.iter().map(|(k, _)| *k as u64));
+    let key = KernelKey { template: "elementwise of images", params, exprs: SmallVec::from(program.exprs()) };
+    let kernel = kernel(cl, key, "image", || source(program, &used, out))?;
+    let four = Tensor4::of(&out.layout).expect("it fits");
+    let (words, to, [width, height]) = (four.words(), out.device_view()?, four.size(Blocks::Across));
+    let mut args: SmallVec<[Arg; 12]> = images.iter().map(|image| Arg::Image(image.cl())).collect();
+    args.extend([to.buffer(), to.offset(), Arg::Bytes(bytemuck::cast_slice(&words))]);
+    args.extend((0..program.scalars()).map(|i| scalar_arg(launch.compute, launch.scalars[i])));
+    cl.launch(&kernel, &args, &[width * height], &[group_of(&kernel, LOCAL)])?;
+    Ok(true)
+}
+
+fn source(program: &Program, used: &[(usize, &Tensor)], out: &Tensor) -> String {
+    let (mut images, mut read) = (String::new(), String::new());
+    for (k, _) in used {
+        let _ = write!(images, "__read_only image2d_t i{k}, ");
+        let _ = write!(read, "const float4 x{k} = read_imagef(i{k}, PIXEL, at); ");
+    }
+    let inputs = (0..program.inputs())
+        .map(|k| if used.iter().any(|(u, _)| *u == k) { format!("get(x{k}, q)") } else { "0".into() });
+    let scalars: String = (0..program.scalars()).map(|i| format!(", const float s{i}")).collect();
+    let call: Vec<String> =
+        inputs.chain((0..program.scalars()).map(|i| format!("s{i}"))).chain(["&o".into()]).collect();
+    format!(
+        "#define ELEMENTWISE\n#define A {}\n#define IMAGES {images}\n#define READ {read}\n#define SCALARS {scalars}\n\
+         #define CALL(q) formula({})\n{}\n{TEMPLATE}",
+        out.dtype,
+        call.join(", "),
+        program.emit(Compute::F32, "formula"),
+    )
+}

@@ -1,0 +1,76 @@
+//! Matrix products whose right matrix is a constant: an image.
+
+use std::fmt::Write;
+
+use smallvec::SmallVec;
+
+use super::{Blocks, Reader, TEMPLATE, Tensor4, constant, format, wanted};
+use crate::backend::opencl::geometry::{LOCAL, group_of};
+use crate::backend::opencl::kernels::{BufferView, KernelKey, kernel};
+use crate::backend::opencl::map::scalar_arg;
+use crate::backend::problem::gemm::{Gemm, GemmPlan};
+use crate::device::opencl::Arg;
+use crate::expr::program::Program;
+use crate::tensor::Layout;
+use crate::{Compute, DType, Result, Shape, Tensor};
+
+/// `[.., k]` times a matrix `[k, n]` that was multiplied by before and has not changed since, as weights of a network that is used
+/// and not trained; false where buffers are to be read.
+pub(crate) fn product(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
+    let Some(cl) = wanted(g.a, Reader::Product) else { return Ok(false) };
+    let program = Program::of(g.epilogue);
+    let floats = |t: &Tensor| matches!(t.dtype, DType::F32 | DType::F16 | DType::BF16);
+    let plain = outs.len() == 1 && g.sums.is_none() && program.seeds() == 0 && !program.can_fault(Compute::F32);
+    let operands = [g.a, g.b].into_iter().chain(outs).chain(g.extras.iter().copied());
+    if !plain || g.compute() != Compute::F32 || g.b.rank() != 2 || !operands.clone().all(floats) {
+        return Ok(false);
+    }
+    let others: SmallVec<[Layout; 4]> = operands.skip(2).map(|t| t.layout.broadcast_to(shape)).collect();
+    let plan = GemmPlan::new(&g.a.layout, &g.b.layout, shape, &others.iter().collect::<SmallVec<[&Layout; 4]>>());
+    let [k, n] = [g.b.shape().dims()[0], g.b.shape().dims()[1]];
+    let same = plan.batch.is_empty() && (plan.k, plan.n) == (k, n) && plan.b.batch.is_empty();
+    let strides = g.b.strides();
+    let four = Tensor4 { dims: [1, n, k, 1], strides: [0, strides[1], strides[0], 0] };
+    let items = plan.m.div_ceil(4) * n.div_ceil(4);
+    if !same || plan.m * n * k == 0 || items >= 1 << 30 || plan.m >= 1 << 30 || !four.fits(Blocks::Across, cl) {
+        return Ok(false);
+    }
+    debug_assert!(format(g.b.dtype).is_some());
+    let Some(image) = constant(cl, g.b, &four, Blocks::Across, true)? else { return Ok(false) };
+
+    let mut params: SmallVec<[u64; 8]> = SmallVec::from_slice(&[g.a.dtype as u64, outs[0].dtype as u64]);
+    params.extend(g.extras.iter().map(|t| t.dtype as u64));
+    let key = KernelKey { template: "product with an image", params, exprs: SmallVec::from(program.exprs()) };
+    let kernel = kernel(cl, key, "image", || source(&program, g, &outs[0]))?;
+    let views = g.extras.iter().map(|t| t.device_view()).collect::<Result<SmallVec<[BufferView; 4]>>>()?;
+    let (a, y) = (g.a.device_view()?, outs[0].device_view()?);
+    let step = |s: isize| Arg::I64(s as i64);
+    let mut args: SmallVec<[Arg; 24]> =
+        SmallVec::from_slice(&[a.buffer(), a.offset(), Arg::Image(image.cl()), y.buffer(), y.offset()]);
+    args.extend([plan.m, n, k].map(|size| Arg::U32(size as u32)));
+    args.extend([plan.a.row, plan.a.col, plan.others[0].row, plan.others[0].col].map(step));
+    for (view, at) in views.iter().zip(&plan.others[1..]) {
+        args.extend([view.buffer(), view.offset(), step(at.row), step(at.col)]);
+    }
+    args.extend((0..program.scalars()).map(|i| scalar_arg(Compute::F32, g.scalars[i])));
+    cl.launch(&kernel, &args, &[items], &[group_of(&kernel, LOCAL)])?;
+    Ok(true)
+}
+
+fn source(program: &Program, g: &Gemm, out: &Tensor) -> String {
+    let (mut extras, mut values) = (String::new(), String::new());
+    for (e, t) in g.extras.iter().enumerate() {
+        let dtype = t.dtype;
+        let _ = write!(extras, ", __global const {dtype}_t *e{e}, ulong e{e}_at, long e{e}_row, long e{e}_col");
+        let _ = write!(values, ", load_{dtype}(e{e}, e{e}_at + (i) * e{e}_row + (j) * e{e}_col)");
+    }
+    let scalars: String = (0..program.scalars()).map(|i| format!(", const float s{i}")).collect();
+    let given: String = (0..program.scalars()).map(|i| format!(", s{i}")).collect();
+    format!(
+        "#define PRODUCT\n#define A {}\n#define Y {}\n#define EXTRAS {extras}\n#define SCALARS {scalars}\n\
+         #define CALL(value, i, j) epilogue(value{values}{given}, &o)\n{}\n{TEMPLATE}",
+        g.a.dtype,
+        out.dtype,
+        program.emit(Compute::F32, "epilogue"),
+    )
+}

@@ -1,0 +1,65 @@
+//! Tensors as images of OpenCL devices, and back.
+
+use crate::storage::{Image, ImageDesc, ImageFormat};
+use crate::{DType, Error, Result, Shape, Tensor, backend};
+
+impl Tensor {
+    /// The elements as an image of their OpenCL device, RGBA, for kernels that read images: MNN's NC4HW4. `[N, C, H, W]` is
+    /// `ceil(C / 4) * W` pixels wide and `N * H` high: the channels in fours, one pixel each, zeros past the last; the blocks of
+    /// four channels side by side. `[C, H, W]` is one of a batch, `[N, C]` has images of one element, `[C]` is one of these. The
+    /// strides are any; f32 and bf16 become an image of floats, f16 one of halves, all exactly. One launch, which is not counted
+    /// as one of the program's. Not recorded by autograd.
+    ///
+    /// ```
+    /// use claystone::{Device, Tensor};
+    /// let Some(device) = Device::all().into_iter().find(|device| device.capabilities().is_ok_and(|c| c.images.is_some()))
+    /// else {
+    ///     return Ok(()); // no OpenCL device has images
+    /// };
+    /// let x = Tensor::randn(&[2, 3, 5, 7], device)?;
+    /// let image = x.to_image()?;
+    /// assert_eq!((image.desc().width, image.desc().height), (7, 10));
+    /// assert_eq!(Tensor::from_image(&image, [2, 3, 5, 7])?.to_vec::<f32>()?, x.to_vec::<f32>()?);
+    /// # Ok::<(), claystone::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::UnsupportedDType`] for other dtypes; [`Error::Invalid`] for more than four dims, no elements, more pixels than the
+    /// device's images have ([`ImageLimits`](crate::device::ImageLimits)), and on devices without images;
+    /// [`Error::OutOfMemory`].
+    pub fn to_image(&self) -> Result<Image> {
+        if !matches!(self.dtype, DType::F32 | DType::F16 | DType::BF16) {
+            return Err(Error::UnsupportedDType {
+                op: "to_image",
+                dtype: self.dtype,
+                expected: "f32, f16 or bf16, which images have",
+            });
+        }
+        backend::of(self.device()).to_image(self)?.ok_or_else(|| {
+            let (shape, device) = (self.shape(), self.device());
+            Error::invalid("to_image", format!("{device} has no images for a tensor of shape {shape}: use its buffer"))
+        })
+    }
+
+    /// The contiguous tensor of this shape whose [image](Tensor::to_image) it is: f32 of one of floats, f16 of one of halves. One
+    /// launch.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where a tensor of this shape has an image of another size.
+    pub fn from_image(image: &Image, shape: impl Into<Shape>) -> Result<Tensor> {
+        let (shape, ImageDesc { width, height, format }) = (shape.into(), image.desc());
+        let [n, c, h, w] = match *shape.dims() {
+            [c] => [1, c, 1, 1],
+            [n, c] => [n, c, 1, 1],
+            [c, h, w] => [1, c, h, w],
+            [n, c, h, w] => [n, c, h, w],
+            _ => [0; 4],
+        };
+        if [c.div_ceil(4).saturating_mul(w), n.saturating_mul(h)] != [width, height] {
+            let reason = format!("the {image:?} is not that of a tensor of shape {shape}");
+            return Err(Error::invalid("from_image", reason));
+        }
+        let dtype = if format == ImageFormat::F16 { DType::F16 } else { DType::F32 };
+        backend::compute(shape, dtype, image.device(), |b, out| b.from_image(image, out))
+    }
+}

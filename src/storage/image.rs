@@ -1,0 +1,115 @@
+//! Images: storages that kernels read through a device's texture units.
+
+use std::ffi::c_void;
+use std::fmt;
+use std::mem::ManuallyDrop;
+
+use super::allocation::{Backing, Lease, Owner, Storage};
+use super::driver::image::pool;
+use super::driver::opencl::OpenCl;
+use super::driver::{ImageDesc, driver};
+use super::hooks::OutOfMemoryEvent;
+use super::pool::StorageType;
+use super::{registry, scope};
+use crate::device::opencl::ClImage;
+use crate::{Device, Error, Result};
+
+/// An image of two dimensions of an OpenCL device: a [`Storage`] of pixels, which kernels read with `read_imagef` and no tensor
+/// can be a view of. Tensors are converted by [`Tensor::to_image`](crate::Tensor::to_image).
+///
+/// Images come from a pool of the device's own, with the rules of MNN's: a free image of the same format that is at least as
+/// wide and as high serves, of several the one with the least area to spare. It goes back to the pool with the last handle.
+/// [`Device::memory_stats`], snapshots and limits count images, and what the pool does not use makes room for tensors, as theirs
+/// does for images.
+///
+/// ```
+/// use claystone::Device;
+/// use claystone::storage::{Image, ImageDesc, ImageFormat, StorageType};
+/// let Some(device) = Device::all().into_iter().find(|device| device.capabilities().is_ok_and(|c| c.images.is_some()))
+/// else {
+///     return Ok(()); // no OpenCL device has images
+/// };
+/// let desc = ImageDesc { width: 64, height: 32, format: ImageFormat::F32 };
+/// let made = || Ok::<_, claystone::Error>(device.image_memory_stats()?.num_device_alloc);
+/// drop(Image::new(device, desc, StorageType::Dynamic)?);
+/// let before = made()?;
+/// let smaller = ImageDesc { height: 30, ..desc };
+/// assert_eq!(Image::new(device, smaller, StorageType::Dynamic)?.storage().nbytes(), 64 * 30 * 16);
+/// assert_eq!(made()?, before); // the same image
+/// # Ok::<(), claystone::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct Image {
+    storage: Storage,
+    desc: ImageDesc,
+}
+
+impl Image {
+    /// An image with unspecified contents, for work on this thread's current stream.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a device without images, an image without pixels or one beyond the device's limits
+    /// ([`ImageLimits::size_2d`](crate::device::ImageLimits::size_2d)); [`Error::OutOfMemory`] where there is no room for it.
+    pub fn new(device: Device, desc: ImageDesc, kind: StorageType) -> Result<Image> {
+        let pool = pool(device)?;
+        let Device::OpenCL(index) = device else { unreachable!("only OpenCL devices have a pool of images") };
+        let opened = OpenCl::open(index)?;
+        let [width, height] = opened.device.image_limits().unwrap_or_default();
+        if desc.width == 0 || desc.height == 0 || desc.width > width || desc.height > height {
+            let reason =
+                format!("{} x {} pixels: {device} has images of 1 x 1 to {width} x {height}", desc.width, desc.height);
+            return Err(Error::invalid("Image::new", reason));
+        }
+        let block = pool.allocate_image(desc, scope::home_stream(device), kind);
+        let block = block.inspect_err(|error| tell_observers(device, desc.bytes(), error))?;
+        let lease = Lease { block: ManuallyDrop::new(block), owner: Owner::Scope(pool) };
+        Ok(Image { storage: Storage::new(device, desc.bytes(), Backing::OpenCl(opened, lease)), desc })
+    }
+
+    /// Its size and format. The `cl_mem` may be wider and higher.
+    pub fn desc(&self) -> ImageDesc {
+        self.desc
+    }
+
+    /// Where it is.
+    pub fn device(&self) -> Device {
+        self.storage.device()
+    }
+
+    /// What holds its bytes. No tensor can be made of it.
+    pub fn storage(&self) -> &Storage {
+        &self.storage
+    }
+
+    /// The `cl_mem`, as [`Storage::export_cl`] gives it for buffers.
+    pub fn export_cl(&self) -> *mut c_void {
+        self.cl().mem()
+    }
+
+    /// What kernels are given.
+    pub(crate) fn cl(&self) -> &ClImage {
+        self.storage.allocation().block().and_then(OpenCl::image).expect("an image has a block of the image pool")
+    }
+}
+
+impl fmt::Debug for Image {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let ImageDesc { width, height, format } = self.desc;
+        write!(f, "image of {width} x {height} pixels, {format:?}, on {}", self.device())
+    }
+}
+
+/// Images are in no allocator that has observers, so those of the device's allocator are told.
+fn tell_observers(device: Device, requested: usize, error: &Error) {
+    let (Error::OutOfMemory { .. }, Ok(allocator), Ok(driver)) = (error, registry::of(device), driver(device)) else {
+        return;
+    };
+    let held = allocator.stats().reserved_bytes.current + driver.held_elsewhere();
+    let capacity = driver.capacity();
+    allocator.tell_oom_observers(&OutOfMemoryEvent {
+        device,
+        requested,
+        allowed: capacity,
+        device_free: capacity.saturating_sub(held),
+    });
+}

@@ -1,0 +1,49 @@
+//! Whether kernels read buffers or images.
+
+use std::cell::Cell;
+
+use super::config::Config;
+
+/// What kernels that can read either read: MNN's memory modes. The key `memory` of `CLAYSTONE_ALLOC_CONF` sets that of the
+/// process, [`with_memory_mode`] that of a scope.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
+pub enum MemoryMode {
+    /// Buffers.
+    Buffer,
+    /// Images, where the device has them and the operands fit: tensors are converted first.
+    Image,
+    /// What `claystone tune` found to be faster on the device; buffers where nobody has measured.
+    #[default]
+    Auto,
+}
+
+thread_local!(static MODE: Cell<Option<MemoryMode>> = const { Cell::new(None) });
+
+/// The mode of this thread.
+pub(crate) fn memory_mode() -> MemoryMode {
+    let of_process = || Config::of_process().map_or(MemoryMode::Buffer, |config| config.memory);
+    MODE.get().unwrap_or_else(of_process)
+}
+
+/// Runs `f` with this memory mode on this thread, whatever the process has.
+///
+/// ```
+/// use claystone::storage::{MemoryMode, with_memory_mode};
+/// use claystone::{ConvOptions, Device, Tensor};
+/// let device = Device::best();
+/// let (x, w) = (Tensor::ones(&[1, 3, 8, 8], device)?, Tensor::ones(&[4, 3, 3, 3], device)?);
+/// let conv = |mode| with_memory_mode(mode, || x.conv2d(&w, None, ConvOptions::default()));
+/// assert_eq!(conv(MemoryMode::Image)?.to_vec::<f32>()?, conv(MemoryMode::Buffer)?.to_vec::<f32>()?);
+/// # Ok::<(), claystone::Error>(())
+/// ```
+pub fn with_memory_mode<R>(mode: MemoryMode, f: impl FnOnce() -> R) -> R {
+    struct Restore(Option<MemoryMode>);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            MODE.set(self.0);
+        }
+    }
+    let _restore = Restore(MODE.replace(Some(mode)));
+    f()
+}
