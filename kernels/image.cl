@@ -103,10 +103,12 @@ __kernel void image(__global const CAT(A, _t) *a, ulong a_at, __read_only image2
     const int block = next(&item, BLOCKS(n)), row = 4 * item;
     if (row >= m)
         return;
-    float4 sums[4] = {0, 0, 0, 0};
+    float4 sums[4];
     ulong rows[4];
-    for (int r = 0; r < 4; r++)
+    for (int r = 0; r < 4; r++) {
+        sums[r] = 0;
         rows[r] = a_at + min(row + r, m - 1) * a_row;
+    }
     for (int depth = 0; depth < k; depth++) {
         const float4 column = read_imagef(b, PIXEL, (int2)(block, depth));
         for (int r = 0; r < 4; r++)
