@@ -137,7 +137,7 @@ typedef struct {
 // Channels 4 * block to 4 * block + 3 of four neighbouring windows of a row; y is contiguous. The filter is [1, o, taps, c],
 // of DEPTHWISE, whose channels are convolved one by one, [1, c, taps, 1].
 __kernel void image(__read_only image2d_t x, __read_only image2d_t filter, __global const CAT(A, _t) *bias, ulong bias_at,
-                    int biased, __global CAT(A, _t) *y, ulong y_at, Conv p)
+                    int biased, long bias_step, __global CAT(A, _t) *y, ulong y_at, Conv p)
 {
     int i = (int)get_global_id(0);
     const int first = COLUMNS * next(&i, (p.grid[1] + COLUMNS - 1) / COLUMNS);
@@ -178,7 +178,7 @@ __kernel void image(__read_only image2d_t x, __read_only image2d_t filter, __glo
     }
     const long size = (long)p.grid[0] * p.grid[1];
     for (int q = 0, o = 4 * block; q < 4 && o < p.o; q++, o++) {
-        const float added = biased ? LOAD(bias, bias_at + o) : 0;
+        const float added = biased ? LOAD(bias, bias_at + o * bias_step) : 0;
         const ulong at = y_at + ((long)n * p.o + o) * size + (long)row * p.grid[1] + first;
         for (int j = 0; j < COLUMNS && first + j < p.grid[1]; j++)
             STORE(y, at + j, get(sums[j], q) + added);

@@ -19,8 +19,7 @@ struct Made {
     key: ImageKey,
     /// The storage's version that it was made of.
     version: u64,
-    /// Where it was only asked for yet, none.
-    image: Option<Image>,
+    image: Image,
 }
 
 impl Derived {
@@ -42,28 +41,19 @@ impl Derived {
 
 impl Storage {
     /// The image of these bytes under `key`: the one that was made of this version of them, or what `make` gives, which is kept
-    /// until the bytes change or are gone. Where they are changed by others unseen, or where they are asked for the first time and
-    /// `only_again` is set, nothing is kept: `None` in the latter case.
-    pub(crate) fn derived_image(
-        &self,
-        key: ImageKey,
-        only_again: bool,
-        make: impl FnOnce() -> Result<Image>,
-    ) -> Result<Option<Image>> {
+    /// until the bytes change or are gone. Where others may change them unseen, nothing is kept.
+    pub(crate) fn derived_image(&self, key: ImageKey, make: impl FnOnce() -> Result<Image>) -> Result<Image> {
         let allocation: &Allocation = self.allocation();
         if allocation.is_shared_outside() {
-            return if only_again { Ok(None) } else { make().map(Some) };
+            return make();
         }
         let version = self.version();
         let lock = || allocation.derived.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let known = lock().as_ref().and_then(|all| {
-            all.iter().find(|made| made.key == key && made.version == version).map(|made| made.image.clone())
-        });
-        let image = match known {
-            Some(Some(image)) => return Ok(Some(image)),
-            None if only_again => None,
-            _ => Some(make()?),
-        };
+        let is_it = |made: &&Made| made.key == key && made.version == version;
+        if let Some(known) = lock().as_ref().and_then(|all| all.iter().find(is_it).map(|made| made.image.clone())) {
+            return Ok(known);
+        }
+        let image = make()?;
         let mut all = lock();
         let images = all.get_or_insert_default();
         let (old, mut kept): (Vec<Made>, Vec<Made>) =

@@ -142,13 +142,12 @@ fn make(cl: &'static ClDevice, x: &Tensor, t: &Tensor4, blocks: Blocks, kind: St
     Ok(image)
 }
 
-/// The image of a tensor that is likely to be constant: kept with its storage until that changes. `only_again`: none unless it was
-/// asked for before.
-fn constant(cl: &'static ClDevice, x: &Tensor, t: &Tensor4, blocks: Blocks, only_again: bool) -> Result<Option<Image>> {
+/// The image of a tensor that is likely to be constant: kept with its storage until that changes.
+fn constant(cl: &'static ClDevice, x: &Tensor, t: &Tensor4, blocks: Blocks) -> Result<Image> {
     let stream = cl.current_stream().index() as i64; // another stream would have to wait for the conversion
     let place = [x.layout.offset as i64, x.dtype as i64, blocks as i64, stream];
     let key: ImageKey = place.into_iter().chain(t.words()).collect();
-    x.storage.derived_image(key, only_again, || make(cl, x, t, blocks, StorageType::Static))
+    x.storage.derived_image(key, || make(cl, x, t, blocks, StorageType::Static))
 }
 
 /// An image of a tensor for a use of this moment.

@@ -64,6 +64,10 @@ impl Backend for Reference {
             windows: Windows, _: &Tensor, _: &Tensor, groups: usize, _: bool
         ) -> Option<Box<dyn Convolution>> =
             Some(Box::new(images::Convolution { windows, groups }));
+        forward_convolution(
+            windows: &Windows, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, groups: usize
+        ) -> Result<Option<Tensor>> =
+            images::Convolution { windows: *windows, groups }.windows(x, weight, bias).map(Some);
         unfold(windows: &Windows, x: &Tensor, out: &Tensor, inside: bool) -> Result<()> =
             images::unfold(windows, x, out, inside);
         fold(windows: &Windows, columns: &Tensor, out: &Tensor) -> Result<()> = images::fold(windows, columns, out);

@@ -219,32 +219,36 @@ fn configs() -> impl Strategy<Value = Config> {
         std::array::from_fn(|_| all.next().unwrap_or(0))
     });
     let backend = prop::sample::select(vec![Backend::Caching, Backend::Pool, Backend::Direct]);
+    let memory = prop::sample::select(vec![MemoryMode::Buffer, MemoryMode::Image, MemoryMode::Auto]);
     let sizes =
         (prop_oneof![Just(usize::MAX), mib(20)], mib(20), mib(20), mib(0), prop_oneof![Just(usize::MAX), mib(0)]);
     let parts = (prop_oneof![Just(0.0), 1e-9..0.999], 0.0..=1.0f64, 1.0..1e9f64, mib(0), 0..1usize << 20, 0..u64::MAX);
-    (backend, sizes, parts, runs, any::<[bool; 9]>()).prop_map(|(backend, sizes, parts, runs, on)| Config {
-        backend,
-        max_split_size: sizes.0,
-        max_non_split_rounding: sizes.1,
-        large_segment_size: sizes.2,
-        roundup_power2_divisions: runs,
-        garbage_collection_threshold: parts.0,
-        per_process_memory_fraction: parts.1,
-        expandable_segments: on[0],
-        pinned_use_background_threads: on[1],
-        pinned_reserve_segment_size: sizes.3,
-        memory_limit: sizes.4,
-        segments: if on[2] { SegmentSizes::PyTorch } else { SegmentSizes::Adaptive },
-        cross_stream_reuse: on[3],
-        compaction: on[4],
-        compaction_budget: parts.3,
-        thread_cache: parts.4 << 10,
-        decay: Duration::from_millis(parts.5),
-        zero_fill: on[5],
-        junk_fill: on[6],
-        guard_bytes: on[7],
-        pool_overfit: parts.2,
-        numa_local: on[8],
+    (backend, memory, sizes, parts, runs, any::<[bool; 9]>()).prop_map(|(backend, memory, sizes, parts, runs, on)| {
+        Config {
+            backend,
+            memory,
+            max_split_size: sizes.0,
+            max_non_split_rounding: sizes.1,
+            large_segment_size: sizes.2,
+            roundup_power2_divisions: runs,
+            garbage_collection_threshold: parts.0,
+            per_process_memory_fraction: parts.1,
+            expandable_segments: on[0],
+            pinned_use_background_threads: on[1],
+            pinned_reserve_segment_size: sizes.3,
+            memory_limit: sizes.4,
+            segments: if on[2] { SegmentSizes::PyTorch } else { SegmentSizes::Adaptive },
+            cross_stream_reuse: on[3],
+            compaction: on[4],
+            compaction_budget: parts.3,
+            thread_cache: parts.4 << 10,
+            decay: Duration::from_millis(parts.5),
+            zero_fill: on[5],
+            junk_fill: on[6],
+            guard_bytes: on[7],
+            pool_overfit: parts.2,
+            numa_local: on[8],
+        }
     })
 }
 

@@ -2,7 +2,7 @@ use std::thread;
 
 use super::*;
 use crate::Error;
-use crate::storage::{Call, Failure, Sim, SimOptions};
+use crate::storage::{Call, Failure, ImageFormat, Sim, SimOptions};
 
 const STREAM: StreamId = StreamId::DEFAULT;
 const KIB: usize = 1 << 10;
@@ -35,6 +35,76 @@ fn visit(pool: &PoolAllocator, bytes: usize, stream: StreamId, kind: StorageType
     let at = segment(&block);
     pool.deallocate(block);
     at
+}
+
+fn image(width: usize, height: usize, format: ImageFormat) -> ImageDesc {
+    ImageDesc { width, height, format }
+}
+
+#[test]
+fn an_image_serves_what_is_no_larger_either_way_and_of_its_format() {
+    let (sim, pool) = device(1 << 30);
+    let new = |w, h, format| pool.allocate_image(image(w, h, format), STREAM, StorageType::Dynamic).unwrap();
+    let sizes = [(64, 8), (8, 64), (32, 32), (40, 40)];
+    let blocks = sizes.map(|(w, h)| new(w, h, ImageFormat::F32));
+    let [wide, high, square, larger] = blocks.each_ref().map(segment);
+    let half = new(40, 40, ImageFormat::F16);
+    let halves = segment(&half);
+    blocks.into_iter().chain([half]).for_each(|block| pool.deallocate(block));
+
+    // The least area to spare of those that are large enough both ways, whatever the others' areas are.
+    let again = [(60, 3), (3, 60), (20, 20), (33, 1)].map(|(w, h)| new(w, h, ImageFormat::F32));
+    assert_eq!(again.each_ref().map(segment), [wide, high, square, larger]);
+    let made = pool.stats().num_device_alloc;
+    let others = [new(20, 20, ImageFormat::F32), new(1, 1, ImageFormat::F16)];
+    assert!(segment(&others[0]) != halves && segment(&others[1]) == halves);
+    assert_eq!((pool.stats().num_device_alloc, sim.live_segments()), (made + 1, 6));
+    // Nor are buffers images, or the other way round.
+    pool.deallocate(pool.allocate(1 << 16, STREAM).unwrap());
+    assert_eq!(sim.live_segments(), 7);
+    let image = new(16, 16, ImageFormat::F32);
+    assert_eq!(sim.live_segments(), 8);
+    pool.deallocate(image);
+    pool.deallocate(pool.allocate(16 * 16 * 16, STREAM).unwrap());
+    assert_eq!(sim.live_segments(), 9);
+    again.into_iter().chain(others).for_each(|block| pool.deallocate(block));
+}
+
+#[test]
+fn images_by_random_are_never_given_twice_and_their_books_are_right() {
+    for seed in 0..if cfg!(miri) { 2 } else { 50 } {
+        let (sim, pool) = device(1 << 20);
+        let mut live: Vec<(Block, ImageDesc)> = Vec::new();
+        let mut known: HashMap<u64, ImageDesc> = HashMap::new();
+        let mut random = fastrand(seed);
+        for _ in 0..200 {
+            if random(2) == 0 && !live.is_empty() {
+                pool.deallocate(live.swap_remove(random(live.len() as u32) as usize).0);
+                continue;
+            }
+            let format = [ImageFormat::F32, ImageFormat::F16][random(2) as usize];
+            let desc = image(random(40) as usize + 1, random(40) as usize + 1, format);
+            let kind = [StorageType::Static, StorageType::Dynamic, StorageType::DynamicSeparate][random(3) as usize];
+            let stream = StreamId(random(2));
+            let before = pool.stats().num_device_alloc;
+            let Ok(block) = pool.allocate_image(desc, stream, kind) else { continue };
+            let at = segment(&block);
+            if pool.stats().num_device_alloc > before {
+                assert!(known.insert(at, desc).is_none());
+            }
+            assert!(known[&at].serves(&desc), "{:?} for {desc:?}", known[&at]);
+            assert!(live.iter().all(|(other, _)| segment(other) != at), "given twice");
+            live.push((block, desc));
+            let requested: usize = live.iter().map(|(_, desc)| desc.bytes()).sum();
+            let stats = pool.stats();
+            assert_eq!(stats.requested_bytes.current, requested as u64);
+            assert!(stats.reserved_bytes.current <= 1 << 20 && stats.reserved_bytes.current == sim.committed());
+            pool.snapshot().check().unwrap();
+        }
+        live.into_iter().for_each(|(block, _)| pool.deallocate(block));
+        pool.empty_cache().unwrap();
+        assert_eq!((sim.live_segments(), pool.stats().reserved_bytes.current), (0, 0));
+    }
 }
 
 #[test]

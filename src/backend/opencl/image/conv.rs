@@ -40,7 +40,7 @@ pub(crate) fn convolution(
         return Ok(None);
     }
     let out = Tensor::empty_like_shape([n, o, rows, columns], x.dtype, x.device())?;
-    let filter = constant(cl, weight, &filter, Blocks::Down, false)?.expect("it is made at once");
+    let filter = constant(cl, weight, &filter, Blocks::Down)?;
     for from in (0..n).step_by(most) {
         let count = most.min(n - from);
         let part = |t: &Tensor| Ok(t.with_layout(t.layout.narrow("conv2d", 0, from, count)?));
@@ -75,6 +75,7 @@ fn launch(
         bias_or_any.buffer(),
         bias_or_any.offset(),
         Arg::U32(bias.is_some().into()),
+        Arg::I64(bias.map_or(0, |bias| bias.strides()[0]) as i64),
         to.buffer(),
         to.offset(),
         Arg::Bytes(bytemuck::cast_slice(words)),

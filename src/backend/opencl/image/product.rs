@@ -1,4 +1,4 @@
-//! Matrix products whose right matrix is a constant: an image.
+//! Matrix products whose right matrix is an image, as weights are.
 
 use std::fmt::Write;
 
@@ -14,8 +14,8 @@ use crate::expr::program::Program;
 use crate::tensor::Layout;
 use crate::{Compute, DType, Result, Shape, Tensor};
 
-/// `[.., k]` times a matrix `[k, n]` that was multiplied by before and has not changed since, as weights of a network that is used
-/// and not trained; false where buffers are to be read.
+/// `[.., k]` times a matrix `[k, n]`, whose image is kept as long as it does not change: weights of a network that is used and not
+/// trained; false where buffers are to be read.
 pub(crate) fn product(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> {
     let Some(cl) = wanted(g.a, Reader::Product) else { return Ok(false) };
     let program = Program::of(g.epilogue);
@@ -36,7 +36,7 @@ pub(crate) fn product(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> 
         return Ok(false);
     }
     debug_assert!(format(g.b.dtype).is_some());
-    let Some(image) = constant(cl, g.b, &four, Blocks::Across, true)? else { return Ok(false) };
+    let image = constant(cl, g.b, &four, Blocks::Across)?;
 
     let mut params: SmallVec<[u64; 8]> = SmallVec::from_slice(&[g.a.dtype as u64, outs[0].dtype as u64]);
     params.extend(g.extras.iter().map(|t| t.dtype as u64));

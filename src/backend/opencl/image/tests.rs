@@ -1,6 +1,46 @@
 use std::cell::Cell;
 
+use crate::device::count_launches;
+use crate::storage::{MemoryMode, with_memory_mode};
+use crate::{AvgPoolOptions, ConvOptions, Device, MaxPoolOptions, Result, Tensor};
+
 thread_local! {
     /// The limits of images that a test pretends to have.
     pub(super) static LIMITS: Cell<Option<[usize; 2]>> = const { Cell::new(None) };
+}
+
+/// What `f` gives, and in how many launches, on a device whose images are no larger than this.
+fn within(limits: [usize; 2], f: impl Fn() -> Result<Tensor>) -> (Vec<f32>, u64) {
+    LIMITS.set(Some(limits));
+    let (made, launches) = count_launches(|| with_memory_mode(MemoryMode::Image, || f().unwrap()));
+    LIMITS.set(None);
+    (made.to_vec().unwrap(), launches)
+}
+
+#[test]
+fn batches_are_cut_to_the_height_of_images_and_what_is_too_wide_reads_buffers() {
+    for device in Device::all().into_iter().filter(|&device| device != Device::Cpu) {
+        let whole = |n: i64, dims: &[usize]| Tensor::arange(0, n, 1, device).unwrap().reshape(dims).unwrap();
+        let x = whole(5 * 6 * 4 * 5, &[5, 6, 4, 5]).remainder_scalar(7).unwrap();
+        let weight = whole(3 * 6 * 2 * 2, &[3, 6, 2, 2]).remainder_scalar(5).unwrap();
+        let conv = || x.conv2d(&weight, None, ConvOptions::default());
+        let most = || x.max_pool2d([2, 2], MaxPoolOptions::default());
+        let mean = || x.avg_pool2d([2, 2], AvgPoolOptions::default());
+        let sum = || x.add(&x);
+        let operations: [(&dyn Fn() -> Result<Tensor>, bool); 4] =
+            [(&conv, true), (&most, true), (&mean, true), (&sum, false)];
+        for (f, cuts) in operations {
+            let want = with_memory_mode(MemoryMode::Buffer, || f().unwrap()).to_vec::<f32>().unwrap();
+            // Images of 10 x 20 pixels for all, of 2, 2 and 1 of the batch, of one each.
+            for (limits, launches) in [([10, 20], 1), ([10, 8], 3), ([10, 11], 3), ([64, 4], 5)] {
+                let (got, count) = within(limits, f);
+                assert_eq!(got, want);
+                assert!(count == launches || !cuts, "{count} launches within {limits:?}");
+            }
+            // Not even one of the batch, in width or in height.
+            for limits in [[9, 20], [10, 3], [0, 0]] {
+                assert_eq!(within(limits, f).0, want);
+            }
+        }
+    }
 }
