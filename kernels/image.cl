@@ -94,7 +94,7 @@ __kernel void image(IMAGES __global CAT(A, _t) *y, ulong y_at, Tensor4 t SCALARS
 #endif
 
 #ifdef PRODUCT
-// [m, k] times an image of [1, n, k, 1]: four rows and four columns a work-item. t has the strides of the result.
+// [m, k] times an image of [1, n, k, 1]: four rows and four columns a work-item.
 // EXTRAS, SCALARS: parameters of the epilogue, CALL(value, i, j): its result into `o`.
 __kernel void image(__global const CAT(A, _t) *a, ulong a_at, __read_only image2d_t b, __global CAT(Y, _t) *y, ulong y_at,
                     int m, int n, int k, long a_row, long a_col, long y_row, long y_col EXTRAS SCALARS)

@@ -11,6 +11,7 @@ use super::grad::Wanted;
 use super::node::{Leaf, Node, Operation, State};
 use super::{Gradients, autocast, enable_grad, modes, no_grad};
 use crate::device::profiler::{self, Kind};
+use crate::storage::{MemoryMode, with_memory_mode};
 use crate::{Error, Result, Tensor};
 
 /// A node waiting in the heap, ordered by age.
@@ -65,12 +66,13 @@ impl Engine {
 
     /// Runs from `seeds`. Gives the gradients of the nodes wanted, by number.
     pub(super) fn run(&self, seeds: Vec<(Arc<Node>, Gradient)>) -> Result<HashMap<u64, Tensor>> {
-        // In the dtypes of forward, wherever backward is called.
-        autocast(None, || match self.create_graph {
+        let traverse = || match self.create_graph {
             true => enable_grad(|| self.traverse(seeds)),
             false => no_grad(|| self.traverse(seeds)),
-        })
-        .map_err(|e| if self.collected.get() { e.in_part("backward") } else { e })
+        };
+        // In the dtypes of forward, wherever backward is called. What it reads is read once, and no image is worth while.
+        with_memory_mode(MemoryMode::Buffer, || autocast(None, traverse))
+            .map_err(|e| if self.collected.get() { e.in_part("backward") } else { e })
     }
 
     fn traverse(&self, seeds: Vec<(Arc<Node>, Gradient)>) -> Result<HashMap<u64, Tensor>> {

@@ -163,7 +163,10 @@ impl Storage {
             allocator.restore(&lease.block)?;
             return self.cl();
         }
-        Err(Error::invalid("storage", format!("{self:?} are not in OpenCL memory")))
+        Err(Error::invalid(
+            "storage",
+            format!("{self:?} are not in a buffer: those of an image are read by Image::export_cl"),
+        ))
     }
 
     /// Copies bytes `offset..offset + dst.len()` to the host. Waits for the device.
@@ -245,9 +248,10 @@ impl Storage {
             return with_host(&[], &[self], |_, w| copy(&mut w[0][range], src));
         }
         capture::refuse(self.device(), "write", "values of the host would be there once: make the tensor outside")?;
-        self.0.derived.forget();
         let to = self.cl()?;
-        staging::write(to.device, src, to.at(offset), pinned)
+        let written = staging::write(to.device, src, to.at(offset), pinned);
+        self.0.derived.forget();
+        written
     }
 
     /// Copies `bytes` bytes of `src` (which may be this storage, and may overlap) from `src_offset` to `offset`: on one
@@ -276,9 +280,10 @@ impl Storage {
             }
             (_, Device::Cpu) => with_host(&[src], &[], |r, _| self.write_from(offset, &r[0][from], src.0.pinned()))?,
             (here, there) if here == there => {
-                self.0.derived.forget();
                 let (to, from) = (self.cl()?, src.cl()?);
-                to.device.copy(from.at(src_offset), to.at(offset), bytes, blocking)
+                let copied = to.device.copy(from.at(src_offset), to.at(offset), bytes, blocking);
+                self.0.derived.forget();
+                copied
             }
             _ => {
                 let mut staging = vec![0; bytes.min(STAGING)];
@@ -305,12 +310,13 @@ impl Storage {
             let _recorded = on_cpu(Kind::Fill, "fill", bytes);
             return with_host(&[], &[self], |_, w| fill(&mut w[0][range], pattern));
         }
-        self.0.derived.forget();
         let to = self.cl()?;
         // The block's padding is ours: filling it as well keeps to the wide stores of the driver.
         let to_the_end = offset.is_multiple_of(16) && range.end == self.nbytes();
         let bytes = if to_the_end { bytes.next_multiple_of(16) } else { bytes };
-        to.device.fill(to.at(offset), bytes, pattern)
+        let filled = to.device.fill(to.at(offset), bytes, pattern);
+        self.0.derived.forget();
+        filled
     }
 
     fn range(&self, op: &'static str, offset: usize, bytes: usize) -> Result<Range<usize>> {

@@ -1,19 +1,23 @@
 //! Images that were made of a storage's bytes and are kept with it, so that constant weights are converted once.
 
-use std::sync::{Mutex, PoisonError};
+use std::mem;
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use smallvec::SmallVec;
 
 use super::allocation::{Allocation, Storage};
 use super::image::Image;
-use crate::Result;
+use crate::device::lock;
+use crate::{Device, Result};
 
 /// What an image was made of: numbers that say how the bytes were read.
 pub(crate) type ImageKey = SmallVec<[i64; 12]>;
 
-/// The images of a storage.
+/// The images of a storage, if it ever had any.
 #[derive(Default)]
-pub(super) struct Derived(Mutex<Option<Box<Vec<Made>>>>); // rare, and every storage has one of these
+pub(super) struct Derived(OnceLock<Arc<Images>>);
+
+type Images = Mutex<Vec<Made>>;
 
 struct Made {
     key: ImageKey,
@@ -22,46 +26,80 @@ struct Made {
     image: Image,
 }
 
+/// The bytes of a storage's images are at most this many times its own: channels are padded to fours. More than that are images of
+/// many views, which are not constants.
+const MOST: usize = 4;
+
+/// The images of all storages, by device, to have them back when memory runs short.
+static ALL: Mutex<Vec<(Device, Weak<Images>)>> = Mutex::new(Vec::new());
+
+/// Forgets all images of a device's storages: they are made again when they are asked for.
+pub(super) fn forget_all(device: Device) {
+    let mut kept = Vec::new();
+    lock(&ALL).retain(|(of, images)| {
+        let images = images.upgrade();
+        let is_there = images.is_some();
+        kept.extend(images.filter(|_| *of == device));
+        is_there
+    });
+    kept.into_iter().for_each(|images| forget(&images));
+}
+
+fn forget(images: &Images) {
+    let gone = mem::take(&mut *lock(images));
+    drop(gone); // not under the lock
+}
+
 impl Derived {
-    /// Forgets all: the bytes change.
+    /// Forgets all, for good: the storage is gone.
     #[inline]
     pub(super) fn clear(&mut self) {
-        let images = self.0.get_mut().unwrap_or_else(PoisonError::into_inner);
-        if images.is_some() {
-            *images = None;
-        }
+        drop(self.0.take());
     }
 
-    /// [`clear`](Self::clear) where others may ask meanwhile.
+    /// Forgets all: the bytes have changed.
     pub(super) fn forget(&self) {
-        let images = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
-        drop(images); // not under the lock
+        if let Some(images) = self.0.get() {
+            forget(images);
+        }
     }
 }
 
 impl Storage {
     /// The image of these bytes under `key`: the one that was made of this version of them, or what `make` gives, which is kept
-    /// until the bytes change or are gone. Where others may change them unseen, nothing is kept.
+    /// until the bytes change or are gone, memory runs short, or there are too many. Where others may change them unseen, nothing
+    /// is kept.
     pub(crate) fn derived_image(&self, key: ImageKey, make: impl FnOnce() -> Result<Image>) -> Result<Image> {
         let allocation: &Allocation = self.allocation();
         if allocation.is_shared_outside() {
             return make();
         }
+        let images = allocation.derived.0.get_or_init(|| {
+            let (images, mut all) = (Arc::default(), lock(&ALL));
+            if all.len().is_power_of_two() {
+                all.retain(|(_, images)| images.strong_count() > 0);
+            }
+            all.push((self.device(), Arc::downgrade(&images)));
+            images
+        });
         let version = self.version();
-        let lock = || allocation.derived.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_it = |made: &&Made| made.key == key && made.version == version;
-        if let Some(known) = lock().as_ref().and_then(|all| all.iter().find(is_it).map(|made| made.image.clone())) {
-            return Ok(known);
+        let known =
+            lock(images).iter().find(|made| made.key == key && made.version == version).map(|m| m.image.clone());
+        if let Some(image) = known {
+            return Ok(image);
         }
         let image = make()?;
-        let mut all = lock();
-        let images = all.get_or_insert_default();
-        let (old, mut kept): (Vec<Made>, Vec<Made>) =
-            images.drain(..).partition(|made| made.version != version || made.key == key);
-        kept.push(Made { key, version, image: image.clone() });
-        **images = kept;
+        let mut gone = Vec::new(); // dropped after the lock
+        let mut all = lock(images);
+        gone.extend(all.extract_if(.., |made| made.version != version || made.key == key));
+        let mut bytes: usize = all.iter().map(|made| made.image.storage().nbytes()).sum();
+        while bytes + image.storage().nbytes() > MOST * self.nbytes() && !all.is_empty() {
+            let oldest = all.remove(0);
+            bytes -= oldest.image.storage().nbytes();
+            gone.push(oldest);
+        }
+        all.push(Made { key, version, image: image.clone() });
         drop(all);
-        drop(old); // not under the lock
         Ok(image)
     }
 }

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use super::allocator::Allocator;
-use super::driver::image;
 use super::driver::pinned::PinnedStats;
 use super::driver::staging::{self, Pool};
 use super::history::{HistoryOptions, Snapshot};
 use super::hooks::{FreeMemory, OomObserver, Registration};
+use super::image_pool;
 use super::pool::PoolAllocator;
 use super::registry;
 use super::stats::DeviceStats;
@@ -32,7 +32,7 @@ impl Device {
     }
 
     fn images(&self) -> Option<Arc<PoolAllocator>> {
-        image::existing_pool(*self)
+        image_pool::existing_pool(*self)
     }
 
     /// Sets every peak to the current value (`torch.cuda.reset_peak_memory_stats`).
@@ -57,7 +57,7 @@ impl Device {
 
     /// Gives every segment and image that nothing uses back to the driver (`torch.cuda.empty_cache`).
     pub fn empty_cache(&self) -> Result<()> {
-        self.images().map_or(Ok(()), |images| images.empty_cache())?;
+        image_pool::empty_cache(*self)?;
         registry::of(*self)?.empty_cache()
     }
 
@@ -100,7 +100,7 @@ impl Device {
     /// [`Error::Invalid`](crate::Error::Invalid) where there is no memory for as many entries, or the allocator cannot record.
     pub fn record_memory_history(&self, options: HistoryOptions) -> Result<()> {
         registry::of(*self)?.record_memory_history(options)?;
-        self.image_pool().map_or(Ok(()), |images| images.record_memory_history(options))
+        self.image_pool()?.map_or(Ok(()), |images| images.record_memory_history(options))
     }
 
     /// Gives unused memory back to the driver as long as at least `keep` bytes stay held; says how many bytes went back.
@@ -113,7 +113,11 @@ impl Device {
     /// # Ok::<(), claystone::Error>(())
     /// ```
     pub fn trim(&self, keep: u64) -> Result<u64> {
-        registry::of(*self)?.trim(keep)
+        let images = self.images();
+        let held = |stats: DeviceStats| stats.reserved_bytes.current;
+        let of_images =
+            images.map_or(Ok(0), |images| images.trim(keep.saturating_sub(held(registry::of(*self)?.stats()))))?;
+        Ok(of_images + registry::of(*self)?.trim(keep.saturating_sub(held(self.image_memory_stats()?)))?)
     }
 
     /// Moves blocks together and gives back the memory that frees; says how many bytes went back.
@@ -180,7 +184,7 @@ impl Device {
     /// [`Error::Invalid`](crate::Error::Invalid) for a fraction outside 0 to 1.
     pub fn set_memory_fraction(&self, fraction: f64) -> Result<()> {
         registry::of(*self)?.set_memory_fraction(fraction)?;
-        self.image_pool().map_or(Ok(()), |images| images.set_memory_fraction(fraction))
+        self.image_pool()?.map_or(Ok(()), |images| images.set_memory_fraction(fraction))
     }
 
     /// Lets the allocator hold at most this many bytes, whatever the fraction allows. Of what it holds already, unused
@@ -190,12 +194,12 @@ impl Device {
     /// [`Error::Invalid`](crate::Error::Invalid) where the device's allocator cannot limit itself.
     pub fn set_memory_limit(&self, bytes: u64) -> Result<()> {
         registry::of(*self)?.set_memory_limit(bytes)?;
-        self.image_pool().map_or(Ok(()), |images| images.set_memory_limit(bytes))
+        self.image_pool()?.map_or(Ok(()), |images| images.set_memory_limit(bytes))
     }
 
     /// The pool of images, made now where the device has images: limits and recording hold for it whenever it is first used.
-    fn image_pool(&self) -> Option<Arc<PoolAllocator>> {
-        image::pool(*self).ok()
+    fn image_pool(&self) -> Result<Option<Arc<PoolAllocator>>> {
+        image_pool::pool(*self)
     }
 }
 

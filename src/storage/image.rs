@@ -5,13 +5,13 @@ use std::fmt;
 use std::mem::ManuallyDrop;
 
 use super::allocation::{Backing, Lease, Owner, Storage};
-use super::driver::image::pool;
 use super::driver::opencl::OpenCl;
 use super::driver::{ImageDesc, driver};
 use super::hooks::OutOfMemoryEvent;
-use super::pool::StorageType;
+use super::image_pool::pool;
+use super::pool::{PoolAllocator, StorageType};
 use super::{registry, scope};
-use crate::device::opencl::ClImage;
+use crate::device::capture;
 use crate::{Device, Error, Result};
 
 /// An image of two dimensions of an OpenCL device: a [`Storage`] of pixels, which kernels read with `read_imagef` and no tensor
@@ -51,8 +51,10 @@ impl Image {
     /// [`Error::Invalid`] for a device without images, an image without pixels or one beyond the device's limits
     /// ([`ImageLimits::size_2d`](crate::device::ImageLimits::size_2d)); [`Error::OutOfMemory`] where there is no room for it.
     pub fn new(device: Device, desc: ImageDesc, kind: StorageType) -> Result<Image> {
-        let pool = pool(device)?;
-        let Device::OpenCL(index) = device else { unreachable!("only OpenCL devices have a pool of images") };
+        let (Some(pool), Device::OpenCL(index)) = (pool(device)?, device) else {
+            return Err(Error::invalid("Image::new", format!("{device} has no images: use tensors")));
+        };
+        capture::refuse(device, "Image::new", "a replay would not keep the image: make it outside")?;
         let opened = OpenCl::open(index)?;
         let [width, height] = opened.device.image_limits().unwrap_or_default();
         if desc.width == 0 || desc.height == 0 || desc.width > width || desc.height > height {
@@ -61,7 +63,7 @@ impl Image {
             return Err(Error::invalid("Image::new", reason));
         }
         let block = pool.allocate_image(desc, scope::home_stream(device), kind);
-        let block = block.inspect_err(|error| tell_observers(device, desc.bytes(), error))?;
+        let block = block.inspect_err(|error| tell_observers(device, &pool, desc.bytes(), error))?;
         let lease = Lease { block: ManuallyDrop::new(block), owner: Owner::Scope(pool) };
         Ok(Image { storage: Storage::new(device, desc.bytes(), Backing::OpenCl(opened, lease)), desc })
     }
@@ -83,12 +85,8 @@ impl Image {
 
     /// The `cl_mem`, as [`Storage::export_cl`] gives it for buffers.
     pub fn export_cl(&self) -> *mut c_void {
-        self.cl().mem()
-    }
-
-    /// What kernels are given.
-    pub(crate) fn cl(&self) -> &ClImage {
-        self.storage.allocation().block().and_then(OpenCl::image).expect("an image has a block of the image pool")
+        let block = self.storage.allocation().block();
+        block.and_then(OpenCl::image).map_or(std::ptr::null_mut(), |image| image.mem())
     }
 }
 
@@ -100,16 +98,11 @@ impl fmt::Debug for Image {
 }
 
 /// Images are in no allocator that has observers, so those of the device's allocator are told.
-fn tell_observers(device: Device, requested: usize, error: &Error) {
+fn tell_observers(device: Device, pool: &PoolAllocator, requested: usize, error: &Error) {
     let (Error::OutOfMemory { .. }, Ok(allocator), Ok(driver)) = (error, registry::of(device), driver(device)) else {
         return;
     };
-    let held = allocator.stats().reserved_bytes.current + driver.held_elsewhere();
-    let capacity = driver.capacity();
-    allocator.tell_oom_observers(&OutOfMemoryEvent {
-        device,
-        requested,
-        allowed: capacity,
-        device_free: capacity.saturating_sub(held),
-    });
+    let held = allocator.stats().reserved_bytes.current + pool.reserved();
+    let (allowed, device_free) = (pool.limit(), driver.capacity().saturating_sub(held));
+    allocator.tell_oom_observers(&OutOfMemoryEvent { device, requested, allowed, device_free });
 }

@@ -25,6 +25,7 @@ mod guard;
 mod history;
 mod hooks;
 mod image;
+mod image_pool;
 mod import;
 mod logging;
 mod mapped;

@@ -112,7 +112,8 @@ enum Rung {
     Wait,
 }
 
-const LADDER: [Rung; 5] = [Rung::GiveBackOne, Rung::GiveBackAll, Rung::Elsewhere, Rung::Wait, Rung::GiveBackAll];
+const LADDER: [Rung; 6] =
+    [Rung::GiveBackOne, Rung::GiveBackAll, Rung::Elsewhere, Rung::Wait, Rung::GiveBackAll, Rung::Elsewhere];
 
 impl PoolAllocator {
     /// An allocator over this driver's memory. Of the configuration, the limits, `pool_overfit` and
@@ -155,6 +156,11 @@ impl PoolAllocator {
     /// Bytes that it holds.
     pub(super) fn reserved(&self) -> u64 {
         lock(&self.state).books.stats.reserved()
+    }
+
+    /// The most bytes that it may hold.
+    pub(super) fn limit(&self) -> u64 {
+        lock(&self.state).books.limit()
     }
 
     fn serve(&self, request: &Request) -> Result<Block> {
@@ -233,8 +239,9 @@ impl PoolAllocator {
         let (block, others) = {
             let mut state = lock(&self.state);
             let most = match request.image {
-                Some(_) => usize::MAX,
-                None => ((request.size as f64 * self.overfit) as usize).max(request.size), // saturates
+                // As MNN does; but weights stay for long, and are not to keep what is much too large.
+                Some(_) if request.kind != StorageType::Static => usize::MAX,
+                _ => ((request.size as f64 * self.overfit) as usize).max(request.size), // saturates
             };
             let list = state.list(request.kind == StorageType::Static);
             let Some(mut buffer) = list.take(request, most, self.cross_stream_reuse) else {

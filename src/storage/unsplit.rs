@@ -113,7 +113,11 @@ impl Books {
     pub(super) fn begin(&mut self, size: usize, elsewhere: u64) -> Option<String> {
         let held = self.stats.reserved() + self.making;
         if held.saturating_add(elsewhere).saturating_add(size as u64) > self.limit() {
-            let others = if elsewhere > 0 { format!(", {elsewhere} bytes are held elsewhere") } else { String::new() };
+            let others = if elsewhere > 0 {
+                format!(", as {elsewhere} bytes are buffers or images of others")
+            } else {
+                String::new()
+            };
             return Some(format!("there is no room for it{others}"));
         }
         self.making += size as u64;

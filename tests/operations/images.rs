@@ -4,7 +4,8 @@ use claystone::autograd::{GradOptions, grad_with_options};
 use claystone::device::count_launches;
 use claystone::storage::{Image, ImageDesc, ImageFormat, MemoryMode, StorageType, with_memory_mode};
 use claystone::{
-    AvgPoolOptions, ConvOptions, DType, Device, Error, MaxPoolOptions, Padding, Result, Tensor, no_grad, with_stream,
+    AvgPoolOptions, ConvOptions, DType, Device, Error, Graph, MaxPoolOptions, Padding, Result, Tensor, no_grad,
+    with_stream,
 };
 
 use crate::common::{alone, devices, values};
@@ -27,6 +28,9 @@ fn numbers(dims: &[usize], seed: usize, dtype: DType, device: Device) -> Tensor 
 /// A view with strides, an offset and elements between that are no numbers.
 fn odd_view(t: &Tensor) -> Tensor {
     let dims = t.shape().dims();
+    if dims.is_empty() {
+        return t.shallow_clone();
+    }
     let mut padded = dims.to_vec();
     padded.iter_mut().for_each(|d| *d = 2 * *d + 1);
     padded.swap(0, dims.len() - 1);
@@ -67,7 +71,8 @@ fn check(inputs: &[Tensor], what: &str, f: impl Fn(&[Tensor]) -> Result<Tensor>)
 #[test]
 fn every_layout_there_and_back() {
     for device in with_images() {
-        for dims in [&[1][..], &[7], &[3, 5], &[1, 1, 1], &[5, 3, 2], &[2, 3, 5, 7], &[1, 4, 1, 9], &[3, 8, 4, 1]] {
+        for dims in [&[][..], &[1], &[7], &[3, 5], &[1, 1, 1], &[5, 3, 2], &[2, 3, 5, 7], &[1, 4, 1, 9], &[3, 8, 4, 1]]
+        {
             for dtype in [DType::F32, DType::F16, DType::BF16] {
                 let x = numbers(dims, 1, dtype, device);
                 for t in [odd_view(&x), x] {
@@ -103,8 +108,8 @@ fn what_has_no_image_says_so() {
     for device in with_images() {
         let fails = |t: Tensor| t.to_image().unwrap_err().to_string();
         assert!(fails(Tensor::zeros(4, (DType::I32, device)).unwrap()).contains("f32, f16 or bf16"));
-        assert!(fails(Tensor::zeros(&[1, 1, 1, 1, 1], device).unwrap()).contains("no images for a tensor of shape"));
-        assert!(fails(Tensor::zeros(&[2, 0], device).unwrap()).contains("no images for a tensor of shape"));
+        assert!(fails(Tensor::zeros(&[1, 1, 1, 1, 1], device).unwrap()).contains("has no image on"));
+        assert!(fails(Tensor::zeros(&[2, 0], device).unwrap()).contains("has no image on"));
         let image = Tensor::zeros(&[2, 3, 4, 5], device).unwrap().to_image().unwrap();
         let other = Tensor::from_image(&image, [2, 3, 5, 4]).unwrap_err().to_string();
         assert!(other.contains("is not that of a tensor of shape"), "{other}");
@@ -266,6 +271,62 @@ fn formulas_and_products() {
     }
 }
 
+#[test]
+fn nothing_of_images_is_captured_and_what_is_captured_reads_buffers() {
+    for device in with_images() {
+        let x = numbers(&[1, 4, 6, 6], 1, DType::F32, device);
+        let weight = numbers(&[3, 4, 3, 3], 2, DType::F32, device);
+        let image = x.to_image().unwrap();
+        let error = Graph::capture(device, || x.to_image()).unwrap_err().to_string();
+        assert!(error.contains("not while a graph is captured"), "{error}");
+        assert!(Graph::capture(device, || Tensor::from_image(&image, [1, 4, 6, 6])).is_err());
+        let conv = || x.conv2d(&weight, None, ConvOptions::default());
+        let (graph, y) = with_memory_mode(MemoryMode::Image, || Graph::capture(device, conv)).unwrap();
+        graph.replay().unwrap();
+        assert_eq!(values(&y), values(&with_memory_mode(MemoryMode::Buffer, conv).unwrap()));
+    }
+}
+
+#[test]
+fn images_of_many_views_are_not_all_kept() {
+    if !alone("images::images_of_many_views_are_not_all_kept") {
+        return;
+    }
+    for device in with_images() {
+        let (a, all) = (numbers(&[4, 64], 1, DType::F32, device), numbers(&[512, 64], 2, DType::F32, device));
+        let kept = || device.image_memory_stats().unwrap().allocated_bytes.current;
+        with_memory_mode(MemoryMode::Image, || {
+            for from in 0..448 {
+                a.matmul(&all.narrow(0, from, 64).unwrap()).unwrap();
+            }
+        });
+        assert!((1..=4 * 512 * 64 * 4).contains(&kept()), "{}", kept());
+        // They are the first to go when memory is wanted back, and are made again.
+        device.empty_cache().unwrap();
+        assert_eq!(kept(), 0);
+        check(&[a, all.narrow(0, 3, 64).unwrap()], "again", |t| t[0].matmul(&t[1]));
+        assert!(kept() > 0);
+    }
+}
+
+#[test]
+fn where_images_have_no_room_buffers_are_read() {
+    if !alone("images::where_images_have_no_room_buffers_are_read") {
+        return;
+    }
+    for device in with_images() {
+        let x = numbers(&[1, 1, 512, 512], 1, DType::F32, device); // 1 MiB, of an image 4
+        device.empty_cache().unwrap();
+        let held = device.memory_stats().unwrap().reserved_bytes.current;
+        device.set_memory_limit(held + (2 << 20)).unwrap();
+        let failed = || device.image_memory_stats().unwrap().num_ooms;
+        let before = failed();
+        check(&[x], "a sum", |t| t[0].add(&t[0]));
+        assert!(failed() > before);
+        device.set_memory_limit(u64::MAX).unwrap();
+    }
+}
+
 /// A small network: its parameters, and its forward pass.
 struct Network {
     convs: Vec<Tensor>,
@@ -378,7 +439,7 @@ fn images_are_memory_like_any_other() {
         assert!(matches!(error, Error::OutOfMemory { .. }), "{error}");
         let tensor = || Tensor::empty(&[4 << 20], (DType::U8, device));
         let error = tensor().unwrap_err();
-        assert!(error.to_string().contains("held elsewhere, by images"), "{error}");
+        assert!(error.to_string().contains("are held by images"), "{error}");
         // Free images make room for tensors, free buffers for images.
         drop(third);
         let reserved = device.image_memory_stats().unwrap().reserved_bytes.current;

@@ -15,10 +15,12 @@ use std::sync::Arc;
 
 use crate::backend::opencl::geometry::{LOCAL, flag, group_of};
 use crate::backend::opencl::kernels::{KernelKey, kernel};
+use crate::device::capture;
 use crate::device::opencl::{Arg, ClDevice, ClKernel};
 use crate::layout::Layout;
+use crate::storage::driver::opencl::OpenCl;
 use crate::storage::{Image, ImageDesc, ImageFormat, ImageKey, MemoryMode, StorageType, memory_mode};
-use crate::{DType, Result, Tensor, device::capture};
+use crate::{DType, Error, Result, Tensor};
 
 const TEMPLATE: &str = include_str!("../../../kernels/image.cl");
 
@@ -103,7 +105,9 @@ impl Tensor4 {
     fn fits(&self, blocks: Blocks, cl: &ClDevice) -> bool {
         let [width, height] = self.size(blocks);
         let [most_width, most_height] = limits(cl);
-        width > 0 && height > 0 && width <= most_width && height <= most_height && width * height < 1 << 30
+        let within = width > 0 && height > 0 && width <= most_width && height <= most_height;
+        let most = if cl.info().largest_buffer == 0 { u64::MAX } else { cl.info().largest_buffer };
+        within && width * height < 1 << 30 && (16 * width * height) as u64 <= most
     }
 
     /// As the kernels' struct.
@@ -130,6 +134,21 @@ fn conversion(cl: &'static ClDevice, name: &'static str, dtype: DType, filter: b
     })
 }
 
+/// Where there is no memory for images there may be some for buffers, or enough without images.
+fn unless_full<T>(made: Result<T>) -> Result<Option<T>> {
+    match made {
+        Err(Error::OutOfMemory { .. }) => Ok(None),
+        made => made.map(Some),
+    }
+}
+
+/// What kernels are given of an image.
+fn arg(image: &Image) -> Result<Arg<'_>> {
+    let block = image.storage().allocation().block();
+    let of_no_pool = || Error::invalid("image", format!("{image:?} has no memory"));
+    block.and_then(OpenCl::image).map(Arg::Image).ok_or_else(of_no_pool)
+}
+
 /// An image of a tensor's elements, made by one launch that counts as none of the user's.
 fn make(cl: &'static ClDevice, x: &Tensor, t: &Tensor4, blocks: Blocks, kind: StorageType) -> Result<Image> {
     let format = format(x.dtype).expect("asked before");
@@ -137,7 +156,7 @@ fn make(cl: &'static ClDevice, x: &Tensor, t: &Tensor4, blocks: Blocks, kind: St
     let image = Image::new(x.device(), ImageDesc { width, height, format }, kind)?;
     let kernel = conversion(cl, "TO_IMAGE", x.dtype, blocks == Blocks::Down)?;
     let (words, from) = (t.words(), x.device_view()?);
-    let args = [from.buffer(), from.offset(), Arg::Image(image.cl()), Arg::Bytes(bytemuck::cast_slice(&words))];
+    let args = [from.buffer(), from.offset(), arg(&image)?, Arg::Bytes(bytemuck::cast_slice(&words))];
     cl.launch_uncounted(&kernel, &args, &[width * height], &[group_of(&kernel, LOCAL)])?;
     Ok(image)
 }
@@ -164,12 +183,13 @@ pub(crate) fn to_image(x: &Tensor) -> Result<Option<Image>> {
 
 /// Fills a tensor from its image.
 pub(crate) fn from_image(image: &Image, out: &Tensor) -> Result<()> {
+    capture::refuse(out.device(), "from_image", "a replay would not keep the image: convert it outside")?;
     let cl = out.cl_device()?;
     let four = Tensor4::of(&out.layout).expect("an image is of a tensor of at most four dims");
     let kernel = conversion(cl, "FROM_IMAGE", out.dtype, false)?;
     let [width, height] = four.size(Blocks::Across);
     let (words, to) = (four.words(), out.device_view()?);
-    let args = [Arg::Image(image.cl()), to.buffer(), to.offset(), Arg::Bytes(bytemuck::cast_slice(&words))];
+    let args = [arg(image)?, to.buffer(), to.offset(), Arg::Bytes(bytemuck::cast_slice(&words))];
     cl.launch(&kernel, &args, &[width * height], &[group_of(&kernel, LOCAL)])
 }
 

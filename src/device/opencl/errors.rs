@@ -51,7 +51,7 @@ impl ClError {
         match self.code {
             _ if self.lost || self.unfinished || self.is_fatal() => Class::Lost,
             -6..=-4 => Class::OutOfMemory,
-            -61 => Class::TooBig,
+            -61 | -40 => Class::TooBig, // CL_INVALID_BUFFER_SIZE, CL_INVALID_IMAGE_SIZE
             _ => Class::Other,
         }
     }

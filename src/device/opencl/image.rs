@@ -57,7 +57,13 @@ impl ClDevice {
     pub(crate) fn image_limits(&self) -> Option<[usize; 2]> {
         *self.image_limits.get_or_init(|| {
             let Device::OpenCL(index) = self.device() else { return None };
-            let sizes = capabilities(index).ok()?.images?.size_2d?;
+            let capabilities = capabilities(index).ok()?;
+            // OpenCL 1.1 has no clCreateImage, though a newer loader has.
+            let version = capabilities.version?;
+            if ["OpenCL 1.0", "OpenCL 1.1"].iter().any(|old| version.starts_with(old)) {
+                return None;
+            }
+            let sizes = capabilities.images?.size_2d?;
             let [width, height] = sizes.map(|size| usize::try_from(size).unwrap_or(usize::MAX));
             (width > 0 && height > 0).then_some([width, height])
         })

@@ -7,7 +7,8 @@ impl Tensor {
     /// The elements as an image of their OpenCL device, RGBA, for kernels that read images: MNN's NC4HW4. `[N, C, H, W]` is
     /// `ceil(C / 4) * W` pixels wide and `N * H` high: the channels in fours, one pixel each, zeros past the last; the blocks of
     /// four channels side by side. `[C, H, W]` is one of a batch, `[N, C]` has images of one element, `[C]` is one of these. The
-    /// strides are any; f32 and bf16 become an image of floats, f16 one of halves, all exactly. One launch, which is not counted
+    /// strides are any; f32 and bf16 become an image of floats, f16 one of halves, exactly but for subnormal numbers, which OpenCL
+    /// lets devices flush to zero, and the bits of a NaN. One launch, which is not counted
     /// as one of the program's. Not recorded by autograd.
     ///
     /// ```
@@ -29,15 +30,15 @@ impl Tensor {
     /// [`Error::OutOfMemory`].
     pub fn to_image(&self) -> Result<Image> {
         if !matches!(self.dtype, DType::F32 | DType::F16 | DType::BF16) {
-            return Err(Error::UnsupportedDType {
-                op: "to_image",
-                dtype: self.dtype,
-                expected: "f32, f16 or bf16, which images have",
-            });
+            return Err(Error::UnsupportedDType { op: "to_image", dtype: self.dtype, expected: "f32, f16 or bf16" });
         }
         backend::of(self.device()).to_image(self)?.ok_or_else(|| {
             let (shape, device) = (self.shape(), self.device());
-            Error::invalid("to_image", format!("{device} has no images for a tensor of shape {shape}: use its buffer"))
+            let reason = format!(
+                "a tensor of shape {shape} has no image on {device}: it needs at most 4 dims, elements, and no more pixels in width and \
+                 height than Device::capabilities tells of images"
+            );
+            Error::invalid("to_image", reason)
         })
     }
 
@@ -49,6 +50,7 @@ impl Tensor {
     pub fn from_image(image: &Image, shape: impl Into<Shape>) -> Result<Tensor> {
         let (shape, ImageDesc { width, height, format }) = (shape.into(), image.desc());
         let [n, c, h, w] = match *shape.dims() {
+            [] => [1; 4],
             [c] => [1, c, 1, 1],
             [n, c] => [n, c, 1, 1],
             [c, h, w] => [1, c, h, w],

@@ -127,6 +127,13 @@ struct Limits {
     exceeded: bool,
 }
 
+impl Limits {
+    /// The most bytes to hold, those held elsewhere among them.
+    fn allowed(&self) -> u64 {
+        self.fraction.min(self.bytes)
+    }
+}
+
 /// What is asked for, and where to look for it.
 #[derive(Debug, Clone, Copy)]
 struct Request {
@@ -250,7 +257,7 @@ impl CachingAllocator {
 impl Core {
     /// The most bytes of segments to hold.
     fn limit(&self) -> u64 {
-        self.limits.fraction.min(self.limits.bytes).saturating_sub(self.limits.elsewhere)
+        self.limits.allowed().saturating_sub(self.limits.elsewhere)
     }
 
     fn set_limits(&mut self, set: impl FnOnce(&mut Limits)) {

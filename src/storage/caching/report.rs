@@ -53,7 +53,7 @@ impl CachingAllocator {
                 size: request.size as u64,
                 pool: request.pool,
                 capacity: self.driver.capacity(),
-                limit: core.limit(),
+                limit: core.limits.allowed(),
                 stats: core.heap.stats.stats(),
                 pools,
                 spilled: core.spilled_bytes(),
@@ -68,7 +68,7 @@ impl CachingAllocator {
             device: self.driver.device(),
             requested: request.bytes,
             allowed: report.limit,
-            device_free: report.capacity.saturating_sub(report.stats.reserved_bytes.current),
+            device_free: report.capacity.saturating_sub(report.stats.reserved_bytes.current + report.elsewhere),
         });
         if matches!(failure, Some(Failure::TooBig)) {
             return self.too_large(request.bytes);
@@ -124,7 +124,7 @@ impl fmt::Display for Report {
             write!(f, ". {} of tensors are kept on the host until the device has memory", exact(self.spilled))?;
         }
         if self.elsewhere > 0 {
-            write!(f, ". {} are held elsewhere, by images", exact(self.elsewhere))?;
+            write!(f, ". {} are held by images", exact(self.elsewhere))?;
         }
         if let Some(what) = self.ran_out {
             write!(f, ". The driver ran out of {what}")?;
@@ -153,7 +153,7 @@ impl Report {
                 }
             }
         }
-        let reserved = self.stats.reserved_bytes.current;
+        let reserved = self.stats.reserved_bytes.current + self.elsewhere;
         if self.ran_out.is_none() && self.limit < self.capacity && reserved + self.size <= self.capacity {
             write!(f, ". The limit, not the device, says no: a higher memory fraction or limit would help")?;
         }

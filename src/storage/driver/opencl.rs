@@ -4,11 +4,10 @@ use std::ffi::c_void;
 use std::fmt;
 use std::sync::Arc;
 
-use super::image::{self, ImageDesc, ImageFormat};
+use super::image::{ImageDesc, ImageFormat, elsewhere};
 use super::{At, Driver, Failure, Marker, MarkerKind, Memory, MemoryKind, Progress};
 use crate::device::opencl::{self, ClAt, ClBuffer, ClDevice, ClError, ClEvent, ClImage, Class};
 use crate::device::{StreamId, profiler};
-use crate::storage::allocator::Allocator;
 use crate::storage::block::{Block, Place};
 use crate::{Device, Error, Result};
 
@@ -135,14 +134,11 @@ unsafe impl Driver for OpenCl {
     }
 
     fn held_elsewhere(&self) -> u64 {
-        image::existing_pool(self.device()).map_or(0, |images| images.reserved())
+        elsewhere(self.device()).map_or(0, |other| other.held())
     }
 
     fn make_room_elsewhere(&self, _bytes: usize) -> Result<bool> {
-        let Some(images) = image::existing_pool(self.device()) else { return Ok(false) };
-        let before = images.reserved();
-        images.empty_cache()?;
-        Ok(images.reserved() < before)
+        elsewhere(self.device()).map_or(Ok(false), |other| other.make_room())
     }
 
     fn give_up(&self, cause: &str) {

@@ -1,6 +1,6 @@
 //! Convolutions of images with filters that are images.
 
-use super::{Blocks, Reader, TEMPLATE, Tensor4, constant, format, limits, transient, wanted};
+use super::{Blocks, Reader, TEMPLATE, Tensor4, arg, constant, format, limits, transient, unless_full, wanted};
 use crate::backend::opencl::geometry::{LOCAL, group_of};
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::problem::windows::{Windows, four};
@@ -40,12 +40,13 @@ pub(crate) fn convolution(
         return Ok(None);
     }
     let out = Tensor::empty_like_shape([n, o, rows, columns], x.dtype, x.device())?;
-    let filter = constant(cl, weight, &filter, Blocks::Down)?;
+    let Some(filter) = unless_full(constant(cl, weight, &filter, Blocks::Down))? else { return Ok(None) };
     for from in (0..n).step_by(most) {
         let count = most.min(n - from);
         let part = |t: &Tensor| Ok(t.with_layout(t.layout.narrow("conv2d", 0, from, count)?));
         let (x, out) = (part(x)?, part(&out)?);
-        let image = transient(cl, &x, &Tensor4 { dims: [count, c, h, width], ..whole })?;
+        let four = Tensor4 { dims: [count, c, h, width], ..whole };
+        let Some(image) = unless_full(transient(cl, &x, &four))? else { return Ok(None) };
         let sizes = [count, c, o].into_iter();
         let pairs = [w.image, w.kernel, w.grid, w.stride, w.padding, w.dilation];
         let words: Vec<i32> = sizes.chain(pairs.into_iter().flatten()).map(|size| size as i32).collect();
@@ -70,8 +71,8 @@ fn launch(
     let bias_or_any = bias.unwrap_or(out).device_view()?; // a kernel's argument is not null
     let to = out.device_view()?;
     let args = [
-        Arg::Image(x.cl()),
-        Arg::Image(filter.cl()),
+        arg(x)?,
+        arg(filter)?,
         bias_or_any.buffer(),
         bias_or_any.offset(),
         Arg::U32(bias.is_some().into()),

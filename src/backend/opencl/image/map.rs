@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use smallvec::SmallVec;
 
-use super::{Blocks, Reader, TEMPLATE, Tensor4, format, transient, wanted};
+use super::{Blocks, Reader, TEMPLATE, Tensor4, arg, format, transient, unless_full, wanted};
 use crate::backend::opencl::geometry::{LOCAL, group_of};
 use crate::backend::opencl::kernels::{KernelKey, kernel};
 use crate::backend::opencl::map::scalar_arg;
@@ -45,17 +45,16 @@ fn run(launch: &Launch) -> Result<bool> {
     if used.is_empty() || used.len() > MOST || moves || !plain || !operands().all(fits) {
         return Ok(false);
     }
-    let images = used
-        .iter()
-        .map(|(_, t)| transient(cl, t, &Tensor4::of(&t.layout).expect("it fits")))
-        .collect::<Result<SmallVec<[Image; 4]>>>()?;
+    let convert = |(_, t): &(usize, &Tensor)| transient(cl, t, &Tensor4::of(&t.layout).expect("it fits"));
+    let images = used.iter().map(convert).collect::<Result<SmallVec<[Image; 4]>>>();
+    let Some(images) = unless_full(images)? else { return Ok(false) };
     let mut params: SmallVec<[u64; 8]> = SmallVec::from_slice(&[out.dtype as u64]);
     params.extend(used.iter().map(|(k, _)| *k as u64));
     let key = KernelKey { template: "elementwise of images", params, exprs: SmallVec::from(program.exprs()) };
     let kernel = kernel(cl, key, "image", || source(program, &used, out))?;
     let four = Tensor4::of(&out.layout).expect("it fits");
     let (words, to, [width, height]) = (four.words(), out.device_view()?, four.size(Blocks::Across));
-    let mut args: SmallVec<[Arg; 12]> = images.iter().map(|image| Arg::Image(image.cl())).collect();
+    let mut args: SmallVec<[Arg; 12]> = images.iter().map(arg).collect::<Result<_>>()?;
     args.extend([to.buffer(), to.offset(), Arg::Bytes(bytemuck::cast_slice(&words))]);
     args.extend((0..program.scalars()).map(|i| scalar_arg(launch.compute, launch.scalars[i])));
     cl.launch(&kernel, &args, &[width * height], &[group_of(&kernel, LOCAL)])?;

@@ -1,6 +1,6 @@
 //! Pooling of images.
 
-use super::{Blocks, Reader, Tensor4, format, limits, transient, wanted};
+use super::{Blocks, Reader, Tensor4, arg, format, limits, transient, unless_full, wanted};
 use crate::backend::opencl::geometry::{LOCAL, group_of, is_wide};
 use crate::backend::opencl::window::computing;
 use crate::backend::problem::windows::{Task, Windows, four, words};
@@ -35,11 +35,12 @@ pub(crate) fn pool(w: &Windows, task: Task, x: &Tensor, index: &Tensor, out: &Te
         let (x, out) = (part(x)?, part(out)?);
         // Means have no indices; any buffer stands for them.
         let index = if task == Task::Max { part(index)? } else { out.shallow_clone() };
-        let image = transient(cl, &x, &Tensor4 { dims: [count, c, h, width], ..whole })?;
+        let four = Tensor4 { dims: [count, c, h, width], ..whole };
+        let Some(image) = unless_full(transient(cl, &x, &four))? else { return Ok(false) };
         let words = words(w, &x, &[]);
         let (to, place) = (out.device_view()?, index.device_view()?);
         let args = [
-            Arg::Image(image.cl()),
+            arg(&image)?,
             to.buffer(),
             to.offset(),
             place.buffer(),

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use smallvec::SmallVec;
 
-use super::{Blocks, Reader, TEMPLATE, Tensor4, constant, format, wanted};
+use super::{Blocks, Reader, TEMPLATE, Tensor4, arg, constant, format, unless_full, wanted};
 use crate::backend::opencl::geometry::{LOCAL, group_of};
 use crate::backend::opencl::kernels::{BufferView, KernelKey, kernel};
 use crate::backend::opencl::map::scalar_arg;
@@ -36,7 +36,7 @@ pub(crate) fn product(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> 
         return Ok(false);
     }
     debug_assert!(format(g.b.dtype).is_some());
-    let image = constant(cl, g.b, &four, Blocks::Across)?;
+    let Some(image) = unless_full(constant(cl, g.b, &four, Blocks::Across))? else { return Ok(false) };
 
     let mut params: SmallVec<[u64; 8]> = SmallVec::from_slice(&[g.a.dtype as u64, outs[0].dtype as u64]);
     params.extend(g.extras.iter().map(|t| t.dtype as u64));
@@ -46,7 +46,7 @@ pub(crate) fn product(g: &Gemm, shape: &Shape, outs: &[Tensor]) -> Result<bool> 
     let (a, y) = (g.a.device_view()?, outs[0].device_view()?);
     let step = |s: isize| Arg::I64(s as i64);
     let mut args: SmallVec<[Arg; 24]> =
-        SmallVec::from_slice(&[a.buffer(), a.offset(), Arg::Image(image.cl()), y.buffer(), y.offset()]);
+        SmallVec::from_slice(&[a.buffer(), a.offset(), arg(&image)?, y.buffer(), y.offset()]);
     args.extend([plan.m, n, k].map(|size| Arg::U32(size as u32)));
     args.extend([plan.a.row, plan.a.col, plan.others[0].row, plan.others[0].col].map(step));
     for (view, at) in views.iter().zip(&plan.others[1..]) {
