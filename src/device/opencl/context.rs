@@ -5,12 +5,16 @@ use std::sync::atomic::{AtomicBool, Ordering::Acquire, Ordering::Relaxed, Orderi
 use std::sync::{Mutex, MutexGuard, OnceLock};
 use std::{mem, ptr, thread};
 
+use opencl_sys::{CL_FLOAT, CL_HALF_FLOAT, CL_MEM_OBJECT_IMAGE2D, CL_RGBA, cl_image_desc, cl_image_format};
+use opencl3::device::{
+    CL_DEVICE_IMAGE_SUPPORT, CL_DEVICE_IMAGE2D_MAX_HEIGHT, CL_DEVICE_IMAGE2D_MAX_WIDTH, CL_DEVICE_VERSION,
+};
 use opencl3::memory::{CL_MAP_READ, CL_MEM_READ_WRITE, CL_MIGRATE_MEM_OBJECT_CONTENT_UNDEFINED};
 use opencl3::types::{cl_context, cl_device_id, cl_event};
 
 use super::blob::Imported;
-use super::discovery::Found;
-use super::driver::{ClBuffer, ClKernel, call, create};
+use super::discovery::{Found, text};
+use super::driver::{ClBuffer, ClImage, ClKernel, call, create, info, value};
 use super::errors::{ClError, Class};
 use super::exit;
 use super::fault::{Readings, Slot, Slots, Words, ZEROS};
@@ -188,6 +192,48 @@ impl ClDevice {
             }),
             other => other,
         }
+    }
+
+    /// An image of so many pixels in width and height, of four halves or four floats each (`CL_RGBA`). The driver may give it
+    /// memory only when it is first used: see [`commit_image`](Self::commit_image).
+    pub(crate) fn create_image(&self, [width, height]: [usize; 2], half: bool) -> Result<ClImage, ClError> {
+        self.alive("clCreateImage")?;
+        let channel = if half { CL_HALF_FLOAT } else { CL_FLOAT };
+        let format = cl_image_format { image_channel_order: CL_RGBA, image_channel_data_type: channel };
+        let desc = cl_image_desc {
+            image_type: CL_MEM_OBJECT_IMAGE2D,
+            image_width: width,
+            image_height: height,
+            image_depth: 0,
+            image_array_size: 0,
+            image_row_pitch: 0,
+            image_slice_pitch: 0,
+            num_mip_levels: 0,
+            num_samples: 0,
+            buffer: ptr::null_mut(),
+        };
+        let create = || create!(clCreateImage(self.context, CL_MEM_READ_WRITE, &format, &desc, ptr::null_mut()));
+        let bytes = width * height * if half { 8 } else { 16 };
+        exit::call(create).map(|mem| ClImage(ClBuffer::new(mem, bytes))).map_err(|e| self.settle(e))
+    }
+
+    /// [`commit`](Self::commit) of an image.
+    pub(crate) fn commit_image(&self, image: &ClImage) -> Result<(), ClError> {
+        self.commit(&image.0)
+    }
+
+    /// The greatest width and height of images, in pixels; `None` where the device has no images, or no function that makes them,
+    /// as before OpenCL 1.2.
+    pub(crate) fn image_limits(&self) -> Option<[usize; 2]> {
+        *self.image_limits.get_or_init(|| {
+            let id = self.id();
+            let number = |what| value!(clGetDeviceInfo(id, what) as usize).unwrap_or(0);
+            let version = text(&info!(clGetDeviceInfo(id, CL_DEVICE_VERSION)).unwrap_or_default());
+            let is_old = ["OpenCL 1.0", "OpenCL 1.1"].iter().any(|old| version.starts_with(old));
+            let has_images = value!(clGetDeviceInfo(id, CL_DEVICE_IMAGE_SUPPORT) as u32).is_ok_and(|has| has != 0);
+            let limits = [number(CL_DEVICE_IMAGE2D_MAX_WIDTH), number(CL_DEVICE_IMAGE2D_MAX_HEIGHT)];
+            (has_images && !is_old && !limits.contains(&0)).then_some(limits)
+        })
     }
 
     /// [`ARRIVALS`] counters for each stream, zero when no kernel runs there: a kernel counts with them which of its

@@ -133,6 +133,16 @@ impl Drop for ClBuffer {
     }
 }
 
+/// An image of two dimensions. Released as a buffer is.
+#[derive(Debug)]
+pub(crate) struct ClImage(pub(super) ClBuffer);
+
+impl ClImage {
+    pub(crate) fn mem(&self) -> cl_mem {
+        self.0.mem()
+    }
+}
+
 /// A kernel object. Its arguments are set only under its device's queue lock, so it may be shared.
 #[derive(Debug)]
 pub(crate) struct ClKernel {

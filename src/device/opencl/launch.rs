@@ -3,9 +3,9 @@
 use std::ffi::c_void;
 use std::ptr;
 
-use super::driver::{ClBuffer, ClEvent, ClKernel, call};
+use super::driver::{ClBuffer, ClEvent, ClImage, ClKernel, call};
 use super::errors::ClError;
-use super::{ClDevice, ClImage, capture, queue::Queue};
+use super::{ClDevice, capture, queue::Queue};
 use crate::device::capture::is_capturing;
 use crate::device::profiler::Kind;
 use crate::device::{StreamId, count_launch};

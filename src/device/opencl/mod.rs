@@ -5,7 +5,7 @@
 //! never stops another from submitting: see [`queues`]. [`program`] builds kernels, [`cache`] keeps them on disk, [`launch`]
 //! runs them, [`capture`] records them instead for [`replay`] (by the host, in a [`command_buffer`] or from a [`recordable_queue`]), [`probe`] finds out what they may use, [`tuning`] holds the numbers they
 //! are made with, [`transfer`] moves bytes, through [`pinned`] memory where it is to be fast, and from and to memory that
-//! outlives what uses it: see [`host_memory`]. [`image`] makes images. [`driver`] is the only file that owns raw handles; [`exit`] stops everything before the process ends.
+//! outlives what uses it: see [`host_memory`]. [`driver`] is the only file that owns raw handles; [`exit`] stops everything before the process ends.
 
 mod background;
 mod blob;
@@ -24,7 +24,6 @@ mod fault;
 mod functions;
 mod hints;
 mod host_memory;
-mod image;
 mod import;
 mod launch;
 #[cfg(test)]
@@ -54,11 +53,10 @@ pub(crate) mod user_kernel;
 pub use cache::{ProgramCache, read_cache_file};
 pub(crate) use capabilities::{capabilities, platforms};
 pub(crate) use context::{ARRIVALS, ClDevice};
-pub(crate) use driver::{ClAt, ClBuffer, ClEvent, ClKernel};
+pub(crate) use driver::{ClAt, ClBuffer, ClEvent, ClImage, ClKernel};
 pub(crate) use errors::{ClError, Class};
 pub(crate) use fault::{Fault, index_fault};
 pub(crate) use host_memory::HostMemory;
-pub(crate) use image::ClImage;
 pub(crate) use launch::Arg;
 pub(crate) use pinned::ClPinned;
 pub(crate) use probe::TensorCores;

@@ -24,6 +24,7 @@ mod grow;
 mod heap;
 mod ladder;
 mod layout;
+mod limits;
 mod mempool;
 mod moves;
 mod pages;
@@ -56,6 +57,7 @@ use clock::Clock;
 use events::Pending;
 use expand::Expandable;
 use heap::{Heap, Search};
+use limits::{Limits, part_of};
 pub use mempool::{MemPool, MemPoolOptions, MemPoolStats, PoolCheckpoint, use_mem_pool};
 use moves::AfterMove;
 pub(super) use policy::Kind;
@@ -114,24 +116,6 @@ struct Core {
     decay: decay::Decay,
     /// The largest size that threads' caches keep, where they are on.
     largest_cached: usize,
-}
-
-/// The most bytes of segments to hold: each bound holds whatever the other says.
-#[derive(Debug, Clone, Copy)]
-struct Limits {
-    fraction: u64,
-    bytes: u64,
-    /// What was held elsewhere when a request last found no memory.
-    elsewhere: u64,
-    /// A bound was lowered below what was held then.
-    exceeded: bool,
-}
-
-impl Limits {
-    /// The most bytes to hold, those held elsewhere among them.
-    fn allowed(&self) -> u64 {
-        self.fraction.min(self.bytes)
-    }
 }
 
 /// What is asked for, and where to look for it.
@@ -255,16 +239,6 @@ impl CachingAllocator {
 }
 
 impl Core {
-    /// The most bytes of segments to hold.
-    fn limit(&self) -> u64 {
-        self.limits.allowed().saturating_sub(self.limits.elsewhere)
-    }
-
-    fn set_limits(&mut self, set: impl FnOnce(&mut Limits)) {
-        set(&mut self.limits);
-        self.limits.exceeded = self.heap.stats.reserved() > self.limit();
-    }
-
     /// Takes back a block that no other stream uses; one on the move when it has arrived.
     #[cold]
     fn give_back(&mut self, id: u32, requested: usize) {
@@ -486,11 +460,6 @@ impl Drop for CachingAllocator {
             std::mem::forget(std::mem::take(&mut core.heap.segments));
         }
     }
-}
-
-/// A fraction of a device's memory; all of it, exactly, for 1.
-fn part_of(capacity: u64, fraction: f64) -> u64 {
-    if fraction == 1.0 { capacity } else { (capacity as f64 * fraction) as u64 }
 }
 
 impl Heap {
