@@ -150,7 +150,8 @@ impl PoolAllocator {
     /// As [`allocate_kind`](Self::allocate_kind).
     pub(crate) fn allocate_image(&self, image: ImageDesc, stream: StreamId, kind: StorageType) -> Result<Block> {
         let bytes = image.bytes();
-        self.serve(&Request { bytes, size: segment_size(&*self.driver, bytes)?, image: Some(image), stream, kind })
+        segment_size(&*self.driver, bytes)?; // images are not aligned, but no larger than the device, either
+        self.serve(&Request { bytes, size: bytes, image: Some(image), stream, kind })
     }
 
     /// Bytes that it holds.
@@ -176,10 +177,8 @@ impl PoolAllocator {
             let gone = match rung {
                 Rung::GiveBackOne => lock(&self.state).remove_one(request.size),
                 Rung::GiveBackAll => lock(&self.state).remove_all(),
-                Rung::Elsewhere => {
-                    self.driver.make_room_elsewhere(request.size)?;
-                    Vec::new()
-                }
+                Rung::Elsewhere if self.driver.make_room_elsewhere(request.size)? => Vec::new(),
+                Rung::Elsewhere => continue,
                 Rung::Wait => {
                     self.driver.synchronize()?;
                     let stats = &mut lock(&self.state).books.stats;

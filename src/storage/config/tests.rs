@@ -39,6 +39,7 @@ fn every_key_sets_its_field() {
         ("junk_fill:True", Config { junk_fill: true, ..d() }),
         ("guard_bytes:True", Config { guard_bytes: true, ..d() }),
         ("pool_overfit:1.25", Config { pool_overfit: 1.25, ..d() }),
+        ("memory:image", Config { memory: MemoryMode::Image, ..d() }),
         ("numa_local:False", Config { numa_local: false, ..d() }),
     ];
     for (text, config) in &table {

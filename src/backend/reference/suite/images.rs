@@ -4,6 +4,7 @@ use super::{Reference, Suite, VIEWS, View, numbers, specials};
 use crate::backend::Backend;
 use crate::backend::problem::interpolation::{Interpolation, Resize, Samples};
 use crate::backend::problem::windows::{Divisor, Task, Windows};
+use crate::storage::{MemoryMode, with_memory_mode};
 use crate::{DType, Result};
 
 /// Windows of a kernel, with these strides, paddings and dilations.
@@ -53,6 +54,26 @@ pub(super) fn convolution(suite: &mut Suite) -> Result<()> {
                     c.weight(&x, &y, None)?,
                     c.weight(&x, &y, Some(slot))?,
                 ]))
+            })?;
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn forward_convolution(suite: &mut Suite) -> Result<()> {
+    for (dtype, groups, [inner, outer]) in
+        [(DType::F32, 1, [3, 5]), (DType::F32, 5, [1, 1]), (DType::BF16, 1, [4, 4]), (DType::F16, 1, [17, 6])]
+    {
+        for (w, view) in all().into_iter().zip([View::Plain, View::Gapped, View::Odd, View::Plain, View::Odd]) {
+            let ([h, v], [kh, kw]) = (w.image, w.kernel);
+            let x = suite.tensor(view, &[2, groups * inner, h, v], dtype, numbers)?;
+            let weight = suite.tensor(view, &[groups * outer, inner, kh, kw], dtype, numbers)?;
+            let bias = suite.tensor(View::Gapped, &[groups * outer], dtype, numbers)?;
+            let what = format!("{w:?} of {view:?}, {groups} groups, {inner} -> {outer}");
+            suite.compare(what, dtype, inner * kh * kw, |side| {
+                let (x, weight, bias) = (side.put(&x)?, side.put(&weight)?, side.put(&bias)?);
+                let convolve = || side.backend.forward_convolution(&w, &x, &weight, Some(&bias), groups);
+                Ok(with_memory_mode(MemoryMode::Image, convolve)?.map(|out| vec![out]))
             })?;
         }
     }
